@@ -25,7 +25,7 @@ from flexattn.kernels_triton.hopper.forward_work import (
     unmasked_blocks,
 )
 from flexattn.kernels_triton.hopper.masking import band_of_sequence
-from flexattn.kernels_triton.hopper.pages import KeyBlock, load_key_pages, load_value_pages
+from flexattn.kernels_triton.hopper.pages import KeyBlock, load_key_pages, load_value_pages, page_ids
 from flexattn.kernels_triton.hopper.pairs import (
     origin_of,
 )
@@ -83,14 +83,23 @@ def load_partition(args: Arguments, buffers: Buffers, META: gl.constexpr):
         origin = origin_of(steps.q, sequence.start_q, tile.h, tile.b)
         queries = LoadedRows(origin=origin, first=tile.first_row, length=len_q)
         load_queries(of.q, tiles.q, queries, n_tile, barriers, META)
+        row = 0
+        ids = 0
+        if META.PAGE_ROWS > 0:
+            row = len_kv  # of no block there are ids too
+            if num_blocks > 0:
+                row = key_block(num_blocks - 1, block_range, META)[0]
+            ids = page_ids(tile.b, row, len_kv, args.pages, META)
         for n in range(num_blocks):
-            row = key_block(num_blocks - 1 - n, block_range, META)[0]
             if META.PAGE_ROWS > 0:
-                block = KeyBlock(b=tile.b, h_kv=h_kv, first=row, length=len_kv)
-                load_key_pages(of.k, tiles.k, steps.k, block, args.pages, n_block, barriers, META)
+                block = KeyBlock(h_kv=h_kv, first=row, length=len_kv, page_size=args.pages.page_size, ids=ids)
+                row = key_block(gl.maximum(num_blocks - 2 - n, 0), block_range, META)[0]
+                ids = page_ids(tile.b, row, len_kv, args.pages, META)
+                load_key_pages(of.k, tiles.k, steps.k, block, n_block, barriers, META)
                 if not META.IS_LATENT:
-                    load_value_pages(of.v, tiles.v, steps.v, block, args.pages, n_block, barriers, META)
+                    load_value_pages(of.v, tiles.v, steps.v, block, n_block, barriers, META)
             else:
+                row = key_block(num_blocks - 1 - n, block_range, META)[0]
                 stage = n_block % STAGES
                 origin = origin_of(steps.k, sequence.start_kv, h_kv, tile.b)
                 load_keys(of.k, tiles.k, LoadedRows(origin=origin, first=row, length=len_kv), n_block, barriers, META)

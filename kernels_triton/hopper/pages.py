@@ -19,15 +19,18 @@ from flexattn.kernels_triton.hopper.pairs import Pair
 from flexattn.kernels_triton.hopper.pipeline import ForwardBarriers, wait_empty
 
 _FEWEST = 8  # rows of one copy: the period of the swizzle of shared memory
+_LANES = gl.constexpr(32)  # threads of the loading warp, no fewer than copies of a block
+_LANE_LAYOUT = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 
 
 class KeyBlock(NamedTuple):
     """A block of keys of one sequence and head: from `first` on, of a sequence of `length` keys."""
 
-    b: Any
     h_kv: Any
     first: Any
     length: Any
+    page_size: Any
+    ids: Any  # `page_ids`
 
 
 def rows_of_a_copy(problem: Problem, block_n: int) -> int:
@@ -49,46 +52,52 @@ def unsupported_pages(problem: Problem, block_n: int) -> str | None:
 
 
 @gluon.jit
-def load_pages(descriptor, step: Step, block: KeyBlock, pages: Pages, COLUMN: gl.constexpr, barrier, tile, META: gl.constexpr):
-    # A copy past the sequence's end reads no entry of its own in the table, and brings zeros; ids out of range are clamped. Pages
-    # are counted on, as a division for each copy takes longer than the copy.
-    table_ptr = pages.table_ptr + block.b.to(gl.int64) * pages.stride
-    place = block.first // pages.page_size
-    last = gl.maximum(block.length - 1, 0) // pages.page_size
-    in_page = block.first - place * pages.page_size
-    left = block.length - place * pages.page_size  # keys of the sequence from the page's first on
-    for box in gl.static_range(META.BLOCK_N // META.PAGE_ROWS):
-        page = gl.load(table_ptr + gl.minimum(place, last))
-        page = gl.minimum(gl.maximum(page, 0), pages.num_pages - 1)
-        valid = gl.minimum(gl.maximum(left, 0), pages.page_size)
-        rows = tile.slice(box * META.PAGE_ROWS, META.PAGE_ROWS, 2)
-        load_rows(descriptor, page * step.tokens, valid, in_page, block.h_kv + page * step.heads, COLUMN, barrier, rows)
-        in_page += META.PAGE_ROWS
-        is_over = in_page == pages.page_size
-        in_page = gl.where(is_over, 0, in_page)
-        left -= gl.where(is_over, pages.page_size, 0)
-        place += gl.where(is_over, 1, 0)
+def page_ids(b, first, length, pages: Pages, META: gl.constexpr):
+    # Of a sequence's keys from `first` on the page of each copy of a block, in a thread of its own: by one load, for which nothing
+    # waits where it is made a block ahead. A copy past the sequence's end has no entry; ids out of range are clamped.
+    copy = gl.minimum(gl.arange(0, _LANES, layout=_LANE_LAYOUT), META.BLOCK_N // META.PAGE_ROWS - 1)
+    last = gl.maximum(length - 1, 0) // pages.page_size
+    place = gl.minimum((first + copy * META.PAGE_ROWS) // pages.page_size, last)
+    page = gl.load(pages.table_ptr + b.to(gl.int64) * pages.stride + place)
+    return gl.minimum(gl.maximum(page, 0), pages.num_pages - 1)
 
 
 @gluon.jit
-def load_key_pages(
-    of: Pair, tiles: Pair, step: Step, block: KeyBlock, pages: Pages, n_block, barriers: ForwardBarriers, META: gl.constexpr
-):
+def load_pages(descriptor, step: Step, block: KeyBlock, COLUMN: gl.constexpr, barrier, tile, META: gl.constexpr):
+    # Places in a page are counted on, as a division for each copy takes longer than the copy.
+    page_size = block.page_size
+    lane = gl.arange(0, _LANES, layout=_LANE_LAYOUT)
+    first_key = block.first // page_size * page_size
+    in_page = block.first - first_key
+    left = block.length - first_key  # keys of the sequence from the page's first on
+    for copy in gl.static_range(META.BLOCK_N // META.PAGE_ROWS):
+        page = gl.sum(gl.where(lane == copy, block.ids, 0), 0)
+        valid = gl.minimum(gl.maximum(left, 0), page_size)
+        rows = tile.slice(copy * META.PAGE_ROWS, META.PAGE_ROWS, 2)
+        load_rows(descriptor, page * step.tokens, valid, in_page, block.h_kv + page * step.heads, COLUMN, barrier, rows)
+        in_page += META.PAGE_ROWS
+        is_over = in_page == page_size
+        in_page = gl.where(is_over, 0, in_page)
+        left -= gl.where(is_over, page_size, 0)
+
+
+@gluon.jit
+def load_key_pages(of: Pair, tiles: Pair, step: Step, block: KeyBlock, n_block, barriers: ForwardBarriers, META: gl.constexpr):
     # k of the n_block-th block of keys of this program
     stage = n_block % META.STAGES
     full = barriers.k_full.index(stage)
     wait_empty(barriers.k_empty, n_block, META.STAGES)
     mbarrier.expect(full, 2 * META.BLOCK_N * (META.QK0 + META.QK1))
-    load_pages(of.first, step, block, pages, 0, full, tiles.first.index(stage), META)
+    load_pages(of.first, step, block, 0, full, tiles.first.index(stage), META)
     if META.QK1 > 0:
-        load_pages(of.second, step, block, pages, META.QK0, full, tiles.second.index(stage), META)
+        load_pages(of.second, step, block, META.QK0, full, tiles.second.index(stage), META)
 
 
 @gluon.jit
-def load_value_pages(of, tiles, step: Step, block: KeyBlock, pages: Pages, n_block, barriers: ForwardBarriers, META: gl.constexpr):
+def load_value_pages(of, tiles, step: Step, block: KeyBlock, n_block, barriers: ForwardBarriers, META: gl.constexpr):
     # v of the same block
     stage = n_block % META.STAGES
     full = barriers.v_full.index(stage)
     wait_empty(barriers.v_empty, n_block, META.STAGES)
     mbarrier.expect(full, 2 * META.BLOCK_N * META.V0)
-    load_pages(of, step, block, pages, 0, full, tiles.index(stage), META)
+    load_pages(of, step, block, 0, full, tiles.index(stage), META)

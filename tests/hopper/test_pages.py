@@ -120,9 +120,9 @@ def test_features(call: dict[str, Any], splits: int) -> None:
 
 
 FAULTS = {
-    "no bound of the rows in a page": assign("valid", "pages.page_size", within="load_pages"),
-    "ids as they come": assign("page", "page", within="load_pages", nth=1),
-    "an entry past the end": assign("last", "place + 1000", within="load_pages"),
+    "no bound of the rows in a page": assign("valid", "page_size", within="load_pages"),
+    "ids as they come": with_argument("gl.minimum(gl.maximum(page", 0, "page", within="page_ids"),
+    "an entry past the end": assign("last", "1000", within="page_ids"),
     "the wrong rows of a page": assign("in_page", "0", within="load_pages", nth=0),
     "a page that is never left": assign("is_over", "in_page < 0", within="load_pages"),
     "no wait for a free stage": drop("wait_empty(barriers.v_empty)", within="load_value_pages"),
