@@ -6,7 +6,7 @@ Merrill, Cecka, Garland, Owens, 2023, arXiv 2301.03598): a program has whole til
 on the host, and there are no more parts than tiles and programs together. Work tiles are in the order of sequence, block of
 queries, head; those of all heads of a block are an entry of the plan. Each piece has a part of its own: the tile's number plus the
 program's, neither of which is ever less than the last piece's. A tile's parts follow one another and are added in that order:
-results repeat to the bit.
+results repeat to the bit. A kernel may write the result of a tile that it has whole, of which there is no part then.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ class PlannedTile(NamedTuple):
     queries: int
     seen: int  # queries whose keys are taken for those that the tile sees
     keys: int
+    writes_whole: bool  # whether the kernel writes the results of tiles that are not cut
 
 
 class PlanArguments(NamedTuple):
@@ -241,6 +242,7 @@ class PiecesMeta(NamedTuple):
     HEADS: int
     GROUP: int
     QUERIES: int
+    FEWEST: int  # parts of a tile that are combined
 
 
 @triton.jit
@@ -283,18 +285,19 @@ def _combine_pieces_kernel(args: PiecesArguments, META: tl.constexpr):
         begin = before + head * count
         program = begin // share
         num_splits = (begin + count - 1) // share - program + 1
-        first_row = first_row_of_part(plan, entry * plan.groups + head + program)
-        place = first_row + row % META.QUERIES * META.GROUP + h % META.HEADS
-        own = PartPointers(ptr=parts.ptr, lse_ptr=parts.lse_ptr, num_rows=plan.part_rows, num_splits=num_splits)
-        out, lse = sum_of_parts(own, place, first_row_of_part(plan, plan.num_parts), META)
-        columns = tl.arange(0, META.COLUMNS)
-        pointer = row_pointer(args.out, b, h, start + row, META)
-        tl.store(pointer + columns, out.to(args.out.ptr.dtype.element_ty), mask=columns < META.HEAD_DIM)
-        tl.store(lse_ptr + row, lse)
+        if num_splits >= META.FEWEST:
+            first_row = first_row_of_part(plan, entry * plan.groups + head + program)
+            place = first_row + row % META.QUERIES * META.GROUP + h % META.HEADS
+            own = PartPointers(ptr=parts.ptr, lse_ptr=parts.lse_ptr, num_rows=plan.part_rows, num_splits=num_splits)
+            out, lse = sum_of_parts(own, place, first_row_of_part(plan, plan.num_parts), META)
+            columns = tl.arange(0, META.COLUMNS)
+            pointer = row_pointer(args.out, b, h, start + row, META)
+            tl.store(pointer + columns, out.to(args.out.ptr.dtype.element_ty), mask=columns < META.HEAD_DIM)
+            tl.store(lse_ptr + row, lse)
 
 
 def combine_pieces(problem: Problem, plan: Plan, tile: PlannedTile, parts: Parts, results: tuple[Tensor, Tensor]) -> None:
-    """Writes out, laid out as q with v's head dim, and lse from the parts; 0 and -inf in rows that no sequence has a token in."""
+    """Writes, of tiles that have parts, out, laid out as q with v's head dim, and lse; 0 and -inf in rows without a token."""
     x, (out, lse) = problem, results
     head_dim = out.shape[-1]
     meta = x.meta(_COMBINE_TILE, (out,))
@@ -320,5 +323,6 @@ def combine_pieces(problem: Problem, plan: Plan, tile: PlannedTile, parts: Parts
         HEADS=tile.heads,
         GROUP=slots_of_heads(tile.heads),
         QUERIES=tile.queries,
+        FEWEST=2 if tile.writes_whole else 1,
     )
     launch(_combine_pieces_kernel, x.batch * x.num_heads * x.longest_q, out.device, _COMBINE_TILE, (args, own_meta))

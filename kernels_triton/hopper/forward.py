@@ -64,7 +64,7 @@ from flexattn.kernels_triton.hopper.forward_rows import (
     statistics_row,
     store_lse,
     store_out_rows,
-    store_part,
+    store_split_rows,
     sums_with_sink,
     visible_scores,
 )
@@ -312,11 +312,11 @@ def _compute_partition(args: Arguments, buffers: Buffers, CONSUMER: gl.constexpr
                 acc = acc * gl.convert_layout(correction, gl.SliceLayout(1, OUT))[:, None]
         lse_row = statistics_row(received, CONSUMER, rows, h_of_rows, args, META)
         row_sum_or_1 = gl.where(row_sum == 0.0, 1.0, row_sum)  # where a row sees nothing, out is 0 / 1 and lse -inf + 0
-        store_lse(row_max, row_sum_or_1, lse_row, rows, len_q, args, META)
+        store_lse(row_max, row_sum_or_1, lse_row, rows, received, args, META)
         rescale = scaled(1.0 / row_sum_or_1, draws, META)
         acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUT))[:, None]
         if META.IS_SPLIT:
-            store_part(acc, 0, lse_row, rows, len_q, args, META)
+            store_split_rows(acc, 0, received, lse_row, rows, h_of_rows, args, META)
         elif META.HEADS < GROUP:
             store_out_rows(acc, 0, received, rows, h_of_rows, args, META)
         else:
@@ -412,7 +412,7 @@ def hopper_forward(
     queries = tile.block_m // slots
     tiles, processors = tiles_and_room(x, tile, group)
     splits = number_of_splits(x, tiles, processors) if splits is None else splits
-    planned = PlannedTile(heads=group, queries=queries, seen=queries, keys=tile.block_n)
+    planned = PlannedTile(heads=group, queries=queries, seen=queries, keys=tile.block_n, writes_whole=True)
     plan, parts = None, None
     if splits == BY_LENGTHS:
         plan = make_plan(x, planned, processors)
@@ -421,7 +421,7 @@ def hopper_forward(
         parts = Parts.empty(splits, lse, tile.head_dim_v, x.is_unbounded)
     launch_tile = Tile(tile.block_m, tile.block_n, 4, tile.num_stages)
     meta = forward_meta(x, tile, group, Cut(parts is not None, plan is not None), max_logit is not None)
-    if group < slots and parts is None:
+    if plan is not None or (group < slots and parts is None):
         meta = with_rows_of(meta, x, launch_tile, out)
     own_rows, keys = ROWS.value // slots, meta.PAGE_ROWS or tile.block_n
     work = forward_work(x, queries, group, is_planned=plan is not None)
@@ -440,6 +440,7 @@ def hopper_forward(
             lse_ptr=lse if parts is None else parts.lse,
             max_logit_ptr=max_logit,
             parts_ptr=None if parts is None else parts.out,
+            whole_lse_ptr=None if plan is None else lse,
             out=rows_of(out, meta) if meta.WIDTH_V else None,
         ),
         work,

@@ -88,7 +88,8 @@ class Results(NamedTuple):
     lse_ptr: Any
     max_logit_ptr: Any  # or None; [h], -inf before
     parts_ptr: Any  # with IS_SPLIT, where out goes; lse is then of the parts too
-    out: Rows | None  # where registers store it: where HEADS is no power of two, as a copy would write other heads too
+    whole_lse_ptr: Any  # with IS_PLANNED, that of tiles that have no parts
+    out: Rows | None  # where registers store it: where HEADS is no power of two, as a copy would write other heads too; with a plan
 
 
 class Arguments(NamedTuple):

@@ -117,15 +117,19 @@ def statistics_row(received: ReceivedTile, CONSUMER: gl.constexpr, rows, h_of_ro
     lse_row = (h_of_rows if META.IS_RAGGED_Q else tile.b * num_heads + h_of_rows).to(gl.int64) * num_tokens_q + received.start_q
     if META.IS_PLANNED:  # to which `rows` are added
         own_row = CONSUMER * ROWS + gl.arange(0, ROWS, layout=rows.type.layout)
-        lse_row = first_row_of_part(args.plan, tile.part) + own_row - rows
+        part_row_of_rows = first_row_of_part(args.plan, tile.part) + own_row - rows
+        lse_row = gl.where(received.is_whole, lse_row, part_row_of_rows)
     elif META.IS_SPLIT:
         lse_row = lse_row + part_row(tile.split, batch, num_heads, num_tokens_q, META)
     return lse_row
 
 
 @gluon.jit
-def store_lse(row_max, row_sum_or_1, lse_row, rows, len_q, args: Arguments, META: gl.constexpr):
+def store_lse(row_max, row_sum_or_1, lse_row, rows, received: ReceivedTile, args: Arguments, META: gl.constexpr):
     lse_ptr = args.results.lse_ptr
+    len_q = received.band.len_q
+    if META.IS_PLANNED:
+        lse_ptr = gl.where(received.is_whole, args.results.whole_lse_ptr, lse_ptr)
     num_heads = args.work.num_heads
     num_tokens_q = args.lengths_q.num_tokens
     batch = args.lengths_q.batch
@@ -134,7 +138,7 @@ def store_lse(row_max, row_sum_or_1, lse_row, rows, len_q, args: Arguments, META
         lse, lost = log_of_sum(row_max, factor, scaled_row_max(row_max, factor, 0.0), row_sum_or_1)
         if META.IS_PLANNED:
             lost_row = lse_row + first_row_of_part(args.plan, args.plan.num_parts)
-            gl.store(lse_ptr + lost_row + rows, lost, mask=rows < len_q)
+            gl.store(args.results.lse_ptr + lost_row + rows, lost, mask=(rows < len_q) & ~received.is_whole)
         elif META.IS_SPLIT:
             lost_row = lse_row + part_row(args.num_splits, batch, num_heads, num_tokens_q, META)
             gl.store(lse_ptr + lost_row + rows, lost, mask=rows < len_q)
@@ -144,7 +148,7 @@ def store_lse(row_max, row_sum_or_1, lse_row, rows, len_q, args: Arguments, META
 
 
 @gluon.jit
-def store_part(acc, COLUMN: gl.constexpr, lse_row, rows, len_q, args: Arguments, META: gl.constexpr):
+def _store_part(acc, COLUMN: gl.constexpr, lse_row, rows, len_q, args: Arguments, META: gl.constexpr):
     # In fp32, for which there is no room in shared memory; few of the rows are queries.
     OUT: gl.constexpr = acc.type.layout
     part_rows = gl.convert_layout((lse_row + rows) * META.V0, gl.SliceLayout(1, OUT))[:, None]
@@ -164,3 +168,17 @@ def store_out_rows(acc, COLUMN: gl.constexpr, received: ReceivedTile, rows, h_of
     is_query = gl.convert_layout(rows < received.band.len_q, ROW)[:, None]
     inside = is_query & (columns < META.WIDTH_V)[None, :]
     gl.store(gl.convert_layout(pointers, ROW)[:, None] + columns[None, :], acc.to(out.ptr.dtype.element_ty), mask=inside)
+
+
+@gluon.jit
+def store_split_rows(
+    acc, COLUMN: gl.constexpr, received: ReceivedTile, lse_row, rows, h_of_rows, args: Arguments, META: gl.constexpr
+):
+    # The part of a split, or out of a tile that is not cut
+    if META.IS_PLANNED:
+        if received.is_whole:
+            store_out_rows(acc, COLUMN, received, rows, h_of_rows, args, META)
+        else:
+            _store_part(acc, COLUMN, lse_row, rows, received.band.len_q, args, META)
+    else:
+        _store_part(acc, COLUMN, lse_row, rows, received.band.len_q, args, META)

@@ -50,8 +50,9 @@ class ReceivedTile(NamedTuple):
     tile: WorkTile
     start_q: Any
     band: SequenceBand
-    num_blocks: Any  # blocks of keys that some of its queries see
+    num_blocks: Any  # blocks of keys that some of its queries see, of which a split has some
     block_range: Any
+    is_whole: Any  # with a plan, whether no other program has blocks of this tile
 
 
 @gluon.jit
@@ -90,13 +91,19 @@ def planned_tile(t, end, entry, args: Arguments, META: gl.constexpr):
 
 
 @gluon.jit
-def blocks_of_tile(tile: WorkTile, cut, band: SequenceBand, args: Arguments, META: gl.constexpr):
-    # (number of blocks, block range) of the keys of a tile, or of its split. cut: of a block mask, `cut_key_lists`
+def _seen_blocks(tile: WorkTile, cut, band: SequenceBand, args: Arguments, META: gl.constexpr):
+    # (number of blocks, block range) of all keys of a tile. cut: of a block mask, `cut_key_lists`
     if META.BLOCK_SIZE_Q > 0:
-        num_blocks, block_range = blocks_by_lists(cut, tile.first_row, tile.b, tile.h, args.lists, META)
+        return blocks_by_lists(cut, tile.first_row, tile.b, tile.h, args.lists, META)
     else:
         QUERIES: gl.constexpr = META.BLOCK_M // META.GROUP
-        num_blocks, block_range = blocks_of_keys(tile.first_row, tile.b, tile.h, band, args.lists, META, QUERIES)
+        return blocks_of_keys(tile.first_row, tile.b, tile.h, band, args.lists, META, QUERIES)
+
+
+@gluon.jit
+def blocks_of_tile(tile: WorkTile, cut, band: SequenceBand, args: Arguments, META: gl.constexpr):
+    # The same of a tile's split, where there are splits
+    num_blocks, block_range = _seen_blocks(tile, cut, band, args, META)
     if META.IS_PLANNED:
         end = gl.minimum(tile.split_end, num_blocks)  # the plan has one where there is none
         first = gl.minimum(tile.split, end)
@@ -159,4 +166,9 @@ def received_tile(numbers, args: Arguments, META: gl.constexpr):
             full_before=numbers[LISTED + 3],
         )
     num_blocks, block_range = blocks_of_tile(tile, cut, band, args, META)
-    return ReceivedTile(tile=tile, start_q=start_q, band=band, num_blocks=num_blocks, block_range=block_range)
+    is_whole = True
+    if META.IS_PLANNED:
+        is_whole = num_blocks == _seen_blocks(tile, cut, band, args, META)[0]
+    return ReceivedTile(
+        tile=tile, start_q=start_q, band=band, num_blocks=num_blocks, block_range=block_range, is_whole=is_whole
+    )

@@ -48,7 +48,7 @@ from flexattn.kernels_triton.hopper.forward_rows import (
     statistics_row,
     store_lse,
     store_out_rows,
-    store_part,
+    store_split_rows,
     sums_with_sink,
     visible_scores,
 )
@@ -77,7 +77,8 @@ def _store_half(acc, COLUMN: gl.constexpr, received: ReceivedTile, args: Argumen
     len_q = received.band.len_q
     rows, h_of_rows = rows_and_heads(tile.first_row, tile.h, len_q, gl.SliceLayout(1, acc.type.layout), META)
     if META.IS_SPLIT:
-        store_part(acc, COLUMN, statistics_row(received, 0, rows, h_of_rows, args, META), rows, len_q, args, META)
+        lse_row = statistics_row(received, 0, rows, h_of_rows, args, META)
+        store_split_rows(acc, COLUMN, received, lse_row, rows, h_of_rows, args, META)
     else:
         store_out_rows(acc, COLUMN, received, rows, h_of_rows, args, META)
 
@@ -162,7 +163,7 @@ def _left_partition(args: Arguments, buffers: Buffers, exchange: Exchange, MODS:
         exchange.factor.store(rescale)
         mbarrier.arrive(exchange.full.index(0), count=1)
         n_turn += 1
-        store_lse(row_max, row_sum_or_1, statistics_row(received, 0, rows, h_of_rows, args, META), rows, band.len_q, args, META)
+        store_lse(row_max, row_sum_or_1, statistics_row(received, 0, rows, h_of_rows, args, META), rows, received, args, META)
         acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUT))[:, None]
         _store_half(acc, 0, received, args, META)
         n_tile += 1
@@ -283,7 +284,7 @@ def wide_forward(
     splits = number_of_splits(x, tiles, processors) if splits is None else splits
     slots = slots_of_heads(group)
     queries = tile.block_m // slots
-    planned = PlannedTile(heads=group, queries=queries, seen=queries, keys=tile.block_n)
+    planned = PlannedTile(heads=group, queries=queries, seen=queries, keys=tile.block_n, writes_whole=True)
     plan, parts = None, None
     if splits == BY_LENGTHS:
         plan = make_plan(x, planned, processors)
@@ -307,6 +308,7 @@ def wide_forward(
             lse_ptr=lse if parts is None else parts.lse,
             max_logit_ptr=None,
             parts_ptr=None if parts is None else parts.out,
+            whole_lse_ptr=None if plan is None else lse,
         ),
         forward_work(x, queries, group, is_planned=plan is not None),
         SplitKeys(splits if splits > 1 else None, plan),

@@ -457,7 +457,7 @@ def attention_forward(
     tiles, room = tiles_and_room(x, tile, group)
     splits = number_of_splits(x, tiles, room) if splits is None else splits
     slots = slots_of_heads(group)
-    planned = PlannedTile(heads=group, queries=tile.block_m // slots, seen=tile.block_m, keys=tile.block_n)
+    planned = PlannedTile(heads=group, queries=tile.block_m // slots, seen=tile.block_m, keys=tile.block_n, writes_whole=False)
     plan, parts, parts_out, programs = None, None, out, tiles * splits
     if splits == BY_LENGTHS:
         plan = make_plan(x, planned, room)
