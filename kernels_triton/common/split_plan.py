@@ -4,9 +4,11 @@ Where sequences have lengths of their own, one number of splits for all leaves p
 the blocks of keys that each work tile sees, and programs share all of these evenly, one tile after the other (stream-K: Osama,
 Merrill, Cecka, Garland, Owens, 2023, arXiv 2301.03598): a program has whole tiles and at most two pieces of others. Nothing is read
 on the host, and there are no more parts than tiles and programs together. Work tiles are in the order of sequence, block of
-queries, head; those of all heads of a block are an entry of the plan. Each piece has a part of its own: the tile's number plus the
-program's, neither of which is ever less than the last piece's. A tile's parts follow one another and are added in that order:
-results repeat to the bit. A kernel may write the result of a tile that it has whole, of which there is no part then.
+queries, head; those of all heads of a block are an entry of the plan. Neighbouring programs are in different teams, and tiles of
+heads that read the same keys are in different teams too, so that they are read once from memory, by all teams at the same time.
+Each piece has a part of its own: the tile's number in its team plus the program's, neither of which is ever less than the last
+piece's. A tile's parts are added in their order: results repeat to the bit. A kernel may write the result of a tile that it has
+whole, of which there is no part then.
 """
 
 from __future__ import annotations
@@ -27,16 +29,18 @@ from flexattn.kernels_triton.runtime.launch import Tile, kernel, launch
 
 _PLAN_TILE = Tile(512, 64, 4, 1)  # entries at a time
 _COMBINE_TILE = Tile(16, 128, 4, 1)  # parts at a time
+_WITHOUT_TEAM = 0.1  # of the programs, at most
 
 
 class Plan(NamedTuple):
     """Shares of programs in the blocks of keys of all work tiles."""
 
-    before_ptr: Pointer  # int32 [entries + 1]: blocks of keys of all entries before each, and of all
+    before_ptr: Pointer  # int32 [entries + 1]: blocks of keys of a team's tiles of all entries before each, and of all
     blocks: int  # blocks of queries of the longest sequence
     entries: int  # blocks * batch
-    groups: int  # work tiles of an entry, one for each so many heads
-    programs: int
+    tiles: int  # work tiles of an entry that a team has
+    teams: int
+    programs: int  # of a team
     least: int  # blocks of keys of a program, at least
     num_parts: int
     part_rows: int  # rows of a work tile's part
@@ -51,8 +55,8 @@ class Piece(NamedTuple):
     """Blocks `first` up to `end` of those that a work tile sees, inside a kernel."""
 
     entry: Any
-    head: Any  # number of the work tile in its entry
-    program: Any
+    head: Any  # number of the work tile in its entry, of all teams'
+    program: Any  # in its team
     first: Any
     end: Any
 
@@ -95,7 +99,7 @@ def _split_plan_kernel(args: PlanArguments, META: tl.constexpr):
     before_ptr = args.plan.before_ptr
     blocks = args.plan.blocks
     entries = args.plan.entries
-    groups = args.plan.groups
+    tiles = args.plan.tiles
     total = 0
     for first in range(0, entries, CHUNK):
         entry = first + tl.arange(0, CHUNK)
@@ -112,10 +116,15 @@ def _split_plan_kernel(args: PlanArguments, META: tl.constexpr):
         if META.HAS_LEFT:
             begin = tl.maximum(first_row + shift - band.left, 0) // KEYS
         seen = tl.maximum(tl.cdiv(end, KEYS) - begin, 1)  # where nothing is seen, there is a result to write
-        amount = tl.where(is_entry & (first_row < len_q), seen * groups, 0)
+        amount = tl.where(is_entry & (first_row < len_q), seen * tiles, 0)
         tl.store(before_ptr + 1 + entry, total + tl.cumsum(amount, 0), mask=is_entry)
         total += tl.sum(amount, 0)
     tl.store(before_ptr, 0)
+
+
+def _number_of_teams(sharing: int, programs: int) -> int:
+    # The number of tiles that read the same keys, or a divisor: the largest that leaves few programs without a team.
+    return max(n for n in range(1, sharing + 1) if sharing % n == 0 and programs % n <= _WITHOUT_TEAM * programs)
 
 
 def make_plan(problem: Problem, tile: PlannedTile, programs: int) -> Plan:
@@ -124,14 +133,17 @@ def make_plan(problem: Problem, tile: PlannedTile, programs: int) -> Plan:
     blocks = cdiv(x.longest_q, tile.queries)
     entries = x.batch * blocks
     groups = x.num_heads // tile.heads
+    teams = _number_of_teams(x.group_size // tile.heads, programs)
+    own_tiles, own_programs = groups // teams, programs // teams
     plan = Plan(
         before_ptr=torch.empty(entries + 1, dtype=torch.int32, device=x.device),
         blocks=blocks,
         entries=entries,
-        groups=groups,
-        programs=programs,
+        tiles=own_tiles,
+        teams=teams,
+        programs=own_programs,
         least=max(1, SPLIT_KEYS // tile.keys),
-        num_parts=entries * groups + programs - 1,
+        num_parts=(entries * own_tiles + own_programs - 1) * teams,
         part_rows=min(tile.queries, x.longest_q) * slots_of_heads(tile.heads),
     )
     args = PlanArguments(lengths_q=x.lengths_q, lengths_kv=x.lengths_kv, band=x.band, plan=plan)
@@ -156,7 +168,7 @@ def first_row_of_part(plan, part):
 
 @triton.jit
 def share_of_program(plan):
-    # (blocks of keys of each program, of all)
+    # (blocks of keys of each program of a team, of all)
     total = tl.load(plan.before_ptr + plan.entries)
     return tl.maximum(tl.cdiv(total, plan.programs), plan.least), total
 
@@ -175,7 +187,7 @@ def entry_at(plan, position):
 
 
 @triton.jit
-def piece_at(plan, program, position, end, entry):
+def piece_at(plan, pid, position, end, entry):
     # The piece of a program, whose share ends at `end`, from a block of keys on; of this entry or a later one.
     before = tl.load(plan.before_ptr + entry)
     after = tl.load(plan.before_ptr + entry + 1)
@@ -183,38 +195,47 @@ def piece_at(plan, program, position, end, entry):
         entry += 1
         before = after
         after = tl.load(plan.before_ptr + entry + 1)
-    count = (after - before) // plan.groups
-    head = (position - before) // count
-    first = position - before - head * count
-    return Piece(entry=entry, head=head, program=program, first=first, end=tl.minimum(count, first + end - position))
+    count = (after - before) // plan.tiles
+    tile = (position - before) // count
+    first = position - before - tile * count
+    head = tile * plan.teams + pid % plan.teams
+    return Piece(entry=entry, head=head, program=pid // plan.teams, first=first, end=tl.minimum(count, first + end - position))
+
+
+@triton.jit
+def part_of_piece(plan, piece):
+    # A team's parts are as far apart as there are teams.
+    return (piece.entry * plan.tiles + piece.head // plan.teams + piece.program) * plan.teams + piece.head % plan.teams
 
 
 @triton.jit
 def piece_of_part(plan, part):
     # The piece that leaves this part; of parts that no piece leaves, an empty one.
     share, _total = share_of_program(plan)
-    groups = plan.groups
+    tiles = plan.tiles
+    team = part % plan.teams
+    part = part // plan.teams
     low = 0
     high = plan.entries - 1
     while low < high:
         middle = (low + high + 1) // 2
-        is_before = middle * groups + tl.load(plan.before_ptr + middle) // share <= part
+        is_before = middle * tiles + tl.load(plan.before_ptr + middle) // share <= part
         low = tl.where(is_before, middle, low)
         high = tl.where(is_before, high, middle - 1)
     entry = low
     before = tl.load(plan.before_ptr + entry)
-    count = (tl.load(plan.before_ptr + entry + 1) - before) // groups
+    count = (tl.load(plan.before_ptr + entry + 1) - before) // tiles
     low = 0
-    high = groups - 1
+    high = tiles - 1
     while low < high:
         middle = (low + high + 1) // 2
-        is_before = entry * groups + middle + (before + middle * count) // share <= part
+        is_before = entry * tiles + middle + (before + middle * count) // share <= part
         low = tl.where(is_before, middle, low)
         high = tl.where(is_before, high, middle - 1)
-    program = tl.minimum(part - entry * groups - low, plan.programs)
+    program = tl.minimum(part - entry * tiles - low, plan.programs)
     start = program * share - (before + low * count)
     first = tl.maximum(start, 0)
-    return Piece(entry=entry, head=low, program=program, first=first, end=tl.minimum(start + share, count))
+    return Piece(entry=entry, head=low * plan.teams + team, program=program, first=first, end=tl.minimum(start + share, count))
 
 
 class PiecesArguments(NamedTuple):
@@ -280,15 +301,16 @@ def _combine_pieces_kernel(args: PiecesArguments, META: tl.constexpr):
         share, _total = share_of_program(plan)
         entry = b * plan.blocks + row // META.QUERIES
         before = tl.load(plan.before_ptr + entry)
-        count = (tl.load(plan.before_ptr + entry + 1) - before) // plan.groups
+        count = (tl.load(plan.before_ptr + entry + 1) - before) // plan.tiles
         head = h // META.HEADS
-        begin = before + head * count
+        begin = before + head // plan.teams * count
         program = begin // share
         num_splits = (begin + count - 1) // share - program + 1
         if num_splits >= META.FEWEST:
-            first_row = first_row_of_part(plan, entry * plan.groups + head + program)
-            place = first_row + row % META.QUERIES * META.GROUP + h % META.HEADS
-            own = PartPointers(ptr=parts.ptr, lse_ptr=parts.lse_ptr, num_rows=plan.part_rows, num_splits=num_splits)
+            piece = Piece(entry=entry, head=head, program=program, first=0, end=count)
+            place = first_row_of_part(plan, part_of_piece(plan, piece)) + row % META.QUERIES * META.GROUP + h % META.HEADS
+            num_rows = plan.part_rows * plan.teams
+            own = PartPointers(ptr=parts.ptr, lse_ptr=parts.lse_ptr, num_rows=num_rows, num_splits=num_splits)
             out, lse = sum_of_parts(own, place, first_row_of_part(plan, plan.num_parts), META)
             columns = tl.arange(0, META.COLUMNS)
             pointer = row_pointer(args.out, b, h, start + row, META)

@@ -52,7 +52,7 @@ def load_partition(args: Arguments, buffers: Buffers, META: gl.constexpr):
     entry = 0
     if META.IS_PLANNED:  # t counts the blocks of keys of all work tiles
         share, total = share_of_program(args.plan)
-        t = t * share
+        t = t // args.plan.teams * share
         amount = gl.minimum(t + share, total)
         entry = entry_at(args.plan, t)
     while t < amount:

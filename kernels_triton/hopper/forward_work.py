@@ -7,9 +7,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flexattn.kernels_triton.common.split_plan import (
-    piece_at,
-)
+from flexattn.kernels_triton.common.split_plan import part_of_piece, piece_at
 from flexattn.kernels_triton.hopper.block_ranges import (
     ListCut,
     blocks_by_lists,
@@ -85,7 +83,7 @@ def planned_tile(t, end, entry, args: Arguments, META: gl.constexpr):
         b=piece.entry // plan.blocks,
         split=piece.first,
         split_end=piece.end,
-        part=piece.entry * plan.groups + piece.head + piece.program,
+        part=part_of_piece(plan, piece),
     )
     return tile, piece.entry
 

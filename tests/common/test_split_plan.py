@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from flexattn import ops
+from flexattn.bench import emulated as emulated_kernels
 from flexattn.bench.emulated import emulated
 from flexattn.dispatch import triton_backend
 from flexattn.dispatch.explain import _splits
@@ -92,8 +93,8 @@ def results_of(call: Call) -> list[Tensor]:
     return [t.fill_(float("nan")) for t in empty_outputs(*call)]
 
 
-def run(call: Call, seed: int | None) -> list[Tensor]:
-    """Returns out, lse and what there is of max_logit: by the portable kernel, or on a seed of the emulator."""
+def run(call: Call, seed: int | None, **given: Any) -> list[Tensor]:
+    """Returns out, lse and what there is of max_logit: by the portable kernel, or on a seed of the emulator, where more may be given."""
     spec, x = call
     out, lse, max_logit = found = results_of(call)
     largest = max_logit if spec.return_max_logit else None
@@ -102,7 +103,7 @@ def run(call: Call, seed: int | None) -> list[Tensor]:
         attention_forward(problem, as_bshd(out, spec.q_format), lse, largest, splits=BY_LENGTHS)
     else:
         with emulated(seed, hopper_forward) as reports:
-            hopper_forward.hopper_forward(problem, as_bshd(out, spec.q_format), lse, largest, splits=BY_LENGTHS)
+            hopper_forward.hopper_forward(problem, as_bshd(out, spec.q_format), lse, largest, splits=BY_LENGTHS, **given)
         findings = reports["_attn_fwd_hopper_kernel"].findings
         assert {finding.kind for finding in findings} <= HARMLESS, findings
     return found
@@ -254,6 +255,21 @@ def test_one_long_sequence_among_short_ones_is_shared_evenly() -> None:
     assert total == 2 * (128 + 63)
     share = -(-total // 132)
     assert 128 / share > 40  # programs that have a part of the long one of one head; the fewest blocks that 132 programs can have
+
+
+def test_teams_are_as_many_as_tiles_that_read_the_same_keys() -> None:
+    """Or a divisor of that, where else many programs would have no team."""
+    assert [split_plan._number_of_teams(n, 132) for n in (1, 2, 3, 4, 8, 71)] == [1, 2, 3, 4, 8, 1]
+    assert [split_plan._number_of_teams(n, 3) for n in (1, 2, 3, 6)] == [1, 1, 3, 3]
+
+
+@without_gpu
+@pytest.mark.parametrize("programs", [4, 6])
+def test_tiles_that_read_the_same_keys_emulated(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two heads of a key head in tiles of their own, and two teams; of six programs each team's third has keys of two sequences."""
+    call = paged(heads=4, return_max_logit=True)
+    monkeypatch.setattr(emulated_kernels, "PROGRAMS", programs)
+    check(call, run(call, programs, group=1))
 
 
 @pytest.mark.parametrize("capacity", [2048, 131072])
