@@ -63,22 +63,34 @@ def page_ids(b, first, length, pages: Pages, META: gl.constexpr):
 
 
 @gluon.jit
+def _page_of_copy(copy: gl.constexpr, ids):
+    return gl.sum(gl.where(gl.arange(0, _LANES, layout=_LANE_LAYOUT) == copy, ids, 0), 0)
+
+
+@gluon.jit
 def load_pages(descriptor, step: Step, block: KeyBlock, COLUMN: gl.constexpr, barrier, tile, META: gl.constexpr):
-    # Places in a page are counted on, as a division for each copy takes longer than the copy.
+    # The loading warp's instructions are what many small copies wait for: whole pages take the fewest. Places in others are counted
+    # on, as a division for each copy takes longer than the copy.
+    ROWS: gl.constexpr = META.PAGE_ROWS
     page_size = block.page_size
-    lane = gl.arange(0, _LANES, layout=_LANE_LAYOUT)
-    first_key = block.first // page_size * page_size
-    in_page = block.first - first_key
-    left = block.length - first_key  # keys of the sequence from the page's first on
-    for copy in gl.static_range(META.BLOCK_N // META.PAGE_ROWS):
-        page = gl.sum(gl.where(lane == copy, block.ids, 0), 0)
-        valid = gl.minimum(gl.maximum(left, 0), page_size)
-        rows = tile.slice(copy * META.PAGE_ROWS, META.PAGE_ROWS, 2)
-        load_rows(descriptor, page * step.tokens, valid, in_page, block.h_kv + page * step.heads, COLUMN, barrier, rows)
-        in_page += META.PAGE_ROWS
-        is_over = in_page == page_size
-        in_page = gl.where(is_over, 0, in_page)
-        left -= gl.where(is_over, page_size, 0)
+    if (page_size == ROWS) & (block.first + META.BLOCK_N <= block.length):
+        for copy in gl.static_range(META.BLOCK_N // ROWS):
+            page = _page_of_copy(copy, block.ids)
+            rows = tile.slice(copy * ROWS, ROWS, 2)
+            load_rows(descriptor, page * step.tokens, ROWS, 0, block.h_kv + page * step.heads, COLUMN, barrier, rows)
+    else:
+        first_key = block.first // page_size * page_size
+        in_page = block.first - first_key
+        left = block.length - first_key  # keys of the sequence from the page's first on
+        for copy in gl.static_range(META.BLOCK_N // ROWS):
+            page = _page_of_copy(copy, block.ids)
+            valid = gl.minimum(gl.maximum(left, 0), page_size)
+            rows = tile.slice(copy * ROWS, ROWS, 2)
+            load_rows(descriptor, page * step.tokens, valid, in_page, block.h_kv + page * step.heads, COLUMN, barrier, rows)
+            in_page += ROWS
+            is_over = in_page == page_size
+            in_page = gl.where(is_over, 0, in_page)
+            left -= gl.where(is_over, page_size, 0)
 
 
 @gluon.jit
