@@ -30,12 +30,14 @@ from flexattn.kernels_triton.runtime.launch import Tile, kernel, launch
 _PLAN_TILE = Tile(512, 64, 4, 1)  # entries at a time
 _COMBINE_TILE = Tile(16, 128, 4, 1)  # parts at a time
 _WITHOUT_TEAM = 0.1  # of the programs, at most
+ROOM = tl.constexpr(16)
+"""A program's share may be greater by one part in so many, for whole tiles: a part takes memory and another kernel's time."""
 
 
 class Plan(NamedTuple):
     """Shares of programs in the blocks of keys of all work tiles."""
 
-    before_ptr: Pointer  # int32 [entries + 1]: blocks of keys of a team's tiles of all entries before each, and of all
+    before_ptr: Pointer  # int32 [entries + 2]: blocks of keys of a team's tiles of all entries before each, of all, of a program
     blocks: int  # blocks of queries of the longest sequence
     entries: int  # blocks * batch
     tiles: int  # work tiles of an entry that a team has
@@ -101,6 +103,7 @@ def _split_plan_kernel(args: PlanArguments, META: tl.constexpr):
     entries = args.plan.entries
     tiles = args.plan.tiles
     total = 0
+    most = 1
     for first in range(0, entries, CHUNK):
         entry = first + tl.arange(0, CHUNK)
         is_entry = entry < entries
@@ -116,10 +119,16 @@ def _split_plan_kernel(args: PlanArguments, META: tl.constexpr):
         if META.HAS_LEFT:
             begin = tl.maximum(first_row + shift - band.left, 0) // KEYS
         seen = tl.maximum(tl.cdiv(end, KEYS) - begin, 1)  # where nothing is seen, there is a result to write
-        amount = tl.where(is_entry & (first_row < len_q), seen * tiles, 0)
+        is_tile = is_entry & (first_row < len_q)
+        amount = tl.where(is_tile, seen * tiles, 0)
+        most = tl.maximum(most, tl.max(tl.where(is_tile, seen, 0), 0))
         tl.store(before_ptr + 1 + entry, total + tl.cumsum(amount, 0), mask=is_entry)
         total += tl.sum(amount, 0)
     tl.store(before_ptr, 0)
+    # Where a little more is a number of tiles of the most keys, these are not cut.
+    share = tl.maximum(tl.cdiv(total, args.plan.programs), args.plan.least)
+    whole = tl.cdiv(share, most) * most
+    tl.store(before_ptr + entries + 1, tl.where(whole - share <= share // ROOM, whole, share))
 
 
 def _number_of_teams(sharing: int, programs: int) -> int:
@@ -136,7 +145,7 @@ def make_plan(problem: Problem, tile: PlannedTile, programs: int) -> Plan:
     teams = _number_of_teams(x.group_size // tile.heads, programs)
     own_tiles, own_programs = groups // teams, programs // teams
     plan = Plan(
-        before_ptr=torch.empty(entries + 1, dtype=torch.int32, device=x.device),
+        before_ptr=torch.empty(entries + 2, dtype=torch.int32, device=x.device),
         blocks=blocks,
         entries=entries,
         tiles=own_tiles,
@@ -169,8 +178,7 @@ def first_row_of_part(plan, part):
 @triton.jit
 def share_of_program(plan):
     # (blocks of keys of each program of a team, of all)
-    total = tl.load(plan.before_ptr + plan.entries)
-    return tl.maximum(tl.cdiv(total, plan.programs), plan.least), total
+    return tl.load(plan.before_ptr + plan.entries + 1), tl.load(plan.before_ptr + plan.entries)
 
 
 @triton.jit

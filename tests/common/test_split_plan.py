@@ -243,7 +243,25 @@ def test_the_plan_counts_what_tiles_see(band: dict[str, Any], rows: int) -> None
             blocks = ((j - i <= right) & (i - j <= left)).any(0).nonzero()[:, 0] // 32
             seen = int(blocks[-1] - blocks[0]) + 1 if len(blocks) else 1
             counts.append(2 * seen if first < len_q else 0)
-    assert plan.before_ptr.tolist() == [0, *torch.tensor(counts).cumsum(0).tolist()]
+    share = -(-sum(counts) // 7)
+    assert plan.before_ptr.tolist() == [0, *torch.tensor(counts).cumsum(0).tolist(), share]
+
+
+@without_gpu
+@pytest.mark.parametrize(
+    ("lengths", "programs", "share"),
+    [
+        ([4096] * 64, 66, 128),  # whole tiles, where shares of the same size have 125 blocks
+        ([4096] * 64, 33, 256),
+        ([4096] * 64, 40, 205),  # two tiles are too many
+        ([4096] * 63 + [100], 66, 128),
+        ([4096, *[32] * 63], 66, 3),
+    ],
+)
+def test_shares_of_whole_tiles(lengths: list[int], programs: int, share: int) -> None:
+    q, k = torch.zeros(64, 1, 4, 16), torch.zeros(64, 4096, 1, 16)
+    problem = Problem(q, k, k, softmax_scale=1.0, seqused_kv=torch.tensor(lengths, dtype=torch.int32))
+    assert int(make_plan(problem, PlannedTile(4, 8, 8, 32, False), programs).before_ptr[-1]) == share
 
 
 @without_gpu
@@ -251,9 +269,9 @@ def test_one_long_sequence_among_short_ones_is_shared_evenly() -> None:
     used = torch.tensor([4096, *[32] * 63], dtype=torch.int32)
     q, k = torch.zeros(64, 1, 8, 16), torch.zeros(64, 4096, 2, 16)
     plan = make_plan(Problem(q, k, k, softmax_scale=1.0, seqused_kv=used), PlannedTile(4, 8, 8, 32, False), 132)
-    total = int(plan.before_ptr[-1])
+    total, share = plan.before_ptr[-2:].tolist()
     assert total == 2 * (128 + 63)
-    share = -(-total // 132)
+    assert share == -(-total // 132)
     assert 128 / share > 40  # programs that have a part of the long one of one head; the fewest blocks that 132 programs can have
 
 

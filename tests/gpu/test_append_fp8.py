@@ -41,5 +41,10 @@ def test_append_to_fp8(page_size: int, kind: str, dtype: torch.dtype, fp8: torch
         append_kv(*copies, *(x.to(device) for x in new), **there)
         written.append([*copies, *(there[name] for name in ("descale_k", "descale_v") if kind == "token")])
     for found, wanted in zip(*written, strict=True):
-        assert torch.equal(bits(found.cpu()), bits(wanted))
+        found = found.cpu()
+        is_nan = wanted.float().isnan()
+        assert torch.equal(found.float().isnan(), is_nan)
+        same = bits(found) == bits(wanted)
+        # NaN has a sign: a CPU keeps that of a NaN in bf16, a GPU does not.
+        assert (same.view(*wanted.shape, -1).all(-1) | is_nan).all()
     assert not torch.equal(bits(written[1][0]), bits(caches[0]))

@@ -129,11 +129,13 @@ def test_a_graph_replays_with_other_lengths_and_tables(page_size: int, batch_inv
     check_close("out", out, *(attention(**how, backend="eager") for how in (exact, call)))
 
 
+@pytest.mark.parametrize("latent", [False, True])
 @pytest.mark.parametrize("hopper", ["auto", "never"])
-def test_the_bits_of_a_sequence_alone(hopper: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bits_of_a_sequence_alone(hopper: str, latent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLEXATTN_HOPPER", hopper)
-    k, v = keys(128)
-    q = normal(len(LENGTHS), 300, HEADS, 128)
+    dim = 576 if latent else 128
+    k, v = keys(dim)
+    q = normal(len(LENGTHS), 300, HEADS, dim)
 
     def attend(rows: list[int], chunk: slice, page_size: int, seed: int) -> Tensor:
         # the last query of a chunk is the last key of the call, as in chunked prefill
@@ -142,7 +144,7 @@ def test_the_bits_of_a_sequence_alone(hopper: str, monkeypatch: pytest.MonkeyPat
         out = attention(
             q[rows, chunk],
             pool.k,
-            pool.v,
+            pool.k[..., :512] if latent else pool.v,
             attn_mask_type=MASK,
             seqused_kv=pool.seqused,
             page_table=pool.page_table,

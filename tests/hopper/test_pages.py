@@ -121,7 +121,7 @@ def test_features(call: dict[str, Any], splits: int) -> None:
 
 FAULTS = {
     "no bound of the rows in a page": assign("valid", "page_size", within="load_pages"),
-    "ids as they come": with_argument("gl.minimum(num_pages)", 0, "page", within="page_ids"),
+    "ids as they come": with_argument("gl.minimum(num_pages)", 1, "2147483647", within="page_ids"),
     "an entry past the end": assign("last", "1000", within="page_ids"),
     "the wrong rows of a page": assign("in_page", "0", within="load_pages", nth=0),
     "a page that is never left": assign("is_over", "in_page < 0", within="load_pages"),
