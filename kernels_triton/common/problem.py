@@ -295,6 +295,11 @@ class Problem:
         return any(x is not None for x in given)
 
     @property
+    def has_padding_q(self) -> bool:
+        """True where rows of q may be no sequence's."""
+        return self.cu_seqlens_q is not None or self.seqused_q is not None
+
+    @property
     def is_loaded(self) -> bool:
         """True where other tiles lie beside those of scores: a bias, random numbers, captures, keys in FP8 as 16 bits."""
         reads_tiles = self.mods is not None and self.mods.reads_tiles

@@ -14,8 +14,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexattn.kernels_triton.common.arguments import Pointer, Rows
-from flexattn.kernels_triton.common.primitives import LN2, LOG2E, VisibleRange, row_pointer
+from flexattn.kernels_triton.common.arguments import Lengths, Pointer, Rows
+from flexattn.kernels_triton.common.primitives import (
+    LN2,
+    LOG2E,
+    VisibleRange,
+    load_padding,
+    load_sequence,
+    row_pointer,
+    row_steps,
+    store_zeros,
+)
 from flexattn.kernels_triton.common.problem import Problem, rows
 from flexattn.kernels_triton.common.tiles import HOPPER_BYTES, PLAN_QUERIES, SPLIT_FROM, SPLIT_KEYS, SPLIT_MOST, SPLIT_QUERIES, cdiv
 from flexattn.kernels_triton.runtime.entry import WidePointer
@@ -159,8 +168,8 @@ class PartPointers(NamedTuple):
 
 class CombineArguments(NamedTuple):
     parts: PartPointers
+    lengths_q: Lengths
     num_heads: int
-    num_tokens_q: int
     out: Rows
     lse_ptr: Pointer
 
@@ -175,6 +184,9 @@ class CombineMeta(NamedTuple):
     AT_ONCE: int  # splits whose out is held at a time
     IS_UNBOUNDED: bool
     ALIGN: int
+    WIDE_STRIDES: bool
+    IS_RAGGED_Q: bool
+    HAS_PADDING: bool  # sequences may be shorter than their rows: then a program is for a query of a sequence
 
 
 @triton.jit
@@ -216,12 +228,39 @@ def sum_of_parts(parts, row, num_all_rows, META: tl.constexpr):
     return out / total, largest + tl.log2(total) * LN2
 
 
+@triton.jit
+def store_padding(args, b, h, start, length, lse_ptr, META: tl.constexpr):
+    # 0 in out and -inf in lse, in one head's rows without a token of one sequence
+    lengths = args.lengths_q
+    ROWS: tl.constexpr = META.AT_ONCE
+    front, slot = load_padding(lengths, b, start, length, META.IS_RAGGED_Q)
+    step, offsets = row_steps(args.out.stride_s, ROWS, META)
+    base = row_pointer(args.out, b, h, start, META)
+    for n in tl.static_range(2 if META.IS_RAGGED_Q else 1):
+        first, end = (length, slot) if n == 0 else (-start, front)
+        store_zeros(base, step, offsets, first, end, META.HEAD_DIM, META.COLUMNS, 0)
+        for first_hidden in range(first, end, ROWS):
+            hidden = first_hidden + tl.arange(0, ROWS)
+            tl.store(lse_ptr + hidden, tl.full([ROWS], float("-inf"), tl.float32), mask=hidden < end)
+
+
 @kernel
 def _combine_splits_kernel(args: CombineArguments, META: tl.constexpr):
+    lengths = args.lengths_q
     row = tl.program_id(0)
-    token = row % args.num_tokens_q
-    h = row // args.num_tokens_q % args.num_heads
-    b = row // args.num_tokens_q // args.num_heads  # 0 of packed sequences
+    queries = lengths.max_seqlen if META.HAS_PADDING else lengths.num_tokens
+    token = row % queries
+    h = row // queries % args.num_heads
+    b = row // queries // args.num_heads  # 0 of packed sequences without padding
+    if META.HAS_PADDING:
+        start, length = load_sequence(lengths, b, META.IS_RAGGED_Q)
+        first_row = tl.cast(h if META.IS_RAGGED_Q else b * args.num_heads + h, tl.int64) * lengths.num_tokens + start
+        if token == 0:
+            store_padding(args, b, h, start, length, args.lse_ptr + first_row, META)
+        if token >= length:
+            return
+        row = first_row + token
+        token += start
     num_all_rows = tl.cast(args.parts.num_splits, tl.int64) * args.parts.num_rows
     out, lse = sum_of_parts(args.parts, row, num_all_rows, META)
     columns = tl.arange(0, META.COLUMNS)
@@ -231,14 +270,15 @@ def _combine_splits_kernel(args: CombineArguments, META: tl.constexpr):
 
 
 def combine_splits(problem: Problem, parts: Parts, out: Tensor, lse: Tensor) -> None:
-    """Write out, laid out as q with v's head dim, and lse from the parts, in every row that these have."""
+    """Writes out, laid out as q with v's head dim, and lse from the parts; 0 and -inf in rows that no sequence has a token in."""
     num_splits, num_rows, width = parts.out.shape
     head_dim = out.shape[-1]
-    meta = problem.meta(_TILE, (out,))
+    x = problem
+    meta = x.meta(_TILE, (out,))
     args = CombineArguments(
         parts=PartPointers(ptr=parts.out, lse_ptr=parts.lse, num_rows=num_rows, num_splits=num_splits),
-        num_heads=problem.num_heads,
-        num_tokens_q=problem.q.shape[-3],
+        lengths_q=x.lengths_q,
+        num_heads=x.num_heads,
         out=rows(out, meta),
         lse_ptr=lse,
     )
@@ -250,5 +290,9 @@ def combine_splits(problem: Problem, parts: Parts, out: Tensor, lse: Tensor) -> 
         AT_ONCE=_TILE.block_m,
         IS_UNBOUNDED=meta.IS_UNBOUNDED,
         ALIGN=meta.ALIGN,
+        WIDE_STRIDES=meta.WIDE_STRIDES,
+        IS_RAGGED_Q=meta.IS_RAGGED_Q,
+        HAS_PADDING=x.has_padding_q,
     )
-    launch(_combine_splits_kernel, num_rows, out.device, _TILE, (args, own_meta))
+    programs = x.batch * x.num_heads * x.longest_q if x.has_padding_q else num_rows
+    launch(_combine_splits_kernel, programs, out.device, _TILE, (args, own_meta))

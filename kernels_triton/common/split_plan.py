@@ -21,9 +21,9 @@ import triton.language as tl
 from torch import Tensor
 
 from flexattn.kernels_triton.common.arguments import Band, Lengths, Pointer, Rows
-from flexattn.kernels_triton.common.primitives import load_padding, load_sequence, row_pointer, row_steps, store_zeros
+from flexattn.kernels_triton.common.primitives import load_sequence, row_pointer
 from flexattn.kernels_triton.common.problem import Problem, rows
-from flexattn.kernels_triton.common.split_kv import PartPointers, Parts, sum_of_parts
+from flexattn.kernels_triton.common.split_kv import PartPointers, Parts, store_padding, sum_of_parts
 from flexattn.kernels_triton.common.tiles import SPLIT_KEYS, cdiv, slots_of_heads
 from flexattn.kernels_triton.runtime.launch import Tile, kernel, launch
 
@@ -274,22 +274,6 @@ class PiecesMeta(NamedTuple):
     FEWEST: int  # parts of a tile that are combined
 
 
-@triton.jit
-def _store_padding(args, b, h, start, length, lse_ptr, META: tl.constexpr):
-    # 0 in out and -inf in lse, in one head's rows without a token of one sequence
-    lengths = args.lengths_q
-    ROWS: tl.constexpr = META.AT_ONCE
-    front, slot = load_padding(lengths, b, start, length, META.IS_RAGGED_Q)
-    step, offsets = row_steps(args.out.stride_s, ROWS, META)
-    base = row_pointer(args.out, b, h, start, META)
-    for n in tl.static_range(2 if META.IS_RAGGED_Q else 1):
-        first, end = (length, slot) if n == 0 else (-start, front)
-        store_zeros(base, step, offsets, first, end, META.HEAD_DIM, META.COLUMNS, 0)
-        for first_hidden in range(first, end, ROWS):
-            hidden = first_hidden + tl.arange(0, ROWS)
-            tl.store(lse_ptr + hidden, tl.full([ROWS], float("-inf"), tl.float32), mask=hidden < end)
-
-
 @kernel
 def _combine_pieces_kernel(args: PiecesArguments, META: tl.constexpr):
     plan = args.plan
@@ -304,7 +288,7 @@ def _combine_pieces_kernel(args: PiecesArguments, META: tl.constexpr):
     lse_ptr = args.lse_ptr + tl.cast(h if META.IS_RAGGED_Q else b * num_heads + h, tl.int64) * lengths.num_tokens + start
     if META.HAS_PADDING:  # noqa: SIM102  # a constant, beside a number of the device
         if row == 0:
-            _store_padding(args, b, h, start, length, lse_ptr, META)
+            store_padding(args, b, h, start, length, lse_ptr, META)
     if row < length:
         share, _total = share_of_program(plan)
         entry = b * plan.blocks + row // META.QUERIES
@@ -349,7 +333,7 @@ def combine_pieces(problem: Problem, plan: Plan, tile: PlannedTile, parts: Parts
         ALIGN=meta.ALIGN,
         WIDE_STRIDES=meta.WIDE_STRIDES,
         IS_RAGGED_Q=meta.IS_RAGGED_Q,
-        HAS_PADDING=x.cu_seqlens_q is not None or x.seqused_q is not None,
+        HAS_PADDING=x.has_padding_q,
         HEADS=tile.heads,
         GROUP=slots_of_heads(tile.heads),
         QUERIES=tile.queries,

@@ -457,5 +457,5 @@ def hopper_forward(
         combine_pieces(x, plan, planned, parts, (out, lse))
     elif parts is not None:
         combine_splits(x, parts, out, lse)
-    if x.has_lengths and plan is None:
+    if x.has_padding_q and parts is None:
         zero_padding(x, out, "q", lse)
