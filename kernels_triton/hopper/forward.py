@@ -424,7 +424,7 @@ def hopper_forward(
     if plan is not None or (group < slots and parts is None):
         meta = with_rows_of(meta, x, launch_tile, out)
     own_rows, keys = ROWS.value // slots, meta.PAGE_ROWS or tile.block_n
-    work = forward_work(x, queries, group, is_planned=plan is not None)
+    work = forward_work(x, queries, group, has_table=plan is None and tiles * splits > processors)
     if max_logit is not None:
         max_logit.fill_(float("-inf"))
     arguments = forward_arguments(

@@ -44,6 +44,7 @@ def load_partition(args: Arguments, buffers: Buffers, META: gl.constexpr):
     of, steps = args.descriptors, args.steps
     tiles, barriers = buffers.tiles, buffers.barriers
     STAGES: gl.constexpr = META.STAGES
+    IS_ALONE: gl.constexpr = not META.IS_PLANNED and args.work.table_ptr is None  # a program has one tile
     if not META.IS_PLANNED:
         amount = num_tiles_of_programs(args, META)
     n_block = 0  # counts the blocks of all work tiles
@@ -60,7 +61,10 @@ def load_partition(args: Arguments, buffers: Buffers, META: gl.constexpr):
             tile, entry = planned_tile(t, amount, entry, args, META)
             following = t + tile.split_end - tile.split
         else:
-            drawn = gl.atomic_add(args.work.table_ptr, 1, sem="relaxed")  # the next tile's number travels while this one loads
+            if IS_ALONE:
+                drawn = amount
+            else:
+                drawn = gl.atomic_add(args.work.table_ptr, 1, sem="relaxed")  # the next number travels while this tile loads
             tile = tile_of_work(t, amount, args, META)
         sequence = sequence_of(args.lengths_q, args.lengths_kv, tile.b, META)
         len_q, len_kv = sequence.len_q, sequence.len_kv

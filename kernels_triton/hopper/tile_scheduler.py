@@ -21,7 +21,8 @@ _L2_BYTES = 32 * 2**20  # bytes that are read, or added to, again and again whil
 class Work(NamedTuple):
     """Work tiles: blocks of a head's queries or keys, and the order in which programs take them."""
 
-    table_ptr: Any  # `tile_schedule`'s. Without lengths a persistent kernel has its counter alone, and another kernel None
+    table_ptr: Any  # `tile_schedule`'s. Without lengths a persistent kernel has its counter alone, and another kernel None. A
+    # persistent kernel has None too where there is a program for each tile, or a plan
     num_heads: int
     group_size: int  # query heads that share a key head
     blocks: int  # blocks of the longest sequence
@@ -42,10 +43,10 @@ def query_heads_per_l2_section(problem: Problem) -> int:
     return _heads_in_l2(heads, tokens * (x.q.shape[-1] + x.v.shape[-1]) * x.k.element_size()) * x.group_size
 
 
-def forward_work(problem: Problem, queries: int, group: int = 1, *, is_planned: bool = False) -> Work:
-    """Returns the work tiles of a persistent forward: `queries` of each of `group` heads; without a table where a plan has them."""
+def forward_work(problem: Problem, queries: int, group: int = 1, *, has_table: bool = True) -> Work:
+    """Returns the work tiles of a persistent forward, `queries` of each of `group` heads, whose programs take them as they come."""
     x = problem
-    if is_planned:
+    if not has_table:
         table = None
     elif not x.has_lengths:
         table = torch.zeros(1, dtype=torch.int32, device=x.device)
@@ -95,7 +96,7 @@ def swizzle_heads_for_l2(t, length, heads, heads_per_l2_section):
 @gluon.jit
 def num_work_tiles(work: Work, num_heads, batch, META: gl.constexpr):
     # num_heads: of tiles, each of which may hold several query heads
-    if META.HAS_LENGTHS:
+    if META.HAS_LENGTHS and work.table_ptr is not None:
         return gl.load(work.table_ptr + 1) * num_heads
     else:
         return batch * num_heads * work.blocks
@@ -104,7 +105,7 @@ def num_work_tiles(work: Work, num_heads, batch, META: gl.constexpr):
 @gluon.jit
 def work_tile(t, num_tiles, work: Work, num_heads, batch, META: gl.constexpr):
     # (first row, head, batch) of work tile t of a persistent forward. The longest come first.
-    if META.HAS_LENGTHS:
+    if META.HAS_LENGTHS and work.table_ptr is not None:
         place, head = swizzle_heads_for_l2(t, num_tiles // num_heads, num_heads, work.heads_per_l2_section)
         entry = gl.load(work.table_ptr + 2 + place)
         return entry % work.blocks * META.BLOCK_M, head, entry // work.blocks

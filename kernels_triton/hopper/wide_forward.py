@@ -310,7 +310,7 @@ def wide_forward(
             parts_ptr=None if parts is None else parts.out,
             whole_lse_ptr=None if plan is None else lse,
         ),
-        forward_work(x, queries, group, is_planned=plan is not None),
+        forward_work(x, queries, group, has_table=plan is None and tiles * splits > processors),
         SplitKeys(splits if splits > 1 else None, plan),
     )
     launch(

@@ -15,6 +15,7 @@ import torch
 from flexattn import emulator
 from flexattn.bench import play
 from flexattn.bench.emulated import KERNELS as KERNELS_PLAYED
+from flexattn.bench import emulated as emulated_kernels
 from flexattn.bench.emulated import emulated
 from flexattn.dispatch import triton_backend
 from flexattn.dispatch.spec import as_bshd
@@ -114,6 +115,16 @@ BANDS: list[dict[str, Any]] = [
     {"attn_mask_type": "padding", "window_size": (60, 20)},
 ]
 HEAD_DIMS = [(64, 64), (128, 128), (192, 128), (256, 256), (40, 72)]
+
+
+@without_gpu
+@pytest.mark.parametrize("band", BANDS[1:3], ids=str)
+def test_a_program_for_each_tile(band: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then no table says which: programs of blocks behind a sequence's end have none to store."""
+    monkeypatch.setattr(emulated_kernels, "PROGRAMS", 64)
+    for fmt in ("thd", "bshd"):
+        reports = run(3, band, backwards=(), qkv_format=fmt, gap=3, padding=True, **UNEVEN)
+        assert {finding.kind for report in reports.values() for finding in report.findings} <= HARMLESS
 
 
 @pytest.mark.sample
