@@ -57,14 +57,16 @@ def _shares(problem: Problem) -> list[int]:
 
 
 def heads_of_a_tile(problem: Problem, tile: HopperTile) -> int:
-    """Returns how many query heads of one key head share a tile: above 1 where queries leave half of it empty."""
+    """Returns how many query heads of one key head share a tile: above 1 where queries leave half of it empty.
+
+    Of a packed batch the mean counts: a few long sequences among many short ones lose nothing by it.
+    """
     x = problem
-    if 2 * x.longest_q > tile.block_m or x.block_mask is not None:
+    queries = x.longest_q if x.q.dim() == 4 else min(x.longest_q, cdiv(x.q.shape[0], max(1, x.batch)))
+    if 2 * queries > tile.block_m or x.block_mask is not None:
         return 1
     # The fewest tiles, and of as many those whose keys are loaded for more heads.
-    return min(
-        _shares(x), key=lambda heads: (cdiv(x.longest_q * slots_of_heads(heads), tile.block_m) * x.group_size // heads, -heads)
-    )
+    return min(_shares(x), key=lambda heads: (cdiv(queries * slots_of_heads(heads), tile.block_m) * x.group_size // heads, -heads))
 
 
 def rows_of_a_tile(problem: Problem) -> int:

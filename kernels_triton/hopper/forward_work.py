@@ -167,6 +167,4 @@ def received_tile(numbers, args: Arguments, META: gl.constexpr):
     is_whole = True
     if META.IS_PLANNED:
         is_whole = num_blocks == _seen_blocks(tile, cut, band, args, META)[0]
-    return ReceivedTile(
-        tile=tile, start_q=start_q, band=band, num_blocks=num_blocks, block_range=block_range, is_whole=is_whole
-    )
+    return ReceivedTile(tile=tile, start_q=start_q, band=band, num_blocks=num_blocks, block_range=block_range, is_whole=is_whole)

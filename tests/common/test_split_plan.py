@@ -94,7 +94,7 @@ def results_of(call: Call) -> list[Tensor]:
 
 
 def run(call: Call, seed: int | None, **given: Any) -> list[Tensor]:
-    """Returns out, lse and what there is of max_logit: by the portable kernel, or on a seed of the emulator, where more may be given."""
+    """Returns out, lse and what there is of max_logit: by the portable kernel, or on a seed of the emulator."""
     spec, x = call
     out, lse, max_logit = found = results_of(call)
     largest = max_logit if spec.return_max_logit else None

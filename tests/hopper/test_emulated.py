@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from flexattn import emulator
+from flexattn.bench import emulated as emulated_kernels
 from flexattn.bench import play
 from flexattn.bench.emulated import KERNELS as KERNELS_PLAYED
-from flexattn.bench import emulated as emulated_kernels
 from flexattn.bench.emulated import emulated
 from flexattn.dispatch import triton_backend
 from flexattn.dispatch.spec import as_bshd
@@ -125,6 +125,19 @@ def test_a_program_for_each_tile(band: dict[str, Any], monkeypatch: pytest.Monke
     for fmt in ("thd", "bshd"):
         reports = run(3, band, backwards=(), qkv_format=fmt, gap=3, padding=True, **UNEVEN)
         assert {finding.kind for report in reports.values() for finding in report.findings} <= HARMLESS
+
+
+@without_gpu
+@pytest.mark.parametrize("band", BANDS[1:], ids=str)
+def test_heads_share_tiles_where_most_sequences_are_short(band: dict[str, Any]) -> None:
+    inputs = {
+        "lengths_q": [1, 140, 1, 2, 0, 1, 1, 1],
+        "lengths_kv": [150, 200, 70, 30, 5, 0, 1, 130],
+        "num_heads": 4,
+        "num_heads_kv": 1,
+    }
+    reports = run(2, band, backwards=(), qkv_format="thd", **inputs)
+    assert {finding.kind for report in reports.values() for finding in report.findings} <= HARMLESS
 
 
 @pytest.mark.sample
