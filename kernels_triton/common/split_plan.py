@@ -29,7 +29,7 @@ from flexattn.kernels_triton.runtime.launch import Tile, kernel, launch
 
 _PLAN_TILE = Tile(512, 64, 4, 1)  # entries at a time
 _COMBINE_TILE = Tile(16, 128, 4, 1)  # parts at a time
-_WITHOUT_TEAM = 0.1  # of the programs, at most
+_WITHOUT_TEAM = 0.1  # share of the programs, at most
 ROOM = tl.constexpr(16)
 """A program's share may be greater by one part in so many, for whole tiles: a part takes memory and another kernel's time."""
 
@@ -42,7 +42,7 @@ class Plan(NamedTuple):
     entries: int  # blocks * batch
     tiles: int  # work tiles of an entry that a team has
     teams: int
-    programs: int  # of a team
+    programs: int  # in each team
     least: int  # blocks of keys of a program, at least
     num_parts: int
     part_rows: int  # rows of a work tile's part

@@ -90,7 +90,7 @@ def load_partition(args: Arguments, buffers: Buffers, META: gl.constexpr):
         row = 0
         ids = 0
         if META.PAGE_ROWS > 0:
-            row = len_kv  # of no block there are ids too
+            row = len_kv  # where there is no block, ids are read too
             if num_blocks > 0:
                 row = key_block(num_blocks - 1, block_range, META)[0]
             ids = page_ids(tile.b, row, len_kv, args.pages, META)

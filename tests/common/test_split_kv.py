@@ -366,7 +366,7 @@ FAULTS_IN_GLUON: dict[str, tuple[ModuleType, Fault]] = {
     ),
     "queries past the end leave a part too": (
         forward_rows,
-        with_argument("gl.store(is_query)", "mask", "None", within="store_part"),
+        with_argument("gl.store(is_query)", "mask", "None", within="_store_part"),
     ),
 }
 
