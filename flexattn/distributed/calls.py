@@ -33,7 +33,8 @@ class Scores:
     backend: str | None = None
     has_own_rows: bool = False  # whether bias has the rows of this rank's queries, not of the whole's
     dropout_p: float = 0.0
-    heads: tuple[int, int] = (0, 0)  # for dropout: the whole's first head that a call has, and how many the whole has
+    heads: tuple[int, int] = (0, 0)  # the whole's first head that a call has, and how many the whole has
+    peaks: Tensor | None = None  # [heads of the whole], the largest scores so far, which forwards write; None: nobody asks for them
 
     def mod_tensors(self, tensors: Sequence[Tensor]) -> Sequence[Tensor] | Mapping[str, Tensor]:
         return list(tensors) if self.tensor_names is None else dict(zip(self.tensor_names, tensors, strict=True))
@@ -185,7 +186,12 @@ def attend(call: Call, part: Part, scores: Scores, shared: Shared, sink: Tensor 
     arguments = arguments_of(call, scores, shared, part.q.shape[0])
     if sink is not None:
         arguments |= {"softmax_type": "learnable", "softmax_offset": sink}
-    out, lse = attention(*part, **arguments, return_lse=True)
+    if scores.peaks is None:
+        out, lse = attention(*part, **arguments, return_lse=True)
+        return out, lse
+    out, lse, largest = attention(*part, **arguments, return_lse=True, return_max_logit=True)
+    own = scores.peaks[scores.heads[0] : scores.heads[0] + largest.shape[0]]
+    torch.maximum(own, largest, out=own)
     return out, lse
 
 

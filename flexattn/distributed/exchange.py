@@ -74,6 +74,13 @@ def of_first_rank(t: Tensor, group: Any) -> Tensor:
     return t
 
 
+def largest(t: Tensor, group: Any) -> Tensor:
+    """Returns the largest of all ranks' numbers, one by one; t is written to."""
+    with waiting("the exchange of the largest scores", group):
+        dist.all_reduce(t, dist.ReduceOp.MAX, group=group)
+    return t
+
+
 class Pending(NamedTuple):
     """A tensor that is on its way, and what to wait for; `what` names it in an error."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from flexattn import validation
 from flexattn.dispatch.spec import BIAS_TYPES, SOFTMAX_TYPES, as_bshd, from_bshd
 from flexattn.distributed import agreement, exchange
-from flexattn.distributed.calls import Results, Scores, Shared, Sums, offset_gradient
+from flexattn.distributed.calls import Results, Scores, Shared, Sums, offset_gradient, sum_dtype
 from flexattn.distributed.cost import Heads
 from flexattn.distributed.gather import Gather
 from flexattn.distributed.layout import size_of
@@ -49,12 +50,12 @@ class Options(TypedDict, total=False):
     score_mod_tensors: Sequence[Tensor] | Mapping[str, Tensor]
     deterministic: bool | None
     return_lse: bool
+    return_max_logit: bool
     backend: str | None
 
 
 NOT_TAKEN = {
     "block_mask": "mask_mod=block_mask.mask_mod, whose blocks are then found in each call",
-    "return_max_logit": "False",
     "batch_invariant": "False, as bits depend on how the plan divides a sequence",
     **dict.fromkeys(
         ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded", "max_seqlen_q", "max_seqlen_kv"),
@@ -115,7 +116,8 @@ def attention(
             score_mod_tensors.
         bias_type, softmax_type, softmax_scale, softcap, score_mod_tensors, deterministic, backend: as `flexattn.attention` has
             them.
-        return_lse: whether to return (out, lse), lse as `flexattn.attention` has it, of this rank's queries. Differentiable.
+        return_lse, return_max_logit: whether to return (out, lse), (out, max_logit) or (out, lse, max_logit), as
+            `flexattn.attention` has them: lse, differentiable, of this rank's queries, and max_logit of all, on each rank.
 
     Raises:
         ValueError, TypeError: an argument that has no meaning or that cannot be split (FP8, block masks), before anything
@@ -147,7 +149,7 @@ class _Call:
     def __init__(self, runner: Strategy, plan: Plan, qkv: tuple[Tensor, Tensor, Tensor], shared: Shared) -> None:
         self.runner, self.plan, self.qkv, self.shared = runner, plan, qkv, shared
         self.summary_of: dict[str, Any] = {}
-        self.qkv_format, self.return_lse, self.dropout_p = "bshd", False, 0.0
+        self.qkv_format, self.return_lse, self.scores = "bshd", False, Scores()
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor, plan: Plan, strategy: str | None, options: dict[str, Any]) -> _Call:
@@ -175,9 +177,13 @@ class _Call:
                     f"{name} has {t.shape[dim]} tokens on rank {rank}; accepted: the {size_of(runs[rank])} that the plan gives it, "
                     "as `shard` does"
                 )
-        return_lse = options.pop("return_lse", False)
-        validation.check_flag("return_lse", return_lse)
+        wanted = {name: options.pop(name, False) for name in ("return_lse", "return_max_logit")}
+        for name, is_wanted in wanted.items():
+            validation.check_flag(name, is_wanted)
         scores, shared = _scores(q, plan, options)
+        if wanted["return_max_logit"]:
+            lowest = torch.full((q.shape[-2],), float("-inf"), dtype=sum_dtype(q.dtype), device=q.device)
+            scores = dataclasses.replace(scores, peaks=lowest)
         heads = Heads(q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1], q.element_size(), 1 if plan.is_packed else q.shape[0])
         chosen = plan.chosen(heads, strategy)
         if scores.has_own_rows and chosen.startswith("ulysses"):
@@ -194,7 +200,7 @@ class _Call:
         else:
             runner = Ring(plan, scores) if chosen == "ring" else Gather(plan, chosen, scores)
         call = cls(runner, plan, (q, k, v), shared)
-        call.qkv_format, call.return_lse, call.dropout_p = fmt, return_lse, scores.dropout_p
+        call.qkv_format, call.return_lse, call.scores = fmt, wanted["return_lse"], scores
         call.summary_of = {
             "plan": plan.digest,
             "strategy": chosen,
@@ -203,6 +209,7 @@ class _Call:
             "qkv_format": fmt,
             "softmax and bias": (scores.softmax_scale, scores.softcap, scores.bias_type, scores.softmax_type),
             "dropout": (scores.dropout_p, shared.rng_state is None),
+            "return_max_logit": wanted["return_max_logit"],
             "mods": (scores.score_mod is not None, scores.mask_mod is not None, len(shared.mod_tensors)),
             "gradients": tuple(bool(t.requires_grad) for t in call.inputs() if t is not None) if torch.is_grad_enabled() else (),
             "shapes of shared tensors": _shapes(call.inputs()[3:], scores.has_own_rows),
@@ -217,13 +224,15 @@ class _Call:
         return self.summary_of
 
     def run(self) -> Any:
-        if self.dropout_p > 0 and self.shared.rng_state is None:
+        if self.scores.dropout_p > 0 and self.shared.rng_state is None:
             state = exchange.of_first_rank(new_rng_state(self.qkv[0].device), self.plan.group)
             self.shared = self.shared._replace(rng_state=state)
         with torch.autocast(self.qkv[0].device.type, enabled=False):
             out, lse = _Attend.apply(self.runner, self.plan, *self.inputs())  # type: ignore[no-untyped-call]
-        out = from_bshd(out, self.qkv_format).contiguous()
-        return (out, lse) if self.return_lse else out
+        results = [from_bshd(out, self.qkv_format).contiguous(), *([lse] if self.return_lse else [])]
+        if self.scores.peaks is not None:
+            results.append(exchange.largest(self.scores.peaks, self.plan.group))
+        return results[0] if len(results) == 1 else tuple(results)
 
 
 def _shapes(shared: Sequence[Tensor | None], has_own_rows: bool) -> tuple[Any, ...]:

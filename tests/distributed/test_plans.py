@@ -222,7 +222,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "block_mask is given .* accepted: mask_mod=block_mask.mask_mod": {"block_mask": object()},
     "cu_seqlens_q is given .* `documents` of the plan": {"cu_seqlens_q": torch.zeros(2)},
     "fp8_recipe is given": {"fp8_recipe": object()},
-    "return_max_logit is given": {"return_max_logit": True},
+    "return_max_logit is 1": {"return_max_logit": 1},
     "causal is no argument of flexattn.distributed.attention; accepted: plan": {"causal": True},
     "strategy is 'ulysses' with 1 heads for 2 ranks": {"strategy": "ulysses"},
     r"strategy is 'ulysses\+ring' with a plan of one dim": {"strategy": "ulysses+ring"},

@@ -79,7 +79,6 @@ def test_on_a_gpu() -> None:
     ("fields", "reason"),
     [
         ({**OVER_RANKS, "fp8": True}, "cp_size is 4 with fp8; accepted: 1, or"),
-        ({**OVER_RANKS, "return_max_logit": True}, "with return_max_logit"),
         ({**OVER_RANKS, "attn_mask_type": "arbitrary"}, "with attn_mask_type 'arbitrary'"),
         ({**OVER_RANKS, "inference_params": object()}, "with inference_params"),
         ({**OVER_RANKS, "core_attention_bias_type": "post_scale_bias", "attn_mask_type": "padding"}, "with a bias and padding"),

@@ -106,7 +106,7 @@ def arguments_of(problem: Problem, tensors: dict[str, Tensor], plan: Plan | None
     if "table" in tensors:
         mods["score_mod_tensors"] = {"table": tensors["table"]}
     of_format = {"qkv_format": problem.qkv_format} if problem.qkv_format else {}
-    found = problem.options | shared | mods | of_format | {"return_lse": True}
+    found = problem.options | shared | mods | of_format | {"return_lse": True, "return_max_logit": True}
     if plan is not None:
         return found
     found |= {"attn_mask_type": problem.mask, "window_size": problem.window}
@@ -121,7 +121,7 @@ def arguments_of(problem: Problem, tensors: dict[str, Tensor], plan: Plan | None
 def results(
     problem: Problem, tensors: dict[str, Tensor], dtype: torch.dtype, plan: Plan | None, strategy: str = ""
 ) -> dict[str, Tensor]:
-    """Returns out, lse and the gradients of a call: of the whole, or of this rank's part of the same losses."""
+    """Returns out, lse, max_logit and the gradients of a call: of the whole, or of this rank's part of the same losses."""
     leaves = {name: t.detach().clone() for name, t in tensors.items()}
     if plan is not None:
         dim = {"sbhd": 0, "bhsd": 2}.get(problem.qkv_format)
@@ -133,16 +133,16 @@ def results(
     qkv = [leaves[name] for name in "qkv"]
     backend = "eager" if dtype is torch.float64 else os.environ.get("RANKS_BACKEND")
     if plan is None:
-        out, lse = flexattn.attention(*qkv, **given, backend=backend)
+        out, lse, max_logit = flexattn.attention(*qkv, **given, backend=backend)
     else:
-        out, lse = distributed.attention(*qkv, plan=plan, strategy=strategy, **given, backend=backend)
+        out, lse, max_logit = distributed.attention(*qkv, plan=plan, strategy=strategy, **given, backend=backend)
     (out.double().sin().sum() + lse.double().where(lse.isfinite(), 0.0).cos().sum()).backward()
     if plan is not None:
         for name, t in leaves.items():
             if name not in "qkv" and t.grad is not None:
                 dist.all_reduce(t.grad)  # each rank has a part
     gradients = {f"d{name}": t.grad for name, t in leaves.items() if t.grad is not None}
-    return {"out": out.detach(), "lse": lse.detach(), **gradients}
+    return {"out": out.detach(), "lse": lse.detach(), "max_logit": max_logit, **gradients}
 
 
 def part_of(problem: Problem, whole: dict[str, Tensor], plan: Plan) -> dict[str, Tensor]:

@@ -48,7 +48,7 @@ DENSE = {
     "no mask, a head dim of v": Case("no_mask", module={"kv_channels": (DIM, DIM_V)}, call={"core_attention_bias_type": "alibi"}),
     "a causal window": Case(window=(5, 0), module={"softmax_type": "off-by-one"}),
     "a window on both sides": Case("no_mask", (3, 6), {"softmax_type": "learnable"}, {"bottom_right_diagonal": False}),
-    "other keys": Case("causal_bottom_right", keys=12, module={"softmax_scale": 0.2}),
+    "other keys": Case("causal_bottom_right", keys=12, module={"softmax_scale": 0.2, "return_max_logit": True}),
     "padding": Case("padding_causal", is_padded=True, module={"softmax_type": "learnable"}),
     "padding without a mask": Case("padding", (6, 6), is_padded=True),
     "computed again": Case(call={"checkpoint_core_attention": True}, module={"attention_dropout": 0.25}),
@@ -67,7 +67,7 @@ PACKED = {
     "causal": Case("padding_causal"),
     "no mask": Case("padding", module={"kv_channels": (DIM, DIM_V)}),
     "a window, a sink": Case("padding_causal", (4, 0), {"softmax_type": "learnable"}),
-    "dropout": Case("padding_causal", module={"attention_dropout": 0.25}),
+    "dropout": Case("padding_causal", module={"attention_dropout": 0.25, "return_max_logit": True}),
     "ALiBi": Case("padding", (6, 2), call={"core_attention_bias_type": "alibi"}),
 }
 
@@ -157,8 +157,9 @@ def results(module: te.DotProductAttention, qkv: list[Tensor], dout: Tensor, cal
         bias = bias.detach().clone().requires_grad_()
         call = call | {"core_attention_bias": bias}
     out = module(*leaves, **call)
+    out, max_logit = out if module.return_max_logit else (out, None)
     out.backward(dout)
-    found = {"out": out.detach()} | {f"d{name}": t.grad for name, t in zip("qkv", leaves, strict=True)}
+    found = {"out": out.detach(), "max_logit": max_logit} | {f"d{name}": t.grad for name, t in zip("qkv", leaves, strict=True)}
     offset = module.softmax_offset
     return found | {"dbias": None if bias is None else bias.grad, "doffset": None if offset is None else offset.grad}
 
@@ -236,7 +237,6 @@ def refused() -> None:
     of_odd = {"cu_seqlens_q": offsets_of_odd, "cu_seqlens_kv": offsets_of_odd, "qkv_format": "thd"}
     bias = {"core_attention_bias_type": "post_scale_bias", "core_attention_bias": torch.zeros(1, 1, 4, 4 * dist.get_world_size())}
     cases: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-        ("a call with return_max_logit", {"return_max_logit": True}, {}),
         ("a call with attn_mask_type 'arbitrary'", {"attn_mask_type": "arbitrary"}, {}),
         ("a call with inference_params", {"attn_mask_type": "padding", "layer_number": 1}, {"inference_params": object()}),
         ("a core_attention_bias and padding", {"attn_mask_type": "padding"}, bias),

@@ -228,7 +228,6 @@ def _lacking_over_ranks(p: AttentionParams) -> list[str]:
         f"attn_mask_type {p.attn_mask_type!r}": p.attn_mask_type == "arbitrary",
         "inference_params": p.inference_params is not None,
         "fp8": p.fp8,
-        "return_max_logit": p.return_max_logit,
         "a bias and padding": has_bias and (not is_dense or "padding" in p.attn_mask_type),
         f"a bias by cp_comm_type {p.cp_comm_type!r}": has_bias and exchanges_heads and p.core_attention_bias_shape != "111s",
         f"num_heads {p.num_heads}, fewer than ranks": p.cp_comm_type == "a2a" and p.num_heads < p.cp_size,

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 STRATEGIES = {"p2p": "ring", "all_gather": "gather", "a2a": "ulysses", "a2a+p2p": "ulysses+ring"}
 _SAME_ON_ALL = (
-    *("bias_type", "softmax_type", "softmax_scale", "deterministic", "backend", "score_mod"),
-    *("dropout_p", "rng_state"),
+    *("bias_type", "bias", "softmax_type", "softmax_scale", "deterministic", "backend", "score_mod"),
+    *("dropout_p", "rng_state", "return_max_logit"),
 )
 
 _READ: Any = WeakIdKeyDictionary()  # offsets -> (their version, their values)
@@ -99,8 +99,10 @@ def _made_group(ranks: tuple[int, ...]) -> Any:
     return torch.distributed.new_group(list(ranks), use_local_synchronization=True)
 
 
-def attend(ranks: Ranks, arguments: dict[str, Any], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Returns attention of this rank's queries over the keys of all, with its heads merged, in q's format.
+def attend(ranks: Ranks, arguments: dict[str, Any], q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Returns attention of this rank's queries over the keys of all, with its heads merged, in q's format, and max_logit.
+
+    max_logit is in q's dtype, and None where it is not asked for.
 
     arguments: of `flexattn.attention`, with cu_seqlens of the whole; a bias has this rank's queries, or 1, and the keys of all.
 
@@ -109,37 +111,58 @@ def attend(ranks: Ranks, arguments: dict[str, Any], q: Tensor, k: Tensor, v: Ten
     """
     from flexattn import distributed  # which changes what plain attention does of DTensors
 
-    given = {name: arguments[name] for name in ("bias", *_SAME_ON_ALL) if name in arguments}
-    bias = given["bias"]
+    given = {name: arguments[name] for name in _SAME_ON_ALL if name in arguments}
+    bias, offset = given["bias"], arguments.get("softmax_offset")
     if ranks.cp_comm_type.startswith("a2a") and bias is not None and (bias.dim() != 4 or bias.shape[2] != 1):
         raise ValueError(
             f"core_attention_bias is {describe(bias)} with cp_comm_type {ranks.cp_comm_type!r}; accepted: one of the keys alone, "
             "[b, h, 1, skv], or cp_comm_type 'p2p' or 'all_gather'"
         )
     given["strategy"] = STRATEGIES[ranks.cp_comm_type]
-    slopes, offset, fmt = arguments["alibi_slopes"], arguments.get("softmax_offset"), arguments["qkv_format"]
     if offset is not None:
-        groups = ranks.of_hosts or (ranks.group,)
-        given["softmax_offset"] = _WholeGradient.apply(groups, offset)  # type: ignore[no-untyped-call]
-    band = make_band(*(arguments[name] for name in ("attn_mask_type", "window_size", "bottom_right_diagonal")))
-    if "padding" not in arguments["attn_mask_type"]:
-        at = fmt.index("s")
-        for name, t in (("query_layer", q), ("key_layer", k)):
-            if t.shape[at] % 2:
-                raise ValueError(f"{name} has {t.shape[at]} tokens on a rank; accepted: an even number, in two chunks")
-        plan = _dense_plan(ranks, (q.shape[at] * ranks.size, k.shape[at] * ranks.size), band)
-        out = distributed.attention(q, k, v, plan=plan, qkv_format=fmt, alibi_slopes=slopes, **given)
-        return out.flatten(-2)  # type: ignore[no-any-return]
-    sides = [_side(side, arguments, t.shape, ranks.size) for side, t in (("q", q), ("kv", k))]
-    plan = _packed_plan(ranks, sides[0], sides[1], band)
+        given["softmax_offset"] = _WholeGradient.apply(ranks.group, offset)  # type: ignore[no-untyped-call]
+    of_call = (_packed if "padding" in arguments["attn_mask_type"] else _dense)(ranks, arguments, (q, k, v))
+    rows_q, rows_k, rows_v = of_call.qkv
+    results = distributed.attention(rows_q, rows_k, rows_v, plan=of_call.plan, **given, **of_call.more)
+    out, max_logit = results if arguments["return_max_logit"] else (results, None)
+    out, fmt = out.flatten(-2), arguments["qkv_format"]
+    if of_call.plan.is_packed and fmt != "thd":
+        out = out.unflatten(0, (q.shape[fmt.index("b")], q.shape[fmt.index("s")]))
+        out = (out.transpose(0, 1) if fmt == "sbhd" else out).contiguous()
+    return out, None if max_logit is None else max_logit.to(q.dtype)
+
+
+class _Call(NamedTuple):
+    """Tensors as a plan has them, and the arguments of `flexattn.distributed.attention` that depend on it."""
+
+    plan: Plan
+    qkv: tuple[Tensor, Tensor, Tensor]
+    more: dict[str, Any]
+
+
+def _dense(ranks: Ranks, arguments: dict[str, Any], qkv: tuple[Tensor, Tensor, Tensor]) -> _Call:
+    fmt = arguments["qkv_format"]
+    lengths = tuple(t.shape[fmt.index("s")] for t in qkv[:2])
+    for name, length in zip(("query_layer", "key_layer"), lengths, strict=True):
+        if length % 2:
+            raise ValueError(f"{name} has {length} tokens on a rank; accepted: an even number, in two chunks")
+    plan = _dense_plan(ranks, (lengths[0] * ranks.size, lengths[1] * ranks.size), _band(arguments))
+    return _Call(plan, qkv, {"qkv_format": fmt, "alibi_slopes": arguments["alibi_slopes"]})
+
+
+def _packed(ranks: Ranks, arguments: dict[str, Any], qkv: tuple[Tensor, Tensor, Tensor]) -> _Call:
+    """Returns a call of documents, which dense sequences with lengths of their own are too."""
+    fmt, slopes = arguments["qkv_format"], arguments["alibi_slopes"]
+    sides = [_side(side, arguments, t.shape, ranks.size) for side, t in zip(("q", "kv"), qkv, strict=False)]
+    plan = _packed_plan(ranks, sides[0], sides[1], _band(arguments))
     if slopes is not None and slopes.dim() == 2 and slopes.shape[0] == len(sides[0].lengths):
         slopes = torch.nn.functional.pad(slopes, (0, 0, 0, len(plan.mask.lengths_q) - slopes.shape[0]))  # padding has a row too
-    rows = [t if fmt == "thd" else as_bshd(t, fmt).flatten(0, 1) for t in (q, k, v)]
-    out = distributed.attention(*rows, plan=plan, alibi_slopes=slopes, **given).flatten(-2)
-    if fmt == "thd":
-        return out  # type: ignore[no-any-return]
-    out = out.unflatten(0, (q.shape[fmt.index("b")], q.shape[fmt.index("s")]))
-    return (out.transpose(0, 1) if fmt == "sbhd" else out).contiguous()  # type: ignore[no-any-return]
+    q, k, v = (t if fmt == "thd" else as_bshd(t, fmt).flatten(0, 1) for t in qkv)
+    return _Call(plan, (q, k, v), {"alibi_slopes": slopes})
+
+
+def _band(arguments: dict[str, Any]) -> Band:
+    return make_band(*(arguments[name] for name in ("attn_mask_type", "window_size", "bottom_right_diagonal")))
 
 
 class _Side(NamedTuple):
@@ -251,8 +274,8 @@ class _WholeGradient(torch.autograd.Function):
     """A tensor that all ranks have, whose gradient is on each rank the sum of all ranks' parts, as TransformerEngine gives it."""
 
     @staticmethod
-    def forward(ctx: Any, groups: tuple[Any, ...], t: Tensor) -> Tensor:
-        ctx.groups = groups
+    def forward(ctx: Any, group: Any, t: Tensor) -> Tensor:
+        ctx.group = group
         return t.view_as(t)
 
     @staticmethod
@@ -261,7 +284,6 @@ class _WholeGradient(torch.autograd.Function):
         from flexattn.distributed.exchange import waiting
 
         total = gradient.clone()
-        for group in ctx.groups:
-            with waiting("the sum of a sink's gradients", group):
-                torch.distributed.all_reduce(total, group=group)
+        with waiting("the sum of a sink's gradients", ctx.group):
+            torch.distributed.all_reduce(total, group=ctx.group)
         return None, total

@@ -294,7 +294,7 @@ class DotProductAttention(torch.nn.Module):
         if self._ranks is None:
             run = functools.partial(_attend, Results(packing=packing), arguments)
         else:
-            run = functools.partial(_attend_over_ranks, self._ranks, arguments)
+            run = functools.partial(context_parallel.attend, self._ranks, arguments)
         if checkpoint_core_attention and torch.is_grad_enabled():
             out, max_logit = checkpoint(run, q, k, v, use_reentrant=False, preserve_rng_state=False)  # dropout has its own seed
         else:
@@ -326,9 +326,10 @@ class DotProductAttention(torch.nn.Module):
             if t.dim() != len(fmt) or tuple(t.shape[-2:]) != (heads, dim):
                 raise ValueError(f"{name} is {describe(t)}; accepted in {fmt}: {len(fmt)} dims, the last two {(heads, dim)}")
 
-    def _check_ranks(self, ranks: context_parallel.Ranks, asked: dict[str, bool]) -> None:
+    @staticmethod
+    def _check_ranks(ranks: context_parallel.Ranks, asked: dict[str, bool]) -> None:
         """Raises NotImplementedError for what context parallelism does not serve, before anything is drawn, kept or sent."""
-        for what, is_asked in (asked | {"return_max_logit": self.return_max_logit}).items():
+        for what, is_asked in asked.items():
             if is_asked:
                 raise NotImplementedError(
                     f"cp_group has {ranks.size} ranks in a call with {what}; accepted: a group of one rank, or a call without it"
@@ -479,9 +480,3 @@ def _attend(results: Results, arguments: dict[str, Any], q: Tensor, k: Tensor, v
     else:
         out = out.flatten(-2)
     return out, None if max_logit is None else max_logit.to(q.dtype)
-
-
-def _attend_over_ranks(
-    ranks: context_parallel.Ranks, arguments: dict[str, Any], q: Tensor, k: Tensor, v: Tensor
-) -> tuple[Tensor, None]:
-    return context_parallel.attend(ranks, arguments, q, k, v), None
