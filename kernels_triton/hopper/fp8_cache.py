@@ -50,6 +50,7 @@ from flexattn.kernels_triton.common.split_plan import (
     entry_at,
     first_row_of_part,
     make_plan,
+    part_of_piece,
     piece_at,
     share_of_program,
 )
@@ -310,7 +311,7 @@ def _attn_fwd_fp8_cache_kernel(args: CacheArguments, MODS: gl.constexpr, META: g
     if META.IS_PLANNED:
         plan = args.plan
         share, total = share_of_program(plan)
-        t = gl.program_id(0) * share  # counts the blocks of keys of all work tiles
+        t = gl.program_id(0) // plan.teams * share  # counts the blocks of keys of all work tiles
         end = gl.minimum(t + share, total)
         entry = entry_at(plan, t)
         while t < end:
@@ -322,7 +323,7 @@ def _attn_fwd_fp8_cache_kernel(args: CacheArguments, MODS: gl.constexpr, META: g
                 block=entry % plan.blocks,
                 split=piece.first,
                 end=piece.end,
-                part=entry * plan.groups + piece.head + piece.program,
+                part=part_of_piece(plan, piece),
             )
             _attend(work, args, MODS, META)
             t += piece.end - piece.first
@@ -409,7 +410,7 @@ def fp8_cache_forward(
     tiles, room = tiles_and_room(x, tile, group)
     splits = number_of_splits(x, tiles, room) if splits is None else splits
     slots = slots_of_heads(group)
-    planned = PlannedTile(heads=group, queries=tile.block_m // slots, seen=tile.block_m, keys=tile.block_n)
+    planned = PlannedTile(heads=group, queries=tile.block_m // slots, seen=tile.block_m, keys=tile.block_n, writes_whole=False)
     plan, parts, programs = None, None, tiles * splits
     if splits == BY_LENGTHS:
         plan, programs = make_plan(x, planned, room), room
@@ -453,5 +454,5 @@ def fp8_cache_forward(
         combine_pieces(x, plan, planned, parts, (out, lse))
     elif parts is not None:
         combine_splits(x, parts, out, lse)
-    if plan is None and (x.cu_seqlens_q is not None or x.seqused_q is not None):
+    if parts is None and x.has_padding_q:
         zero_padding(x, out, "q", lse)
