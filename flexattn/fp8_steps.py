@@ -23,7 +23,8 @@ class Fp8Steps:
     """Composes the steps of a call in FP8 around `attend`, which runs attention on operands that a backend takes.
 
     Such a call has tensors behind its operands (`more`): the descales that q, k and v came with and the buffers of a
-    `DelayedScaling`; for a backward in FP8 the descales of q, k and v, q and k in 16 bits, and dout's scale and history.
+    `DelayedScaling`; for a backward in FP8 the descales of q, k and v, q and k in 16 bits, and dout's scale and history. A call
+    whose keys and values alone are in FP8, as in a cache, may have none.
     """
 
     def __init__(
@@ -115,7 +116,10 @@ class Fp8Steps:
         return triton if backend is not triton and triton_backend.can_be_recorded() else None
 
     def _with_descales(self, x: Operands, more: Sequence[Any]) -> Operands:
-        return x._replace(descales=[validation.as_scales(t, self.device) for t in more[:_DESCALES]])
+        descales = tuple(more[:_DESCALES]) or (None,) * _DESCALES
+        if x.q.dtype not in validation.FP8_DTYPES:
+            return x._replace(descales=[validation.as_cache_scales(t, x.k) for t in descales[1:]])
+        return x._replace(descales=[validation.as_scales(t, self.device) for t in descales])
 
 
 def _copies(more: Sequence[Any]) -> list[Tensor]:

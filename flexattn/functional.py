@@ -442,7 +442,8 @@ def run_first(
     to_fp8 = fp8_recipe is not None and fp8_recipe.out_dtype in validation.FP8_DTYPES
     if key is not None and not (to_fp8 and settings.needs_grad):
         of_fp8 = None
-        if settings.fp8_out and key.num_arguments > call_cache.NUM_TENSORS:  # with descales among them
+        has_fp8_keys = x.k.dtype in validation.FP8_DTYPES and x.q.dtype not in validation.FP8_DTYPES and fp8_recipe is None
+        if has_fp8_keys or (settings.fp8_out and key.num_arguments > call_cache.NUM_TENSORS):  # with descales among them
             from flexattn.fp8_steps import Fp8Steps  # here, as calls without FP8 should not wait for its import
 
             of_fp8 = Fp8Steps(config, fp8_recipe, settings, x.q.device)

@@ -354,7 +354,7 @@ def check_fp8(
             raise ValueError(
                 f"descale_{name} requires a gradient; accepted: a descale that does not (detach it), as none is differentiable"
             )
-        checked.append(descale[..., None] if is_of_tokens else as_scales(descale, q.device))
+        checked.append(as_cache_scales(descale, x) if k.dtype != q.dtype else as_scales(descale, q.device))
     return tuple(checked)
 
 
@@ -363,6 +363,12 @@ def as_scales(descale: Tensor | None, device: torch.device) -> Tensor:
     if descale is None:
         return torch.ones(1, 1, 1, dtype=torch.float32, device=device)
     return descale.view(_scale_sizes(descale))
+
+
+def as_cache_scales(descale: Tensor | None, cache: Tensor) -> Tensor:
+    """Returns a descale of keys or values in FP8 beside other queries: as `as_scales`, or the cache's dims, the last of them 1."""
+    is_of_tokens = descale is not None and descale.shape == cache.shape[:-1]
+    return descale[..., None] if descale is not None and is_of_tokens else as_scales(descale, cache.device)
 
 
 def _scale_sizes(descale: Tensor) -> tuple[int, ...]:

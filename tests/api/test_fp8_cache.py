@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import flexattn
-from flexattn import attention, ops
+from flexattn import attention, call_cache, ops
 from flexattn.dispatch.cudnn_backend import rule_error
 from flexattn.dispatch.triton_backend import unsupported
 from flexattn.functional import bind_call
@@ -139,3 +139,26 @@ def test_wrong_arguments() -> None:
         attention(q.requires_grad_(), k, v)
     with pytest.raises(ValueError, match=r"fp8_recipe is given with k and v in torch.float8_e4m3fn"):
         attention(q.detach().bfloat16(), k, v, fp8_recipe=flexattn.fp8.Recipe())
+
+
+@pytest.mark.parametrize("kind", [*SCALES, "by token and head"])
+def test_calls_are_kept(kind: str) -> None:
+    """With other scales of the same shape too, and none of another shape."""
+    q, k, v = tensors()
+    shape = k.shape[:-1]
+    call_cache.clear_cache()
+    for turn in range(4):
+        scales = SCALES[kind] if kind in SCALES else (torch.rand(shape) + 0.5, torch.rand(shape) + 0.5)
+        given = [None if t is None else t * (turn + 1) for t in scales]
+        found = attention(q, k, v, descale_k=given[0], descale_v=given[1])
+        by_token = [None if t is None else t[..., None].double() if t.shape == shape else t for t in given]
+        exact = [
+            x.double() * t if t is not None and t.dim() == 4 else wide(x, t, torch.float64)
+            for x, t in zip((k, v), by_token, strict=True)
+        ]
+        check_close("out", found, attention(q.double(), *exact), attention(q, *(t.float() for t in exact)))
+    info = call_cache.cache_info()
+    attention(q, k, v, descale_k=torch.ones(B, 1))
+    assert call_cache.cache_info()["misses"] == info["misses"] + 1
+    attention(q, k, v, descale_k=torch.full((B, 1), 2.0))
+    assert call_cache.cache_info()["misses"] == info["misses"] + 1
