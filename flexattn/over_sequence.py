@@ -11,6 +11,4 @@ NO_TENSORS = ("block_mask", "cu_seqlens_q", "cu_seqlens_kv", "seqused_q", "sequs
 
 def can_attend(arguments: dict[str, Any]) -> bool:
     """Returns whether a dense call with these arguments stays sharded over its sequence."""
-    if attend is None or arguments["dropout_p"] or arguments["return_max_logit"]:
-        return False
-    return all(arguments.get(name) is None for name in NO_TENSORS)
+    return attend is not None and all(arguments.get(name) is None for name in NO_TENSORS)

@@ -147,10 +147,10 @@ def _refuse(kinds: list[str], arguments: dict[str, Any]) -> None:
         raise ValueError(
             "page_table is given with DTensors that are sharded; accepted: None, or local tensors with tables of their own"
         )
-    if arguments["dropout_p"] > 0.0:
+    if arguments["dropout_p"] > 0.0 and not set(kinds) <= {"sequence", "all"}:
         raise ValueError(
-            "dropout_p is given with DTensors that are sharded; accepted: 0, as every rank would drop the weights of its own part "
-            "where another drops its own"
+            "dropout_p is given with DTensors that are sharded over heads or the batch; accepted: 0, or sharding over the sequence "
+            "alone, as every rank would drop the weights of its own part where another drops its own"
         )
     for name in ("score_mod", "mask_mod"):
         if arguments[name] is None:

@@ -315,9 +315,19 @@ def of_dtensors() -> None:
     tensors = [distribute_tensor(t, mesh, [Shard(1), Replicate()]) for t in torch.randn(3, 1, 4, 2, 8)]
     ends = torch.tensor([0, 3], dtype=torch.int32)
     lengths = {"attn_mask_type": "padding", "cu_seqlens_q": ends, "cu_seqlens_kv": ends}
-    for more in ({"dropout_p": 0.5}, lengths, {"return_max_logit": True}):
-        results = flexattn.attention(*tensors, return_lse=True, **more)
-        assert [*results[0].placements] == [Replicate()] * 2  # what is not split is computed by every rank
+    results = flexattn.attention(*tensors, return_lse=True, **lengths)
+    assert [*results[0].placements] == [Replicate()] * 2  # what is not split is computed by every rank
+    more = calls.DROPOUT | {"return_lse": True, "return_max_logit": True}
+    spread = flexattn.attention(*tensors, **more)
+    assert [*spread[0].placements] == [Shard(1), Replicate()]
+    for got, expected in zip(spread, flexattn.attention(*(t.full_tensor() for t in tensors), **more), strict=True):
+        torch.testing.assert_close(got.full_tensor(), expected)
+    out = flexattn.attention(*tensors, dropout_p=0.5).full_tensor()
+    others = [torch.empty_like(out) for _ in range(4)]
+    dist.all_gather(others, out)
+    assert all(torch.equal(out, other) for other in others)
+    with pytest.raises(ValueError, match="dropout_p is given with DTensors that are sharded over heads or the batch"):
+        flexattn.attention(*(t.redistribute(mesh, [Shard(1), Shard(2)]) for t in tensors), dropout_p=0.5)
 
 
 def faults() -> None:
