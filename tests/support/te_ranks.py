@@ -208,6 +208,7 @@ def served() -> None:
                 compare(name, case, "bshd", cp_comm_type)
         del os.environ["FLEXATTN_CHECK"]
     plans_are_kept()
+    rows_behind_all_sequences()
     refused()
 
 
@@ -228,6 +229,18 @@ def plans_are_kept() -> None:
     assert not modules[0](*parts, **call).any()
     assert first.any()
     assert context_parallel._packed_plan.cache_info().misses == 2
+
+
+def rows_behind_all_sequences() -> None:
+    """Rows that belong to no sequence get 0, and change nothing."""
+    case = Case("padding_causal")
+    qkv, _, call, dim, (own, _) = whole_of(case, "thd")
+    module = module_of(case, "thd", cp_group=dist.group.WORLD, cp_comm_type="all_gather")
+    parts = [t.index_select(dim, own) for t in qkv]
+    out = module(*parts, **call)
+    longer = module(*(torch.cat((t, torch.full_like(t[:3], torch.nan))) for t in parts), **call)
+    assert torch.equal(longer[:-3], out)
+    assert not longer[-3:].any()
 
 
 def refused() -> None:
