@@ -17,6 +17,7 @@ from flexattn import sharded
 from tests.conftest import ROOT, SETTINGS
 
 
+@pytest.mark.slow
 def test_two_processes() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 import functools
+import functools
 from pathlib import Path
 
 from tests import structure
 
 
+@functools.cache
 @functools.cache
 def modules() -> list[structure.Module]:
     return structure.modules(structure.ROOT)
