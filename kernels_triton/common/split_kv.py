@@ -26,11 +26,13 @@ from flexattn.kernels_triton.common.primitives import (
     store_zeros,
 )
 from flexattn.kernels_triton.common.problem import Problem, rows
+from flexattn.kernels_triton.common.tile_schedule import zero_padding
 from flexattn.kernels_triton.common.tiles import HOPPER_BYTES, PLAN_QUERIES, SPLIT_FROM, SPLIT_KEYS, SPLIT_MOST, SPLIT_QUERIES, cdiv
 from flexattn.kernels_triton.runtime.entry import WidePointer
 from flexattn.kernels_triton.runtime.launch import Tile, kernel, launch
 
 _TILE = Tile(16, 128, 4, 1)  # splits at a time
+_MOST_ROWS = 2  # programs for each row of q, at most, where padding is written beside the combination of parts
 
 
 BY_LENGTHS = 0
@@ -186,7 +188,7 @@ class CombineMeta(NamedTuple):
     ALIGN: int
     WIDE_STRIDES: bool
     IS_RAGGED_Q: bool
-    HAS_PADDING: bool  # sequences may be shorter than their rows: then a program is for a query of a sequence
+    BY_SEQUENCE: bool  # a program is for a query of a sequence, of which the first writes the padding too; else for a row
 
 
 @triton.jit
@@ -248,11 +250,11 @@ def store_padding(args, b, h, start, length, lse_ptr, META: tl.constexpr):
 def _combine_splits_kernel(args: CombineArguments, META: tl.constexpr):
     lengths = args.lengths_q
     row = tl.program_id(0)
-    queries = lengths.max_seqlen if META.HAS_PADDING else lengths.num_tokens
+    queries = lengths.max_seqlen if META.BY_SEQUENCE else lengths.num_tokens
     token = row % queries
     h = row // queries % args.num_heads
-    b = row // queries // args.num_heads  # 0 of packed sequences without padding
-    if META.HAS_PADDING:
+    b = row // queries // args.num_heads  # 0 of the rows of packed sequences
+    if META.BY_SEQUENCE:
         start, length = load_sequence(lengths, b, META.IS_RAGGED_Q)
         first_row = tl.cast(h if META.IS_RAGGED_Q else b * args.num_heads + h, tl.int64) * lengths.num_tokens + start
         if token == 0:
@@ -274,6 +276,7 @@ def combine_splits(problem: Problem, parts: Parts, out: Tensor, lse: Tensor) -> 
     num_splits, num_rows, width = parts.out.shape
     head_dim = out.shape[-1]
     x = problem
+    by_sequence = x.has_padding_q and x.batch * x.longest_q <= _MOST_ROWS * x.q.shape[:-2].numel()
     meta = x.meta(_TILE, (out,))
     args = CombineArguments(
         parts=PartPointers(ptr=parts.out, lse_ptr=parts.lse, num_rows=num_rows, num_splits=num_splits),
@@ -292,7 +295,9 @@ def combine_splits(problem: Problem, parts: Parts, out: Tensor, lse: Tensor) -> 
         ALIGN=meta.ALIGN,
         WIDE_STRIDES=meta.WIDE_STRIDES,
         IS_RAGGED_Q=meta.IS_RAGGED_Q,
-        HAS_PADDING=x.has_padding_q,
+        BY_SEQUENCE=by_sequence,
     )
-    programs = x.batch * x.num_heads * x.longest_q if x.has_padding_q else num_rows
+    programs = x.batch * x.num_heads * x.longest_q if by_sequence else num_rows
     launch(_combine_splits_kernel, programs, out.device, _TILE, (args, own_meta))
+    if x.has_padding_q and not by_sequence:
+        zero_padding(x, out, "q", lse)

@@ -356,6 +356,19 @@ def test_in_a_graph(hopper: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(out, wanted)
 
 
+@pytest.mark.parametrize(("longest", "launches"), [(32, 1), (2048, 2)])
+def test_programs_that_combine_are_no_more_than_twice_the_rows(longest: int, launches: int) -> None:
+    """However long the longest sequence of a packed batch: else the padding is another kernel's."""
+    q, k = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((4224, 4, 128), (130, 4096, 1, 128)))
+    lengths = {"cu_seqlens_q": torch.empty(131, dtype=torch.int32, device="meta"), "max_seqlen_q": longest}
+    problem = Problem(q, k, k, softmax_scale=1.0, seqused_kv=torch.empty(130, dtype=torch.int32, device="meta"), **lengths)
+    lse = torch.empty(4, 4224, device="meta")
+    with pretended_device(90, 132), recorded_launches() as recorded:
+        splits.combine_splits(problem, splits.Parts.empty(3, lse, 128, False), q, lse)
+    assert len(recorded) == launches
+    assert recorded[0].programs <= 2 * lse.numel()
+
+
 FAULTS_IN_GLUON: dict[str, tuple[ModuleType, Fault]] = {
     "every split has the sink": (forward_rows, drop("gl.where(tile.split == 0)")),
     "all splits take the first one's keys": (forward_work, with_argument("blocks_of_split()", 0, "0")),
