@@ -16,7 +16,7 @@ import itertools
 import json
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +25,8 @@ from torch import Tensor
 
 # Those of a group take turns by model. FlexAttention's, which is compiled for minutes, comes when the others are on file.
 GROUPS = (("eager", "sdpa", "flexattn"), ("flex_attention",))
+IMPLEMENTATIONS = tuple(itertools.chain(*GROUPS))
+BATCHES = ("one sequence", "packed", "left-padded")
 WORST = 2.0
 WARM_UPS, CALLS = 3, 10
 SIZES: dict[str, Any] = {"vocab_size": 1000, "num_hidden_layers": 2, "max_position_embeddings": 32768, "pad_token_id": 0}
@@ -117,31 +119,42 @@ def time_steps(model: Any, batch: Batch) -> dict[str, float]:
     return {"ms": median, "ms_q1": q1, "ms_q3": q3, "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
 
 
-def errors(model: str, implementation: str, tokens: int, device: torch.device) -> dict[str, float]:
+def errors(model: str, implementation: str, tokens: int, device: torch.device, names: Sequence[str] = BATCHES) -> dict[str, float]:
     """Returns for each batch the largest error of the logits in bfloat16, over eager's; right is eager in float32."""
     exact = build(model, SMALL | SHARP, "eager", torch.float32, device).eval()
     plain, subject = (build(model, SMALL | SHARP, name, torch.bfloat16, device).eval() for name in ("eager", implementation))
     found = {}
-    for name, batch in batches(tokens, device).items():
+    for name in names:
+        batch = batches(tokens, device)[name]
         wanted = logits_of(exact, batch)
         off, plainly_off = ((logits_of(run, batch) - wanted).abs().max().item() for run in (subject, plain))
         found[name] = off / plainly_off
     return found
 
 
-def measure(tokens: int, models: list[str], device: torch.device) -> Iterator[dict[str, Any]]:
+class Chosen(NamedTuple):
+    """Cells to measure."""
+
+    tokens: int
+    models: Sequence[str]
+    implementations: Sequence[str]
+    batches: Sequence[str]
+
+
+def measure(chosen: Chosen, device: torch.device) -> Iterator[dict[str, Any]]:
     """Yields a row for each model, implementation and batch, measured, wrong or refused."""
-    for group, model in itertools.product(GROUPS, models):
-        for implementation in group:
+    for group, model in itertools.product(GROUPS, chosen.models):
+        for implementation in (name for name in group if name in chosen.implementations):
             torch._dynamo.reset()  # a few shapes are compiled for one function; of more, FlexAttention keeps all scores
             row: dict[str, Any] = {"model": model, "implementation": implementation}
             try:
-                off = errors(model, implementation, 512, device)
+                off = errors(model, implementation, 512, device, chosen.batches)
                 subject = build(model, LARGE, implementation, torch.bfloat16, device).train()
             except (ImportError, NotImplementedError, RuntimeError, ValueError) as e:
                 yield row | {"status": "refused", "reason": str(e).splitlines()[0]}
                 continue
-            for name, batch in batches(tokens, device).items():
+            for name in chosen.batches:
+                batch = batches(chosen.tokens, device)[name]
                 torch._dynamo.reset()
                 cell = row | {"batch": name, "error": off[name]}
                 if off[name] > WORST:
@@ -163,6 +176,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="where the JSON is written, after every row")
     parser.add_argument("--tokens", type=int, default=8192, help="of a step, a multiple of 64")
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--implementations", nargs="+", choices=IMPLEMENTATIONS, default=IMPLEMENTATIONS)
+    parser.add_argument("--batches", nargs="+", choices=BATCHES, default=BATCHES)
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
         parser.error("no CUDA device; transformers_models measures device time")
@@ -180,7 +195,8 @@ def main(argv: list[str] | None = None) -> int:
         "tokens": options.tokens,
     }
     rows = []
-    for row in measure(options.tokens, options.models, torch.device("cuda")):
+    chosen = Chosen(options.tokens, options.models, options.implementations, options.batches)
+    for row in measure(chosen, torch.device("cuda")):
         rows.append(row)
         what = f"{row['ms']:8.1f} ms {row['peak_gib']:5.1f} GiB" if row["status"] == "measured" else row["status"]
         print(f"{what:22} {row['model']:8} {row['implementation']:15} {row.get('batch', '')} {row.get('reason', '')}", flush=True)
