@@ -13,7 +13,6 @@ import json
 import os
 import statistics
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -99,8 +98,8 @@ def measure(cell: Cell, flush: Tensor) -> dict[str, Any]:
     exact = None
     if sum(t.numel() for t in given) <= MOST_CHECKED:
         exact = attention(*(t.double() for t in given), **others, backend="eager")
-    graphs: dict[str, Callable[[], Any]] = {}
-    errors = {}
+    graphs: dict[str, torch.cuda.CUDAGraph] = {}
+    errors: dict[str, float] = {}
     for name, setting in FAMILIES.items():
         os.environ["FLEXATTN_HOPPER"] = setting
         clear_cache()
