@@ -11,6 +11,7 @@ largest so far, and sums with that power at the end.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -62,7 +63,9 @@ from flexattn.kernels_triton.hopper.fp8_cache_operands import (
     Keys,
     Work,
     columns_in_order,
+    find_pages,
     inverse_power,
+    key_layout,
     keys_of_warps,
     largest_exponent,
     load_keys,
@@ -73,6 +76,7 @@ from flexattn.kernels_triton.hopper.fp8_cache_operands import (
     rows_and_heads,
     scores_layout,
     sum_with_values,
+    value_layout,
     words_of,
 )
 from flexattn.kernels_triton.runtime.launch import Tile, capability_of, hopper_kernel, launch, num_processors
@@ -82,6 +86,15 @@ TILE = Tile(16, 128, 4, 1)
 
 _HEAD_DIMS = (64, 128)
 _OFFSET = gl.constexpr(14.0)  # added to exponents of weights: times a factor below 2, in fp16 from 2**-24 up to less than 2**16
+
+
+class _Sequence(NamedTuple):
+    """A work tile's sequence."""
+
+    start_q: Any
+    len_q: Any
+    len_kv: Any
+    shift: Any  # the band's diagonal
 
 
 class _Queries(NamedTuple):
@@ -153,23 +166,50 @@ def _weights(products: _Products, sums: _Sums, queries: _Queries, args: CacheArg
 
 
 @gluon.jit
+def _queries_of_tile(work: Work, sequence: _Sequence, h_kv, args: CacheArguments, MODS: gl.constexpr, META: gl.constexpr):
+    inputs = args.inputs
+    descale = 1.0
+    if not META.HAS_TOKEN_SCALES_K:
+        descale = load_descale(inputs.scales.k, work.b, h_kv, 0, META)
+    q, factor = load_queries(work, sequence.start_q, sequence.len_q, args, META)
+    i, heads = rows_and_heads(work, sequence.len_q, gl.SliceLayout(0, gl.SliceLayout(2, scores_layout(META.WARPS))), META)
+    len_q, len_kv = sequence.len_q, sequence.len_kv
+    return _Queries(
+        q=q,
+        factor=factor,
+        i=i[None, :, None],
+        head=head_of(inputs.scores, work.b, heads[None, :, None], len_q, len_kv, sequence.shift, MODS, META),
+        descale=descale,
+    )
+
+
+@gluon.jit
 def _sums_of_blocks(
-    sums: _Sums, visible, queries: _Queries, keys: Keys, args: CacheArguments, MODS: gl.constexpr, META: gl.constexpr
+    sums: _Sums, visible, work: Work, sequence: _Sequence, keys: Keys, args: CacheArguments, MODS: gl.constexpr, META: gl.constexpr
 ):
     BLOCK_N: gl.constexpr = META.BLOCK_N
-    k = load_keys(visible.begin, keys, args, META)
-    v = load_values(visible.begin, keys, args, META)
+    pages_k = find_pages(visible.begin, keys, args, key_layout(META), META)
+    pages_v = find_pages(visible.begin, keys, args, value_layout(META), META)
+    pages = pages_v
+    k = load_keys(visible.begin, pages_k, keys, args, META)
+    v = load_values(visible.begin, pages_v, keys, args, META)
+    pages_k = find_pages(visible.begin + BLOCK_N, keys, args, key_layout(META), META)
+    pages_v = find_pages(visible.begin + BLOCK_N, keys, args, value_layout(META), META)
+    queries = _queries_of_tile(work, sequence, keys.h_kv, args, MODS, META)
     for first in range(visible.begin, visible.end, BLOCK_N):
-        factors_k, factors_v = load_token_factors(first, keys, args, META)
+        factors_k, factors_v = load_token_factors(first, pages, keys, args, META)
         is_cut = (first < visible.full_begin) | (first >= visible.full_end)
         products = _Products(
             qk=product_with_keys(queries.q, k, META), factors_k=factors_k, factors_v=factors_v, first=first, is_cut=is_cut
         )
-        k = load_keys(first + BLOCK_N, keys, args, META)
+        k = load_keys(first + BLOCK_N, pages_k, keys, args, META)
+        pages_k = find_pages(first + 2 * BLOCK_N, keys, args, key_layout(META), META)
         p, sums = _weights(products, sums, queries, args, MODS, META)
         acc = sum_with_values(p, v, sums.acc, META)
         sums = _Sums(acc=acc, row_sum=sums.row_sum, row_max=sums.row_max, unit=sums.unit)
-        v = load_values(first + BLOCK_N, keys, args, META)
+        v = load_values(first + BLOCK_N, pages_v, keys, args, META)
+        pages = pages_v
+        pages_v = find_pages(first + 2 * BLOCK_N, keys, args, value_layout(META), META)
     return sums
 
 
@@ -249,7 +289,7 @@ def _store_tile(sums: _Sums, work: Work, start_q, len_q, args: CacheArguments, M
         rescale *= load_descale(inputs.scales.v, work.b, work.h // inputs.group_size, 0, META)
     place = (heads if META.IS_RAGGED_Q else work.b * num_heads + heads).to(gl.int64) * num_tokens + start_q + i
     if META.IS_PLANNED:
-        place = first_row_of_part(args.plan, work.part) + gl.arange(0, BLOCK_M, layout=ROW)
+        place = first_row_of_part(args.plan, work.part) + (i - work.block * (BLOCK_M // META.GROUP)) * META.SLOTS + heads
     elif META.IS_SPLIT:
         place += part_row(work.split, inputs.lengths_q.batch, num_heads, num_tokens, META)
     _store_lse(row_sum, row_max, place, is_real, args, META)
@@ -281,19 +321,6 @@ def _attend(work: Work, args: CacheArguments, MODS: gl.constexpr, META: gl.const
         visible = range_of_blocks(visible, work.split, work.end, META.BLOCK_N)
     elif META.IS_SPLIT:
         visible = range_of_split(visible, work.split, args.num_splits, META.BLOCK_N, META.PIECE)
-    h_kv = work.h // inputs.group_size
-    descale = 1.0
-    if not META.HAS_TOKEN_SCALES_K:
-        descale = load_descale(inputs.scales.k, work.b, h_kv, 0, META)
-    q, factor = load_queries(work, start_q, len_q, args, META)
-    i, heads = rows_and_heads(work, len_q, gl.SliceLayout(0, ROW), META)
-    queries = _Queries(
-        q=q,
-        factor=factor,
-        i=i[None, :, None],
-        head=head_of(inputs.scores, work.b, heads[None, :, None], len_q, len_kv, shift, MODS, META),
-        descale=descale,
-    )
     sums = _Sums(
         acc=gl.zeros([WARPS, BLOCK_M, HEAD_DIM], gl.float32, layout=SCORES),
         row_sum=gl.zeros([WARPS, BLOCK_M], gl.float32, layout=ROW),
@@ -301,8 +328,11 @@ def _attend(work: Work, args: CacheArguments, MODS: gl.constexpr, META: gl.const
         unit=gl.full([WARPS], 0x00800000, gl.int32, layout=gl.SliceLayout(1, gl.SliceLayout(1, SCORES))),
     )
     if (visible.begin < visible.end) & (first_row < len_q):
-        keys = Keys(b=work.b, h_kv=h_kv, start=start_kv, last=visible.end - 1)
-        sums = _sums_of_blocks(sums, visible, queries, keys, args, MODS, META)
+        last = visible.end - 1
+        h_kv = work.h // inputs.group_size
+        keys = Keys(b=work.b, h_kv=h_kv, start=start_kv, last=last, last_run=last // META.RUN * META.RUN)
+        sequence = _Sequence(start_q=start_q, len_q=len_q, len_kv=len_kv, shift=shift)
+        sums = _sums_of_blocks(sums, visible, work, sequence, keys, args, MODS, META)
     _store_tile(_sums_of_warps(sums, META), work, start_q, len_q, args, META)
 
 
@@ -310,20 +340,22 @@ def _attend(work: Work, args: CacheArguments, MODS: gl.constexpr, META: gl.const
 def _attn_fwd_fp8_cache_kernel(args: CacheArguments, MODS: gl.constexpr, META: gl.constexpr):
     if META.IS_PLANNED:
         plan = args.plan
+        groups = args.inputs.num_heads // META.HEADS
+        program = gl.program_id(0) // groups  # programs of all heads go through the same keys side by side
         share, total = share_of_program(plan)
-        t = gl.program_id(0) // plan.teams * share  # counts the blocks of keys of all work tiles
+        t = program * share  # counts the blocks of keys of all sequences
         end = gl.minimum(t + share, total)
         entry = entry_at(plan, t)
         while t < end:
-            piece = piece_at(plan, gl.program_id(0), t, end, entry)
+            piece = piece_at(plan, program, t, end, entry)
             entry = piece.entry
             work = Work(
                 b=entry // plan.blocks,
-                h=piece.head * META.HEADS,
+                h=gl.program_id(0) % groups * META.HEADS,
                 block=entry % plan.blocks,
                 split=piece.first,
                 end=piece.end,
-                part=part_of_piece(plan, piece),
+                part=entry + program,
             )
             _attend(work, args, MODS, META)
             t += piece.end - piece.first
@@ -410,10 +442,13 @@ def fp8_cache_forward(
     tiles, room = tiles_and_room(x, tile, group)
     splits = number_of_splits(x, tiles, room) if splits is None else splits
     slots = slots_of_heads(group)
-    planned = PlannedTile(heads=group, queries=tile.block_m // slots, seen=tile.block_m, keys=tile.block_n, writes_whole=False)
+    # Programs of all heads go through the same keys side by side: the plan is one head's, and a part has the rows of all heads.
+    planned = PlannedTile(heads=x.num_heads, queries=tile.block_m // slots, seen=tile.block_m, keys=tile.block_n)
     plan, parts, programs = None, None, tiles * splits
     if splits == BY_LENGTHS:
-        plan, programs = make_plan(x, planned, room), room
+        groups = x.num_heads // group
+        plan = make_plan(x, planned, max(1, room // groups))
+        programs = plan.programs * groups
         parts = plan.empty_parts(lse, out.shape[-1], x.is_unbounded)
     elif splits > 1:
         parts = Parts.empty(splits, lse, out.shape[-1], x.is_unbounded)
@@ -430,8 +465,10 @@ def fp8_cache_forward(
         IS_BF16=x.q.dtype is torch.bfloat16,
         IS_PAGED=page_size > 0,
         IS_POWER=page_size & (page_size - 1) == 0,
+        RUN=math.gcd(page_size, tile.block_n // tile.num_warps),
         IS_SPLIT=parts is not None,
         IS_PLANNED=plan is not None,
+        SLOTS=slots_of_heads(x.num_heads),
         HEADS=group,
         GROUP=slots,
         HEAD_DIM_QK=x.q.shape[-1],

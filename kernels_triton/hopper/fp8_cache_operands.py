@@ -20,6 +20,8 @@ from flexattn.kernels_triton.common.primitives import row_pointer
 from flexattn.kernels_triton.common.problem import with_features
 from flexattn.kernels_triton.common.split_plan import Plan
 
+_KEY = gl.constexpr(1)  # axis of runs of keys, before that of a run's
+
 
 @with_features
 class CacheMeta(NamedTuple):
@@ -34,8 +36,10 @@ class CacheMeta(NamedTuple):
     IS_BF16: bool  # q and out, else fp16
     IS_PAGED: bool
     IS_POWER: bool  # a page's size is a power of two
+    RUN: int  # keys of a warp's block, at most, that lie one after the other: of one page where there are pages
     IS_SPLIT: bool  # the keys, between programs: each leaves a part, as `split_kv.Parts` has them, or with
-    IS_PLANNED: bool  # as `split_plan` has them
+    IS_PLANNED: bool  # as `split_plan` has them, those of all heads side by side
+    SLOTS: int  # rows of such a part for a query: the power of two from the number of heads on
     HEADS: int  # query heads of a tile, whose rows are the first query of each, then the second, ..
     GROUP: int  # rows that a query's heads take: the power of two from HEADS on, so that the last may be rows of no head
     HEAD_DIM_QK: int
@@ -73,6 +77,7 @@ class Keys(NamedTuple):
     h_kv: Any
     start: Any
     last: Any  # the last one that is to be loaded
+    last_run: Any  # the first of its run
 
 
 def words_of(x: Tensor) -> Rows:
@@ -90,18 +95,21 @@ def scores_layout(WARPS):
 
 
 @gluon.constexpr_function
-def _bits(count, step, place):
-    # Bases of a layout along the axis `place` of five: step, 2 * step, .. below count * step
-    return [[step << bit if axis == place else 0 for axis in range(5)] for bit in range(count.bit_length() - 1)]
+def _bits(count, step, axis, RUN=1):
+    # Bases of a layout along one of its six axes: step, 2 * step, .. below count * step; keys, along two axes, by their RUN
+    steps = [step << bit for bit in range(count.bit_length() - 1)]
+    if axis == _KEY.value:
+        return [[0, x // RUN, 0, 0, 0, 0] if x >= RUN else [0, 0, x, 0, 0, 0] for x in steps]
+    return [[x if own == axis else 0 for own in range(6)] for x in steps]
 
 
 @gluon.constexpr_function
-def key_words(WARPS, KEYS, HEAD_DIM):
-    # Layout of words [warps, keys, head dim / 64, 4, 4]. In each 64 columns a thread has 16 that are neighbours, which in the
-    # product are pairs at 0 and 8 of each of four groups of 16.
-    registers = _bits(4, 1, 4) + _bits(HEAD_DIM // 64, 1, 2) + _bits(KEYS // 8, 8, 1)
-    lanes = _bits(4, 1, 3) + _bits(8, 1, 1)
-    return gl.DistributedLinearLayout(registers, lanes, _bits(WARPS, 1, 0), [], [WARPS, KEYS, HEAD_DIM // 64, 4, 4])
+def _key_words(WARPS, KEYS, RUN, HEAD_DIM):
+    # Layout of words [warps, runs, keys of a run, head dim / 64, 4, 4]. In each 64 columns a thread has 16 that are neighbours,
+    # which in the product are pairs at 0 and 8 of each of four groups of 16.
+    registers = _bits(4, 1, 5) + _bits(HEAD_DIM // 64, 1, 3) + _bits(KEYS // 8, 8, _KEY.value, RUN)
+    lanes = _bits(4, 1, 4) + _bits(8, 1, _KEY.value, RUN)
+    return gl.DistributedLinearLayout(registers, lanes, _bits(WARPS, 1, 0), [], [WARPS, KEYS // RUN, RUN, HEAD_DIM // 64, 4, 4])
 
 
 @gluon.constexpr_function
@@ -111,13 +119,24 @@ def words_of_thread(HEAD_DIM):
 
 
 @gluon.constexpr_function
-def value_words(WARPS, KEYS, HEAD_DIM):
-    # Layout of words [warps, keys, head dim / 32 / words, 8, words of a thread]. The product has a thread's columns eight apart.
+def _value_words(WARPS, KEYS, RUN, HEAD_DIM):
+    # Layout of words [warps, runs, keys of a run, head dim / 32 / words, 8, words of a thread]. The product has a thread's columns
+    # eight apart.
     words = words_of_thread(HEAD_DIM)
     parts = HEAD_DIM // (32 * words)
-    registers = _bits(words, 1, 4) + _bits(parts, 1, 2) + _bits(2, 1, 1) + _bits(KEYS // 8, 8, 1)
-    lanes = _bits(4, 2, 1) + _bits(8, 1, 3)
-    return gl.DistributedLinearLayout(registers, lanes, _bits(WARPS, 1, 0), [], [WARPS, KEYS, parts, 8, words])
+    registers = _bits(words, 1, 5) + _bits(parts, 1, 3) + _bits(2, 1, _KEY.value, RUN) + _bits(KEYS // 8, 8, _KEY.value, RUN)
+    lanes = _bits(4, 2, _KEY.value, RUN) + _bits(8, 1, 4)
+    return gl.DistributedLinearLayout(registers, lanes, _bits(WARPS, 1, 0), [], [WARPS, KEYS // RUN, RUN, parts, 8, words])
+
+
+@gluon.constexpr_function
+def key_layout(META):
+    return _key_words(META.WARPS, META.BLOCK_N // META.WARPS, META.RUN, META.HEAD_DIM_QK)
+
+
+@gluon.constexpr_function
+def value_layout(META):
+    return _value_words(META.WARPS, META.BLOCK_N // META.WARPS, META.RUN, META.HEAD_DIM_V)
 
 
 @gluon.constexpr_function
@@ -159,71 +178,108 @@ def rows_and_heads(work: Work, len_q, LAYOUT: gl.constexpr, META: gl.constexpr):
     return i, work.h + own_head
 
 
+@gluon.constexpr_function
+def _of_keys(LAYOUT):
+    return gl.SliceLayout(3, gl.SliceLayout(4, gl.SliceLayout(5, LAYOUT)))
+
+
 @gluon.jit
-def _slots(numbers, keys: Keys, args: CacheArguments, META: gl.constexpr):
-    # (page or sequence, row in it) of keys by number. Ids of pages are clamped; no entry beyond the last key's is read.
-    numbers = gl.minimum(numbers, keys.last)
+def _runs(first, keys: Keys, LAYOUT: gl.constexpr, META: gl.constexpr):
+    # [warps, runs]: the first key of each run of a block; of those past the end, of the last
+    RUN: gl.constexpr = META.RUN
+    WARPS: gl.constexpr = META.WARPS
+    KEYS: gl.constexpr = META.BLOCK_N // WARPS
+    RUNS: gl.constexpr = gl.SliceLayout(2, _of_keys(LAYOUT))
+    warps = gl.arange(0, WARPS, layout=gl.SliceLayout(1, RUNS)) * KEYS
+    runs = gl.arange(0, KEYS // RUN, layout=gl.SliceLayout(0, RUNS)) * RUN
+    return gl.minimum(first + warps[:, None] + runs[None, :], keys.last_run)
+
+
+@gluon.jit
+def _column(key, args: CacheArguments, META: gl.constexpr):
+    # Number of the page, among those of its sequence, in which a key lies
+    if META.IS_POWER:
+        return key >> args.page_shift
+    else:
+        return key // args.inputs.pages.page_size
+
+
+@gluon.jit
+def find_pages(first, keys: Keys, args: CacheArguments, LAYOUT: gl.constexpr, META: gl.constexpr):
+    # [warps, runs]: ids of the pages of a block's keys, clamped; 0 of a dense cache. No entry beyond the last key's is read.
+    key = _runs(first, keys, LAYOUT, META)
     if META.IS_PAGED:
         pages = args.inputs.pages
-        if META.IS_POWER:
-            column = numbers >> args.page_shift
-        else:
-            column = numbers // pages.page_size
-        page = gl.load(pages.table_ptr + keys.b.to(gl.int64) * pages.stride + column)
-        page = gl.minimum(gl.maximum(page, 0), pages.num_pages - 1)
-        return page.to(gl.int64), (numbers - column * pages.page_size).to(gl.int64)
+        page = gl.load(pages.table_ptr + keys.b.to(gl.int64) * pages.stride + _column(key, args, META))
+        return gl.minimum(gl.maximum(page, 0), pages.num_pages - 1)
     else:
-        return keys.b.to(gl.int64), (numbers + keys.start).to(gl.int64)
+        return key * 0
 
 
 @gluon.jit
-def _load_words(x: Rows, first, keys: Keys, args: CacheArguments, LAYOUT: gl.constexpr, META: gl.constexpr):
+def _places(first, pages, strides, keys: Keys, args: CacheArguments, LAYOUT: gl.constexpr, META: gl.constexpr):
+    # [warps, runs, keys of a run]: where the head's rows lie, as strides (sequence or page, token, head) count. Past the end: the
+    # last row's.
+    RUN: gl.constexpr = META.RUN
+    stride_b, stride_s, stride_h = strides
+    key = _runs(first, keys, LAYOUT, META)
+    slot, row = keys.b.to(gl.int64), key + keys.start
+    if META.IS_PAGED:
+        slot, row = pages.to(gl.int64), key - _column(key, args, META) * args.inputs.pages.page_size
+    start = slot * stride_b + row.to(gl.int64) * stride_s + keys.h_kv.to(gl.int64) * stride_h
+    in_run = gl.arange(0, RUN, layout=gl.SliceLayout(0, gl.SliceLayout(1, _of_keys(LAYOUT))))[None, None, :]
+    in_run = gl.minimum(in_run, (keys.last - key)[:, :, None])
+    return start[:, :, None] + in_run.to(gl.int64) * stride_s
+
+
+@gluon.jit
+def _load_words(x: Rows, first, pages, keys: Keys, args: CacheArguments, LAYOUT: gl.constexpr, META: gl.constexpr):
     # The words of a block of keys or values from `first` on
-    PARTS: gl.constexpr = LAYOUT.shape[2]
-    GROUPS: gl.constexpr = LAYOUT.shape[3]
-    WORDS: gl.constexpr = LAYOUT.shape[4]
-    OF_GROUPS: gl.constexpr = gl.SliceLayout(4, LAYOUT)
-    OF_PARTS: gl.constexpr = gl.SliceLayout(3, OF_GROUPS)
-    PART: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, OF_PARTS))
-    GROUP: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, OF_GROUPS)))
-    WORD: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT))))
-    slot, row = _slots(first + keys_of_warps(gl.SliceLayout(2, OF_PARTS), META), keys, args, META)
-    start = slot * x.stride_b + row * x.stride_s + keys.h_kv.to(gl.int64) * x.stride_h
-    part = gl.arange(0, PARTS, layout=PART)[None, None, :, None, None]
-    group = gl.arange(0, GROUPS, layout=GROUP)[None, None, None, :, None]
-    word = gl.arange(0, WORDS, layout=WORD)[None, None, None, None, :]
-    return gl.load((x.ptr + start * 4)[:, :, None, None, None] + ((part * GROUPS + group) * WORDS + word))
+    PARTS: gl.constexpr = LAYOUT.shape[3]
+    GROUPS: gl.constexpr = LAYOUT.shape[4]
+    WORDS: gl.constexpr = LAYOUT.shape[5]
+    OF_GROUPS: gl.constexpr = gl.SliceLayout(5, LAYOUT)
+    OF_PARTS: gl.constexpr = gl.SliceLayout(4, OF_GROUPS)
+    PART: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, OF_PARTS)))
+    GROUP: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, OF_GROUPS))))
+    WORD: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(4, LAYOUT)))))
+    part = gl.arange(0, PARTS, layout=PART)[None, None, None, :, None, None]
+    group = gl.arange(0, GROUPS, layout=GROUP)[None, None, None, None, :, None]
+    word = gl.arange(0, WORDS, layout=WORD)[None, None, None, None, None, :]
+    rows = _places(first, pages, (x.stride_b, x.stride_s, x.stride_h), keys, args, LAYOUT, META)
+    return gl.load((x.ptr + rows * 4)[:, :, :, None, None, None] + ((part * GROUPS + group) * WORDS + word))
 
 
 @gluon.jit
-def load_keys(first, keys: Keys, args: CacheArguments, META: gl.constexpr):
-    LAYOUT: gl.constexpr = key_words(META.WARPS, META.BLOCK_N // META.WARPS, META.HEAD_DIM_QK)
-    return _load_words(args.inputs.k, first, keys, args, LAYOUT, META)
+def load_keys(first, pages, keys: Keys, args: CacheArguments, META: gl.constexpr):
+    return _load_words(args.inputs.k, first, pages, keys, args, key_layout(META), META)
 
 
 @gluon.jit
-def load_values(first, keys: Keys, args: CacheArguments, META: gl.constexpr):
-    LAYOUT: gl.constexpr = value_words(META.WARPS, META.BLOCK_N // META.WARPS, META.HEAD_DIM_V)
-    return _load_words(args.inputs.v, first, keys, args, LAYOUT, META)
+def load_values(first, pages, keys: Keys, args: CacheArguments, META: gl.constexpr):
+    return _load_words(args.inputs.v, first, pages, keys, args, value_layout(META), META)
 
 
 @gluon.jit
-def _token_factors(scale: Scale, slot, row, keys: Keys):
-    return gl.load(scale.ptr + slot * scale.stride_b + row * scale.stride_block + keys.h_kv.to(gl.int64) * scale.stride_h)
+def _token_factors(scale: Scale, first, pages, keys: Keys, args: CacheArguments, META: gl.constexpr):
+    # [warps, keys]: the factors of a block's tokens, whose pages are those that its values lie in
+    WARPS: gl.constexpr = META.WARPS
+    KEYS: gl.constexpr = META.BLOCK_N // WARPS
+    LAYOUT: gl.constexpr = value_layout(META)
+    factors = gl.load(
+        scale.ptr + _places(first, pages, (scale.stride_b, scale.stride_block, scale.stride_h), keys, args, LAYOUT, META)
+    )
+    return gl.convert_layout(gl.reshape(factors, [WARPS, KEYS]), gl.SliceLayout(1, scores_layout(WARPS)))
 
 
 @gluon.jit
-def load_token_factors(first, keys: Keys, args: CacheArguments, META: gl.constexpr):
-    # (factors [warps, keys] of the tokens of a block of k, and of v); 1 where they have none
-    LAYOUT: gl.constexpr = gl.SliceLayout(1, scores_layout(META.WARPS))
-    scales = args.inputs.scales
+def load_token_factors(first, pages, keys: Keys, args: CacheArguments, META: gl.constexpr):
+    # (factors of the tokens of a block of k, and of v); 1 where they have none
     factors_k, factors_v = 1.0, 1.0
-    if META.HAS_TOKEN_SCALES_K or META.HAS_TOKEN_SCALES_V:
-        slot, row = _slots(first + keys_of_warps(LAYOUT, META), keys, args, META)
-        if META.HAS_TOKEN_SCALES_K:
-            factors_k = _token_factors(scales.k, slot, row, keys)
-        if META.HAS_TOKEN_SCALES_V:
-            factors_v = _token_factors(scales.v, slot, row, keys)
+    if META.HAS_TOKEN_SCALES_K:
+        factors_k = _token_factors(args.inputs.scales.k, first, pages, keys, args, META)
+    if META.HAS_TOKEN_SCALES_V:
+        factors_v = _token_factors(args.inputs.scales.v, first, pages, keys, args, META)
     return factors_k, factors_v
 
 
@@ -249,7 +305,7 @@ def load_queries(work: Work, start_q, len_q, args: CacheArguments, META: gl.cons
     i, heads = rows_and_heads(work, len_q, gl.SliceLayout(0, gl.SliceLayout(2, OPERAND)), META)
     pointers = row_pointer(args.inputs.q, work.b, heads, start_q + i, META)[None, :, None]
     place = gl.arange(0, META.HEAD_DIM_QK, layout=gl.SliceLayout(0, gl.SliceLayout(1, OPERAND)))
-    # The columns of `key_words`: a pair's, the two pairs of a word, words, threads, 64 columns
+    # The columns of `_key_words`: a pair's, the two pairs of a word, words, threads, 64 columns
     column = (place & 1) | ((place >> 3 & 1) << 1) | ((place >> 4 & 3) << 2) | ((place >> 1 & 3) << 4) | (place >> 6 << 6)
     warps = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, OPERAND)))[:, None, None]
     columns = column[None, None, :] + warps * 0
@@ -271,7 +327,7 @@ def product_with_keys(q, words, META: gl.constexpr):
     BLOCK_M: gl.constexpr = META.BLOCK_M
     HEAD_DIM: gl.constexpr = META.HEAD_DIM_QK
     KEYS: gl.constexpr = META.BLOCK_N // WARPS
-    k = gl.permute(_numbers_of_words(words, META), [0, 2, 4, 6, 3, 5, 1])
+    k = gl.permute(_numbers_of_words(words, META), [0, 3, 5, 7, 4, 6, 1, 2])
     k = gl.convert_layout(gl.reshape(k, [WARPS, HEAD_DIM, KEYS]), gl.DotOperandLayout(1, SCORES, 2), assert_trivial=True)
     return mma_v2(q, k, gl.zeros([WARPS, BLOCK_M, KEYS], gl.float32, layout=SCORES))
 
@@ -284,7 +340,7 @@ def sum_with_values(p, words, acc, META: gl.constexpr):
     WARPS: gl.constexpr = META.WARPS
     HEAD_DIM: gl.constexpr = META.HEAD_DIM_V
     KEYS: gl.constexpr = META.BLOCK_N // WARPS
-    v = gl.permute(_numbers_of_words(words, META), [0, 1, 2, 4, 6, 5, 3])
+    v = gl.permute(_numbers_of_words(words, META), [0, 1, 2, 3, 5, 7, 6, 4])
     v = gl.convert_layout(gl.reshape(v, [WARPS, KEYS, HEAD_DIM]), gl.DotOperandLayout(1, SCORES, 2), assert_trivial=True)
     return mma_v2(gl.convert_layout(p.to(gl.float16), WEIGHTS), v, acc)
 
