@@ -145,6 +145,37 @@ def test_wgmma(dtype: torch.dtype, k_major: bool, in_registers: bool) -> None:
         torch.testing.assert_close(out.double(), want, atol=1e-4, rtol=1e-5)
 
 
+def test_mma_sync() -> None:
+    a, b, out = torch.randn(4, 16, 32).half(), torch.randn(4, 32, 8).half(), torch.empty(4, 16, 8)
+    clean(emulator.launch(samples.mma_sync, (1,), a, b, out, WHAT=""))
+    torch.testing.assert_close(out.double(), a.double() @ b.double() + 1, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("accumulator", "the accumulator of mma.sync has layout"),
+        ("operand", "operand a of mma.sync has layout"),
+        ("width", "k_width 4 and 2"),
+        ("dtypes", "operands of mma.sync are"),
+        ("shape", "mma.sync of [4, 16, 32] and [4, 32, 8] into [4, 8, 8]"),
+    ],
+)
+def test_mma_sync_that_gluon_refuses(what: str, said: str) -> None:
+    a, b, out = torch.randn(4, 16, 32).half(), torch.randn(4, 32, 8).half(), torch.empty(4, 16, 8)
+    report = emulator.launch(samples.mma_sync, (1,), a, b, out, WHAT=what)
+    assert report.kinds == ["illegal-program"], str(report)
+    assert said in str(report)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_pairs_of_fp8(dtype: torch.dtype) -> None:
+    x = torch.arange(512).to(torch.uint8).view(dtype)
+    y = torch.empty(512, dtype=torch.float16)
+    clean(emulator.launch(samples.pairs_of_fp8, (1,), x.view(torch.int32), y.view(torch.int32), KIND=str(dtype)[13:17]))
+    torch.testing.assert_close(y, x.half(), atol=0.0, rtol=0.0, equal_nan=True)
+
+
 def test_wgmma_of_two_kinds_of_fp8() -> None:
     a, b = torch.randn(64, 64).to(torch.float8_e5m2), torch.randn(128, 64).to(torch.float8_e4m3fn)
     out = torch.empty(64, 128)

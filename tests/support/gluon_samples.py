@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -353,3 +354,37 @@ def scaled_sums(x_ptr, factors_ptr, y_ptr):
     rows = gl.arange(0, 64, layout=gl.SliceLayout(1, OUT))
     groups = gl.arange(0, 4, layout=gl.SliceLayout(0, OUT))
     gl.store(y_ptr + rows[:, None] * 4 + groups[None, :], gl.convert_layout(sums * factors[:, None], OUT))
+
+
+@gluon.jit
+def mma_sync(a_ptr, b_ptr, out_ptr, WHAT: gl.constexpr):
+    # Products of a batch of [16, 32] and [32, 8], one for each warp
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1, 1], instr_shape=[1, 16, 8])
+    LOADED: gl.constexpr = gl.BlockedLayout([1, 1, 1], [1, 4, 8], [4, 1, 1], [2, 1, 0])
+    IN_ROW: gl.constexpr = gl.SliceLayout(2, LOADED)
+    warp = gl.arange(0, 4, layout=gl.SliceLayout(1, IN_ROW))[:, None, None]
+    long = gl.arange(0, 32, layout=gl.SliceLayout(0, IN_ROW))[None, :, None]
+    row = gl.arange(0, 16, layout=gl.SliceLayout(0, IN_ROW))[None, :, None]
+    inner = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(1, LOADED)))[None, None, :]
+    column = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, LOADED)))[None, None, :]
+    a = gl.load(a_ptr + (warp * 16 + row) * 32 + inner)
+    b = gl.load(b_ptr + (warp * 32 + long) * 8 + column)
+    if WHAT == "dtypes":
+        b = b.to(gl.bfloat16)
+    a = gl.convert_layout(a, gl.DotOperandLayout(1 if WHAT == "operand" else 0, LAYOUT, 4 if WHAT == "width" else 2))
+    b = gl.convert_layout(b, gl.DotOperandLayout(1, LAYOUT, 2))
+    OTHER: gl.constexpr = LOADED if WHAT == "accumulator" else LAYOUT
+    out = mma_v2(a, b, gl.full([4, 8 if WHAT == "shape" else 16, 8], 1.0, gl.float32, layout=OTHER))
+    gl.store(out_ptr + (warp * 16 + row) * 8 + column, gl.convert_layout(out, LOADED))
+
+
+@gluon.jit
+def pairs_of_fp8(x_ptr, y_ptr, KIND: gl.constexpr):
+    # Four numbers of FP8 in each of 128 words, in fp16
+    cvt: gl.constexpr = "cvt.rn.f16x2.e5m2x2" if KIND == "e5m2" else "cvt.rn.f16x2.e4m3x2"
+    assembly: gl.constexpr = "{ .reg .b16 a, b; mov.b32 {a, b}, $2; " + cvt + " $0, a; " + cvt + " $1, b; }"
+    offsets = gl.arange(0, 128, layout=LINE)
+    words = gl.load(x_ptr + offsets)
+    low, high = gl.inline_asm_elementwise(assembly, "=r,=r,r", [words], dtype=(gl.int32, gl.int32), is_pure=True, pack=1)
+    gl.store(y_ptr + offsets * 2, low)
+    gl.store(y_ptr + offsets * 2 + 1, high)
