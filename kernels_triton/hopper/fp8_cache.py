@@ -81,10 +81,8 @@ from flexattn.kernels_triton.hopper.fp8_cache_operands import (
 )
 from flexattn.kernels_triton.runtime.launch import Tile, capability_of, hopper_kernel, launch, num_processors
 
-TILE = Tile(16, 128, 4, 1)
-"""Rows of mma.sync, and 32 keys of each of four warps."""
-
-_HEAD_DIMS = (64, 128)
+_ROWS = 16  # of mma.sync
+_HEAD_DIMS = (64, 128, 256)
 _OFFSET = gl.constexpr(14.0)  # added to exponents of weights: times a factor below 2, in fp16 from 2**-24 up to less than 2**16
 
 
@@ -266,7 +264,8 @@ def _store_tile(sums: _Sums, work: Work, start_q, len_q, args: CacheArguments, M
     # The results of a tile, or its part
     HEAD_DIM: gl.constexpr = META.HEAD_DIM_V
     BLOCK_M: gl.constexpr = META.BLOCK_M
-    OUT: gl.constexpr = gl.BlockedLayout([1, 4], [128 // HEAD_DIM, HEAD_DIM // 4], [META.WARPS, 1], [1, 0])
+    THREADS: gl.constexpr = min(32, HEAD_DIM // 4)  # of a row
+    OUT: gl.constexpr = gl.BlockedLayout([1, 4], [32 // THREADS, THREADS], [META.WARPS, 1], [1, 0])
     ROW: gl.constexpr = gl.SliceLayout(1, OUT)
     inputs = args.inputs
     num_heads = inputs.num_heads
@@ -391,13 +390,13 @@ def unsupported(problem: Problem, out: Tensor, has_max_logit: bool) -> str | Non
     if 0 in x.q.shape or 0 in x.k.shape or x.batch == 0:
         return "there is nothing to load"
     if x.q.shape[-1] not in _HEAD_DIMS or x.v.shape[-1] not in _HEAD_DIMS:
-        return f"it takes head dims {' and '.join(map(str, _HEAD_DIMS))}, not {x.q.shape[-1]} and {x.v.shape[-1]}"
+        return f"it takes head dims 64, 128 and 256, not {x.q.shape[-1]} and {x.v.shape[-1]}"
     return _unaligned("k", x.k) or _unaligned("v", x.v)
 
 
 def slower(problem: Problem) -> str | None:
     """Returns why the kernel was not measured to be faster than the portable one for this problem; None: it was."""
-    room = 2 * TILE.block_m  # keys are loaded once for each tile of so many rows
+    room = 2 * _ROWS  # keys are loaded once for each tile of so many rows
     needed = problem.longest_q * slots_of_heads(problem.group_size)
     return None if needed <= room else f"the queries of a key head's heads take {needed} rows, and up to {room} it is faster"
 
@@ -407,6 +406,11 @@ def _unaligned(name: str, x: Tensor) -> str | None:
     if x.stride(-1) == 1 and all(step % 16 == 0 for step in steps) and (x.is_meta or x.data_ptr() % 16 == 0):
         return None
     return f"it loads 16 bytes at a time, and not all rows of {name} begin at multiples of that"
+
+
+def tile_of(problem: Problem) -> Tile:
+    """Returns the committed tile: 32 keys of each of four warps, or as many as there are registers for."""
+    return Tile(_ROWS, 128 if max(problem.q.shape[-1], problem.v.shape[-1]) <= 128 else 64, 4, 1)
 
 
 def heads_of_a_tile(problem: Problem, tile: Tile) -> int:
@@ -428,7 +432,7 @@ def fp8_cache_forward(
     problem: Problem,
     out: Tensor,
     lse: Tensor,
-    tile: Tile = TILE,
+    tile: Tile | None = None,
     group: int | None = None,
     splits: int | None = None,
 ) -> None:
@@ -438,6 +442,7 @@ def fp8_cache_forward(
     splits: parts of the keys, or BY_LENGTHS; None: `number_of_splits`.
     """
     x = problem
+    tile = tile or tile_of(x)
     group = heads_of_a_tile(x, tile) if group is None else group
     tiles, room = tiles_and_room(x, tile, group)
     splits = number_of_splits(x, tiles, room) if splits is None else splits

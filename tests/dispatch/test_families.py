@@ -112,7 +112,8 @@ def test_families_of_calls(
         (1, 128, {}, "sm_90 FP8 cache", "sm_90 FP8 cache"),
         (8, 64, {"softcap": 30.0}, "sm_90 FP8 cache", "sm_90 FP8 cache"),
         (9, 128, {}, "portable", "sm_90 FP8 cache"),
-        (1, 256, {}, "portable", "portable"),
+        (1, 256, {}, "sm_90 FP8 cache", "sm_90 FP8 cache"),
+        (1, 192, {}, "portable", "portable"),
         (1, 128, {"batch_invariant": True}, "portable", "portable"),
     ],
 )

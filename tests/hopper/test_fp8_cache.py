@@ -144,7 +144,7 @@ def test_scales_pages_and_dtypes(scales: str, page_size: int, dtype: torch.dtype
 @pytest.mark.sample("dims", "queries", "splits")
 @pytest.mark.parametrize("splits", [None, 3, BY_LENGTHS])
 @pytest.mark.parametrize("queries", [2, (1, 3, 0, 2)], ids=str)
-@pytest.mark.parametrize("dims", [(64, 64), (64, 128), (128, 64)], ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), (64, 128), (128, 64), (256, 256), (256, 64)], ids=str)
 def test_queries_head_dims_and_splits(dims: tuple[int, int], queries: int | tuple[int, ...], splits: int | None) -> None:
     check(splits, dims=dims, queries=queries, scales="token and head" if splits == 3 else "head")
 
@@ -276,9 +276,10 @@ def test_injected_fault_is_found(name: str, tmp_path: Path) -> None:
     assert found or not (torch.equal(out, right_out) and torch.equal(lse, right_lse))
 
 
-# Tensors of the call, and instructions of an iteration at most
+# Tensors of the call, and instructions of an iteration at most; head dim 256 has no registers for some 20 numbers
 COMPILED: dict[str, tuple[dict[str, Any], int]] = {
     "dense": ({"page_size": 0}, 670),
+    "head dim 256": ({"dims": (256, 256)}, 740),
     "pages": ({}, 740),
     "head dim 64": ({"dims": (64, 64)}, 540),
     "factors of tokens": ({"scales": "token and head"}, 1040),
@@ -299,7 +300,7 @@ def test_compiled(name: str) -> None:
     loop = mainloop(report)
     assert set(report.matrix_instructions) == {"HMMA"}
     assert sum(loop.values()) <= instructions
-    assert report.loop_spill_share == 0
+    assert report.loop_spill_share <= (0.06 if name == "head dim 256" else 0.0)
     assert report.registers <= 256  # two programs of 128 threads share a multiprocessor's 65536
     assert not loop.keys() & {"BAR", "STS", "LDS", "LDSM"}  # warps exchange nothing before the end
     assert not report.warnings
@@ -319,7 +320,7 @@ def test_what_it_refuses() -> None:
     assert refusal(case, has_max_logit=True) == "it does not return max_logit"
     assert refusal(case, capability=80) == "it was made for Hopper, sm_90"
     assert refusal(make_case(torch.float32)) == "it takes q in bf16 and fp16, not float32"
-    assert refusal(make_case(dims=(96, 64))) == "it takes head dims 64 and 128, not 96 and 64"
+    assert refusal(make_case(dims=(96, 64))) == "it takes head dims 64, 128 and 256, not 96 and 64"
     assert "whose bits are then others" in str(refusal(make_case(batch_invariant=True)))
     assert refusal(make_case(softmax_scale=0.0)) == "it does not do a softmax_scale of 0"
     wide = {name: torch.zeros(*x.shape[:-1], 136).to(E4M3)[..., :128] for name, x in case.arguments.items() if name in ("k", "v")}
