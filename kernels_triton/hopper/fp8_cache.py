@@ -62,7 +62,6 @@ from flexattn.kernels_triton.hopper.fp8_cache_operands import (
     CacheMeta,
     Keys,
     Work,
-    columns_in_order,
     find_pages,
     inverse_power,
     key_layout,
@@ -75,6 +74,7 @@ from flexattn.kernels_triton.hopper.fp8_cache_operands import (
     product_with_keys,
     rows_and_heads,
     scores_layout,
+    sum_of_warps,
     sum_with_values,
     value_layout,
     words_of,
@@ -213,7 +213,7 @@ def _sums_of_blocks(
 
 @gluon.jit
 def _sums_of_warps(sums: _Sums, META: gl.constexpr):
-    # The softmax of all warps
+    # The softmax of all warps, but for acc, which each has as it goes into the sum
     row_max = gl.max(sums.row_max, 0)
     if META.IS_UNBOUNDED:
         factor = exponent_factor(row_max)[None, :]
@@ -224,7 +224,7 @@ def _sums_of_warps(sums: _Sums, META: gl.constexpr):
     if META.HAS_TOKEN_SCALES_V:
         unit = sums.unit.to(gl.float32, bitcast=True)
         correction = correction * gl.convert_layout(unit, gl.SliceLayout(1, correction.type.layout))[:, None]
-    return _Sums(acc=gl.sum(sums.acc * correction[:, :, None], 0), row_sum=row_sum, row_max=row_max, unit=0)
+    return _Sums(acc=sums.acc * correction[:, :, None], row_sum=row_sum, row_max=row_max, unit=0)
 
 
 @gluon.jit
@@ -260,12 +260,14 @@ def _store_lse(row_sum, row_max, place, is_real, args: CacheArguments, META: gl.
 
 
 @gluon.jit
-def _store_tile(sums: _Sums, work: Work, start_q, len_q, args: CacheArguments, META: gl.constexpr):
+def _store_tile(sums: _Sums, buffer, work: Work, start_q, len_q, args: CacheArguments, META: gl.constexpr):
     # The results of a tile, or its part
     HEAD_DIM: gl.constexpr = META.HEAD_DIM_V
     BLOCK_M: gl.constexpr = META.BLOCK_M
     THREADS: gl.constexpr = min(32, HEAD_DIM // 4)  # of a row
-    OUT: gl.constexpr = gl.BlockedLayout([1, 4], [32 // THREADS, THREADS], [META.WARPS, 1], [1, 0])
+    WARPS: gl.constexpr = META.WARPS
+    OF_WARPS: gl.constexpr = gl.BlockedLayout([WARPS, 1, 4], [1, 32 // THREADS, THREADS], [1, WARPS, 1], [2, 1, 0])
+    OUT: gl.constexpr = gl.SliceLayout(0, OF_WARPS)
     ROW: gl.constexpr = gl.SliceLayout(1, OUT)
     inputs = args.inputs
     num_heads = inputs.num_heads
@@ -297,13 +299,13 @@ def _store_tile(sums: _Sums, work: Work, start_q, len_q, args: CacheArguments, M
     else:
         pointers = row_pointer(args.out, work.b, heads, start_q + i, META)
     columns = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, OUT))[None, :]
-    out = gl.convert_layout(columns_in_order(sums.acc, META), OUT) * rescale[:, None]
+    out = sum_of_warps(sums.acc, buffer, OF_WARPS, META) * rescale[:, None]
     is_real_row = is_real[:, None] & (columns >= 0)
     gl.store(pointers[:, None] + columns, out.to(args.out.ptr.dtype.element_ty), mask=is_real_row)
 
 
 @gluon.jit
-def _attend(work: Work, args: CacheArguments, MODS: gl.constexpr, META: gl.constexpr):
+def _attend(work: Work, buffer, args: CacheArguments, MODS: gl.constexpr, META: gl.constexpr):
     # A work tile, or its part
     SCORES: gl.constexpr = scores_layout(META.WARPS)
     ROW: gl.constexpr = gl.SliceLayout(2, SCORES)
@@ -332,11 +334,16 @@ def _attend(work: Work, args: CacheArguments, MODS: gl.constexpr, META: gl.const
         keys = Keys(b=work.b, h_kv=h_kv, start=start_kv, last=last, last_run=last // META.RUN * META.RUN)
         sequence = _Sequence(start_q=start_q, len_q=len_q, len_kv=len_kv, shift=shift)
         sums = _sums_of_blocks(sums, visible, work, sequence, keys, args, MODS, META)
-    _store_tile(_sums_of_warps(sums, META), work, start_q, len_q, args, META)
+    _store_tile(_sums_of_warps(sums, META), buffer, work, start_q, len_q, args, META)
 
 
 @hopper_kernel
 def _attn_fwd_fp8_cache_kernel(args: CacheArguments, MODS: gl.constexpr, META: gl.constexpr):
+    WARPS: gl.constexpr = META.WARPS
+    BLOCK_M: gl.constexpr = META.BLOCK_M
+    HEAD_DIM: gl.constexpr = META.HEAD_DIM_V
+    SUMS: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [2, 1, 0])
+    buffer = gl.allocate_shared_memory(gl.float32, [WARPS, BLOCK_M, HEAD_DIM], SUMS)
     if META.IS_PLANNED:
         plan = args.plan
         groups = args.inputs.num_heads // META.HEADS
@@ -356,7 +363,7 @@ def _attn_fwd_fp8_cache_kernel(args: CacheArguments, MODS: gl.constexpr, META: g
                 end=piece.end,
                 part=entry + program,
             )
-            _attend(work, args, MODS, META)
+            _attend(work, buffer, args, MODS, META)
             t += piece.end - piece.first
     else:
         t = gl.program_id(0)
@@ -367,7 +374,7 @@ def _attn_fwd_fp8_cache_kernel(args: CacheArguments, MODS: gl.constexpr, META: g
         blocks = gl.cdiv(args.inputs.lengths_q.max_seqlen, META.BLOCK_M // META.GROUP)
         groups = args.inputs.num_heads // META.HEADS
         work = Work(b=t // blocks // groups, h=t // blocks % groups * META.HEADS, block=t % blocks, split=split, end=0, part=0)
-        _attend(work, args, MODS, META)
+        _attend(work, buffer, args, MODS, META)
 
 
 def unsupported(problem: Problem, out: Tensor, has_max_logit: bool) -> str | None:
@@ -391,7 +398,7 @@ def unsupported(problem: Problem, out: Tensor, has_max_logit: bool) -> str | Non
         return "there is nothing to load"
     if x.q.shape[-1] not in _HEAD_DIMS or x.v.shape[-1] not in _HEAD_DIMS:
         return f"it takes head dims 64, 128 and 256, not {x.q.shape[-1]} and {x.v.shape[-1]}"
-    return _unaligned("k", x.k) or _unaligned("v", x.v)
+    return _unaligned("q", x.q) or _unaligned("k", x.k) or _unaligned("v", x.v)
 
 
 def slower(problem: Problem) -> str | None:
@@ -403,7 +410,7 @@ def slower(problem: Problem) -> str | None:
 
 def _unaligned(name: str, x: Tensor) -> str | None:
     steps = [stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1]
-    if x.stride(-1) == 1 and all(step % 16 == 0 for step in steps) and (x.is_meta or x.data_ptr() % 16 == 0):
+    if x.stride(-1) == 1 and all(step * x.element_size() % 16 == 0 for step in steps) and (x.is_meta or x.data_ptr() % 16 == 0):
         return None
     return f"it loads 16 bytes at a time, and not all rows of {name} begin at multiples of that"
 
@@ -484,7 +491,7 @@ def fp8_cache_forward(
         ALIGN=of_rows.ALIGN,
     )
     args = CacheArguments(
-        inputs=x.inputs(of_rows)._replace(k=words_of(x.k), v=words_of(x.v)),
+        inputs=x.inputs(of_rows)._replace(q=words_of(x.q), k=words_of(x.k), v=words_of(x.v)),
         page_shift=max(0, page_size.bit_length() - 1),
         out=rows(out, of_rows) if parts is None else Rows(ptr=parts.out, stride_b=0, stride_s=0, stride_h=0),
         lse_ptr=lse if parts is None else parts.lse,

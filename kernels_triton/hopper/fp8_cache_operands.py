@@ -16,11 +16,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from flexattn.kernels_triton.common.arguments import Inputs, Pointer, Rows, Scale
-from flexattn.kernels_triton.common.primitives import row_pointer
 from flexattn.kernels_triton.common.problem import with_features
 from flexattn.kernels_triton.common.split_plan import Plan
-
-_KEY = gl.constexpr(1)  # axis of runs of keys, before that of a run's
 
 
 @with_features
@@ -51,7 +48,7 @@ class CacheMeta(NamedTuple):
 
 
 class CacheArguments(NamedTuple):
-    inputs: Inputs  # with k and v as `words_of` has them
+    inputs: Inputs  # with q, k and v as `words_of` has them
     page_shift: int  # logarithm of a page's size, where that is a power of two
     out: Rows
     lse_ptr: Pointer
@@ -81,7 +78,7 @@ class Keys(NamedTuple):
 
 
 def words_of(x: Tensor) -> Rows:
-    """Returns k or v as words of four numbers, with strides in units of 16 bytes."""
+    """Returns q, k or v as words of 32 bits, with strides in units of 16 bytes."""
     words = x.view(torch.int32)
     strides = [0 if size == 1 else stride // 4 for size, stride in zip(words.shape[:-1], words.stride()[:-1], strict=True)]
     stride_b, stride_s, stride_h = (0, *strides) if x.dim() == 3 else strides
@@ -95,10 +92,10 @@ def scores_layout(WARPS):
 
 
 @gluon.constexpr_function
-def _bits(count, step, axis, RUN=1):
-    # Bases of a layout along one of its six axes: step, 2 * step, .. below count * step; keys, along two axes, by their RUN
+def _bits(count, step, axis, RUN=0):
+    # Bases of a layout along one of its six axes: step, 2 * step, .. below count * step; of keys along two, by their RUN
     steps = [step << bit for bit in range(count.bit_length() - 1)]
-    if axis == _KEY.value:
+    if RUN > 0:
         return [[0, x // RUN, 0, 0, 0, 0] if x >= RUN else [0, 0, x, 0, 0, 0] for x in steps]
     return [[x if own == axis else 0 for own in range(6)] for x in steps]
 
@@ -107,8 +104,8 @@ def _bits(count, step, axis, RUN=1):
 def _key_words(WARPS, KEYS, RUN, HEAD_DIM):
     # Layout of words [warps, runs, keys of a run, head dim / 64, 4, 4]. In each 64 columns a thread has 16 that are neighbours,
     # which in the product are pairs at 0 and 8 of each of four groups of 16.
-    registers = _bits(4, 1, 5) + _bits(HEAD_DIM // 64, 1, 3) + _bits(KEYS // 8, 8, _KEY.value, RUN)
-    lanes = _bits(4, 1, 4) + _bits(8, 1, _KEY.value, RUN)
+    registers = _bits(4, 1, 5) + _bits(HEAD_DIM // 64, 1, 3) + _bits(KEYS // 8, 8, 1, RUN)
+    lanes = _bits(4, 1, 4) + _bits(8, 1, 1, RUN)
     return gl.DistributedLinearLayout(registers, lanes, _bits(WARPS, 1, 0), [], [WARPS, KEYS // RUN, RUN, HEAD_DIM // 64, 4, 4])
 
 
@@ -124,8 +121,8 @@ def _value_words(WARPS, KEYS, RUN, HEAD_DIM):
     # eight apart.
     words = words_of_thread(HEAD_DIM)
     parts = HEAD_DIM // (32 * words)
-    registers = _bits(words, 1, 5) + _bits(parts, 1, 3) + _bits(2, 1, _KEY.value, RUN) + _bits(KEYS // 8, 8, _KEY.value, RUN)
-    lanes = _bits(4, 2, _KEY.value, RUN) + _bits(8, 1, 4)
+    registers = _bits(words, 1, 5) + _bits(parts, 1, 3) + _bits(2, 1, 1, RUN) + _bits(KEYS // 8, 8, 1, RUN)
+    lanes = _bits(4, 2, 1, RUN) + _bits(8, 1, 4)
     return gl.DistributedLinearLayout(registers, lanes, _bits(WARPS, 1, 0), [], [WARPS, KEYS // RUN, RUN, parts, 8, words])
 
 
@@ -233,8 +230,8 @@ def _places(first, pages, strides, keys: Keys, args: CacheArguments, LAYOUT: gl.
 
 
 @gluon.jit
-def _load_words(x: Rows, first, pages, keys: Keys, args: CacheArguments, LAYOUT: gl.constexpr, META: gl.constexpr):
-    # The words of a block of keys or values from `first` on
+def _words_of_row(LAYOUT: gl.constexpr):
+    # Numbers of the words of a row, along the last three axes
     PARTS: gl.constexpr = LAYOUT.shape[3]
     GROUPS: gl.constexpr = LAYOUT.shape[4]
     WORDS: gl.constexpr = LAYOUT.shape[5]
@@ -246,8 +243,14 @@ def _load_words(x: Rows, first, pages, keys: Keys, args: CacheArguments, LAYOUT:
     part = gl.arange(0, PARTS, layout=PART)[None, None, None, :, None, None]
     group = gl.arange(0, GROUPS, layout=GROUP)[None, None, None, None, :, None]
     word = gl.arange(0, WORDS, layout=WORD)[None, None, None, None, None, :]
+    return (part * GROUPS + group) * WORDS + word
+
+
+@gluon.jit
+def _load_words(x: Rows, first, pages, keys: Keys, args: CacheArguments, LAYOUT: gl.constexpr, META: gl.constexpr):
+    # The words of a block of keys or values from `first` on
     rows = _places(first, pages, (x.stride_b, x.stride_s, x.stride_h), keys, args, LAYOUT, META)
-    return gl.load((x.ptr + rows * 4)[:, :, :, None, None, None] + ((part * GROUPS + group) * WORDS + word))
+    return gl.load((x.ptr + rows * 4)[:, :, :, None, None, None] + _words_of_row(LAYOUT))
 
 
 @gluon.jit
@@ -295,28 +298,41 @@ def inverse_power(exponent):
     return (0x7F000000 - exponent).to(gl.float32, bitcast=True)
 
 
+@gluon.constexpr_function
+def _query_words(WARPS, ROWS, HEAD_DIM):
+    # Layout of words [warps, rows, 1, head dim / 64, 4, 8], whose columns are in threads as those of `_key_words` are
+    registers = _bits(8, 1, 5) + _bits(HEAD_DIM // 64, 1, 3) + _bits(ROWS // 8, 8, 1)
+    lanes = _bits(4, 1, 4) + _bits(8, 1, 1)
+    return gl.DistributedLinearLayout(registers, lanes, _bits(WARPS, 1, 0), [], [WARPS, ROWS, 1, HEAD_DIM // 64, 4, 8])
+
+
 @gluon.jit
 def load_queries(work: Work, start_q, len_q, args: CacheArguments, META: gl.constexpr):
     # (q in fp16 as the operand of products, the factor of each row: of bf16, a power of two, so that none is too large)
     SCORES: gl.constexpr = scores_layout(META.WARPS)
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
     WARPS: gl.constexpr = META.WARPS
     BLOCK_M: gl.constexpr = META.BLOCK_M
-    i, heads = rows_and_heads(work, len_q, gl.SliceLayout(0, gl.SliceLayout(2, OPERAND)), META)
-    pointers = row_pointer(args.inputs.q, work.b, heads, start_q + i, META)[None, :, None]
-    place = gl.arange(0, META.HEAD_DIM_QK, layout=gl.SliceLayout(0, gl.SliceLayout(1, OPERAND)))
-    # The columns of `_key_words`: a pair's, the two pairs of a word, words, threads, 64 columns
-    column = (place & 1) | ((place >> 3 & 1) << 1) | ((place >> 4 & 3) << 2) | ((place >> 1 & 3) << 4) | (place >> 6 << 6)
-    warps = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, OPERAND)))[:, None, None]
-    columns = column[None, None, :] + warps * 0
-    q = gl.load(pointers + columns, mask=(i < len_q)[None, :, None] & (columns >= 0), other=0.0)
+    HEAD_DIM: gl.constexpr = META.HEAD_DIM_QK
+    LAYOUT: gl.constexpr = _query_words(WARPS, BLOCK_M, HEAD_DIM)
+    ROWS: gl.constexpr = gl.SliceLayout(2, _of_keys(LAYOUT))
+    of_q = args.inputs.q
+    i, heads = rows_and_heads(work, len_q, gl.SliceLayout(0, ROWS), META)
+    rows = heads.to(gl.int64) * of_q.stride_h + (start_q + i).to(gl.int64) * of_q.stride_s + work.b.to(gl.int64) * of_q.stride_b
+    warps = gl.arange(0, WARPS, layout=gl.SliceLayout(1, ROWS))[:, None] * 0
+    columns = _words_of_row(LAYOUT)
+    inside = (i[None, :] + warps < len_q)[:, :, None, None, None, None] & (columns >= 0)
+    words = gl.load(of_q.ptr + (rows[None, :] * 4 + warps)[:, :, None, None, None, None] + columns, mask=inside, other=0)
     factor = gl.full([WARPS, BLOCK_M], 1.0, gl.float32, layout=gl.SliceLayout(2, SCORES))
     if META.IS_BF16:
-        q = q.to(gl.float32)
+        q = gl.join((words << 16).to(gl.float32, bitcast=True), (words & -65536).to(gl.float32, bitcast=True))
+    else:
+        q = gl.join(words.to(gl.int16), (words >> 16).to(gl.int16)).to(gl.float16, bitcast=True)
+    q = gl.reshape(gl.permute(q, [0, 1, 2, 3, 5, 4, 6]), [WARPS, BLOCK_M, HEAD_DIM])
+    if META.IS_BF16:
         exponent = largest_exponent(q, 2)
         q = (q * inverse_power(exponent)[:, :, None]).to(gl.float16)
         factor = gl.convert_layout(exponent.to(gl.float32, bitcast=True), gl.SliceLayout(2, SCORES))
-    return q, factor
+    return gl.convert_layout(q, gl.DotOperandLayout(0, SCORES, 2), assert_trivial=True), factor
 
 
 @gluon.jit
@@ -346,10 +362,12 @@ def sum_with_values(p, words, acc, META: gl.constexpr):
 
 
 @gluon.jit
-def columns_in_order(acc, META: gl.constexpr):
-    # [rows, columns] of out from those that `sum_with_values` makes
+def sum_of_warps(acc, buffer, LAYOUT: gl.constexpr, META: gl.constexpr):
+    # [rows, columns] of out, in their order, from what `sum_with_values` made in each warp
+    WARPS: gl.constexpr = META.WARPS
     BLOCK_M: gl.constexpr = META.BLOCK_M
     HEAD_DIM: gl.constexpr = META.HEAD_DIM_V
     OF_THREAD: gl.constexpr = 4 * words_of_thread(HEAD_DIM)
-    parts = gl.reshape(acc, [BLOCK_M, HEAD_DIM // (8 * OF_THREAD), OF_THREAD, 8])
-    return gl.reshape(gl.permute(parts, [0, 1, 3, 2]), [BLOCK_M, HEAD_DIM])
+    parts = gl.reshape(acc, [WARPS, BLOCK_M, HEAD_DIM // (8 * OF_THREAD), OF_THREAD, 8])
+    buffer.store(gl.reshape(gl.permute(parts, [0, 1, 2, 4, 3]), [WARPS, BLOCK_M, HEAD_DIM]))
+    return gl.sum(buffer.load(LAYOUT), 0)
