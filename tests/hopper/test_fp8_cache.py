@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from flexattn import attention, ops
+from flexattn import ops
 from flexattn.bench.emulated import emulated
 from flexattn.dispatch import triton_backend
 from flexattn.dispatch.spec import AttentionSpec, Operands, as_bshd, empty_outputs
@@ -25,75 +25,10 @@ from flexattn.kernels_triton.runtime.launch import Launch, pretended_device, rec
 from flexattn.testing import check_close
 from tests.hopper.test_emulated import without_gpu
 from tests.support.compiled_kernels import compile_sound
+from tests.support.fp8_caches import BF16, E4M3, SCALES, Case, exact, make_case
 from tests.support.inject import Fault, assign, kernels_with, with_argument
-from tests.support.pages import make_pool
 
-BF16, FP16 = torch.bfloat16, torch.float16
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-LENGTHS = (70, 0, 1, 300)
-SCALES = ("none", "tensor", "head", "sequence and head", "token and head")
-
-
-class Case(NamedTuple):
-    """A step over a cache: the tensors of the call, and the same over dense keys and values in fp64."""
-
-    arguments: dict[str, Any]
-    dense: dict[str, Any]
-
-
-def _descales(scales: str, shape: tuple[int, int, int]) -> tuple[Tensor, Tensor] | None:
-    sizes = {"tensor": (), "head": shape[2:], "sequence and head": shape[::2], "token and head": shape}.get(scales)
-    if sizes is None:
-        return None
-    growing = torch.arange(1.0, 1.0 + shape[1])[:, None] if scales == "token and head" else 1.0
-    return torch.rand(sizes) + 0.5, (torch.rand(sizes) + 0.1) * 0.01 * growing
-
-
-def _stands_for(x: Tensor, descale: Tensor) -> Tensor:
-    sizes = {0: (1, 1, 1, 1), 1: (1, 1, -1, 1), 2: (len(descale) if descale.dim() == 2 else 1, 1, -1, 1)}
-    return x.double() * descale.double().view(sizes[descale.dim()] if descale.dim() < 3 else (*descale.shape, 1))
-
-
-def make_case(
-    dtype: torch.dtype = BF16,
-    fp8: torch.dtype = E4M3,
-    *,
-    page_size: int = 16,
-    scales: str = "head",
-    queries: int | tuple[int, ...] = 1,
-    heads: tuple[int, int] = (8, 2),
-    dims: tuple[int, int] = (128, 128),
-    **call: Any,
-) -> Case:
-    """Returns a case with `LENGTHS` keys. queries: of each sequence, packed where they are several numbers; page_size 0: dense."""
-    torch.manual_seed(0)
-    longest, batch = max(LENGTHS), len(LENGTHS)
-    k, v = (torch.randn(batch, longest, heads[1], dim).to(fp8) for dim in dims)
-    shape = (sum(queries),) if isinstance(queries, tuple) else (batch, queries)
-    arguments: dict[str, Any] = {
-        "q": torch.randn(*shape, heads[0], dims[0]).to(dtype),
-        "attn_mask_type": "padding_causal_bottom_right",
-        "seqused_kv": torch.tensor(LENGTHS, dtype=torch.int32),
-        **call,
-    }
-    if isinstance(queries, tuple):
-        cu_seqlens = torch.tensor([0, *queries]).cumsum(0).int()
-        arguments |= {"qkv_format": "thd_2bshd", "cu_seqlens_q": cu_seqlens, "max_seqlen_q": max(queries)}
-    descales = _descales(scales, (batch, longest, heads[1]))
-    wide = (k.double(), v.double())
-    if descales is not None:
-        wide = (_stands_for(k, descales[0]), _stands_for(v, descales[1]))
-    dense = {**arguments, "k": wide[0], "v": wide[1]}
-    if page_size:
-        pool = make_pool(k.float(), v.float(), LENGTHS, page_size)
-        k, v = pool.k.to(fp8), pool.v.to(fp8)
-        arguments |= {"page_table": pool.page_table, "max_seqlen_kv": longest}
-        if descales is not None and scales == "token and head":
-            of_pages = make_pool(descales[0][..., None], descales[1][..., None], LENGTHS, page_size)
-            descales = of_pages.k[..., 0].contiguous(), of_pages.v[..., 0].contiguous()
-    if descales is not None:
-        arguments |= {"descale_k": descales[0], "descale_v": descales[1]}
-    return Case({**arguments, "k": k, "v": v}, dense)
+FP16, E5M2 = torch.float16, torch.float8_e5m2
 
 
 def bound(arguments: dict[str, Any]) -> tuple[AttentionSpec, Operands]:
@@ -114,12 +49,6 @@ def forward(case: Case, splits: int | None = None, kernels: ModuleType = fp8_cac
     if kernels is fp8_cache:
         assert not report.findings, str(report)
     return bool(report.findings), out, lse
-
-
-def exact(case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    cast = {name: x.to(dtype) for name, x in case.dense.items() if name in ("q", "k", "v", "bias")}
-    out, lse = attention(**case.dense | cast, return_lse=True, backend="eager")
-    return out, lse
 
 
 def check(splits: int | None = None, **given: Any) -> None:
