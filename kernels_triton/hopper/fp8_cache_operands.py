@@ -45,6 +45,7 @@ class CacheMeta(NamedTuple):
     BLOCK_N: int
     WARPS: int  # each has as many keys of a block
     ALIGN: int  # strides of q and out are multiples of this many elements
+    EARLY: bool
 
 
 class CacheArguments(NamedTuple):
@@ -256,6 +257,12 @@ def _load_words(x: Rows, first, pages, keys: Keys, args: CacheArguments, LAYOUT:
 @gluon.jit
 def load_keys(first, pages, keys: Keys, args: CacheArguments, META: gl.constexpr):
     return _load_words(args.inputs.k, first, pages, keys, args, key_layout(META), META)
+
+
+@gluon.jit
+def hold_loads():
+    # Loads before this are issued before what follows: ptxas puts off what an iteration does not use itself to its end.
+    gl.inline_asm_elementwise("bar.warp.sync 0xffffffff; mov.b32 $0, 0;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
