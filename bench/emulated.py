@@ -50,7 +50,7 @@ def emulated(seed: int, *modules: ModuleType) -> Iterator[dict[str, Report]]:
             launch(kernel, programs, device, tile, arguments)
         elif programs:
             flat = flat_arguments(kernel, arguments)
-            reports[kernel.__name__] = emulator.launch(kernel, (programs,), *flat, num_warps=4, seed=seed)
+            reports[kernel.__name__] = emulator.launch(kernel, (programs,), *flat, num_warps=tile.num_warps, seed=seed)
 
     with ExitStack() as stack:
         for module in modules:

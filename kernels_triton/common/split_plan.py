@@ -142,7 +142,7 @@ def make_plan(problem: Problem, tile: PlannedTile, programs: int) -> Plan:
     blocks = cdiv(x.longest_q, tile.queries)
     entries = x.batch * blocks
     groups = x.num_heads // tile.heads
-    teams = _number_of_teams(x.group_size // tile.heads, programs)
+    teams = _number_of_teams(max(1, x.group_size // tile.heads), programs)
     own_tiles, own_programs = groups // teams, programs // teams
     plan = Plan(
         before_ptr=torch.empty(entries + 2, dtype=torch.int32, device=x.device),

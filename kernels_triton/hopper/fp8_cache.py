@@ -19,7 +19,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flexattn.kernels_triton.common.arguments import Head, Rows
+from flexattn.kernels_triton.common.arguments import Head
 from flexattn.kernels_triton.common.primitives import (
     LN2,
     LOG2E,
@@ -56,7 +56,7 @@ from flexattn.kernels_triton.common.split_plan import (
     share_of_program,
 )
 from flexattn.kernels_triton.common.tile_schedule import zero_padding
-from flexattn.kernels_triton.common.tiles import SPLIT_PROGRAMS, cdiv, slots_of_heads
+from flexattn.kernels_triton.common.tiles import cdiv, slots_of_heads
 from flexattn.kernels_triton.hopper.fp8_cache_operands import (
     CacheArguments,
     CacheMeta,
@@ -78,12 +78,14 @@ from flexattn.kernels_triton.hopper.fp8_cache_operands import (
     sum_of_warps,
     sum_with_values,
     value_layout,
+    with_blocks,
     words_of,
 )
 from flexattn.kernels_triton.runtime.launch import Tile, capability_of, hopper_kernel, launch, num_processors
 
 EARLY = True
 _ROWS = 16  # of mma.sync
+_WARPS = 8  # that registers of a multiprocessor suffice for
 _HEAD_DIMS = (64, 128, 256)
 _OFFSET = gl.constexpr(14.0)  # added to exponents of weights: times a factor below 2, in fp16 from 2**-24 up to less than 2**16
 
@@ -124,6 +126,18 @@ class _Sums(NamedTuple):
     row_sum: Any
     row_max: Any  # in units of log2, but for unbounded logits, whose largest is exact
     unit: Any  # what acc is to be multiplied with where v's tokens have factors: a power of two for each warp, its bits
+
+
+class _Results(NamedTuple):
+    """The results of a tile, or of its part."""
+
+    out: Any
+    columns: Any
+    lse: Any
+    lost: Any  # by its rounding, of unbounded logits
+    i: Any  # queries
+    heads: Any
+    is_real: Any  # whether there is such a query
 
 
 @gluon.jit
@@ -248,19 +262,41 @@ def _with_sink(row_sum, row_max, sink, META: gl.constexpr):
 
 
 @gluon.jit
-def _store_lse(row_sum, row_max, place, is_real, args: CacheArguments, META: gl.constexpr):
+def _lse(row_sum, row_max, META: gl.constexpr):
+    # (lse, what its rounding lost, of unbounded logits)
     if META.IS_UNBOUNDED:
         factor = exponent_factor(row_max)
-        lse, lost = log_of_sum(row_max, factor, scaled_row_max(row_max, factor, _OFFSET), row_sum)
-        lengths = args.inputs.lengths_q
-        if META.IS_PLANNED:
-            gl.store(args.lse_ptr + first_row_of_part(args.plan, args.plan.num_parts) + place, lost, mask=is_real)
-        elif META.IS_SPLIT:
-            num_rows = part_row(args.num_splits, lengths.batch, args.inputs.num_heads, lengths.num_tokens, META)
-            gl.store(args.lse_ptr + num_rows + place, lost, mask=is_real)
+        return log_of_sum(row_max, factor, scaled_row_max(row_max, factor, _OFFSET), row_sum)
     else:
-        lse = (row_max - _OFFSET + gl.log2(row_sum)) * LN2
-    gl.store(args.lse_ptr + place, lse, mask=is_real)
+        return (row_max - _OFFSET + gl.log2(row_sum)) * LN2, 0.0
+
+
+@gluon.jit
+def _store_results(results: _Results, work: Work, start_q, args: CacheArguments, META: gl.constexpr):
+    place = (results.heads if META.IS_RAGGED_Q else work.b * args.inputs.num_heads + results.heads).to(gl.int64)
+    gl.store(args.lse_ptr + place * args.inputs.lengths_q.num_tokens + start_q + results.i, results.lse, mask=results.is_real)
+    pointers = row_pointer(args.out, work.b, results.heads, start_q + results.i, META)[:, None] + results.columns
+    gl.store(pointers, results.out.to(args.out.ptr.dtype.element_ty), mask=results.is_real[:, None] & (results.columns >= 0))
+
+
+@gluon.jit
+def _store_part(results: _Results, work: Work, start_q, args: CacheArguments, META: gl.constexpr):
+    inputs = args.inputs
+    lengths = inputs.lengths_q
+    if META.IS_PLANNED:
+        in_tile = results.i - work.block * (META.BLOCK_M // META.GROUP)
+        place = first_row_of_part(args.plan, work.part) + in_tile * META.SLOTS + results.heads
+        num_rows = first_row_of_part(args.plan, args.plan.num_parts)
+    else:
+        place = (results.heads if META.IS_RAGGED_Q else work.b * inputs.num_heads + results.heads).to(gl.int64)
+        place = place * lengths.num_tokens + start_q + results.i
+        place += part_row(work.split, lengths.batch, inputs.num_heads, lengths.num_tokens, META)
+        num_rows = part_row(args.num_splits, lengths.batch, inputs.num_heads, lengths.num_tokens, META)
+    gl.store(args.parts_lse_ptr + place, results.lse, mask=results.is_real)
+    if META.IS_UNBOUNDED:
+        gl.store(args.parts_lse_ptr + num_rows + place, results.lost, mask=results.is_real)
+    pointers = (args.parts_ptr + place * META.HEAD_DIM_V)[:, None] + results.columns
+    gl.store(pointers, results.out, mask=results.is_real[:, None] & (results.columns >= 0))
 
 
 @gluon.jit
@@ -274,8 +310,6 @@ def _store_tile(sums: _Sums, buffer, work: Work, start_q, len_q, args: CacheArgu
     OUT: gl.constexpr = gl.SliceLayout(0, OF_WARPS)
     ROW: gl.constexpr = gl.SliceLayout(1, OUT)
     inputs = args.inputs
-    num_heads = inputs.num_heads
-    num_tokens = inputs.lengths_q.num_tokens
     row_sum = gl.convert_layout(sums.row_sum, ROW)
     row_max = gl.convert_layout(sums.row_max, ROW)
     i, heads = rows_and_heads(work, len_q, ROW, META)
@@ -292,20 +326,25 @@ def _store_tile(sums: _Sums, buffer, work: Work, start_q, len_q, args: CacheArgu
     rescale = rescale / row_sum
     if not META.HAS_TOKEN_SCALES_V:
         rescale *= load_descale(inputs.scales.v, work.b, work.h // inputs.group_size, 0, META)
-    place = (heads if META.IS_RAGGED_Q else work.b * num_heads + heads).to(gl.int64) * num_tokens + start_q + i
+    lse, lost = _lse(row_sum, row_max, META)
+    results = _Results(
+        out=sum_of_warps(sums.acc, buffer, OF_WARPS, META) * rescale[:, None],
+        columns=gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, OUT))[None, :],
+        lse=lse,
+        lost=lost,
+        i=i,
+        heads=heads,
+        is_real=is_real,
+    )
     if META.IS_PLANNED:
-        place = first_row_of_part(args.plan, work.part) + (i - work.block * (BLOCK_M // META.GROUP)) * META.SLOTS + heads
+        if work.is_whole:
+            _store_results(results, work, start_q, args, META)
+        else:
+            _store_part(results, work, start_q, args, META)
     elif META.IS_SPLIT:
-        place += part_row(work.split, inputs.lengths_q.batch, num_heads, num_tokens, META)
-    _store_lse(row_sum, row_max, place, is_real, args, META)
-    if META.IS_SPLIT:
-        pointers = args.out.ptr + place * HEAD_DIM
+        _store_part(results, work, start_q, args, META)
     else:
-        pointers = row_pointer(args.out, work.b, heads, start_q + i, META)
-    columns = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, OUT))[None, :]
-    out = sum_of_warps(sums.acc, buffer, OF_WARPS, META) * rescale[:, None]
-    is_real_row = is_real[:, None] & (columns >= 0)
-    gl.store(pointers[:, None] + columns, out.to(args.out.ptr.dtype.element_ty), mask=is_real_row)
+        _store_results(results, work, start_q, args, META)
 
 
 @gluon.jit
@@ -323,6 +362,8 @@ def _attend(work: Work, buffer, args: CacheArguments, MODS: gl.constexpr, META: 
     first_row = work.block * (BLOCK_M // META.GROUP)
     visible = visible_range_of_keys(first_row, len_kv, shift, inputs.band, META)
     if META.IS_PLANNED:
+        seen = gl.maximum(gl.cdiv(visible.end - visible.begin, META.BLOCK_N), 1)  # the plan has one where there is none
+        work = with_blocks(work, seen)
         visible = range_of_blocks(visible, work.split, work.end, META.BLOCK_N)
     elif META.IS_SPLIT:
         visible = range_of_split(visible, work.split, args.num_splits, META.BLOCK_N, META.PIECE)
@@ -365,7 +406,8 @@ def _attn_fwd_fp8_cache_kernel(args: CacheArguments, MODS: gl.constexpr, META: g
                 block=entry % plan.blocks,
                 split=piece.first,
                 end=piece.end,
-                part=entry + program,
+                part=part_of_piece(plan, piece),
+                is_whole=False,
             )
             _attend(work, buffer, args, MODS, META)
             t += piece.end - piece.first
@@ -377,7 +419,15 @@ def _attn_fwd_fp8_cache_kernel(args: CacheArguments, MODS: gl.constexpr, META: g
             t = t // args.num_splits
         blocks = gl.cdiv(args.inputs.lengths_q.max_seqlen, META.BLOCK_M // META.GROUP)
         groups = args.inputs.num_heads // META.HEADS
-        work = Work(b=t // blocks // groups, h=t // blocks % groups * META.HEADS, block=t % blocks, split=split, end=0, part=0)
+        work = Work(
+            b=t // blocks // groups,
+            h=t // blocks % groups * META.HEADS,
+            block=t % blocks,
+            split=split,
+            end=0,
+            part=0,
+            is_whole=True,
+        )
         _attend(work, buffer, args, MODS, META)
 
 
@@ -436,7 +486,7 @@ def heads_of_a_tile(problem: Problem, tile: Tile) -> int:
 def tiles_and_room(problem: Problem, tile: Tile, group: int) -> tuple[int, int]:
     """Returns (tiles of so many heads, programs that the device runs at once), for `number_of_splits`."""
     tiles = cdiv(problem.longest_q, tile.block_m // slots_of_heads(group)) * (problem.num_heads // group) * problem.batch
-    return tiles, SPLIT_PROGRAMS * num_processors(problem.device)
+    return tiles, _WARPS // tile.num_warps * num_processors(problem.device)
 
 
 def fp8_cache_forward(
@@ -459,7 +509,7 @@ def fp8_cache_forward(
     splits = number_of_splits(x, tiles, room) if splits is None else splits
     slots = slots_of_heads(group)
     # Programs of all heads go through the same keys side by side: the plan is one head's, and a part has the rows of all heads.
-    planned = PlannedTile(heads=x.num_heads, queries=tile.block_m // slots, seen=tile.block_m, keys=tile.block_n)
+    planned = PlannedTile(heads=x.num_heads, queries=tile.block_m // slots, seen=tile.block_m, keys=tile.block_n, writes_whole=True)
     plan, parts, programs = None, None, tiles * splits
     if splits == BY_LENGTHS:
         groups = x.num_heads // group
@@ -498,8 +548,10 @@ def fp8_cache_forward(
     args = CacheArguments(
         inputs=x.inputs(of_rows)._replace(q=words_of(x.q), k=words_of(x.k), v=words_of(x.v)),
         page_shift=max(0, page_size.bit_length() - 1),
-        out=rows(out, of_rows) if parts is None else Rows(ptr=parts.out, stride_b=0, stride_s=0, stride_h=0),
-        lse_ptr=lse if parts is None else parts.lse,
+        out=rows(out, of_rows),
+        lse_ptr=lse,
+        parts_ptr=None if parts is None else parts.out,
+        parts_lse_ptr=None if parts is None else parts.lse,
         num_splits=splits if splits > 1 else None,
         plan=plan,
     )

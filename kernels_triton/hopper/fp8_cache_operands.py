@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from flexattn.kernels_triton.common.arguments import Inputs, Pointer, Rows, Scale
 from flexattn.kernels_triton.common.problem import with_features
 from flexattn.kernels_triton.common.split_plan import Plan
+from flexattn.kernels_triton.runtime.entry import WidePointer
 
 
 @with_features
@@ -53,8 +54,10 @@ class CacheArguments(NamedTuple):
     page_shift: int  # logarithm of a page's size, where that is a power of two
     out: Rows
     lse_ptr: Pointer
-    num_splits: int | None  # parts of the keys, with out and lse as `split_kv.Parts`; None: out and lse are the results, but
-    plan: Plan | None  # with a plan those of `split_plan`
+    parts_ptr: WidePointer  # `split_kv.Parts`, of keys that are split
+    parts_lse_ptr: Pointer
+    num_splits: int | None  # parts of the keys
+    plan: Plan | None  # instead: the plan of the parts
 
 
 class Work(NamedTuple):
@@ -66,6 +69,7 @@ class Work(NamedTuple):
     split: Any  # its number; with a plan its first block of keys
     end: Any  # with a plan, the end of its blocks of keys, and the number of its part
     part: Any
+    is_whole: Any  # with a plan, whether no other program has blocks of this tile
 
 
 class Keys(NamedTuple):
@@ -76,6 +80,13 @@ class Keys(NamedTuple):
     start: Any
     last: Any  # the last one that is to be loaded
     last_run: Any  # the first of its run
+
+
+@gluon.jit
+def with_blocks(work: Work, seen):
+    # A planned tile that sees so many blocks of keys
+    is_whole = (work.split == 0) & (work.end >= seen)
+    return Work(b=work.b, h=work.h, block=work.block, split=work.split, end=work.end, part=work.part, is_whole=is_whole)
 
 
 def words_of(x: Tensor) -> Rows:
