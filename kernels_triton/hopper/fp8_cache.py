@@ -84,7 +84,7 @@ from flexattn.kernels_triton.hopper.fp8_cache_operands import (
 from flexattn.kernels_triton.runtime.launch import Tile, capability_of, hopper_kernel, launch, num_processors
 
 EARLY = True
-_ROWS = 16  # of mma.sync
+_ROWS = 16  # rows that mma.sync multiplies
 _WARPS = 8  # that registers of a multiprocessor suffice for
 _HEAD_DIMS = (64, 128, 256)
 _OFFSET = gl.constexpr(14.0)  # added to exponents of weights: times a factor below 2, in fp16 from 2**-24 up to less than 2**16
@@ -304,7 +304,7 @@ def _store_tile(sums: _Sums, buffer, work: Work, start_q, len_q, args: CacheArgu
     # The results of a tile, or its part
     HEAD_DIM: gl.constexpr = META.HEAD_DIM_V
     BLOCK_M: gl.constexpr = META.BLOCK_M
-    THREADS: gl.constexpr = min(32, HEAD_DIM // 4)  # of a row
+    THREADS: gl.constexpr = min(32, HEAD_DIM // 4)  # threads that share a row
     WARPS: gl.constexpr = META.WARPS
     OF_WARPS: gl.constexpr = gl.BlockedLayout([WARPS, 1, 4], [1, 32 // THREADS, THREADS], [1, WARPS, 1], [2, 1, 0])
     OUT: gl.constexpr = gl.SliceLayout(0, OF_WARPS)

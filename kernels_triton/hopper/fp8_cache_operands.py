@@ -89,6 +89,14 @@ def with_blocks(work: Work, seen):
     return Work(b=work.b, h=work.h, block=work.block, split=work.split, end=work.end, part=work.part, is_whole=is_whole)
 
 
+class _Strides(NamedTuple):
+    """Steps of a tensor of keys, or of their factors, inside a kernel."""
+
+    slot: Any  # a page or a sequence
+    token: Any
+    head: Any
+
+
 def words_of(x: Tensor) -> Rows:
     """Returns q, k or v as words of 32 bits, with strides in units of 16 bytes."""
     words = x.view(torch.int32)
@@ -226,19 +234,18 @@ def find_pages(first, keys: Keys, args: CacheArguments, LAYOUT: gl.constexpr, ME
 
 
 @gluon.jit
-def _places(first, pages, strides, keys: Keys, args: CacheArguments, LAYOUT: gl.constexpr, META: gl.constexpr):
+def _places(first, pages, strides: _Strides, keys: Keys, args: CacheArguments, LAYOUT: gl.constexpr, META: gl.constexpr):
     # [warps, runs, keys of a run]: where the head's rows lie, as strides (sequence or page, token, head) count. Past the end: the
     # last row's.
     RUN: gl.constexpr = META.RUN
-    stride_b, stride_s, stride_h = strides
     key = _runs(first, keys, LAYOUT, META)
     slot, row = keys.b.to(gl.int64), key + keys.start
     if META.IS_PAGED:
         slot, row = pages.to(gl.int64), key - _column(key, args, META) * args.inputs.pages.page_size
-    start = slot * stride_b + row.to(gl.int64) * stride_s + keys.h_kv.to(gl.int64) * stride_h
+    start = slot * strides.slot + row.to(gl.int64) * strides.token + keys.h_kv.to(gl.int64) * strides.head
     in_run = gl.arange(0, RUN, layout=gl.SliceLayout(0, gl.SliceLayout(1, _of_keys(LAYOUT))))[None, None, :]
     in_run = gl.minimum(in_run, (keys.last - key)[:, :, None])
-    return start[:, :, None] + in_run.to(gl.int64) * stride_s
+    return start[:, :, None] + in_run.to(gl.int64) * strides.token
 
 
 @gluon.jit
@@ -261,7 +268,8 @@ def _words_of_row(LAYOUT: gl.constexpr):
 @gluon.jit
 def _load_words(x: Rows, first, pages, keys: Keys, args: CacheArguments, LAYOUT: gl.constexpr, META: gl.constexpr):
     # The words of a block of keys or values from `first` on
-    rows = _places(first, pages, (x.stride_b, x.stride_s, x.stride_h), keys, args, LAYOUT, META)
+    strides = _Strides(slot=x.stride_b, token=x.stride_s, head=x.stride_h)
+    rows = _places(first, pages, strides, keys, args, LAYOUT, META)
     return gl.load((x.ptr + rows * 4)[:, :, :, None, None, None] + _words_of_row(LAYOUT))
 
 
@@ -287,9 +295,8 @@ def _token_factors(scale: Scale, first, pages, keys: Keys, args: CacheArguments,
     WARPS: gl.constexpr = META.WARPS
     KEYS: gl.constexpr = META.BLOCK_N // WARPS
     LAYOUT: gl.constexpr = value_layout(META)
-    factors = gl.load(
-        scale.ptr + _places(first, pages, (scale.stride_b, scale.stride_block, scale.stride_h), keys, args, LAYOUT, META)
-    )
+    strides = _Strides(slot=scale.stride_b, token=scale.stride_block, head=scale.stride_h)
+    factors = gl.load(scale.ptr + _places(first, pages, strides, keys, args, LAYOUT, META))
     return gl.convert_layout(gl.reshape(factors, [WARPS, KEYS]), gl.SliceLayout(1, scores_layout(WARPS)))
 
 
