@@ -83,7 +83,6 @@ from flexattn.kernels_triton.hopper.fp8_cache_operands import (
 )
 from flexattn.kernels_triton.runtime.launch import Tile, capability_of, hopper_kernel, launch, num_processors
 
-EARLY = True
 _ROWS = 16  # rows that mma.sync multiplies
 _WARPS = 8  # that registers of a multiprocessor suffice for
 _HEAD_DIMS = (64, 128, 256)
@@ -218,8 +217,7 @@ def _sums_of_blocks(
         )
         k = load_keys(first + BLOCK_N, pages_k, keys, args, META)
         pages_k = find_pages(first + 2 * BLOCK_N, keys, args, key_layout(META), META)
-        if META.EARLY:
-            hold_loads()
+        hold_loads()
         p, sums = _weights(products, sums, queries, args, MODS, META)
         acc = sum_with_values(p, v, sums.acc, META)
         sums = _Sums(acc=acc, row_sum=sums.row_sum, row_max=sums.row_max, unit=sums.unit)
@@ -543,7 +541,6 @@ def fp8_cache_forward(
         BLOCK_N=tile.block_n,
         WARPS=tile.num_warps,
         ALIGN=of_rows.ALIGN,
-        EARLY=EARLY,
     )
     args = CacheArguments(
         inputs=x.inputs(of_rows)._replace(q=words_of(x.q), k=words_of(x.k), v=words_of(x.v)),

@@ -46,7 +46,6 @@ class CacheMeta(NamedTuple):
     BLOCK_N: int
     WARPS: int  # each has as many keys of a block
     ALIGN: int  # strides of q and out are multiples of this many elements
-    EARLY: bool
 
 
 class CacheArguments(NamedTuple):
