@@ -220,7 +220,9 @@ def _dropout_error(spec: AttentionSpec) -> str | None:
     if not spec.dropout:
         return None
     if spec.has_origin:
-        return "cuDNN draws its own numbers, at no positions of a whole, which rng_state [b, 5] asks for; use backend='triton'"
+        return (
+            "cuDNN draws its own numbers, at no positions of a whole, which an rng_state of two dims asks for; use backend='triton'"
+        )
     if "thd" in (spec.q_format, spec.kv_format):
         return "dropout over packed sequences is not proved right on cuDNN; use backend='triton', or a dense format with cu_seqlens"
     if _is_banded_bottom_right(spec):

@@ -15,7 +15,8 @@ DROPOUT_ROUNDS = 7  # the fewest that pass BigCrush (table 2 of that paper)
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 # Columns of an rng_state that has a row for each sequence of a call. The call draws what one of a whole would: its sequence's first
-# query and first key are at these positions there, and its first head has this index, batch index * heads + head.
+# query and first key are at these positions there, and its first head has this index, batch index * heads + head. The key's is a
+# multiple of 8, as a draw is for eight keys, or more than that by what a sixth column has, 0 to 7, which takes a draw for each key.
 ORIGIN = ("seed", "offset", "first query", "first key", "first head")
 
 
@@ -41,7 +42,7 @@ def rounded_dropout(dropout_p: float) -> float:
 def dropout_keep(rng_state: Tensor, dropout_p: float, head_index: Tensor, rows: range, cols: range) -> Tensor:
     """Returns which attention weights survive dropout, bool [..., len(rows), len(cols)].
 
-    rng_state: int64 [2], seed and offset; it is never read on the host. Or int64 [b, 5], a part of a whole, as `ORIGIN` has it.
+    rng_state: int64 [2], seed and offset; it is never read on the host. Or [b, 5 or 6], of a part of a whole, as `ORIGIN` has it.
     head_index: int64 [...], batch index * number of query heads + head; [b, h] and the head alone for a part.
     rows, cols: query and key positions within their sequence, step 1.
 
@@ -52,8 +53,8 @@ def dropout_keep(rng_state: Tensor, dropout_p: float, head_index: Tensor, rows: 
     device = head_index.device
     i = torch.arange(rows.start, rows.stop, device=device)[:, None]
     if rng_state.dim() == 2:
-        seed, offset, first_row, first_column, first_head = rng_state.unbind(1)
-        start = first_column + cols.start
+        seed, offset, first_row, first_column, first_head, *beyond = rng_state.unbind(1)
+        start = sum(beyond, first_column + cols.start)
         groups = (start // 8)[:, None] + torch.arange((len(cols) + 14) // 8, device=device)  # one more where one is cut at each end
         seed, offset, i = seed[:, None, None, None], offset[:, None, None, None], i + first_row[:, None, None, None]
         keep = _kept((seed, offset), dropout_p, (groups[:, None, None], i, (head_index + first_head[:, None])[..., None, None]))

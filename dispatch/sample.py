@@ -76,8 +76,8 @@ def _rng_state(spec: AttentionSpec, seed: int, batch: int) -> Tensor:
     state = torch.tensor([SEED + seed, OFFSET])
     if not spec.has_origin:
         return state
-    first = torch.tensor([[5, 11, 3 * spec.num_heads]]) * torch.arange(1, batch + 1)[:, None]
-    return torch.cat((state.expand(batch, 2), first), 1)
+    rows = [(5 * b, 16 * b, 3 * b * spec.num_heads, b % 8) for b in range(1, batch + 1)]
+    return torch.cat((state.expand(batch, 2), torch.tensor(rows)), 1)
 
 
 def _descales(spec: AttentionSpec, batch: int, lengths: tuple[int, int], device: torch.device | str) -> list[Tensor]:

@@ -283,7 +283,7 @@ class Operands(NamedTuple):
     cu_seqlens_kv: Tensor | None
     cu_seqlens_q_padded: Tensor | None
     cu_seqlens_kv_padded: Tensor | None
-    rng_state: Tensor | None  # int64 [2]: Philox seed and offset; or [b, 5], `philox.ORIGIN`
+    rng_state: Tensor | None  # int64 [2]: Philox seed and offset; or [b, 5 or 6], `philox.ORIGIN`
     seqused_q: Tensor | None  # int32 [b]: how many tokens of its slot a sequence uses; None: as many as cu_seqlens_q or q says
     seqused_kv: Tensor | None
     page_table: Tensor | None  # int32 [b, columns]: the pages of each sequence, of which k and v are a pool

@@ -214,7 +214,7 @@ def attention(
             torch.manual_seed, checkpointing and CUDA graphs apply. Or int64 [b, 5] for a call that is a part of a whole: for each
             sequence seed, offset, the positions of its first query and its first key in the whole, and there the index of its
             first head, batch index * heads + head. Parts then drop what the whole does, on the eager backend and the portable
-            Triton kernels.
+            Triton kernels. The first key's is a multiple of 8; in [b, 6] the last column has what it is more, which takes longer.
         score_mod: score_mod(score, b, h, q_idx, kv_idx) -> the modified score, of one query and key, in torch ops on 0-d tensors:
             float32 for the scaled, capped score, int64 for the batch, the query head and the positions within the sequence. It is
             traced once and runs inside the kernel; the backward is derived. Tensors that it captures, or that come in

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexattn.dispatch import options
 from flexattn.dispatch.mod_program import Capture
 from flexattn.dispatch.philox import ORIGIN
 from flexattn.dispatch.quantization import num_blocks
@@ -201,11 +202,17 @@ def check_rng_state(rng_state: Tensor | None, q: Tensor, batch: int | None = Non
     """Raises for an rng_state of another dtype, device or shape; batch: of a call that may be a part of a whole, else None."""
     if rng_state is not None:
         check_tensor("rng_state", rng_state, (torch.int64,), q.device)
-        is_of_part = batch is not None and tuple(rng_state.shape) == (batch, len(ORIGIN))
+        is_of_part = batch is not None and tuple(rng_state.shape) in ((batch, len(ORIGIN)), (batch, len(ORIGIN) + 1))
         if not (is_of_part or tuple(rng_state.shape) == (2,)) or not rng_state.is_contiguous():
-            also = "" if batch is None else f", or [b, 5] = [{batch}, 5], {', '.join(ORIGIN)} of each sequence in a whole"
+            also = "" if batch is None else f", or [b, 5 or 6] with b = {batch}: {', '.join(ORIGIN)} of each sequence in a whole"
             raise ValueError(
                 f"rng_state is {describe(rng_state)}; accepted: a contiguous tensor of shape [2], the Philox seed and offset{also}"
+            )
+        is_read = is_of_part and not torch.compiler.is_compiling() and (rng_state.device.type == "cpu" or options.check_values())
+        if is_read and bool((rng_state[:, 3] % 8).any() | (rng_state[:, 5:] // 8).any() | (rng_state[:, 2:] < 0).any()):
+            raise ValueError(
+                f"rng_state has first keys {reprlib.repr(rng_state[:, 3].tolist())}; accepted: places of 0 or more, and in this "
+                "column multiples of 8, with what is beyond that, 0 to 7, in a sixth column"
             )
 
 

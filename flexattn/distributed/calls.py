@@ -74,6 +74,7 @@ class Call(NamedTuple):
     band: LocalBand
     origin: Origin
     packing: dict[str, Any] | None  # cu_seqlens and max_seqlen of a packed call
+    by_eights: bool  # whether the first key of each piece is at a multiple of 8
 
 
 class Part(NamedTuple):
@@ -116,10 +117,11 @@ def _call(pieces: tuple[Piece, ...], band: LocalBand, is_packed: bool, device: t
         return torch.tensor(values, dtype=torch.int32).to(device)
 
     columns = ("document", "q_start", "kv_start", "diagonal")
+    by_eights = all(piece.kv_start % 8 == 0 for piece in pieces)
     values = {name: [getattr(piece, name) for piece in pieces] for name in columns}
     if not is_packed:
         of = {name: torch.tensor(found[0], dtype=torch.int32).to(device) for name, found in values.items()}
-        return Call(pieces, band, Origin(None, of["q_start"], of["kv_start"], of["diagonal"]), None)
+        return Call(pieces, band, Origin(None, of["q_start"], of["kv_start"], of["diagonal"]), None, by_eights)
     packing: dict[str, Any] = {}
     for side, runs in (("q", [piece.rows for piece in pieces]), ("kv", [piece.keys for piece in pieces])):
         ends = [0]
@@ -130,7 +132,7 @@ def _call(pieces: tuple[Piece, ...], band: LocalBand, is_packed: bool, device: t
         packing[f"cu_seqlens_{side}_padded"] = None if starts == ends[:-1] else tensor([*starts, runs[-1].stop])
         packing[f"max_seqlen_{side}"] = max(run.size for run in runs)
     of = {name: tensor(found) for name, found in values.items()}
-    return Call(pieces, band, Origin(of["document"], of["q_start"], of["kv_start"], of["diagonal"]), packing)
+    return Call(pieces, band, Origin(of["document"], of["q_start"], of["kv_start"], of["diagonal"]), packing, by_eights)
 
 
 def rows_of_call(call: Call, part: Part) -> tuple[Part, tuple[Any, ...], tuple[Any, ...]]:
@@ -169,7 +171,9 @@ def arguments_of(call: Call, scores: Scores, shared: Shared, batch: int) -> dict
         "bias_type": bias_type,
         "bias": bias,
         "alibi_slopes": slopes,
-        "rng_state": None if shared.rng_state is None else rng_state_of(shared.rng_state, call.origin, batch, scores.heads),
+        "rng_state": None
+        if shared.rng_state is None
+        else rng_state_of(shared.rng_state, call.origin, batch, scores.heads, call.by_eights),
         **(call.packing or {}),
     }
 

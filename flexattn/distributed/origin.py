@@ -58,15 +58,18 @@ def mod_of_heads(mod: Mod | None, places: int, first_head: Tensor) -> Mod | None
     return moved
 
 
-def rng_state_of(rng_state: Tensor, origin: Origin, batch: int, heads: tuple[int, int]) -> Tensor:
-    """Returns the rng_state of a call, int64 [b, 5], by which it drops what the whole does; see `attention`.
+def rng_state_of(rng_state: Tensor, origin: Origin, batch: int, heads: tuple[int, int], by_eights: bool) -> Tensor:
+    """Returns the rng_state of a call, int64 [b, 5 or 6], by which it drops what the whole does; see `attention`.
 
     rng_state: the whole's, int64 [2]. batch: of a dense call. heads: the first one of the call, and how many the whole has.
+    by_eights: whether each first key is at a multiple of 8.
     """
     document, q_start, kv_start, _ = origin
     if document is None:
         document = torch.arange(batch, device=rng_state.device)
-    columns = (*rng_state, q_start, kv_start, document * heads[1] + heads[0])
+    columns = [*rng_state, q_start, kv_start, document * heads[1] + heads[0]]
+    if not by_eights:
+        columns[3:] = [kv_start - kv_start % 8, columns[4], kv_start % 8]
     return torch.stack([column.to(torch.int64).expand(document.shape[0]) for column in columns], 1)
 
 

@@ -770,18 +770,16 @@ def dropout_keep(inputs, b, h, first_row, first_column, META: tl.constexpr):
     dropout = inputs.dropout
     state = dropout.rng_state_ptr
     b_h = b * inputs.num_heads + h
-    if META.HAS_ORIGIN:
-        state += tl.cast(b, tl.int64) * 5
+    if META.ORIGIN > 0:
+        state += tl.cast(b, tl.int64) * META.ORIGIN
         first_row += tl.load(state + 2).to(tl.int32)
         first_column += tl.load(state + 3).to(tl.int32)
         b_h = h + tl.load(state + 4).to(tl.int32)
     seed = tl.load(state)
     offset = tl.load(state + 1).to(tl.int32)
-    if META.HAS_ORIGIN:
-        if first_column % 8 == 0:
-            numbers = _numbers_of_groups(seed, offset, b_h, first_row, first_column, META)
-        else:
-            numbers = _numbers_of_columns(seed, offset, b_h, first_row, first_column, META)
+    if META.ORIGIN > 5:
+        first_column += tl.load(state + 5).to(tl.int32)
+        numbers = _numbers_of_columns(seed, offset, b_h, first_row, first_column, META)
     else:
         numbers = _numbers_of_groups(seed, offset, b_h, first_row, first_column, META)
     return numbers >= dropout.threshold.to(tl.uint32, bitcast=True)
@@ -802,7 +800,7 @@ def _numbers_of_groups(seed, offset, b_h, first_row, first_column, META: tl.cons
 
 @triton.jit
 def _numbers_of_columns(seed, offset, b_h, first_row, first_column, META: tl.constexpr):
-    # Where a tile begins inside of a group of eight: a draw for each number, of which one word is taken.
+    # Where a tile may begin inside of a group of eight: a draw for each number, of which one word is taken.
     BLOCK_M: tl.constexpr = META.BLOCK_M
     BLOCK_N: tl.constexpr = META.BLOCK_N
     zero = tl.zeros([BLOCK_M, BLOCK_N], tl.int32)

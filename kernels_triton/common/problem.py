@@ -134,7 +134,7 @@ class Features(NamedTuple):
     HAS_EXACT_TANH: bool  # for the softcap, `primitives.tanh`
     IS_UNBOUNDED: bool  # logits may be of any size, whatever q and k are
     HAS_DROPOUT: bool
-    HAS_ORIGIN: bool  # dropout is drawn at positions of a whole
+    ORIGIN: int  # columns of an rng_state by which dropout is drawn at positions of a whole; 0: it is not
     HAS_SCORE_MOD: bool
     HAS_MASK_MOD: bool
     BLOCK_SIZE_Q: int  # queries of the block mask's blocks; 0: there is none
@@ -211,7 +211,7 @@ class Problem:
     has_sink: bool = False
     softmax_offset: Tensor | None = None  # [h], contiguous; None with a sink: 0
     dropout_p: float = 0.0
-    rng_state: Tensor | None = None  # int64 [2]; or [b, 5], with where each sequence begins in a whole
+    rng_state: Tensor | None = None  # int64 [2]; or [b, 5 or 6], with where each sequence begins in a whole
     cu_seqlens_q: Tensor | None = None  # int32 [b + 1]; None: each sequence is as long as its dim
     cu_seqlens_kv: Tensor | None = None
     cu_seqlens_q_padded: Tensor | None = None
@@ -422,7 +422,7 @@ class Problem:
             HAS_EXACT_TANH=self.q.dtype is torch.float32 or self.softcap > _LARGE_SOFTCAP,
             IS_UNBOUNDED=self.is_unbounded,
             HAS_DROPOUT=self.dropout_p > 0,
-            HAS_ORIGIN=self.has_origin,
+            ORIGIN=self.origin,
             HAS_SCORE_MOD=mods is not None and mods.score is not None,
             HAS_MASK_MOD=mods is not None and mods.mask is not None,
             BLOCK_SIZE_Q=0 if mask is None else mask.block_size_q,
@@ -481,8 +481,8 @@ class Problem:
         )
 
     @property
-    def has_origin(self) -> bool:
-        return self.dropout_p > 0 and self.rng_state is not None and self.rng_state.dim() == 2
+    def origin(self) -> int:
+        return self.rng_state.shape[1] if self.dropout_p > 0 and self.rng_state is not None and self.rng_state.dim() == 2 else 0
 
     @property
     def dropout(self) -> Dropout:

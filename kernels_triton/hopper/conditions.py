@@ -169,7 +169,7 @@ def _unsupported_operands(problem: Problem, out: Tensor) -> str | None:
         return "it takes k and v in q's dtype, and they are in FP8"
     if x.softmax_scale == 0:
         return "it does not do a softmax_scale of 0"
-    if x.has_origin:
+    if x.origin:
         return "it draws dropout at the call's own positions, and rng_state has those of a whole"
     if 0 in x.q.shape or 0 in x.k.shape or x.batch == 0:
         return "there is nothing to load"

@@ -31,7 +31,8 @@ BATCH, LENGTH, HEADS, DIM = 2, 40, 4, 16
 
 def state_of(first_query: int, first_key: int, first_head: int = 0) -> Tensor:
     """Returns the rng_state of a part of BATCH sequences, which begins at these places in each of them."""
-    rows = [[first_query, first_key, b * HEADS + first_head] for b in range(BATCH)]
+    beyond = [first_key % 8] if first_key % 8 else []
+    rows = [[first_query, first_key // 8 * 8, b * HEADS + first_head, *beyond] for b in range(BATCH)]
     return torch.cat((STATE.expand(BATCH, 2), torch.tensor(rows, device=DEVICE)), 1)
 
 
@@ -43,7 +44,7 @@ def test_what_is_kept_of_a_part_is_the_wholes(first_key: int) -> None:
         part = dropout_keep(state_of(first, first_key, 1), P, heads[:-1].expand(BATCH, -1), rows, cols)
         of_rows, of_cols = (slice(t.start + start, t.stop + start) for t, start in ((rows, first), (cols, first_key)))
         assert torch.equal(part, whole[:, 1:, of_rows, of_cols])
-    assert whole.float().mean() == pytest.approx(1 - P, abs=0.02)
+    assert whole.float().mean().item() == pytest.approx(1 - P, abs=0.02)
 
 
 def by_table(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, table: Tensor) -> Tensor:
@@ -133,7 +134,7 @@ def test_packed_sequences_each_have_their_own_place() -> None:
             flexattn.attention(q, k[:, keys], v[:, keys], **call, rng_state=state_of(0, keys.start))
             for keys in (slice(9, None), slice(0, None))
         ]
-        state = torch.stack((state_of(0, 9)[0], state_of(33, 0)[1]))
+        state = torch.stack((state_of(0, 9)[0], torch.nn.functional.pad(state_of(33, 0)[1], (0, 1))))
         ends = {"cu_seqlens_q": torch.tensor([0, 40, 47]), "cu_seqlens_kv": torch.tensor([0, 31, 71])}
         packed = (torch.cat((q[0], q[1, 33:])), *(torch.cat((t[0, 9:], t[1])) for t in (k, v)))
         lengths = {name: t.to(DEVICE, torch.int32) for name, t in ends.items()} | {"max_seqlen_q": 40, "max_seqlen_kv": 40}
@@ -145,12 +146,14 @@ def test_packed_sequences_each_have_their_own_place() -> None:
 @pytest.mark.parametrize("capability", [80, 89, 90, 100])
 def test_compiled(capability: int) -> None:
     q, lse = torch.zeros(1, 512, 4, 128, dtype=torch.bfloat16), torch.zeros(1, 4, 512)
-    problem = Problem(q, q, q, softmax_scale=0.1, dropout_p=P, rng_state=torch.zeros(1, 5, dtype=torch.int64))
     with pretended_device(capability, 132), recorded_launches() as launches:
-        attention_forward(problem, torch.zeros_like(q), lse)
-        portable_backward(Backward(problem, q, lse, q, None, *torch.zeros(3, *q.shape, dtype=q.dtype)))
+        for columns in (5, 6):
+            state = torch.zeros(1, columns, dtype=torch.int64)
+            problem = Problem(q, q, q, softmax_scale=0.1, dropout_p=P, rng_state=state)
+            attention_forward(problem, torch.zeros_like(q), lse)
+            portable_backward(Backward(problem, q, lse, q, None, *torch.zeros(3, *q.shape, dtype=q.dtype)))
     requests = [request_for(launch, capability) for launch in launches]
-    assert len(requests) >= 3
+    assert len(requests) >= 6
     assert not any(report.warnings for report in compile_sound(requests))
 
 
@@ -168,10 +171,17 @@ def test_kernels_that_draw_at_positions_of_their_own_refuse() -> None:
     assert canary.mismatch("eager", spec, "forward", x.q.device) is None
 
 
-@pytest.mark.parametrize("state", [torch.zeros(BATCH + 1, 5), torch.zeros(BATCH, 4), torch.zeros(5, BATCH).t(), torch.zeros(3)])
+@pytest.mark.parametrize("state", [torch.zeros(BATCH + 1, 5), torch.zeros(BATCH, 7), torch.zeros(5, BATCH).t(), torch.zeros(3)])
 def test_states_of_another_shape_are_refused(state: Tensor) -> None:
     q, k, v, *_ = tensors_of(torch.float32).values()
     with pytest.raises(
-        ValueError, match=r"rng_state is .*; accepted: .* \[2\], the Philox .*, or \[b, 5\] = \[2, 5\], seed, offset, first q"
+        ValueError, match=r"rng_state is .*; accepted: .* \[2\], the Philox .*, or \[b, 5 or 6\] with b = 2: seed, offset, first q"
     ):
         flexattn.attention(q, k, v, dropout_p=P, rng_state=state.to(DEVICE, torch.int64))
+
+
+@pytest.mark.parametrize("row", [(1, 2, 0, 9, 0), (1, 2, 0, 8, 0, 8), (1, 2, -1, 8, 0)])
+def test_places_that_no_draw_begins_at_are_refused(row: tuple[int, ...]) -> None:
+    q, k, v, *_ = (t.cpu() for t in tensors_of(torch.float32).values())
+    with pytest.raises(ValueError, match="accepted: places of 0 or more, and in this column multiples of 8, with what is beyond"):
+        flexattn.attention(q, k, v, dropout_p=P, rng_state=torch.tensor([row] * BATCH))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import random
 from collections.abc import Callable, Sequence
@@ -241,7 +242,7 @@ def draw_problem(seed: int) -> Problem:
             {} if is_packed else {"bias_type": "pre_scale_bias", "deterministic": True},
         )
     )
-    return Problem(
+    problem = Problem(
         tuple(pairs if is_packed else pairs[:1]),
         None if is_packed else rng.randint(1, 3),
         (heads, heads_kv),
@@ -253,6 +254,7 @@ def draw_problem(seed: int) -> Problem:
         rng.choice(("", "", "some")),
         options,
     )
+    return dataclasses.replace(problem, options=options | DROPOUT) if rng.random() < 0.3 else problem
 
 
 def compare_drawn(seeds: range, dtype: torch.dtype = torch.float64, way: str = "") -> None:

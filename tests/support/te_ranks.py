@@ -290,7 +290,22 @@ def _layers(x: Tensor) -> dict[str, Any]:
     return dict.fromkeys(("query_layer", "key_layer", "value_layer"), x)
 
 
-SUITES = {"served": served}
+def compiled() -> None:
+    """Under torch.compile, which breaks its graph at the call, results are the same."""
+    for fmt, case in (("bshd", DENSE["computed again"]), ("thd", PACKED["dropout"]), ("thd", PACKED["a window, a sink"])):
+        qkv, dout, call, dim, (own, _) = whole_of(case, fmt)
+        parts, own_dout = [t.index_select(dim, own) for t in qkv], dout.index_select(dim, own)
+        found = []
+        for compiles in (False, True):
+            torch.manual_seed(0)
+            module = module_of(case, fmt, cp_group=dist.group.WORLD, cp_comm_type="all_gather")
+            if compiles:
+                module.compile(backend="eager")
+            found.append(results(module, parts, own_dout, call))
+        torch.testing.assert_close(*found, rtol=0.0, atol=0.0)
+
+
+SUITES = {"served": served, "compiled": compiled}
 
 
 def main(suite: str, rank: int, ranks: int, file: str) -> None:

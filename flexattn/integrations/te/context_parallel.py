@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from flexattn.dispatch.spec import Band, as_bshd, make_band
+from flexattn.mods.captures import runs_as_it_is
 from flexattn.validation import check_name, describe
 
 if TYPE_CHECKING:
@@ -38,10 +39,7 @@ class Ranks(NamedTuple):
     group: Any
     of_hosts: tuple[Any, Any] | None
     cp_comm_type: str
-
-    @property
-    def size(self) -> int:
-        return int(self.group.size())
+    size: int
 
     def shared(self, rng_state: Tensor) -> Tensor:
         """Returns rank 0's on each rank, by which all drop the weights of one whole."""
@@ -69,12 +67,13 @@ def ranks_of(cp_group: Any, cp_global_ranks: Sequence[int] | None, cp_comm_type:
     if cp_comm_type != "a2a+p2p":
         if len(groups) != 1:
             raise ValueError(f"cp_group is a list of {len(groups)} with cp_comm_type {cp_comm_type!r}; accepted: one process group")
-        return Ranks(groups[0], None, cp_comm_type)
+        return Ranks(groups[0], None, cp_comm_type, sizes[0])
     if len(groups) != 2:
         raise ValueError(f"cp_group has {len(groups)} process group(s) with cp_comm_type 'a2a+p2p'; accepted: [of a2a, of p2p]")
     if 1 in sizes:  # as there: the other one alone
-        return Ranks(groups[sizes.index(1) ^ 1], None, "p2p" if sizes[0] == 1 else "a2a")
-    return Ranks(_group_of_both(groups[0], groups[1], cp_global_ranks), (groups[1], groups[0]), cp_comm_type)
+        return Ranks(groups[sizes.index(1) ^ 1], None, "p2p" if sizes[0] == 1 else "a2a", max(sizes))
+    of_both = _group_of_both(groups[0], groups[1], cp_global_ranks)
+    return Ranks(of_both, (groups[1], groups[0]), cp_comm_type, sizes[0] * sizes[1])
 
 
 def _group_of_both(of_a2a: Any, of_p2p: Any, cp_global_ranks: Sequence[int] | None) -> Any:
@@ -130,6 +129,12 @@ def attend(ranks: Ranks, arguments: dict[str, Any], q: Tensor, k: Tensor, v: Ten
         out = out.unflatten(0, (q.shape[fmt.index("b")], q.shape[fmt.index("s")]))
         out = (out.transpose(0, 1) if fmt == "sbhd" else out).contiguous()
     return out, None if max_logit is None else max_logit.to(q.dtype)
+
+
+_NOT_TRACED: tuple[Any, ...] = (attend, Ranks.shared)  # torch.compile breaks its graph, as they look up plans and wait for ranks
+for _function in _NOT_TRACED:
+    _function._torchdynamo_disable = True
+    runs_as_it_is(_function)
 
 
 class _Call(NamedTuple):
