@@ -205,6 +205,7 @@ FEATURES = {
     "documents with mods and a sink": Problem(DOCUMENTS, None, score="table", sees="some", options={"softmax_type": "learnable"}),
     "documents without a mask": Problem(DOCUMENTS, None, mask="no_mask", score="place"),
     "dropout": Problem(options=DROPOUT),
+    "dropout, parts in eights": Problem(((64, 64),), options=DROPOUT),
     "dropout with a bias for each head": Problem(mask="no_mask", window=(9, 4), options=DROPOUT | {"bias_type": "post_scale_bias"}),
     "dropout of documents with mods and a sink": Problem(
         DOCUMENTS, None, (5, 1), score="table", options=DROPOUT | {"softmax_type": "learnable"}

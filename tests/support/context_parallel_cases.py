@@ -28,7 +28,7 @@ def features() -> None:
     """Every feature under two strategies, and the most used ones under all."""
     for number, problem in enumerate(calls.FEATURES.values()):
         calls.compare(problem, *calls.sampled(problem, number + dist.get_world_size()))
-    for name in ("causal", "mods", "documents with mods and a sink"):
+    for name in ("causal", "mods", "documents with mods and a sink", "dropout, parts in eights"):
         calls.compare(calls.FEATURES[name], [None], calls.WAYS)
     calls.compare_drawn(range(12))
 
