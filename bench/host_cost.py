@@ -308,6 +308,7 @@ def stages(has_gpu: bool) -> dict[str, float]:
     import flexattn
     from flexattn import call_cache
     from flexattn.dispatch import options
+    from flexattn.dispatch.replay import Recording
     from flexattn.kernels_triton.runtime import launch
 
     os.environ["FLEXATTN_HOPPER"] = "never"
@@ -327,8 +328,8 @@ def stages(has_gpu: bool) -> dict[str, float]:
     key, call = original(*seen[0])
     assert key is not None
     assert call is not None
-    assert call.recording is not None
     recording = call.recording
+    assert isinstance(recording, Recording)
     step, gather = next((made, how) for kind, made, how in recording.steps if kind == "launch")
     addresses = gather([q.data_ptr()] * recording.size)  # what it writes is as large as q, or smaller
     shapes = [how for kind, _, how in recording.steps if kind == "allocate"]

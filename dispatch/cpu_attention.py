@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from flexattn.dispatch.spec import AttentionSpec, Gradients, Operands, Results, 
 LARGEST_LSE = 64.0
 
 _aten = torch.ops.aten
+_forward_op = _aten._scaled_dot_product_flash_attention_for_cpu.default
+_backward_op = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
 def takes(spec: AttentionSpec, x: Operands) -> bool:
@@ -91,6 +94,64 @@ def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: T
     formats = (spec.q_format, spec.kv_format, spec.kv_format)
     dq, dk, dv = (_contiguous(as_bshd(t.transpose(1, 2), fmt)) for t, fmt in zip(found, formats, strict=True))
     return Gradients(*spec.results.stored((dq, dk, dv), (spec.q_format, spec.kv_format)), None, None, None)
+
+
+class KeptForward:
+    """A forward that `takes` takes, of a kept call: with what follows from its shapes found once. Called as a `Recording` is."""
+
+    def __init__(self, spec: AttentionSpec, x: Operands, otherwise: Callable[[Sequence[Any]], Sequence[Any]]) -> None:
+        """otherwise: computes a call in which a number is not finite, from the same tensors."""
+        self.otherwise = otherwise
+        self.is_causal, self.scale = bool(_causal(spec, x)), x.softmax_scale
+        self.to_bhsd = _orders(spec, "bhsd")
+        self.to_q = tuple("bhsd".index(dim) for dim in spec.q_format)
+
+    def can_replay(self) -> bool:
+        return True
+
+    def replay(self, tensors: Sequence[Any], addresses: Sequence[int]) -> Sequence[Any]:
+        """Returns out, lse and None for max_logit. tensors: q, k, v, and others that are None."""
+        qkv = [t.permute(order) for t, order in zip(tensors, self.to_bhsd, strict=False)]
+        found, lse = _forward_op(*qkv, 0.0, self.is_causal, attn_mask=None, scale=self.scale)
+        if not math.isfinite(found.sum().item()):
+            return self.otherwise(tensors)
+        return _contiguous(found.permute(self.to_q)), _contiguous(lse), None
+
+
+class KeptBackward:
+    """The backward likewise."""
+
+    def __init__(self, spec: AttentionSpec, x: Operands, otherwise: Callable[[Sequence[Any]], Sequence[Any]]) -> None:
+        """otherwise: computes a backward of a large lse, from the same tensors."""
+        self.otherwise = otherwise
+        self.is_causal, self.scale = bool(_causal(spec, x)), x.softmax_scale
+        self.to_bhsd = _orders(spec, "bhsd")
+        formats = (spec.q_format, spec.kv_format, spec.kv_format)
+        self.from_bhsd = [tuple("bhsd".index(dim) for dim in fmt) for fmt in formats]
+
+    def can_replay(self) -> bool:
+        return True
+
+    def replay(self, tensors: Sequence[Any], addresses: Sequence[int]) -> Sequence[Any]:
+        """Returns the gradients of q, k and v, and None twice. tensors: those of the forward, then out, lse, dout and None."""
+        *_, out, lse, dout, _dlse = tensors
+        if not lse.abs().amax().item() <= LARGEST_LSE:
+            return self.otherwise(tensors)
+        qkv = [t.permute(order) for t, order in zip(tensors, self.to_bhsd, strict=False)]
+        out, dout = (t.permute(self.to_bhsd[0]) for t in (out, dout))
+        found = _backward_op(dout, *qkv, out, lse, 0.0, self.is_causal, attn_mask=None, scale=self.scale)
+        return *(_contiguous(t.permute(order)) for t, order in zip(found, self.from_bhsd, strict=True)), None, None
+
+
+def can_be_kept(spec: AttentionSpec, x: Operands) -> bool:
+    """Returns whether `KeptForward` and `KeptBackward` take a call: such as `takes` takes, without a bias, in dense rows."""
+    is_plain = x.bias is None and spec.results == Results() and not torch.is_autocast_enabled("cpu")
+    return is_plain and all(t.stride(-1) == 1 for t in (x.q, x.k, x.v)) and takes(spec, x)
+
+
+def _orders(spec: AttentionSpec, order: str) -> list[tuple[int, ...]]:
+    """Returns for q, k and v the dims in another order."""
+    return [tuple(fmt.index(dim) for dim in order) for fmt in (spec.q_format, spec.kv_format, spec.kv_format)]
 
 
 def _without_autocast() -> contextlib.AbstractContextManager[Any]:

@@ -33,13 +33,14 @@ from flexattn.dispatch import context, options
 from flexattn.dispatch.replay import Recording, record
 from flexattn.dispatch.runtime_failures import RuntimeFailure
 from flexattn.dispatch.select import Backend, select
-from flexattn.dispatch.spec import OPEN_WINDOW, AttentionSpec, Gradients, Operands, batch_size, dqkv_of
+from flexattn.dispatch.spec import OPEN_WINDOW, AttentionSpec, Direction, Gradients, Operands, batch_size, dqkv_of
 from flexattn.first_order import first_order
 from flexattn.fp8_ops import Passes
 from flexattn.mods.captures import find_captures
 from flexattn.validation import check_floor
 
 if TYPE_CHECKING:
+    from flexattn.dispatch.cpu_attention import KeptBackward, KeptForward
     from flexattn.fp8_steps import Fp8Steps
 
 MOST_CALLS = 1024
@@ -326,9 +327,9 @@ class CachedCall:
         self.given = [i for i, place in enumerate(places) if place is not None]
         # Picks out, lse and what else a backward needs from (*results, *inputs).
         self.saved = itemgetter(0, 1, *(place for place in places if place is not None))
-        self.recording: Recording | None = None
+        self.recording: Recording | KeptForward | None = None
         self.is_final = False  # True once recording was tried
-        self.backwards: OrderedDict[Hashable, Recording | str] = OrderedDict()
+        self.backwards: OrderedDict[Hashable, Recording | KeptBackward | str] = OrderedDict()
 
     def run(self, key: CallKey, returns_lse: bool) -> Any:
         """Returns out, lse and max_logit of a call with this key; lse is not differentiable unless it is returned."""
@@ -381,13 +382,30 @@ class CachedCall:
             return recording.replay(tensors, addresses)
         if recording is None and self.has_run and not self.is_final:
             self.is_final = True
+            if self._is_torchs(tensors, self.spec, "forward"):
+                from flexattn.dispatch.cpu_attention import KeptForward
+
+                self.recording = KeptForward(self.spec, self.operands(tensors), self._run_forward)
+                return self.recording.replay(tensors, addresses)
             if self.is_recordable and self._forward_backend(tensors).can_be_recorded():
                 with contextlib.suppress(RuntimeFailure):  # then `run_forward` asks another backend
                     results, self.recording = self._record_forward(tensors)
                     _counts["recordings"] += self.recording is not None
                     return results
         self.has_run = True
+        return self._run_forward(tensors)
+
+    def _run_forward(self, tensors: Sequence[Tensor | None]) -> Sequence[Any]:
         return self._results(tensors, lambda x: ops.run_forward(self.spec, self.backend, x))
+
+    def _is_torchs(self, tensors: Sequence[Any], spec: AttentionSpec, direction: Direction) -> bool:
+        """Returns whether torch's own operator for CPUs computes the call in a direction."""
+        if self.device.type != "cpu" or self.of_fp8 is not None:
+            return False
+        from flexattn.dispatch.cpu_attention import can_be_kept  # here, as importing flexattn imports no backend
+
+        x = self.operands(tensors)
+        return can_be_kept(spec, x) and ops.backend_name(spec, direction, self.backend, x) == "eager"
 
     def backward(self, inputs: Sequence[Any]) -> Gradients:
         """Returns the gradients, by the recording where there is one; inputs: what is saved, and then out, lse, dout and dlse."""
@@ -411,10 +429,15 @@ class CachedCall:
             parts.append(_same(ids))
         key = tuple(parts)
         found = self.backwards.get(key)
-        if isinstance(found, Recording) and found.can_replay():
-            dq, dk, dv, dbias, doffset, *dmod_tensors = found.replay(inputs, addresses)
-            return self._with_views(Gradients(dq, dk, dv, dbias, doffset, tuple(dmod_tensors) or None))
+        if found is not None and not isinstance(found, str) and found.can_replay():
+            return self._as_gradients(found.replay(inputs, addresses))
         spec = self.spec.of_backward()._replace(needs_lse_grad=inputs[-1] is not None)
+        if found is _SEEN and inputs[-1] is None and self._is_torchs(inputs, spec, "backward"):
+            from flexattn.dispatch.cpu_attention import KeptBackward
+
+            kept = KeptBackward(spec, self.operands(inputs), lambda tensors: _flat_gradients(self._run_backward(tensors, spec)))
+            self._keep(key, kept)
+            return self._as_gradients(kept.replay(inputs, addresses))
         if found is _SEEN and self.is_recordable and self._backward_backend(inputs, spec).can_be_recorded():
             with contextlib.suppress(RuntimeFailure):
                 gradients, recording = self._record_backward(inputs, spec)
@@ -423,10 +446,15 @@ class CachedCall:
                 return self._with_views(gradients)
         if found is None:
             self._keep(key, _SEEN)
+        return self._with_views(self._run_backward(inputs, spec))
+
+    def _run_backward(self, inputs: Sequence[Any], spec: AttentionSpec) -> Gradients:
         incoming = ops.Incoming(*inputs[-4:])
-        return self._with_views(
-            self._gradients(inputs, lambda x, dout: ops.run_backward(spec, self.backend, x, incoming._replace(dout=dout)))
-        )
+        return self._gradients(inputs, lambda x, dout: ops.run_backward(spec, self.backend, x, incoming._replace(dout=dout)))
+
+    def _as_gradients(self, flat: Sequence[Any]) -> Gradients:
+        dq, dk, dv, dbias, doffset, *dmod_tensors = flat
+        return self._with_views(Gradients(dq, dk, dv, dbias, doffset, tuple(dmod_tensors) or None))
 
     def _with_views(self, gradients: Gradients) -> Gradients:
         """Returns gradients with dq, dk and dv apart, of what a backend gives."""
@@ -520,7 +548,7 @@ class CachedCall:
             x = self.of_fp8.backward_as_run(x, inputs[self.num_inputs : -4], inputs[-2])
         return ops.backend_of(spec, "backward", self.backend, x)
 
-    def _keep(self, key: Hashable, found: Recording | str) -> None:
+    def _keep(self, key: Hashable, found: Recording | KeptBackward | str) -> None:
         with _lock:
             self.backwards[key] = found
             while len(self.backwards) > _MOST_BACKWARDS:

@@ -227,7 +227,12 @@ def run(
 
 def backend_of(spec: AttentionSpec, direction: Direction, request: str, x: Operands) -> Backend:
     """Returns the backend that will run a call, unless it refuses at run time."""
-    return backend_module(select(spec, direction, request, runtime_failures.of_call(x)).backend)
+    return backend_module(backend_name(spec, direction, request, x))
+
+
+def backend_name(spec: AttentionSpec, direction: Direction, request: str, x: Operands) -> str:
+    """Returns its name."""
+    return select(spec, direction, request, runtime_failures.of_call(x)).backend
 
 
 def _mismatch(name: str, spec: AttentionSpec, direction: Direction, device: torch.device) -> str | None:

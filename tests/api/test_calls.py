@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import flexattn
 from flexattn import call_cache
-from flexattn.dispatch import eager_backend, replay
+from flexattn.dispatch import cpu_attention, eager_backend, replay
 from flexattn.dispatch.select import forget_rejections, select
 from flexattn.dispatch.spec import Operands
 from flexattn.kernels_triton.runtime import direct, launch
@@ -453,6 +453,7 @@ def test_a_retained_graph_of_the_first_call_is_played_too(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(call_cache, "record", record)
     monkeypatch.setattr(eager_backend, "can_be_recorded", lambda: True)
+    monkeypatch.setattr(cpu_attention, "can_be_kept", lambda *_: False)
     call = base()
     leaves = [call[name].requires_grad_() for name in "qkv"]
     out = flexattn.attention(**call)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from flexattn import attention, call_cache
 from flexattn.dispatch import cpu_attention, eager_backend
 from flexattn.testing import (
     GRADIENT_FACTOR,
@@ -149,3 +150,47 @@ def test_other_head_dims_of_v_packed_sequences_and_other_dtypes() -> None:
         make_inputs(lengths_q=[17], padding=True),
     ):
         assert not cpu_attention.takes(*call_of(inputs))
+
+
+@pytest.mark.parametrize("mask", ["no_mask", "causal"])
+@pytest.mark.parametrize("fmt", ["bshd", "sbhd", "bhsd"])
+def test_kept_calls(fmt: str, mask: str) -> None:
+    """The second and later ones have what follows from shapes; each is right, with its layout, and so are its gradients."""
+    call_cache.clear_cache()
+    call: dict[str, Any] = {"qkv_format": fmt, "attn_mask_type": mask}
+    for turn in range(4):
+        generator = torch.Generator().manual_seed(turn)
+        sizes = [{"b": 2, "s": 20, "h": heads, "d": 16} for heads in (4, 2, 2)]
+        leaves = [torch.randn([size[dim] for dim in fmt], generator=generator).requires_grad_() for size in sizes]
+        out, lse = attention(*leaves, return_lse=True, **call)
+        dout = torch.randn(out.shape, generator=generator)
+        found = torch.autograd.grad(out, leaves, dout)
+        exact = [t.detach().double().requires_grad_() for t in leaves]
+        exact_out, exact_lse = attention(*exact, return_lse=True, **call)
+        wanted = torch.autograd.grad(exact_out, exact, dout.double())
+        for a, b in zip((out, lse, *found), (exact_out, exact_lse, *wanted), strict=True):
+            torch.testing.assert_close(a, b.float(), rtol=1e-4, atol=1e-5)
+            assert a.is_contiguous()
+        assert torch.equal(out, attention(*(t.detach() for t in leaves), **call))
+    kept = [call for call in call_cache._calls.values() if isinstance(call.recording, cpu_attention.KeptForward)]
+    assert len(kept) == 2  # with gradients and without
+    assert any(isinstance(made, cpu_attention.KeptBackward) for call in kept for made in call.backwards.values())
+
+
+def test_kept_calls_leave_to_others_what_is_not_finite() -> None:
+    """And a backward whose lse is large, which the operator would find less exactly."""
+    q, k, v = (torch.randn(1, 8, 2, 16, generator=torch.Generator().manual_seed(n)) for n in range(3))
+    infinite = k.clone()
+    infinite[0, 3, 1] = float("inf")
+    for _ in range(3):
+        call_cache.clear_cache()
+        wanted = attention(q, infinite, v)
+        attention(q, k, v)
+        for _ in range(3):
+            torch.testing.assert_close(attention(q, infinite, v), wanted, rtol=0, atol=0, equal_nan=True)
+    leaves = [(30 * t).requires_grad_() for t in (q, k, v)]
+    dout = torch.randn(1, 8, 2, 16)
+    first = torch.autograd.grad(attention(*leaves), leaves, dout)
+    for _ in range(4):
+        for a, b in zip(torch.autograd.grad(attention(*leaves), leaves, dout), first, strict=True):
+            assert torch.equal(a, b)

@@ -165,7 +165,7 @@ def _features(device: str) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
         ),
         "many queries, off-by-one": (
             {"attn_mask_type": "padding_causal", "softmax_type": "off-by-one"},
-            {"qkv_format": "thd", "lengths_q": [150, 0, 20], "num_heads": 4, "num_heads_kv": 2},
+            {"qkv_format": "thd", "lengths_q": [150, 0, 120], "num_heads": 4, "num_heads_kv": 2},
         ),
     }
 
