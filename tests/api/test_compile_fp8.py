@@ -159,6 +159,7 @@ class Layers(torch.nn.Module):
         return x + checkpoint(attend, x, self.states[1], use_reentrant=False)  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", [BACKEND, pytest.param("inductor", marks=pytest.mark.exhaustive)])
 def test_layers_with_states_and_a_checkpoint_in_one_graph(backend: str) -> None:
     torch.compiler.reset()

@@ -80,6 +80,7 @@ def with_gradients(call: dict[str, Any]) -> dict[str, Any]:
     return {name: leaf(name, t) for name, t in call.items()}
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     ("name", "layout"), [*((name, "as given") for name in CALLS), ("bshd", "permuted"), ("thd everything", "permuted")]
 )
@@ -131,6 +132,7 @@ def results(function: Any, call: dict[str, Any]) -> list[Tensor]:
     return [*outputs, *(t.grad for t in leaves.values() if isinstance(t, Tensor) and t.requires_grad)]
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("name", CALLS)
 def test_compiled_as_one_graph_gives_the_same(name):
     torch.compiler.reset()
@@ -142,6 +144,7 @@ def test_compiled_as_one_graph_gives_the_same(name):
         torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("name", ["bshd", "bhsd padding", "thd"])
 def test_new_lengths_compile_nothing(name):
     torch.compiler.reset()

@@ -379,6 +379,7 @@ def test_forward(row: Row, backend: str, device: str) -> None:
         assert all(torch.equal(again, first) for again, first in zip(case.attention(backend), results, strict=True))
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("row", CASES)
 def test_backward(row: Row, backend: str, device: str) -> None:
     reason, row = refusal(backend, row, "backward"), row_for(backend, row)

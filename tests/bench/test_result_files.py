@@ -121,6 +121,7 @@ def said_of(capsys: pytest.CaptureFixture[str], arguments: list[Any]) -> str:
     return said
 
 
+@pytest.mark.slow
 def test_every_result_that_this_version_reads_can_be_compared_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
     shown = 0
     for path in sorted(RESULTS.glob("*.json")):

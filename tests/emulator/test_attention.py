@@ -67,6 +67,7 @@ def test_twenty_schedules(run: Any) -> None:
         run(emulated.problem(**EVERYTHING), seed)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(("fmt", "mask", "window"), GRID)
 def test_formats_and_masks(fmt: str, mask: str, window: tuple[int, int]) -> None:
     case = emulated.problem(qkv_format=fmt, padding=True, gap=2, mask=mask, window=window, dtype=torch.float16, **LENGTHS, **SHAPE)

@@ -25,7 +25,7 @@ from tests.fuzz.check import EAGER, check_by_name
 from tests.fuzz.oracle import philox
 from tests.support.guarded_memory import Allocations, Block, Layout, guarded_allocations
 
-SECONDS = {"eager": 3, "triton": 6}  # in the interpreter a call takes a third of a second
+SECONDS = {"eager": 2, "triton": 4}  # in the interpreter a call takes a third of a second
 TIMES = [1, pytest.param(9, marks=pytest.mark.slow), pytest.param(150, marks=pytest.mark.exhaustive)]
 ENOUGH = 150  # drawn calls, among which each fault shows
 Record = Callable[[str, Any], None]

@@ -183,7 +183,7 @@ def check_compiled(cases: list[tuple[str, int | str, str]], dtype: torch.dtype =
         assert all(abs(count - expected) <= SLACK * expected for count in loops), f"{case}: {loops}, not {expected}"
 
 
-@pytest.mark.parametrize("cases", [SOME[:4], pytest.param(SOME[4:], marks=pytest.mark.slow)], ids=["few", "more"])
+@pytest.mark.parametrize("cases", [SOME[:1], pytest.param(SOME[1:], marks=pytest.mark.slow)], ids=["one", "more"])
 def test_compiled(cases: list[tuple[str, int | str, str]]) -> None:
     check_compiled(cases)
 

@@ -58,7 +58,7 @@ def attend(rows: list[int], counts: list[int], capacity: int, **call: Any) -> li
     return list(zip(out.split(counts), lse.T.split(counts), strict=True))
 
 
-@pytest.mark.sample
+@pytest.mark.slow
 @without_gpu
 @pytest.mark.parametrize("call", [{}, {"window_size": (200, 0)}, {"softcap": 5.0}], ids=str)
 def test_alone_in_a_batch_and_in_chunks(call: dict[str, Any]) -> None:

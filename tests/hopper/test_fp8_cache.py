@@ -192,6 +192,7 @@ FAULTY: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("name", FAULTS)
 def test_injected_fault_is_found(name: str, tmp_path: Path) -> None:
@@ -222,6 +223,7 @@ def mainloop(report: CompileReport) -> dict[str, int]:
     return max(report.loops, key=lambda loop: loop.get("HMMA", 0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name if name == "dense" else pytest.param(name, marks=pytest.mark.slow) for name in COMPILED])
 def test_compiled(name: str) -> None:
     given, instructions = COMPILED[name]

@@ -90,6 +90,7 @@ def check_backward_of(seed: int, call: dict[str, Any], granularity: Any = "head"
 HEAD_DIMS = [(64, 64), (128, 128), (192, 128), (256, 256), (48, 80)]
 
 
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
 def test_head_dims(dims: tuple[int, int]) -> None:
@@ -272,6 +273,7 @@ _FP8_PAIR = {"_attn_bwd_dq_fp8_hopper_kernel", "_attn_bwd_dkdv_fp8_hopper_kernel
 _HALF_PAIR = {"_attn_bwd_dq_hopper_kernel", "_attn_bwd_dkdv_hopper_kernel"}
 
 
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize(
     ("dim", "granularity", "more", "expected"),

@@ -175,7 +175,7 @@ def launch_of(dim: int, queries: int, page_size: int) -> Launch:
 SPILLS = {(64, 1, 8): 40, (64, 1, 16): 24, (128, 1, 16): 40, (128, 512, 16): 12, (128, 512, 64): 0, (256, 1, 64): 30}
 
 
-@pytest.mark.sample
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", SPILLS, ids=str)
 def test_compiled(kind: tuple[int, int, int]) -> None:
     (report,) = compile_sound([request_for(launch_of(*kind), 90)])

@@ -226,6 +226,7 @@ FAULTS: dict[str, Fault] = {
 }
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("name", FAULTS)
 @without_gpu
 def test_injected_fault_is_found(name: str, tmp_path: Path) -> None:
@@ -274,6 +275,7 @@ COMPILED: dict[str, tuple[Problem, int]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [name if name == "MLA, pages of 64" else pytest.param(name, marks=pytest.mark.slow) for name in COMPILED]
 )

@@ -341,6 +341,7 @@ def _compiled(model: Any, backend: str = "aot_eager") -> tuple[Any, Any]:
     return torch.compile(model, fullgraph=True, backend=counter), counter
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_model_compiles_whole_and_packed_sequences_stay_apart() -> None:
     register_both()

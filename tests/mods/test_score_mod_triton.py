@@ -113,7 +113,7 @@ MODS = [softcap, alibi, relative_bias, documents, dense_bias_and_mask, ignores_t
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-@pytest.mark.sample("make_mods", "dtype")
+@pytest.mark.sample
 @pytest.mark.parametrize("make_mods", MODS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_padded_and_packed(make_mods: Any, dtype: torch.dtype, device: str) -> None:

@@ -131,7 +131,7 @@ def test_calls_that_keep_heads_apart() -> None:
     assert heads_of_a_tile(triton_backend.to_problem(*make_call(many, return_max_logit=False)), tile) == 1
 
 
-@pytest.mark.sample
+@pytest.mark.slow
 @pytest.mark.parametrize("dim", [64, 128, 256, 512])
 @pytest.mark.parametrize("capability", [80, 89, 90, 100])
 @pytest.mark.parametrize("kept_in", [torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)

@@ -62,7 +62,7 @@ def test_import_flexattn_imports_no_backend_and_adds_little_to_torch(fresh_pytho
     assert all(name.startswith(("flexattn", "torch.")) for name in added), added
 
 
-@pytest.mark.sample
+@pytest.mark.slow
 @pytest.mark.parametrize("blocked", [("triton", "cudnn"), ("triton",), ("cudnn",)], ids="-".join)
 def test_reference_and_eager_run_without(blocked: tuple[str, ...], fresh_python: FreshPython) -> None:
     ran = fresh_python("-c", BLOCK.format(blocked=blocked) + USE_EAGER, env={"CUDA_VISIBLE_DEVICES": ""})

@@ -121,6 +121,7 @@ def test_every_requirement_has_a_pin(metadata: str) -> None:
     assert {name for name, _ in requirements} - pinned == {"flexattn"}  # which its own extras name
 
 
+@pytest.mark.slow
 def test_every_requirement_is_imported(metadata: str, tracked_files: list[Path]) -> None:
     """Or is a tool that CI runs, a plugin, or a library that cuDNN's own plans load."""
     imported = set()

@@ -6,6 +6,8 @@ import ast
 import functools
 from pathlib import Path
 
+import pytest
+
 from tests import structure
 
 
@@ -15,6 +17,7 @@ def modules() -> list[structure.Module]:
     return structure.modules(structure.ROOT)
 
 
+@pytest.mark.slow
 def test_no_files_import_each_other_in_a_circle() -> None:
     assert structure.circles(structure.imports(modules())) == []
 
