@@ -232,7 +232,7 @@ def test_compiled(name: str) -> None:
     assert set(report.matrix_instructions) == {"HMMA"}
     assert sum(loop.values()) <= instructions
     assert report.loop_spill_share <= (0.06 if name == "head dim 256" else 0.0)
-    assert report.registers <= 256  # two programs of 128 threads share a multiprocessor's 65536
+    assert report.registers <= 256  # eight warps share a multiprocessor's 65536
     assert not loop.keys() & {"BAR", "STS", "LDS", "LDSM"}  # warps exchange nothing before the end
     assert not report.warnings
     if name == "dense":  # 16 bytes a load
