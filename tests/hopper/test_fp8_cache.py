@@ -213,7 +213,7 @@ COMPILED: dict[str, tuple[dict[str, Any], int]] = {
     "pages": ({}, 740),
     "head dim 64": ({"dims": (64, 64)}, 540),
     "factors of tokens": ({"scales": "token and head"}, 1040),
-    "factors of tokens, fp16": ({"scales": "token and head", "dtype": FP16}, 1040),
+    "factors of tokens, fp16": ({"scales": "token and head", "dtype": FP16}, 1070),
     "E5M2, pages of 3": ({"fp8": E5M2, "page_size": 3}, 1200),
     "softcap, sinks": ({"softcap": 3.0, "softmax_type": "off-by-one"}, 1000),
 }
