@@ -87,7 +87,6 @@ _KNOWN: list[tuple[re.Pattern[str], Callable[..., Any]]] = [
     (re.compile(r"and\.b32 b, \$2, \$3; setp\.ne\.b32 p, b, 0; selp\.f32 \$0, \$1, 0f00000000, p; \}$"), _choice),
     (re.compile(r"vote\.sync\.any.*@!p bra SAME; mul\.f32"), lambda x, factor: x * factor),
     (re.compile(r"vote\.sync\.any.*nanosleep"), lambda x: x),
-    (re.compile(r"^\s*bar\.warp\.sync 0xffffffff; mov\.b32 \$0, 0;\s*$"), lambda _: scalar(0)),
     (re.compile(r"^\s*mov\.b32 \$0, 0;\s*$"), lambda _: scalar(0)),
     (re.compile(r"^\s*mov\.[bf]32 \$0, \$1;\s*$"), lambda x: x),
 ]

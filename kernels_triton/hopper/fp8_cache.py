@@ -63,7 +63,6 @@ from flexattn.kernels_triton.hopper.fp8_cache_operands import (
     Keys,
     Work,
     find_pages,
-    hold_loads,
     inverse_power,
     key_layout,
     keys_of_warps,
@@ -217,8 +216,6 @@ def _sums_of_blocks(
         )
         k = load_keys(first + BLOCK_N, pages_k, keys, args, META)
         pages_k = find_pages(first + 2 * BLOCK_N, keys, args, key_layout(META), META)
-        if META.HEAD_DIM_V <= 128 and not META.HAS_TOKEN_SCALES_V:  # else registers would not suffice
-            hold_loads()
         p, sums = _weights(products, sums, queries, args, MODS, META)
         acc = sum_with_values(p, v, sums.acc, META)
         sums = _Sums(acc=acc, row_sum=sums.row_sum, row_max=sums.row_max, unit=sums.unit)

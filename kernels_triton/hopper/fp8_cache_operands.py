@@ -278,12 +278,6 @@ def load_keys(first, pages, keys: Keys, args: CacheArguments, META: gl.constexpr
 
 
 @gluon.jit
-def hold_loads():
-    # Loads before this are issued before what follows: ptxas puts off what an iteration does not use itself to its end.
-    gl.inline_asm_elementwise("bar.warp.sync 0xffffffff; mov.b32 $0, 0;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
 def load_values(first, pages, keys: Keys, args: CacheArguments, META: gl.constexpr):
     return _load_words(args.inputs.v, first, pages, keys, args, value_layout(META), META)
 
