@@ -68,29 +68,45 @@ def _page_of_copy(copy: gl.constexpr, ids):
 
 
 @gluon.jit
-def load_pages(descriptor, step: Step, block: KeyBlock, COLUMN: gl.constexpr, barrier, tile, META: gl.constexpr):
-    # The loading warp's instructions are what many small copies wait for: whole pages take the fewest. Places in others are counted
-    # on, as a division for each copy takes longer than the copy.
+def _load_whole_pages(descriptor, step: Step, block: KeyBlock, COLUMN: gl.constexpr, barrier, tile, META: gl.constexpr):
+    # Each copy brings a page, all of whose keys the sequence has.
+    ROWS: gl.constexpr = META.PAGE_ROWS
+    for copy in gl.static_range(META.BLOCK_N // ROWS):
+        page = _page_of_copy(copy, block.ids)
+        rows = tile.slice(copy * ROWS, ROWS, 2)
+        load_rows(descriptor, page * step.tokens, ROWS, 0, block.h_kv + page * step.heads, COLUMN, barrier, rows)
+
+
+@gluon.jit
+def _load_any_pages(descriptor, step: Step, block: KeyBlock, COLUMN: gl.constexpr, barrier, tile, META: gl.constexpr):
+    # Places in a page are counted on, as a division for each copy takes longer than the copy.
     ROWS: gl.constexpr = META.PAGE_ROWS
     page_size = block.page_size
-    if (page_size == ROWS) & (block.first + META.BLOCK_N <= block.length):
-        for copy in gl.static_range(META.BLOCK_N // ROWS):
-            page = _page_of_copy(copy, block.ids)
-            rows = tile.slice(copy * ROWS, ROWS, 2)
-            load_rows(descriptor, page * step.tokens, ROWS, 0, block.h_kv + page * step.heads, COLUMN, barrier, rows)
+    first_key = block.first // page_size * page_size
+    in_page = block.first - first_key
+    left = block.length - first_key  # keys of the sequence from the page's first on
+    for copy in gl.static_range(META.BLOCK_N // ROWS):
+        page = _page_of_copy(copy, block.ids)
+        valid = gl.minimum(gl.maximum(left, 0), page_size)
+        rows = tile.slice(copy * ROWS, ROWS, 2)
+        load_rows(descriptor, page * step.tokens, valid, in_page, block.h_kv + page * step.heads, COLUMN, barrier, rows)
+        in_page += ROWS
+        is_over = in_page == page_size
+        in_page = gl.where(is_over, 0, in_page)
+        left -= gl.where(is_over, page_size, 0)
+
+
+@gluon.jit
+def load_pages(descriptor, step: Step, block: KeyBlock, COLUMN: gl.constexpr, barrier, tile, META: gl.constexpr):
+    # The loading warp's instructions are what many small copies wait for: whole pages take the fewest. Of wide rows the copies are
+    # large, and those of two ways would not have registers.
+    if META.QK0 <= 256 or META.BLOCK_N == META.PAGE_ROWS:
+        if (block.page_size == META.PAGE_ROWS) & (block.first + META.BLOCK_N <= block.length):
+            _load_whole_pages(descriptor, step, block, COLUMN, barrier, tile, META)
+        else:
+            _load_any_pages(descriptor, step, block, COLUMN, barrier, tile, META)
     else:
-        first_key = block.first // page_size * page_size
-        in_page = block.first - first_key
-        left = block.length - first_key  # keys of the sequence from the page's first on
-        for copy in gl.static_range(META.BLOCK_N // ROWS):
-            page = _page_of_copy(copy, block.ids)
-            valid = gl.minimum(gl.maximum(left, 0), page_size)
-            rows = tile.slice(copy * ROWS, ROWS, 2)
-            load_rows(descriptor, page * step.tokens, valid, in_page, block.h_kv + page * step.heads, COLUMN, barrier, rows)
-            in_page += ROWS
-            is_over = in_page == page_size
-            in_page = gl.where(is_over, 0, in_page)
-            left -= gl.where(is_over, page_size, 0)
+        _load_any_pages(descriptor, step, block, COLUMN, barrier, tile, META)
 
 
 @gluon.jit

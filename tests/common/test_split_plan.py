@@ -362,4 +362,4 @@ def test_compiled() -> None:
         if "plan" in name or "combine" in name:
             assert report.spill_instructions == 0, name
         if "hopper" in name:  # a program's own copy of arguments, which it makes once
-            assert report.spill_store_bytes <= 28, name
+            assert report.spill_store_bytes <= 32, name
