@@ -88,6 +88,7 @@ _KNOWN: list[tuple[re.Pattern[str], Callable[..., Any]]] = [
     (re.compile(r"vote\.sync\.any.*@!p bra SAME; mul\.f32"), lambda x, factor: x * factor),
     (re.compile(r"vote\.sync\.any.*nanosleep"), lambda x: x),
     (re.compile(r"^\s*mov\.b32 \$0, 0;\s*$"), lambda _: scalar(0)),
+    (re.compile(r"^griddepcontrol\.(wait|launch_dependents); mov\.b32 \$0, \$1;$"), scalar),  # kernels run one by one
     (re.compile(r"^\s*mov\.[bf]32 \$0, \$1;\s*$"), lambda x: x),
 ]
 

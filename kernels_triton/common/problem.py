@@ -164,6 +164,7 @@ class Meta(NamedTuple):
     HEADS: int  # query heads of a forward's tile, whose rows are the first query of each, then the second, ..
     GROUP: int  # rows that a query's heads take: the power of two from HEADS on, so that the last may be rows of no head
     IS_LATENT: bool  # a forward takes v from the tile of k
+    OVERLAPS: bool  # a forward begins while the kernel before it runs, and lets the next begin (`launch_order`)
     PAGE_ROWS: int  # keys of a block that lie one after the other in a page; 0: they lie in no pages
     IS_FP8: bool  # q, k, v and dout; p and ds become it
     IS_KV_FP8: bool  # k and v alone: they are products' operands in q's dtype
@@ -382,6 +383,7 @@ class Problem:
             HEADS=1,
             GROUP=1,
             IS_LATENT=False,
+            OVERLAPS=False,
             PAGE_ROWS=0 if self.page_table is None else math.gcd(self.k.shape[1], tile.block_n),
             IS_FP8=self.is_fp8,
             IS_KV_FP8=bool(self.descales_kv),

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexattn.kernels_triton.common.arguments import Lengths, Pointer, Rows
+from flexattn.kernels_triton.common.launch_order import overlaps, wait_for_previous
 from flexattn.kernels_triton.common.primitives import (
     LN2,
     LOG2E,
@@ -188,6 +189,7 @@ class CombineMeta(NamedTuple):
     ALIGN: int
     WIDE_STRIDES: bool
     IS_RAGGED_Q: bool
+    OVERLAPS: bool
     BY_SEQUENCE: bool  # a program is for a query of a sequence, of which the first writes the padding too; else for a row
 
 
@@ -248,6 +250,7 @@ def store_padding(args, b, h, start, length, lse_ptr, META: tl.constexpr):
 
 @kernel
 def _combine_splits_kernel(args: CombineArguments, META: tl.constexpr):
+    wait_for_previous(META.OVERLAPS)
     lengths = args.lengths_q
     row = tl.program_id(0)
     queries = lengths.max_seqlen if META.BY_SEQUENCE else lengths.num_tokens
@@ -295,6 +298,7 @@ def combine_splits(problem: Problem, parts: Parts, out: Tensor, lse: Tensor) -> 
         ALIGN=meta.ALIGN,
         WIDE_STRIDES=meta.WIDE_STRIDES,
         IS_RAGGED_Q=meta.IS_RAGGED_Q,
+        OVERLAPS=overlaps(x.device),
         BY_SEQUENCE=by_sequence,
     )
     programs = x.batch * x.num_heads * x.longest_q if by_sequence else num_rows

@@ -4,8 +4,9 @@ Where sequences have lengths of their own, one number of splits for all leaves p
 the blocks of keys that each work tile sees, and programs share all of these evenly, one tile after the other (stream-K: Osama,
 Merrill, Cecka, Garland, Owens, 2023, arXiv 2301.03598): a program has whole tiles and at most two pieces of others. Nothing is read
 on the host, and there are no more parts than tiles and programs together. Work tiles are in the order of sequence, block of
-queries, head; those of all heads of a block are an entry of the plan. Neighbouring programs are in different teams, and tiles of
-heads that read the same keys are in different teams too, so that they are read once from memory, by all teams at the same time.
+queries, head; those of all heads of a block are an entry of the plan. Neighbouring programs are in different teams, and the heads'
+tiles are in different teams too: all teams go through the same tokens at the same time, whose heads lie side by side in memory, and
+keys that several tiles read come from memory once.
 Each piece has a part of its own: the tile's number in its team plus the program's, neither of which is ever less than the last
 piece's. A tile's parts are added in their order: results repeat to the bit. A kernel may write the result of a tile that it has
 whole, of which there is no part then.
@@ -21,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexattn.kernels_triton.common.arguments import Band, Lengths, Pointer, Rows
+from flexattn.kernels_triton.common.launch_order import let_next_begin, overlaps, wait_for_previous
 from flexattn.kernels_triton.common.primitives import load_sequence, row_pointer
 from flexattn.kernels_triton.common.problem import Problem, rows
 from flexattn.kernels_triton.common.split_kv import PartPointers, Parts, store_padding, sum_of_parts
@@ -29,7 +31,7 @@ from flexattn.kernels_triton.runtime.launch import Tile, kernel, launch
 
 _PLAN_TILE = Tile(512, 64, 4, 1)  # entries at a time
 _COMBINE_TILE = Tile(16, 128, 4, 1)  # parts at a time
-_WITHOUT_TEAM = 0.1  # share of the programs, at most
+_WITHOUT_TEAM = 0.05  # share of the programs, at most
 ROOM = tl.constexpr(16)
 """A program's share may be greater by one part in so many, for whole tiles: a part takes memory and another kernel's time."""
 
@@ -91,10 +93,12 @@ class PlanMeta(NamedTuple):
     HAS_RIGHT: bool
     IS_RAGGED_Q: bool
     IS_RAGGED_KV: bool
+    OVERLAPS: bool
 
 
 @kernel
 def _split_plan_kernel(args: PlanArguments, META: tl.constexpr):
+    let_next_begin(META.OVERLAPS)
     CHUNK: tl.constexpr = META.CHUNK
     KEYS: tl.constexpr = META.KEYS
     band = args.band
@@ -131,9 +135,9 @@ def _split_plan_kernel(args: PlanArguments, META: tl.constexpr):
     tl.store(before_ptr + entries + 1, tl.where(whole - share <= share // ROOM, whole, share))
 
 
-def _number_of_teams(sharing: int, programs: int) -> int:
-    # The number of tiles that read the same keys, or a divisor: the largest that leaves few programs without a team.
-    return max(n for n in range(1, sharing + 1) if sharing % n == 0 and programs % n <= _WITHOUT_TEAM * programs)
+def _number_of_teams(tiles: int, programs: int) -> int:
+    # The number of an entry's tiles, or a divisor: the largest that leaves few programs without a team.
+    return max(n for n in range(1, tiles + 1) if tiles % n == 0 and programs % n <= _WITHOUT_TEAM * programs)
 
 
 def make_plan(problem: Problem, tile: PlannedTile, programs: int) -> Plan:
@@ -142,7 +146,7 @@ def make_plan(problem: Problem, tile: PlannedTile, programs: int) -> Plan:
     blocks = cdiv(x.longest_q, tile.queries)
     entries = x.batch * blocks
     groups = x.num_heads // tile.heads
-    teams = _number_of_teams(max(1, x.group_size // tile.heads), programs)
+    teams = _number_of_teams(groups, programs)
     own_tiles, own_programs = groups // teams, programs // teams
     plan = Plan(
         before_ptr=torch.empty(entries + 2, dtype=torch.int32, device=x.device),
@@ -165,6 +169,7 @@ def make_plan(problem: Problem, tile: PlannedTile, programs: int) -> Plan:
         HAS_RIGHT=x.window_right is not None,
         IS_RAGGED_Q=x.q.dim() == 3,
         IS_RAGGED_KV=x.k.dim() == 3,
+        OVERLAPS=overlaps(x.device),
     )
     launch(_split_plan_kernel, 1, x.device, _PLAN_TILE, (args, meta))
     return plan
@@ -272,10 +277,12 @@ class PiecesMeta(NamedTuple):
     GROUP: int
     QUERIES: int
     FEWEST: int  # parts of a tile that are combined
+    OVERLAPS: bool
 
 
 @kernel
 def _combine_pieces_kernel(args: PiecesArguments, META: tl.constexpr):
+    wait_for_previous(META.OVERLAPS)
     plan = args.plan
     parts = args.parts
     lengths = args.lengths_q
@@ -338,5 +345,6 @@ def combine_pieces(problem: Problem, plan: Plan, tile: PlannedTile, parts: Parts
         GROUP=slots_of_heads(tile.heads),
         QUERIES=tile.queries,
         FEWEST=2 if tile.writes_whole else 1,
+        OVERLAPS=overlaps(x.device),
     )
     launch(_combine_pieces_kernel, x.batch * x.num_heads * x.longest_q, out.device, _COMBINE_TILE, (args, own_meta))

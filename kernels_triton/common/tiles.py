@@ -327,10 +327,13 @@ Kind = Literal["open", "causal", "windowed", "modified", "loaded"]
 HOPPER_BYTES = 2**23
 """Of k and v, where few queries make loading them all there is to do: of less, both families take the 16 us of two launches."""
 
+HOPPER_PAGED_BYTES = 2**22
+"""The same of k and v in pages: 1024 keys of 8 heads take 14.2 us instead of 17.9 (bench/results/overlap_h200.json)."""
+
 HOPPER_UNSHARED_BYTES = 2**30
 """Of k and v, where queries are few and each query head has a key head of its own: 64 sequences of 2048 keys and 32 such heads take
 518 us instead of 597 (bench/results/decode_paged_h200.json); less was not measured. Over pages, which the portable kernel reads at
-half its speed, `HOPPER_BYTES` serves all calls."""
+half its speed, `HOPPER_PAGED_BYTES` serves all calls."""
 
 # As `open_from` and the like, by a row's head dim of q and k (bench/results/dropout_h200.json, decode_h200.json and
 # splits_h200.json).

@@ -11,6 +11,7 @@ from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.common.tiles import (
     HOPPER_BYTES,
     HOPPER_DROPOUT_FROM,
+    HOPPER_PAGED_BYTES,
     HOPPER_SHARED_FROM,
     HOPPER_UNSHARED_BYTES,
     HOPPER_WIDE,
@@ -193,7 +194,8 @@ def forward_slower(problem: Problem) -> str | None:
     shortest = HOPPER_SHARED_FROM[tile.head_dim_qk]
     if x.longest_kv < shortest:
         return f"HOPPER_SHARED_FROM of its row is {shortest} keys, and the longest sequence has {x.longest_kv}"
-    return None if size >= HOPPER_BYTES else "there is too little to load for it to be faster"
+    least = HOPPER_PAGED_BYTES if is_paged else HOPPER_BYTES
+    return None if size >= least else "there is too little to load for it to be faster"
 
 
 def backward_unsupported_block_mask(problem: Problem, block_n: int, block_m: int, keys: int) -> str | None:

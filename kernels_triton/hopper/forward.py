@@ -15,6 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
+from flexattn.kernels_triton.common.launch_order import wait_for_previous
 from flexattn.kernels_triton.common.primitives import (
     LN2,
     exponent_factor,
@@ -351,6 +352,7 @@ def _attn_fwd_hopper_kernel(args: Arguments, MODS: gl.constexpr, META: gl.conste
     tiles = Tiles(q=q_tiles, k=k_tiles, v=v_tiles, out=out_tiles)
     barriers = allocate_forward_barriers(META)
     buffers = Buffers(tiles=tiles, barriers=barriers)
+    wait_for_previous(META.IS_SPLIT)
     if CONSUMERS == 2:  # the first consumer is the default partition: it gets the registers that are left, 240
         gl.warp_specialize(
             [

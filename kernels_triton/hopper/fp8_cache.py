@@ -20,6 +20,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flexattn.kernels_triton.common.arguments import Head
+from flexattn.kernels_triton.common.launch_order import wait_for_previous
 from flexattn.kernels_triton.common.primitives import (
     LN2,
     LOG2E,
@@ -385,6 +386,7 @@ def _attn_fwd_fp8_cache_kernel(args: CacheArguments, MODS: gl.constexpr, META: g
     HEAD_DIM: gl.constexpr = META.HEAD_DIM_V
     SUMS: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [2, 1, 0])
     buffer = gl.allocate_shared_memory(gl.float32, [WARPS, BLOCK_M, HEAD_DIM], SUMS)
+    wait_for_previous(META.IS_SPLIT)
     if META.IS_PLANNED:
         plan = args.plan
         groups = args.inputs.num_heads // META.HEADS

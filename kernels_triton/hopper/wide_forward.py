@@ -15,6 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
+from flexattn.kernels_triton.common.launch_order import wait_for_previous
 from flexattn.kernels_triton.common.primitives import head_of
 from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.common.problem import rows as rows_of
@@ -248,6 +249,7 @@ def _attn_fwd_wide_hopper_kernel(args: Arguments, MODS: gl.constexpr, META: gl.c
     )
     tiles = Tiles(q=q_tiles, k=k_tiles, v=v_tiles, out=q_tiles.first)  # out leaves from registers
     buffers = Buffers(tiles=tiles, barriers=_allocate_wide_barriers(META))
+    wait_for_previous(META.IS_SPLIT)
     gl.warp_specialize(
         [
             (_left_partition, (args, buffers, exchange, MODS, META)),

@@ -18,6 +18,7 @@ from flexattn.kernels_triton.common.arguments import (
     Rows,
 )
 from flexattn.kernels_triton.common.block_lists import TileRange, full_tiles, listed_tile, load_block_lists, other_tiles
+from flexattn.kernels_triton.common.launch_order import let_next_begin, overlaps, wait_for_previous
 from flexattn.kernels_triton.common.primitives import (
     FP8_OFFSET,
     LN2,
@@ -216,6 +217,8 @@ def _attn_fwd_loop(sums, block, tiles, inputs, MODS: tl.constexpr, IS_MASKED: tl
 
 @kernel
 def _attn_fwd_kernel(args: Arguments, MODS: tl.constexpr, META: tl.constexpr):
+    wait_for_previous(META.OVERLAPS)
+    let_next_begin(META.OVERLAPS)
     BLOCK_M: tl.constexpr = META.BLOCK_M
     V0: tl.constexpr = META.V0
     V1: tl.constexpr = META.V1
@@ -467,7 +470,8 @@ def attention_forward(
     elif splits > 1:
         parts = Parts.empty(splits, lse, out.shape[-1], x.is_unbounded)
         parts_out = parts.rows(lse)
-    meta = x.meta(tile, (parts_out,))._replace(HEADS=group, GROUP=slots, IS_LATENT=x.is_latent)
+    early = parts is not None and overlaps(x.device)
+    meta = x.meta(tile, (parts_out,))._replace(HEADS=group, GROUP=slots, IS_LATENT=x.is_latent, OVERLAPS=early)
     largest = None
     if max_logit is not None:
         places = tiles // x.num_heads * splits if plan is None else plan.entries + plan.programs

@@ -2,7 +2,8 @@
 
 Triton's launchers look at each argument's type again in each launch. Here that is done once for a compiled kernel, and what is left
 is `struct.pack_into` and `cuLaunchKernelEx`, which is the same in every version of Triton. What a kernel may need beyond that
-(scratch memory, clusters, launch attributes) none of ours does; `Direct.of` gives None for it.
+(scratch memory, clusters) none of ours does; `Direct.of` gives None for it. A kernel that waits for the one before it
+(`launch_order`) has the launch attribute by which it may begin early.
 """
 
 from __future__ import annotations
@@ -24,11 +25,20 @@ from flexattn.kernels_triton.runtime.store import Binary
 # C layouts, as cuda.h and Triton's signatures have them
 _CODES = {"i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u1": "B", "u8": "B", "u16": "H", "u32": "I", "u64": "Q"}
 _CODES |= {"fp32": "f", "f32": "f", "fp64": "d"}
-_CONFIG = "7I4xQ24x"  # CUlaunchConfig: grid, block, shared memory, stream, no attributes; then padding to _PARAMETERS
+_CONFIG = "7I4xQQI12x"  # CUlaunchConfig: grid, block, shared memory, stream, attributes, their number; then padding to _PARAMETERS
 _STREAM = 32  # where the stream is in it
 _PARAMETERS = 64  # where the arguments begin: first the tensor maps, which are aligned to 64 bytes
 _MAP_BYTES = 128
 _MOST_MAPS = 256  # tensor maps kept of one descriptor, by address
+
+
+class _BeginsEarly(ctypes.Structure):
+    """CUlaunchAttribute: CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, set."""
+
+    _fields_ = (("id", ctypes.c_int), ("padding", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60))
+
+
+_BEGINS_EARLY = _BeginsEarly(id=6, value=1)
 
 Path = tuple[int, ...]  # an argument, and where in it
 
@@ -166,6 +176,7 @@ class Direct:
         self.name, self.signature, self.metas = binary.name, binary.signature, binary.maps
         self.block, self.shared = 32 * binary.num_warps, binary.shared
         self.function = _load(binary)
+        self.attributes = (ctypes.addressof(_BEGINS_EARLY), 1) if binary.waits else (0, 0)
         self.maps: list[Path] = []
         self.pointers: list[Path] = []
         others: list[tuple[Path, str, str]] = []  # (where, code, part of a descriptor or "")
@@ -208,7 +219,7 @@ class Direct:
         self.sizes = [widths[which](i) for which, i in order] + [8, 8]
         addresses = f"{_MAP_BYTES}s" * len(self.maps) + f"{len(self.pointers)}Q"
         self.whole = struct.Struct(f"={_CONFIG}{addresses}{codes}")
-        self.addresses = struct.Struct(f"=Q24x{addresses}")  # from the stream on
+        self.addresses = struct.Struct(f"=QQI12x{addresses}")  # from the stream on
         self.encoders: dict[Any, _Maps] = {}
         self.buffer = _Buffer(self)
 
@@ -252,7 +263,7 @@ class Direct:
         self, buffer: _Buffer, programs: int, stream: int, addresses: Sequence[Any], arguments: Sequence[Any], launches: bool
     ) -> None:
         """Fills a buffer, and launches it. addresses: the tensor maps, encoded, and then the pointers."""
-        config = (programs, 1, 1, self.block, 1, 1, self.shared, stream)
+        config = (programs, 1, 1, self.block, 1, 1, self.shared, stream, *self.attributes)
         others = self.numbers_of(arguments)
         with buffer.lock:
             try:
@@ -293,10 +304,11 @@ class Prepared:
         """Returns a closure, whose names are found faster than attributes: it is every call's last step."""
         lock, call, memory, at = self.buffer.lock, self.buffer.call, self.buffer.memory, self.buffer.offset + _STREAM
         pack, driver, name = self.direct.addresses.pack_into, _library().cuLaunchKernelEx, self.direct.name
+        attributes, count = self.direct.attributes
 
         def launch(stream: int, addresses: Sequence[Any]) -> None:
             with lock:
-                pack(memory, at, stream, *addresses)
+                pack(memory, at, stream, attributes, count, *addresses)
                 status = driver(*call)
                 if status == _NO_CONTEXT:
                     _make_current()

@@ -20,7 +20,7 @@ import triton
 
 from flexattn import kept_files
 
-FILE_FORMAT = 2
+FILE_FORMAT = 3
 _KIND = f"kernel {FILE_FORMAT}"
 _PREFIXES = ("TRITON_", "PTXAS_", "NVPTX_", "MLIR_", "LLVM_", "DISABLE_", "USE_IR_LOC")
 _ELSEWHERE = (
@@ -41,6 +41,7 @@ class Binary(NamedTuple):
     num_warps: int
     shared: int  # bytes
     maps: list[Any]  # for each descriptor, what its tensor map is encoded with
+    waits: bool  # for the kernel launched before it (`launch_order`)
     code: bytes
 
 
@@ -52,7 +53,8 @@ def binary_of(compiled: Any) -> Binary | None:
         return None
     signature = json.loads(json.dumps(list(compiled.src.signature.values())))  # tuples as lists, as they come back from a file
     maps = [dict(meta) if meta is not None else None for meta in getattr(metadata, "tensordesc_meta", None) or ()]
-    return Binary(metadata.name, signature, metadata.num_warps, metadata.shared, maps, compiled.asm["cubin"])
+    waits = "griddepcontrol.wait" in compiled.asm["ptx"]
+    return Binary(metadata.name, signature, metadata.num_warps, metadata.shared, maps, waits, compiled.asm["cubin"])
 
 
 def description(kernel: Any, parts: Sequence[Any], num_warps: int, num_stages: int, architecture: int) -> str:

@@ -270,14 +270,15 @@ def test_one_long_sequence_among_short_ones_is_shared_evenly() -> None:
     q, k = torch.zeros(64, 1, 8, 16), torch.zeros(64, 4096, 2, 16)
     plan = make_plan(Problem(q, k, k, softmax_scale=1.0, seqused_kv=used), PlannedTile(4, 8, 8, 32, False), 132)
     total, share = plan.before_ptr[-2:].tolist()
-    assert total == 2 * (128 + 63)
-    assert share == -(-total // 132)
-    assert 128 / share > 40  # programs that have a part of the long one of one head; the fewest blocks that 132 programs can have
+    assert (plan.teams, plan.programs) == (2, 66)  # a team for the tile of each key head
+    assert total == 128 + 63
+    assert share == -(-total // 66)
+    assert 128 / share > 40  # programs that have a part of the long one of one head; the fewest blocks that 66 programs can have
 
 
-def test_teams_are_as_many_as_tiles_that_read_the_same_keys() -> None:
+def test_teams_are_as_many_as_tiles_of_an_entry() -> None:
     """Or a divisor of that, where else many programs would have no team."""
-    assert [split_plan._number_of_teams(n, 132) for n in (1, 2, 3, 4, 8, 71)] == [1, 2, 3, 4, 8, 1]
+    assert [split_plan._number_of_teams(n, 132) for n in (1, 2, 3, 4, 8, 40, 71)] == [1, 2, 3, 4, 8, 10, 1]
     assert [split_plan._number_of_teams(n, 3) for n in (1, 2, 3, 6)] == [1, 1, 3, 3]
 
 
@@ -299,7 +300,8 @@ def test_memory_is_bounded_by_tiles_and_programs(capacity: int) -> None:
             forward(problem, torch.empty_like(problem.q), problem.q.new_empty((64, 32, 1), dtype=torch.float32))
         assert [launch.kernel.__name__ for launch in launches][::2] == ["_split_plan_kernel", "_combine_pieces_kernel"]
         parts = [t for t in launches[2].arguments if isinstance(t, Tensor) and t.dtype is torch.float32 and t.dim() == 3]
-        assert [tuple(t.shape) for t in parts[:2]] == [(64 * 8 + programs - 1, 4, 128), (1, 64 * 8 + programs - 1, 4)]
+        most = 64 * 8 + programs // 8 * 8 - 8  # each of eight teams has one part for each of its programs but one, beside its tiles
+        assert [tuple(t.shape) for t in parts[:2]] == [(most, 4, 128), (1, most, 4)]
 
 
 def problem_of(batch: int, capacity: int, queries: int = 1, **more: Any) -> Problem:

@@ -95,7 +95,7 @@ def test_build_says_what_it_cannot(forked_python, tmp_path: Path) -> None:
     assert "--capability" in ran.stderr
 
 
-BINARY = store.Binary("kernel", ["*bf16", ["i32", "fp32"], "constexpr"], 4, 1024, [{"swizzle": 3}], b"\x00\nbinary\n")
+BINARY = store.Binary("kernel", ["*bf16", ["i32", "fp32"], "constexpr"], 4, 1024, [{"swizzle": 3}], False, b"\x00\nbinary\n")
 
 
 def test_a_file_says_all_or_nothing(tmp_path: Path) -> None:
