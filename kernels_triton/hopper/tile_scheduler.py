@@ -29,16 +29,6 @@ class Work(NamedTuple):
     heads_per_l2_section: int  # `swizzle_heads_for_l2`
 
 
-def _section_of_one_size(heads: int, most: int) -> int:
-    """Returns the size of sections of `heads` heads, about `most`, of which the last has as few heads less as can be.
-
-    A small last section leaves multiprocessors idle: gpt-oss's backward takes 5166 us in sections of 4, 4, 4 and 4 heads, and 6033
-    in sections of 5, 5, 5 and 1. Short calls gain from sections of up to a third more than L2 has room for too
-    (bench/results/sections_h200.json).
-    """
-    return max(range(cdiv(most, 2), min(heads, most * 4 // 3) + 1), key=lambda size: (-(-heads % size), size))
-
-
 def _heads_in_l2(heads: int, bytes_per_head: int) -> int:
     """Returns how many of `heads` heads share L2, at least one."""
     return min(heads, max(1, _L2_BYTES // bytes_per_head))
@@ -74,9 +64,7 @@ def forward_work(problem: Problem, queries: int, group: int = 1, *, has_table: b
 def heads_per_l2_section(problem: Problem, heads: int, bytes_per_head: int) -> int:
     """Returns how many heads a backward takes together; 2 of packed batches (bench/results/packed_orders_h200.json)."""
     x = problem
-    if x.has_lengths:
-        return min(heads, 2)
-    return _section_of_one_size(heads * x.batch, _heads_in_l2(heads * x.batch, bytes_per_head))
+    return min(heads, 2) if x.has_lengths else _heads_in_l2(heads * x.batch, bytes_per_head)
 
 
 class Sequence(NamedTuple):
