@@ -12,13 +12,12 @@ import torch
 import triton
 import triton.language as tl
 
-from flexattn.kernels_triton.runtime import interpreter
-from flexattn.kernels_triton.runtime.launch import capability_of
+from flexattn.kernels_triton.runtime.launch import capability_of, is_interpreted
 
 
 def overlaps(device: torch.device) -> bool:
     """Returns whether kernels on this device may be compiled with the two functions below."""
-    return capability_of(device) >= 90 and not interpreter.INTERPRETED
+    return capability_of(device) >= 90 and not is_interpreted()
 
 
 @triton.jit

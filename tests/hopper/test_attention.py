@@ -32,6 +32,7 @@ from flexattn.kernels_triton.hopper import backward_fused as fused_kernels
 from flexattn.kernels_triton.hopper import conditions, dq_sums
 from flexattn.kernels_triton.hopper import forward as forward_kernels
 from flexattn.kernels_triton.hopper.descriptors import batch_steps, batch_steps_of, descriptor_error
+from flexattn.kernels_triton.hopper.fused_launch import _section_of_one_size
 from flexattn.kernels_triton.hopper.tile_scheduler import query_heads_per_l2_section
 from flexattn.kernels_triton.runtime.launch import Launch, capability_of, recorded_launches
 from flexattn.testing import (
@@ -384,6 +385,13 @@ def test_sections_of_heads_fit_l2() -> None:
     assert query_heads_per_l2_section(problem) == 2 * 2  # heads of keys, and the query heads of each
     dense = packed.view(16, 2048, 16, 128)
     assert query_heads_per_l2_section(Problem(dense, dense, dense, softmax_scale=0.1)) == 32
+
+
+@pytest.mark.parametrize(
+    ("heads", "most", "size"), [(16, 5, 4), (64, 10, 8), (256, 12, 16), (17, 5, 6), (2, 1, 1), (3, 3, 3), (1, 1, 1)]
+)
+def test_sections_have_one_size_or_nearly(heads: int, most: int, size: int) -> None:
+    assert _section_of_one_size(heads, most) == size
 
 
 @pytest.mark.parametrize("by_sequence", [False, True])
