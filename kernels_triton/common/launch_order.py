@@ -12,12 +12,12 @@ import torch
 import triton
 import triton.language as tl
 
-from flexattn.kernels_triton.runtime.launch import capability_of, is_interpreted
+from flexattn.kernels_triton.runtime.launch import capability_of
 
 
 def overlaps(device: torch.device) -> bool:
     """Returns whether kernels on this device may be compiled with the two functions below."""
-    return capability_of(device) >= 90 and not is_interpreted()
+    return capability_of(device) >= 90
 
 
 @triton.jit

@@ -60,6 +60,7 @@ def right_arithmetic() -> Iterator[None]:
       addition, in an order of its own: cast to fp32 first where that matters.
     - tl.minimum, tl.maximum and tl.clamp pass over NaN, in fp32 and fp16 too, unless the kernel asks for propagate_nan.
     - With triton 3.6 and numpy 2.4 or later, loops over run-time bounds work.
+    - The assembly that orders launches (`griddepcontrol`) does nothing, as launches run one after another. Other assembly raises.
 
     The rest is Triton's own: fp32 and fp16 arithmetic, and atomics, which raise on bf16. Kernels run several times faster: device
     functions are patched once, a type and a shape are made once and not for every value, no common type is sought where operands
@@ -103,6 +104,7 @@ def _install() -> None:
         (InterpreterBuilder, "create_minnumf", _create_minnumf),
         (InterpreterBuilder, "create_maxnumf", _create_maxnumf),
         (InterpreterBuilder, "create_clampf", _create_clampf),
+        (InterpreterBuilder, "create_inline_asm", _create_inline_asm),
         (ReduceOps, "sum", _reduce),
         (ReduceOps, "min_max", _reduce),
         (ScanOps, "cumsum", _scan),
@@ -222,6 +224,13 @@ def _create_clampf(original, builder, x, low, high, propagate_nans):
     if propagate_nans == ir.PROPAGATE_NAN.NONE:
         return builder.create_minnumf(builder.create_maxnumf(x, low), high)
     return _narrow_like(x, original(builder, _widen(x), _widen(low), _widen(high), propagate_nans))
+
+
+def _create_inline_asm(original, builder, asm, constraints, values, *options):
+    if "griddepcontrol" not in asm:
+        return original(builder, asm, constraints, values, *options)
+    (value,) = values  # which the assembly returns as it came, as the interpreter runs launches one after another
+    return SimpleNamespace(get_result=lambda _: value)
 
 
 def _reduce(original, reduction, input, **operators):

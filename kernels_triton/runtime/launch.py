@@ -164,11 +164,6 @@ def is_plain() -> bool:
     return not _runtime.debug and _runtime.add_stages_inspection_hook is None
 
 
-def is_interpreted() -> bool:
-    """Returns whether this thread's launches run in Triton's interpreter, which knows no inline assembly."""
-    return interpreter.INTERPRETED and _thread.recording is None
-
-
 def current_stream(device: torch.device) -> int:
     return torch._C._cuda_getCurrentRawStream(device.index)  # type: ignore[no-any-return]
 
