@@ -35,6 +35,12 @@ def _cast_kernel(x_ptr, out_ptr, SIZE: tl.constexpr, ROUNDING: tl.constexpr):
 
 
 @triton.jit
+def _assembly_kernel(out_ptr, ASSEMBLY: tl.constexpr):
+    zero = tl.inline_asm_elementwise(ASSEMBLY, "=r,r", [0], dtype=tl.int32, is_pure=False, pack=1)
+    tl.store(out_ptr, zero + 1)
+
+
+@triton.jit
 def _binary_kernel(x_ptr, y_ptr, out_ptr, OP: tl.constexpr, SIZE: tl.constexpr):
     i = tl.arange(0, SIZE)
     x = tl.load(x_ptr + i)
@@ -400,6 +406,16 @@ def _bytes(data: np.ndarray) -> tuple[object, ...]:
 
 
 @interpreted
+@interpreted
+def test_assembly_raises_unless_it_only_orders_launches():
+    out = torch.zeros(1, dtype=torch.int32)
+    with right_arithmetic():
+        _assembly_kernel[(1,)](out, ASSEMBLY="griddepcontrol.wait; mov.b32 $0, $1;")
+        with pytest.raises(InterpreterError, match="inline_asm not supported"):
+            _assembly_kernel[(1,)](out, ASSEMBLY="mov.b32 $0, $1;")
+    assert out.item() == 1
+
+
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")
 def test_operands_become_what_triton_makes_of_them():
     from triton.language.semantic import TritonSemantic
