@@ -312,6 +312,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=() if "length" in n or "index" in n else pytest.mark.exhaustive) for n in OPERATIONS]
 )

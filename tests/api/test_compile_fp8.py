@@ -100,7 +100,7 @@ def check(kind: str, lengths: list[tuple[int, int]], monkeypatch: pytest.MonkeyP
     return counts
 
 
-@pytest.mark.sample
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=() if k in FEW else pytest.mark.exhaustive) for k in KINDS])
 def test_lengths_and_batches_compile_twice_at_most(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By blocks of rows, lengths of one block are apart: torch compiles a dim of 1, here the number of blocks, for itself."""
@@ -116,6 +116,7 @@ def test_static_and_dynamic(kind: str, dynamic: bool, monkeypatch: pytest.Monkey
     assert second == (first if dynamic else 2 * first)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "by head" else pytest.mark.exhaustive) for n in RECIPES])
 def test_delayed_scaling_is_noted_in_a_graph(name: str) -> None:
     """In its backward too, where dout is found."""

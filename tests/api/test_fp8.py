@@ -61,6 +61,7 @@ def errors(call: dict[str, Any], got: Sequence[Tensor] | None = None, **argument
 USUAL, COARSE = 0.08, 0.14
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 def test_recipes_on_normal_inputs(backend: str, device: str) -> None:
     for fmt, recipe in (
@@ -125,6 +126,7 @@ def test_when_dout_is_quantised_before_the_backward(
     assert recipe.quantises_dout(torch.device("cpu"), backend) == is_before
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 def test_dout_is_quantised_by_the_backward(backend: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In blocks of 128 rows: what is small in one is not lost for what is large in another."""
@@ -190,6 +192,7 @@ def test_nan_and_infinity_are_in_their_rows_alone(backend: str, device: str) -> 
     assert float((out - clean)[~rows].abs().max()) < 0.2  # the amax may have been another element's
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 def test_zeros(backend: str, device: str) -> None:
     call = inputs(device) | {"backend": backend, "fp8_recipe": fp8.Recipe(granularity="block")}
@@ -376,6 +379,7 @@ def test_operators_are_what_torch_asks_of_them(device: str) -> None:
     torch.library.opcheck(torch.ops.flexattn.attention_backward.default, call, test_utils=utils)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_canary_and_warm_up_know_fp8(direction: Any, device: str) -> None:
     for recipe in (fp8.Recipe(granularity="block", fp8_format="HYBRID"), fp8.Recipe(bf16_backward=True)):

@@ -187,6 +187,7 @@ def fp8_call(device: str, **changes: Any) -> dict[str, Any]:
     return {name: t.data for name, t in call.items()} | descales | changes
 
 
+@pytest.mark.sample("way")
 @pytest.mark.parametrize("is_known", [False, True])
 def test_lse_alone_has_a_gradient(is_known: bool, way: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Out has no gradient then: v gets zeros, and q and k what lse alone gives them, by the operators and in a kept call."""

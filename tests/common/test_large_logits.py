@@ -90,7 +90,7 @@ def test_behind_a_band(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check(run(case, "post_scale_bias", **band), case, Rounding(torch.float32), visible=(j <= i) & (j >= i - 40))
 
 
-@pytest.mark.sample("kind", "dtype")
+@pytest.mark.sample
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("kind", "how"), [CASES[0], CASES[4]], ids=str)
 def test_keys_split(kind: str, how: str, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +130,7 @@ def run_hopper(case: Case, how: str, splits: int = 1) -> dict[str, Tensor]:
     return got
 
 
-@pytest.mark.sample("dim")
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize(
     ("kind", "how", "dtype", "dim"),

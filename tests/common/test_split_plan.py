@@ -141,7 +141,7 @@ def test_features_emulated(name: str) -> None:
     check(call, run(call, 1 + list(CALLS).index(name)))
 
 
-@pytest.mark.sample("fmt")
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("seed", [None, 4])
 @pytest.mark.parametrize("fmt", ["thd", "bshd", "sbhd", "thd_2bshd"])

@@ -117,6 +117,7 @@ BANDS: list[dict[str, Any]] = [
 HEAD_DIMS = [(64, 64), (128, 128), (192, 128), (256, 256), (40, 72)]
 
 
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("band", BANDS[1:3], ids=str)
 def test_a_program_for_each_tile(band: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +180,7 @@ def test_slots_in_reverse(dim: int) -> None:
     check(5, call, qkv_format="thd", gap=3, in_reverse=True, head_dim_qk=dim, head_dim_v=dim, **inputs)
 
 
-@pytest.mark.sample("band", "dims")
+@pytest.mark.sample("dims")
 @without_gpu
 @pytest.mark.parametrize(
     "band",

@@ -74,6 +74,7 @@ def test_head_dims(dims: tuple[int, int]) -> None:
     assert all(map(torch.equal, lazy, shuffled))  # to the bit, whatever the order
 
 
+@pytest.mark.sample("granularity")
 @without_gpu
 @pytest.mark.parametrize(
     ("fmt", "granularity"),
@@ -93,7 +94,7 @@ def test_formats_and_scales(fmt: str, granularity: str) -> None:
     check(2 + turn, {"attn_mask_type": "padding"} | band, granularity, qkv_format=fmt, **inputs)
 
 
-@pytest.mark.sample("dims", "mask")
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize(
     ("dims", "mask"), [((128, 128), "causal"), ((256, 256), "no_mask"), ((256, 256), "causal_bottom_right")], ids=str
@@ -103,6 +104,7 @@ def test_dense(dims: tuple[int, int], mask: str) -> None:
     check(7, {"attn_mask_type": mask}, "block", head_dim_qk=dims[0], head_dim_v=dims[1], **inputs)
 
 
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("dims", DIMS, ids=str)
 def test_softcap_and_bias(dims: tuple[int, int]) -> None:

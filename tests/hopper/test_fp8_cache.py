@@ -78,6 +78,7 @@ def test_queries_head_dims_and_splits(dims: tuple[int, int], queries: int | tupl
     check(splits, dims=dims, queries=queries, scales="token and head" if splits == 3 else "head")
 
 
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize(("heads", "queries"), [((12, 2), 1), ((4, 4), 3), ((32, 1), 1), ((12, 1), 2), ((6, 2), 20)], ids=str)
 def test_heads_that_share_a_tile(heads: tuple[int, int], queries: int) -> None:

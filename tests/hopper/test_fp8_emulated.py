@@ -110,6 +110,7 @@ def test_formats_and_scales(fmt: str, granularity: str) -> None:
         check(call_of({"attn_mask_type": "padding"} | band, granularity, qkv_format=fmt, padding=True, gap=2, **inputs), seed)
 
 
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize(
     "band",
@@ -151,6 +152,7 @@ def test_nan_stays_in_its_row() -> None:
     assert lse.isnan().sum() == 1
 
 
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (48, 80)], ids=str)
 def test_head_dims_backward(dims: tuple[int, int]) -> None:
@@ -193,7 +195,7 @@ def test_a_query_that_sees_one_key_has_no_gradient() -> None:
     check_backward_of(3, {"attn_mask_type": "no_mask"}, "tensor", **inputs)
 
 
-@pytest.mark.sample
+@pytest.mark.slow
 @without_gpu
 @pytest.mark.parametrize("kernels", [hopper_fp8_fused, hopper_fp8_backward], ids=lambda module: module.__name__.split(".")[-1])
 def test_products_take_what_came_in_16_bits(kernels: ModuleType) -> None:
@@ -219,7 +221,7 @@ def test_products_take_what_came_in_16_bits(kernels: ModuleType) -> None:
         assert all(map(torch.equal, run(*others), once))
 
 
-@pytest.mark.sample("kernels")
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("dims", [(64, 64), (192, 128)], ids=str)
 @pytest.mark.parametrize("kernels", [hopper_fp8_fused, hopper_fp8_backward], ids=lambda module: module.__name__.split(".")[-1])

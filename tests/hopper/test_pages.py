@@ -91,7 +91,7 @@ def check(seed: int, arguments: dict[str, Any], splits: int | None = None) -> No
     check_close("lse", lse, exact[1], budget[1])
 
 
-@pytest.mark.sample("page_size", "layout", "dim")
+@pytest.mark.sample("layout")
 @without_gpu
 @pytest.mark.parametrize("dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -136,6 +136,7 @@ def test_features(name: str, splits: int) -> None:
     check(3, FEATURES[name], splits, latent=splits == 1, **{**MLA, **inputs, "num_heads_kv": 1})
 
 
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("latent", [False, True])
 def test_block_masks(latent: bool, monkeypatch: pytest.MonkeyPatch) -> None:

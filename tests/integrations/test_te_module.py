@@ -386,7 +386,7 @@ def test_delayed_scales_are_those_of_the_step_before_and_survive_a_checkpoint() 
     assert other.get_extra_state().numel() == 0
 
 
-@pytest.mark.sample("kind", "recipe")
+@pytest.mark.sample
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
 @pytest.mark.parametrize("kind", ["reentrant", "not reentrant", "te"])
 def test_a_checkpointed_layer_computes_again_in_fp8(kind: str, recipe: str) -> None:

@@ -128,6 +128,7 @@ def test_new_values_are_no_new_trace(device: str) -> None:
 RANKS: dict[int, tuple[int, ...]] = {1: (45,), 2: (37, 1), 3: (HEADS, 1, 45), 4: (2, 1, 37, 45)}
 
 
+@pytest.mark.sample("backend")
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 @pytest.mark.parametrize("rank", RANKS)
 def test_tensors_are_broadcast_from_the_right(rank: int, backend: str, device: str) -> None:
@@ -151,6 +152,7 @@ NUMBERS = {
 }
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("what", NUMBERS)
 def test_numbers_and_tensors_of_one_element_are_numbers(what: str, device: str) -> None:
     number = NUMBERS[what]

@@ -68,6 +68,7 @@ CASES = [(t5, 1, "thd"), (decay_and_mask, 4, "bshd"), (from_the_head_alone, 0, "
 MORE = [(t5, 1, "bshd"), (decay_and_mask, 4, "thd"), (from_the_head_alone, 0, "bshd")]
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     ("make_mods", "tables", "fmt"), [*CASES, *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in MORE)]
 )

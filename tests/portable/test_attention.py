@@ -88,7 +88,7 @@ def test_dense_without_lengths(fmt: str, mask: str, sq: int, skv: int, device: s
     check({"attn_mask_type": mask}, device, qkv_format=fmt, lengths_q=lengths(sq, sq), lengths_kv=lengths(skv, skv))
 
 
-@pytest.mark.sample("window", "bottom_right")
+@pytest.mark.sample("bottom_right")
 @pytest.mark.parametrize("bottom_right", [False, True])
 @pytest.mark.parametrize("window", [(0, 0), (1, 1), (20, 7), (-1, 9), (40, -1), (10**9, 10**9), (0, -1)], ids=str)
 def test_window(window: tuple[int, int], bottom_right: bool, device: str) -> None:
@@ -106,6 +106,7 @@ def test_causal_window(mask: str, device: str) -> None:
 DIMS = ((8, 8), (16, 40), (24, 96), (64, 64), (80, 72), (192, 128), (128, 192), (256, 256), (264, 320), (512, 512), (576, 512))
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("dims", DIMS, ids=str)
 def test_head_dims(dims: tuple[int, int], device: str) -> None:
     for dtype in DTYPES[:2] if max(dims) <= 256 else DTYPES[1:]:
@@ -139,7 +140,7 @@ def test_grouped_heads(heads: tuple[int, int], dtype: torch.dtype, device: str) 
 BIAS_SHAPES = [(2, 4, 1, 1), (1, 4, 1, 1), (2, 1, 1, 1), (1, 1, 1, 1)]
 
 
-@pytest.mark.sample("spans", "kind")
+@pytest.mark.sample("spans")
 @pytest.mark.parametrize("kind", ["pre_scale_bias", "post_scale_bias"])
 @pytest.mark.parametrize(
     "spans",
@@ -222,7 +223,7 @@ def test_dropout(p: float, device: str) -> None:
     check(call, device, qkv_format="thd", gap=2, lengths_q=lengths(40, 67), lengths_kv=lengths(50, 67))
 
 
-@pytest.mark.sample("dims", "dtype")
+@pytest.mark.sample("dims")
 @pytest.mark.parametrize("dims", [(40, 24), (264, 512), (576, 512)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_everything_together(dtype: torch.dtype, dims: tuple[int, int], device: str) -> None:
