@@ -75,7 +75,8 @@ class Wgmma:
         self.result: Array
 
     def act(self) -> None:
-        product = np.matmul(self.a.data, self.b.data)
+        # In fp64, as a row's sum must not depend on where in its tile the row lies: in fp32 it does with some BLAS (OpenBLAS for Haswell).
+        product = np.matmul(self.a.data.astype(np.float64), self.b.data.astype(np.float64))
         if self.sees_old_data:
             product = np.full_like(product, np.nan)
         if self.use_accumulator:
