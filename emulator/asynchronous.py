@@ -75,7 +75,7 @@ class Wgmma:
         self.result: Array
 
     def act(self) -> None:
-        # In fp64, as a row's sum must not depend on where in its tile the row lies: in fp32 it does with some BLAS (OpenBLAS for Haswell).
+        # In fp64: a row has the same sum wherever it lies in its tile, which in fp32 depends on the BLAS.
         product = np.matmul(self.a.data.astype(np.float64), self.b.data.astype(np.float64))
         if self.sees_old_data:
             product = np.full_like(product, np.nan)

@@ -145,6 +145,13 @@ def test_wgmma(dtype: torch.dtype, k_major: bool, in_registers: bool) -> None:
         torch.testing.assert_close(out.double(), want, atol=1e-4, rtol=1e-5)
 
 
+def test_wgmma_gives_a_row_the_same_bits_wherever_it_lies() -> None:
+    row, b = torch.randn(64).bfloat16(), torch.randn(64, 128).bfloat16()
+    out = torch.empty(64, 128)
+    clean(emulator.launch(samples.matmul, (1,), *(descriptor(t, t.shape) for t in (row.repeat(64, 1), b)), out, False, False))
+    assert torch.equal(out, out[:1].expand(64, 128))
+
+
 def test_mma_sync() -> None:
     a, b, out = torch.randn(4, 16, 32).half(), torch.randn(4, 32, 8).half(), torch.empty(4, 16, 8)
     clean(emulator.launch(samples.mma_sync, (1,), a, b, out, WHAT=""))
