@@ -128,7 +128,8 @@ def _flex_attention(mode: str, workload: Workload, tensors: Tensors) -> Attend:
     return torch.compile(call, dynamic=False, mode=None if mode == "default" else mode)
 
 
-def _module(name: str, package: str) -> ModuleType:
+def import_peer(name: str, package: str) -> ModuleType:
+    """Returns a module of a package that may be missing, which raises Unavailable."""
     try:
         return importlib.import_module(name)
     except ImportError as e:
@@ -138,7 +139,7 @@ def _module(name: str, package: str) -> ModuleType:
 def _flash_attn(module_name: str, package: str, workload: Workload, tensors: Tensors) -> Attend:
     """flash-attn 2, 3 and 4 under their different names; their causal masks are bottom-right."""
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # so that 4 keeps on disk what it compiles
-    module = _module(module_name, package)
+    module = import_peer(module_name, package)
     function = getattr(module, "flash_attn_varlen_func" if workload.is_ragged else "flash_attn_func")
     left, right, bottom_right = band_of(workload)
     if not bottom_right and workload.lengths_q != workload.lengths_kv:

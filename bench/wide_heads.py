@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexattn.bench.decode import DTYPE, FLUSH_BYTES, LATENT, WORST, captured, time_replays
+from flexattn.bench.decode import FLUSH_BYTES, WORST, captured, time_replays
+from flexattn.bench.decode_cells import DTYPE, LATENT
 
 ROUNDS, CALLS = 4, 4  # turns of each kernel, and replays in each
 PAGE = 64
