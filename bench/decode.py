@@ -1,6 +1,6 @@
 """Attention over keys in a cache, by the cells of serving: decode, pages, chunked prefill, shared prefixes, absorbed latents (MLA).
 
-    python -m flexattn.bench.decode --out decode.json [--only PATTERN]
+    python -m flexattn.bench.decode --out decode.json [--only PATTERN ...]
 
 Each cell is one step's call. Rows of the cache that are not in use hold NaN, and unused entries of the page table numbers out of
 range. Timed beside each other: the call, the same with `batch_invariant`, over a dense cache, on cuDNN, and the peers of
@@ -157,10 +157,10 @@ def measure(name: str, cell: Cell, flush: Tensor) -> list[dict[str, Any]]:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, help="where the JSON is written, after every cell")
-    parser.add_argument("--only", default="*", metavar="PATTERN", help="cells whose name matches, as 'MLA*'")
+    parser.add_argument("--only", nargs="+", default=["*"], metavar="PATTERN", help="cells whose name matches one, as 'MLA*'")
     parser.add_argument("--list", action="store_true", help="print the cells' names, and measure nothing")
     options = parser.parse_args(argv)
-    chosen = {name: cell for name, cell in CELLS.items() if fnmatch.fnmatchcase(name, options.only)}
+    chosen = {name: cell for name, cell in CELLS.items() if any(fnmatch.fnmatchcase(name, only) for only in options.only)}
     if options.list:
         print("\n".join(chosen))
         return 0
@@ -179,7 +179,7 @@ def main(argv: list[str] | None = None) -> int:
     flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
     rows: list[dict[str, Any]] = []
     for name, cell in [*chosen.items(), ("merge", None)]:
-        if cell is None and options.only != "*":
+        if cell is None and "*" not in options.only:
             continue
         new = [measure_merge(flush)] if cell is None else measure(name, cell, flush)
         for row in new:
