@@ -82,11 +82,14 @@ def logged(work):
     stub_driver.logs(library, False)
     return found
 
-def normalised(found, inputs):
+def normalised(found, inputs, by_triton):
     # addresses by what they are of: an input, or the n-th memory that comes
     names, rows = dict(inputs), []
-    for numbers, function, arguments in found:
+    for (*numbers, attributes, stream), function, arguments in found:
         direct = directs[function]
+        # Triton lets no kernel begin early, which only the driver's own call asks for
+        assert attributes == (0 if by_triton else direct.attributes[1]), (direct.name, attributes)
+        numbers.append(stream)
         first, maps = 64 + 128 * len(direct.maps), 64
         row = [numbers, direct.name]
         for offset, data in zip(direct.offsets, arguments):
@@ -143,7 +146,7 @@ for hopper in ("never", "always"):
         recordings = [c for c in call_cache._calls.values() if c.recording]
         given = {t.data_ptr(): (str(n), max(1, t.numel() * t.element_size())) for n, t in enumerate([*leaves, *outputs])}
         given |= {t.data_ptr(): (n, t.numel() * t.element_size()) for n, t in call.items() if isinstance(t, torch.Tensor)}
-        rows = [normalised(found, given) for found in (by_triton, by_driver, played)]
+        rows = [normalised(found, given, found is by_triton) for found in (by_triton, by_driver, played)]
         assert len(rows[0]) > 2 and len(rows[0]) == len(rows[1]) == len(rows[2]), [len(r) for r in rows]
         for kind, other in (("direct", rows[1]), ("played", rows[2])):
             for a, b in zip(rows[0], other):
