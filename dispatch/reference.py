@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -196,7 +196,7 @@ def _hidden(
         captures = spec.mods.inputs(block.mod_tensors, x.mod_numbers)
         masked = ~evaluate(spec.mods.mask, {**indices, **captures}, block.q.dtype)
     if spec.block_size is not None:
-        kinds = block_kinds(x)
+        kinds = block_kinds(x.block_mask)
         kinds = kinds if kinds.shape[0] == 1 else kinds[_slice(sequences.batch)]
         kinds = kinds[..., i // spec.block_size[0], j // spec.block_size[1]]
         masked = (kinds == 0) if masked is None else (kinds == 0) | (kinds == 1) & masked
@@ -236,9 +236,9 @@ class _WithGivenDerivative(torch.autograd.Function):
         return (out if hidden is None else out.masked_fill(hidden, 0.0)), None, None, None
 
 
-def block_kinds(x: Operands) -> Tensor:
+def block_kinds(block_mask: Sequence[Tensor]) -> Tensor:
     """Returns for each block of queries and keys, [b | 1, h | 1, rows, columns]: 0 for hidden, 1 for masked, 2 for seen whole."""
-    counts, indices, full_counts, full_indices = x.block_mask[:4]
+    counts, indices, full_counts, full_indices = block_mask[:4]
     columns = indices.shape[-1]
     kinds = torch.zeros((*indices.shape[:-1], columns + 1), dtype=torch.int8, device=indices.device)
     place = torch.arange(columns, device=indices.device)

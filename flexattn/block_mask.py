@@ -87,7 +87,7 @@ def create_block_mask(
             most = torch.zeros_like(of_block).scatter_add_(-1, block, torch.full_like(seen, len(i)))
             kinds[:, :, row, column : column + step] = (of_block > 0).to(torch.int8) + (of_block == most).to(torch.int8)
     return BlockMask.from_kv_blocks(
-        *_ordered(kinds == 1), *_ordered(kinds == 2), (size_q, size_kv), mask_mod, seq_lengths=(Q_LEN, KV_LEN)
+        *ordered(kinds == 1), *ordered(kinds == 2), (size_q, size_kv), mask_mod, seq_lengths=(Q_LEN, KV_LEN)
     )
 
 
@@ -204,7 +204,7 @@ def _block_size(given: int | tuple[int, int]) -> tuple[int, int]:
     return size[0], size[1]
 
 
-def _ordered(chosen: Tensor) -> tuple[Tensor, Tensor]:
+def ordered(chosen: Tensor) -> tuple[Tensor, Tensor]:
     """Returns how many entries of the last dim are chosen, and the indices with those first, ascending; int32."""
     order = torch.argsort(chosen.to(torch.int8), dim=-1, descending=True, stable=True)
     return chosen.sum(-1, dtype=torch.int32), order.to(torch.int32)

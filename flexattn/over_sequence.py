@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 attend: Callable[..., Any] | None = None  # (q, k, v, group, (queries, keys), arguments) -> what attention gives, of local tensors
-NO_TENSORS = ("block_mask", "cu_seqlens_q", "cu_seqlens_kv", "seqused_q", "seqused_kv", "page_table")
+NO_TENSORS = ("cu_seqlens_q", "cu_seqlens_kv", "seqused_q", "seqused_kv", "page_table")
 
 
 def can_attend(arguments: dict[str, Any]) -> bool:

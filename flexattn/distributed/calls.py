@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from flexattn.backward import attention_backward
+from flexattn.distributed.blocks import Blocks
 from flexattn.distributed.layout import Run
+from flexattn.distributed.local_blocks import LocalBlocks
 from flexattn.distributed.mask import LocalBand, Piece, local_band
 from flexattn.distributed.origin import Mod, Origin, mod_of_heads, moved_mod, rng_state_of, with_alibi
 from flexattn.functional import attention, merge_attention
@@ -75,6 +77,7 @@ class Call(NamedTuple):
     origin: Origin
     packing: dict[str, Any] | None  # cu_seqlens and max_seqlen of a packed call
     by_eights: bool  # whether the first key of each piece is at a multiple of 8
+    blocks: LocalBlocks | None
 
 
 class Part(NamedTuple):
@@ -89,7 +92,9 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
-def make_calls(pieces: Sequence[Piece], is_packed: bool, wants_diagonal: bool, device: torch.device) -> list[Call]:
+def make_calls(
+    pieces: Sequence[Piece], is_packed: bool, blocks: Blocks | None, wants_diagonal: bool, device: torch.device
+) -> list[Call]:
     """Returns calls that hold all pieces: in one call no two share a query or a key, and all have the same local band."""
     groups: list[tuple[LocalBand, list[Piece]]] = []
     for piece in sorted(pieces, key=lambda piece: (piece.keys.start, piece.rows.start)):
@@ -101,7 +106,12 @@ def make_calls(pieces: Sequence[Piece], is_packed: bool, wants_diagonal: bool, d
         else:
             group.append(piece)
     with torch.inference_mode(False):  # an inference tensor could not be read by a later backward
-        return [_call(tuple(sorted(group, key=lambda piece: piece.rows.start)), band, is_packed, device) for band, group in groups]
+        found = []
+        for band, group in groups:
+            ordered = tuple(sorted(group, key=lambda piece: piece.rows.start))
+            of_call = None if blocks is None else LocalBlocks(blocks, ordered, is_packed, device)
+            found.append(_call(ordered, band, of_call, is_packed, device))
+        return found
 
 
 def _is_apart(group: list[Piece], piece: Piece) -> bool:
@@ -112,7 +122,7 @@ def _is_apart(group: list[Piece], piece: Piece) -> bool:
     return group[-1].keys.stop <= piece.keys.start and all(apart(other.rows, piece.rows) for other in group)
 
 
-def _call(pieces: tuple[Piece, ...], band: LocalBand, is_packed: bool, device: torch.device) -> Call:
+def _call(pieces: tuple[Piece, ...], band: LocalBand, blocks: LocalBlocks | None, is_packed: bool, device: torch.device) -> Call:
     def tensor(values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32).to(device)
 
@@ -121,7 +131,7 @@ def _call(pieces: tuple[Piece, ...], band: LocalBand, is_packed: bool, device: t
     values = {name: [getattr(piece, name) for piece in pieces] for name in columns}
     if not is_packed:
         of = {name: torch.tensor(found[0], dtype=torch.int32).to(device) for name, found in values.items()}
-        return Call(pieces, band, Origin(None, of["q_start"], of["kv_start"], of["diagonal"]), None, by_eights)
+        return Call(pieces, band, Origin(None, of["q_start"], of["kv_start"], of["diagonal"]), None, by_eights, blocks)
     packing: dict[str, Any] = {}
     for side, runs in (("q", [piece.rows for piece in pieces]), ("kv", [piece.keys for piece in pieces])):
         ends = [0]
@@ -132,7 +142,7 @@ def _call(pieces: tuple[Piece, ...], band: LocalBand, is_packed: bool, device: t
         packing[f"cu_seqlens_{side}_padded"] = None if starts == ends[:-1] else tensor([*starts, runs[-1].stop])
         packing[f"max_seqlen_{side}"] = max(run.size for run in runs)
     of = {name: tensor(found) for name, found in values.items()}
-    return Call(pieces, band, Origin(of["document"], of["q_start"], of["kv_start"], of["diagonal"]), packing, by_eights)
+    return Call(pieces, band, Origin(of["document"], of["q_start"], of["kv_start"], of["diagonal"]), packing, by_eights, blocks)
 
 
 def rows_of_call(call: Call, part: Part) -> tuple[Part, tuple[Any, ...], tuple[Any, ...]]:
@@ -149,8 +159,8 @@ def lse_index(index: tuple[Any, ...]) -> tuple[Any, ...]:
     return (..., index[-1])
 
 
-def arguments_of(call: Call, scores: Scores, shared: Shared, batch: int) -> dict[str, Any]:
-    """Returns what `attention` takes beside q, k and v, with no sink; batch: of a dense call."""
+def arguments_of(call: Call, scores: Scores, shared: Shared, q: Tensor) -> dict[str, Any]:
+    """Returns what `attention` takes beside q, k and v, with no sink; q: the call's."""
     origin, slopes = call.origin, shared.alibi_slopes
     score_mod = moved_mod(scores.score_mod, 1, origin)
     bias_type, bias = scores.bias_type, shared.bias
@@ -160,20 +170,26 @@ def arguments_of(call: Call, scores: Scores, shared: Shared, batch: int) -> dict
         score_mod, slopes, bias_type = with_alibi(score_mod, slopes, origin), None, "no_bias"
     if bias is not None:
         bias = bias[bias_index(bias, call.pieces[0], scores.has_own_rows)]
+    mask_mod, first = moved_mod(scores.mask_mod, 0, origin), scores.heads[0]
+    block_mask = None
+    if call.blocks is not None and mask_mod is not None:
+        block_mask = call.blocks.block_mask(mask_mod, Run(first, first + q.shape[-2]))
+        mask_mod = None
     return scores.common() | {
         "qkv_format": "bshd" if call.packing is None else "thd",
         "attn_mask_type": "no_mask" if call.packing is None else "padding",
         "window_size": call.band.window_size,
         "bottom_right_diagonal": call.band.bottom_right,
         "score_mod": score_mod,
-        "mask_mod": moved_mod(scores.mask_mod, 0, origin),
+        "mask_mod": mask_mod,
+        "block_mask": block_mask,
         "score_mod_tensors": scores.mod_tensors(shared.mod_tensors),
         "bias_type": bias_type,
         "bias": bias,
         "alibi_slopes": slopes,
         "rng_state": None
         if shared.rng_state is None
-        else rng_state_of(shared.rng_state, call.origin, batch, scores.heads, call.by_eights),
+        else rng_state_of(shared.rng_state, call.origin, q.shape[0], scores.heads, call.by_eights),
         **(call.packing or {}),
     }
 
@@ -187,7 +203,7 @@ def bias_index(bias: Tensor, piece: Piece, has_own_rows: bool) -> tuple[Any, ...
 
 def attend(call: Call, part: Part, scores: Scores, shared: Shared, sink: Tensor | None) -> tuple[Tensor, Tensor]:
     """Returns out and lse of a call's rows. sink: the softmax_offset of all heads, for the one part that has it."""
-    arguments = arguments_of(call, scores, shared, part.q.shape[0])
+    arguments = arguments_of(call, scores, shared, part.q)
     if sink is not None:
         arguments |= {"softmax_type": "learnable", "softmax_offset": sink}
     if scores.peaks is None:
@@ -225,7 +241,7 @@ def differentiate(
     if bias is not None:
         leaves = leaves._replace(bias=bias.detach().requires_grad_(bias.requires_grad))
     with torch.enable_grad():
-        arguments = arguments_of(call, scores, leaves, local.q.shape[0])
+        arguments = arguments_of(call, scores, leaves, local.q)
     at = lse_index(rows)
     found = attention_backward(
         dout[rows],

@@ -105,7 +105,7 @@ def begin_fetch(x: Tensor, route: Route, group: Any) -> Pending:
         with waiting(what, group):
             work = all_gather(received, sent, group)
     else:
-        sent = _pick(x, [run for runs in route.sends for run in runs])
+        sent = pick(x, [run for runs in route.sends for run in runs])
         counts = [size_of(runs) for runs in route.sends]
         with waiting(what, group):
             work = dist.all_to_all_single(received, sent, list(route.receives), counts, group=group, async_op=True)
@@ -114,7 +114,7 @@ def begin_fetch(x: Tensor, route: Route, group: Any) -> Pending:
 
 def finish_fetch(pending: Pending, route: Route, group: Any) -> Tensor:
     """Returns the rows [wanted, ...] that this rank needs, in the whole's order."""
-    return _pick(pending.wait(group), route.order)
+    return pick(pending.wait(group), route.order)
 
 
 def begin_return(grad: Tensor, route: Route, group: Any) -> Pending:
@@ -146,11 +146,22 @@ def finish_return(pending: Pending, route: Route, rows: int, group: Any) -> Tens
     return own
 
 
-def _pick(x: Tensor, runs: Sequence[Run]) -> Tensor:
+def pick(x: Tensor, runs: Sequence[Run]) -> Tensor:
     """Returns the runs of rows one after another; x itself where they are all of it."""
     if all(a.stop == b.start for a, b in itertools.pairwise(runs)) and size_of(runs) == x.shape[0]:
         return x.contiguous()
     return torch.cat([x[run.start : run.stop] for run in runs]) if runs else x[:0].contiguous()
+
+
+def spread(x: Tensor, runs: Runs, rows: int) -> Tensor:
+    """Returns [rows, ...] with x's rows in these runs, one after another, and zeros elsewhere; x itself where they are all."""
+    if rows == x.shape[0]:
+        return x
+    found, row = x.new_zeros((rows, *x.shape[1:])), 0
+    for run in runs:
+        found[run.start : run.stop] = x[row : row + run.size]
+        row += run.size
+    return found
 
 
 def rotate(x: Tensor, rows: int, group: Any) -> tuple[Tensor, list[Any]]:

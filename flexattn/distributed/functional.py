@@ -24,6 +24,7 @@ from flexattn.ops import new_rng_state
 from flexattn.prepare import default_alibi_slopes
 
 if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
     from typing_extensions import Unpack
 
     from flexattn.mods.trace import Mod
@@ -36,6 +37,7 @@ class Options(TypedDict, total=False):
     attn_mask_type: str
     window_size: tuple[int, int]
     bottom_right_diagonal: bool | None
+    block_mask: BlockMask | None
     bias_type: str
     bias: Tensor | None
     alibi_slopes: Tensor | None
@@ -54,8 +56,8 @@ class Options(TypedDict, total=False):
     backend: str | None
 
 
+MASK = ("attn_mask_type", "window_size", "bottom_right_diagonal", "block_mask")  # given to a plan, or to a call
 NOT_TAKEN = {
-    "block_mask": "mask_mod=block_mask.mask_mod, whose blocks are then found in each call",
     "batch_invariant": "False, as bits depend on how the plan divides a sequence",
     **dict.fromkeys(
         ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded", "max_seqlen_q", "max_seqlen_kv"),
@@ -102,8 +104,8 @@ def attention(
             "ring" (keys travel from rank to rank), "ulysses+ring" (heads inside a host, a ring between hosts), "auto" (the least
             time predicted), or None for the plan's.
         qkv_format: "bshd", "sbhd" or "bhsd"; "thd" and nothing else for a plan with documents. None is the one that fits.
-        attn_mask_type, window_size, bottom_right_diagonal: None for the plan's mask; else the mask of this call, over the plan's
-            tokens: layers with a window and layers without one share a plan.
+        attn_mask_type, window_size, bottom_right_diagonal, block_mask: None for the plan's mask; else the mask of this call, over
+            the plan's tokens: layers with a window and layers without one share a plan. A block_mask is the whole's.
         bias: [b, h, sq, skv] of the whole, on each rank, or with the rows of this rank's queries alone ("gather", "halo", "ring"),
             whose gradients are then complete; for a plan without documents.
         alibi_slopes: of all heads, and for packed documents [documents, h] or [h]. None takes the defaults of all heads.
@@ -120,7 +122,7 @@ def attention(
             `flexattn.attention` has them: lse, differentiable, of this rank's queries, and max_logit of all, on each rank.
 
     Raises:
-        ValueError, TypeError: an argument that has no meaning or that cannot be split (FP8, block masks), before anything
+        ValueError, TypeError: an argument that has no meaning or that cannot be split (FP8), before anything
             is sent; on all ranks if all were given the same, and in any case under FLEXATTN_CHECK=1, which compares the ranks'
             calls first.
         RuntimeError: a collective failed, or its group's timeout passed, because another rank does not take part.
@@ -156,9 +158,10 @@ class _Call:
         if not isinstance(plan, Plan):
             raise TypeError(f"plan is a {type(plan).__name__}; accepted: what flexattn.distributed.plan made")
         _check_options(options)
-        mask = {name: options.pop(name) for name in ("attn_mask_type", "window_size", "bottom_right_diagonal") if name in options}
+        mask = {name: value for name in MASK if (value := options.pop(name, None)) is not None}
         if mask:
             plan = plan.masked(**mask)
+        _with_blocks(plan, options)
         fmt = options.pop("qkv_format", None) or ("thd" if plan.is_packed else "bshd")
         validation.check_name("qkv_format", fmt, ("thd",) if plan.is_packed else ("bshd", "sbhd", "bhsd"))
         if isinstance(q, Tensor) and q.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(q.device.type):
@@ -235,6 +238,18 @@ class _Call:
         return results[0] if len(results) == 1 else tuple(results)
 
 
+def _with_blocks(plan: Plan, options: dict[str, Any]) -> None:
+    """Puts the mask_mod of the plan's block mask among the options; raises ValueError where there is another one, or none."""
+    blocks = plan.mask.blocks
+    if blocks is None:
+        return
+    if options.get("mask_mod") is not None:
+        raise ValueError("mask_mod is given with a block_mask, which has one of its own; accepted: one of the two")
+    if blocks.mask_mod is None:
+        raise ValueError("the plan was unpickled, without its block_mask's mask_mod; accepted: block_mask given to the call too")
+    options["mask_mod"] = blocks.mask_mod
+
+
 def _shapes(shared: Sequence[Tensor | None], has_own_rows: bool) -> tuple[Any, ...]:
     """Returns the shapes of the tensors that all ranks have, bias first, without the rows of this rank alone."""
     shapes = [None if t is None else tuple(t.shape) for t in shared]
@@ -283,6 +298,14 @@ def _scores(q: Tensor, plan: Plan, options: dict[str, Any]) -> tuple[Scores, Sha
         slopes = default_alibi_slopes(heads, q)
     if softmax_type == "off-by-one":
         offset = torch.zeros(heads, dtype=torch.float32, device=q.device)
+    blocks = plan.mask.blocks
+    if blocks is not None:
+        of_batch, of_heads = blocks.kinds.shape[:2]
+        if of_batch not in (1, batch) or of_heads not in (1, heads):
+            raise ValueError(
+                f"block_mask is for batch {of_batch} and {of_heads} heads; accepted for this call: batch 1 or {batch}, 1 or "
+                f"{heads} heads, of the whole"
+            )
     score_mod, mask_mod, tensors = options.get("score_mod"), options.get("mask_mod"), options.get("score_mod_tensors", ())
     validation.check_mod_arguments(score_mod, mask_mod, tensors)
     for name, mod in (("score_mod", score_mod), ("mask_mod", mask_mod)):

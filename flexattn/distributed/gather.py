@@ -32,7 +32,7 @@ from flexattn.distributed.calls import (
     whole_gradients,
 )
 from flexattn.distributed.exchange import Route, make_route
-from flexattn.distributed.layout import Run, cut
+from flexattn.distributed.layout import Run, Runs, cut, places, size_of
 from flexattn.distributed.plans import Plan
 
 SLICE_BYTES = 16 << 20  # received for one slice at least: below, the latency of a collective is more than what a slice hides
@@ -41,6 +41,8 @@ MOST_SLICES = 4
 
 class _Work(NamedTuple):
     route: Route
+    rows: Runs  # of the tensor that calls read: where what is fetched lies
+    held: int  # rows of that tensor, of which those between are of keys that nothing sees
     calls: list[Call]
     received: int  # rows, by the rank that receives most: the same on all ranks, as the number of slices must be
 
@@ -53,9 +55,10 @@ class _Slice(NamedTuple):
 @functools.lru_cache(maxsize=32)
 def _work(plan: Plan, strategy: str, wants_diagonal: bool, device: torch.device) -> _Work:
     wanted = [plan.fetched(strategy, rank) for rank in range(plan.ranks)]
-    pieces = plan.pieces(plan.rank, wanted[plan.rank])
-    calls = make_calls(pieces, plan.is_packed, wants_diagonal, device)
-    return _Work(make_route(plan.kv_runs, wanted, plan.rank), calls, plan.work(strategy).received)
+    held = plan.held(strategy, plan.rank)
+    calls = make_calls(plan.pieces(plan.rank, held), plan.is_packed, plan.mask.blocks, wants_diagonal, device)
+    rows = places(wanted[plan.rank], held)
+    return _Work(make_route(plan.kv_runs, wanted, plan.rank), rows, size_of(held), calls, plan.work(strategy).received)
 
 
 def slices_of(heads: int, heads_kv: int, received_bytes: int) -> list[_Slice]:
@@ -109,7 +112,8 @@ class Gather(NamedTuple):
             for total, more in zip(of_shared, whole_gradients(sums.shared, shared, of_q), strict=True):
                 if total is not None and more is not None:
                     total += more
-            returning.append(exchange.begin_return(rows_first(sums.dk, sums.dv, packed), coming.work.route, group))
+            grad = exchange.pick(rows_first(sums.dk, sums.dv, packed), coming.work.rows)
+            returning.append(exchange.begin_return(grad, coming.work.route, group))
         for pending, (_, of_kv) in zip(returning, coming.slices, strict=True):
             dkv[..., slice(*of_kv), :] = exchange.finish_return(pending, coming.work.route, kv.shape[0], group)
         return Sums(dq, *apart(dkv, dim, packed), of_shared)
@@ -137,4 +141,4 @@ class _Coming:
         pending = self.pending
         if i + 1 < len(self.slices):
             self.pending = self._begin(i + 1)
-        return exchange.finish_fetch(pending, self.work.route, self.group)
+        return exchange.spread(exchange.finish_fetch(pending, self.work.route, self.group), self.work.rows, self.work.held)

@@ -53,18 +53,23 @@ def zigzag(length: int, ranks: int) -> tuple[Runs, ...]:
     return tuple(joined((parts[rank], parts[2 * ranks - 1 - rank])) for rank in range(ranks))
 
 
-def dealt(length: int, ranks: int, area: Callable[[Run], int], needs: Callable[[Run], Iterable[Run]]) -> tuple[Runs, ...]:
+def dealt(
+    length: int, ranks: int, area: Callable[[Run], int], needs: Callable[[Run], Iterable[Run]], unit: int = 1
+) -> tuple[Runs, ...]:
     """Returns equally many chunks for each rank, so that the sums of their areas are nearly equal and few keys are fetched.
 
     Largest first, each goes to the rank that has least so far (longest processing time first: Graham, 1969,
     https://doi.org/10.1137/0117039), or, of the ranks that have little more, to the one that has most of the keys that it needs.
     A rank holds its chunks in the sequence's order.
 
-    area: the scores of the queries of a run. needs: the keys that they see.
+    area: the scores of the queries of a run. needs: the keys that they see. unit: tokens of which chunks are multiples where they
+    can be.
     """
     per_rank = max(1, -(-length // (ranks * CHUNK)))
     if length < 16 * ranks * CHUNK:
         per_rank = max(1, min(16, length // (8 * ranks)))  # short sequences: as many chunks, but none of under 8 tokens
+    if unit > 1:
+        per_rank = next((count for count in range(per_rank, 0, -1) if length % (ranks * count * unit) == 0), per_rank)
     chunks = cut(length, ranks * per_rank)
     areas = [area(chunk) for chunk in chunks]
     wanted = [_bits(needs(chunk), chunks) for chunk in chunks]
@@ -161,3 +166,10 @@ def rows_of(runs: Runs) -> list[Run]:
 def row_of(position: int, runs: Runs, rows: Sequence[Run]) -> int:
     """Returns the row at which a tensor of these runs holds a position."""
     return next(row.start + position - run.start for run, row in zip(runs, rows, strict=True) if run.start <= position < run.stop)
+
+
+def places(runs: Runs, held: Runs) -> Runs:
+    """Returns the rows at which a tensor of the positions `held` has those of `runs`; each run lies in one of them."""
+    rows = rows_of(held)
+    found = [(row_of(run.start, held, rows), run.size) for run in runs]
+    return joined(Run(row, row + size) for row, size in found)

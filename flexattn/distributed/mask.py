@@ -1,7 +1,7 @@
-"""Masks as host data: documents and a band; the keys that a run of queries sees, and the pieces that it is attended in.
+"""Masks as host data: documents, a band and blocks; the keys that a run of queries sees, and the pieces that it is attended in.
 
 A query at position i of its document sees the keys j with i + shift - left <= j <= i + shift + right, where shift is 0, or the
-difference of the lengths for a bottom-right diagonal.
+difference of the lengths for a bottom-right diagonal, and, of these, those in blocks of a block mask that are not hidden.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from flexattn.distributed.layout import Run
+from flexattn.dispatch.spec import Band
+from flexattn.distributed.blocks import Blocks
+from flexattn.distributed.layout import Run, Runs
 
 
 class Side(NamedTuple):
@@ -37,13 +39,27 @@ class Side(NamedTuple):
 
 @dataclass(frozen=True)
 class Mask:
-    """A band, the same for each document; None is an open side."""
+    """A band, the same for each document, None where a side is open; and a block mask, of each document its own or one for all."""
 
     left: int | None
     right: int | None
     bottom_right: bool
     lengths_q: tuple[int, ...]
     lengths_kv: tuple[int, ...]
+    blocks: Blocks | None = None
+
+    @property
+    def digest(self) -> tuple[Any, ...]:
+        """Returns values that are equal for equal masks, in any process."""
+        return (*self.band, self.lengths_q, self.lengths_kv, None if self.blocks is None else self.blocks.digest)
+
+    @property
+    def band(self) -> Band:
+        return Band(self.left, self.right, self.bottom_right)
+
+    def row(self, document: int) -> int | None:
+        """Returns the row of a block mask that a document has, None for one sequence, which has all rows of a batch."""
+        return document if len(self.lengths_q) > 1 else None
 
     @functools.cached_property
     def q(self) -> Side:
@@ -57,34 +73,56 @@ class Mask:
         return self.lengths_kv[document] - self.lengths_q[document] if self.bottom_right else 0
 
     def keys(self, document: int, queries: Run) -> Run:
-        """Returns the positions of a document's keys that at least one of the queries sees, which lie without gaps."""
+        """Returns the positions of a document's keys, without gaps, among which are all that at least one of the queries sees."""
+        keys = self.in_band(document, queries)
+        return keys if self.blocks is None else hull(self.seen(document, queries, keys))
+
+    def in_band(self, document: int, queries: Run) -> Run:
+        """Returns the keys in the band of at least one of the queries."""
         shift, length = self.shift(document), self.lengths_kv[document]
         start = 0 if self.left is None else queries.start + shift - self.left
         stop = length if self.right is None else queries.stop + shift + self.right
         start = min(max(start, 0), length)
         return Run(start, min(max(stop, start), length))
 
+    def seen(self, document: int, queries: Run, keys: Run) -> Runs:
+        """Returns the runs of a document's keys, among these, that lie in blocks that at least one of the queries sees some of."""
+        return (keys,) if self.blocks is None else tuple(self.blocks.keys(self.row(document), queries, keys))
+
     def needs(self, queries: Run) -> Iterator[Run]:
         """Yields the whole's keys that a run of the whole's queries sees, for each document."""
+        for document, part in self.q.within(queries):
+            start = self.kv.starts[document]
+            for keys in self.seen(document, part, self.in_band(document, part)):
+                yield Run(start + keys.start, start + keys.stop)
+
+    def hulls(self, queries: Run) -> Iterator[Run]:
+        """Yields the whole's keys from the first to the last that a run of the whole's queries sees, for each document."""
         for document, part in self.q.within(queries):
             start, keys = self.kv.starts[document], self.keys(document, part)
             yield Run(start + keys.start, start + keys.stop)
 
     @functools.cached_property
     def areas(self) -> torch.Tensor:
-        """int64 [tokens + 1]: the scores of all queries before each; that of a run is a difference of two."""
+        """[tokens + 1]: the scores of all queries before each; that of a run is a difference of two. A block counts whole."""
         counts = []
         for document, (len_q, len_kv) in enumerate(zip(self.lengths_q, self.lengths_kv, strict=True)):
             diagonal = torch.arange(len_q) + self.shift(document)
             first = torch.zeros_like(diagonal) if self.left is None else (diagonal - self.left).clamp(0, len_kv)
             last = torch.full_like(diagonal, len_kv) if self.right is None else (diagonal + self.right + 1).clamp(0, len_kv)
-            counts.append((last - first).clamp(min=0))
-        zero = torch.zeros(1, dtype=torch.int64)
+            last = last.clamp(min=first)
+            counts.append(last - first if self.blocks is None else self.blocks.counts(self.row(document), first, last))
+        zero = torch.zeros(1, dtype=torch.int64 if self.blocks is None else torch.float64)
         return torch.cat((zero, *counts)).cumsum(0)
 
     def area(self, queries: Run) -> int:
         """Returns the number of scores of a run of the whole's queries."""
-        return int(self.areas[queries.stop] - self.areas[queries.start])
+        return round(float(self.areas[queries.stop] - self.areas[queries.start]))
+
+
+def hull(runs: Runs) -> Run:
+    """Returns the positions from the first to the last of runs that are sorted."""
+    return Run(runs[0].start, runs[-1].stop) if runs else Run(0, 0)
 
 
 class Piece(NamedTuple):

@@ -83,6 +83,12 @@ def _seen(plan: Plan, rows: Tensor, columns: Tensor) -> Tensor:
         seen &= distance >= -mask.left
     if mask.right is not None:
         seen &= distance <= mask.right
+    if mask.blocks is not None:  # a block that is seen in part is drawn whole, as it is computed
+        blocks, of_blocks = mask.blocks, mask.blocks.seen.any(0, keepdim=True) if len(documents) == 1 else mask.blocks.seen
+        row = (rows - torch.tensor(mask.q.starts)[of_rows]) // blocks.size_q
+        column = (columns - torch.tensor(mask.kv.starts)[of_columns]) // blocks.size_kv
+        found = of_blocks[of_rows if of_blocks.shape[0] > 1 else of_rows * 0]
+        seen &= found[torch.arange(len(rows))[:, None], row[:, None].clamp(max=found.shape[1] - 1), column[None]]
     return seen
 
 

@@ -11,14 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 from flexattn.dispatch.spec import OPEN_WINDOW, as_index, make_band
 from flexattn.distributed import layout as layouts
+from flexattn.distributed.blocks import Blocks, read_blocks
 from flexattn.distributed.cost import DEFAULT_RATES, Heads, Prediction, Rates, Work, between_hosts, predict, predict_hosts, table
 from flexattn.distributed.layout import LAYOUTS, Run, Runs, common, joined, row_of, rows_of, size_of, union
-from flexattn.distributed.mask import Mask, Piece, make_piece
+from flexattn.distributed.mask import Mask, Piece, hull, make_piece
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.nn.attention.flex_attention import BlockMask
 
 STRATEGIES = ("gather", "halo", "ulysses", "ring", "ulysses+ring")
 
@@ -33,7 +35,7 @@ class Plan:
         strategy: "auto", or a name in `STRATEGIES`.
         is_packed: bool, whether there are documents, so that tensors are [tokens, ...] and not [batch, tokens, ...].
         q_runs, kv_runs: for each rank the runs of the whole's queries and keys that it holds, in its order.
-        mask: the documents and the band.
+        mask: the documents, the band and the blocks.
         host: int, the ranks of one host, all where the plan was made of one dim.
         group: the process group, or None for a plan that is only looked at.
         of_hosts: of a plan of two dims the groups of this rank in them: one rank of each host, and the ranks of its host.
@@ -61,7 +63,7 @@ class Plan:
             self.is_packed,
             self.q_runs,
             self.kv_runs,
-            dataclasses.astuple(self.mask),
+            self.mask.digest,
         )
         return hashlib.sha256(repr(whole).encode()).hexdigest()[:16]
 
@@ -105,10 +107,13 @@ class Plan:
         attn_mask_type: str = "no_mask",
         window_size: tuple[int, int] = OPEN_WINDOW,
         bottom_right_diagonal: bool | None = None,
+        block_mask: BlockMask | None = None,
     ) -> Plan:
         """Returns a plan of the same tokens on the same ranks under another mask, as layers with and without windows need it."""
-        left, right, bottom_right = make_band(attn_mask_type, window_size, bottom_right_diagonal)
-        return dataclasses.replace(self, mask=dataclasses.replace(self.mask, left=left, right=right, bottom_right=bottom_right))
+        band = make_band(attn_mask_type, window_size, bottom_right_diagonal)
+        lengths = self.mask.lengths_q, self.mask.lengths_kv
+        mask = Mask(*band, *lengths, _blocks(block_mask, lengths, self.is_packed))
+        return dataclasses.replace(self, mask=mask)
 
     def area(self, rank: int) -> int:
         """Returns the number of scores that a rank's queries have."""
@@ -123,6 +128,12 @@ class Plan:
         if strategy == "gather":
             return (Run(0, self.length_kv),) if self.length_kv else ()
         return self.needs(rank)
+
+    def held(self, strategy: str, rank: int) -> Runs:
+        """Returns the runs of keys for which a rank has room: those that are fetched lie in them, and each piece in one of them."""
+        if strategy == "gather" or self.mask.blocks is None:
+            return self.fetched(strategy, rank)
+        return union(keys for run in self.q_runs[rank] for keys in self.mask.hulls(run))
 
     def pieces(self, rank: int, keys: Runs) -> list[Piece]:
         """Returns the pieces of a rank's queries over a tensor of these runs of the whole's keys."""
@@ -147,7 +158,7 @@ class Plan:
             keys = self.fetched(strategy, rank)
             own = union(self.kv_runs[rank])
             received = max(received, size_of(keys) - size_of(common(own, keys)))
-            held = max(held, size_of(keys))
+            held = max(held, size_of(self.held(strategy, rank)))
         return Work((float(max(self.area(rank) for rank in ranks)),), received, 0, most_q, most_q, held)
 
     def predictions(self, heads: Heads, rates: Rates = DEFAULT_RATES) -> dict[str, Prediction | str]:
@@ -224,9 +235,11 @@ def _pieces(mask: Mask, queries: Runs, keys: Runs) -> list[Piece]:
             row = rows.start + mask.q.starts[document] + part.start - run.start
             start = mask.kv.starts[document]
             visible = mask.keys(document, part)
-            for seen in common((Run(start + visible.start, start + visible.stop),), keys):
-                local = Run(seen.start - start, seen.stop - start)
-                piece = make_piece(mask, document, part, local, (row, row_of(seen.start, keys, key_rows)))
+            for held in common((Run(start + visible.start, start + visible.stop),), keys):
+                seen = hull(mask.seen(document, part, Run(held.start - start, held.stop - start)))
+                if not seen.size:
+                    continue
+                piece = make_piece(mask, document, part, seen, (row, row_of(start + seen.start, keys, key_rows)))
                 if piece is not None:
                     found.append(piece)
     return found
@@ -266,9 +279,10 @@ def plan(
     *,
     length: int | tuple[int, int] | None = None,
     documents: Sequence[int] | Sequence[tuple[int, int]] | None = None,
-    attn_mask_type: str = "causal",
+    attn_mask_type: str | None = None,
     window_size: tuple[int, int] = OPEN_WINDOW,
     bottom_right_diagonal: bool | None = None,
+    block_mask: BlockMask | None = None,
     layout: str | None = None,
     strategy: str = "auto",
 ) -> Plan:
@@ -281,10 +295,12 @@ def plan(
             for other keys than queries: (queries, keys).
         documents: lengths of packed documents, 0 allowed, in place of `length`: tensors are [tokens, ...]. Pairs as for `length`.
         attn_mask_type, window_size, bottom_right_diagonal: as `flexattn.attention` takes them; "padding" in the type's name means
-            nothing more, as documents have their lengths anyway.
+            nothing more, as documents have their lengths anyway. No type is "causal", or with a block_mask "no_mask".
+        block_mask: as `flexattn.attention` takes it, of the whole: of packed documents one for all, or one row of its batch for
+            each. Its lists are read on the host, once; its mask_mod sees positions of the whole.
         layout: "contiguous"; "zigzag" (one early and one late part for each rank); "dealt" (chunks by their numbers of scores); or
             None: the first for windows, for masks that are not causal and for other keys than queries, the second for one causal
-            sequence, the third for packed documents.
+            sequence, the third for packed documents; for a block mask the first where its scores are even so, else the third.
         strategy: "gather", "halo", "ulysses", "ring", "ulysses+ring" (heads inside a host, a ring between hosts; of a mesh of two
             dims), or "auto": the least time predicted (`Plan.explain`).
 
@@ -292,6 +308,8 @@ def plan(
         ValueError, TypeError: an argument that has no meaning; the text names it, what came and what is accepted.
     """
     ranks, host, group, of_hosts = _group_of(group_or_mesh)
+    if attn_mask_type is None:
+        attn_mask_type = "causal" if block_mask is None else "no_mask"
     left, right, bottom_right = make_band(attn_mask_type, window_size, bottom_right_diagonal)
     if (length is None) == (documents is None):
         raise ValueError(f"length is {length} and documents {'None' if documents is None else 'given'}; accepted: one of the two")
@@ -304,19 +322,33 @@ def plan(
         raise ValueError(f"strategy is {strategy!r}; accepted: 'auto', {', '.join(map(repr, STRATEGIES))}")
     if layout not in (None, *LAYOUTS):
         raise ValueError(f"layout is {layout!r}; accepted: None, {', '.join(map(repr, LAYOUTS))}")
-    mask = Mask(left, right, bottom_right, lengths_q, lengths_kv)
+    mask = Mask(left, right, bottom_right, lengths_q, lengths_kv, _blocks(block_mask, (lengths_q, lengths_kv), is_packed))
     same = lengths_q == lengths_kv
-    if layout is None:
-        layout = "contiguous" if left is not None or right is None or not same else "dealt" if is_packed else "zigzag"
     total_q, total_kv = sum(lengths_q), sum(lengths_kv)
+    if layout is None and mask.blocks is not None:
+        areas = [sum(map(mask.area, runs)) for runs in layouts.contiguous(total_q, ranks)]
+        layout = "contiguous" if max(areas) * ranks <= layouts.MOST_IMBALANCE * sum(areas) else "dealt"
+    elif layout is None:
+        layout = "contiguous" if left is not None or right is None or not same else "dealt" if is_packed else "zigzag"
     if layout == "contiguous":
         q_runs = layouts.contiguous(total_q, ranks)
     elif layout == "zigzag":
         q_runs = layouts.zigzag(total_q, ranks)
     else:
-        q_runs = layouts.dealt(total_q, ranks, mask.area, mask.needs)
+        q_runs = layouts.dealt(total_q, ranks, mask.area, mask.needs, 1 if mask.blocks is None else mask.blocks.size_q)
     kv_runs = q_runs if same else layouts.contiguous(total_kv, ranks)
     return Plan(ranks, layout, strategy, is_packed, q_runs, kv_runs, mask, host, group, of_hosts)
+
+
+def _blocks(block_mask: Any, lengths: tuple[tuple[int, ...], tuple[int, ...]], is_packed: bool) -> Blocks | None:
+    """Returns the blocks of a mask of the whole; raises ValueError where it has others than these sequences, or none to cover."""
+    if block_mask is None:
+        return None
+    blocks = read_blocks(block_mask, (max(lengths[0]), max(lengths[1])))
+    rows, documents = blocks.kinds.shape[0], len(lengths[0])
+    if is_packed and rows not in (1, documents):
+        raise ValueError(f"block_mask has {rows} rows and the plan {documents} document(s); accepted: 1 row, or one for each")
+    return blocks
 
 
 def _lengths(name: str, value: Any) -> tuple[int, int]:

@@ -43,7 +43,7 @@ def _steps(plan: Plan, wants_diagonal: bool, wants_positions: bool, device: torc
         pieces = plan.pieces(plan.rank, plan.kv_runs[(plan.rank - step) % plan.ranks])
         if not wants_positions:
             pieces = merged(pieces)
-        found.append(make_calls(pieces, plan.is_packed, wants_diagonal, device))
+        found.append(make_calls(pieces, plan.is_packed, plan.mask.blocks, wants_diagonal, device))
     return tuple(found)
 
 
@@ -56,6 +56,7 @@ class Ring(NamedTuple):
     def _steps(self, shared: Shared, device: torch.device) -> tuple[list[Call], ...]:
         has_slopes, has_mods = shared.alibi_slopes is not None, (self.scores.score_mod or self.scores.mask_mod) is not None
         wants_positions = has_slopes or has_mods or shared.bias is not None or shared.rng_state is not None
+        wants_positions = wants_positions or self.plan.mask.blocks is not None
         return _steps(self.plan, has_slopes, wants_positions, device)
 
     def _rows_of_step(self, step: int) -> int:

@@ -6,12 +6,13 @@ import functools
 from typing import Any
 
 from flexattn.dispatch.spec import Band, make_band
-from flexattn.distributed.functional import Options, attention
+from flexattn.distributed.blocks import Blocks, read_blocks
+from flexattn.distributed.functional import MASK, Options, attention
 from flexattn.distributed.layout import chunks
 from flexattn.distributed.mask import Mask
 from flexattn.distributed.plans import Plan
 
-_OF_MASK = ("attn_mask_type", "window_size", "bottom_right_diagonal")
+_OF_BAND = MASK[:3]
 
 
 def attend_over_sequence(q: Any, k: Any, v: Any, group: Any, lengths: tuple[int, int], arguments: dict[str, Any]) -> Any:
@@ -19,13 +20,15 @@ def attend_over_sequence(q: Any, k: Any, v: Any, group: Any, lengths: tuple[int,
 
     lengths: the whole's queries and keys. arguments: those of `flexattn.attention`, of the whole.
     """
-    mask = [arguments[name] for name in _OF_MASK]
-    taken = {name: arguments[name] for name in Options.__annotations__ if name not in _OF_MASK}
-    return attention(q, k, v, plan=_plan(group, lengths, make_band(*mask)), **taken)
+    band = make_band(*(arguments[name] for name in _OF_BAND))
+    blocks = None if arguments["block_mask"] is None else read_blocks(arguments["block_mask"], lengths)
+    taken = {name: arguments[name] for name in Options.__annotations__ if name not in MASK}
+    return attention(q, k, v, plan=_plan(group, lengths, band, blocks), **taken)
 
 
 @functools.lru_cache(maxsize=64)
-def _plan(group: Any, lengths: tuple[int, int], band: Band) -> Plan:
+def _plan(group: Any, lengths: tuple[int, int], band: Band, blocks: Blocks | None) -> Plan:
     queries, keys = lengths
     runs = (chunks(queries, group.size()), chunks(keys, group.size()))
-    return Plan(group.size(), "contiguous", "auto", False, *runs, Mask(*band, (queries,), (keys,)), group.size(), group)
+    mask = Mask(*band, (queries,), (keys,), blocks)
+    return Plan(group.size(), "contiguous", "auto", False, *runs, mask, group.size(), group)

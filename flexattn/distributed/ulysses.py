@@ -108,7 +108,7 @@ def _places(runs: tuple[Runs, ...]) -> list[tuple[Run, Run]]:
 
 @functools.lru_cache(maxsize=32)
 def _calls(plan: Plan, wants_diagonal: bool, device: torch.device) -> list[Call]:
-    return make_calls(plan.whole_pieces(), plan.is_packed, wants_diagonal, device)
+    return make_calls(plan.whole_pieces(), plan.is_packed, plan.mask.blocks, wants_diagonal, device)
 
 
 class Ulysses(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import pickle
 import random
 import re
 from typing import Any
@@ -13,13 +14,18 @@ import torch
 
 import flexattn
 from flexattn import distributed
+from flexattn.dispatch.reference import block_kinds
 from flexattn.distributed import functional, scaling
 from flexattn.distributed import layout as layouts
+from flexattn.distributed.blocks import Blocks
 from flexattn.distributed.cost import Heads, Prediction
-from flexattn.distributed.layout import Run, common, size_of
-from flexattn.distributed.mask import Mask, local_band, make_piece, merged
+from flexattn.distributed.layout import Run, common, size_of, union
+from flexattn.distributed.local_blocks import LocalBlocks
+from flexattn.distributed.mask import Mask, Piece, local_band, make_piece, merged
 from flexattn.distributed.plans import Plan
+from flexattn.mods.library import causal, sliding_window
 from tests.conftest import ROOT
+from tests.support.context_parallel_calls import some
 
 HEADS = Heads(32, 8, 128, 128, 2, 1)
 
@@ -143,6 +149,88 @@ def test_areas_are_counts_of_scores() -> None:
         assert sum(plan.area(rank) for rank in range(3)) == count
 
 
+def sparse(b: Any, h: Any, i: Any, j: Any) -> Any:
+    """A few first keys, a window, and one far stripe; later queries see more."""
+    return (j < 100) | ((i - j).abs() < 200) | ((j > 1500) & (j < 1500 + i // 4))
+
+
+@pytest.mark.parametrize("mod", [sparse, causal()])
+def test_block_masks_are_balanced_in_chunks_of_whole_blocks(mod: Any) -> None:
+    mask = flexattn.create_block_mask(mod, None, None, 4096, 4096, "cpu")
+    plan = distributed.plan(4, length=4096, block_mask=mask)
+    assert plan.layout == "dealt"
+    assert imbalance(plan) < 1.03
+    assert all(run.start % 128 == 0 for runs in plan.q_runs for run in runs)
+    computed = int(mask.kv_num_blocks.sum() + mask.full_kv_num_blocks.sum()) * 128 * 128
+    assert sum(plan.area(rank) for rank in range(4)) == computed
+    window = flexattn.create_block_mask(sliding_window(127, 128), None, None, 8192, 8192, "cpu")
+    assert distributed.plan(4, length=8192, block_mask=window).layout == "contiguous"
+
+
+def test_only_what_blocks_need_is_fetched() -> None:
+    mask = flexattn.create_block_mask(sparse, None, None, 2048, 2048, "cpu", 64)
+    plan = distributed.plan(4, length=2048, block_mask=mask, layout="contiguous")
+    dense = mask.to_dense()[0, 0].bool()
+    for rank in range(4):
+        rows = dense[slice(rank * 8, rank * 8 + 8)].any(0)
+        assert plan.needs(rank) == union(Run(int(i) * 64, int(i) * 64 + 64) for i in rows.nonzero())
+        [held] = plan.held("halo", rank)
+        assert (held.start, held.stop) == (plan.needs(rank)[0].start, plan.needs(rank)[-1].stop)
+    assert plan.work("halo").received < plan.work("gather").received
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_blocks_of_a_piece_are_those_of_the_whole_wherever_it_begins(is_packed: bool) -> None:
+    rng = random.Random(2)
+    kinds = torch.randint(0, 3, (2, 2, 5, 6), generator=torch.Generator().manual_seed(3), dtype=torch.int8)
+    blocks = Blocks(kinds, 16, 32, some)
+    i, j = torch.arange(80)[:, None], torch.arange(192)
+    b, h = torch.arange(2)[:, None, None, None], torch.arange(2)[:, None, None]
+    whole = of_kinds(kinds, i, j, some(b, h, i, j))
+    for _ in range(20):
+        cuts = [[sorted(rng.sample(range(n + 1), 2)) for n in (80, 192)] for _ in range(2 if is_packed else 1)]
+        pieces = [
+            Piece(row, q, k, Run(0, q_stop - q), Run(0, k_stop - k), None, None, 0)
+            for row, ((q, q_stop), (k, k_stop)) in enumerate(cuts)
+        ]
+        heads = Run(*rng.choice(((0, 2), (1, 2))))
+        found = LocalBlocks(blocks, pieces, is_packed, torch.device("cpu"))
+        for piece in pieces:
+            of_q, of_kv = (
+                slice(start, start + run.size) for start, run in ((piece.q_start, piece.rows), (piece.kv_start, piece.keys))
+            )
+            row = slice(piece.document, piece.document + 1) if is_packed else slice(0, 2)
+
+            def moved(b: Any, h: Any, i: Any, j: Any, at: Piece = piece, first: int = heads.start) -> Any:
+                return some(b, h + first, i + at.q_start, j + at.kv_start)
+
+            mask = found.block_mask(moved, heads)
+            rows, columns = i[: piece.rows.size], j[: piece.keys.size]
+            seen = mask.mask_mod(b[row], h[: heads.size], rows, columns)
+            of_keys = block_kinds((mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices))
+            of_queries = block_kinds((mask.q_num_blocks, mask.q_indices, mask.full_q_num_blocks, mask.full_q_indices))
+            assert torch.equal(of_queries.transpose(-1, -2), of_keys)
+            assert torch.equal(of_kinds(of_keys[row], rows, columns, seen), whole[row, slice(*heads), of_q, of_kv])
+
+
+def of_kinds(kinds: torch.Tensor, i: torch.Tensor, j: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    """Returns what blocks of 16 queries and 32 keys say, where `seen` decides in those that are seen in part."""
+    kind = kinds[..., i // 16, j // 32]
+    return (kind == 2) | ((kind == 1) & seen)
+
+
+def test_a_plan_of_blocks_is_pickled_without_their_mod() -> None:
+    masks = [flexattn.create_block_mask(mod, None, None, 64, 64, "cpu", 16) for mod in (sparse, causal())]
+    plans = [distributed.plan(2, length=64, block_mask=mask, layout="contiguous") for mask in (masks[0], *masks)]
+    assert plans[0] == plans[1] != plans[2]
+    again = pickle.loads(pickle.dumps(plans[0])).on(OneRank())
+    assert again.digest == plans[0].digest
+    x = torch.zeros(1, 32, 1, 8)
+    with pytest.raises(ValueError, match="the plan was unpickled, without its block_mask's mask_mod; accepted: block_mask given"):
+        distributed.attention(x, x, x, plan=again)
+    assert again.masked(block_mask=masks[0]).mask.blocks.mask_mod is sparse
+
+
 def test_explain_shows_each_strategy_and_the_one_taken() -> None:
     q, k = torch.empty(1, 2, 32, 128, dtype=torch.bfloat16), torch.empty(1, 2, 8, 128, dtype=torch.bfloat16)
     plan = distributed.plan(64, length=131072)
@@ -196,6 +284,10 @@ WRONG_PLANS: dict[str, dict[str, Any]] = {
     "strategy is 'allgather'; accepted: 'auto', 'gather'": {"length": 3, "strategy": "allgather"},
     "layout is 'striped'; accepted: None, 'contiguous'": {"length": 3, "layout": "striped"},
     "attn_mask_type is 'arrow'": {"length": 3, "attn_mask_type": "arrow"},
+    r"block_mask has 2 rows and the plan 3 document\(s\); accepted: 1 row": {
+        "documents": [3, 4, 5],
+        "block_mask": flexattn.create_block_mask(causal(), 2, None, 8, 8, "cpu", 16),
+    },
     "group_or_mesh is 0": {"group_or_mesh": 0, "length": 3},
     "group_or_mesh is a str": {"group_or_mesh": "world", "length": 3},
 }
@@ -219,7 +311,17 @@ REFUSED: dict[str, dict[str, Any]] = {
         "dropout_p": 0.1,
         "rng_state": torch.zeros(1, 5, dtype=torch.int64),
     },
-    "block_mask is given .* accepted: mask_mod=block_mask.mask_mod": {"block_mask": object()},
+    "block_mask is a object; accepted: a BlockMask": {"block_mask": object()},
+    "block_mask is for batch 1, 1 heads, 4 queries and 8 keys; .* at least 8 queries": {
+        "block_mask": flexattn.create_block_mask(causal(), None, None, 4, 8, "cpu", 16)
+    },
+    "block_mask is for batch 1 and 3 heads; accepted for this call: batch 1 or 1, 1 or 1 heads": {
+        "block_mask": flexattn.create_block_mask(causal(), None, 3, 8, 8, "cpu", 16)
+    },
+    "mask_mod is given with a block_mask": {
+        "block_mask": flexattn.create_block_mask(causal(), None, None, 8, 8, "cpu", 16),
+        "mask_mod": causal(),
+    },
     "cu_seqlens_q is given .* `documents` of the plan": {"cu_seqlens_q": torch.zeros(2)},
     "fp8_recipe is given": {"fp8_recipe": object()},
     "return_max_logit is 1": {"return_max_logit": 1},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import random
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from torch import Tensor
 
 import flexattn
 from flexattn import distributed
+from flexattn.block_mask import ordered
 from flexattn.distributed import gather
 from flexattn.distributed.plans import STRATEGIES, Plan
 from flexattn.testing import GRADIENT_FACTOR, check_close
@@ -39,12 +41,13 @@ class Problem:
     qkv_format: str = ""
     score: str = ""  # a mod of `score_mods`
     sees: str = ""  # a mod of `mask_mods`
+    blocks: str = ""  # a block mask of `block_mask_of`
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
     def plan_arguments(self) -> dict[str, Any]:
         sizes: dict[str, Any] = {"documents": self.lengths} if self.batch is None else {"length": self.lengths[0]}
-        return sizes | {"attn_mask_type": self.mask, "window_size": self.window}
+        return sizes | {"attn_mask_type": self.mask, "window_size": self.window, "block_mask": block_mask_of(self)}
 
 
 def by_table(score: Any, b: Any, h: Any, i: Any, j: Any, table: Any) -> Any:
@@ -57,6 +60,40 @@ def by_place(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
 
 def some(b: Any, h: Any, i: Any, j: Any) -> Any:
     return (i + 2 * j + h + b) % 5 != 1
+
+
+def near_or_first(b: Any, h: Any, i: Any, j: Any) -> Any:
+    return ((i - j).abs() < 5 + 3 * h) | (j < 3 + 2 * b)
+
+
+def far(b: Any, h: Any, i: Any, j: Any) -> Any:
+    return (j < 7) | (j > i + 30)
+
+
+BLOCK_MODS: dict[str, Callable[..., Any]] = {"near": near_or_first, "far": far}
+
+
+@functools.cache
+def _block_mask(name: str, sizes: tuple[int | None, int | None, int, int]) -> Any:
+    name, _, change = name.partition(" ")
+    mask = flexattn.create_block_mask(BLOCK_MODS[name], *sizes, device="cpu", BLOCK_SIZE=16)
+    if change == "other":  # lists that are not the mod's: blocks that are hidden, or seen whole, against what it says
+        places = torch.meshgrid(*(torch.arange(n) for n in (*mask.kv_num_blocks.shape, mask.kv_indices.shape[-1])), indexing="ij")
+        kinds = (3 * places[2] + 5 * places[3] + places[1] + places[0]).remainder(4)
+        lists = (*ordered(kinds == 1), *ordered(kinds > 2))
+        mask = type(mask).from_kv_blocks(*lists, (16, 16), mask.mask_mod, seq_lengths=sizes[2:])
+    return mask
+
+
+def block_mask_of(problem: Problem) -> Any:
+    """Returns the block mask of a problem, of its heads, and of its batch or documents; None where it has none."""
+    if not problem.blocks:
+        return None
+    lengths = [max(side) for side in zip(*problem.lengths, strict=True)]
+    rows = len(problem.lengths) if problem.batch is None else problem.batch
+    of_heads = None if "all heads" in problem.blocks else problem.heads[0]
+    rows = None if "all heads" in problem.blocks else rows
+    return _block_mask(problem.blocks.replace(" all heads", ""), (rows, of_heads, *lengths))
 
 
 SCORE_MODS: dict[str, Callable[..., Any]] = {"table": by_table, "place": by_place}
@@ -110,7 +147,7 @@ def arguments_of(problem: Problem, tensors: dict[str, Tensor], plan: Plan | None
     found = problem.options | shared | mods | of_format | {"return_lse": True, "return_max_logit": True}
     if plan is not None:
         return found
-    found |= {"attn_mask_type": problem.mask, "window_size": problem.window}
+    found |= {"attn_mask_type": problem.mask, "window_size": problem.window, "block_mask": block_mask_of(problem)}
     if problem.batch is None:
         found |= {"qkv_format": "thd", "attn_mask_type": "padding" if problem.mask == "no_mask" else f"padding_{problem.mask}"}
         for side, lengths in zip(("q", "kv"), zip(*problem.lengths, strict=True), strict=True):
@@ -210,6 +247,19 @@ FEATURES = {
     "dropout of documents with mods and a sink": Problem(
         DOCUMENTS, None, (5, 1), score="table", options=DROPOUT | {"softmax_type": "learnable"}
     ),
+    "blocks of each head": Problem(mask="no_mask", blocks="near"),
+    "blocks, on ranks whole, that are not the mod's": Problem(((128, 128),), mask="no_mask", blocks="near other", score="place"),
+    "blocks far apart, under a window": Problem(((96, 96),), blocks="far all heads", window=(60, -1)),
+    "blocks of documents": Problem(
+        ((5, 5), (0, 0), (50, 50), (1, 1), (23, 23)),
+        None,
+        mask="no_mask",
+        blocks="near other",
+        options={"softmax_type": "learnable"},
+    ),
+    "blocks of all documents, with a mask, ALiBi and dropout": Problem(
+        ((40, 40), (7, 7), (20, 35)), None, (6, 3), blocks="far all heads", options=DROPOUT | {"bias_type": "alibi"}
+    ),
     "fewer tokens than ranks": Problem(((1, 1),), batch=1),
     "no tokens": Problem(((0, 0),)),
     "no tokens in documents": Problem(((0, 0), (0, 0)), None),
@@ -253,9 +303,11 @@ def draw_problem(seed: int) -> Problem:
         "" if is_packed else rng.choice(("", "sbhd", "bhsd")),
         rng.choice(("", "", "table", "place")),
         rng.choice(("", "", "some")),
-        options,
+        options=options,
     )
-    return dataclasses.replace(problem, options=options | DROPOUT) if rng.random() < 0.3 else problem
+    problem = dataclasses.replace(problem, options=options | DROPOUT) if rng.random() < 0.3 else problem
+    blocks = rng.choice(("", "", "near", "far all heads", "near other", "far other"))
+    return dataclasses.replace(problem, blocks=blocks, sees="") if blocks else problem
 
 
 def compare_drawn(seeds: range, dtype: torch.dtype = torch.float64, way: str = "") -> None:

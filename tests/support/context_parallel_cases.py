@@ -294,6 +294,7 @@ def of_dtensors() -> None:
         whole = {name: t for name, t in calls.tensors_of(problem, torch.float64).items() if name in "qkv"}
         bias = torch.randn(1, 4, queries, keys, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
         table = torch.randn(4, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
+        blocks = flexattn.create_block_mask(calls.far, None, None, queries, keys, "cpu", 16) if number == 1 else None
         found = []
         for spread in (False, True):
             places: list[Any] = [Shard(fmt.index("s")), Shard(fmt.index("h"))]
@@ -302,6 +303,7 @@ def of_dtensors() -> None:
             for leaf in (*leaves, *shared):
                 leaf.requires_grad_()
             given = {"bias_type": "post_scale_bias", "bias": shared[0], "score_mod_tensors": [shared[1]], "return_lse": True}
+            given["block_mask"] = blocks
             given |= {"attn_mask_type": kind, "qkv_format": fmt, "score_mod": calls.by_table, "backend": "eager"}
             results = flexattn.attention(*leaves, **given)
             if spread:
@@ -345,6 +347,7 @@ def on_triton() -> None:
         for name in (
             *("causal", "a sink and a softcap", "documents", "documents with mods and a sink"),
             *("dropout", "dropout with a bias for each head", "dropout of documents with mods and a sink"),
+            *("blocks of each head", "blocks of documents"),
         )
     }
     for number, problem in enumerate(small.values()):

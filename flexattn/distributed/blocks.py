@@ -1,0 +1,95 @@
+"""Block masks of the whole, on the host: a plan is balanced by them, and only keys that they show travel."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexattn.block_mask import block_lists
+from flexattn.distributed.layout import Run, joined
+
+HIDDEN, MASKED, WHOLE = 0, 1, 2  # a block: no query sees a key, the mask_mod says which, or each sees each
+_NAME = "_flexattn_kinds"
+
+
+@dataclass(frozen=True, eq=False)
+class Blocks:
+    """A block mask of the whole on the host. `kinds` is int8 [b | 1, h | 1, blocks of queries, blocks of keys].
+
+    mask_mod is None in a plan that was unpickled.
+    """
+
+    kinds: Tensor
+    size_q: int
+    size_kv: int
+    mask_mod: Callable[..., Any] | None = dataclasses.field(default=None, repr=False)
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Returns a text that is equal for equal blocks, in any process."""
+        shape = f"{tuple(self.kinds.shape)} {self.size_q} {self.size_kv}".encode()
+        return hashlib.sha256(shape + self.kinds.contiguous().numpy().tobytes()).hexdigest()[:16]
+
+    @functools.cached_property
+    def seen(self) -> Tensor:
+        """bool [b | 1, blocks of queries, blocks of keys]: what at least one head sees some of."""
+        return (self.kinds != HIDDEN).any(1)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"kinds": self.kinds, "size_q": self.size_q, "size_kv": self.size_kv, "mask_mod": None}
+
+    def keys(self, row: int | None, queries: Run, keys: Run) -> Iterator[Run]:
+        """Yields the runs of `keys` of which a head of some query may see some. row: of the batch; None: all of them."""
+        if not queries.size or not keys.size:
+            return
+        seen = self.seen.any(0) if row is None else self.seen[row if self.seen.shape[0] > 1 else 0]
+        first, last = keys.start // self.size_kv, (keys.stop - 1) // self.size_kv + 1
+        rows = slice(queries.start // self.size_q, (queries.stop - 1) // self.size_q + 1)
+        columns = seen[rows, first:last].any(0).nonzero()[:, 0].tolist()
+        runs = joined(Run(first + column, first + column + 1) for column in columns)
+        for run in runs:
+            yield Run(max(run.start * self.size_kv, keys.start), min(run.stop * self.size_kv, keys.stop))
+
+    def counts(self, row: int | None, first: Tensor, last: Tensor) -> Tensor:
+        """Returns for each query how many of the keys from `first` on, before `last`, lie in blocks that it sees some of.
+
+        It is float64, the mean of all heads and, where row is None, of all rows of the batch.
+        """
+        kinds = self.kinds if row is None else self.kinds[row : row + 1] if self.kinds.shape[0] > 1 else self.kinds
+        share = (kinds != HIDDEN).double().mean((0, 1))  # [blocks of queries, blocks of keys]
+        before = torch.nn.functional.pad(share.cumsum(1) * self.size_kv, (1, 0))  # keys that are seen before each block
+        share = torch.nn.functional.pad(share, (0, 1))
+        block = torch.arange(len(first)) // self.size_q
+
+        def up_to(key: Tensor) -> Tensor:
+            column = key // self.size_kv
+            return before[block, column] + share[block, column] * (key % self.size_kv)
+
+        return up_to(last.clamp(min=first)) - up_to(first)
+
+
+def read_blocks(block_mask: Any, longest: tuple[int, int]) -> Blocks:
+    """Returns a BlockMask's blocks, read on the host once for each mask.
+
+    longest: the queries and keys that it is to cover. Raises TypeError or ValueError for what is none, or does not.
+    """
+    counts = getattr(block_mask, "kv_num_blocks", None)
+    batch, heads = (1, 1) if counts is None else counts.shape[:2]
+    device = torch.device("cpu") if counts is None else counts.device
+    lists = block_lists(block_mask, batch, heads, *longest, device)
+    kept = getattr(block_mask, _NAME, None)
+    # A list that was written to since has another tensor here, as `block_lists` makes it anew.
+    if kept is None or kept[0] is not lists.tensors[1] or kept[1].mask_mod is not block_mask.mask_mod:
+        from flexattn.dispatch.reference import block_kinds  # here, as importing flexattn should not import the reference
+
+        kept = lists.tensors[1], Blocks(block_kinds(lists.tensors).cpu(), *lists.block_size, block_mask.mask_mod)
+        object.__setattr__(block_mask, _NAME, kept)
+    blocks: Blocks = kept[1]
+    return blocks

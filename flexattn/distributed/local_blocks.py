@@ -1,0 +1,112 @@
+"""Block masks of a call's pieces, whose queries and keys are counted from their own first ones.
+
+A piece may begin anywhere in a block, so that a block of the call lies over up to four of the whole: where these differ, a mask_mod
+that reads the whole's kinds decides.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexattn.block_mask import ordered
+from flexattn.distributed.blocks import MASKED, WHOLE, Blocks
+from flexattn.distributed.layout import Run
+from flexattn.distributed.mask import Piece
+from flexattn.distributed.origin import Mod
+
+
+class _Lists:
+    """A BlockMask as far as `attention` reads one."""
+
+    def __init__(self, kinds: Tensor, sizes: tuple[int, int]) -> None:
+        self.kv_num_blocks, self.kv_indices = ordered(kinds == MASKED)
+        self.full_kv_num_blocks, self.full_kv_indices = ordered(kinds == WHOLE)
+        turned = kinds.transpose(-1, -2)
+        self.q_num_blocks, self.q_indices = ordered(turned == MASKED)
+        self.full_q_num_blocks, self.full_q_indices = ordered(turned == WHOLE)
+        self.BLOCK_SIZE = sizes
+        self.mask_mod: Any = None
+
+
+class LocalBlocks:
+    """The blocks of a call's pieces, whose queries and keys are counted from their own first ones."""
+
+    def __init__(self, blocks: Blocks, pieces: Sequence[Piece], is_packed: bool, device: torch.device) -> None:
+        self.sizes = blocks.size_q, blocks.size_kv
+        of_pieces = []
+        for piece in pieces:
+            kinds = blocks.kinds
+            if is_packed and kinds.shape[0] > 1:
+                kinds = kinds[piece.document : piece.document + 1]
+            of_pieces.append((kinds, Run(piece.q_start, piece.q_start + piece.rows.size), _keys_of(piece)))
+        self.lists_kinds = _stacked([_moved(kinds, rows, keys, self.sizes) for kinds, rows, keys in of_pieces]).to(device)
+        self.is_packed = is_packed
+        self.beyond: tuple[Tensor, Tensor] | None = None  # first query and first key, from the beginnings of their blocks
+        if any(rows.start % blocks.size_q or keys.start % blocks.size_kv for _, rows, keys in of_pieces):
+            cuts = [kinds[..., _blocks_of(rows, self.sizes[0]), _blocks_of(keys, self.sizes[1])] for kinds, rows, keys in of_pieces]
+            self.table = _stacked(cuts).to(device)
+            first = [(rows.start % blocks.size_q, keys.start % blocks.size_kv) for _, rows, keys in of_pieces]
+            of_q, of_kv = (torch.tensor(column, dtype=torch.int32).to(device) for column in zip(*first, strict=True))
+            self.beyond = (of_q, of_kv) if is_packed else (of_q[0], of_kv[0])
+        self.made: dict[tuple[int, int], tuple[_Lists, Tensor | None]] = {}
+
+    def block_mask(self, mask_mod: Mod, heads: Run) -> Any:
+        """Returns the block mask of some query heads. mask_mod: of the call's own heads and positions."""
+        found = self.made.get(heads)
+        if found is None:
+            with torch.inference_mode(False):
+                table = None if self.beyond is None else _of_heads(self.table, heads).contiguous()
+                found = self.made[heads] = _Lists(_of_heads(self.lists_kinds, heads), self.sizes), table
+        mask = copy.copy(found[0])
+        mask.mask_mod = mask_mod if found[1] is None or self.beyond is None else self._exact(mask_mod, found[1], self.beyond)
+        return mask
+
+    def _exact(self, mask_mod: Mod, table: Tensor, beyond: tuple[Tensor, Tensor]) -> Mod:
+        (first_q, first_kv), (size_q, size_kv) = beyond, self.sizes
+        has_rows, has_heads, is_packed = table.shape[0] > 1, table.shape[1] > 1, self.is_packed
+
+        def exact(b: Any, h: Any, i: Any, j: Any, *rest: Any, **named: Any) -> Any:
+            row = (i + (first_q[b] if is_packed else first_q)) // size_q
+            column = (j + (first_kv[b] if is_packed else first_kv)) // size_kv
+            kind = table[b if has_rows else b * 0, h if has_heads else h * 0, row, column]
+            return (kind == WHOLE) | ((kind == MASKED) & mask_mod(b, h, i, j, *rest, **named))
+
+        return exact
+
+
+def _keys_of(piece: Piece) -> Run:
+    return Run(piece.kv_start, piece.kv_start + piece.keys.size)
+
+
+def _of_heads(kinds: Tensor, heads: Run) -> Tensor:
+    return kinds if kinds.shape[1] == 1 else kinds[:, slice(*heads)]
+
+
+def _blocks_of(run: Run, size: int) -> slice:
+    return slice(run.start // size, (run.stop - 1) // size + 1)
+
+
+def _moved(kinds: Tensor, rows: Run, keys: Run, sizes: tuple[int, int]) -> Tensor:
+    """Returns the kinds of blocks that are counted from a piece's first query and key."""
+    for dim, run, size in ((-2, rows, sizes[0]), (-1, keys, sizes[1])):
+        starts = torch.arange(run.start, run.stop, size)
+        first, last = starts // size, ((starts + size).clamp(max=run.stop) - 1) // size
+        if torch.equal(first, last):
+            kinds = kinds.index_select(dim, first)
+            continue
+        a, b = kinds.index_select(dim, first), kinds.index_select(dim, last)
+        kinds = torch.where(a == b, a, MASKED)
+    return kinds
+
+
+def _stacked(kinds: Sequence[Tensor]) -> Tensor:
+    """Returns kinds of several pieces in one tensor, hidden behind the end of each."""
+    if len(kinds) == 1:
+        return kinds[0]
+    rows, columns = (max(t.shape[dim] for t in kinds) for dim in (-2, -1))
+    return torch.cat([torch.nn.functional.pad(t, (0, columns - t.shape[-1], 0, rows - t.shape[-2])) for t in kinds])
