@@ -60,7 +60,7 @@ def _quantized(t: Unquantized, dtype: torch.dtype, granularity: str, block_rows:
     if 0 in sizes:  # tokens of no sequence
         return torch.zeros(x.shape, dtype=dtype, device=x.device), rows.new_empty(sizes), rows.new_empty(sizes)
     b, position = _places(x, fmt, t.cu_seqlens, t.cu_seqlens_padded)
-    group = _groups(b, position, rows.shape[-2], sizes, block_rows)
+    group = groups(b, position, rows.shape[-2], sizes, block_rows)
     is_real = position >= 0
     if t.cu_seqlens is not None and t.cu_seqlens.shape[0] > 1:
         is_real = is_real & (position < t.cu_seqlens.long().diff().clamp(max=t.max_seqlen)[b])
@@ -140,7 +140,7 @@ def dequantize_one(
     sizes = descale.shape[0], descale.shape[1], descale.shape[2]
     if sizes[0] == 0:  # tokens of no sequence
         return torch.zeros_like(data, dtype=dtype)
-    group = _groups(*_places(data, fmt, cu_seqlens, cu_seqlens_padded), data.shape[fmt.index("h")], sizes, block_rows)
+    group = groups(*_places(data, fmt, cu_seqlens, cu_seqlens_padded), data.shape[fmt.index("h")], sizes, block_rows)
     wide = torch.float64 if dtype is torch.float64 else torch.float32  # a descale may be 0 or infinite in 16 bits
     rows = as_bshd(data, fmt).to(wide) * descale.to(wide).flatten()[group][..., None]
     return as_bshd(rows.to(dtype), fmt)
@@ -183,7 +183,7 @@ def _places(x: Tensor, fmt: str, cu_seqlens: Tensor | None, cu_seqlens_padded: T
     return b, token - starts[b]
 
 
-def _groups(b: Tensor, position: Tensor, heads: int, sizes: tuple[int, int, int], block_rows: int) -> Tensor:
+def groups(b: Tensor, position: Tensor, heads: int, sizes: tuple[int, int, int], block_rows: int) -> Tensor:
     """Returns for each token and head the element of a flat [b | 1, h | 1, blocks | 1] that is its scale."""
     h = torch.arange(heads, device=b.device)
     group = (b[..., None] if sizes[0] > 1 else 0) * sizes[1] + (h if sizes[1] > 1 else h * 0)

@@ -132,8 +132,11 @@ def attend(
     divisor = total.masked_fill(empty, 1.0)
     lse = (peak + divisor.log()).masked_fill(empty, NEG_INF)
 
-    if rounds and spec.fp8 is not None:
+    if rounds and spec.fp8 is not None and given_lse is None:
         weights = round_weights(weights)
+    elif rounds and spec.fp8 is not None:  # relative to the largest weight of these keys
+        highest = row_max.masked_fill(row_max == NEG_INF, 0.0)
+        weights = round_weights(torch.exp(logits - highest[..., None])) * torch.exp(highest - peak)[..., None]
     if spec.dropout:
         assert x.rng_state is not None
         b = torch.arange(sequences.batch.start, sequences.batch.stop, device=block.q.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexattn import call_cache, ops, validation
+from flexattn import call_cache, fp8, ops, validation
 from flexattn.dispatch.spec import OPEN_WINDOW, Operands, Results, dense_in, parse_format
 from flexattn.first_order import guarded
 from flexattn.prepare import prepare
@@ -127,6 +128,11 @@ def attention_backward(
     return differentiate(Results(), Given(dout, q, k, v, out, lse, dlse), arguments)
 
 
+_DEFAULTS = {
+    name: parameter.default
+    for name, parameter in inspect.signature(attention_backward).parameters.items()
+    if parameter.kind is parameter.KEYWORD_ONLY and name != "dlse"
+}
 _OPERANDS = (
     *("bias", "alibi_slopes", "softmax_offset", "cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"),
     "rng_state",
@@ -196,6 +202,32 @@ def differentiate(results: Results, given: Given, arguments: dict[str, Any]) -> 
         gradients = guarded(gradients, dout, dlse, out, lse, q, k, v, bias, softmax_offset, *captured)
     dense, of_captures = gradients[: len(found) - 1], gradients[len(found) - 1 :]
     return Gradients(*dense, tuple(zip(captured, of_captures, strict=True)))  # type: ignore[call-arg, arg-type]
+
+
+def differentiate_fp8(
+    given: Given, arguments: dict[str, Any], recipe: fp8.Recipe, grad_dtype: str, descales: list[Tensor], dout8: Tensor | None
+) -> Gradients:
+    """Returns what `attention_backward` does, of q, k and v in FP8; out, dout and the gradients are in recipe.out_dtype.
+
+    recipe: its granularity, block_rows and out_dtype, with which `attention` takes these q, k and v. grad_dtype: the dtype of
+    dout8, which is dout in FP8, and of the scores' gradient. descales: of q, k and v, and of dout8 where it is given; without it
+    the backward quantises dout by rows of its own. Nothing is checked beyond a forward's arguments.
+    """
+    dout, q, k, v, out, lse, dlse = given
+    named = dict(zip(("descale_q", "descale_k", "descale_v"), descales, strict=False))
+    complete = _DEFAULTS | arguments | _NOT_OF_BACKWARD | named | {"fp8_recipe": recipe}
+    with torch.enable_grad():  # for what the mods capture
+        x, settings, _ = prepare(q, k, v, **complete, is_backward=True)
+    settings = settings._replace(fp8_grad=grad_dtype)
+    fmt, _ = parse_format(settings.qkv_format)
+    incoming = ops.Incoming(dense_in(out, fmt, ""), lse.contiguous(), dout if dout8 is None else dout8, dlse)
+    if dout8 is not None:
+        x = x._replace(descales=[*x.descales, descales[3]], copies16=[dout])
+    with torch.no_grad():
+        found = ops.gradients(x, settings, incoming)
+    flags = ops.captures_with_gradients(settings.mods)
+    captured = [t for t, needs_grad in zip(x.mod_tensors, flags, strict=True) if needs_grad]
+    return Gradients(*found[:-1], tuple(zip(captured, found.dmod_tensors or (), strict=True)))
 
 
 _NOT_OF_BACKWARD: dict[str, Any] = {

@@ -144,7 +144,9 @@ def prepare(
         needs_grad = needs_grad or any(mods.program.tensor_needs_grad)
     request = requested_backend(backend)
     of_heads = (heads, k.shape[kv_format.index("h")])
-    config, fp8_settings = fp8.quantize_config(fp8_recipe, fp8_state, q, of_heads, needs_grad, dropout_p > 0, request)
+    config, fp8_settings = fp8.quantize_config(
+        fp8_recipe, fp8_state, q, of_heads, needs_grad and not is_backward, dropout_p > 0, request
+    )
     lengths.check_pages(page_table, config is not None or q.dtype in validation.FP8_DTYPES, needs_grad)
     lengths.check_kept_keys(k, q, needs_grad, fp8_recipe is not None)
     x = Operands(

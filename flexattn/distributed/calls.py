@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexattn.backward import attention_backward
+from flexattn.backward import Given, attention_backward
+from flexattn.distributed import eight_bits
 from flexattn.distributed.blocks import Blocks
+from flexattn.distributed.eight_bits import Eight
 from flexattn.distributed.layout import Run
 from flexattn.distributed.local_blocks import LocalBlocks
 from flexattn.distributed.mask import LocalBand, Piece, local_band
@@ -36,7 +38,13 @@ class Scores:
     has_own_rows: bool = False  # whether bias has the rows of this rank's queries, not of the whole's
     dropout_p: float = 0.0
     heads: tuple[int, int] = (0, 0)  # the whole's first head that a call has, and how many the whole has
+    heads_kv: int = 0  # of the whole
+    eight: Eight | None = None  # FP8
     peaks: Tensor | None = None  # [heads of the whole], the largest scores so far, which forwards write; None: nobody asks for them
+
+    def out_dtype(self, q: Tensor) -> torch.dtype:
+        """Returns the dtype of out and dq; q: the queries that are attended."""
+        return q.dtype if self.eight is None else self.eight.out_dtype
 
     def mod_tensors(self, tensors: Sequence[Tensor]) -> Sequence[Tensor] | Mapping[str, Tensor]:
         return list(tensors) if self.tensor_names is None else dict(zip(self.tensor_names, tensors, strict=True))
@@ -59,6 +67,7 @@ class Shared(NamedTuple):
     alibi_slopes: Tensor | None = None
     softmax_offset: Tensor | None = None
     rng_state: Tensor | None = None  # int64 [2], of the whole
+    descales: tuple[Tensor, ...] = ()  # of q, k and v in FP8, and of dout; [b | 1, h | 1, blocks | 1] of the whole
     mod_tensors: tuple[Tensor, ...] = ()
 
     def zeros(self) -> list[Tensor | None]:
@@ -204,6 +213,9 @@ def bias_index(bias: Tensor, piece: Piece, has_own_rows: bool) -> tuple[Any, ...
 def attend(call: Call, part: Part, scores: Scores, shared: Shared, sink: Tensor | None) -> tuple[Tensor, Tensor]:
     """Returns out and lse of a call's rows. sink: the softmax_offset of all heads, for the one part that has it."""
     arguments = arguments_of(call, scores, shared, part.q)
+    if scores.eight is not None:
+        names = ("descale_q", "descale_k", "descale_v")
+        arguments |= dict(zip(names, _descales(call, scores, shared, part), strict=False)) | {"fp8_recipe": scores.eight.of_part}
     if sink is not None:
         arguments |= {"softmax_type": "learnable", "softmax_offset": sink}
     if scores.peaks is None:
@@ -220,6 +232,22 @@ class Results(NamedTuple):
     lse: Tensor
 
 
+class Seeds(NamedTuple):
+    """Gradients of a call's results; dout8 is dout in FP8, where its scales are the whole's."""
+
+    dout: Tensor
+    dlse: Tensor | None
+    dout8: Tensor | None = None
+
+    def of_heads(self, heads: slice) -> Seeds:
+        return Seeds(*(None if t is None else t[..., heads, :] for t in self))  # type: ignore[arg-type]
+
+    def at(self, rows: tuple[Any, ...]) -> Seeds:
+        """Returns those of the rows that `rows` has in dout."""
+        dout, dlse, dout8 = self
+        return Seeds(dout[rows], None if dlse is None else dlse[lse_index(rows)], None if dout8 is None else dout8[rows])
+
+
 class Sums(NamedTuple):
     """Gradients that calls add to: in float32 (float64 for float64), but for a dq whose rows belong to one call each."""
 
@@ -229,28 +257,22 @@ class Sums(NamedTuple):
     shared: list[Tensor | None]
 
 
-def differentiate(
-    call: Call, part: Part, results: Results, seeds: tuple[Tensor, Tensor | None], context: tuple[Scores, Shared], sums: Sums
-) -> None:
-    """Adds to `sums` the gradients of a call, from the whole's out and lse in `results` and (dout, dlse)."""
+def differentiate(call: Call, part: Part, results: Results, seeds: Seeds, context: tuple[Scores, Shared], sums: Sums) -> None:
+    """Adds to `sums` the gradients of a call, from the whole's out and lse in `results`."""
     local, rows, keys = rows_of_call(call, part)
     scores, shared = context
-    dout, dlse = seeds
+    dout, dlse, dout8 = seeds.at(rows)
     leaves = shared._replace(mod_tensors=tuple(t.detach().requires_grad_(t.requires_grad) for t in shared.mod_tensors))
     bias = shared.bias
     if bias is not None:
         leaves = leaves._replace(bias=bias.detach().requires_grad_(bias.requires_grad))
     with torch.enable_grad():
         arguments = arguments_of(call, scores, leaves, local.q)
-    at = lse_index(rows)
-    found = attention_backward(
-        dout[rows],
-        *local,
-        results.out[rows],
-        results.lse[at],
-        dlse=None if dlse is None else dlse[at],
-        **arguments,
-    )
+    given = Given(dout, *local, results.out[rows], results.lse[lse_index(rows)], dlse)
+    if scores.eight is None:
+        found = attention_backward(*given[:-1], dlse=dlse, **arguments)
+    else:
+        found = eight_bits.differentiate(given, scores.eight, _descales(call, scores, shared, local), dout8, arguments)
     sums.dq[rows] += found.dq
     sums.dk[keys] += found.dk
     sums.dv[keys] += found.dv
@@ -262,9 +284,29 @@ def differentiate(
                 total += gradient
 
 
-def offset_gradient(results: Results, seeds: tuple[Tensor, Tensor | None], offset: Tensor, is_packed: bool) -> Tensor:
+def _descales(call: Call, scores: Scores, shared: Shared, part: Part) -> list[Tensor]:
+    """Returns the descales of a call's tensors, of the whole's."""
+    eight, (first, heads) = scores.eight, scores.heads
+    assert eight is not None
+    count, count_kv = part.q.shape[-2], part.k.shape[-2]
+    of_q = of_kv = None
+    if (first, count) != (0, heads):
+        own = torch.arange(first, first + count, device=part.q.device)
+        of_q, of_kv = own, own[:: count // count_kv] // (heads // scores.heads_kv)
+    origin = call.origin
+    if call.packing is None:
+        longest_q, longest_kv = call.pieces[0].rows.size, call.pieces[0].keys.size
+    else:
+        longest_q, longest_kv = (call.packing[f"max_seqlen_{side}"] for side in ("q", "kv"))
+    of_queries = eight_bits.Span(origin.document, origin.q_start, longest_q), of_q
+    of_keys = eight_bits.Span(origin.document, origin.kv_start, longest_kv), of_kv
+    sides, rows = (of_queries, of_keys, of_keys, of_queries), (eight.recipe.rows, eight.local_rows)
+    return [eight_bits.local_descale(t, *side, rows) for t, side in zip(shared.descales, sides, strict=False)]
+
+
+def offset_gradient(results: Results, seeds: Seeds, offset: Tensor, is_packed: bool) -> Tensor:
     """Returns a sink's gradient from this rank's rows: the sum of -exp(offset - lse) * (sum(out * dout) - dlse), by head."""
-    dout, dlse = seeds
+    dout, dlse, _ = seeds
     dtype = results.lse.dtype
     delta = (results.out.to(dtype) * dout.to(dtype)).sum(-1).transpose(-1, -2)  # [b, h, s] or [h, t], as lse is
     if dlse is not None:
@@ -351,7 +393,7 @@ def attend_all(calls: Sequence[Call], part: Part, context: tuple[Scores, Shared]
     """Returns out and lse of all queries of a part, each of which is in one call at most; a sink is in each of them."""
     scores, shared = context
     sink = shared.softmax_offset
-    results = empty_results(part.q, part.v.shape[-1], is_packed, part.q.dtype)
+    results = empty_results(part.q, part.v.shape[-1], is_packed, scores.out_dtype(part.q))
     if sink is not None:
         results = add_sink(results, sink)
     for call in calls:
@@ -365,14 +407,14 @@ def differentiate_all(
     calls: Sequence[Call],
     part: Part,
     results: Results,
-    seeds: tuple[Tensor, Tensor | None],
+    seeds: Seeds,
     context: tuple[Scores, Shared],
 ) -> Sums:
     """Returns the gradients of `attend_all`, but for a sink's."""
     q, k, v = part
     wide = sum_dtype(q.dtype)
     dk, dv = (torch.zeros(t.shape, dtype=wide, device=t.device) for t in (k, v))
-    sums = Sums(torch.zeros(q.shape, dtype=q.dtype, device=q.device), dk, dv, context[1].zeros())
+    sums = Sums(torch.zeros(q.shape, dtype=context[0].out_dtype(q), device=q.device), dk, dv, context[1].zeros())
     for call in calls:
         differentiate(call, part, results, seeds, context, sums)
     return sums

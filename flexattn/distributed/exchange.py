@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flexattn.distributed.layout import Run, Runs, common, row_of, rows_of, size_of, union
+from flexattn.validation import FP8_DTYPES
 
 
 @contextlib.contextmanager
@@ -61,10 +62,21 @@ def _moved(run: Run, row: int) -> Run:
     return Run(row, row + run.size)
 
 
+def as_sent(t: Tensor) -> Tensor:
+    """Returns a tensor as collectives take it: its bytes, where it is in FP8."""
+    return t.view(torch.uint8) if t.dtype in FP8_DTYPES else t
+
+
 def all_gather(received: Tensor, own: Tensor, group: Any) -> Any:
     """Begins to write all ranks' tensors, of one shape, one after another into `received`; returns what to wait for."""
     gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # torch 2.13 renamed it
-    return gather(received, own, group=group, async_op=True)
+    return gather(as_sent(received), as_sent(own), group=group, async_op=True)
+
+
+def all_to_all(received: Tensor, sent: Tensor, counts: tuple[Sequence[int], Sequence[int]], group: Any, wait: bool = False) -> Any:
+    """Begins, or with `wait` makes, an exchange of (received, sent) rows by rank; returns what to wait for."""
+    receives, sends = (list(count) for count in counts)
+    return dist.all_to_all_single(as_sent(received), as_sent(sent), receives, sends, group=group, async_op=not wait)
 
 
 def of_first_rank(t: Tensor, group: Any) -> Tensor:
@@ -74,9 +86,9 @@ def of_first_rank(t: Tensor, group: Any) -> Tensor:
     return t
 
 
-def largest(t: Tensor, group: Any) -> Tensor:
-    """Returns the largest of all ranks' numbers, one by one; t is written to."""
-    with waiting("the exchange of the largest scores", group):
+def largest(t: Tensor, group: Any, what: str = "the exchange of the largest scores") -> Tensor:
+    """Returns the largest of all ranks' numbers, one by one; t is written to. `what` names the exchange in an error."""
+    with waiting(what, group):
         dist.all_reduce(t, dist.ReduceOp.MAX, group=group)
     return t
 
@@ -108,7 +120,7 @@ def begin_fetch(x: Tensor, route: Route, group: Any) -> Pending:
         sent = pick(x, [run for runs in route.sends for run in runs])
         counts = [size_of(runs) for runs in route.sends]
         with waiting(what, group):
-            work = dist.all_to_all_single(received, sent, list(route.receives), counts, group=group, async_op=True)
+            work = all_to_all(received, sent, (route.receives, counts), group)
     return Pending(received, [work], sent, what)
 
 
@@ -128,7 +140,7 @@ def begin_return(grad: Tensor, route: Route, group: Any) -> Pending:
     received = grad.new_empty((sum(counts), *grad.shape[1:]))
     what = "the exchange of the gradients of keys and values"
     with waiting(what, group):
-        work = dist.all_to_all_single(received, arranged, counts, list(route.receives), group=group, async_op=True)
+        work = all_to_all(received, arranged, (counts, route.receives), group)
     return Pending(received, [work], arranged, what)
 
 
@@ -170,9 +182,9 @@ def rotate(x: Tensor, rows: int, group: Any) -> tuple[Tensor, list[Any]]:
     received = x.new_empty((rows, *x.shape[1:]))
     todo = []
     if x.shape[0]:
-        todo.append(dist.P2POp(dist.isend, x.contiguous(), group=group, group_peer=(rank + 1) % ranks))
+        todo.append(dist.P2POp(dist.isend, as_sent(x.contiguous()), group=group, group_peer=(rank + 1) % ranks))
     if rows:
-        todo.append(dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % ranks))
+        todo.append(dist.P2POp(dist.irecv, as_sent(received), group=group, group_peer=(rank - 1) % ranks))
     with waiting("a step of the ring", group):
         return received, dist.batch_isend_irecv(todo) if todo else []
 

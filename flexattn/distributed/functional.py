@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 import torch
 from torch import Tensor
 
-from flexattn import validation
+from flexattn import fp8, validation
+from flexattn.dispatch.context import requested_backend
 from flexattn.dispatch.spec import BIAS_TYPES, SOFTMAX_TYPES, as_bshd, from_bshd
-from flexattn.distributed import agreement, exchange
-from flexattn.distributed.calls import Results, Scores, Shared, Sums, offset_gradient, sum_dtype
+from flexattn.distributed import agreement, exchange, quantise
+from flexattn.distributed.calls import Results, Scores, Seeds, Shared, Sums, offset_gradient, sum_dtype
 from flexattn.distributed.cost import Heads
 from flexattn.distributed.gather import Gather
 from flexattn.distributed.layout import size_of
@@ -50,12 +51,18 @@ class Options(TypedDict, total=False):
     score_mod: Mod | None
     mask_mod: Mod | None
     score_mod_tensors: Sequence[Tensor] | Mapping[str, Tensor]
+    fp8_recipe: fp8.Recipe | None
+    fp8_state: fp8.DelayedScaling | None
+    descale_q: Tensor | None
+    descale_k: Tensor | None
+    descale_v: Tensor | None
     deterministic: bool | None
     return_lse: bool
     return_max_logit: bool
     backend: str | None
 
 
+NUM_DESCALES = 3  # of q, k and v
 MASK = ("attn_mask_type", "window_size", "bottom_right_diagonal", "block_mask")  # given to a plan, or to a call
 NOT_TAKEN = {
     "batch_invariant": "False, as bits depend on how the plan divides a sequence",
@@ -64,18 +71,22 @@ NOT_TAKEN = {
         "lengths on the host, as `documents` of the plan",
     ),
     **dict.fromkeys(("page_table", "seqused_q", "seqused_kv"), "keys without pages; attention_over_ranks decodes over caches"),
-    **dict.fromkeys(
-        ("fp8_recipe", "fp8_state", "descale_q", "descale_k", "descale_v"), "16 bits or more, as what ranks send is not quantised"
-    ),
 }
 
 
 class Strategy(Protocol):
-    """A way to attend over ranks: `Gather`, `Ring` or `Ulysses`."""
+    """A way to attend over ranks: `Gather`, `Ring` or `Ulysses`, each a NamedTuple."""
+
+    @property
+    def scores(self) -> Scores: ...
+
+    def gathered(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]: ...
+
+    def _replace(self, *, scores: Scores) -> Strategy: ...
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, shared: Shared) -> tuple[Results, tuple[Tensor, ...]]: ...
 
-    def backward(self, saved: tuple[Tensor, ...], seeds: tuple[Tensor, Tensor | None], shared: Shared) -> Sums: ...
+    def backward(self, saved: tuple[Tensor, ...], seeds: Seeds, shared: Shared) -> Sums: ...
 
 
 def attention(
@@ -166,14 +177,19 @@ class _Call:
         validation.check_name("qkv_format", fmt, ("thd",) if plan.is_packed else ("bshd", "sbhd", "bhsd"))
         if isinstance(q, Tensor) and q.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(q.device.type):
             dtype = torch.get_autocast_dtype(q.device.type)
-            q, k, v = (t.to(dtype) if isinstance(t, Tensor) and t.dtype is not torch.float64 else t for t in (q, k, v))
+            kept = (torch.float64, *validation.FP8_DTYPES)
+            q, k, v = (t.to(dtype) if isinstance(t, Tensor) and t.dtype not in kept else t for t in (q, k, v))
+        fp8.check_unpacked(q, k, v)
         for name, t in (("q", q), ("k", k), ("v", v)):
-            if type(t).__name__ == "DTensor" or (isinstance(t, Tensor) and t.dtype in validation.FP8_DTYPES):
-                what = f"has dtype {t.dtype}" if type(t).__name__ != "DTensor" else "is a DTensor"
-                raise TypeError(f"{name} {what}; accepted: a local tensor in float16, bfloat16, float32 or float64")
+            if type(t).__name__ == "DTensor":
+                raise TypeError(f"{name} is a DTensor; accepted: a local tensor")
+            if isinstance(t, Tensor) and isinstance(q, Tensor) and t.dtype != q.dtype:
+                raise TypeError(
+                    f"{name} has dtype {t.dtype} and q {q.dtype}; accepted: the same; attention_over_ranks reads caches"
+                )
         validation.check_qkv(q, k, v, fmt, fmt)
         q, k, v = (as_bshd(t, fmt) for t in (q, k, v))
-        rank, dim = plan.rank, 0 if plan.is_packed else 1
+        rank, dim, dims = plan.rank, 0 if plan.is_packed else 1, "thd" if plan.is_packed else "bshd"
         for name, t, runs in (("q", q, plan.q_runs), ("k", k, plan.kv_runs)):
             if t.shape[dim] != size_of(runs[rank]):
                 raise ValueError(
@@ -184,11 +200,33 @@ class _Call:
         for name, is_wanted in wanted.items():
             validation.check_flag(name, is_wanted)
         scores, shared = _scores(q, plan, options)
+        needs_grad = torch.is_grad_enabled() and any(
+            t.requires_grad for t in (q, k, v, *shared[:3], *shared.mod_tensors) if t is not None
+        )
+        of_fp8 = options.get("fp8_recipe"), options.get("fp8_state")
+        request = requested_backend(scores.backend), scores.dropout_p > 0
+        eight = quantise.check(of_fp8, (q, k, v), plan, needs_grad, request)
+        descales = options.get("descale_q"), options.get("descale_k"), options.get("descale_v")
+        rows = 0 if eight is None else eight.recipe.rows
+        batch = len(plan.mask.lengths_q) if plan.is_packed else q.shape[0]
+        of_given = validation.check_fp8(q, k, dims, dims, batch, quantise.whole_sizes(plan), rows, descales)
+        shared = shared._replace(descales=of_given)
         if wanted["return_max_logit"]:
             lowest = torch.full((q.shape[-2],), float("-inf"), dtype=sum_dtype(q.dtype), device=q.device)
             scores = dataclasses.replace(scores, peaks=lowest)
-        heads = Heads(q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1], q.element_size(), 1 if plan.is_packed else q.shape[0])
+        heads = Heads(
+            q.shape[-2],
+            k.shape[-2],
+            q.shape[-1],
+            v.shape[-1],
+            1 if eight else q.element_size(),
+            1 if plan.is_packed else q.shape[0],
+        )
         chosen = plan.chosen(heads, strategy)
+        if eight is not None and rows:
+            of_pieces = (plan.inside_host()[1], "ring") if chosen == "ulysses+ring" else (plan, chosen)
+            eight = eight._replace(local_rows=quantise.block_rows_of(*of_pieces, rows))
+        scores = dataclasses.replace(scores, eight=eight, heads_kv=k.shape[-2])
         if scores.has_own_rows and chosen.startswith("ulysses"):
             raise ValueError(
                 f"bias has the rows of this rank's queries with strategy {chosen!r}; accepted: strategy 'gather', 'halo', "
@@ -211,6 +249,7 @@ class _Call:
             "dtype": str(q.dtype),
             "qkv_format": fmt,
             "softmax and bias": (scores.softmax_scale, scores.softcap, scores.bias_type, scores.softmax_type),
+            "FP8": None if eight is None else (repr(eight.recipe), [tuple(t.shape) for t in of_given]),
             "dropout": (scores.dropout_p, shared.rng_state is None),
             "return_max_logit": wanted["return_max_logit"],
             "mods": (scores.score_mod is not None, scores.mask_mod is not None, len(shared.mod_tensors)),
@@ -220,8 +259,8 @@ class _Call:
         return call
 
     def inputs(self) -> tuple[Tensor | None, ...]:
-        *shared, mod_tensors = self.shared
-        return (*self.qkv, *shared, *mod_tensors)
+        *shared, descales, mod_tensors = self.shared
+        return (*self.qkv, *shared, *(descales or (None,) * NUM_DESCALES), *mod_tensors)
 
     def summary(self) -> dict[str, Any]:
         return self.summary_of
@@ -232,7 +271,13 @@ class _Call:
             self.shared = self.shared._replace(rng_state=state)
         with torch.autocast(self.qkv[0].device.type, enabled=False):
             out, lse = _Attend.apply(self.runner, self.plan, *self.inputs())  # type: ignore[no-untyped-call]
-        results = [from_bshd(out, self.qkv_format).contiguous(), *([lse] if self.return_lse else [])]
+        whole: Any = from_bshd(out, self.qkv_format).contiguous()
+        eight = self.scores.eight
+        if eight is not None and eight.recipe.out_dtype in validation.FP8_DTYPES:
+            found = quantise.quantise_out(out.detach(), eight, self.plan)
+            data = from_bshd(found.data, self.qkv_format).contiguous()
+            whole = fp8.QuantizedTensor(data, found.descale, found.amax, whole if whole.requires_grad else None)
+        results = [whole, *([lse] if self.return_lse else [])]
         if self.scores.peaks is not None:
             results.append(exchange.largest(self.scores.peaks, self.plan.group))
         return results[0] if len(results) == 1 else tuple(results)
@@ -327,7 +372,7 @@ def _scores(q: Tensor, plan: Plan, options: dict[str, Any]) -> tuple[Scores, Sha
         dropout_p=dropout_p,
         heads=(0, heads),
     )
-    return scores, Shared(bias, slopes, offset, rng_state if dropout_p > 0 else None, values)
+    return scores, Shared(bias, slopes, offset, rng_state if dropout_p > 0 else None, (), values)
 
 
 def _check_mod(name: str, mod: Any, sizes: tuple[int, int, Plan]) -> None:
@@ -359,16 +404,27 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, runner: Strategy, plan: Plan, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
-        q, k, v, bias, slopes, offset, rng_state, *mod_tensors = tensors
+        q, k, v, bias, slopes, offset, rng_state, *rest = tensors
         assert q is not None
         assert k is not None
         assert v is not None
-        shared = Shared(bias, slopes, offset, rng_state, tuple(t for t in mod_tensors if t is not None))
+        eight, scale_dout = runner.scores.eight, None
+        descales, mod_tensors = tuple(rest[:NUM_DESCALES]), rest[NUM_DESCALES:]
+        given = q, k, v
+        if eight is not None and eight.config is not None:
+            (q, descale_q, _), (k, descale_k, _), (v, descale_v, _) = quantise.quantise_qkv(q, k, v, eight, plan)
+            descales = descale_q, descale_k, descale_v
+        of_mods, of_eight = (tuple(t for t in some if t is not None) for some in (mod_tensors, descales))
+        shared = Shared(bias, slopes, offset, rng_state, of_eight, of_mods)
         results, saved = runner.forward(q, k, v, shared)
+        if eight is not None and eight.recipe.bf16_backward:
+            saved = (*given, *saved[-2:])
+        elif eight is not None and eight.state is not None:
+            scale_dout = eight.state.scale("dout")  # saved so that autograd tells where it is written to before the backward
         ctx.runner, ctx.plan, ctx.count = runner, plan, len(saved)
         ctx.like_out = results.out.new_empty(0), results.out.shape
         of_sink = tuple(results) if offset is not None else (None, None)
-        ctx.save_for_backward(*saved, *of_sink, *tensors[3:])
+        ctx.save_for_backward(*saved, scale_dout, *of_sink, bias, slopes, offset, rng_state, *descales, *mod_tensors)
         ctx.set_materialize_grads(False)
         return results.out, results.lse
 
@@ -376,24 +432,34 @@ class _Attend(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         tensors = ctx.saved_tensors  # read once: checkpointing makes them anew for one reader
-        saved, rest = tensors[: ctx.count], tensors[ctx.count :]
-        out, lse, *shared_tensors = rest
+        saved, (_, out, lse, *shared_tensors) = tensors[: ctx.count], tensors[ctx.count :]
         wanted = ctx.needs_input_grad[5:]
-        bias, slopes, offset, rng_state, *mod_tensors = (
+        bias, slopes, offset, rng_state, *rest = (
             None if t is None else t.detach().requires_grad_(wants) for t, wants in zip(shared_tensors, wanted, strict=True)
         )
-        shared = Shared(bias, slopes, offset, rng_state, tuple(t for t in mod_tensors if t is not None))
+        descales, mod_tensors = (tuple(t for t in some if t is not None) for some in (rest[:NUM_DESCALES], rest[NUM_DESCALES:]))
+        shared = Shared(bias, slopes, offset, rng_state, descales, mod_tensors)
         empty, shape = ctx.like_out
         dout = empty.new_zeros(shape) if dout is None else dout.contiguous()
-        dlse = None if dlse is None else dlse.contiguous()
-        sums = ctx.runner.backward(saved, (dout, dlse), shared)
+        seeds = Seeds(dout, None if dlse is None else dlse.contiguous())
+        runner, eight = ctx.runner, ctx.runner.scores.eight
+        if eight is not None and eight.recipe.bf16_backward:
+            runner = runner._replace(scores=dataclasses.replace(runner.scores, eight=None))
+            saved, eight = (*runner.gathered(*saved[:3]), *saved[3:]), None
+        elif eight is not None:
+            found = quantise.quantise_dout(dout, eight, ctx.plan)
+            if found is not None:
+                seeds, shared = seeds._replace(dout8=found.data), shared._replace(descales=(*descales, found.descale))
+        sums = runner.backward(saved, seeds, shared)
         of_offset = None
         if offset is not None and offset.requires_grad:
-            of_offset = offset_gradient(Results(out, lse), (dout, dlse), offset, ctx.plan.is_packed)
+            of_offset = offset_gradient(Results(out, lse), seeds, offset, ctx.plan.is_packed)
         of_bias, *of_mods = sums.shared
-        q_like = (sums.dq.to(dout.dtype), sums.dk.to(dout.dtype), sums.dv.to(dout.dtype))
+        dq, dk, dv = (sums.dq.to(dout.dtype), sums.dk.to(dout.dtype), sums.dv.to(dout.dtype))
+        if eight is not None and eight.recipe.rotation:
+            dq, dk = quantise.unrotate(dq, dk)
+        of_each = (of_bias, None, of_offset, None, *(None,) * NUM_DESCALES, *of_mods)
         of_shared = [
-            None if total is None or t is None else total.to(t.dtype)
-            for total, t in zip((of_bias, None, of_offset, None, *of_mods), shared_tensors, strict=True)
+            None if total is None or t is None else total.to(t.dtype) for total, t in zip(of_each, shared_tensors, strict=True)
         ]
-        return (None, None, *q_like, *of_shared)
+        return (None, None, dq, dk, dv, *of_shared)

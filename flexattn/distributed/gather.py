@@ -19,6 +19,7 @@ from flexattn.distributed.calls import (
     Part,
     Results,
     Scores,
+    Seeds,
     Shared,
     Sums,
     apart,
@@ -75,6 +76,10 @@ class Gather(NamedTuple):
     strategy: str
     scores: Scores
 
+    def gathered(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        """Returns what a backward begins from beside results: the same, as it brings keys again."""
+        return q, k, v
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, shared: Shared) -> tuple[Results, tuple[Tensor, ...]]:
         """Returns out and lse of this rank's queries, and what a backward needs."""
         packed, dim = self.plan.is_packed, k.shape[-1]
@@ -82,7 +87,7 @@ class Gather(NamedTuple):
         if len(coming.slices) == 1:
             results = attend_all(coming.work.calls, Part(q, *apart(coming.next(0), dim, packed)), coming.context(0), packed)
             return results, (q, k, v, *results)
-        results = empty_results(q, v.shape[-1], packed, q.dtype)
+        results = empty_results(q, v.shape[-1], packed, self.scores.out_dtype(q))
         for i, (of_q, _) in enumerate(coming.slices):
             heads = slice(*of_q)
             part = Part(q[..., heads, :], *apart(coming.next(i), dim, packed))
@@ -90,23 +95,20 @@ class Gather(NamedTuple):
             results.out[..., heads, :], results.lse[..., heads, :] = found
         return results, (q, k, v, *results)
 
-    def backward(self, saved: tuple[Tensor, ...], seeds: tuple[Tensor, Tensor | None], shared: Shared) -> Sums:
+    def backward(self, saved: tuple[Tensor, ...], seeds: Seeds, shared: Shared) -> Sums:
         """Returns the gradients of this rank's q, k and v, and this rank's part of those of the shared tensors."""
         q, k, v, out, lse = saved
-        dout, dlse = seeds
         packed, dim, group, wide = self.plan.is_packed, k.shape[-1], self.plan.group, sum_dtype(q.dtype)
         kv = rows_first(k, v, packed)
         coming = _Coming(self, q, kv, shared)
-        dq, dkv = torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty(kv.shape, dtype=wide, device=kv.device)
+        dq = torch.empty(q.shape, dtype=self.scores.out_dtype(q), device=q.device)
+        dkv = torch.empty(kv.shape, dtype=wide, device=kv.device)
         of_shared = shared.zeros()
         returning: list[exchange.Pending] = []
         for i, (of_q, _) in enumerate(coming.slices):
             heads = slice(*of_q)
             part = Part(q[..., heads, :], *apart(coming.next(i), dim, packed))
-            own = (
-                Results(out[..., heads, :], lse[..., heads, :]),
-                (dout[..., heads, :], None if dlse is None else dlse[..., heads, :]),
-            )
+            own = Results(out[..., heads, :], lse[..., heads, :]), seeds.of_heads(heads)
             sums = differentiate_all(coming.work.calls, part, *own, of_heads(self.scores, shared, of_q, q.device))
             dq[..., heads, :] = sums.dq
             for total, more in zip(of_shared, whole_gradients(sums.shared, shared, of_q), strict=True):

@@ -17,6 +17,7 @@ from flexattn.distributed.calls import (
     Part,
     Results,
     Scores,
+    Seeds,
     Shared,
     Sums,
     add_sink,
@@ -56,11 +57,16 @@ class Ring(NamedTuple):
     def _steps(self, shared: Shared, device: torch.device) -> tuple[list[Call], ...]:
         has_slopes, has_mods = shared.alibi_slopes is not None, (self.scores.score_mod or self.scores.mask_mod) is not None
         wants_positions = has_slopes or has_mods or shared.bias is not None or shared.rng_state is not None
-        wants_positions = wants_positions or self.plan.mask.blocks is not None
+        has_blocks = self.plan.mask.blocks is not None or (self.scores.eight is not None and self.scores.eight.local_rows > 0)
+        wants_positions = wants_positions or has_blocks
         return _steps(self.plan, has_slopes, wants_positions, device)
 
     def _rows_of_step(self, step: int) -> int:
         return size_of(self.plan.kv_runs[(self.plan.rank - step) % self.plan.ranks])
+
+    def gathered(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        """Returns what a backward begins from beside results: the same, as it brings keys again."""
+        return q, k, v
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, shared: Shared) -> tuple[Results, tuple[Tensor, ...]]:
         """Returns out and lse of this rank's queries, and what a backward needs."""
@@ -78,10 +84,10 @@ class Ring(NamedTuple):
                 kv = received
         if shared.softmax_offset is not None:
             results = add_sink(results, shared.softmax_offset)
-        results = results._replace(out=results.out.to(q.dtype))
+        results = results._replace(out=results.out.to(self.scores.out_dtype(q)))
         return results, (q, k, v, *results)
 
-    def backward(self, saved: tuple[Tensor, ...], seeds: tuple[Tensor, Tensor | None], shared: Shared) -> Sums:
+    def backward(self, saved: tuple[Tensor, ...], seeds: Seeds, shared: Shared) -> Sums:
         """Returns the gradients of this rank's q, k and v, and this rank's part of those of the shared tensors."""
         q, k, v, out, lse = saved
         plan, dim, packed, wide = self.plan, k.shape[-1], self.plan.is_packed, sum_dtype(q.dtype)

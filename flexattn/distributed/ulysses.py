@@ -18,6 +18,7 @@ from flexattn.distributed.calls import (
     Part,
     Results,
     Scores,
+    Seeds,
     Shared,
     Sums,
     apart,
@@ -28,7 +29,7 @@ from flexattn.distributed.calls import (
     rows_first,
     whole_gradients,
 )
-from flexattn.distributed.exchange import waiting
+from flexattn.distributed.exchange import all_to_all, as_sent, waiting
 from flexattn.distributed.layout import Run, Runs, cut, rows_of, size_of
 from flexattn.distributed.plans import Plan
 from flexattn.distributed.ring import Ring
@@ -62,7 +63,7 @@ def to_heads(x: Tensor, runs: tuple[Runs, ...], heads: tuple[Run, ...], group: A
     receives = [size_of(of) * width * _head_row(x) for of in runs]
     received = x.new_empty(sum(receives))
     with waiting("the all-to-all from tokens to heads", group):
-        dist.all_to_all_single(received, torch.cat(sent), receives, [t.numel() for t in sent], group=group)
+        all_to_all(received, torch.cat(sent), (receives, [t.numel() for t in sent]), group, wait=True)
     by_rank = received.view(sum(map(size_of, runs)), *x.shape[1:-2], width, x.shape[-1])
     whole = x.new_empty(by_rank.shape)
     for run, rows in _places(runs):
@@ -84,7 +85,7 @@ def to_rows(x: Tensor, runs: tuple[Runs, ...], heads: tuple[Run, ...], total: tu
     sends, receives = [size_of(of) * row * x.shape[-2] for of in runs], [own * row * run.size for run in heads]
     received = x.new_empty(sum(receives))
     with waiting("the all-to-all from heads to tokens", group):
-        dist.all_to_all_single(received, by_rank.view(-1), receives, sends, group=group)
+        all_to_all(received, by_rank.view(-1), (receives, sends), group, wait=True)
     by_heads = zip(torch.split(received, receives), heads, strict=True)
     parts = [t.view(own, *x.shape[1:-2], run.size, x.shape[-1]) for t, run in by_heads]
     if sum(run.size for run in heads) == all_heads:
@@ -141,14 +142,18 @@ class Ulysses(NamedTuple):
     def _part(self, whole_q: Tensor, kv: Tensor, dim: int) -> tuple[Part, list[int] | None]:
         places = local_key_heads(self._split, self.plan.rank, self.heads // self.heads_kv)
         if places is not None:
-            kv = kv.index_select(-2, torch.tensor(places, device=kv.device))
+            kv = as_sent(kv).index_select(-2, torch.tensor(places, device=kv.device)).view(kv.dtype)
         return Part(whole_q, *apart(kv, dim, self.plan.is_packed)), places
+
+    def gathered(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns this rank's heads of all tokens: of q, and of k and v together."""
+        plan = self.plan
+        return self._to_heads(q), to_heads(rows_first(k, v, plan.is_packed), plan.kv_runs, self._split.kv, plan.group)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, shared: Shared) -> tuple[Results, tuple[Tensor, ...]]:
         """Returns out and lse of this rank's queries, and what a backward needs."""
         plan, packed = self.plan, self.plan.is_packed
-        whole_q = self._to_heads(q)
-        kv = to_heads(rows_first(k, v, packed), plan.kv_runs, self._split.kv, plan.group)
+        whole_q, kv = self.gathered(q, k, v)
         part, _ = self._part(whole_q, kv, k.shape[-1])
         context = of_heads(self.scores, shared, self._split.q[plan.rank], q.device)
         if self.between is None:
@@ -158,29 +163,29 @@ class Ulysses(NamedTuple):
         lse = self._to_rows(_lse_as_rows(found.lse))
         return Results(self._to_rows(found.out), _rows_as_lse(lse)), (whole_q, kv, *found)
 
-    def backward(self, saved: tuple[Tensor, ...], seeds: tuple[Tensor, Tensor | None], shared: Shared) -> Sums:
+    def backward(self, saved: tuple[Tensor, ...], seeds: Seeds, shared: Shared) -> Sums:
         """Returns the gradients of this rank's q, k and v, and this rank's part of those of the shared tensors."""
         whole_q, kv, out, lse = saved
         plan, packed = self.plan, self.plan.is_packed
-        dout, dlse = seeds
+        dout, dlse, dout8 = seeds
         dim = kv.shape[-1] - dout.shape[-1]
-        own_dout = self._to_heads(dout)
         own_dlse = None if dlse is None else _rows_as_lse(self._to_heads(_lse_as_rows(dlse)))
+        own = Seeds(self._to_heads(dout), own_dlse, None if dout8 is None else self._to_heads(dout8))
         part, places = self._part(whole_q, kv, dim)
         heads = self._split.q[plan.rank]
         context = of_heads(self.scores, shared, heads, whole_q.device)
         if self.between is None:
             calls = _calls(plan, shared.alibi_slopes is not None, whole_q.device)
-            sums = differentiate_all(calls, part, Results(out, lse), (own_dout, own_dlse), context)
+            sums = differentiate_all(calls, part, Results(out, lse), own, context)
         else:
-            sums = Ring(self.between, context[0]).backward((*part, out, lse), (own_dout, own_dlse), context[1])
+            sums = Ring(self.between, context[0]).backward((*part, out, lse), own, context[1])
         dkv = rows_first(sums.dk, sums.dv, packed)
         if places is not None:
             all_heads = dkv.new_zeros((*dkv.shape[:-2], kv.shape[-2], dkv.shape[-1]))
             dkv = all_heads.index_add_(-2, torch.tensor(places, device=dkv.device), dkv)
         dkv = to_rows(dkv, plan.kv_runs, self._split.kv, (self.heads_kv, plan.group))
         of_shared = whole_gradients(sums.shared, shared, heads)
-        return Sums(self._to_rows(sums.dq.to(whole_q.dtype)), *apart(dkv, dim, packed), of_shared)
+        return Sums(self._to_rows(sums.dq.to(self.scores.out_dtype(whole_q))), *apart(dkv, dim, packed), of_shared)
 
 
 def _swapped(x: Tensor, is_packed: bool) -> Tensor:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import flexattn
-from flexattn import distributed
+from flexattn import distributed, fp8
 from flexattn.dispatch.reference import block_kinds
 from flexattn.distributed import functional, scaling
 from flexattn.distributed import layout as layouts
@@ -323,14 +323,36 @@ REFUSED: dict[str, dict[str, Any]] = {
         "mask_mod": causal(),
     },
     "cu_seqlens_q is given .* `documents` of the plan": {"cu_seqlens_q": torch.zeros(2)},
-    "fp8_recipe is given": {"fp8_recipe": object()},
+    "fp8_recipe is .*object.*; accepted: a flexattn.fp8.Recipe": {"fp8_recipe": object()},
+    "q has dtype torch.float32 with an fp8_recipe": {"fp8_recipe": fp8.Recipe()},
+    "descale_q is given with q, k and v in torch.float32": {"descale_q": torch.ones(1)},
+    "fp8_recipe.keep_16_bit is True; accepted over ranks": {
+        "fp8_recipe": fp8.Recipe(keep_16_bit=True),
+        **dict.fromkeys("qkv", torch.zeros(1, 4, 1, 8, dtype=torch.bfloat16)),
+    },
+    "fp8_recipe.out_dtype is torch.float8_e5m2 with granularity 'block', whose rows of out lie apart": {
+        "fp8_recipe": fp8.Recipe(granularity="block", out_dtype=torch.float8_e5m2),
+        **dict.fromkeys("qkv", torch.zeros(1, 4, 1, 8, dtype=torch.bfloat16)),
+    },
+    "granularity is 'block' and under 'gather' a part of a sequence begins at its position [246]; accepted: a plan": {
+        "fp8_recipe": fp8.Recipe(granularity="block"),
+        "strategy": "gather",
+        **dict.fromkeys("qkv", torch.zeros(1, 4, 1, 8, dtype=torch.bfloat16)),
+    },
+    "backend is 'cudnn' with FP8": {
+        "fp8_recipe": fp8.Recipe(),
+        "backend": "cudnn",
+        **dict.fromkeys("qkv", torch.zeros(1, 4, 1, 8, dtype=torch.bfloat16)),
+    },
     "return_max_logit is 1": {"return_max_logit": 1},
     "causal is no argument of flexattn.distributed.attention; accepted: plan": {"causal": True},
     "strategy is 'ulysses' with 1 heads for 2 ranks": {"strategy": "ulysses"},
     r"strategy is 'ulysses\+ring' with a plan of one dim": {"strategy": "ulysses+ring"},
     "strategy is 'alltoall'": {"strategy": "alltoall"},
     "q has 3 tokens on rank 1; accepted: the 4 that the plan gives it": {"q": torch.zeros(1, 3, 1, 8)},
-    "q has dtype torch.float8_e4m3fn; accepted: a local tensor": {"q": torch.zeros(1, 4, 1, 8).to(torch.float8_e4m3fn)},
+    "k has dtype torch.float32 and q torch.float8_e4m3fn; accepted: the same": {
+        "q": torch.zeros(1, 4, 1, 8).to(torch.float8_e4m3fn)
+    },
     "qkv_format is 'thd'; accepted: bshd": {"qkv_format": "thd"},
     r"bias has shape \(1, 1, 3, 8\)": {"bias_type": "post_scale_bias", "bias": torch.zeros(1, 1, 3, 8)},
     "bias has the rows of this rank's queries with strategy 'ulysses'": {

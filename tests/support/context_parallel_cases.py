@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import os
 import pickle
 import sys
@@ -19,7 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.checkpoint import checkpoint
 
 import flexattn
-from flexattn import distributed, ops
+from flexattn import distributed, fp8, ops
 from flexattn.distributed.plans import STRATEGIES
 from tests.support import context_parallel_calls as calls
 
@@ -31,12 +32,71 @@ def features() -> None:
     for name in ("causal", "mods", "documents with mods and a sink", "dropout, parts in eights"):
         calls.compare(calls.FEATURES[name], [None], calls.WAYS)
     calls.compare_drawn(range(12))
+    in_eight_bits()
 
 
 def all_features() -> None:
     """Every feature under every strategy in every layout."""
     for problem in calls.FEATURES.values():
         calls.compare(problem, calls.LAYOUTS, calls.WAYS)
+    for name, problem in calls.EIGHT_BITS.items():
+        for layout in calls.LAYOUTS:
+            calls.compare_eight(problem, layout, ["ulysses"] if "by heads" in name else calls.WAYS)
+
+
+def in_eight_bits() -> None:
+    """FP8 gives what one process gives, under each strategy; so do its scales, states and an out in FP8, to the bit."""
+    for number, (name, problem) in enumerate(calls.EIGHT_BITS.items()):
+        ways = ["ulysses"] if "by heads" in name else [calls.WAYS[number % 6], calls.WAYS[(number + 3) % 6]]
+        calls.compare_eight(problem, calls.LAYOUTS[number % 2], ways)
+    delayed_scales()
+    given_in_eight_bits()
+    with pytest.raises(ValueError, match="granularity is 'block' and under 'halo' a part of a sequence begins at its position 100"):
+        calls.compare_eight(calls.EIGHT_BITS["scales of blocks, by heads"], "contiguous", ["halo"])
+
+
+def delayed_scales() -> None:
+    """What all ranks note is what one process notes, and so are the scales that follow, and out in FP8."""
+    recipe = fp8.Recipe(scaling="delayed", amax_history_len=2, out_dtype=torch.float8_e4m3fn)
+    given = calls.tensors_of(calls.FEATURES["causal"], torch.bfloat16)
+    plan = distributed.plan(dist.group.WORLD, length=37)
+    states = [fp8.DelayedScaling(recipe, 4, 2) for _ in range(2)]
+    for step in range(3):
+        found = []
+        over_ranks = functools.partial(distributed.attention, plan=plan, strategy=STRATEGIES[step])
+        for i, attend in enumerate((functools.partial(flexattn.attention, attn_mask_type="causal"), over_ranks)):
+            leaves = [given[name] * (1 + step) for name in "qkv"]
+            leaves = [(distributed.shard(plan, t) if i else t).clone().requires_grad_() for t in leaves]
+            state = states[i]
+            out = attend(*leaves, fp8_recipe=recipe, fp8_state=state)
+            fp8.dequantize(out, recipe).float().sin().sum().backward()
+            found.append((out.data.view(torch.uint8), out.descale, out.amax, *(t.grad for t in leaves)))
+            state.update()
+        one, ranks = found
+        for a, b in zip(states[0].buffers(), states[1].buffers(), strict=True):
+            assert torch.equal(a, b)
+        assert torch.equal(distributed.shard(plan, one[0]), ranks[0])
+        assert all(torch.equal(a, b) for a, b in zip(one[1:3], ranks[1:3], strict=True))
+        for a, b in zip(one[3:], ranks[3:], strict=True):
+            a = distributed.shard(plan, a)
+            assert (a - b).float().square().mean() <= 1e-3 * a.float().square().mean()
+
+
+def given_in_eight_bits() -> None:
+    """q, k and v that come in FP8 with the whole's scales give one process's bits, and out in FP8."""
+    problem = calls.FEATURES["a causal window"]
+    for granularity in ("tensor", "batch_head"):
+        recipe = fp8.Recipe(granularity=granularity)
+        tensors = [fp8.quantize(t, recipe, qkv_format="bhsd") for t in list(calls.tensors_of(problem, torch.bfloat16).values())[:3]]
+        given = {f"descale_{name}": t.descale for name, t in zip("qkv", tensors, strict=True)}
+        given |= {"qkv_format": "bhsd", "return_lse": True}
+        plan = distributed.plan(dist.group.WORLD, **problem.plan_arguments)
+        out, _ = flexattn.attention(*(t.data for t in tensors), attn_mask_type="causal", window_size=(6, -1), **given)
+        own = [distributed.shard(plan, t.data.view(torch.uint8), dim=2).view(t.data.dtype) for t in tensors]
+        for strategy in ("gather", "halo", "ulysses"):
+            got, _ = distributed.attention(*own, plan=plan, strategy=strategy, **given)
+            assert got.dtype is torch.bfloat16
+            assert torch.equal(got, distributed.shard(plan, out, dim=2))
 
 
 def in_hosts() -> None:

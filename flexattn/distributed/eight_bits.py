@@ -1,0 +1,63 @@
+"""FP8 of a call of a part: its tensors come in FP8, with descales of the whole; gradients are made in FP8 and summed in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexattn import fp8
+from flexattn.backward import Given, Gradients, differentiate_fp8
+from flexattn.dispatch.quantization import num_blocks
+from flexattn.fp8_ops import QuantizeConfig
+
+
+class Eight(NamedTuple):
+    """FP8 of a call over ranks."""
+
+    recipe: fp8.Recipe
+    config: QuantizeConfig | None  # None: q, k and v come in FP8
+    state: fp8.DelayedScaling | None
+    out_dtype: torch.dtype  # of the parts' results and gradients
+    local_rows: int  # rows that share a scale in a call of a part; 0 where scales are not by blocks
+
+    @property
+    def of_part(self) -> fp8.Recipe:
+        """The recipe of a call of a part, whose tensors come in FP8."""
+        if self.local_rows:
+            return fp8.Recipe(granularity="block", block_rows=self.local_rows, out_dtype=self.out_dtype)
+        return fp8.Recipe(out_dtype=self.out_dtype)
+
+
+class Span(NamedTuple):
+    """Sequences of a call on one side: each one's document, None for dense ones, and first position; the longest one's length."""
+
+    document: Tensor | None
+    start: Tensor
+    longest: int
+
+
+def local_descale(descale: Tensor, span: Span, heads: Tensor | None, rows: tuple[int, int]) -> Tensor:
+    """Returns a call's descale, of the whole's. heads: those of the call, None for all. rows: that share one, there and here."""
+    if span.document is not None and descale.shape[0] > 1:
+        descale = descale.index_select(0, span.document)
+    if heads is not None and descale.shape[1] > 1:
+        descale = descale.index_select(1, heads)
+    of_whole, local = rows
+    if not local:
+        return descale.contiguous()
+    first = torch.arange(num_blocks(span.longest, local), device=descale.device) * local
+    block = ((span.start.view(-1, 1) + first) // of_whole).clamp(max=descale.shape[2] - 1).long()  # [sequences | 1, blocks]
+    batch = max(descale.shape[0], block.shape[0])
+    block = block[:, None].expand(batch, descale.shape[1], -1)
+    return descale.expand(batch, -1, -1).gather(2, block)
+
+
+def differentiate(
+    given: Given, eight: Eight, descales: Sequence[Tensor], dout8: Tensor | None, arguments: dict[str, Any]
+) -> Gradients:
+    """Returns the gradients of a call of a part in FP8. descales: of q, k and v, and of dout8 where it is given."""
+    grad_dtype = str(eight.recipe.grad_dtype).removeprefix("torch.")
+    return differentiate_fp8(given, arguments, eight.of_part, grad_dtype, list(descales), dout8)

@@ -1,0 +1,188 @@
+"""FP8 over ranks: each rank quantises its tokens with scales of the whole, so that keys travel in FP8.
+
+An amax of the whole is the largest of the ranks', so that scales, and data but for a rotation's order of sums, are those of one
+process to the bit.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexattn import fp8
+from flexattn.dispatch import quantization
+from flexattn.dispatch.quantization import cast, note_amax, num_blocks, rotation_matrix, scale_of
+from flexattn.distributed.eight_bits import Eight
+from flexattn.distributed.exchange import largest
+from flexattn.distributed.plans import Plan
+from flexattn.fp8_ops import OPERATORS
+
+
+class Tokens(NamedTuple):
+    """Tensors of a rank that are to be quantised alike: names as `DelayedScaling` has them, and whether they are keys or values."""
+
+    name: str
+    x: Tensor
+    of_keys: bool
+    dtype: torch.dtype
+    rotation: bool = False
+
+
+class Quantised(NamedTuple):
+    data: Tensor
+    descale: Tensor  # float32 [b | 1, h | 1, blocks | 1] of the whole
+    amax: Tensor
+
+
+def block_rows_of(plan: Plan, strategy: str, rows: int) -> int:
+    """Returns how many rows share a scale in calls of parts, where each `rows` of a sequence share one.
+
+    Raises ValueError, on all ranks alike, where a part begins within such rows, at no multiple of 64.
+    """
+    beginnings = _beginnings(plan, strategy)
+    found = math.gcd(rows, *beginnings)
+    if found % 64 == 0:
+        return found
+    worst = next(start for start in beginnings if math.gcd(rows, start) % 64)
+    raise ValueError(
+        f"fp8_recipe.granularity is 'block' and under {strategy!r} a part of a sequence begins at its position {worst}; accepted: "
+        "a plan whose parts begin at multiples of 64 (lengths that are multiples of 128 times the ranks), strategy 'ulysses' for "
+        "sequences without a window, or another granularity"
+    )
+
+
+@functools.lru_cache(maxsize=32)
+def _beginnings(plan: Plan, strategy: str) -> tuple[int, ...]:
+    """Returns the positions in their sequences at which queries and keys of any rank's pieces begin."""
+    if strategy == "ulysses":
+        pieces = plan.whole_pieces()
+    elif strategy in ("gather", "halo"):
+        pieces = [piece for rank in range(plan.ranks) for piece in plan.pieces(rank, plan.held(strategy, rank))]
+    else:  # keys of any rank
+        pieces = [piece for rank in range(plan.ranks) for keys in plan.kv_runs for piece in plan.pieces(rank, keys)]
+    return tuple({start for piece in pieces for start in (piece.q_start, piece.kv_start)})
+
+
+@functools.lru_cache(maxsize=32)
+def _places(plan: Plan, of_keys: bool, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Returns the document of each of this rank's tokens, and its position there."""
+    runs, side = (plan.kv_runs, plan.mask.kv) if of_keys else (plan.q_runs, plan.mask.q)
+    parts = [found for run in runs[plan.rank] for found in side.within(run)]
+    with torch.inference_mode(False):
+        positions = [torch.arange(part.start, part.stop) for _, part in parts]
+        documents = [torch.full((part.size,), document) for document, part in parts]
+        empty = torch.zeros(0, dtype=torch.int64)
+        return torch.cat([empty, *documents]).to(device), torch.cat([empty, *positions]).to(device)
+
+
+def quantise(tensors: Sequence[Tokens], eight: Eight, plan: Plan) -> list[Quantised]:
+    """Returns this rank's tokens in FP8, with the scales that one process gives the whole: one exchange of all their amax.
+
+    Tensors are [b, s, h, d], or [t, h, d] of packed documents. What a state of delayed scaling notes is the whole's too.
+    """
+    recipe = eight.recipe
+    found = []
+    for name, x, of_keys, _, rotation in tensors:
+        rows = x.float()
+        if rotation:
+            rows = rows @ rotation_matrix(x.shape[-1], x.device)
+        document, position = _places(plan, of_keys, x.device)
+        lengths = plan.mask.lengths_kv if of_keys else plan.mask.lengths_q
+        if not plan.is_packed:
+            shape = x.shape[:2]
+            document, position = torch.arange(x.shape[0], device=x.device)[:, None].expand(shape), position.expand(shape)
+        sizes = (
+            (len(lengths) if plan.is_packed else x.shape[0]) if recipe.granularity in ("batch_head", "block") else 1,
+            x.shape[-2] if recipe.granularity != "tensor" else 1,
+            num_blocks(max(lengths), recipe.rows) if recipe.rows else 1,
+        )
+        group = quantization.groups(document, position, x.shape[-2], sizes, recipe.rows)
+        magnitude = torch.where(rows.isfinite(), rows.abs(), 0.0).amax(-1)
+        amax = magnitude.new_zeros(sizes).flatten().scatter_reduce(0, group.flatten(), magnitude.flatten(), "amax")
+        found.append((name, rows, group, sizes, amax))
+    whole = largest(torch.cat([amax for *_, amax in found]), plan.group, "the exchange of the largest values")
+    results = []
+    parts = torch.split(whole, [amax.numel() for *_, amax in found])
+    for (name, rows, group, sizes, _), of_whole, t in zip(found, parts, tensors, strict=True):
+        amax = of_whole.view(sizes)
+        if eight.state is None:
+            scale = scale_of(amax, t.dtype, recipe.margin)
+        else:
+            note_amax(eight.state.history(name), amax)
+            scale = eight.state.scale(name).view(1, -1, 1)
+        data = cast(rows, scale.flatten()[group][..., None], t.dtype)
+        results.append(Quantised(data, 1.0 / scale, amax))
+    return results
+
+
+def quantise_qkv(q: Tensor, k: Tensor, v: Tensor, eight: Eight, plan: Plan) -> list[Quantised]:
+    """Returns this rank's q, k and v in FP8."""
+    kinds = ((q, False, "q"), (k, True, "k"), (v, True, "v"))
+    dtype = torch.float8_e4m3fn
+    tensors = [Tokens(name, t, of_keys, dtype, eight.recipe.rotation and name != "v") for t, of_keys, name in kinds]
+    return quantise(tensors, eight, plan)
+
+
+def quantise_out(out: Tensor, eight: Eight, plan: Plan) -> Quantised:
+    """Returns this rank's rows of out in the FP8 dtype that the recipe asks for."""
+    assert eight.recipe.out_dtype is not None
+    [found] = quantise([Tokens("out", out, False, eight.recipe.out_dtype)], eight, plan)
+    return found
+
+
+def quantise_dout(dout: Tensor, eight: Eight, plan: Plan) -> Quantised | None:
+    """Returns this rank's rows of dout in FP8; None where the backward quantises it by rows of its own."""
+    assert eight.config is not None
+    if not eight.config.quantises_dout:
+        return None
+    [found] = quantise([Tokens("dout", dout, False, eight.recipe.grad_dtype)], eight, plan)
+    return found
+
+
+def unrotate(dq: Tensor, dk: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the gradients of what was rotated."""
+    return OPERATORS.unrotate(dq.contiguous(), dk.contiguous())
+
+
+def check(
+    eight: tuple[fp8.Recipe | None, fp8.DelayedScaling | None],
+    qkv: tuple[Tensor, Tensor, Tensor],
+    plan: Plan,
+    needs_grad: bool,
+    request: tuple[str, bool],
+) -> Eight | None:
+    """Returns FP8 of a call, None where it has none, but for its local_rows; raises for what has no meaning or cannot be split.
+
+    request: the backend, and whether there is dropout.
+    """
+    recipe, state = eight
+    q, k, _ = qkv
+    backend, dropout = request
+    fp8.check_recipe(recipe, state)
+    config, fields = fp8.quantize_config(recipe, state, q, (q.shape[-2], k.shape[-2]), needs_grad, dropout, backend)
+    if not fields:
+        return None
+    recipe = fp8.Recipe() if recipe is None else recipe
+    if backend == "cudnn":
+        raise ValueError("backend is 'cudnn' with FP8; accepted over ranks: 'triton', 'eager' or 'auto'")
+    if recipe.keep_16_bit:
+        raise ValueError("fp8_recipe.keep_16_bit is True; accepted over ranks: None or False, as keys travel in FP8")
+    to_fp8 = recipe.out_dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
+    if to_fp8 and (recipe.granularity == "block" or (plan.is_packed and recipe.granularity == "batch_head")):
+        raise ValueError(
+            f"fp8_recipe.out_dtype is {recipe.out_dtype} with granularity {recipe.granularity!r}, whose rows of out lie apart; "
+            "accepted: granularity 'tensor' or 'head', or out in 16 bits"
+        )
+    if config is not None:
+        config = config._replace(keeps_16_bit=False)
+    return Eight(recipe, config, state, quantization.dtype_of(fields["fp8_out"]), 0)
+
+
+def whole_sizes(plan: Plan) -> tuple[tuple[int, None], tuple[int, None]]:
+    """Returns the longest queries and keys of a sequence, as `validation.check_fp8` takes them."""
+    return (max(plan.mask.lengths_q), None), (max(plan.mask.lengths_kv), None)
