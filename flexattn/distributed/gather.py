@@ -80,6 +80,10 @@ class Gather(NamedTuple):
         """Returns what a backward begins from beside results: the same, as it brings keys again."""
         return q, k, v
 
+    def gathered_results(self, results: Results) -> Results:
+        """Returns results as a backward takes them: the same."""
+        return results
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, shared: Shared) -> tuple[Results, tuple[Tensor, ...]]:
         """Returns out and lse of this rank's queries, and what a backward needs."""
         packed, dim = self.plan.is_packed, k.shape[-1]

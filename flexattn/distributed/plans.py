@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import hashlib
+import itertools
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from flexattn.dispatch.spec import OPEN_WINDOW, as_index, make_band
 from flexattn.distributed import layout as layouts
@@ -21,6 +26,11 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
     from torch.nn.attention.flex_attention import BlockMask
+
+_NUMBERS = itertools.count()
+_KNOWN: weakref.WeakValueDictionary[int, Plan] = weakref.WeakValueDictionary()
+_RECENT: collections.OrderedDict[int, Plan] = collections.OrderedDict()  # of compiled calls, whose backwards may be to come
+_MOST_RECENT = 64
 
 STRATEGIES = ("gather", "halo", "ulysses", "ring", "ulysses+ring")
 
@@ -51,6 +61,13 @@ class Plan:
     host: int
     group: ProcessGroup | None = dataclasses.field(default=None, repr=False)
     of_hosts: tuple[ProcessGroup, ProcessGroup] | None = dataclasses.field(default=None, repr=False)
+    token: Tensor = dataclasses.field(init=False, repr=False)  # int64 [], by which a compiled call finds its plan
+
+    def __post_init__(self) -> None:
+        number = next(_NUMBERS)
+        _KNOWN[number] = self
+        with torch.inference_mode(False):
+            object.__setattr__(self, "token", torch.tensor(number, device="cpu"))
 
     @functools.cached_property
     def digest(self) -> str:
@@ -74,7 +91,12 @@ class Plan:
         return hash(self.digest)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)} | {"group": None, "of_hosts": None}
+        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.init}
+        return own | {"group": None, "of_hosts": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.__post_init__()
 
     def on(self, group_or_mesh: ProcessGroup | DeviceMesh) -> Plan:
         """Returns the plan for a group of as many ranks, as an unpickled plan needs it."""
@@ -225,6 +247,22 @@ class Plan:
             *table(predictions, taken),
         ]
         return "\n".join(lines)
+
+
+def plan_of(token: Tensor) -> Plan:
+    """Returns the plan with this token; raises RuntimeError where it is no more."""
+    number = int(token)
+    found = _KNOWN.get(number)
+    if found is None:
+        raise RuntimeError(
+            f"the plan of a compiled flexattn.distributed.attention is gone, and {_MOST_RECENT} others were used since; accepted: "
+            "one that is kept until its backward has run"
+        )
+    _RECENT[number] = found
+    _RECENT.move_to_end(number)
+    if len(_RECENT) > _MOST_RECENT:
+        _RECENT.popitem(last=False)
+    return found
 
 
 def _pieces(mask: Mask, queries: Runs, keys: Runs) -> list[Piece]:

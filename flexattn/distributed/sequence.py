@@ -6,11 +6,13 @@ import functools
 from typing import Any
 
 from flexattn.dispatch.spec import Band, make_band
+from flexattn.distributed import agreement
 from flexattn.distributed.blocks import Blocks, read_blocks
-from flexattn.distributed.functional import MASK, Options, attention
+from flexattn.distributed.functional import attention
 from flexattn.distributed.layout import chunks
 from flexattn.distributed.mask import Mask
 from flexattn.distributed.plans import Plan
+from flexattn.distributed.whole_call import MASK, Options
 
 _OF_BAND = MASK[:3]
 
@@ -24,6 +26,9 @@ def attend_over_sequence(q: Any, k: Any, v: Any, group: Any, lengths: tuple[int,
     blocks = None if arguments["block_mask"] is None else read_blocks(arguments["block_mask"], lengths)
     taken = {name: arguments[name] for name in Options.__annotations__ if name not in MASK}
     return attention(q, k, v, plan=_plan(group, lengths, band, blocks), **taken)
+
+
+agreement.breaks_graphs(attend_over_sequence)  # as it makes plans
 
 
 @functools.lru_cache(maxsize=64)

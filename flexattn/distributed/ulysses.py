@@ -150,6 +150,11 @@ class Ulysses(NamedTuple):
         plan = self.plan
         return self._to_heads(q), to_heads(rows_first(k, v, plan.is_packed), plan.kv_runs, self._split.kv, plan.group)
 
+    def gathered_results(self, results: Results) -> Results:
+        """Returns this rank's heads of the results of all tokens."""
+        lse = _rows_as_lse(self._to_heads(_lse_as_rows(results.lse)))
+        return Results(self._to_heads(results.out), lse)
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, shared: Shared) -> tuple[Results, tuple[Tensor, ...]]:
         """Returns out and lse of this rank's queries, and what a backward needs."""
         plan, packed = self.plan, self.plan.is_packed

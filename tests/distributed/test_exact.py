@@ -21,6 +21,11 @@ def test_decoding_layouts_and_wrapped_calls(forked_python: FreshPython, tmp_path
     run_ranks(forked_python, tmp_path, "others", 2)
 
 
+@pytest.mark.parametrize("suite", ["compiled", pytest.param("all_compiled", marks=pytest.mark.slow)])
+def test_graphs_without_a_break(suite: str, forked_python: FreshPython, tmp_path: Path) -> None:
+    run_ranks(forked_python, tmp_path, suite, 2)
+
+
 def test_ranks_that_differ_or_do_not_come(forked_python: FreshPython, tmp_path: Path) -> None:
     run_ranks(forked_python, tmp_path, "faults", 2)
 

@@ -15,8 +15,8 @@ import torch
 import flexattn
 from flexattn import distributed, fp8
 from flexattn.dispatch.reference import block_kinds
-from flexattn.distributed import functional, scaling
 from flexattn.distributed import layout as layouts
+from flexattn.distributed import scaling, whole_call
 from flexattn.distributed.blocks import Blocks
 from flexattn.distributed.cost import Heads, Prediction
 from flexattn.distributed.layout import Run, common, size_of, union
@@ -384,7 +384,7 @@ def test_a_bias_of_packed_documents_is_refused() -> None:
 
 def test_each_argument_of_attention_is_taken_or_refused_by_name() -> None:
     of_whole = {*inspect.signature(flexattn.attention).parameters} - {"q", "k", "v"}
-    assert of_whole == {*functional.Options.__annotations__} | {*functional.NOT_TAKEN}
+    assert of_whole == {*whole_call.Options.__annotations__} | {*whole_call.NOT_TAKEN}
 
 
 def test_arguments_of_decoding_are_refused_by_name() -> None:

@@ -25,6 +25,7 @@ EXACT = 1e-10  # of fp64: sums over ranks and steps in another order
 LAYOUTS = ("contiguous", "zigzag", "dealt")
 WAYS = (*STRATEGIES[:4], "gather sliced", "halo sliced")  # the last two: keys come in slices of heads, however few they are
 SLICE_BYTES = gather.SLICE_BYTES
+COMPILES = False  # whether calls over ranks are compiled, without a break of their graph
 GROUP: Any = None  # what plans are made of; None: all processes
 
 
@@ -175,7 +176,11 @@ def results(
     if plan is None:
         out, lse, max_logit = flexattn.attention(*qkv, **given, backend=backend)
     else:
-        out, lse, max_logit = distributed.attention(*qkv, plan=plan, strategy=strategy, **given, backend=backend)
+        attend: Any = distributed.attention
+        if COMPILES:
+            torch._dynamo.reset()  # another problem, another graph
+            attend = torch.compile(attend, fullgraph=True, backend="aot_eager")
+        out, lse, max_logit = attend(*qkv, plan=plan, strategy=strategy, **given, backend=backend)
     (out.double().sin().sum() + lse.double().where(lse.isfinite(), 0.0).cos().sum()).backward()
     if plan is not None:
         for name, t in leaves.items():

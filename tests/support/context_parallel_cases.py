@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -207,7 +208,7 @@ def wrapped() -> None:
     kinds = {
         "plain": attend,
         "checkpointed": lambda *qkv: checkpoint(attend, *qkv, use_reentrant=False),
-        "compiled": torch.compile(attend, backend="eager"),
+        "compiled": torch.compile(attend, backend="eager", fullgraph=True),
     }
     found = {}
     for name, function in kinds.items():
@@ -222,6 +223,61 @@ def wrapped() -> None:
     assert out.dtype is torch.bfloat16
     out.sum().backward()
     assert all(t.grad is not None and t.grad.dtype is torch.float32 for t in leaves)
+
+
+def compiled() -> None:
+    """Graphs without a break give what one process gives, and one graph runs every plan of as many tokens."""
+    calls.COMPILES = True
+    names = ("documents with mods and a sink", "dropout with a bias for each head", "blocks of documents")
+    for number, name in enumerate(names):
+        calls.compare(calls.FEATURES[name], [None], [calls.WAYS[number]])
+    calls.compare_eight(calls.EIGHT_BITS["scales of documents"], None, ["ulysses"])
+    one_graph_for_all_plans()
+
+
+def all_compiled() -> None:
+    """Every feature in a graph without a break."""
+    calls.COMPILES = True
+    for number, problem in enumerate(calls.FEATURES.values()):
+        calls.compare(problem, [None], [calls.WAYS[number % 4], calls.WAYS[(number + 1) % 4]])
+    for name, problem in calls.EIGHT_BITS.items():
+        calls.compare_eight(problem, None, ["ulysses" if "by heads" in name else "halo"])
+    calls.compare_drawn(range(700, 720))
+
+
+def one_graph_for_all_plans() -> None:
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    whole = torch.randn(3, 40, 4, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64).unbind()
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, plan: distributed.Plan) -> Tensor:
+        return distributed.attention(2 * q, k, v, plan=plan, dropout_p=0.2, rng_state=calls.DROPOUT["rng_state"]).sin()  # type: ignore[no-any-return]
+
+    in_graph = torch.compile(attend, fullgraph=True, backend=counter)
+    for lengths in ([20, 20], [3, 30, 7], [40], [1, 0, 39]):
+        found = []
+        for function in (attend, in_graph):
+            plan = distributed.plan(dist.group.WORLD, documents=lengths, layout="zigzag")
+            leaves = [t.clone().requires_grad_() for t in distributed.shard(plan, *whole)]
+            out = function(*leaves, plan)
+            del plan  # a backward that is to come keeps it
+            out.sum().backward()
+            found.append([out.detach(), *(t.grad for t in leaves)])
+        for eager, graph in zip(*found, strict=True):
+            torch.testing.assert_close(graph, eager, rtol=0.0, atol=0.0)
+    assert counter.frame_count == 1
+    plan = distributed.plan(dist.group.WORLD, length=40)
+    q = torch.zeros(1, 20, 4, 16, dtype=torch.bfloat16)
+    mask, recipe = flexattn.create_block_mask(calls.far, None, None, 40, 40, "cpu", 16), fp8.Recipe(scaling="delayed")
+    refused: dict[str, dict[str, Any]] = {
+        "block_mask is given to a call under torch.compile": {"block_mask": mask},
+        "fp8_state is given under torch.compile": {"fp8_recipe": recipe, "fp8_state": fp8.DelayedScaling(recipe, 4)},
+        "out_dtype is torch.float8_e5m2 under torch.compile": {"fp8_recipe": fp8.Recipe(out_dtype=torch.float8_e5m2)},
+        "causal is no argument of flexattn.distributed.attention": {"causal": True},
+    }
+    for text, options in refused.items():
+        with pytest.raises(Exception, match=text):
+            torch.compile(distributed.attention, fullgraph=True, backend="eager")(q, q, q, plan=plan, **options)
 
 
 def dropout_without_an_rng_state() -> None:
@@ -420,8 +476,8 @@ def on_triton() -> None:
     calls.compare_eight(calls.eight(blocks, granularity="block", block_rows=64), "contiguous", ["gather"])
 
 
-QUICK = (features, others, faults)
-SLOW = (all_features, drawn, in_float32, in_hosts, on_one_mesh, of_dtensors, on_triton)
+QUICK = (features, others, faults, compiled)
+SLOW = (all_compiled, all_features, drawn, in_float32, in_hosts, on_one_mesh, of_dtensors, on_triton)
 SUITES: dict[str, Any] = {f.__name__: f for f in (*QUICK, *SLOW)}
 
 

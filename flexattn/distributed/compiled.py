@@ -1,0 +1,285 @@
+"""Attention over ranks in a graph of torch.compile: one operator for each direction, whose plan comes as a number.
+
+A graph knows a plan by its token, a tensor, so that steps with other plans of as many tokens run the same graph. What a forward
+keeps beside its results depends on the plan, and a graph has no place for it: the backward makes it anew. Under "ulysses" heads are
+exchanged again, and q, k and v are quantised again.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexattn import fp8, validation
+from flexattn.dispatch.mod_program import parse_program
+from flexattn.dispatch.quantization import dtype_of
+from flexattn.dispatch.spec import as_bshd, from_bshd
+from flexattn.distributed import exchange
+from flexattn.distributed.calls import Results, sum_dtype
+from flexattn.distributed.plans import Plan, plan_of
+from flexattn.distributed.whole_call import Checked, check_options, checked, resumed, run_backward, run_forward
+from flexattn.first_order import first_order
+from flexattn.mods.bands import Masks
+from flexattn.mods.dynamo import record_mods
+from flexattn.mods.program_source import mods_of
+from flexattn.ops import new_rng_state
+
+_TENSORS = ("bias", "alibi_slopes", "softmax_offset", "rng_state", "descale_q", "descale_k", "descale_v")
+_STATIC = ("qkv_format", "attn_mask_type", "window_size", "bottom_right_diagonal", "bias_type", "softmax_type", "deterministic")
+_RECIPE = ("fp8_format", "granularity", "block_rows", "margin", "rotation", "bf16_backward", "keep_16_bit", "out_dtype")
+_CALL = """Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? alibi_slopes, Tensor? softmax_offset, Tensor? rng_state,
+    Tensor? descale_q, Tensor? descale_k, Tensor? descale_v, Tensor[] mod_tensors, Tensor plan,
+    Scalar softmax_scale, Scalar softcap, Scalar dropout_p, str static"""
+_library: Any = torch.library.Library("flexattn", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define(f"over_ranks_forward({_CALL}) -> (Tensor out, Tensor lse, Tensor max_logit, Tensor rng_state)")
+_library.define(
+    f"over_ranks_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_CALL})"
+    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsoftmax_offset, Tensor[] dmod_tensors)"
+)
+_forward_op = torch.ops.flexattn.over_ranks_forward.default
+_backward_op = torch.ops.flexattn.over_ranks_backward.default
+
+
+class _Operands(NamedTuple):
+    """Arguments of the operators, in the order of their schema."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: Tensor | None
+    alibi_slopes: Tensor | None
+    softmax_offset: Tensor | None
+    rng_state: Tensor | None
+    descale_q: Tensor | None
+    descale_k: Tensor | None
+    descale_v: Tensor | None
+    mod_tensors: list[Tensor]
+    plan: Tensor
+    softmax_scale: float
+    softcap: float
+    dropout_p: float
+    static: str
+
+
+_NUM_TENSORS = _Operands._fields.index("mod_tensors")
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _written(names: tuple[str, ...], values: tuple[Any, ...]) -> str:
+    """Returns constants as an operator's schema can have them."""
+    found = {name: str(value) if isinstance(value, torch.dtype) else value for name, value in zip(names, values, strict=True)}
+    return json.dumps(found, separators=(",", ":"))
+
+
+@functools.lru_cache(maxsize=256)
+def _read(static: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(static)
+    return found
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan, strategy: str | None, options: dict[str, Any]) -> Any:
+    """Does what `flexattn.distributed.attention` does, for Dynamo to trace."""
+    if not isinstance(plan, Plan):
+        raise TypeError(f"plan is a {type(plan).__name__}; accepted: what flexattn.distributed.plan made")
+    check_options(options)
+    if options.get("block_mask") is not None:
+        raise ValueError("block_mask is given to a call under torch.compile; accepted: one that is given to the plan")
+    if options.get("fp8_state") is not None:
+        raise ValueError("fp8_state is given under torch.compile; accepted over ranks: current scaling, or eager mode")
+    recipe = options.get("fp8_recipe")
+    if recipe is not None and recipe.out_dtype in validation.FP8_DTYPES:
+        raise ValueError(f"fp8_recipe.out_dtype is {recipe.out_dtype} under torch.compile; accepted over ranks: out in 16 bits")
+    if torch.is_autocast_enabled(q.device.type):
+        dtype = torch.get_autocast_dtype(q.device.type)
+        kept = (torch.float64, *validation.FP8_DTYPES)
+        q, k, v = (t if t.dtype in kept else t.to(dtype) for t in (q, k, v))
+    is_grad = torch.is_grad_enabled()
+    score_mod, mask_mod, program = options.get("score_mod"), options.get("mask_mod"), ""
+    mod_tensors: tuple[Tensor, ...] = ()
+    flags: tuple[bool, ...] = ()
+    if getattr(score_mod, "score_mod_gradient", None) is not None:
+        raise ValueError("score_mod has a gradient of its own, which reads positions of a part; accepted: one that is derived")
+    tensors = {name: options.get(name) for name in _TENSORS}
+    needs_grad = is_grad and any(t is not None and t.requires_grad for t in (q, k, v, *tensors.values()))
+    if score_mod is not None or mask_mod is not None:
+        recorded = record_mods(score_mod, mask_mod, options.get("score_mod_tensors", ()), needs_grad, Masks.NONE, q)
+        program, mod_tensors, flags = recorded.program.text, recorded.tensors, recorded.program.tensor_needs_grad
+        needs_grad = needs_grad or any(flags)
+    dropout_p, fmt = options.get("dropout_p", 0.0), options.get("qkv_format") or ("thd" if plan.is_packed else "bshd")
+    is_drawn = dropout_p > 0.0 and tensors["rng_state"] is None
+    if is_drawn:
+        tensors["rng_state"] = new_rng_state(q.device)
+    wanted = (*(is_grad and t is not None and t.requires_grad for t in (q, k, v, *tensors.values())), *flags)
+    return_max_logit = options.get("return_max_logit", False)
+    static = {name: options.get(name) for name in _STATIC}
+    static |= {"qkv_format": fmt, "strategy": strategy, "backend": options.get("backend"), "mods": program, "wanted": wanted}
+    static |= {"return_max_logit": return_max_logit, "is_drawn": is_drawn}
+    static["recipe"] = None if recipe is None else tuple(_name_of(getattr(recipe, name)) for name in _RECIPE)
+    scale = options.get("softmax_scale")
+    call = _Operands(
+        q,
+        k,
+        v,
+        **tensors,
+        mod_tensors=list(mod_tensors),
+        plan=plan.token,
+        softmax_scale=1.0 / math.sqrt(q.shape[-1]) if scale is None else scale,
+        softcap=options.get("softcap", 0.0),
+        dropout_p=dropout_p,
+        static=_written(tuple(static), tuple(static.values())),
+    )
+    if needs_grad:
+        # Views, as Dynamo refuses a Function that gets one tensor twice.
+        given: Any = call[:_NUM_TENSORS]
+        own = tuple(None if t is None else t.view_as(t) for t in given)
+        of_mods: tuple[Tensor, ...] = tuple(t.view_as(t) for t in mod_tensors)
+        out, lse, max_logit, _ = _Attend.apply(*own, *call[_NUM_TENSORS + 1 :], *of_mods)  # type: ignore[no-untyped-call]
+    else:
+        out, lse, max_logit, _ = _forward_op(*call)
+    results = [out, *([lse] if options.get("return_lse", False) else []), *([max_logit] if return_max_logit else [])]
+    return results[0] if len(results) == 1 else tuple(results)
+
+
+def _name_of(value: Any) -> Any:
+    return str(value) if isinstance(value, torch.dtype) else value
+
+
+class _Attend(torch.autograd.Function):
+    """Attention by the operators; each tensor of mods is an argument of its own, behind all others."""
+
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        own, rest = given[:_NUM_TENSORS], given[_NUM_TENSORS:]
+        values, mod_tensors = rest[: len(_Operands._fields) - _NUM_TENSORS - 1], rest[len(_Operands._fields) - _NUM_TENSORS - 1 :]
+        out, lse, max_logit, state = _forward_op(*own, list(mod_tensors), *values)
+        ctx.mark_non_differentiable(max_logit, state)
+        ctx.set_materialize_grads(False)
+        plan, *numbers = values
+        ctx.save_for_backward(out, lse, state, plan, *own, *mod_tensors)
+        ctx.numbers = numbers
+        return out, lse, max_logit, state
+
+    @staticmethod
+    @first_order
+    def backward(
+        ctx: Any, saved: Any, dout: Tensor | None, dlse: Tensor | None, _max_logit: None, _state: None
+    ) -> tuple[Tensor | None, ...]:
+        out, lse, state, plan, *tensors = saved
+        own, mod_tensors = tensors[:_NUM_TENSORS], tensors[_NUM_TENSORS:]
+        if dout is None:
+            dout = torch.zeros_like(out)
+        if own[_Operands._fields.index("rng_state")] is not None:
+            own[_Operands._fields.index("rng_state")] = state
+        dq, dk, dv, dbias, doffset, dmods = _backward_op(dout, dlse, out, lse, *own, list(mod_tensors), plan, *ctx.numbers)
+        needed = ctx.needs_input_grad
+        bias, offset = _Operands._fields.index("bias"), _Operands._fields.index("softmax_offset")
+        found: list[Tensor | None] = [dq, dk, dv, *(None,) * (len(needed) - 3)]
+        found[bias] = dbias if needed[bias] else None
+        found[offset] = doffset if needed[offset] else None
+        first = len(needed) - len(mod_tensors)
+        found[first:] = [t if needs else None for t, needs in zip(dmods, needed[first:], strict=True)]
+        return tuple(found)
+
+
+def _checked(x: _Operands, static: dict[str, Any], check: Callable[..., Checked]) -> Checked:
+    """Returns the call that an operator was given, by a function that checks it."""
+    options = {name: static[name] for name in (*_STATIC, "backend", "return_max_logit") if static[name] is not None}
+    if "window_size" in options:
+        options["window_size"] = tuple(options["window_size"])
+    wanted = static["wanted"]
+    own: Any = x[:_NUM_TENSORS]
+    leaves = [None if t is None else t.detach().requires_grad_(needs) for t, needs in zip(own, wanted, strict=False)]
+    mod_tensors = [t.detach().requires_grad_(needs) for t, needs in zip(x.mod_tensors, wanted[_NUM_TENSORS:], strict=True)]
+    options |= dict(zip(_TENSORS, leaves[3:], strict=True))
+    options |= {"softmax_scale": float(x.softmax_scale), "softcap": float(x.softcap), "dropout_p": float(x.dropout_p)}
+    if static["mods"]:
+        program = parse_program(static["mods"])
+        assert program is not None
+        options["score_mod"], options["mask_mod"] = mods_of(program, mod_tensors)
+        options["score_mod_tensors"] = mod_tensors if options["score_mod"] is not None else ()
+    if static["recipe"] is not None:
+        fields: dict[str, Any] = dict(zip(_RECIPE, static["recipe"], strict=True))
+        dtype = fields["out_dtype"]
+        options["fp8_recipe"] = fp8.Recipe(
+            **fields | {"out_dtype": None if dtype is None else dtype_of(dtype.removeprefix("torch."))}
+        )
+    q, k, v = leaves[:3]
+    return check(q, k, v, plan_of(x.plan), static["strategy"], options)
+
+
+def _no_autocast(x: _Operands) -> torch.autocast:
+    return torch.autocast(x.q.device.type, enabled=False)
+
+
+def _forward(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x = _Operands(*given)
+    static = _read(x.static)
+    if static["is_drawn"] and x.rng_state is not None:
+        x = x._replace(rng_state=exchange.of_first_rank(x.rng_state.clone(), plan_of(x.plan).group))
+    with torch.enable_grad(), _no_autocast(x):  # as checks look for gradients
+        call = _checked(x, static, checked)
+    with torch.no_grad(), _no_autocast(x):
+        out, lse = run_forward(call.runner, call.plan, [None if t is None else t.detach() for t in call.inputs()]).results
+    peaks = call.scores.peaks
+    largest = lse.new_empty(0) if peaks is None else exchange.largest(peaks, call.plan.group)
+    state = torch.empty(0, dtype=torch.int64, device=x.q.device) if x.rng_state is None else x.rng_state.clone()
+    return from_bshd(out, call.qkv_format).contiguous(), lse.contiguous(), largest, state
+
+
+def _backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *given: Any) -> tuple[Any, ...]:
+    x = _Operands(*given)
+    static = _read(x.static)
+    # Eager's gradients are autograd's, which torch switches off in an operator.
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False):
+        with torch.enable_grad(), _no_autocast(x):
+            call = _checked(x, static | {"return_max_logit": None}, Checked.of)
+        fmt = call.qkv_format
+        with torch.no_grad(), _no_autocast(x):
+            inputs = [None if t is None else t.detach() for t in call.inputs()]
+            results = Results(as_bshd(out, fmt), lse)
+            forward = resumed(call.runner, call.plan, inputs, results)
+            incoming = as_bshd(dout, fmt).contiguous(), None if dlse is None else dlse.contiguous()
+            dq, dk, dv, *of_shared = run_backward(call.runner, call.plan, forward, call.inputs()[3:], incoming)
+    qkv = (from_bshd(t, fmt).contiguous() for t in (dq, dk, dv) if t is not None)
+    places = {name: of_shared[i] for i, name in enumerate(_TENSORS)}
+    dense = [x.q.new_empty(0) if places[name] is None else places[name] for name in ("bias", "softmax_offset")]
+    of_mods = of_shared[-len(x.mod_tensors) :] if call.scores.score_mod is not None else [None] * len(x.mod_tensors)
+    return *qkv, *dense, [torch.zeros_like(t) if g is None else g for t, g in zip(x.mod_tensors, of_mods, strict=False)]
+
+
+def _forward_fake(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x = _Operands(*given)
+    static, q = _read(x.static), x.q
+    fmt = static["qkv_format"]
+    sizes = dict(zip(fmt, q.shape, strict=False))
+    dtype = q.dtype if q.dtype not in validation.FP8_DTYPES else torch.bfloat16
+    if static["recipe"] is not None and (wanted := static["recipe"][_RECIPE.index("out_dtype")]) is not None:
+        dtype = dtype_of(wanted.removeprefix("torch."))
+    wide = sum_dtype(q.dtype)
+    lse = q.new_empty([sizes[name] for name in ("ht" if fmt == "thd" else "bhs")], dtype=wide)
+    largest = q.new_empty(sizes["h"] if static["return_max_logit"] else 0, dtype=wide)
+    state = q.new_empty(0 if x.rng_state is None else 2, dtype=torch.int64)
+    return q.new_empty((*q.shape[:-1], x.v.shape[-1]), dtype=dtype), lse, largest, state
+
+
+def _backward_fake(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *given: Any) -> tuple[Any, ...]:
+    x = _Operands(*given)
+    wanted = dict(zip(_Operands._fields, _read(x.static)["wanted"], strict=False))
+    dense = [
+        t.new_empty(t.shape) if t is not None and wanted[name] else x.q.new_empty(0)
+        for name, t in (("bias", x.bias), ("softmax_offset", x.softmax_offset))
+    ]
+    return *(t.new_empty(t.shape, dtype=dout.dtype) for t in (x.q, x.k, x.v)), *dense, [t.new_empty(t.shape) for t in x.mod_tensors]
+
+
+for _key in ("CPU", "CUDA"):
+    _library.impl("over_ranks_forward", _forward, _key)
+    _library.impl("over_ranks_backward", _backward, _key)
+torch.library.register_fake("flexattn::over_ranks_forward", _forward_fake, lib=_library)
+torch.library.register_fake("flexattn::over_ranks_backward", _backward_fake, lib=_library)
