@@ -1,7 +1,7 @@
 """FP8 over ranks: each rank quantises its tokens with scales of the whole, so that keys travel in FP8.
 
 An amax of the whole is the largest of the ranks', so that scales, and data but for a rotation's order of sums, are those of one
-process to the bit.
+process to the bit. Only a document that has queries and no keys, or keys and no queries, counts for none here.
 """
 
 from __future__ import annotations
@@ -69,15 +69,20 @@ def _beginnings(plan: Plan, strategy: str) -> tuple[int, ...]:
 
 
 @functools.lru_cache(maxsize=32)
-def _places(plan: Plan, of_keys: bool, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Returns the document of each of this rank's tokens, and its position there."""
+def _places(plan: Plan, of_keys: bool, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the document of each of this rank's tokens, its position there, and whether the document has queries and keys.
+
+    One that has not is padding, or might be, and counts for no scale.
+    """
     runs, side = (plan.kv_runs, plan.mask.kv) if of_keys else (plan.q_runs, plan.mask.q)
     parts = [found for run in runs[plan.rank] for found in side.within(run)]
     with torch.inference_mode(False):
         positions = [torch.arange(part.start, part.stop) for _, part in parts]
         documents = [torch.full((part.size,), document) for document, part in parts]
         empty = torch.zeros(0, dtype=torch.int64)
-        return torch.cat([empty, *documents]).to(device), torch.cat([empty, *positions]).to(device)
+        document = torch.cat([empty, *documents])
+        others = torch.tensor(plan.mask.lengths_q if of_keys else plan.mask.lengths_kv)
+        return document.to(device), torch.cat([empty, *positions]).to(device), (others[document] > 0).to(device)
 
 
 def quantise(tensors: Sequence[Tokens], eight: Eight, plan: Plan) -> list[Quantised]:
@@ -91,7 +96,7 @@ def quantise(tensors: Sequence[Tokens], eight: Eight, plan: Plan) -> list[Quanti
         rows = x.float()
         if rotation:
             rows = rows @ rotation_matrix(x.shape[-1], x.device)
-        document, position = _places(plan, of_keys, x.device)
+        document, position, counts = _places(plan, of_keys, x.device)
         lengths = plan.mask.lengths_kv if of_keys else plan.mask.lengths_q
         if not plan.is_packed:
             shape = x.shape[:2]
@@ -102,7 +107,7 @@ def quantise(tensors: Sequence[Tokens], eight: Eight, plan: Plan) -> list[Quanti
             num_blocks(max(lengths), recipe.rows) if recipe.rows else 1,
         )
         group = quantization.groups(document, position, x.shape[-2], sizes, recipe.rows)
-        magnitude = torch.where(rows.isfinite(), rows.abs(), 0.0).amax(-1)
+        magnitude = torch.where(rows.isfinite() & counts[:, None, None], rows.abs(), 0.0).amax(-1)
         amax = magnitude.new_zeros(sizes).flatten().scatter_reduce(0, group.flatten(), magnitude.flatten(), "amax")
         found.append((name, rows, group, sizes, amax))
     whole = largest(torch.cat([amax for *_, amax in found]), plan.group, "the exchange of the largest values")

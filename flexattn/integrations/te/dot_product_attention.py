@@ -245,7 +245,8 @@ class DotProductAttention(torch.nn.Module):
                 {
                     "attn_mask_type 'arbitrary'": mask_type == ARBITRARY,
                     "inference_params": inference_params is not None,
-                    "attention in FP8": bool(of_fp8) or active_recipe() is not None,
+                    "FP8 tensors, which each rank would have scaled by its own": bool(of_fp8),
+                    "fp8_output": fp8_output,
                     "a core_attention_bias and padding": core_attention_bias is not None and "padding" in mask_type,
                 },
             )
