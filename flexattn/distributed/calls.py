@@ -38,7 +38,7 @@ class Scores:
     has_own_rows: bool = False  # whether bias has the rows of this rank's queries, not of the whole's
     dropout_p: float = 0.0
     heads: tuple[int, int] = (0, 0)  # the whole's first head that a call has, and how many the whole has
-    heads_kv: int = 0  # of the whole
+    heads_kv: int = 0  # key heads in the whole
     eight: Eight | None = None  # FP8
     peaks: Tensor | None = None  # [heads of the whole], the largest scores so far, which forwards write; None: nobody asks for them
 
@@ -67,7 +67,7 @@ class Shared(NamedTuple):
     alibi_slopes: Tensor | None = None
     softmax_offset: Tensor | None = None
     rng_state: Tensor | None = None  # int64 [2], of the whole
-    descales: tuple[Tensor, ...] = ()  # of q, k and v in FP8, and of dout; [b | 1, h | 1, blocks | 1] of the whole
+    descales: tuple[Tensor, ...] = ()  # for q, k and v in FP8, and for dout: [b | 1, h | 1, blocks | 1] in the whole
     mod_tensors: tuple[Tensor, ...] = ()
 
     def zeros(self) -> list[Tensor | None]:

@@ -20,7 +20,7 @@ class Eight(NamedTuple):
     recipe: fp8.Recipe
     config: QuantizeConfig | None  # None: q, k and v come in FP8
     state: fp8.DelayedScaling | None
-    out_dtype: torch.dtype  # of the parts' results and gradients
+    out_dtype: torch.dtype  # dtype of what calls of parts give
     local_rows: int  # rows that share a scale in a call of a part; 0 where scales are not by blocks
 
     @property

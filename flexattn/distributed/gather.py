@@ -42,7 +42,7 @@ MOST_SLICES = 4
 
 class _Work(NamedTuple):
     route: Route
-    rows: Runs  # of the tensor that calls read: where what is fetched lies
+    rows: Runs  # places of what is fetched in the tensor that calls read
     held: int  # rows of that tensor, of which those between are of keys that nothing sees
     calls: list[Call]
     received: int  # rows, by the rank that receives most: the same on all ranks, as the number of slices must be

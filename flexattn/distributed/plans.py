@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _NUMBERS = itertools.count()
 _KNOWN: weakref.WeakValueDictionary[int, Plan] = weakref.WeakValueDictionary()
-_RECENT: collections.OrderedDict[int, Plan] = collections.OrderedDict()  # of compiled calls, whose backwards may be to come
+_RECENT: collections.OrderedDict[int, Plan] = collections.OrderedDict()  # plans in graphs, whose backwards may be to come
 _MOST_RECENT = 64
 
 STRATEGIES = ("gather", "halo", "ulysses", "ring", "ulysses+ring")

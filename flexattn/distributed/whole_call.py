@@ -61,7 +61,7 @@ class Options(TypedDict, total=False):
     backend: str | None
 
 
-NUM_DESCALES = 3  # of q, k and v
+NUM_DESCALES = 3  # for q, k and v
 _OFFSET = 5  # the place of softmax_offset among `Checked.inputs`
 MASK = ("attn_mask_type", "window_size", "bottom_right_diagonal", "block_mask")  # given to a plan, or to a call
 NOT_TAKEN = {
@@ -353,7 +353,7 @@ class Forward(NamedTuple):
 
     results: Results
     saved: tuple[Tensor, ...]
-    descales: tuple[Tensor | None, ...]  # of q, k and v in FP8
+    descales: tuple[Tensor | None, ...]  # for q, k and v in FP8
 
 
 def run_forward(runner: Strategy, plan: Plan, tensors: Sequence[Tensor | None]) -> Forward:

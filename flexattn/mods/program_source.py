@@ -50,7 +50,7 @@ def _function(name: str, graph: Graph, arguments: Sequence[str]) -> Mod:
             names[node] = f"x{len(names)}"
             lines.append(f"    {names[node]} = {_called(node, names)}")
     space: dict[str, Any] = {"torch": torch, "inf": math.inf, "nan": math.nan}
-    exec("\n".join([*lines, f"    return {result}"]), space)  # of a graph whose ops are all among OPS
+    exec("\n".join([*lines, f"    return {result}"]), space)  # its ops are all among OPS
     found: Mod = space[name]
     return found
 

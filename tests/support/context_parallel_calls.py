@@ -327,7 +327,7 @@ EIGHT_BITS = {
     "scales of documents": eight(FEATURES["documents with mods and a sink"], granularity="batch_head"),
     "rotation": eight(Problem(heads=(6, 3), dims=(24, 8), window=(9, -1)), rotation=True),
     "a backward in 16 bits": eight(FEATURES["a sink and a softcap"], granularity="tensor", bf16_backward=True),
-    "scales of blocks": eight(Problem(((512, 512),), blocks="far all heads"), granularity="block", block_rows=128),
+    "scales of blocks": eight(Problem(((512, 512),), batch=1), granularity="block", block_rows=128),
     "scales of blocks, by heads": eight(
         Problem(((130, 130), (0, 0), (70, 200)), None, mask="no_mask"), granularity="block", block_rows=64
     ),
