@@ -52,15 +52,16 @@ def attention(
         score_mod, mask_mod: as `flexattn.attention` takes them. They see the batch row (or the document), the head and the
             positions of the whole. Tensors that they capture are the same on each rank; one that requires a gradient is to come in
             score_mod_tensors.
+        fp8_recipe, fp8_state: as `flexattn.attention` takes them; scales are of all ranks' tokens, and a state on each rank notes
+            the whole's. descale_q, descale_k, descale_v: with q, k and v in FP8, the whole's, the same on each rank.
         bias_type, softmax_type, softmax_scale, softcap, score_mod_tensors, deterministic, backend: as `flexattn.attention` has
             them.
         return_lse, return_max_logit: whether to return (out, lse), (out, max_logit) or (out, lse, max_logit), as
             `flexattn.attention` has them: lse, differentiable, of this rank's queries, and max_logit of all, on each rank.
 
     Raises:
-        ValueError, TypeError: an argument that has no meaning or that cannot be split (FP8), before anything
-            is sent; on all ranks if all were given the same, and in any case under FLEXATTN_CHECK=1, which compares the ranks'
-            calls first.
+        ValueError, TypeError: an argument that has no meaning or that cannot be split, before anything is sent; on all ranks if
+            all were given the same, and in any case under FLEXATTN_CHECK=1, which compares the ranks' calls first.
         RuntimeError: a collective failed, or its group's timeout passed, because another rank does not take part.
     """
     if torch.compiler.is_compiling():
