@@ -22,7 +22,17 @@ from flexattn.dispatch.head_dims import head_dim_error
 from flexattn.dispatch.known_bad import known_bad, version_text
 from flexattn.dispatch.pages import with_cu_seqlens, without_pages
 from flexattn.dispatch.runtime_failures import RuntimeFailure
-from flexattn.dispatch.spec import AttentionSpec, Direction, Gradients, Operands, as_bshd, dqkv_of, empty_gradients, empty_outputs
+from flexattn.dispatch.spec import (
+    AttentionSpec,
+    Direction,
+    Gradients,
+    Operands,
+    as_bshd,
+    dqkv_of,
+    empty_gradients,
+    empty_outputs,
+    misses_diagonal,
+)
 
 if TYPE_CHECKING:
     from flexattn.kernels_cudnn.graphs import Sdpa
@@ -125,6 +135,8 @@ def rule_error(spec: AttentionSpec, direction: Direction) -> str | None:
         return "the graphs take q, k and v in one dtype; use backend='triton' for keys in FP8 beside other queries"
     if spec.page_size and (reason := _pages_error(spec, is_backward)):
         return reason
+    if misses_diagonal(spec.band.left, spec.band.right):
+        return "a window that ends before its diagonal was not run on cuDNN; use backend='triton'"
     if spec.softcap:
         return "the graphs have no softcap; use backend='triton'"
     if spec.block_size is not None:

@@ -137,7 +137,7 @@ def _blocks(spec: AttentionSpec, x: Operands, itemsize: int) -> Iterator[tuple[S
     banded = left is not None or right is not None
     for sequences in split_sequences(spec, x):
         len_q, len_kv = len(sequences.q), len(sequences.kv)
-        width = len_kv if left is None or right is None else min(len_kv, left + right + BAND_ROWS)
+        width = len_kv if left is None or right is None else max(0, min(len_kv, left + right + BAND_ROWS))
         row_bytes = max(1, spec.num_heads * width * itemsize)
         together = max(1, SCORE_BYTES // max(1, row_bytes * len_q))
         row_step = max(1, SCORE_BYTES // row_bytes)

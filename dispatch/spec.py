@@ -34,6 +34,7 @@ BACKENDS = ("triton", "cudnn", "eager")  # in order of preference; "auto" picks
 class Band(NamedTuple):
     """Query i sees key j iff i + shift - left <= j <= i + shift + right; None leaves that side open.
 
+    A negative side ends the band on the other side of the diagonal, which then is not in it.
     shift is len_kv - len_q of the sequence with `bottom_right`, else 0. ALiBi measures its distance from the same diagonal.
     """
 
@@ -72,6 +73,11 @@ def is_host_number(t: Tensor) -> bool:
     return t.device.type == "cpu" and t.dim() == 0 and t.dtype is not torch.bool and not (t.is_complex() or t.requires_grad)
 
 
+def misses_diagonal(left: int | None, right: int | None) -> bool:
+    """Returns whether a band with these sides has not its diagonal in it."""
+    return (left is not None and left < 0) or (right is not None and right < 0)
+
+
 def make_band(attn_mask_type: str, window_size: tuple[int, int], bottom_right_diagonal: bool | None) -> Band:
     """One band for a mask type and a window, aligned as TransformerEngine does.
 
@@ -81,15 +87,11 @@ def make_band(attn_mask_type: str, window_size: tuple[int, int], bottom_right_di
     if attn_mask_type not in MASK_TYPES:
         raise ValueError(f"attn_mask_type is {attn_mask_type!r}; accepted: {', '.join(MASK_TYPES)}")
     left, right = _sides(window_size)
-    if left < -1 or right < -1:
-        raise ValueError(
-            f"window_size is {(left, right)}; accepted for each side: -1 (open) or the number of tokens seen beyond the diagonal"
-        )
     causal = "causal" in attn_mask_type
     if causal and right > 0:
         raise ValueError(
             f"window_size is {(left, right)} with attn_mask_type {attn_mask_type!r}: a causal mask sees nothing to the right "
-            "of the diagonal, so the right side must be 0 or -1"
+            "of the diagonal, so the right side must be 0 or less"
         )
     bottom_right = attn_mask_type not in ("causal", "padding_causal")
     if bottom_right_diagonal is not None:
@@ -100,8 +102,9 @@ def make_band(attn_mask_type: str, window_size: tuple[int, int], bottom_right_di
                 f"diagonal; use attn_mask_type {other!r}"
             )
         bottom_right = bottom_right_diagonal
-    left, right = min(left, LARGEST_WINDOW), min(right, LARGEST_WINDOW)
-    return Band(None if left == -1 else left, 0 if causal else (None if right == -1 else right), bottom_right)
+    left, right = (max(-LARGEST_WINDOW, min(side, LARGEST_WINDOW)) for side in (left, right))
+    open_right = 0 if causal else None
+    return Band(None if left == -1 else left, open_right if right == -1 else right, bottom_right)
 
 
 def _sides(window_size: Any) -> tuple[int, int]:

@@ -179,7 +179,8 @@ def attention(
             padding in its name each sequence has the length that cu_seqlens_q and cu_seqlens_kv give, and the diagonal follows
             those lengths. thd needs such a type.
         window_size: (left, right), in tokens, inclusive, -1 for open: query i sees keys i - left to i + right, both counted from
-            the diagonal, and of any size. right must be 0 or -1 with a causal type.
+            the diagonal, and of any size. right must not be above 0 with a causal type. A side of -2 or less ends the window
+            before the diagonal, or begins it behind: (-1, -5) hides a query's own key and the four before it.
         bottom_right_diagonal: for no_mask and padding, whether the diagonal of the window and of ALiBi is the bottom-right (None
             and True) or the top-left one. Other types say it in their name.
         cu_seqlens_q, cu_seqlens_kv: int32 [b + 1], contiguous, on q's device: 0 and then the running sum of the sequences' real

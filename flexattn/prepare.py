@@ -16,7 +16,7 @@ from flexattn.block_mask import block_lists
 from flexattn.dispatch import options
 from flexattn.dispatch.context import requested_backend
 from flexattn.dispatch.pages import with_cu_seqlens
-from flexattn.dispatch.spec import BIAS_TYPES, SOFTMAX_TYPES, Band, Operands, Results, make_band, parse_format
+from flexattn.dispatch.spec import BIAS_TYPES, SOFTMAX_TYPES, Band, Operands, Results, make_band, misses_diagonal, parse_format
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -237,6 +237,8 @@ def _masks(band: Band, max_q: int, max_kv: int) -> int:
     Under a finite one a query whose keys are all hidden sees all keys alike, so there must be none: each that sees a key of the
     call's own band sees one of the mod's too.
     """
+    if misses_diagonal(band.left, band.right):
+        return 1
     if max_q <= max_kv:
         return 3
     return 2 if band.left is None and max_kv > 0 else 1

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
-from flexattn.kernels_triton.common.problem import Backward, Forward
+from flexattn.kernels_triton.common.problem import Backward, Forward, Problem
 from flexattn.kernels_triton.common.quantize import Source, quantize
 from flexattn.kernels_triton.common.split_kv import Splits, splits_of
 from flexattn.kernels_triton.common.tiles import DKDV, DQ, FORWARD
@@ -70,7 +70,7 @@ def choose(call: Call, policy: Policy) -> Choice:
     order: Sequence[Family[Any]] = (FORWARDS if isinstance(call, Forward) else BACKWARDS)[call.problem.is_fp8]
     rejected = []
     for family in order[:-1]:
-        reason = policy.portable_only or family.unsupported(call)
+        reason = policy.portable_only or _beside_diagonal(call.problem) or family.unsupported(call)
         if reason is None and not policy.ignores_measurements:
             reason = family.slower(call)
         if reason is None:
@@ -79,6 +79,14 @@ def choose(call: Call, policy: Policy) -> Choice:
         rejected.append((family.name, reason))
     portable = order[-1]
     return Choice(portable, portable.tile(call), "runs what the others leave", tuple(rejected))
+
+
+def _beside_diagonal(problem: Problem) -> str | None:
+    """Returns why no kernel but the portable ones runs a band that has not its diagonal in it; None for others."""
+    sides = (problem.window_left, problem.window_right)
+    if all(side is None or side >= 0 for side in sides):
+        return None
+    return "a window that ends before its diagonal was not run on it"
 
 
 def _never(call: Any) -> None:

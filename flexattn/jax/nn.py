@@ -64,6 +64,8 @@ def dot_product_attention(
     window: Any = (-1, -1)
     if local_window_size is not None:
         window = (local_window_size,) * 2 if isinstance(local_window_size, int) else tuple(local_window_size)
+        if min(window) < -1:
+            raise ValueError(f"local_window_size is {local_window_size}; accepted: numbers of 0 or more, or -1 for open")
     kind = f"{'padding_' if lengths else ''}causal" if is_causal else ("padding" if lengths else "no_mask")
     out, lse = attention(
         q,

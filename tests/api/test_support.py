@@ -139,6 +139,7 @@ ROWS: dict[str, dict[str, Row]] = {
         "padding_causal_bottom_right": mask("padding_causal_bottom_right", PADDED),
         "window, bottom-right diagonal": window(9, 4),
         "window, top-left diagonal": window(9, 4, bottom_right_diagonal=False),
+        "window beside the diagonal": window(9, -4),
         "window open on the left": window(-1, 4),
         "window open on the right": window(9, -1),
         "window under a causal mask": mask("causal", STRIDED, window_size=(9, 0)),

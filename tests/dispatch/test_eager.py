@@ -100,7 +100,7 @@ def test_dense_formats(
     check(inputs, attn_mask_type=attn_mask_type)
 
 
-@pytest.mark.parametrize("window_size", [(0, 0), (4, 0), (2, 3), (-1, 2), (5, -1), (100, 100)])
+@pytest.mark.parametrize("window_size", [(0, 0), (4, 0), (2, 3), (-1, 2), (5, -1), (100, 100), (-3, -1), (9, -2)])
 @pytest.mark.parametrize("bottom_right_diagonal", [False, True])
 @pytest.mark.parametrize("qkv_format", ["thd", "bshd"])
 def test_windows(window_size: tuple[int, int], bottom_right_diagonal: bool, qkv_format: str, blocks: None, device: str) -> None:

@@ -148,7 +148,7 @@ def naive_mask(
 MASK_CASES = [  # without the contradictions, for which make_band raises
     (attn_mask_type, window_size, bottom_right_diagonal)
     for attn_mask_type in MASK_TYPES
-    for window_size in [(-1, -1), (2, 0), (0, 0), (3, -1), (1, 2), (-1, 1)]
+    for window_size in [(-1, -1), (2, 0), (0, 0), (3, -1), (1, 2), (-1, 1), (-1, -2), (-2, -1), (4, -3), (-2, 5), (1, -4)]
     for bottom_right_diagonal in [None, False, True]
     if "causal" not in attn_mask_type or (window_size[1] <= 0 and bottom_right_diagonal is None)
 ]

@@ -24,7 +24,7 @@ HALF = (torch.float16, torch.bfloat16)
 LAYOUTS = ("plain", "plain", "offset", "sliced", "stepped", "permuted", "expanded", "last dim strided")
 EXTREMES = (-1e4, -3e4, -1e5, -1e8, -1e9, -1e10, -1e12, -1e15, -1e30, -0.7 * torch.finfo(torch.float32).max, "finfo.min")
 # Sides of a window: any, and so large that a sum with a position leaves 31 or 63 bits.
-WINDOWS, HUGE = (0, 1, 3, 7, 16, 40, 100), (2**31 - 1, 2**31, 2**62, 2**63 - 1)
+WINDOWS, HUGE = (0, 1, 3, 7, 16, 40, 100, -2, -9), (2**31 - 1, 2**31, 2**62, 2**63 - 1)
 # What can be left out of a run, to look for something else.
 FURTHEST_FOR_A_MOD = -1e30  # that a score_mod may multiply by what is drawn here: inf - inf is NaN in plain torch too
 FEATURES = ("extreme", "offset", "any order", "huge", "empty")

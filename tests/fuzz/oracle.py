@@ -131,7 +131,8 @@ def _attend(p: Problem, x: dict[str, Tensor], dtype: torch.dtype, rounding: Roun
     bottom_right = p.mask_type not in ("causal", "padding_causal") if p.bottom_right_diagonal is None else p.bottom_right_diagonal
     shifts = [n_kv - n_q if bottom_right else 0 for n_q, n_kv in zip(p.q.lengths, p.kv.lengths, strict=True)]
     diagonal = i + torch.tensor(shifts, dtype=torch.int64, device=device)[:, None, None, None]
-    left, right = p.window[0], 0 if causal else p.window[1]
+    left, right = p.window
+    right = 0 if causal and right == -1 else right
     visible = (q_real[:, None, :, None] & kv_real[:, None, None, :]).expand(batch, heads, sq, skv)
     if left != -1:
         visible = visible & (j >= diagonal - min(left, sq + skv))

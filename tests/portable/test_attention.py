@@ -97,6 +97,14 @@ def test_window(window: tuple[int, int], bottom_right: bool, device: str) -> Non
     check(call, device, qkv_format="thd", lengths_q=lengths(100, 5, 41), lengths_kv=lengths(70, 90, 41))
 
 
+@pytest.mark.sample("window")
+@pytest.mark.parametrize("bottom_right", [False, True])
+@pytest.mark.parametrize("window", [(-1, -20), (-11, -1), (40, -11), (-30, 60), (-1, -200), (5, -11)], ids=str)
+def test_window_beside_the_diagonal(window: tuple[int, int], bottom_right: bool, device: str) -> None:
+    call = {"window_size": window, "bottom_right_diagonal": bottom_right}
+    check(call, device, qkv_format="thd", lengths_q=lengths(100, 5, 41), lengths_kv=lengths(70, 90, 41))
+
+
 @pytest.mark.sample
 @pytest.mark.parametrize("mask", ["causal", "causal_bottom_right"])
 def test_causal_window(mask: str, device: str) -> None:

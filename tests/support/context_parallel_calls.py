@@ -276,6 +276,8 @@ FEATURES = {
     "no mask": Problem(mask="no_mask", dims=(8, 4), qkv_format="sbhd"),
     "a causal window": Problem(window=(6, -1), qkv_format="bhsd"),
     "a window on both sides": Problem(mask="no_mask", window=(3, 4)),
+    "a window that ends before the diagonal": Problem(window=(20, -7)),
+    "a window that begins behind it": Problem(((30, 37),), mask="no_mask", window=(-3, -1), options={"bias_type": "alibi"}),
     "fewer queries than keys": Problem(((19, 37),), mask="causal_bottom_right", window=(9, -1)),
     "more queries than keys": Problem(((37, 19),), mask="causal_bottom_right"),
     "more queries than keys, from the first": Problem(((37, 19),), window=(5, -1)),

@@ -74,13 +74,16 @@ def delayed_scales() -> None:
             found.append((out.data.view(torch.uint8), out.descale, out.amax, *(t.grad for t in leaves)))
             state.update()
         one, ranks = found
-        for a, b in zip(states[0].buffers(), states[1].buffers(), strict=True):
-            assert torch.equal(a, b)
-        assert torch.equal(distributed.shard(plan, one[0]), ranks[0])
-        assert all(torch.equal(a, b) for a, b in zip(one[1:3], ranks[1:3], strict=True))
-        for a, b in zip(one[3:], ranks[3:], strict=True):
-            a = distributed.shard(plan, a)
-            assert (a - b).float().square().mean() <= 1e-3 * a.float().square().mean()
+        for (name, a), b in zip(states[0].named_buffers(), states[1].buffers(), strict=True):
+            torch.testing.assert_close(a, b, rtol=0.0 if name[-2:] in ("_q", "_k", "_v") else 2**-7, atol=0.0)
+        assert (distributed.shard(plan, one[0]) != ranks[0]).float().mean() <= calls.OTHER_BITS
+        torch.testing.assert_close(one[1:3], ranks[1:3], rtol=2**-7, atol=0.0)  # a rounding of out in bfloat16
+        exact = [(given[name] * (1 + step)).double().requires_grad_() for name in "qkv"]
+        flexattn.attention(*exact, attn_mask_type="causal").sin().sum().backward()
+        for a, b, leaf in zip(one[3:], ranks[3:], exact, strict=True):  # as near as FP8 is to fp64
+            own = distributed.shard(plan, a)
+            assert leaf.grad is not None
+            assert (own - b).double().square().mean() <= (a.double() - leaf.grad).square().mean()
 
 
 def given_in_eight_bits() -> None:
@@ -97,7 +100,7 @@ def given_in_eight_bits() -> None:
         for strategy in ("gather", "halo", "ulysses"):
             got, _ = distributed.attention(*own, plan=plan, strategy=strategy, **given)
             assert got.dtype is torch.bfloat16
-            assert torch.equal(got, distributed.shard(plan, out, dim=2))
+            assert (got != distributed.shard(plan, out, dim=2)).float().mean() <= calls.OTHER_BITS
 
 
 def in_hosts() -> None:

@@ -70,7 +70,7 @@ def flash_attn_func(
         dropout_p: the probability that a softmax weight is dropped.
         softmax_scale: None is 1/sqrt(d).
         causal: query i sees the keys j <= i + skv - sq.
-        window_size: (left, right) in tokens, -1 or None for open; right is 0 where causal.
+        window_size: (left, right) in tokens, a negative number or None for open; right is 0 where causal.
         softcap: c turns each score s into c * tanh(s / c); 0 leaves it.
         deterministic: whether gradients are to be equal from run to run.
         s_aux: [h], logits of attention sinks.
@@ -133,7 +133,7 @@ def flash_attn_varlen_func(
 
 
 def _window(window_size: tuple[int | None, int | None], causal: bool) -> tuple[int, int]:
-    left, right = (-1 if side is None else side for side in window_size)
+    left, right = (-1 if side is None or side < 0 else side for side in window_size)
     return left, 0 if causal else right
 
 
