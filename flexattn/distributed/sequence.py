@@ -24,7 +24,7 @@ def attend_over_sequence(q: Any, k: Any, v: Any, group: Any, lengths: tuple[int,
     """
     band = make_band(*(arguments[name] for name in _OF_BAND))
     blocks = None if arguments["block_mask"] is None else read_blocks(arguments["block_mask"], lengths)
-    taken = {name: arguments[name] for name in Options.__annotations__ if name not in MASK}
+    taken = {name: arguments[name] for name in Options.__annotations__ if name in arguments and name not in MASK}
     return attention(q, k, v, plan=_plan(group, lengths, band, blocks), **taken)
 
 

@@ -322,6 +322,12 @@ def checked() -> None:
             distributed.attention(q, q, q, plan=given, strategy=strategy)
     with pytest.raises(ValueError, match="differs among ranks in gradients"):
         distributed.attention(q.clone().requires_grad_(rank == 0), q, q, plan=plan)
+    masks = [flexattn.create_block_mask(mod, None, None, 12, 12, "cpu", 16) for mod in (calls.some, lambda b, h, i, j: j < 0)]
+    with pytest.raises(ValueError, match="differs among ranks in plan"):
+        distributed.attention(q, q, q, plan=plan, block_mask=masks[rank])
+    half, recipes = q.bfloat16(), (fp8.Recipe(), fp8.Recipe(margin=1))
+    with pytest.raises(ValueError, match="differs among ranks in FP8"):
+        distributed.attention(half, half, half, plan=plan, fp8_recipe=recipes[rank])
     text = "is refused on another rank, so on all: rank 1: ValueError: q has 5 tokens" if rank == 0 else "q has 5 tokens on rank 1"
     with pytest.raises(ValueError, match=text):
         distributed.attention(q[:, rank:], q, q, plan=plan)
