@@ -70,7 +70,7 @@ def choose(call: Call, policy: Policy) -> Choice:
     order: Sequence[Family[Any]] = (FORWARDS if isinstance(call, Forward) else BACKWARDS)[call.problem.is_fp8]
     rejected = []
     for family in order[:-1]:
-        reason = policy.portable_only or _beside_diagonal(call.problem) or family.unsupported(call)
+        reason = policy.portable_only or _beside_diagonal(call.problem, family.name) or family.unsupported(call)
         if reason is None and not policy.ignores_measurements:
             reason = family.slower(call)
         if reason is None:
@@ -81,10 +81,13 @@ def choose(call: Call, policy: Policy) -> Choice:
     return Choice(portable, portable.tile(call), "runs what the others leave", tuple(rejected))
 
 
-def _beside_diagonal(problem: Problem) -> str | None:
-    """Returns why no kernel but the portable ones runs a band that has not its diagonal in it; None for others."""
+_EMULATED = ("sm_90", "sm_90 fused", "sm_90 two-kernel")  # with bands that have not their diagonals in them
+
+
+def _beside_diagonal(problem: Problem, name: str) -> str | None:
+    """Returns why a family does not run a band that has not its diagonal in it; None for others, and for families that do."""
     sides = (problem.window_left, problem.window_right)
-    if all(side is None or side >= 0 for side in sides):
+    if name in _EMULATED or all(side is None or side >= 0 for side in sides):
         return None
     return "a window that ends before its diagonal was not run on it"
 

@@ -45,9 +45,10 @@ def mask_class(problem: Problem) -> tuple[Kind, float]:
         return "loaded", 1.0
     if x.is_modified:
         return "modified", 1.0 if x.window_right is None else 0.5
-    if x.window_left is not None:
+    if x.window_left is not None and x.window_left >= 0:
         return "windowed", min(1.0, (x.window_left + 1) / x.longest_kv)
-    return ("open", 1.0) if x.window_right is None else ("causal", 0.5)
+    is_open = x.window_left is None and x.window_right is None
+    return ("open", 1.0) if is_open else ("causal", 0.5)  # so is a window that begins behind the diagonal
 
 
 def _shares(problem: Problem) -> list[int]:

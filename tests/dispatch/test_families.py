@@ -73,7 +73,9 @@ FP8 = {"fp8_recipe": fp8.Recipe()}
     ("shape", "more", "measured", "forced"),
     [
         (LONG, {}, ["sm_90", "sm_90 fused"], ["sm_90", "sm_90 fused"]),
-        (LONG, {"window_size": (1024, -8)}, ["portable", "portable"], ["portable", "portable"]),
+        (LONG, {"window_size": (1024, -8)}, ["sm_90", "sm_90 fused"], ["sm_90", "sm_90 fused"]),
+        (LONG, {"window_size": (-8, -1)}, ["sm_90", "sm_90 two-kernel"], ["sm_90", "sm_90 fused"]),
+        (LONG, {"window_size": (1024, -8)} | FP8, ["portable", "portable"], ["portable", "portable"]),
         (LONG, CAUSAL, ["sm_90", "sm_90 fused"], ["sm_90", "sm_90 fused"]),
         (LONG, CAUSAL | {"deterministic": True}, ["sm_90", "sm_90 two-kernel"], ["sm_90", "sm_90 two-kernel"]),
         (LONG, {"softcap": 30.0}, ["sm_90", "sm_90 fused"], ["sm_90", "sm_90 fused"]),

@@ -161,6 +161,17 @@ def test_formats_and_bands(fmt: str, band: dict[str, Any]) -> None:
     check(seed, band, qkv_format=fmt, padding=True, gap=2, dtype=torch.float16, head_dim_qk=dim, head_dim_v=dim, **inputs)
 
 
+@pytest.mark.sample
+@without_gpu
+@pytest.mark.parametrize("bottom_right", [True, False])
+@pytest.mark.parametrize("window", [(-1, -40), (-30, -1), (60, -20), (-25, 90), (-1, -300), (5, -11)], ids=str)
+def test_windows_beside_the_diagonal(window: tuple[int, int], bottom_right: bool) -> None:
+    band = {"attn_mask_type": "padding", "window_size": window, "bottom_right_diagonal": bottom_right}
+    inputs = {"lengths_q": [70, 0, 200], "lengths_kv": [190, 9, 165], "num_heads": 2, "num_heads_kv": 1}
+    dim = 64 if bottom_right else 128
+    check(3 + window[1] % 7, band, qkv_format="thd", padding=True, gap=2, head_dim_qk=dim, head_dim_v=dim, **inputs)
+
+
 @without_gpu
 def test_three_heads_that_share_a_tile() -> None:
     """out leaves from registers, and no column past v's head dim."""
