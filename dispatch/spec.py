@@ -43,6 +43,17 @@ class Band(NamedTuple):
     bottom_right: bool
 
 
+class Window(NamedTuple):
+    """A window_size whose sides may be negative, as a plain pair's may not, in which -1 is open: here None is.
+
+    Query i sees keys i - left to i + right, counted from the diagonal. A negative side ends the window before the diagonal, or
+    begins it behind: Window(None, -1) hides a query's own key, and Window(-3, 8) shows keys i + 3 to i + 8.
+    """
+
+    left: int | None
+    right: int | None
+
+
 def parse_format(qkv_format: str) -> tuple[str, str]:
     """'bshd' -> ('bshd', 'bshd'); 'thd_2bshd' (q's format, then k's and v's) -> ('thd', 'bshd')."""
     q_format, _, kv_format = qkv_format.partition("_2")
@@ -78,7 +89,7 @@ def misses_diagonal(left: int | None, right: int | None) -> bool:
     return (left is not None and left < 0) or (right is not None and right < 0)
 
 
-def make_band(attn_mask_type: str, window_size: tuple[int, int], bottom_right_diagonal: bool | None) -> Band:
+def make_band(attn_mask_type: str, window_size: tuple[int, int] | Window, bottom_right_diagonal: bool | None) -> Band:
     """One band for a mask type and a window, aligned as TransformerEngine does.
 
     The diagonal is top-left for causal and padding_causal, else bottom-right; `bottom_right_diagonal` overrides it for
@@ -86,12 +97,12 @@ def make_band(attn_mask_type: str, window_size: tuple[int, int], bottom_right_di
     """
     if attn_mask_type not in MASK_TYPES:
         raise ValueError(f"attn_mask_type is {attn_mask_type!r}; accepted: {', '.join(MASK_TYPES)}")
-    left, right = _sides(window_size)
+    window = window_of(window_size)
     causal = "causal" in attn_mask_type
-    if causal and right > 0:
+    if causal and window.right is not None and window.right > 0:
         raise ValueError(
-            f"window_size is {(left, right)} with attn_mask_type {attn_mask_type!r}: a causal mask sees nothing to the right "
-            "of the diagonal, so the right side must be 0 or less"
+            f"window_size is {window_size} with attn_mask_type {attn_mask_type!r}: a causal mask sees nothing to the right "
+            "of the diagonal, so the right side must be 0 or -1"
         )
     bottom_right = attn_mask_type not in ("causal", "padding_causal")
     if bottom_right_diagonal is not None:
@@ -102,26 +113,39 @@ def make_band(attn_mask_type: str, window_size: tuple[int, int], bottom_right_di
                 f"diagonal; use attn_mask_type {other!r}"
             )
         bottom_right = bottom_right_diagonal
-    left, right = (max(-LARGEST_WINDOW, min(side, LARGEST_WINDOW)) for side in (left, right))
-    open_right = 0 if causal else None
-    return Band(None if left == -1 else left, open_right if right == -1 else right, bottom_right)
+    left, right = (None if side is None else max(-LARGEST_WINDOW, min(side, LARGEST_WINDOW)) for side in window)
+    return Band(left, 0 if causal and right is None else right, bottom_right)
 
 
-def _sides(window_size: Any) -> tuple[int, int]:
+def window_of(window_size: Any) -> Window:
+    """Returns a call's window_size with None for open sides; raises ValueError for what is none."""
     sides: tuple[Any, ...] = ()
+    is_signed = isinstance(window_size, Window)
     if isinstance(window_size, (tuple, list)):
         sides = tuple(window_size)
     elif isinstance(window_size, Tensor) and window_size.device.type == "cpu" and window_size.dim() == 1:
         sides = window_size.unbind()
     whole = [as_index(side) for side in sides]
-    if len(whole) == 2 and whole[0] is not None and whole[1] is not None:
-        return whole[0], whole[1]
+    if len(whole) == 2 and all(side is not None or (is_signed and given is None) for side, given in zip(whole, sides, strict=True)):
+        left, right = whole
+        if is_signed:
+            return Window(left, right)
+        assert left is not None
+        assert right is not None
+        if min(left, right) < -1:
+            raise ValueError(
+                f"window_size is {(left, right)}; accepted for each side: -1 (open) or the number of tokens seen beyond the "
+                f"diagonal; for a window that ends before the diagonal use flexattn.Window, in which None is open"
+            )
+        return Window(None if left == -1 else left, None if right == -1 else right)
     found = [x for x in (*sides, window_size) if isinstance(x, Tensor)][:1]
     came, hint = repr(window_size), ""
     if found:
         came = f"given by a {found[0].dtype} tensor of shape {tuple(found[0].shape)} on {found[0].device}"
         hint = "; reading such a tensor would wait for its device, so pass its value"
-    raise ValueError(f"window_size is {came}; accepted: a pair of ints (left, right), inclusive, -1 for open{hint}")
+    raise ValueError(
+        f"window_size is {came}; accepted: a pair of ints (left, right), inclusive, -1 for open, or a flexattn.Window{hint}"
+    )
 
 
 class Fp8(NamedTuple):

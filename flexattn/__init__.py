@@ -8,7 +8,7 @@ from flexattn.backward import Gradients, attention_backward
 from flexattn.block_mask import create_block_mask
 from flexattn.dispatch.context import attention_backend
 from flexattn.dispatch.select import BackendError
-from flexattn.dispatch.spec import AttentionSpec
+from flexattn.dispatch.spec import AttentionSpec, Window
 from flexattn.functional import attention, explain, merge_attention
 from flexattn.kv_cache import PagedKVCache
 from flexattn.plot import plot_mask
@@ -22,6 +22,7 @@ __all__ = [
     "BackendError",
     "Gradients",
     "PagedKVCache",
+    "Window",
     "append_kv",
     "attention",
     "attention_backend",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flexattn import call_cache, fp8, ops, validation
-from flexattn.dispatch.spec import OPEN_WINDOW, Operands, Results, dense_in, parse_format
+from flexattn.dispatch.spec import OPEN_WINDOW, Operands, Results, Window, dense_in, parse_format
 from flexattn.first_order import guarded
 from flexattn.prepare import prepare
 
@@ -43,7 +43,7 @@ def attention_backward(
     dlse: Tensor | None = None,
     qkv_format: str = "bshd",
     attn_mask_type: str = "no_mask",
-    window_size: tuple[int, int] = OPEN_WINDOW,
+    window_size: tuple[int, int] | Window = OPEN_WINDOW,
     bottom_right_diagonal: bool | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_kv: Tensor | None = None,

@@ -14,7 +14,7 @@ from flexattn import autograd, call_cache, fp8, fp8_ops, ops, validation
 from flexattn.dispatch import explain as explanations
 from flexattn.dispatch import triton_backend
 from flexattn.dispatch.context import requested_backend
-from flexattn.dispatch.spec import OPEN_WINDOW, AttentionSpec, Operands, from_bshd
+from flexattn.dispatch.spec import OPEN_WINDOW, AttentionSpec, Operands, Window, from_bshd
 from flexattn.nested import attend_nested, is_jagged, packed_call
 from flexattn.prepare import default_alibi_slopes, prepare
 
@@ -33,7 +33,7 @@ class Options(TypedDict, total=False):
 
     qkv_format: str
     attn_mask_type: str
-    window_size: tuple[int, int]
+    window_size: tuple[int, int] | Window
     bottom_right_diagonal: bool | None
     cu_seqlens_q: Tensor | None
     cu_seqlens_kv: Tensor | None
@@ -122,7 +122,7 @@ def attention(
     *positional: Any,
     qkv_format: str = "bshd",
     attn_mask_type: str = "no_mask",
-    window_size: tuple[int, int] = OPEN_WINDOW,
+    window_size: tuple[int, int] | Window = OPEN_WINDOW,
     bottom_right_diagonal: bool | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_kv: Tensor | None = None,
@@ -179,8 +179,8 @@ def attention(
             padding in its name each sequence has the length that cu_seqlens_q and cu_seqlens_kv give, and the diagonal follows
             those lengths. thd needs such a type.
         window_size: (left, right), in tokens, inclusive, -1 for open: query i sees keys i - left to i + right, both counted from
-            the diagonal, and of any size. right must not be above 0 with a causal type. A side of -2 or less ends the window
-            before the diagonal, or begins it behind: (-1, -5) hides a query's own key and the four before it.
+            the diagonal, and of any size. right must be 0 or -1 with a causal type. A `flexattn.Window` may have negative
+            sides, which end it before the diagonal or begin it behind: Window(None, -1) hides a query's own key.
         bottom_right_diagonal: for no_mask and padding, whether the diagonal of the window and of ALiBi is the bottom-right (None
             and True) or the top-left one. Other types say it in their name.
         cu_seqlens_q, cu_seqlens_kv: int32 [b + 1], contiguous, on q's device: 0 and then the running sum of the sequences' real

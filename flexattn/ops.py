@@ -44,8 +44,8 @@ class Settings(NamedTuple):
 
     qkv_format: str
     padding: bool
-    window_left: int  # -1 for open
-    window_right: int
+    window_left: int | None  # None for open
+    window_right: int | None
     bottom_right: bool
     bias_type: str
     softmax_type: str
@@ -75,7 +75,7 @@ _CALL = """Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? alibi_slopes, Ten
     Tensor? seqused_q, Tensor? seqused_kv, Tensor? page_table,
     SymInt max_seqlen_q, SymInt max_seqlen_kv, Scalar softmax_scale, Scalar softcap, Scalar dropout_p,
     Tensor[] mod_tensors, float[] mod_numbers, Tensor[] block_mask, Tensor[] descales, Tensor[] copies16,
-    str qkv_format, bool padding, int window_left, int window_right, bool bottom_right, str bias_type, str softmax_type,
+    str qkv_format, bool padding, int? window_left, int? window_right, bool bottom_right, str bias_type, str softmax_type,
     bool return_max_logit, bool needs_grad, bool needs_bias_grad, bool deterministic, str backend,
     str mods, bool has_floor, int block_size_q, int block_size_kv, str fp8_out, str fp8_grad, int fp8_block_rows,
     bool bf16_backward, bool is_part, str out_format, str dq_format, str dkv_format, str dqkv_packing,
@@ -146,7 +146,6 @@ def refuse_transforms(x: Operands) -> None:
 
 def make_spec(x: Operands, settings: Settings, capability: tuple[int, int] | None) -> AttentionSpec:
     q_format, kv_format = parse_format(settings.qkv_format)
-    left, right = settings.window_left, settings.window_right
     return AttentionSpec(
         q_format=q_format,
         kv_format=kv_format,
@@ -156,7 +155,7 @@ def make_spec(x: Operands, settings: Settings, capability: tuple[int, int] | Non
         head_dim_qk=x.q.shape[-1],
         head_dim_v=x.v.shape[-1],
         padding=settings.padding,
-        band=Band(None if left == -1 else left, None if right == -1 else right, settings.bottom_right),
+        band=Band(settings.window_left, settings.window_right, settings.bottom_right),
         bias_type=settings.bias_type,
         bias_dims=None if x.bias is None else tuple(size != 1 for size in x.bias.shape),  # type: ignore[arg-type]
         softmax_type=settings.softmax_type,

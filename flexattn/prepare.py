@@ -16,7 +16,17 @@ from flexattn.block_mask import block_lists
 from flexattn.dispatch import options
 from flexattn.dispatch.context import requested_backend
 from flexattn.dispatch.pages import with_cu_seqlens
-from flexattn.dispatch.spec import BIAS_TYPES, SOFTMAX_TYPES, Band, Operands, Results, make_band, misses_diagonal, parse_format
+from flexattn.dispatch.spec import (
+    BIAS_TYPES,
+    SOFTMAX_TYPES,
+    Band,
+    Operands,
+    Results,
+    Window,
+    make_band,
+    misses_diagonal,
+    parse_format,
+)
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -32,7 +42,7 @@ def prepare(
     *,
     qkv_format: str,
     attn_mask_type: str,
-    window_size: tuple[int, int],
+    window_size: tuple[int, int] | Window,
     bottom_right_diagonal: bool | None,
     cu_seqlens_q: Tensor | None,
     cu_seqlens_kv: Tensor | None,
@@ -193,8 +203,8 @@ def prepare(
     settings = ops.Settings(
         qkv_format=qkv_format,
         padding="padding" in attn_mask_type,
-        window_left=-1 if band.left is None else band.left,
-        window_right=-1 if band.right is None else band.right,
+        window_left=band.left,
+        window_right=band.right,
         bottom_right=band.bottom_right,
         bias_type=bias_type,
         softmax_type=softmax_type,

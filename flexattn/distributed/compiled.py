@@ -19,7 +19,7 @@ from torch import Tensor
 from flexattn import fp8, validation
 from flexattn.dispatch.mod_program import parse_program
 from flexattn.dispatch.quantization import dtype_of
-from flexattn.dispatch.spec import as_bshd, from_bshd
+from flexattn.dispatch.spec import Window, as_bshd, from_bshd, window_of
 from flexattn.distributed import exchange
 from flexattn.distributed.calls import Results, sum_dtype
 from flexattn.distributed.plans import Plan, plan_of
@@ -118,6 +118,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan, strategy: str | None, op
     wanted = (*(is_grad and t is not None and t.requires_grad for t in (q, k, v, *tensors.values())), *flags)
     return_max_logit = options.get("return_max_logit", False)
     static = {name: options.get(name) for name in _STATIC}
+    static["window_size"] = window_of(options["window_size"]) if "window_size" in options else None
     static |= {"qkv_format": fmt, "strategy": strategy, "backend": options.get("backend"), "mods": program, "wanted": wanted}
     static |= {"return_max_logit": return_max_logit, "is_drawn": is_drawn}
     static["recipe"] = None if recipe is None else tuple(_name_of(getattr(recipe, name)) for name in _RECIPE)
@@ -191,7 +192,7 @@ def _checked(x: _Operands, static: dict[str, Any], check: Callable[..., Checked]
     """Returns the call that an operator was given, by a function that checks it."""
     options = {name: static[name] for name in (*_STATIC, "backend", "return_max_logit") if static[name] is not None}
     if "window_size" in options:
-        options["window_size"] = tuple(options["window_size"])
+        options["window_size"] = Window(*options["window_size"])
     wanted = static["wanted"]
     own: Any = x[:_NUM_TENSORS]
     leaves = [None if t is None else t.detach().requires_grad_(needs) for t, needs in zip(own, wanted, strict=False)]

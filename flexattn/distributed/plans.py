@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flexattn.dispatch.spec import OPEN_WINDOW, as_index, make_band
+from flexattn.dispatch.spec import OPEN_WINDOW, Window, as_index, make_band
 from flexattn.distributed import layout as layouts
 from flexattn.distributed.blocks import Blocks, read_blocks
 from flexattn.distributed.cost import DEFAULT_RATES, Heads, Prediction, Rates, Work, between_hosts, predict, predict_hosts, table
@@ -127,7 +127,7 @@ class Plan:
     def masked(
         self,
         attn_mask_type: str = "no_mask",
-        window_size: tuple[int, int] = OPEN_WINDOW,
+        window_size: tuple[int, int] | Window = OPEN_WINDOW,
         bottom_right_diagonal: bool | None = None,
         block_mask: BlockMask | None = None,
     ) -> Plan:
@@ -318,7 +318,7 @@ def plan(
     length: int | tuple[int, int] | None = None,
     documents: Sequence[int] | Sequence[tuple[int, int]] | None = None,
     attn_mask_type: str | None = None,
-    window_size: tuple[int, int] = OPEN_WINDOW,
+    window_size: tuple[int, int] | Window = OPEN_WINDOW,
     bottom_right_diagonal: bool | None = None,
     block_mask: BlockMask | None = None,
     layout: str | None = None,

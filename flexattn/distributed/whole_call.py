@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flexattn import fp8, validation
 from flexattn.dispatch.context import requested_backend
-from flexattn.dispatch.spec import BIAS_TYPES, SOFTMAX_TYPES, as_bshd, from_bshd
+from flexattn.dispatch.spec import BIAS_TYPES, SOFTMAX_TYPES, Window, as_bshd, from_bshd
 from flexattn.distributed import agreement, exchange, quantise
 from flexattn.distributed.calls import Results, Scores, Seeds, Shared, Sums, offset_gradient, sum_dtype
 from flexattn.distributed.cost import Heads
@@ -35,7 +35,7 @@ class Options(TypedDict, total=False):
 
     qkv_format: str
     attn_mask_type: str
-    window_size: tuple[int, int]
+    window_size: tuple[int, int] | Window
     bottom_right_diagonal: bool | None
     block_mask: BlockMask | None
     bias_type: str

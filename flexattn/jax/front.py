@@ -16,7 +16,7 @@ from torch import Tensor
 from flexattn import functional, ops, validation
 from flexattn.dispatch import explain as explanations
 from flexattn.dispatch.select import Decision, unsupported
-from flexattn.dispatch.spec import AttentionSpec, Direction, Operands
+from flexattn.dispatch.spec import AttentionSpec, Direction, Operands, Window
 from flexattn.fp8_ops import QuantizeConfig, planned
 from flexattn.hints import with_hints
 from flexattn.jax import cuda, mods
@@ -44,7 +44,7 @@ def attention(
     *,
     qkv_format: str = "bshd",
     attn_mask_type: str = "no_mask",
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int, int] | Window = (-1, -1),
     bottom_right_diagonal: bool | None = None,
     cu_seqlens_q: jax.Array | None = None,
     cu_seqlens_kv: jax.Array | None = None,

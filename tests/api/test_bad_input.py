@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import flexattn
-from flexattn import ops
+from flexattn import Window, ops
 
 B, SQ, SKV, H, H_KV, D, D_V = 2, 5, 7, 4, 2, 16, 8
 LENGTHS_Q, LENGTHS_KV = (3, 5), (7, 2)
@@ -113,12 +113,15 @@ BAD = {
     "window three": Bad(dense(window_size=(1, 2, 3)), ValueError, "window_size", "(1, 2, 3)", "a pair of ints"),
     "window float": Bad(dense(window_size=(1.0, 2)), ValueError, "window_size", "(1.0, 2)", "a pair of ints"),
     "window bool": Bad(dense(window_size=(True, 2)), ValueError, "window_size", "(True, 2)", "a pair of ints"),
-    "causal window behind the diagonal": Bad(
-        dense(attn_mask_type="causal", window_size=(np.int64(-3), np.int64(2))),
-        ValueError,
-        "window_size",
-        "(-3, 2)",
-        "must be 0 or",
+    "window below -1": Bad(dense(window_size=(-2, 0)), ValueError, "window_size", "(-2, 0)", "flexattn.Window"),
+    "window below -1, numpy": Bad(
+        dense(window_size=(np.int64(3), np.int64(-2))), ValueError, "window_size", "(3, -2)", "-1 (open)"
+    ),
+    "window far below -1": Bad(dense(window_size=(-(2**70), 0)), ValueError, "window_size", "-1180591620717411303424", "-1 (open)"),
+    "window side of None": Bad(dense(window_size=(None, 0)), ValueError, "window_size", "(None, 0)", "flexattn.Window"),
+    "signed window float": Bad(dense(window_size=Window(1.5, None)), ValueError, "window_size", "1.5", "a pair of ints"),
+    "signed window past causal": Bad(
+        dense(attn_mask_type="causal", window_size=Window(-3, 2)), ValueError, "window_size", "right=2", "0 or -1"
     ),
     "window numpy bool": Bad(dense(window_size=(np.bool_(True), 2)), ValueError, "window_size", "True", "a pair of ints"),
     "window numpy float": Bad(dense(window_size=(np.float32(1), 2)), ValueError, "window_size", "1.0", "a pair of ints"),
@@ -141,7 +144,7 @@ BAD = {
     "window side elsewhere": Bad(
         dense(window_size=(3, torch.tensor(2, **META))), ValueError, "window_size", "int64 tensor of shape () on meta", "its value"
     ),
-    "window past causal": Bad(dense(attn_mask_type="causal", window_size=(4, 1)), ValueError, "window_size", "(4, 1)", "0 or less"),
+    "window past causal": Bad(dense(attn_mask_type="causal", window_size=(4, 1)), ValueError, "window_size", "(4, 1)", "0 or -1"),
     "diagonal against name": Bad(
         dense(attn_mask_type="causal", bottom_right_diagonal=True),
         ValueError,

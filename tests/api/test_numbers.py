@@ -11,7 +11,7 @@ import torch
 
 from flexattn import attention, call_cache, testing
 from flexattn.dispatch import triton_backend
-from flexattn.dispatch.spec import LARGEST_WINDOW, make_band
+from flexattn.dispatch.spec import LARGEST_WINDOW, Window, make_band
 from flexattn.kernels_triton.common import problem as problems
 
 BACKENDS = ["eager", "triton"]
@@ -59,7 +59,7 @@ def _with_inputs(device: str, backend: str, *windows: Any) -> list[Any]:
 
 def test_bands_and_problems_keep_windows_within_what_kernels_count_in(device: str) -> None:
     assert make_band("no_mask", (sys.maxsize, 2**80), None)[:2] == (LARGEST_WINDOW, LARGEST_WINDOW)
-    assert make_band("no_mask", (-sys.maxsize, -(2**80)), None)[:2] == (-LARGEST_WINDOW, -LARGEST_WINDOW)
+    assert make_band("no_mask", Window(-sys.maxsize, -(2**80)), None)[:2] == (-LARGEST_WINDOW, -LARGEST_WINDOW)
     # A problem may come from elsewhere than attention().
     q = torch.zeros(1, 4, 1, 16, device=device)
     assert problems.Problem(q, q, q, 1.0, window_left=2**40, window_right=2**31).window == (2**30, 2**30)

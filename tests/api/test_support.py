@@ -13,7 +13,7 @@ import flexattn
 from flexattn.block_mask import block_lists
 from flexattn.dispatch import cudnn_backend
 from flexattn.dispatch.known_bad import known_bad
-from flexattn.dispatch.spec import AttentionSpec, Direction, Gradients, Operands, as_bshd, parse_format, with_classes
+from flexattn.dispatch.spec import AttentionSpec, Direction, Gradients, Operands, Window, as_bshd, parse_format, with_classes
 from flexattn.functional import bind_call
 from flexattn.mods.trace import trace_mods
 from flexattn.ops import make_spec
@@ -139,7 +139,7 @@ ROWS: dict[str, dict[str, Row]] = {
         "padding_causal_bottom_right": mask("padding_causal_bottom_right", PADDED),
         "window, bottom-right diagonal": window(9, 4),
         "window, top-left diagonal": window(9, 4, bottom_right_diagonal=False),
-        "window beside the diagonal": window(9, -4),
+        "window beside the diagonal": Row(PACKED, {"attn_mask_type": "padding", "window_size": Window(9, -4)}),
         "window open on the left": window(-1, 4),
         "window open on the right": window(9, -1),
         "window under a causal mask": mask("causal", STRIDED, window_size=(9, 0)),

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from flexattn.dispatch import eager_backend
 from flexattn.dispatch.reference import reference_attention, reference_gradients
-from flexattn.dispatch.spec import AttentionSpec, Gradients, Operands
+from flexattn.dispatch.spec import AttentionSpec, Gradients, Operands, Window
 from flexattn.testing import FORWARD_FACTOR, GRADIENT_FACTOR, Inputs, check_close, make_call, make_dlse, make_dout, make_inputs
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -100,7 +100,7 @@ def test_dense_formats(
     check(inputs, attn_mask_type=attn_mask_type)
 
 
-@pytest.mark.parametrize("window_size", [(0, 0), (4, 0), (2, 3), (-1, 2), (5, -1), (100, 100), (-3, -1), (9, -2)])
+@pytest.mark.parametrize("window_size", [(0, 0), (4, 0), (2, 3), (-1, 2), (5, -1), (100, 100), Window(-3, None), Window(9, -1)])
 @pytest.mark.parametrize("bottom_right_diagonal", [False, True])
 @pytest.mark.parametrize("qkv_format", ["thd", "bshd"])
 def test_windows(window_size: tuple[int, int], bottom_right_diagonal: bool, qkv_format: str, blocks: None, device: str) -> None:

@@ -11,7 +11,7 @@ import torch
 from flexattn import fp8, ops
 from flexattn.dispatch import triton_backend
 from flexattn.dispatch.quantization import dout_like
-from flexattn.dispatch.spec import AttentionSpec, Direction, Operands, empty_outputs
+from flexattn.dispatch.spec import AttentionSpec, Direction, Operands, Window, empty_outputs
 from flexattn.functional import bind_call
 from tests.api.test_support import CASES, Row, make_case
 from tests.fuzz.calls import FEATURES, Call, Where, draw_config
@@ -73,9 +73,9 @@ FP8 = {"fp8_recipe": fp8.Recipe()}
     ("shape", "more", "measured", "forced"),
     [
         (LONG, {}, ["sm_90", "sm_90 fused"], ["sm_90", "sm_90 fused"]),
-        (LONG, {"window_size": (1024, -8)}, ["sm_90", "sm_90 fused"], ["sm_90", "sm_90 fused"]),
-        (LONG, {"window_size": (-8, -1)}, ["sm_90", "sm_90 two-kernel"], ["sm_90", "sm_90 fused"]),
-        (LONG, {"window_size": (1024, -8)} | FP8, ["portable", "portable"], ["portable", "portable"]),
+        (LONG, {"window_size": Window(1024, -8)}, ["sm_90", "sm_90 fused"], ["sm_90", "sm_90 fused"]),
+        (LONG, {"window_size": Window(-8, None)}, ["sm_90", "sm_90 two-kernel"], ["sm_90", "sm_90 fused"]),
+        (LONG, {"window_size": Window(1024, -8)} | FP8, ["portable", "portable"], ["portable", "portable"]),
         (LONG, CAUSAL, ["sm_90", "sm_90 fused"], ["sm_90", "sm_90 fused"]),
         (LONG, CAUSAL | {"deterministic": True}, ["sm_90", "sm_90 two-kernel"], ["sm_90", "sm_90 two-kernel"]),
         (LONG, {"softcap": 30.0}, ["sm_90", "sm_90 fused"], ["sm_90", "sm_90 fused"]),

@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from flexattn.dispatch import philox
 from flexattn.dispatch.philox import dropout_keep, philox4x32
 from flexattn.dispatch.reference import reference_attention, reference_gradients
-from flexattn.dispatch.spec import FORMATS, MASK_TYPES, AttentionSpec, Operands
+from flexattn.dispatch.spec import FORMATS, MASK_TYPES, AttentionSpec, Operands, Window
 from flexattn.testing import Inputs, make_call, make_dlse, make_dout, make_inputs
 
 try:
@@ -136,21 +136,22 @@ def naive_mask(
     visible = torch.zeros(sq, skv, dtype=torch.bool)
     for i, j in product(range(len_q), range(len_kv)):
         distance = j - i - (len_kv - len_q if bottom_right else 0)  # keys beyond the diagonal
-        left, right = window_size
+        left, right = (None if side == -1 and not isinstance(window_size, Window) else side for side in window_size)
         visible[i, j] = (
             (distance <= 0 or "causal" not in attn_mask_type)
-            and (left == -1 or distance >= -left)
-            and (right == -1 or distance <= right)
+            and (left is None or distance >= -left)
+            and (right is None or distance <= right)
         )
     return visible
 
 
+SIGNED = [Window(None, -2), Window(None, -1), Window(-2, None), Window(-1, None), Window(4, -3), Window(-1, 5), Window(1, -4)]
 MASK_CASES = [  # without the contradictions, for which make_band raises
     (attn_mask_type, window_size, bottom_right_diagonal)
     for attn_mask_type in MASK_TYPES
-    for window_size in [(-1, -1), (2, 0), (0, 0), (3, -1), (1, 2), (-1, 1), (-1, -2), (-2, -1), (4, -3), (-2, 5), (1, -4)]
+    for window_size in [(-1, -1), (2, 0), (0, 0), (3, -1), (1, 2), (-1, 1), *SIGNED]
     for bottom_right_diagonal in [None, False, True]
-    if "causal" not in attn_mask_type or (window_size[1] <= 0 and bottom_right_diagonal is None)
+    if "causal" not in attn_mask_type or ((window_size[1] or 0) <= 0 and bottom_right_diagonal is None)
 ]
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flexattn import create_block_mask
-from flexattn.dispatch.spec import FORMATS, PACKINGS, Results, as_bshd
+from flexattn.dispatch.spec import FORMATS, PACKINGS, Results, Window, as_bshd
 from tests.fuzz.mods import EXTREME_MODS, INTEGERS, MASK_MODS, SCORE_MODS, SIZES, Drawn
 from tests.fuzz.oracle import Problem, Side
 from tests.support.guarded_memory import Block, Layout, write
@@ -24,7 +24,7 @@ HALF = (torch.float16, torch.bfloat16)
 LAYOUTS = ("plain", "plain", "offset", "sliced", "stepped", "permuted", "expanded", "last dim strided")
 EXTREMES = (-1e4, -3e4, -1e5, -1e8, -1e9, -1e10, -1e12, -1e15, -1e30, -0.7 * torch.finfo(torch.float32).max, "finfo.min")
 # Sides of a window: any, and so large that a sum with a position leaves 31 or 63 bits.
-WINDOWS, HUGE = (0, 1, 3, 7, 16, 40, 100, -2, -9), (2**31 - 1, 2**31, 2**62, 2**63 - 1)
+WINDOWS, HUGE = (0, 1, 3, 7, 16, 40, 100, -1, -9), (2**31 - 1, 2**31, 2**62, 2**63 - 1)
 # What can be left out of a run, to look for something else.
 FURTHEST_FOR_A_MOD = -1e30  # that a score_mod may multiply by what is drawn here: inf - inf is NaN in plain torch too
 FEATURES = ("extreme", "offset", "any order", "huge", "empty")
@@ -282,7 +282,7 @@ class Call:
         call |= {
             "qkv_format": c.q_format if c.q_format == c.kv_format else f"{c.q_format}_2{c.kv_format}",
             "attn_mask_type": "_".join(filter(None, [padding, c.mask])) or "no_mask",
-            "window_size": self._window,
+            "window_size": _window_size(self._window),
             "bottom_right_diagonal": c.diagonal,
             "bias_type": c.bias_type,
             "softmax_type": c.softmax_type,
@@ -399,8 +399,8 @@ class Call:
 
     def _draw_numbers(self) -> None:
         c, rng = self.config, self._rng
-        left, right = ({"open": -1, "any": rng.choice(WINDOWS), "huge": rng.choice(HUGE)}[side] for side in c.window)
-        self._window = (left, min(0, right) if c.mask else right)
+        left, right = ({"open": None, "any": rng.choice(WINDOWS), "huge": rng.choice(HUGE)}[side] for side in c.window)
+        self._window = Window(left, min(0, right) if c.mask and right is not None else right)
         self._scale = rng.choice([0.5, 1.0, 0.05, 0.0])
         self._softcap = rng.choice([2.0, 20.0, 50.0]) if c.has_softcap else 0.0
         self._rng_state = rng.randint(-(2**63), 2**63 - 1), rng.randint(0, 2**40)
@@ -575,6 +575,14 @@ class Call:
         batch = self._batch if c.mask_mod in ("rows", "prefix") or c.size == SIZES[0] else None
         heads = c.heads if c.mask_mod in ("pattern", "groups") or c.size == SIZES[1] else None
         return create_block_mask(mask_mod, batch, heads, *self._block_sizes, device=c.where.device, BLOCK_SIZE=c.block_mask)
+
+
+def _window_size(window: Window) -> tuple[int, int] | Window:
+    """Returns the argument for a window: a plain pair where no side is negative."""
+    left, right = window
+    if min(0 if side is None else side for side in window) < 0:
+        return window
+    return -1 if left is None else left, -1 if right is None else right
 
 
 def _closed_form(drawn: Drawn, numbers: dict[str, Any]) -> Any:

@@ -36,7 +36,7 @@ class Problem(NamedTuple):
     q: Side
     kv: Side
     mask_type: str
-    window: tuple[int, int]
+    window: tuple[int | None, int | None]  # None for open
     bottom_right_diagonal: bool | None
     bias_type: str
     softmax_type: str
@@ -132,11 +132,11 @@ def _attend(p: Problem, x: dict[str, Tensor], dtype: torch.dtype, rounding: Roun
     shifts = [n_kv - n_q if bottom_right else 0 for n_q, n_kv in zip(p.q.lengths, p.kv.lengths, strict=True)]
     diagonal = i + torch.tensor(shifts, dtype=torch.int64, device=device)[:, None, None, None]
     left, right = p.window
-    right = 0 if causal and right == -1 else right
+    right = 0 if causal and right is None else right
     visible = (q_real[:, None, :, None] & kv_real[:, None, None, :]).expand(batch, heads, sq, skv)
-    if left != -1:
+    if left is not None:
         visible = visible & (j >= diagonal - min(left, sq + skv))
-    if right != -1:
+    if right is not None:
         visible = visible & (j <= diagonal + min(right, sq + skv))
     if p.mask_mod is not None:
         visible = visible & p.mask_mod(x)(b, h, i, j)

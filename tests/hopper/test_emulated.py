@@ -18,7 +18,7 @@ from flexattn.bench import play
 from flexattn.bench.emulated import KERNELS as KERNELS_PLAYED
 from flexattn.bench.emulated import emulated
 from flexattn.dispatch import triton_backend
-from flexattn.dispatch.spec import as_bshd
+from flexattn.dispatch.spec import Window, as_bshd
 from flexattn.kernels_triton.common.problem import Backward
 from flexattn.kernels_triton.common.tiles import HOPPER_FORWARD, HopperTile
 from flexattn.kernels_triton.hopper import backward as hopper_backward
@@ -164,12 +164,12 @@ def test_formats_and_bands(fmt: str, band: dict[str, Any]) -> None:
 @pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("bottom_right", [True, False])
-@pytest.mark.parametrize("window", [(-1, -40), (-30, -1), (60, -20), (-25, 90), (-1, -300), (5, -11)], ids=str)
-def test_windows_beside_the_diagonal(window: tuple[int, int], bottom_right: bool) -> None:
-    band = {"attn_mask_type": "padding", "window_size": window, "bottom_right_diagonal": bottom_right}
+@pytest.mark.parametrize("window", [(None, -40), (-30, None), (60, -20), (-25, 90), (None, -300), (5, -11)], ids=str)
+def test_windows_beside_the_diagonal(window: tuple[int | None, int | None], bottom_right: bool) -> None:
+    band = {"attn_mask_type": "padding", "window_size": Window(*window), "bottom_right_diagonal": bottom_right}
     inputs = {"lengths_q": [70, 0, 200], "lengths_kv": [190, 9, 165], "num_heads": 2, "num_heads_kv": 1}
     dim = 64 if bottom_right else 128
-    check(3 + window[1] % 7, band, qkv_format="thd", padding=True, gap=2, head_dim_qk=dim, head_dim_v=dim, **inputs)
+    check(3 + (window[1] or -1) % 7, band, qkv_format="thd", padding=True, gap=2, head_dim_qk=dim, head_dim_v=dim, **inputs)
 
 
 @without_gpu

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flexattn.dispatch import triton_backend
-from flexattn.dispatch.spec import Gradients, as_bshd
+from flexattn.dispatch.spec import Gradients, Window, as_bshd
 from flexattn.kernels_triton.common import problem
 from flexattn.kernels_triton.common.preprocess import new_statistics, row_statistics
 from flexattn.kernels_triton.common.problem import Backward
@@ -99,9 +99,9 @@ def test_window(window: tuple[int, int], bottom_right: bool, device: str) -> Non
 
 @pytest.mark.sample("window")
 @pytest.mark.parametrize("bottom_right", [False, True])
-@pytest.mark.parametrize("window", [(-1, -20), (-11, -1), (40, -11), (-30, 60), (-1, -200), (5, -11)], ids=str)
-def test_window_beside_the_diagonal(window: tuple[int, int], bottom_right: bool, device: str) -> None:
-    call = {"window_size": window, "bottom_right_diagonal": bottom_right}
+@pytest.mark.parametrize("window", [(None, -20), (-11, None), (40, -11), (-30, 60), (None, -200), (5, -11), (None, -1)], ids=str)
+def test_window_beside_the_diagonal(window: tuple[int | None, int | None], bottom_right: bool, device: str) -> None:
+    call = {"window_size": Window(*window), "bottom_right_diagonal": bottom_right}
     check(call, device, qkv_format="thd", lengths_q=lengths(100, 5, 41), lengths_kv=lengths(70, 90, 41))
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import flexattn
-from flexattn import distributed
+from flexattn import Window, distributed
 from flexattn.block_mask import ordered
 from flexattn.distributed import gather
 from flexattn.distributed.plans import STRATEGIES, Plan
@@ -39,7 +39,7 @@ class Problem:
     heads: tuple[int, int] = (4, 2)
     dims: tuple[int, int] = (8, 8)
     mask: str = "causal"
-    window: tuple[int, int] = (-1, -1)
+    window: tuple[int, int] | Window = (-1, -1)
     qkv_format: str = ""
     score: str = ""  # a mod of `score_mods`
     sees: str = ""  # a mod of `mask_mods`
@@ -276,8 +276,8 @@ FEATURES = {
     "no mask": Problem(mask="no_mask", dims=(8, 4), qkv_format="sbhd"),
     "a causal window": Problem(window=(6, -1), qkv_format="bhsd"),
     "a window on both sides": Problem(mask="no_mask", window=(3, 4)),
-    "a window that ends before the diagonal": Problem(window=(20, -7)),
-    "a window that begins behind it": Problem(((30, 37),), mask="no_mask", window=(-3, -1), options={"bias_type": "alibi"}),
+    "a window that ends before the diagonal": Problem(window=Window(20, -7)),
+    "a window that begins behind it": Problem(((30, 37),), mask="no_mask", window=Window(-3, None), options={"bias_type": "alibi"}),
     "fewer queries than keys": Problem(((19, 37),), mask="causal_bottom_right", window=(9, -1)),
     "more queries than keys": Problem(((37, 19),), mask="causal_bottom_right"),
     "more queries than keys, from the first": Problem(((37, 19),), window=(5, -1)),
