@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ import flexattn
 jax = pytest.importorskip("jax", reason="JAX is not installed: pip install 'flexattn[jax]'")
 jnp = jax.numpy
 fj = pytest.importorskip("flexattn.jax")
+from flexattn.jax import cuda  # noqa: E402
+from tests.jax.test_cuda import interpreted  # noqa: E402, F401
 
 NamedSharding, P = jax.sharding.NamedSharding, jax.sharding.PartitionSpec
 BOTH = P("data", None, "model")  # axes of [b, s, h, d]
@@ -136,3 +139,69 @@ def test_vmap_of_a_sharded_call(mesh: Any) -> None:
     placed = [jax.device_put(x, NamedSharding(mesh, P(None, "data", None, "model"))) for x in (q, k, v)]
     found = jax.jit(jax.vmap(fj.attention))(*placed)
     same(found, jnp.stack([fj.attention(q[i], k[i], v[i]) for i in range(2)]))
+
+
+@pytest.mark.slow
+def test_a_split_call_on_cuda_devices(mesh: Any, interpreted: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each device has the launches of its part, in XLA's memory, and sums over devices are made behind them."""
+    kind = cuda.device()
+    monkeypatch.setattr(cuda, "_found", lambda: kind)  # XLA partitions in a thread of its own, outside of `compiled_for`
+    leaves = {name: x[:2, :16] for name, x in qkv(4, 2).items()} | {"bias": normal(5, 1, 4, 16, 16)}
+    arguments = {"bias_type": "post_scale_bias", "attn_mask_type": "causal"}
+    text, found = sharded(mesh, leaves, {"bias": P()}, **arguments)
+    assert len(interpreted) > 2
+    assert " all-reduce(" in text
+    assert not [line for line in text.splitlines() if " all-gather(" in line and "[2,16" in line]
+
+    def plain(leaves: dict[str, Any]) -> Any:
+        q, k, v, bias = (leaves[name] for name in ("q", "k", "v", "bias"))
+        scores = jnp.einsum("bihd,bjhd->bhij", q, jnp.repeat(k, 2, 2)) / 4 + bias
+        scores = jnp.where(jnp.tril(jnp.ones((16, 16), bool)), scores, -jnp.inf)
+        out = jnp.einsum("bhij,bjhd->bihd", jax.nn.softmax(scores), jnp.repeat(v, 2, 2))
+        lse = jax.nn.logsumexp(scores, -1)
+        return (out**2).sum() + lse.sum(), (out, lse)
+
+    gradients, results = jax.grad(plain, has_aux=True)(leaves)
+    same(found, (results, gradients))
+
+
+EXPORTED = """
+import json, os
+import jax, jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec as P
+from flexattn.jax import attention, compiled_for, cuda
+from flexattn.jax.custom_call import CustomCall
+
+launches = []
+def noted(step, written, architecture):
+    launches.append((step.launch.kernel.__name__, step.launch.programs))
+    return CustomCall(b"", tuple(dict.fromkeys(step.buffers)), ())
+cuda.custom_call = noted
+mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+def call(*x):
+    return jax.grad(lambda *x: attention(*x, attn_mask_type="causal").astype(jnp.float32).sum(), (0, 1, 2))(*x)
+check = jax.export.DisabledSafetyCheck.custom_call(cuda.TARGET)
+part = P(None, None, "x")
+q, k = (jax.ShapeDtypeStruct((2, 4096, h, 128), jnp.bfloat16, sharding=NamedSharding(mesh, part)) for h in (16, 8))
+sharded = jax.shard_map(call, mesh=mesh, in_specs=part, out_specs=part, check_vma=False)
+with compiled_for((9, 0), processors=132):
+    exported = jax.export.export(jax.jit(sharded), platforms=["cuda"], disabled_checks=[check])(q, k, k)
+text = exported.mlir_module()
+local = jax.ShapeDtypeStruct((2, 4096, 4, 128), jnp.bfloat16), *[jax.ShapeDtypeStruct((2, 4096, 2, 128), jnp.bfloat16)] * 2
+on_mesh, launches = launches, []
+with compiled_for((9, 0), processors=132):
+    jax.export.export(jax.jit(call), platforms=["cuda"], disabled_checks=[check])(*local)
+print(json.dumps([on_mesh, launches, text.count("@" + cuda.TARGET), exported.nr_devices]))
+"""
+
+
+@pytest.mark.slow
+def test_exported_shard_map_has_the_launches_of_a_part(fresh_python: Any) -> None:
+    """In a process of its own, as Triton's interpreter runs no kernels for sm_90."""
+    done = fresh_python("-c", EXPORTED, env={"JAX_PLATFORMS": "cpu"})
+    assert done.returncode == 0, done.stderr[-3000:]
+    on_mesh, alone, calls, devices = json.loads(done.stdout)
+    assert on_mesh == alone
+    assert calls == len(alone) > 2
+    assert devices == 4
+    assert "fwd_hopper" in alone[0][0]
