@@ -34,22 +34,10 @@ class Appended(NamedTuple):
 
 def append(k_cache: Tensor, v_cache: Tensor, x: Appended) -> None:
     """Writes the new rows of each sequence behind its first seqused_kv rows; those that do not fit are left out."""
-    new_format, cache_format = x.formats
-    caches = as_bshd(k_cache, cache_format), as_bshd(v_cache, cache_format)
-    new = as_bshd(x.k_new, new_format), as_bshd(x.v_new, new_format)
-    descales = [
-        _descale(given, written, cache, (x.seqused_kv.shape[0], cache_format))
-        for given, written, cache in zip(
-            (x.descale_k, x.descale_v), (x.token_descales_k, x.token_descales_v), (k_cache, v_cache), strict=True
-        )
-    ]
-    if _has_kernel(k_cache):
-        from flexattn.kernels_triton.portable.append import NewTokens
-        from flexattn.kernels_triton.portable.append import append as append_rows
-
-        new_tokens = NewTokens(*new, x.cu_seqlens_q, x.seqused_q, *descales)
-        append_rows(*caches, new_tokens, x.seqused_kv, x.page_table)
+    if kernel_error(k_cache.device.type, _capability(k_cache), k_cache.dtype) is None:
+        append_by_kernel(k_cache, v_cache, x)
         return
+    caches, new, descales = _views(k_cache, v_cache, x)
     if new[0].numel() == 0 or 0 in caches[0].shape or x.seqused_kv.numel() == 0:
         return
     sequence, places, row, fits = _places(caches[0], new[0], x)
@@ -72,13 +60,42 @@ def append(k_cache: Tensor, v_cache: Tensor, x: Appended) -> None:
         _put(cache, (places, row), values, fits)
 
 
-def _has_kernel(cache: Tensor) -> bool:
-    """Returns whether a kernel appends to a cache; to one in FP8 from compute capability 8.9 on, where conversions are exact."""
-    device = cache.device
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    if triton_backend.device_error(device.type, capability) is not None:
-        return False
-    return capability is None or cache.dtype not in LARGEST or capability >= (8, 9)
+def append_by_kernel(k_cache: Tensor, v_cache: Tensor, x: Appended) -> None:
+    """Does the same by the kernel; tensors without memory are for the GPU that is pretended."""
+    from flexattn.kernels_triton.portable.append import NewTokens
+    from flexattn.kernels_triton.portable.append import append as append_rows
+
+    caches, new, descales = _views(k_cache, v_cache, x)
+    append_rows(*caches, NewTokens(*new, x.cu_seqlens_q, x.seqused_q, *descales), x.seqused_kv, x.page_table)
+
+
+def kernel_error(device_type: str, capability: tuple[int, int] | None, dtype: torch.dtype) -> str | None:
+    """Returns why no kernel appends to caches of a dtype on a device; to FP8 from compute capability 8.9 on, where it is exact."""
+    if reason := triton_backend.device_error(device_type, capability):
+        return reason
+    if capability is None or dtype not in LARGEST or capability >= (8, 9):
+        return None
+    return f"compute capability {capability[0]}.{capability[1]} has no conversions to FP8, which 8.9 has"
+
+
+def _capability(t: Tensor) -> tuple[int, int] | None:
+    return torch.cuda.get_device_capability(t.device) if t.device.type == "cuda" else None
+
+
+def _views(
+    k_cache: Tensor, v_cache: Tensor, x: Appended
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor], list[Tensor | None]]:
+    """Returns caches and new rows in bshd, and the descales of k and v."""
+    new_format, cache_format = x.formats
+    caches = as_bshd(k_cache, cache_format), as_bshd(v_cache, cache_format)
+    new = as_bshd(x.k_new, new_format), as_bshd(x.v_new, new_format)
+    descales = [
+        _descale(given, written, cache, (x.seqused_kv.shape[0], cache_format))
+        for given, written, cache in zip(
+            (x.descale_k, x.descale_v), (x.token_descales_k, x.token_descales_v), (k_cache, v_cache), strict=True
+        )
+    ]
+    return caches, new, descales
 
 
 def _descale(given: Tensor | None, written: Tensor | None, cache: Tensor, of: tuple[int, str]) -> Tensor | None:

@@ -89,10 +89,11 @@ class Plan(NamedTuple):
     inputs: tuple[int | None, ...]  # None for an input of no elements
     steps: tuple[Zero | Op | Kernel, ...]
     results: tuple[View, ...]
+    updated: frozenset[int] = frozenset()  # buffers of inputs that a step may write
 
     def written(self) -> frozenset[int]:
-        """Returns the buffers that a step may write: all but the inputs."""
-        return frozenset(range(len(self.buffers))) - frozenset(i for i in self.inputs if i is not None)
+        """Returns the buffers that a step may write: all but the inputs, or those that are updated too."""
+        return frozenset(range(len(self.buffers))) - frozenset(i for i in self.inputs if i is not None) | self.updated
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -124,8 +125,10 @@ def _storage(t: Tensor) -> int:
     return t.untyped_storage()._cdata  # type: ignore[no-any-return]
 
 
-def record(run: Callable[[], Sequence[Tensor]], inputs: Sequence[Tensor], device: Device) -> Plan:
+def record(run: Callable[[], Sequence[Tensor]], inputs: Sequence[Tensor], device: Device, updated: Sequence[int] = ()) -> Plan:
     """Returns the plan of `run`, a function of the inputs, which are contiguous tensors on the meta device.
+
+    updated: which of the inputs it may write.
 
     Raises PlanError where two inputs share memory, where a kernel gets a tensor that begins within a buffer, and for a tensor of
     torch's operators that is not contiguous.
@@ -154,7 +157,8 @@ def record(run: Callable[[], Sequence[Tensor]], inputs: Sequence[Tensor], device
             outs = out if isinstance(out, (tuple, list)) else (out,)
             steps.append(Op(func, in_memory(tuple(args)), in_memory(kwargs), tuple(memory.view_of(t) for t in outs)))
     places = tuple(memory.view_of(t).buffer for t in inputs)
-    return Plan(tuple(memory.buffers), places, tuple(steps), tuple(memory.view_of(t) for t in results))
+    writes = frozenset(place for i in updated if (place := places[i]) is not None)
+    return Plan(tuple(memory.buffers), places, tuple(steps), tuple(memory.view_of(t) for t in results), writes)
 
 
 def tensors_of(arguments: Sequence[Any]) -> Iterator[Tensor]:

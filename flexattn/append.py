@@ -84,14 +84,21 @@ def append_kv(
             gradients are recorded, as appending has none.
     """
     formats = parse_format(str(qkv_format))
-    x = Appended(k_new, v_new, page_table, seqused_kv, cu_seqlens_q, seqused_q, formats, descale_k, descale_v)
-    _check(k_cache, v_cache, x)
-    given, written = zip(*((None, d) if _is_by_token(d) else (d, None) for d in (descale_k, descale_v)), strict=True)
-    _operator(k_cache, v_cache, *x[:6], qkv_format, *given, *written)
+    x = checked(
+        k_cache, v_cache, Appended(k_new, v_new, page_table, seqused_kv, cu_seqlens_q, seqused_q, formats, descale_k, descale_v)
+    )
+    _operator(k_cache, v_cache, *x[:6], qkv_format, *x[7:])
 
 
 def _is_by_token(descale: Tensor | None) -> bool:
     return descale is not None and descale.dim() == 3
+
+
+def checked(k_cache: Tensor, v_cache: Tensor, x: Appended) -> Appended:
+    """Returns a call's tensors, with descales that are written where those belong; raises for what has no meaning."""
+    _check(k_cache, v_cache, x)
+    given, written = zip(*((None, d) if _is_by_token(d) else (d, None) for d in (x.descale_k, x.descale_v)), strict=True)
+    return Appended(*x[:7], *given, *written)
 
 
 def _check(k_cache: Tensor, v_cache: Tensor, x: Appended) -> None:

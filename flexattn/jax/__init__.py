@@ -7,9 +7,10 @@ import importlib.util
 if importlib.util.find_spec("jax") is None:
     raise ImportError("flexattn.jax needs JAX, which is not installed; pip install 'flexattn[jax]'")
 
+from flexattn.jax.append import append_kv
 from flexattn.jax.block_mask import BlockMask, create_block_mask
 from flexattn.jax.cuda import compiled_for
 from flexattn.jax.front import attention, explain
 from flexattn.jax.nn import dot_product_attention
 
-__all__ = ["BlockMask", "attention", "compiled_for", "create_block_mask", "dot_product_attention", "explain"]
+__all__ = ["BlockMask", "append_kv", "attention", "compiled_for", "create_block_mask", "dot_product_attention", "explain"]

@@ -1,7 +1,7 @@
 """vmap of a call: the mapped axis joins the batch, one call for all; or, where a call's meaning forbids that, a loop.
 
 A loop (`jax.lax.map`) is taken where results belong to the whole of a call or depend on the index of a batch: dropout, max_logit,
-FP8, softmax_offset or captures with gradients, mapped captures or offsets, and mods that look at b.
+FP8, softmax_offset or captures with gradients, mapped captures or offsets, mods that look at b, and caches.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from flexattn.dispatch.mod_program import looks_at, parse_program
 from flexattn.dispatch.spec import parse_format
 from flexattn.jax.call import TENSORS, Call
 
+_OF_CACHES = {"seqused_q", "seqused_kv", "page_table"}
 _LENGTHS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
 
 
@@ -24,7 +25,7 @@ def fold_forward(primitive: Any) -> Any:
 
     def rule(arrays: Sequence[Any], dims: Sequence[Any], *, call: Call) -> tuple[Any, Any]:
         if _needs_loop(call, dims, is_backward=False):
-            return _loop(primitive, arrays, dims, call)
+            return loop(primitive, arrays, dims, call)
         n, operands, folded, _ = _folded(call, arrays, dims)
         out, lse, max_logit = primitive.bind(*operands, call=folded)
         q_format, _ = parse_format(call.settings.qkv_format)
@@ -39,7 +40,7 @@ def fold_backward(primitive: Any) -> Any:
 
     def rule(arrays: Sequence[Any], dims: Sequence[Any], *, call: Call) -> tuple[Any, Any]:
         if _needs_loop(call, dims, is_backward=True):
-            return _loop(primitive, arrays, dims, call)
+            return loop(primitive, arrays, dims, call)
         count = call.num_operands
         n, operands, folded, batch = _folded(call, arrays[:count], dims[:count], _mapped_size(arrays, dims))
         q_format, kv_format = parse_format(call.settings.qkv_format)
@@ -66,6 +67,8 @@ def _needs_loop(call: Call, dims: Sequence[Any], is_backward: bool) -> bool:
         return True
     if mapped & {"softmax_offset", "mod_tensors", "block_mask", "alibi_slopes"} or ("softmax_offset" in names and is_backward):
         return True
+    if _OF_CACHES & {*names}:
+        return True
     if any(fmt == "thd" for fmt in parse_format(settings.qkv_format)) and "bias" in names:
         return True
     program = parse_program(settings.mods)
@@ -74,7 +77,8 @@ def _needs_loop(call: Call, dims: Sequence[Any], is_backward: bool) -> bool:
     return program is not None and looks_at(program, "b")
 
 
-def _loop(primitive: Any, arrays: Sequence[Any], dims: Sequence[Any], call: Call) -> tuple[Any, Any]:
+def loop(primitive: Any, arrays: Sequence[Any], dims: Sequence[Any], call: Call) -> tuple[Any, Any]:
+    """Returns the results of a call for each index of the mapped axis, one after another, and that their first axis is that."""
     moved = [None if dim is None else jnp.moveaxis(x, dim, 0) for x, dim in zip(arrays, dims, strict=True)]
     mapped = [x for x in moved if x is not None]
 

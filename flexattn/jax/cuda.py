@@ -67,15 +67,16 @@ def _found() -> Device | None:
 
 def forward(call: Call, arrays: Sequence[Any]) -> list[Any]:
     """Returns out, lse and max_logit of a call in a trace for a CUDA device."""
-    return _run(_forward_plan(call, _signature(call, arrays), _device(), options.hopper()), arrays)
+    return run_plan(_forward_plan(call, _signature(call, arrays), needed_device(), options.hopper()), arrays)
 
 
 def backward(call: Call, arrays: Sequence[Any]) -> list[Any]:
     """Returns the gradients of a call in a trace for a CUDA device; arrays: operands, out, lse, dout, and dlse if it counts."""
-    return _run(_backward_plan(call, _signature(call, arrays), _device(), options.hopper()), arrays)
+    return run_plan(_backward_plan(call, _signature(call, arrays), needed_device(), options.hopper()), arrays)
 
 
-def _device() -> Device:
+def needed_device() -> Device:
+    """Returns `device`, or raises where there is none."""
     found = device()
     if found is None:
         raise NotImplementedError(
@@ -127,7 +128,7 @@ def checked(call: Call, arrays: Sequence[Any], direction: Direction) -> Call:
 
     Raises BackendError as `check` does.
     """
-    on = _device()
+    on = needed_device()
     call = call if call.settings.backend == "cudnn" else _for(on, call)
     spec = _spec_on(on, call, call.operands(_metas(_signature(call, arrays))[: call.num_operands]))
     if spec.needs_grad or direction == "backward":  # a call without a backward fails here, not after its forward
@@ -185,7 +186,7 @@ def _backward_plan(call: Call, signature: _Signature, on: Device, hopper: str) -
     return plans.record(run, metas, on)
 
 
-def _run(plan: Plan, arrays: Sequence[Any]) -> list[Any]:
+def run_plan(plan: Plan, arrays: Sequence[Any]) -> list[Any]:
     """Returns a plan's results for the arrays of its inputs, in a trace."""
     with jax.enable_x64(True):  # launchers sum some gradients in 64 bits, which JAX would make 32 in silence
         return _stepped(plan, arrays)
@@ -248,7 +249,7 @@ def _uninitialised(plan: Plan, place: int) -> Any:
 
 def _launch(plan: Plan, step: Kernel, of: dict[int, Any]) -> None:
     """Adds one custom call; `of` has the arrays of the buffers, and gets the new ones of those that the kernel may write."""
-    call = custom_call(step, plan.written(), _device().architecture)
+    call = custom_call(step, plan.written(), needed_device().architecture)
     written = [*call.again, *sorted((plan.written() & set(call.operands)) - set(call.again))]
     for place in call.operands:
         if place not in of:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _ARRAYS = (
     *("q", "k", "v", "bias", "alibi_slopes", "softmax_offset", "cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded"),
-    *("cu_seqlens_kv_padded", "descale_q", "descale_k", "descale_v"),
+    *("cu_seqlens_kv_padded", "seqused_q", "seqused_kv", "page_table", "descale_q", "descale_k", "descale_v"),
 )
 _DIFFERENTIABLE = ("q", "k", "v", "bias", "softmax_offset")
 _DEFAULTS = {name: p.default for name, p in inspect.signature(functional.attention).parameters.items() if p.default is not p.empty}
@@ -50,6 +50,9 @@ def attention(
     cu_seqlens_kv: jax.Array | None = None,
     cu_seqlens_q_padded: jax.Array | None = None,
     cu_seqlens_kv_padded: jax.Array | None = None,
+    seqused_q: jax.Array | None = None,
+    seqused_kv: jax.Array | None = None,
+    page_table: jax.Array | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_kv: int | None = None,
     bias_type: str = "no_bias",
@@ -71,6 +74,7 @@ def attention(
     descale_k: jax.Array | None = None,
     descale_v: jax.Array | None = None,
     deterministic: bool | None = None,
+    batch_invariant: bool = False,
     return_lse: bool = False,
     return_max_logit: bool = False,
     backend: str | None = None,
@@ -80,6 +84,7 @@ def attention(
     Works in jit, grad, vmap, scan and checkpoint. Numbers, names and mods are static, arrays may be traced.
 
     Args:
+        seqused_q, seqused_kv, page_table: for caches, whose calls have no gradients here; `append_kv` writes to them.
         rng_state: needed with dropout_p > 0: a key of jax.random (jax.random.key, or its uint32 [2] or [4] words). The same key
             drops the same weights; draw a new one for each call.
         score_mod, mask_mod: functions in jax.numpy on 0-d arrays, float32 for the score and int32 for the indices. Arrays that they
@@ -196,6 +201,11 @@ class _Given(NamedTuple):
                 functions["block_mask"] = self.block_mask.stand_in(lists, functions.pop("mask_mod"))
                 x, settings, config = prepare(**(self.static | tensors | functions), can_check_floor=False)
                 x = x._replace(block_mask=tuple(lists))
+        if x.seqused_q is None and x.seqused_kv is None and (used := {"seqused_q", "seqused_kv"} & {*self.names}):
+            raise ValueError(
+                f"{' and '.join(sorted(used))} given, and a gradient is asked for, or q is in FP8; accepted in JAX: lengths in "
+                "cu_seqlens_q and cu_seqlens_kv, or a forward alone in 16 or 32 bits, as of jax.lax.stop_gradient(q)"
+            )
         return x, settings, config, places
 
 
@@ -231,9 +241,9 @@ def _given(arguments: dict[str, Any]) -> _Given:
         heads = _heads(arrays["q"], arguments["qkv_format"])
         if heads is not None:
             arrays["alibi_slopes"] = jnp.asarray(default_alibi_slopes(heads, torch.empty(0)).numpy())
-    if jnp.dtype(arrays["q"].dtype).name.startswith("float8"):
-        for name in ("descale_q", "descale_k", "descale_v"):
-            arrays.setdefault(name, jnp.ones((), jnp.float32))
+    for name in "qkv":
+        if jnp.dtype(arrays[name].dtype).name.startswith("float8"):
+            arrays.setdefault(f"descale_{name}", jnp.ones((), jnp.float32))
     traced = {}
     for role, mod in (("score_mod", score_mod), ("mask_mod", mask_mod)):
         if mod is not None:

@@ -5,6 +5,7 @@ What is lowered for a platform is a primitive of its own, the call of one device
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ from flexattn.dispatch.spec import Direction, with_classes
 from flexattn.jax import cuda, host
 from flexattn.jax.batching import fold_backward, fold_forward
 from flexattn.jax.call import Call, meta_tensor, shaped
-from flexattn.jax.sharding import partitioned
+from flexattn.jax.sharding import layout_of_call, partitioned
 
 
 def _metas(call: Call, avals: Any) -> Any:
@@ -74,7 +75,7 @@ def _direction(name: str) -> Direction:
     return "forward" if name == host.FORWARD else "backward"
 
 
-def _elsewhere(*arrays: Any, call: Call) -> Any:
+def _elsewhere(*arrays: Any, call: Any) -> Any:
     raise NotImplementedError(
         "flexattn.jax runs on CUDA devices and on CPUs; accepted: a computation on one of those, as under "
         "jax.default_device(jax.devices('cpu')[0])"
@@ -87,7 +88,8 @@ def _no_second_order(*_: Any, **__: Any) -> Any:
     )
 
 
-def _primitive(name: str, shapes: Any) -> Any:
+def primitive(name: str, shapes: Any) -> Any:
+    """Returns a new primitive with a parameter `call`; shapes: of the call and its operands, the results' shapes."""
     made = Primitive(name)
     made.multiple_results = True
     made.def_impl(jax.jit(made.bind, static_argnames=("call",)))
@@ -95,24 +97,26 @@ def _primitive(name: str, shapes: Any) -> Any:
     return made
 
 
-forward_p, backward_p = _primitive(host.FORWARD, forward_shapes), _primitive(host.BACKWARD, backward_shapes)
+def register(whole: Any, local: Any, on_host: Any, on_cuda: Any, layout_of: Any) -> None:
+    """Registers how a primitive is split over devices into calls of `local`, and how those are lowered for a platform."""
+    mlir.register_lowering(local, mlir.lower_fun(_elsewhere, multiple_results=True))
+    mlir.register_lowering(local, mlir.lower_fun(on_cuda, multiple_results=True), platform="cuda")
+    mlir.register_lowering(local, mlir.lower_fun(on_host, multiple_results=True), platform="cpu")
+    dispatch.prim_requires_devices_during_lowering.add(whole)  # as JAX does for custom_partitioning, which the lowering asks for
+    mlir.register_lowering(whole, mlir.lower_fun(partitioned(local, layout_of), multiple_results=True))
+
+
+forward_p, backward_p = primitive(host.FORWARD, forward_shapes), primitive(host.BACKWARD, backward_shapes)
 local_forward_p, local_backward_p = (
-    _primitive(f"{name}_of_one_device", shapes)
+    primitive(f"{name}_of_one_device", shapes)
     for name, shapes in ((host.FORWARD, forward_shapes), (host.BACKWARD, backward_shapes))
 )
 
-for _local, _name, _shapes, _planned in (
-    (local_forward_p, host.FORWARD, forward_shapes, cuda.forward),
-    (local_backward_p, host.BACKWARD, backward_shapes, cuda.backward),
+for _whole, _local, _name, _shapes, _planned, _fold in (
+    (forward_p, local_forward_p, host.FORWARD, forward_shapes, cuda.forward, fold_forward),
+    (backward_p, local_backward_p, host.BACKWARD, backward_shapes, cuda.backward, fold_backward),
 ):
-    mlir.register_lowering(_local, mlir.lower_fun(_elsewhere, multiple_results=True))
-    mlir.register_lowering(_local, mlir.lower_fun(_on_cuda(_name, _shapes, _planned), multiple_results=True), platform="cuda")
-    mlir.register_lowering(_local, mlir.lower_fun(_on_host(_name, _shapes), multiple_results=True), platform="cpu")
-for _whole, _local, _fold, _is_backward in (
-    (forward_p, local_forward_p, fold_forward, False),
-    (backward_p, local_backward_p, fold_backward, True),
-):
-    dispatch.prim_requires_devices_during_lowering.add(_whole)  # as JAX does for custom_partitioning, which the lowering asks for
-    mlir.register_lowering(_whole, mlir.lower_fun(partitioned(_local, _is_backward), multiple_results=True))
+    _layout_of = functools.partial(layout_of_call, is_backward=_whole is backward_p)
+    register(_whole, _local, _on_host(_name, _shapes), _on_cuda(_name, _shapes, _planned), _layout_of)
     ad.primitive_jvps[_whole] = _no_second_order
     batching.primitive_batchers[_whole] = _fold(_whole)

@@ -25,29 +25,27 @@ Factors = tuple[Factor, ...]
 """The factors of each dimension of an array: batch, head (key head, query head of a group), others; ("key_head", "in_group")."""
 
 
-class _Layout(NamedTuple):
-    """The factors of a call's arrays and results, and how the latter are reduced."""
+class Layout(NamedTuple):
+    """The factors of a call's arrays and results, how the latter are reduced, and which factors may be split."""
 
     operands: list[Factors]
     results: list[Factors]
     reductions: list[Callable[[Any, Any], Any] | None]  # over the devices of factors that a result does not have
     sizes: dict[str, int]  # sizes of key_head and in_group, and of batch where there is one
+    split: frozenset[str]  # factors that devices may divide without another meaning; all others are gathered first
 
 
-def partitioned(primitive: Any, is_backward: bool) -> Callable[..., Any]:
-    """Returns a call of the primitive that XLA may split over devices."""
+def partitioned(primitive: Any, layout_of: Callable[[Any, Sequence[tuple[int, ...]]], Layout]) -> Callable[..., Any]:
+    """Returns a call of the primitive that XLA may split over devices; layout_of: of a call and its arrays' shapes."""
 
-    def run(*arrays: Any, call: Call) -> Any:
+    def run(*arrays: Any, call: Any) -> Any:
         def whole(*arrays: Any) -> Any:
             return primitive.bind(*arrays, call=call)
 
-        layout = _layout(call, [tuple(x.shape) for x in arrays], is_backward)
-        split = _split_factors(call)
-        if layout.sizes["key_head"] > 1:
-            split -= {"in_group"}  # split only with one key head, whose gradients are sums over the devices then
+        layout = layout_of(call, [tuple(x.shape) for x in arrays])
 
         def partition(mesh: Any, given: Any, results: Any) -> Any:
-            axes = _axes(layout, given, split)
+            axes = _axes(layout, given)
 
             def local(*arrays: Any) -> Any:
                 found = whole(*arrays)
@@ -60,27 +58,30 @@ def partitioned(primitive: Any, is_backward: bool) -> Callable[..., Any]:
             return mesh, local, of_results, tuple(of_operands)
 
         sharded = custom_partitioning(whole)
-        sharded.def_partition(partition=partition, sharding_rule=_rule(layout, split))
+        sharded.def_partition(partition=partition, sharding_rule=_rule(layout))
         return sharded(*arrays)
 
     return run
 
 
-def _split_factors(call: Call) -> frozenset[str]:
+def _split_factors(call: Call, key_heads: int) -> frozenset[str]:
     """Returns the factors that a call may be split over without another meaning."""
     names, settings = call.names(), call.settings
     if call.config is not None or "rng_state" in names or "block_mask" in names:
         return frozenset()  # scales of whole tensors, numbers drawn by positions, lists of whole masks
     found = {"batch", "key_head", "in_group"}
     program = parse_program(settings.mods)
-    if "cu_seqlens_q" in names or (program is not None and looks_at(program, "b")):
+    if {"cu_seqlens_q", "cu_seqlens_kv"} & {*names} or (program is not None and looks_at(program, "b")):
         found.discard("batch")
     if program is not None and looks_at(program, "h"):
         found -= {"key_head", "in_group"}
+    if key_heads > 1:
+        found.discard("in_group")  # split only with one key head, whose gradients are sums over the devices then
     return frozenset(found)
 
 
-def _layout(call: Call, shapes: Sequence[tuple[int, ...]], is_backward: bool) -> _Layout:
+def layout_of_call(call: Call, shapes: Sequence[tuple[int, ...]], is_backward: bool) -> Layout:
+    """Returns the layout of attention; shapes: of the operands, and of what follows them in a backward."""
     q_format, kv_format = parse_format(call.settings.qkv_format)
     fresh = (f"other{i}" for i in itertools.count())
     key_heads = shapes[1][kv_format.index("h")]
@@ -88,10 +89,15 @@ def _layout(call: Call, shapes: Sequence[tuple[int, ...]], is_backward: bool) ->
     heads: Factor = ("key_head", "in_group") if key_heads > 1 and in_group > 1 else "in_group" if in_group > 1 else "key_head"
     of_q: dict[str, Factor] = {"b": "batch", "s": "query", "t": "query", "h": heads, "d": "dim"}
     of_kv: dict[str, Factor] = {"b": "batch", "s": "key", "t": "key", "h": "key_head", "d": "dim"}
+    names, batch = call.names(), shapes[0][q_format.index("b")] if "b" in q_format else 0
+    if "page_table" in names:  # all sequences may read all pages
+        of_kv |= {"b": "page", "s": "page_row"}
+        batch = shapes[names.index("page_table")][0]
     q, k = tuple(of_q[letter] for letter in q_format), tuple(of_kv[letter] for letter in kv_format)
     out, v = _with_value_dim(q), _with_value_dim(k)
     lse: Factors = (heads, "query") if q_format == "thd" else ("batch", heads, "query")
-    descales = iter((heads, "key_head", "key_head"))
+    of_descales: tuple[Factor, ...] = (heads, "key_head", "key_head")
+    descales = iter(of_descales[-names.count("descales") :])  # of k and v alone beside q in 16 bits
 
     def factors(name: str, shape: tuple[int, ...]) -> Factors:
         if name in ("q", "k", "v"):
@@ -100,19 +106,23 @@ def _layout(call: Call, shapes: Sequence[tuple[int, ...]], is_backward: bool) ->
             return _broadcast(("batch", heads, "query", "key"), shape, fresh)
         if name in ("softmax_offset", "alibi_slopes"):
             return ("batch", heads)[-len(shape) :]
+        if name in ("page_table", "seqused_q", "seqused_kv"):
+            return ("batch", next(fresh))[: len(shape)]
         if name == "descales":
+            if len(shape) == 4:  # of a cache's tokens
+                return (*k[:-1], next(fresh))
             return _broadcast(("batch", next(descales), next(fresh)), shape, fresh)
         return tuple(next(fresh) for _ in shape)
 
-    operands = [factors(*one) for one in zip(call.names(), shapes, strict=False)]
-    sizes = {"key_head": key_heads, "in_group": in_group}
-    sizes |= {"batch": shapes[1][kv_format.index("b")]} if "b" in kv_format else {}
+    operands = [factors(*one) for one in zip(names, shapes, strict=False)]
+    sizes, split = {"key_head": key_heads, "in_group": in_group, "batch": batch}, _split_factors(call, key_heads)
     if not is_backward:
         has_max = call.settings.return_max_logit
         max_logit = (heads if has_max else next(fresh),)
-        return _Layout(operands, [out, lse, max_logit], [None, None, jax.lax.pmax if has_max else None], sizes)
+        return Layout(operands, [out, lse, max_logit], [None, None, jax.lax.pmax if has_max else None], sizes, split)
     incoming = [out, lse, out, lse][: len(shapes) - len(operands)]
-    return _Layout([*operands, *incoming], [operands[i] for i in call.wanted()], [jax.lax.psum] * len(call.wanted()), sizes)
+    gradients = [operands[i] for i in call.wanted()]
+    return Layout([*operands, *incoming], gradients, [jax.lax.psum] * len(gradients), sizes, split)
 
 
 def _with_value_dim(factors: Factors) -> Factors:
@@ -124,7 +134,7 @@ def _broadcast(factors: Factors, shape: tuple[int, ...], fresh: Iterator[str]) -
     return tuple(next(fresh) if size == 1 else factor for factor, size in zip(factors, shape, strict=True))
 
 
-def _rule(layout: _Layout, split: frozenset[str]) -> SdyShardingRule:
+def _rule(layout: Layout) -> SdyShardingRule:
     def mapping(factors: Factors) -> ArrayMapping:
         return ArrayMapping(*(CompoundFactor(*factor) if isinstance(factor, tuple) else factor for factor in factors))
 
@@ -133,7 +143,7 @@ def _rule(layout: _Layout, split: frozenset[str]) -> SdyShardingRule:
     return SdyShardingRule(
         tuple(map(mapping, layout.operands)),
         tuple(map(mapping, layout.results)),
-        need_replication_factors=tuple(name for name in in_order if name not in split),
+        need_replication_factors=tuple(name for name in in_order if name not in layout.split),
         **({"in_group": layout.sizes["in_group"]} if ("key_head", "in_group") in layout.operands[0] else {}),
     )
 
@@ -142,7 +152,7 @@ def _names(factor: Factor) -> tuple[str, ...]:
     return factor if isinstance(factor, tuple) else (factor,)
 
 
-def _axes(layout: _Layout, given: Sequence[Any], split: frozenset[str]) -> dict[str, tuple[str, ...]]:
+def _axes(layout: Layout, given: Sequence[Any]) -> dict[str, tuple[str, ...]]:
     """Returns the mesh axes that each factor is split over, as the first array has it that is split so."""
     axes: dict[str, tuple[str, ...]] = {}
     for factors, one in zip(layout.operands, given, strict=True):
@@ -152,7 +162,7 @@ def _axes(layout: _Layout, given: Sequence[Any], split: frozenset[str]) -> dict[
             name, names = _names(factor)[0], () if chosen is None else _names(chosen)
             parts = math.prod(one.sharding.mesh.shape[axis] for axis in names)
             taken = {axis for found in axes.values() for axis in found}
-            if name in split - axes.keys() and names and layout.sizes[name] % parts == 0 and not taken & set(names):
+            if name in layout.split - axes.keys() and names and layout.sizes[name] % parts == 0 and not taken & set(names):
                 axes[name] = names
     return axes
 

@@ -3,6 +3,18 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
 
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4".strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """Makes this machine's CPU a CUDA device to flexattn.jax; gives the launches."""
+    from tests.support.xla_launches import interpreted_launches  # here, as JAX may be missing
+
+    yield from interpreted_launches(monkeypatch)

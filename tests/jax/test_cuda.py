@@ -4,8 +4,6 @@ compiled program as it is exported."""
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,81 +16,9 @@ from tests.jax.test_attention import check, to_torch
 jax = pytest.importorskip("jax", reason="JAX is not installed: pip install 'flexattn[jax]'")
 jnp = jax.numpy
 fj = pytest.importorskip("flexattn.jax")
-from jax.interpreters import mlir  # noqa: E402
-
-from flexattn.jax import cuda, custom_call, ffi, host, primitives  # noqa: E402
-from flexattn.jax.custom_call import CustomCall  # noqa: E402
+from flexattn.jax import cuda, custom_call  # noqa: E402
 
 LENGTHS = [5, 0, 19]
-_steps: list[Any] = []
-_one_at_a_time = threading.Lock()  # the devices of a mesh have threads of their own, and Python 3.11 parses in one alone
-
-
-def _real(x: Any, memory: Iterator[torch.Tensor]) -> Any:
-    """Returns a launch's argument with XLA's memory in the place of each tensor without any."""
-    if isinstance(x, torch.Tensor):
-        flat = next(memory).reshape(-1).view(torch.uint8).view(x.dtype)
-        return torch.as_strided(flat, x.shape, x.stride(), 0)
-    if isinstance(x, tuple):
-        parts = [_real(part, memory) for part in x]
-        return type(x)(*parts) if hasattr(x, "_fields") else tuple(parts)
-    return x
-
-
-def _interpret(text: bytes, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Runs a launch on the operands of its custom call, in their order, as jaxlib hands them to a kernel."""
-    from flexattn.kernels_triton.runtime.launch import make
-
-    number, operands, results = json.loads(text)
-    step, memory = _steps[number], dict(zip(operands, tensors, strict=True))
-    arguments = _real(step.launch.arguments, iter([memory[i] for i in step.buffers]))
-    with _one_at_a_time:
-        make(step.launch._replace(arguments=arguments), torch.device("cpu"))
-    return [memory[i] for i in results]
-
-
-_HANDLER = ffi.handler(_interpret, "cpu")
-
-
-@pytest.fixture
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """Makes this machine's CPU a CUDA device of compute capability 8.0 to flexattn.jax; gives the launches."""
-    from flexattn.kernels_triton.runtime.interpreter import INTERPRETED
-
-    if not INTERPRETED:
-        pytest.skip("the kernels of this process are not interpreted")
-    _steps.clear()
-
-    def interpreted_call(step: Any, written: frozenset[int], architecture: int) -> CustomCall:
-        _steps.append(step)
-        operands = tuple(dict.fromkeys(step.buffers))
-        text = json.dumps([len(_steps) - 1, operands, sorted(written & set(operands))])
-        return CustomCall(text.encode(), operands, ())
-
-    def poisoned(plan: Any, place: int) -> Any:
-        size, dtype = plan.buffers[place].size, cuda.jax_dtype(plan.buffers[place].dtype)
-        return jnp.full(size, jnp.nan if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).max, dtype)
-
-    monkeypatch.setattr(cuda, "_uninitialised", poisoned)
-    monkeypatch.setattr(cuda, "custom_call", interpreted_call)
-    monkeypatch.setattr(cuda, "TARGET", "interpreted_kernel")
-    jax.ffi.register_ffi_target("interpreted_kernel", ffi.capsule(_HANDLER), platform="cpu")
-    jax.clear_caches()
-    both = (
-        (primitives.local_forward_p, host.FORWARD, cuda.forward, primitives.forward_shapes),
-        (primitives.local_backward_p, host.BACKWARD, cuda.backward, primitives.backward_shapes),
-    )
-    for primitive, name, planned, shapes in both:
-        rule = mlir.lower_fun(primitives._on_cuda(name, shapes, planned), multiple_results=True)
-        mlir.register_lowering(primitive, rule, platform="cpu")
-    with cuda.compiled_for((8, 0), processors=4):
-        yield _steps
-    for primitive, name, _, shapes in both:
-        rule = mlir.lower_fun(primitives._on_host(name, shapes), multiple_results=True)
-        mlir.register_lowering(primitive, rule, platform="cpu")
-    jax.clear_caches()
-
-
 TENSORS = ("bias", "alibi_slopes", "softmax_offset")
 
 

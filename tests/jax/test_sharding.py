@@ -13,7 +13,6 @@ jax = pytest.importorskip("jax", reason="JAX is not installed: pip install 'flex
 jnp = jax.numpy
 fj = pytest.importorskip("flexattn.jax")
 from flexattn.jax import cuda  # noqa: E402
-from tests.jax.test_cuda import interpreted  # noqa: E402, F401
 
 NamedSharding, P = jax.sharding.NamedSharding, jax.sharding.PartitionSpec
 BOTH = P("data", None, "model")  # axes of [b, s, h, d]

@@ -1,0 +1,199 @@
+"""`append_kv` of JAX arrays: a function from caches to caches, which XLA computes in place where it may."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax.interpreters import ad, batching
+from torch import Tensor
+
+from flexattn import append as of_torch
+from flexattn import validation
+from flexattn.dispatch import append as dispatched
+from flexattn.dispatch import options
+from flexattn.dispatch import plan as plans
+from flexattn.dispatch.plan import Device, Plan
+from flexattn.dispatch.select import BackendError
+from flexattn.dispatch.spec import parse_format
+from flexattn.jax import cuda, ffi
+from flexattn.jax.batching import loop
+from flexattn.jax.call import meta_tensor, torch_dtype
+from flexattn.jax.primitives import primitive, register
+from flexattn.jax.sharding import Factor, Factors, Layout
+
+_NAME = "flexattn_append"
+_ARGUMENTS = (
+    *("k_cache", "v_cache", "k_new", "v_new", "seqused_kv", "page_table", "cu_seqlens_q", "seqused_q"),
+    *("descale_k", "descale_v"),
+)
+_OPTIONAL = _ARGUMENTS[_ARGUMENTS.index("seqused_kv") + 1 :]
+
+
+def append_kv(
+    k_cache: jax.Array,
+    v_cache: jax.Array,
+    k_new: jax.Array,
+    v_new: jax.Array,
+    *,
+    seqused_kv: jax.Array,
+    page_table: jax.Array | None = None,
+    qkv_format: str = "bshd",
+    cu_seqlens_q: jax.Array | None = None,
+    seqused_q: jax.Array | None = None,
+    descale_k: jax.Array | None = None,
+    descale_v: jax.Array | None = None,
+) -> tuple[jax.Array, ...]:
+    """Returns caches with new keys and values behind those of each sequence; arguments and rules are those of `flexattn.append_kv`.
+
+    Nothing that is given changes. In a jitted function whose caches are donated (`jax.jit(step, donate_argnames=...)`), or in a
+    `jax.lax.scan` that carries them, XLA writes the new rows into the same memory, on a GPU by one kernel; elsewhere it copies the
+    caches first.
+
+    Returns:
+        (k_cache, v_cache), and where descale_k or descale_v has one for each token and head, (k_cache, v_cache, descale_k,
+        descale_v), with those of the new tokens.
+
+    Raises:
+        ValueError, TypeError: what `flexattn.append_kv` raises, when the call is traced.
+        BackendError: the CUDA device has no kernel for such caches, when it is compiled.
+    """
+    given = dict(zip(_ARGUMENTS, (k_cache, v_cache, k_new, v_new, seqused_kv, page_table, cu_seqlens_q, seqused_q), strict=False))
+    given |= {"descale_k": descale_k, "descale_v": descale_v}
+    arrays = {}
+    for name, value in given.items():
+        if value is None and name in _OPTIONAL:
+            continue
+        if not isinstance(value, (jax.Array, np.ndarray)):
+            raise TypeError(f"{name} is {validation.describe(value)}; accepted: a JAX or NumPy array")
+        arrays[name] = jnp.asarray(value)
+    call = AppendCall(str(qkv_format), tuple(arrays))
+    metas = [meta_tensor(name, x) for name, x in arrays.items()]
+    call.checked(metas)
+    found = dict(zip(call.updated(metas), append_p.bind(*arrays.values(), call=call), strict=True))
+    if len(found) == 2:
+        return tuple(found.values())
+    return tuple(found.get(name, given[name]) for name in ("k_cache", "v_cache", "descale_k", "descale_v"))
+
+
+class AppendCall(NamedTuple):
+    """All of a call but its arrays."""
+
+    qkv_format: str
+    names: tuple[str, ...]  # of its arrays, in the order of _ARGUMENTS
+
+    @property
+    def text(self) -> str:
+        """The call as JSON."""
+        return json.dumps(self, separators=(",", ":"))
+
+    def updated(self, arrays: Sequence[Any]) -> list[str]:
+        """Returns the names of what is written: the caches, and descales of each token."""
+        return [
+            name
+            for name, x in zip(self.names, arrays, strict=True)
+            if name.endswith("_cache") or (name.startswith("descale_") and len(x.shape) == 3)
+        ]
+
+    def checked(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor, dispatched.Appended]:
+        """Returns the caches, and the other tensors; raises for what has no meaning."""
+        given = dict.fromkeys(_ARGUMENTS) | dict(zip(self.names, tensors, strict=True))
+        k_cache, v_cache, k_new, v_new, used, table, cu, used_q, of_k, of_v = given.values()
+        assert k_cache is not None
+        assert v_cache is not None
+        x = dispatched.Appended(k_new, v_new, table, used, cu, used_q, parse_format(self.qkv_format), of_k, of_v)  # type: ignore[arg-type]
+        return k_cache, v_cache, of_torch.checked(k_cache, v_cache, x)
+
+
+def _shapes(call: AppendCall, arrays: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+    given = dict(zip(call.names, arrays, strict=True))
+    return [jax.ShapeDtypeStruct(given[name].shape, given[name].dtype) for name in call.updated(arrays)]
+
+
+def run(text: bytes, tensors: list[Tensor]) -> list[Tensor]:
+    """Appends, in XLA's memory, and returns what was written."""
+    qkv_format, names = json.loads(text)
+    given = dict(zip(names, tensors, strict=True))
+    of_torch.append_kv(**given, qkv_format=qkv_format)
+    call = AppendCall(qkv_format, tuple(names))
+    return [given[name] for name in call.updated(tensors)]
+
+
+ffi.register(_NAME, run)
+
+
+def on_host(*arrays: Any, call: AppendCall) -> Any:
+    """Returns what is written, in a trace for a CPU: torch appends in a handler that XLA calls."""
+    shapes = _shapes(call, arrays)
+    aliases = {call.names.index(name): i for i, name in enumerate(call.updated(arrays))}
+    return jax.ffi.ffi_call(_NAME, shapes, input_output_aliases=aliases)(*arrays, call=call.text)
+
+
+def on_cuda(*arrays: Any, call: AppendCall) -> Any:
+    """Returns what is written, in a trace for a CUDA device: XLA launches the kernel."""
+    signature = tuple((tuple(x.shape), torch_dtype(name, x.dtype)) for name, x in zip(call.names, arrays, strict=True))
+    return cuda.run_plan(_plan(call, signature, cuda.needed_device()), arrays)
+
+
+@functools.lru_cache(maxsize=64)
+def _plan(call: AppendCall, signature: tuple[tuple[tuple[int, ...], torch.dtype], ...], on: Device) -> Plan:
+    metas = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in signature]
+    options.check_all()
+    k_cache, v_cache, x = call.checked(metas)
+    if reason := dispatched.kernel_error("cuda", on.capability, k_cache.dtype):
+        raise BackendError(f"triton cannot append to a cache in {k_cache.dtype}: {reason}; accepted from JAX: a cache in 16 bits")
+    updated = [call.names.index(name) for name in call.updated(metas)]
+
+    def append() -> list[Tensor]:
+        dispatched.append_by_kernel(k_cache, v_cache, x)
+        return [metas[i] for i in updated]
+
+    return plans.record(append, metas, on, updated)
+
+
+def _layout(call: AppendCall, shapes: Sequence[tuple[int, ...]]) -> Layout:
+    """Returns how a call may be split: over heads, and over the batch of a dense cache and dense new rows."""
+    new_format, cache_format = parse_format(call.qkv_format)
+    given = dict(zip(call.names, shapes, strict=True))
+    has_pages = "page_table" in given
+    of_cache = {"b": "page" if has_pages else "batch", "s": "row", "h": "key_head", "d": "dim"}
+    of_new = {"b": "batch", "s": "token", "t": "token", "h": "key_head", "d": "dim"}
+
+    def factors(name: str, shape: tuple[int, ...]) -> Factors:
+        if name.endswith(("_cache", "_new")):
+            fmt, of = (cache_format, of_cache) if name.endswith("_cache") else (new_format, of_new)
+            return tuple((f"dim_{name[0]}" if letter == "d" else of[letter]) for letter in fmt)
+        if name.startswith("descale_"):
+            if len(shape) == 3:
+                return tuple(of_cache[letter] for letter in cache_format[:-1])
+            whole: Factors = ("batch", "key_head")[2 - len(shape) :]
+            return tuple(f"one_{name}{i}" if size == 1 else f for i, (size, f) in enumerate(zip(shape, whole, strict=True)))
+        if name == "cu_seqlens_q":
+            return ("ends",)
+        found: tuple[Factor, ...] = ("batch", "column")
+        return found[: len(shape)]
+
+    operands = [factors(*one) for one in given.items()]
+    results = [operands[call.names.index(name)] for name in call.updated([jax.ShapeDtypeStruct(s, "int8") for s in shapes])]
+    split = {"key_head"} if has_pages or "cu_seqlens_q" in given else {"key_head", "batch"}
+    heads = given["k_cache"][cache_format.index("h")]
+    return Layout(operands, results, [None] * len(results), {"key_head": heads, "batch": given["seqused_kv"][0]}, frozenset(split))
+
+
+def _no_gradient(*_: Any, **__: Any) -> Any:
+    raise NotImplementedError(
+        "append_kv is differentiated, and appending to a cache has no gradient; accepted: jax.lax.stop_gradient of the caches and "
+        "of the new rows"
+    )
+
+
+append_p, local_append_p = primitive(_NAME, _shapes), primitive(f"{_NAME}_of_one_device", _shapes)
+register(append_p, local_append_p, on_host, on_cuda, _layout)
+ad.primitive_jvps[append_p] = _no_gradient
+batching.primitive_batchers[append_p] = functools.partial(loop, append_p)
