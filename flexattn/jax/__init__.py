@@ -12,5 +12,16 @@ from flexattn.jax.block_mask import BlockMask, create_block_mask
 from flexattn.jax.cuda import compiled_for
 from flexattn.jax.front import attention, explain
 from flexattn.jax.nn import dot_product_attention
+from flexattn.jax.sequence import attention_over_axis, sequence_order
 
-__all__ = ["BlockMask", "append_kv", "attention", "compiled_for", "create_block_mask", "dot_product_attention", "explain"]
+__all__ = [
+    "BlockMask",
+    "append_kv",
+    "attention",
+    "attention_over_axis",
+    "compiled_for",
+    "create_block_mask",
+    "dot_product_attention",
+    "explain",
+    "sequence_order",
+]

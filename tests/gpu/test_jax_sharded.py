@@ -171,3 +171,36 @@ def test_scan_over_layers_of_a_mesh(mesh: Any) -> None:
     placed = jax.device_put(leaves, NamedSharding(mesh, PARTS["heads"]))
     found = jax.jit(jax.grad(lambda x: (layers(x).astype(jnp.float32) ** 2).sum()))(placed)
     assert not differences(found, expected, ("q", "k", "v") if HAS_GPU else ())
+
+
+OVER_AXIS: dict[str, dict[str, Any]] = {
+    "causal": CAUSAL,
+    "causal, window, softcap": WINDOW,
+    "no mask": {},
+    "window": {"window_size": (TOKENS // 4, 5)},
+    "mod of positions": {**CAUSAL, "score_mod": lambda s, b, h, i, j: s - 0.01 * (i - j)},
+}
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("name", OVER_AXIS)
+def test_sequences_over_an_axis(mesh: Any, name: str, layout: str) -> None:
+    leaves, dout = qkv(2), normal(7, 4, TOKENS, 4, DIM)
+    expected = jax.jit(partial(both, **OVER_AXIS[name]))(leaves, dout)
+    order, spec = fj.sequence_order(TOKENS, 2, layout), P(None, "x")
+
+    def part(leaves: Any, dout: Any) -> Any:
+        def call(leaves: Any) -> Any:
+            how = {"axis_name": "x", "layout": layout, "return_lse": True, "deterministic": True}
+            return fj.attention_over_axis(**leaves, **OVER_AXIS[name], **how)
+
+        (out, lse), pull = jax.vjp(call, leaves)
+        (gradients,) = pull((dout, lse / 8))
+        return {"out": out, "lse": lse} | {f"d{n}": x for n, x in gradients.items()}
+
+    results = dict.fromkeys(expected, spec) | {"lse": P(None, None, "x")}
+    sharded = jax.jit(jax.shard_map(part, mesh=mesh, in_specs=spec, out_specs=results, check_vma=False))
+    found = sharded({n: x[:, order] for n, x in leaves.items()}, dout[:, order])
+    back = np.argsort(order)
+    found = {n: x[:, :, back] if n == "lse" else x[:, back] for n, x in found.items()}
+    assert not differences(found, expected, ())
