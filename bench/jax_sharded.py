@@ -30,9 +30,9 @@ from flexattn.bench.jax_calls import CALLS, DIRECTIONS, TURN_US, Call, in_turns,
 from flexattn.bench.shapes import Workload, dense
 
 SHAPES = (
-    dense("mha-s4096", "sharded", 4, 4096, (16, 16), (128, 128), attn_mask_type="causal"),
     dense("gqa-s8192", "sharded", 2, 8192, (32, 8), (128, 128), attn_mask_type="causal"),
-    dense("gqa-s32768", "sharded", 2, 32768, (32, 8), (128, 128), attn_mask_type="causal"),
+    dense("gqa-s16384", "sharded", 2, 16384, (32, 8), (128, 128), attn_mask_type="causal"),
+    dense("mha-s4096", "sharded", 4, 4096, (16, 16), (128, 128), attn_mask_type="causal"),
 )
 TURNS = 8
 NAMES = ("out", "dq", "dk", "dv")

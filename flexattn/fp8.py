@@ -234,14 +234,17 @@ class DelayedScaling(torch.nn.Module):
         for name in TENSORS:
             history = self.history(name)
             amax = history.amax(0) if self.recipe.amax_compute_algo != "most_recent" else history[0]
-            if name == "out":
-                dtype = self.recipe.out_dtype if self.recipe.out_dtype in FP8_DTYPES else torch.float8_e4m3fn
-            else:
-                dtype = self.recipe.grad_dtype if name == "dout" else torch.float8_e4m3fn
-            scale = self.scale(name)
+            scale, dtype = self.scale(name), delayed_dtype(self.recipe, name)
             scale.copy_(torch.where(amax > 0, scale_of(amax, dtype, self.recipe.margin), scale))
             history.copy_(history.roll(1, 0))
             history[0].zero_()
+
+
+def delayed_dtype(recipe: Recipe, name: str) -> torch.dtype:
+    """Returns the float8 dtype that the scale of one of TENSORS is for."""
+    if name == "out":
+        return recipe.out_dtype if recipe.out_dtype in FP8_DTYPES else torch.float8_e4m3fn
+    return recipe.grad_dtype if name == "dout" else torch.float8_e4m3fn
 
 
 def quantize(

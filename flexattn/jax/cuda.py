@@ -145,7 +145,8 @@ def _for(device: Device, call: Call) -> Call:
     if config is None or device.capability != (9, 0):
         return call
     takes_16_bit, own_scales = not config.rotation, not fp8.chooses_scales(config.margin, config.block_rows)
-    return call._replace(config=config._replace(keeps_16_bit=takes_16_bit, quantises_dout=not own_scales))
+    quantises_dout = call.is_delayed or not own_scales
+    return call._replace(config=config._replace(keeps_16_bit=takes_16_bit, quantises_dout=quantises_dout))
 
 
 @functools.lru_cache(maxsize=256)
@@ -157,7 +158,7 @@ def _forward_plan(call: Call, signature: _Signature, on: Device, hopper: str) ->
     check(spec, call.settings.backend, "forward")
     if spec.needs_grad:  # a call without a backward fails here, not after its forward
         check(spec, call.settings.backend, "backward")
-    return plans.record(lambda: triton_backend.forward(spec, call.quantized(x)), metas, on)
+    return plans.record(lambda: call.forward(x, call.delayed(metas), lambda x: triton_backend.forward(spec, x)), metas, on)
 
 
 @functools.lru_cache(maxsize=256)
@@ -176,12 +177,14 @@ def _backward_plan(call: Call, signature: _Signature, on: Device, hopper: str) -
         return triton_backend.backward(spec, x, out, lse, dout, dlse)  # type: ignore[arg-type]
 
     def run() -> list[Tensor]:
+        delayed = call.delayed(metas)
         if call.config is None:
             found = attend(x, dout)  # type: ignore[arg-type]
         else:
-            of_x = (call.quantized_for_backward(x), call.settings.qkv_format, call.config, fp8_ops.Delayed())
+            of_x = (call.quantized_for_backward(x, delayed), call.settings.qkv_format, call.config, delayed)
             found = fp8_ops.gradients(*of_x, dout, fp8_ops.FUNCTIONS, attend)  # type: ignore[arg-type]
-        return [t for t in (*found[:-1], *(found.dmod_tensors or ())) if t is not None]
+        amax = None if delayed.history_dout is None else delayed.history_dout.view(-1)
+        return [t for t in (*found[:-1], *(found.dmod_tensors or ()), amax) if t is not None]
 
     return plans.record(run, metas, on)
 

@@ -20,8 +20,9 @@ from flexattn.dispatch.spec import AttentionSpec, Direction, Operands, Window
 from flexattn.fp8_ops import QuantizeConfig, planned
 from flexattn.hints import with_hints
 from flexattn.jax import cuda, mods
+from flexattn.jax import fp8 as jax_fp8
 from flexattn.jax.block_mask import BlockMask
-from flexattn.jax.call import Call, flat, meta_tensor
+from flexattn.jax.call import SCALED, Call, flat, meta_tensor
 from flexattn.jax.primitives import backward_p, forward_p
 from flexattn.prepare import default_alibi_slopes, prepare
 
@@ -32,6 +33,7 @@ _ARRAYS = (
     *("q", "k", "v", "bias", "alibi_slopes", "softmax_offset", "cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded"),
     *("cu_seqlens_kv_padded", "seqused_q", "seqused_kv", "page_table", "descale_q", "descale_k", "descale_v"),
 )
+_SCALES, _HISTORIES = (tuple(f"{kind}_{name}" for name in SCALED) for kind in ("scale", "amax_history"))  # of a DelayedScaling
 _DIFFERENTIABLE = ("q", "k", "v", "bias", "softmax_offset")
 _DEFAULTS = {name: p.default for name, p in inspect.signature(functional.attention).parameters.items() if p.default is not p.empty}
 
@@ -69,7 +71,7 @@ def attention(
     score_mod_tensors: Sequence[jax.Array] | Mapping[str, jax.Array] = (),
     block_mask: BlockMask | None = None,
     fp8_recipe: fp8.Recipe | None = None,
-    fp8_state: None = None,
+    fp8_state: jax_fp8.DelayedScaling | None = None,
     descale_q: jax.Array | None = None,
     descale_k: jax.Array | None = None,
     descale_v: jax.Array | None = None,
@@ -91,13 +93,14 @@ def attention(
             capture are read at computed indices, as slopes[h] or table[h, q_idx - kv_idx], and get gradients. A read outside of an
             array gives 0, where JAX would give its edge; arithmetic is in float32 and in integers of 64 bits.
         block_mask: of `flexattn.jax.create_block_mask`.
-        fp8_recipe: a `flexattn.fp8.Recipe` with scaling "current" and results in 16 bits.
-        fp8_state: None.
+        fp8_recipe: a `flexattn.fp8.Recipe`.
+        fp8_state: the `flexattn.jax.fp8.DelayedScaling` of a recipe with scaling "delayed", whose gradient is what the call notes.
         backend: on a CUDA device "auto" and "triton" are Triton's kernels, which XLA launches itself; torch runs "cudnn" and
             "eager", in a handler that XLA calls. On a CPU "auto" is "eager".
 
     Returns:
-        out, or (out, lse), (out, max_logit) or (out, lse, max_logit) as asked for. First derivatives of out and lse are there in
+        out, or (out, lse), (out, max_logit) or (out, lse, max_logit) as asked for; out is a `flexattn.jax.fp8.QuantizedTensor`
+        where fp8_recipe asks for FP8. First derivatives of out and lse are there in
         reverse mode: of q, k, v, bias, softmax_offset and what the mods capture. max_logit has none: its gradient is dropped.
         `jax.checkpoint` policies know out and lse as "flexattn_out" and "flexattn_lse".
 
@@ -114,8 +117,12 @@ def attention(
 def attend(arguments: Mapping[str, Any], names: tuple[str, str] = ("flexattn_out", "flexattn_lse")) -> tuple[Any, Any, Any]:
     """Returns out, lse and max_logit of a call of `attention`; names: those that `jax.checkpoint` policies know out and lse by."""
     given = _given(_DEFAULTS | {"score_mod_tensors": ()} | dict(arguments))
-    found: tuple[Any, Any, Any] = _differentiable(given, names)(tuple(given.arrays))
-    return found
+    out, lse, max_logit, *more = _differentiable(given, names)(tuple(given.arrays))
+    recipe = given.static["fp8_recipe"]
+    if getattr(recipe, "out_dtype", None) in validation.FP8_DTYPES:
+        data, descale, amax = more[:3]
+        out = jax_fp8.QuantizedTensor(data, descale, amax, out, recipe.rows)
+    return out, lse, max_logit
 
 
 def explain(q: jax.Array, k: jax.Array, v: jax.Array, **arguments: Any) -> explanations.Explanation:
@@ -172,7 +179,18 @@ class _Given(NamedTuple):
         """Returns the call, and for each operand the array that it is, and the shape that it has as one."""
         x, settings, config, places = self._prepared(perturbed)
         sources = [(places[t.untyped_storage()._cdata], tuple(t.shape)) for t in flat(x)]
-        return Call.of(x, settings, config), sources
+        of_state = [self.names.index(name) for name in _SCALES if name in self.names]
+        sources += [(i, tuple(self.arrays[i].shape)) for i in of_state]
+        return Call.of(x, settings, config, self.static["fp8_recipe"]), sources
+
+    def noted(self, arrays: Sequence[Any], amaxes: Mapping[str, Any]) -> dict[int, Any]:
+        """Returns the gradients of a state's histories, by the arrays' places; amaxes: of this call, by the tensors' names."""
+        found = {}
+        for name, history in zip(SCALED, _HISTORIES, strict=True):
+            if history in self.names and name in amaxes:
+                place = self.names.index(history)
+                found[place] = jnp.zeros_like(arrays[place]).at[0].set(amaxes[name])
+        return found
 
     def _prepared(self, perturbed: Sequence[bool]) -> tuple[Operands, ops.Settings, QuantizeConfig | None, dict[int, int]]:
         places: dict[int, int] = {}
@@ -186,7 +204,15 @@ class _Given(NamedTuple):
             kept.append(t)
             return t.requires_grad_(wanted and t.is_floating_point())
 
-        tensors = {name: stand_in(i, name, perturbed[i] and name in _DIFFERENTIABLE) for i, name in enumerate(self.names)}
+        of_state = any(perturbed[i] for i, name in enumerate(self.names) if name in (*_SCALES, *_HISTORIES))
+
+        def is_wanted(i: int, name: str) -> bool:
+            return (perturbed[i] and name in _DIFFERENTIABLE) or (name == "q" and of_state)
+
+        tensors = {name: stand_in(i, name, is_wanted(i, name)) for i, name in enumerate(self.names)}
+        if "scale_q" in tensors:
+            buffers = {name: tensors.pop(name) for name in (*_SCALES, *_HISTORIES)}
+            tensors["fp8_state"] = jax_fp8.stand_in(self.static["fp8_recipe"], buffers)
         first = len(self.names)
         of_captures = {
             id(array): stand_in(first + i, "what a mod captures", perturbed[first + i]) for i, array in enumerate(self.captures)
@@ -215,7 +241,13 @@ def _given(arguments: dict[str, Any]) -> _Given:
     unknown = sorted(set(arguments) - set(_DEFAULTS) - {"q", "k", "v"})
     if unknown:
         raise TypeError(f"attention() was given {', '.join(unknown)}, which it does not take")
-    _check_fp8(arguments)
+    state = jax_fp8.checked_state(arguments.pop("fp8_state"))
+    if state is not None and getattr(arguments["fp8_recipe"], "scaling", "current") != "delayed":
+        recipe = arguments["fp8_recipe"]
+        raise ValueError(
+            f"fp8_state is given with {'no fp8_recipe' if recipe is None else recipe}; accepted: an fp8_recipe with scaling "
+            "'delayed'"
+        )
     score_mod, mask_mod = arguments.pop("score_mod"), arguments.pop("mask_mod")
     explicit, block_mask = arguments.pop("score_mod_tensors"), arguments.pop("block_mask")
     if block_mask is not None:
@@ -244,13 +276,15 @@ def _given(arguments: dict[str, Any]) -> _Given:
     for name in "qkv":
         if jnp.dtype(arrays[name].dtype).name.startswith("float8"):
             arrays.setdefault(f"descale_{name}", jnp.ones((), jnp.float32))
+    if state is not None:
+        arrays |= state._asdict()
     traced = {}
     for role, mod in (("score_mod", score_mod), ("mask_mod", mask_mod)):
         if mod is not None:
             traced[role] = mods.trace(role, mod, explicit if role == "score_mod" else ())
     captures = list({id(a): a for t in traced.values() for a in t.all_arrays()}.values())
     static = dict.fromkeys(name for name in (*_ARRAYS, "rng_state") if name not in arrays)
-    static |= arguments | {"score_mod_tensors": ()}
+    static |= arguments | {"score_mod_tensors": (), "fp8_state": None}
     static |= dict.fromkeys(role for role in ("score_mod", "mask_mod") if role not in traced)
     static |= {} if block_mask is not None and "mask_mod" not in static else {"block_mask": None}
     if block_mask is not None:
@@ -269,18 +303,6 @@ def _heads(q: Any, qkv_format: Any) -> int | None:
     """Returns how many heads q has, or None where its format says nothing and the checks will."""
     fmt = str(qkv_format).partition("_2")[0]
     return int(q.shape[fmt.index("h")]) if "h" in fmt and q.ndim == len(fmt) and q.shape[fmt.index("h")] else None
-
-
-def _check_fp8(arguments: dict[str, Any]) -> None:
-    recipe, state = arguments["fp8_recipe"], arguments["fp8_state"]
-    if state is not None:
-        raise ValueError("fp8_state is given; accepted in JAX: None, with an fp8_recipe of scaling 'current'")
-    if getattr(recipe, "scaling", "current") != "current":
-        raise ValueError(
-            f"fp8_recipe.scaling is {recipe.scaling!r}; accepted in JAX: 'current', which keeps no state between calls"
-        )
-    if getattr(recipe, "out_dtype", None) in validation.FP8_DTYPES:
-        raise ValueError(f"fp8_recipe.out_dtype is {recipe.out_dtype}; accepted in JAX: None, bfloat16 or float16")
 
 
 def words_of(key: Any) -> Any:
@@ -307,19 +329,24 @@ def _differentiable(given: _Given, names: tuple[str, str]) -> Any:
         arrays = tuple(p.value for p in primals)
         one, sources = given.bind([p.perturbed for p in primals])
         operands = _operands(arrays, sources)
-        out, lse, max_logit = forward_p.bind(*operands, call=one)
+        out, lse, *more = forward_p.bind(*operands, call=one)
         out, lse = checkpoint_name(out, names[0]), checkpoint_name(lse, names[1])
-        return (out, lse, max_logit), (arrays, out, lse, _Static((one, tuple(sources))))
+        amaxes = dict(zip(("q", "k", "v", "out"), more[-4:], strict=True)) if one.is_delayed else {}
+        return (out, lse, *more), (arrays, out, lse, amaxes, _Static((one, tuple(sources))))
 
     def backward(saved: Any, cotangents: Any) -> Any:
-        arrays, out, lse, static = saved
+        arrays, out, lse, amaxes, static = saved
         one, sources = static.value
         zero = jax.custom_derivatives.SymbolicZero
-        dout, dlse, _ = cotangents
+        dout, dlse, *_ = cotangents
         incoming = [jnp.zeros(out.shape, out.dtype) if isinstance(dout, zero) else dout]
         incoming += [] if isinstance(dlse, zero) else [dlse]
         found = backward_p.bind(*_operands(arrays, sources), out, lse, *incoming, call=one)
         gradients: list[Any] = [None] * len(arrays)
+        if one.is_delayed:
+            *found, amax = found
+            for place, noted in given.noted(arrays, amaxes | {"dout": amax}).items():
+                gradients[place] = noted
         for gradient, operand in zip(found, one.wanted(), strict=True):
             place = sources[operand][0]
             gradient = gradient.reshape(arrays[place].shape).astype(arrays[place].dtype)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flexattn import autograd, fp8_ops, ops
+from flexattn import autograd, ops
 from flexattn.dispatch.spec import Operands
 from flexattn.jax import ffi
 from flexattn.jax.call import Call, parse
@@ -19,21 +19,25 @@ FORWARD, BACKWARD = "flexattn_forward", "flexattn_backward"
 
 
 def run_forward(call: Call, operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Returns out, lse and max_logit of a call on tensors with memory."""
-    x = call.quantized(_operands(call, operands))
-    with torch.no_grad():
+    """Returns what `Call.results` gives room for, of a call on tensors with memory."""
+
+    def attend(x: Operands) -> tuple[Tensor, Tensor, Tensor]:
         return ops.run_forward(ops.spec_to_run(x, call.settings), call.settings.backend, x)
+
+    with torch.no_grad():
+        return call.forward(_operands(call, operands), call.delayed(operands), attend)
 
 
 def run_backward(call: Call, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Returns the gradients that `Call.gradients` gives room for; tensors: operands, out, lse, dout, and dlse if it counts."""
     count = call.num_operands
-    x = _operands(call, tensors[:count])
+    x, delayed = _operands(call, tensors[:count]), call.delayed(tensors)
     out, lse, dout = tensors[count : count + 3]
     incoming = ops.Incoming(out, lse, dout, tensors[count + 3] if len(tensors) > count + 3 else None)
     with torch.no_grad():
-        found = autograd.gradients(call.quantized_for_backward(x), call.settings, call.config, fp8_ops.Delayed(), incoming)
-    given = (*found[:-1], *(found.dmod_tensors or ()))
+        found = autograd.gradients(call.quantized_for_backward(x, delayed), call.settings, call.config, delayed, incoming)
+    amax = None if delayed.history_dout is None else delayed.history_dout.view(-1)
+    given = (*found[:-1], *(found.dmod_tensors or ()), amax)
     return [t for t in given if t is not None]
 
 

@@ -33,13 +33,17 @@ def _without_words(names: Any, avals: Any) -> Any:
 
 
 def forward_shapes(call: Call, avals: Any) -> list[jax.ShapeDtypeStruct]:
-    """Returns the shapes of out, lse and max_logit; avals: of the operands."""
-    return shaped(call.results(_metas(call, avals)))
+    """Returns the shapes of a forward's results; avals: of the operands."""
+    return shaped(call.results(_metas(call, avals), _scales(call, avals)))
 
 
 def backward_shapes(call: Call, avals: Any) -> list[jax.ShapeDtypeStruct]:
     """Returns the shapes of the gradients; avals: of the operands and what follows them."""
-    return shaped(call.gradients(_metas(call, avals[: call.num_operands])))
+    return shaped(call.gradients(_metas(call, avals[: call.num_operands]), _scales(call, avals)))
+
+
+def _scales(call: Call, avals: Any) -> list[Any]:
+    return [meta_tensor(name, aval) for name, aval in zip(call.names(), avals, strict=False) if name == "scales"]
 
 
 def _abstract(shapes: Any) -> Any:

@@ -31,7 +31,7 @@ _NOT_TAKEN = {
 }
 
 
-def sequence_order(length: int, devices: int, layout: str = "zigzag") -> np.ndarray:
+def sequence_order(length: int, devices: int, layout: str = "zigzag") -> np.ndarray[Any, np.dtype[np.int64]]:
     """Returns the positions of a sequence in the order in which devices hold it: x[:, order] is what a mesh axis then splits.
 
     "contiguous" leaves them as they are. "zigzag" gives device i the parts i and 2 devices - 1 - i of 2 devices: under a causal
@@ -43,8 +43,8 @@ def sequence_order(length: int, devices: int, layout: str = "zigzag") -> np.ndar
         raise ValueError(f"length is {length} with layout {layout!r}; accepted: a multiple of {parts}")
     if layout == "contiguous":
         return np.arange(length)
-    parts = np.arange(length).reshape(2 * devices, -1)
-    return np.stack([parts[:devices], parts[: devices - 1 : -1]], 1).reshape(-1)
+    halves = np.arange(length).reshape(2 * devices, -1)
+    return np.stack([halves[:devices], halves[: devices - 1 : -1]], 1).reshape(-1)
 
 
 def attention_over_axis(

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from flexattn.dispatch.mod_program import looks_at, parse_program
 from flexattn.dispatch.spec import parse_format
-from flexattn.jax.call import Call
+from flexattn.jax.call import SCALED, Call
 
 Factor = str | tuple[str, ...]
 Factors = tuple[Factor, ...]
@@ -67,7 +67,7 @@ def partitioned(primitive: Any, layout_of: Callable[[Any, Sequence[tuple[int, ..
 def _split_factors(call: Call, key_heads: int) -> frozenset[str]:
     """Returns the factors that a call may be split over without another meaning."""
     names, settings = call.names(), call.settings
-    if call.config is not None or "rng_state" in names or "block_mask" in names:
+    if call.config is not None or call.out8 is not None or "rng_state" in names or "block_mask" in names:
         return frozenset()  # scales of whole tensors, numbers drawn by positions, lists of whole masks
     found = {"batch", "key_head", "in_group"}
     program = parse_program(settings.mods)
@@ -119,10 +119,18 @@ def layout_of_call(call: Call, shapes: Sequence[tuple[int, ...]], is_backward: b
     if not is_backward:
         has_max = call.settings.return_max_logit
         max_logit = (heads if has_max else next(fresh),)
-        return Layout(operands, [out, lse, max_logit], [None, None, jax.lax.pmax if has_max else None], sizes, split)
+        results: list[Factors] = [out, lse, max_logit]
+        if call.out8 is not None:
+            results += [out, *(tuple(next(fresh) for _ in range(3)) for _ in range(2))]
+        results += [(next(fresh),) for _ in SCALED[1:] if call.is_delayed]
+        reductions = [None, None, jax.lax.pmax if has_max else None, *(None for _ in results[3:])]
+        return Layout(operands, results, reductions, sizes, split)
     incoming = [out, lse, out, lse][: len(shapes) - len(operands)]
     gradients = [operands[i] for i in call.wanted()]
-    return Layout([*operands, *incoming], gradients, [jax.lax.psum] * len(gradients), sizes, split)
+    noted: list[Factors] = [(next(fresh),)] if call.is_delayed else []
+    return Layout(
+        [*operands, *incoming], [*gradients, *noted], [*(jax.lax.psum for _ in gradients), *(None for _ in noted)], sizes, split
+    )
 
 
 def _with_value_dim(factors: Factors) -> Factors:

@@ -271,16 +271,11 @@ REFUSED: dict[str, tuple[dict[str, Any], Any, str]] = {
         flexattn.BackendError,
         r"q and k is 600.* 'auto' tries no other backend: torch runs backend='cudnn' and backend='eager'",
     ),
-    "no state": ({"fp8_recipe": DELAYED}, ValueError, "scaling is 'delayed'; accepted in JAX: 'current'"),
-    "a state": (
-        {"fp8_recipe": DELAYED, "fp8_state": object()},
-        ValueError,
-        "fp8_state is given; accepted in JAX: None, with an fp8_recipe of scaling 'current'",
-    ),
-    "out in FP8": (
-        {"fp8_recipe": flexattn.fp8.Recipe(out_dtype=torch.float8_e4m3fn)},
-        ValueError,
-        "out_dtype is torch.float8_e4m3fn; accepted in JAX: None, bfloat16 or float16",
+    "no state": ({"fp8_recipe": DELAYED}, ValueError, "fp8_state is None with scaling 'delayed'; accepted: a DelayedScaling"),
+    "a state of torch": (
+        {"fp8_recipe": DELAYED, "fp8_state": flexattn.fp8.DelayedScaling(DELAYED, 2)},
+        TypeError,
+        r"fp8_state is .*; accepted: a flexattn\.jax\.fp8\.DelayedScaling, or None",
     ),
 }
 
