@@ -203,7 +203,7 @@ def test_dropout_depends_on_the_key_alone(key: Any) -> None:
         ({"dropout_p": 0.5, "rng_state": np.zeros(2, np.int64)}, TypeError, "rng_state is int64 of shape (2,); accepted: one key"),
         ({"softcap": -1.0}, ValueError, "softcap is -1.0"),
         ({"block_mask": 3}, TypeError, "block_mask is a int; accepted: what flexattn.jax.create_block_mask gives"),
-        ({"fp8_state": 3}, ValueError, "fp8_state is given; accepted in JAX: None"),
+        ({"fp8_state": 3}, TypeError, "fp8_state is 3 (int); accepted: a flexattn.jax.fp8.DelayedScaling, or None"),
         ({"score_mod_tensors": (np.ones(3),)}, ValueError, "score_mod_tensors is given without a score_mod"),
         ({"backend": "fast"}, ValueError, "backend is 'fast'; accepted:"),
     ],

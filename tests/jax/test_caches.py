@@ -219,7 +219,7 @@ def test_a_decoding_loop_in_scan() -> None:
     assert abs(jnp.moveaxis(out, 0, 1) - expected).max() < 1e-6
 
 
-@pytest.mark.parametrize("name", ["dense", "fp8, a descale for each token"])
+@pytest.mark.parametrize("name", ["dense", "fp8, a descale for each token", "fp8, given descales"])
 def test_caches_split_over_heads(name: str) -> None:
     """Nothing of a cache travels, neither for what is appended nor for attention."""
     if len(jax.devices()) < 2:
@@ -231,7 +231,8 @@ def test_caches_split_over_heads(name: str) -> None:
 
     def step(q: Any, given: dict[str, Any]) -> Any:
         found = fj.append_kv(**given)
-        more = dict(zip(("descale_k", "descale_v"), found[2:], strict=False))
+        more = {n: given[n] for n in ("descale_k", "descale_v") if n in given}
+        more |= zip(("descale_k", "descale_v"), found[2:], strict=False)
         used = given["seqused_kv"] + given["seqused_q"]
         table = {n: given[n] for n in ("page_table",) if n in given}
         return found, fj.attention(q, *found[:2], **more, **table, seqused_kv=used, attn_mask_type="padding")
