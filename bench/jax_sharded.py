@@ -36,7 +36,7 @@ SHAPES = (
 )
 TURNS = 8
 NAMES = ("out", "dq", "dk", "dv")
-CLOSE = 2.0**-6  # of the largest: two roundings to bfloat16, as gradients of keys are summed over GPUs and rounded once more
+CLOSE = 2.0**-6  # beside the largest: two roundings to bfloat16, as gradients of keys are summed over GPUs and rounded once more
 
 
 def calls_of(workload: Workload, arrays: tuple[Any, ...], direction: str) -> dict[str, Call]:

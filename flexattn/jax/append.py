@@ -86,7 +86,7 @@ class AppendCall(NamedTuple):
     """All of a call but its arrays."""
 
     qkv_format: str
-    names: tuple[str, ...]  # of its arrays, in the order of _ARGUMENTS
+    names: tuple[str, ...]  # the arrays that there are, in the order of _ARGUMENTS
 
     @property
     def text(self) -> str:

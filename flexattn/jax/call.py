@@ -52,7 +52,7 @@ def meta_tensor(name: str, aval: Any) -> Tensor:
 
 
 class Out8(NamedTuple):
-    """How out is quantised."""
+    """Settings of quantising out."""
 
     dtype: str
     granularity: str

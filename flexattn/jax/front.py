@@ -33,7 +33,7 @@ _ARRAYS = (
     *("q", "k", "v", "bias", "alibi_slopes", "softmax_offset", "cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded"),
     *("cu_seqlens_kv_padded", "seqused_q", "seqused_kv", "page_table", "descale_q", "descale_k", "descale_v"),
 )
-_SCALES, _HISTORIES = (tuple(f"{kind}_{name}" for name in SCALED) for kind in ("scale", "amax_history"))  # of a DelayedScaling
+_SCALES, _HISTORIES = (tuple(f"{kind}_{name}" for name in SCALED) for kind in ("scale", "amax_history"))  # fields of DelayedScaling
 _DIFFERENTIABLE = ("q", "k", "v", "bias", "softmax_offset")
 _DEFAULTS = {name: p.default for name, p in inspect.signature(functional.attention).parameters.items() if p.default is not p.empty}
 

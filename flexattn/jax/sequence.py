@@ -92,7 +92,7 @@ class _Whole(NamedTuple):
     axis_name: str
     devices: int
     layout: str
-    dim: int  # of tokens in q, k and v
+    dim: int  # the tokens' in q, k and v
     fmt: str
     is_causal: bool
     window: tuple[int, int]

@@ -97,7 +97,7 @@ def layout_of_call(call: Call, shapes: Sequence[tuple[int, ...]], is_backward: b
     out, v = _with_value_dim(q), _with_value_dim(k)
     lse: Factors = (heads, "query") if q_format == "thd" else ("batch", heads, "query")
     of_descales: tuple[Factor, ...] = (heads, "key_head", "key_head")
-    descales = iter(of_descales[-names.count("descales") :])  # of k and v alone beside q in 16 bits
+    descales = iter(of_descales[-names.count("descales") :])  # beside q in 16 bits k and v alone have some
 
     def factors(name: str, shape: tuple[int, ...]) -> Factors:
         if name in ("q", "k", "v"):
@@ -109,7 +109,7 @@ def layout_of_call(call: Call, shapes: Sequence[tuple[int, ...]], is_backward: b
         if name in ("page_table", "seqused_q", "seqused_kv"):
             return ("batch", next(fresh))[: len(shape)]
         if name == "descales":
-            if len(shape) == 4:  # of a cache's tokens
+            if len(shape) == 4:  # one for each token of a cache
                 return (*k[:-1], next(fresh))
             return _broadcast(("batch", next(descales), next(fresh)), shape, fresh)
         return tuple(next(fresh) for _ in shape)

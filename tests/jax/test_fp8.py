@@ -88,8 +88,8 @@ def test_three_steps_of_delayed_scaling_have_torchs_bits(recipe: dict[str, Any])
     assert bool((state.scale_dout == 1).all()) == made.bf16_backward
 
 
-LENGTHS = torch.tensor([0, 30, 30, 75], dtype=torch.int32)
-STARTS = torch.tensor([45, 0, 0, 80], dtype=torch.int32)
+LENGTHS = torch.tensor([0, 110, 110, 190], dtype=torch.int32)
+STARTS = torch.tensor([85, 0, 0, 200], dtype=torch.int32)
 OUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "heads": ({}, CAUSAL),
     "blocks": ({"granularity": "block", "block_rows": 64}, {"qkv_format": "sbhd"}),
@@ -104,13 +104,13 @@ def test_out_in_fp8_has_torchs_bits(name: str) -> None:
     recipe, arguments = OUTS[name]
     made, arguments = fp8.Recipe(**({"out_dtype": E4M3} | recipe)), dict(arguments)
     lengths: dict[str, Any] = {}
-    leaves = qkv(tokens=80)
+    leaves = qkv(tokens=200)
     if arguments.get("qkv_format") == "thd":
         leaves = [x.detach()[0].clone().requires_grad_() for x in leaves]
         lengths = {"cu_seqlens": LENGTHS}
         lengths |= {"cu_seqlens_padded": STARTS} if arguments.pop("gaps", False) else {}
         arguments |= {f"{n.replace('seqlens', f'seqlens_{side}')}": x for n, x in lengths.items() for side in ("q", "kv")}
-        arguments |= {"attn_mask_type": "padding_causal", "max_seqlen_q": 45, "max_seqlen_kv": 45}
+        arguments |= {"attn_mask_type": "padding_causal", "max_seqlen_q": 110, "max_seqlen_kv": 110}
     elif arguments.get("qkv_format") == "sbhd":
         leaves = [x.detach().transpose(0, 1).contiguous().requires_grad_() for x in leaves]
     fmt = arguments.get("qkv_format", "bshd")

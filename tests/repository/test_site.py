@@ -9,7 +9,16 @@ from tests.conftest import ROOT
 
 NAVIGATION = re.findall(r"^ +- .*?: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text("utf-8").partition("\nnav:\n")[2], re.MULTILINE)
 PUBLIC = (
-    *("flexattn", "flexattn.distributed", "flexattn.fp8", "flexattn.jax", "flexattn.jax.te", "flexattn.mods", "flexattn.nn"),
+    *(
+        "flexattn",
+        "flexattn.distributed",
+        "flexattn.fp8",
+        "flexattn.jax",
+        "flexattn.jax.fp8",
+        "flexattn.jax.te",
+        "flexattn.mods",
+        "flexattn.nn",
+    ),
     "flexattn.testing",
 )
 INNER = ("flexattn.integrations.flex_maxima",)  # a part of another
