@@ -129,6 +129,8 @@ def dequantize(
 def _scales_of_rows(x: QuantizedTensor, fmt: str, cu_seqlens: Any, cu_seqlens_padded: Any) -> Any:
     """Returns the descale of each row of data, with 1 for its last dim and wherever it is the same."""
     descale = x.descale  # [b, h, blocks]
+    if descale.size == 0:  # tokens of no sequence, which are 0
+        return jnp.ones((1,) * x.data.ndim, jnp.float32)
     if fmt == "thd":
         if cu_seqlens is None:
             return jnp.broadcast_to(descale[0, :, 0][None, :, None], (1, descale.shape[1], 1))

@@ -132,6 +132,16 @@ def test_out_in_fp8_has_torchs_bits(name: str) -> None:
         same_bits(a, b)
 
 
+def test_out_of_no_sequences() -> None:
+    x = jnp.zeros((5, 4, 32), jnp.bfloat16)
+    none = jnp.zeros(1, jnp.int32)
+    given = {"qkv_format": "thd", "attn_mask_type": "padding", "cu_seqlens_q": none, "cu_seqlens_kv": none}
+    given |= {"max_seqlen_q": 5, "max_seqlen_kv": 5}
+    out = fj.attention(x, x, x, **given, fp8_recipe=fp8.Recipe(granularity="batch_head", out_dtype=E4M3))
+    assert out.descale.shape == (0, 4, 1)
+    assert not jax_fp8.dequantize(out, qkv_format="thd", cu_seqlens=none).any()
+
+
 def test_inference_in_fp8_with_out_in_fp8() -> None:
     leaves = [fp8.quantize(x.detach()) for x in qkv()]
     descales = {f"descale_{n}": x.descale for n, x in zip("qkv", leaves, strict=True)}
