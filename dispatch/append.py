@@ -70,7 +70,7 @@ def append_by_kernel(k_cache: Tensor, v_cache: Tensor, x: Appended) -> None:
 
 
 def kernel_error(device_type: str, capability: tuple[int, int] | None, dtype: torch.dtype) -> str | None:
-    """Returns why no kernel appends to caches of a dtype on a device; to FP8 from compute capability 8.9 on, where it is exact."""
+    """Returns why no kernel writes rows of a dtype on a device; of FP8 from compute capability 8.9 on, where it is exact."""
     if reason := triton_backend.device_error(device_type, capability):
         return reason
     if capability is None or dtype not in LARGEST or capability >= (8, 9):

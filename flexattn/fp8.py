@@ -272,7 +272,16 @@ def quantize(
     Raises:
         ValueError, TypeError: arguments that have no meaning; the text names them.
     """
-    recipe = Recipe() if recipe is None else recipe
+    made = Recipe() if recipe is None else recipe
+    how = quantize_arguments(x, made, qkv_format, (cu_seqlens, cu_seqlens_padded, max_seqlen), dtype)
+    data, descale, amax = fp8_ops.quantize(x.detach(), *how)
+    return QuantizedTensor(data, descale, amax, block_rows=made.rows)
+
+
+def quantize_arguments(
+    x: Tensor, recipe: Any, qkv_format: Any, lengths: tuple[Tensor | None, Tensor | None, int | None], dtype: Any
+) -> tuple[Any, ...]:
+    """Returns what the operator takes behind x, checked; lengths: cu_seqlens, cu_seqlens_padded and max_seqlen of `quantize`."""
     _check_is_recipe(recipe)
     if recipe.scaling != "current":
         raise ValueError("recipe.scaling is 'delayed'; accepted: 'current', as quantize keeps no history")
@@ -284,23 +293,10 @@ def quantize(
     fmt, kv_format = parse_format(str(qkv_format))
     if fmt != kv_format:
         raise ValueError(f"qkv_format is {qkv_format!r}; accepted: x's own, one of bshd, sbhd, bhsd, thd")
+    cu_seqlens, cu_seqlens_padded, max_seqlen = lengths
     longest = check_lengths_of(x, fmt, cu_seqlens, cu_seqlens_padded, max_seqlen)
-    found = fp8_ops.quantize(
-        x.detach(),
-        cu_seqlens,
-        cu_seqlens_padded,
-        longest,
-        None,
-        None,
-        fmt,
-        str(dtype).removeprefix("torch."),
-        recipe.granularity,
-        recipe.rows,
-        recipe.margin,
-        recipe.rotation,
-    )
-    data, descale, amax = found
-    return QuantizedTensor(data, descale, amax, block_rows=recipe.rows)
+    how = (str(dtype).removeprefix("torch."), recipe.granularity, recipe.rows, recipe.margin, recipe.rotation)
+    return (cu_seqlens, cu_seqlens_padded, longest, None, None, fmt, *how)
 
 
 class _Dequantized(torch.autograd.Function):

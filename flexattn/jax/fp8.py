@@ -4,34 +4,49 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+import json
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
+from jax.interpreters import batching
 from torch import Tensor
 
-from flexattn import fp8, validation
-from flexattn.dispatch.quantization import LARGEST, LARGEST_SCALE, SMALLEST_SCALE
+from flexattn import fp8, fp8_ops, validation
+from flexattn.dispatch import plan as plans
+from flexattn.dispatch.append import kernel_error
+from flexattn.dispatch.plan import Device, Plan
+from flexattn.dispatch.quantization import LARGEST, LARGEST_SCALE, SMALLEST_SCALE, amax_sizes
+from flexattn.dispatch.select import BackendError
 from flexattn.dispatch.spec import parse_format
+from flexattn.jax import cuda, ffi
+from flexattn.jax.batching import loop
+from flexattn.jax.call import meta_tensor, torch_dtype
+from flexattn.jax.primitives import primitive, register
+from flexattn.jax.sharding import Factors, Layout
 
-__all__ = ["DelayedScaling", "QuantizedTensor", "dequantize"]
+__all__ = ["DelayedScaling", "QuantizedTensor", "dequantize", "quantize"]
 
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedTensor:
     """x ≈ data * descale: `data` in float8, laid out as x; descale and amax fp32 [b | 1, h | 1, blocks | 1], by the granularity.
 
-    `source` is x in 16 bits, which alone has a gradient: that of data * descale.
+    `source` is x in 16 bits, given by `attention`, which alone has a gradient: that of data * descale.
     """
 
     data: jax.Array
     descale: jax.Array
     amax: jax.Array  # largest magnitude of x's finite values
-    source: jax.Array
+    source: jax.Array | None = None
     block_rows: int = 0  # that share a descale, for granularity "block"; else 0
 
 
+_NAME = "flexattn_quantize"
 jax.tree_util.register_dataclass(QuantizedTensor, ["data", "descale", "amax", "source"], ["block_rows"])
 
 
@@ -101,6 +116,100 @@ def checked_state(state: Any) -> DelayedScaling | None:
     return DelayedScaling(*map(jnp.asarray, state))
 
 
+def quantize(
+    x: jax.Array,
+    recipe: fp8.Recipe | None = None,
+    *,
+    qkv_format: str = "bshd",
+    cu_seqlens: jax.Array | None = None,
+    cu_seqlens_padded: jax.Array | None = None,
+    max_seqlen: int | None = None,
+    dtype: Any = jnp.float8_e4m3fn,
+) -> QuantizedTensor:
+    """Returns x in FP8 with current scaling, for `attention`'s descale_q, descale_k and descale_v. Not differentiable.
+
+    Arguments, results and errors are those of `flexattn.fp8.quantize`; on a CUDA device BackendError below compute capability 8.9.
+    """
+    given = {"x": x, "cu_seqlens": cu_seqlens, "cu_seqlens_padded": cu_seqlens_padded}
+    for name, value in given.items():
+        if not isinstance(value, (jax.Array, np.ndarray)) and (value is not None or name == "x"):
+            raise TypeError(f"{name} is {validation.describe(value)}; accepted: a JAX or NumPy array")
+    arrays = {name: jnp.asarray(value) for name, value in given.items() if value is not None}
+    metas = dict.fromkeys(given) | {name: meta_tensor(name, value) for name, value in arrays.items()}
+    made = fp8.Recipe() if recipe is None else recipe
+    lengths = (metas["cu_seqlens"], metas["cu_seqlens_padded"], max_seqlen)
+    how = fp8.quantize_arguments(metas["x"], made, qkv_format, lengths, torch_dtype("dtype", dtype))  # type: ignore[arg-type]
+    call = QuantizeCall(tuple(arrays), *how[2:3], *how[5:])
+    data, descale, amax = quantize_p.bind(*map(jax.lax.stop_gradient, arrays.values()), call=call)
+    return QuantizedTensor(data, descale, amax, block_rows=made.rows)
+
+
+class QuantizeCall(NamedTuple):
+    """All of a call of `quantize` but its arrays."""
+
+    names: tuple[str, ...]  # the arrays that there are: x, cu_seqlens, cu_seqlens_padded
+    max_seqlen: int
+    fmt: str
+    dtype: str
+    granularity: str
+    block_rows: int
+    margin: int
+    rotation: bool
+
+    def run(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Returns data, descale and amax."""
+        given = dict(zip(self.names, tensors, strict=True))
+        lengths = (given.get("cu_seqlens"), given.get("cu_seqlens_padded"), self.max_seqlen)
+        return fp8_ops.FUNCTIONS.quantize(given["x"], *lengths, None, None, *self[2:])
+
+
+def _shapes(call: QuantizeCall, arrays: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+    x, cu_seqlens, *_ = *(meta_tensor(name, a) for name, a in zip(call.names, arrays, strict=True)), None
+    sizes = amax_sizes(x, call.fmt, cu_seqlens, call.max_seqlen, call.granularity, call.block_rows)
+    scale = jax.ShapeDtypeStruct(sizes, jnp.float32)
+    return [jax.ShapeDtypeStruct(tuple(x.shape), jnp.dtype(call.dtype)), scale, scale]
+
+
+def _run(text: bytes, tensors: list[Tensor]) -> tuple[Tensor, ...]:
+    names, *how = json.loads(text)
+    return QuantizeCall(tuple(names), *how).run(tensors)
+
+
+ffi.register(_NAME, _run)
+
+
+def on_host(*arrays: Any, call: QuantizeCall) -> Any:
+    """Returns data, descale and amax, in a trace for a CPU."""
+    return jax.ffi.ffi_call(_NAME, _shapes(call, arrays))(*arrays, call=json.dumps(call, separators=(",", ":")))
+
+
+def on_cuda(*arrays: Any, call: QuantizeCall) -> Any:
+    """Returns data, descale and amax, in a trace for a CUDA device."""
+    signature = tuple((tuple(x.shape), torch_dtype(name, x.dtype)) for name, x in zip(call.names, arrays, strict=True))
+    return cuda.run_plan(_plan(call, signature, cuda.needed_device()), arrays)
+
+
+@functools.lru_cache(maxsize=64)
+def _plan(call: QuantizeCall, signature: tuple[tuple[tuple[int, ...], torch.dtype], ...], on: Device) -> Plan:
+    if reason := kernel_error("cuda", on.capability, torch.float8_e4m3fn):
+        raise BackendError(f"triton cannot quantise: {reason}")
+    metas = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in signature]
+    return plans.record(lambda: call.run(metas), metas, on)
+
+
+def _whole(call: QuantizeCall, shapes: Sequence[tuple[int, ...]]) -> Layout:
+    """Returns a layout that splits nothing, as scales may be those of all."""
+    names = (f"dim{i}" for i in itertools.count())
+    factors: list[Factors] = [tuple(next(names) for _ in shape) for shape in shapes]
+    results: list[Factors] = [factors[0], *(tuple(next(names) for _ in range(3)) for _ in range(2))]
+    return Layout(factors, results, [None] * 3, {}, frozenset())
+
+
+quantize_p, local_quantize_p = primitive(_NAME, _shapes), primitive(f"{_NAME}_of_one_device", _shapes)
+register(quantize_p, local_quantize_p, on_host, on_cuda, _whole)
+batching.primitive_batchers[quantize_p] = functools.partial(loop, quantize_p)
+
+
 def dequantize(
     x: QuantizedTensor,
     *,
@@ -112,10 +221,10 @@ def dequantize(
     """Returns data * descale of an out in FP8, multiplied in float32 and rounded once. Its gradient is that of `source`.
 
     Args:
-        x: what `attention` returned.
+        x: what `attention` or `quantize` returned.
         qkv_format: x's own format, or that of the call.
         cu_seqlens, cu_seqlens_padded: the call's cu_seqlens_q and cu_seqlens_q_padded, for thd with scales for each sequence.
-        dtype: None is that of `source`.
+        dtype: None is that of `source`, and bfloat16 without one.
     """
     fmt, _ = parse_format(str(qkv_format))
     if x.data.ndim != len(fmt):
@@ -123,7 +232,10 @@ def dequantize(
     if fmt == "thd" and cu_seqlens is None and (x.descale.shape[0] > 1 or x.descale.shape[2] > 1):
         raise ValueError("cu_seqlens is None with thd and scales for each sequence; accepted: an int32 array [batch + 1]")
     scale = _scales_of_rows(x, fmt, cu_seqlens, cu_seqlens_padded)
-    return _dequantized(x.source, x.data, scale, dtype)
+    if x.source is None:
+        return (x.data.astype(jnp.float32) * scale).astype(jnp.bfloat16 if dtype is None else dtype)
+    found: jax.Array = _dequantized(x.source, x.data, scale, dtype)
+    return found
 
 
 def _scales_of_rows(x: QuantizedTensor, fmt: str, cu_seqlens: Any, cu_seqlens_padded: Any) -> Any:

@@ -69,3 +69,6 @@ def test_out_in_fp8_by_blocks() -> None:
     for name in ("data", "descale", "amax"):
         same_bits(getattr(out, name), getattr(found, name))
     same_bits(jax_fp8.dequantize(out), fp8.dequantize(found, made))
+    ours, of_torch = jax.jit(jax_fp8.quantize)(to_jax(leaves[0])), fp8.quantize(leaves[0])
+    for name in ("data", "descale", "amax"):
+        same_bits(getattr(ours, name), getattr(of_torch, name))

@@ -156,6 +156,46 @@ def test_inference_in_fp8_with_out_in_fp8() -> None:
     assert out.source.dtype == jnp.bfloat16
 
 
+@pytest.mark.parametrize("name", ["packed", "blocks"])
+def test_quantize_has_torchs_bits(name: str) -> None:
+    x, fmt = qkv(tokens=200)[0].detach(), "bshd"
+    recipe = fp8.Recipe(granularity="block", block_rows=64, margin=-1)
+    lengths: dict[str, Any] = {}
+    if name == "packed":
+        x, fmt, recipe = x[0], "thd", fp8.Recipe(granularity="batch_head", rotation=True)
+        lengths = {"cu_seqlens": LENGTHS, "cu_seqlens_padded": STARTS, "max_seqlen": 110}
+    found = fp8.quantize(x, recipe, qkv_format=fmt, **lengths, dtype=torch.float8_e5m2)
+    arrays = {n: to_jax(v) for n, v in lengths.items() if n != "max_seqlen"}
+    longest = lengths.get("max_seqlen")
+
+    def call(x: Any, arrays: Any) -> Any:
+        return jax_fp8.quantize(x, recipe, qkv_format=fmt, **arrays, max_seqlen=longest, dtype=jnp.float8_e5m2)
+
+    ours = jax.jit(call)(to_jax(x), arrays)
+    for field in ("data", "descale", "amax"):
+        same_bits(getattr(ours, field), getattr(found, field))
+    lengths.pop("max_seqlen", None)
+    given = {"qkv_format": fmt, **arrays}
+    same_bits(jax_fp8.dequantize(ours, **given), fp8.dequantize(found, recipe, qkv_format=fmt, **lengths))
+    assert not jax.grad(lambda x: jax_fp8.dequantize(call(x, arrays), **given, dtype=jnp.dtype("float32")).sum())(to_jax(x)).any()
+    twice = jax.vmap(lambda x: call(x, arrays))(jnp.stack([to_jax(x), 2 * to_jax(x)]))
+    same_bits(twice.data[0], found.data)
+    with pytest.raises(ValueError, match=r"recipe\.scaling is 'delayed'"):
+        jax_fp8.quantize(to_jax(x), fp8.Recipe(**DELAYED))
+
+
+def test_quantize_in_xlas_memory(interpreted: list[Any]) -> None:
+    x = qkv()[0].detach()
+    found = fp8.quantize(x)
+    with cuda.compiled_for((8, 9), processors=4):
+        ours = jax.jit(jax_fp8.quantize)(to_jax(x))
+    for field in ("data", "descale", "amax"):
+        same_bits(getattr(ours, field), getattr(found, field))
+    assert interpreted
+    with pytest.raises(flexattn.BackendError, match=r"compute capability 8\.0 has no conversions to FP8"):
+        jax_fp8.quantize(to_jax(x))
+
+
 def test_delayed_scaling_in_xlas_memory(interpreted: list[Any]) -> None:
     """The launches of a CUDA device note what torch's do, and results are as right as torch's on the same kernels."""
     made = fp8.Recipe(**DELAYED, out_dtype=E4M3)

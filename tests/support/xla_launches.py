@@ -13,7 +13,7 @@ import pytest
 import torch
 from jax.interpreters import mlir
 
-from flexattn.jax import append, cuda, ffi, host, primitives
+from flexattn.jax import append, cuda, ffi, fp8, host, primitives
 from flexattn.jax.custom_call import CustomCall
 
 _steps: list[Any] = []
@@ -73,11 +73,13 @@ def interpreted_launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]
         (primitives.local_forward_p, primitives._on_cuda(host.FORWARD, primitives.forward_shapes, cuda.forward)),
         (primitives.local_backward_p, primitives._on_cuda(host.BACKWARD, primitives.backward_shapes, cuda.backward)),
         (append.local_append_p, append.on_cuda),
+        (fp8.local_quantize_p, fp8.on_cuda),
     )
     of_cpu = (
         (primitives.local_forward_p, primitives._on_host(host.FORWARD, primitives.forward_shapes)),
         (primitives.local_backward_p, primitives._on_host(host.BACKWARD, primitives.backward_shapes)),
         (append.local_append_p, append.on_host),
+        (fp8.local_quantize_p, fp8.on_host),
     )
     for primitive, rule in of_cuda:
         mlir.register_lowering(primitive, mlir.lower_fun(rule, multiple_results=True), platform="cpu")
