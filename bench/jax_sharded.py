@@ -21,12 +21,11 @@ from typing import Any
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # before JAX reads it: torch needs memory too
 
 import torch
-import torch.utils.dlpack
 
 from flexattn.bench import record
 from flexattn.bench.check import Checker
 from flexattn.bench.inputs import make_tensors
-from flexattn.bench.jax_calls import CALLS, DIRECTIONS, TURN_US, Call, in_turns, to_jax, turn
+from flexattn.bench.jax_calls import CALLS, DIRECTIONS, TURN_US, Call, in_turns, results_of, to_jax, turn
 from flexattn.bench.shapes import Workload, dense
 
 SHAPES = (
@@ -99,16 +98,13 @@ def measure(workload: Workload, direction: str) -> list[dict[str, Any]]:
     tensors = make_tensors(workload, "cuda")
     calls = calls_of(workload, tuple(map(to_jax, tensors[:4])), direction)
     one = calls["one GPU"]()
-    results = {which: torch.utils.dlpack.from_dlpack(x) for which, x in zip(NAMES, one, strict=False)}
     rows: list[dict[str, Any]] = []
     timed: dict[str, Call] = {}
     try:
-        Checker(workload, tensors).check(direction, results)
-        is_right = True
+        Checker(workload, tensors).check(direction, results_of(calls["one GPU"]))
     except AssertionError as e:
-        is_right = False
-        rows.append({"workload": workload.name, "direction": direction, "divided": "one GPU", "status": "wrong", "reason": str(e)})
-    for name, call in calls.items() if is_right else ():
+        return [{"workload": workload.name, "direction": direction, "divided": "one GPU", "status": "wrong", "reason": str(e)}]
+    for name, call in calls.items():
         row: dict[str, Any] = {"workload": workload.name, "shape": str(workload), "direction": direction, "divided": name}
         try:
             row["differs from one GPU"] = off = differences(name, workload, call(), one)
