@@ -114,7 +114,7 @@ def measure(workload: Workload, direction: str) -> list[dict[str, Any]]:
         rows.append(row | {"status": "measured" if max(off.values()) < CLOSE else "wrong"})
         timed[name] = call
     numbers = {name: min(CALLS[1], max(CALLS[0], int(TURN_US / turn(call, CALLS[0])))) for name, call in timed.items()}
-    times = in_turns(timed, numbers, TURNS, turn)
+    times = in_turns(timed, numbers, TURNS, turn) if timed else {}
     for row in rows:
         if row["status"] == "measured":
             row["us_q1"], row["us"], row["us_q3"] = statistics.quantiles(times[row["divided"]], n=4)
