@@ -95,7 +95,7 @@ def differences(name: str, workload: Workload, found: Any, one: Any) -> dict[str
 
 def measure(workload: Workload, direction: str) -> list[dict[str, Any]]:
     """Returns a row for each way to divide the call."""
-    tensors = make_tensors(workload, "cuda")
+    tensors = make_tensors(workload, "cuda:0")
     calls = calls_of(workload, tuple(map(to_jax, tensors[:4])), direction)
     one = calls["one GPU"]()
     rows: list[dict[str, Any]] = []
@@ -132,6 +132,7 @@ def main(argv: list[str] | None = None) -> int:
 
     if len(jax.devices()) < 2:
         parser.error("JAX has one device; jax_sharded divides calls between several")
+    torch.cuda.set_device(0)  # JAX leaves the last one current where it starts
     rows = []
     for workload in SHAPES:
         for direction in DIRECTIONS:

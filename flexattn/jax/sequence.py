@@ -79,6 +79,7 @@ def attention_over_axis(
     # these are, is not.
     kept = jax.checkpoint_policies.save_only_these_names("flexattn_out", "flexattn_lse")
     wanted = [name for name in ("return_lse", "return_max_logit") if options.pop(name, False)]
+    options["return_max_logit"] = "return_max_logit" in wanted
     out, lse, max_logit = jax.checkpoint(functools.partial(whole.attend, options=options), policy=kept)(q, k, v)
     results = {"return_lse": lse, "return_max_logit": max_logit}
     if "return_max_logit" in wanted:
@@ -150,7 +151,7 @@ class _Whole(NamedTuple):
 
     def _part(self, q: Any, keys: list[Any], start: Any, options: dict[str, Any]) -> tuple[Any, Any, Any]:
         """Returns the results of queries that begin at `start`, which is known when the program runs."""
-        given = {"qkv_format": self.fmt, "return_lse": True, "return_max_logit": True, **options}
+        given = {"qkv_format": self.fmt, **options}
         k, v = keys
         count, total = q.shape[self.dim], k.shape[self.dim]
         begin = jnp.zeros((), jnp.int32)
@@ -166,8 +167,7 @@ class _Whole(NamedTuple):
                 k, v = (jax.lax.dynamic_slice_in_dim(x, begin, count + left + right, self.dim) for x in keys)
         mods = _Shifted(start, begin, None if self.is_causal else self.window)
         given |= mods.of(options)
-        found: tuple[Any, Any, Any] = front.attention(q, k, v, **given)
-        return found
+        return front.attend({"q": q, "k": k, "v": v} | given)
 
 
 class _Shifted(NamedTuple):
