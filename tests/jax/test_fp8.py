@@ -99,7 +99,10 @@ OUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", OUTS)
+BY_DEFAULT = ("blocks", "packed, with gaps, in blocks")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in BY_DEFAULT else pytest.mark.slow) for name in OUTS])
 def test_out_in_fp8_has_torchs_bits(name: str) -> None:
     recipe, arguments = OUTS[name]
     made, arguments = fp8.Recipe(**({"out_dtype": E4M3} | recipe)), dict(arguments)
@@ -156,7 +159,7 @@ def test_inference_in_fp8_with_out_in_fp8() -> None:
     assert out.source.dtype == jnp.bfloat16
 
 
-@pytest.mark.parametrize("name", ["packed", "blocks"])
+@pytest.mark.parametrize("name", ["packed", pytest.param("blocks", marks=pytest.mark.slow)])
 def test_quantize_has_torchs_bits(name: str) -> None:
     x, fmt = qkv(tokens=200)[0].detach(), "bshd"
     recipe = fp8.Recipe(granularity="block", block_rows=64, margin=-1)
