@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flexattn import validation
+from flexattn.dispatch.spec import make_band
 from flexattn.jax import front
 
 LAYOUTS = ("contiguous", "zigzag")
@@ -96,7 +97,7 @@ class _Whole(NamedTuple):
     dim: int  # the tokens' in q, k and v
     fmt: str
     is_causal: bool
-    window: tuple[int, int]
+    window: tuple[int | None, int | None]  # with a causal mask its right side ends at the diagonal, or before
 
     @classmethod
     def of(cls, q: Any, k: Any, axis_name: str, layout: str, options: dict[str, Any]) -> _Whole:
@@ -110,11 +111,7 @@ class _Whole(NamedTuple):
         mask = options.pop("attn_mask_type", "no_mask")
         validation.check_name("attn_mask_type", mask, _MASKS)
         is_causal, dim = mask != "no_mask", fmt.index("s")
-        window = tuple(options.pop("window_size", (-1, -1)))
-        if is_causal and window[1] not in (0, -1):
-            raise ValueError(f"window_size is {window} with {mask!r}; accepted: a right side of 0 or -1")
-        if options.pop("bottom_right_diagonal", None) is False and mask == "causal_bottom_right":
-            raise ValueError("bottom_right_diagonal is False with 'causal_bottom_right'; accepted: None")
+        band = make_band(mask, options.pop("window_size", (-1, -1)), options.pop("bottom_right_diagonal", None))
         if options.get("bias_type") == "alibi" and not is_causal:
             raise ValueError("bias_type is 'alibi' with 'no_mask'; accepted over an axis: a causal mask, or a score_mod")
         if len(q.shape) != 4 or len(k.shape) != 4 or q.shape[dim] != k.shape[dim]:
@@ -124,7 +121,7 @@ class _Whole(NamedTuple):
             )
         if layout == "zigzag" and q.shape[dim] % 2:
             raise ValueError(f"q has {q.shape[dim]} tokens on each device with layout 'zigzag'; accepted: an even number")
-        return cls(axis_name, jax.lax.psum(1, axis_name), layout, dim, fmt, is_causal, (int(window[0]), int(window[1])))
+        return cls(axis_name, jax.lax.psum(1, axis_name), layout, dim, fmt, is_causal, (band.left, band.right))
 
     def attend(self, q: Any, k: Any, v: Any, options: dict[str, Any]) -> tuple[Any, Any, Any]:
         """Returns out, lse and max_logit of this device's queries."""
@@ -158,11 +155,12 @@ class _Whole(NamedTuple):
         if self.is_causal:
             # Keys end with the last query's, so the bottom-right diagonal is the whole's.
             row = jnp.arange(q.shape[self.fmt.index("b")] + 1, dtype=jnp.int32)
-            given |= {"attn_mask_type": "padding_causal_bottom_right", "window_size": self.window}
+            left, right = (-1 if side is None else side for side in self.window)
+            given |= {"attn_mask_type": "padding_causal_bottom_right", "window_size": (left, right)}
             given |= {"cu_seqlens_q": row * count, "cu_seqlens_kv": row * (start + count)}
-        elif self.window != (-1, -1):
-            left, right = self.window
-            if min(left, right) >= 0 and options.get("bias") is None and count + left + right < total:
+        elif options.get("bias") is None and None not in self.window:
+            left, right = (max(0, side or 0) for side in self.window)
+            if count + left + right < total:
                 begin = jnp.clip(start - left, 0, total - (count + left + right))
                 k, v = (jax.lax.dynamic_slice_in_dim(x, begin, count + left + right, self.dim) for x in keys)
         mods = _Shifted(start, begin, None if self.is_causal else self.window)
@@ -175,7 +173,7 @@ class _Shifted(NamedTuple):
 
     start: Any  # position of the first query
     begin: Any  # position of the first key
-    window: tuple[int, int] | None  # that mask_mod has to be, as the diagonal depends on the device
+    window: tuple[int | None, int | None] | None  # that mask_mod has to be, as the diagonal depends on the device
 
     def of(self, options: dict[str, Any]) -> dict[str, Any]:
         """Returns score_mod and mask_mod in the place of those in the options."""
@@ -183,10 +181,10 @@ class _Shifted(NamedTuple):
         score_mod, mask_mod, start, begin = options.get("score_mod"), options.get("mask_mod"), self.start, self.begin
         if score_mod is not None:
             found["score_mod"] = lambda s, b, h, i, j, *more, **named: score_mod(s, b, h, i + start, j + begin, *more, **named)
-        left, right = (-1, -1) if self.window is None else self.window
+        left, right = self.window or (None, None)
         masks: list[Callable[..., Any]] = [] if mask_mod is None else [mask_mod]
-        masks += [lambda b, h, i, j: i - j <= left] if left >= 0 else []
-        masks += [lambda b, h, i, j: j - i <= right] if right >= 0 else []
+        masks += [lambda b, h, i, j: i - j <= left] if left is not None else []
+        masks += [lambda b, h, i, j: j - i <= right] if right is not None else []
         if masks:
             found["mask_mod"] = lambda b, h, i, j: functools.reduce(
                 jnp.logical_and, [mask(b, h, i + start, j + begin) for mask in masks]

@@ -43,6 +43,8 @@ CASES: dict[str, tuple[dict[str, tuple[int, ...]], dict[str, Any]]] = {
     "window": ({}, {"window_size": (7, 4)}),
     "window, right side alone": ({}, {"window_size": (-1, 5)}),
     "wide window": ({}, {"window_size": (40, 3)}),
+    "window before the diagonal": ({}, {"window_size": (12, -5)}),
+    "causal, window before the diagonal": ({}, {"attn_mask_type": "causal", "window_size": (20, -3)}),
     "sink": ({"softmax_offset": (4,)}, {"attn_mask_type": "causal", "softmax_type": "learnable"}),
     "ALiBi": ({}, {"attn_mask_type": "causal", "bias_type": "alibi"}),
     "bias, window": ({"bias": (1, 4, TOKENS, TOKENS)}, {"bias_type": "post_scale_bias", "window_size": (9, 2)}),
@@ -81,7 +83,7 @@ def test_over_an_axis(mesh: Any, name: str, layout: str) -> None:
     arguments = {**arguments, "qkv_format": fmt}
     leaves = qkv(fmt) | {n: normal(5, *shape) for n, shape in shapes.items()}
     dout, dlse = normal(7, *leaves["q"].shape), normal(8, 2, 4, TOKENS)
-    if name == "mods":
+    if name == "mods" or "before" in name:
         dlse = jnp.where(jnp.isfinite(fj.attention(**leaves, **arguments, return_lse=True)[1]), dlse, 0)
 
     def whole(leaves: Any) -> Any:
