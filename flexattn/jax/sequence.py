@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flexattn import validation
-from flexattn.dispatch.spec import make_band
+from flexattn.dispatch.spec import Window, make_band
 from flexattn.jax import front
 
 LAYOUTS = ("contiguous", "zigzag")
@@ -97,7 +97,7 @@ class _Whole(NamedTuple):
     dim: int  # the tokens' in q, k and v
     fmt: str
     is_causal: bool
-    window: tuple[int | None, int | None]  # with a causal mask its right side ends at the diagonal, or before
+    window: Window  # with a causal mask its right side ends at the diagonal, or before
 
     @classmethod
     def of(cls, q: Any, k: Any, axis_name: str, layout: str, options: dict[str, Any]) -> _Whole:
@@ -121,7 +121,7 @@ class _Whole(NamedTuple):
             )
         if layout == "zigzag" and q.shape[dim] % 2:
             raise ValueError(f"q has {q.shape[dim]} tokens on each device with layout 'zigzag'; accepted: an even number")
-        return cls(axis_name, jax.lax.psum(1, axis_name), layout, dim, fmt, is_causal, (band.left, band.right))
+        return cls(axis_name, jax.lax.psum(1, axis_name), layout, dim, fmt, is_causal, Window(band.left, band.right))
 
     def attend(self, q: Any, k: Any, v: Any, options: dict[str, Any]) -> tuple[Any, Any, Any]:
         """Returns out, lse and max_logit of this device's queries."""
@@ -155,8 +155,7 @@ class _Whole(NamedTuple):
         if self.is_causal:
             # Keys end with the last query's, so the bottom-right diagonal is the whole's.
             row = jnp.arange(q.shape[self.fmt.index("b")] + 1, dtype=jnp.int32)
-            left, right = (-1 if side is None else side for side in self.window)
-            given |= {"attn_mask_type": "padding_causal_bottom_right", "window_size": (left, right)}
+            given |= {"attn_mask_type": "padding_causal_bottom_right", "window_size": self.window}
             given |= {"cu_seqlens_q": row * count, "cu_seqlens_kv": row * (start + count)}
         elif options.get("bias") is None and None not in self.window:
             left, right = (max(0, side or 0) for side in self.window)
@@ -173,7 +172,7 @@ class _Shifted(NamedTuple):
 
     start: Any  # position of the first query
     begin: Any  # position of the first key
-    window: tuple[int | None, int | None] | None  # that mask_mod has to be, as the diagonal depends on the device
+    window: Window | None  # that mask_mod has to be, as the diagonal depends on the device
 
     def of(self, options: dict[str, Any]) -> dict[str, Any]:
         """Returns score_mod and mask_mod in the place of those in the options."""

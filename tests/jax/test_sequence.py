@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from flexattn import Window
+
 jax = pytest.importorskip("jax", reason="JAX is not installed: pip install 'flexattn[jax]'")
 jnp = jax.numpy
 fj = pytest.importorskip("flexattn.jax")
@@ -43,8 +45,8 @@ CASES: dict[str, tuple[dict[str, tuple[int, ...]], dict[str, Any]]] = {
     "window": ({}, {"window_size": (7, 4)}),
     "window, right side alone": ({}, {"window_size": (-1, 5)}),
     "wide window": ({}, {"window_size": (40, 3)}),
-    "window before the diagonal": ({}, {"window_size": (12, -5)}),
-    "causal, window before the diagonal": ({}, {"attn_mask_type": "causal", "window_size": (20, -3)}),
+    "window before the diagonal": ({}, {"window_size": Window(12, -5)}),
+    "causal, window before the diagonal": ({}, {"attn_mask_type": "causal", "window_size": Window(20, -3)}),
     "sink": ({"softmax_offset": (4,)}, {"attn_mask_type": "causal", "softmax_type": "learnable"}),
     "ALiBi": ({}, {"attn_mask_type": "causal", "bias_type": "alibi"}),
     "bias, window": ({"bias": (1, 4, TOKENS, TOKENS)}, {"bias_type": "post_scale_bias", "window_size": (9, 2)}),
