@@ -174,6 +174,20 @@ def merge(fmt: str, out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) 
     return out, lse
 
 
+@functools.cache
+def can_check_floor(device: torch.device) -> bool:
+    """Returns whether `check_floor` runs on the device: on a GPU alone, where nothing waits for the answer, and not interpreted."""
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    return can_be_recorded() and device_error(device.type, capability) is None
+
+
+def check_floor(lse: Tensor, floor: float, text: str) -> None:
+    """Fails a device-side assertion that says `text` where a number of lse is not above `floor`, by one kernel."""
+    from flexattn.kernels_triton.portable.floor import check_floor as check
+
+    check(lse.contiguous(), floor, text)
+
+
 def forward(spec: AttentionSpec, x: Operands) -> tuple[Tensor, Tensor, Tensor]:
     from flexattn.kernels_triton.families import choose
 

@@ -29,10 +29,10 @@ from torch.utils._device import DeviceContext
 
 from flexattn import fp8_ops, ops
 from flexattn.block_mask import block_lists
-from flexattn.dispatch import context, options
+from flexattn.dispatch import context, options, triton_backend
 from flexattn.dispatch.replay import Recording, record
 from flexattn.dispatch.runtime_failures import RuntimeFailure
-from flexattn.dispatch.select import Backend, select
+from flexattn.dispatch.select import Backend, backend_module, select
 from flexattn.dispatch.spec import OPEN_WINDOW, AttentionSpec, Direction, Gradients, Operands, batch_size, dqkv_of
 from flexattn.first_order import first_order
 from flexattn.fp8_ops import Passes
@@ -286,7 +286,9 @@ class CachedCall:
         self.spec = ops.spec_to_run(x if config is None else fp8_ops.planned(x, settings, config), settings)
         self.of_fp8 = of_fp8
         self.settings = settings
-        self.has_floor = settings.has_floor
+        # By a kernel, which is recorded with the others; or by a look at the results, after each forward.
+        self.launches_check = settings.has_floor and triton_backend.can_check_floor(x.q.device)
+        self.looks_at_lse = settings.has_floor and not self.launches_check
         self.backend = settings.backend
         self.device = x.q.device
         self.is_used = False
@@ -341,7 +343,7 @@ class CachedCall:
                 return _apply((self, tensors, addresses, returns_lse), *self.leaves(tensors))
             return _apply((self, tensors, addresses, None), *self.leaves(tensors)), None, None
         results = self.forward(tensors, addresses)
-        if self.has_floor:
+        if self.looks_at_lse:
             check_floor(results[1])
         return results if self.of_fp8 is None else self.of_fp8.outputs(results)
 
@@ -468,11 +470,15 @@ class CachedCall:
         x = self.operands(tensors)
         of_fp8 = self.of_fp8
         out, lse, max_logit, *more = attend(x) if of_fp8 is None else of_fp8.forward(x, tensors[self.num_inputs :], attend)
+        if self.launches_check:
+            check_floor(lse)
         return out, lse, max_logit if self.spec.return_max_logit else None, *more
 
     def _record_forward(self, tensors: Sequence[Tensor | None]) -> tuple[Sequence[Any], Recording | None]:
         backend = self._forward_backend(tensors)
-        also = None if self.of_fp8 is None else self.of_fp8.quantizer_beside(backend)
+        also: Any = None if self.of_fp8 is None else self.of_fp8.quantizer_beside(backend)
+        if self.launches_check and backend_module("triton") is not backend:
+            also = triton_backend
         return record(
             backend, lambda: self._results(tensors, lambda x: backend.forward(self.spec, x)), tensors, tuple, self.device, also
         )
@@ -577,7 +583,7 @@ class CachedAttention(torch.autograd.Function):
     def forward(ctx: Any, made: tuple[CachedCall, Sequence[Tensor | None], list[int], bool | None], *leaves: Tensor) -> Any:
         call, tensors, addresses, returns_lse = made
         results = call.forward(tensors, addresses)
-        if call.has_floor:
+        if call.looks_at_lse:
             check_floor(results[1])
         ctx.call = call
         ctx.save_for_backward(*call.saved((*results, *tensors)))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexattn.dispatch import options
+from flexattn.dispatch import options, triton_backend
 from flexattn.dispatch.mod_program import Capture
 from flexattn.dispatch.philox import ORIGIN
 from flexattn.dispatch.quantization import num_blocks
@@ -443,6 +443,9 @@ def check_floor(lse: Tensor) -> None:
     ValueError where one is not above FLOOR; on a GPU, for which nothing waits, a device-side assertion fails.
     """
     if lse.numel() == 0:
+        return
+    if triton_backend.can_check_floor(lse.device):
+        triton_backend.check_floor(lse, FLOOR, _BELOW_FLOOR)
         return
     is_low = (lse <= FLOOR).any()  # not NaN, as of a NaN in q
     if is_low.device.type != "cpu":

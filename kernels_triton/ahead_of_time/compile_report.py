@@ -225,7 +225,7 @@ def compile_for(
             f"kernel is {kernel!r}; accepted: a @triton.jit function of a process without TRITON_INTERPRET; use compile_many"
         )
     source = _source(kernel, signature, constexprs, aligned)
-    target, options = GPUTarget("cuda", sm, 32), {"num_warps": num_warps, "num_stages": num_stages}
+    target, options = GPUTarget("cuda", sm, 32), _options(kernel, num_warps, num_stages)
     start = time.perf_counter()
     compiled, ptxas_log = _compile(source, target, options)
     seconds = time.perf_counter() - start
@@ -290,8 +290,14 @@ def compiled_from(request: CompileRequest) -> CompiledKernel:
     kernel = getattr(importlib.import_module(request.module), request.kernel)
     constexprs = {name: _constant(value) for name, value in request.constexprs.items()}
     source = _source(kernel, request.signature, constexprs, request.aligned)
-    options = {"num_warps": request.num_warps, "num_stages": request.num_stages}
+    options = _options(kernel, request.num_warps, request.num_stages)
     return triton.compile(source, target=GPUTarget("cuda", request.sm, 32), options=options)  # type: ignore[no-any-return]
+
+
+def _options(kernel: JITFunction[Any], num_warps: int, num_stages: int) -> dict[str, Any]:
+    """Returns the options that a launch compiles the kernel with; debug: the assertions of an `asserting_kernel`."""
+    options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages}
+    return options | {"debug": True} if kernel.debug else options
 
 
 def _source(
@@ -337,7 +343,7 @@ def _exposed_exponentials(loop: list[str]) -> int:
     return sum("MUFU.EX2" in line for line in loop[first:])
 
 
-def _compile(source: ASTSource, target: GPUTarget, options: dict[str, int]) -> tuple[CompiledKernel, str]:
+def _compile(source: ASTSource, target: GPUTarget, options: dict[str, Any]) -> tuple[CompiledKernel, str]:
     """The kernel, and what ptxas said when it was made, which is kept beside it in Triton's cache."""
     for always in (False, True):  # a kernel may be in the cache without the log
         log = io.StringIO()

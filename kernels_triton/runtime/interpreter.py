@@ -60,6 +60,7 @@ def right_arithmetic() -> Iterator[None]:
       addition, in an order of its own: cast to fp32 first where that matters.
     - tl.minimum, tl.maximum and tl.clamp pass over NaN, in fp32 and fp16 too, unless the kernel asks for propagate_nan.
     - With triton 3.6 and numpy 2.4 or later, loops over run-time bounds work.
+    - A `tl.device_assert` that fails raises AssertionError, as Triton's does only where a variable asks for it.
     - The assembly that orders launches (`griddepcontrol`) does nothing, as launches run one after another. Other assembly raises.
 
     The rest is Triton's own: fp32 and fp16 arithmetic, and atomics, which raise on bf16. Kernels run several times faster: device
@@ -111,6 +112,7 @@ def _install() -> None:
         (ScanOps, "cumprod", _scan),
         (interpreter, "_patch_lang", _patch_lang),
         (TritonSemantic, "binary_op_sanitize_overflow_impl", _sanitize_overflow),
+        (TritonSemantic, "device_assert", _device_assert),
     ):
         original = vars(owner).get(name)
         if original is None:  # get_bf16, which triton 3.6 and 3.7 lack
@@ -279,6 +281,11 @@ def _get_np_dtype(original):  # Triton's makes a table of all dtypes for each lo
 def _sanitize_overflow(original, semantic, lhs, rhs, binary_op):
     if semantic.builder.options.debug:  # otherwise device_assert ignores what the check, in int64, has found
         original(semantic, lhs, rhs, binary_op)
+
+
+def _device_assert(original, semantic, condition, message, mask):
+    holds = condition.handle.data if mask is None else condition.handle.data | ~mask.handle.data
+    assert holds.all(), message  # of every kernel: the interpreter does not know which are compiled with assertions
 
 
 def _make_block_type(original):

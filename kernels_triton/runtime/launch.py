@@ -44,6 +44,11 @@ def kernel(function: Callable[..., None]) -> Any:
     return _launchable(function, triton.jit)
 
 
+def asserting_kernel(function: Callable[..., None]) -> Any:
+    """`kernel` whose tl.device_assert are compiled in: one that fails ends the context with a device-side assertion."""
+    return _launchable(function, functools.partial(triton.jit, debug=True))
+
+
 def hopper_kernel(function: Callable[..., None]) -> Any:
     """`kernel` in Gluon, where tiles are read and written by descriptors, which are compiled for no address."""
     return _launchable(function, gluon.jit)

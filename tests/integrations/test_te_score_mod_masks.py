@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from flexattn import attention, explain, mods
+from flexattn.dispatch import triton_backend
 from flexattn.dispatch.spec import Operands
 from flexattn.functional import bind_call
 from flexattn.integrations.te import TEScoreMod
@@ -285,6 +286,21 @@ def test_scores_near_a_finite_fill_raise_and_are_never_wrong(fill: float, kept: 
         [attention(q, k, v, score_mod=mod)],
         [attention(q.double(), k.double(), v.double(), attn_mask_type="causal", backend="eager")],
     )
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_where_a_kernel_checks_it_runs_once_in_every_call(needs_grad: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Tensor] = []
+    monkeypatch.setattr(triton_backend, "can_check_floor", lambda device: True)
+    monkeypatch.setattr(triton_backend, "check_floor", lambda lse, floor, text: seen.append(lse.clone()))
+    q, k, v = (x.detach().requires_grad_(needs_grad) for x in inputs(device, 30, 31))
+    mod = TEScoreMod(selecting(BANDS["ge"][0]), None, {"fill": -1e9})
+    for calls in range(1, 5):  # step by step, recorded, replayed
+        _, lse = attention(q, k, v, score_mod=mod, backend="triton", return_lse=True)
+        assert len(seen) == calls
+        assert torch.equal(seen[-1], lse)
+    attention(q, k, v, attn_mask_type="causal", backend="triton")
+    assert len(seen) == calls
 
 
 @pytest.mark.parametrize("fill", [0.999 * MASKING, -65504.0, -10000.0, INF, math.nan, 0.0])

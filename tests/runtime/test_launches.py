@@ -46,6 +46,9 @@ def own_document(b, h, i, j):
 def relative(score, b, h, i, j):
     return score + table[h, i - j + 40]
 
+def masked_by_a_number(score, b, h, i, j):
+    return torch.where(i >= j, score, -1e9)
+
 diagonals._FEWEST_SCORES = diagonals._SCORES_OF_ENTRY = 0
 documents, table = torch.arange(1100) // 300, torch.zeros(6, 90)
 factor, slopes = 0.5, torch.ones(6, requires_grad=True)
@@ -55,6 +58,7 @@ CASES = {
     "thd": ({"qkv_format": "thd", "lengths_q": [70, 0, 33]}, {"attn_mask_type": "padding_causal"}),
     "mods": ({"qkv_format": "bhsd", "lengths_q": [40, 40]}, {"score_mod": biased}),
     "a table": ({"qkv_format": "bshd", "lengths_q": [40, 40]}, {"score_mod": relative, "attn_mask_type": "causal"}),
+    "a finite mask": ({"qkv_format": "bshd", "lengths_q": [70, 70]}, {"score_mod": masked_by_a_number}),
     "documents": ({"qkv_format": "bshd", "lengths_q": [1100, 1100]}, {"mask_mod": own_document}),
     "split keys": ({"qkv_format": "bshd", "lengths_q": [3], "lengths_kv": [1100]}, {"attn_mask_type": "causal_bottom_right"}),
     "fp8": ({"qkv_format": "bshd", "lengths_q": [70, 70]}, {"attn_mask_type": "causal", "fp8_recipe": flexattn.fp8.Recipe()}),
@@ -173,6 +177,7 @@ def test_every_launch_has_the_same_arguments_whoever_makes_it(forked_python) -> 
     assert done.stdout.count("_kernel") > 20
     assert done.stdout.count("_mask_blocks_kernel") == 5  # a forward has one, a backward two, and one in one pass
     assert done.stdout.count("_diagonals_kernel") == 4
+    assert done.stdout.count("_floor_kernel") == 2  # once for a forward, by either family
     assert done.stdout.count("_combine_splits_kernel") == 2
 
 
