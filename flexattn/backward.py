@@ -13,6 +13,7 @@ from torch import Tensor
 from flexattn import call_cache, fp8, ops, validation
 from flexattn.dispatch.spec import OPEN_WINDOW, Operands, Results, Window, dense_in, parse_format
 from flexattn.first_order import guarded
+from flexattn.fp8_steps import BackwardSteps
 from flexattn.prepare import prepare
 
 if TYPE_CHECKING:
@@ -204,7 +205,7 @@ def differentiate(results: Results, given: Given, arguments: dict[str, Any]) -> 
     return Gradients(*dense, tuple(zip(captured, of_captures, strict=True)))  # type: ignore[call-arg, arg-type]
 
 
-def differentiate_fp8(
+def differentiate_part_in_fp8(
     given: Given, arguments: dict[str, Any], recipe: fp8.Recipe, grad_dtype: str, descales: list[Tensor], dout8: Tensor | None
 ) -> Gradients:
     """Returns what `attention_backward` does, of q, k and v in FP8; out, dout and the gradients are in recipe.out_dtype.
@@ -228,6 +229,47 @@ def differentiate_fp8(
     flags = ops.captures_with_gradients(settings.mods)
     captured = [t for t, needs_grad in zip(x.mod_tensors, flags, strict=True) if needs_grad]
     return Gradients(*found[:-1], tuple(zip(captured, found.dmod_tensors or (), strict=True)))
+
+
+class GivenInFp8(NamedTuple):
+    """Tensors of a backward on q, k and v in FP8, beside `Given`."""
+
+    descales: tuple[Tensor, Tensor, Tensor]  # of q, k and v
+    descale_dout: Tensor | None  # [1, 1, 1]; None: dout is in 16 bits, and rounded in the backward
+    dout16: Tensor | None  # dout in 16 bits, where it is in FP8
+
+
+def differentiate_in_fp8(results: Results, given: Given, in_fp8: GivenInFp8, arguments: dict[str, Any]) -> ops.Gradients:
+    """Returns the gradients of a forward on FP8 tensors, in 16 bits, where `results` says.
+
+    arguments: all others that `attention` takes, the descales of `in_fp8` and an fp8_recipe among them. out and dout have q's dims.
+    """
+    dout, q, k, v, out, lse, _ = given
+    more = (*in_fp8.descales, in_fp8.descale_dout, in_fp8.dout16)
+    key, call = None, None
+    if not torch.compiler.is_compiling():
+        others = ("backward in FP8", results, arguments["fp8_recipe"], *_others_of(arguments))
+        tensors = (q, k, v, *_operands_of(arguments), *_NO_PAGES, *more, out, lse, dout)
+        key, call = call_cache.look_up(tensors, others, arguments["window_size"], None)
+    is_new = call is None
+    if call is None:
+        x, settings, _ = prepare(q, k, v, **arguments, results=results)
+        settings = settings._replace(needs_grad=True, needs_bias_grad=arguments["bias"] is not None)
+        if in_fp8.dout16 is not None:
+            settings = settings._replace(fp8_grad=str(dout.dtype).removeprefix("torch."))
+        steps = BackwardSteps(x.q.device)
+        x = steps.operands(x, more)
+        if key is not None:
+            call = call_cache.new_call(key, x._replace(copies16=()), settings, arguments["alibi_slopes"], steps)
+    else:
+        settings = call.settings
+    out, lse = dense_in(out, parse_format(settings.qkv_format)[0], settings.out_format), lse.contiguous()
+    if key is None or call is None:
+        return ops.gradients(x, settings, ops.Incoming(out, lse, dout, None))
+    found = call.backward((*call.inputs(key), *more, out, lse, dout, None))
+    if is_new:
+        call_cache.remember(key, call)
+    return found
 
 
 _NOT_OF_BACKWARD: dict[str, Any] = {

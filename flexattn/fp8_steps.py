@@ -122,5 +122,44 @@ class Fp8Steps:
         return x._replace(descales=[validation.as_scales(t, self.device) for t in descales])
 
 
+class BackwardSteps:
+    """FP8's part of a backward alone, whose q, k and v came in FP8: nothing is quantised around it.
+
+    Behind the operands it has the descales of q, k and v, then dout's and dout in 16 bits, which are None where dout is in 16 bits.
+    """
+
+    config: QuantizeConfig | None = None
+    num_results = 3  # of the forward, as if there were one here
+    can_be_recorded = True
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def operands(self, x: Operands, more: Sequence[Any]) -> Operands:
+        """Returns operands as a backend takes them."""
+        *of_inputs, descale_dout, dout16 = more
+        descales = [validation.as_scales(t, self.device) for t in of_inputs]
+        if descale_dout is None:
+            return x._replace(descales=descales)
+        return x._replace(descales=[*descales, descale_dout], copies16=[dout16])
+
+    def backward(
+        self, x: Operands, more: Sequence[Any], dout: Tensor, passes: Passes, attend: Callable[[Operands, Tensor], Gradients]
+    ) -> Gradients:
+        return attend(self.operands(x, more), dout)
+
+    def backward_as_run(self, x: Operands, more: Sequence[Any], dout: Tensor) -> Operands:
+        return self.operands(x, more)
+
+    def history_place(self, first: int) -> int | None:
+        return None
+
+    def saved_places(self, places: Sequence[int | None], first: int) -> list[int | None]:
+        return list(places)
+
+    def quantizer_beside(self, backend: Backend) -> Backend | None:
+        return None
+
+
 def _copies(more: Sequence[Any]) -> list[Tensor]:
     return [t for t in more[_DESCALES : _DESCALES + _COPIES] if t is not None]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flexattn import fp8
-from flexattn.backward import Given, Gradients, differentiate_fp8
+from flexattn.backward import Given, Gradients, differentiate_part_in_fp8
 from flexattn.dispatch.quantization import num_blocks
 from flexattn.fp8_ops import QuantizeConfig
 
@@ -60,4 +60,4 @@ def differentiate(
 ) -> Gradients:
     """Returns the gradients of a call of a part in FP8. descales: of q, k and v, and of dout8 where it is given."""
     grad_dtype = str(eight.recipe.grad_dtype).removeprefix("torch.")
-    return differentiate_fp8(given, arguments, eight.of_part, grad_dtype, list(descales), dout8)
+    return differentiate_part_in_fp8(given, arguments, eight.of_part, grad_dtype, list(descales), dout8)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
+from flexattn import call_cache
 from flexattn.integrations.te import (
     AttnMaskType,
     Float8CurrentScalingQuantizer,
@@ -100,18 +103,18 @@ def ordered(t: Tensor, fmt: str, wanted: str) -> Tensor:
     return t.permute([fmt.index(name) for name in wanted])
 
 
-def tensors_of(case: Case, totals: tuple[int, int]) -> list[Tensor]:
+def tensors_of(case: Case, totals: tuple[int, int], device: str = "cpu") -> list[Tensor]:
     """q, k and v as views of the layout's tensors, NaN where no sequence has a token."""
     q_format, kv_format, dim, count = BY_HAND[case.layout]
     d_qk, d_v = case.dims
     q_shape = shape_of(q_format, case.sq, totals[0], HEADS, d_qk)
     k_shape, v_shape = (shape_of(kv_format, case.skv, totals[1], case.heads_kv, d) for d in (d_qk, d_v))
     if count == 3:
-        return list(torch.randn([*q_shape[:dim], 3, *q_shape[dim:]]).to(case.dtype).unbind(dim))
-    q = torch.randn(q_shape).to(case.dtype)
+        return list(torch.randn([*q_shape[:dim], 3, *q_shape[dim:]]).to(device, case.dtype).unbind(dim))
+    q = torch.randn(q_shape).to(device, case.dtype)
     if count == 2:
-        return [q, *torch.randn([*k_shape[:dim], 2, *k_shape[dim:]]).to(case.dtype).unbind(dim)]
-    return [q, torch.randn(k_shape).to(case.dtype), torch.randn(v_shape).to(case.dtype)]
+        return [q, *torch.randn([*k_shape[:dim], 2, *k_shape[dim:]]).to(device, case.dtype).unbind(dim)]
+    return [q, torch.randn(k_shape).to(device, case.dtype), torch.randn(v_shape).to(device, case.dtype)]
 
 
 def poison(t: Tensor, of: oracle.Side) -> None:
@@ -122,10 +125,11 @@ def poison(t: Tensor, of: oracle.Side) -> None:
     is_real = torch.zeros(rows.shape[0] * rows.shape[1], dtype=torch.bool)
     for start, length in zip(of.starts, of.lengths, strict=True):
         is_real[start : start + length] = True
-    rows[~is_real.view(rows.shape[:2])] = float("nan")
+    rows[~is_real.view(rows.shape[:2]).to(rows.device)] = float("nan")
 
 
-def run(case: Case) -> None:
+def run(case: Case, device: str = "cpu") -> None:
+    """Runs a case forward and backward on a device and compares it with the oracle, which is on the CPU."""
     torch.manual_seed(0)
     q_format, kv_format, _, count = BY_HAND[case.layout]
     padding = "padding" in case.mask
@@ -140,25 +144,26 @@ def run(case: Case) -> None:
         else [case.skv] * BATCH,
         case.gap,
     )
-    q, k, v = tensors_of(case, (total_q, total_kv))
+    q, k, v = tensors_of(case, (total_q, total_kv), device)
     for t, of in ((q, q_side), (k, kv_side), (v, kv_side)):
         poison(t, of)
-    named: dict[str, Tensor] = {"q": q, "k": k, "v": v}
+    named: dict[str, Tensor] = {"q": q.cpu(), "k": k.cpu(), "v": v.cpu()}
     bias = offset = None
     if case.bias.endswith("scale_bias"):
-        bias = named["bias"] = torch.randn(1, HEADS, case.sq, case.skv).to(case.dtype)
+        named["bias"] = torch.randn(1, HEADS, case.sq, case.skv).to(case.dtype)
+        bias = named["bias"].to(device)
     if case.softmax == "learnable":
-        offset = torch.randn(1, HEADS, 1, 1)
-        named["softmax_offset"] = offset.flatten()
+        named["softmax_offset"] = torch.randn(HEADS)
+        offset = named["softmax_offset"].view(1, HEADS, 1, 1).to(device)
     given = {
         "max_seqlen_q": case.sq,
         "max_seqlen_kv": case.skv,
-        "cu_seqlens_q": cu_q,
-        "cu_seqlens_kv": cu_kv,
+        "cu_seqlens_q": cu_q.to(device),
+        "cu_seqlens_kv": cu_kv.to(device),
         "fake_dtype": case.dtype,
         "fused_attention_backend": F16,
-        "cu_seqlens_q_padded": padded_q,
-        "cu_seqlens_kv_padded": padded_kv,
+        "cu_seqlens_q_padded": None if padded_q is None else padded_q.to(device),
+        "cu_seqlens_kv_padded": None if padded_kv is None else padded_kv.to(device),
         "attn_scale": case.scale,
         "dropout": case.dropout,
         "qkv_layout": case.layout,
@@ -181,7 +186,7 @@ def run(case: Case) -> None:
     scale = case.dims[0] ** -0.5 if case.scale is None else case.scale
     scores = (case.bias, case.softmax, scale, 0.0, case.dropout, seed, None, None, False)
     problem = oracle.Problem(q_side, kv_side, case.mask, case.window, bottom_right, *scores)
-    out_in_q = ordered(out, case.o_format or q_format, q_format)
+    out_in_q = ordered(out, case.o_format or q_format, q_format).cpu()
     dout = torch.randn(out_in_q.shape).to(case.dtype)
     poison(dout, q_side)
     exact = oracle.exact(problem, named, dout.nan_to_num(), None, list(named))
@@ -199,12 +204,13 @@ def run(case: Case) -> None:
     assert stats.dtype is torch.float32
     lse = stats.squeeze(-1).transpose(0, 1) if q_format == "thd" else stats.squeeze(-1)
     assert stats.shape == ((total_q, HEADS, 1) if q_format == "thd" else (BATCH, HEADS, case.sq, 1))
+    lse = lse.cpu()
     check("stats", lse.nan_to_num(neginf=-1e4), exact.lse.nan_to_num(neginf=-1e4), None if plain is None else plain.lse)
-    check("max_logit", max_logit, exact.max_logit, None if plain is None else plain.max_logit)
+    check("max_logit", max_logit.cpu(), exact.max_logit, None if plain is None else plain.max_logit)
     assert max_logit.dtype is case.dtype
 
     do_format = case.o_format or q_format
-    d_o = ordered(dout, q_format, do_format).contiguous()
+    d_o = ordered(dout, q_format, do_format).contiguous().to(device)
     dqkv_layout = case.dqkv_layout or case.layout
     found = fused_attn_bwd(
         **given, q=q, k=k, v=v, o=out, d_o=d_o, aux_ctx_tensors=aux, do_format=do_format, dqkv_layout=dqkv_layout
@@ -217,7 +223,7 @@ def run(case: Case) -> None:
         assert (got is None) == (name not in named)
         if got is not None:
             lies = ordered(got, fmt, own) if fmt else got.reshape(exact.gradients[name].shape)
-            check(f"d{name}", lies, exact.gradients[name], None if plain is None else plain.gradients[name])
+            check(f"d{name}", lies.cpu(), exact.gradients[name], None if plain is None else plain.gradients[name])
     assert found[4] is None or (found[4].shape == (1, HEADS, 1, 1) and found[4].dtype is torch.float32)
     together = found[:3][-shared:] if shared else []
     storages = {t.untyped_storage().data_ptr() for t in together}
@@ -380,9 +386,11 @@ def test_no_graph_is_made() -> None:
     assert not any(t.requires_grad for t in fused_attn_bwd(**small_backward(given))[:3])
 
 
-RECIPES = {
-    "delayed": lambda: Float8Quantizer(torch.tensor([8.0]), torch.zeros(1), torch.float8_e4m3fn),
-    "current": lambda: Float8CurrentScalingQuantizer(torch.float8_e4m3fn),
+RECIPES: dict[str, Callable[..., Any]] = {
+    "delayed": lambda device="cpu": Float8Quantizer(
+        torch.tensor([8.0], device=device), torch.zeros(1, device=device), torch.float8_e4m3fn
+    ),
+    "current": lambda device="cpu": Float8CurrentScalingQuantizer(torch.float8_e4m3fn),
 }
 
 
@@ -395,27 +403,34 @@ class Foreign:
         self.shape = data.shape
 
 
+FP8_LAYOUTS = ("bs3hd", "sbhd_sbhd_sbhd", "bshd_bs2hd", "t3hd")
+
+
 @pytest.mark.parametrize("backend", ["eager", "triton"])
-@pytest.mark.parametrize("layout", ["bs3hd", "sbhd_sbhd_sbhd", "bshd_bs2hd", "t3hd"])
+@pytest.mark.parametrize("layout", FP8_LAYOUTS)
 @pytest.mark.parametrize("scaling", list(RECIPES))
 @pytest.mark.sample("backend", "layout", "scaling")
 def test_fp8(scaling: str, layout: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """FP8 in and out, and its gradients, against the oracle on what the FP8 tensors stand for."""
     if backend == "triton":
         pytest.importorskip("triton", reason="triton is not installed")
     monkeypatch.setenv("FLEXATTN_BACKEND", backend)
+    run_fp8(scaling, layout)
+
+
+def run_fp8(scaling: str, layout: str, device: str = "cpu", size: int = SQ, head_dim: int = 16) -> None:
+    """Runs FP8 in and out, and its gradients, and compares with the oracle on what the FP8 tensors stand for."""
     torch.manual_seed(0)
     q_format, kv_format, _, shared = BY_HAND[layout]
     mask = "padding_causal" if q_format == "thd" else "causal"
-    case = Case(layout=layout, mask=mask, dtype=torch.bfloat16)
-    of_q, total, cu, _ = side(q_format, SQ, [SQ] * BATCH, 0)
-    of_kv = side(kv_format, SQ, [SQ] * BATCH, 0)[0]
-    plain = tensors_of(case, (total, total))
-    make, make_dout = RECIPES[scaling], Float8CurrentScalingQuantizer(torch.float8_e5m2)
+    case = Case(layout=layout, mask=mask, dtype=torch.bfloat16, sq=size, skv=size, dims=(head_dim, head_dim))
+    of_q, total, cu, _ = side(q_format, size, [size] * BATCH, 0)
+    of_kv = side(kv_format, size, [size] * BATCH, 0)[0]
+    plain = tensors_of(case, (total, total), device)
+    make, make_dout = functools.partial(RECIPES[scaling], device), Float8CurrentScalingQuantizer(torch.float8_e5m2)
     q8, k8, v8 = (make()(t * size) for t, size in zip(plain, (0.5, 1.0, 2.0), strict=True))  # so that scales differ
     q8 = Foreign(q8._data, q8._scale_inv, "kFloat8E4M3")
     o_quantizer, dqkv_quantizer = make(), make()
-    lengths = {"max_seqlen_q": SQ, "max_seqlen_kv": SQ, "cu_seqlens_q": cu, "cu_seqlens_kv": cu}
+    lengths = {"max_seqlen_q": size, "max_seqlen_kv": size} | dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv"), cu.to(device))
     given = lengths | {"fake_dtype": torch.bfloat16, "fused_attention_backend": "FP8", "qkv_layout": layout, "attn_mask_type": mask}
     given |= {"o_format": q_format, "s_quantizer": make()}
     tensors = {"q": q8, "k": k8, "v": v8}
@@ -423,12 +438,14 @@ def test_fp8(scaling: str, layout: str, backend: str, monkeypatch: pytest.Monkey
     assert out._data.dtype is torch.uint8
     out16, _ = fused_attn_fwd(is_training=True, **given, **tensors)
     assert out16.dtype is torch.bfloat16
-    d_o = make_dout(torch.randn(out16.shape))
+    d_o = make_dout(torch.randn(out16.shape).to(device))
     stands_for = {
-        name: (t._data.view(torch.float8_e4m3fn).double() * t._scale_inv.double()) for name, t in (("q", q8), ("k", k8), ("v", v8))
+        name: (t._data.view(torch.float8_e4m3fn).double() * t._scale_inv.double()).cpu()
+        for name, t in (("q", q8), ("k", k8), ("v", v8))
     }
-    problem = oracle.Problem(of_q, of_kv, mask, (-1, -1), False, "no_bias", "vanilla", 0.25, 0.0, 0.0, (0, 0), None, None, False)
-    dout = d_o.dequantize(torch.float64)
+    scores = ("no_bias", "vanilla", head_dim**-0.5, 0.0, 0.0, (0, 0), None, None, False)
+    problem = oracle.Problem(of_q, of_kv, mask, (-1, -1), False, *scores)
+    dout = d_o.dequantize(torch.float64).cpu()
     exact = oracle.exact(problem, stands_for, dout, None, list("qkv"))
     found = fused_attn_bwd(
         **given,
@@ -445,7 +462,7 @@ def test_fp8(scaling: str, layout: str, backend: str, monkeypatch: pytest.Monkey
     # dout's E5M2, which has 3. Errors of sums are smaller.
     gradients = [(got, want, 2.0**-3) for got, want in zip(found[:3], exact.gradients.values(), strict=True)]
     for got, want, rounding in ((out, exact.out, 2.0**-4), (out16, exact.out, 2.0**-4), *gradients):
-        value = got.double() if isinstance(got, Tensor) else got.dequantize(torch.float64)
+        value = (got.double() if isinstance(got, Tensor) else got.dequantize(torch.float64)).cpu()
         assert float((value - want).norm() / want.norm()) < rounding
         assert float((value - want).abs().max()) < 2 * rounding * float(want.abs().max())
     if scaling == "delayed":
@@ -470,6 +487,32 @@ def test_a_gradient_in_16_bits_of_a_call_in_fp8() -> None:
     for a, b in zip(given_in_fp8, given_in_16, strict=True):
         assert a.dtype is b.dtype is torch.bfloat16
         assert float((a - b).norm() / a.norm()) < 2.0**-4
+
+
+@pytest.mark.parametrize("d_o_in_fp8", [True, False])
+@pytest.mark.parametrize("bias", ["no_bias", "post_scale_bias", "alibi"])
+def test_a_backward_in_fp8_is_kept_and_takes_each_calls_own_tensors(bias: str, d_o_in_fp8: bool) -> None:
+    """A later call has other data, descales and dout: its gradients are those that it has by itself."""
+    make = RECIPES["current"]
+    backwards = []
+    for size in (1.0, 3.0, 0.25):
+        q, k, v = (make()(torch.randn(BATCH, SQ, HEADS, 16, dtype=torch.bfloat16) * size) for _ in range(3))
+        given = small(q=q, k=k, v=v, fake_dtype=torch.bfloat16, fused_attention_backend=FP8, qkv_layout="bshd_bshd_bshd")
+        given |= {"attn_bias_type": bias, "attn_bias": torch.randn(1, HEADS, SQ, SQ) if bias == "post_scale_bias" else None}
+        out, aux = fused_attn_fwd(**given)
+        d_o = torch.randn(out.shape, dtype=torch.bfloat16)
+        backwards.append(small_backward(given, o=out, aux_ctx_tensors=aux, d_o=make()(d_o) if d_o_in_fp8 else d_o))
+    wanted = []
+    for backward in backwards:
+        call_cache.clear_cache()
+        wanted.append(fused_attn_bwd(**backward))
+    call_cache.clear_cache()
+    for backward, want in zip(backwards, wanted, strict=True):
+        for got, of_its_own in zip(fused_attn_bwd(**backward), want, strict=True):
+            assert (got is None) == (of_its_own is None)
+            assert got is None or torch.equal(got, of_its_own)
+    info = call_cache.cache_info()
+    assert (info["misses"], info["hits"]) == (1, 2)
 
 
 def test_a_bias_and_a_sink_beside_fp8() -> None:

@@ -14,16 +14,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexattn import fp8, ops
-from flexattn.backward import Given, differentiate
+from flexattn import fp8
+from flexattn.backward import Given, GivenInFp8, differentiate, differentiate_in_fp8
 from flexattn.dispatch.context import requested_backend
-from flexattn.dispatch.spec import FORMATS, OPEN_WINDOW, PACKINGS, Gradients, Results, as_index, dense_in, in_format, parse_format
+from flexattn.dispatch.spec import FORMATS, OPEN_WINDOW, PACKINGS, Gradients, Results, as_index, in_format
 from flexattn.in_layout import DEFAULTS, attend_with
 from flexattn.integrations.te.layouts import Layout, parse_layout, unpaged_layout
 from flexattn.integrations.te.names import AttnBiasType, AttnMaskType, FusedAttnBackend, SoftmaxType
 from flexattn.integrations.te.quantizers import Float8CurrentScalingQuantizer, Float8Tensor, InFp8, Quantizer, fp8_dtype_of, in_fp8
 from flexattn.packed import joined
-from flexattn.prepare import prepare
 from flexattn.validation import check_name, describe
 
 _BIASES = ("pre_scale_bias", "post_scale_bias")
@@ -506,17 +505,15 @@ def _incoming_of_fp8(o: Any, d_o: Any, lse: Tensor, dtype: torch.dtype, formats:
 def _fp8_gradients(
     results: Results, qkv: list[InFp8], incoming: _Fp8Incoming, arguments: dict[str, Any], fake_dtype: Any
 ) -> Gradients:
-    """Returns the gradients of a call on FP8 tensors by the backward operator."""
-    named: dict[str, Any] = {f"descale_{name}": t.descale for name, t in zip("qkv", qkv, strict=True)}
-    named |= {"fp8_recipe": _recipe_of(fake_dtype)}
-    x, settings, _ = prepare(*(t.data for t in qkv), **(arguments | named), results=results)
-    settings = settings._replace(needs_grad=True, needs_bias_grad=arguments["bias"] is not None)
+    """Returns the gradients of a call on FP8 tensors."""
+    q, k, v = qkv
+    named: dict[str, Any] = {"descale_q": q.descale, "descale_k": k.descale, "descale_v": v.descale}
+    named["fp8_recipe"] = _recipe_of(fake_dtype)
     out, lse, dout, dout16, descale_dout = incoming
-    if dout16 is not None and descale_dout is not None:
-        x = x._replace(descales=[*x.descales, descale_dout.view(1, 1, 1)], copies16=[dout16])
-        settings = settings._replace(fp8_grad=str(dout.dtype).removeprefix("torch."))
-    out = dense_in(out, parse_format(settings.qkv_format)[0], settings.out_format)
-    return ops.gradients(x, settings, ops.Incoming(out, lse.contiguous(), dout, None))
+    of_dout = None if descale_dout is None else descale_dout.view(1, 1, 1)
+    in_fp8 = GivenInFp8((q.descale, k.descale, v.descale), of_dout, dout16)
+    given = Given(dout, q.data, k.data, v.data, out, lse)
+    return differentiate_in_fp8(results, given, in_fp8, arguments | named)
 
 
 def _quantized(dqkv: tuple[Tensor, Tensor, Tensor], packing: str, quantizer: Quantizer) -> tuple[Any, ...]:
