@@ -191,9 +191,9 @@ def implementations(
 
 
 def _te(tensors: list[Tensor]) -> dict[str, Callable[..., Any]]:
-    """TransformerEngine's functions on the same problem, by flexattn's kernels: the forward, and the backward of its results."""
+    """TransformerEngine's functions on the same problem, by flexattn's kernels: the forward, and backwards, in FP8 too."""
     from flexattn.dispatch.context import attention_backend
-    from flexattn.integrations.te import FusedAttnBackend, fused_attn_bwd, fused_attn_fwd
+    from flexattn.integrations.te import Float8CurrentScalingQuantizer, FusedAttnBackend, fused_attn_bwd, fused_attn_fwd
 
     batch, length = tensors[0].shape[:2]
     cu_seqlens = torch.arange(batch + 1, dtype=torch.int32, device=tensors[0].device) * length
@@ -220,7 +220,28 @@ def _te(tensors: list[Tensor]) -> dict[str, Callable[..., Any]]:
             fused_attn_bwd(q=q, k=k, v=v, **results, **lengths, **kind, **layout)
             return out
 
-    return {"fused_attn_fwd": forward, "fused_attn_bwd, dqkv packed": backward}
+    quantize = Float8CurrentScalingQuantizer(torch.float8_e4m3fn)
+    in_fp8: dict[str, Any] = {name: quantize(t) for name, t in zip("qkv", tensors, strict=True)}
+    kind_of_fp8: dict[str, Any] = {**kind, "fused_attention_backend": FusedAttnBackend.FP8}
+    with attention_backend("triton"):
+        out_of_fp8, aux_of_fp8 = fused_attn_fwd(True, **in_fp8, **lengths, **kind_of_fp8, **layout)
+    of_fp8: dict[str, Any] = {"o": out_of_fp8, "aux_ctx_tensors": aux_of_fp8, "do_format": "bshd", "dqkv_layout": "bs3hd"}
+    of_fp8 |= {**in_fp8, **lengths, **kind_of_fp8, **layout}
+
+    def backward_in_fp8(d_o: Any) -> Callable[..., Any]:
+        def backward(q: Tensor, k: Tensor, v: Tensor) -> Any:
+            with attention_backend("triton"):
+                fused_attn_bwd(d_o=d_o, **of_fp8)
+                return out
+
+        return backward
+
+    return {
+        "fused_attn_fwd": forward,
+        "fused_attn_bwd, dqkv packed": backward,
+        "fused_attn_bwd, FP8": backward_in_fp8(quantize(dout)),
+        "fused_attn_bwd, FP8, d_o in 16 bits": backward_in_fp8(dout),
+    }
 
 
 def _te_module() -> Callable[..., Tensor]:

@@ -289,6 +289,11 @@ def forward(spec: AttentionSpec, x: Operands) -> tuple[Tensor, Tensor, Tensor]:
 def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Gradients:
     if dlse is not None:
         raise ValueError("cuDNN takes no gradient of lse, and dlse is given; select() with needs_lse_grad refuses such a call")
+    if spec.fp8 is not None and dout.element_size() > 1:
+        raise ValueError(
+            f"dout is {dout.dtype}, and cuDNN's backward in FP8 takes it in FP8 with a descale; a call that names backend='cudnn' "
+            "gives it so"
+        )
     gradients = empty_gradients(spec, x)
     problem, directory = _problem(spec, x, "backward"), options.plan_directory()
     out_view, dout_view = as_bshd(out, spec.q_format), as_bshd(dout, spec.q_format)

@@ -10,9 +10,18 @@ import cudnn
 import torch
 
 
+class _Owner:
+    """Keeps a handle for as long as its thread lives: an object in frontends from 1.28 on, an integer in older ones."""
+
+    def __init__(self, handle: Any) -> None:
+        self.handle = handle
+        # At exit CUDA may be gone first, and the end of the process frees it all.
+        weakref.finalize(self, cudnn.destroy_handle, handle).atexit = False
+
+
 class _Handles(threading.local):
     def __init__(self) -> None:
-        self.by_device: dict[int, Any] = {}
+        self.by_device: dict[int, _Owner] = {}
         self.streams: dict[int, int] = {}  # what each handle was last set to
 
 
@@ -21,12 +30,10 @@ _handles = _Handles()
 
 def handle_of(device: torch.device) -> Any:
     """This thread's handle for a CUDA device, which must be the current one; destroyed with its thread."""
-    handle = _handles.by_device.get(device.index)
-    if handle is None:
-        handle = _handles.by_device[device.index] = cudnn.create_handle()
-        # At exit CUDA may be gone first, and the end of the process frees it all.
-        weakref.finalize(handle, cudnn.destroy_handle, cudnn.Handle(handle.backend_handle)).atexit = False
-    return handle
+    owner = _handles.by_device.get(device.index)
+    if owner is None:
+        owner = _handles.by_device[device.index] = _Owner(cudnn.create_handle())
+    return owner.handle
 
 
 def handle_on(device: torch.device, stream: int) -> Any:

@@ -12,8 +12,11 @@ pytest.importorskip("cudnn", reason="nvidia-cudnn-frontend is not installed")
 import flexattn
 from flexattn import ops
 from flexattn.dispatch import canary, cudnn_backend
+from flexattn.dispatch.context import attention_backend
+from flexattn.dispatch.heuristics import MEASURED, preference
 from flexattn.dispatch.runtime_failures import RuntimeFailure
 from flexattn.dispatch.spec import AttentionSpec, Fp8, Operands, as_bshd, empty_outputs
+from flexattn.integrations.te import Float8CurrentScalingQuantizer, fused_attn_bwd, fused_attn_fwd
 from flexattn.kernels_cudnn import attention, fp8
 from flexattn.kernels_cudnn import plans as plans_module
 from flexattn.kernels_cudnn.attention import Written
@@ -317,6 +320,44 @@ AGAINST: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"wants_max": True}, {"direction": "backward", "wants_max": True}),
     ({"direction": "backward", "is_deterministic": True}, {"is_deterministic": True}),
 ]
+
+
+@pytest.mark.parametrize("d_o_in_fp8", [True, False])
+def test_a_gradient_in_16_bits_comes_quantised(
+    d_o_in_fp8: bool, monkeypatch: pytest.MonkeyPatch, emulated: cudnn_emulator.EmulatedPlans
+) -> None:
+    """fused_attn_bwd quantises it where cuDNN was named; what does not is refused with a name, not computed."""
+    monkeypatch.setattr(cudnn_backend, "device_error", lambda *args: None)
+    monkeypatch.setattr(cudnn_backend, "_known_bad", lambda *args: None)
+    monkeypatch.setattr(ops, "spec_to_run", lambda x, settings: on_h200(ops.make_spec(x, settings, (9, 0)), x))
+    quantize, shape = Float8CurrentScalingQuantizer(E4M3), (1, 140, 2, 128)
+    q, k, v, d_o = (torch.randn(shape, dtype=torch.bfloat16) for _ in range(4))
+    cu = torch.tensor([0, 140], dtype=torch.int32)
+    lengths: dict[str, Any] = {"max_seqlen_q": 140, "max_seqlen_kv": 140, "cu_seqlens_q": cu, "cu_seqlens_kv": cu}
+    call: dict[str, Any] = {"fake_dtype": torch.bfloat16, "fused_attention_backend": "FP8", "qkv_layout": "bshd_bshd_bshd"}
+    call |= lengths | {"q": quantize(q), "k": quantize(k), "v": quantize(v), "o_format": "bshd", "attn_mask_type": "causal"}
+    results = {}
+    for backend in ("cudnn", "eager"):
+        with attention_backend(backend):  # type: ignore[arg-type]
+            out, aux = fused_attn_fwd(is_training=True, **call)
+            how: dict[str, Any] = {"do_format": "bshd", "dqkv_layout": "bshd_bshd_bshd", "aux_ctx_tensors": aux}
+            results[backend] = fused_attn_bwd(**call, o=out, d_o=quantize(d_o) if d_o_in_fp8 else d_o, **how)[:3]
+    assert [sdpa.direction for sdpa in emulated.asked if sdpa.fp8 is not None].count("backward") > 0
+    for got, want in zip(results["cudnn"], results["eager"], strict=True):
+        assert float((got.double() - want.double()).norm()) < 0.1 * float(want.double().norm())
+
+
+def test_auto_leaves_fp8_to_triton_so_that_a_16_bit_gradient_never_comes_to_cudnn() -> None:
+    spec, x = as_call(make_case(**CASES["bshd"]))
+    for capability in ((8, 9), (9, 0), (10, 0), (12, 0)):
+        for direction in ("forward", "backward"):
+            assert "cudnn" not in preference(spec._replace(capability=capability), direction).order
+    assert not [row for row in MEASURED if any("float8" in dtype for dtype in row.dtypes)], (
+        "a row would put cuDNN into auto's order"
+    )
+    out, lse, _ = cudnn_backend.forward(spec, x)
+    with pytest.raises(ValueError, match=r"dout is torch.bfloat16, and cuDNN's backward in FP8 takes it in FP8 with a descale"):
+        cudnn_backend.backward(spec, x._replace(descales=x.descales[:3]), out, lse, torch.zeros_like(out), None)
 
 
 def test_each_rule_has_a_case() -> None:
