@@ -223,9 +223,9 @@ def _forward(graph: Any, x: Sdpa, callbacks: Callbacks | None) -> None:
     q, k, v = _inputs(graph, x)
     arguments = _score_arguments(graph, x, callbacks)
     if x.wants_max:
+        starts = _starts_of_statistics(graph, x)
         for name, uid in (("score_max", Uid.MAX), ("score_sum_exp", Uid.SUM_EXP)):
-            statistic = _statistics(graph, x, uid)
-            arguments[name] = statistic.set_output(True)
+            arguments[name] = _statistics(graph, x, uid, starts).set_output(True)
     out, stats = graph.sdpa(name="sdpa", q=q, k=k, v=v, generate_stats=not x.wants_max, **arguments)
     _output(graph, x, out, Uid.OUT, x.num_heads, x.len_q, x.head_dim_v, x.strides_out)
     if not x.wants_max:
@@ -253,7 +253,7 @@ def _backward(graph: Any, x: Sdpa, callbacks: Callbacks | None) -> None:
         v=v,
         o=_tokens(graph, x, Uid.OUT, x.num_heads, x.len_q, x.head_dim_v, x.strides_out),
         dO=_tokens(graph, x, Uid.DOUT, x.num_heads, x.len_q, x.head_dim_v, x.strides_dout),
-        stats=_statistics(graph, x, Uid.STATS),
+        stats=_statistics(graph, x, Uid.STATS, _starts_of_statistics(graph, x)),
         use_deterministic_algorithm=x.deterministic,
         **arguments,
     )
@@ -290,7 +290,7 @@ def _fp8_backward(graph: Any, x: Sdpa) -> None:
         v=v,
         o=_tokens(graph, x, Uid.OUT, x.num_heads, x.len_q, x.head_dim_v, x.strides_out),
         dO=_tokens(graph, x, Uid.DOUT, x.num_heads, x.len_q, x.head_dim_v, x.strides_dout),
-        stats=_statistics(graph, x, Uid.STATS),
+        stats=_statistics(graph, x, Uid.STATS, _starts_of_statistics(graph, x)),
         descale_q=_device_number(graph, Uid.DESCALE_Q),
         descale_k=_device_number(graph, Uid.DESCALE_K),
         descale_v=_device_number(graph, Uid.DESCALE_V),
@@ -460,16 +460,19 @@ def _stats_output(graph: Any, x: Sdpa, stats: Any) -> None:
     stats.set_output(True).set_uid(Uid.STATS).set_data_type(cudnn.data_type.FLOAT)
     stats.set_dim([x.batch, x.num_heads, x.len_q, 1]).set_stride(_statistics_strides(x))
     if x.is_ragged:
-        stats.set_ragged_offset(_starts(graph, x, Uid.STARTS_STATS))
+        stats.set_ragged_offset(_starts_of_statistics(graph, x))
 
 
-def _statistics(graph: Any, x: Sdpa, uid: Uid) -> Any:
+def _statistics(graph: Any, x: Sdpa, uid: Uid, starts: Any) -> Any:
     tensor = _tensor(graph, uid, (x.batch, x.num_heads, x.len_q, 1), tuple(_statistics_strides(x)), torch.float32)
-    if x.is_ragged:
-        name = f"STARTS_{uid.name}" if uid is Uid.STATS else "STARTS_STATS"
-        existing = graph.find_tensor(Uid[name])
-        tensor.set_ragged_offset(existing if existing is not None else _starts(graph, x, Uid[name]))
+    if starts is not None:
+        tensor.set_ragged_offset(starts)
     return tensor
+
+
+def _starts_of_statistics(graph: Any, x: Sdpa) -> Any:
+    """Returns the offsets of ragged statistics: one tensor for all of them; None where they are dense."""
+    return _starts(graph, x, Uid.STARTS_STATS) if x.is_ragged else None
 
 
 def _statistics_strides(x: Sdpa) -> list[int]:

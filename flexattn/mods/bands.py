@@ -11,7 +11,8 @@ from __future__ import annotations
 import enum
 import functools
 import math
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -36,7 +37,9 @@ class Masks(enum.IntEnum):
     NONE = 0
     EXACT = 1  # -inf
     OPEN_LEFT = 2  # and a finite score, where the band is open to the left, so that every query sees key 0
-    ALL = 3  # and a finite score under any band: there is no query whose window begins behind the last key
+    ALL = (
+        3  # and a finite score under any band, as each query has a key at its own position; under a mask that shows it that key too
+    )
 
 
 class Fact(NamedTuple):
@@ -258,6 +261,61 @@ def implied_band(mask: Graph) -> Implied:
         if high is not None and high >= 0:
             right = high if right is None else min(right, high)
     return Implied(left, right, _all_of(mask, others) if others else None)
+
+
+def shows_itself(mask: Graph) -> bool:
+    """Returns whether a mask_mod provably lets every query see the key at its own position."""
+    return _on_the_diagonal(output_of(mask)) is True
+
+
+def _on_the_diagonal(term: Any) -> bool | None:
+    """Returns whether a term holds where kv_idx is q_idx; None where that is not known."""
+    if not isinstance(term, Node) or term.op != "call_function":
+        return None
+    op = op_name(term)
+    if op == "full":
+        return bool(term.args[1])
+    inside = _parts(term, _NOT)
+    if inside:
+        found = _on_the_diagonal(inside[0])
+        return None if found is None else not found
+    for ops, decides in ((_AND, False), (_OR, True)):
+        parts = _parts(term, ops)
+        if parts:
+            of_parts = [_on_the_diagonal(part) for part in parts]
+            return decides if decides in of_parts else None if None in of_parts else not decides
+    if op not in _COMPARED:
+        return None
+    x, y = term.args
+    if any(isinstance(arg, Node) and arg.meta["dtype"].is_floating_point for arg in (x, y)):
+        return None  # NaN is not equal to itself
+    of_x, of_y = _affine(x), _affine(y)
+    if of_x is not None and of_y is not None and of_x.of_q + of_x.of_kv == of_y.of_q + of_y.of_kv:
+        return _COMPARED[op](of_x.constant, of_y.constant)
+    return _COMPARED[op](0, 0) if _same_on_the_diagonal(x, y) else None
+
+
+_COMPARED: dict[str, Callable[[int, int], bool]] = {name: getattr(operator, name) for name in ("eq", "ne", "ge", "gt", "le", "lt")}
+
+
+def _same_on_the_diagonal(x: Any, y: Any) -> bool:
+    """Returns whether two values are computed alike where kv_idx is q_idx, and so are equal."""
+    if isinstance(x, (tuple, list)) and isinstance(y, (tuple, list)):
+        return len(x) == len(y) and all(map(_same_on_the_diagonal, x, y))
+    if not (isinstance(x, Node) and isinstance(y, Node)):
+        return type(x) is type(y) and not isinstance(x, Node) and bool(x == y)
+    if x.op != y.op or x.meta["dtype"] is not y.meta["dtype"]:
+        return False
+    if x.op == "placeholder":
+        names = {str(node.target) for node in (x, y)}
+        return len(names) == 1 or names == {"q_idx", "kv_idx"}
+    return (
+        x.op == "call_function"
+        and x.target == y.target
+        and x.kwargs.keys() == y.kwargs.keys()
+        and _same_on_the_diagonal(x.args, y.args)
+        and all(_same_on_the_diagonal(value, y.kwargs[name]) for name, value in x.kwargs.items())
+    )
 
 
 def _all_of(mask: Graph, terms: Sequence[tuple[Node, bool]]) -> Graph:

@@ -20,6 +20,7 @@ from flexattn.mods.bands import (
     is_identity,
     is_linear,
     is_near_its_score,
+    shows_itself,
     split_blocked,
     split_hidden,
 )
@@ -139,7 +140,9 @@ def _unmasked(mods: _Mods, known: _Known) -> _Mods:
     if split.is_finite:
         band = implied_band(split.visible)
         fits = known.masks is Masks.ALL or (known.masks is Masks.OPEN_LEFT and band.left is None)
-        if not fits or mask is not None or band.rest is not None:
+        if band.rest is not None:
+            fits = known.masks is Masks.ALL and shows_itself(band.rest)
+        if not fits or mask is not None:
             return mods
         if not is_near_its_score(split.graph, known.fills, known.tensors):
             return mods

@@ -211,6 +211,54 @@ def test_what_is_no_band_of_a_mask_stays_a_mask(device: str) -> None:
         close(results(TEScoreMod(documents, None, {**tensors, "fill": fill}), qkv, backend="triton"), want)
 
 
+IDS = torch.arange(45, dtype=torch.int32) // 13
+# name -> (what is visible, whether it is plain that every query sees the key at its own position)
+REST: dict[str, tuple[Callable[..., Tensor], bool]] = {
+    "documents": (lambda ids, i, j: ids[i] == ids[j], True),
+    "documents, causal": (lambda ids, i, j: (ids[j] == ids[i]) & (i >= j), True),
+    "not another document": (lambda ids, i, j: ~(ids[i] != ids[j]), True),
+    "a prefix": (lambda ids, i, j: (i >= j) | (j < 7), True),
+    "a prefix in documents": (lambda ids, i, j: (ids[i] == ids[j]) & ((j < 7) | (i + 2 > j + 1)), True),
+    "documents in half the places": (lambda ids, i, j: ids[i // 2] >= ids[j // 2], True),
+    "a read past the end": (lambda ids, i, j: ids[i + 20] == ids[j + 20], True),
+    "other documents": (lambda ids, i, j: ids[i] != ids[j], False),
+    "later documents": (lambda ids, i, j: ids[i] > ids[j], False),
+    "keys before": (lambda ids, i, j: (ids[i] == ids[j]) & (i > j), False),
+    "the next one's document": (lambda ids, i, j: ids[i] == ids[j + 1], False),
+    "documents by numbers that may be NaN": (lambda ids, i, j: ids[i] * 1.0 == ids[j] * 1.0, False),
+    "a table": (lambda ids, i, j: ids[j] == 1, False),
+    "one of both": (lambda ids, i, j: (ids[i] == ids[j]) | (ids[j] == 1), True),
+    "an exclusive or": (lambda ids, i, j: (ids[i] == ids[j]) ^ (j == 3), False),
+}
+
+
+@pytest.mark.sample("name", "backend")
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+@pytest.mark.parametrize("name", REST)
+def test_a_finite_number_hides_where_each_query_sees_its_own_position(name: str, backend: str, device: str) -> None:
+    """So a mask that is no band is one by block, with the check of lse; any other is computed as it is written."""
+    (visible, is_shown), ids = REST[name], IDS.to(device)
+    qkv = inputs(device, 45, 45)
+
+    def masked(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return torch.where(visible(ids, i, j), score, -1e9)
+
+    settings = settings_of(masked, *qkv)
+    assert (settings.has_floor, '"mask":[' in settings.mods) == (is_shown, is_shown)
+    read = torch.cat([ids, ids.new_zeros(65)])  # past the end 0
+    want = reference(qkv, lambda s, i, j: s.masked_fill(~visible(read, i, j), -1e9))
+    close(results(masked, qkv, backend=backend), want)
+    more_queries = settings_of(masked, *inputs(device, 46, 45))
+    assert not more_queries.has_floor or more_queries.mods == ""
+
+
+def test_a_low_score_under_a_mask_by_block_raises(device: str) -> None:
+    q, k, v = (x.detach() for x in inputs(device, 24, 24))
+    q, k, ids = torch.full_like(q, 1e5), torch.full_like(k, -1e9 / 16 / 1e5 * 4), IDS.to(device)
+    with pytest.raises(ValueError, match="masks with a finite score"):
+        attention(q, k, v, score_mod=lambda s, b, h, i, j: torch.where(ids[i] == ids[j], s, -1e9))
+
+
 # What a finite fill is no band with, as a query may then see nothing but what is masked; sq, skv, the band, the rest of the call.
 FINITE_IS_EXACT: dict[str, tuple[int, int, str, dict[str, Any], bool]] = {
     "more keys": (37, 45, "ge", {}, True),
