@@ -43,7 +43,7 @@ OLDEST_CAPABILITY = (8, 0)  # the first that cuDNN has such graphs for
 RUN_ON = ((9, 0),)  # where results were checked; elsewhere cuDNN's plans are all that is known
 RAGGED_BACKWARD = (9, 10)  # major capabilities with plans for it; cuDNN declines it on sm_8x and sm_12x
 OLDEST_LIBRARY = 91900  # what torch 2.11 brings; older versions have more faults than are worth a table
-OLDEST_FRONTEND = (1, 28)  # the first that refuses statistics which cuDNN would read wrongly (cudnn-frontend issue 462)
+OLDEST_FRONTEND = (1, 20)  # the oldest whose plans were built, and which ran
 MOST_HEADS = 65535
 EXACT_SHAPES = 8  # sizes of one dense spec that get a plan of their own; later ones share plans for rounded-up sizes
 
