@@ -42,8 +42,11 @@ DTYPES = (torch.float16, torch.bfloat16)
 OLDEST_CAPABILITY = (8, 0)  # the first that cuDNN has such graphs for
 RUN_ON = ((9, 0),)  # where results were checked; elsewhere cuDNN's plans are all that is known
 RAGGED_BACKWARD = (9, 10)  # major capabilities with plans for it; cuDNN declines it on sm_8x and sm_12x
-OLDEST_LIBRARY = 91900  # what torch 2.11 brings; older versions have more faults than are worth a table
-OLDEST_FRONTEND = (1, 20)  # the oldest whose plans were built, and which ran
+OLDEST_LIBRARY = 91501  # the first with all plans of later ones, as was seen; before it CUDA graphs may replay a backward wrongly
+OLDEST_FRONTEND = (1, 27)  # from 1.24 to 1.26 cuDNN 9.19 has no backward; 1.23 and older take no such keys of buffers
+RUN_WITH = (91900,)  # libraries with which results were checked, on an NVIDIA H200
+RAGGED_WORKSPACE = 91800  # the first that clears its workspace in a backward of packed sequences (`known_bad`)
+_GET_FRONTEND = f"pip install 'nvidia-cudnn-frontend>={'.'.join(map(str, OLDEST_FRONTEND))}'"
 MOST_HEADS = 65535
 EXACT_SHAPES = 8  # sizes of one dense spec that get a plan of their own; later ones share plans for rounded-up sizes
 
@@ -73,17 +76,23 @@ def not_run_yet(spec: AttentionSpec) -> str | None:
     """None where results of such a spec on its kind of GPU were checked, else what is not known."""
     if spec.capability is None:
         return None
-    if spec.capability in RUN_ON:
-        return "not run over pages yet: cuDNN's own rules speak for it alone, and no result was checked" if spec.page_size else None
     major, minor = spec.capability
-    return f"not run on sm_{major}{minor} yet: cuDNN's own rules speak for it alone, and no result was checked"
+    if spec.capability not in RUN_ON:
+        where = f"on sm_{major}{minor}"
+    elif library_error() is None and _version() not in RUN_WITH:
+        where = f"with cuDNN {version_text(_version())}"
+    elif spec.page_size:
+        where = "over pages"
+    else:
+        return None
+    return f"not run {where} yet: cuDNN's own rules speak for it alone, and no result was checked"
 
 
 @functools.cache
 def library_error() -> str | None:
     """None if cudnn's frontend and library are there and of versions that will do, else what is missing and how to get it."""
     if importlib.util.find_spec("cudnn") is None:
-        return "the cuDNN frontend is not installed; pip install 'nvidia-cudnn-frontend>=1.28'"
+        return f"the cuDNN frontend is not installed; {_GET_FRONTEND}"
     try:
         import cudnn
     except MemoryError:
@@ -91,8 +100,7 @@ def library_error() -> str | None:
     except Exception as e:  # a broken installation may raise anything
         return f"the cuDNN frontend is installed and cannot be imported ({type(e).__name__}: {e}); reinstall nvidia-cudnn-frontend"
     if tuple(int(part) for part in cudnn.__version__.split(".")[:2]) < OLDEST_FRONTEND:
-        wanted = ".".join(map(str, OLDEST_FRONTEND))
-        return f"the cuDNN frontend is version {cudnn.__version__}; pip install 'nvidia-cudnn-frontend>={wanted}'"
+        return f"the cuDNN frontend is version {cudnn.__version__}; {_GET_FRONTEND}"
     try:
         version = cudnn.backend_version()
     except Exception as e:  # RuntimeError, as found
@@ -112,6 +120,11 @@ def _version() -> int:
     import cudnn
 
     return int(cudnn.backend_version())
+
+
+def _is_before(version: int) -> bool:
+    """Returns whether the library is there and older."""
+    return library_error() is None and _version() < version
 
 
 def rule_error(spec: AttentionSpec, direction: Direction) -> str | None:
@@ -501,7 +514,7 @@ def _is_bucketed(spec: AttentionSpec, x: Operands, takes_slot: bool = True) -> b
         return False
     if "thd" in (spec.q_format, spec.kv_format) or x.bias is not None or spec.softmax_type != "vanilla":
         return False
-    if spec.capability is not None and spec.capability[0] not in RAGGED_BACKWARD:
+    if spec.capability is not None and (spec.capability[0] not in RAGGED_BACKWARD or _is_before(RAGGED_WORKSPACE)):
         return False
     family = spec._replace(length_q=0, length_kv=0, needs_grad=False, needs_lse_grad=False, return_max_logit=False)
     shape = (x.q.shape, x.k.shape, x.max_seqlen_kv if spec.page_size else 0)

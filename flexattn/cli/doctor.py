@@ -111,7 +111,7 @@ def _triton() -> list[Finding]:
 
 def _cudnn() -> list[Finding]:
     if importlib.util.find_spec("cudnn") is None:
-        return [Finding("cuDNN frontend", "not installed", MISSING, "pip install 'nvidia-cudnn-frontend>=1.28'")]
+        return [Finding("cuDNN frontend", "not installed", MISSING, "pip install 'nvidia-cudnn-frontend>=1.27'")]
     cudnn = importlib.import_module("cudnn")
     findings = [Finding("cuDNN frontend", f"{cudnn.__version__}, {Path(str(cudnn.__file__)).parent}")]
     error = cudnn_backend.library_error()

@@ -63,6 +63,7 @@ CASES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
             {"capability": (10, 3), "head_dim_qk": 256, "head_dim_v": 256},
         ],
     ),
+    "TransformerEngine/issues/2186": ({"q_format": "thd", "kv_format": "thd", "padding": True}, [{"padding": True}]),
     "TransformerEngine/pull/2994": (
         {**FP8, "q_format": "thd", "kv_format": "thd", "padding": True},
         [{"q_format": "thd", "kv_format": "thd", "padding": True}, {**FP8, "padding": True}],
@@ -78,7 +79,7 @@ def case_of(row: KnownBad) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 @pytest.mark.parametrize("row", KNOWN_BAD, ids=lambda row: row.issue.rsplit("/", 1)[-1])
 def test_known_bad_row(row: KnownBad) -> None:
     affected, near = case_of(row)
-    versions = [max(row.first, 91900), *([row.fixed - 1] if row.fixed != ALWAYS else [])]
+    versions = [max(row.first, cudnn_backend.OLDEST_LIBRARY), *([row.fixed - 1] if row.fixed != ALWAYS else [])]
     for direction in ("forward", "backward"):
         for version in versions:
             reason = known_bad.known_bad(SPEC._replace(**affected), direction, version)
@@ -219,21 +220,21 @@ ASK = "from flexattn.dispatch.cudnn_backend import library_error; print(library_
 @pytest.mark.parametrize(
     ("setup", "said"),
     [
-        ("import sys; sys.modules['cudnn'] = None", "not installed; pip install 'nvidia-cudnn-frontend>=1.28'"),
+        ("import sys; sys.modules['cudnn'] = None", "not installed; pip install 'nvidia-cudnn-frontend>=1.27'"),
         (
             "import sys, importlib.util as u; real = u.find_spec\n"
             "u.find_spec = lambda name, *a: object() if name == 'cudnn' else real(name, *a)\n"
             "sys.modules['cudnn'] = None",
             "is installed and cannot be imported (ModuleNotFoundError: ",
         ),
-        (FAKE + "m.__version__ = '1.23.0'", "the cuDNN frontend is version 1.23.0; pip install 'nvidia-cudnn-frontend>=1.28'"),
+        (FAKE + "m.__version__ = '1.26.0'", "the cuDNN frontend is version 1.26.0; pip install 'nvidia-cudnn-frontend>=1.27'"),
         (
             FAKE + "m.__version__ = '1.28.0'\ndef no():\n    raise RuntimeError('no symbol')\nm.backend_version = no",
             "the cuDNN library cannot be loaded (no symbol); pip install nvidia-cudnn-cu13",
         ),
         (
-            FAKE + "m.__version__ = '1.40.0'\nm.backend_version = lambda: 91002",
-            "the cuDNN library is 9.10.2, older than 9.19.0; pip install -U nvidia-cudnn-cu13",
+            FAKE + "m.__version__ = '1.40.0'\nm.backend_version = lambda: 91500",
+            "the cuDNN library is 9.15.0, older than 9.15.1; pip install -U nvidia-cudnn-cu13",
         ),
         (FAKE + "m.__version__ = '1.32.0'\nm.backend_version = lambda: 92400", "None"),
     ],
