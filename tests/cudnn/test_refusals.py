@@ -123,6 +123,7 @@ def test_one_call_forgets_every_refusal(build, monkeypatch) -> None:
     build(cudnn.cudnnGraphNotSupportedError("no engine"))
     with pytest.raises(BackendError):
         explain_built(call_of()[0], "cudnn", call_of()[1])
+    cudnn_backend.library_error.cache_clear()
     monkeypatch.setattr(cudnn, "backend_version", lambda: 1)
     assert "older than" in str(cudnn_backend.library_error())
     monkeypatch.setattr(cudnn, "backend_version", lambda: 92400)

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from flexattn import attention
+from flexattn import attention, call_cache
+from flexattn.dispatch.replay import Recording
 from flexattn.kernels_triton.runtime.launch import watched_launches
 from tests.conftest import FreshPython
 
@@ -26,25 +27,33 @@ def inputs() -> list[Tensor]:
     return [torch.randn(SHAPE, generator=generator, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3)]
 
 
-def kernels_of(**call: Any) -> list[str]:
-    """Names of what runs on the GPU in one call, by torch's profiler, once such calls are recorded."""
+def launches_of(**call: Any) -> list[str]:
+    """Kernels that a first call launches by Triton's launcher."""
+    call_cache.clear_cache()
+    seen: list[str] = []
+    with watched_launches(lambda direct, programs, arguments: seen.append(direct.name if direct is not None else "unnamed")):
+        attention(*inputs(), **call)
+    return seen
+
+
+def steps_of(**call: Any) -> list[str]:
+    """Steps of what a call of that kind replays."""
+    call_cache.clear_cache()
     qkv = inputs()
     for _ in range(3):
         attention(*qkv, **call)
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        attention(*qkv, **call)
-        torch.cuda.synchronize()
-    return [event.name for event in profile.events() if event.device_type is torch.autograd.DeviceType.CUDA]
+    (kept,) = call_cache._calls.values()
+    assert isinstance(kept.recording, Recording)
+    return [kind for kind, _, _ in kept.recording.steps]
 
 
 @pytest.mark.parametrize("backend", ["triton", "cudnn"])
 def test_the_check_is_one_launch(backend: str) -> None:
     if backend == "cudnn":
         pytest.importorskip("cudnn", reason="nvidia-cudnn-frontend is not installed")
-    option, number = kernels_of(attn_mask_type="causal", backend=backend), kernels_of(score_mod=causal, backend=backend)
-    assert [name for name in number if "_floor_kernel" in name] == ["_floor_kernel"]
-    assert len(number) == len(option) + 1
+    option, number = ({"backend": backend, **how} for how in ({"attn_mask_type": "causal"}, {"score_mod": causal}))
+    assert launches_of(**number) == [*launches_of(**option), "_floor_kernel"]
+    assert steps_of(**number).count("launch") == steps_of(**option).count("launch") + 1
 
 
 def test_the_results_are_the_options() -> None:
@@ -57,14 +66,10 @@ def test_the_results_are_the_options() -> None:
         assert torch.equal(*found)
 
 
-def test_each_call_launches_it_and_so_does_a_captured_graph() -> None:
+def test_a_captured_graph_replays_it() -> None:
     q, k, v = (t.detach() for t in inputs())
-    seen: list[str] = []
-    with watched_launches(lambda direct, programs, arguments: seen.append(direct.name if direct is not None else "")):
+    for _ in range(3):
         attention(q, k, v, score_mod=causal)
-        attention(q, k, v, score_mod=causal)
-    assert seen.count("_floor_kernel") == 2
-    attention(q, k, v, score_mod=causal)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
