@@ -4,6 +4,8 @@ wrong.
 
 from __future__ import annotations
 
+import re
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -12,7 +14,8 @@ import torch
 from flexattn.dispatch import cudnn_backend, known_bad
 from flexattn.dispatch.known_bad import ALWAYS, KNOWN_BAD, KnownBad
 from flexattn.dispatch.spec import AttentionSpec, Band, Fp8
-from tests.conftest import FreshPython
+from flexattn.testing import make_call, make_inputs
+from tests.conftest import ROOT, FreshPython
 from tests.dispatch.test_select import ON_CUDA
 
 SPEC = ON_CUDA._replace(dtype=torch.bfloat16, head_dim_qk=128, head_dim_v=128, length_q=1024, length_kv=1024)
@@ -245,6 +248,38 @@ def test_each_missing_part_is_one_clear_reason(setup: str, said: str, forked_pyt
     assert ran.returncode == 0, ran.stderr
     assert said in ran.stdout
     assert len(ran.stdout.splitlines()) == 1
+
+
+def test_a_cudnn_whose_packed_backward_is_wrong_has_exact_plans_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounded-up plans are for packed sequences."""
+    monkeypatch.setattr(cudnn_backend, "library_error", lambda: None)
+    spec, x = make_call(make_inputs(lengths_q=[64], device="meta"))
+    spec = spec._replace(device_type="cuda", capability=(9, 0))
+    for version, is_bucketed in ((91799, False), (91800, True), (91501, False)):
+        monkeypatch.setattr(cudnn_backend, "_version", lambda version=version: version)
+        monkeypatch.setattr(cudnn_backend, "_exact_shapes", OrderedDict())
+        monkeypatch.setattr(cudnn_backend, "EXACT_SHAPES", 0)
+        assert cudnn_backend._is_bucketed(spec, x) is is_bucketed
+
+
+@pytest.mark.parametrize(("version", "said"), [(91900, None), (91501, "with cuDNN 9.15.1"), (92400, "with cuDNN 9.24.0")])
+def test_versions_with_which_no_result_was_checked_say_so(version: int, said: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cudnn_backend, "library_error", lambda: None)
+    monkeypatch.setattr(cudnn_backend, "_version", lambda: version)
+    for page_size in (0, 16):
+        found = cudnn_backend.not_run_yet(SPEC._replace(page_size=page_size))
+        wanted = said or ("over pages" if page_size else None)
+        assert found == (wanted and f"not run {wanted} yet: cuDNN's own rules speak for it alone, and no result was checked")
+
+
+def test_the_oldest_versions_are_those_of_the_requirement_and_of_ci() -> None:
+    frontend, library = ".".join(map(str, cudnn_backend.OLDEST_FRONTEND)), known_bad.version_text(cudnn_backend.OLDEST_LIBRARY)
+    assert f'"nvidia-cudnn-frontend>={frontend}; ' in (ROOT / "pyproject.toml").read_text()
+    ci, page = (ROOT / ".ci" / "run").read_text(), (ROOT / "docs" / "backends.md").read_text()
+    assert re.search(rf"nvidia-cudnn-cu13=={re.escape(library)}\.\d+ nvidia-cudnn-frontend=={re.escape(frontend)}\.", ci)
+    assert f"cuDNN from {library} on and its frontend from {frontend} on are taken" in page
+    for version in re.findall(r"nvidia-cudnn-cu13==(\d+\.\d+\.\d+)\.", ci):
+        assert re.search(rf"^\| {re.escape(version)} +\| yes +\| all[,;].*built by `.ci/run`", page, re.MULTILINE)
 
 
 def test_without_cudnn_a_call_names_what_to_install(forked_python: FreshPython) -> None:
