@@ -14,7 +14,7 @@ from flexattn.kernels_cudnn import lowering
 from flexattn.kernels_cudnn.plans import PLANS, PlanCache
 from tests.api.test_support import DIRECTIONS
 from tests.cudnn.test_mods import LENGTHS
-from tests.cudnn.test_plans import DEVICE, cudnns_answer, h200, nothing_kept  # noqa: F401  # the last two are fixtures
+from tests.cudnn.test_plans import DEVICE, cudnns_answer, h200, loads_plans, nothing_kept  # noqa: F401  # two are fixtures
 from tests.support.cudnn_mods import CALLS, CASES, SHAPES, WITH, Case, Shape, mods_call
 
 
@@ -29,6 +29,10 @@ def check(case: Case, shape: Shape, direction: Direction) -> None:
     said = cudnn_backend.unsupported(spec, direction)
     if reason := case.refused or (case.backward_refused if direction == "backward" else ""):
         assert reason in str(said)
+        return
+    is_wrong = cudnn_backend._version() < cudnn_backend.RAGGED_WORKSPACE and "thd" in (spec.q_format, spec.kv_format)
+    if is_wrong and direction == "backward":
+        assert "TransformerEngine/issues/2186" in str(said)
         return
     assert said is None
     assert cudnns_answer(spec, x, direction) is None
@@ -96,6 +100,7 @@ def test_lengths_of_documents_are_no_part_of_a_plan() -> None:
         assert found == (1, step)
 
 
+@loads_plans
 def test_a_plan_with_mods_is_kept_on_disk(tmp_path: Path) -> None:
     spec, x = on_h200(CASES["softcap under a document mask"], SHAPES["lengths"])
     cudnn_backend.prepare(spec, x, "backward")

@@ -299,6 +299,10 @@ def test_a_refusal_is_remembered() -> None:
     assert cache.known(some_sdpa(1), DEVICE) is None
 
 
+loads_plans = pytest.mark.skipif(cudnn_stub.cannot_load() is not None, reason=str(cudnn_stub.cannot_load()))
+
+
+@loads_plans
 def test_plans_are_kept_on_disk(tmp_path: Path) -> None:
     folder = tmp_path / "plans"
     first, second = PlanCache(), PlanCache()
@@ -342,6 +346,7 @@ def test_a_broken_file_is_built_anew(tmp_path: Path) -> None:
     assert len(file.read_bytes()) > 1000
 
 
+@loads_plans
 def test_the_environment_says_where_plans_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLEXATTN_PLANS", str(tmp_path))
     prepared()

@@ -227,6 +227,7 @@ REST: dict[str, tuple[Callable[..., Tensor], bool]] = {
     "the next one's document": (lambda ids, i, j: ids[i] == ids[j + 1], False),
     "documents by numbers that may be NaN": (lambda ids, i, j: ids[i] * 1.0 == ids[j] * 1.0, False),
     "a table": (lambda ids, i, j: ids[j] == 1, False),
+    "one document": (lambda ids, i, j: (ids[i] == ids[j]) & (ids[j] == 1), False),
     "one of both": (lambda ids, i, j: (ids[i] == ids[j]) | (ids[j] == 1), True),
     "an exclusive or": (lambda ids, i, j: (ids[i] == ids[j]) ^ (j == 3), False),
 }

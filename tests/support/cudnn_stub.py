@@ -92,6 +92,14 @@ def missing() -> str | None:
     return None
 
 
+def cannot_load() -> str | None:
+    """Why no plan that was kept can be read again here; None where it can. On a GPU tests/gpu/test_cudnn.py reads one."""
+    import cudnn
+
+    is_old = tuple(map(int, cudnn.__version__.split(".")[:2])) < (1, 28)
+    return "before 1.28 the frontend reads no plan for a GPU that is not here" if is_old else None
+
+
 def load(folder: Path) -> None:
     """Into this process, before cuDNN looks for them: the driver, and what cuDNN opens by name wherever the loader finds it."""
     ctypes.CDLL(str(build(folder)), mode=ctypes.RTLD_GLOBAL)
