@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flexattn import call_cache, fp8, ops, validation
 from flexattn.dispatch.spec import OPEN_WINDOW, Operands, Results, Window, dense_in, parse_format
+from flexattn.dispatch.spec import Gradients as DenseGradients
 from flexattn.first_order import guarded
 from flexattn.fp8_steps import BackwardSteps
 from flexattn.prepare import prepare
@@ -239,7 +240,7 @@ class GivenInFp8(NamedTuple):
     dout16: Tensor | None  # dout in 16 bits, where it is in FP8
 
 
-def differentiate_in_fp8(results: Results, given: Given, in_fp8: GivenInFp8, arguments: dict[str, Any]) -> ops.Gradients:
+def differentiate_in_fp8(results: Results, given: Given, in_fp8: GivenInFp8, arguments: dict[str, Any]) -> DenseGradients:
     """Returns the gradients of a forward on FP8 tensors, in 16 bits, where `results` says.
 
     arguments: all others that `attention` takes, the descales of `in_fp8` and an fp8_recipe among them. out and dout have q's dims.
@@ -257,7 +258,7 @@ def differentiate_in_fp8(results: Results, given: Given, in_fp8: GivenInFp8, arg
         settings = settings._replace(needs_grad=True, needs_bias_grad=arguments["bias"] is not None)
         if in_fp8.dout16 is not None:
             settings = settings._replace(fp8_grad=str(dout.dtype).removeprefix("torch."))
-        steps = BackwardSteps(x.q.device)
+        steps = BackwardSteps(settings, x.q.device)
         x = steps.operands(x, more)
         if key is not None:
             call = call_cache.new_call(key, x._replace(copies16=()), settings, arguments["alibi_slopes"], steps)

@@ -122,18 +122,14 @@ class Fp8Steps:
         return x._replace(descales=[validation.as_scales(t, self.device) for t in descales])
 
 
-class BackwardSteps:
+class BackwardSteps(Fp8Steps):
     """FP8's part of a backward alone, whose q, k and v came in FP8: nothing is quantised around it.
 
     Behind the operands it has the descales of q, k and v, then dout's and dout in 16 bits, which are None where dout is in 16 bits.
     """
 
-    config: QuantizeConfig | None = None
-    num_results = 3  # of the forward, as if there were one here
-    can_be_recorded = True
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, settings: ops.Settings, device: torch.device) -> None:
+        super().__init__(None, None, settings, device)
 
     def operands(self, x: Operands, more: Sequence[Any]) -> Operands:
         """Returns operands as a backend takes them."""
@@ -146,19 +142,12 @@ class BackwardSteps:
     def backward(
         self, x: Operands, more: Sequence[Any], dout: Tensor, passes: Passes, attend: Callable[[Operands, Tensor], Gradients]
     ) -> Gradients:
+        """Returns the gradients of operands with their descales."""
         return attend(self.operands(x, more), dout)
 
     def backward_as_run(self, x: Operands, more: Sequence[Any], dout: Tensor) -> Operands:
+        """Returns what `operands` does."""
         return self.operands(x, more)
-
-    def history_place(self, first: int) -> int | None:
-        return None
-
-    def saved_places(self, places: Sequence[int | None], first: int) -> list[int | None]:
-        return list(places)
-
-    def quantizer_beside(self, backend: Backend) -> Backend | None:
-        return None
 
 
 def _copies(more: Sequence[Any]) -> list[Tensor]:
