@@ -235,7 +235,7 @@ def differentiate_part_in_fp8(
 class GivenInFp8(NamedTuple):
     """Tensors of a backward on q, k and v in FP8, beside `Given`."""
 
-    descales: tuple[Tensor, Tensor, Tensor]  # of q, k and v
+    descales: tuple[Tensor, Tensor, Tensor]  # those of q, k and v
     descale_dout: Tensor | None  # [1, 1, 1]; None: dout is in 16 bits, and rounded in the backward
     dout16: Tensor | None  # dout in 16 bits, where it is in FP8
 

@@ -285,7 +285,7 @@ def _sanitize_overflow(original, semantic, lhs, rhs, binary_op):
 
 def _device_assert(original, semantic, condition, message, mask):
     holds = condition.handle.data if mask is None else condition.handle.data | ~mask.handle.data
-    assert holds.all(), message  # of every kernel: the interpreter does not know which are compiled with assertions
+    assert holds.all(), message  # in every kernel, as nothing here tells which are compiled with assertions
 
 
 def _make_block_type(original):

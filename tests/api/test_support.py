@@ -224,14 +224,14 @@ def cudnn_call(row: Row, direction: Direction) -> tuple[AttentionSpec, Operands]
     return spec, x
 
 
-def refusal(backend: str, row: Row, direction: Direction) -> str | None:
-    """Why a backend cannot run a row, or None: what docs/support.md has as no or yes."""
+def refusal(backend: str, row: Row, direction: Direction, version: int = cudnn_backend.RUN_WITH[0]) -> str | None:
+    """Why a backend cannot run a row, or None: what docs/support.md has as no or yes. version: cuDNN's."""
     if row.pages and direction == "backward":
         return NO_GRADIENT
     if backend != "cudnn":
         return row.refusals.get(backend)
     spec, _ = cudnn_call(row, direction)
-    return cudnn_backend.rule_error(spec, direction) or known_bad(spec, direction, cudnn_backend.OLDEST_LIBRARY)
+    return cudnn_backend.rule_error(spec, direction) or known_bad(spec, direction, version)
 
 
 class Case(NamedTuple):

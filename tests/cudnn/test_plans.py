@@ -73,7 +73,7 @@ SUPPORTED = [
     for section in ROWS.values()
     for name, row in section.items()
     for direction in DIRECTIONS
-    if refusal("cudnn", row, direction) is None
+    if refusal("cudnn", row, direction, cudnn.backend_version()) is None
 ]
 
 
