@@ -44,7 +44,7 @@ RUN_ON = ((9, 0),)  # where results were checked; elsewhere cuDNN's plans are al
 RAGGED_BACKWARD = (9, 10)  # major capabilities with plans for it; cuDNN declines it on sm_8x and sm_12x
 OLDEST_LIBRARY = 91501  # the first with all plans of later ones, as was seen; before it CUDA graphs may replay a backward wrongly
 OLDEST_FRONTEND = (1, 27)  # from 1.24 to 1.26 cuDNN 9.19 has no backward; 1.23 and older take no such keys of buffers
-RUN_WITH = (91900,)  # libraries with which results were checked, on an NVIDIA H200
+RUN_WITH = (91900,)  # libraries with which results were checked, on an NVIDIA H200 and an H100
 RAGGED_WORKSPACE = 91800  # the first that clears its workspace in a backward of packed sequences (`known_bad`)
 _GET_FRONTEND = f"pip install 'nvidia-cudnn-frontend>={'.'.join(map(str, OLDEST_FRONTEND))}'"
 MOST_HEADS = 65535

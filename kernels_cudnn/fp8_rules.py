@@ -1,6 +1,6 @@
 """Rules for what cuDNN's FP8 graphs take on sm_90, as data: one for each thing that they do not. Needs neither cuDNN nor torch.
 
-From 9.19 to 9.24 cuDNN's own answers are the same; the tests ask both.
+From 9.15.1 to 9.24 cuDNN's own answers are the same; the tests ask both.
 """
 
 from __future__ import annotations
