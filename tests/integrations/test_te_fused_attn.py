@@ -530,6 +530,7 @@ def test_a_backward_in_fp8_is_kept_and_takes_each_calls_own_tensors(bias: str, d
 
 def test_a_bias_and_a_sink_beside_fp8() -> None:
     """They and their gradients are those of the call on what the FP8 tensors stand for, up to FP8's rounding of weights."""
+    torch.manual_seed(0)  # of the sink's gradient, a sum that may cancel, one draw in ten is further off
     make = RECIPES["current"]
     in_fp8 = {name: make()(torch.randn(BATCH, SQ, HEADS, 16, dtype=torch.bfloat16)) for name in "qkv"}
     plain = {name: t.dequantize(torch.float32) for name, t in in_fp8.items()}
