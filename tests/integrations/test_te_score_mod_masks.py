@@ -69,13 +69,13 @@ def selecting(visible: Callable[[Any, Any, Any], Any]) -> Callable[..., Any]:
 
 
 # name -> (what is visible, the band: left and right)
-BANDS: dict[str, tuple[Callable[[Any, Any, Any], Any], tuple[int, int]]] = {
-    "ge": (lambda g, i, j: g.cmp_ge(i, j), (-1, 0)),
-    "le, the other way round": (lambda g, i, j: g.cmp_le(j, i), (-1, 0)),
-    "not lt": (lambda g, i, j: g.logical_not(g.cmp_lt(i, j)), (-1, 0)),
-    "gt or eq": (lambda g, i, j: g.logical_or(g.cmp_gt(i, j), g.cmp_eq(i, j)), (-1, 0)),
-    "an offset": (lambda g, i, j: g.cmp_ge(g.add(i, 3), j), (-1, 3)),
-    "a difference": (lambda g, i, j: g.cmp_ge(g.sub(i, j), g.tensor_scalar(0, None)), (-1, 0)),
+BANDS: dict[str, tuple[Callable[[Any, Any, Any], Any], tuple[int | None, int]]] = {
+    "ge": (lambda g, i, j: g.cmp_ge(i, j), (None, 0)),
+    "le, the other way round": (lambda g, i, j: g.cmp_le(j, i), (None, 0)),
+    "not lt": (lambda g, i, j: g.logical_not(g.cmp_lt(i, j)), (None, 0)),
+    "gt or eq": (lambda g, i, j: g.logical_or(g.cmp_gt(i, j), g.cmp_eq(i, j)), (None, 0)),
+    "an offset": (lambda g, i, j: g.cmp_ge(g.add(i, 3), j), (None, 3)),
+    "a difference": (lambda g, i, j: g.cmp_ge(g.sub(i, j), g.tensor_scalar(0, None)), (None, 0)),
     "a window": (lambda g, i, j: g.logical_and(g.cmp_ge(i, j), g.cmp_le(g.sub(i, j), 9)), (9, 0)),
     "not outside of a window": (
         lambda g, i, j: g.logical_not(g.logical_or(g.cmp_lt(i, j), g.cmp_gt(g.sub(i, j), 9))),
@@ -103,7 +103,7 @@ def test_a_mask_by_distance_is_a_band(band: str, fill: str, backend: str, device
     settings = settings_of(mod, *qkv)
     assert (settings.window_left, settings.window_right, settings.mods) == (*sides, "")
     assert settings.has_floor is (fill not in ("-inf", "-inf by value"))
-    left, right = (INF if side < 0 else side for side in sides)
+    left, right = (INF if side is None else side for side in sides)
     want = reference(qkv, lambda s, i, j: s.masked_fill((i - j > left) | (j - i > right), -INF))
     close(results(mod, qkv, backend=backend), want)
 
@@ -205,7 +205,7 @@ def test_what_is_no_band_of_a_mask_stays_a_mask(device: str) -> None:
     exact, finite = (settings_of(TEScoreMod(documents, None, {**tensors, "fill": fill}), *qkv) for fill in (-INF, -1e9))
     assert (exact.window_right, exact.has_floor) == (0, False)
     assert '"mask":[' in exact.mods
-    assert (finite.window_right, finite.has_floor) == (-1, False)
+    assert (finite.window_right, finite.has_floor) == (None, False)
     want = reference(qkv, lambda s, i, j: s.masked_fill((i < j) | (ids[i] != ids[j]), -INF))
     for fill in (-INF, -1e9):
         close(results(TEScoreMod(documents, None, {**tensors, "fill": fill}), qkv, backend="triton"), want)
@@ -356,7 +356,7 @@ def test_where_a_kernel_checks_it_runs_once_in_every_call(needs_grad: bool, devi
 def test_any_other_number_is_computed_as_it_is(fill: float, device: str) -> None:
     qkv, mod = inputs(device), TEScoreMod(selecting(BANDS["ge"][0]), None, {"fill": by_value(fill)})
     settings = settings_of(mod, *qkv)
-    assert (settings.window_right, settings.has_floor, settings.mods == "") == (-1, False, False)
+    assert (settings.window_right, settings.has_floor, settings.mods == "") == (None, False, False)
     if math.isfinite(fill):
         close(results(mod, qkv, backend="triton"), reference(qkv, lambda s, i, j: s.masked_fill(i < j, fill)))
 
@@ -372,7 +372,7 @@ def test_the_number_of_each_call_decides(device: str) -> None:
 def test_a_tensor_that_may_need_a_gradient_or_lies_elsewhere_is_not_read() -> None:
     qkv, visible = inputs("cpu"), selecting(BANDS["ge"][0])
     learnt = by_value(-1e9).requires_grad_()
-    assert settings_of(TEScoreMod(visible, None, {"fill": learnt}), *qkv).window_right == -1
+    assert settings_of(TEScoreMod(visible, None, {"fill": learnt}), *qkv).window_right is None
     on_meta = by_value(-1e9).to("meta")  # as on a GPU, nothing can be read
     assert TEScoreMod(visible, None, {"fill": on_meta})._flexattn_state()["tensors"]["fill"].is_meta
 
@@ -409,6 +409,6 @@ def test_a_given_bprop_gives_the_same_beside_a_band(of: str, is_band: bool, is_e
     settings = settings_of(mod, *qkv)
     assert (settings.window_right == 0, settings.mods == "") == (is_band, is_empty)
     as_written = TEScoreMod(call, bprop(of), {"fill": 0.999 * MASKING})
-    assert settings_of(as_written, *qkv).window_right == -1
+    assert settings_of(as_written, *qkv).window_right is None
     for backend in ("eager", "triton"):
         close(results(mod, qkv, backend=backend), [x.detach().double() for x in results(as_written, qkv, backend="eager")])
