@@ -85,7 +85,7 @@ def launch(
         )
     axes = (*(int(n) for n in grid), 1, 1)[:3]
     report = Report((axes[0], axes[1], axes[2]), seed, options.schedule or SCHEDULES[min(seed, len(SCHEDULES) - 1)])
-    buffers: dict[int, GlobalBuffer] = {}
+    buffers: dict[tuple[int, torch.dtype], GlobalBuffer] = {}
     call = {
         name: translate(value, name) if name in function.constexprs else _argument(name, value, buffers)
         for name, value in given.items()
@@ -125,7 +125,7 @@ def sweep(run: Callable[[int], Report], seeds: Iterable[int] = range(24)) -> dic
     return found
 
 
-def _argument(name: str, value: Any, buffers: dict[int, GlobalBuffer]) -> Any:
+def _argument(name: str, value: Any, buffers: dict[tuple[int, torch.dtype], GlobalBuffer]) -> Any:
     """Returns a run-time argument as a kernel sees it."""
     if isinstance(value, torch.Tensor):
         return Pointer(_buffer(name, value, buffers), np.asarray(value.storage_offset(), np.int64))
@@ -144,11 +144,11 @@ def _argument(name: str, value: Any, buffers: dict[int, GlobalBuffer]) -> Any:
     )
 
 
-def _buffer(name: str, tensor: torch.Tensor, buffers: dict[int, GlobalBuffer]) -> GlobalBuffer:
-    """One buffer for each storage, so that tensors which share memory do so here."""
+def _buffer(name: str, tensor: torch.Tensor, buffers: dict[tuple[int, torch.dtype], GlobalBuffer]) -> GlobalBuffer:
+    """One buffer for each storage, so that tensors which share memory do so here; of several dtypes they may not share elements."""
     if tensor.device.type != "cpu":
         raise TypeError(f"{name} is on {tensor.device}; the emulator takes CPU tensors")
-    place = tensor.untyped_storage().data_ptr()
+    place = (tensor.untyped_storage().data_ptr(), tensor.dtype)
     if place not in buffers:
         buffers[place] = GlobalBuffer(tensor)
     return buffers[place]

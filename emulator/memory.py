@@ -54,8 +54,10 @@ class GlobalBuffer:
         self._dirty = True
 
     def flush(self) -> None:
+        """Writes back what was written: the rest of the storage may be another dtype's."""
         if self._dirty:
-            self._storage.copy_(torch.from_numpy(self.data).to(self._storage.dtype))
+            written = torch.from_numpy(self.writers != 0)
+            self._storage[written] = torch.from_numpy(self.data).to(self._storage.dtype)[written]
 
 
 def writer_number(program: int, partition: int) -> int:

@@ -448,6 +448,8 @@ class HopperFusedTile(NamedTuple):
     # first product of a turn, of 64 queries, the consumers, which meet at it, were 2 to 7 % faster with it at 64, and up to 9 %
     # slower at 128 (bench/results/hopper_turns_h200.json).
     dout_apart: bool = False
+    # True: programs, one for each multiprocessor, draw blocks of keys, and load the next block's k while the one before ends.
+    is_persistent: bool = False
     # As in `HopperTile`, but faster than `HOPPER_BACKWARD` too (bench/results/lengths_h200.json).
     open_from: int = NEVER
     causal_from: int = NEVER

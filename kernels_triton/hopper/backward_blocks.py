@@ -11,12 +11,12 @@ from triton.experimental.gluon import language as gl
 from flexattn.kernels_triton.common.arguments import Head, Scores
 from flexattn.kernels_triton.common.preprocess import statistics_tile
 from flexattn.kernels_triton.common.primitives import behind, head_values, is_any_large, load_head, load_large, packed_start
-from flexattn.kernels_triton.common.problem import Problem
+from flexattn.kernels_triton.common.problem import Features, Problem
 from flexattn.kernels_triton.common.tile_schedule import tile_schedule
-from flexattn.kernels_triton.hopper.block_ranges import blocks_of_keys, blocks_of_queries
+from flexattn.kernels_triton.hopper.block_ranges import ListCut, blocks_of_keys, blocks_of_queries, cut_query_lists
 from flexattn.kernels_triton.hopper.masking import SequenceBand, band_of_sequence
 from flexattn.kernels_triton.hopper.operands import ROWS
-from flexattn.kernels_triton.hopper.tile_scheduler import Sequence, Work, block_of_program, heads_per_l2_section, sequence_of
+from flexattn.kernels_triton.hopper.tile_scheduler import Sequence, Work, backward_tile, heads_per_l2_section, sequence_of
 
 
 class LargeLse(NamedTuple):
@@ -71,7 +71,7 @@ def _load_large(args, sequence: Sequence, META: gl.constexpr):
 def query_block_of_program(args, META: gl.constexpr):
     # args: of a kernel for dq
     work = args.work
-    m_block, h, b = block_of_program(work, work.num_heads, True, META)
+    m_block, h, b = backward_tile(gl.program_id(0), gl.num_programs(0), work, work.num_heads, True, META)
     sequence = sequence_of(args.lengths_q, args.lengths_kv, b, META)
     len_q = sequence.len_q
     band = band_of_sequence(args.band, len_q, sequence.len_kv)
@@ -94,17 +94,48 @@ def query_block_of_program(args, META: gl.constexpr):
     )
 
 
+def key_block_numbers(features: Features) -> int:
+    """Returns how many integers `find_key_block` finds."""
+    return 3 + 4 * features.HAS_LENGTHS + 4 * (features.BLOCK_SIZE_Q > 0)
+
+
 @gluon.jit
-def key_block_of_program(args, META: gl.constexpr):
-    # args: of a kernel for dk and dv
+def find_key_block(t, num_tiles, args, META: gl.constexpr):
+    # What has to be computed and read to find work tile t of a kernel for dk and dv: integers that `key_block` makes a block of
     work = args.work
-    n_block, h_kv, b = block_of_program(work, work.num_heads // work.group_size, False, META)
+    n_block, h_kv, b = backward_tile(t, num_tiles, work, work.num_heads // work.group_size, False, META)
     sequence = sequence_of(args.lengths_q, args.lengths_kv, b, META)
     len_kv = sequence.len_kv
-    band = band_of_sequence(args.band, sequence.len_q, len_kv)
     first_row = gl.minimum(n_block * META.BLOCK_N, len_kv)
+    numbers = (first_row, h_kv, b)
+    if META.HAS_LENGTHS:
+        numbers = numbers + (sequence.start_q, sequence.len_q, sequence.start_kv, len_kv)
+    if META.BLOCK_SIZE_Q > 0:
+        band = band_of_sequence(args.band, sequence.len_q, len_kv)
+        cut = cut_query_lists(first_row, b, h_kv * work.group_size, band, args.lists, META)
+        numbers = numbers + (cut.num_masked, cut.num_full, cut.masked_before, cut.full_before)
+    return numbers
+
+
+@gluon.jit
+def key_block(numbers, args, META: gl.constexpr):
+    # numbers: `find_key_block`
+    work = args.work
+    first_row, h_kv, b = numbers[:3]
+    if META.HAS_LENGTHS:
+        start_q, len_q, start_kv, len_kv = numbers[3:7]
+        sequence = Sequence(start_q=start_q, len_q=len_q, start_kv=start_kv, len_kv=len_kv)
+    else:
+        sequence = sequence_of(args.lengths_q, args.lengths_kv, b, META)
+    len_kv = sequence.len_kv
+    band = band_of_sequence(args.band, sequence.len_q, len_kv)
     h = h_kv * work.group_size
-    num_blocks, block_range = blocks_of_queries(first_row, b, h, band, args.lists, META)
+    cut = ()
+    if META.BLOCK_SIZE_Q > 0:
+        LISTED: gl.constexpr = 7 if META.HAS_LENGTHS else 3
+        num_masked, num_full, masked_before, full_before = numbers[LISTED : LISTED + 4]
+        cut = ListCut(num_masked=num_masked, num_full=num_full, masked_before=masked_before, full_before=full_before)
+    num_blocks, block_range = blocks_of_queries(first_row, b, h, cut, band, args.lists, META)
     place_q = packed_start(args.lengths_q, b, sequence.start_q)
     return Block(
         first_row=first_row,
@@ -119,6 +150,11 @@ def key_block_of_program(args, META: gl.constexpr):
         block_range=block_range,
         first_statistics=statistics_tile(b, h, work.num_heads, place_q, args.tiles_of_statistics, META, META.BLOCK_M),
     )
+
+
+@gluon.jit
+def key_block_of_program(args, META: gl.constexpr):
+    return key_block(find_key_block(gl.program_id(0), gl.num_programs(0), args, META), args, META)
 
 
 class QueryStatistics(NamedTuple):

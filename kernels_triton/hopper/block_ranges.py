@@ -115,10 +115,9 @@ def _blocks_of_lists(cut: ListCut, first_row, b, h, lists: BlockMaskLists, SEEN:
 
 
 @gluon.jit
-def _blocks_seen(first_row, b, h, band: SequenceBand, lists: BlockMaskLists, SEEN: gl.constexpr, META: gl.constexpr):
-    # (number of blocks, block range)
+def _blocks_seen(first_row, b, h, cut, band: SequenceBand, lists: BlockMaskLists, SEEN: gl.constexpr, META: gl.constexpr):
+    # (number of blocks, block range). cut: with a block mask, `_cut_lists`
     if META.BLOCK_SIZE_Q > 0:
-        cut = _cut_lists(first_row, b, h, band, lists, SEEN, META)
         return _blocks_of_lists(cut, first_row, b, h, lists, SEEN)
     else:
         begin, end = _blocks_in_band(first_row, band, SEEN, META)
@@ -149,13 +148,23 @@ def blocks_by_lists(cut: ListCut, first_row, b, h, lists: BlockMaskLists, META: 
 @gluon.jit
 def blocks_of_keys(first_row, b, h, band: SequenceBand, lists: BlockMaskLists, META: gl.constexpr, QUERIES: gl.constexpr = 0):
     # (number of blocks, block range) of the keys that some of BLOCK_M (or QUERIES) queries from first_row on see
-    return _blocks_seen(first_row, b, h, band, lists, _keys_seen(META, QUERIES), META)
+    SEEN: gl.constexpr = _keys_seen(META, QUERIES)
+    cut = ()
+    if META.BLOCK_SIZE_Q > 0:
+        cut = _cut_lists(first_row, b, h, band, lists, SEEN, META)
+    return _blocks_seen(first_row, b, h, cut, band, lists, SEEN, META)
 
 
 @gluon.jit
-def blocks_of_queries(first_row, b, h, band: SequenceBand, lists: BlockMaskLists, META: gl.constexpr):
-    # (number of blocks, block range) of the queries that see some of BLOCK_N keys from first_row on
-    return _blocks_seen(first_row, b, h, band, lists, _queries_seen(META), META)
+def cut_query_lists(first_row, b, h, band: SequenceBand, lists: BlockMaskLists, META: gl.constexpr):
+    # The reads of a block mask, for `blocks_of_queries`
+    return _cut_lists(first_row, b, h, band, lists, _queries_seen(META), META)
+
+
+@gluon.jit
+def blocks_of_queries(first_row, b, h, cut, band: SequenceBand, lists: BlockMaskLists, META: gl.constexpr):
+    # (number of blocks, block range) of the queries that see some of BLOCK_N keys from first_row on. cut: `cut_query_lists`
+    return _blocks_seen(first_row, b, h, cut, band, lists, _queries_seen(META), META)
 
 
 @gluon.jit

@@ -15,11 +15,12 @@ from flexattn.kernels_triton.common.arguments import Lengths, Rows
 from flexattn.kernels_triton.common.preprocess import statistics_tile
 from flexattn.kernels_triton.common.primitives import load_sequence, load_tile, packed_start, row_pointer, row_steps, store_tile
 from flexattn.kernels_triton.common.problem import Problem, rows
-from flexattn.kernels_triton.hopper.backward_blocks import Block
+from flexattn.kernels_triton.hopper.backward_blocks import Block, key_block
 from flexattn.kernels_triton.hopper.block_ranges import query_block
 from flexattn.kernels_triton.hopper.descriptors import reduce_add
 from flexattn.kernels_triton.hopper.operands import ROWS
 from flexattn.kernels_triton.hopper.pipeline import release, wait_empty, wait_full
+from flexattn.kernels_triton.hopper.tile_scheduler import receive_tile
 from flexattn.kernels_triton.runtime.entry import WidePointer
 from flexattn.kernels_triton.runtime.launch import Tile, kernel, launch
 
@@ -35,14 +36,15 @@ class DqRing(NamedTuple):
 
 
 @gluon.jit
-def dq_product(ds_tiles, k_tiles, buffer, zero, CONSUMER: gl.constexpr, META: gl.constexpr):
-    # This warpgroup's half of a tile of dq, from all 128 keys: half of the columns of 64 queries, or of 128 queries 64.
+def dq_product(ds_tiles, k_tiles, buffer, k_tile, CONSUMER: gl.constexpr, META: gl.constexpr):
+    # This warpgroup's half of a tile of dq, from all 128 keys, whose tiles begin at k_tile: half of the columns of 64 queries, or
+    # of 128 queries 64.
     COLUMNS: gl.constexpr = META.DIM * META.BLOCK_M // 128
     DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     dq = gl.zeros([ROWS, COLUMNS], gl.float32, layout=DQ)
     for part in gl.static_range(2):
         ds = ds_tiles.index(buffer + part)
-        k = k_tiles.index(zero + part).reshape([ROWS, META.DIM])
+        k = k_tiles.index(k_tile + part).reshape([ROWS, META.DIM])
         if META.BLOCK_M == ROWS:
             k = k.slice(CONSUMER * COLUMNS, COLUMNS, 1)
         else:
@@ -68,14 +70,16 @@ def hand_over_dq(ring: DqRing, n, META: gl.constexpr):
 
 
 @gluon.jit
-def add_dq(descriptor, ring: DqRing, block: Block, tiles_of_a_head, group_size, META: gl.constexpr):
-    # A partition of its own: adds each tile of dq to the sums as it comes. tiles_of_a_head: tiles of statistics
+def _add_block(args, ring: DqRing, block: Block, before, META: gl.constexpr):
+    # before: iterations of the blocks before this one
+    descriptor = args.descriptors.dq
+    iterations = block.num_blocks * args.work.group_size
     n = 0
     head = 0
-    for iteration in range(block.num_blocks * group_size):
+    for iteration in range(before, before + iterations):
         stage = iteration % META.DQ_STAGES
         row = query_block(n, block.block_range, META)[0]
-        at = (block.first_statistics + head * tiles_of_a_head) * META.BLOCK_M + row
+        at = (block.first_statistics + head * args.tiles_of_statistics) * META.BLOCK_M + row
         wait_full(ring.full, iteration, META.DQ_STAGES)
         # A listed block may lie past the end: no row of this head's. (The engine has no addition to rows outside of a tensor.)
         if META.BLOCK_SIZE_Q == 0 or row < block.sequence.len_q:
@@ -90,6 +94,24 @@ def add_dq(descriptor, ring: DqRing, block: Block, tiles_of_a_head, group_size, 
         if n == block.num_blocks:
             n = 0
             head += 1
+
+
+@gluon.jit
+def add_dq(args, tiles, barriers, block: Block, META: gl.constexpr):
+    # A partition of its own: adds each tile of dq to the sums as it comes. block: of a program that has one
+    ring = DqRing(tiles=tiles.dq, full=barriers.dq_full, empty=barriers.dq_empty)
+    if META.NUMBERS == 0:
+        _add_block(args, ring, block, 0, META)
+    else:
+        n_tile = 0
+        before = 0
+        numbers = receive_tile(n_tile, barriers, META)
+        while numbers[0] >= 0:
+            drawn = key_block(numbers, args, META)
+            _add_block(args, ring, drawn, before, META)
+            before += drawn.num_blocks * args.work.group_size
+            n_tile += 1
+            numbers = receive_tile(n_tile, barriers, META)
 
 
 class ConversionArguments(NamedTuple):

@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from flexattn.kernels_triton.common.arguments import Band, BlockMaskLists, Dropout, Lengths, Scores
 from flexattn.kernels_triton.common.primitives import is_any_large, relative_to_lse, through_mods
 from flexattn.kernels_triton.common.problem import with_features
-from flexattn.kernels_triton.hopper.backward_blocks import Block, LargeLse, first_query_head, head_at, next_query_block
+from flexattn.kernels_triton.hopper.backward_blocks import Block, LargeLse, first_query_head, head_at, key_block, next_query_block
 from flexattn.kernels_triton.hopper.barriers import (
     BOTH,
     LAST,
@@ -35,7 +35,7 @@ from flexattn.kernels_triton.hopper.masking import (
 )
 from flexattn.kernels_triton.hopper.operands import ROWS, opaque_zero
 from flexattn.kernels_triton.hopper.pipeline import STAGES, release
-from flexattn.kernels_triton.hopper.tile_scheduler import Work
+from flexattn.kernels_triton.hopper.tile_scheduler import Work, receive_tile
 
 
 @with_features
@@ -53,6 +53,9 @@ class FusedMeta(NamedTuple):
     DV_WITH_DK: bool
     DOUT_APART: bool
     DQ_STAGES: int  # stages of dq in shared memory
+    NUMBERS: int  # integers by which the blocks of keys of a persistent kernel are broadcast; 0: a program has one block
+    K_STAGES: int  # blocks of keys whose k is in shared memory: 2 of a persistent kernel, else 1
+    V_STAGES: int  # 1, or as K_STAGES
 
 
 class FusedDescriptors(NamedTuple):
@@ -99,7 +102,7 @@ class FusedArguments(NamedTuple):
 
 
 class FusedTiles(NamedTuple):
-    """Tiles in shared memory: k and v by consumer, q, dout and statistics by stage, ds and dq by stage and consumer.
+    """Tiles in shared memory: q, dout and statistics by stage; k, v, ds and dq by stage and consumer.
 
     q16, k16, dout16 and the factors are None where q, k and dout have 16 bits.
     """
@@ -122,10 +125,19 @@ class FusedBarriers(NamedTuple):
     q_empty: Any
     dout_full: Any
     dout_empty: Any  # used with META.DOUT_APART
-    kv_full: Any
     dq_full: Any
     dq_empty: Any
     dkdv_full: Any
+    tile_full: Any = None  # of a persistent kernel, as in `ForwardBarriers`
+    tile_empty: Any = None
+    tile_slots: Any = None
+
+
+class Begun(NamedTuple):
+    """What a program has done before a block of keys."""
+
+    blocks: Any
+    iterations: Any
 
 
 @gluon.jit
@@ -149,11 +161,12 @@ def _begin_turns(iterations, CONSUMER: gl.constexpr, META: gl.constexpr):
 
 
 @gluon.jit
-def consume_fused(
+def _consume_block(
     args: FusedArguments,
     tiles: FusedTiles,
     barriers: FusedBarriers,
     block: Block,
+    begun: Begun,
     CONSUMER: gl.constexpr,
     MODS: gl.constexpr,
     META: gl.constexpr,
@@ -187,33 +200,37 @@ def consume_fused(
     uncut_from = first_uncut_query(n_start, band, META)
     draws = dropout_state(args.dropout, block.first_head, META)
     iterations = block.num_blocks * group_size
+    k_tile = 2 * (begun.blocks % META.K_STAGES)
+    v_tile = 2 * (begun.blocks % META.V_STAGES)
     # As if there had been an iteration before the first, whose ds is 0.
     tiles.ds.index(2 + CONSUMER).store(zeros.to(DTYPE))
     fence_async_shared()
     named_barrier_arrive_at(WRITTEN + 2 + CONSUMER, BOTH)
     if not META.IS_FP8:  # in which this place costs 24 instructions at head dim 128
         _begin_turns(iterations, CONSUMER, META)
-    mbarrier.wait(barriers.kv_full.index(0), 0)
     at, values = first_query_head(block, scores, MODS, META)
     kq = zeros
     if META.IS_FP8:
         _begin_turns(iterations, CONSUMER, META)
     if META.IS_AHEAD:  # noqa: SIM102  # this is known when it is compiled, that at run time
         if iterations > 0:
-            own_k = tiles.k.index(opaque_zero(iterations) + CONSUMER).reshape([ROWS, DIM])
-            first_scores = _begin_scores(tiles, own_k, barriers, 0, 0, iterations > 0, META)
+            own_k = tiles.k.index(k_tile + opaque_zero(iterations) + CONSUMER).reshape([ROWS, DIM])
+            stage = begun.iterations % STAGES
+            phase = (begun.iterations // STAGES) & 1
+            first_scores = _begin_scores(tiles, own_k, barriers, stage, phase, iterations > 0, META)
             kq = warpgroup_mma_wait(0, deps=[first_scores])
     for m_block in range(iterations):  # counts the blocks of all query heads
         row, is_full = query_block(at.n, block.block_range, META)
         columns = row + block_columns
         zero = opaque_zero(m_block)
-        stage = m_block % STAGES
-        phase = (m_block // STAGES) & 1
+        n = begun.iterations + m_block
+        stage = n % STAGES
+        phase = (n // STAGES) & 1
         here = (m_block & 1) * 2
         last = ((m_block + 1) & 1) * 2
         dout = tiles.dout.index(stage).reshape([BLOCK_M, DIM])
-        own_k = tiles.k.index(zero + CONSUMER).reshape([ROWS, DIM])
-        own_v = tiles.v.index(zero + CONSUMER).reshape([ROWS, DIM])
+        own_k = tiles.k.index(k_tile + zero + CONSUMER).reshape([ROWS, DIM])
+        own_v = tiles.v.index(v_tile + zero + CONSUMER).reshape([ROWS, DIM])
         if META.DP_FIRST:
             if not META.IS_AHEAD:
                 own_scores_product = _begin_scores(tiles, own_k, barriers, stage, phase, True, META)
@@ -223,7 +240,7 @@ def consume_fused(
                 kq = warpgroup_mma_wait(1, deps=[own_scores_product])
         else:
             named_barrier_sync_at(WRITTEN + 1 - CONSUMER + last, BOTH)
-            sum_of_k = dq_product(tiles.ds, k16_tiles, last, zero, CONSUMER, META)
+            sum_of_k = dq_product(tiles.ds, k16_tiles, last, k_tile + zero, CONSUMER, META)
         drawn = drawn_weights(draws, at.h, row, n_start, BLOCK_M, True, META)
         if META.PINGPONG:
             named_barrier_sync_at(TURN + CONSUMER + zero, BOTH)
@@ -259,10 +276,10 @@ def consume_fused(
             dp = warpgroup_mma_wait(1, deps=[dp])
         else:
             if m_block > 0:  # under the product; dp then takes the registers of dq
-                write_dq(dq, ring, m_block - 1, CONSUMER, META)
+                write_dq(dq, ring, n - 1, CONSUMER, META)
             dp = warpgroup_mma(own_v, dout.permute([1, 0]), zeros, use_acc=False, is_async=True)
             if m_block > 0:
-                hand_over_dq(ring, m_block - 1, META)
+                hand_over_dq(ring, n - 1, META)
             dv, p16 = warpgroup_mma_wait(1, deps=[sum_of_dout, p16])
         minus_delta = tiles.statistics.index(stage).slice(BLOCK_M, BLOCK_M).load(COLUMNS)
         if not META.DP_FIRST:
@@ -287,10 +304,10 @@ def consume_fused(
         named_barrier_arrive_at(WRITTEN + CONSUMER + here, BOTH)
         if META.DP_FIRST:
             named_barrier_sync_at(WRITTEN + 1 - CONSUMER + last, BOTH)
-            sum_of_k = dq_product(tiles.ds, k16_tiles, last, zero, CONSUMER, META)
+            sum_of_k = dq_product(tiles.ds, k16_tiles, last, k_tile + zero, CONSUMER, META)
         if META.IS_AHEAD:  # in the last one its own again, for nothing
-            next_stage = gl.where(is_there, (m_block + 1) % STAGES, stage)
-            next_phase = ((m_block + 1) // STAGES) & 1
+            next_stage = gl.where(is_there, (n + 1) % STAGES, stage)
+            next_phase = ((n + 1) // STAGES) & 1
             next_scores = _begin_scores(tiles, own_k, barriers, next_stage, next_phase, is_there, META)
         SCORES_IN_FLIGHT: gl.constexpr = 1 if META.IS_AHEAD else 0
         DQ_IN_FLIGHT: gl.constexpr = 2 if META.DP_FIRST else 0  # a product with each warpgroup's keys
@@ -300,29 +317,62 @@ def consume_fused(
                 release(barriers.dout_empty, m_block, STAGES)
         else:
             dk, ds16 = warpgroup_mma_wait(DQ_IN_FLIGHT + SCORES_IN_FLIGHT, deps=[sum_of_q, ds16])
-        release(barriers.q_empty, m_block, STAGES)
+        if META.IS_AHEAD and META.NUMBERS > 0:  # what the last one reads for nothing is not yet to be overwritten
+            mbarrier.arrive(barriers.q_empty.index(stage), count=1, pred=is_there)
+        else:
+            release(barriers.q_empty, n, STAGES)
         if META.DP_FIRST:
             dq = warpgroup_mma_wait(SCORES_IN_FLIGHT, deps=[sum_of_k])
             if is_there:
                 named_barrier_arrive_at(READ + CONSUMER + last, BOTH)
             if m_block > 0:
-                write_dq(dq, ring, m_block - 1, CONSUMER, META)
-                hand_over_dq(ring, m_block - 1, META)
+                write_dq(dq, ring, n - 1, CONSUMER, META)
+                hand_over_dq(ring, n - 1, META)
         if META.IS_AHEAD:
             kq = warpgroup_mma_wait(0, deps=[next_scores])
         at, values = next_query_block(at, values, block, group_size, scores, MODS, META)
+    n = begun.iterations + iterations - 1
+    if META.IS_AHEAD and META.NUMBERS > 0:  # noqa: SIM102
+        if iterations > 0:
+            release(barriers.q_empty, n, STAGES)
     last = ((iterations + 1) & 1) * 2
     named_barrier_sync_at(WRITTEN + 1 - CONSUMER + last, BOTH)
     if iterations > 0:
-        sum_of_k = dq_product(tiles.ds, k16_tiles, last, 0, CONSUMER, META)
+        sum_of_k = dq_product(tiles.ds, k16_tiles, last, k_tile, CONSUMER, META)
         dq = warpgroup_mma_wait(0, deps=[sum_of_k])
-        write_dq(dq, ring, iterations - 1, CONSUMER, META)
-        hand_over_dq(ring, iterations - 1, META)
+        write_dq(dq, ring, n, CONSUMER, META)
+        hand_over_dq(ring, n, META)
     named_barrier_sync(LAST, BOTH)  # k, and in FP8 dout in 16 bits, were the other warpgroup's too; now they are no longer needed
-    k16_tiles.index(CONSUMER).reshape([ROWS, DIM]).store((dk * scores.scale).to(DTYPE))
+    k16_tiles.index(k_tile + CONSUMER).reshape([ROWS, DIM]).store((dk * scores.scale).to(DTYPE))
     if META.IS_FP8:
         dout16_tiles.index(CONSUMER).reshape([BLOCK_M, DIM]).slice(0, ROWS, 0).store(dv.to(DTYPE))
     else:
-        tiles.v.index(CONSUMER).reshape([ROWS, DIM]).store(scaled(dv, draws, META).to(DTYPE))
+        tiles.v.index(v_tile + CONSUMER).reshape([ROWS, DIM]).store(scaled(dv, draws, META).to(DTYPE))
     fence_async_shared()
-    mbarrier.arrive(barriers.dkdv_full.index(0), count=1)
+    release(barriers.dkdv_full, begun.blocks, META.K_STAGES)
+
+
+@gluon.jit
+def consume_fused(
+    args: FusedArguments,
+    tiles: FusedTiles,
+    barriers: FusedBarriers,
+    block: Block,
+    CONSUMER: gl.constexpr,
+    MODS: gl.constexpr,
+    META: gl.constexpr,
+):
+    # block: of a program that has one
+    if META.NUMBERS == 0:
+        _consume_block(args, tiles, barriers, block, Begun(blocks=0, iterations=0), CONSUMER, MODS, META)
+    else:
+        n_tile = 0
+        iterations = 0
+        numbers = receive_tile(n_tile, barriers, META)
+        while numbers[0] >= 0:
+            drawn = key_block(numbers, args, META)
+            begun = Begun(blocks=n_tile, iterations=iterations)
+            _consume_block(args, tiles, barriers, drawn, begun, CONSUMER, MODS, META)
+            iterations += drawn.num_blocks * args.work.group_size
+            n_tile += 1
+            numbers = receive_tile(n_tile, barriers, META)

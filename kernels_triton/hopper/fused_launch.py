@@ -13,7 +13,7 @@ from flexattn.kernels_triton.common.preprocess import tiled_statistics
 from flexattn.kernels_triton.common.problem import Backward
 from flexattn.kernels_triton.common.tile_schedule import zero_padding
 from flexattn.kernels_triton.common.tiles import cdiv
-from flexattn.kernels_triton.hopper.backward_blocks import LargeLse, backward_work
+from flexattn.kernels_triton.hopper.backward_blocks import LargeLse, backward_work, key_block_numbers
 from flexattn.kernels_triton.hopper.conditions import KEYS
 from flexattn.kernels_triton.hopper.descriptors import ragged_descriptor, statistics_descriptor, step_of
 from flexattn.kernels_triton.hopper.dq_sums import convert_dq
@@ -61,6 +61,8 @@ def prepare_fused(call: Backward, tile: Any) -> FusedLaunch:
     if not x.has_lengths:
         heads = x.batch * x.num_heads_kv
         work = work._replace(heads_per_l2_section=_section_of_one_size(heads, work.heads_per_l2_section))
+        if tile.is_persistent:
+            work = work._replace(table_ptr=dq_sums.view(torch.int32))  # the first tile, of no query, has room for the counter
     q16, k16, dout16 = copies_in_16_bits(x, dout, dq.dtype) if is_fp8 else (None, None, None)
     meta = FusedMeta(
         **x.features._asdict(),
@@ -75,6 +77,9 @@ def prepare_fused(call: Backward, tile: Any) -> FusedLaunch:
         DV_WITH_DK=tile.dv_with_dk,
         DOUT_APART=tile.dout_apart,
         DQ_STAGES=tile.dq_stages,
+        NUMBERS=key_block_numbers(x.features) if tile.is_persistent else 0,
+        K_STAGES=2 if tile.is_persistent else 1,
+        V_STAGES=2 if tile.is_persistent and dim <= 64 else 1,
     )
     of_queries = {"q": x.q, "q16": q16, "dout": dout, "dout16": dout16}
     of_keys = {"k": x.k, "k16": k16, "v": x.v, "dk": dk, "dv": dv}

@@ -37,6 +37,12 @@ def release(empty, n, STAGES: gl.constexpr):
     mbarrier.arrive(empty.index(n % STAGES), count=1)
 
 
+@gluon.jit
+def allocate_tile_slots(NUMBERS: gl.constexpr):
+    # Two slots, through which a work tile of so many integers is broadcast
+    return gl.allocate_shared_memory(gl.int32, [2 * NUMBERS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
 class ForwardBarriers(NamedTuple):
     q_full: Any
     q_empty: Any
@@ -54,7 +60,6 @@ def allocate_forward_barriers(META: gl.constexpr):
     CONSUMERS: gl.constexpr = META.CONSUMERS
     STAGES: gl.constexpr = META.STAGES
     Q_TILES: gl.constexpr = CONSUMERS * META.Q_STAGES
-    tile_slots = gl.allocate_shared_memory(gl.int32, [2 * META.NUMBERS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     return ForwardBarriers(
         q_full=allocate_barriers(Q_TILES, 1),
         q_empty=allocate_barriers(Q_TILES, 1),
@@ -64,7 +69,7 @@ def allocate_forward_barriers(META: gl.constexpr):
         v_empty=allocate_barriers(STAGES, CONSUMERS),
         tile_full=allocate_barriers(2, 1),
         tile_empty=allocate_barriers(2, CONSUMERS),
-        tile_slots=tile_slots,
+        tile_slots=allocate_tile_slots(META.NUMBERS),
     )
 
 

@@ -117,18 +117,17 @@ def work_tile(t, num_tiles, work: Work, num_heads, batch, META: gl.constexpr):
 
 
 @gluon.jit
-def block_of_program(work: Work, num_heads, LAST_FIRST: gl.constexpr, META: gl.constexpr):
-    # (block, head, batch) of this program of a backward: of a section of heads the blocks with the most to do first. With lengths
-    # one sequence of a section comes after the other, as `tile_schedule` has them, and where there are fewer blocks than programs,
+def backward_tile(t, num_tiles, work: Work, num_heads, LAST_FIRST: gl.constexpr, META: gl.constexpr):
+    # (block, head, batch) of work tile t of a backward: of a section of heads the blocks with the most to do first. With lengths
+    # one sequence of a section comes after the other, as `tile_schedule` has them, and where there are fewer blocks than tiles,
     # a block is past every sequence's end.
-    pid = gl.program_id(0)
     if META.HAS_LENGTHS:
-        t, head = swizzle_heads_for_l2(pid, gl.num_programs(0) // num_heads, num_heads, work.heads_per_l2_section)
+        t, head = swizzle_heads_for_l2(t, num_tiles // num_heads, num_heads, work.heads_per_l2_section)
         is_there = t < gl.load(work.table_ptr + 1)
         entry = gl.where(is_there, gl.load(work.table_ptr + 2 + gl.where(is_there, t, 0)), work.blocks)
         return gl.where(is_there, entry % work.blocks, work.blocks), head, gl.where(is_there, entry // work.blocks, 0)
     else:
-        block, b_h = swizzle_heads_for_l2(pid, work.blocks, gl.num_programs(0) // work.blocks, work.heads_per_l2_section)
+        block, b_h = swizzle_heads_for_l2(t, work.blocks, num_tiles // work.blocks, work.heads_per_l2_section)
         if LAST_FIRST:
             block = work.blocks - 1 - block
         return block, b_h % num_heads, b_h // num_heads
@@ -157,12 +156,13 @@ def broadcast_end(n, barriers, META: gl.constexpr):
 
 @gluon.jit
 def receive_tile(n, barriers, META: gl.constexpr):
-    # The n-th work tile, for a consumer
+    # The n-th work tile, for a partition that the producer broadcasts to
     NUMBERS: gl.constexpr = META.NUMBERS
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     mbarrier.wait(barriers.tile_full.index(n & 1), (n >> 1) & 1)
     tile = ()
     for i in gl.static_range(NUMBERS):
-        number = barriers.tile_slots.index((n & 1) * NUMBERS + i).load(gl.BlockedLayout([1], [32], [4], [0]))
+        number = barriers.tile_slots.index((n & 1) * NUMBERS + i).load(LAYOUT)
         tile = tile + (gl.max(number, 0),)
     mbarrier.arrive(barriers.tile_empty.index(n & 1), count=1)
     return tile
