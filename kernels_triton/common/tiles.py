@@ -448,8 +448,10 @@ class HopperFusedTile(NamedTuple):
     # first product of a turn, of 64 queries, the consumers, which meet at it, were 2 to 7 % faster with it at 64, and up to 9 %
     # slower at 128 (bench/results/hopper_turns_h200.json).
     dout_apart: bool = False
-    # True: programs, one for each multiprocessor, draw blocks of keys, and load the next block's k while the one before ends.
+    # True: programs, one for each multiprocessor, draw blocks of keys, and load the next block's k while the one before ends. Of
+    # calls in which each query head has a key head of its own, and of at most `up_to` tokens.
     is_persistent: bool = False
+    up_to: int = NEVER
     # As in `HopperTile`, but faster than `HOPPER_BACKWARD` too (bench/results/lengths_h200.json).
     open_from: int = NEVER
     causal_from: int = NEVER
@@ -457,6 +459,11 @@ class HopperFusedTile(NamedTuple):
     modified_from: int = NEVER  # bench/results/one_pass_modified_h200.json
     loaded_from: int = NEVER  # with a block mask; a bias was not measured
     flops_from: int = HOPPER_FLOPS
+
+
+def persistent(tile: HopperFusedTile, **more: int) -> HopperFusedTile:
+    """Returns the row with persistent programs, whose second k leaves memory for one tile of dq at head dim 128."""
+    return tile._replace(is_persistent=True, dq_stages=tile.dq_stages if tile.head_dim <= 64 else 1, **more)
 
 
 # The rows of a head dim in the order of `select_hopper_fused_tile`. A call with dropout has the length of its own band too.
@@ -501,8 +508,11 @@ HOPPER_FUSED = (
 )
 
 
-def select_hopper_fused_tile(head_dim_qk: int, head_dim_v: int, kind: Kind = "open") -> HopperFusedTile:
-    """Returns the first of the narrowest rows for the head dims (at most 128) that has a length for the kind, or the last."""
+def select_hopper_fused_tile(head_dim_qk: int, head_dim_v: int, kind: Kind = "open", length: int = NEVER) -> HopperFusedTile:
+    """Returns the first of the narrowest rows for the head dims (at most 128) that has a length for the kind, or the last.
+
+    length: tokens of the longest sequence; NEVER: rows with persistent programs are passed over.
+    """
     rows = [tile for tile in HOPPER_FUSED if max(head_dim_qk, head_dim_v) <= tile.head_dim]
     narrowest = [tile for tile in rows if tile.head_dim == rows[0].head_dim]
-    return next((tile for tile in narrowest if getattr(tile, f"{kind}_from") < NEVER), narrowest[-1])
+    return next((tile for tile in narrowest if length <= tile.up_to and getattr(tile, f"{kind}_from") < NEVER), narrowest[-1])

@@ -75,7 +75,7 @@ def _load_block(
         full = barriers.q_full.index(stage)
         wait_empty(barriers.q_empty, begun.iterations + m_block, STAGES)
         if m_block == 0:
-            if META.NUMBERS > 0:
+            if META.V_STAGES > 1:
                 tma.store_wait(0)  # dk and dv of the last but one have left
             _load_keys(of.k, k, block, full, Q_BYTES, tiles.k, 2 * (begun.blocks % META.K_STAGES))
         else:

@@ -206,12 +206,9 @@ def _consume_block(
     tiles.ds.index(2 + CONSUMER).store(zeros.to(DTYPE))
     fence_async_shared()
     named_barrier_arrive_at(WRITTEN + 2 + CONSUMER, BOTH)
-    if not META.IS_FP8:  # in which this place costs 24 instructions at head dim 128
-        _begin_turns(iterations, CONSUMER, META)
     at, values = first_query_head(block, scores, MODS, META)
     kq = zeros
-    if META.IS_FP8:
-        _begin_turns(iterations, CONSUMER, META)
+    _begin_turns(iterations, CONSUMER, META)
     if META.IS_AHEAD:  # noqa: SIM102  # this is known when it is compiled, that at run time
         if iterations > 0:
             own_k = tiles.k.index(k_tile + opaque_zero(iterations) + CONSUMER).reshape([ROWS, DIM])

@@ -23,6 +23,7 @@ from flexattn.kernels_triton.common.tiles import (
     HOPPER_FEW_ROWS,
     HOPPER_FORWARD,
     HopperTile,
+    persistent,
     select_hopper_backward_tile,
     select_hopper_tile,
 )
@@ -84,10 +85,12 @@ def launches_of(row: HopperTile, features: str, dtype: torch.dtype = torch.bfloa
         backward_kernels.hopper_backward(backward)
         if max(head_dims) <= 128:
             fused_kernels.fused_backward(backward)
+            fused_kernels.fused_backward(backward, persistent(conditions.fused_tile(problem)))
     if others:
         return {x.kernel.__name__: x for x in launches if "hopper" not in x.kernel.__name__}
     names = [x.kernel.__name__ for x in launches]  # _attn_fwd_hopper_kernel, _attn_bwd_dq_hopper_kernel, ...
     short = [name.removesuffix("_hopper_kernel").split("_", 3)[-1] for name in names]
+    short = ["persistent" if s == "fused" and s in short[:n] else s for n, s in enumerate(short)]  # the second
     return {s: x for s, name, x in zip(short, names, launches, strict=True) if "hopper" in name}
 
 
@@ -106,6 +109,13 @@ LOOP_INSTRUCTIONS: dict[tuple[str, int | str, str], int] = {
     ("fused", 64, "causal"): 760,
     ("fused", 64, "everything"): 894,
     ("fused", 64, "softcap"): 845,
+    ("persistent", 64, "open"): 676,
+    ("persistent", 64, "causal"): 770,
+    ("persistent", 64, "everything"): 904,
+    ("persistent", 64, "softcap"): 855,
+    ("persistent", 128, "open"): 450,
+    ("persistent", 128, "causal"): 508,
+    ("persistent", 128, "everything"): 575,
     ("fwd", "64: 256x64", "open"): 263,
     ("fwd", "64: 256x64", "causal"): 265,
     ("fwd", "64: 256x64", "everything"): 267,
@@ -153,7 +163,9 @@ LOOP_INSTRUCTIONS: dict[tuple[str, int | str, str], int] = {
 SLACK = 0.05
 # Instructions of 16 bytes: with more than 128 KiB of them forwards were slower by 4 to 22 % (bench/results/window_loops_h200.json).
 CODE = 2**17 // 16
-LOOP_SPILLS = {("fused", 64, "everything"): 3}  # reloads of the first warpgroup, with Triton 3.7
+# Reloads of both warpgroups' addresses in shared memory, with Triton 3.7
+LOOP_SPILLS = {("fused", 64, "everything"): 3, ("persistent", 64, "open"): 4, ("persistent", 64, "causal"): 4}
+LOOP_SPILLS |= {("persistent", 64, "everything"): 11}
 SOME = [case for case in LOOP_INSTRUCTIONS if case[1:] in ((128, "causal"), (256, "everything"), ("64: 256x64", "everything"))]
 SOME.sort(key=lambda case: case[1] != 128)  # one of each kernel first
 SOME.append(("fused", 64, "everything"))
@@ -169,12 +181,12 @@ def check_compiled(cases: list[tuple[str, int | str, str]], dtype: torch.dtype =
         assert sum(spills) <= LOOP_SPILLS.get(case, 0), f"{case}: {spills}, {report}"
         assert report.idle_barriers == 0, f"{case}: {report.idle_barriers} barriers that nothing uses"
         assert not report.warnings, f"{case}: {report.warnings}"  # C7510 and the like: ptxas serialised wgmma
-        if case[0] == "fused":
+        if case[0] in ("fused", "persistent"):
             assert report.exposed_exponentials == 0, f"{case}: exp2 is behind the wait for the product that it should run under"
         assert set(report.matrix_instructions) == {"HGMMA"}, f"{case}: {report.matrix_instructions}"
         assert report.shared_bytes <= SHARED_MEMORY_LIMIT[90], f"{case}: {report.shared_bytes}"
         assert {"UTMALDG", "UTMASTG"} <= report.instructions.keys(), case
-        assert ("UTMAREDG" in report.instructions) == (case[0] == "fused"), case
+        assert ("UTMAREDG" in report.instructions) == (case[0] in ("fused", "persistent")), case
         loops = [sum(loop.values()) for loop in report.loops if "HGMMA" in loop]
         consumers = rows[case[1]].block_m // 64 if case[0] == "fwd" else 2
         code = sum(report.instructions.values())
@@ -523,8 +535,13 @@ def test_bits_repeat(dims: tuple[int, int], launches: list[str]) -> None:
 
 
 @on_hopper
+@pytest.mark.parametrize("is_persistent", [False, True])
 @pytest.mark.parametrize("dim", [64, 128])
-def test_bits_of_fused_repeat_but_for_dq(dim: int, launches: list[str]) -> None:
+def test_bits_of_fused_repeat_but_for_dq(
+    dim: int, is_persistent: bool, launches: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_persistent:
+        choose_persistent(monkeypatch)
     given = make_inputs("thd", **UNEVEN, num_heads=16, head_dim_qk=dim, head_dim_v=dim, dtype=torch.bfloat16, device="cuda")
     spec, x = make_call(given, attn_mask_type="padding_causal", return_max_logit=False)
     dout = make_dout(given)
@@ -539,6 +556,36 @@ def test_bits_of_fused_repeat_but_for_dq(dim: int, launches: list[str]) -> None:
     assert set(launches) == {"_attn_fwd_hopper_kernel", *FUSED}
 
 
+def choose_persistent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gives the fused backward persistent programs, whatever the call."""
+    chosen = conditions.fused_tile
+    monkeypatch.setattr(conditions, "fused_tile", lambda problem: persistent(chosen(problem)))
+
+
+@on_hopper
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (40, 72)], ids=str)
+@pytest.mark.parametrize("band", BANDS, ids=str)
+@pytest.mark.parametrize("fmt", ["bshd", "sbhd", "thd", "sbhd_2thd"])
+def test_persistent_programs(
+    fmt: str, band: dict[str, Any], dims: tuple[int, int], launches: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose_persistent(monkeypatch)
+    heads = {"num_heads": 6, "num_heads_kv": 6 if "300" in str(band) else 2, "head_dim_qk": dims[0], "head_dim_v": dims[1]}
+    check(launches, {"attn_mask_type": "padding", **band}, qkv_format=fmt, padding=True, gap=13, **heads, **UNEVEN)
+
+
+@on_hopper
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("mask", ["no_mask", "causal", "causal_bottom_right"])
+@pytest.mark.parametrize(("sq", "skv"), [(1024, 1024), (700, 333), (333, 700), (1, 500), (300, 1)])
+def test_persistent_programs_of_dense_calls(
+    sq: int, skv: int, mask: str, dim: int, launches: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose_persistent(monkeypatch)
+    heads = {"num_heads": 24, "num_heads_kv": 24, "head_dim_qk": dim, "head_dim_v": dim}
+    check(launches, {"attn_mask_type": mask}, lengths_q=[sq] * 3, lengths_kv=[skv] * 3, **heads)
+
+
 @on_hopper
 def test_many_sequences_and_outliers(launches: list[str]) -> None:
     lengths = torch.randint(0, 400, (300,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -546,8 +593,11 @@ def test_many_sequences_and_outliers(launches: list[str]) -> None:
 
 
 @on_hopper
-def test_wrong_lengths_stay_inside(launches: list[str]) -> None:
+@pytest.mark.parametrize("is_persistent", [False, True])
+def test_wrong_lengths_stay_inside(is_persistent: bool, launches: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing outside the tensors is read or written; compute-sanitizer runs this."""
+    if is_persistent:
+        choose_persistent(monkeypatch)
     given = make_inputs("thd", lengths_q=[300, 200], dtype=torch.bfloat16, head_dim_qk=64, head_dim_v=64, device="cuda")
     for values in ([0, 500, 0, 500, 200], [-5, 1000, 3, 7, 10**6], [500, 400, 300, 200, 100]):
         wrong = torch.tensor(values, dtype=torch.int32, device="cuda")

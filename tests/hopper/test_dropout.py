@@ -37,7 +37,7 @@ from flexattn.testing import (
     reference_attention,
     reference_gradients,
 )
-from tests.hopper.test_attention import on_hopper
+from tests.hopper.test_attention import choose_persistent, on_hopper
 from tests.hopper.test_emulated import HARMLESS, SINKS, UNEVEN, without_gpu
 from tests.hopper.test_emulated import check as check_emulated
 from tests.support.compiled_kernels import compile_sound
@@ -249,9 +249,12 @@ def test_heads_share_a_tile_on_the_device(name: str) -> None:
 @on_hopper
 @pytest.mark.parametrize("dims", DIMS, ids=str)
 @pytest.mark.parametrize("mask", ["padding", "padding_causal_bottom_right"])
-@pytest.mark.parametrize("deterministic", [True, False], ids=["split", "one pass"])
-def test_dropout_on_the_device(dims: tuple[int, int], mask: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("backward", ["split", "one pass", "persistent"])
+def test_dropout_on_the_device(dims: tuple[int, int], mask: str, backward: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each family against the oracle, and a backward of the one behind a forward of the other."""
+    deterministic = backward == "split"
+    if backward == "persistent":
+        choose_persistent(monkeypatch)
     lengths = {"lengths_q": [300, 0, 1, 700, 129], "lengths_kv": [333, 50, 500, 600, 0], "num_heads": 4, "num_heads_kv": 2}
     dims_given = {"head_dim_qk": dims[0], "head_dim_v": dims[1], "dtype": torch.bfloat16, "device": "cuda"}
     given = make_inputs("thd", gap=3, **lengths, **dims_given)

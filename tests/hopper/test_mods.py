@@ -5,7 +5,7 @@ Compiled ahead of time and held to gates, emulated against the oracle over sched
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -20,6 +20,7 @@ from flexattn.dispatch import triton_backend
 from flexattn.dispatch.spec import AttentionSpec, Operands, as_bshd
 from flexattn.kernels_triton.ahead_of_time.compile_report import request_for
 from flexattn.kernels_triton.common.problem import Backward
+from flexattn.kernels_triton.common.tiles import persistent
 from flexattn.kernels_triton.hopper import backward as hopper_backward
 from flexattn.kernels_triton.hopper import backward_fused as hopper_fused
 from flexattn.kernels_triton.hopper import conditions, forward_work
@@ -54,7 +55,6 @@ def tabulated(monkeypatch: pytest.MonkeyPatch) -> None:
 
 UNEVEN = {"lengths_q": [100, 0, 140, 1], "lengths_kv": [150, 40, 70, 0], "num_heads": HEADS, "num_heads_kv": 2}
 LONG = {"lengths_q": [300, 0, 1, 700, 129], "lengths_kv": [333, 50, 500, 600, 0], "num_heads": HEADS, "num_heads_kv": 2}
-BACKWARDS = ("split", "one pass")
 SLOPES = (0.3, 0.02, 0.7, 0.11)
 
 
@@ -120,8 +120,19 @@ def make_case(device: str, features: dict[str, Any], **inputs: Any) -> tuple[Inp
     return given, *make_call(given, **features, return_max_logit=False)
 
 
-def run(given: Inputs, spec: AttentionSpec, x: Operands) -> dict[str, Tensor]:
-    """Returns the kernels' results of a call, launched as they are; the gradients twice where there is a fused one."""
+def _run_persistent(call: Backward) -> None:
+    hopper_fused.fused_backward(call, persistent(conditions.fused_tile(call.problem)))
+
+
+BACKWARDS: dict[str, Callable[[Backward], None]] = {
+    "split": hopper_backward.hopper_backward,
+    "one pass": hopper_fused.fused_backward,
+    "persistent": _run_persistent,
+}
+
+
+def run(given: Inputs, spec: AttentionSpec, x: Operands, backwards: Sequence[str] = tuple(BACKWARDS)) -> dict[str, Tensor]:
+    """Returns the kernels' results of a call, launched as they are; the gradients of each backward that takes the head dims."""
     problem = with_diagonals(triton_backend.to_problem(spec, x))
     out = torch.full((*x.q.shape[:-1], x.v.shape[-1]), float("nan"), dtype=x.q.dtype, device=x.q.device)
     shape = (spec.num_heads, x.q.shape[0]) if spec.q_format == "thd" else (problem.batch, spec.num_heads, problem.q.shape[1])
@@ -129,11 +140,10 @@ def run(given: Inputs, spec: AttentionSpec, x: Operands) -> dict[str, Tensor]:
     rows = as_bshd(out, spec.q_format)
     hopper_forward.hopper_forward(problem, rows, lse)
     results = {"out": out, "lse": lse}
-    backwards = {"split": hopper_backward.hopper_backward, "one pass": hopper_fused.fused_backward}
-    for name in BACKWARDS if max(spec.head_dim_qk, spec.head_dim_v) <= 128 else BACKWARDS[:1]:
+    for name in backwards if max(spec.head_dim_qk, spec.head_dim_v) <= 128 else backwards[:1]:
         gradients = [torch.full_like(t, float("nan"), memory_format=torch.contiguous_format) for t in (x.q, x.k, x.v)]
         views = [as_bshd(t, fmt) for t, fmt in zip(gradients, (spec.q_format, spec.kv_format, spec.kv_format), strict=True)]
-        backwards[name](Backward(problem, rows, lse, as_bshd(make_dout(given), spec.q_format), None, *views))
+        BACKWARDS[name](Backward(problem, rows, lse, as_bshd(make_dout(given), spec.q_format), None, *views))
         results |= {f"{name} {of}": t for of, t in zip(("dq", "dk", "dv"), gradients, strict=True)}
     return results
 
@@ -150,11 +160,13 @@ def check_results(results: dict[str, Tensor], given: Inputs, spec: AttentionSpec
         check_close(name, got, exact[at], budget[at], **({"factor": GRADIENT_FACTOR} if at > 1 else {}))
 
 
-def check_emulated(seed: int, features: dict[str, Any], **inputs: Any) -> None:
+def check_emulated(
+    seed: int, features: dict[str, Any], backwards: Sequence[str] = ("split", "one pass"), **inputs: Any
+) -> None:
     case = make_case("cpu", features, **inputs)
     with emulated(seed, hopper_forward, hopper_backward, hopper_fused) as reports:
-        results = run(*case)
-    assert len(reports) == (4 if "one pass dq" in results else 3)
+        results = run(*case, backwards)
+    assert len(reports) == (4 if "one pass dq" in results else 3 if "split dq" in results else 2)
     for name, report in reports.items():
         assert {finding.kind for finding in report.findings} <= HARMLESS, f"{name}, seed {seed}: {report}"
     check_results(results, *case)
@@ -166,6 +178,15 @@ def check_emulated(seed: int, features: dict[str, Any], **inputs: Any) -> None:
 def test_emulated(name: str) -> None:
     seed = 2 + list(FEATURES).index(name)  # a schedule each
     check_emulated(seed, {"attn_mask_type": "padding_causal", **FEATURES[name]("cpu")}, qkv_format="thd", gap=3, **UNEVEN)
+
+
+@pytest.mark.sample("dim")
+@without_gpu
+@pytest.mark.parametrize("name", FEATURES)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_emulated_persistent_programs(name: str, dim: int) -> None:
+    seed, features = dim // 64 + list(FEATURES).index(name), {"attn_mask_type": "padding_causal", **FEATURES[name]("cpu")}
+    check_emulated(seed, features, ("persistent",), qkv_format="thd", gap=3, head_dim_qk=dim, head_dim_v=dim, **UNEVEN)
 
 
 @pytest.mark.sample
@@ -224,6 +245,18 @@ def test_emulated_block_masks(name: str, dims: tuple[int, int], monkeypatch: pyt
     inputs = {"lengths_q": [300, 210], "lengths_kv": [330, 100], "num_heads": HEADS, "num_heads_kv": heads_kv}
     features = {**BANDS.get(name, {"attn_mask_type": "padding"}), **_blocks(name, 300, 330, 2, "cpu")}
     check_emulated(3, features, qkv_format="bshd", padding=True, head_dim_qk=dims[0], head_dim_v=dims[1], **inputs)
+
+
+@pytest.mark.sample("dim")
+@without_gpu
+@pytest.mark.parametrize("name", BLOCK_MASKS)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_emulated_block_masks_of_persistent_programs(name: str, dim: int) -> None:
+    heads_kv = HEADS if BLOCK_MASKS[name][1] else 2
+    inputs = {"lengths_q": [300, 210], "lengths_kv": [330, 100], "num_heads": HEADS, "num_heads_kv": heads_kv}
+    features = {**BANDS.get(name, {"attn_mask_type": "padding"}), **_blocks(name, 300, 330, 2, "cpu")}
+    seed, dims = 5 + list(BLOCK_MASKS).index(name), {"head_dim_qk": dim, "head_dim_v": dim}
+    check_emulated(seed, features, ("persistent",), qkv_format="bshd", padding=True, **dims, **inputs)
 
 
 def _large_scores_past_the_end(longest_q: int, longest_kv: int, device: str) -> dict[str, Any]:
@@ -290,7 +323,7 @@ def test_compiled_ahead_of_time(dims: tuple[int, int]) -> None:
         inputs = {"lengths_q": [256], "num_heads": HEADS, "num_heads_kv": HEADS, "head_dim_qk": dims[0], "head_dim_v": dims[1]}
         case = make_case("cpu", {"attn_mask_type": "causal", **features}, **inputs)
         with recorded_launches() as launches:
-            run(*case)
+            run(*case, ("split", "one pass"))
         for launch in launches:
             if "hopper" in launch.kernel.__name__:
                 requests.append(request_for(launch, 90))

@@ -1,0 +1,143 @@
+"""Fused backwards on sm_90: a program for each block of keys beside persistent programs that draw them.
+
+    python -m flexattn.bench.fused_programs --out fused_programs.json
+
+A time is the median of replays of a CUDA graph of the whole backward with L2 emptied before, the two taking turns. Gradients of
+calls of up to 4096 tokens are held to the reference; of all calls dk and dv of the two must have the same bits, and repeat, and what
+is not written would be NaN. Needs a GPU of compute capability 9.0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexattn.bench.check import Checker
+from flexattn.bench.decode import FLUSH_BYTES, captured, time_replays
+from flexattn.bench.implementations import problem_of
+from flexattn.bench.inputs import make_tensors
+from flexattn.bench.shapes import CAUSAL, DOCUMENTS, SWEEP_SEQLENS, Workload, dense, ragged, select
+
+ROUNDS, CALLS = 5, 4  # turns of each, and replays in each
+MOST_CHECKED = 4096  # tokens
+WINDOW = {**CAUSAL, "window_size": (1023, 0)}
+NAMES = ("one block", "persistent")
+
+
+def workloads() -> Iterator[Workload]:
+    """Yields the lengths of the standard run at head dims 64 and 128, then what else the kernel takes."""
+    for dim in (64, 128):
+        for mask in ("causal", "full"):
+            yield from select([f"sweep-d{dim}-{mask}-s{length}" for length in SWEEP_SEQLENS])
+    for dim, heads in ((64, 32), (128, 16)):
+        for length in (512, 2048):
+            yield dense(f"grouped-d{dim}-s{length}", "", 16384 // length, length, (heads, heads // 4), (dim, dim), **CAUSAL)
+        yield dense(f"window-d{dim}-s8192", "", 2, 8192, (heads, heads), (dim, dim), **WINDOW)
+        yield ragged(f"documents-d{dim}", DOCUMENTS, (heads, heads), (dim, dim), "")
+        yield ragged(f"short-d{dim}", (300, 700, 512) * 10, (heads, heads), (dim, dim), "")
+        for length in (1024, 4096):
+            yield dense(f"softcap-d{dim}-s{length}", "", 16384 // length, length, (heads, heads), (dim, dim), **CAUSAL, score="softcap")
+    yield from select(["llama3-70b-s8192", "gpt-oss-full-s8192"])
+
+
+def backwards_of(workload: Workload) -> dict[str, Callable[[], dict[str, Tensor]]]:
+    """The whole backward of the workload by either kernel, into the same memory, which is NaN before the first."""
+    from flexattn.kernels_triton.common.problem import Backward
+    from flexattn.kernels_triton.common.tiles import persistent, select_hopper_fused_tile
+    from flexattn.kernels_triton.hopper.backward_fused import fused_backward
+    from flexattn.kernels_triton.hopper.conditions import mask_class
+    from flexattn.kernels_triton.hopper.forward import hopper_forward
+
+    tensors = make_tensors(workload, "cuda")
+    q, k, v, dout = tensors[:4]
+    x = problem_of(workload, tensors)
+    out = torch.empty_like(dout)
+    shape = (workload.num_heads, q.shape[0]) if workload.is_ragged else (q.shape[0], workload.num_heads, q.shape[1])
+    lse = torch.empty(shape, dtype=torch.float32, device="cuda")
+    hopper_forward(x, out, lse)
+    row = select_hopper_fused_tile(workload.head_dim_qk, workload.head_dim_v, mask_class(x)[0])
+
+    def backward(name: str) -> dict[str, Tensor]:
+        tile = persistent(row) if name == "persistent" else row
+        dq, dk, dv = (torch.full_like(t, float("nan")) for t in (q, k, v)) if not torch.cuda.is_current_stream_capturing() else given
+        doffset = torch.empty_like(tensors.softmax_offset) if tensors.softmax_offset is not None else None
+        fused_backward(Backward(x, out, lse, dout, None, dq, dk, dv, doffset), tile)
+        return {"dq": dq, "dk": dk, "dv": dv}
+
+    given = tuple(torch.empty_like(t) for t in (q, k, v))
+    return {name: functools.partial(backward, name) for name in NAMES}
+
+
+def check(workload: Workload, backwards: dict[str, Callable[[], dict[str, Tensor]]]) -> str:
+    """Returns "measured", or "wrong: " and why."""
+    results = {name: backward() for name, backward in backwards.items()}
+    again = backwards["persistent"]()
+    for other in (results["one block"], again):
+        for gradient in ("dk", "dv"):
+            if not torch.equal(other[gradient], results["persistent"][gradient]):
+                return f"wrong: {gradient} has other bits"
+    largest = float(results["one block"]["dq"].float().abs().amax())
+    apart = float((results["persistent"]["dq"].float() - results["one block"]["dq"].float()).abs().amax())
+    if not apart <= largest * 2.0**-6:
+        return f"wrong: dq is {apart} off, of {largest}"
+    if workload.seqlen_q <= MOST_CHECKED:
+        try:
+            Checker(workload, make_tensors(workload, "cuda")).check("backward", results["persistent"])
+        except AssertionError as e:
+            return f"wrong: {e}"
+    return "measured"
+
+
+def measure(workload: Workload, flush: Tensor) -> dict[str, Any]:
+    """Returns the times in microseconds, and their ratio."""
+    backwards = backwards_of(workload)
+    status = check(workload, backwards)
+    graphs = {name: captured(backward) for name, backward in backwards.items()}
+    times: dict[str, list[float]] = {name: [] for name in graphs}
+    for graph in graphs.values():
+        time_replays(graph, flush, 2)
+    for turn in range(ROUNDS):
+        for name in NAMES if turn % 2 == 0 else NAMES[::-1]:
+            times[name] += time_replays(graphs[name], flush, CALLS)
+    us = {name: statistics.median(found) for name, found in times.items()}
+    return {"status": status, "us": us, "speed": us["one block"] / us["persistent"]}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--only", default="", help="cells whose name contains this")
+    parser.add_argument("--out", type=Path, help="where the JSON is written, after every cell")
+    options = parser.parse_args(argv)
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        parser.error("no CUDA device of compute capability 9.0, for which the kernel is")
+    from flexattn.bench import record
+
+    facts = {
+        "command": record.command_line("flexattn.bench.fused_programs", sys.argv[1:], options.out),
+        "started": record.now(),
+        "device": record.device_facts(),
+        "versions": record.versions(),
+        "method": __doc__,
+    }
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
+    rows: list[dict[str, Any]] = []
+    for workload in workloads():
+        if options.only in workload.name:
+            rows.append({"cell": workload.name, "shape": str(workload), **measure(workload, flush)})
+            print(workload.name, {key: rows[-1][key] for key in ("status", "us", "speed")}, flush=True)
+            if options.out is not None:
+                options.out.write_text(json.dumps(facts | {"rows": rows}, indent=1) + "\n")
+    return int(any(row["status"] != "measured" for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
