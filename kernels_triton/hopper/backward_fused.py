@@ -120,7 +120,6 @@ def _load(args: FusedArguments, tiles: FusedTiles, barriers: FusedBarriers, bloc
         for _ in gl.static_range(META.NUMBERS - 1):
             previous = previous + (0,)
         while t < amount:
-            following = gl.atomic_add(work.table_ptr, 1, sem="relaxed")  # the number travels while this block loads
             numbers = find_key_block(t, amount, args, META)
             drawn = key_block(numbers, args, META)
             if (drawn.num_blocks == 0) & (n_tile > 0):  # the consumers write its zeros at once
@@ -131,7 +130,8 @@ def _load(args: FusedArguments, tiles: FusedTiles, barriers: FusedBarriers, bloc
             previous = numbers
             iterations += drawn.num_blocks * work.group_size
             n_tile += 1
-            t = following + gl.num_programs(0)
+            # Not before: who draws early has its next block while others are idle, and blocks are long.
+            t = gl.atomic_add(work.table_ptr, 1, sem="relaxed") + gl.num_programs(0)
         broadcast_end(n_tile, barriers, META)
         if n_tile > 0:
             _store_gradients(args, tiles, barriers, key_block(previous, args, META), n_tile - 1, META)
