@@ -1,4 +1,4 @@
-"""Fused backwards on sm_90: a program for each block of keys beside persistent programs that draw them.
+"""Fused backwards on sm_90: a program for each block of keys beside persistent programs that draw them, and other kernels.
 
     python -m flexattn.bench.fused_programs --out fused_programs.json
 
@@ -27,10 +27,10 @@ from flexattn.bench.implementations import problem_of
 from flexattn.bench.inputs import make_tensors
 from flexattn.bench.shapes import CAUSAL, DOCUMENTS, SWEEP_SEQLENS, Workload, dense, ragged, select
 
-ROUNDS, CALLS = 5, 4  # turns of each, and replays in each
+ROUNDS, CALLS = 7, 4  # turns of each, and replays in each
+MOST_BESIDE = 512  # tokens of calls that the other kernels are timed on too
 MOST_CHECKED = 4096  # tokens
 WINDOW = {**CAUSAL, "window_size": (1023, 0)}
-NAMES = ("one block", "persistent")
 
 
 def workloads() -> Iterator[Workload]:
@@ -50,12 +50,14 @@ def workloads() -> Iterator[Workload]:
 
 
 def backwards_of(workload: Workload) -> dict[str, Callable[[], dict[str, Tensor]]]:
-    """The whole backward of the workload by either kernel, into the same memory, which is NaN before the first."""
+    """The whole backward of the workload by each kernel; what is not written is NaN, but in a graph."""
     from flexattn.kernels_triton.common.problem import Backward
     from flexattn.kernels_triton.common.tiles import persistent, select_hopper_fused_tile
+    from flexattn.kernels_triton.hopper.backward import hopper_backward
     from flexattn.kernels_triton.hopper.backward_fused import fused_backward
     from flexattn.kernels_triton.hopper.conditions import mask_class
     from flexattn.kernels_triton.hopper.forward import hopper_forward
+    from flexattn.kernels_triton.portable.backward import attention_backward
 
     tensors = make_tensors(workload, "cuda")
     q, k, v, dout = tensors[:4]
@@ -66,20 +68,26 @@ def backwards_of(workload: Workload) -> dict[str, Callable[[], dict[str, Tensor]
     hopper_forward(x, out, lse)
     row = select_hopper_fused_tile(workload.head_dim_qk, workload.head_dim_v, mask_class(x)[0])
 
-    def backward(name: str) -> dict[str, Tensor]:
-        tile = persistent(row) if name == "persistent" else row
-        dq, dk, dv = (torch.full_like(t, float("nan")) for t in (q, k, v)) if not torch.cuda.is_current_stream_capturing() else given
+    def backward(run: Callable[..., None]) -> dict[str, Tensor]:
+        is_captured = torch.cuda.is_current_stream_capturing()
+        dq, dk, dv = memory if is_captured else (torch.full_like(t, float("nan")) for t in (q, k, v))
         doffset = torch.empty_like(tensors.softmax_offset) if tensors.softmax_offset is not None else None
-        fused_backward(Backward(x, out, lse, dout, None, dq, dk, dv, doffset), tile)
+        run(Backward(x, out, lse, dout, None, dq, dk, dv, doffset))
         return {"dq": dq, "dk": dk, "dv": dv}
 
-    given = tuple(torch.empty_like(t) for t in (q, k, v))
-    return {name: functools.partial(backward, name) for name in NAMES}
+    memory = [torch.empty_like(t) for t in (q, k, v)]
+    runs: dict[str, Callable[..., None]] = {
+        "one block": functools.partial(fused_backward, tile=row),
+        "persistent": functools.partial(fused_backward, tile=persistent(row)),
+    }
+    if workload.seqlen_q <= MOST_BESIDE:
+        runs |= {"two kernels": hopper_backward, "portable": attention_backward}
+    return {name: functools.partial(backward, run) for name, run in runs.items()}
 
 
 def check(workload: Workload, backwards: dict[str, Callable[[], dict[str, Tensor]]]) -> str:
     """Returns "measured", or "wrong: " and why."""
-    results = {name: backward() for name, backward in backwards.items()}
+    results = {name: backwards[name]() for name in ("one block", "persistent")}
     again = backwards["persistent"]()
     for other in (results["one block"], again):
         for gradient in ("dk", "dv"):
@@ -106,7 +114,7 @@ def measure(workload: Workload, flush: Tensor) -> dict[str, Any]:
     for graph in graphs.values():
         time_replays(graph, flush, 2)
     for turn in range(ROUNDS):
-        for name in NAMES if turn % 2 == 0 else NAMES[::-1]:
+        for name in list(graphs) if turn % 2 == 0 else reversed(list(graphs)):
             times[name] += time_replays(graphs[name], flush, CALLS)
     us = {name: statistics.median(found) for name, found in times.items()}
     return {"status": status, "us": us, "speed": us["one block"] / us["persistent"]}

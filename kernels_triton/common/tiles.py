@@ -448,8 +448,8 @@ class HopperFusedTile(NamedTuple):
     # first product of a turn, of 64 queries, the consumers, which meet at it, were 2 to 7 % faster with it at 64, and up to 9 %
     # slower at 128 (bench/results/hopper_turns_h200.json).
     dout_apart: bool = False
-    # True: programs, one for each multiprocessor, draw blocks of keys, and load the next block's k while the one before ends. Of
-    # calls in which each query head has a key head of its own, and of at most `up_to` tokens.
+    # True: programs, one for each multiprocessor, draw blocks of keys, and load the next block's k while the one before ends. For
+    # calls in which each query head has a key head of its own, of at least the kind's length and at most `up_to` tokens.
     is_persistent: bool = False
     up_to: int = NEVER
     # As in `HopperTile`, but faster than `HOPPER_BACKWARD` too (bench/results/lengths_h200.json).
@@ -462,12 +462,17 @@ class HopperFusedTile(NamedTuple):
 
 
 def persistent(tile: HopperFusedTile, **more: int) -> HopperFusedTile:
-    """Returns the row with persistent programs, whose second k leaves memory for one tile of dq at head dim 128."""
-    return tile._replace(is_persistent=True, dq_stages=tile.dq_stages if tile.head_dim <= 64 else 1, **more)
+    """Returns the row with persistent programs, whose second k leaves memory for one tile of dq at head dim 128.
+
+    more: its fields; without a length of its own it is for no kind.
+    """
+    kinds = dict.fromkeys((field for field in tile._fields if field.endswith("_from") and field != "flops_from"), NEVER)
+    dq_stages = tile.dq_stages if tile.head_dim <= 64 else 1
+    return tile._replace(**kinds | more, is_persistent=True, dq_stages=dq_stages)
 
 
 # The rows of a head dim in the order of `select_hopper_fused_tile`. A call with dropout has the length of its own band too.
-HOPPER_FUSED = (
+_FUSED = (
     HopperFusedTile(
         64,
         queries=128,
@@ -507,12 +512,28 @@ HOPPER_FUSED = (
     ),
 )
 
+HOPPER_FUSED = (
+    # bench/results/fused_programs_h100.json
+    persistent(_FUSED[0], open_from=512, up_to=4096),
+    persistent(_FUSED[0], causal_from=512, windowed_from=2048, up_to=8192),
+    persistent(_FUSED[2], open_from=2048),
+    persistent(_FUSED[3], causal_from=1024, up_to=4096),
+    persistent(_FUSED[3], windowed_from=2048, up_to=8192),
+    *_FUSED,
+)
 
-def select_hopper_fused_tile(head_dim_qk: int, head_dim_v: int, kind: Kind = "open", length: int = NEVER) -> HopperFusedTile:
+
+def select_hopper_fused_tile(head_dim_qk: int, head_dim_v: int, kind: Kind = "open", length: int = 0) -> HopperFusedTile:
     """Returns the first of the narrowest rows for the head dims (at most 128) that has a length for the kind, or the last.
 
-    length: tokens of the longest sequence; NEVER: rows with persistent programs are passed over.
+    length: tokens of the longest sequence, by which a row with persistent programs is taken before others; 0: none is.
     """
-    rows = [tile for tile in HOPPER_FUSED if max(head_dim_qk, head_dim_v) <= tile.head_dim]
-    narrowest = [tile for tile in rows if tile.head_dim == rows[0].head_dim]
-    return next((tile for tile in narrowest if length <= tile.up_to and getattr(tile, f"{kind}_from") < NEVER), narrowest[-1])
+    narrowest = min(tile.head_dim for tile in HOPPER_FUSED if max(head_dim_qk, head_dim_v) <= tile.head_dim)
+    rows = [tile for tile in HOPPER_FUSED if tile.head_dim == narrowest]
+    starts = [getattr(tile, f"{kind}_from") for tile in rows]
+    fitting = (
+        tile
+        for tile, start in zip(rows, starts, strict=True)
+        if (start <= length <= tile.up_to if tile.is_persistent else start < NEVER)
+    )
+    return next(fitting, rows[-1])

@@ -239,7 +239,7 @@ def fused_tile(problem: Problem) -> HopperFusedTile:
     """Returns the committed tile; numbers drawn for dropout need registers as modified scores do."""
     x = problem
     kind = "modified" if x.dropout_p > 0 else mask_class(x)[0]
-    length = max(x.longest_q, x.longest_kv) if x.group_size == 1 else NEVER
+    length = max(x.longest_q, x.longest_kv) if x.group_size == 1 else 0
     return select_hopper_fused_tile(x.q.shape[-1], x.v.shape[-1], kind, length)
 
 

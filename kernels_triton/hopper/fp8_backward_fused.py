@@ -77,10 +77,16 @@ def _load(buffers: Buffers, block: Block, args: FusedArguments, origins: Origins
     of = args.descriptors
     first_row, b, h, h_kv = block.first_row, block.b, block.h, block.h_kv
     len_q, len_kv = block.sequence.len_q, block.sequence.len_kv
-    K_BYTES: gl.constexpr = 2 * (of.k.block_type.nbytes + of.k16.block_type.nbytes)
-    V_BYTES: gl.constexpr = 2 * of.v.block_type.nbytes
+    full = barriers.kv_full.index(0)
+    KV_BYTES: gl.constexpr = of.k.block_type.nbytes + of.v.block_type.nbytes + of.k16.block_type.nbytes
     Q_BYTES: gl.constexpr = of.q.block_type.nbytes + of.statistics.block_type.nbytes
     DOUT_BYTES: gl.constexpr = of.dout.block_type.nbytes + of.dout16.block_type.nbytes + of.q16.block_type.nbytes
+    mbarrier.expect(full, 2 * KV_BYTES)
+    for part in gl.static_range(2):
+        row = first_row + part * ROWS
+        load_rows(of.k, origins.k.token, len_kv, row, origins.k.head, 0, full, tiles.k.index(part))
+        load_rows(of.v, origins.v.token, len_kv, row, origins.v.head, 0, full, tiles.v.index(part))
+        load_rows(of.k16, origins.k16.token, len_kv, row, origins.k16.head, 0, full, tiles.k16.index(part))
     scale_row = gl.minimum(first_row, gl.maximum(len_kv - 1, 0))
     s_factor = load_descale(args.descales.k, b, h_kv, scale_row)
     dp_factor = load_descale(args.descales.v, b, h_kv, scale_row)
@@ -97,25 +103,12 @@ def _load(buffers: Buffers, block: Block, args: FusedArguments, origins: Origins
         full = barriers.q_full.index(stage)
         wait_empty(barriers.q_empty, m_block, STAGES)
         write_factors(tiles.factors, stage, s_factor * descale_q, dp_factor * descale_dout)
-        if m_block == 0:
-            mbarrier.expect(full, Q_BYTES + K_BYTES)
-            for part in gl.static_range(2):
-                row_kv = first_row + part * ROWS
-                load_rows(of.k, origins.k.token, len_kv, row_kv, origins.k.head, 0, full, tiles.k.index(part))
-                load_rows(of.k16, origins.k16.token, len_kv, row_kv, origins.k16.head, 0, full, tiles.k16.index(part))
-        else:
-            mbarrier.expect(full, Q_BYTES)
+        mbarrier.expect(full, Q_BYTES)
         load_rows(of.q, origins.q.token, len_q, row, origins.q.head + head, 0, full, tiles.q.index(stage))
         of_head = block.first_statistics + head * args.tiles_of_statistics
         load_statistics(of.statistics, of_head, row, len_q, full, tiles.statistics.index(stage), META)
         full = barriers.dout_full.index(stage)
-        if m_block == 0:
-            mbarrier.expect(full, DOUT_BYTES + V_BYTES)
-            for part in gl.static_range(2):
-                row_kv = first_row + part * ROWS
-                load_rows(of.v, origins.v.token, len_kv, row_kv, origins.v.head, 0, full, tiles.v.index(part))
-        else:
-            mbarrier.expect(full, DOUT_BYTES)
+        mbarrier.expect(full, DOUT_BYTES)
         load_rows(of.dout, origins.dout.token, len_q, row, origins.dout.head + head, 0, full, tiles.dout.index(stage))
         load_rows(of.dout16, origins.dout16.token, len_q, row, origins.dout16.head + head, 0, full, tiles.dout16.index(stage))
         load_rows(of.q16, origins.q16.token, len_q, row, origins.q16.head + head, 0, full, tiles.q16.index(stage))
@@ -161,6 +154,7 @@ def _attn_bwd_fused_fp8_hopper_kernel(args: FusedArguments, MODS: gl.constexpr, 
         q_empty=allocate_barriers(STAGES, 2),
         dout_full=allocate_barriers(STAGES, 1),
         dout_empty=None,
+        kv_full=allocate_barriers(1, 1),
         dq_full=allocate_barriers(META.DQ_STAGES, 2),
         dq_empty=allocate_barriers(META.DQ_STAGES, 1),
         dkdv_full=allocate_barriers(1, 2),
