@@ -296,7 +296,8 @@ def test_only_what_was_measured_to_be_faster_leaves_the_portable_kernel(monkeypa
     assert not faster("backward", problem_of((1, 65536, 1, 32)))
     assert not faster("backward", problem_of((8, 2048, 32, 64)))
     assert faster("fused", problem_of((4, 4096, 32, 64)))
-    assert not faster("fused", problem_of((32, 512, 32, 64)))
+    assert faster("fused", problem_of((32, 512, 32, 64)))
+    assert not faster("fused", problem_of((32, 512, 32, 64), softcap=30.0))
     assert faster("fused", problem_of((16, 1024, 16, 128), window_right=0))
     assert not faster("fused", problem_of((64, 256, 16, 128)))
     assert not faster("fused", problem_of((1, 8192, 2, 128)))  # too few programs
@@ -327,6 +328,33 @@ def test_only_what_was_measured_to_be_faster_leaves_the_portable_kernel(monkeypa
         for tile in (select_hopper_tile(d_qk, d_v), select_hopper_backward_tile(d_qk, d_v)):
             assert d_qk <= tile.head_dim_qk
             assert d_v <= tile.head_dim_v
+
+
+def test_persistent_programs_are_chosen_by_mask_length_and_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conditions, "num_processors", lambda device: 132)
+    lengths = (256, 512, 1024, 2048, 4096, 8192, 16384)
+    window = {"window_left": 1023, "window_right": 0}
+    for dim, more, chosen in (
+        (64, {}, (512, 1024, 2048, 4096)),
+        (64, {"window_right": 0}, (512, 1024, 2048, 4096, 8192)),
+        (64, window, (2048, 4096, 8192)),
+        (128, {}, (2048, 4096, 8192, 16384)),
+        (128, {"window_right": 0}, (1024, 2048, 4096)),
+        (128, window, (2048, 4096, 8192)),
+        (64, {"softcap": 30.0}, ()),
+        (128, {"dropout_p": 0.1, "window_right": 0}, ()),
+        (128, {"block_mask": object()}, ()),
+    ):
+        for length in lengths:
+            x = torch.empty((16384 // length, length, 2048 // dim, dim), dtype=torch.bfloat16, device="meta")
+            tile = conditions.fused_tile(Problem(x, x, x, softmax_scale=0.1, **more))
+            assert tile.is_persistent == (length in chosen), (dim, more, length)
+            assert dim == 64 or not tile.is_persistent or tile.dq_stages == 1  # else shared memory is too small
+            grouped = x[:, :, : x.shape[2] // 4]
+            assert not conditions.fused_tile(Problem(x, grouped, grouped, softmax_scale=0.1, **more)).is_persistent
+    short = torch.empty((32, 512, 32, 64), dtype=torch.bfloat16, device="meta")
+    grouped = short[:, :, :8]
+    assert "1024 tokens" in str(conditions.fused_slower(Problem(short, grouped, grouped, softmax_scale=0.1)))
 
 
 @pytest.mark.parametrize(
