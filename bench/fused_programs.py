@@ -2,9 +2,9 @@
 
     python -m flexattn.bench.fused_programs --out fused_programs.json
 
-A time is the median of replays of a CUDA graph of the whole backward with L2 emptied before, the two taking turns. Gradients of
-calls of up to 4096 tokens are held to the reference; of all calls dk and dv of the two must have the same bits, and repeat, and what
-is not written would be NaN. Needs a GPU of compute capability 9.0.
+A time is the median of replays of a CUDA graph of the whole backward with L2 emptied before, the kernels taking turns. Gradients
+of calls of up to 4096 tokens are held to the reference; of all calls dk and dv of the two must have the same bits, and repeat, and
+what is not written would be NaN. Needs a GPU of compute capability 9.0.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ def workloads() -> Iterator[Workload]:
         yield ragged(f"documents-d{dim}", DOCUMENTS, (heads, heads), (dim, dim), "")
         yield ragged(f"short-d{dim}", (300, 700, 512) * 10, (heads, heads), (dim, dim), "")
         for length in (1024, 4096):
-            yield dense(f"softcap-d{dim}-s{length}", "", 16384 // length, length, (heads, heads), (dim, dim), **CAUSAL, score="softcap")
+            yield dense(
+                f"softcap-d{dim}-s{length}", "", 16384 // length, length, (heads, heads), (dim, dim), **CAUSAL, score="softcap"
+            )
     yield from select(["llama3-70b-s8192", "gpt-oss-full-s8192"])
 
 

@@ -1,9 +1,9 @@
 """Fused backward for Hopper (sm_90) in Gluon: one kernel computes the scores once, for dk and dv, which stay, and for dq.
 
 A warp loads by TMA and two warpgroups compute, 64 keys each. In a persistent kernel the warp also draws the blocks of keys of its
-program, and loads the k of one while the one before ends. The warpgroups' dq goes tile by tile through shared memory, from where a warp
-of its own has the copy engine add it to fp32 sums in global memory, in whatever order programs come to it: so the last bits of dq
-vary from run to run. Calls that `conditions.fused_unsupported` names, and those that must repeat, run on `backward`.
+program, and loads the k of one while the one before ends. The warpgroups' dq goes tile by tile through shared memory, from where
+a warp of its own has the copy engine add it to fp32 sums in global memory, in whatever order programs come to it: so the last bits
+of dq vary from run to run. Calls that `conditions.fused_unsupported` names, and those that must repeat, run on `backward`.
 """
 
 from __future__ import annotations
@@ -96,7 +96,8 @@ def _load_block(
             mbarrier.expect(full, DOUT_BYTES)
         load_rows(of.dout, dout.token, len_q, row, dout.head + head, 0, full, tiles.dout.index(stage))
         if META.V_STAGES > 1:  # noqa: SIM102
-            if (begun.blocks > 0) & (m_block == gl.minimum(STAGES, iterations) - 1):  # before it would wait for this block's products
+            # The last to be loaded before consumers have begun this block, and so before they can have ended it
+            if (begun.blocks > 0) & (m_block == gl.minimum(STAGES, iterations) - 1):
                 _store_gradients(args, tiles, barriers, key_block(previous, args, META), begun.blocks - 1, META)
         n += 1
         if n == block.num_blocks:
@@ -130,7 +131,7 @@ def _load(args: FusedArguments, tiles: FusedTiles, barriers: FusedBarriers, bloc
             previous = numbers
             iterations += drawn.num_blocks * work.group_size
             n_tile += 1
-            # Not before: who draws early has its next block while others are idle, and blocks are long.
+            # Not before the block is loaded: of a program that has drawn its next block already no other takes it, however late it is.
             t = gl.atomic_add(work.table_ptr, 1, sem="relaxed") + gl.num_programs(0)
         broadcast_end(n_tile, barriers, META)
         if n_tile > 0:

@@ -153,7 +153,9 @@ def check_persistent(seed: int, call: dict[str, Any], **inputs: Any) -> None:
 @pytest.mark.sample("dim", "call", "fmt")
 @without_gpu
 @pytest.mark.parametrize("fmt", ["bshd", "sbhd", "thd"])
-@pytest.mark.parametrize("call", [*BANDS, EVERYTHING | {"softmax_offset": SINKS}, {"attn_mask_type": "padding", "softcap": 3.0}], ids=str)
+@pytest.mark.parametrize(
+    "call", [*BANDS, EVERYTHING | {"softmax_offset": SINKS}, {"attn_mask_type": "padding", "softcap": 3.0}], ids=str
+)
 @pytest.mark.parametrize("dim", [64, 128])
 def test_persistent_programs(dim: int, call: dict[str, Any], fmt: str) -> None:
     """Blocks of keys that no query sees, that one iteration is enough for, and that two heads of queries go through."""
@@ -324,7 +326,10 @@ FAULTS: dict[str, tuple[ModuleType, inject.Fault | list[inject.Fault]]] = {
     ),
     "persistent: a block is drawn twice": (hopper_fused, assign("t", "gl.atomic_add(work.table_ptr, 1)", nth=1)),
     "persistent: a block is left out": (hopper_fused, with_argument("gl.atomic_add(work.table_ptr)", 1, "2")),
-    "persistent, d 64: k comes before dk of the last but one has left": (hopper_fused, drop("tma.store_wait()", within="_load_block", nth=0)),
+    "persistent, d 64: k comes before dk of the last but one has left": (
+        hopper_fused,
+        drop("tma.store_wait()", within="_load_block", nth=0),
+    ),
     "persistent, d 128: v comes before dv has left": (hopper_fused, drop("tma.store_wait()", within="_load_block", nth=1)),
     "persistent, d 128: dv is stored before it is written": (hopper_fused, drop("wait_full(dkdv_full)")),
     "persistent: k of the block before is multiplied": (
@@ -336,7 +341,10 @@ FAULTS: dict[str, tuple[ModuleType, inject.Fault | list[inject.Fault]]] = {
         fused_consumer,
         [with_argument("mbarrier.arrive(q_empty)", "pred", "True"), drop("release(q_empty)", nth=1)],
     ),
-    "persistent, causal: zeros are written before the gradients before them have left": (hopper_fused, drop("tma.store_wait()", within="_load", nth=0)),
+    "persistent, causal: zeros are written before the gradients before them have left": (
+        hopper_fused,
+        drop("tma.store_wait()", within="_load", nth=0),
+    ),
 }
 
 

@@ -160,9 +160,7 @@ def check_results(results: dict[str, Tensor], given: Inputs, spec: AttentionSpec
         check_close(name, got, exact[at], budget[at], **({"factor": GRADIENT_FACTOR} if at > 1 else {}))
 
 
-def check_emulated(
-    seed: int, features: dict[str, Any], backwards: Sequence[str] = ("split", "one pass"), **inputs: Any
-) -> None:
+def check_emulated(seed: int, features: dict[str, Any], backwards: Sequence[str] = ("split", "one pass"), **inputs: Any) -> None:
     case = make_case("cpu", features, **inputs)
     with emulated(seed, hopper_forward, hopper_backward, hopper_fused) as reports:
         results = run(*case, backwards)
