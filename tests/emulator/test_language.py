@@ -233,6 +233,15 @@ def test_atomics_add_up() -> None:
     assert out.tolist() == [20] * 8
 
 
+def test_a_counter_lies_in_memory_of_another_dtype() -> None:
+    x = torch.full((64,), 7.0)
+    x[0] = 0.0
+    clean(emulator.launch(samples.counted_beside, (1,), x, x.view(torch.int32)))
+    assert x.view(torch.int32)[0] == 3
+    assert x[1:32].eq(7.0).all()
+    assert x[32:].equal(torch.arange(32.0))
+
+
 def test_views_of_one_storage_share_it() -> None:
     storage = torch.randn(256)
     clean(emulator.launch(samples.softmax, (1,), storage[128:], storage[:128], N=128))

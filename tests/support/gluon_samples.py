@@ -174,6 +174,14 @@ def counted(out_ptr):
 
 
 @gluon.jit
+def counted_beside(out_ptr, counter_ptr):
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    offsets = gl.arange(0, 32, layout=layout)
+    gl.store(out_ptr + 32 + offsets, offsets.to(gl.float32))
+    gl.atomic_add(counter_ptr, 3)
+
+
+@gluon.jit
 def _write(smem, bar, x_ptr, SYNC: gl.constexpr):
     smem.store(gl.load(x_ptr + gl.arange(0, 128, layout=LINE)))
     if SYNC:
