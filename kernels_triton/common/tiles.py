@@ -515,7 +515,7 @@ _FUSED = (
 HOPPER_FUSED = (
     # bench/results/fused_programs_h100.json
     persistent(_FUSED[0], open_from=512, up_to=4096),
-    persistent(_FUSED[0], causal_from=512, windowed_from=2048, up_to=8192),
+    persistent(_FUSED[0], causal_from=1024, windowed_from=2048, up_to=8192),
     persistent(_FUSED[2], open_from=2048),
     persistent(_FUSED[3], causal_from=1024, up_to=4096),
     persistent(_FUSED[3], windowed_from=2048, up_to=8192),

@@ -131,7 +131,7 @@ def _load(args: FusedArguments, tiles: FusedTiles, barriers: FusedBarriers, bloc
             previous = numbers
             iterations += drawn.num_blocks * work.group_size
             n_tile += 1
-            # Not before the block is loaded: what a program has drawn no other takes, however long this block is.
+            # Not before the block is loaded: what a program has drawn no other takes, however long it is busy.
             t = gl.atomic_add(work.table_ptr, 1, sem="relaxed") + gl.num_programs(0)
         broadcast_end(n_tile, barriers, META)
         if n_tile > 0:

@@ -61,10 +61,6 @@ def load_partition(args: Arguments, buffers: Buffers, META: gl.constexpr):
             tile, entry = planned_tile(t, amount, entry, args, META)
             following = t + tile.split_end - tile.split
         else:
-            if IS_ALONE:
-                drawn = amount
-            else:
-                drawn = gl.atomic_add(args.work.table_ptr, 1, sem="relaxed")  # the next number travels while this tile loads
             tile = tile_of_work(t, amount, args, META)
         sequence = sequence_of(args.lengths_q, args.lengths_kv, tile.b, META)
         len_q, len_kv = sequence.len_q, sequence.len_kv
@@ -115,7 +111,9 @@ def load_partition(args: Arguments, buffers: Buffers, META: gl.constexpr):
             n_block += 1
         if META.IS_PLANNED:
             t = following
-        else:
-            t = drawn + gl.num_programs(0)
+        elif IS_ALONE:
+            t = amount
+        else:  # not before this tile is loaded: what a program has drawn no other takes, however long it is busy
+            t = gl.atomic_add(args.work.table_ptr, 1, sem="relaxed") + gl.num_programs(0)
         n_tile += 1
     broadcast_end(n_tile, barriers, META)

@@ -129,13 +129,13 @@ class FusedBarriers(NamedTuple):
     dq_empty: Any
     dkdv_full: Any
     kv_full: Any = None  # in FP8, where k and v coming with the first q and dout were 3 % slower
-    tile_full: Any = None  # of a persistent kernel, as in `ForwardBarriers`
+    tile_full: Any = None  # this and the others of tiles as in `ForwardBarriers`, in a persistent kernel
     tile_empty: Any = None
     tile_slots: Any = None
 
 
 class Begun(NamedTuple):
-    """What a program has done before a block of keys."""
+    """Counts of a program before a block of keys: those of its blocks and their iterations."""
 
     blocks: Any
     iterations: Any

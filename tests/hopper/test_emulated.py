@@ -274,7 +274,7 @@ def test_twenty_schedules(dims: tuple[int, int]) -> None:
 
 
 # Which file, of a kernel or of what kernels share, and what happens to it.
-FAULTS: dict[str, tuple[ModuleType, inject.Fault | list[inject.Fault]]] = {
+FAULTS: dict[str, tuple[ModuleType, inject.Fault]] = {
     "forward: v is read before it has come": (hopper_forward, drop("wait(v_full)", within="_iterate")),
     "forward: v is released before the product has read it": (
         hopper_forward,
@@ -322,7 +322,7 @@ FAULTS: dict[str, tuple[ModuleType, inject.Fault | list[inject.Fault]]] = {
     "one pass: k is overwritten while the other warpgroup multiplies by it": (fused_consumer, drop("named_barrier_sync(LAST)")),
     "one pass: q is released before dk has read it": (
         fused_consumer,
-        move("release(q_empty)", before="warpgroup_mma_wait([sum_of_q, ds16])", within="_consume_block", nth=0),
+        move("release(q_empty)", before="warpgroup_mma_wait([sum_of_q, ds16])", nth=0),
     ),
     "persistent: a block is drawn twice": (hopper_fused, assign("t", "gl.atomic_add(work.table_ptr, 1)", nth=1)),
     "persistent: a block is left out": (hopper_fused, with_argument("gl.atomic_add(work.table_ptr)", 1, "2")),
@@ -339,7 +339,7 @@ FAULTS: dict[str, tuple[ModuleType, inject.Fault | list[inject.Fault]]] = {
     "persistent: stages are counted anew in each block": (fused_consumer, assign("n", "m_block", within="_consume_block", nth=0)),
     "persistent, d 64: q that the last product reads for nothing is overwritten": (
         fused_consumer,
-        [with_argument("mbarrier.arrive(q_empty)", "pred", "True"), drop("release(q_empty)", nth=1)],
+        with_argument("mbarrier.arrive(q_empty)", "pred", "True"),
     ),
     "persistent, causal: zeros are written before the gradients before them have left": (
         hopper_fused,

@@ -355,11 +355,14 @@ FAULTS_OF_THE_BACKWARD: dict[str, tuple[ModuleType, inject.Fault]] = {
     "dout is read before it has come": (fused_consumer, drop("wait(dout_full)", nth=0)),
     "too few bytes are expected of q": (hopper_fp8_fused, with_argument("mbarrier.expect(Q_BYTES)", 1, "of.q.block_type.nbytes")),
     "the factors are written before the last ones have been read": (hopper_fp8_fused, drop("wait(q_empty)")),
-    "q is released before dk has read it": (fused_consumer, move("arrive(q_empty)", before="warpgroup_mma_wait([sum_of_q, ds16])")),
+    "q is released before dk has read it": (
+        fused_consumer,
+        move("release(q_empty)", before="warpgroup_mma_wait([sum_of_q, ds16])", nth=0),
+    ),
     "ds is read without a fence": (fused_consumer, drop("fence_async_shared()", nth=1)),
     "dq is summed before the other half of ds is there": (
         fused_consumer,
-        drop("named_barrier_sync_at(WRITTEN)", within="consume_fused", nth=1),
+        drop("named_barrier_sync_at(WRITTEN)", within="_consume_block", nth=1),
     ),
     "ds is overwritten while the other warpgroup reads it": (fused_consumer, drop("named_barrier_sync_at(READ)")),
     "ds is released before dq has read it": (
