@@ -60,6 +60,7 @@ CASES = {
     "a table": ({"qkv_format": "bshd", "lengths_q": [40, 40]}, {"score_mod": relative, "attn_mask_type": "causal"}),
     "a finite mask": ({"qkv_format": "bshd", "lengths_q": [70, 70]}, {"score_mod": masked_by_a_number}),
     "documents": ({"qkv_format": "bshd", "lengths_q": [1100, 1100]}, {"mask_mod": own_document}),
+    "persistent backward": ({"qkv_format": "bshd", "lengths_q": [1100, 1100], "num_heads_kv": 6}, {"attn_mask_type": "causal"}),
     "split keys": ({"qkv_format": "bshd", "lengths_q": [3], "lengths_kv": [1100]}, {"attn_mask_type": "causal_bottom_right"}),
     "fp8": ({"qkv_format": "bshd", "lengths_q": [70, 70]}, {"attn_mask_type": "causal", "fp8_recipe": flexattn.fp8.Recipe()}),
     "fp8 by block": (
