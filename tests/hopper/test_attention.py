@@ -331,33 +331,6 @@ def test_only_what_was_measured_to_be_faster_leaves_the_portable_kernel(monkeypa
             assert d_v <= tile.head_dim_v
 
 
-def test_persistent_programs_are_chosen_by_mask_length_and_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conditions, "num_processors", lambda device: 132)
-    lengths = (256, 512, 1024, 2048, 4096, 8192, 16384)
-    window = {"window_left": 1023, "window_right": 0}
-    for dim, more, chosen in (
-        (64, {}, (512, 1024, 2048, 4096)),
-        (64, {"window_right": 0}, (1024, 2048, 4096, 8192)),
-        (64, window, (2048, 4096, 8192)),
-        (128, {}, (2048, 4096, 8192, 16384)),
-        (128, {"window_right": 0}, (1024, 2048, 4096)),
-        (128, window, (2048, 4096, 8192)),
-        (64, {"softcap": 30.0}, ()),
-        (128, {"dropout_p": 0.1, "window_right": 0}, ()),
-        (128, {"block_mask": object()}, ()),
-    ):
-        for length in lengths:
-            x = torch.empty((16384 // length, length, 2048 // dim, dim), dtype=torch.bfloat16, device="meta")
-            tile = conditions.fused_tile(Problem(x, x, x, softmax_scale=0.1, **more))
-            assert tile.is_persistent == (length in chosen), (dim, more, length)
-            assert dim == 64 or not tile.is_persistent or tile.dq_stages == 1  # else shared memory is too small
-            grouped = x[:, :, : x.shape[2] // 4]
-            assert not conditions.fused_tile(Problem(x, grouped, grouped, softmax_scale=0.1, **more)).is_persistent
-    short = torch.empty((32, 512, 32, 64), dtype=torch.bfloat16, device="meta")
-    grouped = short[:, :, :8]
-    assert "1024 tokens" in str(conditions.fused_slower(Problem(short, grouped, grouped, softmax_scale=0.1)))
-
-
 @pytest.mark.parametrize(
     ("policy", "deterministic", "chosen"),
     [
@@ -589,30 +562,6 @@ def choose_persistent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gives the fused backward persistent programs, whatever the call."""
     chosen = conditions.fused_tile
     monkeypatch.setattr(conditions, "fused_tile", lambda problem: persistent(chosen(problem)))
-
-
-@on_hopper
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (40, 72)], ids=str)
-@pytest.mark.parametrize("band", BANDS, ids=str)
-@pytest.mark.parametrize("fmt", ["bshd", "sbhd", "thd", "sbhd_2thd"])
-def test_persistent_programs(
-    fmt: str, band: dict[str, Any], dims: tuple[int, int], launches: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    choose_persistent(monkeypatch)
-    heads = {"num_heads": 6, "num_heads_kv": 6 if "300" in str(band) else 2, "head_dim_qk": dims[0], "head_dim_v": dims[1]}
-    check(launches, {"attn_mask_type": "padding", **band}, qkv_format=fmt, padding=True, gap=13, **heads, **UNEVEN)
-
-
-@on_hopper
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("mask", ["no_mask", "causal", "causal_bottom_right"])
-@pytest.mark.parametrize(("sq", "skv"), [(1024, 1024), (700, 333), (333, 700), (1, 500), (300, 1)])
-def test_persistent_programs_of_dense_calls(
-    sq: int, skv: int, mask: str, dim: int, launches: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    choose_persistent(monkeypatch)
-    heads = {"num_heads": 24, "num_heads_kv": 24, "head_dim_qk": dim, "head_dim_v": dim}
-    check(launches, {"attn_mask_type": mask}, lengths_q=[sq] * 3, lengths_kv=[skv] * 3, **heads)
 
 
 @on_hopper
