@@ -90,6 +90,8 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
     device = torch.device(options.device, int(os.environ["LOCAL_RANK"]) if options.device == "cuda" else None)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     torch.manual_seed(0)
     model = Model().to(device)

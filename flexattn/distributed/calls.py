@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexattn.backward import Given, attention_backward
+from flexattn.backward import Given, Gradients, attention_backward
 from flexattn.distributed import eight_bits
 from flexattn.distributed.blocks import Blocks
 from flexattn.distributed.eight_bits import Eight
-from flexattn.distributed.layout import Run
+from flexattn.distributed.lanes import Lanes
+from flexattn.distributed.layout import Run, Runs, union, without
 from flexattn.distributed.local_blocks import LocalBlocks
 from flexattn.distributed.mask import LocalBand, Piece, local_band
 from flexattn.distributed.origin import Mod, Origin, mod_of_heads, moved_mod, rng_state_of, with_alibi
@@ -84,9 +85,12 @@ class Call(NamedTuple):
     pieces: tuple[Piece, ...]
     band: LocalBand
     origin: Origin
-    packing: dict[str, Any] | None  # cu_seqlens and max_seqlen of a packed call
+    packing: dict[str, Any] | None  # cu_seqlens and max_seqlen of a packed call, from the first of `rows` and of `keys`
     by_eights: bool  # whether the first key of each piece is at a multiple of 8
     blocks: LocalBlocks | None
+    rows: Run  # from the first query of a piece to the last
+    keys: Run
+    runs: Runs  # rows of q that the pieces have
 
 
 class Part(NamedTuple):
@@ -138,29 +142,31 @@ def _call(pieces: tuple[Piece, ...], band: LocalBand, blocks: LocalBlocks | None
     columns = ("document", "q_start", "kv_start", "diagonal")
     by_eights = all(piece.kv_start % 8 == 0 for piece in pieces)
     values = {name: [getattr(piece, name) for piece in pieces] for name in columns}
+    sides = {"q": [piece.rows for piece in pieces], "kv": [piece.keys for piece in pieces]}
+    hulls = [Run(min(run.start for run in runs), max(run.stop for run in runs)) for runs in sides.values()]
+    where: dict[str, Any] = {"rows": hulls[0], "keys": hulls[1], "runs": union(sides["q"])}
     if not is_packed:
         of = {name: torch.tensor(found[0], dtype=torch.int32).to(device) for name, found in values.items()}
-        return Call(pieces, band, Origin(None, of["q_start"], of["kv_start"], of["diagonal"]), None, by_eights, blocks)
+        return Call(pieces, band, Origin(None, of["q_start"], of["kv_start"], of["diagonal"]), None, by_eights, blocks, **where)
     packing: dict[str, Any] = {}
-    for side, runs in (("q", [piece.rows for piece in pieces]), ("kv", [piece.keys for piece in pieces])):
+    for (side, runs), hull in zip(sides.items(), hulls, strict=True):
         ends = [0]
         for run in runs:
             ends.append(ends[-1] + run.size)
-        starts = [run.start for run in runs]
+        starts = [run.start - hull.start for run in runs]
         packing[f"cu_seqlens_{side}"] = tensor(ends)
-        packing[f"cu_seqlens_{side}_padded"] = None if starts == ends[:-1] else tensor([*starts, runs[-1].stop])
+        packing[f"cu_seqlens_{side}_padded"] = None if starts == ends[:-1] else tensor([*starts, runs[-1].stop - hull.start])
         packing[f"max_seqlen_{side}"] = max(run.size for run in runs)
     of = {name: tensor(found) for name, found in values.items()}
-    return Call(pieces, band, Origin(of["document"], of["q_start"], of["kv_start"], of["diagonal"]), packing, by_eights, blocks)
+    origin = Origin(of["document"], of["q_start"], of["kv_start"], of["diagonal"])
+    return Call(pieces, band, origin, packing, by_eights, blocks, **where)
 
 
 def rows_of_call(call: Call, part: Part) -> tuple[Part, tuple[Any, ...], tuple[Any, ...]]:
-    """Returns a call's tensors, and the index of its rows in q and in k: a packed call takes all, by its cu_seqlens."""
-    if call.packing is not None:
-        return part, (slice(None),), (slice(None),)
-    piece = call.pieces[0]
-    rows, keys = slice(*piece.rows), slice(*piece.keys)
-    return Part(part.q[:, rows], part.k[:, keys], part.v[:, keys]), (slice(None), rows), (slice(None), keys)
+    """Returns a call's tensors, and the index of its rows in q and in k."""
+    tokens = () if call.packing is not None else (slice(None),)
+    rows, keys = (*tokens, slice(*call.rows)), (*tokens, slice(*call.keys))
+    return Part(part.q[rows], part.k[keys], part.v[keys]), rows, keys
 
 
 def lse_index(index: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -249,7 +255,7 @@ class Seeds(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Gradients that calls add to: in float32 (float64 for float64), but for a dq whose rows belong to one call each."""
+    """Gradients of q, k, v and the shared tensors."""
 
     dq: Tensor
     dk: Tensor
@@ -257,9 +263,19 @@ class Sums(NamedTuple):
     shared: list[Tensor | None]
 
 
-def differentiate(call: Call, part: Part, results: Results, seeds: Seeds, context: tuple[Scores, Shared], sums: Sums) -> None:
-    """Adds to `sums` the gradients of a call, from the whole's out and lse in `results`."""
-    local, rows, keys = rows_of_call(call, part)
+def differentiate(
+    call: Call,
+    part: Part,
+    results: Results,
+    seeds: Seeds,
+    context: tuple[Scores, Shared],
+    of_shared: list[Tensor | None],
+) -> Gradients:
+    """Returns the gradients of a call's rows, from the whole's out and lse in `results`.
+
+    Those of the tensors that all ranks have are added to `of_shared`.
+    """
+    local, rows, _ = rows_of_call(call, part)
     scores, shared = context
     dout, dlse, dout8 = seeds.at(rows)
     leaves = shared._replace(mod_tensors=tuple(t.detach().requires_grad_(t.requires_grad) for t in shared.mod_tensors))
@@ -273,15 +289,13 @@ def differentiate(call: Call, part: Part, results: Results, seeds: Seeds, contex
         found = attention_backward(*given[:-1], dlse=dlse, **arguments)
     else:
         found = eight_bits.differentiate(given, scores.eight, _descales(call, scores, shared, local), dout8, arguments)
-    sums.dq[rows] += found.dq
-    sums.dk[keys] += found.dk
-    sums.dv[keys] += found.dv
-    if found.dbias is not None and bias is not None and sums.shared[0] is not None:
-        sums.shared[0][bias_index(bias, call.pieces[0], scores.has_own_rows)] += found.dbias
-    for leaf, total in zip(leaves.mod_tensors, sums.shared[1:], strict=True):
+    if found.dbias is not None and bias is not None and of_shared[0] is not None:
+        of_shared[0][bias_index(bias, call.pieces[0], scores.has_own_rows)] += found.dbias
+    for leaf, total in zip(leaves.mod_tensors, of_shared[1:], strict=True):
         for captured, gradient in found.dcaptures:
             if captured is leaf and total is not None:
                 total += gradient
+    return found
 
 
 def _descales(call: Call, scores: Scores, shared: Shared, part: Part) -> list[Tensor]:
@@ -315,12 +329,10 @@ def offset_gradient(results: Results, seeds: Seeds, offset: Tensor, is_packed: b
     return -(weight * delta).sum(-1 if is_packed else (0, -1))
 
 
-def empty_results(q: Tensor, dim_v: int, is_packed: bool, dtype: torch.dtype) -> Results:
-    """Returns out and lse of queries that see nothing yet."""
-    statistics = sum_dtype(q.dtype)
-    shape = (q.shape[1], q.shape[0]) if is_packed else (q.shape[0], q.shape[2], q.shape[1])
-    lse = torch.full(shape, float("-inf"), dtype=statistics, device=q.device)
-    return Results(torch.zeros((*q.shape[:-1], dim_v), dtype=dtype, device=q.device), lse)
+def empty_results(q: Tensor, dim_v: int, dtype: torch.dtype) -> Results:
+    """Returns room for out and lse of queries [b, s, h, d] or [t, h, d]."""
+    lse = torch.empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=sum_dtype(q.dtype), device=q.device)
+    return Results(torch.empty((*q.shape[:-1], dim_v), dtype=dtype, device=q.device), lse)
 
 
 def add_sink(results: Results, offset: Tensor) -> Results:
@@ -332,33 +344,12 @@ def add_sink(results: Results, offset: Tensor) -> Results:
 
 def merge_into(results: Results, call: Call, out: Tensor, lse: Tensor) -> None:
     """Merges a call's out and lse into the results of its rows; a row that the call has not comes with lse -inf."""
-    index: tuple[Any, ...] = (slice(None),) if call.packing is not None else (slice(None), slice(*call.pieces[0].rows))
+    index: tuple[Any, ...] = (*(() if call.packing is not None else (slice(None),)), slice(*call.rows))
     at = lse_index(index)
     fmt = "bshd" if call.packing is None else "thd"
     before = results.out[index], results.lse[at]
     merged = merge_attention(*before, out.to(results.out.dtype), lse, qkv_format=fmt)
     results.out[index], results.lse[at] = merged
-
-
-def place(results: Results, call: Call, out: Tensor, lse: Tensor) -> None:
-    """Writes a call's out and lse into the results: no other call has its rows."""
-    if call.packing is None:
-        rows = slice(*call.pieces[0].rows)
-        results.out[:, rows], results.lse[..., rows] = out, lse
-        return
-    for start, stop in _joined_rows(call.pieces):
-        results.out[start:stop], results.lse[..., start:stop] = out[start:stop], lse[..., start:stop]
-
-
-@functools.lru_cache(maxsize=64)
-def _joined_rows(pieces: tuple[Piece, ...]) -> tuple[tuple[int, int], ...]:
-    found: list[tuple[int, int]] = []
-    for piece in pieces:
-        if found and found[-1][1] == piece.rows.start:
-            found[-1] = (found[-1][0], piece.rows.stop)
-        else:
-            found.append((piece.rows.start, piece.rows.stop))
-    return tuple(found)
 
 
 def of_heads(scores: Scores, shared: Shared, heads: Run, device: torch.device) -> tuple[Scores, Shared]:
@@ -389,35 +380,103 @@ def whole_gradients(of_part: list[Tensor | None], shared: Shared, heads: Run) ->
     return [whole, *of_mods]
 
 
-def attend_all(calls: Sequence[Call], part: Part, context: tuple[Scores, Shared], is_packed: bool) -> Results:
-    """Returns out and lse of all queries of a part, each of which is in one call at most; a sink is in each of them."""
+class Calls(NamedTuple):
+    """Calls that have each query of a part at most once."""
+
+    longest_first: tuple[Call, ...]
+    left: Runs  # rows of q that no call has
+
+    @classmethod
+    def of(cls, calls: Sequence[Call], rows: int) -> Calls:
+        longest = sorted(calls, key=lambda call: -sum(piece.rows.size * piece.keys.size for piece in call.pieces))
+        return cls(tuple(longest), tuple(without((Run(0, rows),), (run for call in calls for run in call.runs))))
+
+
+def attend_all(calls: Calls, part: Part, context: tuple[Scores, Shared], lanes: Lanes, into: Results | None = None) -> Results:
+    """Returns out and lse of all queries of a part; a sink is in each call.
+
+    lanes: the longest call runs on the main one, all others on the side, and what is copied on the back.
+    into: where the results are written; None: anew.
+    """
     scores, shared = context
     sink = shared.softmax_offset
-    results = empty_results(part.q, part.v.shape[-1], is_packed, scores.out_dtype(part.q))
-    if sink is not None:
-        results = add_sink(results, sink)
-    for call in calls:
-        local, _, _ = rows_of_call(call, part)
-        out, lse = attend(call, local, scores, shared, sink)
-        place(results, call, out, lse)
+    is_packed = part.q.dim() == 3
+    if into is None and len(calls.longest_first) == 1 and not calls.left:
+        [call] = calls.longest_first
+        return Results(*attend(call, rows_of_call(call, part)[0], scores, shared, sink))
+    results = into or empty_results(part.q, part.v.shape[-1], scores.out_dtype(part.q))
+    rows = by_rows(results.out, is_packed)
+    for run in calls.left:
+        rows[slice(*run)] = 0
+        results.lse[..., slice(*run)] = float("-inf") if sink is None else sink.to(results.lse.dtype).unsqueeze(-1)
+    lanes.fork()
+    found: list[tuple[Call, Tensor, Tensor]] = []
+    for i, call in enumerate(calls.longest_first):
+        with lanes.side() if i else contextlib.nullcontext():
+            found.append((call, *attend(call, rows_of_call(call, part)[0], scores, shared, sink)))
+    lanes.meet()
+    with lanes.back():
+        for call, out, lse in found:
+            own = by_rows(out, is_packed)
+            for run in call.runs:
+                here = slice(run.start - call.rows.start, run.stop - call.rows.start)
+                rows[slice(*run)] = own[here]
+                results.lse[..., slice(*run)] = lse[..., here]
+        lanes.keep(part.k, part.v, *(t for _, *both in found for t in both))
     return results
 
 
+class Found(NamedTuple):
+    """Gradients that calls of a part made. dk, dv: each call's, of its keys, as `by_rows` has them.
+
+    kept: all that other lanes read, whose memory must not be used again before they have.
+    """
+
+    dq: Tensor
+    dk: list[Tensor]
+    dv: list[Tensor]
+    shared: list[Tensor | None]
+    kept: tuple[Tensor, ...]
+
+
 def differentiate_all(
-    calls: Sequence[Call],
+    calls: Calls,
     part: Part,
     results: Results,
     seeds: Seeds,
     context: tuple[Scores, Shared],
-) -> Sums:
-    """Returns the gradients of `attend_all`, but for a sink's."""
-    q, k, v = part
-    wide = sum_dtype(q.dtype)
-    dk, dv = (torch.zeros(t.shape, dtype=wide, device=t.device) for t in (k, v))
-    sums = Sums(torch.zeros(q.shape, dtype=context[0].out_dtype(q), device=q.device), dk, dv, context[1].zeros())
-    for call in calls:
-        differentiate(call, part, results, seeds, context, sums)
-    return sums
+    lanes: Lanes,
+    dq: Tensor | None = None,
+) -> Found:
+    """Returns the gradients of `attend_all`, but for a sink's, on the same lanes. dq: where that of q is written; None: anew."""
+    of_shared, is_packed = context[1].zeros(), part.q.dim() == 3
+    is_whole = dq is None and len(calls.longest_first) == 1 and not calls.left
+    if dq is None and not is_whole:
+        dq = torch.empty(part.q.shape, dtype=context[0].out_dtype(part.q), device=part.q.device)
+    if dq is not None:
+        for run in calls.left:
+            by_rows(dq, is_packed)[slice(*run)] = 0
+    lanes.fork()
+    found: list[tuple[Call, Gradients]] = []
+    for i, call in enumerate(calls.longest_first):
+        with lanes.side() if i else contextlib.nullcontext():
+            found.append((call, differentiate(call, part, results, seeds, context, of_shared)))
+    lanes.meet()
+    if dq is None:
+        dq = found[0][1].dq
+    else:
+        with lanes.back():
+            for call, gradients in found:
+                own = by_rows(gradients.dq, is_packed)
+                for run in call.runs:
+                    by_rows(dq, is_packed)[slice(*run)] = own[run.start - call.rows.start : run.stop - call.rows.start]
+    dk, dv = [by_rows(g.dk, is_packed) for _, g in found], [by_rows(g.dv, is_packed) for _, g in found]
+    return Found(dq, dk, dv, of_shared, (part.k, part.v, *(t for _, g in found for t in (g.dq, g.dk, g.dv))))
+
+
+def by_rows(t: Tensor, is_packed: bool) -> Tensor:
+    """Returns a view whose first dim is that of the tokens: [s, b, h, d] or [t, h, d]."""
+    return t if is_packed else t.transpose(0, 1)
 
 
 def rows_first(k: Tensor, v: Tensor, is_packed: bool) -> Tensor:

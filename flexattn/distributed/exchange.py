@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flexattn.distributed.layout import Run, Runs, common, row_of, rows_of, size_of, union
+from flexattn.distributed.layout import Run, Runs, common, row_of, rows_of, size_of, union, without
 from flexattn.validation import FP8_DTYPES
 
 
@@ -29,37 +29,84 @@ def waiting(what: str, group: Any) -> Iterator[None]:
 
 
 class Route(NamedTuple):
-    """Rows that one rank sends and receives, for keys that lie in `kv_runs` and are wanted in runs of the whole's order."""
+    """Rows that one rank sends and receives, for keys that lie in `kv_runs` and are wanted in runs of the whole's order.
 
-    sends: tuple[Runs, ...]  # by rank that gets them: rows of this rank's tensor
-    receives: tuple[int, ...]  # by rank that gives them: how many
-    order: Runs  # rows of what is received, in the order of the whole
+    What others give is received where it lies among the rows held, in a message for each run where runs are few.
+    """
+
+    sends: tuple[Runs, ...]  # by rank that gets them: rows of this rank's tensor; none for itself
+    receives: tuple[Runs, ...]  # by rank that gives them: rows among those held; none of itself
+    own: tuple[tuple[Run, Run], ...]  # rows of this rank's tensor that it wants itself, and where they lie among those held
+    held: int  # rows
+    gaps: Runs  # rows held of keys that nothing sees
+    rows: int  # in this rank's tensor
+    held_sends: tuple[Runs, ...] | None  # where the rows of `sends` lie among those held; None where not all are
+    by_runs: bool  # the same on all ranks, as is the next one
     is_whole: bool  # whether all ranks want all rows, and have equally many
 
+    @property
+    def is_local(self) -> bool:
+        """Returns whether what is held is this rank's tensor as it is."""
+        return self.own == ((Run(0, self.rows), Run(0, self.held)),)
 
-def make_route(kv_runs: Sequence[Runs], wanted: Sequence[Runs], rank: int) -> Route:
-    """Returns a rank's route. wanted: by rank, sorted and apart."""
+    @property
+    def is_alone(self) -> bool:
+        return len(self.sends) == 1
+
+
+MOST_RANKS, MOST_MESSAGES = 8, 16  # for messages run by run: one host's, as preparing a message takes several microseconds
+
+
+def make_route(kv_runs: Sequence[Runs], wanted: Sequence[Runs], held: Runs, rank: int) -> Route:
+    """Returns a rank's route. wanted: by rank, sorted and apart. held: this rank's room, in which what it wants lies."""
     ranks = range(len(kv_runs))
-    own, own_rows = kv_runs[rank], rows_of(kv_runs[rank])
-    sends = []
-    for other in ranks:
-        runs = common(wanted[other], own)
-        sends.append(tuple(_moved(run, row_of(run.start, own, own_rows)) for run in runs))
-    receives, order, row = [], [], 0
-    for other in ranks:
-        runs = list(common(wanted[rank], kv_runs[other]))
+    own, mine = kv_runs[rank], wanted[rank]
+    outgoing = [tuple(common(wanted[to], own)) for to in ranks]
+    incoming = [tuple(common(mine, kv_runs[of])) for of in ranks]
+    sends = tuple(() if to == rank else _places(runs, own) for to, runs in enumerate(outgoing))
+    receives = tuple(() if of == rank else _places(runs, held) for of, runs in enumerate(incoming))
+    kept = tuple(zip(_places(outgoing[rank], own), _places(incoming[rank], held), strict=True))
+    count = size_of(held)
+    taken = [*(run for runs in receives for run in runs), *(places for _, places in kept)]
+    gaps = tuple(without((Run(0, count),), taken))
+    held_sends = _moved_sends(sends, kept)
+    sizes = [size_of(runs) for runs in kv_runs]
+    is_whole = len(set(sizes)) == 1 and sizes[0] > 0 and all(size_of(runs) == sum(sizes) for runs in wanted)
+    by_runs = _fits_messages(kv_runs, wanted)
+    return Route(sends, receives, kept, count, gaps, size_of(own), held_sends, by_runs, is_whole)
+
+
+def _moved_sends(sends: Sequence[Runs], own: Sequence[tuple[Run, Run]]) -> tuple[Runs, ...] | None:
+    """Returns where the rows that a rank sends lie among those that it holds; None where it does not hold all."""
+    found: list[Runs] = []
+    for runs in sends:
+        places = []
         for run in runs:
-            order.append((run.start, Run(row, row + run.size)))
-            row += run.size
-        receives.append(size_of(runs))
-    total = size_of(union(run for runs in kv_runs for run in runs))
-    even = len({size_of(runs) for runs in kv_runs}) == 1
-    is_whole = even and total > 0 and all(size_of(runs) == total for runs in wanted)
-    return Route(tuple(sends), tuple(receives), tuple(rows for _, rows in sorted(order)), is_whole)
+            moved = [places.start - rows.start for rows, places in own if rows.start <= run.start and run.stop <= rows.stop]
+            if not moved:
+                return None
+            places.append(Run(run.start + moved[0], run.stop + moved[0]))
+        found.append(tuple(places))
+    return tuple(found)
 
 
-def _moved(run: Run, row: int) -> Run:
-    return Run(row, row + run.size)
+def _places(runs: Runs, among: Runs) -> Runs:
+    """Returns where runs lie in a tensor that holds the runs `among`, each of them in one of these."""
+    rows = rows_of(among)
+    starts = [row_of(run.start, among, rows) for run in runs]
+    return tuple(Run(start, start + run.size) for start, run in zip(starts, runs, strict=True))
+
+
+def _fits_messages(kv_runs: Sequence[Runs], wanted: Sequence[Runs]) -> bool:
+    """Returns whether each rank sends and receives few runs, and one at least: NCCL connects all ranks in their first messages."""
+    if len(kv_runs) > MOST_RANKS:
+        return False
+    counts = [[0, 0] for _ in kv_runs]
+    for to, of in itertools.permutations(range(len(kv_runs)), 2):
+        count = sum(1 for _ in common(wanted[to], kv_runs[of]))
+        counts[to][0] += count
+        counts[of][1] += count
+    return all(max(pair) <= MOST_MESSAGES and any(pair) for pair in counts)
 
 
 def as_sent(t: Tensor) -> Tensor:
@@ -94,102 +141,268 @@ def largest(t: Tensor, group: Any, what: str = "the exchange of the largest scor
 
 
 class Pending(NamedTuple):
-    """A tensor that is on its way, and what to wait for; `what` names it in an error."""
+    """Tensors that are on their way, and what to wait for; `what` names them in an error."""
 
-    received: Tensor
+    received: tuple[Tensor, ...]
     works: Sequence[Any]
-    sent: Tensor  # kept until it has been sent
+    kept: tuple[Tensor, ...]  # until they have been sent
     what: str
 
-    def wait(self, group: Any) -> Tensor:
+    def wait(self, group: Any) -> tuple[Tensor, ...]:
         with waiting(self.what, group):
             for work in self.works:
                 work.wait()
         return self.received
 
 
-def begin_fetch(x: Tensor, route: Route, group: Any) -> Pending:
-    """Begins to bring the rows that this rank needs, of all ranks' x [rows, ...]."""
-    received = x.new_empty((sum(route.receives), *x.shape[1:]))
-    what = "the exchange of keys and values"
-    if route.is_whole:
-        sent = x.contiguous()
-        with waiting(what, group):
-            work = all_gather(received, sent, group)
-    else:
-        sent = pick(x, [run for runs in route.sends for run in runs])
-        counts = [size_of(runs) for runs in route.sends]
-        with waiting(what, group):
-            work = all_to_all(received, sent, (route.receives, counts), group)
-    return Pending(received, [work], sent, what)
+def begin_fetch(tensors: Sequence[Tensor], route: Route, group: Any) -> tuple[tuple[Tensor, ...], Pending | None]:
+    """Begins to bring the rows [held, ...] that this rank needs of all ranks' tensors [rows, ...].
 
-
-def finish_fetch(pending: Pending, route: Route, group: Any) -> Tensor:
-    """Returns the rows [wanted, ...] that this rank needs, in the whole's order."""
-    return pick(pending.wait(group), route.order)
-
-
-def begin_return(grad: Tensor, route: Route, group: Any) -> Pending:
-    """Begins to send gradients [wanted, ...] of what was fetched to the ranks that have it."""
-    arranged = grad.new_empty(grad.shape)
-    row = 0
-    for run in route.order:  # the inverse of `finish_fetch`
-        arranged[run.start : run.stop] = grad[row : row + run.size]
-        row += run.size
-    counts = [size_of(runs) for runs in route.sends]
-    received = grad.new_empty((sum(counts), *grad.shape[1:]))
-    what = "the exchange of the gradients of keys and values"
-    with waiting(what, group):
-        work = all_to_all(received, arranged, (counts, route.receives), group)
-    return Pending(received, [work], arranged, what)
-
-
-def finish_return(pending: Pending, route: Route, rows: int, group: Any) -> Tensor:
-    """Returns the sum, in this rank's rows [rows, ...], of all ranks' gradients of what they fetched.
-
-    Sums are made in the order of the ranks, so that they are the same in each run.
+    Returns room for them, which has this rank's own rows, and what `finish_fetch` waits for; None where there is one rank.
     """
+    if route.is_local:
+        rooms = tuple(x.contiguous() for x in tensors)
+    else:
+        rooms = tuple(x.new_empty((route.held, *x.shape[1:])) for x in tensors)
+    if route.is_alone or not route.by_runs:
+        _place_own(tensors, rooms, route)
+        return rooms, None if route.is_alone else _packed(tensors, route, group)
+    places = route.held_sends
+    if places is None or all(x.is_contiguous() for x in tensors):
+        pending = _by_runs([x.contiguous() for x in tensors], rooms, route.sends, route.receives, group)
+        _place_own(tensors, rooms, route)
+        return rooms, pending
+    _place_own(tensors, rooms, route)  # which makes runs of them that lie without gaps
+    return rooms, _by_runs(rooms, rooms, places, route.receives, group)
+
+
+def _place_own(tensors: Sequence[Tensor], rooms: Sequence[Tensor], route: Route) -> None:
+    for x, room in zip(tensors, rooms, strict=True):
+        for rows, places in () if route.is_local else route.own:
+            as_sent(room)[slice(*places)] = as_sent(x)[slice(*rows)]
+        for gap in route.gaps:
+            as_sent(room)[slice(*gap)] = 0
+
+
+def _by_runs(
+    sources: Sequence[Tensor], rooms: tuple[Tensor, ...], sends: Sequence[Runs], receives: Sequence[Runs], group: Any
+) -> Pending:
+    """Begins to send and receive runs of rows, each in a message of its own, from and to where they lie."""
+    messages = []
+    for x, room in zip(map(as_sent, sources), map(as_sent, rooms), strict=True):
+        for rank, (outgoing, incoming) in enumerate(zip(sends, receives, strict=True)):
+            messages += [dist.P2POp(dist.isend, x[slice(*run)], group=group, group_peer=rank) for run in outgoing]
+            messages += [dist.P2POp(dist.irecv, room[slice(*run)], group=group, group_peer=rank) for run in incoming]
+    return Pending(rooms, _exchange(messages, KEYS, group), tuple(sources), KEYS)
+
+
+KEYS, GRADIENTS = "the exchange of keys and values", "the exchange of the gradients of keys and values"
+
+
+def _packed(tensors: Sequence[Tensor], route: Route, group: Any) -> Pending:
+    """Begins to send and receive runs of rows, one after another in one message for each rank; or all of them, to all alike."""
+    if route.is_whole:
+        own = tuple(x.contiguous() for x in tensors)
+        rooms = tuple(x.new_empty((len(route.sends) * route.rows, *x.shape[1:])) for x in tensors)
+        with waiting(KEYS, group):
+            return Pending(rooms, [all_gather(room, x, group) for room, x in zip(rooms, own, strict=True)], own, KEYS)
+    counts = [size_of(runs) for runs in route.receives], [size_of(runs) for runs in route.sends]
+    runs = [run for runs in route.sends for run in runs]
+    sent = tuple(torch.cat([as_sent(x)[slice(*run)] for run in runs]) if runs else as_sent(x)[:0].contiguous() for x in tensors)
+    received = tuple(x.new_empty((sum(counts[0]), *x.shape[1:])) for x in tensors)
+    with waiting(KEYS, group):
+        works = [all_to_all(to, of, counts, group) for to, of in zip(received, sent, strict=True)]
+    return Pending(received, works, sent, KEYS)
+
+
+def finish_fetch(begun: tuple[tuple[Tensor, ...], Pending | None], route: Route, group: Any) -> tuple[Tensor, ...]:
+    """Returns the rows that this rank needs, in the whole's order."""
+    rooms, pending = begun
+    if pending is None:
+        return rooms
     received = pending.wait(group)
-    own = received.new_zeros((rows, *received.shape[1:]))
-    row = 0
-    for run in (run for runs in route.sends for run in runs):
-        own[run.start : run.stop] += received[row : row + run.size]
-        row += run.size
-    return own
+    if not route.by_runs:
+        for x, room in zip(map(as_sent, received), map(as_sent, rooms), strict=True):
+            row = 0
+            for runs in route.receives:
+                for places in runs:
+                    room[slice(*places)] = x[row : row + places.size]
+                    row += places.size
+                if route.is_whole and not runs:
+                    row += route.rows  # this rank's own, which are there
+    return rooms
 
 
-def pick(x: Tensor, runs: Sequence[Run]) -> Tensor:
-    """Returns the runs of rows one after another; x itself where they are all of it."""
-    if all(a.stop == b.start for a, b in itertools.pairwise(runs)) and size_of(runs) == x.shape[0]:
-        return x.contiguous()
-    return torch.cat([x[run.start : run.stop] for run in runs]) if runs else x[:0].contiguous()
+class _Add(NamedTuple):
+    """A step of a sum: the rows `to` of it get rows of a source, or zeros where that is None."""
+
+    to: slice
+    source: int | None
+    rows: slice
+    is_first: bool  # so that it is copied, and not added
 
 
-def spread(x: Tensor, runs: Runs, rows: int) -> Tensor:
-    """Returns [rows, ...] with x's rows in these runs, one after another, and zeros elsewhere; x itself where they are all."""
-    if rows == x.shape[0]:
-        return x
-    found, row = x.new_zeros((rows, *x.shape[1:])), 0
-    for run in runs:
-        found[run.start : run.stop] = x[row : row + run.size]
-        row += run.size
+class _Share(NamedTuple):
+    """A source of a sum: the tensor's number, the rows that it has, and at which of its own rows these begin."""
+
+    source: int
+    rows: Run
+    first: int = 0
+
+
+def _additions(rows: Run, shares: Sequence[_Share]) -> list[_Add]:
+    """Returns the steps that sum what the shares have of `rows`, in their order, from the first of them on."""
+    written: Runs = ()
+    found = []
+    for source, of, first in shares:
+        here = tuple(common((of,), (rows,)))
+        for is_first, runs in ((True, without(here, written)), (False, common(written, here))):
+            for start, stop in runs:
+                at = slice(start - of.start + first, stop - of.start + first)
+                found.append(_Add(slice(start - rows.start, stop - rows.start), source, at, is_first))
+        written = union((*written, *here))
+    for start, stop in without((rows,), written):
+        found.append(_Add(slice(start - rows.start, stop - rows.start), None, slice(0), True))
     return found
 
 
-def rotate(x: Tensor, rows: int, group: Any) -> tuple[Tensor, list[Any]]:
+def _add_up(total: Tensor, steps: Sequence[_Add], sources: Sequence[Tensor]) -> None:
+    for to, source, rows, is_first in steps:
+        if source is None:
+            total[to] = 0
+        elif is_first:
+            total[to] = sources[source][rows]
+        else:
+            total[to] += sources[source][rows]
+
+
+def add_up(total: Tensor, rows: Sequence[Run], sources: Sequence[Tensor]) -> None:
+    """Writes to `total` the sum of tensors that have some rows of it each, in their order; zeros where none has."""
+    _add_up(total, _additions(Run(0, total.shape[0]), list(map(_Share, range(len(rows)), rows))), sources)
+
+
+class Returns(NamedTuple):
+    """Steps by which gradients of what was fetched are summed: sources are this rank's shares, and then what arrives."""
+
+    sent: list[_Add]  # to what goes to other ranks, in the order of `Route.receives`
+    summed: list[tuple[slice, list[_Add]]]  # this rank's rows to which several add
+    plain: list[tuple[slice, list[_Add]]]  # those of which there is one share, or none
+    counts: tuple[list[int], list[int]]  # rows by rank: received, sent
+    place: slice | None  # where its one share has all of this rank's rows, if they lie so
+
+
+def make_returns(route: Route, shares: Sequence[Run]) -> Returns:
+    """Returns how gradients are summed, of which this rank makes shares of these rows held.
+
+    Sums begin with this rank's shares and go on in the order of the ranks, so that they are the same in each run.
+    """
+    row, sent = 0, []
+    for run in (run for runs in route.receives for run in runs):
+        own = [_Share(n, of) for n, of in enumerate(shares)]
+        sent += [step._replace(to=slice(step.to.start + row, step.to.stop + row)) for step in _additions(run, own)]
+        row += run.size
+    runs = tuple(run for of in route.sends for run in of)
+    arrivals = [_Share(len(shares), run, at.start) for run, at in zip(runs, rows_of(runs), strict=True)]
+    several = _several(shares)
+    summed, plain = [], []
+    away = without((Run(0, route.rows),), [rows for rows, _ in route.own])
+    for rows, places in (*route.own, *((run, None) for run in away)):
+        moved = 0 if places is None else places.start - rows.start
+
+        def here(run: Run, by: int = moved) -> Run:
+            return Run(run.start - by, run.stop - by)
+
+        own = [] if places is None else [_Share(n, here(of)) for n, of in enumerate(shares)]
+        both = union([*runs, *map(here, several if own else ())])
+        summed += [(slice(*run), _additions(run, [*own, *arrivals])) for run in common(both, (rows,))]
+        plain += [(slice(*run), _additions(run, own)) for run in without((rows,), both)]
+    counts = [size_of(of) for of in route.sends], [size_of(of) for of in route.receives]
+    return Returns(sent, summed, plain, counts, _place_of_all(route, shares))
+
+
+def _place_of_all(route: Route, shares: Sequence[Run]) -> slice | None:
+    if len(shares) != 1 or len(route.own) != 1 or route.own[0][0] != Run(0, route.rows):
+        return None
+    [share], [(_, places)] = shares, route.own
+    if places.start < share.start or places.stop > share.stop:
+        return None
+    return slice(places.start - share.start, places.stop - share.start)
+
+
+def _several(runs: Sequence[Run]) -> Runs:
+    """Returns the positions that are in more than one of the runs."""
+    written: Runs = ()
+    found: list[Run] = []
+    for run in runs:
+        found += common(written, (run,))
+        written = union((*written, run))
+    return union(found)
+
+
+def begin_return(
+    shares: Sequence[Sequence[Tensor]], rooms: Sequence[Tensor], dtype: torch.dtype, returns: Returns, group: Any
+) -> Pending:
+    """Begins to send gradients of what was fetched to the ranks that have it.
+
+    shares: for each tensor in `rooms`, which was fetched, this rank's shares of its gradient, whose sums travel in `dtype`.
+    """
+    receives, sends = returns.counts
+    sent = tuple(torch.empty((sum(sends), *room.shape[1:]), dtype=dtype, device=room.device) for room in rooms)
+    received = tuple(torch.empty((sum(receives), *room.shape[1:]), dtype=dtype, device=room.device) for room in rooms)
+    for grad, of in zip(sent, shares, strict=True):
+        _add_up(grad, returns.sent, of)
+    works: list[Any] = []
+    if len(sends) > 1:
+        with waiting(GRADIENTS, group):
+            works = [all_to_all(to, of, returns.counts, group) for to, of in zip(received, sent, strict=True)]
+    return Pending(received, works, sent, GRADIENTS)
+
+
+def finish_return(
+    pending: Pending, shares: Sequence[Sequence[Tensor]], totals: Sequence[Tensor], returns: Returns, group: Any
+) -> None:
+    """Writes to `totals`, this rank's rows, the sums of all ranks' gradients of what they fetched, in the travellers' dtype.
+
+    shares: what `begin_return` was given. Totals that are views of the one share get what other ranks add.
+    """
+    received = pending.wait(group)
+    for total, of, arrived in zip(totals, shares, received, strict=True):
+        sources = (*of, arrived)
+        for rows, steps in returns.summed:
+            sums = arrived.new_empty((rows.stop - rows.start, *arrived.shape[1:]))
+            _add_up(sums, steps, sources)
+            total[rows] = sums
+        if len(of) == 1 and total.untyped_storage().data_ptr() == of[0].untyped_storage().data_ptr():
+            continue
+        for rows, steps in returns.plain:
+            _add_up(total[rows], steps, sources)
+
+
+def _exchange(messages: list[Any], what: str, group: Any) -> Sequence[Any]:
+    """Begins to send and receive; NCCL does so on the current device, which need not be the tensors'."""
+    if not messages:
+        return []
+    device = messages[0].tensor.device
+    with waiting(what, group), torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        return dist.batch_isend_irecv(messages)
+
+
+RING = "a step of the ring"
+
+
+def rotate(x: Tensor, rows: int, group: Any) -> tuple[Tensor, Sequence[Any]]:
     """Begins to send x to the next rank and to receive `rows` rows of the rank before; returns them and what to wait for."""
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     received = x.new_empty((rows, *x.shape[1:]))
-    todo = []
+    messages = []
     if x.shape[0]:
-        todo.append(dist.P2POp(dist.isend, as_sent(x.contiguous()), group=group, group_peer=(rank + 1) % ranks))
+        messages.append(dist.P2POp(dist.isend, as_sent(x.contiguous()), group=group, group_peer=(rank + 1) % ranks))
     if rows:
-        todo.append(dist.P2POp(dist.irecv, as_sent(received), group=group, group_peer=(rank - 1) % ranks))
-    with waiting("a step of the ring", group):
-        return received, dist.batch_isend_irecv(todo) if todo else []
+        messages.append(dist.P2POp(dist.irecv, as_sent(received), group=group, group_peer=(rank - 1) % ranks))
+    return received, _exchange(messages, RING, group)
 
 
 def wait(works: Sequence[Any], group: Any) -> None:
-    with waiting("a step of the ring", group):
+    with waiting(RING, group):
         for work in works:
             work.wait()

@@ -1,13 +1,13 @@
 """Strategies "gather" and "halo": a rank's queries stay, and the keys that they see come: all of them, or those that are needed.
 
 Where they are many, keys come in slices of heads: those of the next slice travel while one is attended to, and so do the gradients
-of the one before. The backward fetches the keys again rather than keep them; gradients travel in float32.
+of the one before. The first slice, which is waited for, is small, and so is the last one, whose gradients are. The backward fetches
+the keys again rather than keep them; gradients travel in float32.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 from typing import NamedTuple
 
 import torch
@@ -15,36 +15,37 @@ from torch import Tensor
 
 from flexattn.distributed import exchange
 from flexattn.distributed.calls import (
-    Call,
+    Calls,
+    Found,
     Part,
     Results,
     Scores,
     Seeds,
     Shared,
     Sums,
-    apart,
     attend_all,
+    by_rows,
     differentiate_all,
     empty_results,
     make_calls,
     of_heads,
-    rows_first,
     sum_dtype,
     whole_gradients,
 )
-from flexattn.distributed.exchange import Route, make_route
-from flexattn.distributed.layout import Run, Runs, cut, places, size_of
+from flexattn.distributed.exchange import Returns, Route, make_returns, make_route
+from flexattn.distributed.lanes import Lanes
+from flexattn.distributed.layout import Run, cut, size_of
 from flexattn.distributed.plans import Plan
 
-SLICE_BYTES = 16 << 20  # received for one slice at least: below, the latency of a collective is more than what a slice hides
-MOST_SLICES = 4
+SLICE_BYTES = 16 << 20  # that a rank receives for a slice on average: below, a collective's latency is more than a slice hides
+MIDDLE_BYTES = 256 << 20  # most of a slice, but for the first and the last one: as much of others' keys is held twice
+END_SHARE = 4  # the first slice, whose keys nothing hides, and the last one, whose gradients nothing hides, have a fourth each
 
 
 class _Work(NamedTuple):
     route: Route
-    rows: Runs  # places of what is fetched in the tensor that calls read
-    held: int  # rows of that tensor, of which those between are of keys that nothing sees
-    calls: list[Call]
+    calls: Calls
+    returns: Returns
     received: int  # rows, by the rank that receives most: the same on all ranks, as the number of slices must be
 
 
@@ -57,16 +58,26 @@ class _Slice(NamedTuple):
 def _work(plan: Plan, strategy: str, wants_diagonal: bool, device: torch.device) -> _Work:
     wanted = [plan.fetched(strategy, rank) for rank in range(plan.ranks)]
     held = plan.held(strategy, plan.rank)
-    calls = make_calls(plan.pieces(plan.rank, held), plan.is_packed, plan.mask.blocks, wants_diagonal, device)
-    rows = places(wanted[plan.rank], held)
-    return _Work(make_route(plan.kv_runs, wanted, plan.rank), rows, size_of(held), calls, plan.work(strategy).received)
+    pieces = plan.pieces(plan.rank, held)
+    calls = Calls.of(make_calls(pieces, plan.is_packed, plan.mask.blocks, wants_diagonal, device), size_of(plan.q_runs[plan.rank]))
+    route = make_route(plan.kv_runs, wanted, held, plan.rank)
+    returns = make_returns(route, [call.keys for call in calls.longest_first])
+    return _Work(route, calls, returns, plan.work(strategy).received)
 
 
-def slices_of(heads: int, heads_kv: int, received_bytes: int) -> list[_Slice]:
-    """Returns the slices of heads in which keys come, whose number is the same on all ranks."""
-    count = max(1, min(MOST_SLICES, heads_kv, received_bytes // SLICE_BYTES))
+def slices_of(heads: int, heads_kv: int, received_bytes: int, ends: int) -> list[_Slice]:
+    """Returns the slices of heads in which keys come, whose number is the same on all ranks. ends: small ones, 1 or 2."""
+    if heads_kv == 1 or received_bytes < 2 * SLICE_BYTES:
+        runs = [Run(0, heads_kv)]
+    else:
+        end = max(1, heads_kv // END_SHARE)
+        middle = heads_kv - min(ends, heads_kv // end - 1) * end
+        count = min(middle, -(-received_bytes * middle // heads_kv // MIDDLE_BYTES))
+        stop = end + middle
+        runs = [Run(0, end), *(Run(run.start + end, run.stop + end) for run in cut(middle, max(1, count)))]
+        runs += [Run(stop, heads_kv)] if stop < heads_kv else []
     group = heads // heads_kv
-    return [_Slice(Run(group * run.start, group * run.stop), run) for run in cut(heads_kv, count)]
+    return [_Slice(Run(group * run.start, group * run.stop), run) for run in runs]
 
 
 class Gather(NamedTuple):
@@ -86,65 +97,93 @@ class Gather(NamedTuple):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, shared: Shared) -> tuple[Results, tuple[Tensor, ...]]:
         """Returns out and lse of this rank's queries, and what a backward needs."""
-        packed, dim = self.plan.is_packed, k.shape[-1]
-        coming = _Coming(self, q, rows_first(k, v, packed), shared)
+        coming = _Coming(self, (q, k, v), shared, ends=1)
         if len(coming.slices) == 1:
-            results = attend_all(coming.work.calls, Part(q, *apart(coming.next(0), dim, packed)), coming.context(0), packed)
-            return results, (q, k, v, *results)
-        results = empty_results(q, v.shape[-1], packed, self.scores.out_dtype(q))
-        for i, (of_q, _) in enumerate(coming.slices):
-            heads = slice(*of_q)
-            part = Part(q[..., heads, :], *apart(coming.next(i), dim, packed))
-            found = attend_all(coming.work.calls, part, coming.context(i), packed)
-            results.out[..., heads, :], results.lse[..., heads, :] = found
+            results = attend_all(coming.calls, coming.next(0), coming.contexts[0], coming.lanes)
+        else:
+            results = empty_results(q, v.shape[-1], self.scores.out_dtype(q))
+            for i, (of_q, _) in enumerate(coming.slices):
+                heads = slice(*of_q)
+                coming.lanes.is_last = i + 1 == len(coming.slices)
+                into = Results(results.out[..., heads, :], results.lse[..., heads, :])
+                attend_all(coming.calls, coming.next(i), coming.contexts[i], coming.lanes, into)
+        coming.lanes.join()
         return results, (q, k, v, *results)
 
     def backward(self, saved: tuple[Tensor, ...], seeds: Seeds, shared: Shared) -> Sums:
         """Returns the gradients of this rank's q, k and v, and this rank's part of those of the shared tensors."""
         q, k, v, out, lse = saved
-        packed, dim, group, wide = self.plan.is_packed, k.shape[-1], self.plan.group, sum_dtype(q.dtype)
-        kv = rows_first(k, v, packed)
-        coming = _Coming(self, q, kv, shared)
-        dq = torch.empty(q.shape, dtype=self.scores.out_dtype(q), device=q.device)
-        dkv = torch.empty(kv.shape, dtype=wide, device=kv.device)
+        packed, group = self.plan.is_packed, self.plan.group
+        coming = _Coming(self, (q, k, v), shared, ends=2)
+        lanes, returns, is_one = coming.lanes, coming.work.returns, len(coming.slices) == 1
+        dtype, wide = self.scores.out_dtype(q), sum_dtype(q.dtype)
+        dq = None if is_one else torch.empty(q.shape, dtype=dtype, device=q.device)
+        totals: tuple[Tensor, ...] = ()
+        if not is_one or returns.place is None:
+            totals = tuple(torch.empty(t.shape, dtype=dtype, device=t.device) for t in (k, v))
         of_shared = shared.zeros()
-        returning: list[exchange.Pending] = []
-        for i, (of_q, _) in enumerate(coming.slices):
+        returning: tuple[exchange.Pending, Found, Run] | None = None
+
+        def finish() -> None:
+            """Writes the sums of the slice whose gradients travel, if one's do."""
+            if returning is not None:
+                pending, found, of_kv = returning
+                whole = [by_rows(t, packed)[..., slice(*of_kv), :] for t in totals]
+                exchange.finish_return(pending, (found.dk, found.dv), whole, returns, group)
+
+        for i, (of_q, of_kv) in enumerate(coming.slices):
             heads = slice(*of_q)
-            part = Part(q[..., heads, :], *apart(coming.next(i), dim, packed))
+            part = coming.next(i)
+            lanes.is_last = i + 1 == len(coming.slices)
             own = Results(out[..., heads, :], lse[..., heads, :]), seeds.of_heads(heads)
-            sums = differentiate_all(coming.work.calls, part, *own, of_heads(self.scores, shared, of_q, q.device))
-            dq[..., heads, :] = sums.dq
-            for total, more in zip(of_shared, whole_gradients(sums.shared, shared, of_q), strict=True):
+            found = differentiate_all(
+                coming.calls, part, *own, coming.contexts[i], lanes, None if dq is None else dq[..., heads, :]
+            )
+            for total, more in zip(of_shared, whole_gradients(found.shared, shared, of_q), strict=True):
                 if total is not None and more is not None:
                     total += more
-            grad = exchange.pick(rows_first(sums.dk, sums.dv, packed), coming.work.rows)
-            returning.append(exchange.begin_return(grad, coming.work.route, group))
-        for pending, (_, of_kv) in zip(returning, coming.slices, strict=True):
-            dkv[..., slice(*of_kv), :] = exchange.finish_return(pending, coming.work.route, kv.shape[0], group)
-        return Sums(dq, *apart(dkv, dim, packed), of_shared)
+            before = () if returning is None else returning[1].kept
+            with lanes.back():
+                rooms = by_rows(part.k, packed), by_rows(part.v, packed)
+                begun = exchange.begin_return((found.dk, found.dv), rooms, wide, returns, group)
+                finish()
+                returning = begun, found, of_kv
+                lanes.keep(*before, *found.kept)
+        if is_one and returns.place is not None:
+            totals = tuple(by_rows(of[0][returns.place], packed) for of in (found.dk, found.dv))
+        with lanes.back():
+            finish()
+        lanes.join()
+        dk, dv = totals
+        return Sums(found.dq if dq is None else dq, dk, dv, of_shared)
 
 
 class _Coming:
-    """Slices of keys that come one after another, the next one always on its way."""
+    """Slices of keys that come one after another, the next one always on its way. ends: `slices_of` has them."""
 
-    def __init__(self, call: Gather, q: Tensor, kv: Tensor, shared: Shared) -> None:
-        self.kv, self.group, self.whole, self.device = kv, call.plan.group, (call.scores, shared), q.device
-        self.work = _work(call.plan, call.strategy, shared.alibi_slopes is not None, q.device)
-        row_bytes = math.prod(kv.shape[1:]) * kv.element_size()
-        self.slices = slices_of(q.shape[-2], kv.shape[-2], self.work.received * row_bytes)
-        self.pending = self._begin(0)
+    def __init__(self, call: Gather, qkv: tuple[Tensor, Tensor, Tensor], shared: Shared, ends: int) -> None:
+        self.group, self.packed, (self.q, self.k, self.v) = call.plan.group, call.plan.is_packed, qkv
+        work = _work(call.plan, call.strategy, shared.alibi_slopes is not None, self.q.device)
+        self.work, self.calls, self.route = work, work.calls, work.route
+        batch = 1 if self.packed else self.k.shape[0]
+        row = batch * self.k.shape[-2] * (self.k.shape[-1] + self.v.shape[-1])  # elements, the same on a rank without tokens
+        self.slices = slices_of(self.q.shape[-2], self.k.shape[-2], work.received * row * self.k.element_size(), ends)
+        whole, is_one = (call.scores, shared), len(self.slices) == 1
+        # Kept until the end, as calls on other lanes read them.
+        self.contexts = [whole if is_one else of_heads(*whole, of_q, self.q.device) for of_q, _ in self.slices]
+        adds = call.scores.peaks is not None or any(total is not None for total in shared.zeros())  # what all calls write to
+        self.lanes = Lanes(self.q.device, are_apart=not adds and (len(work.calls.longest_first) > 1 or not is_one))
+        self.begun = self._begin(0)
 
-    def _begin(self, i: int) -> exchange.Pending:
-        return exchange.begin_fetch(self.kv[..., slice(*self.slices[i].kv), :], self.work.route, self.group)
+    def _begin(self, i: int) -> tuple[tuple[Tensor, ...], exchange.Pending | None]:
+        heads = slice(*self.slices[i].kv)
+        return exchange.begin_fetch([by_rows(t, self.packed)[..., heads, :] for t in (self.k, self.v)], self.route, self.group)
 
-    def context(self, i: int) -> tuple[Scores, Shared]:
-        """Returns the arguments of the heads in slice i."""
-        return self.whole if len(self.slices) == 1 else of_heads(*self.whole, self.slices[i].q, self.device)
-
-    def next(self, i: int) -> Tensor:
-        """Returns the keys of slice i, which is the one after that of the call before, and begins with the next one."""
-        pending = self.pending
+    def next(self, i: int) -> Part:
+        """Returns the queries and keys of slice i, which is the one after that of the call before, and begins with the next one."""
+        self.lanes.let_go()
+        begun = self.begun
         if i + 1 < len(self.slices):
-            self.pending = self._begin(i + 1)
-        return exchange.spread(exchange.finish_fetch(pending, self.work.route, self.group), self.work.rows, self.work.held)
+            self.begun = self._begin(i + 1)
+        k, v = (by_rows(t, self.packed) for t in exchange.finish_fetch(begun, self.route, self.group))
+        return Part(self.q if len(self.slices) == 1 else self.q[..., slice(*self.slices[i].q), :], k, v)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import heapq
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 LAYOUTS = ("contiguous", "zigzag", "dealt")
@@ -144,13 +144,28 @@ def union(runs: Iterable[Run]) -> Runs:
     return tuple(found)
 
 
-def common(a: Runs, b: Runs) -> Iterable[Run]:
+def common(a: Runs, b: Iterable[Run]) -> Iterator[Run]:
     """Yields the positions that both have, in the order of b; a is sorted and apart."""
     for run in b:
-        for other in a:
+        for other in a[bisect.bisect_right(a, run.start, key=lambda other: other.stop) :]:
+            if other.start >= run.stop:
+                break
             both = Run(max(run.start, other.start), min(run.stop, other.stop))
             if both.size > 0:
                 yield both
+
+
+def without(runs: Iterable[Run], taken: Iterable[Run]) -> Iterator[Run]:
+    """Yields the positions of the runs, which are sorted and apart, that are in none of those taken."""
+    rest = union(taken)
+    for run in runs:
+        start = run.start
+        for other in common(rest, (run,)):
+            if other.start > start:
+                yield Run(start, other.start)
+            start = other.stop
+        if run.stop > start:
+            yield Run(start, run.stop)
 
 
 def size_of(runs: Iterable[Run]) -> int:

@@ -309,7 +309,8 @@ def _cheapest(plan: Plan, heads: Heads, rates: Rates) -> str:
     predictions = plan.predictions(heads, rates)
     fits = {name: found for name, found in predictions.items() if isinstance(found, Prediction)}
     small = {name: found for name, found in fits.items() if found.held_bytes <= rates.most_bytes}
-    return min(small or fits, key=lambda name: fits[name].forward_ms + fits[name].backward_ms)
+    # A halo never brings more keys than a gather, and fewer to some ranks where the most that one gets are the same.
+    return min(small or fits, key=lambda name: (fits[name].forward_ms + fits[name].backward_ms, name == "gather"))
 
 
 def plan(

@@ -75,7 +75,9 @@ class Ring(NamedTuple):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, shared: Shared) -> tuple[Results, tuple[Tensor, ...]]:
         """Returns out and lse of this rank's queries, and what a backward needs."""
         plan, dim = self.plan, k.shape[-1]
-        results = empty_results(q, v.shape[-1], plan.is_packed, sum_dtype(q.dtype))
+        results = empty_results(q, v.shape[-1], sum_dtype(q.dtype))
+        results.out.zero_()
+        results.lse.fill_(float("-inf"))
         kv = rows_first(k, v, plan.is_packed)
         for step, calls in enumerate(self._steps(shared, q.device)):
             if step + 1 < plan.ranks:
@@ -103,10 +105,14 @@ class Ring(NamedTuple):
                 received, works = rotate(kv, self._rows_of_step(step + 1), plan.group)
             if step:
                 grad = self._travelled(grad, step)
-            sums = Sums(dq, *apart(grad, dim, packed), of_shared)
+            dk, dv = apart(grad, dim, packed)
             for call in calls:
                 part = Part(q, *apart(kv, dim, packed))
-                differentiate(call, part, Results(out, lse), seeds, (self.scores, shared), sums)
+                found = differentiate(call, part, Results(out, lse), seeds, (self.scores, shared), of_shared)
+                _, rows, keys = rows_of_call(call, part)
+                dq[rows] += found.dq
+                dk[keys] += found.dk
+                dv[keys] += found.dv
             if step + 1 < plan.ranks:
                 wait(works, plan.group)
                 kv = received

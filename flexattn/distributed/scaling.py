@@ -30,16 +30,15 @@ GPUS = (8, 16, 64, 256, 1024)
 LENGTHS = (131072, 1048576, 10485760)
 STRATEGIES = ("gather", "ring", "ulysses", "ulysses+ring")
 
-# Milliseconds of a prototype of these strategies on two H200s: forward, forward and backward. Window 0 is none.
+# Milliseconds of two H100s (bench/results/context_parallel_h100.json): forward, forward and backward. Window 0 is none.
 MEASURED = {
-    ("gather", 32768, 0): (7.17, 26.7),
-    ("ring", 32768, 0): (7.87, 28.6),
-    ("ulysses", 32768, 0): (8.09, 28.0),
-    ("halo", 32768, 4096): (2.23, 7.01),
-    ("gather", 131072, 0): (112.2, 406.4),
-    ("ring", 131072, 0): (113.8, 418.7),
-    ("ulysses", 131072, 0): (115.1, 414.4),
-    ("halo", 131072, 4096): (7.43, 27.4),
+    ("gather", 32768, 0): (7.54, 28.1),
+    ("ring", 32768, 0): (7.99, 30.2),
+    ("ulysses", 32768, 0): (8.06, 28.3),
+    ("gather", 131072, 0): (114.3, 415.3),
+    ("ring", 131072, 0): (115.8, 434.5),
+    ("ulysses", 131072, 0): (114.5, 411.1),
+    ("halo", 131072, 4096): (7.50, 26.6),
 }
 
 
@@ -63,7 +62,7 @@ def efficiency(strategy: str, gpus: int, length: int, rates: Rates = DEFAULT_RAT
 
 def lines() -> Iterator[str]:
     """Yields the lines that the command prints."""
-    yield "Two GPUs of one host: milliseconds predicted, and measured by the prototype"
+    yield "Two GPUs of one host: milliseconds predicted, and measured"
     yield f"{'':22} {'forward':>17}   {'and backward':>17}"
     for (strategy, length, window), measured in MEASURED.items():
         found = plan(2, length=length, window_size=(window or -1, 0)).predictions(HEADS)[strategy]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flexattn.distributed.calls import (
-    Call,
+    Calls,
     Part,
     Results,
     Scores,
@@ -27,9 +27,11 @@ from flexattn.distributed.calls import (
     make_calls,
     of_heads,
     rows_first,
+    sum_dtype,
     whole_gradients,
 )
-from flexattn.distributed.exchange import all_to_all, as_sent, waiting
+from flexattn.distributed.exchange import add_up, all_to_all, as_sent, waiting
+from flexattn.distributed.lanes import Lanes
 from flexattn.distributed.layout import Run, Runs, cut, rows_of, size_of
 from flexattn.distributed.plans import Plan
 from flexattn.distributed.ring import Ring
@@ -108,8 +110,9 @@ def _places(runs: tuple[Runs, ...]) -> list[tuple[Run, Run]]:
 
 
 @functools.lru_cache(maxsize=32)
-def _calls(plan: Plan, wants_diagonal: bool, device: torch.device) -> list[Call]:
-    return make_calls(plan.whole_pieces(), plan.is_packed, plan.mask.blocks, wants_diagonal, device)
+def _calls(plan: Plan, wants_diagonal: bool, device: torch.device) -> Calls:
+    calls = make_calls(plan.whole_pieces(), plan.is_packed, plan.mask.blocks, wants_diagonal, device)
+    return Calls.of(calls, plan.length)
 
 
 class Ulysses(NamedTuple):
@@ -157,12 +160,12 @@ class Ulysses(NamedTuple):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, shared: Shared) -> tuple[Results, tuple[Tensor, ...]]:
         """Returns out and lse of this rank's queries, and what a backward needs."""
-        plan, packed = self.plan, self.plan.is_packed
+        plan = self.plan
         whole_q, kv = self.gathered(q, k, v)
         part, _ = self._part(whole_q, kv, k.shape[-1])
         context = of_heads(self.scores, shared, self._split.q[plan.rank], q.device)
         if self.between is None:
-            found = attend_all(_calls(plan, shared.alibi_slopes is not None, q.device), part, context, packed)
+            found = attend_all(_calls(plan, shared.alibi_slopes is not None, q.device), part, context, _one_lane(q))
         else:
             found, _ = Ring(self.between, context[0]).forward(*part, context[1])
         lse = self._to_rows(_lse_as_rows(found.lse))
@@ -181,16 +184,26 @@ class Ulysses(NamedTuple):
         context = of_heads(self.scores, shared, heads, whole_q.device)
         if self.between is None:
             calls = _calls(plan, shared.alibi_slopes is not None, whole_q.device)
-            sums = differentiate_all(calls, part, Results(out, lse), own, context)
+            dq, *of_keys, of_context, _ = differentiate_all(calls, part, Results(out, lse), own, context, _one_lane(whole_q))
+            is_shared = sum(run.size for run in self._split.kv) > self.heads_kv or places is not None
+            dtype = sum_dtype(whole_q.dtype) if is_shared or len(calls.longest_first) > 1 else self.scores.out_dtype(whole_q)
+            dkv = torch.empty((*kv.shape[:-2], part.k.shape[-2], kv.shape[-1]), dtype=dtype, device=kv.device)
+            for total, shares in zip((dkv[..., :dim], dkv[..., dim:]), of_keys, strict=True):
+                add_up(total, [call.keys for call in calls.longest_first], shares)
         else:
-            sums = Ring(self.between, context[0]).backward((*part, out, lse), own, context[1])
-        dkv = rows_first(sums.dk, sums.dv, packed)
+            ring = Ring(self.between, context[0])
+            dq, dk, dv, of_context = ring.backward((*part, out, lse), own, context[1])
+            dkv = rows_first(dk, dv, packed)
         if places is not None:
             all_heads = dkv.new_zeros((*dkv.shape[:-2], kv.shape[-2], dkv.shape[-1]))
             dkv = all_heads.index_add_(-2, torch.tensor(places, device=dkv.device), dkv)
         dkv = to_rows(dkv, plan.kv_runs, self._split.kv, (self.heads_kv, plan.group))
-        of_shared = whole_gradients(sums.shared, shared, heads)
-        return Sums(self._to_rows(sums.dq.to(self.scores.out_dtype(whole_q))), *apart(dkv, dim, packed), of_shared)
+        of_shared = whole_gradients(of_context, shared, heads)
+        return Sums(self._to_rows(dq.to(self.scores.out_dtype(whole_q))), *apart(dkv, dim, packed), of_shared)
+
+
+def _one_lane(x: Tensor) -> Lanes:
+    return Lanes(x.device, are_apart=False)
 
 
 def _swapped(x: Tensor, is_packed: bool) -> Tensor:

@@ -26,6 +26,10 @@ def test_graphs_without_a_break(suite: str, forked_python: FreshPython, tmp_path
     run_ranks(forked_python, tmp_path, suite, 2)
 
 
+def test_streams_that_overlap_wait_for_each_other(forked_python: FreshPython, tmp_path: Path) -> None:
+    run_ranks(forked_python, tmp_path, "lanes_without_races", 2)
+
+
 def test_ranks_that_differ_or_do_not_come(forked_python: FreshPython, tmp_path: Path) -> None:
     run_ranks(forked_python, tmp_path, "faults", 2)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import json
 import pickle
 import random
 import re
@@ -244,6 +245,17 @@ def test_explain_shows_each_strategy_and_the_one_taken() -> None:
     found = plan.predictions(HEADS)
     assert isinstance(found["gather"], Prediction)
     assert found["gather"].received_bytes == 131072 * 63 // 64 * 8 * 256 * 2
+
+
+def test_what_two_gpus_measured_is_on_file() -> None:
+    runs = json.loads((ROOT / "bench" / "results" / "context_parallel_h100.json").read_text("utf-8"))["runs"]
+    rows = [row for run in runs for row in run["rows"] if row["status"] == "measured"]
+    names = {32768: "32k", 131072: "128k"}
+    for (strategy, length, window), measured in scaling.MEASURED.items():
+        cell = names[length] + (f", window {window}" if window else "")
+        of_cell = [row for row in rows if (row["cell"], row["implementation"]) == (cell, f"flexattn, {strategy}")]
+        found = [(row["forward_ms"], row["both_ms"]) for row in of_cell]
+        assert any(measured == pytest.approx(times, rel=1e-2) for times in found), (strategy, cell, found)
 
 
 def test_predictions_are_near_what_two_gpus_measured() -> None:

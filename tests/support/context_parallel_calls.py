@@ -1,4 +1,4 @@
-"""Calls of attention over ranks and of one process, and what must be equal between them; used in gloo processes on a CPU."""
+"""Calls of attention over ranks and of one process, and what must be equal between them: over gloo on a CPU, or NCCL on GPUs."""
 
 from __future__ import annotations
 
@@ -17,17 +17,19 @@ from torch import Tensor
 import flexattn
 from flexattn import Window, distributed
 from flexattn.block_mask import ordered
-from flexattn.distributed import gather
+from flexattn.distributed import exchange, gather
 from flexattn.distributed.plans import STRATEGIES, Plan
 from flexattn.testing import GRADIENT_FACTOR, check_close
 
 EXACT = 1e-10  # of fp64: sums over ranks and steps in another order
 LAYOUTS = ("contiguous", "zigzag", "dealt")
 WAYS = (*STRATEGIES[:4], "gather sliced", "halo sliced")  # the last two: keys come in slices of heads, however few they are
-SLICE_BYTES = gather.SLICE_BYTES
 OTHER_BITS = 0.02  # share of out that may have other bits: torch's products of other shapes sum in another order
+PACKED = ("gather packed", "halo packed")  # keys come as from ranks of several hosts
+SLICE_BYTES, MOST_RANKS = gather.SLICE_BYTES, exchange.MOST_RANKS
 COMPILES = False  # whether calls over ranks are compiled, without a break of their graph
 GROUP: Any = None  # what plans are made of; None: all processes
+DEVICE = torch.device("cpu")  # where this process has its tensors
 
 
 @dataclass(frozen=True)
@@ -78,9 +80,11 @@ BLOCK_MODS: dict[str, Callable[..., Any]] = {"near": near_or_first, "far": far}
 @functools.cache
 def _block_mask(name: str, sizes: tuple[int | None, int | None, int, int]) -> Any:
     name, _, change = name.partition(" ")
-    mask = flexattn.create_block_mask(BLOCK_MODS[name], *sizes, device="cpu", BLOCK_SIZE=16)
+    mask = flexattn.create_block_mask(BLOCK_MODS[name], *sizes, device=DEVICE.type, BLOCK_SIZE=16)
     if change == "other":  # lists that are not the mod's: blocks that are hidden, or seen whole, against what it says
-        places = torch.meshgrid(*(torch.arange(n) for n in (*mask.kv_num_blocks.shape, mask.kv_indices.shape[-1])), indexing="ij")
+        places = torch.meshgrid(
+            *(torch.arange(n, device=DEVICE) for n in (*mask.kv_num_blocks.shape, mask.kv_indices.shape[-1])), indexing="ij"
+        )
         kinds = (3 * places[2] + 5 * places[3] + places[1] + places[0]).remainder(4)
         lists = (*ordered(kinds == 1), *ordered(kinds > 2))
         mask = type(mask).from_kv_blocks(*lists, (16, 16), mask.mask_mod, seq_lengths=sizes[2:])
@@ -107,7 +111,7 @@ def tensors_of(problem: Problem, dtype: torch.dtype) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(DEVICE, dtype)
 
     (heads, heads_kv), (dim, dim_v) = problem.heads, problem.dims
     total_q, total_kv = (sum(lengths) for lengths in zip(*problem.lengths, strict=True))
@@ -146,7 +150,8 @@ def arguments_of(problem: Problem, tensors: dict[str, Tensor], plan: Plan | None
     if "table" in tensors:
         mods["score_mod_tensors"] = {"table": tensors["table"]}
     of_format = {"qkv_format": problem.qkv_format} if problem.qkv_format else {}
-    found = problem.options | shared | mods | of_format | {"return_lse": True, "return_max_logit": True}
+    options = {name: value.to(DEVICE) if isinstance(value, Tensor) else value for name, value in problem.options.items()}
+    found = options | shared | mods | of_format | {"return_lse": True, "return_max_logit": True}
     if tensors["q"].dtype is torch.float64:
         found.pop("fp8_recipe", None)
     if plan is not None:
@@ -155,7 +160,7 @@ def arguments_of(problem: Problem, tensors: dict[str, Tensor], plan: Plan | None
     if problem.batch is None:
         found |= {"qkv_format": "thd", "attn_mask_type": "padding" if problem.mask == "no_mask" else f"padding_{problem.mask}"}
         for side, lengths in zip(("q", "kv"), zip(*problem.lengths, strict=True), strict=True):
-            found[f"cu_seqlens_{side}"] = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
+            found[f"cu_seqlens_{side}"] = torch.tensor([0, *lengths], device=DEVICE).cumsum(0, dtype=torch.int32)
             found[f"max_seqlen_{side}"] = max(1, *lengths)
     return found
 
@@ -201,17 +206,26 @@ def part_of(problem: Problem, whole: dict[str, Tensor], plan: Plan) -> dict[str,
     return found
 
 
+def way_of(way: str) -> str:
+    """Returns the strategy of a way, after which keys come as it says: in slices, or packed as for ranks of many hosts."""
+    strategy, _, how = way.partition(" ")
+    gather.SLICE_BYTES = 1 if how == "sliced" else SLICE_BYTES
+    exchange.MOST_RANKS = 0 if how == "packed" else MOST_RANKS
+    gather._work.cache_clear()
+    return strategy
+
+
 def compare(problem: Problem, layouts: Sequence[str | None], ways: Sequence[str], dtype: torch.dtype = torch.float64) -> None:
     """Asserts that each strategy in each layout gives what one process does."""
-    wide = results(problem, tensors_of(problem, torch.float64), torch.float64, None)
-    narrow = wide if dtype is torch.float64 else results(problem, tensors_of(problem, dtype), dtype, None)
+    given = tensors_of(problem, dtype)
+    wide = results(problem, {name: t if name == "alibi_slopes" else t.double() for name, t in given.items()}, torch.float64, None)
+    narrow = wide if dtype is torch.float64 else results(problem, given, dtype, None)
     for layout in layouts:
         plan = distributed.plan(GROUP or dist.group.WORLD, layout=layout, **problem.plan_arguments)
         expected, budget = part_of(problem, wide, plan), part_of(problem, narrow, plan)
         for way in ways:
-            strategy, _, sliced = way.partition(" ")
-            gather.SLICE_BYTES = 1 if sliced else SLICE_BYTES
-            got = results(problem, tensors_of(problem, dtype), dtype, plan, strategy)
+            strategy = way_of(way)
+            got = results(problem, given, dtype, plan, strategy)
             assert got.keys() == expected.keys(), (got.keys(), expected.keys())
             for name, t in got.items():
                 label = f"{name} of {way} in {plan.layout} on {plan.ranks}: {problem}"
@@ -246,8 +260,7 @@ def compare_eight(problem: Problem, layout: str | None, ways: Sequence[str]) -> 
     plan = distributed.plan(GROUP or dist.group.WORLD, layout=layout, **problem.plan_arguments)
     exact, expected = part_of(problem, wide, plan), part_of(problem, one, plan)
     for way in ways:
-        strategy, _, sliced = way.partition(" ")
-        gather.SLICE_BYTES = 1 if sliced else SLICE_BYTES
+        strategy = way_of(way)
         got = results(problem, given, torch.bfloat16, plan, strategy)
         assert got.keys() == exact.keys()
         for name, t in got.items():
@@ -339,6 +352,14 @@ EIGHT_BITS = {
     "dropout in FP8": eight(FEATURES["dropout of documents with mods and a sink"]),
     "no tokens in FP8": eight(FEATURES["no tokens in documents"], granularity="batch_head"),
 }
+
+
+def grown(problem: Problem, times: int = 16) -> Problem:
+    """Returns the problem with longer sequences and wider heads, as compiled kernels have them."""
+    window = tuple(n * times if n > 0 else n for n in problem.window)
+    lengths = tuple((len_q * times, len_kv * times) for len_q, len_kv in problem.lengths)
+    dims = tuple(8 * dim for dim in problem.dims)
+    return dataclasses.replace(problem, lengths=lengths, window=window, dims=dims)  # type: ignore[arg-type]
 
 
 def draw_problem(seed: int) -> Problem:

@@ -1,7 +1,12 @@
-"""Cases of attention over ranks, run in gloo processes: `python -m tests.support.context_parallel_cases SUITE RANK RANKS FILE`."""
+"""Cases of attention over ranks: `python -m tests.support.context_parallel_cases SUITE RANK RANKS FILE`.
+
+They run over gloo on a CPU, or with RANKS_DEVICE=cuda over NCCL, each rank on a GPU of its own.
+"""
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import datetime
 import functools
 import os
@@ -22,8 +27,12 @@ from torch.utils.checkpoint import checkpoint
 
 import flexattn
 from flexattn import distributed, fp8, ops
+from flexattn.distributed import gather
 from flexattn.distributed.plans import STRATEGIES
+from flexattn.testing import check_close
 from tests.support import context_parallel_calls as calls
+from tests.support import lane_races
+from tests.support.ranks import COMPILED_PARTS
 
 
 def features() -> None:
@@ -32,6 +41,8 @@ def features() -> None:
         calls.compare(problem, *calls.sampled(problem, number + dist.get_world_size()))
     for name in ("causal", "mods", "documents with mods and a sink", "dropout, parts in eights"):
         calls.compare(calls.FEATURES[name], [None], calls.WAYS)
+    for name in ("causal", "more queries than keys", "documents with mods and a sink"):
+        calls.compare(calls.FEATURES[name], [None], calls.PACKED)
     calls.compare_drawn(range(12))
     in_eight_bits()
 
@@ -105,7 +116,7 @@ def given_in_eight_bits() -> None:
 
 def in_hosts() -> None:
     """Two hosts of two ranks: heads for tokens inside, a ring between; and other strategies over the same mesh."""
-    calls.GROUP = init_device_mesh("cpu", (2, 2), mesh_dim_names=("host", "gpu"))
+    calls.GROUP = init_device_mesh(calls.DEVICE.type, (2, 2), mesh_dim_names=("host", "gpu"))
     for number, problem in enumerate(calls.FEATURES.values()):
         calls.compare(problem, [calls.LAYOUTS[number % 3]], ["ulysses+ring"])
     for name in ("causal", "documents with mods and a sink"):
@@ -130,8 +141,8 @@ def decoding() -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     generator = torch.Generator().manual_seed(5)
     for newest, softmax_type in ((1, "vanilla"), (3, "learnable"), (3, "off-by-one")):
-        q, k, v = (torch.randn(2, s, h, 8, generator=generator, dtype=torch.float64) for s, h in ((newest, 4), (23, 2), (23, 2)))
-        offset = torch.randn(4, generator=generator, dtype=torch.float64) if softmax_type == "learnable" else None
+        q, k, v = (_randn(2, s, h, 8, generator=generator, dtype=torch.float64) for s, h in ((newest, 4), (23, 2), (23, 2)))
+        offset = _randn(4, generator=generator, dtype=torch.float64) if softmax_type == "learnable" else None
         sink: dict[str, Any] = {"softmax_type": softmax_type, "softmax_offset": offset, "return_lse": True, "backend": "eager"}
         expected = flexattn.attention(q, k, v, attn_mask_type="causal_bottom_right", **sink)
         first = [0, *(19 * i // (ranks - 1) for i in range(ranks))]  # the first rank has no keys, the last one the newest
@@ -146,7 +157,10 @@ def decoding() -> None:
     packed = flexattn.attention(q[0], k[0], v[0], **_packed(newest), **sink)
     part = flexattn.attention(q[0], k[0, own], v[0, own], **_packed(newest, k[0, own].shape[0]), return_lse=True, backend="eager")
     merged = distributed.merge_over_ranks(
-        *part, group=init_device_mesh("cpu", (ranks,)), qkv_format="thd", softmax_offset=torch.zeros(4)
+        *part,
+        group=init_device_mesh(calls.DEVICE.type, (ranks,)),
+        qkv_format="thd",
+        softmax_offset=torch.zeros(4, device=calls.DEVICE),
     )
     torch.testing.assert_close(merged, packed, rtol=0.0, atol=calls.EXACT)
 
@@ -155,9 +169,10 @@ def pages() -> None:
     """Caches in pages, of which each rank has some, give what one process does with all of them."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     generator = torch.Generator().manual_seed(6)
-    q, k, v = (torch.randn(*shape, generator=generator) for shape in ((2, 1, 4, 8), (12, 4, 2, 8), (12, 4, 2, 8)))
-    table, length = torch.randperm(12, generator=generator).to(torch.int32).view(2, 6), torch.tensor([24, 13], dtype=torch.int32)
-    call: dict[str, Any] = {"attn_mask_type": "padding", "return_lse": True, "cu_seqlens_q": torch.arange(3, dtype=torch.int32)}
+    q, k, v = (_randn(*shape, generator=generator) for shape in ((2, 1, 4, 8), (12, 4, 2, 8), (12, 4, 2, 8)))
+    table = torch.randperm(12, generator=generator).to(calls.DEVICE, torch.int32).view(2, 6)
+    length, ends = (torch.tensor(n, dtype=torch.int32, device=calls.DEVICE) for n in ([24, 13], [0, 1, 2]))
+    call: dict[str, Any] = {"attn_mask_type": "padding", "return_lse": True, "cu_seqlens_q": ends, "backend": "eager"}
     expected = flexattn.attention(q, k, v, page_table=table, seqused_kv=length, **call)
     first = 6 * rank // ranks
     columns = 6 * (rank + 1) // ranks - first
@@ -167,8 +182,15 @@ def pages() -> None:
     torch.testing.assert_close(got, expected)
 
 
+def _randn(*shape: int, **options: Any) -> Tensor:
+    return torch.randn(*shape, **options).to(calls.DEVICE)
+
+
 def _packed(queries: int, keys: int = 23) -> dict[str, Any]:
-    ends = {f"cu_seqlens_{side}": torch.tensor([0, n], dtype=torch.int32) for side, n in (("q", queries), ("kv", keys))}
+    ends = {
+        f"cu_seqlens_{side}": torch.tensor([0, n], dtype=torch.int32, device=calls.DEVICE)
+        for side, n in (("q", queries), ("kv", keys))
+    }
     return {"qkv_format": "thd", "attn_mask_type": "padding", "max_seqlen_q": queries, "max_seqlen_kv": max(keys, 1), **ends}
 
 
@@ -177,12 +199,12 @@ def layouts() -> None:
     group = dist.group.WORLD
     for layout in calls.LAYOUTS:
         plan = distributed.plan(group, documents=[7, 0, 30, 1, 12], layout=layout)
-        tokens, places = torch.arange(50), torch.cat([torch.arange(n) for n in (7, 0, 30, 1, 12)])
+        tokens, places = (t.to(calls.DEVICE) for t in (torch.arange(50), torch.cat([torch.arange(n) for n in (7, 0, 30, 1, 12)])))
         own, own_places = distributed.shard(plan, tokens, places)
-        assert torch.equal(distributed.positions(plan), own_places)
+        assert torch.equal(distributed.positions(plan, device=calls.DEVICE), own_places)
         assert torch.equal(distributed.unshard(plan, own), tokens)
         plan = distributed.plan(group, length=(21, 34), layout=layout)
-        x = torch.randn(2, 34, 3, generator=torch.Generator().manual_seed(0))
+        x = _randn(2, 34, 3, generator=torch.Generator().manual_seed(0))
         assert torch.equal(distributed.unshard(plan, distributed.shard(plan, x, keys=True), keys=True), x)
         assert pickle.loads(pickle.dumps(plan)).on(group) == plan
 
@@ -201,7 +223,7 @@ def one_plan_for_layers_with_and_without_a_window() -> None:
 def wrapped() -> None:
     """Under checkpointing and torch.compile gradients are those of a plain call, and under autocast out is in its dtype."""
     plan = distributed.plan(dist.group.WORLD, documents=[20, 17])
-    whole = torch.randn(3, 37, 4, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64).unbind()
+    whole = _randn(3, 37, 4, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64).unbind()
     own = distributed.shard(plan, *whole)
     assert isinstance(own, tuple)
 
@@ -221,7 +243,7 @@ def wrapped() -> None:
     for name in kinds:
         torch.testing.assert_close(found[name], found["plain"], rtol=0.0, atol=0.0)
     leaves = [t.float().requires_grad_() for t in own]
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(calls.DEVICE.type, torch.bfloat16):
         out = distributed.attention(*leaves, plan=plan)
     assert out.dtype is torch.bfloat16
     out.sum().backward()
@@ -312,7 +334,7 @@ def checked() -> None:
     """Ranks that differ, and one that refuses its call, raise on every rank before anything is sent; later calls work."""
     rank, group = dist.get_rank(), dist.group.WORLD
     plan, other = distributed.plan(group, length=12), distributed.plan(group, length=12, window_size=(3, 0), layout="zigzag")
-    q = torch.randn(1, 6, 2, 8)
+    q = _randn(1, 6, 2, 8)
     wrong: dict[str, tuple[Any, str]] = {
         "differs among ranks in strategy: rank 0 has 'gather', rank 1 has 'ring'": (plan, ("gather", "ring")[rank]),
         "differs among ranks in plan": ((plan, other)[rank], "gather"),
@@ -343,7 +365,7 @@ def left_alone() -> None:
     group = dist.new_group(timeout=datetime.timedelta(seconds=1))
     everyone = dist.new_group(timeout=datetime.timedelta(seconds=60))
     plan = distributed.plan(group, length=12)
-    q = torch.randn(1, 6, 2, 8)
+    q = _randn(1, 6, 2, 8)
     if dist.get_rank() == 0:
         with pytest.raises(RuntimeError, match=r"rank 0 of 2 did not get through the exchange of keys.*FLEXATTN_CHECK=1"):
             distributed.attention(q, q, q, plan=plan, strategy="gather")
@@ -380,14 +402,14 @@ class Layer(torch.nn.Module):
 
 def on_one_mesh() -> None:
     """FSDP2, tensor parallelism and this on one mesh of four processes: the gradients are those of one process."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    mesh = init_device_mesh(calls.DEVICE.type, (2, 2), mesh_dim_names=("cp", "tp"))
     lengths = [5, 0, 20, 1, 11]
     plan = distributed.plan(mesh["cp"], documents=lengths)
-    data = torch.randn(37, 32, generator=torch.Generator().manual_seed(2))
+    data = _randn(37, 32, generator=torch.Generator().manual_seed(2))
     torch.manual_seed(3)
-    layers = torch.nn.ModuleList(Layer() for _ in range(2))
+    layers = torch.nn.ModuleList(Layer() for _ in range(2)).to(calls.DEVICE)
     state = {name: t.clone() for name, t in layers.state_dict().items()}
-    ends = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
+    ends = torch.tensor([0, *lengths], device=calls.DEVICE).cumsum(0, dtype=torch.int32)
     whole = {"qkv_format": "thd", "attn_mask_type": "padding_causal", "cu_seqlens_q": ends, "cu_seqlens_kv": ends}
     x = data
     for layer in layers:
@@ -395,7 +417,7 @@ def on_one_mesh() -> None:
     x.square().sum().backward()
     expected = {name: p.grad for name, p in layers.named_parameters()}
 
-    split = torch.nn.ModuleList(Layer() for _ in range(2))
+    split = torch.nn.ModuleList(Layer() for _ in range(2)).to(calls.DEVICE)
     split.load_state_dict(state)
     styles = {name: ColwiseParallel() for name in "qkv"} | {"out": RowwiseParallel()}
     for layer in split:
@@ -412,14 +434,15 @@ def on_one_mesh() -> None:
 
 def of_dtensors() -> None:
     """Plain attention of DTensors that are sharded over their sequence stays so, whatever else divides them, and is the whole's."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    mesh = init_device_mesh(calls.DEVICE.type, (2, 2), mesh_dim_names=("cp", "tp"))
     for number, (queries, keys, kind) in enumerate(((7, 7, "causal"), (3, 6, "causal_bottom_right"), (1, 5, "no_mask"))):
         fmt = ("bshd", "sbhd", "bhsd")[number]
         problem = calls.Problem(((queries, keys),), qkv_format=fmt if number else "")
         whole = {name: t for name, t in calls.tensors_of(problem, torch.float64).items() if name in "qkv"}
-        bias = torch.randn(1, 4, queries, keys, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
-        table = torch.randn(4, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
-        blocks = flexattn.create_block_mask(calls.far, None, None, queries, keys, "cpu", 16) if number == 1 else None
+        bias = _randn(1, 4, queries, keys, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
+        table = _randn(4, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
+        where = calls.DEVICE.type
+        blocks = flexattn.create_block_mask(calls.far, None, None, queries, keys, where, 16) if number == 1 else None
         found = []
         for spread in (False, True):
             places: list[Any] = [Shard(fmt.index("s")), Shard(fmt.index("h"))]
@@ -439,12 +462,13 @@ def of_dtensors() -> None:
             found.append([out, lse, *(g.full_tensor() if isinstance(g, DTensor) else g for g in gradients)])
         for got, expected in zip(*found, strict=True):
             torch.testing.assert_close(got, expected, rtol=0.0, atol=calls.EXACT)
-    tensors = [distribute_tensor(t, mesh, [Shard(1), Replicate()]) for t in torch.randn(3, 1, 4, 2, 8)]
-    ends = torch.tensor([0, 3], dtype=torch.int32)
+    tensors = [distribute_tensor(t, mesh, [Shard(1), Replicate()]) for t in _randn(3, 1, 4, 2, 8)]
+    ends = torch.tensor([0, 3], dtype=torch.int32, device=calls.DEVICE)
     lengths = {"attn_mask_type": "padding", "cu_seqlens_q": ends, "cu_seqlens_kv": ends}
     results = flexattn.attention(*tensors, return_lse=True, **lengths)
     assert [*results[0].placements] == [Replicate()] * 2  # what is not split is computed by every rank
-    more = calls.DROPOUT | {"return_lse": True, "return_max_logit": True}
+    state = {"rng_state": calls.DROPOUT["rng_state"].to(calls.DEVICE), "return_lse": True, "return_max_logit": True}
+    more: dict[str, Any] = calls.DROPOUT | state
     spread = flexattn.attention(*tensors, **more)
     assert [*spread[0].placements] == [Shard(1), Replicate()]
     for got, expected in zip(spread, flexattn.attention(*(t.full_tensor() for t in tensors), **more), strict=True):
@@ -485,15 +509,115 @@ def on_triton() -> None:
     calls.compare_eight(calls.eight(blocks, granularity="block", block_rows=64), "contiguous", ["gather"])
 
 
-QUICK = (features, others, faults, compiled)
+def compiled_kernels(part: int) -> None:
+    """Kernels as a GPU runs them, in half precision: each feature under two strategies, and the most used ones under all."""
+    os.environ["RANKS_BACKEND"] = "triton"
+    cases = [
+        (problem, *calls.sampled(problem, number + dist.get_world_size())) for number, problem in enumerate(calls.FEATURES.values())
+    ]
+    cases += [(calls.FEATURES[name], [None], list(calls.WAYS)) for name in ("causal", "documents with mods and a sink")]
+    for number, (problem, layouts, ways) in enumerate(cases):
+        if number % COMPILED_PARTS == part:
+            calls.compare(calls.grown(problem), layouts, ways, (torch.bfloat16, torch.float16)[number % 5 == 4])
+
+
+def same_bits() -> None:
+    """With deterministic=True, runs of a few thousand tokens are equal to the bit, in each strategy, however calls overlap."""
+    problem = dataclasses.replace(calls.FEATURES["causal"], options={"deterministic": True})
+    for number, of_kind in enumerate((problem, calls.FEATURES["documents"])):
+        grown = dataclasses.replace(calls.grown(of_kind, 64), heads=(8, 4))
+        plan = distributed.plan(dist.group.WORLD, **grown.plan_arguments)
+        given = calls.tensors_of(grown, torch.bfloat16)
+        for way in calls.WAYS:
+            strategy = calls.way_of(way)
+            first, *others = (calls.results(grown, given, torch.bfloat16, plan, strategy) for _ in range(5))
+            assert all(torch.equal(first[name], other[name]) for other in others for name in first), (number, way)
+
+
+def decoding_over_long_caches() -> None:
+    """Long caches over ranks, in bf16: what one process does, within its own error, and the same bits on each rank."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    generator = torch.Generator().manual_seed(7)
+    q, k, v = (_randn(3, s, h, 128, generator=generator).bfloat16() for s, h in ((1, 16), (4000, 4), (4000, 4)))
+    expected = flexattn.attention(q.double(), k.double(), v.double(), return_lse=True, backend="eager")
+    budget = flexattn.attention(q, k, v, return_lse=True)
+    own = slice(4000 * rank // ranks, 4000 * (rank + 1) // ranks)
+    got = distributed.attention_over_ranks(q, k[:, own], v[:, own], group=dist.group.WORLD, return_lse=True)
+    for name, a, b, c in zip(("out", "lse"), got, expected, budget, strict=True):
+        check_close(f"{name} of decoding", a, b, c)
+        everyones = [torch.empty_like(a) for _ in range(ranks)]
+        dist.all_gather(everyones, a)
+        assert all(torch.equal(a, other) for other in everyones)
+
+
+def lanes_without_races() -> None:
+    """Streams that overlap wait for each other wherever they must, and memory is not freed before all have read it."""
+    generator, used = torch.Generator().manual_seed(8), collections.Counter[str]()
+    gather.MIDDLE_BYTES = 1  # more slices
+    for arguments, heads in (({"length": 96}, (8, 8)), ({"documents": [50, 6, 40]}, (8, 4)), ({"length": (40, 96)}, (6, 3))):
+        plan = distributed.plan(dist.group.WORLD, layout="zigzag", **arguments)
+        for way in ("gather sliced", "halo sliced", "halo"):
+            strategy = calls.way_of(way)
+            shapes = [(plan.length, heads[0], 8), *[(plan.length_kv, heads[1], 8)] * 2]
+            whole = [torch.randn(shape, generator=generator) for shape in shapes]
+            own = [distributed.shard(plan, t, dim=0, keys=number > 0) for number, t in enumerate(whole)]
+            leaves = [(t if plan.is_packed else t[None]).requires_grad_() for t in own]  # type: ignore[index, union-attr]
+            with lane_races.watched() as races:
+                for _ in range(2):
+                    out = distributed.attention(*leaves, plan=plan, strategy=strategy, softmax_type="off-by-one")
+                    out.sum().backward()
+                    del out
+                races.look_for_freed("main")
+            assert not races.found, (arguments, way, races.found[:9])
+            used |= races.streams
+    side = {"side"} if dist.get_rank() == 0 else set()  # the parts of rank 1 of 2 lie side by side, so it makes one call of them
+    assert {*used} == {"main", "back", lane_races.COLLECTIVES} | side, used
+
+
+def refused_on_all() -> None:
+    os.environ["FLEXATTN_CHECK"] = "1"
+    checked()
+
+
+def one_does_not_come() -> None:
+    """Rank 1 raises before its call; rank 0 must end too, once the group's timeout has passed."""
+    plan = distributed.plan(dist.group.WORLD, length=4096)
+    q, k = _randn(1, 2048, 8, 64).bfloat16(), _randn(1, 2048, 2, 64).bfloat16()
+    distributed.attention(q, k, k, plan=plan)
+    torch.cuda.synchronize()
+    if dist.get_rank() == 1:
+        raise ValueError("this rank has no batch")
+    distributed.attention(q, k, k, plan=plan)
+    torch.cuda.synchronize()
+
+
+def on_gpus() -> None:
+    """All that compares nothing with a kernel, over NCCL, in float64."""
+    others()
+    refused_on_all()
+
+
+QUICK = (features, others, faults, compiled, lanes_without_races)
 SLOW = (all_compiled, all_features, drawn, in_float32, in_hosts, on_one_mesh, of_dtensors, on_triton)
-SUITES: dict[str, Any] = {f.__name__: f for f in (*QUICK, *SLOW)}
+ON_GPUS = (same_bits, decoding_over_long_caches, on_gpus, one_does_not_come)
+SUITES: dict[str, Any] = {f.__name__: f for f in (*QUICK, *SLOW, *ON_GPUS)}
+SUITES |= {f"kernels_{part}": functools.partial(compiled_kernels, part) for part in range(COMPILED_PARTS)}
 
 
 def main(suite: str, rank: int, ranks: int, file: str) -> None:
+    """Runs a suite as one of the ranks that meet at a file, or, where that is "-", as torchrun says."""
     torch.set_num_threads(1)
-    timeout = datetime.timedelta(seconds=120)
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=ranks, timeout=timeout)
+    timeout = datetime.timedelta(seconds=int(os.environ.get("RANKS_TIMEOUT", "120")))
+    more: dict[str, Any] = {"init_method": f"file://{file}", "rank": rank, "world_size": ranks, "timeout": timeout}
+    if file == "-":
+        rank = int(os.environ["LOCAL_RANK"])
+        more = {"timeout": timeout}
+    if os.environ.get("RANKS_DEVICE") == "cuda":
+        calls.DEVICE = torch.device("cuda", rank)
+        torch.cuda.set_device(calls.DEVICE)
+        dist.init_process_group("nccl", device_id=calls.DEVICE, **more)
+    else:
+        dist.init_process_group("gloo", **more)
     SUITES[suite]()
     dist.barrier()
     sys.stdout.flush()

@@ -6,16 +6,19 @@ import socket
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from tests.conftest import FreshPython
+if TYPE_CHECKING:  # ranks import this, and conftest.py sets what a test's processes must not have
+    from tests.conftest import FreshPython
 
 MODULE = "tests.support.context_parallel_cases"
+COMPILED_PARTS = 16  # in which its cases of compiled kernels run, as compiling takes most of their time
 
 
-def run_ranks(
+def start_ranks(
     python: FreshPython, folder: Path, what: str, ranks: int, env: dict[str, str] | None = None, module: str = MODULE
 ) -> list[subprocess.CompletedProcess[str]]:
-    """Runs a suite of a module, or a script with its arguments, on as many ranks, and asserts that all of them end well."""
+    """Runs a suite of a module, or a script with its arguments, on as many ranks, and returns how each of them ended."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -27,6 +30,13 @@ def run_ranks(
         return python(*command, env=settings)
 
     with ThreadPoolExecutor(ranks) as threads:
-        found = list(threads.map(run, range(ranks)))
+        return list(threads.map(run, range(ranks)))
+
+
+def run_ranks(
+    python: FreshPython, folder: Path, what: str, ranks: int, env: dict[str, str] | None = None, module: str = MODULE
+) -> list[subprocess.CompletedProcess[str]]:
+    """Runs what `start_ranks` does, and asserts that all ranks end well."""
+    found = start_ranks(python, folder, what, ranks, env, module)
     assert [one.returncode for one in found] == [0] * ranks, "\n".join(one.stdout + one.stderr for one in found)
     return found

@@ -1,0 +1,541 @@
+"""Attention over the GPUs of one host (context parallelism): each strategy beside one GPU and torch's context_parallel.
+
+    torchrun --standalone --nproc-per-node 2 -m flexattn.bench.context_parallel --out context_parallel.json
+
+32 heads over 8, head dim 128, bf16, causal. Each rank's out, dq, dk and dv are compared with one GPU's before anything is timed. A
+time is the median of calls that are queued one after the other, the slowest rank's of each; efficiency is one GPU's time, the mean
+of all ranks' before and after, over the number of ranks times that. GPUs are warm before anything is timed. Memory is the peak of a
+forward and backward beside what was there before. Links are the bytes that each rank receives. Without GPUs it runs over gloo at
+toy sizes, as a check of itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import functools
+import importlib
+import itertools
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flexattn import attention, distributed
+from flexattn.bench.shapes import log_normal_lengths
+from flexattn.distributed.cost import Heads
+
+DTYPE = torch.bfloat16
+WORST = (
+    2.0**-6
+)  # |got - one GPU's| / |one GPU's| in the Euclidean norm: several times the rounding of bf16, far below a wrong result
+STRATEGIES = ("gather", "halo", "ulysses", "ring")
+PEERS = tuple(f"torch context_parallel, {kernel}, {how}" for kernel in ("cuDNN", "flash") for how in ("allgather", "alltoall"))
+RING_FLASH_ATTN = "ring-flash-attn, zigzag"
+WARM_SECONDS = 1.0  # of one GPU's calls before a cell: a GPU's clock falls as it warms
+SECONDS, MOST_CALLS = 0.8, 60  # of timed calls
+HOST_MATTERS_MS = 100  # of a forward and backward: the host's time to enqueue one that is longer is not measured
+LINK_MIB = (1, 16, 64, 256)
+NAMES = ("out", "dq", "dk", "dv")
+
+Call = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class Cell(NamedTuple):
+    """A causal call of the whole: one sequence, or packed documents."""
+
+    length: int
+    window: int = 0  # 0: none
+    documents: tuple[int, ...] = ()
+    heads: int = 32
+    heads_kv: int = 8
+    head_dim: int = 128
+
+
+def _of_documents(tokens: int) -> Cell:
+    return Cell(tokens, documents=log_normal_lengths(tokens, 1096.6, 1.0, tokens))
+
+
+CELLS: dict[str, Cell] = {
+    "32k": Cell(32768),
+    "128k, window 4096": Cell(131072, window=4096),
+    "128k, documents": _of_documents(131072),
+    "128k": Cell(131072),
+}
+
+
+def small(cell: Cell) -> Cell:
+    """Returns a cell of the same kind that a CPU computes."""
+    documents = tuple(n // 512 for n in cell.documents)
+    return Cell(sum(documents) if documents else cell.length // 512, cell.window // 512, documents, 4, 2, 16)
+
+
+class Whole(NamedTuple):
+    """Tensors of a cell's whole, the same on each rank, and its arguments."""
+
+    qkv: tuple[Tensor, Tensor, Tensor]
+    dout: Tensor
+    of_one: dict[str, Any]  # arguments of `attention`
+    of_plan: dict[str, Any]
+
+
+def make_whole(cell: Cell, device: torch.device) -> Whole:
+    generator = torch.Generator(device=device).manual_seed(cell.length)
+    batch = () if cell.documents else (1,)
+
+    def normal(heads: int) -> Tensor:
+        return torch.randn(*batch, cell.length, heads, cell.head_dim, generator=generator, device=device, dtype=DTYPE)
+
+    qkv = (normal(cell.heads), normal(cell.heads_kv), normal(cell.heads_kv))
+    window = {"window_size": (cell.window or -1, 0 if cell.window else -1)}
+    if not cell.documents:
+        of_one: dict[str, Any] = {"attn_mask_type": "causal", **window}
+        return Whole(qkv, normal(cell.heads), of_one, {"length": cell.length, **of_one})
+    ends = torch.tensor((0, *cell.documents), device=device).cumsum(0, dtype=torch.int32)
+    lengths = {"cu_seqlens_q": ends, "cu_seqlens_kv": ends}
+    most = {"max_seqlen_q": max(cell.documents), "max_seqlen_kv": max(cell.documents)}
+    of_one = {"qkv_format": "thd", "attn_mask_type": "padding_causal", **window, **lengths, **most}
+    return Whole(qkv, normal(cell.heads), of_one, {"documents": cell.documents, "attn_mask_type": "causal", **window})
+
+
+def both(call: Call, qkv: tuple[Tensor, ...], dout: Tensor) -> tuple[Tensor, ...]:
+    """Returns out, dq, dk and dv."""
+    leaves = [t.detach().requires_grad_() for t in qkv]
+    out = call(*leaves)
+    return (out.detach(), *torch.autograd.grad(out, leaves, dout))
+
+
+class Ranks:
+    """This process among those of torchrun."""
+
+    def __init__(self, seconds: float = SECONDS) -> None:
+        self.seconds = seconds
+        self.on_gpu = torch.cuda.is_available()
+        if self.on_gpu:
+            self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(self.device)
+        else:
+            self.device = torch.device("cpu")
+        of_gpu: dict[str, Any] = {"device_id": self.device} if self.on_gpu else {}
+        if not dist.is_initialized():
+            dist.init_process_group("nccl" if self.on_gpu else "gloo", timeout=datetime.timedelta(seconds=90), **of_gpu)
+        self.group: Any = dist.group.WORLD
+        self.rank, self.count = dist.get_rank(), dist.get_world_size()
+
+    def gathered(self, numbers: list[float]) -> Tensor:
+        """Returns all ranks' numbers, [ranks, numbers]."""
+        own = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        found = [torch.empty_like(own) for _ in range(self.count)]
+        dist.all_gather(found, own)
+        return torch.stack(found).cpu()
+
+    def said_by_any(self, is_true: bool) -> bool:
+        return bool(self.gathered([float(is_true)]).any())
+
+    def synchronize(self) -> None:
+        if self.on_gpu:
+            torch.cuda.synchronize()
+
+    def milliseconds(self, call: Callable[[], Any], seconds: float | None = None) -> Tensor:
+        """Returns the times of calls in a row, [ranks, calls]."""
+        call()
+        self.synchronize()
+        before = time.perf_counter()
+        call()
+        self.synchronize()
+        one = float(self.gathered([time.perf_counter() - before]).max())
+        count = max(3, min(MOST_CALLS, int((self.seconds if seconds is None else seconds) / one)))
+        dist.barrier()
+        self.synchronize()
+        if self.on_gpu:
+            marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]  # type: ignore[no-untyped-call]
+            marks[0].record()
+            for mark in marks[1:]:
+                call()
+                mark.record()
+            torch.cuda.synchronize()
+            return self.gathered([a.elapsed_time(b) for a, b in itertools.pairwise(marks)])
+        times = [time.perf_counter()]
+        for _ in range(count):
+            call()
+            times.append(time.perf_counter())
+        return self.gathered([1e3 * (b - a) for a, b in itertools.pairwise(times)])
+
+    def peak_mib(self, call: Callable[[], Any]) -> float | None:
+        if not self.on_gpu:
+            return None
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call()
+        return float(self.gathered([(torch.cuda.max_memory_allocated() - before) / 2**20]).max())
+
+    def host_us(self, call: Callable[[], Any]) -> float:
+        """Returns the median time until a call returns, with nothing in the device's queue; the slowest rank's."""
+        times = []
+        for _ in range(3):
+            self.synchronize()
+            dist.barrier()
+            self.synchronize()
+            before = time.perf_counter()
+            call()
+            times.append(1e6 * (time.perf_counter() - before))
+        self.synchronize()
+        return float(self.gathered([statistics.median(times)]).max())
+
+
+class Implementation(NamedTuple):
+    call: Call
+    plan: distributed.Plan
+    context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    facts: dict[str, Any] = {}  # noqa: RUF012  # nothing writes to it
+
+
+def ours(cell: Cell, whole: Whole, group: Any) -> dict[str, Implementation]:
+    """Returns our calls by name: each strategy, and what auto takes."""
+    plan = distributed.plan(group, **whole.of_plan)
+    heads = Heads(cell.heads, cell.heads_kv, cell.head_dim, cell.head_dim, DTYPE.itemsize, 1)
+    found = {}
+    for strategy in ("auto", *STRATEGIES):
+        call = functools.partial(distributed.attention, plan=plan, strategy=strategy)
+        facts = {"layout": plan.layout} | ({"takes": plan.chosen(heads, "auto")} if strategy == "auto" else {})
+        found[f"flexattn, {strategy}"] = Implementation(call, plan, facts=facts)
+    return found
+
+
+def _sdpa(kernel: str, grouped: bool) -> Call:
+    """Returns SDPA of [1, s, h, d] by one of torch's kernels; not grouped: of keys repeated for each query head."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    chosen = SDPBackend.FLASH_ATTENTION if kernel == "flash" else SDPBackend.CUDNN_ATTENTION
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        if not grouped:
+            k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+        with sdpa_kernel(chosen):
+            more: dict[str, Any] = {"enable_gqa": True} if grouped else {}
+            out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, **more)
+        return out.transpose(1, 2)
+
+    return call
+
+
+@contextlib.contextmanager
+def _torch_context(length: int, ranks: Ranks, how: str) -> Iterator[None]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.experimental import context_parallel
+
+    module = importlib.import_module("torch.distributed.tensor.experimental._attention")
+    mesh = init_device_mesh(ranks.device.type, (ranks.count,))
+    module.set_rotate_method(how)
+    with context_parallel(mesh, buffers=[torch.zeros(1, length, device=ranks.device)], buffer_seq_dims=[1]):
+        yield
+
+
+def peers(cell: Cell, ranks: Ranks) -> dict[str, list[Implementation] | str]:
+    """Returns others' calls by name, each with the ways to ask for it, or the reason against it."""
+    found: dict[str, list[Implementation] | str] = {}
+    if cell.documents:
+        return found | dict.fromkeys(PEERS, "takes no packed documents") | {RING_FLASH_ATTN: "takes only lengths that ranks divide"}
+    if cell.window:
+        return dict.fromkeys((*PEERS, RING_FLASH_ATTN), "takes no window")
+    plan = distributed.plan(ranks.group, length=cell.length, layout="zigzag")
+    for name in PEERS:
+        _, kernel, how = name.split(", ")
+        context = functools.partial(_torch_context, cell.length, ranks, how)
+        facts: tuple[dict[str, Any], ...] = ({}, {"keys": "repeated for each query head"})
+        found[name] = [
+            Implementation(_sdpa(kernel, grouped), plan, context, of) for grouped, of in zip((True, False), facts, strict=True)
+        ]
+    try:
+        module = importlib.import_module("ring_flash_attn")
+    except Exception as e:  # whatever its import raises is the reason
+        found[RING_FLASH_ATTN] = f"cannot be imported: {type(e).__name__}: {e}"
+    else:
+        found[RING_FLASH_ATTN] = [Implementation(functools.partial(module.zigzag_ring_flash_attn_func, causal=True), plan)]
+    return found
+
+
+def _errors(got: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> list[float]:
+    """Returns by result the error in the Euclidean norm, without a copy of all in fp32."""
+    found = []
+    for a, b in zip(got, wanted, strict=True):
+        sums = [0.0, 0.0]
+        for x, y in zip(a.flatten().chunk(64), b.flatten().chunk(64), strict=True):
+            sums[0] += float((x.float() - y.float()).square().sum(dtype=torch.float64))
+            sums[1] += float(y.float().square().sum(dtype=torch.float64))
+        found.append((sums[0] / sums[1]) ** 0.5 if sums[1] else float(sums[0] > 0))
+    return found
+
+
+class Comparison:
+    """A cell on these ranks: one GPU's results and times, to which implementations are held."""
+
+    def __init__(self, cell: Cell, ranks: Ranks) -> None:
+        self.cell, self.ranks, self.whole = cell, ranks, make_whole(cell, ranks.device)
+        one = functools.partial(attention, **self.whole.of_one)
+        self.results = both(one, self.whole.qkv, self.whole.dout)
+        warm = time.perf_counter() + (WARM_SECONDS if ranks.on_gpu else 0.0)
+        while time.perf_counter() < warm:
+            both(one, self.whole.qkv, self.whole.dout)
+            ranks.synchronize()
+        area = distributed.plan(1, **self.whole.of_plan).area(0)
+        flops = 4 * area * cell.heads * cell.head_dim
+        self.row: dict[str, Any] = {"implementation": "one GPU", "ranks": 1, "status": "measured", "scores": area}
+        self.one, self.flops = one, flops
+        self.measure_one()
+        self.row["peak_mib"] = ranks.peak_mib(lambda: both(one, self.whole.qkv, self.whole.dout))
+
+    def measure_one(self) -> None:
+        """Measures one GPU, once more where it was already."""
+        for direction, times in self._times(self.one, self.whole.qkv, self.whole.dout).items():
+            by_rank = [statistics.median(of.tolist()) for of in times]
+            taken = [*self.row.get(f"{direction}_ms_by_rank", []), by_rank]
+            mean = statistics.mean(ms for of in taken for ms in of)
+            products = 1.0 if direction == "forward" else 3.5
+            self.row |= {f"{direction}_ms": mean, f"{direction}_ms_by_rank": taken}
+            self.row[f"{direction}_tflops"] = products * self.flops / mean * 1e-9
+
+    def compared(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Returns a row with its efficiencies."""
+        for direction in ("forward", "both"):
+            if row["status"] == "measured" and row["ranks"] > 1:
+                row[f"{direction}_efficiency"] = self.row[f"{direction}_ms"] / (row["ranks"] * row[f"{direction}_ms"])
+        return row
+
+    def _times(self, call: Call, qkv: tuple[Tensor, ...], dout: Tensor) -> dict[str, Tensor]:
+        with torch.no_grad():
+            forward = self.ranks.milliseconds(lambda: call(*qkv))
+        return {"forward": forward, "both": self.ranks.milliseconds(lambda: both(call, qkv, dout))}
+
+    def tried(self, ways: list[Implementation]) -> dict[str, Any]:
+        """Returns what was measured of the first of the ways that runs, or the reason why none does."""
+        row: dict[str, Any] = {}
+        for way in ways:
+            row, reason = self.measured(way), ""
+            if row["status"] != "refused":
+                return row
+            reason = row["reason"]
+        return {"status": "refused", "ranks": self.ranks.count, "reason": reason}
+
+    def measured(self, way: Implementation) -> dict[str, Any]:
+        ranks, packed = self.ranks, way.plan.is_packed
+        parts = distributed.shard(way.plan, *self.whole.qkv, self.whole.dout)
+        assert isinstance(parts, tuple)
+        *qkv, dout = parts
+        row: dict[str, Any] = {"ranks": ranks.count, **way.facts}
+        reason, got = "", None
+        with way.context():
+            try:
+                got = both(way.call, tuple(qkv), dout)
+                ranks.synchronize()
+            except Exception as e:  # a refusal is a row of the table
+                reason = f"{type(e).__name__}: {str(e).strip().partition(chr(10))[0]}"[:300]
+            if ranks.said_by_any(bool(reason)):
+                return row | {"status": "refused", "reason": reason or "raised on another rank"}
+            assert got is not None
+            wanted = distributed.shard(way.plan, *self.results, dim=0 if packed else 1)
+            assert isinstance(wanted, tuple)
+            errors = ranks.gathered(_errors(got, wanted)).amax(0)
+            bits = ranks.gathered([float(torch.equal(a, b)) for a, b in zip(got, wanted, strict=True)]).amin(0)
+            row["errors"] = dict(zip(NAMES, errors.tolist(), strict=True))
+            row["equal_bits"] = [name for name, equal in zip(NAMES, bits.tolist(), strict=True) if equal]
+            del got, wanted
+            if not bool((errors < WORST).all()):
+                return row | {"status": "wrong"}
+            times = self._times(way.call, tuple(qkv), dout)
+            row["status"] = "measured"
+            for direction, found in times.items():
+                slowest = found.amax(0).tolist()
+                q1, median, q3 = statistics.quantiles(slowest, n=4)
+                row |= {f"{direction}_ms": median, f"{direction}_ms_q1": q1, f"{direction}_ms_q3": q3}
+            row["peak_mib"] = ranks.peak_mib(lambda: both(way.call, tuple(qkv), dout))
+            if row["both_ms"] < HOST_MATTERS_MS:
+                with torch.no_grad():
+                    row["host_us_forward"] = ranks.host_us(lambda: way.call(*qkv))
+                row["host_us_both"] = ranks.host_us(lambda: both(way.call, tuple(qkv), dout))
+        return self.compared(row)
+
+    def trace(self, way: Implementation) -> list[dict[str, Any]]:
+        """Returns this rank's kernels in a forward and backward: each one's stream, start and time in microseconds, and name."""
+        from torch.profiler import ProfilerActivity, profile
+
+        parts = distributed.shard(way.plan, *self.whole.qkv, self.whole.dout)
+        assert isinstance(parts, tuple)
+        *qkv, dout = parts
+        for _ in range(2):
+            both(way.call, tuple(qkv), dout)
+        dist.barrier()
+        self.ranks.synchronize()
+        with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as found:
+            for _ in range(2):
+                both(way.call, tuple(qkv), dout)
+            self.ranks.synchronize()
+        kernels = [e for e in found.profiler.kineto_results.events() if str(e.device_type()).endswith("CUDA")]
+        first = min((e.start_ns() for e in kernels), default=0)
+        rows = [
+            {
+                "stream": e.device_resource_id(),
+                "start": (e.start_ns() - first) / 1e3,
+                "us": e.duration_ns() / 1e3,
+                "name": e.name()[:80],
+            }
+            for e in kernels
+        ]
+        return sorted(rows, key=lambda row: row["start"])
+
+
+def links(ranks: Ranks) -> list[dict[str, Any]]:
+    """Returns a row for each collective and size: the time, and the bytes that a rank receives in a second."""
+    rows: list[dict[str, Any]] = []
+    for mib in LINK_MIB if ranks.on_gpu else (1,):
+        n = mib * 2**20 // DTYPE.itemsize // ranks.count * ranks.count
+        x = torch.ones(n, dtype=DTYPE, device=ranks.device)
+        y, whole = torch.empty_like(x), x.new_empty(n * ranks.count)
+        there, here = (ranks.rank + 1) % ranks.count, (ranks.rank - 1) % ranks.count
+
+        def ring(x: Tensor = x, y: Tensor = y, to: int = there, of: int = here) -> None:
+            for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, x, to), dist.P2POp(dist.irecv, y, of)]):
+                work.wait()
+
+        share = (ranks.count - 1) / ranks.count
+        cells: dict[str, tuple[Callable[[], Any], float]] = {
+            "ring, each sends and receives": (ring, n * DTYPE.itemsize),
+            "all-gather, each gives": (
+                functools.partial(dist.all_gather_into_tensor, whole, x),
+                n * DTYPE.itemsize * (ranks.count - 1),
+            ),
+            "all-to-all of": (functools.partial(dist.all_to_all_single, y, x), n * DTYPE.itemsize * share),
+        }
+        for name, (call, received) in cells.items():
+            ms = statistics.median(ranks.milliseconds(call, 0.1).amax(0).tolist())
+            rows.append({"link": name, "mib": mib, "us": 1e3 * ms, "received_gb_s": received / ms * 1e-6})
+    return rows
+
+
+def line_of(row: dict[str, Any]) -> str:
+    if row["status"] != "measured":
+        return f"{row['status']}: {row.get('reason', row.get('errors'))}"
+    shares = "".join(f" ({row[f'{way}_efficiency']:.3f})" if f"{way}_efficiency" in row else "" for way in ("forward",))
+    text = f"forward {row['forward_ms']:8.3f} ms{shares}, both {row['both_ms']:8.3f} ms"
+    text += f" ({row['both_efficiency']:.3f})" if "both_efficiency" in row else ""
+    return (
+        text
+        + (f", {row['peak_mib']:.0f} MiB" if row.get("peak_mib") is not None else "")
+        + (
+            f", host {row['host_us_forward']:.0f} + {row['host_us_both']:.0f} us, bits {row['equal_bits']} {row.get('takes', '')}"
+            if "host_us_both" in row
+            else ""
+        )
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--out", type=Path, help="where rank 0 writes the JSON, after every row")
+    parser.add_argument("--cells", help="names of cells, with ';' between them; all others are left out")
+    parser.add_argument("--only", help="names of implementations, with ';' between them; all others are left out")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="no implementation is begun past them")
+    parser.add_argument("--timed-seconds", type=float, default=SECONDS, help="of the timed calls of one direction, three at least")
+    parser.add_argument("--no-links", action="store_true", help="leaves out what measures the links")
+    parser.add_argument("--trace", type=Path, help="where rank 0 writes the kernels of each of our calls, and nothing is timed")
+    options = parser.parse_args(argv)
+    started = time.perf_counter()
+    cells = {name: CELLS[name] for name in options.cells.split(";")} if options.cells else CELLS
+    only = options.only.split(";") if options.only else None
+    if "RANK" not in os.environ:
+        parser.error("no RANK; torchrun runs this: torchrun --standalone --nproc-per-node 2 -m flexattn.bench.context_parallel")
+    from flexattn.bench import record
+
+    ranks = Ranks(options.timed_seconds)
+    arguments = sys.argv[1:] if argv is None else argv
+    versions: dict[str, Any] = record.versions()
+    if ranks.on_gpu:
+        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    content: dict[str, Any] = {
+        "command": record.command_line("flexattn.bench.context_parallel", arguments, options.out).replace(
+            "python", f"torchrun --standalone --nproc-per-node {ranks.count}", 1
+        ),
+        "started": record.now(),
+        "ranks": ranks.count,
+        "device": record.device_facts(),
+        "versions": versions,
+        "settings": {name: value for name, value in os.environ.items() if name.startswith(("NCCL_", "TORCH_NCCL_", "TORCH_SYMM_"))},
+        "method": __doc__,
+        "cells": {name: (cell if ranks.on_gpu else small(cell))._asdict() for name, cell in cells.items()},
+        "links": [],
+        "rows": [],
+    }
+
+    def keep() -> None:
+        if ranks.rank == 0 and options.out is not None:
+            options.out.write_text(json.dumps(content, indent=1) + "\n")
+
+    def say(row: dict[str, Any]) -> None:
+        content["rows"].append(row)
+        keep()
+        if ranks.rank == 0:
+            print(f"{row['cell']:18} {row['implementation']:42} {line_of(row)}", flush=True)
+
+    if not options.no_links and options.trace is None:
+        content["links"] = links(ranks)
+        keep()
+        if ranks.rank == 0:
+            for link in content["links"]:
+                print(f"{link['link']} {link['mib']} MiB: {link['us']:.0f} us, {link['received_gb_s']:.0f} GB/s", flush=True)
+    for name, cell in cells.items():
+        if ranks.said_by_any(time.perf_counter() - started > options.seconds):
+            say({"cell": name, "implementation": "all", "status": "left out", "reason": "the time was over"})
+            continue
+        cell = cell if ranks.on_gpu else small(cell)
+        comparison = Comparison(cell, ranks)
+        if options.trace is not None:
+            traces = {
+                called: comparison.trace(way)
+                for called, way in ours(cell, comparison.whole, ranks.group).items()
+                if only is None or called in only
+            }
+            if ranks.rank == 0:
+                file = options.trace.with_name(f"{options.trace.name}_{name.replace(' ', '_').replace(',', '')}.json")
+                file.write_text(json.dumps(traces))
+            continue
+        say({"cell": name, **comparison.row})
+        made: dict[str, list[Implementation] | str] = {
+            called: [way] for called, way in ours(cell, comparison.whole, ranks.group).items()
+        }
+        for called, ways in (made | peers(cell, ranks)).items():
+            if only is not None and called not in only:
+                continue
+            if isinstance(ways, str):
+                row: dict[str, Any] = {"status": "refused", "reason": ways}
+            elif ranks.said_by_any(time.perf_counter() - started > options.seconds):
+                row = {"status": "left out", "reason": "the time was over"}
+            else:
+                row = comparison.tried(ways)
+            say({"cell": name, "implementation": called, **row})
+            if ranks.on_gpu:
+                torch.cuda.empty_cache()
+        comparison.measure_one()
+        for row in content["rows"]:
+            if row["cell"] == name:
+                row |= comparison.row if row["implementation"] == "one GPU" else comparison.compared(row)
+                if ranks.rank == 0 and row["status"] == "measured":
+                    print(f"{name:18} {row['implementation']:42} {line_of(row)}", flush=True)
+        keep()
+    dist.barrier()
+    sys.stdout.flush()
+    dist.destroy_process_group()
+    return int(any(row["status"] == "wrong" for row in content["rows"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""Streams of a GPU for calls that do not need each other: where the last tiles of one leave multiprocessors idle, others run."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections import deque
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def has_streams(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
+@functools.lru_cache(maxsize=64)
+def _streams(device: torch.device, of: int) -> tuple[Any, Any]:
+    """Returns two streams beside the one whose raw handle is `of`; the kernels of the second come before those of others."""
+    return torch.cuda.Stream(device), torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+
+
+class Lanes:
+    """The main lane is the current stream, on which the longest calls run; the side has the calls beside them, and the back what
+    follows both: sums and copies. All three are one stream on a CPU, and where calls write to the same tensors.
+
+    is_last: whether nothing comes behind the next calls, so that those of the side are to begin before the longest one, not behind
+    it: then they run on the back, which comes first.
+    """
+
+    def __init__(self, device: torch.device, *, are_apart: bool) -> None:
+        self._main: Any = None
+        if are_apart and has_streams(device):
+            self._main = torch.cuda.current_stream(device)
+            self._side, self._back = _streams(device, self._main.cuda_stream)
+        self.is_last = False
+        self._kept: deque[tuple[Any, tuple[Tensor, ...]]] = deque()
+
+    def side(self) -> contextlib.AbstractContextManager[Any]:
+        """Returns a context in which the side's stream is the current one."""
+        if self._main is None:
+            return contextlib.nullcontext()
+        return torch.cuda.stream(self._back if self.is_last else self._side)
+
+    def back(self) -> contextlib.AbstractContextManager[Any]:
+        """Returns a context in which the back's stream is the current one."""
+        return contextlib.nullcontext() if self._main is None else torch.cuda.stream(self._back)
+
+    def fork(self) -> None:
+        """Makes the side wait for what the main lane has so far."""
+        if self._main is not None:
+            (self._back if self.is_last else self._side).wait_stream(self._main)
+
+    def meet(self) -> None:
+        """Makes the back wait for what the main lane and the side have so far."""
+        if self._main is not None:
+            self._back.wait_stream(self._main)
+            self._back.wait_stream(self._side)
+
+    def keep(self, *tensors: Tensor) -> None:
+        """Keeps tensors of other lanes until the back has done what it has so far: their memory must not be used again before."""
+        if self._main is not None:
+            self._kept.append((self._back.record_event(), tensors))
+
+    def let_go(self) -> None:
+        """Makes the main lane wait for the back, but for what followed the last `keep`, and lets go of what was kept before."""
+        while len(self._kept) > 1:
+            event, _ = self._kept.popleft()
+            self._main.wait_event(event)
+
+    def join(self) -> None:
+        """Makes the main lane wait for the others."""
+        if self._main is not None:
+            self._main.wait_stream(self._side)
+            self._main.wait_stream(self._back)
+            self._kept.clear()

@@ -1,0 +1,165 @@
+"""Races between the streams of `flexattn.distributed.lanes`, found on a CPU: who wrote what, who waited for whom, what was freed.
+
+Each stream has a vector clock (Lamport, 1978; Fidge, 1988). An op must come after the writes to what it reads and after all uses of
+what it writes; and memory may be used again by the stream that allocated it as soon as it is freed, so that stream must by then
+have waited for all that others did with it, as torch's caching allocator asks for. A collective runs on a stream of its own, which
+waits for the current one, and whoever waits for the collective waits for that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from flexattn.distributed import exchange, lanes
+
+COLLECTIVES = "c10d"
+
+
+class _Use(NamedTuple):
+    stream: str
+    time: int
+    elements: range  # from the first to the last
+
+
+def _elements(t: Tensor) -> range:
+    last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+    return range(t.storage_offset(), t.storage_offset() + (last + 1 if t.numel() else 0))
+
+
+class _Memory:
+    """A storage: the stream that made it, and what each stream read and wrote of it, and when."""
+
+    def __init__(self, storage: Any, home: str, made_by: str) -> None:
+        self.alive, self.home, self.made_by = StorageWeakRef(storage), home, made_by
+        self.reads: list[_Use] = []
+        self.writes: list[_Use] = []
+
+
+class Races(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Watches ops while it is entered; `found` has a line for each race."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.current = "main"
+        self.clocks: dict[str, Counter[str]] = {}
+        self.memory: dict[int, _Memory] = {}
+        self.freed: list[_Memory] = []
+        self.found: list[str] = []
+        self.streams: Counter[str] = Counter()  # ops on each
+
+    def clock(self, stream: str) -> Counter[str]:
+        return self.clocks.setdefault(stream, Counter())
+
+    def wait(self, who: str, clock: Counter[str]) -> None:
+        self.clocks[who] = self.clock(who) | clock
+
+    def _after(self, stream: str, uses: list[_Use], what: str, elements: range | None = None) -> None:
+        for other, time, used in uses:
+            apart = elements is not None and (used.stop <= elements.start or elements.stop <= used.start)
+            if other != stream and self.clock(stream)[other] < time and not apart:
+                self.found.append(f"{stream} did not wait for {other}: {what}")
+
+    def look_for_freed(self, stream: str) -> None:
+        """Checks memory that this stream made and that is free: what it runs next may be given it."""
+        for key, memory in list(self.memory.items()):
+            if memory.alive.expired():
+                self.freed.append(self.memory.pop(key))
+        for memory in [memory for memory in self.freed if memory.home == stream]:
+            self.freed.remove(memory)
+            what = f"memory of {memory.made_by} is used again"
+            self._after(stream, memory.reads, what)
+            self._after(stream, memory.writes, what)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.look_for_freed(self.current)
+        given = [t for t in tree_leaves((args, kwargs or {})) if isinstance(t, Tensor)]
+        result = func(*args, **(kwargs or {}))
+        stream, name = self.current, str(func)
+        if func.namespace == COLLECTIVES:
+            stream = COLLECTIVES
+            self.wait(stream, self.clock(self.current))
+        self.clock(stream)[stream] += 1
+        self.streams[stream] += 1
+        time = self.clock(stream)[stream]
+        arguments = zip(func._schema.arguments, args, strict=False)
+        written = [value for argument, value in arguments if argument.alias_info is not None and argument.alias_info.is_write]
+        if func.namespace == COLLECTIVES and "send" not in name:
+            written = given
+        writes = {t.untyped_storage()._cdata for t in tree_leaves(written) if isinstance(t, Tensor)}
+        for t in given:
+            self._used(t, stream, time, name, t.untyped_storage()._cdata in writes, is_view=func.is_view)
+        for t in tree_leaves(result):
+            if isinstance(t, Tensor) and t.untyped_storage()._cdata not in self.memory:
+                made = self.memory[t.untyped_storage()._cdata] = _Memory(t.untyped_storage(), stream, name)
+                made.writes.append(_Use(stream, time, _elements(t)))
+        return result
+
+    def _used(self, t: Tensor, stream: str, time: int, name: str, is_written: bool, *, is_view: bool) -> None:
+        storage = t.untyped_storage()
+        known = self.memory.get(storage._cdata)
+        if known is None:  # from before, all of which was waited for; or a number that becomes a tensor
+            home = self.current if name.startswith("aten.lift_fresh") else "main"
+            known = self.memory[storage._cdata] = _Memory(storage, home, f"what {name} was given")
+        if is_view:
+            return
+        elements = _elements(t)
+        self._after(stream, known.writes, f"{name} uses memory of {known.made_by}", elements)
+        if is_written:
+            self._after(stream, known.reads, f"{name} overwrites memory of {known.made_by}", elements)
+        (known.writes if is_written else known.reads).append(_Use(stream, time, elements))
+
+
+class _Stream:
+    def __init__(self, races: Races, name: str) -> None:
+        self.races, self.name, self.cuda_stream = races, name, hash(name)
+
+    def wait_stream(self, other: _Stream) -> None:
+        self.races.wait(self.name, self.races.clock(other.name))
+
+    def record_event(self) -> Counter[str]:
+        return Counter(self.races.clock(self.name))
+
+    def wait_event(self, event: Counter[str]) -> None:
+        self.races.wait(self.name, event)
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[Races]:
+    """Yields what finds races in calls within, whose lanes are streams that do nothing but keep clocks."""
+    races = Races()
+    names = iter(("side", "back"))
+
+    @contextlib.contextmanager
+    def stream(which: _Stream) -> Iterator[None]:
+        before, races.current = races.current, which.name
+        yield
+        races.current = before
+
+    fake = SimpleNamespace(
+        current_stream=lambda device: _Stream(races, races.current),
+        Stream=lambda device, priority=0: _Stream(races, next(names)),
+        stream=stream,
+    )
+    wait = exchange.Pending.wait
+
+    def waiting(pending: exchange.Pending, group: Any) -> tuple[Tensor, ...]:
+        races.wait(races.current, races.clock(COLLECTIVES))
+        return wait(pending, group)
+
+    with pytest.MonkeyPatch.context() as patch, races:
+        patch.setattr(lanes, "torch", SimpleNamespace(cuda=fake))
+        patch.setattr(lanes, "has_streams", lambda device: True)
+        patch.setattr(exchange.Pending, "wait", waiting)
+        lanes._streams.cache_clear()
+        yield races
+        lanes._streams.cache_clear()
