@@ -41,9 +41,9 @@ WORST = (
 STRATEGIES = ("gather", "halo", "ulysses", "ring")
 PEERS = tuple(f"torch context_parallel, {kernel}, {how}" for kernel in ("cuDNN", "flash") for how in ("allgather", "alltoall"))
 RING_FLASH_ATTN = "ring-flash-attn, zigzag"
-WARM_SECONDS = 1.0  # of one GPU's calls before a cell: a GPU's clock falls as it warms
-SECONDS, MOST_CALLS = 0.8, 60  # of timed calls
-HOST_MATTERS_MS = 100  # of a forward and backward: the host's time to enqueue one that is longer is not measured
+WARM_SECONDS = 1.0  # one GPU's calls before a cell take that long: a GPU's clock falls as it warms
+SECONDS, MOST_CALLS = 0.8, 60  # timed calls of one direction
+HOST_MATTERS_MS = 100  # the host's time to enqueue a longer forward and backward is not measured
 LINK_MIB = (1, 16, 64, 256)
 NAMES = ("out", "dq", "dk", "dv")
 
