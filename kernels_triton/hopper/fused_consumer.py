@@ -285,7 +285,7 @@ def _consume_block(
         if not META.DP_FIRST:
             dp = warpgroup_mma_wait(0, deps=[dp])
             if META.DOUT_APART:
-                release(barriers.dout_empty, m_block, STAGES)
+                release(barriers.dout_empty, n, STAGES)
         if META.IS_FP8:
             dp = dp * dp_factor_of(tiles.factors, stage, COLUMNS, META)
         dlogit = p * (kept_gradient(dp, drawn, draws, True, META) + minus_delta[None, :])
@@ -298,7 +298,7 @@ def _consume_block(
         if META.DP_FIRST and not META.DV_WITH_DK:
             dv, p16 = warpgroup_mma_wait(0, deps=[sum_of_dout, p16])
             if META.DOUT_APART:
-                release(barriers.dout_empty, m_block, STAGES)
+                release(barriers.dout_empty, n, STAGES)
         sum_of_q = warpgroup_mma(ds16, q16_tiles.index(stage).reshape([BLOCK_M, DIM]), dk, is_async=True)
         fence_async_shared()  # under the product
         named_barrier_arrive_at(WRITTEN + CONSUMER + here, BOTH)
@@ -314,7 +314,7 @@ def _consume_block(
         if META.DP_FIRST and META.DV_WITH_DK:
             dv, p16, dk, ds16 = warpgroup_mma_wait(DQ_IN_FLIGHT + SCORES_IN_FLIGHT, deps=[sum_of_dout, p16, sum_of_q, ds16])
             if META.DOUT_APART:
-                release(barriers.dout_empty, m_block, STAGES)
+                release(barriers.dout_empty, n, STAGES)
         else:
             dk, ds16 = warpgroup_mma_wait(DQ_IN_FLIGHT + SCORES_IN_FLIGHT, deps=[sum_of_q, ds16])
         if META.IS_AHEAD and META.NUMBERS > 0:  # what the last one reads for nothing is not yet to be overwritten

@@ -174,6 +174,14 @@ def test_persistent_programs_of_dense_calls(dim: int, mask: str) -> None:
 
 
 @without_gpu
+@pytest.mark.parametrize("sq", [150, 64])
+def test_persistent_programs_of_odd_numbers_of_iterations(sq: int) -> None:
+    """A modified call's row, which is not persistent yet, has a barrier by which dout alone is released."""
+    inputs = {"lengths_q": [sq] * 2, "lengths_kv": [330] * 2, "num_heads": 3, "num_heads_kv": 3}
+    check_persistent(1, {"softcap": 20.0}, head_dim_qk=64, head_dim_v=64, **inputs)
+
+
+@without_gpu
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("dim", [64, 128])
 def test_persistent_programs_over_twenty_schedules(dim: int) -> None:
