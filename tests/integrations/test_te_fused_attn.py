@@ -195,7 +195,8 @@ def run(case: Case, device: str = "cpu") -> None:
     seed = (int(rng_state[0]), int(rng_state[1]))
     scale = case.dims[0] ** -0.5 if case.scale is None else case.scale
     scores = (case.bias, case.softmax, scale, 0.0, case.dropout, seed, None, None, False)
-    problem = oracle.Problem(q_side, kv_side, case.mask, case.window, bottom_right, *scores)
+    window = tuple(None if side == -1 else side for side in case.window)
+    problem = oracle.Problem(q_side, kv_side, case.mask, window, bottom_right, *scores)
     out_in_q = ordered(out, case.o_format or q_format, q_format).cpu()
     dout = torch.randn(out_in_q.shape).to(case.dtype)
     poison(dout, q_side)
@@ -457,7 +458,7 @@ def run_fp8(scaling: str, layout: str, device: str = "cpu", size: int = SQ, head
         for name, t in (("q", q8), ("k", k8), ("v", v8))
     }
     scores = ("no_bias", "vanilla", head_dim**-0.5, 0.0, 0.0, (0, 0), None, None, False)
-    problem = oracle.Problem(of_q, of_kv, mask, (-1, -1), False, *scores)
+    problem = oracle.Problem(of_q, of_kv, mask, (None, None), False, *scores)
     dout = d_o.dequantize(torch.float64).cpu()
     exact = oracle.exact(problem, stands_for, dout, None, list("qkv"))
     found = fused_attn_bwd(
