@@ -403,7 +403,7 @@ def bprop(of: str) -> Callable[..., Any]:
     ],
 )
 def test_a_given_bprop_gives_the_same_beside_a_band(of: str, is_band: bool, is_empty: bool, device: str) -> None:
-    """What is hidden has no weight, and so a gradient of 0, which a linear bprop keeps; any other keeps the mask as it is."""
+    """Hidden scores have no weight, and so a gradient of 0, which a linear bprop keeps; any other keeps the mask as it is."""
     qkv, call = inputs(device), selecting(BANDS["ge"][0])
     mod = TEScoreMod(call, bprop(of), {"fill": -1e9})
     settings = settings_of(mod, *qkv)

@@ -68,7 +68,7 @@ def in_eight_bits() -> None:
 
 
 def delayed_scales() -> None:
-    """What all ranks note is what one process notes, and so are the scales that follow, and out in FP8."""
+    """All ranks together note what one process notes, and so are the scales that follow, and out in FP8."""
     recipe = fp8.Recipe(scaling="delayed", amax_history_len=2, out_dtype=torch.float8_e4m3fn)
     given = calls.tensors_of(calls.FEATURES["causal"], torch.bfloat16)
     plan = distributed.plan(dist.group.WORLD, length=37)
@@ -195,7 +195,7 @@ def _packed(queries: int, keys: int = 23) -> dict[str, Any]:
 
 
 def layouts() -> None:
-    """What is sharded comes back whole, and positions are those in documents."""
+    """Sharded tensors come back whole, and positions are those in documents."""
     group = dist.group.WORLD
     for layout in calls.LAYOUTS:
         plan = distributed.plan(group, documents=[7, 0, 30, 1, 12], layout=layout)

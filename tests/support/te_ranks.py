@@ -279,7 +279,7 @@ def rows_behind_all_sequences() -> None:
 
 
 def refused() -> None:
-    """What is not served raises by name on every rank, before anything is sent."""
+    """A call that is not served raises by name on every rank, before anything is sent."""
     x = torch.zeros(1, 4, HEADS, DIM, dtype=torch.float64)
     offsets_of_odd = torch.tensor([0, 6], dtype=torch.int32)
     of_odd = {"cu_seqlens_q": offsets_of_odd, "cu_seqlens_kv": offsets_of_odd, "qkv_format": "thd"}
