@@ -280,6 +280,13 @@ def _cast(x: Any, *, dtype: Any = None, **_: Any) -> Any:
     return x if dtype is None else x.astype(jax_dtype(dtype))
 
 
+def _quotient(x: Any, y: Any) -> Any:
+    """Returns x / y rounded to nearest, as torch does; XLA's float32 division is not on a GPU."""
+    x, y = jnp.asarray(x), jnp.asarray(y)
+    dtype = jnp.result_type(x, y)
+    return (x.astype(jnp.float64) / y.astype(jnp.float64)).astype(dtype) if dtype == jnp.float32 else x / y
+
+
 # What launchers compute by torch, in JAX; the first argument of an operator that writes is where the result goes.
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     _aten.fill_.Scalar: lambda x, value: jnp.asarray(value),
@@ -290,7 +297,7 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     _aten.sum.IntList_out: _sum,
     _aten.amax.default: lambda x, dims, keepdim=False: jnp.max(x, tuple(dims), keepdims=keepdim),
     _aten.amax.out: lambda x, dims, keepdim=False, out=None: jnp.max(x, tuple(dims), keepdims=keepdim),
-    _aten.div.Tensor: lambda x, y: x / y,
+    _aten.div.Tensor: _quotient,
     _aten.mul.Tensor: lambda x, y: x * y,
     _aten.abs.default: jnp.abs,
     _aten.eq.Tensor: lambda x, y: x == y,
