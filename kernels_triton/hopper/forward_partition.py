@@ -45,6 +45,8 @@ def load_partition(args: Arguments, buffers: Buffers, META: gl.constexpr):
     tiles, barriers = buffers.tiles, buffers.barriers
     STAGES: gl.constexpr = META.STAGES
     IS_ALONE: gl.constexpr = not META.IS_PLANNED and args.work.table_ptr is None  # a program has one tile
+    # Over pages a late draw has the counter's address in registers that the pages' ids need; its gain was measured without pages.
+    DRAWS_EARLY: gl.constexpr = META.PAGE_ROWS > 0 and not IS_ALONE
     if not META.IS_PLANNED:
         amount = num_tiles_of_programs(args, META)
     n_block = 0  # counts the blocks of all work tiles
@@ -61,6 +63,8 @@ def load_partition(args: Arguments, buffers: Buffers, META: gl.constexpr):
             tile, entry = planned_tile(t, amount, entry, args, META)
             following = t + tile.split_end - tile.split
         else:
+            if DRAWS_EARLY:
+                drawn = gl.atomic_add(args.work.table_ptr, 1, sem="relaxed")
             tile = tile_of_work(t, amount, args, META)
         sequence = sequence_of(args.lengths_q, args.lengths_kv, tile.b, META)
         len_q, len_kv = sequence.len_q, sequence.len_kv
@@ -113,6 +117,8 @@ def load_partition(args: Arguments, buffers: Buffers, META: gl.constexpr):
             t = following
         elif IS_ALONE:
             t = amount
+        elif DRAWS_EARLY:
+            t = drawn + gl.num_programs(0)
         else:  # not before this tile is loaded: what a program has drawn no other takes, however long it is busy
             t = gl.atomic_add(args.work.table_ptr, 1, sem="relaxed") + gl.num_programs(0)
         n_tile += 1
