@@ -13,6 +13,15 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 
 @pytest.fixture
+def four_devices() -> None:
+    """Skips the test where JAX had started before this file could say how many devices it has."""
+    import jax
+
+    if len(jax.devices()) < 4:
+        pytest.skip(f"JAX has {len(jax.devices())} devices, and the mesh needs four")
+
+
+@pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """Makes this machine's CPU a CUDA device to flexattn.jax; gives the launches."""
     from tests.support.xla_launches import interpreted_launches  # here, as JAX may be missing

@@ -122,6 +122,7 @@ def test_mods_and_gradients_of_captures(as_cuda: list[str]) -> None:
             assert abs(a - b).max() < 2e-5 * abs(b).max()
 
 
+@pytest.mark.usefixtures("four_devices")
 def test_transforms_have_the_bits_of_plain_calls(as_cuda: list[str]) -> None:
     q, k, v = qkv(b=4)
     expected = both(q, k, v)
@@ -286,6 +287,7 @@ def _called(name: str) -> Any:
     return jax.jit(lambda x: jax.ffi.ffi_call(f"test_{name}", jax.ShapeDtypeStruct(x.shape, x.dtype))(x, call=""))
 
 
+@pytest.mark.usefixtures("four_devices")
 def test_thread_locals_live_from_call_to_call_in_xlas_threads() -> None:
     """So that cuDNN's handles, one for each thread, are not made anew in each call."""
     _RAN.clear()

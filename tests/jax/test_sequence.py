@@ -128,6 +128,7 @@ def test_the_backward_fetches_keys_again_and_keeps_none(mesh: Any) -> None:
     assert text.count("flexattn_forward[") == 1
 
 
+@pytest.mark.usefixtures("four_devices")
 def test_beside_split_heads() -> None:
     mesh = jax.make_mesh((2, 2), ("sp", "heads"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     leaves, dout = qkv(), normal(7, 2, TOKENS, 4, 16)
