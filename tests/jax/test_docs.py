@@ -21,7 +21,9 @@ def test_every_example_says_what_it_prints() -> None:
 
 
 @pytest.mark.parametrize(("code", "printed"), EXAMPLES, ids=range(len(EXAMPLES)))
-def test_example(code: str, printed: str) -> None:
+def test_example(code: str, printed: str, request: pytest.FixtureRequest) -> None:
+    if "mesh" in code:
+        request.getfixturevalue("four_devices")
     if "flax" in code:
         pytest.importorskip("flax", reason="flax is not installed: pip install flax")
     out = io.StringIO()
