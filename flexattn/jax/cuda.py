@@ -280,11 +280,13 @@ def _cast(x: Any, *, dtype: Any = None, **_: Any) -> Any:
     return x if dtype is None else x.astype(jax_dtype(dtype))
 
 
-def _quotient(x: Any, y: Any) -> Any:
+def quotient(x: Any, y: Any) -> Any:
     """Returns x / y rounded to nearest, as torch does; XLA's float32 division is not on a GPU."""
-    x, y = jnp.asarray(x), jnp.asarray(y)
     dtype = jnp.result_type(x, y)
-    return (x.astype(jnp.float64) / y.astype(jnp.float64)).astype(dtype) if dtype == jnp.float32 else x / y
+    if dtype != jnp.float32:
+        return x / y
+    with jax.enable_x64(True):
+        return (jnp.asarray(x, jnp.float64) / jnp.asarray(y, jnp.float64)).astype(dtype)  # y may be a number
 
 
 # What launchers compute by torch, in JAX; the first argument of an operator that writes is where the result goes.
@@ -297,7 +299,7 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     _aten.sum.IntList_out: _sum,
     _aten.amax.default: lambda x, dims, keepdim=False: jnp.max(x, tuple(dims), keepdims=keepdim),
     _aten.amax.out: lambda x, dims, keepdim=False, out=None: jnp.max(x, tuple(dims), keepdims=keepdim),
-    _aten.div.Tensor: _quotient,
+    _aten.div.Tensor: quotient,
     _aten.mul.Tensor: lambda x, y: x * y,
     _aten.abs.default: jnp.abs,
     _aten.eq.Tensor: lambda x, y: x == y,

@@ -96,9 +96,7 @@ class DelayedScaling(NamedTuple):
 
 def _scale_of(amax: Any, dtype: torch.dtype, margin: int) -> Any:
     """Returns what `flexattn.dispatch.quantization.scale_of` does, to the bit."""
-    with jax.enable_x64(True):  # XLA's division of float32 is not rounded to nearest on a GPU
-        scale = (LARGEST[dtype] * 2.0**-margin / amax.astype(jnp.float64)).astype(jnp.float32)
-    scale = jnp.maximum(scale, SMALLEST_SCALE)
+    scale = jnp.maximum(cuda.quotient(jnp.full_like(amax, LARGEST[dtype] * 2.0**-margin), amax), SMALLEST_SCALE)
     return jnp.where((amax > 0) & (scale <= LARGEST_SCALE), scale, 1.0)
 
 

@@ -37,9 +37,8 @@ class Masks(enum.IntEnum):
     NONE = 0
     EXACT = 1  # -inf
     OPEN_LEFT = 2  # and a finite score, where the band is open to the left, so that every query sees key 0
-    ALL = (
-        3  # and a finite score under any band, as each query has a key at its own position; under a mask that shows it that key too
-    )
+    # And a finite score under any band, as each query has a key at its own position; under a mask that shows it that key too.
+    ALL = 3
 
 
 class Fact(NamedTuple):

@@ -251,12 +251,12 @@ def test_parameters_move_by_their_names() -> None:
 def test_quotients_are_made_in_fp64_and_rounded_once() -> None:
     """XLA's float32 division is not rounded to nearest on a GPU, and torch's is."""
     amax = torch.rand(1000, generator=torch.Generator().manual_seed(0)) + 1e-3
-    with jax.enable_x64(True):
-        x, y = jnp.full(1000, 448.0, jnp.float32), jnp.asarray(amax.numpy())
-        program, found = str(jax.make_jaxpr(cuda._quotient)(x, y)), cuda._quotient(x, y)
+    x, y = jnp.full(1000, 448.0, jnp.float32), jnp.asarray(amax.numpy())
+    program, found = str(jax.make_jaxpr(cuda.quotient)(x, y)), cuda.quotient(x, y)
     assert "f64[1000] = div" in program
     assert found.dtype == jnp.float32
     assert torch.equal(to_torch(found), torch.full_like(amax, 448.0) / amax)
+    assert torch.equal(to_torch(cuda.quotient(found, 3.0)), to_torch(found) / 3.0)
 
 
 def test_explain_names_the_kernels() -> None:

@@ -181,7 +181,7 @@ def test_threads_that_enqueue_many_calls_do_not_wait_for_each_other(fresh_python
 
 
 def test_cudnn_by_name_reaches_torch(as_cuda: list[str], monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
-    """Which then says that this is no CUDA device: the error of a running program, with its text, printed too."""
+    """Torch then says that this is no CUDA device: the error of a running program, with its text, printed too."""
     from flexattn.dispatch import cudnn_backend
 
     monkeypatch.setattr(cudnn_backend, "library_error", lambda: None)
