@@ -281,12 +281,19 @@ def _cast(x: Any, *, dtype: Any = None, **_: Any) -> Any:
 
 
 def quotient(x: Any, y: Any) -> Any:
-    """Returns x / y rounded to nearest, as torch does; XLA's float32 division is not on a GPU."""
+    """Returns x / y, float32 rounded to nearest, as torch does; below 2^-126 it is 0."""
     dtype = jnp.result_type(x, y)
     if dtype != jnp.float32:
         return x / y
+    # XLA divides float32 by div.full on a GPU, which is up to 2 units in the last place off (`-nvptx-prec-divf32=1` in
+    # https://github.com/openxla/xla/blob/main/xla/service/gpu/llvm_gpu_backend/nvptx_backend.cc). A division in float64 that is
+    # cast becomes one again: LLVM makes fptrunc(fdiv(fpext x, fpext y)) a division of floats, as both round alike (visitFPTrunc in
+    # https://github.com/llvm/llvm-project/blob/main/llvm/lib/Transforms/InstCombine/InstCombineCasts.cpp). reduce_precision rounds
+    # by integers, so the cast is exact and there is nothing to be folded; and 53 bits are at least 2 * 24 + 2, so rounding twice
+    # is rounding once (Figueroa, "When is double rounding innocuous?", SIGNUM Newsletter 30(3), 1995).
     with jax.enable_x64(True):
-        return (jnp.asarray(x, jnp.float64) / jnp.asarray(y, jnp.float64)).astype(dtype)  # y may be a number
+        wide = jnp.asarray(x, jnp.float64) / jnp.asarray(y, jnp.float64)  # y may be a number
+        return jax.lax.reduce_precision(wide, exponent_bits=8, mantissa_bits=23).astype(dtype)
 
 
 # What launchers compute by torch, in JAX; the first argument of an operator that writes is where the result goes.

@@ -4,8 +4,10 @@ compiled program as it is exported."""
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -248,15 +250,33 @@ def test_parameters_move_by_their_names() -> None:
     assert body == ptx.split("\n)\n")[1]
 
 
-def test_quotients_are_made_in_fp64_and_rounded_once() -> None:
-    """XLA's float32 division is not rounded to nearest on a GPU, and torch's is."""
-    amax = torch.rand(1000, generator=torch.Generator().manual_seed(0)) + 1e-3
-    x, y = jnp.full(1000, 448.0, jnp.float32), jnp.asarray(amax.numpy())
-    program, found = str(jax.make_jaxpr(cuda.quotient)(x, y)), cuda.quotient(x, y)
-    assert "f64[1000] = div" in program
-    assert found.dtype == jnp.float32
-    assert torch.equal(to_torch(found), torch.full_like(amax, 448.0) / amax)
-    assert torch.equal(to_torch(cuda.quotient(found, 3.0)), to_torch(found) / 3.0)
+def test_quotients_are_rounded_to_nearest() -> None:
+    """As torch's are, and XLA's of float32 are not on a GPU. Below the normal numbers they are 0, as a CPU has XLA's numbers."""
+    special = [0.0, -0.0, np.inf, -np.inf, np.nan, 1.0, 3.0, -448.0, 57344.0, 2.0**-126, 3.4028235e38, -3.4028235e38]
+    rng = np.random.default_rng(0)
+    bits = rng.integers(0, 2**32, (2, 200_000), np.uint32).view(np.float32)  # of every exponent
+    mantissas = rng.integers(2**23, 2**24, (2, 200_000)).astype(np.float32)  # all quotients are normal
+    given = np.concatenate([bits, mantissas, np.array(np.meshgrid(special, special), np.float32).reshape(2, -1)], 1)
+    x, y = np.where(abs(given) < 2.0**-126, np.copysign(np.float32(0), given), given)
+    with np.errstate(all="ignore"):
+        expected = x / y
+    expected = np.where(abs(expected) < 2.0**-126, np.copysign(np.float32(0), expected), expected)
+    for quotient in (cuda.quotient, jax.jit(cuda.quotient)):
+        found = np.asarray(quotient(jnp.asarray(x), jnp.asarray(y)))
+        is_same = (found.view(np.int32) == expected.view(np.int32)) | (np.isnan(found) & np.isnan(expected))
+        assert found.dtype == np.float32
+        assert is_same.all(), (x[~is_same][:4], y[~is_same][:4], found[~is_same][:4])
+    by_number = cuda.quotient(jnp.asarray(mantissas[0]), 3.0)
+    assert (np.asarray(by_number) == mantissas[0] / np.float32(3.0)).all()
+
+
+def test_the_compiler_divides_in_fp64(tmp_path: Path) -> None:
+    """LLVM may not make a float32 division of it again, whose rounding is another one on a GPU alone."""
+    x = jnp.ones(1000, jnp.float32)
+    jax.jit(cuda.quotient).lower(x, x).compile(compiler_options={"xla_dump_to": str(tmp_path)})
+    lines = [line for path in tmp_path.glob("*ir-with-opt.ll") for line in path.read_text().splitlines() if " fdiv " in line]
+    assert lines
+    assert all("double" in line for line in lines), lines
 
 
 def test_explain_names_the_kernels() -> None:
