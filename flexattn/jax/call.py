@@ -51,6 +51,11 @@ def meta_tensor(name: str, aval: Any) -> Tensor:
     return torch.empty(tuple(aval.shape), dtype=torch_dtype(name, aval.dtype), device="meta")
 
 
+def shape_of_words(shape: Sequence[int]) -> tuple[int, ...]:
+    """Returns the shape as int64 of an rng_state in words of uint32, as which JAX has it: [2], or [b, 5 or 6] of a part."""
+    return (*shape[:-1], shape[-1] // 2)
+
+
 class Out8(NamedTuple):
     """Settings of quantising out."""
 

@@ -22,7 +22,7 @@ from flexattn.dispatch import plan as plans
 from flexattn.dispatch.plan import Device, Kernel, Op, Plan, View, Zero
 from flexattn.dispatch.select import BackendError, select
 from flexattn.dispatch.spec import AttentionSpec, Direction, Gradients, Operands, with_classes
-from flexattn.jax.call import Call, jax_dtype, torch_dtype
+from flexattn.jax.call import Call, jax_dtype, shape_of_words, torch_dtype
 from flexattn.jax.custom_call import TARGET, custom_call
 
 HOSTED = ("cudnn", "eager")  # asked for by name
@@ -91,9 +91,8 @@ _Signature = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
 def _signature(call: Call, arrays: Sequence[Any]) -> _Signature:
     names = (*call.names(), *("what the backward is given",) * (len(arrays) - call.num_operands))
-    of_rng = ((2,), torch.int64)  # the four words of uint32, as torch has them
     return tuple(
-        of_rng if name == "rng_state" else (tuple(x.shape), torch_dtype(name, x.dtype))
+        (shape_of_words(x.shape), torch.int64) if name == "rng_state" else (tuple(x.shape), torch_dtype(name, x.dtype))
         for name, x in zip(names, arrays, strict=True)
     )
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from flexattn import functional, ops, validation
 from flexattn.dispatch import explain as explanations
+from flexattn.dispatch.philox import ORIGIN
 from flexattn.dispatch.select import Decision, unsupported
 from flexattn.dispatch.spec import AttentionSpec, Direction, Operands, Window
 from flexattn.fp8_ops import QuantizeConfig, planned
@@ -22,7 +23,7 @@ from flexattn.hints import with_hints
 from flexattn.jax import cuda, mods
 from flexattn.jax import fp8 as jax_fp8
 from flexattn.jax.block_mask import BlockMask
-from flexattn.jax.call import SCALED, Call, flat, meta_tensor
+from flexattn.jax.call import SCALED, Call, flat, meta_tensor, shape_of_words
 from flexattn.jax.primitives import backward_p, forward_p
 from flexattn.prepare import default_alibi_slopes, prepare
 
@@ -88,7 +89,8 @@ def attention(
     Args:
         seqused_q, seqused_kv, page_table: for caches, whose calls have no gradients here; `append_kv` writes to them.
         rng_state: needed with dropout_p > 0: a key of jax.random (jax.random.key, or its uint32 [2] or [4] words). The same key
-            drops the same weights; draw a new one for each call.
+            drops the same weights; draw a new one for each call. Or uint32 [b, 10 or 12], the words of the int64 [b, 5 or 6] that
+            `flexattn.attention` takes for a call that is a part of a whole, two for each number, the lower one first.
         score_mod, mask_mod: functions in jax.numpy on 0-d arrays, float32 for the score and int32 for the indices. Arrays that they
             capture are read at computed indices, as slopes[h] or table[h, q_idx - kv_idx], and get gradients. A read outside of an
             array gives 0, where JAX would give its edge; arithmetic is in float32 and in integers of 64 bits.
@@ -198,8 +200,10 @@ class _Given(NamedTuple):
 
         def stand_in(i: int, name: str, wanted: bool) -> Tensor:
             array = self.arrays[i]
-            is_rng = name == "rng_state"
-            t = torch.empty(2, dtype=torch.int64, device="meta") if is_rng else meta_tensor(name, array)
+            if name == "rng_state":
+                t = torch.empty(shape_of_words(array.shape), dtype=torch.int64, device="meta")
+            else:
+                t = meta_tensor(name, array)
             places[t.untyped_storage()._cdata] = i
             kept.append(t)
             return t.requires_grad_(wanted and t.is_floating_point())
@@ -306,13 +310,20 @@ def _heads(q: Any, qkv_format: Any) -> int | None:
 
 
 def words_of(key: Any) -> Any:
-    """Returns a key of jax.random as uint32 [4], the words of a seed and an offset; raises TypeError for what is none."""
+    """Returns a key of jax.random as uint32 [4], the words of a seed and an offset; raises TypeError for what is none.
+
+    The words of a part's rng_state, which has a row for each sequence, stay as they are.
+    """
     if isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         key = jax.random.key_data(key)
+    widths = (2 * len(ORIGIN), 2 * len(ORIGIN) + 2)
+    if isinstance(key, (jax.Array, np.ndarray)) and key.dtype == jnp.uint32 and key.ndim == 2 and key.shape[1] in widths:
+        return jnp.asarray(key)
     if not isinstance(key, (jax.Array, np.ndarray)) or key.dtype != jnp.uint32 or key.shape not in ((2,), (4,)):
         came = f"{key.dtype} of shape {key.shape}" if hasattr(key, "shape") else repr(key)
         raise TypeError(
-            f"rng_state is {came}; accepted: one key of jax.random, as jax.random.key(0), or its uint32 [2] or [4] words"
+            f"rng_state is {came}; accepted: one key of jax.random, as jax.random.key(0), or its uint32 [2] or [4] words, or "
+            f"uint32 [b, {widths[0]} or {widths[1]}], those of a part of a whole"
         )
     words = jnp.concatenate([jnp.asarray(key), jnp.zeros(4 - key.shape[0], jnp.uint32)])
     return words & jnp.array([0xFFFFFFFF, 0x7FFFFFFF, 0xFFFFFFFF, 0x7FFFFFFF], jnp.uint32)  # as torch draws them: not negative

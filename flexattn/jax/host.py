@@ -43,7 +43,7 @@ def run_backward(call: Call, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def _operands(call: Call, tensors: Sequence[Tensor]) -> Operands:
     x = call.operands(tensors)
-    # Two words of seed and two of offset, as JAX has no int64 unless it is told to.
+    # JAX has no int64 unless it is told to, so each number comes as two words.
     return x if x.rng_state is None else x._replace(rng_state=x.rng_state.view(torch.int64))
 
 

@@ -17,7 +17,7 @@ from flexattn.dispatch.select import select
 from flexattn.dispatch.spec import Direction, with_classes
 from flexattn.jax import cuda, host
 from flexattn.jax.batching import fold_backward, fold_forward
-from flexattn.jax.call import Call, meta_tensor, shaped
+from flexattn.jax.call import Call, meta_tensor, shape_of_words, shaped
 from flexattn.jax.sharding import layout_of_call, partitioned
 
 
@@ -27,9 +27,11 @@ def _metas(call: Call, avals: Any) -> Any:
 
 
 def _without_words(names: Any, avals: Any) -> Any:
-    """Returns avals with the rng_state's words as what the operators take, int64 [2], in torch's eyes."""
-    of_rng = jax.ShapeDtypeStruct((2,), "float32")  # any dtype will do, as no spec depends on it
-    return [of_rng if name == "rng_state" else aval for name, aval in zip(names, avals, strict=True)]
+    """Returns avals with the rng_state's words in the shape that it has as int64; any dtype will do, as no spec depends on it."""
+    return [
+        jax.ShapeDtypeStruct(shape_of_words(aval.shape), "float32") if name == "rng_state" else aval
+        for name, aval in zip(names, avals, strict=True)
+    ]
 
 
 def forward_shapes(call: Call, avals: Any) -> list[jax.ShapeDtypeStruct]:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flexattn import Window
+from flexattn import Window, fp8
 
 jax = pytest.importorskip("jax", reason="JAX is not installed: pip install 'flexattn[jax]'")
 jnp = jax.numpy
@@ -15,6 +15,8 @@ fj = pytest.importorskip("flexattn.jax")
 
 P = jax.sharding.PartitionSpec
 TOKENS = 48
+CU = jnp.array([0, TOKENS, TOKENS + 19], jnp.int32)  # lengths of two sequences of a batch
+DROPOUT: dict[str, Any] = {"dropout_p": 0.3, "rng_state": jax.random.key(2**33 + 5)}
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +53,11 @@ CASES: dict[str, tuple[dict[str, tuple[int, ...]], dict[str, Any]]] = {
     "ALiBi": ({}, {"attn_mask_type": "causal", "bias_type": "alibi"}),
     "bias, window": ({"bias": (1, 4, TOKENS, TOKENS)}, {"bias_type": "post_scale_bias", "window_size": (9, 2)}),
     "bias, causal": ({"bias": (2, 1, TOKENS, TOKENS)}, {"bias_type": "pre_scale_bias", "attn_mask_type": "causal"}),
+    "dropout": ({}, DROPOUT),
+    "dropout, causal": ({}, {"attn_mask_type": "causal", **DROPOUT}),
+    "dropout, window": ({}, {"window_size": (5, 3), **DROPOUT}),
+    "lengths, dropout": ({}, {"attn_mask_type": "padding", "cu_seqlens_q": CU, "window_size": (-1, 9), **DROPOUT}),
+    "lengths, causal": ({}, {"attn_mask_type": "padding_causal", "cu_seqlens_q": CU}),
     "mods": (
         {},
         {
@@ -62,6 +69,10 @@ CASES: dict[str, tuple[dict[str, tuple[int, ...]], dict[str, Any]]] = {
 }
 FORMATS = {"causal, window, softcap": "sbhd", "window": "bhsd"}
 BY_DEFAULT = {
+    ("dropout, causal", "zigzag"),
+    ("dropout, window", "contiguous"),
+    ("lengths, dropout", "zigzag"),
+    ("lengths, causal", "contiguous"),
     ("causal", "zigzag"),
     ("window", "contiguous"),
     ("mods", "zigzag"),
@@ -85,11 +96,13 @@ def test_over_an_axis(mesh: Any, name: str, layout: str) -> None:
     arguments = {**arguments, "qkv_format": fmt}
     leaves = qkv(fmt) | {n: normal(5, *shape) for n, shape in shapes.items()}
     dout, dlse = normal(7, *leaves["q"].shape), normal(8, 2, 4, TOKENS)
-    if name == "mods" or "before" in name:
-        dlse = jnp.where(jnp.isfinite(fj.attention(**leaves, **arguments, return_lse=True)[1]), dlse, 0)
 
     def whole(leaves: Any) -> Any:
-        return fj.attention(**leaves, **arguments, return_lse=True, return_max_logit=True)
+        of_keys = {"cu_seqlens_kv": CU} if "cu_seqlens_q" in arguments else {}
+        return fj.attention(**leaves, **arguments, **of_keys, return_lse=True, return_max_logit=True)
+
+    if name == "mods" or "before" in name or "lengths" in name:
+        dlse = jnp.where(jnp.isfinite(whole(leaves)[1]), dlse, 0)
 
     expected = both(whole, leaves, dout, dlse)
     of_tokens = P(*(None,) * dim, "sp")
@@ -111,6 +124,95 @@ def test_over_an_axis(mesh: Any, name: str, layout: str) -> None:
     for a, b in zip(jax.tree.leaves((results, gradients)), jax.tree.leaves(expected), strict=True):
         assert a.shape == b.shape
         np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * max(1.0, float(abs(b[jnp.isfinite(b)]).max())))
+
+
+DOCUMENTS: dict[str, dict[str, Any]] = {
+    "causal": {"attn_mask_type": "padding_causal"},
+    "no mask": {"attn_mask_type": "padding", "softcap": 5.0},
+    "window": {"attn_mask_type": "padding", "window_size": (9, 4)},
+    "window, right side alone": {"attn_mask_type": "padding", "window_size": (-1, 2)},
+    "window before the diagonal": {"attn_mask_type": "padding", "window_size": Window(12, -2)},
+    "causal, window": {"attn_mask_type": "padding_causal_bottom_right", "window_size": (6, 0)},
+    "ALiBi": {"attn_mask_type": "padding_causal", "bias_type": "alibi", "alibi_slopes": 0.1 * (1 + jnp.arange(20.0).reshape(5, 4))},
+    "mods": {
+        "attn_mask_type": "padding",
+        "window_size": (11, -1),
+        "score_mod": lambda s, b, h, i, j: s - 0.1 * b * (i - j) + 0.01 * i,
+        "mask_mod": lambda b, h, i, j: (i + 2 * j + b) % 5 != 0,
+    },
+    "dropout": {"attn_mask_type": "padding_causal", **DROPOUT},
+    "dropout, window": {"attn_mask_type": "padding", "window_size": (5, 3), **DROPOUT},
+}
+
+
+# Where tokens lie between documents, the cases of windows have each way to find them.
+OF_DOCUMENTS = [(name, layout, 0) for name in DOCUMENTS for layout in ("contiguous", "zigzag")]
+OF_DOCUMENTS += [(name, layout, 3) for name, layout, _ in OF_DOCUMENTS if "window" in name]
+DOCUMENTS_BY_DEFAULT = {
+    ("causal", "contiguous", 0),
+    ("mods", "contiguous", 0),
+    ("dropout", "zigzag", 0),
+    ("causal, window", "zigzag", 3),
+    ("dropout, window", "contiguous", 3),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "gap"),
+    [pytest.param(*case, marks=() if case in DOCUMENTS_BY_DEFAULT else pytest.mark.slow) for case in OF_DOCUMENTS],
+)
+def test_packed_documents_over_an_axis(mesh: Any, name: str, layout: str, gap: int) -> None:
+    """Some within one device's part, one over three, one of one token and one of none."""
+    arguments = {**DOCUMENTS[name], "qkv_format": "thd"}
+    cu = np.cumsum([0, 4, 0, 1, 24, 10], dtype=np.int32)
+    lengths, is_real = {"cu_seqlens_q": jnp.asarray(cu), "max_seqlen_q": 24}, np.arange(TOKENS) < cu[-1]
+    if gap:
+        starts = cu + gap * np.array([1, 1, 2, 2, 3, 3])
+        lengths["cu_seqlens_q_padded"] = jnp.asarray(starts.astype(np.int32))
+        is_real = ((np.arange(TOKENS) >= starts[:-1, None]) & (np.arange(TOKENS) < (starts[:-1] + np.diff(cu))[:, None])).any(0)
+    of_keys = {name.replace("_q", "_kv"): x for name, x in lengths.items()}
+    leaves = {n: normal(i, TOKENS, 4 if n == "q" else 2, 16) for i, n in enumerate("qkv")}
+    leaves = {n: jnp.where(is_real[:, None, None], x, jnp.nan) for n, x in leaves.items()}
+    whole = lambda leaves: fj.attention(**leaves, **arguments, **lengths, **of_keys, return_lse=True, return_max_logit=True)  # noqa: E731
+    dout = jnp.where(is_real[:, None, None], normal(7, TOKENS, 4, 16), jnp.nan)
+    dlse = jnp.where(jnp.isfinite(whole(leaves)[1]) & is_real, normal(8, 4, TOKENS), 0)
+    expected = both(whole, leaves, dout, dlse)
+    order = fj.sequence_order(TOKENS, 4, layout)
+
+    def part(leaves: Any) -> Any:
+        how = {"axis_name": "sp", "layout": layout, "return_lse": True, "return_max_logit": True}
+        return fj.attention_over_axis(**leaves, **arguments, **lengths, **how)
+
+    of_lse = P(None, "sp")
+    sharded = jax.shard_map(part, mesh=mesh, in_specs=P("sp"), out_specs=(P("sp"), of_lse, P()), check_vma=False)
+    found = jax.jit(lambda *x: both(sharded, *x))({n: x[order] for n, x in leaves.items()}, dout[order], dlse[:, order])
+    (out, lse, largest), gradients = found
+    back = np.argsort(order)
+    results = out[back], jnp.where(is_real, lse[:, back], 0), largest
+    expected = (expected[0][0], jnp.where(is_real, expected[0][1], 0), expected[0][2]), expected[1]
+    gradients = {n: x[back] for n, x in gradients.items()}
+    for a, b in zip(jax.tree.leaves((results, gradients)), jax.tree.leaves(expected), strict=True):
+        assert a.shape == b.shape
+        np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * max(1.0, float(abs(b[jnp.isfinite(b)]).max())))
+
+
+def test_kernels_drop_over_an_axis_what_they_drop_on_one_device(mesh: Any, interpreted: list[Any]) -> None:
+    lengths = {"cu_seqlens_q": jnp.array([0, 17, 17, 38], jnp.int32), "max_seqlen_q": 21}
+    how = {"qkv_format": "thd", "attn_mask_type": "padding", "window_size": (6, 3), **DROPOUT}
+    leaves, dout = {n: normal(i, TOKENS, 2, 16) for i, n in enumerate("qkv")}, normal(7, TOKENS, 2, 16)
+
+    def whole(leaves: Any) -> Any:
+        return fj.attention(**leaves, **how, **lengths, **{n.replace("_q", "_kv"): x for n, x in lengths.items()})
+
+    def gradients(call: Any) -> Any:
+        out, pull = jax.vjp(call, leaves)
+        return out, pull(dout)[0]
+
+    part = lambda leaves: fj.attention_over_axis(**leaves, **how, **lengths, axis_name="sp")  # noqa: E731
+    sharded = jax.shard_map(part, mesh=mesh, in_specs=P("sp"), out_specs=P("sp"), check_vma=False)
+    for a, b in zip(jax.tree.leaves(gradients(sharded)), jax.tree.leaves(gradients(whole)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * float(abs(b).max()))
+    assert any("bwd" in one.launch.kernel.__name__ for one in interpreted)
 
 
 def test_the_backward_fetches_keys_again_and_keeps_none(mesh: Any) -> None:
@@ -155,10 +257,19 @@ def test_order_of_a_sequence() -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"attn_mask_type": "padding"}, "attn_mask_type is 'padding'; accepted: no_mask, causal, causal_bottom_right"),
-        ({"dropout_p": 0.1}, "dropout_p is given to attention_over_axis; accepted: no dropout"),
+        ({"attn_mask_type": "padding"}, "cu_seqlens_q is None with attn_mask_type 'padding'; accepted: int32"),
+        ({"attn_mask_type": "caused"}, "attn_mask_type is 'caused'; accepted: no_mask, causal, causal_bottom_right"),
+        ({"cu_seqlens_q": CU}, "attn_mask_type is 'no_mask'; accepted: padding, padding_causal, padding_causal_bottom_right"),
+        ({"cu_seqlens_q": CU, "cu_seqlens_kv": CU + 0}, "cu_seqlens_kv is given, and is not the array cu_seqlens_q"),
+        ({"cu_seqlens_q": CU, "cu_seqlens_q_padded": CU}, "cu_seqlens_q_padded is given with format bshd"),
+        ({"cu_seqlens_q": CU[None]}, r"cu_seqlens_q is .* accepted: a contiguous tensor of shape \[batch \+ 1\]"),
+        ({"max_seqlen_q": 8}, "cu_seqlens_q is None beside cu_seqlens_q_padded or max_seqlen_q"),
+        ({"cu_seqlens_q": CU, "max_seqlen_q": 8, "max_seqlen_kv": 9}, r"max_seqlen_q and max_seqlen_kv are \[8, 9\]"),
+        ({"dropout_p": 0.1}, "rng_state is None with dropout_p > 0; accepted: a key"),
+        ({"fp8_recipe": fp8.Recipe()}, "fp8_recipe is given to attention_over_axis; accepted: 16 bits or more"),
         ({"layout": "dealt"}, "layout is 'dealt'; accepted: contiguous, zigzag"),
-        ({"qkv_format": "thd"}, "qkv_format is 'thd'; accepted: bshd, sbhd, bhsd"),
+        ({"qkv_format": "thd"}, "cu_seqlens_q is None with thd"),
+        ({"qkv_format": "thd_2bshd"}, "qkv_format is 'thd_2bshd'; accepted: bshd, sbhd, bhsd, thd"),
         ({"attn_mask_type": "causal", "window_size": (3, 2)}, "window_size is"),
         ({"bias_type": "alibi"}, "bias_type is 'alibi' with 'no_mask'"),
         ({"k": (2, 24, 2, 16)}, "as many tokens of both on each device"),
