@@ -254,7 +254,7 @@ class _Whole(NamedTuple):
             found |= {"max_seqlen_q": count if longest is None else min(longest, count), "max_seqlen_kv": most}
             found["cu_seqlens_kv_padded"] = jnp.append(starts + begin, total).astype(jnp.int32)
             if is_padded:
-                found["cu_seqlens_q_padded"] = jnp.append(jnp.clip(starts + first - start, 0, count), count).astype(jnp.int32)
+                found["cu_seqlens_q_padded"] = jnp.append(jnp.clip(starts - start, 0, count), count).astype(jnp.int32)
         return _Origin(first, begin), found
 
 

@@ -197,9 +197,10 @@ def test_packed_documents_over_an_axis(mesh: Any, name: str, layout: str, gap: i
 
 
 def test_kernels_drop_over_an_axis_what_they_drop_on_one_device(mesh: Any, interpreted: list[Any]) -> None:
-    lengths = {"cu_seqlens_q": jnp.array([0, 17, 17, 38], jnp.int32), "max_seqlen_q": 21}
-    how = {"qkv_format": "thd", "attn_mask_type": "padding", "window_size": (6, 3), **DROPOUT}
-    leaves, dout = {n: normal(i, TOKENS, 2, 16) for i, n in enumerate("qkv")}, normal(7, TOKENS, 2, 16)
+    """And take all of a part's keys, of which 67 are more than a block."""
+    lengths = {"cu_seqlens_q": jnp.array([0, 1, 1, 96], jnp.int32), "max_seqlen_q": 95}
+    how = {"qkv_format": "thd", "attn_mask_type": "padding", "window_size": (36, 4), **DROPOUT}
+    leaves, dout = {n: normal(i, 96, 2, 16) for i, n in enumerate("qkv")}, normal(7, 96, 2, 16)
 
     def whole(leaves: Any) -> Any:
         return fj.attention(**leaves, **how, **lengths, **{n.replace("_q", "_kv"): x for n, x in lengths.items()})
