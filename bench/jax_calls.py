@@ -209,8 +209,6 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
         parser.error("no CUDA device; jax_calls measures device time")
-    import jax
-
     rows = []
     host = host_times()
     print("host, us:", {name: round(us, 1) for name, us in host.items()}, flush=True)
@@ -226,18 +224,23 @@ def main(argv: list[str] | None = None) -> int:
                 more = row.get("reason", row.get("equal to flexattn.jax", ""))
                 print(f"{what} {row['workload']:26} {direction:8} {row['implementation']:18} {more}", flush=True)
             torch.cuda.empty_cache()
-    if options.out is not None:
-        result = {
-            "command": record.command_line("flexattn.bench.jax_calls", sys.argv[1:], options.out),
-            "started": record.now(),
-            "device": record.device_facts(),
-            "versions": record.versions() | {"jax": jax.__version__},
-            "method": __doc__,
-            "host_us": host,
-            "rows": rows,
-        }
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+            if options.out is not None:  # after each, as a run may be cut short
+                options.out.write_text(json.dumps(_result(options.out, host, rows), indent=1) + "\n")
     return int(any(row["status"] == "wrong" for row in rows))
+
+
+def _result(out: Path, host: dict[str, float], rows: list[dict[str, Any]]) -> dict[str, Any]:
+    import jax
+
+    return {
+        "command": record.command_line("flexattn.bench.jax_calls", sys.argv[1:], out),
+        "started": record.now(),
+        "device": record.device_facts(),
+        "versions": record.versions() | {"jax": jax.__version__},
+        "method": __doc__,
+        "host_us": host,
+        "rows": rows,
+    }
 
 
 if __name__ == "__main__":

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # before JAX reads it: torch needs memory too
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -194,6 +196,36 @@ def test_a_mesh_of_all_devices() -> None:
     part = jax.sharding.PartitionSpec(None, None, "heads")
     sharded = jax.jit(jax.shard_map(call, mesh=mesh, in_specs=part, out_specs=part, check_vma=False))(q, k, v)
     assert (sharded == call(q, k, v)).all()
+
+
+@pytest.mark.parametrize(
+    "mask", [{"attn_mask_type": "padding_causal"}, {"attn_mask_type": "padding", "window_size": (90, 30)}], ids=["causal", "window"]
+)
+@pytest.mark.parametrize("dropout_p", [0.0, 0.25])
+def test_packed_documents_over_an_axis(mask: dict[str, Any], dropout_p: float) -> None:
+    """Of all devices, each of which has two parts: as one call of the whole, dropout included."""
+    cu = jnp.asarray(np.cumsum([0, 300, 0, 211, 1, 512]), jnp.int32)
+    how = {"qkv_format": "thd", "cu_seqlens_q": cu, "max_seqlen_q": 512, **mask, "dropout_p": dropout_p, "deterministic": True}
+    how |= {"rng_state": jax.random.key(3)} if dropout_p else {}
+    q, k, v, dout = (to_jax(randn(1024, heads, 64, seed=seed)) for seed, heads in enumerate((8, 2, 2, 8)))
+    order = fj.sequence_order(1024, len(jax.devices()))
+    mesh = jax.make_mesh((len(jax.devices()),), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    by_tokens = jax.sharding.PartitionSpec("x")
+
+    def both(attend: Any, *given: Any) -> Any:
+        *leaves, dout = given
+        out, pull = jax.vjp(attend, *leaves)
+        return [out, *pull(dout)]
+
+    part = lambda *x: fj.attention_over_axis(*x, **how, axis_name="x", layout="zigzag")  # noqa: E731
+    sharded = jax.shard_map(part, mesh=mesh, in_specs=by_tokens, out_specs=by_tokens, check_vma=False)
+    whole = lambda *x: fj.attention(*x, **how, cu_seqlens_kv=cu, max_seqlen_kv=512)  # noqa: E731
+    expected = jax.jit(partial(both, whole))(q, k, v, dout)
+    on_mesh = jax.device_put([x[order] for x in (q, k, v, dout)], jax.sharding.NamedSharding(mesh, by_tokens))
+    found = jax.jit(partial(both, sharded))(*on_mesh)
+    for a, b in zip(jax.device_get(found), jax.device_get(expected), strict=True):
+        a, b = a[np.argsort(order)].astype(np.float32), b.astype(np.float32)
+        assert abs(a - b).max() <= 2.0**-6 * abs(b).max()  # two roundings to bfloat16, beside the largest
 
 
 def test_decode_by_splits_equals_torch() -> None:

@@ -178,6 +178,8 @@ OVER_AXIS: dict[str, dict[str, Any]] = {
     "no mask": {},
     "window": {"window_size": (TOKENS // 4, 5)},
     "mod of positions": {**CAUSAL, "score_mod": lambda s, b, h, i, j: s - 0.01 * (i - j)},
+    "dropout": {**CAUSAL, "dropout_p": 0.25, "rng_state": jax.random.key_data(jax.random.key(3))},
+    "dropout, window": {"window_size": (TOKENS // 4, 5), "dropout_p": 0.25, "rng_state": jax.random.key_data(jax.random.key(3))},
 }
 
 
