@@ -17,7 +17,7 @@ from flexattn import functional, ops, validation
 from flexattn.dispatch import explain as explanations
 from flexattn.dispatch.philox import ORIGIN
 from flexattn.dispatch.select import Decision, unsupported
-from flexattn.dispatch.spec import AttentionSpec, Direction, Operands, Window
+from flexattn.dispatch.spec import AttentionSpec, Direction, Operands, Window, parse_format
 from flexattn.fp8_ops import QuantizeConfig, planned
 from flexattn.hints import with_hints
 from flexattn.jax import cuda, mods
@@ -87,7 +87,7 @@ def attention(
     Works in jit, grad, vmap, scan and checkpoint. Numbers, names and mods are static, arrays may be traced.
 
     Args:
-        seqused_q, seqused_kv, page_table: for caches, whose calls have no gradients here; `append_kv` writes to them.
+        page_table: of a cache, to which `append_kv` writes.
         rng_state: needed with dropout_p > 0: a key of jax.random (jax.random.key, or its uint32 [2] or [4] words). The same key
             drops the same weights; draw a new one for each call. Or uint32 [b, 10 or 12], the words of the int64 [b, 5 or 6] that
             `flexattn.attention` takes for a call that is a part of a whole, two for each number, the lower one first.
@@ -177,13 +177,25 @@ class _Given(NamedTuple):
         x, settings, config, _ = self._prepared(perturbed)
         return x, settings, config
 
-    def bind(self, perturbed: Sequence[bool]) -> tuple[Call, list[tuple[int, tuple[int, ...]]]]:
-        """Returns the call, and for each operand the array that it is, and the shape that it has as one."""
+    def bind(self, perturbed: Sequence[bool]) -> tuple[Call, list[_Source]]:
+        """Returns the call, and for each operand what it is made of."""
         x, settings, config, places = self._prepared(perturbed)
-        sources = [(places[t.untyped_storage()._cdata], tuple(t.shape)) for t in flat(x)]
+        sources: list[_Source] = []
+        for t in flat(x):
+            place = places.get(t.untyped_storage()._cdata)
+            sources.append(
+                self._lengths(x, "q" if t is x.cu_seqlens_q else "kv") if place is None else _Same(place, tuple(t.shape))
+            )
         of_state = [self.names.index(name) for name in _SCALES if name in self.names]
-        sources += [(i, tuple(self.arrays[i].shape)) for i in of_state]
+        sources += [_Same(i, tuple(self.arrays[i].shape)) for i in of_state]
         return Call.of(x, settings, config, self.static["fp8_recipe"]), sources
+
+    def _lengths(self, x: Operands, side: str) -> _Lengths:
+        """Returns what the cu_seqlens are made of that `prepare` put in the place of seqused, as for a backward."""
+        used, cu = (self.names.index(name) if (name := f"{of}_{side}") in self.names else None for of in ("seqused", "cu_seqlens"))
+        fmt, tensor = parse_format(self.static["qkv_format"])[side == "kv"], x.q if side == "q" else x.k
+        dense = (0, 0) if fmt == "thd" else (int(tensor.shape[fmt.index("b")]), int(tensor.shape[fmt.index("s")]))
+        return _Lengths(used, cu, *dense)
 
     def noted(self, arrays: Sequence[Any], amaxes: Mapping[str, Any]) -> dict[int, Any]:
         """Returns the gradients of a state's histories, by the arrays' places; amaxes: of this call, by the tensors' names."""
@@ -231,11 +243,6 @@ class _Given(NamedTuple):
                 functions["block_mask"] = self.block_mask.stand_in(lists, functions.pop("mask_mod"))
                 x, settings, config = prepare(**(self.static | tensors | functions), can_check_floor=False)
                 x = x._replace(block_mask=tuple(lists))
-        if x.seqused_q is None and x.seqused_kv is None and (used := {"seqused_q", "seqused_kv"} & {*self.names}):
-            raise ValueError(
-                f"{' and '.join(sorted(used))} given, and a gradient is asked for, or q is in FP8; accepted in JAX: lengths in "
-                "cu_seqlens_q and cu_seqlens_kv, or a forward alone in 16 or 32 bits, as of jax.lax.stop_gradient(q)"
-            )
         return x, settings, config, places
 
 
@@ -359,7 +366,7 @@ def _differentiable(given: _Given, names: tuple[str, str]) -> Any:
             for place, noted in given.noted(arrays, amaxes | {"dout": amax}).items():
                 gradients[place] = noted
         for gradient, operand in zip(found, one.wanted(), strict=True):
-            place = sources[operand][0]
+            place = sources[operand].place  # what has a gradient is an array as it came
             gradient = gradient.reshape(arrays[place].shape).astype(arrays[place].dtype)
             gradients[place] = gradient if gradients[place] is None else gradients[place] + gradient
         return (tuple(gradients),)
@@ -369,17 +376,43 @@ def _differentiable(given: _Given, names: tuple[str, str]) -> Any:
     return call
 
 
-def _operands(arrays: Sequence[Any], sources: Sequence[tuple[int, tuple[int, ...]]]) -> list[Any]:
-    found = []
-    for place, shape in sources:
-        array = jnp.asarray(arrays[place])
+class _Same(NamedTuple):
+    """An operand that is one of the call's arrays, in a shape."""
+
+    place: int
+    shape: tuple[int, ...]
+
+    def made(self, arrays: Sequence[Any]) -> Any:
+        """Returns the operand."""
+        array = jnp.asarray(arrays[self.place])
         is_words = array.dtype == jnp.uint32  # words of a key, which is int64 [2] to torch
-        found.append(array if is_words or array.shape == shape else array.reshape(shape))
-    return found
+        return array if is_words or array.shape == self.shape else array.reshape(self.shape)
+
+
+class _Lengths(NamedTuple):
+    """An operand cu_seqlens that is made as `flexattn.dispatch.pages` makes it, of the arrays seqused and cu_seqlens."""
+
+    used: int | None
+    slots: int | None
+    batch: int  # of a dense format
+    tokens: int
+
+    def made(self, arrays: Sequence[Any]) -> Any:
+        """Returns the operand, int32 [batch + 1]."""
+        slots = jnp.full(self.batch, self.tokens, jnp.int32) if self.slots is None else jnp.diff(arrays[self.slots])
+        lengths = slots if self.used is None else jnp.clip(arrays[self.used], 0, slots)
+        return jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(lengths, dtype=jnp.int32)])
+
+
+_Source = _Same | _Lengths
+
+
+def _operands(arrays: Sequence[Any], sources: Sequence[_Source]) -> list[Any]:
+    return [source.made(arrays) for source in sources]
 
 
 @jax.tree_util.register_static
 class _Static(NamedTuple):
     """The part of what a forward leaves to its backward that is no array."""
 
-    value: tuple[Call, tuple[tuple[int, tuple[int, ...]], ...]]
+    value: tuple[Call, tuple[_Source, ...]]

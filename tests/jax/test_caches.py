@@ -105,12 +105,46 @@ def test_what_has_no_gradient_says_so() -> None:
     given = {n: to_jax(x) if isinstance(x, Tensor) else x for n, x in paged().items()}
     with pytest.raises(ValueError, match="page_table is given and a gradient is asked for"):
         jax.grad(lambda q: fj.attention(**(given | {"q": q})).sum())(given["q"])
-    given = {n: to_jax(x) if isinstance(x, Tensor) else x for n, x in dense().items()}
-    with pytest.raises(ValueError, match=r"seqused_kv and seqused_q|seqused_q and seqused_kv given, and a gradient is asked for"):
-        jax.grad(lambda q: fj.attention(**(given | {"q": q})).sum())(given["q"])
-    assert fj.attention(**given).shape == (4, 9, 4, 8)
     with pytest.raises(NotImplementedError, match="appending to a cache has no gradient"):
         jax.grad(lambda x: fj.append_kv(x, x, x, x, seqused_kv=jnp.zeros(1, jnp.int32))[0].sum())(jnp.ones((1, 4, 2, 8)))
+
+
+SLOTS: dict[str, Any] = {
+    "qkv_format": "thd",
+    "cu_seqlens_q": int32(0, 9, 11, 11, 20),
+    "max_seqlen_q": 9,
+    "cu_seqlens_kv": int32(0, 20, 20, 90, 100),
+    "max_seqlen_kv": 70,
+}
+WITH_GRADIENTS: dict[str, Any] = {
+    "both sides": dense,
+    "keys alone": lambda: {n: x for n, x in dense().items() if n != "seqused_q"},
+    "slots": lambda: dense() | SLOTS | {"q": normal(0, 20, 4, 16), "k": normal(1, 100, 2, 16), "v": normal(2, 100, 2, 8)},
+    "more than there is": lambda: dense() | {"seqused_kv": int32(99, -3, 20, 70)},
+    "FP8": lambda: {n: x.bfloat16() if n in "qkv" else x for n, x in dense().items()} | {"fp8_recipe": flexattn.fp8.Recipe()},
+}
+
+
+@pytest.mark.parametrize("name", WITH_GRADIENTS)
+def test_lengths_in_use_have_torchs_gradients(name: str) -> None:
+    given = WITH_GRADIENTS[name]()
+    leaves = {n: given.pop(n).requires_grad_() for n in "qkv"}
+    out = flexattn.attention(**leaves, **given, backend="eager")
+    assert isinstance(out, Tensor)
+    dout = normal(9, *out.shape)
+    expected = torch.autograd.grad(out, [*leaves.values()], dout)
+    static = {n: x for n, x in given.items() if not isinstance(x, Tensor)}
+    arrays = {n: to_jax(x) for n, x in given.items() if isinstance(x, Tensor)}
+
+    @jax.jit
+    def both(leaves: Any, arrays: Any, dout: Any) -> Any:
+        out, pull = jax.vjp(lambda leaves: fj.attention(**leaves, **arrays, **static), leaves)
+        return out, pull(dout)[0]
+
+    found, gradients = both({n: to_jax(x) for n, x in leaves.items()}, arrays, to_jax(dout))
+    assert torch.equal(to_torch(found), out.detach())
+    for n, b in zip("qkv", expected, strict=True):
+        assert torch.equal(to_torch(gradients[n]), b), n
 
 
 def test_vmap_goes_over_caches() -> None:
