@@ -131,7 +131,7 @@ def test_lengths_in_use_have_torchs_gradients(name: str) -> None:
     leaves = {n: given.pop(n).requires_grad_() for n in "qkv"}
     out = flexattn.attention(**leaves, **given, backend="eager")
     assert isinstance(out, Tensor)
-    dout = normal(9, *out.shape)
+    dout = normal(9, *out.shape).to(out.dtype)
     expected = torch.autograd.grad(out, [*leaves.values()], dout)
     static = {n: x for n, x in given.items() if not isinstance(x, Tensor)}
     arrays = {n: to_jax(x) for n, x in given.items() if isinstance(x, Tensor)}
