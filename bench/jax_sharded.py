@@ -95,8 +95,12 @@ def differences(name: str, workload: Workload, found: Any, one: Any) -> dict[str
 
 def measure(workload: Workload, direction: str) -> list[dict[str, Any]]:
     """Returns a row for each way to divide the call."""
+    import jax
+
     tensors = make_tensors(workload, "cuda:0")
-    calls = calls_of(workload, tuple(map(to_jax, tensors[:4])), direction)
+    # Named, as an import may take torch's current device for the array's, and JAX changes that one when it starts.
+    arrays = (jax.device_put(to_jax(t), jax.devices()[0]) for t in tensors[:4])
+    calls = calls_of(workload, tuple(arrays), direction)
     one = calls["one GPU"]()
     rows: list[dict[str, Any]] = []
     timed: dict[str, Call] = {}
