@@ -77,7 +77,7 @@ def dot_product_attention(
         bias_type="no_bias" if bias is None else "post_scale_bias",
         bias=bias,
         softmax_scale=scale,
-        mask_mod=None if mask is None else _reads(mask, (batch, q.shape[2], q.shape[1], k.shape[1])),
+        mask_mod=None if mask is None else reads_mask(mask, (batch, q.shape[2], q.shape[1], k.shape[1])),
         return_lse=True,
         backend=implementation,
         **lengths,
@@ -96,7 +96,7 @@ def _cumulative(name: str, lengths: Any, batch: int, longest: int) -> Any:
     return jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(lengths, dtype=jnp.int32)])
 
 
-def _reads(mask: Any, sizes: tuple[int, int, int, int]) -> Any:
+def reads_mask(mask: Any, sizes: tuple[int, int, int, int]) -> Any:
     """Returns the mask_mod that reads a mask, whose dims of size 1 stand for all."""
     if any(size not in (1, full) for size, full in zip(mask.shape, sizes, strict=True)):
         raise ValueError(f"mask has shape {mask.shape}; accepted: {sizes}, where any may be 1 instead")
