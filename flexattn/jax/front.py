@@ -394,7 +394,7 @@ class _Lengths(NamedTuple):
 
     used: int | None
     slots: int | None
-    batch: int  # of a dense format
+    batch: int  # sequences and tokens of a dense format
     tokens: int
 
     def made(self, arrays: Sequence[Any]) -> Any:

@@ -100,7 +100,7 @@ class _Sequences(NamedTuple):
 
     starts: Any  # int32 [b]: the first token of each document; 0 for those of a batch
     lengths: Any  # int32 [b]
-    longest: int | None = None  # of packed documents, where the call says so
+    longest: int | None = None  # most tokens of a packed document, where the call says so
     is_padded: bool = False  # whether there are tokens between documents
 
     @classmethod
