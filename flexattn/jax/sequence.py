@@ -25,9 +25,7 @@ _NOT_TAKEN = {
     "block_mask": "mask_mod",
     "batch_invariant": "False",
     **dict.fromkeys(("page_table", "seqused_q", "seqused_kv"), "keys that are no cache"),
-    **dict.fromkeys(
-        ("fp8_recipe", "fp8_state", "descale_q", "descale_k", "descale_v"), "16 bits or more, as each device would scale its part"
-    ),
+    **dict.fromkeys(("fp8_recipe", "fp8_state"), "q, k and v in FP8 with their descales, as each device would scale its part"),
 }
 
 
@@ -74,7 +72,8 @@ def attention_over_axis(
         softmax_offset: the same on each device; shard_map sums the parts of its gradient where it comes in whole, as P().
         dropout_p, rng_state: one key, the same on each device, drops what one device drops, on any number of them. Where the batch
             or heads are split over other axes, give those keys of their own, as by jax.random.fold_in of jax.lax.axis_index.
-        options: others of `attention`, but for caches, block masks and FP8.
+        descale_q, descale_k, descale_v: of q, k and v in FP8, which travel as they are; without blocks, the same on each device.
+        options: others of `attention`, but for caches, block masks and FP8 recipes.
 
     Returns:
         out, or with lse of this device's queries, and with max_logit of all, as `attention` does.

@@ -12,6 +12,7 @@ from flexattn import Window, fp8
 jax = pytest.importorskip("jax", reason="JAX is not installed: pip install 'flexattn[jax]'")
 jnp = jax.numpy
 fj = pytest.importorskip("flexattn.jax")
+from flexattn.jax import fp8 as jax_fp8  # noqa: E402
 
 P = jax.sharding.PartitionSpec
 TOKENS = 48
@@ -196,6 +197,24 @@ def test_packed_documents_over_an_axis(mesh: Any, name: str, layout: str, gap: i
         np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * max(1.0, float(abs(b[jnp.isfinite(b)]).max())))
 
 
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_numbers_in_fp8_travel_as_they_are(mesh: Any, layout: str) -> None:
+    eight = {n: jax_fp8.quantize(x.astype(jnp.bfloat16)) for n, x in qkv().items()}
+    given = {f"descale_{n}": x.descale for n, x in eight.items()} | {"attn_mask_type": "causal"}
+    expected = fj.attention(**{n: x.data for n, x in eight.items()}, **given)
+    order, spec = fj.sequence_order(TOKENS, 4, layout), P(None, "sp")
+    part = lambda q, k, v: fj.attention_over_axis(q, k, v, **given, axis_name="sp", layout=layout)  # noqa: E731
+    call = jax.jit(jax.shard_map(part, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
+    arrays = [x.data[:, order] for x in eight.values()]
+    found = call(*arrays)[:, np.argsort(order)]
+    gathers = [line for line in str(jax.make_jaxpr(call)(*arrays)).splitlines() if "all_gather[" in line]
+    assert len(gathers) == 2
+    assert all("f8_e4m3fn" in line for line in gathers), gathers
+    off = abs(found.astype(jnp.float32) - expected.astype(jnp.float32))
+    assert (off > 0).mean() < 0.02  # weights round by the last bit of a score
+    assert off.max() < 0.05
+
+
 def test_kernels_drop_over_an_axis_what_they_drop_on_one_device(mesh: Any, interpreted: list[Any]) -> None:
     """And take all of a part's keys, of which 67 are more than a block."""
     lengths = {"cu_seqlens_q": jnp.array([0, 1, 1, 96], jnp.int32), "max_seqlen_q": 95}
@@ -267,7 +286,10 @@ def test_order_of_a_sequence() -> None:
         ({"max_seqlen_q": 8}, "cu_seqlens_q is None beside cu_seqlens_q_padded or max_seqlen_q"),
         ({"cu_seqlens_q": CU, "max_seqlen_q": 8, "max_seqlen_kv": 9}, r"max_seqlen_q and max_seqlen_kv are \[8, 9\]"),
         ({"dropout_p": 0.1}, "rng_state is None with dropout_p > 0; accepted: a key"),
-        ({"fp8_recipe": fp8.Recipe()}, "fp8_recipe is given to attention_over_axis; accepted: 16 bits or more"),
+        (
+            {"fp8_recipe": fp8.Recipe()},
+            "fp8_recipe is given to attention_over_axis; accepted: q, k and v in FP8 with their descales",
+        ),
         ({"layout": "dealt"}, "layout is 'dealt'; accepted: contiguous, zigzag"),
         ({"qkv_format": "thd"}, "cu_seqlens_q is None with thd"),
         ({"qkv_format": "thd_2bshd"}, "qkv_format is 'thd_2bshd'; accepted: bshd, sbhd, bhsd, thd"),
