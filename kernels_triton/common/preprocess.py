@@ -1,6 +1,7 @@
 """The kernel before a backward: lse in units of log2, and delta, of each query.
 
-It reads dout anyway, and so it makes dout in FP8 too, where that comes in 16 bits.
+It reads dout anyway, and so it makes dout in FP8 too, where that comes in 16 bits; and for a fused backward it writes the zeros to
+which dq is added, which a fill of its own would take a launch for.
 """
 
 from __future__ import annotations
@@ -26,10 +27,12 @@ from flexattn.kernels_triton.common.primitives import (
     sink_probability,
     statistics_row,
     store_tile,
+    store_zeros,
 )
 from flexattn.kernels_triton.common.problem import Backward, Problem, rows
 from flexattn.kernels_triton.common.quantize import LARGEST, largest_of_rows, scale_of, to_fp8
 from flexattn.kernels_triton.common.tiles import cdiv
+from flexattn.kernels_triton.runtime.entry import WidePointer
 from flexattn.kernels_triton.runtime.launch import Tile, kernel, launch
 
 _TILE = Tile(128, 64, 8, 1)
@@ -63,6 +66,8 @@ class TiledStatistics(NamedTuple):
 
     ptr: Pointer
     tiles: int  # tiles of one head: of all sequences of a packed batch, or of one sequence
+    # The fp32 sums of dq [tiles * SIZE, HEAD_DIM_QK], or None: zeros, once written, in tile 0 and in each tile that has a query.
+    dq_sums_ptr: WidePointer
 
 
 class Quantized(NamedTuple):
@@ -114,6 +119,8 @@ def _attn_bwd_preprocess_kernel(
             none = tl.arange(0, SIZE)
             tl.store(tiles_ptr + none, tl.full([SIZE], float("-inf"), tl.float32))
             tl.store(tiles_ptr + SIZE + none, tl.zeros([SIZE], tl.float32))
+            if args.tiled.dq_sums_ptr is not None:  # a persistent backward counts there
+                tl.store(args.tiled.dq_sums_ptr + none, tl.zeros([SIZE], tl.float32))
     if first_row >= len_q:
         if quantized.rows.ptr is not None:
             tl.store(quantized.descale_ptr + (b * num_heads + h) * blocks + block, 1.0)
@@ -121,6 +128,12 @@ def _attn_bwd_preprocess_kernel(
             tl.store(dsink_ptr + (h * batch + b) * blocks + block, 0.0)
         return
     BLOCK_M: tl.constexpr = META.BLOCK_M
+    if args.tiled.dq_sums_ptr is not None:
+        WIDTH: tl.constexpr = META.HEAD_DIM_QK
+        first_tile = statistics_tile(b, h, num_heads, packed_start(lengths, b, start_q), args.tiled.tiles, META, SIZE)
+        sums = args.tiled.dq_sums_ptr + tl.cast(first_tile, tl.int64) * (SIZE * WIDTH)
+        end = tl.minimum(first_row + ROWS, tl.cdiv(len_q, SIZE) * SIZE)
+        store_zeros(sums, WIDTH, tl.arange(0, BLOCK_M) * WIDTH, first_row, end, WIDTH, META.QK0, META.QK1)
     dout_base = row_pointer(args.dout, b, h, start_q + first_row, META)
     dout_step, dout_offsets = row_steps(args.dout.stride_s, BLOCK_M, META)
     scale, descale = 1.0, 1.0
@@ -193,17 +206,27 @@ def row_statistics(call: Backward) -> Statistics:
     return statistics
 
 
-def tiled_statistics(call: Backward, size: int) -> tuple[Tensor, int, LargeRows]:
-    """Returns (statistics, negated, in tiles of `size` queries: fp32 [all tiles * 2 * size], tiles of a head, `large_rows`)."""
+class Tiled(NamedTuple):
+    """Results of `tiled_statistics`."""
+
+    statistics: Tensor  # negated, in tiles: fp32 [all tiles * 2 * size]
+    tiles: int  # tiles of one head
+    large: LargeRows
+    dq_sums: Tensor | None  # zeros, fp32 [all tiles * size, head dim], of which only rows of sequences are written
+
+
+def tiled_statistics(call: Backward, size: int, *, with_dq_sums: bool = False) -> Tiled:
+    """Returns the statistics in tiles of `size` queries, and the sums of dq in such tiles for a backward `with_dq_sums`."""
     x = call.problem
-    num_tokens_q = x.q.shape[-3]
+    num_tokens_q, head_dim = x.q.shape[-3], x.q.shape[-1]
     # tiles of one head: of all sequences of a packed batch, or of one sequence
     tiles = num_tokens_q // size + x.batch + 1 if x.q.dim() == 3 else cdiv(num_tokens_q, size)
     num_tiles = 1 + tiles * x.num_heads * (1 if x.q.dim() == 3 else x.batch)
     statistics = torch.empty(num_tiles * 2 * size, dtype=torch.float32, device=x.device)
+    dq_sums = torch.empty((num_tiles * size, head_dim), dtype=torch.float32, device=x.device) if with_dq_sums else None
     large = large_rows(x, call.lse)
-    _launch(call, large, TiledStatistics(ptr=statistics, tiles=tiles), size)
-    return statistics, tiles, large
+    _launch(call, large, TiledStatistics(ptr=statistics, tiles=tiles, dq_sums_ptr=dq_sums), size)
+    return Tiled(statistics, tiles, large, dq_sums)
 
 
 def _launch(call: Backward, large: LargeRows, target: Statistics | TiledStatistics, size: int = 0) -> None:

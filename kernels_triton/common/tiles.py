@@ -448,6 +448,9 @@ class HopperFusedTile(NamedTuple):
     # first product of a turn, of 64 queries, the consumers, which meet at it, were 2 to 7 % faster with it at 64, and up to 9 %
     # slower at 128 (bench/results/hopper_turns_h200.json).
     dout_apart: bool = False
+    # True: a warpgroup multiplies a whole tile of dq every other iteration, and the other one that of the iterations between, so
+    # that less of shared memory is read. With 64 queries, dp first, no scores ahead, dv with dk and one tile of dq.
+    alternates: bool = False
     # True: programs, one for each multiprocessor, draw blocks of keys, and load the next block's k while the one before ends. For
     # calls in which each query head has a key head of its own, of at least the kind's length and at most `up_to` tokens.
     is_persistent: bool = False

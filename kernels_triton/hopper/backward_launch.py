@@ -82,10 +82,10 @@ def backward_meta(
 def shared_arguments(call: Backward, size: int) -> tuple[Tensor, dict[str, Any]]:
     """Returns (the statistics in tiles of `size` queries, the arguments that both kernels have, by name)."""
     x = call.problem
-    statistics, tiles, large = tiled_statistics(call, size)
-    return statistics, {
-        "tiles_of_statistics": tiles,
-        "large": LargeLse(is_any_ptr=large.is_any, lse_ptr=large.lse),
+    tiled = tiled_statistics(call, size)
+    return tiled.statistics, {
+        "tiles_of_statistics": tiled.tiles,
+        "large": LargeLse(is_any_ptr=tiled.large.is_any, lse_ptr=tiled.large.lse),
         "lengths_q": x.lengths_q,
         "lengths_kv": x.lengths_kv,
         "band": x.band,

@@ -52,8 +52,8 @@ def prepare_fused(call: Backward, tile: Any) -> FusedLaunch:
     is_fp8 = x.q.element_size() == 1
     dim, size = tile.head_dim, tile.queries
     head_dim = x.q.shape[-1]
-    statistics, tiles, large = tiled_statistics(call, size)
-    dq_sums = torch.zeros((statistics.numel() // 2, head_dim), dtype=torch.float32, device=x.device)
+    statistics, tiles, large, dq_sums = tiled_statistics(call, size, with_dq_sums=True)
+    assert dq_sums is not None
     dq_block = [ROWS.value, size * dim // KEYS]  # a warpgroup's
     dq_layout = gl.NVMMASharedLayout.get_default_for(dq_block, gl.float32)
     bytes_per_head = 12 * dim * max(x.longest_q, x.longest_kv)  # about: k, v, q and dout of two bytes, dq of four
@@ -76,6 +76,7 @@ def prepare_fused(call: Backward, tile: Any) -> FusedLaunch:
         PINGPONG=tile.pingpong,
         DV_WITH_DK=tile.dv_with_dk,
         DOUT_APART=tile.dout_apart,
+        ALTERNATES=tile.alternates,
         DQ_STAGES=tile.dq_stages,
         NUMBERS=key_block_numbers(x.features) if tile.is_persistent else 0,
         K_STAGES=2 if tile.is_persistent else 1,
