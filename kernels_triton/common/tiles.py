@@ -474,6 +474,11 @@ def persistent(tile: HopperFusedTile, **more: int) -> HopperFusedTile:
     return tile._replace(**kinds | more, is_persistent=True, dq_stages=dq_stages)
 
 
+def alternating(tile: HopperFusedTile) -> HopperFusedTile:
+    """Returns the row, which has 64 queries, dp first and dv with dk, with consumers that alternate at dq."""
+    return tile._replace(alternates=True, dq_stages=1)
+
+
 # The rows of a head dim in the order of `select_hopper_fused_tile`. A call with dropout has the length of its own band too.
 _FUSED = (
     HopperFusedTile(

@@ -198,8 +198,8 @@ def _consume_block(
     # other in the middle of an iteration, dq is computed in the next one. The products of an iteration, and what runs under them:
     #   DP_FIRST   dp | p | dv | ds | dk, dq of the last iteration
     #   else       dq of the last iteration | p | dv, dp | ds | dk
-    # With ALTERNATES dq of the last iteration comes behind dk instead, by one warpgroup alone, which has 64 queries and all columns:
-    # products of half of the columns take as long to read ds from shared memory. The other has the next one's.
+    # With ALTERNATES dq of the last iteration comes behind dk instead, all columns by one warpgroup; the other has the next one's.
+    # Two products of half of the columns read ds from shared memory twice.
     # Before all of it come the scores, which IS_AHEAD has begun at the end of the iteration before. In FP8 scores and dp are
     # products of FP8 tiles, the others of their copies in 16 bits.
     b, len_q, band, large = block.b, block.sequence.len_q, block.band, block.large
