@@ -1,15 +1,17 @@
-"""Fused backwards on sm_90: a program for each block of keys beside persistent programs that draw them, and other kernels.
+"""Fused backwards on sm_90: a program for each block of keys beside persistent programs that draw them, and other variants.
 
-    python -m flexattn.bench.fused_programs --out fused_programs.json
+    python -m flexattn.bench.fused_programs --out fused_programs.json [--only PATTERN ...]
 
 A time is the median of replays of a CUDA graph of the whole backward with L2 emptied before, the kernels taking turns. Gradients
-of calls of up to 4096 tokens are held to the reference; of all calls dk and dv of the two must have the same bits, and repeat, and
-what is not written would be NaN. Needs a GPU of compute capability 9.0.
+of calls of up to 4096 tokens are held to the reference; of all calls dk and dv of all variants must have the same bits, and repeat,
+and what is not written would be NaN. "zeros apart" are persistent programs with dq's sums filled by a launch of its own rather than
+by the statistics kernel. Needs a GPU of compute capability 9.0.
 """
 
 from __future__ import annotations
 
 import argparse
+import fnmatch
 import functools
 import json
 import statistics
@@ -17,6 +19,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -28,6 +31,7 @@ from flexattn.bench.inputs import make_tensors
 from flexattn.bench.shapes import CAUSAL, DOCUMENTS, SWEEP_SEQLENS, Workload, dense, ragged, select
 
 ROUNDS, CALLS = 7, 4  # turns of each, and replays in each
+OTHERS = ("two kernels", "portable")
 MOST_BESIDE = 512  # tokens of calls that the other kernels are timed on too
 MOST_CHECKED = 4096  # tokens
 WINDOW = {**CAUSAL, "window_size": (1023, 0)}
@@ -51,10 +55,24 @@ def workloads() -> Iterator[Workload]:
     yield from select(["llama3-70b-s8192", "gpt-oss-full-s8192"])
 
 
+def _with_zeros_apart(call: Any, tile: Any) -> None:
+    from flexattn.kernels_triton.common.preprocess import tiled_statistics
+    from flexattn.kernels_triton.hopper import fused_launch
+    from flexattn.kernels_triton.hopper.backward_fused import fused_backward
+
+    def apart(own: Any, size: int, *, with_dq_sums: bool) -> Any:
+        tiled = tiled_statistics(own, size)
+        rows, head_dim = tiled.statistics.numel() // 2, own.problem.q.shape[-1]
+        return tiled._replace(dq_sums=torch.zeros((rows, head_dim), device=tiled.statistics.device) if with_dq_sums else None)
+
+    with mock.patch.object(fused_launch, "tiled_statistics", apart):
+        fused_backward(call, tile=tile)
+
+
 def backwards_of(workload: Workload) -> dict[str, Callable[[], dict[str, Tensor]]]:
     """The whole backward of the workload by each kernel; what is not written is NaN, but in a graph."""
     from flexattn.kernels_triton.common.problem import Backward
-    from flexattn.kernels_triton.common.tiles import persistent, select_hopper_fused_tile
+    from flexattn.kernels_triton.common.tiles import alternating, persistent, select_hopper_fused_tile
     from flexattn.kernels_triton.hopper.backward import hopper_backward
     from flexattn.kernels_triton.hopper.backward_fused import fused_backward
     from flexattn.kernels_triton.hopper.conditions import mask_class
@@ -81,34 +99,41 @@ def backwards_of(workload: Workload) -> dict[str, Callable[[], dict[str, Tensor]
     runs: dict[str, Callable[..., None]] = {
         "one block": functools.partial(fused_backward, tile=row),
         "persistent": functools.partial(fused_backward, tile=persistent(row)),
+        "zeros apart": functools.partial(_with_zeros_apart, tile=persistent(row)),
     }
+    if row.head_dim == 128 and not x.is_modified:
+        alternates = alternating(select_hopper_fused_tile(128, 128))
+        runs["alternates"] = functools.partial(fused_backward, tile=alternates)
+        runs["persistent, alternates"] = functools.partial(fused_backward, tile=persistent(alternates))
     if workload.seqlen_q <= MOST_BESIDE:
-        runs |= {"two kernels": hopper_backward, "portable": attention_backward}
+        runs |= dict(zip(OTHERS, (hopper_backward, attention_backward), strict=True))
     return {name: functools.partial(backward, run) for name, run in runs.items()}
 
 
 def check(workload: Workload, backwards: dict[str, Callable[[], dict[str, Tensor]]]) -> str:
     """Returns "measured", or "wrong: " and why."""
-    results = {name: backwards[name]() for name in ("one block", "persistent")}
-    again = backwards["persistent"]()
-    for other in (results["one block"], again):
+    variants = [name for name in backwards if name not in OTHERS]
+    first = backwards["one block"]()
+    largest = float(first["dq"].float().abs().amax())
+    checker = Checker(workload, make_tensors(workload, "cuda")) if workload.seqlen_q <= MOST_CHECKED else None
+    for name in variants + variants:
+        found = backwards[name]()
         for gradient in ("dk", "dv"):
-            if not torch.equal(other[gradient], results["persistent"][gradient]):
-                return f"wrong: {gradient} has other bits"
-    largest = float(results["one block"]["dq"].float().abs().amax())
-    apart = float((results["persistent"]["dq"].float() - results["one block"]["dq"].float()).abs().amax())
-    if not apart <= largest * 2.0**-6:
-        return f"wrong: dq is {apart} off, of {largest}"
-    if workload.seqlen_q <= MOST_CHECKED:
-        try:
-            Checker(workload, make_tensors(workload, "cuda")).check("backward", results["persistent"])
-        except AssertionError as e:
-            return f"wrong: {e}"
+            if not torch.equal(found[gradient], first[gradient]):
+                return f"wrong: {gradient} of {name} has other bits"
+        apart = float((found["dq"].float() - first["dq"].float()).abs().amax())
+        if not apart <= largest * 2.0**-6:
+            return f"wrong: dq of {name} is {apart} off, of {largest}"
+        if checker is not None and name in ("persistent", "persistent, alternates"):
+            try:
+                checker.check("backward", found)
+            except AssertionError as e:
+                return f"wrong: {name}: {e}"
     return "measured"
 
 
 def measure(workload: Workload, flush: Tensor) -> dict[str, Any]:
-    """Returns the times in microseconds, and their ratio."""
+    """Returns the times in microseconds, and that of a program for each block over each."""
     backwards = backwards_of(workload)
     status = check(workload, backwards)
     graphs = {name: captured(backward) for name, backward in backwards.items()}
@@ -119,12 +144,12 @@ def measure(workload: Workload, flush: Tensor) -> dict[str, Any]:
         for name in list(graphs) if turn % 2 == 0 else reversed(list(graphs)):
             times[name] += time_replays(graphs[name], flush, CALLS)
     us = {name: statistics.median(found) for name, found in times.items()}
-    return {"status": status, "us": us, "speed": us["one block"] / us["persistent"]}
+    return {"status": status, "us": us, "speed": {name: us["one block"] / took for name, took in us.items()}}
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--only", default="", help="cells whose name contains this")
+    parser.add_argument("--only", nargs="+", default=["*"], metavar="PATTERN", help="cells whose name matches one, as 'sweep-*'")
     parser.add_argument("--out", type=Path, help="where the JSON is written, after every cell")
     options = parser.parse_args(argv)
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
@@ -141,7 +166,7 @@ def main(argv: list[str] | None = None) -> int:
     flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
     rows: list[dict[str, Any]] = []
     for workload in workloads():
-        if options.only in workload.name:
+        if any(fnmatch.fnmatchcase(workload.name, only) for only in options.only):
             rows.append({"cell": workload.name, "shape": str(workload), **measure(workload, flush)})
             print(workload.name, {key: rows[-1][key] for key in ("status", "us", "speed")}, flush=True)
             if options.out is not None:
