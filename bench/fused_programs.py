@@ -72,7 +72,7 @@ def _with_zeros_apart(call: Any, tile: Any) -> None:
 def backwards_of(workload: Workload) -> dict[str, Callable[[], dict[str, Tensor]]]:
     """The whole backward of the workload by each kernel; what is not written is NaN, but in a graph."""
     from flexattn.kernels_triton.common.problem import Backward
-    from flexattn.kernels_triton.common.tiles import alternating, persistent, select_hopper_fused_tile
+    from flexattn.kernels_triton.common.tiles import persistent, select_hopper_fused_tile
     from flexattn.kernels_triton.hopper.backward import hopper_backward
     from flexattn.kernels_triton.hopper.backward_fused import fused_backward
     from flexattn.kernels_triton.hopper.conditions import mask_class
@@ -101,10 +101,6 @@ def backwards_of(workload: Workload) -> dict[str, Callable[[], dict[str, Tensor]
         "persistent": functools.partial(fused_backward, tile=persistent(row)),
         "zeros apart": functools.partial(_with_zeros_apart, tile=persistent(row)),
     }
-    if row.head_dim == 128 and not x.is_modified:
-        alternates = alternating(select_hopper_fused_tile(128, 128))
-        runs["alternates"] = functools.partial(fused_backward, tile=alternates)
-        runs["persistent, alternates"] = functools.partial(fused_backward, tile=persistent(alternates))
     if workload.seqlen_q <= MOST_BESIDE:
         runs |= dict(zip(OTHERS, (hopper_backward, attention_backward), strict=True))
     return {name: functools.partial(backward, run) for name, run in runs.items()}
@@ -124,7 +120,7 @@ def check(workload: Workload, backwards: dict[str, Callable[[], dict[str, Tensor
         apart = float((found["dq"].float() - first["dq"].float()).abs().amax())
         if not apart <= largest * 2.0**-6:
             return f"wrong: dq of {name} is {apart} off, of {largest}"
-        if checker is not None and name in ("persistent", "persistent, alternates"):
+        if checker is not None and name == "persistent":
             try:
                 checker.check("backward", found)
             except AssertionError as e:

@@ -448,9 +448,6 @@ class HopperFusedTile(NamedTuple):
     # first product of a turn, of 64 queries, the consumers, which meet at it, were 2 to 7 % faster with it at 64, and up to 9 %
     # slower at 128 (bench/results/hopper_turns_h200.json).
     dout_apart: bool = False
-    # True: a warpgroup multiplies a whole tile of dq every other iteration, and the other one that of the iterations between, so
-    # that less of shared memory is read. With 64 queries, dp first, no scores ahead, dv with dk and one tile of dq.
-    alternates: bool = False
     # True: programs, one for each multiprocessor, draw blocks of keys, and load the next block's k while the one before ends. For
     # calls in which each query head has a key head of its own, of at least the kind's length and at most `up_to` tokens.
     is_persistent: bool = False
@@ -472,11 +469,6 @@ def persistent(tile: HopperFusedTile, **more: int) -> HopperFusedTile:
     kinds = dict.fromkeys((field for field in tile._fields if field.endswith("_from") and field != "flops_from"), NEVER)
     dq_stages = tile.dq_stages if tile.head_dim <= 64 else 1
     return tile._replace(**kinds | more, is_persistent=True, dq_stages=dq_stages)
-
-
-def alternating(tile: HopperFusedTile) -> HopperFusedTile:
-    """Returns the row, which has 64 queries, dp first and dv with dk, with consumers that alternate at dq."""
-    return tile._replace(alternates=True, dq_stages=1)
 
 
 # The rows of a head dim in the order of `select_hopper_fused_tile`. A call with dropout has the length of its own band too.
@@ -521,12 +513,11 @@ _FUSED = (
 )
 
 HOPPER_FUSED = (
-    # bench/results/fused_programs_h100.json
+    # bench/results/fused_programs_h100.json, fused_variants_h100.json
     persistent(_FUSED[0], open_from=512, up_to=4096),
     persistent(_FUSED[0], causal_from=1024, windowed_from=2048, up_to=8192),
     persistent(_FUSED[2], open_from=2048),
-    persistent(_FUSED[3], causal_from=1024, up_to=4096),
-    persistent(_FUSED[3], windowed_from=2048, up_to=8192),
+    persistent(_FUSED[3], causal_from=1024, windowed_from=2048, up_to=8192),
     *_FUSED,
 )
 

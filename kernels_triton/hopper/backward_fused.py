@@ -18,7 +18,7 @@ from flexattn.kernels_triton.hopper.backward_blocks import Block, find_key_block
 from flexattn.kernels_triton.hopper.block_ranges import query_block
 from flexattn.kernels_triton.hopper.conditions import fused_tile
 from flexattn.kernels_triton.hopper.descriptors import load_rows, load_statistics, store_rows
-from flexattn.kernels_triton.hopper.dq_sums import add_dq, stages_of_release
+from flexattn.kernels_triton.hopper.dq_sums import add_dq
 from flexattn.kernels_triton.hopper.fused_consumer import Begun, FusedArguments, FusedBarriers, FusedTiles, consume_fused
 from flexattn.kernels_triton.hopper.fused_launch import finish_fused, prepare_fused
 from flexattn.kernels_triton.hopper.operands import ROWS, allocate_tiles
@@ -182,8 +182,8 @@ def _attn_bwd_fused_hopper_kernel(args: FusedArguments, MODS: gl.constexpr, META
         q_empty=q_empty,
         dout_full=allocate_barriers(STAGES, 1),
         dout_empty=dout_empty,
-        dq_full=allocate_barriers(META.DQ_STAGES, 1 if META.ALTERNATES else 2),
-        dq_empty=allocate_barriers(stages_of_release(META), 1),
+        dq_full=allocate_barriers(META.DQ_STAGES, 2),
+        dq_empty=allocate_barriers(META.DQ_STAGES, 1),
         dkdv_full=allocate_barriers(META.K_STAGES, 2),
         tile_full=tile_full,
         tile_empty=tile_empty,

@@ -28,36 +28,25 @@ _CONVERSION_TILE = Tile(64, 64, 4, 1)
 
 
 class DqRing(NamedTuple):
-    """Tiles of dq in shared memory on their way to the sums, two of each stage: one by either consumer, or both by one."""
+    """Tiles of dq in shared memory, two of each stage, one by either consumer, on their way to the sums."""
 
     tiles: Any
     full: Any
     empty: Any
 
 
-@gluon.constexpr_function
-def stages_of_release(META):
-    """Returns how many barriers tell that a tile of dq has been read.
-
-    Consumers that alternate have one each, for the tiles before their own: a consumer must not miss a phase of what it waits for.
-    """
-    return 2 if META.ALTERNATES else META.DQ_STAGES
-
-
 @gluon.jit
 def dq_product(ds_tiles, k_tiles, buffer, k_tile, CONSUMER: gl.constexpr, META: gl.constexpr):
     # This warpgroup's half of a tile of dq, from all 128 keys, whose tiles begin at k_tile: half of the columns of 64 queries, or
-    # of 128 queries 64. Where the consumers alternate, the whole tile of 64 queries.
-    COLUMNS: gl.constexpr = META.DIM if META.ALTERNATES else META.DIM * META.BLOCK_M // 128
-    gl.static_assert(META.BLOCK_M == ROWS or not META.ALTERNATES)
+    # of 128 queries 64.
+    COLUMNS: gl.constexpr = META.DIM * META.BLOCK_M // 128
     DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     dq = gl.zeros([ROWS, COLUMNS], gl.float32, layout=DQ)
     for part in gl.static_range(2):
         ds = ds_tiles.index(buffer + part)
         k = k_tiles.index(k_tile + part).reshape([ROWS, META.DIM])
         if META.BLOCK_M == ROWS:
-            if not META.ALTERNATES:
-                k = k.slice(CONSUMER * COLUMNS, COLUMNS, 1)
+            k = k.slice(CONSUMER * COLUMNS, COLUMNS, 1)
         else:
             ds = ds.slice(CONSUMER * ROWS, ROWS, 1)
         dq = warpgroup_mma(ds.permute([1, 0]), k, dq, use_acc=part > 0, is_async=True)
@@ -65,26 +54,13 @@ def dq_product(ds_tiles, k_tiles, buffer, k_tile, CONSUMER: gl.constexpr, META: 
 
 
 @gluon.jit
-def _store_dq(dq, tile):
+def write_dq(dq, ring: DqRing, n, CONSUMER: gl.constexpr, META: gl.constexpr):
+    # n: the iteration whose dq it is
+    wait_empty(ring.empty, n, META.DQ_STAGES)
     # Rows r of eight go to 2 * (r % 4) + r // 4: rows that follow one another would be swizzled into the same banks.
     COLUMNS: gl.constexpr = dq.shape[1]
     dq = gl.permute(dq.reshape([ROWS // 8, 2, 4, COLUMNS]), [0, 2, 1, 3]).reshape([ROWS, COLUMNS])
-    tile.store(dq)
-
-
-@gluon.jit
-def write_dq(dq, ring: DqRing, n, CONSUMER: gl.constexpr, META: gl.constexpr):
-    # n: the iteration whose dq it is
-    tile = 2 * (n % META.DQ_STAGES)
-    if META.ALTERNATES:
-        gl.static_assert(META.DQ_STAGES == 1)
-        wait_empty(ring.empty, n + 1, 2)  # of the tile before, the other consumer's, which went through the same memory
-        left, right = gl.split(gl.permute(dq.reshape([ROWS, 2, META.DIM // 2]), [0, 2, 1]))
-        _store_dq(left, ring.tiles.index(tile))
-        _store_dq(right, ring.tiles.index(tile + 1))
-    else:
-        wait_empty(ring.empty, n, META.DQ_STAGES)
-        _store_dq(dq, ring.tiles.index(tile + CONSUMER))
+    ring.tiles.index(2 * (n % META.DQ_STAGES) + CONSUMER).store(dq)
 
 
 @gluon.jit
@@ -113,7 +89,7 @@ def _add_block(args, ring: DqRing, block: Block, before, META: gl.constexpr):
                 else:
                     reduce_add(descriptor, [at + part * ROWS, 0], ring.tiles.index(2 * stage + part))
         tma.store_wait(0)  # the engine has read the tile
-        release(ring.empty, iteration, stages_of_release(META))
+        release(ring.empty, iteration, META.DQ_STAGES)
         n += 1
         if n == block.num_blocks:
             n = 0

@@ -21,7 +21,7 @@ from flexattn.kernels_triton.hopper.backward_blocks import Block, key_block_of_p
 from flexattn.kernels_triton.hopper.block_ranges import query_block
 from flexattn.kernels_triton.hopper.conditions import KEYS, fused_slower, unsupported_block_mask
 from flexattn.kernels_triton.hopper.descriptors import load_rows, load_statistics, store_rows
-from flexattn.kernels_triton.hopper.dq_sums import add_dq, stages_of_release
+from flexattn.kernels_triton.hopper.dq_sums import add_dq
 from flexattn.kernels_triton.hopper.fp8 import allocate_factors, load_descale, write_factors
 from flexattn.kernels_triton.hopper.fp8_backward_operands import unsupported_operands
 from flexattn.kernels_triton.hopper.fused_consumer import FusedArguments, FusedBarriers, FusedTiles, consume_fused
@@ -45,7 +45,6 @@ class Fp8FusedTile(NamedTuple):
     pingpong = True
     dv_with_dk = False
     dout_apart = False
-    alternates = False
     is_persistent = False
 
 
@@ -157,7 +156,7 @@ def _attn_bwd_fused_fp8_hopper_kernel(args: FusedArguments, MODS: gl.constexpr, 
         dout_empty=None,
         kv_full=allocate_barriers(1, 1),
         dq_full=allocate_barriers(META.DQ_STAGES, 2),
-        dq_empty=allocate_barriers(stages_of_release(META), 1),
+        dq_empty=allocate_barriers(META.DQ_STAGES, 1),
         dkdv_full=allocate_barriers(1, 2),
     )
     buffers = Buffers(tiles=tiles, barriers=barriers)

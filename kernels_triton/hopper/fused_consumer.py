@@ -52,7 +52,6 @@ class FusedMeta(NamedTuple):
     PINGPONG: bool
     DV_WITH_DK: bool
     DOUT_APART: bool
-    ALTERNATES: bool
     DQ_STAGES: int  # stages of dq in shared memory
     NUMBERS: int  # integers by which the blocks of keys of a persistent kernel are broadcast; 0: a program has one block
     K_STAGES: int  # blocks of keys whose k is in shared memory: 2 of a persistent kernel, else 1
@@ -154,33 +153,12 @@ def _begin_scores(tiles: FusedTiles, own_k, barriers: FusedBarriers, stage, phas
 
 
 @gluon.jit
-def _multiplies_dq(n, CONSUMER: gl.constexpr, META: gl.constexpr):
-    # Whether this consumer multiplies dq, of the iteration before, in iteration n of its program
-    if META.ALTERNATES:
-        return (n & 1) == CONSUMER
-    else:
-        return True
-
-
-@gluon.jit
-def _begin_turns(begun: Begun, iterations, CONSUMER: gl.constexpr, META: gl.constexpr):
+def _begin_turns(iterations, CONSUMER: gl.constexpr, META: gl.constexpr):
     if iterations > 0:
-        if META.DP_FIRST:  # noqa: SIM102  # this is known when it is compiled, that at run time
-            if not META.ALTERNATES or _multiplies_dq(begun.iterations + 1, CONSUMER, META):
-                named_barrier_arrive_at(READ + CONSUMER, BOTH)
+        if META.DP_FIRST:
+            named_barrier_arrive_at(READ + CONSUMER, BOTH)
         if META.PINGPONG and CONSUMER == 1:
             named_barrier_arrive_at(TURN, BOTH)  # the first warpgroup begins
-
-
-@gluon.jit
-def _finish_dq(ds_tiles, k_tiles, ring: DqRing, buffer, k_tile, n, CONSUMER: gl.constexpr, META: gl.constexpr):
-    # dq of iteration n, from product to sums. Without ALTERNATES the other consumer's ds has been waited for.
-    if META.ALTERNATES:
-        named_barrier_sync_at(WRITTEN + 1 - CONSUMER + buffer, BOTH)
-    sum_of_k = dq_product(ds_tiles, k_tiles, buffer, k_tile, CONSUMER, META)
-    dq = warpgroup_mma_wait(0, deps=[sum_of_k])
-    write_dq(dq, ring, n, CONSUMER, META)
-    hand_over_dq(ring, n, META)
 
 
 @gluon.jit
@@ -198,8 +176,6 @@ def _consume_block(
     # other in the middle of an iteration, dq is computed in the next one. The products of an iteration, and what runs under them:
     #   DP_FIRST   dp | p | dv | ds | dk, dq of the last iteration
     #   else       dq of the last iteration | p | dv, dp | ds | dk
-    # With ALTERNATES dq of the last iteration comes behind dk instead, all columns by one warpgroup; the other has the next one's.
-    # Two products of half of the columns read ds from shared memory twice.
     # Before all of it come the scores, which IS_AHEAD has begun at the end of the iteration before. In FP8 scores and dp are
     # products of FP8 tiles, the others of their copies in 16 bits.
     b, len_q, band, large = block.b, block.sequence.len_q, block.band, block.large
@@ -216,7 +192,6 @@ def _consume_block(
     LEFT: gl.constexpr = gl.DotOperandLayout(0, DK, 2)
     COLUMNS: gl.constexpr = gl.SliceLayout(0, SCORES)
     gl.static_assert(META.DP_FIRST or META.IS_AHEAD)
-    gl.static_assert(not META.ALTERNATES or (META.DP_FIRST and META.DV_WITH_DK and not META.IS_AHEAD))
     zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, layout=SCORES)
     dk = gl.zeros([ROWS, DIM], gl.float32, layout=DK)
     dv = gl.zeros([ROWS, DIM], gl.float32, layout=DK)
@@ -228,15 +203,15 @@ def _consume_block(
     iterations = block.num_blocks * group_size
     k_tile = 2 * (begun.blocks % META.K_STAGES)
     v_tile = 2 * (begun.blocks % META.V_STAGES)
-    if not META.ALTERNATES:  # as if there had been an iteration before the first, whose ds is 0
-        tiles.ds.index(2 + CONSUMER).store(zeros.to(DTYPE))
-        fence_async_shared()
-        named_barrier_arrive_at(WRITTEN + 2 + CONSUMER, BOTH)
+    # As if there had been an iteration before the first, whose ds is 0.
+    tiles.ds.index(2 + CONSUMER).store(zeros.to(DTYPE))
+    fence_async_shared()
+    named_barrier_arrive_at(WRITTEN + 2 + CONSUMER, BOTH)
     if META.IS_FP8:
         mbarrier.wait(barriers.kv_full.index(0), 0)
     at, values = first_query_head(block, scores, MODS, META)
     kq = zeros
-    _begin_turns(begun, iterations, CONSUMER, META)
+    _begin_turns(iterations, CONSUMER, META)
     if META.IS_AHEAD:  # noqa: SIM102  # this is known when it is compiled, that at run time
         if iterations > 0:
             own_k = tiles.k.index(k_tile + opaque_zero(iterations) + CONSUMER).reshape([ROWS, DIM])
@@ -316,10 +291,8 @@ def _consume_block(
         dlogit = p * (kept_gradient(dp, drawn, draws, True, META) + minus_delta[None, :])
         dscore = through_mods(dlogit, cap_tanh, score, i, j, head, MODS, META)
         ds = dscore.to(DTYPE)
-        has_dq = _multiplies_dq(n, CONSUMER, META)
-        if META.DP_FIRST:  # noqa: SIM102
-            if has_dq:  # the other warpgroup's dq of the iteration before the last has read what is overwritten
-                named_barrier_sync_at(READ + 1 - CONSUMER + here, BOTH)
+        if META.DP_FIRST:  # the other warpgroup's dq of the iteration before the last has read what is overwritten
+            named_barrier_sync_at(READ + 1 - CONSUMER + here, BOTH)
         tiles.ds.index(here + CONSUMER).store(ds)
         ds16 = gl.convert_layout(ds, LEFT)
         if META.DP_FIRST and not META.DV_WITH_DK:
@@ -328,9 +301,8 @@ def _consume_block(
                 release(barriers.dout_empty, n, STAGES)
         sum_of_q = warpgroup_mma(ds16, q16_tiles.index(stage).reshape([BLOCK_M, DIM]), dk, is_async=True)
         fence_async_shared()  # under the product
-        if has_dq:  # the other one multiplies that of this iteration
-            named_barrier_arrive_at(WRITTEN + CONSUMER + here, BOTH)
-        if META.DP_FIRST and not META.ALTERNATES:
+        named_barrier_arrive_at(WRITTEN + CONSUMER + here, BOTH)
+        if META.DP_FIRST:
             named_barrier_sync_at(WRITTEN + 1 - CONSUMER + last, BOTH)
             sum_of_k = dq_product(tiles.ds, k16_tiles, last, k_tile + zero, CONSUMER, META)
         if META.IS_AHEAD:  # in the last one its own again, for nothing
@@ -338,7 +310,7 @@ def _consume_block(
             next_phase = ((n + 1) // STAGES) & 1
             next_scores = _begin_scores(tiles, own_k, barriers, next_stage, next_phase, is_there, META)
         SCORES_IN_FLIGHT: gl.constexpr = 1 if META.IS_AHEAD else 0
-        DQ_IN_FLIGHT: gl.constexpr = 2 if META.DP_FIRST and not META.ALTERNATES else 0  # a product with each warpgroup's keys
+        DQ_IN_FLIGHT: gl.constexpr = 2 if META.DP_FIRST else 0  # a product with each warpgroup's keys
         if META.DP_FIRST and META.DV_WITH_DK:
             dv, p16, dk, ds16 = warpgroup_mma_wait(DQ_IN_FLIGHT + SCORES_IN_FLIGHT, deps=[sum_of_dout, p16, sum_of_q, ds16])
             if META.DOUT_APART:
@@ -349,13 +321,7 @@ def _consume_block(
             mbarrier.arrive(barriers.q_empty.index(stage), count=1, pred=is_there)
         else:
             release(barriers.q_empty, n, STAGES)
-        if META.ALTERNATES:
-            if has_dq:
-                if m_block > 0:
-                    _finish_dq(tiles.ds, k16_tiles, ring, last, k_tile + zero, n - 1, CONSUMER, META)
-                if is_there:
-                    named_barrier_arrive_at(READ + CONSUMER + last, BOTH)
-        elif META.DP_FIRST:
+        if META.DP_FIRST:
             dq = warpgroup_mma_wait(SCORES_IN_FLIGHT, deps=[sum_of_k])
             if is_there:
                 named_barrier_arrive_at(READ + CONSUMER + last, BOTH)
@@ -370,11 +336,12 @@ def _consume_block(
         if iterations > 0:
             release(barriers.q_empty, n, STAGES)
     last = ((iterations + 1) & 1) * 2
-    if not META.ALTERNATES:
-        named_barrier_sync_at(WRITTEN + 1 - CONSUMER + last, BOTH)
-    if iterations > 0:  # noqa: SIM102
-        if _multiplies_dq(n + 1, CONSUMER, META):
-            _finish_dq(tiles.ds, k16_tiles, ring, last, k_tile, n, CONSUMER, META)
+    named_barrier_sync_at(WRITTEN + 1 - CONSUMER + last, BOTH)
+    if iterations > 0:
+        sum_of_k = dq_product(tiles.ds, k16_tiles, last, k_tile, CONSUMER, META)
+        dq = warpgroup_mma_wait(0, deps=[sum_of_k])
+        write_dq(dq, ring, n, CONSUMER, META)
+        hand_over_dq(ring, n, META)
     named_barrier_sync(LAST, BOTH)  # k, and in FP8 dout in 16 bits, were the other warpgroup's too; now they are no longer needed
     k16_tiles.index(k_tile + CONSUMER).reshape([ROWS, DIM]).store((dk * scores.scale).to(DTYPE))
     if META.IS_FP8:

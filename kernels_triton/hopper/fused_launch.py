@@ -76,7 +76,6 @@ def prepare_fused(call: Backward, tile: Any) -> FusedLaunch:
         PINGPONG=tile.pingpong,
         DV_WITH_DK=tile.dv_with_dk,
         DOUT_APART=tile.dout_apart,
-        ALTERNATES=tile.alternates,
         DQ_STAGES=tile.dq_stages,
         NUMBERS=key_block_numbers(x.features) if tile.is_persistent else 0,
         K_STAGES=2 if tile.is_persistent else 1,

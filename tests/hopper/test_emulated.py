@@ -5,7 +5,6 @@ An injected fault must be found on every schedule that is tried.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,15 +19,8 @@ from flexattn.bench.emulated import KERNELS as KERNELS_PLAYED
 from flexattn.bench.emulated import emulated
 from flexattn.dispatch import triton_backend
 from flexattn.dispatch.spec import Window, as_bshd
-from flexattn.kernels_triton.common.problem import Backward, Problem
-from flexattn.kernels_triton.common.tiles import (
-    HOPPER_FORWARD,
-    HopperFusedTile,
-    HopperTile,
-    alternating,
-    persistent,
-    select_hopper_fused_tile,
-)
+from flexattn.kernels_triton.common.problem import Backward
+from flexattn.kernels_triton.common.tiles import HOPPER_FORWARD, HopperTile, persistent
 from flexattn.kernels_triton.hopper import backward as hopper_backward
 from flexattn.kernels_triton.hopper import backward_fused as hopper_fused
 from flexattn.kernels_triton.hopper import (
@@ -61,13 +53,6 @@ HARMLESS = {"tma-out-of-bounds", "wgmma-register-operand", "slice-in-swizzle"}
 SEEDS = range(20)
 KERNELS = (hopper_forward, hopper_backward, hopper_fused)
 BACKWARDS = ("hopper_backward", "fused_backward")
-# Rows of a fused backward by the problem, whatever its own: persistent programs, and consumers that alternate at dq
-_ALTERNATES = alternating(select_hopper_fused_tile(128, 128))
-ROWS: dict[str, Callable[[Problem], HopperFusedTile]] = {
-    "persistent": lambda problem: persistent(conditions.fused_tile(problem)),
-    "alternates": lambda problem: _ALTERNATES,
-    "persistent, alternates": lambda problem: persistent(_ALTERNATES),
-}
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU what is beside the Gluon kernels runs there")
 
 
@@ -78,7 +63,8 @@ def run(
     backwards: tuple[str, ...] = BACKWARDS,
     **inputs: Any,
 ) -> dict[str, emulator.Report]:
-    """Forward and backward, in two kernels, in one, and in one by ROWS, held to the oracle; what the emulator says of each."""
+    """Forward and backward, in two kernels, in one, and in one with persistent programs, held to the oracle; what the emulator says
+    of each kernel."""
     forward, split, fused = kernels
     given = make_inputs(**{"dtype": torch.bfloat16, "head_dim_qk": 128, "head_dim_v": 128, **inputs})
     spec, x = make_call(given, **call, return_max_logit=False)
@@ -101,7 +87,7 @@ def run(
         budgets = reference_gradients(spec, x, dout, dlse, dtype=spec.dtype)
         for name in backwards if max(spec.head_dim_qk, spec.head_dim_v) <= 128 else backwards[:1]:
             backward = split.hopper_backward if name == "hopper_backward" else fused.fused_backward
-            tile = {"tile": ROWS[name](problem)} if name in ROWS else {}
+            tile = {"tile": persistent(conditions.fused_tile(problem))} if name == "persistent" else {}
             gradients = [torch.full_like(t, float("nan"), memory_format=torch.contiguous_format) for t in (x.q, x.k, x.v)]
             views = [as_bshd(t, fmt) for t, fmt in zip(gradients, (spec.q_format, spec.kv_format, spec.kv_format), strict=True)]
             doffset = torch.empty(spec.num_heads) if x.softmax_offset is not None else None
@@ -159,8 +145,8 @@ def test_heads_share_tiles_where_most_sequences_are_short(band: dict[str, Any]) 
     assert {finding.kind for report in reports.values() for finding in report.findings} <= HARMLESS
 
 
-def check_persistent(seed: int, call: dict[str, Any], row: str = "persistent", **inputs: Any) -> None:
-    report = run(seed, call, backwards=(row,), **inputs)["_attn_bwd_fused_hopper_kernel"]
+def check_persistent(seed: int, call: dict[str, Any], **inputs: Any) -> None:
+    report = run(seed, call, backwards=("persistent",), **inputs)["_attn_bwd_fused_hopper_kernel"]
     assert {finding.kind for finding in report.findings} <= HARMLESS, f"seed {seed}: {report}"
 
 
@@ -187,31 +173,6 @@ def test_persistent_programs_of_dense_calls(dim: int, mask: str) -> None:
         check_persistent(seed, {"attn_mask_type": mask}, head_dim_qk=dim, head_dim_v=dim, **inputs)
 
 
-@pytest.mark.sample("row", "mask")
-@without_gpu
-@pytest.mark.parametrize("sq", [200, 150, 64])
-@pytest.mark.parametrize("mask", ["no_mask", "causal"])
-@pytest.mark.parametrize("row", ["alternates", "persistent, alternates"])
-def test_consumers_that_alternate(row: str, mask: str, sq: int) -> None:
-    """Blocks of one iteration, and of an odd number, after which the other consumer begins the next block."""
-    inputs = {"lengths_q": [sq] * 2, "lengths_kv": [330] * 2, "num_heads": 3, "num_heads_kv": 3}
-    for seed in (1, 5, 6):  # lazy, random, eager
-        check_persistent(seed, {"attn_mask_type": mask}, row, **inputs)
-
-
-@pytest.mark.sample("call")
-@without_gpu
-@pytest.mark.parametrize("fmt", ["thd", "sbhd"])
-@pytest.mark.parametrize(
-    "call", [*BANDS[2:], EVERYTHING | {"softmax_offset": SINKS}, {"attn_mask_type": "padding", "softcap": 3.0}], ids=str
-)
-def test_consumers_that_alternate_over_lengths(call: dict[str, Any], fmt: str) -> None:
-    """Blocks of keys that no query sees, between others."""
-    for seed, dim in ((2, 128), (7, 40)):
-        inputs = {"qkv_format": fmt, "head_dim_qk": dim, "head_dim_v": dim}
-        check_persistent(seed, call, "persistent, alternates", gap=3, padding=True, **inputs, **UNEVEN)
-
-
 @without_gpu
 @pytest.mark.parametrize("sq", [150, 64])
 def test_persistent_programs_of_odd_numbers_of_iterations(sq: int) -> None:
@@ -227,8 +188,6 @@ def test_persistent_programs_over_twenty_schedules(dim: int) -> None:
     for seed in SEEDS:
         check_persistent(seed, EVERYTHING | {"softmax_offset": SINKS}, qkv_format="thd", head_dim_qk=dim, head_dim_v=dim, **UNEVEN)
         check_persistent(seed, {"attn_mask_type": "causal"}, lengths_q=[200], lengths_kv=[330], head_dim_qk=dim, head_dim_v=dim)
-        for row in ("alternates", "persistent, alternates"):
-            check_persistent(seed, EVERYTHING, row, qkv_format="thd", head_dim_qk=dim, head_dim_v=dim, **UNEVEN)
 
 
 @pytest.mark.sample
@@ -363,7 +322,7 @@ FAULTS: dict[str, tuple[ModuleType, inject.Fault]] = {
     ),
     "one pass: ds is released before dq has read it": (
         fused_consumer,
-        move("named_barrier_arrive_at(READ, last)", before="warpgroup_mma_wait(SCORES_IN_FLIGHT, sum_of_k)", nth=1),
+        move("named_barrier_arrive_at(READ, last)", before="warpgroup_mma_wait(SCORES_IN_FLIGHT, sum_of_k)"),
     ),
     "one pass: dq is added before it is written": (dq_sums, drop("wait(full)")),
     "one pass: dq is overwritten before it is added": (dq_sums, drop("tma.store_wait()")),
@@ -390,28 +349,6 @@ FAULTS: dict[str, tuple[ModuleType, inject.Fault]] = {
         fused_consumer,
         with_argument("mbarrier.arrive(q_empty)", "pred", "True"),
     ),
-    "alternates: dq is multiplied before the other half of ds is there": (
-        fused_consumer,
-        drop("named_barrier_sync_at(WRITTEN)", within="_finish_dq"),
-    ),
-    "alternates: ds is overwritten before the other warpgroup's dq has read it": (
-        fused_consumer,
-        drop("named_barrier_sync_at(READ)"),
-    ),
-    "alternates: ds is released before dq has read it": (
-        fused_consumer,
-        move("named_barrier_arrive_at(READ, last)", before="_finish_dq(last)", within="_consume_block", nth=0, nth_there=0),
-    ),
-    "alternates: dq is overwritten before it is added": (dq_sums, drop("wait_empty(ring.empty)", within="write_dq", nth=0)),
-    "alternates: dq waits for a tile too few": (dq_sums, with_argument("wait_empty(ring.empty)", 1, "n", within="write_dq", nth=0)),
-    "alternates: the last dq is the other consumer's": (
-        fused_consumer,
-        with_argument("_multiplies_dq(n, CONSUMER)", 0, "n", within="_consume_block", nth=1),
-    ),
-    "persistent, alternates: turns are counted anew in each block": (
-        fused_consumer,
-        assign("has_dq", "_multiplies_dq(m_block, CONSUMER, META)"),
-    ),
     "persistent, causal: zeros are written before the gradients before them have left": (
         hopper_fused,
         drop("tma.store_wait()", within="_load", nth=0),
@@ -436,9 +373,6 @@ def test_injected_fault_is_found(seeds: tuple[int, ...], name: str, tmp_path: Pa
         inputs = {"lengths_q": [200 if "causal" in name else 300], "lengths_kv": [330], "num_heads": 4, "num_heads_kv": 4}
         dim = 64 if "d 64" in name else 128
         inputs |= {"head_dim_qk": dim, "head_dim_v": dim}
-    if "alternates" in name:
-        backwards = (name.partition(":")[0],)
-        inputs["lengths_q"] = [300]  # an odd number of iterations
     for seed in seeds:
         try:
             reports = run(seed, call, kernels, backwards, **inputs)
