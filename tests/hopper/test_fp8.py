@@ -218,7 +218,7 @@ def test_statistics_that_quantise(head_dim: int, device: str) -> None:
     results = []
     for own, own_dout in ((before, dout8), (to_come, data)):
         doffset = torch.empty(2, device=device)
-        statistics, tiles, _ = tiled_statistics(Backward(own, out, lse, own_dout, None, own.q, own.k, own.v, doffset), 64)
+        statistics, tiles, *_ = tiled_statistics(Backward(own, out, lse, own_dout, None, own.q, own.k, own.v, doffset), 64)
         first = 64 * 2 * (1 + torch.arange(2, device=device) * tiles)  # a sequence of 70, in two tiles
         rows = first[:, None] + torch.tensor([*range(64), *range(128, 134)], device=device)
         results.append((doffset, statistics[rows], statistics[rows + 64]))
