@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,9 @@ LATENT = 512  # columns of a latent cache that are v
 SOFTCAP = 30.0
 WINDOW = 128  # keys that a query sees, itself among them
 DTYPE = torch.bfloat16
+EXACT_BYTES = 2**30  # keys in fp64 that `exact` has at a time
+
+Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class Cell(NamedTuple):
@@ -86,29 +90,32 @@ class Step(NamedTuple):
 
 
 def exact(dense: Step, cell: Cell) -> Tensor:
-    """Returns out in fp64 by the eager backend; sequences of several lengths one by one, as each needs its own keys alone."""
+    """Returns out in fp64 by the eager backend, as many sequences of one length at a time as EXACT_BYTES have room for."""
     from flexattn import attention
 
-    where = {name: t for name, t in dense.where.items() if not name.startswith("descale")}
-    one, scales = torch.ones(1, device=dense.q.device), (dense.where.get("descale_k"), dense.where.get("descale_v"))
-
-    def attend(q: Tensor, rows: slice, longest: int, **more: Any) -> Tensor:
-        caches = ((t[rows, :longest], one if scale is None else scale) for t, scale in zip((dense.k, dense.v), scales, strict=True))
-        k, v = (t.double() * scale.double()[:, None] for t, scale in caches)
-        out = attention(q.double(), k, v, **where | more, backend="eager")
+    one, scales = torch.ones(1, device=dense.q.device), [dense.where.get(name) for name in ("descale_k", "descale_v")]
+    starts = (0, *itertools.accumulate(cell.queries))
+    parts, first = [], 0
+    while first < len(cell.keys):
+        longest = cell.keys[first]
+        most = first + max(1, EXACT_BYTES // (8 * longest * cell.heads_kv * cell.head_dim))
+        end = next((n for n in range(first, min(most, len(cell.keys))) if cell.keys[n] != longest), min(most, len(cell.keys)))
+        caches = zip((dense.k, dense.v), scales, strict=True)
+        k, v = (t[first:end, :longest].double() * (one if scale is None else scale).double()[:, None] for t, scale in caches)
+        where = {name: t for name, t in dense.where.items() if not name.startswith("descale")}
+        where["seqused_kv"] = where["seqused_kv"][first:end]
+        where["cu_seqlens_q"] = where["cu_seqlens_q"][first : end + 1] - starts[first]
+        if "mask_mod" in where:
+            where["mask_mod"] = _of_later_sequences(where["mask_mod"], first)
+        out = attention(dense.q[starts[first] : starts[end]].double(), k, v, **where, backend="eager")
         assert isinstance(out, Tensor)
-        return out
-
-    if len(set(cell.keys)) == 1:
-        return attend(dense.q, slice(None), max(cell.keys))
-    parts = []
-    starts = itertools.accumulate(cell.queries, initial=0)
-    for b, (start, count, length) in enumerate(zip(starts, cell.queries, cell.keys, strict=False)):
-        q = dense.q[start : start + count]
-        own = {"cu_seqlens_q": torch.tensor((0, len(q)), dtype=torch.int32, device=q.device)}
-        own["seqused_kv"] = where["seqused_kv"][b : b + 1]
-        parts.append(attend(q, slice(b, b + 1), length, **own))
+        parts.append(out)
+        first = end
     return torch.cat(parts)
+
+
+def _of_later_sequences(mask_mod: Mask, first: int) -> Mask:
+    return lambda b, h, i, j: mask_mod(b + first, h, i, j)
 
 
 def _options(cell: Cell, lengths: Tensor) -> dict[str, Any]:

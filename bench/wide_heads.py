@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexattn.bench.decode import FLUSH_BYTES, WORST, captured, time_replays
+from flexattn.bench.decode import FLUSH_BYTES, WORST, Captured, captured, time_replays
 from flexattn.bench.decode_cells import DTYPE, LATENT
 
 ROUNDS, CALLS = 4, 4  # turns of each kernel, and replays in each
@@ -99,7 +99,7 @@ def measure(cell: Cell, flush: Tensor) -> dict[str, Any]:
     exact = None
     if sum(t.numel() for t in given) <= MOST_CHECKED:
         exact = attention(*(t.double() for t in given), **others, backend="eager")
-    graphs: dict[str, torch.cuda.CUDAGraph] = {}
+    graphs: dict[str, Captured] = {}
     errors: dict[str, float] = {}
     for name, setting in FAMILIES.items():
         os.environ["FLEXATTN_HOPPER"] = setting

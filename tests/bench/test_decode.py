@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
 from flexattn import attention
 from flexattn.bench import decode, decode_cells, decode_peers
@@ -28,6 +32,14 @@ def test_pages_and_dense_keys_are_the_same_attention(cell: decode_cells.Cell) ->
     wanted = decode_cells.exact(dense, cell)
     assert torch.equal(got, same)
     assert float((got.double() - wanted).norm() / wanted.norm()) < decode.WORST
+
+
+@pytest.mark.parametrize("cell", SMALL.values(), ids=SMALL.keys())
+def test_the_exact_result_is_the_same_sequence_by_sequence(cell: decode_cells.Cell, monkeypatch: pytest.MonkeyPatch) -> None:
+    dense = decode_cells.make_steps(cell, "cpu")[1]
+    together = decode_cells.exact(dense, cell)
+    monkeypatch.setattr(decode_cells, "EXACT_BYTES", 1)
+    torch.testing.assert_close(decode_cells.exact(dense, cell), together, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -90,3 +102,119 @@ def test_without_a_device_it_lists_cells_and_measures_nothing(capsys: pytest.Cap
     if not torch.cuda.is_available():
         with pytest.raises(SystemExit):
             decode.main([])
+
+
+class Replays:
+    """Stands for a CUDA graph: a replay makes the call again, and writes what `changed` makes of its result."""
+
+    def __init__(self, call: Callable[[], Tensor], changed: Callable[[Tensor], Tensor | None]) -> None:
+        self.call, self.changed, self.out = call, changed, call()
+
+    def replay(self) -> None:
+        written = self.changed(self.call())
+        if written is not None:
+            self.out.copy_(written)
+
+
+def measured(
+    monkeypatch: pytest.MonkeyPatch,
+    functions: dict[str, Callable[[], Any]],
+    changed: Callable[[Tensor], Tensor | None] = lambda t: t,
+) -> dict[str, dict[str, Any]]:
+    """Returns the rows of a small cell, of `functions` in place of the real ones, and of replays that `changed` alters."""
+
+    def captured(call: Callable[[], Tensor]) -> decode.Captured:
+        graph: Any = Replays(call, changed)
+        return decode.Captured(graph, call, graph.out)
+
+    for name in ("synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    monkeypatch.setattr(decode, "captured", captured)
+    monkeypatch.setattr(decode, "poison_free_memory", lambda: None)
+    monkeypatch.setattr(decode, "time_replays", lambda it, flush, calls=8: [10.0] * calls)
+    monkeypatch.setattr(decode, "make_steps", lambda cell: decode_cells.make_steps(cell, "cpu"))
+    monkeypatch.setattr(decode, "implementations", lambda cell, paged, dense: functions)
+    return {row["implementation"]: row for row in decode.measure("small", SMALL["page 4"], torch.empty(1))}
+
+
+def right() -> Callable[[], Tensor]:
+    paged, _ = decode_cells.make_steps(SMALL["page 4"], "cpu")
+    return lambda: attention(paged.q, paged.k, paged.v, **paged.where, backend="eager")
+
+
+def test_what_is_right_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = measured(monkeypatch, {"right": right})["right"]
+    assert (row["status"], row["us"]) == ("measured", 10.0)
+    assert row["host_us"] > 0
+
+
+@pytest.mark.parametrize("written", [lambda t: None, lambda t: t * 1.1, lambda t: t * torch.nan], ids=["nothing", "wrong", "NaN"])
+def test_a_wrong_replay_is_a_row_and_has_no_time(
+    written: Callable[[Tensor], Tensor | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = measured(monkeypatch, {"right": right}, written)["right"]
+    assert row["status"] == "wrong"
+    assert row["error"] < decode.WORST
+    assert not row["error_of_replay"] < decode.WORST
+    assert "us" not in row
+
+
+def test_a_replay_that_goes_wrong_while_it_is_timed_has_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = iter((True, False))
+    row = measured(monkeypatch, {"right": right}, lambda t: t if next(turns) else None)["right"]
+    assert row["status"] == "wrong"
+    assert "us" not in row
+
+
+def test_what_fails_is_a_row_and_the_others_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def raising(error: Exception) -> Callable[[], Any]:
+        def prepare() -> Any:
+            raise error
+
+        return prepare
+
+    rows = measured(
+        monkeypatch,
+        {
+            "out of memory": raising(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 16.00 GiB.")),
+            "without words": raising(AssertionError()),
+            "wrong": lambda: lambda: right()() * 1.1,
+            "right": right,
+        },
+    )
+    statuses = {name: row["status"] for name, row in rows.items()}
+    assert statuses == {"out of memory": "refused", "without words": "refused", "wrong": "wrong", "right": "measured"}
+    assert rows["out of memory"]["reason"] == "OutOfMemoryError: CUDA out of memory. Tried to allocate 16.00 GiB."
+    assert rows["without words"]["reason"] == "AssertionError"
+
+
+def test_a_cell_whose_tensors_do_not_fit_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_large(cell: decode_cells.Cell) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(decode, "make_steps", too_large)
+    rows = decode.measure("small", SMALL["page 4"], torch.empty(1))
+    assert [(row["implementation"], row["status"]) for row in rows] == [("all", "refused")]
+
+
+def test_a_fault_on_the_device_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    def faulty() -> Any:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    with pytest.raises(torch.AcceleratorError):
+        measured(monkeypatch, {"faulty": faulty})
+
+
+def test_a_reason_has_the_class_and_no_advice() -> None:
+    said = "LoweringException: NoValidChoicesError: No choices to select."
+    advised = f"{said}\n  target: flex_attention\n  args[0]: x\n\nSet TORCHDYNAMO_VERBOSE=1"
+    assert decode.reason_of(RuntimeError(advised)) == f"RuntimeError: {said}"
+    assert decode.reason_of(RuntimeError("\n\nout of resource: shared memory")) == "RuntimeError: out of resource: shared memory"
+    assert decode.reason_of(Unavailable("it takes one query")) == "it takes one query"
+
+
+def test_cells_are_chosen_in_the_order_of_the_patterns(capsys: pytest.CaptureFixture[str]) -> None:
+    assert decode.main(["--list", "--only", "MLA 16*", "1 x *", "*"]) == 0
+    names = capsys.readouterr().out.splitlines()
+    assert names[:3] == ["MLA 16 heads, 32 x 8192, page 64", "MLA 16 heads, 1 x 65536, page 64", "1 x 1024, page 16"]
+    assert sorted(names) == sorted(decode_cells.CELLS)
