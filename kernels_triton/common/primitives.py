@@ -219,6 +219,17 @@ def head_of(scores, b, h, len_q, len_kv, shift, MODS: tl.constexpr, META: tl.con
 
 
 @triton.jit
+def shows_block(head, first_q, NUM_Q: tl.constexpr, first_kv, NUM_KV: tl.constexpr, MODS: tl.constexpr):
+    # Whether intervals say that the mask_mod shows all these keys to all these queries: then it need not be asked of each pair.
+    q_low, kv_low = tl.cast(first_q, tl.int64), tl.cast(first_kv, tl.int64)
+    q_high = tl.maximum(tl.minimum(q_low + NUM_Q, head.len_q) - 1, q_low)
+    kv_high = tl.maximum(tl.minimum(kv_low + NUM_KV, head.len_kv) - 1, kv_low)
+    b, h = tl.cast(head.b, tl.int64), tl.cast(head.h, tl.int64)
+    surely, _possibly = MODS.mask_of_block(b, h, q_low, q_high, kv_low, kv_high, None, None, head.captures)
+    return surely
+
+
+@triton.jit
 def load_sink(softmax_offset_ptr, h, UNIT: tl.constexpr, META: tl.constexpr):
     # UNIT: LOG2E for units of log2, or 1
     sink = tl.zeros([], tl.float32)

@@ -38,6 +38,7 @@ from flexattn.kernels_triton.common.tiles import (
 )
 from flexattn.kernels_triton.runtime.launch import Tile, capability_of
 
+MASK_BLOCK = 128  # queries, and keys, of a block of the lists that are made from a mask_mod
 _MOST_ROWS = 256  # the most rows of any tile
 _OPEN = 2**30  # a window side is cut to this, so that position + window stays inside int32
 _LARGE_SOFTCAP = 256.0  # times the 5e-7 that `tanh_in_half` is off by: a rounding of fp16, which a logit must not be moved by
@@ -61,6 +62,8 @@ class Mods(NamedTuple):
     ranges_of_q_block: Any = None
     ranges_of_kv_block: Any = None
     num_ranges_of_block: tuple[int, int] = (0, 0)
+    can_hide_block: bool = False
+    can_show_block: bool = False
     mask_depends_on: tuple[bool, bool] = (True, True)  # whether the mask differs by (b, h)
     score_is_finite: bool = False  # whether it is for every finite score, in rows past the end too
     reads_tiles: bool = False  # whether they read a captured tensor once for each query and key
@@ -164,6 +167,7 @@ class Meta(NamedTuple):
     HEADS: int  # query heads of a forward's tile, whose rows are the first query of each, then the second, ..
     GROUP: int  # rows that a query's heads take: the power of two from HEADS on, so that the last may be rows of no head
     IS_LATENT: bool  # a forward takes v from the tile of k
+    ASKS_OF_BLOCKS: bool  # a forward asks the mask_mod of a whole block before it asks of each query and key
     OVERLAPS: bool  # a forward begins while the kernel before it runs, and lets the next begin (`launch_order`)
     PAGE_ROWS: int  # keys of a block that lie one after the other in a page; 0: they lie in no pages
     IS_FP8: bool  # q, k, v and dout; p and ds become it
@@ -335,6 +339,13 @@ class Problem:
         """d_qk + d_v as the tiles hold them: registers and shared memory grow with it."""
         return sum(self._parts(self.q)) + sum(self._parts(self.v))
 
+    def asks_of_blocks(self, group: int) -> bool:
+        """Whether a forward asks the mask_mod of whole blocks itself: of tiles of `group` heads, with too few queries for lists."""
+        mods = self.mods
+        if mods is None or self.block_mask is not None or self.longest_q >= MASK_BLOCK or (group > 1 and mods.mask_depends_on[1]):
+            return False
+        return mods.can_show_block and mods.num_ranges_of_block == (0, 0)
+
     @property
     def is_latent(self) -> bool:
         """True where v is the first columns of k, in the same memory, as absorbed latent attention (MLA) has them.
@@ -383,6 +394,7 @@ class Problem:
             HEADS=1,
             GROUP=1,
             IS_LATENT=False,
+            ASKS_OF_BLOCKS=False,
             OVERLAPS=False,
             PAGE_ROWS=0 if self.page_table is None else math.gcd(self.k.shape[1], tile.block_n),
             IS_FP8=self.is_fp8,

@@ -64,6 +64,7 @@ class ForwardMeta(NamedTuple):
     # (end of the split, part), and with a block mask what `cut_key_lists` and `_unmasked_blocks` find
     NUMBERS: int
     IS_LATENT: bool  # v is the first columns of k, and read from its tiles
+    ASKS_OF_BLOCKS: bool  # the mask_mod is asked of a whole block before it is asked of each query and key
     WIDTH_V: int  # columns of out, where `Results.out` is it
     ALIGN: int  # strides of `Results.out` are multiples of it
 
@@ -181,6 +182,7 @@ def forward_meta(problem: Problem, tile: HopperTile, group: int, cut: Cut, has_m
         HAS_CUT_LOOP=is_narrow or x.block_mask is not None,
         NUMBERS=4 + 3 * has_lengths + 2 * cut.is_planned + 6 * (x.block_mask is not None),
         IS_LATENT=False,
+        ASKS_OF_BLOCKS=x.asks_of_blocks(group),
         WIDTH_V=0,
         ALIGN=1,
     )

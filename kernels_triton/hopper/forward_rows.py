@@ -16,6 +16,7 @@ from flexattn.kernels_triton.common.primitives import (
     logits,
     row_pointer,
     scaled_row_max,
+    shows_block,
 )
 from flexattn.kernels_triton.common.split_kv import part_row
 from flexattn.kernels_triton.common.split_plan import (
@@ -68,7 +69,11 @@ def visible_scores(qk, column, is_full, same: Invariants, IS_CUT: gl.constexpr, 
     if IS_CUT:
         s = _mask(s, same.rows, columns, column, same.m_start, same.band, META)
     if IS_CUT or META.BLOCK_SIZE_Q == 0:
-        s = apply_mask_mod(s, i, j, is_full, same.head, MODS, META)
+        if META.ASKS_OF_BLOCKS:
+            if not shows_block(same.head, same.m_start, ROWS // META.GROUP, column, META.BLOCK_N, MODS):
+                s = apply_mask_mod(s, i, j, is_full, same.head, MODS, META)
+        else:
+            s = apply_mask_mod(s, i, j, is_full, same.head, MODS, META)
     return s, factor
 
 

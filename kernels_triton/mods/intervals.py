@@ -31,9 +31,10 @@ class _Condition(NamedTuple):
     surely: str
     possibly: str
     can_hide: bool  # whether it can be shown to be false, so that something depends on it
+    can_show: bool  # whether it can be shown to be true
 
 
-_ANY = _Condition("no", "yes", False)
+_ANY = _Condition("no", "yes", False, False)
 
 
 class BlockTest(NamedTuple):
@@ -43,20 +44,23 @@ class BlockTest(NamedTuple):
     positions, and what the other two gave of the block of queries and the block of keys. These: OF_BLOCK -> (low, high, low, high,
     ...) of what the mask reads of a block of at most SPAN positions; None: nothing.
 
-    num_ranges_of_block: how many pairs that are, of either.
+    num_ranges_of_block: how many pairs that are, of either. can_hide_block, can_show_block: whether a block can be shown to be
+    hidden, and to be visible as a whole.
     """
 
     mask_of_block: Any
     ranges_of_q_block: Any
     ranges_of_kv_block: Any
     num_ranges_of_block: tuple[int, int]
+    can_hide_block: bool
+    can_show_block: bool
 
 
 def lower_intervals(graph: Graph, captures: Sequence[Layout]) -> BlockTest | None:
-    """Returns functions that ask a mask_mod about blocks; None where no block could ever be shown to be hidden. All is int64."""
+    """Returns functions that ask a mask_mod about blocks; None where nothing could ever be shown of one. All is int64."""
     lowering = _Lowering(graph, captures)
     result = lowering.result()
-    if not isinstance(result, _Condition) or not result.can_hide:
+    if not isinstance(result, _Condition) or not (result.can_hide or result.can_show):
         return None
     lines = ["no = (q_low + kv_low) != (q_low + kv_low)", "yes = (q_low + kv_low) == (q_low + kv_low)", *lowering.lines]
     lines.append(f"return no | ({result.surely}), no | ({result.possibly})")
@@ -65,7 +69,8 @@ def lower_intervals(graph: Graph, captures: Sequence[Layout]) -> BlockTest | Non
         _compiled("ranges_of_block", OF_BLOCK, _Lowering(graph, captures, side).ranges(nodes)) if nodes else None
         for side, nodes in lowering.reads.items()
     ]
-    return BlockTest(_compiled("mask_of_block", ARGUMENTS, lines), *ranges, (len(reads[0]), len(reads[1])))
+    of_block = _compiled("mask_of_block", ARGUMENTS, lines)
+    return BlockTest(of_block, *ranges, (len(reads[0]), len(reads[1])), result.can_hide, result.can_show)
 
 
 def _compiled(name: str, arguments: Sequence[str], lines: Sequence[str]) -> Any:
@@ -122,7 +127,7 @@ class _Lowering:
         if isinstance(x, Node):
             return self.values[x]
         if isinstance(x, bool):
-            return _Condition("yes" if x else "no", "yes" if x else "no", not x)
+            return _Condition("yes" if x else "no", "yes" if x else "no", not x, x)
         return _Interval(str(x), str(x), True) if isinstance(x, int) and abs(x) <= 2**40 else None
 
     def _integer(self, x: Any) -> _Interval | None:
@@ -135,7 +140,7 @@ class _Lowering:
         value = self._operand(x)
         if isinstance(value, _Interval):  # as logical_and takes an integer
             surely, possibly = self._pair("interval_math.equal", value.low, value.high, "0", "0")
-            return _Condition(f"({possibly} == 0)", f"({surely} == 0)", True)
+            return _Condition(f"({possibly} == 0)", f"({surely} == 0)", True, True)
         return value if isinstance(value, _Condition) else _ANY
 
     def _pair(self, function: str, *arguments: str) -> tuple[str, str]:
@@ -143,10 +148,10 @@ class _Lowering:
         self.lines.append(f"{name}_low, {name}_high = {function}({', '.join(arguments)})")
         return f"{name}_low", f"{name}_high"
 
-    def _decided(self, surely: str, possibly: str, can_hide: bool) -> _Condition:
+    def _decided(self, surely: str, possibly: str, can_hide: bool, can_show: bool) -> _Condition:
         name = f"x{len(self.lines)}"
         self.lines += [f"{name}_surely = {surely}", f"{name}_possibly = {possibly}"]
-        return _Condition(f"{name}_surely", f"{name}_possibly", can_hide)
+        return _Condition(f"{name}_surely", f"{name}_possibly", can_hide, can_show)
 
     def _computed(self, function: str, *operands: _Interval) -> _Interval:
         """Returns the result of a function of `interval_math` for some intervals."""
@@ -166,18 +171,22 @@ class _Lowering:
             return self._comparison(op, node)
         if op in ("bitwise_not", "logical_not"):
             x = self._condition(node.args[0])
-            return _Condition(f"({x.possibly} == 0)", f"({x.surely} == 0)", x.surely != "no")
+            return _Condition(f"({x.possibly} == 0)", f"({x.surely} == 0)", x.can_show, x.can_hide)
         if op in ("bitwise_and", "logical_and", "bitwise_or", "logical_or"):
             x, y = (self._condition(arg) for arg in node.args)
             is_and = op.endswith("and")
             symbol = "&" if is_and else "|"
-            can_hide = x.can_hide or y.can_hide if is_and else x.can_hide and y.can_hide
-            return self._decided(f"{x.surely} {symbol} {y.surely}", f"{x.possibly} {symbol} {y.possibly}", can_hide)
+            either, both = (
+                (x.can_hide or y.can_hide, x.can_show and y.can_show),
+                (x.can_hide and y.can_hide, x.can_show or y.can_show),
+            )
+            shown = either if is_and else both
+            return self._decided(f"{x.surely} {symbol} {y.surely}", f"{x.possibly} {symbol} {y.possibly}", *shown)
         if op == "where":
             c, x, y = (self._condition(arg) for arg in node.args)
             surely = f"({c.surely} & {x.surely}) | (({c.possibly} == 0) & {y.surely}) | ({x.surely} & {y.surely})"
             possibly = f"({c.possibly} & {x.possibly}) | (({c.surely} == 0) & {y.possibly})"
-            return self._decided(surely, possibly, x.can_hide or y.can_hide)
+            return self._decided(surely, possibly, x.can_hide or y.can_hide, x.can_show or y.can_show)
         if op == "_to_copy":
             return self._condition(node.args[0])
         if op == "full":
@@ -190,11 +199,12 @@ class _Lowering:
             return _ANY
         if op in ("eq", "ne"):
             surely, possibly = self._pair("interval_math.equal", x.low, x.high, y.low, y.high)
-            return _Condition(surely, possibly, True) if op == "eq" else _Condition(f"({possibly} == 0)", f"({surely} == 0)", True)
+            equal = (surely, possibly) if op == "eq" else (f"({possibly} == 0)", f"({surely} == 0)")
+            return _Condition(*equal, True, True)
         if op in ("gt", "ge"):
             x, y = y, x
         symbol = "<" if op in ("lt", "gt") else "<="
-        return _Condition(f"({x.high} {symbol} {y.low})", f"({x.low} {symbol} {y.high})", True)
+        return _Condition(f"({x.high} {symbol} {y.low})", f"({x.low} {symbol} {y.high})", True, True)
 
     def _arithmetic(self, op: str, node: Node) -> _Interval | None:
         if op == "clamp":
@@ -280,7 +290,7 @@ class _Lowering:
             along = (index.low, index.high, sizes[moving[0]], strides[moving[0]])
             low, high = self._pair("interval_math.read_range", f"{pointer} + ({offset})", *along, inside, known, "SPAN")
         if layout.dtype is torch.bool:
-            return _Condition(f"({low} != 0)", f"({high} != 0)", True)
+            return _Condition(f"({low} != 0)", f"({high} != 0)", True, True)
         return _Interval(low, high, not moving)
 
     def _read_before(self, node: Node, index: Node, is_condition: bool) -> _Interval | _Condition | None:
@@ -290,4 +300,4 @@ class _Lowering:
         n = len(self.reads[sides[0]])
         self.reads[sides[0]].append(node)
         low, high = (f"{sides[0]}_ranges[{2 * n + end}]" for end in (0, 1))
-        return _Condition(f"({low} != 0)", f"({high} != 0)", True) if is_condition else _Interval(low, high, False)
+        return _Condition(f"({low} != 0)", f"({high} != 0)", True, True) if is_condition else _Interval(low, high, False)

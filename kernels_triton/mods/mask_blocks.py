@@ -14,10 +14,10 @@ import triton.language as tl
 from torch import Tensor
 
 from flexattn.kernels_triton.common.arguments import Pointer
+from flexattn.kernels_triton.common.problem import MASK_BLOCK as BLOCK
 from flexattn.kernels_triton.common.problem import BlockLists, Problem
 from flexattn.kernels_triton.runtime.launch import Tile, kernel, launch
 
-BLOCK = 128  # queries, and keys, of a block
 SHORTEST = 8 * BLOCK  # where fewer blocks could be skipped, lists save nothing
 _MOST_ENTRIES = 2**28  # entries of all lists
 _CHUNK = 64  # blocks that a program looks at together
@@ -178,7 +178,7 @@ def with_mask_blocks(problem: Problem, direction: Literal["forward", "backward",
     direction: what reads the lists: a backward in one pass needs those of queries alone (`with_key_lists` adds the others).
     """
     x = problem
-    if x.mods is None or x.mods.mask_of_block is None or x.block_mask is not None or x.batch == 0:
+    if x.mods is None or not x.mods.can_hide_block or x.block_mask is not None or x.batch == 0:
         return problem
     if min(x.longest_q, x.longest_kv) < BLOCK or max(x.longest_q, x.longest_kv) < SHORTEST:
         return problem

@@ -45,6 +45,7 @@ from flexattn.kernels_triton.common.primitives import (
     row_pointer,
     row_steps,
     scaled_row_max,
+    shows_block,
     store_tile,
     store_zeros,
     transposed_head,
@@ -162,7 +163,11 @@ def _attn_fwd_loop(sums, block, tiles, inputs, MODS: tl.constexpr, IS_MASKED: tl
         if IS_MASKED:
             s = tl.where(visible_keys(i, j, len_kv, head.shift, inputs.band, META), s, float("-inf"))
         if META.HAS_MASK_MOD and (IS_MASKED or META.BLOCK_SIZE_Q == 0):
-            s = tl.where(MODS.mask(head.b, head.h, i, j, head.captures) | is_full, s, float("-inf"))
+            if META.ASKS_OF_BLOCKS:
+                if not shows_block(head, block.first_row, META.BLOCK_M // META.GROUP, n, BLOCK_N, MODS):
+                    s = tl.where(MODS.mask(head.b, head.h, i, j, head.captures), s, float("-inf"))
+            else:
+                s = tl.where(MODS.mask(head.b, head.h, i, j, head.captures) | is_full, s, float("-inf"))
         if META.IS_FP8 and not (META.IS_UNBOUNDED or META.HAS_SOFTCAP):
             factor = positive_factor(score_scale * LOG2E)
         if META.IS_UNBOUNDED:
@@ -472,6 +477,7 @@ def attention_forward(
         parts_out = parts.rows(lse)
     early = parts is not None and overlaps(x.device)
     meta = x.meta(tile, (parts_out,))._replace(HEADS=group, GROUP=slots, IS_LATENT=x.is_latent, OVERLAPS=early)
+    meta = meta._replace(ASKS_OF_BLOCKS=x.asks_of_blocks(group))
     largest = None
     if max_logit is not None:
         places = tiles // x.num_heads * splits if plan is None else plan.entries + plan.programs

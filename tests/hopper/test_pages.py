@@ -27,6 +27,7 @@ from tests.hopper.test_emulated import HARMLESS, SINKS, without_gpu
 from tests.support.compiled_kernels import compile_sound
 from tests.support.inject import assign, drop, kernels_with, with_argument
 from tests.support.pages import LAYOUTS, make_pool
+from tests.support.trees import tree
 
 LENGTHS_Q, LENGTHS_KV = (3, 0, 70, 1), (150, 40, 300, 0)
 HEADS, HEADS_KV = 4, 2
@@ -112,6 +113,7 @@ def test_page_sizes_and_layouts(page_size: int, layout: str, dim: int) -> None:
         {"bias_type": "alibi"},
         {"score_mod": lambda score, b, h, i, j: score + 0.01 * (j - i) * (h + 1)},
         {"mask_mod": lambda b, h, i, j: (i + j) % 3 != 0},
+        {"mask_mod": tree(LENGTHS_Q, LENGTHS_KV), "attn_mask_type": "padding"},
     ],
     ids=lambda call: "-".join(call),
 )
