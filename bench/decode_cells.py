@@ -15,7 +15,7 @@ LATENT = 512  # columns of a latent cache that are v
 SOFTCAP = 30.0
 WINDOW = 128  # keys that a query sees, itself among them
 DTYPE = torch.bfloat16
-EXACT_BYTES = 2**30  # keys in fp64 that `exact` has at a time
+EXACT_BYTES = 2**28  # keys in fp64 that `exact` has at a time
 
 Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from flexattn import append_kv, attention, attention_with_prefix, merge_attention
 from flexattn.testing import GRADIENT_FACTOR, check_close
 from tests.support.pages import Pool, make_pool
+from tests.support.trees import tree
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, and torch.cuda.is_available() is False")
 
@@ -32,6 +33,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "alibi": {"bias_type": "alibi"},
     "score_mod": {"score_mod": by_distance},
     "mask_mod": {"mask_mod": lambda b, h, i, j: (i + j) % 3 != b % 3},
+    "tree": {"attn_mask_type": "padding"},
 }
 
 
@@ -97,6 +99,8 @@ def test_every_feature_over_pages(name: str, hopper: str, monkeypatch: pytest.Mo
     k, v = keys(128)
     q = normal(len(LENGTHS), 3, HEADS, 128)
     call = {"q": q, "attn_mask_type": MASK, "seqused_kv": int32(LENGTHS), **CALLS[name]}
+    if name == "tree":
+        call["mask_mod"] = tree((3,) * len(LENGTHS), LENGTHS, "cuda")
     paged = call | over(make_pool(k, v, LENGTHS, 16))
     check(attention(**paged, return_lse=True, backend="triton"), call | {"k": k, "v": v})
 
