@@ -31,6 +31,7 @@ from flexattn.testing import (
 from tests.conftest import ROOT
 from tests.support.pages import make_pool
 
+E4M3 = torch.float8_e4m3fn
 BACKENDS = ("triton", "eager", "cudnn")
 DIRECTIONS: tuple[Direction, Direction] = ("forward", "backward")
 PAGE = ROOT / "docs" / "support.md"
@@ -43,6 +44,8 @@ NEG_INF = float("-inf")
 
 NO_FP64 = "the kernels take fp16, bf16 and fp32, not float64"
 NO_GRADIENT = "page_table is given and a gradient is asked for"
+NO_FP8_GRADIENT = "beside q in torch.bfloat16, and a gradient is asked for"
+OTHER_BITS = "torch's matrix products may round otherwise in another batch"
 NO_HEAD_DIM = "the kernels take multiples of 8 up to"
 
 LENGTHS = {"lengths_q": (37, 20), "lengths_kv": (29, 43)}  # one sequence has more keys than queries, the other fewer
@@ -51,6 +54,7 @@ PADDED = {**LENGTHS, "padding": True, "gap": 3}
 PACKED = {**LENGTHS, "qkv_format": "thd", "gap": 3}
 STRIDED = {**EQUAL_LENGTHS, "strided": True}
 EQUAL = {**EQUAL_LENGTHS, "qkv_format": "bhsd"}
+LATENTS = {"head_dim_qk": 576, "head_dim_v": 512, "num_heads": 4, "num_heads_kv": 1, "dtype": torch.bfloat16}
 NOTHING: dict[str, Any] = {}
 
 
@@ -65,6 +69,7 @@ class Row(NamedTuple):
     refusals: dict[str, str] = NOTHING  # backend -> why it cannot; cudnn's are its own rules, for a GPU that it is for
     pages: int = 0  # tokens of a page, where k and v are given in pages; they have no backward
     cached: bool = False  # whether lengths are in seqused, those of keys that stay in a cache
+    fp8: bool = False  # whether k and v are kept in E4M3; they have no backward
     cudnn: Any = None  # the same feature without others that cudnn takes no call with: another Row
 
 
@@ -101,6 +106,10 @@ def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     return torch.where((q_idx - kv_idx).abs() < 30 * (h + 1), score * 1.5 - (q_idx - kv_idx).abs() * 0.125, -1e4 - b)
 
 
+def odd_keys(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return (kv_idx % 2 == 1) | (kv_idx < q_idx)
+
+
 ROWS: dict[str, dict[str, Row]] = {
     "Formats": {
         "bshd": Row(STRIDED),
@@ -121,6 +130,11 @@ ROWS: dict[str, dict[str, Row]] = {
         "page_table, bhsd": Row({**PADDED, "qkv_format": "bhsd"}, pages=8),
         "page_table, q thd": Row({**PADDED, "qkv_format": "thd_2bshd"}, pages=16),
         "page_table, pages of 12 tokens": Row(pages=12),
+        "page_table, a mask_mod": Row({**PADDED, "qkv_format": "thd_2bshd"}, {"mask_mod": odd_keys}, pages=16),
+        "page_table, absorbed latents (576 and 512)": Row({**PADDED, **LATENTS}, pages=16),
+        "k and v in E4M3": Row({**PADDED, "dtype": torch.bfloat16}, {"attn_mask_type": "padding_causal"}, cached=True, fp8=True),
+        "k and v in E4M3, page_table": Row({**PADDED, "dtype": torch.bfloat16}, pages=16, fp8=True),
+        "batch_invariant": Row(call={"batch_invariant": True}, cached=True, refusals={"eager": OTHER_BITS}),
     },
     "Dtypes": {
         "float16": Row({**PADDED, "dtype": torch.float16}),
@@ -218,7 +232,7 @@ def on_h200(spec: AttentionSpec, x: Operands) -> AttentionSpec:
 def cudnn_call(row: Row, direction: Direction) -> tuple[AttentionSpec, Operands]:
     """The row as `attention` would bring it to cuDNN on an H200."""
     arguments = make_case(row_for("cudnn", row), "cpu").arguments
-    arguments["q"].requires_grad_(not row.pages)
+    arguments["q"].requires_grad_(not (row.pages or row.fp8))
     x, settings = bind_call(**arguments, return_lse=True)
     spec = on_h200(make_spec(x, settings, None), x)._replace(needs_lse_grad=row.dlse and direction == "backward")
     return spec, x
@@ -226,8 +240,10 @@ def cudnn_call(row: Row, direction: Direction) -> tuple[AttentionSpec, Operands]
 
 def refusal(backend: str, row: Row, direction: Direction, version: int = cudnn_backend.RUN_WITH[0]) -> str | None:
     """Why a backend cannot run a row, or None: what docs/support.md has as no or yes. version: cuDNN's."""
-    if row.pages and direction == "backward":
-        return NO_GRADIENT
+    if (row.pages or row.fp8) and direction == "backward":
+        return NO_GRADIENT if row.pages else NO_FP8_GRADIENT
+    if "batch_invariant" in row.call:  # of a backend that is asked for by name, the forward comes first
+        direction = "forward"
     if backend != "cudnn":
         return row.refusals.get(backend)
     spec, _ = cudnn_call(row, direction)
@@ -275,6 +291,8 @@ class Case(NamedTuple):
 def make_case(row: Row, device: str) -> Case:
     scaled = {name: [SCALE * length for length in row.inputs[name]] for name in ("lengths_q", "lengths_kv")}
     inputs = make_inputs(**{**row.inputs, **scaled}, device=device)
+    if row.fp8:  # what E4M3 has a number for
+        inputs = inputs._replace(**{name: getattr(inputs, name).to(E4M3).to(inputs.q.dtype) for name in "kv"})
     batch, num_heads = len(scaled["lengths_q"]), row.inputs.get("num_heads", 4)
     padding = inputs.cu_seqlens_q is not None
     call = {"attn_mask_type": "padding" if padding else "no_mask", **row.call}
@@ -300,7 +318,8 @@ def make_case(row: Row, device: str) -> Case:
         call["block_mask"] = flexattn.create_block_mask(call["block_mask"], batch, 1, sq, skv, device, 16)
         oracle["blocks"] = block_lists(oracle.pop("block_mask") and call["block_mask"], batch, num_heads, sq, skv, inputs.q.device)
         oracle["mask_mod"] = call["block_mask"].mask_mod
-    oracle.pop("fp8_recipe", None)
+    for name in ("fp8_recipe", "batch_invariant"):
+        oracle.pop(name, None)
     mods = {name: oracle.pop(name) for name in ("score_mod", "mask_mod") if name in oracle}
     if mods:
         oracle["mods"] = trace_mods(mods.get("score_mod"), mods.get("mask_mod"), needs_grad=True)
@@ -328,6 +347,8 @@ def kept_keys(row: Row, inputs: Inputs, lengths: dict[str, list[int]]) -> dict[s
         k, v = (as_bshd(t, kv_format) for t in (inputs.k, inputs.v))
         pool = make_pool(k, v, lengths["lengths_kv"], row.pages, kv_format)
         changes |= {"k": pool.k, "v": pool.v, "page_table": pool.page_table}
+    if row.fp8:
+        changes |= {name: changes.get(name, getattr(inputs, name)).to(E4M3) for name in "kv"}
     return changes
 
 
@@ -353,7 +374,7 @@ def skip_other_dropout(backend: str, row: Row) -> None:
 
 def expect_refusal(case: Case, backend: str, direction: Direction, reason: str) -> None:
     run = case.attention if direction == "forward" else case.gradients
-    error = ValueError if reason == NO_GRADIENT else flexattn.BackendError
+    error = ValueError if reason in (NO_GRADIENT, NO_FP8_GRADIENT) else flexattn.BackendError
     with pytest.raises(error, match=re.escape(reason)):
         run(backend)
 
