@@ -144,7 +144,7 @@ def _flash_attn_4(cell: Cell, paged: Step, dense: Step) -> Call:
         "page_table": table,
         "causal": True,
         "softcap": SOFTCAP if cell.more == "softcap" else 0.0,
-        "num_splits": 0,  # as many as its heuristic takes
+        "num_splits": 1 if torch.cuda.get_device_capability()[0] == 9 else 0,  # it splits on Blackwell alone, there by a heuristic
     }
     if "window" in cell.more:
         options["window_size"] = (WINDOW - 1, 0)

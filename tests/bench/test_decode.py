@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from flexattn import attention
 from flexattn.bench import decode, decode_cells, decode_peers
 from flexattn.bench.implementations import Unavailable
+from tests.conftest import ROOT
 
 SMALL = {
     "page 4": decode_cells.decodes(3, 16, page=4, heads=4, heads_kv=2, head_dim=32),
@@ -102,6 +104,31 @@ def test_without_a_device_it_lists_cells_and_measures_nothing(capsys: pytest.Cap
     if not torch.cuda.is_available():
         with pytest.raises(SystemExit):
             decode.main([])
+
+
+# Columns of the page's table, and whose times they have: the fastest where there are several.
+COLUMNS = {
+    "cuDNN, dense": ("SDPA cuDNN, dense",),
+    "FlexAttention, dense": ("FlexAttention, dense",),
+    "flash-attn 4": ("flash-attn 4",),
+    "vLLM": ("vLLM, Triton",),
+    "SGLang": ("SGLang, 8 splits", "SGLang, 32 splits"),
+    "cuDNN, pages": ("flexattn, cuDNN",),
+}
+
+
+def test_the_page_has_the_files_times_of_the_peers() -> None:
+    rows = json.loads((ROOT / "bench" / "results" / "decode_peers_h100.json").read_text("utf-8"))["rows"]
+    times = {(row["cell"], row["implementation"]): row["us"] for row in rows if row["status"] == "measured"}
+    wanted = [("cell", "here, us", *COLUMNS)]
+    for name in decode_cells.CELLS:
+        here = times[name, "flexattn"]
+        found = ([times[name, one] for one in ones if (name, one) in times] for ones in COLUMNS.values())
+        wanted.append((name, f"{here:.0f}", *(f"{min(us) / here:.2f}" if us else "" for us in found)))
+    page = (ROOT / "docs" / "inference.md").read_text("utf-8").partition("### Beside other libraries")[2]
+    table = [tuple(cell.strip() for cell in line.split("|")[1:-1]) for line in page.splitlines() if line.startswith("|")]
+    assert [row for row in table if not row[0].startswith("---")] == wanted
+    assert {row["status"] for row in rows} == {"measured", "refused"}
 
 
 class Replays:
