@@ -340,7 +340,7 @@ class Problem:
         return sum(self._parts(self.q)) + sum(self._parts(self.v))
 
     def asks_of_blocks(self, group: int) -> bool:
-        """Returns whether a forward, of tiles of `group` heads, asks the mask_mod of whole blocks: there are few queries and no lists."""
+        """Returns whether a forward, of tiles of `group` heads, asks the mask_mod of whole blocks: of few queries without lists."""
         mods = self.mods
         if mods is None or self.block_mask is not None or self.longest_q >= MASK_BLOCK or (group > 1 and mods.mask_depends_on[1]):
             return False
