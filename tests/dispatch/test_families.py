@@ -141,9 +141,10 @@ def test_families_of_fp8_caches(
 def calls_of(row: Row) -> Iterator[tuple[AttentionSpec, Operands]]:
     for dtype in (torch.bfloat16, None):  # as it is, and where that is fp32 also in a half type
         arguments = make_case(row if dtype is None else row._replace(inputs={**row.inputs, "dtype": dtype}), "cpu").arguments
+        has_gradients = not (row.pages or row.fp8)
         for name in ("q", "k", "v", "bias"):
             if arguments.get(name) is not None:
-                arguments[name] = arguments[name].detach().requires_grad_("page_table" not in arguments)
+                arguments[name] = arguments[name].detach().requires_grad_(has_gradients)
         yield on_sm_90(**arguments)
 
 
