@@ -16,6 +16,7 @@ from flexattn.kernels_triton.runtime.launch import Tile, kernel, launch
 
 _TILE = Tile(64, 64, 4, 1)
 _PARTS = 4
+_MOST_PROGRAMS = 1024  # about as many as look for padding at once: where there is none, that is all they do
 _CHUNK = tl.constexpr(64)  # blocks that a program finds places for, and sequences that it looks at together
 
 
@@ -108,12 +109,13 @@ class PaddingArguments(NamedTuple):
     out: Rows
     lse_ptr: Pointer
     num_heads: int
+    own_heads: int  # heads of a program, at most
 
 
 class PaddingMeta(NamedTuple):
     """Constants that the kernel is compiled for; names that `primitives` read are those of `Meta`."""
 
-    PARTS: int  # programs that share the padding of one sequence and head
+    PARTS: int  # programs that share the padding of one sequence and its heads
     HEAD_DIM: int
     WIDTH0: int  # widths of the one or two parts that the head dim is taken in
     WIDTH1: int
@@ -129,25 +131,28 @@ def _padding_kernel(args: PaddingArguments, META: tl.constexpr):
     PARTS: tl.constexpr = META.PARTS
     lengths = args.lengths
     num_heads = args.num_heads
+    groups = tl.cdiv(num_heads, args.own_heads)
     part = tl.program_id(0) % PARTS
-    h = tl.program_id(0) // PARTS % num_heads
-    b = tl.program_id(0) // PARTS // num_heads
+    first_head = tl.program_id(0) // PARTS % groups * args.own_heads
+    b = tl.program_id(0) // PARTS // groups
     start, length = load_sequence(lengths, b, META.IS_RAGGED)
     front, slot = load_padding(lengths, b, start, length, META.IS_RAGGED)
-    base = row_pointer(args.out, b, h, start, META)
     step, offsets = row_steps(args.out.stride_s, ROWS, META)
     for n in tl.static_range(2 if META.IS_RAGGED else 1):
         first, last = (length, slot) if n == 0 else (-start, front)
         share = tl.cdiv(last - first, PARTS)
         begin = first + part * share
         end = tl.minimum(begin + share, last)
-        store_zeros(base, step, offsets, begin, end, META.HEAD_DIM, META.WIDTH0, META.WIDTH1)
-        if args.lse_ptr is not None:
-            row_of_lse = tl.cast(h if META.IS_RAGGED else b * num_heads + h, tl.int64) * lengths.num_tokens
-            lse_base = args.lse_ptr + row_of_lse + start
-            for row in range(begin, end, ROWS):
-                rows = row + tl.arange(0, ROWS)
-                tl.store(lse_base + rows, tl.full([ROWS], float("-inf"), tl.float32), mask=rows < end)
+        end_head = tl.minimum(first_head + args.own_heads, num_heads)
+        for h in range(first_head, tl.where(begin < end, end_head, first_head)):
+            base = row_pointer(args.out, b, h, start, META)
+            store_zeros(base, step, offsets, begin, end, META.HEAD_DIM, META.WIDTH0, META.WIDTH1)
+            if args.lse_ptr is not None:
+                row_of_lse = tl.cast(h if META.IS_RAGGED else b * num_heads + h, tl.int64) * lengths.num_tokens
+                lse_base = args.lse_ptr + row_of_lse + start
+                for row in range(begin, end, ROWS):
+                    rows = row + tl.arange(0, ROWS)
+                    tl.store(lse_base + rows, tl.full([ROWS], float("-inf"), tl.float32), mask=rows < end)
 
 
 def zero_padding(problem: Problem, out: Tensor, side: Literal["q", "kv"], lse: Tensor | None = None) -> None:
@@ -159,7 +164,9 @@ def zero_padding(problem: Problem, out: Tensor, side: Literal["q", "kv"], lse: T
     meta = problem.meta(_TILE, (out,))
     heads, head_dim = out.shape[-2:]
     width0, width1 = split_head_dim(head_dim)
-    args = PaddingArguments(lengths=x.lengths, out=rows(out, meta), lse_ptr=lse, num_heads=heads)
+    programs = _PARTS * x.lengths.batch
+    own_heads = max(1, programs * heads // _MOST_PROGRAMS)
+    args = PaddingArguments(lengths=x.lengths, out=rows(out, meta), lse_ptr=lse, num_heads=heads, own_heads=own_heads)
     own_meta = PaddingMeta(
         PARTS=_PARTS,
         HEAD_DIM=head_dim,
@@ -170,4 +177,4 @@ def zero_padding(problem: Problem, out: Tensor, side: Literal["q", "kv"], lse: T
         ALIGN=meta.ALIGN,
         WIDE_STRIDES=meta.WIDE_STRIDES,
     )
-    launch(_padding_kernel, _PARTS * x.lengths.batch * heads, problem.device, _TILE, (args, own_meta))
+    launch(_padding_kernel, programs * cdiv(heads, own_heads), problem.device, _TILE, (args, own_meta))

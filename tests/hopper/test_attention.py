@@ -17,6 +17,7 @@ from flexattn.dispatch import triton_backend
 from flexattn.dispatch.spec import Gradients
 from flexattn.kernels_triton.ahead_of_time.compile_report import SHARED_MEMORY_LIMIT, request_for
 from flexattn.kernels_triton.common import preprocess as statistics
+from flexattn.kernels_triton.common import tile_schedule as tile_schedule_module
 from flexattn.kernels_triton.common.problem import Backward, Problem
 from flexattn.kernels_triton.common.tile_schedule import tile_schedule, zero_padding
 from flexattn.kernels_triton.common.tiles import (
@@ -419,14 +420,18 @@ def test_table_of_work_holds_wrong_lengths(by_sequence: bool, device: str) -> No
     assert all(0 <= entry < 5 * blocks for entry in table[2 : 2 + table[1]])
 
 
+@pytest.mark.parametrize(
+    "programs", [1024, 27], ids=["a head each", "some heads each"]
+)  # 80 programs, and 48: for 2, 2 and 1 heads
 @pytest.mark.parametrize(("fmt", "in_reverse"), [("thd", False), ("thd", True), ("bshd", False), ("bhsd", False)])
-def test_padding_alone_is_zeroed(fmt: str, in_reverse: bool, device: str) -> None:
+def test_padding_alone_is_zeroed(fmt: str, in_reverse: bool, programs: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tile_schedule_module, "_MOST_PROGRAMS", programs)
     lengths = {"lengths_q": [70, 0, 5, 200], "padding": True, "gap": 3, "in_reverse": in_reverse}
-    given = make_inputs(fmt, **lengths, dtype=torch.bfloat16, device=device)
+    given = make_inputs(fmt, **lengths, num_heads=5, num_heads_kv=5, dtype=torch.bfloat16, device=device)
     spec, x = make_call(given, attn_mask_type="padding")
     problem = triton_backend.to_problem(spec, x)
     out = torch.full_like(problem.q, 7.0)
-    lse = torch.full((4, out.shape[0]) if fmt == "thd" else (4, 4, out.shape[1]), 7.0, device=device)
+    lse = torch.full((5, out.shape[0]) if fmt == "thd" else (4, 5, out.shape[1]), 7.0, device=device)
     zero_padding(problem, out, "q", lse)
     is_padding = problem.q[..., 0].isnan()
     assert not out[is_padding].any()
