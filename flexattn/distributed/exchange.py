@@ -169,31 +169,35 @@ def begin_fetch(tensors: Sequence[Tensor], route: Route, group: Any) -> tuple[tu
         return rooms, None if route.is_alone else _packed(tensors, route, group)
     places = route.held_sends
     if places is None or all(x.is_contiguous() for x in tensors):
-        pending = _by_runs([x.contiguous() for x in tensors], rooms, route.sends, route.receives, group)
+        pending = _by_runs([x.contiguous() for x in tensors], rooms, (route.sends, route.receives), group, KEYS)
         _place_own(tensors, rooms, route)
         return rooms, pending
     _place_own(tensors, rooms, route)  # which makes runs of them that lie without gaps
-    return rooms, _by_runs(rooms, rooms, places, route.receives, group)
+    return rooms, _by_runs(rooms, rooms, (places, route.receives), group, KEYS)
 
 
 def _place_own(tensors: Sequence[Tensor], rooms: Sequence[Tensor], route: Route) -> None:
-    for x, room in zip(tensors, rooms, strict=True):
-        for rows, places in () if route.is_local else route.own:
-            as_sent(room)[slice(*places)] = as_sent(x)[slice(*rows)]
+    whole = list(zip(map(as_sent, tensors), map(as_sent, rooms), strict=True))
+    own = () if route.is_local else route.own
+    _copy_all([(room[slice(*places)], x[slice(*rows)]) for x, room in whole for rows, places in own])
+    for _, room in whole:
         for gap in route.gaps:
-            as_sent(room)[slice(*gap)] = 0
+            room[slice(*gap)] = 0
 
 
 def _by_runs(
-    sources: Sequence[Tensor], rooms: tuple[Tensor, ...], sends: Sequence[Runs], receives: Sequence[Runs], group: Any
+    sources: Sequence[Tensor], rooms: tuple[Tensor, ...], runs: tuple[Sequence[Runs], Sequence[Runs]], group: Any, what: str
 ) -> Pending:
-    """Begins to send and receive runs of rows, each in a message of its own, from and to where they lie."""
+    """Begins to send and receive runs of rows, each in a message of its own, from and to where they lie.
+
+    runs: by rank those that are sent, and those that are received.
+    """
     messages = []
     for x, room in zip(map(as_sent, sources), map(as_sent, rooms), strict=True):
-        for rank, (outgoing, incoming) in enumerate(zip(sends, receives, strict=True)):
+        for rank, (outgoing, incoming) in enumerate(zip(*runs, strict=True)):
             messages += [dist.P2POp(dist.isend, x[slice(*run)], group=group, group_peer=rank) for run in outgoing]
             messages += [dist.P2POp(dist.irecv, room[slice(*run)], group=group, group_peer=rank) for run in incoming]
-    return Pending(rooms, _exchange(messages, KEYS, group), tuple(sources), KEYS)
+    return Pending(rooms, _exchange(messages, what, group), tuple(sources), what)
 
 
 KEYS, GRADIENTS = "the exchange of keys and values", "the exchange of the gradients of keys and values"
@@ -233,13 +237,12 @@ def finish_fetch(begun: tuple[tuple[Tensor, ...], Pending | None], route: Route,
     return rooms
 
 
-class _Add(NamedTuple):
-    """A step of a sum: the rows `to` of it get rows of a source, or zeros where that is None."""
+class _Move(NamedTuple):
+    """Rows of a source, by its number, and the rows of the sum that they are copied, or added, to."""
 
     to: slice
-    source: int | None
+    source: int
     rows: slice
-    is_first: bool  # so that it is copied, and not added
 
 
 class _Share(NamedTuple):
@@ -250,45 +253,95 @@ class _Share(NamedTuple):
     first: int = 0
 
 
-def _additions(rows: Run, shares: Sequence[_Share]) -> list[_Add]:
-    """Returns the steps that sum what the shares have of `rows`, in their order, from the first of them on."""
-    written: Runs = ()
-    found = []
-    for source, of, first in shares:
-        here = tuple(common((of,), (rows,)))
-        for is_first, runs in ((True, without(here, written)), (False, common(written, here))):
-            for start, stop in runs:
-                at = slice(start - of.start + first, stop - of.start + first)
-                found.append(_Add(slice(start - rows.start, stop - rows.start), source, at, is_first))
-        written = union((*written, *here))
-    for start, stop in without((rows,), written):
-        found.append(_Add(slice(start - rows.start, stop - rows.start), None, slice(0), True))
-    return found
+class _Steps(NamedTuple):
+    """Steps of a sum of rows: some are zero, some are copied, and then others are added, those of a step all at once."""
+
+    zeros: list[slice]
+    copies: list[_Move]
+    adds: list[list[_Move]]
+
+    @classmethod
+    def of(cls, rows: Run, shares: Sequence[_Share], at: int = 0) -> _Steps:
+        """Returns steps that sum, row by row in their order, what the shares have of `rows`. at: the first one's row in the sum."""
+        taken: list[Runs] = []  # rows of which a first, a second, ... share has come
+        levels: list[list[_Move]] = []
+        moved = at - rows.start
+        for source, of, first in shares:
+            rest, level = tuple(common((of,), (rows,))), 0
+            while rest:
+                if level == len(levels):
+                    levels.append([])
+                    taken.append(())
+                here, rest = tuple(without(rest, taken[level])), tuple(common(taken[level], rest))
+                levels[level] += [
+                    _Move(slice(start + moved, stop + moved), source, slice(start - of.start + first, stop - of.start + first))
+                    for start, stop in here
+                ]
+                taken[level] = union((*taken[level], *here))
+                level += 1
+        left = without((rows,), taken[0] if taken else ())
+        return cls([slice(start + moved, stop + moved) for start, stop in left], levels[0] if levels else [], levels[1:])
+
+    def __add__(self, other: _Steps) -> _Steps:  # type: ignore[override]
+        """Returns the steps of both, whose rows of the sum are apart."""
+        adds = [[*a, *b] for a, b in itertools.zip_longest(self.adds, other.adds, fillvalue=())]
+        return _Steps([*self.zeros, *other.zeros], [*self.copies, *other.copies], adds)
+
+    def apart(self, count: int) -> tuple[_Steps, _Steps]:
+        """Returns the steps of the first `count` sources, and those of the others, which follow."""
+        levels = (self.copies, *self.adds)
+        first, others = ([[m for m in moves if (m.source < count) is one] for moves in levels] for one in (True, False))
+        return _Steps(self.zeros, first[0], first[1:]), _Steps([], others[0], others[1:])
+
+    def run(self, totals: Sequence[Tensor], sources: Sequence[Sequence[Tensor]]) -> None:
+        """Writes sums to each of `totals`, of its own sources; one launch, as a rule, for all copies or sums of a step."""
+        for total in totals if self.zeros else ():
+            for rows in self.zeros:
+                total[rows] = 0
+        for number, moves in enumerate((self.copies, *self.adds)):
+            pairs = [(total[m.to], of[m.source][m.rows]) for total, of in zip(totals, sources, strict=True) for m in moves]
+            (_add_all if number else _copy_all)(pairs)
 
 
-def _add_up(total: Tensor, steps: Sequence[_Add], sources: Sequence[Tensor]) -> None:
-    for to, source, rows, is_first in steps:
-        if source is None:
-            total[to] = 0
-        elif is_first:
-            total[to] = sources[source][rows]
-        else:
-            total[to] += sources[source][rows]
+_NO_STEPS = _Steps([], [], [])
+_Pairs = Sequence[tuple[Tensor, Tensor]]
+
+
+def _copy_all(pairs: _Pairs) -> None:
+    """Copies to each first tensor the second one."""
+    if pairs:
+        torch._foreach_copy_(*_alike(pairs))
+
+
+def _add_all(pairs: _Pairs) -> None:
+    """Adds to each first tensor the second one."""
+    if pairs:
+        torch._foreach_add_(*_alike(pairs))
+
+
+def _alike(pairs: _Pairs) -> tuple[list[Tensor], list[Tensor]]:
+    """Returns both sides with the same strides where all are contiguous, as torch's kernels for lists of tensors ask for."""
+    if all(t.is_contiguous() for pair in pairs for t in pair):
+        pairs = [(to.view(-1), of.view(-1)) for to, of in pairs]
+    return [to for to, _ in pairs], [of for _, of in pairs]
 
 
 def add_up(total: Tensor, rows: Sequence[Run], sources: Sequence[Tensor]) -> None:
     """Writes to `total` the sum of tensors that have some rows of it each, in their order; zeros where none has."""
-    _add_up(total, _additions(Run(0, total.shape[0]), list(map(_Share, range(len(rows)), rows))), sources)
+    _Steps.of(Run(0, total.shape[0]), list(map(_Share, range(len(rows)), rows))).run([total], [sources])
 
 
 class Returns(NamedTuple):
     """Steps by which gradients of what was fetched are summed: sources are this rank's shares, and then what arrives."""
 
-    sent: list[_Add]  # to what goes to other ranks, in the order of `Route.receives`
-    summed: list[tuple[slice, list[_Add]]]  # this rank's rows to which several add
-    plain: list[tuple[slice, list[_Add]]]  # those of which there is one share, or none
+    sent: _Steps  # to what goes to other ranks, in the order of `Route.receives`
+    own: _Steps  # this rank's part of the sums of rows to which several add, one after another
+    arrived: _Steps  # what arrives, to the same sums
+    summed: list[_Move]  # where those sums belong
+    plain: _Steps  # this rank's rows of which there is one share, or none
     counts: tuple[list[int], list[int]]  # rows by rank: received, sent
     place: slice | None  # where its one share has all of this rank's rows, if they lie so
+    by_runs: bool  # as `Route` has it
 
 
 def make_returns(route: Route, shares: Sequence[Run]) -> Returns:
@@ -296,15 +349,15 @@ def make_returns(route: Route, shares: Sequence[Run]) -> Returns:
 
     Sums begin with this rank's shares and go on in the order of the ranks, so that they are the same in each run.
     """
-    row, sent = 0, []
+    row, sent = 0, _NO_STEPS
     for run in (run for runs in route.receives for run in runs):
-        own = [_Share(n, of) for n, of in enumerate(shares)]
-        sent += [step._replace(to=slice(step.to.start + row, step.to.stop + row)) for step in _additions(run, own)]
+        sent += _Steps.of(run, [_Share(n, of) for n, of in enumerate(shares)], row)
         row += run.size
     runs = tuple(run for of in route.sends for run in of)
     arrivals = [_Share(len(shares), run, at.start) for run, at in zip(runs, rows_of(runs), strict=True)]
     several = _several(shares)
-    summed, plain = [], []
+    row, steps, plain = 0, _NO_STEPS, _NO_STEPS
+    summed: list[_Move] = []
     away = without((Run(0, route.rows),), [rows for rows, _ in route.own])
     for rows, places in (*route.own, *((run, None) for run in away)):
         moved = 0 if places is None else places.start - rows.start
@@ -314,10 +367,14 @@ def make_returns(route: Route, shares: Sequence[Run]) -> Returns:
 
         own = [] if places is None else [_Share(n, here(of)) for n, of in enumerate(shares)]
         both = union([*runs, *map(here, several if own else ())])
-        summed += [(slice(*run), _additions(run, [*own, *arrivals])) for run in common(both, (rows,))]
-        plain += [(slice(*run), _additions(run, own)) for run in without((rows,), both)]
+        for run in common(both, (rows,)):
+            steps += _Steps.of(run, [*own, *arrivals], row)
+            summed.append(_Move(slice(*run), 0, slice(row, row + run.size)))
+            row += run.size
+        for run in without((rows,), both):
+            plain += _Steps.of(run, own, run.start)
     counts = [size_of(of) for of in route.sends], [size_of(of) for of in route.receives]
-    return Returns(sent, summed, plain, counts, _place_of_all(route, shares))
+    return Returns(sent, *steps.apart(len(shares)), summed, plain, counts, _place_of_all(route, shares), route.by_runs)
 
 
 def _place_of_all(route: Route, shares: Sequence[Run]) -> slice | None:
@@ -347,15 +404,24 @@ def begin_return(
     shares: for each tensor in `rooms`, which was fetched, this rank's shares of its gradient, whose sums travel in `dtype`.
     """
     receives, sends = returns.counts
-    sent = tuple(torch.empty((sum(sends), *room.shape[1:]), dtype=dtype, device=room.device) for room in rooms)
-    received = tuple(torch.empty((sum(receives), *room.shape[1:]), dtype=dtype, device=room.device) for room in rooms)
-    for grad, of in zip(sent, shares, strict=True):
-        _add_up(grad, returns.sent, of)
-    works: list[Any] = []
-    if len(sends) > 1:
-        with waiting(GRADIENTS, group):
-            works = [all_to_all(to, of, returns.counts, group) for to, of in zip(received, sent, strict=True)]
+    sent, received = (
+        tuple(torch.empty((sum(counts), *room.shape[1:]), dtype=dtype, device=room.device) for room in rooms)
+        for counts in (sends, receives)
+    )
+    returns.sent.run(sent, shares)
+    if len(sends) == 1:
+        return Pending(received, [], sent, GRADIENTS)
+    if returns.by_runs:  # one exchange for all tensors
+        return _by_runs(sent, received, (_by_rank(sends), _by_rank(receives)), group, GRADIENTS)
+    with waiting(GRADIENTS, group):
+        works = [all_to_all(to, of, returns.counts, group) for to, of in zip(received, sent, strict=True)]
     return Pending(received, works, sent, GRADIENTS)
+
+
+def _by_rank(counts: Sequence[int]) -> list[Runs]:
+    """Returns the rows that each rank has in a tensor that holds as many of one rank after another."""
+    ends = itertools.accumulate(counts, initial=0)
+    return [(Run(*pair),) if pair[1] > pair[0] else () for pair in itertools.pairwise(ends)]
 
 
 def finish_return(
@@ -363,19 +429,18 @@ def finish_return(
 ) -> None:
     """Writes to `totals`, this rank's rows, the sums of all ranks' gradients of what they fetched, in the travellers' dtype.
 
-    shares: what `begin_return` was given. Totals that are views of the one share get what other ranks add.
+    shares: what `begin_return` was given. Totals that are views of the one share get what other ranks add. What needs nothing of
+    other ranks is done while theirs is on its way.
     """
+    rows = sum(move.rows.stop - move.rows.start for move in returns.summed)
+    sums = [torch.empty((rows, *t.shape[1:]), dtype=t.dtype, device=t.device) for t in pending.received]
+    returns.own.run(sums, shares)
+    is_there = len(shares[0]) == 1 and totals[0].untyped_storage().data_ptr() == shares[0][0].untyped_storage().data_ptr()
+    if not is_there:
+        returns.plain.run(totals, shares)
     received = pending.wait(group)
-    for total, of, arrived in zip(totals, shares, received, strict=True):
-        sources = (*of, arrived)
-        for rows, steps in returns.summed:
-            sums = arrived.new_empty((rows.stop - rows.start, *arrived.shape[1:]))
-            _add_up(sums, steps, sources)
-            total[rows] = sums
-        if len(of) == 1 and total.untyped_storage().data_ptr() == of[0].untyped_storage().data_ptr():
-            continue
-        for rows, steps in returns.plain:
-            _add_up(total[rows], steps, sources)
+    returns.arrived.run(sums, [(*of, arrived) for of, arrived in zip(shares, received, strict=True)])
+    _copy_all([(total[to], of[at]) for total, of in zip(totals, sums, strict=True) for to, _, at in returns.summed])
 
 
 def _exchange(messages: list[Any], what: str, group: Any) -> Sequence[Any]:
