@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from flexattn.block_mask import block_lists
+from flexattn.distributed import capture
 from flexattn.distributed.layout import Run, joined
 
 HIDDEN, MASKED, WHOLE = 0, 1, 2  # a block: no query sees a key, the mask_mod says which, or each sees each
@@ -87,6 +88,7 @@ def read_blocks(block_mask: Any, longest: tuple[int, int]) -> Blocks:
     kept = getattr(block_mask, _NAME, None)
     # A list that was written to since has another tensor here, as `block_lists` makes it anew.
     if kept is None or kept[0] is not lists.tensors[1] or kept[1].mask_mod is not block_mask.mask_mod:
+        capture.refuse_making(device)
         from flexattn.dispatch.reference import block_kinds  # here, as importing flexattn should not import the reference
 
         kept = lists.tensors[1], Blocks(block_kinds(lists.tensors).cpu(), *lists.block_size, block_mask.mask_mod)

@@ -14,6 +14,7 @@ from torch import Tensor
 from flexattn.backward import Given, Gradients, attention_backward
 from flexattn.distributed import eight_bits
 from flexattn.distributed.blocks import Blocks
+from flexattn.distributed.capture import tables
 from flexattn.distributed.eight_bits import Eight
 from flexattn.distributed.lanes import Lanes
 from flexattn.distributed.layout import Run, Runs, union, without
@@ -118,13 +119,12 @@ def make_calls(
             groups.append((band, [piece]))
         else:
             group.append(piece)
-    with torch.inference_mode(False):  # an inference tensor could not be read by a later backward
-        found = []
-        for band, group in groups:
-            ordered = tuple(sorted(group, key=lambda piece: piece.rows.start))
-            of_call = None if blocks is None else LocalBlocks(blocks, ordered, is_packed, device)
-            found.append(_call(ordered, band, of_call, is_packed, device))
-        return found
+    found = []
+    for band, group in groups:
+        ordered = tuple(sorted(group, key=lambda piece: piece.rows.start))
+        of_call = None if blocks is None else LocalBlocks(blocks, ordered, is_packed, device)
+        found.append(_call(ordered, band, of_call, is_packed, device))
+    return found
 
 
 def _is_apart(group: list[Piece], piece: Piece) -> bool:
@@ -352,13 +352,17 @@ def merge_into(results: Results, call: Call, out: Tensor, lse: Tensor) -> None:
     results.out[index], results.lse[at] = merged
 
 
+@tables(None)
+def _first_head(head: int, device: torch.device) -> Tensor:
+    return torch.tensor(head, dtype=torch.int32).to(device)
+
+
 def of_heads(scores: Scores, shared: Shared, heads: Run, device: torch.device) -> tuple[Scores, Shared]:
     """Returns the arguments and the shared tensors of some query heads, which a call then counts from 0."""
     bias, slopes, offset = shared.bias, shared.alibi_slopes, shared.softmax_offset
     part = slice(*heads)
     if scores.score_mod is not None or scores.mask_mod is not None:
-        with torch.inference_mode(False):
-            first = torch.tensor(heads.start, dtype=torch.int32).to(device)
+        first = _first_head(heads.start, device)
         moved = mod_of_heads(scores.score_mod, 1, first), mod_of_heads(scores.mask_mod, 0, first)
         scores = dataclasses.replace(scores, score_mod=moved[0], mask_mod=moved[1])
     scores = dataclasses.replace(scores, heads=(scores.heads[0] + heads.start, scores.heads[1]))
@@ -407,8 +411,9 @@ def attend_all(calls: Calls, part: Part, context: tuple[Scores, Shared], lanes: 
     results = into or empty_results(part.q, part.v.shape[-1], scores.out_dtype(part.q))
     rows = by_rows(results.out, is_packed)
     for run in calls.left:
-        rows[slice(*run)] = 0
-        results.lse[..., slice(*run)] = float("-inf") if sink is None else sink.to(results.lse.dtype).unsqueeze(-1)
+        rows[slice(*run)].zero_()
+        lse = results.lse[..., slice(*run)]
+        lse.fill_(float("-inf")) if sink is None else lse.copy_(sink.to(lse.dtype).unsqueeze(-1).expand_as(lse))
     lanes.fork()
     found: list[tuple[Call, Tensor, Tensor]] = []
     for i, call in enumerate(calls.longest_first):
@@ -455,7 +460,7 @@ def differentiate_all(
         dq = torch.empty(part.q.shape, dtype=context[0].out_dtype(part.q), device=part.q.device)
     if dq is not None:
         for run in calls.left:
-            by_rows(dq, is_packed)[slice(*run)] = 0
+            by_rows(dq, is_packed)[slice(*run)].zero_()
     lanes.fork()
     found: list[tuple[Call, Gradients]] = []
     for i, call in enumerate(calls.longest_first):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flexattn import functional, validation
 from flexattn.dispatch.spec import SOFTMAX_TYPES, as_bshd, from_bshd, parse_format
-from flexattn.distributed import agreement
+from flexattn.distributed import agreement, capture
 from flexattn.distributed.exchange import all_gather, waiting
 
 NOT_TAKEN = {
@@ -59,6 +59,8 @@ def attention_over_ranks(q: Tensor, k: Tensor, v: Tensor, *, group: Any, **optio
         own = {"q": (tuple(q.shape), str(x.q.dtype)), "v's head dim": v.shape[-1], "softmax_type": softmax_type}
     except (TypeError, ValueError) as e:
         error = e
+    if error is None:
+        capture.check(group, q.device)
     agreement.agree(group, "flexattn.distributed.attention_over_ranks", own, error)
     with torch.no_grad():
         out, lse = functional.attention(q, k, v, **options, return_lse=True)

@@ -182,7 +182,7 @@ def _place_own(tensors: Sequence[Tensor], rooms: Sequence[Tensor], route: Route)
     _copy_all([(room[slice(*places)], x[slice(*rows)]) for x, room in whole for rows, places in own])
     for _, room in whole:
         for gap in route.gaps:
-            room[slice(*gap)] = 0
+            room[slice(*gap)].zero_()
 
 
 def _by_runs(
@@ -297,7 +297,7 @@ class _Steps(NamedTuple):
         """Writes sums to each of `totals`, of its own sources; one launch, as a rule, for all copies or sums of a step."""
         for total in totals if self.zeros else ():
             for rows in self.zeros:
-                total[rows] = 0
+                total[rows].zero_()
         for number, moves in enumerate((self.copies, *self.adds)):
             pairs = [(total[m.to], of[m.source][m.rows]) for total, of in zip(totals, sources, strict=True) for m in moves]
             (_add_all if number else _copy_all)(pairs)

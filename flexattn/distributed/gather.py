@@ -7,7 +7,6 @@ the keys again rather than keep them; gradients travel in float32.
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -32,6 +31,7 @@ from flexattn.distributed.calls import (
     sum_dtype,
     whole_gradients,
 )
+from flexattn.distributed.capture import tables
 from flexattn.distributed.exchange import Returns, Route, make_returns, make_route
 from flexattn.distributed.lanes import Lanes
 from flexattn.distributed.layout import Run, cut, size_of
@@ -54,7 +54,7 @@ class _Slice(NamedTuple):
     kv: Run
 
 
-@functools.lru_cache(maxsize=32)
+@tables(32)
 def _work(plan: Plan, strategy: str, wants_diagonal: bool, device: torch.device) -> _Work:
     wanted = [plan.fetched(strategy, rank) for rank in range(plan.ranks)]
     held = plan.held(strategy, plan.rank)

@@ -34,6 +34,8 @@ class Lanes:
         if are_apart and has_streams(device):
             self._main = torch.cuda.current_stream(device)
             self._side, self._back = _streams(device, self._main.cuda_stream)
+            for lane in (self._side, self._back):  # a CUDA graph has no stream that waits for one outside of it
+                lane.wait_stream(self._main)
         self.is_last = False
         self._kept: deque[tuple[Any, tuple[Tensor, ...]]] = deque()
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from flexattn.block_mask import ordered
 from flexattn.distributed.blocks import MASKED, WHOLE, Blocks
+from flexattn.distributed.capture import refuse_making
 from flexattn.distributed.layout import Run
 from flexattn.distributed.mask import Piece
 from flexattn.distributed.origin import Mod
@@ -59,6 +60,7 @@ class LocalBlocks:
         """Returns the block mask of some query heads. mask_mod: of the call's own heads and positions."""
         found = self.made.get(heads)
         if found is None:
+            refuse_making(self.lists_kinds.device)
             with torch.inference_mode(False):
                 table = None if self.beyond is None else _of_heads(self.table, heads).contiguous()
                 found = self.made[heads] = _Lists(_of_heads(self.lists_kinds, heads), self.sizes), table

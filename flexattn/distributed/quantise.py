@@ -17,6 +17,7 @@ from torch import Tensor
 from flexattn import fp8
 from flexattn.dispatch import quantization
 from flexattn.dispatch.quantization import cast, note_amax, num_blocks, rotation_matrix, scale_of
+from flexattn.distributed.capture import tables
 from flexattn.distributed.eight_bits import Eight
 from flexattn.distributed.exchange import largest
 from flexattn.distributed.plans import Plan
@@ -68,7 +69,7 @@ def _beginnings(plan: Plan, strategy: str) -> tuple[int, ...]:
     return tuple({start for piece in pieces for start in (piece.q_start, piece.kv_start)})
 
 
-@functools.lru_cache(maxsize=32)
+@tables(32)
 def _places(plan: Plan, of_keys: bool, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the document of each of this rank's tokens, its position there, and whether the document has queries and keys.
 
@@ -76,13 +77,12 @@ def _places(plan: Plan, of_keys: bool, device: torch.device) -> tuple[Tensor, Te
     """
     runs, side = (plan.kv_runs, plan.mask.kv) if of_keys else (plan.q_runs, plan.mask.q)
     parts = [found for run in runs[plan.rank] for found in side.within(run)]
-    with torch.inference_mode(False):
-        positions = [torch.arange(part.start, part.stop) for _, part in parts]
-        documents = [torch.full((part.size,), document) for document, part in parts]
-        empty = torch.zeros(0, dtype=torch.int64)
-        document = torch.cat([empty, *documents])
-        others = torch.tensor(plan.mask.lengths_q if of_keys else plan.mask.lengths_kv)
-        return document.to(device), torch.cat([empty, *positions]).to(device), (others[document] > 0).to(device)
+    positions = [torch.arange(part.start, part.stop) for _, part in parts]
+    documents = [torch.full((part.size,), document) for document, part in parts]
+    empty = torch.zeros(0, dtype=torch.int64)
+    document = torch.cat([empty, *documents])
+    others = torch.tensor(plan.mask.lengths_q if of_keys else plan.mask.lengths_kv)
+    return document.to(device), torch.cat([empty, *positions]).to(device), (others[document] > 0).to(device)
 
 
 def quantise(tensors: Sequence[Tokens], eight: Eight, plan: Plan) -> list[Quantised]:

@@ -6,7 +6,6 @@ them, and one step further, home: Liu et al., "Ring Attention with Blockwise Tra
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -31,13 +30,14 @@ from flexattn.distributed.calls import (
     rows_of_call,
     sum_dtype,
 )
+from flexattn.distributed.capture import tables
 from flexattn.distributed.exchange import rotate, wait
 from flexattn.distributed.layout import size_of
 from flexattn.distributed.mask import merged
 from flexattn.distributed.plans import Plan
 
 
-@functools.lru_cache(maxsize=32)
+@tables(32)
 def _steps(plan: Plan, wants_diagonal: bool, wants_positions: bool, device: torch.device) -> tuple[list[Call], ...]:
     found = []
     for step in range(plan.ranks):

@@ -6,7 +6,6 @@ each rank: a rank gets the key heads that its query heads read, which several ra
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +29,7 @@ from flexattn.distributed.calls import (
     sum_dtype,
     whole_gradients,
 )
+from flexattn.distributed.capture import tables
 from flexattn.distributed.exchange import add_up, all_to_all, as_sent, waiting
 from flexattn.distributed.lanes import Lanes
 from flexattn.distributed.layout import Run, Runs, cut, rows_of, size_of
@@ -50,12 +50,17 @@ class Split(NamedTuple):
         return cls(tuple(q), tuple(Run(run.start // group, (run.stop - 1) // group + 1) for run in q))
 
 
-def local_key_heads(split: Split, rank: int, group: int) -> list[int] | None:
+def local_key_heads(split: Split, rank: int, group: int) -> tuple[int, ...] | None:
     """Returns for each query head of a rank its key head among the rank's; None where they are as grouped heads are anyway."""
     q, kv = split.q[rank], split.kv[rank]
     found = [head // group - kv.start for head in range(q.start, q.stop)]
     even = q.size % kv.size == 0 and found == [i // (q.size // kv.size) for i in range(q.size)]
-    return None if even else found
+    return None if even else tuple(found)
+
+
+@tables(None)
+def _index(places: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(places).to(device)
 
 
 def to_heads(x: Tensor, runs: tuple[Runs, ...], heads: tuple[Run, ...], group: Any) -> Tensor:
@@ -109,7 +114,7 @@ def _places(runs: tuple[Runs, ...]) -> list[tuple[Run, Run]]:
     return list(zip(everyones, rows_of(everyones), strict=True))
 
 
-@functools.lru_cache(maxsize=32)
+@tables(32)
 def _calls(plan: Plan, wants_diagonal: bool, device: torch.device) -> Calls:
     calls = make_calls(plan.whole_pieces(), plan.is_packed, plan.mask.blocks, wants_diagonal, device)
     return Calls.of(calls, plan.length)
@@ -142,10 +147,10 @@ class Ulysses(NamedTuple):
         total = (self.heads, self.plan.group)
         return _swapped(to_rows(_swapped(x, packed), self.plan.q_runs, self._split.q, total), packed).contiguous()
 
-    def _part(self, whole_q: Tensor, kv: Tensor, dim: int) -> tuple[Part, list[int] | None]:
+    def _part(self, whole_q: Tensor, kv: Tensor, dim: int) -> tuple[Part, tuple[int, ...] | None]:
         places = local_key_heads(self._split, self.plan.rank, self.heads // self.heads_kv)
         if places is not None:
-            kv = as_sent(kv).index_select(-2, torch.tensor(places, device=kv.device)).view(kv.dtype)
+            kv = as_sent(kv).index_select(-2, _index(places, kv.device)).view(kv.dtype)
         return Part(whole_q, *apart(kv, dim, self.plan.is_packed)), places
 
     def gathered(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -196,7 +201,7 @@ class Ulysses(NamedTuple):
             dkv = rows_first(dk, dv, packed)
         if places is not None:
             all_heads = dkv.new_zeros((*dkv.shape[:-2], kv.shape[-2], dkv.shape[-1]))
-            dkv = all_heads.index_add_(-2, torch.tensor(places, device=dkv.device), dkv)
+            dkv = all_heads.index_add_(-2, _index(places, dkv.device), dkv)
         dkv = to_rows(dkv, plan.kv_runs, self._split.kv, (self.heads_kv, plan.group))
         of_shared = whole_gradients(of_context, shared, heads)
         return Sums(self._to_rows(dq.to(self.scores.out_dtype(whole_q))), *apart(dkv, dim, packed), of_shared)

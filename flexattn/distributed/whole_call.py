@@ -12,7 +12,7 @@ from torch import Tensor
 from flexattn import fp8, validation
 from flexattn.dispatch.context import requested_backend
 from flexattn.dispatch.spec import BIAS_TYPES, SOFTMAX_TYPES, Window, as_bshd, from_bshd
-from flexattn.distributed import agreement, exchange, quantise
+from flexattn.distributed import agreement, capture, exchange, quantise
 from flexattn.distributed.calls import Results, Scores, Seeds, Shared, Sums, offset_gradient, sum_dtype
 from flexattn.distributed.cost import Heads
 from flexattn.distributed.gather import Gather
@@ -343,6 +343,8 @@ def checked(q: Tensor, k: Tensor, v: Tensor, plan: Plan, strategy: str | None, o
         if error is not None:
             raise error
         raise ValueError("plan has no process group; accepted: one made of a group or a mesh, or plan.on(group)")
+    if call is not None:
+        capture.check(group, call.qkv[0].device)
     agreement.agree(group, "flexattn.distributed.attention", {} if call is None else call.summary_of, error)
     assert call is not None
     return call

@@ -31,6 +31,7 @@ from flexattn.distributed import gather
 from flexattn.distributed.plans import STRATEGIES
 from flexattn.testing import check_close
 from tests.support import context_parallel_calls as calls
+from tests.support import context_parallel_graphs as graphs
 from tests.support import lane_races
 from tests.support.ranks import COMPILED_PARTS
 
@@ -597,11 +598,12 @@ def on_gpus() -> None:
     refused_on_all()
 
 
-QUICK = (features, others, faults, compiled, lanes_without_races)
+QUICK = (features, others, faults, compiled, lanes_without_races, graphs.no_reads)
 SLOW = (all_compiled, all_features, drawn, in_float32, in_hosts, on_one_mesh, of_dtensors, on_triton)
 ON_GPUS = (same_bits, decoding_over_long_caches, on_gpus, one_does_not_come)
 SUITES: dict[str, Any] = {f.__name__: f for f in (*QUICK, *SLOW, *ON_GPUS)}
 SUITES |= {f"kernels_{part}": functools.partial(compiled_kernels, part) for part in range(COMPILED_PARTS)}
+SUITES |= {f"captured_{part}": functools.partial(graphs.captured, part) for part in range(graphs.CAPTURED_PARTS)}
 
 
 def main(suite: str, rank: int, ranks: int, file: str) -> None:

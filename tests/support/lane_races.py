@@ -3,7 +3,8 @@
 Each stream has a vector clock (Lamport, 1978; Fidge, 1988). An op must come after the writes to what it reads and after all uses of
 what it writes; and memory may be used again by the stream that allocated it as soon as it is freed, so that stream must by then
 have waited for all that others did with it, as torch's caching allocator asks for. A collective runs on a stream of its own, which
-waits for the current one, and whoever waits for the collective waits for that.
+waits for the current one, and whoever waits for the collective waits for that. A CUDA graph begins on the stream of a call: no
+stream of it may wait for one that has not waited for one of its streams before.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ class Races(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.freed: list[_Memory] = []
         self.found: list[str] = []
         self.streams: Counter[str] = Counter()  # ops on each
+        self.joined = {"main"}  # streams that a CUDA graph of the call has by now
 
     def clock(self, stream: str) -> Counter[str]:
         return self.clocks.setdefault(stream, Counter())
@@ -124,6 +126,9 @@ class _Stream:
         self.races, self.name, self.cuda_stream = races, name, hash(name)
 
     def wait_stream(self, other: _Stream) -> None:
+        if other.name not in self.races.joined:
+            self.races.found.append(f"{self.name} waits for {other.name}, which a graph of the call does not have")
+        self.races.joined.add(self.name)
         self.races.wait(self.name, self.races.clock(other.name))
 
     def record_event(self) -> Counter[str]:
@@ -145,8 +150,12 @@ def watched() -> Iterator[Races]:
         yield
         races.current = before
 
+    def current_stream(device: Any) -> _Stream:
+        races.joined = {races.current}  # as where a graph begins with the call
+        return _Stream(races, races.current)
+
     fake = SimpleNamespace(
-        current_stream=lambda device: _Stream(races, races.current),
+        current_stream=current_stream,
         Stream=lambda device, priority=0: _Stream(races, next(names)),
         stream=stream,
     )

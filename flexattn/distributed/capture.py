@@ -1,0 +1,79 @@
+"""CUDA graphs of calls over ranks: tables that a graph reads are made before it is captured, and kept for as long as it may replay.
+
+A call's tables (where documents begin, which rows a call has, blocks of masks) are made once for each plan on the host. Within a
+capture that is refused, as memory of the graph's own pool would be given to later calls; and what a capture has read is never let
+go of, as nothing says when the graph is gone.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from flexattn.dispatch.options import check_values
+
+_Made = TypeVar("_Made")
+_read: dict[int, Any] = {}  # tables that a captured graph may read, by their ids
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Returns whether a CUDA graph is captured on the current stream of a device."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def is_over_nccl(group: Any) -> bool:
+    """Returns whether a group's tensors on GPUs travel by NCCL."""
+    return "cuda:nccl" in dist.get_backend_config(group)
+
+
+def refuse_making(device: torch.device) -> None:
+    """Raises RuntimeError where tables of a call are to be made while a CUDA graph is captured."""
+    if is_capturing(device):
+        raise RuntimeError(
+            "a call of flexattn.distributed has tables to make while a CUDA graph is captured; accepted: a capture behind a call, "
+            "forward and backward, with the same plan, strategy and options, on all ranks"
+        )
+
+
+def tables(maxsize: int | None) -> Callable[[Callable[..., _Made]], Callable[..., _Made]]:
+    """Returns a decorator as functools.lru_cache is, for functions whose last argument is the device of what they make."""
+
+    def decorate(make: Callable[..., _Made]) -> Callable[..., _Made]:
+        def checked(*arguments: Any) -> _Made:
+            refuse_making(arguments[-1])
+            with torch.inference_mode(False):  # an inference tensor could not be read by a later backward
+                return make(*arguments)
+
+        kept = functools.lru_cache(maxsize)(checked)
+
+        @functools.wraps(make)
+        def of(*arguments: Any) -> _Made:
+            found = kept(*arguments)
+            if is_capturing(arguments[-1]):
+                _read[id(found)] = found
+            return found
+
+        of.cache_clear = kept.cache_clear  # type: ignore[attr-defined]
+        return of
+
+    return decorate
+
+
+def check(group: Any, device: torch.device) -> None:
+    """Raises ValueError where a CUDA graph is captured that could not hold a call over this group."""
+    if not is_capturing(device):
+        return
+    if not is_over_nccl(group):
+        raise ValueError(
+            f"the process group is of {dist.get_backend_config(group)} while a CUDA graph is captured; accepted: one of NCCL, "
+            "whose collectives a graph can hold"
+        )
+    if check_values():
+        raise ValueError(
+            "FLEXATTN_CHECK is 1, by which ranks compare their calls on the host, while a CUDA graph is captured; accepted: 0, and "
+            "FLEXATTN_CHECK=1 for the calls before it"
+        )
