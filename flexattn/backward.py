@@ -12,7 +12,6 @@ from torch import Tensor
 
 from flexattn import call_cache, fp8, ops, validation
 from flexattn.dispatch.spec import OPEN_WINDOW, Operands, Results, Window, dense_in, parse_format
-from flexattn.dispatch.spec import Gradients as DenseGradients
 from flexattn.first_order import guarded
 from flexattn.fp8_steps import BackwardSteps
 from flexattn.prepare import prepare
@@ -130,7 +129,7 @@ def attention_backward(
     return differentiate(Results(), Given(dout, q, k, v, out, lse, dlse), arguments)
 
 
-_DEFAULTS = {
+DEFAULTS = {
     name: parameter.default
     for name, parameter in inspect.signature(attention_backward).parameters.items()
     if parameter.kind is parameter.KEYWORD_ONLY and name != "dlse"
@@ -160,30 +159,54 @@ class Given(NamedTuple):
     dlse: Tensor | None = None
 
 
-def differentiate(results: Results, given: Given, arguments: dict[str, Any]) -> Gradients:
-    """Returns what `attention_backward` does, with out and the gradients where `results` says.
+class GivenInFp8(NamedTuple):
+    """FP8 of a backward whose q, k and v are in FP8; out and the gradients are in recipe.out_dtype."""
 
-    arguments: all others that `attention_backward` takes. out and dout have q's dims, whatever their strides.
+    recipe: fp8.Recipe  # granularity, block_rows and out_dtype, with which `attention` takes these q, k and v
+    grad_dtype: str  # dtype of the scores' gradient, and of dout where it is in FP8
+    descales: Sequence[Tensor]  # those of q, k and v
+    descale_dout: Tensor | None  # None: dout is in 16 bits, and rounded in the backward
+    dout16: Tensor | None  # dout in 16 bits, where it is in FP8
+    is_part: bool  # whether out and lse may be of more keys than k and v have
+
+
+def differentiate(results: Results, given: Given, arguments: dict[str, Any], in_fp8: GivenInFp8 | None = None) -> Gradients:
+    """Returns what `attention_backward` does, with out and the gradients where `results` says; in_fp8: of q, k and v in FP8.
+
+    arguments: all others that `attention_backward` takes. out and dout have q's dims, whatever their strides. In FP8 nothing is
+    checked beyond a forward's arguments.
     """
     dout, q, k, v, out, lse, dlse = given
-    _check_kinds(q, k, v)
+    more: tuple[Tensor | None, ...] = ()
+    if in_fp8 is None:
+        _check_kinds(q, k, v)
+    else:
+        more = (*in_fp8.descales, in_fp8.descale_dout, in_fp8.dout16)
     key, call = None, None
     if not torch.compiler.is_compiling():
         operands = _operands_of(arguments)
         mods: Any = _mods_of(arguments)
         if mods[0] is mods[1] is mods[3] is None and not mods[2]:
             mods = None
-        others = ("backward", results, *_others_of(arguments))
+        kind = None if in_fp8 is None else (in_fp8.recipe, in_fp8.grad_dtype, in_fp8.is_part)
+        others = ("backward", results, kind, *_others_of(arguments))
         key, call = call_cache.look_up(
-            (q, k, v, *operands, *_NO_PAGES, out, lse, dout, dlse), others, arguments["window_size"], mods
+            (q, k, v, *operands, *_NO_PAGES, *more, out, lse, dout, dlse), others, arguments["window_size"], mods
         )
     is_new = call is None
     if call is None:
+        of_fp8 = _NOT_OF_BACKWARD if in_fp8 is None else _NOT_OF_BACKWARD | _named(in_fp8)
         with torch.enable_grad():  # for what the mods capture
-            x, settings, _ = prepare(q, k, v, **arguments, **_NOT_OF_BACKWARD, is_backward=True, results=results)
-        _check(x, settings, out, lse, dout, dlse)
+            x, settings, _ = prepare(q, k, v, **arguments, **of_fp8, is_backward=True, results=results)
+        steps = None
+        if in_fp8 is None:
+            _check(x, settings, out, lse, dout, dlse)
+        else:
+            settings = settings._replace(fp8_grad=in_fp8.grad_dtype, is_part=in_fp8.is_part)
+            steps = BackwardSteps(settings, x.q.device)
+            x = steps.operands(x, more)
         if key is not None:
-            call = call_cache.new_call(key, x, settings, arguments["alibi_slopes"])
+            call = call_cache.new_call(key, x._replace(copies16=()), settings, arguments["alibi_slopes"], steps)
     else:
         settings = call.settings
     # As the kernels have them in any other backward.
@@ -191,7 +214,7 @@ def differentiate(results: Results, given: Given, arguments: dict[str, Any]) -> 
     with torch.no_grad():
         if key is not None and call is not None:
             inputs = call.inputs(key)
-            found, x = call.backward((*inputs, out, lse, dout, dlse)), call.operands(inputs)
+            found, x = call.backward((*inputs, *more, out, lse, dout, dlse)), call.operands(inputs)
             if is_new:
                 call_cache.remember(key, call)
         else:
@@ -206,71 +229,8 @@ def differentiate(results: Results, given: Given, arguments: dict[str, Any]) -> 
     return Gradients(*dense, tuple(zip(captured, of_captures, strict=True)))  # type: ignore[call-arg, arg-type]
 
 
-def differentiate_part_in_fp8(
-    given: Given, arguments: dict[str, Any], recipe: fp8.Recipe, grad_dtype: str, descales: list[Tensor], dout8: Tensor | None
-) -> Gradients:
-    """Returns what `attention_backward` does, of q, k and v in FP8; out, dout and the gradients are in recipe.out_dtype.
-
-    recipe: its granularity, block_rows and out_dtype, with which `attention` takes these q, k and v. grad_dtype: the dtype of
-    dout8, which is dout in FP8, and of the scores' gradient. descales: of q, k and v, and of dout8 where it is given; without it
-    the backward quantises dout by rows of its own. Nothing is checked beyond a forward's arguments.
-    """
-    dout, q, k, v, out, lse, dlse = given
-    named = dict(zip(("descale_q", "descale_k", "descale_v"), descales, strict=False))
-    complete = _DEFAULTS | arguments | _NOT_OF_BACKWARD | named | {"fp8_recipe": recipe}
-    with torch.enable_grad():  # for what the mods capture
-        x, settings, _ = prepare(q, k, v, **complete, is_backward=True)
-    settings = settings._replace(fp8_grad=grad_dtype)
-    fmt, _ = parse_format(settings.qkv_format)
-    incoming = ops.Incoming(dense_in(out, fmt, ""), lse.contiguous(), dout if dout8 is None else dout8, dlse)
-    if dout8 is not None:
-        x = x._replace(descales=[*x.descales, descales[3]], copies16=[dout])
-    with torch.no_grad():
-        found = ops.gradients(x, settings, incoming)
-    flags = ops.captures_with_gradients(settings.mods)
-    captured = [t for t, needs_grad in zip(x.mod_tensors, flags, strict=True) if needs_grad]
-    return Gradients(*found[:-1], tuple(zip(captured, found.dmod_tensors or (), strict=True)))
-
-
-class GivenInFp8(NamedTuple):
-    """Tensors of a backward on q, k and v in FP8, beside `Given`."""
-
-    descales: tuple[Tensor, Tensor, Tensor]  # those of q, k and v
-    descale_dout: Tensor | None  # [1, 1, 1]; None: dout is in 16 bits, and rounded in the backward
-    dout16: Tensor | None  # dout in 16 bits, where it is in FP8
-
-
-def differentiate_in_fp8(results: Results, given: Given, in_fp8: GivenInFp8, arguments: dict[str, Any]) -> DenseGradients:
-    """Returns the gradients of a forward on FP8 tensors, in 16 bits, where `results` says.
-
-    arguments: all others that `attention` takes, the descales of `in_fp8` and an fp8_recipe among them. out and dout have q's dims.
-    """
-    dout, q, k, v, out, lse, _ = given
-    more = (*in_fp8.descales, in_fp8.descale_dout, in_fp8.dout16)
-    key, call = None, None
-    if not torch.compiler.is_compiling():
-        others = ("backward in FP8", results, arguments["fp8_recipe"], *_others_of(arguments))
-        tensors = (q, k, v, *_operands_of(arguments), *_NO_PAGES, *more, out, lse, dout)
-        key, call = call_cache.look_up(tensors, others, arguments["window_size"], None)
-    is_new = call is None
-    if call is None:
-        x, settings, _ = prepare(q, k, v, **arguments, results=results)
-        settings = settings._replace(needs_grad=True, needs_bias_grad=arguments["bias"] is not None)
-        if in_fp8.dout16 is not None:
-            settings = settings._replace(fp8_grad=str(dout.dtype).removeprefix("torch."))
-        steps = BackwardSteps(settings, x.q.device)
-        x = steps.operands(x, more)
-        if key is not None:
-            call = call_cache.new_call(key, x._replace(copies16=()), settings, arguments["alibi_slopes"], steps)
-    else:
-        settings = call.settings
-    out, lse = dense_in(out, parse_format(settings.qkv_format)[0], settings.out_format), lse.contiguous()
-    if key is None or call is None:
-        return ops.gradients(x, settings, ops.Incoming(out, lse, dout, None))
-    found = call.backward((*call.inputs(key), *more, out, lse, dout, None))
-    if is_new:
-        call_cache.remember(key, call)
-    return found
+def _named(in_fp8: GivenInFp8) -> dict[str, Any]:
+    return {"fp8_recipe": in_fp8.recipe, **dict(zip(("descale_q", "descale_k", "descale_v"), in_fp8.descales, strict=True))}
 
 
 _NOT_OF_BACKWARD: dict[str, Any] = {

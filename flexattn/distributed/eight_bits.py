@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexattn import fp8
-from flexattn.backward import Given, Gradients, differentiate_part_in_fp8
+from flexattn import backward, fp8
+from flexattn.backward import Given, GivenInFp8, Gradients
 from flexattn.dispatch.quantization import num_blocks
+from flexattn.dispatch.spec import Results
 from flexattn.fp8_ops import QuantizeConfig
 
 
@@ -60,4 +61,8 @@ def differentiate(
 ) -> Gradients:
     """Returns the gradients of a call of a part in FP8. descales: of q, k and v, and of dout8 where it is given."""
     grad_dtype = str(eight.recipe.grad_dtype).removeprefix("torch.")
-    return differentiate_part_in_fp8(given, arguments, eight.of_part, grad_dtype, list(descales), dout8)
+    descale_dout, dout16 = None, None
+    if dout8 is not None:
+        descale_dout, dout16, given = descales[3], given.dout, given._replace(dout=dout8)
+    in_fp8 = GivenInFp8(eight.of_part, grad_dtype, descales[:3], descale_dout, dout16, is_part=True)
+    return backward.differentiate(Results(), given, backward.DEFAULTS | arguments, in_fp8)

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from flexattn import fp8
-from flexattn.backward import Given, GivenInFp8, differentiate, differentiate_in_fp8
+from flexattn.backward import Given, GivenInFp8, Gradients, differentiate
 from flexattn.dispatch.context import requested_backend
-from flexattn.dispatch.spec import FORMATS, OPEN_WINDOW, PACKINGS, Gradients, Results, as_index, in_format
+from flexattn.dispatch.spec import FORMATS, OPEN_WINDOW, PACKINGS, Results, as_index, in_format
 from flexattn.in_layout import DEFAULTS, attend_with
 from flexattn.integrations.te.layouts import Layout, parse_layout, unpaged_layout
 from flexattn.integrations.te.names import AttnBiasType, AttnMaskType, FusedAttnBackend, SoftmaxType
@@ -244,13 +244,13 @@ def fused_attn_bwd(
         arguments |= {"dropout_p": dropout, "rng_state": rng_state, "backend": _backend_of_dropout(stats.device)}
     with torch.no_grad():
         lse = stats.squeeze(-1).transpose(0, 1) if layout.q_format == "thd" else stats.squeeze(-1)
+        of_backward = {name: arguments[name] for name in _OF_BACKWARD}
         if call.kind is FusedAttnBackend.FP8:
             qkv = _all_in_fp8(q=q, k=k, v=v)
             incoming = _incoming_of_fp8(o, d_o, lse, _dtype_of(fake_dtype), (o_format, do_format, layout.q_format))
-            found: Any = _fp8_gradients(results, qkv, incoming, arguments, fake_dtype)
+            found = _fp8_gradients(results, qkv, incoming, of_backward, fake_dtype)
         else:
             out, dout = in_format(o, o_format, layout.q_format), in_format(d_o, do_format, layout.q_format)
-            of_backward = {name: arguments[name] for name in _OF_BACKWARD}
             found = differentiate(results, Given(dout, q, k, v, out, lse), of_backward)
         dq = in_format(found.dq, layout.q_format, of_gradients.q_format)
         dk, dv = (in_format(t, layout.kv_format, of_gradients.kv_format) for t in (found.dk, found.dv))
@@ -507,13 +507,12 @@ def _fp8_gradients(
 ) -> Gradients:
     """Returns the gradients of a call on FP8 tensors."""
     q, k, v = qkv
-    named: dict[str, Any] = {"descale_q": q.descale, "descale_k": k.descale, "descale_v": v.descale}
-    named["fp8_recipe"] = _recipe_of(fake_dtype)
+    recipe = _recipe_of(fake_dtype)
     out, lse, dout, dout16, descale_dout = incoming
     of_dout = None if descale_dout is None else descale_dout.view(1, 1, 1)
-    in_fp8 = GivenInFp8((q.descale, k.descale, v.descale), of_dout, dout16)
-    given = Given(dout, q.data, k.data, v.data, out, lse)
-    return differentiate_in_fp8(results, given, in_fp8, arguments | named)
+    grad_dtype = str(recipe.grad_dtype if dout16 is None else dout.dtype).removeprefix("torch.")
+    in_fp8 = GivenInFp8(recipe, grad_dtype, (q.descale, k.descale, v.descale), of_dout, dout16, is_part=False)
+    return differentiate(results, Given(dout, q.data, k.data, v.data, out, lse), arguments, in_fp8)
 
 
 def _quantized(dqkv: tuple[Tensor, Tensor, Tensor], packing: str, quantizer: Quantizer) -> tuple[Any, ...]:
