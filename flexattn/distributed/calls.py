@@ -21,6 +21,7 @@ from flexattn.distributed.layout import Run, Runs, union, without
 from flexattn.distributed.local_blocks import LocalBlocks
 from flexattn.distributed.mask import LocalBand, Piece, local_band
 from flexattn.distributed.origin import Mod, Origin, mod_of_heads, moved_mod, rng_state_of, with_alibi
+from flexattn.distributed.sums import copy_all
 from flexattn.functional import attention, merge_attention
 
 
@@ -395,6 +396,21 @@ class Calls(NamedTuple):
         longest = sorted(calls, key=lambda call: -sum(piece.rows.size * piece.keys.size for piece in call.pieces))
         return cls(tuple(longest), tuple(without((Run(0, rows),), (run for call in calls for run in call.runs))))
 
+    @property
+    def is_one(self) -> bool:
+        """Returns whether one call has all queries."""
+        return len(self.longest_first) == 1 and not self.left
+
+    def write(self, whole: Tensor, parts: Sequence[Tensor]) -> None:
+        """Copies to the rows of all queries those of each call's part."""
+        copy_all(
+            [
+                (whole[slice(*run)], part[run.start - call.rows.start : run.stop - call.rows.start])
+                for call, part in zip(self.longest_first, parts, strict=True)
+                for run in call.runs
+            ]
+        )
+
 
 def attend_all(calls: Calls, part: Part, context: tuple[Scores, Shared], lanes: Lanes, into: Results | None = None) -> Results:
     """Returns out and lse of all queries of a part; a sink is in each call.
@@ -405,7 +421,7 @@ def attend_all(calls: Calls, part: Part, context: tuple[Scores, Shared], lanes: 
     scores, shared = context
     sink = shared.softmax_offset
     is_packed = part.q.dim() == 3
-    if into is None and len(calls.longest_first) == 1 and not calls.left:
+    if into is None and calls.is_one:
         [call] = calls.longest_first
         return Results(*attend(call, rows_of_call(call, part)[0], scores, shared, sink))
     results = into or empty_results(part.q, part.v.shape[-1], scores.out_dtype(part.q))
@@ -421,62 +437,45 @@ def attend_all(calls: Calls, part: Part, context: tuple[Scores, Shared], lanes: 
             found.append((call, *attend(call, rows_of_call(call, part)[0], scores, shared, sink)))
     lanes.meet()
     with lanes.back():
-        for call, out, lse in found:
-            own = by_rows(out, is_packed)
-            for run in call.runs:
-                here = slice(run.start - call.rows.start, run.stop - call.rows.start)
-                rows[slice(*run)] = own[here]
-                results.lse[..., slice(*run)] = lse[..., here]
+        calls.write(rows, [by_rows(out, is_packed) for _, out, _ in found])
+        calls.write(results.lse.movedim(-1, 0), [lse.movedim(-1, 0) for *_, lse in found])
         lanes.keep(part.k, part.v, *(t for _, *both in found for t in both))
     return results
 
 
 class Found(NamedTuple):
-    """Gradients that calls of a part made. dk, dv: each call's, of its keys, as `by_rows` has them.
+    """Gradients that calls of a part made, each call's of its queries and keys, as `by_rows` has them.
 
     kept: all that other lanes read, whose memory must not be used again before they have.
     """
 
-    dq: Tensor
+    dq: list[Tensor]
     dk: list[Tensor]
     dv: list[Tensor]
     shared: list[Tensor | None]
     kept: tuple[Tensor, ...]
 
+    def write_dq(self, calls: Calls, dq: Tensor) -> None:
+        """Writes the gradient of all queries, as `by_rows` has it: 0 where no call has them."""
+        for run in calls.left:
+            dq[slice(*run)].zero_()
+        calls.write(dq, self.dq)
+
 
 def differentiate_all(
-    calls: Calls,
-    part: Part,
-    results: Results,
-    seeds: Seeds,
-    context: tuple[Scores, Shared],
-    lanes: Lanes,
-    dq: Tensor | None = None,
+    calls: Calls, part: Part, results: Results, seeds: Seeds, context: tuple[Scores, Shared], lanes: Lanes
 ) -> Found:
-    """Returns the gradients of `attend_all`, but for a sink's, on the same lanes. dq: where that of q is written; None: anew."""
+    """Returns the gradients of `attend_all`, but for a sink's, on the same lanes; the back may go on with them."""
     of_shared, is_packed = context[1].zeros(), part.q.dim() == 3
-    is_whole = dq is None and len(calls.longest_first) == 1 and not calls.left
-    if dq is None and not is_whole:
-        dq = torch.empty(part.q.shape, dtype=context[0].out_dtype(part.q), device=part.q.device)
-    if dq is not None:
-        for run in calls.left:
-            by_rows(dq, is_packed)[slice(*run)].zero_()
     lanes.fork()
-    found: list[tuple[Call, Gradients]] = []
+    found: list[Gradients] = []
     for i, call in enumerate(calls.longest_first):
         with lanes.side() if i else contextlib.nullcontext():
-            found.append((call, differentiate(call, part, results, seeds, context, of_shared)))
+            found.append(differentiate(call, part, results, seeds, context, of_shared))
     lanes.meet()
-    if dq is None:
-        dq = found[0][1].dq
-    else:
-        with lanes.back():
-            for call, gradients in found:
-                own = by_rows(gradients.dq, is_packed)
-                for run in call.runs:
-                    by_rows(dq, is_packed)[slice(*run)] = own[run.start - call.rows.start : run.stop - call.rows.start]
-    dk, dv = [by_rows(g.dk, is_packed) for _, g in found], [by_rows(g.dv, is_packed) for _, g in found]
-    return Found(dq, dk, dv, of_shared, (part.k, part.v, *(t for _, g in found for t in (g.dq, g.dk, g.dv))))
+    dense = [[by_rows(t, is_packed) for t in (g.dq, g.dk, g.dv)] for g in found]
+    dq, dk, dv = ([of[i] for of in dense] for i in range(3))
+    return Found(dq, dk, dv, of_shared, (part.k, part.v, *dq, *dk, *dv))
 
 
 def by_rows(t: Tensor, is_packed: bool) -> Tensor:

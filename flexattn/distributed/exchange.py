@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flexattn.distributed.layout import Run, Runs, common, row_of, rows_of, size_of, union, without
+from flexattn.distributed.sums import NO_STEPS, Move, Share, Steps, copy_all
 from flexattn.validation import FP8_DTYPES
 
 
@@ -179,7 +180,7 @@ def begin_fetch(tensors: Sequence[Tensor], route: Route, group: Any) -> tuple[tu
 def _place_own(tensors: Sequence[Tensor], rooms: Sequence[Tensor], route: Route) -> None:
     whole = list(zip(map(as_sent, tensors), map(as_sent, rooms), strict=True))
     own = () if route.is_local else route.own
-    _copy_all([(room[slice(*places)], x[slice(*rows)]) for x, room in whole for rows, places in own])
+    copy_all([(room[slice(*places)], x[slice(*rows)]) for x, room in whole for rows, places in own])
     for _, room in whole:
         for gap in route.gaps:
             room[slice(*gap)].zero_()
@@ -237,108 +238,14 @@ def finish_fetch(begun: tuple[tuple[Tensor, ...], Pending | None], route: Route,
     return rooms
 
 
-class _Move(NamedTuple):
-    """Rows of a source, by its number, and the rows of the sum that they are copied, or added, to."""
-
-    to: slice
-    source: int
-    rows: slice
-
-
-class _Share(NamedTuple):
-    """A source of a sum: the tensor's number, the rows that it has, and at which of its own rows these begin."""
-
-    source: int
-    rows: Run
-    first: int = 0
-
-
-class _Steps(NamedTuple):
-    """Steps of a sum of rows: some are zero, some are copied, and then others are added, those of a step all at once."""
-
-    zeros: list[slice]
-    copies: list[_Move]
-    adds: list[list[_Move]]
-
-    @classmethod
-    def of(cls, rows: Run, shares: Sequence[_Share], at: int = 0) -> _Steps:
-        """Returns steps that sum, row by row in their order, what the shares have of `rows`. at: the first one's row in the sum."""
-        taken: list[Runs] = []  # rows of which a first, a second, ... share has come
-        levels: list[list[_Move]] = []
-        moved = at - rows.start
-        for source, of, first in shares:
-            rest, level = tuple(common((of,), (rows,))), 0
-            while rest:
-                if level == len(levels):
-                    levels.append([])
-                    taken.append(())
-                here, rest = tuple(without(rest, taken[level])), tuple(common(taken[level], rest))
-                levels[level] += [
-                    _Move(slice(start + moved, stop + moved), source, slice(start - of.start + first, stop - of.start + first))
-                    for start, stop in here
-                ]
-                taken[level] = union((*taken[level], *here))
-                level += 1
-        left = without((rows,), taken[0] if taken else ())
-        return cls([slice(start + moved, stop + moved) for start, stop in left], levels[0] if levels else [], levels[1:])
-
-    def __add__(self, other: _Steps) -> _Steps:  # type: ignore[override]
-        """Returns the steps of both, whose rows of the sum are apart."""
-        adds = [[*a, *b] for a, b in itertools.zip_longest(self.adds, other.adds, fillvalue=())]
-        return _Steps([*self.zeros, *other.zeros], [*self.copies, *other.copies], adds)
-
-    def apart(self, count: int) -> tuple[_Steps, _Steps]:
-        """Returns the steps of the first `count` sources, and those of the others, which follow."""
-        levels = (self.copies, *self.adds)
-        first, others = ([[m for m in moves if (m.source < count) is one] for moves in levels] for one in (True, False))
-        return _Steps(self.zeros, first[0], first[1:]), _Steps([], others[0], others[1:])
-
-    def run(self, totals: Sequence[Tensor], sources: Sequence[Sequence[Tensor]]) -> None:
-        """Writes sums to each of `totals`, of its own sources; one launch, as a rule, for all copies or sums of a step."""
-        for total in totals if self.zeros else ():
-            for rows in self.zeros:
-                total[rows].zero_()
-        for number, moves in enumerate((self.copies, *self.adds)):
-            pairs = [(total[m.to], of[m.source][m.rows]) for total, of in zip(totals, sources, strict=True) for m in moves]
-            (_add_all if number else _copy_all)(pairs)
-
-
-_NO_STEPS = _Steps([], [], [])
-_Pairs = Sequence[tuple[Tensor, Tensor]]
-
-
-def _copy_all(pairs: _Pairs) -> None:
-    """Copies to each first tensor the second one."""
-    if pairs:
-        torch._foreach_copy_(*_alike(pairs))
-
-
-def _add_all(pairs: _Pairs) -> None:
-    """Adds to each first tensor the second one."""
-    if pairs:
-        torch._foreach_add_(*_alike(pairs))
-
-
-def _alike(pairs: _Pairs) -> tuple[list[Tensor], list[Tensor]]:
-    """Returns both sides with the same strides where all are contiguous, as torch's kernels for lists of tensors ask for."""
-    if all(t.is_contiguous() for pair in pairs for t in pair):
-        pairs = [(to.view(-1), of.view(-1)) for to, of in pairs]
-    return [to for to, _ in pairs], [of for _, of in pairs]
-
-
-def add_up(total: Tensor, rows: Sequence[Run], sources: Sequence[Tensor]) -> None:
-    """Writes to `total` the sum of tensors that have some rows of it each, in their order; zeros where none has."""
-    _Steps.of(Run(0, total.shape[0]), list(map(_Share, range(len(rows)), rows))).run([total], [sources])
-
-
 class Returns(NamedTuple):
     """Steps by which gradients of what was fetched are summed: sources are this rank's shares, and then what arrives."""
 
-    sent: _Steps  # to what goes to other ranks, in the order of `Route.receives`
-    own: _Steps  # this rank's part of the sums of rows to which several add, one after another
-    arrived: _Steps  # what arrives, to the same sums
-    summed: list[_Move]  # where those sums belong
-    plain: _Steps  # this rank's rows of which there is one share, or none
+    sent: Steps  # to what goes to other ranks, in the order of `Route.receives`
+    own: Steps  # this rank's part of the sums of rows to which several add, one after another
+    arrived: Steps  # what arrives, to the same sums
+    summed: list[Move]  # where those sums belong
+    plain: Steps  # this rank's rows of which there is one share, or none
     counts: tuple[list[int], list[int]]  # rows by rank: received, sent
     place: slice | None  # where its one share has all of this rank's rows, if they lie so
     by_runs: bool  # as `Route` has it
@@ -349,15 +256,15 @@ def make_returns(route: Route, shares: Sequence[Run]) -> Returns:
 
     Sums begin with this rank's shares and go on in the order of the ranks, so that they are the same in each run.
     """
-    row, sent = 0, _NO_STEPS
+    row, sent = 0, NO_STEPS
     for run in (run for runs in route.receives for run in runs):
-        sent += _Steps.of(run, [_Share(n, of) for n, of in enumerate(shares)], row)
+        sent += Steps.of(run, [Share(n, of) for n, of in enumerate(shares)], row)
         row += run.size
     runs = tuple(run for of in route.sends for run in of)
-    arrivals = [_Share(len(shares), run, at.start) for run, at in zip(runs, rows_of(runs), strict=True)]
+    arrivals = [Share(len(shares), run, at.start) for run, at in zip(runs, rows_of(runs), strict=True)]
     several = _several(shares)
-    row, steps, plain = 0, _NO_STEPS, _NO_STEPS
-    summed: list[_Move] = []
+    row, steps, plain = 0, NO_STEPS, NO_STEPS
+    summed: list[Move] = []
     away = without((Run(0, route.rows),), [rows for rows, _ in route.own])
     for rows, places in (*route.own, *((run, None) for run in away)):
         moved = 0 if places is None else places.start - rows.start
@@ -365,14 +272,14 @@ def make_returns(route: Route, shares: Sequence[Run]) -> Returns:
         def here(run: Run, by: int = moved) -> Run:
             return Run(run.start - by, run.stop - by)
 
-        own = [] if places is None else [_Share(n, here(of)) for n, of in enumerate(shares)]
+        own = [] if places is None else [Share(n, here(of)) for n, of in enumerate(shares)]
         both = union([*runs, *map(here, several if own else ())])
         for run in common(both, (rows,)):
-            steps += _Steps.of(run, [*own, *arrivals], row)
-            summed.append(_Move(slice(*run), 0, slice(row, row + run.size)))
+            steps += Steps.of(run, [*own, *arrivals], row)
+            summed.append(Move(slice(*run), 0, slice(row, row + run.size)))
             row += run.size
         for run in without((rows,), both):
-            plain += _Steps.of(run, own, run.start)
+            plain += Steps.of(run, own, run.start)
     counts = [size_of(of) for of in route.sends], [size_of(of) for of in route.receives]
     return Returns(sent, *steps.apart(len(shares)), summed, plain, counts, _place_of_all(route, shares), route.by_runs)
 
@@ -440,7 +347,7 @@ def finish_return(
         returns.plain.run(totals, shares)
     received = pending.wait(group)
     returns.arrived.run(sums, [(*of, arrived) for of, arrived in zip(shares, received, strict=True)])
-    _copy_all([(total[to], of[at]) for total, of in zip(totals, sums, strict=True) for to, _, at in returns.summed])
+    copy_all([(total[to], of[at]) for total, of in zip(totals, sums, strict=True) for to, _, at in returns.summed])
 
 
 def _exchange(messages: list[Any], what: str, group: Any) -> Sequence[Any]:

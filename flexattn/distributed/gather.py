@@ -117,7 +117,7 @@ class Gather(NamedTuple):
         coming = _Coming(self, (q, k, v), shared, ends=2)
         lanes, returns, is_one = coming.lanes, coming.work.returns, len(coming.slices) == 1
         dtype, wide = self.scores.out_dtype(q), sum_dtype(q.dtype)
-        dq = None if is_one else torch.empty(q.shape, dtype=dtype, device=q.device)
+        dq = None if is_one and coming.calls.is_one else torch.empty(q.shape, dtype=dtype, device=q.device)
         totals: tuple[Tensor, ...] = ()
         if not is_one or returns.place is None:
             totals = tuple(torch.empty(t.shape, dtype=dtype, device=t.device) for t in (k, v))
@@ -136,9 +136,7 @@ class Gather(NamedTuple):
             part = coming.next(i)
             lanes.is_last = i + 1 == len(coming.slices)
             own = Results(out[..., heads, :], lse[..., heads, :]), seeds.of_heads(heads)
-            found = differentiate_all(
-                coming.calls, part, *own, coming.contexts[i], lanes, None if dq is None else dq[..., heads, :]
-            )
+            found = differentiate_all(coming.calls, part, *own, coming.contexts[i], lanes)
             for total, more in zip(of_shared, whole_gradients(found.shared, shared, of_q), strict=True):
                 if total is not None and more is not None:
                     total += more
@@ -146,6 +144,8 @@ class Gather(NamedTuple):
             with lanes.back():
                 rooms = by_rows(part.k, packed), by_rows(part.v, packed)
                 begun = exchange.begin_return((found.dk, found.dv), rooms, wide, returns, group)
+                if dq is not None:
+                    found.write_dq(coming.calls, by_rows(dq, packed)[..., heads, :])
                 finish()
                 returning = begun, found, of_kv
                 lanes.keep(*before, *found.kept)
@@ -155,7 +155,7 @@ class Gather(NamedTuple):
             finish()
         lanes.join()
         dk, dv = totals
-        return Sums(found.dq if dq is None else dq, dk, dv, of_shared)
+        return Sums(by_rows(found.dq[0], packed) if dq is None else dq, dk, dv, of_shared)
 
 
 class _Coming:

@@ -22,6 +22,7 @@ from flexattn.distributed.calls import (
     Sums,
     apart,
     attend_all,
+    by_rows,
     differentiate_all,
     make_calls,
     of_heads,
@@ -30,11 +31,12 @@ from flexattn.distributed.calls import (
     whole_gradients,
 )
 from flexattn.distributed.capture import tables
-from flexattn.distributed.exchange import add_up, all_to_all, as_sent, waiting
+from flexattn.distributed.exchange import all_to_all, as_sent, waiting
 from flexattn.distributed.lanes import Lanes
 from flexattn.distributed.layout import Run, Runs, cut, rows_of, size_of
 from flexattn.distributed.plans import Plan
 from flexattn.distributed.ring import Ring
+from flexattn.distributed.sums import add_up
 
 
 class Split(NamedTuple):
@@ -189,11 +191,17 @@ class Ulysses(NamedTuple):
         context = of_heads(self.scores, shared, heads, whole_q.device)
         if self.between is None:
             calls = _calls(plan, shared.alibi_slopes is not None, whole_q.device)
-            dq, *of_keys, of_context, _ = differentiate_all(calls, part, Results(out, lse), own, context, _one_lane(whole_q))
+            found = differentiate_all(calls, part, Results(out, lse), own, context, _one_lane(whole_q))
+            of_context = found.shared
+            if calls.is_one:
+                dq = by_rows(found.dq[0], packed)
+            else:
+                dq = torch.empty(whole_q.shape, dtype=self.scores.out_dtype(whole_q), device=whole_q.device)
+                found.write_dq(calls, by_rows(dq, packed))
             is_shared = sum(run.size for run in self._split.kv) > self.heads_kv or places is not None
             dtype = sum_dtype(whole_q.dtype) if is_shared or len(calls.longest_first) > 1 else self.scores.out_dtype(whole_q)
             dkv = torch.empty((*kv.shape[:-2], part.k.shape[-2], kv.shape[-1]), dtype=dtype, device=kv.device)
-            for total, shares in zip((dkv[..., :dim], dkv[..., dim:]), of_keys, strict=True):
+            for total, shares in zip((dkv[..., :dim], dkv[..., dim:]), (found.dk, found.dv), strict=True):
                 add_up(total, [call.keys for call in calls.longest_first], shares)
         else:
             ring = Ring(self.between, context[0])

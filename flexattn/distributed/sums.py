@@ -1,0 +1,106 @@
+"""Sums of rows that lie in several tensors, in few launches: one for all copies, and one for all that is then added at once."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexattn.distributed.layout import Run, Runs, common, union, without
+
+
+class Move(NamedTuple):
+    """Rows of a source, by its number, and the rows of the sum that they are copied, or added, to."""
+
+    to: slice
+    source: int
+    rows: slice
+
+
+class Share(NamedTuple):
+    """A source of a sum: the tensor's number, the rows that it has, and at which of its own rows these begin."""
+
+    source: int
+    rows: Run
+    first: int = 0
+
+
+class Steps(NamedTuple):
+    """Steps of a sum of rows: some are zero, some are copied, and then others are added, those of a step all at once."""
+
+    zeros: list[slice]
+    copies: list[Move]
+    adds: list[list[Move]]
+
+    @classmethod
+    def of(cls, rows: Run, shares: Sequence[Share], at: int = 0) -> Steps:
+        """Returns steps that sum, row by row in their order, what the shares have of `rows`. at: the first one's row in the sum."""
+        taken: list[Runs] = []  # rows of which a first, a second, ... share has come
+        levels: list[list[Move]] = []
+        moved = at - rows.start
+        for source, of, first in shares:
+            rest, level = tuple(common((of,), (rows,))), 0
+            while rest:
+                if level == len(levels):
+                    levels.append([])
+                    taken.append(())
+                here, rest = tuple(without(rest, taken[level])), tuple(common(taken[level], rest))
+                levels[level] += [
+                    Move(slice(start + moved, stop + moved), source, slice(start - of.start + first, stop - of.start + first))
+                    for start, stop in here
+                ]
+                taken[level] = union((*taken[level], *here))
+                level += 1
+        left = without((rows,), taken[0] if taken else ())
+        return cls([slice(start + moved, stop + moved) for start, stop in left], levels[0] if levels else [], levels[1:])
+
+    def __add__(self, other: Steps) -> Steps:  # type: ignore[override]
+        """Returns the steps of both, whose rows of the sum are apart."""
+        adds = [[*a, *b] for a, b in itertools.zip_longest(self.adds, other.adds, fillvalue=())]
+        return Steps([*self.zeros, *other.zeros], [*self.copies, *other.copies], adds)
+
+    def apart(self, count: int) -> tuple[Steps, Steps]:
+        """Returns the steps of the first `count` sources, and those of the others, which follow."""
+        levels = (self.copies, *self.adds)
+        first, others = ([[m for m in moves if (m.source < count) is one] for moves in levels] for one in (True, False))
+        return Steps(self.zeros, first[0], first[1:]), Steps([], others[0], others[1:])
+
+    def run(self, totals: Sequence[Tensor], sources: Sequence[Sequence[Tensor]]) -> None:
+        """Writes sums to each of `totals`, of its own sources; one launch, as a rule, for all copies or sums of a step."""
+        for total in totals if self.zeros else ():
+            for rows in self.zeros:
+                total[rows].zero_()
+        for number, moves in enumerate((self.copies, *self.adds)):
+            pairs = [(total[m.to], of[m.source][m.rows]) for total, of in zip(totals, sources, strict=True) for m in moves]
+            (_add_all if number else copy_all)(pairs)
+
+
+NO_STEPS = Steps([], [], [])
+_Pairs = Sequence[tuple[Tensor, Tensor]]
+
+
+def copy_all(pairs: _Pairs) -> None:
+    """Copies to each first tensor the second one."""
+    if pairs:
+        torch._foreach_copy_(*_alike(pairs))
+
+
+def _add_all(pairs: _Pairs) -> None:
+    """Adds to each first tensor the second one."""
+    if pairs:
+        torch._foreach_add_(*_alike(pairs))
+
+
+def _alike(pairs: _Pairs) -> tuple[list[Tensor], list[Tensor]]:
+    """Returns both sides with the same strides where all are contiguous, as torch's kernels for lists of tensors ask for."""
+    if all(t.is_contiguous() for pair in pairs for t in pair):
+        pairs = [(to.view(-1), of.view(-1)) for to, of in pairs]
+    return [to for to, _ in pairs], [of for _, of in pairs]
+
+
+def add_up(total: Tensor, rows: Sequence[Run], sources: Sequence[Tensor]) -> None:
+    """Writes to `total` the sum of tensors that have some rows of it each, in their order; zeros where none has."""
+    Steps.of(Run(0, total.shape[0]), list(map(Share, range(len(rows)), rows))).run([total], [sources])
