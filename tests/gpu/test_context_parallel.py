@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.conftest import FreshPython
-from tests.support.ranks import COMPILED_PARTS, MODULE, run_ranks
+from tests.support.ranks import CAPTURED_PARTS, COMPILED_PARTS, EIGHT_BITS_PARTS, MODULE, run_ranks
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 
@@ -31,13 +31,31 @@ def on_gpus(ranks: int) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("ranks", NUMBERS)
+@pytest.mark.parametrize("part", range(CAPTURED_PARTS))
+def test_captured_calls_replay_with_other_inputs(part: int, ranks: int, fresh_python: FreshPython, tmp_path: Path) -> None:
+    run_ranks(fresh_python, tmp_path, f"captured_{part}", ranks, on_gpus(ranks))
+
+
+@pytest.mark.parametrize("ranks", NUMBERS)
+@pytest.mark.parametrize("part", range(EIGHT_BITS_PARTS))
+def test_fp8_compiled(part: int, ranks: int, fresh_python: FreshPython, tmp_path: Path) -> None:
+    run_ranks(fresh_python, tmp_path, f"kernels_in_eight_bits_{part}", ranks, on_gpus(ranks))
+
+
+@pytest.mark.parametrize("ranks", NUMBERS)
 @pytest.mark.parametrize("part", range(COMPILED_PARTS))
 def test_every_feature_compiled(part: int, ranks: int, fresh_python: FreshPython, tmp_path: Path) -> None:
     run_ranks(fresh_python, tmp_path, f"kernels_{part}", ranks, on_gpus(ranks))
 
 
 @pytest.mark.parametrize("ranks", NUMBERS)
-@pytest.mark.parametrize("suite", ["features", "all_features", "on_gpus", "same_bits", "decoding_over_long_caches"])
+@pytest.mark.parametrize(
+    "suite",
+    [
+        *("compiled", "compiled_graphs_of_kernels", "on_gpus", "same_bits", "decoding_over_long_caches", "features"),
+        pytest.param("all_features", marks=pytest.mark.slow),
+    ],
+)
 def test_cases_over_nccl(suite: str, ranks: int, fresh_python: FreshPython, tmp_path: Path) -> None:
     run_ranks(fresh_python, tmp_path, suite, ranks, on_gpus(ranks))
 

@@ -27,7 +27,7 @@ WAYS = (*STRATEGIES[:4], "gather sliced", "halo sliced")  # the last two: keys c
 OTHER_BITS = 0.02  # share of out that may have other bits: torch's products of other shapes sum in another order
 PACKED = ("gather packed", "halo packed")  # keys come as from ranks of several hosts
 SLICE_BYTES, MOST_RANKS = gather.SLICE_BYTES, exchange.MOST_RANKS
-COMPILES = False  # whether calls over ranks are compiled, without a break of their graph
+COMPILES = ""  # the backend of torch.compile by which calls over ranks are compiled, without a break of their graph
 GROUP: Any = None  # what plans are made of; None: all processes
 DEVICE = torch.device("cpu")  # where this process has its tensors
 
@@ -165,6 +165,11 @@ def arguments_of(problem: Problem, tensors: dict[str, Tensor], plan: Plan | None
     return found
 
 
+def backend_of(problem: Problem) -> str | None:
+    """Returns the backend that narrow dtypes run on; in FP8 it is named, as each rounds in its own way."""
+    return os.environ.get("RANKS_BACKEND", "eager" if "fp8_recipe" in problem.options else None)
+
+
 def results(
     problem: Problem, tensors: dict[str, Tensor], dtype: torch.dtype, plan: Plan | None, strategy: str = ""
 ) -> dict[str, Tensor]:
@@ -178,14 +183,14 @@ def results(
         t.requires_grad_(name != "alibi_slopes")
     given = arguments_of(problem, leaves, plan)
     qkv = [leaves[name] for name in "qkv"]
-    backend = "eager" if dtype is torch.float64 else os.environ.get("RANKS_BACKEND")
+    backend = "eager" if dtype is torch.float64 else backend_of(problem)
     if plan is None:
         out, lse, max_logit = flexattn.attention(*qkv, **given, backend=backend)
     else:
         attend: Any = distributed.attention
         if COMPILES:
             torch._dynamo.reset()  # another problem, another graph
-            attend = torch.compile(attend, fullgraph=True, backend="aot_eager")
+            attend = torch.compile(attend, fullgraph=True, backend=COMPILES)
         out, lse, max_logit = attend(*qkv, plan=plan, strategy=strategy, **given, backend=backend)
     (out.double().sin().sum() + lse.double().where(lse.isfinite(), 0.0).cos().sum()).backward()
     if plan is not None:
@@ -240,7 +245,8 @@ def compare_eight(problem: Problem, layout: str | None, ways: Sequence[str]) -> 
 
     A ring merges weights that were rounded relative to those of its step, and gradients round where a last bit decides, so those
     are as near to one process's as that is to fp64. Where all keys of a query are in one call out is equal to the bit,
-    but for few numbers whose weights round by a score's last bit.
+    but for few numbers whose weights round by a score's last bit; on a GPU that is so of eager, as kernels round weights relative
+    to the largest so far, in blocks that begin where a call's keys do.
     """
     recipe, given = problem.options["fp8_recipe"], tensors_of(problem, torch.bfloat16)
     wide = results(problem, {name: t.double() for name, t in given.items()}, torch.float64, None)
@@ -253,12 +259,13 @@ def compare_eight(problem: Problem, layout: str | None, ways: Sequence[str]) -> 
         out, lse = (one[name].clone().requires_grad_() for name in ("out", "lse"))
         (out.double().sin().sum() + lse.double().where(lse.isfinite(), 0.0).cos().sum()).backward()
         seeds = out.grad, *(leaves[name] for name in "qkv"), out, lse
-        found = flexattn.attention_backward(*seeds, dlse=lse.grad, **arguments)  # type: ignore[arg-type]
+        found = flexattn.attention_backward(*seeds, dlse=lse.grad, **arguments, backend=backend_of(problem))  # type: ignore[arg-type]
         assert found.dsoftmax_offset is not None
         of_sink = {"dsoftmax_offset": found.dsoftmax_offset}
         one |= of_sink | {f"d{name}": t for name, t in zip("qkv", found, strict=False)}
     plan = distributed.plan(GROUP or dist.group.WORLD, layout=layout, **problem.plan_arguments)
     exact, expected = part_of(problem, wide, plan), part_of(problem, one, plan)
+    has_bits = DEVICE.type == "cpu" or backend_of(problem) == "eager"
     for way in ways:
         strategy = way_of(way)
         got = results(problem, given, torch.bfloat16, plan, strategy)
@@ -266,7 +273,7 @@ def compare_eight(problem: Problem, layout: str | None, ways: Sequence[str]) -> 
         for name, t in got.items():
             label = f"{name} of {way} in {plan.layout} on {plan.ranks}: {problem}"
             assert t.dtype == expected[name].dtype, label
-            if name == "out" and "ring" not in strategy and t.numel():
+            if name == "out" and has_bits and "ring" not in strategy and t.numel():
                 others = (t != expected[name]).float().mean()
                 assert others <= OTHER_BITS, (label, others)
             finite = exact[name].isfinite()

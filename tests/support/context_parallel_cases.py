@@ -33,7 +33,7 @@ from flexattn.testing import check_close
 from tests.support import context_parallel_calls as calls
 from tests.support import context_parallel_graphs as graphs
 from tests.support import lane_races
-from tests.support.ranks import COMPILED_PARTS
+from tests.support.ranks import CAPTURED_PARTS, COMPILED_PARTS, EIGHT_BITS_PARTS
 
 
 def features() -> None:
@@ -81,7 +81,7 @@ def delayed_scales() -> None:
             leaves = [given[name] * (1 + step) for name in "qkv"]
             leaves = [(distributed.shard(plan, t) if i else t).clone().requires_grad_() for t in leaves]
             state = states[i]
-            out = attend(*leaves, fp8_recipe=recipe, fp8_state=state)
+            out = attend(*leaves, fp8_recipe=recipe, fp8_state=state, backend="eager")
             fp8.dequantize(out, recipe).float().sin().sum().backward()
             found.append((out.data.view(torch.uint8), out.descale, out.amax, *(t.grad for t in leaves)))
             state.update()
@@ -105,7 +105,7 @@ def given_in_eight_bits() -> None:
         recipe = fp8.Recipe(granularity=granularity)
         tensors = [fp8.quantize(t, recipe, qkv_format="bhsd") for t in list(calls.tensors_of(problem, torch.bfloat16).values())[:3]]
         given = {f"descale_{name}": t.descale for name, t in zip("qkv", tensors, strict=True)}
-        given |= {"qkv_format": "bhsd", "return_lse": True}
+        given |= {"qkv_format": "bhsd", "return_lse": True, "backend": "eager"}
         plan = distributed.plan(dist.group.WORLD, **problem.plan_arguments)
         out, _ = flexattn.attention(*(t.data for t in tensors), attn_mask_type="causal", window_size=(6, -1), **given)
         own = [distributed.shard(plan, t.data.view(torch.uint8), dim=2).view(t.data.dtype) for t in tensors]
@@ -253,7 +253,7 @@ def wrapped() -> None:
 
 def compiled() -> None:
     """Graphs without a break give what one process gives, and one graph runs every plan of as many tokens."""
-    calls.COMPILES = True
+    calls.COMPILES = "aot_eager"
     names = ("documents with mods and a sink", "dropout with a bias for each head", "blocks of documents")
     for number, name in enumerate(names):
         calls.compare(calls.FEATURES[name], [None], [calls.WAYS[number]])
@@ -263,7 +263,7 @@ def compiled() -> None:
 
 def all_compiled() -> None:
     """Every feature in a graph without a break."""
-    calls.COMPILES = True
+    calls.COMPILES = "aot_eager"
     for number, problem in enumerate(calls.FEATURES.values()):
         calls.compare(problem, [None], [calls.WAYS[number % 4], calls.WAYS[(number + 1) % 4]])
     for name, problem in calls.EIGHT_BITS.items():
@@ -274,10 +274,11 @@ def all_compiled() -> None:
 def one_graph_for_all_plans() -> None:
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
-    whole = torch.randn(3, 40, 4, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64).unbind()
+    whole = _randn(3, 40, 4, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64).unbind()
+    state = calls.DROPOUT["rng_state"].to(calls.DEVICE)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, plan: distributed.Plan) -> Tensor:
-        return distributed.attention(2 * q, k, v, plan=plan, dropout_p=0.2, rng_state=calls.DROPOUT["rng_state"]).sin()  # type: ignore[no-any-return]
+        return distributed.attention(2 * q, k, v, plan=plan, dropout_p=0.2, rng_state=state).sin()  # type: ignore[no-any-return]
 
     in_graph = torch.compile(attend, fullgraph=True, backend=counter)
     for lengths in ([20, 20], [3, 30, 7], [40], [1, 0, 39]):
@@ -293,8 +294,8 @@ def one_graph_for_all_plans() -> None:
             torch.testing.assert_close(graph, eager, rtol=0.0, atol=0.0)
     assert counter.frame_count == 1
     plan = distributed.plan(dist.group.WORLD, length=40)
-    q = torch.zeros(1, 20, 4, 16, dtype=torch.bfloat16)
-    mask, recipe = flexattn.create_block_mask(calls.far, None, None, 40, 40, "cpu", 16), fp8.Recipe(scaling="delayed")
+    q = torch.zeros(1, 20, 4, 16, dtype=torch.bfloat16, device=calls.DEVICE)
+    mask, recipe = flexattn.create_block_mask(calls.far, None, None, 40, 40, calls.DEVICE.type, 16), fp8.Recipe(scaling="delayed")
     refused: dict[str, dict[str, Any]] = {
         "block_mask is given to a call under torch.compile": {"block_mask": mask},
         "fp8_state is given under torch.compile": {"fp8_recipe": recipe, "fp8_state": fp8.DelayedScaling(recipe, 4)},
@@ -522,6 +523,29 @@ def compiled_kernels(part: int) -> None:
             calls.compare(calls.grown(problem), layouts, ways, (torch.bfloat16, torch.float16)[number % 5 == 4])
 
 
+def kernels_in_eight_bits(part: int) -> None:
+    """FP8 by the kernels that a GPU runs, under two strategies each."""
+    os.environ["RANKS_BACKEND"] = "triton"
+    for number, (name, problem) in enumerate(calls.EIGHT_BITS.items()):
+        if number % EIGHT_BITS_PARTS == part:
+            grown = calls.grown(problem, 1 if "blocks" in name else 16)
+            ways = ["ulysses"] if "by heads" in name else [calls.WAYS[number % 6], calls.WAYS[(number + 3) % 6]]
+            calls.compare_eight(grown, calls.LAYOUTS[number % 2], ways)
+
+
+def compiled_graphs_of_kernels() -> None:
+    """Graphs that Inductor makes, without a break, around calls of the kernels that a GPU runs."""
+    os.environ["RANKS_BACKEND"] = "triton"
+    calls.COMPILES = "inductor"
+    for name, way in (
+        ("documents with mods and a sink", "halo"),
+        ("blocks far apart, under a window", "gather"),
+        ("causal", "ring"),
+    ):
+        calls.compare(calls.grown(calls.FEATURES[name]), [None], [way], torch.bfloat16)
+    calls.compare_eight(calls.grown(calls.EIGHT_BITS["scales of documents"]), None, ["ulysses"])
+
+
 def same_bits() -> None:
     """With deterministic=True, runs of a few thousand tokens are equal to the bit, in each strategy, however calls overlap."""
     problem = dataclasses.replace(calls.FEATURES["causal"], options={"deterministic": True})
@@ -600,10 +624,11 @@ def on_gpus() -> None:
 
 QUICK = (features, others, faults, compiled, lanes_without_races, graphs.no_reads)
 SLOW = (all_compiled, all_features, drawn, in_float32, in_hosts, on_one_mesh, of_dtensors, on_triton)
-ON_GPUS = (same_bits, decoding_over_long_caches, on_gpus, one_does_not_come)
+ON_GPUS = (same_bits, decoding_over_long_caches, on_gpus, one_does_not_come, compiled_graphs_of_kernels)
 SUITES: dict[str, Any] = {f.__name__: f for f in (*QUICK, *SLOW, *ON_GPUS)}
 SUITES |= {f"kernels_{part}": functools.partial(compiled_kernels, part) for part in range(COMPILED_PARTS)}
-SUITES |= {f"captured_{part}": functools.partial(graphs.captured, part) for part in range(graphs.CAPTURED_PARTS)}
+SUITES |= {f"kernels_in_eight_bits_{part}": functools.partial(kernels_in_eight_bits, part) for part in range(EIGHT_BITS_PARTS)}
+SUITES |= {f"captured_{part}": functools.partial(graphs.captured, part) for part in range(CAPTURED_PARTS)}
 
 
 def main(suite: str, rank: int, ranks: int, file: str) -> None:

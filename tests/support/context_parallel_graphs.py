@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flexattn import distributed
 from flexattn.distributed import capture
 from tests.support import context_parallel_calls as calls
+from tests.support.ranks import CAPTURED_PARTS
 
-CAPTURED_PARTS = 4  # in which captures run, as compiling their kernels takes most of the time
 _HOST_DATA = ("plans.py", "mask.py", "blocks.py")  # of plans, on the host by intent
 _READS = ("aten._local_scalar_dense.default", "aten.nonzero.default", "aten.equal.default")
 _MADE = ("aten.lift_fresh.default", "aten.lift_fresh_copy.default")

@@ -12,7 +12,8 @@ if TYPE_CHECKING:  # ranks import this, and conftest.py sets what a test's proce
     from tests.conftest import FreshPython
 
 MODULE = "tests.support.context_parallel_cases"
-COMPILED_PARTS = 16  # in which its cases of compiled kernels run, as compiling takes most of their time
+# In which its cases of compiled kernels run, as compiling takes most of their time.
+COMPILED_PARTS, EIGHT_BITS_PARTS, CAPTURED_PARTS = 16, 3, 4
 
 
 def start_ranks(
