@@ -5,7 +5,8 @@
 32 heads over 8, head dim 128, bf16, causal. Each rank's out, dq, dk and dv are compared with one GPU's before anything is timed. A
 time is the median of calls that are queued one after the other, the slowest rank's of each; efficiency is one GPU's time, the mean
 of all ranks' before and after, over the number of ranks times that. GPUs are warm before anything is timed. Memory is the peak of a
-forward and backward beside what was there before. Links are the bytes that each rank receives. Without GPUs it runs over gloo at
+forward and backward beside what was there before. "In a graph", of "auto" alone and only where it is asked for, are the same calls
+captured in a CUDA graph for each direction and replayed. Links are the bytes that each rank receives. Without GPUs it runs over gloo at
 toy sizes, as a check of itself.
 """
 
@@ -197,10 +198,51 @@ class Implementation(NamedTuple):
     plan: distributed.Plan
     context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     facts: dict[str, Any] = {}  # noqa: RUF012  # nothing writes to it
+    is_captured: bool = False  # in a CUDA graph
 
 
-def ours(cell: Cell, whole: Whole, group: Any) -> dict[str, Implementation]:
-    """Returns our calls by name: each strategy, and what auto takes."""
+class Steps(NamedTuple):
+    """What is timed: a forward, and a forward and backward, which returns out, dq, dk and dv."""
+
+    forward: Callable[[], Any]
+    both: Callable[[], tuple[Tensor, ...]]
+
+    @classmethod
+    def of(cls, call: Call, qkv: tuple[Tensor, ...], dout: Tensor) -> Steps:
+        def forward() -> Tensor:
+            with torch.no_grad():
+                return call(*qkv)
+
+        return cls(forward, lambda: both(call, qkv, dout))
+
+    def captured(self) -> Steps:
+        """Returns the same in CUDA graphs, whose results are in the same memory each time."""
+        return Steps(_captured(self.forward), _captured(self.both))
+
+
+def _captured(step: Callable[[], Any]) -> Callable[[], Any]:
+    beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    beside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(beside):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(beside)
+    torch.cuda.synchronize()
+    dist.barrier()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's own threads go on
+        results = step()
+
+    def replay() -> Any:
+        graph.replay()
+        return results
+
+    return replay
+
+
+def ours(cell: Cell, whole: Whole, group: Any, graphs: bool = False) -> dict[str, Implementation]:
+    """Returns our calls by name: each strategy, what auto takes, and, where asked for, that in a CUDA graph."""
     plan = distributed.plan(group, **whole.of_plan)
     heads = Heads(cell.heads, cell.heads_kv, cell.head_dim, cell.head_dim, DTYPE.itemsize, 1)
     found = {}
@@ -208,6 +250,8 @@ def ours(cell: Cell, whole: Whole, group: Any) -> dict[str, Implementation]:
         call = functools.partial(distributed.attention, plan=plan, strategy=strategy)
         facts = {"layout": plan.layout} | ({"takes": plan.chosen(heads, "auto")} if strategy == "auto" else {})
         found[f"flexattn, {strategy}"] = Implementation(call, plan, facts=facts)
+    if graphs:
+        found["flexattn, auto, in a graph"] = found["flexattn, auto"]._replace(is_captured=True)
     return found
 
 
@@ -297,7 +341,7 @@ class Comparison:
 
     def measure_one(self) -> None:
         """Measures one GPU, once more where it was already."""
-        for direction, times in self._times(self.one, self.whole.qkv, self.whole.dout).items():
+        for direction, times in self._times(Steps.of(self.one, self.whole.qkv, self.whole.dout)).items():
             by_rank = [statistics.median(of.tolist()) for of in times]
             taken = [*self.row.get(f"{direction}_ms_by_rank", []), by_rank]
             mean = statistics.mean(ms for of in taken for ms in of)
@@ -312,10 +356,8 @@ class Comparison:
                 row[f"{direction}_efficiency"] = self.row[f"{direction}_ms"] / (row["ranks"] * row[f"{direction}_ms"])
         return row
 
-    def _times(self, call: Call, qkv: tuple[Tensor, ...], dout: Tensor) -> dict[str, Tensor]:
-        with torch.no_grad():
-            forward = self.ranks.milliseconds(lambda: call(*qkv))
-        return {"forward": forward, "both": self.ranks.milliseconds(lambda: both(call, qkv, dout))}
+    def _times(self, steps: Steps) -> dict[str, Tensor]:
+        return {"forward": self.ranks.milliseconds(steps.forward), "both": self.ranks.milliseconds(steps.both)}
 
     def tried(self, ways: list[Implementation]) -> dict[str, Any]:
         """Returns what was measured of the first of the ways that runs, or the reason why none does."""
@@ -332,11 +374,13 @@ class Comparison:
         parts = distributed.shard(way.plan, *self.whole.qkv, self.whole.dout)
         assert isinstance(parts, tuple)
         *qkv, dout = parts
+        steps = Steps.of(way.call, tuple(qkv), dout)
         row: dict[str, Any] = {"ranks": ranks.count, **way.facts}
         reason, got = "", None
         with way.context():
             try:
-                got = both(way.call, tuple(qkv), dout)
+                steps = steps.captured() if way.is_captured else steps
+                got = steps.both()
                 ranks.synchronize()
             except Exception as e:  # a refusal is a row of the table
                 reason = f"{type(e).__name__}: {str(e).strip().partition(chr(10))[0]}"[:300]
@@ -352,17 +396,16 @@ class Comparison:
             del got, wanted
             if not bool((errors < WORST).all()):
                 return row | {"status": "wrong"}
-            times = self._times(way.call, tuple(qkv), dout)
+            times = self._times(steps)
             row["status"] = "measured"
             for direction, found in times.items():
                 slowest = found.amax(0).tolist()
                 q1, median, q3 = statistics.quantiles(slowest, n=4)
                 row |= {f"{direction}_ms": median, f"{direction}_ms_q1": q1, f"{direction}_ms_q3": q3}
-            row["peak_mib"] = ranks.peak_mib(lambda: both(way.call, tuple(qkv), dout))
+            row["peak_mib"] = None if way.is_captured else ranks.peak_mib(steps.both)
             if row["both_ms"] < HOST_MATTERS_MS:
-                with torch.no_grad():
-                    row["host_us_forward"] = ranks.host_us(lambda: way.call(*qkv))
-                row["host_us_both"] = ranks.host_us(lambda: both(way.call, tuple(qkv), dout))
+                row["host_us_forward"] = ranks.host_us(steps.forward)
+                row["host_us_both"] = ranks.host_us(steps.both)
         return self.compared(row)
 
     def trace(self, way: Implementation) -> list[dict[str, Any]]:
@@ -447,6 +490,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="no implementation is begun past them")
     parser.add_argument("--timed-seconds", type=float, default=SECONDS, help="of the timed calls of one direction, three at least")
     parser.add_argument("--no-links", action="store_true", help="leaves out what measures the links")
+    parser.add_argument("--graphs", action="store_true", help="measures also what auto takes in a CUDA graph, over NCCL")
     parser.add_argument("--trace", type=Path, help="where rank 0 writes the kernels of each of our calls, and nothing is timed")
     options = parser.parse_args(argv)
     started = time.perf_counter()
@@ -510,7 +554,7 @@ def main(argv: list[str] | None = None) -> int:
             continue
         say({"cell": name, **comparison.row})
         made: dict[str, list[Implementation] | str] = {
-            called: [way] for called, way in ours(cell, comparison.whole, ranks.group).items()
+            called: [way] for called, way in ours(cell, comparison.whole, ranks.group, options.graphs).items()
         }
         for called, ways in (made | peers(cell, ranks)).items():
             if only is not None and called not in only:
