@@ -6,8 +6,8 @@
 time is the median of calls that are queued one after the other, the slowest rank's of each; efficiency is one GPU's time, the mean
 of all ranks' before and after, over the number of ranks times that. GPUs are warm before anything is timed. Memory is the peak of a
 forward and backward beside what was there before. "In a graph", of "auto" alone and only where it is asked for, are the same calls
-captured in a CUDA graph for each direction and replayed. Links are the bytes that each rank receives. Without GPUs it runs over gloo at
-toy sizes, as a check of itself.
+captured in a CUDA graph for each direction and replayed. Links are the bytes that each rank receives. Without GPUs it runs over
+gloo at toy sizes, as a check of itself.
 """
 
 from __future__ import annotations
