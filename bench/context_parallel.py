@@ -202,7 +202,7 @@ class Implementation(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """What is timed: a forward, and a forward and backward, which returns out, dq, dk and dv."""
+    """A forward, and a forward and backward, which returns out, dq, dk and dv, as they are timed."""
 
     forward: Callable[[], Any]
     both: Callable[[], tuple[Tensor, ...]]

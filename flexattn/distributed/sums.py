@@ -85,7 +85,10 @@ _Pairs = Sequence[tuple[Tensor, Tensor]]
 def copy_all(pairs: _Pairs) -> None:
     """Copies to each first tensor the second one."""
     if pairs:
-        torch._foreach_copy_(*_alike(pairs))
+        to, of = _alike(pairs)
+        if all(_is_of_words(t, to[0].dtype) for t in (*to, *of)):
+            to, of = ([t.view(torch.int64) for t in side] for side in (to, of))
+        torch._foreach_copy_(to, of)
 
 
 def _add_all(pairs: _Pairs) -> None:
@@ -99,6 +102,11 @@ def _alike(pairs: _Pairs) -> tuple[list[Tensor], list[Tensor]]:
     if all(t.is_contiguous() for pair in pairs for t in pair):
         pairs = [(to.view(-1), of.view(-1)) for to, of in pairs]
     return [to for to, _ in pairs], [of for _, of in pairs]
+
+
+def _is_of_words(t: Tensor, dtype: torch.dtype) -> bool:
+    """Returns whether a tensor of this dtype can be copied as words of eight bytes, which takes fewer loads."""
+    return t.dtype is dtype and t.dim() == 1 and t.numel() * t.element_size() % 8 == t.storage_offset() * t.element_size() % 8 == 0
 
 
 def add_up(total: Tensor, rows: Sequence[Run], sources: Sequence[Tensor]) -> None:

@@ -29,12 +29,13 @@ COLLECTIVES = "c10d"
 class _Use(NamedTuple):
     stream: str
     time: int
-    elements: range  # from the first to the last
+    bytes: range  # from the first to the last
 
 
-def _elements(t: Tensor) -> range:
+def _bytes(t: Tensor) -> range:
     last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
-    return range(t.storage_offset(), t.storage_offset() + (last + 1 if t.numel() else 0))
+    first, size = t.storage_offset(), t.element_size()
+    return range(first * size, (first + (last + 1 if t.numel() else 0)) * size)
 
 
 class _Memory:
@@ -65,9 +66,9 @@ class Races(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def wait(self, who: str, clock: Counter[str]) -> None:
         self.clocks[who] = self.clock(who) | clock
 
-    def _after(self, stream: str, uses: list[_Use], what: str, elements: range | None = None) -> None:
+    def _after(self, stream: str, uses: list[_Use], what: str, of: range | None = None) -> None:
         for other, time, used in uses:
-            apart = elements is not None and (used.stop <= elements.start or elements.stop <= used.start)
+            apart = of is not None and (used.stop <= of.start or of.stop <= used.start)
             if other != stream and self.clock(stream)[other] < time and not apart:
                 self.found.append(f"{stream} did not wait for {other}: {what}")
 
@@ -103,7 +104,7 @@ class Races(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for t in tree_leaves(result):
             if isinstance(t, Tensor) and t.untyped_storage()._cdata not in self.memory:
                 made = self.memory[t.untyped_storage()._cdata] = _Memory(t.untyped_storage(), stream, name)
-                made.writes.append(_Use(stream, time, _elements(t)))
+                made.writes.append(_Use(stream, time, _bytes(t)))
         return result
 
     def _used(self, t: Tensor, stream: str, time: int, name: str, is_written: bool, *, is_view: bool) -> None:
@@ -114,11 +115,11 @@ class Races(TorchDispatchMode):  # type: ignore[no-untyped-call]
             known = self.memory[storage._cdata] = _Memory(storage, home, f"what {name} was given")
         if is_view:
             return
-        elements = _elements(t)
-        self._after(stream, known.writes, f"{name} uses memory of {known.made_by}", elements)
+        where = _bytes(t)
+        self._after(stream, known.writes, f"{name} uses memory of {known.made_by}", where)
         if is_written:
-            self._after(stream, known.reads, f"{name} overwrites memory of {known.made_by}", elements)
-        (known.writes if is_written else known.reads).append(_Use(stream, time, elements))
+            self._after(stream, known.reads, f"{name} overwrites memory of {known.made_by}", where)
+        (known.writes if is_written else known.reads).append(_Use(stream, time, where))
 
 
 class _Stream:
