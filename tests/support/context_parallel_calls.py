@@ -363,10 +363,13 @@ EIGHT_BITS = {
 
 def grown(problem: Problem, times: int = 16) -> Problem:
     """Returns the problem with longer sequences and wider heads, as compiled kernels have them."""
-    window = tuple(n * times if n > 0 else n for n in problem.window)
+    if isinstance(problem.window, Window):
+        window: Any = Window(*(n if n is None else n * times for n in problem.window))
+    else:
+        window = tuple(n * times if n > 0 else n for n in problem.window)
     lengths = tuple((len_q * times, len_kv * times) for len_q, len_kv in problem.lengths)
     dims = tuple(8 * dim for dim in problem.dims)
-    return dataclasses.replace(problem, lengths=lengths, window=window, dims=dims)  # type: ignore[arg-type]
+    return dataclasses.replace(problem, lengths=lengths, window=window, dims=dims)
 
 
 def draw_problem(seed: int) -> Problem:

@@ -73,7 +73,7 @@ def delayed_scales() -> None:
     recipe = fp8.Recipe(scaling="delayed", amax_history_len=2, out_dtype=torch.float8_e4m3fn)
     given = calls.tensors_of(calls.FEATURES["causal"], torch.bfloat16)
     plan = distributed.plan(dist.group.WORLD, length=37)
-    states = [fp8.DelayedScaling(recipe, 4, 2) for _ in range(2)]
+    states = [fp8.DelayedScaling(recipe, 4, 2).to(calls.DEVICE) for _ in range(2)]
     for step in range(3):
         found = []
         over_ranks = functools.partial(distributed.attention, plan=plan, strategy=STRATEGIES[step])
@@ -298,7 +298,7 @@ def one_graph_for_all_plans() -> None:
     mask, recipe = flexattn.create_block_mask(calls.far, None, None, 40, 40, calls.DEVICE.type, 16), fp8.Recipe(scaling="delayed")
     refused: dict[str, dict[str, Any]] = {
         "block_mask is given to a call under torch.compile": {"block_mask": mask},
-        "fp8_state is given under torch.compile": {"fp8_recipe": recipe, "fp8_state": fp8.DelayedScaling(recipe, 4)},
+        "fp8_state is given under torch.compile": {"fp8_recipe": recipe, "fp8_state": fp8.DelayedScaling(recipe, 4).to(calls.DEVICE)},
         "out_dtype is torch.float8_e5m2 under torch.compile": {"fp8_recipe": fp8.Recipe(out_dtype=torch.float8_e5m2)},
         "causal is no argument of flexattn.distributed.attention": {"causal": True},
     }
