@@ -298,7 +298,10 @@ def one_graph_for_all_plans() -> None:
     mask, recipe = flexattn.create_block_mask(calls.far, None, None, 40, 40, calls.DEVICE.type, 16), fp8.Recipe(scaling="delayed")
     refused: dict[str, dict[str, Any]] = {
         "block_mask is given to a call under torch.compile": {"block_mask": mask},
-        "fp8_state is given under torch.compile": {"fp8_recipe": recipe, "fp8_state": fp8.DelayedScaling(recipe, 4).to(calls.DEVICE)},
+        "fp8_state is given under torch.compile": {
+            "fp8_recipe": recipe,
+            "fp8_state": fp8.DelayedScaling(recipe, 4).to(calls.DEVICE),
+        },
         "out_dtype is torch.float8_e5m2 under torch.compile": {"fp8_recipe": fp8.Recipe(out_dtype=torch.float8_e5m2)},
         "causal is no argument of flexattn.distributed.attention": {"causal": True},
     }
@@ -595,7 +598,9 @@ def lanes_without_races() -> None:
                 races.look_for_freed("main")
             assert not races.found, (arguments, way, races.found[:9])
             used |= races.streams
-    side = {"side"} if dist.get_rank() == 0 else set()  # the parts of rank 1 of 2 lie side by side, so it makes one call of them
+    side = (
+        {"side", "early"} if dist.get_rank() == 0 else set()
+    )  # the parts of rank 1 of 2 lie side by side, so it makes one call of them
     assert {*used} == {"main", "back", lane_races.COLLECTIVES} | side, used
 
 

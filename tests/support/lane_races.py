@@ -143,7 +143,7 @@ class _Stream:
 def watched() -> Iterator[Races]:
     """Yields what finds races in calls within, whose lanes are streams that do nothing but keep clocks."""
     races = Races()
-    names = iter(("side", "back"))
+    names = iter(("side", "early", "back"))
 
     @contextlib.contextmanager
     def stream(which: _Stream) -> Iterator[None]:
