@@ -36,6 +36,7 @@ from flexattn.dispatch.select import Backend, backend_module, select
 from flexattn.dispatch.spec import OPEN_WINDOW, AttentionSpec, Direction, Gradients, Operands, batch_size, dqkv_of
 from flexattn.first_order import first_order
 from flexattn.fp8_ops import Passes
+from flexattn.likeness import Likeness, likeness_of
 from flexattn.mods.captures import find_captures
 from flexattn.validation import check_floor
 
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from flexattn.fp8_steps import Fp8Steps
 
 MOST_CALLS = 1024
+_MOST_RECENT = 4  # calls in _recent that differ in their tensors alone
 _MOST_BACKWARDS = 8  # backwards kept for one call, by the strides of what comes in
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
 TENSOR_FIELDS = Operands._fields[: Operands._fields.index("max_seqlen_q")]  # they come first
@@ -51,6 +53,8 @@ NUM_TENSORS = len(TENSOR_FIELDS)
 _RNG_STATE = TENSOR_FIELDS.index("rng_state")
 
 _calls: OrderedDict[Hashable, CachedCall] = OrderedDict()
+# Those that were found last, by all of a key but what it says of tensors, which a `Likeness` compares in one go.
+_recent: dict[Hashable, tuple[tuple[Likeness, Hashable, CachedCall], ...]] = {}
 _lock = threading.Lock()
 _counts = {"hits": 0, "misses": 0, "recordings": 0}
 
@@ -65,6 +69,7 @@ def clear_cache() -> None:
     """Forgets every call and the counts."""
     with _lock:
         _calls.clear()
+        _recent.clear()
         _counts.update(hits=0, misses=0, recordings=0)
 
 
@@ -94,13 +99,11 @@ def look_up(
         state = _state()
         if state is None:
             return None, None
-        parts: list[Any] = [len(tensors), state, others, *map(type, others)]
-        if window_size is OPEN_WINDOW:
-            parts.append(None)
-        else:
-            parts += (tuple(window_size), type(window_size), *map(type, window_size))
+        window: Any = None
+        if window_size is not OPEN_WINDOW:
+            window = (*window_size, type(window_size), *map(type, window_size))
         num_arguments = len(tensors)
-        block_mask = None
+        block_mask, of_mods = None, None
         if mods is not None:
             score_mod, mask_mod, explicit, block_mask = mods
             if explicit:
@@ -109,40 +112,65 @@ def look_up(
                 if mask_mod is not None:
                     return None, None
                 mask_mod = block_mask.mask_mod
+            parts: list[Any] = []
             captured = _captured(score_mod, mask_mod, block_mask, parts)
             if captured is None:
                 return None, None
             tensors = (*tensors, *captured)
-        addresses, together, ids = [], 0, []
-        for t in tensors:
-            if t is None:
-                addresses.append(0)
-                parts.append(None)
-                continue
-            if type(t) not in _PLAIN or t.is_neg():
-                return None, None
-            address = t.data_ptr()
-            if not address and (t.is_meta or t.numel()):  # a trace's tensor, or one that stands for zeros
-                return None, None
-            together |= address
-            addresses.append(address)
-            ids.append(id(t))
-            parts += (t.shape, t.stride(), t.dtype, t.device, t.requires_grad)
-        if together & 15:
-            parts.append(_low_bits(addresses))
-        if addresses[1] == addresses[2]:
-            parts.append("v lies in k")  # which kernels load but once
-        if len(set(ids)) < len(ids):
-            parts.append(_same(ids))
-        whole = tuple(parts)
-        known = _calls.get(whole)
-        key = _make_key((whole, tensors, num_arguments, addresses, block_mask))
+            of_mods = tuple(parts)
+        rest = (num_arguments, state, others, tuple(map(type, others)), tuple(map(type, tensors)), window, of_mods)
+        for likeness, whole, known in _recent.get(rest, ()):
+            addresses = likeness.addresses(tensors)
+            if addresses is not None:
+                known.is_used = True
+                _counts["hits"] += 1
+                return _make_key((whole, tensors, num_arguments, addresses, block_mask)), known
+        return _look_up_all(rest, tensors, num_arguments, block_mask)
     except (TypeError, ValueError, RuntimeError, AttributeError):  # no such key; the checks of an ordinary call say what is wrong
         return None, None
+
+
+def _look_up_all(
+    rest: Hashable, tensors: tuple[Tensor | None, ...], num_arguments: int, block_mask: Any
+) -> tuple[CallKey | None, CachedCall | None]:
+    """`look_up` among all calls, by what the key says of each tensor; rest: the key's part for all else."""
+    parts: list[Any] = [rest]
+    addresses, together, ids = [], 0, []
+    for t in tensors:
+        if t is None:
+            addresses.append(0)
+            parts.append(None)
+            continue
+        if type(t) not in _PLAIN or t.is_neg():
+            return None, None
+        address = t.data_ptr()
+        if not address and (t.is_meta or t.numel()):  # a trace's tensor, or one that stands for zeros
+            return None, None
+        together |= address
+        addresses.append(address)
+        ids.append(id(t))
+        parts += (t.shape, t.stride(), t.dtype, t.device, t.requires_grad)
+    if together & 15:
+        parts.append(_low_bits(addresses))
+    if addresses[1] == addresses[2]:
+        parts.append("v lies in k")  # which kernels load but once
+    if len(set(ids)) < len(ids):
+        parts.append(_same(ids))
+    whole = tuple(parts)
+    known = _calls.get(whole)
+    key = _make_key((whole, tensors, num_arguments, addresses, block_mask))
     if known is None:
         return key, None
     known.is_used = True
     _counts["hits"] += 1
+    if known.likeness is None:
+        known.likeness = likeness_of(tensors)
+    if known.likeness is not None:
+        with _lock:
+            others = [entry for entry in _recent.get(rest, ()) if entry[2] is not known]
+            _recent[rest] = ((known.likeness, whole, known), *others[: _MOST_RECENT - 1])
+            if len(_recent) > MOST_CALLS:
+                _recent.clear()
     return key, known
 
 
@@ -169,7 +197,7 @@ def _state() -> Hashable | None:
     autocast = None
     if _has_autocast():
         autocast = tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cuda", "cpu"))
-    return (_has_grad(), torch.are_deterministic_algorithms_enabled(), context.current(), environment, select.generation, autocast)
+    return (_has_grad(), _is_deterministic(), context.current(), environment, select.generation, autocast)
 
 
 # Looked up once: each look into torch's modules costs a call some 20 ns.
@@ -178,6 +206,7 @@ _has_grad, _has_autocast, _is_profiled = (
     torch._C._is_any_autocast_enabled,
     torch._C._autograd._profiler_enabled,
 )
+_is_deterministic = torch._C._get_deterministic_algorithms
 _num_modes, _has_function_mode = torch._C._len_torch_dispatch_stack, torch._C._is_torch_function_mode_enabled
 _transform, _trace = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
 
@@ -254,11 +283,14 @@ def new_call(
 
 def remember(key: CallKey, call: CachedCall) -> None:
     """Keeps a call that ran without an error."""
-    if any(isinstance(part, type) and issubclass(part, Tensor) for part in key.parts):  # type: ignore[attr-defined]
+    _, _, _, kinds, _, window, _ = key.parts[0]  # type: ignore[index]
+    if any(isinstance(part, type) and issubclass(part, Tensor) for part in (*kinds, *(window or ()))):
         return  # a number in a tensor: the key would have the object, whatever it holds by then
     with _lock:
         _counts["misses"] += 1
         _calls[key.parts] = call
+        if len(_calls) > MOST_CALLS:
+            _recent.clear()
         while len(_calls) > MOST_CALLS:  # drops the oldest that was not used since it was last looked at
             parts, oldest = _calls.popitem(last=False)
             if oldest.is_used:
@@ -292,6 +324,7 @@ class CachedCall:
         self.backend = settings.backend
         self.device = x.q.device
         self.is_used = False
+        self.likeness: Likeness | None = None  # known from the second call on
         self.has_run = False
         self.names = tuple(names)
         self.num_mods = len(x.mod_tensors)
