@@ -106,8 +106,12 @@ def snapshot() -> tuple[Any, ...] | None:
     return values
 
 
+_UNSET = (None,) * len(_KEYS)
+
+
 def _values() -> tuple[Any, ...]:
-    return tuple(map(getattr(os.environ, "_data", os.environ).get, _KEYS))
+    held = getattr(os.environ, "_data", os.environ)
+    return _UNSET if held.keys().isdisjoint(_KEYS) else tuple(map(held.get, _KEYS))
 
 
 def _choice(variable: str, accepted: tuple[str, ...]) -> str | None:

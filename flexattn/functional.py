@@ -304,9 +304,12 @@ def attention(
         ):
             tensors += (bias, alibi_slopes, softmax_offset, cu_seqlens_q, cu_seqlens_kv)
             tensors += (cu_seqlens_q_padded, cu_seqlens_kv_padded, rng_state, seqused_q, seqused_kv, page_table)
-        others: tuple[Any, ...]  # joined of two: unpacking both into one would make a list first, in each call
-        others = (qkv_format, attn_mask_type, bottom_right_diagonal, max_seqlen_q, max_seqlen_kv, bias_type, softmax_type)
-        others += (softmax_scale, softcap, dropout_p, deterministic, batch_invariant, return_lse, return_max_logit, backend)
+        # In parts, as each object costs time: what is None or False in most calls stays out where it is so in all of it.
+        others: tuple[Any, ...] = (qkv_format, attn_mask_type, bias_type, softmax_type, softmax_scale, softcap, dropout_p, backend)
+        is_usual = bottom_right_diagonal is None and deterministic is None and max_seqlen_q is None and max_seqlen_kv is None
+        if not is_usual or batch_invariant is not False or return_lse is not False or return_max_logit is not False:
+            others += (bottom_right_diagonal, deterministic, max_seqlen_q, max_seqlen_kv)
+            others += (batch_invariant, return_lse, return_max_logit)
         mods = None
         if score_mod is not None or mask_mod is not None or block_mask is not None or score_mod_tensors is not NO_TENSORS:
             mods = (score_mod, mask_mod, score_mod_tensors, block_mask)

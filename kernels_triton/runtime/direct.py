@@ -162,7 +162,9 @@ class _Buffer:
         self.offset = -start % _PARAMETERS
         base = start + self.offset
         self.parameters = (ctypes.c_void_p * len(layout.offsets))(*(base + offset for offset in layout.offsets))
-        self.call = (ctypes.c_void_p(base), ctypes.c_void_p(layout.function), self.parameters, None)
+        # Converted here, once, and not in each call.
+        pointers = (base, layout.function, ctypes.addressof(self.parameters))
+        self.call = (*map(ctypes.c_void_p.from_param, pointers), None)
         self.lock = threading.Lock()
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 import threading
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -160,10 +160,19 @@ def test_a_changed_argument_is_another_key(name: str, keys: list[Any]) -> None:
             assert torch.equal(a, b)
 
 
+@contextmanager
+def deterministic_algorithms() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 STATES: dict[str, Callable[[pytest.MonkeyPatch, dict[str, Any]], AbstractContextManager[Any] | None]] = {
     "grad mode": lambda patch, call: torch.no_grad(),
     "requires_grad": lambda patch, call: setattr(call["q"], "requires_grad", False),
-    "deterministic": lambda patch, call: patch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True),
+    "deterministic": lambda patch, call: deterministic_algorithms(),
     "attention_backend": lambda patch, call: flexattn.attention_backend("eager"),
     "FLEXATTN_BACKEND": lambda patch, call: patch.setenv("FLEXATTN_BACKEND", "eager"),
     "FLEXATTN_HOPPER": lambda patch, call: patch.setenv("FLEXATTN_HOPPER", "never"),
@@ -328,7 +337,9 @@ def test_one_tensor_thrice_is_another_call_than_three(more: dict[str, Any], keys
     got = [flexattn.attention(**call) for _ in range(3)]
     assert all(torch.equal(out, wanted) for out in got)
     assert torch.equal(flexattn.attention(**call | one), thrice)
+    flexattn.attention(**call | {"k": call["q"]})
     assert keys[0] == keys[4] != keys[1]
+    assert keys[-1] not in keys[:-1]
 
 
 def test_v_in_k_is_another_call(keys: list[Any]) -> None:

@@ -1,0 +1,128 @@
+"""A likeness of tensors: found for those that differ in their values alone, and for no others."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import flexattn
+from flexattn import call_cache
+from flexattn.likeness import likeness_of
+
+
+def tensors() -> list[Any]:
+    """q, k and v, none, a table of lengths and the same again."""
+    lengths = torch.tensor([0, 3, 5], dtype=torch.int32)
+    return [*(torch.randn(2, 5, 4, 8) for _ in "qkv"), None, lengths, lengths]
+
+
+class Mode(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def without_memory(t: Tensor) -> Tensor:
+    t.untyped_storage().resize_(0)
+    return t
+
+
+def v_in_k(given: list[Any]) -> list[Any]:
+    return [given[0], given[1], given[1].view(2, 5, 4, 8), *given[3:]]
+
+
+CHANGES: dict[str, Callable[[list[Any]], list[Any]]] = {
+    "shape": lambda given: [given[0][:1], *given[1:]],
+    "dims": lambda given: [given[0][None], *given[1:]],
+    "strides": lambda given: [given[0].transpose(1, 2).contiguous().transpose(1, 2), *given[1:]],
+    "dtype": lambda given: [given[0].half(), *given[1:]],
+    "gradient": lambda given: [given[0].requires_grad_(), *given[1:]],
+    "type": lambda given: [torch.nn.Parameter(given[0], requires_grad=False), *given[1:]],
+    "device": lambda given: [given[0].to("meta"), *given[1:]],
+    "negated": lambda given: [torch._neg_view(given[0]), *given[1:]],
+    "address": lambda given: [torch.randn(321)[1:].view(2, 5, 4, 8), *given[1:]],
+    "no memory": lambda given: [without_memory(given[0].clone()), *given[1:]],
+    "one for two": lambda given: [given[0], given[0], *given[2:]],
+    "v in k": v_in_k,
+    "two for one": lambda given: [*given[:5], given[5].clone()],
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_is_no_likeness(name: str) -> None:
+    likeness = likeness_of(tensors())
+    assert likeness is not None
+    like = tensors()
+    assert likeness.addresses(like) == [0 if t is None else t.data_ptr() for t in like]
+    assert likeness.addresses(CHANGES[name](like)) is None
+
+
+def test_modes_transforms_and_autocast_are_no_likeness() -> None:
+    likeness, like = likeness_of(tensors()), tensors()
+    assert likeness is not None
+    seen = []
+
+    def look(x: Tensor) -> Tensor:
+        seen.append(likeness.addresses(like))
+        return x.sum()
+
+    with Mode():
+        look(like[0])
+    torch.vmap(look)(like[0])
+    torch.func.grad(look)(like[0])
+    with torch.inference_mode():
+        look(like[0])
+    with torch.autocast("cpu"):
+        look(like[0])
+    assert seen == [None] * 5
+    assert likeness.addresses(like) is not None
+
+
+@pytest.mark.parametrize("name", ["address", "no memory", "v in k", "one for two"])
+def test_such_tensors_have_none(name: str) -> None:
+    given = CHANGES[name](tensors())
+    if name == "one for two":
+        given = [given[0], given[1], given[1], *given[3:]]
+    assert likeness_of(given) is None
+
+
+def test_warm_calls_are_found_by_likeness(monkeypatch: pytest.MonkeyPatch) -> None:
+    def calls() -> list[Tensor]:
+        short, long = torch.arange(160.0).view(1, 5, 4, 8), torch.arange(320.0).view(2, 5, 4, 8)
+        return [flexattn.attention(x, x + 1, x + 2, attn_mask_type="causal") for x in (short.cos(), long.cos())]
+
+    wanted = calls()
+    calls()
+    monkeypatch.setattr(call_cache, "_look_up_all", None)
+    for _ in range(3):
+        for out, want in zip(calls(), wanted, strict=True):
+            assert torch.equal(out, want)
+    assert call_cache.cache_info()["hits"] == 2 + 6
+
+
+def test_as_many_are_found_by_likeness_as_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_cache, "MOST_CALLS", 8)
+    for length in [*range(1, 20), 3]:
+        x, y, z = (torch.randn(2, length, 4, 8) for _ in range(3))
+        for _ in range(3):
+            flexattn.attention(x, y, z, softmax_scale=0.1 * length)
+    assert sum(map(len, call_cache._recent.values())) <= 8
+    for length in range(1, 20):
+        x, y, z = (torch.randn(2, length, 4, 8) for _ in range(3))
+        for _ in range(2):
+            flexattn.attention(x, y, z)
+    assert all(len(found) <= call_cache._MOST_RECENT for found in call_cache._recent.values())
+
+
+def test_a_likeness_keeps_no_tensor_alive() -> None:
+    given = tensors()
+    held = weakref.ref(given[0])
+    likeness = likeness_of(given)
+    del given
+    assert held() is None
+    assert likeness is not None
