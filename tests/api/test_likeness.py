@@ -105,18 +105,22 @@ def test_warm_calls_are_found_by_likeness(monkeypatch: pytest.MonkeyPatch) -> No
     assert call_cache.cache_info()["hits"] == 2 + 6
 
 
-def test_as_many_are_found_by_likeness_as_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call_cache, "MOST_CALLS", 8)
-    for length in [*range(1, 20), 3]:
-        x, y, z = (torch.randn(2, length, 4, 8) for _ in range(3))
-        for _ in range(3):
-            flexattn.attention(x, y, z, softmax_scale=0.1 * length)
-    assert sum(map(len, call_cache._recent.values())) <= 8
+def test_no_more_are_found_by_likeness_than_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_cache, "MOST_CALLS", 2)
+    for scale in (0.1, 0.2, 0.3, 0.4):
+        for length in range(1, 7):
+            x, y, z = (torch.randn(2, length, 4, 8) for _ in range(3))
+            for _ in range(3):
+                flexattn.attention(x, y, z, softmax_scale=scale)
+            found = [call for of_rest in call_cache._recent.values() for *_, call in of_rest]
+            assert all(call in call_cache._calls.values() for call in found)
+    assert found
+    monkeypatch.setattr(call_cache, "MOST_CALLS", 100)
     for length in range(1, 20):
         x, y, z = (torch.randn(2, length, 4, 8) for _ in range(3))
         for _ in range(2):
             flexattn.attention(x, y, z)
-    assert all(len(found) <= call_cache._MOST_RECENT for found in call_cache._recent.values())
+    assert max(len(found) for found in call_cache._recent.values()) == call_cache._MOST_RECENT
 
 
 def test_a_likeness_keeps_no_tensor_alive() -> None:
