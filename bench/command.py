@@ -71,6 +71,9 @@ def make_parser() -> argparse.ArgumentParser:
     show.add_argument(
         "--emit-rows", type=Path, nargs="+", metavar="FILE", help="the rows of tile tables and heuristics that results support"
     )
+    show.add_argument(
+        "--regret", type=Path, nargs="+", metavar="FILE", help="what backend auto picks, beside the fastest that results have"
+    )
     shown = parser.add_argument_group("pages, of what was measured or is given with --from")
     shown.add_argument("--csv", type=Path, metavar="FILE")
     shown.add_argument("--plots", type=Path, metavar="FOLDER", help="PNG files; needs matplotlib")
@@ -103,6 +106,11 @@ def main(arguments: Sequence[str]) -> int:
             from flexattn.bench.rows import emit
 
             print(emit({path.name: record.read(path) for path in args.emit_rows}))
+            return 0
+        if args.regret:
+            from flexattn.bench import regret
+
+            print("\n".join(regret.text(path.name, record.read(path)) for path in args.regret))
             return 0
         if args.source:
             return _show({path.name: record.read(path) for path in args.source}, args)

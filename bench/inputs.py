@@ -35,7 +35,7 @@ class Tensors(NamedTuple):
 
 def make_tensors(workload: Workload, device: str, seed: int = 0) -> Tensors:
     """Standard normal numbers: the rate of a power-limited GPU depends on its data."""
-    generator = torch.Generator(device).manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed) if device != "meta" else None  # which has no numbers to draw
     dtype = getattr(torch, workload.dtype)
 
     def normal(*shape: int, dtype: torch.dtype = dtype) -> Tensor:

@@ -136,6 +136,14 @@ def sweep(head_dim: int, mask: str, seqlen: int) -> Workload:
     return dense(name, "sweep", SWEEP_TOKENS // seqlen, seqlen, (heads, heads), (head_dim, head_dim), attn_mask_type=MASKS[mask])
 
 
+def odd(head_dim: int, mask: str, seqlen: int) -> Workload:
+    """`sweep` at a length that is no multiple of a block, between those of which the choice of kernels was measured."""
+    return sweep(head_dim, mask, seqlen)._replace(name=f"odd-d{head_dim}-{mask}-s{seqlen}", group="odd")
+
+
+ODD_SEQLENS = (641, 777, 897, 1500, 3001, 6000, 12289)
+
+
 # Token counts of this library's own sources and pages as `python -m flexattn demo` packed them once; fixed, so that runs compare.
 DOCUMENTS = (
     *(604, 1494, 24, 1822, 577, 21, 119, 380, 567, 1418, 1285, 2728, 3226, 24, 871),
@@ -189,6 +197,7 @@ WORKLOADS: dict[str, Workload] = {
         dense("score-sliding-window", MODS, 2, 8192, (16, 16), (128, 128), **CAUSAL, window_size=(1023, 0)),
         ragged("score-document-mask", DOCUMENTS, (16, 16), (128, 128), MODS),
         *(sweep(d, mask, s) for d in SWEEP_HEAD_DIMS for mask in MASKS for s in SWEEP_SEQLENS),
+        *(odd(d, mask, s) for d in SWEEP_HEAD_DIMS for mask in MASKS for s in ODD_SEQLENS),
         # Fixed tokens, so that what grows with s is the work, and what should not grow is the memory.
         *(dense(f"scaling-s{s}", "scaling", 131072 // s, s, (8, 8), (64, 64), **CAUSAL) for s in SCALING_SEQLENS),
     )
@@ -212,6 +221,7 @@ PRESETS: dict[str, tuple[str, ...]] = {
     "models": ("llama3-*", "gpt-oss-*", "deepseek-*", "ragged-*"),
     "small": ("small-*", "decode-*"),
     MODS: ("score-*",),
+    "odd": ("odd-*",),
     "scaling": ("scaling-*",),
     "all": ("*",),
 }

@@ -1,0 +1,132 @@
+"""Regret of `auto`: what the result files on disk say of its picks, and what they leave unknown."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from flexattn.bench import command, record, regret
+from flexattn.bench.implementations import CUDNN, PORTABLE, TRITON
+from flexattn.bench.record import Record, Row
+from flexattn.bench.rows import TIE
+from flexattn.bench.shapes import ODD_SEQLENS, Workload, select, sweep
+from flexattn.kernels_triton.runtime import interpreter
+from tests.conftest import ROOT
+
+RESULTS = ROOT / "bench" / "results"
+FILES = (
+    "standard_h200.json",
+    "score_mods_h200.json",
+)  # each of one run, with cuDNN and portable kernels
+# By more than TIE, each with its reason in docs/backends.md, "Regret".
+BETWEEN = {("sweep-d128-full-s512 at 641", "forward"): 1.03}
+UNKNOWN = {
+    (f"sweep-d{d}-{mask}-s512 at {length}", "backward")
+    for d, mask in ((64, "causal"), (128, "causal"), (256, "causal"), (256, "full"))
+    for length in (641, 769, 897)
+}
+
+
+@pytest.fixture(autouse=True)
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Picks are those of kernels that are compiled."""
+    monkeypatch.setattr(interpreter, "INTERPRETED", False)
+
+
+def recorded(measured: list[tuple[str, Workload, str, float | None]]) -> Record:
+    """Rows from (implementation, workload, direction, us); without us the implementation refused."""
+    found = [Row(name, "1", w.name, direction, "measured" if us else "refused", us=us) for name, w, direction, us in measured]
+    device = {"type": "cuda", "name": "NVIDIA H200", "capability": [9, 0]}
+    return Record("x", None, device, {}, None, {}, {w.name: w for _, w, _, _ in measured}, found)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_no_pick_loses_more_than_a_tie_in_a_cell(name: str) -> None:
+    found = regret.regrets(record.read(RESULTS / name))
+    assert len(found) == {"standard_h200.json": 114, "score_mods_h200.json": 12}[name]
+    assert [r for r in found if r.ratio is None or r.is_bad] == []
+
+
+def test_between_the_lengths_that_were_measured_the_exceptions_are_known() -> None:
+    found = regret.between(record.read(RESULTS / "standard_h200.json"))
+    assert len(found) == 186
+    over = {(r.workload, r.direction): r.ratio for r in found if r.ratio is not None and r.is_bad}
+    assert over.keys() == BETWEEN.keys()
+    assert all(ratio <= BETWEEN[cell] for cell, ratio in over.items())
+    assert {(r.workload, r.direction) for r in found if r.ratio is None} == UNKNOWN
+
+
+def test_the_page_has_what_the_files_say() -> None:
+    page = (ROOT / "docs" / "backends.md").read_text()
+    found = regret.between(record.read(RESULTS / "standard_h200.json"))
+    assert f"{len(found)} lengths between" in page
+    assert f"{len(BETWEEN)} loses more" in page
+    assert f"{len(UNKNOWN)} are unknown" in page
+
+
+def test_a_pick_that_is_slower_is_found() -> None:
+    causal, short = sweep(128, "causal", 4096), sweep(64, "causal", 512)
+    measured = [
+        (TRITON, causal, "forward", 110.0),
+        (PORTABLE, causal, "forward", 130.0),
+        (CUDNN, causal, "forward", 100.0),
+        (TRITON, causal, "backward", 100.0),
+        (CUDNN, causal, "backward", None),
+        (PORTABLE, causal, "backward", 100.0 / (1 + TIE)),
+        (TRITON, short, "backward", 80.0),  # the portable kernels, which have a row of their own
+        (PORTABLE, short, "backward", 100.0),
+        (CUDNN, short, "backward", 200.0),
+        (TRITON, short, "forward", 100.0),  # beside nothing
+    ]
+    found = regret.regrets(recorded(measured))
+    assert [(r.direction, r.pick, r.fastest, r.is_bad) for r in found] == [
+        ("forward", TRITON, CUDNN, True),
+        ("backward", TRITON, PORTABLE, False),
+        ("backward", PORTABLE, PORTABLE, False),
+    ]
+    assert found[0].ratio == pytest.approx(1.1)
+
+
+def test_where_the_first_choice_refused_the_next_is_the_pick() -> None:
+    full = sweep(128, "full", 512)  # of which a row prefers cuDNN's forward
+    times: list[Any] = [(TRITON, full, "forward", 100.0), (PORTABLE, full, "forward", 120.0)]
+    assert [r.pick for r in regret.regrets(recorded([*times, (CUDNN, full, "forward", 90.0)]))] == [CUDNN]
+    assert [r.pick for r in regret.regrets(recorded([*times, (CUDNN, full, "forward", None)]))] == [TRITON]
+
+
+def test_between_two_lengths_only_what_both_say_counts() -> None:
+    shorter, longer = sweep(128, "causal", 2048), sweep(128, "causal", 8192)
+
+    def at(first: float, last: float) -> list[regret.Regret]:
+        """Triton takes 100 us at both lengths."""
+        rows = [(TRITON, w, "forward", 100.0) for w in (shorter, longer)]
+        return regret.between(recorded([*rows, (CUDNN, shorter, "forward", first), (CUDNN, longer, "forward", last)]))
+
+    assert {r.ratio for r in at(150.0, 120.0)} == {1.0}
+    assert {r.ratio for r in at(80.0, 120.0)} == {None}
+    assert {r.ratio for r in at(120.0, 80.0)} == {None}
+    loses = [r.ratio for r in at(80.0, 50.0)]
+    assert all(ratio is not None and 1.25 < ratio < 2.0 for ratio in loses)
+    assert loses == sorted(loses, key=lambda ratio: ratio or 0.0)
+    assert all(r.ratio is not None and 1.0 < r.ratio < 100 / 99 for r in at(99.0, 150.0))
+
+
+def test_the_command_prints_a_line_a_cell(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    w = sweep(128, "causal", 4096)
+    path = tmp_path / "r.json"
+    record.write(path, recorded([(TRITON, w, "forward", 110.0), (CUDNN, w, "forward", 100.0)]))
+    assert command.main(["--regret", str(path)]) == 0
+    said = capsys.readouterr().out
+    assert "1.100  flexattn triton; fastest flexattn cudnn *" in said
+    assert "1 cells, 1 over 1.02, 0 unknown; the worst 1.100, sweep-d128-causal-s4096 forward" in said
+    on_a_cpu = recorded([(TRITON, w, "forward", 110.0), (CUDNN, w, "forward", 100.0)])._replace(device={"type": "cpu"})
+    with pytest.raises(ValueError, match="of no GPU"):
+        regret.regrets(on_a_cpu)
+
+
+def test_odd_lengths_can_be_measured() -> None:
+    shapes = select(["odd"])
+    assert {w.seqlen_q for w in shapes} == set(ODD_SEQLENS)
+    assert {(w.head_dim_qk, w.is_causal) for w in shapes} == {(d, causal) for d in (64, 128, 256) for causal in (True, False)}
+    assert all(8000 < w.batch * w.seqlen_q <= 16384 for w in shapes)
