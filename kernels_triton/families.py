@@ -12,13 +12,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from flexattn.kernels_triton.common.problem import Backward, Forward, Problem
-from flexattn.kernels_triton.common.quantize import Source, quantize
 from flexattn.kernels_triton.common.split_kv import Splits, splits_of
 from flexattn.kernels_triton.common.tiles import DKDV, DQ, FORWARD
 from flexattn.kernels_triton.mods.mask_blocks import with_key_lists
 from flexattn.kernels_triton.portable import forward as portable_forward
-from flexattn.kernels_triton.portable.backward import attention_backward
-from flexattn.kernels_triton.portable.score_gradients import bias_and_capture_gradients
 from flexattn.kernels_triton.runtime.launch import capability_of, num_processors, pretended_device
 
 
@@ -122,6 +119,8 @@ PORTABLE_FORWARD = Family[Forward](
 
 
 def _run_portable_backward(call: Backward, tile: Any) -> None:
+    from flexattn.kernels_triton.portable.backward import attention_backward  # here, as a forward should not wait for its import
+
     call = _with_dout(call)
     dq_tile, dkdv_tile = tile
     attention_backward(_with_key_lists(call), dq_tile, dkdv_tile)
@@ -132,6 +131,8 @@ def _with_dout(call: Backward) -> Backward:
     x = call.problem
     if not x.dout_is_to_come:
         return call
+    from flexattn.kernels_triton.common.quantize import Source, quantize
+
     sizes = x.descales[3].shape
     source = Source(
         x=x.copies16[0],
@@ -198,10 +199,17 @@ def _fp8_cache_splits(call: Forward, tile: Any) -> Splits:
     return splits_of(call.problem, *kernels.tiles_and_room(call.problem, tile, group))
 
 
+def _unsupported_by_fp8_cache(call: Forward) -> str | None:
+    if not call.problem.descales_kv:  # asked here, as most calls end here and should not wait for the import
+        return "it takes k and v in FP8 beside q in 16 bits"
+    reason: str | None = _hopper("fp8_cache").unsupported(call.problem, call.out, call.max_logit is not None)
+    return reason
+
+
 HOPPER_FP8_CACHE = Family[Forward](
     name="sm_90 FP8 cache",
     direction="forward",
-    unsupported=lambda call: _hopper("fp8_cache").unsupported(call.problem, call.out, call.max_logit is not None),
+    unsupported=_unsupported_by_fp8_cache,
     slower=lambda call: _hopper("fp8_cache").slower(call.problem),
     tile=lambda call: _hopper("fp8_cache").tile_of(call.problem),
     blocks=lambda tile: _blocks(tile.block_m, tile.block_n),
@@ -248,6 +256,8 @@ def _unsupported_in_fp8(call: Backward) -> str | None:
 
 
 def _run_backward(launcher: Callable[..., None], call: Backward, tile: Any) -> None:
+    from flexattn.kernels_triton.portable.score_gradients import bias_and_capture_gradients
+
     launcher(call, tile)
     bias_and_capture_gradients(call)
 

@@ -430,10 +430,8 @@ def _attn_fwd_fp8_cache_kernel(args: CacheArguments, MODS: gl.constexpr, META: g
 
 
 def unsupported(problem: Problem, out: Tensor, has_max_logit: bool) -> str | None:
-    """Returns why the kernel cannot run this problem; None: it can."""
+    """Returns why the kernel cannot run this problem, of k and v in FP8 beside q in 16 bits; None: it can."""
     x = problem
-    if not x.descales_kv:
-        return "it takes k and v in FP8 beside q in 16 bits"
     if capability_of(x.device) != 90:
         return "it was made for Hopper, sm_90"
     if x.q.dtype not in (torch.bfloat16, torch.float16):

@@ -53,7 +53,6 @@ from flexattn.kernels_triton.common.primitives import (
     visible_range_of_keys,
 )
 from flexattn.kernels_triton.common.problem import Problem, rows
-from flexattn.kernels_triton.common.quantize import transposed
 from flexattn.kernels_triton.common.split_kv import (
     BY_LENGTHS,
     Parts,
@@ -441,6 +440,12 @@ def tiles_and_room(problem: Problem, tile: Tile, group: int) -> tuple[int, int]:
     return tiles, SPLIT_PROGRAMS * num_processors(problem.device)
 
 
+def _v_transposed(problem: Problem) -> Channels | None:
+    from flexattn.kernels_triton.common.quantize import transposed  # here, as calls in 16 bits should not wait for its import
+
+    return transposed(problem, "v")
+
+
 def attention_forward(
     problem: Problem,
     out: Tensor,
@@ -492,7 +497,7 @@ def attention_forward(
         max_logit_ptr=largest,
         num_splits=splits if splits > 1 else None,
         plan=plan,
-        v_t=transposed(x, "v"),
+        v_t=_v_transposed(x) if x.is_fp8 else None,
     )
     launch(_attn_fwd_kernel, programs, out.device, tile, (args, x.mods, meta))
     if plan is not None and parts is not None:

@@ -19,7 +19,9 @@ from flexattn.dispatch import triton_backend
 from flexattn.dispatch.spec import AttentionSpec, Operands, as_bshd, empty_outputs
 from flexattn.functional import bind_call
 from flexattn.kernels_triton.ahead_of_time.compile_report import CompileReport, request_for
+from flexattn.kernels_triton.common.problem import Forward
 from flexattn.kernels_triton.common.split_kv import BY_LENGTHS
+from flexattn.kernels_triton.families import HOPPER_FP8_CACHE
 from flexattn.kernels_triton.hopper import fp8_cache, fp8_cache_operands
 from flexattn.kernels_triton.runtime.launch import Launch, pretended_device, recorded_launches
 from flexattn.testing import check_close
@@ -243,9 +245,11 @@ def test_compiled(name: str) -> None:
 def test_what_it_refuses() -> None:
     def refusal(case: Case, has_max_logit: bool = False, capability: int = 90) -> str | None:
         spec, x = bound(case.arguments)
-        rows = as_bshd(empty_outputs(spec, x)[0], spec.q_format)
+        out, lse, _ = empty_outputs(spec, x)
         with pretended_device(capability, 132):
-            return fp8_cache.unsupported(triton_backend.to_problem(spec, x), rows, has_max_logit)
+            problem = triton_backend.to_problem(spec, x)
+            call = Forward(problem, as_bshd(out, spec.q_format), lse, lse if has_max_logit else None)
+            return HOPPER_FP8_CACHE.unsupported(call)
 
     case = make_case()
     assert refusal(case) is None

@@ -80,3 +80,23 @@ def test_triton_backend_on_a_cpu_says_how_to_interpret(forked_python: FreshPytho
     ran = forked_python("-c", USE_TRITON, env={"CUDA_VISIBLE_DEVICES": ""})
     assert ran.returncode == 0, ran.stderr
     assert "TRITON_INTERPRET=1" in ran.stdout
+
+
+FORWARD = """
+import sys
+import torch
+import flexattn
+
+q = torch.randn(1, 9, 2, 8)
+flexattn.attention(q, q, q, backend="triton")
+print(*(name.removeprefix("flexattn.kernels_triton.") for name in sys.modules if name.startswith("flexattn.kernels_triton.")))
+"""
+
+
+def test_a_forward_imports_no_kernels_of_a_backward_or_of_fp8(forked_python: FreshPython) -> None:
+    """Each of them is read and hashed by Triton as it is imported: half of the time of a process's first call."""
+    ran = forked_python("-c", FORWARD, env={"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""})
+    imported = ran.stdout.split()
+    assert "portable.forward" in imported, ran.stderr
+    later = ("portable.backward", "portable.score_gradients", "common.quantize", "common.preprocess", "hopper.fp8")
+    assert [name for name in imported if name.startswith(later)] == []
