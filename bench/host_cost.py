@@ -327,7 +327,7 @@ def _frontend(rounds: int) -> Iterator[Row]:
 def stages(has_gpu: bool) -> dict[str, float]:
     """Microseconds of the parts of one call, each alone, the least of many rounds; the last two are other calls."""
     import flexattn
-    from flexattn import call_cache
+    from flexattn import call_cache, call_key
     from flexattn.dispatch import options
     from flexattn.dispatch.replay import Recording
     from flexattn.kernels_triton.runtime import launch
@@ -363,7 +363,7 @@ def stages(has_gpu: bool) -> dict[str, float]:
     found = {
         "the whole call": attend,
         "  the key and the look-up": lambda: original(*seen[0]),
-        "    of it: modes, switches, environment": call_cache._state,
+        "    of it: modes, switches, environment": call_key.state_around,
         "      of it: the environment": options.snapshot,
         "    of it: the key's hash": lambda: hash(key.parts),
         "  what is played: memory, addresses, the launch": lambda: call.run(key, False),

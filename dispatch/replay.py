@@ -9,6 +9,7 @@ see, the address is enough: views are not made again.
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
@@ -123,6 +124,7 @@ class Recording:
 
     def __init__(self, recorder: _Recorder, results: Sequence[int | None], device: torch.device) -> None:
         self.device = device
+        self.notes: Any = None  # on the numbers that vary, for who asks for a recording with other ones
         tensors = recorder.tensors
         roots = [_root(i, tensors, recorder) for i in range(len(tensors))]
         needed = {i for i in results if i is not None}  # as tensors
@@ -151,7 +153,7 @@ class Recording:
                     if roots[i][1]:
                         views.setdefault(roots[i][0], set()).add(i)
                 begins = [places[i if roots[i][1] else roots[i][0]] for i in step.tensors]
-                kept.append((_LAUNCH, step.prepared.launch, _getter(begins)))
+                kept.append((_LAUNCH, step.prepared, _getter(begins)))
             elif isinstance(step, _Run):
                 needed |= set(step.buffers.values())
                 buffers = tuple((uid, places[slot]) for uid, slot in step.buffers.items())
@@ -163,7 +165,11 @@ class Recording:
                 kept.append(_op_step(step, tensors, needed, places))
         for root in list(views):  # inputs and constants
             kept += view_steps(root)
-        self.steps = tuple(reversed(kept))
+        kept.reverse()
+        self.prepared = [what for kind, what, _ in kept if kind is _LAUNCH]
+        self.steps = tuple((kind, what.launch if kind is _LAUNCH else what, how) for kind, what, how in kept)
+        # Without torch's own operators and plans, which may have numbers in them that nobody sees.
+        self.can_vary = all(kind in (_ALLOCATE, _VIEW, _ZERO, _LAUNCH) for kind, *_ in kept)
         self.num_inputs = len(recorder.inputs)
         given = set(recorder.inputs)
         others = [i for i in range(len(tensors)) if i not in given]  # in the order of their places, which come after the inputs'
@@ -182,6 +188,14 @@ class Recording:
 
             self.stream, self.can_replay, self.set_to_zero = launch.stream_of(device), launch.is_plain, direct.set_to_zero
         self.current_device = torch._C._cuda_getDevice if device.type == "cuda" else lambda: device.index
+
+    def with_numbers(self, values: Sequence[float]) -> Recording:
+        """Returns the recording of a call with other numbers in the place of those that vary; only where `can_vary`."""
+        made = copy.copy(self)
+        made.prepared = [prepared.with_numbers(values) for prepared in self.prepared]
+        launches = iter(made.prepared)
+        made.steps = tuple((kind, next(launches).launch if kind is _LAUNCH else what, how) for kind, what, how in self.steps)
+        return made
 
     def replay(self, inputs: Sequence[Tensor | None], addresses: Sequence[int]) -> tuple[Any, ...]:
         """The results, for inputs like those that it was recorded with; `addresses` are theirs, 0 for None.

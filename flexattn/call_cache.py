@@ -14,22 +14,31 @@ use stay.
 from __future__ import annotations
 
 import contextlib
-import functools
+import copy
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.autograd.profiler import record_function
-from torch.utils._device import DeviceContext
 
 from flexattn import fp8_ops, ops
 from flexattn.block_mask import block_lists
-from flexattn.dispatch import context, options, triton_backend
+from flexattn.call_key import (
+    PLAIN,
+    CallKey,
+    captured_by,
+    is_ordinary,
+    is_profiled,
+    low_bits,
+    make_key,
+    same_tensors,
+    state_around,
+)
+from flexattn.dispatch import options, triton_backend
 from flexattn.dispatch.replay import Recording, record
 from flexattn.dispatch.runtime_failures import RuntimeFailure
 from flexattn.dispatch.select import Backend, backend_module, select
@@ -37,7 +46,6 @@ from flexattn.dispatch.spec import OPEN_WINDOW, AttentionSpec, Direction, Gradie
 from flexattn.first_order import first_order
 from flexattn.fp8_ops import Passes
 from flexattn.likeness import Likeness, likeness_of
-from flexattn.mods.captures import find_captures
 from flexattn.validation import check_floor
 
 if TYPE_CHECKING:
@@ -47,7 +55,6 @@ if TYPE_CHECKING:
 MOST_CALLS = 1024
 _MOST_RECENT = 4  # calls in _recent that differ in their tensors alone
 _MOST_BACKWARDS = 8  # backwards kept for one call, by the strides of what comes in
-_PLAIN = frozenset((Tensor, torch.nn.Parameter))
 TENSOR_FIELDS = Operands._fields[: Operands._fields.index("max_seqlen_q")]  # they come first
 NUM_TENSORS = len(TENSOR_FIELDS)
 _RNG_STATE = TENSOR_FIELDS.index("rng_state")
@@ -55,6 +62,8 @@ _RNG_STATE = TENSOR_FIELDS.index("rng_state")
 _calls: OrderedDict[Hashable, CachedCall] = OrderedDict()
 # Those that were found last, by all of a key but what it says of tensors, which a `Likeness` compares in one go.
 _recent: dict[Hashable, tuple[tuple[Likeness, Hashable, CachedCall], ...]] = {}
+# Those that were kept last, by all of a key but softmax_scale and softcap.
+_families: dict[Hashable, CachedCall] = {}
 _lock = threading.Lock()
 _counts = {"hits": 0, "misses": 0, "recordings": 0}
 
@@ -70,17 +79,8 @@ def clear_cache() -> None:
     with _lock:
         _calls.clear()
         _recent.clear()
+        _families.clear()
         _counts.update(hits=0, misses=0, recordings=0)
-
-
-class CallKey(NamedTuple):
-    """Key of a call, and what the call has beside it."""
-
-    parts: Hashable
-    tensors: tuple[Tensor | None, ...]  # Operands' fields, all or q, k and v; those of FP8 or a backward; captures of mods
-    num_arguments: int  # number of tensors before those that are captured
-    addresses: list[int]
-    block_mask: Any
 
 
 def look_up(
@@ -88,15 +88,16 @@ def look_up(
     others: tuple[Any, ...],
     window_size: Any,
     mods: tuple[Any, Any, Any, Any] | None,
+    numbers: tuple[Any, ...] = (),
 ) -> tuple[CallKey | None, CachedCall | None]:
     """Returns the key of a call, None where it has none, and the call that was kept with it, if any.
 
     tensors: q, k and v, and then nothing or the other fields of `Operands` that are tensors, and those of FP8 or of a backward.
     others: all arguments that are no tensors and no mods, but window_size. mods: score_mod, mask_mod, score_mod_tensors and
-    block_mask, or None.
+    block_mask, or None. numbers: softmax_scale and softcap, where a call with other ones may be made of the kept one.
     """
     try:
-        state = _state()
+        state = state_around()
         if state is None:
             return None, None
         window: Any = None
@@ -113,25 +114,26 @@ def look_up(
                     return None, None
                 mask_mod = block_mask.mask_mod
             parts: list[Any] = []
-            captured = _captured(score_mod, mask_mod, block_mask, parts)
+            captured = captured_by(score_mod, mask_mod, block_mask, parts)
             if captured is None:
                 return None, None
             tensors = (*tensors, *captured)
             of_mods = tuple(parts)
-        rest = (num_arguments, state, others, tuple(map(type, others)), tuple(map(type, tensors)), window, of_mods)
+        kinds = (tuple(map(type, others)), tuple(map(type, numbers)), tuple(map(type, tensors)))
+        rest = (numbers, num_arguments, state, others, kinds, window, of_mods)
         for likeness, whole, known in _recent.get(rest, ()):
             addresses = likeness.addresses(tensors)
             if addresses is not None:
                 known.is_used = True
                 _counts["hits"] += 1
-                return _make_key((whole, tensors, num_arguments, addresses, block_mask)), known
+                return make_key((whole, tensors, num_arguments, addresses, block_mask)), known
         return _look_up_all(rest, tensors, num_arguments, block_mask)
     except (TypeError, ValueError, RuntimeError, AttributeError):  # no such key; the checks of an ordinary call say what is wrong
         return None, None
 
 
 def _look_up_all(
-    rest: Hashable, tensors: tuple[Tensor | None, ...], num_arguments: int, block_mask: Any
+    rest: tuple[Any, ...], tensors: tuple[Tensor | None, ...], num_arguments: int, block_mask: Any
 ) -> tuple[CallKey | None, CachedCall | None]:
     """`look_up` among all calls, by what the key says of each tensor; rest: the key's part for all else."""
     parts: list[Any] = [rest]
@@ -141,7 +143,7 @@ def _look_up_all(
             addresses.append(0)
             parts.append(None)
             continue
-        if type(t) not in _PLAIN or t.is_neg():
+        if type(t) not in PLAIN or t.is_neg():
             return None, None
         address = t.data_ptr()
         if not address and (t.is_meta or t.numel()):  # a trace's tensor, or one that stands for zeros
@@ -151,14 +153,16 @@ def _look_up_all(
         ids.append(id(t))
         parts += (t.shape, t.stride(), t.dtype, t.device, t.requires_grad)
     if together & 15:
-        parts.append(_low_bits(addresses))
+        parts.append(low_bits(addresses))
     if addresses[1] == addresses[2]:
         parts.append("v lies in k")  # which kernels load but once
     if len(set(ids)) < len(ids):
-        parts.append(_same(ids))
+        parts.append(same_tensors(ids))
     whole = tuple(parts)
     known = _calls.get(whole)
-    key = _make_key((whole, tensors, num_arguments, addresses, block_mask))
+    key = make_key((whole, tensors, num_arguments, addresses, block_mask))
+    if known is None:
+        known = _with_other_numbers(whole)
     if known is None:
         return key, None
     known.is_used = True
@@ -174,81 +178,32 @@ def _look_up_all(
     return key, known
 
 
-_make_key = functools.partial(tuple.__new__, CallKey)  # a NamedTuple's own constructor takes twice the time
+_LARGEST, _SMALLEST = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
 
 
-def _low_bits(addresses: Sequence[int]) -> bytes:
-    """Distance of each address from the multiple of 16 bytes below it."""
-    return bytes([address & 15 for address in addresses])
+def _family(whole: tuple[Any, ...]) -> Hashable | None:
+    """Returns the part of a key that calls with other numbers share; None where it has none, or some that a check may refuse.
 
-
-def _same(ids: Sequence[int]) -> tuple[int, ...]:
-    """Returns for each tensor the position of its first occurrence: a tensor given twice is copied or checked once."""
-    return tuple([ids.index(i) for i in ids])
-
-
-def _state() -> Hashable | None:
-    """Returns what a call depends on beside its arguments; None where modes, transforms, traces or checks need the operators."""
-    if not _is_ordinary():
+    The ranges are those of `validation.check_scalars`, in which any number passes. Whether there is a softcap is in the spec.
+    """
+    numbers, *rest = whole[0]
+    if not all(type(x) is float for x in numbers) or len(numbers) != 2:
         return None
-    environment = options.snapshot()
-    if environment is None:
+    scale, softcap = numbers
+    if not (0.0 <= scale <= _LARGEST and (softcap == 0.0 or _SMALLEST <= softcap <= _LARGEST)):
         return None
-    autocast = None
-    if _has_autocast():
-        autocast = tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cuda", "cpu"))
-    return (_has_grad(), _is_deterministic(), context.current(), environment, select.generation, autocast)
+    return (softcap == 0.0, *rest, *whole[1:])
 
 
-# Looked up once: each look into torch's modules costs a call some 20 ns.
-_has_grad, _has_autocast, _is_profiled = (
-    torch.is_grad_enabled,
-    torch._C._is_any_autocast_enabled,
-    torch._C._autograd._profiler_enabled,
-)
-_is_deterministic = torch._C._get_deterministic_algorithms
-_num_modes, _has_function_mode = torch._C._len_torch_dispatch_stack, torch._C._is_torch_function_mode_enabled
-_transform, _trace = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
-
-
-def _is_ordinary() -> bool:
-    """Returns whether no mode, transform or trace wants to see the operators."""
-    return not (
-        _num_modes()
-        or _transform() is not None
-        or forward_ad._current_level >= 0
-        or _trace() is not None
-        or (_has_function_mode() and not _are_device_contexts())
-    )
-
-
-def _are_device_contexts() -> bool:
-    """Returns whether all modes of torch functions are those of torch.set_default_device, which change nothing here."""
-    return all(
-        type(mode) is DeviceContext
-        for mode in torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    )
-
-
-def _captured(score_mod: Any, mask_mod: Any, block_mask: Any, parts: list[Any]) -> list[Tensor] | None:
-    """Returns the tensors that mods capture, and adds what else they depend on to the key's parts; None where they have no key."""
-    tensors: list[Tensor] = []
-    parts.append(torch.get_default_dtype())  # the dtype of an index times a number
-    gradient = getattr(score_mod, "score_mod_gradient", None)
-    for mod in (score_mod, mask_mod) if gradient is None else (score_mod, mask_mod, gradient):
-        if mod is None:
-            parts.append(None)
-            continue
-        captures = find_captures(mod, tensors_too=False)
-        if captures.key is None:
-            return None
-        parts += (captures.key, captures.values)
-        for _, t in captures.tensors:
-            tensors.append(t)
-    if block_mask is not None:
-        lists = (block_mask.kv_num_blocks, block_mask.kv_indices, block_mask.q_num_blocks, block_mask.q_indices)
-        parts += (type(block_mask), tuple(block_mask.BLOCK_SIZE), *(t.shape for t in lists))
-    return tensors
+def _with_other_numbers(whole: tuple[Any, ...]) -> CachedCall | None:
+    """Returns a call, kept from now on, made of one whose key differs in softmax_scale and softcap alone; None without one."""
+    family = _family(whole)
+    kept = None if family is None else _families.get(family)
+    if kept is None:
+        return None
+    made = kept.with_numbers(whole[0][0])
+    _keep(whole, made)
+    return made
 
 
 def new_call(
@@ -283,19 +238,28 @@ def new_call(
 
 def remember(key: CallKey, call: CachedCall) -> None:
     """Keeps a call that ran without an error."""
-    _, _, _, kinds, _, window, _ = key.parts[0]  # type: ignore[index]
-    if any(isinstance(part, type) and issubclass(part, Tensor) for part in (*kinds, *(window or ()))):
+    whole: Any = key.parts
+    _, _, _, _, (of_others, of_numbers, _), window, _ = whole[0]
+    if any(isinstance(part, type) and issubclass(part, Tensor) for part in (*of_others, *of_numbers, *(window or ()))):
         return  # a number in a tensor: the key would have the object, whatever it holds by then
+    _keep(whole, call)
+
+
+def _keep(whole: tuple[Any, ...], call: CachedCall) -> None:
+    family = _family(whole)
     with _lock:
         _counts["misses"] += 1
-        _calls[key.parts] = call
+        _calls[whole] = call
         if len(_calls) > MOST_CALLS:
             _recent.clear()
+            _families.clear()
         while len(_calls) > MOST_CALLS:  # drops the oldest that was not used since it was last looked at
             parts, oldest = _calls.popitem(last=False)
             if oldest.is_used:
                 oldest.is_used = False
                 _calls[parts] = oldest
+        if family is not None:
+            _families[family] = call
 
 
 class CachedCall:
@@ -366,6 +330,24 @@ class CachedCall:
         self.is_final = False  # True once recording was tried
         self.backwards: OrderedDict[Hashable, Recording | KeptBackward | str] = OrderedDict()
 
+    def with_numbers(self, numbers: tuple[float, float]) -> CachedCall:
+        """Returns the call with another softmax_scale and softcap, with the recordings of this one that hold for them."""
+        made = copy.copy(self)
+        made.template = _with_numbers(self.template, numbers)
+        made.recording = self._varied(self.recording, numbers)
+        made.is_final = made.recording is not None
+        with _lock:
+            backwards = list(self.backwards.items())
+        varied = ((key, self._varied(found, numbers)) for key, found in backwards)
+        made.backwards = OrderedDict((key, found) for key, found in varied if found is not None)
+        return made
+
+    def _varied(self, found: Any, numbers: tuple[float, float]) -> Recording | None:
+        is_right = isinstance(found, Recording) and found.can_vary and found.notes is not None
+        if not is_right or not all(notes.hold(x) for notes, x in zip(found.notes, numbers, strict=True)):
+            return None
+        return found.with_numbers(numbers)
+
     def run(self, key: CallKey, returns_lse: bool) -> Any:
         """Returns out, lse and max_logit of a call with this key; lse is not differentiable unless it is returned."""
         tensors, addresses = key.tensors, key.addresses
@@ -403,7 +385,7 @@ class CachedCall:
 
     def forward(self, tensors: Sequence[Tensor | None], addresses: Sequence[int]) -> Sequence[Any]:
         """Returns out, lse, max_logit, and then what FP8's part gives."""
-        if _is_profiled():  # a profiler sees the call as an operator
+        if is_profiled():  # a profiler sees the call as an operator
             with record_function("flexattn::attention_forward"):
                 return self._forward(tensors, addresses)
         recording = self.recording
@@ -459,9 +441,9 @@ class CachedCall:
                 ids.append(id(t))
                 parts.append(t.stride())
         if together & 15:
-            parts.append(_low_bits(addresses))
+            parts.append(low_bits(addresses))
         if len(set(ids)) < len(ids):
-            parts.append(_same(ids))
+            parts.append(same_tensors(ids))
         key = tuple(parts)
         found = self.backwards.get(key)
         if found is not None and not isinstance(found, str) and found.can_replay():
@@ -512,9 +494,16 @@ class CachedCall:
         also: Any = None if self.of_fp8 is None else self.of_fp8.quantizer_beside(backend)
         if self.launches_check and backend_module("triton") is not backend:
             also = triton_backend
-        return record(
-            backend, lambda: self._results(tensors, lambda x: backend.forward(self.spec, x)), tensors, tuple, self.device, also
+        numbers, notes = self._varying(backend)
+        results, recording = record(
+            backend,
+            lambda: self._results(tensors, lambda x: backend.forward(self.spec, _with_numbers(x, numbers))),
+            tensors,
+            tuple,
+            self.device,
+            also,
         )
+        return results, _with_notes(recording, notes)
 
     def _gradients(
         self, inputs: Sequence[Any], attend: Callable[[Operands, Tensor], Gradients], passes: Passes = fp8_ops.FUNCTIONS
@@ -531,9 +520,18 @@ class CachedCall:
         out, lse, _, dlse = inputs[-4:]
 
         def run() -> Gradients:
-            return self._gradients(inputs, lambda x, dout: backend.backward(spec, x, out, lse, dout, dlse))
+            return self._gradients(inputs, lambda x, dout: backend.backward(spec, _with_numbers(x, numbers), out, lse, dout, dlse))
 
-        return record(backend, run, inputs, _flat_gradients, self.device, also)
+        numbers, notes = self._varying(backend)
+        gradients, recording = record(backend, run, inputs, _flat_gradients, self.device, also)
+        return gradients, _with_notes(recording, notes)
+
+    def _varying(self, backend: Backend) -> tuple[tuple[float, float], Any]:
+        """Returns softmax_scale and softcap, found again in a recording where there are notes on them: where all is Triton's."""
+        numbers = self.template.softmax_scale, self.template.softcap
+        if self.of_fp8 is not None or backend is not backend_module("triton"):
+            return numbers, None
+        return triton_backend.varying(numbers)
 
     def _operator_gradients(self, inputs: Sequence[Any]) -> Gradients:
         """Returns the gradients by the operators, for modes and traces to see."""
@@ -559,10 +557,10 @@ class CachedCall:
         if dout is None:  # only lse was used
             dout = torch.zeros_like(out)
         inputs = (*tensors, out, lse, dout, dlse)
-        is_direct = not torch.compiler.is_compiling() and _is_ordinary() and options.snapshot() is not None
-        if not is_direct or type(dout) not in _PLAIN or dout.is_neg():
+        is_direct = not torch.compiler.is_compiling() and is_ordinary() and options.snapshot() is not None
+        if not is_direct or type(dout) not in PLAIN or dout.is_neg():
             gradients = self._operator_gradients(inputs)
-        elif _is_profiled():
+        elif is_profiled():
             with record_function("flexattn::attention_backward"):
                 gradients = self.backward(inputs)
         else:
@@ -595,6 +593,16 @@ class CachedCall:
 
 
 _SEEN, _NEVER = "seen", "never"  # for a backward without a recording: the next one is recorded, or none can be
+
+
+def _with_numbers(x: Operands, numbers: tuple[float, float]) -> Operands:
+    return x._replace(softmax_scale=numbers[0], softcap=numbers[1])
+
+
+def _with_notes(recording: Recording | None, notes: Any) -> Recording | None:
+    if recording is not None:
+        recording.notes = notes
+    return recording
 
 
 def _flat_gradients(gradients: Gradients) -> tuple[Tensor | None, ...]:

@@ -487,8 +487,8 @@ class Problem:
     @property
     def scores(self) -> Scores:
         return Scores(
-            scale=float(self.softmax_scale),
-            softcap=float(self.softcap),
+            scale=self.softmax_scale,
+            softcap=self.softcap,
             bias=_bias(self.bias),
             alibi=_alibi(self.alibi_slopes),
             captures=self.captures,

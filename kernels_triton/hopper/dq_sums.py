@@ -157,7 +157,7 @@ def convert_dq(problem: Problem, dq_sums: Tensor, tiles: Tensor | None, size: in
         sums_ptr=dq_sums,
         dq=rows(dq, portable),
         lengths_q=x.lengths_q,
-        scale=float(x.softmax_scale),
+        scale=x.softmax_scale,
         num_heads=x.num_heads,
         tiles_of_statistics=tiles,
     )

@@ -21,6 +21,7 @@ import triton
 from triton.backends.nvidia import driver as triton_driver
 
 from flexattn.kernels_triton.runtime.store import Binary
+from flexattn.kernels_triton.runtime.varying import Varying
 
 # C layouts, as cuda.h and Triton's signatures have them
 _CODES = {"i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u1": "B", "u8": "B", "u16": "H", "u32": "I", "u64": "Q"}
@@ -209,6 +210,8 @@ class Direct:
         for i in widest_first:
             of_others[i] = at
             at += struct.calcsize("=" + others[i][1])
+        self.starts = [of_others[i] for i in widest_first]  # where each of `numbers_of` begins
+        self.codes = codes
         scratch = at + -at % 8  # two null pointers: scratch memory, of which there is none
         self.size = scratch + 16
         starts = {
@@ -285,22 +288,36 @@ class Prepared:
 
     def __init__(self, direct: Direct, programs: int, arguments: Sequence[Any]) -> None:
         self.direct = direct
-        self.buffer = buffer = _Buffer(direct)
-        maps = direct._maps(arguments)
+        self.buffer = _Buffer(direct)
+        self.maps = direct._maps(arguments)
         count = len(direct.maps)
         addresses = [t.data_ptr() for t in direct.tensors_of(arguments)]
-        encoded = [m.at(address) for m, address in zip(maps, addresses[:count], strict=True)]
-        direct._pack(buffer, programs, 0, (*encoded, *addresses[count:]), arguments, launches=False)
-        plain = self._launcher()
-        if not maps:
-            self.launch = plain
-            return
+        encoded = [m.at(address) for m, address in zip(self.maps, addresses[:count], strict=True)]
+        direct._pack(self.buffer, programs, 0, (*encoded, *addresses[count:]), arguments, launches=False)
+        numbers = zip(direct.numbers_of(arguments), direct.starts, direct.codes, strict=True)
+        self.varying = [(x.place, start, code) for x, start, code in numbers if type(x) is Varying]
+        self.launch = self._launch_with_maps() if self.maps else self._launcher()
+
+    def with_numbers(self, values: Sequence[float]) -> Prepared:
+        """Returns the launch with other numbers in the place of those that vary, in memory of its own."""
+        made = copy.copy(self)
+        made.buffer = buffer = _Buffer(self.direct)
+        before, size = self.buffer.offset, self.direct.size
+        buffer.memory[buffer.offset : buffer.offset + size] = self.buffer.memory[before : before + size]
+        for place, start, code in self.varying:
+            value = ctypes.c_float(values[place]).value if code == "f" else values[place]
+            struct.pack_into(f"={code}", buffer.memory, buffer.offset + start, value)
+        made.launch = made._launch_with_maps() if made.maps else made._launcher()
+        return made
+
+    def _launch_with_maps(self) -> Callable[[int, Sequence[int]], None]:
+        maps, plain, count = self.maps, self._launcher(), len(self.maps)
 
         def launch(stream: int, addresses: Sequence[int]) -> None:
             encoded = [m.known.get(address) or m.at(address) for m, address in zip(maps, addresses, strict=False)]
             plain(stream, (*encoded, *addresses[count:]))
 
-        self.launch = launch
+        return launch
 
     def _launcher(self) -> Callable[[int, Sequence[Any]], None]:
         """Returns a closure, whose names are found faster than attributes: it is every call's last step."""

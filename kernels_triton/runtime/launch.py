@@ -17,6 +17,7 @@ from triton.experimental import gluon
 from flexattn.kernels_triton.runtime import interpreter, store
 from flexattn.kernels_triton.runtime.direct import Direct
 from flexattn.kernels_triton.runtime.entry import fields_of, flat_function, flattening
+from flexattn.kernels_triton.runtime.varying import Varying, plain
 
 INTERPRETER = 0  # the "compute capability" of Triton's interpreter: small tiles, so that small inputs still have several
 
@@ -257,7 +258,7 @@ def _launch(kernel: Any, programs: int, device: torch.device, tile: Tile, argume
     is_quick = is_plain()
     direct = _kernels.get(key) if is_quick else None
     if direct is None and is_quick and key not in _kernels:
-        direct = _find_or_compile(kernel, parts, capability_of(device), tile, arguments)
+        direct = _find_or_compile(kernel, parts, capability_of(device), tile, plain(arguments))
         with _lock:
             _counts["misses"] += 1
             _kernels[key] = direct
@@ -268,7 +269,7 @@ def _launch(kernel: Any, programs: int, device: torch.device, tile: Tile, argume
     if direct is not None:
         direct.launch(programs, current_stream(device), arguments)
     else:
-        kernel[(programs,)](*arguments, num_warps=tile.num_warps, num_stages=tile.num_stages)
+        kernel[(programs,)](*plain(arguments), num_warps=tile.num_warps, num_stages=tile.num_stages)
     watcher = _thread.watcher
     if watcher is not None:
         watcher(direct, programs, arguments)
@@ -335,7 +336,7 @@ def _compiled_for(argument: Any, compared: tuple[bool, bool]) -> Any:
     by_value, by_address = compared
     if isinstance(argument, torch.Tensor):
         return (argument.dtype, argument.data_ptr() % 16 == 0) if by_address else argument.dtype
-    if kind is float and not by_value:
+    if (kind is float or kind is Varying) and not by_value:
         return float
     if kind is int and not by_value:
         return "i32" if -(2**31) <= argument < 2**31 else "i64" if argument < 2**63 else "u64"

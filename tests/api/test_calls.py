@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flexattn
-from flexattn import call_cache
+from flexattn import call_cache, functional
 from flexattn.dispatch import cpu_attention, eager_backend, replay
 from flexattn.dispatch.select import forget_rejections, select
 from flexattn.dispatch.spec import Operands
@@ -435,6 +436,50 @@ def test_what_is_captured_finds_its_place(make_mod: Callable[..., Any], more: di
     for call, out in zip(made, got, strict=True):
         call_cache.clear_cache()
         assert torch.equal(flexattn.attention(**call), out)
+
+
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+def test_another_scale_and_softcap_make_a_kept_call_of_one(
+    softcap: float, backend: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call: dict[str, Any] = {name: t.to(device).requires_grad_() for name, t in base().items()}
+    leaves = tuple(call.values())
+    call |= {"backend": backend, "attn_mask_type": "causal"}
+    numbers = [{"softmax_scale": 0.5 + 0.25 * n, "softcap": softcap * (n + 1)} for n in range(4)]
+
+    def results(of: dict[str, float]) -> list[Tensor]:
+        out = flexattn.attention(**call, **of)
+        return [out, *torch.autograd.grad(out.square().sum(), leaves)]
+
+    wanted = []
+    for of in numbers:
+        wanted.append(results(of))
+        call_cache.clear_cache()
+    for _ in range(3):
+        results(numbers[0])
+    monkeypatch.setattr(functional, "prepare", None)
+    for of, want in [*zip(numbers, wanted, strict=True)] * 3:
+        for a, b in zip(results(of), want, strict=True):
+            assert torch.equal(a, b)
+    assert call_cache.cache_info()["size"] == 4
+    monkeypatch.undo()
+    for wrong in ({"softmax_scale": -1.0}, {"softmax_scale": math.nan}, {"softmax_scale": math.inf}, {"softcap": -1.0}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            flexattn.attention(**call, **numbers[0] | wrong)
+    for right in ({"softmax_scale": 0.0}, {"softcap": 3.0 - softcap}, {"softmax_scale": None}):
+        found = flexattn.attention(**call, **numbers[0] | right)
+        call_cache.clear_cache()
+        assert torch.equal(found, flexattn.attention(**call, **numbers[0] | right))
+        results(numbers[0])
+
+
+def test_calls_of_another_number_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_cache, "MOST_CALLS", 3)
+    for n in range(20):
+        flexattn.attention(**base(), softmax_scale=0.1 * n)
+    assert call_cache.cache_info()["size"] <= 3
+    assert all(call in call_cache._calls.values() for call in call_cache._families.values())
 
 
 def test_at_most_so_many_are_kept_and_those_in_use_stay(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,7 +116,7 @@ for hopper in ("never", "always"):
     for name in sys.argv[1:] or CASES:
         how, more = CASES[name]
         inputs = make_inputs(**{**D, **how})
-        call = inputs._asdict() | more
+        call = inputs._asdict() | {"softmax_scale": 0.25} | more
         leaves = [call[n].nan_to_num().requires_grad_() for n in "qkv"]
         call |= dict(zip("qkv", leaves))
         leaves += [t for n in ("bias", "softmax_offset") if (t := call.get(n)) is not None]
@@ -149,12 +149,22 @@ for hopper in ("never", "always"):
         info = call_cache.cache_info()
         assert info["recordings"] >= before["recordings"], info
         recordings = [c for c in call_cache._calls.values() if c.recording]
+        other = call | {"softmax_scale": 0.3} | ({"softcap": 5.0} if "softcap" in call else {})
+        call_cache.look_up = lambda *_: (None, None)
+        of_other = logged(lambda: run(other, leaves, outputs))
+        call_cache.look_up = look_up
+        recorded = call_cache.cache_info()["recordings"]
+        varied = logged(lambda: run(other, leaves, outputs))  # its first call, made of a kept one
+        assert name.startswith("fp8") or call_cache.cache_info()["recordings"] == recorded, (hopper, name)
         given = {t.data_ptr(): (str(n), max(1, t.numel() * t.element_size())) for n, t in enumerate([*leaves, *outputs])}
         given |= {t.data_ptr(): (n, t.numel() * t.element_size()) for n, t in call.items() if isinstance(t, torch.Tensor)}
         rows = [normalised(found, given, found is by_triton) for found in (by_triton, by_driver, played)]
         assert len(rows[0]) > 2 and len(rows[0]) == len(rows[1]) == len(rows[2]), [len(r) for r in rows]
-        for kind, other in (("direct", rows[1]), ("played", rows[2])):
-            for a, b in zip(rows[0], other):
+        rows += [normalised(found, given, False) for found in (of_other, varied)]
+        assert rows[3] != rows[1], (hopper, name)
+        for kind, one, other in (("direct", *rows[:2]), ("played", rows[0], rows[2]), ("varied", *rows[3:])):
+            assert len(one) == len(other)
+            for a, b in zip(one, other):
                 different = [i for i, (x, y) in enumerate(zip(a, b)) if x != y]
                 assert not different, (hopper, name, kind, a[1], [(i, a[i], b[i]) for i in different][:4])
         assert recordings, (hopper, name)

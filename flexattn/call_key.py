@@ -1,0 +1,105 @@
+"""Key of a call: what `flexattn.call_cache` finds a kept call by, beside its tensors."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils._device import DeviceContext
+
+from flexattn.dispatch import context, options
+from flexattn.dispatch.select import select
+from flexattn.mods.captures import find_captures
+
+PLAIN = frozenset((Tensor, torch.nn.Parameter))
+
+
+class CallKey(NamedTuple):
+    """Key of a call, and what the call has beside it."""
+
+    parts: Hashable
+    tensors: tuple[Tensor | None, ...]  # Operands' fields, all or q, k and v; those of FP8 or a backward; captures of mods
+    num_arguments: int  # number of tensors before those that are captured
+    addresses: list[int]
+    block_mask: Any
+
+
+make_key = functools.partial(tuple.__new__, CallKey)  # a NamedTuple's own constructor takes twice the time
+
+
+def low_bits(addresses: Sequence[int]) -> bytes:
+    """Distance of each address from the multiple of 16 bytes below it."""
+    return bytes([address & 15 for address in addresses])
+
+
+def same_tensors(ids: Sequence[int]) -> tuple[int, ...]:
+    """Returns for each tensor the position of its first occurrence: a tensor given twice is copied or checked once."""
+    return tuple([ids.index(i) for i in ids])
+
+
+def state_around() -> Hashable | None:
+    """Returns what a call depends on beside its arguments; None where modes, transforms, traces or checks need the operators."""
+    if not is_ordinary():
+        return None
+    environment = options.snapshot()
+    if environment is None:
+        return None
+    autocast = None
+    if _has_autocast():
+        autocast = tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cuda", "cpu"))
+    return (_has_grad(), _is_deterministic(), context.current(), environment, select.generation, autocast)
+
+
+# Looked up once: each look into torch's modules costs a call some 20 ns.
+_has_grad, _has_autocast, is_profiled = (
+    torch.is_grad_enabled,
+    torch._C._is_any_autocast_enabled,
+    torch._C._autograd._profiler_enabled,
+)
+_is_deterministic = torch._C._get_deterministic_algorithms
+_num_modes, _has_function_mode = torch._C._len_torch_dispatch_stack, torch._C._is_torch_function_mode_enabled
+_transform, _trace = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
+
+
+def is_ordinary() -> bool:
+    """Returns whether no mode, transform or trace wants to see the operators."""
+    return not (
+        _num_modes()
+        or _transform() is not None
+        or forward_ad._current_level >= 0
+        or _trace() is not None
+        or (_has_function_mode() and not _are_device_contexts())
+    )
+
+
+def _are_device_contexts() -> bool:
+    """Returns whether all modes of torch functions are those of torch.set_default_device, which change nothing here."""
+    return all(
+        type(mode) is DeviceContext
+        for mode in torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    )
+
+
+def captured_by(score_mod: Any, mask_mod: Any, block_mask: Any, parts: list[Any]) -> list[Tensor] | None:
+    """Returns the tensors that mods capture, and adds what else they depend on to the key's parts; None where they have no key."""
+    tensors: list[Tensor] = []
+    parts.append(torch.get_default_dtype())  # the dtype of an index times a number
+    gradient = getattr(score_mod, "score_mod_gradient", None)
+    for mod in (score_mod, mask_mod) if gradient is None else (score_mod, mask_mod, gradient):
+        if mod is None:
+            parts.append(None)
+            continue
+        captures = find_captures(mod, tensors_too=False)
+        if captures.key is None:
+            return None
+        parts += (captures.key, captures.values)
+        for _, t in captures.tensors:
+            tensors.append(t)
+    if block_mask is not None:
+        lists = (block_mask.kv_num_blocks, block_mask.kv_indices, block_mask.q_num_blocks, block_mask.q_indices)
+        parts += (type(block_mask), tuple(block_mask.BLOCK_SIZE), *(t.shape for t in lists))
+    return tensors

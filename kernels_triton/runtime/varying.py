@@ -1,0 +1,81 @@
+"""Numbers of a call that another call of its kind may have others of: found again among the arguments of its launches.
+
+A launcher hands such a number to kernels as it came, or asks how it compares with another. `Varying` is a float that notes each
+comparison and its outcome, so that whoever has another value knows whether the launcher would have done the same. Anything else
+that is done with it, as arithmetic, is noted too: then no other value may take its place. What reads a float in C past its methods,
+as the functions of `math` and torch's operators, goes unseen: launchers use none on these numbers, and
+`tests/runtime/test_varying.py` holds that the launches of two values differ in them alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+Note = tuple[str, Any, Any]  # a comparison, with what, and its outcome
+
+
+class Notes:
+    """Comparisons of one number; `is_used` where something else was done with it."""
+
+    def __init__(self) -> None:
+        self.compared: list[Note] = []
+        self.is_used = False
+
+    def hold(self, value: float) -> bool:
+        """Returns whether a launcher does the same with another value in its place."""
+        return not self.is_used and all(getattr(value, name)(other) is outcome for name, other, outcome in self.compared)
+
+
+class Varying(float):
+    """A number of a call, by its place among them."""
+
+    __slots__ = ("notes", "place")
+    place: int
+    notes: Notes
+
+    def __new__(cls, value: float, place: int, notes: Notes) -> Varying:
+        made = super().__new__(cls, value)
+        made.place, made.notes = place, notes
+        return made
+
+
+_COMPARISONS = ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__")
+_ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "divmod", "pow")
+_USES = (
+    *(f"__{side}{name}__" for name in _ARITHMETIC for side in ("", "r")),
+    *("__neg__", "__pos__", "__abs__", "__round__", "__trunc__", "__floor__", "__ceil__", "__int__", "__float__", "__bool__"),
+    *("__hash__", "__format__", "__repr__", "as_integer_ratio", "hex", "is_integer", "conjugate"),
+)
+
+
+def _comparing(name: str) -> Callable[[Varying, Any], Any]:
+    compare = getattr(float, name)
+
+    def noting(self: Varying, other: Any) -> Any:
+        outcome = compare(self, other)
+        self.notes.compared.append((name, other, outcome))
+        return outcome
+
+    return noting
+
+
+def _using(name: str) -> Callable[..., Any]:
+    use = getattr(float, name)
+
+    def noting(self: Varying, *others: Any) -> Any:
+        self.notes.is_used = True
+        return use(self, *others)
+
+    return noting
+
+
+for _name in _COMPARISONS:
+    setattr(Varying, _name, _comparing(_name))
+for _name in _USES:
+    setattr(Varying, _name, _using(_name))
+
+
+def plain(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Returns arguments with ordinary floats, in tuples too."""
+    return tuple(float.__float__(x) if type(x) is Varying else plain(x) if type(x) is tuple else x for x in arguments)
