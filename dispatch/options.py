@@ -82,7 +82,8 @@ _checked: tuple[Any, ...] | None = None  # values that all are accepted
 def check_all() -> None:
     """Raises the ValueError that names the first variable whose value is not accepted. Quick where nothing changed."""
     global _checked
-    values = _values()
+    held = getattr(os.environ, "_data", os.environ)
+    values = tuple(map(held.get, _KEYS))
     if values != _checked:
         for read in (backend, check_values, canary, hopper, batch_invariant):
             read()
@@ -100,18 +101,16 @@ def snapshot() -> tuple[Any, ...] | None:
 
     Reads what os.environ keeps them in, where it has that: asking os.environ for one takes half a microsecond.
     """
-    values = _values()
+    held = getattr(os.environ, "_data", os.environ)
+    if held.keys().isdisjoint(_KEYS):
+        return _UNSET
+    values = tuple(map(held.get, _KEYS))
     if (values[0] or values[1]) and any(value and value not in ("0", b"0") for value in values[: len(_CHECKS)]):
         return None
     return values
 
 
 _UNSET = (None,) * len(_KEYS)
-
-
-def _values() -> tuple[Any, ...]:
-    held = getattr(os.environ, "_data", os.environ)
-    return _UNSET if held.keys().isdisjoint(_KEYS) else tuple(map(held.get, _KEYS))
 
 
 def _choice(variable: str, accepted: tuple[str, ...]) -> str | None:

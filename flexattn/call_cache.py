@@ -88,13 +88,12 @@ def look_up(
     others: tuple[Any, ...],
     window_size: Any,
     mods: tuple[Any, Any, Any, Any] | None,
-    numbers: tuple[Any, ...] = (),
 ) -> tuple[CallKey | None, CachedCall | None]:
     """Returns the key of a call, None where it has none, and the call that was kept with it, if any.
 
     tensors: q, k and v, and then nothing or the other fields of `Operands` that are tensors, and those of FP8 or of a backward.
-    others: all arguments that are no tensors and no mods, but window_size. mods: score_mod, mask_mod, score_mod_tensors and
-    block_mask, or None. numbers: softmax_scale and softcap, where a call with other ones may be made of the kept one.
+    others: all arguments that are no tensors and no mods, but window_size. Floats that come first are softmax_scale and softcap:
+    a call with other ones may be made of a kept one. mods: score_mod, mask_mod, score_mod_tensors and block_mask, or None.
     """
     try:
         state = state_around()
@@ -119,8 +118,7 @@ def look_up(
                 return None, None
             tensors = (*tensors, *captured)
             of_mods = tuple(parts)
-        kinds = (tuple(map(type, others)), tuple(map(type, numbers)), tuple(map(type, tensors)))
-        rest = (numbers, num_arguments, state, others, kinds, window, of_mods)
+        rest = (others, num_arguments, state, tuple(map(type, others)), tuple(map(type, tensors)), window, of_mods)
         for likeness, whole, known in _recent.get(rest, ()):
             addresses = likeness.addresses(tensors)
             if addresses is not None:
@@ -186,13 +184,12 @@ def _family(whole: tuple[Any, ...]) -> Hashable | None:
 
     The ranges are those of `validation.check_scalars`, in which any number passes. Whether there is a softcap is in the spec.
     """
-    numbers, *rest = whole[0]
-    if not all(type(x) is float for x in numbers) or len(numbers) != 2:
+    (scale, softcap, *others), *rest = whole[0]
+    if type(scale) is not float or type(softcap) is not float:
         return None
-    scale, softcap = numbers
     if not (0.0 <= scale <= _LARGEST and (softcap == 0.0 or _SMALLEST <= softcap <= _LARGEST)):
         return None
-    return (softcap == 0.0, *rest, *whole[1:])
+    return (softcap == 0.0, *others, *rest, *whole[1:])
 
 
 def _with_other_numbers(whole: tuple[Any, ...]) -> CachedCall | None:
@@ -201,7 +198,7 @@ def _with_other_numbers(whole: tuple[Any, ...]) -> CachedCall | None:
     kept = None if family is None else _families.get(family)
     if kept is None:
         return None
-    made = kept.with_numbers(whole[0][0])
+    made = kept.with_numbers(whole[0][0][:2])
     _keep(whole, made)
     return made
 
@@ -239,8 +236,8 @@ def new_call(
 def remember(key: CallKey, call: CachedCall) -> None:
     """Keeps a call that ran without an error."""
     whole: Any = key.parts
-    _, _, _, _, (of_others, of_numbers, _), window, _ = whole[0]
-    if any(isinstance(part, type) and issubclass(part, Tensor) for part in (*of_others, *of_numbers, *(window or ()))):
+    _, _, _, kinds, _, window, _ = whole[0]
+    if any(isinstance(part, type) and issubclass(part, Tensor) for part in (*kinds, *(window or ()))):
         return  # a number in a tensor: the key would have the object, whatever it holds by then
     _keep(whole, call)
 
@@ -346,7 +343,8 @@ class CachedCall:
         is_right = isinstance(found, Recording) and found.can_vary and found.notes is not None
         if not is_right or not all(notes.hold(x) for notes, x in zip(found.notes, numbers, strict=True)):
             return None
-        return found.with_numbers(numbers)
+        varied: Recording = found.with_numbers(numbers)
+        return varied
 
     def run(self, key: CallKey, returns_lse: bool) -> Any:
         """Returns out, lse and max_logit of a call with this key; lse is not differentiable unless it is returned."""

@@ -24,7 +24,7 @@ class CallKey(NamedTuple):
     parts: Hashable
     tensors: tuple[Tensor | None, ...]  # Operands' fields, all or q, k and v; those of FP8 or a backward; captures of mods
     num_arguments: int  # number of tensors before those that are captured
-    addresses: list[int]
+    addresses: Sequence[int]
     block_mask: Any
 
 

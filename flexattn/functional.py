@@ -306,7 +306,7 @@ def attention(
             tensors += (bias, alibi_slopes, softmax_offset, cu_seqlens_q, cu_seqlens_kv)
             tensors += (cu_seqlens_q_padded, cu_seqlens_kv_padded, rng_state, seqused_q, seqused_kv, page_table)
         # In parts, as each object costs time: what is None or False in most calls stays out where it is so in all of it.
-        others: tuple[Any, ...] = (qkv_format, attn_mask_type, bias_type, softmax_type, dropout_p, backend)
+        others: tuple[Any, ...] = (softmax_scale, softcap, dropout_p, qkv_format, attn_mask_type, bias_type, softmax_type, backend)
         is_usual = bottom_right_diagonal is None and deterministic is None and max_seqlen_q is None and max_seqlen_kv is None
         if not is_usual or batch_invariant is not False or return_lse is not False or return_max_logit is not False:
             others += (bottom_right_diagonal, deterministic, max_seqlen_q, max_seqlen_kv)
@@ -319,7 +319,7 @@ def attention(
             tensors += (descale_q, descale_k, descale_v, *of_state)
             others += (fp8_recipe, fp8_state is None or fp8_state.recipe is fp8_recipe or fp8_state.recipe)
         if of_state is not None:
-            key, call = call_cache.look_up(tensors, others, window_size, mods, (softmax_scale, softcap))
+            key, call = call_cache.look_up(tensors, others, window_size, mods)
         if key is not None and call is not None:
             out, lse, max_logit = call.run(key, return_lse)
             return _chosen(out, lse, max_logit, return_lse, return_max_logit)

@@ -6,6 +6,8 @@ them all; the comparison takes none. It says no more than the key would: True on
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Sequence
 from operator import itemgetter
 from typing import Any
@@ -20,7 +22,7 @@ _Guards: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", Non
 class Likeness:
     """Compares tensors with those of a call; made by `likeness_of`. It keeps none of them alive."""
 
-    __slots__ = ("_absent", "_check", "_distinct", "_twins")
+    __slots__ = ("_check", "_distinct", "_spread", "_twins")
 
     def __init__(self, tensors: Sequence[Tensor | None]) -> None:
         first: dict[int, int] = {}  # position by tensor
@@ -30,29 +32,33 @@ class Likeness:
                 twins.append((first[id(t)], i))
         distinct = list(first.values())
         self._twins = tuple(twins)
-        self._distinct = None if len(distinct) == len(tensors) else itemgetter(*distinct)
-        self._absent = sum(t is None for t in tensors)
+        self._distinct = self._spread = None
+        if len(distinct) < len(tensors):
+            self._distinct = itemgetter(*distinct)
+            self._spread = itemgetter(*(0 if t is None else 1 + distinct.index(first[id(t)]) for t in tensors))
         given = [tensors[i] for i in distinct]
         self._check = _Guards(*given, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
 
-    def addresses(self, tensors: Sequence[Tensor | None]) -> list[int] | None:
+    def addresses(self, tensors: Sequence[Tensor | None]) -> Sequence[int] | None:
         """Returns the tensors' addresses, 0 for None; None for all where the tensors are not like the call's.
 
         tensors: of the same number and types as the call's.
         """
-        if not self._check(*(tensors if self._distinct is None else self._distinct(tensors))):
+        given: Any = tensors if self._distinct is None else self._distinct(tensors)
+        if not self._check(*given):
             return None
         for i, j in self._twins:
             if tensors[i] is not tensors[j]:
                 return None
-        found, together = [], 0
-        for t in tensors:
-            address = 0 if t is None else t.data_ptr()
-            together |= address
-            found.append(address)
-        if together & 15 or found[1] == found[2] or found.count(0) != self._absent:
+        found: Sequence[int] = list(map(_data_ptr, given))
+        if functools.reduce(operator.or_, found) & 15 or 0 in found:
             return None
-        return found
+        if self._spread is not None:
+            found = self._spread((0, *found))
+        return None if found[1] == found[2] else found
+
+
+_data_ptr = Tensor.data_ptr
 
 
 def likeness_of(tensors: Sequence[Tensor | None]) -> Likeness | None:

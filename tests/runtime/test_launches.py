@@ -155,7 +155,8 @@ for hopper in ("never", "always"):
         call_cache.look_up = look_up
         recorded = call_cache.cache_info()["recordings"]
         varied = logged(lambda: run(other, leaves, outputs))  # its first call, made of a kept one
-        assert name.startswith("fp8") or call_cache.cache_info()["recordings"] == recorded, (hopper, name)
+        has_operators = name == "everything" or name.startswith("fp8")  # of torch, with which numbers may be computed
+        assert has_operators or call_cache.cache_info()["recordings"] == recorded, (hopper, name)
         given = {t.data_ptr(): (str(n), max(1, t.numel() * t.element_size())) for n, t in enumerate([*leaves, *outputs])}
         given |= {t.data_ptr(): (n, t.numel() * t.element_size()) for n, t in call.items() if isinstance(t, torch.Tensor)}
         rows = [normalised(found, given, found is by_triton) for found in (by_triton, by_driver, played)]
