@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from flexattn import autograd, call_cache, fp8, fp8_ops, ops, validation
+from flexattn.cached_call import NUM_TENSORS
 from flexattn.call_key import CallKey
 from flexattn.dispatch import explain as explanations
 from flexattn.dispatch import triton_backend
@@ -448,7 +449,7 @@ def run_first(
     if key is not None and not (to_fp8 and settings.needs_grad):
         of_fp8 = None
         has_fp8_keys = x.k.dtype in validation.FP8_DTYPES and x.q.dtype not in validation.FP8_DTYPES and fp8_recipe is None
-        if has_fp8_keys or (settings.fp8_out and key.num_arguments > call_cache.NUM_TENSORS):  # with descales among them
+        if has_fp8_keys or (settings.fp8_out and key.num_arguments > NUM_TENSORS):  # with descales among them
             from flexattn.fp8_steps import Fp8Steps  # here, as calls without FP8 should not wait for its import
 
             of_fp8 = Fp8Steps(config, fp8_recipe, settings, x.q.device)

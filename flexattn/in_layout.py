@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from flexattn import call_cache, fp8
+from flexattn.cached_call import TENSOR_FIELDS
 from flexattn.dispatch.spec import Results
 from flexattn.functional import NO_TENSORS, attention, run_first
 from flexattn.prepare import prepare
 
 _SIGNATURE = inspect.signature(attention).parameters
 DEFAULTS: dict[str, Any] = {name: p.default for name, p in _SIGNATURE.items() if p.kind is p.KEYWORD_ONLY}
-_operands_of = itemgetter(*call_cache.TENSOR_FIELDS[3:])  # all but q, k and v
+_operands_of = itemgetter(*TENSOR_FIELDS[3:])  # all but q, k and v
 _mods_of = itemgetter("score_mod", "mask_mod", "score_mod_tensors", "block_mask")
 _descales_of = itemgetter("descale_q", "descale_k", "descale_v")
 _others_of = itemgetter(

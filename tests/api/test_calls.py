@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flexattn
-from flexattn import call_cache, functional
+from flexattn import cached_call, call_cache, functional
+from flexattn.cached_call import TENSOR_FIELDS
 from flexattn.dispatch import cpu_attention, eager_backend, replay
 from flexattn.dispatch.select import forget_rejections, select
 from flexattn.dispatch.spec import Operands
@@ -507,7 +508,7 @@ def test_a_retained_graph_of_the_first_call_is_played_too(monkeypatch: pytest.Mo
         found.replay = lambda tensors, addresses: (played.append(kind), results_of(result))[1]
         return result, found
 
-    monkeypatch.setattr(call_cache, "record", record)
+    monkeypatch.setattr(cached_call, "record", record)
     monkeypatch.setattr(eager_backend, "can_be_recorded", lambda: True)
     monkeypatch.setattr(cpu_attention, "can_be_kept", lambda *_: False)
     call = base()
@@ -651,4 +652,4 @@ def test_zeros_are_written_where_a_view_begins(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_tensors_of_operands_come_first() -> None:
-    assert Operands._fields[:14] == call_cache.TENSOR_FIELDS
+    assert Operands._fields[:14] == TENSOR_FIELDS
