@@ -340,12 +340,12 @@ def quantises_unrecorded(device: torch.device) -> bool:
     return _can_quantize(device) and not can_be_recorded()
 
 
-def varying(numbers: tuple[float, float]) -> tuple[tuple[float, float], Any]:
+def varying(numbers: Sequence[float]) -> tuple[tuple[float, ...], Any]:
     """Returns numbers of a call that its launches show again, and the notes of what is asked of each (`runtime.varying`)."""
     from flexattn.kernels_triton.runtime.varying import Notes, Varying
 
-    first, second = notes = Notes(), Notes()
-    return (Varying(numbers[0], 0, first), Varying(numbers[1], 1, second)), notes
+    notes = [Notes() for _ in numbers]
+    return tuple(Varying(x, place, notes[place]) for place, x in enumerate(numbers)), notes
 
 
 def watched(watcher: Callable[..., None]) -> AbstractContextManager[None]:

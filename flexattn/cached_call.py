@@ -120,24 +120,46 @@ class CachedCall:
         self.is_final = False  # True once recording was tried
         self.backwards: OrderedDict[Hashable, Recording | KeptBackward | str] = OrderedDict()
 
-    def with_numbers(self, numbers: tuple[float, float]) -> CachedCall:
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """softmax_scale, softcap and the floats that mods capture: what no kernel is chosen or compiled for."""
+        x = self.template
+        return (x.softmax_scale, x.softcap, *x.mod_numbers)
+
+    def with_numbers(self, scale: float, softcap: float) -> CachedCall:
         """Returns the call with another softmax_scale and softcap, with the recordings of this one that hold for them."""
         made = copy.copy(self)
-        made.template = _with_numbers(self.template, numbers)
-        made.recording = self._varied(self.recording, numbers)
-        made.is_final = made.recording is not None
-        with lock:
-            backwards = list(self.backwards.items())
-        varied = ((key, self._varied(found, numbers)) for key, found in backwards)
-        made.backwards = OrderedDict((key, found) for key, found in varied if found is not None)
+        made.template = self.template._replace(softmax_scale=scale, softcap=softcap)
+        made.take_recordings(self)
         return made
 
-    def _varied(self, found: Any, numbers: tuple[float, float]) -> Recording | None:
-        is_right = isinstance(found, Recording) and found.can_vary and found.notes is not None
-        if not is_right or not all(notes.hold(x) for notes, x in zip(found.notes, numbers, strict=True)):
+    def differs_in_numbers_alone(self, other: CachedCall) -> bool:
+        """Returns whether another call, whose key is this one's but for the floats that mods capture, was prepared alike."""
+        return (
+            (self.spec, self.settings, self.names, self.block_arguments)
+            == (other.spec, other.settings, other.names, other.block_arguments)
+            and len(self.numbers) == len(other.numbers)
+            and _with_numbers(self.template, other.numbers) == other.template
+            and all(a is b or (type(a) is type(b) is int and a == b) for a, b in zip(self.sources, other.sources, strict=True))
+            and self.of_fp8 is other.of_fp8 is None
+        )
+
+    def take_recordings(self, of: CachedCall) -> None:
+        """Makes the recordings of a call that differs in its numbers alone this one's, as far as they hold for these."""
+        self.has_run = of.has_run
+        self.recording = self._varied(of.recording)
+        self.is_final = self.recording is not None
+        with lock:
+            backwards = list(of.backwards.items())
+        varied = ((key, self._varied(found)) for key, found in backwards)
+        self.backwards = OrderedDict((key, found) for key, found in varied if found is not None)
+
+    def _varied(self, found: Any) -> Recording | None:
+        """Returns a recording with this call's numbers; None where others than those it was made with do not tell what it does."""
+        if not isinstance(found, Recording) or not found.can_vary or found.notes is None:
             return None
-        varied: Recording = found.with_numbers(numbers)
-        return varied
+        numbers = self.numbers
+        return found.with_numbers(numbers) if all(notes.hold(x) for notes, x in zip(found.notes, numbers, strict=True)) else None
 
     def run(self, key: CallKey, returns_lse: bool) -> Any:
         """Returns out, lse and max_logit of a call with this key; lse is not differentiable unless it is returned."""
@@ -317,12 +339,11 @@ class CachedCall:
         gradients, recording = record(backend, run, inputs, _flat_gradients, self.device, also)
         return gradients, _with_notes(recording, notes)
 
-    def _varying(self, backend: Backend) -> tuple[tuple[float, float], Any]:
-        """Returns softmax_scale and softcap, found again in a recording where there are notes on them: where all is Triton's."""
-        numbers = self.template.softmax_scale, self.template.softcap
+    def _varying(self, backend: Backend) -> tuple[tuple[float, ...], Any]:
+        """Returns the numbers, found again in a recording where there are notes on them: where all in it is Triton's."""
         if self.of_fp8 is not None or backend is not backend_module("triton"):
-            return numbers, None
-        return triton_backend.varying(numbers)
+            return self.numbers, None
+        return triton_backend.varying(self.numbers)
 
     def _operator_gradients(self, inputs: Sequence[Any]) -> Gradients:
         """Returns the gradients by the operators, for modes and traces to see."""
@@ -386,8 +407,9 @@ class CachedCall:
 _SEEN, _NEVER = "seen", "never"  # for a backward without a recording: the next one is recorded, or none can be
 
 
-def _with_numbers(x: Operands, numbers: tuple[float, float]) -> Operands:
-    return x._replace(softmax_scale=numbers[0], softcap=numbers[1])
+def _with_numbers(x: Operands, numbers: Sequence[float]) -> Operands:
+    scale, softcap, *of_mods = numbers
+    return x._replace(softmax_scale=scale, softcap=softcap, mod_numbers=tuple(of_mods))
 
 
 def _with_notes(recording: Recording | None, notes: Any) -> Recording | None:

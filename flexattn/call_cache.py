@@ -44,6 +44,8 @@ _calls: OrderedDict[Hashable, CachedCall] = OrderedDict()
 _recent: dict[Hashable, tuple[tuple[Likeness, Hashable, CachedCall], ...]] = {}
 # Those that were kept last, by all of a key but softmax_scale and softcap.
 _families: dict[Hashable, CachedCall] = {}
+# Likewise, by all of a key but the floats that mods capture.
+_of_mods: dict[Hashable | None, CachedCall] = {}
 
 
 def cache_info() -> dict[str, int]:
@@ -58,6 +60,7 @@ def clear_cache() -> None:
         _calls.clear()
         _recent.clear()
         _families.clear()
+        _of_mods.clear()
         counts.update(hits=0, misses=0, recordings=0)
 
 
@@ -81,7 +84,7 @@ def look_up(
         if window_size is not OPEN_WINDOW:
             window = (*window_size, type(window_size), *map(type, window_size))
         num_arguments = len(tensors)
-        block_mask, of_mods = None, None
+        block_mask, of_mods, values = None, None, None
         if mods is not None:
             score_mod, mask_mod, explicit, block_mask = mods
             if explicit:
@@ -90,13 +93,11 @@ def look_up(
                 if mask_mod is not None:
                     return None, None
                 mask_mod = block_mask.mask_mod
-            parts: list[Any] = []
-            captured = captured_by(score_mod, mask_mod, block_mask, parts)
+            captured = captured_by(score_mod, mask_mod, block_mask)
             if captured is None:
                 return None, None
-            tensors = (*tensors, *captured)
-            of_mods = tuple(parts)
-        rest = (others, num_arguments, state, tuple(map(type, others)), tuple(map(type, tensors)), window, of_mods)
+            tensors, of_mods, values = (*tensors, *captured.tensors), captured.parts, captured.values
+        rest = (others, num_arguments, state, tuple(map(type, others)), tuple(map(type, tensors)), window, of_mods, values)
         for likeness, whole, known in _recent.get(rest, ()):
             addresses = likeness.addresses(tensors)
             if addresses is not None:
@@ -176,7 +177,7 @@ def _with_other_numbers(whole: tuple[Any, ...]) -> CachedCall | None:
     kept = None if family is None else _families.get(family)
     if kept is None:
         return None
-    made = kept.with_numbers(whole[0][0][:2])
+    made = kept.with_numbers(*whole[0][0][:2])
     _keep(whole, made)
     return made
 
@@ -208,26 +209,37 @@ def new_call(
             sources.append(x.alibi_slopes)
         else:
             return None  # it was copied or moved on the way
-    return CachedCall(x, settings, names, sources, of_fp8)
+    made = CachedCall(x, settings, names, sources, of_fp8)
+    of_other_floats = _of_mods.get(_without_values(key.parts))
+    if of_other_floats is not None and of_other_floats.differs_in_numbers_alone(made):
+        made.take_recordings(of_other_floats)
+    return made
+
+
+def _without_values(whole: Any) -> Hashable | None:
+    """Returns the part of a key that calls with other floats captured by their mods share; None where none are captured."""
+    *rest, values = whole[0]
+    return (*rest, *whole[1:]) if values is not None and any(values) else None
 
 
 def remember(key: CallKey, call: CachedCall) -> None:
     """Keeps a call that ran without an error."""
     whole: Any = key.parts
-    _, _, _, kinds, _, window, _ = whole[0]
+    _, _, _, kinds, _, window, _, _ = whole[0]
     if any(isinstance(part, type) and issubclass(part, Tensor) for part in (*kinds, *(window or ()))):
         return  # a number in a tensor: the key would have the object, whatever it holds by then
     _keep(whole, call)
 
 
 def _keep(whole: tuple[Any, ...], call: CachedCall) -> None:
-    family = _family(whole)
+    family, of_mods = _family(whole), _without_values(whole)
     with lock:
         counts["misses"] += 1
         _calls[whole] = call
         if len(_calls) > MOST_CALLS:
             _recent.clear()
             _families.clear()
+            _of_mods.clear()
         while len(_calls) > MOST_CALLS:  # drops the oldest that was not used since it was last looked at
             parts, oldest = _calls.popitem(last=False)
             if oldest.is_used:
@@ -235,3 +247,5 @@ def _keep(whole: tuple[Any, ...], call: CachedCall) -> None:
                 _calls[parts] = oldest
         if family is not None:
             _families[family] = call
+        if of_mods is not None:
+            _of_mods[of_mods] = call

@@ -84,10 +84,19 @@ def _are_device_contexts() -> bool:
     )
 
 
-def captured_by(score_mod: Any, mask_mod: Any, block_mask: Any, parts: list[Any]) -> list[Tensor] | None:
-    """Returns the tensors that mods capture, and adds what else they depend on to the key's parts; None where they have no key."""
+class Captured(NamedTuple):
+    """What mods depend on."""
+
+    tensors: list[Tensor]
+    parts: tuple[Any, ...]  # all else, but for the floats
+    values: tuple[Any, ...]  # bits of the floats
+
+
+def captured_by(score_mod: Any, mask_mod: Any, block_mask: Any) -> Captured | None:
+    """Returns what mods depend on; None where they have no key."""
     tensors: list[Tensor] = []
-    parts.append(torch.get_default_dtype())  # the dtype of an index times a number
+    parts: list[Any] = [torch.get_default_dtype()]  # the dtype of an index times a number
+    values = []
     gradient = getattr(score_mod, "score_mod_gradient", None)
     for mod in (score_mod, mask_mod) if gradient is None else (score_mod, mask_mod, gradient):
         if mod is None:
@@ -96,10 +105,11 @@ def captured_by(score_mod: Any, mask_mod: Any, block_mask: Any, parts: list[Any]
         captures = find_captures(mod, tensors_too=False)
         if captures.key is None:
             return None
-        parts += (captures.key, captures.values)
+        parts.append(captures.key)
+        values.append(captures.values)
         for _, t in captures.tensors:
             tensors.append(t)
     if block_mask is not None:
         lists = (block_mask.kv_num_blocks, block_mask.kv_indices, block_mask.q_num_blocks, block_mask.q_indices)
         parts += (type(block_mask), tuple(block_mask.BLOCK_SIZE), *(t.shape for t in lists))
-    return tensors
+    return Captured(tensors, tuple(parts), tuple(values))

@@ -80,7 +80,7 @@ def flatten(found: Sequence[Layout], tensors: Sequence[Tensor], numbers: Sequenc
     left, right = iter(tensors), iter(numbers)
     for layout in found:
         if layout.ndim < 0:
-            flat.append(float(next(right)))
+            flat.append(next(right))
             continue
         t = next(left)
         flat.append(t)

@@ -76,8 +76,11 @@ def test_a_launch_with_other_numbers_has_them_alone(monkeypatch: pytest.MonkeyPa
     assert other.buffer.lock is not first.buffer.lock
 
 
+SLOPE = 0.75
+
+
 def relative(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-    return score + 0.5 * (i - j)
+    return score + SLOPE * (i - j)
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -119,11 +122,12 @@ def test_launches_of_two_values_differ_in_them_alone(
     if x.dropout_p > 0:
         x = x._replace(rng_state=torch.empty(2, dtype=torch.int64, device="meta"))
     spec = ops.spec_to_run(x, settings)._replace(device_type="cuda", capability=capability)
-    (scale, cap), notes = triton_backend.varying((0.5, softcap))
-    others = (0.125, 7.0 if softcap else 0.0)
+    assert x.mod_numbers == ((SLOPE,) if name == "score_mod" else ())
+    (scale, cap, *of_mods), notes = triton_backend.varying((0.5, softcap, *x.mod_numbers))
+    others = (0.125, 7.0 if softcap else 0.0, -3.0)[: 2 + len(of_mods)]
     has_backward = sq > 1
-    marked = launches(spec, x._replace(softmax_scale=scale, softcap=cap), has_backward)
-    again = launches(spec, x._replace(softmax_scale=others[0], softcap=others[1]), has_backward)
+    marked = launches(spec, x._replace(softmax_scale=scale, softcap=cap, mod_numbers=of_mods), has_backward)
+    again = launches(spec, x._replace(softmax_scale=others[0], softcap=others[1], mod_numbers=others[2:]), has_backward)
     assert all(note.hold(value) for note, value in zip(notes, others, strict=True))
     assert len(marked) == len(again) > 0
     seen = set()
@@ -139,7 +143,7 @@ def test_launches_of_two_values_differ_in_them_alone(
                 assert (left.shape, left.strides, left.block_shape) == (right.shape, right.strides, right.block_shape)
             else:
                 assert left == right
-    assert seen == {0, 1}
+    assert seen == set(range(len(others)))
 
 
 def flat(arguments: tuple[Any, ...]) -> list[Any]:
