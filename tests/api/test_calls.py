@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import flexattn
 from flexattn import cached_call, call_cache, functional
-from flexattn.cached_call import TENSOR_FIELDS
+from flexattn.cached_call import TENSOR_FIELDS, CachedCall
 from flexattn.dispatch import cpu_attention, eager_backend, replay
 from flexattn.dispatch.select import forget_rejections, select
 from flexattn.dispatch.spec import Operands
@@ -475,12 +475,43 @@ def test_another_scale_and_softcap_make_a_kept_call_of_one(
         results(numbers[0])
 
 
+def scaled(factor: float) -> Callable[..., Tensor]:
+    return lambda score, b, h, q_idx, kv_idx: score * factor
+
+
+def test_only_calls_that_differ_in_numbers_alone_share_recordings() -> None:
+    def kept(**more: Any) -> CachedCall:
+        call_cache.clear_cache()
+        flexattn.attention(**base() | more)
+        (call,) = call_cache._calls.values()
+        return call
+
+    one = kept(score_mod=scaled(0.5), softmax_scale=0.5)
+    assert one.numbers == (0.5, 0.0, 0.5)
+    assert one.differs_in_numbers_alone(kept(score_mod=scaled(0.75), softmax_scale=0.25))
+    assert not one.differs_in_numbers_alone(kept(score_mod=scaled(0.75), softcap=3.0))
+    assert not one.differs_in_numbers_alone(kept(score_mod=scaled(0.75), attn_mask_type="causal"))
+    assert not one.differs_in_numbers_alone(kept(score_mod=scaled(0.75), max_seqlen_q=5, dropout_p=0.5))
+    assert not one.differs_in_numbers_alone(kept(score_mod=None))
+    assert not one.differs_in_numbers_alone(kept(score_mod=scaled(0.75), **{n: randn(2, 6, 4, 8) for n in "qkv"}))
+
+
+def test_a_mod_with_another_float_finds_recordings() -> None:
+    for factor in (0.5, 0.75, 1.5):
+        for _ in range(3):
+            found = flexattn.attention(**base(), score_mod=scaled(factor))
+        torch.testing.assert_close(found, flexattn.attention(**base(), softmax_scale=8**-0.5 * factor))
+    assert len(call_cache._of_mods) == 1
+
+
 def test_calls_of_another_number_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(call_cache, "MOST_CALLS", 3)
     for n in range(1, 20):
-        flexattn.attention(**{name: randn(2, n, 4, 8) for name in "qkv"}, softmax_scale=0.1)
+        flexattn.attention(**{name: randn(2, n, 4, 8) for name in "qkv"}, softmax_scale=0.1, score_mod=scaled(0.5))
     assert call_cache.cache_info()["size"] <= 3
-    assert all(call in call_cache._calls.values() for call in call_cache._families.values())
+    for kept in (call_cache._families, call_cache._of_mods):
+        assert 0 < len(kept) <= 3
+        assert all(call in call_cache._calls.values() for call in kept.values())
 
 
 def test_at_most_so_many_are_kept_and_those_in_use_stay(monkeypatch: pytest.MonkeyPatch) -> None:
