@@ -85,7 +85,7 @@ def _are_device_contexts() -> bool:
 
 
 class Captured(NamedTuple):
-    """What mods depend on."""
+    """Tensors, parts of a key and floats that mods depend on."""
 
     tensors: list[Tensor]
     parts: tuple[Any, ...]  # all else, but for the floats
