@@ -105,6 +105,36 @@ def test_warm_calls_are_found_by_likeness(monkeypatch: pytest.MonkeyPatch) -> No
     assert call_cache.cache_info()["hits"] == 2 + 6
 
 
+def test_a_backward_is_found_by_likeness_and_what_else_it_depends_on() -> None:
+    q, k, v = leaves = [torch.randn(2, 5, 4, 8, requires_grad=True) for _ in "qkv"]
+
+    def gradients(of_lse: float, dout: Tensor) -> tuple[Tensor, ...]:
+        out, lse = flexattn.attention(q, k, v, return_lse=True)
+        outputs, given = ((out, lse), (dout, torch.full_like(lse, of_lse))) if of_lse else ((out,), (dout,))
+        return torch.autograd.grad(outputs, leaves, given)
+
+    dense = torch.randn(2, 5, 4, 8)
+    cases = [
+        (0.0, dense),
+        (2.0, dense),
+        (0.0, dense.transpose(1, 2).contiguous().transpose(1, 2)),
+        (0.0, dense[:1].expand(2, 5, 4, 8)),
+    ]
+    wanted = []
+    for case in cases:
+        call_cache.clear_cache()
+        wanted.append(gradients(*case))
+    call_cache.clear_cache()
+    for _ in range(4):
+        gradients(*cases[0])
+    (call,) = call_cache._calls.values()
+    assert call.replayed is not None
+    for _ in range(3):
+        for case, want in zip(cases, wanted, strict=True):
+            for a, b in zip(gradients(*case), want, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
 def test_no_more_are_found_by_likeness_than_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(call_cache, "MOST_CALLS", 2)
     for scale in (0.1, 0.2, 0.3, 0.4):
