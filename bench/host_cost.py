@@ -349,8 +349,9 @@ def stages(has_gpu: bool) -> dict[str, float]:
     key, call = original(*seen[0])
     assert key is not None
     assert call is not None
-    recording = call.recording
+    recording, likeness = call.recording, call.likeness
     assert isinstance(recording, Recording)
+    assert likeness is not None
     step, gather = next((made, how) for kind, made, how in recording.steps if kind == "launch")
     addresses = gather([q.data_ptr()] * recording.size)  # what it writes is as large as q, or smaller
     shapes = [how for kind, _, how in recording.steps if kind == "allocate"]
@@ -365,7 +366,7 @@ def stages(has_gpu: bool) -> dict[str, float]:
         "  the key and the look-up": lambda: original(*seen[0]),
         "    of it: modes, switches, environment": call_key.state_around,
         "      of it: the environment": options.snapshot,
-        "    of it: the key's hash": lambda: hash(key.parts),
+        "    of it: tensors compared, addresses": lambda: likeness.addresses(key.tensors),
         "  what is played: memory, addresses, the launch": lambda: call.run(key, False),
         "    of it: memory for out and lse": lambda: [recording.allocate(*how) for how in shapes],
         "    of it: the launch, arguments packed": lambda: step(launch.current_stream(device), addresses),
