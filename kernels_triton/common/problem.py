@@ -37,6 +37,7 @@ from flexattn.kernels_triton.common.tiles import (
     split_head_dim,
 )
 from flexattn.kernels_triton.runtime.launch import Tile, capability_of
+from flexattn.kernels_triton.runtime.varying import as_number
 
 MASK_BLOCK = 128  # queries, and keys, of a block of the lists that are made from a mask_mod
 _MOST_ROWS = 256  # the most rows of any tile
@@ -487,8 +488,8 @@ class Problem:
     @property
     def scores(self) -> Scores:
         return Scores(
-            scale=self.softmax_scale,
-            softcap=self.softcap,
+            scale=as_number(self.softmax_scale),
+            softcap=as_number(self.softcap),
             bias=_bias(self.bias),
             alibi=_alibi(self.alibi_slopes),
             captures=self.captures,

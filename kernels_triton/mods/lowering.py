@@ -29,6 +29,7 @@ from flexattn.kernels_triton.common import primitives
 from flexattn.kernels_triton.mods import interval_math, mod_math
 from flexattn.kernels_triton.mods.hoisting import DIAGONAL, DISTANCE, HEAD, VARYING, ancestors, inputs_of, op_of
 from flexattn.kernels_triton.mods.lowering_ops import COMPARISONS, FINITE, INT32, INT64, OPS, Value, bounds_of, function
+from flexattn.kernels_triton.runtime.varying import as_number
 
 POSITION = (0, 2**30)  # no sequence is longer, nor is there room for the tensors that one would need
 _BOUNDS = {
@@ -80,7 +81,7 @@ def flatten(found: Sequence[Layout], tensors: Sequence[Tensor], numbers: Sequenc
     left, right = iter(tensors), iter(numbers)
     for layout in found:
         if layout.ndim < 0:
-            flat.append(next(right))
+            flat.append(as_number(next(right)))
             continue
         t = next(left)
         flat.append(t)

@@ -76,6 +76,11 @@ for _name in _USES:
     setattr(Varying, _name, _using(_name))
 
 
+def as_number(x: float) -> float:
+    """Returns a number as a kernel gets it: an ordinary float, or one that varies as it came."""
+    return x if type(x) is Varying else float(x)
+
+
 def plain(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     """Returns arguments with ordinary floats, in tuples too."""
     return tuple(float.__float__(x) if type(x) is Varying else plain(x) if type(x) is tuple else x for x in arguments)
