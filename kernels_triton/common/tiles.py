@@ -293,6 +293,26 @@ class HopperTile(NamedTuple):
     is_lazy: bool = False
 
 
+class BlackwellTile(NamedTuple):
+    """A row for the Gluon kernels of sm_100, which no measurement chose; the fields are those of `HopperTile`."""
+
+    head_dim_qk: int
+    head_dim_v: int
+    block_m: int  # 128 for each consumer warpgroup
+    block_n: int
+    num_stages: int
+    registers: int
+    q_stages: int
+    out_parts: int
+    pingpong: bool = False  # products are issued in turn
+    is_lazy: bool = True
+
+
+BLACKWELL_FORWARD = (
+    BlackwellTile(64, 64, 256, 128, 4, 224, 1, 1),
+    BlackwellTile(128, 128, 256, 128, 2, 224, 1, 2),
+)
+
 HOPPER_FLOPS = 2**36
 """Of a call, from which the kernels of sm_90 are used where nothing with less to do was measured to be faster."""
 

@@ -15,7 +15,6 @@ from flexattn.kernels_triton.common.arguments import BlockMaskLists
 from flexattn.kernels_triton.common.block_lists import TileList, cut_list, list_from, listed_tile
 from flexattn.kernels_triton.common.split_kv import share_of_split
 from flexattn.kernels_triton.hopper.masking import SequenceBand
-from flexattn.kernels_triton.hopper.operands import ROWS
 
 
 class Seen(NamedTuple):
@@ -213,7 +212,7 @@ def blocks_of_consumer(m_start, num_blocks, block_range, band: SequenceBand, MET
         begin = block_range
         end = block_range + num_blocks
         if META.HAS_RIGHT:
-            last = gl.cdiv(gl.maximum(m_start + ROWS // META.GROUP + band.shift + band.right, 0), META.BLOCK_N)
+            last = gl.cdiv(gl.maximum(m_start + META.BLOCK_M // META.CONSUMERS // META.GROUP + band.shift + band.right, 0), META.BLOCK_N)
             end = gl.minimum(gl.maximum(last, block_range), end)
         if META.HAS_LEFT:
             left = gl.maximum(m_start + band.shift - band.left, 0) // META.BLOCK_N

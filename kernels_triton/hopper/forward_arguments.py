@@ -124,12 +124,12 @@ class Buffers(NamedTuple):
     barriers: ForwardBarriers
 
 
-def _whole_blocks_of_window(problem: Problem, tile: HopperTile, slots: int) -> float:
-    """Number of blocks of keys, at most, that all queries of a warpgroup see whole."""
+def _whole_blocks_of_window(problem: Problem, tile: HopperTile, queries: int) -> float:
+    """Number of blocks of keys, at most, that all queries of a consumer see whole."""
     x = problem
     if x.window_left is None or x.window_right is None:
         return math.inf
-    return (x.window_left + x.window_right + 2 - ROWS.value // slots) // tile.block_n
+    return (x.window_left + x.window_right + 2 - queries) // tile.block_n
 
 
 def number_of_tiles(problem: Problem, tile: HopperTile, group: int) -> int:
@@ -145,15 +145,17 @@ class Cut(NamedTuple):
     is_planned: bool
 
 
-def forward_meta(problem: Problem, tile: HopperTile, group: int, cut: Cut, has_max_logit: bool = False) -> Any:
-    """Returns the `ForwardMeta` of a kernel whose consumers have 64 rows each, of `group` heads."""
+def forward_meta(
+    problem: Problem, tile: HopperTile, group: int, cut: Cut, has_max_logit: bool = False, rows: int = ROWS.value
+) -> Any:
+    """Returns the `ForwardMeta` of a kernel whose consumers have so many rows each, of `group` heads."""
     x = problem
     qk0, qk1 = split_head_dim(tile.head_dim_qk)
     slots = slots_of_heads(group)
     has_lengths = x.has_lengths
     is_banded = x.window_left is not None or x.window_right is not None
-    is_narrow = x.block_mask is None and _whole_blocks_of_window(x, tile, slots) < 2
-    has_idle = has_lengths or x.longest_q * slots <= tile.block_m - ROWS.value
+    is_narrow = x.block_mask is None and _whole_blocks_of_window(x, tile, rows // slots) < 2
+    has_idle = has_lengths or x.longest_q * slots <= tile.block_m - rows
     return ForwardMeta(
         HAS_SINK=x.has_sink,
         HAS_OFFSET=x.softmax_offset is not None,
@@ -170,7 +172,7 @@ def forward_meta(problem: Problem, tile: HopperTile, group: int, cut: Cut, has_m
         QK1=qk1,
         V0=tile.head_dim_v,
         STAGES=tile.num_stages,
-        CONSUMERS=tile.block_m // ROWS.value,
+        CONSUMERS=tile.block_m // rows,
         PINGPONG=tile.pingpong,
         LAZY=tile.is_lazy and not has_max_logit and not x.is_batch_invariant,  # one row decides for others of its warpgroup
         OUT_PARTS=tile.out_parts,

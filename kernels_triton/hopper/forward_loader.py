@@ -8,7 +8,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from flexattn.kernels_triton.hopper.operands import ROWS
 from flexattn.kernels_triton.hopper.pairs import Origin, Pair, load_pair, pair_bytes
 from flexattn.kernels_triton.hopper.pipeline import ForwardBarriers, wait_empty
 
@@ -26,8 +25,9 @@ def load_queries(of: Pair, tiles: Pair, rows: LoadedRows, n_tile, barriers: Forw
     # q of the n_tile-th work tile of this program: a tile for each consumer
     BYTES: gl.constexpr = pair_bytes(of.first.block_type.nbytes, of.second.block_type.nbytes, META.QK1)
     CONSUMERS: gl.constexpr = META.CONSUMERS
+    QUERIES: gl.constexpr = META.BLOCK_M // CONSUMERS // META.GROUP
     for consumer in gl.static_range(CONSUMERS):
-        row = rows.first + consumer * (ROWS // META.GROUP)
+        row = rows.first + consumer * QUERIES
         slot = consumer + n_tile % META.Q_STAGES * CONSUMERS
         full = barriers.q_full.index(slot)
         mbarrier.wait(barriers.q_empty.index(slot), ((n_tile // META.Q_STAGES) & 1) ^ 1)

@@ -26,7 +26,6 @@ from flexattn.kernels_triton.hopper.dropout import DropoutState
 from flexattn.kernels_triton.hopper.forward_arguments import Arguments
 from flexattn.kernels_triton.hopper.forward_work import ReceivedTile, WorkTile
 from flexattn.kernels_triton.hopper.masking import SequenceBand, apply_mask_mod, mask_keys
-from flexattn.kernels_triton.hopper.operands import ROWS
 from flexattn.kernels_triton.hopper.softmax import for_threads
 
 
@@ -50,11 +49,12 @@ class Invariants(NamedTuple):
 @gluon.jit
 def _mask(s, rows, columns, column, m_start, band: SequenceBand, META: gl.constexpr):
     # Hides by the band and the sequence's end; a scalar branch, so that blocks which neither cuts do not pay for it.
+    QUERIES: gl.constexpr = META.BLOCK_M // META.CONSUMERS // META.GROUP
     is_cut = column + META.BLOCK_N > band.len_kv
     if META.HAS_RIGHT:
         is_cut = is_cut | (column + META.BLOCK_N > m_start + band.shift + 1 + band.right)
     if META.HAS_LEFT:
-        is_cut = is_cut | (column < m_start + band.shift + ROWS // META.GROUP - 1 - band.left)
+        is_cut = is_cut | (column < m_start + band.shift + QUERIES - 1 - band.left)
     if is_cut:
         s = mask_keys(s, rows, columns, band, META)
     return s
@@ -81,6 +81,7 @@ def visible_scores(qk, column, is_full, same: Invariants, IS_CUT: gl.constexpr, 
 def rows_and_heads(m_start, h, len_q, LAYOUT: gl.constexpr, META: gl.constexpr):
     # (query, head) of each row of a consumer whose first query is m_start; the heads are one number where there is one
     GROUP: gl.constexpr = META.GROUP
+    ROWS: gl.constexpr = META.BLOCK_M // META.CONSUMERS
     rows = m_start + gl.arange(0, ROWS, layout=LAYOUT)
     if GROUP > 1:
         in_tile = gl.arange(0, ROWS, layout=LAYOUT)
@@ -121,6 +122,7 @@ def statistics_row(received: ReceivedTile, CONSUMER: gl.constexpr, rows, h_of_ro
     tile = received.tile
     lse_row = (h_of_rows if META.IS_RAGGED_Q else tile.b * num_heads + h_of_rows).to(gl.int64) * num_tokens_q + received.start_q
     if META.IS_PLANNED:  # to which `rows` are added
+        ROWS: gl.constexpr = META.BLOCK_M // META.CONSUMERS
         own_row = CONSUMER * ROWS + gl.arange(0, ROWS, layout=rows.type.layout)
         part_row_of_rows = first_row_of_part(args.plan, tile.part) + own_row - rows
         lse_row = gl.where(received.is_whole, lse_row, part_row_of_rows)

@@ -64,28 +64,35 @@ def for_threads(x, sums):
 
 
 @gluon.jit
-def softmax(qk, row_max, row_sum, scale_log2, drawn, DTYPE: gl.constexpr, META: gl.constexpr):
-    # (weights in pairs, row maximum, row sum, correction factor of earlier sums). The maximum is in units of log2, but of unbounded
-    # logits exact.
+def exponentials(s, highest, row_max, scale_log2, META: gl.constexpr):
+    # (weights, row maximum, correction factor of earlier sums). highest: the largest score of each row. The maximum is in units of
+    # log2, but of unbounded logits exact.
     if META.IS_UNBOUNDED:
-        new_max = _row_maximum(qk, META.BLOCK_N)
+        new_max = highest
         if META.LAZY:
             new_max = gl.where(new_max - row_max > _RESCALE_THRESHOLD * LN2, new_max, row_max)
         else:
             new_max = gl.maximum(row_max, new_max)
         factor = exponent_factor(new_max)
         scaled_max = scaled_row_max(new_max, factor, 0.0)
-        p = gl.exp2(gl.fma(qk, factor[:, None], -scaled_max[:, None]))
+        p = gl.exp2(gl.fma(s, factor[:, None], -scaled_max[:, None]))
         correction = gl.exp2(scaled_row_max(row_max, factor, 0.0) - scaled_max)
     else:
-        new_max = _row_maximum(qk, META.BLOCK_N) * scale_log2
+        new_max = highest * scale_log2
         if META.LAZY:  # a maximum too small by up to 8 leaves p and its sum up to 2**8 times as large, and out and lse right
             new_max = gl.where(new_max - row_max > _RESCALE_THRESHOLD, new_max, row_max)
         else:
             new_max = gl.maximum(row_max, new_max)
         scaled_max = gl.where(new_max == float("-inf"), 0.0, new_max)  # where a row has seen nothing yet, exp2(-inf - 0) is 0
-        p = gl.exp2(qk * scale_log2 - scaled_max[:, None])
+        p = gl.exp2(s * scale_log2 - scaled_max[:, None])
         correction = gl.exp2(row_max - scaled_max)
+    return p, new_max, correction
+
+
+@gluon.jit
+def softmax(qk, row_max, row_sum, scale_log2, drawn, DTYPE: gl.constexpr, META: gl.constexpr):
+    # (weights in pairs, row maximum, row sum, correction factor of earlier sums)
+    p, new_max, correction = exponentials(qk, _row_maximum(qk, META.BLOCK_N), row_max, scale_log2, META)
     row_sum = row_sum * for_threads(correction, row_sum) + sums_of_threads(p, META.BLOCK_N)
     pairs = pack_pairs(kept(p, drawn, False, META), qk.shape[0], META.BLOCK_N, DTYPE)
     return pairs, new_max, row_sum, correction

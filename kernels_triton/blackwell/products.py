@@ -1,0 +1,98 @@
+"""The warp of the forward for sm_100 that issues all products: of q and k, of weights and v.
+
+They run in the order of issue. A consumer's next scores are issued behind the product that reads its weights, whose place they take,
+so that while one consumer has its softmax the other one's products run. A barrier that they are committed to sees all before.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.blackwell import mbarrier, tcgen05_commit, tcgen05_mma
+
+from flexattn.kernels_triton.blackwell.pipeline import Buffers
+from flexattn.kernels_triton.blackwell.tensor_memory import fence_after_sync, multiply_scores, weights_over
+from flexattn.kernels_triton.hopper.block_ranges import blocks_of_consumer
+from flexattn.kernels_triton.hopper.forward_arguments import Arguments
+from flexattn.kernels_triton.hopper.forward_work import received_tile
+from flexattn.kernels_triton.hopper.pipeline import wait_full
+from flexattn.kernels_triton.hopper.tile_scheduler import receive_tile
+
+
+class Share(NamedTuple):
+    """The blocks of a work tile that one consumer's queries see, by their places among all that the tile's see."""
+
+    begin: Any
+    end: Any
+    before: Any  # blocks that the consumer had in earlier work tiles
+
+
+@gluon.jit
+def _share_of(CONSUMER: gl.constexpr, before, received, META: gl.constexpr):
+    QUERIES: gl.constexpr = META.BLOCK_M // META.CONSUMERS // META.GROUP
+    m_start = received.tile.first_row + CONSUMER * QUERIES
+    skipped, amount, _ = blocks_of_consumer(m_start, received.num_blocks, received.block_range, received.band, META)
+    return Share(begin=skipped, end=skipped + amount, before=before)
+
+
+@gluon.jit
+def _add_product_with_v(n, n_block, share: Share, CONSUMER: gl.constexpr, buffers: Buffers, META: gl.constexpr):
+    # Of the n-th block of a work tile, the n_block-th of the program
+    v = buffers.tiles.v.index(n_block % META.STAGES).reshape([META.BLOCK_N, META.V0])
+    weights = weights_over(buffers.sums.scores.index(CONSUMER), v.dtype, META.BLOCK_N)
+    mbarrier.wait(buffers.products.weights_full.index(CONSUMER), (share.before + n - share.begin) & 1)
+    fence_after_sync()
+    tcgen05_mma(weights, v, buffers.sums.out.index(CONSUMER), use_acc=n > share.begin)
+    if n == share.end - 1:
+        tcgen05_commit(buffers.products.out_full.index(CONSUMER))
+
+
+@gluon.jit
+def _issue_scores(n, n_block, share: Share, q_slot, CONSUMER: gl.constexpr, buffers: Buffers, META: gl.constexpr):
+    tiles = buffers.tiles
+    multiply_scores(tiles.q, q_slot, tiles.k, n_block % META.STAGES, buffers.sums.scores.index(CONSUMER), META)
+    tcgen05_commit(buffers.products.scores_full.index(CONSUMER))
+    if n == share.end - 1:
+        tcgen05_commit(buffers.barriers.q_empty.index(q_slot))
+
+
+@gluon.jit
+def product_partition(args: Arguments, buffers: Buffers, META: gl.constexpr):
+    barriers = buffers.barriers
+    STAGES: gl.constexpr = META.STAGES
+    CONSUMERS: gl.constexpr = META.CONSUMERS
+    n_block = 0  # counts the blocks of all work tiles
+    n_tile = 0
+    before0, before1 = 0, 0
+    numbers = receive_tile(n_tile, barriers, META)
+    while numbers[0] >= 0:
+        received = received_tile(numbers, args, META)
+        num_blocks = received.num_blocks
+        shares = (_share_of(0, before0, received, META), _share_of(1, before1, received, META))
+        first_slot = n_tile % META.Q_STAGES * CONSUMERS
+        for consumer in gl.static_range(CONSUMERS):
+            mbarrier.wait(barriers.q_full.index(first_slot + consumer), (n_tile // META.Q_STAGES) & 1)
+            is_idle = shares[consumer].end == shares[consumer].begin
+            mbarrier.arrive(barriers.q_empty.index(first_slot + consumer), count=1, pred=is_idle)
+        for n in range(num_blocks + 1):  # the scores of block n, and the product with v of the block before
+            if n < num_blocks:
+                wait_full(barriers.k_full, n_block + n, STAGES)
+            if n > 0:
+                wait_full(barriers.v_full, n_block + n - 1, STAGES)
+            for consumer in gl.static_range(CONSUMERS):
+                share = shares[consumer]
+                if (n > share.begin) & (n <= share.end):
+                    _add_product_with_v(n - 1, n_block + n - 1, share, consumer, buffers, META)
+                if (n >= share.begin) & (n < share.end):
+                    _issue_scores(n, n_block + n, share, first_slot + consumer, consumer, buffers, META)
+            if n < num_blocks:
+                tcgen05_commit(barriers.k_empty.index((n_block + n) % STAGES))
+            if n > 0:
+                tcgen05_commit(barriers.v_empty.index((n_block + n - 1) % STAGES))
+        before0 += shares[0].end - shares[0].begin
+        before1 += shares[1].end - shares[1].begin
+        n_block += num_blocks
+        n_tile += 1
+        numbers = receive_tile(n_tile, barriers, META)

@@ -1,0 +1,84 @@
+"""Tensor memory of the kernels for sm_100: where scores, weights and out lie, their layouts, and the products that write them.
+
+A tile in it has 128 rows, one for each of its lanes, and 32-bit columns, of which there are 512. A warpgroup loads and stores a tile
+so that each thread has a row of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.blackwell import (
+    TensorMemoryLayout,
+    allocate_tensor_memory,
+    get_tmem_reg_layout,
+    tcgen05_mma,
+)
+
+from flexattn.kernels_triton.hopper.pairs import Pair
+
+LANES = gl.constexpr(128)  # rows of a tile: tcgen05.mma's M
+_WARPS = 4  # of a warpgroup, each of which reaches a quarter of the lanes
+
+
+@gluon.constexpr_function
+def tile_layout(columns):
+    # The layout of LANES rows of so many columns, 32 bits each or packed
+    return TensorMemoryLayout((LANES.value, columns), col_stride=1)
+
+
+@gluon.constexpr_function
+def row_layout(columns):
+    # The layout of such a tile in registers: a row is a thread's
+    return get_tmem_reg_layout(gl.float32, (LANES.value, columns), tile_layout(columns), _WARPS)
+
+
+class ForwardTiles(NamedTuple):
+    """In tensor memory, by consumer: scores, and the weights that take their place; out."""
+
+    scores: Any
+    out: Any
+
+
+@gluon.jit
+def allocate_forward_tiles(CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, V0: gl.constexpr):
+    scores = allocate_tensor_memory(gl.float32, [CONSUMERS, LANES, BLOCK_N], tile_layout(BLOCK_N))
+    out = allocate_tensor_memory(gl.float32, [CONSUMERS, LANES, V0], tile_layout(V0))
+    return ForwardTiles(scores=scores, out=out)
+
+
+@gluon.jit
+def weights_over(scores, DTYPE: gl.constexpr, BLOCK_N: gl.constexpr):
+    # A tile of weights in 16 bits, in the first half of the columns of its scores
+    half = scores.slice(0, BLOCK_N // 2)
+    return half._reinterpret(DTYPE, [LANES, BLOCK_N], tile_layout(BLOCK_N))
+
+
+@gluon.jit
+def multiply_scores(q: Pair, own, k: Pair, stage, scores, META: gl.constexpr):
+    # LANES rows of q by BLOCK_N of k, asynchronously
+    QK0: gl.constexpr = META.QK0
+    QK1: gl.constexpr = META.QK1
+    q0 = q.first.index(own).reshape([LANES, QK0])
+    k0 = k.first.index(stage).reshape([META.BLOCK_N, QK0])
+    tcgen05_mma(q0, k0.permute([1, 0]), scores, use_acc=False)
+    if QK1 > 0:
+        q1 = q.second.index(own).reshape([LANES, QK1])
+        k1 = k.second.index(stage).reshape([META.BLOCK_N, QK1])
+        tcgen05_mma(q1, k1.permute([1, 0]), scores, use_acc=True)
+
+
+# Orders of tensor memory between threads (PTX ISA, "tcgen05.fence"): what a thread did there, before the barrier that it arrives at; a
+# thread's own, after the barrier that it waited for. A commit is the former itself. Triton 3.6 and 3.7 make none of these.
+@gluon.jit
+def fence_before_sync():
+    assembly: gl.constexpr = "tcgen05.fence::before_thread_sync; mov.b32 $0, 0;"
+    gl.inline_asm_elementwise(assembly, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def fence_after_sync():
+    assembly: gl.constexpr = "tcgen05.fence::after_thread_sync; mov.b32 $0, 0;"
+    gl.inline_asm_elementwise(assembly, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
