@@ -1,4 +1,4 @@
-"""Operations that run beside the partitions: wgmma, TMA loads, TMA stores. The scheduler picks the moments at which they act."""
+"""Operations that run beside the partitions: wgmma, tcgen05, TMA loads, TMA stores. The scheduler picks the moments at which they act."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import numpy as np
 from flexattn.emulator.barriers import MBarrier
 from flexattn.emulator.dtypes import Array, DType, poison
 from flexattn.emulator.memory import Descriptor, writer_number
-from flexattn.emulator.ordering import Actor
+from flexattn.emulator.ordering import Actor, Knowledge, overlap
 from flexattn.emulator.protocols import AnyPartition, Layout
 from flexattn.emulator.report import GluonError, Site, show
 from flexattn.emulator.shared import SharedView
+from flexattn.emulator.tensor import TensorView
 from flexattn.emulator.values import Tensor
 
 
@@ -42,6 +43,7 @@ class Queue(Generic[Queued]):
     actor: Actor
     issued: int = 0
     waited: int = 0
+    last: Site = ()  # where the last one was issued
     pending: list[Queued] = field(default_factory=list)
 
     def retire(self, outstanding: int) -> list[Queued]:
@@ -102,6 +104,58 @@ class Accumulator:
     @property
     def data(self) -> Array:
         self._refuse()
+
+
+class Product:
+    """A tcgen05.mma. It reads its operands and adds to its accumulator at any moment, in the order in which a partition issued them,
+    until a commit behind it arrives."""
+
+    def __init__(
+        self,
+        number: int,
+        a: SharedView | TensorView,
+        b: SharedView,
+        accumulator: TensorView,
+        use_accumulator: bool,
+        sees_old_data: bool,
+        site: Site,
+    ) -> None:
+        self.number, self.site, self.done = number, site, False
+        self._a, self._b, self._accumulator = a, b, accumulator
+        self._use_accumulator, self._sees_old_data = use_accumulator, sees_old_data
+
+    def writes(self, view: Any) -> bool:
+        """Returns whether it writes a part of the view."""
+        own = self._accumulator
+        return isinstance(view, TensorView) and view.allocation is own.allocation and overlap(view.region, own.region)
+
+    def act(self) -> None:
+        product = np.matmul(self._a.data.astype(np.float64), self._b.data.astype(np.float64))
+        if self._sees_old_data:
+            product = np.full_like(product, np.nan)
+        if self._use_accumulator:
+            product = product + self._accumulator.data
+        self._accumulator.write(product.astype(np.float32))
+        self.done = True
+
+
+class Commit:
+    """A tcgen05.commit: an arrival at an mbarrier when all products that the partition issued before have ended."""
+
+    def __init__(self, number: int, partition: AnyPartition, queue: Actor, barrier: MBarrier, site: Site) -> None:
+        self.number, self.site, self.done = number, site, False
+        self.name, self.line = partition.name, partition.line
+        self._barrier = barrier
+        self._knowledge = Knowledge(partition.knowledge)  # what happened before the products were issued, and they themselves
+        self._knowledge.reach(queue, number)
+        self._knowledge.offered[queue] = number  # a commit is a fence too
+
+    def release_to(self, other: Knowledge) -> None:
+        other.join(self._knowledge)
+
+    def act(self) -> None:
+        self._barrier.commit(self)
+        self.done = True
 
 
 class TmaLoad:

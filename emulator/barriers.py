@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from flexattn.emulator import context
 from flexattn.emulator.ordering import Actor, Knowledge
-from flexattn.emulator.protocols import AnyLoad, AnyPartition
+from flexattn.emulator.protocols import AnyArrival, AnyLoad, AnyPartition
 from flexattn.emulator.report import Site, show
 
 _REMEMBERED = 3  # arrivals that a description lists
@@ -52,6 +52,11 @@ class MBarrier:
 
     def arrive(self, partition: AnyPartition, count: int) -> None:
         self._take(partition, count, f"arrive({count})")
+        self._complete_if_done()
+
+    def commit(self, arrival: AnyArrival) -> None:
+        """tcgen05.commit: one arrival, when all products before it have ended."""
+        self._take(arrival, 1, "commit")
         self._complete_if_done()
 
     def expect(self, partition: AnyPartition, nbytes: int) -> None:
@@ -108,7 +113,7 @@ class MBarrier:
         partition.knowledge.join(self._completed)
         self._observations[partition] = _Observation(max(phase, -1), partition.time, partition.site)
 
-    def _take(self, partition: AnyPartition, count: int, what: str) -> None:
+    def _take(self, partition: AnyArrival, count: int, what: str) -> None:
         if count > self.pending:
             context.program().find("arrive-overflow", f"{what} by {partition.name}, more than are pending; {self.describe()}")
             self.pending = count

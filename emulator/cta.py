@@ -12,7 +12,7 @@ import numpy as np
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier as hopper_mbarrier
 
 from flexattn.emulator import context
-from flexattn.emulator.asynchronous import Accumulator, TmaLoad, TmaStore, Wgmma
+from flexattn.emulator.asynchronous import Accumulator, Commit, Product, TmaLoad, TmaStore, Wgmma
 from flexattn.emulator.barriers import MBarrier, NamedBarrier
 from flexattn.emulator.dtypes import Array, DType, poison
 from flexattn.emulator.memory import REDUCED, Descriptor, GlobalBuffer, writer_number
@@ -23,7 +23,10 @@ from flexattn.emulator.rules import (
     NAMED_BARRIERS,
     RESERVED_BARRIERS,
     SHARED_MEMORY_BYTES,
+    TENSOR_MEMORY_COLUMNS,
     allocated_bytes,
+    check_product,
+    check_tensor_access,
     check_tma,
     check_warps,
     check_wgmma,
@@ -31,6 +34,7 @@ from flexattn.emulator.rules import (
 )
 from flexattn.emulator.scheduler import Scheduler
 from flexattn.emulator.shared import Allocation, SharedView
+from flexattn.emulator.tensor import TensorAllocation, TensorView
 from flexattn.emulator.values import Tensor
 
 _ASSIGNED_NAME = re.compile(r"\s*(\w+)\s*=")
@@ -56,6 +60,7 @@ class Cta(Scheduler):
         self._allocations: list[Allocation] = []
         self._named_barriers: dict[int, NamedBarrier] = {}
         self._shared_bytes = 0
+        self._tensor_columns = 0
 
     # Partitions
 
@@ -94,6 +99,11 @@ class Cta(Scheduler):
         for barrier in self._mbarriers():
             if barrier.tx or barrier.in_flight:
                 self.report.add(Finding("expect-bytes", f"the kernel ends with {barrier.describe()}"))
+        for partition in self.partitions:
+            queue = partition.products
+            if self.partitions[0].knowledge.happened.get(queue.actor, 0) < queue.issued:
+                message = f"the last tcgen05 product or commit of {partition.name} may still run; issued at"
+                self.report.add(Finding("product-not-waited", f"{message} {show(queue.last)}", queue.last))
         super().finish()
 
     def state(self) -> str:
@@ -110,9 +120,7 @@ class Cta(Scheduler):
         check_warps(layout, self.current.warps, self.current.name)
 
     def allocate(self, dtype: DType, shape: list[int], layout: Layout, value: Tensor | None) -> SharedView:
-        filename, line, _ = current_site()[0]
-        assigned = _ASSIGNED_NAME.match(linecache.getline(filename, line))
-        name = assigned[1] if assigned else f"shared{len(self._allocations)}"
+        name = _assigned_name() or f"shared{len(self._allocations)}"
         allocation = Allocation(name, dtype, shape, isinstance(layout, hopper_mbarrier.MBarrierLayout))
         self._allocations.append(allocation)
         self._shared_bytes += allocated_bytes(allocation.nbytes, allocation.is_barrier)
@@ -351,12 +359,114 @@ class Cta(Scheduler):
             result = np.full(accumulator.shape, np.nan, np.float32)
         return Tensor(result, accumulator.dtype, accumulator.layout)
 
+    # Tensor memory and tcgen05
+
+    def allocate_tensor(self, dtype: DType, shape: list[int], layout: Layout, value: Tensor | None) -> TensorView:
+        allocation = TensorAllocation(_assigned_name() or "tensor", dtype, shape, layout)
+        self._tensor_columns += allocation.columns
+        self.report.tensor_columns = max(self.report.tensor_columns, self._tensor_columns)
+        if self._tensor_columns > TENSOR_MEMORY_COLUMNS:
+            message = f"with {allocation.name} the program has {self._tensor_columns} columns of tensor memory"
+            self.find("tmem-limit", f"{message}, and sm_100 has {TENSOR_MEMORY_COLUMNS}")
+        view = TensorView.whole(allocation, dtype, shape, layout)
+        if value is not None:
+            self.tensor_store(view, value, True)
+        return view
+
+    def tensor_load(self, view: TensorView, layout: Layout) -> Tensor:
+        """tcgen05.ld and its wait, which Triton makes of a load."""
+        self.step()
+        partition = self.current
+        check_tensor_access(view, layout, partition.warps, "a load")
+        self._access_tensor(view, "load", partition.actor, partition.time, write=False)
+        if not view.is_written:
+            self.find("uninitialised-read", f"a load of {view!r}, part of which nothing wrote")
+        return Tensor(view.data, view.dtype, layout)
+
+    def tensor_store(self, view: TensorView, value: Tensor, predicate: Any) -> None:
+        """tcgen05.st and its wait, which Triton makes of a store."""
+        self.step()
+        if not isinstance(value, Tensor) or value.shape != view.shape or value.dtype.name != view.dtype.name:
+            raise GluonError(f"store of {value!r} to {view!r}, which is {view.dtype.name}{view.shape}")
+        partition = self.current
+        check_tensor_access(view, value.layout, partition.warps, "a store")
+        if predicate:
+            self._access_tensor(view, "store", partition.actor, partition.time, write=True)
+            view.write(value.data)
+
+    def tensor_fence(self, side: str) -> None:
+        """tcgen05.fence before or after a synchronisation of threads."""
+        self.step()
+        knowledge = self.current.knowledge
+        if side == "before":
+            knowledge.offer()
+            self.current.tick()
+        else:
+            knowledge.order()
+
+    def tcgen05_mma(self, a: SharedView | TensorView, b: SharedView, accumulator: TensorView, use_accumulator: Any) -> None:
+        self.step()
+        check_product(a, b, accumulator)
+        queue, adds, misses = self.current.products, bool(use_accumulator), False
+        queue.issued += 1
+        for operand in (a, b):
+            if isinstance(operand, TensorView):
+                self._access_tensor(operand, "product's operand", queue.actor, queue.issued, write=False)
+                written = operand.is_written
+            else:
+                misses |= self._access(operand, "product's operand", queue.actor, queue.issued, write=False, generic=False)
+                written = bool(operand.written.all())
+            if not written and not self._writes(operand):
+                self.find("uninitialised-read", f"a product of {operand!r}, part of which nothing wrote, or that has not landed")
+        self._access_tensor(accumulator, "product's sum", queue.actor, queue.issued, write=True)
+        if adds and not accumulator.is_written and not self._writes(accumulator):
+            self.find("uninitialised-read", f"a product is added to {accumulator!r}, part of which nothing wrote")
+        self._issue(Product(queue.issued, a, b, accumulator, adds, misses, current_site()))
+        self.report.products += 1
+
+    def tcgen05_commit(self, view: SharedView) -> None:
+        self.step()
+        barrier, partition = self._barrier(view, "commit"), self.current
+        partition.products.issued += 1
+        self._issue(Commit(partition.products.issued, partition, partition.products.actor, barrier, current_site()))
+
+    def _issue(self, operation: Product | Commit) -> None:
+        queue = self.current.products
+        queue.last = operation.site
+        queue.pending = [*(earlier for earlier in queue.pending if not earlier.done), operation]
+
+    def _writes(self, view: Any) -> bool:
+        """Returns whether a product of the current partition that has yet to run writes the view, or a part of it."""
+        return any(isinstance(op, Product) and op.writes(view) for op in self.current.products.pending if not op.done)
+
+    def _access_tensor(self, view: TensorView, what: str, actor: Actor, time: int, *, write: bool) -> None:
+        """Check an access against those before it. A partition's own loads and stores are in order, and so are its products."""
+        partition, knowledge = self.current, self.current.knowledge
+        access = Access(actor, time, False, partition.name, what, current_site())
+        for earlier, was_write in view.allocation.history.add(view.region, access, write):
+            now, then = "write" if write else "read", "write" if was_write else "read"
+            pair = f"{what} ({now}) of {view!r} by {partition.name}", f"{earlier.what} ({then}) by {earlier.who}"
+            if earlier.actor == actor:
+                continue
+            if not knowledge.knows(earlier):
+                if self._race_detector:
+                    self.find("race", f"{pair[0]} is not ordered after the {pair[1]} at {show(earlier.site)}")
+            elif earlier.actor != partition.actor and not knowledge.is_ordered(earlier):
+                self.find("tensor-fence", f"{pair[0]} lacks a tcgen05.fence on its side or on that of the {pair[1]}")
+
     # Global memory through pointers
 
     def global_write(self, buffer: GlobalBuffer, index: Array, values: Array, reduction: bool) -> None:
         """Pointer stores and atomics act at once: what other programs see of them, and when, is not modelled."""
         writer = REDUCED if reduction else writer_number(self.number, self.current.number)
         buffer.write(index, values, writer, current_site(), f"{self.current.name} of program {self.program_id}")
+
+
+def _assigned_name() -> str | None:
+    """Returns the variable that the kernel's current line assigns to."""
+    filename, line, _ = current_site()[0]
+    assigned = _ASSIGNED_NAME.match(linecache.getline(filename, line))
+    return assigned[1] if assigned else None
 
 
 def running() -> Cta:

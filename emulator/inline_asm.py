@@ -16,6 +16,7 @@ from flexattn.emulator.dtypes import Array, DType, from_bits, round_to, to_bits
 from flexattn.emulator.report import GluonError
 from flexattn.emulator.values import Tensor, binary, common_layout, scalar, unary, where
 
+_TENSOR_FENCE = re.compile(r"tcgen05\.fence::(before|after)_thread_sync")
 _BARRIER = re.compile(r"\bbar(?:rier)?(?:\.cta)?\.(sync|arrive)(?:\.aligned)?\s+(\d+)\s*,\s*(\d+)\s*;")
 
 
@@ -116,6 +117,9 @@ def inline_asm_elementwise(asm: str, constraints: str, args: list[Any], dtype: D
     if "fence.proxy.async" in asm:
         cta.fence()
         return first
+    if fence := _TENSOR_FENCE.search(asm):
+        cta.tensor_fence(fence[1])
+        return first if isinstance(first, Tensor) else scalar(0)
     if "cp.async.bulk.wait_group 0" in asm:
         cta.store_wait(0)
         return first

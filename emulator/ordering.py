@@ -5,6 +5,7 @@ Every actor has a time of its own, which advances at each of its releases:
 - a partition,
 - its queue of wgmma, joined by warpgroup_mma_wait,
 - its queue of TMA stores, joined by store_wait,
+- its queue of tcgen05 products, joined by a wait on an mbarrier that they are committed to,
 - an mbarrier, whose time is the number of its phase; a TMA load acts for its mbarrier, and a wait on the phase joins it.
 
 Two accesses that no chain of releases and acquires orders are a race in every schedule, also in those where they happen to fall
@@ -24,7 +25,7 @@ Rectangle = tuple[tuple[int, int], ...]  # [low, high) along each dimension of a
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """One access to shared memory. generic: an ordinary load or store, and not TMA or wgmma, which use the async proxy."""
+    """One access to shared or tensor memory. generic: an ordinary load or store, and not TMA or wgmma, which use the async proxy."""
 
     actor: Actor
     time: int
@@ -39,17 +40,23 @@ class Knowledge:
 
     TMA and wgmma read shared memory through the async proxy, which sees ordinary stores only across a fence.proxy.async (PTX ISA,
     "Async proxy"). The fence may be the writer's or the reader's; what it covers travels with later releases.
+
+    Accesses to tensor memory of two threads need a tcgen05.fence on both sides of the barrier between them: before the release, where
+    they are `offered`, and after the acquire, where they are `ordered` (PTX ISA, "tcgen05.fence").
     """
 
-    __slots__ = ("fenced", "happened")
+    __slots__ = ("fenced", "happened", "offered", "ordered")
 
     def __init__(self, other: Knowledge | None = None) -> None:
         self.happened: Clock = dict(other.happened) if other else {}
         self.fenced: Clock = dict(other.fenced) if other else {}
+        self.offered: Clock = dict(other.offered) if other else {}
+        self.ordered: Clock = dict(other.ordered) if other else {}
 
     def join(self, other: Knowledge) -> None:
         _join(self.happened, other.happened)
         _join(self.fenced, other.fenced)
+        _join(self.offered, other.offered)
 
     def reach(self, actor: Actor, time: int) -> None:
         """Everything that `actor` did up to `time` has happened."""
@@ -58,11 +65,22 @@ class Knowledge:
     def fence(self) -> None:
         _join(self.fenced, self.happened)
 
+    def offer(self) -> None:
+        """tcgen05.fence::before_thread_sync"""
+        _join(self.offered, self.happened)
+
+    def order(self) -> None:
+        """tcgen05.fence::after_thread_sync"""
+        _join(self.ordered, self.offered)
+
     def knows(self, access: Access) -> bool:
         return self.happened.get(access.actor, 0) >= access.time
 
     def is_fenced(self, access: Access) -> bool:
         return self.fenced.get(access.actor, 0) >= access.time
+
+    def is_ordered(self, access: Access) -> bool:
+        return self.ordered.get(access.actor, 0) >= access.time
 
 
 def _join(clock: Clock, other: Clock) -> None:
@@ -87,7 +105,7 @@ class History:
         """Put an access on record; the earlier ones that conflict with it, each with whether it is a write."""
         conflicts: list[tuple[Access, bool]] = []
         for known, record in list(self._records.items()):
-            if not _overlap(known, rectangle):
+            if not overlap(known, rectangle):
                 continue
             if record.write is not None:
                 conflicts.append((record.write, True))
@@ -102,7 +120,7 @@ class History:
         return conflicts
 
 
-def _overlap(a: Rectangle, b: Rectangle) -> bool:
+def overlap(a: Rectangle, b: Rectangle) -> bool:
     return all(low < other_high and other_low < high for (low, high), (other_low, other_high) in zip(a, b, strict=True))
 
 

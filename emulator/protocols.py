@@ -35,6 +35,18 @@ class AnyPartition(Protocol):
     def release_to(self, other: Knowledge) -> None: ...
 
 
+class AnyArrival(Protocol):
+    """Who arrives at an mbarrier: a partition, or a commit (`asynchronous.Commit`)."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def line(self) -> int: ...
+
+    def release_to(self, other: Knowledge) -> None: ...
+
+
 class AnyLoad(Protocol):
     """A TMA load (`asynchronous.TmaLoad`), as the barrier on which it lands sees it."""
 
@@ -61,3 +73,7 @@ class Program(Protocol):
     def shared_load(self, view: Any, layout: Layout) -> Any: ...
 
     def shared_store(self, view: Any, value: Any) -> None: ...
+
+    def tensor_load(self, view: Any, layout: Layout) -> Any: ...
+
+    def tensor_store(self, view: Any, value: Any, predicate: Any) -> None: ...

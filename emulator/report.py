@@ -8,9 +8,9 @@ import sys
 from dataclasses import dataclass, field
 
 BUGS: dict[str, str] = {
-    "race": "two accesses to shared memory, one of them a write, that no barrier or wait orders",
+    "race": "two accesses to shared or tensor memory, one of them a write, that no barrier or wait orders",
     "missing-fence": "an ordinary store read by TMA or wgmma with no `fence_async_shared` in between",
-    "uninitialised-read": "shared memory read that nothing wrote, or whose TMA load has not landed",
+    "uninitialised-read": "shared or tensor memory read that nothing wrote, or whose TMA load has not landed",
     "deadlock": "every partition waits and nothing is in flight",
     "timeout": "the wall-clock limit passed: a loop that never synchronises",
     "step-limit": "the limit of scheduling steps passed: partitions that run without getting anywhere",
@@ -22,14 +22,16 @@ BUGS: dict[str, str] = {
     "phase-alias": "an mbarrier can complete its next phase before somebody has seen the last one",
     "wgmma-wait": "a wait returns the result of a wgmma that it does not cover",
     "wgmma-not-waited": "a partition ends with wgmma in flight",
+    "product-not-waited": "the kernel ends with a tcgen05 product or commit that no wait covers",
     "store-not-waited": "a partition ends with TMA stores that may still read shared memory",
     "named-barrier": "counts that differ, two arrivals in one generation, or an id that Triton uses itself",
-    "shared-index": "an index outside a shared allocation",
+    "shared-index": "an index outside an allocation of shared or tensor memory",
     "global-write-race": "one element of global memory written by two programs or partitions",
     "out-of-bounds": "a pointer or a TMA box outside its tensor",
     "int-overflow": "a signed scalar that wraps",
     "assertion": "a `static_assert` or `device_assert` that fails",
     "smem-limit": "more shared memory than sm_90 has",
+    "tmem-limit": "more tensor memory than sm_100 has",
     "register-budget": "more registers or threads than sm_90 has",
     "illegal-program": "what Gluon would refuse: layouts, shapes, dtypes, constexpr rules; or a Python error",
     "not-modelled": "an operation that the emulator does not know",
@@ -39,6 +41,7 @@ BUGS: dict[str, str] = {
 WARNINGS: dict[str, str] = {
     "phase-repeat": "a partition waits again for a phase that it has seen",
     "wgmma-register-operand": "registers of operand A that are not among the deps of the wait that retires its wgmma",
+    "tensor-fence": "two accesses to tensor memory that a barrier orders, without a tcgen05.fence on both of its sides",
     "named-barrier-leftover": "threads that arrived at a named barrier which the kernel's end leaves open",
     "tma-out-of-bounds": "a TMA box wholly outside its tensor: legal, and seldom meant",
     "slice-in-swizzle": "a slice that cuts the rows of a swizzled layout: addresses are not modelled, look at it on a GPU",
@@ -124,7 +127,8 @@ class Report:
     error: what ended the launch before its end, or None: an EmulationError (a deadlock), or what the kernel raised.
     shared_bytes: the sum of the allocations of one program; the compiler adds some 200 bytes for warp specialisation.
     registers: per thread, of the default partition and of each worker, where the kernel asks for a number.
-    steps, wgmmas: scheduling points passed and matrix products issued, in all programs.
+    steps, wgmmas, products: scheduling points passed and matrix products issued, by wgmma and by tcgen05, in all programs.
+    tensor_columns: 32-bit columns of tensor memory that one program has.
     trace: (step, partition, source line) of each scheduling point, where the options ask for it.
     """
 
@@ -137,6 +141,8 @@ class Report:
     registers: tuple[int, ...] = ()
     steps: int = 0
     wgmmas: int = 0
+    products: int = 0
+    tensor_columns: int = 0
     seconds: float = 0.0
     trace: list[tuple[int, str, str]] = field(default_factory=list, repr=False)
 

@@ -1,22 +1,27 @@
-"""Rules of Gluon, Triton's lowering and sm_90 that hold whatever the schedule: layouts, wgmma shapes, registers, shared memory."""
+"""Rules of Gluon, Triton's lowering, sm_90 and sm_100 that hold whatever the schedule: layouts, shapes of products, registers, memory."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 from triton.experimental.gluon.language import _layouts as layouts
+from triton.experimental.gluon.language.nvidia.blackwell import TensorMemoryLayout, get_tmem_reg_layout
 
+from flexattn.emulator.dtypes import DType
 from flexattn.emulator.memory import Descriptor
 from flexattn.emulator.protocols import Layout
 from flexattn.emulator.report import GluonError
 from flexattn.emulator.shared import SharedView
+from flexattn.emulator.tensor import TensorView
 from flexattn.emulator.values import Scalar, Tensor
 
 SHARED_MEMORY_BYTES = 232448
-"""Limits of one block of sm_90: CUDA C++ Programming Guide, "Compute Capabilities", maximum shared memory per thread block."""
+"""Limits of one block of sm_90, and of sm_100: CUDA C++ Programming Guide, "Compute Capabilities", maximum shared memory per thread block."""
 
+TENSOR_MEMORY_COLUMNS = 512  # of 128 lanes of 32 bits: PTX ISA, "Tensor Memory Addressing"
 NAMED_BARRIERS = 16  # per block: PTX ISA, "barrier"
 RESERVED_BARRIERS = 2  # 0: the default partition; 1: all warps, at both ends of warp specialisation; then one for each worker
 _REGISTERS = 65536  # 32-bit registers of a block
@@ -113,6 +118,38 @@ def check_mma_sync(a: Tensor, b: Tensor, accumulator: Tensor) -> None:
     (*batch, m, k), (*other, b_k, n) = a.shape, b.shape
     if batch != other or b_k != k or accumulator.shape != [*batch, m, n]:
         raise GluonError(f"mma.sync of {a.shape} and {b.shape} into {accumulator.shape}")
+
+
+def check_product(a: Any, b: Any, accumulator: Any) -> None:
+    """Raises GluonError unless PTX has this tcgen05.mma of one block (PTX ISA, "tcgen05.mma") and Gluon its layouts."""
+    if not isinstance(accumulator, TensorView) or accumulator.rank != 2 or accumulator.dtype.name != "fp32":
+        raise GluonError(f"the accumulator of tcgen05_mma is {accumulator!r}; accepted: fp32 of rank 2 in tensor memory")
+    if not isinstance(b, SharedView) or not isinstance(a, SharedView | TensorView):
+        raise GluonError(f"operands of tcgen05_mma are {a!r} and {b!r}; accepted: shared memory, and for a tensor memory too")
+    for operand, name in ((a, "a"), (b, "b")):
+        if isinstance(operand, SharedView) and not isinstance(operand.layout, layouts.NVMMASharedLayout):
+            raise GluonError(f"operand {name} of tcgen05_mma has layout {operand.layout}; accepted: NVMMASharedLayout")
+    if a.dtype.name != b.dtype.name and not {a.dtype.name, b.dtype.name} <= _FP8:
+        raise GluonError(f"operands of tcgen05_mma of {a.dtype.name} and {b.dtype.name}; accepted: one dtype, or two of FP8")
+    (m, k), (b_k, n), step = a.shape, b.shape, 256 // int(b.dtype.primitive_bitwidth)
+    if b_k != k or list(accumulator.shape) != [m, n]:
+        raise GluonError(f"tcgen05_mma of {[m, k]} and {[b_k, n]} into {list(accumulator.shape)}")
+    rows, columns = accumulator.layout.block
+    if rows not in (64, 128) or m % rows or columns > 256 or columns % 16 or n % columns or k % step:
+        raise GluonError(f"tcgen05_mma of {m} x {n} x {k} is not made of instructions {rows} x {columns} x {step}")
+
+
+def check_tensor_access(view: TensorView, layout: Layout, warps: int, what: str) -> None:
+    """Raises GluonError unless a warpgroup's registers reach the lanes of tensor memory that they hold rows of."""
+    if warps % _WARPGROUP:
+        raise GluonError(f"{what} of tensor memory in a partition of {warps} warps; accepted: multiples of {_WARPGROUP}")
+    if layout != _rows_of_threads(view.dtype, tuple(view.shape), view.layout, warps):
+        raise GluonError(f"{what} of {view!r} with the layout {layout}; accepted: that of get_tmem_reg_layout")
+
+
+@lru_cache
+def _rows_of_threads(dtype: DType, shape: tuple[int, ...], layout: TensorMemoryLayout, warps: int) -> Any:
+    return get_tmem_reg_layout(dtype, shape, layout, warps)
 
 
 def check_tma(descriptor: Descriptor, coord: Sequence[int], view: SharedView, what: str) -> None:

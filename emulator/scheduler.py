@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from flexattn.emulator.asynchronous import Operation, Queue, TmaStore, Wgmma
+from flexattn.emulator.asynchronous import Commit, Operation, Product, Queue, TmaStore, Wgmma
 from flexattn.emulator.barriers import MBarrier
 from flexattn.emulator.ordering import Knowledge
 from flexattn.emulator.report import EmulationError, Finding, Report, Site, current_site, show
@@ -45,6 +45,7 @@ class Partition:
         self.knowledge.reach(self.actor, 1)
         self.wgmmas: Queue[Wgmma] = Queue(scheduler.new_actor())
         self.stores: Queue[TmaStore] = Queue(scheduler.new_actor())
+        self.products: Queue[Product | Commit] = Queue(scheduler.new_actor())
         self.site: Site = ()
         self.awaits: tuple[MBarrier, int] | None = None  # the mbarrier and phase of the wait that blocks it
         self.finished = False
@@ -101,7 +102,7 @@ class Scheduler:
 
     A partition runs until its next scheduling point, which every operation on shared memory, barriers and the asynchronous engines
     has. There, any partition that is not blocked may go on, and any operation in flight may act: TMA loads and stores in any order,
-    the wgmma of a partition in the order of issue.
+    the wgmma of a partition in the order of issue, and so its tcgen05 products and commits.
     """
 
     def __init__(self, report: Report, rng: random.Random, max_steps: int, trace: bool) -> None:
@@ -244,7 +245,8 @@ class Scheduler:
     def _pick(self, me: Partition) -> Partition | Operation | None:
         """None: the program has ended. Raises EmulationError in a deadlock."""
         partitions = [partition for partition in self.partitions if partition.can_run]
-        oldest = (next((op for op in partition.wgmmas.pending if not op.done), None) for partition in self.partitions)
+        queues = [queue.pending for partition in self.partitions for queue in (partition.wgmmas, partition.products)]
+        oldest = (next((op for op in pending if not op.done), None) for pending in queues)
         operations = [*self.in_flight, *(op for op in oldest if op is not None)]
         if not partitions and not operations:
             if all(partition.finished for partition in self.partitions):

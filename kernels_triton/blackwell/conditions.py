@@ -2,11 +2,33 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.common.tiles import BLACKWELL_FORWARD, BlackwellTile
+from flexattn.kernels_triton.hopper.conditions import unsupported_block_mask, unsupported_operands
+from flexattn.kernels_triton.hopper.pages import unsupported_pages
+from flexattn.kernels_triton.runtime.launch import capability_of
+
+NOT_MEASURED = "it was compiled and emulated, and never run on a GPU: FLEXATTN_HOPPER=always takes it all the same"
 
 
 def forward_tile(problem: Problem) -> BlackwellTile:
     """Returns the tile."""
     d_qk, d_v = problem.q.shape[-1], problem.v.shape[-1]
     return next(tile for tile in BLACKWELL_FORWARD if d_qk <= tile.head_dim_qk and d_v <= tile.head_dim_v)
+
+
+def forward_unsupported(problem: Problem, out: Tensor, has_max_logit: bool) -> str | None:
+    """Returns why the forward cannot run this problem; None: it can."""
+    x = problem
+    if capability_of(x.device) != 100:
+        return "it is written for Blackwell, sm_100"
+    if max(x.q.shape[-1], x.v.shape[-1]) > BLACKWELL_FORWARD[-1].head_dim_v:
+        return f"it takes head dims up to {BLACKWELL_FORWARD[-1].head_dim_v}"
+    if has_max_logit:
+        return "it does not return max_logit"
+    if x.dropout_p > 0:
+        return "it has no dropout"
+    tile = forward_tile(x)
+    return unsupported_operands(x, out) or unsupported_block_mask(x, tile[2:4]) or unsupported_pages(x, tile.block_n)

@@ -83,8 +83,9 @@ def _store_out(out, rescale, is_empty, received, CONSUMER: gl.constexpr, args: A
     buffer = buffers.tiles.out.index(CONSUMER)
     factor = gl.convert_layout(rescale, gl.SliceLayout(1, LAYOUT))[:, None]
     for part in gl.static_range(PARTS):
-        columns = out.slice(part * COLUMNS, COLUMNS).load(LAYOUT)
-        columns = gl.where(is_empty, 0.0, columns * factor)  # what no product wrote may be anything
+        columns = gl.zeros([LANES, COLUMNS], gl.float32, layout=LAYOUT)
+        if not is_empty:
+            columns = out.slice(part * COLUMNS, COLUMNS).load(LAYOUT) * factor
         tma.store_wait(0)  # what was in the buffer has left it
         buffer.reshape([LANES, COLUMNS]).store(columns.to(buffer.dtype))
         fence_async_shared()
@@ -143,7 +144,7 @@ def compute_partition(args: Arguments, buffers: Buffers, CONSUMER: gl.constexpr,
         row_sum_or_1 = gl.where(carry.row_sum == 0.0, 1.0, carry.row_sum)  # a row that sees nothing: out 0, lse -inf + 0
         store_lse(carry.row_max, row_sum_or_1, lse_row, rows, received, args, META)
         is_empty = own_num_blocks == 0
-        mbarrier.wait(buffers.products.out_full.index(CONSUMER), n_out & 1, pred=~is_empty)
+        mbarrier.wait(buffers.products.out_full.index(CONSUMER), n_out & 1, pred=own_num_blocks > 0)
         fence_after_sync()
         n_out += gl.where(is_empty, 0, 1)
         out = buffers.sums.out.index(CONSUMER)

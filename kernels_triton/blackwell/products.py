@@ -96,3 +96,5 @@ def product_partition(args: Arguments, buffers: Buffers, META: gl.constexpr):
         n_block += num_blocks
         n_tile += 1
         numbers = receive_tile(n_tile, barriers, META)
+    if n_block > 0:  # the last commit has arrived before the program ends
+        mbarrier.wait(barriers.v_empty.index((n_block - 1) % STAGES), ((n_block - 1) // STAGES) & 1)

@@ -132,7 +132,7 @@ def forward_unsupported(problem: Problem, out: Tensor) -> str | None:
     """Returns why the forward cannot run this problem; None: it can."""
     if capability_of(problem.device) == 90 and _is_wide(problem):
         return "it takes head dims up to 256"
-    return _unsupported_operands(problem, out) or _unsupported_tile(problem, forward_tile(problem))
+    return _unsupported_device(problem) or unsupported_operands(problem, out) or _unsupported_tile(problem, forward_tile(problem))
 
 
 def wide_tile(problem: Problem) -> HopperTile:
@@ -148,7 +148,7 @@ def wide_unsupported(problem: Problem, out: Tensor, has_max_logit: bool) -> str 
         return "it takes head dims above 256"
     if has_max_logit:
         return "it does not return max_logit"
-    return _unsupported_operands(problem, out) or _unsupported_tile(problem, wide_tile(problem))
+    return _unsupported_device(problem) or unsupported_operands(problem, out) or _unsupported_tile(problem, wide_tile(problem))
 
 
 def wide_slower(problem: Problem) -> str | None:
@@ -160,11 +160,13 @@ def wide_slower(problem: Problem) -> str | None:
     return None
 
 
-def _unsupported_operands(problem: Problem, out: Tensor) -> str | None:
-    """Returns why the forwards cannot run this problem, whatever its head dims; None: they can."""
+def _unsupported_device(problem: Problem) -> str | None:
+    return None if capability_of(problem.device) == 90 else "it is written for Hopper, sm_90"
+
+
+def unsupported_operands(problem: Problem, out: Tensor) -> str | None:
+    """Returns why the copy engine or the forwards cannot take this problem's operands, whatever the head dims; None: they can."""
     x = problem
-    if capability_of(x.device) != 90:
-        return "it is written for Hopper, sm_90"
     if x.q.dtype not in DTYPES:
         return f"it takes bf16 and fp16, not {str(x.q.dtype).removeprefix('torch.')}"
     if x.descales_kv:

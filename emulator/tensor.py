@@ -1,0 +1,138 @@
+"""Tensor memory: allocations, and the descriptors through which kernels reach them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from triton.experimental.gluon.language.nvidia.blackwell import TensorMemoryLayout
+
+from flexattn.emulator import context
+from flexattn.emulator.dtypes import Array, DType, from_bits, to_bits
+from flexattn.emulator.ordering import History, Rectangle
+from flexattn.emulator.protocols import Layout
+from flexattn.emulator.report import GluonError
+from flexattn.emulator.values import Scalar, Tensor
+
+_POISON = 0x7FFF7FFF  # NaN in 32 bits, and twice in 16
+_COLUMN_BITS = 32
+
+
+class TensorAllocation:
+    """One allocate_tensor_memory, as 32-bit columns of rows. It starts as poison."""
+
+    def __init__(self, name: str, dtype: DType, shape: Sequence[int], layout: Layout) -> None:
+        if not isinstance(layout, TensorMemoryLayout):
+            raise NotImplementedError(f"tensor memory with the layout {layout}")
+        self.name, self.shape = name, (*shape[:-1], columns_of(shape[-1], dtype, layout))
+        self.bits: Array = np.full(self.shape, _POISON, np.uint32)
+        self.written: Array = np.zeros(self.shape, np.bool_)
+        self.history = History()
+
+    @property
+    def columns(self) -> int:
+        """Columns of the whole tensor memory that it takes."""
+        return math.prod(self.shape[:-2]) * self.shape[-1]
+
+
+def columns_of(elements: int, dtype: DType, layout: Any) -> int:
+    """Number of 32-bit columns that a row of so many elements has. Raises GluonError where they leave one half full."""
+    if layout.col_stride != 1:
+        raise NotImplementedError(f"tensor memory with a col_stride of {layout.col_stride}")
+    bits = elements * int(dtype.primitive_bitwidth)
+    if bits % _COLUMN_BITS:
+        raise GluonError(f"{elements} elements of {dtype.name} are no whole number of columns of tensor memory")
+    return bits // _COLUMN_BITS
+
+
+class TensorView:
+    """A tensor memory descriptor of the language.
+
+    region: what of the allocation it covers, in the allocation's coordinates, where races are looked for.
+    """
+
+    def __init__(
+        self, allocation: TensorAllocation, region: Rectangle, dtype: DType, shape: Sequence[int], layout: Layout
+    ) -> None:
+        self.allocation, self.region = allocation, region
+        self.dtype, self.shape, self.layout = dtype, list(shape), layout
+
+    @classmethod
+    def whole(cls, allocation: TensorAllocation, dtype: DType, shape: Sequence[int], layout: Layout) -> TensorView:
+        return cls(allocation, tuple((0, n) for n in allocation.shape), dtype, shape, layout)
+
+    @property
+    def rank(self) -> int:
+        return len(self.shape)
+
+    @property
+    def type(self) -> TensorView:
+        return self
+
+    def __repr__(self) -> str:
+        parts = [
+            ":" if (low, high) == (0, n) else f"{low}" if high == low + 1 else f"{low}:{high}"
+            for (low, high), n in zip(self.region, self.allocation.shape, strict=True)
+        ]
+        while parts and parts[-1] == ":":
+            parts.pop()
+        return self.allocation.name + "".join(f"[{part}]" for part in parts)
+
+    @property
+    def _place(self) -> tuple[slice, ...]:
+        return tuple(slice(low, high) for low, high in self.region)
+
+    @property
+    def is_written(self) -> bool:
+        return bool(self.allocation.written[self._place].all())
+
+    @property
+    def data(self) -> Array:
+        """A copy of the values."""
+        bits = np.ascontiguousarray(self.allocation.bits[self._place])
+        width = int(self.dtype.primitive_bitwidth)
+        values = from_bits(bits.view(np.int32 if width == _COLUMN_BITS else np.int16), self.dtype)
+        return values.reshape(self.shape)
+
+    def write(self, values: Array) -> None:
+        place = self._place
+        bits = np.ascontiguousarray(to_bits(values, self.dtype)).view(np.uint32)
+        self.allocation.bits[place] = bits.reshape(self.allocation.bits[place].shape)
+        self.allocation.written[place] = True
+
+    def index(self, index: Any) -> TensorView:
+        if self.rank < 3:
+            raise GluonError(f"index() of {self!r}, which has rank {self.rank}")
+        at = int(index)
+        if not 0 <= at < self.shape[0]:
+            context.program().fatal("shared-index", f"index {at} of {self!r}, which has {self.shape[0]}")
+        low = self.region[0][0] + at
+        return TensorView(self.allocation, ((low, low + 1), *self.region[1:]), self.dtype, self.shape[1:], self.layout)
+
+    def slice(self, start: Any, length: Any) -> TensorView:
+        if any(isinstance(argument, Scalar) for argument in (start, length)):
+            raise GluonError(f"slice({start!r}, {length!r}) of {self!r}; both must be constants")
+        if not 0 <= start < start + length <= self.shape[-1]:
+            raise GluonError(f"slice({start}, {length}) of {self!r}, which has {self.shape[-1]} columns")
+        own = self.layout
+        layout = TensorMemoryLayout((own.block[0], min(own.block[1], length)), own.col_stride, own.cta_split_num, own.two_ctas)
+        begin, size = (columns_of(n, self.dtype, own) for n in (start, length))
+        low = self.region[-1][0] + begin
+        region = (*self.region[:-1], (low, low + size))
+        return TensorView(self.allocation, region, self.dtype, [*self.shape[:-1], length], layout)
+
+    def _reinterpret(self, dtype: DType, shape: Sequence[Any], layout: Layout) -> TensorView:
+        sizes = [int(n) for n in shape]
+        low, high = self.region[-1]
+        if sizes[:-1] != self.shape[:-1] or columns_of(sizes[-1], dtype, layout) != high - low:
+            raise GluonError(f"{self!r}, {self.dtype.name}{self.shape}, reinterpreted as {dtype.name}{sizes}")
+        return TensorView(self.allocation, self.region, dtype, sizes, layout)
+
+    def load(self, layout: Layout) -> Tensor:
+        loaded: Tensor = context.program().tensor_load(self, layout)
+        return loaded
+
+    def store(self, value: Tensor, pred: Any = True) -> None:
+        context.program().tensor_store(self, value, pred)
