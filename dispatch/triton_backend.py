@@ -212,18 +212,16 @@ def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: T
 
 
 def policy_of(spec: AttentionSpec) -> Policy:
-    """Returns what FLEXATTN_HOPPER says where there can be kernels for sm_90; Triton's interpreter does not run Gluon."""
+    """Returns what FLEXATTN_HOPPER says; Triton's interpreter does not run Gluon."""
     from flexattn.kernels_triton.families import Policy
     from flexattn.kernels_triton.runtime.interpreter import INTERPRETED
 
-    if spec.capability != (9, 0):
-        return Policy(portable_only="compute capability 9.0 is needed")
     if INTERPRETED:
         return Policy(portable_only="Triton's interpreter runs no Gluon")
     wish = options.hopper()
     if wish == "never":
         return Policy(portable_only="FLEXATTN_HOPPER=never")
-    return Policy(ignores_measurements=wish == "always" or spec.batch_invariant)
+    return Policy(ignores_measurements=wish == "always" or spec.batch_invariant, takes_what_never_ran=wish == "always")
 
 
 def choice_of(spec: AttentionSpec, x: Operands, direction: Direction) -> Choice | None:
@@ -291,7 +289,8 @@ def _backward_call(
     quantises = spec.fp8 is not None and dout.element_size() > 1
     if quantises:
         x, dout = _with_dout_to_come(spec, x, dout)
-    needs_all = gradients.dbias is not None or bool(dcaptures) or spec.deterministic or policy.portable_only is not None
+    is_portable = policy.portable_only is not None or spec.capability != (9, 0)  # no other device has a backward of its own
+    needs_all = gradients.dbias is not None or bool(dcaptures) or spec.deterministic or is_portable
     problem = replace(to_problem(spec, x), dout_is_to_come=quantises)
     return Backward(
         problem=with_diagonals(with_mask_blocks(problem, "backward" if needs_all else "one pass")),

@@ -19,9 +19,17 @@ from flexattn.kernels_triton.portable import forward as portable_forward
 from flexattn.kernels_triton.runtime.launch import capability_of, num_processors, pretended_device
 
 
+_NEVER_RAN = "it was compiled and emulated, and never run on a GPU"
+
+
 def _hopper(name: str) -> Any:
     """Returns a module of kernels for sm_90; importing them takes a third of a second, which other devices need not spend."""
     return importlib.import_module(f"flexattn.kernels_triton.hopper.{name}")
+
+
+def _blackwell(name: str) -> Any:
+    """Returns a module of kernels for sm_100, imported like those for sm_90."""
+    return importlib.import_module(f"flexattn.kernels_triton.blackwell.{name}")
 
 
 Call = TypeVar("Call", Forward, Backward)
@@ -39,6 +47,8 @@ class Family(Generic[Call]):
     blocks: Callable[[Any], str]  # how many queries and keys a program takes at a time with a tile
     run: Callable[[Call, Any], None]  # launches them with a tile
     splits: Callable[[Call, Any], Splits] | None = None  # how many parts they take the keys of few queries in; None: always one
+    capability: int | None = None  # the compute capability that they are written for, as 90; None: any
+    has_run: bool = True  # on a GPU; what has not runs where it is asked for alone
 
 
 class Policy(NamedTuple):
@@ -46,6 +56,7 @@ class Policy(NamedTuple):
 
     portable_only: str | None = None  # why no family but the portable one may run; None: all may
     ignores_measurements: bool = False  # FLEXATTN_HOPPER=always: what is slower may run too
+    takes_what_never_ran: bool = False  # FLEXATTN_HOPPER=always: and what was never run on a GPU
 
 
 class Choice(NamedTuple):
@@ -67,18 +78,28 @@ def choose(call: Call, policy: Policy) -> Choice:
     order: Sequence[Family[Any]] = (FORWARDS if isinstance(call, Forward) else BACKWARDS)[call.problem.is_fp8]
     rejected = []
     for family in order[:-1]:
-        reason = policy.portable_only or _beside_diagonal(call.problem, family.name) or family.unsupported(call)
+        reason = policy.portable_only or _not_here(family, call.problem, policy)
+        reason = reason or _beside_diagonal(call.problem, family.name) or family.unsupported(call)
         if reason is None and not policy.ignores_measurements:
             reason = family.slower(call)
         if reason is None:
             why = "FLEXATTN_HOPPER=always" if policy.ignores_measurements else "measured to be faster for such a call"
+            why = why if family.has_run else f"FLEXATTN_HOPPER=always; {_NEVER_RAN}"
             return Choice(family, family.tile(call), why, tuple(rejected))
         rejected.append((family.name, reason))
     portable = order[-1]
     return Choice(portable, portable.tile(call), "runs what the others leave", tuple(rejected))
 
 
-_EMULATED = ("sm_90", "sm_90 fused", "sm_90 two-kernel")  # with bands that have not their diagonals in them
+def _not_here(family: Family[Any], problem: Problem, policy: Policy) -> str | None:
+    """Returns why a family is not for the problem's device, or not unless it is asked for; None: it is."""
+    own = family.capability
+    if own is not None and own != capability_of(problem.device):
+        return f"compute capability {own // 10}.{own % 10} is needed"
+    return None if family.has_run or policy.takes_what_never_ran else f"{_NEVER_RAN}; FLEXATTN_HOPPER=always runs it"
+
+
+_EMULATED = ("sm_90", "sm_90 fused", "sm_90 two-kernel", "sm_100")  # with bands that have not their diagonals in them
 
 
 def _beside_diagonal(problem: Problem, name: str) -> str | None:
@@ -173,6 +194,7 @@ HOPPER_FORWARD = Family[Forward](
     blocks=lambda tile: _blocks(tile.block_m, tile.block_n),
     run=lambda call, tile: _hopper("forward").hopper_forward(call.problem, call.out, call.lse, call.max_logit, tile),
     splits=_hopper_splits,
+    capability=90,
 )
 
 
@@ -190,6 +212,7 @@ HOPPER_WIDE_FORWARD = Family[Forward](
     blocks=lambda tile: _blocks(tile.block_m, tile.block_n),
     run=lambda call, tile: _hopper("wide_forward").wide_forward(call.problem, call.out, call.lse, tile),
     splits=_wide_splits,
+    capability=90,
 )
 
 
@@ -215,6 +238,7 @@ HOPPER_FP8_CACHE = Family[Forward](
     blocks=lambda tile: _blocks(tile.block_m, tile.block_n),
     run=lambda call, tile: _hopper("fp8_cache").fp8_cache_forward(call.problem, call.out, call.lse, tile),
     splits=_fp8_cache_splits,
+    capability=90,
 )
 
 
@@ -238,6 +262,20 @@ HOPPER_FP8_FORWARD = Family[Forward](
     tile=lambda call: _hopper("fp8_forward").tile_of(call.problem),
     blocks=lambda tile: _blocks(tile.block_m, tile.block_n),
     run=_run_fp8_forward,
+    capability=90,
+)
+
+
+BLACKWELL_FORWARD = Family[Forward](
+    name="sm_100",
+    direction="forward",
+    unsupported=lambda call: _blackwell("conditions").forward_unsupported(call.problem, call.out, call.max_logit is not None),
+    slower=_never,  # no measurement speaks for it or against it
+    tile=lambda call: _blackwell("conditions").forward_tile(call.problem),
+    blocks=lambda tile: _blocks(tile.block_m, tile.block_n),
+    run=lambda call, tile: _blackwell("forward").blackwell_forward(call.problem, call.out, call.lse, tile),
+    capability=100,
+    has_run=False,
 )
 
 
@@ -286,6 +324,7 @@ HOPPER_FUSED = Family[Backward](
     tile=lambda call: _hopper("conditions").fused_tile(call.problem),
     blocks=_blocks_of_fused,
     run=lambda call, tile: _run_backward(_hopper("backward_fused").fused_backward, call, tile),
+    capability=90,
 )
 
 HOPPER_TWO_KERNELS = Family[Backward](
@@ -298,6 +337,7 @@ HOPPER_TWO_KERNELS = Family[Backward](
     tile=lambda call: _hopper("conditions").backward_tile(call.problem),
     blocks=_blocks_of_two_kernels,
     run=lambda call, tile: _run_backward(_hopper("backward").hopper_backward, _with_key_lists(call), tile),
+    capability=90,
 )
 
 HOPPER_FP8_FUSED = Family[Backward](
@@ -313,6 +353,7 @@ HOPPER_FP8_FUSED = Family[Backward](
     tile=lambda call: _hopper("fp8_backward_fused").tile_of(call.problem),
     blocks=_blocks_of_fused,
     run=lambda call, tile: _run_backward(_hopper("fp8_backward_fused").fp8_fused_backward, call, tile),
+    capability=90,
 )
 
 HOPPER_FP8_TWO_KERNELS = Family[Backward](
@@ -327,6 +368,7 @@ HOPPER_FP8_TWO_KERNELS = Family[Backward](
     tile=lambda call: _hopper("fp8_backward").tile_of(call.problem),
     blocks=_blocks_of_two_kernels,
     run=lambda call, tile: _run_backward(_hopper("fp8_backward").fp8_backward, _with_key_lists(call), tile),
+    capability=90,
 )
 
 
@@ -358,7 +400,7 @@ def _dequantized(family: Family[Backward]) -> Family[Backward]:
 
 # By whether q, k and v are in FP8, in the order that the families are asked: the portable one takes whatever the others leave.
 FORWARDS: dict[bool, tuple[Family[Forward], ...]] = {
-    False: (HOPPER_FORWARD, HOPPER_WIDE_FORWARD, HOPPER_FP8_CACHE, PORTABLE_FORWARD),
+    False: (HOPPER_FORWARD, HOPPER_WIDE_FORWARD, HOPPER_FP8_CACHE, BLACKWELL_FORWARD, PORTABLE_FORWARD),
     True: (HOPPER_FP8_FORWARD, PORTABLE_FORWARD),
 }
 BACKWARDS: dict[bool, tuple[Family[Backward], ...]] = {

@@ -10,8 +10,6 @@ from flexattn.kernels_triton.hopper.conditions import unsupported_block_mask, un
 from flexattn.kernels_triton.hopper.pages import unsupported_pages
 from flexattn.kernels_triton.runtime.launch import capability_of
 
-NOT_MEASURED = "it was compiled and emulated, and never run on a GPU: FLEXATTN_HOPPER=always takes it all the same"
-
 
 def forward_tile(problem: Problem) -> BlackwellTile:
     """Returns the tile."""
