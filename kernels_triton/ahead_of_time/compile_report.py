@@ -51,6 +51,9 @@ SHARED_MEMORY_LIMIT: dict[int, int] = {80: 166912, 86: 101376, 89: 101376, 90: 2
 """Bytes of shared memory that one block can have (opt-in), by compute capability: CUDA C++ Programming Guide, "Compute
 Capabilities", technical specifications per compute capability, "Maximum amount of shared memory per thread block"."""
 
+TENSOR_COLUMNS_LIMIT = 512
+"""Columns of tensor memory of a multiprocessor of sm_100, and so of a program: PTX ISA, "Tensor Memory Addressing"."""
+
 PTXAS_LOG = "ptxas.log"
 PTXAS_SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 PTXAS_WARNING = re.compile(r"warning|\(C75\d\d\)")
@@ -59,6 +62,7 @@ SASS_WHOLE_OPERATION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z]
 DEBUG_LINE = re.compile(r"\s*(\.(loc|file)\b|\$L__(tmp|func_(begin|end))\d+:)")
 SASS_OPERATION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)")  # "/*0010*/  @!P0 LDG.E R2, ..." -> LDG
 
+TTGIR_RESULTS = re.compile(r"^\s*%[\w:]+(, %[\w:]+)* = ")
 SASS_WAIT_FOR_ALL = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x0")  # "WARPGROUP.DEPBAR.LE gsb0, 0x1" lets one product run on
 SASS_LABEL = re.compile(r"^\s*\.(L_x_\d+):")
 SASS_BRANCH = re.compile(r"\bBRA\b.*`\(\.(L_x_\d+)\)")
@@ -167,6 +171,7 @@ class CompileReport:
         are garbage (`sass_registers` has the whole story).
     warnings: the lines of ptxas that warn; C7510 and the like say that it serialised wgmma.
     compile_seconds: wall time of Triton's compiler; next to nothing when its cache on disk knew the kernel.
+    tensor_columns: 32-bit columns of tensor memory that a program takes, on sm_100; to compare with TENSOR_COLUMNS_LIMIT.
     ptx_digest: of the PTX without what is for debuggers alone, and without the kernel's name.
     sass_digest: of the SASS instructions with their operands, in their order.
     operations_digest: of the SASS operations alone, in their order: the same where an argument of a kernel is at another place,
@@ -185,6 +190,7 @@ class CompileReport:
     exposed_exponentials: int = 0
     idle_barriers: int = 0
     undefined_registers: tuple[str, ...] = ()
+    tensor_columns: int = 0
     ptx_digest: str = ""
     sass_digest: str = ""
     operations_digest: str = ""
@@ -251,6 +257,7 @@ def compile_for(
         exposed_exponentials=sum(map(_exposed_exponentials, _innermost_loop_lines(sass))),
         idle_barriers=_idle_barriers(compiled.asm["ttgir"]),
         undefined_registers=undefined_registers(sass),
+        tensor_columns=getattr(compiled.metadata, "tmem_size", 0) or 0,
         ptx_digest=_digest(_without_debug_lines(compiled.asm["ptx"]).replace(compiled.metadata.name, "kernel")),
         sass_digest=_digest("\n".join(SASS_INSTRUCTION.findall(sass))),
         operations_digest=_digest("\n".join(SASS_WHOLE_OPERATION.findall(sass))),
@@ -272,9 +279,11 @@ def _idle_barriers(ttgir: str) -> int:
     if "ttng.init_barrier" not in ttgir:
         return 0
     lines = ttgir.splitlines()
+    operands = [TTGIR_RESULTS.sub("", line) for line in lines]
 
     def uses(name: str) -> list[str]:
-        return [line for line in lines if re.search(rf"{re.escape(name)}(?!\w)", line.partition(" = ")[2] or line)]
+        used = re.compile(rf"{re.escape(name)}(?!\w)")
+        return [line for line, text in zip(lines, operands, strict=True) if used.search(text)]
 
     idle = 0
     for name in re.findall(r"^\s*(%\w+) = ttg.local_alloc :", ttgir, re.MULTILINE):

@@ -159,6 +159,32 @@ def _barriers(HAS_IDLE: gl.constexpr):
     mbarrier.wait(used.index(1), 0)
 
 
+@gluon.jit
+def _wait_for(barriers):
+    mbarrier.wait(barriers.index(0), 0)
+
+
+@gluon.jit
+def _arrive_at(barriers):
+    mbarrier.arrive(barriers.index(0), count=1)
+
+
+@gluon.jit
+def _nothing():
+    pass
+
+
+@gluon.jit
+def _barriers_of_workers():
+    barriers = allocate_barriers(2, 1)
+    gl.warp_specialize([(_nothing, ()), (_wait_for, (barriers,)), (_arrive_at, (barriers,))], [1, 1], [24, 24])
+
+
+def test_barriers_that_workers_alone_use_are_used():
+    [report] = compile_beside([CompileRequest(__name__, "_barriers_of_workers", {}, {}, 90, 4, 1)])
+    assert report.idle_barriers == 0
+
+
 def test_barriers_that_nothing_uses_are_counted():
     """One of two arrays has a use of one element; the other barriers none, or one."""
     requests = [CompileRequest(__name__, "_barriers", {}, {"HAS_IDLE": has_idle}, 90, 4, 1) for has_idle in (False, True)]

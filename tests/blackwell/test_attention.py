@@ -1,0 +1,146 @@
+"""The Gluon forward for sm_100: compiled ahead of time and held to gates, and what it leaves to the portable kernels.
+
+No test here runs it on a GPU, and no GPU has: `tests/blackwell/test_emulated.py` holds its results to the oracle.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from flexattn.dispatch import triton_backend
+from flexattn.dispatch.explain import explain
+from flexattn.functional import bind_call
+from flexattn.kernels_triton.ahead_of_time.compile_report import SHARED_MEMORY_LIMIT, TENSOR_COLUMNS_LIMIT, request_for
+from flexattn.kernels_triton.blackwell import conditions
+from flexattn.kernels_triton.blackwell.forward import blackwell_forward
+from flexattn.kernels_triton.common.problem import Problem
+from flexattn.kernels_triton.common.tiles import BLACKWELL_FORWARD
+from flexattn.kernels_triton.runtime import interpreter
+from flexattn.kernels_triton.runtime.launch import Launch, pretended_device, recorded_launches
+from flexattn.ops import spec_to_run
+from flexattn.testing import make_call, make_inputs
+from tests.hopper.test_attention import FEATURES, cumulative
+from tests.hopper.test_mods import FEATURES as MODS
+from tests.support.compiled_kernels import compile_sound
+
+DIMS = tuple(tile.head_dim_qk for tile in BLACKWELL_FORWARD)
+LOOP_SPILLS = 2  # one register of a consumer, stored and loaded
+LOOP_SPILLS_OF_MODS = 0.16  # as a share, as on sm_90: what a mod computes stands beside all scores of a row
+CODE = 2**17 // 16  # instructions of 16 bytes: with more than 128 KiB of them forwards were slower on sm_90
+
+
+def launch_of(head_dim: int, features: str, dtype: torch.dtype = torch.bfloat16) -> Launch:
+    is_ragged = features == "everything"
+    shape = (512, 4) if is_ragged else (2, 512, 4)
+    q, k, v, out = (torch.zeros(*shape, head_dim, dtype=dtype) for _ in "qkvo")
+    lse = torch.zeros(4, 512) if is_ragged else torch.zeros(2, 4, 512)
+    offsets = cumulative([256, 256])
+    lengths = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"), offsets)
+    lengths |= {"max_seqlen_q": 256, "max_seqlen_kv": 256}
+    problem = Problem(q, k, v, softmax_scale=0.1, **FEATURES[features], **(lengths if is_ragged else {}))
+    with recorded_launches() as launches:
+        blackwell_forward(problem, out, lse)
+    return next(launch for launch in launches if "blackwell" in launch.kernel.__name__)
+
+
+def check_compiled(cases: list[tuple[int, str]], dtype: torch.dtype = torch.bfloat16) -> None:
+    requests = [request_for(launch_of(head_dim, features, dtype), 100) for head_dim, features in cases]
+    for case, report in zip(cases, compile_sound(requests), strict=True):
+        assert set(report.matrix_instructions) == {"UTCHMMA"}, f"{case}: {report.matrix_instructions}"
+        assert {"UTMALDG", "UTMASTG", "LDTM", "STTM", "UTCBAR"} <= report.instructions.keys(), case
+        assert 0 < report.tensor_columns <= TENSOR_COLUMNS_LIMIT, f"{case}: {report.tensor_columns}"
+        assert report.shared_bytes <= SHARED_MEMORY_LIMIT[100], f"{case}: {report.shared_bytes}"
+        assert report.idle_barriers == 0, f"{case}: {report.idle_barriers} barriers that nothing uses"
+        assert not report.warnings, f"{case}: {report.warnings}"
+        assert sum(report.instructions.values()) <= CODE, f"{case}: {sum(report.instructions.values())} instructions"
+        consumers = [loop for loop in report.loops if loop.get("MUFU", 0) >= 128]
+        assert len(consumers) == 2, f"{case}: {len(consumers)} loops with exponentials"
+        spills = [loop.get("STL", 0) + loop.get("LDL", 0) for loop in consumers]
+        assert max(spills) <= LOOP_SPILLS, f"{case}: {spills}"
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
+        [(128, "causal")],
+        pytest.param([(dim, features) for dim in DIMS for features in FEATURES], marks=pytest.mark.slow),
+    ],
+    ids=["one", "more"],
+)
+def test_compiled(cases: list[tuple[int, str]]) -> None:
+    check_compiled(cases)
+
+
+@pytest.mark.exhaustive
+def test_compiled_in_fp16() -> None:
+    check_compiled([(dim, features) for dim in DIMS for features in FEATURES], torch.float16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dim", DIMS)
+def test_mods_compiled(dim: int) -> None:
+    requests = []
+    bias = {"bias_type": "post_scale_bias", "bias": torch.zeros(1, 4, 512, 512, dtype=torch.bfloat16)}
+    for features in [*(make("cpu") for make in MODS.values()), bias]:
+        inputs = {"lengths_q": [512], "num_heads": 4, "num_heads_kv": 4, "head_dim_qk": dim, "head_dim_v": dim}
+        given = make_inputs(dtype=torch.bfloat16, **inputs)
+        spec, x = make_call(given, attn_mask_type="causal", return_max_logit=False, **features)
+        with recorded_launches() as launches:
+            blackwell_forward(triton_backend.to_problem(spec, x), torch.empty_like(x.q), torch.empty(1, 4, 512))
+        requests += [request_for(launch, 100) for launch in launches if "blackwell" in launch.kernel.__name__]
+    assert len(requests) == len(MODS) + 1
+    for request, report in zip(requests, compile_sound(requests), strict=True):
+        assert set(report.matrix_instructions) == {"UTCHMMA"}, request
+        assert report.loop_spill_share <= LOOP_SPILLS_OF_MODS, f"{request}: {report}"
+        assert report.shared_bytes <= SHARED_MEMORY_LIMIT[100], request
+        assert report.idle_barriers == 0, request
+
+
+@pytest.mark.parametrize(
+    ("more", "has_max_logit", "reason"),
+    [
+        ({}, False, None),
+        ({"dtype": torch.float32}, False, "bf16 and fp16, not float32"),
+        ({"shape": (2, 1024, 16, 192)}, False, "head dims up to 128"),
+        ({"dropout_p": 0.1, "rng_state": torch.zeros(2, dtype=torch.int64)}, False, "no dropout"),
+        ({"softmax_scale": 0.0}, False, "softmax_scale of 0"),
+        ({"shape": (2, 0, 16, 128)}, False, "nothing to load"),
+        ({}, True, "max_logit"),
+    ],
+    ids=str,
+)
+def test_calls_left_to_the_portable_kernel_have_a_reason(more: dict[str, Any], has_max_logit: bool, reason: str | None) -> None:
+    x = torch.empty(more.get("shape", (2, 1024, 16, 128)), dtype=more.get("dtype", torch.bfloat16), device="meta")
+    problem = Problem(x, x, x, **{"softmax_scale": 0.1, **{k: v for k, v in more.items() if k not in ("shape", "dtype")}})
+    with pretended_device(100, 148):
+        said = conditions.forward_unsupported(problem, x, has_max_logit)
+    assert said is None if reason is None else reason in str(said)
+    for other in (90, 103, 120):
+        with pretended_device(other, 148):
+            assert "sm_100" in str(conditions.forward_unsupported(problem, x, has_max_logit))
+
+
+@pytest.mark.parametrize(
+    ("wish", "more", "forward"),
+    [
+        ("auto", {}, "not sm_100: it was compiled and emulated, and never run on a GPU; FLEXATTN_HOPPER=always runs it"),
+        ("auto", {"batch_invariant": True}, "not sm_100: it was compiled and emulated, and never run on a GPU"),
+        ("never", {}, "FLEXATTN_HOPPER=never"),
+        ("always", {}, "  sm_100: FLEXATTN_HOPPER=always; it was compiled and emulated, and never run on a GPU"),
+    ],
+)
+def test_only_who_asks_for_it_gets_it(
+    wish: str, more: dict[str, Any], forward: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(interpreter, "INTERPRETED", False)  # which runs no Gluon; here nothing is run at all
+    monkeypatch.setenv("FLEXATTN_HOPPER", wish)
+    q = torch.empty(2, 4096, 16, 128, dtype=torch.bfloat16, device="meta", requires_grad=not more)
+    x, settings = bind_call(q=q, k=q, v=q, **more)
+    spec = spec_to_run(x, settings)._replace(device_type="cuda", capability=(10, 0))
+    text = str(explain(spec, "triton", x))
+    assert forward in text
+    assert ("forward: triton (sm_100)" in text) == (wish == "always")
+    assert more or "backward: triton (portable)" in text
