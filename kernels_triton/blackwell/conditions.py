@@ -5,16 +5,17 @@ from __future__ import annotations
 from torch import Tensor
 
 from flexattn.kernels_triton.common.problem import Problem
-from flexattn.kernels_triton.common.tiles import BLACKWELL_FORWARD, BlackwellTile
+from flexattn.kernels_triton.common.tiles import BLACKWELL_FORWARD, BLACKWELL_MODIFIED, BlackwellTile
 from flexattn.kernels_triton.hopper.conditions import unsupported_block_mask, unsupported_operands
 from flexattn.kernels_triton.hopper.pages import unsupported_pages
 from flexattn.kernels_triton.runtime.launch import capability_of
 
 
 def forward_tile(problem: Problem) -> BlackwellTile:
-    """Returns the tile."""
+    """Returns the tile, which no measurement chose."""
     d_qk, d_v = problem.q.shape[-1], problem.v.shape[-1]
-    return next(tile for tile in BLACKWELL_FORWARD if d_qk <= tile.head_dim_qk and d_v <= tile.head_dim_v)
+    tiles = BLACKWELL_MODIFIED if problem.is_modified else BLACKWELL_FORWARD
+    return next(tile for tile in tiles if d_qk <= tile.head_dim_qk and d_v <= tile.head_dim_v)
 
 
 def forward_unsupported(problem: Problem, out: Tensor, has_max_logit: bool) -> str | None:

@@ -313,6 +313,9 @@ BLACKWELL_FORWARD = (
     BlackwellTile(128, 128, 256, 128, 2, 224, 1, 2),
 )
 
+BLACKWELL_MODIFIED = tuple(tile._replace(block_n=64, num_stages=2 * tile.num_stages) for tile in BLACKWELL_FORWARD)
+"""The same for modified scores: what a mod or a bias computes stands beside a row's scores, of which a thread has all."""
+
 HOPPER_FLOPS = 2**36
 """Of a call, from which the kernels of sm_90 are used where nothing with less to do was measured to be faster."""
 

@@ -27,8 +27,8 @@ from tests.hopper.test_mods import FEATURES as MODS
 from tests.support.compiled_kernels import compile_sound
 
 DIMS = tuple(tile.head_dim_qk for tile in BLACKWELL_FORWARD)
-LOOP_SPILLS = 2  # one register of a consumer, stored and loaded
-LOOP_SPILLS_OF_MODS = 0.16  # as a share, as on sm_90: what a mod computes stands beside all scores of a row
+LOOP_SPILLS = 3  # one register of a consumer, stored and loaded
+SPILLS_OF_MODS = {"alibi": 0.08, "mod: alibi": 0.08}  # as a share of a loop's instructions
 CODE = 2**17 // 16  # instructions of 16 bytes: with more than 128 KiB of them forwards were slower on sm_90
 
 
@@ -56,7 +56,7 @@ def check_compiled(cases: list[tuple[int, str]], dtype: torch.dtype = torch.bflo
         assert report.idle_barriers == 0, f"{case}: {report.idle_barriers} barriers that nothing uses"
         assert not report.warnings, f"{case}: {report.warnings}"
         assert sum(report.instructions.values()) <= CODE, f"{case}: {sum(report.instructions.values())} instructions"
-        consumers = [loop for loop in report.loops if loop.get("MUFU", 0) >= 128]
+        consumers = [loop for loop in report.loops if loop.get("MUFU", 0) >= 64]
         assert len(consumers) == 2, f"{case}: {len(consumers)} loops with exponentials"
         spills = [loop.get("STL", 0) + loop.get("LDL", 0) for loop in consumers]
         assert max(spills) <= LOOP_SPILLS, f"{case}: {spills}"
@@ -84,19 +84,19 @@ def test_compiled_in_fp16() -> None:
 def test_mods_compiled(dim: int) -> None:
     requests = []
     bias = {"bias_type": "post_scale_bias", "bias": torch.zeros(1, 4, 512, 512, dtype=torch.bfloat16)}
-    for features in [*(make("cpu") for make in MODS.values()), bias]:
+    cases = {name: make("cpu") for name, make in MODS.items()} | {"bias": bias}
+    for features in cases.values():
         inputs = {"lengths_q": [512], "num_heads": 4, "num_heads_kv": 4, "head_dim_qk": dim, "head_dim_v": dim}
         given = make_inputs(dtype=torch.bfloat16, **inputs)
         spec, x = make_call(given, attn_mask_type="causal", return_max_logit=False, **features)
         with recorded_launches() as launches:
             blackwell_forward(triton_backend.to_problem(spec, x), torch.empty_like(x.q), torch.empty(1, 4, 512))
         requests += [request_for(launch, 100) for launch in launches if "blackwell" in launch.kernel.__name__]
-    assert len(requests) == len(MODS) + 1
-    for request, report in zip(requests, compile_sound(requests), strict=True):
-        assert set(report.matrix_instructions) == {"UTCHMMA"}, request
-        assert report.loop_spill_share <= LOOP_SPILLS_OF_MODS, f"{request}: {report}"
-        assert report.shared_bytes <= SHARED_MEMORY_LIMIT[100], request
-        assert report.idle_barriers == 0, request
+    for name, report in zip(cases, compile_sound(requests), strict=True):
+        assert set(report.matrix_instructions) == {"UTCHMMA"}, name
+        assert report.loop_spill_share <= SPILLS_OF_MODS.get(name, 0.01), f"{name}: {report}"
+        assert report.shared_bytes <= SHARED_MEMORY_LIMIT[100], name
+        assert report.idle_barriers == 0, name
 
 
 @pytest.mark.parametrize(
