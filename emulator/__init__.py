@@ -1,11 +1,11 @@
-"""Gluon kernels for Hopper on a CPU: run under many schedules, with wrong synchronisation reported at the kernel's own line.
+"""Gluon kernels for Hopper and Blackwell on a CPU: under many schedules, with wrong synchronisation reported at its own line.
 
     from flexattn import emulator
 
     report = emulator.launch(kernel, (programs,), *args, num_warps=4, seed=7, BLOCK=128)
     report.check()  # raises with the report if there is a bug
 
-`launch` executes a @gluon.jit function, with its partitions, TMA, mbarriers and wgmma, as Python on numpy arrays. A seed decides
+`launch` executes a @gluon.jit function, with its partitions, TMA, mbarriers and products, as Python on numpy arrays. A seed decides
 when each partition runs and when each asynchronous operation acts. `BUGS` and `WARNINGS` list what can be found;
 docs/emulator.md has a first kernel, and what is not modelled. Needs triton and numpy, and no GPU.
 """

@@ -1,4 +1,4 @@
-"""Operations that run beside the partitions: wgmma, tcgen05, TMA loads, TMA stores. The scheduler picks the moments at which they act."""
+"""Operations that run beside the partitions: wgmma, tcgen05, TMA loads, TMA stores. The scheduler picks when they act."""
 
 from __future__ import annotations
 
@@ -107,8 +107,8 @@ class Accumulator:
 
 
 class Product:
-    """A tcgen05.mma. It reads its operands and adds to its accumulator at any moment, in the order in which a partition issued them,
-    until a commit behind it arrives."""
+    """A tcgen05.mma. It reads its operands and adds to its accumulator at any moment until a commit behind it arrives, in the order
+    in which its partition issued products."""
 
     def __init__(
         self,

@@ -444,10 +444,10 @@ class Cta(Scheduler):
         partition, knowledge = self.current, self.current.knowledge
         access = Access(actor, time, False, partition.name, what, current_site())
         for earlier, was_write in view.allocation.history.add(view.region, access, write):
-            now, then = "write" if write else "read", "write" if was_write else "read"
-            pair = f"{what} ({now}) of {view!r} by {partition.name}", f"{earlier.what} ({then}) by {earlier.who}"
             if earlier.actor == actor:
                 continue
+            now, then = "write" if write else "read", "write" if was_write else "read"
+            pair = f"{what} ({now}) of {view!r} by {partition.name}", f"{earlier.what} ({then}) by {earlier.who}"
             if not knowledge.knows(earlier):
                 if self._race_detector:
                     self.find("race", f"{pair[0]} is not ordered after the {pair[1]} at {show(earlier.site)}")

@@ -25,7 +25,7 @@ Rectangle = tuple[tuple[int, int], ...]  # [low, high) along each dimension of a
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """One access to shared or tensor memory. generic: an ordinary load or store, and not TMA or wgmma, which use the async proxy."""
+    """One access to shared or tensor memory. generic: an ordinary load or store, and not TMA or products, of the async proxy."""
 
     actor: Actor
     time: int
@@ -41,8 +41,8 @@ class Knowledge:
     TMA and wgmma read shared memory through the async proxy, which sees ordinary stores only across a fence.proxy.async (PTX ISA,
     "Async proxy"). The fence may be the writer's or the reader's; what it covers travels with later releases.
 
-    Accesses to tensor memory of two threads need a tcgen05.fence on both sides of the barrier between them: before the release, where
-    they are `offered`, and after the acquire, where they are `ordered` (PTX ISA, "tcgen05.fence").
+    Accesses to tensor memory of two threads need a tcgen05.fence on both sides of the barrier between them: before the release,
+    where those made are `offered`, and after the acquire, where they are `ordered` (PTX ISA, "tcgen05.fence").
     """
 
     __slots__ = ("fenced", "happened", "offered", "ordered")

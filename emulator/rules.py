@@ -1,4 +1,4 @@
-"""Rules of Gluon, Triton's lowering, sm_90 and sm_100 that hold whatever the schedule: layouts, shapes of products, registers, memory."""
+"""Rules of Gluon, Triton's lowering, sm_90 and sm_100 that hold whatever the schedule: layouts, products, registers, memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flexattn.emulator.tensor import TensorView
 from flexattn.emulator.values import Scalar, Tensor
 
 SHARED_MEMORY_BYTES = 232448
-"""Limits of one block of sm_90, and of sm_100: CUDA C++ Programming Guide, "Compute Capabilities", maximum shared memory per thread block."""
+"""Limits of one block of sm_90 and of sm_100: CUDA C++ Programming Guide, "Compute Capabilities", shared memory of a block."""
 
 TENSOR_MEMORY_COLUMNS = 512  # of 128 lanes of 32 bits: PTX ISA, "Tensor Memory Addressing"
 NAMED_BARRIERS = 16  # per block: PTX ISA, "barrier"

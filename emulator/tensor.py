@@ -53,9 +53,7 @@ class TensorView:
     region: what of the allocation it covers, in the allocation's coordinates, where races are looked for.
     """
 
-    def __init__(
-        self, allocation: TensorAllocation, region: Rectangle, dtype: DType, shape: Sequence[int], layout: Layout
-    ) -> None:
+    def __init__(self, allocation: TensorAllocation, region: Rectangle, dtype: DType, shape: Sequence[int], layout: Layout) -> None:
         self.allocation, self.region = allocation, region
         self.dtype, self.shape, self.layout = dtype, list(shape), layout
 

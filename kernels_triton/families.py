@@ -18,7 +18,6 @@ from flexattn.kernels_triton.mods.mask_blocks import with_key_lists
 from flexattn.kernels_triton.portable import forward as portable_forward
 from flexattn.kernels_triton.runtime.launch import capability_of, num_processors, pretended_device
 
-
 _NEVER_RAN = "it was compiled and emulated, and never run on a GPU"
 
 

@@ -1,4 +1,4 @@
-"""A consumer of the forward for sm_100: a warpgroup with the softmax of 128 rows, the rescaling of their sums, and their results."""
+"""A consumer of the forward for sm_100: a warpgroup with the softmax of 128 rows, the rescaling of their sums, their results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forward attention on Blackwell (sm_100) in Gluon: a warp that loads by TMA, one that issues products, two warpgroups that compute.
+"""Forward attention on Blackwell (sm_100) in Gluon: a warp that loads by TMA, one that issues products, two warpgroups.
 
 Products are tcgen05's: they read q, k and v in shared memory and weights in tensor memory, and leave scores and out there. The two
 consumer warpgroups have 128 queries each, so that the products of one run under the softmax of the other (FlashAttention-4, arXiv

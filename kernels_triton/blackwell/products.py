@@ -1,7 +1,8 @@
 """The warp of the forward for sm_100 that issues all products: of q and k, of weights and v.
 
-They run in the order of issue. A consumer's next scores are issued behind the product that reads its weights, whose place they take,
-so that while one consumer has its softmax the other one's products run. A barrier that they are committed to sees all before.
+They run in the order of issue. PTX promises that for products of one accumulator alone; Triton's and FlashAttention-4's kernels rely
+on it for others too. A consumer's next scores are issued behind the product that reads its weights, whose place they take. So while
+one consumer has its softmax the other one's products run, and a barrier that scores are committed to has seen that product too.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Tensor memory of the kernels for sm_100: where scores, weights and out lie, their layouts, and the products that write them.
 
-A tile in it has 128 rows, one for each of its lanes, and 32-bit columns, of which there are 512. A warpgroup loads and stores a tile
-so that each thread has a row of its own.
+A tile in it has 128 rows, one for each of its lanes, and 32-bit columns, of which there are 512. A warpgroup loads and stores a
+tile so that each thread has a row of its own.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def multiply_scores(q: Pair, own, k: Pair, stage, scores, META: gl.constexpr):
         tcgen05_mma(q1, k1.permute([1, 0]), scores, use_acc=True)
 
 
-# Orders of tensor memory between threads (PTX ISA, "tcgen05.fence"): what a thread did there, before the barrier that it arrives at; a
-# thread's own, after the barrier that it waited for. A commit is the former itself. Triton 3.6 and 3.7 make none of these.
+# Order of two threads' accesses to tensor memory (PTX ISA, "tcgen05.fence"): the one fences before it arrives at the barrier that is
+# between them, the other after it has waited there. A commit is a fence itself. Triton 3.6 and 3.7 make none.
 @gluon.jit
 def fence_before_sync():
     assembly: gl.constexpr = "tcgen05.fence::before_thread_sync; mov.b32 $0, 0;"

@@ -209,10 +209,11 @@ def blocks_of_consumer(m_start, num_blocks, block_range, band: SequenceBand, MET
     if not META.SKIPS:
         return 0, num_blocks, block_range
     else:
+        QUERIES: gl.constexpr = META.BLOCK_M // META.CONSUMERS // META.GROUP
         begin = block_range
         end = block_range + num_blocks
         if META.HAS_RIGHT:
-            last = gl.cdiv(gl.maximum(m_start + META.BLOCK_M // META.CONSUMERS // META.GROUP + band.shift + band.right, 0), META.BLOCK_N)
+            last = gl.cdiv(gl.maximum(m_start + QUERIES + band.shift + band.right, 0), META.BLOCK_N)
             end = gl.minimum(gl.maximum(last, block_range), end)
         if META.HAS_LEFT:
             left = gl.maximum(m_start + band.shift - band.left, 0) // META.BLOCK_N

@@ -132,9 +132,7 @@ def test_calls_left_to_the_portable_kernel_have_a_reason(more: dict[str, Any], h
         ("always", {}, "  sm_100: FLEXATTN_HOPPER=always; it was compiled and emulated, and never run on a GPU"),
     ],
 )
-def test_only_who_asks_for_it_gets_it(
-    wish: str, more: dict[str, Any], forward: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_who_asks_for_it_gets_it(wish: str, more: dict[str, Any], forward: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter, "INTERPRETED", False)  # which runs no Gluon; here nothing is run at all
     monkeypatch.setenv("FLEXATTN_HOPPER", wish)
     q = torch.empty(2, 4096, 16, 128, dtype=torch.bfloat16, device="meta", requires_grad=not more)

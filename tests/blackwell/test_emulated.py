@@ -158,7 +158,7 @@ def test_block_masks() -> None:
                 problem = triton_backend.to_problem(*case_of(call, **DENSE))
                 said = conditions.forward_unsupported(problem, problem.q, has_max_logit=False)
             assert said is not None
-            assert "its tiles are 256 x 128" in said
+            assert "its tiles are 256 x 64, and the block mask's blocks 128 x 128" in said
 
 
 @pytest.mark.sample

@@ -13,6 +13,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from flexattn import emulator
 from flexattn.emulator import inline_asm
 from flexattn.emulator.scheduler import SCHEDULES
+from tests.emulator import test_tensor_memory as tensor_memory
 from tests.support import gluon_samples as samples
 
 SEEDS = range(8)
@@ -72,6 +73,7 @@ CASES = {
     "phase-alias": lambda seed: misuse(samples.mbarrier_misuse)(seed, "phase-alias"),
     "wgmma-wait": lambda seed: wgmma(seed, "wgmma-wait"),
     "wgmma-not-waited": lambda seed: wgmma(seed, "wgmma-not-waited"),
+    "product-not-waited": lambda seed: tensor_memory.misuse(seed, "product-not-waited"),
     "store-not-waited": lambda seed: tma(seed, "store-not-waited"),
     "named-barrier": lambda seed: barrier(seed, "bar.sync 0, 128;"),
     "shared-index": lambda seed: misuse(samples.memory_misuse)(seed, "shared-index"),
@@ -80,11 +82,13 @@ CASES = {
     "int-overflow": lambda seed: emulator.launch(samples.product, (1,), integers(), 1 << 20, 1 << 12, seed=seed),
     "assertion": lambda seed: misuse(samples.memory_misuse)(seed, "assertion"),
     "smem-limit": lambda seed: misuse(samples.memory_misuse)(seed, "smem-limit"),
+    "tmem-limit": lambda seed: tensor_memory.misuse(seed, "tmem-limit"),
     "register-budget": lambda seed: hand_over(seed, registers=512),
     "illegal-program": lambda seed: wgmma(seed, "illegal-program"),
     "not-modelled": lambda seed: misuse(samples.memory_misuse)(seed, "not-modelled"),
     "phase-repeat": lambda seed: misuse(samples.mbarrier_misuse)(seed, "phase-repeat"),
     "wgmma-register-operand": lambda seed: wgmma(seed, "wgmma-register-operand"),
+    "tensor-fence": lambda seed: tensor_memory.hand_over(seed, before=False),
     "named-barrier-leftover": lambda seed: barrier(seed, "bar.arrive 9, 256;"),
     "tma-out-of-bounds": lambda seed: tma(seed, "tma-out-of-bounds"),
     "slice-in-swizzle": lambda seed: wgmma(seed, "slice-in-swizzle"),
