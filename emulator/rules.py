@@ -21,7 +21,7 @@ from flexattn.emulator.values import Scalar, Tensor
 SHARED_MEMORY_BYTES = 232448
 """Limits of one block of sm_90 and of sm_100: CUDA C++ Programming Guide, "Compute Capabilities", shared memory of a block."""
 
-TENSOR_MEMORY_COLUMNS = 512  # of 128 lanes of 32 bits: PTX ISA, "Tensor Memory Addressing"
+TENSOR_MEMORY_COLUMNS = 512  # each 128 lanes of 32 bits: PTX ISA, "Tensor Memory Addressing"
 NAMED_BARRIERS = 16  # per block: PTX ISA, "barrier"
 RESERVED_BARRIERS = 2  # 0: the default partition; 1: all warps, at both ends of warp specialisation; then one for each worker
 _REGISTERS = 65536  # 32-bit registers of a block

@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
 from flexattn.kernels_triton.hopper.pairs import Pair
 
 LANES = gl.constexpr(128)  # rows of a tile: tcgen05.mma's M
-_WARPS = 4  # of a warpgroup, each of which reaches a quarter of the lanes
+_WARPS = 4  # a warpgroup's, each of which reaches a quarter of the lanes
 
 
 @gluon.constexpr_function
@@ -70,8 +70,8 @@ def multiply_scores(q: Pair, own, k: Pair, stage, scores, META: gl.constexpr):
         tcgen05_mma(q1, k1.permute([1, 0]), scores, use_acc=True)
 
 
-# Order of two threads' accesses to tensor memory (PTX ISA, "tcgen05.fence"): the one fences before it arrives at the barrier that is
-# between them, the other after it has waited there. A commit is a fence itself. Triton 3.6 and 3.7 make none.
+# Order of two threads' accesses to tensor memory (PTX ISA, "tcgen05.fence"): one fences before it arrives at the barrier that is between
+# them, the other after it has waited there. A commit is a fence itself. Triton 3.6 and 3.7 make none.
 @gluon.jit
 def fence_before_sync():
     assembly: gl.constexpr = "tcgen05.fence::before_thread_sync; mov.b32 $0, 0;"
