@@ -171,10 +171,11 @@ def split_registers(
     """Registers per thread of the default partition and the workers, and what is wrong with them, if anything is.
 
     As Triton's AllocateWarpGroups does: the block starts with the same number for every thread, workers get what they ask for, and
-    the default partition what is left. Workers are padded to whole warpgroups, and so is what they take.
+    the default partition what is left. Workers lie one after the other, those of more warps first, and are padded together to whole
+    warpgroups, each of which takes what the greediest of its workers asks for.
     """
-    padded = [-(-warps // _WARPGROUP) * _WARPGROUP for warps in workers]
-    warps = default_warps + sum(padded)
+    padded = -(-sum(workers) // _WARPGROUP) * _WARPGROUP
+    warps = default_warps + padded
     if warps * _WARP > _MOST_THREADS:
         return (), f"{warps} warps, with workers padded to warpgroups, are more than {_MOST_THREADS} threads"
     if requested is None:
@@ -183,7 +184,10 @@ def split_registers(
         if not _LEAST_REGISTERS <= registers <= _MOST_REGISTERS:
             return (), f"a worker asks for {registers} registers; accepted: {_LEAST_REGISTERS} to {_MOST_REGISTERS}"
     each = min(_REGISTERS // (warps * _WARP) // _REGISTER_UNIT * _REGISTER_UNIT, 255)
-    taken = sum(-(-n // _REGISTER_UNIT) * _REGISTER_UNIT * w for n, w in zip(requested, padded, strict=True))
+    pairs = sorted(zip(workers, requested, strict=True), reverse=True)
+    of_warps = [n for own, n in pairs for _ in range(own)]
+    groups = [max(of_warps[i : i + _WARPGROUP]) for i in range(0, len(of_warps), _WARPGROUP)]
+    taken = sum(-(-n // _REGISTER_UNIT) * _REGISTER_UNIT * _WARPGROUP for n in groups)
     left = (each * warps - taken) // default_warps // _REGISTER_UNIT * _REGISTER_UNIT
     if left < _LEAST_REGISTERS:
         return (), (

@@ -23,8 +23,9 @@ def forward_unsupported(problem: Problem, out: Tensor, has_max_logit: bool) -> s
     x = problem
     if capability_of(x.device) != 100:
         return "it is written for Blackwell, sm_100"
-    if max(x.q.shape[-1], x.v.shape[-1]) > BLACKWELL_FORWARD[-1].head_dim_v:
-        return f"it takes head dims up to {BLACKWELL_FORWARD[-1].head_dim_v}"
+    widest = BLACKWELL_FORWARD[-1]
+    if x.q.shape[-1] > widest.head_dim_qk or x.v.shape[-1] > widest.head_dim_v:
+        return f"it takes head dims up to {widest.head_dim_qk} of q and k, and up to {widest.head_dim_v} of v"
     if has_max_logit:
         return "it does not return max_logit"
     if x.dropout_p > 0:

@@ -1,8 +1,9 @@
 """The warp of the forward for sm_100 that issues all products: of q and k, of weights and v.
 
-They run in the order of issue. PTX promises that for products of one accumulator alone; the kernels of Triton and FlashAttention-4
-rely on it for others too. A consumer's next scores are issued behind the product that reads its weights, whose place they take. So while
-one consumer has its softmax the other one's products run, and a barrier that scores are committed to has seen that product too.
+They run in the order of issue. PTX promises that for products of one accumulator alone; kernels of Triton and FlashAttention-4
+rely on it for others too. A consumer's next scores are issued behind the product that reads its weights, whose place they take.
+So while one consumer has its softmax the other one's products run, and a barrier that scores are committed to has seen that
+product too.
 """
 
 from __future__ import annotations

@@ -70,8 +70,8 @@ def multiply_scores(q: Pair, own, k: Pair, stage, scores, META: gl.constexpr):
         tcgen05_mma(q1, k1.permute([1, 0]), scores, use_acc=True)
 
 
-# Order of two threads' accesses to tensor memory (PTX ISA, "tcgen05.fence"): one fences before it arrives at the barrier that is between
-# them, the other after it has waited there. A commit is a fence itself. Triton 3.6 and 3.7 make none.
+# Order of two threads' accesses to tensor memory (PTX ISA, "tcgen05.fence"): one fences before it arrives at the barrier that is
+# between them, the other after it has waited there. A commit is a fence itself. Triton 3.6 and 3.7 make none.
 @gluon.jit
 def fence_before_sync():
     assembly: gl.constexpr = "tcgen05.fence::before_thread_sync; mov.b32 $0, 0;"

@@ -311,9 +311,14 @@ class BlackwellTile(NamedTuple):
 BLACKWELL_FORWARD = (
     BlackwellTile(64, 64, 256, 128, 4, 224, 1, 1),
     BlackwellTile(128, 128, 256, 128, 2, 224, 1, 2),
+    BlackwellTile(192, 128, 256, 64, 2, 224, 1, 2),
 )
 
-BLACKWELL_MODIFIED = tuple(tile._replace(block_n=64, num_stages=2 * tile.num_stages) for tile in BLACKWELL_FORWARD)
+BLACKWELL_MODIFIED = (
+    BlackwellTile(64, 64, 256, 64, 8, 224, 1, 1),
+    BlackwellTile(128, 128, 256, 64, 4, 224, 1, 2),
+    BlackwellTile(192, 128, 256, 64, 2, 224, 1, 2),
+)
 """The same for modified scores: what a mod or a bias computes stands beside a row's scores, of which a thread has all."""
 
 HOPPER_FLOPS = 2**36

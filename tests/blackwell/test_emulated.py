@@ -104,7 +104,7 @@ def test_windows_beside_the_diagonal(window: tuple[int | None, int | None], bott
 
 @pytest.mark.sample
 @without_gpu
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (40, 72), (96, 128)], ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (40, 72), (192, 128), (160, 64)], ids=str)
 def test_head_dims_and_sinks(dims: tuple[int, int]) -> None:
     call = EVERYTHING | {"softmax_offset": SINKS}
     for seed in (0, 1, 5):

@@ -20,7 +20,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from flexattn.kernels_triton.families import BACKWARDS, FORWARDS, Policy
 
-MEASURED, FORCED = Policy(), Policy(ignores_measurements=True)
+MEASURED, FORCED = Policy(), Policy(ignores_measurements=True, takes_what_never_ran=True)
 SEEDS = 40
 WHERE = Where("triton", "cpu", (torch.bfloat16, torch.float32), (64, 128, 40, 192, 256, 512), (270, 300), 2, frozenset(FEATURES))
 
@@ -31,6 +31,7 @@ KERNELS = {
     ("forward", "sm_90 wide"): {"_attn_fwd_wide_hopper_kernel"},
     ("forward", "sm_90 FP8 cache"): {"_attn_fwd_fp8_cache_kernel"},
     ("forward", "sm_90 FP8"): {"_attn_fwd_fp8_hopper_kernel"},
+    ("forward", "sm_100"): {"_attn_fwd_blackwell_kernel"},
     ("backward", "portable"): {"_attn_bwd_dq_kernel", "_attn_bwd_dkdv_kernel"},
     ("backward", "sm_90 fused"): {"_attn_bwd_fused_hopper_kernel"},
     ("backward", "sm_90 two-kernel"): {"_attn_bwd_dq_hopper_kernel", "_attn_bwd_dkdv_hopper_kernel"},
@@ -107,6 +108,31 @@ def test_families_of_calls(
     for policy, expected in ((MEASURED, measured), (FORCED, forced), (Policy(portable_only="a test"), ["portable"] * 2)):
         monkeypatch.setattr(triton_backend, "policy_of", lambda spec, policy=policy: policy)
         assert names(spec, x) == expected
+
+
+# What no GPU has run is for who asks for it, whatever else a policy passes over.
+@pytest.mark.parametrize(
+    ("shape", "more", "forced"),
+    [
+        (LONG, {}, "sm_100"),
+        (LONG, {"window_size": Window(1024, -8)}, "sm_100"),
+        (LONG, CAUSAL | {"softcap": 30.0, "deterministic": True}, "sm_100"),
+        (LONG, {"dropout_p": 0.1}, "portable"),
+        (LONG, FP8, "portable"),
+        ((2, 4096, 16, 256), CAUSAL, "portable"),
+        ((2, 1, 16, 64), {}, "sm_100"),
+    ],
+    ids=str,
+)
+def test_families_on_sm_100(shape: tuple[int, ...], more: dict[str, Any], forced: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    q = torch.empty(shape, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    spec, x = on_sm_90(q=q, k=q, v=q, **more)
+    spec = spec._replace(capability=(10, 0))
+    for policy, expected in ((MEASURED, "portable"), (Policy(ignores_measurements=True), "portable"), (FORCED, forced)):
+        monkeypatch.setattr(triton_backend, "policy_of", lambda spec, policy=policy: policy)
+        assert names(spec, x) == [expected, "portable"]
+        for direction, name in zip(DIRECTIONS, (expected, "portable"), strict=True):
+            assert launched(spec, x, direction) & set.union(*KERNELS.values()) == KERNELS[direction, name]
 
 
 @pytest.mark.parametrize(
