@@ -1,4 +1,4 @@
-"""The Gluon kernels for sm_90 in the emulator: launched as on the device, on a workload shortened for it."""
+"""The Gluon kernels for sm_90 and sm_100 in the emulator: launched as on the device, on a workload shortened for it."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ KERNELS = {
     "fp8-dq": "_attn_bwd_dq_fp8_hopper_kernel",
     "fp8-dkdv": "_attn_bwd_dkdv_fp8_hopper_kernel",
     "fp8-fused": "_attn_bwd_fused_fp8_hopper_kernel",
+    "sm_100": "_attn_fwd_blackwell_kernel",
 }
 """Every Gluon kernel but the forward for head dims above 256, which no workload has, by what `play --emulate` calls it."""
 
@@ -97,13 +98,19 @@ def _prepare_fp8(kernel: str, small: Workload, tensors: Tensors) -> Prepared:
 
 
 def _prepare(kernel: str, small: Workload, tensors: Tensors) -> Prepared:
+    from flexattn.kernels_triton.blackwell import forward as blackwell_forward
     from flexattn.kernels_triton.common.problem import Backward
     from flexattn.kernels_triton.hopper import backward as hopper_backward
     from flexattn.kernels_triton.hopper import backward_fused as hopper_fused
     from flexattn.kernels_triton.hopper import forward as hopper_forward
 
+    if kernel == "sm_100" and (small.head_dim_qk > 192 or small.head_dim_v > 128):
+        raise ValueError(
+            f"sm_100 takes head dims up to 192 and 128, and {small.name} has {small.head_dim_qk} and {small.head_dim_v}"
+        )
     if kernel == "fused" and max(small.head_dim_qk, small.head_dim_v) > 128:
         raise ValueError(f"fused takes head dims up to 128, and {small.name} has {small.head_dim_qk} and {small.head_dim_v}")
+    direction = "forward" if kernel in ("forward", "sm_100") else "backward"
     checker = Checker(small, tensors)
     problem = problem_of(small, tensors)
     q, k, v, dout = tensors[:4]
@@ -112,13 +119,16 @@ def _prepare(kernel: str, small: Workload, tensors: Tensors) -> Prepared:
         out = torch.full_like(dout, float("nan"))
         shape = (small.num_heads, q.shape[0]) if small.is_ragged else (small.batch, small.num_heads, q.shape[1])
         lse = torch.full(shape, float("nan"))
-        hopper_forward.hopper_forward(problem, out, lse)
+        if kernel == "sm_100":
+            blackwell_forward.blackwell_forward(problem, out, lse)
+        else:
+            hopper_forward.hopper_forward(problem, out, lse)
         return out, lse
 
     saved = functools.cache(forward)  # for a backward, whose forward is not what is judged
 
     def launch() -> Results:
-        if kernel == "forward":
+        if direction == "forward":
             return {"out": forward()[0]}
         out, lse = saved()
         dq, dk, dv = (torch.full_like(t, float("nan")) for t in (q, k, v))
@@ -127,5 +137,4 @@ def _prepare(kernel: str, small: Workload, tensors: Tensors) -> Prepared:
         backward(Backward(problem, out, lse, dout, None, dq, dk, dv, doffset))
         return {"dq": dq, "dk": dk, "dv": dv}
 
-    direction = "forward" if kernel == "forward" else "backward"
-    return (hopper_forward, hopper_backward, hopper_fused), launch, functools.partial(checker.check, direction)
+    return (hopper_forward, hopper_backward, hopper_fused, blackwell_forward), launch, functools.partial(checker.check, direction)

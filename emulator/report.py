@@ -155,6 +155,13 @@ class Report:
         """The kinds of the bugs, each once."""
         return sorted({finding.kind for finding in self.bugs})
 
+    @property
+    def work(self) -> str:
+        """Matrix products that were issued."""
+        if self.products:
+            return f"{self.products} tcgen05 products, {self.tensor_columns} columns of tensor memory"
+        return f"{self.wgmmas} wgmma"
+
     def add(self, finding: Finding) -> None:
         """Record a finding; one of the same kind at the same place counts up."""
         for known in self.findings:
@@ -173,6 +180,6 @@ class Report:
         bugs = len(self.bugs)
         head = (
             f"seed {self.seed} ({self.schedule}), grid {self.grid}: {bugs} bugs, {len(self.findings) - bugs} warnings, "
-            f"{self.shared_bytes} bytes of shared memory, {self.steps} steps, {self.wgmmas} wgmma, {self.seconds:.2f} s"
+            f"{self.shared_bytes} bytes of shared memory, {self.steps} steps, {self.work}, {self.seconds:.2f} s"
         )
         return "\n".join([head, *("  " + str(finding).replace("\n", "\n  ") for finding in self.findings)])

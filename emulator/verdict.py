@@ -35,7 +35,7 @@ class Verdict:
         lines = [f"{self.name}: {seeds} seeds ({', '.join(f'{count} {schedule}' for schedule, count in schedules.items())})"]
         for report in list(self.reports.values())[-1:]:
             registers = f", registers a thread: {', '.join(map(str, report.registers))}" if report.registers else ""
-            lines.append(f"grid {report.grid}, {report.shared_bytes} bytes of shared memory{registers}, {report.wgmmas} wgmma")
+            lines.append(f"grid {report.grid}, {report.shared_bytes} bytes of shared memory{registers}, {report.work}")
         for kinds, title in ((BUGS, "bug"), (WARNINGS, "warning")):
             for kind, meaning in kinds.items():
                 found = {

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from flexattn import emulator
+from flexattn.emulator.rules import split_registers
 from flexattn.kernels_triton.ahead_of_time.compile_report import CompileRequest
 from tests.support import gluon_tensor_memory as samples
 from tests.support.compiled_kernels import compile_beside
@@ -102,3 +103,11 @@ def test_these_kernels_compile_for_sm_100() -> None:
     for (name, *_), report in zip(kernels, compile_beside(requests), strict=True):
         assert set(report.matrix_instructions) == (set() if name == "hand_over" else {"UTCHMMA"}), f"{name}: {report}"
         assert report.tensor_columns > 0, name
+
+
+def test_small_workers_share_a_warpgroups_registers() -> None:
+    """As Triton compiles the forward for sm_100 and the one-pass backward for sm_90: 12 warps, which begin with 168 each."""
+    assert split_registers(4, [4, 1, 1], [224, 56, 56]) == ((224, 224, 56, 56), None)
+    assert split_registers(4, [1, 4, 1], [24, 240, 40]) == ((224, 24, 240, 40), None)
+    assert split_registers(4, [4, 4, 4], [160, 160, 160]) == ((32, 160, 160, 160), None)
+    assert split_registers(4, [4, 1], [512, 24])[1] is not None
