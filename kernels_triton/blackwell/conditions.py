@@ -12,9 +12,9 @@ from flexattn.kernels_triton.runtime.launch import capability_of
 
 
 def forward_tile(problem: Problem) -> BlackwellTile:
-    """Returns the tile, which no measurement chose."""
+    """Returns the tile, which no measurement chose; numbers drawn for dropout need registers as modified scores do."""
     d_qk, d_v = problem.q.shape[-1], problem.v.shape[-1]
-    tiles = BLACKWELL_MODIFIED if problem.is_modified else BLACKWELL_FORWARD
+    tiles = BLACKWELL_MODIFIED if problem.is_modified or problem.dropout_p > 0 else BLACKWELL_FORWARD
     return next(tile for tile in tiles if d_qk <= tile.head_dim_qk and d_v <= tile.head_dim_v)
 
 
@@ -28,7 +28,5 @@ def forward_unsupported(problem: Problem, out: Tensor, has_max_logit: bool) -> s
         return f"it takes head dims up to {widest.head_dim_qk} of q and k, and up to {widest.head_dim_v} of v"
     if has_max_logit:
         return "it does not return max_logit"
-    if x.dropout_p > 0:
-        return "it has no dropout"
     tile = forward_tile(x)
     return unsupported_operands(x, out) or unsupported_block_mask(x, tile[2:4]) or unsupported_pages(x, tile.block_n)

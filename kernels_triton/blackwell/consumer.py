@@ -8,12 +8,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.blackwell import fence_async_shared, mbarrier, tma
 
+from flexattn.kernels_triton.blackwell.dropout import kept
 from flexattn.kernels_triton.blackwell.pipeline import Buffers
 from flexattn.kernels_triton.blackwell.tensor_memory import LANES, fence_after_sync, fence_before_sync, row_layout, weights_over
 from flexattn.kernels_triton.common.primitives import head_of
 from flexattn.kernels_triton.hopper.block_ranges import blocks_of_consumer, key_block
 from flexattn.kernels_triton.hopper.descriptors import store_rows
-from flexattn.kernels_triton.hopper.dropout import dropout_state
+from flexattn.kernels_triton.hopper.dropout import dropout_state, scaled
 from flexattn.kernels_triton.hopper.forward_arguments import Arguments
 from flexattn.kernels_triton.hopper.forward_rows import (
     Invariants,
@@ -62,6 +63,7 @@ def _take_block(
     s, factor = visible_scores(scores.load(row_layout(META.BLOCK_N)), column, is_full, same, True, MODS, META)
     weights, row_max, correction = exponentials(s, gl.max(s, 1), carry.row_max, factor, META)
     row_sum = carry.row_sum * correction + gl.sum(weights, 1)
+    weights = kept(weights, same.draws, same.b_h, same.m_start, column, META)
     weights_over(scores, DTYPE, META.BLOCK_N).store(weights.to(DTYPE))  # before out is loaded: there are no registers for both
     if iteration > 0:  # the product with v of the block before has ended where this block's scores are there
         _rescale_out(buffers.sums.out.index(CONSUMER), correction, META)
@@ -148,7 +150,7 @@ def compute_partition(args: Arguments, buffers: Buffers, CONSUMER: gl.constexpr,
         fence_after_sync()
         n_out += gl.where(is_empty, 0, 1)
         out = buffers.sums.out.index(CONSUMER)
-        _store_out(out, 1.0 / row_sum_or_1, is_empty, received, CONSUMER, args, buffers, META)
+        _store_out(out, scaled(1.0 / row_sum_or_1, draws, META), is_empty, received, CONSUMER, args, buffers, META)
         n_tile += 1
         numbers = receive_tile(n_tile, barriers, META)
     tma.store_wait(0)

@@ -87,7 +87,7 @@ def _product(x, FACTOR: gl.constexpr):
 
 
 @gluon.jit
-def _philox(key0, key1, c0, c1, c2, c3):
+def philox(key0, key1, c0, c1, c2, c3):
     # Counters that differ along some dims alone have a size of 1 along the others, so that the first rounds are shared.
     for _ in gl.static_range(DROPOUT_ROUNDS):
         low0, high0 = _product(c0, _FACTOR0)
@@ -172,7 +172,7 @@ def drawn_weights(
             group, i = keys // 8 + columns, queries + rows // GROUP
             if GROUP > 1:
                 b_h = b_h + rows % GROUP
-        w0, w1, w2, w3 = _philox(state.key0, state.key1, group.to(gl.uint32), i.to(gl.uint32), b_h.to(gl.uint32), state.offset)
+        w0, w1, w2, w3 = philox(state.key0, state.key1, group.to(gl.uint32), i.to(gl.uint32), b_h.to(gl.uint32), state.offset)
         bits = _bits(w0, threshold, 0) | _bits(w1, threshold, 2) | _bits(w2, threshold, 4) | _bits(w3, threshold, 6)
         packed = gl.sum(bits << 8 * pack, 1)  # [rows, REST]
         packed = gl.convert_layout(packed, _handed_on(CALLS, KEYS_ARE_ROWS, 1))

@@ -23,6 +23,7 @@ from flexattn.kernels_triton.runtime.launch import Launch, pretended_device, rec
 from flexattn.ops import spec_to_run
 from flexattn.testing import make_call, make_inputs
 from tests.hopper.test_attention import FEATURES, cumulative
+from tests.hopper.test_dropout import dropped
 from tests.hopper.test_mods import FEATURES as MODS
 from tests.support.compiled_kernels import compile_sound
 
@@ -85,7 +86,7 @@ def test_compiled_in_fp16() -> None:
 def test_mods_compiled(dim: int) -> None:
     requests = []
     bias = {"bias_type": "post_scale_bias", "bias": torch.zeros(1, 4, 512, 512, dtype=torch.bfloat16)}
-    cases = {name: make("cpu") for name, make in MODS.items()} | {"bias": bias}
+    cases = {name: make("cpu") for name, make in MODS.items()} | {"bias": bias, "dropout": dropped()}
     for features in cases.values():
         inputs = {"lengths_q": [512], "num_heads": 4, "num_heads_kv": 4, "head_dim_qk": dim, "head_dim_v": min(dim, 128)}
         given = make_inputs(dtype=torch.bfloat16, **inputs)
@@ -106,7 +107,7 @@ def test_mods_compiled(dim: int) -> None:
         ({}, False, None),
         ({"dtype": torch.float32}, False, "bf16 and fp16, not float32"),
         ({"shape": (2, 1024, 16, 192)}, False, "up to 192 of q and k, and up to 128 of v"),
-        ({"dropout_p": 0.1, "rng_state": torch.zeros(2, dtype=torch.int64)}, False, "no dropout"),
+        ({"dropout_p": 0.1, "rng_state": torch.zeros(2, dtype=torch.int64)}, False, None),
         ({"softmax_scale": 0.0}, False, "softmax_scale of 0"),
         ({"shape": (2, 0, 16, 128)}, False, "nothing to load"),
         ({}, True, "max_logit"),

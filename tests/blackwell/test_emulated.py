@@ -25,6 +25,7 @@ from flexattn.kernels_triton.runtime.launch import pretended_device
 from flexattn.mods.trace import trace_mods
 from flexattn.ops import spec_to_run
 from flexattn.testing import check_close, make_call, make_inputs, reference_attention
+from tests.hopper.test_dropout import dropped
 from tests.hopper.test_emulated import BANDS, EVERYTHING, SEEDS, SINKS, UNEVEN, without_gpu
 from tests.hopper.test_mods import FEATURES
 from tests.hopper.test_pages import make_arguments
@@ -138,6 +139,16 @@ def test_post_scale_bias(shape: tuple[int, int]) -> None:
     bias = torch.randn(*shape, 300, 330, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
     inputs = {"lengths_q": [300] * 2, "lengths_kv": [330] * 2, "num_heads": 4, "num_heads_kv": 2}
     check(4, {"bias_type": "post_scale_bias", "bias": bias, "attn_mask_type": "causal"}, **inputs)
+
+
+@pytest.mark.sample
+@without_gpu
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128)], ids=str)
+def test_dropout(dims: tuple[int, int]) -> None:
+    """What is dropped is what the reference drops, bit for bit: one weight more or less is far outside the error budget."""
+    call = EVERYTHING | dropped() | {"softmax_offset": SINKS}
+    check(dims[0] % 20, call, qkv_format="thd", gap=3, head_dim_qk=dims[0], head_dim_v=dims[1], **UNEVEN)
+    check(3, {"attn_mask_type": "causal"} | dropped(p=0.1), head_dim_qk=dims[0], head_dim_v=dims[1], **DENSE)
 
 
 def _documents(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:

@@ -117,7 +117,7 @@ def test_families_of_calls(
         (LONG, {}, "sm_100"),
         (LONG, {"window_size": Window(1024, -8)}, "sm_100"),
         (LONG, CAUSAL | {"softcap": 30.0, "deterministic": True}, "sm_100"),
-        (LONG, {"dropout_p": 0.1}, "portable"),
+        (LONG, {"dropout_p": 0.1}, "sm_100"),
         (LONG, FP8, "portable"),
         ((2, 4096, 16, 256), CAUSAL, "portable"),
         ((2, 1, 16, 64), {}, "sm_100"),

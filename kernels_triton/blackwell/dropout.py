@@ -1,0 +1,29 @@
+"""Dropout in the forward for sm_100: what `primitives.dropout_keep` keeps, where a thread has a row of weights.
+
+A row's calls of Philox, one for each eight neighbouring keys, are its thread's own, and so is all that they decide about.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from flexattn.kernels_triton.blackwell.tensor_memory import LANES, row_layout
+from flexattn.kernels_triton.hopper.dropout import DropoutState, philox
+
+
+@gluon.jit
+def kept(weights, state: DropoutState, b_h, queries, keys, META: gl.constexpr):
+    # The weights of LANES queries from `queries` on and of BLOCK_N keys from `keys` on, with 0 for what is dropped
+    if META.HAS_DROPOUT:
+        COLUMNS: gl.constexpr = META.BLOCK_N
+        CALLS: gl.constexpr = row_layout(COLUMNS // 8)
+        i = queries + gl.arange(0, LANES, layout=gl.SliceLayout(1, CALLS))[:, None]
+        group = keys // 8 + gl.arange(0, COLUMNS // 8, layout=gl.SliceLayout(0, CALLS))[None, :]
+        counters = group.to(gl.uint32), i.to(gl.uint32), b_h.to(gl.uint32)
+        w0, w1, w2, w3 = philox(state.key0, state.key1, counters[0], counters[1], counters[2], state.offset)
+        words = gl.join(gl.join(w0, w2), gl.join(w1, w3))  # the last two dims in the order of keys
+        numbers = gl.reshape(gl.join(words << 16, words), [LANES, COLUMNS])  # a half of a word for each key
+        numbers = gl.convert_layout(numbers, weights.type.layout)
+        weights = gl.where(numbers >= state.threshold, weights, 0.0)
+    return weights
