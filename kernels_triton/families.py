@@ -265,6 +265,11 @@ HOPPER_FP8_FORWARD = Family[Forward](
 )
 
 
+def _blackwell_splits(call: Forward, tile: Any) -> Splits:
+    group = _hopper("conditions").heads_of_a_tile(call.problem, tile)
+    return splits_of(call.problem, *_blackwell("forward").tiles_and_room(call.problem, tile, group))
+
+
 BLACKWELL_FORWARD = Family[Forward](
     name="sm_100",
     direction="forward",
@@ -273,6 +278,7 @@ BLACKWELL_FORWARD = Family[Forward](
     tile=lambda call: _blackwell("conditions").forward_tile(call.problem),
     blocks=lambda tile: _blocks(tile.block_m, tile.block_n),
     run=lambda call, tile: _blackwell("forward").blackwell_forward(call.problem, call.out, call.lse, tile),
+    splits=_blackwell_splits,
     capability=100,
     has_run=False,
 )

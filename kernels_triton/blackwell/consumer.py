@@ -22,9 +22,11 @@ from flexattn.kernels_triton.hopper.forward_rows import (
     sink_of_rows,
     statistics_row,
     store_lse,
+    store_out_rows,
+    store_split_rows,
     visible_scores,
 )
-from flexattn.kernels_triton.hopper.forward_work import received_tile
+from flexattn.kernels_triton.hopper.forward_work import ReceivedTile, received_tile
 from flexattn.kernels_triton.hopper.softmax import exponentials
 from flexattn.kernels_triton.hopper.tile_scheduler import receive_tile
 
@@ -72,26 +74,41 @@ def _take_block(
     return Carry(row_max=row_max, row_sum=row_sum, n_block=carry.n_block + 1)
 
 
+class OutRows(NamedTuple):
+    """Rows of a consumer whose sums are to become its part of out."""
+
+    queries: Any
+    heads: Any
+    lse_row: Any
+    rescale: Any
+    is_empty: Any  # they see no key, and what no product wrote may be anything
+
+
 @gluon.jit
-def _store_out(out, rescale, is_empty, received, CONSUMER: gl.constexpr, args: Arguments, buffers: Buffers, META: gl.constexpr):
+def _store_out(of: OutRows, received: ReceivedTile, CONSUMER: gl.constexpr, args: Arguments, buffers: Buffers, META: gl.constexpr):
     # Asynchronous: the last part's store may still be in flight on return.
     QUERIES: gl.constexpr = META.BLOCK_M // META.CONSUMERS // META.GROUP
     PARTS: gl.constexpr = META.OUT_PARTS
     COLUMNS: gl.constexpr = META.V0 // PARTS
     LAYOUT: gl.constexpr = row_layout(COLUMNS)
     tile = received.tile
-    token, head = received.start_q + tile.b * args.steps.out.tokens, tile.h + tile.b * args.steps.out.heads
-    row = tile.first_row + CONSUMER * QUERIES
-    buffer = buffers.tiles.out.index(CONSUMER)
-    factor = gl.convert_layout(rescale, gl.SliceLayout(1, LAYOUT))[:, None]
+    factor = gl.convert_layout(of.rescale, gl.SliceLayout(1, LAYOUT))[:, None]
     for part in gl.static_range(PARTS):
         columns = gl.zeros([LANES, COLUMNS], gl.float32, layout=LAYOUT)
-        if not is_empty:
-            columns = out.slice(part * COLUMNS, COLUMNS).load(LAYOUT) * factor
-        tma.store_wait(0)  # what was in the buffer has left it
-        buffer.reshape([LANES, COLUMNS]).store(columns.to(buffer.dtype))
-        fence_async_shared()
-        store_rows(args.descriptors.out, token, received.band.len_q, row, head, part * COLUMNS, buffer)
+        if not of.is_empty:
+            columns = buffers.sums.out.index(CONSUMER).slice(part * COLUMNS, COLUMNS).load(LAYOUT) * factor
+        if META.IS_SPLIT:
+            store_split_rows(columns, part * COLUMNS, received, of.lse_row, of.queries, of.heads, args, META)
+        elif META.HEADS < META.GROUP:
+            store_out_rows(columns, part * COLUMNS, received, of.queries, of.heads, args, META)
+        else:
+            token, head = received.start_q + tile.b * args.steps.out.tokens, tile.h + tile.b * args.steps.out.heads
+            row = tile.first_row + CONSUMER * QUERIES
+            buffer = buffers.tiles.out.index(CONSUMER)
+            tma.store_wait(0)  # what was in the buffer has left it
+            buffer.reshape([LANES, COLUMNS]).store(columns.to(buffer.dtype))
+            fence_async_shared()
+            store_rows(args.descriptors.out, token, received.band.len_q, row, head, part * COLUMNS, buffer)
 
 
 @gluon.jit
@@ -149,8 +166,14 @@ def compute_partition(args: Arguments, buffers: Buffers, CONSUMER: gl.constexpr,
         mbarrier.wait(buffers.products.out_full.index(CONSUMER), n_out & 1, pred=own_num_blocks > 0)
         fence_after_sync()
         n_out += gl.where(is_empty, 0, 1)
-        out = buffers.sums.out.index(CONSUMER)
-        _store_out(out, scaled(1.0 / row_sum_or_1, draws, META), is_empty, received, CONSUMER, args, buffers, META)
+        own = OutRows(
+            queries=rows,
+            heads=h_of_rows,
+            lse_row=lse_row,
+            rescale=scaled(1.0 / row_sum_or_1, draws, META),
+            is_empty=is_empty,
+        )
+        _store_out(own, received, CONSUMER, args, buffers, META)
         n_tile += 1
         numbers = receive_tile(n_tile, barriers, META)
     tma.store_wait(0)

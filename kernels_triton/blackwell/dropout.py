@@ -14,11 +14,15 @@ from flexattn.kernels_triton.hopper.dropout import DropoutState, philox
 
 @gluon.jit
 def kept(weights, state: DropoutState, b_h, queries, keys, META: gl.constexpr):
-    # The weights of LANES queries from `queries` on and of BLOCK_N keys from `keys` on, with 0 for what is dropped
+    # The weights of LANES rows, the first query of which is `queries`, and of BLOCK_N keys from `keys` on, with 0 for what is
+    # dropped. Rows may be those of GROUP heads, from b_h on, in turn.
     if META.HAS_DROPOUT:
         COLUMNS: gl.constexpr = META.BLOCK_N
         CALLS: gl.constexpr = row_layout(COLUMNS // 8)
-        i = queries + gl.arange(0, LANES, layout=gl.SliceLayout(1, CALLS))[:, None]
+        in_tile = gl.arange(0, LANES, layout=gl.SliceLayout(1, CALLS))[:, None]
+        i = queries + in_tile // META.GROUP
+        if META.GROUP > 1:
+            b_h = b_h + in_tile % META.GROUP
         group = keys // 8 + gl.arange(0, COLUMNS // 8, layout=gl.SliceLayout(0, CALLS))[None, :]
         counters = group.to(gl.uint32), i.to(gl.uint32), b_h.to(gl.uint32)
         w0, w1, w2, w3 = philox(state.key0, state.key1, counters[0], counters[1], counters[2], state.offset)

@@ -15,27 +15,17 @@ from flexattn.kernels_triton.blackwell.consumer import compute_partition
 from flexattn.kernels_triton.blackwell.pipeline import Buffers, allocate_loader_barriers, allocate_product_barriers
 from flexattn.kernels_triton.blackwell.products import product_partition
 from flexattn.kernels_triton.blackwell.tensor_memory import LANES, allocate_forward_tiles
+from flexattn.kernels_triton.common.launch_order import wait_for_previous
 from flexattn.kernels_triton.common.problem import Problem
-from flexattn.kernels_triton.common.tile_schedule import zero_padding
+from flexattn.kernels_triton.common.split_kv import number_of_splits
 from flexattn.kernels_triton.common.tiles import BlackwellTile
-from flexattn.kernels_triton.hopper.descriptors import ragged_descriptor, step_of
-from flexattn.kernels_triton.hopper.forward_arguments import (
-    Arguments,
-    Cut,
-    Descriptors,
-    Results,
-    SplitKeys,
-    Steps,
-    Tiles,
-    forward_arguments,
-    forward_meta,
-    number_of_tiles,
-)
+from flexattn.kernels_triton.hopper.conditions import heads_of_a_tile
+from flexattn.kernels_triton.hopper.forward_arguments import Arguments, Tiles, number_of_tiles
+from flexattn.kernels_triton.hopper.forward_launch import Division, Outputs, prepare_forward
 from flexattn.kernels_triton.hopper.forward_partition import load_partition
 from flexattn.kernels_triton.hopper.operands import allocate_blocks, allocate_tiles
-from flexattn.kernels_triton.hopper.pairs import allocate_key_pair, allocate_pair, pair_descriptor
-from flexattn.kernels_triton.hopper.tile_scheduler import forward_work
-from flexattn.kernels_triton.runtime.launch import Tile, hopper_kernel, launch, num_processors
+from flexattn.kernels_triton.hopper.pairs import allocate_key_pair, allocate_pair
+from flexattn.kernels_triton.runtime.launch import hopper_kernel, launch, num_processors
 
 
 @hopper_kernel
@@ -45,7 +35,9 @@ def _attn_fwd_blackwell_kernel(args: Arguments, MODS: gl.constexpr, META: gl.con
     REGISTERS: gl.constexpr = META.REGISTERS
     LOADER_REGISTERS: gl.constexpr = 56
     q_tiles = allocate_pair(CONSUMERS * META.Q_STAGES, of.q, META)
-    out_tiles = allocate_tiles(CONSUMERS, of.out)
+    out_tiles = q_tiles.first  # never used
+    if not META.IS_SPLIT:
+        out_tiles = allocate_tiles(CONSUMERS, of.out)
     k_tiles = allocate_key_pair(of.k, META)
     v_tiles = allocate_blocks(META.STAGES, of.v, META.BLOCK_N)
     tiles = Tiles(q=q_tiles, k=k_tiles, v=v_tiles, out=out_tiles)
@@ -53,6 +45,7 @@ def _attn_fwd_blackwell_kernel(args: Arguments, MODS: gl.constexpr, META: gl.con
     products = allocate_product_barriers(CONSUMERS)
     sums = allocate_forward_tiles(CONSUMERS, META.BLOCK_N, META.V0)
     buffers = Buffers(tiles=tiles, barriers=barriers, sums=sums, products=products)
+    wait_for_previous(META.IS_SPLIT)
     gl.warp_specialize(
         [
             (compute_partition, (args, buffers, 0, MODS, META)),
@@ -65,27 +58,25 @@ def _attn_fwd_blackwell_kernel(args: Arguments, MODS: gl.constexpr, META: gl.con
     )
 
 
-def blackwell_forward(problem: Problem, out: Tensor, lse: Tensor, tile: BlackwellTile | None = None) -> None:
-    """Launches the forward, of calls that `forward_unsupported` does not name."""
+def tiles_and_room(problem: Problem, tile: BlackwellTile, group: int) -> tuple[int, int]:
+    """(tiles of so many heads, programs that the device has room for), for `number_of_splits`."""
+    return number_of_tiles(problem, tile, group), num_processors(problem.device)
+
+
+def blackwell_forward(
+    problem: Problem,
+    out: Tensor,
+    lse: Tensor,
+    tile: BlackwellTile | None = None,
+    group: int | None = None,
+    splits: int | None = None,
+) -> None:
+    """Launches the forward, of calls that `forward_unsupported` does not name; group and splits as `hopper_forward` has them."""
     x = problem
     tile = tile or forward_tile(x)
-    meta = forward_meta(x, tile, 1, Cut(is_split=False, is_planned=False), rows=LANES.value)
-    tiles, processors = number_of_tiles(x, tile, 1), num_processors(x.device)
-    keys = meta.PAGE_ROWS or tile.block_n
-    arguments = forward_arguments(
-        x,
-        Descriptors(
-            q=pair_descriptor(x.q, LANES.value, (meta.QK0, meta.QK1)),
-            k=pair_descriptor(x.k, keys, (meta.QK0, meta.QK1)),
-            v=ragged_descriptor(x.v, keys, tile.head_dim_v),
-            out=ragged_descriptor(out, LANES.value, tile.head_dim_v // tile.out_parts),
-        ),
-        Steps(q=step_of(x.q), k=step_of(x.k), v=step_of(x.v), out=step_of(out)),
-        Results(lse_ptr=lse, max_logit_ptr=None, parts_ptr=None, whole_lse_ptr=None, out=None),
-        forward_work(x, tile.block_m, has_table=tiles > processors),
-        SplitKeys(count=None, plan=None),
-    )
-    launch_tile = Tile(tile.block_m, tile.block_n, 4, tile.num_stages)
-    launch(_attn_fwd_blackwell_kernel, min(processors, tiles), out.device, launch_tile, (arguments, x.mods, meta))
-    if x.has_padding_q:
-        zero_padding(x, out, "q", lse)
+    group = heads_of_a_tile(x, tile) if group is None else group
+    tiles, processors = tiles_and_room(x, tile, group)
+    splits = number_of_splits(x, tiles, processors) if splits is None else splits
+    ready = prepare_forward(x, Outputs(out, lse, None), tile, Division(LANES.value, group, splits, processors))
+    launch(_attn_fwd_blackwell_kernel, ready.programs, out.device, ready.tile, ready.arguments)
+    ready.finish()

@@ -23,17 +23,9 @@ from flexattn.kernels_triton.common.primitives import (
     scaled_row_max,
 )
 from flexattn.kernels_triton.common.problem import Problem
-from flexattn.kernels_triton.common.problem import rows as rows_of
-from flexattn.kernels_triton.common.split_kv import BY_LENGTHS, Parts, combine_splits, number_of_splits
-from flexattn.kernels_triton.common.split_plan import (
-    PlannedTile,
-    combine_pieces,
-    make_plan,
-)
-from flexattn.kernels_triton.common.tile_schedule import zero_padding
+from flexattn.kernels_triton.common.split_kv import number_of_splits
 from flexattn.kernels_triton.common.tiles import (
     HopperTile,
-    slots_of_heads,
 )
 from flexattn.kernels_triton.hopper.barriers import BOTH, PINGPONG, named_barrier_arrive, named_barrier_sync
 from flexattn.kernels_triton.hopper.block_ranges import (
@@ -41,22 +33,15 @@ from flexattn.kernels_triton.hopper.block_ranges import (
     key_block,
 )
 from flexattn.kernels_triton.hopper.conditions import forward_tile, heads_of_a_tile
-from flexattn.kernels_triton.hopper.descriptors import ragged_descriptor, step_of, store_rows
+from flexattn.kernels_triton.hopper.descriptors import store_rows
 from flexattn.kernels_triton.hopper.dropout import drawn_weights, dropout_state, scaled
 from flexattn.kernels_triton.hopper.forward_arguments import (
     Arguments,
     Buffers,
-    Cut,
-    Descriptors,
-    Results,
-    SplitKeys,
-    Steps,
     Tiles,
-    forward_arguments,
-    forward_meta,
     number_of_tiles,
-    with_rows_of,
 )
+from flexattn.kernels_triton.hopper.forward_launch import Division, Outputs, prepare_forward
 from flexattn.kernels_triton.hopper.forward_partition import load_partition
 from flexattn.kernels_triton.hopper.forward_rows import (
     Invariants,
@@ -74,7 +59,6 @@ from flexattn.kernels_triton.hopper.operands import ROWS, allocate_blocks, alloc
 from flexattn.kernels_triton.hopper.pairs import (
     allocate_key_pair,
     allocate_pair,
-    pair_descriptor,
     score_product,
 )
 from flexattn.kernels_triton.hopper.pipeline import (
@@ -85,10 +69,9 @@ from flexattn.kernels_triton.hopper.pipeline import (
 )
 from flexattn.kernels_triton.hopper.softmax import rescaled, softmax, sums_of_threads
 from flexattn.kernels_triton.hopper.tile_scheduler import (
-    forward_work,
     receive_tile,
 )
-from flexattn.kernels_triton.runtime.launch import Tile, hopper_kernel, launch, num_processors
+from flexattn.kernels_triton.runtime.launch import hopper_kernel, launch, num_processors
 
 
 class Sums(NamedTuple):
@@ -410,54 +393,8 @@ def hopper_forward(
     x = problem
     tile = tile or forward_tile(x)
     group = heads_of_a_tile(x, tile) if group is None else group
-    slots = slots_of_heads(group)
-    queries = tile.block_m // slots
     tiles, processors = tiles_and_room(x, tile, group)
     splits = number_of_splits(x, tiles, processors) if splits is None else splits
-    planned = PlannedTile(heads=group, queries=queries, seen=queries, keys=tile.block_n, writes_whole=True)
-    plan, parts = None, None
-    if splits == BY_LENGTHS:
-        plan = make_plan(x, planned, processors)
-        parts = plan.empty_parts(lse, tile.head_dim_v, x.is_unbounded)
-    elif splits > 1:
-        parts = Parts.empty(splits, lse, tile.head_dim_v, x.is_unbounded)
-    launch_tile = Tile(tile.block_m, tile.block_n, 4, tile.num_stages)
-    meta = forward_meta(x, tile, group, Cut(parts is not None, plan is not None), max_logit is not None)
-    if plan is not None or (group < slots and parts is None):
-        meta = with_rows_of(meta, x, launch_tile, out)
-    own_rows, keys = ROWS.value // slots, meta.PAGE_ROWS or tile.block_n
-    work = forward_work(x, queries, group, has_table=plan is None and tiles * splits > processors)
-    if max_logit is not None:
-        max_logit.fill_(float("-inf"))
-    arguments = forward_arguments(
-        x,
-        Descriptors(
-            q=pair_descriptor(x.q, own_rows, (meta.QK0, meta.QK1), slots),
-            k=pair_descriptor(x.k, keys, (meta.QK0, meta.QK1)),
-            v=ragged_descriptor(x.v, keys, tile.head_dim_v),
-            out=ragged_descriptor(out, own_rows, tile.head_dim_v // tile.out_parts, slots),
-        ),
-        Steps(q=step_of(x.q), k=step_of(x.k), v=step_of(x.v), out=step_of(out)),
-        Results(
-            lse_ptr=lse if parts is None else parts.lse,
-            max_logit_ptr=max_logit,
-            parts_ptr=None if parts is None else parts.out,
-            whole_lse_ptr=None if plan is None else lse,
-            out=rows_of(out, meta) if meta.WIDTH_V else None,
-        ),
-        work,
-        SplitKeys(splits if splits > 1 else None, plan),
-    )
-    launch(
-        _attn_fwd_hopper_kernel,
-        processors if plan is not None else min(processors, tiles * splits),
-        out.device,
-        launch_tile,
-        (arguments, x.mods, meta),
-    )
-    if plan is not None and parts is not None:
-        combine_pieces(x, plan, planned, parts, (out, lse))
-    elif parts is not None:
-        combine_splits(x, parts, out, lse)
-    if x.has_padding_q and parts is None:
-        zero_padding(x, out, "q", lse)
+    ready = prepare_forward(x, Outputs(out, lse, max_logit), tile, Division(ROWS.value, group, splits, processors))
+    launch(_attn_fwd_hopper_kernel, ready.programs, out.device, ready.tile, ready.arguments)
+    ready.finish()

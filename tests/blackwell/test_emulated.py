@@ -21,10 +21,13 @@ from flexattn.dispatch.spec import AttentionSpec, Operands, Window, as_bshd
 from flexattn.functional import bind_call
 from flexattn.kernels_triton.blackwell import conditions, consumer, pipeline, products
 from flexattn.kernels_triton.blackwell import forward as blackwell_forward
+from flexattn.kernels_triton.common.split_kv import BY_LENGTHS
 from flexattn.kernels_triton.runtime.launch import pretended_device
 from flexattn.mods.trace import trace_mods
 from flexattn.ops import spec_to_run
 from flexattn.testing import check_close, make_call, make_inputs, reference_attention
+from tests.common.test_split_plan import CALLS as SPLIT_CALLS
+from tests.common.test_split_plan import paged
 from tests.hopper.test_dropout import dropped
 from tests.hopper.test_emulated import BANDS, EVERYTHING, SEEDS, SINKS, UNEVEN, without_gpu
 from tests.hopper.test_mods import FEATURES
@@ -36,7 +39,9 @@ HARMLESS = {"tma-out-of-bounds"}  # a tile may lie past its sequence's end
 DENSE = {"lengths_q": [300] * 2, "lengths_kv": [330] * 2, "num_heads": 2, "num_heads_kv": 1}
 
 
-def run(seed: int, spec: AttentionSpec, x: Operands, kernels: ModuleType = blackwell_forward) -> emulator.Report:
+def run(
+    seed: int, spec: AttentionSpec, x: Operands, kernels: ModuleType = blackwell_forward, splits: int | None = None
+) -> emulator.Report:
     """What the emulator says; without a bug, out and lse are held to the oracle."""
     with emulated(seed, kernels) as reports:
         problem = triton_backend.to_problem(spec, x)
@@ -46,7 +51,7 @@ def run(seed: int, spec: AttentionSpec, x: Operands, kernels: ModuleType = black
         rows = as_bshd(out, spec.q_format)
         with pretended_device(100, 148):
             assert conditions.forward_unsupported(problem, rows, has_max_logit=False) is None
-        kernels.blackwell_forward(problem, rows, lse)
+        kernels.blackwell_forward(problem, rows, lse, splits=splits)
     report = reports["_attn_fwd_blackwell_kernel"]
     if not report.bugs:
         exact, budget = reference_attention(spec, x), reference_attention(spec, x, dtype=spec.dtype)
@@ -60,8 +65,8 @@ def case_of(call: dict[str, Any], **inputs: Any) -> tuple[AttentionSpec, Operand
     return make_call(given, **call, return_max_logit=False)
 
 
-def check(seed: int, call: dict[str, Any], **inputs: Any) -> None:
-    report = run(seed, *case_of(call, **inputs))
+def check(seed: int, call: dict[str, Any], splits: int | None = None, **inputs: Any) -> None:
+    report = run(seed, *case_of(call, **inputs), splits=splits)
     assert {finding.kind for finding in report.findings} <= HARMLESS, f"seed {seed}: {report}"
     assert report.products > 0
     assert report.tensor_columns <= 512
@@ -149,6 +154,26 @@ def test_dropout(dims: tuple[int, int]) -> None:
     call = EVERYTHING | dropped() | {"softmax_offset": SINKS}
     check(dims[0] % 20, call, qkv_format="thd", gap=3, head_dim_qk=dims[0], head_dim_v=dims[1], **UNEVEN)
     check(3, {"attn_mask_type": "causal"} | dropped(p=0.1), head_dim_qk=dims[0], head_dim_v=dims[1], **DENSE)
+
+
+@pytest.mark.sample
+@without_gpu
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize(("heads", "dim"), [(8, 64), (6, 128), (2, 128)])
+def test_few_queries(heads: int, dim: int, splits: int) -> None:
+    """Heads that share a tile, three of four rows, or none; keys in one part, or in three."""
+    inputs = {"lengths_q": [9, 1], "lengths_kv": [500, 130], "num_heads": heads, "num_heads_kv": 2, "padding": True}
+    call = {"attn_mask_type": "padding_causal_bottom_right", "softmax_type": "off-by-one"} | dropped()
+    check(heads + splits, call, splits, head_dim_qk=dim, head_dim_v=dim, **inputs)
+
+
+@pytest.mark.sample
+@without_gpu
+@pytest.mark.parametrize("name", SPLIT_CALLS)
+def test_keys_split_by_lengths(name: str) -> None:
+    spec, x = paged(**SPLIT_CALLS[name])
+    report = run(1 + list(SPLIT_CALLS).index(name), spec._replace(return_max_logit=False), x, splits=BY_LENGTHS)
+    assert {finding.kind for finding in report.findings} <= HARMLESS, str(report)
 
 
 def _documents(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
