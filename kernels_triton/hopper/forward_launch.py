@@ -33,7 +33,7 @@ from flexattn.kernels_triton.runtime.launch import Tile
 class Division(NamedTuple):
     """Numbers by which a call's work is divided."""
 
-    rows: int  # of a consumer
+    rows: int  # a consumer's
     group: int  # query heads of a tile
     splits: int  # parts of the keys, or BY_LENGTHS
     processors: int

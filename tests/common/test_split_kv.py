@@ -31,7 +31,7 @@ from flexattn.kernels_triton.common.tiles import (
     select_hopper_tile,
 )
 from flexattn.kernels_triton.hopper import forward as hopper_forward
-from flexattn.kernels_triton.hopper import forward_rows, forward_work
+from flexattn.kernels_triton.hopper import forward_launch, forward_rows, forward_work
 from flexattn.kernels_triton.mods import mask_blocks
 from flexattn.kernels_triton.portable import forward as forward_kernels
 from flexattn.kernels_triton.runtime.launch import Launch, capability_of, pretended_device, recorded_launches
@@ -52,10 +52,10 @@ BF16 = torch.bfloat16
 def split_in(count: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """From here on keys are split in so many parts; the list says how often parts were combined."""
     combined: list[int] = []
-    for module in (forward_kernels, hopper_forward):
+    for module, launcher in ((forward_kernels, forward_kernels), (hopper_forward, forward_launch)):
         monkeypatch.setattr(module, "number_of_splits", lambda *_: count)
         monkeypatch.setattr(
-            module, "combine_splits", lambda *given: (combined.append(given[1].out.shape[0]), splits.combine_splits(*given))
+            launcher, "combine_splits", lambda *given: (combined.append(given[1].out.shape[0]), splits.combine_splits(*given))
         )
     return combined
 

@@ -36,7 +36,7 @@ from flexattn.kernels_triton.hopper import forward as forward_kernels
 from flexattn.kernels_triton.hopper.descriptors import batch_steps, batch_steps_of, descriptor_error
 from flexattn.kernels_triton.hopper.fused_launch import _section_of_one_size
 from flexattn.kernels_triton.hopper.tile_scheduler import query_heads_per_l2_section
-from flexattn.kernels_triton.runtime.launch import Launch, capability_of, recorded_launches
+from flexattn.kernels_triton.runtime.launch import Launch, capability_of, pretended_device, recorded_launches
 from flexattn.testing import (
     GRADIENT_FACTOR,
     check_close,
@@ -355,7 +355,8 @@ def test_the_fused_backward_is_for_what_need_not_repeat(
         label = "fused" if kernel == "fused" else "two kernels"
         monkeypatch.setattr(module, run, lambda *_, label=label, **__: seen.append(label))
     spec, x = make_call(make_inputs(lengths_q=[8]), deterministic=deterministic)
-    triton_backend.backward(spec, x, x.q, torch.zeros(1, 4, 8), x.q, None)
+    with pretended_device(90, 132):
+        triton_backend.backward(spec, x, x.q, torch.zeros(1, 4, 8), x.q, None)
     assert seen == [chosen]
 
 

@@ -295,7 +295,7 @@ def test_a_backward_runs_on_the_kernels_chosen_for_it(
 ) -> None:
     """In FP8 where the kernel takes it, else in a half type after a dequantisation; held to fp64 as the portable kernels are."""
     modules = (hopper_fp8_fused, hopper_fp8_backward, hopper_fused, hopper_backward)
-    for module in (fp8_backward_operands, conditions):
+    for module in (fp8_backward_operands, conditions, families):
         monkeypatch.setattr(module, "capability_of", lambda device: 90)
     monkeypatch.setattr(triton_backend, "policy_of", lambda spec: Policy(ignores_measurements=True))
     monkeypatch.setitem(families.FORWARDS, True, (families.PORTABLE_FORWARD,))
