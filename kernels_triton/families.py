@@ -273,11 +273,11 @@ def _blackwell_splits(call: Forward, tile: Any) -> Splits:
 BLACKWELL_FORWARD = Family[Forward](
     name="sm_100",
     direction="forward",
-    unsupported=lambda call: _blackwell("conditions").forward_unsupported(call.problem, call.out, call.max_logit is not None),
+    unsupported=lambda call: _blackwell("conditions").forward_unsupported(call.problem, call.out),
     slower=_never,  # no measurement speaks for it or against it
     tile=lambda call: _blackwell("conditions").forward_tile(call.problem),
     blocks=lambda tile: _blocks(tile.block_m, tile.block_n),
-    run=lambda call, tile: _blackwell("forward").blackwell_forward(call.problem, call.out, call.lse, tile),
+    run=lambda call, tile: _blackwell("forward").blackwell_forward(call.problem, call.out, call.lse, call.max_logit, tile),
     splits=_blackwell_splits,
     capability=100,
     has_run=False,

@@ -18,7 +18,7 @@ def forward_tile(problem: Problem) -> BlackwellTile:
     return next(tile for tile in tiles if d_qk <= tile.head_dim_qk and d_v <= tile.head_dim_v)
 
 
-def forward_unsupported(problem: Problem, out: Tensor, has_max_logit: bool) -> str | None:
+def forward_unsupported(problem: Problem, out: Tensor) -> str | None:
     """Returns why the forward cannot run this problem; None: it can."""
     x = problem
     if capability_of(x.device) != 100:
@@ -26,7 +26,5 @@ def forward_unsupported(problem: Problem, out: Tensor, has_max_logit: bool) -> s
     widest = BLACKWELL_FORWARD[-1]
     if x.q.shape[-1] > widest.head_dim_qk or x.v.shape[-1] > widest.head_dim_v:
         return f"it takes head dims up to {widest.head_dim_qk} of q and k, and up to {widest.head_dim_v} of v"
-    if has_max_logit:
-        return "it does not return max_logit"
     tile = forward_tile(x)
     return unsupported_operands(x, out) or unsupported_block_mask(x, tile[2:4]) or unsupported_pages(x, tile.block_n)

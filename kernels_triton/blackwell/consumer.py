@@ -18,12 +18,14 @@ from flexattn.kernels_triton.hopper.dropout import dropout_state, scaled
 from flexattn.kernels_triton.hopper.forward_arguments import Arguments
 from flexattn.kernels_triton.hopper.forward_rows import (
     Invariants,
+    report_max_logit,
     rows_and_heads,
     sink_of_rows,
     statistics_row,
     store_lse,
     store_out_rows,
     store_split_rows,
+    sums_with_sink_behind,
     visible_scores,
 )
 from flexattn.kernels_triton.hopper.forward_work import ReceivedTile, received_tile
@@ -139,8 +141,9 @@ def compute_partition(args: Arguments, buffers: Buffers, CONSUMER: gl.constexpr,
         row_sum = gl.zeros([LANES], gl.float32, layout=ROW)
         if META.HAS_SINK:
             sink = sink_of_rows(tile, h_of_rows, args, META)
-            row_max = gl.maximum(row_max, sink)
-            row_sum += gl.where(row_max == float("-inf"), 0.0, 1.0)
+            if not META.HAS_MAX_LOGIT:  # the sink is none
+                row_max = gl.maximum(row_max, sink)
+                row_sum += gl.where(row_max == float("-inf"), 0.0, 1.0)
         same = Invariants(
             num_blocks=own_num_blocks,
             block_range=own_range,
@@ -159,9 +162,15 @@ def compute_partition(args: Arguments, buffers: Buffers, CONSUMER: gl.constexpr,
         for iteration in range(own_num_blocks):
             carry = _take_block(iteration, carry, same, buffers, CONSUMER, MODS, META)
         n_block = carry.n_block
+        row_max, row_sum = carry.row_max, carry.row_sum
+        correction = 1.0
+        if META.HAS_MAX_LOGIT:
+            report_max_logit(row_max, rows, h_of_rows, band.len_q, args, META)
+            if META.HAS_SINK:
+                row_max, row_sum, correction = sums_with_sink_behind(row_max, row_sum, sink, META)
         lse_row = statistics_row(received, CONSUMER, rows, h_of_rows, args, META)
-        row_sum_or_1 = gl.where(carry.row_sum == 0.0, 1.0, carry.row_sum)  # a row that sees nothing: out 0, lse -inf + 0
-        store_lse(carry.row_max, row_sum_or_1, lse_row, rows, received, args, META)
+        row_sum_or_1 = gl.where(row_sum == 0.0, 1.0, row_sum)  # a row that sees nothing: out 0, lse -inf + 0
+        store_lse(row_max, row_sum_or_1, lse_row, rows, received, args, META)
         is_empty = own_num_blocks == 0
         mbarrier.wait(buffers.products.out_full.index(CONSUMER), n_out & 1, pred=own_num_blocks > 0)
         fence_after_sync()
@@ -170,7 +179,7 @@ def compute_partition(args: Arguments, buffers: Buffers, CONSUMER: gl.constexpr,
             queries=rows,
             heads=h_of_rows,
             lse_row=lse_row,
-            rescale=scaled(1.0 / row_sum_or_1, draws, META),
+            rescale=scaled(1.0 / row_sum_or_1, draws, META) * correction,
             is_empty=is_empty,
         )
         _store_out(own, received, CONSUMER, args, buffers, META)

@@ -67,6 +67,7 @@ def blackwell_forward(
     problem: Problem,
     out: Tensor,
     lse: Tensor,
+    max_logit: Tensor | None = None,
     tile: BlackwellTile | None = None,
     group: int | None = None,
     splits: int | None = None,
@@ -77,6 +78,6 @@ def blackwell_forward(
     group = heads_of_a_tile(x, tile) if group is None else group
     tiles, processors = tiles_and_room(x, tile, group)
     splits = number_of_splits(x, tiles, processors) if splits is None else splits
-    ready = prepare_forward(x, Outputs(out, lse, None), tile, Division(LANES.value, group, splits, processors))
+    ready = prepare_forward(x, Outputs(out, lse, max_logit), tile, Division(LANES.value, group, splits, processors))
     launch(_attn_fwd_blackwell_kernel, ready.programs, out.device, ready.tile, ready.arguments)
     ready.finish()

@@ -16,12 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from flexattn.kernels_triton.common.launch_order import wait_for_previous
-from flexattn.kernels_triton.common.primitives import (
-    LN2,
-    exponent_factor,
-    head_of,
-    scaled_row_max,
-)
+from flexattn.kernels_triton.common.primitives import head_of
 from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.common.split_kv import number_of_splits
 from flexattn.kernels_triton.common.tiles import (
@@ -45,6 +40,7 @@ from flexattn.kernels_triton.hopper.forward_launch import Division, Outputs, pre
 from flexattn.kernels_triton.hopper.forward_partition import load_partition
 from flexattn.kernels_triton.hopper.forward_rows import (
     Invariants,
+    report_max_logit,
     rows_and_heads,
     sink_of_rows,
     statistics_row,
@@ -52,6 +48,7 @@ from flexattn.kernels_triton.hopper.forward_rows import (
     store_out_rows,
     store_split_rows,
     sums_with_sink,
+    sums_with_sink_behind,
     visible_scores,
 )
 from flexattn.kernels_triton.hopper.forward_work import Span, received_tile, unmasked_blocks
@@ -279,20 +276,9 @@ def _compute_partition(args: Arguments, buffers: Buffers, CONSUMER: gl.constexpr
         if META.SKIPS:
             n_block = skip_blocks(num_blocks - skipped - own_num_blocks, n_block, barriers, CONSUMER, META)
         if META.HAS_MAX_LOGIT:
-            of_head = args.results.max_logit_ptr + (gl.zeros_like(rows) + h_of_rows)
-            gl.atomic_max(of_head, row_max * (1.0 if META.IS_UNBOUNDED else LN2), mask=rows < len_q, sem="relaxed")
+            report_max_logit(row_max, rows, h_of_rows, len_q, args, META)
             if META.HAS_SINK:
-                seen = row_max
-                row_max = gl.maximum(row_max, sink)
-                if META.IS_UNBOUNDED:
-                    factor = exponent_factor(row_max)
-                    scaled_max = scaled_row_max(row_max, factor, 0.0)
-                    correction = gl.exp2(scaled_row_max(seen, factor, 0.0) - scaled_max)
-                    row_sum = row_sum * correction + gl.exp2(gl.fma(sink + gl.zeros_like(factor), factor, -scaled_max))
-                else:
-                    scaled_max = gl.where(row_max == float("-inf"), 0.0, row_max)
-                    correction = gl.exp2(seen - scaled_max)
-                    row_sum = row_sum * correction + gl.exp2(sink - scaled_max)
+                row_max, row_sum, correction = sums_with_sink_behind(row_max, row_sum, sink, META)
                 acc = acc * gl.convert_layout(correction, gl.SliceLayout(1, OUT))[:, None]
         lse_row = statistics_row(received, CONSUMER, rows, h_of_rows, args, META)
         row_sum_or_1 = gl.where(row_sum == 0.0, 1.0, row_sum)  # where a row sees nothing, out is 0 / 1 and lse -inf + 0

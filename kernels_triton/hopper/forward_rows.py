@@ -114,6 +114,29 @@ def sums_with_sink(row_max, row_sum, sink):
 
 
 @gluon.jit
+def report_max_logit(row_max, rows, h_of_rows, len_q, args: Arguments, META: gl.constexpr):
+    of_head = args.results.max_logit_ptr + (gl.zeros_like(rows) + h_of_rows)
+    gl.atomic_max(of_head, row_max * (1.0 if META.IS_UNBOUNDED else LN2), mask=rows < len_q, sem="relaxed")
+
+
+@gluon.jit
+def sums_with_sink_behind(row_max, row_sum, sink, META: gl.constexpr):
+    # The same of rows whose sink is added last, as their maximum is reported without it; and the correction factor of their sums
+    seen = row_max
+    row_max = gl.maximum(row_max, sink)
+    if META.IS_UNBOUNDED:
+        factor = exponent_factor(row_max)
+        scaled_max = scaled_row_max(row_max, factor, 0.0)
+        correction = gl.exp2(scaled_row_max(seen, factor, 0.0) - scaled_max)
+        row_sum = row_sum * correction + gl.exp2(gl.fma(sink + gl.zeros_like(factor), factor, -scaled_max))
+    else:
+        scaled_max = gl.where(row_max == float("-inf"), 0.0, row_max)
+        correction = gl.exp2(seen - scaled_max)
+        row_sum = row_sum * correction + gl.exp2(sink - scaled_max)
+    return row_max, row_sum, correction
+
+
+@gluon.jit
 def statistics_row(received: ReceivedTile, CONSUMER: gl.constexpr, rows, h_of_rows, args: Arguments, META: gl.constexpr):
     # The place of a sequence's first query, of each row's head, in lse or in a part
     num_heads = args.work.num_heads

@@ -1,6 +1,6 @@
 """The Gluon forward for sm_100: compiled ahead of time and held to gates, and what it leaves to the portable kernels.
 
-No test here runs it on a GPU, and no GPU has: `tests/blackwell/test_emulated.py` holds its results to the oracle.
+No GPU has run it: `tests/blackwell/test_emulated.py` holds its results to the oracle, and `test_device.py` would on such a GPU.
 """
 
 from __future__ import annotations
@@ -102,27 +102,26 @@ def test_mods_compiled(dim: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "has_max_logit", "reason"),
+    ("more", "reason"),
     [
-        ({}, False, None),
-        ({"dtype": torch.float32}, False, "bf16 and fp16, not float32"),
-        ({"shape": (2, 1024, 16, 192)}, False, "up to 192 of q and k, and up to 128 of v"),
-        ({"dropout_p": 0.1, "rng_state": torch.zeros(2, dtype=torch.int64)}, False, None),
-        ({"softmax_scale": 0.0}, False, "softmax_scale of 0"),
-        ({"shape": (2, 0, 16, 128)}, False, "nothing to load"),
-        ({}, True, "max_logit"),
+        ({}, None),
+        ({"dtype": torch.float32}, "bf16 and fp16, not float32"),
+        ({"shape": (2, 1024, 16, 192)}, "up to 192 of q and k, and up to 128 of v"),
+        ({"dropout_p": 0.1, "rng_state": torch.zeros(2, dtype=torch.int64)}, None),
+        ({"softmax_scale": 0.0}, "softmax_scale of 0"),
+        ({"shape": (2, 0, 16, 128)}, "nothing to load"),
     ],
     ids=str,
 )
-def test_calls_left_to_the_portable_kernel_have_a_reason(more: dict[str, Any], has_max_logit: bool, reason: str | None) -> None:
+def test_calls_left_to_the_portable_kernel_have_a_reason(more: dict[str, Any], reason: str | None) -> None:
     x = torch.empty(more.get("shape", (2, 1024, 16, 128)), dtype=more.get("dtype", torch.bfloat16), device="meta")
     problem = Problem(x, x, x, **{"softmax_scale": 0.1, **{k: v for k, v in more.items() if k not in ("shape", "dtype")}})
     with pretended_device(100, 148):
-        said = conditions.forward_unsupported(problem, x, has_max_logit)
+        said = conditions.forward_unsupported(problem, x)
     assert said is None if reason is None else reason in str(said)
     for other in (90, 103, 120):
         with pretended_device(other, 148):
-            assert "sm_100" in str(conditions.forward_unsupported(problem, x, has_max_logit))
+            assert "sm_100" in str(conditions.forward_unsupported(problem, x))
 
 
 @pytest.mark.parametrize(

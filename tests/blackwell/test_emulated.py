@@ -50,19 +50,22 @@ def run(
         lse = torch.full(shape, float("nan"))
         rows = as_bshd(out, spec.q_format)
         with pretended_device(100, 148):
-            assert conditions.forward_unsupported(problem, rows, has_max_logit=False) is None
-        kernels.blackwell_forward(problem, rows, lse, splits=splits)
+            assert conditions.forward_unsupported(problem, rows) is None
+        max_logit = torch.full((spec.num_heads,), float("nan")) if spec.return_max_logit else None
+        kernels.blackwell_forward(problem, rows, lse, max_logit, splits=splits)
     report = reports["_attn_fwd_blackwell_kernel"]
     if not report.bugs:
         exact, budget = reference_attention(spec, x), reference_attention(spec, x, dtype=spec.dtype)
         check_close("out", out, exact[0], budget[0])
         check_close("lse", lse, exact[1], budget[1])
+        if max_logit is not None:
+            check_close("max_logit", max_logit, exact[2], budget[2])
     return report
 
 
 def case_of(call: dict[str, Any], **inputs: Any) -> tuple[AttentionSpec, Operands]:
     given = make_inputs(**{"dtype": torch.bfloat16, "head_dim_qk": 128, "head_dim_v": 128, **inputs})
-    return make_call(given, **call, return_max_logit=False)
+    return make_call(given, **{"return_max_logit": False, **call})
 
 
 def check(seed: int, call: dict[str, Any], splits: int | None = None, **inputs: Any) -> None:
@@ -172,8 +175,20 @@ def test_few_queries(heads: int, dim: int, splits: int) -> None:
 @pytest.mark.parametrize("name", SPLIT_CALLS)
 def test_keys_split_by_lengths(name: str) -> None:
     spec, x = paged(**SPLIT_CALLS[name])
-    report = run(1 + list(SPLIT_CALLS).index(name), spec._replace(return_max_logit=False), x, splits=BY_LENGTHS)
+    report = run(1 + list(SPLIT_CALLS).index(name), spec, x, splits=BY_LENGTHS)
     assert {finding.kind for finding in report.findings} <= HARMLESS, str(report)
+
+
+@pytest.mark.sample
+@without_gpu
+@pytest.mark.parametrize("features", [{}, {"softcap": 2.0}, {"bias_type": "alibi"}], ids=str)
+def test_max_logit_beside_sinks(features: dict[str, Any]) -> None:
+    """A sink is no key's logit, and comes last."""
+    if "bias_type" in features:
+        features = features | FEATURES["alibi"]("cpu")
+    call = EVERYTHING | {"softmax_offset": SINKS, "return_max_logit": True} | features
+    for seed in (1, 6):
+        check(seed, call, qkv_format="thd", gap=3, **UNEVEN)
 
 
 def _documents(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -192,7 +207,7 @@ def test_block_masks() -> None:
         else:
             with pretended_device(100, 148):
                 problem = triton_backend.to_problem(*case_of(call, **DENSE))
-                said = conditions.forward_unsupported(problem, problem.q, has_max_logit=False)
+                said = conditions.forward_unsupported(problem, problem.q)
             assert said is not None
             assert "its tiles are 256 x 64, and the block mask's blocks 128 x 128" in said
 
