@@ -1,1 +1,3 @@
-"""Attention kernels for sm_100 in Gluon. They were compiled and emulated, and have not run on a GPU."""
+"""A forward for sm_100 in Gluon: TMA, tcgen05, tensor memory, warp specialisation. It was emulated, and not run on a GPU."""
+
+from __future__ import annotations

@@ -89,6 +89,7 @@ def test_partitions_need_a_barrier_and_a_fence_on_both_sides() -> None:
             assert {finding.kind for finding in report.findings} == {"tensor-fence"}, str(report)
 
 
+@pytest.mark.slow
 def test_these_kernels_compile_for_sm_100() -> None:
     of_16_bits, of_fp32 = {"a_ptr": "*bf16", "b_ptr": "*bf16", "out_ptr": "*fp32"}, {"x_ptr": "*fp32", "y_ptr": "*fp32"}
     kernels = [
