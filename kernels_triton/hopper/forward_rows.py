@@ -70,7 +70,8 @@ def visible_scores(qk, column, is_full, same: Invariants, IS_CUT: gl.constexpr, 
         s = _mask(s, same.rows, columns, column, same.m_start, same.band, META)
     if IS_CUT or META.BLOCK_SIZE_Q == 0:
         if META.ASKS_OF_BLOCKS:
-            if not shows_block(same.head, same.m_start, ROWS // META.GROUP, column, META.BLOCK_N, MODS):
+            QUERIES: gl.constexpr = META.BLOCK_M // META.CONSUMERS // META.GROUP
+            if not shows_block(same.head, same.m_start, QUERIES, column, META.BLOCK_N, MODS):
                 s = apply_mask_mod(s, i, j, is_full, same.head, MODS, META)
         else:
             s = apply_mask_mod(s, i, j, is_full, same.head, MODS, META)
