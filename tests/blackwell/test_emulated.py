@@ -191,6 +191,15 @@ def test_max_logit_beside_sinks(features: dict[str, Any]) -> None:
         check(seed, call, qkv_format="thd", gap=3, **UNEVEN)
 
 
+@without_gpu
+@pytest.mark.parametrize(("lengths_q", "heads"), [([100, 9], 2), ([3, 1], 4)], ids=str)
+def test_a_mask_is_asked_of_all_rows_of_a_consumer(lengths_q: list[int], heads: int) -> None:
+    """A block that all of the first 64 queries see whole, and those behind them do not; and heads that share a tile."""
+    masks = trace_mods(None, lambda b, h, i, j: (i < 70) | (j < 10))
+    inputs = {"lengths_q": lengths_q, "lengths_kv": [330, 140], "num_heads": heads, "num_heads_kv": 2}
+    check(5, {"attn_mask_type": "padding", "mods": masks}, qkv_format="thd", **inputs)
+
+
 def _documents(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     return (q_idx // 75 == kv_idx // 75) | (kv_idx < 20)
 
