@@ -172,7 +172,8 @@ class _Attend(torch.autograd.Function):
         ctx: Any, saved: Any, dout: Tensor | None, dlse: Tensor | None, _max_logit: None, _state: None
     ) -> tuple[Tensor | None, ...]:
         out, lse, state, plan, *tensors = saved
-        own, mod_tensors = tensors[:_NUM_TENSORS], tensors[_NUM_TENSORS:]
+        # A list of its own: what a star collects is a tuple to torch 2.11's Dynamo, which nothing can be put into.
+        own, mod_tensors = list(tensors[:_NUM_TENSORS]), tensors[_NUM_TENSORS:]
         if dout is None:
             dout = torch.zeros_like(out)
         if own[_Operands._fields.index("rng_state")] is not None:
