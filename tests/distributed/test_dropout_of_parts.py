@@ -117,6 +117,27 @@ def test_parts_drop_what_the_whole_drops(backend: str, dtype: torch.dtype, cut: 
             check_close(name, t, expected[name], same[name], factor=GRADIENT_FACTOR)
 
 
+def far(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return (j < 7) | (j > i + 9)
+
+
+@pytest.mark.parametrize("first_key", [16, 21])
+def test_a_part_under_a_block_mask(first_key: int) -> None:
+    """In tiles of 16 by 16, as such blocks ask for, with what else changes scores."""
+    blocks = flexattn.create_block_mask(far, None, None, LENGTH, LENGTH, DEVICE, BLOCK_SIZE=16)
+    call: dict[str, Any] = {"dropout_p": P, "rng_state": state_of(5, first_key, 1), "block_mask": blocks, "bias_type": "alibi"}
+    found = []
+    for backend, dtype in (("eager", torch.float64), ("eager", torch.bfloat16), ("triton", torch.bfloat16)):
+        *leaves, dout = (t.to(dtype).requires_grad_() for t in list(tensors_of(torch.bfloat16).values())[:4])
+        out, lse = flexattn.attention(
+            *leaves, **call, attn_mask_type="causal", window_size=(33, -1), return_lse=True, backend=backend
+        )
+        out.backward(dout.detach())
+        found.append([out.detach(), lse.detach(), *(t.grad for t in leaves)])
+    for name, exact, same, got in zip(("out", "lse", "dq", "dk", "dv"), *found, strict=True):
+        check_close(name, got, exact, same, factor=GRADIENT_FACTOR)
+
+
 def test_heads_of_the_whole() -> None:
     q, k, v, *_ = (t.float() for t in tensors_of(torch.float64).values())
     call: dict[str, Any] = {"dropout_p": P, "attn_mask_type": "causal"}
