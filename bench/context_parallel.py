@@ -217,10 +217,11 @@ class Steps(NamedTuple):
 
     def captured(self) -> Steps:
         """Returns the same in CUDA graphs, whose results are in the same memory each time."""
-        return Steps(_captured(self.forward), _captured(self.both))
+        return Steps(_replaying(self.forward), _replaying(self.both))
 
 
-def _captured(step: Callable[[], Any]) -> Callable[[], Any]:
+def capture_step(step: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """Returns a graph of a call over ranks, behind three calls on another stream, and what its replays write."""
     beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     beside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(beside):
@@ -233,6 +234,11 @@ def _captured(step: Callable[[], Any]) -> Callable[[], Any]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's own threads go on
         results = step()
+    return graph, results
+
+
+def _replaying(step: Callable[[], Any]) -> Callable[[], Any]:
+    graph, results = capture_step(step)
 
     def replay() -> Any:
         graph.replay()

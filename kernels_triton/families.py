@@ -110,7 +110,7 @@ def _beside_diagonal(problem: Problem, name: str) -> str | None:
 
 
 def _never(call: Any) -> None:
-    """The answer of the portable family: it runs every call, and is what others are compared with."""
+    """Returns None, for a family that nothing speaks against."""
 
 
 def _blocks(queries: int, keys: int) -> str:
@@ -179,9 +179,9 @@ PORTABLE_BACKWARD = Family[Backward](
 )
 
 
-def _hopper_splits(call: Forward, tile: Any) -> Splits:
+def _gluon_splits(kernels: Any, call: Forward, tile: Any) -> Splits:
     group = _hopper("conditions").heads_of_a_tile(call.problem, tile)
-    return splits_of(call.problem, *_hopper("forward").tiles_and_room(call.problem, tile, group))
+    return splits_of(call.problem, *kernels.tiles_and_room(call.problem, tile, group))
 
 
 HOPPER_FORWARD = Family[Forward](
@@ -192,14 +192,9 @@ HOPPER_FORWARD = Family[Forward](
     tile=lambda call: _hopper("conditions").forward_tile(call.problem),
     blocks=lambda tile: _blocks(tile.block_m, tile.block_n),
     run=lambda call, tile: _hopper("forward").hopper_forward(call.problem, call.out, call.lse, call.max_logit, tile),
-    splits=_hopper_splits,
+    splits=lambda call, tile: _gluon_splits(_hopper("forward"), call, tile),
     capability=90,
 )
-
-
-def _wide_splits(call: Forward, tile: Any) -> Splits:
-    group = _hopper("conditions").heads_of_a_tile(call.problem, tile)
-    return splits_of(call.problem, *_hopper("wide_forward").tiles_and_room(call.problem, tile, group))
 
 
 HOPPER_WIDE_FORWARD = Family[Forward](
@@ -210,7 +205,7 @@ HOPPER_WIDE_FORWARD = Family[Forward](
     tile=lambda call: _hopper("conditions").wide_tile(call.problem),
     blocks=lambda tile: _blocks(tile.block_m, tile.block_n),
     run=lambda call, tile: _hopper("wide_forward").wide_forward(call.problem, call.out, call.lse, tile),
-    splits=_wide_splits,
+    splits=lambda call, tile: _gluon_splits(_hopper("wide_forward"), call, tile),
     capability=90,
 )
 
@@ -265,11 +260,6 @@ HOPPER_FP8_FORWARD = Family[Forward](
 )
 
 
-def _blackwell_splits(call: Forward, tile: Any) -> Splits:
-    group = _hopper("conditions").heads_of_a_tile(call.problem, tile)
-    return splits_of(call.problem, *_blackwell("forward").tiles_and_room(call.problem, tile, group))
-
-
 BLACKWELL_FORWARD = Family[Forward](
     name="sm_100",
     direction="forward",
@@ -278,7 +268,7 @@ BLACKWELL_FORWARD = Family[Forward](
     tile=lambda call: _blackwell("conditions").forward_tile(call.problem),
     blocks=lambda tile: _blocks(tile.block_m, tile.block_n),
     run=lambda call, tile: _blackwell("forward").blackwell_forward(call.problem, call.out, call.lse, call.max_logit, tile),
-    splits=_blackwell_splits,
+    splits=lambda call, tile: _gluon_splits(_blackwell("forward"), call, tile),
     capability=100,
     has_run=False,
 )

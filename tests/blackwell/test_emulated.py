@@ -42,7 +42,7 @@ DENSE = {"lengths_q": [300] * 2, "lengths_kv": [330] * 2, "num_heads": 2, "num_h
 def run(
     seed: int, spec: AttentionSpec, x: Operands, kernels: ModuleType = blackwell_forward, splits: int | None = None
 ) -> emulator.Report:
-    """What the emulator says; without a bug, out and lse are held to the oracle."""
+    """Returns the emulator's report; without a bug in it, out and lse are held to the oracle."""
     with emulated(seed, kernels) as reports:
         problem = triton_backend.to_problem(spec, x)
         out = torch.full((*x.q.shape[:-1], x.v.shape[-1]), float("nan"), dtype=x.q.dtype)
@@ -153,7 +153,7 @@ def test_post_scale_bias(shape: tuple[int, int]) -> None:
 @without_gpu
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128)], ids=str)
 def test_dropout(dims: tuple[int, int]) -> None:
-    """What is dropped is what the reference drops, bit for bit: one weight more or less is far outside the error budget."""
+    """The reference drops the same weights, bit for bit: one more or less is far outside the error budget."""
     call = EVERYTHING | dropped() | {"softmax_offset": SINKS}
     check(dims[0] % 20, call, qkv_format="thd", gap=3, head_dim_qk=dims[0], head_dim_v=dims[1], **UNEVEN)
     check(3, {"attn_mask_type": "causal"} | dropped(p=0.1), head_dim_qk=dims[0], head_dim_v=dims[1], **DENSE)
@@ -206,7 +206,7 @@ def _documents(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
 
 @without_gpu
 def test_block_masks() -> None:
-    """Of blocks of 256 queries, as a work tile has; those of 128 are refused."""
+    """Masks whose blocks have 256 queries, as a work tile has; those with 128 are refused."""
     for size, seed in ((256, 3), (256, 5), (128, 3)):
         mask = create_block_mask(_documents, None, None, 300, 400, "cpu", BLOCK_SIZE=(size, 128))
         lists = block_lists(mask, 2, 2, 300, 330, torch.device("cpu"))

@@ -148,7 +148,7 @@ def test_heads_of_the_whole() -> None:
 
 
 def test_packed_sequences_each_have_their_own_place() -> None:
-    """Of two documents the second one's last queries, and the first one's last keys."""
+    """Parts have the last queries of the second document, and the last keys of the first one."""
     q, k, v = (t.float() for t in list(tensors_of(torch.float64).values())[:3])
     for backend in ("eager", "triton"):
         call: dict[str, Any] = {"dropout_p": P, "return_lse": True, "backend": backend}

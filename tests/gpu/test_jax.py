@@ -203,7 +203,7 @@ def test_a_mesh_of_all_devices() -> None:
 )
 @pytest.mark.parametrize("dropout_p", [0.0, 0.25])
 def test_packed_documents_over_an_axis(mask: dict[str, Any], dropout_p: float) -> None:
-    """Of all devices, each of which has two parts: as one call of the whole, dropout included."""
+    """All devices, which have two parts each, compute what one call of the whole does, dropout included."""
     cu = jnp.asarray(np.cumsum([0, 300, 0, 211, 1, 512]), jnp.int32)
     how = {"qkv_format": "thd", "cu_seqlens_q": cu, "max_seqlen_q": 512, **mask, "dropout_p": dropout_p, "deterministic": True}
     how |= {"rng_state": jax.random.key(3)} if dropout_p else {}

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flexattn import distributed
+from flexattn.bench.context_parallel import capture_step
 from flexattn.distributed import capture
 from tests.support import context_parallel_calls as calls
 from tests.support.ranks import CAPTURED_PARTS
@@ -110,7 +111,7 @@ def no_reads() -> None:
 
 
 def refused() -> None:
-    """What no graph can hold is refused by name: other groups than NCCL's, comparisons of ranks, tables of a first call."""
+    """Calls that no graph can hold are refused by name: of other groups than NCCL, with ranks compared, with tables to make."""
     plan = distributed.plan(dist.group.WORLD, length=14)
     q = torch.zeros(1, 7, 2, 8, device=calls.DEVICE)
     with pytest.MonkeyPatch.context() as patch:
@@ -129,23 +130,6 @@ def refused() -> None:
         patch.setenv("FLEXATTN_CHECK", "1")
         with pytest.raises(ValueError, match=r"FLEXATTN_CHECK is 1.* while a CUDA graph is captured"):
             distributed.attention(q, q, q, plan=plan)
-
-
-def _captured(step: Any) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """Returns a graph of a call, behind three calls on another stream, and the tensors that its replays write."""
-    beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    beside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(beside):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(beside)
-    torch.cuda.synchronize()
-    dist.barrier()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's own threads go on
-        results = step()
-    return graph, results
 
 
 def _replay(problem: calls.Problem, dtype: torch.dtype, way: str) -> None:
@@ -169,7 +153,7 @@ def _replay(problem: calls.Problem, dtype: torch.dtype, way: str) -> None:
         return (out, lse, largest, *torch.autograd.grad(loss, wanted))
 
     for step in (forward, both):
-        graph, got = _captured(step)
+        graph, got = capture_step(step)
         for seed in range(2):
             generator = torch.Generator(calls.DEVICE).manual_seed(seed + dist.get_rank())
             with torch.no_grad():
