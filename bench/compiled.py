@@ -144,6 +144,8 @@ def complaints(kernel: str, tile: Tile, arch: int, made: Sequence[CompileReport]
             found.append("ptxas serialized wgmma")
         if report.undefined_registers:
             found.append("ptxas made code that reads registers before it writes them")
+        if report.folded_operands:
+            found.append(f"Triton multiplies only a part of operands: {', '.join(report.folded_operands)}")
     return list(dict.fromkeys(found))
 
 

@@ -62,6 +62,7 @@ SASS_WHOLE_OPERATION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z]
 DEBUG_LINE = re.compile(r"\s*(\.(loc|file)\b|\$L__(tmp|func_(begin|end))\d+:)")
 SASS_OPERATION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)")  # "/*0010*/  @!P0 LDG.E R2, ..." -> LDG
 
+TTGIR_DOT_OPERAND = re.compile(r"tensor<(\d+)x(\d+)x\w+, #ttg\.dot_op<\{opIdx = ([01]), parent = #\w+, kWidth = (\d+)\}>>")
 TTGIR_RESULTS = re.compile(r"^\s*%[\w:]+(, %[\w:]+)* = ")
 SASS_WAIT_FOR_ALL = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x0")  # "WARPGROUP.DEPBAR.LE gsb0, 0x1" lets one product run on
 SASS_LABEL = re.compile(r"^\s*\.(L_x_\d+):")
@@ -167,6 +168,8 @@ class CompileReport:
     idle_barriers: arrays of mbarriers (Gluon's) that are initialised, and that nothing waits for or arrives at. Triton 3.6 and 3.7
         give their memory to what the partitions of a warp_specialize are handed, with no order between both writes: now and then,
         and often where processes share a GPU, a partition reads a count where it expects a row.
+    folded_operands: types of operands of products whose threads hold more columns than there are, as "16x16, 8 a thread": Triton 3.6
+        and 3.7 then read some twice, and others never (triton-lang/triton#10645 and #11691), so any is a wrong result.
     undefined_registers: uniform registers that some path reads and that nothing on it wrote; any is a defect of ptxas, and results
         are garbage (`sass_registers` has the whole story).
     warnings: the lines of ptxas that warn; C7510 and the like say that it serialised wgmma.
@@ -189,6 +192,7 @@ class CompileReport:
     compile_seconds: float
     exposed_exponentials: int = 0
     idle_barriers: int = 0
+    folded_operands: tuple[str, ...] = ()
     undefined_registers: tuple[str, ...] = ()
     tensor_columns: int = 0
     ptx_digest: str = ""
@@ -256,6 +260,7 @@ def compile_for(
         compile_seconds=seconds,
         exposed_exponentials=sum(map(_exposed_exponentials, _innermost_loop_lines(sass))),
         idle_barriers=_idle_barriers(compiled.asm["ttgir"]),
+        folded_operands=folded_operands(compiled.asm["ttgir"]),
         undefined_registers=undefined_registers(sass),
         tensor_columns=getattr(compiled.metadata, "tmem_size", 0) or 0,
         ptx_digest=_digest(_without_debug_lines(compiled.asm["ptx"]).replace(compiled.metadata.name, "kernel")),
@@ -272,6 +277,15 @@ def _without_debug_lines(ptx: str) -> str:
     """PTX without line numbers, comments, the labels that these need, and the sections for debuggers."""
     lines = (line.partition("//")[0].rstrip() for line in ptx.partition(".section\t.debug")[0].splitlines())
     return "\n".join(line for line in lines if line.strip() and not DEBUG_LINE.match(line))
+
+
+def folded_operands(ttgir: str) -> tuple[str, ...]:
+    """Returns the types of operands, [rows, depth] or [depth, columns], whose depth is less than the four threads that share it hold."""
+    found = set()
+    for rows, columns, place, held in TTGIR_DOT_OPERAND.findall(ttgir):
+        if int(columns if place == "0" else rows) < 4 * int(held):
+            found.add(f"{rows}x{columns}, {held} a thread")
+    return tuple(sorted(found))
 
 
 def _idle_barriers(ttgir: str) -> int:

@@ -790,6 +790,10 @@ def dropout_keep(inputs, b, h, first_row, first_column, META: tl.constexpr):
     offset = tl.load(state + 1).to(tl.int32)
     if META.ORIGIN > 5:
         first_column += tl.load(state + 5).to(tl.int32)
+    # Weights that depend on a join and on a load of bytes, as of a mod's bool table, are taken for numbers of four bits by Triton 3.6
+    # and 3.7, which then multiply half of 16 keys twice (triton-lang/triton#10645; `CompileReport.folded_operands`).
+    CAN_JOIN: tl.constexpr = META.BLOCK_M >= 32 and META.BLOCK_N >= 32
+    if META.ORIGIN > 5 or not CAN_JOIN:
         numbers = _numbers_of_columns(seed, offset, b_h, first_row, first_column, META)
     else:
         numbers = _numbers_of_groups(seed, offset, b_h, first_row, first_column, META)
@@ -811,7 +815,7 @@ def _numbers_of_groups(seed, offset, b_h, first_row, first_column, META: tl.cons
 
 @triton.jit
 def _numbers_of_columns(seed, offset, b_h, first_row, first_column, META: tl.constexpr):
-    # Where a tile may begin inside of a group of eight: a draw for each number, of which one word is taken.
+    # Where a tile may begin inside of a group of eight, or is small: a draw for each number, of which one word is taken.
     BLOCK_M: tl.constexpr = META.BLOCK_M
     BLOCK_N: tl.constexpr = META.BLOCK_N
     zero = tl.zeros([BLOCK_M, BLOCK_N], tl.int32)

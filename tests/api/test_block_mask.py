@@ -18,7 +18,7 @@ from flexattn.kernels_triton.common import tiles as configs
 from flexattn.kernels_triton.common.problem import Backward, BlockLists
 from flexattn.kernels_triton.portable.backward import attention_backward
 from flexattn.kernels_triton.portable.forward import attention_forward
-from flexattn.kernels_triton.runtime.launch import recorded_launches
+from flexattn.kernels_triton.runtime.launch import pretended_device, recorded_launches
 from flexattn.mods.trace import trace_mods
 from flexattn.testing import make_call, make_inputs
 from tests.mods.test_score_mod_triton import HEADS, LOOP_SPILLS, check, lengths, rand
@@ -256,3 +256,33 @@ def test_compiled_ahead_of_time(kernels: str) -> None:
         assert report.loop_spill_share <= LOOP_SPILLS, launch.kernel
         if "dkdv" not in launch.kernel.__name__:
             assert report.matrix_instructions.keys() == {"HGMMA"}
+
+
+def of_a_table(device: str) -> Any:
+    sees = torch.rand(40, 7, generator=torch.Generator().manual_seed(1)).to(device) < 0.7
+    return lambda b, h, i, j: sees[i % 40, j % 7]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_dropout_in_small_blocks_of_a_mask_that_reads_bytes(dtype: torch.dtype, device: str) -> None:
+    """In tiles of 16 by 16; Triton would compile the product with v for weights of four bits (triton-lang/triton#10645)."""
+    mask = flexattn.create_block_mask(of_a_table(device), None, None, 70, 100, device, 16)
+    call = {"dropout_p": 0.3, "rng_state": torch.tensor([5, 3], device=device)}
+    run(mask, device, call=call, lengths_q=[70, 70], lengths_kv=[100, 100], dtype=dtype)
+
+
+@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.slow), 90, pytest.param(100, marks=pytest.mark.slow)])
+def test_dropout_in_small_blocks_compiled(capability: int) -> None:
+    mask = flexattn.create_block_mask(of_a_table("cpu"), None, None, 256, 256, "cpu", 16)
+    given = make_inputs(lengths_q=[256, 256], head_dim_qk=64, head_dim_v=64, dtype=torch.bfloat16)
+    blocks = block_lists(mask, 2, HEADS, 256, 256, torch.device("cpu"))
+    drawn = {"dropout_p": 0.3, "rng_state": torch.tensor([5, 3])}
+    spec, x = make_call(given, mods=trace_mods(None, mask.mask_mod), blocks=blocks, return_max_logit=False, **drawn)
+    problem = triton_backend.to_problem(spec, x)
+    out, lse = torch.zeros_like(x.q), torch.zeros(2, HEADS, 256)
+    gradients = (out.clone(), x.k.clone(), x.v.clone())
+    with pretended_device(capability, 132), recorded_launches() as launches:
+        attention_forward(problem, out, lse)
+        attention_backward(Backward(problem, out, lse, out, None, *gradients))
+    reports = compile_sound([request_for(launch, capability) for launch in launches])
+    assert {"HMMA"} in [set(report.matrix_instructions) for report in reports]

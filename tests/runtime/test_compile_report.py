@@ -18,6 +18,7 @@ from flexattn.kernels_triton.ahead_of_time.compile_report import (
     _exposed_exponentials,
     compile_for,
     compile_many,
+    folded_operands,
 )
 from flexattn.kernels_triton.ahead_of_time.sass_registers import undefined_registers
 from flexattn.kernels_triton.hopper.pipeline import allocate_barriers
@@ -144,6 +145,25 @@ def _sass(*lines: str) -> str:
 )
 def test_uniform_registers_that_nothing_wrote_are_seen(code: tuple[str, ...], undefined: tuple[str, ...]) -> None:
     assert undefined_registers(_sass(*code)) == undefined
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "place", "held", "is_folded"),
+    [
+        (16, 64, 0, 8, False),
+        (16, 16, 0, 4, False),
+        (16, 16, 0, 8, True),
+        (64, 16, 1, 8, False),
+        (16, 64, 1, 8, True),
+        (32, 8, 1, 8, False),
+    ],
+)
+def test_operands_with_fewer_columns_than_their_threads_hold_are_seen(
+    rows: int, columns: int, place: int, held: int, is_folded: bool
+) -> None:
+    operand = f"tensor<{rows}x{columns}xbf16, #ttg.dot_op<{{opIdx = {place}, parent = #mma1, kWidth = {held}}}>>"
+    line = f"%acc = tt.dot %p, %v, %zero : {operand} * {operand} -> tensor<16x64xf32, #mma1>"
+    assert folded_operands(line) == ((f"{rows}x{columns}, {held} a thread",) if is_folded else ())
 
 
 @gluon.jit

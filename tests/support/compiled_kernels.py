@@ -17,8 +17,9 @@ def compile_beside(requests: Sequence[CompileRequest]) -> list[CompileReport]:
 
 
 def compile_sound(requests: Sequence[CompileRequest]) -> list[CompileReport]:
-    """Returns the reports, and fails where ptxas made code of a kernel that is wrong whatever its speed."""
+    """Returns the reports, and fails where Triton or ptxas made code of a kernel that is wrong whatever its speed."""
     reports = compile_beside(requests)
     for request, report in zip(requests, reports, strict=True):
         assert not report.undefined_registers, f"{report.undefined_registers} are read and nothing writes them: {request}"
+        assert not report.folded_operands, f"{report.folded_operands} are multiplied only in part: {request}"
     return reports
