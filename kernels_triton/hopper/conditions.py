@@ -12,6 +12,7 @@ from flexattn.kernels_triton.common.tiles import (
     HOPPER_BYTES,
     HOPPER_DROPOUT_FROM,
     HOPPER_PAGED_BYTES,
+    HOPPER_PAGED_WINDOW_FROM,
     HOPPER_SHARED_FROM,
     HOPPER_UNSHARED_BYTES,
     HOPPER_WIDE,
@@ -197,6 +198,9 @@ def forward_slower(problem: Problem) -> str | None:
     shortest = HOPPER_SHARED_FROM[tile.head_dim_qk]
     if x.longest_kv < shortest:
         return f"HOPPER_SHARED_FROM of its row is {shortest} keys, and the longest sequence has {x.longest_kv}"
+    shortest = HOPPER_PAGED_WINDOW_FROM.get(tile.head_dim_qk, 0) if is_paged else 0
+    if x.window_left is not None and x.window_left < shortest:
+        return f"HOPPER_PAGED_WINDOW_FROM of its row is {shortest} keys, and the window has {x.window_left} before the diagonal"
     least = HOPPER_PAGED_BYTES if is_paged else HOPPER_BYTES
     return None if size >= least else "there is too little to load for it to be faster"
 

@@ -12,7 +12,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from flexattn.kernels_triton.common.preprocess import tiled_statistics
 from flexattn.kernels_triton.common.problem import Backward
 from flexattn.kernels_triton.common.tile_schedule import zero_padding
-from flexattn.kernels_triton.common.tiles import cdiv
 from flexattn.kernels_triton.hopper.backward_blocks import LargeLse, backward_work, key_block_numbers
 from flexattn.kernels_triton.hopper.conditions import KEYS
 from flexattn.kernels_triton.hopper.descriptors import ragged_descriptor, statistics_descriptor, step_of
@@ -20,6 +19,7 @@ from flexattn.kernels_triton.hopper.dq_sums import convert_dq
 from flexattn.kernels_triton.hopper.fp8_backward_operands import backward_descales, copies_in_16_bits, is_plain
 from flexattn.kernels_triton.hopper.fused_consumer import FusedArguments, FusedDescriptors, FusedMeta, FusedSteps
 from flexattn.kernels_triton.hopper.operands import ROWS
+from flexattn.kernels_triton.hopper.tile_scheduler import section_of_one_size
 from flexattn.kernels_triton.runtime.launch import Tile
 
 
@@ -31,16 +31,6 @@ class FusedLaunch(NamedTuple):
     arguments: tuple[Any, ...]
     dq_sums: Tensor
     tiles_of_statistics: Tensor | None
-
-
-def _section_of_one_size(heads: int, most: int) -> int:
-    """Returns the size of sections of `heads` heads, about `most`, of which the last has as few heads less as can be.
-
-    A small last section leaves multiprocessors idle: gpt-oss's backward takes 4820 us in sections of 4, 4, 4 and 4 heads, and 5547
-    in sections of 5, 5, 5 and 1. Short calls gain from sections of up to a third more than L2 has room for too
-    (bench/results/sections_h200.json).
-    """
-    return max(range(cdiv(most, 2), min(heads, most * 4 // 3) + 1), key=lambda size: (-(-heads % size), size))
 
 
 def prepare_fused(call: Backward, tile: Any) -> FusedLaunch:
@@ -60,7 +50,7 @@ def prepare_fused(call: Backward, tile: Any) -> FusedLaunch:
     work, programs = backward_work(x, KEYS, "kv", bytes_per_head)
     if not x.has_lengths:
         heads = x.batch * x.num_heads_kv
-        work = work._replace(heads_per_l2_section=_section_of_one_size(heads, work.heads_per_l2_section))
+        work = work._replace(heads_per_l2_section=section_of_one_size(heads, work.heads_per_l2_section))
         if tile.is_persistent:
             work = work._replace(table_ptr=dq_sums.view(torch.int32))  # the first tile, of no query, has room for the counter
     q16, k16, dout16 = copies_in_16_bits(x, dout, dq.dtype) if is_fp8 else (None, None, None)

@@ -14,8 +14,10 @@ from flexattn.kernels_triton.common.primitives import load_sequence
 from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.common.tile_schedule import tile_schedule
 from flexattn.kernels_triton.common.tiles import cdiv
+from flexattn.kernels_triton.runtime.launch import l2_bytes
 
-_L2_BYTES = 32 * 2**20  # bytes that are read, or added to, again and again while they are in L2
+_MIB = 2**20
+_L2_BYTES = 32 * _MIB  # bytes that are read, or added to, again and again while they are in L2
 
 
 class Work(NamedTuple):
@@ -29,9 +31,33 @@ class Work(NamedTuple):
     heads_per_l2_section: int  # `swizzle_heads_for_l2`
 
 
-def _heads_in_l2(heads: int, bytes_per_head: int) -> int:
+def _heads_in_l2(heads: int, bytes_per_head: int, room: int = _L2_BYTES) -> int:
     """Returns how many of `heads` heads share L2, at least one."""
-    return min(heads, max(1, _L2_BYTES // bytes_per_head))
+    return min(heads, max(1, room // bytes_per_head))
+
+
+def section_of_one_size(heads: int, most: int) -> int:
+    """Returns the size of sections of `heads` heads, about `most`, of which the last has as few heads less as can be.
+
+    A small last section leaves multiprocessors idle: gpt-oss's backward takes 4820 us in sections of 4, 4, 4 and 4 heads, and 5547
+    in sections of 5, 5, 5 and 1. Short calls gain from sections of up to a third more than L2 has room for too
+    (bench/results/sections_h200.json).
+    """
+    return max(range(cdiv(most, 2), min(heads, most * 4 // 3) + 1), key=lambda size: (-(-heads % size), size))
+
+
+def _bytes_of_forward_section(problem: Problem) -> int:
+    """Returns how many bytes of keys and values a forward's section of heads has at most.
+
+    Where all tiles are equally long, small sections have all tiles of a head run side by side. At 512 tokens of head dim 128 such a
+    call takes 132 us on an NVIDIA H100, and 201 in sections of 32 MiB, which its 50 MB of L2, in two halves, do not hold
+    (bench/results/forward_sections_h100.json). Under a band large sections have the long tiles of many heads come first, for which
+    16 MiB are best there, and 32 on an NVIDIA H200, which has 60 MB (bench/results/forward_turns_h200.json).
+    """
+    x = problem
+    if x.window_left is None and x.window_right is None and x.block_mask is None and not x.has_lengths:
+        return 8 * _MIB
+    return 16 * _MIB if l2_bytes(x.device) < 56 * _MIB else 32 * _MIB
 
 
 def query_heads_per_l2_section(problem: Problem) -> int:
@@ -40,7 +66,9 @@ def query_heads_per_l2_section(problem: Problem) -> int:
     heads, tokens = x.batch * x.num_heads_kv, x.longest_kv
     if x.has_lengths:
         heads, tokens = x.num_heads_kv, x.num_keys
-    return _heads_in_l2(heads, tokens * (x.q.shape[-1] + x.v.shape[-1]) * x.k.element_size()) * x.group_size
+    bytes_per_head = tokens * (x.q.shape[-1] + x.v.shape[-1]) * x.k.element_size()
+    section = _heads_in_l2(heads, bytes_per_head, _bytes_of_forward_section(x))
+    return (section if x.has_lengths else section_of_one_size(heads, section)) * x.group_size
 
 
 def forward_work(problem: Problem, queries: int, group: int = 1, *, has_table: bool = True) -> Work:

@@ -124,6 +124,12 @@ def num_processors(device: torch.device) -> int:
 
 
 @functools.lru_cache(maxsize=64)
+def l2_bytes(device: torch.device) -> int:
+    """Bytes of the device's L2 cache; those of an NVIDIA H200 for a CPU device."""
+    return torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 60 * 2**20
+
+
+@functools.lru_cache(maxsize=64)
 def _capability_of(device: torch.device) -> int:
     if device.type != "cuda":
         return INTERPRETER

@@ -31,11 +31,10 @@ from flexattn.kernels_triton.common.tiles import (
 from flexattn.kernels_triton.families import Policy
 from flexattn.kernels_triton.hopper import backward as backward_kernels
 from flexattn.kernels_triton.hopper import backward_fused as fused_kernels
-from flexattn.kernels_triton.hopper import conditions, dq_sums
+from flexattn.kernels_triton.hopper import conditions, dq_sums, tile_scheduler
 from flexattn.kernels_triton.hopper import forward as forward_kernels
 from flexattn.kernels_triton.hopper.descriptors import batch_steps, batch_steps_of, descriptor_error
-from flexattn.kernels_triton.hopper.fused_launch import _section_of_one_size
-from flexattn.kernels_triton.hopper.tile_scheduler import query_heads_per_l2_section
+from flexattn.kernels_triton.hopper.tile_scheduler import query_heads_per_l2_section, section_of_one_size
 from flexattn.kernels_triton.runtime.launch import Launch, capability_of, pretended_device, recorded_launches
 from flexattn.testing import (
     GRADIENT_FACTOR,
@@ -392,7 +391,7 @@ def test_table_of_work(lengths: list[int], gap: int, side: Literal["q", "kv"], b
     assert table[: 2 + len(places)] == [0, len(places), *(entry for _, entry in sorted(places))]
 
 
-def test_sections_of_heads_fit_l2() -> None:
+def test_sections_of_heads_fit_l2(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys and values of a head take 512 bytes a token: with lengths those of all sequences, without them a sequence's."""
     packed = torch.empty(32768, 16, 128, dtype=torch.bfloat16)
     lengths = {"cu_seqlens_q": cumulative([2048] * 16), "cu_seqlens_kv": cumulative([2048] * 16)}
@@ -400,14 +399,18 @@ def test_sections_of_heads_fit_l2() -> None:
     problem = Problem(packed, packed[:, :8], packed[:, :8], softmax_scale=0.1, **lengths)
     assert query_heads_per_l2_section(problem) == 2 * 2  # heads of keys, and the query heads of each
     dense = packed.view(16, 2048, 16, 128)
-    assert query_heads_per_l2_section(Problem(dense, dense, dense, softmax_scale=0.1)) == 32
+    assert query_heads_per_l2_section(Problem(dense, dense, dense, softmax_scale=0.1)) == 8  # all tiles are equally long
+    causal = Problem(dense, dense, dense, softmax_scale=0.1, window_right=0)
+    assert query_heads_per_l2_section(causal) == 32
+    monkeypatch.setattr(tile_scheduler, "l2_bytes", lambda device: 50 * 2**20)
+    assert query_heads_per_l2_section(causal) == 16
 
 
 @pytest.mark.parametrize(
     ("heads", "most", "size"), [(16, 5, 4), (64, 10, 8), (256, 12, 16), (17, 5, 6), (2, 1, 1), (3, 3, 3), (1, 1, 1)]
 )
 def test_sections_have_one_size_or_nearly(heads: int, most: int, size: int) -> None:
-    assert _section_of_one_size(heads, most) == size
+    assert section_of_one_size(heads, most) == size
 
 
 @pytest.mark.parametrize("by_sequence", [False, True])

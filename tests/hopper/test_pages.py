@@ -160,16 +160,27 @@ def test_pages_that_copies_cannot_bring() -> None:
     assert reason == "its copies take 8 keys of a page or more, and pages have 12: no multiple of 8"
 
 
-def launch_of(dim: int, queries: int, page_size: int) -> Launch:
-    """The forward's launch for a causal call of 8 sequences of up to 4096 keys in pages."""
+def problem_of(dim: int, queries: int, page_size: int, window: int | None = None) -> Problem:
+    """A causal call of 8 sequences of up to 4096 keys in pages."""
     q = torch.zeros(8, queries, 32, dim, dtype=torch.bfloat16)
     k = torch.zeros(8 * 4096 // page_size, page_size, 8, dim, dtype=torch.bfloat16)
     table, used = torch.zeros(8, 4096 // page_size, dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
-    problem = Problem(
-        q, k, k, softmax_scale=0.1, window_right=0, bottom_right=True, seqused_kv=used, page_table=table, max_seqlen_kv=4096
-    )
+    band: dict[str, Any] = {"window_left": window, "window_right": 0, "bottom_right": True}
+    return Problem(q, k, k, softmax_scale=0.1, **band, seqused_kv=used, page_table=table, max_seqlen_kv=4096)
+
+
+@pytest.mark.parametrize(("dim", "window", "is_slower"), [(64, 128, True), (64, 1024, False), (64, None, False), (128, 128, False)])
+def test_windows_of_few_queries_at_head_dim_64_are_the_portable_kernels(dim: int, window: int | None, is_slower: bool) -> None:
+    with pretended_device(90, 132):
+        reason = conditions.forward_slower(problem_of(dim, 1, 16, window))
+    assert (reason is not None) == is_slower, reason
+
+
+def launch_of(dim: int, queries: int, page_size: int) -> Launch:
+    """The forward's launch."""
+    problem = problem_of(dim, queries, page_size)
     with pretended_device(90, 132), recorded_launches() as launches:
-        hopper_forward.hopper_forward(problem, torch.zeros_like(q), torch.zeros(8, 32, queries))
+        hopper_forward.hopper_forward(problem, torch.zeros_like(problem.q), torch.zeros(8, 32, queries))
     return next(launch for launch in launches if "hopper" in launch.kernel.__name__)
 
 
