@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # ranks import this, and conftest.py sets what a test's proce
 
 MODULE = "tests.support.context_parallel_cases"
 # In which its cases of compiled kernels run, as compiling takes most of their time.
-COMPILED_PARTS, EIGHT_BITS_PARTS, CAPTURED_PARTS = 16, 3, 4
+COMPILED_PARTS, EIGHT_BITS_PARTS, CAPTURED_PARTS = 16, 9, 4
 
 
 def start_ranks(
