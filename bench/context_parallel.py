@@ -32,6 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flexattn import attention, distributed
+from flexattn.bench import ring_flash_attn
 from flexattn.bench.shapes import log_normal_lengths
 from flexattn.distributed.cost import Heads
 
@@ -307,11 +308,11 @@ def peers(cell: Cell, ranks: Ranks) -> dict[str, list[Implementation] | str]:
             Implementation(_sdpa(kernel, grouped), plan, context, of) for grouped, of in zip((True, False), facts, strict=True)
         ]
     try:
-        module = importlib.import_module("ring_flash_attn")
+        zigzag = ring_flash_attn.zigzag()
     except Exception as e:  # whatever its import raises is the reason
         found[RING_FLASH_ATTN] = f"cannot be imported: {type(e).__name__}: {e}"
     else:
-        found[RING_FLASH_ATTN] = [Implementation(functools.partial(module.zigzag_ring_flash_attn_func, causal=True), plan)]
+        found[RING_FLASH_ATTN] = [Implementation(functools.partial(zigzag, causal=True), plan)]
     return found
 
 

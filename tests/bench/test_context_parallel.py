@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import socket
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from flexattn.bench import context_parallel
+from flexattn.bench import context_parallel, ring_flash_attn
 from tests.conftest import FreshPython
 
 MODULE = "flexattn.bench.context_parallel"
@@ -95,3 +97,20 @@ def test_without_ranks_it_says_what_runs_it(capsys: pytest.CaptureFixture[str], 
     with pytest.raises(SystemExit):
         context_parallel.main([])
     assert "torchrun --standalone" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ring_flash_attn") is not None, reason="ring-flash-attn is installed")
+def test_ring_flash_attn_is_imported_without_the_rest_of_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ModuleNotFoundError, match="No module named 'ring_flash_attn'"):
+        ring_flash_attn.zigzag()
+    (tmp_path / "ring_flash_attn").mkdir()
+    (tmp_path / "ring_flash_attn" / "__init__.py").write_text("raise ImportError('transformers')")
+    (tmp_path / "ring_flash_attn" / "zigzag_ring_flash_attn.py").write_text(
+        "from flash_attn.flash_attn_interface import _flash_attn_backward, _flash_attn_forward\n"
+        "zigzag_ring_flash_attn_func = (_flash_attn_forward, _flash_attn_backward)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    forward, backward = ring_flash_attn.zigzag()
+    if importlib.util.find_spec("flash_attn") is None:
+        assert (forward, backward) == (ring_flash_attn._flash_attn_forward, ring_flash_attn._flash_attn_backward)
+    assert not any(name.startswith(("ring_flash_attn", "flash_attn")) for name in sys.modules)
