@@ -168,8 +168,8 @@ class CompileReport:
     idle_barriers: arrays of mbarriers (Gluon's) that are initialised, and that nothing waits for or arrives at. Triton 3.6 and 3.7
         give their memory to what the partitions of a warp_specialize are handed, with no order between both writes: now and then,
         and often where processes share a GPU, a partition reads a count where it expects a row.
-    folded_operands: types of operands of products whose threads hold more columns than there are, as "16x16, 8 a thread": Triton 3.6
-        and 3.7 then read some twice, and others never (triton-lang/triton#10645 and #11691), so any is a wrong result.
+    folded_operands: shapes of operands of products whose threads hold more elements along k than there are ("16x16, 8 a thread"):
+        Triton 3.6 and 3.7 then read some twice and others never (triton-lang/triton#10645 and #11691), so any is a wrong result.
     undefined_registers: uniform registers that some path reads and that nothing on it wrote; any is a defect of ptxas, and results
         are garbage (`sass_registers` has the whole story).
     warnings: the lines of ptxas that warn; C7510 and the like say that it serialised wgmma.
@@ -280,7 +280,7 @@ def _without_debug_lines(ptx: str) -> str:
 
 
 def folded_operands(ttgir: str) -> tuple[str, ...]:
-    """Returns the types of operands, [rows, depth] or [depth, columns], whose depth is less than the four threads that share it hold."""
+    """Returns the operands of products, [m, k] or [k, n], of which the threads that share a row hold more than k elements."""
     found = set()
     for rows, columns, place, held in TTGIR_DOT_OPERAND.findall(ttgir):
         if int(columns if place == "0" else rows) < 4 * int(held):

@@ -790,8 +790,8 @@ def dropout_keep(inputs, b, h, first_row, first_column, META: tl.constexpr):
     offset = tl.load(state + 1).to(tl.int32)
     if META.ORIGIN > 5:
         first_column += tl.load(state + 5).to(tl.int32)
-    # Weights that depend on a join and on a load of bytes, as of a mod's bool table, are taken for numbers of four bits by Triton 3.6
-    # and 3.7, which then multiply half of 16 keys twice (triton-lang/triton#10645; `CompileReport.folded_operands`).
+    # Triton 3.6 and 3.7 take weights that depend on a join and on a load of bytes, as of a mod's bool table, for numbers of four
+    # bits, and then multiply half of 16 keys twice (triton-lang/triton#10645; `CompileReport.folded_operands`).
     CAN_JOIN: tl.constexpr = META.BLOCK_M >= 32 and META.BLOCK_N >= 32
     if META.ORIGIN > 5 or not CAN_JOIN:
         numbers = _numbers_of_columns(seed, offset, b_h, first_row, first_column, META)

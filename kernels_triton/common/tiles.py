@@ -370,8 +370,8 @@ HOPPER_DROPOUT_FROM = {64: 1024, 128: 512, 192: 4096, 256: 4096}
 HOPPER_SHARED_FROM = {64: 1024, 128: 1024, 192: 4096, 256: 8192}
 """Keys, where query heads of one key head share a tile (`hopper_forward.heads_of_a_tile`): few queries, as in decoding."""
 HOPPER_PAGED_WINDOW_FROM = {64: 1024}
-"""Keys of a window, for few queries over pages: the portable kernel takes 19 us instead of 26 for windows of 128 keys of 64 sequences, and 67
-instead of 76 for 1000, and at wider heads 1.2 to 1.5 times as long (bench/results/few_queries_windows_h100.json)."""
+"""Keys of a window, for few queries over pages: with 64 sequences the portable kernel takes 19 us instead of 26 for windows of 128
+keys and 67 instead of 76 for 1000, and at wider heads 1.2 to 1.5 times as long (bench/results/few_queries_windows_h100.json)."""
 
 
 # Where the keys of few queries are split between programs (`splits.py`; bench/results/splits_h200.json).
