@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
+
+from flexattn.dispatch.replay import Watch
 
 _aten = torch.ops.aten
 _ALLOCATIONS = frozenset(
@@ -96,11 +97,11 @@ class Plan(NamedTuple):
         return frozenset(range(len(self.buffers))) - frozenset(i for i in self.inputs if i is not None) | self.updated
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Watch(Watch):  # type: ignore[no-untyped-call]
     """Notes what torch is asked for, and how many launches came before it."""
 
     def __init__(self, launches: list[Any]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.launches = launches
         self.events: list[Any] = []  # (launches before, func, arguments, keywords, results)
         self.kept: list[Any] = []  # so that no storage's address comes twice

@@ -62,9 +62,21 @@ class _Slot(int):
     """A tensor's number in a recorded op's arguments, told apart from their integers by its type."""
 
 
-class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, inputs: Sequence[Tensor | None]) -> None:
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A dispatch mode for which torch does not import Dynamo at its first op: half a second or more of a process's second call."""
+
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Returns False: nothing is wrapped to keep Dynamo out, which compiles no frame that runs inside a mode anyway."""
+        return False
+
+
+class _Recorder(Watch):  # type: ignore[no-untyped-call]
+    def __init__(self, inputs: Sequence[Tensor | None]) -> None:
+        super().__init__()
         self.tensors: list[Tensor] = []  # all of them, so that none is freed, and no other gets its id or its memory
         self.also: list[Tensor] = []  # those that stand for another
         self.slot_of: dict[int, int] = {}

@@ -8,19 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexattn import registered
 from flexattn.dispatch import options
 from flexattn.dispatch.append import Appended, append
 from flexattn.dispatch.spec import parse_format
 from flexattn.lengths import check_cumulative, check_length_tensor, check_one_batch, check_page_ids, check_page_table
 from flexattn.validation import DTYPES, FP8_DTYPES, check_tensor, describe
-
-_library: Any = torch.library.Library("flexattn", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define(
-    "append_kv(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k_new, Tensor v_new, Tensor? page_table, Tensor seqused_kv, "
-    "Tensor? cu_seqlens_q, Tensor? seqused_q, str qkv_format, Tensor? descale_k=None, Tensor? descale_v=None, "
-    "Tensor(c!)? token_descales_k=None, Tensor(d!)? token_descales_v=None) -> ()"
-)
-_operator = torch.ops.flexattn.append_kv.default
 
 
 def append_kv(
@@ -87,7 +80,7 @@ def append_kv(
     x = checked(
         k_cache, v_cache, Appended(k_new, v_new, page_table, seqused_kv, cu_seqlens_q, seqused_q, formats, descale_k, descale_v)
     )
-    _operator(k_cache, v_cache, *x[:6], qkv_format, *x[7:])
+    registered.append_kv(k_cache, v_cache, *x[:6], qkv_format, *x[7:])
 
 
 def _is_by_token(descale: Tensor | None) -> bool:
@@ -240,7 +233,7 @@ def _check_values(k_cache: Tensor, x: Appended) -> None:
         check_page_ids(x.page_table, spans, k_cache.shape[0], rows)
 
 
-def _append(k_cache: Tensor, v_cache: Tensor, *call: Any) -> None:
+def append_kv_implementation(k_cache: Tensor, v_cache: Tensor, *call: Any) -> None:
     given = [*call[:6], parse_format(call[6]), *call[7:]]  # without those at the end that have their default
     x = Appended(*given)
     options.check_all()
@@ -251,10 +244,5 @@ def _append(k_cache: Tensor, v_cache: Tensor, *call: Any) -> None:
     torch.autograd.graph.increment_version(written)
 
 
-def _append_fake(*call: Any) -> None:
+def append_kv_fake(*call: Any) -> None:
     """Does nothing: the operator returns nothing, and what it writes has a shape already."""
-
-
-for _key in ("CPU", "CUDA"):
-    _library.impl("append_kv", _append, _key)
-torch.library.register_fake("flexattn::append_kv", _append_fake, lib=_library)

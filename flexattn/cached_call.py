@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.profiler import record_function
 
-from flexattn import fp8_ops, ops
+from flexattn import ops
 from flexattn.block_mask import block_lists
 from flexattn.call_key import (
     PLAIN,
@@ -35,7 +35,6 @@ from flexattn.dispatch.runtime_failures import RuntimeFailure
 from flexattn.dispatch.select import Backend, backend_module, select
 from flexattn.dispatch.spec import AttentionSpec, Direction, Gradients, Operands, batch_size, dqkv_of
 from flexattn.first_order import first_order
-from flexattn.fp8_ops import Passes
 from flexattn.likeness import Likeness, likeness_of
 from flexattn.validation import check_floor
 
@@ -68,8 +67,12 @@ class CachedCall:
         of_fp8: Fp8Steps | None,
     ) -> None:
         """names: the operands' tensors that the call has or may have."""
-        config = None if of_fp8 is None else of_fp8.config
-        self.spec = ops.spec_to_run(x if config is None else fp8_ops.planned(x, settings, config), settings)
+        planned = x
+        if of_fp8 is not None and of_fp8.config is not None:
+            from flexattn.fp8_ops import planned as planned_of  # here, as calls without FP8 should not wait for its import
+
+            planned = planned_of(x, settings, of_fp8.config)
+        self.spec = ops.spec_to_run(planned, settings)
         self.of_fp8 = of_fp8
         self.settings = settings
         # By a kernel, which is recorded with the others; or by a look at the results, after each forward.
@@ -330,13 +333,15 @@ class CachedCall:
         return results, _with_notes(recording, notes)
 
     def _gradients(
-        self, inputs: Sequence[Any], attend: Callable[[Operands, Tensor], Gradients], passes: Passes = fp8_ops.FUNCTIONS
+        self, inputs: Sequence[Any], attend: Callable[[Operands, Tensor], Gradients], by_operators: bool = False
     ) -> Gradients:
         """Returns what `backward` does, from `attend` on the operands and the dout that a backend takes."""
         x, dout = self.operands(inputs), inputs[-2]
-        return (
-            attend(x, dout) if self.of_fp8 is None else self.of_fp8.backward(x, inputs[self.num_inputs : -4], dout, passes, attend)
-        )
+        if self.of_fp8 is None:
+            return attend(x, dout)
+        from flexattn.fp8_ops import FUNCTIONS, OPERATORS
+
+        return self.of_fp8.backward(x, inputs[self.num_inputs : -4], dout, OPERATORS if by_operators else FUNCTIONS, attend)
 
     def _record_backward(self, inputs: Sequence[Any], spec: AttentionSpec) -> tuple[Gradients, Recording | None]:
         backend = self._backward_backend(inputs, spec)
@@ -363,7 +368,7 @@ class CachedCall:
         def attend(x: Operands, dout: Tensor) -> Gradients:
             return ops.gradients(x, settings, incoming._replace(dout=dout))
 
-        return self._gradients(inputs, attend, fp8_ops.OPERATORS)
+        return self._gradients(inputs, attend, by_operators=True)
 
     def leaf_gradients(
         self, saved: Sequence[Any], dout: Tensor | None, dlse: Tensor | None, history: Tensor | None

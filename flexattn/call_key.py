@@ -13,7 +13,6 @@ from torch.utils._device import DeviceContext
 
 from flexattn.dispatch import context, options
 from flexattn.dispatch.select import select
-from flexattn.mods.captures import find_captures
 
 PLAIN = frozenset((Tensor, torch.nn.Parameter))
 
@@ -94,6 +93,8 @@ class Captured(NamedTuple):
 
 def captured_by(score_mod: Any, mask_mod: Any, block_mask: Any) -> Captured | None:
     """Returns what mods depend on; None where they have no key."""
+    from flexattn.mods.captures import find_captures  # here, as calls without mods should not wait for its import
+
     tensors: list[Tensor] = []
     parts: list[Any] = [torch.get_default_dtype()]  # the dtype of an index times a number
     values = []

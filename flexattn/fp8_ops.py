@@ -8,28 +8,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from flexattn import ops
+from flexattn import ops, registered
 from flexattn.dispatch import quantization, triton_backend
 from flexattn.dispatch.quantization import Unquantized
 from flexattn.dispatch.spec import Gradients, Operands, parse_format
 
-_library: Any = torch.library.Library("flexattn", "FRAGMENT")  # type: ignore[no-untyped-call]
-_LENGTHS = "Tensor? cu_seqlens{0}, Tensor? cu_seqlens{0}_padded, SymInt max_seqlen{0}"
-_KIND = "str granularity, int block_rows, int margin, bool rotation"
-_library.define(
-    f"quantize(Tensor x, {_LENGTHS.format('')}, Tensor? scale, Tensor(a!)? history, str fmt, str dtype, {_KIND})"
-    " -> (Tensor data, Tensor descale, Tensor amax)"
-)
-_library.define(
-    f"quantize_qkv(Tensor q, Tensor k, Tensor v, {_LENGTHS.format('_q')}, {_LENGTHS.format('_kv')},"
-    f" Tensor? scale_q, Tensor? scale_k, Tensor? scale_v,"
-    f" Tensor(a!)? history_q, Tensor(b!)? history_k, Tensor(c!)? history_v, str qkv_format, {_KIND})"
-    " -> (Tensor q8, Tensor k8, Tensor v8, Tensor descale_q, Tensor descale_k, Tensor descale_v)"
-)
-_library.define("unrotate(Tensor dq, Tensor dk) -> (Tensor, Tensor)")
-quantize = torch.ops.flexattn.quantize.default
-_quantize_qkv_op = torch.ops.flexattn.quantize_qkv.default
-_unrotate_op = torch.ops.flexattn.unrotate.default
+quantize = registered.quantize
 
 
 class State(Protocol):
@@ -87,7 +71,7 @@ def _run(tensors: list[Unquantized], dtype: torch.dtype, kind: _Kind) -> tuple[l
     return run(tensors, dtype, kind.granularity, kind.block_rows, kind.margin)
 
 
-def _quantize(
+def quantize_implementation(
     x: Tensor,
     cu_seqlens: Tensor | None,
     cu_seqlens_padded: Tensor | None,
@@ -143,7 +127,7 @@ class _QuantizeQkv(NamedTuple):
         ]
 
 
-def _quantize_qkv(*call: Any) -> tuple[Tensor, ...]:
+def quantize_qkv_implementation(*call: Any) -> tuple[Tensor, ...]:
     given = _QuantizeQkv(*call)
     data, descales, _ = _run(given.unquantized(), torch.float8_e4m3fn, given.kind)
     return *data, *descales
@@ -154,7 +138,7 @@ def _empty(t: Unquantized, dtype: torch.dtype, kind: _Kind) -> tuple[Tensor, Ten
     return t.x.new_empty(t.x.shape, dtype=dtype), t.x.new_empty(sizes, dtype=torch.float32)
 
 
-def _quantize_fake(
+def quantize_fake(
     x: Tensor,
     cu_seqlens: Tensor | None,
     cu_seqlens_padded: Tensor | None,
@@ -170,31 +154,21 @@ def _quantize_fake(
     return data, descale, torch.empty_like(descale)
 
 
-def _quantize_qkv_fake(*call: Any) -> tuple[Tensor, ...]:
+def quantize_qkv_fake(*call: Any) -> tuple[Tensor, ...]:
     given = _QuantizeQkv(*call)
     found = [_empty(t, torch.float8_e4m3fn, given.kind) for t in given.unquantized()]
     return *(data for data, _ in found), *(descale for _, descale in found)
 
 
-def _unrotate(dq: Tensor, dk: Tensor) -> tuple[Tensor, Tensor]:
+def unrotate_implementation(dq: Tensor, dk: Tensor) -> tuple[Tensor, Tensor]:
     if triton_backend.can_quantize(dq):
         return triton_backend.unrotate(dq, dk)
     matrix = quantization.rotation_matrix(dq.shape[-1], dq.device)
     return (dq.float() @ matrix.T).to(dq.dtype), (dk.float() @ matrix.T).to(dk.dtype)
 
 
-def _unrotate_fake(dq: Tensor, dk: Tensor) -> tuple[Tensor, Tensor]:
+def unrotate_fake(dq: Tensor, dk: Tensor) -> tuple[Tensor, Tensor]:
     return dq.new_empty(dq.shape), dk.new_empty(dk.shape)
-
-
-for _name, _call, _fake in (
-    ("quantize", _quantize, _quantize_fake),
-    ("quantize_qkv", _quantize_qkv, _quantize_qkv_fake),
-    ("unrotate", _unrotate, _unrotate_fake),
-):
-    for _key in ("CPU", "CUDA"):
-        _library.impl(_name, _call, _key)
-    torch.library.register_fake(f"flexattn::{_name}", _fake, lib=_library)
 
 
 class Passes(NamedTuple):
@@ -205,8 +179,8 @@ class Passes(NamedTuple):
     unrotate: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
-OPERATORS = Passes(_quantize_qkv_op, quantize, _unrotate_op)
-FUNCTIONS = Passes(_quantize_qkv, _quantize, _unrotate)
+OPERATORS = Passes(registered.quantize_qkv, quantize, registered.unrotate)
+FUNCTIONS = Passes(quantize_qkv_implementation, quantize_implementation, unrotate_implementation)
 
 
 def planned(x: Operands, settings: ops.Settings, config: QuantizeConfig) -> Operands:

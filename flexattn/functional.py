@@ -5,15 +5,14 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
 
-from flexattn import autograd, call_cache, fp8, fp8_ops, ops, validation
+from flexattn import call_cache, ops, validation
 from flexattn.cached_call import NUM_TENSORS
 from flexattn.call_key import CallKey
-from flexattn.dispatch import explain as explanations
 from flexattn.dispatch import triton_backend
 from flexattn.dispatch.context import requested_backend
 from flexattn.dispatch.spec import OPEN_WINDOW, AttentionSpec, Operands, Window, from_bshd
@@ -24,49 +23,13 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
     from typing_extensions import Unpack
 
+    from flexattn import fp8, fp8_ops
+    from flexattn.call_options import Options
+    from flexattn.dispatch.explain import Explanation
     from flexattn.mods.trace import Mod
 
 
 NO_TENSORS: tuple[Tensor, ...] = ()  # the default of score_mod_tensors, known by identity
-
-
-class Options(TypedDict, total=False):
-    """The arguments of `attention` that do not decide what it returns, for its overloads; `attention` documents them."""
-
-    qkv_format: str
-    attn_mask_type: str
-    window_size: tuple[int, int] | Window
-    bottom_right_diagonal: bool | None
-    cu_seqlens_q: Tensor | None
-    cu_seqlens_kv: Tensor | None
-    cu_seqlens_q_padded: Tensor | None
-    cu_seqlens_kv_padded: Tensor | None
-    seqused_q: Tensor | None
-    seqused_kv: Tensor | None
-    page_table: Tensor | None
-    max_seqlen_q: int | None
-    max_seqlen_kv: int | None
-    bias_type: str
-    bias: Tensor | None
-    alibi_slopes: Tensor | None
-    softmax_type: str
-    softmax_offset: Tensor | None
-    softmax_scale: float | None
-    softcap: float
-    dropout_p: float
-    rng_state: Tensor | None
-    score_mod: Mod | None
-    mask_mod: Mod | None
-    score_mod_tensors: Sequence[Tensor] | Mapping[str, Tensor]
-    block_mask: BlockMask | None
-    fp8_recipe: fp8.Recipe | None
-    fp8_state: fp8.DelayedScaling | None
-    descale_q: Tensor | None
-    descale_k: Tensor | None
-    descale_v: Tensor | None
-    deterministic: bool | None
-    batch_invariant: bool
-    backend: str | None
 
 
 @overload
@@ -315,7 +278,11 @@ def attention(
         mods = None
         if score_mod is not None or mask_mod is not None or block_mask is not None or score_mod_tensors is not NO_TENSORS:
             mods = (score_mod, mask_mod, score_mod_tensors, block_mask)
-        of_state = fp8.state_tensors(fp8_state) if is_fp8 else ()
+        of_state: tuple[Tensor, ...] | None = ()
+        if fp8_state is not None:
+            from flexattn.fp8 import state_tensors  # here, as calls without FP8 should not wait for its import
+
+            of_state = state_tensors(fp8_state)
         if is_fp8 and of_state is not None:
             tensors += (descale_q, descale_k, descale_v, *of_state)
             others += (fp8_recipe, fp8_state is None or fp8_state.recipe is fp8_recipe or fp8_state.recipe)
@@ -460,10 +427,14 @@ def run_first(
             return results  # type: ignore[no-any-return]
     if x.dropout_p > 0.0 and x.rng_state is None:
         x = x._replace(rng_state=ops.new_rng_state(x.q.device))
+    from flexattn import autograd, fp8_ops  # here, as cached calls should not wait for their import
+
     delayed = fp8_ops.delayed_of(fp8_state)
     out, lse, max_logit = autograd.attention(x, settings, config, delayed)
     if fp8_recipe is not None and to_fp8:
-        return fp8.quantize_out(out, x, settings, fp8_recipe, delayed, fp8_ops.OPERATORS), lse, max_logit
+        from flexattn.fp8 import quantize_out
+
+        return quantize_out(out, x, settings, fp8_recipe, delayed, fp8_ops.OPERATORS), lse, max_logit
     return out, lse, max_logit
 
 
@@ -514,7 +485,7 @@ def merge_attention(
 
 def explain(
     q: Tensor | AttentionSpec, k: Tensor | None = None, v: Tensor | None = None, *, build: bool = False, **arguments: Any
-) -> explanations.Explanation:
+) -> Explanation:
     """Returns which backend runs a call in each direction, and why, with the reason against each other backend.
 
     `explain(q, k, v, **arguments)` takes what `attention` takes and runs nothing; `explain(spec, backend=...)` takes an
@@ -534,6 +505,8 @@ def explain(
         BackendError: likewise, with the same explanation as its text.
         With `build`: what building raises that is no answer about the call, as torch.OutOfMemoryError.
     """
+    from flexattn.dispatch import explain as explanations  # here, as importing flexattn should be quick
+
     validation.check_flag("build", build)
     if isinstance(q, AttentionSpec):
         extra = [*(name for name, t in (("k", k), ("v", v)) if t is not None), *(name for name in arguments if name != "backend")]
@@ -546,7 +519,7 @@ def explain(
     spec = ops.spec_to_run(x, settings)
     if not build:
         return explanations.explain(spec, settings.backend, x)
-    from flexattn.build_ahead import explain_built  # here, as importing flexattn should be quick
+    from flexattn.build_ahead import explain_built
 
     return explain_built(spec, settings.backend, x)
 
@@ -562,7 +535,11 @@ def bind_call(*arguments: Any, **named: Any) -> tuple[Operands, ops.Settings]:
     given = call.arguments
     is_nested = is_jagged(given["q"]) and is_jagged(given["k"]) and is_jagged(given["v"])
     x, settings, config = prepare(**(packed_call(given) if is_nested else given))
-    return (x if config is None else fp8_ops.planned(x, settings, config)), settings
+    if config is None:
+        return x, settings
+    from flexattn.fp8_ops import planned
+
+    return planned(x, settings, config), settings
 
 
 def _is_dtensor(x: Any) -> bool:

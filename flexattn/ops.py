@@ -1,7 +1,7 @@
 """The two operators, `flexattn::attention_forward` and `flexattn::attention_backward`.
 
-They are registered when flexattn is imported, with torch alone. What a call carries is flat in their schemas: first the
-`Operands`, then the `Settings`. Each runs the backend that `select` gives for its own direction.
+What a call carries is flat in their schemas (`registered`): first the `Operands`, then the `Settings`. Each runs the backend that
+`select` gives for its own direction.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from flexattn import registered
 from flexattn.dispatch import options, runtime_failures
 from flexattn.dispatch.describe import describe
 from flexattn.dispatch.mod_program import parse_program
@@ -70,25 +71,7 @@ class Settings(NamedTuple):
     batch_invariant: bool = False
 
 
-_CALL = """Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? alibi_slopes, Tensor? softmax_offset,
-    Tensor? cu_seqlens_q, Tensor? cu_seqlens_kv, Tensor? cu_seqlens_q_padded, Tensor? cu_seqlens_kv_padded, Tensor? rng_state,
-    Tensor? seqused_q, Tensor? seqused_kv, Tensor? page_table,
-    SymInt max_seqlen_q, SymInt max_seqlen_kv, Scalar softmax_scale, Scalar softcap, Scalar dropout_p,
-    Tensor[] mod_tensors, float[] mod_numbers, Tensor[] block_mask, Tensor[] descales, Tensor[] copies16,
-    str qkv_format, bool padding, int? window_left, int? window_right, bool bottom_right, str bias_type, str softmax_type,
-    bool return_max_logit, bool needs_grad, bool needs_bias_grad, bool deterministic, str backend,
-    str mods, bool has_floor, int block_size_q, int block_size_kv, str fp8_out, str fp8_grad, int fp8_block_rows,
-    bool bf16_backward, bool is_part, str out_format, str dq_format, str dkv_format, str dqkv_packing,
-    bool batch_invariant"""
-
-_library: Any = torch.library.Library("flexattn", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define(f"attention_forward({_CALL}) -> (Tensor out, Tensor lse, Tensor max_logit)")
-_library.define(
-    f"attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_CALL})"
-    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsoftmax_offset, Tensor[] dmod_tensors)"
-)
-_forward_op = torch.ops.flexattn.attention_forward.default
-_backward_op = torch.ops.flexattn.attention_backward.default
+_forward_op, _backward_op = registered.attention_forward, registered.attention_backward
 
 
 class Incoming(NamedTuple):
@@ -266,7 +249,7 @@ def run_backward(spec: AttentionSpec, request: str, x: Operands, incoming: Incom
         return run(spec, "backward", request, x, lambda backend: backend.backward(spec, x, *incoming))
 
 
-def _forward(*call: Any) -> tuple[Tensor, Tensor, Tensor]:
+def attention_forward_implementation(*call: Any) -> tuple[Tensor, Tensor, Tensor]:
     x, settings = _split(call)
     results = run_forward(spec_to_run(x, settings), settings.backend, x)
     if settings.has_floor:
@@ -274,7 +257,7 @@ def _forward(*call: Any) -> tuple[Tensor, Tensor, Tensor]:
     return results
 
 
-def _backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *call: Any) -> tuple[Any, ...]:
+def attention_backward_implementation(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *call: Any) -> tuple[Any, ...]:
     x, settings = _split(call)
     spec = spec_to_run(x, settings)._replace(needs_lse_grad=dlse is not None)
     gradients = run_backward(spec, settings.backend, x, Incoming(out, lse, dout, dlse))
@@ -282,13 +265,13 @@ def _backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *call
     return (*dense, list(gradients.dmod_tensors or ()))
 
 
-def _forward_fake(*call: Any) -> tuple[Tensor, Tensor, Tensor]:
+def attention_forward_fake(*call: Any) -> tuple[Tensor, Tensor, Tensor]:
     x, settings = _split(call)
     # Without descales, as their number of blocks would be guarded.
     return empty_outputs(make_spec(x._replace(descales=()), settings, None), x)
 
 
-def _backward_fake(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *call: Any) -> tuple[Any, ...]:
+def attention_backward_fake(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *call: Any) -> tuple[Any, ...]:
     x, settings = _split(call)
     bias = x.bias if settings.needs_bias_grad else None
     dtype = dtype_of(settings.fp8_out) if settings.fp8_out else x.q.dtype
@@ -298,13 +281,6 @@ def _backward_fake(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, 
     program = parse_program(settings.mods)
     wanted = program.wanted(x.mod_tensors) if program else ()
     return (*dense, [t.new_empty(t.shape) for t in wanted])
-
-
-for _key in ("CPU", "CUDA"):
-    _library.impl("attention_forward", _forward, _key)
-    _library.impl("attention_backward", _backward, _key)
-torch.library.register_fake("flexattn::attention_forward", _forward_fake, lib=_library)
-torch.library.register_fake("flexattn::attention_backward", _backward_fake, lib=_library)
 
 
 def captures_with_gradients(mods: str) -> tuple[bool, ...]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from flexattn import fp8, fp8_ops, lengths, ops, validation
+from flexattn import lengths, ops, validation
 from flexattn.block_mask import block_lists
 from flexattn.dispatch import options
 from flexattn.dispatch.context import requested_backend
@@ -31,6 +31,7 @@ from flexattn.dispatch.spec import (
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
+    from flexattn import fp8, fp8_ops
     from flexattn.mods.dynamo import Recorded
     from flexattn.mods.trace import Mod, Traced
 
@@ -100,8 +101,12 @@ def prepare(
     validation.check_flag("return_max_logit", return_max_logit)
     softmax_scale, softcap, dropout_p = validation.check_scalars(softmax_scale, softcap, dropout_p)
     band = make_band(attn_mask_type, window_size, bottom_right_diagonal)
-    fp8.check_unpacked(q, k, v)
-    fp8.check_recipe(fp8_recipe, fp8_state)
+    given: tuple[Any, ...] = (q, k, v)
+    if fp8_recipe is not None or fp8_state is not None or any(isinstance(x, tuple) for x in given):
+        from flexattn.fp8 import check_recipe, check_unpacked  # here, as calls without FP8 should not wait for its import
+
+        check_unpacked(q, k, v)
+        check_recipe(fp8_recipe, fp8_state)
     validation.check_qkv(q, k, v, q_format, kv_format)
     results = validation.checked_results(results, q, k, v, (q_format, kv_format))
     heads = q.shape[q_format.index("h")]
@@ -154,9 +159,13 @@ def prepare(
         needs_grad = needs_grad or any(mods.program.tensor_needs_grad)
     request = requested_backend(backend)
     of_heads = (heads, k.shape[kv_format.index("h")])
-    config, fp8_settings = fp8.quantize_config(
-        fp8_recipe, fp8_state, q, of_heads, needs_grad and not is_backward, dropout_p > 0, request
-    )
+    config: fp8_ops.QuantizeConfig | None = None
+    fp8_settings: dict[str, Any] = {}
+    if fp8_recipe is not None or q.dtype in validation.FP8_DTYPES:
+        from flexattn.fp8 import quantize_config
+
+        trains = needs_grad and not is_backward
+        config, fp8_settings = quantize_config(fp8_recipe, fp8_state, q, of_heads, trains, dropout_p > 0, request)
     lengths.check_pages(page_table, config is not None or q.dtype in validation.FP8_DTYPES, needs_grad)
     lengths.check_kept_keys(k, q, needs_grad, fp8_recipe is not None)
     x = Operands(

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import flexattn
 from flexattn import functional
+from flexattn.call_options import Options
 from flexattn.testing import (
     GRADIENT_FACTOR,
     Inputs,
@@ -129,7 +130,7 @@ def test_overloads_take_what_the_function_takes():
     """With the same annotations; those that decide what is returned stand in each overload."""
     parameters = inspect.signature(functional.attention).parameters.values()
     own = {p.name: p.annotation for p in parameters if p.kind is p.KEYWORD_ONLY and not p.name.startswith("return_")}
-    assert {name: hint.__forward_arg__ for name, hint in functional.Options.__annotations__.items()} == own
+    assert {name: hint.__forward_arg__ for name, hint in Options.__annotations__.items()} == own
 
 
 def test_what_is_returned_is_what_is_asked_for():

@@ -4,8 +4,13 @@ installed.
 
 from __future__ import annotations
 
+import ast
+import importlib
+from pathlib import Path
+
 import pytest
 
+import flexattn
 from tests.conftest import FreshPython
 
 # As if it were not installed: importing it raises ModuleNotFoundError, and find_spec() finds nothing.
@@ -47,19 +52,110 @@ except flexattn.BackendError as e:
 HEAVY = ("triton", "cudnn", "rich", "hypothesis", "torch._dynamo", "torch._inductor")
 
 
-# What an import does without: kernels, backends that a call may not take, tools, commands, and the spellings of other libraries.
+# What an import does without: kernels, backends that a call may not take, tools, commands, the spellings of other libraries, and
+# what a call in 16 bits without a mod has no use for.
 BACKENDS = ("dispatch.eager_backend", "dispatch.cudnn", "dispatch.reference", "dispatch.canary")
-LATER = tuple(f"flexattn.{name}" for name in ("kernels_", *BACKENDS, "emulator", "bench", "cli", "integrations", "testing"))
+OF_FEW_CALLS = (
+    "append",
+    "autograd",
+    "backward",
+    "call_options",
+    "dispatch.append",
+    "dispatch.explain",
+    "fp8",
+    "hints",
+    "mods",
+    "sharded",
+)
+FRONT_DOORS = ("call_options", "kv_cache", "nn", "plot", "prefix", "warm_up")
+TOOLS = ("emulator", "bench", "cli", "integrations", "testing")
+LATER = tuple(f"flexattn.{name}" for name in ("kernels_", *BACKENDS, *OF_FEW_CALLS, *FRONT_DOORS, *TOOLS))
+MOST = 34  # modules of the package that an import reads, each from a file of its own
+
+
+IMPORT = """
+import sys, torch
+torch_s = {*sys.modules}
+import flexattn
+print(*torch_s, "/", *sorted({*sys.modules} - torch_s), "/", *sorted({
+    kind.__qualname__
+    for name, module in sys.modules.items() if name.startswith("flexattn")
+    for kind in vars(module).values() if hasattr(kind, "__dataclass_fields__")
+}))
+"""
 
 
 def test_import_flexattn_imports_no_backend_and_adds_little_to_torch(fresh_python: FreshPython) -> None:
-    """Modules, as a time would depend on the machine: torch's but for a few that it has not imported itself, and few of ours."""
-    code = "import sys, torch; torch_s = {*sys.modules}; import flexattn; print(*torch_s, '/', *sorted({*sys.modules} - torch_s))"
-    ran = fresh_python("-c", code)
-    before, added = (part.split() for part in ran.stdout.split("/"))
+    """Modules, as a time would depend on the machine: torch's but for a few that it has not imported itself, and few of ours.
+
+    No dataclass is among them, which takes three times as long to make as a NamedTuple.
+    """
+    ran = fresh_python("-c", IMPORT)
+    before, added, dataclasses = (part.split() for part in ran.stdout.split("/"))
     assert not {*HEAVY} & {*before, *added}, ran.stderr
     assert [name for name in added if name.startswith(LATER)] == []
     assert all(name.startswith(("flexattn", "torch.")) for name in added), added
+    assert len([name for name in added if name.startswith("flexattn")]) <= MOST, added
+    assert dataclasses == []
+
+
+def test_each_public_name_is_there_and_leads_to_what_a_type_checker_sees() -> None:
+    tree = ast.parse(Path(flexattn.__file__).read_text())
+    (typed, *_) = (node for node in tree.body if isinstance(node, ast.If))
+    seen = {alias.name: node.module for node in typed.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    found = {name: name if module == "flexattn" else str(module).removeprefix("flexattn.") for name, module in seen.items()}
+    assert found == flexattn._LATER
+    assert {*found} <= {*flexattn.__all__} <= {*dir(flexattn)}
+    assert all(getattr(flexattn, name) is not None for name in flexattn.__all__)
+    assert flexattn.warmup is importlib.import_module("flexattn.warm_up").warmup
+    with pytest.raises(AttributeError, match="module 'flexattn' has no attribute 'atention'"):
+        flexattn.atention  # noqa: B018
+
+
+RECORDED = """
+import contextlib, sys, torch
+from flexattn.dispatch import replay
+
+class Backend:
+    watched = staticmethod(lambda watcher: contextlib.nullcontext())
+
+x = torch.ones(3)
+(found, _), _ = replay.record(Backend, lambda: (x + 1, x.new_empty(2)), (x,), tuple, x.device)
+assert torch.equal(found, x + 1)
+print(*sorted(HEAVY & {*sys.modules}))
+"""
+
+
+def test_recording_a_call_imports_no_dynamo(fresh_python: FreshPython) -> None:
+    """torch would import it with the first op that a dispatch mode sees: most of a second, in a process's second call."""
+    ran = fresh_python("-c", RECORDED.replace("HEAVY", repr({*HEAVY})))
+    assert ran.stdout.split() == [], ran.stdout + ran.stderr
+    assert ran.returncode == 0, ran.stderr
+
+
+OPERATORS = """
+import sys, torch, flexattn
+from torch._subclasses import FakeTensorMode
+
+x = torch.arange(256.0).view(1, 4, 2, 32)
+call = (None, None, 4, None, None, "bshd", "float8_e4m3fn", "tensor", 0, 0, False)
+assert "flexattn.fp8_ops" not in sys.modules and "flexattn.append" not in sys.modules
+with FakeTensorMode() as mode:
+    data, descale, _ = torch.ops.flexattn.quantize(mode.from_tensor(x), *call)
+assert data.shape == x.shape and data.dtype is torch.float8_e4m3fn and type(data).__name__ == "FakeTensor", data
+data, descale, amax = torch.ops.flexattn.quantize(x, *call)
+assert amax.item() == 255.0 and data.float().max() == 448.0, (amax, data)
+cache, new = torch.zeros(1, 8, 2, 32), x[:, :1].clone()
+torch.ops.flexattn.append_kv(cache, cache.clone(), new, new, None, torch.tensor([3], dtype=torch.int32), None, None, "bshd")
+assert torch.equal(cache[:, 3:4], new), cache
+print("right")
+"""
+
+
+def test_operators_run_though_what_they_do_is_imported_later(fresh_python: FreshPython) -> None:
+    """As a graph calls them that was exported elsewhere: the module of an implementation is first imported among fake tensors."""
+    ran = fresh_python("-c", OPERATORS, env={"CUDA_VISIBLE_DEVICES": ""})
+    assert ran.stdout == "right\n", ran.stdout + ran.stderr
 
 
 @pytest.mark.slow

@@ -1,0 +1,53 @@
+"""The types of `attention`'s options, for who checks types: nothing imports this when it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, TypedDict
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn.attention.flex_attention import BlockMask
+
+    from flexattn import fp8
+    from flexattn.dispatch.spec import Window
+    from flexattn.mods.trace import Mod
+
+
+class Options(TypedDict, total=False):
+    """The arguments of `attention` that do not decide what it returns, for its overloads; `attention` documents them."""
+
+    qkv_format: str
+    attn_mask_type: str
+    window_size: tuple[int, int] | Window
+    bottom_right_diagonal: bool | None
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_kv: Tensor | None
+    cu_seqlens_q_padded: Tensor | None
+    cu_seqlens_kv_padded: Tensor | None
+    seqused_q: Tensor | None
+    seqused_kv: Tensor | None
+    page_table: Tensor | None
+    max_seqlen_q: int | None
+    max_seqlen_kv: int | None
+    bias_type: str
+    bias: Tensor | None
+    alibi_slopes: Tensor | None
+    softmax_type: str
+    softmax_offset: Tensor | None
+    softmax_scale: float | None
+    softcap: float
+    dropout_p: float
+    rng_state: Tensor | None
+    score_mod: Mod | None
+    mask_mod: Mod | None
+    score_mod_tensors: Sequence[Tensor] | Mapping[str, Tensor]
+    block_mask: BlockMask | None
+    fp8_recipe: fp8.Recipe | None
+    fp8_state: fp8.DelayedScaling | None
+    descale_q: Tensor | None
+    descale_k: Tensor | None
+    descale_v: Tensor | None
+    deterministic: bool | None
+    batch_invariant: bool
+    backend: str | None

@@ -1,0 +1,76 @@
+"""The operators of one process, `torch.ops.flexattn.*`: registered when flexattn is imported, with torch alone.
+
+A graph that torch.export wrote, or that AOTInductor compiled, finds them by name once flexattn is imported. The module that has an
+implementation is imported when that first runs, as few processes run all. Those over ranks are in `distributed.compiled`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_CALL = """Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? alibi_slopes, Tensor? softmax_offset,
+    Tensor? cu_seqlens_q, Tensor? cu_seqlens_kv, Tensor? cu_seqlens_q_padded, Tensor? cu_seqlens_kv_padded, Tensor? rng_state,
+    Tensor? seqused_q, Tensor? seqused_kv, Tensor? page_table,
+    SymInt max_seqlen_q, SymInt max_seqlen_kv, Scalar softmax_scale, Scalar softcap, Scalar dropout_p,
+    Tensor[] mod_tensors, float[] mod_numbers, Tensor[] block_mask, Tensor[] descales, Tensor[] copies16,
+    str qkv_format, bool padding, int? window_left, int? window_right, bool bottom_right, str bias_type, str softmax_type,
+    bool return_max_logit, bool needs_grad, bool needs_bias_grad, bool deterministic, str backend,
+    str mods, bool has_floor, int block_size_q, int block_size_kv, str fp8_out, str fp8_grad, int fp8_block_rows,
+    bool bf16_backward, bool is_part, str out_format, str dq_format, str dkv_format, str dqkv_packing,
+    bool batch_invariant"""
+_LENGTHS = "Tensor? cu_seqlens{0}, Tensor? cu_seqlens{0}_padded, SymInt max_seqlen{0}"
+_KIND = "str granularity, int block_rows, int margin, bool rotation"
+
+# By name: the schema, and the module that has its implementation and its shapes as `<name>_implementation` and `<name>_fake`.
+_OPERATORS = {
+    "attention_forward": (f"({_CALL}) -> (Tensor out, Tensor lse, Tensor max_logit)", "flexattn.ops"),
+    "attention_backward": (
+        f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_CALL})"
+        " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsoftmax_offset, Tensor[] dmod_tensors)",
+        "flexattn.ops",
+    ),
+    "quantize": (
+        f"(Tensor x, {_LENGTHS.format('')}, Tensor? scale, Tensor(a!)? history, str fmt, str dtype, {_KIND})"
+        " -> (Tensor data, Tensor descale, Tensor amax)",
+        "flexattn.fp8_ops",
+    ),
+    "quantize_qkv": (
+        f"(Tensor q, Tensor k, Tensor v, {_LENGTHS.format('_q')}, {_LENGTHS.format('_kv')},"
+        f" Tensor? scale_q, Tensor? scale_k, Tensor? scale_v,"
+        f" Tensor(a!)? history_q, Tensor(b!)? history_k, Tensor(c!)? history_v, str qkv_format, {_KIND})"
+        " -> (Tensor q8, Tensor k8, Tensor v8, Tensor descale_q, Tensor descale_k, Tensor descale_v)",
+        "flexattn.fp8_ops",
+    ),
+    "unrotate": ("(Tensor dq, Tensor dk) -> (Tensor, Tensor)", "flexattn.fp8_ops"),
+    "append_kv": (
+        "(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k_new, Tensor v_new, Tensor? page_table, Tensor seqused_kv, "
+        "Tensor? cu_seqlens_q, Tensor? seqused_q, str qkv_format, Tensor? descale_k=None, Tensor? descale_v=None, "
+        "Tensor(c!)? token_descales_k=None, Tensor(d!)? token_descales_v=None) -> ()",
+        "flexattn.append",
+    ),
+}
+
+
+def _later(module: str, name: str) -> Callable[..., Any]:
+    def run(*arguments: Any, **named: Any) -> Any:
+        return getattr(importlib.import_module(module), name)(*arguments, **named)
+
+    return run
+
+
+_library: Any = torch.library.Library("flexattn", "FRAGMENT")  # type: ignore[no-untyped-call]
+for _name, (_schema, _module) in _OPERATORS.items():
+    _library.define(f"{_name}{_schema}")
+    for _key in ("CPU", "CUDA"):
+        _library.impl(_name, _later(_module, f"{_name}_implementation"), _key)
+    # By a frame of torch's own: it looks for the caller's module among the files of all that are imported.
+    torch.library.register_fake(f"flexattn::{_name}", _later(_module, f"{_name}_fake"), lib=_library, _stacklevel=0)
+
+_operators = torch.ops.flexattn
+attention_forward, attention_backward = _operators.attention_forward.default, _operators.attention_backward.default
+quantize, quantize_qkv, unrotate = _operators.quantize.default, _operators.quantize_qkv.default, _operators.unrotate.default
+append_kv = _operators.append_kv.default
