@@ -352,8 +352,9 @@ def stages(has_gpu: bool) -> dict[str, float]:
     recording, likeness = call.recording, call.likeness
     assert isinstance(recording, Recording)
     assert likeness is not None
-    step, gather = next((made, how) for kind, made, how in recording.steps if kind == "launch")
-    addresses = gather([q.data_ptr()] * recording.size)  # what it writes is as large as q, or smaller
+    (prepared,) = recording.prepared
+    places = next(how for kind, _, how in recording.steps if kind == "launch")
+    addresses = [q.data_ptr()] * len(places)  # what it writes is as large as q, or smaller
     shapes = [how for kind, _, how in recording.steps if kind == "allocate"]
     wait: Callable[[], Any] = torch.cuda.synchronize if has_gpu else int
 
@@ -369,7 +370,7 @@ def stages(has_gpu: bool) -> dict[str, float]:
         "    of it: tensors compared, addresses": lambda: likeness.addresses(key.tensors),
         "  what is played: memory, addresses, the launch": lambda: call.run(key, False),
         "    of it: memory for out and lse": lambda: [recording.allocate(*how) for how in shapes],
-        "    of it: the launch, arguments packed": lambda: step(launch.current_stream(device), addresses),
+        "    of it: the launch, arguments packed": lambda: prepared.launch(launch.current_stream(device), addresses),
         "a call with a key that is new (lengths that never came)": anew,
     }
     return {name: _least(function, wait) for name, function in found.items()}

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Sequence
-from operator import itemgetter
+import functools
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -164,33 +165,30 @@ class Recording:
                 for i in step.tensors:
                     if roots[i][1]:
                         views.setdefault(roots[i][0], set()).add(i)
-                begins = [places[i if roots[i][1] else roots[i][0]] for i in step.tensors]
-                kept.append((_LAUNCH, step.prepared, _getter(begins)))
+                begins = tuple(places[i if roots[i][1] else roots[i][0]] for i in step.tensors)
+                kept.append((_LAUNCH, step.prepared, begins))
             elif isinstance(step, _Run):
                 needed |= set(step.buffers.values())
-                buffers = tuple((uid, places[slot]) for uid, slot in step.buffers.items())
-                kept.append((_CALL, _runner(step.plan, buffers, device), None))
+                buffers = tuple(places[slot] for slot in step.buffers.values())
+                kept.append((_CALL, _runner(step.plan, tuple(step.buffers), device), (buffers, ())))
             elif step.writes or any(i in needed or i in addressed for i in step.outs):
                 for i in step.outs:
                     if i is not None and born[i] == n:
                         kept += view_steps(i)
-                kept.append(_op_step(step, tensors, needed, places))
+                new = [i for i in step.outs if i in recorder.made and born[i] == n]
+                kept.append(_op_step(step, new, tensors, needed, places))
         for root in list(views):  # inputs and constants
             kept += view_steps(root)
         kept.reverse()
         self.prepared = [what for kind, what, _ in kept if kind is _LAUNCH]
-        self.steps = tuple((kind, what.launch if kind is _LAUNCH else what, how) for kind, what, how in kept)
+        self.steps = tuple((kind, None if kind is _LAUNCH else what, how) for kind, what, how in kept)
         # Without torch's own operators and plans, which may have numbers in them that nobody sees.
         self.can_vary = all(kind in (_ALLOCATE, _VIEW, _ZERO, _LAUNCH) for kind, *_ in kept)
         self.num_inputs = len(recorder.inputs)
-        given = set(recorder.inputs)
-        others = [i for i in range(len(tensors)) if i not in given]  # in the order of their places, which come after the inputs'
-        is_constant = [i not in recorder.made and (i in needed or i in addressed) for i in others]
-        self.constants = {places[i]: tensors[i] for i, kept_alive in zip(others, is_constant, strict=True) if kept_alive}
-        self.more = [tensors[i] if kept_alive else None for i, kept_alive in zip(others, is_constant, strict=True)] + [None]
-        self.more_addresses = [0 if t is None else t.data_ptr() for t in self.more]
-        self.size = self.num_inputs + len(self.more)
-        self.results = _getter([self.size - 1 if i is None else places[i] for i in results])
+        given = {*recorder.inputs, *recorder.made}
+        constants = [i for i in range(len(tensors)) if i not in given and (i in needed or i in addressed)]
+        self.constants = {places[i]: tensors[i] for i in constants}
+        self.results = tuple(None if i is None else places[i] for i in results)
         self.allocate = _allocator(device)
         self.stream: Callable[[], int] = lambda: 0
         self.set_to_zero: Callable[[int, int, int], None] = lambda stream, address, size: None
@@ -199,45 +197,77 @@ class Recording:
             from flexattn.kernels_triton.runtime import direct, launch
 
             self.stream, self.can_replay, self.set_to_zero = launch.stream_of(device), launch.is_plain, direct.set_to_zero
+        self.index = device.index
         self.current_device = torch._C._cuda_getDevice if device.type == "cuda" else lambda: device.index
+        self.play = self._player()
 
     def with_numbers(self, values: Sequence[float]) -> Recording:
         """Returns the recording of a call with other numbers in the place of those that vary; only where `can_vary`."""
         made = copy.copy(self)
         made.prepared = [prepared.with_numbers(values) for prepared in self.prepared]
-        launches = iter(made.prepared)
-        made.steps = tuple((kind, next(launches).launch if kind is _LAUNCH else what, how) for kind, what, how in self.steps)
+        made.play = made._player()
         return made
+
+    def _player(self) -> Callable[[Sequence[Tensor | None], Sequence[int]], tuple[Any, ...]]:
+        """Returns the function that makes the steps, with the launches in `prepared`: generated, as a loop takes twice its time."""
+        launches, calls = iter(self.prepared), iter([what for kind, what, _ in self.steps if kind is _CALL])
+        names: dict[str, Any] = {"allocate": self.allocate, "current_stream": self.stream, "set_to_zero": self.set_to_zero}
+        for n, (kind, _, how) in enumerate(self.steps):
+            if kind is _LAUNCH:
+                names[f"launch{n}"] = next(launches).launch
+            elif kind is _CALL:
+                names[f"call{n}"] = next(calls)
+            elif kind is _ALLOCATE:
+                names |= {f"shape{n}": how[0], f"strides{n}": how[1], f"dtype{n}": how[2]}
+        for place, t in self.constants.items():
+            names |= {f"t{place}": t, f"a{place}": t.data_ptr()}
+        exec(_compiled("\n    ".join(["def play(inputs, addresses):", *self._lines()])), names)
+        return names["play"]  # type: ignore[no-any-return]
+
+    def _lines(self) -> Iterator[str]:
+        """Yields the statements of `_player`'s function: t1 is the tensor at place 1, and a1 its address."""
+        places = range(self.num_inputs)
+        called = (place for kind, _, how in self.steps if kind is _CALL for place in how[0])
+        if not {*places}.isdisjoint((*self.results, *called)):
+            yield f"{_listed('t', places)} = inputs"
+        if places:
+            yield f"{_listed('a', places)} = addresses"
+        if any(kind in (_LAUNCH, _ZERO) for kind, *_ in self.steps):
+            yield "stream = current_stream()"
+        for n, (kind, what, how) in enumerate(self.steps):
+            if kind is _LAUNCH:
+                yield f"launch{n}(stream, ({_listed('a', how)}))"
+            elif kind is _ALLOCATE:
+                yield f"t{what} = allocate(shape{n}, strides{n}, dtype{n})"
+                yield f"a{what} = t{what}.data_ptr()"
+            elif kind is _VIEW:
+                yield f"a{what} = a{how[0]} + {how[1]}"
+            elif kind is _ZERO:
+                yield f"set_to_zero(stream, a{how[0]} + {how[1]}, {how[2]})"
+            else:
+                given, made = how
+                yield f"{_listed('t', made)}{' = ' if made else ''}call{n}(({_listed('t', given)}))"
+                yield from (f"a{place} = t{place}.data_ptr()" for place in made)
+        yield f"return ({''.join('None, ' if place is None else f't{place}, ' for place in self.results)})"
 
     def replay(self, inputs: Sequence[Tensor | None], addresses: Sequence[int]) -> tuple[Any, ...]:
         """The results, for inputs like those that it was recorded with; `addresses` are theirs, 0 for None.
 
         Not to be called where `can_replay()` is false: when someone wants to see launches, which Triton then has to make.
         """
-        if self.current_device() != self.device.index:
+        if self.current_device() != self.index:
             with torch.cuda.device(self.device):
-                return self.replay(inputs, addresses)
-        tensors: list[Any] = [*inputs, *self.more]
-        places = [*addresses, *self.more_addresses]
-        stream = self.stream()
-        allocate = self.allocate
-        for kind, what, how in self.steps:
-            if kind is _LAUNCH:
-                what(stream, how(places))
-            elif kind is _ALLOCATE:
-                tensors[what] = made = allocate(*how)
-                places[what] = made.data_ptr()
-            elif kind is _VIEW:
-                places[what] = places[how[0]] + how[1]
-            elif kind is _ZERO:
-                self.set_to_zero(stream, places[how[0]] + how[1], how[2])
-            else:
-                what(tensors, places)
-        return self.results(tensors)
+                return self.play(inputs, addresses)
+        return self.play(inputs, addresses)
 
 
-def _getter(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    return itemgetter(*places) if len(places) > 1 else lambda found: tuple(found[place] for place in places)
+def _listed(name: str, places: Iterable[int]) -> str:
+    return "".join(f"{name}{place}, " for place in places)
+
+
+@functools.lru_cache(maxsize=1024)
+def _compiled(source: str) -> types.CodeType:
+    return compile(source, "<flexattn replay>", "exec")
 
 
 def _places(recorder: _Recorder) -> dict[int, int]:
@@ -292,10 +322,10 @@ def _root(slot: int, tensors: Sequence[Tensor], recorder: _Recorder) -> tuple[in
     return slot, 0
 
 
-def _runner(plan: Any, buffers: tuple[tuple[int, int], ...], device: torch.device) -> Callable[[list[Any], list[int]], None]:
+def _runner(plan: Any, uids: tuple[int, ...], device: torch.device) -> Callable[[Sequence[Tensor]], None]:
     from flexattn.kernels_cudnn.execute import execute
 
-    return lambda tensors, places: execute(plan, {uid: tensors[place] for uid, place in buffers}, device)
+    return lambda tensors: execute(plan, dict(zip(uids, tensors, strict=True)), device)
 
 
 def _parts(step: _Op | _Launch | _Run, tensors: Sequence[Tensor], by_driver: bool) -> list[_Op | _Launch | _Run | _Zero]:
@@ -312,25 +342,34 @@ def _parts(step: _Op | _Launch | _Run, tensors: Sequence[Tensor], by_driver: boo
     return [step]
 
 
-def _op_step(op: _Op, tensors: Sequence[Tensor], needed: set[int], places: dict[int, int]) -> tuple[str, Any, Any]:
-    """An op to be played; its tensors join those `needed`. For an allocation torch's op is not needed."""
+def _op_step(
+    op: _Op, new: Sequence[int | None], tensors: Sequence[Tensor], needed: set[int], places: dict[int, int]
+) -> tuple[str, Any, Any]:
+    """Returns an op to be played; its tensors join those `needed`. For an allocation torch's op is not needed.
+
+    new: those of its results that no step before it had.
+    """
     out = None if op.outs[0] is None else tensors[op.outs[0]]
     if op.func in _ALLOCATIONS and op.outs[0] is not None and out is not None:
         return _ALLOCATE, places[op.outs[0]], (tuple(out.shape), out.stride(), out.dtype)
     needed |= {int(x) for x in op.leaves if type(x) is _Slot}
-    leaves = [_Slot(places[x]) if type(x) is _Slot else x for x in op.leaves]
-    return _CALL, _caller(op._replace(leaves=leaves, outs=tuple(None if i is None else places[i] for i in op.outs))), None
+    given = sorted({int(x) for x in op.leaves if type(x) is _Slot})
+    order = {slot: i for i, slot in enumerate(given)}
+    leaves = [_Slot(order[x]) if type(x) is _Slot else x for x in op.leaves]
+    made = tuple(i if i in new else None for i in op.outs)
+    call = _caller(op._replace(leaves=leaves, outs=made))
+    return _CALL, call, (tuple(places[i] for i in given), tuple(places[i] for i in made if i is not None))
 
 
-def _caller(op: _Op) -> Callable[[list[Any], list[int]], None]:
-    """Returns a closure that replays one op on the tensors at the given positions."""
+def _caller(op: _Op) -> Callable[[Sequence[Tensor]], list[Tensor]]:
+    """Returns a closure from the tensors that an op takes, each once, to those that are new: its slots are their positions."""
     args, kwargs = tree_unflatten(op.leaves, op.tree)
     own_args = [(i, int(x)) for i, x in enumerate(args) if type(x) is _Slot]
     own_kwargs = [(name, int(x)) for name, x in kwargs.items() if type(x) is _Slot]
     is_flat = len(own_args) + len(own_kwargs) == sum(type(x) is _Slot for x in op.leaves)
     func, outs = op.func._op, op.outs
 
-    def call(tensors: list[Any], places: list[int]) -> None:
+    def call(tensors: Sequence[Tensor]) -> list[Tensor]:
         if is_flat:
             given, named = list(args), dict(kwargs)
             for i, slot in own_args:
@@ -340,9 +379,8 @@ def _caller(op: _Op) -> Callable[[list[Any], list[int]], None]:
         else:
             given, named = tree_unflatten([tensors[x] if type(x) is _Slot else x for x in op.leaves], op.tree)
         out = func(*given, **named)
-        for into, made in zip(outs, out if isinstance(out, (tuple, list)) else (out,), strict=True):
-            if into is not None:
-                tensors[into], places[into] = made, made.data_ptr()
+        made = out if isinstance(out, (tuple, list)) else (out,)
+        return [t for slot, t in zip(outs, made, strict=True) if slot is not None]
 
     return call
 

@@ -73,6 +73,7 @@ class CachedCall:
 
             planned = planned_of(x, settings, of_fp8.config)
         self.spec = ops.spec_to_run(planned, settings)
+        self.needs_grad = settings.needs_grad
         self.of_fp8 = of_fp8
         self.settings = settings
         # By a kernel, which is recorded with the others; or by a look at the results, after each forward.
@@ -171,8 +172,8 @@ class CachedCall:
         tensors, addresses = key.tensors, key.addresses
         if not self.is_as_given:
             tensors, addresses = self._inputs(key)
-        if self.spec.needs_grad:
-            if returns_lse or self.spec.return_max_logit:
+        if self.needs_grad:
+            if returns_lse or self.settings.return_max_logit:
                 return _apply((self, tensors, addresses, returns_lse), *self.leaves(tensors))
             return _apply((self, tensors, addresses, None), *self.leaves(tensors)), None, None
         results = self.forward(tensors, addresses)

@@ -41,7 +41,10 @@ _MOST_RECENT = 4  # calls in _recent that differ in their tensors alone
 
 _calls: OrderedDict[Hashable, CachedCall] = OrderedDict()
 # Those that were found last, by all of a key but what it says of tensors, which a `Likeness` compares in one go.
-_recent: dict[Hashable, tuple[tuple[Likeness, Hashable, CachedCall], ...]] = {}
+_Recent = tuple[tuple[Likeness, Hashable, CachedCall], ...]
+_recent: dict[Hashable, _Recent] = {}
+# The entry of `_recent` that was used last: comparing takes less than hashing.
+_latest: tuple[Hashable, _Recent] = None, ()
 # Those that were kept last, by all of a key but softmax_scale and softcap.
 _families: dict[Hashable, CachedCall] = {}
 # Likewise, by all of a key but the floats that mods capture.
@@ -58,10 +61,16 @@ def clear_cache() -> None:
     """Forgets every call and the counts."""
     with lock:
         _calls.clear()
-        _recent.clear()
+        _forget_recent()
         _families.clear()
         _of_mods.clear()
         counts.update(hits=0, misses=0, recordings=0)
+
+
+def _forget_recent() -> None:
+    global _latest
+    _recent.clear()
+    _latest = None, ()
 
 
 def look_up(
@@ -76,6 +85,7 @@ def look_up(
     others: all arguments that are no tensors and no mods, but window_size. Floats that come first are softmax_scale and softcap:
     a call with other ones may be made of a kept one. mods: score_mod, mask_mod, score_mod_tensors and block_mask, or None.
     """
+    global _latest
     try:
         state = state_around()
         if state is None:
@@ -97,8 +107,14 @@ def look_up(
             if captured is None:
                 return None, None
             tensors, of_mods, values = (*tensors, *captured.tensors), captured.parts, captured.values
-        rest = (others, num_arguments, state, tuple(map(type, others)), tuple(map(type, tensors)), window, of_mods, values)
-        for likeness, whole, known in _recent.get(rest, ()):
+        # The types come first, so that others are compared with values of their own types alone.
+        rest = (tuple(map(type, others)), (num_arguments, len(tensors)), others, state, window, of_mods, values)
+        of_latest, recent = _latest
+        if of_latest != rest:
+            recent = _recent.get(rest, ())
+            if recent:
+                _latest = rest, recent
+        for likeness, whole, known in recent:
             addresses = likeness.addresses(tensors)
             if addresses is not None:
                 known.is_used = True
@@ -113,6 +129,7 @@ def _look_up_all(
     rest: tuple[Any, ...], tensors: tuple[Tensor | None, ...], num_arguments: int, block_mask: Any
 ) -> tuple[CallKey | None, CachedCall | None]:
     """`look_up` among all calls, by what the key says of each tensor; rest: the key's part for all else."""
+    global _latest
     parts: list[Any] = [rest]
     addresses, together, ids = [], 0, []
     for t in tensors:
@@ -128,7 +145,7 @@ def _look_up_all(
         together |= address
         addresses.append(address)
         ids.append(id(t))
-        parts += (t.shape, t.stride(), t.dtype, t.device, t.requires_grad)
+        parts += (type(t), t.shape, t.stride(), t.dtype, t.device, t.requires_grad)
     if together & 15:
         parts.append(low_bits(addresses))
     if addresses[1] == addresses[2]:
@@ -150,8 +167,9 @@ def _look_up_all(
         with lock:
             others = [entry for entry in _recent.get(rest, ()) if entry[2] is not known]
             _recent[rest] = ((known.likeness, whole, known), *others[: _MOST_RECENT - 1])
+            _latest = rest, _recent[rest]
             if len(_recent) > MOST_CALLS:
-                _recent.clear()
+                _forget_recent()
     return key, known
 
 
@@ -163,12 +181,12 @@ def _family(whole: tuple[Any, ...]) -> Hashable | None:
 
     The ranges are those of `validation.check_scalars`, in which any number passes. Whether there is a softcap is in the spec.
     """
-    (scale, softcap, *others), *rest = whole[0]
+    kinds, counts, (scale, softcap, *others), *rest = whole[0]
     if type(scale) is not float or type(softcap) is not float:
         return None
     if not (0.0 <= scale <= _LARGEST and (softcap == 0.0 or _SMALLEST <= softcap <= _LARGEST)):
         return None
-    return (softcap == 0.0, *others, *rest, *whole[1:])
+    return (softcap == 0.0, *others, kinds, counts, *rest, *whole[1:])
 
 
 def _with_other_numbers(whole: tuple[Any, ...]) -> CachedCall | None:
@@ -177,7 +195,7 @@ def _with_other_numbers(whole: tuple[Any, ...]) -> CachedCall | None:
     kept = None if family is None else _families.get(family)
     if kept is None:
         return None
-    made = kept.with_numbers(*whole[0][0][:2])
+    made = kept.with_numbers(*whole[0][2][:2])
     _keep(whole, made)
     return made
 
@@ -225,7 +243,7 @@ def _without_values(whole: Any) -> Hashable | None:
 def remember(key: CallKey, call: CachedCall) -> None:
     """Keeps a call that ran without an error."""
     whole: Any = key.parts
-    _, _, _, kinds, _, window, _, _ = whole[0]
+    kinds, _, _, _, window, _, _ = whole[0]
     if any(isinstance(part, type) and issubclass(part, Tensor) for part in (*kinds, *(window or ()))):
         return  # a number in a tensor: the key would have the object, whatever it holds by then
     _keep(whole, call)
@@ -237,7 +255,7 @@ def _keep(whole: tuple[Any, ...], call: CachedCall) -> None:
         counts["misses"] += 1
         _calls[whole] = call
         if len(_calls) > MOST_CALLS:
-            _recent.clear()
+            _forget_recent()
             _families.clear()
             _of_mods.clear()
         while len(_calls) > MOST_CALLS:  # drops the oldest that was not used since it was last looked at

@@ -7,9 +7,7 @@ them all; the comparison takes none. It says no more than the key would: True on
 from __future__ import annotations
 
 import functools
-import operator
-from collections.abc import Sequence
-from operator import itemgetter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,47 +16,55 @@ from torch import Tensor
 # Types, dispatch keys (device, layout, negation, transforms, modes), dtypes, devices, requires_grad, shapes and strides.
 _Guards: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)
 
+Addresses = Callable[[Sequence[Tensor | None]], Sequence[int] | None]
+
 
 class Likeness:
-    """Compares tensors with those of a call; made by `likeness_of`. It keeps none of them alive."""
+    """Compares tensors with those of a call; made by `likeness_of`. It keeps none of them alive.
 
-    __slots__ = ("_check", "_distinct", "_spread", "_twins")
+    addresses: a function from tensors, as many as the call's, to their addresses, 0 for None; None for all where the tensors are
+    not like the call's.
+    """
+
+    __slots__ = ("addresses",)
+    addresses: Addresses
 
     def __init__(self, tensors: Sequence[Tensor | None]) -> None:
         first: dict[int, int] = {}  # position by tensor
-        twins = []
-        for i, t in enumerate(tensors):
-            if t is not None and first.setdefault(id(t), i) != i:
-                twins.append((first[id(t)], i))
-        distinct = list(first.values())
-        self._twins = tuple(twins)
-        self._distinct = self._spread = None
-        if len(distinct) < len(tensors):
-            self._distinct = itemgetter(*distinct)
-            self._spread = itemgetter(*(0 if t is None else 1 + distinct.index(first[id(t)]) for t in tensors))
-        given = [tensors[i] for i in distinct]
-        self._check = _Guards(*given, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-
-    def addresses(self, tensors: Sequence[Tensor | None]) -> Sequence[int] | None:
-        """Returns the tensors' addresses, 0 for None; None for all where the tensors are not like the call's.
-
-        tensors: of the same number and types as the call's.
-        """
-        given: Any = tensors if self._distinct is None else self._distinct(tensors)
-        if not self._check(*given):
-            return None
-        for i, j in self._twins:
-            if tensors[i] is not tensors[j]:
-                return None
-        found: Sequence[int] = list(map(_data_ptr, given))
-        if functools.reduce(operator.or_, found) & 15 or 0 in found:
-            return None
-        if self._spread is not None:
-            found = self._spread((0, *found))
-        return None if found[1] == found[2] else found
+        sources = tuple(None if t is None else first.setdefault(id(t), i) for i, t in enumerate(tensors))
+        given = [tensors[i] for i in first.values()]
+        check = _Guards(*given, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+        self.addresses = _comparison(sources)(check)
 
 
-_data_ptr = Tensor.data_ptr
+@functools.lru_cache(maxsize=1024)
+def _comparison(sources: tuple[int | None, ...]) -> Callable[[Callable[..., bool]], Addresses]:
+    """Returns a function from the check of the tensors that are distinct to `Likeness.addresses`.
+
+    sources: for each tensor the position of the first that is the same one; None for None. q, k and v come first. The function is
+    generated, as every call runs it: with a loop over the tensors it takes twice the time.
+    """
+    distinct = sorted({i for i in sources if i is not None})
+    others = [f"t{i} is not {'None' if first is None else f't{first}'}" for i, first in enumerate(sources) if first != i]
+    addresses = [f"a{i}" for i in distinct]
+    conditions = [
+        f"({' | '.join(addresses)}) & 15",
+        f"not ({' and '.join(addresses)})",
+        f"a{sources[1]} == a{sources[2]}",
+    ]
+    lines = [
+        f"{', '.join(f't{i}' for i in range(len(sources)))}, = tensors",
+        f"if {' or '.join([*others, ''])}not check({', '.join(f't{i}' for i in distinct)}):",
+        "    return None",
+        *(f"a{i} = t{i}.data_ptr()" for i in distinct),
+        f"if {' or '.join(conditions)}:",
+        "    return None",
+        f"return ({', '.join('0' if first is None else f'a{first}' for first in sources)},)",
+    ]
+    source = "\n        ".join(["def comparison(check):\n    def compare(tensors):", *lines]) + "\n    return compare\n"
+    namespace: dict[str, Any] = {}
+    exec(compile(source, "<flexattn likeness>", "exec"), namespace)
+    return namespace["comparison"]  # type: ignore[no-any-return]
 
 
 def likeness_of(tensors: Sequence[Tensor | None]) -> Likeness | None:
