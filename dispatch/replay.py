@@ -255,10 +255,10 @@ class Recording:
 
         Not to be called where `can_replay()` is false: when someone wants to see launches, which Triton then has to make.
         """
-        if self.current_device() != self.index:
-            with torch.cuda.device(self.device):
-                return self.play(inputs, addresses)
-        return self.play(inputs, addresses)
+        if self.current_device() == self.index:
+            return self.play(inputs, addresses)
+        with torch.cuda.device(self.device):
+            return self.play(inputs, addresses)
 
 
 def _listed(name: str, places: Iterable[int]) -> str:

@@ -7,7 +7,7 @@ import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -259,13 +259,11 @@ def recorded_on(spec: AttentionSpec) -> Iterator[list[Any]]:
 
 def _forward_call(spec: AttentionSpec, x: Operands, results: tuple[Tensor, Tensor, Tensor]) -> Forward:
     from flexattn.kernels_triton.common.problem import Forward
-    from flexattn.kernels_triton.mods.diagonals import with_diagonals
-    from flexattn.kernels_triton.mods.mask_blocks import with_mask_blocks
 
     out, lse, max_logit = results
     problem = to_problem(spec, x)
     if not spec.batch_invariant:  # where tables and lists are worth while goes with the batch
-        problem = with_diagonals(with_mask_blocks(problem, "forward"))
+        problem = _with_made_of_mods(problem, "forward")
     return Forward(problem, as_bshd(out, spec.q_format), lse, max_logit if spec.return_max_logit else None)
 
 
@@ -278,8 +276,6 @@ def _backward_call(
 ) -> Backward:
     """given: out, lse, dout and dlse."""
     from flexattn.kernels_triton.common.problem import Backward
-    from flexattn.kernels_triton.mods.diagonals import with_diagonals
-    from flexattn.kernels_triton.mods.mask_blocks import with_mask_blocks
 
     out, lse, dout, dlse = given
     dq, dk, dv = dqkv_of(spec, gradients)
@@ -293,7 +289,7 @@ def _backward_call(
     needs_all = gradients.dbias is not None or bool(dcaptures) or spec.deterministic or is_portable
     problem = replace(to_problem(spec, x), dout_is_to_come=quantises)
     return Backward(
-        problem=with_diagonals(with_mask_blocks(problem, "backward" if needs_all else "one pass")),
+        problem=_with_made_of_mods(problem, "backward" if needs_all else "one pass"),
         out=as_bshd(out, spec.q_format),
         lse=lse,
         dout=as_bshd(_loadable(dout), spec.q_format),
@@ -306,6 +302,16 @@ def _backward_call(
         dcaptures=dcaptures,
         deterministic=spec.deterministic,
     )
+
+
+def _with_made_of_mods(problem: Problem, direction: Literal["forward", "backward", "one pass"]) -> Problem:
+    """Returns the problem with the tables and the block mask that kernels make of its mods, where those are worth while."""
+    if problem.mods is None:
+        return problem
+    from flexattn.kernels_triton.mods.diagonals import with_diagonals
+    from flexattn.kernels_triton.mods.mask_blocks import with_mask_blocks
+
+    return with_diagonals(with_mask_blocks(problem, direction))
 
 
 def _with_dout_to_come(spec: AttentionSpec, x: Operands, dout: Tensor) -> tuple[Operands, Tensor]:

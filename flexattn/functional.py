@@ -290,7 +290,9 @@ def attention(
             key, call = call_cache.look_up(tensors, others, window_size, mods)
         if key is not None and call is not None:
             out, lse, max_logit = call.run(key, return_lse)
-            return _chosen(out, lse, max_logit, return_lse, return_max_logit)
+            if return_lse or return_max_logit:
+                return _chosen(out, lse, max_logit, return_lse, return_max_logit)
+            return out
     is_nested = is_jagged(q) and is_jagged(k) and is_jagged(v)
     if is_nested or _is_dtensor(q) or _is_dtensor(k) or _is_dtensor(v):
         if is_fp8 and not is_nested:

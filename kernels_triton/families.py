@@ -14,7 +14,6 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 from flexattn.kernels_triton.common.problem import Backward, Forward, Problem
 from flexattn.kernels_triton.common.split_kv import Splits, splits_of
 from flexattn.kernels_triton.common.tiles import DKDV, DQ, FORWARD
-from flexattn.kernels_triton.mods.mask_blocks import with_key_lists
 from flexattn.kernels_triton.portable import forward as portable_forward
 from flexattn.kernels_triton.runtime.launch import capability_of, num_processors, pretended_device
 
@@ -296,6 +295,10 @@ def _run_backward(launcher: Callable[..., None], call: Backward, tile: Any) -> N
 
 
 def _with_key_lists(call: Backward) -> Backward:
+    if call.problem.block_mask is None:
+        return call
+    from flexattn.kernels_triton.mods.mask_blocks import with_key_lists  # here, as most calls need not wait for its import
+
     return call._replace(problem=with_key_lists(call.problem))
 
 

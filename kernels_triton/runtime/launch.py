@@ -14,10 +14,12 @@ import torch
 import triton
 from triton.experimental import gluon
 
-from flexattn.kernels_triton.runtime import interpreter, store
+from flexattn.kernels_triton.runtime import interpreter, sources, store
 from flexattn.kernels_triton.runtime.direct import Direct
 from flexattn.kernels_triton.runtime.entry import fields_of, flat_function, flattening
 from flexattn.kernels_triton.runtime.varying import Varying, plain
+
+sources.read_by_margin()  # before the first kernel is imported
 
 INTERPRETER = 0  # the "compute capability" of Triton's interpreter: small tiles, so that small inputs still have several
 
