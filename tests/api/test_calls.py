@@ -635,6 +635,26 @@ def test_a_recording_of_torchs_ops(recorded: replay.Recording) -> None:
     assert len(recorded.constants) == 1
 
 
+def test_ops_in_place_are_made_again_on_the_tensors_of_the_call() -> None:
+    """On an input, a constant and a tensor of the call; what they give is no tensor of their own."""
+    counts, inputs = torch.zeros(2), (torch.ones(2), torch.ones(2))
+
+    def ops(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        counts.add_(y)
+        made = torch.empty(2).copy_(x).mul_(counts)
+        return x.sub_(y), made
+
+    recorder = replay._Recorder(inputs)
+    with recorder:
+        results = ops(*inputs)
+    played = replay.Recording(recorder, [recorder.slot(t) for t in results], torch.device("cpu"))
+    for n in (2.0, 3.0):
+        x, y = torch.full((2,), 5.0), torch.ones(2)
+        first, second = played.replay((x, y), (x.data_ptr(), y.data_ptr()))
+        assert first is x
+        assert (first.tolist(), second.tolist(), counts.tolist()) == ([4.0] * 2, [5.0 * n] * 2, [n] * 2)
+
+
 def test_a_launch_gets_the_addresses_of_views(monkeypatch: pytest.MonkeyPatch) -> None:
     """Views of tensors made in the call and of those that come in, also where a view of it begins further on."""
     seen: list[Any] = []

@@ -49,6 +49,8 @@ CHANGES: dict[str, Callable[[list[Any]], list[Any]]] = {
     "no memory": lambda given: [without_memory(given[0].clone()), *given[1:]],
     "one for two": lambda given: [given[0], given[0], *given[2:]],
     "v in k": v_in_k,
+    "one for none": lambda given: [*given[:3], torch.randn(4), *given[4:]],
+    "none for one": lambda given: [*given[:4], None, None],
     "two for one": lambda given: [*given[:5], given[5].clone()],
 }
 
@@ -103,6 +105,19 @@ def test_warm_calls_are_found_by_likeness(monkeypatch: pytest.MonkeyPatch) -> No
         for out, want in zip(calls(), wanted, strict=True):
             assert torch.equal(out, want)
     assert call_cache.cache_info()["hits"] == 2 + 6
+
+
+def test_a_call_that_was_forgotten_is_not_found() -> None:
+    """Neither are those that were found last: what is compared first is what came last."""
+    q, k, v = (torch.randn(2, 5, 4, 8) for _ in "qkv")
+    for _ in range(3):
+        for mask in ("causal", "no_mask"):
+            flexattn.attention(q, k, v, attn_mask_type=mask)
+    assert call_cache.cache_info()["hits"] == 4
+    call_cache.clear_cache()
+    for mask in ("no_mask", "causal"):
+        flexattn.attention(q, k, v, attn_mask_type=mask)
+    assert call_cache.cache_info() == {"hits": 0, "misses": 2, "recordings": 0, "size": 2}
 
 
 def test_a_backward_is_found_by_likeness_and_what_else_it_depends_on() -> None:
