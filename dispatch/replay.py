@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import itertools
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -199,6 +200,8 @@ class Recording:
             self.stream, self.can_replay, self.set_to_zero = launch.stream_of(device), launch.is_plain, direct.set_to_zero
         self.index = device.index
         self.current_device = torch._C._cuda_getDevice if device.type == "cuda" else lambda: device.index
+        self.names = self._names()
+        self.code = _compiled("\n    ".join(["def play(inputs, addresses):", *self._lines()]))
         self.play = self._player()
 
     def with_numbers(self, values: Sequence[float]) -> Recording:
@@ -208,24 +211,27 @@ class Recording:
         made.play = made._player()
         return made
 
-    def _player(self) -> Callable[[Sequence[Tensor | None], Sequence[int]], tuple[Any, ...]]:
-        """Returns the function that makes the steps, with the launches in `prepared`: generated, as a loop takes twice its time."""
-        launches, calls = iter(self.prepared), iter([what for kind, what, _ in self.steps if kind is _CALL])
+    def _names(self) -> dict[str, Any]:
+        """Returns what the statements of `_lines` name, but for the launches."""
         names: dict[str, Any] = {"allocate": self.allocate, "current_stream": self.stream, "set_to_zero": self.set_to_zero}
-        for n, (kind, _, how) in enumerate(self.steps):
-            if kind is _LAUNCH:
-                names[f"launch{n}"] = next(launches).launch
-            elif kind is _CALL:
-                names[f"call{n}"] = next(calls)
+        for n, (kind, what, how) in enumerate(self.steps):
+            if kind is _CALL:
+                names[f"call{n}"] = what
             elif kind is _ALLOCATE:
                 names |= {f"shape{n}": how[0], f"strides{n}": how[1], f"dtype{n}": how[2]}
         for place, t in self.constants.items():
             names |= {f"t{place}": t, f"a{place}": t.data_ptr()}
-        exec(_compiled("\n    ".join(["def play(inputs, addresses):", *self._lines()])), names)
+        return names
+
+    def _player(self) -> Callable[[Sequence[Tensor | None], Sequence[int]], tuple[Any, ...]]:
+        """Returns the function that makes the steps, with the launches in `prepared`: generated, as a loop takes twice its time."""
+        names = {**self.names, **{f"launch{i}": prepared.launch for i, prepared in enumerate(self.prepared)}}
+        exec(self.code, names)
         return names["play"]  # type: ignore[no-any-return]
 
     def _lines(self) -> Iterator[str]:
-        """Yields the statements of `_player`'s function: t1 is the tensor at place 1, and a1 its address."""
+        """Yields the statements of `play`: t1 is the tensor at place 1, and a1 its address."""
+        launches = itertools.count()
         places = range(self.num_inputs)
         called = (place for kind, _, how in self.steps if kind is _CALL for place in how[0])
         if not {*places}.isdisjoint((*self.results, *called)):
@@ -236,7 +242,7 @@ class Recording:
             yield "stream = current_stream()"
         for n, (kind, what, how) in enumerate(self.steps):
             if kind is _LAUNCH:
-                yield f"launch{n}(stream, ({_listed('a', how)}))"
+                yield f"launch{next(launches)}(stream, ({_listed('a', how)}))"
             elif kind is _ALLOCATE:
                 yield f"t{what} = allocate(shape{n}, strides{n}, dtype{n})"
                 yield f"a{what} = t{what}.data_ptr()"
