@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-from triton.experimental import gluon
 
 from flexattn.kernels_triton.runtime import interpreter, sources, store
 from flexattn.kernels_triton.runtime.direct import Direct
@@ -54,6 +53,8 @@ def asserting_kernel(function: Callable[..., None]) -> Any:
 
 def hopper_kernel(function: Callable[..., None]) -> Any:
     """`kernel` in Gluon, where tiles are read and written by descriptors, which are compiled for no address."""
+    from triton.experimental import gluon  # here, as other GPUs' calls should not wait for its import
+
     return _launchable(function, gluon.jit)
 
 

@@ -196,3 +196,10 @@ def test_a_forward_imports_no_kernels_of_a_backward_or_of_fp8(forked_python: Fre
     assert "portable.forward" in imported, ran.stderr
     later = ("portable.backward", "portable.score_gradients", "common.quantize", "common.preprocess", "hopper.fp8", "mods.")
     assert [name for name in imported if name.startswith(later)] == []
+
+
+def test_portable_kernels_import_no_gluon(fresh_python: FreshPython) -> None:
+    names = "(name for name in sys.modules if name.startswith('triton.experimental'))"
+    ran = fresh_python("-c", f"import sys, flexattn.kernels_triton.families; print(*{names})")
+    assert ran.stdout.split() == [], ran.stdout + ran.stderr
+    assert ran.returncode == 0, ran.stderr
