@@ -67,8 +67,7 @@ for _name, (_schema, _module) in _OPERATORS.items():
     _library.define(f"{_name}{_schema}")
     for _key in ("CPU", "CUDA"):
         _library.impl(_name, _later(_module, f"{_name}_implementation"), _key)
-    # By a frame of torch's own: it looks for the caller's module among the files of all that are imported.
-    torch.library.register_fake(f"flexattn::{_name}", _later(_module, f"{_name}_fake"), lib=_library, _stacklevel=0)
+    torch.library.register_fake(f"flexattn::{_name}", _later(_module, f"{_name}_fake"), lib=_library)
 
 _operators = torch.ops.flexattn
 attention_forward, attention_backward = _operators.attention_forward.default, _operators.attention_backward.default
