@@ -30,7 +30,8 @@ _CONFIG = "7I4xQQI12x"  # CUlaunchConfig: grid, block, shared memory, stream, at
 _STREAM = 32  # where the stream is in it
 _PARAMETERS = 64  # where the arguments begin: first the tensor maps, which are aligned to 64 bytes
 _MAP_BYTES = 128
-_MOST_MAPS = 256  # tensor maps kept of one descriptor, by address
+_MOST_DESCRIPTORS = 256  # descriptors of a kernel, whose tensor maps are kept
+_MOST_MAPS = 1024  # tensor maps kept of one descriptor, by address: tensors of a deep model's layers lie at hundreds
 
 
 class _BeginsEarly(ctypes.Structure):
@@ -258,7 +259,7 @@ class Direct:
             key = (position, *descriptor.shape, *descriptor.strides)
             maps = self.encoders.get(key)
             if maps is None:
-                if len(self.encoders) >= _MOST_MAPS:
+                if len(self.encoders) >= _MOST_DESCRIPTORS:
                     self.encoders.clear()
                 maps = self.encoders[key] = _Maps(descriptor, self.metas[position])
             found.append(maps)
