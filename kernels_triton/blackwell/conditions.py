@@ -5,8 +5,20 @@ from __future__ import annotations
 from torch import Tensor
 
 from flexattn.kernels_triton.common.problem import Problem
-from flexattn.kernels_triton.common.tiles import BLACKWELL_FORWARD, BLACKWELL_MODIFIED, BlackwellTile
-from flexattn.kernels_triton.hopper.conditions import unsupported_block_mask, unsupported_operands
+from flexattn.kernels_triton.common.tiles import (
+    BLACKWELL_BACKWARD,
+    BLACKWELL_FORWARD,
+    BLACKWELL_MODIFIED,
+    BlackwellBackwardTile,
+    BlackwellTile,
+)
+from flexattn.kernels_triton.hopper.conditions import (
+    backward_unsupported_block_mask,
+    unsupported_block_mask,
+    unsupported_operands,
+    unsupported_statistics,
+)
+from flexattn.kernels_triton.hopper.descriptors import descriptor_error
 from flexattn.kernels_triton.hopper.pages import unsupported_pages
 from flexattn.kernels_triton.runtime.launch import capability_of
 
@@ -18,13 +30,40 @@ def forward_tile(problem: Problem) -> BlackwellTile:
     return next(tile for tile in tiles if d_qk <= tile.head_dim_qk and d_v <= tile.head_dim_v)
 
 
+def _unsupported_device(problem: Problem) -> str | None:
+    return None if capability_of(problem.device) == 100 else "it is written for Blackwell, sm_100"
+
+
 def forward_unsupported(problem: Problem, out: Tensor) -> str | None:
     """Returns why the forward cannot run this problem; None: it can."""
     x = problem
-    if capability_of(x.device) != 100:
-        return "it is written for Blackwell, sm_100"
+    if error := _unsupported_device(x):
+        return error
     widest = BLACKWELL_FORWARD[-1]
     if x.q.shape[-1] > widest.head_dim_qk or x.v.shape[-1] > widest.head_dim_v:
         return f"it takes head dims up to {widest.head_dim_qk} of q and k, and up to {widest.head_dim_v} of v"
     tile = forward_tile(x)
     return unsupported_operands(x, out) or unsupported_block_mask(x, tile[2:4]) or unsupported_pages(x, tile.block_n)
+
+
+def backward_tile(problem: Problem) -> BlackwellBackwardTile:
+    """Returns the tile; of modified scores half as many at a time, as what a mod or a bias computes stands beside them."""
+    x = problem
+    width = max(x.q.shape[-1], x.v.shape[-1])
+    tile = next(tile for tile in BLACKWELL_BACKWARD if width <= tile.head_dim)
+    return tile._replace(columns=tile.columns // 2) if x.is_modified else tile
+
+
+def backward_unsupported(problem: Problem, out: Tensor, dout: Tensor) -> str | None:
+    """Returns why the backward cannot run this problem; None: it can."""
+    x = problem
+    if error := _unsupported_device(x):
+        return error
+    widest = BLACKWELL_BACKWARD[-1]
+    if max(x.q.shape[-1], x.v.shape[-1]) > widest.head_dim:
+        return f"it takes head dims up to {widest.head_dim}"
+    if x.dropout_p > 0:
+        return "it does not draw dropout"
+    if error := unsupported_operands(x, out) or descriptor_error("dout", dout) or unsupported_statistics(x):
+        return error
+    return backward_unsupported_block_mask(x, widest.block_n, widest.block_m, widest.block_n)

@@ -49,6 +49,25 @@ def allocate_forward_tiles(CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, V0: g
     return ForwardTiles(scores=scores, out=out)
 
 
+class BackwardSums(NamedTuple):
+    """In tensor memory, with keys as rows: scores, and the weights that take their place; dp; dk; dv. Rows of dq, which takes the
+    place of dp, are queries."""
+
+    scores: Any
+    dp: Any
+    dk: Any
+    dv: Any
+
+
+@gluon.jit
+def allocate_backward_sums(BLOCK_M: gl.constexpr, DIM: gl.constexpr):
+    scores = allocate_tensor_memory(gl.float32, [LANES, BLOCK_M], tile_layout(BLOCK_M))
+    dp = allocate_tensor_memory(gl.float32, [LANES, BLOCK_M], tile_layout(BLOCK_M))
+    dk = allocate_tensor_memory(gl.float32, [LANES, DIM], tile_layout(DIM))
+    dv = allocate_tensor_memory(gl.float32, [LANES, DIM], tile_layout(DIM))
+    return BackwardSums(scores=scores, dp=dp, dk=dk, dv=dv)
+
+
 @gluon.jit
 def weights_over(scores, DTYPE: gl.constexpr, BLOCK_N: gl.constexpr):
     # A tile of weights in 16 bits, in the first half of the columns of its scores

@@ -321,6 +321,21 @@ BLACKWELL_MODIFIED = (
 )
 """The same for modified scores: what a mod or a bias computes stands beside a row's scores, of which a thread has all."""
 
+
+class BlackwellBackwardTile(NamedTuple):
+    """A row for the backward on sm_100: it serves head dims up to `head_dim`, of q and k and of v. No measurement chose it."""
+
+    head_dim: int
+    columns: int  # queries whose scores with a key a thread has at a time
+    q_stages: int
+    dout_stages: int
+    block_m: int = 128
+    block_n: int = 128
+
+
+BLACKWELL_BACKWARD = (BlackwellBackwardTile(64, 64, 2, 2), BlackwellBackwardTile(128, 64, 2, 1))
+"""For modified scores with half of the columns, `conditions.backward_tile`."""
+
 HOPPER_FLOPS = 2**36
 """Of a call, from which the kernels of sm_90 are used where nothing with less to do was measured to be faster."""
 

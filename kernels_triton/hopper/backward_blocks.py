@@ -10,11 +10,25 @@ from triton.experimental.gluon import language as gl
 
 from flexattn.kernels_triton.common.arguments import Head, Scores
 from flexattn.kernels_triton.common.preprocess import statistics_tile
-from flexattn.kernels_triton.common.primitives import behind, head_values, is_any_large, load_head, load_large, packed_start
+from flexattn.kernels_triton.common.primitives import (
+    behind,
+    head_values,
+    is_any_large,
+    load_head,
+    load_large,
+    packed_start,
+    relative_to_lse,
+)
 from flexattn.kernels_triton.common.problem import Features, Problem
 from flexattn.kernels_triton.common.tile_schedule import tile_schedule
 from flexattn.kernels_triton.hopper.block_ranges import ListCut, blocks_of_keys, blocks_of_queries, cut_query_lists
-from flexattn.kernels_triton.hopper.masking import SequenceBand, band_of_sequence
+from flexattn.kernels_triton.hopper.masking import (
+    SequenceBand,
+    apply_mask_mod,
+    band_of_sequence,
+    hide_queries_past_the_end,
+    mask_queries_and_end,
+)
 from flexattn.kernels_triton.hopper.operands import ROWS
 from flexattn.kernels_triton.hopper.tile_scheduler import Sequence, Work, backward_tile, heads_per_l2_section, sequence_of
 
@@ -224,6 +238,35 @@ def head_at(at: QueryHead, values, block: Block, scores: Scores, META: gl.conste
         alibi_slope=at.alibi_slope,
         captures=behind(scores.captures, values, META),
     )
+
+
+class ScorePlace(NamedTuple):
+    """Place of a tile of transposed scores, whose rows are keys and whose columns queries."""
+
+    rows: Any
+    columns: Any
+    row: Any  # the block's first query
+    is_cut: Any  # `cuts_block`
+    is_full: Any  # whether the block mask calls the block full
+    stage: Any  # of the block's statistics
+
+
+@gluon.jit
+def visible_logits(
+    s, at: ScorePlace, statistics, FIRST: gl.constexpr, head: Head, block: Block, MODS: gl.constexpr, META: gl.constexpr
+):
+    # s, of `logits`, with -inf where the query does not see the key. statistics: tiles by stage; FIRST: of the block's queries the
+    # one that the first column is of
+    COLUMNS: gl.constexpr = s.shape[1]
+    len_q = block.sequence.len_q
+    i, j = at.columns[None, :], at.rows[:, None]
+    if at.is_cut | is_any_large(block.large, META):
+        s = mask_queries_and_end(s, at.rows, at.columns, block.band, META)
+        if META.IS_UNBOUNDED:
+            of_queries = statistics.index(at.stage).slice(FIRST, COLUMNS).load(gl.SliceLayout(0, s.type.layout))
+            s = relative_to_lse(s, of_queries[None, :], block.large, block.b, head.h, i, len_q, META)
+    s = apply_mask_mod(s, i, j, at.is_full, head, MODS, META)
+    return hide_queries_past_the_end(s, at.row, at.columns, len_q, MODS, META)
 
 
 @gluon.jit

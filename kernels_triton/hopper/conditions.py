@@ -216,13 +216,18 @@ def backward_unsupported_block_mask(problem: Problem, block_n: int, block_m: int
     return next((error for error in errors if error), None)
 
 
+def unsupported_statistics(problem: Problem) -> str | None:
+    """Returns that the copy engine does not reach all statistics of a backward's rows; None: it does."""
+    x = problem
+    is_reached = x.num_heads * (x.q.shape[-3] + 256) * x.batch < 2**29
+    return None if is_reached else "its statistics are more than the copy engine's coordinates reach"
+
+
 def backward_unsupported(problem: Problem, out: Tensor, dout: Tensor) -> str | None:
     """Returns why the two kernels of a backward cannot run this problem; None: they can."""
     x = problem
-    if error := forward_unsupported(x, out) or descriptor_error("dout", dout):
+    if error := forward_unsupported(x, out) or descriptor_error("dout", dout) or unsupported_statistics(x):
         return error
-    if x.num_heads * (x.q.shape[-3] + 256) * x.batch >= 2**29:
-        return "its statistics are more than the copy engine's coordinates reach"
     tile = select_hopper_backward_tile(x.q.shape[-1], x.v.shape[-1], is_modified=True)
     return backward_unsupported_block_mask(x, tile.block_n, tile.block_m, tile.keys)
 

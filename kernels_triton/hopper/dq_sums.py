@@ -55,19 +55,30 @@ def dq_product(ds_tiles, k_tiles, buffer, k_tile, CONSUMER: gl.constexpr, META: 
 
 
 @gluon.jit
+def in_order_of_sums(dq):
+    # Rows r of eight go to 2 * (r % 4) + r // 4: rows of a wgmma that follow one another would be swizzled into the same banks.
+    ROWS: gl.constexpr = dq.shape[0]
+    COLUMNS: gl.constexpr = dq.shape[1]
+    return gl.permute(dq.reshape([ROWS // 8, 2, 4, COLUMNS]), [0, 2, 1, 3]).reshape([ROWS, COLUMNS])
+
+
+@gluon.jit
 def write_dq(dq, ring: DqRing, n, CONSUMER: gl.constexpr, META: gl.constexpr):
     # n: the iteration whose dq it is
     wait_empty(ring.empty, n, META.DQ_STAGES)
-    # Rows r of eight go to 2 * (r % 4) + r // 4: rows that follow one another would be swizzled into the same banks.
-    COLUMNS: gl.constexpr = dq.shape[1]
-    dq = gl.permute(dq.reshape([ROWS // 8, 2, 4, COLUMNS]), [0, 2, 1, 3]).reshape([ROWS, COLUMNS])
-    ring.tiles.index(2 * (n % META.DQ_STAGES) + CONSUMER).store(dq)
+    ring.tiles.index(2 * (n % META.DQ_STAGES) + CONSUMER).store(in_order_of_sums(dq))
 
 
 @gluon.jit
 def hand_over_dq(ring: DqRing, n, META: gl.constexpr):
     fence_async_shared()
     mbarrier.arrive(ring.full.index(n % META.DQ_STAGES), count=1)
+
+
+@gluon.jit
+def place_of_sums(row, head, args, block: Block, META: gl.constexpr):
+    # The first row of the sums that a tile of dq, of the queries from `row` on and the head-th head of a program, is added to
+    return (block.first_statistics + head * args.tiles_of_statistics) * META.BLOCK_M + row
 
 
 @gluon.jit
@@ -80,7 +91,7 @@ def _add_block(args, ring: DqRing, block: Block, before, META: gl.constexpr):
     for iteration in range(before, before + iterations):
         stage = iteration % META.DQ_STAGES
         row = query_block(n, block.block_range, META)[0]
-        at = (block.first_statistics + head * args.tiles_of_statistics) * META.BLOCK_M + row
+        at = place_of_sums(row, head, args, block, META)
         wait_full(ring.full, iteration, META.DQ_STAGES)
         # A listed block may lie past the end: no row of this head's. (The engine has no addition to rows outside of a tensor.)
         if META.BLOCK_SIZE_Q == 0 or row < block.sequence.len_q:
@@ -140,7 +151,7 @@ def _attn_bwd_dq_conversion_kernel(args: ConversionArguments, SIZE: tl.constexpr
     first_tile = statistics_tile(b, h, args.num_heads, place_q, args.tiles_of_statistics, META, SIZE)
     rows = tl.arange(0, BLOCK_M)
     sums = args.sums_ptr + tl.cast(first_tile * SIZE + first_row, tl.int64) * HEAD_DIM
-    sum_offsets = (rows // 8 * 8 + rows % 4 * 2 + rows // 4 % 2) * HEAD_DIM  # where `write_dq` put them
+    sum_offsets = (rows // 8 * 8 + rows % 4 * 2 + rows // 4 % 2) * HEAD_DIM  # `in_order_of_sums`
     dq_pointer = row_pointer(args.dq, b, h, start_q + first_row, META)
     _, dq_offsets = row_steps(args.dq.stride_s, BLOCK_M, META)
     dq0 = load_tile(sums, sum_offsets, first_row, len_q, 0, META.QK0, HEAD_DIM, True)

@@ -9,9 +9,18 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from flexattn.kernels_triton.common.arguments import Band, BlockMaskLists, Dropout, Lengths, Scores
-from flexattn.kernels_triton.common.primitives import is_any_large, relative_to_lse, through_mods
+from flexattn.kernels_triton.common.primitives import through_mods
 from flexattn.kernels_triton.common.problem import with_features
-from flexattn.kernels_triton.hopper.backward_blocks import Block, LargeLse, first_query_head, head_at, key_block, next_query_block
+from flexattn.kernels_triton.hopper.backward_blocks import (
+    Block,
+    LargeLse,
+    ScorePlace,
+    first_query_head,
+    head_at,
+    key_block,
+    next_query_block,
+    visible_logits,
+)
 from flexattn.kernels_triton.hopper.barriers import (
     BOTH,
     LAST,
@@ -27,12 +36,7 @@ from flexattn.kernels_triton.hopper.descriptors import Step
 from flexattn.kernels_triton.hopper.dq_sums import DqRing, dq_product, hand_over_dq, write_dq
 from flexattn.kernels_triton.hopper.dropout import drawn_weights, dropout_state, kept, kept_gradient, scaled
 from flexattn.kernels_triton.hopper.fp8 import BackwardDescales, dp_factor_of, product_logits, score_factor
-from flexattn.kernels_triton.hopper.masking import (
-    apply_mask_mod,
-    first_uncut_query,
-    hide_queries_past_the_end,
-    mask_queries_and_end,
-)
+from flexattn.kernels_triton.hopper.masking import cuts_block, first_uncut_query
 from flexattn.kernels_triton.hopper.operands import ROWS, opaque_zero
 from flexattn.kernels_triton.hopper.pipeline import STAGES, release
 from flexattn.kernels_triton.hopper.tile_scheduler import Work, receive_tile
@@ -178,7 +182,7 @@ def _consume_block(
     #   else       dq of the last iteration | p | dv, dp | ds | dk
     # Before all of it come the scores, which IS_AHEAD has begun at the end of the iteration before. In FP8 scores and dp are
     # products of FP8 tiles, the others of their copies in 16 bits.
-    b, len_q, band, large = block.b, block.sequence.len_q, block.band, block.large
+    band = block.band
     scores, group_size = args.scores, args.work.group_size
     ring = DqRing(tiles=tiles.dq, full=barriers.dq_full, empty=barriers.dq_empty)
     q16_tiles, dout16_tiles, k16_tiles = tiles.q, tiles.dout, tiles.k
@@ -198,7 +202,7 @@ def _consume_block(
     n_start = block.first_row + CONSUMER * ROWS
     rows = n_start + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
     block_columns = gl.arange(0, BLOCK_M, layout=COLUMNS)
-    uncut_from = first_uncut_query(n_start, band, META)
+    uncut_from = first_uncut_query(n_start, ROWS, band, META)
     draws = dropout_state(args.dropout, block.first_head, META)
     iterations = block.num_blocks * group_size
     k_tile = 2 * (begun.blocks % META.K_STAGES)
@@ -248,16 +252,9 @@ def _consume_block(
         head = head_at(at, values, block, scores, META)
         s_factor = score_factor(tiles.factors, stage, COLUMNS, META)
         s, factor, cap_tanh, score = product_logits(kq, i, j, head, scores.scale, s_factor, MODS, META)
-        is_cut = row < uncut_from  # a scalar branch: only blocks on an edge pay for the mask
-        if META.HAS_LEFT:
-            is_cut = is_cut | (row + BLOCK_M > n_start - band.shift + band.left + 1)
-        if is_cut | is_any_large(large, META):
-            s = mask_queries_and_end(s, rows, columns, band, META)
-            if META.IS_UNBOUNDED:
-                of_queries = tiles.statistics.index(stage).slice(0, BLOCK_M).load(COLUMNS)
-                s = relative_to_lse(s, of_queries[None, :], large, b, at.h, i, len_q, META)
-        s = apply_mask_mod(s, i, j, is_full, head, MODS, META)
-        s = hide_queries_past_the_end(s, row, columns, len_q, MODS, META)
+        is_cut = cuts_block(row, n_start, uncut_from, band, META)
+        place = ScorePlace(rows=rows, columns=columns, row=row, is_cut=is_cut, is_full=is_full, stage=stage)
+        s = visible_logits(s, place, tiles.statistics, 0, head, block, MODS, META)
         minus_lse = tiles.statistics.index(stage).slice(0, BLOCK_M).load(COLUMNS)
         p = gl.exp2(s * factor + minus_lse[None, :])
         p16 = gl.convert_layout(kept(p, drawn, True, META).to(DTYPE), LEFT)

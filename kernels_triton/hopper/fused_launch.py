@@ -34,33 +34,18 @@ class FusedLaunch(NamedTuple):
 
 
 def prepare_fused(call: Backward, tile: Any) -> FusedLaunch:
-    """Returns the launch of a fused backward, whose dq, dk and dv are contiguous.
+    """Returns the launch of a fused backward for sm_90, whose dq, dk and dv are contiguous.
 
     tile: a `HopperFusedTile`, or an `Fp8FusedTile` where q, k, v and dout are in FP8.
     """
-    x, dout, dq, dk, dv = call.problem, call.dout, call.dq, call.dk, call.dv
-    is_fp8 = x.q.element_size() == 1
-    dim, size = tile.head_dim, tile.queries
-    head_dim = x.q.shape[-1]
-    statistics, tiles, large, dq_sums = tiled_statistics(call, size, with_dq_sums=True)
-    assert dq_sums is not None
-    dq_block = [ROWS.value, size * dim // KEYS]  # a warpgroup's
-    dq_layout = gl.NVMMASharedLayout.get_default_for(dq_block, gl.float32)
-    bytes_per_head = 12 * dim * max(x.longest_q, x.longest_kv)  # about: k, v, q and dout of two bytes, dq of four
-    work, programs = backward_work(x, KEYS, "kv", bytes_per_head)
-    if not x.has_lengths:
-        heads = x.batch * x.num_heads_kv
-        work = work._replace(heads_per_l2_section=section_of_one_size(heads, work.heads_per_l2_section))
-        if tile.is_persistent:
-            work = work._replace(table_ptr=dq_sums.view(torch.int32))  # the first tile, of no query, has room for the counter
-    q16, k16, dout16 = copies_in_16_bits(x, dout, dq.dtype) if is_fp8 else (None, None, None)
+    x = call.problem
     meta = FusedMeta(
         **x.features._asdict(),
-        IS_FP8=is_fp8,
+        IS_FP8=x.q.element_size() == 1,
         IS_PLAIN=is_plain(x.features),
-        BLOCK_M=size,
+        BLOCK_M=tile.queries,
         BLOCK_N=KEYS,
-        DIM=dim,
+        DIM=tile.head_dim,
         DP_FIRST=tile.dp_first,
         IS_AHEAD=tile.is_ahead,
         PINGPONG=tile.pingpong,
@@ -69,17 +54,41 @@ def prepare_fused(call: Backward, tile: Any) -> FusedLaunch:
         DQ_STAGES=tile.dq_stages,
         NUMBERS=key_block_numbers(x.features) if tile.is_persistent else 0,
         K_STAGES=2 if tile.is_persistent else 1,
-        V_STAGES=2 if tile.is_persistent and dim <= 64 else 1,
+        V_STAGES=2 if tile.is_persistent and tile.head_dim <= 64 else 1,
     )
+    of_a_warpgroup = (ROWS.value, tile.queries * tile.head_dim // KEYS)
+    return launch_of_fused(call, meta, ROWS.value, of_a_warpgroup)
+
+
+def launch_of_fused(call: Backward, meta: Any, rows_of_keys: int, dq_block: tuple[int, int]) -> FusedLaunch:
+    """Returns the launch of a fused backward with its constants, a `FusedMeta` or what has its fields as far as they are read here.
+
+    rows_of_keys: rows that the copy engine brings of k and v at a time. dq_block: rows and columns that it adds to dq's sums.
+    """
+    x, dout, dq, dk, dv = call.problem, call.dout, call.dq, call.dk, call.dv
+    is_fp8 = x.q.element_size() == 1
+    dim, size = meta.DIM, meta.BLOCK_M
+    head_dim = x.q.shape[-1]
+    statistics, tiles, large, dq_sums = tiled_statistics(call, size, with_dq_sums=True)
+    assert dq_sums is not None
+    dq_layout = gl.NVMMASharedLayout.get_default_for(list(dq_block), gl.float32)
+    bytes_per_head = 12 * dim * max(x.longest_q, x.longest_kv)  # about: k, v, q and dout of two bytes, dq of four
+    work, programs = backward_work(x, KEYS, "kv", bytes_per_head)
+    if not x.has_lengths:
+        heads = x.batch * x.num_heads_kv
+        work = work._replace(heads_per_l2_section=section_of_one_size(heads, work.heads_per_l2_section))
+        if meta.NUMBERS > 0:  # a persistent kernel
+            work = work._replace(table_ptr=dq_sums.view(torch.int32))  # the first tile, of no query, has room for the counter
+    q16, k16, dout16 = copies_in_16_bits(x, dout, dq.dtype) if is_fp8 else (None, None, None)
     of_queries = {"q": x.q, "q16": q16, "dout": dout, "dout16": dout16}
     of_keys = {"k": x.k, "k16": k16, "v": x.v, "dk": dk, "dv": dv}
-    sizes = dict.fromkeys(of_queries, size) | dict.fromkeys(of_keys, ROWS.value)
+    sizes = dict.fromkeys(of_queries, size) | dict.fromkeys(of_keys, rows_of_keys)
     tensors = of_queries | of_keys
     arguments = FusedArguments(
         descriptors=FusedDescriptors(
             **{name: None if t is None else ragged_descriptor(t, sizes[name], dim) for name, t in tensors.items()},
             statistics=statistics_descriptor(statistics, size),
-            dq=TensorDescriptor(dq_sums, list(dq_sums.shape), [head_dim, 1], dq_block, dq_layout),
+            dq=TensorDescriptor(dq_sums, list(dq_sums.shape), [head_dim, 1], list(dq_block), dq_layout),
         ),
         steps=FusedSteps(**{name: None if t is None else step_of(t) for name, t in tensors.items()}),
         tiles_of_statistics=tiles,

@@ -8,7 +8,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flexattn.kernels_triton.common.arguments import Band, Head
-from flexattn.kernels_triton.hopper.operands import ROWS
 
 FAR = gl.constexpr(2**30)  # past every query
 
@@ -51,12 +50,22 @@ def mask_queries(s, rows, columns, band: SequenceBand, META: gl.constexpr):
 
 
 @gluon.jit
-def first_uncut_query(n_start, band: SequenceBand, META: gl.constexpr):
-    # Blocks of queries that begin before it need `mask_queries_and_end` for the ROWS keys from n_start on.
+def first_uncut_query(n_start, KEYS: gl.constexpr, band: SequenceBand, META: gl.constexpr):
+    # Blocks of queries that begin before it need `mask_queries_and_end` for the KEYS keys from n_start on.
     first = 0
     if META.HAS_RIGHT:
-        first = n_start + ROWS - 1 - band.shift - band.right
-    return gl.where(n_start + ROWS > band.len_kv, FAR, first)
+        first = n_start + KEYS - 1 - band.shift - band.right
+    return gl.where(n_start + KEYS > band.len_kv, FAR, first)
+
+
+@gluon.jit
+def cuts_block(row, n_start, uncut_from, band: SequenceBand, META: gl.constexpr):
+    # True if the block of queries at `row` needs `mask_queries_and_end`: a scalar, so that only blocks on an edge pay for the mask.
+    # uncut_from: `first_uncut_query`
+    is_cut = row < uncut_from
+    if META.HAS_LEFT:
+        is_cut = is_cut | (row + META.BLOCK_M > n_start - band.shift + band.left + 1)
+    return is_cut
 
 
 @gluon.jit

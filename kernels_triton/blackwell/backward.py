@@ -1,0 +1,104 @@
+"""Backward attention on Blackwell (sm_100) in Gluon, in one kernel: dk and dv of 128 keys a program, and what these add to dq.
+
+A warp loads by TMA, one issues products, two warpgroups have the softmax's part, and one adds dq to fp32 sums in global memory, in
+whatever order programs come to it: so the last bits of dq vary from run to run. All sums are in tensor memory (FlashAttention-4,
+arXiv 2603.05451). Blocks, bands, masks, mods, the loading warp and the sums of dq are those of the fused backward for sm_90.
+"""
+
+from __future__ import annotations
+
+from triton.experimental.gluon import language as gl
+
+from flexattn.kernels_triton.blackwell.backward_consumer import compute_partition
+from flexattn.kernels_triton.blackwell.backward_dq import add_dq
+from flexattn.kernels_triton.blackwell.backward_pipeline import (
+    CONSUMERS,
+    DQ_COLUMNS,
+    DQ_STAGES,
+    BackwardMeta,
+    Buffers,
+    allocate_product_barriers,
+    ds_layout,
+)
+from flexattn.kernels_triton.blackwell.backward_products import product_partition
+from flexattn.kernels_triton.blackwell.conditions import backward_tile
+from flexattn.kernels_triton.blackwell.tensor_memory import LANES, allocate_backward_sums
+from flexattn.kernels_triton.common.problem import Backward
+from flexattn.kernels_triton.common.tiles import BlackwellBackwardTile, cdiv
+from flexattn.kernels_triton.hopper.backward_blocks import key_block_of_program
+from flexattn.kernels_triton.hopper.fused_consumer import FusedArguments, FusedBarriers, FusedTiles
+from flexattn.kernels_triton.hopper.fused_launch import finish_fused, launch_of_fused
+from flexattn.kernels_triton.hopper.fused_loader import load_fused
+from flexattn.kernels_triton.hopper.operands import allocate_tiles
+from flexattn.kernels_triton.hopper.pipeline import allocate_barriers
+from flexattn.kernels_triton.runtime.launch import hopper_kernel, launch
+
+
+@hopper_kernel
+def _attn_bwd_blackwell_kernel(args: FusedArguments, MODS: gl.constexpr, META: gl.constexpr):
+    of = args.descriptors
+    DTYPE: gl.constexpr = of.q.dtype
+    BLOCK_M: gl.constexpr = META.BLOCK_M
+    Q_STAGES: gl.constexpr = META.Q_STAGES
+    DOUT_STAGES: gl.constexpr = META.DOUT_STAGES
+    tiles = FusedTiles(
+        q=allocate_tiles(Q_STAGES, of.q),
+        q16=None,
+        dout=allocate_tiles(DOUT_STAGES, of.dout),
+        dout16=None,
+        k=allocate_tiles(1, of.k),
+        k16=None,
+        v=allocate_tiles(1, of.v),
+        statistics=gl.allocate_shared_memory(gl.float32, [Q_STAGES, 2 * BLOCK_M], of.statistics.layout),
+        factors=None,
+        ds=gl.allocate_shared_memory(DTYPE, [META.BLOCK_N, BLOCK_M], ds_layout(META.COLUMNS, DTYPE)),
+        dq=allocate_tiles(DQ_STAGES, of.dq),
+    )
+    barriers = FusedBarriers(
+        q_full=allocate_barriers(Q_STAGES, 1),
+        q_empty=allocate_barriers(Q_STAGES, 1 + CONSUMERS),  # the product with it, and who reads the statistics beside it
+        dout_full=allocate_barriers(DOUT_STAGES, 1),
+        dout_empty=allocate_barriers(DOUT_STAGES, 1),
+        dq_full=allocate_barriers(1, 1),
+        dq_empty=allocate_barriers(1, 1),
+        dkdv_full=allocate_barriers(1, CONSUMERS),
+    )
+    products = allocate_product_barriers()
+    sums = allocate_backward_sums(META.BLOCK_M, META.DIM)
+    buffers = Buffers(tiles=tiles, barriers=barriers, sums=sums, products=products)
+    block = key_block_of_program(args, META)
+    REGISTERS: gl.constexpr = [168, 96, 80, 80]
+    gl.warp_specialize(
+        [
+            (compute_partition, (args, buffers, block, 0, MODS, META)),
+            (compute_partition, (args, buffers, block, 1, MODS, META)),
+            (add_dq, (args, buffers, block, META)),
+            (product_partition, (args, buffers, block, META)),
+            (load_fused, (args, tiles, barriers, block, META)),
+        ],
+        [4, 4, 1, 1],
+        REGISTERS,
+    )
+
+
+def blackwell_backward(call: Backward, tile: BlackwellBackwardTile | None = None) -> None:
+    """Launches the backward, of calls that `backward_unsupported` does not name; the last bits of dq vary from run to run."""
+    x = call.problem
+    tile = tile or backward_tile(x)
+    meta = BackwardMeta(
+        **x.features._asdict(),
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        DIM=tile.head_dim,
+        COLUMNS=tile.columns,
+        Q_STAGES=tile.q_stages,
+        DOUT_STAGES=tile.dout_stages,
+        DQ_PARTS=cdiv(x.q.shape[-1], DQ_COLUMNS.value),
+        DOUT_APART=True,
+        NUMBERS=0,  # a program has one block of keys
+        K_STAGES=1,
+        V_STAGES=1,
+    )
+    ready = launch_of_fused(call, meta, tile.block_n, (LANES.value, DQ_COLUMNS.value))
+    launch(_attn_bwd_blackwell_kernel, ready.programs, x.device, ready.tile, ready.arguments)
+    finish_fused(call, ready)

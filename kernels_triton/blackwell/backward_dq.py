@@ -1,0 +1,46 @@
+"""The warpgroup of the backward for sm_100 that takes dq, block by block, out of tensor memory and adds it to the fp32 sums."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.blackwell import fence_async_shared, mbarrier, tma
+
+from flexattn.kernels_triton.blackwell.backward_pipeline import DQ_COLUMNS, DQ_STAGES, Buffers
+from flexattn.kernels_triton.blackwell.tensor_memory import fence_after_sync, fence_before_sync, row_layout
+from flexattn.kernels_triton.hopper.backward_blocks import Block
+from flexattn.kernels_triton.hopper.block_ranges import query_block
+from flexattn.kernels_triton.hopper.descriptors import reduce_add
+from flexattn.kernels_triton.hopper.dq_sums import in_order_of_sums, place_of_sums
+from flexattn.kernels_triton.hopper.fused_consumer import FusedArguments
+
+
+@gluon.jit
+def add_dq(args: FusedArguments, buffers: Buffers, block: Block, META: gl.constexpr):
+    barriers, tiles = buffers.barriers, buffers.tiles
+    LAYOUT: gl.constexpr = row_layout(DQ_COLUMNS)
+    PARTS: gl.constexpr = META.DQ_PARTS
+    n_tile = 0  # counts the tiles that leave
+    n = 0
+    head = 0
+    for iteration in range(block.num_blocks * args.work.group_size):
+        row = query_block(n, block.block_range, META)[0]
+        mbarrier.wait(barriers.dq_full.index(0), iteration & 1)
+        fence_after_sync()
+        # A listed block may lie past the end: no row of this head's.
+        if META.BLOCK_SIZE_Q == 0 or row < block.sequence.len_q:
+            for part in gl.static_range(PARTS):
+                dq = buffers.sums.dp.slice(part * DQ_COLUMNS, DQ_COLUMNS).load(LAYOUT)
+                tile = tiles.dq.index(n_tile % DQ_STAGES)
+                tma.store_wait(DQ_STAGES - 1)  # the engine has read what was in the tile
+                tile.store(in_order_of_sums(dq))
+                fence_async_shared()
+                reduce_add(args.descriptors.dq, [place_of_sums(row, head, args, block, META), part * DQ_COLUMNS], tile)
+                n_tile += 1
+        fence_before_sync()
+        mbarrier.arrive(barriers.dq_empty.index(0), count=1)
+        n += 1
+        if n == block.num_blocks:
+            n = 0
+            head += 1
+    tma.store_wait(0)

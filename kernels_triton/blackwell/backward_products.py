@@ -1,0 +1,78 @@
+"""The warp of the backward for sm_100 that issues all products: of scores and dp, and those that dv, dk and dq are sums of.
+
+They run in the order of issue, as in `products`. For a block of queries that is
+
+    scores | dq and dk of the block before | dp | dv
+
+so that the consumers have a block's weights under dq and dk of the block before, and its ds under dv and the next scores. Two tiles
+have two uses: weights lie where their scores were, and dq where dp was. The next scores are issued behind the product that reads
+the weights; dp is issued when dq has left.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.blackwell import mbarrier, tcgen05_commit, tcgen05_mma
+
+from flexattn.kernels_triton.blackwell.backward_pipeline import Buffers
+from flexattn.kernels_triton.blackwell.tensor_memory import fence_after_sync, weights_over
+from flexattn.kernels_triton.hopper.backward_blocks import Block
+from flexattn.kernels_triton.hopper.fused_consumer import FusedArguments
+from flexattn.kernels_triton.hopper.pipeline import wait_empty, wait_full
+
+
+@gluon.jit
+def _issue_scores(n, buffers: Buffers, META: gl.constexpr):
+    tiles = buffers.tiles
+    wait_full(buffers.barriers.q_full, n, META.Q_STAGES)  # with the first q comes k
+    k = tiles.k.index(0).reshape([META.BLOCK_N, META.DIM])
+    q = tiles.q.index(n % META.Q_STAGES).reshape([META.BLOCK_M, META.DIM])
+    tcgen05_mma(k, q.permute([1, 0]), buffers.sums.scores, use_acc=False)
+    tcgen05_commit(buffers.products.scores_full.index(0))
+
+
+@gluon.jit
+def _issue_dq_and_dk(n, buffers: Buffers, META: gl.constexpr):
+    tiles, barriers, sums = buffers.tiles, buffers.barriers, buffers.sums
+    mbarrier.wait(buffers.products.ds_full.index(0), n & 1)
+    fence_after_sync()
+    k = tiles.k.index(0).reshape([META.BLOCK_N, META.DIM])
+    tcgen05_mma(tiles.ds.permute([1, 0]), k, sums.dp.slice(0, META.DIM), use_acc=False)
+    tcgen05_commit(barriers.dq_full.index(0))
+    q = tiles.q.index(n % META.Q_STAGES).reshape([META.BLOCK_M, META.DIM])
+    tcgen05_mma(tiles.ds, q, sums.dk, use_acc=n > 0)
+    tcgen05_commit(barriers.q_empty.index(n % META.Q_STAGES))
+
+
+@gluon.jit
+def _issue_dp_and_dv(n, buffers: Buffers, META: gl.constexpr):
+    COLUMNS: gl.constexpr = META.COLUMNS
+    PARTS: gl.constexpr = META.BLOCK_M // COLUMNS
+    tiles, barriers, sums = buffers.tiles, buffers.barriers, buffers.sums
+    wait_full(barriers.dout_full, n, META.DOUT_STAGES)  # with the first dout comes v
+    wait_empty(barriers.dq_empty, n, 1)
+    fence_after_sync()
+    v = tiles.v.index(0).reshape([META.BLOCK_N, META.DIM])
+    dout = tiles.dout.index(n % META.DOUT_STAGES).reshape([META.BLOCK_M, META.DIM])
+    tcgen05_mma(v, dout.permute([1, 0]), sums.dp, use_acc=False)
+    tcgen05_commit(buffers.products.dp_full.index(0))
+    mbarrier.wait(buffers.products.weights_full.index(0), n & 1)
+    fence_after_sync()
+    for part in gl.static_range(PARTS):
+        weights = weights_over(sums.scores.slice(part * COLUMNS, COLUMNS), dout.dtype, COLUMNS)
+        tcgen05_mma(weights, dout.slice(part * COLUMNS, COLUMNS, 0), sums.dv, use_acc=n + part > 0)
+    tcgen05_commit(barriers.dout_empty.index(n % META.DOUT_STAGES))
+
+
+@gluon.jit
+def product_partition(args: FusedArguments, buffers: Buffers, block: Block, META: gl.constexpr):
+    iterations = block.num_blocks * args.work.group_size
+    if iterations > 0:
+        for n in range(iterations):  # counts the blocks of all query heads
+            _issue_scores(n, buffers, META)
+            if n > 0:
+                _issue_dq_and_dk(n - 1, buffers, META)
+            _issue_dp_and_dv(n, buffers, META)
+        _issue_dq_and_dk(iterations - 1, buffers, META)
+        tcgen05_commit(buffers.products.sums_full.index(0))

@@ -1,0 +1,136 @@
+"""The loading warp of the fused backward in 16 bits: q, dout and statistics block by block, k and v; dk and dv on their way out.
+
+In a persistent kernel it draws the blocks of keys of its program too. The kernel for sm_100 has it as that for sm_90 does.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from flexattn.kernels_triton.hopper.backward_blocks import Block, find_key_block, key_block
+from flexattn.kernels_triton.hopper.block_ranges import query_block
+from flexattn.kernels_triton.hopper.descriptors import load_rows, load_statistics, store_rows
+from flexattn.kernels_triton.hopper.fused_consumer import Begun, FusedArguments, FusedBarriers, FusedTiles
+from flexattn.kernels_triton.hopper.pairs import Origin, origin_of
+from flexattn.kernels_triton.hopper.pipeline import wait_empty, wait_full
+from flexattn.kernels_triton.hopper.tile_scheduler import broadcast_end, broadcast_tile, num_work_tiles
+
+
+@gluon.jit
+def _load_keys(descriptor, origin: Origin, block: Block, full, BYTES: gl.constexpr, tiles, stage, META: gl.constexpr):
+    # k or v of a block, in boxes of the descriptor's rows, on the barrier of what comes with it: BYTES
+    BOX: gl.constexpr = descriptor.block_type.shape[2]
+    PARTS: gl.constexpr = META.BLOCK_N // BOX
+    mbarrier.expect(full, BYTES + PARTS * descriptor.block_type.nbytes)
+    for part in gl.static_range(PARTS):
+        row = block.first_row + part * BOX
+        load_rows(descriptor, origin.token, block.sequence.len_kv, row, origin.head, 0, full, tiles.index(PARTS * stage + part))
+
+
+@gluon.jit
+def _store_gradients(args: FusedArguments, tiles: FusedTiles, barriers: FusedBarriers, block: Block, n_tile, META: gl.constexpr):
+    # dk and dv of the n_tile-th block of a program leave through the memory of its k and v.
+    of, steps, sequence = args.descriptors, args.steps, block.sequence
+    dk = origin_of(steps.dk, sequence.start_kv, block.h_kv, block.b)
+    dv = origin_of(steps.dv, sequence.start_kv, block.h_kv, block.b)
+    BOX: gl.constexpr = of.dk.block_type.shape[2]
+    PARTS: gl.constexpr = META.BLOCK_N // BOX
+    wait_full(barriers.dkdv_full, n_tile, META.K_STAGES)
+    for part in gl.static_range(PARTS):
+        row = block.first_row + part * BOX
+        k_tile = tiles.k.index(PARTS * (n_tile % META.K_STAGES) + part)
+        v_tile = tiles.v.index(PARTS * (n_tile % META.V_STAGES) + part)
+        store_rows(of.dk, dk.token, sequence.len_kv, row, dk.head, 0, k_tile)
+        store_rows(of.dv, dv.token, sequence.len_kv, row, dv.head, 0, v_tile)
+
+
+@gluon.jit
+def _load_block(
+    args: FusedArguments, tiles: FusedTiles, barriers: FusedBarriers, block: Block, begun: Begun, previous, META: gl.constexpr
+):
+    # previous: the numbers of the block before, in a persistent kernel, whose dk and dv are stored here
+    of, steps, sequence = args.descriptors, args.steps, block.sequence
+    b, h, h_kv = block.b, block.h, block.h_kv
+    q = origin_of(steps.q, sequence.start_q, h, b)
+    dout = origin_of(steps.dout, sequence.start_q, h, b)
+    k = origin_of(steps.k, sequence.start_kv, h_kv, b)
+    v = origin_of(steps.v, sequence.start_kv, h_kv, b)
+    len_q = sequence.len_q
+    Q_BYTES: gl.constexpr = of.q.block_type.nbytes + of.statistics.block_type.nbytes
+    DOUT_BYTES: gl.constexpr = of.dout.block_type.nbytes
+    Q_STAGES: gl.constexpr = tiles.q.shape[0]
+    DOUT_STAGES: gl.constexpr = tiles.dout.shape[0]
+    iterations = block.num_blocks * args.work.group_size
+    n = 0
+    head = 0
+    for m_block in range(iterations):  # counts the blocks of all query heads
+        row = query_block(n, block.block_range, META)[0]
+        stage = (begun.iterations + m_block) % Q_STAGES
+        full = barriers.q_full.index(stage)
+        wait_empty(barriers.q_empty, begun.iterations + m_block, Q_STAGES)
+        if m_block == 0:
+            if META.V_STAGES > 1:
+                tma.store_wait(0)  # dk and dv of the last but one have left
+            _load_keys(of.k, k, block, full, Q_BYTES, tiles.k, begun.blocks % META.K_STAGES, META)
+        else:
+            mbarrier.expect(full, Q_BYTES)
+        load_rows(of.q, q.token, len_q, row, q.head + head, 0, full, tiles.q.index(stage))
+        of_head = block.first_statistics + head * args.tiles_of_statistics
+        load_statistics(of.statistics, of_head, row, len_q, full, tiles.statistics.index(stage), META)
+        stage = (begun.iterations + m_block) % DOUT_STAGES
+        full = barriers.dout_full.index(stage)
+        if META.DOUT_APART:
+            wait_empty(barriers.dout_empty, begun.iterations + m_block, DOUT_STAGES)
+        if m_block == 0:
+            if META.NUMBERS > 0 and META.V_STAGES == 1:  # noqa: SIM102
+                if begun.blocks > 0:  # its dv leaves through the memory into which v comes
+                    _store_gradients(args, tiles, barriers, key_block(previous, args, META), begun.blocks - 1, META)
+                    tma.store_wait(0)
+            _load_keys(of.v, v, block, full, DOUT_BYTES, tiles.v, begun.blocks % META.V_STAGES, META)
+        else:
+            mbarrier.expect(full, DOUT_BYTES)
+        load_rows(of.dout, dout.token, len_q, row, dout.head + head, 0, full, tiles.dout.index(stage))
+        if META.V_STAGES > 1:  # noqa: SIM102
+            # The last to be loaded before consumers have begun this block, and so before they can have ended it
+            if (begun.blocks > 0) & (m_block == gl.minimum(Q_STAGES, iterations) - 1):
+                _store_gradients(args, tiles, barriers, key_block(previous, args, META), begun.blocks - 1, META)
+        n += 1
+        if n == block.num_blocks:
+            n = 0
+            head += 1
+
+
+@gluon.jit
+def load_fused(args: FusedArguments, tiles: FusedTiles, barriers: FusedBarriers, block: Block, META: gl.constexpr):
+    # block: of a program that has one
+    if META.NUMBERS == 0:
+        _load_block(args, tiles, barriers, block, Begun(blocks=0, iterations=0), (), META)
+        _store_gradients(args, tiles, barriers, block, 0, META)
+    else:
+        work = args.work
+        amount = num_work_tiles(work, work.num_heads // work.group_size, args.lengths_kv.batch, META)
+        t = gl.program_id(0)
+        n_tile = 0
+        iterations = 0
+        previous = (0,)
+        for _ in gl.static_range(META.NUMBERS - 1):
+            previous = previous + (0,)
+        while t < amount:
+            numbers = find_key_block(t, amount, args, META)
+            drawn = key_block(numbers, args, META)
+            if (drawn.num_blocks == 0) & (n_tile > 0):  # the consumers write its zeros at once
+                _store_gradients(args, tiles, barriers, key_block(previous, args, META), n_tile - 1, META)
+                tma.store_wait(0)
+            broadcast_tile(numbers, n_tile, barriers, META)
+            _load_block(args, tiles, barriers, drawn, Begun(blocks=n_tile, iterations=iterations), previous, META)
+            previous = numbers
+            iterations += drawn.num_blocks * work.group_size
+            n_tile += 1
+            # Not before the block is loaded: what a program has drawn no other takes, however long it is busy.
+            t = gl.atomic_add(work.table_ptr, 1, sem="relaxed") + gl.num_programs(0)
+        broadcast_end(n_tile, barriers, META)
+        if n_tile > 0:
+            _store_gradients(args, tiles, barriers, key_block(previous, args, META), n_tile - 1, META)
+    tma.store_wait(0)
