@@ -32,6 +32,7 @@ KERNELS = {
     "fp8-dkdv": "_attn_bwd_dkdv_fp8_hopper_kernel",
     "fp8-fused": "_attn_bwd_fused_fp8_hopper_kernel",
     "sm_100": "_attn_fwd_blackwell_kernel",
+    "sm_100-fused": "_attn_bwd_blackwell_kernel",
 }
 """Every Gluon kernel but the forward for head dims above 256, which no workload has, by what `play --emulate` calls it."""
 
@@ -98,6 +99,7 @@ def _prepare_fp8(kernel: str, small: Workload, tensors: Tensors) -> Prepared:
 
 
 def _prepare(kernel: str, small: Workload, tensors: Tensors) -> Prepared:
+    from flexattn.kernels_triton.blackwell import backward as blackwell_backward
     from flexattn.kernels_triton.blackwell import forward as blackwell_forward
     from flexattn.kernels_triton.common.problem import Backward
     from flexattn.kernels_triton.hopper import backward as hopper_backward
@@ -108,8 +110,8 @@ def _prepare(kernel: str, small: Workload, tensors: Tensors) -> Prepared:
         raise ValueError(
             f"sm_100 takes head dims up to 192 and 128, and {small.name} has {small.head_dim_qk} and {small.head_dim_v}"
         )
-    if kernel == "fused" and max(small.head_dim_qk, small.head_dim_v) > 128:
-        raise ValueError(f"fused takes head dims up to 128, and {small.name} has {small.head_dim_qk} and {small.head_dim_v}")
+    if kernel in ("fused", "sm_100-fused") and max(small.head_dim_qk, small.head_dim_v) > 128:
+        raise ValueError(f"{kernel} takes head dims up to 128, and {small.name} has {small.head_dim_qk} and {small.head_dim_v}")
     direction = "forward" if kernel in ("forward", "sm_100") else "backward"
     checker = Checker(small, tensors)
     problem = problem_of(small, tensors)
@@ -133,8 +135,13 @@ def _prepare(kernel: str, small: Workload, tensors: Tensors) -> Prepared:
         out, lse = saved()
         dq, dk, dv = (torch.full_like(t, float("nan")) for t in (q, k, v))
         doffset = torch.empty(small.num_heads) if tensors.softmax_offset is not None else None
-        backward = hopper_fused.fused_backward if kernel == "fused" else hopper_backward.hopper_backward
+        own: dict[str, Callable[[Backward], None]] = {
+            "fused": hopper_fused.fused_backward,
+            "sm_100-fused": blackwell_backward.blackwell_backward,
+        }
+        backward = own.get(kernel, hopper_backward.hopper_backward)
         backward(Backward(problem, out, lse, dout, None, dq, dk, dv, doffset))
         return {"dq": dq, "dk": dk, "dv": dv}
 
-    return (hopper_forward, hopper_backward, hopper_fused, blackwell_forward), launch, functools.partial(checker.check, direction)
+    modules = (hopper_forward, hopper_backward, hopper_fused, blackwell_forward, blackwell_backward)
+    return modules, launch, functools.partial(checker.check, direction)

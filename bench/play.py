@@ -348,7 +348,7 @@ def overview() -> str:
     files = {k: f"kernels_triton/portable/{direction}.py" for k, (direction, _) in KERNELS.items()}
     lines = ["Kernels that can be checked and compiled, and on a GPU timed, with other tiles or from your copy of their file:"]
     lines += [f"  {kernel:14}{file}" for kernel, file in files.items()]
-    lines += ["", "Kernels for sm_90, and a forward for sm_100, with --emulate:"]
+    lines += ["", "Kernels for sm_90, and two for sm_100, with --emulate:"]
     lines += [f"  {kernel:14}{name}" for kernel, name in EMULATED.items()]
     return "\n".join([*lines, "", EPILOGUE % {"prog": "python -m flexattn play"}]) + "options: python -m flexattn play --help"
 

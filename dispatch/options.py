@@ -10,7 +10,7 @@
 |                    |                                  | small input, before it runs a spec for the first time                |
 | `FLEXATTN_HOPPER`  | auto (default), always, never    | whether the triton backend's kernels for sm_90 run where they are    |
 |                    |                                  | measured to be faster, wherever they can, or not at all; `always`    |
-|                    |                                  | also runs the forward for sm_100, which no GPU has run yet           |
+|                    |                                  | also runs the kernels for sm_100, which no GPU has run yet           |
 | `FLEXATTN_BATCH_INVARIANT` | 0 (default), 1           | 1 makes every forward `batch_invariant`                              |
 | `FLEXATTN_PLANS`   | a directory; unset: none         | where cuDNN plans are kept, so that other processes need not build   |
 |                    |                                  | them                                                                 |

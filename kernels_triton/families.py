@@ -97,7 +97,7 @@ def _not_here(family: Family[Any], problem: Problem, policy: Policy) -> str | No
     return None if family.has_run or policy.takes_what_never_ran else f"{_NEVER_RAN}; FLEXATTN_HOPPER=always runs it"
 
 
-_EMULATED = ("sm_90", "sm_90 fused", "sm_90 two-kernel", "sm_100")  # with bands that have not their diagonals in them
+_EMULATED = ("sm_90", "sm_90 fused", "sm_90 two-kernel", "sm_100", "sm_100 fused")  # with bands that have not their diagonals in them
 
 
 def _beside_diagonal(problem: Problem, name: str) -> str | None:
@@ -325,6 +325,22 @@ HOPPER_FUSED = Family[Backward](
     capability=90,
 )
 
+BLACKWELL_FUSED = Family[Backward](
+    name="sm_100 fused",
+    direction="backward",
+    unsupported=lambda call: (
+        _unsupported_if_repeated(call)
+        or _blackwell("conditions").backward_unsupported(call.problem, call.out, call.dout)
+        or _unsupported_gradients(call)
+    ),
+    slower=_never,
+    tile=lambda call: _blackwell("conditions").backward_tile(call.problem),
+    blocks=lambda tile: _blocks(tile.block_m, tile.block_n),
+    run=lambda call, tile: _run_backward(_blackwell("backward").blackwell_backward, call, tile),
+    capability=100,
+    has_run=False,
+)
+
 HOPPER_TWO_KERNELS = Family[Backward](
     name="sm_90 two-kernel",
     direction="backward",
@@ -402,7 +418,7 @@ FORWARDS: dict[bool, tuple[Family[Forward], ...]] = {
     True: (HOPPER_FP8_FORWARD, PORTABLE_FORWARD),
 }
 BACKWARDS: dict[bool, tuple[Family[Backward], ...]] = {
-    False: (HOPPER_FUSED, HOPPER_TWO_KERNELS, PORTABLE_BACKWARD),
+    False: (HOPPER_FUSED, HOPPER_TWO_KERNELS, BLACKWELL_FUSED, PORTABLE_BACKWARD),
     True: (
         HOPPER_FP8_FUSED,
         HOPPER_FP8_TWO_KERNELS,

@@ -63,7 +63,9 @@ def compute_partition(
         is_cut = cuts_block(row, block.first_row, uncut_from, block.band, META)
         head = head_at(at, values, block, scores, META)
         stage = n % META.Q_STAGES
-        wait_full(barriers.q_full, n, META.Q_STAGES)  # with which statistics come
+        # Statistics come and go with q. That scores are there implies that they are, and dk that they are read; but PTX has it of
+        # a commit alone that products have ended.
+        wait_full(barriers.q_full, n, META.Q_STAGES)
         mbarrier.wait(products.scores_full.index(0), n & 1)
         fence_after_sync()
         for part in gl.static_range(PARTS):

@@ -34,6 +34,7 @@ KERNELS = {
     ("forward", "sm_100"): {"_attn_fwd_blackwell_kernel"},
     ("backward", "portable"): {"_attn_bwd_dq_kernel", "_attn_bwd_dkdv_kernel"},
     ("backward", "sm_90 fused"): {"_attn_bwd_fused_hopper_kernel"},
+    ("backward", "sm_100 fused"): {"_attn_bwd_blackwell_kernel"},
     ("backward", "sm_90 two-kernel"): {"_attn_bwd_dq_hopper_kernel", "_attn_bwd_dkdv_hopper_kernel"},
     ("backward", "sm_90 FP8 fused"): {"_attn_bwd_fused_fp8_hopper_kernel"},
     ("backward", "sm_90 FP8 two-kernel"): {"_attn_bwd_dq_fp8_hopper_kernel", "_attn_bwd_dkdv_fp8_hopper_kernel"},
@@ -114,24 +115,29 @@ def test_families_of_calls(
 @pytest.mark.parametrize(
     ("shape", "more", "forced"),
     [
-        (LONG, {}, "sm_100"),
-        (LONG, {"window_size": Window(1024, -8)}, "sm_100"),
-        (LONG, CAUSAL | {"softcap": 30.0, "deterministic": True}, "sm_100"),
-        (LONG, {"dropout_p": 0.1}, "sm_100"),
-        (LONG, FP8, "portable"),
-        ((2, 4096, 16, 256), CAUSAL, "portable"),
-        ((2, 1, 16, 64), {}, "sm_100"),
+        (LONG, {}, ["sm_100", "sm_100 fused"]),
+        (LONG, {"window_size": Window(1024, -8)}, ["sm_100", "sm_100 fused"]),
+        (LONG, CAUSAL | {"softcap": 30.0}, ["sm_100", "sm_100 fused"]),
+        (LONG, CAUSAL | {"softcap": 30.0, "deterministic": True}, ["sm_100", "portable"]),
+        (LONG, {"dropout_p": 0.1}, ["sm_100", "portable"]),
+        (LONG, FP8, ["portable", "portable"]),
+        ((2, 4096, 16, 256), CAUSAL, ["portable", "portable"]),
+        ((2, 4096, 16, 192), CAUSAL, ["portable", "portable"]),
+        ((2, 1, 16, 64), {}, ["sm_100", "sm_100 fused"]),
     ],
     ids=str,
 )
-def test_families_on_sm_100(shape: tuple[int, ...], more: dict[str, Any], forced: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_families_on_sm_100(
+    shape: tuple[int, ...], more: dict[str, Any], forced: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     q = torch.empty(shape, dtype=torch.bfloat16, device="meta", requires_grad=True)
     spec, x = on_sm_90(q=q, k=q, v=q, **more)
     spec = spec._replace(capability=(10, 0))
-    for policy, expected in ((MEASURED, "portable"), (Policy(ignores_measurements=True), "portable"), (FORCED, forced)):
+    portable = ["portable", "portable"]
+    for policy, expected in ((MEASURED, portable), (Policy(ignores_measurements=True), portable), (FORCED, forced)):
         monkeypatch.setattr(triton_backend, "policy_of", lambda spec, policy=policy: policy)
-        assert names(spec, x) == [expected, "portable"]
-        for direction, name in zip(DIRECTIONS, (expected, "portable"), strict=True):
+        assert names(spec, x) == expected
+        for direction, name in zip(DIRECTIONS, expected, strict=True):
             assert launched(spec, x, direction) & set.union(*KERNELS.values()) == KERNELS[direction, name]
 
 

@@ -225,7 +225,7 @@ BANDS = {  # beside the block mask
 }
 
 
-def _blocks(name: str, longest_q: int, longest_kv: int, batch: int, device: str) -> dict[str, Any]:
+def blocks_of(name: str, longest_q: int, longest_kv: int, batch: int, device: str) -> dict[str, Any]:
     mask_mod, heads = BLOCK_MASKS[name]
     mask = create_block_mask(mask_mod, None, heads, longest_q, longest_kv + 70, device)
     lists = block_lists(mask, batch, HEADS, longest_q, longest_kv, mask.kv_indices.device)
@@ -241,7 +241,7 @@ def test_emulated_block_masks(name: str, dims: tuple[int, int], monkeypatch: pyt
         monkeypatch.setattr(forward_work, "_FEWEST", gl.constexpr(1))
     heads_kv = HEADS if BLOCK_MASKS[name][1] else 2
     inputs = {"lengths_q": [300, 210], "lengths_kv": [330, 100], "num_heads": HEADS, "num_heads_kv": heads_kv}
-    features = {**BANDS.get(name, {"attn_mask_type": "padding"}), **_blocks(name, 300, 330, 2, "cpu")}
+    features = {**BANDS.get(name, {"attn_mask_type": "padding"}), **blocks_of(name, 300, 330, 2, "cpu")}
     check_emulated(3, features, qkv_format="bshd", padding=True, head_dim_qk=dims[0], head_dim_v=dims[1], **inputs)
 
 
@@ -252,12 +252,12 @@ def test_emulated_block_masks(name: str, dims: tuple[int, int], monkeypatch: pyt
 def test_emulated_block_masks_of_persistent_programs(name: str, dim: int) -> None:
     heads_kv = HEADS if BLOCK_MASKS[name][1] else 2
     inputs = {"lengths_q": [300, 210], "lengths_kv": [330, 100], "num_heads": HEADS, "num_heads_kv": heads_kv}
-    features = {**BANDS.get(name, {"attn_mask_type": "padding"}), **_blocks(name, 300, 330, 2, "cpu")}
+    features = {**BANDS.get(name, {"attn_mask_type": "padding"}), **blocks_of(name, 300, 330, 2, "cpu")}
     seed, dims = 5 + list(BLOCK_MASKS).index(name), {"head_dim_qk": dim, "head_dim_v": dim}
     check_emulated(seed, features, ("persistent",), qkv_format="bshd", padding=True, **dims, **inputs)
 
 
-def _large_scores_past_the_end(longest_q: int, longest_kv: int, device: str) -> dict[str, Any]:
+def large_scores_past_the_end(longest_q: int, longest_kv: int, device: str) -> dict[str, Any]:
     # What the second tile of the last block of queries would see, all of it past the end, is near the diagonal and beyond fp32.
     mask = create_block_mask(mods.sliding_window(40, 0), None, None, longest_q, longest_kv, device)
     lists = block_lists(mask, 1, HEADS, longest_q, longest_kv, mask.kv_indices.device)
@@ -270,7 +270,7 @@ def _large_scores_past_the_end(longest_q: int, longest_kv: int, device: str) -> 
 @pytest.mark.parametrize("dims", [(64, 64), (256, 256)], ids=str)
 def test_emulated_large_scores_past_the_end(dims: tuple[int, int]) -> None:
     inputs = {"lengths_q": [170], "lengths_kv": [256], "num_heads": HEADS, "num_heads_kv": HEADS}
-    features = _large_scores_past_the_end(170, 256, "cpu")
+    features = large_scores_past_the_end(170, 256, "cpu")
     check_emulated(4, features, qkv_format="thd", head_dim_qk=dims[0], head_dim_v=dims[1], **inputs)
 
 
@@ -356,7 +356,7 @@ def test_biases_on_the_device(shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)], ids=str)
 def test_large_scores_past_the_end_on_the_device(dims: tuple[int, int]) -> None:
     inputs = {"lengths_q": [940], "lengths_kv": [1024], "num_heads": HEADS, "num_heads_kv": HEADS}
-    features = _large_scores_past_the_end(940, 1024, "cuda")
+    features = large_scores_past_the_end(940, 1024, "cuda")
     case = make_case("cuda", features, qkv_format="thd", head_dim_qk=dims[0], head_dim_v=dims[1], **inputs)
     check_results(run(*case), *case)
 
@@ -367,6 +367,6 @@ def test_large_scores_past_the_end_on_the_device(dims: tuple[int, int]) -> None:
 def test_block_masks_on_the_device(name: str, dims: tuple[int, int]) -> None:
     heads_kv = HEADS if BLOCK_MASKS[name][1] else 2
     inputs = {"lengths_q": [900, 610], "lengths_kv": [1030, 500], "num_heads": HEADS, "num_heads_kv": heads_kv}
-    features = {**BANDS.get(name, {"attn_mask_type": "padding"}), **_blocks(name, 900, 1030, 2, "cuda")}
+    features = {**BANDS.get(name, {"attn_mask_type": "padding"}), **blocks_of(name, 900, 1030, 2, "cuda")}
     case = make_case("cuda", features, qkv_format="bshd", padding=True, head_dim_qk=dims[0], head_dim_v=dims[1], **inputs)
     check_results(run(*case), *case)

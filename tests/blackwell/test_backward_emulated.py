@@ -1,0 +1,289 @@
+"""The Gluon backward for sm_100 in the emulator: right, and without a race, a missing fence or a deadlock, over many schedules.
+
+It has not run on a GPU: this, and what the compiler makes of it, is all that is known. An injected fault must be found on every
+schedule that is tried.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from flexattn import emulator
+from flexattn.bench.emulated import emulated
+from flexattn.dispatch import triton_backend
+from flexattn.dispatch.spec import Window, as_bshd
+from flexattn.kernels_triton.blackwell import backward as blackwell_backward
+from flexattn.kernels_triton.blackwell import backward_consumer, backward_dq, backward_products, conditions
+from flexattn.kernels_triton.common.problem import Backward
+from flexattn.kernels_triton.mods.diagonals import with_diagonals
+from flexattn.kernels_triton.runtime.launch import pretended_device
+from flexattn.testing import (
+    GRADIENT_FACTOR,
+    check_close,
+    make_call,
+    make_dlse,
+    make_dout,
+    make_inputs,
+    reference_attention,
+    reference_gradients,
+)
+from tests.hopper.test_emulated import BANDS, EVERYTHING, SEEDS, SINKS, UNEVEN, without_gpu
+from tests.hopper.test_mods import BANDS as BANDS_OF_MASKS
+from tests.hopper.test_mods import BLOCK_MASKS, FEATURES, blocks_of, large_scores_past_the_end
+from tests.support import inject
+from tests.support.inject import call_instead, drop, kernels_with, move, with_argument, wrong_phase
+
+HARMLESS = {"tma-out-of-bounds"}  # a tile may lie past its sequence's end
+DENSE = {"lengths_q": [300] * 2, "lengths_kv": [330] * 2, "num_heads": 2, "num_heads_kv": 1}
+
+
+def run(seed: int, call: dict[str, Any], kernels: ModuleType = blackwell_backward, **inputs: Any) -> emulator.Report:
+    """Returns the emulator's report; without a bug in it, the gradients are held to the oracle, whose out and lse they are of."""
+    given = make_inputs(**{"dtype": torch.bfloat16, "head_dim_qk": 128, "head_dim_v": 128, **inputs})
+    spec, x = make_call(given, return_max_logit=False, **call)
+    out, lse = reference_attention(spec, x)[:2]
+    dout, dlse = make_dout(given), make_dlse(given)
+    rows, of_rows = (as_bshd(t, spec.q_format) for t in (out.to(spec.dtype), dout))
+    gradients = [torch.full_like(t, float("nan"), memory_format=torch.contiguous_format) for t in (x.q, x.k, x.v)]
+    views = [as_bshd(t, fmt) for t, fmt in zip(gradients, (spec.q_format, spec.kv_format, spec.kv_format), strict=True)]
+    doffset = torch.empty(spec.num_heads) if x.softmax_offset is not None else None
+    with emulated(seed, kernels) as reports:
+        problem = with_diagonals(triton_backend.to_problem(spec, x))
+        with pretended_device(100, 148):
+            assert conditions.backward_unsupported(problem, rows, of_rows) is None
+        kernels.blackwell_backward(Backward(problem, rows, lse.float(), of_rows, dlse, *views, doffset))
+    report = reports["_attn_bwd_blackwell_kernel"]
+    if not report.bugs:
+        wanted = reference_gradients(spec, x, dout, dlse)
+        budgets = reference_gradients(spec, x, dout, dlse, dtype=spec.dtype)
+        for name, got, want, budget in zip(("dq", "dk", "dv"), gradients, wanted, budgets, strict=False):
+            check_close(name, got, want, budget, factor=GRADIENT_FACTOR)
+        if doffset is not None:
+            check_close("dsoftmax_offset", doffset, wanted[4], budgets[4], factor=GRADIENT_FACTOR)
+    return report
+
+
+def check(seed: int, call: dict[str, Any], **inputs: Any) -> None:
+    report = run(seed, call, **inputs)
+    assert {finding.kind for finding in report.findings} <= HARMLESS, f"seed {seed}: {report}"
+    assert report.tensor_columns <= 512
+
+
+@pytest.mark.sample("fmt", "band")
+@without_gpu
+@pytest.mark.parametrize("band", BANDS, ids=str)
+@pytest.mark.parametrize("fmt", ["bshd", "sbhd", "bhsd", "thd", "thd_2bshd"])
+def test_formats_and_bands(fmt: str, band: dict[str, Any]) -> None:
+    seed = 2 + 4 * ["bshd", "sbhd", "bhsd", "thd", "thd_2bshd"].index(fmt) + BANDS.index(band)  # a schedule each
+    dim = (64, 128)[(seed + seed // 4) % 2]
+    inputs = {"lengths_q": [70, 0, 300], "lengths_kv": [330, 9, 165], "num_heads": 2, "num_heads_kv": 1}
+    check(seed, band, qkv_format=fmt, padding=True, gap=2, dtype=torch.float16, head_dim_qk=dim, head_dim_v=dim, **inputs)
+
+
+@pytest.mark.sample("dim")
+@without_gpu
+@pytest.mark.parametrize(
+    "band",
+    [{"attn_mask_type": mask} for mask in ("no_mask", "causal", "causal_bottom_right")] + [{"window_size": (150, 70)}],
+    ids=str,
+)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_dense(band: dict[str, Any], dim: int) -> None:
+    """Lazy and random schedules; blocks that an edge cuts on either side, and whole ones."""
+    for seed in (1, 7):
+        check(seed, band, head_dim_qk=dim, head_dim_v=dim, strided=seed == 7, **DENSE)
+
+
+@pytest.mark.sample
+@without_gpu
+@pytest.mark.parametrize("bottom_right", [True, False])
+@pytest.mark.parametrize("window", [(None, -40), (-30, None), (60, -20), (-25, 90), (None, -300), (5, -11)], ids=str)
+def test_windows_beside_the_diagonal(window: tuple[int | None, int | None], bottom_right: bool) -> None:
+    band = {"attn_mask_type": "padding", "window_size": Window(*window), "bottom_right_diagonal": bottom_right}
+    inputs = {"lengths_q": [70, 0, 300], "lengths_kv": [190, 9, 365], "num_heads": 2, "num_heads_kv": 1}
+    dim = 64 if bottom_right else 128
+    check(3 + (window[1] or -1) % 7, band, qkv_format="thd", padding=True, gap=2, head_dim_qk=dim, head_dim_v=dim, **inputs)
+
+
+@pytest.mark.sample
+@without_gpu
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (40, 72), (96, 24)], ids=str)
+def test_head_dims_and_sinks(dims: tuple[int, int]) -> None:
+    """Tiles of 32 columns of dq in even and odd numbers; sequences without queries, and without keys."""
+    for seed in (0, 1, 5):
+        check(seed, EVERYTHING | {"softmax_offset": SINKS}, qkv_format="thd", head_dim_qk=dims[0], head_dim_v=dims[1], **UNEVEN)
+
+
+@without_gpu
+def test_heads_of_a_group_add_up() -> None:
+    inputs = {"lengths_q": [140], "lengths_kv": [260], "num_heads": 6, "num_heads_kv": 2, "head_dim_qk": 64, "head_dim_v": 64}
+    for seed in (1, 6):
+        check(seed, {"attn_mask_type": "causal_bottom_right"}, **inputs)
+
+
+@without_gpu
+def test_outliers_and_slots_in_reverse() -> None:
+    inputs = {"lengths_q": [70, 0, 130, 20], "lengths_kv": [130, 9, 165, 40], "num_heads": 2, "num_heads_kv": 1}
+    check(5, {"attn_mask_type": "padding_causal"}, qkv_format="thd", gap=3, in_reverse=True, outliers=True, **inputs)
+
+
+@pytest.mark.sample
+@without_gpu
+@pytest.mark.parametrize("name", FEATURES)
+def test_mods_and_biases(name: str) -> None:
+    seed = 2 + list(FEATURES).index(name)
+    dim = (64, 128)[seed % 2]
+    features = {"attn_mask_type": "padding_causal", **FEATURES[name]("cpu")}
+    check(seed, features, qkv_format="thd", gap=3, head_dim_qk=dim, head_dim_v=dim, **UNEVEN)
+
+
+@pytest.mark.sample
+@without_gpu
+@pytest.mark.parametrize(("shape", "name"), [((2, 4), "post_scale_bias"), ((1, 1), "pre_scale_bias")], ids=str)
+def test_biases(shape: tuple[int, ...], name: str) -> None:
+    bias = torch.randn(*shape, 300, 330, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    call = {"bias_type": name, "bias": bias, "attn_mask_type": "causal"}
+    check(4, call, **(DENSE | {"num_heads": 4, "num_heads_kv": 2, "head_dim_qk": 64, "head_dim_v": 64}))
+
+
+@pytest.mark.sample
+@without_gpu
+@pytest.mark.parametrize("name", BLOCK_MASKS)
+def test_block_masks(name: str) -> None:
+    heads_kv = 4 if BLOCK_MASKS[name][1] else 2
+    inputs = {"lengths_q": [300, 210], "lengths_kv": [330, 100], "num_heads": 4, "num_heads_kv": heads_kv}
+    features = {**BANDS_OF_MASKS.get(name, {"attn_mask_type": "padding"}), **blocks_of(name, 300, 330, 2, "cpu")}
+    check(3, features, qkv_format="bshd", padding=True, head_dim_qk=64, head_dim_v=64, **inputs)
+
+
+@without_gpu
+def test_large_scores_past_the_end() -> None:
+    inputs = {"lengths_q": [170], "lengths_kv": [256], "num_heads": 4, "num_heads_kv": 4, "head_dim_qk": 64, "head_dim_v": 64}
+    check(4, large_scores_past_the_end(170, 256, "cpu"), qkv_format="thd", **inputs)
+
+
+@without_gpu
+def test_keys_past_the_end_beside_very_negative_scores() -> None:
+    """The weight of a key past the end would be infinite; no row of dq has a part of it."""
+    bias = torch.full((1, 1, 1, 100), -200.0)
+    inputs = {"lengths_q": [70], "lengths_kv": [100], "num_heads": 2, "num_heads_kv": 2, "head_dim_qk": 64, "head_dim_v": 64}
+    check(6, {"bias_type": "post_scale_bias", "bias": bias}, **inputs)
+
+
+@without_gpu
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("dim", [64, 128])
+def test_twenty_schedules(dim: int) -> None:
+    for seed in SEEDS:
+        check(seed, EVERYTHING | {"softmax_offset": SINKS}, qkv_format="thd", head_dim_qk=dim, head_dim_v=dim, **UNEVEN)
+        check(seed, {"attn_mask_type": "causal"}, head_dim_qk=dim, head_dim_v=dim, **DENSE)
+
+
+FAULTS: dict[str, tuple[ModuleType, inject.Fault]] = {
+    "q is multiplied before it has come": (backward_products, drop("wait(q_full)")),
+    "dout is multiplied before it has come": (backward_products, drop("wait(dout_full)")),
+    "weights are multiplied before they are there": (backward_products, drop("wait(weights_full)")),
+    "weights are multiplied without a fence": (backward_products, drop("fence_after_sync()", within="_issue_dp_and_dv", nth=1)),
+    "the weights of other queries are multiplied": (
+        backward_products,
+        with_argument("slice(COLUMNS)", 0, "0", within="_issue_dp_and_dv", nth=0),
+    ),
+    "dout of other queries is multiplied": (backward_products, with_argument("dout.slice(COLUMNS)", 0, "0")),
+    "ds is multiplied before it is there": (backward_products, drop("wait(ds_full)")),
+    "ds is waited for in another phase": (backward_products, wrong_phase("wait(ds_full)")),
+    "dp is overwritten before it has been read": (
+        backward_products,
+        move("_issue_dp_and_dv()", before="_issue_dq_and_dk()", within="product_partition", nth_there=0),
+    ),
+    "dp comes before dq has left": (backward_products, drop("wait(dq_empty)")),
+    "dp comes without a fence behind dq": (backward_products, drop("fence_after_sync()", within="_issue_dp_and_dv", nth=0)),
+    "dq lies over the scores": (
+        backward_products,
+        with_argument("tcgen05_mma(use_acc=False)", 2, "sums.scores", within="_issue_dq_and_dk", nth=0),
+    ),
+    "dq begins with dp": (backward_products, with_argument("tcgen05_mma(k)", "use_acc", "True", within="_issue_dq_and_dk")),
+    "dk begins with what lay there": (
+        backward_products,
+        with_argument("tcgen05_mma(q)", "use_acc", "True", within="_issue_dq_and_dk"),
+    ),
+    "dv is each block's anew": (backward_products, with_argument("tcgen05_mma(weights)", "use_acc", "part > 0")),
+    "scores take the place of weights that have yet to be multiplied": (
+        backward_products,
+        move("_issue_scores()", after="_issue_dq_and_dk()", within="product_partition", nth_there=1),
+    ),
+    "q is released before dk": (
+        backward_products,
+        move("tcgen05_commit(q_empty)", before="tcgen05_mma(k)", within="_issue_dq_and_dk"),
+    ),
+    "q is released by the warp and not by its products": (
+        backward_products,
+        call_instead("tcgen05_commit(q_empty)", "mbarrier.arrive"),
+    ),
+    "d 128: dout is released by the warp and not by its products": (
+        backward_products,
+        call_instead("tcgen05_commit(dout_empty)", "mbarrier.arrive"),
+    ),
+    "nobody hears of scores": (backward_products, drop("tcgen05_commit(scores_full)")),
+    "nobody hears of dq": (backward_products, drop("tcgen05_commit(dq_full)")),
+    "nobody hears of dk and dv": (backward_products, drop("tcgen05_commit(sums_full)")),
+    "dk and dv are there before the last block": (
+        backward_products,
+        move("tcgen05_commit(sums_full)", before="_issue_dq_and_dk()", within="product_partition", nth_there=1),
+    ),
+    "scores are read before they are there": (backward_consumer, drop("wait(scores_full)")),
+    "scores are waited for in another phase": (backward_consumer, wrong_phase("wait(scores_full)")),
+    "scores are read without a fence": (backward_consumer, drop("fence_after_sync()", within="compute_partition", nth=0)),
+    "scores of other queries are read": (backward_consumer, with_argument("sums.scores.slice(COLUMNS)", 0, "part * COLUMNS")),
+    "weights are left without a fence": (backward_consumer, drop("fence_before_sync()", nth=0)),
+    "weights are released before they are there": (
+        backward_consumer,
+        move("arrive(weights_full)", before="visible_logits()", within="compute_partition"),
+    ),
+    "dp is read before it is there": (backward_consumer, drop("wait(dp_full)")),
+    "dp is read without a fence": (backward_consumer, drop("fence_after_sync()", within="compute_partition", nth=1)),
+    "dp of other queries is read": (backward_consumer, with_argument("sums.dp.slice(COLUMNS)", 0, "part * COLUMNS")),
+    "ds is multiplied without a fence for the products": (
+        backward_consumer,
+        drop("fence_async_shared()", within="compute_partition"),
+    ),
+    "dp is left without a fence": (backward_consumer, drop("fence_before_sync()", nth=1)),
+    "dk and dv are read before they are there": (backward_consumer, drop("wait(sums_full)")),
+    "dk and dv are read without a fence": (backward_consumer, drop("fence_after_sync()", within="compute_partition", nth=2)),
+    "dk and dv are stored without a fence": (backward_consumer, drop("fence_async_shared()", within="_write_gradient")),
+    "dq is read before it is there": (backward_dq, drop("wait(dq_full)")),
+    "dq is waited for in another phase": (backward_dq, wrong_phase("wait(dq_full)")),
+    "dq is read without a fence": (backward_dq, drop("fence_after_sync()")),
+    "dq is left without a fence": (backward_dq, drop("fence_before_sync()")),
+    "dq is overwritten before it has been read": (
+        backward_dq,
+        move("arrive(dq_empty)", after="fence_after_sync()", within="add_dq"),
+    ),
+    "dq is added without a fence": (backward_dq, drop("fence_async_shared()")),
+    "dq is overwritten before it is added": (backward_dq, drop("tma.store_wait()", nth=0)),
+    "the program ends under an addition": (backward_dq, drop("tma.store_wait()", nth=1)),
+    "dq is added to other columns": (backward_dq, with_argument("reduce_add()", 1, "[{}[0], 0]")),
+    "dq of other columns is added": (backward_dq, with_argument("slice(DQ_COLUMNS)", 0, "0")),
+}
+
+
+@pytest.mark.sample
+@without_gpu
+@pytest.mark.parametrize("name", FAULTS)
+# round robin and random; eager, lazy and random
+@pytest.mark.parametrize("seeds", [(2, 5), pytest.param((0, 1, 11), marks=pytest.mark.slow)], ids=["few", "more"])
+def test_injected_fault_is_found(seeds: tuple[int, ...], name: str, tmp_path: Path) -> None:
+    where, fault = FAULTS[name]
+    [kernels] = kernels_with((blackwell_backward,), where, fault, tmp_path)
+    dim = 128 if "d 128" in name else 64  # with one stage of dout, or as many as of q
+    inputs = {"lengths_q": [400], "lengths_kv": [140], "num_heads": 2, "num_heads_kv": 1, "head_dim_qk": dim, "head_dim_v": dim}
+    for seed in seeds:
+        try:
+            report = run(seed, {"attn_mask_type": "causal"}, kernels, **inputs)
+        except AssertionError:  # a wrong result
+            continue
+        assert {finding.kind for finding in report.findings} - HARMLESS, f"not found on seed {seed}: {report}"
