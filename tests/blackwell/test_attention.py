@@ -142,4 +142,11 @@ def test_only_who_asks_for_it_gets_it(wish: str, more: dict[str, Any], forward: 
     text = str(explain(spec, "triton", x))
     assert forward in text
     assert ("forward: triton (sm_100)" in text) == (wish == "always")
-    assert more or "backward: triton (portable)" in text
+    if more:
+        return  # no gradient is asked for
+    assert forward.replace("sm_100", "sm_100 fused", 1) in text
+    assert f"backward: triton ({'sm_100 fused' if wish == 'always' else 'portable'})" in text
+    text = str(explain(spec._replace(deterministic=True), "triton", x))
+    assert "backward: triton (portable)" in text
+    if wish == "always":
+        assert "not sm_100 fused: its dq does not repeat to the bit" in text

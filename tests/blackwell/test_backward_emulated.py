@@ -195,6 +195,7 @@ FAULTS: dict[str, tuple[ModuleType, inject.Fault]] = {
     ),
     "dout of other queries is multiplied": (backward_products, with_argument("dout.slice(COLUMNS)", 0, "0")),
     "ds is multiplied before it is there": (backward_products, drop("wait(ds_full)")),
+    "dq takes the place of dp without a fence": (backward_products, drop("fence_after_sync()", within="_issue_dq_and_dk")),
     "ds is waited for in another phase": (backward_products, wrong_phase("wait(ds_full)")),
     "dp is overwritten before it has been read": (
         backward_products,
