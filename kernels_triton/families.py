@@ -97,7 +97,8 @@ def _not_here(family: Family[Any], problem: Problem, policy: Policy) -> str | No
     return None if family.has_run or policy.takes_what_never_ran else f"{_NEVER_RAN}; FLEXATTN_HOPPER=always runs it"
 
 
-_EMULATED = ("sm_90", "sm_90 fused", "sm_90 two-kernel", "sm_100", "sm_100 fused")  # with bands that have not their diagonals in them
+# With bands that have not their diagonals in them
+_EMULATED = ("sm_90", "sm_90 fused", "sm_90 two-kernel", "sm_100", "sm_100 fused")
 
 
 def _beside_diagonal(problem: Problem, name: str) -> str | None:

@@ -1,6 +1,6 @@
-"""The forward for sm_100 through the backend, its backward by the portable kernels: on such a GPU, of which there was none yet.
+"""The kernels for sm_100 through the backend: on such a GPU, of which there was none yet.
 
-What runs here without one is the way to the kernel, with the kernel in the emulator.
+What runs here without one is the way to the kernels, with these in the emulator.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ import torch
 from flexattn.bench.emulated import emulated
 from flexattn.dispatch import triton_backend
 from flexattn.dispatch.spec import AttentionSpec, Operands
+from flexattn.kernels_triton.blackwell import backward as blackwell_backward
 from flexattn.kernels_triton.blackwell import forward as blackwell_forward
 from flexattn.kernels_triton.families import Policy
 from flexattn.kernels_triton.runtime.launch import capability_of, pretended_device
 from flexattn.testing import (
     GRADIENT_FACTOR,
+    Inputs,
     check_close,
     make_call,
     make_dlse,
@@ -35,12 +37,13 @@ HAS_BLACKWELL = torch.cuda.is_available() and capability_of(torch.device("cuda")
 on_blackwell = pytest.mark.skipif(
     not HAS_BLACKWELL, reason="no GPU of compute capability 10.0; the emulator holds it to the oracle"
 )
+BOTH = ["_attn_fwd_blackwell_kernel", "_attn_bwd_blackwell_kernel"]
 FORMATS = ["bshd", "sbhd", "bhsd", "thd", "thd_2bshd"]
 
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of what the forward launches where it is asked for."""
+    """The names of what both launch where they are asked for."""
     monkeypatch.setenv("FLEXATTN_HOPPER", "always")
     seen: list[str] = []
     launch = blackwell_forward.launch
@@ -49,13 +52,14 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         seen.append(kernel.__name__)
         launch(kernel, *arguments)
 
-    monkeypatch.setattr(blackwell_forward, "launch", noted)
+    for module in (blackwell_forward, blackwell_backward):
+        monkeypatch.setattr(module, "launch", noted)
     return seen
 
 
-def call_of(device: str, call: dict[str, Any], **inputs: Any) -> tuple[AttentionSpec, Operands]:
+def call_of(device: str, call: dict[str, Any], **inputs: Any) -> tuple[Inputs, AttentionSpec, Operands]:
     given = make_inputs(**{"dtype": torch.bfloat16, "device": device, "head_dim_qk": 128, "head_dim_v": 128, **inputs})
-    return make_call(given, **call, return_max_logit=False)
+    return given, *make_call(given, **call, return_max_logit=False)
 
 
 def check_forward(spec: AttentionSpec, x: Operands) -> tuple[torch.Tensor, torch.Tensor]:
@@ -66,43 +70,9 @@ def check_forward(spec: AttentionSpec, x: Operands) -> tuple[torch.Tensor, torch
     return out, lse
 
 
-@without_gpu
-def test_the_way_through_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy = Policy(ignores_measurements=True, takes_what_never_ran=True)
-    monkeypatch.setattr(triton_backend, "policy_of", lambda spec: policy)
-    for fmt, band, seed in (("thd", {"attn_mask_type": "padding_causal"}, 3), ("sbhd", {"window_size": (40, 9)}, 4)):
-        inputs = {"lengths_q": [70, 140], "lengths_kv": [90, 130], "padding": True, "qkv_format": fmt}
-        spec, x = call_of("cpu", {"attn_mask_type": "padding", **band}, **inputs)
-        with emulated(seed, blackwell_forward) as reports, pretended_device(100, 3):
-            check_forward(spec, x)
-        assert not reports["_attn_fwd_blackwell_kernel"].bugs
-
-
-@on_blackwell
-@pytest.mark.parametrize("dim", [64, 128, 192])
-@pytest.mark.parametrize("band", BANDS, ids=str)
-@pytest.mark.parametrize("fmt", FORMATS)
-def test_formats_and_bands(fmt: str, band: dict[str, Any], dim: int, launched: list[str]) -> None:
-    inputs = {"qkv_format": fmt, "padding": True, "gap": 13, "head_dim_qk": dim, "head_dim_v": min(dim, 128), **UNEVEN}
-    check_forward(*call_of("cuda", {"attn_mask_type": "padding", **band}, **inputs))
-    assert launched == ["_attn_fwd_blackwell_kernel"]
-
-
-@on_blackwell
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("mask", ["no_mask", "causal", "causal_bottom_right"])
-@pytest.mark.parametrize(("sq", "skv"), [(4096, 4096), (700, 333), (333, 700), (1, 5000), (300, 1)])
-def test_dense(sq: int, skv: int, mask: str, dim: int, launched: list[str]) -> None:
-    """And the same bits again, and the portable backward behind it."""
-    inputs = {"lengths_q": [sq] * 2, "lengths_kv": [skv] * 2, "head_dim_qk": dim, "head_dim_v": dim, "device": "cuda"}
-    given = make_inputs(dtype=torch.bfloat16, **inputs)
-    spec, x = make_call(given, attn_mask_type=mask, return_max_logit=False)
+def check(given: Inputs, spec: AttentionSpec, x: Operands) -> None:
+    """Forward and backward."""
     out, lse = check_forward(spec, x)
-    for _ in range(5):
-        again = triton_backend.forward(spec, x)
-        assert torch.equal(again[0], out)
-        assert torch.equal(again[1], lse)
-    assert set(launched) == {"_attn_fwd_blackwell_kernel"}
     dout, dlse = make_dout(given), make_dlse(given)
     gradients = triton_backend.backward(spec, x, out, lse, dout, dlse)
     wanted = reference_gradients(spec, x, dout, dlse)
@@ -111,10 +81,51 @@ def test_dense(sq: int, skv: int, mask: str, dim: int, launched: list[str]) -> N
         check_close(name, got, want, budget, factor=GRADIENT_FACTOR)
 
 
+@without_gpu
+def test_the_way_through_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = Policy(ignores_measurements=True, takes_what_never_ran=True)
+    monkeypatch.setattr(triton_backend, "policy_of", lambda spec: policy)
+    for fmt, band, seed in (("thd", {"attn_mask_type": "padding_causal"}, 3), ("sbhd", {"window_size": (40, 9)}, 4)):
+        inputs = {"lengths_q": [70, 140], "lengths_kv": [90, 130], "padding": True, "qkv_format": fmt}
+        case = call_of("cpu", {"attn_mask_type": "padding", **band}, **inputs)
+        with emulated(seed, blackwell_forward, blackwell_backward) as reports, pretended_device(100, 3):
+            check(*case)
+        assert reports.keys() == set(BOTH)
+        assert not any(report.bugs for report in reports.values())
+
+
+@on_blackwell
+@pytest.mark.parametrize("dim", [64, 128, 192])
+@pytest.mark.parametrize("band", BANDS, ids=str)
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_formats_and_bands(fmt: str, band: dict[str, Any], dim: int, launched: list[str]) -> None:
+    inputs = {"qkv_format": fmt, "padding": True, "gap": 13, "head_dim_qk": dim, "head_dim_v": min(dim, 128), **UNEVEN}
+    check(*call_of("cuda", {"attn_mask_type": "padding", **band}, **inputs))
+    assert launched == (BOTH if dim <= 128 else BOTH[:1])
+
+
+@on_blackwell
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("mask", ["no_mask", "causal", "causal_bottom_right"])
+@pytest.mark.parametrize(("sq", "skv"), [(4096, 4096), (700, 333), (333, 700), (1, 5000), (300, 1)])
+def test_dense(sq: int, skv: int, mask: str, dim: int, launched: list[str]) -> None:
+    """And the same bits of the forward again."""
+    inputs = {"lengths_q": [sq] * 2, "lengths_kv": [skv] * 2, "head_dim_qk": dim, "head_dim_v": dim}
+    given, spec, x = call_of("cuda", {"attn_mask_type": mask}, **inputs)
+    out, lse = check_forward(spec, x)
+    for _ in range(5):
+        again = triton_backend.forward(spec, x)
+        assert torch.equal(again[0], out)
+        assert torch.equal(again[1], lse)
+    assert set(launched) == {"_attn_fwd_blackwell_kernel"}
+    check(given, spec, x)
+    assert set(launched) == set(BOTH)
+
+
 @on_blackwell
 @pytest.mark.parametrize("name", [*FEATURES, "dropout", "sinks"])
 def test_features(name: str, launched: list[str]) -> None:
     of_device = {"dropout": lambda device: dropped(device), "sinks": lambda device: {"softmax_type": "off-by-one"}}
     call = {"attn_mask_type": "padding_causal", **(FEATURES | of_device)[name]("cuda")}
-    check_forward(*call_of("cuda", call, qkv_format="thd", gap=3, num_heads=4, num_heads_kv=2, **UNEVEN))
-    assert launched == ["_attn_fwd_blackwell_kernel"]
+    check(*call_of("cuda", call, qkv_format="thd", gap=3, num_heads=4, num_heads_kv=2, **UNEVEN))
+    assert launched == (BOTH[:1] if name == "dropout" else BOTH)

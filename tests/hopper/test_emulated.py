@@ -31,6 +31,7 @@ from flexattn.kernels_triton.hopper import (
     forward_loader,
     forward_partition,
     fused_consumer,
+    fused_loader,
     tile_scheduler,
 )
 from flexattn.kernels_triton.hopper import forward as hopper_forward
@@ -332,14 +333,14 @@ FAULTS: dict[str, tuple[ModuleType, inject.Fault]] = {
         fused_consumer,
         move("release(q_empty)", before="warpgroup_mma_wait([sum_of_q, ds16])", nth=0),
     ),
-    "persistent: a block is drawn twice": (hopper_fused, assign("t", "gl.atomic_add(work.table_ptr, 1)", nth=1)),
-    "persistent: a block is left out": (hopper_fused, with_argument("gl.atomic_add(work.table_ptr)", 1, "2")),
+    "persistent: a block is drawn twice": (fused_loader, assign("t", "gl.atomic_add(work.table_ptr, 1)", nth=1)),
+    "persistent: a block is left out": (fused_loader, with_argument("gl.atomic_add(work.table_ptr)", 1, "2")),
     "persistent, d 64: k comes before dk of the last but one has left": (
-        hopper_fused,
+        fused_loader,
         drop("tma.store_wait()", within="_load_block", nth=0),
     ),
-    "persistent, d 128: v comes before dv has left": (hopper_fused, drop("tma.store_wait()", within="_load_block", nth=1)),
-    "persistent, d 128: dv is stored before it is written": (hopper_fused, drop("wait_full(dkdv_full)")),
+    "persistent, d 128: v comes before dv has left": (fused_loader, drop("tma.store_wait()", within="_load_block", nth=1)),
+    "persistent, d 128: dv is stored before it is written": (fused_loader, drop("wait_full(dkdv_full)")),
     "persistent: k of the block before is multiplied": (
         fused_consumer,
         assign("k_tile", "2 * ((begun.blocks + 1) % META.K_STAGES)", within="_consume_block"),
@@ -350,8 +351,8 @@ FAULTS: dict[str, tuple[ModuleType, inject.Fault]] = {
         with_argument("mbarrier.arrive(q_empty)", "pred", "True"),
     ),
     "persistent, causal: zeros are written before the gradients before them have left": (
-        hopper_fused,
-        drop("tma.store_wait()", within="_load", nth=0),
+        fused_loader,
+        drop("tma.store_wait()", within="load_fused", nth=0),
     ),
 }
 
