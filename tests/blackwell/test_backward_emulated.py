@@ -89,7 +89,7 @@ def test_formats_and_bands(fmt: str, band: dict[str, Any]) -> None:
 @without_gpu
 @pytest.mark.parametrize(
     "band",
-    [{"attn_mask_type": mask} for mask in ("no_mask", "causal", "causal_bottom_right")] + [{"window_size": (150, 70)}],
+    [{"attn_mask_type": mask} for mask in ("no_mask", "causal", "causal_bottom_right")] + [{"window_size": (250, 70)}],
     ids=str,
 )
 @pytest.mark.parametrize("dim", [64, 128])
