@@ -50,7 +50,7 @@ def compute_partition(
     DTYPE: gl.constexpr = tiles.ds.dtype
     COLUMNS: gl.constexpr = META.COLUMNS
     PARTS: gl.constexpr = META.BLOCK_M // CONSUMERS // COLUMNS
-    FIRST: gl.constexpr = CONSUMER * PARTS * COLUMNS  # of the block's queries
+    FIRST: gl.constexpr = CONSUMER * PARTS * COLUMNS  # its first query in a block
     SCORES: gl.constexpr = row_layout(COLUMNS)
     QUERIES: gl.constexpr = gl.SliceLayout(0, SCORES)
     rows = block.first_row + gl.arange(0, LANES, layout=gl.SliceLayout(1, SCORES))

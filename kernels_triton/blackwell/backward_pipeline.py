@@ -13,7 +13,7 @@ from flexattn.kernels_triton.hopper.fused_consumer import FusedBarriers, FusedTi
 from flexattn.kernels_triton.hopper.pipeline import allocate_barriers
 
 CONSUMERS = gl.constexpr(2)  # warpgroups that share a tile of scores: half of its queries each
-DQ_COLUMNS = gl.constexpr(32)  # of dq, that leave tensor memory at a time
+DQ_COLUMNS = gl.constexpr(32)  # columns of dq that leave tensor memory at a time
 DQ_STAGES = gl.constexpr(2)  # tiles of so many columns on their way out
 
 

@@ -248,7 +248,7 @@ class ScorePlace(NamedTuple):
     row: Any  # the block's first query
     is_cut: Any  # `cuts_block`
     is_full: Any  # whether the block mask calls the block full
-    stage: Any  # of the block's statistics
+    stage: Any  # where the block's statistics are
 
 
 @gluon.jit
