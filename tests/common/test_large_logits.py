@@ -14,6 +14,8 @@ from flexattn import attention
 from flexattn.bench.emulated import emulated
 from flexattn.dispatch import triton_backend
 from flexattn.dispatch.spec import AttentionSpec, Operands
+from flexattn.kernels_triton.blackwell import backward as blackwell_backward
+from flexattn.kernels_triton.blackwell import forward as blackwell_forward
 from flexattn.kernels_triton.common.problem import Backward, Problem
 from flexattn.kernels_triton.hopper import backward as hopper_backward
 from flexattn.kernels_triton.hopper import backward_fused as hopper_fused
@@ -115,14 +117,13 @@ def call_of(case: Case, how: str, dtype: torch.dtype) -> tuple[Inputs, Attention
     return given, *make_call(given, softmax_scale=case.scale, **features, return_max_logit=False)
 
 
-def run_hopper(case: Case, how: str, splits: int = 1) -> dict[str, Tensor]:
+def run_gluon(
+    case: Case, how: str, forward: Callable[..., None], backwards: dict[str, Callable[..., None]], splits: int = 1
+) -> dict[str, Tensor]:
     problem = triton_backend.to_problem(*call_of(case, how, case.q.dtype)[1:])
     out, lse = torch.full_like(case.q, float("nan")), torch.full((1, HEADS, case.q.shape[1]), float("nan"))
-    hopper_forward.hopper_forward(problem, out, lse, splits=splits)
+    forward(problem, out, lse, splits=splits)
     got = {"out": out, "lse": lse}
-    backwards: dict[str, Callable[..., None]] = {"split": hopper_backward.hopper_backward}
-    if case.q.shape[-1] <= 128:
-        backwards["one pass"] = hopper_fused.fused_backward
     for name, backward in backwards.items():
         gradients = [torch.full_like(t, float("nan")) for t in case[:3]]
         backward(Backward(problem, out, lse, case.dout, None, *gradients))
@@ -130,18 +131,24 @@ def run_hopper(case: Case, how: str, splits: int = 1) -> dict[str, Tensor]:
     return got
 
 
+def run_hopper(case: Case, how: str, splits: int = 1) -> dict[str, Tensor]:
+    backwards: dict[str, Callable[..., None]] = {"split": hopper_backward.hopper_backward}
+    if case.q.shape[-1] <= 128:
+        backwards["one pass"] = hopper_fused.fused_backward
+    return run_gluon(case, how, hopper_forward.hopper_forward, backwards, splits)
+
+
+EMULATED = [
+    ("hidden", "post_scale_bias", torch.float16, 64),
+    ("hidden", "score_mod", torch.bfloat16, 64),
+    ("ladder", "post_scale_bias", torch.bfloat16, 128),
+    ("alibi", "alibi", torch.float16, 64),
+]
+
+
 @pytest.mark.sample
 @without_gpu
-@pytest.mark.parametrize(
-    ("kind", "how", "dtype", "dim"),
-    [
-        ("hidden", "post_scale_bias", torch.float16, 64),
-        ("hidden", "score_mod", torch.bfloat16, 64),
-        ("ladder", "post_scale_bias", torch.bfloat16, 128),
-        ("alibi", "alibi", torch.float16, 64),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("kind", "how", "dtype", "dim"), EMULATED, ids=str)
 def test_hopper(kind: str, how: str, dtype: torch.dtype, dim: int) -> None:
     case = make_case(kind, dtype, 70, 150, dim)
     for seed in (1, 2):
@@ -150,6 +157,19 @@ def test_hopper(kind: str, how: str, dtype: torch.dtype, dim: int) -> None:
         assert len(reports) == 4
         assert not any(report.bugs for report in reports.values())
         check(got, case, Rounding(dtype))
+
+
+@pytest.mark.sample
+@without_gpu
+@pytest.mark.parametrize(("kind", "how", "dtype", "dim"), EMULATED, ids=str)
+def test_blackwell(kind: str, how: str, dtype: torch.dtype, dim: int) -> None:
+    case = make_case(kind, dtype, 70, 150, dim)
+    backwards: dict[str, Callable[..., None]] = {"one pass": blackwell_backward.blackwell_backward}
+    with emulated(1, blackwell_forward, blackwell_backward) as reports:
+        got = run_gluon(case, how, blackwell_forward.blackwell_forward, backwards)
+    assert len(reports) == 2
+    assert not any(report.bugs for report in reports.values())
+    check(got, case, Rounding(dtype))
 
 
 @without_gpu
