@@ -1,4 +1,4 @@
-"""Host side of the fused backwards for sm_90, in 16 bits and in FP8: what the kernel is launched with, and what follows it."""
+"""Host side of the fused backwards, in 16 bits and in FP8, for sm_90 and sm_100: a kernel's launch, and what follows it."""
 
 from __future__ import annotations
 
