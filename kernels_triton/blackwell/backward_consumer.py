@@ -18,7 +18,7 @@ from flexattn.kernels_triton.hopper.backward_blocks import (
     first_query_head,
     head_at,
     next_query_block,
-    visible_logits,
+    probabilities,
 )
 from flexattn.kernels_triton.hopper.block_ranges import query_block
 from flexattn.kernels_triton.hopper.fused_consumer import FusedArguments
@@ -62,7 +62,7 @@ def compute_partition(
         row, is_full = query_block(at.n, block.block_range, META)
         is_cut = cuts_block(row, block.first_row, uncut_from, block.band, META)
         head = head_at(at, values, block, scores, META)
-        stage = n % META.Q_STAGES
+        statistics = tiles.statistics.index(n % META.Q_STAGES)
         # Statistics come and go with q. That scores are there implies that they are, and dk that they are read; but PTX has it of
         # a commit alone that products have ended.
         wait_full(barriers.q_full, n, META.Q_STAGES)
@@ -73,10 +73,8 @@ def compute_partition(
             i, j = columns[None, :], rows[:, None]
             own = sums.scores.slice(FIRST + part * COLUMNS, COLUMNS)
             s, factor, cap_tanh, score = logits(own.load(SCORES), i, j, scores.scale, head, MODS, META)
-            place = ScorePlace(rows=rows, columns=columns, row=row, is_cut=is_cut, is_full=is_full, stage=stage)
-            s = visible_logits(s, place, tiles.statistics, FIRST + part * COLUMNS, head, block, MODS, META)
-            minus_lse = tiles.statistics.index(stage).slice(FIRST + part * COLUMNS, COLUMNS).load(QUERIES)
-            p = gl.exp2(s * factor + minus_lse[None, :])
+            place = ScorePlace(rows=rows, columns=columns, row=row, is_cut=is_cut, is_full=is_full)
+            p = probabilities(s, factor, place, statistics.slice(FIRST + part * COLUMNS, COLUMNS), head, block, MODS, META)
             weights_over(own, DTYPE, COLUMNS).store(p.to(DTYPE))
             if part == PARTS - 1:
                 fence_before_sync()
@@ -84,7 +82,7 @@ def compute_partition(
             if part == 0:
                 mbarrier.wait(products.dp_full.index(0), n & 1)
                 fence_after_sync()
-            minus_delta = tiles.statistics.index(stage).slice(META.BLOCK_M + FIRST + part * COLUMNS, COLUMNS).load(QUERIES)
+            minus_delta = statistics.slice(META.BLOCK_M + FIRST + part * COLUMNS, COLUMNS).load(QUERIES)
             dlogit = p * (sums.dp.slice(FIRST + part * COLUMNS, COLUMNS).load(SCORES) + minus_delta[None, :])
             ds = through_mods(dlogit, cap_tanh, score, i, j, head, MODS, META)
             tiles.ds.slice(FIRST + part * COLUMNS, COLUMNS, 1).store(ds.to(DTYPE))

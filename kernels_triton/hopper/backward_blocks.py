@@ -248,25 +248,23 @@ class ScorePlace(NamedTuple):
     row: Any  # the block's first query
     is_cut: Any  # `cuts_block`
     is_full: Any  # whether the block mask calls the block full
-    stage: Any  # where the block's statistics are
 
 
 @gluon.jit
-def visible_logits(
-    s, at: ScorePlace, statistics, FIRST: gl.constexpr, head: Head, block: Block, MODS: gl.constexpr, META: gl.constexpr
-):
-    # s, of `logits`, with -inf where the query does not see the key. statistics: tiles by stage; FIRST: of the block's queries the
-    # one that the first column is of
-    COLUMNS: gl.constexpr = s.shape[1]
+def probabilities(s, factor, at: ScorePlace, statistics, head: Head, block: Block, MODS: gl.constexpr, META: gl.constexpr):
+    # s and factor: transposed, as `logits` makes them. statistics: -lse of the columns' queries, in shared memory
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, s.type.layout)
     len_q = block.sequence.len_q
     i, j = at.columns[None, :], at.rows[:, None]
     if at.is_cut | is_any_large(block.large, META):
         s = mask_queries_and_end(s, at.rows, at.columns, block.band, META)
         if META.IS_UNBOUNDED:
-            of_queries = statistics.index(at.stage).slice(FIRST, COLUMNS).load(gl.SliceLayout(0, s.type.layout))
+            of_queries = statistics.load(COLUMNS)
             s = relative_to_lse(s, of_queries[None, :], block.large, block.b, head.h, i, len_q, META)
     s = apply_mask_mod(s, i, j, at.is_full, head, MODS, META)
-    return hide_queries_past_the_end(s, at.row, at.columns, len_q, MODS, META)
+    s = hide_queries_past_the_end(s, at.row, at.columns, len_q, MODS, META)
+    minus_lse = statistics.load(COLUMNS)
+    return gl.exp2(s * factor + minus_lse[None, :])
 
 
 @gluon.jit

@@ -19,7 +19,7 @@ from flexattn.kernels_triton.hopper.backward_blocks import (
     head_at,
     key_block,
     next_query_block,
-    visible_logits,
+    probabilities,
 )
 from flexattn.kernels_triton.hopper.barriers import (
     BOTH,
@@ -253,10 +253,9 @@ def _consume_block(
         s_factor = score_factor(tiles.factors, stage, COLUMNS, META)
         s, factor, cap_tanh, score = product_logits(kq, i, j, head, scores.scale, s_factor, MODS, META)
         is_cut = cuts_block(row, n_start, uncut_from, band, META)
-        place = ScorePlace(rows=rows, columns=columns, row=row, is_cut=is_cut, is_full=is_full, stage=stage)
-        s = visible_logits(s, place, tiles.statistics, 0, head, block, MODS, META)
-        minus_lse = tiles.statistics.index(stage).slice(0, BLOCK_M).load(COLUMNS)
-        p = gl.exp2(s * factor + minus_lse[None, :])
+        place = ScorePlace(rows=rows, columns=columns, row=row, is_cut=is_cut, is_full=is_full)
+        minus_lse = tiles.statistics.index(stage).slice(0, BLOCK_M)
+        p = probabilities(s, factor, place, minus_lse, head, block, MODS, META)
         p16 = gl.convert_layout(kept(p, drawn, True, META).to(DTYPE), LEFT)
         is_there = m_block + 1 < iterations  # the next one
         if META.PINGPONG:

@@ -243,7 +243,7 @@ FAULTS: dict[str, tuple[ModuleType, inject.Fault]] = {
     "weights are left without a fence": (backward_consumer, drop("fence_before_sync()", nth=0)),
     "weights are released before they are there": (
         backward_consumer,
-        move("arrive(weights_full)", before="visible_logits()", within="compute_partition"),
+        move("arrive(weights_full)", before="probabilities()", within="compute_partition"),
     ),
     "dp is read before it is there": (backward_consumer, drop("wait(dp_full)")),
     "dp is read without a fence": (backward_consumer, drop("fence_after_sync()", within="compute_partition", nth=1)),
