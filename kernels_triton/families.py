@@ -13,9 +13,9 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from flexattn.kernels_triton.common.problem import Backward, Forward, Problem
 from flexattn.kernels_triton.common.split_kv import Splits, splits_of
-from flexattn.kernels_triton.common.tiles import DKDV, DQ, FORWARD
+from flexattn.kernels_triton.common.tiles import DKDV, DQ, FORWARD, ONE_GRID, cdiv
 from flexattn.kernels_triton.portable import forward as portable_forward
-from flexattn.kernels_triton.runtime.launch import capability_of, num_processors, pretended_device
+from flexattn.kernels_triton.runtime.launch import Tile, capability_of, num_processors, pretended_device
 
 _NEVER_RAN = "it was compiled and emulated, and never run on a GPU"
 
@@ -138,12 +138,29 @@ PORTABLE_FORWARD = Family[Forward](
 )
 
 
+def fits_one_grid(problem: Problem) -> bool:
+    """Returns whether a backward is a call of the kind that one launch for all gradients was measured to be faster for.
+
+    So few programs that all are there at once, of plain calls: then a program need not wait for the kernel before it, and that it
+    makes delta for itself costs no other program anything. Without a mask 512 tokens take 1.14 of two launches' time.
+    """
+    x = problem
+    is_plain = x.q.element_size() == x.k.element_size() == 2 and not (x.is_modified or x.has_lengths or x.dropout_p > 0)
+    is_dense = is_plain and x.group_size == 1 and x.window_left is None
+    longest = max(x.longest_q, x.longest_kv)
+    if not is_dense or max(x.q.shape[-1], x.v.shape[-1]) > 64 or capability_of(x.device) != 90:
+        return False
+    if longest > (256 if x.window_right is None else 512):
+        return False
+    programs = (cdiv(x.longest_q, ONE_GRID.block_m) + cdiv(x.longest_kv, ONE_GRID.block_n)) * x.num_heads * x.batch
+    return 0 < programs <= 2 * num_processors(x.device)
+
+
 def _run_portable_backward(call: Backward, tile: Any) -> None:
     from flexattn.kernels_triton.portable.backward import attention_backward  # here, as a forward should not wait for its import
 
-    call = _with_dout(call)
-    dq_tile, dkdv_tile = tile
-    attention_backward(_with_key_lists(call), dq_tile, dkdv_tile)
+    dq_tile, dkdv_tile, one_grid = tile
+    attention_backward(_with_key_lists(_with_dout(call)), dq_tile, dkdv_tile, one_grid=one_grid)
 
 
 def _with_dout(call: Backward) -> Backward:
@@ -168,12 +185,18 @@ def _with_dout(call: Backward) -> Backward:
     return call._replace(problem=replace(x, descales=(*x.descales[:3], descale), dout_is_to_come=False))
 
 
+def _portable_backward_tiles(call: Backward) -> tuple[Tile, Tile, bool]:
+    """Returns the tiles of dq and of dk and dv, and whether both are made by one launch."""
+    x = call.problem
+    return (ONE_GRID, ONE_GRID, True) if fits_one_grid(x) else (x.tile(DQ), x.tile(DKDV), False)
+
+
 PORTABLE_BACKWARD = Family[Backward](
     name="portable",
     direction="backward",
     unsupported=_never,
     slower=_never,
-    tile=lambda call: (call.problem.tile(DQ), call.problem.tile(DKDV)),
+    tile=_portable_backward_tiles,
     blocks=lambda tile: f"dq {_blocks(*tile[0][:2])}, dk and dv {_blocks(*tile[1][:2])}",
     run=_run_portable_backward,
 )

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from flexattn.kernels_triton.common.arguments import (
     BlockMaskLists,
@@ -53,7 +54,7 @@ from flexattn.kernels_triton.common.primitives import (
     visible_range_of_keys,
     visible_range_of_queries,
 )
-from flexattn.kernels_triton.common.problem import Backward, rows
+from flexattn.kernels_triton.common.problem import Backward, Meta, rows
 from flexattn.kernels_triton.common.quantize import transposed
 from flexattn.kernels_triton.common.tiles import DKDV, DQ, cdiv
 from flexattn.kernels_triton.portable.score_gradients import score_gradients
@@ -157,8 +158,9 @@ class DqArguments(NamedTuple):
     k_t: Channels | None  # in FP8
 
 
-@kernel
-def _attn_bwd_dq_kernel(args: DqArguments, MODS: tl.constexpr, META: tl.constexpr):
+@triton.jit
+def _make_dq(pid, args, MODS: tl.constexpr, META: tl.constexpr):
+    # Program `pid` of those that make dq
     BLOCK_M: tl.constexpr = META.BLOCK_M
     QK0: tl.constexpr = META.QK0
     QK1: tl.constexpr = META.QK1
@@ -170,7 +172,6 @@ def _attn_bwd_dq_kernel(args: DqArguments, MODS: tl.constexpr, META: tl.constexp
     num_heads = inputs.num_heads
     num_tokens_q = lengths_q.num_tokens
     blocks = tl.cdiv(lengths_q.max_seqlen, BLOCK_M)
-    pid = tl.program_id(0)
     block = blocks - 1 - pid % blocks
     h = pid // blocks % num_heads
     b = pid // blocks // num_heads
@@ -290,6 +291,11 @@ def _attn_bwd_dq_kernel(args: DqArguments, MODS: tl.constexpr, META: tl.constexp
         store_tile(dq_pointer, dq1, dq_offsets, first_row, slot_q, QK0, QK1, META.HEAD_DIM_QK)
 
 
+@kernel
+def _attn_bwd_dq_kernel(args: DqArguments, MODS: tl.constexpr, META: tl.constexpr):
+    _make_dq(tl.program_id(0), args, MODS, META)
+
+
 class _KeySums(NamedTuple):
     dk0: Any
     dk1: Any
@@ -312,6 +318,7 @@ class _HeadRows(NamedTuple):
     """The queries of one head."""
 
     head: Head
+    queries: Queries
     q_base: Any
     q_step: Any
     q_offsets: Any
@@ -336,6 +343,7 @@ class DkdvArguments(NamedTuple):
     statistics: Statistics
     q_t: Channels | None  # in FP8
     dout_t: Channels | None
+    saved: Saved | None  # what each program makes its own statistics of; None: they are there
 
 
 @triton.jit
@@ -364,8 +372,15 @@ def _attn_bwd_dkdv_loop(sums, block, own, tiles, args, MODS: tl.constexpr, IS_MA
         rows = m + tl.arange(0, BLOCK_M)
         q0 = load_tile(q_pointer, own.q_offsets, m, len_q, 0, META.QK0, META.HEAD_DIM_QK, IS_MASKED)
         dout0 = load_tile(dout_pointer, own.dout_offsets, m, len_q, 0, META.V0, META.HEAD_DIM_V, IS_MASKED)
-        first_statistic = own.first_statistic + m
-        statistics = load_row_statistics(args.statistics, first_statistic, len_q - m, BLOCK_M, IS_MASKED, META)
+        if args.saved.lse_ptr is None:
+            first_statistic = own.first_statistic + m
+            statistics = load_row_statistics(args.statistics, first_statistic, len_q - m, BLOCK_M, IS_MASKED, META)
+        else:
+            dout_of_v1 = dout0
+            if META.V1 > 0:
+                dout_of_v1 = load_tile(dout_pointer, own.dout_offsets, m, len_q, META.V0, META.V1, META.HEAD_DIM_V, IS_MASKED)
+            lse_log2, delta = make_row_statistics(dout0, dout_of_v1, args.saved, None, own.queries, m, META)
+            statistics = RowStatistics(lse_log2=lse_log2, delta=delta, p_scale=tl.full([1], 1.0, tl.float32))
         kq = tl.dot(block.k0, tl.trans(q0), input_precision=META.PRECISION)
         dp = tl.dot(block.v0, tl.trans(dout0), input_precision=META.PRECISION)
         if META.QK1 > 0:
@@ -415,8 +430,9 @@ def _attn_bwd_dkdv_loop(sums, block, own, tiles, args, MODS: tl.constexpr, IS_MA
     return _KeySums(dk0=dk0, dk1=dk1, dv0=dv0, dv1=dv1)
 
 
-@kernel
-def _attn_bwd_dkdv_kernel(args: DkdvArguments, MODS: tl.constexpr, META: tl.constexpr):
+@triton.jit
+def _make_dkdv(pid, args, MODS: tl.constexpr, META: tl.constexpr):
+    # Program `pid` of those that make dk and dv
     BLOCK_N: tl.constexpr = META.BLOCK_N
     QK0: tl.constexpr = META.QK0
     QK1: tl.constexpr = META.QK1
@@ -432,7 +448,6 @@ def _attn_bwd_dkdv_kernel(args: DkdvArguments, MODS: tl.constexpr, META: tl.cons
     num_splits = args.num_splits
     num_tokens_q = lengths_q.num_tokens
     blocks = tl.cdiv(lengths_kv.max_seqlen, BLOCK_N)
-    pid = tl.program_id(0)
     block = pid % blocks
     split, h_kv, b = 0, pid // blocks % num_heads, pid // blocks // num_heads
     if META.IS_GROUPED:
@@ -511,6 +526,7 @@ def _attn_bwd_dkdv_kernel(args: DkdvArguments, MODS: tl.constexpr, META: tl.cons
             dout_t = transposed_head(args.dout_t, b, h, place_q, META.IS_RAGGED_Q)
         own = _HeadRows(
             head=head_of(inputs.scores, b, h, len_q, len_kv, shift, MODS, META),
+            queries=Queries(b=b, h=h, num_heads=num_heads, start=start_q, length=len_q, num_tokens=num_tokens_q),
             q_base=q_base,
             q_step=q_step,
             q_offsets=q_offsets,
@@ -572,21 +588,70 @@ def _attn_bwd_dkdv_kernel(args: DkdvArguments, MODS: tl.constexpr, META: tl.cons
             store_tile(dv_pointer, dv1, dv_offsets, first_column, slot_kv, V0, V1, META.HEAD_DIM_V)
 
 
-def attention_backward(call: Backward, tile_dq: Tile | None = None, tile_dkdv: Tile | None = None) -> None:
-    """Writes every gradient of a backward; those of captures are the only ones whose bits may vary from run to run."""
+@kernel
+def _attn_bwd_dkdv_kernel(args: DkdvArguments, MODS: tl.constexpr, META: tl.constexpr):
+    _make_dkdv(tl.program_id(0), args, MODS, META)
+
+
+class OneGridArguments(NamedTuple):
+    dq: DqArguments
+    dkdv: DkdvArguments
+    programs_of_dq: int
+
+
+@kernel
+def _attn_bwd_one_grid_kernel(args: OneGridArguments, MODS: tl.constexpr, META_DQ: tl.constexpr, META_DKDV: tl.constexpr):
+    # Programs of dq beside those of dk and dv, which have not their statistics to wait for
+    if tl.program_id(0) < args.programs_of_dq:
+        _make_dq(tl.program_id(0), args.dq, MODS, META_DQ)
+        return
+    _make_dkdv(tl.program_id(0) - args.programs_of_dq, args.dkdv, MODS, META_DKDV)
+
+
+def attention_backward(
+    call: Backward, tile_dq: Tile | None = None, tile_dkdv: Tile | None = None, *, one_grid: bool = False
+) -> None:
+    """Writes every gradient of a backward; those of captures are the only ones whose bits may vary from run to run.
+
+    one_grid: whether dq and dk and dv are made by one launch, whose tiles have as many warps and stages: for half types, not FP8,
+        and at most 8 query heads a key head.
+    """
     x = call.problem
-    out, dout, dq, dk, dv, dsoftmax_offset = call.out, call.dout, call.dq, call.dk, call.dv, call.dsoftmax_offset
     if x.batch == 0:  # no program to write the padding
-        for gradient in (dq, dk, dv, call.dbias, dsoftmax_offset, *call.dcaptures):
+        for gradient in (call.dq, call.dk, call.dv, call.dbias, call.dsoftmax_offset, *call.dcaptures):
             if gradient is not None:
                 gradient.zero_()
         return
     statistics, lse = new_statistics(x, call.lse)
+    tile_dq, tile_dkdv = tile_dq or x.tile(DQ), tile_dkdv or x.tile(DKDV)
+    # A program does all the query heads that share its keys, up to 8 of them, past which there would be too few programs. In fp32
+    # it does one: the shorter sums round less, and there they are what rounds most.
+    num_splits = x.group_size if x.q.dtype is torch.float32 else cdiv(x.group_size, 8)
+    blocks = cdiv(x.longest_q, tile_dq.block_m)
+    offset = call.dsoftmax_offset
+    dsink = offset.new_empty((x.num_heads, x.batch * blocks)) if offset is not None else None
+    of_dq, meta_dq = _dq_arguments(call, statistics, lse, dsink, tile_dq)
+    programs_of_dq = blocks * x.num_heads * x.batch
+    programs_of_dkdv = cdiv(x.longest_kv, tile_dkdv.block_n) * num_splits * x.num_heads_kv * x.batch
+    if one_grid:
+        of_dkdv, meta = _dkdv_arguments(call, statistics, call.dk, call.dv, tile_dkdv, lse)
+        both = OneGridArguments(dq=of_dq, dkdv=of_dkdv, programs_of_dq=programs_of_dq)
+        launch(_attn_bwd_one_grid_kernel, programs_of_dq + programs_of_dkdv, x.device, tile_dq, (both, x.mods, meta_dq, meta))
+    else:
+        launch(_attn_bwd_dq_kernel, programs_of_dq, x.device, tile_dq, (of_dq, x.mods, meta_dq))
+    if offset is not None and dsink is not None:
+        torch.sum(dsink, 1, out=offset)
+    if not one_grid:
+        _launch_dkdv(call, statistics, num_splits, programs_of_dkdv, tile_dkdv)
+    score_gradients(call, statistics)
 
-    tile = tile_dq or x.tile(DQ)
+
+def _dq_arguments(
+    call: Backward, statistics: Statistics, lse: Tensor, dsink: Tensor | None, tile: Tile
+) -> tuple[DqArguments, Meta]:
+    """Returns the arguments and constants of programs of dq."""
+    x, out, dout, dq = call.problem, call.out, call.dout, call.dq
     meta = x.meta(tile, (out, dout, dq))
-    blocks = cdiv(x.longest_q, tile.block_m)
-    dsink = dsoftmax_offset.new_empty((x.num_heads, x.batch * blocks)) if dsoftmax_offset is not None else None
     args = DqArguments(
         inputs=x.inputs(meta),
         lists=x.lists("kv"),
@@ -597,37 +662,50 @@ def attention_backward(call: Backward, tile_dq: Tile | None = None, tile_dkdv: T
         dsink_ptr=dsink,
         k_t=transposed(x, "k"),
     )
-    launch(_attn_bwd_dq_kernel, blocks * x.num_heads * x.batch, x.device, tile, (args, x.mods, meta))
-    if dsoftmax_offset is not None and dsink is not None:
-        torch.sum(dsink, 1, out=dsoftmax_offset)
+    return args, meta
 
-    q_t, dout_t = transposed(x, "q"), transposed(x, "q", dout)
-    tile = tile_dkdv or x.tile(DKDV)
-    # A program does all the query heads that share its keys, up to 8 of them, past which there would be too few programs. In fp32
-    # it does one: the shorter sums round less, and there they are what rounds most.
-    num_splits = x.group_size if x.q.dtype is torch.float32 else cdiv(x.group_size, 8)
+
+def _dkdv_arguments(
+    call: Backward, statistics: Statistics, dk: Tensor, dv: Tensor, tile: Tile, lse: Tensor | None = None
+) -> tuple[DkdvArguments, Meta]:
+    """Returns the arguments and constants of programs of dk and dv.
+
+    dk, dv: where they go, or where the first of several splits goes, which lie one after another.
+    lse: of which, with `call.out`, each program makes the statistics for itself.
+    """
+    x, out, dout = call.problem, call.out, call.dout
+    meta = x.meta(tile, (dout, dk, dv) if lse is None else (dout, dk, dv, out))
+    args = DkdvArguments(
+        inputs=x.inputs(meta),
+        lists=x.lists("q"),
+        dout=rows(dout, meta),
+        dk=rows(dk, meta),
+        dv=rows(dv, meta),
+        dk_stride_split=dk.numel() // meta.ALIGN,
+        dv_stride_split=dv.numel() // meta.ALIGN,
+        num_splits=1,
+        statistics=statistics,
+        q_t=transposed(x, "q"),
+        dout_t=transposed(x, "q", dout),
+        saved=None if lse is None else Saved(out=rows(out, meta), lse_ptr=lse, dlse_ptr=call.dlse),
+    )
+    return args, meta
+
+
+def _launch_dkdv(call: Backward, statistics: Statistics, num_splits: int, programs: int, tile: Tile) -> None:
+    x, dk, dv = call.problem, call.dk, call.dv
     # zeros, as no program may own a row if cu_seqlens is wrong
     dk_parts = dk if num_splits == 1 else torch.zeros((num_splits, *dk.shape), dtype=torch.float32, device=x.device)
     dv_parts = dv if num_splits == 1 else torch.zeros((num_splits, *dv.shape), dtype=torch.float32, device=x.device)
     dk_one, dv_one = (dk, dv) if num_splits == 1 else (dk_parts[0], dv_parts[0])
-    meta = x.meta(tile, (dout, dk_one, dv_one))
-    blocks = cdiv(x.longest_kv, tile.block_n)
+    args, meta = _dkdv_arguments(call, statistics, dk_one, dv_one, tile)
+    args = args._replace(num_splits=num_splits)
     for dk_part, dv_part in ((dk_parts, None), (None, dv_parts)) if tile.apart else ((dk_parts, dv_parts),):
-        dkdv = DkdvArguments(
-            inputs=x.inputs(meta),
-            lists=x.lists("q"),
-            dout=rows(dout, meta),
-            dk=None if dk_part is None else rows(dk_one, meta)._replace(ptr=dk_part),
-            dv=None if dv_part is None else rows(dv_one, meta)._replace(ptr=dv_part),
-            dk_stride_split=dk_one.numel() // meta.ALIGN,
-            dv_stride_split=dv_one.numel() // meta.ALIGN,
-            num_splits=num_splits,
-            statistics=statistics,
-            q_t=q_t,
-            dout_t=dout_t,
+        part = args._replace(
+            dk=None if dk_part is None else args.dk._replace(ptr=dk_part),
+            dv=None if dv_part is None else args.dv._replace(ptr=dv_part),
         )
-        launch(_attn_bwd_dkdv_kernel, blocks * num_splits * x.num_heads_kv * x.batch, x.device, tile, (dkdv, x.mods, meta))
+        launch(_attn_bwd_dkdv_kernel, programs, x.device, tile, (part, x.mods, meta))
     if num_splits > 1:
         dk.copy_(dk_parts.sum(0))
         dv.copy_(dv_parts.sum(0))
-    score_gradients(call, statistics)

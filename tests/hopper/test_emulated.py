@@ -88,7 +88,9 @@ def run(
         budgets = reference_gradients(spec, x, dout, dlse, dtype=spec.dtype)
         for name in backwards if max(spec.head_dim_qk, spec.head_dim_v) <= 128 else backwards[:1]:
             backward = split.hopper_backward if name == "hopper_backward" else fused.fused_backward
-            tile = {"tile": persistent(conditions.fused_tile(problem))} if name == "persistent" else {}
+            row = conditions.fused_tile(problem)
+            variants = {"persistent": persistent(row), "one tile of dq": row._replace(dq_stages=1)}
+            tile = {"tile": variants[name]} if name in variants else {}
             gradients = [torch.full_like(t, float("nan"), memory_format=torch.contiguous_format) for t in (x.q, x.k, x.v)]
             views = [as_bshd(t, fmt) for t, fmt in zip(gradients, (spec.q_format, spec.kv_format, spec.kv_format), strict=True)]
             doffset = torch.empty(spec.num_heads) if x.softmax_offset is not None else None
@@ -146,8 +148,8 @@ def test_heads_share_tiles_where_most_sequences_are_short(band: dict[str, Any]) 
     assert {finding.kind for report in reports.values() for finding in report.findings} <= HARMLESS
 
 
-def check_persistent(seed: int, call: dict[str, Any], **inputs: Any) -> None:
-    report = run(seed, call, backwards=("persistent",), **inputs)["_attn_bwd_fused_hopper_kernel"]
+def check_persistent(seed: int, call: dict[str, Any], name: str = "persistent", **inputs: Any) -> None:
+    report = run(seed, call, backwards=(name,), **inputs)["_attn_bwd_fused_hopper_kernel"]
     assert {finding.kind for finding in report.findings} <= HARMLESS, f"seed {seed}: {report}"
 
 
@@ -172,6 +174,13 @@ def test_persistent_programs_of_dense_calls(dim: int, mask: str) -> None:
     inputs = {"lengths_q": [200] * 2, "lengths_kv": [330] * 2, "num_heads": 2, "num_heads_kv": 2}
     for seed in (1, 5, 6):  # lazy, random, eager
         check_persistent(seed, {"attn_mask_type": mask}, head_dim_qk=dim, head_dim_v=dim, **inputs)
+
+
+@without_gpu
+@pytest.mark.parametrize("seed", [1, 5, 6])
+def test_one_tile_of_dq(seed: int) -> None:
+    """The row for long calls without a mask at head dim 128."""
+    check_persistent(seed, {}, "one tile of dq", lengths_q=[200] * 2, lengths_kv=[330] * 2, num_heads=2, num_heads_kv=2)
 
 
 @without_gpu
