@@ -10,7 +10,7 @@ from flexattn.kernels_triton.runtime import direct
 
 
 def test_tensors_at_hundreds_of_addresses_keep_their_maps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As those of a deep model's layers over some batches do, in turn; and no more are kept than a bound."""
+    """Tensors of a deep model's layers come back in turn, over some batches; and no more maps are kept than a bound."""
     encoded: list[int] = []
     monkeypatch.setattr(direct.triton_driver, "make_tensordesc_arg", lambda descriptor, meta: [descriptor.base.data_ptr()])
     monkeypatch.setattr(direct.ctypes, "string_at", lambda address, size: encoded.append(address) or bytes(size))
