@@ -197,7 +197,7 @@ PORTABLE_BACKWARD = Family[Backward](
     unsupported=_never,
     slower=_never,
     tile=_portable_backward_tiles,
-    blocks=lambda tile: f"dq {_blocks(*tile[0][:2])}, dk and dv {_blocks(*tile[1][:2])}",
+    blocks=lambda tile: f"dq {_blocks(*tile[0][:2])}, dk and dv {_blocks(*tile[1][:2])}{', in one launch' if tile[2] else ''}",
     run=_run_portable_backward,
 )
 

@@ -104,7 +104,9 @@ def test_short_plain_calls_have_one_grid(monkeypatch: pytest.MonkeyPatch) -> Non
         (dataclasses.replace(short, dropout_p=0.1), False),
     ):
         assert fits_one_grid(x) == fits, x
-    assert PORTABLE_BACKWARD.tile(_backward_of(short)) == (ONE_GRID, ONE_GRID, True)
+    tile = PORTABLE_BACKWARD.tile(_backward_of(short))
+    assert tile == (ONE_GRID, ONE_GRID, True)
+    assert PORTABLE_BACKWARD.blocks(tile).endswith("dk and dv 64 queries x 64 keys, in one launch")
     monkeypatch.setattr(families, "capability_of", lambda device: 100)
     assert not fits_one_grid(short)
     assert not PORTABLE_BACKWARD.tile(_backward_of(short))[2]
