@@ -53,6 +53,7 @@ from tests.support.inject import assign, drop, kernels_with, move, with_argument
 HARMLESS = {"tma-out-of-bounds", "wgmma-register-operand", "slice-in-swizzle"}
 SEEDS = range(20)
 KERNELS = (hopper_forward, hopper_backward, hopper_fused)
+VARIANTS = {"persistent": persistent, "one tile of dq": lambda tile: tile._replace(dq_stages=1)}  # of the fused backward
 BACKWARDS = ("hopper_backward", "fused_backward")
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU what is beside the Gluon kernels runs there")
 
@@ -88,9 +89,7 @@ def run(
         budgets = reference_gradients(spec, x, dout, dlse, dtype=spec.dtype)
         for name in backwards if max(spec.head_dim_qk, spec.head_dim_v) <= 128 else backwards[:1]:
             backward = split.hopper_backward if name == "hopper_backward" else fused.fused_backward
-            row = conditions.fused_tile(problem)
-            variants = {"persistent": persistent(row), "one tile of dq": row._replace(dq_stages=1)}
-            tile = {"tile": variants[name]} if name in variants else {}
+            tile = {"tile": VARIANTS[name](conditions.fused_tile(problem))} if name in VARIANTS else {}
             gradients = [torch.full_like(t, float("nan"), memory_format=torch.contiguous_format) for t in (x.q, x.k, x.v)]
             views = [as_bshd(t, fmt) for t, fmt in zip(gradients, (spec.q_format, spec.kv_format, spec.kv_format), strict=True)]
             doffset = torch.empty(spec.num_heads) if x.softmax_offset is not None else None
