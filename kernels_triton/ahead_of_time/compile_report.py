@@ -62,7 +62,7 @@ SASS_WHOLE_OPERATION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z]
 DEBUG_LINE = re.compile(r"\s*(\.(loc|file)\b|\$L__(tmp|func_(begin|end))\d+:)")
 SASS_OPERATION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)")  # "/*0010*/  @!P0 LDG.E R2, ..." -> LDG
 
-TTGIR_DOT_OPERAND = re.compile(r"tensor<(\d+)x(\d+)x\w+, #ttg\.dot_op<\{opIdx = ([01]), parent = #\w+, kWidth = (\d+)\}>>")
+TTGIR_DOT_OPERAND = re.compile(r"tensor<([\dx]+)x[a-z]\w*, #ttg\.dot_op<\{opIdx = ([01]), parent = #\w+, kWidth = (\d+)\}>>")
 TTGIR_RESULTS = re.compile(r"^\s*%[\w:]+(, %[\w:]+)* = ")
 SASS_WAIT_FOR_ALL = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x0")  # "WARPGROUP.DEPBAR.LE gsb0, 0x1" lets one product run on
 SASS_LABEL = re.compile(r"^\s*\.(L_x_\d+):")
@@ -280,11 +280,12 @@ def _without_debug_lines(ptx: str) -> str:
 
 
 def folded_operands(ttgir: str) -> tuple[str, ...]:
-    """Returns the operands of products, [m, k] or [k, n], of which the threads that share a row hold more than k elements."""
+    """Returns the operands of products, [..., m, k] or [..., k, n], of which four threads that share a row hold more than k."""
     found = set()
-    for rows, columns, place, held in TTGIR_DOT_OPERAND.findall(ttgir):
-        if int(columns if place == "0" else rows) < 4 * int(held):
-            found.add(f"{rows}x{columns}, {held} a thread")
+    for shape, place, held in TTGIR_DOT_OPERAND.findall(ttgir):
+        *_, rows, columns = map(int, shape.split("x"))
+        if (columns if place == "0" else rows) < 4 * int(held):
+            found.add(f"{shape}, {held} a thread")
     return tuple(sorted(found))
 
 

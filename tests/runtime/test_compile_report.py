@@ -148,22 +148,17 @@ def test_uniform_registers_that_nothing_wrote_are_seen(code: tuple[str, ...], un
 
 
 @pytest.mark.parametrize(
-    ("rows", "columns", "place", "held", "is_folded"),
+    ("shape", "place", "held", "is_folded"),
     [
-        (16, 64, 0, 8, False),
-        (16, 16, 0, 4, False),
-        (16, 16, 0, 8, True),
-        (64, 16, 1, 8, False),
-        (16, 64, 1, 8, True),
-        (32, 8, 1, 8, False),
+        *(("16x64", 0, 8, False), ("16x16", 0, 4, False), ("16x16", 0, 8, True)),
+        *(("64x16", 1, 8, False), ("32x8", 1, 8, False), ("16x64", 1, 8, True)),
+        *(("2x128x32", 0, 2, False), ("2x32x16", 1, 8, False), ("64x16x16", 0, 8, True)),
     ],
 )
-def test_operands_with_fewer_columns_than_their_threads_hold_are_seen(
-    rows: int, columns: int, place: int, held: int, is_folded: bool
-) -> None:
-    operand = f"tensor<{rows}x{columns}xbf16, #ttg.dot_op<{{opIdx = {place}, parent = #mma1, kWidth = {held}}}>>"
+def test_operands_with_fewer_elements_than_their_threads_hold_are_seen(shape: str, place: int, held: int, is_folded: bool) -> None:
+    operand = f"tensor<{shape}xbf16, #ttg.dot_op<{{opIdx = {place}, parent = #mma1, kWidth = {held}}}>>"
     line = f"%acc = tt.dot %p, %v, %zero : {operand} * {operand} -> tensor<16x64xf32, #mma1>"
-    assert folded_operands(line) == ((f"{rows}x{columns}, {held} a thread",) if is_folded else ())
+    assert folded_operands(line) == ((f"{shape}, {held} a thread",) if is_folded else ())
 
 
 @gluon.jit
