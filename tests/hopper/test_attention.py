@@ -407,6 +407,8 @@ def test_sections_of_heads_fit_l2(monkeypatch: pytest.MonkeyPatch) -> None:
     assert query_heads_per_l2_section(Problem(dense, dense, dense, softmax_scale=0.1)) == 8  # all tiles are equally long
     causal = Problem(dense, dense, dense, softmax_scale=0.1, window_right=0)
     assert query_heads_per_l2_section(causal) == 32
+    five = dense[:5]  # 80 heads: two sections of 40, and not two of 32 and one of 16
+    assert query_heads_per_l2_section(Problem(five, five, five, softmax_scale=0.1, window_right=0)) == 40
     monkeypatch.setattr(tile_scheduler, "l2_bytes", lambda device: 50 * 2**20)
     assert query_heads_per_l2_section(causal) == 16
 
