@@ -456,6 +456,16 @@ class Cta(Scheduler):
 
     # Global memory through pointers
 
+    def poll(self, buffer: GlobalBuffer, index: int) -> None:
+        """An atomic that adds 0. Of two on end, as in a loop that waits, the second lets others run until it would find another."""
+        partition, place = self.current, (buffer, index)
+        before = partition.polled
+        self.step()
+        if before is not None and before[0] == place:
+            found = before[1]
+            self.block(lambda: buffer.data[index] != found, lambda: f"polls an element of global memory, which stays {found}")
+        partition.polled = place, buffer.data[index]
+
     def global_write(self, buffer: GlobalBuffer, index: Array, values: Array, reduction: bool) -> None:
         """Pointer stores and atomics act at once: what other programs see of them, and when, is not modelled."""
         writer = REDUCED if reduction else writer_number(self.number, self.current.number)

@@ -310,6 +310,8 @@ def _atomic(name: str, update: Callable[[Array, Array, Array], None]) -> None:
     def atomic(pointer: Pointer, val: Operand, mask: Operand = None, **_: Any) -> Any:
         offset, active = _addresses(pointer, mask, name)
         buffer = pointer.buffer
+        if name == "atomic_add" and not offset.ndim and not isinstance(val, Tensor) and int(scalar(val).value) == 0:
+            running().poll(buffer, int(offset))
         values = np.broadcast_to(_stored(pointer, val, name), offset.shape)[active].astype(buffer.data.dtype)
         before = buffer.data[np.where(active, offset, 0)]
         index, places = np.unique(offset[active], return_inverse=True)

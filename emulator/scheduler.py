@@ -51,6 +51,7 @@ class Partition:
         self.finished = False
         self.ready: Callable[[], bool] | None = None  # None: it can run
         self.blocked_on: Callable[[], str] | None = None
+        self.polled: tuple[Any, Any] | None = None  # the element that its last operation polled, and the number there
         self.weight = 1.0
         # A raw lock is several times faster than a semaphore: held by whoever gives the turn away.
         self._turn = threading.Lock()
@@ -172,6 +173,7 @@ class Scheduler:
         """A scheduling point, which comes before an operation acts."""
         partition = self.current
         partition.site = current_site()
+        partition.polled = None
         self._schedule(partition)
         if self._trace:
             self.report.trace.append((self.steps, partition.name, show(partition.site)))

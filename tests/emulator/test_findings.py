@@ -147,6 +147,17 @@ def test_a_deadlock_says_who_waits_for_what() -> None:
     assert "last arrivals: mbarrier_misuse arrive(1) in phase #0" in text
 
 
+def test_a_loop_that_waits_for_a_counter_ends_or_is_a_deadlock() -> None:
+    for seed in SEEDS:
+        counter, x, y = (torch.zeros(1, dtype=torch.int32) for _ in range(3))
+        emulator.launch(samples.counted_by_another, (1,), counter, x, y, TIMES=3, seed=seed).check()
+        assert (counter.item(), y.item()) == (3, 7)
+        report = emulator.launch(samples.counted_by_another, (1,), torch.zeros_like(counter), x, y, TIMES=2, seed=seed)
+        assert report.kinds == ["deadlock"], str(report)
+        assert "polls an element of global memory, which stays 2" in str(report)
+        assert "_wait_for_count" in str(report)
+
+
 def test_a_race_names_both_lines() -> None:
     [finding] = hand_over(3, sync=False).bugs[-1:]
     assert finding.kind == "race"

@@ -206,6 +206,27 @@ def hand_over(x_ptr, y_ptr, SYNC: gl.constexpr, INIT: gl.constexpr, REGISTERS: g
 
 
 @gluon.jit
+def _count(counter_ptr, x_ptr, TIMES: gl.constexpr):
+    gl.store(x_ptr, 7)
+    for _ in range(TIMES):
+        gl.atomic_add(counter_ptr, 1, sem="release")
+
+
+@gluon.jit
+def _wait_for_count(counter_ptr, x_ptr, y_ptr):
+    found = gl.atomic_add(counter_ptr, 0, sem="acquire")
+    while found < 3:
+        found = gl.atomic_add(counter_ptr, 0, sem="acquire")
+    gl.store(y_ptr, gl.load(x_ptr))
+
+
+@gluon.jit
+def counted_by_another(counter_ptr, x_ptr, y_ptr, TIMES: gl.constexpr):
+    """One partition counts in global memory, another waits until it has counted to 3."""
+    gl.warp_specialize([(_wait_for_count, (counter_ptr, x_ptr, y_ptr)), (_count, (counter_ptr, x_ptr, TIMES))], [4], [64])
+
+
+@gluon.jit
 def mbarrier_misuse(out_ptr, WHAT: gl.constexpr):
     bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(bar, count=2)
