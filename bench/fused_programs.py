@@ -4,8 +4,8 @@
 
 A time is the median of replays of a CUDA graph of the whole backward with L2 emptied before, the kernels taking turns. Gradients
 of calls of up to 4096 tokens are held to the reference; of all calls dk and dv of all variants must have the same bits, and repeat,
-and what is not written would be NaN. "zeros apart" are persistent programs with dq's sums filled by a launch of its own rather than
-by the statistics kernel. Needs a GPU of compute capability 9.0.
+and what is not written would be NaN. "converting" are persistent programs that convert dq too, where no kernel does so after them;
+"one tile of dq" is a program for each block with one instead of two in shared memory. Needs a GPU of compute capability 9.0.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -55,20 +54,6 @@ def workloads() -> Iterator[Workload]:
     yield from select(["llama3-70b-s8192", "gpt-oss-full-s8192"])
 
 
-def _with_zeros_apart(call: Any, tile: Any) -> None:
-    from flexattn.kernels_triton.common.preprocess import tiled_statistics
-    from flexattn.kernels_triton.hopper import fused_launch
-    from flexattn.kernels_triton.hopper.backward_fused import fused_backward
-
-    def apart(own: Any, size: int, *, with_dq_sums: bool) -> Any:
-        tiled = tiled_statistics(own, size)
-        rows, head_dim = tiled.statistics.numel() // 2, own.problem.q.shape[-1]
-        return tiled._replace(dq_sums=torch.zeros((rows, head_dim), device=tiled.statistics.device) if with_dq_sums else None)
-
-    with mock.patch.object(fused_launch, "tiled_statistics", apart):
-        fused_backward(call, tile=tile)
-
-
 def backwards_of(workload: Workload) -> dict[str, Callable[[], dict[str, Tensor]]]:
     """The whole backward of the workload by each kernel; what is not written is NaN, but in a graph."""
     from flexattn.kernels_triton.common.problem import Backward
@@ -99,8 +84,10 @@ def backwards_of(workload: Workload) -> dict[str, Callable[[], dict[str, Tensor]
     runs: dict[str, Callable[..., None]] = {
         "one block": functools.partial(fused_backward, tile=row),
         "persistent": functools.partial(fused_backward, tile=persistent(row)),
-        "zeros apart": functools.partial(_with_zeros_apart, tile=persistent(row)),
+        "converting": functools.partial(fused_backward, tile=persistent(row, converts=True)),
     }
+    if row.head_dim == 128 and row.dq_stages > 1:
+        runs["one tile of dq"] = functools.partial(fused_backward, tile=row._replace(dq_stages=1))
     if workload.seqlen_q <= MOST_BESIDE:
         runs |= dict(zip(OTHERS, (hopper_backward, attention_backward), strict=True))
     return {name: functools.partial(backward, run) for name, run in runs.items()}

@@ -97,6 +97,7 @@ def blackwell_backward(call: Backward, tile: BlackwellBackwardTile | None = None
         NUMBERS=0,  # a program has one block of keys
         K_STAGES=1,
         V_STAGES=1,
+        CONVERTED=0,
     )
     ready = launch_of_fused(call, meta, tile.block_n, (LANES.value, DQ_COLUMNS.value))
     launch(_attn_bwd_blackwell_kernel, ready.programs, x.device, ready.tile, ready.arguments)

@@ -32,6 +32,7 @@ class BackwardMeta(NamedTuple):
     NUMBERS: int
     K_STAGES: int
     V_STAGES: int
+    CONVERTED: int
 
 
 class ProductBarriers(NamedTuple):

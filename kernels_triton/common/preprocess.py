@@ -68,6 +68,8 @@ class TiledStatistics(NamedTuple):
     tiles: int  # tiles of one head: of all sequences of a packed batch, or of one sequence
     # The fp32 sums of dq [tiles * SIZE, HEAD_DIM_QK], or None: zeros, once written, in tile 0 and in each tile that has a query.
     dq_sums_ptr: WidePointer
+    # int32 [b, h], or None: zeros, once written, from which a backward counts the blocks of keys that it added to the sums.
+    dq_arrivals_ptr: Pointer
 
 
 class Quantized(NamedTuple):
@@ -114,13 +116,16 @@ def _attn_bwd_preprocess_kernel(
     b = tl.program_id(0) // blocks // num_heads
     start_q, len_q = load_sequence(lengths, b, META.IS_RAGGED_Q)
     first_row = block * ROWS
-    if SIZE > 0:  # noqa: SIM102  # this is known when it is compiled, that at run time
+    if SIZE > 0:  # this is known when it is compiled, that at run time
         if tl.program_id(0) == 0:
             none = tl.arange(0, SIZE)
             tl.store(tiles_ptr + none, tl.full([SIZE], float("-inf"), tl.float32))
             tl.store(tiles_ptr + SIZE + none, tl.zeros([SIZE], tl.float32))
             if args.tiled.dq_sums_ptr is not None:  # a persistent backward counts there
                 tl.store(args.tiled.dq_sums_ptr + none, tl.zeros([SIZE], tl.float32))
+        if args.tiled.dq_arrivals_ptr is not None:  # noqa: SIM102
+            if block == 0:
+                tl.store(args.tiled.dq_arrivals_ptr + b * num_heads + h, 0)
     if first_row >= len_q:
         if quantized.rows.ptr is not None:
             tl.store(quantized.descale_ptr + (b * num_heads + h) * blocks + block, 1.0)
@@ -213,10 +218,14 @@ class Tiled(NamedTuple):
     tiles: int  # tiles of one head
     large: LargeRows
     dq_sums: Tensor | None  # zeros, fp32 [all tiles * size, head dim], of which only rows of sequences are written
+    dq_arrivals: Tensor | None  # zeros, int32 [b * h]
 
 
-def tiled_statistics(call: Backward, size: int, *, with_dq_sums: bool = False) -> Tiled:
-    """Returns the statistics in tiles of `size` queries, and the sums of dq in such tiles for a backward `with_dq_sums`."""
+def tiled_statistics(call: Backward, size: int, *, with_dq_sums: bool = False, with_dq_arrivals: bool = False) -> Tiled:
+    """Returns the statistics in tiles of `size` queries, and the sums of dq in such tiles for a backward `with_dq_sums`.
+
+    with_dq_arrivals: whether it counts what it has added.
+    """
     x = call.problem
     num_tokens_q, head_dim = x.q.shape[-3], x.q.shape[-1]
     # tiles of one head: of all sequences of a packed batch, or of one sequence
@@ -224,9 +233,11 @@ def tiled_statistics(call: Backward, size: int, *, with_dq_sums: bool = False) -
     num_tiles = 1 + tiles * x.num_heads * (1 if x.q.dim() == 3 else x.batch)
     statistics = torch.empty(num_tiles * 2 * size, dtype=torch.float32, device=x.device)
     dq_sums = torch.empty((num_tiles * size, head_dim), dtype=torch.float32, device=x.device) if with_dq_sums else None
+    arrivals = torch.empty(x.batch * x.num_heads, dtype=torch.int32, device=x.device) if with_dq_arrivals else None
     large = large_rows(x, call.lse)
-    _launch(call, large, TiledStatistics(ptr=statistics, tiles=tiles, dq_sums_ptr=dq_sums), size)
-    return Tiled(statistics, tiles, large, dq_sums)
+    tiled = TiledStatistics(ptr=statistics, tiles=tiles, dq_sums_ptr=dq_sums, dq_arrivals_ptr=arrivals)
+    _launch(call, large, tiled, size)
+    return Tiled(statistics, tiles, large, dq_sums, arrivals)
 
 
 def _launch(call: Backward, large: LargeRows, target: Statistics | TiledStatistics, size: int = 0) -> None:

@@ -504,6 +504,10 @@ class HopperFusedTile(NamedTuple):
     # calls in which each query head has a key head of its own, of at least the kind's length and at most `up_to` tokens.
     is_persistent: bool = False
     up_to: int = NEVER
+    # True: persistent programs draw parts of dq too, and convert them once all blocks of keys have been added; no kernel of its own
+    # does so. For calls that `conditions.converts_dq` takes. At 128 without a mask 2 to 7 % faster, with one and at 64 up to 7 %
+    # slower (bench/results/short_backwards_h100.json).
+    converts: bool = False
     # As in `HopperTile`, but faster than `HOPPER_BACKWARD` too (bench/results/lengths_h200.json).
     open_from: int = NEVER
     causal_from: int = NEVER
@@ -568,7 +572,8 @@ HOPPER_FUSED = (
     # bench/results/fused_programs_h100.json, fused_variants_h100.json
     persistent(_FUSED[0], open_from=512, up_to=4096),
     persistent(_FUSED[0], causal_from=1024, windowed_from=2048, up_to=8192),
-    # Above, one tile of dq in shared memory is 2 to 5 % faster than persistent programs (short_backwards_h100.json).
+    # short_backwards_h100.json; above, one tile of dq in shared memory is 2 to 5 % faster than persistent programs.
+    persistent(_FUSED[2], open_from=512, up_to=4096, converts=True),
     persistent(_FUSED[2], open_from=2048, up_to=4096),
     _FUSED[2]._replace(dq_stages=1, open_from=4097),
     persistent(_FUSED[3], causal_from=1024, windowed_from=2048, up_to=8192),
@@ -576,13 +581,17 @@ HOPPER_FUSED = (
 )
 
 
-def select_hopper_fused_tile(head_dim_qk: int, head_dim_v: int, kind: Kind = "open", length: int = 0) -> HopperFusedTile:
+def select_hopper_fused_tile(
+    head_dim_qk: int, head_dim_v: int, kind: Kind = "open", length: int = 0, *, has_lengths: bool = True
+) -> HopperFusedTile:
     """Returns the first of the narrowest rows for the head dims (at most 128) that has a length for the kind, or the last.
 
     length: tokens of the longest sequence, by which a row that is for some lengths is taken before others; 0: none is.
+    has_lengths: whether sequences have lengths of their own. With them no row that converts dq is taken, nor is one wider than q.
     """
     narrowest = min(tile.head_dim for tile in HOPPER_FUSED if max(head_dim_qk, head_dim_v) <= tile.head_dim)
-    rows = [tile for tile in HOPPER_FUSED if tile.head_dim == narrowest]
+    may_convert = not has_lengths and head_dim_qk == narrowest
+    rows = [tile for tile in HOPPER_FUSED if tile.head_dim == narrowest and may_convert >= tile.converts]
     starts = [getattr(tile, f"{kind}_from") for tile in rows]
     fitting = (
         tile

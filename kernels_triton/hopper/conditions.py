@@ -251,7 +251,14 @@ def fused_tile(problem: Problem) -> HopperFusedTile:
     x = problem
     kind = "modified" if x.dropout_p > 0 else mask_class(x)[0]
     length = max(x.longest_q, x.longest_kv) if x.group_size == 1 else 0
-    return select_hopper_fused_tile(x.q.shape[-1], x.v.shape[-1], kind, length)
+    return select_hopper_fused_tile(x.q.shape[-1], x.v.shape[-1], kind, length, has_lengths=x.has_lengths)
+
+
+def converts_dq(problem: Problem, dq: Tensor, tile: HopperFusedTile) -> bool:
+    """Returns whether the fused backward with this tile converts dq: if it says so, in rows as wide, of sequences of one length."""
+    x = problem
+    is_wide = x.q.shape[-1] == tile.head_dim and not any(n % tile.head_dim for n in dq.stride()[:-1])
+    return tile.converts and is_wide and not x.has_lengths
 
 
 def fused_unsupported(problem: Problem, out: Tensor, dout: Tensor) -> str | None:

@@ -116,6 +116,17 @@ def reduce_add(descriptor, coordinates, tile, _semantic=None):
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, descriptor.handle, coordinates, tile.handle)
 
 
+@gluon.jit
+def finish_additions():
+    # Returns once the sums have what this warp's `reduce_add` added, for all threads of the warp: `tma.store_wait`, which is .read,
+    # waits until tiles have been read. Without .read "writes being made visible to the executing thread" are waited for (PTX ISA,
+    # cp.async.bulk.wait_group), and no fence.proxy.async is needed behind it: "the completion of a cp{.reduce}.async.bulk
+    # operation is followed by an implicit generic-async proxy fence" (Async Proxy). One thread has issued the additions; that they
+    # come before what the others do is bar.warp.sync's, which "also guarantees memory ordering among threads".
+    assembly: gl.constexpr = "cp.async.bulk.wait_group 0; bar.warp.sync -1; mov.b32 $0, 0;"
+    gl.inline_asm_elementwise(assembly, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+
+
 def statistics_descriptor(statistics: Tensor, size: int) -> TensorDescriptor:
     """Returns the descriptor of `tiled_statistics`, a tile of which has lse and delta of `size` queries."""
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)

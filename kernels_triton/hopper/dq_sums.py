@@ -18,6 +18,7 @@ from flexattn.kernels_triton.common.problem import Problem, rows
 from flexattn.kernels_triton.hopper.backward_blocks import Block, key_block
 from flexattn.kernels_triton.hopper.block_ranges import query_block
 from flexattn.kernels_triton.hopper.descriptors import reduce_add
+from flexattn.kernels_triton.hopper.dq_parts import count_block, place_in_sums
 from flexattn.kernels_triton.hopper.operands import ROWS
 from flexattn.kernels_triton.hopper.pipeline import release, wait_empty, wait_full
 from flexattn.kernels_triton.hopper.tile_scheduler import receive_tile
@@ -56,7 +57,7 @@ def dq_product(ds_tiles, k_tiles, buffer, k_tile, CONSUMER: gl.constexpr, META: 
 
 @gluon.jit
 def in_order_of_sums(dq):
-    # Rows r of eight go to 2 * (r % 4) + r // 4: rows of a wgmma that follow one another would be swizzled into the same banks.
+    # `place_in_sums`: rows of a wgmma that follow one another would be swizzled into the same banks.
     ROWS: gl.constexpr = dq.shape[0]
     COLUMNS: gl.constexpr = dq.shape[1]
     return gl.permute(dq.reshape([ROWS // 8, 2, 4, COLUMNS]), [0, 2, 1, 3]).reshape([ROWS, COLUMNS])
@@ -119,9 +120,12 @@ def add_dq(args, tiles, barriers, block: Block, META: gl.constexpr):
         before = 0
         numbers = receive_tile(n_tile, barriers, META)
         while numbers[0] >= 0:
-            drawn = key_block(numbers, args, META)
-            _add_block(args, ring, drawn, before, META)
-            before += drawn.num_blocks * args.work.group_size
+            if META.CONVERTED == 0 or numbers[1] >= 0:
+                drawn = key_block(numbers, args, META)
+                _add_block(args, ring, drawn, before, META)
+                before += drawn.num_blocks * args.work.group_size
+                if META.CONVERTED > 0:
+                    count_block(args, drawn)
             n_tile += 1
             numbers = receive_tile(n_tile, barriers, META)
 
@@ -151,7 +155,7 @@ def _attn_bwd_dq_conversion_kernel(args: ConversionArguments, SIZE: tl.constexpr
     first_tile = statistics_tile(b, h, args.num_heads, place_q, args.tiles_of_statistics, META, SIZE)
     rows = tl.arange(0, BLOCK_M)
     sums = args.sums_ptr + tl.cast(first_tile * SIZE + first_row, tl.int64) * HEAD_DIM
-    sum_offsets = (rows // 8 * 8 + rows % 4 * 2 + rows // 4 % 2) * HEAD_DIM  # `in_order_of_sums`
+    sum_offsets = place_in_sums(rows) * HEAD_DIM
     dq_pointer = row_pointer(args.dq, b, h, start_q + first_row, META)
     _, dq_offsets = row_steps(args.dq.stride_s, BLOCK_M, META)
     dq0 = load_tile(sums, sum_offsets, first_row, len_q, 0, META.QK0, HEAD_DIM, True)

@@ -46,6 +46,7 @@ class Fp8FusedTile(NamedTuple):
     dv_with_dk = False
     dout_apart = False
     is_persistent = False
+    converts = False
 
 
 # bench/results/fp8_one_pass_orders_h200.json. With 128 queries modified scores would spill, and a block mask may have fewer.

@@ -33,6 +33,7 @@ from flexattn.kernels_triton.hopper.barriers import (
 )
 from flexattn.kernels_triton.hopper.block_ranges import query_block
 from flexattn.kernels_triton.hopper.descriptors import Step
+from flexattn.kernels_triton.hopper.dq_parts import SumsOfDq, convert_part
 from flexattn.kernels_triton.hopper.dq_sums import DqRing, dq_product, hand_over_dq, write_dq
 from flexattn.kernels_triton.hopper.dropout import drawn_weights, dropout_state, kept, kept_gradient, scaled
 from flexattn.kernels_triton.hopper.fp8 import BackwardDescales, dp_factor_of, product_logits, score_factor
@@ -60,6 +61,7 @@ class FusedMeta(NamedTuple):
     NUMBERS: int  # integers by which the blocks of keys of a persistent kernel are broadcast; 0: a program has one block
     K_STAGES: int  # blocks of keys whose k is in shared memory: 2 of a persistent kernel, else 1
     V_STAGES: int  # 1, or as K_STAGES
+    CONVERTED: int  # rows of a part of dq that a persistent kernel converts; 0: another kernel does so
 
 
 class FusedDescriptors(NamedTuple):
@@ -103,6 +105,7 @@ class FusedArguments(NamedTuple):
     scores: Scores
     dropout: Dropout | None  # in FP8 there is none
     lists: BlockMaskLists | None  # lists of query blocks
+    sums: SumsOfDq | None  # with META.CONVERTED > 0
 
 
 class FusedTiles(NamedTuple):
@@ -363,12 +366,17 @@ def consume_fused(
         _consume_block(args, tiles, barriers, block, Begun(blocks=0, iterations=0), CONSUMER, MODS, META)
     else:
         n_tile = 0
+        blocks = 0
         iterations = 0
         numbers = receive_tile(n_tile, barriers, META)
         while numbers[0] >= 0:
-            drawn = key_block(numbers, args, META)
-            begun = Begun(blocks=n_tile, iterations=iterations)
-            _consume_block(args, tiles, barriers, drawn, begun, CONSUMER, MODS, META)
-            iterations += drawn.num_blocks * args.work.group_size
+            if META.CONVERTED == 0 or numbers[1] >= 0:
+                drawn = key_block(numbers, args, META)
+                begun = Begun(blocks=blocks, iterations=iterations)
+                _consume_block(args, tiles, barriers, drawn, begun, CONSUMER, MODS, META)
+                blocks += 1
+                iterations += drawn.num_blocks * args.work.group_size
+            else:
+                convert_part(numbers, args, CONSUMER, META)
             n_tile += 1
             numbers = receive_tile(n_tile, barriers, META)

@@ -12,9 +12,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from flexattn.kernels_triton.common.preprocess import tiled_statistics
 from flexattn.kernels_triton.common.problem import Backward
 from flexattn.kernels_triton.common.tile_schedule import zero_padding
+from flexattn.kernels_triton.common.tiles import cdiv
 from flexattn.kernels_triton.hopper.backward_blocks import LargeLse, backward_work, key_block_numbers
-from flexattn.kernels_triton.hopper.conditions import KEYS
+from flexattn.kernels_triton.hopper.conditions import KEYS, converts_dq
 from flexattn.kernels_triton.hopper.descriptors import ragged_descriptor, statistics_descriptor, step_of
+from flexattn.kernels_triton.hopper.dq_parts import PART, sums_of_dq
 from flexattn.kernels_triton.hopper.dq_sums import convert_dq
 from flexattn.kernels_triton.hopper.fp8_backward_operands import backward_descales, copies_in_16_bits, is_plain
 from flexattn.kernels_triton.hopper.fused_consumer import FusedArguments, FusedDescriptors, FusedMeta, FusedSteps
@@ -26,10 +28,10 @@ from flexattn.kernels_triton.runtime.launch import Tile
 class FusedLaunch(NamedTuple):
     """Launch of a fused kernel, and what `finish_fused` needs after it."""
 
-    programs: int
+    programs: int  # or of a persistent kernel its work tiles
     tile: Tile
     arguments: tuple[Any, ...]
-    dq_sums: Tensor
+    dq_sums: Tensor | None  # None: the kernel has converted them
     tiles_of_statistics: Tensor | None
 
 
@@ -55,6 +57,7 @@ def prepare_fused(call: Backward, tile: Any) -> FusedLaunch:
         NUMBERS=key_block_numbers(x.features) if tile.is_persistent else 0,
         K_STAGES=2 if tile.is_persistent else 1,
         V_STAGES=2 if tile.is_persistent and tile.head_dim <= 64 else 1,
+        CONVERTED=PART // tile.head_dim if converts_dq(x, call.dq, tile) else 0,
     )
     of_a_warpgroup = (ROWS.value, tile.queries * tile.head_dim // KEYS)
     return launch_of_fused(call, meta, ROWS.value, of_a_warpgroup)
@@ -69,7 +72,8 @@ def launch_of_fused(call: Backward, meta: Any, rows_of_keys: int, dq_block: tupl
     is_fp8 = x.q.element_size() == 1
     dim, size = meta.DIM, meta.BLOCK_M
     head_dim = x.q.shape[-1]
-    statistics, tiles, large, dq_sums = tiled_statistics(call, size, with_dq_sums=True)
+    converts = meta.CONVERTED > 0
+    statistics, tiles, large, dq_sums, arrivals = tiled_statistics(call, size, with_dq_sums=True, with_dq_arrivals=converts)
     assert dq_sums is not None
     dq_layout = gl.NVMMASharedLayout.get_default_for(list(dq_block), gl.float32)
     bytes_per_head = 12 * dim * max(x.longest_q, x.longest_kv)  # about: k, v, q and dout of two bytes, dq of four
@@ -101,14 +105,18 @@ def launch_of_fused(call: Backward, meta: Any, rows_of_keys: int, dq_block: tupl
         scores=x.scores,
         dropout=None if is_fp8 else x.dropout,
         lists=x.lists("q"),
+        sums=sums_of_dq(arrivals, dq_sums, dq) if converts else None,
     )
-    return FusedLaunch(programs, Tile(size, KEYS, 4, 2), (arguments, x.mods, meta), dq_sums, tiles)
+    if converts:
+        programs += cdiv(x.longest_q, meta.CONVERTED) * x.num_heads * x.batch
+    return FusedLaunch(programs, Tile(size, KEYS, 4, 2), (arguments, x.mods, meta), None if converts else dq_sums, tiles)
 
 
 def finish_fused(call: Backward, launched: FusedLaunch) -> None:
-    """Makes dq of its sums, and zeros of the gradients between and behind sequences."""
+    """Makes dq of its sums where the kernel has not, and zeros of the gradients between and behind sequences."""
     x = call.problem
-    convert_dq(x, launched.dq_sums, launched.tiles_of_statistics, launched.tile.block_m, call.dq)
+    if launched.dq_sums is not None:
+        convert_dq(x, launched.dq_sums, launched.tiles_of_statistics, launched.tile.block_m, call.dq)
     if x.has_lengths:
         zero_padding(x, call.dq, "q")
         zero_padding(x, call.dk, "kv")

@@ -12,6 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from flexattn.kernels_triton.hopper.backward_blocks import Block, find_key_block, key_block
 from flexattn.kernels_triton.hopper.block_ranges import query_block
 from flexattn.kernels_triton.hopper.descriptors import load_rows, load_statistics, store_rows
+from flexattn.kernels_triton.hopper.dq_parts import find_part, find_task, num_tasks, wait_for_sums
 from flexattn.kernels_triton.hopper.fused_consumer import Begun, FusedArguments, FusedBarriers, FusedTiles
 from flexattn.kernels_triton.hopper.pairs import Origin, origin_of
 from flexattn.kernels_triton.hopper.pipeline import wait_empty, wait_full
@@ -110,27 +111,45 @@ def load_fused(args: FusedArguments, tiles: FusedTiles, barriers: FusedBarriers,
         _store_gradients(args, tiles, barriers, block, 0, META)
     else:
         work = args.work
-        amount = num_work_tiles(work, work.num_heads // work.group_size, args.lengths_kv.batch, META)
+        blocks = num_work_tiles(work, work.num_heads // work.group_size, args.lengths_kv.batch, META)
+        amount = blocks
         t = gl.program_id(0)
+        FIRST_IS_DRAWN: gl.constexpr = META.CONVERTED > 0
+        if FIRST_IS_DRAWN:  # what is waited for may not be left to a program that another kernel keeps from being started
+            amount = num_tasks(blocks, args, META)
+            t = gl.atomic_add(work.table_ptr, 1, sem="relaxed")
         n_tile = 0
+        begun_blocks = 0
         iterations = 0
         previous = (0,)
         for _ in gl.static_range(META.NUMBERS - 1):
             previous = previous + (0,)
         while t < amount:
-            numbers = find_key_block(t, amount, args, META)
-            drawn = key_block(numbers, args, META)
-            if (drawn.num_blocks == 0) & (n_tile > 0):  # the consumers write its zeros at once
-                _store_gradients(args, tiles, barriers, key_block(previous, args, META), n_tile - 1, META)
-                tma.store_wait(0)
-            broadcast_tile(numbers, n_tile, barriers, META)
-            _load_block(args, tiles, barriers, drawn, Begun(blocks=n_tile, iterations=iterations), previous, META)
-            previous = numbers
-            iterations += drawn.num_blocks * work.group_size
+            n_block = t
+            if META.CONVERTED > 0:
+                task = find_task(t, blocks, args, META)
+                n_block = task.index
+            if META.CONVERTED > 0 and task.converts:
+                part = find_part(task.index, args, META)
+                wait_for_sums(part, args)
+                broadcast_tile(part, n_tile, barriers, META)
+            else:
+                numbers = find_key_block(n_block, blocks, args, META)
+                drawn = key_block(numbers, args, META)
+                if (drawn.num_blocks == 0) & (begun_blocks > 0):  # the consumers write its zeros at once
+                    _store_gradients(args, tiles, barriers, key_block(previous, args, META), begun_blocks - 1, META)
+                    tma.store_wait(0)
+                broadcast_tile(numbers, n_tile, barriers, META)
+                _load_block(args, tiles, barriers, drawn, Begun(blocks=begun_blocks, iterations=iterations), previous, META)
+                previous = numbers
+                begun_blocks += 1
+                iterations += drawn.num_blocks * work.group_size
             n_tile += 1
             # Not before the block is loaded: what a program has drawn no other takes, however long it is busy.
-            t = gl.atomic_add(work.table_ptr, 1, sem="relaxed") + gl.num_programs(0)
+            t = gl.atomic_add(work.table_ptr, 1, sem="relaxed")
+            if not FIRST_IS_DRAWN:
+                t += gl.num_programs(0)
         broadcast_end(n_tile, barriers, META)
-        if n_tile > 0:
-            _store_gradients(args, tiles, barriers, key_block(previous, args, META), n_tile - 1, META)
+        if begun_blocks > 0:
+            _store_gradients(args, tiles, barriers, key_block(previous, args, META), begun_blocks - 1, META)
     tma.store_wait(0)

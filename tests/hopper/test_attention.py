@@ -85,7 +85,7 @@ def launches_of(row: HopperTile, features: str, dtype: torch.dtype = torch.bfloa
         backward_kernels.hopper_backward(backward)
         if max(head_dims) <= 128:
             tile = conditions.fused_tile(problem)
-            for variant in (tile, persistent(tile), tile._replace(dq_stages=1)):
+            for variant in (tile, persistent(tile), persistent(tile, converts=True), tile._replace(dq_stages=1)):
                 fused_kernels.fused_backward(backward, variant)
     if others:
         return {x.kernel.__name__: x for x in launches if "hopper" not in x.kernel.__name__}
@@ -96,7 +96,7 @@ def launches_of(row: HopperTile, features: str, dtype: torch.dtype = torch.bfloa
 
 
 # In the order in which `launches_of` launches them
-FUSED_VARIANTS = ("fused", "persistent", "one tile of dq")
+FUSED_VARIANTS = ("fused", "persistent", "converting", "one tile of dq")
 
 # Instructions of a turn of the main loop, by kernel, row and features: what was compiled when the rates were measured. The
 # forward's loop is of whole blocks, but in a narrow window, where few are whole, of blocks that may be cut.
@@ -120,6 +120,7 @@ LOOP_INSTRUCTIONS: dict[tuple[str, int | str, str], int] = {
     ("persistent", 128, "open"): 450,
     ("persistent", 128, "causal"): 508,
     ("persistent", 128, "everything"): 575,
+    ("converting", 128, "open"): 450,
     ("one tile of dq", 128, "open"): 450,
     ("fwd", "64: 256x64", "open"): 263,
     ("fwd", "64: 256x64", "causal"): 265,
@@ -466,7 +467,12 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
-def check(launches: list[str], call: dict[str, Any], **inputs: Any) -> None:
+SPLIT = ["_attn_bwd_preprocess_kernel", "_attn_bwd_dq_hopper_kernel", "_attn_bwd_dkdv_hopper_kernel"]
+CONVERTING = ["_attn_bwd_preprocess_kernel", "_attn_bwd_fused_hopper_kernel"]
+FUSED = [*CONVERTING, "_attn_bwd_dq_conversion_kernel"]
+
+
+def check(launches: list[str], call: dict[str, Any], fused: list[str] = FUSED, **inputs: Any) -> None:
     """Forward and backward against the oracle, with all the kernels there are for the backward."""
     given = make_inputs(**{"dtype": torch.bfloat16, "device": "cuda", "head_dim_qk": 128, "head_dim_v": 128, **inputs})
     spec, x = make_call(given, **call, return_max_logit=False)
@@ -484,11 +490,9 @@ def check(launches: list[str], call: dict[str, Any], **inputs: Any) -> None:
             assert (got is None) == (want is None)
             if got is not None:
                 check_close(name, got, want, budget, factor=GRADIENT_FACTOR)
-    assert launches == ["_attn_fwd_hopper_kernel", *SPLIT, *(FUSED if has_fused else [])]
+    assert launches == ["_attn_fwd_hopper_kernel", *SPLIT, *(fused if has_fused else [])]
 
 
-SPLIT = ["_attn_bwd_preprocess_kernel", "_attn_bwd_dq_hopper_kernel", "_attn_bwd_dkdv_hopper_kernel"]
-FUSED = ["_attn_bwd_preprocess_kernel", "_attn_bwd_fused_hopper_kernel", "_attn_bwd_dq_conversion_kernel"]
 HEAD_DIMS = [(64, 64), (128, 128), (192, 128), (256, 256), (40, 72), (96, 96), (136, 64), (64, 200)]
 BANDS: list[dict[str, Any]] = [
     {},
@@ -574,10 +578,10 @@ def test_bits_of_fused_repeat_but_for_dq(
     assert set(launches) == {"_attn_fwd_hopper_kernel", *FUSED}
 
 
-def choose_persistent(monkeypatch: pytest.MonkeyPatch) -> None:
+def choose_persistent(monkeypatch: pytest.MonkeyPatch, *, converts: bool = False) -> None:
     """Gives the fused backward persistent programs, whatever the call."""
     chosen = conditions.fused_tile
-    monkeypatch.setattr(conditions, "fused_tile", lambda problem: persistent(chosen(problem)))
+    monkeypatch.setattr(conditions, "fused_tile", lambda problem: persistent(chosen(problem), converts=converts))
 
 
 @on_hopper

@@ -27,10 +27,12 @@ from flexattn.kernels_triton.hopper import (
     conditions,
     dkdv_consumer,
     dq_consumer,
+    dq_parts,
     dq_sums,
     forward_loader,
     forward_partition,
     fused_consumer,
+    fused_launch,
     fused_loader,
     tile_scheduler,
 )
@@ -53,7 +55,11 @@ from tests.support.inject import assign, drop, kernels_with, move, with_argument
 HARMLESS = {"tma-out-of-bounds", "wgmma-register-operand", "slice-in-swizzle"}
 SEEDS = range(20)
 KERNELS = (hopper_forward, hopper_backward, hopper_fused)
-VARIANTS = {"persistent": persistent, "one tile of dq": lambda tile: tile._replace(dq_stages=1)}  # of the fused backward
+VARIANTS = {  # of the fused backward
+    "persistent": persistent,
+    "converting": lambda tile: persistent(tile, converts=True),
+    "one tile of dq": lambda tile: tile._replace(dq_stages=1),
+}
 BACKWARDS = ("hopper_backward", "fused_backward")
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU what is beside the Gluon kernels runs there")
 
@@ -175,6 +181,28 @@ def test_persistent_programs_of_dense_calls(dim: int, mask: str) -> None:
         check_persistent(seed, {"attn_mask_type": mask}, head_dim_qk=dim, head_dim_v=dim, **inputs)
 
 
+@pytest.mark.sample("dim", "fmt", "call")
+@without_gpu
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"attn_mask_type": "causal"},
+        {"window_size": (90, 0)},
+        {"attn_mask_type": "causal_bottom_right", "softcap": 3.0},
+        {"softmax_type": "off-by-one"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("fmt", ["bshd", "sbhd", "bhsd"])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_programs_that_convert_dq(dim: int, fmt: str, call: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A section or several, whose parts of dq come behind the blocks of the next, or behind all."""
+    inputs = {"lengths_q": [300] * 2, "lengths_kv": [330] * 2, "num_heads": 4, "num_heads_kv": 2, "qkv_format": fmt}
+    for seed, heads in ((1, 1), (5, 3), (6, 4)):  # lazy and two random ones
+        monkeypatch.setattr(fused_launch, "section_of_one_size", lambda most, _, heads=heads: min(heads, most))
+        check_persistent(seed, call, "converting", head_dim_qk=dim, head_dim_v=dim, **inputs)
+
+
 @without_gpu
 @pytest.mark.parametrize("seed", [1, 5, 6])
 def test_one_tile_of_dq(seed: int) -> None:
@@ -196,7 +224,9 @@ def test_persistent_programs_of_odd_numbers_of_iterations(sq: int) -> None:
 def test_persistent_programs_over_twenty_schedules(dim: int) -> None:
     for seed in SEEDS:
         check_persistent(seed, EVERYTHING | {"softmax_offset": SINKS}, qkv_format="thd", head_dim_qk=dim, head_dim_v=dim, **UNEVEN)
-        check_persistent(seed, {"attn_mask_type": "causal"}, lengths_q=[200], lengths_kv=[330], head_dim_qk=dim, head_dim_v=dim)
+        for name in ("persistent", "converting"):
+            inputs = {"lengths_q": [200], "lengths_kv": [330], "head_dim_qk": dim, "head_dim_v": dim}
+            check_persistent(seed, {"attn_mask_type": "causal"}, name, **inputs)
 
 
 @pytest.mark.sample
@@ -341,8 +371,8 @@ FAULTS: dict[str, tuple[ModuleType, inject.Fault]] = {
         fused_consumer,
         move("release(q_empty)", before="warpgroup_mma_wait([sum_of_q, ds16])", nth=0),
     ),
-    "persistent: a block is drawn twice": (fused_loader, assign("t", "gl.atomic_add(work.table_ptr, 1)", nth=1)),
-    "persistent: a block is left out": (fused_loader, with_argument("gl.atomic_add(work.table_ptr)", 1, "2")),
+    "persistent: a block is drawn twice": (fused_loader, assign("t", "0", within="load_fused", nth=3)),
+    "persistent: a block is left out": (fused_loader, with_argument("gl.atomic_add(work.table_ptr)", 1, "2", nth=1)),
     "persistent, d 64: k comes before dk of the last but one has left": (
         fused_loader,
         drop("tma.store_wait()", within="_load_block", nth=0),
@@ -358,6 +388,11 @@ FAULTS: dict[str, tuple[ModuleType, inject.Fault]] = {
         fused_consumer,
         with_argument("mbarrier.arrive(q_empty)", "pred", "True"),
     ),
+    "converting: the rows of a tile are taken in its order": (
+        dq_parts,
+        assign("offsets", "rows * DIM", within="convert_part", nth=0),
+    ),
+    "converting: a part of dq is left out": (fused_loader, with_argument("find_part(task.index)", 0, "task.index // 2 * 2")),
     "persistent, causal: zeros are written before the gradients before them have left": (
         fused_loader,
         drop("tma.store_wait()", within="load_fused", nth=0),
@@ -377,8 +412,9 @@ def test_injected_fault_is_found(seeds: tuple[int, ...], name: str, tmp_path: Pa
     # In one pass they differ in the order of products; with a causal mask the last keys are seen by no query.
     call = {"attn_mask_type": "causal" if "causal" in name else "no_mask"}
     backwards = ("fused_backward",) if "one pass" in name else ("hopper_backward",)
-    if "persistent" in name:
-        backwards = ("persistent",)
+    variant = name.split(":")[0].split(",")[0]
+    if variant in VARIANTS:
+        backwards = (variant,)
         inputs = {"lengths_q": [200 if "causal" in name else 300], "lengths_kv": [330], "num_heads": 4, "num_heads_kv": 4}
         dim = 64 if "d 64" in name else 128
         inputs |= {"head_dim_qk": dim, "head_dim_v": dim}
@@ -388,6 +424,17 @@ def test_injected_fault_is_found(seeds: tuple[int, ...], name: str, tmp_path: Pa
         except AssertionError:  # a wrong result
             continue
         assert any(report.bugs for report in reports.values()), f"not found on seed {seed}"
+
+
+@without_gpu
+@pytest.mark.parametrize("seed", [7, pytest.param(8, marks=pytest.mark.slow)])
+def test_a_part_that_does_not_wait_for_its_sums_is_found(seed: int, tmp_path: Path) -> None:
+    """On schedules in which the warp that adds dq is late: a part is drawn when its head's blocks have long been loaded."""
+    kernels = kernels_with(KERNELS, dq_parts, assign("arrived", "args.work.blocks", within="wait_for_sums", nth=0), tmp_path)
+    inputs = {"lengths_q": [300], "lengths_kv": [330], "num_heads": 1, "num_heads_kv": 1, "head_dim_qk": 64, "head_dim_v": 64}
+    run(seed, {"attn_mask_type": "no_mask"}, backwards=("converting",), **inputs)
+    with pytest.raises(AssertionError, match="dq"):
+        run(seed, {"attn_mask_type": "no_mask"}, kernels, ("converting",), **inputs)
 
 
 @pytest.mark.slow

@@ -5,14 +5,19 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 import torch
 
+from flexattn import attention
+from flexattn.dispatch import triton_backend
 from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.hopper import conditions
-from tests.hopper.test_attention import BANDS, UNEVEN, check, choose_persistent, on_hopper
+from flexattn.testing import make_call, make_dout, make_inputs
+from tests.conftest import FreshPython
+from tests.hopper.test_attention import BANDS, CONVERTING, FUSED, UNEVEN, check, choose_persistent, on_hopper
 from tests.hopper.test_attention import launches as launches
 
 
@@ -24,7 +29,7 @@ def test_persistent_programs_are_chosen_by_mask_length_and_groups(monkeypatch: p
         (64, {}, (512, 1024, 2048, 4096)),
         (64, {"window_right": 0}, (1024, 2048, 4096, 8192)),
         (64, window, (2048, 4096, 8192)),
-        (128, {}, (2048, 4096)),
+        (128, {}, (512, 1024, 2048, 4096)),
         (128, {"window_right": 0}, (1024, 2048, 4096, 8192)),
         (128, window, (2048, 4096, 8192)),
         (64, {"softcap": 30.0}, ()),
@@ -36,9 +41,16 @@ def test_persistent_programs_are_chosen_by_mask_length_and_groups(monkeypatch: p
             tile = conditions.fused_tile(Problem(x, x, x, softmax_scale=0.1, **more))
             assert tile.is_persistent == (length in chosen), (dim, more, length)
             assert dim == 64 or not tile.is_persistent or tile.dq_stages == 1  # else shared memory is too small
-            assert dim == 64 or more or (tile.dq_stages == 1) == (length >= 2048)
+            assert dim == 64 or more or (tile.dq_stages == 1) == (length >= 512)
+            assert tile.converts == (tile.is_persistent and dim == 128 and not more)
             grouped = x[:, :, : x.shape[2] // 4]
             assert not conditions.fused_tile(Problem(x, grouped, grouped, softmax_scale=0.1, **more)).is_persistent
+            lengths_kv = torch.empty(x.shape[0], dtype=torch.int32, device="meta")
+            padded = conditions.fused_tile(Problem(x, x, x, softmax_scale=0.1, seqused_kv=lengths_kv, **more))
+            narrow = conditions.fused_tile(Problem(x[..., :-8], x, x, softmax_scale=0.1, **more))
+            for other in (padded, narrow):  # a kernel of its own converts
+                assert not other.converts
+                assert other.is_persistent == (length in chosen and (not tile.converts or length >= 2048))
     short = torch.empty((32, 512, 32, 64), dtype=torch.bfloat16, device="meta")
     grouped = short[:, :, :8]
     assert "1024 tokens" in str(conditions.fused_slower(Problem(short, grouped, grouped, softmax_scale=0.1)))
@@ -58,11 +70,102 @@ def test_persistent_programs(
 
 @on_hopper
 @pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("converts", [False, True])
 @pytest.mark.parametrize("mask", ["no_mask", "causal", "causal_bottom_right"])
 @pytest.mark.parametrize(("sq", "skv"), [(1024, 1024), (700, 333), (333, 700), (1, 500), (300, 1)])
 def test_persistent_programs_of_dense_calls(
-    sq: int, skv: int, mask: str, dim: int, launches: list[str], monkeypatch: pytest.MonkeyPatch
+    sq: int, skv: int, mask: str, converts: bool, dim: int, launches: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    choose_persistent(monkeypatch)
+    choose_persistent(monkeypatch, converts=converts)
     heads = {"num_heads": 24, "num_heads_kv": 24, "head_dim_qk": dim, "head_dim_v": dim}
-    check(launches, {"attn_mask_type": mask}, lengths_q=[sq] * 3, lengths_kv=[skv] * 3, **heads)
+    fused = CONVERTING if converts else FUSED
+    check(launches, {"attn_mask_type": mask}, fused, lengths_q=[sq] * 3, lengths_kv=[skv] * 3, **heads)
+
+
+ORDER = """
+import torch
+from flexattn.kernels_triton.ahead_of_time.compile_report import compiled_from, request_for
+from flexattn.kernels_triton.common.problem import Backward, Problem
+from flexattn.kernels_triton.common.tiles import persistent
+from flexattn.kernels_triton.hopper import backward_fused, conditions
+from flexattn.kernels_triton.runtime.launch import recorded_launches
+
+x, lse = torch.zeros(2, 256, 4, 128, dtype=torch.bfloat16), torch.zeros(2, 4, 256)
+problem = Problem(x, x, x, softmax_scale=0.1)
+backward = Backward(problem, x, lse, x, None, *(torch.zeros_like(x) for _ in range(3)))
+with recorded_launches() as launches:
+    backward_fused.fused_backward(backward, persistent(conditions.fused_tile(problem), converts=True))
+print(compiled_from(request_for(launches[1], 90)).asm["ptx"])
+"""
+STEPS = re.compile(
+    r"cp\.reduce\.async\.bulk|cp\.async\.bulk\.wait_group(?:\.read)?|bar\.warp\.sync"
+    r"|(?:ld|atom)\.global\.gpu\.(?:release|acquire)|mbarrier\.(?:arrive|try_wait)[\w.:]*"
+)
+
+
+def test_what_is_counted_has_been_added_and_what_is_converted_was_counted(fresh_python: FreshPython) -> None:
+    """The chain of `dq_parts` in the PTX, of which the emulator, whose programs run one after the other, sees no step."""
+    steps = STEPS.findall(fresh_python("-c", ORDER).stdout)
+    (count,) = (n for n, step in enumerate(steps) if "release" in step)
+    assert steps[count - 2 : count + 1] == ["cp.async.bulk.wait_group", "bar.warp.sync", "atom.global.gpu.release"]
+    waits = [n for n, step in enumerate(steps) if "acquire" in step]
+    assert len(waits) == 2  # the first, and those of the loop
+    after = [step for step in steps[waits[-1] :] if "mbarrier" in step]
+    assert after[:2] == ["mbarrier.try_wait.parity.shared::cta.b64", "mbarrier.arrive.shared::cta.b64"]  # `broadcast_tile`
+
+
+@on_hopper
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("fmt", ["bshd", "sbhd", "bhsd"])
+def test_programs_that_convert_dq(fmt: str, dim: int, launches: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients in any order of dimensions, heads that share keys, several sections; other head dims have a kernel more."""
+    choose_persistent(monkeypatch, converts=True)
+    shape = {"qkv_format": fmt, "lengths_q": [600] * 8, "lengths_kv": [700] * 8, "num_heads": 24, "num_heads_kv": 12}
+    check(launches, {"window_size": (500, 0)}, CONVERTING, head_dim_qk=dim, head_dim_v=dim, **shape)
+    launches.clear()
+    check(launches, {}, FUSED, head_dim_qk=dim - 8, head_dim_v=dim, **shape)
+
+
+@on_hopper
+@pytest.mark.parametrize("mask", ["no_mask", "causal"])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_no_sum_is_converted_before_it_is_whole(dim: int, mask: str, launches: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part that is not there yet is an error of the size of dq itself."""
+    given = make_inputs(lengths_q=[512] * 16, num_heads=16, head_dim_qk=dim, head_dim_v=dim, dtype=torch.bfloat16, device="cuda")
+    spec, x = make_call(given, attn_mask_type=mask, return_max_logit=False)
+    dout = make_dout(given)
+    out, lse, _ = triton_backend.forward(spec, x)
+    choose_persistent(monkeypatch)
+    first = triton_backend.backward(spec, x, out, lse, dout, None)
+    largest = float(first.dq.float().abs().amax())
+    choose_persistent(monkeypatch, converts=True)
+    launches.clear()
+    for _ in range(300):
+        again = triton_backend.backward(spec, x, out, lse, dout, None)
+        assert torch.equal(again.dk, first.dk)
+        assert torch.equal(again.dv, first.dv)
+        assert float((again.dq.float() - first.dq.float()).abs().amax()) <= largest * 2.0**-7
+    assert launches == 300 * CONVERTING
+
+
+@on_hopper
+def test_each_backward_counts_from_zero(launches: list[str]) -> None:
+    """In a backward that is made twice, and in the replays of a graph, whose launches find the memory as they left it."""
+    q, k, v = (torch.randn(4, 640, 40, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    out = attention(q, k, v, backend="triton")
+    douts = [torch.randn_like(out) for _ in range(3)]
+    first = [torch.autograd.grad(out, (q, k, v), dout, retain_graph=True) for dout in douts]
+    again = [torch.autograd.grad(out, (q, k, v), dout, retain_graph=True) for dout in douts]
+    assert launches == ["_attn_fwd_hopper_kernel", *6 * CONVERTING]
+    graph, dout = torch.cuda.CUDAGraph(), torch.empty_like(out)
+    with torch.cuda.graph(graph):
+        found = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+    for n in (0, 1, 2, 0):
+        dout.copy_(douts[n])
+        for gradient in found:
+            gradient.fill_(float("nan"))
+        graph.replay()
+        for gradients in (found, again[n]):
+            for name, got, want in zip("qkv", gradients, first[n], strict=True):
+                exact = 0.0 if name != "q" else float(want.float().abs().amax()) * 2.0**-7
+                assert float((got.float() - want.float()).abs().amax()) <= exact, f"d{name} of dout {n}"

@@ -1,0 +1,136 @@
+"""Conversion of dq by the persistent programs of the fused backward for sm_90 that summed it: parts of it, drawn as blocks of keys are.
+
+A part reads sums that any program may have added to, so it waits until all blocks of keys of its head have been counted. The chain,
+in the terms of PTX's memory consistency model, from an addition to a part's loads:
+
+- The copy engine's additions are complete, and visible to the warp that issued them, when it counts (`finish_additions`).
+- It counts by an atomic with release semantics at the scope of the GPU, and the warp that has drawn the part reads the count by one
+  with acquire semantics. Each count that makes up the number read precedes that read in observation order, which goes through
+  atomics: so each of these releases synchronizes with the acquire.
+- The part is broadcast through an mbarrier, whose arrive has release and whose wait has acquire semantics within the program
+  (PTX ISA, mbarrier.arrive and mbarrier.try_wait: the default .sem and .scope), so the consumers' loads come after too.
+
+The counts are zeros before each launch: the preprocess kernel, which comes before in the same stream, writes them as it does dq's.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from flexattn.kernels_triton.common.arguments import Rows
+from flexattn.kernels_triton.common.preprocess import statistics_tile
+from flexattn.kernels_triton.hopper.backward_blocks import Block
+from flexattn.kernels_triton.hopper.descriptors import finish_additions
+from flexattn.kernels_triton.runtime.entry import WidePointer
+
+# Elements of a part: at head dim 128 without a mask parts of twice as many took up to 5 % longer, of half as many up to 3 %
+# (bench/results/short_backwards_h100.json).
+PART = 256 * 128
+_STEP = gl.constexpr(64 * 128)  # elements of them that a warpgroup has in registers
+
+
+class SumsOfDq(NamedTuple):
+    """The sums of dq of a fused kernel that converts them."""
+
+    arrivals_ptr: Any  # int32 [b, h_kv]: how many blocks of keys have been added
+    ptr: WidePointer  # fp32 [tiles * BLOCK_M, DIM]
+    dq: Rows  # strides are in units of DIM
+
+
+def sums_of_dq(arrivals: Tensor | None, sums: Tensor, dq: Tensor) -> SumsOfDq:
+    width = dq.shape[-1]
+    stride_b, stride_s, stride_h = (n // width for n in dq.stride()[:-1])
+    return SumsOfDq(arrivals_ptr=arrivals, ptr=sums, dq=Rows(ptr=dq, stride_b=stride_b, stride_s=stride_s, stride_h=stride_h))
+
+
+@triton.jit
+def place_in_sums(rows):
+    # The row of the sums that has row `rows` of dq: of eight, row r is at 2 * (r % 4) + r // 4 (`dq_sums.in_order_of_sums`).
+    return rows // 8 * 8 + rows % 4 * 2 + rows // 4 % 2
+
+
+@gluon.jit
+def count_block(args, block: Block):
+    # By the warp that has issued the additions of all of the block's tiles of dq
+    finish_additions()
+    heads = args.work.num_heads // args.work.group_size
+    gl.atomic_add(args.sums.arrivals_ptr + block.b * heads + block.h_kv, 1, sem="release")
+
+
+class Task(NamedTuple):
+    """A work tile of a kernel that converts dq: a block of keys, or a part of dq."""
+
+    converts: Any
+    index: Any  # its number among its like
+
+
+@gluon.jit
+def find_task(t, blocks, args, META: gl.constexpr):
+    # Work tile t, of `blocks` blocks of keys and all parts: those of a section of heads come behind the blocks of the next section,
+    # so that hardly any has to be waited for, and the sums are still in L2.
+    work = args.work
+    parts = gl.cdiv(args.lengths_q.max_seqlen, META.CONVERTED) * work.group_size  # of a key head
+    section_blocks = work.heads_per_l2_section * work.blocks
+    section_parts = work.heads_per_l2_section * parts
+    last = gl.cdiv(blocks, section_blocks) - 1
+    # Of this section the blocks come before t, and they are the last that do.
+    section = gl.minimum(gl.maximum(t - section_blocks, 0) // (section_blocks + section_parts) + 1, last)
+    blocks_before = gl.minimum((section + 1) * section_blocks, blocks)
+    parts_before = gl.maximum(section - 1, 0) * section_parts
+    converts = t >= blocks_before + parts_before
+    return Task(converts=converts, index=gl.where(converts, t - blocks_before, t - parts_before))
+
+
+@gluon.jit
+def num_tasks(blocks, args, META: gl.constexpr):
+    return blocks + args.lengths_q.batch * args.work.num_heads * gl.cdiv(args.lengths_q.max_seqlen, META.CONVERTED)
+
+
+@gluon.jit
+def find_part(index, args, META: gl.constexpr):
+    # The integers by which part `index` is broadcast: its first row; -1 - its head, where a block of keys has a number from 0 on; its
+    # batch element
+    parts = gl.cdiv(args.lengths_q.max_seqlen, META.CONVERTED)
+    b_h = index // parts
+    numbers = (index % parts * META.CONVERTED, -1 - b_h % args.work.num_heads, b_h // args.work.num_heads)
+    for _ in gl.static_range(META.NUMBERS - 3):
+        numbers = numbers + (0,)
+    return numbers
+
+
+@gluon.jit
+def wait_for_sums(numbers, args):
+    # Until all blocks of keys of a part's head have been added. They were drawn before it, by programs that run: the wait ends.
+    heads = args.work.num_heads // args.work.group_size
+    pointer = args.sums.arrivals_ptr + numbers[2] * heads + (-1 - numbers[1]) // args.work.group_size
+    arrived = gl.atomic_add(pointer, 0, sem="acquire")
+    while arrived < args.work.blocks:
+        arrived = gl.atomic_add(pointer, 0, sem="acquire")
+
+
+@gluon.jit
+def convert_part(numbers, args, CONSUMER: gl.constexpr, META: gl.constexpr):
+    # A warpgroup's half of a part, `find_part`
+    DIM: gl.constexpr = META.DIM
+    STEP: gl.constexpr = _STEP // DIM
+    dq = args.sums.dq
+    DTYPE: gl.constexpr = dq.ptr.dtype.element_ty
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
+    first, h, b = numbers[0], -1 - numbers[1], numbers[2]
+    len_q = args.lengths_q.max_seqlen
+    tile = statistics_tile(b, h, args.work.num_heads, 0, args.tiles_of_statistics, META, META.BLOCK_M)
+    sums_ptr = args.sums.ptr + (tile * META.BLOCK_M).to(gl.int64) * DIM
+    dq_ptr = dq.ptr + (b.to(gl.int64) * dq.stride_b + h.to(gl.int64) * dq.stride_h) * DIM
+    columns = gl.arange(0, DIM, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    for step in range(CONSUMER, META.CONVERTED // STEP, 2):
+        rows = first + step * STEP + gl.arange(0, STEP, layout=gl.SliceLayout(1, LAYOUT))
+        is_there = (rows < len_q)[:, None]
+        offsets = place_in_sums(rows) * DIM
+        sums = gl.load(sums_ptr + offsets[:, None] + columns, mask=is_there, other=0.0, cache_modifier=".cg")  # they are in L2
+        offsets = rows.to(gl.int64) * dq.stride_s * DIM
+        gl.store(dq_ptr + offsets[:, None] + columns, (sums * args.scores.scale).to(DTYPE), mask=is_there)
