@@ -107,7 +107,7 @@ def check(workload: Workload, backwards: dict[str, Callable[[], dict[str, Tensor
         apart = float((found["dq"].float() - first["dq"].float()).abs().amax())
         if not apart <= largest * 2.0**-6:
             return f"wrong: dq of {name} is {apart} off, of {largest}"
-        if checker is not None and name == "persistent":
+        if checker is not None and name in ("persistent", "converting"):
             try:
                 checker.check("backward", found)
             except AssertionError as e:

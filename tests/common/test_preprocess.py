@@ -1,4 +1,4 @@
-"""The kernel before a backward: the zeros to which a fused backward adds dq."""
+"""The kernel before a backward: the zeros to which a fused backward adds dq, and those from which it counts what it added."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from flexattn.dispatch import triton_backend
 from flexattn.kernels_triton.common.preprocess import tiled_statistics
-from flexattn.kernels_triton.common.problem import Backward
+from flexattn.kernels_triton.common.problem import Backward, Problem
 from flexattn.testing import make_call, make_inputs
 from tests.support.hopper_fp8_calls import E4M3, moved
 
@@ -55,4 +55,17 @@ def test_sums_of_dq_begin_at_zero(name: str, head_dim: int, size: int, is_quanti
         first = 1 + h * tiled.tiles + (starts[b] + b * size) // size if fmt == "thd" else 1 + (b * heads + h) * tiled.tiles
         wanted[first : first + -(-lengths[b] // size)] = 0
     assert torch.equal(found.nan_to_num(7.0), wanted.nan_to_num(7.0))
-    assert tiled_statistics(Backward(problem, out, lse, data, None, dout, dout, dout), size).dq_sums is None
+    bare = tiled_statistics(Backward(problem, out, lse, data, None, dout, dout, dout), size)
+    assert bare.dq_sums is bare.dq_arrivals is tiled.dq_arrivals is None
+
+
+@pytest.mark.parametrize(("batch", "heads", "sq"), [(2, 3, 300), (1, 5, 1)])
+def test_blocks_are_counted_from_zero(batch: int, heads: int, sq: int, device: str) -> None:
+    """Of each head of each batch element, those of keys whose dq has been added to the sums."""
+    x = torch.randn(batch, sq, heads, 64, dtype=torch.bfloat16, device=device)
+    lse = torch.zeros(batch, heads, sq, device=device)
+    backward = Backward(Problem(x, x, x, softmax_scale=0.1), x, lse, x, None, x, x, x)
+    arrivals = tiled_statistics(backward, 64, with_dq_sums=True, with_dq_arrivals=True).dq_arrivals
+    assert arrivals is not None
+    assert arrivals.shape == (batch * heads,)
+    assert not arrivals.any()
