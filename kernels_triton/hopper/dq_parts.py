@@ -1,4 +1,4 @@
-"""Conversion of dq by the persistent programs of the fused backward for sm_90 that summed it: parts of it, drawn as blocks of keys are.
+"""Conversion of dq by the persistent programs of the fused backward for sm_90 that sum it: in parts, drawn as blocks of keys are.
 
 A part reads sums that any program may have added to, so it waits until all blocks of keys of its head have been counted. The chain,
 in the terms of PTX's memory consistency model, from an addition to a part's loads:
@@ -74,7 +74,7 @@ def find_task(t, blocks, args, META: gl.constexpr):
     # Work tile t, of `blocks` blocks of keys and all parts: those of a section of heads come behind the blocks of the next section,
     # so that hardly any has to be waited for, and the sums are still in L2.
     work = args.work
-    parts = gl.cdiv(args.lengths_q.max_seqlen, META.CONVERTED) * work.group_size  # of a key head
+    parts = gl.cdiv(args.lengths_q.max_seqlen, META.CONVERTED) * work.group_size  # those of a key head
     section_blocks = work.heads_per_l2_section * work.blocks
     section_parts = work.heads_per_l2_section * parts
     last = gl.cdiv(blocks, section_blocks) - 1
@@ -93,7 +93,7 @@ def num_tasks(blocks, args, META: gl.constexpr):
 
 @gluon.jit
 def find_part(index, args, META: gl.constexpr):
-    # The integers by which part `index` is broadcast: its first row; -1 - its head, where a block of keys has a number from 0 on; its
+    # The integers by which part `index` is broadcast: its first row; -1 - its head, where a block of keys has a head from 0 on; its
     # batch element
     parts = gl.cdiv(args.lengths_q.max_seqlen, META.CONVERTED)
     b_h = index // parts
