@@ -61,6 +61,10 @@ CASES = {
     "a finite mask": ({"qkv_format": "bshd", "lengths_q": [70, 70]}, {"score_mod": masked_by_a_number}),
     "documents": ({"qkv_format": "bshd", "lengths_q": [1100, 1100]}, {"mask_mod": own_document}),
     "persistent backward": ({"qkv_format": "bshd", "lengths_q": [1100, 1100], "num_heads_kv": 6}, {"attn_mask_type": "causal"}),
+    "converting backward": (
+        {"qkv_format": "bshd", "lengths_q": [600, 600], "num_heads_kv": 6, "head_dim_qk": 128, "head_dim_v": 128},
+        {"attn_mask_type": "no_mask"},
+    ),
     "split keys": ({"qkv_format": "bshd", "lengths_q": [3], "lengths_kv": [1100]}, {"attn_mask_type": "causal_bottom_right"}),
     "fp8": ({"qkv_format": "bshd", "lengths_q": [70, 70]}, {"attn_mask_type": "causal", "fp8_recipe": flexattn.fp8.Recipe()}),
     "fp8 by block": (
