@@ -93,7 +93,7 @@ def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: T
         )
     formats = (spec.q_format, spec.kv_format, spec.kv_format)
     dq, dk, dv = (_contiguous(as_bshd(t.transpose(1, 2), fmt)) for t, fmt in zip(found, formats, strict=True))
-    return Gradients(*spec.results.stored((dq, dk, dv), (spec.q_format, spec.kv_format)), None, None, None)
+    return Gradients(*spec.results.stored((dq, dk, dv), (spec.q_format, spec.kv_format), spec.out_dtype), None, None, None)
 
 
 class KeptForward:

@@ -168,6 +168,8 @@ def rule_error(spec: AttentionSpec, direction: Direction) -> str | None:
             "cuDNN leaves out of dsoftmax_offset the queries that see none of these keys, though they see others of the whole; use "
             "backend='triton'"
         )
+    if is_backward and spec.results.fp32 != "none":
+        return "cuDNN gives gradients in 16 bits; use backend='triton', or fp32_gradients='none'"
     if is_backward and spec.deterministic:
         return (
             "cuDNN's deterministic backward needs memory quadratic in the length; use backend='triton', whose deterministic "

@@ -75,7 +75,8 @@ def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: T
         dout = dout_of(spec, x, dout, lse.dtype)
     # A row of dq belongs to one block; every other gradient is a sum over blocks, kept in the dtype of the arithmetic.
     sums = whole.map(lambda t: torch.zeros(t.shape, dtype=lse.dtype, device=t.device))
-    sums = sums._replace(q=x.q.new_zeros(x.q.shape, dtype=spec.out_dtype), bias=sums.bias if spec.needs_bias_grad else None)
+    dtype_of_dq, _ = spec.results.gradient_dtypes(spec.out_dtype)
+    sums = sums._replace(q=x.q.new_zeros(x.q.shape, dtype=dtype_of_dq), bias=sums.bias if spec.needs_bias_grad else None)
     captured_sums = spec.mods.wanted(sums.mod_tensors) if spec.mods else ()
     with torch.autocast(x.q.device.type, enabled=False):
         for sequences, rows, cols in _blocks(spec, x, lse.element_size()):
@@ -107,8 +108,7 @@ def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: T
     doffset = None if x.softmax_offset is None or sums.softmax_offset is None else sums.softmax_offset.to(x.softmax_offset.dtype)
     captured = spec.mods.wanted(x.mod_tensors) if spec.mods else ()
     dmod_tensors = tuple(total.to(t.dtype) for total, t in zip(captured_sums, captured, strict=True)) or None
-    dqkv = (sums.q, sums.k.to(spec.out_dtype), sums.v.to(spec.out_dtype))
-    dq, dk, dv = spec.results.stored(dqkv, (spec.q_format, spec.kv_format))
+    dq, dk, dv = spec.results.stored((sums.q, sums.k, sums.v), (spec.q_format, spec.kv_format), spec.out_dtype)
     return Gradients(dq, dk, dv, dbias, doffset, dmod_tensors)
 
 

@@ -160,6 +160,7 @@ class Fp8(NamedTuple):
 
 # How many tensors share a buffer, and the dim that tells them apart.
 PACKINGS = {"3hd": (3, -3), "h3d": (3, -2), "hd_2hd": (2, -3), "hd_h2d": (2, -2)}
+FP32_GRADIENTS = ("none", "dq", "dkv", "dqkv")  # gradients in float32: none, dq alone, dk and dv, all three
 Stored = tuple[Tensor, Any, Any]  # dq, dk and dv, or the buffer in the place of the first that lies in it, and None for the others
 
 
@@ -167,25 +168,32 @@ class Results(NamedTuple):
     """Formats in which results lie in memory, "" for that of q, or of k and v. The order of their dims is q's, or k's and v's.
 
     With a packing, dq, dk and dv ("3hd", "h3d") or dk and dv ("hd_2hd", "hd_h2d") are views of one buffer, with a dim of 3 or 2 in
-    front of the heads or behind them.
+    front of the heads or behind them. `fp32`, one of FP32_GRADIENTS, names the gradients that are in float32 where out has 16 bits.
     """
 
     out: str = ""
     dq: str = ""
     dkv: str = ""
     packing: str = ""
+    fp32: str = "none"
+
+    def gradient_dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
+        """Returns the dtypes of dq, and of dk and dv, of a call whose out is in `dtype`."""
+        of_q, of_kv = (torch.float32 if self.fp32 in (name, "dqkv") else dtype for name in ("dq", "dkv"))
+        return of_q, of_kv
 
     def empty_out(self, q: Tensor, q_format: str, head_dim: int, dtype: torch.dtype) -> Tensor:
         """Returns room for out, of q's dims with `head_dim` last."""
         return _empty(q, (*q.shape[:-1], head_dim), q_format, self.out, dtype)
 
     def empty_dqkv(self, qkv: tuple[Tensor, Tensor, Tensor], formats: tuple[str, str], dtype: torch.dtype) -> Stored:
-        """Returns room for dq, dk and dv, of the shapes of q, k and v."""
+        """Returns room for dq, dk and dv, of the shapes of q, k and v; dtype: out's."""
         q, k, v = qkv
         q_format, kv_format = formats
         if not self.packing:
-            dq = _empty(q, q.shape, q_format, self.dq, dtype)
-            dk, dv = (_empty(t, t.shape, kv_format, self.dkv, dtype) for t in (k, v))
+            of_q, of_kv = self.gradient_dtypes(dtype)
+            dq = _empty(q, q.shape, q_format, self.dq, of_q)
+            dk, dv = (_empty(t, t.shape, kv_format, self.dkv, of_kv) for t in (k, v))
             return dq, dk, dv
         count, dim = PACKINGS[self.packing]
         first, fmt, memory = (q, q_format, self.dq) if count == 3 else (k, kv_format, self.dkv)
@@ -205,11 +213,13 @@ class Results(NamedTuple):
                 dk, dv = (in_format(t, self.dkv, formats[1]) for t in dk.unbind(dim))
         return dq, dk, dv
 
-    def stored(self, dqkv: tuple[Tensor, Tensor, Tensor], formats: tuple[str, str]) -> Stored:
-        """Returns gradients that lie anywhere as `empty_dqkv` lays them out, with a copy where they do not lie so."""
-        if self == Results(out=self.out):
-            return dqkv
-        made = self.empty_dqkv(dqkv, formats, dqkv[0].dtype)
+    def stored(self, dqkv: tuple[Tensor, Tensor, Tensor], formats: tuple[str, str], dtype: torch.dtype) -> Stored:
+        """Returns gradients that lie anywhere, in any dtype, as `empty_dqkv` lays them out, with a copy where they do not lie so."""
+        if self == Results(out=self.out, fp32=self.fp32):
+            dq, dk, dv = dqkv
+            of_q, of_kv = self.gradient_dtypes(dtype)
+            return dq.to(of_q), dk.to(of_kv), dv.to(of_kv)
+        made = self.empty_dqkv(dqkv, formats, dtype)
         for to, t in zip(self.views(made, formats), dqkv, strict=True):
             to.copy_(t)
         return made

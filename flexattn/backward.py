@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flexattn import call_cache, fp8, ops, validation
-from flexattn.dispatch.spec import OPEN_WINDOW, Operands, Results, Window, dense_in, parse_format
+from flexattn.dispatch.spec import FP32_GRADIENTS, OPEN_WINDOW, Operands, Results, Window, dense_in, parse_format
 from flexattn.first_order import guarded
 from flexattn.fp8_steps import BackwardSteps
 from flexattn.prepare import prepare
@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 
 
 class Gradients(NamedTuple):
-    """Results of `attention_backward`: each has the shape and dtype of the tensor that it is the gradient of, and is contiguous."""
+    """Results of `attention_backward`: each has the shape and dtype of the tensor that it is the gradient of, and is contiguous.
+
+    Those that `fp32_gradients` names are in float32.
+    """
 
     dq: Tensor
     dk: Tensor
@@ -67,6 +70,7 @@ def attention_backward(
     block_mask: BlockMask | None = None,
     deterministic: bool | None = None,
     backend: str | None = None,
+    fp32_gradients: str = "none",
 ) -> Gradients:
     """Returns the gradients of `attention` from what its forward gave; k and v may be a part of those that out and lse are of.
 
@@ -84,6 +88,9 @@ def attention_backward(
             of -1e4, as of a row that a bias hides whole, 5e-4. (The backward of `attention` mends that, as it has whole rows.)
         dlse: the gradient of lse, of its shape and dtype, or None for 0.
         rng_state: needed with dropout_p > 0: what the forward over these keys was given.
+        fp32_gradients: "dq", "dkv" (dk and dv) or "dqkv": those are given in float32 where q, k and v have 16 bits, as the kernels
+            sum them, and are not rounded, for gradients that are sums over parts; "none": all are in q's dtype. In float32 and
+            float64 nothing changes. cuDNN gives gradients in 16 bits alone, and does not run such a call.
         backend: as `attention` takes it; with dropout_p > 0 and an rng_state [2] a name, the forward's, as cuDNN drops other
             weights than the rest.
 
@@ -126,13 +133,14 @@ def attention_backward(
         "deterministic": deterministic,
         "backend": backend,
     }
-    return differentiate(Results(), Given(dout, q, k, v, out, lse, dlse), arguments)
+    validation.check_name("fp32_gradients", fp32_gradients, FP32_GRADIENTS)
+    return differentiate(Results(fp32=fp32_gradients), Given(dout, q, k, v, out, lse, dlse), arguments)
 
 
 DEFAULTS = {
     name: parameter.default
     for name, parameter in inspect.signature(attention_backward).parameters.items()
-    if parameter.kind is parameter.KEYWORD_ONLY and name != "dlse"
+    if parameter.kind is parameter.KEYWORD_ONLY and name not in ("dlse", "fp32_gradients")
 }
 _OPERANDS = (
     *("bias", "alibi_slopes", "softmax_offset", "cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"),

@@ -69,6 +69,7 @@ class Settings(NamedTuple):
     dkv_format: str = ""
     dqkv_packing: str = ""
     batch_invariant: bool = False
+    fp32_gradients: str = "none"  # `Results.fp32`
 
 
 _forward_op, _backward_op = registered.attention_forward, registered.attention_backward
@@ -94,7 +95,7 @@ def gradients(x: Operands, settings: Settings, incoming: Incoming) -> Gradients:
 
 def results_of(settings: Settings) -> Results:
     """Returns where the results of a call lie."""
-    return Results(settings.out_format, settings.dq_format, settings.dkv_format, settings.dqkv_packing)
+    return Results(settings.out_format, settings.dq_format, settings.dkv_format, settings.dqkv_packing, settings.fp32_gradients)
 
 
 def settings_of_backward(settings: Settings) -> Settings:

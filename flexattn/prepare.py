@@ -231,6 +231,7 @@ def prepare(
         dq_format=results.dq,
         dkv_format=results.dkv,
         dqkv_packing=results.packing,
+        fp32_gradients=results.fp32,
         batch_invariant=not is_backward and (batch_invariant or options.batch_invariant()),
         **fp8_settings,
     )

@@ -276,9 +276,11 @@ def checked_results(results: Results, q: Tensor, k: Tensor, v: Tensor, formats: 
         if wanted and wanted not in accepted:
             raise ValueError(f"the format of {name} is {wanted!r}, of a tensor in {fmt}; accepted: {', '.join(accepted)}")
     out, dq, dkv = ("" if getattr(results, name) == fmt else getattr(results, name) for name, fmt in own.items())
-    results = Results(out, dq, dkv, results.packing)
+    results = Results(out, dq, dkv, results.packing, results.fp32 if q.dtype.itemsize < 4 else "none")
     if not results.packing:
         return results
+    if results.fp32 != "none":
+        raise ValueError(f"{results.fp32} is to be in float32 in a buffer that gradients share; accepted: gradients apart")
     check_name("the packing of dq, dk and dv", results.packing, tuple(PACKINGS))
     shared = (q, k, v) if PACKINGS[results.packing][0] == 3 else (k, v)
     shapes = [tuple(t.shape) for t in shared]

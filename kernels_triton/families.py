@@ -301,6 +301,10 @@ def _unsupported_if_repeated(call: Backward) -> str | None:
     return "its dq does not repeat to the bit" if call.deterministic else None
 
 
+def _unsupported_in_fp32(call: Backward) -> str | None:
+    return "its dk and dv have 16 bits" if call.dk.element_size() == 4 else None
+
+
 def _unsupported_gradients(call: Backward) -> str | None:
     errors = (_hopper("descriptors").descriptor_error(name, t) for name, t in (("dq", call.dq), ("dk", call.dk), ("dv", call.dv)))
     return next((error for error in errors if error), None)
@@ -354,6 +358,7 @@ BLACKWELL_FUSED = Family[Backward](
     direction="backward",
     unsupported=lambda call: (
         _unsupported_if_repeated(call)
+        or _unsupported_in_fp32(call)
         or _blackwell("conditions").backward_unsupported(call.problem, call.out, call.dout)
         or _unsupported_gradients(call)
     ),
@@ -416,13 +421,13 @@ def _dequantized(family: Family[Backward]) -> Family[Backward]:
     def ask(question: Callable[[Backward], Any], call: Backward) -> Any:
         """Puts a question about the call in a half type, of which no memory is made for that."""
         x = call.problem
-        problem, dout = _hopper("fp8_backward_operands").in_16_bits(x, call.dout, call.dq.dtype, "meta")
+        problem, dout = _hopper("fp8_backward_operands").in_16_bits(x, call.dout, call.out.dtype, "meta")
         with pretended_device(capability_of(x.device), num_processors(x.device)):
             return question(call._replace(problem=problem, dout=dout))
 
     def run(call: Backward, tile: Any) -> None:
         kernels = _hopper("fp8_backward_operands")
-        problem, dout = kernels.in_16_bits(call.problem, call.dout, call.dq.dtype)
+        problem, dout = kernels.in_16_bits(call.problem, call.dout, call.out.dtype)
         kernels.fill_16_bits(call.problem, call.dout, problem, dout)
         family.run(call._replace(problem=problem, dout=dout), tile)
 

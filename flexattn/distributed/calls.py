@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from flexattn.backward import Given, Gradients, attention_backward
+from flexattn.dispatch.context import requested_backend
 from flexattn.distributed import eight_bits
 from flexattn.distributed.blocks import Blocks
 from flexattn.distributed.capture import tables
@@ -61,6 +62,10 @@ class Scores:
             "deterministic": self.deterministic,
             "backend": self.backend,
         }
+
+    def fp32_gradients(self, wanted: str) -> str:
+        """Returns `wanted`, gradients that a call is to give in float32, as others are added to them; "none" on cuDNN, which cannot."""
+        return "none" if requested_backend(self.backend) == "cudnn" else wanted
 
 
 class Shared(NamedTuple):
@@ -271,10 +276,11 @@ def differentiate(
     seeds: Seeds,
     context: tuple[Scores, Shared],
     of_shared: list[Tensor | None],
+    fp32: str,
 ) -> Gradients:
     """Returns the gradients of a call's rows, from the whole's out and lse in `results`.
 
-    Those of the tensors that all ranks have are added to `of_shared`.
+    Those of the tensors that all ranks have are added to `of_shared`. fp32: those to which others are added, `FP32_GRADIENTS`.
     """
     local, rows, _ = rows_of_call(call, part)
     scores, shared = context
@@ -286,10 +292,11 @@ def differentiate(
     with torch.enable_grad():
         arguments = arguments_of(call, scores, leaves, local.q)
     given = Given(dout, *local, results.out[rows], results.lse[lse_index(rows)], dlse)
+    fp32 = scores.fp32_gradients(fp32)
     if scores.eight is None:
-        found = attention_backward(*given[:-1], dlse=dlse, **arguments)
+        found = attention_backward(*given[:-1], dlse=dlse, **arguments, fp32_gradients=fp32)
     else:
-        found = eight_bits.differentiate(given, scores.eight, _descales(call, scores, shared, local), dout8, arguments)
+        found = eight_bits.differentiate(given, scores.eight, _descales(call, scores, shared, local), dout8, arguments, fp32)
     if found.dbias is not None and bias is not None and of_shared[0] is not None:
         of_shared[0][bias_index(bias, call.pieces[0], scores.has_own_rows)] += found.dbias
     for leaf, total in zip(leaves.mod_tensors, of_shared[1:], strict=True):
@@ -463,15 +470,18 @@ class Found(NamedTuple):
 
 
 def differentiate_all(
-    calls: Calls, part: Part, results: Results, seeds: Seeds, context: tuple[Scores, Shared], lanes: Lanes
+    calls: Calls, part: Part, results: Results, seeds: Seeds, context: tuple[Scores, Shared], lanes: Lanes, fp32: str
 ) -> Found:
-    """Returns the gradients of `attend_all`, but for a sink's, on the same lanes; the back may go on with them."""
+    """Returns the gradients of `attend_all`, but for a sink's, on the same lanes; the back may go on with them.
+
+    fp32: as of `differentiate`.
+    """
     of_shared, is_packed = context[1].zeros(), part.q.dim() == 3
     lanes.fork()
     found: list[Gradients] = []
     for i, call in enumerate(calls.longest_first):
         with lanes.side() if i else contextlib.nullcontext():
-            found.append(differentiate(call, part, results, seeds, context, of_shared))
+            found.append(differentiate(call, part, results, seeds, context, of_shared, fp32))
     lanes.meet()
     dense = [[by_rows(t, is_packed) for t in (g.dq, g.dk, g.dv)] for g in found]
     dq, dk, dv = ([of[i] for of in dense] for i in range(3))

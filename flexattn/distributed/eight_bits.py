@@ -57,12 +57,15 @@ def local_descale(descale: Tensor, span: Span, heads: Tensor | None, rows: tuple
 
 
 def differentiate(
-    given: Given, eight: Eight, descales: Sequence[Tensor], dout8: Tensor | None, arguments: dict[str, Any]
+    given: Given, eight: Eight, descales: Sequence[Tensor], dout8: Tensor | None, arguments: dict[str, Any], fp32: str
 ) -> Gradients:
-    """Returns the gradients of a call of a part in FP8. descales: of q, k and v, and of dout8 where it is given."""
+    """Returns the gradients of a call of a part in FP8. descales: of q, k and v, and of dout8 where it is given.
+
+    fp32: gradients in float32, one of `FP32_GRADIENTS`.
+    """
     grad_dtype = str(eight.recipe.grad_dtype).removeprefix("torch.")
     descale_dout, dout16 = None, None
     if dout8 is not None:
         descale_dout, dout16, given = descales[3], given.dout, given._replace(dout=dout8)
     in_fp8 = GivenInFp8(eight.of_part, grad_dtype, descales[:3], descale_dout, dout16, is_part=True)
-    return backward.differentiate(Results(), given, backward.DEFAULTS | arguments, in_fp8)
+    return backward.differentiate(Results(fp32=fp32), given, backward.DEFAULTS | arguments, in_fp8)

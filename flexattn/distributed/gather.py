@@ -34,7 +34,7 @@ from flexattn.distributed.calls import (
 from flexattn.distributed.capture import tables
 from flexattn.distributed.exchange import Returns, Route, make_returns, make_route
 from flexattn.distributed.lanes import Lanes
-from flexattn.distributed.layout import Run, cut, size_of
+from flexattn.distributed.layout import Run, Runs, common, cut, places, size_of, union
 from flexattn.distributed.plans import Plan
 
 SLICE_BYTES = 16 << 20  # that a rank receives for a slice on average: below, a collective's latency is more than a slice hides
@@ -47,6 +47,7 @@ class _Work(NamedTuple):
     calls: Calls
     returns: Returns
     received: int  # rows, by the rank that receives most: the same on all ranks, as the number of slices must be
+    adds: bool  # whether gradients that this rank's calls make of keys are added to others: of other calls, or of other ranks
 
 
 class _Slice(NamedTuple):
@@ -62,7 +63,18 @@ def _work(plan: Plan, strategy: str, wants_diagonal: bool, device: torch.device)
     calls = Calls.of(make_calls(pieces, plan.is_packed, plan.mask.blocks, wants_diagonal, device), size_of(plan.q_runs[plan.rank]))
     route = make_route(plan.kv_runs, wanted, held, plan.rank)
     returns = make_returns(route, [call.keys for call in calls.longest_first])
-    return _Work(route, calls, returns, plan.work(strategy).received)
+    return _Work(route, calls, returns, plan.work(strategy).received, _adds(plan, calls, held))
+
+
+def _adds(plan: Plan, calls: Calls, held: Runs) -> bool:
+    """Returns whether a key of this rank's calls is seen by another rank too, or is in two of the calls. held: keys' positions."""
+    elsewhere = union(run for rank in range(plan.ranks) if rank != plan.rank for run in plan.needs(rank))
+    taken = places(tuple(common(elsewhere, held)), held)
+    for call in calls.longest_first:
+        if any(common(taken, (call.keys,))):
+            return True
+        taken = union((*taken, call.keys))
+    return False
 
 
 def slices_of(heads: int, heads_kv: int, received_bytes: int, ends: int) -> list[_Slice]:
@@ -117,9 +129,11 @@ class Gather(NamedTuple):
         coming = _Coming(self, (q, k, v), shared, ends=2)
         lanes, returns, is_one = coming.lanes, coming.work.returns, len(coming.slices) == 1
         dtype, wide = self.scores.out_dtype(q), sum_dtype(q.dtype)
+        fp32 = self.scores.fp32_gradients("dkv" if coming.work.adds else "none")
+        stay = is_one and returns.place is not None and (fp32 == "none" or dtype == wide)  # dk and dv where a call made them
         dq = None if is_one and coming.calls.is_one else torch.empty(q.shape, dtype=dtype, device=q.device)
         totals: tuple[Tensor, ...] = ()
-        if not is_one or returns.place is None:
+        if not stay:
             totals = tuple(torch.empty(t.shape, dtype=dtype, device=t.device) for t in (k, v))
         of_shared = shared.zeros()
         returning: tuple[exchange.Pending, Found, Run] | None = None
@@ -136,7 +150,7 @@ class Gather(NamedTuple):
             part = coming.next(i)
             lanes.is_last = i + 1 == len(coming.slices)
             own = Results(out[..., heads, :], lse[..., heads, :]), seeds.of_heads(heads)
-            found = differentiate_all(coming.calls, part, *own, coming.contexts[i], lanes)
+            found = differentiate_all(coming.calls, part, *own, coming.contexts[i], lanes, fp32)
             for total, more in zip(of_shared, whole_gradients(found.shared, shared, of_q), strict=True):
                 if total is not None and more is not None:
                     total += more
@@ -149,7 +163,7 @@ class Gather(NamedTuple):
                 finish()
                 returning = begun, found, of_kv
                 lanes.keep(*before, *found.kept)
-        if is_one and returns.place is not None:
+        if stay:
             totals = tuple(by_rows(of[0][returns.place], packed) for of in (found.dk, found.dv))
         with lanes.back():
             finish()

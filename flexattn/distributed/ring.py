@@ -100,7 +100,9 @@ class Ring(NamedTuple):
         dq, of_shared = torch.zeros(q.shape, dtype=wide, device=q.device), shared.zeros()
         kv = rows_first(k, v, packed)
         grad = torch.zeros(kv.shape, dtype=wide, device=kv.device)
-        for step, calls in enumerate(self._steps(shared, q.device)):
+        steps = self._steps(shared, q.device)
+        fp32 = "dqkv" if plan.ranks > 1 or len(steps[0]) > 1 else "none"
+        for step, calls in enumerate(steps):
             if step + 1 < plan.ranks:
                 received, works = rotate(kv, self._rows_of_step(step + 1), plan.group)
             if step:
@@ -108,7 +110,7 @@ class Ring(NamedTuple):
             dk, dv = apart(grad, dim, packed)
             for call in calls:
                 part = Part(q, *apart(kv, dim, packed))
-                found = differentiate(call, part, Results(out, lse), seeds, (self.scores, shared), of_shared)
+                found = differentiate(call, part, Results(out, lse), seeds, (self.scores, shared), of_shared, fp32)
                 _, rows, keys = rows_of_call(call, part)
                 dq[rows] += found.dq
                 dk[keys] += found.dk

@@ -191,15 +191,17 @@ class Ulysses(NamedTuple):
         context = of_heads(self.scores, shared, heads, whole_q.device)
         if self.between is None:
             calls = _calls(plan, shared.alibi_slopes is not None, whole_q.device)
-            found = differentiate_all(calls, part, Results(out, lse), own, context, _one_lane(whole_q))
+            is_shared = sum(run.size for run in self._split.kv) > self.heads_kv or places is not None
+            is_sum = is_shared or len(calls.longest_first) > 1
+            fp32 = "dkv" if is_sum else "none"
+            found = differentiate_all(calls, part, Results(out, lse), own, context, _one_lane(whole_q), fp32)
             of_context = found.shared
             if calls.is_one:
                 dq = by_rows(found.dq[0], packed)
             else:
                 dq = torch.empty(whole_q.shape, dtype=self.scores.out_dtype(whole_q), device=whole_q.device)
                 found.write_dq(calls, by_rows(dq, packed))
-            is_shared = sum(run.size for run in self._split.kv) > self.heads_kv or places is not None
-            dtype = sum_dtype(whole_q.dtype) if is_shared or len(calls.longest_first) > 1 else self.scores.out_dtype(whole_q)
+            dtype = sum_dtype(whole_q.dtype) if is_sum else self.scores.out_dtype(whole_q)
             dkv = torch.empty((*kv.shape[:-2], part.k.shape[-2], kv.shape[-1]), dtype=dtype, device=kv.device)
             for total, shares in zip((dkv[..., :dim], dkv[..., dim:]), (found.dk, found.dv), strict=True):
                 add_up(total, [call.keys for call in calls.longest_first], shares)

@@ -46,6 +46,7 @@ from flexattn.kernels_triton.hopper.dkdv_consumer import (
     consume_dkdv_columns,
 )
 from flexattn.kernels_triton.hopper.dq_consumer import DqConsumerBarriers, DqOperands, DqRows, consume_dq
+from flexattn.kernels_triton.hopper.fp32_gradients import Fp32Rows, fp32_rows
 from flexattn.kernels_triton.hopper.operands import ROWS, allocate_tiles
 from flexattn.kernels_triton.hopper.pairs import (
     Pair,
@@ -67,7 +68,7 @@ class DqDescriptors(NamedTuple):
     dout: Any
     k: Pair
     v: Any
-    dq: Pair
+    dq: Pair | None  # None for one in fp32
 
 
 class DkdvDescriptors(NamedTuple):
@@ -76,7 +77,7 @@ class DkdvDescriptors(NamedTuple):
     k: Pair
     v: Any
     statistics: Any
-    dk: Pair
+    dk: Pair | None  # None where it and dv are in fp32
     dv: Any
 
 
@@ -110,6 +111,7 @@ class DqArguments(NamedTuple):
     scores: Scores
     dropout: Dropout
     lists: BlockMaskLists | None  # lists of key blocks
+    dq32: Fp32Rows | None  # where dq goes in fp32
 
 
 class DkdvArguments(NamedTuple):
@@ -124,6 +126,8 @@ class DkdvArguments(NamedTuple):
     scores: Scores
     dropout: Dropout
     lists: BlockMaskLists | None  # lists of query blocks
+    dk32: Fp32Rows | None  # where dk and dv go in fp32
+    dv32: Fp32Rows | None
 
 
 class DqTiles(NamedTuple):
@@ -200,8 +204,9 @@ def _dq_load(args: DqArguments, tiles: DqTiles, barriers: DqBarriers, block: Blo
         mbarrier.expect(barriers.v_full.index(stage), of.v.block_type.nbytes)
         load_rows(of.v, v.token, len_kv, row, v.head, 0, barriers.v_full.index(stage), tiles.v.index(stage))
     mbarrier.wait(barriers.dq_full.index(0), 0)
-    for consumer in gl.static_range(2):
-        store_pair(of.dq, dq, len_q, block.first_row + consumer * ROWS, tiles.q, consumer, META)
+    if args.dq32.ptr is None:
+        for consumer in gl.static_range(2):
+            store_pair(of.dq, dq, len_q, block.first_row + consumer * ROWS, tiles.q, consumer, META)
     tma.store_wait(0)
 
 
@@ -306,10 +311,11 @@ def _dkdv_load(args: DkdvArguments, tiles: DkdvTiles, barriers: DkdvBarriers, bl
             n = 0
             head += 1
     mbarrier.wait(barriers.dkdv_full.index(0), 0)
-    for part in gl.static_range(PARTS):
-        row = block.first_row + part * ROWS
-        store_pair(of.dk, dk, len_kv, row, tiles.k, part, META)
-        store_rows(of.dv, dv.token, len_kv, row, dv.head, 0, tiles.v.index(part))
+    if args.dk32.ptr is None:
+        for part in gl.static_range(PARTS):
+            row = block.first_row + part * ROWS
+            store_pair(of.dk, dk, len_kv, row, tiles.k, part, META)
+            store_rows(of.dv, dv.token, len_kv, row, dv.head, 0, tiles.v.index(part))
     tma.store_wait(0)
 
 
@@ -403,6 +409,7 @@ def hopper_backward(call: Backward, tile: HopperBackwardTile | None = None) -> N
     A bias and captures get their gradients by `score_gradients.bias_and_capture_gradients`.
     """
     x, dout, dq, dk, dv = call.problem, call.dout, call.dq, call.dk, call.dv
+    dq32, dk32, dv32 = fp32_rows(dq), fp32_rows(dk), fp32_rows(dv)
     tile = tile or backward_tile(x)
     widths, v0, size = split_head_dim(tile.head_dim_qk), tile.head_dim_v, tile.block_m
     constants = partial(backward_meta, x, widths=widths, v0=v0, statistics=size)
@@ -417,12 +424,13 @@ def hopper_backward(call: Backward, tile: HopperBackwardTile | None = None) -> N
             dout=ragged_descriptor(dout, 64, v0),
             k=pair_descriptor(x.k, tile.block_n, widths),
             v=ragged_descriptor(x.v, tile.block_n, v0),
-            dq=pair_descriptor(dq, 64, widths),
+            dq=pair_descriptor(dq, 64, widths) if dq32 is None else None,
         ),
         steps=DqSteps(q=step_of(x.q), dout=step_of(dout), k=step_of(x.k), v=step_of(x.v), dq=step_of(dq)),
         statistics_ptr=statistics,
         work=dq_work,
         lists=x.lists("kv"),
+        dq32=dq32,
         **shared,
     )
     dq_meta = constants((QUERIES, tile.block_n), Stages(scores=2, dp=tile.v_stages, p=0, ds=2))
@@ -439,12 +447,14 @@ def hopper_backward(call: Backward, tile: HopperBackwardTile | None = None) -> N
             k=pair_descriptor(x.k, 64, widths),
             v=ragged_descriptor(x.v, 64, v0),
             statistics=statistics_descriptor(statistics, size),
-            dk=pair_descriptor(dk, 64, widths),
-            dv=ragged_descriptor(dv, 64, v0),
+            dk=pair_descriptor(dk, 64, widths) if dk32 is None else None,
+            dv=ragged_descriptor(dv, 64, v0) if dv32 is None else None,
         ),
         steps=DkdvSteps(q=step_of(x.q), dout=step_of(dout), k=step_of(x.k), v=step_of(x.v), dk=step_of(dk), dv=step_of(dv)),
         work=dkdv_work,
         lists=x.lists("q"),
+        dk32=dk32,
+        dv32=dv32,
         **shared,
     )
     dkdv_meta = constants((size, tile.keys), Stages(scores=2, dp=2, p=2, ds=2), splits_columns=tile.splits_columns)

@@ -24,6 +24,7 @@ from flexattn.kernels_triton.hopper.backward_blocks import (
 from flexattn.kernels_triton.hopper.barriers import BOTH, DS_WRITTEN, LAST, P_WRITTEN, named_barrier_sync
 from flexattn.kernels_triton.hopper.block_ranges import query_block
 from flexattn.kernels_triton.hopper.dropout import drawn_weights, dropout_state, kept, kept_gradient, scaled
+from flexattn.kernels_triton.hopper.fp32_gradients import store_key_gradient
 from flexattn.kernels_triton.hopper.fp8 import dp_factor_of, product_logits, score_factor
 from flexattn.kernels_triton.hopper.masking import apply_mask_mod, hide_queries_past_the_end, mask_queries
 from flexattn.kernels_triton.hopper.operands import ROWS, opaque_zero
@@ -178,10 +179,16 @@ def consume_dkdv(
             at, values = next_query_block(at, values, block, group_size, scores, MODS, META)
     if META.SHARES_TILES:
         named_barrier_sync(LAST, BOTH)  # what is in 16 bits was the other warpgroup's too; now it is no longer needed
-    operands.dk.first.index(CONSUMER).reshape([ROWS, QK0]).store((dk * scores.scale).to(DTYPE))
-    if QK1 > 0:
-        operands.dk.second.index(CONSUMER).reshape([ROWS, QK1]).store((dk1 * scores.scale).to(DTYPE))
-    operands.dv.index(CONSUMER).reshape([ROWS, V0]).store(scaled(dv, draws, META).to(DTYPE))
+    if args.dk32.ptr is not None:
+        store_key_gradient(args.dk32, dk * scores.scale, block, CONSUMER * ROWS, 0)
+        if QK1 > 0:
+            store_key_gradient(args.dk32, dk1 * scores.scale, block, CONSUMER * ROWS, QK0)
+        store_key_gradient(args.dv32, scaled(dv, draws, META), block, CONSUMER * ROWS, 0)
+    else:
+        operands.dk.first.index(CONSUMER).reshape([ROWS, QK0]).store((dk * scores.scale).to(DTYPE))
+        if QK1 > 0:
+            operands.dk.second.index(CONSUMER).reshape([ROWS, QK1]).store((dk1 * scores.scale).to(DTYPE))
+        operands.dv.index(CONSUMER).reshape([ROWS, V0]).store(scaled(dv, draws, META).to(DTYPE))
     fence_async_shared()
     mbarrier.arrive(barriers.dkdv_full.index(0), count=1)
 
@@ -285,7 +292,11 @@ def consume_dkdv_columns(
         at, values = next_query_block(at, values, block, group_size, scores, MODS, META)
     if META.SHARES_TILES:
         named_barrier_sync(LAST, BOTH)  # what is in 16 bits was the other warpgroup's too; now it is no longer needed
-    operands.dk.first.index(0).reshape([ROWS, DIM]).slice(FIRST_COLUMN, HALF_DIM, 1).store((dk * scores.scale).to(DTYPE))
-    operands.dv.index(0).reshape([ROWS, DIM]).slice(FIRST_COLUMN, HALF_DIM, 1).store(scaled(dv, draws, META).to(DTYPE))
+    if args.dk32.ptr is not None:
+        store_key_gradient(args.dk32, dk * scores.scale, block, 0, FIRST_COLUMN)
+        store_key_gradient(args.dv32, scaled(dv, draws, META), block, 0, FIRST_COLUMN)
+    else:
+        operands.dk.first.index(0).reshape([ROWS, DIM]).slice(FIRST_COLUMN, HALF_DIM, 1).store((dk * scores.scale).to(DTYPE))
+        operands.dv.index(0).reshape([ROWS, DIM]).slice(FIRST_COLUMN, HALF_DIM, 1).store(scaled(dv, draws, META).to(DTYPE))
     fence_async_shared()
     mbarrier.arrive(barriers.dkdv_full.index(0), count=1)

@@ -20,6 +20,7 @@ from flexattn.kernels_triton.hopper.backward_blocks import (
 from flexattn.kernels_triton.hopper.barriers import BOTH, LAST, named_barrier_sync
 from flexattn.kernels_triton.hopper.block_ranges import key_block
 from flexattn.kernels_triton.hopper.dropout import drawn_weights, dropout_state, kept_gradient
+from flexattn.kernels_triton.hopper.fp32_gradients import store_fp32
 from flexattn.kernels_triton.hopper.fp8 import dp_factor_of, product_logits, score_factor
 from flexattn.kernels_triton.hopper.masking import apply_mask_mod, mask_keys
 from flexattn.kernels_triton.hopper.operands import ROWS, opaque_zero
@@ -150,8 +151,14 @@ def consume_dq(
             release(barriers.ds_empty, n_block, META.STAGES_DS)
     if META.SHARES_TILES:
         named_barrier_sync(LAST, BOTH)  # k in 16 bits was the other warpgroup's too; now it is no longer needed
-    operands.dq.first.index(CONSUMER).reshape([ROWS, QK0]).store((dq * softmax_scale).to(DTYPE))
-    if QK1 > 0:
-        operands.dq.second.index(CONSUMER).reshape([ROWS, QK1]).store((dq1 * softmax_scale).to(DTYPE))
+    if args.dq32.ptr is not None:
+        start_q = block.sequence.start_q
+        store_fp32(args.dq32, dq * softmax_scale, b, h, start_q, len_q, m_start, 0)
+        if QK1 > 0:
+            store_fp32(args.dq32, dq1 * softmax_scale, b, h, start_q, len_q, m_start, QK0)
+    else:
+        operands.dq.first.index(CONSUMER).reshape([ROWS, QK0]).store((dq * softmax_scale).to(DTYPE))
+        if QK1 > 0:
+            operands.dq.second.index(CONSUMER).reshape([ROWS, QK1]).store((dq1 * softmax_scale).to(DTYPE))
     fence_async_shared()
     mbarrier.arrive(barriers.dq_full.index(0), count=1)

@@ -67,6 +67,7 @@ from flexattn.kernels_triton.hopper.fp8_backward_operands import (
     copies_in_16_bits,
     unsupported_operands,
 )
+from flexattn.kernels_triton.hopper.fp32_gradients import fp32_rows
 from flexattn.kernels_triton.hopper.operands import ROWS
 from flexattn.kernels_triton.hopper.pairs import (
     Pair,
@@ -154,8 +155,9 @@ def _dq_load(buffers: DqBuffers, block: Block, args: DqArguments, origins: DqOri
         mbarrier.expect(barriers.full16.index(stage), K16_BYTES)
         load_pair(of.k16, origins.k16, len_kv, row, barriers.full16.index(stage), tiles.k16, stage, META)
     mbarrier.wait(barriers.dq_full.index(0), 0)
-    for consumer in gl.static_range(2):
-        store_pair(of.dq, origins.dq, len_q, first_row + consumer * ROWS, tiles.dq, consumer, META)
+    if args.dq32.ptr is None:
+        for consumer in gl.static_range(2):
+            store_pair(of.dq, origins.dq, len_q, first_row + consumer * ROWS, tiles.dq, consumer, META)
     tma.store_wait(0)
 
 
@@ -194,7 +196,7 @@ def _attn_bwd_dq_fp8_hopper_kernel(args: DqArguments, MODS: gl.constexpr, META: 
     k_tiles = allocate_pair(STAGES, of.k, META)
     k16_tiles = allocate_pair(STAGES16, of.k16, META)
     dq_tiles = k16_tiles
-    if not META.SHARES_TILES:
+    if not META.SHARES_TILES and args.dq32.ptr is None:
         dq_tiles = allocate_pair(2, of.dq, META)
     tiles = DqTiles(
         q=q_tiles,
@@ -289,10 +291,11 @@ def _dkdv_load(buffers: DkdvBuffers, block: Block, args: DkdvArguments, origins:
             n = 0
             head += 1
     mbarrier.wait(barriers.dkdv_full.index(0), 0)
-    for part in gl.static_range(PARTS):
-        row = first_row + part * ROWS
-        store_pair(of.dk, origins.dk, len_kv, row, tiles.dk, part, META)
-        store_rows(of.dv, origins.dv.token, len_kv, row, origins.dv.head, 0, tiles.dv.index(part))
+    if args.dk32.ptr is None:
+        for part in gl.static_range(PARTS):
+            row = first_row + part * ROWS
+            store_pair(of.dk, origins.dk, len_kv, row, tiles.dk, part, META)
+            store_rows(of.dv, origins.dv.token, len_kv, row, origins.dv.head, 0, tiles.dv.index(part))
     tma.store_wait(0)
 
 
@@ -347,7 +350,7 @@ def _attn_bwd_dkdv_fp8_hopper_kernel(args: DkdvArguments, MODS: gl.constexpr, ME
     dout16_tiles = allocate_tiles(STAGES16, of.dout16)
     v_tiles = allocate_tiles(PARTS, of.v)
     dk_tiles, dv_tiles = q16_tiles, dout16_tiles
-    if not META.SHARES_TILES:
+    if not META.SHARES_TILES and args.dk32.ptr is None:
         dk_tiles = allocate_pair(PARTS, of.dk, META)
         dv_tiles = allocate_tiles(PARTS, of.dv)
     statistics_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, 2 * BLOCK_M], of.statistics.layout)
@@ -442,7 +445,8 @@ def fp8_backward(call: Backward, tile: Fp8BackwardTile | None = None) -> None:
     constants = partial(backward_meta, x, widths=widths, v0=v0, statistics=size)
     statistics, shared = shared_arguments(call, size)
     shared |= {"descales": backward_descales(x), "dropout": None}
-    q16, k16, dout16 = copies_in_16_bits(x, dout, dq.dtype)
+    q16, k16, dout16 = copies_in_16_bits(x, dout, call.out.dtype)
+    dq32, dk32, dv32 = fp32_rows(dq), fp32_rows(dk), fp32_rows(dv)
 
     def pair(x: Tensor, rows: int) -> Pair:
         return pair_descriptor(x, rows, widths)
@@ -454,7 +458,7 @@ def fp8_backward(call: Backward, tile: Fp8BackwardTile | None = None) -> None:
             q=pair(x.q, 64),
             k=pair(x.k, tile.block_n),
             k16=pair(k16, tile.block_n),
-            dq=pair(dq, 64),
+            dq=pair(dq, 64) if dq32 is None else None,
             dout=ragged_descriptor(dout, 64, v0),
             v=ragged_descriptor(x.v, tile.block_n, v0),
         ),
@@ -462,6 +466,7 @@ def fp8_backward(call: Backward, tile: Fp8BackwardTile | None = None) -> None:
         work=dq_work,
         steps=DqSteps(q=step_of(x.q), dout=step_of(dout), k=step_of(x.k), k16=step_of(k16), v=step_of(x.v), dq=step_of(dq)),
         lists=x.lists("kv"),
+        dq32=dq32,
         **shared,
     )
     stages, stages16 = tile.dq_stages
@@ -478,11 +483,11 @@ def fp8_backward(call: Backward, tile: Fp8BackwardTile | None = None) -> None:
             q=pair(x.q, size),
             q16=pair(q16, size),
             k=pair(x.k, 64),
-            dk=pair(dk, 64),
+            dk=pair(dk, 64) if dk32 is None else None,
             dout=ragged_descriptor(dout, size, v0),
             dout16=ragged_descriptor(dout16, size, v0),
             v=ragged_descriptor(x.v, 64, v0),
-            dv=ragged_descriptor(dv, 64, v0),
+            dv=ragged_descriptor(dv, 64, v0) if dv32 is None else None,
             statistics=statistics_descriptor(statistics, size),
         ),
         work=dkdv_work,
@@ -497,6 +502,8 @@ def fp8_backward(call: Backward, tile: Fp8BackwardTile | None = None) -> None:
             dv=step_of(dv),
         ),
         lists=x.lists("q"),
+        dk32=dk32,
+        dv32=dv32,
         **shared,
     )
     stages, dout16_stages, q16_stages = tile.dkdv_stages

@@ -8,6 +8,7 @@ from flexattn.kernels_triton.common.arguments import Band, BlockMaskLists, Dropo
 from flexattn.kernels_triton.hopper.backward_blocks import LargeLse
 from flexattn.kernels_triton.hopper.descriptors import Step
 from flexattn.kernels_triton.hopper.fp8 import BackwardDescales
+from flexattn.kernels_triton.hopper.fp32_gradients import Fp32Rows
 from flexattn.kernels_triton.hopper.pairs import Origin, Pair
 from flexattn.kernels_triton.hopper.tile_scheduler import Work
 
@@ -16,7 +17,7 @@ class DqDescriptors(NamedTuple):
     q: Pair
     k: Pair
     k16: Pair
-    dq: Pair
+    dq: Pair | None  # None for one in fp32
     dout: Any
     v: Any
 
@@ -44,6 +45,7 @@ class DqArguments(NamedTuple):
     scores: Scores
     dropout: Dropout | None  # there is none
     lists: BlockMaskLists | None  # lists of key blocks
+    dq32: Fp32Rows | None  # where dq goes in fp32
 
 
 class DqTiles(NamedTuple):
@@ -87,7 +89,7 @@ class DkdvDescriptors(NamedTuple):
     q: Pair
     q16: Pair
     k: Pair
-    dk: Pair
+    dk: Pair | None  # None where it and dv are in fp32
     dout: Any
     dout16: Any
     v: Any
@@ -119,6 +121,8 @@ class DkdvArguments(NamedTuple):
     scores: Scores
     dropout: Dropout | None  # there is none
     lists: BlockMaskLists | None  # lists of query blocks
+    dk32: Fp32Rows | None  # where dk and dv go in fp32
+    dv32: Fp32Rows | None
 
 
 class DkdvTiles(NamedTuple):

@@ -118,11 +118,12 @@ def _load(buffers: Buffers, block: Block, args: FusedArguments, origins: Origins
             n = 0
             head += 1
     mbarrier.wait(barriers.dkdv_full.index(0), 0)
-    for part in gl.static_range(2):
-        row = first_row + part * ROWS
-        store_rows(of.dk, origins.dk.token, len_kv, row, origins.dk.head, 0, tiles.k16.index(part))
-        # A tile's first rows are what is needed.
-        store_rows(of.dv, origins.dv.token, len_kv, row, origins.dv.head, 0, tiles.dout16.index(part).slice(0, ROWS, 2))
+    if args.dk32.ptr is None:
+        for part in gl.static_range(2):
+            row = first_row + part * ROWS
+            store_rows(of.dk, origins.dk.token, len_kv, row, origins.dk.head, 0, tiles.k16.index(part))
+            # A tile's first rows are what is needed.
+            store_rows(of.dv, origins.dv.token, len_kv, row, origins.dv.head, 0, tiles.dout16.index(part).slice(0, ROWS, 2))
     tma.store_wait(0)
 
 

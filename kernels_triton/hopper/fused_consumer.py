@@ -36,6 +36,7 @@ from flexattn.kernels_triton.hopper.descriptors import Step
 from flexattn.kernels_triton.hopper.dq_parts import SumsOfDq, convert_part
 from flexattn.kernels_triton.hopper.dq_sums import DqRing, dq_product, hand_over_dq, write_dq
 from flexattn.kernels_triton.hopper.dropout import drawn_weights, dropout_state, kept, kept_gradient, scaled
+from flexattn.kernels_triton.hopper.fp32_gradients import Fp32Rows, store_key_gradient
 from flexattn.kernels_triton.hopper.fp8 import BackwardDescales, dp_factor_of, product_logits, score_factor
 from flexattn.kernels_triton.hopper.masking import cuts_block, first_uncut_query
 from flexattn.kernels_triton.hopper.operands import ROWS, opaque_zero
@@ -76,7 +77,7 @@ class FusedDescriptors(NamedTuple):
     v: Any
     statistics: Any
     dq: Any  # its fp32 sums
-    dk: Any
+    dk: Any  # None where it and dv are in fp32
     dv: Any
 
 
@@ -106,6 +107,8 @@ class FusedArguments(NamedTuple):
     dropout: Dropout | None  # in FP8 there is none
     lists: BlockMaskLists | None  # lists of query blocks
     sums: SumsOfDq | None  # with META.CONVERTED > 0
+    dk32: Fp32Rows | None  # where dk and dv go in fp32
+    dv32: Fp32Rows | None
 
 
 class FusedTiles(NamedTuple):
@@ -342,11 +345,15 @@ def _consume_block(
         write_dq(dq, ring, n, CONSUMER, META)
         hand_over_dq(ring, n, META)
     named_barrier_sync(LAST, BOTH)  # k, and in FP8 dout in 16 bits, were the other warpgroup's too; now they are no longer needed
-    k16_tiles.index(k_tile + CONSUMER).reshape([ROWS, DIM]).store((dk * scores.scale).to(DTYPE))
-    if META.IS_FP8:
-        dout16_tiles.index(CONSUMER).reshape([BLOCK_M, DIM]).slice(0, ROWS, 0).store(dv.to(DTYPE))
+    if args.dk32.ptr is not None:
+        store_key_gradient(args.dk32, dk * scores.scale, block, CONSUMER * ROWS, 0)
+        store_key_gradient(args.dv32, scaled(dv, draws, META), block, CONSUMER * ROWS, 0)
     else:
-        tiles.v.index(v_tile + CONSUMER).reshape([ROWS, DIM]).store(scaled(dv, draws, META).to(DTYPE))
+        k16_tiles.index(k_tile + CONSUMER).reshape([ROWS, DIM]).store((dk * scores.scale).to(DTYPE))
+        if META.IS_FP8:
+            dout16_tiles.index(CONSUMER).reshape([BLOCK_M, DIM]).slice(0, ROWS, 0).store(dv.to(DTYPE))
+        else:
+            tiles.v.index(v_tile + CONSUMER).reshape([ROWS, DIM]).store(scaled(dv, draws, META).to(DTYPE))
     fence_async_shared()
     release(barriers.dkdv_full, begun.blocks, META.K_STAGES)
 

@@ -18,6 +18,7 @@ from flexattn.kernels_triton.hopper.conditions import KEYS, converts_dq
 from flexattn.kernels_triton.hopper.descriptors import ragged_descriptor, statistics_descriptor, step_of
 from flexattn.kernels_triton.hopper.dq_parts import PART, sums_of_dq
 from flexattn.kernels_triton.hopper.dq_sums import convert_dq
+from flexattn.kernels_triton.hopper.fp32_gradients import fp32_rows
 from flexattn.kernels_triton.hopper.fp8_backward_operands import backward_descales, copies_in_16_bits, is_plain
 from flexattn.kernels_triton.hopper.fused_consumer import FusedArguments, FusedDescriptors, FusedMeta, FusedSteps
 from flexattn.kernels_triton.hopper.operands import ROWS
@@ -83,14 +84,16 @@ def launch_of_fused(call: Backward, meta: Any, rows_of_keys: int, dq_block: tupl
         work = work._replace(heads_per_l2_section=section_of_one_size(heads, work.heads_per_l2_section))
         if meta.NUMBERS > 0:  # a persistent kernel
             work = work._replace(table_ptr=dq_sums.view(torch.int32))  # the first tile, of no query, has room for the counter
-    q16, k16, dout16 = copies_in_16_bits(x, dout, dq.dtype) if is_fp8 else (None, None, None)
+    q16, k16, dout16 = copies_in_16_bits(x, dout, call.out.dtype) if is_fp8 else (None, None, None)
     of_queries = {"q": x.q, "q16": q16, "dout": dout, "dout16": dout16}
+    dk32, dv32 = fp32_rows(dk), fp32_rows(dv)
     of_keys = {"k": x.k, "k16": k16, "v": x.v, "dk": dk, "dv": dv}
     sizes = dict.fromkeys(of_queries, size) | dict.fromkeys(of_keys, rows_of_keys)
     tensors = of_queries | of_keys
+    by_engine = tensors if dk32 is None else tensors | {"dk": None, "dv": None}
     arguments = FusedArguments(
         descriptors=FusedDescriptors(
-            **{name: None if t is None else ragged_descriptor(t, sizes[name], dim) for name, t in tensors.items()},
+            **{name: None if t is None else ragged_descriptor(t, sizes[name], dim) for name, t in by_engine.items()},
             statistics=statistics_descriptor(statistics, size),
             dq=TensorDescriptor(dq_sums, list(dq_sums.shape), [head_dim, 1], list(dq_block), dq_layout),
         ),
@@ -106,6 +109,8 @@ def launch_of_fused(call: Backward, meta: Any, rows_of_keys: int, dq_block: tupl
         dropout=None if is_fp8 else x.dropout,
         lists=x.lists("q"),
         sums=sums_of_dq(arrivals, dq_sums, dq) if converts else None,
+        dk32=dk32,
+        dv32=dv32,
     )
     if converts:
         programs += cdiv(x.longest_q, meta.CONVERTED) * x.num_heads * x.batch

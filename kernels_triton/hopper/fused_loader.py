@@ -32,19 +32,20 @@ def _load_keys(descriptor, origin: Origin, block: Block, full, BYTES: gl.constex
 
 @gluon.jit
 def _store_gradients(args: FusedArguments, tiles: FusedTiles, barriers: FusedBarriers, block: Block, n_tile, META: gl.constexpr):
-    # dk and dv of the n_tile-th block of a program leave through the memory of its k and v.
+    # dk and dv of the n_tile-th block of a program leave through the memory of its k and v; consumers have written those in fp32.
     of, steps, sequence = args.descriptors, args.steps, block.sequence
     dk = origin_of(steps.dk, sequence.start_kv, block.h_kv, block.b)
     dv = origin_of(steps.dv, sequence.start_kv, block.h_kv, block.b)
-    BOX: gl.constexpr = of.dk.block_type.shape[2]
-    PARTS: gl.constexpr = META.BLOCK_N // BOX
     wait_full(barriers.dkdv_full, n_tile, META.K_STAGES)
-    for part in gl.static_range(PARTS):
-        row = block.first_row + part * BOX
-        k_tile = tiles.k.index(PARTS * (n_tile % META.K_STAGES) + part)
-        v_tile = tiles.v.index(PARTS * (n_tile % META.V_STAGES) + part)
-        store_rows(of.dk, dk.token, sequence.len_kv, row, dk.head, 0, k_tile)
-        store_rows(of.dv, dv.token, sequence.len_kv, row, dv.head, 0, v_tile)
+    if args.dk32.ptr is None:
+        BOX: gl.constexpr = of.dk.block_type.shape[2]
+        PARTS: gl.constexpr = META.BLOCK_N // BOX
+        for part in gl.static_range(PARTS):
+            row = block.first_row + part * BOX
+            k_tile = tiles.k.index(PARTS * (n_tile % META.K_STAGES) + part)
+            v_tile = tiles.v.index(PARTS * (n_tile % META.V_STAGES) + part)
+            store_rows(of.dk, dk.token, sequence.len_kv, row, dk.head, 0, k_tile)
+            store_rows(of.dv, dv.token, sequence.len_kv, row, dv.head, 0, v_tile)
 
 
 @gluon.jit

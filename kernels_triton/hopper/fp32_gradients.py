@@ -1,0 +1,55 @@
+"""Gradients in fp32, for sums over calls: from registers straight to global memory, where those in 16 bits leave by the copy engine."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from flexattn.kernels_triton.hopper.backward_blocks import Block
+from flexattn.kernels_triton.runtime.entry import WidePointer
+
+_UNIT = gl.constexpr(4)  # elements: 16 bytes, as `descriptor_error` asks of strides too
+
+
+class Fp32Rows(NamedTuple):
+    """A gradient [b, s, h, d] or [total, h, d] in fp32. Strides and `head_dim` are in units of 4 elements."""
+
+    ptr: WidePointer
+    stride_b: int  # 0 for [total, h, d]
+    stride_s: int
+    stride_h: int
+    head_dim: int
+
+
+def fp32_rows(gradient: Tensor) -> Fp32Rows | None:
+    """Returns a gradient as `store_fp32` takes it; None for one in 16 bits."""
+    if gradient.dtype is not torch.float32:
+        return None
+    stride_b, stride_s, stride_h = (stride // _UNIT.value for stride in (0, *gradient.stride())[-4:-1])
+    return Fp32Rows(
+        ptr=gradient, stride_b=stride_b, stride_s=stride_s, stride_h=stride_h, head_dim=gradient.shape[-1] // _UNIT.value
+    )
+
+
+@gluon.jit
+def store_fp32(to: Fp32Rows, tile, b, h, start, length, row, COLUMN: gl.constexpr):
+    # Rows row .. of the sequence that begins at token `start`; what is past row `length`, or past the head dim, is not written.
+    LAYOUT: gl.constexpr = tile.type.layout
+    rows = row + gl.arange(0, tile.shape[0], layout=gl.SliceLayout(1, LAYOUT))
+    columns = COLUMN + gl.arange(0, tile.shape[1], layout=gl.SliceLayout(0, LAYOUT))
+    first = gl.to_tensor(b).to(gl.int64) * to.stride_b + gl.to_tensor(h).to(gl.int64) * to.stride_h
+    first += gl.to_tensor(start).to(gl.int64) * to.stride_s
+    offsets = (first + rows.to(gl.int64) * to.stride_s) * _UNIT
+    inside = (rows < length)[:, None] & (columns < to.head_dim * _UNIT)[None, :]
+    gl.store(to.ptr + (offsets[:, None] + columns[None, :]), tile, mask=inside)
+
+
+@gluon.jit
+def store_key_gradient(to: Fp32Rows, tile, block: Block, ROW: gl.constexpr, COLUMN: gl.constexpr):
+    # dk or dv of a block of keys, from its ROW-th on
+    sequence = block.sequence
+    store_fp32(to, tile, block.b, block.h_kv, sequence.start_kv, sequence.len_kv, block.first_row + ROW, COLUMN)
