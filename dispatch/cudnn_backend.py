@@ -170,6 +170,8 @@ def rule_error(spec: AttentionSpec, direction: Direction) -> str | None:
         )
     if is_backward and spec.results.fp32 != "none":
         return "cuDNN gives gradients in 16 bits; use backend='triton', or fp32_gradients='none'"
+    if not is_backward and spec.results.fp32_out:
+        return "cuDNN gives out in 16 bits; use backend='triton'"
     if is_backward and spec.deterministic:
         return (
             "cuDNN's deterministic backward needs memory quadratic in the length; use backend='triton', whose deterministic "

@@ -51,6 +51,8 @@ def describe(spec: AttentionSpec) -> str:
             parts.append(f"backward {kind}")
     lies = {"out": spec.results.out, "dq": spec.results.dq, "dk and dv": spec.results.dkv, "gradients": spec.results.packing}
     parts += [f"{name} in {fmt}" for name, fmt in lies.items() if fmt]
+    if spec.results.fp32_out:
+        parts.append("out in float32")
     if spec.results.fp32 != "none":
         parts.append(f"{spec.results.fp32} in float32")
     parts += [

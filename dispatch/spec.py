@@ -168,7 +168,8 @@ class Results(NamedTuple):
     """Formats in which results lie in memory, "" for that of q, or of k and v. The order of their dims is q's, or k's and v's.
 
     With a packing, dq, dk and dv ("3hd", "h3d") or dk and dv ("hd_2hd", "hd_h2d") are views of one buffer, with a dim of 3 or 2 in
-    front of the heads or behind them. `fp32`, one of FP32_GRADIENTS, names the gradients that are in float32 where out has 16 bits.
+    front of the heads or behind them. In 16 bits and FP8, `fp32`, one of FP32_GRADIENTS, names the gradients that are in float32, and
+    `fp32_out` says whether out is, of a call without gradients.
     """
 
     out: str = ""
@@ -176,6 +177,7 @@ class Results(NamedTuple):
     dkv: str = ""
     packing: str = ""
     fp32: str = "none"
+    fp32_out: bool = False
 
     def gradient_dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
         """Returns the dtypes of dq, and of dk and dv, of a call whose out is in `dtype`."""
@@ -184,7 +186,7 @@ class Results(NamedTuple):
 
     def empty_out(self, q: Tensor, q_format: str, head_dim: int, dtype: torch.dtype) -> Tensor:
         """Returns room for out, of q's dims with `head_dim` last."""
-        return _empty(q, (*q.shape[:-1], head_dim), q_format, self.out, dtype)
+        return _empty(q, (*q.shape[:-1], head_dim), q_format, self.out, torch.float32 if self.fp32_out else dtype)
 
     def empty_dqkv(self, qkv: tuple[Tensor, Tensor, Tensor], formats: tuple[str, str], dtype: torch.dtype) -> Stored:
         """Returns room for dq, dk and dv, of the shapes of q, k and v; dtype: out's."""
@@ -215,7 +217,7 @@ class Results(NamedTuple):
 
     def stored(self, dqkv: tuple[Tensor, Tensor, Tensor], formats: tuple[str, str], dtype: torch.dtype) -> Stored:
         """Returns gradients that lie anywhere, in any dtype, as `empty_dqkv` lays them out, with a copy where they do not lie so."""
-        if self == Results(out=self.out, fp32=self.fp32):
+        if self._replace(out="", fp32="none") == Results():
             dq, dk, dv = dqkv
             of_q, of_kv = self.gradient_dtypes(dtype)
             return dq.to(of_q), dk.to(of_kv), dv.to(of_kv)

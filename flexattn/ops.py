@@ -69,7 +69,8 @@ class Settings(NamedTuple):
     dkv_format: str = ""
     dqkv_packing: str = ""
     batch_invariant: bool = False
-    fp32_gradients: str = "none"  # `Results.fp32`
+    fp32_gradients: str = "none"  # this and the next one too
+    fp32_out: bool = False
 
 
 _forward_op, _backward_op = registered.attention_forward, registered.attention_backward
@@ -95,7 +96,8 @@ def gradients(x: Operands, settings: Settings, incoming: Incoming) -> Gradients:
 
 def results_of(settings: Settings) -> Results:
     """Returns where the results of a call lie."""
-    return Results(settings.out_format, settings.dq_format, settings.dkv_format, settings.dqkv_packing, settings.fp32_gradients)
+    formats = settings.out_format, settings.dq_format, settings.dkv_format, settings.dqkv_packing
+    return Results(*formats, settings.fp32_gradients, settings.fp32_out)
 
 
 def settings_of_backward(settings: Settings) -> Settings:

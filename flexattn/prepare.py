@@ -157,6 +157,10 @@ def prepare(
             band = Band(_narrower(band.left, mods.left), _narrower(band.right, mods.right), bottom_right=False)
         mods = mods._replace(tensors=validation.check_mod_tensors(mods.program.captures, mods.tensors, q))
         needs_grad = needs_grad or any(mods.program.tensor_needs_grad)
+    if results.fp32_out and needs_grad:
+        raise ValueError(
+            "out is to be in float32 and a gradient is asked for; accepted: none, as a backward takes out in q's dtype"
+        )
     request = requested_backend(backend)
     of_heads = (heads, k.shape[kv_format.index("h")])
     config: fp8_ops.QuantizeConfig | None = None
@@ -232,6 +236,7 @@ def prepare(
         dkv_format=results.dkv,
         dqkv_packing=results.packing,
         fp32_gradients=results.fp32,
+        fp32_out=results.fp32_out,
         batch_invariant=not is_backward and (batch_invariant or options.batch_invariant()),
         **fp8_settings,
     )

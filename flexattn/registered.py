@@ -21,7 +21,7 @@ _CALL = """Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? alibi_slopes, Ten
     bool return_max_logit, bool needs_grad, bool needs_bias_grad, bool deterministic, str backend,
     str mods, bool has_floor, int block_size_q, int block_size_kv, str fp8_out, str fp8_grad, int fp8_block_rows,
     bool bf16_backward, bool is_part, str out_format, str dq_format, str dkv_format, str dqkv_packing,
-    bool batch_invariant, str fp32_gradients='none'"""
+    bool batch_invariant, str fp32_gradients='none', bool fp32_out=False"""
 _LENGTHS = "Tensor? cu_seqlens{0}, Tensor? cu_seqlens{0}_padded, SymInt max_seqlen{0}"
 _KIND = "str granularity, int block_rows, int margin, bool rotation"
 

@@ -276,7 +276,9 @@ def checked_results(results: Results, q: Tensor, k: Tensor, v: Tensor, formats: 
         if wanted and wanted not in accepted:
             raise ValueError(f"the format of {name} is {wanted!r}, of a tensor in {fmt}; accepted: {', '.join(accepted)}")
     out, dq, dkv = ("" if getattr(results, name) == fmt else getattr(results, name) for name, fmt in own.items())
-    results = Results(out, dq, dkv, results.packing, results.fp32 if q.dtype.itemsize < 4 else "none")
+    results = results._replace(out=out, dq=dq, dkv=dkv)
+    if q.dtype.itemsize >= 4:
+        results = results._replace(fp32="none", fp32_out=False)
     if not results.packing:
         return results
     if results.fp32 != "none":

@@ -109,6 +109,10 @@ def _beside_diagonal(problem: Problem, name: str) -> str | None:
     return "a window that ends before its diagonal was not run on it"
 
 
+def _unsupported_out(call: Forward) -> str | None:
+    return "its out has 16 bits" if call.out.element_size() > max(2, call.problem.q.element_size()) else None
+
+
 def _never(call: Any) -> None:
     """Returns None, for a family that nothing speaks against."""
 
@@ -274,7 +278,9 @@ def _run_fp8_forward(call: Forward, tile: Any) -> None:
 HOPPER_FP8_FORWARD = Family[Forward](
     name="sm_90 FP8",
     direction="forward",
-    unsupported=lambda call: _hopper("fp8_forward").unsupported(call.problem, call.out, call.max_logit is not None),
+    unsupported=lambda call: (
+        _unsupported_out(call) or _hopper("fp8_forward").unsupported(call.problem, call.out, call.max_logit is not None)
+    ),
     slower=lambda call: _hopper("fp8_forward").slower(call.problem),
     tile=lambda call: _hopper("fp8_forward").tile_of(call.problem),
     blocks=lambda tile: _blocks(tile.block_m, tile.block_n),
@@ -286,7 +292,7 @@ HOPPER_FP8_FORWARD = Family[Forward](
 BLACKWELL_FORWARD = Family[Forward](
     name="sm_100",
     direction="forward",
-    unsupported=lambda call: _blackwell("conditions").forward_unsupported(call.problem, call.out),
+    unsupported=lambda call: _unsupported_out(call) or _blackwell("conditions").forward_unsupported(call.problem, call.out),
     slower=_never,  # no measurement speaks for it or against it
     tile=lambda call: _blackwell("conditions").forward_tile(call.problem),
     blocks=lambda tile: _blocks(tile.block_m, tile.block_n),

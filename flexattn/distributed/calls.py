@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flexattn import in_layout
 from flexattn.backward import Given, Gradients, attention_backward
 from flexattn.dispatch.context import requested_backend
+from flexattn.dispatch.spec import Results as SpecResults
 from flexattn.distributed import eight_bits
 from flexattn.distributed.blocks import Blocks
 from flexattn.distributed.capture import tables
@@ -23,7 +25,7 @@ from flexattn.distributed.local_blocks import LocalBlocks
 from flexattn.distributed.mask import LocalBand, Piece, local_band
 from flexattn.distributed.origin import Mod, Origin, mod_of_heads, moved_mod, rng_state_of, with_alibi
 from flexattn.distributed.sums import copy_all
-from flexattn.functional import attention, merge_attention
+from flexattn.functional import merge_attention
 
 
 @dataclass(frozen=True)
@@ -63,9 +65,14 @@ class Scores:
             "backend": self.backend,
         }
 
+    @property
+    def gives_fp32(self) -> bool:
+        """Returns whether the backend that is asked for gives partial results in float32."""
+        return requested_backend(self.backend) != "cudnn"
+
     def fp32_gradients(self, wanted: str) -> str:
-        """Returns `wanted`, gradients that a call is to give in float32, as others are added to them; "none" on cuDNN, which cannot."""
-        return "none" if requested_backend(self.backend) == "cudnn" else wanted
+        """Returns `wanted`, the gradients of a part to which others are added; "none" where the backend cannot give float32."""
+        return wanted if self.gives_fp32 else "none"
 
 
 class Shared(NamedTuple):
@@ -222,18 +229,25 @@ def bias_index(bias: Tensor, piece: Piece, has_own_rows: bool) -> tuple[Any, ...
     return (..., *(slice(None) if bias.shape[dim] == 1 else slice(start, start + size) for start, size, dim in starts))
 
 
-def attend(call: Call, part: Part, scores: Scores, shared: Shared, sink: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Returns out and lse of a call's rows. sink: the softmax_offset of all heads, for the one part that has it."""
+def attend(
+    call: Call, part: Part, scores: Scores, shared: Shared, sink: Tensor | None, is_partial: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Returns out and lse of a call's rows. sink: the softmax_offset of all heads, for the one part that has it.
+
+    is_partial: whether out is to be merged with others, and so in float32 where the backend gives it: not in FP8, nor cuDNN.
+    """
     arguments = arguments_of(call, scores, shared, part.q)
     if scores.eight is not None:
         names = ("descale_q", "descale_k", "descale_v")
         arguments |= dict(zip(names, _descales(call, scores, shared, part), strict=False)) | {"fp8_recipe": scores.eight.of_part}
     if sink is not None:
         arguments |= {"softmax_type": "learnable", "softmax_offset": sink}
-    if scores.peaks is None:
-        out, lse = attention(*part, **arguments, return_lse=True)
+    in_fp32 = is_partial and scores.eight is None and scores.gives_fp32
+    has_peaks = scores.peaks is not None
+    out, lse, largest = in_layout.attend(SpecResults(fp32_out=in_fp32), *part, **arguments, return_max_logit=has_peaks)
+    assert lse is not None
+    if scores.peaks is None or largest is None:
         return out, lse
-    out, lse, largest = attention(*part, **arguments, return_lse=True, return_max_logit=True)
     own = scores.peaks[scores.heads[0] : scores.heads[0] + largest.shape[0]]
     torch.maximum(own, largest, out=own)
     return out, lse

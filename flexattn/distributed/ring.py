@@ -84,7 +84,7 @@ class Ring(NamedTuple):
                 received, works = rotate(kv, self._rows_of_step(step + 1), plan.group)
             for call in calls:
                 local, _, _ = rows_of_call(call, Part(q, *apart(kv, dim, plan.is_packed)))
-                merge_into(results, call, *attend(call, local, self.scores, shared, None))
+                merge_into(results, call, *attend(call, local, self.scores, shared, None, is_partial=True))
             if step + 1 < plan.ranks:
                 wait(works, plan.group)
                 kv = received

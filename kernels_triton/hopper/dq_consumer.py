@@ -20,8 +20,8 @@ from flexattn.kernels_triton.hopper.backward_blocks import (
 from flexattn.kernels_triton.hopper.barriers import BOTH, LAST, named_barrier_sync
 from flexattn.kernels_triton.hopper.block_ranges import key_block
 from flexattn.kernels_triton.hopper.dropout import drawn_weights, dropout_state, kept_gradient
-from flexattn.kernels_triton.hopper.fp32_gradients import store_fp32
 from flexattn.kernels_triton.hopper.fp8 import dp_factor_of, product_logits, score_factor
+from flexattn.kernels_triton.hopper.fp32_gradients import store_fp32
 from flexattn.kernels_triton.hopper.masking import apply_mask_mod, mask_keys
 from flexattn.kernels_triton.hopper.operands import ROWS, opaque_zero
 from flexattn.kernels_triton.hopper.pairs import Pair, score_product

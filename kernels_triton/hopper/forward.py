@@ -287,7 +287,7 @@ def _compute_partition(args: Arguments, buffers: Buffers, CONSUMER: gl.constexpr
         acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUT))[:, None]
         if META.IS_SPLIT:
             store_split_rows(acc, 0, received, lse_row, rows, h_of_rows, args, META)
-        elif META.HEADS < GROUP:
+        elif META.WIDTH_V > 0:
             store_out_rows(acc, 0, received, rows, h_of_rows, args, META)
         else:
             token, out_head = received.start_q + b * args.steps.out.tokens, h + b * args.steps.out.heads
@@ -314,7 +314,7 @@ def _attn_fwd_hopper_kernel(args: Arguments, MODS: gl.constexpr, META: gl.conste
     Q_TILES: gl.constexpr = CONSUMERS * META.Q_STAGES
     q_tiles = allocate_pair(Q_TILES, of.q, META)
     out_tiles = q_tiles.first  # never used
-    if not META.IS_SPLIT:
+    if not META.IS_SPLIT and of.out is not None:
         out_tiles = allocate_tiles(CONSUMERS, of.out)
     k_tiles = allocate_key_pair(of.k, META)
     v_tiles = allocate_blocks(META.STAGES, of.v, META.BLOCK_N)

@@ -73,7 +73,7 @@ class Descriptors(NamedTuple):
     q: Pair
     k: Pair
     v: Any
-    out: Any
+    out: Any  # None for one in fp32
 
 
 class Steps(NamedTuple):
@@ -90,7 +90,8 @@ class Results(NamedTuple):
     max_logit_ptr: Any  # or None; [h], -inf before
     parts_ptr: Any  # with IS_SPLIT, where out goes; lse is then of the parts too
     whole_lse_ptr: Any  # with IS_PLANNED, that of tiles that have no parts
-    out: Rows | None  # where registers store it: where HEADS is no power of two, as a copy would write other heads too; with a plan
+    # Where registers store it: where HEADS is no power of two, as a copy would write other heads too; in fp32; with a plan
+    out: Rows | None
 
 
 class Arguments(NamedTuple):

@@ -70,7 +70,8 @@ def prepare_forward(problem: Problem, outputs: Outputs, tile: HopperTile | Black
         parts = Parts.empty(splits, lse, tile.head_dim_v, x.is_unbounded)
     launch_tile = Tile(tile.block_m, tile.block_n, 4, tile.num_stages)
     meta = forward_meta(x, tile, group, Cut(parts is not None, plan is not None), max_logit is not None, rows)
-    if plan is not None or (group < slots and parts is None):
+    is_fp32 = out.element_size() == 4
+    if plan is not None or ((group < slots or is_fp32) and parts is None):
         meta = with_rows_of(meta, x, launch_tile, out)
     own_rows, keys = rows // slots, meta.PAGE_ROWS or tile.block_n
     work = forward_work(x, queries, group, has_table=plan is None and tiles * splits > processors)
@@ -82,7 +83,7 @@ def prepare_forward(problem: Problem, outputs: Outputs, tile: HopperTile | Black
             q=pair_descriptor(x.q, own_rows, (meta.QK0, meta.QK1), slots),
             k=pair_descriptor(x.k, keys, (meta.QK0, meta.QK1)),
             v=ragged_descriptor(x.v, keys, tile.head_dim_v),
-            out=ragged_descriptor(out, own_rows, tile.head_dim_v // tile.out_parts, slots),
+            out=None if is_fp32 else ragged_descriptor(out, own_rows, tile.head_dim_v // tile.out_parts, slots),
         ),
         Steps(q=step_of(x.q), k=step_of(x.k), v=step_of(x.v), out=step_of(out)),
         Results(

@@ -36,8 +36,8 @@ from flexattn.kernels_triton.hopper.descriptors import Step
 from flexattn.kernels_triton.hopper.dq_parts import SumsOfDq, convert_part
 from flexattn.kernels_triton.hopper.dq_sums import DqRing, dq_product, hand_over_dq, write_dq
 from flexattn.kernels_triton.hopper.dropout import drawn_weights, dropout_state, kept, kept_gradient, scaled
-from flexattn.kernels_triton.hopper.fp32_gradients import Fp32Rows, store_key_gradient
 from flexattn.kernels_triton.hopper.fp8 import BackwardDescales, dp_factor_of, product_logits, score_factor
+from flexattn.kernels_triton.hopper.fp32_gradients import Fp32Rows, store_key_gradient
 from flexattn.kernels_triton.hopper.masking import cuts_block, first_uncut_query
 from flexattn.kernels_triton.hopper.operands import ROWS, opaque_zero
 from flexattn.kernels_triton.hopper.pipeline import STAGES, release

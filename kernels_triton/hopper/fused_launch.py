@@ -18,8 +18,8 @@ from flexattn.kernels_triton.hopper.conditions import KEYS, converts_dq
 from flexattn.kernels_triton.hopper.descriptors import ragged_descriptor, statistics_descriptor, step_of
 from flexattn.kernels_triton.hopper.dq_parts import PART, sums_of_dq
 from flexattn.kernels_triton.hopper.dq_sums import convert_dq
-from flexattn.kernels_triton.hopper.fp32_gradients import fp32_rows
 from flexattn.kernels_triton.hopper.fp8_backward_operands import backward_descales, copies_in_16_bits, is_plain
+from flexattn.kernels_triton.hopper.fp32_gradients import fp32_rows
 from flexattn.kernels_triton.hopper.fused_consumer import FusedArguments, FusedDescriptors, FusedMeta, FusedSteps
 from flexattn.kernels_triton.hopper.operands import ROWS
 from flexattn.kernels_triton.hopper.tile_scheduler import section_of_one_size
