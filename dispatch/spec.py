@@ -168,8 +168,8 @@ class Results(NamedTuple):
     """Formats in which results lie in memory, "" for that of q, or of k and v. The order of their dims is q's, or k's and v's.
 
     With a packing, dq, dk and dv ("3hd", "h3d") or dk and dv ("hd_2hd", "hd_h2d") are views of one buffer, with a dim of 3 or 2 in
-    front of the heads or behind them. In 16 bits and FP8, `fp32`, one of FP32_GRADIENTS, names the gradients that are in float32, and
-    `fp32_out` says whether out is, of a call without gradients.
+    front of the heads or behind them. Where q has fewer bits, `fp32`, one of FP32_GRADIENTS, says which gradients are in
+    float32, and `fp32_out` whether out is, of a call without gradients.
     """
 
     out: str = ""
@@ -216,7 +216,7 @@ class Results(NamedTuple):
         return dq, dk, dv
 
     def stored(self, dqkv: tuple[Tensor, Tensor, Tensor], formats: tuple[str, str], dtype: torch.dtype) -> Stored:
-        """Returns gradients that lie anywhere, in any dtype, as `empty_dqkv` lays them out, with a copy where they do not lie so."""
+        """Returns gradients that lie anywhere, in any dtype, as `empty_dqkv` has them, with a copy where they do not lie so."""
         if self._replace(out="", fp32="none") == Results():
             dq, dk, dv = dqkv
             of_q, of_kv = self.gradient_dtypes(dtype)

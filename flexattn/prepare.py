@@ -159,7 +159,7 @@ def prepare(
         needs_grad = needs_grad or any(mods.program.tensor_needs_grad)
     if results.fp32_out and needs_grad:
         raise ValueError(
-            "out is to be in float32 and a gradient is asked for; accepted: none, as a backward takes out in q's dtype"
+            "out is to be in float32 and a gradient is asked for; accepted: no gradient, as a backward takes out in q's dtype"
         )
     request = requested_backend(backend)
     of_heads = (heads, k.shape[kv_format.index("h")])

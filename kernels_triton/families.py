@@ -247,7 +247,7 @@ def _unsupported_by_fp8_cache(call: Forward) -> str | None:
     if not call.problem.descales_kv:  # asked here, as most calls end here and should not wait for the import
         return "it takes k and v in FP8 beside q in 16 bits"
     reason: str | None = _hopper("fp8_cache").unsupported(call.problem, call.out, call.max_logit is not None)
-    return reason
+    return _unsupported_out(call) or reason
 
 
 HOPPER_FP8_CACHE = Family[Forward](

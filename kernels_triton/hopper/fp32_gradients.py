@@ -1,4 +1,4 @@
-"""Gradients in fp32, for sums over calls: from registers straight to global memory, where those in 16 bits leave by the copy engine."""
+"""Gradients in fp32, for sums over calls: from registers to global memory, where those in 16 bits leave by the copy engine."""
 
 from __future__ import annotations
 
