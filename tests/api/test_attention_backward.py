@@ -12,10 +12,13 @@ import torch
 from torch import Tensor
 
 import flexattn
-from flexattn import attention_backward, call_cache, ops
+from flexattn import attention_backward, backward, call_cache, ops
 from flexattn.dispatch import cudnn_backend
+from flexattn.dispatch.describe import describe
 from flexattn.dispatch.reference import reference_gradients
+from flexattn.dispatch.spec import FP32_GRADIENTS, Results
 from flexattn.functional import bind_call
+from flexattn.prepare import prepare
 from flexattn.testing import GRADIENT_FACTOR, check_close
 
 BACKENDS = ("eager", "triton")
@@ -185,6 +188,91 @@ def test_parts_add_up_in_other_dtypes(case: str, backend: str, dtype: torch.dtyp
     check_case(case, 2, backend, dtype)
 
 
+class Errors(NamedTuple):
+    """Errors by gradient: of sums over `COUNT` parts that were rounded, or kept in float32, and of the whole."""
+
+    rounded: dict[str, float]
+    kept: dict[str, float]
+    whole: dict[str, float]
+
+
+COUNT = 8  # parts whose roundings add up
+
+
+@functools.cache
+def errors_of_sums(backend: str, dtype: torch.dtype) -> Errors:
+    """Root mean square errors: of dq over parts of the keys, and of dk and dv over parts of the queries."""
+    tensors = {"q": randn(0, 1, 64, 2, 16, dtype=dtype), "k": randn(1, 1, 64, 2, 16, dtype=dtype)}
+    tensors["v"] = randn(2, 1, 64, 2, 16, dtype=dtype)
+    out, lse = whole_of({}, tensors, backend)
+    dout = randn(4, *out.shape, dtype=dtype)
+    x, settings = bind_call(**{name: t.clone().requires_grad_() for name, t in tensors.items()})
+    exact = reference_gradients(ops.spec_to_run(x, settings), x, dout, None, torch.float64)
+    size = 64 // COUNT
+
+    def errors(count: int, fp32: str) -> dict[str, float]:
+        totals = {name: torch.zeros(t.shape, device=DEVICE) for name, t in tensors.items()}
+        for part in range(count):
+            cut = slice(part * size, (part + 1) * size) if count > 1 else ALL
+            for rows, keys, names in ((ALL, cut, "q"), (cut, ALL, "kv")) if count > 1 else ((ALL, ALL, "qkv"),):
+                found = attention_backward(
+                    *(dout[:, rows], tensors["q"][:, rows], tensors["k"][:, keys], tensors["v"][:, keys], out[:, rows]),
+                    lse[..., rows],
+                    backend=backend,
+                    fp32_gradients=fp32,
+                )
+                for name in names:
+                    totals[name][:, rows if name == "q" else keys] += getattr(found, f"d{name}")
+        return {
+            name: float((t.to(dtype).double() - getattr(exact, f"d{name}")).square().mean().sqrt()) for name, t in totals.items()
+        }
+
+    return Errors(errors(COUNT, "none"), errors(COUNT, "dqkv"), errors(1, "none"))
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_sums_of_gradients_in_float32_are_as_exact_as_the_whole(backend: str, dtype: torch.dtype) -> None:
+    """And those of rounded ones are not."""
+    rounded, kept, whole = errors_of_sums(backend, dtype)
+    for name in "qkv":
+        assert kept[name] <= 1.02 * whole[name], (name, kept, whole)
+        assert rounded[name] >= 1.1 * whole[name], (name, rounded, whole)
+
+
+@pytest.mark.parametrize("fp32", FP32_GRADIENTS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradients_that_are_named_are_in_float32_and_round_to_the_same_bits(backend: str, fp32: str) -> None:
+    call = arguments_of_a_call(torch.bfloat16) | {"backend": backend, "deterministic": True}
+    wanted = attention_backward(**call)
+    for _ in range(4):  # known calls too
+        found = attention_backward(**call, fp32_gradients=fp32)
+        for name, got, want in zip(("dq", "dk", "dv"), found, wanted, strict=False):
+            is_named = name in {"none": (), "dq": ("dq",), "dkv": ("dk", "dv"), "dqkv": ("dq", "dk", "dv")}[fp32]
+            assert got.dtype is (torch.float32 if is_named else torch.bfloat16)
+            assert got.is_contiguous()
+            assert torch.equal(got.bfloat16(), want)
+            assert bool((got != want).any()) is is_named
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_wider_gradients_stay_as_they_are(dtype: torch.dtype) -> None:
+    call = arguments_of_a_call(dtype) | {"backend": "eager"}
+    for got, want in zip(attention_backward(**call, fp32_gradients="dqkv")[:3], attention_backward(**call)[:3], strict=True):
+        assert got.dtype is dtype
+        assert torch.equal(got, want)
+
+
+def test_backends_without_gradients_in_float32_are_not_taken() -> None:
+    call = arguments_of_a_call(torch.bfloat16)
+    with pytest.raises(flexattn.BackendError, match="cuDNN"):
+        attention_backward(**call, backend="cudnn", fp32_gradients="dkv")
+    x, settings = bind_call(*(call[name] for name in "qkv"))
+    spec = ops.spec_to_run(x, settings)._replace(device_type="cuda", capability=(9, 0), results=Results(fp32="dkv"))
+    assert "cuDNN gives gradients in 16 bits" in str(cudnn_backend.rule_error(spec, "backward"))
+    assert "dkv in float32" in describe(spec)
+
+
 def without_cudnn() -> str | None:
     if not torch.cuda.is_available():
         return "needs a GPU, and torch.cuda.is_available() is False; the emulator's run of it is in test_cudnn_launchers.py"
@@ -293,6 +381,23 @@ def test_a_derivative_of_its_gradients_raises() -> None:
             found.dk.sum().backward()
 
 
+def test_compiled_with_gradients_in_float32() -> None:
+    call = arguments_of_a_call(torch.bfloat16)
+
+    def run(**tensors: Tensor) -> tuple[Tensor, ...]:
+        found = attention_backward(**tensors, fp32_gradients="dkv")
+        return found.dq * 2, found.dk * 2, found.dv * 2
+
+    wanted = run(**call)
+    for got, want in zip(torch.compile(run, backend="aot_eager", fullgraph=True)(**call), wanted, strict=True):
+        assert torch.equal(got, want)
+        assert got.dtype is want.dtype
+    others = backward.DEFAULTS | backward._NOT_OF_BACKWARD
+    x, settings, _ = prepare(*(call[name] for name in "qkv"), **others, is_backward=True, results=Results(fp32="dq"))
+    given = call["dout"], None, call["out"], call["lse"]
+    torch.library.opcheck(ops._backward_op, (*given, *x, *settings), test_utils=("test_schema", "test_faketensor"))
+
+
 def test_compiled() -> None:
     call = arguments_of_a_call()
     slopes = randn(9, HEADS).requires_grad_()
@@ -332,6 +437,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"dropout_p": 0.1, "rng_state": zeros(2, dtype=torch.int64)},
         "backend is 'auto' with dropout_p",
     ),
+    "what is in float32": ({"fp32_gradients": "dk"}, "fp32_gradients is 'dk'; accepted: none, dq, dkv, dqkv"),
+    "no name of it": ({"fp32_gradients": True}, "fp32_gradients is True; accepted: none, dq, dkv, dqkv"),
     "a mask type": ({"attn_mask_type": "casual"}, "attn_mask_type is 'casual'"),
     "k": ({"k": zeros(2, SKV, 3, DIM)}, "accepted: "),
     "FP8": ({name: zeros(2, 16, 4, 16).to(torch.float8_e4m3fn) for name in "qkv"}, "q has dtype torch.float8_e4m3fn"),

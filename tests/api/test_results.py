@@ -12,7 +12,7 @@ from torch import Tensor
 from flexattn import attention, cached_call, call_cache, fp8, ops, packed
 from flexattn.backward import Given, differentiate
 from flexattn.dispatch import eager_backend, replay, triton_backend
-from flexattn.dispatch.spec import PACKINGS, AttentionSpec, Results, empty_gradients, empty_outputs
+from flexattn.dispatch.spec import PACKINGS, AttentionSpec, Direction, Results, empty_gradients, empty_outputs
 from flexattn.functional import bind_call
 from flexattn.in_layout import DEFAULTS, attend
 from flexattn.packed import unpack
@@ -196,6 +196,51 @@ def test_the_families_of_sm_90_take_every_layout(fmt: str, results: Results, rec
         assert choices[0].family.name.startswith("sm_90")
 
 
+@pytest.mark.parametrize("recipe", [None, fp8.Recipe()])
+def test_the_families_of_sm_90_write_float32(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for the forward in FP8."""
+    monkeypatch.setattr(triton_backend, "policy_of", lambda spec: Policy(takes_what_never_ran=True))
+    plain, x = on_sm_90(Results(), "bshd", fp8_recipe=recipe)
+    for direction, results in (("forward", Results(fp32_out=True)), ("backward", Results(fp32="dqkv"))):
+        before, now = (triton_backend.choice_of(spec, x, direction) for spec in (plain, plain._replace(results=results)))  # type: ignore[arg-type]
+        assert before is not None
+        assert now is not None
+        assert before.family.name.startswith("sm_90")
+        if recipe is not None and direction == "forward":
+            assert now.family.name == "portable"
+            assert ("sm_90 FP8", "its out has 16 bits") in now.rejected
+        else:
+            assert now[:3] == before[:3]
+
+
+@pytest.mark.parametrize("results", [Results(fp32_out=True), Results(fp32="dkv"), Results(fp32="dq")])
+def test_the_families_of_sm_100_write_dq_alone_in_float32(results: Results, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_backend, "policy_of", lambda spec: Policy(takes_what_never_ran=True))
+    spec, x = on_sm_90(Results(), "bshd")
+    direction: Direction = "forward" if results.fp32_out else "backward"
+    choice = triton_backend.choice_of(spec._replace(capability=(10, 0), results=results), x, direction)
+    assert choice is not None
+    if results.fp32 == "dq":
+        assert choice.family.name == "sm_100 fused"
+    else:
+        assert choice.family.name == "portable"
+        assert choice.rejected[-1][1] == ("its out has 16 bits" if results.fp32_out else "its dk and dv have 16 bits")
+
+
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+@pytest.mark.parametrize("fmt", ["bshd", "sbhd", "bhsd", "thd"])
+def test_an_out_in_float32(fmt: str, backend: str) -> None:
+    """It rounds to the bits of one in 16, and keeps what these drop."""
+    q, k, v = (torch.randn(tokens(fmt, heads), dtype=torch.bfloat16) for heads in (H, 2, 2))
+    arguments = arguments_of(fmt) | {"backend": backend}
+    wanted = attention(q, k, v, **arguments)
+    for _ in range(2):  # the second call is a known one
+        out, *_ = attend(Results(fp32_out=True), q, k, v, **arguments)
+        assert out.dtype is torch.float32
+        assert torch.equal(out.bfloat16(), wanted)
+        assert (out != wanted).float().mean() > 0.5
+
+
 def test_a_family_refuses_gradients_that_it_cannot_write(monkeypatch: pytest.MonkeyPatch) -> None:
     spec, x = on_sm_90(Results(), "bshd")
     monkeypatch.setattr(triton_backend, "policy_of", lambda spec: Policy())
@@ -230,10 +275,12 @@ def test_room_is_made_once_for_each_result() -> None:
         (Results(packing="hd3"), H, "bshd", "packing of dq, dk and dv is 'hd3'; accepted: 3hd, h3d, hd_2hd, hd_h2d"),
         (Results(out="thd"), H, "bshd", "the format of out is 'thd', of a tensor in bshd; accepted: bshd, sbhd, bhsd"),
         (Results(dkv="bshd"), H, "thd", "the format of dkv is 'bshd', of a tensor in thd; accepted: thd"),
+        (Results(packing="h3d", fp32="dkv"), H, "bshd", "dkv is to be in float32 in a buffer .*accepted: gradients apart"),
+        (Results(fp32_out=True), 2, "bshd", "out is to be in float32 and a gradient is asked for; accepted: no gradient"),
     ],
 )
 def test_layouts_without_meaning(results: Results, heads: int, fmt: str, message: str) -> None:
-    q, k, v = (torch.randn(tokens(fmt, n)) for n in (H, heads, heads))
+    q, k, v = (torch.randn(tokens(fmt, n), dtype=torch.bfloat16, requires_grad=True) for n in (H, heads, heads))
     with pytest.raises(ValueError, match=message):
         attend(results, q, k, v, **arguments_of(fmt))
 

@@ -13,7 +13,17 @@ import flexattn
 from flexattn.block_mask import block_lists
 from flexattn.dispatch import cudnn_backend
 from flexattn.dispatch.known_bad import known_bad
-from flexattn.dispatch.spec import AttentionSpec, Direction, Gradients, Operands, Window, as_bshd, parse_format, with_classes
+from flexattn.dispatch.spec import (
+    AttentionSpec,
+    Direction,
+    Gradients,
+    Operands,
+    Results,
+    Window,
+    as_bshd,
+    parse_format,
+    with_classes,
+)
 from flexattn.functional import bind_call
 from flexattn.mods.trace import trace_mods
 from flexattn.ops import make_spec
@@ -70,6 +80,7 @@ class Row(NamedTuple):
     pages: int = 0  # tokens of a page, where k and v are given in pages; they have no backward
     cached: bool = False  # whether lengths are in seqused, those of keys that stay in a cache
     fp8: bool = False  # whether k and v are kept in E4M3; they have no backward
+    fp32: bool = False  # whether `attention_backward` is to give dq, dk and dv in float32
     cudnn: Any = None  # the same feature without others that cudnn takes no call with: another Row
 
 
@@ -141,6 +152,9 @@ ROWS: dict[str, dict[str, Row]] = {
         "bfloat16": Row({**PADDED, "dtype": torch.bfloat16}),
         "float32": Row({**PADDED, "dtype": torch.float32, "outliers": True}),
         "float64": Row({**PADDED, "dtype": torch.float64}, refusals={"triton": NO_FP64}),
+        "bfloat16, gradients in float32 (fp32_gradients)": Row(
+            {**PACKED, "dtype": torch.bfloat16}, {"attn_mask_type": "padding_causal"}, fp32=True
+        ),
         "FP8 inside (fp8_recipe)": fp8_inside(),
         "FP8 inside, E5M2 gradients": fp8_inside(fp8_format="HYBRID", granularity="block", rotation=True),
     },
@@ -235,6 +249,8 @@ def cudnn_call(row: Row, direction: Direction) -> tuple[AttentionSpec, Operands]
     arguments["q"].requires_grad_(not (row.pages or row.fp8))
     x, settings = bind_call(**arguments, return_lse=True)
     spec = on_h200(make_spec(x, settings, None), x)._replace(needs_lse_grad=row.dlse and direction == "backward")
+    if row.fp32 and direction == "backward":
+        spec = spec._replace(is_part=True, results=Results(fp32="dqkv"))
     return spec, x
 
 
@@ -259,6 +275,7 @@ class Case(NamedTuple):
     operands: Operands
     dout: Tensor
     dlse: Tensor | None
+    fp32: bool
 
     def attention(self, backend: str) -> tuple[Tensor, ...]:
         results = flexattn.attention(**self.arguments, backend=backend, return_lse=True)
@@ -272,6 +289,11 @@ class Case(NamedTuple):
             if self.arguments.get(name) is not None
         }
         out, lse, *_ = self._replace(arguments=self.arguments | leaves).attention(backend)
+        if self.fp32:
+            given = self.arguments | {"backend": backend, "out": out.detach(), "lse": lse.detach(), "fp32_gradients": "dqkv"}
+            found = flexattn.attention_backward(self.dout, **given)
+            assert {t.dtype for t in found[:3]} == {torch.float32}
+            return Gradients(*found[:3], None, None)
         outputs, seeds = ([out], [self.dout]) if self.dlse is None else ([out, lse], [self.dout, self.dlse])
         named = dict(zip(leaves, torch.autograd.grad(outputs, list(leaves.values()), seeds), strict=True))
         return Gradients(named["q"], named["k"], named["v"], named.get("bias"), named.get("softmax_offset"))
@@ -331,6 +353,7 @@ def make_case(row: Row, device: str) -> Case:
         operands,
         make_dout(inputs),
         make_dlse(inputs) if row.dlse else None,
+        row.fp32,
     )
 
 

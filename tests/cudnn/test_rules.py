@@ -13,7 +13,7 @@ import torch
 
 from flexattn.dispatch import cudnn_backend, known_bad
 from flexattn.dispatch.known_bad import ALWAYS, KNOWN_BAD, KnownBad
-from flexattn.dispatch.spec import AttentionSpec, Band, Fp8
+from flexattn.dispatch.spec import FP32_GRADIENTS, AttentionSpec, Band, Fp8, Results
 from flexattn.testing import make_call, make_inputs
 from tests.conftest import ROOT, FreshPython
 from tests.dispatch.test_select import ON_CUDA
@@ -161,6 +161,12 @@ def test_a_sink_of_a_part_of_the_keys_has_no_gradient_on_cudnn() -> None:
     assert "dsoftmax_offset" in str(cudnn_backend.rule_error(part, "backward"))
     for near in (part._replace(softmax_type="vanilla"), part._replace(is_part=False)):
         assert cudnn_backend.rule_error(near, "backward") is None
+
+
+@pytest.mark.parametrize("results", [Results(fp32=name) for name in FP32_GRADIENTS[1:]] + [Results(fp32_out=True)])
+def test_cudnn_gives_16_bits(results: Results) -> None:
+    directions = [d for d in ("forward", "backward") if cudnn_backend.rule_error(SPEC._replace(results=results), d)]
+    assert directions == ["forward" if results.fp32_out else "backward"]
 
 
 @pytest.mark.parametrize(

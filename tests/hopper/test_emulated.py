@@ -69,16 +69,18 @@ def run(
     call: dict[str, Any],
     kernels: tuple[ModuleType, ...] = KERNELS,
     backwards: tuple[str, ...] = BACKWARDS,
+    fp32: bool = False,
     **inputs: Any,
 ) -> dict[str, emulator.Report]:
     """Forward and backward, in two kernels, in one, and in one with persistent programs, held to the oracle; what the emulator says
-    of each kernel."""
+    of each kernel. fp32: whether gradients, or without backwards out, are in float32, and then not of numbers with 16 bits."""
     forward, split, fused = kernels
     given = make_inputs(**{"dtype": torch.bfloat16, "head_dim_qk": 128, "head_dim_v": 128, **inputs})
     spec, x = make_call(given, **call, return_max_logit=False)
     with emulated(seed, *kernels) as reports:
         problem = triton_backend.to_problem(spec, x)
-        out = torch.full((*x.q.shape[:-1], x.v.shape[-1]), float("nan"), dtype=x.q.dtype)
+        wide = torch.float32 if fp32 else x.q.dtype
+        out = torch.full((*x.q.shape[:-1], x.v.shape[-1]), float("nan"), dtype=x.q.dtype if backwards else wide)
         shape = (spec.num_heads, x.q.shape[0]) if spec.q_format == "thd" else (problem.batch, spec.num_heads, problem.q.shape[1])
         lse = torch.full(shape, float("nan"))
         rows = as_bshd(out, spec.q_format)
@@ -89,6 +91,7 @@ def run(
         for name, got, want, budget in zip(("out", "lse"), (out, lse), exact, same_dtype, strict=False):
             check_close(name, got, want, budget)
         if not backwards:
+            assert not fp32 or is_wide(out, x.q.dtype)
             return reports
         dout, dlse = make_dout(given), make_dlse(given)
         wanted = reference_gradients(spec, x, dout, dlse)
@@ -96,7 +99,7 @@ def run(
         for name in backwards if max(spec.head_dim_qk, spec.head_dim_v) <= 128 else backwards[:1]:
             backward = split.hopper_backward if name == "hopper_backward" else fused.fused_backward
             tile = {"tile": VARIANTS[name](conditions.fused_tile(problem))} if name in VARIANTS else {}
-            gradients = [torch.full_like(t, float("nan"), memory_format=torch.contiguous_format) for t in (x.q, x.k, x.v)]
+            gradients = [torch.full(t.shape, float("nan"), dtype=wide) for t in (x.q, x.k, x.v)]
             views = [as_bshd(t, fmt) for t, fmt in zip(gradients, (spec.q_format, spec.kv_format, spec.kv_format), strict=True)]
             doffset = torch.empty(spec.num_heads) if x.softmax_offset is not None else None
             backward(Backward(problem, rows, lse, as_bshd(dout, spec.q_format), dlse, *views, doffset), **tile)
@@ -104,9 +107,15 @@ def run(
                 return reports
             for name, got, want, budget in zip(("dq", "dk", "dv"), gradients, wanted, budgets, strict=False):
                 check_close(name, got, want, budget, factor=GRADIENT_FACTOR)
+                assert not fp32 or is_wide(got, x.q.dtype)
             if doffset is not None:
                 check_close("dsoftmax_offset", doffset, wanted[4], budgets[4], factor=GRADIENT_FACTOR)
     return reports
+
+
+def is_wide(t: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Returns whether most numbers of t that are not 0 have more bits than dtype."""
+    return bool((t != t.to(dtype))[t != 0].float().mean() > 0.9)
 
 
 def check(seed: int, call: dict[str, Any], **inputs: Any) -> None:
@@ -236,6 +245,27 @@ def test_head_dims(dims: tuple[int, int]) -> None:
     call = EVERYTHING | {"softmax_offset": SINKS}
     for seed in (1, 5):  # lazy, random
         check(seed, call, qkv_format="thd", gap=3, head_dim_qk=dims[0], head_dim_v=dims[1], **UNEVEN)
+
+
+@pytest.mark.sample
+@without_gpu
+@pytest.mark.parametrize("dims", [(128, 128), (256, 256), (192, 128), (40, 72)], ids=str)
+def test_results_in_float32(dims: tuple[int, int]) -> None:
+    """They go from registers to memory; rows past a sequence's end, and columns past the head dim, are others' or nobody's."""
+    own = {"head_dim_qk": dims[0], "head_dim_v": dims[1]}
+    padded = own | {"qkv_format": "sbhd" if dims[0] < 128 else "thd", "padding": True, "gap": 3, **UNEVEN}
+    check(5, EVERYTHING | {"softmax_offset": SINKS}, fp32=True, **padded)
+    check(1, {"attn_mask_type": "causal"}, fp32=True, lengths_q=[70], lengths_kv=[200], **own)
+    reports = run(6, {"attn_mask_type": "padding_causal"}, backwards=(), fp32=True, **padded)
+    assert {finding.kind for report in reports.values() for finding in report.findings} <= HARMLESS
+
+
+@without_gpu
+@pytest.mark.parametrize("dim", [64, 128])
+def test_persistent_programs_with_gradients_in_float32(dim: int) -> None:
+    dims = {"head_dim_qk": dim, "head_dim_v": dim}
+    check_persistent(5, {"attn_mask_type": "causal"}, lengths_q=[200] * 2, lengths_kv=[330] * 2, fp32=True, **dims)
+    check_persistent(1, EVERYTHING | {"softmax_offset": SINKS}, qkv_format="thd", padding=True, gap=3, fp32=True, **dims, **UNEVEN)
 
 
 @pytest.mark.sample("fmt", "band")

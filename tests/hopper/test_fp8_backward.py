@@ -24,7 +24,7 @@ from flexattn.kernels_triton.mods.diagonals import with_diagonals
 from flexattn.kernels_triton.mods.mask_blocks import with_key_lists, with_mask_blocks
 from flexattn.kernels_triton.runtime.launch import Launch, recorded_launches
 from flexattn.testing import make_call, make_dout, make_inputs
-from tests.hopper.test_emulated import EVERYTHING, HARMLESS, SEEDS, SINKS, UNEVEN, without_gpu
+from tests.hopper.test_emulated import EVERYTHING, HARMLESS, SEEDS, SINKS, UNEVEN, is_wide, without_gpu
 from tests.hopper.test_fp8 import BANDS, FEATURES, HEAD_DIMS, on_hopper
 from tests.hopper.test_fp8 import UNEVEN as UNEVEN_AND_LONG
 from tests.hopper.test_mods import FEATURES as MODS
@@ -43,6 +43,7 @@ def backward(
     granularity: Any = "head",
     kernels: ModuleType = hopper_fp8_backward,
     tile: Fp8BackwardTile | None = None,
+    fp32: bool = False,
     **inputs: Any,
 ) -> tuple[dict[str, emulator.Report], list[torch.Tensor]]:
     """Returns the emulator's reports on both kernels, and the gradients, held to the oracle where it finds no bug."""
@@ -50,9 +51,10 @@ def backward(
     fp8 = fp8_call(*make_call(given, **call, return_max_logit=False), granularity)
     wanted = backward_of(fp8, make_dout(given), granularity, E5M2 if granularity == "batch_head" else E4M3)
     with emulated(seed, kernels) as reports:
-        grads = run_backward(wanted, kernels=kernels, tile=tile)
+        grads = run_backward(wanted, kernels=kernels, tile=tile, fp32=fp32)
     if not any(report.bugs for report in reports.values()):
         check_backward(wanted, grads)
+        assert not fp32 or all(is_wide(t, given.q.dtype) for t in grads)
     return reports, grads
 
 
@@ -72,6 +74,14 @@ def test_head_dims(dims: tuple[int, int]) -> None:
     inputs = {"qkv_format": "thd", "gap": 3, "head_dim_qk": dims[0], "head_dim_v": dims[1], **UNEVEN}
     lazy, shuffled = (check(seed, call, "batch_head", **inputs) for seed in (1, 5))
     assert all(map(torch.equal, lazy, shuffled))  # to the bit, whatever the order
+
+
+@pytest.mark.sample
+@without_gpu
+@pytest.mark.parametrize("dims", [(128, 128), (256, 256), (160, 208)], ids=str)
+def test_gradients_in_float32(dims: tuple[int, int]) -> None:
+    inputs = {"qkv_format": "thd", "gap": 3, "head_dim_qk": dims[0], "head_dim_v": dims[1], **UNEVEN}
+    check(5, EVERYTHING | {"softmax_offset": SINKS}, "batch_head", fp32=True, **inputs)
 
 
 @pytest.mark.sample("granularity")

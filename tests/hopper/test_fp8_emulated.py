@@ -25,7 +25,7 @@ from flexattn.kernels_triton.hopper import fp8_backward_fused as hopper_fp8_fuse
 from flexattn.kernels_triton.hopper import fp8_forward as hopper_fp8_forward
 from flexattn.mods.trace import trace_mods
 from flexattn.testing import make_call, make_dout, make_inputs
-from tests.hopper.test_emulated import EVERYTHING, HARMLESS, SEEDS, SINKS, UNEVEN, without_gpu
+from tests.hopper.test_emulated import EVERYTHING, HARMLESS, SEEDS, SINKS, UNEVEN, is_wide, without_gpu
 from tests.support import fp8_calls, inject
 from tests.support.hopper_fp8_calls import (
     E4M3,
@@ -68,17 +68,19 @@ def backward(
     call: dict[str, Any],
     granularity: Any = "head",
     kernels: ModuleType = hopper_fp8_fused,
+    fp32: bool = False,
     **inputs: Any,
 ) -> emulator.Report:
-    """The same of the backward."""
+    """The same of the backward; fp32: with gradients in float32."""
     given = make_inputs(**{"dtype": torch.bfloat16, "head_dim_qk": 128, "head_dim_v": 128, **inputs})
     fp8 = fp8_call(*make_call(given, **call, return_max_logit=False), granularity)
     wanted = backward_of(fp8, make_dout(given), granularity, E5M2 if granularity == "batch_head" else E4M3)
     with emulated(seed, kernels) as reports:
-        grads = run_backward(wanted, kernels=kernels)
+        grads = run_backward(wanted, kernels=kernels, fp32=fp32)
     (report,) = reports.values()
     if not report.bugs:
         check_backward(wanted, grads)
+        assert not fp32 or all(is_wide(t, given.q.dtype) for t in grads)
     return report
 
 
@@ -159,6 +161,12 @@ def test_head_dims_backward(dims: tuple[int, int]) -> None:
     call = EVERYTHING | {"softmax_offset": SINKS}
     inputs = {"qkv_format": "thd", "gap": 3, "head_dim_qk": dims[0], "head_dim_v": dims[1], **UNEVEN}
     check_backward_of(dims[0] // 16, call, "batch_head", **inputs)
+
+
+@without_gpu
+def test_gradients_in_float32() -> None:
+    inputs = {"qkv_format": "thd", "gap": 3, "head_dim_qk": 48, "head_dim_v": 80, **UNEVEN}
+    check_backward_of(3, EVERYTHING | {"softmax_offset": SINKS}, "batch_head", fp32=True, **inputs)
 
 
 @without_gpu

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flexattn.dispatch import triton_backend
-from flexattn.dispatch.spec import Gradients, Window, as_bshd
+from flexattn.dispatch.spec import FP32_GRADIENTS, Gradients, Results, Window, as_bshd
 from flexattn.kernels_triton.common import problem
 from flexattn.kernels_triton.common.preprocess import new_statistics, row_statistics
 from flexattn.kernels_triton.common.problem import Backward
@@ -448,6 +448,34 @@ def test_row_statistics(fmt: str, head_dim_v: int, device: str, monkeypatch: pyt
     torch.testing.assert_close(alone[:2], left[0][0][:2], rtol=1e-5, atol=1e-5, equal_nan=True)
     torch.testing.assert_close(doffset, gradients.dsoftmax_offset, rtol=1e-4, atol=1e-5)
     assert all(t.isfinite().any() for t in alone[:2])
+
+
+@pytest.mark.sample
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        {"qkv_format": "thd", "padding": True, "gap": 3, "head_dim_qk": 80, "head_dim_v": 48},
+        {"qkv_format": "bhsd", "num_heads": 12, "num_heads_kv": 1},  # dk and dv are sums of fp32 parts
+        {"qkv_format": "sbhd", "head_dim_qk": 320, "head_dim_v": 264},  # dk and dv in launches of their own
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("fp32", FP32_GRADIENTS[1:])
+def test_gradients_in_float32_round_to_those_in_16_bits(fp32: str, inputs: dict[str, Any], device: str) -> None:
+    sizes = ((37, 0, 71), (20, 9, 33)) if inputs["qkv_format"] == "thd" else ((71, 71), (33, 33))
+    given = make_inputs(lengths_q=lengths(*sizes[0]), lengths_kv=lengths(*sizes[1]), dtype=torch.bfloat16, device=device, **inputs)
+    mask = "padding_causal" if inputs["qkv_format"] == "thd" else "causal_bottom_right"
+    spec, x = make_call(given, attn_mask_type=mask, deterministic=True)
+    out, lse, _ = triton_backend.forward(spec, x)
+    dout = make_dout(given)
+    wanted = triton_backend.backward(spec, x, out, lse, dout, None)
+    found = triton_backend.backward(spec._replace(results=Results(fp32=fp32)), x, out, lse, dout, None)
+    for name in ("dq", "dk", "dv"):
+        got, want = getattr(found, name), getattr(wanted, name)
+        is_named = name[1:] in fp32.removeprefix("d")
+        assert got.dtype is (torch.float32 if is_named else torch.bfloat16)
+        assert torch.equal(got.bfloat16(), want)
+        assert bool((got != want).any()) is is_named
 
 
 def test_fp32_gradients_under_a_large_lse(device: str) -> None:

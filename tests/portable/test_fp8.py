@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from flexattn.block_mask import block_lists, create_block_mask
-from flexattn.dispatch import quantization, triton_backend
+from flexattn.dispatch import eager_backend, quantization, triton_backend
 from flexattn.dispatch.quantization import Unquantized
-from flexattn.dispatch.spec import Operands, as_bshd, parse_format
+from flexattn.dispatch.spec import Operands, Results, as_bshd, parse_format
 from flexattn.kernels_triton.ahead_of_time.compile_report import SHARED_MEMORY_LIMIT, request_for
 from flexattn.kernels_triton.common.quantize import transpose_tokens, unrotate
 from flexattn.kernels_triton.runtime.launch import pretended_device, recorded_launches
 from flexattn.mods.trace import trace_mods
-from flexattn.testing import Inputs, make_inputs
+from flexattn.testing import Inputs, make_dout, make_inputs
 from tests.support.compiled_kernels import compile_sound
 from tests.support.fp8_calls import E4M3, E5M2, check, make_fp8_call
 
@@ -236,6 +236,21 @@ def test_head_dims(dims: tuple[int, int], device: str) -> None:
         lengths_q=lengths(40, 40), lengths_kv=lengths(70, 70), head_dim_qk=dims[0], head_dim_v=dims[1], dtype=BF16, device=device
     )
     check(given, "block", E5M2, attn_mask_type="causal")
+
+
+def test_gradients_in_float32_round_to_those_in_16_bits(device: str) -> None:
+    given = make_inputs("thd", lengths_q=lengths(37, 5), lengths_kv=lengths(70, 9), padding=True, gap=3, dtype=BF16, device=device)
+    spec, x = make_fp8_call(given, "block", attn_mask_type="padding_causal")
+    out, lse, _ = triton_backend.forward(spec, x)
+    for backend in (triton_backend, eager_backend):
+        wanted, found = (
+            backend.backward(spec._replace(results=Results(fp32=fp32)), x, out, lse, make_dout(given), None)
+            for fp32 in ("none", "dqkv")
+        )
+        for got, want in zip(found[:3], wanted[:3], strict=True):
+            assert got.dtype is torch.float32
+            assert torch.equal(got.to(BF16), want)
+            assert (got != want).any()
 
 
 @pytest.mark.parametrize("heads", [(6, 2), pytest.param((33, 3), marks=wide)], ids=str)

@@ -220,10 +220,11 @@ def run_backward(
     device: str = "cpu",
     kernels: ModuleType = hopper_fp8_fused,
     tile: hopper_fp8_fused.Fp8FusedTile | hopper_fp8_backward.Fp8BackwardTile | None = None,
+    fp32: bool = False,
 ) -> list[torch.Tensor]:
-    """[dq, dk, dv] in their formats, which begin as NaN."""
+    """[dq, dk, dv] in their formats, which begin as NaN. fp32: whether they are in float32."""
     call, problem = backward.call, moved(backward.problem, device)
-    spec, dtype = call.spec, backward.out.dtype
+    spec, dtype = call.spec, torch.float32 if fp32 else backward.out.dtype
     grads = [torch.full(t.shape, float("nan"), dtype=dtype, device=device) for t in call.stands_for[:3]]
     views = [as_bshd(t, fmt) for t, fmt in zip(grads, (spec.q_format, spec.kv_format, spec.kv_format), strict=True)]
     doffset = torch.empty(spec.num_heads, device=device) if problem.softmax_offset is not None else None
