@@ -16,6 +16,10 @@ def test_every_feature(ranks: int, forked_python: FreshPython, tmp_path: Path) -
     run_ranks(forked_python, tmp_path, "features", ranks)
 
 
+def test_sums_over_ranks_are_as_exact_as_one_process(forked_python: FreshPython, tmp_path: Path) -> None:
+    run_ranks(forked_python, tmp_path, "sums_in_float32", 4)
+
+
 @pytest.mark.slow
 def test_decoding_layouts_and_wrapped_calls(forked_python: FreshPython, tmp_path: Path) -> None:
     run_ranks(forked_python, tmp_path, "others", 2)

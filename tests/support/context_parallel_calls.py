@@ -246,8 +246,7 @@ def compare_eight(problem: Problem, layout: str | None, ways: Sequence[str]) -> 
     A ring merges weights that were rounded relative to those of its step, and gradients round where a last bit decides, so those
     are as near to one process's as that is to fp64. Where all keys of a query are in one call out is equal to the bit,
     but for few numbers whose weights round by a score's last bit, on eager: kernels round weights relative to the largest so far,
-    in blocks that begin where a call's keys do. Gradients in 16 bits are held as those of calls without FP8 are: each rank rounds
-    its part before they are summed.
+    in blocks that begin where a call's keys do.
     """
     recipe, given = problem.options["fp8_recipe"], tensors_of(problem, torch.bfloat16)
     wide = results(problem, {name: t.double() for name, t in given.items()}, torch.float64, None)
@@ -277,9 +276,6 @@ def compare_eight(problem: Problem, layout: str | None, ways: Sequence[str]) -> 
             if name == "out" and has_bits and "ring" not in strategy and t.numel():
                 others = (t != expected[name]).float().mean()
                 assert others <= OTHER_BITS, (label, others)
-            if recipe.bf16_backward and name in ("dq", "dk", "dv"):
-                check_close(label, t, exact[name], expected[name], factor=GRADIENT_FACTOR)
-                continue
             finite = exact[name].isfinite()
             assert torch.equal(t.isfinite(), finite), label
             if finite.any():
