@@ -5,19 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from flexattn.distributed import slices
+
 STATISTICS = 4  # bytes of one lse, and of one element of a gradient that is sent: both are float32
-BACKWARD_WORK = 2.5  # products of a backward over those of a forward: five to two
+BACKWARD_WORK = 2.8  # time of a backward over a forward's, as two and four GPUs measured: 2.5 times the products, at less speed
 
 
 class Rates(NamedTuple):
     """Speeds that predictions rest on. The defaults were measured on two H200s (NVLink, NCCL), causal, bf16, head dim 128.
 
-    flops: of attention's products in a second. link: bytes that a rank receives in a second. latency: seconds before a collective's
-    bytes count. memory: bytes in a second that merges read and write. most_bytes: of gathered keys that "auto" may hold on a rank.
-    network: bytes that a rank receives from other hosts in a second, through a card of its own (400 Gbit/s; not measured).
+    flops: of a forward's products in a second. call: seconds that a slice, or a step of a ring, takes beside its products, as its
+    last tiles leave multiprocessors idle; in a backward as much longer as its products. link: bytes that a rank receives in a
+    second. latency: seconds before a collective's bytes count. memory: bytes in a second that merges read and write. most_bytes: of
+    gathered keys that "auto" may hold on a rank. network: bytes that a rank receives from other hosts in a second, through a card
+    of its own (400 Gbit/s; not measured).
     """
 
-    flops: float = 6.2e14
+    flops: float = 6.5e14
+    call: float = 8e-5
     link: float = 2.4e11
     latency: float = 1e-4
     memory: float = 2.5e12
@@ -63,35 +68,51 @@ class Prediction(NamedTuple):
 def predict(strategy: str, work: Work, heads: Heads, ranks: int, rates: Rates) -> Prediction:
     """Returns the time of a call: computing, plus what moves where nothing hides it.
 
-    A ring's keys travel behind the step before; all other collectives are waited for. A backward fetches the keys again, and sends
-    their gradients in float32.
+    Of keys, and heads, that come in slices the first slice is waited for, and so is what returns of the last one; a ring's keys and
+    gradients travel behind a step. A backward fetches the keys again, and sends their gradients in float32.
     """
+    if strategy == "ulysses":
+        return _ulysses(work, heads, ranks, rates)
     kv_row = heads.batch * heads.kv * (heads.dim + heads.dim_v) * heads.itemsize
     grad_row = heads.batch * heads.kv * (heads.dim + heads.dim_v) * STATISTICS
     per_score = 2 * heads.batch * heads.q * (heads.dim + heads.dim_v) / rates.flops
-    if strategy == "ulysses":
-        share = (ranks - 1) / ranks
-        largest = -(-heads.q // ranks) * ranks / heads.q  # the rank with most heads over the mean
-        own_kv = max(1.0, heads.kv / ranks) / heads.kv
-        sent_q = share * work.queries / ranks * heads.batch * heads.q * (heads.dim + heads.dim_v) * heads.itemsize
-        sent_kv = share * work.held * own_kv * kv_row
-        compute = work.areas[0] * largest * per_score
-        moved = 3 * rates.latency + (sent_q + sent_kv) / rates.link if ranks > 1 else 0.0
-        back = 3 * rates.latency + (sent_q + sent_kv * grad_row / kv_row) / rates.link if ranks > 1 else 0.0
-        return _milliseconds(compute + moved, compute * BACKWARD_WORK + back, (sent_q + sent_kv, work.held * own_kv * kv_row))
     if strategy == "ring":
         send = (rates.latency + work.per_step * kv_row / rates.link) if ranks > 1 else 0.0
         send_back = send + (rates.latency + work.per_step * grad_row / rates.link if ranks > 1 else 0.0)
         merge = 5 * work.own_q * heads.batch * heads.q * heads.dim_v * STATISTICS / rates.memory
-        times = [area * per_score for area in work.areas]
+        times = [area * per_score + rates.call for area in work.areas]
         forward = sum(max(t, send) for t in times[:-1]) + times[-1] + merge * (len(times) - 1)
-        backward = sum(max(t * BACKWARD_WORK, send_back) for t in times[:-1]) + times[-1] * BACKWARD_WORK + send_back
+        added = 3 * (work.own_q * heads.batch * heads.q * heads.dim * STATISTICS + work.per_step * grad_row) / rates.memory
+        computed = [t * BACKWARD_WORK for t in times]
+        backward = sum(max(t, send_back) for t in computed[:-1]) + computed[-1] + added * len(times) + send_back
         return _milliseconds(forward, backward, ((ranks - 1) * work.per_step * kv_row, work.held * kv_row))
-    wait = rates.latency if work.received else 0.0
-    compute = work.areas[0] * per_score
-    forward = compute + wait + work.received * kv_row / rates.link
-    backward = compute * BACKWARD_WORK + 2 * wait + work.received * (kv_row + grad_row) / rates.link
+    wait, compute = rates.latency if work.received else 0.0, work.areas[0] * per_score
+    one, both = (slices.key_slices(heads.q, heads.kv, work.received * kv_row, ends) for ends in (1, 2))
+    first, last = (both[i].kv.size / heads.kv for i in (0, -1))
+    forward = compute + len(one) * rates.call + wait + one[0].kv.size / heads.kv * work.received * kv_row / rates.link
+    moved = work.received * (first * kv_row + last * grad_row) / rates.link
+    backward = (compute + len(both) * rates.call) * BACKWARD_WORK + 2 * wait + moved
     return _milliseconds(forward, backward, (work.received * kv_row, work.held * kv_row))
+
+
+def _ulysses(work: Work, heads: Heads, ranks: int, rates: Rates) -> Prediction:
+    """Returns the time of heads for tokens: a slice of q, k and v before, one of out after, and in a backward as many gradients."""
+    kv_row = heads.batch * heads.kv * (heads.dim + heads.dim_v) * heads.itemsize
+    share = (ranks - 1) / ranks
+    largest = -(-heads.q // ranks) * ranks / heads.q  # the rank with most heads over the mean
+    own_kv = max(1.0, heads.kv / ranks) / heads.kv
+    sent_q = share * work.queries / ranks * heads.batch * heads.q * (heads.dim + heads.dim_v) * heads.itemsize
+    sent_kv = share * work.held * own_kv * kv_row
+    wide = 1.0 if heads.kv % ranks == 0 else STATISTICS / heads.itemsize  # gradients of keys that several ranks have are float32
+    count = slices.head_slices(heads.q, heads.kv, ranks, share * work.queries * heads.batch)
+    compute = work.areas[0] * largest * 2 * heads.batch * heads.q * (heads.dim + heads.dim_v) / rates.flops
+    wait = 2 * rates.latency if ranks > 1 else 0.0
+    # All is put into messages before, and in its place behind: read and written twice.
+    copied = 4 * (sent_q + sent_kv) / share / rates.memory if ranks > 1 else 0.0
+    forward = compute + count * rates.call + wait + copied + (sent_q + sent_kv) / count / rates.link
+    back = wait + copied + (sent_q + wide * sent_kv) / count / rates.link
+    backward = (compute + count * rates.call) * BACKWARD_WORK + back
+    return _milliseconds(forward, backward, (sent_q + sent_kv, work.held * own_kv * kv_row))
 
 
 def between_hosts(strategy: str, ranks: int, host: int, rates: Rates) -> Rates:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexattn.distributed import exchange
+from flexattn.distributed import exchange, slices
 from flexattn.distributed.calls import (
     Calls,
     Found,
@@ -34,12 +34,8 @@ from flexattn.distributed.calls import (
 from flexattn.distributed.capture import tables
 from flexattn.distributed.exchange import Returns, Route, make_returns, make_route
 from flexattn.distributed.lanes import Lanes
-from flexattn.distributed.layout import Run, Runs, common, cut, places, size_of, union
+from flexattn.distributed.layout import Run, Runs, common, places, size_of, union
 from flexattn.distributed.plans import Plan
-
-SLICE_BYTES = 16 << 20  # that a rank receives for a slice on average: below, a collective's latency is more than a slice hides
-MIDDLE_BYTES = 256 << 20  # most of a slice, but for the first and the last one: as much of others' keys is held twice
-END_SHARE = 4  # the first slice, whose keys nothing hides, and the last one, whose gradients nothing hides, have a fourth each
 
 
 class _Work(NamedTuple):
@@ -48,11 +44,6 @@ class _Work(NamedTuple):
     returns: Returns
     received: int  # rows, by the rank that receives most: the same on all ranks, as the number of slices must be
     adds: bool  # whether gradients that this rank's calls make of keys are added to others: of other calls, or of other ranks
-
-
-class _Slice(NamedTuple):
-    q: Run
-    kv: Run
 
 
 @tables(32)
@@ -75,21 +66,6 @@ def _adds(plan: Plan, calls: Calls, held: Runs) -> bool:
             return True
         taken = union((*taken, call.keys))
     return False
-
-
-def slices_of(heads: int, heads_kv: int, received_bytes: int, ends: int) -> list[_Slice]:
-    """Returns the slices of heads in which keys come, whose number is the same on all ranks. ends: small ones, 1 or 2."""
-    if heads_kv == 1 or received_bytes < 2 * SLICE_BYTES:
-        runs = [Run(0, heads_kv)]
-    else:
-        end = max(1, heads_kv // END_SHARE)
-        middle = heads_kv - min(ends, heads_kv // end - 1) * end
-        count = min(middle, -(-received_bytes * middle // heads_kv // MIDDLE_BYTES))
-        stop = end + middle
-        runs = [Run(0, end), *(Run(run.start + end, run.stop + end) for run in cut(middle, max(1, count)))]
-        runs += [Run(stop, heads_kv)] if stop < heads_kv else []
-    group = heads // heads_kv
-    return [_Slice(Run(group * run.start, group * run.stop), run) for run in runs]
 
 
 class Gather(NamedTuple):
@@ -181,7 +157,7 @@ class _Coming:
         self.work, self.calls, self.route = work, work.calls, work.route
         batch = 1 if self.packed else self.k.shape[0]
         row = batch * self.k.shape[-2] * (self.k.shape[-1] + self.v.shape[-1])  # elements, the same on a rank without tokens
-        self.slices = slices_of(self.q.shape[-2], self.k.shape[-2], work.received * row * self.k.element_size(), ends)
+        self.slices = slices.key_slices(self.q.shape[-2], self.k.shape[-2], work.received * row * self.k.element_size(), ends)
         whole, is_one = (call.scores, shared), len(self.slices) == 1
         # Kept until the end, as calls on other lanes read them.
         self.contexts = [whole if is_one else of_heads(*whole, of_q, self.q.device) for of_q, _ in self.slices]

@@ -6,7 +6,8 @@ them, and one step further, home: Liu et al., "Ring Attention with Blockwise Tra
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -105,25 +106,27 @@ class Ring(NamedTuple):
         for step, calls in enumerate(steps):
             if step + 1 < plan.ranks:
                 received, works = rotate(kv, self._rows_of_step(step + 1), plan.group)
+            if step:  # the sums that the rank before has come while this step's shares are computed
+                travelling = rotate(grad, self._rows_of_step(step), plan.group)
+            part = Part(q, *apart(kv, dim, packed))
+            context = self.scores, shared
+            found = [differentiate(call, part, Results(out, lse), seeds, context, of_shared, fp32) for call in calls]
             if step:
-                grad = self._travelled(grad, step)
+                grad = self._arrived(travelling)
             dk, dv = apart(grad, dim, packed)
-            for call in calls:
-                part = Part(q, *apart(kv, dim, packed))
-                found = differentiate(call, part, Results(out, lse), seeds, (self.scores, shared), of_shared, fp32)
+            for call, of_call in zip(calls, found, strict=True):
                 _, rows, keys = rows_of_call(call, part)
-                dq[rows] += found.dq
-                dk[keys] += found.dk
-                dv[keys] += found.dv
+                dq[rows] += of_call.dq
+                dk[keys] += of_call.dk
+                dv[keys] += of_call.dv
             if step + 1 < plan.ranks:
                 wait(works, plan.group)
                 kv = received
         if plan.ranks > 1:
-            grad = self._travelled(grad, plan.ranks)
+            grad = self._arrived(rotate(grad, self._rows_of_step(plan.ranks), plan.group))
         return Sums(dq, *apart(grad, dim, packed), of_shared)
 
-    def _travelled(self, grad: Tensor, step: int) -> Tensor:
-        """Returns the sums of gradients that the rank before has, of the keys that come here in this step."""
-        received, works = rotate(grad, self._rows_of_step(step), self.plan.group)
+    def _arrived(self, travelling: tuple[Tensor, Sequence[Any]]) -> Tensor:
+        received, works = travelling
         wait(works, self.plan.group)
         return received

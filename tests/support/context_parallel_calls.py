@@ -17,16 +17,21 @@ from torch import Tensor
 import flexattn
 from flexattn import Window, distributed
 from flexattn.block_mask import ordered
-from flexattn.distributed import exchange, gather
+from flexattn.distributed import exchange, gather, slices
 from flexattn.distributed.plans import STRATEGIES, Plan
 from flexattn.testing import GRADIENT_FACTOR, check_close
 
 EXACT = 1e-10  # of fp64: sums over ranks and steps in another order
 LAYOUTS = ("contiguous", "zigzag", "dealt")
-WAYS = (*STRATEGIES[:4], "gather sliced", "halo sliced")  # the last two: keys come in slices of heads, however few they are
+WAYS = (
+    *STRATEGIES[:4],
+    "gather sliced",
+    "halo sliced",
+    "ulysses sliced",
+)  # the last: in slices, however few heads
 OTHER_BITS = 0.02  # share of out that may have other bits: torch's products of other shapes sum in another order
 PACKED = ("gather packed", "halo packed")  # keys come as from ranks of several hosts
-SLICE_BYTES, MOST_RANKS = gather.SLICE_BYTES, exchange.MOST_RANKS
+SLICE_BYTES, SLICE_ROWS, MOST_RANKS = slices.SLICE_BYTES, slices.SLICE_ROWS, exchange.MOST_RANKS
 COMPILES = ""  # the backend of torch.compile by which calls over ranks are compiled, without a break of their graph
 GROUP: Any = None  # what plans are made of; None: all processes
 DEVICE = torch.device("cpu")  # where this process has its tensors
@@ -214,7 +219,8 @@ def part_of(problem: Problem, whole: dict[str, Tensor], plan: Plan) -> dict[str,
 def way_of(way: str) -> str:
     """Returns the strategy of a way, after which keys come as it says: in slices, or packed as for ranks of many hosts."""
     strategy, _, how = way.partition(" ")
-    gather.SLICE_BYTES = 1 if how == "sliced" else SLICE_BYTES
+    slices.SLICE_BYTES = 1 if how == "sliced" else SLICE_BYTES
+    slices.SLICE_ROWS = 1 if how == "sliced" else SLICE_ROWS
     exchange.MOST_RANKS = 0 if how == "packed" else MOST_RANKS
     gather._work.cache_clear()
     return strategy
@@ -302,6 +308,7 @@ FEATURES = {
     "more queries than keys": Problem(((37, 19),), mask="causal_bottom_right"),
     "more queries than keys, from the first": Problem(((37, 19),), window=(5, -1)),
     "an odd number of heads": Problem(heads=(5, 1), options={"bias_type": "alibi"}),
+    "key heads that come in slices": Problem(heads=(8, 4), options={"softmax_type": "learnable", "bias_type": "alibi"}),
     "key heads that do not divide": Problem(heads=(6, 3), options={"softmax_scale": 0.2}),
     "a sink and a softcap": Problem(options={"softmax_type": "learnable", "softcap": 2.0}),
     "a sink for queries that see nothing": Problem(((37, 19),), mask="causal_bottom_right", options={"softmax_type": "learnable"}),
@@ -381,7 +388,7 @@ def draw_problem(seed: int) -> Problem:
         return rng.choice((0, 1, 1, 2, rng.randint(3, 12), rng.randint(3, 40)))
 
     pairs = [(n, n if same else length()) for same in [rng.random() < 0.7] for n in [length() for _ in range(rng.randint(1, 7))]]
-    heads_kv = rng.choice((1, 2, 3))
+    heads_kv = rng.choice((1, 2, 3, 4, 8))
     heads = heads_kv * rng.choice((1, 2, 3))
     while heads < 4:
         heads += heads_kv
