@@ -232,7 +232,6 @@ def _load_partition(buffers: Buffers, args: Arguments, META: gl.constexpr):
     n_tile = 0
     t = gl.program_id(0)
     while t < amount:
-        drawn = gl.atomic_add(work.table_ptr, 1, sem="relaxed")  # the next tile's number travels while this one loads
         first_row, h, b = work_tile(t, amount, work, work.num_heads, batch, META)
         sequence = sequence_of(args.lengths_q, args.lengths_kv, b, META)
         h_kv = h // work.group_size
@@ -261,7 +260,8 @@ def _load_partition(buffers: Buffers, args: Arguments, META: gl.constexpr):
             place = [v_block + row // BLOCK, 0, row % BLOCK]
             tma.async_copy_global_to_shared(of.v, place, barriers.v_full.index(stage), tiles.v.index(stage))
             n_block += 1
-        t = drawn + gl.num_programs(0)
+        # Not before this tile is loaded: what a program has drawn no other takes, however long it is busy.
+        t = gl.atomic_add(work.table_ptr, 1, sem="relaxed") + gl.num_programs(0)
         n_tile += 1
     broadcast_end(n_tile, barriers, META)
 
