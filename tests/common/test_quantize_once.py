@@ -72,6 +72,25 @@ def test_its_bits_are_those_of_two_launches(
         check(unquantized(fmt, rotation, kv_fmt, device), granularity, monkeypatch)
 
 
+@pytest.mark.skipif(not GPU, reason="CUDA graphs are a GPU's")
+@pytest.mark.parametrize("granularity", ["tensor", "head"])
+def test_a_graph_that_is_replayed_begins_with_zeros(granularity: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counters and amax of a replay are not those that the one before left: each has numbers of its own, smaller ones at last."""
+    monkeypatch.setenv("FLEXATTN_HOPPER", "always")
+    given = [t._replace(x=t.x.repeat(1, 16, 1, 1), max_seqlen=16 * t.max_seqlen) for t in unquantized("bshd", device="cuda")]
+    run(given, granularity)  # which compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run(given, granularity)
+    for factor in (3.0, 0.25, 0.5):
+        for t in given:
+            t.x.mul_(factor)
+        graph.replay()
+        monkeypatch.delenv("FLEXATTN_HOPPER")
+        assert all(map(torch.equal, found, run(given, granularity)))
+        monkeypatch.setenv("FLEXATTN_HOPPER", "always")
+
+
 @without_gpu
 @pytest.mark.parametrize("at_once", [1, 3, 12])
 @pytest.mark.parametrize("granularity", ["tensor", "head", "batch_head"])
