@@ -168,6 +168,7 @@ def _quantize_once_kernel(args: QuantizeArguments, META: tl.constexpr):
                 join_amax(largest_of_parts(tl.zeros([ROWS], tl.float32), parts, META), tensor.amax_ptr + own.group)
             tl.atomic_add(found_ptr, 1, sem="release")
         if drawn.end <= following:
+            # One thread joins the amax and then counts, with release; here it acquires, and a barrier hands that to the others.
             while tl.atomic_add(found_ptr, 0, sem="acquire") < drawn.num_items:
                 pass
             if own.is_there:
