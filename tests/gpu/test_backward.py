@@ -11,9 +11,13 @@ from torch import Tensor
 
 import flexattn
 from flexattn import attention_backward, call_cache, ops
+from flexattn.dispatch import eager_backend, triton_backend
+from flexattn.dispatch.quantization import dout_of
 from flexattn.dispatch.reference import reference_gradients
+from flexattn.dispatch.spec import FP32_GRADIENTS, Results
 from flexattn.functional import bind_call
-from flexattn.testing import GRADIENT_FACTOR, check_close
+from flexattn.testing import GRADIENT_FACTOR, check_close, make_call, make_dout, make_inputs
+from tests.support.fp8_calls import make_fp8_call
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, and torch.cuda.is_available() is False")
 
@@ -56,6 +60,78 @@ def test_parts_add_up(dtype: torch.dtype, head_dim: int, hopper: str, determinis
         for name, got in found.items():
             want, same_dtype = (getattr(gradients, name) for gradients in (exact, budget))
             check_close(name, got, want, same_dtype, factor=GRADIENT_FACTOR)
+
+
+def rounds_to(got: Tensor, want: Tensor) -> bool:
+    """Returns whether float32 numbers round to `want`, and are not these."""
+    return got.dtype is torch.float32 and torch.equal(got.to(want.dtype), want) and bool((got != want).float().mean() > 0.3)
+
+
+def check_float32(spec: Any, x: Any, given: tuple[Tensor, ...], exact: Any, budget: Any) -> None:
+    """dk and dv in float32 round to those in 16 bits, and so does dq where it repeats to the bit; where not it is held to fp64."""
+    wanted = triton_backend.backward(spec, x, *given, None)
+    for fp32 in FP32_GRADIENTS[1:]:
+        found = triton_backend.backward(spec._replace(results=Results(fp32=fp32)), x, *given, None)
+        for name in ("dq", "dk", "dv"):
+            got, want = getattr(found, name), getattr(wanted, name)
+            if name[1:] not in fp32.removeprefix("d"):
+                assert got.dtype is want.dtype
+            elif name != "dq" or spec.deterministic:
+                assert rounds_to(got, want), (name, fp32)
+            else:
+                assert got.dtype is torch.float32
+                check_close(name, got, getattr(exact, name), getattr(budget, name), factor=GRADIENT_FACTOR)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("hopper", ["never", "always"])
+@pytest.mark.parametrize("fmt", ["bshd", "thd"])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (72, 40), (192, 128), (256, 256)], ids=str)
+def test_results_in_float32(
+    dims: tuple[int, int], fmt: str, hopper: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLEXATTN_HOPPER", hopper)
+    lengths = ([300, 300], [450, 450]) if fmt == "bshd" else ([300, 0, 129], [450, 70, 64])
+    packed: dict[str, Any] = {} if fmt == "bshd" else {"padding": True, "gap": 3}
+    inputs = make_inputs(
+        fmt,
+        lengths_q=lengths[0],
+        lengths_kv=lengths[1],
+        num_heads=4,
+        head_dim_qk=dims[0],
+        head_dim_v=dims[1],
+        dtype=torch.bfloat16,
+        device="cuda",
+        **packed,
+    )
+    spec, x = make_call(inputs, attn_mask_type="padding_causal" if packed else "causal_bottom_right", deterministic=deterministic)
+    out, lse, _ = triton_backend.forward(spec, x)
+    assert rounds_to(triton_backend.forward(spec._replace(results=Results(fp32_out=True)), x)[0], out)
+    dout = make_dout(inputs)
+    exact, budget = (reference_gradients(spec, x, dout, None, dtype) for dtype in (torch.float64, torch.bfloat16))
+    check_float32(spec, x, (out, lse, dout), exact, budget)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("hopper", ["never", "always"])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)], ids=str)
+def test_fp8_gradients_in_float32(dims: tuple[int, int], hopper: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLEXATTN_HOPPER", hopper)
+    inputs = make_inputs(
+        "thd",
+        lengths_q=[300, 129],
+        lengths_kv=[450, 64],
+        num_heads=4,
+        head_dim_qk=dims[0],
+        head_dim_v=dims[1],
+        dtype=torch.bfloat16,
+        device="cuda",
+    )
+    spec, x = make_fp8_call(inputs, "block", attn_mask_type="padding_causal", deterministic=deterministic)
+    out, lse, _ = triton_backend.forward(spec, x)
+    dout = make_dout(inputs)
+    exact = reference_gradients(spec, x, dout_of(spec, x, dout, torch.float64), None)
+    check_float32(spec, x, (out, lse, dout), exact, eager_backend.backward(spec, x, out, lse, dout, None))
 
 
 @pytest.mark.parametrize("backend", ["triton", "auto"])

@@ -35,7 +35,6 @@ from tests.support import context_parallel_graphs as graphs
 from tests.support import lane_races
 from tests.support.ranks import CAPTURED_PARTS, COMPILED_PARTS, EIGHT_BITS_PARTS
 
-
 MOST_OF_ONE = 1.08  # of one process's root mean square error: dq of a part begins from an out that is rounded
 
 
@@ -155,7 +154,6 @@ def sums_in_float32() -> None:
                 squares = torch.stack([(t[name].double() - exact[name]).square().sum() for t in (got, expected)])
                 dist.all_reduce(squares)
                 ratio = float((squares[0] / squares[1]).sqrt())
-                print(f"{name} of {way}, {mask}: {ratio:.3f} of one process's error")
                 assert ratio <= MOST_OF_ONE, (name, way, mask, ratio)
 
 
