@@ -2,8 +2,8 @@
 
     python -m flexattn.bench.partial_results --out partial_results.json
 
-A time is the median of replays of a CUDA graph with L2 emptied before, the variants taking turns. Before, float32 is rounded and held
-to the bits in 16, but for a dq that does not repeat to the bit, which is held to be near. Needs a GPU.
+A time is the median of replays of a CUDA graph with L2 emptied before, the variants taking turns. Before, float32 is rounded and
+held to the bits in 16, but for a dq that does not repeat to the bit, which is held to be near. Needs a GPU.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from flexattn.bench.decode_cells import DTYPE
 from flexattn.dispatch.spec import FP32_GRADIENTS, Results
 
 ROUNDS, CALLS = 5, 3  # turns of each variant, and replays in each
-NEAR = 2.0**-7  # of dq's norm: two roundings in bfloat16
+NEAR = 2.0**-7  # distance between two dq by its norm: two roundings in bfloat16
 
 
 class Cell(NamedTuple):
