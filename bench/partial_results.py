@@ -39,7 +39,7 @@ class Cell(NamedTuple):
 
 CELLS = {
     "16384 tokens, 32 heads over 8, head dim 128": Cell(16384, 32, 8, 128),
-    "the same, deterministic": Cell(16384, 32, 8, 128, deterministic=True),
+    "16384 tokens, 32 heads over 8, head dim 128, deterministic": Cell(16384, 32, 8, 128, deterministic=True),
     "4096 tokens, 32 heads over 8, head dim 128": Cell(4096, 32, 8, 128),
     "16384 tokens, 16 heads, head dim 64": Cell(16384, 16, 16, 64),
 }
@@ -101,6 +101,7 @@ def measure(cell: Cell, flush: Tensor) -> dict[str, Any]:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, help="where the JSON is written, after every cell")
+    parser.add_argument("--only", default="", metavar="TEXT", help="cells with this in their names")
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
         parser.error("no CUDA device, on which kernels are timed")
@@ -115,7 +116,7 @@ def main(argv: list[str] | None = None) -> int:
     }
     flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
     rows: list[dict[str, Any]] = []
-    for name, cell in CELLS.items():
+    for name, cell in ((name, cell) for name, cell in CELLS.items() if options.only in name):
         rows.append({"cell": name, **cell._asdict(), **measure(cell, flush)})
         print(name, {key: rows[-1].get(key) for key in ("status", "us", "reason")}, flush=True)
         if options.out is not None:

@@ -229,10 +229,10 @@ def test_the_families_of_sm_100_write_dq_alone_in_float32(results: Results, monk
 
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 @pytest.mark.parametrize("fmt", ["bshd", "sbhd", "bhsd", "thd"])
-def test_an_out_in_float32(fmt: str, backend: str) -> None:
+def test_an_out_in_float32(fmt: str, backend: str, device: str) -> None:
     """It rounds to the bits of one in 16, and keeps what these drop."""
-    q, k, v = (torch.randn(tokens(fmt, heads), dtype=torch.bfloat16) for heads in (H, 2, 2))
-    arguments = arguments_of(fmt) | {"backend": backend}
+    q, k, v = (torch.randn(tokens(fmt, heads), dtype=torch.bfloat16, device=device) for heads in (H, 2, 2))
+    arguments = {name: t.to(device) if isinstance(t, Tensor) else t for name, t in arguments_of(fmt).items()} | {"backend": backend}
     wanted = attention(q, k, v, **arguments)
     for _ in range(2):  # the second call is a known one
         out, *_ = attend(Results(fp32_out=True), q, k, v, **arguments)
