@@ -69,7 +69,7 @@ def launch_of_fused(call: Backward, meta: Any, rows_of_keys: int, dq_block: tupl
 
     rows_of_keys: rows that the copy engine brings of k and v at a time. dq_block: rows and columns that it adds to dq's sums.
     """
-    x, dout, dk, dv = call.problem, call.dout, call.dk, call.dv
+    x, dout, dq, dk, dv = call.problem, call.dout, call.dq, call.dk, call.dv
     is_fp8 = x.q.element_size() == 1
     dim, size = meta.DIM, meta.BLOCK_M
     head_dim = x.q.shape[-1]
