@@ -99,6 +99,8 @@ def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: T
 class KeptForward:
     """A forward that `takes` takes, of a kept call: with what follows from its shapes found once. Called as a `Recording` is."""
 
+    can_vary = False  # its numbers are in it
+
     def __init__(self, spec: AttentionSpec, x: Operands, otherwise: Callable[[Sequence[Any]], Sequence[Any]]) -> None:
         """otherwise: computes a call in which a number is not finite, from the same tensors."""
         self.otherwise = otherwise
@@ -120,6 +122,8 @@ class KeptForward:
 
 class KeptBackward:
     """The backward likewise."""
+
+    can_vary = False
 
     def __init__(self, spec: AttentionSpec, x: Operands, otherwise: Callable[[Sequence[Any]], Sequence[Any]]) -> None:
         """otherwise: computes a backward of a large lse, from the same tensors."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -239,11 +238,3 @@ def round_weights(weights: Tensor) -> Tensor:
 def round_gradient(scores: Tensor, dtype: torch.dtype) -> Tensor:
     """The scores as they are; the gradient that comes back through them in `dtype`, with a scale for each query."""
     return _RoundedGradient.apply(scores, dtype)  # type: ignore[no-any-return, no-untyped-call]
-
-
-@functools.cache
-def dtype_of(name: str) -> torch.dtype:
-    """The dtype that "float8_e4m3fn" and the like name; for what an operator's schema carries as a str."""
-    found = getattr(torch, name)
-    assert isinstance(found, torch.dtype)
-    return found

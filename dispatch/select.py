@@ -13,7 +13,6 @@ from typing import NamedTuple, Protocol, cast
 from torch import Tensor
 
 from flexattn.dispatch import runtime_failures
-from flexattn.dispatch.describe import describe, versions
 from flexattn.dispatch.heuristics import preference
 from flexattn.dispatch.runtime_failures import Failures
 from flexattn.dispatch.spec import BACKENDS, AttentionSpec, Direction, Gradients, Operands
@@ -110,6 +109,8 @@ def _decide(spec: AttentionSpec, direction: Direction, request: str, failures: F
     """
     decision = _first_that_can(spec, direction, failures) if request == "auto" else _only(request, spec, direction, failures)
     if _log.isEnabledFor(logging.INFO):
+        from flexattn.dispatch.describe import describe  # here, as few processes log it
+
         lines = [f"{direction} of {describe(spec)}: {decision.backend}", *reasons(spec, direction, decision, failures)]
         _log.info("%s", "\n  ".join(lines))
     return decision
@@ -126,6 +127,8 @@ def forget_rejections() -> None:
 
     For after something was installed or mended, and for tests. Plans and kernels that are built stay.
     """
+    from flexattn.dispatch.describe import versions
+
     runtime_failures.clear()
     versions.cache_clear()
     backend_module("cudnn").forget_failures()  # type: ignore[attr-defined]
@@ -200,6 +203,8 @@ def _slow_path_warning(spec: AttentionSpec, direction: Direction, chosen: str, r
 
 
 def _error_text(head: str, spec: AttentionSpec, answers: list[tuple[str, str]]) -> str:
+    from flexattn.dispatch.describe import describe, versions  # here, as few processes have anything to tell
+
     return _lines(f"{head}:", [*answers, ("the call", describe(spec)), ("with", versions())])
 
 

@@ -15,10 +15,20 @@ from torch import Tensor
 from flexattn.dispatch import options
 from flexattn.dispatch.head_dims import head_dim_error
 from flexattn.dispatch.mod_program import ARGUMENTS, GRADIENT, Program
-from flexattn.dispatch.quantization import BLOCK_ROWS, Unquantized, amax_sizes, dout_like
-from flexattn.dispatch.spec import AttentionSpec, Direction, Gradients, Operands, as_bshd, dqkv_of, empty_gradients, empty_outputs
+from flexattn.dispatch.spec import (
+    AttentionSpec,
+    Direction,
+    Fp8,
+    Gradients,
+    Operands,
+    as_bshd,
+    dqkv_of,
+    empty_gradients,
+    empty_outputs,
+)
 
 if TYPE_CHECKING:
+    from flexattn.dispatch.quantization import Unquantized
     from flexattn.kernels_triton.common.problem import Backward, Forward, Problem
     from flexattn.kernels_triton.families import Choice, Policy
 
@@ -126,6 +136,7 @@ def quantize(
     tensors: Sequence[Unquantized], dtype: torch.dtype, granularity: str, block_rows: int, margin: int
 ) -> tuple[list[Tensor], list[Tensor], Tensor]:
     """As `quantization.quantize`, for one tensor or for q, k and v together: (data of each, descale of each, all amax, flat)."""
+    from flexattn.dispatch.quantization import amax_sizes
     from flexattn.kernels_triton.common.quantize import Source, quantize
 
     data = [t.x.new_empty(t.x.shape, dtype=dtype) for t in tensors]
@@ -234,6 +245,7 @@ def choice_of(spec: AttentionSpec, x: Operands, direction: Direction) -> Choice 
 
     Nothing is allocated or launched. Only the tensors' addresses are not asked.
     """
+    from flexattn.dispatch.quantization import dout_like
     from flexattn.kernels_triton.families import choose
 
     if direction == "backward" and spec.of_backward() is not spec:
@@ -320,6 +332,8 @@ def _with_made_of_mods(problem: Problem, direction: Literal["forward", "backward
 
 def _with_dout_to_come(spec: AttentionSpec, x: Operands, dout: Tensor) -> tuple[Operands, Tensor]:
     """(the operands with dout as it comes and room for the descale, room for dout in FP8), for what reads dout anyway to fill."""
+    from flexattn.dispatch.quantization import BLOCK_ROWS, amax_sizes
+
     assert spec.fp8 is not None
     sizes = amax_sizes(dout, spec.q_format, x.cu_seqlens_q, x.max_seqlen_q, "block", BLOCK_ROWS)
     descale = torch.empty(sizes, dtype=torch.float32, device=dout.device)
@@ -332,6 +346,8 @@ def prepare(spec: AttentionSpec, x: Operands, direction: Direction) -> None:
     if direction == "forward":
         forward(spec, x)
     else:
+        from flexattn.dispatch.quantization import dout_like
+
         out, lse, _ = forward(spec, x)
         backward(spec, x, out, lse, dout_like(spec, x, out), None)
 
@@ -404,10 +420,16 @@ def to_problem(spec: AttentionSpec, x: Operands) -> Problem:
         if spec.kv_dtype
         else (),
         copies16=tuple(as_bshd(_loadable(t), fmt) for t, fmt in zip(x.copies16, formats_of_copies, strict=False)),
-        scale_rows=(spec.fp8.block_rows or BLOCK_ROWS) if spec.fp8 is not None else 0,
+        scale_rows=0 if spec.fp8 is None else _scale_rows(spec.fp8),
         is_part=spec.is_part,
         is_batch_invariant=spec.batch_invariant,
     )
+
+
+def _scale_rows(fp8: Fp8) -> int:
+    from flexattn.dispatch.quantization import BLOCK_ROWS
+
+    return fp8.block_rows or BLOCK_ROWS
 
 
 def mod_source(program: Program, tensors: Sequence[Tensor]) -> str:

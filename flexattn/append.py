@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexattn import registered
+from flexattn import registered  # noqa: F401 (the operators are there with it)
 from flexattn.dispatch import options
 from flexattn.dispatch.append import Appended, append
 from flexattn.dispatch.spec import parse_format
@@ -80,7 +80,7 @@ def append_kv(
     x = checked(
         k_cache, v_cache, Appended(k_new, v_new, page_table, seqused_kv, cu_seqlens_q, seqused_q, formats, descale_k, descale_v)
     )
-    registered.append_kv(k_cache, v_cache, *x[:6], qkv_format, *x[7:])
+    torch.ops.flexattn.append_kv.default(k_cache, v_cache, *x[:6], qkv_format, *x[7:])
 
 
 def _is_by_token(descale: Tensor | None) -> bool:

@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.autograd.profiler import record_function
 
 from flexattn import ops
-from flexattn.block_mask import block_lists
 from flexattn.call_key import (
     PLAIN,
     CallKey,
@@ -30,7 +29,6 @@ from flexattn.call_key import (
     same_tensors,
 )
 from flexattn.dispatch import options, triton_backend
-from flexattn.dispatch.replay import Recording, record
 from flexattn.dispatch.runtime_failures import RuntimeFailure
 from flexattn.dispatch.select import Backend, backend_module, select
 from flexattn.dispatch.spec import AttentionSpec, Direction, Gradients, Operands, batch_size, dqkv_of
@@ -40,6 +38,7 @@ from flexattn.validation import check_floor
 
 if TYPE_CHECKING:
     from flexattn.dispatch.cpu_attention import KeptBackward, KeptForward
+    from flexattn.dispatch.replay import Recording
     from flexattn.fp8_steps import Fp8Steps
 
 _MOST_BACKWARDS = 8  # backwards kept for one call, by the strides of what comes in
@@ -162,7 +161,7 @@ class CachedCall:
 
     def _varied(self, found: Any) -> Recording | None:
         """Returns a recording with this call's numbers; None where others than those it was made with do not tell what it does."""
-        if not isinstance(found, Recording) or not found.can_vary or found.notes is None:
+        if found is None or isinstance(found, str) or not found.can_vary or found.notes is None:
             return None
         numbers = self.numbers
         return found.with_numbers(numbers) if all(notes.hold(x) for notes, x in zip(found.notes, numbers, strict=True)) else None
@@ -192,6 +191,8 @@ class CachedCall:
             state = given[_RNG_STATE] if key.num_arguments > _RNG_STATE else None
             tensors[_RNG_STATE] = ops.new_rng_state(self.device) if state is None else state
         if self.block_arguments:
+            from flexattn.block_mask import block_lists  # here, as calls without a block mask should not wait for its import
+
             tensors += block_lists(key.block_mask, *self.block_arguments, self.device).tensors
         tensors += given[len(TENSOR_FIELDS) : key.num_arguments]
         return tuple(tensors), [0 if t is None else t.data_ptr() for t in tensors]
@@ -318,6 +319,8 @@ class CachedCall:
         return out, lse, max_logit if self.spec.return_max_logit else None, *more
 
     def _record_forward(self, tensors: Sequence[Tensor | None]) -> tuple[Sequence[Any], Recording | None]:
+        from flexattn.dispatch.replay import record  # here, as a first call should not wait for its import
+
         backend = self._forward_backend(tensors)
         also: Any = None if self.of_fp8 is None else self.of_fp8.quantizer_beside(backend)
         if self.launches_check and backend_module("triton") is not backend:
@@ -345,6 +348,8 @@ class CachedCall:
         return self.of_fp8.backward(x, inputs[self.num_inputs : -4], dout, OPERATORS if by_operators else FUNCTIONS, attend)
 
     def _record_backward(self, inputs: Sequence[Any], spec: AttentionSpec) -> tuple[Gradients, Recording | None]:
+        from flexattn.dispatch.replay import record
+
         backend = self._backward_backend(inputs, spec)
         also = None if self.of_fp8 is None else self.of_fp8.quantizer_beside(backend)
         out, lse, _, dlse = inputs[-4:]

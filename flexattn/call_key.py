@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.utils._device import DeviceContext
 
 from flexattn.dispatch import context, options
 from flexattn.dispatch.select import select
@@ -77,6 +76,8 @@ def is_ordinary() -> bool:
 
 def _are_device_contexts() -> bool:
     """Returns whether all modes of torch functions are those of torch.set_default_device, which change nothing here."""
+    from torch.utils._device import DeviceContext  # here, as few processes have one
+
     return all(
         type(mode) is DeviceContext
         for mode in torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]

@@ -8,12 +8,13 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from flexattn import ops, registered
+from flexattn import ops
 from flexattn.dispatch import quantization, triton_backend
 from flexattn.dispatch.quantization import Unquantized
 from flexattn.dispatch.spec import Gradients, Operands, parse_format
 
-quantize = registered.quantize
+_operators = torch.ops.flexattn
+quantize = _operators.quantize.default
 
 
 class State(Protocol):
@@ -83,7 +84,7 @@ def quantize_implementation(
     *kind: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     of_x = Unquantized(x, fmt, cu_seqlens, cu_seqlens_padded, max_seqlen, scale, _Kind(*kind).rotation, history)
-    (data,), (descale,), amax = _run([of_x], quantization.dtype_of(dtype), _Kind(*kind))
+    (data,), (descale,), amax = _run([of_x], ops.dtype_of(dtype), _Kind(*kind))
     return data, descale, amax.view(descale.shape)
 
 
@@ -150,7 +151,7 @@ def quantize_fake(
     *kind: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     of_x = Unquantized(x, fmt, cu_seqlens, cu_seqlens_padded, max_seqlen, scale)
-    data, descale = _empty(of_x, quantization.dtype_of(dtype), _Kind(*kind))
+    data, descale = _empty(of_x, ops.dtype_of(dtype), _Kind(*kind))
     return data, descale, torch.empty_like(descale)
 
 
@@ -179,7 +180,7 @@ class Passes(NamedTuple):
     unrotate: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
-OPERATORS = Passes(registered.quantize_qkv, quantize, registered.unrotate)
+OPERATORS = Passes(_operators.quantize_qkv.default, quantize, _operators.unrotate.default)
 FUNCTIONS = Passes(quantize_qkv_implementation, quantize_implementation, unrotate_implementation)
 
 

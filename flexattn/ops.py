@@ -14,11 +14,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from flexattn import registered
+from flexattn import registered  # noqa: F401 (the operators are there with it)
 from flexattn.dispatch import options, runtime_failures
-from flexattn.dispatch.describe import describe
 from flexattn.dispatch.mod_program import parse_program
-from flexattn.dispatch.quantization import dtype_of
 from flexattn.dispatch.runtime_failures import RuntimeFailure
 from flexattn.dispatch.select import Backend, backend_module, mark_unsupported, select
 from flexattn.dispatch.spec import (
@@ -73,7 +71,8 @@ class Settings(NamedTuple):
     fp32_out: bool = False
 
 
-_forward_op, _backward_op = registered.attention_forward, registered.attention_backward
+_operators = torch.ops.flexattn
+_forward_op, _backward_op = _operators.attention_forward.default, _operators.attention_backward.default
 
 
 class Incoming(NamedTuple):
@@ -128,6 +127,14 @@ def refuse_transforms(x: Operands) -> None:
             )
         if forward_ad._current_level >= 0 and forward_ad.unpack_dual(t).tangent is not None:  # type: ignore[no-untyped-call]
             raise RuntimeError("attention() has no forward-mode derivative; use .backward() or torch.autograd.grad")
+
+
+@functools.cache
+def dtype_of(name: str) -> torch.dtype:
+    """The dtype that "float8_e4m3fn" and the like name; for what an operator's schema carries as a str."""
+    found = getattr(torch, name)
+    assert isinstance(found, torch.dtype)
+    return found
 
 
 def make_spec(x: Operands, settings: Settings, capability: tuple[int, int] | None) -> AttentionSpec:
@@ -199,6 +206,8 @@ def run(
         name = decision.backend
         if options.canary() and x.q.device.type != "meta" and (wrong := _mismatch(name, spec, direction, x.q.device)):
             mark_unsupported(name, spec, direction, wrong)
+            from flexattn.dispatch.describe import describe  # here, as few processes have anything to tell
+
             warn_once(f"{wrong} {spec}", f"the {direction} will not run on {name}: {wrong} ({describe(spec)})")
             continue
         if decision.warning is not None and warns:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from flexattn import lengths, ops, validation
-from flexattn.block_mask import block_lists
 from flexattn.dispatch import options
 from flexattn.dispatch.context import requested_backend
 from flexattn.dispatch.pages import with_cu_seqlens
@@ -134,6 +133,8 @@ def prepare(
     if block_mask is not None:
         if mask_mod is not None:
             raise ValueError("mask_mod is given with a block_mask, which has one of its own; accepted: one of the two")
+        from flexattn.block_mask import block_lists  # here, as calls without a block mask should not wait for its import
+
         blocks = block_lists(block_mask, batch, heads, max_q, max_kv, q.device)
         mask_mod = block_mask.mask_mod
     validation.check_mod_arguments(score_mod, mask_mod, score_mod_tensors)

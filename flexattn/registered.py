@@ -67,9 +67,4 @@ for _name, (_schema, _module) in _OPERATORS.items():
     _library.define(f"{_name}{_schema}")
     for _key in ("CPU", "CUDA"):
         _library.impl(_name, _later(_module, f"{_name}_implementation"), _key)
-    torch.library.register_fake(f"flexattn::{_name}", _later(_module, f"{_name}_fake"), lib=_library)
-
-_operators = torch.ops.flexattn
-attention_forward, attention_backward = _operators.attention_forward.default, _operators.attention_backward.default
-quantize, quantize_qkv, unrotate = _operators.quantize.default, _operators.quantize_qkv.default, _operators.unrotate.default
-append_kv = _operators.append_kv.default
+    _library.impl(_name, _later(_module, f"{_name}_fake"), "Meta")

@@ -16,8 +16,6 @@ from torch import Tensor
 
 from flexattn.dispatch import options, triton_backend
 from flexattn.dispatch.mod_program import Capture
-from flexattn.dispatch.philox import ORIGIN
-from flexattn.dispatch.quantization import num_blocks
 from flexattn.dispatch.spec import (
     FORMATS,
     PACKINGS,
@@ -201,6 +199,8 @@ def check_softmax_offset(softmax_type: str, offset: Tensor | None, q: Tensor, he
 def check_rng_state(rng_state: Tensor | None, q: Tensor, batch: int | None = None) -> None:
     """Raises for an rng_state of another dtype, device or shape; batch: of a call that may be a part of a whole, else None."""
     if rng_state is not None:
+        from flexattn.dispatch.philox import ORIGIN  # here, as few calls give one
+
         check_tensor("rng_state", rng_state, (torch.int64,), q.device)
         is_of_part = batch is not None and tuple(rng_state.shape) in ((batch, len(ORIGIN)), (batch, len(ORIGIN) + 1))
         if not (is_of_part or tuple(rng_state.shape) == (2,)) or not rng_state.is_contiguous():
@@ -346,6 +346,8 @@ def check_fp8(
         if descale is None:
             checked.append(as_scales(None, q.device))
             continue
+        from flexattn.dispatch.quantization import num_blocks  # here, as calls without FP8 should not wait for its import
+
         check_tensor(f"descale_{name}", descale, (torch.float32,), q.device)
         is_of_tokens = k.dtype != q.dtype and tuple(descale.shape) == tuple(x.shape[:-1])
         heads = x.shape[fmt.index("h")]

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from flexattn import fp8, validation
 from flexattn.dispatch.mod_program import parse_program
-from flexattn.dispatch.quantization import dtype_of
 from flexattn.dispatch.spec import Window, as_bshd, from_bshd, window_of
 from flexattn.distributed import exchange
 from flexattn.distributed.calls import Results, sum_dtype
@@ -28,7 +27,7 @@ from flexattn.first_order import first_order
 from flexattn.mods.bands import Masks
 from flexattn.mods.dynamo import record_mods
 from flexattn.mods.program_source import mods_of
-from flexattn.ops import new_rng_state
+from flexattn.ops import dtype_of, new_rng_state
 
 _TENSORS = ("bias", "alibi_slopes", "softmax_offset", "rng_state", "descale_q", "descale_k", "descale_v")
 _STATIC = ("qkv_format", "attn_mask_type", "window_size", "bottom_right_diagonal", "bias_type", "softmax_type", "deterministic")

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexattn import fp8
+from flexattn import fp8, ops
 from flexattn.dispatch import quantization
 from flexattn.dispatch.quantization import cast, note_amax, num_blocks, rotation_matrix, scale_of
 from flexattn.distributed.capture import tables
@@ -185,7 +185,7 @@ def check(
         )
     if config is not None:
         config = config._replace(keeps_16_bit=False)
-    return Eight(recipe, config, state, quantization.dtype_of(fields["fp8_out"]), 0)
+    return Eight(recipe, config, state, ops.dtype_of(fields["fp8_out"]), 0)
 
 
 def whole_sizes(plan: Plan) -> tuple[tuple[int, None], tuple[int, None]]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flexattn
-from flexattn import cached_call, call_cache, functional
+from flexattn import call_cache, functional
 from flexattn.cached_call import TENSOR_FIELDS, CachedCall
 from flexattn.dispatch import cpu_attention, eager_backend, replay
 from flexattn.dispatch.select import forget_rejections, select
@@ -543,7 +543,7 @@ def test_a_retained_graph_of_the_first_call_is_played_too(monkeypatch: pytest.Mo
         found.replay = lambda tensors, addresses: (played.append(kind), results_of(result))[1]
         return result, found
 
-    monkeypatch.setattr(cached_call, "record", record)
+    monkeypatch.setattr(replay, "record", record)
     monkeypatch.setattr(eager_backend, "can_be_recorded", lambda: True)
     monkeypatch.setattr(cpu_attention, "can_be_kept", lambda *_: False)
     call = base()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flexattn import attention, cached_call, call_cache, fp8, ops, packed
+from flexattn import attention, call_cache, fp8, ops, packed
 from flexattn.backward import Given, differentiate
 from flexattn.dispatch import eager_backend, replay, triton_backend
 from flexattn.dispatch.spec import PACKINGS, AttentionSpec, Direction, Results, empty_gradients, empty_outputs
@@ -161,7 +161,7 @@ def test_a_played_backward_gives_views_of_the_buffer(monkeypatch: pytest.MonkeyP
         return result, found
 
     played: list[bool] = []
-    monkeypatch.setattr(cached_call, "record", record)
+    monkeypatch.setattr(replay, "record", record)
     monkeypatch.setattr(eager_backend, "can_be_recorded", lambda: True)
     qkv = torch.randn(B, S, 3, H, D, requires_grad=True)
     out, *_ = attend(Results(packing="3hd"), *unpack(qkv, 2), backend="eager")

@@ -54,14 +54,24 @@ HEAVY = ("triton", "cudnn", "rich", "hypothesis", "torch._dynamo", "torch._induc
 
 # What an import does without: kernels, backends that a call may not take, tools, commands, the spellings of other libraries, and
 # what a call in 16 bits without a mod has no use for.
-BACKENDS = ("dispatch.eager_backend", "dispatch.cudnn", "dispatch.reference", "dispatch.canary")
+BACKENDS = (
+    "dispatch.eager_backend",
+    "dispatch.cudnn",
+    "dispatch.reference",
+    "dispatch.canary",
+    "dispatch.describe",
+    "dispatch.replay",
+)
 OF_FEW_CALLS = (
     "append",
     "autograd",
     "backward",
+    "block_mask",
     "call_options",
     "dispatch.append",
     "dispatch.explain",
+    "dispatch.philox",
+    "dispatch.quantization",
     "fp8",
     "hints",
     "mods",
@@ -70,7 +80,7 @@ OF_FEW_CALLS = (
 FRONT_DOORS = ("call_options", "kv_cache", "nn", "plot", "prefix", "warm_up")
 TOOLS = ("emulator", "bench", "cli", "integrations", "testing")
 LATER = tuple(f"flexattn.{name}" for name in ("kernels_", *BACKENDS, *OF_FEW_CALLS, *FRONT_DOORS, *TOOLS))
-MOST = 34  # modules of the package that an import reads, each from a file of its own
+MOST = 25  # modules of the package that an import reads, each from a file of its own
 
 
 IMPORT = """
