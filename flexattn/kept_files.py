@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import secrets
 import stat
 import threading
 from collections.abc import Iterator
@@ -53,6 +52,8 @@ def write(path: Path, kind: str, content: bytes, says: bool) -> str | None:
 
     The folder is made where it is missing, for this user alone, as the file is.
     """
+    import secrets  # here, as few processes write a file, and all that launch a kernel read one
+
     head = f"flexattn {kind} {hashlib.sha256(content).hexdigest()}\n".encode()
     part = f".{path.name}.{os.getpid()}.{threading.get_ident()}.{secrets.token_hex(8)}"
     try:

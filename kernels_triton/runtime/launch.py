@@ -6,7 +6,7 @@ import contextlib
 import functools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -263,7 +263,8 @@ def keep_in(directory: str | None) -> None:
 
 def _launch(kernel: Any, programs: int, device: torch.device, tile: Tile, arguments: tuple[Any, ...]) -> None:
     parts = _parts_of(kernel)(*arguments)
-    key = (kernel, device, tile.num_warps, tile.num_stages, *parts)
+    # By the function, as Triton's object is hashed by the sources of all that it calls.
+    key = (kernel.fn, device, tile.num_warps, tile.num_stages, *parts)
     is_quick = is_plain()
     direct = _kernels.get(key) if is_quick else None
     if direct is None and is_quick and key not in _kernels:
@@ -308,14 +309,20 @@ def description_of(launch: Launch, architecture: int) -> str:
     return store.description(kernel, parts, tile.num_warps, tile.num_stages, architecture)
 
 
-@functools.lru_cache(maxsize=256)
 def _parts_of(kernel: Any) -> Callable[..., tuple[Any, ...]]:
+    found = getattr(kernel, "parts_of", None)
+    if found is None:
+        found = kernel.parts_of = _compiled_parts(kernel.params)
+    return found  # type: ignore[no-any-return]
+
+
+def _compiled_parts(params: Sequence[Any]) -> Callable[..., tuple[Any, ...]]:
     """Returns a function from a kernel's flat arguments to what Triton compiles it for of each, as `_compiled_for` says.
 
     The function is generated, as every launch that is not replayed calls it: what is usual for a parameter costs no call.
     """
     parts = []
-    for p in kernel.params:
+    for p in params:
         by_value, by_address = p.is_constexpr or not p.do_not_specialize, not p.do_not_specialize_on_alignment
         x, other = p.name, f"_compiled_for({p.name}, {(by_value, by_address)})"
         if p.is_constexpr:
@@ -329,7 +336,7 @@ def _parts_of(kernel: Any) -> Callable[..., tuple[Any, ...]]:
         else:
             is_small = f"type({x}) is int and {-(2**31)} <= {x} < {2**31}"
             parts.append(f"'i32' if {is_small} else float if type({x}) is float else None if {x} is None else {other}")
-    source = f"lambda {', '.join(p.name for p in kernel.params)}: ({', '.join(parts)},)"
+    source = f"lambda {', '.join(p.name for p in params)}: ({', '.join(parts)},)"
     found: Callable[..., tuple[Any, ...]] = eval(source, {"Tensor": torch.Tensor, "_compiled_for": _compiled_for})
     return found
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import linecache
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ def lines_of(function: Any) -> tuple[list[str], int] | None:
         return None
     linecache.checkcache(code.co_filename)
     lines = linecache.getlines(code.co_filename, function.__globals__)
-    first, last = code.co_firstlineno - 1, max(line or 0 for *_, line in code.co_lines())
+    first, last = code.co_firstlineno - 1, max(filter(None, map(itemgetter(2), code.co_lines())))
     if last > len(lines) or not lines[first].startswith(("@", "def ")):
         return None
     next_one = end = last

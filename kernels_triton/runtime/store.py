@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import triton
+from triton.runtime.jit import JITCallable
 
 from flexattn import kept_files
+from flexattn.kernels_triton.runtime.source_key import source_key
 
 FILE_FORMAT = 3
 _KIND = f"kernel {FILE_FORMAT}"
@@ -61,7 +63,7 @@ def description(kernel: Any, parts: Sequence[Any], num_warps: int, num_stages: i
     """Returns a text that tells kernels apart; `parts` are the properties of each argument that it is compiled for."""
     what = (
         (FILE_FORMAT, triton.__version__, _library_bytes(), architecture, num_warps, num_stages),
-        (f"{kernel.fn.__module__}.{kernel.fn.__qualname__}", kernel.cache_key),
+        (f"{kernel.fn.__module__}.{kernel.fn.__qualname__}", source_key(kernel)),
         tuple(map(_text, parts)),
         sorted((name, value) for name, value in os.environ.items() if name.startswith(_PREFIXES) and name not in _ELSEWHERE),
     )
@@ -114,8 +116,8 @@ def _library_bytes() -> int:
 
 def _text(part: Any) -> str:
     """Returns a part as every process writes it: a function of Triton's by its source."""
-    if hasattr(part, "cache_key"):
-        return str(part.cache_key)
+    if isinstance(part, JITCallable):
+        return source_key(part)
     if isinstance(part, tuple):
         return f"({', '.join(map(_text, part))})"
     return repr(part)

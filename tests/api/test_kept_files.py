@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import stat
 import threading
 import warnings
@@ -163,7 +164,7 @@ def test_nothing_is_written_through_a_link(tmp_path: Path, monkeypatch: pytest.M
     path.symlink_to(precious)
     assert kept_files.write(path, KIND, CONTENT, says=True) is None
     assert kept_files.read(path, KIND, says=True) == CONTENT
-    monkeypatch.setattr(kept_files.secrets, "token_hex", lambda size: "known")
+    monkeypatch.setattr(secrets, "token_hex", lambda size: "known")
     (path.parent / f".file.{os.getpid()}.{threading.get_ident()}.known").symlink_to(precious)
     with pytest.warns(RuntimeWarning, match="not written"):
         assert kept_files.write(path, KIND, b"other", says=True)
