@@ -198,22 +198,24 @@ class Recording:
             from flexattn.kernels_triton.runtime import direct, launch
 
             self.stream, self.can_replay, self.set_to_zero = launch.stream_of(device), launch.is_plain, direct.set_to_zero
-        self.index = device.index
-        self.current_device = torch._C._cuda_getDevice if device.type == "cuda" else lambda: device.index
         self.names = self._names()
-        self.code = _compiled("\n    ".join(["def play(inputs, addresses):", *self._lines()]))
-        self.play = self._player()
+        self.code = _compiled("\n    ".join(["def replay(inputs, addresses):", *self._lines()]))
+        # Returns the results for inputs like those that it was recorded with; the addresses are theirs, 0 for None. Not to be called
+        # where `can_replay()` is false: when someone wants to see launches, which Triton then has to make.
+        self.replay = self._player()
 
     def with_numbers(self, values: Sequence[float]) -> Recording:
         """Returns the recording of a call with other numbers in the place of those that vary; only where `can_vary`."""
         made = copy.copy(self)
         made.prepared = [prepared.with_numbers(values) for prepared in self.prepared]
-        made.play = made._player()
+        made.replay = made._player()
         return made
 
     def _names(self) -> dict[str, Any]:
         """Returns what the statements of `_lines` name, but for the launches."""
         names: dict[str, Any] = {"allocate": self.allocate, "current_stream": self.stream, "set_to_zero": self.set_to_zero}
+        if self.device.type == "cuda":
+            names |= {"device": self.device, "on": torch.cuda.device, "current_device": torch._C._cuda_getDevice}
         for n, (kind, what, how) in enumerate(self.steps):
             if kind is _CALL:
                 names[f"call{n}"] = what
@@ -227,10 +229,14 @@ class Recording:
         """Returns the function that makes the steps, with the launches in `prepared`: generated, as a loop takes twice its time."""
         names = {**self.names, **{f"launch{i}": prepared.launch for i, prepared in enumerate(self.prepared)}}
         exec(self.code, names)
-        return names["play"]  # type: ignore[no-any-return]
+        return names["replay"]  # type: ignore[no-any-return]
 
     def _lines(self) -> Iterator[str]:
-        """Yields the statements of `play`: t1 is the tensor at place 1, and a1 its address."""
+        """Yields the statements of `replay`: t1 is the tensor at place 1, and a1 its address."""
+        if self.device.type == "cuda":
+            yield f"if current_device() != {self.device.index}:"
+            yield "    with on(device):"
+            yield "        return replay(inputs, addresses)"
         launches = itertools.count()
         places = range(self.num_inputs)
         called = (place for kind, _, how in self.steps if kind is _CALL for place in how[0])
@@ -255,16 +261,6 @@ class Recording:
                 yield f"{_listed('t', made)}{' = ' if made else ''}call{n}(({_listed('t', given)}))"
                 yield from (f"a{place} = t{place}.data_ptr()" for place in made)
         yield f"return ({''.join('None, ' if place is None else f't{place}, ' for place in self.results)})"
-
-    def replay(self, inputs: Sequence[Tensor | None], addresses: Sequence[int]) -> tuple[Any, ...]:
-        """The results, for inputs like those that it was recorded with; `addresses` are theirs, 0 for None.
-
-        Not to be called where `can_replay()` is false: when someone wants to see launches, which Triton then has to make.
-        """
-        if self.current_device() == self.index:
-            return self.play(inputs, addresses)
-        with torch.cuda.device(self.device):
-            return self.play(inputs, addresses)
 
 
 def _listed(name: str, places: Iterable[int]) -> str:

@@ -706,5 +706,34 @@ def test_zeros_are_written_where_a_view_begins(monkeypatch: pytest.MonkeyPatch) 
     assert seen == [(played.data_ptr() + 16, 16)]
 
 
+def test_a_replay_is_made_on_the_recordings_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    current = [0]
+
+    @contextmanager
+    def on(device: torch.device) -> Iterator[None]:
+        before, current[0] = current[0], device.index
+        yield
+        current[0] = before
+
+    seen: list[int] = []
+    kernel = SimpleNamespace(
+        tensors_of=lambda arguments: list(arguments),
+        prepare=lambda programs, arguments: SimpleNamespace(launch=lambda stream, addresses: seen.append(current[0])),
+    )
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current[0], raising=False)
+    monkeypatch.setattr(torch.cuda, "device", on)
+    monkeypatch.setattr(launch, "stream_of", lambda device: int)
+    x = torch.ones(3)
+    recorder = replay._Recorder((x,))
+    with recorder:
+        recorder.launched(kernel, 1, (x,))
+    played = replay.Recording(recorder, [recorder.slot(x)], torch.device("cuda", 1))
+    for current[0] in (0, 1, 2):
+        before = current[0]
+        assert played.replay((x,), (x.data_ptr(),)) == (x,)
+        assert current[0] == before
+    assert seen == [1, 1, 1]
+
+
 def test_the_tensors_of_operands_come_first() -> None:
     assert Operands._fields[:14] == TENSOR_FIELDS
