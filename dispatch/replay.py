@@ -200,8 +200,8 @@ class Recording:
             self.stream, self.can_replay, self.set_to_zero = launch.stream_of(device), launch.is_plain, direct.set_to_zero
         self.names = self._names()
         self.code = _compiled("\n    ".join(["def replay(inputs, addresses):", *self._lines()]))
-        # Returns the results for inputs like those that it was recorded with; the addresses are theirs, 0 for None. Not to be called
-        # where `can_replay()` is false: when someone wants to see launches, which Triton then has to make.
+        # From inputs like those that it was recorded with, and their addresses (0 for None), to results. Not to be called where
+        # `can_replay()` is false: when someone wants to see launches, which Triton then has to make.
         self.replay = self._player()
 
     def with_numbers(self, values: Sequence[float]) -> Recording:
