@@ -13,7 +13,6 @@ from typing import NamedTuple, Protocol, cast
 from torch import Tensor
 
 from flexattn.dispatch import runtime_failures
-from flexattn.dispatch.heuristics import preference
 from flexattn.dispatch.runtime_failures import Failures
 from flexattn.dispatch.spec import BACKENDS, AttentionSpec, Direction, Gradients, Operands
 
@@ -171,6 +170,8 @@ def reasons(spec: AttentionSpec, direction: Direction, decision: Decision, failu
 
 
 def _first_that_can(spec: AttentionSpec, direction: Direction, failures: Failures) -> Decision:
+    from flexattn.dispatch.heuristics import preference  # here, as a call that names its backend has no use for it
+
     preferred = preference(spec, direction)
     rejected: list[tuple[str, str]] = []
     for name in preferred.order:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import numbers
 import operator
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flexattn.dispatch.mod_program import Program
+if TYPE_CHECKING:
+    from flexattn.dispatch.mod_program import Program
 
 Direction = Literal["forward", "backward"]
 

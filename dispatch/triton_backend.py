@@ -14,7 +14,6 @@ from torch import Tensor
 
 from flexattn.dispatch import options
 from flexattn.dispatch.head_dims import head_dim_error
-from flexattn.dispatch.mod_program import ARGUMENTS, GRADIENT, Program
 from flexattn.dispatch.spec import (
     AttentionSpec,
     Direction,
@@ -28,6 +27,7 @@ from flexattn.dispatch.spec import (
 )
 
 if TYPE_CHECKING:
+    from flexattn.dispatch.mod_program import Program
     from flexattn.dispatch.quantization import Unquantized
     from flexattn.kernels_triton.common.problem import Backward, Forward, Problem
     from flexattn.kernels_triton.families import Choice, Policy
@@ -470,6 +470,7 @@ def _lowered(program: Program, found: tuple[Any, ...], is_fp32: bool) -> tuple[A
 
 def _functions(program: Program, found: tuple[Any, ...], is_fp32: bool, hoisted: Any, of_distance: Any) -> Any:
     """hoisted: of the program's graphs. of_distance: what could be tabulated of them, for the one that makes the tables."""
+    from flexattn.dispatch.mod_program import ARGUMENTS, GRADIENT
     from flexattn.kernels_triton.common.problem import Mods
     from flexattn.kernels_triton.mods import lowering
     from flexattn.kernels_triton.mods.intervals import lower_intervals

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from torch.autograd import forward_ad
 
 from flexattn import registered  # noqa: F401 (the operators are there with it)
 from flexattn.dispatch import options, runtime_failures
-from flexattn.dispatch.mod_program import parse_program
 from flexattn.dispatch.runtime_failures import RuntimeFailure
 from flexattn.dispatch.select import Backend, backend_module, mark_unsupported, select
 from flexattn.dispatch.spec import (
@@ -34,6 +33,9 @@ from flexattn.dispatch.spec import (
 from flexattn.lengths import check_values
 from flexattn.validation import check_descale_values, check_floor
 from flexattn.warn import warn_once
+
+if TYPE_CHECKING:
+    from flexattn.dispatch.mod_program import Program
 
 T = TypeVar("T")
 
@@ -129,6 +131,14 @@ def refuse_transforms(x: Operands) -> None:
             raise RuntimeError("attention() has no forward-mode derivative; use .backward() or torch.autograd.grad")
 
 
+def _program_of(mods: str) -> Program | None:
+    if not mods:
+        return None
+    from flexattn.dispatch.mod_program import parse_program  # here, as calls without mods should not wait for its import
+
+    return parse_program(mods)
+
+
 @functools.cache
 def dtype_of(name: str) -> torch.dtype:
     """The dtype that "float8_e4m3fn" and the like name; for what an operator's schema carries as a str."""
@@ -160,7 +170,7 @@ def make_spec(x: Operands, settings: Settings, capability: tuple[int, int] | Non
         deterministic=settings.deterministic,
         device_type=x.q.device.type,
         capability=capability,
-        mods=parse_program(settings.mods),
+        mods=_program_of(settings.mods),
         block_size=(settings.block_size_q, settings.block_size_kv) if settings.block_size_q else None,
         fp8=_fp8(x, settings) if settings.fp8_out else None,
         is_part=settings.is_part,
@@ -290,13 +300,13 @@ def attention_backward_fake(dout: Tensor, dlse: Tensor | None, out: Tensor, lse:
     dqkv = results_of(settings).empty_dqkv((x.q, x.k, x.v), parse_format(settings.qkv_format), dtype)
     dense = [x.q.new_empty(0, dtype=dtype) if t is None else t for t in dqkv]
     dense += (x.q.new_empty(0, dtype=dtype) if t is None else t.new_empty(t.shape) for t in (bias, x.softmax_offset))
-    program = parse_program(settings.mods)
+    program = _program_of(settings.mods)
     wanted = program.wanted(x.mod_tensors) if program else ()
     return (*dense, [t.new_empty(t.shape) for t in wanted])
 
 
 def captures_with_gradients(mods: str) -> tuple[bool, ...]:
-    program = parse_program(mods)
+    program = _program_of(mods)
     return program.tensor_needs_grad if program else ()
 
 

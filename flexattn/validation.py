@@ -9,13 +9,12 @@ from __future__ import annotations
 import numbers
 import reprlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from flexattn.dispatch import options, triton_backend
-from flexattn.dispatch.mod_program import Capture
 from flexattn.dispatch.spec import (
     FORMATS,
     PACKINGS,
@@ -26,6 +25,9 @@ from flexattn.dispatch.spec import (
     parse_format,
 )
 from flexattn.warn import warn_once
+
+if TYPE_CHECKING:
+    from flexattn.dispatch.mod_program import Capture
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)

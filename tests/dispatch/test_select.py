@@ -365,13 +365,13 @@ def test_a_decision_begun_before_the_cache_was_emptied_is_not_found_after(monkey
     preference = heuristics.preference
 
     def learn_meanwhile(*what: Any) -> Any:
-        monkeypatch.setattr("flexattn.dispatch.select.preference", preference)
+        monkeypatch.setattr("flexattn.dispatch.heuristics.preference", preference)
         found = select(spec, "forward", "auto")  # the other thread's, which is quicker
         assert found.backend == "triton"
         mark_unsupported("triton", spec, "forward", "it was found wrong")
         return preference(*what)._replace(order=("eager",))  # as this thread saw it before
 
-    monkeypatch.setattr("flexattn.dispatch.select.preference", learn_meanwhile)
+    monkeypatch.setattr("flexattn.dispatch.heuristics.preference", learn_meanwhile)
     assert select(spec, "forward", "auto").backend == "eager"
     assert select(spec, "forward", "auto").backend == "cudnn"
 
