@@ -53,7 +53,7 @@ def local_key_heads(split: Split, rank: int, group: int) -> tuple[int, ...] | No
 
 
 class Side(NamedTuple):
-    """Where rows and heads of a tensor are: the runs of the whole's rows, and the heads, of each rank."""
+    """Places of a tensor's rows and heads by rank: the runs of the whole's rows, and the heads."""
 
     runs: tuple[Runs, ...]
     heads: tuple[Run, ...]

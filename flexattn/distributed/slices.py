@@ -9,7 +9,7 @@ from flexattn.distributed.layout import Run, cut
 SLICE_BYTES = 16 << 20  # that a rank receives for a slice on average: below, a collective's latency is more than a slice hides
 MIDDLE_BYTES = 256 << 20  # most of a slice of keys, but for the first and the last one: as much of others' keys is held twice
 END_SHARE = 4  # the first slice, whose keys nothing hides, and the last one, whose gradients nothing hides, have a fourth each
-SLICE_ROWS = 1 << 16  # of a query head, that a rank receives for a slice of heads: SLICE_BYTES at head dim 128 in 16 bits
+SLICE_ROWS = 1 << 16  # rows of one query head that a rank receives for a slice of heads: SLICE_BYTES at head dim 128 in 16 bits
 MOST_HEAD_SLICES = 4
 
 
