@@ -12,7 +12,7 @@ BACKWARD_WORK = 2.8  # time of a backward over a forward's, as two and four GPUs
 
 
 class Rates(NamedTuple):
-    """Speeds that predictions rest on. The defaults were measured on two H200s (NVLink, NCCL), causal, bf16, head dim 128.
+    """Speeds that predictions rest on. The defaults are of two and four H200s (NVLink, NCCL), causal, bf16, head dim 128.
 
     flops: of a forward's products in a second. call: seconds that a slice, or a step of a ring, takes beside its products, as its
     last tiles leave multiprocessors idle; in a backward as much longer as its products. link: bytes that a rank receives in a
@@ -23,9 +23,9 @@ class Rates(NamedTuple):
 
     flops: float = 6.5e14
     call: float = 8e-5
-    link: float = 2.4e11
-    latency: float = 1e-4
-    memory: float = 2.5e12
+    link: float = 2.6e11
+    latency: float = 7e-5
+    memory: float = 3e12
     most_bytes: float = 1.6e10
     network: float = 4.5e10
 
@@ -87,16 +87,17 @@ def predict(strategy: str, work: Work, heads: Heads, ranks: int, rates: Rates) -
         backward = sum(max(t, send_back) for t in computed[:-1]) + computed[-1] + added * len(times) + send_back
         return _milliseconds(forward, backward, ((ranks - 1) * work.per_step * kv_row, work.held * kv_row))
     wait, compute = rates.latency if work.received else 0.0, work.areas[0] * per_score
-    one, both = (slices.key_slices(heads.q, heads.kv, work.received * kv_row, ends) for ends in (1, 2))
+    load = slices.Load(work.received * kv_row, compute * rates.flops)
+    one, both = (slices.key_slices(heads.q, heads.kv, load, ends) for ends in (1, 2))
     first, last = (both[i].kv.size / heads.kv for i in (0, -1))
     forward = compute + len(one) * rates.call + wait + one[0].kv.size / heads.kv * work.received * kv_row / rates.link
-    moved = work.received * (first * kv_row + last * grad_row) / rates.link
+    moved = work.received * ((first * kv_row + last * grad_row) / rates.link + 3 * grad_row / rates.memory)
     backward = (compute + len(both) * rates.call) * BACKWARD_WORK + 2 * wait + moved
     return _milliseconds(forward, backward, (work.received * kv_row, work.held * kv_row))
 
 
 def _ulysses(work: Work, heads: Heads, ranks: int, rates: Rates) -> Prediction:
-    """Returns the time of heads for tokens: a slice of q, k and v before, one of out after, and in a backward as many gradients."""
+    """Returns the time of heads for tokens: q, k and v before, out after, and in a backward as many gradients, all waited for."""
     kv_row = heads.batch * heads.kv * (heads.dim + heads.dim_v) * heads.itemsize
     share = (ranks - 1) / ranks
     largest = -(-heads.q // ranks) * ranks / heads.q  # the rank with most heads over the mean
@@ -104,14 +105,11 @@ def _ulysses(work: Work, heads: Heads, ranks: int, rates: Rates) -> Prediction:
     sent_q = share * work.queries / ranks * heads.batch * heads.q * (heads.dim + heads.dim_v) * heads.itemsize
     sent_kv = share * work.held * own_kv * kv_row
     wide = 1.0 if heads.kv % ranks == 0 else STATISTICS / heads.itemsize  # gradients of keys that several ranks have are float32
-    count = slices.head_slices(heads.q, heads.kv, ranks, share * work.queries * heads.batch)
     compute = work.areas[0] * largest * 2 * heads.batch * heads.q * (heads.dim + heads.dim_v) / rates.flops
-    wait = 2 * rates.latency if ranks > 1 else 0.0
     # All is put into messages before, and in its place behind: read and written twice.
-    copied = 4 * (sent_q + sent_kv) / share / rates.memory if ranks > 1 else 0.0
-    forward = compute + count * rates.call + wait + copied + (sent_q + sent_kv) / count / rates.link
-    back = wait + copied + (sent_q + wide * sent_kv) / count / rates.link
-    backward = (compute + count * rates.call) * BACKWARD_WORK + back
+    beside = rates.call + 3 * rates.latency + 4 * (sent_q + sent_kv) / share / rates.memory if ranks > 1 else 0.0
+    forward = compute + beside + (sent_q + sent_kv) / rates.link
+    backward = compute * BACKWARD_WORK + beside + (sent_q + wide * sent_kv) / rates.link
     return _milliseconds(forward, backward, (sent_q + sent_kv, work.held * own_kv * kv_row))
 
 

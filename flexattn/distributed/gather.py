@@ -43,6 +43,7 @@ class _Work(NamedTuple):
     calls: Calls
     returns: Returns
     received: int  # rows, by the rank that receives most: the same on all ranks, as the number of slices must be
+    area: float  # scores, of the rank that has most
     adds: bool  # whether gradients that this rank's calls make of keys are added to others: of other calls, or of other ranks
 
 
@@ -54,7 +55,8 @@ def _work(plan: Plan, strategy: str, wants_diagonal: bool, device: torch.device)
     calls = Calls.of(make_calls(pieces, plan.is_packed, plan.mask.blocks, wants_diagonal, device), size_of(plan.q_runs[plan.rank]))
     route = make_route(plan.kv_runs, wanted, held, plan.rank)
     returns = make_returns(route, [call.keys for call in calls.longest_first])
-    return _Work(route, calls, returns, plan.work(strategy).received, _adds(plan, calls, held))
+    most = plan.work(strategy)
+    return _Work(route, calls, returns, most.received, most.areas[0], _adds(plan, calls, held))
 
 
 def _adds(plan: Plan, calls: Calls, held: Runs) -> bool:
@@ -156,8 +158,12 @@ class _Coming:
         work = _work(call.plan, call.strategy, shared.alibi_slopes is not None, self.q.device)
         self.work, self.calls, self.route = work, work.calls, work.route
         batch = 1 if self.packed else self.k.shape[0]
-        row = batch * self.k.shape[-2] * (self.k.shape[-1] + self.v.shape[-1])  # elements, the same on a rank without tokens
-        self.slices = slices.key_slices(self.q.shape[-2], self.k.shape[-2], work.received * row * self.k.element_size(), ends)
+        dims = self.k.shape[-1] + self.v.shape[-1]
+        load = slices.Load(
+            bytes=work.received * batch * self.k.shape[-2] * dims * self.k.element_size(),
+            products=2 * work.area * batch * self.q.shape[-2] * dims,
+        )
+        self.slices = slices.key_slices(self.q.shape[-2], self.k.shape[-2], load, ends)
         whole, is_one = (call.scores, shared), len(self.slices) == 1
         # Kept until the end, as calls on other lanes read them.
         self.contexts = [whole if is_one else of_heads(*whole, of_q, self.q.device) for of_q, _ in self.slices]

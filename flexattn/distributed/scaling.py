@@ -30,18 +30,24 @@ GPUS = (8, 16, 64, 256, 1024)
 LENGTHS = (131072, 1048576, 10485760)
 STRATEGIES = ("gather", "ring", "ulysses", "ulysses+ring")
 
-# Milliseconds of two H100s (the fourth run of bench/results/context_parallel_h100.json): forward, forward and backward. Window 0 is
-# none.
+# Milliseconds by GPUs of one host, strategy, length and window, 0 for none: forward, and forward and backward. Those of two are H100s
+# (the fourth run of bench/results/context_parallel_h100.json), those of four H200s (the first run of context_parallel_h200.json, and
+# the third for the ring).
 MEASURED = {
-    ("gather", 32768, 0): (7.15, 28.58),
-    ("halo", 32768, 0): (7.09, 28.36),
-    ("ring", 32768, 0): (8.39, 30.07),
-    ("ulysses", 32768, 0): (7.94, 29.47),
-    ("gather", 131072, 0): (111.7, 408.9),
-    ("halo", 131072, 0): (110.5, 408.4),
-    ("ring", 131072, 0): (116.0, 430.9),
-    ("ulysses", 131072, 0): (115.4, 413.6),
-    ("halo", 131072, 4096): (7.31, 29.61),
+    (2, "gather", 32768, 0): (7.15, 28.58),
+    (2, "halo", 32768, 0): (7.09, 28.36),
+    (2, "ring", 32768, 0): (8.39, 30.07),
+    (2, "ulysses", 32768, 0): (7.94, 29.47),
+    (2, "gather", 131072, 0): (111.7, 408.9),
+    (2, "halo", 131072, 0): (110.5, 408.4),
+    (2, "ring", 131072, 0): (116.0, 430.9),
+    (2, "ulysses", 131072, 0): (115.4, 413.6),
+    (2, "halo", 131072, 4096): (7.31, 29.61),
+    (4, "ring", 32768, 0): (4.55, 15.96),
+    (4, "ulysses", 32768, 0): (4.13, 14.34),
+    (4, "ulysses", 131072, 0): (57.2, 209.1),
+    (4, "halo", 131072, 4096): (3.85, 14.26),
+    (4, "ulysses", 131072, 4096): (6.16, 18.52),
 }
 
 
@@ -65,14 +71,14 @@ def efficiency(strategy: str, gpus: int, length: int, rates: Rates = DEFAULT_RAT
 
 def lines() -> Iterator[str]:
     """Yields the lines that the command prints."""
-    yield "Two GPUs of one host: milliseconds predicted, and measured"
-    yield f"{'':22} {'forward':>17}   {'and backward':>17}"
-    for (strategy, length, window), measured in MEASURED.items():
-        found = plan(2, length=length, window_size=(window or -1, 0)).predictions(HEADS)[strategy]
+    yield "GPUs of one host: milliseconds predicted, and measured"
+    yield f"{'':29} {'forward':>17}   {'and backward':>17}"
+    for (gpus, strategy, length, window), measured in MEASURED.items():
+        found = plan(gpus, length=length, window_size=(window or -1, 0)).predictions(HEADS)[strategy]
         assert isinstance(found, Prediction)
         pairs = zip((found.forward_ms, found.forward_ms + found.backward_ms), measured, strict=True)
-        name = f"{strategy}, {length // 1024}k" + (f", window {window}" if window else "")
-        yield f"{name:22} " + "   ".join(f"{a:8.2f} {b:8.2f}" for a, b in pairs)
+        name = f"{gpus}, {strategy}, {length // 1024}k" + (f", window {window}" if window else "")
+        yield f"{name:29} " + "   ".join(f"{a:8.2f} {b:8.2f}" for a, b in pairs)
     yield ""
     yield f"Hosts of {HOST} GPUs: share of forward and backward in which GPUs compute (modelled)"
     yield f"{'GPUs':>5} {'tokens':>9} {'a GPU':>8}  " + "  ".join(f"{name:>8}" for name in STRATEGIES)

@@ -80,9 +80,9 @@ class Strategy(Protocol):
     @property
     def scores(self) -> Scores: ...
 
-    def gathered(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]: ...  # three tensors
+    def gathered(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]: ...
 
-    def gathered_results(self, results: Results) -> tuple[Tensor, ...]: ...
+    def gathered_results(self, results: Results) -> Results: ...
 
     def _replace(self, *, scores: Scores) -> Strategy: ...
 
@@ -373,7 +373,7 @@ def run_forward(runner: Strategy, plan: Plan, tensors: Sequence[Tensor | None]) 
     shared = Shared(bias, slopes, offset, rng_state, _present(descales), _present(rest[NUM_DESCALES:]))
     results, saved = runner.forward(q, k, v, shared)
     if eight is not None and eight.recipe.bf16_backward:
-        saved = (*given, *saved[3:])
+        saved = (*given, *saved[-2:])
     return Forward(results, saved, descales)
 
 

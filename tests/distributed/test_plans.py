@@ -247,23 +247,35 @@ def test_explain_shows_each_strategy_and_the_one_taken() -> None:
     assert found["gather"].received_bytes == 131072 * 63 // 64 * 8 * 256 * 2
 
 
-def test_what_two_gpus_measured_is_on_file() -> None:
-    runs = json.loads((ROOT / "bench" / "results" / "context_parallel_h100.json").read_text("utf-8"))["runs"]
-    rows = [row for row in runs[3]["rows"] if row["status"] == "measured"]
+def test_what_gpus_measured_is_on_file() -> None:
+    files = {2: "context_parallel_h100.json", 4: "context_parallel_h200.json"}
     names = {32768: "32k", 131072: "128k"}
-    for (strategy, length, window), measured in scaling.MEASURED.items():
+    for (gpus, strategy, length, window), measured in scaling.MEASURED.items():
+        runs = json.loads((ROOT / "bench" / "results" / files[gpus]).read_text("utf-8"))["runs"]
         cell = names[length] + (f", window {window}" if window else "")
-        of_cell = [row for row in rows if (row["cell"], row["implementation"]) == (cell, f"flexattn, {strategy}")]
-        found = [(row["forward_ms"], row["both_ms"]) for row in of_cell]
-        assert any(measured == pytest.approx(times, rel=1e-2) for times in found), (strategy, cell, found)
+        found = [
+            (row["forward_ms"], row["both_ms"])
+            for run in runs
+            if run["ranks"] == gpus
+            for row in run["rows"]
+            if (row["status"], row["cell"]) == ("measured", cell)
+            and (row["implementation"] == f"flexattn, {strategy}" or row.get("takes") == strategy)
+        ]
+        assert any(measured == pytest.approx(times, rel=1e-2) for times in found), (gpus, strategy, cell, found)
 
 
-def test_predictions_are_near_what_two_gpus_measured() -> None:
-    for (strategy, length, window), (forward, both) in scaling.MEASURED.items():
-        found = distributed.plan(2, length=length, window_size=(window or -1, 0)).predictions(HEADS)[strategy]
+def test_predictions_are_near_what_gpus_measured() -> None:
+    for (gpus, strategy, length, window), (forward, both) in scaling.MEASURED.items():
+        found = distributed.plan(gpus, length=length, window_size=(window or -1, 0)).predictions(HEADS)[strategy]
         assert isinstance(found, Prediction)
         assert found.forward_ms == pytest.approx(forward, rel=0.15)
         assert found.forward_ms + found.backward_ms == pytest.approx(both, rel=0.15)
+
+
+def test_auto_takes_what_was_fastest_where_all_were_measured() -> None:
+    taken = {gpus: distributed.plan(gpus, length=32768).chosen(HEADS) for gpus in (2, 4)}
+    assert taken == {2: "halo", 4: "ulysses"}
+    assert distributed.plan(4, length=131072, window_size=(4096, 0)).chosen(HEADS) == "halo"
 
 
 def test_the_page_shows_what_the_model_of_many_hosts_prints() -> None:

@@ -23,15 +23,10 @@ from flexattn.testing import GRADIENT_FACTOR, check_close
 
 EXACT = 1e-10  # of fp64: sums over ranks and steps in another order
 LAYOUTS = ("contiguous", "zigzag", "dealt")
-WAYS = (
-    *STRATEGIES[:4],
-    "gather sliced",
-    "halo sliced",
-    "ulysses sliced",
-)  # the last: in slices, however few heads
+WAYS = (*STRATEGIES[:4], "gather sliced", "halo sliced")  # the last two: keys come in slices of heads, however few they are
 OTHER_BITS = 0.02  # share of out that may have other bits: torch's products of other shapes sum in another order
 PACKED = ("gather packed", "halo packed")  # keys come as from ranks of several hosts
-SLICE_BYTES, SLICE_ROWS, MOST_RANKS = slices.SLICE_BYTES, slices.SLICE_ROWS, exchange.MOST_RANKS
+SLICES, MOST_RANKS = (slices.SLICE_BYTES, slices.SLICE_PRODUCTS), exchange.MOST_RANKS
 COMPILES = ""  # the backend of torch.compile by which calls over ranks are compiled, without a break of their graph
 GROUP: Any = None  # what plans are made of; None: all processes
 DEVICE = torch.device("cpu")  # where this process has its tensors
@@ -219,8 +214,7 @@ def part_of(problem: Problem, whole: dict[str, Tensor], plan: Plan) -> dict[str,
 def way_of(way: str) -> str:
     """Returns the strategy of a way, after which keys come as it says: in slices, or packed as for ranks of many hosts."""
     strategy, _, how = way.partition(" ")
-    slices.SLICE_BYTES = 1 if how == "sliced" else SLICE_BYTES
-    slices.SLICE_ROWS = 1 if how == "sliced" else SLICE_ROWS
+    slices.SLICE_BYTES, slices.SLICE_PRODUCTS = (1, 0.0) if how == "sliced" else SLICES
     exchange.MOST_RANKS = 0 if how == "packed" else MOST_RANKS
     gather._work.cache_clear()
     return strategy
