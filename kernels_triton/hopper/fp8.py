@@ -75,14 +75,14 @@ class BackwardDescales(NamedTuple):
 @gluon.jit
 def allocate_factors(STAGES: gl.constexpr):
     # Two factors for each stage: of the scores and of dp of the block in it
-    return gl.allocate_shared_memory(gl.float32, [2 * STAGES, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    return gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @gluon.jit
 def write_factor(factors, index, factor):
     # All lanes write what the arrival of the first one publishes.
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    factors.index(index).store(gl.full([4], factor, gl.float32, layout=LANES))
+    factors.index(index).store(gl.full([1], factor, gl.float32, layout=LANES))
 
 
 @gluon.jit
@@ -93,7 +93,7 @@ def write_factors(factors, stage, s_factor, dp_factor):
 
 @gluon.jit
 def read_factor(factors, index, COLUMNS: gl.constexpr):
-    return factors.index(index).slice(0, 1).load(COLUMNS)[None, :]
+    return factors.index(index).load(COLUMNS)[None, :]
 
 
 @gluon.jit

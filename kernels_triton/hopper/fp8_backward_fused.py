@@ -17,19 +17,20 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from flexattn.kernels_triton.common.primitives import LOG2E
 from flexattn.kernels_triton.common.problem import Backward, Problem
-from flexattn.kernels_triton.hopper.backward_blocks import Block, key_block_of_program
+from flexattn.kernels_triton.hopper.backward_blocks import Block, find_key_block, key_block, key_block_of_program
 from flexattn.kernels_triton.hopper.block_ranges import query_block
 from flexattn.kernels_triton.hopper.conditions import KEYS, fused_slower, unsupported_block_mask
 from flexattn.kernels_triton.hopper.descriptors import load_rows, load_statistics, store_rows
 from flexattn.kernels_triton.hopper.dq_sums import add_dq
 from flexattn.kernels_triton.hopper.fp8 import allocate_factors, load_descale, write_factors
 from flexattn.kernels_triton.hopper.fp8_backward_operands import unsupported_operands
-from flexattn.kernels_triton.hopper.fused_consumer import FusedArguments, FusedBarriers, FusedTiles, consume_fused
+from flexattn.kernels_triton.hopper.fused_consumer import Begun, FusedArguments, FusedBarriers, FusedTiles, consume_fused
 from flexattn.kernels_triton.hopper.fused_launch import finish_fused, prepare_fused
 from flexattn.kernels_triton.hopper.operands import ROWS, allocate_tiles
 from flexattn.kernels_triton.hopper.pairs import Origin, origin_of
-from flexattn.kernels_triton.hopper.pipeline import STAGES, allocate_barriers, wait_empty
-from flexattn.kernels_triton.runtime.launch import hopper_kernel, launch
+from flexattn.kernels_triton.hopper.pipeline import STAGES, allocate_barriers, allocate_tile_slots, wait_empty, wait_full
+from flexattn.kernels_triton.hopper.tile_scheduler import broadcast_end, broadcast_tile, num_work_tiles
+from flexattn.kernels_triton.runtime.launch import hopper_kernel, launch, num_processors
 
 
 class Fp8FusedTile(NamedTuple):
@@ -38,6 +39,7 @@ class Fp8FusedTile(NamedTuple):
     head_dim: int
     queries: int  # queries of an iteration, and of a tile of statistics and of dq
     dq_stages: int  # stages of dq in shared memory
+    is_persistent: bool = False  # as in `HopperFusedTile`
 
     # The order of an iteration's products, as in `HopperFusedTile`
     dp_first = True
@@ -45,7 +47,6 @@ class Fp8FusedTile(NamedTuple):
     pingpong = True
     dv_with_dk = False
     dout_apart = False
-    is_persistent = False
     converts = False
 
 
@@ -53,13 +54,8 @@ class Fp8FusedTile(NamedTuple):
 FP8_FUSED = (Fp8FusedTile(64, 128, 1), Fp8FusedTile(64, 64, 2), Fp8FusedTile(128, 64, 1))
 
 
-class Buffers(NamedTuple):
-    tiles: FusedTiles
-    barriers: FusedBarriers
-
-
 class Origins(NamedTuple):
-    """First rows of a program's heads."""
+    """First rows of a block's heads."""
 
     q: Origin
     q16: Origin
@@ -68,68 +64,149 @@ class Origins(NamedTuple):
     k: Origin
     k16: Origin
     v: Origin
-    dk: Origin
-    dv: Origin
 
 
 @gluon.jit
-def _load(buffers: Buffers, block: Block, args: FusedArguments, origins: Origins, META: gl.constexpr):
-    tiles, barriers = buffers.tiles, buffers.barriers
-    of = args.descriptors
-    first_row, b, h, h_kv = block.first_row, block.b, block.h, block.h_kv
-    len_q, len_kv = block.sequence.len_q, block.sequence.len_kv
-    full = barriers.kv_full.index(0)
-    KV_BYTES: gl.constexpr = of.k.block_type.nbytes + of.v.block_type.nbytes + of.k16.block_type.nbytes
-    Q_BYTES: gl.constexpr = of.q.block_type.nbytes + of.statistics.block_type.nbytes
-    DOUT_BYTES: gl.constexpr = of.dout.block_type.nbytes + of.dout16.block_type.nbytes + of.q16.block_type.nbytes
-    mbarrier.expect(full, 2 * KV_BYTES)
+def _origins(args: FusedArguments, block: Block):
+    steps, sequence = args.steps, block.sequence
+    b, h, h_kv = block.b, block.h, block.h_kv
+    return Origins(
+        q=origin_of(steps.q, sequence.start_q, h, b),
+        q16=origin_of(steps.q16, sequence.start_q, h, b),
+        dout=origin_of(steps.dout, sequence.start_q, h, b),
+        dout16=origin_of(steps.dout16, sequence.start_q, h, b),
+        k=origin_of(steps.k, sequence.start_kv, h_kv, b),
+        k16=origin_of(steps.k16, sequence.start_kv, h_kv, b),
+        v=origin_of(steps.v, sequence.start_kv, h_kv, b),
+    )
+
+
+@gluon.jit
+def _load_half(descriptor, origin: Origin, block: Block, full, tiles):
+    # Each warpgroup's half of a block of keys
     for part in gl.static_range(2):
-        row = first_row + part * ROWS
-        load_rows(of.k, origins.k.token, len_kv, row, origins.k.head, 0, full, tiles.k.index(part))
-        load_rows(of.v, origins.v.token, len_kv, row, origins.v.head, 0, full, tiles.v.index(part))
-        load_rows(of.k16, origins.k16.token, len_kv, row, origins.k16.head, 0, full, tiles.k16.index(part))
-    scale_row = gl.minimum(first_row, gl.maximum(len_kv - 1, 0))
-    s_factor = load_descale(args.descales.k, b, h_kv, scale_row)
-    dp_factor = load_descale(args.descales.v, b, h_kv, scale_row)
-    if META.IS_PLAIN:
-        s_factor *= args.scores.scale * LOG2E
-    n = 0
-    head = 0
-    for m_block in range(block.num_blocks * args.work.group_size):  # counts the blocks of all query heads
-        row = query_block(n, block.block_range, META)[0]
-        stage = m_block % STAGES
-        scale_row = gl.minimum(row, len_q - 1)
-        descale_q = load_descale(args.descales.q, b, h + head, scale_row)
-        descale_dout = load_descale(args.descales.dout, b, h + head, scale_row)
-        full = barriers.q_full.index(stage)
-        wait_empty(barriers.q_empty, m_block, STAGES)
-        write_factors(tiles.factors, stage, s_factor * descale_q, dp_factor * descale_dout)
-        mbarrier.expect(full, Q_BYTES)
-        load_rows(of.q, origins.q.token, len_q, row, origins.q.head + head, 0, full, tiles.q.index(stage))
-        of_head = block.first_statistics + head * args.tiles_of_statistics
-        load_statistics(of.statistics, of_head, row, len_q, full, tiles.statistics.index(stage), META)
-        full = barriers.dout_full.index(stage)
-        mbarrier.expect(full, DOUT_BYTES)
-        load_rows(of.dout, origins.dout.token, len_q, row, origins.dout.head + head, 0, full, tiles.dout.index(stage))
-        load_rows(of.dout16, origins.dout16.token, len_q, row, origins.dout16.head + head, 0, full, tiles.dout16.index(stage))
-        load_rows(of.q16, origins.q16.token, len_q, row, origins.q16.head + head, 0, full, tiles.q16.index(stage))
-        n += 1
-        if n == block.num_blocks:
-            n = 0
-            head += 1
-    mbarrier.wait(barriers.dkdv_full.index(0), 0)
+        row = block.first_row + part * ROWS
+        load_rows(descriptor, origin.token, block.sequence.len_kv, row, origin.head, 0, full, tiles.index(part))
+
+
+@gluon.jit
+def _store_gradients(args: FusedArguments, tiles: FusedTiles, barriers: FusedBarriers, block: Block, n_tile):
+    # dk and dv of the n_tile-th block of a program leave through the memory of its k and of its dout in 16 bits; consumers have
+    # written those in fp32.
+    of, steps, sequence = args.descriptors, args.steps, block.sequence
+    dk = origin_of(steps.dk, sequence.start_kv, block.h_kv, block.b)
+    dv = origin_of(steps.dv, sequence.start_kv, block.h_kv, block.b)
+    wait_full(barriers.dkdv_full, n_tile, 1)
     if args.dk32.ptr is None:
         for part in gl.static_range(2):
-            row = first_row + part * ROWS
-            store_rows(of.dk, origins.dk.token, len_kv, row, origins.dk.head, 0, tiles.k16.index(part))
+            row = block.first_row + part * ROWS
+            store_rows(of.dk, dk.token, sequence.len_kv, row, dk.head, 0, tiles.k16.index(part))
             # A tile's first rows are what is needed.
-            store_rows(of.dv, origins.dv.token, len_kv, row, origins.dv.head, 0, tiles.dout16.index(part).slice(0, ROWS, 2))
+            store_rows(of.dv, dv.token, sequence.len_kv, row, dv.head, 0, tiles.dout16.index(part).slice(0, ROWS, 2))
     tma.store_wait(0)
 
 
 @gluon.jit
-def _compute(buffers: Buffers, block: Block, args: FusedArguments, CONSUMER: gl.constexpr, MODS: gl.constexpr, META: gl.constexpr):
-    consume_fused(args, buffers.tiles, buffers.barriers, block, CONSUMER, MODS, META)
+def _load_block(
+    args: FusedArguments, tiles: FusedTiles, barriers: FusedBarriers, block: Block, begun: Begun, previous, META: gl.constexpr
+):
+    # previous: the numbers of the block before, in a persistent kernel. Its dk and dv are stored here, before k and dout in 16 bits
+    # come to where they lie; what else the first iteration needs is on its way by then. To load more before (the next block of
+    # queries too) took code for which ptxas spilled in the consumers' loops.
+    of = args.descriptors
+    b, h, h_kv = block.b, block.h, block.h_kv
+    len_q, len_kv = block.sequence.len_q, block.sequence.len_kv
+    origins = _origins(args, block)
+    Q_BYTES: gl.constexpr = of.q.block_type.nbytes + of.statistics.block_type.nbytes
+    DOUT_BYTES: gl.constexpr = of.dout.block_type.nbytes + of.dout16.block_type.nbytes + of.q16.block_type.nbytes
+    KV_BYTES: gl.constexpr = 2 * (of.k.block_type.nbytes + of.v.block_type.nbytes)
+    K16_BYTES: gl.constexpr = 2 * of.k16.block_type.nbytes
+    if META.NUMBERS == 0:
+        kv_full = barriers.kv_full.index(0)
+        mbarrier.expect(kv_full, KV_BYTES + K16_BYTES)
+        _load_half(of.k, origins.k, block, kv_full, tiles.k)
+        _load_half(of.v, origins.v, block, kv_full, tiles.v)
+        _load_half(of.k16, origins.k16, block, kv_full, tiles.k16)
+    scale_row = gl.minimum(block.first_row, gl.maximum(len_kv - 1, 0))
+    s_factor = load_descale(args.descales.k, b, h_kv, scale_row)
+    dp_factor = load_descale(args.descales.v, b, h_kv, scale_row)
+    if META.IS_PLAIN:
+        s_factor *= args.scores.scale * LOG2E
+    iterations = block.num_blocks * args.work.group_size
+    n = 0
+    head = 0
+    for m_block in range(iterations):  # counts the blocks of all query heads
+        row = query_block(n, block.block_range, META)[0]
+        stage = (begun.iterations + m_block) % STAGES
+        scale_row = gl.minimum(row, len_q - 1)
+        descale_q = load_descale(args.descales.q, b, h + head, scale_row)
+        descale_dout = load_descale(args.descales.dout, b, h + head, scale_row)
+        full = barriers.q_full.index(stage)
+        wait_empty(barriers.q_empty, begun.iterations + m_block, STAGES)
+        write_factors(tiles.factors, stage, s_factor * descale_q, dp_factor * descale_dout)
+        if META.NUMBERS == 0 or m_block > 0:
+            mbarrier.expect(full, Q_BYTES)
+        else:
+            mbarrier.expect(full, Q_BYTES + KV_BYTES)
+        load_rows(of.q, origins.q.token, len_q, row, origins.q.head + head, 0, full, tiles.q.index(stage))
+        of_head = block.first_statistics + head * args.tiles_of_statistics
+        load_statistics(of.statistics, of_head, row, len_q, full, tiles.statistics.index(stage), META)
+        if META.NUMBERS > 0:  # noqa: SIM102
+            if m_block == 0:
+                wait_empty(
+                    barriers.q_empty, begun.iterations + 1, STAGES
+                )  # the last q of the block before is read, and its k and v
+                _load_half(of.k, origins.k, block, full, tiles.k)
+                _load_half(of.v, origins.v, block, full, tiles.v)
+        full = barriers.dout_full.index(stage)
+        if META.NUMBERS == 0 or m_block > 0:
+            mbarrier.expect(full, DOUT_BYTES)
+        load_rows(of.dout, origins.dout.token, len_q, row, origins.dout.head + head, 0, full, tiles.dout.index(stage))
+        load_rows(of.q16, origins.q16.token, len_q, row, origins.q16.head + head, 0, full, tiles.q16.index(stage))
+        if META.NUMBERS > 0:  # noqa: SIM102
+            if m_block == 0:
+                if begun.blocks > 0:
+                    _store_gradients(args, tiles, barriers, key_block(previous, args, META), begun.blocks - 1)
+                mbarrier.expect(full, DOUT_BYTES + K16_BYTES)
+                _load_half(of.k16, origins.k16, block, full, tiles.k16)
+        load_rows(of.dout16, origins.dout16.token, len_q, row, origins.dout16.head + head, 0, full, tiles.dout16.index(stage))
+        n += 1
+        if n == block.num_blocks:
+            n = 0
+            head += 1
+
+
+@gluon.jit
+def _load(args: FusedArguments, tiles: FusedTiles, barriers: FusedBarriers, block: Block, META: gl.constexpr):
+    # block: of a program that has one
+    if META.NUMBERS == 0:
+        _load_block(args, tiles, barriers, block, Begun(blocks=0, iterations=0), (), META)
+        _store_gradients(args, tiles, barriers, block, 0)
+    else:
+        work = args.work
+        amount = num_work_tiles(work, work.num_heads // work.group_size, args.lengths_kv.batch, META)
+        t = gl.program_id(0)
+        n_tile = 0
+        iterations = 0
+        previous = (0,)
+        for _ in gl.static_range(META.NUMBERS - 1):
+            previous = previous + (0,)
+        while t < amount:
+            numbers = find_key_block(t, amount, args, META)
+            drawn = key_block(numbers, args, META)
+            if (drawn.num_blocks == 0) & (n_tile > 0):  # the consumers write its zeros at once
+                _store_gradients(args, tiles, barriers, key_block(previous, args, META), n_tile - 1)
+            broadcast_tile(numbers, n_tile, barriers, META)
+            begun = Begun(blocks=n_tile, iterations=iterations)
+            _load_block(args, tiles, barriers, drawn, begun, previous, META)
+            previous = numbers
+            iterations += drawn.num_blocks * work.group_size
+            n_tile += 1
+            # Not before the block is loaded: what a program has drawn no other takes, however long it is busy.
+            t = gl.atomic_add(work.table_ptr, 1, sem="relaxed") + gl.num_programs(0)
+        broadcast_end(n_tile, barriers, META)
+        if n_tile > 0:
+            _store_gradients(args, tiles, barriers, key_block(previous, args, META), n_tile - 1)
 
 
 @hopper_kernel
@@ -151,36 +228,32 @@ def _attn_bwd_fused_fp8_hopper_kernel(args: FusedArguments, MODS: gl.constexpr, 
         ds=gl.allocate_shared_memory(DTYPE, [4, 64, BLOCK_M], EXCHANGE),
         dq=allocate_tiles(2 * META.DQ_STAGES, of.dq),
     )
+    kv_full, tile_full, tile_empty, tile_slots, block = None, None, None, None, None
+    if META.NUMBERS == 0:
+        kv_full = allocate_barriers(1, 1)
+        block = key_block_of_program(args, META)
+    else:
+        tile_full = allocate_barriers(2, 1)
+        tile_empty = allocate_barriers(2, 3)
+        tile_slots = allocate_tile_slots(META.NUMBERS)
     barriers = FusedBarriers(
         q_full=allocate_barriers(STAGES, 1),
         q_empty=allocate_barriers(STAGES, 2),
         dout_full=allocate_barriers(STAGES, 1),
         dout_empty=None,
-        kv_full=allocate_barriers(1, 1),
+        kv_full=kv_full,
         dq_full=allocate_barriers(META.DQ_STAGES, 2),
         dq_empty=allocate_barriers(META.DQ_STAGES, 1),
         dkdv_full=allocate_barriers(1, 2),
-    )
-    buffers = Buffers(tiles=tiles, barriers=barriers)
-    steps = args.steps
-    block = key_block_of_program(args, META)
-    sequence, b, h, h_kv = block.sequence, block.b, block.h, block.h_kv
-    origins = Origins(
-        q=origin_of(steps.q, sequence.start_q, h, b),
-        q16=origin_of(steps.q16, sequence.start_q, h, b),
-        dout=origin_of(steps.dout, sequence.start_q, h, b),
-        dout16=origin_of(steps.dout16, sequence.start_q, h, b),
-        k=origin_of(steps.k, sequence.start_kv, h_kv, b),
-        k16=origin_of(steps.k16, sequence.start_kv, h_kv, b),
-        v=origin_of(steps.v, sequence.start_kv, h_kv, b),
-        dk=origin_of(steps.dk, sequence.start_kv, h_kv, b),
-        dv=origin_of(steps.dv, sequence.start_kv, h_kv, b),
+        tile_full=tile_full,
+        tile_empty=tile_empty,
+        tile_slots=tile_slots,
     )
     gl.warp_specialize(
         [
-            (_compute, (buffers, block, args, 0, MODS, META)),
-            (_compute, (buffers, block, args, 1, MODS, META)),
-            (_load, (buffers, block, args, origins, META)),
+            (consume_fused, (args, tiles, barriers, block, 0, MODS, META)),
+            (consume_fused, (args, tiles, barriers, block, 1, MODS, META)),
+            (_load, (args, tiles, barriers, block, META)),
             (add_dq, (args, tiles, barriers, block, META)),
         ],
         [4, 1, 1],
@@ -217,6 +290,8 @@ def fp8_fused_backward(call: Backward, tile: Fp8FusedTile | None = None) -> None
         are of what dout stands for, as dp is: else a query that sees one key would get a gradient.
     """
     x = call.problem
-    prepared = prepare_fused(call, tile or tile_of(x))
-    launch(_attn_bwd_fused_fp8_hopper_kernel, prepared.programs, x.device, prepared.tile, prepared.arguments)
+    tile = tile or tile_of(x)
+    prepared = prepare_fused(call, tile)
+    programs = min(prepared.programs, num_processors(x.device)) if tile.is_persistent else prepared.programs
+    launch(_attn_bwd_fused_fp8_hopper_kernel, programs, x.device, prepared.tile, prepared.arguments)
     finish_fused(call, prepared)

@@ -138,7 +138,7 @@ class FusedBarriers(NamedTuple):
     dq_full: Any
     dq_empty: Any
     dkdv_full: Any
-    kv_full: Any = None  # in FP8, where k and v coming with the first q and dout were 3 % slower
+    kv_full: Any = None  # in FP8, of programs with one block: there k and v with the first q and dout were 3 % slower
     tile_full: Any = None  # this and the others of tiles as in `ForwardBarriers`, in a persistent kernel
     tile_empty: Any = None
     tile_slots: Any = None
@@ -217,7 +217,7 @@ def _consume_block(
     tiles.ds.index(2 + CONSUMER).store(zeros.to(DTYPE))
     fence_async_shared()
     named_barrier_arrive_at(WRITTEN + 2 + CONSUMER, BOTH)
-    if META.IS_FP8:
+    if META.IS_FP8 and META.NUMBERS == 0:
         mbarrier.wait(barriers.kv_full.index(0), 0)
     at, values = first_query_head(block, scores, MODS, META)
     kq = zeros

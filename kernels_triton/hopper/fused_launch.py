@@ -42,9 +42,10 @@ def prepare_fused(call: Backward, tile: Any) -> FusedLaunch:
     tile: a `HopperFusedTile`, or an `Fp8FusedTile` where q, k, v and dout are in FP8.
     """
     x = call.problem
+    is_fp8 = x.q.element_size() == 1
     meta = FusedMeta(
         **x.features._asdict(),
-        IS_FP8=x.q.element_size() == 1,
+        IS_FP8=is_fp8,
         IS_PLAIN=is_plain(x.features),
         BLOCK_M=tile.queries,
         BLOCK_N=KEYS,
@@ -56,8 +57,8 @@ def prepare_fused(call: Backward, tile: Any) -> FusedLaunch:
         DOUT_APART=tile.dout_apart,
         DQ_STAGES=tile.dq_stages,
         NUMBERS=key_block_numbers(x.features) if tile.is_persistent else 0,
-        K_STAGES=2 if tile.is_persistent else 1,
-        V_STAGES=2 if tile.is_persistent and tile.head_dim <= 64 else 1,
+        K_STAGES=2 if tile.is_persistent and not is_fp8 else 1,
+        V_STAGES=2 if tile.is_persistent and not is_fp8 and tile.head_dim <= 64 else 1,
         CONVERTED=PART // tile.head_dim if converts_dq(x, call.dq, tile) else 0,
     )
     of_a_warpgroup = (ROWS.value, tile.queries * tile.head_dim // KEYS)

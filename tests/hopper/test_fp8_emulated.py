@@ -25,7 +25,7 @@ from flexattn.kernels_triton.hopper import fp8_backward_fused as hopper_fp8_fuse
 from flexattn.kernels_triton.hopper import fp8_forward as hopper_fp8_forward
 from flexattn.mods.trace import trace_mods
 from flexattn.testing import make_call, make_dout, make_inputs
-from tests.hopper.test_emulated import EVERYTHING, HARMLESS, SEEDS, SINKS, UNEVEN, is_wide, without_gpu
+from tests.hopper.test_emulated import BANDS, EVERYTHING, HARMLESS, SEEDS, SINKS, UNEVEN, is_wide, without_gpu
 from tests.support import fp8_calls, inject
 from tests.support.hopper_fp8_calls import (
     E4M3,
@@ -68,6 +68,7 @@ def backward(
     call: dict[str, Any],
     granularity: Any = "head",
     kernels: ModuleType = hopper_fp8_fused,
+    is_persistent: bool = False,
     fp32: bool = False,
     **inputs: Any,
 ) -> emulator.Report:
@@ -76,7 +77,8 @@ def backward(
     fp8 = fp8_call(*make_call(given, **call, return_max_logit=False), granularity)
     wanted = backward_of(fp8, make_dout(given), granularity, E5M2 if granularity == "batch_head" else E4M3)
     with emulated(seed, kernels) as reports:
-        grads = run_backward(wanted, kernels=kernels, fp32=fp32)
+        tile = hopper_fp8_fused.tile_of(wanted.problem)._replace(is_persistent=True) if is_persistent else None
+        grads = run_backward(wanted, kernels=kernels, tile=tile, fp32=fp32)
     (report,) = reports.values()
     if not report.bugs:
         check_backward(wanted, grads)
@@ -86,7 +88,9 @@ def backward(
 
 def check_backward_of(seed: int, call: dict[str, Any], granularity: Any = "head", **inputs: Any) -> None:
     report = backward(seed, call, granularity, **inputs)
-    assert {finding.kind for finding in report.findings} <= HARMLESS, f"seed {seed}: {report}"
+    # A persistent kernel waits for the last q of a block when it loads k and v, and again when it loads what comes to its place.
+    harmless = HARMLESS | ({"phase-repeat"} if inputs.get("is_persistent") else set())
+    assert {finding.kind for finding in report.findings} <= harmless, f"seed {seed}: {report}"
 
 
 HEAD_DIMS = [(64, 64), (128, 128), (192, 128), (256, 256), (48, 80)]
@@ -184,6 +188,41 @@ def test_formats_and_scales_backward(fmt: str, granularity: str) -> None:
     band: dict[str, Any] = [{}, {"attn_mask_type": "padding_causal"}, {"window_size": (60, 20)}][seed % 3]
     call = {"attn_mask_type": "padding"} | band
     check_backward_of(2 + seed, call, granularity, qkv_format=fmt, dtype=torch.float16, **inputs)
+
+
+@pytest.mark.sample("dim", "call", "fmt")
+@without_gpu
+@pytest.mark.parametrize("fmt", ["bshd", "sbhd", "thd"])
+@pytest.mark.parametrize(
+    "call", [*BANDS, EVERYTHING | {"softmax_offset": SINKS}, {"attn_mask_type": "padding", "softcap": 3.0}], ids=str
+)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_persistent_programs(dim: int, call: dict[str, Any], fmt: str) -> None:
+    """Blocks of keys that no query sees, that one iteration is enough for, and that two heads of queries go through."""
+    seed = dim // 64 + 3 * ["bshd", "sbhd", "thd"].index(fmt)
+    inputs = {"qkv_format": fmt, "gap": 3, "padding": True, "head_dim_qk": dim, "head_dim_v": dim, **UNEVEN}
+    check_backward_of(seed, call, "batch_head", is_persistent=True, **inputs)
+
+
+@pytest.mark.sample("dim")
+@without_gpu
+@pytest.mark.parametrize("mask", ["no_mask", "causal"])
+@pytest.mark.parametrize("sq", [200, 64])
+@pytest.mark.parametrize("dim", [64, 128, 48])
+def test_persistent_programs_of_dense_calls(dim: int, sq: int, mask: str) -> None:
+    inputs = {"lengths_q": [sq] * 2, "lengths_kv": [330] * 2, "num_heads": 2, "num_heads_kv": 2}
+    for seed in (1, 5, 6):  # lazy, random, eager
+        check_backward_of(seed, {"attn_mask_type": mask}, is_persistent=True, head_dim_qk=dim, head_dim_v=dim, **inputs)
+
+
+@without_gpu
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("dim", [64, 128])
+def test_persistent_programs_over_twenty_schedules(dim: int) -> None:
+    inputs = {"head_dim_qk": dim, "head_dim_v": dim, "is_persistent": True}
+    for seed in SEEDS:
+        check_backward_of(seed, EVERYTHING | {"softmax_offset": SINKS}, qkv_format="thd", **inputs, **UNEVEN)
+        check_backward_of(seed, {"attn_mask_type": "causal"}, lengths_q=[200], lengths_kv=[330], **inputs)
 
 
 @without_gpu
@@ -361,8 +400,11 @@ def test_injected_fault_is_found(name: str, tmp_path: Path) -> None:
 FAULTS_OF_THE_BACKWARD: dict[str, tuple[ModuleType, inject.Fault]] = {
     "q is read before it has come": (fused_consumer, drop("wait(q_full)")),
     "dout is read before it has come": (fused_consumer, drop("wait(dout_full)", nth=0)),
-    "too few bytes are expected of q": (hopper_fp8_fused, with_argument("mbarrier.expect(Q_BYTES)", 1, "of.q.block_type.nbytes")),
-    "the factors are written before the last ones have been read": (hopper_fp8_fused, drop("wait(q_empty)")),
+    "too few bytes are expected of q": (
+        hopper_fp8_fused,
+        with_argument("mbarrier.expect(Q_BYTES)", 1, "of.q.block_type.nbytes", nth=0),
+    ),
+    "the factors are written before the last ones have been read": (hopper_fp8_fused, drop("wait(q_empty)", nth=0)),
     "q is released before dk has read it": (
         fused_consumer,
         move("release(q_empty)", before="warpgroup_mma_wait([sum_of_q, ds16])", nth=0),
@@ -378,6 +420,23 @@ FAULTS_OF_THE_BACKWARD: dict[str, tuple[ModuleType, inject.Fault]] = {
         move("named_barrier_arrive_at(READ, last)", before="warpgroup_mma_wait(SCORES_IN_FLIGHT, sum_of_k)"),
     ),
     "dv takes the place of dout while the other warpgroup multiplies by it": (fused_consumer, drop("named_barrier_sync(LAST)")),
+    "persistent: a block is drawn twice": (hopper_fp8_fused, assign("t", "gl.atomic_add(work.table_ptr, 1)", nth=1)),
+    "persistent: k and v come while the block before is multiplied": (hopper_fp8_fused, drop("wait(q_empty)", nth=1)),
+    "persistent: k in 16 bits comes before dk has left": (hopper_fp8_fused, drop("tma.store_wait()", within="_store_gradients")),
+    "persistent: dk is stored before it is written": (hopper_fp8_fused, drop("wait_full(dkdv_full)")),
+    "persistent: k and v are not waited for": (hopper_fp8_fused, with_argument("mbarrier.expect(KV_BYTES)", 1, "Q_BYTES", nth=1)),
+    "persistent: k in 16 bits is not waited for": (
+        hopper_fp8_fused,
+        with_argument("mbarrier.expect(K16_BYTES)", 1, "DOUT_BYTES", nth=1),
+    ),
+    "persistent: q that the last product reads for nothing is overwritten": (
+        fused_consumer,
+        with_argument("mbarrier.arrive(q_empty)", "pred", "True"),
+    ),
+    "persistent, causal: zeros are written before the gradients before them have left": (
+        hopper_fp8_fused,
+        drop("_store_gradients()", within="_load", nth=1),
+    ),
 }
 
 
@@ -386,10 +445,14 @@ FAULTS_OF_THE_BACKWARD: dict[str, tuple[ModuleType, inject.Fault]] = {
 @pytest.mark.parametrize("name", FAULTS_OF_THE_BACKWARD)
 def test_injected_fault_of_the_backward_is_found(name: str, tmp_path: Path) -> None:
     (kernels,) = kernels_with((hopper_fp8_fused,), *FAULTS_OF_THE_BACKWARD[name], tmp_path)
-    inputs = {"lengths_q": [520], "lengths_kv": [130], "num_heads": 1, "num_heads_kv": 1}
+    inputs: dict[str, Any] = {"lengths_q": [520], "lengths_kv": [130], "num_heads": 1, "num_heads_kv": 1}
+    mask = "causal" if "causal" in name else "no_mask"  # with it the last keys are seen by no query
+    if "persistent" in name:
+        inputs = {"lengths_q": [300], "lengths_kv": [430], "num_heads": 3, "num_heads_kv": 3, "is_persistent": True}
     for seed, dim in ((1, 64), (5, 128)):  # lazy, random
+        inputs |= {"head_dim_qk": dim, "head_dim_v": dim}
         try:
-            report = backward(seed, {"attn_mask_type": "no_mask"}, kernels=kernels, head_dim_qk=dim, head_dim_v=dim, **inputs)
+            report = backward(seed, {"attn_mask_type": mask}, kernels=kernels, **inputs)
         except AssertionError:
             continue  # the numbers are wrong
         assert report.bugs, f"not found on seed {seed}"
