@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from flexattn.kernels_triton.common.primitives import LOG2E
 from flexattn.kernels_triton.common.problem import Backward, Problem
+from flexattn.kernels_triton.common.tiles import NEVER
 from flexattn.kernels_triton.hopper.backward_blocks import Block, find_key_block, key_block, key_block_of_program
 from flexattn.kernels_triton.hopper.block_ranges import query_block
 from flexattn.kernels_triton.hopper.conditions import KEYS, fused_slower, unsupported_block_mask
@@ -39,7 +40,8 @@ class Fp8FusedTile(NamedTuple):
     head_dim: int
     queries: int  # queries of an iteration, and of a tile of statistics and of dq
     dq_stages: int  # stages of dq in shared memory
-    is_persistent: bool = False  # as in `HopperFusedTile`
+    is_persistent: bool = False  # this and the next as in `HopperFusedTile`
+    up_to: int = NEVER
 
     # The order of an iteration's products, as in `HopperFusedTile`
     dp_first = True
@@ -51,7 +53,12 @@ class Fp8FusedTile(NamedTuple):
 
 
 # bench/results/fp8_one_pass_orders_h200.json. With 128 queries modified scores would spill, and a block mask may have fewer.
-FP8_FUSED = (Fp8FusedTile(64, 128, 1), Fp8FusedTile(64, 64, 2), Fp8FusedTile(128, 64, 1))
+FP8_FUSED = (
+    Fp8FusedTile(64, 128, 1, is_persistent=True, up_to=4096),
+    Fp8FusedTile(64, 128, 1),
+    Fp8FusedTile(64, 64, 2),
+    Fp8FusedTile(128, 64, 1),
+)
 
 
 class Origins(NamedTuple):
@@ -262,11 +269,13 @@ def _attn_bwd_fused_fp8_hopper_kernel(args: FusedArguments, MODS: gl.constexpr, 
 
 
 def tile_of(problem: Problem) -> Fp8FusedTile:
-    """The narrowest row that serves the head dims, which are at most 128; of 64 queries where scores are more than a product."""
+    """The first of the narrowest rows for head dims up to 128 and a length; of 64 queries where scores are more than a product."""
     x = problem
     most = 64 if x.is_modified or x.bias is not None or x.block_mask is not None else 128
     width = max(x.q.shape[-1], x.v.shape[-1])
-    return next(tile for tile in FP8_FUSED if width <= tile.head_dim and tile.queries <= most)
+    length = max(x.longest_q, x.longest_kv) if x.group_size == 1 else NEVER
+    rows = (tile for tile in FP8_FUSED if width <= tile.head_dim and tile.queries <= most)
+    return next(tile for tile in rows if length <= tile.up_to)
 
 
 def unsupported(problem: Problem, out: Tensor, dout: Tensor) -> str | None:

@@ -126,8 +126,9 @@ def launches_of(head_dims: tuple[int, int], features: str) -> dict[str, Launch]:
         hopper_fp8_forward(problem, v_transposed, (scale, scale, scale), out, lse)
         if max(head_dims) <= 128:
             backward = Backward(problem, out, lse, dout8, None, q, k, v)
-            hopper_fp8_fused.fp8_fused_backward(backward)
-            hopper_fp8_fused.fp8_fused_backward(backward, hopper_fp8_fused.tile_of(problem)._replace(is_persistent=True))
+            for is_persistent in (False, True):
+                tile = hopper_fp8_fused.tile_of(problem)._replace(is_persistent=is_persistent)
+                hopper_fp8_fused.fp8_fused_backward(backward, tile)
         quantize(problem, "kv", v, scale, v8, v_transposed)
     names = [x.kernel.__name__.removeprefix("_attn_").removeprefix("bwd_").removesuffix("_hopper_kernel") for x in launches]
     names = ["persistent_fp8" if name == "fused_fp8" and name in names[:n] else name for n, name in enumerate(names)]
@@ -269,6 +270,20 @@ def test_the_fused_backward_leaves_other_calls_to_others(
     problem = Problem(*(x.to(E4M3) for _ in "qkv"), softmax_scale=0.1, descales=(descale,) * 4, scale_rows=block_rows)
     found = hopper_fp8_fused.unsupported(problem, x.to(dtype), x.to(E5M2))
     assert found is None if reason is None else reason in str(found)
+
+
+def test_persistent_programs_are_chosen_by_head_dim_length_and_groups() -> None:
+    for dim, length, heads_kv, more, chosen in (
+        (64, 4096, 8, {}, True),
+        (64, 1024, 8, {"window_right": 0}, True),
+        (64, 4097, 8, {}, False),
+        (64, 1024, 2, {}, False),
+        (64, 1024, 8, {"softcap": 30.0}, False),
+        (128, 1024, 8, {}, False),
+    ):
+        q, k = (torch.empty((1, length, heads, dim), dtype=E4M3, device="meta") for heads in (8, heads_kv))
+        tile = hopper_fp8_fused.tile_of(Problem(q, k, k, softmax_scale=0.1, **more))
+        assert tile.is_persistent == chosen, (dim, length, heads_kv, more)
 
 
 HAS_HOPPER = torch.cuda.is_available() and capability_of(torch.device("cuda")) == 90

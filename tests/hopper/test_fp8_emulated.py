@@ -77,7 +77,9 @@ def backward(
     fp8 = fp8_call(*make_call(given, **call, return_max_logit=False), granularity)
     wanted = backward_of(fp8, make_dout(given), granularity, E5M2 if granularity == "batch_head" else E4M3)
     with emulated(seed, kernels) as reports:
-        tile = hopper_fp8_fused.tile_of(wanted.problem)._replace(is_persistent=True) if is_persistent else None
+        tile = None
+        if hasattr(kernels, "fp8_fused_backward"):
+            tile = hopper_fp8_fused.tile_of(wanted.problem)._replace(is_persistent=is_persistent)
         grads = run_backward(wanted, kernels=kernels, tile=tile, fp32=fp32)
     (report,) = reports.values()
     if not report.bugs:
@@ -171,6 +173,17 @@ def test_head_dims_backward(dims: tuple[int, int]) -> None:
 def test_gradients_in_float32() -> None:
     inputs = {"qkv_format": "thd", "gap": 3, "head_dim_qk": 48, "head_dim_v": 80, **UNEVEN}
     check_backward_of(3, EVERYTHING | {"softmax_offset": SINKS}, "batch_head", fp32=True, **inputs)
+
+
+@without_gpu
+def test_gradients_in_float32_of_persistent_programs() -> None:
+    """Also of blocks of keys that no query sees, between others; each program has several blocks."""
+    inputs = {"is_persistent": True, "fp32": True, "head_dim_qk": 64, "head_dim_v": 64}
+    call = EVERYTHING | {"softmax_offset": SINKS}
+    check_backward_of(5, call, "batch_head", qkv_format="thd", gap=3, **inputs, **UNEVEN)
+    dense = {"lengths_q": [200] * 2, "lengths_kv": [330] * 2, "num_heads": 2, "num_heads_kv": 2}
+    for seed in (1, 5, 6):  # lazy, random, eager
+        check_backward_of(seed, {"attn_mask_type": "causal"}, **inputs, **dense)
 
 
 @without_gpu
