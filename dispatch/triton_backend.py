@@ -154,10 +154,6 @@ def quantize(
         )
         for t, to in zip(tensors, data, strict=True)
     ]
-    if options.hopper() == "always" and tensors[0].scale is None and block_rows == 0:  # what never ran on a GPU
-        from flexattn.kernels_triton.common.quantize_once import quantize_once
-
-        return data, *quantize_once(sources, margin)
     return data, *quantize(sources, block_rows, margin)
 
 

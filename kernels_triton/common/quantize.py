@@ -34,7 +34,7 @@ GOLDEN = tl.constexpr(0x9E3779B1)
 _TILE = Tile(64, 32, 4, 1)
 _ELEMENTS = 8192  # elements of a tile that is held at once
 _TILES = 2  # tiles of a program that only finds the amax or only casts
-_ROTATED_ROWS = 256  # rows of a program that has one item, and makes the rotation's matrix once
+_ROTATED_ROWS = 256  # rows of a program, which makes the rotation's matrix once
 _COLUMNS = Tile(64, 32, 4, 1)  # tokens that a program of the transposition takes
 
 
@@ -51,7 +51,7 @@ class _Meta(NamedTuple):
     W2: int
     W3: int
     ROWS: int  # rows of a tile
-    ITEM_ROWS: int  # rows of an item, which a program takes
+    ITEM_ROWS: int  # rows of a program
     BY_BLOCK: bool  # each ITEM_ROWS have a scale
     ROTATION: int  # how many channels are mixed; 0: none
 
@@ -70,38 +70,15 @@ class TensorArguments(NamedTuple):
     num_blocks: int
     num_heads: int
     num_items: int
-    heads_per_section: int
-    found_ptr: Pointer  # for each section, how many of its items are in the amax, 0 before; None: no program waits for others
 
 
 class QuantizeArguments(NamedTuple):
     q: TensorArguments
-    k: TensorArguments | None  # this and v, or v, may not be there
+    k: TensorArguments | None  # None: q alone
     v: TensorArguments | None
     lengths_q: Lengths
     lengths_kv: Lengths
     range_scale: float  # the dtype's largest value * 2**-margin
-    drawn_ptr: Pointer = None  # how many items have been drawn, 0 before; None: a program has one item
-    left_ptr: Pointer = None  # for each item that its program casts later, the one that it had left before; None likewise
-
-
-class ItemRows(NamedTuple):
-    """Places of an item's rows, inside a kernel."""
-
-    is_there: Any
-    block: Any
-    start: Any  # where its sequence begins
-    length: Any
-    front: Any  # the sequence's rows from here to 0, and from length to slot, are padding
-    slot: Any
-    first: Any  # the number of the item's first row
-    group: Any  # where its scale is
-    x: Any
-    x_step: Any
-    x_offsets: Any
-    data: Any
-    data_step: Any
-    data_offsets: Any
 
 
 class _TileRows(NamedTuple):
@@ -166,7 +143,7 @@ def _rotation(FIRST: tl.constexpr, WIDTH: tl.constexpr, DTYPE: tl.constexpr, MET
 
 
 @triton.jit
-def rotations(DTYPE: tl.constexpr, META: tl.constexpr):
+def _rotations(DTYPE: tl.constexpr, META: tl.constexpr):
     return _Parts(
         x0=_rotation(0, META.W0, DTYPE, META),
         x1=_rotation(META.W0, META.W1, DTYPE, META),
@@ -216,7 +193,7 @@ def largest_of_rows(x):
 
 
 @triton.jit
-def largest_of_parts(largest, parts, META: tl.constexpr):
+def _largest_of_parts(largest, parts, META: tl.constexpr):
     largest = tl.maximum(largest, largest_of_rows(parts.x0))
     if META.W1 > 0:
         largest = tl.maximum(largest, largest_of_rows(parts.x1))
@@ -276,81 +253,31 @@ def _tile_of(tile, lengths, META: tl.constexpr):
 
 
 @triton.jit
-def rows_of_item(h, tile, tensor, lengths, META: tl.constexpr):
-    b, block = _tile_of(tile, lengths, META)
+def _quantize_item(item, tensor, lengths, range_scale, FINDS_AMAX: tl.constexpr, CASTS: tl.constexpr, META: tl.constexpr):
+    # ITEM_ROWS rows of a head.
+    ROWS: tl.constexpr = META.ROWS
+    num_blocks = tensor.num_blocks
+    amax_ptr = tensor.amax_ptr
+    descale_ptr = tensor.descale_ptr
+    h = item % tensor.num_heads
+    b, block = _tile_of(item // tensor.num_heads, lengths, META)
     start, length = load_sequence(lengths, b, META.IS_RAGGED)
     front, slot = -start, length
     if not META.HAS_GAPS:  # which are 0 already
         front, slot = load_padding(lengths, b, start, length, META.IS_RAGGED)
     first = block * META.ITEM_ROWS
-    group = b * tensor.stride_b + h * tensor.stride_h
-    if META.BY_BLOCK:
-        group += block
-    x_step, x_offsets = row_steps(tensor.x.stride_s, META.ROWS, META)
-    data_step, data_offsets = row_steps(tensor.data.stride_s, META.ROWS, META)
-    return ItemRows(
-        is_there=(block == 0) | ((block > 0) & (first < slot)),
-        block=block,
-        start=start,
-        length=length,
-        front=front,
-        slot=slot,
-        first=first,
-        group=group,
-        x=row_pointer(tensor.x, b, h, start + first, META),
-        x_step=x_step,
-        x_offsets=x_offsets,
-        data=row_pointer(tensor.data, b, h, start + first, META),
-        data_step=data_step,
-        data_offsets=data_offsets,
-    )
-
-
-@triton.jit
-def load_item_tile(own: ItemRows, row, matrices, META: tl.constexpr):
-    rows = _TileRows(pointer=own.x + row * own.x_step, offsets=own.x_offsets, first=own.first + row, end=own.length)
-    return _load_parts(rows, matrices, META)
-
-
-@triton.jit
-def store_item_tile(own: ItemRows, row, parts, scale, META: tl.constexpr):
-    # Padding was loaded as 0, and is stored.
-    rows = _TileRows(pointer=own.data + row * own.data_step, offsets=own.data_offsets, first=own.first + row, end=own.slot)
-    _store_parts(rows, parts, scale, META)
-
-
-@triton.jit
-def clear_front(own: ItemRows, matrices, META: tl.constexpr):
-    # What is before the first sequence.
-    if META.IS_RAGGED and not META.HAS_GAPS:
-        for row in range(tl.where(own.block == 0, -own.start, own.front), own.front, META.ROWS):
-            none = _TileRows(pointer=own.x, offsets=own.x_offsets, first=own.length, end=own.length)
-            rows = _TileRows(pointer=own.data + row * own.data_step, offsets=own.data_offsets, first=row, end=own.front)
-            _store_parts(rows, _load_parts(none, matrices, META), 1.0, META)
-
-
-@triton.jit
-def join_amax(largest, amax_ptr):
-    # The bits of numbers that are not negative order as they do, and no order of the maxima changes the largest.
-    bits = tl.max(largest, 0).to(tl.int32, bitcast=True)
-    tl.atomic_max(amax_ptr.to(tl.pointer_type(tl.int32)), bits, sem="relaxed")
-
-
-@triton.jit
-def _quantize_item(item, tensor, lengths, range_scale, FINDS_AMAX: tl.constexpr, CASTS: tl.constexpr, META: tl.constexpr):
-    # Both at once where the scale is known, or the item's own
-    ROWS: tl.constexpr = META.ROWS
-    num_blocks = tensor.num_blocks
-    amax_ptr = tensor.amax_ptr
-    descale_ptr = tensor.descale_ptr
-    own = rows_of_item(item % tensor.num_heads, item // tensor.num_heads, tensor, lengths, META)
-    if own.is_there:
-        group, block = own.group, own.block
-        matrices = rotations(tensor.x.ptr.dtype.element_ty, META)
+    if (block == 0) | ((block > 0) & (first < slot)):
+        group = b * tensor.stride_b + h * tensor.stride_h
+        if META.BY_BLOCK:
+            group += block
+        x_base = row_pointer(tensor.x, b, h, start + first, META)
+        x_step, x_offsets = row_steps(tensor.x.stride_s, ROWS, META)
+        matrices = _rotations(tensor.x.ptr.dtype.element_ty, META)
         largest = tl.zeros([ROWS], tl.float32)
         if FINDS_AMAX and (META.BY_BLOCK or not CASTS):
             for row in range(0, META.ITEM_ROWS, ROWS):
-                largest = largest_of_parts(largest, load_item_tile(own, row, matrices, META), META)
+                own = _TileRows(pointer=x_base + row * x_step, offsets=x_offsets, first=first + row, end=length)
+                largest = _largest_of_parts(largest, _load_parts(own, matrices, META), META)
         if CASTS:
             if tensor.scale_ptr is not None:
                 scale = tl.load(tensor.scale_ptr + group)
@@ -363,21 +290,31 @@ def _quantize_item(item, tensor, lengths, range_scale, FINDS_AMAX: tl.constexpr,
             if META.BY_BLOCK:
                 tl.store(descale_ptr + group, tl.div_rn(1.0, scale), mask=block < num_blocks)
                 if block == 0:  # what no row belongs to
-                    for other in range(tl.maximum(1, tl.cdiv(own.length, META.ITEM_ROWS)), num_blocks):
+                    for other in range(tl.maximum(1, tl.cdiv(length, META.ITEM_ROWS)), num_blocks):
                         tl.store(amax_ptr + group + other, 0.0)
                         tl.store(descale_ptr + group + other, 1.0)
             elif block == 0:
                 tl.store(descale_ptr + group, tl.div_rn(1.0, scale))
-            for row in range(0, META.ITEM_ROWS, ROWS):
-                parts = load_item_tile(own, row, matrices, META)
-                store_item_tile(own, row, parts, scale, META)
+            data_base = row_pointer(tensor.data, b, h, start + first, META)
+            data_step, data_offsets = row_steps(tensor.data.stride_s, ROWS, META)
+            for row in range(0, META.ITEM_ROWS, ROWS):  # padding is loaded as 0, and stored
+                own = _TileRows(pointer=x_base + row * x_step, offsets=x_offsets, first=first + row, end=length)
+                parts = _load_parts(own, matrices, META)
+                target = _TileRows(pointer=data_base + row * data_step, offsets=data_offsets, first=first + row, end=slot)
+                _store_parts(target, parts, scale, META)
                 if FINDS_AMAX and not META.BY_BLOCK:
-                    largest = largest_of_parts(largest, parts, META)
-            clear_front(own, matrices, META)
+                    largest = _largest_of_parts(largest, parts, META)
+            if META.IS_RAGGED and not META.HAS_GAPS:  # what is before the first sequence
+                for row in range(tl.where(block == 0, -start, front), front, ROWS):
+                    none = _TileRows(pointer=x_base + row * x_step, offsets=x_offsets, first=length, end=length)
+                    target = _TileRows(pointer=data_base + row * data_step, offsets=data_offsets, first=row, end=front)
+                    _store_parts(target, _load_parts(none, matrices, META), scale, META)
         if FINDS_AMAX and not META.BY_BLOCK:
-            join_amax(largest, amax_ptr + group)
+            # The bits of numbers that are not negative order as they do, and no order of the maxima changes the largest.
+            bits = tl.max(largest, 0).to(tl.int32, bitcast=True)
+            tl.atomic_max((amax_ptr + group).to(tl.pointer_type(tl.int32)), bits, sem="relaxed")
             if tensor.history_ptr is not None:
-                join_amax(largest, tensor.history_ptr + group)
+                tl.atomic_max((tensor.history_ptr + group).to(tl.pointer_type(tl.int32)), bits, sem="relaxed")
 
 
 @kernel
@@ -400,13 +337,6 @@ def _quantize_kernel(
             _quantize_item(item, args.k, args.lengths_kv, args.range_scale, FINDS_AMAX, CASTS, K_META)
         else:
             _quantize_item(item - args.k.num_items, args.v, args.lengths_kv, args.range_scale, FINDS_AMAX, CASTS, V_META)
-
-
-class Waiting(NamedTuple):
-    """Programs' waits for the amax of a tensor's sections."""
-
-    heads_per_section: int
-    found: Tensor  # int32, 0 for each section
 
 
 class Source(NamedTuple):
@@ -446,7 +376,7 @@ class Source(NamedTuple):
             max_seqlen=self.longest,
         )
 
-    def arguments(self, meta: _Meta, amax: Tensor, descale: Tensor, waiting: Waiting | None = None) -> TensorArguments:
+    def arguments(self, meta: _Meta, amax: Tensor, descale: Tensor) -> TensorArguments:
         stride_b, stride_h = _strides(self.sizes)
         return TensorArguments(
             x=rows(self.x, meta),
@@ -460,20 +390,15 @@ class Source(NamedTuple):
             num_blocks=self.sizes[2],
             num_heads=self.x.shape[-2],
             num_items=self.items(meta),
-            heads_per_section=0 if waiting is None else waiting.heads_per_section,
-            found_ptr=None if waiting is None else waiting.found,
         )
 
-    def meta(self, block_rows: int, tiles: int, *, is_drawn: bool = False) -> _Meta:
+    def meta(self, block_rows: int, tiles: int) -> _Meta:
         x, data, head_dim = self.x, self.data, self.x.shape[-1]
         strides = [
             (0 if size == 1 else stride) for t in (x, data) for size, stride in zip(t.shape[:-1], t.stride()[:-1], strict=True)
         ]
         widths = _widths(head_dim, self.rotation)
         tile_rows = 64 if self.rotation or block_rows else max(32, _ELEMENTS // triton.next_power_of_2(head_dim))
-        if is_drawn and self.rotation and (capability_of(x.device) != 90 or x.element_size() > 2):
-            # 64 would spill; and for sm_100 Triton 3.6 and 3.7 fail, as they put it into tensor memory inside of a loop.
-            tile_rows = 32
         return _Meta(
             IS_RAGGED=x.dim() == 3,
             HAS_GAPS=self.cu_seqlens_padded is not None,
@@ -485,7 +410,7 @@ class Source(NamedTuple):
             W2=widths[2],
             W3=widths[3],
             ROWS=tile_rows,
-            ITEM_ROWS=block_rows or (_ROTATED_ROWS if self.rotation and not is_drawn else tiles * tile_rows),
+            ITEM_ROWS=block_rows or (_ROTATED_ROWS if self.rotation else tiles * tile_rows),
             BY_BLOCK=block_rows > 0,
             ROTATION=head_dim & -head_dim if self.rotation else 0,
         )
@@ -506,51 +431,35 @@ def quantize(sources: Sequence[Source], block_rows: int, margin: int) -> tuple[l
     NaN and count for no amax; rows beyond a sequence's end are 0.
     """
     first = sources[0]
-    descales = new_descales(sources)
-    if first.batch == 0:
-        return descales, first.x.new_zeros(sum(s.num_scales for s in sources), dtype=torch.float32)
-    is_known = first.scale is not None
-    metas = [s.meta(block_rows, 1 if is_known else _TILES) for s in sources]
+    descales = [s.x.new_empty(s.sizes, dtype=torch.float32) for s in sources]
     counts = [s.num_scales for s in sources]
     amax = first.x.new_zeros(sum(counts), dtype=torch.float32)
+    if first.batch == 0:
+        for source, descale in zip(sources, descales, strict=True):
+            source.data.zero_()
+            descale.fill_(1.0)
+        return descales, amax
+    for source in sources:
+        if source.cu_seqlens_padded is not None:  # slots may be in any order, so no program knows the gaps beside its own
+            source.data.zero_()
+    is_known = first.scale is not None
+    metas = [s.meta(block_rows, 1 if is_known else _TILES) for s in sources]
     of_each = zip(sources, metas, amax.split(counts), descales, strict=True)
-    tensors = [source.arguments(*more) for source, *more in of_each]
+    tensors = [source.arguments(meta, part, descale) for source, meta, part, descale in of_each]
+    args = QuantizeArguments(
+        q=tensors[0],
+        k=tensors[1] if len(tensors) > 1 else None,
+        v=tensors[2] if len(tensors) > 1 else None,
+        lengths_q=first.lengths,
+        lengths_kv=sources[-1].lengths,
+        range_scale=LARGEST[first.data.dtype] * 2.0**-margin,
+    )
+    tile = _rotation_tile(first.x) if first.rotation else _TILE
     programs = sum(tensor.num_items for tensor in tensors)
     q_meta, k_meta, v_meta = metas if len(metas) > 1 else metas * 3
-    args = quantize_arguments(sources, tensors, margin)
     for finds_amax, casts in ((True, True),) if block_rows or is_known else ((True, False), (False, True)):
-        launch(_quantize_kernel, programs, first.x.device, launch_tile(first), (args, finds_amax, casts, q_meta, k_meta, v_meta))
+        launch(_quantize_kernel, programs, first.x.device, tile, (args, finds_amax, casts, q_meta, k_meta, v_meta))
     return descales, amax
-
-
-def new_descales(sources: Sequence[Source]) -> list[Tensor]:
-    """Returns memory for the descales; data that no program writes is 0, and of a batch of none descales are 1."""
-    descales = [s.x.new_empty(s.sizes, dtype=torch.float32) for s in sources]
-    for source, descale in zip(sources, descales, strict=True):
-        if source.batch == 0:
-            descale.fill_(1.0)
-        # Slots may be in any order, so no program knows the gaps beside its own.
-        if source.batch == 0 or source.cu_seqlens_padded is not None:
-            source.data.zero_()
-    return descales
-
-
-def quantize_arguments(sources: Sequence[Source], tensors: Sequence[TensorArguments], margin: int) -> QuantizeArguments:
-    """Returns the arguments of a launch for one to three sources."""
-    q, k, v = (*tensors, None, None)[:3]
-    return QuantizeArguments(
-        q=q,
-        k=k,
-        v=v,
-        lengths_q=sources[0].lengths,
-        lengths_kv=sources[-1].lengths,
-        range_scale=LARGEST[sources[0].data.dtype] * 2.0**-margin,
-    )
-
-
-def launch_tile(source: Source) -> Tile:
-    """Returns the number of warps and stages of a launch for tensors like this one."""
-    return _rotation_tile(source.x) if source.rotation else _TILE
 
 
 def _rotation_tile(x: Tensor) -> Tile:

@@ -446,6 +446,11 @@ FAULTS_OF_THE_BACKWARD: dict[str, tuple[ModuleType, inject.Fault]] = {
         fused_consumer,
         with_argument("mbarrier.arrive(q_empty)", "pred", "True"),
     ),
+    "persistent, in float32: k in 16 bits comes while the block before is multiplied by it": (
+        hopper_fp8_fused,
+        drop("wait_full(dkdv_full)"),
+    ),
+    "in float32: gradients are stored in 16 bits": (fused_consumer, with_argument("store_key_gradient()", 1, "dv", nth=0)),
     "persistent, causal: zeros are written before the gradients before them have left": (
         hopper_fp8_fused,
         drop("_store_gradients()", within="_load", nth=1),
@@ -462,6 +467,7 @@ def test_injected_fault_of_the_backward_is_found(name: str, tmp_path: Path) -> N
     mask = "causal" if "causal" in name else "no_mask"  # with it the last keys are seen by no query
     if "persistent" in name:
         inputs = {"lengths_q": [300], "lengths_kv": [430], "num_heads": 3, "num_heads_kv": 3, "is_persistent": True}
+    inputs["fp32"] = "float32" in name
     for seed, dim in ((1, 64), (5, 128)):  # lazy, random
         inputs |= {"head_dim_qk": dim, "head_dim_v": dim}
         try:
