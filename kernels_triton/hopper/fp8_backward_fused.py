@@ -52,7 +52,7 @@ class Fp8FusedTile(NamedTuple):
     converts = False
 
 
-# bench/results/fp8_one_pass_orders_h200.json. With 128 queries modified scores would spill, and a block mask may have fewer.
+# bench/results/fp8_one_pass_orders_h200.json, fp8_passes_h200.json. With 128 queries modified scores would spill, and a block mask may have fewer.
 FP8_FUSED = (
     Fp8FusedTile(64, 128, 1, is_persistent=True, up_to=4096),
     Fp8FusedTile(64, 128, 1),
@@ -160,9 +160,8 @@ def _load_block(
         load_statistics(of.statistics, of_head, row, len_q, full, tiles.statistics.index(stage), META)
         if META.NUMBERS > 0:  # noqa: SIM102
             if m_block == 0:
-                wait_empty(
-                    barriers.q_empty, begun.iterations + 1, STAGES
-                )  # the last q of the block before is read, and its k and v
+                # The last q of the block before is read, and its k and v.
+                wait_empty(barriers.q_empty, begun.iterations + 1, STAGES)
                 _load_half(of.k, origins.k, block, full, tiles.k)
                 _load_half(of.v, origins.v, block, full, tiles.v)
         full = barriers.dout_full.index(stage)

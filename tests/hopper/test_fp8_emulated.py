@@ -450,7 +450,6 @@ FAULTS_OF_THE_BACKWARD: dict[str, tuple[ModuleType, inject.Fault]] = {
         hopper_fp8_fused,
         drop("wait_full(dkdv_full)"),
     ),
-    "in float32: gradients are stored in 16 bits": (fused_consumer, with_argument("store_key_gradient()", 1, "dv", nth=0)),
     "persistent, causal: zeros are written before the gradients before them have left": (
         hopper_fp8_fused,
         drop("_store_gradients()", within="_load", nth=1),
