@@ -52,7 +52,8 @@ class Fp8FusedTile(NamedTuple):
     converts = False
 
 
-# bench/results/fp8_one_pass_orders_h200.json, fp8_passes_h200.json. With 128 queries modified scores would spill, and a block mask may have fewer.
+# bench/results/fp8_one_pass_orders_h200.json, fp8_passes_h200.json. With 128 queries modified scores would spill; a block mask may
+# have fewer.
 FP8_FUSED = (
     Fp8FusedTile(64, 128, 1, is_persistent=True, up_to=4096),
     Fp8FusedTile(64, 128, 1),
