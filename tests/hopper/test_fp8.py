@@ -108,6 +108,14 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 
 
+# Forms of the fused backward: whether its programs are persistent, and the dtype of its gradients
+FUSED = {
+    "fused_fp8": (False, torch.bfloat16),
+    "persistent_fp8": (True, torch.bfloat16),
+    "persistent_fp8_to_fp32": (True, torch.float32),
+}
+
+
 def launches_of(head_dims: tuple[int, int], features: str) -> dict[str, Launch]:
     """The kernels' launches by name, as they would be on the device."""
     is_ragged = features == "everything"
@@ -125,13 +133,14 @@ def launches_of(head_dims: tuple[int, int], features: str) -> dict[str, Launch]:
     with recorded_launches() as launches:
         hopper_fp8_forward(problem, v_transposed, (scale, scale, scale), out, lse)
         if max(head_dims) <= 128:
-            backward = Backward(problem, out, lse, dout8, None, q, k, v)
-            for is_persistent in (False, True):
+            for is_persistent, dtype in FUSED.values():
+                grads = (torch.zeros_like(t, dtype=dtype) for t in (q, k, v))
                 tile = hopper_fp8_fused.tile_of(problem)._replace(is_persistent=is_persistent)
-                hopper_fp8_fused.fp8_fused_backward(backward, tile)
+                hopper_fp8_fused.fp8_fused_backward(Backward(problem, out, lse, dout8, None, *grads), tile)
         quantize(problem, "kv", v, scale, v8, v_transposed)
     names = [x.kernel.__name__.removeprefix("_attn_").removeprefix("bwd_").removesuffix("_hopper_kernel") for x in launches]
-    names = ["persistent_fp8" if name == "fused_fp8" and name in names[:n] else name for n, name in enumerate(names)]
+    forms = iter(FUSED)
+    names = [next(forms) if name == "fused_fp8" else name for name in names]
     return dict(zip(names, launches, strict=True))
 
 
@@ -155,6 +164,9 @@ LOOP_INSTRUCTIONS = {
     ("persistent_fp8", (128, 128), "open"): 465,
     ("persistent_fp8", (128, 128), "causal"): 511,
     ("persistent_fp8", (128, 128), "everything"): 575,
+    ("persistent_fp8_to_fp32", (64, 64), "open"): 680,
+    ("persistent_fp8_to_fp32", (64, 64), "causal"): 790,
+    ("persistent_fp8_to_fp32", (64, 64), "everything"): 925,
     ("fwd_fp8", (192, 128), "open"): 403,
     ("fwd_fp8", (192, 128), "causal"): 400,
     ("fwd_fp8", (192, 128), "everything"): 479,
@@ -166,9 +178,9 @@ SLACK = 0.05
 # Of them, those that spill: 1 or 2 with 128 queries, up to 6 in persistent programs; with everything, scales by block and a window
 # among it, 10 to 14.
 SPILLS = {("fused_fp8", (64, 64)): 0.004, ("fwd_fp8", (128, 128)): 0.031}
-SPILLS |= {("persistent_fp8", (64, 64)): 0.007, ("persistent_fp8", (128, 128)): 0.005}
+SPILLS |= {("persistent_fp8", (64, 64)): 0.007, ("persistent_fp8_to_fp32", (64, 64)): 0.005, ("persistent_fp8", (128, 128)): 0.005}
 SOME = [("fwd_fp8", (128, 128), "causal"), ("fused_fp8", (128, 128), "causal"), ("fused_fp8", (64, 64), "everything")]
-SOME += [("persistent_fp8", (64, 64), "causal")]
+SOME += [("persistent_fp8", (64, 64), "causal"), ("persistent_fp8_to_fp32", (64, 64), "everything")]
 
 
 def check_compiled(cases: list[tuple[str, tuple[int, int], str]]) -> None:
