@@ -30,9 +30,9 @@ GPUS = (8, 16, 64, 256, 1024)
 LENGTHS = (131072, 1048576, 10485760)
 STRATEGIES = ("gather", "ring", "ulysses", "ulysses+ring")
 
-# Milliseconds by GPUs of one host, strategy, length and window, 0 for none: forward, and forward and backward. Those of two are H100s
-# (the fourth run of bench/results/context_parallel_h100.json), those of four H200s (the first run of context_parallel_h200.json, and
-# the third for the ring).
+# Milliseconds by GPUs of one host, strategy, length and window, 0 for none: forward, and forward and backward. Of two H100s (the
+# fourth run of bench/results/context_parallel_h100.json), and of four H200s (the first run of context_parallel_h200.json; the third
+# for the ring).
 MEASURED = {
     (2, "gather", 32768, 0): (7.15, 28.58),
     (2, "halo", 32768, 0): (7.09, 28.36),
