@@ -107,7 +107,7 @@ def _ulysses(work: Work, heads: Heads, ranks: int, rates: Rates) -> Prediction:
     wide = 1.0 if heads.kv % ranks == 0 else STATISTICS / heads.itemsize  # gradients of keys that several ranks have are float32
     compute = work.areas[0] * largest * 2 * heads.batch * heads.q * (heads.dim + heads.dim_v) / rates.flops
     # All is put into messages before, and in its place behind: read and written twice.
-    beside = rates.call + 3 * rates.latency + 4 * (sent_q + sent_kv) / share / rates.memory if ranks > 1 else 0.0
+    beside = rates.call + (3 * rates.latency + 4 * (sent_q + sent_kv) / share / rates.memory if ranks > 1 else 0.0)
     forward = compute + beside + (sent_q + sent_kv) / rates.link
     backward = compute * BACKWARD_WORK + beside + (sent_q + wide * sent_kv) / rates.link
     return _milliseconds(forward, backward, (sent_q + sent_kv, work.held * own_kv * kv_row))

@@ -312,8 +312,8 @@ def _cheapest(plan: Plan, heads: Heads, rates: Rates) -> str:
     small = {name: found for name, found in fits.items() if found.held_bytes <= rates.most_bytes}
     times = {name: fits[name].forward_ms + fits[name].backward_ms for name in small or fits}
     least = min(times.values())
-    # Under Ulysses dk and dv have one process's bits too.
-    if times.get("ulysses", float("inf")) <= (1 + TIE) * least:
+    # Under Ulysses dk and dv have one process's bits too. One rank has nothing to exchange.
+    if plan.ranks > 1 and times.get("ulysses", float("inf")) <= (1 + TIE) * least:
         return "ulysses"
     # A halo never brings more keys than a gather, and fewer to some ranks where the most that one gets are the same.
     return min(times, key=lambda name: (times[name], name == "gather"))
