@@ -54,12 +54,22 @@ KINDS = ("plain", "bias", "sink")
 # What `python -m flexattn bench --emit-rows` says of the files: a line for each result. A spec that none is for keeps the default
 # order, and `explain` says that this is not measured.
 MEASURED: tuple[Measured, ...] = (
-    Measured("cudnn", "backward", (9, 0), ("bfloat16",), (192, 128), "causal", "dense", (4096, 4096), 1.06, "standard_h200.json"),
     Measured(
-        "cudnn", "forward", (9, 0), ("bfloat16",), (128, 128), "causal", "dense", (4096, 4096), 1.23, "standard_h200.json", "bias"
+        "cudnn", "backward", (9, 0), ("bfloat16",), (192, 128), "causal", "dense", (4096, 4096), 1.05, "standard_backward_h200.json"
     ),
-    Measured("cudnn", "forward", (9, 0), ("bfloat16",), (128, 128), "full", "dense", (512, 512), 1.04, "standard_h200.json"),
-    Measured("cudnn", "forward", (9, 0), ("bfloat16",), (128, 128), "full", "dense", (512, 1024), 1.28, "standard_h100.json"),
+    Measured(
+        "cudnn",
+        "forward",
+        (9, 0),
+        ("bfloat16",),
+        (128, 128),
+        "causal",
+        "dense",
+        (4096, 4096),
+        1.21,
+        "standard_forward_h200.json",
+        "bias",
+    ),
     Measured("cudnn", "forward", (9, 0), ("bfloat16",), (128, 128), "causal", "dense", (512, 512), 1.14, "standard_h100.json"),
     Measured("cudnn", "backward", (9, 0), ("bfloat16",), (256, 256), "causal", "dense", (512, 512), 1.21, "standard_h200.json"),
     Measured("cudnn", "backward", (9, 0), ("bfloat16",), (256, 256), "full", "dense", (512, 512), 1.05, "standard_h200.json"),
