@@ -50,6 +50,51 @@ def test_the_picture_is_what_the_command_makes_of_the_file(main: Record, tmp_pat
     assert (tmp_path / "speed.svg").read_text("utf-8") == (ROOT / "docs" / "speed.svg").read_text("utf-8")
 
 
+def alike(run: Record, newer: Record) -> dict[str, tables.Standing]:
+    """Where a run's cells stand: those of a newer one, beside the peers of that."""
+    cells, names = set(newer.cells()), newer.implementations()
+    rows = [row for row in run.rows if (row.workload, row.direction) in cells and row.implementation in names]
+    return {standing.workload: standing for standing in tables.standings(run._replace(rows=rows))}
+
+
+def counts(found: dict[str, tables.Standing]) -> str:
+    speeds = [standing.speed for standing in found.values()]
+    faster, ahead, behind = sum(x > 1 for x in speeds), sum(x >= 1.02 for x in speeds), sum(x < 0.99 for x in speeds)
+    between = len(speeds) - ahead - behind
+    return f"{len(speeds)} | {faster} | {ahead} | {between} | {behind} | {tables.geometric_mean(speeds):.3f} |"
+
+
+def test_the_newer_runs_are_what_their_files_say(main: Record) -> None:
+    """docs/bounds.md, "Since that run": how many cells stand where, and each that it names, then and now beside the same peers."""
+    section = (ROOT / "docs" / "bounds.md").read_text("utf-8").split("### Since that run")[1].split("\n### ")[0]
+    newer = record.read(RESULTS / "standard_forward_h200.json")
+    then, now = alike(main, newer), alike(newer, newer)
+    lines = {f"| forward, then | {counts(then)}", f"| forward, now | {counts(now)}"}
+    for name, s in now.items():
+        if s.speed < 1.02 or then[name].speed < 0.99:
+            lines.add(f"| {name} forward | {then[name].speed:.3f} | {s.speed:.3f} | {s.peer.implementation} |")
+    newer = record.read(RESULTS / "standard_backward_h200.json")
+    then, now = alike(main, newer), alike(newer, newer)
+    flash = {s.workload: s for s in tables.standings(main, "flash-attn 4") if s.direction == "backward"}
+    lines |= {f"| backward without flash-attn 4, {when} | {counts(found)}" for when, found in (("then", then), ("now", now))}
+    beside = {}
+    for name, s in now.items():
+        if name in flash:
+            assert (us := flash[name].peer.us) is not None
+            assert s.ours.us is not None
+            beside[name] = us / s.ours.us
+            if min(s.speed, then[name].speed) < 1.02 or flash[name].speed < 1:
+                line = f"| {name} backward | {then[name].speed:.3f} | {s.speed:.3f} | {s.peer.implementation} |"
+                lines.add(f"{line} {flash[name].speed:.3f} | {beside[name]:.3f} |")
+        else:
+            assert min(s.speed, then[name].speed) > 1.02
+    assert lines == {line for line in section.splitlines() if re.match(r"\| (\S+ )?(for|back)ward", line)}
+    won = sum(speed > 1 for speed in beside.values()), sum(flash[name].speed > 1 for name in beside)
+    assert f"by it {won[0]} of the {len(beside)} cells that flash-attn 4 took are ahead, where {won[1]} were" in " ".join(
+        section.split()
+    )
+
+
 def test_every_lost_cell_stands_left_of_the_pictures_line(main: Record) -> None:
     root = ElementTree.fromstring(picture.svg(main))
     [line] = [e for e in root.iter(f"{SVG}line") if e.get("stroke") == "#555555"]

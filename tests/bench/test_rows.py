@@ -165,7 +165,7 @@ def spec_of(w: Workload, direction: str) -> AttentionSpec:
 
 
 def test_the_dispatcher_prefers_what_was_fastest() -> None:
-    """Its first choice is within TIE, or RESOLUTION_US, of the fastest backend in each cell, by the newest run that has the cell."""
+    """Its first choice is within TIE, or RESOLUTION_US, of the fastest backend in each cell, by the newest run that has it."""
     files = ("standard_h200.json", "standard_forward_h200.json", "standard_backward_h200.json")  # the oldest first
     newest = {cell: measured for measured in (record.read(RESULTS / name) for name in files) for cell in measured.cells()}
     slower = []
