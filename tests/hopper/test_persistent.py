@@ -176,14 +176,19 @@ def test_no_sum_is_converted_before_it_is_whole(dim: int, mask: str, launches: l
 @on_hopper
 def test_each_backward_counts_from_zero(launches: list[str]) -> None:
     """In a backward that is made twice, and in the replays of a graph, whose launches find the memory as they left it."""
-    q, k, v = (torch.randn(4, 640, 40, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
-    out = attention(q, k, v, backend="triton")
-    douts = [torch.randn_like(out) for _ in range(3)]
-    first = [torch.autograd.grad(out, (q, k, v), dout, retain_graph=True) for dout in douts]
-    again = [torch.autograd.grad(out, (q, k, v), dout, retain_graph=True) for dout in douts]
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # whose gradient nodes are then of no stream that must not be waited for
+        q, k, v = (torch.randn(4, 640, 40, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+        out = attention(q, k, v, backend="triton")
+        douts = [torch.randn_like(out) for _ in range(3)]
+        first = [torch.autograd.grad(out, (q, k, v), dout, retain_graph=True) for dout in douts]
+        again = [torch.autograd.grad(out, (q, k, v), dout, retain_graph=True) for dout in douts]
+    torch.cuda.current_stream().wait_stream(stream)
     assert set(launches) == {"_attn_fwd_hopper_kernel", *CONVERTING}
-    graph, dout = torch.cuda.CUDAGraph(), torch.empty_like(out)
-    with torch.cuda.graph(graph):
+    graph, dout = torch.cuda.CUDAGraph(), torch.empty_like(douts[0])
+    del out  # and its gradient nodes: the capture makes its own
+    with torch.cuda.graph(graph, stream=stream):
         found = torch.autograd.grad(attention(q, k, v, backend="triton"), (q, k, v), dout)
     for n in (0, 1, 2, 0):
         dout.copy_(douts[n])
