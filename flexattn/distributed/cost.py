@@ -105,9 +105,9 @@ def _ulysses(work: Work, heads: Heads, ranks: int, rates: Rates) -> Prediction:
     sent_q = share * work.queries / ranks * heads.batch * heads.q * (heads.dim + heads.dim_v) * heads.itemsize
     sent_kv = share * work.held * own_kv * kv_row
     wide = 1.0 if heads.kv % ranks == 0 else STATISTICS / heads.itemsize  # gradients of keys that several ranks have are float32
-    compute = work.areas[0] * largest * 2 * heads.batch * heads.q * (heads.dim + heads.dim_v) / rates.flops
+    compute = work.areas[0] * largest * 2 * heads.batch * heads.q * (heads.dim + heads.dim_v) / rates.flops + rates.call
     # All is put into messages before, and in its place behind: read and written twice.
-    beside = rates.call + (3 * rates.latency + 4 * (sent_q + sent_kv) / share / rates.memory if ranks > 1 else 0.0)
+    beside = 3 * rates.latency + 4 * (sent_q + sent_kv) / share / rates.memory if ranks > 1 else 0.0
     forward = compute + beside + (sent_q + sent_kv) / rates.link
     backward = compute * BACKWARD_WORK + beside + (sent_q + wide * sent_kv) / rates.link
     return _milliseconds(forward, backward, (sent_q + sent_kv, work.held * own_kv * kv_row))
