@@ -134,7 +134,7 @@ for hopper in ("never", "always"):
         run(call, leaves, outputs)
         directs = {d.function: d for d in launch._kernels.values()}
         by_what = {repr((d.name, d.signature, d.metas, d.shared)): d for d in directs.values()}
-        for kernel in {key[0] for key in launch._kernels}:
+        for kernel in {getattr(sys.modules[fn.__module__], fn.__name__) for fn, *_ in launch._kernels}:
             for compiled in kernel.device_caches[0][0].values():
                 binary = store.binary_of(compiled)
                 if compiled.function:
