@@ -61,7 +61,7 @@ def test_sums_of_dq_begin_at_zero(name: str, head_dim: int, size: int, is_quanti
 
 @pytest.mark.parametrize(("batch", "heads", "sq"), [(2, 3, 300), (1, 5, 1)])
 def test_blocks_are_counted_from_zero(batch: int, heads: int, sq: int, device: str) -> None:
-    """Of each head of each batch element, those of keys whose dq has been added to the sums."""
+    """Counts, by batch element and head, blocks of keys whose dq has been added to the sums."""
     x = torch.randn(batch, sq, heads, 64, dtype=torch.bfloat16, device=device)
     lse = torch.zeros(batch, heads, sq, device=device)
     backward = Backward(Problem(x, x, x, softmax_scale=0.1), x, lse, x, None, x, x, x)
