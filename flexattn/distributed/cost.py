@@ -68,8 +68,8 @@ class Prediction(NamedTuple):
 def predict(strategy: str, work: Work, heads: Heads, ranks: int, rates: Rates) -> Prediction:
     """Returns the time of a call: computing, plus what moves where nothing hides it.
 
-    Of keys, and heads, that come in slices the first slice is waited for, and so is what returns of the last one; a ring's keys and
-    gradients travel behind a step. A backward fetches the keys again, and sends their gradients in float32.
+    Of keys that come in slices the first slice is waited for, and so are the gradients of the last one; a ring's keys and gradients
+    travel behind a step. A backward fetches the keys again, and sends their gradients in float32.
     """
     if strategy == "ulysses":
         return _ulysses(work, heads, ranks, rates)

@@ -17,7 +17,7 @@ import flexattn
 from flexattn import distributed, fp8
 from flexattn.dispatch.reference import block_kinds
 from flexattn.distributed import layout as layouts
-from flexattn.distributed import scaling, whole_call
+from flexattn.distributed import scaling, slices, whole_call
 from flexattn.distributed.blocks import Blocks
 from flexattn.distributed.cost import Heads, Prediction
 from flexattn.distributed.layout import Run, common, size_of, union
@@ -275,7 +275,19 @@ def test_predictions_are_near_what_gpus_measured() -> None:
 def test_auto_takes_what_was_fastest_where_all_were_measured() -> None:
     taken = {gpus: distributed.plan(gpus, length=32768).chosen(HEADS) for gpus in (1, 2, 4)}
     assert taken == {1: "halo", 2: "halo", 4: "ulysses"}
+    assert distributed.plan(4, length=131072).chosen(HEADS) == "ulysses"  # within a tie of the least time predicted
     assert distributed.plan(4, length=131072, window_size=(4096, 0)).chosen(HEADS) == "halo"
+
+
+def test_keys_come_in_slices_where_there_is_enough_to_compute() -> None:
+    def count(gpus: int, length: int) -> int:
+        work = distributed.plan(gpus, length=length).work("halo")
+        load = slices.Load(work.received * HEADS.kv * 2 * HEADS.dim * 2, 4 * work.areas[0] * HEADS.q * HEADS.dim)
+        found = slices.key_slices(HEADS.q, HEADS.kv, load, 2)
+        assert [head for of in found for head in range(*of.kv)] == list(range(HEADS.kv))
+        return len(found)
+
+    assert [count(2, 4096), count(2, 32768), count(4, 32768), count(4, 131072), count(4, 1 << 20)] == [1, 3, 1, 3, 6]
 
 
 def test_the_page_shows_what_the_model_of_many_hosts_prints() -> None:

@@ -302,7 +302,7 @@ FEATURES = {
     "more queries than keys": Problem(((37, 19),), mask="causal_bottom_right"),
     "more queries than keys, from the first": Problem(((37, 19),), window=(5, -1)),
     "an odd number of heads": Problem(heads=(5, 1), options={"bias_type": "alibi"}),
-    "key heads that come in slices": Problem(heads=(8, 4), options={"softmax_type": "learnable", "bias_type": "alibi"}),
+    "a sink and ALiBi with four key heads": Problem(heads=(8, 4), options={"softmax_type": "learnable", "bias_type": "alibi"}),
     "key heads that do not divide": Problem(heads=(6, 3), options={"softmax_scale": 0.2}),
     "a sink and a softcap": Problem(options={"softmax_type": "learnable", "softcap": 2.0}),
     "a sink for queries that see nothing": Problem(((37, 19),), mask="causal_bottom_right", options={"softmax_type": "learnable"}),

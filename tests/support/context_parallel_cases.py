@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 import flexattn
 from flexattn import distributed, fp8, ops
-from flexattn.distributed import gather
+from flexattn.distributed import slices
 from flexattn.distributed.plans import STRATEGIES
 from flexattn.testing import check_close
 from tests.support import context_parallel_calls as calls
@@ -601,7 +601,7 @@ def decoding_over_long_caches() -> None:
 def lanes_without_races() -> None:
     """Streams that overlap wait for each other wherever they must, and memory is not freed before all have read it."""
     generator, used = torch.Generator().manual_seed(8), collections.Counter[str]()
-    gather.MIDDLE_BYTES = 1  # more slices
+    slices.MIDDLE_BYTES = 1  # more slices
     for arguments, heads in (({"length": 96}, (8, 8)), ({"documents": [50, 6, 40]}, (8, 4)), ({"length": (40, 96)}, (6, 3))):
         plan = distributed.plan(dist.group.WORLD, layout="zigzag", **arguments)
         for way in ("gather sliced", "halo sliced", "halo"):
