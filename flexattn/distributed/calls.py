@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,7 @@ from flexattn.distributed.eight_bits import Eight
 from flexattn.distributed.lanes import Lanes
 from flexattn.distributed.layout import Run, Runs, union, without
 from flexattn.distributed.local_blocks import LocalBlocks
-from flexattn.distributed.mask import LocalBand, Piece, local_band
+from flexattn.distributed.mask import LocalBand, Piece, local_band, sees_all
 from flexattn.distributed.origin import Mod, Origin, mod_of_heads, moved_mod, rng_state_of, with_alibi
 from flexattn.distributed.sums import copy_all
 from flexattn.functional import merge_attention
@@ -124,8 +125,8 @@ def make_calls(
 ) -> list[Call]:
     """Returns calls that hold all pieces: in one call no two share a query or a key, and all have the same local band."""
     groups: list[tuple[LocalBand, list[Piece]]] = []
-    for piece in sorted(pieces, key=lambda piece: (piece.keys.start, piece.rows.start)):
-        band = local_band(piece, wants_diagonal)
+    bands = _shared_bands(pieces, wants_diagonal) if is_packed else [local_band(piece, wants_diagonal) for piece in pieces]
+    for piece, band in sorted(zip(pieces, bands, strict=True), key=lambda pair: (pair[0].keys.start, pair[0].rows.start)):
         fitting = (found for of, found in groups if is_packed and of == band and _is_apart(found, piece))
         group = next(fitting, None)
         if group is None:
@@ -138,6 +139,19 @@ def make_calls(
         of_call = None if blocks is None else LocalBlocks(blocks, ordered, is_packed, device)
         found.append(_call(ordered, band, of_call, is_packed, device))
     return found
+
+
+def _shared_bands(pieces: Sequence[Piece], wants_diagonal: bool) -> list[LocalBand]:
+    """Returns each piece's local band; for one that sees all, as one row at the end of a band does, one that others have."""
+    bands = [local_band(piece, wants_diagonal) for piece in pieces]
+    if not wants_diagonal:  # which the calls then do not read
+        bands = [band._replace(is_exact=False) for band in bands]
+    counts = collections.Counter(bands)
+    most_common = sorted(counts, key=lambda band: (-counts[band], band))
+    return [
+        next(of for of in most_common if of == band or sees_all(piece, of)) if piece.low is None and piece.high is None else band
+        for piece, band in zip(pieces, bands, strict=True)
+    ]
 
 
 def _is_apart(group: list[Piece], piece: Piece) -> bool:

@@ -12,7 +12,7 @@ LAYOUTS = ("contiguous", "zigzag", "dealt")
 CHUNK = 1024  # tokens of a dealt chunk: 2048 leave up to 4 % of imbalance, and smaller ones move more keys
 SLACKS = (0.02, 0.1, 0.3)  # shares of the mean by which a rank may be ahead while chunks are dealt
 MOST_IMBALANCE = 1.02  # that fewer fetched keys are worth
-MOST_CHOICES = 1 << 18  # chunks times ranks: more would take longer than a step
+MOST_CHOICES = 1 << 18  # chunks times ranks up to which several deals are tried: more would take longer than a step
 
 
 class Run(NamedTuple):
@@ -54,7 +54,12 @@ def zigzag(length: int, ranks: int) -> tuple[Runs, ...]:
 
 
 def dealt(
-    length: int, ranks: int, area: Callable[[Run], int], needs: Callable[[Run], Iterable[Run]], unit: int = 1
+    length: int,
+    ranks: int,
+    area: Callable[[Run], int],
+    needs: Callable[[Run], Iterable[Run]],
+    unit: int = 1,
+    most_choices: int = MOST_CHOICES,
 ) -> tuple[Runs, ...]:
     """Returns equally many chunks for each rank, so that the sums of their areas are nearly equal and few keys are fetched.
 
@@ -63,7 +68,7 @@ def dealt(
     A rank holds its chunks in the sequence's order.
 
     area: the scores of the queries of a run. needs: the keys that they see. unit: tokens of which chunks are multiples where they
-    can be.
+    can be. most_choices: chunks times ranks beyond which they are dealt by their areas alone.
     """
     per_rank = max(1, -(-length // (ranks * CHUNK)))
     if length < 16 * ranks * CHUNK:
@@ -72,10 +77,11 @@ def dealt(
         per_rank = next((count for count in range(per_rank, 0, -1) if length % (ranks * count * unit) == 0), per_rank)
     chunks = cut(length, ranks * per_rank)
     areas = [area(chunk) for chunk in chunks]
-    wanted = [_bits(needs(chunk), chunks) for chunk in chunks]
+    starts = [chunk.start for chunk in chunks]
+    wanted = [_bits(needs(chunk), starts) for chunk in chunks]
     even = _deal(areas, wanted, ranks, 0.0)
     best, limit = even, max(MOST_IMBALANCE * sum(areas) / ranks, max(even.loads))
-    for slack in SLACKS if len(chunks) * ranks <= MOST_CHOICES else ():
+    for slack in SLACKS if len(chunks) * ranks <= most_choices else ():
         found = _deal(areas, wanted, ranks, slack)
         if max(found.loads) <= limit and found.fetched < best.fetched:
             best = found
@@ -109,9 +115,8 @@ def _deal(areas: Sequence[int], wanted: Sequence[int], ranks: int, slack: float)
     return _Deal(own, loads, sum((a & ~b).bit_count() for a, b in zip(have, held, strict=True)))
 
 
-def _bits(runs: Iterable[Run], chunks: Sequence[Run]) -> int:
-    """Returns a number with a bit for each chunk that the runs touch; positions behind the last chunk count to it."""
-    starts = [chunk.start for chunk in chunks]
+def _bits(runs: Iterable[Run], starts: Sequence[int]) -> int:
+    """Returns a number with a bit for each of the chunks with these starts that the runs touch; the last one has no end."""
     found = 0
     for run in runs:
         if run.size:

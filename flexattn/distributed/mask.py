@@ -226,3 +226,11 @@ def local_band(piece: Piece, wants_diagonal: bool) -> LocalBand:
         if (piece.low is None or left >= 0) and (piece.high is None or right >= 0):
             return LocalBand((left, right), bottom_right, shift == piece.diagonal)
     raise AssertionError(f"{piece} has a query or a key that is alone")
+
+
+def sees_all(piece: Piece, band: LocalBand) -> bool:
+    """Returns whether under a local band each of a piece's queries sees each of its keys, and the diagonal is the whole's if so."""
+    (left, right), bottom_right, is_exact = band
+    shift = piece.keys.size - piece.rows.size if bottom_right else 0
+    in_left, in_right = left < 0 or left >= piece.rows.size - 1 + shift, right < 0 or right >= piece.keys.size - 1 - shift
+    return in_left and in_right and (shift == piece.diagonal or not is_exact)

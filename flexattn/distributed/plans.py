@@ -18,6 +18,7 @@ from flexattn.dispatch.spec import OPEN_WINDOW, Window, as_index, make_band
 from flexattn.distributed import layout as layouts
 from flexattn.distributed.blocks import Blocks, read_blocks
 from flexattn.distributed.cost import DEFAULT_RATES, Heads, Prediction, Rates, Work, between_hosts, predict, predict_hosts, table
+from flexattn.distributed.deal import dealt
 from flexattn.distributed.layout import LAYOUTS, Run, Runs, common, joined, row_of, rows_of, size_of, union
 from flexattn.distributed.mask import Mask, Piece, hull, make_piece
 
@@ -380,7 +381,7 @@ def plan(
     elif layout == "zigzag":
         q_runs = layouts.zigzag(total_q, ranks)
     else:
-        q_runs = layouts.dealt(total_q, ranks, mask.area, mask.needs, 1 if mask.blocks is None else mask.blocks.size_q)
+        q_runs = dealt(mask, ranks, None if same else layouts.contiguous(total_kv, ranks))
     kv_runs = q_runs if same else layouts.contiguous(total_kv, ranks)
     return Plan(ranks, layout, strategy, is_packed, q_runs, kv_runs, mask, host, group, of_hosts)
 

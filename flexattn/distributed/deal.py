@@ -1,0 +1,223 @@
+"""The dealt layout: packed documents whole, as far as can be, so that few keys travel and a rank's come in one call; or chunks."""
+
+from __future__ import annotations
+
+import bisect
+import collections
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from flexattn.distributed import layout as layouts
+from flexattn.distributed.documents import CALL_KEYS, Documents, Share, Totals, density
+from flexattn.distributed.layout import MOST_IMBALANCE, Run, Runs, common, size_of, union
+from flexattn.distributed.mask import Mask
+from flexattn.distributed.trades import GROUP, TILE, Deal, settle
+
+MOST_PAIRS = 1 << 17  # documents times ranks: more would take longer than a step
+RESERVES = (0.02, 0.0, 0.05)  # shares of a rank's scores that stay free beside a part of a document that is cut
+LEAST_DENSE = (0.003, 0.01)  # shares of a rank's scores from which on a document is dense
+FEW_PAIRS = 1 << 12  # documents, or chunks, times ranks up to which several deals are tried
+ENOUGH_DENSE = 1.01  # of a rank's mean scores, up to which a document stays whole
+MOST_SETTLED = 2  # of the deals tried
+
+
+def whole_documents(mask: Mask, ranks: int) -> Iterator[tuple[Runs, ...]]:
+    """Yields deals of documents under a mask without blocks: the runs of each rank, which has as many tokens as `cut` gives it.
+
+    Dense documents, of many scores a token, are dealt first, each to the rank that most needs scores for the tokens that it lacks.
+    Each rank then takes neighbours of the others in the order of their scores a token: those that have both the tokens and the
+    scores that it lacks. What is over or missing is traded between pairs of ranks.
+    """
+    if not any(mask.lengths_q) or len(mask.lengths_q) * ranks > MOST_PAIRS:
+        return
+    documents = Documents(mask, ranks)
+    is_small = len(mask.lengths_q) * ranks <= FEW_PAIRS
+    ways = itertools.product(RESERVES, (False, True)) if is_small else ((RESERVES[0], True),)
+    starts = dict.fromkeys(tuple(_cut_dense(documents, reserve, in_middle)) for reserve, in_middle in ways)
+    found: list[tuple[float, int, Deal]] = []
+    for shares, least in itertools.product(starts, LEAST_DENSE if is_small else LEAST_DENSE[:1]):
+        deal = _dealt(documents, shares, least)
+        found.append((_badness(documents, deal), len(found), deal))
+    for _, _, deal in heapq.nsmallest(MOST_SETTLED if is_small else 1, found):
+        if settle(documents, deal):
+            yield tuple(documents.runs(own) for own in deal)
+
+
+def _densest_first(share: Share) -> tuple[int, int, Runs]:
+    return -share.area, share.document, share.runs
+
+
+def _cut_dense(documents: Documents, reserve: float, in_middle: bool) -> list[Share]:
+    """Returns shares none of which has more scores than a rank can have beside the sparsest tokens that fill it.
+
+    A document that has more is cut so that a suffix fits; or, in_middle, so that all but a part in the middle does, where the rank
+    that fetches most then fetches less: a causal suffix sees all keys before it, and a part in the middle half as many.
+    """
+    heap = [(_densest_first(share), share) for share in documents.whole]
+    heapq.heapify(heap)
+    done: list[Share] = []
+    used = 0.0  # of the sparsest tokens, those that are beside parts that are done
+    limit = documents.area * (1 - reserve)
+
+    def filled(area: int, size: int) -> float:
+        return area + documents.sparsest(used, used + documents.size - size)
+
+    def fits(size: int, area: int) -> bool:
+        return size <= documents.size and filled(area, size) <= limit
+
+    while len(done) < documents.ranks:
+        whole = heap[0][1]
+        [run] = whole.runs
+        if whole.size <= documents.size and filled(whole.area, whole.size) <= ENOUGH_DENSE * documents.area:
+            break
+        pair = _suffix(documents, whole, fits)
+        if pair is None:
+            break
+        if in_middle and run.start == 0:
+            other = _all_but_middle(documents, whole, fits)
+            if other is not None and max(share.keys for share in other) < max(share.keys for share in pair):
+                pair = other
+        heapq.heapreplace(heap, (_densest_first(pair[0]), pair[0]))
+        done.append(pair[1])
+        used += documents.size - pair[1].size
+    return [*done, *(share for _, share in heap)]
+
+
+def _suffix(documents: Documents, whole: Share, fits: Callable[[int, int], bool]) -> tuple[Share, Share] | None:
+    """Returns a share's tokens before a suffix that is as long as fits, and the suffix; None where one of them is empty."""
+    document, [run] = whole.document, whole.runs
+
+    def fits_from(start: int) -> bool:
+        return fits(run.stop - start, documents.area_of(document, Run(start, run.stop)))
+
+    start = _on_grid(bisect.bisect_left(range(run.stop), True, lo=run.start, key=fits_from), run.stop)
+    if not run.start < start < run.stop:
+        return None
+    return documents.share(document, Run(run.start, start)), documents.share(document, Run(start, run.stop))
+
+
+def _all_but_middle(documents: Documents, whole: Share, fits: Callable[[int, int], bool]) -> tuple[Share, Share] | None:
+    """Returns a part of a document that has as many tokens as lie before it, and all others, if these fit; else None.
+
+    Under a causal mask the part then fetches as many keys, those before it, as the others do, those in it: the most is least so.
+    """
+    document, [run] = whole.document, whole.runs
+    half = run.size // 2
+
+    def fits_without(first: int) -> bool:
+        return fits(run.size - first, whole.area - documents.area_of(document, Run(first, 2 * first)))
+
+    first = _on_grid(bisect.bisect_left(range(half), True, lo=1, key=fits_without), half)
+    if first >= half:
+        return None
+    middle = Run(first, 2 * first)
+    return documents.share(document, middle), documents.share(document, Run(0, first), Run(middle.stop, run.stop))
+
+
+def _on_grid(position: int, stop: int) -> int:
+    """Returns the next multiple of a tile, or else of a group, before stop, or the position where there is none."""
+    return next((at for grid in (TILE, GROUP) if (at := -(-position // grid) * grid) < stop), position)
+
+
+def _dealt(documents: Documents, shares: Sequence[Share], least: float) -> Deal:
+    """Returns a deal of nearly as many tokens and scores for each rank. least: from which part of the mean scores on a share is dense."""
+    deal: Deal = [[] for _ in documents.sizes]
+    sizes, areas = list(documents.sizes), [documents.area] * documents.ranks  # that each rank lacks
+    ordered = sorted(shares, key=_densest_first)
+    dense = sum(share.area >= least * documents.area for share in shares)
+    left = Totals.of(ordered)
+    mean = 0.0
+    for share in ordered[:dense]:
+        left = left.changed(share, None)
+        mean = left.area / left.size if left.size else 0.0  # scores a token of what is left
+        able = [rank for rank, size in enumerate(sizes) if size >= share.size] or range(documents.ranks)
+        rank = max(able, key=lambda rank: (areas[rank] - mean * sizes[rank], sizes[rank]))
+        deal[rank].append(share)
+        sizes[rank], areas[rank] = sizes[rank] - share.size, areas[rank] - share.area
+    rest = sorted(ordered[dense:], key=density)
+    *first, last = sorted(range(documents.ranks), key=lambda rank: areas[rank] - mean * sizes[rank])
+    for rank in first:
+        if sizes[rank] > 0 and rest:
+            taken = _neighbours(documents, rest, (sizes[rank], areas[rank]))
+            deal[rank] += rest[taken]
+            del rest[taken]
+    deal[last] += rest
+    return [documents.merged(own) for own in deal]
+
+
+def _neighbours(documents: Documents, shares: Sequence[Share], lacks: tuple[int, float]) -> slice:
+    """Returns where the neighbours lie that together are nearest to the tokens and the scores that a rank lacks."""
+    size, area = lacks
+    sizes = list(itertools.accumulate((share.size for share in shares), initial=0))
+    areas = list(itertools.accumulate((share.area for share in shares), initial=0))
+
+    def behind(first: int) -> int:
+        end = min(bisect.bisect_left(sizes, sizes[first] + size), len(shares))
+        return end - (end > first and sizes[end] + sizes[end - 1] > 2 * (sizes[first] + size))
+
+    def distance(first: int) -> float:
+        end = behind(first)
+        return abs(areas[end] - areas[first] - area) / documents.area + abs(sizes[end] - sizes[first] - size) / documents.size
+
+    firsts = range(bisect.bisect_right(sizes, max(0, sizes[-1] - size)))
+    first = bisect.bisect_left(firsts, True, key=lambda first: areas[behind(first)] - areas[first] >= area)
+    first = min((i for i in (first - 1, first) if 0 <= i < len(firsts)), key=distance)
+    return slice(first, behind(first))
+
+
+def _badness(documents: Documents, deal: Deal) -> float:
+    """Returns how far a deal is from one that is even and fetches nothing, in shares of all keys and of the mean scores."""
+    totals = [Totals.of(own) for own in deal]
+    over = max(abs(total.size - size) for total, size in zip(totals, documents.sizes, strict=True))
+    keys = max(total.keys for total in totals) + over / 2  # about half of what is over is cut off
+    return keys / documents.tokens + max(1.0, max(total.area for total in totals) / documents.area)
+
+
+class _Measured(NamedTuple):
+    """What the slowest ranks have: scores, keys that come from others, and those with as many more as their calls are worth."""
+
+    area: int
+    fetched: int
+    worth: int
+    runs: tuple[Runs, ...]
+
+
+def _measured(mask: Mask, q_runs: tuple[Runs, ...], kv_runs: tuple[Runs, ...] | None, limit: float = math.inf) -> _Measured | None:
+    """Returns what the slowest ranks have; None where that is more scores than the limit."""
+    area = max(sum(mask.area(run) for run in own) for own in q_runs)
+    if area > limit:
+        return None
+    fetched, worths = [], []
+    for own, held in zip(q_runs, kv_runs or q_runs, strict=True):
+        needs = union(keys for run in own for keys in mask.needs(run))
+        fetched.append(size_of(needs) - size_of(common(needs, held)))
+        parts = collections.Counter(document for run in own for document, _ in mask.q.within(run))
+        worths.append(fetched[-1] + CALL_KEYS * (max(parts.values(), default=1) - 1))
+    return _Measured(area, max(fetched), max(worths), q_runs)
+
+
+def dealt(mask: Mask, ranks: int, kv_runs: tuple[Runs, ...] | None = None) -> tuple[Runs, ...]:
+    """Returns runs of the whole for each rank: equally many tokens, nearly as many scores, and few keys that come from others.
+
+    Of deals of whole documents, a zigzag, parts without gaps, and chunks (`layout.dealt`) it takes the one in which the rank that
+    fetches most, which all wait for, fetches fewest keys, with those that its calls are worth. Blocks of a mask are dealt in chunks.
+
+    kv_runs: the keys that each rank holds; None: those at the positions of its queries.
+    """
+    length = sum(mask.lengths_q)
+    unit = 1 if mask.blocks is None else mask.blocks.size_q
+    whole = [] if mask.blocks is not None else [*whole_documents(mask, ranks)]
+    most_choices = FEW_PAIRS if whole else layouts.MOST_CHOICES
+    in_chunks = layouts.dealt(length, ranks, mask.area, mask.needs, unit, most_choices)
+    if mask.blocks is not None:
+        return in_chunks
+    chunks = _measured(mask, in_chunks, kv_runs)
+    assert chunks is not None
+    limit = max(MOST_IMBALANCE * mask.area(Run(0, length)) / ranks, chunks.area)
+    others = (*whole, layouts.zigzag(length, ranks), layouts.contiguous(length, ranks))
+    found = (_measured(mask, runs, kv_runs, limit) for runs in others)
+    better = [other for other in found if other is not None and other.fetched <= chunks.fetched]
+    return min((*better, chunks), key=lambda measured: (measured.worth, measured.area)).runs

@@ -1,0 +1,113 @@
+"""Documents of a mask as shares of ranks: their tokens, their scores, and the keys that they need beside their own."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from flexattn.distributed.layout import Run, Runs, common, cut, size_of, union
+from flexattn.distributed.mask import Mask
+
+CALL_KEYS = 2048  # keys that take as long to come as one more call of a rank
+
+
+class Share(NamedTuple):
+    """A document or a part of it, in positions of the document.
+
+    keys: those that its queries see beside their own, and for each run but one as many more as another call is worth.
+    """
+
+    document: int
+    runs: Runs
+    size: int
+    area: int
+    keys: int
+
+
+class Totals(NamedTuple):
+    """Sums over a rank's shares."""
+
+    size: int
+    area: int
+    keys: int
+
+    @classmethod
+    def of(cls, shares: Iterable[Share]) -> Totals:
+        found = cls(0, 0, 0)
+        for share in shares:
+            found = found.changed(None, share)
+        return found
+
+    def changed(self, gone: Share | None, come: Share | None) -> Totals:
+        size, area, keys = self
+        if gone is not None:
+            size, area, keys = size - gone.size, area - gone.area, keys - gone.keys
+        if come is not None:
+            size, area, keys = size + come.size, area + come.area, keys + come.keys
+        return Totals(size, area, keys)
+
+
+class Documents:
+    """Documents of a mask without blocks, and what each rank is to have of them: `sizes` tokens, and about `area` scores."""
+
+    def __init__(self, mask: Mask, ranks: int) -> None:
+        self.mask, self.ranks, self.starts = mask, ranks, mask.q.starts
+        total = sum(mask.lengths_q)
+        self.sizes = [run.size for run in cut(total, ranks)]
+        self.size, self.tokens = total / ranks, max(1, total)
+        ends = mask.areas[torch.tensor([*self.starts, total])].tolist()
+        self.area = max(1.0, ends[-1] / ranks)
+        self.whole = [
+            Share(document, (Run(0, length),), length, last - first, self._keys(document, Run(0, length)))
+            for document, (length, (first, last)) in enumerate(zip(mask.lengths_q, itertools.pairwise(ends), strict=True))
+            if length
+        ]
+        self._sparse = sorted(self.whole, key=density)
+        self._sizes = list(itertools.accumulate((share.size for share in self._sparse), initial=0))
+        self._areas = list(itertools.accumulate((share.area for share in self._sparse), initial=0))
+
+    def share(self, document: int, *runs: Run) -> Share:
+        """Returns the share of some runs of a document, which do not overlap."""
+        joint = union(runs)
+        if len(joint) == 1:
+            return Share(document, joint, joint[0].size, self.area_of(document, joint[0]), self._keys(document, joint[0]))
+        seen = union(self.mask.in_band(document, run) for run in joint)
+        keys = size_of(seen) - size_of(common(seen, joint)) + CALL_KEYS * (len(joint) - 1)
+        return Share(document, joint, size_of(joint), sum(self.area_of(document, run) for run in joint), keys)
+
+    def _keys(self, document: int, run: Run) -> int:
+        seen = self.mask.in_band(document, run)
+        return seen.size - max(0, min(seen.stop, run.stop) - max(seen.start, run.start))
+
+    def area_of(self, document: int, run: Run) -> int:
+        start = self.starts[document]
+        return self.mask.area(Run(start + run.start, start + run.stop))
+
+    def sparsest(self, first: float, last: float) -> float:
+        """Returns the scores of the tokens from `first` to `last` of all, those of the sparsest documents first."""
+        return self._sparsest(max(last, first)) - self._sparsest(first)
+
+    def _sparsest(self, tokens: float) -> float:
+        i = min(bisect.bisect_right(self._sizes, tokens) - 1, len(self._sparse) - 1)
+        return self._areas[i] + self._sparse[i].area * min(1.0, (tokens - self._sizes[i]) / self._sparse[i].size)
+
+    def merged(self, shares: Sequence[Share]) -> list[Share]:
+        """Returns the shares as one of each document."""
+        found: dict[int, Share] = {}
+        for share in shares:
+            same = found.get(share.document)
+            found[share.document] = share if same is None else self.share(share.document, *same.runs, *share.runs)
+        return list(found.values())
+
+    def runs(self, shares: Iterable[Share]) -> Runs:
+        """Returns a rank's runs of the whole."""
+        return union(Run(self.starts[share.document] + a, self.starts[share.document] + b) for share in shares for a, b in share.runs)
+
+
+def density(share: Share) -> tuple[float, int, Runs]:
+    """Returns by which shares are sorted by their scores a token."""
+    return share.area / share.size, share.document, share.runs

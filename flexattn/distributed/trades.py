@@ -1,0 +1,164 @@
+"""Trades between two ranks, until each has its number of tokens and their scores are even: shares for shares, and parts of one."""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from flexattn.distributed.documents import Documents, Share, Totals
+from flexattn.distributed.layout import Run
+
+Deal = list[list[Share]]  # the shares of each rank, one of each document at most
+MOST_EXCHANGED = 12  # shares of a rank for which others are looked for
+MOST_CUT = 4  # exchanges for which cuts are looked for
+MOST_EVENINGS = 8  # trades that even scores
+TILE, GROUP = 128, 8  # positions at multiples of which cuts are best: tiles of kernels, and groups of dropout
+OFF_TILE, OFF_GROUP = 2e-4, 5e-4  # share of all keys that may be fetched to cut at one
+LEAST_GAIN = 5e-4  # of the mean scores, or of all keys, for which scores are evened
+
+
+class Cut(NamedTuple):
+    """A share that is cut: what its rank keeps and what it gives."""
+
+    share: Share
+    kept: Share
+    given: Share
+    off: float  # by what its ends are off tiles and groups
+
+
+class Trade(NamedTuple):
+    """What one rank gives for what it takes, and what one of the two cuts beside that. cost: of what both then have."""
+
+    cost: float
+    given: Share | None
+    taken: Share | None
+    cut: Cut | None
+    cuts_first: bool  # whether the first rank cuts
+
+
+def settle(documents: Documents, deal: Deal) -> bool:
+    """Trades until each rank has its number of tokens, and while scores become more even; returns whether all have that number."""
+    totals = [Totals.of(own) for own in deal]
+    over = [total.size - size for total, size in zip(totals, documents.sizes, strict=True)]
+    ranks = range(documents.ranks)
+
+    def trade(giver: int, taker: int, tokens: int, below: float = math.inf) -> bool:
+        pair = deal[giver], deal[taker]
+        found = _best(documents, pair, (totals[giver], totals[taker]), tokens)
+        if found is None or found.cost >= below:
+            return False
+        deal[giver], deal[taker] = _traded(pair, found)
+        totals[giver], totals[taker] = Totals.of(deal[giver]), Totals.of(deal[taker])
+        return True
+
+    while any(over):
+        giver, taker = max(ranks, key=over.__getitem__), min(ranks, key=over.__getitem__)
+        tokens = min(over[giver], -over[taker])
+        if not trade(giver, taker, tokens):
+            return False
+        over[giver], over[taker] = over[giver] - tokens, over[taker] + tokens
+    for _ in range(MOST_EVENINGS):
+        most, least = max(ranks, key=lambda rank: totals[rank].area), min(ranks, key=lambda rank: totals[rank].area)
+        if not trade(most, least, 0, _cost(documents, totals[most], totals[least]) - LEAST_GAIN):
+            break
+    return True
+
+
+def _cost(documents: Documents, one: Totals, other: Totals) -> float:
+    """Returns how bad the totals of two ranks are: a hundredth of the mean scores is as bad as one of all keys."""
+    fetched = max(one.keys, other.keys) + (one.keys + other.keys) / 10
+    return fetched / documents.tokens + max(one.area, other.area) / documents.area
+
+
+def _traded(pair: tuple[list[Share], list[Share]], trade: Trade) -> list[list[Share]]:
+    found = []
+    for own, gone, come, cuts in (
+        (pair[0], trade.given, trade.taken, trade.cuts_first),
+        (pair[1], trade.taken, trade.given, not trade.cuts_first),
+    ):
+        shares = [share for share in own if share is not gone] + ([] if come is None else [come])
+        if trade.cut is not None and cuts:
+            shares = [trade.cut.kept if share is trade.cut.share else share for share in shares]
+        elif trade.cut is not None:
+            shares.append(trade.cut.given)
+        found.append(shares)
+    return found
+
+
+def _best(documents: Documents, pair: tuple[list[Share], list[Share]], totals: tuple[Totals, Totals], tokens: int) -> Trade | None:
+    """Returns the best trade found by which the first rank gives `tokens` tokens more than it takes; None where there is none."""
+    tried = []
+    for number, (given, taken) in enumerate(_exchanges(pair, tokens, (totals[0].area - totals[1].area) / 2)):
+        after = totals[0].changed(given, taken), totals[1].changed(taken, given)
+        rest = tokens - totals[0].size + after[0].size
+        off = 0.0 if rest % GROUP == 0 else OFF_GROUP
+        cost = _cost(documents, *after) + abs(rest) / documents.tokens + off
+        tried.append((cost, number, given, taken, after, rest))
+    best: Trade | None = None
+    chosen = heapq.nsmallest(MOST_CUT, tried)
+    if not tokens:  # scores for tokens: a part of a dense share for a sparse one
+        chosen += [one for one in tried if one[2] is None and one[5] > 0 and one not in chosen]
+    for _, _, given, taken, after, rest in chosen:
+        if not rest:
+            cost = _cost(documents, *after)
+            if best is None or cost < best.cost:
+                best = Trade(cost, given, taken, None, False)
+            continue
+        first = rest > 0
+        own, gone, come = (pair[0], given, taken) if first else (pair[1], taken, given)
+        able = [share for share in own if share is not gone] + ([] if come is None else [come])
+        held = {share.document for share in (pair[1] if first else pair[0])} | ({gone.document} if gone is not None else set())
+        mine, other = after if first else after[::-1]
+        able = [share for share in able if share.document not in held or share is come]
+        for cut in _cuts(documents, able, abs(rest), (mine.area - other.area) / 2):
+            cost = _cost(documents, mine.changed(cut.share, cut.kept), other.changed(None, cut.given)) + cut.off
+            if best is None or cost < best.cost:
+                best = Trade(cost, given, taken, cut, first)
+    return best
+
+
+def _exchanges(pair: tuple[list[Share], list[Share]], tokens: int, scores: float) -> Iterator[tuple[Share | None, Share | None]]:
+    """Yields what one rank may give for what the other has: of nearly so many more tokens, or so many more scores, or nothing."""
+    of_pair = [{share.document for share in own} for own in pair]
+    ours, theirs = (
+        sorted((share for share in own if share.document not in other), key=lambda share: (share.size, share.document))
+        for own, other in zip(pair, of_pair[::-1], strict=True)
+    )
+    by_area = sorted(ours, key=lambda share: (share.area, share.document))
+    for taken in (None, *theirs[:: max(1, len(theirs) // MOST_EXCHANGED)]):
+        yield None, taken
+        size, area = (taken.size, taken.area) if taken else (0, 0)
+        at = bisect.bisect_left(ours, size + tokens, key=lambda share: share.size)
+        near = bisect.bisect_left(by_area, area + scores, key=lambda share: share.area)
+        for given in dict.fromkeys((*ours[max(0, at - 1) : at + 2], *by_area[max(0, near - 1) : near + 1])):
+            yield given, taken
+
+
+def _cuts(documents: Documents, shares: Sequence[Share], count: int, scores: float) -> Iterator[Cut]:
+    """Yields cuts of the shortest and the longest share that can give `count` tokens: its first or last ones, or with these scores."""
+    able = [share for share in shares if share.size > count and len(share.runs) == 1]
+    if not able:
+        return
+    longest = max(able, key=lambda share: (share.size, share.document))
+    for share in dict.fromkeys((min(able, key=lambda share: (share.size, share.document)), longest)):
+        [run] = share.runs
+        ends = [documents.share(share.document, Run(at, at + count)) for at in (run.start, run.stop - count)]
+        for given in ends:
+            yield _cut(documents, share, given)
+        first, last = (given.area for given in ends)
+        if share is longest and first < scores < last:
+            at = run.start + round((scores - first) / (last - first) * (share.size - count))
+            at -= (at - run.start) % TILE
+            if run.start < at:
+                yield _cut(documents, share, documents.share(share.document, Run(at, at + count)))
+
+
+def _cut(documents: Documents, share: Share, given: Share) -> Cut:
+    [run], [part] = share.runs, given.runs
+    kept = documents.share(share.document, Run(run.start, part.start), Run(part.stop, run.stop))
+    inner = [at for at in (part.start, part.stop) if run.start < at < run.stop]
+    off = max(0.0 if at % TILE == 0 else OFF_TILE if at % GROUP == 0 else OFF_TILE + OFF_GROUP for at in inner)
+    return Cut(share, kept, given, off)
