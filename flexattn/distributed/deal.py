@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 from flexattn.distributed import layout as layouts
 from flexattn.distributed.documents import CALL_KEYS, Documents, Share, Totals, density
-from flexattn.distributed.layout import MOST_IMBALANCE, Run, Runs, common, size_of, union
+from flexattn.distributed.layout import MOST_IMBALANCE, Run, Runs, union, without
 from flexattn.distributed.mask import Mask
 from flexattn.distributed.trades import GROUP, TILE, Deal, settle
 
-MOST_PAIRS = 1 << 17  # documents times ranks: more would take longer than a step
+MOST_PAIRS = 1 << 16  # documents times ranks: more would take longer than a step
 RESERVES = (0.02, 0.0, 0.05)  # shares of a rank's scores that stay free beside a part of a document that is cut
 LEAST_DENSE = (0.003, 0.01)  # shares of a rank's scores from which on a document is dense
 FEW_PAIRS = 1 << 12  # documents, or chunks, times ranks up to which several deals are tried
@@ -59,6 +59,7 @@ def _cut_dense(documents: Documents, reserve: float, in_middle: bool) -> list[Sh
     heap = [(_densest_first(share), share) for share in documents.whole]
     heapq.heapify(heap)
     done: list[Share] = []
+    later: collections.Counter[int] = collections.Counter()  # parts of a document that are done
     used = 0.0  # of the sparsest tokens, those that are beside parts that are done
     limit = documents.area * (1 - reserve)
 
@@ -76,14 +77,26 @@ def _cut_dense(documents: Documents, reserve: float, in_middle: bool) -> list[Sh
         pair = _suffix(documents, whole, fits)
         if pair is None:
             break
-        if in_middle and run.start == 0:
+        if in_middle and run.start == 0 and later[whole.document] < 2:  # more would all need what its rank has
             other = _all_but_middle(documents, whole, fits)
             if other is not None and max(share.keys for share in other) < max(share.keys for share in pair):
                 pair = other
         heapq.heapreplace(heap, (_densest_first(pair[0]), pair[0]))
         done.append(pair[1])
+        later[whole.document] += 1
         used += documents.size - pair[1].size
-    return [*done, *(share for _, share in heap)]
+    return [*done, *(part for _, share in heap for part in _spread(documents, share, later[share.document]))]
+
+
+def _spread(documents: Documents, share: Share, later: int) -> Iterator[Share]:
+    """Yields a share in parts none of which is sent much more often than its document is long, where others need its keys.
+
+    later: shares of its document that were cut off behind it.
+    """
+    [run], length = share.runs, documents.mask.lengths_q[share.document]
+    parts = max(1, round(share.size * later / length)) if run.start == 0 else 1
+    ends = [run.start, *(_on_grid(run.size * i // parts, run.stop) for i in range(1, parts)), run.stop]
+    yield from (documents.share(share.document, Run(*pair)) for pair in itertools.pairwise(ends) if pair[0] < pair[1])
 
 
 def _suffix(documents: Documents, whole: Share, fits: Callable[[int, int], bool]) -> tuple[Share, Share] | None:
@@ -177,7 +190,7 @@ def _badness(documents: Documents, deal: Deal) -> float:
 
 
 class _Measured(NamedTuple):
-    """What the slowest ranks have: scores, keys that come from others, and those with as many more as their calls are worth."""
+    """What the slowest ranks have: scores, keys that come from others, and those that come or go with what calls are worth."""
 
     area: int
     fetched: int
@@ -190,20 +203,27 @@ def _measured(mask: Mask, q_runs: tuple[Runs, ...], kv_runs: tuple[Runs, ...] | 
     area = max(sum(mask.area(run) for run in own) for own in q_runs)
     if area > limit:
         return None
-    fetched, worths = [], []
-    for own, held in zip(q_runs, kv_runs or q_runs, strict=True):
-        needs = union(keys for run in own for keys in mask.needs(run))
-        fetched.append(size_of(needs) - size_of(common(needs, held)))
+    held = kv_runs or q_runs
+    owners = sorted((*run, rank) for rank, runs in enumerate(held) for run in runs)
+    fetched, sent, most_parts = [0] * len(held), [0] * len(held), 1
+    for rank, own in enumerate(q_runs):
         parts = collections.Counter(document for run in own for document, _ in mask.q.within(run))
-        worths.append(fetched[-1] + CALL_KEYS * (max(parts.values(), default=1) - 1))
-    return _Measured(area, max(fetched), max(worths), q_runs)
+        most_parts = max(most_parts, *parts.values()) if parts else most_parts
+        for run in without(union(keys for run in own for keys in mask.needs(run)), held[rank]):
+            fetched[rank] += run.size
+            for start, stop, owner in owners[bisect.bisect_right(owners, run.start, key=lambda one: one[1]) :]:
+                if start >= run.stop:
+                    break
+                sent[owner] += min(stop, run.stop) - max(start, run.start)
+    return _Measured(area, max(fetched), max(*fetched, *sent) + CALL_KEYS * (most_parts - 1), q_runs)
 
 
 def dealt(mask: Mask, ranks: int, kv_runs: tuple[Runs, ...] | None = None) -> tuple[Runs, ...]:
     """Returns runs of the whole for each rank: equally many tokens, nearly as many scores, and few keys that come from others.
 
-    Of deals of whole documents, a zigzag, parts without gaps, and chunks (`layout.dealt`) it takes the one in which the rank that
-    fetches most, which all wait for, fetches fewest keys, with those that its calls are worth. Blocks of a mask are dealt in chunks.
+    Of deals of whole documents, a zigzag, parts without gaps, and chunks (`layout.dealt`) it takes one in which no rank fetches
+    more than the busiest would in chunks, and of these the one with fewest keys that come to one rank, or go from it, and those
+    that its calls are worth: all wait for the busiest rank. Blocks of a mask are dealt in chunks.
 
     kv_runs: the keys that each rank holds; None: those at the positions of its queries.
     """

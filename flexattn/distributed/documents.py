@@ -37,10 +37,10 @@ class Totals(NamedTuple):
 
     @classmethod
     def of(cls, shares: Iterable[Share]) -> Totals:
-        found = cls(0, 0, 0)
+        size = area = keys = 0
         for share in shares:
-            found = found.changed(None, share)
-        return found
+            size, area, keys = size + share.size, area + share.area, keys + share.keys
+        return cls(size, area, keys)
 
     def changed(self, gone: Share | None, come: Share | None) -> Totals:
         size, area, keys = self
