@@ -142,15 +142,16 @@ def make_calls(
 
 
 def _shared_bands(pieces: Sequence[Piece], wants_diagonal: bool) -> list[LocalBand]:
-    """Returns each piece's local band; for one that sees all, as one row at the end of a band does, one that others have."""
+    """Returns each piece's local band; for one that sees all, as a document of one token does, one of others under which it does."""
     bands = [local_band(piece, wants_diagonal) for piece in pieces]
     if not wants_diagonal:  # which the calls then do not read
         bands = [band._replace(is_exact=False) for band in bands]
-    counts = collections.Counter(bands)
-    most_common = sorted(counts, key=lambda band: (-counts[band], band))
+    are_open = [piece.low is None and piece.high is None for piece in pieces]
+    counts = collections.Counter(band for band, is_open in zip(bands, are_open, strict=True) if not is_open)
+    of_others = sorted(counts, key=lambda band: (-counts[band], band))
     return [
-        next(of for of in most_common if of == band or sees_all(piece, of)) if piece.low is None and piece.high is None else band
-        for piece, band in zip(pieces, bands, strict=True)
+        next((of for of in of_others if sees_all(piece, of)), band) if is_open else band
+        for piece, band, is_open in zip(pieces, bands, are_open, strict=True)
     ]
 
 

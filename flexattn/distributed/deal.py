@@ -136,7 +136,7 @@ def _on_grid(position: int, stop: int) -> int:
 
 
 def _dealt(documents: Documents, shares: Sequence[Share], least: float) -> Deal:
-    """Returns a deal of nearly as many tokens and scores for each rank. least: from which part of the mean scores on a share is dense."""
+    """Returns a deal of nearly as many tokens and scores for each. least: of the mean scores, from which on a share is dense."""
     deal: Deal = [[] for _ in documents.sizes]
     sizes, areas = list(documents.sizes), [documents.area] * documents.ranks  # that each rank lacks
     ordered = sorted(shares, key=_densest_first)
@@ -190,17 +190,21 @@ def _badness(documents: Documents, deal: Deal) -> float:
 
 
 class _Measured(NamedTuple):
-    """What the slowest ranks have: scores, keys that come from others, and those that come or go with what calls are worth."""
+    """What the slowest ranks have.
+
+    fetched: keys that come from others. worth: keys that come or go, and as many more as calls and scores over the mean are worth.
+    """
 
     area: int
     fetched: int
-    worth: int
+    worth: float
     runs: tuple[Runs, ...]
 
 
 def _measured(mask: Mask, q_runs: tuple[Runs, ...], kv_runs: tuple[Runs, ...] | None, limit: float = math.inf) -> _Measured | None:
     """Returns what the slowest ranks have; None where that is more scores than the limit."""
-    area = max(sum(mask.area(run) for run in own) for own in q_runs)
+    areas = [sum(mask.area(run) for run in own) for own in q_runs]
+    area, mean = max(areas), max(1.0, sum(areas) / len(areas))
     if area > limit:
         return None
     held = kv_runs or q_runs
@@ -209,21 +213,23 @@ def _measured(mask: Mask, q_runs: tuple[Runs, ...], kv_runs: tuple[Runs, ...] | 
     for rank, own in enumerate(q_runs):
         parts = collections.Counter(document for run in own for document, _ in mask.q.within(run))
         most_parts = max(most_parts, *parts.values()) if parts else most_parts
-        for run in without(union(keys for run in own for keys in mask.needs(run)), held[rank]):
-            fetched[rank] += run.size
-            for start, stop, owner in owners[bisect.bisect_right(owners, run.start, key=lambda one: one[1]) :]:
-                if start >= run.stop:
+        needs = union(keys for run in own for keys in mask.needs(run))
+        for first, last in without(needs, held[rank]):
+            fetched[rank] += last - first
+            for start, stop, owner in itertools.islice(owners, bisect.bisect_right(owners, first, key=lambda one: one[1]), None):
+                if start >= last:
                     break
-                sent[owner] += min(stop, run.stop) - max(start, run.start)
-    return _Measured(area, max(fetched), max(*fetched, *sent) + CALL_KEYS * (most_parts - 1), q_runs)
+                sent[owner] += min(stop, last) - max(start, first)
+    over = (area / mean - 1) * sum(mask.lengths_kv)
+    return _Measured(area, max(fetched), max(*fetched, *sent) + CALL_KEYS * (most_parts - 1) + over, q_runs)
 
 
 def dealt(mask: Mask, ranks: int, kv_runs: tuple[Runs, ...] | None = None) -> tuple[Runs, ...]:
     """Returns runs of the whole for each rank: equally many tokens, nearly as many scores, and few keys that come from others.
 
     Of deals of whole documents, a zigzag, parts without gaps, and chunks (`layout.dealt`) it takes one in which no rank fetches
-    more than the busiest would in chunks, and of these the one with fewest keys that come to one rank, or go from it, and those
-    that its calls are worth: all wait for the busiest rank. Blocks of a mask are dealt in chunks.
+    more than the busiest would in chunks, and of these the one with fewest keys that come to one rank, or go from it, with those
+    that its calls and scores are worth: all wait for the busiest rank. Blocks of a mask are dealt in chunks.
 
     kv_runs: the keys that each rank holds; None: those at the positions of its queries.
     """
@@ -240,4 +246,4 @@ def dealt(mask: Mask, ranks: int, kv_runs: tuple[Runs, ...] | None = None) -> tu
     others = (*whole, layouts.zigzag(length, ranks), layouts.contiguous(length, ranks))
     found = (_measured(mask, runs, kv_runs, limit) for runs in others)
     better = [other for other in found if other is not None and other.fetched <= chunks.fetched]
-    return min((*better, chunks), key=lambda measured: (measured.worth, measured.area)).runs
+    return min((*better, chunks), key=lambda measured: measured.worth).runs

@@ -59,8 +59,8 @@ class Documents:
         total = sum(mask.lengths_q)
         self.sizes = [run.size for run in cut(total, ranks)]
         self.size, self.tokens = total / ranks, max(1, total)
-        ends = mask.areas[torch.tensor([*self.starts, total])].tolist()
-        self.area = max(1.0, ends[-1] / ranks)
+        ends: list[int] = mask.areas[torch.tensor([*self.starts, total])].tolist()
+        self.area: float = max(1.0, ends[-1] / ranks)
         self.whole = [
             Share(document, (Run(0, length),), length, last - first, self._keys(document, Run(0, length)))
             for document, (length, (first, last)) in enumerate(zip(mask.lengths_q, itertools.pairwise(ends), strict=True))
@@ -105,7 +105,9 @@ class Documents:
 
     def runs(self, shares: Iterable[Share]) -> Runs:
         """Returns a rank's runs of the whole."""
-        return union(Run(self.starts[share.document] + a, self.starts[share.document] + b) for share in shares for a, b in share.runs)
+        return union(
+            Run(self.starts[share.document] + a, self.starts[share.document] + b) for share in shares for a, b in share.runs
+        )
 
 
 def density(share: Share) -> tuple[float, int, Runs]:

@@ -138,7 +138,7 @@ def _exchanges(pair: tuple[list[Share], list[Share]], tokens: int, scores: float
 
 
 def _cuts(documents: Documents, shares: Sequence[Share], count: int, scores: float) -> Iterator[Cut]:
-    """Yields cuts of the shortest and the longest share that can give `count` tokens: its first or last ones, or with these scores."""
+    """Yields cuts of the shortest and the longest share that can give `count` tokens: the first, the last, or with these scores."""
     able = [share for share in shares if share.size > count and len(share.runs) == 1]
     if not able:
         return

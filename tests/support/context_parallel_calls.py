@@ -18,6 +18,7 @@ import flexattn
 from flexattn import Window, distributed
 from flexattn.block_mask import ordered
 from flexattn.distributed import exchange, gather, slices
+from flexattn.distributed import layout as chunks
 from flexattn.distributed.plans import STRATEGIES, Plan
 from flexattn.testing import GRADIENT_FACTOR, check_close
 
@@ -143,6 +144,17 @@ def as_format(t: Tensor, fmt: str) -> Tensor:
     return (t.transpose(0, 1) if fmt == "sbhd" else t.transpose(1, 2) if fmt == "bhsd" else t).contiguous()
 
 
+def plan_of(problem: Problem, layout: str | None) -> Plan:
+    """Returns the plan of a problem; dealt in chunks where few tokens would be in one of the other layouts."""
+    plan = distributed.plan(GROUP or dist.group.WORLD, layout=layout, **problem.plan_arguments)
+    others = chunks.contiguous(plan.length, plan.ranks), chunks.zigzag(plan.length, plan.ranks)
+    if layout != "dealt" or plan.q_runs not in others:
+        return plan
+    q_runs = chunks.dealt(plan.length, plan.ranks, plan.mask.area, plan.mask.needs)
+    same = plan.mask.lengths_q == plan.mask.lengths_kv
+    return dataclasses.replace(plan, q_runs=q_runs, kv_runs=q_runs if same else plan.kv_runs)
+
+
 def arguments_of(problem: Problem, tensors: dict[str, Tensor], plan: Plan | None) -> dict[str, Any]:
     """Returns the arguments of either attention beside q, k and v."""
     shared = {name: t for name, t in tensors.items() if name not in ("q", "k", "v", "table")}
@@ -226,7 +238,7 @@ def compare(problem: Problem, layouts: Sequence[str | None], ways: Sequence[str]
     wide = results(problem, {name: t if name == "alibi_slopes" else t.double() for name, t in given.items()}, torch.float64, None)
     narrow = wide if dtype is torch.float64 else results(problem, given, dtype, None)
     for layout in layouts:
-        plan = distributed.plan(GROUP or dist.group.WORLD, layout=layout, **problem.plan_arguments)
+        plan = plan_of(problem, layout)
         expected, budget = part_of(problem, wide, plan), part_of(problem, narrow, plan)
         for way in ways:
             strategy = way_of(way)
@@ -263,7 +275,7 @@ def compare_eight(problem: Problem, layout: str | None, ways: Sequence[str]) -> 
         assert found.dsoftmax_offset is not None
         of_sink = {"dsoftmax_offset": found.dsoftmax_offset}
         one |= of_sink | {f"d{name}": t for name, t in zip("qkv", found, strict=False)}
-    plan = distributed.plan(GROUP or dist.group.WORLD, layout=layout, **problem.plan_arguments)
+    plan = plan_of(problem, layout)
     exact, expected = part_of(problem, wide, plan), part_of(problem, one, plan)
     has_bits = backend_of(problem) == "eager"
     for way in ways:
