@@ -142,7 +142,7 @@ def make_calls(
 
 
 def _shared_bands(pieces: Sequence[Piece], wants_diagonal: bool) -> list[LocalBand]:
-    """Returns each piece's local band; for one that sees all, as a document of one token does, one of others under which it does."""
+    """Returns each piece's local band; that of one that sees all, as a document of one token does, is one of others if it can."""
     bands = [local_band(piece, wants_diagonal) for piece in pieces]
     if not wants_diagonal:  # which the calls then do not read
         bands = [band._replace(is_exact=False) for band in bands]

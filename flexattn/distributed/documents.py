@@ -13,6 +13,7 @@ from flexattn.distributed.layout import Run, Runs, common, cut, size_of, union
 from flexattn.distributed.mask import Mask
 
 CALL_KEYS = 2048  # keys that take as long to come as one more call of a rank
+CALL_SHARE = 32  # part of all tokens that a call is worth at most while deals are sought, as few tokens would otherwise stay uneven
 
 
 class Share(NamedTuple):
@@ -59,6 +60,7 @@ class Documents:
         total = sum(mask.lengths_q)
         self.sizes = [run.size for run in cut(total, ranks)]
         self.size, self.tokens = total / ranks, max(1, total)
+        self.call_keys = min(CALL_KEYS, total // CALL_SHARE)
         ends: list[int] = mask.areas[torch.tensor([*self.starts, total])].tolist()
         self.area: float = max(1.0, ends[-1] / ranks)
         self.whole = [
@@ -76,7 +78,7 @@ class Documents:
         if len(joint) == 1:
             return Share(document, joint, joint[0].size, self.area_of(document, joint[0]), self._keys(document, joint[0]))
         seen = union(self.mask.in_band(document, run) for run in joint)
-        keys = size_of(seen) - size_of(common(seen, joint)) + CALL_KEYS * (len(joint) - 1)
+        keys = size_of(seen) - size_of(common(seen, joint)) + self.call_keys * (len(joint) - 1)
         return Share(document, joint, size_of(joint), sum(self.area_of(document, run) for run in joint), keys)
 
     def _keys(self, document: int, run: Run) -> int:
