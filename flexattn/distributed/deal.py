@@ -85,18 +85,7 @@ def _cut_dense(documents: Documents, reserve: float, in_middle: bool) -> list[Sh
         done.append(pair[1])
         later[whole.document] += 1
         used += documents.size - pair[1].size
-    return [*done, *(part for _, share in heap for part in _spread(documents, share, later[share.document]))]
-
-
-def _spread(documents: Documents, share: Share, later: int) -> Iterator[Share]:
-    """Yields a share in parts none of which is sent much more often than its document is long, where others need its keys.
-
-    later: shares of its document that were cut off behind it.
-    """
-    [run], length = share.runs, documents.mask.lengths_q[share.document]
-    parts = max(1, round(share.size * later / length)) if run.start == 0 else 1
-    ends = [run.start, *(_on_grid(run.size * i // parts, run.stop) for i in range(1, parts)), run.stop]
-    yield from (documents.share(share.document, Run(*pair)) for pair in itertools.pairwise(ends) if pair[0] < pair[1])
+    return [*done, *(share for _, share in heap)]
 
 
 def _suffix(documents: Documents, whole: Share, fits: Callable[[int, int], bool]) -> tuple[Share, Share] | None:
@@ -182,11 +171,10 @@ def _neighbours(documents: Documents, shares: Sequence[Share], lacks: tuple[int,
 
 
 def _badness(documents: Documents, deal: Deal) -> float:
-    """Returns how far a deal is from one that is even and fetches nothing, in shares of all keys and of the mean scores."""
     totals = [Totals.of(own) for own in deal]
     over = max(abs(total.size - size) for total, size in zip(totals, documents.sizes, strict=True))
     keys = max(total.keys for total in totals) + over / 2  # about half of what is over is cut off
-    return keys / documents.tokens + max(1.0, max(total.area for total in totals) / documents.area)
+    return documents.worth(keys, max(total.area for total in totals))
 
 
 class _Measured(NamedTuple):

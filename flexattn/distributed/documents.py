@@ -15,6 +15,8 @@ from flexattn.distributed.mask import Mask
 CALL_KEYS = 2048  # keys that take as long to come as one more call of a rank
 CALL_SHARE = 32  # part of all tokens that a call is worth at most while deals are sought, as few tokens would otherwise stay uneven
 
+EVEN, PAST_EVEN = 1.015, 9  # of a rank's mean scores: more than MOST_IMBALANCE is no deal
+
 
 class Share(NamedTuple):
     """A document or a part of it, in positions of the document.
@@ -104,6 +106,11 @@ class Documents:
             same = found.get(share.document)
             found[share.document] = share if same is None else self.share(share.document, *same.runs, *share.runs)
         return list(found.values())
+
+    def worth(self, keys: float, area: float) -> float:
+        """Returns how bad a rank's keys and scores are: a hundredth of the mean scores as one of all keys, or, past EVEN, ten."""
+        scores = max(1.0, area / self.area)
+        return keys / self.tokens + scores + PAST_EVEN * max(0.0, scores - EVEN)
 
     def runs(self, shares: Iterable[Share]) -> Runs:
         """Returns a rank's runs of the whole."""

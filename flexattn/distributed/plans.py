@@ -344,9 +344,10 @@ def plan(
             nothing more, as documents have their lengths anyway. No type is "causal", or with a block_mask "no_mask".
         block_mask: as `flexattn.attention` takes it, of the whole: of packed documents one for all, or one row of its batch for
             each. Its lists are read on the host, once; its mask_mod sees positions of the whole.
-        layout: "contiguous"; "zigzag" (one early and one late part for each rank); "dealt" (chunks by their numbers of scores); or
-            None: the first for windows, for masks that are not causal and for other keys than queries, the second for one causal
-            sequence, the third for packed documents; for a block mask the first where its scores are even so, else the third.
+        layout: "contiguous"; "zigzag" (one early and one late part for each rank); "dealt" (documents whole as far as can be, or
+            chunks, so that numbers of scores are even and few keys travel); or None: the first for windows, for masks that are not
+            causal and for other keys than queries, the second for one causal sequence, the third for packed documents; for a block
+            mask the first where its scores are even so, else the third.
         strategy: "gather", "halo", "ulysses", "ring", "ulysses+ring" (heads inside a host, a ring between hosts; of a mesh of two
             dims), or "auto": the least time predicted (`Plan.explain`).
 

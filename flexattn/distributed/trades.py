@@ -8,13 +8,13 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from flexattn.distributed.documents import Documents, Share, Totals
+from flexattn.distributed.documents import EVEN, Documents, Share, Totals
 from flexattn.distributed.layout import Run
 
 Deal = list[list[Share]]  # the shares of each rank, one of each document at most
 MOST_EXCHANGED = 12  # shares of a rank for which others are looked for
 MOST_CUT = 4  # exchanges for which cuts are looked for
-MOST_EVENINGS = 8  # trades that even scores
+MOST_EVENINGS, MOST_PARTNERS = 8, 3  # trades that even scores, and ranks of few scores with which one of too many tries
 TILE, GROUP = 128, 8  # positions at multiples of which cuts are best: tiles of kernels, and groups of dropout
 OFF_TILE, OFF_GROUP = 2e-4, 5e-4  # share of all keys that may be fetched to cut at one
 LEAST_GAIN = 5e-4  # of the mean scores, or of all keys, for which scores are evened
@@ -61,16 +61,16 @@ def settle(documents: Documents, deal: Deal) -> bool:
             return False
         over[giver], over[taker] = over[giver] - tokens, over[taker] + tokens
     for _ in range(MOST_EVENINGS):
-        most, least = max(ranks, key=lambda rank: totals[rank].area), min(ranks, key=lambda rank: totals[rank].area)
-        if not trade(most, least, 0, _cost(documents, totals[most], totals[least]) - LEAST_GAIN):
+        *others, most = sorted(ranks, key=lambda rank: totals[rank].area)
+        tried = others[: MOST_PARTNERS if totals[most].area > EVEN * documents.area else 1]
+        pairs = ((other, _cost(documents, totals[most], totals[other]) - LEAST_GAIN) for other in tried)
+        if not any(trade(most, other, 0, below) for other, below in pairs):
             break
     return True
 
 
 def _cost(documents: Documents, one: Totals, other: Totals) -> float:
-    """Returns how bad the totals of two ranks are: a hundredth of the mean scores is as bad as one of all keys."""
-    fetched = max(one.keys, other.keys) + (one.keys + other.keys) / 10
-    return fetched / documents.tokens + max(one.area, other.area) / documents.area
+    return documents.worth(max(one.keys, other.keys) + (one.keys + other.keys) / 10, max(one.area, other.area))
 
 
 def _traded(pair: tuple[list[Share], list[Share]], trade: Trade) -> list[list[Share]]:
