@@ -16,6 +16,8 @@
 |                    |                                  | them                                                                 |
 | `FLEXATTN_KERNELS` | a directory; unset: `flexattn`   | where compiled Triton kernels are looked for and kept; what          |
 |                    | in Triton's cache directory      | `python -m flexattn build` wrote elsewhere can be put there          |
+| `FLEXATTN_PEER_MEMORY` | auto (default), never        | `never`: what ranks of one host exchange travels in messages of the  |
+|                    |                                  | process group, and no memory is shared; the same on all ranks        |
 
 They are read on each call, so a change takes effect at once, and a value that is not accepted is a ValueError in the next call
 and the next `explain`, whether that would have used it or not. A function under `torch.compile` keeps the `FLEXATTN_BACKEND` it was
@@ -38,8 +40,10 @@ VARIABLES = (
     "FLEXATTN_BATCH_INVARIANT",
     "FLEXATTN_PLANS",
     "FLEXATTN_KERNELS",
+    "FLEXATTN_PEER_MEMORY",
 )
 HOPPER = ("auto", "always", "never")
+PEER_MEMORY = ("auto", "never")
 
 
 def backend() -> str | None:
@@ -67,6 +71,11 @@ def batch_invariant() -> bool:
     return _flag("FLEXATTN_BATCH_INVARIANT")
 
 
+def peer_memory() -> str:
+    """FLEXATTN_PEER_MEMORY; a ValueError names the variable where it holds anything but PEER_MEMORY."""
+    return _choice("FLEXATTN_PEER_MEMORY", PEER_MEMORY) or "auto"
+
+
 def plan_directory() -> str | None:
     """FLEXATTN_PLANS, or None where it is unset or empty."""
     return os.environ.get("FLEXATTN_PLANS") or None
@@ -86,7 +95,7 @@ def check_all() -> None:
     held = getattr(os.environ, "_data", os.environ)
     values = tuple(map(held.get, _KEYS))
     if values != _checked:
-        for read in (backend, check_values, canary, hopper, batch_invariant):
+        for read in (backend, check_values, canary, hopper, batch_invariant, peer_memory):
             read()
         _checked = values
 

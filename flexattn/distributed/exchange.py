@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flexattn.distributed import peers
 from flexattn.distributed.layout import Run, Runs, common, row_of, rows_of, size_of, union, without
+from flexattn.distributed.near import Near, make_near, pull_rows_of, row_size, starts
 from flexattn.distributed.sums import NO_STEPS, Move, Share, Steps, copy_all
 from flexattn.validation import FP8_DTYPES
 
@@ -44,6 +46,7 @@ class Route(NamedTuple):
     held_sends: tuple[Runs, ...] | None  # where the rows of `sends` lie among those held; None where not all are
     by_runs: bool  # the same on all ranks, as is the next one
     is_whole: bool  # whether all ranks want all rows, and have equally many
+    near: Near | None  # the same by memory that the ranks of one host share; None where they are many
 
     @property
     def is_local(self) -> bool:
@@ -74,7 +77,8 @@ def make_route(kv_runs: Sequence[Runs], wanted: Sequence[Runs], held: Runs, rank
     sizes = [size_of(runs) for runs in kv_runs]
     is_whole = len(set(sizes)) == 1 and sizes[0] > 0 and all(size_of(runs) == sum(sizes) for runs in wanted)
     by_runs = _fits_messages(kv_runs, wanted)
-    return Route(sends, receives, kept, count, gaps, size_of(own), held_sends, by_runs, is_whole)
+    near = make_near(kv_runs, wanted, held, rank) if 1 < len(kv_runs) <= peers.MOST_RANKS else None
+    return Route(sends, receives, kept, count, gaps, size_of(own), held_sends, by_runs, is_whole, near)
 
 
 def _moved_sends(sends: Sequence[Runs], own: Sequence[tuple[Run, Run]]) -> tuple[Runs, ...] | None:
@@ -165,6 +169,8 @@ def begin_fetch(tensors: Sequence[Tensor], route: Route, group: Any) -> tuple[tu
         rooms = tuple(x.contiguous() for x in tensors)
     else:
         rooms = tuple(x.new_empty((route.held, *x.shape[1:])) for x in tensors)
+    if route.near is not None and _pulled(tensors, rooms, route, group):
+        return rooms, None
     if route.is_alone or not route.by_runs:
         _place_own(tensors, rooms, route)
         return rooms, None if route.is_alone else _packed(tensors, route, group)
@@ -175,6 +181,28 @@ def begin_fetch(tensors: Sequence[Tensor], route: Route, group: Any) -> tuple[tu
         return rooms, pending
     _place_own(tensors, rooms, route)  # which makes runs of them that lie without gaps
     return rooms, _by_runs(rooms, rooms, (places, route.receives), group, KEYS)
+
+
+def _pulled(tensors: Sequence[Tensor], rooms: Sequence[Tensor], route: Route, group: Any) -> bool:
+    """Returns whether the rows came by memory that the ranks share, and if so they are in `rooms`, as this rank's own are."""
+    near = route.near
+    assert near is not None
+    places = starts(near.most_sent, list(map(row_size, tensors)))
+    with waiting(KEYS, group):
+        window = peers.window(group, tensors[0].device, places[-1]) if near.most_sent else None
+        if window is None and near.most_sent:
+            return False
+        _place_own(tensors, rooms, route)
+        if window is None:
+            return True
+        for x, first in zip(map(as_sent, tensors), places, strict=False):
+            sent = window.room(first, (near.most_sent, *x.shape[1:]), x.dtype)
+            copy_all([(sent[slice(*to)], x[slice(*rows)]) for rows, to in near.copies])
+        window.open()
+        for room, first in zip(map(as_sent, rooms), places, strict=False):
+            pull_rows_of(window, first, room, near.moves)
+        window.close()
+    return True
 
 
 def _place_own(tensors: Sequence[Tensor], rooms: Sequence[Tensor], route: Route) -> None:
@@ -248,7 +276,8 @@ class Returns(NamedTuple):
     plain: Steps  # this rank's rows of which there is one share, or none
     counts: tuple[list[int], list[int]]  # rows by rank: received, sent
     place: slice | None  # where its one share has all of this rank's rows, if they lie so
-    by_runs: bool  # as `Route` has it
+    by_runs: bool  # as `Route` has it, and so is the next one
+    near: Near | None
 
 
 def make_returns(route: Route, shares: Sequence[Run]) -> Returns:
@@ -281,7 +310,7 @@ def make_returns(route: Route, shares: Sequence[Run]) -> Returns:
         for run in without((rows,), both):
             plain += Steps.of(run, own, run.start)
     counts = [size_of(of) for of in route.sends], [size_of(of) for of in route.receives]
-    return Returns(sent, *steps.apart(len(shares)), summed, plain, counts, _place_of_all(route, shares), route.by_runs)
+    return Returns(sent, *steps.apart(len(shares)), summed, plain, counts, _place_of_all(route, shares), route.by_runs, route.near)
 
 
 def _place_of_all(route: Route, shares: Sequence[Run]) -> slice | None:
@@ -311,10 +340,22 @@ def begin_return(
     shares: for each tensor in `rooms`, which was fetched, this rank's shares of its gradient, whose sums travel in `dtype`.
     """
     receives, sends = returns.counts
-    sent, received = (
-        tuple(torch.empty((sum(counts), *room.shape[1:]), dtype=dtype, device=room.device) for room in rooms)
-        for counts in (sends, receives)
-    )
+    received = tuple(torch.empty((sum(receives), *room.shape[1:]), dtype=dtype, device=room.device) for room in rooms)
+    near = returns.near
+    if near is not None and near.most_fetched:
+        places = starts(near.most_fetched, list(map(row_size, received)))
+        with waiting(GRADIENTS, group):
+            window = peers.window(group, rooms[0].device, places[-1])
+            if window is not None:
+                rows = near.most_fetched
+                sent = tuple(window.room(at, (rows, *x.shape[1:]), dtype) for x, at in zip(received, places, strict=False))
+                returns.sent.run(sent, shares)
+                window.open()
+                for x, at in zip(received, places, strict=False):
+                    pull_rows_of(window, at, x, near.back)
+                window.close()
+                return Pending(received, [], (), GRADIENTS)
+    sent = tuple(torch.empty((sum(sends), *room.shape[1:]), dtype=dtype, device=room.device) for room in rooms)
     returns.sent.run(sent, shares)
     if len(sends) == 1:
         return Pending(received, [], sent, GRADIENTS)

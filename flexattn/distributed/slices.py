@@ -11,6 +11,9 @@ SLICE_BYTES = 16 << 20  # that a rank receives for a slice on average: below, a 
 # showed (three slices of 7e11 products took the host 15 to 20 ms forward and backward, and the GPUs 13).
 SLICE_PRODUCTS = 1.25e12
 MIDDLE_BYTES = 256 << 20  # most of a slice of keys, but for the first and the last one: as much of others' keys is held twice
+# Most of a slice of keys that ranks read where they lie: nothing hides it, as what a kernel reads comes nearly as fast as it can and
+# kernels of attention leave it no multiprocessor, so that keys come in slices only where they would take too much memory.
+NEAR_BYTES = 512 << 20
 END_SHARE = 4  # the first slice, whose keys nothing hides, and the last one, whose gradients nothing hides, have a fourth each
 
 
@@ -20,15 +23,21 @@ class Slice(NamedTuple):
 
 
 class Load(NamedTuple):
-    """Bytes that the busiest rank receives in a forward, and products that it computes: the same numbers on all ranks."""
+    """Bytes that the busiest rank receives in a forward, and products that it computes: the same numbers on all ranks.
+
+    is_near: whether ranks read each other's memory.
+    """
 
     bytes: float
     products: float
+    is_near: bool = False
 
 
 def key_slices(heads: int, heads_kv: int, load: Load, ends: int) -> list[Slice]:
     """Returns the slices of heads in which keys come, whose number is the same on all ranks. ends: small ones, 1 or 2."""
-    if heads_kv == 1 or load.bytes < 2 * SLICE_BYTES or load.products < 2 * SLICE_PRODUCTS:
+    if load.is_near:
+        runs = cut(heads_kv, min(heads_kv, max(1, int(-(-load.bytes // NEAR_BYTES)))))
+    elif heads_kv == 1 or load.bytes < 2 * SLICE_BYTES or load.products < 2 * SLICE_PRODUCTS:
         runs = [Run(0, heads_kv)]
     else:
         end = max(1, heads_kv // END_SHARE)

@@ -6,12 +6,16 @@ each rank: a rank gets the key heads that its query heads read, which several ra
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flexattn.distributed import peers
 from flexattn.distributed.calls import (
     Calls,
     Part,
@@ -20,20 +24,20 @@ from flexattn.distributed.calls import (
     Seeds,
     Shared,
     Sums,
-    apart,
     attend_all,
     by_rows,
     differentiate_all,
     make_calls,
     of_heads,
-    rows_first,
     sum_dtype,
     whole_gradients,
 )
 from flexattn.distributed.capture import tables
 from flexattn.distributed.exchange import all_to_all, as_sent, waiting
 from flexattn.distributed.lanes import Lanes
-from flexattn.distributed.layout import Run, Runs, cut, size_of
+from flexattn.distributed.layout import Run, Runs, cut, rows_of, size_of
+from flexattn.distributed.near import row_size, starts
+from flexattn.distributed.peers import Move, Side
 from flexattn.distributed.plans import Plan
 from flexattn.distributed.ring import Ring
 from flexattn.distributed.sums import add_up
@@ -85,15 +89,119 @@ def _in_order(x: Tensor, order: Tensor | None) -> Tensor:
     return words.index_select(0, order).view(x.dtype)
 
 
-def _are_even(heads: tuple[Run, ...], count: int) -> bool:
-    """Returns whether ranks have equally many heads of `count`, none in two of them."""
-    return count % len(heads) == 0 and heads == tuple(cut(count, len(heads)))
+def to_heads(tensors: Sequence[Tensor], runs: tuple[Runs, ...], heads: Sequence[tuple[Run, ...]], group: Any) -> list[Tensor]:
+    """Returns [whole, ..., own heads, d], in the whole's order, of each rank's [rows, ..., h, d].
+
+    heads: of each tensor, those of each rank; several ranks may have the same.
+    """
+    rank, most = dist.get_rank(group), max(map(size_of, runs))
+    places = starts(most, list(map(row_size, tensors)))
+    with waiting("the exchange from tokens to heads", group):
+        window = peers.window(group, tensors[0].device, places[-1])
+        if window is None:
+            return _together(tensors, heads, lambda x, of: _to_heads_by_messages(x, runs, of, group))
+        for x, first in zip(map(as_sent, tensors), places, strict=False):
+            window.room(first, x.shape, x.dtype).copy_(x)
+        window.open()
+        found = []
+        for x, first, of in zip(tensors, places, heads, strict=False):
+            own, (*_, all_heads, dim) = of[rank], x.shape
+            out = x.new_empty((sum(map(size_of, runs)), *x.shape[1:-2], own.size, dim))
+            width = own.size * dim
+            sides = Side(width), Side(all_heads * dim, own.start * dim)
+            window.pull(first, as_sent(out), _moves_to_whole(runs, _batch(x)), sides, width)
+            found.append(out)
+        window.close()
+    return found
 
 
-def to_heads(x: Tensor, runs: tuple[Runs, ...], heads: tuple[Run, ...], group: Any) -> Tensor:
-    """Returns [whole, ..., own heads, d], in the whole's order, of each rank's [rows, ..., h, d]; heads may be in several ranks."""
+class Heads(NamedTuple):
+    """Heads of a tensor: those of each rank, and how many there are."""
+
+    of_ranks: tuple[Run, ...]
+    total: int
+
+    @property
+    def are_even(self) -> bool:
+        """Returns whether ranks have equally many, none in two of them."""
+        ranks = len(self.of_ranks)
+        return self.total % ranks == 0 and self.of_ranks == tuple(cut(self.total, ranks))
+
+
+def to_rows(tensors: Sequence[Tensor], runs: tuple[Runs, ...], heads: Sequence[Heads], group: Any) -> list[Tensor]:
+    """Returns each rank's [rows, ..., h, d] of [whole, ..., own heads, d]: sums in the ranks' order where several have a head."""
+    rank, whole = dist.get_rank(group), sum(map(size_of, runs))
+    widest = [max(run.size for run in of.of_ranks) for of in heads]
+    places = starts(whole, [row_size(x) // max(x.shape[-2], 1) * n for x, n in zip(tensors, widest, strict=True)])
+    with waiting("the exchange from heads to tokens", group):
+        window = peers.window(group, tensors[0].device, places[-1])
+        if window is None:
+            return _together(tensors, heads, lambda x, of: _to_rows_by_messages(x, runs, of, group))
+        for x, first in zip(map(as_sent, tensors), places, strict=False):
+            window.room(first, x.shape, x.dtype).copy_(x)
+        window.open()
+        found = []
+        for x, first, of in zip(tensors, places, heads, strict=False):
+            moves, batch = _moves_to_rows(runs, rank, _batch(x)), x.shape[1:-2]
+            if of.are_even:
+                out = x.new_empty((size_of(runs[rank]), *batch, of.total, x.shape[-1]))
+                width = x.shape[-2] * x.shape[-1]
+                window.pull(first, as_sent(out), moves, (Side(of.total * x.shape[-1], 0, width), Side(width)), width)
+                found.append(out)
+                continue
+            parts = []
+            for source, run in enumerate(of.of_ranks):
+                part = x.new_empty((size_of(runs[rank]), *batch, run.size, x.shape[-1]))
+                width = run.size * x.shape[-1]
+                own = tuple(move for move in moves if move.source == source)
+                window.pull(first, as_sent(part), own, (Side(width), Side(width)), width)
+                parts.append(part)
+            found.append(_summed(parts, of))
+        window.close()
+    return found
+
+
+def _batch(x: Tensor) -> int:
+    """Returns the sequences of a batch, of [rows, b, h, d]; 1 of [rows, h, d]."""
+    return x.shape[1] if x.dim() == 4 else 1
+
+
+@functools.lru_cache(256)
+def _moves_to_whole(runs: tuple[Runs, ...], batch: int) -> tuple[Move, ...]:
+    return tuple(
+        Move(rank, at.start * batch, run.start * batch, run.size * batch)
+        for rank, of in enumerate(runs)
+        for at, run in zip(rows_of(of), of, strict=True)
+    )
+
+
+@functools.lru_cache(256)
+def _moves_to_rows(runs: tuple[Runs, ...], own: int, batch: int) -> tuple[Move, ...]:
+    return tuple(
+        Move(rank, run.start * batch, at.start * batch, run.size * batch)
+        for rank in range(len(runs))
+        for at, run in zip(rows_of(runs[own]), runs[own], strict=True)
+    )
+
+
+_Of = TypeVar("_Of")
+
+
+def _together(tensors: Sequence[Tensor], of: Sequence[_Of], travel: Callable[[Tensor, _Of], Tensor]) -> list[Tensor]:
+    """Returns what `travel` makes of each tensor; those that are alike and follow each other travel as one, head by head."""
+    found: list[Tensor] = []
+    pairs = zip(tensors, of, strict=True)
+    for (dtype, _, which), group in itertools.groupby(pairs, lambda pair: (pair[0].dtype, pair[0].shape[:-1], pair[1])):
+        alike = [x for x, _ in group]
+        whole = as_sent(alike[0]) if len(alike) == 1 else torch.cat(list(map(as_sent, alike)), -1)
+        moved = travel(whole, which)
+        found += [t.view(dtype) for t in torch.split(moved, [x.shape[-1] for x in alike], -1)]
+    return found
+
+
+def _to_heads_by_messages(x: Tensor, runs: tuple[Runs, ...], heads: tuple[Run, ...], group: Any) -> Tensor:
     width = heads[dist.get_rank(group)].size
-    if _are_even(heads, x.shape[-2]):
+    if Heads(heads, x.shape[-2]).are_even:
         sent = x.reshape(*x.shape[:-2], len(heads), width, x.shape[-1]).movedim(-3, 0).contiguous().view(-1)
     else:
         sent = torch.cat([x[..., run.start : run.stop, :].reshape(-1) for run in heads])
@@ -101,33 +209,29 @@ def to_heads(x: Tensor, runs: tuple[Runs, ...], heads: tuple[Run, ...], group: A
     sends = [size_of(runs[dist.get_rank(group)]) * of_row * run.size for run in heads]
     receives = [size_of(of) * width * of_row for of in runs]
     received = x.new_empty(sum(receives))
-    with waiting("the all-to-all from tokens to heads", group):
-        all_to_all(received, sent, (receives, sends), group, wait=True)
+    all_to_all(received, sent, (receives, sends), group, wait=True)
     by_rank = received.view(sum(map(size_of, runs)), *x.shape[1:-2], width, x.shape[-1])
     return _in_order(by_rank, _order(runs, True, x.device))
 
 
-def to_rows(x: Tensor, runs: tuple[Runs, ...], heads: tuple[Run, ...], total: tuple[int, Any]) -> Tensor:
-    """Returns each rank's [rows, ..., h, d] of [whole, ..., own heads, d]: sums in the ranks' order where several have a head.
-
-    total: h, and the group.
-    """
-    all_heads, group = total
-    rank = dist.get_rank(group)
-    own, row = size_of(runs[rank]), _head_row(x)
-    sends, receives = [size_of(of) * row * x.shape[-2] for of in runs], [own * row * run.size for run in heads]
+def _to_rows_by_messages(x: Tensor, runs: tuple[Runs, ...], heads: Heads, group: Any) -> Tensor:
+    own, row = size_of(runs[dist.get_rank(group)]), _head_row(x)
+    sends, receives = [size_of(of) * row * x.shape[-2] for of in runs], [own * row * run.size for run in heads.of_ranks]
     received = x.new_empty(sum(receives))
-    with waiting("the all-to-all from heads to tokens", group):
-        all_to_all(received, _in_order(x, _order(runs, False, x.device)).view(-1), (receives, sends), group, wait=True)
-    if _are_even(heads, all_heads):
-        by_rank = received.view(len(heads), own, *x.shape[1:-1], x.shape[-1])
+    all_to_all(received, _in_order(x, _order(runs, False, x.device)).view(-1), (receives, sends), group, wait=True)
+    if heads.are_even:
+        by_rank = received.view(len(heads.of_ranks), own, *x.shape[1:-1], x.shape[-1])
         return by_rank.movedim(0, -3).flatten(-3, -2)
-    by_heads = zip(torch.split(received, receives), heads, strict=True)
-    parts = [t.view(own, *x.shape[1:-2], run.size, x.shape[-1]) for t, run in by_heads]
-    if sum(run.size for run in heads) == all_heads:
-        return torch.cat(parts, -2)
-    found = x.new_zeros((own, *x.shape[1:-2], all_heads, x.shape[-1]))
-    for part, run in zip(parts, heads, strict=True):
+    by_heads = zip(torch.split(received, receives), heads.of_ranks, strict=True)
+    return _summed([t.view(own, *x.shape[1:-2], run.size, x.shape[-1]) for t, run in by_heads], heads)
+
+
+def _summed(parts: Sequence[Tensor], heads: Heads) -> Tensor:
+    """Returns all heads of each rank's: the sum, in their order, where several ranks have a head."""
+    if sum(run.size for run in heads.of_ranks) == heads.total:
+        return torch.cat(list(parts), -2)
+    found = parts[0].new_zeros((*parts[0].shape[:-2], heads.total, parts[0].shape[-1]))
+    for part, run in zip(parts, heads.of_ranks, strict=True):
         found[..., run.start : run.stop, :] += part
     return found
 
@@ -159,56 +263,65 @@ class Ulysses(NamedTuple):
     def _split(self) -> Split:
         return Split.of(self.heads, self.heads_kv, self.plan.ranks)
 
-    def _to_heads(self, x: Tensor) -> Tensor:
-        """Returns this rank's heads of q's rows, or of what has its dims, for all tokens."""
-        packed = self.plan.is_packed
-        return _swapped(to_heads(_swapped(x, packed), self.plan.q_runs, self._split.q, self.plan.group), packed)
+    def _to_heads(self, *tensors: Tensor | None) -> list[Any]:
+        """Returns this rank's heads of q's rows, or of what has its dims, for all tokens; None of None."""
+        plan, heads = self.plan, self._split.q
+        return self._exchanged(tensors, lambda given: to_heads(given, plan.q_runs, [heads] * len(given), plan.group))
 
-    def _to_rows(self, x: Tensor) -> Tensor:
+    def _to_rows(self, *tensors: Tensor) -> list[Tensor]:
         """Returns all heads of this rank's rows: the inverse."""
-        packed = self.plan.is_packed
-        total = (self.heads, self.plan.group)
-        return _swapped(to_rows(_swapped(x, packed), self.plan.q_runs, self._split.q, total), packed).contiguous()
+        plan, heads = self.plan, Heads(self._split.q, self.heads)
+        found = self._exchanged(tensors, lambda given: to_rows(given, plan.q_runs, [heads] * len(given), plan.group))
+        return [x.contiguous() for x in found]
 
-    def _part(self, whole_q: Tensor, kv: Tensor, dim: int) -> tuple[Part, tuple[int, ...] | None]:
+    def _exchanged(self, tensors: Sequence[Tensor | None], exchange: Callable[[list[Tensor]], list[Tensor]]) -> list[Any]:
+        packed = self.plan.is_packed
+        found = iter(exchange([_swapped(x, packed) for x in tensors if x is not None]))
+        return [None if x is None else _swapped(next(found), packed) for x in tensors]
+
+    def _part(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Part, tuple[int, ...] | None]:
+        """Returns this rank's heads as calls take them, and the key head of each query head where they are not grouped evenly."""
         places = local_key_heads(self._split, self.plan.rank, self.heads // self.heads_kv)
         if places is not None:
-            kv = as_sent(kv).index_select(-2, _index(places, kv.device)).view(kv.dtype)
-        return Part(whole_q, *apart(kv, dim, self.plan.is_packed)), places
+            k, v = (as_sent(x).index_select(-2, _index(places, x.device)).view(x.dtype) for x in (k, v))
+        return Part(q, k, v), places
 
-    def gathered(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns this rank's heads of all tokens: of q, and of k and v together."""
-        plan = self.plan
-        return self._to_heads(q), to_heads(rows_first(k, v, plan.is_packed), plan.kv_runs, self._split.kv, plan.group)
+    def gathered(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        """Returns this rank's heads of all tokens."""
+        plan, split = self.plan, self._split
+        if plan.q_runs == plan.kv_runs:
+            heads = split.q, split.kv, split.kv
+            return tuple(self._exchanged((q, k, v), lambda given: to_heads(given, plan.q_runs, heads, plan.group)))
+        of_keys = self._exchanged((k, v), lambda given: to_heads(given, plan.kv_runs, (split.kv, split.kv), plan.group))
+        return (*self._to_heads(q), *of_keys)
 
     def gathered_results(self, results: Results) -> Results:
         """Returns this rank's heads of the results of all tokens."""
-        lse = _rows_as_lse(self._to_heads(_lse_as_rows(results.lse)))
-        return Results(self._to_heads(results.out), lse)
+        out, lse = self._to_heads(results.out, _lse_as_rows(results.lse))
+        return Results(out, _rows_as_lse(lse))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, shared: Shared) -> tuple[Results, tuple[Tensor, ...]]:
         """Returns out and lse of this rank's queries, and what a backward needs."""
         plan = self.plan
-        whole_q, kv = self.gathered(q, k, v)
-        part, _ = self._part(whole_q, kv, k.shape[-1])
+        whole = self.gathered(q, k, v)
+        part, _ = self._part(*whole)
         context = of_heads(self.scores, shared, self._split.q[plan.rank], q.device)
         if self.between is None:
             found = attend_all(_calls(plan, shared.alibi_slopes is not None, q.device), part, context, _one_lane(q))
         else:
             found, _ = Ring(self.between, context[0]).forward(*part, context[1])
-        lse = self._to_rows(_lse_as_rows(found.lse))
-        return Results(self._to_rows(found.out), _rows_as_lse(lse)), (whole_q, kv, *found)
+        out, lse = self._to_rows(found.out, _lse_as_rows(found.lse))
+        return Results(out, _rows_as_lse(lse)), (*whole, *found)
 
     def backward(self, saved: tuple[Tensor, ...], seeds: Seeds, shared: Shared) -> Sums:
         """Returns the gradients of this rank's q, k and v, and this rank's part of those of the shared tensors."""
-        whole_q, kv, out, lse = saved
+        whole_q, whole_k, whole_v, out, lse = saved
         plan, packed = self.plan, self.plan.is_packed
         dout, dlse, dout8 = seeds
-        dim = kv.shape[-1] - dout.shape[-1]
-        own_dlse = None if dlse is None else _rows_as_lse(self._to_heads(_lse_as_rows(dlse)))
-        own = Seeds(self._to_heads(dout), own_dlse, None if dout8 is None else self._to_heads(dout8))
-        part, places = self._part(whole_q, kv, dim)
-        heads = self._split.q[plan.rank]
+        dout, dlse, dout8 = self._to_heads(dout, None if dlse is None else _lse_as_rows(dlse), dout8)
+        own = Seeds(dout, None if dlse is None else _rows_as_lse(dlse), dout8)
+        part, places = self._part(whole_q, whole_k, whole_v)
+        heads, out_dtype = self._split.q[plan.rank], self.scores.out_dtype(whole_q)
         context = of_heads(self.scores, shared, heads, whole_q.device)
         if self.between is None:
             calls = _calls(plan, shared.alibi_slopes is not None, whole_q.device)
@@ -217,25 +330,38 @@ class Ulysses(NamedTuple):
             fp32 = "dkv" if is_sum else "none"
             found = differentiate_all(calls, part, Results(out, lse), own, context, _one_lane(whole_q), fp32)
             of_context = found.shared
-            if calls.is_one:
-                dq = by_rows(found.dq[0], packed)
-            else:
-                dq = torch.empty(whole_q.shape, dtype=self.scores.out_dtype(whole_q), device=whole_q.device)
+            dq = (
+                by_rows(found.dq[0], packed) if calls.is_one else torch.empty(whole_q.shape, dtype=out_dtype, device=whole_q.device)
+            )
+            if not calls.is_one:
                 found.write_dq(calls, by_rows(dq, packed))
-            dtype = sum_dtype(whole_q.dtype) if is_sum else self.scores.out_dtype(whole_q)
-            dkv = torch.empty((*kv.shape[:-2], part.k.shape[-2], kv.shape[-1]), dtype=dtype, device=kv.device)
-            for total, shares in zip((dkv[..., :dim], dkv[..., dim:]), (found.dk, found.dv), strict=True):
-                add_up(total, [call.keys for call in calls.longest_first], shares)
+            dtype, keys = sum_dtype(whole_q.dtype) if is_sum else out_dtype, [call.keys for call in calls.longest_first]
+            of_keys = []
+            for x, shares in zip(part[1:], found[1:3], strict=True):
+                total = torch.empty(x.shape, dtype=dtype, device=x.device)
+                add_up(by_rows(total, packed), keys, shares)
+                of_keys.append(total)
         else:
             ring = Ring(self.between, context[0])
-            dq, dk, dv, of_context = ring.backward((*part, out, lse), own, context[1])
-            dkv = rows_first(dk, dv, packed)
+            dq, *of_keys, of_context = ring.backward((*part, out, lse), own, context[1])
         if places is not None:
-            all_heads = dkv.new_zeros((*dkv.shape[:-2], kv.shape[-2], dkv.shape[-1]))
-            dkv = all_heads.index_add_(-2, _index(places, dkv.device), dkv)
-        dkv = to_rows(dkv, plan.kv_runs, self._split.kv, (self.heads_kv, plan.group))
+            of_keys = [_add_heads(x, places, whole_k.shape[-2]) for x in of_keys]
+        dq, dk, dv = self._gradients_to_rows(dq.to(out_dtype), *of_keys)
         of_shared = whole_gradients(of_context, shared, heads)
-        return Sums(self._to_rows(dq.to(self.scores.out_dtype(whole_q))), *apart(dkv, dim, packed), of_shared)
+        return Sums(dq, dk, dv, of_shared)
+
+    def _gradients_to_rows(self, dq: Tensor, dk: Tensor, dv: Tensor) -> list[Tensor]:
+        plan, heads_kv = self.plan, Heads(self._split.kv, self.heads_kv)
+        if plan.q_runs == plan.kv_runs:
+            heads = Heads(self._split.q, self.heads), heads_kv, heads_kv
+            return self._exchanged((dq, dk, dv), lambda given: to_rows(given, plan.q_runs, heads, plan.group))
+        of_keys = self._exchanged((dk, dv), lambda given: to_rows(given, plan.kv_runs, (heads_kv, heads_kv), plan.group))
+        return [*self._to_rows(dq), *of_keys]
+
+
+def _add_heads(x: Tensor, places: tuple[int, ...], heads: int) -> Tensor:
+    """Returns the sums of x's heads at their places among so many."""
+    return x.new_zeros((*x.shape[:-2], heads, x.shape[-1])).index_add_(-2, _index(places, x.device), x)
 
 
 def _one_lane(x: Tensor) -> Lanes:

@@ -85,3 +85,9 @@ def test_training_on_packed_documents_has_the_same_losses_on_any_number_of_ranks
     assert printed[1][-1] < printed[1][0] - 0.3
     page = (ROOT / "docs" / "distributed.md").read_text("utf-8")
     assert [float(loss) for loss in re.findall(r"^step .* loss (\S+)", page, re.MULTILINE)] == pytest.approx(printed[1], abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_exchanges_by_memory_that_ranks_share(ranks: int, forked_python: FreshPython, tmp_path: Path) -> None:
+    run_ranks(forked_python, tmp_path, "by_shared_memory", ranks, {"TRITON_INTERPRET": "1", "RANKS_BACKEND": "eager"})

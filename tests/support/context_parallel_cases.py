@@ -32,7 +32,7 @@ from flexattn.distributed.plans import STRATEGIES
 from flexattn.testing import check_close
 from tests.support import context_parallel_calls as calls
 from tests.support import context_parallel_graphs as graphs
-from tests.support import lane_races
+from tests.support import lane_races, shared_memory
 from tests.support.ranks import CAPTURED_PARTS, COMPILED_PARTS, EIGHT_BITS_PARTS
 
 MOST_OF_ONE = 1.08  # of one process's root mean square error: dq of a part begins from an out that is rounded
@@ -57,6 +57,13 @@ def all_features() -> None:
     for name, problem in calls.EIGHT_BITS.items():
         for layout in calls.LAYOUTS[: 2 if "blocks" in name else 3]:  # dealt chunks are of no whole blocks here
             calls.compare_eight(problem, layout, ["ulysses"] if "by heads" in name else calls.WAYS)
+
+
+def by_shared_memory() -> None:
+    """What ranks exchange comes from each other's memory, which files are here, by the kernel that pulls rows."""
+    shared_memory.share(dist.group.WORLD, calls.DEVICE)
+    features()
+    assert shared_memory.BARRIERS["all"] > 100, shared_memory.BARRIERS
 
 
 def in_eight_bits() -> None:
@@ -647,7 +654,7 @@ def on_gpus() -> None:
     refused_on_all()
 
 
-QUICK = (features, sums_in_float32, others, faults, compiled, lanes_without_races, graphs.no_reads)
+QUICK = (features, by_shared_memory, sums_in_float32, others, faults, compiled, lanes_without_races, graphs.no_reads)
 SLOW = (all_compiled, all_features, drawn, in_float32, in_hosts, on_one_mesh, of_dtensors, on_triton)
 ON_GPUS = (same_bits, decoding_over_long_caches, on_gpus, one_does_not_come, compiled_graphs_of_kernels)
 SUITES: dict[str, Any] = {f.__name__: f for f in (*QUICK, *SLOW, *ON_GPUS)}

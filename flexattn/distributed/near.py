@@ -1,0 +1,72 @@
+"""Keys that ranks of one host pull from each other's memory, and gradients that go back so: which rows, and where they lie."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from flexattn.distributed.layout import Run, Runs, common, row_of, rows_of, size_of, union
+from flexattn.distributed.peers import Move, Side, Window, aligned
+
+
+class Near(NamedTuple):
+    """A rank's part of a fetch: it copies the rows that others need to its memory, and pulls those that it needs.
+
+    Gradients go back the same way: a rank writes those of the rows that it fetched, of one rank after another, and pulls its own.
+    """
+
+    copies: tuple[tuple[Run, Run], ...]  # rows of this rank's tensor, and where they lie in its memory
+    moves: tuple[Move, ...]  # to the rows held
+    back: tuple[Move, ...]  # to the gradients that arrive, those of one rank after another
+    most_sent: int  # rows that any rank copies, the same on all
+    most_fetched: int  # rows that any rank fetches
+
+
+def make_near(kv_runs: Sequence[Runs], wanted: Sequence[Runs], held: Runs, rank: int) -> Near:
+    """Returns a rank's part of a fetch of keys that lie in `kv_runs`; wanted and held are as `exchange.make_route` takes them."""
+    ranks = range(len(kv_runs))
+    fetched = [[tuple(common(wanted[to], kv_runs[of])) if to != of else () for of in ranks] for to in ranks]
+    sent = [union(run for to in ranks for run in fetched[to][of]) for of in ranks]
+    own, own_rows = kv_runs[rank], rows_of(kv_runs[rank])
+    copies = tuple(_places(run, own, own_rows, sent[rank]) for run in common(sent[rank], own))
+    moves = tuple(
+        Move(of, row_of(run.start, sent[of], rows_of(sent[of])), row_of(run.start, held, rows_of(held)), run.size)
+        for of in ranks
+        for run in fetched[rank][of]
+    )
+    back, row = [], 0
+    for of in ranks:
+        count = size_of(fetched[of][rank])
+        if count:
+            back.append(Move(of, sum(size_of(runs) for runs in fetched[of][:rank]), row, count))
+        row += count
+    most = max(sum(map(size_of, of)) for of in fetched)
+    return Near(copies, moves, tuple(back), max(map(size_of, sent)), most)
+
+
+def _places(run: Run, own: Runs, rows: Sequence[Run], sent: Runs) -> tuple[Run, Run]:
+    first, to = row_of(run.start, own, rows), row_of(run.start, sent, rows_of(sent))
+    return Run(first, first + run.size), Run(to, to + run.size)
+
+
+def starts(rows: int, sizes: Sequence[int]) -> list[int]:
+    """Returns the bytes at which a window has so many rows of each tensor, one after another, and last those of all.
+
+    sizes: bytes of a row of each.
+    """
+    return list(itertools.accumulate((aligned(rows * size) for size in sizes), initial=0))
+
+
+def pull_rows_of(window: Window, first: int, out: Tensor, moves: tuple[Move, ...]) -> None:
+    """Pulls whole rows of `out`, a contiguous tensor [rows, ...]."""
+    row = math.prod(out.shape[1:])
+    window.pull(first, out, moves, (Side(row), Side(row)), row)
+
+
+def row_size(x: Tensor) -> int:
+    """Returns the bytes of one row."""
+    return math.prod(x.shape[1:]) * x.element_size()

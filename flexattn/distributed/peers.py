@@ -1,0 +1,223 @@
+"""Memory of ranks that all GPUs of a host read: an exchange writes its rows there, and each rank pulls what it needs, by a kernel.
+
+Against messages it saves the copies into and out of them, and most of a collective's latency. The memory is torch's symmetric
+memory (https://docs.pytorch.org/docs/stable/symmetric_memory.html), mapped by every rank of a group once. An exchange is
+
+    window = peers.window(group, device, size)    # waits until no rank reads what it wrote before
+    window.room(0, shape, dtype).copy_(rows)
+    window.open()                                 # waits until every rank has written
+    window.pull(out, moves, sides)
+    window.close()
+
+all of it on the current stream: ranks wait for each other on their GPUs, not on their hosts.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import socket
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flexattn.dispatch.options import peer_memory
+from flexattn.distributed.capture import is_capturing, is_over_nccl, tables
+
+MOST_RANKS = 8  # of one host
+MOST_BYTES = 1 << 30  # of each rank's memory: a larger exchange is made of messages
+_LEAST_BYTES = 32 << 20
+
+
+class Side(NamedTuple):
+    """Where rows lie: row r begins at element `r * stride + column`, and where step is not 0, those of source n n steps further."""
+
+    stride: int
+    column: int = 0
+    step: int = 0
+
+
+class Move(NamedTuple):
+    """Rows of one source, and the first of the rows that they come to."""
+
+    source: int
+    first: int
+    to: int
+    rows: int
+
+
+class Memory(Protocol):
+    """Bytes of each rank of a group, which all of them read."""
+
+    own: Tensor  # uint8, this rank's
+    addresses: Tensor  # int64 [ranks], of each rank's bytes as this rank reads them
+
+    def barrier(self) -> None:
+        """Makes the current stream wait until every rank's has come to its barrier."""
+
+
+class _Symmetric:
+    def __init__(self, group: Any, device: torch.device, size: int) -> None:
+        from torch.distributed import _symmetric_memory as symmetric  # here, as only GPUs have it
+
+        # As torch's own workspaces are made: `symmetric.empty` would take the memory from a pool, which keeps what is given back.
+        allocate = symmetric._SymmetricMemory.empty_strided_p2p  # type: ignore[attr-defined]
+        self.own: Tensor = allocate((size,), (1,), torch.uint8, device)
+        self._handle = symmetric.rendezvous(self.own, group)
+        places = [self._handle.get_buffer(rank, (size,), torch.uint8).data_ptr() for rank in range(group.size())]
+        self.addresses = torch.tensor(places).to(device)
+        self._milliseconds = int(_timeout(group, device).total_seconds() * 1e3)
+
+    def barrier(self) -> None:
+        self._handle.barrier(0, self._milliseconds)
+
+
+def _timeout(group: Any, device: torch.device) -> Any:
+    return group._get_backend(device).options._timeout
+
+
+class Peers:
+    """A group's memory, which grows: all ranks ask for the same sizes in the same order. make: takes so many bytes, on all ranks."""
+
+    def __init__(self, device: torch.device, make: Callable[[int], Memory]) -> None:
+        self.device, self._make = device, make
+        self.memory: Memory | None = None
+        self._captured: list[Memory] = []  # graphs have their addresses
+        self._last: tuple[Any, Any] | None = None  # the stream of the last exchange, and its end
+
+    def grow(self, size: int) -> None:
+        """Takes memory of so many bytes at least, which all ranks of the group do together."""
+        if self.memory is not None and self.memory.own.numel() >= size:
+            return
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # once all ranks have come here, none reads the memory that is given back
+        self.memory = self._make(max(_LEAST_BYTES, 1 << (size - 1).bit_length()))
+
+    def begin(self) -> Memory:
+        """Makes the current stream wait for the last exchange of every rank."""
+        memory = self.memory
+        assert memory is not None
+        if self.device.type == "cuda":
+            if is_capturing(self.device):
+                if memory not in self._captured:
+                    self._captured.append(memory)
+            elif self._last is not None and self._last[0] != torch.cuda.current_stream(self.device):
+                torch.cuda.current_stream(self.device).wait_event(self._last[1])
+        memory.barrier()
+        return memory
+
+    def end(self) -> None:
+        if self.device.type == "cuda" and not is_capturing(self.device):
+            stream = torch.cuda.current_stream(self.device)
+            self._last = stream, stream.record_event()
+
+
+class Window(NamedTuple):
+    """One exchange: memory that this rank may write to, and the other ranks'."""
+
+    peers: Peers
+    memory: Memory
+
+    def room(self, first: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Returns this rank's memory from a byte on, a multiple of `UNIT`, as a tensor."""
+        size = dtype.itemsize * math.prod(shape)
+        return self.memory.own[first : first + size].view(dtype).view(*shape)
+
+    def open(self) -> None:
+        """Waits until all ranks have written, so that what they wrote can be read."""
+        self.memory.barrier()
+
+    def pull(self, first: int, out: Tensor, moves: tuple[Move, ...], sides: tuple[Side, Side], width: int) -> None:
+        """Writes rows of `out`, a contiguous tensor, from what ranks have from byte `first` on.
+
+        sides: where rows lie in out, which has no column, and in each rank's memory, which has no step. width: elements of a row.
+        """
+        from flexattn.kernels_triton.portable.pull_rows import Words, pull_rows, rows_of_program  # here, as it imports Triton
+
+        if not moves or width == 0:
+            return
+        written, read = sides
+        elements = (width, written.stride, written.step, read.stride, read.column)
+        size = next(size for size in _WORDS if all(n * out.element_size() % size == 0 for n in elements))
+        words = Words(*(n * out.element_size() // size for n in elements))
+        table = _table(moves, rows_of_program(words.width), out.device)
+        pull_rows(out.view(-1).view(torch.uint8).view(_WORDS[size]), self.memory.addresses + first, table, words)
+
+    def close(self) -> None:
+        """Ends the exchange: what was pulled is there for what follows on this stream."""
+        self.peers.end()
+
+
+UNIT = 128  # bytes to which tensors in a window are aligned
+_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+
+
+def aligned(size: int) -> int:
+    """Returns the bytes that a tensor of so many takes in a window."""
+    return -(-size // UNIT) * UNIT
+
+
+@tables(512)
+def _table(moves: tuple[Move, ...], rows: int, device: torch.device) -> Tensor:
+    """Returns the moves in parts that one program each makes: int32 [programs, 4]."""
+    parts = [
+        (source, first + at, to + at, min(rows, size - at)) for source, first, to, size in moves for at in range(0, size, rows)
+    ]
+    return torch.tensor(parts, dtype=torch.int32).to(device)
+
+
+_OF_GROUPS: dict[tuple[Any, torch.device], Peers | None] = {}
+
+
+def are_near(group: Any, device: torch.device) -> bool:
+    """Returns whether a group's ranks read each other's memory, the same on all of them; the first time they find out together."""
+    return _peers_of(group, device) is not None
+
+
+def window(group: Any, device: torch.device, size: int) -> Window | None:
+    """Returns memory of so many bytes for an exchange; None where it is to be made of messages. size: the same on all ranks."""
+    peers = _peers_of(group, device)
+    if peers is None or size > MOST_BYTES:
+        return None
+    if is_capturing(device) and (peers.memory is None or peers.memory.own.numel() < size):
+        return None
+    peers.grow(size)
+    return Window(peers, peers.begin())
+
+
+def _peers_of(group: Any, device: torch.device) -> Peers | None:
+    if peer_memory() == "never" or not 2 <= group.size() <= MOST_RANKS:
+        return None
+    key = (group, device)
+    if key not in _OF_GROUPS:
+        if device.type != "cuda" or is_capturing(device):
+            return None
+        _OF_GROUPS[key] = _found(group, device)
+    return _OF_GROUPS[key]
+
+
+def _found(group: Any, device: torch.device) -> Peers | None:
+    """Returns a group's memory where all of its ranks are on one host, and each GPU reads all others' memory."""
+    if not is_over_nccl(group):
+        return None
+    ranks: list[Any] = [None] * group.size()
+    dist.all_gather_object(ranks, _seen_from(device), group=group)
+    hosts, gpus, unread = zip(*ranks, strict=True)
+    is_near = len(set(hosts)) == 1 and not any(of & set(gpus) for of in unread)
+    return Peers(device, functools.partial(_Symmetric, group, device)) if is_near else None
+
+
+def _seen_from(device: torch.device) -> tuple[tuple[str, str], str, set[str]]:
+    """Returns names that only processes of one machine share, the GPU's, and those of visible GPUs whose memory it cannot read."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    others = [i for i in range(torch.cuda.device_count()) if i != device.index]
+    unread = {_name(i) for i in others if not torch.cuda.can_device_access_peer(device, i)}
+    return (socket.gethostname(), boot.read_text("utf-8") if boot.exists() else ""), _name(device), unread
+
+
+def _name(device: torch.device | int) -> str:
+    return str(torch.cuda.get_device_properties(device).uuid)
