@@ -6,8 +6,9 @@
 time is the median of calls that are queued one after the other, the slowest rank's of each; efficiency is one GPU's time, the mean
 of all ranks' before and after, over the number of ranks times that. GPUs are warm before anything is timed. Memory is the peak of a
 forward and backward beside what was there before. "In a graph", of "auto" alone and only where it is asked for, are the same calls
-captured in a CUDA graph for each direction and replayed. Links are the bytes that each rank receives. Without GPUs it runs over
-gloo at toy sizes, as a check of itself.
+captured in a CUDA graph for each direction and replayed. Shared memory is what ranks keep for each other to read, beside the peak;
+with FLEXATTN_PEER_MEMORY=never there is none. Links are the bytes that each rank receives. Without GPUs it runs over gloo at toy
+sizes, as a check of itself.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from torch import Tensor
 from flexattn import attention, distributed
 from flexattn.bench import ring_flash_attn
 from flexattn.bench.shapes import log_normal_lengths
+from flexattn.distributed import peer_memory
 from flexattn.distributed.cost import Heads
 
 DTYPE = torch.bfloat16
@@ -48,6 +50,7 @@ SECONDS, MOST_CALLS = 0.8, 60  # timed calls of one direction
 HOST_MATTERS_MS = 100  # the host's time to enqueue a longer forward and backward is not measured
 LINK_MIB = (1, 16, 64, 256)
 NAMES = ("out", "dq", "dk", "dv")
+SETTINGS = ("NCCL_", "TORCH_NCCL_", "TORCH_SYMM_", "FLEXATTN_")  # environment variables that a run notes
 
 Call = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -179,6 +182,10 @@ class Ranks:
         before = torch.cuda.memory_allocated()
         call()
         return float(self.gathered([(torch.cuda.max_memory_allocated() - before) / 2**20]).max())
+
+    def shared_mib(self) -> float:
+        """Returns the memory of a rank that others read, which is kept from call to call: the most that calls so far took."""
+        return peer_memory.shared_bytes(dist.group.WORLD, self.device) / 2**20
 
     def host_us(self, call: Callable[[], Any]) -> float:
         """Returns the median time until a call returns, with nothing in the device's queue; the slowest rank's."""
@@ -410,6 +417,7 @@ class Comparison:
                 q1, median, q3 = statistics.quantiles(slowest, n=4)
                 row |= {f"{direction}_ms": median, f"{direction}_ms_q1": q1, f"{direction}_ms_q3": q3}
             row["peak_mib"] = None if way.is_captured else ranks.peak_mib(steps.both)
+            row["shared_mib"] = ranks.shared_mib()
             if row["both_ms"] < HOST_MATTERS_MS:
                 row["host_us_forward"] = ranks.host_us(steps.forward)
                 row["host_us_both"] = ranks.host_us(steps.both)
@@ -480,7 +488,7 @@ def line_of(row: dict[str, Any]) -> str:
     text += f" ({row['both_efficiency']:.3f})" if "both_efficiency" in row else ""
     return (
         text
-        + (f", {row['peak_mib']:.0f} MiB" if row.get("peak_mib") is not None else "")
+        + (f", {row['peak_mib']:.0f} + {row.get('shared_mib', 0.0):.0f} MiB" if row.get("peak_mib") is not None else "")
         + (
             f", host {row['host_us_forward']:.0f} + {row['host_us_both']:.0f} us, bits {row['equal_bits']} {row.get('takes', '')}"
             if "host_us_both" in row
@@ -520,7 +528,7 @@ def main(argv: list[str] | None = None) -> int:
         "ranks": ranks.count,
         "device": record.device_facts(),
         "versions": versions,
-        "settings": {name: value for name, value in os.environ.items() if name.startswith(("NCCL_", "TORCH_NCCL_", "TORCH_SYMM_"))},
+        "settings": {name: value for name, value in os.environ.items() if name.startswith(SETTINGS)},
         "method": __doc__,
         "cells": {name: (cell if ranks.on_gpu else small(cell))._asdict() for name, cell in cells.items()},
         "links": [],

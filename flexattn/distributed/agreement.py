@@ -6,7 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from flexattn.dispatch.options import check_values
+from flexattn.dispatch.options import check_values, peer_memory
 from flexattn.distributed.exchange import waiting
 from flexattn.mods.captures import runs_as_it_is
 
@@ -29,6 +29,7 @@ def agree(group: Any, what: str, own: dict[str, Any], error: Exception | None) -
         if error is not None:
             raise error
         return
+    own = own | {"FLEXATTN_PEER_MEMORY": peer_memory()}
     said: list[Any] = [None] * dist.get_world_size(group)
     with waiting(f"the comparison of the ranks' calls of {what}", group):
         dist.all_gather_object(said, (own, None if error is None else f"{type(error).__name__}: {error}"), group=group)

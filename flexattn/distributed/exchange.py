@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flexattn.distributed import peers
+from flexattn.distributed import peer_memory
 from flexattn.distributed.layout import Run, Runs, common, row_of, rows_of, size_of, union, without
 from flexattn.distributed.near import Near, make_near, pull_rows_of, row_size, starts
 from flexattn.distributed.sums import NO_STEPS, Move, Share, Steps, copy_all
@@ -77,7 +77,7 @@ def make_route(kv_runs: Sequence[Runs], wanted: Sequence[Runs], held: Runs, rank
     sizes = [size_of(runs) for runs in kv_runs]
     is_whole = len(set(sizes)) == 1 and sizes[0] > 0 and all(size_of(runs) == sum(sizes) for runs in wanted)
     by_runs = _fits_messages(kv_runs, wanted)
-    near = make_near(kv_runs, wanted, held, rank) if 1 < len(kv_runs) <= peers.MOST_RANKS else None
+    near = make_near(kv_runs, wanted, held, rank) if 1 < len(kv_runs) <= peer_memory.MOST_RANKS else None
     return Route(sends, receives, kept, count, gaps, size_of(own), held_sends, by_runs, is_whole, near)
 
 
@@ -189,19 +189,19 @@ def _pulled(tensors: Sequence[Tensor], rooms: Sequence[Tensor], route: Route, gr
     assert near is not None
     places = starts(near.most_sent, list(map(row_size, tensors)))
     with waiting(KEYS, group):
-        window = peers.window(group, tensors[0].device, places[-1]) if near.most_sent else None
-        if window is None and near.most_sent:
+        pulling = peer_memory.begin(group, tensors[0].device, places[-1]) if near.most_sent else None
+        if pulling is None and near.most_sent:
             return False
         _place_own(tensors, rooms, route)
-        if window is None:
+        if pulling is None:
             return True
         for x, first in zip(map(as_sent, tensors), places, strict=False):
-            sent = window.room(first, (near.most_sent, *x.shape[1:]), x.dtype)
+            sent = pulling.room(first, (near.most_sent, *x.shape[1:]), x.dtype)
             copy_all([(sent[slice(*to)], x[slice(*rows)]) for rows, to in near.copies])
-        window.open()
+        pulling.open()
         for room, first in zip(map(as_sent, rooms), places, strict=False):
-            pull_rows_of(window, first, room, near.moves)
-        window.close()
+            pull_rows_of(pulling, first, room, near.moves)
+        pulling.close()
     return True
 
 
@@ -345,15 +345,15 @@ def begin_return(
     if near is not None and near.most_fetched:
         places = starts(near.most_fetched, list(map(row_size, received)))
         with waiting(GRADIENTS, group):
-            window = peers.window(group, rooms[0].device, places[-1])
-            if window is not None:
+            pulling = peer_memory.begin(group, rooms[0].device, places[-1])
+            if pulling is not None:
                 rows = near.most_fetched
-                sent = tuple(window.room(at, (rows, *x.shape[1:]), dtype) for x, at in zip(received, places, strict=False))
+                sent = tuple(pulling.room(at, (rows, *x.shape[1:]), dtype) for x, at in zip(received, places, strict=False))
                 returns.sent.run(sent, shares)
-                window.open()
+                pulling.open()
                 for x, at in zip(received, places, strict=False):
-                    pull_rows_of(window, at, x, near.back)
-                window.close()
+                    pull_rows_of(pulling, at, x, near.back)
+                pulling.close()
                 return Pending(received, [], (), GRADIENTS)
     sent = tuple(torch.empty((sum(sends), *room.shape[1:]), dtype=dtype, device=room.device) for room in rooms)
     returns.sent.run(sent, shares)

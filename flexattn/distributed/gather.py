@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexattn.distributed import exchange, peers, slices
+from flexattn.distributed import exchange, peer_memory, slices
 from flexattn.distributed.calls import (
     Calls,
     Found,
@@ -162,7 +162,7 @@ class _Coming:
         load = slices.Load(
             bytes=work.received * batch * self.k.shape[-2] * dims * self.k.element_size(),
             products=2 * work.area * batch * self.q.shape[-2] * dims,
-            is_near=peers.are_near(self.group, self.q.device),
+            is_near=peer_memory.are_near(self.group, self.q.device),
         )
         self.slices = slices.key_slices(self.q.shape[-2], self.k.shape[-2], load, ends)
         whole, is_one = (call.scores, shared), len(self.slices) == 1

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from flexattn.distributed.layout import Run, Runs, common, row_of, rows_of, size_of, union
-from flexattn.distributed.peers import Move, Side, Window, aligned
+from flexattn.distributed.peer_memory import Exchange, Move, Side, aligned
 
 
 class Near(NamedTuple):
@@ -54,17 +54,17 @@ def _places(run: Run, own: Runs, rows: Sequence[Run], sent: Runs) -> tuple[Run, 
 
 
 def starts(rows: int, sizes: Sequence[int]) -> list[int]:
-    """Returns the bytes at which a window has so many rows of each tensor, one after another, and last those of all.
+    """Returns the bytes at which an exchange has so many rows of each tensor, one after another, and last those of all.
 
     sizes: bytes of a row of each.
     """
     return list(itertools.accumulate((aligned(rows * size) for size in sizes), initial=0))
 
 
-def pull_rows_of(window: Window, first: int, out: Tensor, moves: tuple[Move, ...]) -> None:
+def pull_rows_of(exchange: Exchange, first: int, out: Tensor, moves: tuple[Move, ...]) -> None:
     """Pulls whole rows of `out`, a contiguous tensor [rows, ...]."""
     row = math.prod(out.shape[1:])
-    window.pull(first, out, moves, (Side(row), Side(row)), row)
+    exchange.pull(first, out, moves, (Side(row), Side(row)), row)
 
 
 def row_size(x: Tensor) -> int:

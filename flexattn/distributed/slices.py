@@ -11,8 +11,8 @@ SLICE_BYTES = 16 << 20  # that a rank receives for a slice on average: below, a 
 # showed (three slices of 7e11 products took the host 15 to 20 ms forward and backward, and the GPUs 13).
 SLICE_PRODUCTS = 1.25e12
 MIDDLE_BYTES = 256 << 20  # most of a slice of keys, but for the first and the last one: as much of others' keys is held twice
-# Most of a slice of keys that ranks read where they lie: nothing hides it, as what a kernel reads comes nearly as fast as it can and
-# kernels of attention leave it no multiprocessor, so that keys come in slices only where they would take too much memory.
+# Most of a slice of keys that ranks read where they lie. Nothing hides it: kernels of attention leave no multiprocessor to the one
+# that reads, so such keys come in slices only where they would take too much memory.
 NEAR_BYTES = 512 << 20
 END_SHARE = 4  # the first slice, whose keys nothing hides, and the last one, whose gradients nothing hides, have a fourth each
 

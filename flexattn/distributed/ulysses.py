@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flexattn.distributed import peers
+from flexattn.distributed import peer_memory
 from flexattn.distributed.calls import (
     Calls,
     Part,
@@ -37,7 +37,7 @@ from flexattn.distributed.exchange import all_to_all, as_sent, waiting
 from flexattn.distributed.lanes import Lanes
 from flexattn.distributed.layout import Run, Runs, cut, rows_of, size_of
 from flexattn.distributed.near import row_size, starts
-from flexattn.distributed.peers import Move, Side
+from flexattn.distributed.peer_memory import Move, Side
 from flexattn.distributed.plans import Plan
 from flexattn.distributed.ring import Ring
 from flexattn.distributed.sums import add_up
@@ -97,21 +97,21 @@ def to_heads(tensors: Sequence[Tensor], runs: tuple[Runs, ...], heads: Sequence[
     rank, most = dist.get_rank(group), max(map(size_of, runs))
     places = starts(most, list(map(row_size, tensors)))
     with waiting("the exchange from tokens to heads", group):
-        window = peers.window(group, tensors[0].device, places[-1])
-        if window is None:
+        pulling = peer_memory.begin(group, tensors[0].device, places[-1])
+        if pulling is None:
             return _together(tensors, heads, lambda x, of: _to_heads_by_messages(x, runs, of, group))
         for x, first in zip(map(as_sent, tensors), places, strict=False):
-            window.room(first, x.shape, x.dtype).copy_(x)
-        window.open()
+            pulling.room(first, x.shape, x.dtype).copy_(x)
+        pulling.open()
         found = []
         for x, first, of in zip(tensors, places, heads, strict=False):
             own, (*_, all_heads, dim) = of[rank], x.shape
             out = x.new_empty((sum(map(size_of, runs)), *x.shape[1:-2], own.size, dim))
             width = own.size * dim
             sides = Side(width), Side(all_heads * dim, own.start * dim)
-            window.pull(first, as_sent(out), _moves_to_whole(runs, _batch(x)), sides, width)
+            pulling.pull(first, as_sent(out), _moves_to_whole(runs, _batch(x)), sides, width)
             found.append(out)
-        window.close()
+        pulling.close()
     return found
 
 
@@ -134,19 +134,19 @@ def to_rows(tensors: Sequence[Tensor], runs: tuple[Runs, ...], heads: Sequence[H
     widest = [max(run.size for run in of.of_ranks) for of in heads]
     places = starts(whole, [row_size(x) // max(x.shape[-2], 1) * n for x, n in zip(tensors, widest, strict=True)])
     with waiting("the exchange from heads to tokens", group):
-        window = peers.window(group, tensors[0].device, places[-1])
-        if window is None:
+        pulling = peer_memory.begin(group, tensors[0].device, places[-1])
+        if pulling is None:
             return _together(tensors, heads, lambda x, of: _to_rows_by_messages(x, runs, of, group))
         for x, first in zip(map(as_sent, tensors), places, strict=False):
-            window.room(first, x.shape, x.dtype).copy_(x)
-        window.open()
+            pulling.room(first, x.shape, x.dtype).copy_(x)
+        pulling.open()
         found = []
         for x, first, of in zip(tensors, places, heads, strict=False):
             moves, batch = _moves_to_rows(runs, rank, _batch(x)), x.shape[1:-2]
             if of.are_even:
                 out = x.new_empty((size_of(runs[rank]), *batch, of.total, x.shape[-1]))
                 width = x.shape[-2] * x.shape[-1]
-                window.pull(first, as_sent(out), moves, (Side(of.total * x.shape[-1], 0, width), Side(width)), width)
+                pulling.pull(first, as_sent(out), moves, (Side(of.total * x.shape[-1], 0, width), Side(width)), width)
                 found.append(out)
                 continue
             parts = []
@@ -154,10 +154,10 @@ def to_rows(tensors: Sequence[Tensor], runs: tuple[Runs, ...], heads: Sequence[H
                 part = x.new_empty((size_of(runs[rank]), *batch, run.size, x.shape[-1]))
                 width = run.size * x.shape[-1]
                 own = tuple(move for move in moves if move.source == source)
-                window.pull(first, as_sent(part), own, (Side(width), Side(width)), width)
+                pulling.pull(first, as_sent(part), own, (Side(width), Side(width)), width)
                 parts.append(part)
             found.append(_summed(parts, of))
-        window.close()
+        pulling.close()
     return found
 
 

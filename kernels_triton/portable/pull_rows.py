@@ -1,4 +1,4 @@
-"""Rows that lie in the memory of several ranks, read where they are: what an exchange brings comes by one kernel, without messages."""
+"""Rows that lie in the memory of several ranks, read where they are: an exchange by one kernel, without messages."""
 
 from __future__ import annotations
 
@@ -13,15 +13,18 @@ from flexattn.kernels_triton.runtime.entry import WidePointer
 from flexattn.kernels_triton.runtime.launch import Tile, kernel, launch
 
 _TILE = Tile(1, 1, 4, 1)
-_WORDS = 4096  # of a program: 32 KiB, which is in flight at once
-_COLUMNS = 256  # words of a row that a program reads at once
-WIDE_BYTES = 16  # of one load; rows that begin elsewhere come in words of 8 bytes, or less
+_WORDS = 4096  # words that a program moves: 32 KiB, all in flight at once
+_COLUMNS = 256  # words of one row that a program reads at once
+WIDE_BYTES = 16  # bytes of the widest load; rows that begin elsewhere come in words of 8 bytes, or less
 
 
 class Words(NamedTuple):
-    """Where rows lie, all in words: row r of source n begins at `r * source_stride + source_column`, and in out n steps further."""
+    """Places of rows, all in words: row r of a source begins at `r * source_stride + source_column`.
 
-    width: int  # of a row
+    In out it begins at `r * out_stride`, and those of source n n steps further. width: words of a row.
+    """
+
+    width: int
     out_stride: int
     out_step: int
     source_stride: int

@@ -387,6 +387,10 @@ def checked() -> None:
         distributed.attention(q[:, rank:], q, q, plan=plan)
     with pytest.raises(ValueError, match="attention_over_ranks differs among ranks in q"):
         distributed.attention_over_ranks(q[:, : 1 + rank], q, q, group=group)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FLEXATTN_PEER_MEMORY", ("auto", "never")[rank])
+        with pytest.raises(ValueError, match="differs among ranks in FLEXATTN_PEER_MEMORY: rank 0 has 'auto', rank 1 has 'never'"):
+            distributed.attention(q, q, q, plan=plan)
     with pytest.raises(ValueError, match="alibi" if rank else "refused on another rank"):
         distributed.attention_over_ranks(q, q, q, group=group, bias_type="alibi" if rank else "no_bias")
     assert distributed.attention(q, q, q, plan=plan).shape == q.shape

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flexattn.distributed import peers
+from flexattn.distributed import peer_memory
 
 BARRIERS: Counter[str] = Counter()
 
 
 class Files:
-    """As `peers.Memory`: a rank's bytes are a file in a folder, and its barrier is the group's."""
+    """As `peer_memory.Memory`: a rank's bytes are a file in a folder, and its barrier is the group's."""
 
     numbers = itertools.count()
 
@@ -40,4 +40,4 @@ def share(group: Any, device: torch.device) -> None:
     """Makes a group's ranks exchange by files."""
     folder = [tempfile.mkdtemp() if group.rank() == 0 else ""]
     dist.broadcast_object_list(folder, dist.get_global_rank(group, 0), group=group)
-    peers._OF_GROUPS[group, device] = peers.Peers(device, functools.partial(Files, Path(folder[0]), group))
+    peer_memory._OF_GROUPS[group, device] = peer_memory.PeerMemory(device, functools.partial(Files, Path(folder[0]), group))

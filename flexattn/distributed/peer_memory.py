@@ -3,11 +3,11 @@
 Against messages it saves the copies into and out of them, and most of a collective's latency. The memory is torch's symmetric
 memory (https://docs.pytorch.org/docs/stable/symmetric_memory.html), mapped by every rank of a group once. An exchange is
 
-    window = peers.window(group, device, size)    # waits until no rank reads what it wrote before
-    window.room(0, shape, dtype).copy_(rows)
-    window.open()                                 # waits until every rank has written
-    window.pull(out, moves, sides)
-    window.close()
+    exchange = peer_memory.begin(group, device, size)    # waits until no rank reads what it wrote before
+    exchange.room(0, shape, dtype).copy_(rows)
+    exchange.open()                                 # waits until every rank has written
+    exchange.pull(out, moves, sides)
+    exchange.close()
 
 all of it on the current stream: ranks wait for each other on their GPUs, not on their hosts.
 """
@@ -25,16 +25,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flexattn.dispatch.options import peer_memory
+from flexattn.dispatch import options
 from flexattn.distributed.capture import is_capturing, is_over_nccl, tables
 
-MOST_RANKS = 8  # of one host
-MOST_BYTES = 1 << 30  # of each rank's memory: a larger exchange is made of messages
+MOST_RANKS = 8  # GPUs of one host
+MOST_BYTES = 1 << 30  # memory of a rank that others read: a larger exchange is made of messages
 _LEAST_BYTES = 32 << 20
 
 
 class Side(NamedTuple):
-    """Where rows lie: row r begins at element `r * stride + column`, and where step is not 0, those of source n n steps further."""
+    """Places of rows: row r begins at element `r * stride + column`, and where step is not 0, those of source n n steps further."""
 
     stride: int
     column: int = 0
@@ -66,8 +66,14 @@ class _Symmetric:
 
         # As torch's own workspaces are made: `symmetric.empty` would take the memory from a pool, which keeps what is given back.
         allocate = symmetric._SymmetricMemory.empty_strided_p2p  # type: ignore[attr-defined]
-        self.own: Tensor = allocate((size,), (1,), torch.uint8, device)
-        self._handle = symmetric.rendezvous(self.own, group)
+        try:
+            self.own: Tensor = allocate((size,), (1,), torch.uint8, device)
+            self._handle = symmetric.rendezvous(self.own, group)
+        except RuntimeError as e:
+            raise RuntimeError(
+                f"rank {group.rank()} of {group.size()} could not share {size >> 20} MiB of {device} with its host's others: {e}. "
+                "FLEXATTN_PEER_MEMORY=never, on all ranks, makes exchanges of messages"
+            ) from e
         places = [self._handle.get_buffer(rank, (size,), torch.uint8).data_ptr() for rank in range(group.size())]
         self.addresses = torch.tensor(places).to(device)
         self._milliseconds = int(_timeout(group, device).total_seconds() * 1e3)
@@ -80,8 +86,11 @@ def _timeout(group: Any, device: torch.device) -> Any:
     return group._get_backend(device).options._timeout
 
 
-class Peers:
-    """A group's memory, which grows: all ranks ask for the same sizes in the same order. make: takes so many bytes, on all ranks."""
+class PeerMemory:
+    """A group's memory, which grows: all ranks ask for the same sizes in the same order.
+
+    make: takes memory of so many bytes, which all ranks do together.
+    """
 
     def __init__(self, device: torch.device, make: Callable[[int], Memory]) -> None:
         self.device, self._make = device, make
@@ -116,10 +125,10 @@ class Peers:
             self._last = stream, stream.record_event()
 
 
-class Window(NamedTuple):
+class Exchange(NamedTuple):
     """One exchange: memory that this rank may write to, and the other ranks'."""
 
-    peers: Peers
+    of_group: PeerMemory
     memory: Memory
 
     def room(self, first: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -149,15 +158,15 @@ class Window(NamedTuple):
 
     def close(self) -> None:
         """Ends the exchange: what was pulled is there for what follows on this stream."""
-        self.peers.end()
+        self.of_group.end()
 
 
-UNIT = 128  # bytes to which tensors in a window are aligned
+UNIT = 128  # bytes to which tensors in an exchange are aligned
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 def aligned(size: int) -> int:
-    """Returns the bytes that a tensor of so many takes in a window."""
+    """Returns the bytes that a tensor of so many takes in an exchange."""
     return -(-size // UNIT) * UNIT
 
 
@@ -170,27 +179,33 @@ def _table(moves: tuple[Move, ...], rows: int, device: torch.device) -> Tensor:
     return torch.tensor(parts, dtype=torch.int32).to(device)
 
 
-_OF_GROUPS: dict[tuple[Any, torch.device], Peers | None] = {}
+_OF_GROUPS: dict[tuple[Any, torch.device], PeerMemory | None] = {}
 
 
 def are_near(group: Any, device: torch.device) -> bool:
     """Returns whether a group's ranks read each other's memory, the same on all of them; the first time they find out together."""
-    return _peers_of(group, device) is not None
+    return _of_group(group, device) is not None
 
 
-def window(group: Any, device: torch.device, size: int) -> Window | None:
+def shared_bytes(group: Any, device: torch.device) -> int:
+    """Returns the bytes that each rank of a group shares by now, which torch's allocator does not count."""
+    found = _OF_GROUPS.get((group, device))
+    return 0 if found is None or found.memory is None else found.memory.own.numel()
+
+
+def begin(group: Any, device: torch.device, size: int) -> Exchange | None:
     """Returns memory of so many bytes for an exchange; None where it is to be made of messages. size: the same on all ranks."""
-    peers = _peers_of(group, device)
-    if peers is None or size > MOST_BYTES:
+    found = _of_group(group, device)
+    if found is None or size > MOST_BYTES:
         return None
-    if is_capturing(device) and (peers.memory is None or peers.memory.own.numel() < size):
+    if is_capturing(device) and (found.memory is None or found.memory.own.numel() < size):
         return None
-    peers.grow(size)
-    return Window(peers, peers.begin())
+    found.grow(size)
+    return Exchange(found, found.begin())
 
 
-def _peers_of(group: Any, device: torch.device) -> Peers | None:
-    if peer_memory() == "never" or not 2 <= group.size() <= MOST_RANKS:
+def _of_group(group: Any, device: torch.device) -> PeerMemory | None:
+    if options.peer_memory() == "never" or not 2 <= group.size() <= MOST_RANKS:
         return None
     key = (group, device)
     if key not in _OF_GROUPS:
@@ -200,7 +215,7 @@ def _peers_of(group: Any, device: torch.device) -> Peers | None:
     return _OF_GROUPS[key]
 
 
-def _found(group: Any, device: torch.device) -> Peers | None:
+def _found(group: Any, device: torch.device) -> PeerMemory | None:
     """Returns a group's memory where all of its ranks are on one host, and each GPU reads all others' memory."""
     if not is_over_nccl(group):
         return None
@@ -208,7 +223,7 @@ def _found(group: Any, device: torch.device) -> Peers | None:
     dist.all_gather_object(ranks, _seen_from(device), group=group)
     hosts, gpus, unread = zip(*ranks, strict=True)
     is_near = len(set(hosts)) == 1 and not any(of & set(gpus) for of in unread)
-    return Peers(device, functools.partial(_Symmetric, group, device)) if is_near else None
+    return PeerMemory(device, functools.partial(_Symmetric, group, device)) if is_near else None
 
 
 def _seen_from(device: torch.device) -> tuple[tuple[str, str], str, set[str]]:
