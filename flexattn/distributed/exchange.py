@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flexattn.distributed import peer_memory
 from flexattn.distributed.layout import Run, Runs, common, row_of, rows_of, size_of, union, without
-from flexattn.distributed.near import Near, make_near, pull_rows_of, row_size, starts
+from flexattn.distributed.near import Near, make_near, pull_of_rows, row_size, starts
 from flexattn.distributed.sums import NO_STEPS, Move, Share, Steps, copy_all
 from flexattn.validation import FP8_DTYPES
 
@@ -199,8 +199,7 @@ def _pulled(tensors: Sequence[Tensor], rooms: Sequence[Tensor], route: Route, gr
             sent = pulling.room(first, (near.most_sent, *x.shape[1:]), x.dtype)
             copy_all([(sent[slice(*to)], x[slice(*rows)]) for rows, to in near.copies])
         pulling.open()
-        for room, first in zip(map(as_sent, rooms), places, strict=False):
-            pull_rows_of(pulling, first, room, near.moves)
+        pulling.pull(*(pull_of_rows(first, room, near.moves) for room, first in zip(rooms, places, strict=False)))
         pulling.close()
     return True
 
@@ -351,8 +350,7 @@ def begin_return(
                 sent = tuple(pulling.room(at, (rows, *x.shape[1:]), dtype) for x, at in zip(received, places, strict=False))
                 returns.sent.run(sent, shares)
                 pulling.open()
-                for x, at in zip(received, places, strict=False):
-                    pull_rows_of(pulling, at, x, near.back)
+                pulling.pull(*(pull_of_rows(at, x, near.back) for x, at in zip(received, places, strict=False)))
                 pulling.close()
                 return Pending(received, [], (), GRADIENTS)
     sent = tuple(torch.empty((sum(sends), *room.shape[1:]), dtype=dtype, device=room.device) for room in rooms)

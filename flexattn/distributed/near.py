@@ -10,7 +10,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from flexattn.distributed.layout import Run, Runs, common, row_of, rows_of, size_of, union
-from flexattn.distributed.peer_memory import Exchange, Move, Side, aligned
+from flexattn.distributed.peer_memory import Move, Pull, Side, aligned
 
 
 class Near(NamedTuple):
@@ -61,10 +61,10 @@ def starts(rows: int, sizes: Sequence[int]) -> list[int]:
     return list(itertools.accumulate((aligned(rows * size) for size in sizes), initial=0))
 
 
-def pull_rows_of(exchange: Exchange, first: int, out: Tensor, moves: tuple[Move, ...]) -> None:
-    """Pulls whole rows of `out`, a contiguous tensor [rows, ...]."""
+def pull_of_rows(first: int, out: Tensor, moves: tuple[Move, ...]) -> Pull:
+    """Returns a pull of whole rows of `out`, a contiguous tensor [rows, ...]."""
     row = math.prod(out.shape[1:])
-    exchange.pull(first, out, moves, (Side(row), Side(row)), row)
+    return Pull(out, first, moves, (Side(row), Side(row)), row)
 
 
 def row_size(x: Tensor) -> int:

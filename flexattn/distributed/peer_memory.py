@@ -3,10 +3,10 @@
 Against messages it saves the copies into and out of them, and most of a collective's latency. The memory is torch's symmetric
 memory (https://docs.pytorch.org/docs/stable/symmetric_memory.html), mapped by every rank of a group once. An exchange is
 
-    exchange = peer_memory.begin(group, device, size)    # waits until no rank reads what it wrote before
+    exchange = peer_memory.begin(group, device, size)  # waits until no rank reads what it wrote before
     exchange.room(0, shape, dtype).copy_(rows)
-    exchange.open()                                 # waits until every rank has written
-    exchange.pull(out, moves, sides)
+    exchange.open()  # waits until every rank has written
+    exchange.pull(peer_memory.Pull(out, 0, moves, sides, width))
     exchange.close()
 
 all of it on the current stream: ranks wait for each other on their GPUs, not on their hosts.
@@ -48,6 +48,20 @@ class Move(NamedTuple):
     first: int
     to: int
     rows: int
+
+
+class Pull(NamedTuple):
+    """Rows of one tensor, `out`, contiguous, of what ranks have from byte `first` on.
+
+    sides: where rows lie in out, which has no column, and in each rank's memory, which has no step; in elements, as `width`, the
+    elements of a row, is.
+    """
+
+    out: Tensor
+    first: int
+    moves: tuple[Move, ...]
+    sides: tuple[Side, Side]
+    width: int
 
 
 class Memory(Protocol):
@@ -92,8 +106,8 @@ class PeerMemory:
     make: takes memory of so many bytes, which all ranks do together.
     """
 
-    def __init__(self, device: torch.device, make: Callable[[int], Memory]) -> None:
-        self.device, self._make = device, make
+    def __init__(self, rank: int, device: torch.device, make: Callable[[int], Memory]) -> None:
+        self.rank, self.device, self._make = rank, device, make
         self.memory: Memory | None = None
         self._captured: list[Memory] = []  # graphs have their addresses
         self._last: tuple[Any, Any] | None = None  # the stream of the last exchange, and its end
@@ -140,21 +154,16 @@ class Exchange(NamedTuple):
         """Waits until all ranks have written, so that what they wrote can be read."""
         self.memory.barrier()
 
-    def pull(self, first: int, out: Tensor, moves: tuple[Move, ...], sides: tuple[Side, Side], width: int) -> None:
-        """Writes rows of `out`, a contiguous tensor, from what ranks have from byte `first` on.
+    def pull(self, *pulls: Pull) -> None:
+        """Writes rows of tensors, of which no two overlap, from all ranks' memory: up to four tensors in one launch."""
+        from flexattn.kernels_triton.portable.pull_rows import MOST_OUTS, pull_rows  # here, as it imports Triton
 
-        sides: where rows lie in out, which has no column, and in each rank's memory, which has no step. width: elements of a row.
-        """
-        from flexattn.kernels_triton.portable.pull_rows import Words, pull_rows, rows_of_program  # here, as it imports Triton
-
-        if not moves or width == 0:
-            return
-        written, read = sides
-        elements = (width, written.stride, written.step, read.stride, read.column)
-        size = next(size for size in _WORDS if all(n * out.element_size() % size == 0 for n in elements))
-        words = Words(*(n * out.element_size() // size for n in elements))
-        table = _table(moves, rows_of_program(words.width), out.device)
-        pull_rows(out.view(-1).view(torch.uint8).view(_WORDS[size]), self.memory.addresses + first, table, words)
+        for i in range(0, len(pulls), MOST_OUTS):
+            part = pulls[i : i + MOST_OUTS]
+            shapes = tuple((first, moves, sides, width, out.element_size()) for out, first, moves, sides, width in part)
+            table = _table(shapes, self.of_group.rank, part[0].out.device)
+            if table.blocks.numel():
+                pull_rows([pull.out for pull in part], self.memory.addresses, table)
 
     def close(self) -> None:
         """Ends the exchange: what was pulled is there for what follows on this stream."""
@@ -162,7 +171,6 @@ class Exchange(NamedTuple):
 
 
 UNIT = 128  # bytes to which tensors in an exchange are aligned
-_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 def aligned(size: int) -> int:
@@ -171,12 +179,18 @@ def aligned(size: int) -> int:
 
 
 @tables(512)
-def _table(moves: tuple[Move, ...], rows: int, device: torch.device) -> Tensor:
-    """Returns the moves in parts that one program each makes: int32 [programs, 4]."""
-    parts = [
-        (source, first + at, to + at, min(rows, size - at)) for source, first, to, size in moves for at in range(0, size, rows)
-    ]
-    return torch.tensor(parts, dtype=torch.int32).to(device)
+def _table(shapes: tuple[Any, ...], rank: int, device: torch.device) -> Any:
+    """Returns the kernel's table of some pulls on a device; ranks begin with the one behind them."""
+    from flexattn.kernels_triton.portable.pull_rows import Block, make_table
+
+    blocks = []
+    for number, (at, moves, (written, read), width, size) in enumerate(shapes):
+        for source, first, to, rows in moves:
+            places = at + (first * read.stride + read.column) * size, (to * written.stride + source * written.step) * size
+            of_row = width * size, read.stride * size, written.stride * size
+            blocks.append(Block(number, source, *places, rows if width else 0, *of_row))
+    table = make_table(blocks, rank + 1)
+    return table._replace(blocks=table.blocks.to(device))
 
 
 _OF_GROUPS: dict[tuple[Any, torch.device], PeerMemory | None] = {}
@@ -223,7 +237,7 @@ def _found(group: Any, device: torch.device) -> PeerMemory | None:
     dist.all_gather_object(ranks, _seen_from(device), group=group)
     hosts, gpus, unread = zip(*ranks, strict=True)
     is_near = len(set(hosts)) == 1 and not any(of & set(gpus) for of in unread)
-    return PeerMemory(device, functools.partial(_Symmetric, group, device)) if is_near else None
+    return PeerMemory(group.rank(), device, functools.partial(_Symmetric, group, device)) if is_near else None
 
 
 def _seen_from(device: torch.device) -> tuple[tuple[str, str], str, set[str]]:

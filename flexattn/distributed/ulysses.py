@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -37,7 +37,7 @@ from flexattn.distributed.exchange import all_to_all, as_sent, waiting
 from flexattn.distributed.lanes import Lanes
 from flexattn.distributed.layout import Run, Runs, cut, rows_of, size_of
 from flexattn.distributed.near import row_size, starts
-from flexattn.distributed.peer_memory import Move, Side
+from flexattn.distributed.peer_memory import Move, Pull, Side
 from flexattn.distributed.plans import Plan
 from flexattn.distributed.ring import Ring
 from flexattn.distributed.sums import add_up
@@ -103,16 +103,15 @@ def to_heads(tensors: Sequence[Tensor], runs: tuple[Runs, ...], heads: Sequence[
         for x, first in zip(map(as_sent, tensors), places, strict=False):
             pulling.room(first, x.shape, x.dtype).copy_(x)
         pulling.open()
-        found = []
+        pulls = []
         for x, first, of in zip(tensors, places, heads, strict=False):
             own, (*_, all_heads, dim) = of[rank], x.shape
             out = x.new_empty((sum(map(size_of, runs)), *x.shape[1:-2], own.size, dim))
-            width = own.size * dim
-            sides = Side(width), Side(all_heads * dim, own.start * dim)
-            pulling.pull(first, as_sent(out), _moves_to_whole(runs, _batch(x)), sides, width)
-            found.append(out)
+            sides = Side(own.size * dim), Side(all_heads * dim, own.start * dim)
+            pulls.append(Pull(out, first, _moves_to_whole(runs, _batch(x)), sides, own.size * dim))
+        pulling.pull(*pulls)
         pulling.close()
-    return found
+    return [pull.out for pull in pulls]
 
 
 class Heads(NamedTuple):
@@ -140,25 +139,30 @@ def to_rows(tensors: Sequence[Tensor], runs: tuple[Runs, ...], heads: Sequence[H
         for x, first in zip(map(as_sent, tensors), places, strict=False):
             pulling.room(first, x.shape, x.dtype).copy_(x)
         pulling.open()
-        found = []
-        for x, first, of in zip(tensors, places, heads, strict=False):
-            moves, batch = _moves_to_rows(runs, rank, _batch(x)), x.shape[1:-2]
-            if of.are_even:
-                out = x.new_empty((size_of(runs[rank]), *batch, of.total, x.shape[-1]))
-                width = x.shape[-2] * x.shape[-1]
-                pulling.pull(first, as_sent(out), moves, (Side(of.total * x.shape[-1], 0, width), Side(width)), width)
-                found.append(out)
-                continue
-            parts = []
-            for source, run in enumerate(of.of_ranks):
-                part = x.new_empty((size_of(runs[rank]), *batch, run.size, x.shape[-1]))
-                width = run.size * x.shape[-1]
-                own = tuple(move for move in moves if move.source == source)
-                pulling.pull(first, as_sent(part), own, (Side(width), Side(width)), width)
-                parts.append(part)
-            found.append(_summed(parts, of))
+        found = [_room_of_heads(x, size_of(runs[rank]), of) for x, of in zip(tensors, heads, strict=True)]
+        pulling.pull(*_pulls_of_heads(tensors, places, found, [_moves_to_rows(runs, rank, _batch(x)) for x in tensors]))
         pulling.close()
-    return found
+    return [parts[0] if of.are_even else _summed(parts, of) for parts, of in zip(found, heads, strict=True)]
+
+
+def _room_of_heads(x: Tensor, rows: int, heads: Heads) -> list[Tensor]:
+    """Returns room for rows of all heads, or where ranks' heads are to be summed, for each rank's."""
+    shape = (rows, *x.shape[1:-2])
+    return [
+        x.new_empty((*shape, n, x.shape[-1])) for n in ([heads.total] if heads.are_even else [run.size for run in heads.of_ranks])
+    ]
+
+
+def _pulls_of_heads(
+    tensors: Sequence[Tensor], places: Sequence[int], found: Sequence[Sequence[Tensor]], moves: Sequence[tuple[Move, ...]]
+) -> Iterator[Pull]:
+    """Yields pulls of all ranks' heads, to one tensor side by side, or each rank's to its own."""
+    for x, first, parts, of in zip(tensors, places, found, moves, strict=False):
+        for rank, part in enumerate(parts):
+            width = x.shape[-1] * (x.shape[-2] if len(parts) == 1 else part.shape[-2])
+            written = Side(part.shape[-2] * x.shape[-1], 0, width if len(parts) == 1 else 0)
+            own = of if len(parts) == 1 else tuple(move for move in of if move.source == rank)
+            yield Pull(part, first, own, (written, Side(width)), width)
 
 
 def _batch(x: Tensor) -> int:
@@ -336,11 +340,8 @@ class Ulysses(NamedTuple):
             if not calls.is_one:
                 found.write_dq(calls, by_rows(dq, packed))
             dtype, keys = sum_dtype(whole_q.dtype) if is_sum else out_dtype, [call.keys for call in calls.longest_first]
-            of_keys = []
-            for x, shares in zip(part[1:], found[1:3], strict=True):
-                total = torch.empty(x.shape, dtype=dtype, device=x.device)
-                add_up(by_rows(total, packed), keys, shares)
-                of_keys.append(total)
+            of_keys = [_whole(shares, by_rows(x, packed), keys, dtype) for x, shares in zip(part[1:], found[1:3], strict=True)]
+            of_keys = [by_rows(x, packed) for x in of_keys]
         else:
             ring = Ring(self.between, context[0])
             dq, *of_keys, of_context = ring.backward((*part, out, lse), own, context[1])
@@ -357,6 +358,15 @@ class Ulysses(NamedTuple):
             return self._exchanged((dq, dk, dv), lambda given: to_rows(given, plan.q_runs, heads, plan.group))
         of_keys = self._exchanged((dk, dv), lambda given: to_rows(given, plan.kv_runs, (heads_kv, heads_kv), plan.group))
         return [*self._to_rows(dq), *of_keys]
+
+
+def _whole(shares: Sequence[Tensor], like: Tensor, keys: Sequence[Run], dtype: torch.dtype) -> Tensor:
+    """Returns the sum of calls' gradients of their keys, for all rows of `like`; the one share where it has them all."""
+    if len(shares) == 1 and keys[0] == Run(0, like.shape[0]) and shares[0].dtype is dtype:
+        return shares[0]
+    total = torch.empty(like.shape, dtype=dtype, device=like.device)
+    add_up(total, keys, shares)
+    return total
 
 
 def _add_heads(x: Tensor, places: tuple[int, ...], heads: int) -> Tensor:

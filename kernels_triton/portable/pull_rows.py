@@ -2,91 +2,143 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from flexattn.kernels_triton.common.arguments import Pointer
-from flexattn.kernels_triton.runtime.entry import WidePointer
 from flexattn.kernels_triton.runtime.launch import Tile, kernel, launch
 
 _TILE = Tile(1, 1, 4, 1)
 _WORDS = 4096  # words that a program moves: 32 KiB, all in flight at once
 _COLUMNS = 256  # words of one row that a program reads at once
-WIDE_BYTES = 16  # bytes of the widest load; rows that begin elsewhere come in words of 8 bytes, or less
+_FIELDS = 8  # numbers of a `Block` in a table
+_UNITS = ((8, 2), (8, 1), (4, 1), (2, 1), (1, 1))  # bytes of a word, and words of a load: the widest that fits is taken
+MOST_OUTS = 4
 
 
-class Words(NamedTuple):
-    """Places of rows, all in words: row r of a source begins at `r * source_stride + source_column`.
+class Block(NamedTuple):
+    """Rows that one source has, all in bytes but the first two numbers and `rows`.
 
-    In out it begins at `r * out_stride`, and those of source n n steps further. width: words of a row.
+    They begin at `read` of the source and at `written` of the out, and follow each other at the strides.
     """
 
+    out: int
+    source: int
+    read: int
+    written: int
+    rows: int
     width: int
-    out_stride: int
-    out_step: int
-    source_stride: int
-    source_column: int
+    read_stride: int
+    written_stride: int
+
+
+class Table(NamedTuple):
+    """Blocks as the kernel takes them, which `make_table` makes.
+
+    blocks: int64 [programs, 8], one block for each program, in units of `align` words of `word` bytes.
+    """
+
+    blocks: Tensor
+    word: int
+    align: int
+    columns: int
+
+
+class Outs(NamedTuple):
+    """Addresses of tensors that are written; those that a launch has not are the first one's."""
+
+    first: int
+    second: int
+    third: int
+    fourth: int
 
 
 class Arguments(NamedTuple):
-    out_ptr: WidePointer
+    outs: Outs
     sources_ptr: Pointer  # int64 [sources], addresses
-    moves_ptr: Pointer  # int32 [programs, 4]: the source, its first row, the first row in out, and how many
-    words: Words  # in units of META.ALIGN
+    blocks_ptr: Pointer
 
 
 class PullMeta(NamedTuple):
     """Constants that the kernel is compiled for."""
 
+    WORD: int
+    ALIGN: int
     ROWS: int
     COLUMNS: int
-    ALIGN: int
 
 
 @kernel
 def _pull_kernel(args: Arguments, META: tl.constexpr):
     ALIGN: tl.constexpr = META.ALIGN
-    move = args.moves_ptr + 4 * tl.program_id(0)
-    source = tl.load(move)
-    first_read = tl.load(move + 1)
-    first_written = tl.load(move + 2)
-    count = tl.load(move + 3)
-    word: tl.constexpr = args.out_ptr.dtype
-    base = tl.multiple_of(tl.load(args.sources_ptr + source).to(word), 16)
-    read = base + tl.cast(first_read, tl.int64) * (args.words.source_stride * ALIGN) + args.words.source_column * ALIGN
-    written = (
-        args.out_ptr + tl.cast(first_written, tl.int64) * (args.words.out_stride * ALIGN) + source * (args.words.out_step * ALIGN)
-    )
+    block = args.blocks_ptr + 8 * tl.program_id(0)
+    which = tl.load(block)
+    outs = args.outs
+    out = tl.where(which < 2, tl.where(which == 0, outs.first, outs.second), tl.where(which == 2, outs.third, outs.fourth))
+    source = tl.load(args.sources_ptr + tl.load(block + 1))
+    read_at = tl.load(block + 2)
+    written_at = tl.load(block + 3)
+    count = tl.load(block + 4)
+    width = tl.load(block + 5) * ALIGN
+    read_stride = tl.load(block + 6)
+    written_stride = tl.load(block + 7)
+    if META.WORD == 8:
+        word: tl.constexpr = tl.pointer_type(tl.int64)
+    elif META.WORD == 4:
+        word: tl.constexpr = tl.pointer_type(tl.int32)
+    elif META.WORD == 2:
+        word: tl.constexpr = tl.pointer_type(tl.int16)
+    else:
+        word: tl.constexpr = tl.pointer_type(tl.int8)
+    # Sources and tensors begin at multiples of 16 bytes where rows are read so widely.
+    read = tl.multiple_of(source.to(word), META.WORD * ALIGN) + read_at * ALIGN
+    written = tl.multiple_of(out.to(word), META.WORD * ALIGN) + written_at * ALIGN
     rows = tl.arange(0, META.ROWS)[:, None]
-    width = args.words.width * ALIGN
     for start in range(0, width, META.COLUMNS):
         columns = start + tl.arange(0, META.COLUMNS)[None, :]
         inside = (rows < count) & (columns < width)
-        words = tl.load(read + rows * (args.words.source_stride * ALIGN) + columns, mask=inside)
-        tl.store(written + rows * (args.words.out_stride * ALIGN) + columns, words, mask=inside)
+        words = tl.load(read + rows * (read_stride * ALIGN) + columns, mask=inside)
+        tl.store(written + rows * (written_stride * ALIGN) + columns, words, mask=inside)
 
 
-def rows_of_program(width: int) -> int:
-    """Returns how many rows of so many words one program moves, a power of two."""
-    return _WORDS // min(_COLUMNS, triton.next_power_of_2(width))
+def make_table(blocks: Sequence[Block], first_source: int) -> Table:
+    """Returns a table of blocks, on the CPU, of which sources are read in turns, as all of them can send at once.
+
+    first_source: the one that the first program reads: ranks that begin with different ones do not all read the same.
+    """
+    sizes = [n for block in blocks for n in (block.read, block.written, block.width, block.read_stride, block.written_stride)]
+    word, align = next((word, align) for word, align in _UNITS if all(n % (word * align) == 0 for n in sizes))
+    columns = min(_COLUMNS, triton.next_power_of_2(max((block.width // word for block in blocks), default=0) or 1))
+    rows, unit = _WORDS // columns, word * align
+    parts: dict[int, list[tuple[int, ...]]] = {}
+    for out, source, read, written, count, *of_row in blocks:
+        width, read_stride, written_stride = of_row
+        for at in range(0, count, rows):
+            places = (read + at * read_stride) // unit, (written + at * written_stride) // unit
+            part = (out, source, *places, min(rows, count - at), width // unit, read_stride // unit, written_stride // unit)
+            parts.setdefault(source, []).append(part)
+    sources = sorted(parts, key=lambda source: (source < first_source, source))
+    longest = max(map(len, parts.values()), default=0)
+    in_turns = [parts[source][i] for i in range(longest) for source in sources if i < len(parts[source])]
+    return Table(torch.tensor(in_turns, dtype=torch.int64).view(-1, _FIELDS), word, align, columns)
 
 
-def pull_rows(out: Tensor, sources: Tensor, moves: Tensor, words: Words) -> None:
-    """Writes rows of several sources to `out`.
+def pull_rows(outs: Sequence[Tensor], sources: Tensor, table: Table) -> None:
+    """Writes rows of several sources to `outs`.
 
     Args:
-        out: a tensor of whole numbers, the words in which rows are moved; it may begin anywhere.
-        sources: int64 [sources], the addresses of their first words, each a multiple of 16.
-        moves: int32 [programs, 4], of each program the source, its first row, the first row in out, and how many rows: at most
-            `rows_of_program(words.width)`. No row of out is in two of them, if their sources write to the same columns.
-        words: where rows lie.
+        outs: up to 4 tensors.
+        sources: int64 [sources], addresses. Those and the outs' are multiples of the bytes that the table reads at once.
+        table: its blocks on the same device; none writes what another one does.
     """
-    wide = WIDE_BYTES // out.element_size()
-    align = wide if all(n % wide == 0 for n in words) and out.data_ptr() % WIDE_BYTES == 0 else 1
-    columns = min(_COLUMNS, triton.next_power_of_2(words.width))
-    meta = PullMeta(ROWS=rows_of_program(words.width), COLUMNS=columns, ALIGN=align)
-    args = Arguments(out, sources, moves, Words(*(n // align for n in words)))
-    launch(_pull_kernel, moves.shape[0], out.device, _TILE, (args, meta))
+    unit = table.word * table.align
+    addresses = [out.data_ptr() for out in outs]
+    assert all(address % unit == 0 for address in addresses), (addresses, unit)
+    meta = PullMeta(WORD=table.word, ALIGN=table.align, ROWS=_WORDS // table.columns, COLUMNS=table.columns)
+    args = Arguments(Outs(*addresses, *addresses[:1] * (MOST_OUTS - len(addresses))), sources, table.blocks)
+    launch(_pull_kernel, table.blocks.shape[0], sources.device, _TILE, (args, meta))

@@ -38,8 +38,9 @@ def test_calls_in_a_cuda_graph_read_nothing_on_the_host(forked_python: FreshPyth
     run_ranks(forked_python, tmp_path, "no_reads", 2)
 
 
-def test_ranks_that_differ_or_do_not_come(forked_python: FreshPython, tmp_path: Path) -> None:
-    run_ranks(forked_python, tmp_path, "faults", 2)
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_ranks_that_differ_or_do_not_come(ranks: int, forked_python: FreshPython, tmp_path: Path) -> None:
+    run_ranks(forked_python, tmp_path, "faults", ranks)
 
 
 @pytest.mark.slow

@@ -1,61 +1,82 @@
-"""Rows of several sources in one kernel: words of each size, at any offset, and nothing written beside them."""
+"""Rows of several sources in one kernel: words of each size, several tensors, and nothing written beside their rows."""
 
 from __future__ import annotations
+
+from collections import Counter
 
 import pytest
 import torch
 
 from flexattn.kernels_triton.ahead_of_time.compile_report import request_for
-from flexattn.kernels_triton.portable.pull_rows import Words, pull_rows, rows_of_program
+from flexattn.kernels_triton.portable.pull_rows import Block, Table, make_table, pull_rows
 from flexattn.kernels_triton.runtime.interpreter import INTERPRETED
 from flexattn.kernels_triton.runtime.launch import recorded_launches
 from tests.support.compiled_kernels import compile_sound
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 POISON = 7
-SOURCES, ROWS = 3, 70
+SOURCES, SOURCE_ROWS, ROWS = 3, 70, 100
 
-# the dtype of words, those of a row, the stride and the column of a row in a source, words before out
+# the bytes of a row, and of a row, and before it, in a source; then those that are read at once
 CASES = {
-    "wide": (torch.int64, 256, 1024, 512, 0),
-    "more than a program's columns": (torch.int64, 300, 600, 8, 0),
-    "words of eight bytes": (torch.int64, 3, 9, 1, 1),
-    "words of four bytes": (torch.int32, 8, 32, 16, 0),
-    "bytes": (torch.uint8, 5, 17, 3, 3),
+    "wide": (2048, 8192, 4096, 16),
+    "more than a program's columns": (4800, 9600, 64, 16),
+    "words of eight bytes": (24, 72, 8, 8),
+    "words of four bytes": (36, 128, 12, 4),
+    "words of two bytes": (6, 18, 2, 2),
+    "bytes": (5, 17, 3, 1),
 }
 
 
-def moves_of(runs: list[tuple[int, int, int, int]], rows: int) -> torch.Tensor:
-    parts = [(n, first + at, to + at, min(rows, size - at)) for n, first, to, size in runs for at in range(0, size, rows)]
-    return torch.tensor(parts, dtype=torch.int32, device=DEVICE)
+def table_of(blocks: list[Block], first_source: int = 1) -> Table:
+    table = make_table(blocks, first_source)
+    return table._replace(blocks=table.blocks.to(DEVICE))
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_rows_come_to_their_places(case: tuple[torch.dtype, int, int, int, int]) -> None:
-    dtype, width, stride, column, before = case
+def test_rows_come_to_their_places(case: tuple[int, int, int, int]) -> None:
+    width, stride, column, unit = case
     torch.manual_seed(0)
-    sources = [torch.randint(10, 120, (ROWS, stride), device=DEVICE).to(dtype) for _ in range(SOURCES)]
+    sources = [torch.randint(10, 120, (SOURCE_ROWS, stride), device=DEVICE, dtype=torch.uint8) for _ in range(SOURCES)]
     addresses = torch.tensor([t.data_ptr() for t in sources], device=DEVICE)
-    assert all(place % 16 == 0 for place in addresses.tolist())
-    runs = [(0, 5, 0, 56), (2, 0, 60, 1), (1, 9, 61, 33)]  # no run writes row 56 to 59
-    words = Words(width, SOURCES * width + 4, width, stride, column)
-    room = torch.full((before + 100 * words.out_stride,), POISON, dtype=dtype, device=DEVICE)
-    expected = room.clone()
-    for source, first, to, size in runs:
-        rows = expected[before:].view(100, -1)[to : to + size]
-        rows[:, source * width : (source + 1) * width] = sources[source][first : first + size, column : column + width]
-    pull_rows(room[before:], addresses, moves_of(runs, rows_of_program(width)), words)
-    assert torch.equal(room, expected)
+    blocks, outs, expected = [], [], []
+    for out, runs in enumerate(([(0, 5, 0, 56), (2, 0, 60, 1), (1, 9, 61, 33)], [(1, 0, 3, 70)])):  # some rows are in no run
+        stride_out = (SOURCES * width if out == 0 else width) + 4 * unit
+        room = torch.full((ROWS, stride_out), POISON, device=DEVICE, dtype=torch.uint8)
+        want = room.clone()
+        for source, first, to, rows in runs:
+            at = source * width if out == 0 else 0
+            want[to : to + rows, at : at + width] = sources[source][first : first + rows, column : column + width]
+            blocks.append(Block(out, source, first * stride + column, to * stride_out + at, rows, width, stride, stride_out))
+        outs.append(room)
+        expected.append(want)
+    table = table_of(blocks)
+    assert table.word * table.align == unit
+    pull_rows(outs, addresses, table)
+    assert all(map(torch.equal, outs, expected))
+
+
+def test_sources_are_read_in_turns() -> None:
+    """Each rank begins with another one, and reads as much of all as long as they have rows."""
+    blocks = [Block(0, source, 0, 2048 * 64 * source, rows, 2048, 2048, 2048) for source, rows in enumerate((64, 48, 64))]
+    order = make_table(blocks, first_source=1).blocks[:, 1].tolist()
+    assert order[:9] == [1, 2, 0] * 3
+    assert Counter(order) == {0: 4, 1: 3, 2: 4}
+
+
+def test_nothing_to_move() -> None:
+    assert make_table([], 0).blocks.shape == (0, 8)
+    assert make_table([Block(0, 0, 0, 0, 0, 16, 16, 16)], 0).blocks.shape == (0, 8)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="compiles ahead of time, which needs no GPU")
 def test_compiled_for_loads_of_sixteen_bytes() -> None:
     out = torch.zeros(64 * 1024, dtype=torch.int64)
     with recorded_launches() as launches:
-        pull_rows(out, torch.tensor([out.data_ptr()]), moves_of([(0, 0, 0, 1)], 16), Words(256, 1024, 256, 512, 256))
+        pull_rows([out], torch.tensor([out.data_ptr()]), table_of([Block(0, 0, 0, 0, 1, 2048, 2048, 2048)]))
     [launch] = launches
     reports = compile_sound([request_for(launch, sm) for sm in (80, 90, 100)])
     for report in reports:
         # Of 32 KiB that 128 threads read, each has 16 loads of 16 bytes; the others are of the table and an address.
-        assert 16 < report.instructions["LDG"] <= 24, report.instructions
+        assert 16 < report.instructions["LDG"] <= 26, report.instructions
         assert report.stack_bytes == 0

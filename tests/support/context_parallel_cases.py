@@ -365,11 +365,13 @@ def repeated() -> None:
 def checked() -> None:
     """Ranks that differ, and one that refuses its call, raise on every rank before anything is sent; later calls work."""
     rank, group = dist.get_rank(), dist.group.WORLD
-    plan, other = distributed.plan(group, length=12), distributed.plan(group, length=12, window_size=(3, 0), layout="zigzag")
-    q = _randn(1, 6, 2, 8)
+    other = min(rank, 1)  # rank 0 is given one thing, and all others another one
+    plans = distributed.plan(group, length=12), distributed.plan(group, length=12, window_size=(3, 0), layout="zigzag")
+    plan, tokens = plans[0], sum(run.size for run in plans[0].q_runs[rank])
+    q = _randn(1, tokens, 2, 8)
     wrong: dict[str, tuple[Any, str]] = {
-        "differs among ranks in strategy: rank 0 has 'gather', rank 1 has 'ring'": (plan, ("gather", "ring")[rank]),
-        "differs among ranks in plan": ((plan, other)[rank], "gather"),
+        "differs among ranks in strategy: rank 0 has 'gather', rank 1 has 'ring'": (plan, ("gather", "ring")[other]),
+        "differs among ranks in plan": (plans[other], "gather"),
     }
     for text, (given, strategy) in wrong.items():
         with pytest.raises(ValueError, match=text):
@@ -378,21 +380,24 @@ def checked() -> None:
         distributed.attention(q.clone().requires_grad_(rank == 0), q, q, plan=plan)
     masks = [flexattn.create_block_mask(mod, None, None, 12, 12, "cpu", 16) for mod in (calls.some, lambda b, h, i, j: j < 0)]
     with pytest.raises(ValueError, match="differs among ranks in plan"):
-        distributed.attention(q, q, q, plan=plan, block_mask=masks[rank])
+        distributed.attention(q, q, q, plan=plan, block_mask=masks[other])
     half, recipes = q.bfloat16(), (fp8.Recipe(), fp8.Recipe(margin=1))
     with pytest.raises(ValueError, match="differs among ranks in FP8"):
-        distributed.attention(half, half, half, plan=plan, fp8_recipe=recipes[rank])
-    text = "is refused on another rank, so on all: rank 1: ValueError: q has 5 tokens" if rank == 0 else "q has 5 tokens on rank 1"
+        distributed.attention(half, half, half, plan=plan, fp8_recipe=recipes[other])
+    text = (
+        f"q has {tokens - 1} tokens on rank 1" if rank == 1 else "is refused on another rank, so on all: rank 1: ValueError: q has"
+    )
     with pytest.raises(ValueError, match=text):
-        distributed.attention(q[:, rank:], q, q, plan=plan)
+        distributed.attention(q[:, int(rank == 1) :], q, q, plan=plan)
+    same = _randn(1, 6, 2, 8)
     with pytest.raises(ValueError, match="attention_over_ranks differs among ranks in q"):
-        distributed.attention_over_ranks(q[:, : 1 + rank], q, q, group=group)
+        distributed.attention_over_ranks(same[:, : 1 + other], same, same, group=group)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FLEXATTN_PEER_MEMORY", ("auto", "never")[rank])
+        patch.setenv("FLEXATTN_PEER_MEMORY", ("auto", "never")[other])
         with pytest.raises(ValueError, match="differs among ranks in FLEXATTN_PEER_MEMORY: rank 0 has 'auto', rank 1 has 'never'"):
             distributed.attention(q, q, q, plan=plan)
-    with pytest.raises(ValueError, match="alibi" if rank else "refused on another rank"):
-        distributed.attention_over_ranks(q, q, q, group=group, bias_type="alibi" if rank else "no_bias")
+    with pytest.raises(ValueError, match="alibi" if other else "refused on another rank"):
+        distributed.attention_over_ranks(same, same, same, group=group, bias_type="alibi" if other else "no_bias")
     assert distributed.attention(q, q, q, plan=plan).shape == q.shape
 
 
@@ -401,9 +406,10 @@ def left_alone() -> None:
     group = dist.new_group(timeout=datetime.timedelta(seconds=1))
     everyone = dist.new_group(timeout=datetime.timedelta(seconds=60))
     plan = distributed.plan(group, length=12)
-    q = _randn(1, 6, 2, 8)
+    q = _randn(1, sum(run.size for run in plan.q_runs[plan.rank]), 2, 8)
     if dist.get_rank() == 0:
-        with pytest.raises(RuntimeError, match=r"rank 0 of 2 did not get through the exchange of keys.*FLEXATTN_CHECK=1"):
+        text = rf"rank 0 of {plan.ranks} did not get through the exchange of keys.*FLEXATTN_CHECK=1"
+        with pytest.raises(RuntimeError, match=text):
             distributed.attention(q, q, q, plan=plan, strategy="gather")
     dist.barrier(everyone)
 
