@@ -6,19 +6,22 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from flexattn.distributed import slices
+from flexattn.distributed.peer_memory import MOST_RANKS
 
 STATISTICS = 4  # bytes of one lse, and of one element of a gradient that is sent: both are float32
+PART = 1.04  # time of a backward of some queries over all keys, over its share of the whole's, as fewer queries see each key
 BACKWARD_WORK = 2.8  # time of a backward over a forward's, as two and four GPUs measured: 2.5 times the products, at less speed
 
 
 class Rates(NamedTuple):
-    """Speeds that predictions rest on. The defaults are of two and four H200s (NVLink, NCCL), causal, bf16, head dim 128.
+    """Speeds that predictions rest on. The defaults are of two and four H100s and H200s (NVLink, NCCL), causal, bf16, head dim 128.
 
     flops: of a forward's products in a second. call: seconds that a slice, or a step of a ring, takes beside its products, as its
     last tiles leave multiprocessors idle; in a backward as much longer as its products. link: bytes that a rank receives in a
     second. latency: seconds before a collective's bytes count. memory: bytes in a second that merges read and write. most_bytes: of
     gathered keys that "auto" may hold on a rank. network: bytes that a rank receives from other hosts in a second, through a card
-    of its own (400 Gbit/s; not measured).
+    of its own (400 Gbit/s; not measured). near: up to so many ranks share their memory, 0 where none do; near_link, near_latency:
+    bytes that a rank reads there in a second, and seconds in which ranks wait for each other.
     """
 
     flops: float = 6.5e14
@@ -28,6 +31,9 @@ class Rates(NamedTuple):
     memory: float = 3e12
     most_bytes: float = 1.6e10
     network: float = 4.5e10
+    near: int = MOST_RANKS
+    near_link: float = 3.5e11
+    near_latency: float = 3e-5
 
 
 DEFAULT_RATES = Rates()
@@ -68,9 +74,13 @@ class Prediction(NamedTuple):
 def predict(strategy: str, work: Work, heads: Heads, ranks: int, rates: Rates) -> Prediction:
     """Returns the time of a call: computing, plus what moves where nothing hides it.
 
-    Of keys that come in slices the first slice is waited for, and so are the gradients of the last one; a ring's keys and gradients
-    travel behind a step. A backward fetches the keys again, and sends their gradients in float32.
+    Of keys that come in messages the first slice is waited for, and so are the gradients of the last one; what comes from memory
+    that ranks share is all waited for; a ring's keys and gradients travel behind a step. A backward fetches the keys again, and
+    sends their gradients in float32.
     """
+    is_near = ranks <= rates.near and strategy != "ring"
+    if is_near:
+        rates = rates._replace(link=rates.near_link, latency=rates.near_latency)
     if strategy == "ulysses":
         return _ulysses(work, heads, ranks, rates)
     kv_row = heads.batch * heads.kv * (heads.dim + heads.dim_v) * heads.itemsize
@@ -87,12 +97,13 @@ def predict(strategy: str, work: Work, heads: Heads, ranks: int, rates: Rates) -
         backward = sum(max(t, send_back) for t in computed[:-1]) + computed[-1] + added * len(times) + send_back
         return _milliseconds(forward, backward, ((ranks - 1) * work.per_step * kv_row, work.held * kv_row))
     wait, compute = rates.latency if work.received else 0.0, work.areas[0] * per_score
-    load = slices.Load(work.received * kv_row, compute * rates.flops)
+    load = slices.Load(work.received * kv_row, compute * rates.flops, is_near)
     one, both = (slices.key_slices(heads.q, heads.kv, load, ends) for ends in (1, 2))
-    first, last = (both[i].kv.size / heads.kv for i in (0, -1))
-    forward = compute + len(one) * rates.call + wait + one[0].kv.size / heads.kv * work.received * kv_row / rates.link
-    moved = work.received * ((first * kv_row + last * grad_row) / rates.link + 3 * grad_row / rates.memory)
-    backward = (compute + len(both) * rates.call) * BACKWARD_WORK + 2 * wait + moved
+    waited = [1.0, 1.0, 1.0] if is_near else [of.kv.size / heads.kv for of in (one[0], both[0], both[-1])]
+    forward = compute + len(one) * rates.call + wait + waited[0] * work.received * kv_row / rates.link
+    moved = work.received * ((waited[1] * kv_row + waited[2] * grad_row) / rates.link + 3 * grad_row / rates.memory)
+    part = PART if work.received else 1.0
+    backward = (compute * part + len(both) * rates.call) * BACKWARD_WORK + 2 * wait + moved
     return _milliseconds(forward, backward, (work.received * kv_row, work.held * kv_row))
 
 
@@ -106,8 +117,9 @@ def _ulysses(work: Work, heads: Heads, ranks: int, rates: Rates) -> Prediction:
     sent_kv = share * work.held * own_kv * kv_row
     wide = 1.0 if heads.kv % ranks == 0 else STATISTICS / heads.itemsize  # gradients of keys that several ranks have are float32
     compute = work.areas[0] * largest * 2 * heads.batch * heads.q * (heads.dim + heads.dim_v) / rates.flops + rates.call
-    # All is put into messages before, and in its place behind: read and written twice.
-    beside = 3 * rates.latency + 4 * (sent_q + sent_kv) / share / rates.memory if ranks > 1 else 0.0
+    # All is read and written once before it can be read by others, and of messages once more behind.
+    copies = 2 if ranks <= rates.near else 4
+    beside = 3 * rates.latency + copies * (sent_q + sent_kv) / share / rates.memory if ranks > 1 else 0.0
     forward = compute + beside + (sent_q + sent_kv) / rates.link
     backward = compute * BACKWARD_WORK + beside + (sent_q + wide * sent_kv) / rates.link
     return _milliseconds(forward, backward, (sent_q + sent_kv, work.held * own_kv * kv_row))
@@ -121,6 +133,7 @@ def between_hosts(strategy: str, ranks: int, host: int, rates: Rates) -> Rates:
     """
     if ranks <= host:
         return rates
+    rates = rates._replace(near=0)
     if strategy == "gather":
         return rates._replace(link=min(rates.link, host * rates.network))
     if strategy == "ulysses":

@@ -30,24 +30,25 @@ GPUS = (8, 16, 64, 256, 1024)
 LENGTHS = (131072, 1048576, 10485760)
 STRATEGIES = ("gather", "ring", "ulysses", "ulysses+ring")
 
-# Milliseconds by GPUs of one host, strategy, length and window, 0 for none: forward, and forward and backward. Of two H100s (the
-# fourth run of bench/results/context_parallel_h100.json), and of four H200s (the first run of context_parallel_h200.json; the third
-# for the ring).
+# Milliseconds by GPUs of one host, strategy, length and window, 0 for none: forward, and forward and backward. Of H100s (the last
+# runs of bench/results/context_parallel_h100.json); rings of two from its second run, and of four from context_parallel_h200.json.
 MEASURED = {
-    (2, "gather", 32768, 0): (7.15, 28.58),
-    (2, "halo", 32768, 0): (7.09, 28.36),
+    (2, "halo", 32768, 0): (6.94, 26.77),
     (2, "ring", 32768, 0): (8.39, 30.07),
-    (2, "ulysses", 32768, 0): (7.94, 29.47),
-    (2, "gather", 131072, 0): (111.7, 408.9),
-    (2, "halo", 131072, 0): (110.5, 408.4),
+    (2, "ulysses", 32768, 0): (7.20, 26.37),
+    (2, "halo", 131072, 0): (109.6, 420.5),
     (2, "ring", 131072, 0): (116.0, 430.9),
-    (2, "ulysses", 131072, 0): (115.4, 413.6),
-    (2, "halo", 131072, 4096): (7.31, 29.61),
+    (2, "ulysses", 131072, 0): (113.4, 409.0),
+    (2, "halo", 131072, 4096): (7.34, 28.53),
+    (2, "ulysses", 131072, 4096): (9.53, 31.81),
+    (4, "halo", 32768, 0): (3.73, 14.56),
     (4, "ring", 32768, 0): (4.55, 15.96),
-    (4, "ulysses", 32768, 0): (4.13, 14.34),
-    (4, "ulysses", 131072, 0): (57.2, 209.1),
-    (4, "halo", 131072, 4096): (3.85, 14.26),
-    (4, "ulysses", 131072, 4096): (6.16, 18.52),
+    (4, "ulysses", 32768, 0): (3.97, 13.62),
+    (4, "halo", 131072, 0): (54.7, 212.4),
+    (4, "ring", 131072, 0): (59.1, 219.2),
+    (4, "ulysses", 131072, 0): (54.6, 200.8),
+    (4, "halo", 131072, 4096): (3.83, 14.75),
+    (4, "ulysses", 131072, 4096): (5.20, 16.90),
 }
 
 
