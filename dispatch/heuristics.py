@@ -70,7 +70,6 @@ MEASURED: tuple[Measured, ...] = (
         "standard_forward_h200.json",
         "bias",
     ),
-    Measured("cudnn", "forward", (9, 0), ("bfloat16",), (128, 128), "causal", "dense", (512, 512), 1.14, "standard_h100.json"),
     Measured("cudnn", "backward", (9, 0), ("bfloat16",), (256, 256), "causal", "dense", (512, 512), 1.21, "standard_h200.json"),
     Measured("cudnn", "backward", (9, 0), ("bfloat16",), (256, 256), "full", "dense", (512, 512), 1.05, "standard_h200.json"),
 )

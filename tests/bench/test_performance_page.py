@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import struct
 from html.parser import HTMLParser
@@ -17,7 +18,7 @@ from tests.conftest import ROOT
 
 RESULTS = ROOT / "bench" / "results"
 SVG = "{http://www.w3.org/2000/svg}"
-PAGE_FILES = ("standard_h200.json", "eager_memory.json")  # what docs/performance.md and the README are made of, in this order
+PAGE_FILES = ("standard_h100.json", "eager_memory.json")  # what docs/performance.md and the README are made of, in this order
 
 
 @pytest.fixture(scope="module")
@@ -64,9 +65,14 @@ def counts(found: dict[str, tables.Standing]) -> str:
     return f"{len(speeds)} | {faster} | {ahead} | {between} | {behind} | {tables.geometric_mean(speeds):.3f} |"
 
 
-def test_the_newer_runs_are_what_their_files_say(main: Record) -> None:
+def section_of_bounds(title: str) -> str:
+    return (ROOT / "docs" / "bounds.md").read_text("utf-8").split(f"### {title}\n")[1].split("\n### ")[0].split("\n## ")[0]
+
+
+def test_the_newer_runs_are_what_their_files_say() -> None:
     """docs/bounds.md, "Since that run": how many cells stand where, and each that it names, then and now beside the same peers."""
-    section = (ROOT / "docs" / "bounds.md").read_text("utf-8").split("### Since that run")[1].split("\n### ")[0]
+    section = section_of_bounds("Since that run")
+    main = record.read(RESULTS / "standard_h200.json")
     newer = record.read(RESULTS / "standard_forward_h200.json")
     then, now = alike(main, newer), alike(newer, newer)
     lines = {f"| forward, then | {counts(then)}", f"| forward, now | {counts(now)}"}
@@ -91,6 +97,38 @@ def test_the_newer_runs_are_what_their_files_say(main: Record) -> None:
     assert f"by it {won[0]} of the {len(beside)} cells that flash-attn 4 took are ahead, where {won[1]} were" in " ".join(
         section.split()
     )
+
+
+def lines_of_the_whole_run(run: Record, older: Record) -> list[str]:
+    """Where its cells stand, those that are no more than 2 % ahead, and its backwards beside flash-attn 4's by length."""
+    flash, others = ("flash-attn 4",), [name for name in run.implementations() if name != "flash-attn 4"]
+    lines = []
+    for title, names in ((", all peers", run.implementations()), (", without flash-attn 4", others), (", flash-attn 4", flash)):
+        rows = [row for row in run.rows if row.implementation in names or tables.is_ours(row.implementation)]
+        found = tables.standings(run._replace(rows=rows))
+        cells_of = {d: {s.workload: s for s in found if s.direction == d} for d in ("forward", "backward")}
+        lines += [f"| {direction}{title} | {counts(cells)}" for direction, cells in cells_of.items()]
+    then = {(s.workload, s.direction): s.speed for s in tables.standings(older)}
+    for s in sorted(tables.standings(run), key=lambda s: s.speed):
+        if s.speed < 1.02:
+            before = then[s.workload, s.direction]
+            lines.append(f"| {s.workload} {s.direction} | {s.speed:.3f} | {s.peer.implementation} | {before:.3f} |")
+    speeds = {s.workload: s.speed for s in tables.standings(run, "flash-attn 4") if s.direction == "backward"}
+    for d, mask in itertools.product((64, 128, 256), ("causal", "full")):
+        cells = [f"{speeds[sweep(d, mask, length).name]:.2f}" for length in (512, 1024, 2048, 4096, 8192, 16384)]
+        lines.append(f"| backward, head dim {d}, {mask} | {' | '.join(cells)} |")
+    return lines
+
+
+def test_the_last_whole_run_is_what_its_file_says(main: Record) -> None:
+    """docs/bounds.md, "On an NVIDIA H100", whose cells are held to the older run on an H200."""
+    section = section_of_bounds("On an NVIDIA H100").split("\nShort forwards")[0]
+    lines = lines_of_the_whole_run(main, record.read(RESULTS / "standard_h200.json"))
+    assert lines == [line for line in section.splitlines() if re.match(r"\| (\S+ )?(for|back)ward", line)]
+    speeds = [s.speed for s in tables.standings(main)]
+    ahead, behind = sum(x >= 1.02 for x in speeds), sum(x < 0.99 for x in speeds)
+    text = f"{ahead} of {len(speeds)} cells are ahead by 2 % or more, and {behind} behind by more than 1 %"
+    assert text in " ".join(section.split())
 
 
 def test_every_lost_cell_stands_left_of_the_pictures_line(main: Record) -> None:
@@ -185,7 +223,7 @@ def test_the_report_stands_alone(main: Record) -> None:
         if r.us is not None:
             assert f"{r.us:.1f}" in text
     for fact in (
-        "NVIDIA H200",
+        "NVIDIA H100",
         "2.11.0+cu130",
         main.command,
         main.method["flops"],
