@@ -118,7 +118,10 @@ def main(arguments: Sequence[str]) -> int:
     except (ValueError, OSError) as e:
         parser.error(str(e))
     if args.compile_only:
-        compile_only(plan)
+        if args.compile_processes:
+            _compile_in_processes(plan, args, args.budget_s)
+        else:
+            compile_only(plan)
         return 0
     return _measure(plan, args)
 
@@ -149,14 +152,19 @@ def _measure(plan: Plan, args: argparse.Namespace) -> int:
     if plan.device == "cpu" and not args.check:
         print(ON_A_CPU)
     if args.compile_processes:
-        same = ["--directions", *plan.directions, "--backends", *args.backends, "--peers", *args.peers]
-        names = [w.name for w in plan.workloads]
-        seconds = compile_in_processes([*same, "--flex-mode", args.flex_mode], names, args.compile_processes, args.budget_s / 2)
-        print(f"compiled in {args.compile_processes} processes: {seconds:.0f} s")
-        plan = plan._replace(budget_s=plan.budget_s - seconds)
+        plan = plan._replace(budget_s=plan.budget_s - _compile_in_processes(plan, args, args.budget_s / 2))
     done = run(plan, show=_printer())
     _show({args.out.name if args.out else "this run": done}, args)
     return int(any(r.status == "wrong" or (r.implementation in (TRITON, EAGER) and r.status == "refused") for r in done.rows))
+
+
+def _compile_in_processes(plan: Plan, args: argparse.Namespace, most: float) -> float:
+    """Compiles the plan's cells in processes, for `most` seconds; returns how many it took."""
+    same = ["--directions", *plan.directions, "--backends", *args.backends, "--peers", *args.peers]
+    names = [w.name for w in plan.workloads]
+    seconds = compile_in_processes([*same, "--flex-mode", args.flex_mode], names, args.compile_processes, most)
+    print(f"compiled in {args.compile_processes} processes: {seconds:.0f} s")
+    return seconds
 
 
 def _implementations(args: argparse.Namespace, device: str) -> list[Implementation]:

@@ -524,6 +524,23 @@ def test_compiling_in_processes_shares_the_workloads_out(monkeypatch: pytest.Mon
     assert killed == [1, 2]
 
 
+def test_compiling_alone_in_processes_measures_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    asked: list[tuple[list[str], list[str], int, float]] = []
+
+    def compile_in_processes(*given: Any) -> float:
+        asked.append(given)
+        return 3.0
+
+    monkeypatch.setattr(command, "compile_in_processes", compile_in_processes)
+    for name in ("run", "compile_only"):
+        monkeypatch.setattr(command, name, lambda *_, **__: pytest.fail("ran in this process"))
+    arguments = ["--shapes", "small-*", "--directions", "forward", "--peers", "SDPA flash", "--compile-only"]
+    assert command.main([*arguments, "--compile-processes", "2", "--budget-s", "9"]) == 0
+    same = ["--directions", "forward", "--backends", "*", "--peers", "SDPA flash", "--flex-mode", "default"]
+    assert asked == [(same, ["small-s128", "small-s256", "small-s512"], 2, 9.0)]
+    assert "compiled in 2 processes: 3 s" in capsys.readouterr().out
+
+
 def test_a_killed_run_is_readable(tmp_path: Path) -> None:
     out = tmp_path / "run.json"
     arguments = ["--shapes", "small-*", "--peers", "SDPA flash", "--budget-ms", "1", "--out", str(out)]
