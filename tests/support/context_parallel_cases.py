@@ -62,7 +62,13 @@ def all_features() -> None:
 def by_shared_memory() -> None:
     """What ranks exchange comes from each other's memory, which files are here, by the kernel that pulls rows."""
     shared_memory.share(dist.group.WORLD, calls.DEVICE)
-    features()
+    ways = ("gather", "halo", "ulysses")
+    for number, problem in enumerate(calls.FEATURES.values()):
+        calls.compare(problem, [calls.LAYOUTS[number // 3 % 3]], [ways[number % 3]])
+    for name in ("causal", "more queries than keys", "documents with mods and a sink"):
+        calls.compare(calls.FEATURES[name], [None], ways)
+    for number, (name, problem) in enumerate(calls.EIGHT_BITS.items()):
+        calls.compare_eight(problem, calls.LAYOUTS[number % 2], ["ulysses" if "by heads" in name else ways[number % 3]])
     assert shared_memory.BARRIERS["all"] > 100, shared_memory.BARRIERS
 
 
