@@ -20,8 +20,8 @@ MOST_PAIRS = 1 << 16  # documents times ranks: more would take longer than a ste
 RESERVES = (0.02, 0.0, 0.05)  # shares of a rank's scores that stay free beside a part of a document that is cut
 LEAST_DENSE = (0.003, 0.01)  # shares of a rank's scores from which on a document is dense
 FEW_PAIRS = 1 << 12  # documents, or chunks, times ranks up to which several deals are tried
-ENOUGH_DENSE = 1.01  # of a rank's mean scores, up to which a document stays whole
-MOST_SETTLED = 2  # of the deals tried
+ENOUGH_DENSE = 1.01  # times a rank's mean scores, up to which a document stays whole
+MOST_SETTLED = 2  # deals that are traded to the end
 
 
 def whole_documents(mask: Mask, ranks: int) -> Iterator[tuple[Runs, ...]]:
@@ -60,7 +60,7 @@ def _cut_dense(documents: Documents, reserve: float, in_middle: bool) -> list[Sh
     heapq.heapify(heap)
     done: list[Share] = []
     later: collections.Counter[int] = collections.Counter()  # parts of a document that are done
-    used = 0.0  # of the sparsest tokens, those that are beside parts that are done
+    used = 0.0  # sparsest tokens, beside parts that are done
     limit = documents.area * (1 - reserve)
 
     def filled(area: int, size: int) -> float:
@@ -178,7 +178,7 @@ def _badness(documents: Documents, deal: Deal) -> float:
 
 
 class _Measured(NamedTuple):
-    """What the slowest ranks have.
+    """Scores and keys of the slowest ranks.
 
     fetched: keys that come from others. worth: keys that come or go, and as many more as calls and scores over the mean are worth.
     """

@@ -15,7 +15,7 @@ from flexattn.distributed.mask import Mask
 CALL_KEYS = 2048  # keys that take as long to come as one more call of a rank
 CALL_SHARE = 32  # part of all tokens that a call is worth at most while deals are sought, as few tokens would otherwise stay uneven
 
-EVEN, PAST_EVEN = 1.015, 9  # of a rank's mean scores: more than MOST_IMBALANCE is no deal
+EVEN, PAST_EVEN = 1.015, 9  # times the mean scores, past which each counts so often more: beyond MOST_IMBALANCE there is no deal
 
 
 class Share(NamedTuple):

@@ -17,7 +17,7 @@ MOST_CUT = 4  # exchanges for which cuts are looked for
 MOST_EVENINGS, MOST_PARTNERS = 8, 3  # trades that even scores, and ranks of few scores with which one of too many tries
 TILE, GROUP = 128, 8  # positions at multiples of which cuts are best: tiles of kernels, and groups of dropout
 OFF_TILE, OFF_GROUP = 2e-4, 5e-4  # share of all keys that may be fetched to cut at one
-LEAST_GAIN = 5e-4  # of the mean scores, or of all keys, for which scores are evened
+LEAST_GAIN = 5e-4  # share of the mean scores, or of all keys, for which scores are evened
 
 
 class Cut(NamedTuple):
@@ -30,7 +30,7 @@ class Cut(NamedTuple):
 
 
 class Trade(NamedTuple):
-    """What one rank gives for what it takes, and what one of the two cuts beside that. cost: of what both then have."""
+    """An exchange of shares between two ranks, beside which one of them cuts a share for the other. cost: of both behind it."""
 
     cost: float
     given: Share | None
