@@ -506,7 +506,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--timed-seconds", type=float, default=SECONDS, help="of the timed calls of one direction, three at least")
     parser.add_argument("--no-links", action="store_true", help="leaves out what measures the links")
     parser.add_argument("--graphs", action="store_true", help="measures also what auto takes in a CUDA graph, over NCCL")
-    parser.add_argument("--trace", type=Path, help="where rank 0 writes the kernels of each of our calls, and nothing is timed")
+    parser.add_argument("--trace", type=Path, help="where each rank writes the kernels of each of our calls, and nothing is timed")
     options = parser.parse_args(argv)
     started = time.perf_counter()
     cells = {name: CELLS[name] for name in options.cells.split(";")} if options.cells else CELLS
@@ -563,9 +563,8 @@ def main(argv: list[str] | None = None) -> int:
                 for called, way in ours(cell, comparison.whole, ranks.group).items()
                 if only is None or called in only
             }
-            if ranks.rank == 0:
-                file = options.trace.with_name(f"{options.trace.name}_{name.replace(' ', '_').replace(',', '')}.json")
-                file.write_text(json.dumps(traces))
+            file = f"{options.trace.name}_{name.replace(' ', '_').replace(',', '')}_rank{ranks.rank}.json"
+            options.trace.with_name(file).write_text(json.dumps(traces))
             continue
         say({"cell": name, **comparison.row})
         made: dict[str, list[Implementation] | str] = {
