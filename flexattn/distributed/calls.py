@@ -106,6 +106,7 @@ class Call(NamedTuple):
     rows: Run  # from the first query of a piece to the last
     keys: Run
     runs: Runs  # rows of q that the pieces have
+    is_own: bool = False  # whether its keys are rows of this rank's tensors, not of those that hold what was fetched
 
 
 class Part(NamedTuple):
@@ -448,18 +449,26 @@ class Calls(NamedTuple):
         )
 
 
-def attend_all(calls: Calls, part: Part, context: tuple[Scores, Shared], lanes: Lanes, into: Results | None = None) -> Results:
+def attend_all(
+    calls: Calls,
+    part: Part,
+    context: tuple[Scores, Shared],
+    lanes: Lanes,
+    into: Results | None = None,
+    own: Part | None = None,
+) -> Results:
     """Returns out and lse of all queries of a part; a sink is in each call.
 
     lanes: the longest call runs on the main one, all others on the side, and what is copied on the back.
-    into: where the results are written; None: anew.
+    into: where the results are written; None: anew. own: the part of calls of own keys, which are on the main lane, and all others
+    then on the side.
     """
     scores, shared = context
     sink = shared.softmax_offset
     is_packed = part.q.dim() == 3
     if into is None and calls.is_one:
         [call] = calls.longest_first
-        return Results(*attend(call, rows_of_call(call, part)[0], scores, shared, sink))
+        return Results(*attend(call, rows_of_call(call, part_of(call, part, own))[0], scores, shared, sink))
     results = into or empty_results(part.q, part.v.shape[-1], scores.out_dtype(part.q))
     rows = by_rows(results.out, is_packed)
     for run in calls.left:
@@ -469,8 +478,8 @@ def attend_all(calls: Calls, part: Part, context: tuple[Scores, Shared], lanes: 
     lanes.fork()
     found: list[tuple[Call, Tensor, Tensor]] = []
     for i, call in enumerate(calls.longest_first):
-        with lanes.side() if i else contextlib.nullcontext():
-            found.append((call, *attend(call, rows_of_call(call, part)[0], scores, shared, sink)))
+        with lanes.side() if is_beside(call, i, own) else contextlib.nullcontext():
+            found.append((call, *attend(call, rows_of_call(call, part_of(call, part, own))[0], scores, shared, sink)))
     lanes.meet()
     with lanes.back():
         calls.write(rows, [by_rows(out, is_packed) for _, out, _ in found])
@@ -498,19 +507,36 @@ class Found(NamedTuple):
         calls.write(dq, self.dq)
 
 
+def part_of(call: Call, part: Part, own: Part | None) -> Part:
+    """Returns the part that a call takes its rows from."""
+    return own if own is not None and call.is_own else part
+
+
+def is_beside(call: Call, number: int, own: Part | None) -> bool:
+    """Returns whether a call, the longest of which has number 0, runs on the side."""
+    return number > 0 if own is None else not call.is_own
+
+
 def differentiate_all(
-    calls: Calls, part: Part, results: Results, seeds: Seeds, context: tuple[Scores, Shared], lanes: Lanes, fp32: str
+    calls: Calls,
+    part: Part,
+    results: Results,
+    seeds: Seeds,
+    context: tuple[Scores, Shared],
+    lanes: Lanes,
+    fp32: Sequence[str],
+    own: Part | None = None,
 ) -> Found:
     """Returns the gradients of `attend_all`, but for a sink's, on the same lanes; the back may go on with them.
 
-    fp32: as of `differentiate`.
+    fp32: of each call, as of `differentiate`. own: as of `attend_all`.
     """
     of_shared, is_packed = context[1].zeros(), part.q.dim() == 3
     lanes.fork()
     found: list[Gradients] = []
     for i, call in enumerate(calls.longest_first):
-        with lanes.side() if i else contextlib.nullcontext():
-            found.append(differentiate(call, part, results, seeds, context, of_shared, fp32))
+        with lanes.side() if is_beside(call, i, own) else contextlib.nullcontext():
+            found.append(differentiate(call, part_of(call, part, own), results, seeds, context, of_shared, fp32[i]))
     lanes.meet()
     dense = [[by_rows(t, is_packed) for t in (g.dq, g.dk, g.dv)] for g in found]
     dq, dk, dv = ([of[i] for of in dense] for i in range(3))

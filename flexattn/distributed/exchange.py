@@ -62,10 +62,10 @@ MOST_RANKS, MOST_MESSAGES = 8, 16  # for messages run by run: one host's, as pre
 
 
 def make_route(kv_runs: Sequence[Runs], wanted: Sequence[Runs], held: Runs, rank: int) -> Route:
-    """Returns a rank's route. wanted: by rank, sorted and apart. held: this rank's room, in which what it wants lies."""
+    """Returns a rank's route. wanted: by rank, sorted and apart. held: this rank's room, in which all lies that others give it."""
     ranks = range(len(kv_runs))
-    own, mine = kv_runs[rank], wanted[rank]
-    outgoing = [tuple(common(wanted[to], own)) for to in ranks]
+    own, mine = kv_runs[rank], tuple(common(union(held), wanted[rank]))
+    outgoing = [tuple(common(mine if to == rank else wanted[to], own)) for to in ranks]
     incoming = [tuple(common(mine, kv_runs[of])) for of in ranks]
     sends = tuple(() if to == rank else _places(runs, own) for to, runs in enumerate(outgoing))
     receives = tuple(() if of == rank else _places(runs, held) for of, runs in enumerate(incoming))
@@ -279,18 +279,25 @@ class Returns(NamedTuple):
     near: Near | None
 
 
-def make_returns(route: Route, shares: Sequence[Run]) -> Returns:
-    """Returns how gradients are summed, of which this rank makes shares of these rows held.
+class Made(NamedTuple):
+    """Shares of gradients that calls make: by call, of rows held, and of rows of this rank's own tensors."""
+
+    calls: int
+    held: Sequence[Share]
+    own: Sequence[Share]
+
+
+def make_returns(route: Route, made: Made) -> Returns:
+    """Returns how gradients are summed, of which this rank makes shares.
 
     Sums begin with this rank's shares and go on in the order of the ranks, so that they are the same in each run.
     """
     row, sent = 0, NO_STEPS
     for run in (run for runs in route.receives for run in runs):
-        sent += Steps.of(run, [Share(n, of) for n, of in enumerate(shares)], row)
+        sent += Steps.of(run, made.held, row)
         row += run.size
     runs = tuple(run for of in route.sends for run in of)
-    arrivals = [Share(len(shares), run, at.start) for run, at in zip(runs, rows_of(runs), strict=True)]
-    several = _several(shares)
+    arrivals = [Share(made.calls, run, at.start) for run, at in zip(runs, rows_of(runs), strict=True)]
     row, steps, plain = 0, NO_STEPS, NO_STEPS
     summed: list[Move] = []
     away = without((Run(0, route.rows),), [rows for rows, _ in route.own])
@@ -300,8 +307,9 @@ def make_returns(route: Route, shares: Sequence[Run]) -> Returns:
         def here(run: Run, by: int = moved) -> Run:
             return Run(run.start - by, run.stop - by)
 
-        own = [] if places is None else [Share(n, here(of)) for n, of in enumerate(shares)]
-        both = union([*runs, *map(here, several if own else ())])
+        of_held = [] if places is None else [share._replace(rows=here(share.rows)) for share in made.held]
+        own = sorted([*of_held, *made.own])
+        both = union([*runs, *_several([share.rows for share in own])])
         for run in common(both, (rows,)):
             steps += Steps.of(run, [*own, *arrivals], row)
             summed.append(Move(slice(*run), 0, slice(row, row + run.size)))
@@ -309,16 +317,17 @@ def make_returns(route: Route, shares: Sequence[Run]) -> Returns:
         for run in without((rows,), both):
             plain += Steps.of(run, own, run.start)
     counts = [size_of(of) for of in route.sends], [size_of(of) for of in route.receives]
-    return Returns(sent, *steps.apart(len(shares)), summed, plain, counts, _place_of_all(route, shares), route.by_runs, route.near)
+    return Returns(sent, *steps.apart(made.calls), summed, plain, counts, _place_of_all(route, made), route.by_runs, route.near)
 
 
-def _place_of_all(route: Route, shares: Sequence[Run]) -> slice | None:
-    if len(shares) != 1 or len(route.own) != 1 or route.own[0][0] != Run(0, route.rows):
+def _place_of_all(route: Route, made: Made) -> slice | None:
+    own, rows = ((Run(0, route.rows),), made.own) if made.own else ([places for _, places in route.own], made.held)
+    if made.calls != 1 or len(rows) != 1 or len(own) != 1 or own[0].size != route.rows:
         return None
-    [share], [(_, places)] = shares, route.own
+    [(_, share, first)], [places] = rows, own
     if places.start < share.start or places.stop > share.stop:
         return None
-    return slice(places.start - share.start, places.stop - share.start)
+    return slice(places.start - share.start + first, places.stop - share.start + first)
 
 
 def _several(runs: Sequence[Run]) -> Runs:

@@ -1,13 +1,16 @@
 """Strategies "gather" and "halo": a rank's queries stay, and the keys that they see come: all of them, or those that are needed.
 
 Where they are many, keys come in slices of heads: those of the next slice travel while one is attended to, and so do the gradients
-of the one before. The first slice, which is waited for, is small, and so is the last one, whose gradients are. The backward fetches
-the keys again rather than keep them; gradients travel in float32.
+of the one before. The first slice, which is waited for, is small, and so is the last one, whose gradients are. Where they come in
+one, calls that see this rank's own keys alone read these where they lie, and do not wait. The backward fetches the keys again
+rather than keep them; gradients travel in float32.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import contextlib
+import functools
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,42 +35,78 @@ from flexattn.distributed.calls import (
     whole_gradients,
 )
 from flexattn.distributed.capture import tables
-from flexattn.distributed.exchange import Returns, Route, make_returns, make_route
+from flexattn.distributed.exchange import Made, Returns, Route, make_returns, make_route
 from flexattn.distributed.lanes import Lanes
-from flexattn.distributed.layout import Run, Runs, common, places, size_of, union
+from flexattn.distributed.layout import Run, Runs, common, places, positions, size_of, union, without
 from flexattn.distributed.plans import Plan
+from flexattn.distributed.sums import Share
 
 
 class _Work(NamedTuple):
     route: Route
     calls: Calls
     returns: Returns
-    received: int  # rows, by the rank that receives most: the same on all ranks, as the number of slices must be
-    area: float  # scores, of the rank that has most
-    adds: bool  # whether gradients that this rank's calls make of keys are added to others: of other calls, or of other ranks
+    adds: tuple[bool, ...]  # whether gradients of a call's keys are added to others: of other calls, or of other ranks
+
+    @property
+    def has_own(self) -> bool:
+        """Returns whether there are calls that need nothing of other ranks."""
+        return any(call.is_own for call in self.calls.longest_first)
+
+
+@functools.lru_cache(32)
+def _most(plan: Plan, strategy: str) -> tuple[int, float]:
+    """Returns the most rows that any rank receives, and the most scores that any computes: as slices must be, alike on all."""
+    work = plan.work(strategy)
+    return work.received, work.areas[0]
 
 
 @tables(32)
-def _work(plan: Plan, strategy: str, wants_diagonal: bool, device: torch.device) -> _Work:
-    wanted = [plan.fetched(strategy, rank) for rank in range(plan.ranks)]
-    held = plan.held(strategy, plan.rank)
-    pieces = plan.pieces(plan.rank, held)
-    calls = Calls.of(make_calls(pieces, plan.is_packed, plan.mask.blocks, wants_diagonal, device), size_of(plan.q_runs[plan.rank]))
-    route = make_route(plan.kv_runs, wanted, held, plan.rank)
-    returns = make_returns(route, [call.keys for call in calls.longest_first])
-    most = plan.work(strategy)
-    return _Work(route, calls, returns, most.received, most.areas[0], _adds(plan, calls, held))
+def _work(plan: Plan, strategy: str, wants_diagonal: bool, is_one: bool, device: torch.device) -> _Work:
+    """Returns a rank's work. is_one: whether keys come in one slice; pieces that see own keys alone then need not wait for it."""
+    rank, own = plan.rank, plan.kv_runs[plan.rank]
+    wanted = [plan.fetched(strategy, other) for other in range(plan.ranks)]
+    held = plan.held(strategy, rank)
+    pieces = [(piece, positions(piece.keys, held)) for piece in plan.pieces(rank, held)]
+    of_own = []
+    if is_one and plan.ranks > 1:
+        of_own = [piece._replace(keys=places(keys, own)[0]) for piece, keys in pieces if _is_in_one(keys, own)]
+        pieces = [(piece, keys) for piece, keys in pieces if not _is_in_one(keys, own)]
+        held = union([*without(wanted[rank], own), *(run for _, keys in pieces for run in keys)])
+    of_held = [piece._replace(keys=places(keys, held)[0]) for piece, keys in pieces]
+    made = [
+        call._replace(is_own=is_own)
+        for is_own, of in ((False, of_held), (True, of_own))
+        for call in make_calls(of, plan.is_packed, plan.mask.blocks, wants_diagonal, device)
+    ]
+    calls = Calls.of(made, size_of(plan.q_runs[rank]))
+    route = make_route(plan.kv_runs, wanted, held, rank)
+    shares = [
+        [Share(n, run, run.start - call.keys.start) for run in union(piece.keys for piece in call.pieces)]
+        for n, call in enumerate(calls.longest_first)
+    ]
+    by_call = list(zip(shares, calls.longest_first, strict=True))
+    sides = ([share for of, call in by_call if call.is_own is is_own for share in of] for is_own in (False, True))
+    returns = make_returns(route, Made(len(shares), *sides))
+    return _Work(route, calls, returns, _adds(plan, calls, held))
 
 
-def _adds(plan: Plan, calls: Calls, held: Runs) -> bool:
-    """Returns whether a key of this rank's calls is seen by another rank too, or is in two of the calls. held: keys' positions."""
+def _is_in_one(keys: Runs, own: Runs) -> bool:
+    return len(keys) == 1 and any(run.start <= keys[0].start and keys[0].stop <= run.stop for run in own)
+
+
+def _adds(plan: Plan, calls: Calls, held: Runs) -> tuple[bool, ...]:
+    """Returns of each call whether a key of its pieces is seen by another rank too, or by another call. held: keys' positions."""
     elsewhere = union(run for rank in range(plan.ranks) if rank != plan.rank for run in plan.needs(rank))
-    taken = places(tuple(common(elsewhere, held)), held)
-    for call in calls.longest_first:
-        if any(common(taken, (call.keys,))):
-            return True
-        taken = union((*taken, call.keys))
-    return False
+    own = plan.kv_runs[plan.rank]
+    seen = [
+        union(run for piece in call.pieces for run in positions(piece.keys, own if call.is_own else held))
+        for call in calls.longest_first
+    ]
+    return tuple(
+        any(common(union([*elsewhere, *(run for j, other in enumerate(seen) if j != i for run in other)]), of))
+        for i, of in enumerate(seen)
+    )
 
 
 class Gather(NamedTuple):
@@ -89,7 +128,7 @@ class Gather(NamedTuple):
         """Returns out and lse of this rank's queries, and what a backward needs."""
         coming = _Coming(self, (q, k, v), shared, ends=1)
         if len(coming.slices) == 1:
-            results = attend_all(coming.calls, coming.next(0), coming.contexts[0], coming.lanes)
+            results = attend_all(coming.calls, coming.next(0), coming.contexts[0], coming.lanes, own=coming.own)
         else:
             results = empty_results(q, v.shape[-1], self.scores.out_dtype(q))
             for i, (of_q, _) in enumerate(coming.slices):
@@ -107,8 +146,8 @@ class Gather(NamedTuple):
         coming = _Coming(self, (q, k, v), shared, ends=2)
         lanes, returns, is_one = coming.lanes, coming.work.returns, len(coming.slices) == 1
         dtype, wide = self.scores.out_dtype(q), sum_dtype(q.dtype)
-        fp32 = self.scores.fp32_gradients("dkv" if coming.work.adds else "none")
-        stay = is_one and returns.place is not None and (fp32 == "none" or dtype == wide)  # dk and dv where a call made them
+        fp32 = [self.scores.fp32_gradients("dkv" if adds else "none") for adds in coming.work.adds]
+        stay = is_one and returns.place is not None and (fp32 == ["none"] or dtype == wide)  # dk and dv where a call made them
         dq = None if is_one and coming.calls.is_one else torch.empty(q.shape, dtype=dtype, device=q.device)
         totals: tuple[Tensor, ...] = ()
         if not stay:
@@ -128,7 +167,7 @@ class Gather(NamedTuple):
             part = coming.next(i)
             lanes.is_last = i + 1 == len(coming.slices)
             own = Results(out[..., heads, :], lse[..., heads, :]), seeds.of_heads(heads)
-            found = differentiate_all(coming.calls, part, *own, coming.contexts[i], lanes, fp32)
+            found = differentiate_all(coming.calls, part, *own, coming.contexts[i], lanes, fp32, coming.own)
             for total, more in zip(of_shared, whole_gradients(found.shared, shared, of_q), strict=True):
                 if total is not None and more is not None:
                     total += more
@@ -155,26 +194,34 @@ class _Coming:
 
     def __init__(self, call: Gather, qkv: tuple[Tensor, Tensor, Tensor], shared: Shared, ends: int) -> None:
         self.group, self.packed, (self.q, self.k, self.v) = call.plan.group, call.plan.is_packed, qkv
-        work = _work(call.plan, call.strategy, shared.alibi_slopes is not None, self.q.device)
-        self.work, self.calls, self.route = work, work.calls, work.route
+        received, area = _most(call.plan, call.strategy)
         batch = 1 if self.packed else self.k.shape[0]
         dims = self.k.shape[-1] + self.v.shape[-1]
         load = slices.Load(
-            bytes=work.received * batch * self.k.shape[-2] * dims * self.k.element_size(),
-            products=2 * work.area * batch * self.q.shape[-2] * dims,
+            bytes=received * batch * self.k.shape[-2] * dims * self.k.element_size(),
+            products=2 * area * batch * self.q.shape[-2] * dims,
             is_near=peer_memory.are_near(self.group, self.q.device),
         )
         self.slices = slices.key_slices(self.q.shape[-2], self.k.shape[-2], load, ends)
         whole, is_one = (call.scores, shared), len(self.slices) == 1
+        work = _work(call.plan, call.strategy, shared.alibi_slopes is not None, is_one, self.q.device)
+        self.work, self.calls, self.route = work, work.calls, work.route
+        self.own = Part(self.q, self.k, self.v) if work.has_own else None  # what calls take that need nothing of other ranks
         # Kept until the end, as calls on other lanes read them.
         self.contexts = [whole if is_one else of_heads(*whole, of_q, self.q.device) for of_q, _ in self.slices]
         adds = call.scores.peaks is not None or any(total is not None for total in shared.zeros())  # what all calls write to
         self.lanes = Lanes(self.q.device, are_apart=not adds and (len(work.calls.longest_first) > 1 or not is_one))
+        self.lanes.is_last = work.has_own  # what others give comes on the lane of the calls that need it, before all others
         self.begun = self._begin(0)
+
+    def _lane(self) -> contextlib.AbstractContextManager[Any]:
+        """Returns a context of the lane on which keys come: the main one, or where own keys do not wait for them the side."""
+        return contextlib.nullcontext() if self.own is None else self.lanes.side()
 
     def _begin(self, i: int) -> tuple[tuple[Tensor, ...], exchange.Pending | None]:
         heads = slice(*self.slices[i].kv)
-        return exchange.begin_fetch([by_rows(t, self.packed)[..., heads, :] for t in (self.k, self.v)], self.route, self.group)
+        with self._lane():
+            return exchange.begin_fetch([by_rows(t, self.packed)[..., heads, :] for t in (self.k, self.v)], self.route, self.group)
 
     def next(self, i: int) -> Part:
         """Returns the queries and keys of slice i, which is the one after that of the call before, and begins with the next one."""
@@ -182,5 +229,6 @@ class _Coming:
         begun = self.begun
         if i + 1 < len(self.slices):
             self.begun = self._begin(i + 1)
-        k, v = (by_rows(t, self.packed) for t in exchange.finish_fetch(begun, self.route, self.group))
+        with self._lane():
+            k, v = (by_rows(t, self.packed) for t in exchange.finish_fetch(begun, self.route, self.group))
         return Part(self.q if len(self.slices) == 1 else self.q[..., slice(*self.slices[i].q), :], k, v)

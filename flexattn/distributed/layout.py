@@ -188,6 +188,16 @@ def row_of(position: int, runs: Runs, rows: Sequence[Run]) -> int:
     return next(row.start + position - run.start for run, row in zip(runs, rows, strict=True) if run.start <= position < run.stop)
 
 
+def positions(rows: Run, held: Runs) -> Runs:
+    """Returns the positions at which the runs `held` lie that a tensor of them has in these rows."""
+    found = []
+    for run, at in zip(held, rows_of(held), strict=True):
+        first, last = max(rows.start, at.start), min(rows.stop, at.stop)
+        if first < last:
+            found.append(Run(run.start + first - at.start, run.start + last - at.start))
+    return tuple(found)
+
+
 def places(runs: Runs, held: Runs) -> Runs:
     """Returns the rows at which a tensor of the positions `held` has those of `runs`; each run lies in one of them."""
     rows = rows_of(held)

@@ -331,7 +331,7 @@ class Ulysses(NamedTuple):
             calls = _calls(plan, shared.alibi_slopes is not None, whole_q.device)
             is_shared = sum(run.size for run in self._split.kv) > self.heads_kv or places is not None
             is_sum = is_shared or len(calls.longest_first) > 1
-            fp32 = "dkv" if is_sum else "none"
+            fp32 = ["dkv" if is_sum else "none"] * len(calls.longest_first)
             found = differentiate_all(calls, part, Results(out, lse), own, context, _one_lane(whole_q), fp32)
             of_context = found.shared
             dq = (

@@ -21,12 +21,12 @@ from flexattn import distributed, fp8
 from flexattn.bench.context_parallel import CELLS
 from flexattn.bench.shapes import log_normal_lengths
 from flexattn.dispatch.reference import block_kinds
-from flexattn.distributed import deal, scaling, slices, whole_call
+from flexattn.distributed import deal, gather, scaling, slices, whole_call
 from flexattn.distributed import layout as layouts
 from flexattn.distributed.blocks import Blocks
 from flexattn.distributed.calls import make_calls
 from flexattn.distributed.cost import Heads, Prediction
-from flexattn.distributed.layout import Run, common, size_of, union
+from flexattn.distributed.layout import Run, common, size_of, union, without
 from flexattn.distributed.local_blocks import LocalBlocks
 from flexattn.distributed.mask import LocalBand, Mask, Piece, local_band, make_piece, merged, sees_all
 from flexattn.distributed.plans import Plan
@@ -286,6 +286,34 @@ def test_pieces_of_one_row_are_in_their_neighbours_call() -> None:
         assert calls(plan) == count
     made = make_calls(distributed.plan(1, documents=[5, 1, 7]).pieces(0, (Run(0, 13),)), True, None, True, torch.device("cpu"))
     assert [(call.band.window_size, call.band.is_exact) for call in made] == [((-1, 0), True)]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_calls_of_own_keys_have_no_room_for_them(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, found = distributed.plan(ranks, documents=[40, 3, 300, 25, 70, 12, 6, 90, 31]), set[int]()
+    for rank in range(ranks):
+        monkeypatch.setattr(Plan, "rank", rank)
+        gather._work.cache_clear()
+        work = gather._work(plan, "halo", False, True, torch.device("cpu"))
+        rows = sorted(piece.rows for call in work.calls.longest_first for piece in call.pieces)
+        assert union(rows) == (Run(0, size_of(plan.q_runs[rank])),)
+        assert sum(run.size for run in rows) == size_of(plan.q_runs[rank])
+        of_room = [piece for call in work.calls.longest_first if not call.is_own for piece in call.pieces]
+        assert work.route.held == size_of(union(piece.keys for piece in of_room))
+        fetched = size_of(without(plan.needs(rank), plan.kv_runs[rank]))
+        assert sum(map(size_of, work.route.receives)) == fetched
+        whole = {
+            document
+            for document, length in enumerate(plan.mask.lengths_q)
+            for call in work.calls.longest_first
+            if call.is_own
+            for piece in call.pieces
+            if piece.document == document and piece.rows.size == length
+        }
+        assert not whole & {piece.document for piece in of_room}
+        found |= whole
+    assert len(found) >= 5
+    gather._work.cache_clear()
 
 
 def test_a_band_that_shows_a_piece_whole() -> None:
