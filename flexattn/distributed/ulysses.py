@@ -199,7 +199,8 @@ def _together(tensors: Sequence[Tensor], of: Sequence[_Of], travel: Callable[[Te
         alike = [x for x, _ in group]
         whole = as_sent(alike[0]) if len(alike) == 1 else torch.cat(list(map(as_sent, alike)), -1)
         moved = travel(whole, which)
-        found += [t.view(dtype) for t in torch.split(moved, [x.shape[-1] for x in alike], -1)]
+        parts = torch.split(moved, [x.shape[-1] for x in alike], -1)  # copied, as outputs of an operator must not share memory
+        found += [t.view(dtype) if len(parts) == 1 else t.clone(memory_format=torch.contiguous_format).view(dtype) for t in parts]
     return found
 
 
