@@ -243,7 +243,7 @@ def _summed(parts: Sequence[Tensor], heads: Heads) -> Tensor:
 
 def _head_row(x: Tensor) -> int:
     """Returns the elements of one head in one row of [rows, h, d] or [rows, b, h, d]."""
-    return x.shape[-1] * (x.shape[1] if x.dim() == 4 else 1)
+    return x.shape[-1] * _batch(x)
 
 
 @tables(32)

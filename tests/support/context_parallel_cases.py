@@ -60,7 +60,7 @@ def all_features() -> None:
 
 
 def by_shared_memory() -> None:
-    """What ranks exchange comes from each other's memory, which files are here, by the kernel that pulls rows."""
+    """Exchanges by memory that ranks share, which files are here, and the kernel that pulls rows."""
     shared_memory.share(dist.group.WORLD, calls.DEVICE)
     ways = ("gather", "halo", "ulysses")
     for number, problem in enumerate(calls.FEATURES.values()):
