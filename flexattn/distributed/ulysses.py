@@ -37,7 +37,7 @@ from flexattn.distributed.exchange import all_to_all, as_sent, waiting
 from flexattn.distributed.lanes import Lanes
 from flexattn.distributed.layout import Run, Runs, cut, rows_of, size_of
 from flexattn.distributed.near import row_size, starts
-from flexattn.distributed.peer_memory import Move, Pull, Side
+from flexattn.distributed.peer_memory import Exchange, Move, Pull, Side
 from flexattn.distributed.plans import Plan
 from flexattn.distributed.ring import Ring
 from flexattn.distributed.sums import add_up
@@ -89,6 +89,16 @@ def _in_order(x: Tensor, order: Tensor | None) -> Tensor:
     return words.index_select(0, order).view(x.dtype)
 
 
+def _opened(tensors: Sequence[Tensor], places: Sequence[int], group: Any) -> Exchange | None:
+    """Returns an exchange in which every rank's tensors are at these bytes; None where it is to be made of messages."""
+    pulling = peer_memory.begin(group, tensors[0].device, places[-1])
+    if pulling is not None:
+        for x, first in zip(map(as_sent, tensors), places, strict=False):
+            pulling.room(first, x.shape, x.dtype).copy_(x)
+        pulling.open()
+    return pulling
+
+
 def to_heads(tensors: Sequence[Tensor], runs: tuple[Runs, ...], heads: Sequence[tuple[Run, ...]], group: Any) -> list[Tensor]:
     """Returns [whole, ..., own heads, d], in the whole's order, of each rank's [rows, ..., h, d].
 
@@ -97,12 +107,9 @@ def to_heads(tensors: Sequence[Tensor], runs: tuple[Runs, ...], heads: Sequence[
     rank, most = dist.get_rank(group), max(map(size_of, runs))
     places = starts(most, list(map(row_size, tensors)))
     with waiting("the exchange from tokens to heads", group):
-        pulling = peer_memory.begin(group, tensors[0].device, places[-1])
+        pulling = _opened(tensors, places, group)
         if pulling is None:
             return _together(tensors, heads, lambda x, of: _to_heads_by_messages(x, runs, of, group))
-        for x, first in zip(map(as_sent, tensors), places, strict=False):
-            pulling.room(first, x.shape, x.dtype).copy_(x)
-        pulling.open()
         pulls = []
         for x, first, of in zip(tensors, places, heads, strict=False):
             own, (*_, all_heads, dim) = of[rank], x.shape
@@ -133,12 +140,9 @@ def to_rows(tensors: Sequence[Tensor], runs: tuple[Runs, ...], heads: Sequence[H
     widest = [max(run.size for run in of.of_ranks) for of in heads]
     places = starts(whole, [row_size(x) // max(x.shape[-2], 1) * n for x, n in zip(tensors, widest, strict=True)])
     with waiting("the exchange from heads to tokens", group):
-        pulling = peer_memory.begin(group, tensors[0].device, places[-1])
+        pulling = _opened(tensors, places, group)
         if pulling is None:
             return _together(tensors, heads, lambda x, of: _to_rows_by_messages(x, runs, of, group))
-        for x, first in zip(map(as_sent, tensors), places, strict=False):
-            pulling.room(first, x.shape, x.dtype).copy_(x)
-        pulling.open()
         found = [_room_of_heads(x, size_of(runs[rank]), of) for x, of in zip(tensors, heads, strict=True)]
         pulling.pull(*_pulls_of_heads(tensors, places, found, [_moves_to_rows(runs, rank, _batch(x)) for x in tensors]))
         pulling.close()
