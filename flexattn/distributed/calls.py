@@ -103,7 +103,7 @@ class Call(NamedTuple):
     packing: dict[str, Any] | None  # cu_seqlens and max_seqlen of a packed call, from the first of `rows` and of `keys`
     by_eights: bool  # whether the first key of each piece is at a multiple of 8
     blocks: LocalBlocks | None
-    rows: Run  # from the first query of a piece to the last
+    rows: Run  # of q: from the first query of a piece to the last, or all
     keys: Run
     runs: Runs  # rows of q that the pieces have
     is_own: bool = False  # whether its keys are rows of this rank's tensors, not of those that hold what was fetched
@@ -122,9 +122,18 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def make_calls(
-    pieces: Sequence[Piece], is_packed: bool, blocks: Blocks | None, wants_diagonal: bool, device: torch.device
+    pieces: Sequence[Piece],
+    is_packed: bool,
+    blocks: Blocks | None,
+    wants_diagonal: bool,
+    device: torch.device,
+    within: tuple[Run, Run] | None = None,
 ) -> list[Call]:
-    """Returns calls that hold all pieces: in one call no two share a query or a key, and all have the same local band."""
+    """Returns calls that hold all pieces: in one call no two share a query or a key, and all have the same local band.
+
+    within: all rows of q and of k, which a packed call with half of q's or more takes whole, so that its results are the whole's,
+    but for rows of other calls.
+    """
     groups: list[tuple[LocalBand, list[Piece]]] = []
     bands = _shared_bands(pieces, wants_diagonal) if is_packed else [local_band(piece, wants_diagonal) for piece in pieces]
     for piece, band in sorted(zip(pieces, bands, strict=True), key=lambda pair: (pair[0].keys.start, pair[0].rows.start)):
@@ -138,7 +147,7 @@ def make_calls(
     for band, group in groups:
         ordered = tuple(sorted(group, key=lambda piece: piece.rows.start))
         of_call = None if blocks is None else LocalBlocks(blocks, ordered, is_packed, device)
-        found.append(_call(ordered, band, of_call, is_packed, device))
+        found.append(_call(ordered, band, of_call, is_packed, device, _hulls(ordered, within)))
     return found
 
 
@@ -164,7 +173,23 @@ def _is_apart(group: list[Piece], piece: Piece) -> bool:
     return group[-1].keys.stop <= piece.keys.start and all(apart(other.rows, piece.rows) for other in group)
 
 
-def _call(pieces: tuple[Piece, ...], band: LocalBand, blocks: LocalBlocks | None, is_packed: bool, device: torch.device) -> Call:
+def _hulls(pieces: tuple[Piece, ...], within: tuple[Run, Run] | None) -> tuple[Run, Run]:
+    """Returns the rows of q and of k that a call of these pieces takes, as `make_calls` says."""
+    if within is not None and 2 * sum(piece.rows.size for piece in pieces) >= within[0].size:
+        return within
+    sides = [piece.rows for piece in pieces], [piece.keys for piece in pieces]
+    q, k = (Run(min(run.start for run in runs), max(run.stop for run in runs)) for runs in sides)
+    return q, k
+
+
+def _call(
+    pieces: tuple[Piece, ...],
+    band: LocalBand,
+    blocks: LocalBlocks | None,
+    is_packed: bool,
+    device: torch.device,
+    hulls: tuple[Run, Run],
+) -> Call:
     def tensor(values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32).to(device)
 
@@ -172,7 +197,6 @@ def _call(pieces: tuple[Piece, ...], band: LocalBand, blocks: LocalBlocks | None
     by_eights = all(piece.kv_start % 8 == 0 for piece in pieces)
     values = {name: [getattr(piece, name) for piece in pieces] for name in columns}
     sides = {"q": [piece.rows for piece in pieces], "kv": [piece.keys for piece in pieces]}
-    hulls = [Run(min(run.start for run in runs), max(run.stop for run in runs)) for runs in sides.values()]
     where: dict[str, Any] = {"rows": hulls[0], "keys": hulls[1], "runs": union(sides["q"])}
     if not is_packed:
         of = {name: torch.tensor(found[0], dtype=torch.int32).to(device) for name, found in values.items()}
@@ -184,7 +208,8 @@ def _call(pieces: tuple[Piece, ...], band: LocalBand, blocks: LocalBlocks | None
             ends.append(ends[-1] + run.size)
         starts = [run.start - hull.start for run in runs]
         packing[f"cu_seqlens_{side}"] = tensor(ends)
-        packing[f"cu_seqlens_{side}_padded"] = None if starts == ends[:-1] else tensor([*starts, runs[-1].stop - hull.start])
+        is_full = starts == ends[:-1] and ends[-1] == hull.size
+        packing[f"cu_seqlens_{side}_padded"] = None if is_full else tensor([*starts, hull.size])
         packing[f"max_seqlen_{side}"] = max(run.size for run in runs)
     of = {name: tensor(found) for name, found in values.items()}
     origin = Origin(of["document"], of["q_start"], of["kv_start"], of["diagonal"])
@@ -427,23 +452,29 @@ class Calls(NamedTuple):
 
     longest_first: tuple[Call, ...]
     left: Runs  # rows of q that no call has
+    whole: int | None  # the call on the main lane whose results have all rows of q, those of others too, which write theirs there
 
     @classmethod
     def of(cls, calls: Sequence[Call], rows: int) -> Calls:
         longest = sorted(calls, key=lambda call: -sum(piece.rows.size * piece.keys.size for piece in call.pieces))
-        return cls(tuple(longest), tuple(without((Run(0, rows),), (run for call in calls for run in call.runs))))
+        left = tuple(without((Run(0, rows),), (run for call in calls for run in call.runs)))
+        found = cls(tuple(longest), left, None)
+        have_all = (n for n, call in enumerate(longest) if call.rows == Run(0, rows) and not found.is_beside(n))
+        return found._replace(whole=next(have_all, None))
 
-    @property
-    def is_one(self) -> bool:
-        """Returns whether one call has all queries."""
-        return len(self.longest_first) == 1 and not self.left
+    def is_beside(self, number: int) -> bool:
+        """Returns whether a call runs on the side: all but those of own keys, or where there are none, all but the longest."""
+        if any(call.is_own for call in self.longest_first):
+            return not self.longest_first[number].is_own
+        return number > 0
 
     def write(self, whole: Tensor, parts: Sequence[Tensor]) -> None:
-        """Copies to the rows of all queries those of each call's part."""
+        """Copies to the rows of all queries those of each call's part, but of the one that is `whole`, as `self.whole` says."""
         copy_all(
             [
                 (whole[slice(*run)], part[run.start - call.rows.start : run.stop - call.rows.start])
                 for call, part in zip(self.longest_first, parts, strict=True)
+                if part.data_ptr() != whole.data_ptr()
                 for run in call.runs
             ]
         )
@@ -459,32 +490,33 @@ def attend_all(
 ) -> Results:
     """Returns out and lse of all queries of a part; a sink is in each call.
 
-    lanes: the longest call runs on the main one, all others on the side, and what is copied on the back.
-    into: where the results are written; None: anew. own: the part of calls of own keys, which are on the main lane, and all others
-    then on the side.
+    lanes: calls are on the main one or the side, as `Calls.is_beside` says, and what is copied on the back.
+    into: where the results are written; None: anew. own: the part of calls of own keys.
     """
     scores, shared = context
     sink = shared.softmax_offset
     is_packed = part.q.dim() == 3
-    if into is None and calls.is_one:
-        [call] = calls.longest_first
-        return Results(*attend(call, rows_of_call(call, part_of(call, part, own))[0], scores, shared, sink))
-    results = into or empty_results(part.q, part.v.shape[-1], scores.out_dtype(part.q))
-    rows = by_rows(results.out, is_packed)
-    for run in calls.left:
-        rows[slice(*run)].zero_()
-        lse = results.lse[..., slice(*run)]
-        lse.fill_(float("-inf")) if sink is None else lse.copy_(sink.to(lse.dtype).unsqueeze(-1).expand_as(lse))
     lanes.fork()
-    found: list[tuple[Call, Tensor, Tensor]] = []
+    found: list[Results] = []
     for i, call in enumerate(calls.longest_first):
-        with lanes.side() if is_beside(call, i, own) else contextlib.nullcontext():
-            found.append((call, *attend(call, rows_of_call(call, part_of(call, part, own))[0], scores, shared, sink)))
+        with lanes.side() if calls.is_beside(i) else contextlib.nullcontext():
+            found.append(Results(*attend(call, rows_of_call(call, part_of(call, part, own))[0], scores, shared, sink)))
+    if into is not None:
+        results = into
+    elif calls.whole is not None:
+        results = found[calls.whole]
+    else:
+        results = empty_results(part.q, part.v.shape[-1], scores.out_dtype(part.q))
+    rows = by_rows(results.out, is_packed)
     lanes.meet()
     with lanes.back():
-        calls.write(rows, [by_rows(out, is_packed) for _, out, _ in found])
-        calls.write(results.lse.movedim(-1, 0), [lse.movedim(-1, 0) for *_, lse in found])
-        lanes.keep(part.k, part.v, *(t for _, *both in found for t in both))
+        for run in calls.left:
+            rows[slice(*run)].zero_()
+            lse = results.lse[..., slice(*run)]
+            lse.fill_(float("-inf")) if sink is None else lse.copy_(sink.to(lse.dtype).unsqueeze(-1).expand_as(lse))
+        calls.write(rows, [by_rows(out, is_packed) for out, _ in found])
+        calls.write(results.lse.movedim(-1, 0), [lse.movedim(-1, 0) for _, lse in found])
+        lanes.keep(part.k, part.v, *(t for both in found for t in both))
     return results
 
 
@@ -501,7 +533,7 @@ class Found(NamedTuple):
     kept: tuple[Tensor, ...]
 
     def write_dq(self, calls: Calls, dq: Tensor) -> None:
-        """Writes the gradient of all queries, as `by_rows` has it: 0 where no call has them."""
+        """Writes the gradient of all queries, as `by_rows` has it, which may be that of `calls.whole`: 0 where no call has them."""
         for run in calls.left:
             dq[slice(*run)].zero_()
         calls.write(dq, self.dq)
@@ -510,11 +542,6 @@ class Found(NamedTuple):
 def part_of(call: Call, part: Part, own: Part | None) -> Part:
     """Returns the part that a call takes its rows from."""
     return own if own is not None and call.is_own else part
-
-
-def is_beside(call: Call, number: int, own: Part | None) -> bool:
-    """Returns whether a call, the longest of which has number 0, runs on the side."""
-    return number > 0 if own is None else not call.is_own
 
 
 def differentiate_all(
@@ -535,7 +562,7 @@ def differentiate_all(
     lanes.fork()
     found: list[Gradients] = []
     for i, call in enumerate(calls.longest_first):
-        with lanes.side() if is_beside(call, i, own) else contextlib.nullcontext():
+        with lanes.side() if calls.is_beside(i) else contextlib.nullcontext():
             found.append(differentiate(call, part_of(call, part, own), results, seeds, context, of_shared, fp32[i]))
     lanes.meet()
     dense = [[by_rows(t, is_packed) for t in (g.dq, g.dk, g.dv)] for g in found]

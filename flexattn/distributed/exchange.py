@@ -265,24 +265,35 @@ def finish_fetch(begun: tuple[tuple[Tensor, ...], Pending | None], route: Route,
     return rooms
 
 
+class Place(NamedTuple):
+    """Rows of a source."""
+
+    source: int
+    rows: slice
+
+
 class Returns(NamedTuple):
     """Steps by which gradients of what was fetched are summed: sources are this rank's shares, and then what arrives."""
 
     sent: Steps  # to what goes to other ranks, in the order of `Route.receives`
     own: Steps  # this rank's part of the sums of rows to which several add, one after another
-    arrived: Steps  # what arrives, to the same sums
+    arrived: Steps  # what arrives, the one source of these, to the same sums
     summed: list[Move]  # where those sums belong
     plain: Steps  # this rank's rows of which there is one share, or none
     counts: tuple[list[int], list[int]]  # rows by rank: received, sent
-    place: slice | None  # where its one share has all of this rank's rows, if they lie so
+    place: Place | None  # where a share has all of this rank's rows, those of others too, if one does
     by_runs: bool  # as `Route` has it, and so is the next one
     near: Near | None
 
 
 class Made(NamedTuple):
-    """Shares of gradients that calls make: by call, of rows held, and of rows of this rank's own tensors."""
+    """Shares of gradients that calls make: by call, of rows held, and of rows of this rank's own tensors.
+
+    whole: the call whose gradients have all rows of this rank's tensors, others' rows too, if one does.
+    """
 
     calls: int
+    whole: int | None
     held: Sequence[Share]
     own: Sequence[Share]
 
@@ -320,14 +331,16 @@ def make_returns(route: Route, made: Made) -> Returns:
     return Returns(sent, *steps.apart(made.calls), summed, plain, counts, _place_of_all(route, made), route.by_runs, route.near)
 
 
-def _place_of_all(route: Route, made: Made) -> slice | None:
-    own, rows = ((Run(0, route.rows),), made.own) if made.own else ([places for _, places in route.own], made.held)
-    if made.calls != 1 or len(rows) != 1 or len(own) != 1 or own[0].size != route.rows:
+def _place_of_all(route: Route, made: Made) -> Place | None:
+    if made.whole is not None:
+        return Place(made.whole, slice(0, route.rows))
+    places = [places for _, places in route.own]
+    if made.calls != 1 or len(made.held) != 1 or len(places) != 1 or places[0].size != route.rows:
         return None
-    [(_, share, first)], [places] = rows, own
-    if places.start < share.start or places.stop > share.stop:
+    [(source, share, first)], [of] = made.held, places
+    if of.start < share.start or of.stop > share.stop:
         return None
-    return slice(places.start - share.start + first, places.stop - share.start + first)
+    return Place(source, slice(of.start - share.start + first, of.stop - share.start + first))
 
 
 def _several(runs: Sequence[Run]) -> Runs:
@@ -379,22 +392,27 @@ def _by_rank(counts: Sequence[int]) -> list[Runs]:
     return [(Run(*pair),) if pair[1] > pair[0] else () for pair in itertools.pairwise(ends)]
 
 
-def finish_return(
-    pending: Pending, shares: Sequence[Sequence[Tensor]], totals: Sequence[Tensor], returns: Returns, group: Any
-) -> None:
-    """Writes to `totals`, this rank's rows, the sums of all ranks' gradients of what they fetched, in the travellers' dtype.
+def own_sums(
+    shares: Sequence[Sequence[Tensor]], totals: Sequence[Tensor], dtype: torch.dtype, returns: Returns, *, are_there: bool
+) -> list[Tensor]:
+    """Returns this rank's part of the sums of rows to which several add, in `dtype`, and writes all other rows to `totals`.
 
-    shares: what `begin_return` was given. Totals that are views of the one share get what other ranks add. What needs nothing of
-    other ranks is done while theirs is on its way.
+    Nothing of other ranks is needed for that. are_there: whether totals are the rows that `returns.place` names, which then are
+    not copied.
     """
     rows = sum(move.rows.stop - move.rows.start for move in returns.summed)
-    sums = [torch.empty((rows, *t.shape[1:]), dtype=t.dtype, device=t.device) for t in pending.received]
+    sums = [torch.empty((rows, *t.shape[1:]), dtype=dtype, device=t.device) for t in totals]
     returns.own.run(sums, shares)
-    is_there = len(shares[0]) == 1 and totals[0].untyped_storage().data_ptr() == shares[0][0].untyped_storage().data_ptr()
-    if not is_there:
-        returns.plain.run(totals, shares)
+    place = returns.place
+    plain = returns.plain.without(place.source) if are_there and place is not None else returns.plain
+    plain.run(totals, shares)
+    return sums
+
+
+def finish_return(pending: Pending, sums: Sequence[Tensor], totals: Sequence[Tensor], returns: Returns, group: Any) -> None:
+    """Writes to `totals`, this rank's rows, the sums of what `own_sums` returned and of what other ranks made."""
     received = pending.wait(group)
-    returns.arrived.run(sums, [(*of, arrived) for of, arrived in zip(shares, received, strict=True)])
+    returns.arrived.run(sums, [(t,) for t in received])
     copy_all([(total[to], of[at]) for total, of in zip(totals, sums, strict=True) for to, _, at in returns.summed])
 
 

@@ -2,14 +2,16 @@
 
 Where they are many, keys come in slices of heads: those of the next slice travel while one is attended to, and so do the gradients
 of the one before. The first slice, which is waited for, is small, and so is the last one, whose gradients are. Where they come in
-one, calls that see this rank's own keys alone read these where they lie, and do not wait. The backward fetches the keys again
-rather than keep them; gradients travel in float32.
+one, calls that see this rank's own keys alone read these where they lie. They do not wait for messages; memory that ranks share is
+read before all calls, as kernels of attention would leave no multiprocessor to the one that reads it. The backward fetches the
+keys again rather than keep them; gradients travel in float32.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +20,6 @@ from torch import Tensor
 from flexattn.distributed import exchange, peer_memory, slices
 from flexattn.distributed.calls import (
     Calls,
-    Found,
     Part,
     Results,
     Scores,
@@ -65,6 +66,8 @@ def _most(plan: Plan, strategy: str) -> tuple[int, float]:
 def _work(plan: Plan, strategy: str, wants_diagonal: bool, is_one: bool, device: torch.device) -> _Work:
     """Returns a rank's work. is_one: whether keys come in one slice; pieces that see own keys alone then need not wait for it."""
     rank, own = plan.rank, plan.kv_runs[plan.rank]
+    rows = size_of(plan.q_runs[rank])
+    within = (Run(0, rows), Run(0, size_of(own))) if plan.is_packed else None
     wanted = [plan.fetched(strategy, other) for other in range(plan.ranks)]
     held = plan.held(strategy, rank)
     pieces = [(piece, positions(piece.keys, held)) for piece in plan.pieces(rank, held)]
@@ -77,9 +80,9 @@ def _work(plan: Plan, strategy: str, wants_diagonal: bool, is_one: bool, device:
     made = [
         call._replace(is_own=is_own)
         for is_own, of in ((False, of_held), (True, of_own))
-        for call in make_calls(of, plan.is_packed, plan.mask.blocks, wants_diagonal, device)
+        for call in make_calls(of, plan.is_packed, plan.mask.blocks, wants_diagonal, device, within if is_own else None)
     ]
-    calls = Calls.of(made, size_of(plan.q_runs[rank]))
+    calls = Calls.of(made, rows)
     route = make_route(plan.kv_runs, wanted, held, rank)
     shares = [
         [Share(n, run, run.start - call.keys.start) for run in union(piece.keys for piece in call.pieces)]
@@ -87,7 +90,8 @@ def _work(plan: Plan, strategy: str, wants_diagonal: bool, is_one: bool, device:
     ]
     by_call = list(zip(shares, calls.longest_first, strict=True))
     sides = ([share for of, call in by_call if call.is_own is is_own for share in of] for is_own in (False, True))
-    returns = make_returns(route, Made(len(shares), *sides))
+    have_all = (n for n, call in enumerate(calls.longest_first) if call.is_own and call.keys == Run(0, size_of(own)))
+    returns = make_returns(route, Made(len(shares), next(have_all, None), *sides))
     return _Work(route, calls, returns, _adds(plan, calls, held))
 
 
@@ -147,46 +151,67 @@ class Gather(NamedTuple):
         lanes, returns, is_one = coming.lanes, coming.work.returns, len(coming.slices) == 1
         dtype, wide = self.scores.out_dtype(q), sum_dtype(q.dtype)
         fp32 = [self.scores.fp32_gradients("dkv" if adds else "none") for adds in coming.work.adds]
-        stay = is_one and returns.place is not None and (fp32 == ["none"] or dtype == wide)  # dk and dv where a call made them
-        dq = None if is_one and coming.calls.is_one else torch.empty(q.shape, dtype=dtype, device=q.device)
+        # Whether dk and dv are those that a call made.
+        stay = is_one and returns.place is not None and (fp32[returns.place.source] == "none" or dtype == wide)
+        adopted = coming.calls.whole if is_one else None  # the call whose dq is that of all
+        dq = None if adopted is not None else torch.empty(q.shape, dtype=dtype, device=q.device)
         totals: tuple[Tensor, ...] = ()
         if not stay:
             totals = tuple(torch.empty(t.shape, dtype=dtype, device=t.device) for t in (k, v))
         of_shared = shared.zeros()
-        returning: tuple[exchange.Pending, Found, Run] | None = None
+        returning: _Returning | None = None
 
         def finish() -> None:
             """Writes the sums of the slice whose gradients travel, if one's do."""
             if returning is not None:
-                pending, found, of_kv = returning
-                whole = [by_rows(t, packed)[..., slice(*of_kv), :] for t in totals]
-                exchange.finish_return(pending, (found.dk, found.dv), whole, returns, group)
+                exchange.finish_return(returning.pending, returning.sums, returning.totals, returns, group)
 
         for i, (of_q, of_kv) in enumerate(coming.slices):
             heads = slice(*of_q)
             part = coming.next(i)
             lanes.is_last = i + 1 == len(coming.slices)
-            own = Results(out[..., heads, :], lse[..., heads, :]), seeds.of_heads(heads)
-            found = differentiate_all(coming.calls, part, *own, coming.contexts[i], lanes, fp32, coming.own)
+            of_rows = Results(out[..., heads, :], lse[..., heads, :]), seeds.of_heads(heads)
+            found = differentiate_all(coming.calls, part, *of_rows, coming.contexts[i], lanes, fp32, coming.own)
             for total, more in zip(of_shared, whole_gradients(found.shared, shared, of_q), strict=True):
                 if total is not None and more is not None:
                     total += more
-            before = () if returning is None else returning[1].kept
+            shares = found.dk, found.dv
+            if stay and returns.place is not None:
+                totals = tuple(by_rows(of[returns.place.source][returns.place.rows], packed) for of in shares)
+            if adopted is not None:
+                dq = by_rows(found.dq[adopted], packed)
+            assert dq is not None
             with lanes.back():
                 rooms = by_rows(part.k, packed), by_rows(part.v, packed)
-                begun = exchange.begin_return((found.dk, found.dv), rooms, wide, returns, group)
-                if dq is not None:
-                    found.write_dq(coming.calls, by_rows(dq, packed)[..., heads, :])
+                begun = exchange.begin_return(shares, rooms, wide, returns, group)
+            if is_one:
+                lanes.fork()
+            with lanes.side() if is_one else lanes.back():  # while gradients travel
+                found.write_dq(coming.calls, by_rows(dq, packed)[..., heads, :])
+                rows = [by_rows(t, packed)[..., slice(*of_kv), :] for t in totals]
+                sums = exchange.own_sums(shares, rows, wide, returns, are_there=stay)
+            if is_one:
+                lanes.meet()
+            before = () if returning is None else returning.kept
+            with lanes.back():
                 finish()
-                returning = begun, found, of_kv
+                returning = _Returning(begun, sums, rows, found.kept)
                 lanes.keep(*before, *found.kept)
-        if stay:
-            totals = tuple(by_rows(of[0][returns.place], packed) for of in (found.dk, found.dv))
         with lanes.back():
             finish()
         lanes.join()
         dk, dv = totals
-        return Sums(by_rows(found.dq[0], packed) if dq is None else dq, dk, dv, of_shared)
+        assert dq is not None
+        return Sums(dq, dk, dv, of_shared)
+
+
+class _Returning(NamedTuple):
+    """Gradients of a slice that travel, this rank's part of the sums, and the rows where those belong."""
+
+    pending: exchange.Pending
+    sums: Sequence[Tensor]
+    totals: Sequence[Tensor]
+    kept: tuple[Tensor, ...]  # what other lanes may read
 
 
 class _Coming:
@@ -197,10 +222,11 @@ class _Coming:
         received, area = _most(call.plan, call.strategy)
         batch = 1 if self.packed else self.k.shape[0]
         dims = self.k.shape[-1] + self.v.shape[-1]
+        is_near = peer_memory.are_near(self.group, self.q.device)
         load = slices.Load(
             bytes=received * batch * self.k.shape[-2] * dims * self.k.element_size(),
             products=2 * area * batch * self.q.shape[-2] * dims,
-            is_near=peer_memory.are_near(self.group, self.q.device),
+            is_near=is_near,
         )
         self.slices = slices.key_slices(self.q.shape[-2], self.k.shape[-2], load, ends)
         whole, is_one = (call.scores, shared), len(self.slices) == 1
@@ -211,12 +237,13 @@ class _Coming:
         self.contexts = [whole if is_one else of_heads(*whole, of_q, self.q.device) for of_q, _ in self.slices]
         adds = call.scores.peaks is not None or any(total is not None for total in shared.zeros())  # what all calls write to
         self.lanes = Lanes(self.q.device, are_apart=not adds and (len(work.calls.longest_first) > 1 or not is_one))
-        self.lanes.is_last = work.has_own  # what others give comes on the lane of the calls that need it, before all others
+        self._are_own_first = work.has_own and not is_near
+        self.lanes.is_last = self._are_own_first  # what others give comes on the lane of the calls that need it, before all others
         self.begun = self._begin(0)
 
     def _lane(self) -> contextlib.AbstractContextManager[Any]:
         """Returns a context of the lane on which keys come: the main one, or where own keys do not wait for them the side."""
-        return contextlib.nullcontext() if self.own is None else self.lanes.side()
+        return self.lanes.side() if self._are_own_first else contextlib.nullcontext()
 
     def _begin(self, i: int) -> tuple[tuple[Tensor, ...], exchange.Pending | None]:
         heads = slice(*self.slices[i].kv)

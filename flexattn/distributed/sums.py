@@ -62,10 +62,16 @@ class Steps(NamedTuple):
         adds = [[*a, *b] for a, b in itertools.zip_longest(self.adds, other.adds, fillvalue=())]
         return Steps([*self.zeros, *other.zeros], [*self.copies, *other.copies], adds)
 
+    def without(self, source: int) -> Steps:
+        """Returns the steps of all other sources."""
+        copies, *adds = ([m for m in moves if m.source != source] for moves in (self.copies, *self.adds))
+        return Steps(self.zeros, copies, adds)
+
     def apart(self, count: int) -> tuple[Steps, Steps]:
-        """Returns the steps of the first `count` sources, and those of the others, which follow."""
+        """Returns the steps of the first `count` sources, and those of the others, which follow, with their sources from 0 on."""
         levels = (self.copies, *self.adds)
-        first, others = ([[m for m in moves if (m.source < count) is one] for moves in levels] for one in (True, False))
+        first = [[m for m in moves if m.source < count] for moves in levels]
+        others = [[m._replace(source=m.source - count) for m in moves if m.source >= count] for moves in levels]
         return Steps(self.zeros, first[0], first[1:]), Steps([], others[0], others[1:])
 
     def run(self, totals: Sequence[Tensor], sources: Sequence[Sequence[Tensor]]) -> None:

@@ -339,11 +339,11 @@ class Ulysses(NamedTuple):
             fp32 = ["dkv" if is_sum else "none"] * len(calls.longest_first)
             found = differentiate_all(calls, part, Results(out, lse), own, context, _one_lane(whole_q), fp32)
             of_context = found.shared
-            dq = (
-                by_rows(found.dq[0], packed) if calls.is_one else torch.empty(whole_q.shape, dtype=out_dtype, device=whole_q.device)
-            )
-            if not calls.is_one:
-                found.write_dq(calls, by_rows(dq, packed))
+            if calls.whole is None:
+                dq = torch.empty(whole_q.shape, dtype=out_dtype, device=whole_q.device)
+            else:
+                dq = by_rows(found.dq[calls.whole], packed)
+            found.write_dq(calls, by_rows(dq, packed))
             dtype, keys = sum_dtype(whole_q.dtype) if is_sum else out_dtype, [call.keys for call in calls.longest_first]
             of_keys = [_whole(shares, by_rows(x, packed), keys, dtype) for x, shares in zip(part[1:], found[1:3], strict=True)]
             of_keys = [by_rows(x, packed) for x in of_keys]

@@ -621,29 +621,50 @@ def decoding_over_long_caches() -> None:
         assert all(torch.equal(a, other) for other in everyones)
 
 
+RACES = (({"length": 96}, (8, 8)), ({"documents": [50, 6, 40]}, (8, 4)), ({"length": (40, 96)}, (6, 3)))
+
+
+def look_for_races(arguments: dict[str, Any], heads: tuple[int, int], way: str) -> collections.Counter[str]:
+    """Returns the ops on each lane of two steps of training, in which no race is found."""
+    generator = torch.Generator().manual_seed(8)
+    plan = distributed.plan(dist.group.WORLD, layout="zigzag", **arguments)
+    shapes = [(plan.length, heads[0], 8), *[(plan.length_kv, heads[1], 8)] * 2]
+    whole = [torch.randn(shape, generator=generator) for shape in shapes]
+    own = [distributed.shard(plan, t, dim=0, keys=number > 0) for number, t in enumerate(whole)]
+    leaves = [(t if plan.is_packed else t[None]).requires_grad_() for t in own]  # type: ignore[index, union-attr]
+    with lane_races.watched() as races:
+        for _ in range(2):
+            out = distributed.attention(*leaves, plan=plan, strategy=calls.way_of(way), softmax_type="off-by-one")
+            out.sum().backward()
+            del out
+        races.look_for_freed("main")
+    assert not races.found, (arguments, way, races.found[:9])
+    return races.streams
+
+
 def lanes_without_races() -> None:
     """Streams that overlap wait for each other wherever they must, and memory is not freed before all have read it."""
-    generator, used = torch.Generator().manual_seed(8), collections.Counter[str]()
+    used = collections.Counter[str]()
     slices.MIDDLE_BYTES = 1  # more slices
-    for arguments, heads in (({"length": 96}, (8, 8)), ({"documents": [50, 6, 40]}, (8, 4)), ({"length": (40, 96)}, (6, 3))):
-        plan = distributed.plan(dist.group.WORLD, layout="zigzag", **arguments)
+    for arguments, heads in RACES:
         for way in ("gather sliced", "halo sliced", "halo"):
-            strategy = calls.way_of(way)
-            shapes = [(plan.length, heads[0], 8), *[(plan.length_kv, heads[1], 8)] * 2]
-            whole = [torch.randn(shape, generator=generator) for shape in shapes]
-            own = [distributed.shard(plan, t, dim=0, keys=number > 0) for number, t in enumerate(whole)]
-            leaves = [(t if plan.is_packed else t[None]).requires_grad_() for t in own]  # type: ignore[index, union-attr]
-            with lane_races.watched() as races:
-                for _ in range(2):
-                    out = distributed.attention(*leaves, plan=plan, strategy=strategy, softmax_type="off-by-one")
-                    out.sum().backward()
-                    del out
-                races.look_for_freed("main")
-            assert not races.found, (arguments, way, races.found[:9])
-            used |= races.streams
+            used |= look_for_races(arguments, heads, way)
     # Keys of others come on the early lane where a rank has calls that need none. Rank 1 of 2 has its parts in one call.
     side = {"early", "side"} if dist.get_rank() == 0 else {"early"}
     assert {*used} == {"main", "back", lane_races.COLLECTIVES} | side, used
+
+
+def lanes_without_races_by_shared_memory() -> None:
+    """So they do where ranks read each other's memory, in one slice or several."""
+    shared_memory.share(dist.group.WORLD, calls.DEVICE)
+    used = collections.Counter[str]()
+    for most in (slices.NEAR_BYTES, 1):
+        slices.NEAR_BYTES = most
+        for arguments, heads in RACES:
+            for way in ("gather", "halo"):
+                used |= look_for_races(arguments, heads, way)
+    assert {"main", "back", "early"} <= {*used}, used
+    assert shared_memory.BARRIERS["all"] > 100, shared_memory.BARRIERS
 
 
 def refused_on_all() -> None:
@@ -669,10 +690,11 @@ def on_gpus() -> None:
     refused_on_all()
 
 
-QUICK = (features, by_shared_memory, sums_in_float32, others, faults, compiled, lanes_without_races, graphs.no_reads)
+QUICK = (features, by_shared_memory, sums_in_float32, others, faults, compiled, graphs.no_reads)
+RACING = (lanes_without_races, lanes_without_races_by_shared_memory)
 SLOW = (all_compiled, all_features, drawn, in_float32, in_hosts, on_one_mesh, of_dtensors, on_triton)
 ON_GPUS = (same_bits, decoding_over_long_caches, on_gpus, one_does_not_come, compiled_graphs_of_kernels)
-SUITES: dict[str, Any] = {f.__name__: f for f in (*QUICK, *SLOW, *ON_GPUS)}
+SUITES: dict[str, Any] = {f.__name__: f for f in (*QUICK, *RACING, *SLOW, *ON_GPUS)}
 SUITES |= {f"kernels_{part}": functools.partial(compiled_kernels, part) for part in range(COMPILED_PARTS)}
 SUITES |= {f"kernels_in_eight_bits_{part}": functools.partial(kernels_in_eight_bits, part) for part in range(EIGHT_BITS_PARTS)}
 SUITES |= {f"captured_{part}": functools.partial(graphs.captured, part) for part in range(CAPTURED_PARTS)}

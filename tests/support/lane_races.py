@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from flexattn.distributed import exchange, lanes
+from flexattn.distributed import exchange, lanes, peer_memory
 
 COLLECTIVES = "c10d"
 
@@ -162,6 +162,22 @@ def watched() -> Iterator[Races]:
     )
     wait = exchange.Pending.wait
 
+    pull = peer_memory.Exchange.pull
+
+    def pulling(self: peer_memory.Exchange, *pulls: peer_memory.Pull) -> None:
+        pull(self, *pulls)
+        for of in pulls:
+            of.out.mul_(1)  # the kernel writes it, which no op of torch tells
+
+    begin, ends = peer_memory.PeerMemory.begin, dict[int, Counter[str]]()
+
+    def beginning(self: peer_memory.PeerMemory) -> peer_memory.Memory:
+        races.wait(races.current, ends.get(id(self), Counter()))  # as on a GPU, of the exchange before
+        return begin(self)
+
+    def ending(self: peer_memory.PeerMemory) -> None:
+        ends[id(self)] = Counter(races.clock(races.current))
+
     def waiting(pending: exchange.Pending, group: Any) -> tuple[Tensor, ...]:
         races.wait(races.current, races.clock(COLLECTIVES))
         return wait(pending, group)
@@ -170,6 +186,9 @@ def watched() -> Iterator[Races]:
         patch.setattr(lanes, "torch", SimpleNamespace(cuda=fake))
         patch.setattr(lanes, "has_streams", lambda device: True)
         patch.setattr(exchange.Pending, "wait", waiting)
+        patch.setattr(peer_memory.Exchange, "pull", pulling)
+        patch.setattr(peer_memory.PeerMemory, "begin", beginning)
+        patch.setattr(peer_memory.PeerMemory, "end", ending)
         lanes._streams.cache_clear()
         yield races
         lanes._streams.cache_clear()

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import _disable_current_modes
 
 from flexattn.distributed import peer_memory
 
@@ -29,11 +30,15 @@ class Files:
         self.own = self._all[group.rank()]
         self.own.fill_(0xFF)  # NaN in every dtype
         self.addresses = torch.tensor([t.data_ptr() for t in self._all])
-        dist.barrier(group)
+        self._meet()
 
     def barrier(self) -> None:
         BARRIERS["all"] += 1
-        dist.barrier(self._group)
+        self._meet()
+
+    def _meet(self) -> None:
+        with _disable_current_modes():  # on a GPU it is a kernel on the current stream, not a collective on one of its own
+            dist.barrier(self._group)
 
 
 def share(group: Any, device: torch.device) -> None:
