@@ -192,14 +192,22 @@ def _pulled(tensors: Sequence[Tensor], rooms: Sequence[Tensor], route: Route, gr
         pulling = peer_memory.begin(group, tensors[0].device, places[-1]) if near.most_sent else None
         if pulling is None and near.most_sent:
             return False
-        _place_own(tensors, rooms, route)
         if pulling is None:
+            _place_own(tensors, rooms, route)
             return True
-        for x, first in zip(map(as_sent, tensors), places, strict=False):
+        owns, moves = list(map(as_sent, tensors)), near.moves
+        is_placed = route.is_local or not all(map(peer_memory.can_read, owns))
+        if is_placed:
+            _place_own(tensors, rooms, route)
+        else:  # own rows are copied while those of others travel
+            _clear_gaps(rooms, route)
+            moves += tuple(peer_memory.Move(peer_memory.OWN, rows.start, to.start, rows.size) for rows, to in route.own)
+        for x, first in zip(owns, places, strict=False):
             sent = pulling.room(first, (near.most_sent, *x.shape[1:]), x.dtype)
             copy_all([(sent[slice(*to)], x[slice(*rows)]) for rows, to in near.copies])
         pulling.open()
-        pulling.pull(*(pull_of_rows(first, room, near.moves) for room, first in zip(rooms, places, strict=False)))
+        each = zip(places, rooms, owns, strict=False)
+        pulling.pull(*(pull_of_rows(first, room, moves, None if is_placed else own) for first, room, own in each))
         pulling.close()
     return True
 
@@ -208,7 +216,11 @@ def _place_own(tensors: Sequence[Tensor], rooms: Sequence[Tensor], route: Route)
     whole = list(zip(map(as_sent, tensors), map(as_sent, rooms), strict=True))
     own = () if route.is_local else route.own
     copy_all([(room[slice(*places)], x[slice(*rows)]) for x, room in whole for rows, places in own])
-    for _, room in whole:
+    _clear_gaps(rooms, route)
+
+
+def _clear_gaps(rooms: Sequence[Tensor], route: Route) -> None:
+    for room in map(as_sent, rooms):
         for gap in route.gaps:
             room[slice(*gap)].zero_()
 

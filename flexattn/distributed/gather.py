@@ -236,7 +236,8 @@ class _Coming:
         # Kept until the end, as calls on other lanes read them.
         self.contexts = [whole if is_one else of_heads(*whole, of_q, self.q.device) for of_q, _ in self.slices]
         adds = call.scores.peaks is not None or any(total is not None for total in shared.zeros())  # what all calls write to
-        self.lanes = Lanes(self.q.device, are_apart=not adds and (len(work.calls.longest_first) > 1 or not is_one))
+        pulls = is_near and ends == 2  # and sums this rank's own gradients meanwhile
+        self.lanes = Lanes(self.q.device, are_apart=not adds and (len(work.calls.longest_first) > 1 or not is_one or pulls))
         self._are_own_first = work.has_own and not is_near
         self.lanes.is_last = self._are_own_first  # what others give comes on the lane of the calls that need it, before all others
         self.begun = self._begin(0)

@@ -61,10 +61,10 @@ def starts(rows: int, sizes: Sequence[int]) -> list[int]:
     return list(itertools.accumulate((aligned(rows * size) for size in sizes), initial=0))
 
 
-def pull_of_rows(first: int, out: Tensor, moves: tuple[Move, ...]) -> Pull:
-    """Returns a pull of whole rows of `out`, a contiguous tensor [rows, ...]."""
+def pull_of_rows(first: int, out: Tensor, moves: tuple[Move, ...], own: Tensor | None = None) -> Pull:
+    """Returns a pull of whole rows of `out`, a contiguous tensor [rows, ...]. own: a tensor of such rows too."""
     row = math.prod(out.shape[1:])
-    return Pull(out, first, moves, (Side(row), Side(row)), row)
+    return Pull(out, first, moves, (Side(row), Side(row)), row, own)
 
 
 def row_size(x: Tensor) -> int:

@@ -41,8 +41,11 @@ class Side(NamedTuple):
     step: int = 0
 
 
+OWN = -1  # the source of a move from a tensor of this rank that is not in the memory, the own one of a pull
+
+
 class Move(NamedTuple):
-    """Rows of one source, and the first of the rows that they come to."""
+    """Rows of one source, a rank or `OWN`, and the first of the rows that they come to."""
 
     source: int
     first: int
@@ -54,7 +57,7 @@ class Pull(NamedTuple):
     """Rows of one tensor, `out`, contiguous, of what ranks have from byte `first` on.
 
     sides: where rows lie in out, which has no column, and in each rank's memory, which has no step; in elements, as `width`, the
-    elements of a row, is.
+    elements of a row, is. own: a contiguous tensor of this rank, whose rows lie as those in a rank's memory.
     """
 
     out: Tensor
@@ -62,6 +65,7 @@ class Pull(NamedTuple):
     moves: tuple[Move, ...]
     sides: tuple[Side, Side]
     width: int
+    own: Tensor | None = None
 
 
 class Memory(Protocol):
@@ -160,10 +164,11 @@ class Exchange(NamedTuple):
 
         for i in range(0, len(pulls), MOST_OUTS):
             part = pulls[i : i + MOST_OUTS]
-            shapes = tuple((first, moves, sides, width, out.element_size()) for out, first, moves, sides, width in part)
+            shapes = tuple((first, moves, sides, width, out.element_size()) for out, first, moves, sides, width, _ in part)
             table = _table(shapes, self.of_group.rank, part[0].out.device)
             if table.blocks.numel():
-                pull_rows([pull.out for pull in part], self.memory.addresses, table)
+                owns = [pull.out if pull.own is None else pull.own for pull in part]
+                pull_rows([pull.out for pull in part], owns, self.memory.addresses, table)
 
     def close(self) -> None:
         """Ends the exchange: what was pulled is there for what follows on this stream."""
@@ -171,6 +176,12 @@ class Exchange(NamedTuple):
 
 
 UNIT = 128  # bytes to which tensors in an exchange are aligned
+_WORDS = 16  # bytes to which tensors are aligned whose rows are read in the widest words
+
+
+def can_read(x: Tensor) -> bool:
+    """Returns whether a tensor can be a pull's own one."""
+    return x.is_contiguous() and x.data_ptr() % _WORDS == 0
 
 
 def aligned(size: int) -> int:
@@ -186,7 +197,8 @@ def _table(shapes: tuple[Any, ...], rank: int, device: torch.device) -> Any:
     blocks = []
     for number, (at, moves, (written, read), width, size) in enumerate(shapes):
         for source, first, to, rows in moves:
-            places = at + (first * read.stride + read.column) * size, (to * written.stride + source * written.step) * size
+            begin = 0 if source == OWN else at
+            places = begin + (first * read.stride + read.column) * size, (to * written.stride + source * written.step) * size
             of_row = width * size, read.stride * size, written.stride * size
             blocks.append(Block(number, source, *places, rows if width else 0, *of_row))
     table = make_table(blocks, rank + 1)

@@ -22,9 +22,10 @@ MOST_OUTS = 4
 
 
 class Block(NamedTuple):
-    """Rows that one source has, all in bytes but the first two numbers and `rows`.
+    """Rows that one source has, or where that is negative the own tensor of the out, all in bytes but `out`, `source` and `rows`.
 
-    They begin at `read` of the source and at `written` of the out, and follow each other at the strides.
+    They begin at `read` of the source and at `written` of the out, and follow each other at
+    the strides.
     """
 
     out: int
@@ -49,8 +50,8 @@ class Table(NamedTuple):
     columns: int
 
 
-class Outs(NamedTuple):
-    """Addresses of tensors that are written; those that a launch has not are the first one's."""
+class Addresses(NamedTuple):
+    """Addresses of tensors; those that a launch has not are the first one's."""
 
     first: int
     second: int
@@ -59,7 +60,8 @@ class Outs(NamedTuple):
 
 
 class Arguments(NamedTuple):
-    outs: Outs
+    outs: Addresses  # of what is written
+    owns: Addresses  # of what is read where a block's source is negative, by out
     sources_ptr: Pointer  # int64 [sources], addresses
     blocks_ptr: Pointer
 
@@ -73,14 +75,20 @@ class PullMeta(NamedTuple):
     COLUMNS: int
 
 
+@triton.jit
+def _of(addresses, which):
+    x = addresses
+    return tl.where(which < 2, tl.where(which == 0, x.first, x.second), tl.where(which == 2, x.third, x.fourth))
+
+
 @kernel
 def _pull_kernel(args: Arguments, META: tl.constexpr):
     ALIGN: tl.constexpr = META.ALIGN
     block = args.blocks_ptr + 8 * tl.program_id(0)
     which = tl.load(block)
-    outs = args.outs
-    out = tl.where(which < 2, tl.where(which == 0, outs.first, outs.second), tl.where(which == 2, outs.third, outs.fourth))
-    source = tl.load(args.sources_ptr + tl.load(block + 1))
+    out = _of(args.outs, which)
+    source = tl.load(block + 1)
+    source = tl.where(source < 0, _of(args.owns, which), tl.load(args.sources_ptr + tl.maximum(source, 0)))
     read_at = tl.load(block + 2)
     written_at = tl.load(block + 3)
     count = tl.load(block + 4)
@@ -128,17 +136,19 @@ def make_table(blocks: Sequence[Block], first_source: int) -> Table:
     return Table(torch.tensor(in_turns, dtype=torch.int64).view(-1, _FIELDS), word, align, columns)
 
 
-def pull_rows(outs: Sequence[Tensor], sources: Tensor, table: Table) -> None:
+def pull_rows(outs: Sequence[Tensor], owns: Sequence[Tensor], sources: Tensor, table: Table) -> None:
     """Writes rows of several sources to `outs`.
 
     Args:
         outs: up to 4 tensors.
-        sources: int64 [sources], addresses. Those and the outs' are multiples of the bytes that the table reads at once.
+        owns: for each of them the tensor that blocks with a negative source read; any where there are none.
+        sources: int64 [sources], addresses. Those and the tensors' are multiples of the bytes that the table reads at once.
         table: its blocks on the same device; none writes what another one does.
     """
     unit = table.word * table.align
-    addresses = [out.data_ptr() for out in outs]
-    assert all(address % unit == 0 for address in addresses), (addresses, unit)
+    addresses = [[x.data_ptr() for x in of] for of in (outs, owns)]
+    assert all(address % unit == 0 for of in addresses for address in of), (addresses, unit)
     meta = PullMeta(WORD=table.word, ALIGN=table.align, ROWS=_WORDS // table.columns, COLUMNS=table.columns)
-    args = Arguments(Outs(*addresses, *addresses[:1] * (MOST_OUTS - len(addresses))), sources, table.blocks)
+    written, own = (Addresses(*of, *of[:1] * (MOST_OUTS - len(of))) for of in addresses)
+    args = Arguments(written, own, sources, table.blocks)
     launch(_pull_kernel, table.blocks.shape[0], sources.device, _TILE, (args, meta))

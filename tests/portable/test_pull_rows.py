@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
+from flexattn.distributed.peer_memory import OWN
 from flexattn.kernels_triton.ahead_of_time.compile_report import request_for
 from flexattn.kernels_triton.portable.pull_rows import Block, Table, make_table, pull_rows
 from flexattn.kernels_triton.runtime.interpreter import INTERPRETED
@@ -39,20 +40,24 @@ def test_rows_come_to_their_places(case: tuple[int, int, int, int]) -> None:
     torch.manual_seed(0)
     sources = [torch.randint(10, 120, (SOURCE_ROWS, stride), device=DEVICE, dtype=torch.uint8) for _ in range(SOURCES)]
     addresses = torch.tensor([t.data_ptr() for t in sources], device=DEVICE)
+    own = torch.randint(10, 120, (SOURCE_ROWS, stride), device=DEVICE, dtype=torch.uint8)
     blocks, outs, expected = [], [], []
-    for out, runs in enumerate(([(0, 5, 0, 56), (2, 0, 60, 1), (1, 9, 61, 33)], [(1, 0, 3, 70)])):  # some rows are in no run
+    for out, runs in enumerate(
+        ([(0, 5, 0, 56), (2, 0, 60, 1), (1, 9, 61, 33)], [(1, 0, 3, 40), (OWN, 7, 43, 31)])
+    ):  # some rows are in no run
         stride_out = (SOURCES * width if out == 0 else width) + 4 * unit
         room = torch.full((ROWS, stride_out), POISON, device=DEVICE, dtype=torch.uint8)
         want = room.clone()
         for source, first, to, rows in runs:
             at = source * width if out == 0 else 0
-            want[to : to + rows, at : at + width] = sources[source][first : first + rows, column : column + width]
+            of = own if source == OWN else sources[source]
+            want[to : to + rows, at : at + width] = of[first : first + rows, column : column + width]
             blocks.append(Block(out, source, first * stride + column, to * stride_out + at, rows, width, stride, stride_out))
         outs.append(room)
         expected.append(want)
     table = table_of(blocks)
     assert table.word * table.align == unit
-    pull_rows(outs, addresses, table)
+    pull_rows(outs, [own, own], addresses, table)
     assert all(map(torch.equal, outs, expected))
 
 
@@ -73,7 +78,7 @@ def test_nothing_to_move() -> None:
 def test_compiled_for_loads_of_sixteen_bytes() -> None:
     out = torch.zeros(64 * 1024, dtype=torch.int64)
     with recorded_launches() as launches:
-        pull_rows([out], torch.tensor([out.data_ptr()]), table_of([Block(0, 0, 0, 0, 1, 2048, 2048, 2048)]))
+        pull_rows([out], [out], torch.tensor([out.data_ptr()]), table_of([Block(0, 0, 0, 0, 1, 2048, 2048, 2048)]))
     [launch] = launches
     reports = compile_sound([request_for(launch, sm) for sm in (80, 90, 100)])
     for report in reports:
