@@ -33,14 +33,16 @@ ROUNDS, CALLS = 7, 4  # turns of each, and replays in each
 OTHERS = ("two kernels", "portable")
 MOST_BESIDE = 512  # tokens of calls that the other kernels are timed on too
 MOST_CHECKED = 4096  # tokens
+BETWEEN = (641, 777, 897)  # tokens of calls in the midst of which the rows begin
 WINDOW = {**CAUSAL, "window_size": (1023, 0)}
 
 
 def workloads() -> Iterator[Workload]:
-    """Yields the lengths of the standard run at head dims 64 and 128, then what else the kernel takes."""
+    """Yields the lengths of the standard run at head dims 64 and 128, and some between, then what else the kernel takes."""
     for dim in (64, 128):
         for mask in ("causal", "full"):
             yield from select([f"sweep-d{dim}-{mask}-s{length}" for length in SWEEP_SEQLENS])
+        yield from select([f"odd-d{dim}-causal-s{length}" for length in BETWEEN])
     for dim, heads in ((64, 32), (128, 16)):
         for length in (512, 2048):
             yield dense(f"grouped-d{dim}-s{length}", "", 16384 // length, length, (heads, heads // 4), (dim, dim), **CAUSAL)

@@ -103,7 +103,7 @@ class Call(NamedTuple):
     packing: dict[str, Any] | None  # cu_seqlens and max_seqlen of a packed call, from the first of `rows` and of `keys`
     by_eights: bool  # whether the first key of each piece is at a multiple of 8
     blocks: LocalBlocks | None
-    rows: Run  # of q: from the first query of a piece to the last, or all
+    rows: Run  # from the first query of a piece to the last, or all of q's rows
     keys: Run
     runs: Runs  # rows of q that the pieces have
     is_own: bool = False  # whether its keys are rows of this rank's tensors, not of those that hold what was fetched

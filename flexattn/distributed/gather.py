@@ -192,11 +192,10 @@ class Gather(NamedTuple):
                 sums = exchange.own_sums(shares, rows, wide, returns, are_there=stay)
             if is_one:
                 lanes.meet()
-            before = () if returning is None else returning.kept
             with lanes.back():
                 finish()
-                returning = _Returning(begun, sums, rows, found.kept)
-                lanes.keep(*before, *found.kept)
+                returning = _Returning(begun, sums, rows)
+                lanes.keep(*found.kept)
         with lanes.back():
             finish()
         lanes.join()
@@ -211,7 +210,6 @@ class _Returning(NamedTuple):
     pending: exchange.Pending
     sums: Sequence[Tensor]
     totals: Sequence[Tensor]
-    kept: tuple[Tensor, ...]  # what other lanes may read
 
 
 class _Coming:

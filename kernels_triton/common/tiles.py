@@ -465,7 +465,7 @@ HOPPER_BACKWARD = (
     HopperBackwardTile(64, 64, 128, 2, 64, False, NEVER, 2048, 8192, modified_from=2048, loaded_from=1024),
     HopperBackwardTile(128, 128, 128, 1, 64, False, 512, 512, 8192, modified_from=1024, loaded_from=1024),
     HopperBackwardTile(192, 128, 64, 2, 32, False, 1024, 1024, NEVER, modified_from=1024, loaded_from=1024),
-    # From 640 tokens: without a mask 34 to 36 % faster than the portable kernels at 641 to 897 (odd_backward_h200.json).
+    # From 640 tokens: 34 to 36 % less time than the portable kernels at 641 to 897 (odd_backward_h200.json, and _h100).
     HopperBackwardTile(256, 256, 64, 1, 64, True, 640, 640, NEVER, modified_from=1024, loaded_from=1024, flops_from=_SHORT_FLOPS),
 )
 
@@ -574,16 +574,15 @@ _FUSED = (
 HOPPER_FUSED = (
     # bench/results/fused_programs_h100.json, fused_variants_h100.json
     persistent(_FUSED[0], open_from=512, up_to=4096),
-    # With a causal mask from 640 tokens: at 512 they are as fast as the portable kernels on an H200 and 4 to 12 % slower on an
-    # H100, at 1024 12 to 30 % faster, and at 897 those took as long as at 1024 (lengths_h200.json, fused_programs_h100.json,
-    # odd_h200.json).
-    persistent(_FUSED[0], causal_from=640, up_to=1023, flops_from=_SHORT_FLOPS),
+    # With a causal mask from 704 tokens: beside the portable kernels they are 1 to 2 % slower at 641 on an H100, 5 % faster at 777
+    # and 7 to 8 % at 897 (odd_backward_h100.json); at 512 as fast on an H200.
+    persistent(_FUSED[0], causal_from=704, up_to=1023, flops_from=_SHORT_FLOPS),
     persistent(_FUSED[0], causal_from=1024, windowed_from=2048, up_to=8192),
     # short_backwards_h100.json; above, one tile of dq in shared memory is 2 to 5 % faster than persistent programs.
     persistent(_FUSED[2], open_from=512, up_to=4096, converts=True),
     persistent(_FUSED[2], open_from=2048, up_to=4096),
     _FUSED[2]._replace(dq_stages=1, open_from=4097),
-    persistent(_FUSED[3], causal_from=640, up_to=1023, flops_from=_SHORT_FLOPS),
+    persistent(_FUSED[3], causal_from=704, up_to=1023, flops_from=_SHORT_FLOPS),
     persistent(_FUSED[3], causal_from=1024, windowed_from=2048, up_to=8192),
     *_FUSED,
 )

@@ -60,8 +60,8 @@ class Addresses(NamedTuple):
 
 
 class Arguments(NamedTuple):
-    outs: Addresses  # of what is written
-    owns: Addresses  # of what is read where a block's source is negative, by out
+    outs: Addresses
+    owns: Addresses  # by out, what blocks with a negative source read
     sources_ptr: Pointer  # int64 [sources], addresses
     blocks_ptr: Pointer
 
