@@ -93,7 +93,7 @@ def _suffix(documents: Documents, whole: Share, fits: Callable[[int, int], bool]
     document, [run] = whole.document, whole.runs
 
     def fits_from(start: int) -> bool:
-        return fits(run.stop - start, documents.area_of(document, Run(start, run.stop)))
+        return fits(run.stop - start, documents.mask.scores(document, Run(start, run.stop)))
 
     start = _on_grid(bisect.bisect_left(range(run.stop), True, lo=run.start, key=fits_from), run.stop)
     if not run.start < start < run.stop:
@@ -110,7 +110,7 @@ def _all_but_middle(documents: Documents, whole: Share, fits: Callable[[int, int
     half = run.size // 2
 
     def fits_without(first: int) -> bool:
-        return fits(run.size - first, whole.area - documents.area_of(document, Run(first, 2 * first)))
+        return fits(run.size - first, whole.area - documents.mask.scores(document, Run(first, 2 * first)))
 
     first = _on_grid(bisect.bisect_left(range(half), True, lo=1, key=fits_without), half)
     if first >= half:

@@ -7,8 +7,6 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-import torch
-
 from flexattn.distributed.layout import Run, Runs, common, cut, size_of, union
 from flexattn.distributed.mask import Mask
 
@@ -63,11 +61,10 @@ class Documents:
         self.sizes = [run.size for run in cut(total, ranks)]
         self.size, self.tokens = total / ranks, max(1, total)
         self.call_keys = min(CALL_KEYS, total // CALL_SHARE)
-        ends: list[int] = mask.areas[torch.tensor([*self.starts, total])].tolist()
-        self.area: float = max(1.0, ends[-1] / ranks)
+        self.area: float = max(1.0, mask.ends[-1] / ranks)
         self.whole = [
             Share(document, (Run(0, length),), length, last - first, self._keys(document, Run(0, length)))
-            for document, (length, (first, last)) in enumerate(zip(mask.lengths_q, itertools.pairwise(ends), strict=True))
+            for document, (length, (first, last)) in enumerate(zip(mask.lengths_q, itertools.pairwise(mask.ends), strict=True))
             if length
         ]
         self._sparse = sorted(self.whole, key=density)
@@ -78,18 +75,14 @@ class Documents:
         """Returns the share of some runs of a document, which do not overlap."""
         joint = union(runs)
         if len(joint) == 1:
-            return Share(document, joint, joint[0].size, self.area_of(document, joint[0]), self._keys(document, joint[0]))
+            return Share(document, joint, joint[0].size, self.mask.scores(document, joint[0]), self._keys(document, joint[0]))
         seen = union(self.mask.in_band(document, run) for run in joint)
         keys = size_of(seen) - size_of(common(seen, joint)) + self.call_keys * (len(joint) - 1)
-        return Share(document, joint, size_of(joint), sum(self.area_of(document, run) for run in joint), keys)
+        return Share(document, joint, size_of(joint), sum(self.mask.scores(document, run) for run in joint), keys)
 
     def _keys(self, document: int, run: Run) -> int:
         seen = self.mask.in_band(document, run)
         return seen.size - max(0, min(seen.stop, run.stop) - max(seen.start, run.start))
-
-    def area_of(self, document: int, run: Run) -> int:
-        start = self.starts[document]
-        return self.mask.area(Run(start + run.start, start + run.stop))
 
     def sparsest(self, first: float, last: float) -> float:
         """Returns the scores of the tokens from `first` to `last` of all, those of the sparsest documents first."""

@@ -103,21 +103,57 @@ class Mask:
             yield Run(start + keys.start, start + keys.stop)
 
     @functools.cached_property
-    def areas(self) -> torch.Tensor:
-        """[tokens + 1]: the scores of all queries before each; that of a run is a difference of two. A block counts whole."""
+    def ends(self) -> tuple[int, ...]:
+        """[documents + 1]: the scores in the bands of all documents before each."""
+        of_all = (self.scores(document, Run(0, length)) for document, length in enumerate(self.lengths_q))
+        return tuple(itertools.accumulate(of_all, initial=0))
+
+    def area(self, queries: Run) -> int:
+        """Returns the number of scores of a run of the whole's queries; one block of a block mask counts whole."""
+        if queries.size == 0:
+            return 0
+        if self.blocks is not None:
+            return round(float(self._in_blocks[queries.stop] - self._in_blocks[queries.start]))
+        return self._before(queries.stop) - self._before(queries.start)
+
+    def _before(self, query: int) -> int:
+        """Returns the scores of all queries before one of the whole."""
+        document = bisect.bisect_right(self.q.starts, query) - 1
+        return self.ends[document] + self.scores(document, Run(0, query - self.q.starts[document]))
+
+    def scores(self, document: int, queries: Run) -> int:
+        """Returns the scores in the band of a run of a document's queries."""
+        (start, stop), keys = queries, self.lengths_kv[document]
+        if self.left is not None and self.right is not None and self.left + self.right < 0:
+            return 0
+        shift = self.shift(document)
+        last = (stop - start) * keys
+        if self.right is not None:
+            last = _clamped_sum(stop + shift + self.right + 1, keys) - _clamped_sum(start + shift + self.right + 1, keys)
+        if self.left is None:
+            return last
+        return last - _clamped_sum(stop + shift - self.left, keys) + _clamped_sum(start + shift - self.left, keys)
+
+    @functools.cached_property
+    def _in_blocks(self) -> torch.Tensor:
+        """[tokens + 1]: the scores of all queries before each, in blocks that are seen."""
+        assert self.blocks is not None
         counts = []
         for document, (len_q, len_kv) in enumerate(zip(self.lengths_q, self.lengths_kv, strict=True)):
             diagonal = torch.arange(len_q) + self.shift(document)
             first = torch.zeros_like(diagonal) if self.left is None else (diagonal - self.left).clamp(0, len_kv)
             last = torch.full_like(diagonal, len_kv) if self.right is None else (diagonal + self.right + 1).clamp(0, len_kv)
-            last = last.clamp(min=first)
-            counts.append(last - first if self.blocks is None else self.blocks.counts(self.row(document), first, last))
-        zero = torch.zeros(1, dtype=torch.int64 if self.blocks is None else torch.float64)
-        return torch.cat((zero, *counts)).cumsum(0)
+            counts.append(self.blocks.counts(self.row(document), first, last.clamp(min=first)))
+        return torch.cat((torch.zeros(1, dtype=torch.float64), *counts)).cumsum(0)
 
-    def area(self, queries: Run) -> int:
-        """Returns the number of scores of a run of the whole's queries."""
-        return round(float(self.areas[queries.stop] - self.areas[queries.start]))
+
+def _clamped_sum(stop: int, most: int) -> int:
+    """Returns the sum of min(i, most) over the integers from 0 to before `stop`."""
+    if stop <= 0:
+        return 0
+    if stop <= most:
+        return stop * (stop - 1) // 2
+    return most * (most - 1) // 2 + (stop - most) * most
 
 
 def hull(runs: Runs) -> Run:
