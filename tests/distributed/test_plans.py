@@ -391,6 +391,19 @@ def test_areas_are_counts_of_scores() -> None:
         assert sum(plan.area(rank) for rank in range(3)) == count
 
 
+@pytest.mark.parametrize("bottom_right", [False, True])
+@pytest.mark.parametrize(("left", "right"), [*itertools.product((None, -3, 0, 4), (None, -2, 0, 5))])
+def test_scores_of_any_run_in_any_band(left: int | None, right: int | None, bottom_right: bool) -> None:
+    mask = Mask(left, right, bottom_right, (7, 0, 5), (9, 2, 3))
+    of_query = [
+        sum(brute(mask, document, i, j) for j in range(mask.lengths_kv[document]))
+        for document, length in enumerate(mask.lengths_q)
+        for i in range(length)
+    ]
+    for start, stop in itertools.combinations_with_replacement(range(len(of_query) + 1), 2):
+        assert mask.area(Run(start, stop)) == sum(of_query[start:stop])
+
+
 def sparse(b: Any, h: Any, i: Any, j: Any) -> Any:
     """A few first keys, a window, and one far stripe; later queries see more."""
     return (j < 100) | ((i - j).abs() < 200) | ((j > 1500) & (j < 1500 + i // 4))
