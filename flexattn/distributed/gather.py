@@ -89,9 +89,9 @@ def _work(plan: Plan, strategy: str, wants_diagonal: bool, is_one: bool, device:
         for n, call in enumerate(calls.longest_first)
     ]
     by_call = list(zip(shares, calls.longest_first, strict=True))
-    sides = ([share for of, call in by_call if call.is_own is is_own for share in of] for is_own in (False, True))
+    there, here = ([share for of, call in by_call if call.is_own is is_own for share in of] for is_own in (False, True))
     have_all = (n for n, call in enumerate(calls.longest_first) if call.is_own and call.keys == Run(0, size_of(own)))
-    returns = make_returns(route, Made(len(shares), next(have_all, None), *sides))
+    returns = make_returns(route, Made(calls=len(shares), whole=next(have_all, None), held=there, own=here))
     return _Work(route, calls, returns, _adds(plan, calls, held))
 
 
