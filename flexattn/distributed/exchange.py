@@ -405,18 +405,17 @@ def _by_rank(counts: Sequence[int]) -> list[Runs]:
 
 
 def own_sums(
-    shares: Sequence[Sequence[Tensor]], totals: Sequence[Tensor], dtype: torch.dtype, returns: Returns, *, are_there: bool
+    shares: Sequence[Sequence[Tensor]], totals: Sequence[Tensor], dtype: torch.dtype, returns: Returns, place: Place | None
 ) -> list[Tensor]:
     """Returns this rank's part of the sums of rows to which several add, in `dtype`, and writes all other rows to `totals`.
 
-    Nothing of other ranks is needed for that. are_there: whether totals are the rows that `returns.place` names, which then are
-    not copied.
+    Nothing of other ranks is needed for that. place: the rows of the shares that the totals are, which then are not copied; None:
+    they are no such rows.
     """
     rows = sum(move.rows.stop - move.rows.start for move in returns.summed)
     sums = [torch.empty((rows, *t.shape[1:]), dtype=dtype, device=t.device) for t in totals]
     returns.own.run(sums, shares)
-    place = returns.place
-    plain = returns.plain.without(place.source) if are_there and place is not None else returns.plain
+    plain = returns.plain if place is None else returns.plain.without(place.source)
     plain.run(totals, shares)
     return sums
 

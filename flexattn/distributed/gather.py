@@ -151,12 +151,13 @@ class Gather(NamedTuple):
         lanes, returns, is_one = coming.lanes, coming.work.returns, len(coming.slices) == 1
         dtype, wide = self.scores.out_dtype(q), sum_dtype(q.dtype)
         fp32 = [self.scores.fp32_gradients("dkv" if adds else "none") for adds in coming.work.adds]
-        # Whether dk and dv are those that a call made.
-        stay = is_one and returns.place is not None and (fp32[returns.place.source] == "none" or dtype == wide)
+        place = returns.place if is_one else None  # where dk and dv stay that a call made
+        if place is not None and fp32[place.source] != "none" and dtype != wide:
+            place = None
         adopted = coming.calls.whole if is_one else None  # the call whose dq is that of all
         dq = None if adopted is not None else torch.empty(q.shape, dtype=dtype, device=q.device)
         totals: tuple[Tensor, ...] = ()
-        if not stay:
+        if place is None:
             totals = tuple(torch.empty(t.shape, dtype=dtype, device=t.device) for t in (k, v))
         of_shared = shared.zeros()
         returning: _Returning | None = None
@@ -176,8 +177,8 @@ class Gather(NamedTuple):
                 if total is not None and more is not None:
                     total += more
             shares = found.dk, found.dv
-            if stay and returns.place is not None:
-                totals = tuple(by_rows(of[returns.place.source][returns.place.rows], packed) for of in shares)
+            if place is not None:
+                totals = tuple(by_rows(of[place.source][place.rows], packed) for of in shares)
             if adopted is not None:
                 dq = by_rows(found.dq[adopted], packed)
             assert dq is not None
@@ -189,7 +190,7 @@ class Gather(NamedTuple):
             with lanes.side() if is_one else lanes.back():  # while gradients travel
                 found.write_dq(coming.calls, by_rows(dq, packed)[..., heads, :])
                 rows = [by_rows(t, packed)[..., slice(*of_kv), :] for t in totals]
-                sums = exchange.own_sums(shares, rows, wide, returns, are_there=stay)
+                sums = exchange.own_sums(shares, rows, wide, returns, place)
             if is_one:
                 lanes.meet()
             with lanes.back():

@@ -24,8 +24,8 @@ def _streams(device: torch.device, of: int) -> tuple[Any, Any, Any]:
 
 
 class Lanes:
-    """The main lane is the current stream, on which the longest calls run; the side has the calls beside them, and the back what
-    follows both: sums and copies. All are one stream on a CPU, and where calls write to the same tensors.
+    """The main lane is the current stream, on which the longest calls, or those of own keys, run; the side has the calls beside
+    them, and the back what follows both: sums and copies. All are one stream on a CPU, and where calls write to the same tensors.
 
     is_last: whether nothing comes behind the next calls, so that those of the side are to begin before the longest one, not behind
     it: then they run on a lane of their own, the early one, which comes first, as the side and the back have what is left of the
