@@ -56,7 +56,7 @@ def compute_partition(
     rows = block.first_row + gl.arange(0, LANES, layout=gl.SliceLayout(1, SCORES))
     block_columns = gl.arange(0, COLUMNS, layout=QUERIES)
     uncut_from = first_uncut_query(block.first_row, LANES, block.band, META)
-    at, values = first_query_head(block, scores, MODS, META)
+    at, values = first_query_head(block, args.work, scores, MODS, META)
     iterations = block.num_blocks * group_size
     for n in range(iterations):  # counts the blocks of all query heads
         row, is_full = query_block(at.n, block.block_range, META)
@@ -90,7 +90,7 @@ def compute_partition(
         fence_before_sync()
         mbarrier.arrive(products.ds_full.index(0), count=1)
         release(barriers.q_empty, n, META.Q_STAGES)
-        at, values = next_query_block(at, values, block, group_size, scores, MODS, META)
+        at, values = next_query_block(at, values, block, args.work, scores, MODS, META)
     is_there = iterations > 0  # else no query sees the keys
     mbarrier.wait(products.sums_full.index(0), 0, pred=is_there)
     fence_after_sync()

@@ -13,6 +13,7 @@ from flexattn.kernels_triton.hopper.block_ranges import query_block
 from flexattn.kernels_triton.hopper.descriptors import reduce_add
 from flexattn.kernels_triton.hopper.dq_sums import in_order_of_sums, place_of_sums
 from flexattn.kernels_triton.hopper.fused_consumer import FusedArguments
+from flexattn.kernels_triton.hopper.query_walk import first_queries, next_queries
 
 
 @gluon.jit
@@ -21,10 +22,9 @@ def add_dq(args: FusedArguments, buffers: Buffers, block: Block, META: gl.conste
     LAYOUT: gl.constexpr = row_layout(DQ_COLUMNS)
     PARTS: gl.constexpr = META.DQ_PARTS
     n_tile = 0  # counts the tiles that leave
-    n = 0
-    head = 0
+    at = first_queries(block, args.work)
     for iteration in range(block.num_blocks * args.work.group_size):
-        row = query_block(n, block.block_range, META)[0]
+        row = query_block(at.n, block.block_range, META)[0]
         mbarrier.wait(barriers.dq_full.index(0), iteration & 1)
         fence_after_sync()
         # A listed block may lie past the end: no row of this head's.
@@ -35,12 +35,9 @@ def add_dq(args: FusedArguments, buffers: Buffers, block: Block, META: gl.conste
                 tma.store_wait(DQ_STAGES - 1)  # the engine has read what was in the tile
                 tile.store(in_order_of_sums(dq))
                 fence_async_shared()
-                reduce_add(args.descriptors.dq, [place_of_sums(row, head, args, block, META), part * DQ_COLUMNS], tile)
+                reduce_add(args.descriptors.dq, [place_of_sums(row, at.head, args, block, META), part * DQ_COLUMNS], tile)
                 n_tile += 1
         fence_before_sync()
         mbarrier.arrive(barriers.dq_empty.index(0), count=1)
-        n += 1
-        if n == block.num_blocks:
-            n = 0
-            head += 1
+        at = next_queries(at, block, args.work)
     tma.store_wait(0)

@@ -59,6 +59,7 @@ from flexattn.kernels_triton.hopper.pairs import (
     store_pair,
 )
 from flexattn.kernels_triton.hopper.pipeline import allocate_barriers, wait_empty
+from flexattn.kernels_triton.hopper.query_walk import first_queries, next_queries
 from flexattn.kernels_triton.hopper.tile_scheduler import Work
 from flexattn.kernels_triton.runtime.launch import Tile, hopper_kernel, launch
 
@@ -290,26 +291,22 @@ def _dkdv_load(args: DkdvArguments, tiles: DkdvTiles, barriers: DkdvBarriers, bl
         load_pair(of.k, k, len_kv, row, full, tiles.k, part, META)
         load_rows(of.v, v.token, len_kv, row, v.head, 0, full, tiles.v.index(part))
     Q_BYTES: gl.constexpr = pair_bytes(of.q.first.block_type.nbytes, of.q.second.block_type.nbytes, META.QK1)
-    n = 0
-    head = 0
+    at = first_queries(block, args.work)
     for m_block in range(block.num_blocks * args.work.group_size):  # counts the blocks of all query heads
-        row = query_block(n, block.block_range, META)[0]
+        row = query_block(at.n, block.block_range, META)[0]
         stage = m_block % META.STAGES_SCORES
         full = barriers.q_full.index(stage)
         wait_empty(barriers.q_empty, m_block, META.STAGES_SCORES)
         mbarrier.expect(full, Q_BYTES + of.statistics.block_type.nbytes)
-        load_pair(of.q, origin_of_head(q, head), len_q, row, full, tiles.q, stage, META)
-        of_head = block.first_statistics + head * args.tiles_of_statistics
+        load_pair(of.q, origin_of_head(q, at.head), len_q, row, full, tiles.q, stage, META)
+        of_head = block.first_statistics + at.head * args.tiles_of_statistics
         load_statistics(of.statistics, of_head, row, len_q, full, tiles.statistics.index(stage), META)
         stage = m_block % META.STAGES_DP
         full = barriers.dout_full.index(stage)
         wait_empty(barriers.dout_empty, m_block, META.STAGES_DP)
         mbarrier.expect(full, of.dout.block_type.nbytes)
-        load_rows(of.dout, dout.token, len_q, row, dout.head + head, 0, full, tiles.dout.index(stage))
-        n += 1
-        if n == block.num_blocks:
-            n = 0
-            head += 1
+        load_rows(of.dout, dout.token, len_q, row, dout.head + at.head, 0, full, tiles.dout.index(stage))
+        at = next_queries(at, block, args.work)
     mbarrier.wait(barriers.dkdv_full.index(0), 0)
     if args.dk32.ptr is None:
         for part in gl.static_range(PARTS):

@@ -30,7 +30,21 @@ from flexattn.kernels_triton.hopper.masking import (
     mask_queries_and_end,
 )
 from flexattn.kernels_triton.hopper.operands import ROWS
-from flexattn.kernels_triton.hopper.tile_scheduler import Sequence, Work, backward_tile, heads_per_l2_section, sequence_of
+from flexattn.kernels_triton.hopper.query_walk import (
+    QueryPlace,
+    first_queries,
+    next_queries,
+    turn_of_program,
+    walk_of_call,
+)
+from flexattn.kernels_triton.hopper.tile_scheduler import (
+    Sequence,
+    Work,
+    backward_tile,
+    heads_per_l2_section,
+    section_of_one_size,
+    sequence_of,
+)
 
 
 class LargeLse(NamedTuple):
@@ -40,21 +54,30 @@ class LargeLse(NamedTuple):
     lse_ptr: Any
 
 
-def backward_work(problem: Problem, rows: int, side: Literal["q", "kv"], bytes_per_head: int) -> tuple[Work, int]:
+def backward_work(
+    problem: Problem, rows: int, side: Literal["q", "kv"], bytes_per_head: int, *, has_even_sections: bool = False
+) -> tuple[Work, int]:
     """Returns (the order of programs of `rows` queries or keys each, their number).
 
-    bytes_per_head: of what the programs of one head read, or add to, again and again.
+    bytes_per_head: of what the programs of one head read, or add to, again and again. has_even_sections: whether sections of
+    heads of dense calls have one size, `section_of_one_size`.
     """
     x = problem
     longest, heads = (x.longest_q, x.num_heads) if side == "q" else (x.longest_kv, x.num_heads_kv)
     blocks = triton.cdiv(longest, rows)
     table = None if not x.has_lengths else tile_schedule(x, rows, side, by_sequence=True)
+    section, walk = heads_per_l2_section(x, heads, bytes_per_head), None
+    if has_even_sections and not x.has_lengths:
+        section = section_of_one_size(x.batch * heads, section)
+    if side == "kv":
+        section, walk = walk_of_call(x, blocks, section)
     work = Work(
         table_ptr=table,
         num_heads=x.num_heads,
         group_size=x.group_size,
         blocks=blocks,
-        heads_per_l2_section=heads_per_l2_section(x, heads, bytes_per_head),
+        heads_per_l2_section=section,
+        walk=walk,
     )
     return work, (blocks * x.batch if table is None else table.shape[0] - 2) * heads
 
@@ -71,6 +94,7 @@ class Block(NamedTuple):
     large: Any  # `load_large`
     first_head: Any  # the batch element's, in dropout's count
     num_blocks: Any  # blocks of one head
+    turn: Any  # `query_walk.turn_of_program`; for a block of queries 0
     block_range: Any  # what `key_block` or `query_block` finds them by
     first_statistics: Any  # the first tile of the head's statistics
 
@@ -103,6 +127,7 @@ def query_block_of_program(args, META: gl.constexpr):
         large=_load_large(args, sequence, META),
         first_head=b * work.num_heads,
         num_blocks=num_blocks,
+        turn=0,
         block_range=block_range,
         first_statistics=statistics_tile(b, h, work.num_heads, place_q, args.tiles_of_statistics, META, META.STATISTICS),
     )
@@ -161,6 +186,7 @@ def key_block(numbers, args, META: gl.constexpr):
         large=_load_large(args, sequence, META),
         first_head=b * work.num_heads,
         num_blocks=gl.where(first_row < len_kv, num_blocks, 0),
+        turn=turn_of_program(first_row // META.BLOCK_N, h_kv, b, args),
         block_range=block_range,
         first_statistics=statistics_tile(b, h, work.num_heads, place_q, args.tiles_of_statistics, META, META.BLOCK_M),
     )
@@ -196,7 +222,8 @@ def statistics_of_block(args, block: Block, META: gl.constexpr):
 class QueryHead(NamedTuple):
     """Place of a program of dk and dv: one block of queries of one query head of its group."""
 
-    n: Any  # the block's number, of those that this head has
+    n: Any  # this and `end` as in `QueryPlace`
+    end: Any
     h: Any
     bias_ptr: Any
     alibi_slope: Any
@@ -204,22 +231,22 @@ class QueryHead(NamedTuple):
 
 # The values that mods read of the head, `head_values`, go beside it: Triton takes no tuple inside another through a loop.
 @gluon.jit
-def first_query_head(block: Block, scores: Scores, MODS: gl.constexpr, META: gl.constexpr):
+def first_query_head(block: Block, work: Work, scores: Scores, MODS: gl.constexpr, META: gl.constexpr):
     bias_ptr, alibi_slope = load_head(scores.bias, scores.alibi, block.b, block.h, META)
     values = head_values(block.b, block.h, scores.captures, MODS, META)
-    return QueryHead(n=0, h=block.h, bias_ptr=bias_ptr, alibi_slope=alibi_slope), values
+    first = first_queries(block, work)
+    return QueryHead(n=first.n, end=first.end, h=block.h, bias_ptr=bias_ptr, alibi_slope=alibi_slope), values
 
 
 @gluon.jit
-def next_query_block(at: QueryHead, values, block: Block, group_size, scores: Scores, MODS: gl.constexpr, META: gl.constexpr):
-    n, h, bias_ptr, alibi_slope = at.n + 1, at.h, at.bias_ptr, at.alibi_slope
-    if n == block.num_blocks:
-        n = 0
-        h += 1
-        next_h = gl.minimum(h, block.h + group_size - 1)
-        bias_ptr, alibi_slope = load_head(scores.bias, scores.alibi, block.b, next_h, META)
-        values = head_values(block.b, next_h, scores.captures, MODS, META)
-    return QueryHead(n=n, h=h, bias_ptr=bias_ptr, alibi_slope=alibi_slope), values
+def next_query_block(at: QueryHead, values, block: Block, work: Work, scores: Scores, MODS: gl.constexpr, META: gl.constexpr):
+    bias_ptr, alibi_slope = at.bias_ptr, at.alibi_slope
+    following = next_queries(QueryPlace(n=at.n, head=at.h - block.h, end=at.end), block, work)
+    h = block.h + following.head
+    if h != at.h:
+        bias_ptr, alibi_slope = load_head(scores.bias, scores.alibi, block.b, h, META)
+        values = head_values(block.b, h, scores.captures, MODS, META)
+    return QueryHead(n=following.n, end=following.end, h=h, bias_ptr=bias_ptr, alibi_slope=alibi_slope), values
 
 
 @gluon.jit

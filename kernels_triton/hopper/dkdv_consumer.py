@@ -101,7 +101,7 @@ def consume_dkdv(
     block_columns = gl.arange(0, BLOCK_M, layout=COLUMNS)
     draws = dropout_state(args.dropout, block.first_head, META)
     mbarrier.wait(barriers.kv_full.index(0), 0)
-    at, values = first_query_head(block, scores, MODS, META)
+    at, values = first_query_head(block, args.work, scores, MODS, META)
     LOOPS: gl.constexpr = loops_of(META)
     for IS_LARGE in gl.static_range(LOOPS):
         iterations = block.num_blocks * group_size  # counts the blocks of all query heads
@@ -176,7 +176,7 @@ def consume_dkdv(
             else:
                 dk, ds = warpgroup_mma_wait(0, deps=[sum_of_q, ds])
             release(barriers.ds_empty, m_block, META.STAGES_DS)
-            at, values = next_query_block(at, values, block, group_size, scores, MODS, META)
+            at, values = next_query_block(at, values, block, args.work, scores, MODS, META)
     if META.SHARES_TILES:
         named_barrier_sync(LAST, BOTH)  # what is in 16 bits was the other warpgroup's too; now it is no longer needed
     if args.dk32.ptr is not None:
@@ -223,7 +223,7 @@ def consume_dkdv_columns(
     block_columns = FIRST + gl.arange(0, HALF, layout=COLUMNS)
     draws = dropout_state(args.dropout, block.first_head, META)
     mbarrier.wait(barriers.kv_full.index(0), 0)
-    at, values = first_query_head(block, scores, MODS, META)
+    at, values = first_query_head(block, args.work, scores, MODS, META)
     for m_block in range(block.num_blocks * group_size):  # counts the blocks of all query heads
         row, is_full = query_block(at.n, block.block_range, META)
         columns = row + block_columns
@@ -289,7 +289,7 @@ def consume_dkdv_columns(
             release(barriers.dp_empty, m_block, META.STAGES_DP)
             dk = warpgroup_mma_wait(0, deps=[sum_of_q])
             release(barriers.ds_empty, m_block, META.STAGES_DS)
-        at, values = next_query_block(at, values, block, group_size, scores, MODS, META)
+        at, values = next_query_block(at, values, block, args.work, scores, MODS, META)
     if META.SHARES_TILES:
         named_barrier_sync(LAST, BOTH)  # what is in 16 bits was the other warpgroup's too; now it is no longer needed
     if args.dk32.ptr is not None:

@@ -21,6 +21,7 @@ from flexattn.kernels_triton.hopper.descriptors import reduce_add
 from flexattn.kernels_triton.hopper.dq_parts import count_block, place_in_sums
 from flexattn.kernels_triton.hopper.operands import ROWS
 from flexattn.kernels_triton.hopper.pipeline import release, wait_empty, wait_full
+from flexattn.kernels_triton.hopper.query_walk import first_queries, next_queries
 from flexattn.kernels_triton.hopper.tile_scheduler import receive_tile
 from flexattn.kernels_triton.runtime.entry import WidePointer
 from flexattn.kernels_triton.runtime.launch import Tile, kernel, launch
@@ -87,26 +88,22 @@ def _add_block(args, ring: DqRing, block: Block, before, META: gl.constexpr):
     # before: iterations of the blocks before this one
     descriptor = args.descriptors.dq
     iterations = block.num_blocks * args.work.group_size
-    n = 0
-    head = 0
+    at = first_queries(block, args.work)
     for iteration in range(before, before + iterations):
         stage = iteration % META.DQ_STAGES
-        row = query_block(n, block.block_range, META)[0]
-        at = place_of_sums(row, head, args, block, META)
+        row = query_block(at.n, block.block_range, META)[0]
+        sums_row = place_of_sums(row, at.head, args, block, META)
         wait_full(ring.full, iteration, META.DQ_STAGES)
         # A listed block may lie past the end: no row of this head's. (The engine has no addition to rows outside of a tensor.)
         if META.BLOCK_SIZE_Q == 0 or row < block.sequence.len_q:
             for part in gl.static_range(2):
                 if META.BLOCK_M == ROWS:
-                    reduce_add(descriptor, [at, part * (META.DIM // 2)], ring.tiles.index(2 * stage + part))
+                    reduce_add(descriptor, [sums_row, part * (META.DIM // 2)], ring.tiles.index(2 * stage + part))
                 else:
-                    reduce_add(descriptor, [at + part * ROWS, 0], ring.tiles.index(2 * stage + part))
+                    reduce_add(descriptor, [sums_row + part * ROWS, 0], ring.tiles.index(2 * stage + part))
         tma.store_wait(0)  # the engine has read the tile
         release(ring.empty, iteration, META.DQ_STAGES)
-        n += 1
-        if n == block.num_blocks:
-            n = 0
-            head += 1
+        at = next_queries(at, block, args.work)
 
 
 @gluon.jit

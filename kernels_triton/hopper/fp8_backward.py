@@ -81,6 +81,7 @@ from flexattn.kernels_triton.hopper.pairs import (
     store_pair,
 )
 from flexattn.kernels_triton.hopper.pipeline import allocate_barriers, wait_empty
+from flexattn.kernels_triton.hopper.query_walk import first_queries, next_queries
 from flexattn.kernels_triton.runtime.launch import Tile, hopper_kernel, launch
 
 
@@ -260,36 +261,32 @@ def _dkdv_load(buffers: DkdvBuffers, block: Block, args: DkdvArguments, origins:
     dp_factor = _clipped_descale(args.descales.v, b, h_kv, first_row, len_kv)
     if META.IS_PLAIN:
         s_factor *= args.scores.scale * LOG2E
-    n = 0
-    head = 0
+    at = first_queries(block, args.work)
     for m_block in range(block.num_blocks * args.work.group_size):  # counts the blocks of all query heads
-        row = query_block(n, block.block_range, META)[0]
-        descale_q = _clipped_descale(args.descales.q, b, h + head, row, len_q)
-        descale_dout = _clipped_descale(args.descales.dout, b, h + head, row, len_q)
+        row = query_block(at.n, block.block_range, META)[0]
+        descale_q = _clipped_descale(args.descales.q, b, h + at.head, row, len_q)
+        descale_dout = _clipped_descale(args.descales.dout, b, h + at.head, row, len_q)
         stage = m_block % META.STAGES_SCORES
         full = barriers.full8.index(stage)
         wait_empty(barriers.empty8, m_block, META.STAGES_SCORES)
         write_factors(tiles.factors, stage, s_factor * descale_q, dp_factor * descale_dout)
         mbarrier.expect(full, BYTES)
-        load_pair(of.q, origin_of_head(origins.q, head), len_q, row, full, tiles.q, stage, META)
-        load_rows(of.dout, origins.dout.token, len_q, row, origins.dout.head + head, 0, full, tiles.dout.index(stage))
-        of_head = block.first_statistics + head * args.tiles_of_statistics
+        load_pair(of.q, origin_of_head(origins.q, at.head), len_q, row, full, tiles.q, stage, META)
+        load_rows(of.dout, origins.dout.token, len_q, row, origins.dout.head + at.head, 0, full, tiles.dout.index(stage))
+        of_head = block.first_statistics + at.head * args.tiles_of_statistics
         load_statistics(of.statistics, of_head, row, len_q, full, tiles.statistics.index(stage), META)
         stage = m_block % META.STAGES_P
         full = barriers.full16.index(stage)
         wait_empty(barriers.empty16, m_block, META.STAGES_P)
         mbarrier.expect(full, of.dout16.block_type.nbytes + (0 if META.SPLITS_COLUMNS else Q16_BYTES))
-        load_rows(of.dout16, origins.dout16.token, len_q, row, origins.dout16.head + head, 0, full, tiles.dout16.index(stage))
+        load_rows(of.dout16, origins.dout16.token, len_q, row, origins.dout16.head + at.head, 0, full, tiles.dout16.index(stage))
         if META.SPLITS_COLUMNS:
             stage = m_block % META.STAGES_DS
             full = barriers.q16_full.index(stage)
             wait_empty(barriers.q16_empty, m_block, META.STAGES_DS)
             mbarrier.expect(full, Q16_BYTES)
-        load_pair(of.q16, origin_of_head(origins.q16, head), len_q, row, full, tiles.q16, stage, META)
-        n += 1
-        if n == block.num_blocks:
-            n = 0
-            head += 1
+        load_pair(of.q16, origin_of_head(origins.q16, at.head), len_q, row, full, tiles.q16, stage, META)
+        at = next_queries(at, block, args.work)
     mbarrier.wait(barriers.dkdv_full.index(0), 0)
     if args.dk32.ptr is None:
         for part in gl.static_range(PARTS):

@@ -30,6 +30,7 @@ from flexattn.kernels_triton.hopper.fused_launch import finish_fused, prepare_fu
 from flexattn.kernels_triton.hopper.operands import ROWS, allocate_tiles
 from flexattn.kernels_triton.hopper.pairs import Origin, origin_of
 from flexattn.kernels_triton.hopper.pipeline import STAGES, allocate_barriers, allocate_tile_slots, wait_empty, wait_full
+from flexattn.kernels_triton.hopper.query_walk import first_queries, next_queries
 from flexattn.kernels_triton.hopper.tile_scheduler import broadcast_end, broadcast_tile, num_work_tiles
 from flexattn.kernels_triton.runtime.launch import hopper_kernel, launch, num_processors
 
@@ -141,14 +142,13 @@ def _load_block(
     if META.IS_PLAIN:
         s_factor *= args.scores.scale * LOG2E
     iterations = block.num_blocks * args.work.group_size
-    n = 0
-    head = 0
+    at = first_queries(block, args.work)
     for m_block in range(iterations):  # counts the blocks of all query heads
-        row = query_block(n, block.block_range, META)[0]
+        row = query_block(at.n, block.block_range, META)[0]
         stage = (begun.iterations + m_block) % STAGES
         scale_row = gl.minimum(row, len_q - 1)
-        descale_q = load_descale(args.descales.q, b, h + head, scale_row)
-        descale_dout = load_descale(args.descales.dout, b, h + head, scale_row)
+        descale_q = load_descale(args.descales.q, b, h + at.head, scale_row)
+        descale_dout = load_descale(args.descales.dout, b, h + at.head, scale_row)
         full = barriers.q_full.index(stage)
         wait_empty(barriers.q_empty, begun.iterations + m_block, STAGES)
         write_factors(tiles.factors, stage, s_factor * descale_q, dp_factor * descale_dout)
@@ -156,8 +156,8 @@ def _load_block(
             mbarrier.expect(full, Q_BYTES)
         else:
             mbarrier.expect(full, Q_BYTES + KV_BYTES)
-        load_rows(of.q, origins.q.token, len_q, row, origins.q.head + head, 0, full, tiles.q.index(stage))
-        of_head = block.first_statistics + head * args.tiles_of_statistics
+        load_rows(of.q, origins.q.token, len_q, row, origins.q.head + at.head, 0, full, tiles.q.index(stage))
+        of_head = block.first_statistics + at.head * args.tiles_of_statistics
         load_statistics(of.statistics, of_head, row, len_q, full, tiles.statistics.index(stage), META)
         if META.NUMBERS > 0:  # noqa: SIM102
             if m_block == 0:
@@ -168,19 +168,16 @@ def _load_block(
         full = barriers.dout_full.index(stage)
         if META.NUMBERS == 0 or m_block > 0:
             mbarrier.expect(full, DOUT_BYTES)
-        load_rows(of.dout, origins.dout.token, len_q, row, origins.dout.head + head, 0, full, tiles.dout.index(stage))
-        load_rows(of.q16, origins.q16.token, len_q, row, origins.q16.head + head, 0, full, tiles.q16.index(stage))
+        load_rows(of.dout, origins.dout.token, len_q, row, origins.dout.head + at.head, 0, full, tiles.dout.index(stage))
+        load_rows(of.q16, origins.q16.token, len_q, row, origins.q16.head + at.head, 0, full, tiles.q16.index(stage))
         if META.NUMBERS > 0:  # noqa: SIM102
             if m_block == 0:
                 if begun.blocks > 0:
                     _store_gradients(args, tiles, barriers, key_block(previous, args, META), begun.blocks - 1)
                 mbarrier.expect(full, DOUT_BYTES + K16_BYTES)
                 _load_half(of.k16, origins.k16, block, full, tiles.k16)
-        load_rows(of.dout16, origins.dout16.token, len_q, row, origins.dout16.head + head, 0, full, tiles.dout16.index(stage))
-        n += 1
-        if n == block.num_blocks:
-            n = 0
-            head += 1
+        load_rows(of.dout16, origins.dout16.token, len_q, row, origins.dout16.head + at.head, 0, full, tiles.dout16.index(stage))
+        at = next_queries(at, block, args.work)
 
 
 @gluon.jit

@@ -219,7 +219,7 @@ def _consume_block(
     named_barrier_arrive_at(WRITTEN + 2 + CONSUMER, BOTH)
     if META.IS_FP8 and META.NUMBERS == 0:
         mbarrier.wait(barriers.kv_full.index(0), 0)
-    at, values = first_query_head(block, scores, MODS, META)
+    at, values = first_query_head(block, args.work, scores, MODS, META)
     kq = zeros
     _begin_turns(iterations, CONSUMER, META)
     if META.IS_AHEAD:  # noqa: SIM102  # this is known when it is compiled, that at run time
@@ -332,7 +332,7 @@ def _consume_block(
                 hand_over_dq(ring, n - 1, META)
         if META.IS_AHEAD:
             kq = warpgroup_mma_wait(0, deps=[next_scores])
-        at, values = next_query_block(at, values, block, group_size, scores, MODS, META)
+        at, values = next_query_block(at, values, block, args.work, scores, MODS, META)
     n = begun.iterations + iterations - 1
     if META.IS_AHEAD and META.NUMBERS > 0:  # noqa: SIM102
         if iterations > 0:

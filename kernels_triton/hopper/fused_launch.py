@@ -22,7 +22,6 @@ from flexattn.kernels_triton.hopper.fp8_backward_operands import backward_descal
 from flexattn.kernels_triton.hopper.fp32_gradients import fp32_rows
 from flexattn.kernels_triton.hopper.fused_consumer import FusedArguments, FusedDescriptors, FusedMeta, FusedSteps
 from flexattn.kernels_triton.hopper.operands import ROWS
-from flexattn.kernels_triton.hopper.tile_scheduler import section_of_one_size
 from flexattn.kernels_triton.runtime.launch import Tile
 
 
@@ -79,12 +78,9 @@ def launch_of_fused(call: Backward, meta: Any, rows_of_keys: int, dq_block: tupl
     assert dq_sums is not None
     dq_layout = gl.NVMMASharedLayout.get_default_for(list(dq_block), gl.float32)
     bytes_per_head = 12 * dim * max(x.longest_q, x.longest_kv)  # about: k, v, q and dout of two bytes, dq of four
-    work, programs = backward_work(x, KEYS, "kv", bytes_per_head)
-    if not x.has_lengths:
-        heads = x.batch * x.num_heads_kv
-        work = work._replace(heads_per_l2_section=section_of_one_size(heads, work.heads_per_l2_section))
-        if meta.NUMBERS > 0:  # a persistent kernel
-            work = work._replace(table_ptr=dq_sums.view(torch.int32))  # the first tile, of no query, has room for the counter
+    work, programs = backward_work(x, KEYS, "kv", bytes_per_head, has_even_sections=True)
+    if meta.NUMBERS > 0 and not x.has_lengths:  # a persistent kernel
+        work = work._replace(table_ptr=dq_sums.view(torch.int32))  # the first tile, of no query, has room for the counter
     q16, k16, dout16 = copies_in_16_bits(x, dout, call.out.dtype) if is_fp8 else (None, None, None)
     of_queries = {"q": x.q, "q16": q16, "dout": dout, "dout16": dout16}
     dk32, dv32 = fp32_rows(dk), fp32_rows(dv)

@@ -16,6 +16,7 @@ from flexattn.kernels_triton.hopper.dq_parts import find_part, find_task, num_ta
 from flexattn.kernels_triton.hopper.fused_consumer import Begun, FusedArguments, FusedBarriers, FusedTiles
 from flexattn.kernels_triton.hopper.pairs import Origin, origin_of
 from flexattn.kernels_triton.hopper.pipeline import wait_empty, wait_full
+from flexattn.kernels_triton.hopper.query_walk import first_queries, next_queries
 from flexattn.kernels_triton.hopper.tile_scheduler import broadcast_end, broadcast_tile, num_work_tiles
 
 
@@ -65,10 +66,9 @@ def _load_block(
     Q_STAGES: gl.constexpr = tiles.q.shape[0]
     DOUT_STAGES: gl.constexpr = tiles.dout.shape[0]
     iterations = block.num_blocks * args.work.group_size
-    n = 0
-    head = 0
+    at = first_queries(block, args.work)
     for m_block in range(iterations):  # counts the blocks of all query heads
-        row = query_block(n, block.block_range, META)[0]
+        row = query_block(at.n, block.block_range, META)[0]
         stage = (begun.iterations + m_block) % Q_STAGES
         full = barriers.q_full.index(stage)
         wait_empty(barriers.q_empty, begun.iterations + m_block, Q_STAGES)
@@ -78,8 +78,8 @@ def _load_block(
             _load_keys(of.k, k, block, full, Q_BYTES, tiles.k, begun.blocks % META.K_STAGES, META)
         else:
             mbarrier.expect(full, Q_BYTES)
-        load_rows(of.q, q.token, len_q, row, q.head + head, 0, full, tiles.q.index(stage))
-        of_head = block.first_statistics + head * args.tiles_of_statistics
+        load_rows(of.q, q.token, len_q, row, q.head + at.head, 0, full, tiles.q.index(stage))
+        of_head = block.first_statistics + at.head * args.tiles_of_statistics
         load_statistics(of.statistics, of_head, row, len_q, full, tiles.statistics.index(stage), META)
         stage = (begun.iterations + m_block) % DOUT_STAGES
         full = barriers.dout_full.index(stage)
@@ -93,15 +93,12 @@ def _load_block(
             _load_keys(of.v, v, block, full, DOUT_BYTES, tiles.v, begun.blocks % META.V_STAGES, META)
         else:
             mbarrier.expect(full, DOUT_BYTES)
-        load_rows(of.dout, dout.token, len_q, row, dout.head + head, 0, full, tiles.dout.index(stage))
+        load_rows(of.dout, dout.token, len_q, row, dout.head + at.head, 0, full, tiles.dout.index(stage))
         if META.V_STAGES > 1:  # noqa: SIM102
             # The last to be loaded before consumers have begun this block, and so before they can have ended it
             if (begun.blocks > 0) & (m_block == gl.minimum(Q_STAGES, iterations) - 1):
                 _store_gradients(args, tiles, barriers, key_block(previous, args, META), begun.blocks - 1, META)
-        n += 1
-        if n == block.num_blocks:
-            n = 0
-            head += 1
+        at = next_queries(at, block, args.work)
 
 
 @gluon.jit

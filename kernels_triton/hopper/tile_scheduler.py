@@ -14,6 +14,7 @@ from flexattn.kernels_triton.common.primitives import load_sequence
 from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.common.tile_schedule import tile_schedule
 from flexattn.kernels_triton.common.tiles import cdiv
+from flexattn.kernels_triton.hopper.query_walk import Walk
 from flexattn.kernels_triton.runtime.launch import l2_bytes
 
 _MIB = 2**20
@@ -29,6 +30,7 @@ class Work(NamedTuple):
     group_size: int  # query heads that share a key head
     blocks: int  # blocks of the longest sequence
     heads_per_l2_section: int  # `swizzle_heads_for_l2`
+    walk: Walk | None = None  # of a backward's blocks of keys
 
 
 def _heads_in_l2(heads: int, bytes_per_head: int, room: int = _L2_BYTES) -> int:

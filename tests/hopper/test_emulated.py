@@ -22,8 +22,8 @@ from flexattn.dispatch.spec import Window, as_bshd
 from flexattn.kernels_triton.common.problem import Backward
 from flexattn.kernels_triton.common.tiles import HOPPER_FORWARD, HopperTile, persistent
 from flexattn.kernels_triton.hopper import backward as hopper_backward
-from flexattn.kernels_triton.hopper import backward_fused as hopper_fused
 from flexattn.kernels_triton.hopper import (
+    backward_blocks,
     conditions,
     dkdv_consumer,
     dq_consumer,
@@ -32,10 +32,10 @@ from flexattn.kernels_triton.hopper import (
     forward_loader,
     forward_partition,
     fused_consumer,
-    fused_launch,
     fused_loader,
     tile_scheduler,
 )
+from flexattn.kernels_triton.hopper import backward_fused as hopper_fused
 from flexattn.kernels_triton.hopper import forward as hopper_forward
 from flexattn.testing import (
     GRADIENT_FACTOR,
@@ -208,7 +208,7 @@ def test_programs_that_convert_dq(dim: int, fmt: str, call: dict[str, Any], monk
     """A section or several, whose parts of dq come behind the blocks of the next, or behind all."""
     inputs = {"lengths_q": [300] * 2, "lengths_kv": [330] * 2, "num_heads": 4, "num_heads_kv": 2, "qkv_format": fmt}
     for seed, heads in ((1, 1), (5, 3), (6, 4)):  # lazy and two random ones
-        monkeypatch.setattr(fused_launch, "section_of_one_size", lambda most, _, heads=heads: min(heads, most))
+        monkeypatch.setattr(backward_blocks, "section_of_one_size", lambda most, _, heads=heads: min(heads, most))
         check_persistent(seed, call, "converting", head_dim_qk=dim, head_dim_v=dim, **inputs)
 
 
