@@ -43,20 +43,30 @@ class Regret(NamedTuple):
         return self.ratio is not None and self.ratio > 1 + TIE
 
 
-def pick(workload: Workload, direction: Direction, capability: tuple[int, int], refused: Sequence[str] = ()) -> str:
+class Asked(NamedTuple):
+    """The device that `auto` is asked for."""
+
+    capability: tuple[int, int]
+    has_large_l2: bool  # as `runtime.launch.has_large_l2`
+
+
+def pick(workload: Workload, direction: Direction, device: Asked, refused: Sequence[str] = ()) -> str:
     """Returns the implementation that `auto` runs on such a device, by the name that results have for it.
 
     refused: backends that cannot run the workload, as a file has it of a machine with all of them.
     """
+    from flexattn.kernels_triton.runtime.launch import pretended_device
+
     x, settings = bind_call(**_call(workload))
-    spec = ops.spec_to_run(x, settings)._replace(device_type="cuda", capability=capability)
+    spec = ops.spec_to_run(x, settings)._replace(device_type="cuda", capability=device.capability)
     order = heuristics.preference(spec, direction).order
     backend = next(name for name in order if name not in refused)
     if backend != "triton":
         return BACKENDS[backend]
     if direction == "backward":
         spec = spec.of_backward()
-    choice = triton_backend.choice_of(spec, x, direction)
+    with pretended_device(10 * device.capability[0] + device.capability[1], 132, has_large_l2=device.has_large_l2):
+        choice = triton_backend.choice_of(spec, x, direction)
     return PORTABLE if choice is not None and choice.family.name == "portable" else TRITON
 
 
@@ -74,18 +84,18 @@ def _times(record: Record, name: str, direction: Direction) -> tuple[str, dict[s
     rows = record.of(name, direction)
     times = {n: row.us for n, row in rows.items() if n in names and row.us is not None}
     refused = [backend for backend, n in BACKENDS.items() if n in rows and rows[n].us is None]
-    picked = pick(record.workloads[name], direction, _capability(record), refused)
+    picked = pick(record.workloads[name], direction, _device(record), refused)
     if picked == PORTABLE in times:
         times.pop(TRITON, None)  # the same kernels once more
     return picked, times
 
 
-def _capability(record: Record) -> tuple[int, int]:
-    """Raises ValueError for a file that does not say it."""
+def _device(record: Record) -> Asked:
+    """Raises ValueError for a file that does not say its capability."""
     major, minor = record.device.get("capability") or (0, 0)
     if not major:
         raise ValueError("the result is of no GPU; accepted: results whose device has a compute capability")
-    return major, minor
+    return Asked((major, minor), has_large_l2="H100" not in str(record.device.get("name")))
 
 
 def regrets(record: Record) -> list[Regret]:
@@ -118,7 +128,7 @@ def _kind(workload: Workload) -> tuple[object, ...] | None:
 
 def between(record: Record) -> list[Regret]:
     """Returns a line for each length of BETWEEN two neighbours that were measured."""
-    capability = _capability(record)
+    device = _device(record)
     kinds: dict[tuple[object, ...], list[Workload]] = {}
     for name in dict.fromkeys(name for name, _ in record.cells()):
         kind = _kind(record.workloads[name])
@@ -136,7 +146,7 @@ def between(record: Record) -> list[Regret]:
                     if length < longer.seqlen_kv:
                         asked = with_length(shorter, length)
                         at = math.log(length / shorter.seqlen_kv) / math.log(longer.seqlen_kv / shorter.seqlen_kv)
-                        found.append(_interpolated(asked, direction, pick(asked, direction, capability), ends, at))
+                        found.append(_interpolated(asked, direction, pick(asked, direction, device), ends, at))
     return found
 
 

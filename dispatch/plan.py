@@ -38,6 +38,7 @@ class Device(NamedTuple):
 
     capability: tuple[int, int]
     processors: int  # streaming multiprocessors
+    has_large_l2: bool = True  # as `runtime.launch.has_large_l2`
 
     @property
     def architecture(self) -> int:
@@ -138,7 +139,8 @@ def record(run: Callable[[], Sequence[Tensor]], inputs: Sequence[Tensor], device
 
     if len({_storage(t) for t in inputs}) < len(inputs):
         raise PlanError("two inputs of a call share their memory; accepted: each with its own")
-    with torch.no_grad(), pretended_device(device.architecture, device.processors), recorded_launches() as launches:
+    pretended = pretended_device(device.architecture, device.processors, has_large_l2=device.has_large_l2)
+    with torch.no_grad(), pretended, recorded_launches() as launches:
         watch = _Watch(launches)
         with watch:
             results = list(run())

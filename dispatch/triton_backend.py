@@ -243,11 +243,12 @@ def choice_of(spec: AttentionSpec, x: Operands, direction: Direction) -> Choice 
     """
     from flexattn.dispatch.quantization import dout_like
     from flexattn.kernels_triton.families import choose
+    from flexattn.kernels_triton.runtime.launch import has_large_l2
 
     if direction == "backward" and spec.of_backward() is not spec:
         return None
-    x = x.on_meta()
-    with torch.no_grad(), recorded_on(spec):
+    is_large, x = has_large_l2(x.q.device), x.on_meta()
+    with torch.no_grad(), recorded_on(spec, has_large_l2=is_large):
         results, policy = empty_outputs(spec, x), policy_of(spec)
         if direction == "backward":
             out, lse, _ = results
@@ -260,12 +261,16 @@ def choice_of(spec: AttentionSpec, x: Operands, direction: Direction) -> Choice 
 
 
 @contextmanager
-def recorded_on(spec: AttentionSpec) -> Iterator[list[Any]]:
-    """Inside, tensors are on a GPU of the spec's capability, which need not be there, and the list fills with its launches."""
+def recorded_on(spec: AttentionSpec, *, has_large_l2: bool = True) -> Iterator[list[Any]]:
+    """Inside, tensors are on a GPU of the spec's capability, which need not be there, and the list fills with its launches.
+
+    has_large_l2: as `pretended_device` has it.
+    """
     from flexattn.kernels_triton.runtime.launch import pretended_device, recorded_launches
 
     major, minor = spec.capability or (0, 0)
-    with pretended_device(10 * major + minor, _PROCESSORS), recorded_launches() as launches:
+    pretended = pretended_device(10 * major + minor, _PROCESSORS, has_large_l2=has_large_l2)
+    with pretended, recorded_launches() as launches:
         yield launches
 
 

@@ -15,7 +15,7 @@ from flexattn.kernels_triton.common.problem import Backward, Forward, Problem
 from flexattn.kernels_triton.common.split_kv import Splits, splits_of
 from flexattn.kernels_triton.common.tiles import DKDV, DQ, FORWARD, ONE_GRID, cdiv
 from flexattn.kernels_triton.portable import forward as portable_forward
-from flexattn.kernels_triton.runtime.launch import Tile, capability_of, num_processors, pretended_device
+from flexattn.kernels_triton.runtime.launch import Tile, capability_of, has_large_l2, num_processors, pretended_device
 
 _NEVER_RAN = "it was compiled and emulated, and never run on a GPU"
 
@@ -428,7 +428,7 @@ def _dequantized(family: Family[Backward]) -> Family[Backward]:
         """Puts a question about the call in a half type, of which no memory is made for that."""
         x = call.problem
         problem, dout = _hopper("fp8_backward_operands").in_16_bits(x, call.dout, call.out.dtype, "meta")
-        with pretended_device(capability_of(x.device), num_processors(x.device)):
+        with pretended_device(capability_of(x.device), num_processors(x.device), has_large_l2=has_large_l2(x.device)):
             return question(call._replace(problem=problem, dout=dout))
 
     def run(call: Backward, tile: Any) -> None:

@@ -520,14 +520,22 @@ class HopperFusedTile(NamedTuple):
     flops_from: int = HOPPER_FLOPS
 
 
+def _for_lengths(tile: HopperFusedTile, **more: int) -> HopperFusedTile:
+    """Returns the row for the kinds and lengths that `more`, its fields, has, and no others."""
+    kinds = dict.fromkeys((field for field in tile._fields if field.endswith("_from") and field != "flops_from"), NEVER)
+    return tile._replace(**kinds | more)
+
+
 def persistent(tile: HopperFusedTile, **more: int) -> HopperFusedTile:
     """Returns the row with persistent programs, whose second k leaves memory for one tile of dq at head dim 128.
 
     more: its fields; without a length of its own it is for no kind.
     """
-    kinds = dict.fromkeys((field for field in tile._fields if field.endswith("_from") and field != "flops_from"), NEVER)
     dq_stages = tile.dq_stages if tile.head_dim <= 64 else 1
-    return tile._replace(**kinds | more, is_persistent=True, dq_stages=dq_stages)
+    return _for_lengths(tile, **more)._replace(is_persistent=True, dq_stages=dq_stages)
+
+
+_SHORT_ROW = {"causal_from": 384, "up_to": 1023, "flops_from": 2**33}  # `LeastCausal` says which of these calls are faster with it
 
 
 # The rows of a head dim in the order of `select_hopper_fused_tile`. A call with dropout has the length of its own band too.
@@ -574,31 +582,58 @@ _FUSED = (
 HOPPER_FUSED = (
     # bench/results/fused_programs_h100.json, fused_variants_h100.json
     persistent(_FUSED[0], open_from=512, up_to=4096),
-    # With a causal mask from 704 tokens: beside the portable kernels they are 1 to 2 % slower at 641 on an H100, 5 % faster at 777
-    # and 7 to 8 % at 897 (odd_backward_h100.json); at 512 as fast on an H200.
-    persistent(_FUSED[0], causal_from=704, up_to=1023, flops_from=_SHORT_FLOPS),
+    persistent(_FUSED[0], **_SHORT_ROW),
     persistent(_FUSED[0], causal_from=1024, windowed_from=2048, up_to=8192),
     # short_backwards_h100.json; above, one tile of dq in shared memory is 2 to 5 % faster than persistent programs.
     persistent(_FUSED[2], open_from=512, up_to=4096, converts=True),
     persistent(_FUSED[2], open_from=2048, up_to=4096),
     _FUSED[2]._replace(dq_stages=1, open_from=4097),
-    persistent(_FUSED[3], causal_from=704, up_to=1023, flops_from=_SHORT_FLOPS),
+    persistent(_FUSED[3], **_SHORT_ROW),
     persistent(_FUSED[3], causal_from=1024, windowed_from=2048, up_to=8192),
     *_FUSED,
 )
 
+HOPPER_FUSED_GROUPED = (_for_lengths(_FUSED[0], **_SHORT_ROW), _for_lengths(_FUSED[3], **_SHORT_ROW), *_FUSED)
+"""Rows for several query heads to each key head: persistent programs are as fast or up to 3 % slower there on an NVIDIA H200."""
+
+
+class LeastCausal(NamedTuple):
+    """Least causal call below 1024 tokens that the fused backward is faster for than the portable kernels are."""
+
+    tokens: int  # of the longest sequence
+    grouped_tokens: int  # the same with several query heads to each key head
+    flops: int  # as `flops_from`
+
+
+LEAST_CAUSAL_LARGE_L2 = LeastCausal(384, 384, 2**33)
+"""With an NVIDIA H200's L2 and memory: 1 to 13 % faster at 384 tokens, 10 to 20 % at 512 (bench/results/short_causal_h200.json)."""
+
+LEAST_CAUSAL = LeastCausal(704, 640, _SHORT_FLOPS)
+"""With an H100's, up to 1 % faster at 641 tokens where its row begins later (bench/results/short_causal_h100.json)."""
+
+LEAST_CAUSAL_PACKED = LeastCausal(704, 1024, _SHORT_FLOPS)
+"""Of packed batches, in which shorter ones were not measured."""
+
 
 def select_hopper_fused_tile(
-    head_dim_qk: int, head_dim_v: int, kind: Kind = "open", length: int = 0, *, has_lengths: bool = True
+    head_dim_qk: int,
+    head_dim_v: int,
+    kind: Kind = "open",
+    length: int = 0,
+    *,
+    has_lengths: bool = True,
+    is_grouped: bool = False,
 ) -> HopperFusedTile:
     """Returns the first of the narrowest rows for the head dims (at most 128) that has a length for the kind, or the last.
 
     length: tokens of the longest sequence, by which a row that is for some lengths is taken before others; 0: none is.
     has_lengths: whether sequences have lengths of their own. With them no row that converts dq is taken, nor is one wider than q.
+    is_grouped: whether several query heads share a key head.
     """
     narrowest = min(tile.head_dim for tile in HOPPER_FUSED if max(head_dim_qk, head_dim_v) <= tile.head_dim)
     may_convert = not has_lengths and head_dim_qk == narrowest
-    rows = [tile for tile in HOPPER_FUSED if tile.head_dim == narrowest and may_convert >= tile.converts]
+    every_row = HOPPER_FUSED_GROUPED if is_grouped else HOPPER_FUSED
+    rows = [tile for tile in every_row if tile.head_dim == narrowest and may_convert >= tile.converts]
     starts = [getattr(tile, f"{kind}_from") for tile in rows]
     fitting = (
         tile

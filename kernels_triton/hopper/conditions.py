@@ -16,6 +16,9 @@ from flexattn.kernels_triton.common.tiles import (
     HOPPER_SHARED_FROM,
     HOPPER_UNSHARED_BYTES,
     HOPPER_WIDE,
+    LEAST_CAUSAL,
+    LEAST_CAUSAL_LARGE_L2,
+    LEAST_CAUSAL_PACKED,
     NEVER,
     HopperBackwardTile,
     HopperFusedTile,
@@ -30,12 +33,13 @@ from flexattn.kernels_triton.common.tiles import (
 from flexattn.kernels_triton.hopper.descriptors import DTYPES, descriptor_error
 from flexattn.kernels_triton.hopper.operands import ROWS
 from flexattn.kernels_triton.hopper.pages import unsupported_pages
-from flexattn.kernels_triton.runtime.launch import capability_of, num_processors
+from flexattn.kernels_triton.runtime.launch import capability_of, has_large_l2, num_processors
 
 QUERIES = 128  # queries of a program of dq: two warpgroups'
 KEYS = 128  # keys of a program of the fused backward: two warpgroups'
 _NARROWEST = 256  # window that was measured: what the sums of dq cost goes with the tokens, however few keys these see
 _WIDE_FROM, _NARROW_UP_TO = 320, 4096  # head dim, tokens: 8192 tokens took the wide forward 1.14 of the portable one's time
+_LITTLE_WORK = "there is too little work for its large tiles"
 _TOO_WIDE = "its accumulators hold head dims up to 128"
 
 
@@ -99,10 +103,17 @@ def unsupported_block_mask(problem: Problem, tile: tuple[int, int]) -> str | Non
     return f"its tiles are {tile[0]} x {tile[1]}, and the block mask's blocks {sizes[0]} x {sizes[1]}: no multiples"
 
 
+def _flops(problem: Problem) -> float:
+    """Returns about as many operations as a forward has."""
+    x = problem
+    tokens = x.q.numel() // x.q.shape[-1]  # tokens of all heads
+    return 2 * tokens * x.longest_kv * (x.q.shape[-1] + x.v.shape[-1]) * mask_class(x)[1]
+
+
 def slower_by_row(problem: Problem, tile: HopperTile | HopperBackwardTile | HopperFusedTile) -> str | None:
     """Returns what the problem lacks, in length or work, to be faster with its row; None: nothing."""
     x = problem
-    kind, share = mask_class(x)
+    kind = mask_class(x)[0]
     longest = max(x.longest_q, x.longest_kv)
     needed = {f"{kind}_from": getattr(tile, f"{kind}_from")}
     if x.dropout_p > 0:
@@ -113,9 +124,7 @@ def slower_by_row(problem: Problem, tile: HopperTile | HopperBackwardTile | Hopp
         if longest < shortest:
             least = "no length" if shortest == NEVER else f"{shortest} tokens"
             return f"{name} of its row is {least}, and the longest sequence has {longest}"
-    tokens = x.q.numel() // x.q.shape[-1]  # tokens of all heads
-    flops = 2 * tokens * x.longest_kv * (x.q.shape[-1] + x.v.shape[-1]) * share
-    return None if flops >= tile.flops_from else "there is too little work for its large tiles"
+    return None if _flops(x) >= tile.flops_from else _LITTLE_WORK
 
 
 def slower_for_few_keys(problem: Problem, keys: int) -> str | None:
@@ -250,8 +259,9 @@ def fused_tile(problem: Problem) -> HopperFusedTile:
     """Returns the committed tile; numbers drawn for dropout need registers as modified scores do."""
     x = problem
     kind = "modified" if x.dropout_p > 0 else mask_class(x)[0]
-    length = max(x.longest_q, x.longest_kv) if x.group_size == 1 else 0
-    return select_hopper_fused_tile(x.q.shape[-1], x.v.shape[-1], kind, length, has_lengths=x.has_lengths)
+    length, is_grouped = max(x.longest_q, x.longest_kv), x.group_size > 1
+    dims = x.q.shape[-1], x.v.shape[-1]
+    return select_hopper_fused_tile(*dims, kind, length, has_lengths=x.has_lengths, is_grouped=is_grouped)
 
 
 def converts_dq(problem: Problem, dq: Tensor, tile: HopperFusedTile) -> bool:
@@ -278,4 +288,22 @@ def fused_slower(problem: Problem) -> str | None:
         return "it was not measured with a bias"
     if x.window_left is not None and x.window_left < _NARROWEST - 1:
         return f"windows of fewer than {_NARROWEST} keys were not measured to be faster"
-    return slower_for_few_keys(x, KEYS) or slower_by_row(x, fused_tile(x))
+    return slower_for_few_keys(x, KEYS) or slower_by_row(x, fused_tile(x)) or _slower_while_short(x)
+
+
+def _slower_while_short(problem: Problem) -> str | None:
+    """Returns why the fused backward was not measured to be faster for a short causal call on this device; None: it was."""
+    x = problem
+    longest = max(x.longest_q, x.longest_kv)
+    if mask_class(x)[0] != "causal" or x.dropout_p > 0 or longest >= 1024:
+        return None
+    if x.has_lengths:
+        least, where = LEAST_CAUSAL_PACKED, "of packed batches"
+    elif has_large_l2(x.device):
+        least, where = LEAST_CAUSAL_LARGE_L2, "on this device"
+    else:
+        least, where = LEAST_CAUSAL, "on this device"
+    tokens = least.tokens if x.group_size == 1 else least.grouped_tokens
+    if longest < tokens:
+        return f"{where} it is for causal calls from {tokens} tokens on, and the longest sequence has {longest}"
+    return None if _flops(x) >= least.flops else _LITTLE_WORK

@@ -15,7 +15,7 @@ from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.common.tile_schedule import tile_schedule
 from flexattn.kernels_triton.common.tiles import cdiv
 from flexattn.kernels_triton.hopper.query_walk import Walk
-from flexattn.kernels_triton.runtime.launch import l2_bytes
+from flexattn.kernels_triton.runtime.launch import has_large_l2
 
 _MIB = 2**20
 _L2_BYTES = 32 * _MIB  # bytes that are read, or added to, again and again while they are in L2
@@ -59,7 +59,7 @@ def _bytes_of_forward_section(problem: Problem) -> int:
     x = problem
     if x.window_left is None and x.window_right is None and x.block_mask is None and not x.has_lengths:
         return 8 * _MIB
-    return 16 * _MIB if l2_bytes(x.device) < 56 * _MIB else 32 * _MIB
+    return 32 * _MIB if has_large_l2(x.device) else 16 * _MIB
 
 
 def query_heads_per_l2_section(problem: Problem) -> int:

@@ -80,11 +80,19 @@ class Launch(NamedTuple):
 Watcher = Callable[[Direct | None, int, tuple[Any, ...]], None]
 
 
+class _Pretended(NamedTuple):
+    """The arguments of `pretended_device`."""
+
+    capability: int
+    processors: int
+    has_large_l2: bool
+
+
 class _Thread(threading.local):
     """State of one thread's launches: the device it pretends to have, its recording, its watcher."""
 
     def __init__(self) -> None:
-        self.pretended: tuple[int, int] | None = None
+        self.pretended: _Pretended | None = None
         self.recording: list[Launch] | None = None
         self.watcher: Watcher | None = None
 
@@ -105,31 +113,39 @@ def _set_here(name: str, value: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def pretended_device(capability: int, processors: int) -> Iterator[None]:
+def pretended_device(capability: int, processors: int, *, has_large_l2: bool = True) -> Iterator[None]:
     """Inside, to this thread, every tensor is on a GPU with this capability (90 for 9.0) and so many multiprocessors.
 
-    For launches that are recorded, or made by a driver that does nothing.
+    For launches that are recorded, or made by a driver that does nothing. has_large_l2: as the function of this name.
     """
-    with _set_here("pretended", (capability, processors)):
+    with _set_here("pretended", _Pretended(capability, processors, has_large_l2)):
         yield
 
 
 def capability_of(device: torch.device) -> int:
     """The device's compute capability as 10 * major + minor; INTERPRETER for a CPU device."""
     pretended = _thread.pretended
-    return _capability_of(device) if pretended is None else pretended[0]
+    return _capability_of(device) if pretended is None else pretended.capability
 
 
 def num_processors(device: torch.device) -> int:
     """Streaming multiprocessors of the device; a few for the interpreter, so that what is split for them is split there too."""
     pretended = _thread.pretended
-    return _num_processors(device) if pretended is None else pretended[1]
+    return _num_processors(device) if pretended is None else pretended.processors
+
+
+def has_large_l2(device: torch.device) -> bool:
+    """Whether the L2 cache is as large as an NVIDIA H200's 60 MB, which come with 4.8 TB/s, and not an H100's 50 with 3.35.
+
+    True for other devices than a GPU.
+    """
+    pretended = _thread.pretended
+    return _has_large_l2(device) if pretended is None else pretended.has_large_l2
 
 
 @functools.lru_cache(maxsize=64)
-def l2_bytes(device: torch.device) -> int:
-    """Bytes of the device's L2 cache; those of an NVIDIA H200 for a CPU device."""
-    return torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 60 * 2**20
+def _has_large_l2(device: torch.device) -> bool:
+    return device.type != "cuda" or torch.cuda.get_device_properties(device).L2_cache_size >= 56 * 2**20
 
 
 @functools.lru_cache(maxsize=64)

@@ -303,7 +303,6 @@ def test_only_what_was_measured_to_be_faster_leaves_the_portable_kernel(monkeypa
     assert not faster("backward", problem_of((8, 2048, 32, 64)))
     assert faster("fused", problem_of((4, 4096, 32, 64)))
     assert faster("fused", problem_of((32, 512, 32, 64)))
-    assert not faster("fused", problem_of((32, 512, 32, 64), window_right=0))
     assert not faster("fused", problem_of((32, 512, 32, 64), softcap=30.0))
     assert faster("fused", problem_of((16, 1024, 16, 128), window_right=0))
     assert not faster("fused", problem_of((64, 256, 16, 128)))
@@ -335,6 +334,41 @@ def test_only_what_was_measured_to_be_faster_leaves_the_portable_kernel(monkeypa
         for tile in (select_hopper_tile(d_qk, d_v), select_hopper_backward_tile(d_qk, d_v)):
             assert d_qk <= tile.head_dim_qk
             assert d_v <= tile.head_dim_v
+
+
+@pytest.mark.parametrize(
+    ("length", "num_heads_kv", "has_large_l2", "is_packed", "is_faster"),
+    [
+        (384, 16, True, False, True),
+        (383, 16, True, False, False),
+        (384, 4, True, False, True),
+        (384, 4, True, True, False),  # packed batches were not measured
+        (1023, 4, True, True, False),
+        (704, 16, True, True, True),
+        (703, 16, False, False, False),
+        (704, 16, False, False, True),
+        (639, 4, False, False, False),
+        (640, 4, False, False, True),
+    ],
+)
+def test_short_causal_backwards_go_with_the_memory(
+    length: int, num_heads_kv: int, has_large_l2: bool, is_packed: bool, is_faster: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conditions, "num_processors", lambda device: 132)
+    monkeypatch.setattr(conditions, "has_large_l2", lambda device: has_large_l2)
+    q, k = (torch.empty((48, length, heads, 128), dtype=torch.bfloat16, device="meta") for heads in (16, num_heads_kv))
+    lengths = {"seqused_kv": torch.empty(48, dtype=torch.int32, device="meta")} if is_packed else {}
+    problem = Problem(q, k, k, softmax_scale=0.1, window_right=0, **lengths)
+    assert (conditions.fused_slower(problem) is None) == is_faster
+    assert conditions.fused_tile(problem).is_persistent == (num_heads_kv == 16 and length >= 384)
+
+
+def test_little_work_counts_where_memory_is_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conditions, "num_processors", lambda device: 132)
+    small = problem_of((8, 768, 16, 128), window_right=0)
+    assert conditions.fused_slower(small) is None
+    monkeypatch.setattr(conditions, "has_large_l2", lambda device: False)
+    assert conditions.fused_slower(small) == "there is too little work for its large tiles"
 
 
 @pytest.mark.parametrize(
@@ -410,7 +444,7 @@ def test_sections_of_heads_fit_l2(monkeypatch: pytest.MonkeyPatch) -> None:
     assert query_heads_per_l2_section(causal) == 32
     five = dense[:5]  # 80 heads: two sections of 40, and not two of 32 and one of 16
     assert query_heads_per_l2_section(Problem(five, five, five, softmax_scale=0.1, window_right=0)) == 40
-    monkeypatch.setattr(tile_scheduler, "l2_bytes", lambda device: 50 * 2**20)
+    monkeypatch.setattr(tile_scheduler, "has_large_l2", lambda device: False)
     assert query_heads_per_l2_section(causal) == 16
 
 

@@ -29,10 +29,10 @@ def test_persistent_programs_are_chosen_by_mask_length_and_groups(monkeypatch: p
     window = {"window_left": 1023, "window_right": 0}
     for dim, more, chosen in (
         (64, {}, (512, 1024, 2048, 4096)),
-        (64, {"window_right": 0}, (1024, 2048, 4096, 8192)),
+        (64, {"window_right": 0}, (512, 1024, 2048, 4096, 8192)),
         (64, window, (2048, 4096, 8192)),
         (128, {}, (512, 1024, 2048, 4096)),
-        (128, {"window_right": 0}, (1024, 2048, 4096, 8192)),
+        (128, {"window_right": 0}, (512, 1024, 2048, 4096, 8192)),
         (128, window, (2048, 4096, 8192)),
         (64, {"softcap": 30.0}, ()),
         (128, {"dropout_p": 0.1, "window_right": 0}, ()),
