@@ -600,7 +600,7 @@ HOPPER_FUSED_GROUPED = (_for_lengths(_FUSED[0], **_SHORT_ROW), _for_lengths(_FUS
 class LeastCausal(NamedTuple):
     """Least causal call below 1024 tokens that the fused backward is faster for than the portable kernels are."""
 
-    tokens: int  # of the longest sequence
+    tokens: int  # the longest sequence's
     grouped_tokens: int  # the same with several query heads to each key head
     flops: int  # as `flops_from`
 

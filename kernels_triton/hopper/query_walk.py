@@ -62,7 +62,7 @@ class QueryPlace(NamedTuple):
     """Place of a program: one block of queries of one head."""
 
     n: Any  # the block's number, of those that each head has
-    head: Any  # of the group, from 0
+    head: Any  # its number in the group
     end: Any  # behind the last block of the head's turn
 
 
@@ -76,7 +76,7 @@ def _work_tile(block, head, num_heads, work):
 
 @gluon.jit
 def turn_of_program(block, h_kv, b, args):
-    # Blocks of a turn of the program that has this block of keys, below 0 where the last ones come first; 0 without turns
+    # Blocks of a turn in the program that has this block of keys, below 0 where the last ones come first; 0 without turns
     work = args.work
     if work.walk.turn is None:
         return 0

@@ -30,7 +30,7 @@ class Work(NamedTuple):
     group_size: int  # query heads that share a key head
     blocks: int  # blocks of the longest sequence
     heads_per_l2_section: int  # `swizzle_heads_for_l2`
-    walk: Walk | None = None  # of a backward's blocks of keys
+    walk: Walk | None = None  # for a backward's blocks of keys
 
 
 def _heads_in_l2(heads: int, bytes_per_head: int, room: int = _L2_BYTES) -> int:

@@ -135,7 +135,7 @@ def num_processors(device: torch.device) -> int:
 
 
 def has_large_l2(device: torch.device) -> bool:
-    """Whether the L2 cache is as large as an NVIDIA H200's 60 MB, which come with 4.8 TB/s, and not an H100's 50 with 3.35.
+    """Returns whether the L2 cache is as large as an NVIDIA H200's 60 MB, which come with 4.8 TB/s, and not an H100's 50 with 3.35.
 
     True for other devices than a GPU.
     """

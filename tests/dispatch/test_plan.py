@@ -43,6 +43,20 @@ def test_plan_of_a_call() -> None:
     assert {out.buffer, lse.buffer, max_logit.buffer, largest.arguments[0].buffer} == plan.written()
 
 
+@pytest.mark.parametrize("is_large", [True, False])
+def test_a_plan_is_for_a_device_with_a_large_l2_or_a_small_one(is_large: bool) -> None:
+    from flexattn.kernels_triton.runtime.launch import has_large_l2
+
+    found = []
+
+    def run() -> list[torch.Tensor]:
+        found.append(has_large_l2(torch.device("cuda")))
+        return [meta(2)]
+
+    record(run, [meta(2)], DEVICE._replace(has_large_l2=is_large))
+    assert found == [is_large]
+
+
 def test_views_that_lie_apart_are_buffers_of_their_own() -> None:
     x = meta(4)
 
