@@ -593,8 +593,12 @@ HOPPER_FUSED = (
     *_FUSED,
 )
 
-HOPPER_FUSED_GROUPED = (_for_lengths(_FUSED[0], **_SHORT_ROW), _for_lengths(_FUSED[3], **_SHORT_ROW), *_FUSED)
-"""Rows for several query heads to each key head: persistent programs are as fast or up to 3 % slower there on an NVIDIA H200."""
+HOPPER_FUSED_GROUPED = (persistent(_FUSED[0], **_SHORT_ROW), _for_lengths(_FUSED[3], **_SHORT_ROW), *_FUSED)
+"""Rows for several query heads to each key head.
+
+Persistent programs take 2 to 5 % less time at head dim 64 below 1024 tokens, and elsewhere as much or up to 4 % more
+(bench/results/short_causal_h200.json and short_causal_h100.json).
+"""
 
 
 class LeastCausal(NamedTuple):
@@ -606,13 +610,13 @@ class LeastCausal(NamedTuple):
 
 
 LEAST_CAUSAL_LARGE_L2 = LeastCausal(384, 384, 2**33)
-"""With an NVIDIA H200's L2 and memory: 1 to 13 % faster at 384 tokens, 10 to 20 % at 512 (bench/results/short_causal_h200.json)."""
+"""With an NVIDIA H200's memory: 1 to 11 % less time at 384 tokens, and 9 to 21 % at 512 (bench/results/short_causal_h200.json)."""
 
 LEAST_CAUSAL = LeastCausal(704, 640, _SHORT_FLOPS)
-"""With an H100's, up to 1 % faster at 641 tokens where its row begins later (bench/results/short_causal_h100.json)."""
+"""With an H100's: 641 tokens take up to 2 % more time, with grouped heads 3 to 6 % less (bench/results/short_causal_h100.json)."""
 
 LEAST_CAUSAL_PACKED = LeastCausal(704, 1024, _SHORT_FLOPS)
-"""Of packed batches, in which shorter ones were not measured."""
+"""For packed batches, of which shorter ones were not measured."""
 
 
 def select_hopper_fused_tile(

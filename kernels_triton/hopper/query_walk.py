@@ -68,7 +68,7 @@ class QueryPlace(NamedTuple):
 
 @gluon.jit
 def _work_tile(block, head, num_heads, work):
-    # The work tile that `swizzle_heads_for_l2` makes this block of this of all heads
+    # The number of the work tile that has this block of this head, of all batch elements' heads: `swizzle_heads_for_l2` reversed
     first_head = head // work.heads_per_l2_section * work.heads_per_l2_section
     heads_here = gl.minimum(work.heads_per_l2_section, num_heads - first_head)
     return first_head * work.blocks + block * heads_here + head - first_head

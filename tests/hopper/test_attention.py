@@ -361,6 +361,8 @@ def test_short_causal_backwards_go_with_the_memory(
     problem = Problem(q, k, k, softmax_scale=0.1, window_right=0, **lengths)
     assert (conditions.fused_slower(problem) is None) == is_faster
     assert conditions.fused_tile(problem).is_persistent == (num_heads_kv == 16 and length >= 384)
+    narrow = Problem(q[..., :64], k[..., :64], k[..., :64], softmax_scale=0.1, window_right=0, **lengths)
+    assert conditions.fused_tile(narrow).is_persistent == (length >= 384)
 
 
 def test_little_work_counts_where_memory_is_slower(monkeypatch: pytest.MonkeyPatch) -> None:

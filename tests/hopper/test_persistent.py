@@ -46,7 +46,8 @@ def test_persistent_programs_are_chosen_by_mask_length_and_groups(monkeypatch: p
             assert dim == 64 or more or (tile.dq_stages == 1) == (length >= 512)
             assert tile.converts == (tile.is_persistent and dim == 128 and not more)
             grouped = x[:, :, : x.shape[2] // 4]
-            assert not conditions.fused_tile(Problem(x, grouped, grouped, softmax_scale=0.1, **more)).is_persistent
+            is_persistent = dim == 64 and length == 512 and more == {"window_right": 0}
+            assert conditions.fused_tile(Problem(x, grouped, grouped, softmax_scale=0.1, **more)).is_persistent == is_persistent
             lengths_kv = torch.empty(x.shape[0], dtype=torch.int32, device="meta")
             padded = conditions.fused_tile(Problem(x, x, x, softmax_scale=0.1, seqused_kv=lengths_kv, **more))
             narrow = conditions.fused_tile(Problem(x[..., :-8], x, x, softmax_scale=0.1, **more))
