@@ -10,13 +10,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flexattn import emulator
+from flexattn.dispatch import triton_backend
 from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.hopper import query_walk
 from flexattn.kernels_triton.hopper.query_walk import Walk, first_queries, next_queries, turn_of_program, walk_of_call
 from flexattn.kernels_triton.hopper.tile_scheduler import Work, swizzle_heads_for_l2
+from flexattn.testing import make_call, make_dout, make_inputs
+from tests.hopper.test_attention import FUSED, SPLIT, on_hopper
 from tests.hopper.test_attention import check as check_on_gpu
 from tests.hopper.test_attention import launches as launches
-from tests.hopper.test_attention import on_hopper
 from tests.hopper.test_emulated import VARIANTS, check, check_persistent, without_gpu
 from tests.hopper.test_fp8_emulated import check_backward_of
 
@@ -195,3 +197,23 @@ def test_on_a_gpu(name: str, turn: int, dim: int, launches: list[str], monkeypat
     monkeypatch.setattr(query_walk, "num_processors", lambda device: 4)
     call, inputs = CALLS[name]
     check_on_gpu(launches, call, num_heads=4, head_dim_qk=dim, head_dim_v=dim, **inputs)
+
+
+@on_hopper
+@pytest.mark.usefixtures("single_turns")
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("name", CALLS)
+def test_bits_repeat(name: str, deterministic: bool, launches: list[str]) -> None:
+    """Those of dk and dv, and of dq where it is asked for."""
+    call, inputs = CALLS[name]
+    given = make_inputs(num_heads=4, head_dim_qk=128, head_dim_v=128, dtype=torch.bfloat16, device="cuda", **inputs)
+    spec, x = make_call(given, **call, deterministic=deterministic, return_max_logit=False)
+    dout = make_dout(given)
+    out, lse, _ = triton_backend.forward(spec, x)
+    first = triton_backend.backward(spec, x, out, lse, dout, None)
+    for _ in range(100):
+        again = triton_backend.backward(spec, x, out, lse, dout, None)
+        assert torch.equal(again.dk, first.dk)
+        assert torch.equal(again.dv, first.dv)
+        assert not deterministic or torch.equal(again.dq, first.dq)
+    assert set(launches[1:]) == set(SPLIT if deterministic else FUSED)
