@@ -231,7 +231,7 @@ def test_the_report_stands_alone(main: Record) -> None:
         if r.us is not None:
             assert f"{r.us:.1f}" in text
     for fact in (
-        "NVIDIA H100",
+        main.device["name"],
         "2.11.0+cu130",
         main.command,
         main.method["flops"],
