@@ -21,6 +21,7 @@ from flexattn.bench.record import Record
 from flexattn.bench.rows import TIE
 from flexattn.bench.shapes import Workload
 from flexattn.dispatch import heuristics, triton_backend
+from flexattn.dispatch.plan import Device, large_l2_by_name
 from flexattn.dispatch.spec import Direction
 from flexattn.functional import bind_call
 
@@ -43,14 +44,7 @@ class Regret(NamedTuple):
         return self.ratio is not None and self.ratio > 1 + TIE
 
 
-class Asked(NamedTuple):
-    """The device that `auto` is asked for."""
-
-    capability: tuple[int, int]
-    has_large_l2: bool  # as `runtime.launch.has_large_l2`
-
-
-def pick(workload: Workload, direction: Direction, device: Asked, refused: Sequence[str] = ()) -> str:
+def pick(workload: Workload, direction: Direction, device: Device, refused: Sequence[str] = ()) -> str:
     """Returns the implementation that `auto` runs on such a device, by the name that results have for it.
 
     refused: backends that cannot run the workload, as a file has it of a machine with all of them.
@@ -65,7 +59,7 @@ def pick(workload: Workload, direction: Direction, device: Asked, refused: Seque
         return BACKENDS[backend]
     if direction == "backward":
         spec = spec.of_backward()
-    with pretended_device(10 * device.capability[0] + device.capability[1], 132, has_large_l2=device.has_large_l2):
+    with pretended_device(device.architecture, device.processors, has_large_l2=device.has_large_l2):
         choice = triton_backend.choice_of(spec, x, direction)
     return PORTABLE if choice is not None and choice.family.name == "portable" else TRITON
 
@@ -90,12 +84,12 @@ def _times(record: Record, name: str, direction: Direction) -> tuple[str, dict[s
     return picked, times
 
 
-def _device(record: Record) -> Asked:
+def _device(record: Record) -> Device:
     """Raises ValueError for a file that does not say its capability."""
     major, minor = record.device.get("capability") or (0, 0)
     if not major:
         raise ValueError("the result is of no GPU; accepted: results whose device has a compute capability")
-    return Asked((major, minor), has_large_l2="H100" not in str(record.device.get("name")))
+    return Device((major, minor), record.device.get("multiprocessors", 132), large_l2_by_name(record.device.get("name", "")))
 
 
 def regrets(record: Record) -> list[Regret]:

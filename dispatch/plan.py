@@ -46,6 +46,11 @@ class Device(NamedTuple):
         return 10 * self.capability[0] + self.capability[1]
 
 
+def large_l2_by_name(name: str) -> bool:
+    """Returns `has_large_l2` of a GPU that is known by its name alone: H100s and H800s have the small L2 of compute capability 9.0."""
+    return not any(small in name for small in ("H100", "H800"))
+
+
 class Buffer(NamedTuple):
     """Memory that no other buffer shares."""
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from flexattn import fp8, fp8_ops, ops
 from flexattn.dispatch import options, triton_backend
 from flexattn.dispatch import plan as plans
-from flexattn.dispatch.plan import Device, Kernel, Op, Plan, View, Zero
+from flexattn.dispatch.plan import Device, Kernel, Op, Plan, View, Zero, large_l2_by_name
 from flexattn.dispatch.select import BackendError, select
 from flexattn.dispatch.spec import AttentionSpec, Direction, Gradients, Operands, with_classes
 from flexattn.jax.call import Call, jax_dtype, shape_of_words, torch_dtype
@@ -62,8 +62,7 @@ def _found() -> Device | None:
     except RuntimeError:  # JAX has no such platform
         return None
     major, minor = map(int, first.compute_capability.split("."))
-    # JAX does not say how large L2 is. Of the GPUs that have kernels of their own by it, the H100 has the small one.
-    return Device((major, minor), first.core_count, has_large_l2="H100" not in first.device_kind)
+    return Device((major, minor), first.core_count, large_l2_by_name(first.device_kind))  # JAX does not say how large it is
 
 
 def forward(call: Call, arrays: Sequence[Any]) -> list[Any]:

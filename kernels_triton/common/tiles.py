@@ -504,7 +504,8 @@ class HopperFusedTile(NamedTuple):
     # slower at 128 (bench/results/hopper_turns_h200.json).
     dout_apart: bool = False
     # True: programs, one for each multiprocessor, draw blocks of keys, and load the next block's k while the one before ends. For
-    # calls in which each query head has a key head of its own, of at least the kind's length and at most `up_to` tokens.
+    # calls in which each query head has a key head of its own, or of `HOPPER_FUSED_GROUPED`, of at least the kind's length and at
+    # most `up_to` tokens.
     is_persistent: bool = False
     up_to: int = NEVER
     # True: persistent programs draw parts of dq too, and convert them once all blocks of keys have been added; no kernel of its own

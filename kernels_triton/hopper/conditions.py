@@ -298,12 +298,14 @@ def _slower_while_short(problem: Problem) -> str | None:
     if mask_class(x)[0] != "causal" or x.dropout_p > 0 or longest >= 1024:
         return None
     if x.has_lengths:
-        least, where = LEAST_CAUSAL_PACKED, "of packed batches"
+        least, where = LEAST_CAUSAL_PACKED, "in packed batches"
     elif has_large_l2(x.device):
         least, where = LEAST_CAUSAL_LARGE_L2, "on this device"
     else:
         least, where = LEAST_CAUSAL, "on this device"
     tokens = least.tokens if x.group_size == 1 else least.grouped_tokens
     if longest < tokens:
-        return f"{where} it is for causal calls from {tokens} tokens on, and the longest sequence has {longest}"
+        return (
+            f"{where} it was measured to be faster for causal calls from {tokens} tokens on, and the longest sequence has {longest}"
+        )
     return None if _flops(x) >= least.flops else _LITTLE_WORK

@@ -101,7 +101,7 @@ def first_queries(block, work):
 
 @gluon.jit
 def next_queries(at: QueryPlace, block, work):
-    # The place after `at`; after the last one, one of the block's all the same
+    # The place after `at`. Behind the last one n means nothing, but the head is one of the group.
     n, head, end = at.n + 1, at.head, at.end
     if n == end:
         n = 0

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flexattn.dispatch import triton_backend
-from flexattn.dispatch.plan import Device, Kernel, Op, PlanError, View, Zero, record
+from flexattn.dispatch.plan import Device, Kernel, Op, PlanError, View, Zero, large_l2_by_name, record
 from flexattn.testing import make_call, make_inputs
 
 DEVICE = Device((8, 0), 4)
@@ -55,6 +55,11 @@ def test_a_plan_is_for_a_device_with_a_large_l2_or_a_small_one(is_large: bool) -
 
     record(run, [meta(2)], DEVICE._replace(has_large_l2=is_large))
     assert found == [is_large]
+
+
+def test_gpus_with_a_small_l2_are_known_by_name() -> None:
+    names = ("NVIDIA H100 80GB HBM3", "NVIDIA H800", "NVIDIA H200", "NVIDIA GH200 480GB", "NVIDIA B200")
+    assert [large_l2_by_name(name) for name in names] == [False, False, True, True, True]
 
 
 def test_views_that_lie_apart_are_buffers_of_their_own() -> None:
