@@ -47,7 +47,7 @@ class Device(NamedTuple):
 
 
 def large_l2_by_name(name: str) -> bool:
-    """Returns `has_large_l2` of a GPU that is known by its name alone: H100s and H800s have the small L2 of compute capability 9.0."""
+    """Returns `has_large_l2` of a GPU that is known by its name alone: H100s and H800s have the small L2 of sm_90."""
     return not any(small in name for small in ("H100", "H800"))
 
 
