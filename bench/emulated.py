@@ -104,14 +104,19 @@ def _prepare(kernel: str, small: Workload, tensors: Tensors) -> Prepared:
     from flexattn.kernels_triton.common.problem import Backward
     from flexattn.kernels_triton.hopper import backward as hopper_backward
     from flexattn.kernels_triton.hopper import backward_fused as hopper_fused
+    from flexattn.kernels_triton.hopper import backward_fused_192 as hopper_fused_192
     from flexattn.kernels_triton.hopper import forward as hopper_forward
 
     if kernel == "sm_100" and (small.head_dim_qk > 192 or small.head_dim_v > 128):
         raise ValueError(
             f"sm_100 takes head dims up to 192 and 128, and {small.name} has {small.head_dim_qk} and {small.head_dim_v}"
         )
-    if kernel in ("fused", "sm_100-fused") and max(small.head_dim_qk, small.head_dim_v) > 128:
+    if kernel == "sm_100-fused" and max(small.head_dim_qk, small.head_dim_v) > 128:
         raise ValueError(f"{kernel} takes head dims up to 128, and {small.name} has {small.head_dim_qk} and {small.head_dim_v}")
+    if kernel == "fused" and (small.head_dim_qk > 192 or small.head_dim_v > 128):
+        raise ValueError(
+            f"fused takes head dims up to 192 and 128, and {small.name} has {small.head_dim_qk} and {small.head_dim_v}"
+        )
     direction = "forward" if kernel in ("forward", "sm_100") else "backward"
     checker = Checker(small, tensors)
     problem = problem_of(small, tensors)
@@ -136,12 +141,12 @@ def _prepare(kernel: str, small: Workload, tensors: Tensors) -> Prepared:
         dq, dk, dv = (torch.full_like(t, float("nan")) for t in (q, k, v))
         doffset = torch.empty(small.num_heads) if tensors.softmax_offset is not None else None
         own: dict[str, Callable[[Backward], None]] = {
-            "fused": hopper_fused.fused_backward,
+            "fused": hopper_fused_192.fused_192_backward if small.head_dim_qk > 128 else hopper_fused.fused_backward,
             "sm_100-fused": blackwell_backward.blackwell_backward,
         }
         backward = own.get(kernel, hopper_backward.hopper_backward)
         backward(Backward(problem, out, lse, dout, None, dq, dk, dv, doffset))
         return {"dq": dq, "dk": dk, "dv": dv}
 
-    modules = (hopper_forward, hopper_backward, hopper_fused, blackwell_forward, blackwell_backward)
+    modules = (hopper_forward, hopper_backward, hopper_fused, hopper_fused_192, blackwell_forward, blackwell_backward)
     return modules, launch, functools.partial(checker.check, direction)

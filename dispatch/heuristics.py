@@ -55,9 +55,6 @@ KINDS = ("plain", "bias", "sink")
 # order, and `explain` says that this is not measured.
 MEASURED: tuple[Measured, ...] = (
     Measured(
-        "cudnn", "backward", (9, 0), ("bfloat16",), (192, 128), "causal", "dense", (4096, 4096), 1.05, "standard_backward_h200.json"
-    ),
-    Measured(
         "cudnn",
         "forward",
         (9, 0),
@@ -70,8 +67,6 @@ MEASURED: tuple[Measured, ...] = (
         "standard_forward_h200.json",
         "bias",
     ),
-    Measured("cudnn", "backward", (9, 0), ("bfloat16",), (256, 256), "causal", "dense", (512, 512), 1.21, "standard_h200.json"),
-    Measured("cudnn", "backward", (9, 0), ("bfloat16",), (256, 256), "full", "dense", (512, 512), 1.05, "standard_h200.json"),
 )
 
 

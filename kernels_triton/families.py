@@ -98,7 +98,7 @@ def _not_here(family: Family[Any], problem: Problem, policy: Policy) -> str | No
 
 
 # With bands that have not their diagonals in them
-_EMULATED = ("sm_90", "sm_90 fused", "sm_90 two-kernel", "sm_100", "sm_100 fused")
+_EMULATED = ("sm_90", "sm_90 fused", "sm_90 fused 192", "sm_90 two-kernel", "sm_100", "sm_100 fused")
 
 
 def _beside_diagonal(problem: Problem, name: str) -> str | None:
@@ -359,6 +359,21 @@ HOPPER_FUSED = Family[Backward](
     capability=90,
 )
 
+HOPPER_FUSED_192 = Family[Backward](
+    name="sm_90 fused 192",
+    direction="backward",
+    unsupported=lambda call: (
+        _unsupported_if_repeated(call)
+        or _hopper("conditions").fused_192_unsupported(call.problem, call.out, call.dout)
+        or _unsupported_gradients(call)
+    ),
+    slower=lambda call: _hopper("conditions").fused_192_slower(call.problem),
+    tile=lambda call: _hopper("conditions").HOPPER_FUSED_192,
+    blocks=_blocks_of_fused,
+    run=lambda call, tile: _run_backward(_hopper("backward_fused_192").fused_192_backward, call, tile),
+    capability=90,
+)
+
 BLACKWELL_FUSED = Family[Backward](
     name="sm_100 fused",
     direction="backward",
@@ -453,11 +468,12 @@ FORWARDS: dict[bool, tuple[Family[Forward], ...]] = {
     True: (HOPPER_FP8_FORWARD, PORTABLE_FORWARD),
 }
 BACKWARDS: dict[bool, tuple[Family[Backward], ...]] = {
-    False: (HOPPER_FUSED, HOPPER_TWO_KERNELS, BLACKWELL_FUSED, PORTABLE_BACKWARD),
+    False: (HOPPER_FUSED, HOPPER_FUSED_192, HOPPER_TWO_KERNELS, BLACKWELL_FUSED, PORTABLE_BACKWARD),
     True: (
         HOPPER_FP8_FUSED,
         HOPPER_FP8_TWO_KERNELS,
         _dequantized(HOPPER_FUSED),
+        _dequantized(HOPPER_FUSED_192),
         _dequantized(HOPPER_TWO_KERNELS),
         PORTABLE_BACKWARD,
     ),

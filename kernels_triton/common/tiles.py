@@ -464,9 +464,10 @@ _SHORT_FLOPS = 2**35  # as `HOPPER_FLOPS`: 16384 tokens of a short length have l
 HOPPER_BACKWARD = (
     HopperBackwardTile(64, 64, 128, 2, 64, False, NEVER, 2048, 8192, modified_from=2048, loaded_from=1024),
     HopperBackwardTile(128, 128, 128, 1, 64, False, 512, 512, 8192, modified_from=1024, loaded_from=1024),
-    HopperBackwardTile(192, 128, 64, 2, 32, False, 1024, 1024, NEVER, modified_from=1024, loaded_from=1024),
-    # From 640 tokens: 34 to 36 % less time than the portable kernels at 641 to 897 (odd_backward_h200.json, and _h100).
-    HopperBackwardTile(256, 256, 64, 1, 64, True, 640, 640, NEVER, modified_from=1024, loaded_from=1024, flops_from=_SHORT_FLOPS),
+    # 9 to 19 % less time than the portable kernels at 256 to 512 tokens on an H200, on an H100 2 to 14 % (fused_192_*.json).
+    HopperBackwardTile(192, 128, 64, 2, 32, False, 256, 256, 8192, modified_from=1024, loaded_from=1024, flops_from=2**33),
+    # 21 to 49 % less time than the portable kernels at 256 to 512 tokens (short_backwards_more_h200.json, and _h100).
+    HopperBackwardTile(256, 256, 64, 1, 64, True, 256, 256, NEVER, modified_from=1024, loaded_from=1024, flops_from=2**34),
 )
 
 
@@ -594,6 +595,23 @@ HOPPER_FUSED = (
     *_FUSED,
 )
 
+
+class HopperFused192Tile(NamedTuple):
+    """A row for the backward on sm_90 in one pass at head dims of q and k above 128, as `HopperFusedTile`."""
+
+    head_dim_qk: int
+    head_dim_v: int
+    queries: int
+    open_from: int
+    causal_from: int
+    windowed_from: int
+    flops_from: int = HOPPER_FLOPS
+
+
+HOPPER_FUSED_192 = HopperFused192Tile(192, 128, 64, open_from=1024, causal_from=1024, windowed_from=8192)
+"""7 to 19 % less time than two kernels from 1024 tokens on an H200, from 2048 on an H100, where 1024 causal tokens take 2 % more
+(bench/results/fused_192_h200.json and fused_192_h100.json)."""
+
 HOPPER_FUSED_GROUPED = (persistent(_FUSED[0], **_SHORT_ROW), _for_lengths(_FUSED[3], **_SHORT_ROW), *_FUSED)
 """Rows for several query heads to each key head.
 
@@ -611,13 +629,15 @@ class LeastCausal(NamedTuple):
 
 
 LEAST_CAUSAL_LARGE_L2 = LeastCausal(384, 384, 2**33)
-"""With an NVIDIA H200's memory: 1 to 11 % less time at 384 tokens, and 9 to 21 % at 512 (bench/results/short_causal_h200.json)."""
+"""With an NVIDIA H200's memory: 1 to 11 % less time at 384 tokens, and 9 to 21 % at 512 (bench/results/short_causal_h200.json);
+6 to 29 % in packed batches of up to 384 to 640 tokens (short_backwards_more_h200.json)."""
 
 LEAST_CAUSAL = LeastCausal(704, 640, _SHORT_FLOPS)
 """With an H100's: 641 tokens take up to 2 % more time, with grouped heads 3 to 6 % less (bench/results/short_causal_h100.json)."""
 
-LEAST_CAUSAL_PACKED = LeastCausal(704, 1024, _SHORT_FLOPS)
-"""For packed batches, of which shorter ones were not measured."""
+LEAST_CAUSAL_PACKED = LeastCausal(704, 704, _SHORT_FLOPS)
+"""With an H100's, for packed batches: up to 640 tokens head dim 128 takes 2 to 8 % more time, and 64 2 to 13 % less
+(bench/results/short_backwards_more_h100.json)."""
 
 
 def select_hopper_fused_tile(

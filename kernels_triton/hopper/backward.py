@@ -15,6 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from flexattn.kernels_triton.common.arguments import Band, BlockMaskLists, Dropout, Lengths, Scores
+from flexattn.kernels_triton.common.preprocess import tiled_statistics
 from flexattn.kernels_triton.common.primitives import head_of
 from flexattn.kernels_triton.common.problem import Backward
 from flexattn.kernels_triton.common.tile_schedule import zero_padding
@@ -28,22 +29,26 @@ from flexattn.kernels_triton.hopper.backward_blocks import (
     statistics_of_block,
 )
 from flexattn.kernels_triton.hopper.backward_launch import Stages, backward_meta, shared_arguments
-from flexattn.kernels_triton.hopper.block_ranges import key_block, query_block
+from flexattn.kernels_triton.hopper.block_ranges import key_block
 from flexattn.kernels_triton.hopper.conditions import QUERIES, backward_tile
 from flexattn.kernels_triton.hopper.descriptors import (
     Step,
     load_rows,
-    load_statistics,
     ragged_descriptor,
-    statistics_descriptor,
     step_of,
-    store_rows,
 )
 from flexattn.kernels_triton.hopper.dkdv_consumer import (
     DkdvConsumerBarriers,
     DkdvOperands,
     consume_dkdv,
     consume_dkdv_columns,
+)
+from flexattn.kernels_triton.hopper.dkdv_loader import (
+    DkdvArguments,
+    DkdvBarriers,
+    DkdvTiles,
+    arguments_of_dkdv,
+    load_dkdv,
 )
 from flexattn.kernels_triton.hopper.dq_consumer import DqConsumerBarriers, DqOperands, DqRows, consume_dq
 from flexattn.kernels_triton.hopper.fp32_gradients import Fp32Rows, fp32_rows
@@ -53,13 +58,11 @@ from flexattn.kernels_triton.hopper.pairs import (
     allocate_pair,
     load_pair,
     origin_of,
-    origin_of_head,
     pair_bytes,
     pair_descriptor,
     store_pair,
 )
 from flexattn.kernels_triton.hopper.pipeline import allocate_barriers, wait_empty
-from flexattn.kernels_triton.hopper.query_walk import first_queries, next_queries
 from flexattn.kernels_triton.hopper.tile_scheduler import Work
 from flexattn.kernels_triton.runtime.launch import Tile, hopper_kernel, launch
 
@@ -72,31 +75,12 @@ class DqDescriptors(NamedTuple):
     dq: Pair | None  # None for one in fp32
 
 
-class DkdvDescriptors(NamedTuple):
-    q: Pair
-    dout: Any
-    k: Pair
-    v: Any
-    statistics: Any
-    dk: Pair | None  # None where it and dv are in fp32
-    dv: Any
-
-
 class DqSteps(NamedTuple):
     q: Step
     dout: Step
     k: Step
     v: Step
     dq: Step
-
-
-class DkdvSteps(NamedTuple):
-    q: Step
-    dout: Step
-    k: Step
-    v: Step
-    dk: Step
-    dv: Step
 
 
 class DqArguments(NamedTuple):
@@ -115,22 +99,6 @@ class DqArguments(NamedTuple):
     dq32: Fp32Rows | None  # where dq goes in fp32
 
 
-class DkdvArguments(NamedTuple):
-    descriptors: DkdvDescriptors
-    tiles_of_statistics: int  # tiles of one head
-    large: LargeLse
-    work: Work
-    lengths_q: Lengths
-    lengths_kv: Lengths
-    band: Band
-    steps: DkdvSteps
-    scores: Scores
-    dropout: Dropout
-    lists: BlockMaskLists | None  # lists of query blocks
-    dk32: Fp32Rows | None  # where dk and dv go in fp32
-    dv32: Fp32Rows | None
-
-
 class DqTiles(NamedTuple):
     """In shared memory: q and dout by consumer, k and v by stage."""
 
@@ -147,25 +115,6 @@ class DqBarriers(NamedTuple):
     v_full: Any
     v_empty: Any
     dq_full: Any
-
-
-class DkdvTiles(NamedTuple):
-    """In shared memory: k and v by consumer, q, dout and statistics by stage."""
-
-    q: Pair
-    dout: Any
-    k: Pair
-    v: Any
-    statistics: Any
-
-
-class DkdvBarriers(NamedTuple):
-    q_full: Any
-    q_empty: Any
-    dout_full: Any
-    dout_empty: Any
-    kv_full: Any
-    dkdv_full: Any
 
 
 class Exchanges(NamedTuple):
@@ -272,51 +221,6 @@ def _attn_bwd_dq_hopper_kernel(args: DqArguments, MODS: gl.constexpr, META: gl.c
 
 
 @gluon.jit
-def _dkdv_load(args: DkdvArguments, tiles: DkdvTiles, barriers: DkdvBarriers, block: Block, META: gl.constexpr):
-    of, steps, sequence = args.descriptors, args.steps, block.sequence
-    b, h, h_kv = block.b, block.h, block.h_kv
-    PARTS: gl.constexpr = 1 if META.SPLITS_COLUMNS else 2
-    q = origin_of(steps.q, sequence.start_q, h, b)
-    dout = origin_of(steps.dout, sequence.start_q, h, b)
-    k = origin_of(steps.k, sequence.start_kv, h_kv, b)
-    v = origin_of(steps.v, sequence.start_kv, h_kv, b)
-    dk = origin_of(steps.dk, sequence.start_kv, h_kv, b)
-    dv = origin_of(steps.dv, sequence.start_kv, h_kv, b)
-    len_q, len_kv = sequence.len_q, sequence.len_kv
-    full = barriers.kv_full.index(0)
-    K_BYTES: gl.constexpr = pair_bytes(of.k.first.block_type.nbytes, of.k.second.block_type.nbytes, META.QK1)
-    mbarrier.expect(full, PARTS * (K_BYTES + of.v.block_type.nbytes))
-    for part in gl.static_range(PARTS):
-        row = block.first_row + part * ROWS
-        load_pair(of.k, k, len_kv, row, full, tiles.k, part, META)
-        load_rows(of.v, v.token, len_kv, row, v.head, 0, full, tiles.v.index(part))
-    Q_BYTES: gl.constexpr = pair_bytes(of.q.first.block_type.nbytes, of.q.second.block_type.nbytes, META.QK1)
-    at = first_queries(block, args.work)
-    for m_block in range(block.num_blocks * args.work.group_size):  # counts the blocks of all query heads
-        row = query_block(at.n, block.block_range, META)[0]
-        stage = m_block % META.STAGES_SCORES
-        full = barriers.q_full.index(stage)
-        wait_empty(barriers.q_empty, m_block, META.STAGES_SCORES)
-        mbarrier.expect(full, Q_BYTES + of.statistics.block_type.nbytes)
-        load_pair(of.q, origin_of_head(q, at.head), len_q, row, full, tiles.q, stage, META)
-        of_head = block.first_statistics + at.head * args.tiles_of_statistics
-        load_statistics(of.statistics, of_head, row, len_q, full, tiles.statistics.index(stage), META)
-        stage = m_block % META.STAGES_DP
-        full = barriers.dout_full.index(stage)
-        wait_empty(barriers.dout_empty, m_block, META.STAGES_DP)
-        mbarrier.expect(full, of.dout.block_type.nbytes)
-        load_rows(of.dout, dout.token, len_q, row, dout.head + at.head, 0, full, tiles.dout.index(stage))
-        at = next_queries(at, block, args.work)
-    mbarrier.wait(barriers.dkdv_full.index(0), 0)
-    if args.dk32.ptr is None:
-        for part in gl.static_range(PARTS):
-            row = block.first_row + part * ROWS
-            store_pair(of.dk, dk, len_kv, row, tiles.k, part, META)
-            store_rows(of.dv, dv.token, len_kv, row, dv.head, 0, tiles.v.index(part))
-    tma.store_wait(0)
-
-
-@gluon.jit
 def _dkdv_compute(
     args: DkdvArguments,
     tiles: DkdvTiles,
@@ -393,7 +297,7 @@ def _attn_bwd_dkdv_hopper_kernel(args: DkdvArguments, MODS: gl.constexpr, META: 
         [
             (_dkdv_compute, (args, tiles, exchanges, barriers, block, 0, MODS, META)),
             (_dkdv_compute, (args, tiles, exchanges, barriers, block, 1, MODS, META)),
-            (_dkdv_load, (args, tiles, barriers, block, META)),
+            (load_dkdv, (args, tiles, barriers, block, META)),
         ],
         [4, 1],
         [240, 24],
@@ -406,12 +310,12 @@ def hopper_backward(call: Backward, tile: HopperBackwardTile | None = None) -> N
     A bias and captures get their gradients by `score_gradients.bias_and_capture_gradients`.
     """
     x, dout, dq, dk, dv = call.problem, call.dout, call.dq, call.dk, call.dv
-    dq32, dk32, dv32 = fp32_rows(dq), fp32_rows(dk), fp32_rows(dv)
+    dq32 = fp32_rows(dq)
     tile = tile or backward_tile(x)
     widths, v0, size = split_head_dim(tile.head_dim_qk), tile.head_dim_v, tile.block_m
     constants = partial(backward_meta, x, widths=widths, v0=v0, statistics=size)
-    statistics, shared = shared_arguments(call, size)
-    shared |= {"dropout": x.dropout}
+    tiled = tiled_statistics(call, size)
+    shared = shared_arguments(x, tiled) | {"dropout": x.dropout}
     head_dims = sum(widths) + v0
     # Read again and again of a head: k and v for dq, q and dout for dk and dv (as room for half as many heads).
     dq_work, programs = backward_work(x, QUERIES, "q", x.longest_kv * 2 * head_dims)
@@ -424,7 +328,7 @@ def hopper_backward(call: Backward, tile: HopperBackwardTile | None = None) -> N
             dq=pair_descriptor(dq, 64, widths) if dq32 is None else None,
         ),
         steps=DqSteps(q=step_of(x.q), dout=step_of(dout), k=step_of(x.k), v=step_of(x.v), dq=step_of(dq)),
-        statistics_ptr=statistics,
+        statistics_ptr=tiled.statistics,
         work=dq_work,
         lists=x.lists("kv"),
         dq32=dq32,
@@ -437,23 +341,7 @@ def hopper_backward(call: Backward, tile: HopperBackwardTile | None = None) -> N
     if has_lengths:
         zero_padding(x, dq, "q")
     dkdv_work, programs = backward_work(x, tile.keys, "kv", x.longest_q * 4 * head_dims)
-    dkdv_arguments = DkdvArguments(
-        descriptors=DkdvDescriptors(
-            q=pair_descriptor(x.q, size, widths),
-            dout=ragged_descriptor(dout, size, v0),
-            k=pair_descriptor(x.k, 64, widths),
-            v=ragged_descriptor(x.v, 64, v0),
-            statistics=statistics_descriptor(statistics, size),
-            dk=pair_descriptor(dk, 64, widths) if dk32 is None else None,
-            dv=ragged_descriptor(dv, 64, v0) if dv32 is None else None,
-        ),
-        steps=DkdvSteps(q=step_of(x.q), dout=step_of(dout), k=step_of(x.k), v=step_of(x.v), dk=step_of(dk), dv=step_of(dv)),
-        work=dkdv_work,
-        lists=x.lists("q"),
-        dk32=dk32,
-        dv32=dv32,
-        **shared,
-    )
+    dkdv_arguments = arguments_of_dkdv(call, tiled, dkdv_work, (size, widths, v0))
     dkdv_meta = constants((size, tile.keys), Stages(scores=2, dp=2, p=2, ds=2), splits_columns=tile.splits_columns)
     dkdv_tile = Tile(size, tile.keys, 4, 2)
     launch(_attn_bwd_dkdv_hopper_kernel, programs, x.device, dkdv_tile, (dkdv_arguments, x.mods, dkdv_meta))

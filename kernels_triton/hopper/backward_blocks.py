@@ -55,22 +55,22 @@ class LargeLse(NamedTuple):
 
 
 def backward_work(
-    problem: Problem, rows: int, side: Literal["q", "kv"], bytes_per_head: int, *, has_even_sections: bool = False
+    problem: Problem, rows: int, side: Literal["q", "kv"], bytes_per_head: int, *, is_fused: bool = False
 ) -> tuple[Work, int]:
     """Returns (the order of programs of `rows` queries or keys each, their number).
 
-    bytes_per_head: of what the programs of one head read, or add to, again and again. has_even_sections: whether sections of
-    heads of dense calls have one size, `section_of_one_size`.
+    bytes_per_head: of what the programs of one head read, or add to, again and again. is_fused: whether they are a fused
+    backward's, whose sections of heads have one size in dense calls (`section_of_one_size`).
     """
     x = problem
     longest, heads = (x.longest_q, x.num_heads) if side == "q" else (x.longest_kv, x.num_heads_kv)
     blocks = triton.cdiv(longest, rows)
     table = None if not x.has_lengths else tile_schedule(x, rows, side, by_sequence=True)
     section, walk = heads_per_l2_section(x, heads, bytes_per_head), None
-    if has_even_sections and not x.has_lengths:
+    if is_fused and not x.has_lengths:
         section = section_of_one_size(x.batch * heads, section)
     if side == "kv":
-        section, walk = walk_of_call(x, blocks, section)
+        section, walk = walk_of_call(x, blocks, section, is_fused=is_fused)
     work = Work(
         table_ptr=table,
         num_heads=x.num_heads,

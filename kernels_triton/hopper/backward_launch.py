@@ -1,13 +1,11 @@
-"""Host side of the two-kernel backwards for sm_90, in 16 bits and in FP8: constants, and the arguments that both kernels have."""
+"""Host side of backwards for sm_90, in 16 bits and in FP8, that share a loader or a consumer: constants, and shared arguments."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
-from flexattn.kernels_triton.common.preprocess import tiled_statistics
-from flexattn.kernels_triton.common.problem import Backward, Problem, with_features
+from flexattn.kernels_triton.common.preprocess import Tiled
+from flexattn.kernels_triton.common.problem import Problem, with_features
 from flexattn.kernels_triton.hopper.backward_blocks import LargeLse
 from flexattn.kernels_triton.hopper.fp8_backward_operands import is_plain
 
@@ -79,11 +77,10 @@ def backward_meta(
     )
 
 
-def shared_arguments(call: Backward, size: int) -> tuple[Tensor, dict[str, Any]]:
-    """Returns (the statistics in tiles of `size` queries, the arguments that both kernels have, by name)."""
-    x = call.problem
-    tiled = tiled_statistics(call, size)
-    return tiled.statistics, {
+def shared_arguments(problem: Problem, tiled: Tiled) -> dict[str, Any]:
+    """Returns the arguments that all kernels of a backward have, by name."""
+    x = problem
+    return {
         "tiles_of_statistics": tiled.tiles,
         "large": LargeLse(is_any_ptr=tiled.large.is_any, lse_ptr=tiled.large.lse),
         "lengths_q": x.lengths_q,

@@ -11,6 +11,7 @@ from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.common.tiles import (
     HOPPER_BYTES,
     HOPPER_DROPOUT_FROM,
+    HOPPER_FUSED_192,
     HOPPER_PAGED_BYTES,
     HOPPER_PAGED_WINDOW_FROM,
     HOPPER_SHARED_FROM,
@@ -21,6 +22,7 @@ from flexattn.kernels_triton.common.tiles import (
     LEAST_CAUSAL_PACKED,
     NEVER,
     HopperBackwardTile,
+    HopperFused192Tile,
     HopperFusedTile,
     HopperTile,
     Kind,
@@ -110,7 +112,7 @@ def _flops(problem: Problem) -> float:
     return 2 * tokens * x.longest_kv * (x.q.shape[-1] + x.v.shape[-1]) * mask_class(x)[1]
 
 
-def slower_by_row(problem: Problem, tile: HopperTile | HopperBackwardTile | HopperFusedTile) -> str | None:
+def slower_by_row(problem: Problem, tile: HopperTile | HopperBackwardTile | HopperFusedTile | HopperFused192Tile) -> str | None:
     """Returns what the problem lacks, in length or work, to be faster with its row; None: nothing."""
     x = problem
     kind = mask_class(x)[0]
@@ -279,6 +281,21 @@ def fused_unsupported(problem: Problem, out: Tensor, dout: Tensor) -> str | None
     return backward_unsupported(x, out, dout)
 
 
+def fused_192_unsupported(problem: Problem, out: Tensor, dout: Tensor) -> str | None:
+    """Returns why the fused backward for head dims above 128 cannot run this problem; None: it can."""
+    x, tile = problem, HOPPER_FUSED_192
+    if not 128 < x.q.shape[-1] <= tile.head_dim_qk or x.v.shape[-1] > tile.head_dim_v:
+        return f"it takes head dims of q and k from 136 to {tile.head_dim_qk}, and of v up to {tile.head_dim_v}"
+    if x.is_modified or x.dropout_p > 0:
+        return "it takes scaled scores alone, with a band or without: no bias, mod, softcap, dropout or block mask"
+    return backward_unsupported(x, out, dout)
+
+
+def fused_192_slower(problem: Problem) -> str | None:
+    """Returns why the fused backward for head dims above 128 was not measured to be faster than two kernels; None: it was."""
+    return slower_for_few_keys(problem, KEYS) or slower_by_row(problem, HOPPER_FUSED_192)
+
+
 def fused_slower(problem: Problem) -> str | None:
     """Returns why the fused backward was not measured to be faster than the others; None: it was."""
     x = problem
@@ -297,10 +314,10 @@ def _slower_while_short(problem: Problem) -> str | None:
     longest = max(x.longest_q, x.longest_kv)
     if mask_class(x)[0] != "causal" or x.dropout_p > 0 or longest >= 1024:
         return None
-    if x.has_lengths:
-        least, where = LEAST_CAUSAL_PACKED, "in packed batches"
-    elif has_large_l2(x.device):
+    if has_large_l2(x.device):
         least, where = LEAST_CAUSAL_LARGE_L2, "on this device"
+    elif x.has_lengths:
+        least, where = LEAST_CAUSAL_PACKED, "on this device in packed batches"
     else:
         least, where = LEAST_CAUSAL, "on this device"
     tokens = least.tokens if x.group_size == 1 else least.grouped_tokens

@@ -16,6 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from flexattn.kernels_triton.common.arguments import Head
+from flexattn.kernels_triton.common.preprocess import tiled_statistics
 from flexattn.kernels_triton.common.primitives import LOG2E, head_of
 from flexattn.kernels_triton.common.problem import Backward, Problem
 from flexattn.kernels_triton.common.tile_schedule import zero_padding
@@ -440,8 +441,8 @@ def fp8_backward(call: Backward, tile: Fp8BackwardTile | None = None) -> None:
     tile = tile or tile_of(x)
     widths, v0, size = split_head_dim(tile.head_dim_qk), tile.head_dim_v, tile.block_m
     constants = partial(backward_meta, x, widths=widths, v0=v0, statistics=size)
-    statistics, shared = shared_arguments(call, size)
-    shared |= {"descales": backward_descales(x), "dropout": None}
+    tiled = tiled_statistics(call, size)
+    shared = shared_arguments(x, tiled) | {"descales": backward_descales(x), "dropout": None}
     q16, k16, dout16 = copies_in_16_bits(x, dout, call.out.dtype)
     dq32, dk32, dv32 = fp32_rows(dq), fp32_rows(dk), fp32_rows(dv)
 
@@ -459,7 +460,7 @@ def fp8_backward(call: Backward, tile: Fp8BackwardTile | None = None) -> None:
             dout=ragged_descriptor(dout, 64, v0),
             v=ragged_descriptor(x.v, tile.block_n, v0),
         ),
-        statistics_ptr=statistics,
+        statistics_ptr=tiled.statistics,
         work=dq_work,
         steps=DqSteps(q=step_of(x.q), dout=step_of(dout), k=step_of(x.k), k16=step_of(k16), v=step_of(x.v), dq=step_of(dq)),
         lists=x.lists("kv"),
@@ -485,7 +486,7 @@ def fp8_backward(call: Backward, tile: Fp8BackwardTile | None = None) -> None:
             dout16=ragged_descriptor(dout16, size, v0),
             v=ragged_descriptor(x.v, 64, v0),
             dv=ragged_descriptor(dv, 64, v0) if dv32 is None else None,
-            statistics=statistics_descriptor(statistics, size),
+            statistics=statistics_descriptor(tiled.statistics, size),
         ),
         work=dkdv_work,
         steps=DkdvSteps(

@@ -78,7 +78,7 @@ def launch_of_fused(call: Backward, meta: Any, rows_of_keys: int, dq_block: tupl
     assert dq_sums is not None
     dq_layout = gl.NVMMASharedLayout.get_default_for(list(dq_block), gl.float32)
     bytes_per_head = 12 * dim * max(x.longest_q, x.longest_kv)  # about: k, v, q and dout of two bytes, dq of four
-    work, programs = backward_work(x, KEYS, "kv", bytes_per_head, has_even_sections=True)
+    work, programs = backward_work(x, KEYS, "kv", bytes_per_head, is_fused=True)
     if meta.NUMBERS > 0 and not x.has_lengths:  # a persistent kernel
         work = work._replace(table_ptr=dq_sums.view(torch.int32))  # the first tile, of no query, has room for the counter
     q16, k16, dout16 = copies_in_16_bits(x, dout, call.out.dtype) if is_fp8 else (None, None, None)

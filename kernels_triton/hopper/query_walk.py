@@ -32,11 +32,12 @@ class Walk(NamedTuple):
     wave: int  # programs that begin together; those of every other wave go through the last turns first
 
 
-def walk_of_call(problem: Problem, blocks: int, section: int) -> tuple[int, Walk | None]:
+def walk_of_call(problem: Problem, blocks: int, section: int, *, is_fused: bool = False) -> tuple[int, Walk | None]:
     """Returns (key heads whose programs come before those of others, the walk) of a backward with `blocks` blocks of keys a head.
 
-    section: as many key heads as L2 has room for. The walk is None in kernels that know no turns: with a key head for each query
-    head, without a causal mask, with a window or a block mask, and at head dims above 128 in 16 bits, where turns take 3 % longer.
+    section: as many key heads as L2 has room for. is_fused: of a fused backward. The walk is None in kernels that know no turns:
+    with a key head for each query head, without a causal mask, with a window or a block mask, and in two kernels at head dims above
+    128 in 16 bits, where turns take 3 % longer.
     Waves of whole heads are best, if they leave few multiprocessors idle. Else, with few heads, programs of all heads come by their
     length, and a wave is as many as there are multiprocessors. In packed batches of unequal sequences no wave begins together, and
     all programs go through their sequence's last queries first.
@@ -44,7 +45,7 @@ def walk_of_call(problem: Problem, blocks: int, section: int) -> tuple[int, Walk
     x = problem
     if x.group_size == 1 or x.window_right is None or x.window_left is not None or x.block_mask is not None:
         return section, None
-    if x.q.shape[-1] > 128 and x.q.element_size() > 1:
+    if not is_fused and x.q.shape[-1] > 128 and x.q.element_size() > 1:
         return section, None
     if x.has_lengths:
         is_uneven = x.num_keys < x.batch * x.longest_kv

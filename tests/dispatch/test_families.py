@@ -34,12 +34,13 @@ KERNELS = {
     ("forward", "sm_100"): {"_attn_fwd_blackwell_kernel"},
     ("backward", "portable"): {"_attn_bwd_dq_kernel", "_attn_bwd_dkdv_kernel"},
     ("backward", "sm_90 fused"): {"_attn_bwd_fused_hopper_kernel"},
+    ("backward", "sm_90 fused 192"): {"_attn_bwd_fused_192_hopper_kernel"},
     ("backward", "sm_100 fused"): {"_attn_bwd_blackwell_kernel"},
     ("backward", "sm_90 two-kernel"): {"_attn_bwd_dq_hopper_kernel", "_attn_bwd_dkdv_hopper_kernel"},
     ("backward", "sm_90 FP8 fused"): {"_attn_bwd_fused_fp8_hopper_kernel"},
     ("backward", "sm_90 FP8 two-kernel"): {"_attn_bwd_dq_fp8_hopper_kernel", "_attn_bwd_dkdv_fp8_hopper_kernel"},
 }
-for _name in ("sm_90 fused", "sm_90 two-kernel"):
+for _name in ("sm_90 fused", "sm_90 fused 192", "sm_90 two-kernel"):
     KERNELS["backward", f"{_name}, dequantized"] = KERNELS["backward", _name]
 DIRECTIONS: tuple[Direction, Direction] = ("forward", "backward")
 

@@ -31,6 +31,7 @@ from flexattn.kernels_triton.common.tiles import (
 from flexattn.kernels_triton.families import Policy
 from flexattn.kernels_triton.hopper import backward as backward_kernels
 from flexattn.kernels_triton.hopper import backward_fused as fused_kernels
+from flexattn.kernels_triton.hopper import backward_fused_192 as fused_192_kernels
 from flexattn.kernels_triton.hopper import conditions, dq_sums, tile_scheduler
 from flexattn.kernels_triton.hopper import forward as forward_kernels
 from flexattn.kernels_triton.hopper.descriptors import batch_steps, batch_steps_of, descriptor_error
@@ -342,9 +343,10 @@ def test_only_what_was_measured_to_be_faster_leaves_the_portable_kernel(monkeypa
         (384, 16, True, False, True),
         (383, 16, True, False, False),
         (384, 4, True, False, True),
-        (384, 4, True, True, False),  # packed batches were not measured
-        (1023, 4, True, True, False),
-        (704, 16, True, True, True),
+        (384, 4, True, True, True),
+        (703, 4, False, True, False),  # packed batches, where dense calls are faster from 640 tokens on
+        (704, 4, False, True, True),
+        (704, 16, False, True, True),
         (703, 16, False, False, False),
         (704, 16, False, False, True),
         (639, 4, False, False, False),
@@ -498,7 +500,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         seen.append(kernel.__name__)
         launch(kernel, *arguments)
 
-    for module in (forward_kernels, backward_kernels, fused_kernels, dq_sums, statistics):
+    for module in (forward_kernels, backward_kernels, fused_kernels, fused_192_kernels, dq_sums, statistics):
         monkeypatch.setattr(module, "launch", noted)
     return seen
 
@@ -506,10 +508,11 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 SPLIT = ["_attn_bwd_preprocess_kernel", "_attn_bwd_dq_hopper_kernel", "_attn_bwd_dkdv_hopper_kernel"]
 CONVERTING = ["_attn_bwd_preprocess_kernel", "_attn_bwd_fused_hopper_kernel"]
 FUSED = [*CONVERTING, "_attn_bwd_dq_conversion_kernel"]
+FUSED_192 = ["_attn_bwd_fused_192_hopper_kernel" if "fused" in name else name for name in FUSED]
 
 
 def check(launches: list[str], call: dict[str, Any], fused: list[str] = FUSED, **inputs: Any) -> None:
-    """Forward and backward against the oracle, with all the kernels there are for the backward."""
+    """Forward and backward against the oracle, with all the kernels there are for the backward of plain scores."""
     given = make_inputs(**{"dtype": torch.bfloat16, "device": "cuda", "head_dim_qk": 128, "head_dim_v": 128, **inputs})
     spec, x = make_call(given, **call, return_max_logit=False)
     out, lse, _ = triton_backend.forward(spec, x)
@@ -519,14 +522,15 @@ def check(launches: list[str], call: dict[str, Any], fused: list[str] = FUSED, *
     dout, dlse = make_dout(given), make_dlse(given)
     wanted = reference_gradients(spec, x, dout, dlse)
     budgets = reference_gradients(spec, x, dout, dlse, dtype=spec.dtype)
-    has_fused = max(spec.head_dim_qk, spec.head_dim_v) <= 128
-    for deterministic in (True, False) if has_fused else (True,):
+    if spec.head_dim_qk > 128 or spec.head_dim_v > 128:
+        fused = FUSED_192 if 128 < spec.head_dim_qk <= 192 and spec.head_dim_v <= 128 else []
+    for deterministic in (True, False) if fused else (True,):
         gradients = triton_backend.backward(spec._replace(deterministic=deterministic), x, out, lse, dout, dlse)
         for name, got, want, budget in zip(Gradients._fields, gradients, wanted, budgets, strict=True):
             assert (got is None) == (want is None)
             if got is not None:
                 check_close(name, got, want, budget, factor=GRADIENT_FACTOR)
-    assert launches == ["_attn_fwd_hopper_kernel", *SPLIT, *(fused if has_fused else [])]
+    assert launches == ["_attn_fwd_hopper_kernel", *SPLIT, *fused]
 
 
 HEAD_DIMS = [(64, 64), (128, 128), (192, 128), (256, 256), (40, 72), (96, 96), (136, 64), (64, 200)]

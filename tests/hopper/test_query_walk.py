@@ -61,6 +61,7 @@ def test_calls_without_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert walk_of_call(problem_of(*call, window_right=0, window_left=1023), 64, 6) == (6, None)
     assert walk_of_call(problem_of(*call, window_right=0, block_mask=object()), 64, 6) == (6, None)
     assert walk_of_call(problem_of(*call, dim=256, window_right=0), 64, 6) == (6, None)
+    assert walk_of_call(problem_of(*call, dim=192, window_right=0), 64, 6, is_fused=True) == (2, Walk(TURN, 128))
 
 
 @pytest.mark.parametrize(("tokens", "turn"), [(4096, WHOLE.turn), (4000, TURN)])

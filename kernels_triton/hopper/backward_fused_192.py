@@ -1,0 +1,133 @@
+"""Fused backward for Hopper (sm_90) in Gluon for head dims of q and k from 136 to 192, and of v up to 128, as DeepSeek-V3 has.
+
+One kernel computes the scores once, as `backward_fused` does: for dk and dv, which stay, and for dq, which the copy engine adds to
+fp32 sums in whatever order programs come to it, so that the last bits of dq vary from run to run. It takes plain scores alone
+(`conditions.fused_192_unsupported`), as with anything else in an iteration registers are spilled.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from flexattn.kernels_triton.common.preprocess import tiled_statistics
+from flexattn.kernels_triton.common.problem import Backward
+from flexattn.kernels_triton.common.tile_schedule import zero_padding
+from flexattn.kernels_triton.common.tiles import HOPPER_FUSED_192, HopperFused192Tile, split_head_dim
+from flexattn.kernels_triton.hopper.backward_blocks import backward_work, key_block_of_program
+from flexattn.kernels_triton.hopper.backward_launch import Stages, backward_meta
+from flexattn.kernels_triton.hopper.conditions import KEYS
+from flexattn.kernels_triton.hopper.dkdv_loader import (
+    DkdvArguments,
+    DkdvBarriers,
+    DkdvTiles,
+    arguments_of_dkdv,
+    load_dkdv,
+)
+from flexattn.kernels_triton.hopper.dq_sums import convert_dq
+from flexattn.kernels_triton.hopper.fused_192_consumer import (
+    NARROW,
+    Fused192ConsumerBarriers,
+    Fused192Operands,
+    add_dq_192,
+    consume_fused_192,
+)
+from flexattn.kernels_triton.hopper.operands import ROWS, allocate_tiles
+from flexattn.kernels_triton.hopper.pairs import allocate_pair
+from flexattn.kernels_triton.hopper.pipeline import allocate_barriers
+from flexattn.kernels_triton.runtime.launch import Tile, hopper_kernel, launch
+
+
+class DqSums(NamedTuple):
+    """Descriptors of dq's fp32 sums, by the parts of `fused_192_consumer`: tiles of 32 columns and of 64."""
+
+    narrow: Any
+    wide: Any
+
+
+class Fused192Arguments(NamedTuple):
+    dkdv: DkdvArguments
+    sums: DqSums
+
+
+@hopper_kernel
+def _attn_bwd_fused_192_hopper_kernel(args: Fused192Arguments, MODS: gl.constexpr, META: gl.constexpr):
+    of = args.dkdv.descriptors
+    DTYPE: gl.constexpr = of.dout.dtype
+    SCORES: gl.constexpr = META.STAGES_SCORES
+    DP: gl.constexpr = META.STAGES_DP
+    tiles = DkdvTiles(
+        q=allocate_pair(SCORES, of.q, META),
+        dout=allocate_tiles(DP, of.dout),
+        k=allocate_pair(2, of.k, META),
+        v=allocate_tiles(2, of.v),
+        statistics=gl.allocate_shared_memory(gl.float32, [SCORES, 2 * META.BLOCK_M], of.statistics.layout),
+    )
+    EXCHANGE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, META.BLOCK_M], DTYPE)
+    operands = Fused192Operands(
+        q=tiles.q,
+        dout=tiles.dout,
+        k=tiles.k,
+        v=tiles.v,
+        statistics=tiles.statistics,
+        ds=gl.allocate_shared_memory(DTYPE, [4, 64, META.BLOCK_M], EXCHANGE),
+        dq=allocate_tiles(2, args.sums.wide),
+    )
+    barriers = DkdvBarriers(
+        q_full=allocate_barriers(SCORES, 1),
+        q_empty=allocate_barriers(SCORES, 2),
+        dout_full=allocate_barriers(DP, 1),
+        dout_empty=None,
+        kv_full=allocate_barriers(1, 1),
+        dkdv_full=allocate_barriers(1, 2),
+    )
+    of_consumers = Fused192ConsumerBarriers(
+        q_full=barriers.q_full,
+        q_empty=barriers.q_empty,
+        dout_full=barriers.dout_full,
+        kv_full=barriers.kv_full,
+        dkdv_full=barriers.dkdv_full,
+        dq_full=allocate_barriers(1, 2),
+        dq_empty=allocate_barriers(1, 1),
+    )
+    block = key_block_of_program(args.dkdv, META)
+    gl.warp_specialize(
+        [
+            (consume_fused_192, (args.dkdv, operands, of_consumers, block, 0, MODS, META)),
+            (consume_fused_192, (args.dkdv, operands, of_consumers, block, 1, MODS, META)),
+            (load_dkdv, (args.dkdv, tiles, barriers, block, META)),
+            (add_dq_192, (args.dkdv, args.sums, operands, of_consumers, block, META)),
+        ],
+        [4, 1, 1],
+        [240, 24, 24],
+    )
+
+
+def fused_192_backward(call: Backward, tile: HopperFused192Tile = HOPPER_FUSED_192) -> None:
+    """Launches the backward, of calls that `fused_192_unsupported` does not name; the last bits of dq vary from run to run."""
+    x, dq = call.problem, call.dq
+    widths, v0, size = split_head_dim(tile.head_dim_qk), tile.head_dim_v, tile.queries
+    tiled = tiled_statistics(call, size, with_dq_sums=True)
+    dq_sums = tiled.dq_sums
+    assert dq_sums is not None
+    bytes_per_head = (4 * (sum(widths) + v0) + 4 * sum(widths)) * max(x.longest_q, x.longest_kv)  # about, as in `fused_launch`
+    work, programs = backward_work(x, KEYS, "kv", bytes_per_head, is_fused=True)
+
+    def sums_descriptor(columns: int) -> TensorDescriptor:
+        layout = gl.NVMMASharedLayout.get_default_for([ROWS.value, columns], gl.float32)
+        return TensorDescriptor(dq_sums, list(dq_sums.shape), [dq_sums.shape[1], 1], [ROWS.value, columns], layout)
+
+    arguments = Fused192Arguments(
+        dkdv=arguments_of_dkdv(call, tiled, work, (size, widths, v0)),
+        sums=DqSums(narrow=sums_descriptor(NARROW.value), wide=sums_descriptor(2 * NARROW.value)),
+    )
+    stages = Stages(scores=2, dp=2, p=2, ds=2)
+    meta = backward_meta(x, (size, KEYS), stages, widths=widths, v0=v0, statistics=size)
+    launch(_attn_bwd_fused_192_hopper_kernel, programs, x.device, Tile(size, KEYS, 4, 2), (arguments, x.mods, meta))
+    convert_dq(x, dq_sums, tiled.tiles, size, dq)
+    if x.has_lengths:
+        zero_padding(x, dq, "q")
+        zero_padding(x, call.dk, "kv")
+        zero_padding(x, call.dv, "kv")

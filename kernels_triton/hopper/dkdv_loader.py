@@ -1,0 +1,159 @@
+"""Arguments of kernels for dk and dv in 16 bits, and the loading warp, which brings k and v of a program, q and dout by blocks."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from flexattn.kernels_triton.common.arguments import Band, BlockMaskLists, Dropout, Lengths, Scores
+from flexattn.kernels_triton.common.preprocess import Tiled
+from flexattn.kernels_triton.common.problem import Backward
+from flexattn.kernels_triton.hopper.backward_blocks import Block, LargeLse
+from flexattn.kernels_triton.hopper.backward_launch import shared_arguments
+from flexattn.kernels_triton.hopper.block_ranges import query_block
+from flexattn.kernels_triton.hopper.descriptors import (
+    Step,
+    load_rows,
+    load_statistics,
+    ragged_descriptor,
+    statistics_descriptor,
+    step_of,
+    store_rows,
+)
+from flexattn.kernels_triton.hopper.fp32_gradients import Fp32Rows, fp32_rows
+from flexattn.kernels_triton.hopper.operands import ROWS
+from flexattn.kernels_triton.hopper.pairs import Pair, load_pair, origin_of, origin_of_head, pair_bytes, pair_descriptor, store_pair
+from flexattn.kernels_triton.hopper.pipeline import wait_empty
+from flexattn.kernels_triton.hopper.query_walk import first_queries, next_queries
+from flexattn.kernels_triton.hopper.tile_scheduler import Work
+
+
+class DkdvDescriptors(NamedTuple):
+    q: Pair
+    dout: Any
+    k: Pair
+    v: Any
+    statistics: Any
+    dk: Pair | None  # None where it and dv are in fp32
+    dv: Any
+
+
+class DkdvSteps(NamedTuple):
+    q: Step
+    dout: Step
+    k: Step
+    v: Step
+    dk: Step
+    dv: Step
+
+
+class DkdvArguments(NamedTuple):
+    descriptors: DkdvDescriptors
+    tiles_of_statistics: int  # tiles of one head
+    large: LargeLse
+    work: Work
+    lengths_q: Lengths
+    lengths_kv: Lengths
+    band: Band
+    steps: DkdvSteps
+    scores: Scores
+    dropout: Dropout
+    lists: BlockMaskLists | None  # lists of query blocks
+    dk32: Fp32Rows | None  # where dk and dv go in fp32
+    dv32: Fp32Rows | None
+
+
+class DkdvTiles(NamedTuple):
+    """In shared memory: k and v by consumer, q, dout and statistics by stage."""
+
+    q: Pair
+    dout: Any
+    k: Pair
+    v: Any
+    statistics: Any
+
+
+class DkdvBarriers(NamedTuple):
+    q_full: Any
+    q_empty: Any
+    dout_full: Any
+    dout_empty: Any  # None where dout is released with q
+    kv_full: Any
+    dkdv_full: Any
+
+
+@gluon.jit
+def load_dkdv(args: DkdvArguments, tiles: DkdvTiles, barriers: DkdvBarriers, block: Block, META: gl.constexpr):
+    of, steps, sequence = args.descriptors, args.steps, block.sequence
+    b, h, h_kv = block.b, block.h, block.h_kv
+    PARTS: gl.constexpr = 1 if META.SPLITS_COLUMNS else 2
+    q = origin_of(steps.q, sequence.start_q, h, b)
+    dout = origin_of(steps.dout, sequence.start_q, h, b)
+    k = origin_of(steps.k, sequence.start_kv, h_kv, b)
+    v = origin_of(steps.v, sequence.start_kv, h_kv, b)
+    dk = origin_of(steps.dk, sequence.start_kv, h_kv, b)
+    dv = origin_of(steps.dv, sequence.start_kv, h_kv, b)
+    len_q, len_kv = sequence.len_q, sequence.len_kv
+    full = barriers.kv_full.index(0)
+    K_BYTES: gl.constexpr = pair_bytes(of.k.first.block_type.nbytes, of.k.second.block_type.nbytes, META.QK1)
+    mbarrier.expect(full, PARTS * (K_BYTES + of.v.block_type.nbytes))
+    for part in gl.static_range(PARTS):
+        row = block.first_row + part * ROWS
+        load_pair(of.k, k, len_kv, row, full, tiles.k, part, META)
+        load_rows(of.v, v.token, len_kv, row, v.head, 0, full, tiles.v.index(part))
+    Q_BYTES: gl.constexpr = pair_bytes(of.q.first.block_type.nbytes, of.q.second.block_type.nbytes, META.QK1)
+    at = first_queries(block, args.work)
+    for m_block in range(block.num_blocks * args.work.group_size):  # counts the blocks of all query heads
+        row = query_block(at.n, block.block_range, META)[0]
+        stage = m_block % META.STAGES_SCORES
+        full = barriers.q_full.index(stage)
+        wait_empty(barriers.q_empty, m_block, META.STAGES_SCORES)
+        mbarrier.expect(full, Q_BYTES + of.statistics.block_type.nbytes)
+        load_pair(of.q, origin_of_head(q, at.head), len_q, row, full, tiles.q, stage, META)
+        of_head = block.first_statistics + at.head * args.tiles_of_statistics
+        load_statistics(of.statistics, of_head, row, len_q, full, tiles.statistics.index(stage), META)
+        stage = m_block % META.STAGES_DP
+        full = barriers.dout_full.index(stage)
+        if barriers.dout_empty is not None:
+            wait_empty(barriers.dout_empty, m_block, META.STAGES_DP)
+        mbarrier.expect(full, of.dout.block_type.nbytes)
+        load_rows(of.dout, dout.token, len_q, row, dout.head + at.head, 0, full, tiles.dout.index(stage))
+        at = next_queries(at, block, args.work)
+    mbarrier.wait(barriers.dkdv_full.index(0), 0)
+    if args.dk32.ptr is None:
+        for part in gl.static_range(PARTS):
+            row = block.first_row + part * ROWS
+            store_pair(of.dk, dk, len_kv, row, tiles.k, part, META)
+            store_rows(of.dv, dv.token, len_kv, row, dv.head, 0, tiles.v.index(part))
+    tma.store_wait(0)
+
+
+def arguments_of_dkdv(call: Backward, tiled: Tiled, work: Work, tile: tuple[int, tuple[int, int], int]) -> DkdvArguments:
+    """Returns the arguments of a kernel for dk and dv.
+
+    tile: queries of a block; widths of both parts of q's and k's head dim; v's head dim.
+    """
+    x, dout, dk, dv = call.problem, call.dout, call.dk, call.dv
+    size, widths, v0 = tile
+    dk32, dv32 = fp32_rows(dk), fp32_rows(dv)
+    return DkdvArguments(
+        descriptors=DkdvDescriptors(
+            q=pair_descriptor(x.q, size, widths),
+            dout=ragged_descriptor(dout, size, v0),
+            k=pair_descriptor(x.k, ROWS.value, widths),
+            v=ragged_descriptor(x.v, ROWS.value, v0),
+            statistics=statistics_descriptor(tiled.statistics, size),
+            dk=pair_descriptor(dk, ROWS.value, widths) if dk32 is None else None,
+            dv=ragged_descriptor(dv, ROWS.value, v0) if dv32 is None else None,
+        ),
+        steps=DkdvSteps(q=step_of(x.q), dout=step_of(dout), k=step_of(x.k), v=step_of(x.v), dk=step_of(dk), dv=step_of(dv)),
+        work=work,
+        dropout=x.dropout,
+        lists=x.lists("q"),
+        dk32=dk32,
+        dv32=dv32,
+        **shared_arguments(x, tiled),
+    )

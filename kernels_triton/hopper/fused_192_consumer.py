@@ -1,0 +1,240 @@
+"""Consumers of the fused backward for head dims from 136 to 192 for sm_90: dk and dv of 64 keys each, and half of each tile of dq.
+
+dk and dv of 64 keys take 160 registers a thread, which leaves none for dp of 64 queries beside their scores. So a block of 64
+queries has one product of scores, for which k is read once, and what follows comes for 32 queries, and then for the other 32: exp
+too, as the statistics of all 64 would be spilled. dq of the block before comes in two parts, one under each half.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+
+from flexattn.kernels_triton.hopper.backward_blocks import (
+    Block,
+    ScorePlace,
+    first_query_head,
+    head_at,
+    next_query_block,
+    probabilities,
+)
+from flexattn.kernels_triton.hopper.barriers import (
+    BOTH,
+    LAST,
+    READ,
+    WRITTEN,
+    named_barrier_arrive_at,
+    named_barrier_sync,
+    named_barrier_sync_at,
+)
+from flexattn.kernels_triton.hopper.block_ranges import query_block
+from flexattn.kernels_triton.hopper.descriptors import reduce_add
+from flexattn.kernels_triton.hopper.dq_sums import in_order_of_sums, place_of_sums
+from flexattn.kernels_triton.hopper.fp8 import product_logits
+from flexattn.kernels_triton.hopper.fp32_gradients import store_key_gradient
+from flexattn.kernels_triton.hopper.masking import cuts_block, first_uncut_query
+from flexattn.kernels_triton.hopper.operands import ROWS, opaque_zero
+from flexattn.kernels_triton.hopper.pairs import Pair, score_product
+from flexattn.kernels_triton.hopper.pipeline import release, wait_empty, wait_full
+from flexattn.kernels_triton.hopper.query_walk import first_queries, next_queries
+
+HALF = gl.constexpr(32)  # half of the queries of a block
+NARROW = gl.constexpr(32)  # columns of the first part of dq that a warpgroup has; of the second it has twice as many
+
+
+class Fused192Operands(NamedTuple):
+    """Tiles in shared memory: q, dout and statistics by stage; k, v and dq by consumer; ds by parity of the block, and consumer."""
+
+    q: Pair
+    dout: Any
+    k: Pair
+    v: Any
+    statistics: Any
+    ds: Any
+    dq: Any
+
+
+class Fused192ConsumerBarriers(NamedTuple):
+    q_full: Any
+    q_empty: Any
+    dout_full: Any
+    kv_full: Any
+    dkdv_full: Any
+    dq_full: Any  # this and the next of the tile through which both parts of dq of every block go
+    dq_empty: Any
+
+
+@gluon.jit
+def _dq_product(operands: Fused192Operands, buffer, IS_FIRST: gl.constexpr, CONSUMER: gl.constexpr, META: gl.constexpr):
+    # A part of dq of 64 queries, from all 128 keys. The first consumer has columns 64 to 95, and then 0 to 63; the second has 96 to
+    # 127, and then those from 128 on, the second part of k.
+    COLUMNS: gl.constexpr = NARROW if IS_FIRST else 2 * NARROW
+    FIRST_COLUMN: gl.constexpr = (2 + CONSUMER) * NARROW if IS_FIRST else 0
+    DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    dq = gl.zeros([ROWS, COLUMNS], gl.float32, layout=DQ)
+    for keys in gl.static_range(2):
+        ds = operands.ds.index(buffer + keys).permute([1, 0])
+        k_tile = opaque_zero(buffer) + keys
+        if CONSUMER == 1 and not IS_FIRST:
+            k = operands.k.second.index(k_tile).reshape([ROWS, META.QK1])
+        else:
+            k = operands.k.first.index(k_tile).reshape([ROWS, META.QK0]).slice(FIRST_COLUMN, COLUMNS, 1)
+        dq = warpgroup_mma(ds, k, dq, use_acc=keys > 0, is_async=True)
+    return dq
+
+
+@gluon.jit
+def _hand_over_dq(dq, operands: Fused192Operands, barriers: Fused192ConsumerBarriers, n, CONSUMER: gl.constexpr):
+    # n: the part's number, of all that a program has
+    COLUMNS: gl.constexpr = dq.shape[1]
+    wait_empty(barriers.dq_empty, n, 1)
+    operands.dq.index(CONSUMER).slice(0, COLUMNS, 1).store(in_order_of_sums(dq))
+    fence_async_shared()
+    mbarrier.arrive(barriers.dq_full.index(0), count=1)
+
+
+@gluon.jit
+def add_dq_192(args, sums, operands: Fused192Operands, barriers: Fused192ConsumerBarriers, block: Block, META: gl.constexpr):
+    # A partition of its own: adds the parts of dq to the sums, whose descriptors are in `sums`, at the columns of `_dq_product`.
+    at = first_queries(block, args.work)
+    for m_block in range(block.num_blocks * args.work.group_size):
+        row = query_block(at.n, block.block_range, META)[0]
+        sums_row = place_of_sums(row, at.head, args, block, META)
+        for part in gl.static_range(2):
+            wait_full(barriers.dq_full, 2 * m_block + part, 1)
+            for consumer in gl.static_range(2):
+                if part == 0:
+                    tile = operands.dq.index(consumer).slice(0, NARROW, 1)
+                    reduce_add(sums.narrow, [sums_row, (2 + consumer) * NARROW], tile)
+                else:
+                    reduce_add(sums.wide, [sums_row, consumer * META.QK0], operands.dq.index(consumer))
+            tma.store_wait(0)  # the engine has read the tiles
+            release(barriers.dq_empty, 2 * m_block + part, 1)
+        at = next_queries(at, block, args.work)
+
+
+@gluon.jit
+def consume_fused_192(
+    args,
+    operands: Fused192Operands,
+    barriers: Fused192ConsumerBarriers,
+    block: Block,
+    CONSUMER: gl.constexpr,
+    MODS: gl.constexpr,
+    META: gl.constexpr,
+):
+    # args: a `DkdvArguments`, of plain scores. So that no warpgroup waits for the other in the middle of a block, dq of a block is
+    # computed in the next one, as in `fused_consumer`, by the same barriers.
+    scores, group_size = args.scores, args.work.group_size
+    DTYPE: gl.constexpr = operands.dout.dtype
+    BLOCK_M: gl.constexpr = META.BLOCK_M
+    QK0: gl.constexpr = META.QK0
+    QK1: gl.constexpr = META.QK1
+    V0: gl.constexpr = META.V0
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    HALF_SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    DK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QK0, 16])
+    DK1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QK1, 16])
+    DV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V0, 16])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, DK, 2)
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, HALF_SCORES)
+    zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, layout=SCORES)
+    half_zeros = gl.zeros([ROWS, HALF], gl.float32, layout=HALF_SCORES)
+    dk = gl.zeros([ROWS, QK0], gl.float32, layout=DK)
+    dk1 = gl.zeros([ROWS, QK1], gl.float32, layout=DK1)
+    dv = gl.zeros([ROWS, V0], gl.float32, layout=DV)
+    n_start = block.first_row + CONSUMER * ROWS
+    rows = n_start + gl.arange(0, ROWS, layout=gl.SliceLayout(1, HALF_SCORES))
+    half_columns = gl.arange(0, HALF, layout=COLUMNS)
+    uncut_from = first_uncut_query(n_start, ROWS, block.band, META)
+    iterations = block.num_blocks * group_size
+    # As if there had been a block of queries before the first, whose ds is 0.
+    operands.ds.index(2 + CONSUMER).store(zeros.to(DTYPE))
+    fence_async_shared()
+    named_barrier_arrive_at(WRITTEN + 2 + CONSUMER, BOTH)
+    mbarrier.wait(barriers.kv_full.index(0), 0)
+    at, values = first_query_head(block, args.work, scores, MODS, META)
+    if iterations > 0:
+        named_barrier_arrive_at(READ + CONSUMER, BOTH)
+    for m_block in range(iterations):  # counts the blocks of all query heads
+        row, is_full = query_block(at.n, block.block_range, META)
+        is_cut = cuts_block(row, n_start, uncut_from, block.band, META)
+        own = CONSUMER + opaque_zero(m_block)
+        stage = m_block % META.STAGES_SCORES
+        here = (m_block & 1) * 2
+        last = ((m_block + 1) & 1) * 2
+        is_there = m_block + 1 < iterations  # the next one
+        own_v = operands.v.index(own).reshape([ROWS, V0])
+        q_tile = operands.q.first.index(stage).reshape([BLOCK_M, QK0])
+        q1_tile = operands.q.second.index(stage).reshape([BLOCK_M, QK1])
+        dout_tile = operands.dout.index(stage).reshape([BLOCK_M, V0])
+        statistics = operands.statistics.index(stage)
+        wait_full(barriers.q_full, m_block, META.STAGES_SCORES)
+        kq = score_product(operands.k, own, operands.q, stage, zeros, BLOCK_M, META)
+        wait_full(barriers.dout_full, m_block, META.STAGES_DP)
+        dp = warpgroup_mma(own_v, dout_tile.slice(0, HALF, 0).permute([1, 0]), half_zeros, use_acc=False, is_async=True)
+        kq = warpgroup_mma_wait(1, deps=[kq])
+        head = head_at(at, values, block, scores, META)
+        kq_halves = gl.split(gl.permute(kq.reshape([ROWS, 2, HALF]), [0, 2, 1]))
+        for half in gl.static_range(2):
+            q = q_tile.slice(half * HALF, HALF, 0)
+            q1 = q1_tile.slice(half * HALF, HALF, 0)
+            dout = dout_tile.slice(half * HALF, HALF, 0)
+            columns = row + half * HALF + half_columns
+            i, j = columns[None, :], rows[:, None]
+            half_of_kq = gl.convert_layout(kq_halves[half], HALF_SCORES)
+            s, factor, _, _ = product_logits(half_of_kq, i, j, head, scores.scale, None, MODS, META)
+            place = ScorePlace(rows=rows, columns=columns, row=row, is_cut=is_cut, is_full=is_full)
+            p = probabilities(s, factor, place, statistics.slice(half * HALF, HALF), head, block, MODS, META)
+            p16 = gl.convert_layout(p.to(DTYPE), LEFT)
+            sum_of_dout = warpgroup_mma(p16, dout, dv, is_async=True)
+            dp = warpgroup_mma_wait(1, deps=[dp])
+            minus_delta = statistics.slice(BLOCK_M + half * HALF, HALF).load(COLUMNS)
+            ds = (p * (dp + minus_delta[None, :])).to(DTYPE)
+            if half == 0:  # the other warpgroup's dq of the block before the last has read what is overwritten
+                named_barrier_sync_at(READ + 1 - CONSUMER + here, BOTH)
+            operands.ds.index(here + CONSUMER).slice(half * HALF, HALF, 1).store(ds)
+            ds16 = gl.convert_layout(ds, LEFT)
+            sum_of_q = warpgroup_mma(ds16, q, dk, is_async=True)
+            sum_of_q1 = warpgroup_mma(ds16, q1, dk1, is_async=True)
+            if half == 0:
+                named_barrier_sync_at(WRITTEN + 1 - CONSUMER + last, BOTH)
+                sum_of_k = _dq_product(operands, last, True, CONSUMER, META)
+                dv, p16, dk, dk1, ds16 = warpgroup_mma_wait(2, deps=[sum_of_dout, p16, sum_of_q, sum_of_q1, ds16])
+                second_dout = dout_tile.slice(HALF, HALF, 0)
+                dp = warpgroup_mma(own_v, second_dout.permute([1, 0]), half_zeros, use_acc=False, is_async=True)
+                dq = warpgroup_mma_wait(1, deps=[sum_of_k])
+                if m_block > 0:
+                    _hand_over_dq(dq, operands, barriers, 2 * m_block - 2, CONSUMER)
+        fence_async_shared()  # under the product
+        named_barrier_arrive_at(WRITTEN + CONSUMER + here, BOTH)
+        sum_of_k = _dq_product(operands, last, False, CONSUMER, META)
+        dv, p16, dk, dk1, ds16 = warpgroup_mma_wait(2, deps=[sum_of_dout, p16, sum_of_q, sum_of_q1, ds16])
+        release(barriers.q_empty, m_block, META.STAGES_SCORES)
+        dq = warpgroup_mma_wait(0, deps=[sum_of_k])
+        if is_there:
+            named_barrier_arrive_at(READ + CONSUMER + last, BOTH)
+        if m_block > 0:
+            _hand_over_dq(dq, operands, barriers, 2 * m_block - 1, CONSUMER)
+        at, values = next_query_block(at, values, block, args.work, scores, MODS, META)
+    last = ((iterations + 1) & 1) * 2
+    named_barrier_sync_at(WRITTEN + 1 - CONSUMER + last, BOTH)
+    if iterations > 0:
+        for part in gl.static_range(2):
+            sum_of_k = _dq_product(operands, last, part == 0, CONSUMER, META)
+            dq = warpgroup_mma_wait(0, deps=[sum_of_k])
+            _hand_over_dq(dq, operands, barriers, 2 * iterations - 2 + part, CONSUMER)
+    named_barrier_sync(LAST, BOTH)  # k was the other warpgroup's too; now it is no longer needed
+    if args.dk32.ptr is not None:
+        store_key_gradient(args.dk32, dk * scores.scale, block, CONSUMER * ROWS, 0)
+        store_key_gradient(args.dk32, dk1 * scores.scale, block, CONSUMER * ROWS, QK0)
+        store_key_gradient(args.dv32, dv, block, CONSUMER * ROWS, 0)
+    else:
+        operands.k.first.index(CONSUMER).reshape([ROWS, QK0]).store((dk * scores.scale).to(DTYPE))
+        operands.k.second.index(CONSUMER).reshape([ROWS, QK1]).store((dk1 * scores.scale).to(DTYPE))
+        operands.v.index(CONSUMER).reshape([ROWS, V0]).store(dv.to(DTYPE))
+    fence_async_shared()
+    mbarrier.arrive(barriers.dkdv_full.index(0), count=1)
