@@ -27,6 +27,7 @@ KERNELS = {
     "dq": "_attn_bwd_dq_hopper_kernel",
     "dkdv": "_attn_bwd_dkdv_hopper_kernel",
     "fused": "_attn_bwd_fused_hopper_kernel",
+    "fused-192": "_attn_bwd_fused_192_hopper_kernel",
     "fp8-forward": "_attn_fwd_fp8_hopper_kernel",
     "fp8-dq": "_attn_bwd_dq_fp8_hopper_kernel",
     "fp8-dkdv": "_attn_bwd_dkdv_fp8_hopper_kernel",
@@ -111,11 +112,12 @@ def _prepare(kernel: str, small: Workload, tensors: Tensors) -> Prepared:
         raise ValueError(
             f"sm_100 takes head dims up to 192 and 128, and {small.name} has {small.head_dim_qk} and {small.head_dim_v}"
         )
-    if kernel == "sm_100-fused" and max(small.head_dim_qk, small.head_dim_v) > 128:
+    if kernel in ("fused", "sm_100-fused") and max(small.head_dim_qk, small.head_dim_v) > 128:
         raise ValueError(f"{kernel} takes head dims up to 128, and {small.name} has {small.head_dim_qk} and {small.head_dim_v}")
-    if kernel == "fused" and (small.head_dim_qk > 192 or small.head_dim_v > 128):
+    if kernel == "fused-192" and (not 128 < small.head_dim_qk <= 192 or small.head_dim_v > 128):
         raise ValueError(
-            f"fused takes head dims up to 192 and 128, and {small.name} has {small.head_dim_qk} and {small.head_dim_v}"
+            f"fused-192 takes head dims from 136 to 192 and up to 128, and {small.name} has {small.head_dim_qk} and "
+            f"{small.head_dim_v}"
         )
     direction = "forward" if kernel in ("forward", "sm_100") else "backward"
     checker = Checker(small, tensors)
@@ -141,7 +143,8 @@ def _prepare(kernel: str, small: Workload, tensors: Tensors) -> Prepared:
         dq, dk, dv = (torch.full_like(t, float("nan")) for t in (q, k, v))
         doffset = torch.empty(small.num_heads) if tensors.softmax_offset is not None else None
         own: dict[str, Callable[[Backward], None]] = {
-            "fused": hopper_fused_192.fused_192_backward if small.head_dim_qk > 128 else hopper_fused.fused_backward,
+            "fused": hopper_fused.fused_backward,
+            "fused-192": hopper_fused_192.fused_192_backward,
             "sm_100-fused": blackwell_backward.blackwell_backward,
         }
         backward = own.get(kernel, hopper_backward.hopper_backward)

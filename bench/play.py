@@ -66,7 +66,7 @@ def make_parser() -> argparse.ArgumentParser:
         "kernel",
         choices=[*KERNELS, *(k for k in EMULATED if k not in KERNELS)],
         nargs="?",
-        help="the last six with --emulate alone",
+        help="those behind dkdv with --emulate alone",
     )
     parser.add_argument(
         "--shape", nargs="+", default=[DEFAULT_SHAPE], metavar="NAME", help="of `bench --list`; a sweep takes several"

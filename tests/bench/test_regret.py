@@ -34,8 +34,8 @@ BETWEEN = {
 }
 # By more than TIE, each with its reason in docs/backends.md, "Regret".
 SLOWER: dict[str, dict[tuple[str, str], float]] = {}
-# By more than TIE in a run of forwards with other sections of heads, of grouped backwards without turns, of two kernels at head dims
-# 192 and 128, or of the portable ones at 256; measured again since.
+# By more than TIE in a run of forwards with other sections of heads, of grouped backwards without turns, of two kernels at head
+# dims 192 and 128, or of the portable ones at 256; measured again since.
 OLDER = {
     "standard_h200.json": {
         ("sweep-d128-full-s512", "forward"): 1.05,

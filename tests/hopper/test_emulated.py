@@ -474,12 +474,15 @@ def test_a_part_that_does_not_wait_for_its_sums_is_found(seed: int, tmp_path: Pa
 @without_gpu
 def test_play_emulates_a_kernel(capsys: pytest.CaptureFixture[str]) -> None:
     for kernel in KERNELS_PLAYED:
-        assert play.main([kernel, "--emulate", "--shape", "gpt-oss-window-s8192", "--seeds", "2"]) == 0
+        shape = "deepseek-v3-s4096" if kernel == "fused-192" else "gpt-oss-window-s8192"
+        assert play.main([kernel, "--emulate", "--shape", shape, "--seeds", "2"]) == 0
         said = capsys.readouterr().out
         assert f"{KERNELS_PLAYED[kernel]} on " in said
         assert said.rstrip().endswith("clean")
     with pytest.raises(SystemExit):
         play.main(["fused", "--emulate", "--shape", "sweep-d256-causal-s512"])
+    with pytest.raises(SystemExit):
+        play.main(["fused-192", "--emulate", "--shape", "sweep-d128-causal-s512"])
     with pytest.raises(SystemExit):
         play.main(["fused"])
 
