@@ -636,8 +636,8 @@ LEAST_CAUSAL = LeastCausal(704, 640, _SHORT_FLOPS)
 """With an H100's: 641 tokens take up to 2 % more time, with grouped heads 3 to 6 % less (bench/results/short_causal_h100.json)."""
 
 LEAST_CAUSAL_PACKED = LeastCausal(704, 704, _SHORT_FLOPS)
-"""With an H100's, for packed batches: up to 640 tokens head dim 128 takes 2 to 8 % more time, and 64 2 to 13 % less
-(bench/results/short_backwards_more_h100.json)."""
+"""With an H100's, for packed batches: with 640 tokens in the longest sequence head dim 128 takes 2 to 8 % more time, and 64 2 to
+13 % less (bench/results/short_backwards_more_h100.json)."""
 
 
 def select_hopper_fused_tile(

@@ -39,7 +39,8 @@ from flexattn.kernels_triton.runtime.launch import capability_of, has_large_l2, 
 
 QUERIES = 128  # queries of a program of dq: two warpgroups'
 KEYS = 128  # keys of a program of the fused backward: two warpgroups'
-_NARROWEST = 256  # window that was measured: what the sums of dq cost goes with the tokens, however few keys these see
+# Windows that were measured, of both fused backwards: what the sums of dq cost goes with the tokens, however few keys these see.
+_NARROWEST, _NARROWEST_192 = 256, 1024
 _WIDE_FROM, _NARROW_UP_TO = 320, 4096  # head dim, tokens: 8192 tokens took the wide forward 1.14 of the portable one's time
 _LITTLE_WORK = "there is too little work for its large tiles"
 _TOO_WIDE = "its accumulators hold head dims up to 128"
@@ -281,6 +282,12 @@ def fused_unsupported(problem: Problem, out: Tensor, dout: Tensor) -> str | None
     return backward_unsupported(x, out, dout)
 
 
+def _slower_by_window(problem: Problem, narrowest: int) -> str | None:
+    """Returns that a fused backward was not measured with so narrow a window; None: it was, or there is none."""
+    is_narrow = problem.window_left is not None and problem.window_left < narrowest - 1
+    return f"windows of fewer than {narrowest} keys were not measured to be faster" if is_narrow else None
+
+
 def fused_192_unsupported(problem: Problem, out: Tensor, dout: Tensor) -> str | None:
     """Returns why the fused backward for head dims above 128 cannot run this problem; None: it can."""
     x, tile = problem, HOPPER_FUSED_192
@@ -293,7 +300,8 @@ def fused_192_unsupported(problem: Problem, out: Tensor, dout: Tensor) -> str | 
 
 def fused_192_slower(problem: Problem) -> str | None:
     """Returns why the fused backward for head dims above 128 was not measured to be faster than two kernels; None: it was."""
-    return slower_for_few_keys(problem, KEYS) or slower_by_row(problem, HOPPER_FUSED_192)
+    x = problem
+    return _slower_by_window(x, _NARROWEST_192) or slower_for_few_keys(x, KEYS) or slower_by_row(x, HOPPER_FUSED_192)
 
 
 def fused_slower(problem: Problem) -> str | None:
@@ -303,9 +311,8 @@ def fused_slower(problem: Problem) -> str | None:
         return _TOO_WIDE
     if x.bias is not None:
         return "it was not measured with a bias"
-    if x.window_left is not None and x.window_left < _NARROWEST - 1:
-        return f"windows of fewer than {_NARROWEST} keys were not measured to be faster"
-    return slower_for_few_keys(x, KEYS) or slower_by_row(x, fused_tile(x)) or _slower_while_short(x)
+    by_window = _slower_by_window(x, _NARROWEST)
+    return by_window or slower_for_few_keys(x, KEYS) or slower_by_row(x, fused_tile(x)) or _slower_while_short(x)
 
 
 def _slower_while_short(problem: Problem) -> str | None:
