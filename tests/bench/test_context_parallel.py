@@ -30,6 +30,7 @@ def test_cells_are_what_their_names_say() -> None:
     assert 8000 < longest[-1] < 20000
 
 
+@pytest.mark.slow
 def test_two_ranks_over_gloo_check_and_measure_each_strategy(forked_python: FreshPython, tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -30,6 +30,7 @@ def test_graphs_without_a_break(suite: str, forked_python: FreshPython, tmp_path
     run_ranks(forked_python, tmp_path, suite, 2)
 
 
+@pytest.mark.slow
 def test_streams_that_overlap_wait_for_each_other(forked_python: FreshPython, tmp_path: Path) -> None:
     run_ranks(forked_python, tmp_path, "lanes_without_races", 2)
 

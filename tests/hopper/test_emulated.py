@@ -190,7 +190,7 @@ def test_persistent_programs_of_dense_calls(dim: int, mask: str) -> None:
         check_persistent(seed, {"attn_mask_type": mask}, head_dim_qk=dim, head_dim_v=dim, **inputs)
 
 
-@pytest.mark.sample("dim", "fmt", "call")
+@pytest.mark.sample("dim")
 @without_gpu
 @pytest.mark.parametrize(
     "call",

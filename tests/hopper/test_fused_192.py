@@ -165,7 +165,7 @@ BANDS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.sample("fmt", "call")
+@pytest.mark.sample("call")
 @without_gpu
 @pytest.mark.parametrize("call", BANDS, ids=str)
 @pytest.mark.parametrize("fmt", ["thd", "bshd", "sbhd", "bhsd"])
