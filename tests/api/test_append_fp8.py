@@ -206,7 +206,10 @@ def test_what_attention_reads_with_descales_of_tokens(layout: str, fp8: torch.dt
     """Descales that append_kv wrote; NaN in those, and in the rows, of tokens that are not there."""
     batch, tokens, heads = 3, 21, 1 if layout == "one head" else HEADS_KV
     generator = torch.Generator().manual_seed(0)
-    k, v = (torch.randn(batch, tokens, heads, DIM, generator=generator) * 10.0 ** torch.randn(batch, tokens, 1, 1) for _ in "kv")
+    k, v = (
+        torch.randn(batch, tokens, heads, DIM, generator=generator) * 10.0 ** torch.randn(batch, tokens, 1, 1, generator=generator)
+        for _ in "kv"
+    )
     used = torch.tensor([21, 0, 13], dtype=torch.int32)
     call: dict[str, Any] = {"qkv_format": "bshd_2bhsd" if layout == "bhsd" else "bshd"}
     shape = (batch, 24, heads)
@@ -240,7 +243,7 @@ def test_descales_of_tokens_of_one_side_alone(side: str, dims: tuple[int, int]) 
     k = torch.randn(2, 40, heads, dims[0], generator=generator).to(E4M3)
     v = k[..., : dims[1]] if dims[0] == 256 else torch.randn(2, 40, heads, dims[1], generator=generator).to(E4M3)
     q = torch.randn(2, 3, 4, dims[0], generator=generator, dtype=torch.bfloat16)
-    scales = {"k": torch.rand(heads) + 0.5, "v": torch.rand(heads) + 0.5}
+    scales = {"k": torch.rand(heads, generator=generator) + 0.5, "v": torch.rand(heads, generator=generator) + 0.5}
     scales[side] = 10.0 ** torch.randn(2, 40, heads, generator=generator)
     wide = [x.double() * scales[name].double()[..., None] for name, x in (("k", k), ("v", v))]
     call: dict[str, Any] = {"attn_mask_type": "causal_bottom_right"}
