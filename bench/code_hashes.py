@@ -85,6 +85,7 @@ def cases() -> Iterator[Case]:
         yield Case(90, hopper, "fp16", "128", "causal")
     yield from (Case(90, "never", "bf16", dim, features) for dim in ("64", "256") for features in ("open", "short"))
     yield from (Case(90, "always", "fp8 head", dim, "deterministic") for dim in ("64", "128", "192x128"))
+    yield Case(90, "always", "bf16", "192x128", "deterministic")  # with two kernels
     yield from (Case(arch, "never", "bf16", dim, "causal") for arch in (80, 89, 100, 120) for dim in dims)
     yield from (Case(80, "never", "bf16", "128", features) for features in ("open", "bias", "score_mod"))
     yield from (Case(90, "never", "fp32", dim, "causal") for dim in ("64", "128", "256"))

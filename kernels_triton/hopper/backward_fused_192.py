@@ -1,8 +1,8 @@
 """Fused backward for Hopper (sm_90) in Gluon for head dims of q and k from 136 to 192, and of v up to 128, as DeepSeek-V3 has.
 
 One kernel computes the scores once, as `backward_fused` does: for dk and dv, which stay, and for dq, which the copy engine adds to
-fp32 sums in whatever order programs come to it, so that the last bits of dq vary from run to run. It takes plain scores alone
-(`conditions.fused_192_unsupported`), as with anything else in an iteration registers are spilled.
+fp32 sums in whatever order programs come to it, so that the last bits of dq vary from run to run. It takes plain scores alone;
+calls that `conditions.fused_192_unsupported` names, and those that must repeat, run on `backward`.
 """
 
 from __future__ import annotations
@@ -26,11 +26,10 @@ from flexattn.kernels_triton.hopper.dkdv_loader import (
     arguments_of_dkdv,
     load_dkdv,
 )
-from flexattn.kernels_triton.hopper.dq_sums import convert_dq
+from flexattn.kernels_triton.hopper.dq_sums import DqRing, convert_dq
 from flexattn.kernels_triton.hopper.fused_192_consumer import (
     NARROW,
-    Fused192ConsumerBarriers,
-    Fused192Operands,
+    Fused192Tiles,
     add_dq_192,
     consume_fused_192,
 )
@@ -58,7 +57,7 @@ def _attn_bwd_fused_192_hopper_kernel(args: Fused192Arguments, MODS: gl.constexp
     DTYPE: gl.constexpr = of.dout.dtype
     SCORES: gl.constexpr = META.STAGES_SCORES
     DP: gl.constexpr = META.STAGES_DP
-    tiles = DkdvTiles(
+    loaded = DkdvTiles(
         q=allocate_pair(SCORES, of.q, META),
         dout=allocate_tiles(DP, of.dout),
         k=allocate_pair(2, of.k, META),
@@ -66,15 +65,8 @@ def _attn_bwd_fused_192_hopper_kernel(args: Fused192Arguments, MODS: gl.constexp
         statistics=gl.allocate_shared_memory(gl.float32, [SCORES, 2 * META.BLOCK_M], of.statistics.layout),
     )
     EXCHANGE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, META.BLOCK_M], DTYPE)
-    operands = Fused192Operands(
-        q=tiles.q,
-        dout=tiles.dout,
-        k=tiles.k,
-        v=tiles.v,
-        statistics=tiles.statistics,
-        ds=gl.allocate_shared_memory(DTYPE, [4, 64, META.BLOCK_M], EXCHANGE),
-        dq=allocate_tiles(2, args.sums.wide),
-    )
+    ds_tiles = gl.allocate_shared_memory(DTYPE, [4, 64, META.BLOCK_M], EXCHANGE)
+    dq_tiles = allocate_tiles(2, args.sums.wide)
     barriers = DkdvBarriers(
         q_full=allocate_barriers(SCORES, 1),
         q_empty=allocate_barriers(SCORES, 2),
@@ -83,22 +75,15 @@ def _attn_bwd_fused_192_hopper_kernel(args: Fused192Arguments, MODS: gl.constexp
         kv_full=allocate_barriers(1, 1),
         dkdv_full=allocate_barriers(1, 2),
     )
-    of_consumers = Fused192ConsumerBarriers(
-        q_full=barriers.q_full,
-        q_empty=barriers.q_empty,
-        dout_full=barriers.dout_full,
-        kv_full=barriers.kv_full,
-        dkdv_full=barriers.dkdv_full,
-        dq_full=allocate_barriers(1, 2),
-        dq_empty=allocate_barriers(1, 1),
-    )
+    ring = DqRing(tiles=dq_tiles, full=allocate_barriers(1, 2), empty=allocate_barriers(1, 1))
+    tiles = Fused192Tiles(loaded=loaded, ds=ds_tiles, dq=ring)
     block = key_block_of_program(args.dkdv, META)
     gl.warp_specialize(
         [
-            (consume_fused_192, (args.dkdv, operands, of_consumers, block, 0, MODS, META)),
-            (consume_fused_192, (args.dkdv, operands, of_consumers, block, 1, MODS, META)),
-            (load_dkdv, (args.dkdv, tiles, barriers, block, META)),
-            (add_dq_192, (args.dkdv, args.sums, operands, of_consumers, block, META)),
+            (consume_fused_192, (args.dkdv, tiles, barriers, block, 0, MODS, META)),
+            (consume_fused_192, (args.dkdv, tiles, barriers, block, 1, MODS, META)),
+            (load_dkdv, (args.dkdv, loaded, barriers, block, META)),
+            (add_dq_192, (args.dkdv, args.sums, ring, block, META)),
         ],
         [4, 1, 1],
         [240, 24, 24],

@@ -32,12 +32,13 @@ from flexattn.kernels_triton.hopper.barriers import (
 )
 from flexattn.kernels_triton.hopper.block_ranges import query_block
 from flexattn.kernels_triton.hopper.descriptors import reduce_add
-from flexattn.kernels_triton.hopper.dq_sums import in_order_of_sums, place_of_sums
+from flexattn.kernels_triton.hopper.dkdv_loader import DkdvBarriers, DkdvTiles
+from flexattn.kernels_triton.hopper.dq_sums import DqRing, in_order_of_sums, place_of_sums
 from flexattn.kernels_triton.hopper.fp8 import product_logits
 from flexattn.kernels_triton.hopper.fp32_gradients import store_key_gradient
 from flexattn.kernels_triton.hopper.masking import cuts_block, first_uncut_query
 from flexattn.kernels_triton.hopper.operands import ROWS, opaque_zero
-from flexattn.kernels_triton.hopper.pairs import Pair, score_product
+from flexattn.kernels_triton.hopper.pairs import score_product
 from flexattn.kernels_triton.hopper.pipeline import release, wait_empty, wait_full
 from flexattn.kernels_triton.hopper.query_walk import first_queries, next_queries
 
@@ -45,30 +46,16 @@ HALF = gl.constexpr(32)  # half of the queries of a block
 NARROW = gl.constexpr(32)  # columns of the first part of dq that a warpgroup has; of the second it has twice as many
 
 
-class Fused192Operands(NamedTuple):
-    """Tiles in shared memory: q, dout and statistics by stage; k, v and dq by consumer; ds by parity of the block, and consumer."""
+class Fused192Tiles(NamedTuple):
+    """Tiles in shared memory: what is loaded, ds by parity of the block and consumer, and one tile of dq of each consumer."""
 
-    q: Pair
-    dout: Any
-    k: Pair
-    v: Any
-    statistics: Any
+    loaded: DkdvTiles
     ds: Any
-    dq: Any
-
-
-class Fused192ConsumerBarriers(NamedTuple):
-    q_full: Any
-    q_empty: Any
-    dout_full: Any
-    kv_full: Any
-    dkdv_full: Any
-    dq_full: Any  # this and the next of the tile through which both parts of dq of every block go
-    dq_empty: Any
+    dq: DqRing
 
 
 @gluon.jit
-def _dq_product(operands: Fused192Operands, buffer, IS_FIRST: gl.constexpr, CONSUMER: gl.constexpr, META: gl.constexpr):
+def _dq_product(tiles: Fused192Tiles, buffer, IS_FIRST: gl.constexpr, CONSUMER: gl.constexpr, META: gl.constexpr):
     # A part of dq of 64 queries, from all 128 keys. The first consumer has columns 64 to 95, and then 0 to 63; the second has 96 to
     # 127, and then those from 128 on, the second part of k.
     COLUMNS: gl.constexpr = NARROW if IS_FIRST else 2 * NARROW
@@ -76,51 +63,51 @@ def _dq_product(operands: Fused192Operands, buffer, IS_FIRST: gl.constexpr, CONS
     DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     dq = gl.zeros([ROWS, COLUMNS], gl.float32, layout=DQ)
     for keys in gl.static_range(2):
-        ds = operands.ds.index(buffer + keys).permute([1, 0])
+        ds = tiles.ds.index(buffer + keys).permute([1, 0])
         k_tile = opaque_zero(buffer) + keys
         if CONSUMER == 1 and not IS_FIRST:
-            k = operands.k.second.index(k_tile).reshape([ROWS, META.QK1])
+            k = tiles.loaded.k.second.index(k_tile).reshape([ROWS, META.QK1])
         else:
-            k = operands.k.first.index(k_tile).reshape([ROWS, META.QK0]).slice(FIRST_COLUMN, COLUMNS, 1)
+            k = tiles.loaded.k.first.index(k_tile).reshape([ROWS, META.QK0]).slice(FIRST_COLUMN, COLUMNS, 1)
         dq = warpgroup_mma(ds, k, dq, use_acc=keys > 0, is_async=True)
     return dq
 
 
 @gluon.jit
-def _hand_over_dq(dq, operands: Fused192Operands, barriers: Fused192ConsumerBarriers, n, CONSUMER: gl.constexpr):
+def _hand_over_dq(dq, ring: DqRing, n, CONSUMER: gl.constexpr):
     # n: the part's number, of all that a program has
     COLUMNS: gl.constexpr = dq.shape[1]
-    wait_empty(barriers.dq_empty, n, 1)
-    operands.dq.index(CONSUMER).slice(0, COLUMNS, 1).store(in_order_of_sums(dq))
+    wait_empty(ring.empty, n, 1)
+    ring.tiles.index(CONSUMER).slice(0, COLUMNS, 1).store(in_order_of_sums(dq))
     fence_async_shared()
-    mbarrier.arrive(barriers.dq_full.index(0), count=1)
+    mbarrier.arrive(ring.full.index(0), count=1)
 
 
 @gluon.jit
-def add_dq_192(args, sums, operands: Fused192Operands, barriers: Fused192ConsumerBarriers, block: Block, META: gl.constexpr):
+def add_dq_192(args, sums, ring: DqRing, block: Block, META: gl.constexpr):
     # A partition of its own: adds the parts of dq to the sums, whose descriptors are in `sums`, at the columns of `_dq_product`.
     at = first_queries(block, args.work)
     for m_block in range(block.num_blocks * args.work.group_size):
         row = query_block(at.n, block.block_range, META)[0]
         sums_row = place_of_sums(row, at.head, args, block, META)
         for part in gl.static_range(2):
-            wait_full(barriers.dq_full, 2 * m_block + part, 1)
+            wait_full(ring.full, 2 * m_block + part, 1)
             for consumer in gl.static_range(2):
                 if part == 0:
-                    tile = operands.dq.index(consumer).slice(0, NARROW, 1)
+                    tile = ring.tiles.index(consumer).slice(0, NARROW, 1)
                     reduce_add(sums.narrow, [sums_row, (2 + consumer) * NARROW], tile)
                 else:
-                    reduce_add(sums.wide, [sums_row, consumer * META.QK0], operands.dq.index(consumer))
+                    reduce_add(sums.wide, [sums_row, consumer * META.QK0], ring.tiles.index(consumer))
             tma.store_wait(0)  # the engine has read the tiles
-            release(barriers.dq_empty, 2 * m_block + part, 1)
+            release(ring.empty, 2 * m_block + part, 1)
         at = next_queries(at, block, args.work)
 
 
 @gluon.jit
 def consume_fused_192(
     args,
-    operands: Fused192Operands,
-    barriers: Fused192ConsumerBarriers,
+    tiles: Fused192Tiles,
+    barriers: DkdvBarriers,
     block: Block,
     CONSUMER: gl.constexpr,
     MODS: gl.constexpr,
@@ -128,8 +115,9 @@ def consume_fused_192(
 ):
     # args: a `DkdvArguments`, of plain scores. So that no warpgroup waits for the other in the middle of a block, dq of a block is
     # computed in the next one, as in `fused_consumer`, by the same barriers.
+    loaded = tiles.loaded
     scores, group_size = args.scores, args.work.group_size
-    DTYPE: gl.constexpr = operands.dout.dtype
+    DTYPE: gl.constexpr = loaded.dout.dtype
     BLOCK_M: gl.constexpr = META.BLOCK_M
     QK0: gl.constexpr = META.QK0
     QK1: gl.constexpr = META.QK1
@@ -152,7 +140,7 @@ def consume_fused_192(
     uncut_from = first_uncut_query(n_start, ROWS, block.band, META)
     iterations = block.num_blocks * group_size
     # As if there had been a block of queries before the first, whose ds is 0.
-    operands.ds.index(2 + CONSUMER).store(zeros.to(DTYPE))
+    tiles.ds.index(2 + CONSUMER).store(zeros.to(DTYPE))
     fence_async_shared()
     named_barrier_arrive_at(WRITTEN + 2 + CONSUMER, BOTH)
     mbarrier.wait(barriers.kv_full.index(0), 0)
@@ -167,13 +155,13 @@ def consume_fused_192(
         here = (m_block & 1) * 2
         last = ((m_block + 1) & 1) * 2
         is_there = m_block + 1 < iterations  # the next one
-        own_v = operands.v.index(own).reshape([ROWS, V0])
-        q_tile = operands.q.first.index(stage).reshape([BLOCK_M, QK0])
-        q1_tile = operands.q.second.index(stage).reshape([BLOCK_M, QK1])
-        dout_tile = operands.dout.index(stage).reshape([BLOCK_M, V0])
-        statistics = operands.statistics.index(stage)
+        own_v = loaded.v.index(own).reshape([ROWS, V0])
+        q_tile = loaded.q.first.index(stage).reshape([BLOCK_M, QK0])
+        q1_tile = loaded.q.second.index(stage).reshape([BLOCK_M, QK1])
+        dout_tile = loaded.dout.index(stage).reshape([BLOCK_M, V0])
+        statistics = loaded.statistics.index(stage)
         wait_full(barriers.q_full, m_block, META.STAGES_SCORES)
-        kq = score_product(operands.k, own, operands.q, stage, zeros, BLOCK_M, META)
+        kq = score_product(loaded.k, own, loaded.q, stage, zeros, BLOCK_M, META)
         wait_full(barriers.dout_full, m_block, META.STAGES_DP)
         dp = warpgroup_mma(own_v, dout_tile.slice(0, HALF, 0).permute([1, 0]), half_zeros, use_acc=False, is_async=True)
         kq = warpgroup_mma_wait(1, deps=[kq])
@@ -196,45 +184,45 @@ def consume_fused_192(
             ds = (p * (dp + minus_delta[None, :])).to(DTYPE)
             if half == 0:  # the other warpgroup's dq of the block before the last has read what is overwritten
                 named_barrier_sync_at(READ + 1 - CONSUMER + here, BOTH)
-            operands.ds.index(here + CONSUMER).slice(half * HALF, HALF, 1).store(ds)
+            tiles.ds.index(here + CONSUMER).slice(half * HALF, HALF, 1).store(ds)
             ds16 = gl.convert_layout(ds, LEFT)
             sum_of_q = warpgroup_mma(ds16, q, dk, is_async=True)
             sum_of_q1 = warpgroup_mma(ds16, q1, dk1, is_async=True)
             if half == 0:
                 named_barrier_sync_at(WRITTEN + 1 - CONSUMER + last, BOTH)
-                sum_of_k = _dq_product(operands, last, True, CONSUMER, META)
+                sum_of_k = _dq_product(tiles, last, True, CONSUMER, META)
                 dv, p16, dk, dk1, ds16 = warpgroup_mma_wait(2, deps=[sum_of_dout, p16, sum_of_q, sum_of_q1, ds16])
                 second_dout = dout_tile.slice(HALF, HALF, 0)
                 dp = warpgroup_mma(own_v, second_dout.permute([1, 0]), half_zeros, use_acc=False, is_async=True)
                 dq = warpgroup_mma_wait(1, deps=[sum_of_k])
                 if m_block > 0:
-                    _hand_over_dq(dq, operands, barriers, 2 * m_block - 2, CONSUMER)
+                    _hand_over_dq(dq, tiles.dq, 2 * m_block - 2, CONSUMER)
         fence_async_shared()  # under the product
         named_barrier_arrive_at(WRITTEN + CONSUMER + here, BOTH)
-        sum_of_k = _dq_product(operands, last, False, CONSUMER, META)
+        sum_of_k = _dq_product(tiles, last, False, CONSUMER, META)
         dv, p16, dk, dk1, ds16 = warpgroup_mma_wait(2, deps=[sum_of_dout, p16, sum_of_q, sum_of_q1, ds16])
         release(barriers.q_empty, m_block, META.STAGES_SCORES)
         dq = warpgroup_mma_wait(0, deps=[sum_of_k])
         if is_there:
             named_barrier_arrive_at(READ + CONSUMER + last, BOTH)
         if m_block > 0:
-            _hand_over_dq(dq, operands, barriers, 2 * m_block - 1, CONSUMER)
+            _hand_over_dq(dq, tiles.dq, 2 * m_block - 1, CONSUMER)
         at, values = next_query_block(at, values, block, args.work, scores, MODS, META)
     last = ((iterations + 1) & 1) * 2
     named_barrier_sync_at(WRITTEN + 1 - CONSUMER + last, BOTH)
     if iterations > 0:
         for part in gl.static_range(2):
-            sum_of_k = _dq_product(operands, last, part == 0, CONSUMER, META)
+            sum_of_k = _dq_product(tiles, last, part == 0, CONSUMER, META)
             dq = warpgroup_mma_wait(0, deps=[sum_of_k])
-            _hand_over_dq(dq, operands, barriers, 2 * iterations - 2 + part, CONSUMER)
+            _hand_over_dq(dq, tiles.dq, 2 * iterations - 2 + part, CONSUMER)
     named_barrier_sync(LAST, BOTH)  # k was the other warpgroup's too; now it is no longer needed
     if args.dk32.ptr is not None:
         store_key_gradient(args.dk32, dk * scores.scale, block, CONSUMER * ROWS, 0)
         store_key_gradient(args.dk32, dk1 * scores.scale, block, CONSUMER * ROWS, QK0)
         store_key_gradient(args.dv32, dv, block, CONSUMER * ROWS, 0)
     else:
-        operands.k.first.index(CONSUMER).reshape([ROWS, QK0]).store((dk * scores.scale).to(DTYPE))
-        operands.k.second.index(CONSUMER).reshape([ROWS, QK1]).store((dk1 * scores.scale).to(DTYPE))
-        operands.v.index(CONSUMER).reshape([ROWS, V0]).store(dv.to(DTYPE))
+        loaded.k.first.index(CONSUMER).reshape([ROWS, QK0]).store((dk * scores.scale).to(DTYPE))
+        loaded.k.second.index(CONSUMER).reshape([ROWS, QK1]).store((dk1 * scores.scale).to(DTYPE))
+        loaded.v.index(CONSUMER).reshape([ROWS, V0]).store(dv.to(DTYPE))
     fence_async_shared()
     mbarrier.arrive(barriers.dkdv_full.index(0), count=1)

@@ -15,7 +15,7 @@ from flexattn.dispatch.spec import Window, as_bshd
 from flexattn.kernels_triton.ahead_of_time.compile_report import SHARED_MEMORY_LIMIT, request_for
 from flexattn.kernels_triton.common.problem import Backward, Problem
 from flexattn.kernels_triton.families import Policy, choose
-from flexattn.kernels_triton.hopper import backward_fused_192, conditions, dkdv_loader, fused_192_consumer, query_walk
+from flexattn.kernels_triton.hopper import backward_fused_192, conditions, dkdv_loader, fused_192_consumer
 from flexattn.kernels_triton.runtime.launch import pretended_device, recorded_launches
 from flexattn.testing import (
     GRADIENT_FACTOR,
@@ -31,6 +31,7 @@ from tests.hopper.test_attention import FUSED_192, check, check_bits_but_for_dq,
 from tests.hopper.test_attention import launches as launches
 from tests.hopper.test_emulated import EVERYTHING, HARMLESS, SINKS, UNEVEN, is_wide, without_gpu
 from tests.hopper.test_query_walk import CALLS as WALKS
+from tests.hopper.test_query_walk import single_turns as single_turns
 from tests.support import inject
 from tests.support.compiled_kernels import compile_sound
 from tests.support.inject import drop, kernels_with, move, with_argument, wrong_phase
@@ -79,14 +80,10 @@ def family_of(problem: Problem, policy: Policy | None = None, *, deterministic: 
     ],
 )
 def test_other_calls_have_a_reason(dims: tuple[int, int], more: dict[str, Any], reason: str) -> None:
-    name, rejected = family_of(problem_of(dims, **more))
-    assert name != "sm_90 fused 192"
-    if "sm_90 fused 192" in rejected:  # else a family before it takes the call
-        assert reason in rejected["sm_90 fused 192"]
-    else:
-        x = problem_of(dims, **more)
-        with pretended_device(90, 132):
-            assert reason in str(conditions.fused_192_unsupported(x, x.v, x.v))
+    x = problem_of(dims, **more)
+    assert family_of(x)[0] != "sm_90 fused 192"
+    with pretended_device(90, 132):
+        assert reason in str(conditions.fused_192_unsupported(x, x.v, x.v) or conditions.fused_192_slower(x))
 
 
 def test_plain_calls_take_it_that_need_not_repeat() -> None:
@@ -100,7 +97,7 @@ def test_plain_calls_take_it_that_need_not_repeat() -> None:
 
 @pytest.mark.parametrize("causal", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_compiled(causal: bool) -> None:
-    """Registers are the kernel's measure: with more than a few reloads of addresses in its loops it was 10 % slower."""
+    """Registers are what it is short of: a form with 49 spilled words in each loop took up to 10 % longer (docs/bounds.md)."""
     x = torch.zeros(1, 256, 2, 192, dtype=torch.bfloat16)
     v = torch.zeros(1, 256, 2, 128, dtype=torch.bfloat16)
     problem = Problem(x, x, v, softmax_scale=0.1, window_right=0 if causal else None)
@@ -185,10 +182,9 @@ def test_dense_calls_emulated(seed: int, mask: str) -> None:
 
 @pytest.mark.sample
 @without_gpu
+@pytest.mark.usefixtures("single_turns")
 @pytest.mark.parametrize("name", WALKS)
-def test_turns_of_heads_emulated(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(query_walk, "_TURN", 1)
-    monkeypatch.setattr(query_walk, "num_processors", lambda device: 4)
+def test_turns_of_heads_emulated(name: str) -> None:
     call, inputs = WALKS[name]
     check_run(3, call, num_heads=4, **DIMS, **inputs)
 
@@ -218,7 +214,7 @@ FAULTS: dict[str, tuple[Any, inject.Fault]] = {
         ),
     ),
     "ds is read without a fence": (fused_192_consumer, drop("fence_async_shared()", within="consume_fused_192", nth=1)),
-    "dq is added before it is written": (fused_192_consumer, drop("wait(dq_full)")),
+    "dq is added before it is written": (fused_192_consumer, drop("wait(full)")),
     "dq is overwritten before it is added": (fused_192_consumer, drop("tma.store_wait()")),
     "dq is added without a fence": (fused_192_consumer, drop("fence_async_shared()", within="_hand_over_dq")),
     "columns of dq are added to others": (
