@@ -35,8 +35,19 @@ from flexattn.kernels_triton.common.tiles import cdiv
 from flexattn.kernels_triton.runtime.entry import WidePointer
 from flexattn.kernels_triton.runtime.launch import Tile, kernel, launch
 
-_TILE = Tile(128, 64, 8, 1)
-_TILE_OF_FP8 = _TILE._replace(block_m=32)  # for wide heads, where a tile that is held would leave room for few programs
+# 32 rows instead of 128, here and where dq is converted, and `place_of_program`: 1 to 2 % less time for backwards of 512 to 2048
+# tokens (bench/results/small_kernels_h200.json).
+_TILE = Tile(32, 64, 4, 1)
+_TILE_OF_FP8 = Tile(128, 64, 8, 1)  # which makes dout in FP8
+_TILE_OF_WIDE_FP8 = Tile(32, 64, 8, 1)  # where a tile that is held would leave room for few programs
+
+
+@triton.jit
+def place_of_program(blocks, num_heads):
+    # (block, head, batch) of a program of the kernels before and behind a backward's. That begins at the first heads and these
+    # at the last: so each kernel begins with what the one before has left in L2.
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    return program % blocks, program // blocks % num_heads, program // blocks // num_heads
 
 
 @triton.jit
@@ -96,6 +107,12 @@ class Arguments(NamedTuple):
     dsink_ptr: Pointer  # [h, b * blocks], or None: what each block of queries adds to the gradient of softmax_offset
 
 
+@triton.jit
+def _rows_with_tiles(length, SIZE: tl.constexpr):
+    # The queries of a sequence, to the end of the last tile of statistics that has one
+    return tl.cdiv(length, SIZE) * SIZE if SIZE > 0 else length
+
+
 @kernel
 def _attn_bwd_preprocess_kernel(
     args: Arguments,
@@ -110,12 +127,11 @@ def _attn_bwd_preprocess_kernel(
     tiles_ptr = args.tiled.ptr
     dsink_ptr = args.dsink_ptr
     quantized = args.quantized
-    blocks = tl.cdiv(lengths.max_seqlen, ROWS)
-    block = tl.program_id(0) % blocks
-    h = tl.program_id(0) // blocks % num_heads
-    b = tl.program_id(0) // blocks // num_heads
+    blocks = tl.cdiv(_rows_with_tiles(lengths.max_seqlen, SIZE), ROWS)
+    block, h, b = place_of_program(blocks, num_heads)
     start_q, len_q = load_sequence(lengths, b, META.IS_RAGGED_Q)
     first_row = block * ROWS
+    end = _rows_with_tiles(len_q, SIZE)
     if SIZE > 0:  # this is known when it is compiled, that at run time
         if tl.program_id(0) == 0:
             none = tl.arange(0, SIZE)
@@ -126,7 +142,7 @@ def _attn_bwd_preprocess_kernel(
         if args.tiled.dq_arrivals_ptr is not None:  # noqa: SIM102
             if block == 0:
                 tl.store(args.tiled.dq_arrivals_ptr + b * num_heads + h, 0)
-    if first_row >= len_q:
+    if first_row >= end:
         if quantized.rows.ptr is not None:
             tl.store(quantized.descale_ptr + (b * num_heads + h) * blocks + block, 1.0)
         if dsink_ptr is not None:
@@ -137,8 +153,8 @@ def _attn_bwd_preprocess_kernel(
         WIDTH: tl.constexpr = META.HEAD_DIM_QK
         first_tile = statistics_tile(b, h, num_heads, packed_start(lengths, b, start_q), args.tiled.tiles, META, SIZE)
         sums = args.tiled.dq_sums_ptr + tl.cast(first_tile, tl.int64) * (SIZE * WIDTH)
-        end = tl.minimum(first_row + ROWS, tl.cdiv(len_q, SIZE) * SIZE)
-        store_zeros(sums, WIDTH, tl.arange(0, BLOCK_M) * WIDTH, first_row, end, WIDTH, META.QK0, META.QK1)
+        zeros_end = tl.minimum(first_row + ROWS, end)
+        store_zeros(sums, WIDTH, tl.arange(0, BLOCK_M) * WIDTH, first_row, zeros_end, WIDTH, META.QK0, META.QK1)
     dout_base = row_pointer(args.dout, b, h, start_q + first_row, META)
     dout_step, dout_offsets = row_steps(args.dout.stride_s, BLOCK_M, META)
     scale, descale = 1.0, 1.0
@@ -174,9 +190,8 @@ def _attn_bwd_preprocess_kernel(
             place_q = packed_start(lengths, b, start_q)
             tile = statistics_tile(b, h, num_heads, place_q, args.tiled.tiles, META, SIZE) + rows // SIZE
             pointers = tiles_ptr + tl.cast(tile, tl.int64) * (2 * SIZE) + rows % SIZE
-            in_tiles = rows < tl.cdiv(len_q, SIZE) * SIZE
-            tl.store(pointers, -lse_log2, mask=in_tiles)
-            tl.store(pointers + SIZE, -delta, mask=in_tiles)
+            tl.store(pointers, -lse_log2, mask=rows < end)
+            tl.store(pointers + SIZE, -delta, mask=rows < end)
         else:
             own = statistics_row(b, h, num_heads, num_tokens_q, start_q, META)
             tl.store(args.lse_log2_ptr + own + rows, lse_log2, mask=rows < len_q)
@@ -242,14 +257,14 @@ def tiled_statistics(call: Backward, size: int, *, with_dq_sums: bool = False, w
 
 def _launch(call: Backward, large: LargeRows, target: Statistics | TiledStatistics, size: int = 0) -> None:
     x, out, dout, dsoftmax_offset = call.problem, call.out, call.dout, call.dsoftmax_offset
-    quantises, dout8, tile = x.dout_is_to_come, dout, _TILE
+    quantises, dout8, tile, program_rows = x.dout_is_to_come, dout, _TILE, _TILE.block_m
     if quantises:
-        assert x.scale_rows == _TILE.block_m  # a program makes one scale
-        dout, tile = x.copies16[0], _TILE if x.v.shape[-1] <= 64 else _TILE_OF_FP8
+        program_rows = x.scale_rows  # a program makes one scale
+        dout, tile = x.copies16[0], _TILE_OF_FP8 if x.v.shape[-1] <= 64 else _TILE_OF_WIDE_FP8
     meta = x.meta(tile, (out, dout, dout8))._replace(IS_FP8=dout.element_size() == 1)
     if quantises:  # 8 elements a thread for FP8 too, so that it keeps those that it loaded
         meta = meta._replace(ALIGN=min(meta.ALIGN, 8))
-    blocks = cdiv(x.longest_q, _TILE.block_m)
+    blocks = cdiv(cdiv(x.longest_q, size) * size if size else x.longest_q, program_rows)
     dsink = dsoftmax_offset.new_empty((x.num_heads, x.batch * blocks)) if dsoftmax_offset is not None else None
     quantized = None
     if quantises:
@@ -269,6 +284,6 @@ def _launch(call: Backward, large: LargeRows, target: Statistics | TiledStatisti
         tiled=target if isinstance(target, TiledStatistics) else None,
         dsink_ptr=dsink,
     )
-    launch(_attn_bwd_preprocess_kernel, blocks * x.num_heads * x.batch, x.device, tile, (args, _TILE.block_m, size, meta))
+    launch(_attn_bwd_preprocess_kernel, blocks * x.num_heads * x.batch, x.device, tile, (args, program_rows, size, meta))
     if dsoftmax_offset is not None and dsink is not None:
         torch.sum(dsink, 1, out=dsoftmax_offset)

@@ -586,9 +586,10 @@ HOPPER_FUSED = (
     persistent(_FUSED[0], open_from=512, up_to=4096),
     persistent(_FUSED[0], **_SHORT_ROW),
     persistent(_FUSED[0], causal_from=1024, windowed_from=2048, up_to=8192),
-    # short_backwards_h100.json; above, one tile of dq in shared memory is 2 to 5 % faster than persistent programs.
-    persistent(_FUSED[2], open_from=512, up_to=4096, converts=True),
-    persistent(_FUSED[2], open_from=2048, up_to=4096),
+    # small_kernels_h100.json and _h200: without a mask too short calls are faster in the order of those with one, packed batches
+    # by 3 to 7 %. Above, one tile of dq in shared memory is 2 to 5 % faster than persistent programs (short_backwards_h100.json).
+    persistent(_FUSED[3], open_from=512, up_to=4096, converts=True),
+    persistent(_FUSED[3], open_from=512, up_to=4096),
     _FUSED[2]._replace(dq_stages=1, open_from=4097),
     persistent(_FUSED[3], **_SHORT_ROW),
     persistent(_FUSED[3], causal_from=1024, windowed_from=2048, up_to=8192),
@@ -612,11 +613,16 @@ HOPPER_FUSED_192 = HopperFused192Tile(192, 128, 64, open_from=1024, causal_from=
 """7 to 19 % less time than two kernels from 1024 tokens on an H200, from 2048 on an H100, where 1024 causal tokens take 2 % more
 (bench/results/fused_192_h200.json and fused_192_h100.json)."""
 
-HOPPER_FUSED_GROUPED = (persistent(_FUSED[0], **_SHORT_ROW), _for_lengths(_FUSED[3], **_SHORT_ROW), *_FUSED)
+HOPPER_FUSED_GROUPED = (
+    persistent(_FUSED[0], **_SHORT_ROW),
+    _for_lengths(_FUSED[3], **_SHORT_ROW),
+    persistent(_FUSED[3], open_from=512, up_to=4096),
+    *_FUSED,
+)
 """Rows for several query heads to each key head.
 
-Persistent programs take 2 to 5 % less time at head dim 64 below 1024 tokens, and elsewhere as much or up to 4 % more
-(bench/results/short_causal_h200.json and short_causal_h100.json).
+Persistent programs take 2 to 5 % less time at head dim 64 below 1024 tokens (bench/results/short_causal_h200.json and _h100), 2 to
+7 % less at 128 without a mask (small_kernels_h100.json), and elsewhere as much or up to 4 % more.
 """
 
 

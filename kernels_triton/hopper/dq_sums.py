@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 
 from flexattn.kernels_triton.common.arguments import Lengths, Rows
-from flexattn.kernels_triton.common.preprocess import statistics_tile
+from flexattn.kernels_triton.common.preprocess import place_of_program, statistics_tile
 from flexattn.kernels_triton.common.primitives import load_sequence, load_tile, packed_start, row_pointer, row_steps, store_tile
 from flexattn.kernels_triton.common.problem import Problem, rows
 from flexattn.kernels_triton.hopper.backward_blocks import Block, key_block
@@ -27,7 +27,7 @@ from flexattn.kernels_triton.runtime.entry import WidePointer
 from flexattn.kernels_triton.runtime.launch import Tile, kernel, launch
 from flexattn.kernels_triton.runtime.varying import as_number
 
-_CONVERSION_TILE = Tile(64, 64, 4, 1)
+_CONVERSION_TILE = Tile(32, 64, 4, 1)
 
 
 class DqRing(NamedTuple):
@@ -141,9 +141,7 @@ def _attn_bwd_dq_conversion_kernel(args: ConversionArguments, SIZE: tl.constexpr
     BLOCK_M: tl.constexpr = META.BLOCK_M
     HEAD_DIM: tl.constexpr = META.HEAD_DIM_QK
     blocks = tl.cdiv(args.lengths_q.max_seqlen, BLOCK_M)
-    block = tl.program_id(0) % blocks
-    h = tl.program_id(0) // blocks % args.num_heads
-    b = tl.program_id(0) // blocks // args.num_heads
+    block, h, b = place_of_program(blocks, args.num_heads)
     start_q, len_q = load_sequence(args.lengths_q, b, META.IS_RAGGED_Q)
     first_row = block * BLOCK_M
     if first_row >= len_q:

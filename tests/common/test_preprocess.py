@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from flexattn.dispatch import triton_backend
-from flexattn.kernels_triton.common.preprocess import tiled_statistics
+from flexattn.kernels_triton.common.preprocess import place_of_program, tiled_statistics
 from flexattn.kernels_triton.common.problem import Backward, Problem
 from flexattn.testing import make_call, make_inputs
 from tests.support.hopper_fp8_calls import E4M3, moved
@@ -69,3 +71,20 @@ def test_blocks_are_counted_from_zero(batch: int, heads: int, sq: int, device: s
     assert arrivals is not None
     assert arrivals.shape == (batch * heads,)
     assert not arrivals.any()
+
+
+@triton.jit
+def _places_kernel(out_ptr, blocks, num_heads):
+    block, h, b = place_of_program(blocks, num_heads)
+    row = out_ptr + 3 * tl.program_id(0)
+    tl.store(row, b)
+    tl.store(row + 1, h)
+    tl.store(row + 2, block)
+
+
+def test_the_last_place_comes_first(device: str) -> None:
+    """Each place once, from the last to the first: the backward between begins where the kernel before has ended."""
+    batch, heads, blocks = 2, 3, 5
+    out = torch.empty(batch * heads * blocks, 3, dtype=torch.int32, device=device)
+    _places_kernel[(out.shape[0],)](out, blocks, heads)
+    assert out.tolist() == [[b, h, n] for b in range(batch) for h in range(heads) for n in range(blocks)][::-1]

@@ -46,14 +46,15 @@ def test_persistent_programs_are_chosen_by_mask_length_and_groups(monkeypatch: p
             assert dim == 64 or more or (tile.dq_stages == 1) == (length >= 512)
             assert tile.converts == (tile.is_persistent and dim == 128 and not more)
             grouped = x[:, :, : x.shape[2] // 4]
-            is_persistent = dim == 64 and length == 512 and more == {"window_right": 0}
+            is_short = length == 512 and more == {"window_right": 0}
+            is_persistent = is_short if dim == 64 else length in chosen and not more
             assert conditions.fused_tile(Problem(x, grouped, grouped, softmax_scale=0.1, **more)).is_persistent == is_persistent
             lengths_kv = torch.empty(x.shape[0], dtype=torch.int32, device="meta")
             padded = conditions.fused_tile(Problem(x, x, x, softmax_scale=0.1, seqused_kv=lengths_kv, **more))
             narrow = conditions.fused_tile(Problem(x[..., :-8], x, x, softmax_scale=0.1, **more))
             for other in (padded, narrow):  # a kernel of its own converts
                 assert not other.converts
-                assert other.is_persistent == (length in chosen and (not tile.converts or length >= 2048))
+                assert other.is_persistent == (length in chosen)
     short = torch.empty((32, 512, 32, 64), dtype=torch.bfloat16, device="meta")
     grouped = short[:, :, :8]
     assert "1024 tokens" in str(conditions.fused_slower(Problem(short, grouped, grouped, softmax_scale=0.1)))
