@@ -4,8 +4,8 @@
 
 A time is the median of replays of a CUDA graph of the whole backward with L2 emptied before, the kernels taking turns. Gradients
 of calls of up to 4096 tokens are held to the reference; of all calls dk and dv of all variants must have the same bits, and repeat,
-and what is not written would be NaN. "converting" are persistent programs that convert dq too, where no kernel does so after them;
-"one tile of dq" is a program for each block with one instead of two in shared memory. Needs a GPU of compute capability 9.0.
+and what is not written would be NaN. "converting" are persistent programs that convert dq too, where no kernel does so after them.
+Needs a GPU of compute capability 9.0.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ def workloads() -> Iterator[Workload]:
 def backwards_of(workload: Workload) -> dict[str, Callable[[], dict[str, Tensor]]]:
     """The whole backward of the workload by each kernel; what is not written is NaN, but in a graph."""
     from flexattn.kernels_triton.common.problem import Backward
-    from flexattn.kernels_triton.common.tiles import persistent, select_hopper_fused_tile
+    from flexattn.kernels_triton.common.tiles import persistent
     from flexattn.kernels_triton.hopper.backward import hopper_backward
     from flexattn.kernels_triton.hopper.backward_fused import fused_backward
-    from flexattn.kernels_triton.hopper.conditions import mask_class
+    from flexattn.kernels_triton.hopper.conditions import fused_tile
     from flexattn.kernels_triton.hopper.forward import hopper_forward
     from flexattn.kernels_triton.portable.backward import attention_backward
 
@@ -73,7 +73,7 @@ def backwards_of(workload: Workload) -> dict[str, Callable[[], dict[str, Tensor]
     shape = (workload.num_heads, q.shape[0]) if workload.is_ragged else (q.shape[0], workload.num_heads, q.shape[1])
     lse = torch.empty(shape, dtype=torch.float32, device="cuda")
     hopper_forward(x, out, lse)
-    row = select_hopper_fused_tile(workload.head_dim_qk, workload.head_dim_v, mask_class(x)[0])
+    row = fused_tile(x)._replace(is_persistent=False, converts=False)
 
     def backward(run: Callable[..., None]) -> dict[str, Tensor]:
         is_captured = torch.cuda.is_current_stream_capturing()
@@ -88,8 +88,6 @@ def backwards_of(workload: Workload) -> dict[str, Callable[[], dict[str, Tensor]
         "persistent": functools.partial(fused_backward, tile=persistent(row)),
         "converting": functools.partial(fused_backward, tile=persistent(row, converts=True)),
     }
-    if row.head_dim == 128 and row.dq_stages > 1:
-        runs["one tile of dq"] = functools.partial(fused_backward, tile=row._replace(dq_stages=1))
     if workload.seqlen_q <= MOST_BESIDE:
         runs |= dict(zip(OTHERS, (hopper_backward, attention_backward), strict=True))
     return {name: functools.partial(backward, run) for name, run in runs.items()}

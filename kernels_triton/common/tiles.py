@@ -294,8 +294,8 @@ class HopperTile(NamedTuple):
     # By bench/results/forward_turns_h200.json, as is `out_parts`: through q's buffer instead, out was 1 to 7 % slower.
     # Consumers, at the matrix unit: three are 3 to 6 % faster so. Four are faster in causal calls and slower in others.
     pingpong: bool = True
-    # A row is rescaled when its maximum has risen by a factor of 2**8, not each time: 2 to 4 % faster at 64 and at 256, up to 4 %
-    # slower without a band at 128.
+    # A row is rescaled when its maximum has risen by a factor of 2**8, not each time: 2 to 4 % faster at 64 and at 256, at 64 with
+    # windows from 384 keys on 2 to 8 % (bench/results/windows_h100.json), and up to 4 % slower without a band at 128.
     is_lazy: bool = False
 
 
@@ -347,7 +347,7 @@ HOPPER_FLOPS = 2**36
 
 HOPPER_FORWARD = (
     HopperTile(64, 64, 192, 128, 2, 160, 1, 1, 2048, 2048, NEVER, NEVER, NEVER, HOPPER_FLOPS, is_lazy=True),
-    HopperTile(64, 64, 256, 64, 4, 112, 2, 1, 256, 512, 2048, NEVER, NEVER, 2**35, pingpong=False),
+    HopperTile(64, 64, 256, 64, 4, 112, 2, 1, 256, 512, 2048, NEVER, NEVER, 2**35, pingpong=False, is_lazy=True),
     HopperTile(64, 64, 128, 128, 2, 240, 1, 1, NEVER, NEVER, NEVER, NEVER, loaded_from=1024, flops_from=HOPPER_FLOPS),
     HopperTile(128, 128, 128, 128, 2, 240, 1, 1, 4096, 4096, 2048, 1024, 1024, flops_from=2**31),
     HopperTile(128, 128, 128, 128, 2, 240, 2, 1, 256, 256, NEVER, NEVER, NEVER, flops_from=2**31),
@@ -368,6 +368,16 @@ HOPPER_FEW_ROWS: dict[int, dict[str, Any]] = {
 
 Loading keys is all there is to do then, and rows without queries are only in the way: 64 sequences of 8192 keys take 252 us instead
 of 402 (bench/results/few_queries_h200.json).
+"""
+
+NARROW_WINDOW = 256
+HOPPER_NARROW_WINDOWS: dict[int, dict[str, Any]] = {
+    64: {"block_m": 192, "block_n": 64, "num_stages": 4, "registers": 160, "q_stages": 2, "pingpong": False, "is_lazy": True},
+}
+"""What changes in a row of this head dim of q and k under a window of at most `NARROW_WINDOW` keys.
+
+A tile with more queries goes through more keys that few of them see: windows of 128 keys take 4 to 5 % less time, of 256 3 %
+(bench/results/windows_h100.json).
 """
 
 Kind = Literal["open", "causal", "windowed", "modified", "loaded"]
@@ -420,11 +430,12 @@ def select_hopper_tile(
     kind: Kind = "open",
     length: int = NEVER - 1,
     rows: int = NEVER,
+    window: int = NEVER,
 ) -> HopperTile:
     """Returns the first of the narrowest rows for the head dims (at most 256) that `length` tokens are enough for, or the last.
 
-    Scores that are modified need a row with registers. Head dim 64 has a row for what is long, one for what is not, and a tile for
-    few `rows` of queries.
+    Scores that are modified need a row with registers. Head dim 64 has a row for what is long, one for what is not, and tiles for
+    few `rows` of queries and for a narrow `window`, in keys.
     """
     wide_enough = [
         tile
@@ -433,8 +444,12 @@ def select_hopper_tile(
     ]
     narrowest = [tile for tile in wide_enough if tile[:2] == wide_enough[0][:2]]
     tile = next((tile for tile in narrowest if length >= getattr(tile, f"{kind}_from")), narrowest[-1])
-    few = HOPPER_FEW_ROWS.get(tile.head_dim_qk)
-    return tile if few is None or rows > few["block_m"] else tile._replace(**few)
+    few, narrow = HOPPER_FEW_ROWS.get(tile.head_dim_qk), HOPPER_NARROW_WINDOWS.get(tile.head_dim_qk)
+    if few is not None and rows <= few["block_m"]:
+        return tile._replace(**few)
+    if narrow is not None and window <= NARROW_WINDOW and kind == "windowed" and not is_modified:
+        return tile._replace(**narrow)
+    return tile
 
 
 class HopperBackwardTile(NamedTuple):
@@ -529,12 +544,8 @@ def _for_lengths(tile: HopperFusedTile, **more: int) -> HopperFusedTile:
 
 
 def persistent(tile: HopperFusedTile, **more: int) -> HopperFusedTile:
-    """Returns the row with persistent programs, whose second k leaves memory for one tile of dq at head dim 128.
-
-    more: its fields; without a length of its own it is for no kind.
-    """
-    dq_stages = tile.dq_stages if tile.head_dim <= 64 else 1
-    return _for_lengths(tile, **more)._replace(is_persistent=True, dq_stages=dq_stages)
+    """Returns the row with persistent programs. more: its fields; without a length of its own it is for no kind."""
+    return _for_lengths(tile, **more)._replace(is_persistent=True)
 
 
 _SHORT_ROW = {"causal_from": 384, "up_to": 1023, "flops_from": 2**33}  # `LeastCausal` says which of these calls are faster with it
@@ -566,7 +577,7 @@ _FUSED = (
         modified_from=1024,
         loaded_from=1024,
     ),
-    HopperFusedTile(128, queries=64, dp_first=True, is_ahead=False, pingpong=False, dq_stages=2, dv_with_dk=True, open_from=512),
+    HopperFusedTile(128, queries=64, dp_first=True, is_ahead=False, pingpong=False, dq_stages=1, dv_with_dk=True, open_from=512),
     HopperFusedTile(
         128,
         queries=64,
@@ -590,7 +601,6 @@ HOPPER_FUSED = (
     # by 3 to 7 %. Above, one tile of dq in shared memory is 2 to 5 % faster than persistent programs (short_backwards_h100.json).
     persistent(_FUSED[3], open_from=512, up_to=4096, converts=True),
     persistent(_FUSED[3], open_from=512, up_to=4096),
-    _FUSED[2]._replace(dq_stages=1, open_from=4097),
     persistent(_FUSED[3], **_SHORT_ROW),
     persistent(_FUSED[3], causal_from=1024, windowed_from=2048, up_to=8192),
     *_FUSED,

@@ -93,7 +93,10 @@ def forward_tile(problem: Problem) -> HopperTile:
     length = max(x.longest_q, x.longest_kv) if x.q.dim() == 4 else x.q.shape[0] // max(1, x.batch)  # the mean of a packed batch
     is_modified = x.is_modified or x.dropout_p > 0
     kind, rows = mask_class(x)[0], rows_of_a_tile(x)
-    return select_hopper_tile(x.q.shape[-1], x.v.shape[-1], is_modified=is_modified, kind=kind, length=length, rows=rows)
+    window = NEVER if x.window_left is None or x.window_right is None else x.window_left + 1 + x.window_right
+    return select_hopper_tile(
+        x.q.shape[-1], x.v.shape[-1], is_modified=is_modified, kind=kind, length=length, rows=rows, window=window
+    )
 
 
 def unsupported_block_mask(problem: Problem, tile: tuple[int, int]) -> str | None:

@@ -20,7 +20,7 @@ from flexattn.bench.emulated import emulated
 from flexattn.dispatch import triton_backend
 from flexattn.dispatch.spec import Window, as_bshd
 from flexattn.kernels_triton.common.problem import Backward
-from flexattn.kernels_triton.common.tiles import HOPPER_FORWARD, HopperTile, persistent
+from flexattn.kernels_triton.common.tiles import HOPPER_FORWARD, HopperTile, persistent, select_hopper_fused_tile
 from flexattn.kernels_triton.hopper import backward as hopper_backward
 from flexattn.kernels_triton.hopper import (
     backward_blocks,
@@ -58,7 +58,8 @@ KERNELS = (hopper_forward, hopper_backward, hopper_fused)
 VARIANTS = {  # of the fused backward
     "persistent": persistent,
     "converting": lambda tile: persistent(tile, converts=True),
-    "one tile of dq": lambda tile: tile._replace(dq_stages=1),
+    "short": lambda _: select_hopper_fused_tile(128, 128, "open", 1024),
+    "short, converting": lambda _: select_hopper_fused_tile(128, 128, "open", 1024, has_lengths=False),
 }
 BACKWARDS = ("hopper_backward", "fused_backward")
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU what is beside the Gluon kernels runs there")
@@ -213,10 +214,11 @@ def test_programs_that_convert_dq(dim: int, fmt: str, call: dict[str, Any], monk
 
 
 @without_gpu
-@pytest.mark.parametrize("seed", [1, 5, 6])
-def test_one_tile_of_dq(seed: int) -> None:
-    """The row for long calls without a mask at head dim 128."""
-    check_persistent(seed, {}, "one tile of dq", lengths_q=[200] * 2, lengths_kv=[330] * 2, num_heads=2, num_heads_kv=2)
+@pytest.mark.parametrize("variant", ["short", "short, converting"])
+@pytest.mark.parametrize("seed", [1, 5])
+def test_short_calls_without_a_mask(seed: int, variant: str) -> None:
+    """Rows of head dim 128, which have the order of causal calls."""
+    check_persistent(seed, {}, variant, lengths_q=[200] * 2, lengths_kv=[330] * 2, num_heads=2, num_heads_kv=2)
 
 
 @without_gpu
