@@ -447,7 +447,7 @@ def select_hopper_tile(
     few, narrow = HOPPER_FEW_ROWS.get(tile.head_dim_qk), HOPPER_NARROW_WINDOWS.get(tile.head_dim_qk)
     if few is not None and rows <= few["block_m"]:
         return tile._replace(**few)
-    if narrow is not None and window <= NARROW_WINDOW and kind == "windowed" and not is_modified:
+    if narrow is not None and window <= NARROW_WINDOW and kind == "windowed" and length >= tile.windowed_from:
         return tile._replace(**narrow)
     return tile
 

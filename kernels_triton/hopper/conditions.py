@@ -86,7 +86,10 @@ def rows_of_a_tile(problem: Problem) -> int:
 
 
 def forward_tile(problem: Problem) -> HopperTile:
-    """Returns the committed tile; numbers drawn for dropout need registers as modified scores do."""
+    """Returns the committed tile; numbers drawn for dropout need registers as modified scores do.
+
+    Pages are found by a warp that loads alone, as it does beside two consumers: tiles with more of them are not for pages.
+    """
     x = problem
     if x.is_batch_invariant:
         return select_hopper_tile(x.q.shape[-1], x.v.shape[-1], is_modified=True)
@@ -94,9 +97,12 @@ def forward_tile(problem: Problem) -> HopperTile:
     is_modified = x.is_modified or x.dropout_p > 0
     kind, rows = mask_class(x)[0], rows_of_a_tile(x)
     window = NEVER if x.window_left is None or x.window_right is None else x.window_left + 1 + x.window_right
-    return select_hopper_tile(
+    tile = select_hopper_tile(
         x.q.shape[-1], x.v.shape[-1], is_modified=is_modified, kind=kind, length=length, rows=rows, window=window
     )
+    if x.page_table is not None and tile.block_m > 2 * ROWS.value:
+        return select_hopper_tile(x.q.shape[-1], x.v.shape[-1], is_modified=True)
+    return tile
 
 
 def unsupported_block_mask(problem: Problem, tile: tuple[int, int]) -> str | None:

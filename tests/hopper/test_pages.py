@@ -169,6 +169,14 @@ def problem_of(dim: int, queries: int, page_size: int, window: int | None = None
     return Problem(q, k, k, softmax_scale=0.1, **band, seqused_kv=used, page_table=table, max_seqlen_kv=4096)
 
 
+@pytest.mark.parametrize("window", [None, 128, 1024])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_tiles_of_many_queries_have_two_consumers(dim: int, window: int | None) -> None:
+    """A warp that loads alone finds their pages; beside three or four consumers it is a warpgroup, which does not compile."""
+    problem = problem_of(dim, 4096, 64, window)
+    assert conditions.forward_tile(problem).block_m == 128
+
+
 @pytest.mark.parametrize(("dim", "window", "is_slower"), [(64, 128, True), (64, 1024, False), (64, None, False), (128, 128, False)])
 def test_windows_of_few_queries_at_head_dim_64_are_the_portable_kernels(dim: int, window: int | None, is_slower: bool) -> None:
     with pretended_device(90, 132):
