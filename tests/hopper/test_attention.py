@@ -178,7 +178,7 @@ LOOP_SPILLS = {("fused", 64, "everything"): 3, ("persistent", 64, "open"): 4, ("
 LOOP_SPILLS |= {("persistent", 64, "everything"): 11, ("converting", 128, "open"): 1}
 SOME = [case for case in LOOP_INSTRUCTIONS if case[1:] in ((128, "causal"), (256, "everything"), ("64: 256x64", "everything"))]
 SOME.sort(key=lambda case: case[1] != 128)  # one of each kernel first
-SOME += [("fused", 64, "everything"), ("converting", 128, "open")]
+SOME += [("fused", 64, "everything"), ("converting", 128, "open"), ("fwd", "64: narrow window", "window")]
 
 
 def check_compiled(cases: list[tuple[str, int | str, str]], dtype: torch.dtype = torch.bfloat16) -> None:

@@ -20,7 +20,14 @@ from flexattn.bench.emulated import emulated
 from flexattn.dispatch import triton_backend
 from flexattn.dispatch.spec import Window, as_bshd
 from flexattn.kernels_triton.common.problem import Backward
-from flexattn.kernels_triton.common.tiles import HOPPER_FORWARD, HopperTile, persistent, select_hopper_fused_tile
+from flexattn.kernels_triton.common.tiles import (
+    HOPPER_FORWARD,
+    NARROW_WINDOW,
+    HopperTile,
+    persistent,
+    select_hopper_fused_tile,
+    select_hopper_tile,
+)
 from flexattn.kernels_triton.hopper import backward as hopper_backward
 from flexattn.kernels_triton.hopper import (
     backward_blocks,
@@ -333,7 +340,9 @@ def test_dense(band: dict[str, Any], dims: tuple[int, int]) -> None:
 @pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize(
-    "tile", HOPPER_FORWARD[:3] + HOPPER_FORWARD[4:5], ids=lambda tile: f"{tile.head_dim_qk}: {tile.block_m}x{tile.block_n}"
+    "tile",
+    (*HOPPER_FORWARD[:3], *HOPPER_FORWARD[4:5], select_hopper_tile(64, 64, kind="windowed", window=NARROW_WINDOW)),
+    ids=lambda tile: f"{tile.head_dim_qk}: {tile.block_m}x{tile.block_n}",
 )
 def test_forward_rows(tile: HopperTile, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each consumer passes over blocks that only others see, at either end; a program has several tiles."""
