@@ -380,6 +380,19 @@ A tile with more queries goes through more keys that few of them see: windows of
 (bench/results/windows_h100.json).
 """
 
+HOPPER_PAGED = (
+    HopperTile(64, 64, 128, 128, 2, 240, 1, 1, 2048, 4096, NEVER, NEVER, NEVER, flops_from=2**29),
+    HopperTile(64, 64, 128, 128, 3, 240, 2, 1, 256, 256, 256, NEVER, NEVER, 2**29, pingpong=False, is_lazy=True),
+    *HOPPER_FORWARD[2:],
+)
+"""The rows of `HOPPER_FORWARD` over pages, which a lone warp finds beside two consumers: beside more it would be a warpgroup.
+
+At head dim 64, 1024 tokens and more take 0.58 to 0.72 of the portable kernel's time, and 512 tokens beside 31 sequences with one
+query each 0.27 (bench/results/paged_prefill_h100.json).
+"""
+HOPPER_PAGED_NARROW_WINDOWS: dict[int, dict[str, Any]] = {64: HOPPER_NARROW_WINDOWS[64] | {"block_m": 128, "registers": 240}}
+"""The same for `HOPPER_NARROW_WINDOWS`: windows of 128 keys take 0.61 to 0.65 of the portable kernel's time (the same file)."""
+
 Kind = Literal["open", "causal", "windowed", "modified", "loaded"]
 """What decides a row beside the head dims: which of its `..._from` a call must reach."""
 
@@ -431,20 +444,22 @@ def select_hopper_tile(
     length: int = NEVER - 1,
     rows: int = NEVER,
     window: int = NEVER,
+    is_paged: bool = False,
 ) -> HopperTile:
     """Returns the first of the narrowest rows for the head dims (at most 256) that `length` tokens are enough for, or the last.
 
     Scores that are modified need a row with registers. Head dim 64 has a row for what is long, one for what is not, and tiles for
-    few `rows` of queries and for a narrow `window`, in keys.
+    few `rows` of queries and for a narrow `window`, in keys. Keys in pages have rows of their own.
     """
     wide_enough = [
         tile
-        for tile in HOPPER_FORWARD
+        for tile in (HOPPER_PAGED if is_paged else HOPPER_FORWARD)
         if head_dim_qk <= tile.head_dim_qk and head_dim_v <= tile.head_dim_v and (tile.registers >= 240 or not is_modified)
     ]
     narrowest = [tile for tile in wide_enough if tile[:2] == wide_enough[0][:2]]
     tile = next((tile for tile in narrowest if length >= getattr(tile, f"{kind}_from")), narrowest[-1])
-    few, narrow = HOPPER_FEW_ROWS.get(tile.head_dim_qk), HOPPER_NARROW_WINDOWS.get(tile.head_dim_qk)
+    few = HOPPER_FEW_ROWS.get(tile.head_dim_qk)
+    narrow = (HOPPER_PAGED_NARROW_WINDOWS if is_paged else HOPPER_NARROW_WINDOWS).get(tile.head_dim_qk)
     if few is not None and rows <= few["block_m"]:
         return tile._replace(**few)
     if narrow is not None and window <= NARROW_WINDOW and kind == "windowed" and length >= tile.windowed_from:

@@ -86,23 +86,25 @@ def rows_of_a_tile(problem: Problem) -> int:
 
 
 def forward_tile(problem: Problem) -> HopperTile:
-    """Returns the committed tile; numbers drawn for dropout need registers as modified scores do.
-
-    Pages are found by a warp that loads alone, as it does beside two consumers: tiles with more of them are not for pages.
-    """
+    """Returns the committed tile; numbers drawn for dropout need registers as modified scores do."""
     x = problem
     if x.is_batch_invariant:
         return select_hopper_tile(x.q.shape[-1], x.v.shape[-1], is_modified=True)
-    length = max(x.longest_q, x.longest_kv) if x.q.dim() == 4 else x.q.shape[0] // max(1, x.batch)  # the mean of a packed batch
-    is_modified = x.is_modified or x.dropout_p > 0
-    kind, rows = mask_class(x)[0], rows_of_a_tile(x)
+    is_paged = x.page_table is not None
+    # Of a packed batch the mean, but over pages, where long sequences take the time beside many that have one query.
+    is_mixed = is_paged and x.longest_q > ROWS.value
+    length = x.q.shape[0] // max(1, x.batch) if x.q.dim() == 3 and not is_mixed else max(x.longest_q, x.longest_kv)
     window = NEVER if x.window_left is None or x.window_right is None else x.window_left + 1 + x.window_right
-    tile = select_hopper_tile(
-        x.q.shape[-1], x.v.shape[-1], is_modified=is_modified, kind=kind, length=length, rows=rows, window=window
+    return select_hopper_tile(
+        x.q.shape[-1],
+        x.v.shape[-1],
+        is_modified=x.is_modified or x.dropout_p > 0,
+        kind=mask_class(x)[0],
+        length=length,
+        rows=rows_of_a_tile(x),
+        window=window,
+        is_paged=is_paged,
     )
-    if x.page_table is not None and tile.block_m > 2 * ROWS.value:
-        return select_hopper_tile(x.q.shape[-1], x.v.shape[-1], is_modified=True)
-    return tile
 
 
 def unsupported_block_mask(problem: Problem, tile: tuple[int, int]) -> str | None:

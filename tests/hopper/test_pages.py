@@ -19,6 +19,7 @@ from flexattn.emulator import Report
 from flexattn.functional import bind_call
 from flexattn.kernels_triton.ahead_of_time.compile_report import request_for
 from flexattn.kernels_triton.common.problem import Problem
+from flexattn.kernels_triton.common.tiles import HOPPER_PAGED, NARROW_WINDOW, HopperTile, select_hopper_tile
 from flexattn.kernels_triton.hopper import conditions, pages
 from flexattn.kernels_triton.hopper import forward as hopper_forward
 from flexattn.kernels_triton.runtime.launch import Launch, pretended_device, recorded_launches
@@ -57,9 +58,13 @@ def make_arguments(page_size: int, layout: str, dim: int, **call: Any) -> dict[s
 
 
 def run(
-    seed: int, arguments: dict[str, Any], kernels: ModuleType = hopper_forward, splits: int | None = None
+    seed: int,
+    arguments: dict[str, Any],
+    kernels: ModuleType = hopper_forward,
+    splits: int | None = None,
+    tile: HopperTile | None = None,
 ) -> tuple[Report, Tensor, Tensor]:
-    """Returns what the emulator says, out and lse."""
+    """Returns what the emulator says, out and lse; tile: None for the committed one."""
     x, settings = bind_call(**arguments)
     spec = ops.spec_to_run(x, settings)
     out, lse, _ = (t.fill_(float("nan")) for t in empty_outputs(spec, x))
@@ -67,7 +72,7 @@ def run(
         problem = triton_backend.to_problem(spec, x)
         with pretended_device(90, 132):
             assert conditions.forward_unsupported(problem, as_bshd(out, spec.q_format)) is None
-        kernels.hopper_forward(problem, as_bshd(out, spec.q_format), lse, splits=splits)
+        kernels.hopper_forward(problem, as_bshd(out, spec.q_format), lse, splits=splits, tile=tile)
     return reports["_attn_fwd_hopper_kernel"], out, lse
 
 
@@ -79,10 +84,17 @@ def dense(arguments: dict[str, Any]) -> dict[str, Any]:
     return {**same, "k": x.k, "v": x.v}
 
 
-def check(seed: int, arguments: dict[str, Any], splits: int | None = None) -> None:
-    report, out, lse = run(seed, arguments, splits=splits)
+def committed_tile(arguments: dict[str, Any]) -> HopperTile:
+    x, settings = bind_call(**arguments)
+    return conditions.forward_tile(triton_backend.to_problem(ops.spec_to_run(x, settings), x))
+
+
+def check(seed: int, arguments: dict[str, Any], splits: int | None = None, tile: HopperTile | None = None) -> None:
+    """Holds a call to the reference, and to the bits of dense keys with the same tile."""
+    how = {"splits": splits, "tile": tile or committed_tile(arguments)}
+    report, out, lse = run(seed, arguments, **how)
     assert {finding.kind for finding in report.findings} <= HARMLESS, f"seed {seed}: {report}"
-    _, dense_out, dense_lse = run(seed, dense(arguments), splits=splits)
+    _, dense_out, dense_lse = run(seed, dense(arguments), **how)
     assert torch.equal(out, dense_out)
     assert torch.equal(lse, dense_lse)
     x, settings = bind_call(**arguments)
@@ -119,6 +131,23 @@ def test_page_sizes_and_layouts(page_size: int, layout: str, dim: int) -> None:
 )
 def test_features(call: dict[str, Any], splits: int) -> None:
     check(3, make_arguments(16, "interleaved", 64, **call), splits)
+
+
+ROWS = {
+    "long": HOPPER_PAGED[0],
+    "short": HOPPER_PAGED[1],
+    "narrow window": select_hopper_tile(64, 64, kind="windowed", window=NARROW_WINDOW, is_paged=True),
+}
+
+
+@pytest.mark.sample("row")
+@without_gpu
+@pytest.mark.parametrize("page_size", [16, 256])
+@pytest.mark.parametrize("row", ROWS)
+def test_rows(row: str, page_size: int) -> None:
+    bands: tuple[dict[str, Any], ...] = ({}, {"window_size": (90, 0)}, {"attn_mask_type": "padding"})
+    for seed, band in enumerate(bands, start=page_size):
+        check(seed, make_arguments(page_size, "bhsd", 64, **band), tile=ROWS[row])
 
 
 FAULTS = {
@@ -160,13 +189,16 @@ def test_pages_that_copies_cannot_bring() -> None:
     assert reason == "its copies take 8 keys of a page or more, and pages have 12: no multiple of 8"
 
 
-def problem_of(dim: int, queries: int, page_size: int, window: int | None = None) -> Problem:
-    """A causal call of 8 sequences of up to 4096 keys in pages."""
-    q = torch.zeros(8, queries, 32, dim, dtype=torch.bfloat16)
-    k = torch.zeros(8 * 4096 // page_size, page_size, 8, dim, dtype=torch.bfloat16)
-    table, used = torch.zeros(8, 4096 // page_size, dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
-    band: dict[str, Any] = {"window_left": window, "window_right": 0, "bottom_right": True}
-    return Problem(q, k, k, softmax_scale=0.1, **band, seqused_kv=used, page_table=table, max_seqlen_kv=4096)
+def problem_of(dim: int, queries: int, page_size: int, window: int | None = None, keys: int = 4096, decoding: int = 0) -> Problem:
+    """Returns a causal call over pages: 8 sequences, or one, packed beside some that decode, with one query each."""
+    batch = 1 + decoding if decoding else 8
+    q = torch.zeros(*((queries + decoding,) if decoding else (batch, queries)), 32, dim, dtype=torch.bfloat16)
+    k = torch.zeros(batch * keys // page_size, page_size, 8, dim, dtype=torch.bfloat16)
+    table, used = torch.zeros(batch, keys // page_size, dtype=torch.int32), torch.zeros(batch, dtype=torch.int32)
+    more: dict[str, Any] = {"window_left": window, "window_right": 0, "bottom_right": True}
+    if decoding:
+        more |= {"cu_seqlens_q": torch.zeros(batch + 1, dtype=torch.int32), "max_seqlen_q": queries}
+    return Problem(q, k, k, softmax_scale=0.1, **more, seqused_kv=used, page_table=table, max_seqlen_kv=keys)
 
 
 @pytest.mark.parametrize("window", [None, 128, 1024])
@@ -177,6 +209,25 @@ def test_tiles_of_many_queries_have_two_consumers(dim: int, window: int | None) 
     assert conditions.forward_tile(problem).block_m == 128
 
 
+@pytest.mark.parametrize(
+    ("keys", "window", "row"), [(4096, None, "long"), (2048, None, "short"), (4096, 1023, "short"), (2048, 127, "narrow window")]
+)
+@pytest.mark.parametrize("decoding", [0, 31])
+def test_prefill_at_head_dim_64(keys: int, window: int | None, row: str, decoding: int) -> None:
+    """Sequences of one query beside a long one do not decide, though there are more of them."""
+    problem = problem_of(64, 512, 16, window, keys, decoding)
+    assert conditions.forward_tile(problem) == ROWS[row]
+    with pretended_device(90, 132):
+        assert conditions.forward_slower(problem) is None
+
+
+@pytest.mark.parametrize("keys", [128, 255])
+def test_short_prefill_at_head_dim_64_is_the_portable_kernels(keys: int) -> None:
+    with pretended_device(90, 132):
+        reason = conditions.forward_slower(problem_of(64, 128, 1, keys=keys))
+    assert reason == f"causal_from of its row is no length, and the longest sequence has {keys}"
+
+
 @pytest.mark.parametrize(("dim", "window", "is_slower"), [(64, 128, True), (64, 1024, False), (64, None, False), (128, 128, False)])
 def test_windows_of_few_queries_at_head_dim_64_are_the_portable_kernels(dim: int, window: int | None, is_slower: bool) -> None:
     with pretended_device(90, 132):
@@ -184,9 +235,9 @@ def test_windows_of_few_queries_at_head_dim_64_are_the_portable_kernels(dim: int
     assert (reason is not None) == is_slower, reason
 
 
-def launch_of(dim: int, queries: int, page_size: int) -> Launch:
-    """The forward's launch."""
-    problem = problem_of(dim, queries, page_size)
+def launch_of(dim: int, queries: int, page_size: int, window: int | None = None, keys: int = 4096) -> Launch:
+    """Returns the forward's launch."""
+    problem = problem_of(dim, queries, page_size, window, keys)
     with pretended_device(90, 132), recorded_launches() as launches:
         hopper_forward.hopper_forward(problem, torch.zeros_like(problem.q), torch.zeros(8, 32, queries))
     return next(launch for launch in launches if "hopper" in launch.kernel.__name__)
@@ -199,7 +250,17 @@ SPILLS = {(64, 1, 8): 40, (64, 1, 16): 24, (128, 1, 16): 40, (128, 512, 16): 16,
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", SPILLS, ids=str)
 def test_compiled(kind: tuple[int, int, int]) -> None:
-    (report,) = compile_sound([request_for(launch_of(*kind), 90)])
-    assert report.spill_store_bytes <= SPILLS[kind]
+    check_compiled(launch_of(*kind), SPILLS[kind])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("keys", "window", "spills"), [(4096, None, 8), (2048, None, 8), (2048, 127, 0)], ids=list(ROWS))
+def test_rows_compiled(keys: int, window: int | None, spills: int) -> None:
+    check_compiled(launch_of(64, 512, 16, keys=keys, window=window), spills)
+
+
+def check_compiled(launch: Launch, spills: int) -> None:
+    (report,) = compile_sound([request_for(launch, 90)])
+    assert report.spill_store_bytes <= spills
     assert report.idle_barriers == 0
     assert not report.warnings
