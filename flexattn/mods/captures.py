@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexattn.mods.walk import ABSENT, MEMO, Scope, Walk
+from flexattn.mods.walk import ABSENT, MEMO, Scope, Unkeyed, Walk
 
 
 class Captures(NamedTuple):
@@ -111,9 +111,10 @@ def find_captures(function: Any, lift: bool = True, tensors_too: bool = True) ->
         if memo is not None and memo.holds(function, tensors_too):
             found: Captures = memo.captures
             return found
-    walk, key, _ = _walked(function, lift, None)
-    if walk.unkeyed:
-        return Captures(None, walk.unkeyed, (), (), ())
+    try:
+        walk, key, _ = _walked(function, lift, None)
+    except Unkeyed as e:
+        return Captures(None, str(e), (), (), ())
     if lift and walk.is_tied:  # it cannot be rebuilt with other floats
         return find_captures(function, lift=False)
     values = tuple(value.hex() for _, value in walk.floats)
@@ -138,7 +139,7 @@ def _walked(function: Any, lift: bool, values: Iterator[Any] | None) -> tuple[Wa
         walk = Walk(lift, scope, None)
         key, _ = walk.visit_all(name, function)
         walks.append(walk)
-        if walk.unkeyed or not scope.has_grown:
+        if not scope.has_grown:
             break
     if values is None:
         return walk, key, function

@@ -126,6 +126,10 @@ def _namedtuple_names(kind: type) -> tuple[str, ...] | None:
     return fields if issubclass(kind, tuple) and isinstance(fields, tuple) else None
 
 
+class Unkeyed(Exception):
+    """Says of something that may be read that it has no key, which ends a walk: a callable that reads it has none either."""
+
+
 class Walk:
     def __init__(self, lift: bool, scope: Scope, values: Iterator[Any] | None) -> None:
         self.lift = lift
@@ -133,7 +137,6 @@ class Walk:
         self.values = values  # the floats' replacements; None: nothing is rebuilt
         self.tensors: list[tuple[str, Tensor]] = []
         self.floats: list[tuple[str, float]] = []
-        self.unkeyed = ""
         self.seen: dict[int, tuple[int, bool]] = {}  # by address: how many came before, and whether it was lifted
         self.alive: list[Any] = []  # so that no address is taken anew
         self.replaced: dict[int, tuple[Any, bool]] = {}  # and whether there are floats in it
@@ -186,7 +189,7 @@ class Walk:
         if getattr(kind, "is_trace_state", False):
             return (kind,), value
         if depth > _MOST_DEEP:
-            return self._give_up(f"{name} is more than {_MOST_DEEP} references away"), value
+            raise Unkeyed(f"{name} is more than {_MOST_DEEP} references away")
         self.scope.expose(value, chains)
         if id(value) in self.seen:
             number, was_lifted = self.seen[id(value)]
@@ -236,7 +239,7 @@ class Walk:
         if kind not in _PLAIN_TENSORS:
             for owner in kind.__mro__[: kind.__mro__.index(Tensor)]:
                 for attr in sorted(self.scope.all_names() & vars(owner).keys()):
-                    self._give_up(f"{name} is a {kind.__name__}, which has {attr} of its own")
+                    raise Unkeyed(f"{name} is a {kind.__name__}, which has {attr} of its own")
         needs_grad = value.requires_grad and torch.is_grad_enabled()
         return (Tensor, position, value.dtype, value.dim(), needs_grad, *own)
 
@@ -270,7 +273,7 @@ class Walk:
         visited = [self.visit(f"{name}_{key}", item, lift, depth) for key, item in held]
         own = self.visit(name, value.default_factory, False, depth)[0] if kind is collections.defaultdict else None
         if getattr(value, "__dict__", None):
-            self._give_up(f"{name} is a {kind.__name__} with attributes")
+            raise Unkeyed(f"{name} is a {kind.__name__} with attributes")
         is_same = all(new is item for (_, new), (_, item) in zip(visited, held, strict=True))
         news = value if is_same else {key: new for (key, _), (_, new) in zip(held, visited, strict=True)}
         return (kind, own, *zip(keys, (key for key, _ in visited), strict=True)), news
@@ -300,7 +303,7 @@ class Walk:
         code, facts = function.__code__, facts_of(function.__code__)
         self._met(facts)
         if facts.hidden:
-            self._give_up(f"{function.__qualname__} uses {facts.hidden}, which reads what no name in the code says")
+            raise Unkeyed(f"{function.__qualname__} uses {facts.hidden}, which reads what no name in the code says")
         cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
         self.functions.append((function, code, function.__defaults__, function.__kwdefaults__))
         keys: list[Hashable] = [types.FunctionType, code]
@@ -340,7 +343,7 @@ class Walk:
                 continue
             for imported in (name.partition(".")[0], name):
                 if type(sys.modules.get(imported)) is not types.ModuleType:
-                    self._give_up(f"{function.__qualname__} imports {name}")
+                    raise Unkeyed(f"{function.__qualname__} imports {name}")
                 keys.append((name, self.visit(imported, sys.modules.get(imported), False, depth)[0]))
         defaults, new_defaults = self.visit("default", function.__defaults__ or (), lift, depth)
         keywords, new_keywords = self._items(function.__kwdefaults__ or {}, frozenset(function.__kwdefaults__ or ()), lift, depth)
@@ -360,14 +363,14 @@ class Walk:
         attributes, names = vars(module), self.scope.names_of(module)
         missing = sorted(names - attributes.keys()) if "__getattr__" in attributes else []
         if missing:
-            self._give_up(f"the module {module.__name__} may make {missing[0]} when it is asked for")
+            raise Unkeyed(f"the module {module.__name__} may make {missing[0]} when it is asked for")
         # Floats are part of the key, as nothing can take the module's place.
         return ("module", module.__name__, self._items(attributes, names, False, depth, of=module)[0])
 
     def _object(self, name: str, value: Any, lift: bool, depth: int) -> tuple[Hashable, Any]:
         kind = type(value)
         if type(kind) not in _METACLASSES:
-            return self._give_up(f"{name} is a {_named(kind)}, whose class is a {_named(type(kind))}"), value
+            raise Unkeyed(f"{name} is a {_named(kind)}, whose class is a {_named(type(kind))}")
         reads = vars(kind).get("_flexattn_reads")
         if reads is not None:  # a class of this library, which says what decides what it does
             self.scope.flag(copies=True)
@@ -422,12 +425,12 @@ class Walk:
         self.empty += hooks
         self.entries.append((attributes, "_compiled_call_impl", attributes.get("_compiled_call_impl", ABSENT)))
         if any(hooks) or attributes.get("_compiled_call_impl") is not None:
-            self._give_up(f"{name} is a module with hooks, or compiled")
+            raise Unkeyed(f"{name} is a module with hooks, or compiled")
         for attr in sorted(
             self.scope.names_of(module) & vars(torch.nn.Module).keys() - _OF_TENSORS_TOO - {"forward", "__call__", "training"}
         ):
             if not attr.startswith("__"):
-                self._give_up(f"{attr} of a torch.nn.Module may read all of it")
+                raise Unkeyed(f"{attr} of a torch.nn.Module may read all of it")
 
     def _class(self, name: str, value: Any, kind: type, beside: tuple[type, ...], depth: int) -> Hashable:
         """Returns the key of what a class or its objects can be asked, by name or operator. beside: bases in C that it may have."""
@@ -443,8 +446,7 @@ class Walk:
         self.shapes += [(vars(owner), tuple(vars(owner))) for owner in owners]
         for at, owner in enumerate(owners):
             if not _is_python(owner) and not issubclass(kind, enum.Enum):  # which takes over int's functions
-                self._give_up(f"{name} is a {_named(kind)}, whose contents are not followed")
-                break
+                raise Unkeyed(f"{name} is a {_named(kind)}, whose contents are not followed")
             for attr, member in list(vars(owner).items()):
                 is_special = attr.startswith("__") and attr.endswith("__")
                 is_called = is_whole and (attr in implicit or (is_special and attr not in _NOT_IMPLICIT))
@@ -478,14 +480,14 @@ class Walk:
             self.scope.expose(value, _first(member))
             return self.visit(attr, member, False, depth)[0]
         if not isinstance(member, type) and hasattr(type(member), "__get__"):
-            return self._give_up(f"{attr} of {_named(owner)} is a {_named(type(member))}")
+            raise Unkeyed(f"{attr} of {_named(owner)} is a {_named(type(member))}")
         return self.visit(attr, member, False, depth, self.scope.beyond(value, attr))[0]
 
     def _class_as_value(self, name: str, kind: type, depth: int) -> Hashable:
         if issubclass(kind, enum.Enum):
             return self._enumeration(name, kind, depth)
         if type(kind) is not type:  # an abstract one's isinstance() asks a registry
-            return self._give_up(f"{name} is a class whose class is {_named(type(kind))}")
+            raise Unkeyed(f"{name} is a class whose class is {_named(type(kind))}")
         beside = tuple(owner for owner in kind.__mro__ if is_pure(owner))
         return ("class", kind, self._class(name, kind, kind, beside, depth))
 
@@ -497,7 +499,7 @@ class Walk:
         kind = type(member)
         bases = tuple(owner for owner in kind.__mro__ if owner.__module__ in ("enum", "builtins"))
         if not {owner for owner in bases if owner.__module__ == "builtins"} <= {int, str, object}:
-            return self._give_up(f"{name} is a {_named(kind)}, whose contents are not followed")
+            raise Unkeyed(f"{name} is a {_named(kind)}, whose contents are not followed")
         plain = int.__int__(member) if isinstance(member, int) else str.__str__(member) if isinstance(member, str) else None
         self.objects.append((member, kind, member.__dict__))
         self.scope.expose(member, BARE)
@@ -506,10 +508,6 @@ class Walk:
         if others and id(kind) not in self.seen:  # member.other
             self.visit(name, kind, False, depth)
         return ("member", kind, plain, key, self._class(name, member, kind, bases, depth))
-
-    def _give_up(self, what: str) -> Hashable:
-        self.unkeyed = self.unkeyed or what
-        return None
 
 
 _WRITERS = frozenset(("append", "clear", "extend", "insert", "pop", "popitem", "remove", "reverse", "setdefault", "sort", "update"))

@@ -29,7 +29,7 @@ from torch import Tensor
 from flexattn import attention
 from flexattn.mods.captures import find_captures
 from flexattn.mods.trace import cache_info, clear_cache
-from flexattn.mods.walk import Scope
+from flexattn.mods.walk import Scope, Walk
 
 Q = torch.randn(1, 9, 2, 8, generator=torch.Generator().manual_seed(0))
 Mask = Callable[..., Any]
@@ -757,6 +757,21 @@ def test_what_is_provably_covered_has_a_key(kind: str) -> None:
         before = cache_info()["traces"]
         attention(Q, Q, Q, mask_mod=mod)
         assert cache_info()["traces"] - before == (kind == "a counter")
+
+
+def test_a_walk_ends_where_there_is_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is made in each call of such a mod, and what else the mod reads may be most of the process: here 1000 dictionaries."""
+    a_queue, later = collections.deque([2]), [{} for _ in range(1000)]
+    visit, visited = Walk.visit, []
+
+    def count(*args: Any) -> Any:
+        visited.append(args[1])  # its name
+        return visit(*args)
+
+    monkeypatch.setattr(Walk, "visit", count)
+    found = find_captures(lambda b, h, i, j: (a_queue[0] >= i) & (len(later) > j))
+    assert found == (None, "a_queue is a collections.deque, whose contents are not followed", (), (), ())
+    assert len(visited) < 10, visited
 
 
 @pytest.mark.parametrize("look", [lambda scope, x: scope.expose(x, frozenset([()])), lambda scope, x: scope.names_of(x)])
