@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +38,9 @@ FIND_FAULTS = frozenset(
 )
 
 
-def sampled(cases: Sequence[frozenset[tuple[str, str]]], begin: Iterable[int] = ()) -> set[int]:
-    """Returns which of the cases, each a set of parameters with their values, have every value together: `begin`, and at least
-    one.
+def sampled(cases: Sequence[frozenset[Any]], begin: Iterable[int] = ()) -> set[int]:
+    """Returns which of the cases, each a set of parameters with their values, or of pairs of these, have every element together:
+    `begin`, and at least one.
     """
     chosen = set(begin) or {0}
     missing = frozenset().union(*cases).difference(*(cases[i] for i in chosen))
@@ -68,7 +69,11 @@ def pytest_collection() -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks as slow what is not in the sample that a test's mark asks for."""
+    """Marks as slow what is not in the sample that a test's mark asks for, and as exhaustive what has no new pair of values either.
+
+    Two parameters were enough to see 70 to 97 % of the faults in each of four systems (Kuhn, Wallace and Gallo, "Software Fault
+    Interactions and Implications for Software Testing", IEEE Transactions on Software Engineering 30(6), 2004).
+    """
     tests: dict[str, list[Any]] = {}
     for item in items:
         if item.get_closest_marker("sample") and not any(item.get_closest_marker(name) for name in ("slow", "exhaustive")):
@@ -77,9 +82,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         names = cases[0].get_closest_marker("sample").args
         values = [frozenset((name, repr(case.callspec.params[name])) for name in names) for case in cases]
         chosen = sampled(values, (i for i, case in enumerate(cases) if case.nodeid in FIND_FAULTS))
+        every = [frozenset((name, repr(value)) for name, value in case.callspec.params.items()) for case in cases]
+        of_pairs = sampled([frozenset(combinations(sorted(case), 2)) or case for case in every], chosen)
         for i, case in enumerate(cases):
             if i not in chosen:
-                case.add_marker(pytest.mark.slow)
+                case.add_marker(pytest.mark.slow if i in of_pairs else pytest.mark.exhaustive)
 
 
 @pytest.fixture(scope="session")

@@ -53,7 +53,22 @@ def test_a_sample_has_each_value_of_each_parameter() -> None:
 @pytest.mark.parametrize("x", [1, 2])
 @pytest.mark.parametrize("y", [1, 2, 3])
 def test_the_rest_of_a_sample_is_slow(x: int, y: int, request: pytest.FixtureRequest) -> None:
-    assert (request.node.get_closest_marker("slow") is None) == ((x, y) in ((1, 1), (2, 1)))
+    assert marks_of(request) == (set() if (x, y) in ((1, 1), (2, 1)) else {"slow"})
+
+
+PAIRS = {(1, 1, 1): set(), (1, 2, 2): {"slow"}, (2, 1, 2): {"slow"}, (2, 2, 1): {"slow"}}
+
+
+@pytest.mark.sample
+@pytest.mark.parametrize("x", [1, 2])
+@pytest.mark.parametrize("y", [1, 2])
+@pytest.mark.parametrize("z", [1, 2])
+def test_what_has_no_new_pair_is_exhaustive(x: int, y: int, z: int, request: pytest.FixtureRequest) -> None:
+    assert marks_of(request) == PAIRS.get((x, y, z), {"exhaustive"})
+
+
+def marks_of(request: pytest.FixtureRequest) -> set[str]:
+    return {mark.name for mark in request.node.iter_markers()} & {"slow", "exhaustive"}
 
 
 def test_tests_that_find_faults_are_known() -> None:
