@@ -448,8 +448,12 @@ FAULTS: dict[str, tuple[ModuleType, inject.Fault]] = {
 @pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("name", FAULTS)
-# round robin and random; eager, lazy and random
-@pytest.mark.parametrize("seeds", [(2, 5), pytest.param((0, 1, 11), marks=pytest.mark.slow)], ids=["few", "more"])
+# round robin and random; eager and lazy; random
+@pytest.mark.parametrize(
+    "seeds",
+    [(2, 5), pytest.param((0, 1), marks=pytest.mark.slow), pytest.param((11,), marks=pytest.mark.exhaustive)],
+    ids=["few", "more", "random"],
+)
 def test_injected_fault_is_found(seeds: tuple[int, ...], name: str, tmp_path: Path) -> None:
     where, fault = FAULTS[name]
     kernels = kernels_with(KERNELS, where, fault, tmp_path)
