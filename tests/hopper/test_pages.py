@@ -254,7 +254,8 @@ def test_compiled(kind: tuple[int, int, int]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("keys", "window", "spills"), [(4096, None, 8), (2048, None, 8), (2048, 127, 0)], ids=list(ROWS))
+# Of the loading warp too: 12 bytes with Triton 3.6 and 8 with 3.7.
+@pytest.mark.parametrize(("keys", "window", "spills"), [(4096, None, 12), (2048, None, 12), (2048, 127, 0)], ids=list(ROWS))
 def test_rows_compiled(keys: int, window: int | None, spills: int) -> None:
     check_compiled(launch_of(64, 512, 16, keys=keys, window=window), spills)
 
