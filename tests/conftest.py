@@ -58,7 +58,7 @@ def pytest_xdist_auto_num_workers() -> int:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """What is collected stays, as do torch and Triton: looking for garbage in it takes a third of the collection, and goes on."""
+    """Keeps the garbage collector from what is collected, torch and Triton, which stay: looking there takes a third of the time."""
     gc.disable()
     try:
         return (yield)
