@@ -334,13 +334,13 @@ def measure():
     fx = torch.fx.graph_module._loader.eval_cache
     return tracemalloc.get_traced_memory()[0], len(linecache.cache), len(fx)
 tracemalloc.start()  # before the first calls: what takes the place of something else is no growth
-for calls in (20, 50):
+for calls in (50, 100):
     before = measure()
     for _ in range(calls):
         attention(q, q, q, score_mod=mod, backend="eager")
 after = measure()
 assert after[1:] == before[1:]
-assert after[0] - before[0] < 50 * 1000, (before, after)  # a graph takes 8 KB
+assert after[0] - before[0] < 100 * 500, (before, after)  # a graph takes 8 KB
 """
     result = forked_python("-W", "ignore", "-c", source)
     assert result.returncode == 0, result.stderr
