@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 from triton.experimental.gluon.language import _layouts as layouts
-from triton.experimental.gluon.language.nvidia.blackwell import TensorMemoryLayout, get_tmem_reg_layout
 
-from flexattn.emulator.dtypes import DType
 from flexattn.emulator.memory import Descriptor
 from flexattn.emulator.protocols import Layout
 from flexattn.emulator.report import GluonError
 from flexattn.emulator.shared import SharedView
-from flexattn.emulator.tensor import TensorView
+from flexattn.emulator.tensor import TensorView, rows_of_threads
 from flexattn.emulator.values import Scalar, Tensor
 
 SHARED_MEMORY_BYTES = 232448
@@ -143,13 +140,9 @@ def check_tensor_access(view: TensorView, layout: Layout, warps: int, what: str)
     """Raises GluonError unless a warpgroup's registers reach the lanes of tensor memory that they hold rows of."""
     if warps % _WARPGROUP:
         raise GluonError(f"{what} of tensor memory in a partition of {warps} warps; accepted: multiples of {_WARPGROUP}")
-    if layout != _rows_of_threads(view.dtype, tuple(view.shape), view.layout, warps):
-        raise GluonError(f"{what} of {view!r} with the layout {layout}; accepted: that of get_tmem_reg_layout")
-
-
-@lru_cache
-def _rows_of_threads(dtype: DType, shape: tuple[int, ...], layout: TensorMemoryLayout, warps: int) -> Any:
-    return get_tmem_reg_layout(dtype, shape, layout, warps)
+    accepted = rows_of_threads(view.dtype, tuple(view.shape), view.layout, warps)
+    if layout != accepted:
+        raise GluonError(f"{what} of {view!r} with the layout {layout}; accepted: a row for each thread, {accepted}")
 
 
 def check_tma(descriptor: Descriptor, coord: Sequence[int], view: SharedView, what: str) -> None:

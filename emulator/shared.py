@@ -122,12 +122,14 @@ class SharedView:
             layout = _nvmma(layout, len(shape), layout.transposed, None)
         return SharedView(self.allocation, data, self.region, self.dtype, layout, dims)
 
-    def _reinterpret(self, dtype: DType, shape: Sequence[int], layout: Layout) -> SharedView:
+    def reinterpret(self, dtype: DType, shape: Sequence[int], layout: Layout) -> SharedView:
         if dtype.name != self.dtype.name:
             raise NotImplementedError(f"shared memory of {self.dtype.name} reinterpreted as {dtype.name}")
         view = self.reshape(shape)
         view.layout = layout
         return view
+
+    _reinterpret = reinterpret  # its name until triton 3.8
 
     def load(self, layout: Layout) -> Tensor:
         loaded: Tensor = context.program().shared_load(self, layout)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
+from triton.experimental.gluon.language.nvidia import blackwell
 from triton.experimental.gluon.language.nvidia.blackwell import TensorMemoryLayout
 
 from flexattn.emulator import context
@@ -45,6 +48,14 @@ def columns_of(elements: int, dtype: DType, layout: Any) -> int:
     if bits % _COLUMN_BITS:
         raise GluonError(f"{elements} elements of {dtype.name} are no whole number of columns of tensor memory")
     return bits // _COLUMN_BITS
+
+
+@lru_cache
+def rows_of_threads(dtype: DType, shape: tuple[int, ...], layout: Any, warps: int) -> Layout:
+    """Returns the layout in registers of a tile of tensor memory, of which each thread has a row."""
+    if hasattr(blackwell, "get_tmem_reg_layout"):  # until triton 3.7
+        return blackwell.get_tmem_reg_layout(dtype, shape, layout, warps)
+    return blackwell.tensor_memory_descriptor_type(dtype, shape, layout, shape).get_reg_layout(warps)
 
 
 class TensorView:
@@ -115,21 +126,29 @@ class TensorView:
         if not 0 <= start < start + length <= self.shape[-1]:
             raise GluonError(f"slice({start}, {length}) of {self!r}, which has {self.shape[-1]} columns")
         own = self.layout
-        layout = TensorMemoryLayout((own.block[0], min(own.block[1], length)), own.col_stride, own.cta_split_num, own.two_ctas)
+        layout = dataclasses.replace(own, block=(own.block[0], min(own.block[1], length)))
         begin, size = (columns_of(n, self.dtype, own) for n in (start, length))
         low = self.region[-1][0] + begin
         region = (*self.region[:-1], (low, low + size))
         return TensorView(self.allocation, region, self.dtype, [*self.shape[:-1], length], layout)
 
-    def _reinterpret(self, dtype: DType, shape: Sequence[Any], layout: Layout) -> TensorView:
+    def reinterpret(self, dtype: DType, shape: Sequence[Any], layout: Layout) -> TensorView:
         sizes = [int(n) for n in shape]
         low, high = self.region[-1]
         if sizes[:-1] != self.shape[:-1] or columns_of(sizes[-1], dtype, layout) != high - low:
             raise GluonError(f"{self!r}, {self.dtype.name}{self.shape}, reinterpreted as {dtype.name}{sizes}")
         return TensorView(self.allocation, self.region, dtype, sizes, layout)
 
-    def load(self, layout: Layout) -> Tensor:
-        loaded: Tensor = context.program().tensor_load(self, layout)
+    _reinterpret = reinterpret  # its name until triton 3.8
+
+    def get_reg_layout(self, num_warps: int | None = None, instr_variant: str = "32x32b") -> Layout:
+        if instr_variant != "32x32b":
+            raise NotImplementedError(f"get_reg_layout of {instr_variant}")
+        warps = context.program().current.warps if num_warps is None else int(num_warps)
+        return rows_of_threads(self.dtype, tuple(self.shape), self.layout, warps)
+
+    def load(self, layout: Layout = None) -> Tensor:
+        loaded: Tensor = context.program().tensor_load(self, self.get_reg_layout() if layout is None else layout)
         return loaded
 
     def store(self, value: Tensor, pred: Any = True) -> None:

@@ -10,10 +10,10 @@ from flexattn.kernels_triton.blackwell.backward_pipeline import DQ_COLUMNS, DQ_S
 from flexattn.kernels_triton.blackwell.tensor_memory import fence_after_sync, fence_before_sync, row_layout
 from flexattn.kernels_triton.hopper.backward_blocks import Block
 from flexattn.kernels_triton.hopper.block_ranges import query_block
-from flexattn.kernels_triton.hopper.descriptors import reduce_add
 from flexattn.kernels_triton.hopper.dq_sums import in_order_of_sums, place_of_sums
 from flexattn.kernels_triton.hopper.fused_consumer import FusedArguments
 from flexattn.kernels_triton.hopper.query_walk import first_queries, next_queries
+from flexattn.kernels_triton.runtime.gluon_names import reduce_add
 
 
 @gluon.jit

@@ -13,11 +13,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.blackwell import (
     TensorMemoryLayout,
     allocate_tensor_memory,
-    get_tmem_reg_layout,
     tcgen05_mma,
 )
 
 from flexattn.kernels_triton.hopper.pairs import Pair
+from flexattn.kernels_triton.runtime.gluon_names import reinterpreted, tensor_rows
 
 LANES = gl.constexpr(128)  # rows of a tile: tcgen05.mma's M
 _WARPS = 4  # a warpgroup's, each of which reaches a quarter of the lanes
@@ -32,7 +32,7 @@ def tile_layout(columns):
 @gluon.constexpr_function
 def row_layout(columns):
     # The layout of such a tile in registers: a row is a thread's
-    return get_tmem_reg_layout(gl.float32, (LANES.value, columns), tile_layout(columns), _WARPS)
+    return tensor_rows(gl.float32, (LANES.value, columns), tile_layout(columns), _WARPS)
 
 
 class ForwardTiles(NamedTuple):
@@ -72,7 +72,7 @@ def allocate_backward_sums(BLOCK_M: gl.constexpr, DIM: gl.constexpr):
 def weights_over(scores, DTYPE: gl.constexpr, BLOCK_N: gl.constexpr):
     # A tile of weights in 16 bits, in the first half of the columns of its scores
     half = scores.slice(0, BLOCK_N // 2)
-    return half._reinterpret(DTYPE, [LANES, BLOCK_N], tile_layout(BLOCK_N))
+    return reinterpreted(half, DTYPE, [LANES, BLOCK_N], tile_layout(BLOCK_N))
 
 
 @gluon.jit

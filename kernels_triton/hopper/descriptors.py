@@ -6,12 +6,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
-from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from flexattn.kernels_triton.runtime.gluon_names import load_tile, store_tile
 
 # A row of one sequence by TMA, clipped at the sequence's end in hardware: the copy engine compares each coordinate with its extent
 # and adds coordinate times stride modulo 2**64. In the three outer dims the strides cancel but for `start + row`, and the third
@@ -100,20 +99,13 @@ def step_of(x: Tensor) -> Step:
 @gluon.jit
 def load_rows(descriptor, start, length, row, head, COLUMN: gl.constexpr, barrier, tile):
     # Rows row .. of the sequence that begins at token `start`; zeros from row `length` on.
-    tma.async_copy_global_to_shared(descriptor, [_RAGGED, start + length, _RAGGED - length + row, head, COLUMN], barrier, tile)
+    load_tile(descriptor, [_RAGGED, start + length, _RAGGED - length + row, head, COLUMN], barrier, tile)
 
 
 @gluon.jit
 def store_rows(descriptor, start, length, row, head, COLUMN: gl.constexpr, tile):
     # The same rows; what is past row `length` is not written.
-    tma.async_copy_shared_to_global(descriptor, [_RAGGED, start + length, _RAGGED - length + row, head, COLUMN], tile)
-
-
-@builtin
-def reduce_add(descriptor, coordinates, tile, _semantic=None):
-    # Adds a tile to global memory. Triton has a function for it only from 3.8 on (tma.async_atomic_add), the builder has it in all.
-    coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
-    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, descriptor.handle, coordinates, tile.handle)
+    store_tile(descriptor, [_RAGGED, start + length, _RAGGED - length + row, head, COLUMN], tile)
 
 
 @gluon.jit
@@ -140,4 +132,4 @@ def load_statistics(descriptor, first_tile, row, len_q, barrier, destination, ME
     at = (first_tile + row // META.BLOCK_M) * (2 * META.BLOCK_M)
     if META.BLOCK_SIZE_Q > 0:
         at = gl.where(row < len_q, at, 0)
-    tma.async_copy_global_to_shared(descriptor, [at], barrier, destination)
+    load_tile(descriptor, [at], barrier, destination)

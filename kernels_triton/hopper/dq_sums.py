@@ -17,13 +17,13 @@ from flexattn.kernels_triton.common.primitives import load_sequence, load_tile, 
 from flexattn.kernels_triton.common.problem import Problem, rows
 from flexattn.kernels_triton.hopper.backward_blocks import Block, key_block
 from flexattn.kernels_triton.hopper.block_ranges import query_block
-from flexattn.kernels_triton.hopper.descriptors import reduce_add
 from flexattn.kernels_triton.hopper.dq_parts import count_block, place_in_sums
 from flexattn.kernels_triton.hopper.operands import ROWS
 from flexattn.kernels_triton.hopper.pipeline import release, wait_empty, wait_full
 from flexattn.kernels_triton.hopper.query_walk import first_queries, next_queries
 from flexattn.kernels_triton.hopper.tile_scheduler import receive_tile
 from flexattn.kernels_triton.runtime.entry import WidePointer
+from flexattn.kernels_triton.runtime.gluon_names import reduce_add
 from flexattn.kernels_triton.runtime.launch import Tile, kernel, launch
 from flexattn.kernels_triton.runtime.varying import as_number
 

@@ -77,6 +77,7 @@ from flexattn.kernels_triton.hopper.tile_scheduler import (
     sequence_of,
     work_tile,
 )
+from flexattn.kernels_triton.runtime.gluon_names import load_tile
 from flexattn.kernels_triton.runtime.launch import Tile, capability_of, hopper_kernel, launch, num_processors
 
 _COLUMNS = gl.constexpr(8)  # columns of the product that sums p: wgmma's least N, all alike
@@ -258,7 +259,7 @@ def _load_partition(buffers: Buffers, args: Arguments, META: gl.constexpr):
             wait_empty(barriers.v_empty, n_block, STAGES)
             mbarrier.expect(barriers.v_full.index(stage), of.v.block_type.nbytes)
             place = [v_block + row // BLOCK, 0, row % BLOCK]
-            tma.async_copy_global_to_shared(of.v, place, barriers.v_full.index(stage), tiles.v.index(stage))
+            load_tile(of.v, place, barriers.v_full.index(stage), tiles.v.index(stage))
             n_block += 1
         # Not before this tile is loaded: what a program has drawn no other takes, however long it is busy.
         t = gl.atomic_add(work.table_ptr, 1, sem="relaxed") + gl.num_programs(0)

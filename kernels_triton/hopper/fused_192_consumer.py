@@ -31,7 +31,6 @@ from flexattn.kernels_triton.hopper.barriers import (
     named_barrier_sync_at,
 )
 from flexattn.kernels_triton.hopper.block_ranges import query_block
-from flexattn.kernels_triton.hopper.descriptors import reduce_add
 from flexattn.kernels_triton.hopper.dkdv_loader import DkdvBarriers, DkdvTiles
 from flexattn.kernels_triton.hopper.dq_sums import DqRing, in_order_of_sums, place_of_sums
 from flexattn.kernels_triton.hopper.fp8 import product_logits
@@ -41,6 +40,7 @@ from flexattn.kernels_triton.hopper.operands import ROWS, opaque_zero
 from flexattn.kernels_triton.hopper.pairs import score_product
 from flexattn.kernels_triton.hopper.pipeline import release, wait_empty, wait_full
 from flexattn.kernels_triton.hopper.query_walk import first_queries, next_queries
+from flexattn.kernels_triton.runtime.gluon_names import reduce_add
 
 HALF = gl.constexpr(32)  # half of the queries of a block
 NARROW = gl.constexpr(32)  # columns of the first part of dq that a warpgroup has; of the second it has twice as many

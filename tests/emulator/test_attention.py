@@ -207,7 +207,7 @@ BACKWARD_FAULTS: dict[str, tuple[Faults, set[str]]] = {
     "Q released before dK": (move("arrive(q_empty)", before="bar_sync(9)", **IN_BACKWARD, nth_there=0), {"race"}),
     "dK waited for with three outstanding": (with_argument("warpgroup_mma_wait(dk_async)", 0, "3"), {"wgmma-wait"}),
     "only K expected": (with_argument("mbarrier.expect(kv_full)", 1, "k_desc.block_type.nbytes * 2"), {"expect-bytes"}),
-    "dQ stored and not added": (call_instead("reduce_add(dq_desc)", "store_box"), {"global-write-race"}),
+    "dQ stored and not added": (call_instead("reduce_add(dq_desc)", "store_tile"), {"global-write-race"}),
     "no wait for K and V": (drop("wait(kv_full)"), {"race"}),
     "no wait for dout": (drop("wait(dout_full)"), {"race"}),
     "no wait for the last stores": (drop("tma.store_wait()", **IN_BACKWARD, nth=1), {"store-not-waited"}),

@@ -213,7 +213,7 @@ def test_a_box_within_its_tensor_but_outside_the_memory_is_found() -> None:
     given = SimpleNamespace(base=torch.zeros(40 * 64), shape=[64, 64], strides=[64, 1], block_shape=[64, 64], layout=layout)
     report = emulator.launch(samples.tma_misuse, (1,), given, given, WHAT="", seed=3)
     assert report.kinds == ["out-of-bounds"]
-    assert "tma.async_copy_global_to_shared(" in str(report)
+    assert "load_tile(" in str(report)
     assert "reaches elements 0 to 4095 of a buffer of 2560" in str(report)
 
 

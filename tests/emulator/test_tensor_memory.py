@@ -66,7 +66,7 @@ def test_misuse_is_found_on_every_seed(what: str, kind: str) -> None:
 @pytest.mark.parametrize(
     ("what", "said"),
     [
-        ("layout", "accepted: that of get_tmem_reg_layout"),
+        ("layout", "accepted: a row for each thread, DistributedLinearLayout("),
         ("operand", "accepted: shared memory, and for a tensor memory too"),
         ("dtype", "which is fp32[128, 64]"),
         ("shape", "into [128, 32]"),

@@ -1,4 +1,5 @@
-"""Small warp-specialised attention kernels in Gluon, for the tests of the emulator: they share nothing with the library's own.
+"""Small warp-specialised attention kernels in Gluon, for the tests of the emulator: the library's own share nothing with them but
+the names of Gluon (`gluon_names`).
 
 Every format is one ragged descriptor of rank 5, as triton/tools/ragged_tma.py makes them: a box ends where its sequence ends. Every
 mask is a band: query i sees key j iff -left <= j - i - shift <= right.
@@ -6,10 +7,8 @@ mask is a band: query i sees key j iff -left <= j - i - shift <= right.
 
 from __future__ import annotations
 
-from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -18,17 +17,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from flexattn.kernels_triton.runtime.gluon_names import load_tile, reduce_add, store_tile
+
 FAR = gl.constexpr(1 << 30)
 COLUMNS = gl.constexpr(7)  # columns of the table of sequences
-
-load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-store_box = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
-
-
-@builtin
-def reduce_add(desc, coord, src, _semantic=None):
-    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
-    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, src.handle)
 
 
 @gluon.constexpr_function
@@ -58,7 +50,7 @@ def barriers(N: gl.constexpr, COUNT: gl.constexpr):
 
 @gluon.jit
 def load_rows(desc, start, length, row, head, bar, smem):
-    load_box(desc, [FAR, start + length, FAR - length + row, head, 0], bar, smem)
+    load_tile(desc, [FAR, start + length, FAR - length + row, head, 0], bar, smem)
 
 
 @gluon.jit
@@ -171,7 +163,7 @@ def fwd_consumer(
             tma.store_wait(0)
             out_smem.index(WG).reshape([64, HEAD_DIM]).store(acc.to(k_smem.dtype))
             fence_async_shared()
-            store_box(out_desc, [FAR, q_start + q_length, FAR - q_length + row0 + WG * 64, q_head + head, 0], out_smem.index(WG))
+            store_tile(out_desc, [FAR, q_start + q_length, FAR - q_length + row0 + WG * 64, q_head + head, 0], out_smem.index(WG))
             turn += 1
     tma.store_wait(0)
     if WG == 0:
@@ -306,8 +298,8 @@ def bwd_consumer(
     v.store(dv.to(dtype))
     fence_async_shared()
     place = [FAR, kv_start + kv_length, FAR - kv_length + key0 + WG * 64, kv_head0 + kv_head, 0]
-    store_box(dk_desc, place, k_smem.index(WG))
-    store_box(dv_desc, place, v_smem.index(WG))
+    store_tile(dk_desc, place, k_smem.index(WG))
+    store_tile(dv_desc, place, v_smem.index(WG))
     tma.store_wait(0)
 
 

@@ -17,6 +17,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from flexattn.kernels_triton.runtime.gluon_names import load_tile, store_tile
+
 LINE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
@@ -135,8 +137,8 @@ def matmul(a_desc, b_desc, out_ptr, K_MAJOR: gl.constexpr, IN_REGISTERS: gl.cons
     bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(bar, count=1)
     mbarrier.expect(bar, a_desc.block_type.nbytes + b_desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(a_desc, [0, 0], bar, a)
-    tma.async_copy_global_to_shared(b_desc, [0, 0], bar, b)
+    load_tile(a_desc, [0, 0], bar, a)
+    load_tile(b_desc, [0, 0], bar, b)
     mbarrier.wait(bar, 0)
     acc = gl.zeros([M, N], gl.float32, layout=layout)
     right = b.permute([1, 0]) if K_MAJOR else b
@@ -160,9 +162,9 @@ def copy_rows(x_ptr, y_ptr, n, COLUMNS: gl.constexpr, NAN: gl.constexpr):
     bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(bar, count=1)
     mbarrier.expect(bar, x_desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(x_desc, [0, 0], bar, smem)
+    load_tile(x_desc, [0, 0], bar, smem)
     mbarrier.wait(bar, 0)
-    tma.async_copy_shared_to_global(y_desc, [0, 0], smem)
+    store_tile(y_desc, [0, 0], smem)
     tma.store_wait(0)
 
 
@@ -257,13 +259,13 @@ def tma_misuse(x_desc, y_desc, WHAT: gl.constexpr):
     mbarrier.init(bar, count=1)
     nbytes: gl.constexpr = x_desc.block_type.nbytes
     mbarrier.expect(bar, nbytes // 2 if WHAT == "expect-bytes" else nbytes)
-    tma.async_copy_global_to_shared(x_desc, [1000 if WHAT == "tma-out-of-bounds" else 0, 0], bar, smem)
+    load_tile(x_desc, [1000 if WHAT == "tma-out-of-bounds" else 0, 0], bar, smem)
     if WHAT != "load not waited for":
         mbarrier.wait(bar, 0)
     smem.store(smem.load(layout) + 1.0)
     if WHAT != "missing-fence":
         fence_async_shared()
-    tma.async_copy_shared_to_global(y_desc, [0, 0], smem)
+    store_tile(y_desc, [0, 0], smem)
     if WHAT == "source overwritten":
         smem.store(smem.load(layout))
     if WHAT != "store-not-waited":

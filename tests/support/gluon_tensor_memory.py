@@ -8,18 +8,19 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
     TensorMemoryLayout,
     allocate_tensor_memory,
     fence_async_shared,
-    get_tmem_reg_layout,
     mbarrier,
     tcgen05_commit,
     tcgen05_mma,
 )
+
+from flexattn.kernels_triton.runtime.gluon_names import reinterpreted, tensor_rows
 
 TILE = gl.constexpr(TensorMemoryLayout((128, 64), col_stride=1))
 
 
 @gluon.constexpr_function
 def rows_of_threads(columns=64):
-    return get_tmem_reg_layout(gl.float32, (128, columns), TensorMemoryLayout((128, columns), col_stride=1), 4)
+    return tensor_rows(gl.float32, (128, columns), TensorMemoryLayout((128, columns), col_stride=1), 4)
 
 
 @gluon.jit
@@ -71,7 +72,7 @@ def products(a_ptr, b_ptr, out_ptr, IN_TENSOR_MEMORY: gl.constexpr, BY_ARGUMENT:
     out = both.index(1)
     if IN_TENSOR_MEMORY:  # in the second half of a tile
         half = both.index(0).slice(32, 32)
-        operand = half._reinterpret(a_ptr.dtype.element_ty, [128, 64], TILE)
+        operand = reinterpreted(half, a_ptr.dtype.element_ty, [128, 64], TILE)
         operand.store(a.load(ROWS))
     else:
         operand = a
@@ -110,7 +111,7 @@ def misuse(x_ptr, out_ptr, WHAT: gl.constexpr):
     elif WHAT == "shape":
         tcgen05_mma(x, b, out.slice(0, 32), use_acc=False)
     elif WHAT == "reinterpretation":
-        out._reinterpret(gl.bfloat16, [128, 64], TILE)
+        reinterpreted(out, gl.bfloat16, [128, 64], TILE)
     elif WHAT == "index":
         out.index(0)
     elif WHAT == "slice":
