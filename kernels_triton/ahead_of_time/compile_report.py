@@ -45,7 +45,7 @@ from triton.runtime.jit import JITFunction
 
 from flexattn.kernels_triton.ahead_of_time.sass_registers import undefined_registers
 from flexattn.kernels_triton.mods.lowering import compile_source, source_of
-from flexattn.kernels_triton.runtime.launch import Launch
+from flexattn.kernels_triton.runtime.launch import Launch, compiler_options
 
 SHARED_MEMORY_LIMIT: dict[int, int] = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
 """Bytes of shared memory that one block can have (opt-in), by compute capability: CUDA C++ Programming Guide, "Compute
@@ -320,7 +320,7 @@ def compiled_from(request: CompileRequest) -> CompiledKernel:
 
 def _options(kernel: JITFunction[Any], num_warps: int, num_stages: int) -> dict[str, Any]:
     """Returns the options that a launch compiles the kernel with; debug: the assertions of an `asserting_kernel`."""
-    options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages}
+    options = compiler_options(num_warps, num_stages)
     return options | {"debug": True} if kernel.debug else options
 
 

@@ -10,6 +10,7 @@ products of bf16 are nonsense, casts to bf16 truncate, casts to fp8 lose the car
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -351,11 +352,15 @@ def _becomes(number, dtype):
     """Tells numbers that a tensor of `dtype` surely takes as its own; of others Triton decides."""
     if type(number) is int:
         return -(2**31) <= number < 2**31 and dtype.name in ("int32", "int64", "fp32")
-    return type(number) is float and dtype.name == "fp32" and (-3e38 < number < 3e38 or number in (_INFINITY, -_INFINITY))
+    if type(number) is not float or dtype.name != "fp32":
+        return False
+    if number == 0:
+        return math.copysign(1, number) > 0  # the sign of -0.0 is lost until triton 3.8
+    return -3e38 < number < 3e38 or number in (_INFINITY, -_INFINITY)
 
 
 def _constant(number, dtype):
-    values = np.array([number or 0], interpreter._get_np_dtype(dtype))  # as Triton makes -0.0 a 0
+    values = np.array([number], interpreter._get_np_dtype(dtype))
     return tl.tensor(TensorHandle(values, dtype), dtype)
 
 

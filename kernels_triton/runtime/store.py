@@ -1,9 +1,9 @@
 """Compiled kernels on disk, found without asking Triton: which looks through its whole installation first, in each process.
 
 A file is named by a hash of all that decides what a kernel is compiled to: its source with what that calls, what of its arguments
-it is compiled for, warps, stages, the architecture, Triton's version, and the environment variables that Triton's compiler reads.
-That text stands in the file too, before the binary. So a directory can be copied to a machine that has no compiler. Whom a file has
-to belong to, so that it is read, `flexattn.kept_files` says.
+it is compiled for, the compiler's options, the architecture, Triton's version, and the environment variables that Triton's compiler
+reads. That text stands in the file too, before the binary. So a directory can be copied to a machine that has no compiler. Whom a
+file has to belong to, so that it is read, `flexattn.kept_files` says.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -59,10 +59,10 @@ def binary_of(compiled: Any) -> Binary | None:
     return Binary(metadata.name, signature, metadata.num_warps, metadata.shared, maps, waits, compiled.asm["cubin"])
 
 
-def description(kernel: Any, parts: Sequence[Any], num_warps: int, num_stages: int, architecture: int) -> str:
+def description(kernel: Any, parts: Sequence[Any], options: Mapping[str, Any], architecture: int) -> str:
     """Returns a text that tells kernels apart; `parts` are the properties of each argument that it is compiled for."""
     what = (
-        (FILE_FORMAT, triton.__version__, _library_bytes(), architecture, num_warps, num_stages),
+        (FILE_FORMAT, triton.__version__, _library_bytes(), architecture, sorted(options.items())),
         (f"{kernel.fn.__module__}.{kernel.fn.__qualname__}", source_key(kernel)),
         tuple(map(_text, parts)),
         sorted((name, value) for name, value in os.environ.items() if name.startswith(_PREFIXES) and name not in _ELSEWHERE),

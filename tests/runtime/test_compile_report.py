@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 
 import pytest
 import triton
@@ -10,6 +11,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.runtime.jit import JITFunction
 
 from flexattn.kernels_triton.ahead_of_time.compile_report import (
     SHARED_MEMORY_LIMIT,
@@ -251,6 +253,26 @@ def test_arguments_are_checked():
     misaligned = dataclasses.replace(request, aligned=("a_stride",))
     with pytest.raises(CompileError, match=r"(?s)wrong or missing: b_ptr, num_tiles, out_ptr, stride.*wrong or missing: a_stride"):
         compile_beside([unnamed, misaligned])
+
+
+@triton.jit
+def _multiply_add_kernel(x_ptr, y_ptr):
+    at = tl.arange(0, 32)
+    tl.store(y_ptr + at, tl.load(x_ptr + at) * tl.load(y_ptr + at) + 3.0)
+
+
+@pytest.mark.parametrize("default", ["0", "1", None])
+def test_a_product_and_a_sum_are_one_operation_whatever_tritons_default_is(default, monkeypatch):
+    if default is None:
+        monkeypatch.delenv("TRITON_DEFAULT_FP_FUSION", raising=False)
+    else:
+        monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", default)
+    kernel = JITFunction(_multiply_add_kernel.fn)  # compiled, in a process whose kernels are interpreted
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # Triton 3.9 warns if nothing says whether they are
+        report = compile_for(kernel, {"x_ptr": "*fp32", "y_ptr": "*fp32"}, {}, sm=90, num_warps=1, num_stages=1)
+    assert report.instructions["FFMA"] == 1
+    assert not {"FADD", "FMUL"} & report.instructions.keys()
 
 
 def test_an_interpreted_kernel_is_refused():
