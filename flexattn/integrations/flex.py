@@ -104,7 +104,7 @@ def create_block_mask(
         mask_mod: mask_mod(b, h, q_idx, kv_idx) -> whether the query sees the key.
         B, H: batch and query heads; None or 1 where the mask is the same for all.
         Q_LEN, KV_LEN: how many queries and keys it is for.
-        device: where its lists are to be; None is the current accelerator, or the CPU.
+        device: where its lists are to be; None is the current accelerator, or the CPU if there is no device.
         BLOCK_SIZE: queries and keys of a block, multiples of 16.
         _compile: of no effect, as no mask of the size of all scores is made.
         separate_full_blocks: whether blocks that are seen whole are listed apart, so that mask_mod is not run in them.
@@ -123,7 +123,7 @@ def create_block_mask(
             "deterministic with torch.use_deterministic_algorithms(True), without such lists"
         )
     if device is None:
-        device = torch.accelerator.current_accelerator() or "cpu"
+        device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
     mask = block_masks.create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE)
     if separate_full_blocks:
         return mask

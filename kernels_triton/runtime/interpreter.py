@@ -339,7 +339,8 @@ def _check_operands(original):
             elif dtype.is_ptr():
                 if allow_lhs_ptr and rhs.dtype.name in ("int32", "int64"):
                     return semantic.broadcast_impl_value(lhs, rhs)
-            elif dtype is rhs.dtype and not (div_or_mod and dtype.name in ("fp16", "bf16")):  # whose quotients are in fp32
+            elif dtype is rhs.dtype and not (div_or_mod and dtype.is_floating() and dtype.name != "fp32"):
+                # Triton decides of quotients: those of 16 bits are in fp32, from triton 3.9 on those of 8 too
                 return semantic.broadcast_impl_value(lhs, rhs)
         elif type(rhs) is tl.tensor and arithmetic_check and _becomes(lhs, rhs.dtype):
             return semantic.broadcast_impl_value(_constant(lhs, rhs.dtype), rhs)

@@ -153,8 +153,16 @@ def test_block_masks_are_torchs(mask_mod: Mod, separate: bool) -> None:
 
 
 def test_block_masks_are_made_on_the_current_device() -> None:
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     assert create_block_mask(causal, None, None, 32, 32).kv_indices.device.type == (accelerator.type if accelerator else "cpu")
+
+
+def test_block_masks_are_made_on_the_cpu_if_torch_knows_gpus_and_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def current_accelerator(check_available: bool = False) -> torch.device | None:
+        return None if check_available else torch.device("cuda")
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", current_accelerator)
+    assert create_block_mask(causal, None, None, 32, 32).kv_indices.device.type == "cpu"
 
 
 def test_what_is_returned() -> None:
