@@ -83,6 +83,7 @@ class _Recorder(Watch):  # type: ignore[no-untyped-call]
         self.also: list[Tensor] = []  # those that stand for another
         self.slot_of: dict[int, int] = {}
         self.made: set[int] = set()  # by an op; the others are inputs and constants
+        self.roots: dict[int, tuple[int, int]] = {}  # by view: whose it is, and how many bytes further on it begins
         self.steps: list[_Op | _Launch | _Run] = []
         self.trouble = ""
         self.inputs = [None if t is None else self.slot(t) for t in inputs]
@@ -107,13 +108,28 @@ class _Recorder(Watch):  # type: ignore[no-untyped-call]
             if isinstance(x, Tensor):
                 is_new = id(x) not in self.slot_of
                 outs.append(self.slot(x))
-                self.made |= {self.slot(x)} if is_new else set()
+                if is_new:
+                    self.made.add(self.slot(x))
+                    self._find_root(x, leaves)
             else:
                 outs.append(None)
                 if x is not None:
                     self.trouble = f"{func} gives a {type(x).__name__}"
         self.steps.append(_Op(func, leaves, tree, tuple(outs), func._schema.is_mutable))
         return out
+
+    def root(self, slot: int) -> tuple[int, int]:
+        """Returns the tensor that one is a part of, and how many bytes further on it begins; all but views are their own."""
+        return self.roots.get(slot, (slot, 0))
+
+    def _find_root(self, out: Tensor, leaves: Sequence[Any]) -> None:
+        """Notes whose view an op's result is: an argument's of that op, as other tensors in the same storage may lie elsewhere."""
+        storage = out.untyped_storage()._cdata
+        for x in leaves:
+            if type(x) is _Slot and self.tensors[x].untyped_storage()._cdata == storage:
+                root, offset = self.root(int(x))
+                self.roots[self.slot(out)] = root, offset + out.data_ptr() - self.tensors[x].data_ptr()
+                return
 
     def ran(self, plan: Any, buffers: dict[int, Tensor]) -> None:
         self.steps.append(_Run(plan, {uid: self.slot(t) for uid, t in buffers.items()}))
@@ -140,7 +156,7 @@ class Recording:
         self.device = device
         self.notes: Any = None  # on the numbers that vary, for who asks for a recording with other ones
         tensors = recorder.tensors
-        roots = [_root(i, tensors, recorder) for i in range(len(tensors))]
+        roots = [recorder.root(i) for i in range(len(tensors))]
         needed = {i for i in results if i is not None}  # as tensors
         addressed: set[int] = set()
         kept: list[Any] = []
@@ -310,18 +326,11 @@ def record(
     results = [None if t is None else recorder.slot_of.get(id(t), -1) for t in results_of(result)]
     if recorder.trouble or -1 in results or all(isinstance(step, _Op) for step in recorder.steps):
         return result, None
-    return result, Recording(recorder, results, device)
-
-
-def _root(slot: int, tensors: Sequence[Tensor], recorder: _Recorder) -> tuple[int, int]:
-    """(the first tensor with the same memory, how many bytes further this one begins); an input is its own."""
-    tensor = tensors[slot]
-    if slot in recorder.made:
-        storage = tensor.untyped_storage()
-        for i, other in enumerate(tensors[:slot]):
-            if other.untyped_storage()._cdata == storage._cdata:
-                return i, tensor.data_ptr() - other.data_ptr()
-    return slot, 0
+    recording = Recording(recorder, results, device)
+    of_inputs = {t.untyped_storage()._cdata for t in inputs if t is not None}
+    if any(t.untyped_storage()._cdata in of_inputs for t in recording.constants.values()):
+        return result, None  # a part of an input that no operator made, as `x.data`: whose it is cannot be known
+    return result, recording
 
 
 def _runner(plan: Any, uids: tuple[int, ...], device: torch.device) -> Callable[[Sequence[Tensor]], None]:

@@ -15,6 +15,7 @@ import flexattn
 from flexattn import call_cache, fp8
 from flexattn.kernels_triton.runtime import launch
 from flexattn.testing import make_inputs
+from tests.support import storages
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, and torch.cuda.is_available() is False")
 
@@ -100,6 +101,21 @@ def test_a_tape_gives_the_bits_of_an_ordinary_call(name: str, hopper: str, monke
             torch.cuda.synchronize()
             assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), f"{name} on {stream}"
     assert call_cache.cache_info()["size"] == 1
+
+
+@pytest.mark.parametrize("ways", [("one storage", "apart"), ("apart", "one storage"), ("one storage", "one storage, reversed")])
+@pytest.mark.parametrize("sizes", [storages.Sizes(20, 64, torch.bfloat16), storages.Sizes(500, 128, torch.bfloat16)])
+@pytest.mark.parametrize("hopper", ["never", "always"])
+@pytest.mark.parametrize("name", storages.CASES)
+def test_a_replay_reads_the_tensors_it_is_given(
+    name: str, hopper: str, sizes: storages.Sizes, ways: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Recorded from tensors in one storage and replayed with tensors apart, and the other way round."""
+    monkeypatch.setenv("FLEXATTN_HOPPER", hopper)
+    torch.manual_seed(0)
+    drawn = storages.CASES[name](sizes), storages.CASES[name](sizes)
+    recorded, replayed = (storages.PLACES[way] for way in ways)
+    storages.check_replay(drawn, recorded, replayed, "cuda")
 
 
 @pytest.mark.parametrize("name", ["causal", "full, d 64", "packed"])
