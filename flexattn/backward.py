@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flexattn import call_cache, fp8, ops, validation
 from flexattn.dispatch.spec import FP32_GRADIENTS, OPEN_WINDOW, Operands, Results, Window, dense_in, parse_format
-from flexattn.first_order import guarded
+from flexattn.first_order import guarded, refuse_batched
 from flexattn.fp8_steps import BackwardSteps
 from flexattn.prepare import prepare
 
@@ -262,6 +262,7 @@ def _check_kinds(*qkv: Any) -> None:
 def _check(x: Operands, settings: ops.Settings, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> None:
     """Raises ValueError or TypeError for what a backward needs beyond a forward's checks."""
     ops.refuse_transforms(x)
+    refuse_batched(dout, dlse, out, lse)
     validation.check_backward(x, settings.qkv_format, out, lse, dout, dlse)
     if x.dropout_p == 0.0:
         return

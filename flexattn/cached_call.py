@@ -392,7 +392,8 @@ class CachedCall:
             dout = torch.zeros_like(out)
         inputs = (*tensors, out, lse, dout, dlse)
         is_direct = not torch.compiler.is_compiling() and is_ordinary() and options.snapshot() is not None
-        if not is_direct or type(dout) not in PLAIN or dout.is_neg():
+        is_stored = type(dout) in PLAIN and not dout.is_neg() and (dlse is None or (type(dlse) in PLAIN and not dlse.is_neg()))
+        if not (is_direct and is_stored):
             gradients = self._operator_gradients(inputs)
         elif is_profiled():
             with record_function("flexattn::attention_backward"):

@@ -1,4 +1,4 @@
-"""Attention has first derivatives only: a guard makes any derivative of its gradients raise."""
+"""Attention has first derivatives only, of one gradient at a time: a guard makes any derivative of its gradients raise."""
 
 from __future__ import annotations
 
@@ -16,6 +16,12 @@ MESSAGE = (
     "sdpa_kernel(SDPBackend.MATH)"
 )
 
+BATCHED = (
+    "attention()'s backward has no rule for torch.vmap, and the gradient of its output is batched (by is_grads_batched=True, by "
+    "torch.autograd.functional.jacobian or hessian with vectorize=True, or by torch.vmap over torch.autograd.grad); accepted: one "
+    "backward for each gradient, in a loop, as vectorize=False has it"
+)
+
 Backward = Callable[..., tuple[Tensor | None, ...]]
 
 
@@ -25,10 +31,14 @@ def first_order(backward: Backward) -> Backward:
     @functools.wraps(backward)
     def wrapper(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # once: checkpointing gives them only once
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return backward(ctx, saved, *incoming)
-        with torch.no_grad():
-            gradients = backward(ctx, saved, *incoming)
+        try:
+            if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+                return backward(ctx, saved, *incoming)
+            with torch.no_grad():
+                gradients = backward(ctx, saved, *incoming)
+        except RuntimeError:  # which the address of a batched tensor raises, and an operator that gets one
+            refuse_batched(*incoming)
+            raise
         return guarded(gradients, saved[0], *incoming)  # by out's node autograd finds every input
 
     return wrapper
@@ -38,6 +48,13 @@ def guarded(gradients: Sequence[Tensor | None], *sources: Tensor | None) -> tupl
     """Returns the gradients, tied to the graphs of what they were made from so that a derivative of them raises RuntimeError."""
     tied: tuple[Tensor | None, ...] = _Guard.apply(len(gradients), *gradients, *sources)  # type: ignore[no-untyped-call]
     return tied
+
+
+def refuse_batched(*gradients: Tensor | None) -> None:
+    """Raises RuntimeError where a gradient is batched: by torch.vmap, or by what torch.autograd has of its own."""
+    functorch = torch._C._functorch
+    if any(t is not None and (functorch.is_legacy_batchedtensor(t) or functorch.is_batchedtensor(t)) for t in gradients):
+        raise RuntimeError(BATCHED) from None
 
 
 class _Guard(torch.autograd.Function):

@@ -6,6 +6,7 @@ Here the arguments become local tensors, laid out as q is, and the results DTens
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,11 +15,14 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from flexattn import over_sequence
 from flexattn.dispatch.spec import parse_format
 from flexattn.mods.captures import find_captures
 from flexattn.ops import new_rng_state
 from flexattn.warn import warn_once
+
+# By its name, as it stands above plain attention. No call depends on whether somebody else imported it.
+_over_sequence: Any = importlib.import_module("flexattn.distributed.sequence")
+_OF_ROWS = ("cu_seqlens_q", "cu_seqlens_kv", "seqused_q", "seqused_kv", "page_table")
 
 
 def attend_sharded(
@@ -27,7 +31,7 @@ def attend_sharded(
     """Returns attend(q, k, v, **arguments), where at least one of q, k and v is a DTensor.
 
     A mesh dim over which q is sharded by heads or by batch stays so, where heads, key heads and batch can be divided by it; so does
-    one over which it is sharded by sequence, where `flexattn.distributed` is imported. Over any other every rank gets all. k, v and
+    one over which it is sharded by sequence, in a dense call. Over any other every rank gets all. k, v and
     what has heads or a batch follow q. Plain tensors count as the same on every rank.
     """
     mesh = next(t.device_mesh for t in (q, k, v) if isinstance(t, DTensor))
@@ -79,9 +83,9 @@ def attend_sharded(
             arguments[name] = _shifted(arguments[name], position, first_row, first_head)
     s_q, s_kv = (q_format.index("s"), kv_format.index("s")) if dense else (None, None)
     parts = local(q, head_dim, b_q, s_q), local(k, kv_head_dim, b_kv, s_kv), local(v, kv_head_dim, b_kv, s_kv)
-    if "sequence" in kinds and over_sequence.attend is not None:
+    if "sequence" in kinds:
         group, sizes = mesh.get_group(kinds.index("sequence")), (q.shape[s_q], k.shape[s_kv])
-        results = over_sequence.attend(*parts, group, sizes, arguments)
+        results = _over_sequence.attend_over_sequence(*parts, group, sizes, arguments)
     else:
         results = attend(*parts, **arguments)
 
@@ -113,6 +117,7 @@ def _kinds(
     placements: tuple[Placement, ...] = q.placements if isinstance(q, DTensor) else (Replicate(),) * mesh.ndim
     kinds = []
     left = {"heads": math.gcd(*heads), "batch": batch}
+    has_lengths = any(arguments.get(name) is not None for name in _OF_ROWS)
     mask = arguments["block_mask"]
     if mask is not None and tuple(mask.kv_num_blocks.shape[:2]) != (1, 1):
         left = {"heads": 1, "batch": 1}  # its lists would have to be divided too
@@ -122,7 +127,7 @@ def _kinds(
         of_q = q_format[place.dim] if isinstance(place, Shard) else ""
         kind = {"h": "heads", "b": "batch" if batch else "all"}.get(of_q, "all")
         size = mesh.size(dim)
-        if of_q == "s" and q_format == kv_format and "sequence" not in kinds and over_sequence.can_attend(arguments):
+        if of_q == "s" and q_format == kv_format and "sequence" not in kinds and not has_lengths:
             kinds.append("sequence")
             continue
         if kind != "all" and left[kind] % size == 0:
@@ -133,7 +138,7 @@ def _kinds(
                     f"sharded {of_q} {heads} {batch} {size}",
                     f"q is sharded over {of_q!r} of {q_format}, {size} ways, and attention() gathers it on every rank; it stays "
                     "sharded over heads or a batch that can be divided by as many ranks, k's and v's heads too, or over the "
-                    "sequence of a dense call where flexattn.distributed is imported",
+                    "sequence of a dense call without lengths or pages",
                 )
             kind = "all"
         kinds.append(kind)

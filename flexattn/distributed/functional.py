@@ -40,8 +40,9 @@ def attention(
             "ring" (keys travel from rank to rank), "ulysses+ring" (heads inside a host, a ring between hosts), "auto" (the least
             time predicted), or None for the plan's.
         qkv_format: "bshd", "sbhd" or "bhsd"; "thd" and nothing else for a plan with documents. None is the one that fits.
-        attn_mask_type, window_size, bottom_right_diagonal, block_mask: None for the plan's mask; else the mask of this call, over
-            the plan's tokens: layers with a window and layers without one share a plan. A block_mask is the whole's.
+        attn_mask_type, window_size, bottom_right_diagonal, block_mask: all None for the plan's mask; else the mask of this call,
+            over the plan's tokens: layers with a window and layers without one share a plan. Such a mask names all that the plan's
+            has: window_size=(-1, -1) where the plan has a window and the call has none. A block_mask is the whole's.
         bias: [b, h, sq, skv] of the whole, on each rank, or with the rows of this rank's queries alone ("gather", "halo", "ring"),
             whose gradients are then complete; for a plan without documents.
         alibi_slopes: of all heads, and for packed documents [documents, h] or [h]. None takes the defaults of all heads.

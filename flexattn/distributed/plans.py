@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flexattn.dispatch.spec import OPEN_WINDOW, Window, as_index, make_band
+from flexattn.dispatch.spec import OPEN_WINDOW, Band, Window, as_index, make_band, window_of
 from flexattn.distributed import layout as layouts
 from flexattn.distributed.blocks import Blocks, read_blocks
 from flexattn.distributed.cost import DEFAULT_RATES, Heads, Prediction, Rates, Work, between_hosts, predict, predict_hosts, table
@@ -34,6 +34,7 @@ _RECENT: collections.OrderedDict[int, Plan] = collections.OrderedDict()  # plans
 _MOST_RECENT = 64
 
 TIE = 0.015  # share of the least time predicted within which another is as good: the model is no better
+MASK = ("attn_mask_type", "window_size", "bottom_right_diagonal", "block_mask")  # given to a plan, or to a call
 STRATEGIES = ("gather", "halo", "ulysses", "ring", "ulysses+ring")
 
 
@@ -51,6 +52,7 @@ class Plan:
         host: int, the ranks of one host, all where the plan was made of one dim.
         group: the process group, or None for a plan that is only looked at.
         of_hosts: of a plan of two dims the groups of this rank in them: one rank of each host, and the ranks of its host.
+        given: the names of the mask's arguments that are not `attention`'s defaults.
     """
 
     ranks: int
@@ -63,6 +65,7 @@ class Plan:
     host: int
     group: ProcessGroup | None = dataclasses.field(default=None, repr=False)
     of_hosts: tuple[ProcessGroup, ProcessGroup] | None = dataclasses.field(default=None, repr=False)
+    given: tuple[str, ...] = dataclasses.field(default=(), repr=False)
     token: Tensor = dataclasses.field(init=False, repr=False)  # int64 [], by which a compiled call finds its plan
 
     def __post_init__(self) -> None:
@@ -128,16 +131,31 @@ class Plan:
 
     def masked(
         self,
-        attn_mask_type: str = "no_mask",
-        window_size: tuple[int, int] | Window = OPEN_WINDOW,
+        attn_mask_type: str | None = None,
+        window_size: tuple[int, int] | Window | None = None,
         bottom_right_diagonal: bool | None = None,
         block_mask: BlockMask | None = None,
     ) -> Plan:
-        """Returns a plan of the same tokens on the same ranks under another mask, as layers with and without windows need it."""
-        band = make_band(attn_mask_type, window_size, bottom_right_diagonal)
+        """Returns a plan of the same tokens on the same ranks under another mask, as layers with and without windows need it.
+
+        None is `attention`'s default, and accepted of an argument of which the plan has none.
+
+        Raises ValueError where the plan has an argument that is None here, as its mask would be dropped.
+        """
+        named = attn_mask_type, window_size, bottom_right_diagonal, block_mask
+        missing = [name for name, value in zip(MASK, named, strict=True) if value is None and name in self.given]
+        if missing:
+            raise ValueError(
+                f"the plan has {' and '.join(self.given)}, and a mask is given without {' and '.join(missing)}; accepted: all that "
+                "the plan has, as attn_mask_type='no_mask' or window_size=(-1, -1) for nothing of the kind, or no mask, for the "
+                "plan's; for calls with and without a block_mask, a plan without one"
+            )
+        if window_size is None:
+            window_size = OPEN_WINDOW
+        given, band = _given(attn_mask_type or "no_mask", window_size, bottom_right_diagonal, block_mask)
         lengths = self.mask.lengths_q, self.mask.lengths_kv
         mask = Mask(*band, *lengths, _blocks(block_mask, lengths, self.is_packed))
-        return dataclasses.replace(self, mask=mask)
+        return dataclasses.replace(self, mask=mask, given=given)
 
     def area(self, rank: int) -> int:
         """Returns the number of scores that a rank's queries have."""
@@ -357,7 +375,7 @@ def plan(
     ranks, host, group, of_hosts = _group_of(group_or_mesh)
     if attn_mask_type is None:
         attn_mask_type = "causal" if block_mask is None else "no_mask"
-    left, right, bottom_right = make_band(attn_mask_type, window_size, bottom_right_diagonal)
+    given, (left, right, bottom_right) = _given(attn_mask_type, window_size, bottom_right_diagonal, block_mask)
     if (length is None) == (documents is None):
         raise ValueError(f"length is {length} and documents {'None' if documents is None else 'given'}; accepted: one of the two")
     is_packed = documents is not None
@@ -384,7 +402,21 @@ def plan(
     else:
         q_runs = dealt(mask, ranks, None if same else layouts.contiguous(total_kv, ranks))
     kv_runs = q_runs if same else layouts.contiguous(total_kv, ranks)
-    return Plan(ranks, layout, strategy, is_packed, q_runs, kv_runs, mask, host, group, of_hosts)
+    return Plan(ranks, layout, strategy, is_packed, q_runs, kv_runs, mask, host, group, of_hosts, given)
+
+
+def _given(
+    attn_mask_type: str, window_size: tuple[int, int] | Window, bottom_right_diagonal: bool | None, block_mask: Any
+) -> tuple[tuple[str, ...], Band]:
+    """Returns the names of a mask's arguments that are not `attention`'s defaults, and the band."""
+    band = make_band(attn_mask_type, window_size, bottom_right_diagonal)
+    is_own = (
+        "causal" in attn_mask_type,
+        window_of(window_size) != window_of(OPEN_WINDOW),
+        bottom_right_diagonal is not None,
+        block_mask is not None,
+    )
+    return tuple(name for name, is_given in zip(MASK, is_own, strict=True) if is_given), band
 
 
 def _blocks(block_mask: Any, lengths: tuple[tuple[int, ...], tuple[int, ...]], is_packed: bool) -> Blocks | None:

@@ -11,8 +11,8 @@ from flexattn.distributed.blocks import Blocks, read_blocks
 from flexattn.distributed.functional import attention
 from flexattn.distributed.layout import chunks
 from flexattn.distributed.mask import Mask
-from flexattn.distributed.plans import Plan
-from flexattn.distributed.whole_call import MASK, Options
+from flexattn.distributed.plans import MASK, Plan
+from flexattn.distributed.whole_call import Options
 
 _OF_BAND = MASK[:3]
 

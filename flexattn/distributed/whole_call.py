@@ -11,15 +11,18 @@ from torch import Tensor
 
 from flexattn import fp8, validation
 from flexattn.dispatch.context import requested_backend
+from flexattn.dispatch.options import check_values
 from flexattn.dispatch.spec import BIAS_TYPES, SOFTMAX_TYPES, Window, as_bshd, from_bshd
 from flexattn.distributed import agreement, capture, exchange, quantise
+from flexattn.distributed.agreement import digest_of, numbers_of
 from flexattn.distributed.calls import Results, Scores, Seeds, Shared, Sums, offset_gradient, sum_dtype
 from flexattn.distributed.cost import Heads
 from flexattn.distributed.gather import Gather
 from flexattn.distributed.layout import size_of
-from flexattn.distributed.plans import Plan
+from flexattn.distributed.plans import MASK, Plan
 from flexattn.distributed.ring import Ring
 from flexattn.distributed.ulysses import Ulysses
+from flexattn.first_order import first_order, refuse_batched
 from flexattn.mods.captures import find_captures
 from flexattn.ops import new_rng_state
 from flexattn.prepare import default_alibi_slopes
@@ -63,7 +66,6 @@ class Options(TypedDict, total=False):
 
 NUM_DESCALES = 3  # for q, k and v
 _OFFSET = 5  # the place of softmax_offset among `Checked.inputs`
-MASK = ("attn_mask_type", "window_size", "bottom_right_diagonal", "block_mask")  # given to a plan, or to a call
 NOT_TAKEN = {
     "batch_invariant": "False, as bits depend on how the plan divides a sequence",
     **dict.fromkeys(
@@ -96,8 +98,8 @@ class Checked:
 
     def __init__(self, runner: Strategy, plan: Plan, qkv: tuple[Tensor, Tensor, Tensor], shared: Shared) -> None:
         self.runner, self.plan, self.qkv, self.shared = runner, plan, qkv, shared
-        self.summary_of: dict[str, Any] = {}
         self.qkv_format, self.return_lse, self.scores = "bshd", False, Scores()
+        self.of_plan: dict[str, Any] = {}  # what follows from the plan and the shapes, the same on all ranks
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor, plan: Plan, strategy: str | None, options: dict[str, Any]) -> Checked:
@@ -177,19 +179,12 @@ class Checked:
             runner = Ring(plan, scores) if chosen == "ring" else Gather(plan, chosen, scores)
         call = cls(runner, plan, (q, k, v), shared)
         call.qkv_format, call.return_lse, call.scores = fmt, wanted["return_lse"], scores
-        call.summary_of = {
+        call.of_plan = {
             "plan": plan.digest,
             "strategy": chosen,
             "heads, head dims, bytes of an element and batch": tuple(heads),
-            "dtype": str(q.dtype),
-            "qkv_format": fmt,
-            "softmax and bias": (scores.softmax_scale, scores.softcap, scores.bias_type, scores.softmax_type),
             "FP8": None if eight is None else (repr(eight.recipe), [tuple(t.shape) for t in of_given]),
-            "dropout": (scores.dropout_p, shared.rng_state is None),
             "return_max_logit": wanted["return_max_logit"],
-            "mods": (scores.score_mod is not None, scores.mask_mod is not None, len(shared.mod_tensors)),
-            "gradients": tuple(bool(t.requires_grad) for t in call.inputs() if t is not None) if torch.is_grad_enabled() else (),
-            "shapes of shared tensors": _shapes(call.inputs()[3:], scores.has_own_rows),
         }
         return call
 
@@ -197,12 +192,35 @@ class Checked:
         *shared, descales, mod_tensors = self.shared
         return (*self.qkv, *shared, *(descales or (None,) * NUM_DESCALES), *mod_tensors)
 
+    def summary(self) -> dict[str, Any]:
+        """Returns what must be equal on all ranks; reads the numbers of tensors that all ranks have, which waits for the device."""
+        scores, shared = self.scores, self.shared
+        of_mods = [numbers_of(mod) for mod in (scores.score_mod, scores.mask_mod) if mod is not None]
+        bias = None if scores.has_own_rows else shared.bias
+        return self.of_plan | {
+            "dtype": str(self.qkv[0].dtype),
+            "qkv_format": self.qkv_format,
+            "softmax and bias": (scores.softmax_scale, scores.softcap, scores.bias_type, scores.softmax_type),
+            "dropout": (scores.dropout_p, shared.rng_state is None),
+            "mods": (scores.score_mod is not None, scores.mask_mod is not None, len(shared.mod_tensors)),
+            "gradients": tuple(bool(t.requires_grad) for t in self.inputs() if t is not None) if torch.is_grad_enabled() else (),
+            "shapes of shared tensors": _shapes(self.inputs()[3:], scores.has_own_rows),
+            "the numbers of rng_state": digest_of(shared.rng_state),
+            "the numbers of bias": digest_of(bias),
+            "the numbers of alibi_slopes": digest_of(shared.alibi_slopes),
+            "the numbers of softmax_offset": digest_of(shared.softmax_offset),
+            "the numbers of descales": [digest_of(t) for t in shared.descales],
+            "the numbers of score_mod_tensors": [digest_of(t) for t in shared.mod_tensors],
+            "the numbers that mods read": of_mods,
+        }
+
     def run(self) -> Any:
         if self.scores.dropout_p > 0 and self.shared.rng_state is None:
             state = exchange.of_first_rank(new_rng_state(self.qkv[0].device), self.plan.group)
             self.shared = self.shared._replace(rng_state=state)
+        inputs = [None if t is None else t.resolve_neg() for t in self.inputs()]  # as memory is sent
         with torch.autocast(self.qkv[0].device.type, enabled=False):
-            out, lse = _Attend.apply(self.runner, self.plan, *self.inputs())  # type: ignore[no-untyped-call]
+            out, lse, _ = _Attend.apply(self.runner, self.plan, *inputs)  # type: ignore[no-untyped-call]
         whole: Any = from_bshd(out, self.qkv_format).contiguous()
         eight = self.scores.eight
         if eight is not None and eight.recipe.out_dtype in validation.FP8_DTYPES:
@@ -223,7 +241,9 @@ def _with_blocks(plan: Plan, options: dict[str, Any]) -> None:
     if options.get("mask_mod") is not None:
         raise ValueError("mask_mod is given with a block_mask, which has one of its own; accepted: one of the two")
     if blocks.mask_mod is None:
-        raise ValueError("the plan was unpickled, without its block_mask's mask_mod; accepted: block_mask given to the call too")
+        raise ValueError(
+            f"the plan was unpickled, without its block_mask's mask_mod; accepted: {' and '.join(plan.given)} given to the call too"
+        )
     options["mask_mod"] = blocks.mask_mod
 
 
@@ -345,7 +365,8 @@ def checked(q: Tensor, k: Tensor, v: Tensor, plan: Plan, strategy: str | None, o
         raise ValueError("plan has no process group; accepted: one made of a group or a mesh, or plan.on(group)")
     if call is not None:
         capture.check(group, call.qkv[0].device)
-    agreement.agree(group, "flexattn.distributed.attention", {} if call is None else call.summary_of, error)
+    own = {} if call is None or not check_values() else call.summary()
+    agreement.agree(group, "flexattn.distributed.attention", own, error)
     assert call is not None
     return call
 
@@ -425,6 +446,15 @@ def run_backward(
     return (dq, dk, dv, *of_shared)
 
 
+def _stored(name: str, t: Tensor) -> Tensor:
+    """Returns a contiguous tensor whose memory holds its values, as a collective sends that: no subclass, and not negated."""
+    if type(t).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        t = t.clone()  # of a tensor that a collective is still to fill, the plain tensor
+    if type(t).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        raise TypeError(f"{name} is a {type(t).__name__}; accepted: a plain tensor, as that of to_local()")
+    return t.resolve_neg().contiguous()
+
+
 def _present(tensors: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
     return tuple(t for t in tensors if t is not None)
 
@@ -433,27 +463,27 @@ class _Attend(torch.autograd.Function):
     """One node for a call: its collectives come in the same order on each rank, whatever the rank computes."""
 
     @staticmethod
-    def forward(ctx: Any, runner: Strategy, plan: Plan, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, runner: Strategy, plan: Plan, *tensors: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         results, saved, descales = run_forward(runner, plan, tensors)
         eight, scale_dout = runner.scores.eight, None
         if eight is not None and eight.state is not None and not eight.recipe.bf16_backward:
             scale_dout = eight.state.scale("dout")  # saved so that autograd tells where it is written to before the backward
-        ctx.runner, ctx.plan, ctx.count = runner, plan, len(saved)
-        ctx.like_out = results.out.new_empty(0), results.out.shape
+        ctx.runner, ctx.plan, ctx.count, ctx.shape = runner, plan, len(saved), results.out.shape
         of_sink = tuple(results) if tensors[_OFFSET] is not None else (None, None)
-        ctx.save_for_backward(*saved, scale_dout, *of_sink, *descales, *tensors[3:])
+        anchor = results.out.new_empty(0)  # an output that is saved first, as `first_order` wants it, in place of all of out
+        ctx.save_for_backward(anchor, *saved, scale_dout, *of_sink, *descales, *tensors[3:])
         ctx.set_materialize_grads(False)
-        return results.out, results.lse
+        return results.out, results.lse, anchor
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-        tensors = ctx.saved_tensors  # read once: checkpointing makes them anew for one reader
-        saved, (_, out, lse, *rest) = tensors[: ctx.count], tensors[ctx.count :]
+    @first_order
+    def backward(ctx: Any, given: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Any, ...]:
+        anchor, *tensors = given
+        saved, (_, out, lse, *rest) = tuple(tensors[: ctx.count]), tensors[ctx.count :]
         descales, shared_tensors = tuple(rest[:NUM_DESCALES]), rest[NUM_DESCALES:]
         wanted = ctx.needs_input_grad[5:]
         leaves = [None if t is None else t.detach().requires_grad_(wants) for t, wants in zip(shared_tensors, wanted, strict=True)]
-        empty, shape = ctx.like_out
-        dout = empty.new_zeros(shape) if dout is None else dout.contiguous()
-        incoming = dout, None if dlse is None else dlse.contiguous()
+        refuse_batched(dout, dlse)  # before anything is sent
+        dout = anchor.new_zeros(ctx.shape) if dout is None else _stored("the gradient of out", dout)
+        incoming = dout, None if dlse is None else _stored("the gradient of lse", dlse)
         return None, None, *run_backward(ctx.runner, ctx.plan, Forward(Results(out, lse), saved, descales), leaves, incoming)

@@ -48,6 +48,10 @@ def test_ranks_that_differ_or_do_not_come(ranks: int, forked_python: FreshPython
     run_ranks(forked_python, tmp_path, "faults", ranks)
 
 
+def test_what_is_refused_and_what_is_read_as_it_is(forked_python: FreshPython, tmp_path: Path) -> None:
+    run_ranks(forked_python, tmp_path, "guards", 2)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("suite", "ranks"), [("all_features", 2), ("all_features", 4), ("drawn", 2), ("drawn", 3), ("drawn", 4), ("in_float32", 2)]

@@ -486,6 +486,26 @@ def test_a_plan_of_blocks_is_pickled_without_their_mod() -> None:
     assert again.masked(block_mask=masks[0]).mask.blocks.mask_mod is sparse
 
 
+def test_a_mask_of_a_call_names_all_that_the_plan_has() -> None:
+    block_mask = flexattn.create_block_mask(sparse, None, None, 64, 64, "cpu", 16)
+    own: dict[str, Any] = {
+        "attn_mask_type": "causal_bottom_right",
+        "window_size": (5, -1),
+        "bottom_right_diagonal": True,
+        "block_mask": block_mask,
+    }
+    for number in range(1, 16):
+        given = {name: value for bit, (name, value) in enumerate(own.items()) if number >> bit & 1}
+        plan = distributed.plan(2, length=64, **{"attn_mask_type": "no_mask"} | given)
+        assert plan.given == tuple(given)
+        assert plan.masked(**given).mask == plan.mask
+        for name in given:
+            with pytest.raises(ValueError, match=f"a mask is given without {name}"):
+                plan.masked(**{other: value for other, value in own.items() if other != name})
+    assert distributed.plan(2, length=64, window_size=(5, 0)).masked("causal", (-1, -1)).mask.left is None
+    assert distributed.plan(2, length=64).masked("no_mask").mask.right is None
+
+
 def test_explain_shows_each_strategy_and_the_one_taken() -> None:
     q, k = torch.empty(1, 2, 32, 128, dtype=torch.bfloat16), torch.empty(1, 2, 8, 128, dtype=torch.bfloat16)
     plan = distributed.plan(64, length=131072)
@@ -610,14 +630,17 @@ REFUSED: dict[str, dict[str, Any]] = {
         "dropout_p": 0.1,
         "rng_state": torch.zeros(1, 5, dtype=torch.int64),
     },
-    "block_mask is a object; accepted: a BlockMask": {"block_mask": object()},
+    "block_mask is a object; accepted: a BlockMask": {"attn_mask_type": "no_mask", "block_mask": object()},
     "block_mask is for batch 1, 1 heads, 4 queries and 8 keys; .* at least 8 queries": {
-        "block_mask": flexattn.create_block_mask(causal(), None, None, 4, 8, "cpu", 16)
+        "attn_mask_type": "no_mask",
+        "block_mask": flexattn.create_block_mask(causal(), None, None, 4, 8, "cpu", 16),
     },
     "block_mask is for batch 1 and 3 heads; accepted for this call: batch 1 or 1, 1 or 1 heads": {
-        "block_mask": flexattn.create_block_mask(causal(), None, 3, 8, 8, "cpu", 16)
+        "attn_mask_type": "no_mask",
+        "block_mask": flexattn.create_block_mask(causal(), None, 3, 8, 8, "cpu", 16),
     },
     "mask_mod is given with a block_mask": {
+        "attn_mask_type": "no_mask",
         "block_mask": flexattn.create_block_mask(causal(), None, None, 8, 8, "cpu", 16),
         "mask_mod": causal(),
     },

@@ -32,7 +32,7 @@ from flexattn.distributed.plans import STRATEGIES
 from flexattn.testing import check_close
 from tests.support import context_parallel_calls as calls
 from tests.support import context_parallel_graphs as graphs
-from tests.support import lane_races, shared_memory
+from tests.support import lane_races, rank_guards, shared_memory
 from tests.support.ranks import CAPTURED_PARTS, COMPILED_PARTS, EIGHT_BITS_PARTS
 
 MOST_OF_ONE = 1.08  # of one process's root mean square error: dq of a part begins from an out that is rounded
@@ -386,7 +386,7 @@ def checked() -> None:
         distributed.attention(q.clone().requires_grad_(rank == 0), q, q, plan=plan)
     masks = [flexattn.create_block_mask(mod, None, None, 12, 12, "cpu", 16) for mod in (calls.some, lambda b, h, i, j: j < 0)]
     with pytest.raises(ValueError, match="differs among ranks in plan"):
-        distributed.attention(q, q, q, plan=plan, block_mask=masks[other])
+        distributed.attention(q, q, q, plan=plan, attn_mask_type="no_mask", block_mask=masks[other])
     half, recipes = q.bfloat16(), (fp8.Recipe(), fp8.Recipe(margin=1))
     with pytest.raises(ValueError, match="differs among ranks in FP8"):
         distributed.attention(half, half, half, plan=plan, fp8_recipe=recipes[other])
@@ -690,7 +690,7 @@ def on_gpus() -> None:
     refused_on_all()
 
 
-QUICK = (features, by_shared_memory, sums_in_float32, others, faults, compiled, graphs.no_reads)
+QUICK = (features, by_shared_memory, sums_in_float32, others, faults, compiled, graphs.no_reads, rank_guards.guards)
 RACING = (lanes_without_races, lanes_without_races_by_shared_memory)
 SLOW = (all_compiled, all_features, drawn, in_float32, in_hosts, on_one_mesh, of_dtensors, on_triton)
 ON_GPUS = (same_bits, decoding_over_long_caches, on_gpus, one_does_not_come, compiled_graphs_of_kernels)

@@ -48,11 +48,11 @@ def sharded() -> None:
         "padding": {"attn_mask_type": "padding_causal", "cu_seqlens_q": cu, "cu_seqlens_kv": cu},
         "score_mod": {"score_mod": score_mod, "score_mod_tensors": [weights], "mask_mod": lambda b, h, i, j: i + h >= j + b},
     }
-    stays = {"heads": [Shard(2)], "batch": [Shard(0)], "sequence": [Replicate()], "nothing": [Replicate()]}
+    dims = {"heads": "h", "batch": "b", "sequence": "s", "nothing": None}
     for name, call in calls.items():
         fmt = call.get("qkv_format", "bshd")
-        for kind, placements in stays.items():
-            dim = {"heads": "h", "batch": "b", "sequence": "s"}.get(kind)
+        for kind, dim in dims.items():
+            stays = dim is not None and not (dim == "s" and "cu_seqlens_q" in call)
             given = [Replicate()] if dim is None else [Shard(fmt.index(dim))]
             own = {n: x for n, x in call.items() if isinstance(x, Tensor) and x.is_floating_point()}
             own |= {"score_mod_tensors": weights} if "score_mod" in call else {}
@@ -66,11 +66,9 @@ def sharded() -> None:
                 outputs = flexattn.attention(*leaves, **arguments)
                 outputs = outputs if isinstance(outputs, tuple) else (outputs,)
                 if spread:
-                    expected = [Shard(fmt.index(dim))] if placements != [Replicate()] and dim else placements
-                    assert list(outputs[0].placements) == expected, (name, kind, outputs[0].placements)
-                    assert outputs[0].to_local().shape[fmt.index(dim or "b")] == outputs[0].shape[fmt.index(dim or "b")] // (
-                        1 if placements == [Replicate()] else WORLD
-                    )
+                    assert list(outputs[0].placements) == (given if stays else [Replicate()]), (name, kind, outputs[0].placements)
+                    if dim is not None and dim != "s":
+                        assert outputs[0].to_local().shape[fmt.index(dim)] == outputs[0].shape[fmt.index(dim)] // WORLD
                 full = [t.full_tensor() if isinstance(t, DTensor) else t for t in outputs]
                 sum(t.square().where(t.isfinite(), 0.0).sum() for t in full[:2]).backward()
                 grads = [leaf.grad for leaf in (*leaves, *more.values())]
@@ -84,13 +82,13 @@ def sharded() -> None:
 def dropped(mesh: Any) -> None:
     """Ranks that each have all drop the same weights, though their generators differ, and others in the next call."""
     seen = []
-    for placement in (Replicate(), Replicate(), Shard(1)):  # of a sequence that is sharded each rank gets all
+    for placement in (Replicate(), Replicate(), Shard(1)):
         torch.manual_seed(10 * len(seen) + dist.get_rank())
         leaves = [distribute_tensor(t, mesh, [placement]).requires_grad_() for t in qkv()]
         out = flexattn.attention(*leaves, dropout_p=0.5)
-        assert list(out.placements) == [Replicate()]
+        assert list(out.placements) == [placement]
         out.square().sum().backward()
-        found = [out.to_local().detach(), *(leaf.grad.redistribute(mesh, [Replicate()]).to_local() for leaf in leaves)]
+        found = [out.detach().full_tensor(), *(leaf.grad.redistribute(mesh, [Replicate()]).to_local() for leaf in leaves)]
         for t in found:
             everyones = [torch.empty_like(t) for _ in range(WORLD)]
             dist.all_gather(everyones, t.contiguous())
@@ -98,7 +96,7 @@ def dropped(mesh: Any) -> None:
         seen.append(found[0])
     assert not torch.equal(seen[0], seen[1])
     state = torch.tensor([3, 4])
-    given, again = (flexattn.attention(*leaves, dropout_p=0.5, rng_state=state).to_local() for _ in range(2))
+    given, again = (flexattn.attention(*leaves, dropout_p=0.5, rng_state=state).full_tensor() for _ in range(2))
     assert torch.equal(given, again)
     torch.testing.assert_close(given, flexattn.attention(*qkv(), dropout_p=0.5, rng_state=state))
 

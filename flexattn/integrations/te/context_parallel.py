@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from flexattn.dispatch.spec import Band, as_bshd, make_band
+from flexattn.first_order import first_order
 from flexattn.mods.captures import runs_as_it_is
 from flexattn.validation import check_name, describe
 
@@ -108,7 +109,7 @@ def attend(ranks: Ranks, arguments: dict[str, Any], q: Tensor, k: Tensor, v: Ten
     Raises:
         ValueError: lengths that cannot be cut into 2 chunks for each rank, and what `flexattn.distributed.attention` raises.
     """
-    from flexattn import distributed  # which changes what plain attention does of DTensors
+    from flexattn import distributed  # here, as most modules run on one rank
 
     given = {name: arguments[name] for name in _SAME_ON_ALL if name in arguments}
     bias, offset = given["bias"], arguments.get("softmax_offset")
@@ -281,11 +282,12 @@ class _WholeGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: Any, t: Tensor) -> Tensor:
         ctx.group = group
+        ctx.save_for_backward(t)
         return t.view_as(t)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+    @first_order
+    def backward(ctx: Any, _saved: Any, gradient: Tensor) -> tuple[None, Tensor]:
         from flexattn.distributed.exchange import waiting
 
         total = gradient.clone()
