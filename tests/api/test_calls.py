@@ -245,16 +245,17 @@ def test_modes_transforms_subclasses_and_checks_have_no_key(keys: list[Any], mon
 
 @pytest.mark.sample("name", "backend")
 @pytest.mark.parametrize("backend", ["eager", "triton"])
-@pytest.mark.parametrize("name", ["q", "k", "v", "bias", "dout"])
+@pytest.mark.parametrize("name", ["q", "k", "v", "bias", "dout", "dlse"])
 def test_what_is_stored_negated_is_read_as_it_is(name: str, backend: str, keys: list[Any], device: str) -> None:
     """The imaginary part of a conjugate is such a view: the operators resolve it, and memory has the other sign."""
-    call = base() | BIAS | {"dout": randn(2, 5, 4, 8), "backend": backend}
+    call = base() | BIAS | {"dout": randn(2, 5, 4, 8), "dlse": randn(2, 4, 5), "backend": backend}
     call |= {name: value.to(device) for name, value in call.items() if isinstance(value, Tensor)}
 
     def gradients(call: dict[str, Any]) -> tuple[Tensor, ...]:
         leaves = [call[name].requires_grad_() for name in ("q", "k", "v", "bias")]
-        out = flexattn.attention(**{name: value for name, value in call.items() if name != "dout"})
-        return out, *torch.autograd.grad(out, leaves, call["dout"])
+        operands = {name: value for name, value in call.items() if name not in ("dout", "dlse")}
+        out, lse = flexattn.attention(**operands, return_lse=True)
+        return out, lse, *torch.autograd.grad((out, lse), leaves, (call["dout"], call["dlse"]))
 
     wanted = gradients({name: value.clone() if isinstance(value, Tensor) else value for name, value in call.items()})
     stored = torch._neg_view(call[name].neg())
@@ -262,7 +263,29 @@ def test_what_is_stored_negated_is_read_as_it_is(name: str, backend: str, keys: 
     for _ in range(4):
         for found, want in zip(gradients(call | {name: stored.detach()}), wanted, strict=True):
             torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-6)
-    assert name == "dout" or keys[1:] == [None] * 4
+    assert name in ("dout", "dlse") or keys[1:] == [None] * 4
+
+
+class Tagged(Tensor):
+    """A tensor whose memory is nobody's business."""
+
+
+@pytest.mark.parametrize("name", ["dout", "dlse"])
+def test_a_gradient_of_a_subclass_goes_by_the_operators(name: str) -> None:
+    leaves = [t.requires_grad_() for t in base().values()]
+    given = {"dout": randn(2, 5, 4, 8), "dlse": randn(2, 4, 5)}
+    seen: list[Any] = []
+
+    def gradients(incoming: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(flexattn.attention(*leaves, return_lse=True), leaves, tuple(incoming.values()))
+
+    want = gradients(given)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CachedCall, "backward", lambda *_: pytest.fail("the address of a subclass was read"))
+        for _ in range(3):
+            found = gradients(given | {name: given[name].as_subclass(Tagged)})
+            seen += [torch.equal(a, b) for a, b in zip(found, want, strict=True)]
+    assert all(seen)
 
 
 def test_a_default_device_leaves_calls_their_key(keys: list[Any]) -> None:

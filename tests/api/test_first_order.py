@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +16,44 @@ from torch.utils.checkpoint import checkpoint
 
 import flexattn
 from flexattn import call_cache, first_order, fp8
+from flexattn.packed import unpack
+from tests.conftest import ROOT
 
 SENTENCE = "flexattn's attention has no second derivative"
+# Functions that need no guard of their own, and why.
+UNGUARDED = {
+    "flexattn.first_order._Guard": "raises",
+    "flexattn.integrations.flash_attn.forward_only._ForwardOnly": "raises in its first derivative",
+    "flexattn.fp8._Dequantized": "torch differentiates its backward",
+    "flexattn.packed.Unpacked": "torch differentiates its backward",
+    "flexattn.dispatch.reference._WithGivenDerivative": "runs in attention's backward alone",
+    "flexattn.dispatch.quantization._RoundedWeights": "runs in attention's backward alone",
+    "flexattn.dispatch.quantization._RoundedGradient": "runs in attention's backward alone",
+}
+
+
+def functions(tracked_files: list[Path]) -> dict[str, type]:
+    """Returns every torch.autograd.Function of the package by its name."""
+    found = {}
+    for path in tracked_files:
+        if path.suffix != ".py" or path.parts[0] not in ("flexattn", "dispatch", "kernels_triton", "kernels_cudnn", "bench"):
+            continue
+        text = (ROOT / path).read_text()
+        for node in ast.walk(ast.parse(text)) if "autograd.Function)" in text else ():
+            if isinstance(node, ast.ClassDef) and any(ast.unparse(base).endswith("autograd.Function") for base in node.bases):
+                module = ".".join((*(() if path.parts[0] == "flexattn" else ("flexattn",)), *path.with_suffix("").parts))
+                found[f"{module}.{node.name}"] = getattr(importlib.import_module(module), node.name)
+    return found
+
+
+def test_every_function_has_the_guard_or_needs_none(tracked_files: list[Path]) -> None:
+    """Those over ranks are run in `tests/support/rank_guards.py`."""
+    found = functions(tracked_files)
+    assert {*UNGUARDED} < {*found}
+    guard = first_order.first_order(lambda ctx: ()).__code__
+    guarded = {name for name, function in found.items() if function.backward.__code__ is guard}
+    assert guarded == {*found} - {*UNGUARDED}
+    assert len(guarded) >= 5
 
 
 def leaves(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
@@ -37,6 +76,15 @@ def checkpointed(call: dict[str, Any]) -> Tensor:
     return out
 
 
+def dequantized(call: dict[str, Any]) -> Tensor:
+    return fp8.dequantize(flexattn.attention(**call))
+
+
+def of_packed(call: dict[str, Any]) -> Tensor:
+    packed = torch.stack([call[name] for name in "qkv"])
+    return flexattn.attention(*unpack(packed, 0))  # type: ignore[no-any-return]
+
+
 HALVES = leaves(torch.bfloat16)
 DELAYED = fp8.Recipe(scaling="delayed")
 CASES: dict[str, tuple[Callable[[dict[str, Any]], Tensor], dict[str, Any]]] = {
@@ -47,6 +95,8 @@ CASES: dict[str, tuple[Callable[[dict[str, Any]], Tensor], dict[str, Any]]] = {
     "sink": (out_of, leaves() | {"softmax_type": "learnable", "softmax_offset": torch.randn(2, requires_grad=True)}),
     "fp8": (out_of, HALVES | {"fp8_recipe": fp8.Recipe()}),
     "fp8, delayed": (out_of, HALVES | {"fp8_recipe": DELAYED, "fp8_state": fp8.DelayedScaling(DELAYED, 2)}),
+    "packed": (of_packed, leaves()),
+    "fp8 out": (dequantized, HALVES | {"fp8_recipe": fp8.Recipe(out_dtype=torch.float8_e4m3fn)}),
     "fp8, bf16_backward": (out_of, HALVES | {"fp8_recipe": fp8.Recipe(bf16_backward=True)}),
 }
 
@@ -65,7 +115,37 @@ def test_a_gradient_penalty_raises_in_the_first_call_and_in_kept_ones(case: str,
             for t in wanted:
                 with pytest.raises(RuntimeError, match=SENTENCE):
                     torch.autograd.grad(penalty, t, retain_graph=True, allow_unused=True)
-    assert call_cache.cache_info()["hits"] > 0
+    assert call_cache.cache_info()["hits"] > 0 or case == "fp8 out"  # which has no kept calls
+
+
+def rows_of_ones(out: Tensor) -> Tensor:
+    return torch.ones(2, *out.shape)
+
+
+BATCHED: dict[str, Callable[[Tensor, dict[str, Any]], Any]] = {
+    "is_grads_batched": lambda out, call: torch.autograd.grad(out, [*call.values()], rows_of_ones(out), is_grads_batched=True),
+    "create_graph": lambda out, call: torch.autograd.grad(
+        out, [*call.values()], rows_of_ones(out), is_grads_batched=True, create_graph=True
+    ),
+    "jacobian": lambda out, call: torch.autograd.functional.jacobian(
+        lambda q: flexattn.attention(q, call["k"], call["v"]), call["q"], vectorize=True
+    ),
+    "vmap": lambda out, call: torch.func.vmap(lambda dout: torch.autograd.grad(out, call["q"], dout))(rows_of_ones(out)),
+    "attention_backward": lambda out, call: torch.func.vmap(
+        lambda dout: flexattn.attention_backward(dout, *call.values(), out, torch.zeros(1, 2, 16)).dq
+    )(rows_of_ones(out)),
+}
+
+
+@pytest.mark.parametrize("way", BATCHED)
+def test_batched_gradients_are_refused(way: str) -> None:
+    call = leaves()
+    call_cache.clear_cache()
+    for run in (out_of, out_of, out_of, lse_of):
+        with pytest.raises(RuntimeError, match=r"attention\(\)'s backward has no rule for torch.vmap"):
+            BATCHED[way](run(call), call)
+    (row,) = torch.autograd.functional.jacobian(lambda q: flexattn.attention(q, call["k"], call["v"]), (call["q"][:, :1],))
+    assert row.shape == (1, 1, 2, 16, 1, 1, 2, 16)
 
 
 @pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph")
