@@ -57,6 +57,8 @@ class CachedCall:
     then out, lse, dout and dlse.
     """
 
+    is_checked = False  # True under FLEXATTN_CHECK=1
+
     def __init__(
         self,
         x: Operands,
@@ -277,7 +279,7 @@ class CachedCall:
             if likeness is not None:
                 self.replayed = state, likeness, found
             return self._as_gradients(found.replay(inputs, addresses))
-        spec = self.spec.of_backward()._replace(needs_lse_grad=inputs[-1] is not None)
+        spec = self.backward_spec(inputs)
         if found is _SEEN and inputs[-1] is None and self._is_torchs(inputs, spec, "backward"):
             from flexattn.dispatch.cpu_attention import KeptBackward
 
@@ -293,6 +295,10 @@ class CachedCall:
         if found is None:
             self._keep(key, _SEEN)
         return self._with_views(self._run_backward(inputs, spec))
+
+    def backward_spec(self, inputs: Sequence[Any]) -> AttentionSpec:
+        """Returns the spec of a backward; inputs: its own."""
+        return self.spec.of_backward()._replace(needs_lse_grad=inputs[-1] is not None)
 
     def _run_backward(self, inputs: Sequence[Any], spec: AttentionSpec) -> Gradients:
         incoming = ops.Incoming(*inputs[-4:])

@@ -4,7 +4,7 @@ The key is everything that the checks, the spec and the choice of a backend read
 dtype, device, alignment and whether it requires a gradient; each other argument with its type; the graphs of the mods; and the
 state around it (grad mode, the backend asked for, the environment variables, torch's switches, failures of backends). An equal key
 means that the checks passed before, and that the choice is the same. Calls with tensor subclasses, modes, transforms, tracing,
-FLEXATTN_CHECK or FLEXATTN_CANARY have no key: they go by the operators (`autograd`).
+or FLEXATTN_CANARY have no key: they go by the operators (`autograd`). Under FLEXATTN_CHECK calls are kept, and prepared each time.
 
 A look-up first compares a call with those of late that differ from it in their tensors alone, all tensors at once (`likeness`), and
 only then makes the whole key. At most 1024 calls are kept; those in use stay.
@@ -30,6 +30,7 @@ from flexattn.call_key import (
     same_tensors,
     state_around,
 )
+from flexattn.dispatch import options
 from flexattn.dispatch.spec import OPEN_WINDOW, Operands
 from flexattn.likeness import Likeness, likeness_of
 
@@ -157,7 +158,7 @@ def _look_up_all(
     key = make_key((whole, tensors, num_arguments, addresses, block_mask))
     if known is None:
         known = _with_other_numbers(whole)
-    if known is None:
+    if known is None or known.is_checked:  # such a call is prepared again, for what that checks, and then found by `new_call`
         return key, None
     known.is_used = True
     counts["hits"] += 1
@@ -203,11 +204,17 @@ def _with_other_numbers(whole: tuple[Any, ...]) -> CachedCall | None:
 def new_call(
     key: CallKey, x: Operands, settings: ops.Settings, alibi_slopes: Tensor | None, of_fp8: Fp8Steps | None = None
 ) -> CachedCall | None:
-    """Returns a call to be kept; None where its operands are not the arguments as they were.
+    """Returns a call to be kept, or under FLEXATTN_CHECK one that was; None where its operands are not the arguments as they were.
 
     alibi_slopes: the argument; the slopes that stand in for None are the same each time. of_fp8: FP8's part of the call, which has
     the descales.
     """
+    is_checked = options.check_values()
+    kept = _calls.get(key.parts) if is_checked else None
+    if kept is not None:
+        kept.is_used = True
+        counts["hits"] += 1
+        return kept
     known = {*TENSOR_FIELDS, "mod_tensors", "block_mask"} | ({"descales"} if of_fp8 is not None else set())
     others = (value for name, value in x._asdict().items() if name not in known)
     if any(isinstance(leaf, Tensor) for value in others for leaf in (value if isinstance(value, (tuple, list)) else (value,))):
@@ -227,7 +234,10 @@ def new_call(
             sources.append(x.alibi_slopes)
         else:
             return None  # it was copied or moved on the way
-    made = CachedCall(x, settings, names, sources, of_fp8)
+    kind = CachedCall
+    if is_checked:
+        from flexattn.checked_call import CheckedCall as kind  # here, as few processes check
+    made = kind(x, settings, names, sources, of_fp8)
     of_other_floats = _of_mods.get(_without_values(key.parts))
     if of_other_floats is not None and of_other_floats.differs_in_numbers_alone(made):
         made.take_recordings(of_other_floats)
@@ -243,6 +253,8 @@ def _without_values(whole: Any) -> Hashable | None:
 def remember(key: CallKey, call: CachedCall) -> None:
     """Keeps a call that ran without an error."""
     whole: Any = key.parts
+    if call.is_checked and _calls.get(whole) is call:
+        return
     kinds, _, _, _, window, _, _ = whole[0]
     if any(isinstance(part, type) and issubclass(part, Tensor) for part in (*kinds, *(window or ()))):
         return  # a number in a tensor: the key would have the object, whatever it holds by then

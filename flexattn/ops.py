@@ -251,12 +251,17 @@ def _ask(backend: Backend, spec: AttentionSpec, x: Operands, direction: Directio
         backend.prepare(spec, x, direction)
 
 
-def run_forward(spec: AttentionSpec, request: str, x: Operands) -> tuple[Tensor, Tensor, Tensor]:
-    """Runs the forward on the backend that is selected: the implementation of the forward operator."""
+def check_operands(spec: AttentionSpec, x: Operands) -> None:
+    """Raises ValueError, under FLEXATTN_CHECK=1, for lengths, page ids and descales with wrong values."""
     if spec.padding and options.check_values():
         check_values(spec, x)
     if (spec.fp8 is not None or spec.kv_dtype is not None) and options.check_values():
         check_descale_values(x)
+
+
+def run_forward(spec: AttentionSpec, request: str, x: Operands) -> tuple[Tensor, Tensor, Tensor]:
+    """Runs the forward on the backend that is selected: the implementation of the forward operator."""
+    check_operands(spec, x)
     if spec.needs_grad and spec.of_backward() is not spec:
         select(spec.of_backward(), "backward", request, runtime_failures.of_call(x))
     elif spec.needs_grad:  # a call without a backward fails here, not after its forward

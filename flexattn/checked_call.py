@@ -1,0 +1,110 @@
+"""A kept call under FLEXATTN_CHECK=1: its values are checked in each call, and one replay in a hundred is compared with its like.
+
+Which replays these are follows from a generator with a fixed seed, so that a program that runs again compares the same calls.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexattn import ops
+from flexattn.cached_call import CachedCall
+from flexattn.dispatch.describe import describe
+from flexattn.dispatch.spec import Gradients
+
+SHARE = 0.01  # of replays that are compared
+# Sums that kernels make in any order may differ by one rounding of a number, and by this of the largest number of a tensor: sums in
+# float32 of up to a million terms stay within it. Beside numbers that cancel, as in the gradient of a sink, two unrecorded calls
+# tell how far apart such sums are.
+ORDER = 2.0**-14
+_SPREAD = 8.0  # times what two unrecorded calls differ by
+_draw = random.Random(0).random
+
+_NAMES = {"forward": ("out", "lse", "max_logit"), "backward": ("dq", "dk", "dv", "dbias", "dsoftmax_offset")}
+
+
+class CheckedCall(CachedCall):
+    """A `CachedCall` that compares."""
+
+    is_checked = True
+
+    def forward(self, tensors: Sequence[Tensor | None], addresses: Sequence[int]) -> Sequence[Any]:
+        """Does what a `CachedCall` does, and raises ValueError for wrong values and RuntimeError for a wrong replay."""
+        x = self.operands(tensors)
+        ops.check_operands(self.spec, x)
+        again = self._drawn(tensors) if self.recording is not None else None
+        results = super().forward(tensors, addresses)
+        if again is not None:
+            is_exact = ops.backend_name(self.spec, "forward", self.backend, x) == "triton"
+            self._compare("forward", (*results, *tensors[self.num_inputs :]), again, self._run_forward, is_exact)
+        return results
+
+    def backward(self, inputs: Sequence[Any]) -> Gradients:
+        """Does what a `CachedCall` does, and raises RuntimeError for a wrong replay."""
+        again = self._drawn(inputs) if any(not isinstance(found, str) for found in self.backwards.values()) else None
+        gradients = super().backward(inputs)
+        if again is not None:
+            spec = self.backward_spec(inputs)
+
+            def run(x: Sequence[Any]) -> Sequence[Any]:
+                return _flat(self._with_views(self._run_backward(x, spec)))
+
+            self._compare("backward", (*_flat(gradients), *inputs[self.num_inputs :]), again, run, False)
+        return gradients
+
+    def _drawn(self, inputs: Sequence[Any]) -> list[tuple[Any, ...]] | None:
+        """Returns the inputs of two more runs where this one is drawn; what a run may write to, the buffers of FP8, is copied."""
+        is_captured = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if is_captured or _draw() >= SHARE:
+            return None
+        return [tuple(t if i < self.num_inputs or t is None else t.clone() for i, t in enumerate(inputs)) for _ in range(2)]
+
+    def _compare(
+        self,
+        direction: str,
+        replayed: Sequence[Any],
+        again: list[tuple[Any, ...]],
+        run: Callable[[Sequence[Any]], Sequence[Any]],
+        is_exact: bool,
+    ) -> None:
+        """Raises RuntimeError where a replay's results, and the buffers behind its operands, are not those of unrecorded runs."""
+        first, second = ((*run(inputs), *inputs[self.num_inputs :]) for inputs in again)
+        for n, (got, want, other) in enumerate(zip(replayed, first, second, strict=True)):
+            if got is want is None:
+                continue
+            wrong = _wrong(got, want, other, is_exact or self.spec.deterministic)
+            if wrong:
+                known = _NAMES[direction]
+                name = known[n] if n < len(known) else f"result (number {n})"
+                q, k, v = (tuple(t.shape) for t in again[0][:3])
+                raise RuntimeError(
+                    f"FLEXATTN_CHECK=1: a replayed {direction} gave another {name} than the same call unrecorded: {wrong}. The call: "
+                    f"{describe(self.spec)}; q, k and v of {q}, {k} and {v}. Please report this; until then "
+                    "flexattn.call_cache.clear_cache() before each call keeps it from being replayed"
+                )
+
+
+def _flat(gradients: Gradients) -> tuple[Tensor | None, ...]:
+    return (*gradients[:-1], *(gradients.dmod_tensors or ()))
+
+
+def _wrong(got: Tensor, want: Tensor, other: Tensor, is_exact: bool) -> str:
+    """Returns what is wrong with a replay's result, or "". other: that of a second unrecorded run."""
+    if got.shape != want.shape or got.dtype is not want.dtype:
+        return f"{got.dtype} {tuple(got.shape)} in place of {want.dtype} {tuple(want.shape)}"
+    a, b, c = (t.double() for t in (got, want, other))
+    same = (a == b) | (a.isnan() & b.isnan())
+    if not is_exact and b.numel():
+        finite = b.where(b.isfinite(), 0.0).abs()
+        spread = (b - c).nan_to_num(0.0, 0.0, 0.0).abs().max() * _SPREAD
+        same |= (a - b).abs() <= torch.finfo(want.dtype).eps * finite + ORDER * finite.max() + spread
+    if bool(same.all()):
+        return ""
+    place = tuple((~same).nonzero()[0].tolist())
+    count = int((~same).sum())
+    return f"{count} of {same.numel()} numbers differ, first at {place}: {a[place].item():.7g} in place of {b[place].item():.7g}"
