@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexattn.functional import attention
+from flexattn.integrations.transformers.keywords import check_keywords
 from flexattn.integrations.transformers.masks import Band, Packed, Visible
 from flexattn.integrations.transformers.patterns import MaskFunction
 from flexattn.warn import warn_once
@@ -31,7 +32,9 @@ def attention_forward(
     cu_seq_lens_k: Tensor | None = None,
     max_length_q: int | Tensor | None = None,
     max_length_k: int | Tensor | None = None,
-    **options: Any,
+    deterministic: bool | None = None,
+    output_attentions: bool | None = None,
+    **keywords: Any,
 ) -> tuple[Tensor, None]:
     """Attention of one layer of a transformers model, for its AttentionInterface.
 
@@ -57,25 +60,27 @@ def attention_forward(
         cu_seq_lens_q, cu_seq_lens_k: [sequences + 1], integers: where packed sequences start among the tokens of all rows. They
             are kept apart on top of attention_mask.
         max_length_q, max_length_k: the longest of them, ints or 0-d tensors.
-        options: deterministic=True makes gradients equal from run to run; output_attentions=True warns, once, as the weights are
-            never made; others are of other implementations.
+        deterministic: whether gradients are to be bitwise identical from run to run; None and False leave it to torch's setting.
+        output_attentions: True warns, once, as the weights are never made.
+        keywords: names of `keywords.HARMLESS`, with any value, and any name with None.
 
     Returns:
         (out, None), out [b, sq, h, d_v] in the dtype of query.
 
     Raises:
-        TypeError: attention_mask is of another kind.
+        TypeError: attention_mask is of another kind, or a keyword may change the result, such as the `indices` of sparse attention.
         ValueError: attention_mask is for fewer keys, or has no four dims; one of cu_seq_lens_q and cu_seq_lens_k is missing, or
             both come with a BlockMask; or what `flexattn.attention` refuses.
     """
-    if options.get("output_attentions"):
+    check_keywords(module, keywords)
+    if output_attentions:
         warn_once(
             "transformers output_attentions",
             "output_attentions=True: flexattn never makes the softmax weights, and returns None for them; "
             'use attn_implementation="eager" where they are needed',
         )
     arguments: dict[str, Any] = {"softmax_scale": scaling, "softcap": softcap or 0.0, "dropout_p": dropout}
-    if options.get("deterministic"):
+    if deterministic:
         arguments["deterministic"] = True
     if s_aux is not None:
         arguments |= {"softmax_type": "learnable", "softmax_offset": s_aux}

@@ -76,7 +76,7 @@ class Visible:
 
         Raises TypeError for anything but a device: that is asked by a model that computes with its mask.
         """
-        if not isinstance(device, (torch.device, str, int)):
+        if not isinstance(device, (torch.device, str, int)) or options.keys() - {"non_blocking", "copy"}:
             raise TypeError(f"attention_mask.to({device!r}): {_APART}")
         padding = None if self.padding is None else self.padding.to(device, **options)
         packed = None
@@ -116,8 +116,11 @@ def attention_mask(
     allow_is_bidirectional_skip: bool = False,
     local_size: int | None = None,
     use_vmap: bool = False,
+    allow_torch_fix: bool = True,
     device: torch.device | str = "cpu",
-    **options: Any,
+    dtype: torch.dtype | None = None,
+    config: Any = None,
+    **unknown: Any,
 ) -> Tensor | Visible:
     """Mask of one kind of layers in the form that `attention_forward` takes, for transformers' AttentionMaskInterface.
 
@@ -134,12 +137,22 @@ def attention_mask(
             model is about to compute with it, and gets a bool tensor [b, 1, q_length, kv_length].
         local_size: the window of a mask with one.
         use_vmap: whether mask_function takes 0-d positions alone.
+        allow_torch_fix: not read; it has no effect in transformers either.
         device: of the mask.
-        options: dtype and config, which say nothing that mask_function does not.
+        dtype, config: not read; mask_function says all that the mask depends on, and a bool tensor has its own dtype.
+        unknown: raises, unless all are None.
 
     Returns:
         A `Visible`, or a bool tensor [b, 1, q_length, kv_length] (one query that does not see all keys, or as said above).
+
+    Raises:
+        TypeError: an argument that is not known.
     """
+    if given := sorted(name for name, value in unknown.items() if value is not None):
+        raise TypeError(
+            f"attention_mask() has no argument {', '.join(given)}, which may change the mask; accepted: the arguments of "
+            'transformers.masking_utils.sdpa_mask; run this model with attn_implementation="eager"'
+        )
     from transformers.masking_utils import causal_mask_function, prepare_padding_mask, sdpa_mask
 
     if isinstance(attention_mask, Visible):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from flexattn.functional import attention
+from flexattn.integrations.transformers.keywords import check_keywords
 
 
 def paged_attention_forward(
@@ -21,7 +22,17 @@ def paged_attention_forward(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     sliding_window: int | None = None,
-    **options: Any,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    cache: Any = None,
+    read_index: list[Tensor] | None = None,
+    write_index: list[Tensor] | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | dict[str, Tensor] | None = None,
+    max_seqlen_q: int | Tensor | None = None,
+    max_seqlen_k: int | Tensor | dict[str, int] | None = None,
+    block_table: Tensor | None = None,
+    **keywords: Any,
 ) -> tuple[Tensor, None]:
     """Attention of one layer in `generate_batch`, after transformers.integrations.flash_paged.paged_attention_forward,
     https://github.com/huggingface/transformers/blob/v5.17.0/src/transformers/integrations/flash_paged.py.
@@ -33,33 +44,42 @@ def paged_attention_forward(
         value: [1, h_kv, t, d_v].
         attention_mask: None; cu_seq_lens say it.
         scaling, softcap, s_aux, sliding_window: as `attention_forward` takes them.
-        options: cache, read_index and write_index, by which new keys are stored and all are gathered; cu_seq_lens_q and
-            cu_seq_lens_k [requests + 1], max_seqlen_q and max_seqlen_k; those of keys by layer type where there are two.
+        dropout: 0, as generation drops nothing.
+        is_causal: True or None.
+        cache, read_index, write_index: store the new keys, and gather all keys of the requests.
+        cu_seq_lens_q, cu_seq_lens_k: [requests + 1], integers; for keys a dict by layer type if the model has two.
+        max_seqlen_q, max_seqlen_k: the longest of them; for keys a dict likewise.
+        block_table: None; transformers gives one to FlashAttention alone.
+        keywords: names of `keywords.HARMLESS`, with any value, and any name with None.
 
     Returns:
         (out, None), out [1, t, h, d_v].
 
     Raises:
-        ValueError: there is no paged cache, or a block_table (transformers gives one to FlashAttention alone).
+        ValueError: there is no paged cache; a mask, a block_table, dropout or is_causal=False.
+        TypeError: a keyword may change the result.
     """
-    cache, block_table = options.get("cache"), options.get("block_table")
-    if cache is None or attention_mask is not None or block_table is not None:
+    check_keywords(module, keywords)
+    if dropout or is_causal is False:
+        raise ValueError(f"paged attention came with dropout {dropout} and is_causal {is_causal}; accepted: 0.0, and True or None")
+    needed = (cache, read_index, write_index, cu_seq_lens_q, cu_seq_lens_k, max_seqlen_q, max_seqlen_k)
+    if any(x is None for x in needed) or attention_mask is not None or block_table is not None:
         raise ValueError(
             f"paged attention came with cache {type(cache).__name__}, attention_mask {type(attention_mask).__name__} and "
-            f"block_table {type(block_table).__name__}; accepted: the cache of model.generate_batch() and None for the others; for "
+            f"block_table {type(block_table).__name__}; accepted: the cache of model.generate_batch() with its lengths and indices, and None for the other two; for "
             "any other call give attn_implementation without 'paged|'"
         )
     window = sliding_window if sliding_window is not None else getattr(module, "sliding_window", None)
-    cu_seq_lens_k, max_seqlen_k = options["cu_seq_lens_k"], options["max_seqlen_k"]
-    if isinstance(cu_seq_lens_k, dict):
-        kind = "sliding_attention" if window else "full_attention"
-        cu_seq_lens_k, max_seqlen_k = cu_seq_lens_k[kind], max_seqlen_k[kind]
+    kind = "sliding_attention" if window else "full_attention"
+    of_k, longest_k = (of[kind] if isinstance(of, dict) else of for of in (cu_seq_lens_k, max_seqlen_k))
+    assert cu_seq_lens_q is not None and max_seqlen_q is not None
+    assert isinstance(of_k, Tensor) and isinstance(longest_k, int | Tensor)
     k, v = cache.update(
         key_states=key,
         value_states=value,
         layer_idx=module.layer_idx,
-        read_index=options["read_index"],
-        write_index=options["write_index"],
+        read_index=read_index,
+        write_index=write_index,
     )
     sinks: dict[str, Any] = {} if s_aux is None else {"softmax_type": "learnable", "softmax_offset": s_aux}
     out: Tensor = attention(
@@ -69,10 +89,10 @@ def paged_attention_forward(
         qkv_format="thd",
         attn_mask_type="padding_causal_bottom_right",
         window_size=(window - 1 if window else -1, 0),
-        cu_seqlens_q=options["cu_seq_lens_q"].to(torch.int32),
-        cu_seqlens_kv=cu_seq_lens_k.to(torch.int32),
-        max_seqlen_q=int(options["max_seqlen_q"]),
-        max_seqlen_kv=int(max_seqlen_k),
+        cu_seqlens_q=cu_seq_lens_q.to(torch.int32),
+        cu_seqlens_kv=of_k.to(torch.int32),
+        max_seqlen_q=int(max_seqlen_q),
+        max_seqlen_kv=int(longest_k),
         softmax_scale=scaling,
         softcap=softcap or 0.0,
         **sinks,

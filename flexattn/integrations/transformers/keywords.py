@@ -1,0 +1,68 @@
+"""Keywords that transformers' models hand to an attention function, and the check that raises for all others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+# Keywords that change no result of an attention function. transformers' own functions read none of them either.
+HARMLESS = frozenset(
+    {
+        # Positions are in the rotated queries and keys, and the mask function has told packed sequences apart by them.
+        "position_ids",
+        "position_embeddings",
+        "cache_position",
+        # The layer writes its keys to the cache before it calls the attention function, and hands over all keys that it holds.
+        "use_cache",
+        "past_key_values",
+        "cache",
+        "cache_params",
+        # The model or its output class reads these after its layers.
+        "return_dict",
+        "output_hidden_states",
+        "output_router_logits",
+        "num_items_in_batch",  # the loss divides by it
+        "logits_indices",  # continuous batching picks these tokens' logits
+        "logits_processor_args",  # continuous batching chooses tokens by them
+        # Inputs of embeddings, towers and other stacks, which some models hand on to every layer below them.
+        "input_ids",
+        "inputs_embeds",
+        "token_type_ids",
+        "grid_thw",
+        "encoder_outputs",
+        "decoder_input_ids",
+        "decoder_inputs_embeds",
+        "decoder_position_ids",
+        "decoder_attention_mask",  # the model has made the mask of it
+        "query_length",  # a feed-forward layer splits its tokens by it
+        # Convolutions and state-space layers of hybrid models tell packed sequences apart by it; attention does by its mask.
+        "seq_idx",
+    }
+)
+
+# Keywords that change the result and that flexattn does not have.
+REFUSED = {
+    "indices": "the keys that each query selects (sparse attention); without them attention would be dense",
+    "block_indices": "the blocks of keys that each query selects (sparse attention); without them attention would be dense",
+    "sinks": "logits of a sink for each token and head; flexattn has sinks for each head, [h], as s_aux",
+}
+
+
+def check_keywords(module: torch.nn.Module, keywords: Mapping[str, Any], harmless: frozenset[str] = HARMLESS) -> None:
+    """Raises TypeError for a keyword that may change the result; one that is None says nothing and passes.
+
+    Args:
+        module: the layer that calls, for the text.
+        keywords: all that the attention function has no parameter for.
+        harmless: names that pass with any value.
+    """
+    for name, value in keywords.items():
+        if name in harmless or value is None:
+            continue
+        why = REFUSED.get(name, "a keyword that flexattn does not know, which may change the result")
+        raise TypeError(
+            f"{name} is given by {type(module).__name__} ({type(value).__name__}): {why}; accepted: None; run this model with "
+            'attn_implementation="eager"'
+        )
