@@ -98,6 +98,7 @@ def check_mod_arguments(score_mod: Any, mask_mod: Any, tensors: Any) -> None:
             raise TypeError(
                 f"score_mod_tensors[{key!r}] is {describe(t)}; accepted: {accepted} (score_mod captures numbers as such)"
             )
+        check_meaning(f"score_mod_tensors[{key!r}]", t)
 
 
 def warn_of_one_query(attn_mask_type: str, max_q: Any, max_kv: Any) -> None:
@@ -224,6 +225,7 @@ def check_mod_tensors(captures: Sequence[Capture], tensors: Sequence[Tensor], q:
     names = [capture.name for capture in captures if not capture.is_number]
     checked = []
     for name, t in zip(names, tensors, strict=True):
+        check_meaning(name, t)
         if t.device != q.device and not (t.dim() == 0 and t.device.type == "cpu"):
             raise ValueError(
                 f"{name}, which score_mod or mask_mod captures, is {describe(t)} and q is on {q.device}; accepted: the same "
@@ -420,9 +422,27 @@ def describe(value: object) -> str:
     return f"a {value.dtype} tensor of shape {tuple(value.shape)}{strides} on {value.device}"
 
 
+def check_meaning(name: str, x: Tensor) -> None:
+    """Raises TypeError for a tensor whose elements are not its value, such as torch's CausalBias.
+
+    Such a class overrides torch's functions but not its operators, so torch.library and kernels would read its memory.
+    """
+    kind = type(x)
+    if kind is Tensor or kind is torch.nn.Parameter or kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return
+    function: Any = getattr(kind.__torch_function__, "__func__", None)
+    if function is None or function is Tensor.__torch_function__.__func__:  # type: ignore[attr-defined]
+        return
+    raise TypeError(
+        f"{name} is a {kind.__name__}, whose elements may not be its value; accepted: a torch.Tensor; instead of torch's CausalBias "
+        "give attn_mask_type 'causal' or 'causal_bottom_right', and convert any other class to a tensor first"
+    )
+
+
 def check_tensor(name: str, x: object, dtypes: tuple[torch.dtype, ...], device: torch.device | None) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} is {describe(x)}; accepted: a tensor")
+    check_meaning(name, x)
     if x.is_nested or x.layout is not torch.strided:
         nested = "is nested and " if x.is_nested else ""
         raise TypeError(

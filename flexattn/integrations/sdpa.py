@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.bias import CausalBias, CausalVariant
+from torch.nn.functional import pad
 
 from flexattn.functional import attention
 from flexattn.mods.trace import Mod
 from flexattn.nested import is_jagged
-from flexattn.validation import describe
+from flexattn.validation import check_meaning, describe
 
 
 def scaled_dot_product_attention(
@@ -32,8 +34,9 @@ def scaled_dot_product_attention(
         query: [..., h, sq, d], or [sq, d]; float16, bfloat16, float32 or (on a CPU) float64. Or, with key and value, a jagged
             nested tensor [b, h, jagged, d].
         key, value: [..., h_kv, skv, d] and [..., h_kv, skv, d_v], of query's dtype.
-        attn_mask: of at least two dims, broadcastable to [..., h, sq, skv]: bool, True where the query sees the key, or query's
-            dtype or float32, added to the scaled scores. A float mask gets its gradient where it requires one.
+        attn_mask: broadcastable to [..., h, sq, skv]: bool, True where the query sees the key, or query's dtype or float32 (under
+            autocast any of 16 or 32 bits), added to the scaled scores. A float mask gets its gradient if it requires one. Or a
+            torch.nn.attention.bias.CausalBias for the lengths of query and key, without is_causal.
         dropout_p: in [0, 1); applied always, as torch does.
         is_causal: whether query i sees keys j <= i alone, whatever the lengths, on top of attn_mask.
         scale: of the scores; None is 1/sqrt(d).
@@ -61,8 +64,12 @@ def scaled_dot_product_attention(
         "softmax_scale": scale,
         "dropout_p": dropout_p,
     }
-    if attn_mask is not None:
-        arguments |= _masked(attn_mask, query.dtype, lead, (*q.shape[:3], k.shape[2]))
+    if isinstance(attn_mask, CausalBias):
+        arguments["attn_mask_type"] = _mask_type(attn_mask, is_causal, (q.shape[2], k.shape[2]))
+    elif attn_mask is not None:
+        arguments |= _masked(attn_mask, query, lead, (*q.shape[:3], k.shape[2]))
+    if 0 in (*heads, q.shape[-1], v.shape[-1]):
+        return _attend_empty(q, k, v, arguments).reshape(*lead, *(heads[:1] * (not is_alone)), q.shape[2], v.shape[-1])
     out: Tensor
     if q.stride(1) < q.stride(2):  # out, and the gradients, are laid out as q is
         out = attention(*(x.transpose(1, 2) for x in (q, k, v)), **arguments).transpose(1, 2)
@@ -98,7 +105,7 @@ def _heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple
     except RuntimeError as e:
         hint = "" if enable_gqa else "; heads of key and value are shared with enable_gqa=True"
         raise ValueError(f"{shapes}; accepted: dims before the last two that broadcast{hint}") from e
-    if enable_gqa and (min(x.dim() for x in tensors) < 3 or any(n == 0 or num_q % n for n in (num_k, num_v))):
+    if enable_gqa and (min(x.dim() for x in tensors) < 3 or (num_q > 0 and any(n == 0 or num_q % n for n in (num_k, num_v)))):
         raise ValueError(f"{shapes} with enable_gqa; accepted: [..., heads, tokens, head dim], query's heads a multiple of both")
     num_kv = num_k if num_k == num_v else heads
     return (heads, num_kv, num_kv), lead
@@ -120,17 +127,45 @@ def _one_batch(x: Tensor) -> Tensor:
     return x.unsqueeze(0) if x.dim() == 3 else x.flatten(0, -4)
 
 
-def _masked(mask: Tensor, dtype: torch.dtype, lead: tuple[int, ...], scores: tuple[int, ...]) -> dict[str, Any]:
+def _mask_type(mask: CausalBias, is_causal: bool, lengths: tuple[int, int]) -> str:
+    """Returns attention's name for torch's causal bias. lengths: of query and key."""
+    if is_causal:
+        raise ValueError("attn_mask is a CausalBias and is_causal is True; accepted: one of the two")
+    made_for = (mask.seq_len_q, mask.seq_len_kv)
+    if made_for != lengths:
+        raise ValueError(f"attn_mask is a CausalBias for lengths {made_for}; accepted: one for those of query and key, {lengths}")
+    return "causal" if mask.variant == CausalVariant.UPPER_LEFT else "causal_bottom_right"
+
+
+def _attend_empty(q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any]) -> Tensor:
+    """Returns the result [b, h, sq, d_v] of a call without heads or with a head dim of 0, where all scores are 0."""
+    if q.shape[1] == 0:
+        masks = [arguments["bias"]] if "bias" in arguments else []
+        return q.new_zeros(*q.shape[:3], v.shape[3]) + sum(x.sum() for x in (q, k, v, *masks))  # with a gradient of 0 for each
+    narrow_q, narrow_k, narrow_v = (pad(x, (0, 1)) if x.shape[3] == 0 else x for x in (q, k, v))
+    out: Tensor = attention(narrow_q, narrow_k, narrow_v, qkv_format="bhsd", **arguments)
+    return out[..., : v.shape[3]]
+
+
+def _dtypes_beside(query: Tensor) -> tuple[torch.dtype, ...]:
+    """Returns the dtypes of float masks that torch takes beside query: under autocast all that it casts."""
+    if query.dtype != torch.float64 and torch.is_autocast_enabled(query.device.type):
+        return (torch.float32, torch.float16, torch.bfloat16)
+    return (torch.float32, query.dtype)
+
+
+def _masked(mask: Tensor, query: Tensor, lead: tuple[int, ...], scores: tuple[int, ...]) -> dict[str, Any]:
     """Returns attention's arguments for attn_mask.
 
-    dtype: query's. lead: the dims before the heads. scores: (batch, heads, queries, keys).
+    lead: the dims before the heads. scores: (batch, heads, queries, keys).
     """
     whole = (*lead, *scores[1:])
-    accepted = f"at least two dims that broadcast to {list(whole)}"
-    if not isinstance(mask, Tensor) or mask.dtype not in (torch.bool, torch.float32, dtype):
-        accepted = f"bool, {dtype} or torch.float32, with {accepted}"
+    accepted, dtypes = f"dims that broadcast to {list(whole)}", _dtypes_beside(query)
+    if not isinstance(mask, Tensor) or mask.dtype not in (torch.bool, *dtypes):
+        accepted = f"bool, {' or '.join(dict.fromkeys(map(str, dtypes)))}, with {accepted}"
         raise TypeError(f"attn_mask is {describe(mask)}; accepted: {accepted}")
-    fits = 2 <= mask.dim() <= max(len(whole), 4) and all(
+    check_meaning("attn_mask", mask)
+    fits = mask.dim() <= max(len(whole), 4) and all(
         size in (1, full) for size, full in zip(mask.shape[::-1], ((1,) * 4 + whole)[::-1], strict=False)
     )
     if not fits:

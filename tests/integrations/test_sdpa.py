@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 import re
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.nn.functional import scaled_dot_product_attention as torchs
 
 import flexattn
@@ -35,7 +37,8 @@ def check(tensors: list[Tensor], mask: Tensor | None = None, tolerance: float = 
     masks = [mask, mask]
     if mask is not None and mask.requires_grad:
         masks[1] = mask.detach().double().requires_grad_()
-    out, want = ours(*tensors, masks[0], **named), torchs(*double, masks[1], **named)
+    theirs_mask = None if masks[1] is None else torch.atleast_2d(masks[1])  # torch broadcasts fewer dims on some paths only
+    out, want = ours(*tensors, masks[0], **named), torchs(*double, theirs_mask, **named)
     assert out.shape == want.shape
     assert out.dtype == tensors[0].dtype
     torch.testing.assert_close(out.double(), want, rtol=tolerance, atol=tolerance)
@@ -47,6 +50,7 @@ def check(tensors: list[Tensor], mask: Tensor | None = None, tolerance: float = 
 
 
 MASKS = [
+    *((), (1,), (SKV,)),
     *((SQ, SKV), (1, SKV), (SQ, 1), (1, 1), (H, SQ, SKV), (1, SQ, SKV), (H, 1, SKV)),
     *((2, H, SQ, SKV), (2, 1, SQ, SKV), (1, H, SQ, SKV), (2, H, 1, SKV), (2, 1, 1, SKV), (2, H, SQ, 1), (1, 1, 1, 1)),
 ]
@@ -74,6 +78,63 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
     tolerance = {torch.float32: 3e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
     for mask in (None, make(SQ, SKV, dtype=dtype), make(2, 1, SQ, SKV, dtype=torch.float32), make(SQ, SKV).detach() > 0):
         check(qkv(dtype=dtype), mask, tolerance, scale=0.3)
+
+
+MIXES = list(itertools.product((torch.float32, torch.float16, torch.bfloat16), repeat=3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_autocast_takes_the_dtypes_that_torch_takes(dtype: torch.dtype) -> None:
+    q, k, v = (t.detach() for t in qkv(dtype=torch.float32))
+    mask = make(SQ, SKV, seed=5).detach()
+    want = torchs(q, k, v, mask.float())
+    with torch.autocast("cpu", dtype):
+        for of_q, of_kv, of_mask in MIXES:
+            tensors = (q.to(of_q), k.to(of_kv), v.to(of_kv), mask.to(of_mask))
+            out = ours(*tensors)
+            assert out.dtype == torchs(*tensors).dtype == dtype
+            torch.testing.assert_close(out.float(), want, rtol=3e-2, atol=3e-2)
+        with pytest.raises(TypeError, match="attn_mask is .*accepted: bool, torch.float32 or torch.float16 or torch.bfloat16"):
+            ours(q, k, v, mask)
+
+
+@pytest.mark.parametrize("make_mask", [causal_upper_left, causal_lower_right])
+def test_causal_biases_of_torch(make_mask: Any) -> None:
+    """Their memory is not initialised and is never read: only their class, corner and lengths count."""
+    q, k, v = qkv()
+    mask = make_mask(SQ, SKV)
+    mask.data.fill_(math.nan)
+    torch.testing.assert_close(ours(q, k, v, mask), torchs(q, k, v, mask._materialize()))
+    heads = [t[0].detach() for t in (q, k, v)]  # without a batch
+    torch.testing.assert_close(ours(*heads, mask), torchs(*heads, mask._materialize()))
+
+
+SIZES_OF_0 = {  # heads, head dim of query and key, head dim of value
+    "no head dim": (H, 0, D_V),
+    "no head dim of value": (H, D, 0),
+    "no head dim at all": (H, 0, 0),
+    "no heads": (0, D, D_V),
+    "no heads and no head dim": (0, 0, 0),
+}
+
+
+@pytest.mark.parametrize("sizes", SIZES_OF_0.values(), ids=SIZES_OF_0.keys())
+def test_heads_and_head_dims_of_0(sizes: tuple[int, int, int]) -> None:
+    heads, dim, dim_v = sizes
+    tensors = [make(2, heads, SQ, dim), make(2, heads, SKV, dim, seed=1), make(2, heads, SKV, dim_v, seed=2)]
+    mask = make(SQ, SKV, seed=5).detach()
+    for given in (None, mask, mask > 0):
+        check(tensors, given, scale=1.0)
+    check(tensors, is_causal=True)
+    if heads == 0:
+        check(tensors, enable_gqa=True)
+        assert ours(*tensors, make(SQ, SKV)).requires_grad
+
+
+def test_head_dims_of_0_without_a_batch_or_heads() -> None:
+    check([make(SQ, 0), make(SKV, 0), make(SKV, D_V)], scale=1.0)
+    check([make(H, SQ, 0), make(H, SKV, 0), make(H, SKV, 0)], scale=1.0)
+    check([make(0, SQ, D), make(0, SKV, D), make(0, SKV, D_V)])
 
 
 LEADS = {
@@ -175,7 +236,7 @@ def test_the_kernels_read_every_shape_of_mask(shape: tuple[int, ...], is_float: 
 
 def test_compiles_in_one_graph() -> None:
     compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
-    for mask in (make(SQ, SKV, dtype=torch.float32), make(2, 1, 1, SKV).detach() > 0, None):
+    for mask in (make(SQ, SKV, dtype=torch.float32), make(2, 1, 1, SKV).detach() > 0, None, causal_lower_right(SQ, SKV)):
         tensors = qkv(dtype=torch.float32)
         torch.testing.assert_close(compiled(*tensors, mask), ours(*tensors, mask))
 
@@ -191,10 +252,24 @@ def test_signature_is_torchs() -> None:
     assert {n: str(p.default) for n, p in parameters.items() if p.default is not p.empty} == defaults
 
 
+class Marked(Tensor):
+    """A class that overrides torch's functions, as classes do whose elements are not their value."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return super().__torch_function__(func, types, args, kwargs)
+
+
 REFUSED = {
     "an int mask": ({"attn_mask": torch.ones(SQ, SKV, dtype=torch.int32)}, TypeError, "attn_mask is .*accepted: bool"),
     "a mask of another half type": ({"attn_mask": torch.ones(SQ, SKV).half()}, TypeError, "attn_mask is"),
-    "a mask of one dim": ({"attn_mask": torch.ones(SKV)}, ValueError, "attn_mask is .*at least two dims"),
+    "a causal bias for other lengths": ({"attn_mask": causal_upper_left(SQ, SQ)}, ValueError, r"for lengths \(5, 5\); accepted"),
+    "a causal bias that is causal twice": (
+        {"attn_mask": causal_upper_left(SQ, SKV), "is_causal": True},
+        ValueError,
+        "a CausalBias and is_causal is True",
+    ),
+    "a mask whose class gives it a meaning": ({"attn_mask": torch.ones(SQ, SKV).as_subclass(Marked)}, TypeError, "attn_mask is a Marked"),
     "a mask of another length": ({"attn_mask": torch.ones(SQ, SKV + 1)}, ValueError, r"\[2, 4, 5, 7\]"),
     "a mask of three dims that begins with a batch": ({"attn_mask": torch.ones(2, SQ, SKV)}, ValueError, "attn_mask is"),
     "a mask with a dim too many": ({"attn_mask": torch.ones(2, 2, H, SQ, SKV)}, ValueError, "attn_mask is"),
