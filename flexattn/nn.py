@@ -11,12 +11,19 @@ from torch import Tensor, nn
 
 from flexattn.functional import attention
 from flexattn.mods.trace import Mod
-from flexattn.validation import describe
+from flexattn.validation import check_meaning, describe
 from flexattn.warn import warn_once
 
 __all__ = ["Attention", "MultiheadAttention"]
 
 Rotate = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def _refuse_scripts(module: nn.Module) -> nn.Module:
+    """Raises NotImplementedError for torch.jit.script, which calls it on each module that it compiles."""
+    name = type(module).__name__
+    hint = ", or script a torch.nn.MultiheadAttention, which takes this layer's state_dict" * isinstance(module, nn.MultiheadAttention)
+    raise NotImplementedError(f"torch.jit.script cannot compile flexattn.nn.{name}; use torch.compile or torch.export{hint}")
 
 
 class Attention(nn.Module):
@@ -65,6 +72,8 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(embed_dim, num_kv_heads * self.head_dim, bias, **factory)
         self.v_proj = nn.Linear(embed_dim, num_kv_heads * self.head_dim, bias, **factory)
         self.o_proj = nn.Linear(num_heads * self.head_dim, embed_dim, bias, **factory)
+
+    __prepare_scriptable__ = _refuse_scripts
 
     def forward(self, x: Tensor, context: Tensor | None = None, *, rotate: Rotate | None = None, **arguments: Any) -> Tensor:
         """Returns the layer's result for the queries of x over the keys and values of context (of x where that is None).
@@ -180,6 +189,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         out = self.out_proj(out.flatten(-2))
         return (out if is_batched else out.squeeze(batch_dim)), None
 
+    __prepare_scriptable__ = _refuse_scripts
+
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         """Raises for query, key and value that do not fit the layer, or each other."""
         widths = {"query": self.embed_dim, "key": self.kdim, "value": self.vdim}
@@ -248,12 +259,13 @@ def _mask_arguments(
             continue
         if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
             raise TypeError(f"{name} is {describe(mask)}; accepted: bool, True for hidden, or floating point, added to the scores")
+        check_meaning(name, mask)
         if tuple(mask.shape) not in shapes:
             raise ValueError(f"{name} is {describe(mask)}; accepted: shape {' or '.join(map(str, shapes))}")
         if name == "key_padding_mask":
             mask = mask.view(batch, 1, 1, len_kv)
-        else:
-            mask = mask.view(-1, heads if mask.dim() == 3 else 1, len_q, len_kv)
+        else:  # all sizes are said, as a tensor without elements has no size to infer
+            mask = mask.view(*((batch, heads) if mask.dim() == 3 else (1, 1)), len_q, len_kv)
         if extra:
             mask = F.pad(mask, (0, extra))
         if mask.dtype == torch.bool:

@@ -257,6 +257,41 @@ def test_wrong_arguments_are_named(changes: dict[str, Any], error: type[Exceptio
     assert said in str(e.value)
 
 
+class Marked(Tensor):
+    """A class that overrides torch's functions, as classes do whose elements are not their value."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+@pytest.mark.parametrize("name", ["attn_mask", "key_padding_mask"])
+def test_a_mask_whose_class_gives_it_a_meaning_is_refused(name: str) -> None:
+    x, mask = torch.ones(S, N, E), torch.zeros((S, S) if name == "attn_mask" else (N, S), dtype=torch.bool)
+    with pytest.raises(TypeError, match=f"{name} is a Marked, whose elements may not be its value"):
+        MultiheadAttention(E, HEADS)(x, x, x, need_weights=False, **{name: mask.as_subclass(Marked)})
+
+
+@pytest.mark.parametrize(("queries", "batch", "keys"), [(0, N, S), (L, 0, S), (L, N, 0), (0, 0, 0)])
+@pytest.mark.parametrize("dims", [2, 3])
+def test_masks_without_elements_are_taken(dims: int, queries: int, batch: int, keys: int) -> None:
+    layers = pair(batch_first=True)
+    query, key = torch.ones(batch, queries, E, **DOUBLE), torch.ones(batch, keys, E, **DOUBLE)
+    mask = torch.zeros(*((queries, keys) if dims == 2 else (batch * HEADS, queries, keys)), dtype=torch.bool)
+    padding = torch.zeros(batch, keys, dtype=torch.bool)
+    got = layers[1](query, key, key, padding, need_weights=False, attn_mask=mask)[0]
+    want = layers[0](query, key, key, need_weights=False)[0]  # torch cannot view a mask of three dims without elements
+    torch.testing.assert_close(got, want, **SAME)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+@pytest.mark.parametrize("layer", [Attention(E, HEADS), MultiheadAttention(E, HEADS)], ids=lambda layer: type(layer).__name__)
+def test_torch_jit_script_is_refused_and_says_what_to_use(layer: nn.Module) -> None:
+    for module in (layer, nn.Sequential(layer)):
+        with pytest.raises(NotImplementedError, match=rf"cannot compile flexattn.nn.{type(layer).__name__}; use torch.compile"):
+            torch.jit.script(module)
+
+
 def reference(layer: Attention, x: Tensor, context: Tensor, hidden: Tensor | None = None, scale: float | None = None) -> Tensor:
     """The layer's formula: every score, a softmax, and the four products."""
     q, k, v = (
