@@ -7,8 +7,9 @@ import math
 import pytest
 import torch
 
+from flexattn import ops
 from flexattn.integrations import flash_attn as fa
-from flexattn.integrations.flash_attn import flash_attn_3
+from flexattn.integrations.flash_attn import flash_attn_3, kv_cache, rotary
 
 B, S, H, H_K, D = 2, 9, 4, 2, 32
 
@@ -182,6 +183,85 @@ def test_a_query_without_keys_has_an_lse_of_inf(case):
     assert torch.equal(out[:, 0], torch.zeros(B, H, D))
     assert (lse[..., 0] == math.inf).all()
     assert lse[..., 1].isfinite().all()
+
+
+FUNCTIONS = [fa.flash_attn_with_kvcache, flash_attn_3.flash_attn_with_kvcache]
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=("2", "3"))
+@pytest.mark.parametrize("has_batch_idx", [False, True])
+def test_tokens_that_a_row_has_no_room_for_raise(case, function, has_batch_idx):
+    q, k_cache, v_cache, k, v = case
+    rows = {"cache_batch_idx": torch.tensor([2, 0], dtype=torch.int32)} if has_batch_idx else {}
+    before = k_cache.clone()
+    for ends, new, longest in ((S, (k, v), S + 3), (torch.tensor([4, S - 2], dtype=torch.int32), (k, v), S + 1), (S + 1, (), S + 1)):
+        with pytest.raises(ValueError, match=f"make a sequence of {longest} tokens; accepted: at most {S}, what a row of the cache"):
+            function(q, k_cache, v_cache, *new, cache_seqlens=ends, **rows)
+    assert torch.equal(k_cache, before)
+
+
+@pytest.fixture
+def unread(monkeypatch):
+    """No check reads a value, as on a GPU."""
+    for module in (kv_cache, rotary):
+        monkeypatch.setattr(module, "are_values_read", lambda values: False)
+    monkeypatch.setattr(ops, "check_values", lambda *call: None)
+
+
+@pytest.mark.parametrize("leftpad", [False, True])
+@pytest.mark.parametrize("function", FUNCTIONS, ids=("2", "3"))
+def test_tokens_without_room_are_left_out_where_no_value_is_read(case, function, leftpad, unread):
+    q, k_cache, v_cache, k, v = case
+    before = k_cache.clone(), v_cache.clone()
+    starts = {"cache_leftpad": torch.tensor([2, 1], dtype=torch.int32)} if leftpad else {}
+    out = function(q, k_cache, v_cache, k, v, cache_seqlens=torch.tensor([4, S - 1], dtype=torch.int32), **starts)
+    for cache, old, new in ((k_cache, before[0], k), (v_cache, before[1], v)):
+        old[0, 4:7], old[1, S - 1] = new[0], new[1, 0]
+        assert torch.equal(cache, old)
+    first = 1 if leftpad else 0
+    close(out[1], reference(q[1], k_cache[1, first:], v_cache[1, first:])[0])  # and no key of the third row
+
+
+@pytest.mark.parametrize("has_table", [False, True])
+def test_an_index_of_no_row_raises_and_reaches_no_other_memory(case, has_table, monkeypatch):
+    q, k_cache, v_cache, k, v = case
+    table = {"block_table": torch.tensor([[0], [1], [2]], dtype=torch.int32)} if has_table else {}
+    for wrong in (-1, B + 1):
+        given = table | {"cache_seqlens": 4, "cache_batch_idx": torch.tensor([0, wrong], dtype=torch.int32)}
+        with pytest.raises(ValueError, match=rf"cache_batch_idx is \[0, {wrong}\]; accepted: 0 to 2, as there are 3 rows"):
+            fa.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, **given)
+        with monkeypatch.context() as patch:
+            patch.setattr(kv_cache, "are_values_read", lambda values: False)
+            assert fa.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, **given).isfinite().all()
+
+
+def test_positions_beyond_the_rotary_tables_raise_and_reach_no_other_memory(case, monkeypatch):
+    q, k_cache, v_cache, k, v = case
+    given = {"rotary_cos": torch.ones(6, D // 2), "rotary_sin": torch.zeros(6, D // 2), "cache_seqlens": 4, "causal": True}
+    with pytest.raises(ValueError, match="rotary_cos and rotary_sin have 6 rows and a token is at position 6"):
+        fa.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, **given)
+    monkeypatch.setattr(rotary, "are_values_read", lambda values: False)
+    assert fa.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, **given).isfinite().all()
+
+
+def test_new_tokens_behind_the_last_sequence_are_not_written(case, unread):
+    _, k_cache, v_cache, k, v = case
+    q, starts = torch.randn(4, H, D), torch.tensor([0, 2, 4], dtype=torch.int32)
+    new, before = [x.flatten(0, 1) for x in (k, v)], k_cache.clone()  # six tokens, two of them behind the end
+    tables = torch.ones(S, D // 2), torch.zeros(S, D // 2)
+    flash_attn_3.flash_attn_with_kvcache(
+        q, k_cache, v_cache, *new, None, *tables, 3, cu_seqlens_q=starts, cu_seqlens_k_new=starts, max_seqlen_q=2
+    )
+    before[0, 3:5], before[1, 3:5] = new[0][:2], new[0][2:4]
+    assert torch.equal(k_cache, before)
+
+
+@pytest.mark.parametrize("name", ["k", "v"])
+def test_new_tokens_of_another_dtype_raise(case, name):
+    q, k_cache, v_cache, k, v = case
+    new = {"k": k, "v": v}
+    with pytest.raises(TypeError, match=f"{name} has dtype torch.float16 and {name}_cache has torch.float32"):
+        fa.flash_attn_with_kvcache(q, k_cache, v_cache, **(new | {name: new[name].half()}), cache_seqlens=3)
 
 
 def test_what_is_refused(case):

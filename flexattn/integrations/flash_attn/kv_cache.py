@@ -7,20 +7,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexattn.dispatch import options as settings
+from flexattn.append import append_kv
 from flexattn.functional import attention
 from flexattn.integrations.flash_attn.options import Options, named
 from flexattn.integrations.flash_attn.rotary import Rotary, rotate
 from flexattn.integrations.flash_attn.sequences import Mask
+from flexattn.validation import are_values_read
 
 
 class Tokens(NamedTuple):
     """Tokens of several sequences, one after another: values [t, h, d], and of each its sequence and place in it, int64 [t]."""
 
     values: Tensor
+    cu_seqlens: Tensor  # int32 [b + 1]
     sequence: Tensor
     place: Tensor
-    lengths: int | Tensor  # length of each sequence
 
 
 class Cache(NamedTuple):
@@ -44,10 +45,12 @@ def tokens_of(x: Tensor, cu_seqlens: Tensor | None) -> Tokens:
     if cu_seqlens is None:
         b, s = x.shape[:2]
         index = torch.arange(b * s, device=x.device)
-        return Tokens(x.flatten(0, 1), index // max(s, 1), index % max(s, 1), s)
+        starts = torch.arange(b + 1, dtype=torch.int32, device=x.device) * s
+        return Tokens(x.flatten(0, 1), starts, index // max(s, 1), index % max(s, 1))
     index = torch.arange(x.shape[0], device=x.device)
-    sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), index, right=True)
-    return Tokens(x, sequence, index - cu_seqlens[sequence], cu_seqlens.diff())
+    # Tokens behind the last sequence are the last one's here, and are neither written nor attended to.
+    sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), index, right=True).clamp_max(max(len(cu_seqlens) - 2, 0))
+    return Tokens(x, cu_seqlens, sequence, index - cu_seqlens[sequence])
 
 
 def cache_of(
@@ -69,41 +72,62 @@ def cache_of(
         table: int32 [rows, columns], the pages of each row, each of s tokens; None where the caches are rows.
     """
     k_cache, v_cache = caches
+    if batch_idx is not None:
+        batch_idx = _rows(batch_idx, (k_cache if table is None else table).shape[0])
     if table is not None:
-        table = table[:b] if batch_idx is None else table[batch_idx.long()]
+        table = table[:b] if batch_idx is None else table[batch_idx]
     device, longest = k_cache.device, k_cache.shape[1] * (1 if table is None else table.shape[1])
     end = torch.as_tensor(longest if seqlens is None else seqlens, device=device).long().expand(b)
-    row = torch.arange(b, device=device) if batch_idx is None else batch_idx.long()
+    row = torch.arange(b, device=device) if batch_idx is None else batch_idx
     start = torch.zeros_like(end) if leftpad is None else leftpad.long()
     return Cache(k_cache, v_cache, row, start, end, batch_idx is not None, leftpad is not None, table)
 
 
+def _rows(batch_idx: Tensor, rows: int) -> Tensor:
+    """Returns cache_batch_idx, int64, with each index in range; raises ValueError for another one if it is read."""
+    index = batch_idx.long()
+    if are_values_read(index) and bool(((index < 0) | (index >= rows)).any()):
+        raise ValueError(f"cache_batch_idx is {index.tolist()}; accepted: 0 to {rows - 1}, as there are {rows} rows")
+    return index.clamp(0, max(rows - 1, 0))  # an index out of range would end the process on a GPU
+
+
 def append(cache: Cache, k: Tokens, v: Tokens, rotary: Rotary | None) -> Cache:
-    """Writes new tokens behind each sequence's end, in place, and returns the cache with its new ends."""
-    check_room(cache, k.lengths)
-    places = cache.end[k.sequence] + k.place
-    if cache.table is None:
-        rows = cache.row[k.sequence]
-    else:
-        size = cache.k.shape[1]
-        rows, places = cache.table[k.sequence, places // size].long(), places % size
+    """Writes new tokens behind each sequence's end, in place, and returns the cache with its new ends.
+
+    Tokens that do not fit raise as `check_room` does, and else are left out.
+    """
+    for name, new, held in (("k", k.values, cache.k), ("v", v.values, cache.v)):
+        if new.dtype != held.dtype:
+            raise TypeError(f"{name} has dtype {new.dtype} and {name}_cache has {held.dtype}; accepted: the same for both")
+    lengths = k.cu_seqlens.diff()
+    check_room(cache, lengths)
     new_k = k.values if rotary is None else rotate(k.values, rotary, rotary.starts[k.sequence] + k.place)
-    cache.k[rows, places], cache.v[rows, places] = new_k, v.values
-    return cache._replace(end=cache.end + k.lengths)
+    append_kv(
+        cache.k,
+        cache.v,
+        new_k,
+        v.values,
+        seqused_kv=cache.end.int(),
+        page_table=cache.row.int()[:, None] if cache.table is None else cache.table,  # a row is a page
+        qkv_format="thd_2bshd",
+        cu_seqlens_q=k.cu_seqlens,
+    )
+    return cache._replace(end=cache.end + lengths)
 
 
 def check_room(cache: Cache, new: int | Tensor) -> None:
-    """Raises ValueError where a table has no room for its sequences and their new tokens: on a CPU, or under FLEXATTN_CHECK=1.
+    """Raises ValueError if a row has no room for a sequence and its new tokens: on a CPU, or under FLEXATTN_CHECK=1.
 
-    Elsewhere it would wait for the device; what lies beyond the table is not read there, and writing it is an error of the device.
+    Elsewhere the check would wait for the device; tokens beyond a row are neither written nor read there.
     """
-    if cache.table is None or (cache.end.is_cuda and not settings.check_values()):
+    if not are_values_read(cache.end):
         return
-    room, longest = cache.table.shape[1] * cache.k.shape[1], int((cache.end + new).amax()) if len(cache.end) else 0
+    columns = 1 if cache.table is None else cache.table.shape[1]
+    room, longest = columns * cache.k.shape[1], int((cache.end + new).amax()) if len(cache.end) else 0
     if longest > room:
+        holder = "a row of the cache" if cache.table is None else "a row of the table of pages (block_table, page_table)"
         raise ValueError(
-            f"cache_seqlens and the new tokens make a sequence of {longest} tokens; accepted: at most {room}, what a row of the "
-            "table of pages (block_table, page_table) holds"
+            f"cache_seqlens and the new tokens make a sequence of {longest} tokens; accepted: at most {room}, what {holder} holds"
         )
 
 
@@ -125,10 +149,11 @@ def attend(
         more: other arguments of `attention`.
     """
     k, v, b, s = cache.k, cache.v, len(cache.end), cache.k.shape[1]
-    lengths = cache.end - cache.start
+    check_room(cache, 0)
+    # A sequence ends where its row ends, as behind it another one may begin.
+    lengths = (cache.end if cache.table is not None else cache.end.clamp_max(s)) - cache.start
     layout: dict[str, Any] = {"qkv_format": "thd_2bshd", "page_table": cache.table}
     if cache.table is not None:
-        check_room(cache, 0)
         if cache.has_starts:
             lengths, more = cache.end, more | {"mask_mod": _after_starts(cache.start, more.get("mask_mod"))}
     else:

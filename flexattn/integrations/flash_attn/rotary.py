@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flexattn.validation import are_values_read
+
 
 class Rotary(NamedTuple):
     """Tables of cosines and sines [positions, r / 2], and the first position of each sequence's new tokens, [b]."""
@@ -23,9 +25,15 @@ def rotate(x: Tensor, rotary: Rotary, positions: Tensor) -> Tensor:
     Args:
         x: the tokens.
         rotary: the tables; dims 0 and 1, 2 and 3, ... are rotated together if interleaved, else 0 and r / 2, 1 and r / 2 + 1, ...
-        positions: int64 [t], the tables' row of each token.
+        positions: int64 [t], the tables' row of each token; one beyond the tables is taken for their last.
     """
-    r = 2 * rotary.cos.shape[-1]
+    rows, r = rotary.cos.shape[0], 2 * rotary.cos.shape[-1]
+    if are_values_read(positions) and bool((positions >= rows).any()):
+        raise ValueError(
+            f"rotary_cos and rotary_sin have {rows} rows and a token is at position {int(positions.max())}; accepted: a row for each "
+            "position"
+        )
+    positions = positions.clamp(0, max(rows - 1, 0))  # an index out of range would end the process on a GPU
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     cos, sin = (table[positions][:, None].to(wide) for table in (rotary.cos, rotary.sin))
     pairs = x[..., :r].to(wide).reshape(*x.shape[:-1], *((r // 2, 2) if rotary.is_interleaved else (2, r // 2)))

@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexattn.dispatch import options
 from flexattn.dispatch.spec import as_index
 from flexattn.integrations.te.names import AttnMaskType
-from flexattn.validation import check_name, describe
+from flexattn.validation import are_values_read, check_name, describe
 
 ARBITRARY = "arbitrary"
 MASK_TYPES = (*AttnMaskType, ARBITRARY)
@@ -100,8 +99,7 @@ def lengths_of(attention_mask: Any, batch: int, sizes: tuple[int, int]) -> tuple
                 f"{(batch, 1, 1, size)}, True for hidden tokens, or a pair of them, for the queries and for the keys"
             )
         rows = mask[:, 0, 0]
-        is_read = mask.device.type == "cpu" or options.check_values()
-        if is_read and not torch.compiler.is_compiling() and bool((rows[:, :-1] & ~rows[:, 1:]).any()):
+        if are_values_read(mask) and bool((rows[:, :-1] & ~rows[:, 1:]).any()):
             raise ValueError(
                 f"attention_mask hides tokens of the {name} that lie before others of their sequence; accepted: the last ones "
                 "(for others, attn_mask_type 'arbitrary' and a mask [b, 1, sq, skv])"

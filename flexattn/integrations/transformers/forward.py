@@ -65,7 +65,7 @@ def attention_forward(
         keywords: names of `keywords.HARMLESS`, with any value, and any name with None.
 
     Returns:
-        (out, None), out [b, sq, h, d_v] in the dtype of query.
+        (out, None), out [b, sq, h, d_v], contiguous, in the dtype of query.
 
     Raises:
         TypeError: attention_mask is of another kind, or a keyword may change the result, such as the `indices` of sparse attention.
@@ -116,7 +116,7 @@ def attention_forward(
         block_mask=masked.block_mask,
         **arguments,
     )
-    return out.transpose(1, 2), None
+    return out.transpose(1, 2).contiguous(), None  # some models view it
 
 
 class Masked(NamedTuple):
