@@ -270,7 +270,7 @@ class DotProductAttention(torch.nn.Module):
             "softmax_scale": self.softmax_scale,
             "return_max_logit": self.return_max_logit,
             "deterministic": True if self.deterministic else None,
-            "backend": _backend(q),
+            "backend": _backend(),
             **(of_fp8 or self._fp8(q, fp8_output, bf16_backward)),
         }
         if self.softmax_type == "learnable":
@@ -417,7 +417,7 @@ def _with_one_scale(out: Tensor) -> fp8.QuantizedTensor:
     return found._replace(data=found.data.view(out.shape))
 
 
-def _backend(q: Tensor) -> str | None:
+def _backend() -> str | None:
     """Returns the backend that NVTE_FUSED_ATTN and NVTE_UNFUSED_ATTN leave, None for any."""
     allowed = environment()
     if not allowed.allows_fused and not allowed.allows_unfused:
