@@ -4,9 +4,10 @@
 |--------------------|----------------------------------|----------------------------------------------------------------------|
 | `FLEXATTN_BACKEND` | auto (default), triton, cudnn,   | the backend where neither the call's `backend=` nor                  |
 |                    | eager                            | `attention_backend()` names one                                      |
-| `FLEXATTN_CHECK`   | 0 (default), 1                   | 1 also checks the values of `cu_seqlens` and of descales, each at    |
+| `FLEXATTN_CHECK`   | 0, 1; unset                      | 1 also checks the values of `cu_seqlens` and of descales, each at    |
 |                    |                                  | the cost of a transfer from the device (a synchronisation), and      |
-|                    |                                  | compares one replayed call in a hundred with an unrecorded one       |
+|                    |                                  | compares one replayed call in a hundred with an unrecorded one;      |
+|                    |                                  | unset checks on a CPU alone that lengths fit their tensors; 0: not   |
 | `FLEXATTN_CANARY`  | 0 (default), 1                   | 1 checks each backend that is chosen against the reference, on a     |
 |                    |                                  | small input, before it runs a spec for the first time                |
 | `FLEXATTN_HOPPER`  | auto (default), always, never    | whether the triton backend's kernels for sm_90 run where they are    |
@@ -60,6 +61,11 @@ def hopper() -> str:
 def check_values() -> bool:
     """Returns whether FLEXATTN_CHECK is 1; a ValueError names the variable where it is neither 0 nor 1."""
     return _flag("FLEXATTN_CHECK")
+
+
+def are_lengths_checked(device_type: str) -> bool:
+    """Returns whether calls on such a device compare lengths with their tensors: always, never, or by default on a CPU alone."""
+    return check_values() or (device_type == "cpu" and not os.environ.get("FLEXATTN_CHECK"))
 
 
 def canary() -> bool:

@@ -240,37 +240,39 @@ def check_lengths_of(
     return resolve_max_seqlen("max_seqlen", max_seqlen, x, fmt)
 
 
-def check_values(spec: AttentionSpec, x: Operands) -> None:
-    """Raises ValueError, under FLEXATTN_CHECK=1, for lengths that decrease or do not fit, and for page ids out of range.
+def check_values(spec: AttentionSpec, x: Operands, is_strict: bool) -> None:
+    """Raises ValueError for lengths that pass the end of their tensor or the longest length that the call plans for.
 
     Reads the tensors of lengths, and the table of pages, and waits for them.
+
+    is_strict: whether lengths that decrease or do not begin with 0, slots that overlap and page ids out of range raise too.
     """
     sides = (
         ("q", Side(x.q, spec.q_format, x.cu_seqlens_q, x.cu_seqlens_q_padded, x.seqused_q), x.max_seqlen_q),
         ("kv", Side(x.k, spec.kv_format, x.cu_seqlens_kv, x.cu_seqlens_kv_padded, x.seqused_kv, x.page_table), x.max_seqlen_kv),
     )
     for end, side, max_seqlen in sides:
-        lengths = _checked_lengths(end, side, max_seqlen)
-        if side.page_table is not None:
+        lengths = _checked_lengths(end, side, max_seqlen, is_strict)
+        if side.page_table is not None and is_strict:
             spans = [(0, length) for length in lengths]
             check_page_ids(side.page_table, spans, side.x.shape[0], side.x.shape[side.fmt.index("s")])
 
 
-def _checked_lengths(end: str, side: Side, max_seqlen: int) -> list[int]:
+def _checked_lengths(end: str, side: Side, max_seqlen: int, is_strict: bool) -> list[int]:
     name = f"cu_seqlens_{end}"
     room = f"max_seqlen_{end}" if side.fmt == "thd" or side.page_table is not None else f"the sequence dim of {side.fmt}"
     lengths: list[int] = []
     if side.cu_seqlens is not None:
         ends = side.cu_seqlens.tolist()
-        check_cumulative(name, ends, side.x.shape[0] if side.fmt == "thd" else None)
+        check_cumulative(name, ends, side.x.shape[0] if side.fmt == "thd" else None, is_strict)
         lengths = [after - before for before, after in pairwise(ends)]
-        if side.cu_seqlens_padded is not None:
+        if side.cu_seqlens_padded is not None and is_strict:
             _check_slots(f"{name}_padded", side.cu_seqlens_padded.tolist(), lengths, side.x.shape[0])
     if side.seqused is not None:
         slots, lengths = lengths, side.seqused.tolist()
         for i, length in enumerate(lengths):
             most = min(max_seqlen, slots[i]) if slots else max_seqlen
-            if not 0 <= length <= most:
+            if length > most or (is_strict and length < 0):
                 of = f"the slot of {slots[i]} and {room}" if slots else room
                 raise ValueError(f"seqused_{end}[{i}] is {length}; accepted: 0 to {most}, what fits {of}")
         return lengths
@@ -306,11 +308,12 @@ def _check_slots(name: str, starts: list[int], lengths: list[int], total: int) -
         last, free_from = i, end
 
 
-def check_cumulative(name: str, values: list[int], total: int | None) -> None:
-    if values[0] != 0:
+def check_cumulative(name: str, values: list[int], total: int | None, is_strict: bool = True) -> None:
+    """Raises ValueError for a value beyond total, and if strict for a first one other than 0 and for values that decrease."""
+    if is_strict and values[0] != 0:
         raise ValueError(f"{name}[0] is {values[0]}; accepted: 0")
     for i, (before, after) in enumerate(pairwise(values), start=1):
-        if after < before:
+        if is_strict and after < before:
             raise ValueError(f"{name}[{i}] is {after} after {name}[{i - 1}] = {before}; accepted: values that do not decrease")
         if total is not None and after > total:
             raise ValueError(f"{name}[{i}] is {after}; accepted: at most the total number of tokens, {total}")

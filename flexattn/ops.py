@@ -252,9 +252,9 @@ def _ask(backend: Backend, spec: AttentionSpec, x: Operands, direction: Directio
 
 
 def check_operands(spec: AttentionSpec, x: Operands) -> None:
-    """Raises ValueError for lengths and page ids with wrong values, on a CPU or under FLEXATTN_CHECK=1, and then for descales too."""
-    if spec.padding and (x.q.device.type == "cpu" or options.check_values()):  # on a CPU reading them waits for nothing
-        check_values(spec, x)
+    """Raises ValueError for lengths and page ids that do not fit, on a CPU or under FLEXATTN_CHECK=1, and then for descales too."""
+    if spec.padding and options.are_lengths_checked(x.q.device.type):
+        check_values(spec, x, is_strict=options.check_values())
     if (spec.fp8 is not None or spec.kv_dtype is not None) and options.check_values():
         check_descale_values(x)
 
@@ -271,6 +271,8 @@ def run_forward(spec: AttentionSpec, request: str, x: Operands) -> tuple[Tensor,
 
 def run_backward(spec: AttentionSpec, request: str, x: Operands, incoming: Incoming) -> Gradients:
     """Runs the backward on the backend that is selected: the implementation of the backward operator."""
+    if spec.is_part:  # else the forward has checked them
+        _check_lengths(spec, x)
     # The eager backend differentiates with autograd, which torch switches off in an operator's kernel under a dispatch mode.
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False):
         return run(spec, "backward", request, x, lambda backend: backend.backward(spec, x, *incoming))

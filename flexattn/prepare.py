@@ -120,6 +120,7 @@ def prepare(
     else:
         max_kv = lengths.longest_in_pages(max_seqlen_kv, page_table, k.shape[kv_format.index("s")])
     validation.warn_of_one_query(attn_mask_type, max_q, max_kv)
+    validation.warn_of_swapped_dims(q, k, v, (q_format, kv_format))
     validation.check_bias(bias_type, bias, q, (batch, heads, max_q, max_kv))
     validation.check_alibi_slopes(bias_type, alibi_slopes, q, batch, heads)
     validation.check_softmax_offset(softmax_type, softmax_offset, q, heads)

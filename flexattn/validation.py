@@ -115,6 +115,26 @@ def warn_of_one_query(attn_mask_type: str, max_q: Any, max_kv: Any) -> None:
         )
 
 
+MANY_HEADS = 128  # no known model with as many heads of keys as of queries, and one head dim, has so many heads
+
+
+def warn_of_swapped_dims(q: Tensor, k: Tensor, v: Tensor, formats: tuple[str, str]) -> None:
+    """Warns once if tensors in bshd look like [batch, heads, sequence, head dim]: more heads than tokens, and very many.
+
+    Short prompts and steps of decoding have more heads than tokens too, but fewer heads, or one query, or more keys than queries.
+    """
+    if formats != ("bshd", "bshd") or torch.compiler.is_compiling():
+        return
+    (sq, heads), (skv, heads_kv) = q.shape[1:3], k.shape[1:3]
+    if heads == heads_kv >= MANY_HEADS and q.shape[3] == v.shape[3] and heads > sq >= skv and sq > 1:
+        warn_once(
+            "swapped dims",
+            f"q and k have {heads} heads and {sq} and {skv} tokens in qkv_format 'bshd'; if they are [batch, heads, sequence, head "
+            "dim], pass qkv_format='bhsd'",
+            of_caller=True,
+        )
+
+
 def check_qkv(q: Tensor, k: Tensor, v: Tensor, q_format: str, kv_format: str) -> None:
     for name, x, fmt in (("q", q, q_format), ("k", k, kv_format), ("v", v, kv_format)):
         check_tensor(name, x, (*DTYPES, *FP8_DTYPES), None if name == "q" else q.device)

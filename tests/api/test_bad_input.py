@@ -404,11 +404,50 @@ def test_values_are_checked_on_request(monkeypatch, call, message):
         flexattn.attention(**call)
 
 
+DO_NOT_FIT = ("past the total", "longer than max_seqlen", "longer than the row")
+
+
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+@pytest.mark.parametrize("name", DO_NOT_FIT)
+def test_lengths_that_do_not_fit_raise_on_a_cpu_in_each_call(monkeypatch, name, backend):
+    """Also in a call like one that was kept, as its lengths are other numbers."""
+    monkeypatch.undo()
+    monkeypatch.delenv("FLEXATTN_CHECK", raising=False)
+    call, message = WRONG_VALUES[name]
+    right = (padded() if "qkv_format" not in call else thd()) | {"q": call["q"], "k": call["k"], "v": call["v"]}
+    for _ in range(3):
+        flexattn.attention(**right, backend=backend)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            flexattn.attention(**call, backend=backend)
+    out, lse = torch.zeros(*call["q"].shape[:-1], D_V), torch.zeros(H, TOTAL_Q)
+    if "qkv_format" in call:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            flexattn.attention_backward(out, call["q"], call["k"], call["v"], out, lse, **_without_qkv(call), backend=backend)
+
+
+def _without_qkv(call):
+    return {name: value for name, value in call.items() if name not in ("q", "k", "v")}
+
+
+@pytest.mark.parametrize("argument", ["max_seqlen_q", "max_seqlen_kv", "seqused_kv"])
+def test_a_longest_length_that_is_too_small_raises_on_a_cpu(argument, monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.delenv("FLEXATTN_CHECK", raising=False)
+    call = thd()
+    if argument == "seqused_kv":
+        call |= {"seqused_kv": cu(7, 3)}
+    else:
+        call |= {argument: call[argument] - 1}
+    with pytest.raises(ValueError, match=f"{argument.removeprefix('max_')}|at most {argument}"):
+        flexattn.attention(**call)
+
+
 @pytest.mark.parametrize(("call", "message"), WRONG_VALUES.values(), ids=WRONG_VALUES.keys())
 def test_unchecked_wrong_values_harm_nothing(monkeypatch, call, message):
     """Without the check a wrong value gives a result of the right shape, and touches nothing beyond the tensors."""
     monkeypatch.undo()
-    monkeypatch.delenv("FLEXATTN_CHECK", raising=False)
+    monkeypatch.setenv("FLEXATTN_CHECK", "0")
     q = call["q"].detach().requires_grad_()
     out = flexattn.attention(**(call | {"q": q}))
     out.sum().backward()

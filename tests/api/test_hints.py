@@ -207,6 +207,43 @@ def test_one_query_that_sees_the_first_key_alone_warns_once(name: str, monkeypat
         assert caught[0].filename == __file__  # the line that called, none of ours
 
 
+SWAPPED: dict[str, tuple[bool, tuple[int, ...], tuple[int, ...], dict[str, str]]] = {  # shapes of q, and of k and v
+    "heads and tokens swapped": (True, (2, 8, 1024, 16), (2, 8, 1024, 16), {}),
+    "cross-attention with heads and tokens swapped": (True, (2, 8, 128, 16), (2, 4, 128, 16), {}),
+    "the format that the tensors have": (False, (2, 8, 1024, 16), (2, 8, 1024, 16), {"qkv_format": "bhsd"}),
+    "a step of decoding": (False, (2, 1, 128, 16), (2, 1, 128, 16), {}),
+    "a step of decoding behind others": (False, (2, 1, 128, 16), (2, 7, 128, 16), {}),
+    "a few queries behind others": (False, (2, 4, 128, 16), (2, 7, 128, 16), {}),
+    "a short prompt": (False, (2, 5, 96, 16), (2, 5, 96, 16), {}),
+    "grouped heads": (False, (2, 5, 128, 16), (2, 5, 8, 16), {}),
+    "as many tokens as heads": (False, (2, 128, 128, 16), (2, 128, 128, 16), {}),
+}
+
+
+@pytest.mark.parametrize("name", SWAPPED)
+def test_heads_in_the_place_of_tokens_warn_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warn, "_warned", set())
+    warns, of_q, of_k, arguments = SWAPPED[name]
+    q, k = torch.zeros(of_q, device="meta"), torch.zeros(of_k, device="meta")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            flexattn.attention(q, k, k, **arguments)  # type: ignore[call-overload]
+    assert len(caught) == warns
+    if warns:
+        assert "pass qkv_format='bhsd'" in str(caught[0].message)
+        assert caught[0].filename == __file__
+
+
+def test_heads_with_a_head_dim_of_their_own_for_v_do_not_warn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a latent model's short prompt, which has 128 heads of keys."""
+    monkeypatch.setattr(warn, "_warned", set())
+    q, v = torch.zeros(1, 9, 128, 24, device="meta"), torch.zeros(1, 9, 128, 16, device="meta")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        flexattn.attention(q, q, v)
+
+
 def test_mods_are_there_after_import_flexattn() -> None:
     code = "import flexattn; print(flexattn.mods.causal().__name__)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "_causal\n"
