@@ -1,26 +1,37 @@
-"""Torch's settings of a thread, set aside: what the library computes for itself must not depend on who asked first."""
+"""Torch's modes, set aside for what the library computes for itself, and the rule for values that it keeps.
+
+A value that is kept for later calls is made by a function under `keep`: outside of all modes, and not at all while something watches
+how it is made or a CUDA graph owns the memory.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 _Key, _Keys = torch._C.DispatchKey, torch._C.DispatchKeySet
 _INCLUDED = _Keys(_Key.BackendSelect).add(_Key.ADInplaceOrView)  # c10's default_included_set
 _NO_KEYS = _Keys(_Key.BackendSelect).remove(_Key.BackendSelect)
+_Arguments, _Made = ParamSpec("_Arguments"), TypeVar("_Made")
 
 
 @contextlib.contextmanager
 def neutral_state() -> Iterator[None]:
     """Run a block as a thread that has only begun would run it: with gradients on, and with nothing of the caller's.
 
-    Set aside are saved-tensor hooks, modes of both kinds (default devices, fake tensors and tracers are such), autocast, grad and
-    inference mode, torch.func's transforms, and the dispatch keys of an operator that is being run: what of at::ThreadLocalState
-    decides what an op gives. The default dtype stays, as it belongs to the process: what depends on it has it in its key.
+    Set aside are saved-tensor hooks, modes of both kinds (default devices, fake tensors and tracers are such), torch.jit.trace,
+    autocast, grad and inference mode, torch.func's transforms, and the dispatch keys of an operator that is being run: what of
+    at::ThreadLocalState decides what an op gives. The default dtype stays, as it belongs to the process: what depends on it has it
+    in its key.
     """
     was_tracing = torch._C._autograd._saved_tensors_hooks_set_tracing(True)  # hooks then wait for what is traced to run
     try:
@@ -31,6 +42,7 @@ def neutral_state() -> Iterator[None]:
             temporarily_clear_interpreter_stack(),
             _disable_current_modes(),
             torch._C._DisablePythonDispatcher(),
+            _no_jit_trace(),
             torch.inference_mode(False),
             torch.enable_grad(),
         ):
@@ -49,3 +61,114 @@ def _no_function_modes() -> Iterator[None]:
     finally:
         for mode in reversed(modes):
             torch._C._push_on_torch_function_stack(mode)
+
+
+@contextlib.contextmanager
+def _no_jit_trace() -> Iterator[None]:
+    """Suspends torch.jit.trace, so that ops are not recorded and sizes are ints."""
+    state = torch._C._get_tracing_state()
+    torch._C._set_tracing_state(None)
+    try:
+        yield
+    finally:
+        torch._C._set_tracing_state(state)
+
+
+# Looked up once: each look into torch's modules costs a call some 20 ns.
+_num_modes, _has_function_mode = torch._C._len_torch_dispatch_stack, torch._C._is_torch_function_mode_enabled
+_transform, _jit_trace = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
+
+
+def is_ordinary() -> bool:
+    """Returns whether no mode, transform or trace sees the operators that run."""
+    return not (
+        _num_modes()
+        or _transform() is not None
+        or forward_ad._current_level >= 0
+        or _jit_trace() is not None
+        or (_has_function_mode() and not _are_device_contexts())
+    )
+
+
+def _are_device_contexts() -> bool:
+    """Returns whether all modes of torch functions are those of torch.set_default_device, which change nothing here."""
+    from torch.utils._device import DeviceContext  # here, as few processes have one
+
+    return all(
+        type(mode) is DeviceContext
+        for mode in torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    )
+
+
+def is_traced() -> bool:
+    """Returns whether torch.compile, torch.export or torch.jit.trace records the call: no value may be read then."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Returns whether a CUDA graph is captured on the current stream of a device."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def may_keep(device: torch.device) -> bool:
+    """Returns whether values on a device may be kept for later calls, and kept ones be read.
+
+    A graph that is captured owns the memory of the values that it makes, and does not own kept ones, which may be dropped before it
+    is replayed.
+    """
+    return not torch.compiler.is_compiling() and is_ordinary() and not is_capturing(device)
+
+
+def keep(maxsize: int) -> Callable[[Callable[_Arguments, _Made]], Callable[_Arguments, _Made]]:
+    """Returns a decorator like functools.lru_cache for functions that make tensors on the device that is their last argument.
+
+    The values are made in `neutral_state`. Without `may_keep` each call makes a value of its own, in the modes of the caller.
+    """
+
+    def decorate(make: Callable[_Arguments, _Made]) -> Callable[_Arguments, _Made]:
+        @functools.lru_cache(maxsize)
+        def kept(*arguments: Any) -> Any:
+            with neutral_state():
+                return make(*arguments)
+
+        @functools.wraps(make)
+        def get(*arguments: Any) -> Any:
+            return kept(*arguments) if may_keep(arguments[-1]) else make(*arguments)
+
+        return get
+
+    return decorate
+
+
+class _FixedSizes(TorchFunctionMode):
+    """Mode under which sizes are ints, where torch.jit.trace makes them tensors."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _SIZES:
+            return func(*args, **(kwargs or {}))
+        with _no_jit_trace():
+            return func(*args, **(kwargs or {}))
+
+
+_SIZES = frozenset((Tensor.shape.__get__, Tensor.size, Tensor.numel, Tensor.nelement, Tensor.__len__))  # type: ignore[attr-defined]
+
+
+def fixed_sizes(function: Callable[_Arguments, _Made]) -> Callable[_Arguments, _Made]:
+    """Decorates a function whose checks need sizes: torch.jit.trace then records them as constants, with the shapes of its example."""
+
+    @functools.wraps(function)
+    def checked(*arguments: _Arguments.args, **named: _Arguments.kwargs) -> _Made:
+        if not torch.jit.is_tracing():
+            return function(*arguments, **named)
+        with _FixedSizes():
+            return function(*arguments, **named)
+
+    return checked
+
+
+def sizes_of(x: Tensor) -> torch.Size:
+    """Returns the shape of a tensor in ints, under torch.jit.trace too."""
+    if not torch.jit.is_tracing():
+        return x.shape
+    with _no_jit_trace():
+        return x.shape

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flexattn.dispatch import options
 from flexattn.dispatch.mod_program import evaluate
+from flexattn.dispatch.neutral import is_capturing, is_traced, may_keep, neutral_state
 from flexattn.validation import check_count, check_device, describe
 
 if TYPE_CHECKING:
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 MOST_AT_ONCE = 1 << 24  # elements of the mask that exist at a time
 _NAME = "_flexattn_lists"
+_OF_KEYS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+_NAMES = (*_OF_KEYS, *(name.replace("kv_", "q_") for name in _OF_KEYS))
 
 
 class BlockLists(NamedTuple):
@@ -91,18 +94,54 @@ def create_block_mask(
     )
 
 
-def block_lists(block_mask: Any, batch: int, heads: int, longest_q: int, longest_kv: int, device: torch.device) -> BlockLists:
-    """Returns a BlockMask as the operators take it, each list ascending; it is kept on the mask, for the next call.
+class Kept:
+    """Value made of a block mask's tensors, current as long as these are unchanged. A copy of the mask has none."""
 
-    Raises TypeError for anything but a BlockMask, ValueError where it does not fit batch, heads, lengths or device.
+    def __init__(self, given: Sequence[Tensor | None], value: Any) -> None:
+        self.value = value
+        # A tensor made in inference mode has no version that tells of changes.
+        self.given = [(t, None if t is None or t.is_inference() else t._version) for t in given]
+
+    def __reduce__(self) -> Any:
+        return type(None), ()  # versions begin anew in a copy
+
+    def is_current(self, given: Sequence[Tensor | None]) -> bool:
+        """Returns whether a mask's tensors are the ones that the value was made of, and hold what they held."""
+        # Compares the tensors themselves, which are kept: a new one may get a freed one's address.
+        return all(
+            t is known and (t is None or (not t.is_inference() and t._version == version))
+            for t, (known, version) in zip(given, self.given, strict=True)
+        )
+
+
+def block_lists(block_mask: Any, batch: int, heads: int, longest_q: int, longest_kv: int, device: torch.device) -> BlockLists:
+    """Returns a BlockMask as the operators take it, each list ascending, kept on the mask for later calls.
+
+    While a CUDA graph is captured the lists are made anew, so that replays follow changes of the mask's tensors. Raises TypeError
+    for anything but a BlockMask, ValueError if it does not fit batch, heads, lengths or device.
     """
-    of_keys = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
-    names = (*of_keys, *(name.replace("kv_", "q_") for name in of_keys))
-    if not all(hasattr(block_mask, name) for name in (*names, "BLOCK_SIZE", "mask_mod")):
+    given, block_size = checked_tensors(block_mask, batch, heads, (longest_q, longest_kv), device)
+    if not may_keep(device):
+        return _lists(given, block_size)
+    kept: Kept | None = getattr(block_mask, _NAME, None)
+    if kept is None or not kept.is_current(given):
+        with neutral_state():
+            kept = Kept(given, _lists(given, block_size))
+        object.__setattr__(block_mask, _NAME, kept)
+    lists: BlockLists = kept.value
+    return lists
+
+
+def checked_tensors(
+    block_mask: Any, batch: int, heads: int, longest: tuple[int, int], device: torch.device
+) -> tuple[list[Tensor | None], tuple[int, int]]:
+    """Returns the tensors of a BlockMask and its block size; raises what `block_lists` does."""
+    if not all(hasattr(block_mask, name) for name in (*_NAMES, "BLOCK_SIZE", "mask_mod")):
         raise TypeError(
             f"block_mask is a {type(block_mask).__name__}; accepted: a BlockMask of torch or of create_block_mask, or None"
         )
     size_q, size_kv = _block_size(block_mask.BLOCK_SIZE)
+    longest_q, longest_kv = longest
     counts = block_mask.kv_num_blocks
     if counts.device != device:
         raise ValueError(
@@ -115,23 +154,13 @@ def block_lists(block_mask: Any, batch: int, heads: int, longest_q: int, longest
             f"block_mask is for batch {sizes[0]}, {sizes[1]} heads, {lengths[0]} queries and {lengths[1]} keys; accepted for this "
             f"call: batch 1 or {batch}, 1 or {heads} heads, at least {longest_q} queries and {longest_kv} keys"
         )
-    given = [getattr(block_mask, name) for name in names]
+    given = [getattr(block_mask, name) for name in _NAMES]
     if given[4] is None:
         raise ValueError("block_mask has no lists of query blocks (q_indices); accepted: one made with compute_q_blocks=True")
-    _check_shapes(given, names, -(-longest_kv // size_kv))
-    if options.check_values() and not torch.compiler.is_compiling():
-        _check_values(given, names)
-    # A trace keeps nothing, and a tensor made in inference mode has no version that tells of changes.
-    if torch.compiler.is_compiling() or any(t is not None and t.is_inference() for t in given):
-        return _lists(given, (size_q, size_kv))
-    versions = [None if t is None else t._version for t in given]
-    kept = getattr(block_mask, _NAME, None)
-    # Compares the tensors themselves, which are kept: a new one may get a freed one's address.
-    if kept is None or kept[1] != versions or any(a is not b for a, b in zip(given, kept[0], strict=True)):
-        kept = (given, versions, _lists(given, (size_q, size_kv)))
-        object.__setattr__(block_mask, _NAME, kept)
-    lists: BlockLists = kept[2]
-    return lists
+    _check_shapes(given, _NAMES, -(-longest_kv // size_kv))
+    if options.check_values() and not is_traced() and not is_capturing(device):
+        _check_values(given, _NAMES)
+    return given, (size_q, size_kv)
 
 
 def _check_shapes(given: Sequence[Tensor | None], names: Sequence[str], columns: int) -> None:

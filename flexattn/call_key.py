@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from flexattn.dispatch import context, options
+from flexattn.dispatch.neutral import is_ordinary as is_ordinary
 from flexattn.dispatch.select import select
 
 PLAIN = frozenset((Tensor, torch.nn.Parameter))
@@ -59,29 +59,6 @@ _has_grad, _has_autocast, is_profiled = (
     torch._C._autograd._profiler_enabled,
 )
 _is_deterministic = torch._C._get_deterministic_algorithms
-_num_modes, _has_function_mode = torch._C._len_torch_dispatch_stack, torch._C._is_torch_function_mode_enabled
-_transform, _trace = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
-
-
-def is_ordinary() -> bool:
-    """Returns whether no mode, transform or trace wants to see the operators."""
-    return not (
-        _num_modes()
-        or _transform() is not None
-        or forward_ad._current_level >= 0
-        or _trace() is not None
-        or (_has_function_mode() and not _are_device_contexts())
-    )
-
-
-def _are_device_contexts() -> bool:
-    """Returns whether all modes of torch functions are those of torch.set_default_device, which change nothing here."""
-    from torch.utils._device import DeviceContext  # here, as few processes have one
-
-    return all(
-        type(mode) is DeviceContext
-        for mode in torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    )
 
 
 class Captured(NamedTuple):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import operator
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,7 @@ from torch import Tensor
 from flexattn import lengths, ops, validation
 from flexattn.dispatch import options
 from flexattn.dispatch.context import requested_backend
+from flexattn.dispatch.neutral import fixed_sizes, keep
 from flexattn.dispatch.pages import with_cu_seqlens
 from flexattn.dispatch.spec import (
     BIAS_TYPES,
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from flexattn.mods.trace import Mod, Traced
 
 
+@fixed_sizes
 def prepare(
     q: Tensor,
     k: Tensor,
@@ -286,24 +287,14 @@ def _trace_mods(
 
 
 def default_alibi_slopes(heads: int, q: Tensor) -> Tensor:
-    """Returns the slopes of Press et al. (2022), cached except where the tensor belongs to a trace or to a CUDA graph's memory."""
-    transient = (
-        torch.compiler.is_compiling()
-        or type(q) not in (Tensor, torch.nn.Parameter)
-        or (q.device.type == "cuda" and torch.cuda.is_current_stream_capturing())
-    )
-    return _alibi_slopes(heads, q.device) if transient else _cached_alibi_slopes(heads, q.device)
+    """Returns the slopes of Press et al. (2022)."""
+    return _alibi_slopes(heads, q.device)
 
 
+@keep(64)
 def _alibi_slopes(heads: int, device: torch.device) -> Tensor:
     """Returns 2**(-8 i / n) for head i = 1..n where n is a power of two; else the n' < n below it, then every other one of 2 n'."""
     power = 2 ** (heads.bit_length() - 1)
     head = torch.arange(heads, dtype=torch.float32, device=device)
     exponent = torch.where(head < power, (head + 1) * 8 / power, (2 * (head - power) + 1) * 4 / power)
     return torch.exp2(-exponent)
-
-
-@functools.lru_cache(maxsize=64)
-def _cached_alibi_slopes(heads: int, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):  # an inference tensor could not be saved for a later backward
-        return _alibi_slopes(heads, device)

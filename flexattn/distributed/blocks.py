@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexattn.block_mask import block_lists
+from flexattn.block_mask import Kept, block_lists, checked_tensors
 from flexattn.distributed import capture
 from flexattn.distributed.layout import Run, joined
 
@@ -84,14 +84,14 @@ def read_blocks(block_mask: Any, longest: tuple[int, int]) -> Blocks:
     counts = getattr(block_mask, "kv_num_blocks", None)
     batch, heads = (1, 1) if counts is None else counts.shape[:2]
     device = torch.device("cpu") if counts is None else counts.device
-    lists = block_lists(block_mask, batch, heads, *longest, device)
-    kept = getattr(block_mask, _NAME, None)
-    # A list that was written to since has another tensor here, as `block_lists` makes it anew.
-    if kept is None or kept[0] is not lists.tensors[1] or kept[1].mask_mod is not block_mask.mask_mod:
+    given, block_size = checked_tensors(block_mask, batch, heads, longest, device)
+    kept: Kept | None = getattr(block_mask, _NAME, None)
+    if kept is None or not kept.is_current(given) or kept.value.mask_mod is not block_mask.mask_mod:
         capture.refuse_making(device)
         from flexattn.dispatch.reference import block_kinds  # here, as importing flexattn should not import the reference
 
-        kept = lists.tensors[1], Blocks(block_kinds(lists.tensors).cpu(), *lists.block_size, block_mask.mask_mod)
+        lists = block_lists(block_mask, batch, heads, *longest, device)
+        kept = Kept(given, Blocks(block_kinds(lists.tensors).cpu(), *block_size, block_mask.mask_mod))
         object.__setattr__(block_mask, _NAME, kept)
-    blocks: Blocks = kept[1]
+    blocks: Blocks = kept.value
     return blocks
