@@ -110,6 +110,23 @@ def is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
+def refuse_capture(device: torch.device, call: str) -> None:
+    """Raises RuntimeError while a CUDA graph is captured; for a call whose numbers on the host would be the same in each replay."""
+    if is_capturing(device):
+        raise RuntimeError(
+            f"{call} is called while a CUDA graph is captured, and each replay would repeat its present numbers; accepted: a call "
+            "before the capture and before each replay"
+        )
+
+
+@contextlib.contextmanager
+def making_state(device: torch.device, call: str) -> Iterator[None]:
+    """Runs a block that makes state on its first call; its tensors belong to no mode. Raises RuntimeError as `refuse_capture` does."""
+    refuse_capture(device, call)
+    with neutral_state():
+        yield
+
+
 def may_keep(device: torch.device) -> bool:
     """Returns whether values on a device may be kept for later calls, and kept ones be read.
 

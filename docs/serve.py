@@ -10,6 +10,7 @@ On a GPU steps that decode alone are one CUDA graph, captured once.
 from __future__ import annotations
 
 import argparse
+import functools
 import random
 import time
 from collections.abc import Callable
@@ -93,15 +94,15 @@ class Server:
         self.cache.step({self.prefix: len(system)})
         self.follow(*(torch.tensor(x, device=device) for x in (system, list(range(len(system))))))
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, longest: int | None) -> Tensor:
         self.cache.append(layer, k, v)
-        call, pools = self.cache.arguments(), self.cache.pools[layer]
+        call, pools = self.cache.arguments(longest=longest), self.cache.pools[layer]
         if self.cascade and self.running:
             return attention_with_prefix(q, *pools, prefix_length=len(self.system), prefix_row=self.prefix, **call)
         return attention(q, *pools, **call)
 
-    def follow(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        return self.decoder(tokens, positions, self.attend)
+    def follow(self, tokens: Tensor, positions: Tensor, longest: int | None = None) -> Tensor:
+        return self.decoder(tokens, positions, functools.partial(self.attend, longest=longest))
 
     def step(self) -> list[Request]:
         """Makes a step, and returns the requests that are done."""
@@ -156,16 +157,16 @@ class Server:
         for slots, numbers in zip(self.slots, (tokens, positions), strict=True):
             slots.copy_(torch.tensor(numbers + [0] * (SEQUENCES - len(numbers))))
         if self.device == "cpu":
-            return self.follow(*self.slots).tolist()
+            return self.follow(*self.slots, longest=1).tolist()
         if self.graph is None:
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
-                self.follow(*self.slots)  # compiles what it needs; the same rows are appended again
+                self.follow(*self.slots, longest=1)  # compiles what it needs; the same rows are appended again
             torch.cuda.current_stream().wait_stream(stream)
             self.graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self.graph):
-                self.followers = self.follow(*self.slots)
+                self.followers = self.follow(*self.slots, longest=1)
         self.graph.replay()
         return self.followers.tolist()
 

@@ -10,7 +10,10 @@ import torch
 from torch import Tensor
 
 from flexattn.append import append_kv
+from flexattn.dispatch import neutral
 from flexattn.validation import DTYPES, FP8_DTYPES, check_count, check_tensor, describe
+
+_VIEWS = ("page_table", "seqused_before", "seqused_kv", "cu_seqlens_q")  # a pickle gives each view a storage of its own
 
 
 class OutOfPagesError(RuntimeError):
@@ -79,11 +82,24 @@ class PagedKVCache:
         self._pages: list[list[int] | None] = [None] * max_sequences
         self._lengths = [0] * max_sequences
         self._new = [0] * max_sequences
-        self._table = torch.zeros(max_sequences, columns, dtype=torch.int32)
-        sizes = [max_sequences * columns, max_sequences, max_sequences, max_sequences + 1]
-        self._on_device = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
-        table, self.seqused_before, self.seqused_kv, self.cu_seqlens_q = torch.split(self._on_device, sizes)
-        self.page_table = table.view(max_sequences, columns)
+        with torch.inference_mode(False):  # calls outside of it write to no inference tensor
+            self._table = torch.zeros(max_sequences, columns, dtype=torch.int32, device="cpu")
+            self._on_device = torch.zeros(max_sequences * (columns + 3) + 1, dtype=torch.int32, device=device)
+        self._share()
+
+    def _share(self) -> None:
+        """Makes the attributes on the device views of one tensor, which `step` writes in one copy."""
+        rows, columns = self._table.shape
+        table, *lengths = torch.split(self._on_device, [rows * columns, rows, rows, rows + 1])
+        self.page_table = table.view(rows, columns)
+        self.seqused_before, self.seqused_kv, self.cu_seqlens_q = lengths
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in _VIEWS}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._share()
 
     @property
     def free_pages(self) -> int:
@@ -126,12 +142,14 @@ class PagedKVCache:
         Raises:
             OutOfPagesError: too few pages are free; nothing was changed.
             ValueError, TypeError: a sequence that is not there, or would have more than max_length tokens.
+            RuntimeError: a CUDA graph is being captured, whose replays would copy these tables again.
         """
+        neutral.refuse_capture(self._on_device.device, "PagedKVCache.step")
         self._take(new)
         self._new = [new.get(n, 0) for n in range(len(self._pages))]
         before = list(self._lengths)
         self._lengths = [length + count for length, count in zip(before, self._new, strict=True)]
-        lengths = torch.tensor([*before, *self._lengths, 0, *accumulate(self._new)], dtype=torch.int32)
+        lengths = torch.tensor([*before, *self._lengths, 0, *accumulate(self._new)], dtype=torch.int32, device="cpu")
         made = torch.cat((self._table.flatten(), lengths))  # new for each step: a copy may still wait for the device
         if self._on_device.is_cuda:
             made = made.pin_memory()
@@ -150,23 +168,31 @@ class PagedKVCache:
             **self._descales_of(layer),
         )
 
-    def arguments(self, layer: int | None = None) -> dict[str, Any]:
+    def arguments(self, layer: int | None = None, *, longest: int | None = None) -> dict[str, Any]:
         """Returns what `attention` takes beside q, [total, h, d], and a layer's pools: a causal call over the step's tokens.
 
         Args:
-            layer: whose descales are among them; where the cache has none, None will do.
+            layer: index of the layer whose descales are included. None is accepted if the cache has no descales.
+            longest: the most new tokens of a sequence in any step that the call is for. A captured CUDA graph keeps this number:
+                its replays compute no query beyond it. None: the most of the last `step`; while a graph is captured, all rows of q.
 
         Raises:
-            ValueError: no layer, and a cache with descales.
+            ValueError: no layer, and a cache with descales; `longest` is less than the new tokens of a sequence in the last step.
+            TypeError: `longest` is no int.
         """
         if layer is None and self.descales is not None:
             raise ValueError(f"layer is None, and the descales of each layer differ; accepted: 0 to {len(self.pools) - 1}")
+        newest = max(self._new)
+        if longest is None:
+            longest = self.max_length if neutral.is_capturing(self._on_device.device) else newest
+        else:
+            check_count("longest", longest, newest, f"an int of at least {newest}, the most new tokens of a sequence, or None")
         return {
             **({} if layer is None else self._descales_of(layer)),
             "qkv_format": f"thd_2{self._kv_format}",
             "attn_mask_type": "padding_causal_bottom_right",
             "cu_seqlens_q": self.cu_seqlens_q,
-            "max_seqlen_q": max(self._new),
+            "max_seqlen_q": longest,
             "seqused_kv": self.seqused_kv,
             "page_table": self.page_table,
         }
@@ -183,7 +209,9 @@ class PagedKVCache:
         Raises:
             OutOfPagesError: no free row, or no page for the copy; nothing was changed.
             ValueError: a sequence that is not there, or a length that it has not.
+            RuntimeError: a CUDA graph is being captured, whose replays would copy these pages again.
         """
+        neutral.refuse_capture(self._on_device.device, "PagedKVCache.fork")
         pages, own = self._pages_of(sequence), self._lengths[sequence]
         count = own if length is None else length
         check_count("length", count, 0, f"0 to {own}, the sequence's length, or None")

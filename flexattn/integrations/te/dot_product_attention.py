@@ -348,7 +348,7 @@ class DotProductAttention(torch.nn.Module):
             )
         step = params.step(self.layer_number, *new, fmt)
         mask_type = "padding_causal_bottom_right" if mask_type == "padding_causal" else mask_type
-        lengths = _Lengths(step.cu_seqlens_q, step.cu_seqlens_kv, max_seqlen_q=params.max_seqlen_q)
+        lengths = _Lengths(step.cu_seqlens_q, step.cu_seqlens_kv, max_seqlen_q=step.max_seqlen_q)
         return step.k, step.v, step.qkv_format, mask_type, lengths
 
     def _seed(self, device: torch.device) -> Tensor:

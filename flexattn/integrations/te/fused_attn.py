@@ -17,6 +17,7 @@ from torch import Tensor
 from flexattn import fp8
 from flexattn.backward import Given, GivenInFp8, Gradients, differentiate
 from flexattn.dispatch.context import requested_backend
+from flexattn.dispatch.neutral import keep
 from flexattn.dispatch.spec import FORMATS, OPEN_WINDOW, PACKINGS, Results, as_index, in_format
 from flexattn.in_layout import DEFAULTS, attend_with
 from flexattn.integrations.te.layouts import Layout, parse_layout, unpaged_layout
@@ -446,18 +447,10 @@ def _gradient_results(dqkv_layout: str, layout: Layout, o_format: str, qkv: tupl
     return Results(o_format, wanted.q_format, wanted.kv_format, wanted.packing), wanted
 
 
-_no_dropout_states: dict[torch.device, Tensor] = {}
-
-
+@keep(64)
 def _no_dropout(device: torch.device) -> Tensor:
     """Returns the rng_state of calls that drop nothing: one tensor for all of them, as it is never read."""
-    found = _no_dropout_states.get(device)
-    if found is None:
-        with torch.inference_mode(False):
-            found = torch.zeros(2, dtype=torch.int64, device=device)
-        if not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):  # that memory is the graph's
-            _no_dropout_states[device] = found
-    return found
+    return torch.zeros(2, dtype=torch.int64, device=device)
 
 
 def _backend_of_dropout(device: torch.device) -> str:

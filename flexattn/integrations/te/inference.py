@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from flexattn.append import append_kv
+from flexattn.dispatch.neutral import is_capturing, making_state, refuse_capture
 from flexattn.integrations.te.pages import Pages
 from flexattn.validation import check_count, check_name, describe
 
@@ -21,7 +22,8 @@ class Stepped(NamedTuple):
     """Keys and values in the cache after a step, and what attention over them needs.
 
     k, v: [b, max_sequence_length, h_kv, d], views of the cache, of the sequences in the step; or all pages, [total_num_pages,
-    page_size, h_kv, d]. cu_seqlens_q, cu_seqlens_kv: int32 [b + 1], of the new tokens and of all. max_seqlen_kv: the tokens that
+    page_size, h_kv, d]. cu_seqlens_q, cu_seqlens_kv: int32 [b + 1], of the new tokens and of all; the same memory in each step.
+    max_seqlen_q: the most new tokens of a sequence, in a CUDA graph the most that any step may have. max_seqlen_kv: the tokens that
     the cache has room for in one sequence. qkv_format: of q and the cache.
     """
 
@@ -29,17 +31,44 @@ class Stepped(NamedTuple):
     v: Tensor
     cu_seqlens_q: Tensor
     cu_seqlens_kv: Tensor
+    max_seqlen_q: int
     max_seqlen_kv: int
     qkv_format: str
 
 
-class _Plan(NamedTuple):
-    """Lengths of a step, and its pages, made once and moved to the device for all layers."""
+class _OnDevice:
+    """Lengths and pages of a step on a device. They lie in the same memory in each step, as a captured CUDA graph needs it."""
 
-    seqused: Tensor  # int32 [b], tokens before the step
-    cu_seqlens_q: Tensor
-    cu_seqlens_kv: Tensor
-    page_table: Tensor | None
+    def __init__(self, rows: int, columns: int, device: torch.device) -> None:
+        sizes = [rows, rows + 1, rows + 1, rows * columns]
+        self._whole = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
+        self._seqused, self._cu_seqlens_q, self._cu_seqlens_kv, table = torch.split(self._whole, sizes)
+        self._table = table.view(rows, columns)
+
+    def write(self, seqused: list[int], new: list[int], pages: list[list[int]]) -> None:
+        """Takes each sequence's tokens before the step, its new ones and its pages. Rows without a sequence get none."""
+        rows, columns = self._table.shape
+        more = [0] * (rows - len(new))
+        before, counts = seqused + more, new + more
+        totals = [length + count for length, count in zip(before, counts, strict=True)]
+        numbers = [*before, 0, *itertools.accumulate(counts), 0, *itertools.accumulate(totals)]
+        for row in pages:
+            numbers += row + [0] * (columns - len(row))
+        numbers += [0] * (len(self._whole) - len(numbers))
+        made = torch.tensor(numbers, dtype=torch.int32, device="cpu")
+        self._whole.copy_(made.pin_memory() if self._whole.is_cuda else made, non_blocking=True)
+
+    def seqused(self, batch: int) -> Tensor:
+        """Returns the tokens of each sequence before the step, int32 [b]."""
+        return self._seqused[:batch]
+
+    def cu_seqlens(self, batch: int) -> tuple[Tensor, Tensor]:
+        """Returns offsets of the new tokens and of all, int32 [b + 1] each."""
+        return self._cu_seqlens_q[: batch + 1], self._cu_seqlens_kv[: batch + 1]
+
+    def page_table(self, batch: int) -> Tensor:
+        """Returns the pages of each sequence, int32 [b, columns]; 0 after the last one."""
+        return self._table[:batch]
 
 
 class InferenceParams:
@@ -48,6 +77,9 @@ class InferenceParams:
 
     Call `pre_step` once for a step, with its sequences and their new tokens, and then each layer's attention, which calls `step`.
     Sequences that a step does not name are finished: others move up in the cache, or may have their pages.
+
+    A CUDA graph may hold the layers of a step: lengths and pages lie in the same memory in each step. Allocate the memory of all
+    layers before the capture, and call `pre_step` before each replay, with as many sequences as were captured.
 
     Args:
         max_batch_size: sequences at once.
@@ -98,15 +130,21 @@ class InferenceParams:
         self.cache: dict[int, tuple[Tensor, Tensor]] = {}
         self.sequences: OrderedDict[Hashable, int] = OrderedDict()
         self._new: list[int] = []
-        self._moves: dict[int, list[int]] = {}  # by layer: which row comes where, if not yet done
-        self._plans: dict[torch.device, _Plan] = {}
+        self._on_devices: dict[torch.device, _OnDevice] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_on_devices": {}}  # they are made again of the numbers above
 
     def allocate_memory(self, layer_number: int, device: torch.device | str | None = None) -> None:
-        """Allocates the cache of a layer, of zeros; device None: the current CUDA device, or the CPU where there is none."""
-        where = device if device is not None else ("cuda" if torch.cuda.is_available() else "cpu")
+        """Allocates the cache of a layer, of zeros; device None: the current CUDA device, or the CPU where there is none.
+
+        Raises RuntimeError while a CUDA graph is captured, whose replays would write the zeros again.
+        """
+        where = torch.device(device if device is not None else ("cuda" if torch.cuda.is_available() else "cpu"))
         rows = (self.max_batch_size, self.max_sequence_length)
         sizes: list[Any] = [*(rows if self.pages is None else (self.pages.total, self.pages.size)), self.num_heads_kv]
-        k, v = (torch.zeros([*sizes, dim], dtype=self.dtype, device=where) for dim in (self.head_dim_k, self.head_dim_v))
+        with making_state(where, "InferenceParams.allocate_memory"):
+            k, v = (torch.zeros([*sizes, dim], dtype=self.dtype, device=where) for dim in (self.head_dim_k, self.head_dim_v))
         self.cache[layer_number] = k, v
 
     def reset(self) -> None:
@@ -114,14 +152,11 @@ class InferenceParams:
         self.sequences.clear()
         if self.pages is not None:
             self.pages.reset()
-        self._new.clear()
-        self._moves.clear()
-        self._plans.clear()
+        self._new = []
 
     def get_seqlens_pre_step(self) -> Tensor:
         """Returns the tokens that each sequence of the step had before it, int32 [b], on the CPU."""
-        lengths = [total - new for total, new in zip(self.sequences.values(), self._new, strict=True)]
-        return torch.tensor(lengths, dtype=torch.int32)
+        return torch.tensor(self._before(), dtype=torch.int32, device="cpu")
 
     @property
     def max_seqlen_q(self) -> int:
@@ -134,7 +169,10 @@ class InferenceParams:
         Raises:
             ValueError: more sequences, or more tokens of one or of all, than there is room for; nothing has changed then.
             TypeError: a number of tokens that is no int.
+            RuntimeError: a CUDA graph is being captured, whose replays would repeat this step's numbers.
         """
+        for device in {*self._on_devices, *(k.device for k, _ in self.cache.values())}:
+            refuse_capture(device, "InferenceParams.pre_step")
         if len(step_dict) > self.max_batch_size:
             raise ValueError(f"step_dict has {len(step_dict)} sequences; accepted: up to max_batch_size, {self.max_batch_size}")
         totals: OrderedDict[Hashable, int] = OrderedDict()
@@ -148,15 +186,13 @@ class InferenceParams:
                 )
         if self.pages is not None:
             self.pages.take(totals)
-        before = {name: row for row, name in enumerate(self.sequences)}
-        moves = [before.get(name, -1) for name in totals]
-        if self.pages is None and any(old not in (-1, row) for row, old in enumerate(moves)):
-            for layer in self.cache:
-                earlier = self._moves.get(layer)
-                self._moves[layer] = moves if earlier is None else [-1 if old < 0 else earlier[old] for old in moves]
+        if self.pages is None:
+            before = {name: row for row, name in enumerate(self.sequences)}
+            self._move([before.get(name, row) for row, name in enumerate(totals)])  # a new sequence's row may hold anything
         self.sequences = totals
         self._new = list(step_dict.values())
-        self._plans.clear()
+        for on_device in self._on_devices.values():
+            self._write(on_device)
 
     def step(self, layer_number: int, new_k: Tensor, new_v: Tensor, qkv_format: str) -> Stepped:
         """Puts a layer's new keys and values behind those in the cache.
@@ -177,8 +213,7 @@ class InferenceParams:
         batch, total = len(self._new), sum(self._new)
         if not batch:
             raise ValueError("the step has no sequences; call pre_step with those of this step and their new tokens first")
-        plan = self._plan(new_k.device)
-        self._move(layer_number)
+        on_device = self._on(new_k.device)
         for name, cache, new in (("new_k", caches[0], new_k), ("new_v", caches[1], new_v)):
             sizes = tuple(new.shape[-2:]) == tuple(cache.shape[-2:])
             if qkv_format == "thd":
@@ -193,18 +228,21 @@ class InferenceParams:
                 )
         fmt = "bshd" if qkv_format == "bshd" else f"{qkv_format}_2bshd"
         k, v = caches if self.pages is not None else (cache[:batch] for cache in caches)
+        cu_seqlens_q, cu_seqlens_kv = on_device.cu_seqlens(batch)
         with torch.no_grad():
             append_kv(
                 k,
                 v,
                 new_k,
                 new_v,
-                seqused_kv=plan.seqused,
-                page_table=plan.page_table,
+                seqused_kv=on_device.seqused(batch),
+                page_table=None if self.pages is None else on_device.page_table(batch),
                 qkv_format=fmt,
-                cu_seqlens_q=plan.cu_seqlens_q,
+                cu_seqlens_q=cu_seqlens_q,
             )
-        return Stepped(k, v, plan.cu_seqlens_q, plan.cu_seqlens_kv, self.max_sequence_length, fmt)
+        # A captured graph would keep this step's number.
+        longest = self.max_sequence_length if is_capturing(new_k.device) else self.max_seqlen_q
+        return Stepped(k, v, cu_seqlens_q, cu_seqlens_kv, longest, self.max_sequence_length, fmt)
 
     def page_table(self, device: torch.device | str) -> Tensor:
         """Returns the pages of the step's sequences, int32 [b, max_sequence_length / page_size], 0 behind those of each.
@@ -213,9 +251,7 @@ class InferenceParams:
         """
         if self.pages is None:
             raise ValueError("is_paged is False, and page_table was asked for; accepted: a cache with is_paged=True")
-        found = self._plan(torch.device(device)).page_table
-        assert found is not None
-        return found
+        return self._on(torch.device(device)).page_table(len(self._new))
 
     def convert_paged_to_nonpaged(self, layer_number: int) -> tuple[Tensor, Tensor]:
         """Returns copies of a layer's keys and values in rows, [b, max_sequence_length, h_kv, d], of the step's sequences.
@@ -227,25 +263,32 @@ class InferenceParams:
         table = self.page_table(k.device).long()
         return k[table].flatten(1, 2), v[table].flatten(1, 2)
 
-    def _move(self, layer_number: int) -> None:
-        """Moves the rows of a layer's cache to where their sequences are in this step."""
-        moves = self._moves.pop(layer_number, None)
-        if moves is None:
+    def _move(self, rows: list[int]) -> None:
+        """Moves rows of all layers: row i becomes what row rows[i] was."""
+        if rows == list(range(len(rows))):
             return
-        k, v = self.cache[layer_number]
-        source = torch.tensor([max(old, 0) for old in moves], device=k.device)  # a new sequence's row may hold anything
-        for cache in (k, v):
-            cache[: len(moves)] = cache.index_select(0, source)
+        sources = {device: torch.tensor(rows, device=device) for device in {k.device for k, _ in self.cache.values()}}
+        with torch.no_grad():
+            for caches in self.cache.values():
+                for cache in caches:
+                    cache[: len(rows)] = cache.index_select(0, sources[cache.device])
 
-    def _plan(self, device: torch.device) -> _Plan:
-        plan = self._plans.get(device)
-        if plan is None:
-            ends = ([0, *itertools.accumulate(self._new)], [0, *itertools.accumulate(self.sequences.values())])
-            offsets = torch.tensor(ends, dtype=torch.int32).to(device)
-            table = None if self.pages is None else self.pages.table(self.sequences).to(device)
-            plan = _Plan(self.get_seqlens_pre_step().to(device), offsets[0], offsets[1], table)
-            self._plans[device] = plan
-        return plan
+    def _before(self) -> list[int]:
+        """Returns the tokens that each sequence of the step had before it."""
+        return [total - new for total, new in zip(self.sequences.values(), self._new, strict=True)]
+
+    def _on(self, device: torch.device) -> _OnDevice:
+        found = self._on_devices.get(device)
+        if found is None:
+            columns = 0 if self.pages is None else self.pages.columns
+            with making_state(device, "the first InferenceParams.step on a device"):
+                found = _OnDevice(self.max_batch_size, columns, device)
+                self._write(found)
+            self._on_devices[device] = found
+        return found
+
+    def _write(self, on_device: _OnDevice) -> None:
+        on_device.write(self._before(), self._new, [] if self.pages is None else self.pages.of(self.sequences))
 
 
 def _pages(max_sequence_length: int, total_num_pages: Any, page_size: Any) -> Pages:

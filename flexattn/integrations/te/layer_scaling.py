@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from flexattn import fp8
+from flexattn.dispatch.neutral import making_state
 from flexattn.integrations.te.recipe import current_step
 from flexattn.warn import warn_once
 
@@ -37,7 +38,8 @@ class LayerScaling:
         state, step = self.state, current_step()
         if state is None or state.recipe != recipe or state.scale("q").device != device:
             before = self.loaded if state is None else state.state_dict()
-            state = fp8.DelayedScaling(recipe, *self.heads, device=device)
+            with making_state(device, "the first call of a layer with delayed scaling"):
+                state = fp8.DelayedScaling(recipe, *self.heads, device=device)
             if before is not None and all(t.shape == before[name].shape for name, t in state.state_dict().items()):
                 state.load_state_dict(before)
             self.state, self.loaded = state, None

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
-
-import torch
-from torch import Tensor
+from collections.abc import Hashable, Iterable, Mapping
 
 
 class Pages:
@@ -42,7 +39,6 @@ class Pages:
             pages += self._free[:more]
             del self._free[:more]
 
-    def table(self, names: Mapping[Hashable, int]) -> Tensor:
-        """Returns the pages of these sequences, int32 [sequences, columns] on the CPU, 0 behind those of each."""
-        rows = [self._taken[name] + [0] * (self.columns - len(self._taken[name])) for name in names]
-        return torch.tensor(rows, dtype=torch.int32).view(len(rows), self.columns)
+    def of(self, names: Iterable[Hashable]) -> list[list[int]]:
+        """Returns the pages of each of these sequences."""
+        return [self._taken[name] for name in names]
