@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flexattn.dispatch.mod_program import Program, evaluate
+from flexattn.dispatch.neutral import keep
 from flexattn.dispatch.spec import AttentionSpec, Direction, Operands
 
 if TYPE_CHECKING:
@@ -110,10 +111,9 @@ def _made(recipe: Recipe, captures: dict[str, Any], full: tuple[int, ...], devic
     return view
 
 
-@functools.lru_cache(maxsize=1024)
+@keep(1024)
 def _constant(value: float | int, dtype: torch.dtype) -> Tensor:
-    with torch.inference_mode(False):
-        return torch.tensor(value, dtype=dtype)
+    return torch.tensor(value, dtype=dtype, device="cpu")
 
 
 def _aligned_view(t: Tensor, recipe: Recipe, shape: tuple[int, ...]) -> Tensor:

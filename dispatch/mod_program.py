@@ -224,7 +224,7 @@ def evaluate(
     for node in graph.nodes:
         if node.op == "placeholder":
             x = inputs.get(node.target)
-            values[node] = torch.tensor(x, dtype=dtype) if isinstance(x, float) else x
+            values[node] = torch.tensor(x, dtype=dtype, device="cpu") if isinstance(x, float) else x
             continue
         if node.op == "output":
             return torch.fx.node.map_arg(node.args[0], lambda n: values[n])

@@ -105,14 +105,14 @@ def is_traced() -> bool:
     return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
-def is_capturing(device: torch.device) -> bool:
-    """Returns whether a CUDA graph is captured on the current stream of a device."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+def is_capturing() -> bool:
+    """Returns whether a CUDA graph is captured on the current stream."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-def refuse_capture(device: torch.device, call: str) -> None:
+def refuse_capture(call: str) -> None:
     """Raises RuntimeError while a CUDA graph is captured; for a call whose numbers on the host would be the same in each replay."""
-    if is_capturing(device):
+    if is_capturing():
         raise RuntimeError(
             f"{call} is called while a CUDA graph is captured, and each replay would repeat its present numbers; accepted: a call "
             "before the capture and before each replay"
@@ -120,24 +120,24 @@ def refuse_capture(device: torch.device, call: str) -> None:
 
 
 @contextlib.contextmanager
-def making_state(device: torch.device, call: str) -> Iterator[None]:
+def making_state(call: str) -> Iterator[None]:
     """Runs a block that makes state on its first call; its tensors belong to no mode. Raises RuntimeError as `refuse_capture` does."""
-    refuse_capture(device, call)
+    refuse_capture(call)
     with neutral_state():
         yield
 
 
-def may_keep(device: torch.device) -> bool:
-    """Returns whether values on a device may be kept for later calls, and kept ones be read.
+def may_keep() -> bool:
+    """Returns whether values that are made now may be kept for later calls, and kept ones be read.
 
     A graph that is captured owns the memory of the values that it makes, and does not own kept ones, which may be dropped before it
     is replayed.
     """
-    return not torch.compiler.is_compiling() and is_ordinary() and not is_capturing(device)
+    return not torch.compiler.is_compiling() and is_ordinary() and not is_capturing()
 
 
 def keep(maxsize: int) -> Callable[[Callable[_Arguments, _Made]], Callable[_Arguments, _Made]]:
-    """Returns a decorator like functools.lru_cache for functions that make tensors on the device that is their last argument.
+    """Returns a decorator like functools.lru_cache for functions that make tensors.
 
     The values are made in `neutral_state`. Without `may_keep` each call makes a value of its own, in the modes of the caller.
     """
@@ -150,7 +150,7 @@ def keep(maxsize: int) -> Callable[[Callable[_Arguments, _Made]], Callable[_Argu
 
         @functools.wraps(make)
         def get(*arguments: Any) -> Any:
-            return kept(*arguments) if may_keep(arguments[-1]) else make(*arguments)
+            return kept(*arguments) if may_keep() else make(*arguments)
 
         return get
 

@@ -35,7 +35,7 @@ def sample_operands(
         return normal(*(sizes[dim] for dim in fmt), dtype=spec.dtype)
 
     def offsets(lengths: list[int]) -> Tensor:
-        return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device)
+        return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
 
     def starts(fmt: str, lengths: list[int]) -> Tensor | None:
         return offsets([length + gap for length in lengths]) if gap and fmt == "thd" else None
@@ -73,11 +73,11 @@ def sample_operands(
 
 def _rng_state(spec: AttentionSpec, seed: int, batch: int) -> Tensor:
     """Returns a seed and offset; for a part of a whole a row for each sequence, at positions that no group of eight begins at."""
-    state = torch.tensor([SEED + seed, OFFSET])
+    state = torch.tensor([SEED + seed, OFFSET], device="cpu")
     if not spec.has_origin:
         return state
     rows = [(5 * b, 16 * b, 3 * b * spec.num_heads, b % 8) for b in range(1, batch + 1)]
-    return torch.cat((state.expand(batch, 2), torch.tensor(rows)), 1)
+    return torch.cat((state.expand(batch, 2), torch.tensor(rows, device="cpu")), 1)
 
 
 def _descales(spec: AttentionSpec, batch: int, lengths: tuple[int, int], device: torch.device | str) -> list[Tensor]:

@@ -121,7 +121,7 @@ def block_lists(block_mask: Any, batch: int, heads: int, longest_q: int, longest
     for anything but a BlockMask, ValueError if it does not fit batch, heads, lengths or device.
     """
     given, block_size = checked_tensors(block_mask, batch, heads, (longest_q, longest_kv), device)
-    if not may_keep(device):
+    if not may_keep():
         return _lists(given, block_size)
     kept: Kept | None = getattr(block_mask, _NAME, None)
     if kept is None or not kept.is_current(given):
@@ -158,7 +158,7 @@ def checked_tensors(
     if given[4] is None:
         raise ValueError("block_mask has no lists of query blocks (q_indices); accepted: one made with compute_q_blocks=True")
     _check_shapes(given, _NAMES, -(-longest_kv // size_kv))
-    if options.check_values() and not is_traced() and not is_capturing(device):
+    if options.check_values() and not is_traced() and not is_capturing():
         _check_values(given, _NAMES)
     return given, (size_q, size_kv)
 

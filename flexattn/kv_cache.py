@@ -144,7 +144,7 @@ class PagedKVCache:
             ValueError, TypeError: a sequence that is not there, or would have more than max_length tokens.
             RuntimeError: a CUDA graph is being captured, whose replays would copy these tables again.
         """
-        neutral.refuse_capture(self._on_device.device, "PagedKVCache.step")
+        neutral.refuse_capture("PagedKVCache.step")
         self._take(new)
         self._new = [new.get(n, 0) for n in range(len(self._pages))]
         before = list(self._lengths)
@@ -184,7 +184,7 @@ class PagedKVCache:
             raise ValueError(f"layer is None, and the descales of each layer differ; accepted: 0 to {len(self.pools) - 1}")
         newest = max(self._new)
         if longest is None:
-            longest = self.max_length if neutral.is_capturing(self._on_device.device) else newest
+            longest = self.max_length if neutral.is_capturing() else newest
         else:
             check_count("longest", longest, newest, f"an int of at least {newest}, the most new tokens of a sequence, or None")
         return {
@@ -211,7 +211,7 @@ class PagedKVCache:
             ValueError: a sequence that is not there, or a length that it has not.
             RuntimeError: a CUDA graph is being captured, whose replays would copy these pages again.
         """
-        neutral.refuse_capture(self._on_device.device, "PagedKVCache.fork")
+        neutral.refuse_capture("PagedKVCache.fork")
         pages, own = self._pages_of(sequence), self._lengths[sequence]
         count = own if length is None else length
         check_count("length", count, 0, f"0 to {own}, the sequence's length, or None")

@@ -89,7 +89,7 @@ def scores_of_zero(spec: AttentionSpec, x: Operands, batch: int | None, head: in
         queries, start = range(len(sequences.q)), sequences.kv.start
         of_rows = [place for place, token in enumerate(rows) if token in sequences.q]
         of_columns = [place for place, token in enumerate(columns) if token in sequences.kv]
-        wanted = torch.tensor([rows[place] - sequences.q.start for place in of_rows], dtype=torch.int64)
+        wanted = torch.tensor([rows[place] - sequences.q.start for place in of_rows], dtype=torch.int64, device=x.q.device)
         step = max(1, MOST_AT_ONCE // max(1, spec.num_heads * len(queries) * columns.step))
         for first in range(0, len(of_columns) if of_rows else 0, step):
             places = of_columns[first : first + step]

@@ -99,17 +99,17 @@ def make_inputs(
             f"lengths_q is {list(lengths_q)}, lengths_kv {list(lengths_kv)} and gap {gap}: {qkv_format!r} holds unequal lengths or "
             "a gap only with padding=True"
         )
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator("cpu").manual_seed(seed)
 
     def tokens(fmt: str, lengths: Sequence[int], heads: int, head_dim: int) -> Tensor:
         margin = 8 if strided else 0
         width = max(lengths, default=0) + gap
         # One row per sequence and token, real or not; thd then drops what lies beyond each sequence's gap.
-        values = torch.randn(len(lengths), width, heads, head_dim, generator=generator, dtype=torch.float64)
+        values = torch.randn(len(lengths), width, heads, head_dim, generator=generator, dtype=torch.float64, device="cpu")
         if outliers:
-            values = torch.where(torch.rand(values.shape, generator=generator) < 1 / 64, 16 * values, values)
-        position = torch.arange(width).expand(len(lengths), width)
-        length = torch.tensor(lengths, dtype=torch.int64)[:, None]
+            values = torch.where(torch.rand(values.shape, generator=generator, device="cpu") < 1 / 64, 16 * values, values)
+        position = torch.arange(width, device="cpu").expand(len(lengths), width)
+        length = torch.tensor(lengths, dtype=torch.int64, device="cpu")[:, None]
         values[position >= length] = NAN
         values = values[position < length + gap] if fmt == "thd" else as_bshd(values, fmt)
         if fmt == "thd" and in_reverse and lengths:
@@ -149,8 +149,8 @@ def make_inputs(
 
 def make_dout(inputs: Inputs, seed: int = 1) -> Tensor:
     """A standard normal gradient of out, contiguous in q's format; NaN at padding."""
-    generator = torch.Generator().manual_seed(seed)
-    dout = torch.randn(*inputs.q.shape[:-1], inputs.v.shape[-1], generator=generator, dtype=torch.float64).to(inputs.q)
+    generator = torch.Generator("cpu").manual_seed(seed)
+    dout = torch.randn((*inputs.q.shape[:-1], inputs.v.shape[-1]), generator=generator, dtype=torch.float64, device="cpu").to(inputs.q)
     return dout.masked_fill(inputs.q[..., :1].isnan(), NAN)
 
 
@@ -158,8 +158,8 @@ def make_dlse(inputs: Inputs, seed: int = 2) -> Tensor:
     """A standard normal gradient of lse, [b, h, sq] or [h, total_q], fp32 or for fp64 inputs fp64; NaN at padding."""
     q_format, _ = parse_format(inputs.qkv_format)
     token_is_nan = as_bshd(inputs.q, q_format)[..., 0].isnan().transpose(-1, -2)
-    generator = torch.Generator().manual_seed(seed)
-    dlse = torch.randn(token_is_nan.shape, generator=generator, dtype=torch.float64)
+    generator = torch.Generator("cpu").manual_seed(seed)
+    dlse = torch.randn(token_is_nan.shape, generator=generator, dtype=torch.float64, device="cpu")
     dtype = torch.float64 if inputs.q.dtype is torch.float64 else torch.float32
     return dlse.to(inputs.q.device, dtype).masked_fill(token_is_nan, NAN)
 
@@ -311,6 +311,6 @@ def _rms(t: Tensor) -> float:
 def _worst(errors: Tensor, got: Tensor, ref: Tensor, eager: Tensor, count: int = 5) -> str:
     lines = []
     for flat in errors.flatten().topk(min(count, errors.numel())).indices.tolist():
-        at = tuple(int(n) for n in torch.unravel_index(torch.tensor(flat), errors.shape))
+        at = tuple(int(n) for n in torch.unravel_index(torch.tensor(flat, device="cpu"), errors.shape))
         lines.append(f"  {list(at)}: got {float(got[at]):.6g}, ref {float(ref[at]):.6g}, same-dtype eager {float(eager[at]):.6g}")
     return "\n".join(lines)

@@ -118,17 +118,17 @@ def make_batch(settings: Settings, device: str) -> Batch:
     share = min(1.0, longest / max(len(document) for document in found))
     packed: list[list[int]] = []
     room = settings.tokens
-    for i in torch.randperm(len(found), generator=generator).tolist():
+    for i in torch.randperm(len(found), generator=generator, device="cpu").tolist():
         document = found[i][: max(1, int(share * len(found[i])))]
         if len(document) <= room:
             packed.append(document)
             room -= len(document)
 
-    table = torch.randn(VOCABULARY, EMBEDDING, generator=generator).to(device)
+    table = torch.randn(VOCABULARY, EMBEDDING, generator=generator, device="cpu").to(device)
     x = table[torch.tensor(list(chain(*packed)), device=device)]
 
     def project(num_heads: int) -> Tensor:
-        weight = torch.randn(EMBEDDING, num_heads * settings.head_dim, generator=generator).to(device)
+        weight = torch.randn(EMBEDDING, num_heads * settings.head_dim, generator=generator, device="cpu").to(device)
         projected: Tensor = x @ weight / EMBEDDING**0.5
         return projected.view(len(x), num_heads, settings.head_dim).to(settings.dtype)
 

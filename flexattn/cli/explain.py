@@ -84,12 +84,12 @@ def parse(args: argparse.Namespace) -> tuple[Operands, ops.Settings, AttentionSp
 def draw(args: argparse.Namespace) -> None:
     """Draws what the call hides and adds to scores; raises ImportError without matplotlib, ValueError for a kind of file."""
     call = {name: value for name, value in _call(args).items() if name in DRAWN or name.startswith("max_seqlen")}
-    tensors = {name: torch.zeros(*call[name].shape[:-1], 8) for name in "qkv"}  # a mask knows no head dim
+    tensors = {name: torch.zeros(*call[name].shape[:-1], 8, device="cpu") for name in "qkv"}  # a mask knows no head dim
     if "cu_seqlens_q" in call:
         batch = call["cu_seqlens_q"].shape[0] - 1
         for side, fmt, t in zip(("q", "kv"), parse_format(args.format), (tensors["q"], tensors["k"]), strict=True):
             tokens = t.shape[0] // batch if fmt == "thd" else t.shape[fmt.index("s")]
-            tensors[f"cu_seqlens_{side}"] = torch.arange(batch + 1, dtype=torch.int32) * tokens
+            tensors[f"cu_seqlens_{side}"] = torch.arange(batch + 1, dtype=torch.int32, device="cpu") * tokens
     alibi = args.bias if args.bias == "alibi" else "no_bias"
     ax: Any = plot_mask(**call | tensors, bias_type=alibi)
     ax.figure.savefig(args.picture)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.nn.functional import pad
 
+from flexattn.dispatch.neutral import sizes_of
 from flexattn.functional import attention
 from flexattn.mods.trace import Mod
 from flexattn.nested import is_jagged
@@ -182,7 +183,7 @@ def _masked(mask: Tensor, query: Tensor, lead: tuple[int, ...], scores: tuple[in
 
 def _visible(mask: Tensor) -> Mod:
     """Returns a mask_mod that reads mask, 4-d, whose dims of size 1 are the same for all."""
-    one_b, one_h, one_i, one_j = (n == 1 for n in mask.shape)
+    one_b, one_h, one_i, one_j = (n == 1 for n in sizes_of(mask))
 
     def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return mask[0 if one_b else b, 0 if one_h else h, 0 if one_i else i, 0 if one_j else j]

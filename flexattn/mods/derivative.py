@@ -44,7 +44,7 @@ def derive(score: Graph, captures: Sequence[Capture]) -> Graph:
             if out.requires_grad:
                 gradients = torch.autograd.grad(out, wanted, gradient, allow_unused=True, materialize_grads=True)
             else:
-                gradients = tuple(torch.zeros((), dtype=torch.float32) for _ in wanted)
+                gradients = tuple(torch.zeros((), dtype=torch.float32, device="cpu") for _ in wanted)
         traced = recorder.finish([*gradients])
 
     # The forward's graph stays for the indices of the reads; what of it the derivative does not need is dropped.

@@ -229,7 +229,7 @@ def _relative_bias(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, table: T
 
 def _t5_buckets(num_buckets: int, bidirectional: bool, max_distance: int) -> Tensor:
     """int32 [2 * max_distance + 1]: the bucket of each kv_idx - q_idx from -max_distance on. In fp64, as logarithms decide."""
-    relative = torch.arange(-max_distance, max_distance + 1)
+    relative = torch.arange(-max_distance, max_distance + 1, device="cpu")
     of_side = num_buckets // 2 if bidirectional else num_buckets
     offset = (relative > 0) * of_side if bidirectional else torch.zeros_like(relative)
     distance = relative.abs() if bidirectional else (-relative).clamp(min=0)

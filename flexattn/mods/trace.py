@@ -21,6 +21,7 @@ from torch import Tensor
 
 from flexattn.dispatch import options, triton_backend
 from flexattn.dispatch.mod_program import ARGUMENTS, Capture, Program, encode_graph
+from flexattn.dispatch.neutral import sizes_of
 from flexattn.mods.bands import Fact, Fill, Masks, fill_of
 from flexattn.mods.captures import Captures, find_captures, runs_as_it_is
 from flexattn.mods.tracer import NeedsValueError, trace
@@ -272,7 +273,7 @@ def _name(mod: Mod) -> str:
 
 
 def _sizes(found: Captures, positions: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(int(size) for size in found.tensors[i][1].shape) for i in positions)
+    return tuple(tuple(int(size) for size in sizes_of(found.tensors[i][1])) for i in positions)
 
 
 def _keep(cache: OrderedDict[Any, Any], key: Hashable, value: Any) -> None:

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from flexattn.dispatch.mod_program import ARGUMENTS, GRADIENT, Capture, read_dtype
-from flexattn.dispatch.neutral import neutral_state
+from flexattn.dispatch.neutral import neutral_state, sizes_of
 from flexattn.mods.captures import Captures, find_captures, with_floats
 from flexattn.mods.graph import INTEGERS, normalised, place_of
 
@@ -93,7 +93,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def input(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Returns a new fake tensor, which is an input of the graph."""
         was_paused, self.is_paused = self.is_paused, True
-        tensor = torch.empty(tuple(shape), dtype=dtype)
+        tensor = torch.empty(tuple(shape), dtype=dtype, device="cpu")
         self.is_paused = was_paused
         self._note(tensor, self.graph.placeholder(name))
         return tensor
@@ -146,7 +146,7 @@ def trace(
 
     Raises ValueError for what cannot be traced, with the line of the mod that it is about and what to use instead.
     """
-    own_shapes = [t.shape for _, t in found.tensors]
+    own_shapes = [sizes_of(t) for _, t in found.tensors]
     if shapes is None:
         shapes = [[size if type(size) is int else ANY_SIZE for size in shape] for shape in own_shapes]
     has_gradients = role == "score_mod" and torch.is_grad_enabled()
@@ -172,7 +172,7 @@ def trace(
             with recorder, watch:
                 result = run(*scalars)
                 if isinstance(result, (bool, int, float)):
-                    result = torch.full((), result)
+                    result = torch.full((), result, device="cpu")
                 elif isinstance(result, Tensor):
                     result = watch.known(result)
                 else:
@@ -191,7 +191,7 @@ def trace(
     is_settled = not watch.met and before == (found.key is not None and find_captures(mod, lift=False).key)
     captures += [_capture(role, name, t, has_gradients) for name, t in watch.met]
     whole = found._replace(tensors=(*found.tensors, *watch.met))
-    own_shapes += [t.shape for _, t in watch.met]
+    own_shapes += [sizes_of(t) for _, t in watch.met]
     looked_at = sorted(watch.looked_at)
     if any(tuple(shapes[i]) != own_shapes[i] for i in looked_at if i < len(shapes)):  # symbolic ones: torch.export is told that
         return trace(role, mod, found, [[int(size) for size in shape] for shape in own_shapes[: len(shapes)]])  # they are fixed
@@ -367,7 +367,7 @@ class _Watch(TorchFunctionMode):
             elif isinstance(part, Tensor) and part.dim() == 0 and not part.is_floating_point() and part.dtype is not torch.bool:
                 indices.append(part)
             elif isinstance(part, int) and not isinstance(part, bool):
-                indices.append(torch.full((), part, dtype=torch.int64))
+                indices.append(torch.full((), part, dtype=torch.int64, device="cpu"))
             else:
                 what = f"a {part.dtype} tensor of {part.dim()} dims" if isinstance(part, Tensor) else repr(part)
                 raise ValueError(

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from flexattn import fp8
 from flexattn.backward import Given, GivenInFp8, Gradients, differentiate
+from flexattn.call_key import PLAIN
 from flexattn.dispatch.context import requested_backend
-from flexattn.dispatch.neutral import keep
+from flexattn.dispatch.neutral import may_keep, neutral_state
 from flexattn.dispatch.spec import FORMATS, OPEN_WINDOW, PACKINGS, Results, as_index, in_format
 from flexattn.in_layout import DEFAULTS, attend_with
 from flexattn.integrations.te.layouts import Layout, parse_layout, unpaged_layout
@@ -141,7 +142,7 @@ def fused_attn_fwd(
         rng_state = torch.randint(0, 2**63 - 1, (2,), dtype=torch.int64, device=q.device, generator=rng_gen)
         arguments |= {"dropout_p": dropout, "rng_state": rng_state, "backend": _backend_of_dropout(q.device)}
     else:
-        rng_state = _no_dropout(q.device)
+        rng_state = _no_dropout(q)
     with _without_graph(q, k, v, arguments["bias"], arguments["softmax_offset"]):
         out, lse, max_logit = attend_with(call.results, q, k, v, arguments)
         assert lse is not None
@@ -447,10 +448,18 @@ def _gradient_results(dqkv_layout: str, layout: Layout, o_format: str, qkv: tupl
     return Results(o_format, wanted.q_format, wanted.kv_format, wanted.packing), wanted
 
 
-@keep(64)
-def _no_dropout(device: torch.device) -> Tensor:
+_no_dropout_states: dict[torch.device, Tensor] = {}
+
+
+def _no_dropout(q: Tensor) -> Tensor:
     """Returns the rng_state of calls that drop nothing: one tensor for all of them, as it is never read."""
-    return torch.zeros(2, dtype=torch.int64, device=device)
+    found = _no_dropout_states.get(q.device)
+    if found is None or type(q) not in PLAIN:
+        if not may_keep():
+            return torch.zeros(2, dtype=torch.int64, device=q.device)
+        with neutral_state():
+            found = _no_dropout_states[q.device] = torch.zeros(2, dtype=torch.int64, device=q.device)
+    return found
 
 
 def _backend_of_dropout(device: torch.device) -> str:

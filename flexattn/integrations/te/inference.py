@@ -143,7 +143,7 @@ class InferenceParams:
         where = torch.device(device if device is not None else ("cuda" if torch.cuda.is_available() else "cpu"))
         rows = (self.max_batch_size, self.max_sequence_length)
         sizes: list[Any] = [*(rows if self.pages is None else (self.pages.total, self.pages.size)), self.num_heads_kv]
-        with making_state(where, "InferenceParams.allocate_memory"):
+        with making_state("InferenceParams.allocate_memory"):
             k, v = (torch.zeros([*sizes, dim], dtype=self.dtype, device=where) for dim in (self.head_dim_k, self.head_dim_v))
         self.cache[layer_number] = k, v
 
@@ -171,8 +171,7 @@ class InferenceParams:
             TypeError: a number of tokens that is no int.
             RuntimeError: a CUDA graph is being captured, whose replays would repeat this step's numbers.
         """
-        for device in {*self._on_devices, *(k.device for k, _ in self.cache.values())}:
-            refuse_capture(device, "InferenceParams.pre_step")
+        refuse_capture("InferenceParams.pre_step")
         if len(step_dict) > self.max_batch_size:
             raise ValueError(f"step_dict has {len(step_dict)} sequences; accepted: up to max_batch_size, {self.max_batch_size}")
         totals: OrderedDict[Hashable, int] = OrderedDict()
@@ -241,7 +240,7 @@ class InferenceParams:
                 cu_seqlens_q=cu_seqlens_q,
             )
         # A captured graph would keep this step's number.
-        longest = self.max_sequence_length if is_capturing(new_k.device) else self.max_seqlen_q
+        longest = self.max_sequence_length if is_capturing() else self.max_seqlen_q
         return Stepped(k, v, cu_seqlens_q, cu_seqlens_kv, longest, self.max_sequence_length, fmt)
 
     def page_table(self, device: torch.device | str) -> Tensor:
@@ -281,7 +280,7 @@ class InferenceParams:
         found = self._on_devices.get(device)
         if found is None:
             columns = 0 if self.pages is None else self.pages.columns
-            with making_state(device, "the first InferenceParams.step on a device"):
+            with making_state("the first InferenceParams.step on a device"):
                 found = _OnDevice(self.max_batch_size, columns, device)
                 self._write(found)
             self._on_devices[device] = found

@@ -38,7 +38,7 @@ class LayerScaling:
         state, step = self.state, current_step()
         if state is None or state.recipe != recipe or state.scale("q").device != device:
             before = self.loaded if state is None else state.state_dict()
-            with making_state(device, "the first call of a layer with delayed scaling"):
+            with making_state("the first call of a layer with delayed scaling"):
                 state = fp8.DelayedScaling(recipe, *self.heads, device=device)
             if before is not None and all(t.shape == before[name].shape for name, t in state.state_dict().items()):
                 state.load_state_dict(before)
@@ -52,7 +52,7 @@ class LayerScaling:
         """Returns scales and amax histories as bytes, uint8; none where there is no state."""
         content = self.loaded if self.state is None else self.state.state_dict()
         if content is None:
-            return torch.empty(0, dtype=torch.uint8)
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
         buffer = io.BytesIO()
         torch.save({name: t.cpu() for name, t in content.items()}, buffer)
         return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)

@@ -152,16 +152,16 @@ class TEScoreMod:
             raise ValueError("check_bprop compares a score_mod_bprop with the derived one; this score_mod was given none")
         given = trace_mods(self, None, needs_grad=True)
         derived = trace_mods(self.__call__, None, needs_grad=True)
-        generator = torch.Generator().manual_seed(0)
-        values = {name: torch.randn(samples, generator=generator, dtype=torch.float64) * 3 for name in ("score", "dscore")}
+        generator = torch.Generator("cpu").manual_seed(0)
+        values = {name: torch.randn(samples, generator=generator, dtype=torch.float64, device="cpu") * 3 for name in ("score", "dscore")}
         for name, size in zip(AXES, self._sizes(), strict=True):
-            values[name] = torch.randint(0, size if size > 1 else 64, (samples,), generator=generator)
+            values[name] = torch.randint(0, size if size > 1 else 64, (samples,), generator=generator, device="cpu")
         results = []
         for traced in (given, derived):
             assert traced.program.derivative is not None
             captures = traced.program.inputs([t.detach().cpu() for t in traced.tensors], traced.numbers)
             result = evaluate(traced.program.derivative, {**values, **captures}, torch.float64)[0]
-            results.append(torch.zeros(samples, dtype=torch.float64) if result is None else result.expand(samples))
+            results.append(torch.zeros(samples, dtype=torch.float64, device="cpu") if result is None else result.expand(samples))
         difference = (results[0] - results[1]).abs().nan_to_num(nan=torch.inf)
         worst = int(difference.argmax())
         if difference[worst] > LIMIT * max(1.0, float(results[1].abs().max())):
