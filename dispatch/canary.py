@@ -17,6 +17,7 @@ from flexattn.dispatch.runtime_failures import RuntimeFailure
 from flexattn.dispatch.sample import sample_operands
 from flexattn.dispatch.select import OWN_DROPOUT, backend_module
 from flexattn.dispatch.spec import AttentionSpec, Direction, Operands
+from flexattn.forks import fork_safe
 
 _log = logging.getLogger(__name__)
 
@@ -29,7 +30,7 @@ ROUNDED_WEIGHTS = 2.0**-4  # the most by which one is rounded in e4m3: one kerne
 _CAPACITY = 1024
 
 _passed: OrderedDict[tuple[str, AttentionSpec, Direction], None] = OrderedDict()
-_lock = threading.Lock()
+_lock = fork_safe(threading.Lock())
 
 
 def mismatch(name: str, spec: AttentionSpec, direction: Direction, device: torch.device) -> str | None:

@@ -24,6 +24,7 @@ from flexattn.dispatch.pages import with_cu_seqlens, without_pages
 from flexattn.dispatch.runtime_failures import RuntimeFailure
 from flexattn.dispatch.spec import (
     AttentionSpec,
+from flexattn.forks import fork_safe
     Direction,
     Gradients,
     Operands,
@@ -500,7 +501,7 @@ def _problem(  # type: ignore[no-untyped-def]  # its module imports cudnn
 
 _exact_shapes: OrderedDict[AttentionSpec, set[tuple[torch.Size, torch.Size, int]]] = OrderedDict()
 _MOST_SPECS = 1024
-_shapes_lock = threading.Lock()
+_shapes_lock = fork_safe(threading.Lock())
 
 
 def _is_bucketed(spec: AttentionSpec, x: Operands, takes_slot: bool = True) -> bool:

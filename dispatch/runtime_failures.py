@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from flexattn.dispatch.spec import AttentionSpec, Direction, Operands
+from flexattn.forks import fork_safe
 
 Asked = tuple[str, AttentionSpec, Direction]  # a backend, and of what it was asked
 Failures = tuple[tuple[Asked, str], ...]  # each with its reason
@@ -21,7 +22,7 @@ Failures = tuple[tuple[Asked, str], ...]  # each with its reason
 _CAPACITY = 1024
 _of_specs: OrderedDict[Asked, str] = OrderedDict()
 _of_shapes: OrderedDict[Hashable, Failures] = OrderedDict()
-_lock = threading.Lock()
+_lock = fork_safe(threading.Lock())
 
 
 class RuntimeFailure(Exception):

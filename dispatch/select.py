@@ -15,6 +15,7 @@ from torch import Tensor
 from flexattn.dispatch import runtime_failures
 from flexattn.dispatch.runtime_failures import Failures
 from flexattn.dispatch.spec import BACKENDS, AttentionSpec, Direction, Gradients, Operands
+from flexattn.forks import fork_safe
 
 _log = logging.getLogger(__name__)
 
@@ -80,7 +81,7 @@ class _Select:
 
     def __init__(self) -> None:
         self.generation = 0  # how often that was
-        self._lock = threading.Lock()
+        self._lock = fork_safe(threading.Lock())
 
     def __call__(self, spec: AttentionSpec, direction: Direction, request: str, failures: Failures = ()) -> Decision:
         return _decide(spec, direction, request, failures, self.generation)

@@ -55,11 +55,17 @@ def create_block_mask(
 
     Raises:
         ValueError, TypeError: a size that is no multiple of 16, a negative length, a mask_mod that cannot be traced.
+        RuntimeError: a call under torch.jit.trace.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
     from flexattn.mods.trace import trace_mods
 
+    if torch.jit.is_tracing():
+        raise RuntimeError(
+            "create_block_mask is called under torch.jit.trace, which cannot record torch's BlockMask; accepted: a mask made before "
+            "the trace, or mask_mod"
+        )
     if not callable(mask_mod):
         raise TypeError(f"mask_mod is {describe(mask_mod)}; accepted: a function of b, h, q_idx and kv_idx")
     for name, value in (("B", B), ("H", H)):

@@ -32,10 +32,13 @@ from flexattn.call_key import (
 )
 from flexattn.dispatch import options
 from flexattn.dispatch.spec import OPEN_WINDOW, Operands
+from flexattn.forks import fork_safe
 from flexattn.likeness import Likeness, likeness_of
 
 if TYPE_CHECKING:
     from flexattn.fp8_steps import Fp8Steps
+
+fork_safe(lock)
 
 MOST_CALLS = 1024
 _MOST_RECENT = 4  # calls in _recent that differ in their tensors alone

@@ -6,8 +6,10 @@ import sys
 import threading
 import warnings
 
+from flexattn.forks import fork_safe
+
 _warned: set[str] = set()
-_lock = threading.Lock()
+_lock = fork_safe(threading.Lock())
 
 
 def warn_once(key: str, message: str, *, of_caller: bool = False) -> None:

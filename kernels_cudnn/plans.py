@@ -21,6 +21,7 @@ import cudnn
 import torch
 
 from flexattn import kept_files
+from flexattn.forks import fork_safe
 from flexattn.kernels_cudnn.graphs import Sdpa, Target, build
 from flexattn.kernels_cudnn.handles import handle_of
 
@@ -47,7 +48,7 @@ class Plan:
     seconds: float  # that building or loading it took
     is_loaded: bool  # from disk
     is_pinned: bool = False  # a captured CUDA graph may use it: never evicted
-    lock: threading.Lock = dataclasses.field(default_factory=threading.Lock, repr=False)  # held while the graph runs
+    lock: threading.Lock = dataclasses.field(default_factory=lambda: fork_safe(threading.Lock()), repr=False)  # held while the graph runs
 
 
 @dataclasses.dataclass
@@ -74,8 +75,8 @@ class PlanCache:
         self.capacity = capacity
         self.counters = Counters()
         self._plans: OrderedDict[tuple[Sdpa, Any], Plan | PlanNotSupported] = OrderedDict()
-        self._lock = threading.Lock()
-        self._building = threading.Lock()
+        self._lock = fork_safe(threading.Lock())
+        self._building = fork_safe(threading.Lock())
 
     def get(self, sdpa: Sdpa, device: torch.device, directory: str | None = None) -> Plan:
         """The plan, built at the first call for it, or read from `directory`, where it is then kept.

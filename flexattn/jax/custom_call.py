@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 
 from flexattn.dispatch.plan import Kernel, PlanError, tensors_of
+from flexattn.forks import fork_safe
 
 TARGET = "triton_kernel_call_ffi"
 
@@ -151,4 +152,4 @@ def _compiled(launch: Any, architecture: int) -> Any:
 
 
 _kernels: dict[str, Any] = {}
-_lock = threading.Lock()
+_lock = fork_safe(threading.Lock())

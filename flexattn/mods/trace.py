@@ -22,6 +22,7 @@ from torch import Tensor
 from flexattn.dispatch import options, triton_backend
 from flexattn.dispatch.mod_program import ARGUMENTS, Capture, Program, encode_graph
 from flexattn.dispatch.neutral import sizes_of
+from flexattn.forks import fork_safe
 from flexattn.mods.bands import Fact, Fill, Masks, fill_of
 from flexattn.mods.captures import Captures, find_captures, runs_as_it_is
 from flexattn.mods.tracer import NeedsValueError, trace
@@ -52,8 +53,8 @@ class _Trace(NamedTuple):
     looked_at: tuple[int, ...]
 
 
-_tracing = threading.RLock()  # held while a mod runs; nothing that is held meanwhile waits for another thread
-_lock = threading.Lock()
+_tracing = fork_safe(threading.RLock())  # held while a mod runs; nothing that is held meanwhile waits for another thread
+_lock = fork_safe(threading.Lock())
 _traces: OrderedDict[Hashable, _Trace] = OrderedDict()
 _looked_at: OrderedDict[Hashable, tuple[int, ...]] = OrderedDict()  # the tensors whose shapes a trace depends on
 _unlifted: OrderedDict[Hashable, bool] = OrderedDict()  # what could only be traced with its floats' values

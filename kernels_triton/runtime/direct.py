@@ -20,6 +20,7 @@ import torch
 import triton
 from triton.backends.nvidia import driver as triton_driver
 
+from flexattn.forks import fork_safe
 from flexattn.kernels_triton.runtime.store import Binary
 from flexattn.kernels_triton.runtime.varying import Varying
 
@@ -167,7 +168,7 @@ class _Buffer:
         # Converted here, once, and not in each call.
         pointers = (base, layout.function, ctypes.addressof(self.parameters))
         self.call = (*map(ctypes.c_void_p.from_param, pointers), None)
-        self.lock = threading.Lock()
+        self.lock = fork_safe(threading.Lock())
 
 
 class Direct:

@@ -22,6 +22,8 @@ import triton
 import triton.language as tl
 from triton._C.libtriton import ir
 
+from flexattn.forks import fork_safe
+
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """Whether Triton interprets this process's kernels. It decides when it decorates one, so this is read when kernels are imported."""
 
@@ -41,7 +43,7 @@ _numpy_dtypes: dict[str, Any] = {}  # by tl.dtype.name, "" for pointers
 _block_types: dict[tuple[Any, ...], dict[str, Any]] = {}  # attributes of a tl.block_type, by its element type and shape
 _tensor_shapes: dict[tuple[int, ...], tuple[Any, Any]] = {}  # `shape` and `numel` of a tl.tensor, by its shape in integers
 
-_lock = threading.RLock()  # Triton's interpreter has one grid index for all threads, and what is patched is everybody's
+_lock = fork_safe(threading.RLock())  # Triton's interpreter has one grid index for all threads, and what is patched is everybody's
 _open_contexts = 0
 _undo = ExitStack()
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
+from flexattn.forks import fork_safe
 from flexattn.kernels_triton.runtime import interpreter, sources, store
 from flexattn.kernels_triton.runtime.direct import Direct
 from flexattn.kernels_triton.runtime.entry import fields_of, flat_function, flattening
@@ -219,7 +220,7 @@ def is_current(device: torch.device) -> bool:
 _MOST_KERNELS = 1024
 _kernels: OrderedDict[Any, Direct | None] = OrderedDict()  # by all that Triton compiles a kernel for
 _counts = {"hits": 0, "misses": 0}
-_lock = threading.Lock()
+_lock = fork_safe(threading.Lock())
 
 
 def kernel_cache_info() -> dict[str, int]:

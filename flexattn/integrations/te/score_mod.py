@@ -216,7 +216,7 @@ def _by_value(t: Value) -> Value:
     """Returns the number that a tensor without dims holds on the CPU; anything else as it is."""
     if not isinstance(t, Tensor) or type(t) not in (Tensor, torch.nn.Parameter):
         return t
-    if t.dim() or t.device.type != "cpu" or t.requires_grad or not t.dtype.is_floating_point:
+    if t.dim() or t.device.type != "cpu" or t.requires_grad or not t.dtype.is_floating_point or torch.jit.is_tracing():
         return t
     if not torch._C._len_torch_dispatch_stack() and not torch._C._is_torch_function_mode_enabled():
         return float(t.item())

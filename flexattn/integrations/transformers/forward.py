@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from flexattn.dispatch.neutral import is_traced
 from flexattn.functional import attention
 from flexattn.integrations.transformers.keywords import check_keywords
 from flexattn.integrations.transformers.masks import Band, Packed, Visible
@@ -189,7 +190,7 @@ def _packed(
 
 def _of(cu_seq_lens: Tensor, max_length: int | Tensor | None) -> Packed:
     if isinstance(max_length, Tensor):  # cannot be read while a graph is made; the number of tokens stands in
-        max_length = None if torch.compiler.is_compiling() else int(max_length)
+        max_length = None if is_traced() else int(max_length)
     return Packed(cu_seq_lens.to(torch.int32), max_length)
 
 

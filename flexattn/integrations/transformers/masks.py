@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flexattn.dispatch.neutral import is_traced
 from flexattn.integrations.transformers.patterns import MaskFunction, Pattern, recognize
 
 
@@ -158,7 +159,7 @@ def attention_mask(
     if isinstance(attention_mask, Visible):
         return attention_mask
     mask_function = causal_mask_function if mask_function is None else mask_function
-    if isinstance(q_offset, Tensor) and q_length > 1 and not torch.compiler.is_compiling():
+    if isinstance(q_offset, Tensor) and q_length > 1 and not is_traced():
         q_offset = int(q_offset)  # waits for the device, once for a prompt
     shape = (batch_size, 1, q_length, kv_length)
     padding = None
@@ -173,7 +174,7 @@ def attention_mask(
             keys = _keys(pattern, q_length, kv_length, q_offset - kv_offset)
     is_tensor = q_length == 1
     if pattern is not None and keys is not None:
-        if padding is not None and not torch.compiler.is_compiling() and padding[:, :keys].all():
+        if padding is not None and not is_traced() and padding[:, :keys].all():
             padding = None
         skips = allow_is_causal_skip if pattern.is_causal else allow_is_bidirectional_skip
         is_tensor = not (skips or use_vmap or pattern.sequences is not None) or (is_tensor and padding is not None)
@@ -225,7 +226,7 @@ def _packed(ids: Tensor) -> Packed:
     starts = torch.ones_like(ids, dtype=torch.bool)
     starts[:, 1:] = ids[:, 1:] != ids[:, :-1]
     cu_seqlens = torch.nn.functional.pad(starts.flatten().nonzero()[:, 0], (0, 1), value=ids.numel()).to(torch.int32)
-    return Packed(cu_seqlens, int(cu_seqlens.diff().max()))
+    return Packed(cu_seqlens, None if is_traced() else int(cu_seqlens.diff().max()))
 
 
 def _shifted(mask_function: MaskFunction, q_offset: int | Tensor, kv_offset: int) -> MaskFunction:

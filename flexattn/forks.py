@@ -1,0 +1,29 @@
+"""Locks that a forked child can take, whichever thread of the parent held them."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from typing import Any, TypeVar
+
+_L = TypeVar("_L", threading.Lock, threading.RLock)  # type: ignore[valid-type]
+_locks: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def fork_safe(lock: _L) -> _L:
+    """Returns the lock, which is free in each child of `os.fork()`: the thread that held it is not there to release it.
+
+    What such a lock guards must be whole after each statement, as caches are.
+    """
+    _locks.add(lock)
+    return lock
+
+
+def _free() -> None:
+    for lock in list(_locks):
+        lock._at_fork_reinit()  # as the standard library does with its own
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_free)
