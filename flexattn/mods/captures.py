@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexattn.mods.walk import ABSENT, MEMO, Scope, Unkeyed, Walk
+from flexattn.mods.walk import ABSENT, MEMO, Scope, TooManyFloats, Unkeyed, Walk
 
 
 class Captures(NamedTuple):
@@ -30,7 +30,7 @@ class Captures(NamedTuple):
     key: Hashable | None
     unkeyed: str
     tensors: tuple[tuple[str, Tensor], ...]
-    floats: tuple[tuple[str, float], ...]  # empty where floats are part of the key
+    floats: tuple[tuple[str, float], ...]  # empty if floats are part of the key, as more than 1000 are
     values: tuple[str, ...]  # bits of the floats
 
 
@@ -113,6 +113,8 @@ def find_captures(function: Any, lift: bool = True, tensors_too: bool = True) ->
             return found
     try:
         walk, key, _ = _walked(function, lift, None)
+    except TooManyFloats:
+        return find_captures(function, lift=False)
     except Unkeyed as e:
         return Captures(None, str(e), (), (), ())
     if lift and walk.is_tied:  # it cannot be rebuilt with other floats

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import abc
+import array
 import collections
 import enum
 import functools
+import hashlib
 import importlib
 import sys
 import types
@@ -23,6 +25,8 @@ _CONSTANTS = frozenset((int, bool, bytes, type(None), type(...), torch.dtype, to
 _PLAIN_TENSORS = frozenset((Tensor, torch.nn.Parameter, torch.nn.Buffer))
 _METACLASSES = frozenset((type, abc.ABCMeta))
 _MOST_DEEP = 24
+_MOST_INPUTS = 1000  # floats that are inputs of a program: a trace takes a millisecond for each
+_MOST_VISITED = 64  # floats of a list or tuple that get a key one by one
 ABSENT: Any = object()
 MEMO = "_flexattn_captures"  # a function's attribute that is `captures`' own, so that it goes when the function goes
 
@@ -130,6 +134,10 @@ class Unkeyed(Exception):
     """Says of something that may be read that it has no key, which ends a walk: a callable that reads it has none either."""
 
 
+class TooManyFloats(Exception):
+    """Ends a walk that would make inputs of more than _MOST_INPUTS floats."""
+
+
 class Walk:
     def __init__(self, lift: bool, scope: Scope, values: Iterator[Any] | None) -> None:
         self.lift = lift
@@ -172,6 +180,8 @@ class Walk:
             self.num_floats += 1
             if not lift:
                 return (kind, value.hex()), value
+            if len(self.floats) >= _MOST_INPUTS:
+                raise TooManyFloats
             self.floats.append((name, value))
             return (kind,), value if self.values is None else next(self.values)
         if kind is str:
@@ -265,18 +275,37 @@ class Walk:
             return (kind, function, given, tuple(value.keywords), named, own), new
         if kind in (tuple, list, torch.Size):
             held = list(value)
+            constants = self._constants(held, lift)
+            if constants is not None:
+                return (kind, constants), value
             visited = [self.visit(f"{name}_{i}", item, lift, depth) for i, item in enumerate(held)]
             is_same = all(new is item for (_, new), item in zip(visited, held, strict=True))
             return (kind, *(key for key, _ in visited)), value if is_same else kind(new for _, new in visited)
-        held = list(value.items())
-        keys = [self.visit(f"{name}_key", key, False, depth)[0] for key, _ in held]
-        visited = [self.visit(f"{name}_{key}", item, lift, depth) for key, item in held]
         own = self.visit(name, value.default_factory, False, depth)[0] if kind is collections.defaultdict else None
         if getattr(value, "__dict__", None):
             raise Unkeyed(f"{name} is a {kind.__name__} with attributes")
+        parts = self._constants(list(value), False), self._constants(list(value.values()), lift)
+        if None not in parts:
+            return (kind, own, *parts), value
+        held = list(value.items())
+        keys = [self.visit(f"{name}_key", key, False, depth)[0] for key, _ in held]
+        visited = [self.visit(f"{name}_{key}", item, lift, depth) for key, item in held]
         is_same = all(new is item for (_, new), (_, item) in zip(visited, held, strict=True))
         news = value if is_same else {key: new for (key, _), (_, new) in zip(held, visited, strict=True)}
         return (kind, own, *zip(keys, (key for key, _ in visited), strict=True)), news
+
+    def _constants(self, items: list[Any], lift: bool) -> Hashable | None:
+        """Returns the key of many ints, bools or floats at once, as a visit of each takes microseconds; None for other items."""
+        kinds = set(map(type, items)) if len(items) > _MOST_VISITED else set()
+        if kinds == {float}:
+            if not lift:
+                self.num_floats += len(items)
+                return (float, hashlib.sha256(array.array("d", items)).digest())
+            if len(items) > _MOST_INPUTS:
+                raise TooManyFloats
+        elif kinds == {int} or kinds == {bool}:
+            return (*kinds, tuple(items))
+        return None
 
     def _items(
         self, attributes: Mapping[str, Any], names: Iterable[str], lift: bool, depth: int, of: Any = ABSENT
