@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from flexattn import PagedKVCache, Window, attention, create_block_mask, distributed, fp8, mods, nn
+from flexattn.block_mask import _NAMES as LISTS
 from flexattn.integrations import te
 
 HEADS, HEADS_KV, DIM, TOKENS = 4, 2, 8, 32
@@ -112,9 +113,6 @@ class BlockMask(NamedTuple):
     @classmethod
     def make(cls) -> BlockMask:
         made = cls(create_block_mask(hides_most, None, None, TOKENS, TOKENS, "cpu", 16))
-        for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"):
-            for side in (name, name.replace("kv_", "q_")):
-                getattr(made.block_mask, side).add_(0)  # as versions begin with 1 in a copy
         made.attend()
         made.block_mask.kv_num_blocks.zero_()
         return made
@@ -243,6 +241,20 @@ def test_attributes_that_share_memory_share_it_in_a_copy(how: str) -> None:
     own = [made._on_device, *(getattr(made, name) for name in ("page_table", "seqused_before", "cu_seqlens_q"))]
     assert shared(own) == [0, 0, 0, 0]
     assert made._on_device.untyped_storage().data_ptr() != original._on_device.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_a_copied_block_mask_has_lists_of_its_own(how: str) -> None:
+    """The original's lists are those of a version that its tensors do not have any more, and that a copy's tensors begin with."""
+    original = BlockMask(create_block_mask(hides_most, None, None, TOKENS, TOKENS, "cpu", 16))
+    for name in LISTS:
+        t = getattr(original.block_mask, name)
+        while t._version < COPIES[how](t)._version:
+            t.add_(0)
+    original.attend()
+    original.block_mask.kv_num_blocks.zero_()
+    made = BlockMask(COPIES[how](original.block_mask))
+    assert torch.equal(made.attend(), original.attend())
 
 
 def test_every_public_class_is_here() -> None:
