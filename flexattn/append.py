@@ -113,6 +113,8 @@ def _check(k_cache: Tensor, v_cache: Tensor, x: Appended) -> None:
     ):
         if t.dim() != len(fmt) or t.shape[-1] == 0 or t.shape[fmt.index("h")] == 0 or (t.stride(-1) != 1 and t.shape[-1] != 1):
             raise ValueError(f"{name} is {describe(t)}; accepted: the {len(fmt)} dims of {fmt}, none empty, the last contiguous")
+        if name.endswith("_cache"):
+            _check_written(name, t)
         if torch.is_grad_enabled() and t.requires_grad:
             raise ValueError(
                 f"{name} requires a gradient, and appending to a cache has none; accepted: a call under torch.no_grad(), or "
@@ -123,6 +125,15 @@ def _check(k_cache: Tensor, v_cache: Tensor, x: Appended) -> None:
     for name, cache, new, descale in (("k", k_cache, x.k_new, x.descale_k), ("v", v_cache, x.v_new, x.descale_v)):
         if descale is not None:
             _check_descale(name, cache, new, descale, (batch, cache_format))
+
+
+def _check_written(name: str, t: Tensor) -> None:
+    """Raises where several elements of a tensor that is written to are one in memory, so that a row would be written everywhere."""
+    if 0 in t.stride() and any(stride == 0 and size > 1 for stride, size in zip(t.stride(), t.shape, strict=True)):
+        raise ValueError(
+            f"{name} has shape {tuple(t.shape)} and strides {t.stride()}, so that several rows are one in memory; accepted: memory "
+            f"of its own for each row, as in {name}.contiguous()"
+        )
 
 
 def _check_descale(name: str, cache: Tensor, new: Tensor, descale: Tensor, of: tuple[int, str]) -> None:
@@ -141,6 +152,8 @@ def _check_descale(name: str, cache: Tensor, new: Tensor, descale: Tensor, of: t
             f"descale_{name} has shape {tuple(descale.shape)}; accepted: [], [h] or [b, h] = {[batch, heads]}, where any may be 1 "
             f"instead, or the cache's dims but the last, {list(of_tokens)}, where one for each token and head is written"
         )
+    if not given:
+        _check_written(f"descale_{name}", descale)
     if torch.is_grad_enabled() and descale.requires_grad:
         raise ValueError(f"descale_{name} requires a gradient, and appending has none; accepted: descale_{name}.detach()")
 

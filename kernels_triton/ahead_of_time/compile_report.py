@@ -43,9 +43,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.cache import get_cache_manager
 from triton.runtime.jit import JITFunction
 
-from flexattn.kernels_triton.ahead_of_time.sass_registers import undefined_registers
 from flexattn.kernels_triton.mods.lowering import compile_source, source_of
 from flexattn.kernels_triton.runtime.launch import Launch, compiler_options
+from flexattn.kernels_triton.runtime.sass_registers import undefined_registers
 
 SHARED_MEMORY_LIMIT: dict[int, int] = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
 """Bytes of shared memory that one block can have (opt-in), by compute capability: CUDA C++ Programming Guide, "Compute

@@ -359,8 +359,9 @@ class Problem:
         return (self._parts(k)[0], 0) == self._parts(v)
 
     def _parts(self, x: Tensor) -> tuple[int, int]:
-        # an FP8 matrix instruction multiplies 32 at a time
-        return split_head_dim(x.shape[-1], 32 if self.is_fp8 else 16)
+        first, second = split_head_dim(x.shape[-1], 32 if self.is_fp8 else 16)  # an FP8 matrix instruction multiplies 32 at a time
+        # Keys and values that are converted lie in no pipeline, and ptxas miscompiles such tiles in two parts (`sass_registers`).
+        return (2 * first, 0) if second and self.descales_kv else (first, second)
 
     def tile(self, table: Table, capability: int | None = None) -> Tile:
         """The committed tile for this problem, on its own device or on one of `capability`."""

@@ -20,9 +20,10 @@ import triton
 from triton.runtime.jit import JITCallable
 
 from flexattn import kept_files
+from flexattn.kernels_triton.runtime.sass_registers import check_code
 from flexattn.kernels_triton.runtime.source_key import source_key
 
-FILE_FORMAT = 3
+FILE_FORMAT = 4
 _KIND = f"kernel {FILE_FORMAT}"
 _PREFIXES = ("TRITON_", "PTXAS_", "NVPTX_", "MLIR_", "LLVM_", "DISABLE_", "USE_IR_LOC")
 _ELSEWHERE = (
@@ -48,15 +49,19 @@ class Binary(NamedTuple):
 
 
 def binary_of(compiled: Any) -> Binary | None:
-    """Returns a compiled kernel as it is kept; None for one that needs scratch memory, clusters or launch attributes."""
-    metadata = compiled.metadata
+    """Returns a compiled kernel as it is kept; None for one that needs scratch memory, clusters or launch attributes.
+
+    Raises MiscompiledError for one of which ptxas made wrong code.
+    """
+    metadata, (ptx, cubin) = compiled.metadata, (compiled.asm["ptx"], compiled.asm["cubin"])
+    check_code(metadata.name, ptx, cubin)
     needs = ("global_scratch_size", "profile_scratch_size", "launch_pdl", "launch_cooperative_grid")
     if metadata.num_ctas != 1 or any(getattr(metadata, name, 0) for name in needs):
         return None
     signature = json.loads(json.dumps(list(compiled.src.signature.values())))  # tuples as lists, as they come back from a file
     maps = [dict(meta) if meta is not None else None for meta in getattr(metadata, "tensordesc_meta", None) or ()]
-    waits = "griddepcontrol.wait" in compiled.asm["ptx"]
-    return Binary(metadata.name, signature, metadata.num_warps, metadata.shared, maps, waits, compiled.asm["cubin"])
+    waits = "griddepcontrol.wait" in ptx
+    return Binary(metadata.name, signature, metadata.num_warps, metadata.shared, maps, waits, cubin)
 
 
 def description(kernel: Any, parts: Sequence[Any], options: Mapping[str, Any], architecture: int) -> str:

@@ -286,6 +286,14 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no columns": ({"page_table": torch.zeros(2, 0, dtype=torch.int32)}, "accepted: at least one page"),
     "rows": ({"page_table": torch.zeros(3, 4, dtype=torch.int32)}, "the rows of page_table is 3"),
     "gradient": ({"k_new": torch.zeros(5, 2, 8, requires_grad=True)}, "k_new requires a gradient"),
+    "one page for all": (
+        {"k_cache": torch.zeros(1, 4, 2, 8).expand(9, -1, -1, -1)},
+        "k_cache has .* several rows are one in memory",
+    ),
+    "one head for all": (
+        {"v_cache": torch.zeros(9, 4, 1, 8).expand(-1, -1, 2, -1)},
+        "v_cache has .* several rows are one in memory",
+    ),
 }
 
 

@@ -13,10 +13,12 @@ from torch import Tensor
 from flexattn import attention
 from flexattn.bench.emulated import emulated
 from flexattn.dispatch import triton_backend
-from flexattn.dispatch.spec import AttentionSpec, Operands
+from flexattn.dispatch.large_logits import LARGEST, LARGEST_OF_GRADIENTS, check_logits
+from flexattn.dispatch.spec import AttentionSpec, Direction, Operands
 from flexattn.kernels_triton.blackwell import backward as blackwell_backward
 from flexattn.kernels_triton.blackwell import forward as blackwell_forward
 from flexattn.kernels_triton.common.problem import Backward, Problem
+from flexattn.kernels_triton.common.tiles import HOPPER_FORWARD
 from flexattn.kernels_triton.hopper import backward as hopper_backward
 from flexattn.kernels_triton.hopper import backward_fused as hopper_fused
 from flexattn.kernels_triton.hopper import forward as hopper_forward
@@ -26,7 +28,7 @@ from flexattn.kernels_triton.hopper import fp8_forward as hopper_fp8_forward
 from flexattn.kernels_triton.portable.backward import attention_backward
 from flexattn.kernels_triton.portable.forward import attention_forward
 from flexattn.mods.trace import trace_mods
-from flexattn.testing import Inputs, make_call, make_inputs
+from flexattn.testing import GRADIENT_FACTOR, Inputs, check_close, make_call, make_inputs
 from tests.common.test_split_kv import split_in
 from tests.hopper.test_emulated import without_gpu
 from tests.support.fp8_calls import BLOCK_ROWS, make_fp8_call
@@ -226,6 +228,89 @@ def test_a_part_whose_lse_is_large(how: str, device: str) -> None:
         with emulated(1, hopper_backward):
             hopper_backward.hopper_backward(call)
     assert not any(t.count_nonzero() for t in gradients)
+
+
+def scaled_case(dtype: torch.dtype, scale: float, device: str) -> Case:
+    """Returns a case whose exact logits are multiples of scale / 64, up to 45 times the scale."""
+    case = make_case("hidden", dtype, 40, 75, 64, device)
+    return case._replace(scale=scale)
+
+
+def plain_call(case: Case, dtype: torch.dtype, backend: str, **more: Any) -> tuple[Tensor, ...]:
+    """Returns out, lse and the gradients, with the tensors in this dtype."""
+    q, k, v = (t.detach().to(dtype).requires_grad_() for t in case[:3])
+    out, lse = attention(q, k, v, backend=backend, return_lse=True, softmax_scale=case.scale, **more)
+    return out.detach(), lse.detach(), *torch.autograd.grad(out, (q, k, v), case.dout.to(dtype))
+
+
+@pytest.mark.parametrize("scale", [2.0**7, 2.0**10, 2.0**20])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_plain_logits_up_to_the_bound(dtype: torch.dtype, scale: float, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to LARGEST forwards are right, and up to LARGEST_OF_GRADIENTS backwards; beyond it, float32's are."""
+    monkeypatch.setenv("FLEXATTN_HOPPER", "never")
+    case = scaled_case(dtype, scale, device)
+    exact, budget = (plain_call(case, of, "eager") for of in (torch.float64, dtype))
+    largest = exact[1].abs().max()
+    assert (largest < LARGEST_OF_GRADIENTS) == (scale < 2.0**20)
+    assert LARGEST / 2 < largest < LARGEST or scale < 2.0**20
+    got = plain_call(case, dtype, "triton")
+    check_close("out", got[0], exact[0], budget[0])
+    check_close("lse", got[1], exact[1], budget[1])
+    if scale < 2.0**20 or dtype is torch.float32:
+        check_close("dv", got[4], exact[4], budget[4], GRADIENT_FACTOR)
+
+
+@without_gpu
+def test_plain_logits_up_to_the_bound_on_sm_90() -> None:
+    """The maximum of this tile may lag behind, and float16 holds the least."""
+    case = scaled_case(torch.float16, 2.0**20, "cpu")
+    problem = Problem(case.q, case.k, case.v, softmax_scale=case.scale)
+    out, lse = torch.empty_like(case.q), torch.empty(1, HEADS, 40)
+    with emulated(1, hopper_forward):
+        hopper_forward.hopper_forward(problem, out, lse, tile=next(tile for tile in HOPPER_FORWARD if tile.is_lazy))
+    exact, budget = (plain_call(case, of, "eager") for of in (torch.float64, torch.float16))
+    check_close("out", out, exact[0], budget[0])
+    check_close("lse", lse, exact[1], budget[1])
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_plain_logits_beyond_the_bound(direction: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FLEXATTN_CHECK=1 names the bound; a score_mod takes logits of any size."""
+    monkeypatch.setenv("FLEXATTN_HOPPER", "never")
+    case = scaled_case(torch.bfloat16, 2.0**40 if direction == "forward" else 2.0**12, device)
+    bound = {"forward": LARGEST, "backward": LARGEST_OF_GRADIENTS}[direction]
+    plain_call(case, torch.bfloat16, "triton")
+    monkeypatch.setenv("FLEXATTN_CHECK", "1")
+    with pytest.raises(
+        ValueError, match=rf"accepted in a {direction} on the triton backend: up to {bound:.3g}".replace("+", r"\+")
+    ):
+        plain_call(case, torch.bfloat16, "triton")
+    exact, budget = (plain_call(case, dtype, "eager") for dtype in (torch.float64, torch.bfloat16))
+    got = plain_call(case, torch.bfloat16, "triton", score_mod=lambda score, b, h, i, j: score * 1.0)
+    check_close("out", got[0], exact[0], budget[0])
+    check_close("dv", got[4], exact[4], budget[4], GRADIENT_FACTOR)
+
+
+@pytest.mark.parametrize(
+    ("value", "of_fp8", "direction", "is_wrong"),
+    [
+        *((2.0**26, False, "forward", False), (2.0**26 + 8, False, "forward", True), (float("nan"), False, "forward", True)),
+        *((2.0**22, True, "forward", False), (2.0**22 + 1, True, "forward", True), (float("-inf"), True, "forward", False)),
+        *((-(2.0**16), False, "backward", False), (-(2.0**16) - 1, False, "backward", True)),
+    ],
+)
+def test_what_a_check_of_logits_accepts(value: float, of_fp8: bool, direction: Direction, is_wrong: bool) -> None:
+    inputs = make_inputs(dtype=torch.bfloat16)
+    spec, x = make_fp8_call(inputs) if of_fp8 else make_call(inputs)
+    lse = torch.tensor([[[0.0, value]]])
+    if is_wrong:
+        with pytest.raises(ValueError, match="the logits of this call are so large that lse is"):
+            check_logits(spec, x, lse, direction)
+    else:
+        check_logits(spec, x, lse, direction)
+        check_logits(spec, x, lse[..., :0], direction)
+    x.q.fill_(float("nan"))
+    check_logits(spec, x, torch.tensor([float("nan")]), direction)  # as q has it
 
 
 E4M3 = torch.float8_e4m3fn

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import triton
@@ -22,8 +23,9 @@ from flexattn.kernels_triton.ahead_of_time.compile_report import (
     compile_many,
     folded_operands,
 )
-from flexattn.kernels_triton.ahead_of_time.sass_registers import undefined_registers
 from flexattn.kernels_triton.hopper.pipeline import allocate_barriers
+from flexattn.kernels_triton.runtime import store
+from flexattn.kernels_triton.runtime.sass_registers import MiscompiledError, undefined_registers
 from tests.support.compiled_kernels import compile_beside
 
 MATRIX_INSTRUCTIONS = {
@@ -147,6 +149,27 @@ def _sass(*lines: str) -> str:
 )
 def test_uniform_registers_that_nothing_wrote_are_seen(code: tuple[str, ...], undefined: tuple[str, ...]) -> None:
     assert undefined_registers(_sass(*code)) == undefined
+
+
+@pytest.mark.parametrize(("product", "undefined"), [("wgmma", "UR6, UR7"), ("wgmma", ""), ("mma.sync", "UR6, UR7")])
+def test_a_kernel_that_ptxas_made_wrong_code_of_is_not_launched(product, undefined, monkeypatch, tmp_path):
+    """Launches, files and JAX's calls get their kernels by `binary_of`; nvdisasm is a script that prints what is known to be wrong."""
+    written = "UIADD3.64 UR4, URZ, 0x2, URZ" if undefined else "UIADD3.64 UR6, URZ, 0x2, URZ"
+    (tmp_path / "sass").write_text(_sass(written, "HGMMA.64x64x16.F32 R24, R56, gdesc[UR4].tnspB, R24", "EXIT"))
+    tool = tmp_path / "nvdisasm"
+    tool.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo "release 12.8" || cat {tmp_path}/sass\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("TRITON_NVDISASM_PATH", str(tool))
+    metadata = SimpleNamespace(name="attention_kernel", num_ctas=1, num_warps=4, shared=0)
+    code = {"ptx": f"{product}.sync", "cubin": b"code"}
+    compiled = SimpleNamespace(metadata=metadata, src=SimpleNamespace(signature={"x_ptr": "*bf16"}), asm=code)
+    if product == "wgmma" and undefined:
+        with pytest.raises(
+            MiscompiledError, match=rf"attention_kernel, which is therefore not launched: it reads {undefined}, and"
+        ):
+            store.binary_of(compiled)
+    else:
+        assert store.binary_of(compiled).code == b"code"
 
 
 @pytest.mark.parametrize(

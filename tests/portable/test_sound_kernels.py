@@ -1,0 +1,116 @@
+"""Kernels of calls drawn at random, at all head dims, compiled for sm_90: their code reads no register that nothing wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flexattn import attention
+from flexattn.kernels_triton.ahead_of_time.compile_report import CompileRequest, request_for
+from flexattn.kernels_triton.runtime.launch import pretended_device, recorded_launches
+from tests.fuzz.calls import FEATURES, HALF, Call, Where, draw_config
+from tests.support.compiled_kernels import compile_sound
+from tests.support.fp8_caches import SCALES, make_case
+
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+DIMS = range(8, 257, 8)
+# Head dims in two parts, at which a kernel has the more descriptors; above 256 the tiles with a bias or dropout have one stage.
+IN_PARTS = [dim for dim in range(24, 513, 8) if dim & (dim - 1) and dim < 7 << (dim.bit_length() - 3)]
+
+
+def by_head(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return score * (1.0 + 0.1 * h) - 0.01 * (i - j).abs()
+
+
+def hides(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return (i + j + h + b) % 3 != 0
+
+
+def launched(run: Callable[[], Any], hopper: str, monkeypatch: pytest.MonkeyPatch) -> list[CompileRequest]:
+    """Returns the kernels that a call launches on sm_90. hopper: FLEXATTN_HOPPER."""
+    monkeypatch.setenv("FLEXATTN_HOPPER", hopper)
+    with pretended_device(90, 132), recorded_launches() as launches:
+        run()
+    requests = [request_for(launch, 90) for launch in launches]
+    return [request for request in requests if ".common." not in request.module]  # which multiply no tiles
+
+
+def each_once(requests: list[CompileRequest]) -> list[CompileRequest]:
+    return list({repr(request): request for request in requests}.values())
+
+
+def call_over_fp8(dim: int, seed: int) -> tuple[dict[str, Any], str]:
+    """Returns the arguments of a call over an FP8 cache, with features drawn at random, and FLEXATTN_HOPPER."""
+    rng = Random(1000 * seed + dim)
+    heads = rng.choice([(8, 1), (8, 2), (8, 8), (6, 2)])
+    queries: Any = rng.choice([1, 1, 2, 4, 8, 40, 150, (1, 3, 2, 0)])
+    more: dict[str, Any] = {"return_max_logit": rng.random() < 0.2}
+    if rng.random() < 0.4:
+        more["window_size"] = (rng.choice([5, 64, 200]), 0)
+    if rng.random() < 0.3:
+        more["softcap"] = 5.0
+    if rng.random() < 0.3:
+        more |= {"softmax_type": "learnable", "softmax_offset": torch.linspace(-1, 1, heads[0])}
+    if rng.random() < 0.3:
+        bias = torch.zeros(1, heads[0], 1, 300)
+        more |= rng.choice([{"bias_type": "alibi"}, {"bias_type": "post_scale_bias", "bias": bias}])
+    if rng.random() < 0.3:
+        more |= rng.choice([{"score_mod": by_head}, {"mask_mod": hides}])
+    if rng.random() < 0.15:
+        more |= {"dropout_p": 0.1, "rng_state": torch.tensor([1, 2])}
+    case = make_case(
+        rng.choice(HALF),
+        rng.choice(FP8),
+        page_size=rng.choice([0, 1, 3, 16, 64, 256]),
+        scales=rng.choice(SCALES),
+        queries=queries,
+        heads=heads,
+        dims=(dim, rng.choice([dim, dim, rng.choice(DIMS)])),
+        **more,
+    )
+    return case.arguments, rng.choice(["never", "never", "auto"])
+
+
+def over_fp8(arguments: dict[str, Any], hopper: str, monkeypatch: pytest.MonkeyPatch) -> list[CompileRequest]:
+    return launched(lambda: attention(**arguments, backend="triton"), hopper, monkeypatch)
+
+
+@pytest.mark.parametrize("page_size", [0, 64])
+def test_a_few_fp8_caches(page_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls whose kernels ptxas 12.8 miscompiles if they take the head dims in two parts."""
+    features = {"scales": "token and head", "queries": 2, "window_size": (5, 0)}
+    if not page_size:
+        features = {"scales": "tensor", "queries": 40, "softcap": 5.0, "heads": (8, 1), "bias_type": "alibi"}
+    case = make_case(torch.float16, page_size=page_size, dims=(160, 160), **features)
+    kernels = over_fp8(case.arguments, "never", monkeypatch)
+    compile_sound(kernels)
+
+
+@pytest.mark.parametrize("seed", [pytest.param(n, marks=pytest.mark.exhaustive if n else pytest.mark.slow) for n in range(12)])
+def test_fp8_caches(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call at each head dim."""
+    kernels = [request for dim in DIMS for request in over_fp8(*call_over_fp8(dim, seed), monkeypatch)]
+    compile_sound(each_once(kernels))
+
+
+WHERE = Where("triton", "cpu", HALF, tuple(IN_PARTS), (270, 300), 2, frozenset(FEATURES))
+
+
+def both_ways(seed: int) -> Callable[[], None]:
+    """Returns a call that is drawn with a seed, forward and backward."""
+    config = draw_config(seed, WHERE)._replace(kind="ordinary", is_offset=False)
+    call = Call(config, seed)
+
+    def run() -> None:
+        out = attention(**call.arguments())
+        out = out if isinstance(out, tuple) else (out,)
+        given = [(t, d) for t, d in zip(out, (call.dout, call.dlse), strict=False) if d is not None and t.requires_grad]
+        if given:
+            torch.autograd.backward(*map(list, zip(*given, strict=True)))
+
+    return run
