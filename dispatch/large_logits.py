@@ -29,7 +29,7 @@ def check_logits(spec: AttentionSpec, x: Operands, lse: Tensor, direction: Direc
     if found <= largest or (math.isnan(found) and not all(bool(t.float().isfinite().all()) for t in (x.q, x.k))):
         return
     raise ValueError(
-        f"the logits of this call are so large that lse is {found:.3g}; accepted in a {direction} on the triton backend: up to {largest:.3g} "
-        "without a bias or a score_mod; pass a smaller softmax_scale, smaller q and k or a smaller softmax_offset, a score_mod such "
-        "as lambda score, b, h, q_idx, kv_idx: score * 1.0, by which logits may have any size, or backend='eager'"
+        f"the logits of this call are so large that lse is {found:.3g}; accepted in a {direction} on the triton backend: up to "
+        f"{largest:.3g} without a bias or a score_mod; pass a smaller softmax_scale, smaller q and k or a smaller softmax_offset, "
+        "a score_mod such as lambda score, b, h, q_idx, kv_idx: score * 1.0, by which logits may have any size, or backend='eager'"
     )

@@ -371,6 +371,7 @@ class Problem:
             capability,
             self.q.element_size(),
             LATENT if table is FORWARD and self.is_latent else self.head_dims,
+            is_whole=not (self._parts(self.q)[1] or self._parts(self.v)[1]),
             is_loaded=self.is_loaded,
             is_open=self.window_left is None and self.window_right is None and not self.is_batch_invariant,
             length=NEVER if self.is_batch_invariant else max(self.longest_q, self.longest_kv),

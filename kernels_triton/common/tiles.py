@@ -251,15 +251,24 @@ BIAS_GRADIENT: Table = {
 
 
 def select_tile(
-    table: Table, capability: int, element_size: int, head_dims: int, *, is_loaded: bool, is_open: bool, length: int
+    table: Table,
+    capability: int,
+    element_size: int,
+    head_dims: int,
+    *,
+    is_whole: bool = True,
+    is_loaded: bool,
+    is_open: bool,
+    length: int,
 ) -> Tile:
-    """The committed tile of a problem: its `head_dims`; whether it `is_loaded` with a bias or dropout; whether its
-    band `is_open` on both sides; and its longest sequence, of queries or keys."""
+    """The committed tile of a problem: its `head_dims`; whether each of them `is_whole`, in one part; whether it `is_loaded` with a
+    bias or dropout; whether its band `is_open` on both sides; and its longest sequence, of queries or keys."""
     newest = max(sm for sm, size in table if size == element_size and sm <= capability)
     row = next(row for row in table[newest, element_size] if head_dims <= row.head_dims)
     if is_loaded:
         return row.loaded
-    if is_open and row.open is not None:
+    # ptxas miscompiles tiles of one stage whose head dims are in two parts (`sass_registers`).
+    if is_open and row.open is not None and (is_whole or row.open.num_stages > 1):
         return row.open
     if length <= SHORT and row.short is not None:
         return row.short

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -231,9 +232,10 @@ def test_a_part_whose_lse_is_large(how: str, device: str) -> None:
 
 
 def scaled_case(dtype: torch.dtype, scale: float, device: str) -> Case:
-    """Returns a case whose exact logits are multiples of scale / 64, up to 45 times the scale."""
+    """Returns a case of two heads whose exact logits are multiples of scale / 64, up to 9 times the scale."""
     case = make_case("hidden", dtype, 40, 75, 64, device)
-    return case._replace(scale=scale)
+    q, dout = case.q[:, :, :2], case.dout[:, :, :2]
+    return case._replace(q=q, k=case.k[:, :, :1], v=case.v[:, :, :1], dout=dout, scale=scale)
 
 
 def plain_call(case: Case, dtype: torch.dtype, backend: str, **more: Any) -> tuple[Tensor, ...]:
@@ -243,7 +245,7 @@ def plain_call(case: Case, dtype: torch.dtype, backend: str, **more: Any) -> tup
     return out.detach(), lse.detach(), *torch.autograd.grad(out, (q, k, v), case.dout.to(dtype))
 
 
-@pytest.mark.parametrize("scale", [2.0**7, 2.0**10, 2.0**20])
+@pytest.mark.parametrize("scale", [2.0**12, 2.0**22])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_plain_logits_up_to_the_bound(dtype: torch.dtype, scale: float, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to LARGEST forwards are right, and up to LARGEST_OF_GRADIENTS backwards; beyond it, float32's are."""
@@ -251,21 +253,21 @@ def test_plain_logits_up_to_the_bound(dtype: torch.dtype, scale: float, device: 
     case = scaled_case(dtype, scale, device)
     exact, budget = (plain_call(case, of, "eager") for of in (torch.float64, dtype))
     largest = exact[1].abs().max()
-    assert (largest < LARGEST_OF_GRADIENTS) == (scale < 2.0**20)
-    assert LARGEST / 2 < largest < LARGEST or scale < 2.0**20
+    assert (largest < LARGEST_OF_GRADIENTS) == (scale < 2.0**22)
+    assert LARGEST / 2 < largest < LARGEST or scale < 2.0**22
     got = plain_call(case, dtype, "triton")
     check_close("out", got[0], exact[0], budget[0])
     check_close("lse", got[1], exact[1], budget[1])
-    if scale < 2.0**20 or dtype is torch.float32:
-        check_close("dv", got[4], exact[4], budget[4], GRADIENT_FACTOR)
+    if scale < 2.0**22 or dtype is torch.float32:
+        check_close("dv", got[4], exact[4], budget[4], factor=GRADIENT_FACTOR)
 
 
 @without_gpu
 def test_plain_logits_up_to_the_bound_on_sm_90() -> None:
     """The maximum of this tile may lag behind, and float16 holds the least."""
-    case = scaled_case(torch.float16, 2.0**20, "cpu")
-    problem = Problem(case.q, case.k, case.v, softmax_scale=case.scale)
-    out, lse = torch.empty_like(case.q), torch.empty(1, HEADS, 40)
+    case = scaled_case(torch.float16, 2.0**22, "cpu")
+    problem = Problem(*(t.contiguous() for t in case[:3]), softmax_scale=case.scale)
+    out, lse = torch.empty(case.q.shape, dtype=case.q.dtype), torch.empty(1, 2, 40)
     with emulated(1, hopper_forward):
         hopper_forward.hopper_forward(problem, out, lse, tile=next(tile for tile in HOPPER_FORWARD if tile.is_lazy))
     exact, budget = (plain_call(case, of, "eager") for of in (torch.float64, torch.float16))
@@ -277,18 +279,16 @@ def test_plain_logits_up_to_the_bound_on_sm_90() -> None:
 def test_plain_logits_beyond_the_bound(direction: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """FLEXATTN_CHECK=1 names the bound; a score_mod takes logits of any size."""
     monkeypatch.setenv("FLEXATTN_HOPPER", "never")
-    case = scaled_case(torch.bfloat16, 2.0**40 if direction == "forward" else 2.0**12, device)
+    case = scaled_case(torch.bfloat16, 2.0**40 if direction == "forward" else 2.0**14, device)
     bound = {"forward": LARGEST, "backward": LARGEST_OF_GRADIENTS}[direction]
-    plain_call(case, torch.bfloat16, "triton")
     monkeypatch.setenv("FLEXATTN_CHECK", "1")
-    with pytest.raises(
-        ValueError, match=rf"accepted in a {direction} on the triton backend: up to {bound:.3g}".replace("+", r"\+")
-    ):
+    text = re.escape(f"accepted in a {direction} on the triton backend: up to {bound:.3g}")
+    with pytest.raises(ValueError, match=text):
         plain_call(case, torch.bfloat16, "triton")
     exact, budget = (plain_call(case, dtype, "eager") for dtype in (torch.float64, torch.bfloat16))
     got = plain_call(case, torch.bfloat16, "triton", score_mod=lambda score, b, h, i, j: score * 1.0)
     check_close("out", got[0], exact[0], budget[0])
-    check_close("dv", got[4], exact[4], budget[4], GRADIENT_FACTOR)
+    check_close("dv", got[4], exact[4], budget[4], factor=GRADIENT_FACTOR)
 
 
 @pytest.mark.parametrize(
@@ -300,7 +300,7 @@ def test_plain_logits_beyond_the_bound(direction: str, device: str, monkeypatch:
     ],
 )
 def test_what_a_check_of_logits_accepts(value: float, of_fp8: bool, direction: Direction, is_wrong: bool) -> None:
-    inputs = make_inputs(dtype=torch.bfloat16)
+    inputs = make_inputs(lengths_q=[4], lengths_kv=[4], dtype=torch.bfloat16)
     spec, x = make_fp8_call(inputs) if of_fp8 else make_call(inputs)
     lse = torch.tensor([[[0.0, value]]])
     if is_wrong:
