@@ -4,8 +4,8 @@
 |--------------------|----------------------------------|----------------------------------------------------------------------|
 | `FLEXATTN_BACKEND` | auto (default), triton, cudnn,   | the backend where neither the call's `backend=` nor                  |
 |                    | eager                            | `attention_backend()` names one                                      |
-| `FLEXATTN_CHECK`   | 0, 1; unset                      | 1 also checks the values of `cu_seqlens` and of descales, each at    |
-|                    |                                  | the cost of a transfer from the device (a synchronisation), and      |
+| `FLEXATTN_CHECK`   | 0, 1; unset                      | 1 also checks the values of `cu_seqlens` and of descales, and the    |
+|                    |                                  | sizes of logits, each at the cost of a transfer from the device, and |
 |                    |                                  | compares one replayed call in a hundred with an unrecorded one;      |
 |                    |                                  | unset checks on a CPU alone that lengths fit their tensors; 0: not   |
 | `FLEXATTN_CANARY`  | 0 (default), 1                   | 1 checks each backend that is chosen against the reference, on a     |

@@ -267,3 +267,25 @@ def test_what_cudnn_and_fp8_say() -> None:
     assert "pages of a power of two of tokens, and these have 24" in str(rule_error(spec._replace(page_size=24), "forward"))
     with pytest.raises(ValueError, match="page_table is given with q, k and v in FP8"):
         attention(*(t.to(torch.float8_e4m3fn) for t in (case.q, pool.k, pool.v)), **lengths)
+
+
+@pytest.mark.sample("dtype", "layout", "backend")
+@pytest.mark.parametrize("backend", ["triton", "eager"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn], ids=str)
+def test_pages_behind_a_window_may_hold_any_finite_numbers(dtype: torch.dtype, layout: str, backend: str) -> None:
+    """A program over long sequences frees such pages, and the block of keys in which the window begins is still read."""
+    case = Case("thd", torch.bfloat16 if dtype.itemsize == 1 else dtype)
+    call = {"attn_mask_type": "padding_causal_bottom_right", "window_size": (20, 0), "backend": backend}
+    if dtype.itemsize == 1:
+        case.k, case.v = case.k.to(dtype).to(torch.bfloat16), case.v.to(dtype).to(torch.bfloat16)
+    pool = make_pool(case.k, case.v, LENGTHS_KV, 3, layout)
+    k, v = (torch.cat([t, torch.full_like(t[:1], sign * torch.finfo(dtype).max)]) for t, sign in ((pool.k, -1), (pool.v, 1)))
+    k, v = k.to(dtype), v.to(dtype)
+    table = pool.page_table.clone()
+    for b, (queries, keys) in enumerate(zip(LENGTHS_Q, LENGTHS_KV, strict=True)):
+        table[b, : max(0, keys - queries - 20) // 3] = len(k) - 1
+    pages = {"qkv_format": f"thd_2{pool.fmt}", "seqused_kv": pool.seqused, "max_seqlen_kv": max(LENGTHS_KV), "return_lse": True}
+    found, wanted = (attention(case.q, k, v, page_table=t, **pages, **case.of_q, **call) for t in (table, pool.page_table))
+    assert not torch.equal(table, pool.page_table)
+    same(found, wanted)
