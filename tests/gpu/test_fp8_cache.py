@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -29,8 +30,8 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 
 
-def on_gpu(**given: Any) -> Case:
-    case = make_case(lengths=LENGTHS, **given)
+def on_gpu(lengths: Sequence[int] = LENGTHS, **given: Any) -> Case:
+    case = make_case(lengths=lengths, **given)
     arguments, dense = ({name: x.cuda() if isinstance(x, Tensor) else x for name, x in part.items()} for part in case)
     return Case(arguments, dense)
 
