@@ -19,7 +19,7 @@ from torch import Tensor
 from flexattn import fp8, fp8_ops, ops
 from flexattn.dispatch import options, triton_backend
 from flexattn.dispatch import plan as plans
-from flexattn.dispatch.plan import Device, Kernel, Op, Plan, View, Zero, large_l2_by_name
+from flexattn.dispatch.plan import Buffer, Device, Kernel, Op, Plan, View, Zero, large_l2_by_name
 from flexattn.dispatch.select import BackendError, select
 from flexattn.dispatch.spec import AttentionSpec, Direction, Gradients, Operands, with_classes
 from flexattn.jax.call import Call, jax_dtype, shape_of_words, torch_dtype
@@ -195,40 +195,63 @@ def run_plan(plan: Plan, arrays: Sequence[Any]) -> list[Any]:
 
 
 def _stepped(plan: Plan, arrays: Sequence[Any]) -> list[Any]:
-    of: dict[int, Any] = {place: x for place, x in zip(plan.inputs, arrays, strict=True) if place is not None}
+    memory = _Memory(plan, arrays)
+    for step in plan.steps:
+        if isinstance(step, Zero):
+            memory.zero(step.view)
+        elif isinstance(step, Op):
+            _compute(step, memory)
+        else:
+            _launch(step, memory)
+    return [memory.read(view) for view in plan.results]
 
-    def read(view: View) -> Any:
+
+class _Memory:
+    """The arrays that a plan's buffers hold between two of its steps."""
+
+    def __init__(self, plan: Plan, arrays: Sequence[Any]) -> None:
+        self.buffers, self.written = plan.buffers, plan.written()
+        self.of: dict[int, Any] = {place: x for place, x in zip(plan.inputs, arrays, strict=True) if place is not None}
+        self.zeroed: set[int] = set()  # buffers of zeros that have no array yet
+
+    def whole(self, place: int) -> Any:
+        """Returns the array of a buffer; memory without a value where no step has written to it."""
+        if place in self.zeroed:
+            self.zeroed.remove(place)
+            self.of[place] = jnp.zeros(self.buffers[place].size, jax_dtype(self.buffers[place].dtype))
+        elif place not in self.of:
+            self.of[place] = _uninitialised(self.buffers[place])
+        return self.of[place]
+
+    def read(self, view: View) -> Any:
+        """Returns the tensor that a view is."""
         if view.buffer is None:
             return jnp.zeros(view.shape, jax_dtype(view.dtype))
-        array, size = _viewed(of[view.buffer], jax_dtype(view.dtype)), _size(view)
+        array, size = _viewed(self.whole(view.buffer), jax_dtype(view.dtype)), _size(view)
         if array.size != size:
             array = jax.lax.dynamic_slice(array.reshape(-1), (view.offset,), (size,))
         return array.reshape(view.shape)
 
-    def write(view: View, value: Any) -> None:
+    def write(self, view: View, value: Any) -> None:
+        """Puts a value in the place of a view's."""
         if view.buffer is None:
             return
-        buffer, size = plan.buffers[view.buffer], _size(view)
+        buffer, size = self.buffers[view.buffer], _size(view)
         value = jnp.broadcast_to(value, view.shape).astype(jax_dtype(view.dtype)).reshape(-1)
         value = _viewed(value, jax_dtype(buffer.dtype))
         if size == buffer.size:
-            of[view.buffer] = value
+            self.zeroed.discard(view.buffer)
+            self.of[view.buffer] = value
         else:
-            array = of.get(view.buffer, _uninitialised(plan, view.buffer)).reshape(-1)
-            of[view.buffer] = jax.lax.dynamic_update_slice(array, value, (view.offset,))
+            array = self.whole(view.buffer).reshape(-1)
+            self.of[view.buffer] = jax.lax.dynamic_update_slice(array, value, (view.offset,))
 
-    for step in plan.steps:
-        if isinstance(step, Zero):
-            if step.view.buffer is not None and step.view.buffer not in of:  # what else is in the buffer is anything
-                buffer = plan.buffers[step.view.buffer]
-                of[step.view.buffer] = jnp.zeros(buffer.size, jax_dtype(buffer.dtype))
-            else:
-                write(step.view, jnp.zeros((), jax_dtype(step.view.dtype)))
-        elif isinstance(step, Op):
-            _compute(step, read, write)
+    def zero(self, view: View) -> None:
+        """Sets a view to zero; in a buffer that has no array yet, all of it, as the rest is anything."""
+        if view.buffer is None or view.buffer in self.of:
+            self.write(view, jnp.zeros((), jax_dtype(view.dtype)))
         else:
-            _launch(plan, step, of)
-    return [read(view) for view in plan.results]
+            self.zeroed.add(view.buffer)
 
 
 def _viewed(array: Any, dtype: Any) -> Any:
@@ -244,28 +267,31 @@ def _size(view: View) -> int:
     return functools.reduce(lambda a, b: a * b, view.shape, 1)
 
 
-def _uninitialised(plan: Plan, place: int) -> Any:
-    buffer = plan.buffers[place]
+def _uninitialised(buffer: Buffer) -> Any:
     return jax.lax.empty((buffer.size,), jax_dtype(buffer.dtype))
 
 
-def _launch(plan: Plan, step: Kernel, of: dict[int, Any]) -> None:
-    """Adds one custom call; `of` has the arrays of the buffers, and gets the new ones of those that the kernel may write."""
-    call = custom_call(step, plan.written(), needed_device().architecture)
-    written = [*call.again, *sorted((plan.written() & set(call.operands)) - set(call.again))]
-    for place in call.operands:
-        if place not in of:
-            of[place] = _uninitialised(plan, place)
+def _launch(step: Kernel, memory: _Memory) -> None:
+    """Adds one custom call; the buffers that its kernel may write have new arrays afterwards."""
+    sizes = {place: memory.buffers[place].size * memory.buffers[place].dtype.itemsize for place in memory.zeroed}
+    call = custom_call(step, memory.written, needed_device().architecture, sizes)
+    memory.zeroed -= set(call.zeroed)
+    arrays = {place: memory.whole(place) for place in call.operands}
+    written = [*call.again, *sorted((memory.written & set(call.operands)) - set(call.again))]
+    # XLA makes one operand of two that are equal, and gives a slice in a loop as part of the whole array. It copies what is aliased
+    # to a result in neither case if it has made a fusion of the call and the slices that the call reads: two results are one, or
+    # the slice is overwritten and the result is not. What comes out of one barrier is neither equal nor a slice.
+    # https://github.com/openxla/xla/blob/main/xla/service/gpu/transforms/dynamic_slice_fusion_rewriter.cc
+    arrays |= zip(written, jax.lax.optimization_barrier([arrays[place] for place in written]), strict=True)
     results = jax.ffi.ffi_call(
         TARGET,
-        [jax.ShapeDtypeStruct(of[place].shape, of[place].dtype) for place in written],
+        [jax.ShapeDtypeStruct(arrays[place].shape, arrays[place].dtype) for place in written],
         input_output_aliases={call.operands.index(place): i for i, place in enumerate(written)},
-    )(*(of[place] for place in call.operands), opaque=call.text)
+    )(*arrays.values(), opaque=call.text)
     # Without a barrier, XLA may give a result that becomes a slice of something, as in a scan, that slice for its memory, although
     # the kernel writes to the operand that the result is aliased to. Later versions look at aliases first:
     # https://github.com/openxla/xla/blob/main/xla/backends/gpu/transforms/dynamic_slice_fusion_rewriter_v2.cc
-    results = jax.lax.optimization_barrier(results)
-    of |= zip(written, results, strict=True)
+    memory.of |= zip(written, jax.lax.optimization_barrier(results), strict=True)
 
 
 _aten = torch.ops.aten
@@ -321,7 +347,7 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
 }
 
 
-def _compute(step: Op, read: Callable[[View], Any], write: Callable[[View, Any], None]) -> None:
+def _compute(step: Op, memory: _Memory) -> None:
     function = _FUNCTIONS.get(step.func)
     if function is None:
         raise plans.PlanError(f"{step.func} has no counterpart in JAX; such a call does not run from JAX on a CUDA device yet")
@@ -329,11 +355,11 @@ def _compute(step: Op, read: Callable[[View], Any], write: Callable[[View, Any],
     def given(x: Any) -> Any:
         if isinstance(x, (list, tuple)) and not isinstance(x, View):
             return [given(one) for one in x]
-        return read(x) if isinstance(x, View) else x
+        return memory.read(x) if isinstance(x, View) else x
 
     if step.func in (_aten.fill_.Scalar, _aten.copy_.default):  # what they overwrite may be memory without a value
         found = function(None, *map(given, step.arguments[1:]))
     else:
         found = function(*map(given, step.arguments), **{name: x for name, x in step.keywords.items() if name != "out"})
     for view, value in zip(step.results, found if isinstance(found, tuple) else (found,), strict=True):
-        write(view, value)
+        memory.write(view, value)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import threading
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -30,17 +30,26 @@ class CustomCall(NamedTuple):
 
     text: bytes
     operands: tuple[int, ...]
-    again: tuple[int, ...]  # handed over as results, before all other results
+    again: tuple[int, ...] = ()  # handed over as results, before all other results
+    zeroed: frozenset[int] = frozenset()  # set to zero by jaxlib, before the launch
 
 
 class _Argument(NamedTuple):
     parameters: list[Any]  # jaxlib's
     numbers: range  # places of these among the kernel's parameters
     buffer: int | None  # that the first of them points to
+    is_pointer: bool
 
 
-def custom_call(step: Kernel, written: frozenset[int], architecture: int) -> CustomCall:
-    """Returns a launch's custom call; written: the buffers that the plan may write; architecture: 90 for sm_90.
+def custom_call(step: Kernel, written: frozenset[int], architecture: int, zeros: Mapping[int, int]) -> CustomCall:
+    """Returns a launch's custom call.
+
+    Args:
+        step: the launch.
+        written: the buffers that the plan may write.
+        architecture: 90 for sm_90.
+        zeros: the bytes of each buffer that has to be zero before the launch. `CustomCall.zeroed` says which of them jaxlib sets
+            to zero: those that the kernel gets by a pointer, not by a tensor map alone.
 
     Raises PlanError for a launch that jaxlib cannot make.
     """
@@ -53,7 +62,7 @@ def custom_call(step: Kernel, written: frozenset[int], architecture: int) -> Cus
         raise PlanError(f"{launch.kernel.__name__} needs scratch memory, a cluster or attributes of a launch")
     operands: list[_Argument] = []
     again: list[_Argument] = []
-    for one in _arguments(step, compiled, binary):
+    for one in _arguments(step, compiled, binary, zeros):
         is_second = one.buffer in written and any(one.buffer == other.buffer for other in operands)
         (again if is_second else operands).append(one)
     if len({one.buffer for one in again}) < len(again):
@@ -68,10 +77,11 @@ def custom_call(step: Kernel, written: frozenset[int], architecture: int) -> Cus
     parameters = [parameter for one in (*operands, *again) for parameter in one.parameters]
     call = lib.TritonKernelCall(kernel, launch.programs, 1, 1, parameters)
     buffers = (tuple(one.buffer for one in some if one.buffer is not None) for some in (operands, again))
-    return CustomCall(zlib.compress(call.to_proto(f"flexattn {binary.name}", b"")), *buffers)
+    zeroed = frozenset(one.buffer for one in (*operands, *again) if one.is_pointer and one.buffer in zeros)
+    return CustomCall(zlib.compress(call.to_proto(f"flexattn {binary.name}", b"")), *buffers, zeroed)
 
 
-def _arguments(step: Kernel, compiled: Any, binary: Any) -> list[_Argument]:
+def _arguments(step: Kernel, compiled: Any, binary: Any, zeros: Mapping[int, int]) -> list[_Argument]:
     """Returns the arguments of a launch that its kernel has parameters for."""
     from flexattn.kernels_triton.runtime.direct import leaves, value_at
 
@@ -85,10 +95,11 @@ def _arguments(step: Kernel, compiled: Any, binary: Any) -> list[_Argument]:
         if kind.startswith("tensordesc"):
             parameters, buffer = _descriptor(lib, value, next(maps)), buffer_of[id(value.base)]
         elif kind.startswith("*"):
-            parameters, buffer = [lib.create_array_parameter(0, 16 if path in aligned else 0)], buffer_of[id(value)]
+            buffer = buffer_of[id(value)]
+            parameters = [lib.create_array_parameter(zeros.get(buffer, 0), 16 if path in aligned else 0)]
         else:
             parameters = [lib.create_scalar_parameter(float(value) if kind.startswith("fp") else int(value), kind)]
-        found.append(_Argument(parameters, range(count, count + len(parameters)), buffer))
+        found.append(_Argument(parameters, range(count, count + len(parameters)), buffer, kind.startswith("*")))
         count += len(parameters)
     return found
 

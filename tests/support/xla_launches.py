@@ -35,8 +35,10 @@ def _interpret(text: bytes, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Runs a launch on the operands of its custom call, in their order, as jaxlib hands them to a kernel."""
     from flexattn.kernels_triton.runtime.launch import make
 
-    number, operands, results = json.loads(text)
+    number, operands, results, zeros = json.loads(text)
     step, memory = _steps[number], dict(zip(operands, tensors, strict=True))
+    for place in zeros:
+        memory[place].zero_()
     arguments = _real(step.launch.arguments, iter([memory[i] for i in step.buffers]))
     with _one_at_a_time:
         make(step.launch._replace(arguments=arguments), torch.device("cpu"))
@@ -54,14 +56,15 @@ def interpreted_launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]
         pytest.skip("the kernels of this process are not interpreted")
     _steps.clear()
 
-    def interpreted_call(step: Any, written: frozenset[int], architecture: int) -> CustomCall:
+    def interpreted_call(step: Any, written: frozenset[int], architecture: int, zeros: Any) -> CustomCall:
         _steps.append(step)
         operands = tuple(dict.fromkeys(step.buffers))
-        text = json.dumps([len(_steps) - 1, operands, sorted(written & set(operands))])
-        return CustomCall(text.encode(), operands, ())
+        zeroed = sorted(zeros.keys() & set(operands))
+        text = json.dumps([len(_steps) - 1, operands, sorted(written & set(operands)), zeroed])
+        return CustomCall(text.encode(), operands, (), frozenset(zeroed))
 
-    def poisoned(plan: Any, place: int) -> Any:
-        size, dtype = plan.buffers[place].size, cuda.jax_dtype(plan.buffers[place].dtype)
+    def poisoned(buffer: Any) -> Any:
+        size, dtype = buffer.size, cuda.jax_dtype(buffer.dtype)
         return jnp.full(size, jnp.nan if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).max, dtype)
 
     monkeypatch.setattr(cuda, "_uninitialised", poisoned)
