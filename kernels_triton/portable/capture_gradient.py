@@ -168,7 +168,7 @@ def capture_gradients(
     powers = torch.clamp(room - exponents, max=126)
     scales = torch.ldexp(torch.ones_like(powers, dtype=torch.float32), powers)
     fixed = [torch.zeros(g.shape, dtype=torch.int64, device=x.device) for g in gradients]
-    run("fixed", fixed, scales.split(1))
+    run("fixed", fixed, [scale.clone() for scale in scales.split(1)])  # each at the beginning of its memory, as plans need it
     for i, gradient in enumerate(gradients):
         total = fixed[i].to(torch.float64) / scales[i].to(torch.float64)
         is_finite = largest[i][0].view(torch.float32).isfinite()
