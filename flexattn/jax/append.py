@@ -25,7 +25,7 @@ from flexattn.dispatch.spec import parse_format
 from flexattn.jax import cuda, ffi
 from flexattn.jax.batching import loop
 from flexattn.jax.call import meta_tensor, torch_dtype
-from flexattn.jax.primitives import primitive, register
+from flexattn.jax.primitives import bind, primitive, register
 from flexattn.jax.sharding import Factor, Factors, Layout
 
 _NAME = "flexattn_append"
@@ -76,7 +76,7 @@ def append_kv(
     call = AppendCall(str(qkv_format), tuple(arrays))
     metas = [meta_tensor(name, x) for name, x in arrays.items()]
     call.checked(metas)
-    found = dict(zip(call.updated(metas), append_p.bind(*arrays.values(), call=call), strict=True))
+    found = dict(zip(call.updated(metas), bind(append_p, [*arrays.values()], call), strict=True))
     if len(found) == 2:
         return tuple(found.values())
     return tuple(found.get(name, given[name]) for name in ("k_cache", "v_cache", "descale_k", "descale_v"))

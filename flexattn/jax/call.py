@@ -47,7 +47,12 @@ def jax_dtype(dtype: torch.dtype) -> Any:
 
 
 def meta_tensor(name: str, aval: Any) -> Tensor:
-    """Returns a tensor without memory, of an array's shape and dtype."""
+    """Returns a tensor without memory, of an array's shape and dtype; raises ValueError for a size that is a symbol."""
+    if not all(isinstance(size, int) for size in aval.shape):
+        raise ValueError(
+            f"{name} has shape {aval.shape}, with sizes that are symbols; accepted: sizes that are numbers, as kernels are chosen by "
+            "them: export the function once for each size, or pad to the largest one"
+        )
     return torch.empty(tuple(aval.shape), dtype=torch_dtype(name, aval.dtype), device="meta")
 
 

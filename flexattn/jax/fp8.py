@@ -26,7 +26,7 @@ from flexattn.dispatch.spec import parse_format
 from flexattn.jax import cuda, ffi
 from flexattn.jax.batching import loop
 from flexattn.jax.call import meta_tensor, torch_dtype
-from flexattn.jax.primitives import primitive, register
+from flexattn.jax.primitives import bind, primitive, register
 from flexattn.jax.sharding import Factors, Layout
 
 __all__ = ["DelayedScaling", "QuantizedTensor", "dequantize", "quantize"]
@@ -140,7 +140,7 @@ def quantize(
     lengths = (metas["cu_seqlens"], metas["cu_seqlens_padded"], max_seqlen)
     how = fp8.quantize_arguments(metas["x"], made, qkv_format, lengths, torch_dtype("dtype", dtype))  # type: ignore[arg-type]
     call = QuantizeCall(tuple(arrays), *how[2:3], *how[5:])
-    data, descale, amax = quantize_p.bind(*map(jax.lax.stop_gradient, arrays.values()), call=call)
+    data, descale, amax = bind(quantize_p, [*map(jax.lax.stop_gradient, arrays.values())], call)
     return QuantizedTensor(data, descale, amax, block_rows=made.rows)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -24,7 +24,7 @@ from flexattn.jax import cuda, mods
 from flexattn.jax import fp8 as jax_fp8
 from flexattn.jax.block_mask import BlockMask
 from flexattn.jax.call import SCALED, Call, flat, meta_tensor, shape_of_words
-from flexattn.jax.primitives import backward_p, forward_p
+from flexattn.jax.primitives import alike, backward_p, bind, forward_p
 from flexattn.prepare import default_alibi_slopes, prepare
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def attention(
 def attend(arguments: Mapping[str, Any], names: tuple[str, str] = ("flexattn_out", "flexattn_lse")) -> tuple[Any, Any, Any]:
     """Returns out, lse and max_logit of a call of `attention`; names: those that `jax.checkpoint` policies know out and lse by."""
     given = _given(_DEFAULTS | {"score_mod_tensors": ()} | dict(arguments))
-    out, lse, max_logit, *more = _differentiable(given, names)(tuple(given.arrays))
+    out, lse, max_logit, *more = _differentiable(given, names)(given.arrays)
     recipe = given.static["fp8_recipe"]
     if getattr(recipe, "out_dtype", None) in validation.FP8_DTYPES:
         data, descale, amax = more[:3]
@@ -283,7 +283,7 @@ def _given(arguments: dict[str, Any]) -> _Given:
     if arguments["bias_type"] == "alibi" and "alibi_slopes" not in arrays and arrays["q"].ndim:
         heads = _heads(arrays["q"], arguments["qkv_format"])
         if heads is not None:
-            arrays["alibi_slopes"] = jnp.asarray(default_alibi_slopes(heads, torch.empty(0)).numpy())
+            arrays["alibi_slopes"] = jnp.asarray(default_alibi_slopes(heads, torch.empty(0, device="cpu")).numpy())
     for name in "qkv":
         if jnp.dtype(arrays[name].dtype).name.startswith("float8"):
             arrays.setdefault(f"descale_{name}", jnp.ones((), jnp.float32))
@@ -336,18 +336,17 @@ def words_of(key: Any) -> Any:
     return words & jnp.array([0xFFFFFFFF, 0x7FFFFFFF, 0xFFFFFFFF, 0x7FFFFFFF], jnp.uint32)  # as torch draws them: not negative
 
 
-def _differentiable(given: _Given, names: tuple[str, str]) -> Any:
+def _differentiable(given: _Given, names: tuple[str, str]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
     """Returns the call as a function of its arrays, with its gradients; names: of out and lse, for checkpoint policies."""
 
     def primal(arrays: tuple[Any, ...]) -> tuple[Any, ...]:
         one, sources = given.bind([False] * len(arrays))
-        return tuple(forward_p.bind(*_operands(arrays, sources), call=one))
+        return tuple(bind(forward_p, _operands(arrays, sources), one))
 
     def forward(primals: Any) -> Any:
         arrays = tuple(p.value for p in primals)
         one, sources = given.bind([p.perturbed for p in primals])
-        operands = _operands(arrays, sources)
-        out, lse, *more = forward_p.bind(*operands, call=one)
+        out, lse, *more = bind(forward_p, _operands(arrays, sources), one)
         out, lse = checkpoint_name(out, names[0]), checkpoint_name(lse, names[1])
         amaxes = dict(zip(("q", "k", "v", "out"), more[-4:], strict=True)) if one.is_delayed else {}
         return (out, lse, *more), (arrays, out, lse, amaxes, _Static((one, tuple(sources))))
@@ -359,7 +358,7 @@ def _differentiable(given: _Given, names: tuple[str, str]) -> Any:
         dout, dlse, *_ = cotangents
         incoming = [jnp.zeros(out.shape, out.dtype) if isinstance(dout, zero) else dout]
         incoming += [] if isinstance(dlse, zero) else [dlse]
-        found = backward_p.bind(*_operands(arrays, sources), out, lse, *incoming, call=one)
+        found = bind(backward_p, [*_operands(arrays, sources), out, lse, *incoming], one)
         gradients: list[Any] = [None] * len(arrays)
         if one.is_delayed:
             *found, amax = found
@@ -373,7 +372,18 @@ def _differentiable(given: _Given, names: tuple[str, str]) -> Any:
 
     call = jax.custom_vjp(primal)
     call.defvjp(forward, backward, symbolic_zeros=True)
-    return call
+
+    def run(arrays: Sequence[Any]) -> tuple[Any, ...]:
+        arrays = tuple(alike(arrays))
+        try:
+            found: tuple[Any, ...] = call(arrays)
+        except NotImplementedError as e:
+            if "symbolic_zeros support with shard_map" not in str(e):
+                raise
+            return primal(arrays)  # in a shard_map without jit, whose derivatives come another way
+        return found
+
+    return run
 
 
 class _Same(NamedTuple):

@@ -6,12 +6,14 @@ What is lowered for a platform is a primitive of its own, the call of one device
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 from jax._src import dispatch
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import PartitionSpec
 
 from flexattn.dispatch.select import select
 from flexattn.dispatch.spec import Direction, with_classes
@@ -49,7 +51,28 @@ def _scales(call: Call, avals: Any) -> list[Any]:
 
 
 def _abstract(shapes: Any) -> Any:
-    return lambda *avals, call: [jax.core.ShapedArray(s.shape, s.dtype) for s in shapes(call, avals)]
+    def result(shape: jax.ShapeDtypeStruct, like: Any) -> Any:
+        if not like.mat.varying:
+            return jax.core.ShapedArray(shape.shape, shape.dtype)
+        sharding = like.sharding.update(spec=PartitionSpec(*(None for _ in shape.shape)))
+        return like.update(shape=shape.shape, dtype=shape.dtype, weak_type=False, sharding=sharding)
+
+    return lambda *avals, call: [result(shape, avals[0]) for shape in shapes(call, avals)]
+
+
+def alike(arrays: Sequence[Any]) -> list[Any]:
+    """Returns arrays that all vary over the same axes of a `jax.shard_map`; the gradient of one that did not is a sum over them."""
+    varying = [jax.typeof(x).mat.varying for x in arrays]
+    of_all: frozenset[Any] = frozenset().union(*varying)
+    return [
+        jax.lax.pcast(x, tuple(sorted(of_all - own)), to="varying") if own != of_all else x
+        for x, own in zip(arrays, varying, strict=True)
+    ]
+
+
+def bind(primitive: Any, arrays: Sequence[Any], call: Any) -> list[Any]:
+    """Returns the results of a primitive of this package."""
+    return list(primitive.bind(*alike(arrays), call=call))
 
 
 def _on_host(name: str, shapes: Any) -> Any:
@@ -98,7 +121,7 @@ def primitive(name: str, shapes: Any) -> Any:
     """Returns a new primitive with a parameter `call`; shapes: of the call and its operands, the results' shapes."""
     made = Primitive(name)
     made.multiple_results = True
-    made.def_impl(jax.jit(made.bind, static_argnames=("call",)))
+    made.def_impl(functools.partial(dispatch.apply_primitive, made))
     made.def_abstract_eval(_abstract(shapes))
     return made
 
