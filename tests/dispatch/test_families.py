@@ -14,7 +14,8 @@ from flexattn.dispatch.quantization import dout_like
 from flexattn.dispatch.spec import AttentionSpec, Direction, Operands, Window, empty_outputs
 from flexattn.functional import bind_call
 from tests.api.test_support import CASES, Row, make_case
-from tests.fuzz.calls import FEATURES, Call, Where, draw_config
+from tests.fuzz.calls import Call
+from tests.fuzz.config import FEATURES, Where, draw_config
 
 pytest.importorskip("triton", reason="triton is not installed")
 

@@ -5,6 +5,7 @@ A configuration is what decides which kernels run; a call of it has lengths, num
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from random import Random
 from typing import Any, NamedTuple
@@ -13,190 +14,15 @@ import torch
 from torch import Tensor
 
 from flexattn import create_block_mask
-from flexattn.dispatch.spec import FORMATS, PACKINGS, Results, Window, as_bshd
-from tests.fuzz.mods import EXTREME_MODS, INTEGERS, MASK_MODS, SCORE_MODS, SIZES, Drawn
+from flexattn.dispatch.spec import PACKINGS, Results, Window
+from tests.fuzz.config import ALL_SCORE_MODS, DIFFERENTIABLE, EXTREMES, FURTHEST_FOR_A_MOD, HUGE, WINDOWS, Config
+from tests.fuzz.mods import INTEGERS, MASK_MODS, SIZES, Drawn
 from tests.fuzz.oracle import Problem, Side
 from tests.support.guarded_memory import Block, Layout, write
-from tests.support.pages import LAYOUTS as PAGE_LAYOUTS
-from tests.support.pages import make_pool
 
-HALF = (torch.float16, torch.bfloat16)
-LAYOUTS = ("plain", "plain", "offset", "sliced", "stepped", "permuted", "expanded", "last dim strided")
-EXTREMES = (-1e4, -3e4, -1e5, -1e8, -1e9, -1e10, -1e12, -1e15, -1e30, -0.7 * torch.finfo(torch.float32).max, "finfo.min")
-# Sides of a window: any, and so large that a sum with a position leaves 31 or 63 bits.
-WINDOWS, HUGE = (0, 1, 3, 7, 16, 40, 100, -1, -9), (2**31 - 1, 2**31, 2**62, 2**63 - 1)
-# What can be left out of a run, to look for something else.
-FURTHEST_FOR_A_MOD = -1e30  # that a score_mod may multiply by what is drawn here: inf - inf is NaN in plain torch too
-FEATURES = ("extreme", "offset", "any order", "huge", "empty")
-KINDS = ("ordinary", "empty", "wrong lengths")
-
-
-class Where(NamedTuple):
-    """The backend and the device that calls are drawn for, and how large these may be."""
-
-    backend: str
-    device: str
-    dtypes: tuple[torch.dtype, ...]
-    head_dims: tuple[int, ...]
-    longest: tuple[int, int]  # most queries and most keys
-    most_heads: int  # of k and v, and of q for each; and the largest batch
-    without: frozenset[str] = frozenset()  # names of FEATURES
-
-
-class Config(NamedTuple):
-    where: Where
-    kind: str
-    longest: tuple[int, int]
-    dtype: torch.dtype
-    q_format: str
-    kv_format: str
-    has_lengths: bool
-    gaps: str  # between slots of thd: "none", "ordered" or "any order"
-    is_offset: bool  # the first slot of thd does not begin at 0
-    batch: int
-    heads_kv: int
-    group: int
-    head_dim_qk: int
-    head_dim_v: int
-    mask: str  # "", "causal" or "causal_bottom_right"
-    window: tuple[str, ...]  # of each side "open", "any" or "huge"
-    diagonal: bool | None
-    max_seqlen: str  # "longest", "longer", "huge", "cut" or "none"
-    bias_type: str
-    bias_dims: tuple[bool, ...]  # which of b, h, sq, skv it spans
-    bias_dtype: torch.dtype
-    slopes: str  # "none", "h" or "bh"
-    softmax_type: str
-    offset_dtype: torch.dtype
-    has_scale: bool
-    has_softcap: bool
-    dropout_p: float
-    score_mod: str | None
-    mask_mod: str | None
-    block_mask: tuple[int, int] | None  # the size of its blocks
-    size: int  # in mods
-    mod_tensors: str  # how captures come: "closure", "list" or "dict"
-    extreme: str | None  # where large finite negative numbers are: "bias", "slopes" or "score_mod"
-    deterministic: bool | None
-    wants: frozenset[str]  # what asks for a gradient
-    loss: frozenset[str]  # what the loss is made of
-    layouts: dict[str, str]
-    padding: str  # "nan", "inf", "1e30" or "mixed"
-    return_lse: bool
-    return_max_logit: bool
-    hopper: str  # FLEXATTN_HOPPER
-    # As sequences are short:
-    splits: int  # in the interpreter, how many parts keys are split in; 0: as the library finds
-    has_small_blocks: bool  # in the interpreter, whether masks of whole blocks are told; on eager, whether rows come in chunks
-    lengths_in: str  # "cu_seqlens" or "seqused": of dense formats
-    page_size: int  # of dense keys with lengths, which then want no gradients; 0: they lie in no pages
-    results: Results  # where out and gradients are asked to lie
-
-    @property
-    def heads(self) -> int:
-        return self.heads_kv * self.group
-
-    @property
-    def captures(self) -> dict[str, tuple[str | int, ...]]:
-        drawn = [table[name] for table, name in ((ALL_SCORE_MODS, self.score_mod), (MASK_MODS, self.mask_mod)) if name]
-        return {name: dims for mod in drawn for name, dims in mod.captures.items()}
-
-
-ALL_SCORE_MODS: dict[str, Drawn] = SCORE_MODS | EXTREME_MODS
-TENSORS = ("q", "k", "v", "bias", "alibi_slopes", "softmax_offset", "dout", "dlse")
-DIFFERENTIABLE = ("q", "k", "v", "bias", "softmax_offset")
-
-
-def draw_config(seed: int, where: Where) -> Config:
-    rng = Random(seed)
-
-    def chance(p: float) -> bool:
-        return rng.random() < p
-
-    kind = rng.choices(KINDS, (90, 0 if "empty" in where.without else 4, 6))[0]
-    q_format = rng.choice(["bshd", "sbhd", "bhsd", "thd"])
-    kv_format = rng.choice([q_format, q_format, "bshd", "thd", "bhsd"])
-    has_lengths = kind == "wrong lengths" or "thd" in (q_format, kv_format) or chance(0.4)
-    mask = rng.choice(["", "", "causal", "causal_bottom_right"])
-    dtype = rng.choice(where.dtypes)
-    head_dims = where.head_dims
-    if where.backend == "triton" and dtype is torch.float32:
-        head_dims = tuple(dim for dim in head_dims if dim <= 256)
-    head_dim = rng.choice(head_dims)
-    bias_type = rng.choices(["no_bias", "pre_scale_bias", "post_scale_bias", "alibi"], (60, 12, 15, 13))[0]
-    score_mod = rng.choice(tuple(SCORE_MODS)) if chance(0.35) else None
-    mask_mod = rng.choice(tuple(MASK_MODS)) if chance(0.3) else None
-    block_mask = rng.choice([(16, 16), (32, 32), (16, 48), (128, 128)]) if mask_mod and chance(0.4) else None
-    extreme = None
-    if chance(0.12) and dtype is not torch.float64 and "extreme" not in where.without:
-        extreme = {"no_bias": "score_mod", "alibi": "slopes"}.get(bias_type, "bias")
-        if extreme == "score_mod":
-            score_mod = rng.choice(tuple(EXTREME_MODS))
-    max_seqlen = "longest"
-    if "thd" in (q_format, kv_format):
-        max_seqlen = rng.choice(["longest", "longest", "longer", "cut", "cut", "huge", "none"])
-        if bias_type in ("pre_scale_bias", "post_scale_bias") and max_seqlen in ("huge", "none"):
-            max_seqlen = "longer"
-        if max_seqlen == "huge" and ("huge" in where.without or block_mask):
-            max_seqlen = "longer"
-    names = [*TENSORS, *(name for mods in (ALL_SCORE_MODS, MASK_MODS) for mod in mods.values() for name in mod.captures)]
-    is_long = chance(0.06) and where.device == "cuda"  # from 1024 tokens on keys are split, and blocks of masks are told apart
-    outputs = rng.choice([{"out"}, {"out"}, {"out", "lse"}, {"lse"}, {"out", "lse"}])
-    config = Config(
-        where=where,
-        kind=kind,
-        longest=(1100, 1300) if is_long else where.longest,
-        dtype=dtype,
-        q_format=q_format,
-        kv_format=kv_format,
-        has_lengths=has_lengths,
-        gaps=rng.choice(["none", "ordered", "ordered" if "any order" in where.without else "any order"]),
-        is_offset=chance(0.25) and "offset" not in where.without,
-        batch=1 if is_long else rng.randint(1, where.most_heads),
-        heads_kv=1 if is_long else rng.randint(1, where.most_heads),
-        group=rng.choice([1, 2, 3, 4][: where.most_heads + 1]),
-        head_dim_qk=head_dim,
-        head_dim_v=rng.choice([head_dim, head_dim, rng.choice(head_dims)]),
-        mask=mask,
-        window=tuple(rng.choices(["open", "any", "huge"], (60, 35, 0 if "huge" in where.without else 5))[0] for _ in "lr"),
-        diagonal=None if mask else rng.choice([None, True, False]),
-        max_seqlen=max_seqlen,
-        bias_type=bias_type,
-        bias_dims=tuple(chance(0.6) for _ in "bhij"),
-        bias_dtype=rng.choice([dtype, torch.float32]) if dtype is not torch.float64 else dtype,
-        slopes=rng.choice(["h", "bh"] if extreme == "slopes" else ["none", "h", "bh"]),
-        softmax_type=rng.choices(["vanilla", "off-by-one", "learnable"], (60, 15, 25))[0],
-        offset_dtype=rng.choice([dtype, torch.float32]) if dtype is not torch.float64 else dtype,
-        has_scale=chance(0.25),
-        has_softcap=chance(0.2),
-        dropout_p=rng.choice([0.1, 0.25, 0.5, 0.9]) if chance(0.25) else 0.0,
-        score_mod=score_mod,
-        mask_mod=mask_mod,
-        block_mask=block_mask,
-        size=rng.choice(SIZES),
-        mod_tensors=rng.choice(["closure", "closure", "list", "dict"]),
-        extreme=extreme,
-        deterministic=rng.choice([None, False, True]),
-        wants=frozenset(name for name in names if chance(rng.choice([0.9, 0.4]))) if chance(0.9) else frozenset(),
-        loss=frozenset(outputs),
-        layouts={name: rng.choice(LAYOUTS) if chance(0.5) else "plain" for name in dict.fromkeys(names)},
-        padding=rng.choice(["nan", "inf", "1e30", "mixed"]),
-        return_lse="lse" in outputs or chance(0.5),
-        return_max_logit=chance(0.4),
-        hopper=rng.choice(["auto", "always", "never"]) if where.device == "cuda" else "auto",
-        splits=rng.choice([0, 0, 2, 5]),
-        has_small_blocks=chance(0.5),
-        lengths_in=rng.choice(["cu_seqlens", "seqused"]),
-        page_size=rng.choice([1, 3, 8, 16, 48, 64]) if chance(0.3) else 0,
-        results=Results(*(rng.choice(["", *FORMATS]) for _ in range(3)), rng.choice(["", *PACKINGS]))
-        if chance(0.15)
-        else Results(),
-    )
-    if config.kind != "ordinary" or not has_lengths or kv_format not in ("bshd", "bhsd"):
-        config = config._replace(page_size=0)
-    if config.kind != "ordinary":
-        config = config._replace(lengths_in="cu_seqlens", results=Results())
-    return config._replace(wants=frozenset()) if config.page_size else config
+GARBAGE = (2147480000, -5)  # in unused entries of page tables
+LENGTHS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded", "seqused_q", "seqused_kv")
+SPARE_PAGES = 3
 
 
 class Slots(NamedTuple):
@@ -222,22 +48,45 @@ class Call:
             empty = rng.choice(["batch", "queries", "keys", "both"])
             self._batch = 0 if empty == "batch" else c.batch
             longest = [0 if empty in (name, "both") else n for name, n in zip(("queries", "keys"), longest, strict=True)]
+        self.packing = self._possible_packing()
+        if self.packing in ("q, k and v", "q is k is v"):
+            longest[1] = longest[0]
         self._longest = tuple(longest)
-        self._slots = [self._draw_slots(fmt, n) for fmt, n in zip(self._formats, longest, strict=True)]
+        self._slots = self._draw_all_slots([None, None])
         self._rows = [slots.end + (rng.choice([0, 0, 3, 30]) if c.has_lengths else 0) for slots in self._slots]
+        if self.packing in ("q, k and v", "q is k is v"):
+            self._rows = [max(self._rows)] * 2
+        if c.fp8 and c.kv_format == "thd" and self._rows[1] == self._batch:
+            self._rows[1] += 1  # descales of shape [b, h_kv] and [t, h_kv] are told apart by their sizes
         self._max_seqlens = [self._draw_max_seqlen(fmt, n) for fmt, n in zip(self._formats, longest, strict=True)]
         self._draw_numbers()
-        self._block = Block(self._layouts(), c.where.device)
-        self.tensors = self._block.tensors
-        for name in self.wanted:
-            self.tensors[name].requires_grad_()
+        layouts = self._layouts()
+        together = self._pack(layouts)
+        self.wanted = self._wanted(layouts)
+        self._blocks = [
+            Block(layouts, c.where.device, together if is_together else (), c.as_views, self.wanted)
+            for is_together in c.together[: 1 + max(c.sets)]
+        ]
+        self._use(c.sets[0])
         self._write()
 
-    @property
-    def wanted(self) -> list[str]:
+    def _wanted(self, names: Iterable[str]) -> list[str]:
         """Returns the tensors that a gradient is asked of, by name."""
         possible = (*DIFFERENTIABLE, *(name for name in self.config.captures if name not in INTEGERS))
-        return [name for name in possible if name in self.config.wants and name in self._block.tensors]
+        return [name for name in possible if name in self.config.wants and name in names]
+
+    def _use(self, number: int) -> None:
+        self._block = self._blocks[number]
+        self.tensors = self._block.tensors
+
+    def move(self, number: int) -> None:
+        """Uses another set of tensors, which have the same values and strides from then on."""
+        tensors = self.tensors
+        self._use(number)
+        if tensors is not self.tensors:
+            for name, t in tensors.items():
+                write(self.tensors[name], t.detach())
+            self._block.remember()
 
     @property
     def results(self) -> Results:
@@ -264,15 +113,83 @@ class Call:
         """bool []: whether memory of the inputs is another than `refill` left it."""
         return self._block.is_changed()
 
-    def refill(self) -> None:
-        """Other lengths and values, and sometimes other numbers, where the tensors lie."""
-        self._slots = [
-            self._draw_slots(fmt, longest, rows)
-            for fmt, longest, rows in zip(self._formats, self._longest, self._rows, strict=True)
-        ]
-        if self._rng.random() < 0.3:
+    def refill(self, is_captured: bool = False) -> None:
+        """Other lengths and values, and sometimes other numbers, where the tensors lie.
+
+        is_captured: in a graph, which keeps numbers and the tables of a block mask.
+        """
+        self._slots = self._draw_all_slots(self._rows)
+        if self._rng.random() < 0.3 and not is_captured:
             self._draw_numbers()
-        self._write()
+        self._write((*INTEGERS, "rng_state") if is_captured else ())
+
+    @property
+    def meant(self) -> dict[str, Tensor]:
+        """Returns the tensors as the oracle takes them: keys and values in FP8 in fp64, with their descales."""
+        if not self.config.fp8:
+            return self.tensors
+        return self.tensors | {name: self._stands_for(name) for name in "kv"}
+
+    def _stands_for(self, name: str) -> Tensor:
+        c, x, descale = self.config, self.tensors[name].detach().double(), self._descales.get(name)
+        if descale is None:
+            return x
+        descale = descale.double().to(x.device)
+        if self._kind_of_descale(name) == "tokens":
+            return x * descale[..., None]
+        sizes = descale.shape if descale.dim() > 1 else (1, max(1, descale.numel()))
+        of_heads = descale.view(sizes[0], sizes[1]).expand(self._batch, c.heads_kv)
+        if c.kv_format != "thd":
+            return x * of_heads[..., None, None].permute(["bhsd".index(dim) for dim in c.kv_format])
+        slots = self._slots[1]
+        for factors, start, length in zip(of_heads, slots.starts, slots.lengths, strict=True):
+            x[start : start + length] *= factors[:, None]
+        return x
+
+    def _kind_of_descale(self, name: str) -> str:
+        return self.config.descales["kv".index(name)]
+
+    def _possible_packing(self) -> str:
+        """Returns how tensors can lie in one memory, of the kind that is asked for or a smaller one."""
+        c = self.config
+        is_even = c.head_dim_qk == c.head_dim_v
+        has_one_kind = c.q_format == c.kv_format and is_even and not (c.fp8 or c.page_size) and c.kind == "ordinary"
+        if c.packing == "q is k is v" and not (has_one_kind and c.group == 1):
+            return "v in k" if is_even else ""
+        if c.packing == "q, k and v" and not has_one_kind:
+            return "k and v"
+        return "" if c.packing == "v in k" and c.head_dim_v > c.head_dim_qk else c.packing
+
+    def _pack(self, layouts: dict[str, Layout]) -> list[list[str]]:
+        """Gives tensors that lie in one memory their strides and places; returns their names, by memory."""
+        rng, of_pages = self._rng, "pages_" if "pages_k" in layouts else ""
+        groups = []
+        if self.packing:
+            keys = [f"{of_pages}k", f"{of_pages}v"]
+            groups = [["q", *keys] if self.packing in ("q, k and v", "q is k is v") else keys]
+            pairs = [["descale_k", "descale_v"], ["cu_seqlens_q", "cu_seqlens_kv"], ["seqused_q", "seqused_kv"]]
+            groups += [pair for pair in pairs if all(name in layouts for name in pair)]
+        together = []
+        for names in groups:
+            sizes = [layouts[name].sizes for name in names]
+            if self.packing in ("v in k", "q is k is v") and names is groups[0]:
+                whole = torch.empty(sizes[-2], device="meta")
+                views = [whole, whole.narrow(-1, 0, sizes[-1][-1])] if len(names) == 2 else [whole] * 3
+            elif len(set(sizes)) == 1 and (names is not groups[0] or rng.random() < 0.6):
+                dim = rng.randrange(len(sizes[0])) if names is groups[0] else 0
+                views = list(torch.empty((*sizes[0][:dim], len(names), *sizes[0][dim:]), device="meta").unbind(dim))
+            elif names is groups[0]:
+                dim = self._formats[1].index("h") if sizes[-1][-1] == sizes[0][-1] else -1
+                along = [size[dim] for size in sizes]
+                full = list(sizes[0])
+                full[dim] = sum(along)
+                views = list(torch.empty(full, device="meta").split(along, dim))
+            else:
+                continue
+            for name, view in zip(names, views, strict=True):
+                layouts[name] = Layout(tuple(view.shape), view.stride(), layouts[name].dtype, view.storage_offset())
+            together.append(names)
+        return together
 
     def arguments(self) -> dict[str, Any]:
         """Returns the arguments of attention(), with mods that were not seen before."""
@@ -294,9 +211,10 @@ class Call:
             "return_max_logit": c.return_max_logit,
             "backend": c.where.backend,
         }
-        others = ("bias", "alibi_slopes", "softmax_offset", "rng_state")
-        lengths = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
-        call |= {name: t[name] for name in (*others, *lengths) if name in t}
+        others = ("bias", "alibi_slopes", "softmax_offset", "rng_state", "descale_k", "descale_v", "page_table")
+        call |= {name: t[name] for name in (*others, *LENGTHS) if name in t}
+        if "page_table" in t:
+            call |= {"k": t["pages_k"], "v": t["pages_v"], "max_seqlen_kv": self._rows[1]}
         for name, fmt, value in zip(("max_seqlen_q", "max_seqlen_kv"), self._formats, self._max_seqlens, strict=True):
             if fmt == "thd":
                 call[name] = value
@@ -305,26 +223,7 @@ class Call:
         if c.mask_mod is not None:
             mask_mod = MASK_MODS[c.mask_mod].make(t, self._numbers)
             call |= {"mask_mod": mask_mod} if self._block_sizes is None else {"block_mask": self._block_mask(mask_mod)}
-        if c.has_lengths and c.lengths_in == "seqused":
-            self._with_seqused(call)
-        return call | self._pages() if c.page_size and self._rows[1] else call
-
-    def _with_seqused(self, call: dict[str, Any]) -> None:
-        """Says the lengths of dense formats by seqused."""
-        for name, fmt, slots in zip(("q", "kv"), self._formats, self._slots, strict=True):
-            if fmt != "thd":
-                del call[f"cu_seqlens_{name}"]
-                call[f"seqused_{name}"] = torch.tensor(slots.lengths, dtype=torch.int32).to(self.tensors["q"].device)
-
-    def _pages(self) -> dict[str, Any]:
-        """The arguments that the same keys in pages have, other pages in each call but those that repeat it."""
-        c, lengths = self.config, self._slots[1].lengths
-        k, v = (as_bshd(self.tensors[name].detach(), c.kv_format) for name in ("k", "v"))
-        layout = PAGE_LAYOUTS[sum(lengths) % len(PAGE_LAYOUTS)]
-        pool = make_pool(k.cpu(), v.cpu(), lengths, c.page_size, layout, seed=sum(lengths))
-        fmt = c.q_format if c.q_format == pool.fmt else f"{c.q_format}_2{pool.fmt}"
-        k, v, table = (t.to(self.tensors["q"].device) for t in pool[:3])
-        return {"k": k, "v": v, "page_table": table, "qkv_format": fmt, "max_seqlen_kv": self._rows[1]}
+        return call
 
     def problem(self) -> Problem:
         """The same for the oracle."""
@@ -364,6 +263,11 @@ class Call:
             [length if most is None else min(most, length) for length in slots.lengths]
             for slots, most in zip(self._slots, self._max_seqlens, strict=True)
         ]
+
+    def _draw_all_slots(self, rows: Sequence[int | None]) -> list[Slots]:
+        """Draws the places of the sequences of q and of k and v, in so many rows if they are given."""
+        of_q, of_kv = (self._draw_slots(*of) for of in zip(self._formats, self._longest, rows, strict=True))
+        return [of_q, of_q if self.packing == "q is k is v" else of_kv]
 
     def _draw_slots(self, fmt: str, longest: int, rows: int | None = None) -> Slots:
         """In so many rows, if they are given."""
@@ -430,6 +334,23 @@ class Call:
         ):
             of_dim = {"b": self._batch, "s": self._rows[side], "t": self._rows[side], "h": heads, "d": dim}
             sizes[name] = tuple(of_dim[d] for d in self._formats[side])
+        if c.page_size and self._rows[1]:
+            columns = -(-self._rows[1] // c.page_size)
+            of_dim = {"b": self._batch * columns + SPARE_PAGES, "s": c.page_size, "h": c.heads_kv}
+            sizes |= {f"pages_{name}": (*(of_dim[d] for d in c.kv_format[:-1]), sizes[name][-1]) for name in "kv"}
+            sizes["page_table"] = (self._batch, columns)
+        for name in "kv" if c.fp8 else "":
+            of_kind: dict[str, tuple[int, ...]] = {
+                "one": (),
+                "heads": (c.heads_kv,),
+                "one head": (1,),
+                "sequences and heads": (self._batch, c.heads_kv),
+                "sequences": (self._batch, 1),
+                "blocks": (self._batch, c.heads_kv, 1),
+                "tokens": sizes[f"pages_{name}" if "page_table" in sizes else name][:-1],
+            }
+            if self._kind_of_descale(name) != "none":
+                sizes[f"descale_{name}"] = of_kind[self._kind_of_descale(name)]
         sizes["dlse"] = (c.heads, self._rows[0]) if c.q_format == "thd" else (self._batch, c.heads, self._rows[0])
         if c.bias_type in ("pre_scale_bias", "post_scale_bias"):
             whole = (self._batch, c.heads, *most)
@@ -441,7 +362,9 @@ class Call:
         if c.dropout_p:
             sizes["rng_state"] = (2,)
         for name, fmt in zip(("q", "kv"), self._formats, strict=True):
-            if c.has_lengths:
+            if c.has_lengths and c.lengths_in == "seqused" and fmt != "thd":
+                sizes[f"seqused_{name}"] = (self._batch,)
+            elif c.has_lengths:
                 sizes[f"cu_seqlens_{name}"] = (self._batch + 1,)
                 if fmt == "thd" and c.gaps != "none":
                     sizes[f"cu_seqlens_{name}_padded"] = (self._batch + 1,)
@@ -465,13 +388,18 @@ class Call:
         }
         layouts = {}
         for name, sizes in self._sizes().items():
-            if name.startswith("cu_"):
+            of_keys = name.removeprefix("pages_")
+            if name in LENGTHS or name == "page_table":
                 dtype = torch.int32
             elif name in INTEGERS:
                 dtype = self._rng.choice([torch.int32, torch.int64])
+            elif of_keys in ("k", "v") and c.fp8:
+                dtype = getattr(torch, c.fp8)
             else:
-                dtype = own.get(name, c.dtype if name in ("q", "k", "v", "dout") else torch.float32)
-            kind = "plain" if name.startswith("cu_") or name == "rng_state" else c.layouts[name]
+                dtype = own.get(name, c.dtype if of_keys in ("q", "k", "v", "dout") else torch.float32)
+            kind = c.layouts.get(of_keys, "plain")
+            if of_keys != name and kind in ("expanded", "last dim strided"):
+                kind = "plain"
             layouts[name] = _draw_layout(self._rng, sizes, dtype, kind, self._heads_dim(name))
         return layouts
 
@@ -482,12 +410,18 @@ class Call:
             return self._formats[name in ("k", "v")].index("h")
         return {"dlse": 0 if c.q_format == "thd" else 1, "bias": 1}.get(name)
 
-    def _write(self) -> None:
-        """Numbers into the tensors; padding is never read, so it gets what would be seen."""
+    def _write(self, kept: Sequence[str] = ()) -> None:
+        """Numbers into the tensors but those that are kept; padding is never read, so it gets what would be seen."""
         c, rng = self.config, self._rng
         lengths = self._lengths()
+        of_keys = {}
+        self._descales: dict[str, Tensor] = {}
         for name, t in self.tensors.items():
-            if name.startswith("cu_"):
+            if name in kept or name.startswith("page") or name.startswith("descale"):
+                continue
+            if name.startswith("seqused"):
+                values = torch.tensor(self._slots[name == "seqused_kv"].lengths, dtype=torch.int32)
+            elif name.startswith("cu_"):
                 values = torch.tensor(self._cumulative(name), dtype=torch.int32)
             elif name == "rng_state":
                 values = torch.tensor(self._rng_state)
@@ -508,8 +442,57 @@ class Call:
                 side = int(name in ("k", "v"))
                 is_padding = self._is_padding(self._formats[side], self._slots[side], lengths[side], self._rows[side])
                 self._spoil(values, is_padding.to(t.device), self._token_dims(name))
+            if name == "v" and self.packing == "v in k":
+                values = of_keys["k"][..., : c.head_dim_v]
+            if name in ("k", "v"):
+                of_keys[name] = values
             write(t, values.to(t.dtype))
+        for name in "kv" if c.fp8 else "":
+            self._write_descale(name)
+        if "page_table" in self.tensors:
+            self._write_pages(of_keys)
         self._block.remember()
+
+    def _write_descale(self, name: str) -> None:
+        """Positive numbers; those of tokens beyond a length are NaN."""
+        kind, t = self._kind_of_descale(name), self.tensors.get(f"descale_{name}")
+        if t is None:
+            return
+        is_of_tokens = kind == "tokens"
+        shape = tuple(self.tensors[name].shape[:-1]) if is_of_tokens else tuple(t.shape)
+        values = 0.5 + torch.rand(shape, generator=self._generator, device=t.device)
+        if is_of_tokens:
+            is_padding = self._is_padding(self._formats[1], self._slots[1], self._lengths()[1], self._rows[1])
+            values.movedim(self._token_dims(name), tuple(range(is_padding.dim())))[is_padding.to(t.device)] = float("nan")
+        self._descales[name] = values
+        if not (is_of_tokens and "page_table" in self.tensors):
+            write(t, values)
+
+    def _write_pages(self, of_keys: dict[str, Tensor]) -> None:
+        """The keys and values, and descales of tokens, in pages of any order; NaN elsewhere."""
+        c, rng = self.config, self._rng
+        table = self.tensors["page_table"]
+        places = torch.randperm(table.numel() + SPARE_PAGES, generator=torch.Generator().manual_seed(rng.randrange(2**32)))
+        columns, sequences, tokens, rows = table.shape[1], [], [], []
+        entries = torch.full(table.shape, rng.choice(GARBAGE), dtype=torch.int32)
+        for b, length in enumerate(self._slots[1].lengths):
+            for n in range(-(-length // c.page_size)):
+                entries[b, n] = places[b * columns + n]
+            for j in range(length):
+                sequences.append(b)
+                tokens.append(j)
+                rows.append(int(entries[b, j // c.page_size]) * c.page_size + j % c.page_size)
+        write(table, entries.to(table.device))
+        sources = {f"pages_{name}": of_keys[name] for name in "kv"}
+        sources |= {f"descale_{name}": t[..., None] for name, t in self._descales.items() if self._kind_of_descale(name) == "tokens"}
+        order = ["bshd".index(dim) for dim in c.kv_format]
+        for name, source in sources.items():
+            dense = source.permute([c.kv_format.index(dim) for dim in "bshd"])
+            pool = dense.new_full((len(places) * c.page_size, *dense.shape[2:]), float("nan"))
+            pool[torch.tensor(rows, device=pool.device, dtype=torch.int64)] = dense[sequences, tokens]
+            values = pool.view(len(places), c.page_size, *dense.shape[2:]).permute(order)
+            t = self.tensors[name]
+            write(t, (values if name.startswith("pages") else values[..., 0]).to(t.dtype))
 
     def _is_padding(self, fmt: str, slots: Slots, lengths: list[int], rows: int) -> Tensor:
         """bool [b, s], or [t] for thd"""

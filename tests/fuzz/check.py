@@ -11,8 +11,9 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from flexattn.dispatch.spec import Results
-from tests.fuzz.calls import HALF, Call, Config, Where, draw_config
+from tests.fuzz.calls import Call
+from tests.fuzz.config import HALF, Config, Where, draw_config, varied
+from tests.fuzz.modes import attend
 from tests.fuzz.oracle import Problem, Result, exact, plain
 from tests.support.guarded_memory import Allocations
 
@@ -31,9 +32,12 @@ NOTHING = 1e-4  # what that leaves of a gradient of 0
 TANH, MOST_CAP = 6e-7, 8.0  # absolute error of tanh in half types, which a softcap multiplies; the largest cap of the mods
 LEVEL = 2.0**-18  # relative error of lse where scores are beyond 2**13: log2(e) is multiplied in and out
 
+CALLS = 10**4  # more than the calls of any configuration
+ALL_DIMS = tuple(range(8, 577, 8))
 EAGER = Where("eager", "cpu", (*HALF, torch.float32, torch.float64), (16, 8, 24, 40, 1, 3, 64, 72, 128), (60, 130), 3)
-INTERPRETED = Where("triton", "cpu", (*HALF, torch.float32), (16, 8, 24, 40, 64, 72, 320), (24, 50), 2)
-ON_GPU = Where("triton", "cuda", (*HALF, *HALF, torch.float32), (64, 128, 128, 8, 40, 72, 96, 192, 256, 320, 512), (150, 300), 3)
+INTERPRETED = Where("triton", "cpu", (*HALF, torch.float32), (16, 8, 24, 40, 64, 72, *(8, 16, 24, 40) * 6, *ALL_DIMS), (24, 50), 2)
+# Half of the head dims are those of most models, which kernels of their own run.
+ON_GPU = Where("triton", "cuda", (*HALF, *HALF, *HALF, torch.float32), (*(64, 128, 192, 256) * 9, *ALL_DIMS), (150, 300), 3)
 
 
 def place(backend: str, device: str, without: list[str]) -> Where:
@@ -88,39 +92,13 @@ def _rms(t: Tensor) -> Tensor:
     return t.square().mean().sqrt()
 
 
-def attend(call: Call) -> dict[str, Tensor]:
-    """One call with its backward: what it returns, and the gradients by "d" and a name."""
-    from flexattn import attention
-    from flexattn.in_layout import attend as attend_in_layout
-
-    config, arguments = call.config, call.arguments()
-    names = ["out", *(["lse"] if config.return_lse else []), *(["max_logit"] if config.return_max_logit else [])]
-    if call.results == Results():
-        found = attention(**arguments)
-        results = dict(zip(names, found if len(names) > 1 else (found,), strict=True))
-    else:
-        out, lse, max_logit = attend_in_layout(call.results, **arguments)
-        every = {"out": out, "lse": lse, "max_logit": max_logit}
-        results = {name: every[name] for name in names}
-    wanted = call.wanted
-    if wanted:
-        seeds = {"out": call.dout, "lse": call.dlse}
-        outputs = [name for name in ("out", "lse") if seeds[name] is not None]
-        leaves = [call.tensors[name] for name in wanted]
-        gradients = torch.autograd.grad(
-            [results[name] for name in outputs], leaves, [seeds[name] for name in outputs], allow_unused=True
-        )
-        for name, leaf, gradient in zip(wanted, leaves, gradients, strict=True):
-            results[f"d{name}"] = torch.zeros_like(leaf) if gradient is None else gradient
-    return {name: t.detach() for name, t in results.items()}
-
-
 def compare(verdicts: Verdicts, when: str, call: Call, got: dict[str, Tensor]) -> None:
     """The results of a call with the oracle's, of the tensors as they are now."""
     config, wanted = call.config, call.wanted
     problem, dtype, is_double = call.problem(), config.dtype, config.dtype is torch.float64
     seeds = {"dout": call.dout, "dlse": call.dlse}
-    ref, same = (oracle(problem, call.tensors, **seeds, wanted=wanted) for oracle in (exact, plain))
+    meant = call.meant
+    ref, same = (oracle(problem, meant, **seeds, wanted=wanted) for oracle in (exact, plain))
     eps = torch.finfo(torch.float64 if is_double else torch.float32).eps
     of_tanh = TANH * (problem.softcap + MOST_CAP) if dtype in HALF else 0.0
     of_scores = ref.largest * eps + of_tanh
@@ -133,7 +111,7 @@ def compare(verdicts: Verdicts, when: str, call: Call, got: dict[str, Tensor]) -
             assert t.dtype == dtype, f"out has dtype {t.dtype}"
             rounding = steps * torch.finfo(dtype).eps + of_scores
             # A mean of values, which may cancel, and of which each has a weight that is rounded.
-            values = call.tensors["v"].double().nan_to_num(0.0, 0.0, 0.0).abs()
+            values = meant["v"].double().nan_to_num(0.0, 0.0, 0.0).abs()
             least = eps / (1.0 - config.dropout_p) * (values.max() if values.numel() else 0.0)
             verdicts.close(what, *(x.masked_fill(vague, 0.0) for x in (t, ref.out, same.out)), FORWARD_FACTOR, rounding, least)
             verdicts.never(f"{what} is not finite", ~t.isfinite().all())
@@ -212,15 +190,19 @@ def check(config: Config, seed: int, allocations: Allocations) -> list[str]:
     """Returns the defects of one drawn call, made three times."""
     call, verdicts = Call(config, seed), Verdicts()
     is_judged = config.kind != "wrong lengths"
-    first, second = attend(call), attend(call)
-    for name, t in first.items():
+    first = attend(call, config.modes[0])
+    verdicts.never("an input was changed by the first call", call.is_changed())
+    call.move(config.sets[1])
+    second = attend(call, config.modes[1])
+    for name in sorted(first.keys() & second.keys()):
         if repeats_to_the_bit(config, name) and is_judged:
-            verdicts.never(f"a repeated call has another {name}", (t != second[name]).any())
+            verdicts.never(f"a repeated call has another {name}", (first[name] != second[name]).any())
     verdicts.never("an input was changed", call.is_changed())
     if is_judged:
-        compare(verdicts, "first call", call, first)
+        compare(verdicts, "first call", call, second | first)
+    call.move(config.sets[2])
     call.refill()
-    third = attend(call)
+    third = attend(call, config.modes[2])
     verdicts.never("an input was changed by the third call", call.is_changed())
     verdicts.never("memory beside an output was written", allocations.are_damaged())
     if is_judged:
@@ -228,11 +210,16 @@ def check(config: Config, seed: int, allocations: Allocations) -> list[str]:
     return verdicts.failures()
 
 
+def config_of(where: Where, name: str) -> Config:
+    """Returns the configuration of a call by its name: that of a seed, a point, and the number of a call of it."""
+    of_config, of_call = map(int, name.split("."))
+    return varied(draw_config(of_config, where), of_config * CALLS + of_call)
+
+
 def check_by_name(where: Where, name: str, allocations: Allocations) -> list[str]:
-    """A name is a configuration's seed, a point, and that of a call of it."""
-    config = draw_config(config_seed(name), where)
+    config, (of_config, of_call) = config_of(where, name), map(int, name.split("."))
     with settings(config):
-        return check(config, int(name.split(".")[1]), allocations)
+        return check(config, of_config * CALLS + of_call, allocations)
 
 
 @contextmanager

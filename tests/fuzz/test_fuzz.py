@@ -20,7 +20,7 @@ from torch import Tensor
 
 from flexattn.dispatch import eager_backend, reference
 from tests.conftest import FreshPython
-from tests.fuzz.calls import draw_config
+from tests.fuzz.config import draw_config
 from tests.fuzz.check import EAGER, check_by_name
 from tests.fuzz.oracle import philox
 from tests.support.guarded_memory import Allocations, Block, Layout, guarded_allocations

@@ -21,8 +21,9 @@ from flexattn.kernels_triton.hopper import conditions, wide_forward
 from flexattn.kernels_triton.hopper import forward as hopper_forward
 from flexattn.kernels_triton.mods import mask_blocks
 from flexattn.kernels_triton.runtime.launch import pretended_device
-from tests.fuzz.calls import FEATURES, HALF, Call, Where, draw_config
+from tests.fuzz.calls import Call
 from tests.fuzz.check import Verdicts, compare
+from tests.fuzz.config import FEATURES, HALF, Where, draw_config
 from tests.hopper.test_emulated import HARMLESS, without_gpu
 
 WHERE = Where("triton", "cpu", HALF, (64, 128, 128, 40, 96, 192, 256), (270, 300), 2, frozenset(FEATURES))

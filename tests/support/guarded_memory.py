@@ -6,7 +6,7 @@ of bounds changes them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 from unittest import mock
@@ -45,16 +45,39 @@ class Layout(NamedTuple):
 
 
 class Block:
-    """Tensors by name, each between guards; all are compared with a copy at once."""
+    """Tensors by name, each between guards; all are compared with a copy at once.
 
-    def __init__(self, layouts: dict[str, Layout], device: str) -> None:
+    together: names of tensors of one dtype that lie in one memory, at their offsets. as_views: these are views of one tensor, which
+    requires a gradient if one of `wanted` does; all other wanted tensors are leaves.
+    """
+
+    def __init__(
+        self,
+        layouts: dict[str, Layout],
+        device: str,
+        together: Sequence[Sequence[str]] = (),
+        as_views: bool = False,
+        wanted: Sequence[str] = (),
+    ) -> None:
         self.tensors: dict[str, Tensor] = {}
         self._memory: list[Tensor] = []
-        for name, layout in layouts.items():
-            start = GUARD + layout.offset * layout.dtype.itemsize
-            byte = FLOAT_BYTE if layout.dtype.is_floating_point else INT_BYTE
-            self._memory.append(torch.full((start + layout.nbytes + GUARD,), byte, dtype=torch.uint8, device=device))
-            self.tensors[name] = _lay(self._memory[-1], start, layout)
+        shared = {name for names in together for name in names}
+        for names in (*together, *([name] for name in layouts if name not in shared)):
+            dtype = layouts[names[0]].dtype
+            behind = max(layouts[name].offset * dtype.itemsize + layouts[name].nbytes for name in names)
+            byte = FLOAT_BYTE if dtype.is_floating_point else INT_BYTE
+            memory = torch.full((2 * GUARD + behind,), byte, dtype=torch.uint8, device=device)
+            self._memory.append(memory)
+            if as_views and len(names) > 1:
+                base = _lay(memory, GUARD, Layout((behind // dtype.itemsize,), (1,), dtype))
+                base.requires_grad_(any(name in wanted for name in names))
+                for name in names:
+                    self.tensors[name] = base.as_strided(layouts[name].sizes, layouts[name].strides, layouts[name].offset)
+                continue
+            for name in names:
+                start = GUARD + layouts[name].offset * dtype.itemsize
+                self.tensors[name] = _lay(memory, start, layouts[name]).requires_grad_(name in wanted)
+        self.tensors = {name: self.tensors[name] for name in layouts}
         self.remember()
 
     def remember(self) -> None:
