@@ -374,7 +374,8 @@ def check_fp8(
         from flexattn.dispatch.quantization import num_blocks  # here, as calls without FP8 should not wait for its import
 
         check_tensor(f"descale_{name}", descale, (torch.float32,), q.device)
-        is_of_tokens = k.dtype != q.dtype and tuple(descale.shape) == tuple(x.shape[:-1])
+        may_be_of_tokens = k.dtype != q.dtype and fmt != "thd"  # the kernels find those of dense tensors and of pages alone
+        is_of_tokens = may_be_of_tokens and tuple(descale.shape) == tuple(x.shape[:-1])
         heads = x.shape[fmt.index("h")]
         blocks = [num_blocks(n, block_rows) if block_rows else 1 for n in map(as_index, length) if n is not None]
         sizes = _scale_sizes(descale)
@@ -384,6 +385,8 @@ def check_fp8(
         if not fits and not is_of_tokens:
             hint = "" if block_rows else " (blocks: give an fp8_recipe with granularity 'block')"
             if k.dtype != q.dtype:
+                hint = ""
+            if may_be_of_tokens:
                 hint = f", or {list(x.shape[:-1])}, one for each token and head"
             raise ValueError(
                 f"descale_{name} has shape {tuple(descale.shape)}; accepted: [], [h], [b, h] or [b, h, blocks] = "
@@ -406,7 +409,7 @@ def as_scales(descale: Tensor | None, device: torch.device) -> Tensor:
 
 def as_cache_scales(descale: Tensor | None, cache: Tensor) -> Tensor:
     """Returns a descale of keys or values in FP8 beside other queries: as `as_scales`, or the cache's dims, the last of them 1."""
-    is_of_tokens = descale is not None and descale.shape == cache.shape[:-1]
+    is_of_tokens = descale is not None and cache.dim() == 4 and descale.shape == cache.shape[:-1]
     return descale[..., None] if descale is not None and is_of_tokens else as_scales(descale, cache.device)
 
 

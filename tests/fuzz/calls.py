@@ -56,8 +56,6 @@ class Call:
         self._rows = [slots.end + (rng.choice([0, 0, 3, 30]) if c.has_lengths else 0) for slots in self._slots]
         if self.packing in ("q, k and v", "q is k is v"):
             self._rows = [max(self._rows)] * 2
-        if c.fp8 and c.kv_format == "thd" and self._rows[1] == self._batch:
-            self._rows[1] += 1  # descales of shape [b, h_kv] and [t, h_kv] are told apart by their sizes
         self._max_seqlens = [self._draw_max_seqlen(fmt, n) for fmt, n in zip(self._formats, longest, strict=True)]
         self._draw_numbers()
         layouts = self._layouts()

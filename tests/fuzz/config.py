@@ -221,9 +221,10 @@ def _with_fp8(config: Config, rng: Random) -> Config:
     page_size = config.page_size
     if config.has_lengths and config.kv_format in ("bshd", "bhsd") and rng.random() < 0.5:
         page_size = page_size or rng.choice([1, 16, 64, 24])
+    descales = [name for name in DESCALES if name != "tokens" or config.kv_format != "thd"]  # packed keys have none of tokens
     return config._replace(
         fp8=rng.choice(["float8_e4m3fn", "float8_e4m3fn", "float8_e5m2"]),
-        descales=(rng.choice(DESCALES), rng.choice(DESCALES)),
+        descales=(rng.choice(descales), rng.choice(descales)),
         head_dim_qk=dims[0],
         head_dim_v=dims[1],
         page_size=page_size,
