@@ -24,7 +24,7 @@ from flexattn.bench import record
 from tests.fuzz import run
 from tests.fuzz.check import check_by_name, config_of, place
 from tests.fuzz.config import FEATURES, Where, features
-from tests.fuzz.processes import GRACE, STRIDE, Found, Job, command_of, run_all
+from tests.fuzz.processes import GRACE, STRIDE, Found, Job, command_of, failures, run_all
 
 
 def main() -> None:
@@ -80,14 +80,6 @@ def result(options: argparse.Namespace, begun: str, found: Found) -> dict[str, A
         "failures": failures(where, found),
         **found.summary(),
     }
-
-
-def failures(where: str, found: Found, most: int = 60) -> list[dict[str, Any]]:
-    """Returns the first failures, each with the command that repeats it."""
-    return [
-        {"name": name, "again": f"python -m tests.fuzz {where} --only {name}", "what": [line[:300] for line in what]}
-        for name, what in found.failures[:most]
-    ]
 
 
 def parse() -> argparse.Namespace:

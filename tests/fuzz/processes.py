@@ -32,6 +32,7 @@ class Found:
         self.calls = self.kept = 0
         self.configurations: set[int] = set()
         self.features: collections.Counter[str] = collections.Counter()
+        self.wrong: collections.Counter[str] = collections.Counter()  # by feature
         self.pairs: set[tuple[str, str]] = set()
         self.triples: set[tuple[str, str, str]] = set()
         self.dims: set[tuple[int, int]] = set()
@@ -54,6 +55,7 @@ class Found:
         self.families.update(event["families"])
         self.kernels[source] = collections.Counter(event["kernels"])
         if event["wrong"]:
+            self.wrong.update(has)
             self.failures.append((event["name"], event["wrong"]))
 
     def summary(self) -> dict[str, Any]:
@@ -75,7 +77,7 @@ class Found:
             "pairs of head dims": len(self.dims),
             "head dims missing": sorted({*range(8, 577, 8)} - {d_qk for d_qk, _ in self.dims}),
             "families": dict(sorted(self.families.items())),
-            "features": dict(sorted(self.features.items())),
+            "features": {name: [count, self.wrong[name]] for name, count in sorted(self.features.items())},
         }
 
 
@@ -167,3 +169,11 @@ def run_all(
 
 def command_of(backend: str, device: str, values: int, *more: str) -> list[str]:
     return [sys.executable, "-m", "tests.fuzz", "--backend", backend, "--device", device, "--values", str(values), *more]
+
+
+def failures(where: str, found: Found, most: int = 60) -> list[dict[str, Any]]:
+    """Returns the first failures, each with the command that repeats it."""
+    return [
+        {"name": name, "again": f"python -m tests.fuzz {where} --only {name}", "what": [line[:300] for line in what]}
+        for name, what in found.failures[:most]
+    ]

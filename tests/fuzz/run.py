@@ -57,7 +57,9 @@ def run(plan: Plan, note: Callable[[dict[str, Any]], None]) -> None:
 
     until = time.monotonic() + plan.seconds
     in_turn, name, failures = names(plan, until), None, 0
-    with memory(plan.has_guards) as allocations, chosen_families(plan.where) as families, warnings.catch_warnings():
+    families: set[str] = set()
+    collecting = collected_families(families) if plan.where.backend == "triton" else contextlib.nullcontext()
+    with memory(plan.has_guards) as allocations, collecting, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         while True:
             try:
@@ -115,12 +117,8 @@ def memory(has_guards: bool) -> Iterator[Allocations]:
 
 
 @contextlib.contextmanager
-def chosen_families(where: Where) -> Iterator[set[str]]:
-    """Collects the names of the kernel families that are chosen inside."""
-    found: set[str] = set()
-    if where.backend != "triton":
-        yield found
-        return
+def collected_families(found: set[str]) -> Iterator[None]:
+    """Adds the names of the kernel families that are chosen inside, with their directions."""
     from flexattn.kernels_triton import families
 
     right = families.choose
@@ -131,7 +129,7 @@ def chosen_families(where: Where) -> Iterator[set[str]]:
         return choice
 
     with mock.patch.object(families, "choose", choose):
-        yield found
+        yield
 
 
 def main(plan: Plan, log: str) -> None:

@@ -134,6 +134,6 @@ def guarded_allocations() -> Iterator[Allocations]:
 
 def _lay(memory: Tensor, start: int, layout: Layout) -> Tensor:
     """Set and not viewed, so that it is a tensor of its own to autograd."""
-    t = torch.tensor([], dtype=layout.dtype, device=memory.device)
+    t = torch.zeros(0, dtype=layout.dtype, device=memory.device)
     with torch.no_grad():
         return t.set_(memory.untyped_storage(), start // layout.dtype.itemsize, layout.sizes, layout.strides)

@@ -1,0 +1,124 @@
+"""Tests, random calls and a memory check on one GPU, in less than ten minutes, and a result file that docs/status.md is made of.
+
+    python -m tests.device --out bench/results/device_h100.json --minutes 9
+    python -m tests.device --out bench/results/device_h100_fuzz.json --minutes 9 --only fuzz --seed 2
+
+The file is written every few seconds, so that a run that is killed keeps what it has found. Afterwards `python -m tests.device.status`
+makes the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from flexattn.bench import record
+from tests.device import steps
+from tests.device.steps import Run
+
+SCHEMA = 1
+# The share of the run's time that each step has; a step that ends early leaves its time to those after it.
+SHARES = {"tests": 0.26, "fuzz": 0.5, "jax": 0.1, "memcheck": 0.14}
+LAST = 12.0  # seconds that are left for writing and for the ends of processes
+
+
+def main() -> int:
+    options = parse()
+    begun, end = time.monotonic(), time.monotonic() + 60.0 * options.minutes - LAST
+    content: dict[str, Any] = {
+        "schema": SCHEMA,
+        "command": shlex.join(["python", "-m", "tests.device", *sys.argv[1:]]),
+        "started": record.now(),
+        "device": record.device_facts(),
+        "versions": record.versions() | {"jax": record.installed("jax")},
+        "seed": options.seed,
+        "steps": {},
+        "complete": False,
+    }
+    out = Path(options.out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+
+    def teller(name: str) -> Callable[[dict[str, Any]], None]:
+        def tell(found: dict[str, Any]) -> None:
+            content["steps"][name] = found
+            write(out, content)
+
+        return tell
+
+    todo = [name for name in SHARES if name in options.only]
+    with tempfile.TemporaryDirectory() as folder:
+        for n, name in enumerate(todo):
+            left = end - time.monotonic()
+            seconds = left * SHARES[name] / sum(SHARES[other] for other in todo[n:])
+            place = Path(folder) / name
+            place.mkdir()
+            run = Run(place, seconds, options.processes, options.seed, options.device, options.tests)
+            began = time.monotonic()
+            found = getattr(steps, name)(run, teller(name))
+            found["took seconds"] = round(time.monotonic() - began)
+            teller(name)(found)
+            sys.stdout.write(f"{name}: {json.dumps(short(found))[:2500]}\n")
+            sys.stdout.flush()
+    content |= {"complete": True, "families": families(content["steps"]), "took seconds": round(time.monotonic() - begun)}
+    write(out, content)
+    sys.stdout.write(f"families: {json.dumps(content['families'])}\n")
+    return int(is_wrong(content["steps"]))
+
+
+def write(out: Path, content: dict[str, Any]) -> None:
+    """Replaces the file at once."""
+    partial = out.with_name(out.name + ".partial")
+    partial.write_text(json.dumps(content | {"families": families(content["steps"])}, indent=1) + "\n")
+    os.replace(partial, out)
+
+
+def short(found: dict[str, Any]) -> dict[str, Any]:
+    """Returns the numbers of a step, and its first failures."""
+    kept = {name: value for name, value in found.items() if isinstance(value, (int, float, str))}
+    return kept | {name: found[name][:4] for name in ("failures", "reports") if found.get(name)}
+
+
+def is_wrong(of_steps: dict[str, Any]) -> bool:
+    return any(found.get(name) for found in of_steps.values() for name in ("wrong", "failed", "errors"))
+
+
+def families(of_steps: dict[str, Any]) -> dict[str, list[str]]:
+    """Returns which kernel families a step reached, and which of those for the device none did."""
+    import torch
+
+    from flexattn.kernels_triton.families import BACKWARDS, FORWARDS
+
+    reached = {name for found in of_steps.values() for name in found.get("families", ())}
+    capability = torch.cuda.get_device_capability()[0] * 10 if torch.cuda.is_available() else None
+    every = {f"{family.name} {family.direction}": family for order in (FORWARDS, BACKWARDS) for of in order.values() for family in of}
+    own = [name for name, family in every.items() if family.capability in (None, capability)]
+    others = [name for name in every if name not in own and name not in reached]
+    return {
+        "reached": sorted(reached),
+        "not reached": [name for name in own if name not in reached],
+        "for other devices": others,
+    }
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", required=True, help="the result file")
+    parser.add_argument("--minutes", type=float, default=9.0, help="for all steps together")
+    parser.add_argument("--only", nargs="*", default=list(SHARES), choices=list(SHARES), help="steps to run")
+    parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 2) - 2), help="that use the GPU side by side")
+    parser.add_argument("--seed", type=int, default=int(time.time()) % 10**6, help="of the random calls")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="of the random calls; cpu: in Triton's interpreter")
+    parser.add_argument("--tests", nargs="*", default=list(steps.TESTS), help="files or folders of tests")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,186 @@
+"""The steps of a device run. Each gives its part of the result, and tells it on the way, so that a run that is killed keeps it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tests.fuzz.processes import STRIDE, Found, Job, Process, command_of, failures, run_all
+
+Tell = Callable[[dict[str, Any]], None]  # of what a step has found so far
+
+TESTS = (
+    "tests/gpu",
+    "tests/portable/test_few_queries.py",
+    "tests/portable/test_attention.py",
+    "tests/mods/test_score_mod_triton.py",
+    "tests/api/test_support.py",
+)
+LARGE = "tests/gpu/test_gpu.py"  # its tests take up to 40 GiB each, so one process runs them all
+GRACE = 75.0  # seconds in which a kernel is compiled at the latest
+SANITIZER_FAILED = 99
+COMPILING = {"OMP_NUM_THREADS": "1", "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TRITON_INTERPRET": ""}
+MEMCHECK = ("--tool", "memcheck", "--kernel-name", "kns=_attn", "--report-api-errors", "no", "--print-limit", "20")
+MEMCHECK_VALUES = 4  # calls of each configuration
+
+
+class Run(NamedTuple):
+    """The machine's share of a step."""
+
+    folder: Path  # for logs
+    seconds: float
+    processes: int
+    seed: int
+    device: str = "cuda"
+    tests: Sequence[str] = TESTS
+
+
+def tests(run: Run, tell: Tell) -> dict[str, Any]:
+    """Runs pytest in several processes, each on its share of the tests."""
+    end = time.monotonic() + run.seconds
+    pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow and not exhaustive"]
+    environment = {**os.environ, **{name: value for name, value in COMPILING.items() if value}}
+    listing = subprocess.run([*pytest, "--collect-only", *run.tests], capture_output=True, text=True, env=environment)
+    names = [line for line in listing.stdout.splitlines() if "::" in line and not line.startswith(("ERROR", "FAILED"))]
+    large, others = [name for name in names if name.startswith(LARGE)], [name for name in names if not name.startswith(LARGE)]
+    # Neighbours share kernels, so they stay together in chunks.
+    chunks = [others[n : n + 8] for n in range(0, len(others), 8)]
+    count = max(1, run.processes - bool(large))
+    shares = [*([large] if large else []), *([name for chunk in chunks[n::count] for name in chunk] for n in range(count))]
+    processes, logs = [], []
+    for n, share in enumerate(share for share in shares if share):
+        (run.folder / f"tests{n}.txt").write_text("\n".join(share) + "\n")
+        logs.append(run.folder / f"tests{n}.jsonl")
+        logs[-1].write_text("")
+        with (run.folder / f"tests{n}.out").open("w") as out:
+            processes.append(
+                subprocess.Popen(
+                    [*pytest, "-p", "tests.device.report", f"@{run.folder / f'tests{n}.txt'}"],
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=out,
+                    env={**environment, "FLEXATTN_DEVICE_LOG": str(logs[-1])},
+                    start_new_session=True,
+                )
+            )
+    while time.monotonic() < end and any(process.poll() is None for process in processes):
+        time.sleep(2.0)
+        tell(_outcomes(names, logs))
+    for process in processes:
+        if process.poll() is None:
+            os.killpg(process.pid, 9)
+            process.wait()
+    return _outcomes(names, logs)
+
+
+def _outcomes(names: Sequence[str], logs: Sequence[Path]) -> dict[str, Any]:
+    lines = [json.loads(line) for log in logs for line in log.read_text().splitlines() if line.endswith("}")]
+    outcomes = Counter(line["outcome"] for line in lines)
+    done = {line["test"] for line in lines}
+    by_file: dict[str, Counter[str]] = {}
+    for line in lines:
+        by_file.setdefault(line["test"].split("::")[0], Counter())[line["outcome"]] += 1
+    return {
+        "passed": outcomes["passed"],
+        "failed": outcomes["failed"],
+        "skipped": outcomes["skipped"],
+        "not run": len(set(names) - done),
+        "files": {name: dict(count) for name, count in sorted(by_file.items())},
+        "failures": [{"name": line["test"], "text": line["text"][-700:]} for line in lines if line["outcome"] == "failed"][:40],
+        "families": sorted({family for line in lines for family in line["families"]}),
+        "slowest": [f"{line['test']} {line['seconds']} s" for line in sorted(lines, key=lambda line: -line["seconds"])[:8]],
+    }
+
+
+def fuzz(run: Run, tell: Tell, values: int = 36) -> dict[str, Any]:
+    """Random calls on the Triton backend, with a process of JAX's beside them if there are such calls."""
+    jobs = [
+        Job(command_of("triton", run.device, values), run.seed * 10**9 + n * STRIDE, COMPILING if run.device == "cuda" else {})
+        for n in range(run.processes)
+    ]
+    where = f"--backend triton --device {run.device}"
+
+    def result(found: Found) -> dict[str, Any]:
+        return {"seed": run.seed, "wrong": len(found.failures), "failures": failures(where, found), **found.summary()}
+
+    found, _ = run_all(jobs, run.folder, run.seconds, GRACE, lambda found: tell(result(found)))
+    return result(found)
+
+
+def jax(run: Run, tell: Tell) -> dict[str, Any]:
+    """Random calls in JAX, by `tests.fuzz.jax_calls`, in processes side by side."""
+    if importlib.util.find_spec("tests.fuzz.jax_calls") is None or importlib.util.find_spec("jax") is None:
+        return {"not run": "jax, or tests.fuzz.jax_calls, is not there"}
+    logs = [run.folder / f"jax{n}.jsonl" for n in range(run.processes)]
+    processes = []
+    for n, log in enumerate(logs):
+        log.write_text("")
+        command = [sys.executable, "-m", "tests.fuzz.jax_calls", "--seconds", str(run.seconds), "--out", str(log)]
+        command += ["--seed", str(run.seed * 1000 + n)]
+        with log.with_suffix(".err").open("w") as errors:
+            environment = {**os.environ, **{name: value for name, value in COMPILING.items() if value}}
+            processes.append(subprocess.Popen(command, stdout=errors, stderr=errors, env=environment, start_new_session=True))
+    end = time.monotonic() + run.seconds + GRACE
+    while time.monotonic() < end and any(process.poll() is None for process in processes):
+        time.sleep(1.0)
+        tell(_of_jax(logs))
+    for process in processes:
+        if process.poll() is None:
+            os.killpg(process.pid, 9)
+    return _of_jax(logs)
+
+
+def _of_jax(logs: Sequence[Path]) -> dict[str, Any]:
+    lines = [json.loads(line) for log in logs for line in log.read_text().splitlines() if line.endswith("}")]
+    lines = [line for line in lines if "name" in line]
+    wrong = [line for line in lines if line["wrong"]]
+    has = Counter(feature for line in lines for feature in line["has"])
+    is_wrong = Counter(feature for line in wrong for feature in line["has"])
+    return {
+        "compositions": len(lines),
+        "wrong": len(wrong),
+        "failures": [{"name": line["name"], "what": line["wrong"]} for line in wrong[:20]],
+        "features": {name: [count, is_wrong[name]] for name, count in sorted(has.items())},
+        "ended": [log.with_suffix(".err").read_text(errors="replace")[-400:] for log in logs] if not lines else [],
+    }
+
+
+def memcheck(run: Run, tell: Tell) -> dict[str, Any]:
+    """Random calls of the configurations of `fuzz` under compute-sanitizer, every tensor in an allocation of its own."""
+    sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    if not Path(sanitizer).exists():
+        return {"not run": "compute-sanitizer is not there"}
+    # A graph's capture needs the allocator that is turned off.
+    command = [sanitizer, *MEMCHECK, "--error-exitcode", str(SANITIZER_FAILED)]
+    command += command_of("triton", "cuda", MEMCHECK_VALUES, "--no-guards", "--without", "modes")
+    environment = {**COMPILING, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    jobs = [Job(command, run.seed * 10**9 + n * STRIDE, environment) for n in range(run.processes)]
+
+    def result(found: Found, processes: Sequence[Process] = ()) -> dict[str, Any]:
+        reports = [re.findall(r"ERROR SUMMARY: (\d+) error", process.errors) for process in processes]
+        summary = found.summary()
+        first = [line for process in processes for line in process.errors.splitlines() if "Invalid" in line or " at " in line]
+        return {
+            "calls of attention": summary["calls of attention"],
+            "wrong": len(found.failures),
+            "failures": failures("--backend triton --device cuda --without modes --no-guards", found, 20),
+            "errors": sum(int(count) for report in reports for count in report),
+            "processes": len(processes),
+            "processes with a summary": sum(bool(report) for report in reports),
+            "reports": [line[:200] for line in first[:20]],
+            "families": summary["families"],
+            "kernels": summary["kernels compiled or loaded"],
+        }
+
+    found, processes = run_all(jobs, run.folder, run.seconds, GRACE, lambda found: tell(result(found)))
+    return result(found, processes)
