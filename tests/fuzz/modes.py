@@ -103,14 +103,19 @@ def _on_stream(make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
 
 def _captured(call: Call) -> dict[str, Tensor]:
     """The results of a graph that is captured with the call's lengths and values, and replayed with others in the same memory."""
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     arguments = call.arguments()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        results = _results(call, arguments)
-        if call.wanted:
-            results |= _gradients(call, results)
-        results = {name: t.detach() for name, t in results.items()}
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        graph.capture_begin(capture_error_mode="thread_local")  # torch.cuda.graph would collect garbage first, which takes longer
+        try:
+            results = _results(call, arguments)
+            if call.wanted:
+                results |= _gradients(call, results)
+            results = {name: t.detach() for name, t in results.items()}
+        finally:
+            graph.capture_end()
+    torch.cuda.synchronize()
     call.refill(is_captured=True)
     graph.replay()
     torch.cuda.synchronize()

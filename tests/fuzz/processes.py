@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 GRACE = 120.0  # seconds that a call may take, to compile too, and a process beyond its time
+LEAST = 15.0  # seconds for which a process is started again
 STRIDE = 10**6  # configurations between the first ones of two processes
 
 
@@ -53,7 +54,8 @@ class Found:
             self.triples.update(combinations(has, 3))
         self.dims.add((event["dims"][0], event["dims"][1]))
         self.families.update(event["families"])
-        self.kernels[source] = collections.Counter(event["kernels"])
+        if "kernels" in event:
+            self.kernels[source] = collections.Counter(event["kernels"])
         if event["wrong"]:
             self.wrong.update(has)
             self.failures.append((event["name"], event["wrong"]))
@@ -117,7 +119,7 @@ class Process:
         if has_hung or status != 0:
             errors = self._log.with_suffix(".err").read_text(errors="replace").splitlines()[-8:]
             found.failures.append((str(self._began), ["hung" if has_hung else f"ended with status {status}", *errors]))
-        if now + 15.0 < self._end and following is not None:
+        if now + LEAST < self._end and following is not None:
             self._start(following)
             return False
         return True

@@ -8,6 +8,7 @@ import sys
 import time
 import traceback
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import combinations
 from typing import Any, NamedTuple
@@ -57,6 +58,7 @@ def run(plan: Plan, note: Callable[[dict[str, Any]], None]) -> None:
 
     until = time.monotonic() + plan.seconds
     in_turn, name, failures = names(plan, until), None, 0
+    known: dict[str, int] = {}
     families: set[str] = set()
     collecting = collected_families(families) if plan.where.backend == "triton" else contextlib.nullcontext()
     with memory(plan.has_guards) as allocations, collecting, warnings.catch_warnings():
@@ -83,11 +85,12 @@ def run(plan: Plan, note: Callable[[dict[str, Any]], None]) -> None:
                     "kept": call_cache.cache_info()["hits"] - kept,
                     "seconds": round(time.monotonic() - began, 3),
                     "families": sorted(families),
-                    "kernels": kernels(plan.where),
+                    **({"kernels": now} if (now := kernels(plan.where)) != known else {}),
                     "wrong": wrong,
                 }
             )
             families.clear()
+            known = now
             if is_over:
                 break
 
@@ -97,13 +100,13 @@ def dims(where: Where, name: str) -> list[int]:
     return [config.head_dim_qk, config.head_dim_v]
 
 
-def kernels(where: Where) -> list[str]:
-    """Returns the names of the kernels that were launched so far, each as often as it was compiled for other constants."""
+def kernels(where: Where) -> dict[str, int]:
+    """Returns how many kernels of each name were compiled, or loaded from disk, so far."""
     if where.backend != "triton" or where.device != "cuda":
-        return []
+        return {}
     from flexattn.kernels_triton.runtime import launch
 
-    return sorted(key[0].__name__ for key in list(launch._kernels))
+    return Counter(key[0].__name__ for key in list(launch._kernels))
 
 
 @contextlib.contextmanager

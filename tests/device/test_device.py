@@ -1,0 +1,116 @@
+"""The device run without a device: what becomes of its steps, the result file, and the page that is made of it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.device import __main__ as device_run
+from tests.device import status, steps
+from tests.fuzz import processes
+
+RUN: dict[str, Any] = {
+    "name": "device_some.json",
+    "started": "2026-01-02T03:04:05+00:00",
+    "complete": False,
+    "device": {"name": "Some GPU"},
+    "versions": {"torch": "2.11", "triton": "3.6"},
+    "families": {"reached": ["portable forward"]},
+    "steps": {
+        "fuzz": {"compositions": 3000, "configurations": 20, "wrong": 1, "features": {"dropout: dropout": [3, 0], "mask: causal": [5, 1]}},
+        "memcheck": {"not run": "compute-sanitizer is not there"},
+    },
+}
+
+
+def test_the_page_is_made_of_the_result_files() -> None:
+    text = status.PAGE.read_text("utf-8")
+    assert status.page(text, status.result_files()) == text, "python -m tests.device.status"
+
+
+def test_cells_sum_the_runs_of_a_device() -> None:
+    other = RUN | {"device": {"name": "Other GPU"}, "steps": {"tests": {"passed": 7, "failed": 2, "not run": 3}}}
+    made = status.tables([RUN, RUN, other])
+    for row in (
+        "| feature | Some GPU | Other GPU |",
+        "| fuzz | 6,000 compositions of 40 configurations, 2 wrong | not run |",
+        "| tests | not run | 7 passed, 2 failed |",
+        "| memcheck | not run | not run |",
+        "| dropout: dropout | 6 right | not run |",
+        "| mask: causal | 2 of 10 wrong | not run |",
+        "| portable backward | not run | not run |",
+        "| portable forward | reached | reached |",
+    ):
+        assert row in made.splitlines(), row
+    assert "ended before its time" in made
+
+
+def test_without_a_run_nothing_has_run() -> None:
+    made = status.tables([])
+    assert "| fuzz | not run |" in made
+    assert " right |" not in made
+
+
+FAKE = """
+import json, sys, time
+options = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+first, log = int(options["--first"]), open(options["--log"], "a")
+for n in range(first, first + 3):
+    if n > 13:
+        sys.exit(0)
+    print(json.dumps({"begins": f"{n}.0"}), file=log, flush=True)
+    if n == 11:
+        sys.exit(3)
+    if n == 13:
+        time.sleep(60)
+    event = {"name": f"{n}.0", "has": ["a: x", "b: y"], "dims": [8, 16], "kept": 1, "families": ["f"], "kernels": {"k": 1}, "wrong": []}
+    event["wrong"] = ["off"] if n == 12 else []
+    print(json.dumps(event), file=log, flush=True)
+"""
+
+
+def test_a_process_that_crashes_or_hangs_is_started_again_behind_its_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "LEAST", 0.0)
+    found, _ = processes.run_all([processes.Job([sys.executable, "-c", FAKE], 10)], tmp_path, 40.0, grace=1.0)
+    assert [name for name, _ in found.failures] == ["11.0", "12.0", "13.0"]
+    assert found.failures[0][1][0] == "ended with status 3"
+    assert found.failures[2][1][0] == "hung"
+    assert found.calls == 2
+    summary = found.summary()
+    assert summary["pairs of features"] == "1 of 1"
+    assert summary["features"] == {"a: x": [2, 1], "b: y": [2, 1]}
+    assert summary["kernels compiled or loaded"] == {"k": 2}
+    assert 8 not in summary["head dims missing"]
+
+
+def test_a_run_writes_what_each_step_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "device.json"
+    kept: list[dict[str, Any]] = []
+
+    def step(run: steps.Run, tell: steps.Tell) -> dict[str, Any]:
+        tell({"compositions": 1, "wrong": 0, "families": {"portable forward": 1}})
+        kept.append(json.loads(out.read_text()))
+        assert 0 < run.seconds < 48
+        return {"compositions": 2, "wrong": 1, "families": {"portable forward": 2}}
+
+    monkeypatch.setattr(steps, "fuzz", step)
+    monkeypatch.setattr(steps, "jax", step)
+    monkeypatch.setattr(sys, "argv", ["device", "--out", str(out), "--minutes", "1", "--only", "fuzz", "jax"])
+    assert device_run.main() == 1
+    assert (kept[0]["complete"], kept[0]["steps"]["fuzz"]["compositions"]) == (False, 1)
+    assert kept[1]["steps"]["fuzz"]["compositions"] == 2
+    content = json.loads(out.read_text())
+    assert content["complete"]
+    assert content["families"]["reached"] == ["portable forward"]
+    assert "portable backward" in content["families"]["not reached"]
+    assert "sm_90 forward" in content["families"]["for other devices"]
+
+
+def test_the_tests_that_a_run_makes_are_there() -> None:
+    assert all((status.ROOT / name).exists() for name in (*steps.TESTS, steps.LARGE))
