@@ -442,9 +442,9 @@ class Call:
                 self._spoil(values, is_padding.to(t.device), self._token_dims(name))
             if name == "v" and self.packing == "v in k":
                 values = of_keys["k"][..., : c.head_dim_v]
-            if name in ("k", "v"):
-                of_keys[name] = values
             write(t, values.to(t.dtype))
+            if name in ("k", "v"):
+                of_keys[name] = t.detach().double()
         for name in "kv" if c.fp8 else "":
             self._write_descale(name)
         if "page_table" in self.tensors:
