@@ -442,6 +442,8 @@ class Call:
                 self._spoil(values, is_padding.to(t.device), self._token_dims(name))
             if name == "v" and self.packing == "v in k":
                 values = of_keys["k"][..., : c.head_dim_v]
+            if name in ("k", "v") and self.packing == "q is k is v":
+                values = self.tensors["q"].detach()
             write(t, values.to(t.dtype))
             if name in ("k", "v"):
                 of_keys[name] = t.detach().double()
