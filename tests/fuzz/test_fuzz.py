@@ -21,37 +21,39 @@ from torch import Tensor
 from flexattn.dispatch import eager_backend, reference
 from tests.conftest import FreshPython
 from tests.fuzz.config import draw_config
-from tests.fuzz.check import EAGER, check_by_name
+from tests.fuzz.check import EAGER, check_by_name, place
 from tests.fuzz.oracle import philox
 from tests.support.guarded_memory import Allocations, Block, Layout, guarded_allocations
 
-SECONDS = {"eager": 2, "triton": 4}  # in the interpreter a call takes a third of a second
-TIMES = [1, pytest.param(9, marks=pytest.mark.slow), pytest.param(150, marks=pytest.mark.exhaustive)]
+CALLS = {"eager": 20, "triton": 5}  # of so many configurations; in the interpreter a call takes a third of a second
+SECONDS = [pytest.param(30, marks=pytest.mark.slow), pytest.param(600, marks=pytest.mark.exhaustive)]
+BACKENDS = pytest.mark.parametrize("backend", ["eager", "triton"])
 ENOUGH = 150  # drawn calls, among which each fault shows
 Record = Callable[[str, Any], None]
 
 
-@pytest.mark.parametrize("times", TIMES)
-@pytest.mark.parametrize("backend", ["eager", "triton"])
-def test_random_calls(
-    backend: str, times: int, device: str, fresh_python: FreshPython, record_property: Record, tmp_path: Path
+def drawn_seed() -> int:
+    return int(os.environ.get("FLEXATTN_FUZZ_SEED") or random.SystemRandom().randrange(10**6))
+
+
+@BACKENDS
+def test_random_calls(backend: str, device: str, allocations: Allocations, record_property: Record) -> None:
+    device, seed = device if backend == "triton" else "cpu", drawn_seed()
+    where, first = place(backend, device, []), seed * 10**9
+    for name in (f"{first + n}.0" for n in range(CALLS[backend])):
+        wrong = check_by_name(where, name, allocations)
+        assert not wrong, "\n".join([f"python -m tests.fuzz --backend {backend} --device {device} --only {name}", *wrong])
+    record_property("fuzz", f"{3 * CALLS[backend]} random calls on {backend} ({device}), seed {seed}")
+
+
+@pytest.mark.parametrize("seconds", SECONDS)
+@BACKENDS
+def test_random_calls_of_a_run(
+    backend: str, seconds: int, device: str, fresh_python: FreshPython, record_property: Record, tmp_path: Path
 ) -> None:
-    device = device if backend == "triton" else "cpu"
-    seed = os.environ.get("FLEXATTN_FUZZ_SEED") or str(random.SystemRandom().randrange(10**6))
-    out = tmp_path / "fuzz.json"
-    options = [
-        "--backend",
-        backend,
-        "--device",
-        device,
-        "--seconds",
-        str(times * SECONDS[backend]),
-        "--seed",
-        seed,
-        "--out",
-        str(out),
-    ]
-    run = fresh_python("-m", "tests.fuzz", *options)
+    device, seed, out = device if backend == "triton" else "cpu", drawn_seed(), tmp_path / "fuzz.json"
+    options = {"backend": backend, "device": device, "seconds": seconds, "seed": seed, "out": out}
+    run = fresh_python("-m", "tests.fuzz", *(f"--{name}={value}" for name, value in options.items()))
     assert out.exists(), f"seed {seed}: {run.stderr}"
     result = json.loads(out.read_text())
     record_property("fuzz", f"{result['calls of attention']} random calls on {backend} ({device}), seed {seed}")
