@@ -3,8 +3,8 @@
     python -m tests.device --out bench/results/device_h100.json --minutes 9
     python -m tests.device --out bench/results/device_h100_fuzz.json --minutes 9 --only fuzz --seed 2
 
-The file is written every few seconds, so that a run that is killed keeps what it has found. Afterwards `python -m tests.device.status`
-makes the table.
+The file is written every few seconds, so a run that is killed keeps its results.
+`python -m tests.device.status` then makes the page.
 """
 
 from __future__ import annotations
@@ -98,7 +98,9 @@ def families(of_steps: dict[str, Any]) -> dict[str, list[str]]:
 
     reached = {name for found in of_steps.values() for name in found.get("families", ())}
     capability = torch.cuda.get_device_capability()[0] * 10 if torch.cuda.is_available() else None
-    every = {f"{family.name} {family.direction}": family for order in (FORWARDS, BACKWARDS) for of in order.values() for family in of}
+    every = {
+        f"{family.name} {family.direction}": family for order in (FORWARDS, BACKWARDS) for of in order.values() for family in of
+    }
     own = [name for name, family in every.items() if family.capability in (None, capability)]
     others = [name for name in every if name not in own and name not in reached]
     return {
@@ -115,7 +117,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--only", nargs="*", default=list(SHARES), choices=list(SHARES), help="steps to run")
     parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 2) - 2), help="that use the GPU side by side")
     parser.add_argument("--seed", type=int, default=int(time.time()) % 10**6, help="of the random calls")
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="of the random calls; cpu: in Triton's interpreter")
+    parser.add_argument(
+        "--device", default="cuda", choices=("cuda", "cpu"), help="of the random calls; cpu: in Triton's interpreter"
+    )
     parser.add_argument("--tests", nargs="*", default=list(steps.TESTS), help="files or folders of tests")
     return parser.parse_args()
 

@@ -31,8 +31,9 @@ def tables(runs: Sequence[dict[str, Any]]) -> str:
     own = [[run for run in runs if run["device"]["name"] == device] for device in devices] or [[]]
     heads = devices or ["any GPU"]
     links = [
-        f"- {run['device']['name']}: [{run['name']}](../bench/results/{run['name']}), {run['started'][:10]}, torch {run['versions']['torch']}, "
-        f"Triton {run['versions']['triton']}" + ("" if run["complete"] else ", ended before its time")
+        f"- {run['device']['name']}: [{run['name']}](../bench/results/{run['name']}), {run['started'][:10]}, "
+        f"torch {run['versions']['torch']}, Triton {run['versions']['triton']}"
+        + ("" if run["complete"] else ", ended before its time")
         for run in runs
     ]
     return "\n\n".join(
@@ -42,7 +43,10 @@ def tables(runs: Sequence[dict[str, Any]]) -> str:
             _table(["kernel family", *heads], ([name, *(_of_family(name, runs) for runs in own)] for name in families())),
             _table(
                 ["feature", *heads],
-                ([name, *(_of_feature("fuzz", name, runs) for runs in own)] for name in sorted(known_features() | _drawn("fuzz", runs))),
+                (
+                    [name, *(_of_feature("fuzz", name, runs) for runs in own)]
+                    for name in sorted(known_features() | _drawn("fuzz", runs))
+                ),
             ),
             _table(
                 ["feature in JAX", *heads],
@@ -54,7 +58,9 @@ def tables(runs: Sequence[dict[str, Any]]) -> str:
 
 STEPS = {
     "tests": lambda found: f"{found['passed']:,} passed, {found['failed']:,} failed",
-    "fuzz": lambda found: f"{found['compositions']:,} compositions of {found['configurations']:,} configurations, {found['wrong']:,} wrong",
+    "fuzz": lambda found: (
+        f"{found['compositions']:,} compositions of {found['configurations']:,} configurations, {found['wrong']:,} wrong"
+    ),
     "jax": lambda found: f"{found['compositions']:,} compositions, {found['wrong']:,} wrong",
     "memcheck": lambda found: f"{found['calls of attention']:,} calls, {found['errors']:,} errors",
 }

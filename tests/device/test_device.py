@@ -21,7 +21,12 @@ RUN: dict[str, Any] = {
     "versions": {"torch": "2.11", "triton": "3.6"},
     "families": {"reached": ["portable forward"]},
     "steps": {
-        "fuzz": {"compositions": 3000, "configurations": 20, "wrong": 1, "features": {"dropout: dropout": [3, 0], "mask: causal": [5, 1]}},
+        "fuzz": {
+            "compositions": 3000,
+            "configurations": 20,
+            "wrong": 1,
+            "features": {"dropout: dropout": [3, 0], "mask: causal": [5, 1]},
+        },
         "memcheck": {"not run": "compute-sanitizer is not there"},
     },
 }
@@ -67,15 +72,13 @@ for n in range(first, first + 3):
         sys.exit(3)
     if n == 13:
         time.sleep(60)
-    event = {"name": f"{n}.0", "has": ["a: x", "b: y"], "dims": [8, 16], "kept": 1, "families": ["f"], "kernels": {"k": 1}, "wrong": []}
+    event = {"name": f"{n}.0", "has": ["a: x", "b: y"], "dims": [8, 16], "kept": 1, "families": ["f"], "kernels": {"k": 1}}
     event["wrong"] = ["off"] if n == 12 else []
     print(json.dumps(event), file=log, flush=True)
 """
 
 
-def test_a_process_that_crashes_or_hangs_is_started_again_behind_its_call(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_crashes_or_hangs_is_started_again_behind_its_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "LEAST", 0.0)
     found, _ = processes.run_all([processes.Job([sys.executable, "-c", FAKE], 10)], tmp_path, 40.0, grace=1.0)
     assert [name for name, _ in found.failures] == ["11.0", "12.0", "13.0"]

@@ -415,7 +415,7 @@ class Call:
         of_keys = {}
         self._descales: dict[str, Tensor] = {}
         for name, t in self.tensors.items():
-            if name in kept or name.startswith("page") or name.startswith("descale"):
+            if name in kept or name.startswith(("page", "descale")):
                 continue
             if name.startswith("seqused"):
                 values = torch.tensor(self._slots[name == "seqused_kv"].lengths, dtype=torch.int32)
@@ -484,7 +484,9 @@ class Call:
                 rows.append(int(entries[b, j // c.page_size]) * c.page_size + j % c.page_size)
         write(table, entries.to(table.device))
         sources = {f"pages_{name}": of_keys[name] for name in "kv"}
-        sources |= {f"descale_{name}": t[..., None] for name, t in self._descales.items() if self._kind_of_descale(name) == "tokens"}
+        sources |= {
+            f"descale_{name}": t[..., None] for name, t in self._descales.items() if self._kind_of_descale(name) == "tokens"
+        }
         order = ["bshd".index(dim) for dim in c.kv_format]
         for name, source in sources.items():
             dense = source.permute([c.kv_format.index(dim) for dim in "bshd"])

@@ -1,5 +1,4 @@
-"""Configurations of calls of attention(), drawn at random from all that it takes; a call of one draws what no kernel is compiled for.
-"""
+"""Configurations of calls of attention(), drawn at random from all its arguments, and a call's choices that compile no kernel."""
 
 from __future__ import annotations
 
@@ -234,7 +233,7 @@ def _with_fp8(config: Config, rng: Random) -> Config:
 
 
 def varied(config: Config, seed: int) -> Config:
-    """Returns the configuration with other numbers of sequences and heads, strides, memory and modes: no kernel is compiled for these."""
+    """Returns the configuration with other sequences, heads, strides, memory and modes, for which no kernel is compiled."""
     rng, where = Random(f"{seed} varied"), config.where
     modes = [*MODES, *(GPU_MODES if where.device == "cuda" else ())]
     mode = rng.choice(modes) if rng.random() < 0.45 and "modes" not in where.without else ""

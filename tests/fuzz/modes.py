@@ -29,7 +29,9 @@ def attend(call: Call, mode: str = "") -> dict[str, Tensor]:
         "inference": torch.inference_mode,
         "autocast": lambda: torch.autocast(call.config.where.device, dtype=call.config.dtype),
         "default device": lambda: torch.device("meta"),
-        "saved tensors": lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: (t.device, t.cpu()), lambda kept: kept[1].to(kept[0])),
+        "saved tensors": lambda: torch.autograd.graph.saved_tensors_hooks(
+            lambda t: (t.device, t.cpu()), lambda kept: kept[1].to(kept[0])
+        ),
     }
     return _attend(call, mode, around.get(mode, contextlib.nullcontext))
 

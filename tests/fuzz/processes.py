@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ class Job(NamedTuple):
 
     command: Sequence[str]
     first: int
-    environment: dict[str, str] = {}
+    environment: Mapping[str, str] = {}  # beside this process's own
 
 
 class Found:

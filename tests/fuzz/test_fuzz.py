@@ -20,8 +20,8 @@ from torch import Tensor
 
 from flexattn.dispatch import eager_backend, reference
 from tests.conftest import FreshPython
-from tests.fuzz.config import draw_config
 from tests.fuzz.check import EAGER, check_by_name, place
+from tests.fuzz.config import draw_config
 from tests.fuzz.oracle import philox
 from tests.support.guarded_memory import Allocations, Block, Layout, guarded_allocations
 
