@@ -32,8 +32,7 @@ def tables(runs: Sequence[dict[str, Any]]) -> str:
     heads = devices or ["any GPU"]
     links = [
         f"- {run['device']['name']}: [{run['name']}](../bench/results/{run['name']}), {run['started'][:10]}, "
-        f"torch {run['versions']['torch']}, Triton {run['versions']['triton']}"
-        + ("" if run["complete"] else ", ended before its time")
+        f"torch {run['versions']['torch']}, Triton {run['versions']['triton']}" + ", ended before its time" * (not run["complete"])
         for run in runs
     ]
     return "\n\n".join(

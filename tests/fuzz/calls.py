@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexattn import create_block_mask
+from flexattn import create_block_mask, fp8
 from flexattn.dispatch.spec import PACKINGS, Results, Window
 from tests.fuzz.config import ALL_SCORE_MODS, DIFFERENTIABLE, EXTREMES, FURTHEST_FOR_A_MOD, HUGE, WINDOWS, Config
 from tests.fuzz.mods import INTEGERS, MASK_MODS, SIZES, Drawn
@@ -124,9 +124,11 @@ class Call:
     @property
     def meant(self) -> dict[str, Tensor]:
         """Returns the tensors as the oracle takes them: keys and values in FP8 in fp64, with their descales."""
-        if not self.config.fp8:
-            return self.tensors
-        return self.tensors | {name: self._stands_for(name) for name in "kv"}
+        return self.tensors | {name: self._stands_for(name) for name in self._in_fp8}
+
+    @property
+    def _in_fp8(self) -> str:
+        return {"keys": "kv", "all": "qkv"}.get(self.config.fp8_of, "")
 
     def _stands_for(self, name: str) -> Tensor:
         c, x, descale = self.config, self.tensors[name].detach().double(), self._descales.get(name)
@@ -136,22 +138,23 @@ class Call:
         if self._kind_of_descale(name) == "tokens":
             return x * descale[..., None]
         sizes = descale.shape if descale.dim() > 1 else (1, max(1, descale.numel()))
-        of_heads = descale.view(sizes[0], sizes[1]).expand(self._batch, c.heads_kv)
-        if c.kv_format != "thd":
-            return x * of_heads[..., None, None].permute(["bhsd".index(dim) for dim in c.kv_format])
-        slots = self._slots[1]
+        side = int(name != "q")
+        of_heads = descale.view(sizes[0], sizes[1]).expand(self._batch, c.heads_kv if side else c.heads)
+        if self._formats[side] != "thd":
+            return x * of_heads[..., None, None].permute(["bhsd".index(dim) for dim in self._formats[side]])
+        slots = self._slots[side]
         for factors, start, length in zip(of_heads, slots.starts, slots.lengths, strict=True):
             x[start : start + length] *= factors[:, None]
         return x
 
     def _kind_of_descale(self, name: str) -> str:
-        return self.config.descales["kv".index(name)]
+        return self.config.descales["qkv".index(name)]
 
     def _possible_packing(self) -> str:
         """Returns how tensors can lie in one memory, of the kind that is asked for or a smaller one."""
         c = self.config
         is_even = c.head_dim_qk == c.head_dim_v
-        has_one_kind = c.q_format == c.kv_format and is_even and not (c.fp8 or c.page_size) and c.kind == "ordinary"
+        has_one_kind = c.q_format == c.kv_format and is_even and not (self._in_fp8 or c.page_size) and c.kind == "ordinary"
         if c.packing == "q is k is v" and not (has_one_kind and c.group == 1):
             return "v in k" if is_even else ""
         if c.packing == "q, k and v" and not has_one_kind:
@@ -209,8 +212,11 @@ class Call:
             "return_max_logit": c.return_max_logit,
             "backend": c.where.backend,
         }
-        others = ("bias", "alibi_slopes", "softmax_offset", "rng_state", "descale_k", "descale_v", "page_table")
+        others = ("bias", "alibi_slopes", "softmax_offset", "rng_state", "descale_q", "descale_k", "descale_v", "page_table")
         call |= {name: t[name] for name in (*others, *LENGTHS) if name in t}
+        if c.fp8_of == "recipe":
+            fmt = "HYBRID" if c.fp8 == "float8_e5m2" else "E4M3"
+            call["fp8_recipe"] = fp8.Recipe(fp8_format=fmt, granularity=c.recipe[0], rotation=c.recipe[1])
         if "page_table" in t:
             call |= {"k": t["pages_k"], "v": t["pages_v"], "max_seqlen_kv": self._rows[1]}
         for name, fmt, value in zip(("max_seqlen_q", "max_seqlen_kv"), self._formats, self._max_seqlens, strict=True):
@@ -337,14 +343,15 @@ class Call:
             of_dim = {"b": self._batch * columns + SPARE_PAGES, "s": c.page_size, "h": c.heads_kv}
             sizes |= {f"pages_{name}": (*(of_dim[d] for d in c.kv_format[:-1]), sizes[name][-1]) for name in "kv"}
             sizes["page_table"] = (self._batch, columns)
-        for name in "kv" if c.fp8 else "":
+        for name in self._in_fp8:
+            heads = c.heads if name == "q" else c.heads_kv
             of_kind: dict[str, tuple[int, ...]] = {
                 "one": (),
-                "heads": (c.heads_kv,),
+                "heads": (heads,),
                 "one head": (1,),
-                "sequences and heads": (self._batch, c.heads_kv),
+                "sequences and heads": (self._batch, heads),
                 "sequences": (self._batch, 1),
-                "blocks": (self._batch, c.heads_kv, 1),
+                "blocks": (self._batch, heads, 1),
                 "tokens": sizes[f"pages_{name}" if "page_table" in sizes else name][:-1],
             }
             if self._kind_of_descale(name) != "none":
@@ -391,7 +398,7 @@ class Call:
                 dtype = torch.int32
             elif name in INTEGERS:
                 dtype = self._rng.choice([torch.int32, torch.int64])
-            elif of_keys in ("k", "v") and c.fp8:
+            elif of_keys in (*self._in_fp8,):
                 dtype = getattr(torch, c.fp8)
             else:
                 dtype = own.get(name, c.dtype if of_keys in ("q", "k", "v", "dout") else torch.float32)
@@ -447,7 +454,7 @@ class Call:
             write(t, values.to(t.dtype))
             if name in ("k", "v"):
                 of_keys[name] = t.detach().double()
-        for name in "kv" if c.fp8 else "":
+        for name in self._in_fp8:
             self._write_descale(name)
         if "page_table" in self.tensors:
             self._write_pages(of_keys)

@@ -11,6 +11,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from tests.fuzz import in_fp8
 from tests.fuzz.calls import Call
 from tests.fuzz.config import HALF, Config, Where, draw_config, varied
 from tests.fuzz.modes import attend
@@ -95,6 +96,8 @@ def _rms(t: Tensor) -> Tensor:
 def compare(verdicts: Verdicts, when: str, call: Call, got: dict[str, Tensor]) -> None:
     """The results of a call with the oracle's, of the tensors as they are now."""
     config, wanted = call.config, call.wanted
+    if config.fp8_of in ("all", "recipe"):
+        return in_fp8.compare(verdicts, when, call, got)
     problem, dtype, is_double = call.problem(), config.dtype, config.dtype is torch.float64
     seeds = {"dout": call.dout, "dlse": call.dlse}
     meant = call.meant

@@ -20,6 +20,8 @@ FURTHEST_FOR_A_MOD = -1e30  # that a score_mod may multiply by what is drawn her
 FEATURES = ("extreme", "offset", "any order", "huge", "empty", "fp8", "sharing", "modes")
 # Shapes of a descale of keys or values in FP8.
 DESCALES = ("none", "one", "heads", "one head", "sequences and heads", "sequences", "blocks", "tokens")
+# What is in FP8: k and v alone, which nothing is rounded for; all three; or all three by a recipe, which quantises them.
+FP8_OF = ("keys", "keys", "all", "recipe")
 MOST_FP8_DIM = 256  # the largest head dim of keys in FP8 on Triton
 # Tensors that lie in one memory: side by side, or one in another.
 PACKINGS_OF_CALLS = ("", "", "", "k and v", "q, k and v", "v in k", "q is k is v")
@@ -91,7 +93,9 @@ class Config(NamedTuple):
     results: Results  # where out and gradients are asked to lie
     # Keys and values in FP8:
     fp8: str = ""  # the dtype of k and v beside q's; then nothing wants a gradient
-    descales: tuple[str, str] = ("none", "none")  # of k and v: names of DESCALES
+    fp8_of: str = ""  # of FP8_OF
+    descales: tuple[str, str, str] = ("none", "none", "none")  # of q, k and v: names of DESCALES
+    recipe: tuple[str, bool] = ("tensor", False)  # its granularity, and whether it has a rotation
     # Each call draws these anew (`varied`):
     packing: str = ""  # of PACKINGS_OF_CALLS, where the shapes allow it: strides are those of tensors in one memory
     as_views: bool = False  # then they are views of one tensor to autograd, else tensors of their own
@@ -213,22 +217,33 @@ def _with_fp8(config: Config, rng: Random) -> Config:
     """Now and then the same with keys and values in FP8."""
     if config.kind != "ordinary" or config.dtype is torch.float64 or rng.random() >= 0.25:
         return config
-    dims = [config.head_dim_qk, config.head_dim_v]
+    dims, fp8_of = [config.head_dim_qk, config.head_dim_v], rng.choice(FP8_OF)
+    if fp8_of != "keys":
+        if config.dtype not in HALF or config.extreme:
+            return config
+        config = config._replace(page_size=0, has_scale=False)
     if config.where.backend == "triton":
-        possible = [dim for dim in config.where.head_dims if dim <= MOST_FP8_DIM]
-        dims = [dim if dim <= MOST_FP8_DIM else rng.choice(possible) for dim in dims]
+        multiple = 8 if fp8_of == "keys" else 16
+        possible = [dim for dim in config.where.head_dims if dim <= MOST_FP8_DIM and dim % multiple == 0]
+        dims = [dim if dim in possible else rng.choice(possible) for dim in dims]
     page_size = config.page_size
-    if config.has_lengths and config.kv_format in ("bshd", "bhsd") and rng.random() < 0.5:
+    if config.has_lengths and config.kv_format in ("bshd", "bhsd") and fp8_of == "keys" and rng.random() < 0.5:
         page_size = page_size or rng.choice([1, 16, 64, 24])
-    descales = [name for name in DESCALES if name != "tokens" or config.kv_format != "thd"]  # packed keys have none of tokens
+    # Packed keys have no descales of tokens, nor have keys beside queries in FP8.
+    descales = [name for name in DESCALES if name != "tokens" or (config.kv_format != "thd" and fp8_of == "keys")]
     return config._replace(
         fp8=rng.choice(["float8_e4m3fn", "float8_e4m3fn", "float8_e5m2"]),
-        descales=(rng.choice(descales), rng.choice(descales)),
+        fp8_of=fp8_of,
+        descales=("none" if fp8_of == "keys" else rng.choice(descales), rng.choice(descales), rng.choice(descales)),
+        recipe=(rng.choice(["tensor", "head", "batch_head"]), rng.random() < 0.3),
+        dtype=torch.bfloat16 if fp8_of == "all" else config.dtype,
+        bias_dtype=torch.float32 if fp8_of == "all" else config.bias_dtype,
+        offset_dtype=torch.float32 if fp8_of == "all" else config.offset_dtype,
         head_dim_qk=dims[0],
         head_dim_v=dims[1],
         page_size=page_size,
         results=Results(),
-        wants=frozenset(),
+        wants=config.wants if fp8_of == "recipe" else frozenset(),
     )
 
 
@@ -276,8 +291,8 @@ def features(config: Config) -> dict[str, str]:
         "heads": "grouped" if c.group > 1 else "as many",
         "lengths": ("seqused" if c.lengths_in == "seqused" else "cu_seqlens") if c.has_lengths else "none",
         "pages": "none" if not c.page_size else "of a power of two" if c.page_size & (c.page_size - 1) == 0 else "of any size",
-        "keys": c.fp8 or "as queries",
-        "descales": "none" if not c.fp8 else c.descales[0] if c.descales[0] == c.descales[1] else "of two kinds",
+        "FP8": f"{c.fp8_of} in {c.fp8}" if c.fp8 else "none",
+        "descales": "of two kinds" if c.descales[1] != c.descales[2] else c.descales[1],
         "mask": c.mask or "none",
         "window": " and ".join(c.window),
         "bias": c.bias_type + (f" {'bhij' if all(c.bias_dims) else 'broadcast'}" if has_bias else ""),

@@ -1,0 +1,65 @@
+"""Comparison of calls that multiply in FP8, whose roundings are as large as 2**-4: bounds on sums of magnitudes, and root mean squares."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tests.fuzz.calls import Call
+from tests.fuzz.oracle import exact
+
+WEIGHTS = 2.0**-3  # of a sum of weights times magnitudes of v: two roundings of E4M3, of the weights and of their sum
+LSE = 0.06  # which docs/fp8.md (What is rounded, and how) gives half of
+# Root mean squares of a result's error and of a result: q, k and v are rounded too, and scores are sums of their products.
+RELATIVE, OF_INPUTS, OF_PRODUCTS = 0.3, 0.3, 2.0**-3
+NOTHING = 2e-3
+
+
+class Limits(Protocol):
+    def limit(self, what: str, error: Tensor, limit: Tensor) -> None: ...
+
+    def never(self, what: str, is_wrong: Tensor) -> None: ...
+
+
+def compare(verdicts: Limits, when: str, call: Call, got: dict[str, Tensor]) -> None:
+    """The results of a call with q, k and v in FP8, or quantised by a recipe, with the oracle's."""
+    meant, problem = call.meant, call.problem()
+    ref = exact(problem, meant, call.dout, call.dlse, call.wanted)
+    is_rounded = call.config.fp8_of == "recipe"
+    finite = ref.max_logit.masked_fill(ref.max_logit.isinf(), 0.0).abs()
+    of_scores = OF_INPUTS + OF_PRODUCTS * float(finite.max()) if is_rounded and finite.numel() else 0.0
+    for name, t in got.items():
+        what = f"{when}: {name} in FP8"
+        if name == "lse":
+            verdicts.never(f"{what} has other rows without a key", (t.isinf() != ref.lse.isinf()).any())
+            error = torch.where(ref.lse.isinf(), 0.0, (t.double() - ref.lse).abs())
+            _limit(verdicts, what, error, LSE + of_scores)
+            continue
+        if name == "max_logit":
+            error = torch.where(t == ref.max_logit, 0.0, (t.double() - ref.max_logit).abs())
+            _limit(verdicts, what, error, 0.01 + of_scores)
+            continue
+        verdicts.never(f"{what} is not finite", ~t.isfinite().all())
+        if name == "out" and not is_rounded:
+            sizes = exact(problem, meant | {"v": meant["v"].abs()}, None, None, []).out
+            _limit(verdicts, what, (t.double() - ref.out).abs() - WEIGHTS * sizes, NOTHING)
+        elif name in ("out", "dq", "dk", "dv"):
+            wanted = ref.out if name == "out" else ref.gradients[name[1:]]
+            if wanted.numel():
+                verdicts.limit(what, _rms(t.double() - wanted), RELATIVE * _rms(wanted) + _least(call, name))
+
+
+def _least(call: Call, name: str) -> float:
+    """Allows a gradient that nearly cancels an error of the size of its terms."""
+    return NOTHING if name == "out" else 0.02
+
+
+def _limit(verdicts: Limits, what: str, error: Tensor, limit: float) -> None:
+    if error.numel():
+        verdicts.limit(what, error.max(), torch.full_like(error.max(), limit))
+
+
+def _rms(t: Tensor) -> Tensor:
+    return t.square().mean().sqrt()
