@@ -96,8 +96,6 @@ def _rms(t: Tensor) -> Tensor:
 def compare(verdicts: Verdicts, when: str, call: Call, got: dict[str, Tensor]) -> None:
     """The results of a call with the oracle's, of the tensors as they are now."""
     config, wanted = call.config, call.wanted
-    if config.fp8_of in ("all", "recipe"):
-        return in_fp8.compare(verdicts, when, call, got)
     problem, dtype, is_double = call.problem(), config.dtype, config.dtype is torch.float64
     seeds = {"dout": call.dout, "dlse": call.dlse}
     meant = call.meant
@@ -193,6 +191,7 @@ def check(config: Config, seed: int, allocations: Allocations) -> list[str]:
     """Returns the defects of one drawn call, made three times."""
     call, verdicts = Call(config, seed), Verdicts()
     is_judged = config.kind != "wrong lengths"
+    judge = in_fp8.compare if config.fp8_of in ("all", "recipe") else compare
     first = attend(call, config.modes[0])
     verdicts.never("an input was changed by the first call", call.is_changed())
     call.move(config.sets[1])
@@ -202,14 +201,14 @@ def check(config: Config, seed: int, allocations: Allocations) -> list[str]:
             verdicts.never(f"a repeated call has another {name}", (first[name] != second[name]).any())
     verdicts.never("an input was changed", call.is_changed())
     if is_judged:
-        compare(verdicts, "first call", call, second | first)
+        judge(verdicts, "first call", call, second | first)
     call.move(config.sets[2])
     call.refill()
     third = attend(call, config.modes[2])
     verdicts.never("an input was changed by the third call", call.is_changed())
     verdicts.never("memory beside an output was written", allocations.are_damaged())
     if is_judged:
-        compare(verdicts, "third call, with other values", call, third)
+        judge(verdicts, "third call, with other values", call, third)
     return verdicts.failures()
 
 
