@@ -1,4 +1,4 @@
-"""Comparison of calls that multiply in FP8, whose roundings are as large as 2**-4: by sums of magnitudes, and by root mean squares."""
+"""Comparison of calls that multiply in FP8, whose roundings are up to 2**-4: by sums of magnitudes, and by root mean squares."""
 
 from __future__ import annotations
 
