@@ -24,7 +24,6 @@ from flexattn.dispatch.pages import with_cu_seqlens, without_pages
 from flexattn.dispatch.runtime_failures import RuntimeFailure
 from flexattn.dispatch.spec import (
     AttentionSpec,
-from flexattn.forks import fork_safe
     Direction,
     Gradients,
     Operands,
@@ -34,6 +33,7 @@ from flexattn.forks import fork_safe
     empty_outputs,
     misses_diagonal,
 )
+from flexattn.forks import fork_safe
 
 if TYPE_CHECKING:
     from flexattn.kernels_cudnn.graphs import Sdpa

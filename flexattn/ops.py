@@ -251,10 +251,14 @@ def _ask(backend: Backend, spec: AttentionSpec, x: Operands, direction: Directio
         backend.prepare(spec, x, direction)
 
 
-def check_operands(spec: AttentionSpec, x: Operands) -> None:
-    """Raises ValueError for lengths and page ids that do not fit, on a CPU or under FLEXATTN_CHECK=1, and then for descales too."""
+def _check_lengths(spec: AttentionSpec, x: Operands) -> None:
     if spec.padding and options.are_lengths_checked(x.q.device.type):
         check_values(spec, x, is_strict=options.check_values())
+
+
+def check_operands(spec: AttentionSpec, x: Operands) -> None:
+    """Raises ValueError for lengths and page ids that do not fit, on a CPU or under FLEXATTN_CHECK=1, and then for descales too."""
+    _check_lengths(spec, x)
     if (spec.fp8 is not None or spec.kv_dtype is not None) and options.check_values():
         check_descale_values(x)
 

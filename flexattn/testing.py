@@ -150,7 +150,9 @@ def make_inputs(
 def make_dout(inputs: Inputs, seed: int = 1) -> Tensor:
     """A standard normal gradient of out, contiguous in q's format; NaN at padding."""
     generator = torch.Generator("cpu").manual_seed(seed)
-    dout = torch.randn((*inputs.q.shape[:-1], inputs.v.shape[-1]), generator=generator, dtype=torch.float64, device="cpu").to(inputs.q)
+    dout = torch.randn((*inputs.q.shape[:-1], inputs.v.shape[-1]), generator=generator, dtype=torch.float64, device="cpu").to(
+        inputs.q
+    )
     return dout.masked_fill(inputs.q[..., :1].isnan(), NAN)
 
 

@@ -48,7 +48,9 @@ class Plan:
     seconds: float  # that building or loading it took
     is_loaded: bool  # from disk
     is_pinned: bool = False  # a captured CUDA graph may use it: never evicted
-    lock: threading.Lock = dataclasses.field(default_factory=lambda: fork_safe(threading.Lock()), repr=False)  # held while the graph runs
+    lock: threading.Lock = dataclasses.field(
+        default_factory=lambda: fork_safe(threading.Lock()), repr=False
+    )  # held while the graph runs
 
 
 @dataclasses.dataclass

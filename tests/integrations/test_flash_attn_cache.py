@@ -194,8 +194,14 @@ def test_tokens_that_a_row_has_no_room_for_raise(case, function, has_batch_idx):
     q, k_cache, v_cache, k, v = case
     rows = {"cache_batch_idx": torch.tensor([2, 0], dtype=torch.int32)} if has_batch_idx else {}
     before = k_cache.clone()
-    for ends, new, longest in ((S, (k, v), S + 3), (torch.tensor([4, S - 2], dtype=torch.int32), (k, v), S + 1), (S + 1, (), S + 1)):
-        with pytest.raises(ValueError, match=f"make a sequence of {longest} tokens; accepted: at most {S}, what a row of the cache"):
+    for ends, new, longest in (
+        (S, (k, v), S + 3),
+        (torch.tensor([4, S - 2], dtype=torch.int32), (k, v), S + 1),
+        (S + 1, (), S + 1),
+    ):
+        with pytest.raises(
+            ValueError, match=f"make a sequence of {longest} tokens; accepted: at most {S}, what a row of the cache"
+        ):
             function(q, k_cache, v_cache, *new, cache_seqlens=ends, **rows)
     assert torch.equal(k_cache, before)
 

@@ -269,7 +269,11 @@ REFUSED = {
         ValueError,
         "a CausalBias and is_causal is True",
     ),
-    "a mask whose class gives it a meaning": ({"attn_mask": torch.ones(SQ, SKV).as_subclass(Marked)}, TypeError, "attn_mask is a Marked"),
+    "a mask whose class gives it a meaning": (
+        {"attn_mask": torch.ones(SQ, SKV).as_subclass(Marked)},
+        TypeError,
+        "attn_mask is a Marked",
+    ),
     "a mask of another length": ({"attn_mask": torch.ones(SQ, SKV + 1)}, ValueError, r"\[2, 4, 5, 7\]"),
     "a mask of three dims that begins with a batch": ({"attn_mask": torch.ones(2, SQ, SKV)}, ValueError, "attn_mask is"),
     "a mask with a dim too many": ({"attn_mask": torch.ones(2, 2, H, SQ, SKV)}, ValueError, "attn_mask is"),

@@ -153,7 +153,9 @@ class TEScoreMod:
         given = trace_mods(self, None, needs_grad=True)
         derived = trace_mods(self.__call__, None, needs_grad=True)
         generator = torch.Generator("cpu").manual_seed(0)
-        values = {name: torch.randn(samples, generator=generator, dtype=torch.float64, device="cpu") * 3 for name in ("score", "dscore")}
+        values = {
+            name: torch.randn(samples, generator=generator, dtype=torch.float64, device="cpu") * 3 for name in ("score", "dscore")
+        }
         for name, size in zip(AXES, self._sizes(), strict=True):
             values[name] = torch.randint(0, size if size > 1 else 64, (samples,), generator=generator, device="cpu")
         results = []
