@@ -52,8 +52,8 @@ def sampled(cases: Sequence[frozenset[Any]], begin: Iterable[int] = ()) -> set[i
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
 def pytest_xdist_auto_num_workers() -> int:
-    """A worker more than cores: each waits for compilers and processes of its own for a sixth of its time."""
-    return (os.cpu_count() or 1) + 1
+    """Returns a worker for each core: one more would collect all tests once more, which takes longer than a core ever waits."""
+    return os.cpu_count() or 1
 
 
 @pytest.hookimpl(wrapper=True)
@@ -69,21 +69,26 @@ def pytest_collection() -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks as slow what is not in the sample that a test's mark asks for, and as exhaustive what has no new pair of values either.
+    """Marks the cases of a test with the mark `sample` as slow or exhaustive, if they are not in the sample that the mark names.
+
+    Cases that have a new pair of values are slow, all others exhaustive. If the mark has pairs=False, or the test is slow itself,
+    both kinds are exhaustive.
 
     Two parameters were enough to see 70 to 97 % of the faults in each of four systems (Kuhn, Wallace and Gallo, "Software Fault
     Interactions and Implications for Software Testing", IEEE Transactions on Software Engineering 30(6), 2004).
     """
     tests: dict[str, list[Any]] = {}
     for item in items:
-        if item.get_closest_marker("sample") and not any(item.get_closest_marker(name) for name in ("slow", "exhaustive")):
+        if item.get_closest_marker("sample") and not {mark.name for mark in item.callspec.marks} & {"slow", "exhaustive"}:
             tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for cases in tests.values():
-        names = cases[0].get_closest_marker("sample").args
-        values = [frozenset((name, repr(case.callspec.params[name])) for name in names) for case in cases]
+        mark = cases[0].get_closest_marker("sample")
+        values = [frozenset((name, repr(case.callspec.params[name])) for name in mark.args) for case in cases]
         chosen = sampled(values, (i for i, case in enumerate(cases) if case.nodeid in FIND_FAULTS))
-        every = [frozenset((name, repr(value)) for name, value in case.callspec.params.items()) for case in cases]
-        of_pairs = sampled([frozenset(combinations(sorted(case), 2)) or case for case in every], chosen)
+        of_pairs: set[int] = set()
+        if mark.kwargs.get("pairs", True) and not cases[0].get_closest_marker("slow"):
+            every = [frozenset((name, repr(value)) for name, value in case.callspec.params.items()) for case in cases]
+            of_pairs = sampled([frozenset(combinations(sorted(case), 2)) or case for case in every], chosen)
         for i, case in enumerate(cases):
             if i not in chosen:
                 case.add_marker(pytest.mark.slow if i in of_pairs else pytest.mark.exhaustive)

@@ -105,6 +105,7 @@ def test_against_the_reference(make_mask: Any, maker: str, device: str) -> None:
     run(mask, device, lengths_q=[sq, sq], lengths_kv=[skv, skv])
 
 
+@pytest.mark.slow
 @pytest.mark.sample
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_with_lengths_bands_biases_and_a_score_mod(dtype: torch.dtype, device: str) -> None:
@@ -162,6 +163,7 @@ def at_the_same_address(t: Tensor, new: Tensor) -> Tensor:
     return t.data
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("change", [copied, replaced, at_the_same_address])
 def test_lists_that_are_changed_between_calls(change: Any, device: str) -> None:
     """Derived tensors of a mask's lists are made again, in kept calls too."""
@@ -263,6 +265,8 @@ def of_a_table(device: str) -> Any:
     return lambda b, h, i, j: sees[i % 40, j % 7]
 
 
+@pytest.mark.slow
+@pytest.mark.sample
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_dropout_in_small_blocks_of_a_mask_that_reads_bytes(dtype: torch.dtype, device: str) -> None:
     """In tiles of 16 by 16; Triton would compile the product with v for weights of four bits (triton-lang/triton#10645)."""

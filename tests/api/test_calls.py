@@ -465,6 +465,7 @@ def test_what_is_captured_finds_its_place(make_mod: Callable[..., Any], more: di
         assert torch.equal(flexattn.attention(**call), out)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("softcap", [0.0, 3.0])
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 def test_another_scale_and_softcap_make_a_kept_call_of_one(

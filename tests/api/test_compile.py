@@ -387,6 +387,7 @@ def sleeps(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     return score * SLOPES[h]
 
 
+@pytest.mark.slow
 @pytest.mark.sample
 @pytest.mark.parametrize("mod", [writes_to_itself, sleeps])
 @pytest.mark.filterwarnings("ignore:.*is traced again in each call")

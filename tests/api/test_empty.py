@@ -61,6 +61,7 @@ def test_dense(name: str, option: str, backend: str, device: str) -> None:
             assert max_logit[0].tolist() == [-torch.inf] * H
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 @pytest.mark.parametrize("name", DENSE)
 def test_with_a_bias_a_sink_and_a_score_mod(name: str, backend: str, device: str) -> None:
@@ -102,6 +103,7 @@ def test_thd(tokens_q: int, tokens_kv: int, batch: int, padded: bool, backend: s
         check(out, inputs, lse)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 @pytest.mark.parametrize("name", DENSE)
 def test_in_fp8(name: str, backend: str, device: str) -> None:
@@ -130,6 +132,7 @@ def test_no_heads_are_refused(position: int, device: str) -> None:
         attention(q, k, k)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("shape", [(2, 0, H, D), (0, H, D)])
 def test_keys_of_no_queries_are_not_split(shape: tuple[int, ...], device: str) -> None:
     """A GPU with room for many programs would split them."""

@@ -79,6 +79,7 @@ def test_recipes_on_normal_inputs(backend: str, device: str) -> None:
             assert max(found[1:]) < 0.03  # out, from FP8, is in it still
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("is_new", [True, False])
 def test_no_more_is_kept_for_a_backward_than_the_recipe_says(is_new: bool, device: str) -> None:
     """In FP8 q, k and v take a byte an element; kept as they came q and k take two more, and give no other results elsewhere."""
@@ -249,6 +250,7 @@ def test_fp8_output(device: str) -> None:
     assert float((back - want.float()).norm() / want.float().norm()) < 0.04
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("granularity", ["tensor", "block"])
 @pytest.mark.parametrize("fmt", ["bhsd", "thd"])
 def test_fp8_output_in_training(fmt: str, granularity: str, device: str) -> None:
@@ -358,6 +360,7 @@ def test_other_arguments_get_gradients(device: str) -> None:
         assert float((got - want).norm() / want.norm()) < 0.2
 
 
+@pytest.mark.slow
 def test_operators_are_what_torch_asks_of_them(device: str) -> None:
     call = inputs(device, "thd")
     x = call["q"].detach()

@@ -90,6 +90,7 @@ def test_a_checkpoint_in_another_dtype_is_converted(assign: bool, device: str) -
     assert torch.equal(checkpoint["state.scale_q"], trained.state.scale_q.to(BF16))  # what was loaded from is nobody's state
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 def test_a_state_of_inference_mode_is_one_outside_of_it(backend: str, device: str) -> None:
     with torch.inference_mode():

@@ -185,6 +185,7 @@ def test_a_constant_added_to_every_score_shifts_lse_alone(backend, device):
         torch.testing.assert_close(got, expected, **LOOSE)
 
 
+@pytest.mark.sample
 def test_packing_changes_nothing(backend, device):
     """thd, thd with gaps and padded bshd hold the same sequences; dropout and bias follow positions within each."""
     options = {
@@ -217,6 +218,7 @@ def test_packing_changes_nothing(backend, device):
             torch.testing.assert_close(got, expected, **LOOSE)
 
 
+@pytest.mark.sample
 def test_dropout_is_one_linear_map_of_v(backend, device):
     """<dv, v> = <dout, out> only if the backward drops what the forward dropped; compiled too, where the graph draws the seed."""
     call = leaves(make_inputs("bshd", lengths_q=(17, 17), device=device), dropout_p=0.5, backend=backend)

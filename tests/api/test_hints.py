@@ -244,6 +244,7 @@ def test_heads_with_a_head_dim_of_their_own_for_v_do_not_warn(monkeypatch: pytes
         flexattn.attention(q, q, v)
 
 
+@pytest.mark.slow
 def test_mods_are_there_after_import_flexattn() -> None:
     code = "import flexattn; print(flexattn.mods.causal().__name__)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "_causal\n"

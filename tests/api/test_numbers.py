@@ -87,6 +87,7 @@ def test_a_large_max_seqlen_launches_what_there_may_be_work_for(device: str) -> 
     assert problem.longest_kv <= x.k.shape[0]
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("bias_shape", [(1, 2, 1, 1), (1, 1, 24, 1), (2, 1, 1, 24)])
 def test_max_seqlen_beside_a_bias(bias_shape: tuple[int, ...], backend: str, device: str) -> None:

@@ -201,6 +201,7 @@ def test_a_compiled_call_warns_of_nothing(monkeypatch):
     torch.testing.assert_close(out, flexattn.attention(**(call | {"max_seqlen_q": 5, "max_seqlen_kv": 5})), rtol=0, atol=0)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("spelling", ["argument", "around", "inside"])
 def test_the_backend_request_reaches_a_compiled_call(monkeypatch, spelling):
     torch.compiler.reset()

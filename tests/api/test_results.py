@@ -52,7 +52,7 @@ def packed_tensors(fmt: str, packing: str) -> tuple[list[Tensor], list[Tensor], 
     return [q, leaf], [q, *unpack(leaf, dim)], dim
 
 
-@pytest.mark.sample("backend", "packing", "fmt")
+@pytest.mark.sample
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 @pytest.mark.parametrize("packing", list(PACKINGS))
 @pytest.mark.parametrize("fmt", ["bshd", "sbhd", "thd"])
@@ -297,6 +297,7 @@ def test_an_out_in_fp8_and_another_format() -> None:
         attend(Results("sbhd"), q, k, v, fp8_recipe=fp8.Recipe(out_dtype=torch.float8_e4m3fn))
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 def test_fp8(backend: str) -> None:
     """A call on 16-bit tensors in FP8 writes its gradients into the buffer too."""

@@ -32,6 +32,7 @@ def same_threads() -> object:
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("options", [[], ["--cascade"]], ids=["one call", "cascade"])
 def test_every_token_is_right(options: list[str], serve: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     assert serve.main(["--device", DEVICE, *options]) == 0

@@ -110,7 +110,7 @@ def test_each_sequence_and_zeros_elsewhere(name: str, mask_type: str, backend: s
             check_close(label, *(x.transpose(0, 1)[real] if label == "lse" else x[real] for x in (got, want, allowed)), factor=4)
 
 
-@pytest.mark.sample("name", "granularity", "backend")
+@pytest.mark.sample
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 @pytest.mark.parametrize("granularity", ["head", "block"])
 @pytest.mark.parametrize(

@@ -110,6 +110,7 @@ def test_a_policy_saves_attention_and_recomputes_the_rest(policy: str) -> None:
         torch.testing.assert_close(c, a, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_checkpoints_compile() -> None:
     torch.compiler.reset()
     block = Block()

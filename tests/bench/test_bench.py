@@ -326,6 +326,7 @@ def test_flex_attention_gets_the_same_masks_and_scores(name: str, monkeypatch: p
     assert row.status == "checked", row
 
 
+@pytest.mark.sample
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernels run there")
 @pytest.mark.parametrize("name", [name for name, workload in WORKLOADS.items() if workload.group == MODS])
 def test_scores_and_masks_as_functions(name: str) -> None:
@@ -336,6 +337,7 @@ def test_scores_and_masks_as_functions(name: str) -> None:
         Checker(shape, tensors).check(direction, prepare(shape, tensors, direction).results())
 
 
+@pytest.mark.sample
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernels run there")
 @pytest.mark.parametrize("name", ["gpt-oss-window-s8192", "score-relative-bias", "ragged-documents"])
 def test_our_launchers_and_each_kernel_alone(name: str) -> None:
@@ -541,6 +543,7 @@ def test_compiling_alone_in_processes_measures_nothing(monkeypatch: pytest.Monke
     assert "compiled in 2 processes: 3 s" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_killed_run_is_readable(tmp_path: Path) -> None:
     out = tmp_path / "run.json"
     arguments = ["--shapes", "small-*", "--peers", "SDPA flash", "--budget-ms", "1", "--out", str(out)]

@@ -95,6 +95,7 @@ def test_what_loses_in_an_older_run_does_not_in_a_newer_one() -> None:
         assert found[cell].pick == found[cell].fastest == TRITON
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("name", BETWEEN)
 def test_between_the_lengths_that_were_measured_the_exceptions_are_known(name: str) -> None:
     found = regret.between(record.read(RESULTS / name))

@@ -74,7 +74,7 @@ def check(seed: int, call: dict[str, Any], **inputs: Any) -> None:
     assert report.tensor_columns <= 512
 
 
-@pytest.mark.sample("fmt", "band")
+@pytest.mark.sample(pairs=False)
 @without_gpu
 @pytest.mark.parametrize("band", BANDS, ids=str)
 @pytest.mark.parametrize("fmt", ["bshd", "sbhd", "bhsd", "thd", "thd_2bshd"])
@@ -85,7 +85,7 @@ def test_formats_and_bands(fmt: str, band: dict[str, Any]) -> None:
     check(seed, band, qkv_format=fmt, padding=True, gap=2, dtype=torch.float16, head_dim_qk=dim, head_dim_v=dim, **inputs)
 
 
-@pytest.mark.sample("dim")
+@pytest.mark.sample(pairs=False)
 @without_gpu
 @pytest.mark.parametrize(
     "band",
@@ -99,7 +99,7 @@ def test_dense(band: dict[str, Any], dim: int) -> None:
         check(seed, band, head_dim_qk=dim, head_dim_v=dim, strided=seed == 7, **DENSE)
 
 
-@pytest.mark.sample
+@pytest.mark.sample(pairs=False)
 @without_gpu
 @pytest.mark.parametrize("bottom_right", [True, False])
 @pytest.mark.parametrize("window", [(None, -40), (-30, None), (60, -20), (-25, 90), (None, -300), (5, -11)], ids=str)
@@ -132,7 +132,7 @@ def test_outliers_and_slots_in_reverse() -> None:
     check(5, {"attn_mask_type": "padding_causal"}, qkv_format="thd", gap=3, in_reverse=True, outliers=True, **inputs)
 
 
-@pytest.mark.sample
+@pytest.mark.sample(pairs=False)
 @without_gpu
 @pytest.mark.parametrize("name", FEATURES)
 def test_mods_and_biases(name: str) -> None:
@@ -142,6 +142,7 @@ def test_mods_and_biases(name: str) -> None:
     check(seed, features, qkv_format="thd", gap=3, head_dim_qk=dim, head_dim_v=dim, **UNEVEN)
 
 
+@pytest.mark.slow
 @pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize(("shape", "name"), [((2, 4), "post_scale_bias"), ((1, 1), "pre_scale_bias")], ids=str)
@@ -151,7 +152,7 @@ def test_biases(shape: tuple[int, ...], name: str) -> None:
     check(4, call, **(DENSE | {"num_heads": 4, "num_heads_kv": 2, "head_dim_qk": 64, "head_dim_v": 64}))
 
 
-@pytest.mark.sample
+@pytest.mark.sample(pairs=False)
 @without_gpu
 @pytest.mark.parametrize("name", BLOCK_MASKS)
 def test_block_masks(name: str) -> None:
@@ -272,7 +273,7 @@ FAULTS: dict[str, tuple[ModuleType, inject.Fault]] = {
 }
 
 
-@pytest.mark.sample
+@pytest.mark.sample(pairs=False)
 @without_gpu
 @pytest.mark.parametrize("name", FAULTS)
 # round robin and random; eager, lazy and random

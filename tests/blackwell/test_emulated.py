@@ -75,7 +75,7 @@ def check(seed: int, call: dict[str, Any], splits: int | None = None, **inputs: 
     assert report.tensor_columns <= 512
 
 
-@pytest.mark.sample("fmt", "band")
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("band", BANDS, ids=str)
 @pytest.mark.parametrize("fmt", ["bshd", "sbhd", "bhsd", "thd", "thd_2bshd"])
@@ -86,7 +86,7 @@ def test_formats_and_bands(fmt: str, band: dict[str, Any]) -> None:
     check(seed, band, qkv_format=fmt, padding=True, gap=2, dtype=torch.float16, head_dim_qk=dim, head_dim_v=dim, **inputs)
 
 
-@pytest.mark.sample("dim")
+@pytest.mark.sample(pairs=False)
 @without_gpu
 @pytest.mark.parametrize(
     "band",
@@ -284,7 +284,7 @@ FAULTS: dict[str, tuple[ModuleType, inject.Fault]] = {
 }
 
 
-@pytest.mark.sample
+@pytest.mark.sample(pairs=False)
 @without_gpu
 @pytest.mark.parametrize("name", FAULTS)
 # round robin and random; eager, lazy and random

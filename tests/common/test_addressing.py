@@ -42,6 +42,7 @@ def test_rows_that_are_far_apart(device: str) -> None:
         torch.testing.assert_close(ours, expected, rtol=0, atol=0)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("kind", ["dense", "packed"])
 def test_a_window_skips_what_its_left_side_hides(kind: str, device: str) -> None:
     """NaN there would be NaN in out and in the gradients, had any tile of it been multiplied, if by weights of 0."""

@@ -77,7 +77,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sample("kind", "dtype")
+@pytest.mark.sample
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("kind", "how"), CASES, ids=str)
 def test_portable(kind: str, how: str, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,6 +149,7 @@ EMULATED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize(("kind", "how", "dtype", "dim"), EMULATED, ids=str)
@@ -194,6 +195,7 @@ def test_hopper_keys_split() -> None:
     check(got, case, Rounding(torch.bfloat16))
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_a_part_of_the_keys(has_bias: bool, dtype: torch.dtype, device: str) -> None:
@@ -337,6 +339,7 @@ def test_portable_fp8(kind: str, how: str, granularity: str, device: str, monkey
     check(got, case, Rounding(torch.bfloat16, E4M3, E4M3))
 
 
+@pytest.mark.slow
 @pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize(("kind", "how"), [CASES[0], CASES[1], CASES[4]], ids=str)

@@ -122,6 +122,7 @@ def test_features(name: str, hopper: str, device: str, monkeypatch: pytest.Monke
     assert combined == [5, 5]
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("hopper", FAMILIES)
 @pytest.mark.parametrize("has_blocks", [False, True])
 def test_mods(has_blocks: bool, hopper: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,6 +149,7 @@ def test_mods(has_blocks: bool, hopper: str, device: str, monkeypatch: pytest.Mo
     assert combined == [3]
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("granularity", ["head", "block"])
 def test_fp8(granularity: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The portable kernel splits in FP8 too: parts leave it in fp32."""
@@ -229,6 +231,7 @@ def test_features_emulated(name: str) -> None:
     forward_emulated(list(EMULATED).index(name) + 3, hopper_forward, call, **inputs)
 
 
+@pytest.mark.slow
 @pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize(
@@ -384,6 +387,7 @@ FAULTS_IN_GLUON: dict[str, tuple[ModuleType, Fault]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("name", FAULTS_IN_GLUON)
@@ -402,6 +406,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("name", FAULTS)

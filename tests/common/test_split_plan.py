@@ -125,7 +125,7 @@ def check_twice(call: Call, seed: int | None) -> None:
         assert torch.equal(again, once)
 
 
-@pytest.mark.sample("name")
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("name", CALLS)
 def test_features(name: str) -> None:
@@ -133,7 +133,7 @@ def test_features(name: str) -> None:
     check(call, run(call, None))
 
 
-@pytest.mark.sample("name")
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("name", CALLS)
 def test_features_emulated(name: str) -> None:
@@ -149,7 +149,7 @@ def test_formats(fmt: str, seed: int | None) -> None:
     check_twice(packed(fmt), seed)
 
 
-@pytest.mark.sample("heads", "dim")
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("seed", [None, 5])
 @pytest.mark.parametrize(("heads", "dim"), [(6, 64), (2, 128), (4, 256)])
@@ -282,6 +282,7 @@ def test_teams_are_as_many_as_tiles_of_an_entry() -> None:
     assert [split_plan._number_of_teams(n, 3) for n in (1, 2, 3, 6)] == [1, 1, 3, 3]
 
 
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("programs", [4, 6])
 def test_tiles_that_read_the_same_keys_emulated(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,6 +77,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("name", CASES)
 def test_case(name: str, emulated: cudnn_emulator.EmulatedPlans) -> None:
     """Results that were asked for in fp32 and in FP8, and the plan that is asked for ahead is the one that runs."""
@@ -248,6 +249,7 @@ def as_call(case: Case) -> tuple[AttentionSpec, Operands]:
     return on_h200(spec, x), x
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("name", ["bshd", "lengths, sbhd", "empty sequences", "thd with gaps", "e4m3 gradients"])
 def test_the_backend(name: str, emulated: cudnn_emulator.EmulatedPlans) -> None:
     """From a spec and its operands, and the plan that is asked for ahead is the one that runs."""

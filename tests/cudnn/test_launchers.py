@@ -57,6 +57,7 @@ def spec_of(case: Case, row: Row) -> AttentionSpec:
     return on_h200(case.spec, case.operands)._replace(return_max_logit="return_max_logit" in row.call)
 
 
+@pytest.mark.sample("name", "bucketed")
 @pytest.mark.parametrize("bucketed", [False, True], ids=["exact", "bucketed"])
 @pytest.mark.parametrize("name", CASES)
 def test_row(name: str, bucketed: bool, monkeypatch: pytest.MonkeyPatch, emulated: cudnn_emulator.EmulatedPlans) -> None:
@@ -248,6 +249,7 @@ def halved(x: Operands) -> Operands:
     return x._replace(**named, mod_tensors=[changed(t) for t in x.mod_tensors])
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("name", CASES)
 def test_what_surrounds_cudnn_is_played_as_it_was_taken_down(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     row = row_for("cudnn", CASES[name])

@@ -107,6 +107,7 @@ def test_features(name: str, packed: bool, emulated: cudnn_emulator.EmulatedPlan
     assert (emulated.asked[-1].pages is not None) == by_table
 
 
+@pytest.mark.sample("packed", "layout", "page_size")
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "thd"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("page_size", [1, 8, 64, 256])

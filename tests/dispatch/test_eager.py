@@ -100,6 +100,7 @@ def test_dense_formats(
     check(inputs, attn_mask_type=attn_mask_type)
 
 
+@pytest.mark.sample("window_size", "bottom_right_diagonal", "qkv_format")
 @pytest.mark.parametrize("window_size", [(0, 0), (4, 0), (2, 3), (-1, 2), (5, -1), (100, 100), Window(-3, None), Window(9, -1)])
 @pytest.mark.parametrize("bottom_right_diagonal", [False, True])
 @pytest.mark.parametrize("qkv_format", ["thd", "bshd"])
@@ -112,6 +113,7 @@ def test_gqa(num_heads: int, num_heads_kv: int, blocks: None, device: str) -> No
     check(ragged(num_heads=num_heads, num_heads_kv=num_heads_kv, device=device), attn_mask_type="padding_causal")
 
 
+@pytest.mark.sample("shape", "bias_type", "qkv_format")
 @pytest.mark.parametrize("shape", ["bhss", "1hss", "b1ss", "11ss", "111s", "11s1", "bh11", "1111"])
 @pytest.mark.parametrize("bias_type", ["pre_scale_bias", "post_scale_bias"])
 @pytest.mark.parametrize("qkv_format", ["thd", "bshd"])

@@ -121,6 +121,7 @@ def far(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
     return (j < 7) | (j > i + 9)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("first_key", [16, 21])
 def test_a_part_under_a_block_mask(first_key: int) -> None:
     """In tiles of 16 by 16, as such blocks ask for, with what else changes scores."""

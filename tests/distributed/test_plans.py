@@ -165,6 +165,7 @@ def drawn(rng: random.Random) -> list[int]:
     return found or [0]
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("name", MASKS)
 def test_a_deal_is_never_worse_than_one_of_chunks(name: str) -> None:
     rng = random.Random(name)

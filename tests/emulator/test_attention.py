@@ -76,6 +76,7 @@ def test_formats_and_masks(fmt: str, mask: str, window: tuple[int, int]) -> None
         backward(case, seed)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 127, 128, 129, 200])
 def test_ragged_lengths(length: int) -> None:
     case = emulated.problem(mask="causal", lengths_q=(length,), lengths_kv=(length,), dtype=torch.bfloat16, **SHAPE)
@@ -85,7 +86,7 @@ def test_ragged_lengths(length: int) -> None:
             backward(case, seed)
 
 
-@pytest.mark.sample("block_n", "programs")
+@pytest.mark.sample
 @pytest.mark.parametrize(("block_n", "stages"), [(32, 1), (32, 3), (64, 1), (128, 2)])
 @pytest.mark.parametrize("programs", [1, 5])
 def test_tiles(block_n: int, stages: int, programs: int) -> None:
@@ -257,7 +258,7 @@ def check_found(found: list[emulator.Report], wanted: set[str]) -> None:
         assert wanted & set(report.kinds), f"wanted one of {sorted(wanted)}\n{report}"
 
 
-@pytest.mark.sample
+@pytest.mark.sample(pairs=False)
 @pytest.mark.parametrize("fault", FORWARD_FAULTS)
 @pytest.mark.parametrize("seeds", [FEW, pytest.param(SEEDS, marks=pytest.mark.exhaustive)], ids=["few", "all"])
 def test_fault_of_the_forward_is_found(fault: str, seeds: Any, tmp_path: Path) -> None:
@@ -266,7 +267,7 @@ def test_fault_of_the_forward_is_found(fault: str, seeds: Any, tmp_path: Path) -
     check_found([emulated.forward(kernels, case, seed, programs=2, block_n=32)[0] for seed in seeds], wanted)
 
 
-@pytest.mark.sample
+@pytest.mark.sample(pairs=False)
 @pytest.mark.parametrize("fault", BACKWARD_FAULTS)
 @pytest.mark.parametrize("seeds", [FEW, pytest.param(SEEDS, marks=pytest.mark.exhaustive)], ids=["few", "all"])
 def test_fault_of_the_backward_is_found(fault: str, seeds: Any, tmp_path: Path) -> None:
@@ -285,6 +286,7 @@ def test_wrong_numbers_are_wrong(fault: str, tmp_path: Path) -> None:
             emulated.check_backward(case, report, gradients)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("edit", BENIGN_FORWARD)
 def test_legal_change_of_the_forward_is_none(edit: str, tmp_path: Path) -> None:
     kernels = with_faults(BENIGN_FORWARD[edit], tmp_path)
@@ -292,6 +294,7 @@ def test_legal_change_of_the_forward_is_none(edit: str, tmp_path: Path) -> None:
         forward(emulated.problem(**SMALL_FORWARD), seed, kernels, programs=2, block_n=32)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("edit", BENIGN_BACKWARD)
 def test_legal_change_of_the_backward_is_none(edit: str, tmp_path: Path) -> None:
     kernels = with_faults(BENIGN_BACKWARD[edit], tmp_path)
@@ -314,6 +317,7 @@ SUPERFLUOUS = {  # each is among the legal edits above, or only tidies up
 }
 
 
+@pytest.mark.sample(pairs=False)
 @pytest.mark.slow
 @pytest.mark.parametrize(("line", "statement"), STATEMENTS, ids=[f"line {line}" for line, _ in STATEMENTS])
 def test_every_synchronisation_is_missed(line: int, statement: str, tmp_path: Path) -> None:

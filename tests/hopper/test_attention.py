@@ -478,6 +478,7 @@ def test_table_of_work_holds_wrong_lengths(by_sequence: bool, device: str) -> No
     assert all(0 <= entry < 5 * blocks for entry in table[2 : 2 + table[1]])
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     "programs", [1024, 27], ids=["a head each", "some heads each"]
 )  # 80 programs, and 48: for 2, 2 and 1 heads

@@ -100,6 +100,7 @@ def test_drawn_weights(columns: int, keys_are_rows: bool, group: int, p: float, 
     assert torch.equal(out, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("dims", DIMS, ids=str)
@@ -180,6 +181,7 @@ FEATURES = list(_features("cpu"))
 GROUPS = dict(zip(FEATURES, (4, 8, 2, 6, 7, 5, 4, 1), strict=True))
 
 
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("name", FEATURES)
 def test_heads_share_a_tile_emulated(name: str) -> None:

@@ -158,6 +158,7 @@ def test_a_program_for_each_tile(band: dict[str, Any], monkeypatch: pytest.Monke
         assert {finding.kind for report in reports.values() for finding in report.findings} <= HARMLESS
 
 
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("band", BANDS[1:], ids=str)
 def test_heads_share_tiles_where_most_sequences_are_short(band: dict[str, Any]) -> None:
@@ -176,7 +177,7 @@ def check_persistent(seed: int, call: dict[str, Any], name: str = "persistent", 
     assert {finding.kind for finding in report.findings} <= HARMLESS, f"seed {seed}: {report}"
 
 
-@pytest.mark.sample("dim", "call", "fmt")
+@pytest.mark.sample("dim", "fmt", pairs=False)
 @without_gpu
 @pytest.mark.parametrize("fmt", ["bshd", "sbhd", "thd"])
 @pytest.mark.parametrize(
@@ -189,7 +190,7 @@ def test_persistent_programs(dim: int, call: dict[str, Any], fmt: str) -> None:
     check_persistent(seed, call, qkv_format=fmt, gap=3, padding=True, head_dim_qk=dim, head_dim_v=dim, **UNEVEN)
 
 
-@pytest.mark.sample("dim")
+@pytest.mark.sample(pairs=False)
 @without_gpu
 @pytest.mark.parametrize("mask", ["no_mask", "causal"])
 @pytest.mark.parametrize("dim", [64, 128, 40])
@@ -199,7 +200,7 @@ def test_persistent_programs_of_dense_calls(dim: int, mask: str) -> None:
         check_persistent(seed, {"attn_mask_type": mask}, head_dim_qk=dim, head_dim_v=dim, **inputs)
 
 
-@pytest.mark.sample("dim")
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize(
     "call",
@@ -221,6 +222,7 @@ def test_programs_that_convert_dq(dim: int, fmt: str, call: dict[str, Any], monk
         check_persistent(seed, call, "converting", head_dim_qk=dim, head_dim_v=dim, **inputs)
 
 
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("variant", ["short", "short, converting"])
 @pytest.mark.parametrize("seed", [1, 5])
@@ -229,6 +231,7 @@ def test_short_calls_without_a_mask(seed: int, variant: str) -> None:
     check_persistent(seed, {}, variant, lengths_q=[200] * 2, lengths_kv=[330] * 2, num_heads=2, num_heads_kv=2)
 
 
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("sq", [150, 64])
 def test_persistent_programs_of_odd_numbers_of_iterations(sq: int) -> None:
@@ -270,6 +273,7 @@ def test_results_in_float32(dims: tuple[int, int]) -> None:
     assert {finding.kind for report in reports.values() for finding in report.findings} <= HARMLESS
 
 
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("dim", [64, 128])
 def test_persistent_programs_with_gradients_in_float32(dim: int) -> None:
@@ -281,7 +285,7 @@ def test_persistent_programs_with_gradients_in_float32(dim: int) -> None:
     assert {finding.kind for report in reports.values() for finding in report.findings} <= HARMLESS
 
 
-@pytest.mark.sample("fmt", "band")
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("band", BANDS, ids=str)
 @pytest.mark.parametrize("fmt", ["bshd", "sbhd", "bhsd", "thd", "thd_2bshd"])
@@ -322,7 +326,7 @@ def test_slots_in_reverse(dim: int) -> None:
     check(5, call, qkv_format="thd", gap=3, in_reverse=True, head_dim_qk=dim, head_dim_v=dim, **inputs)
 
 
-@pytest.mark.sample("dims")
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize(
     "band",
@@ -445,7 +449,7 @@ FAULTS: dict[str, tuple[ModuleType, inject.Fault]] = {
 }
 
 
-@pytest.mark.sample
+@pytest.mark.sample(pairs=False)
 @without_gpu
 @pytest.mark.parametrize("name", FAULTS)
 # round robin and random; eager and lazy; random

@@ -107,7 +107,7 @@ def test_head_dims(dims: tuple[int, int]) -> None:
     check(call_of(call, "batch_head", qkv_format="thd", gap=3, head_dim_qk=dims[0], head_dim_v=dims[1], **UNEVEN), 1, 5)
 
 
-@pytest.mark.sample("fmt", "granularity")
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("granularity", ["tensor", "block"])
 @pytest.mark.parametrize("fmt", ["bshd", "sbhd", "bhsd", "thd", "thd_2bshd"])
@@ -175,6 +175,7 @@ def test_gradients_in_float32() -> None:
     check_backward_of(3, EVERYTHING | {"softmax_offset": SINKS}, "batch_head", fp32=True, **inputs)
 
 
+@pytest.mark.slow
 @without_gpu
 def test_gradients_in_float32_of_persistent_programs() -> None:
     """Also of blocks of keys that no query sees, between others; each program has several blocks."""
@@ -203,7 +204,7 @@ def test_formats_and_scales_backward(fmt: str, granularity: str) -> None:
     check_backward_of(2 + seed, call, granularity, qkv_format=fmt, dtype=torch.float16, **inputs)
 
 
-@pytest.mark.sample("dim", "call", "fmt")
+@pytest.mark.sample("dim", "fmt", pairs=False)
 @without_gpu
 @pytest.mark.parametrize("fmt", ["bshd", "sbhd", "thd"])
 @pytest.mark.parametrize(
@@ -217,7 +218,7 @@ def test_persistent_programs(dim: int, call: dict[str, Any], fmt: str) -> None:
     check_backward_of(seed, call, "batch_head", is_persistent=True, **inputs)
 
 
-@pytest.mark.sample("dim")
+@pytest.mark.sample(pairs=False)
 @without_gpu
 @pytest.mark.parametrize("mask", ["no_mask", "causal"])
 @pytest.mark.parametrize("sq", [200, 64])
@@ -393,7 +394,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.sample
+@pytest.mark.sample(pairs=False)
 @without_gpu
 @pytest.mark.parametrize("name", FAULTS)
 def test_injected_fault_is_found(name: str, tmp_path: Path) -> None:
@@ -457,7 +458,7 @@ FAULTS_OF_THE_BACKWARD: dict[str, tuple[ModuleType, inject.Fault]] = {
 }
 
 
-@pytest.mark.sample
+@pytest.mark.sample(pairs=False)
 @without_gpu
 @pytest.mark.parametrize("name", FAULTS_OF_THE_BACKWARD)
 def test_injected_fault_of_the_backward_is_found(name: str, tmp_path: Path) -> None:

@@ -170,6 +170,7 @@ def check_emulated(seed: int, features: dict[str, Any], backwards: Sequence[str]
     check_results(results, *case)
 
 
+@pytest.mark.slow
 @pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("name", FEATURES)
@@ -178,7 +179,7 @@ def test_emulated(name: str) -> None:
     check_emulated(seed, {"attn_mask_type": "padding_causal", **FEATURES[name]("cpu")}, qkv_format="thd", gap=3, **UNEVEN)
 
 
-@pytest.mark.sample("dim")
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("name", FEATURES)
 @pytest.mark.parametrize("dim", [64, 128])
@@ -187,6 +188,7 @@ def test_emulated_persistent_programs(name: str, dim: int) -> None:
     check_emulated(seed, features, ("persistent",), qkv_format="thd", gap=3, head_dim_qk=dim, head_dim_v=dim, **UNEVEN)
 
 
+@pytest.mark.slow
 @pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("dims", [(64, 64), (192, 128), (256, 256)], ids=str)
@@ -195,6 +197,7 @@ def test_emulated_head_dims(dims: tuple[int, int]) -> None:
     check_emulated(7, features, qkv_format="bshd", padding=True, head_dim_qk=dims[0], head_dim_v=dims[1], **UNEVEN)
 
 
+@pytest.mark.slow
 @pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize(("shape", "dim"), [((4, 1, 140, 150), 64), ((1, HEADS, 1, 150), 128), ((1, 1, 140, 1), 64)], ids=str)
@@ -232,7 +235,7 @@ def blocks_of(name: str, longest_q: int, longest_kv: int, batch: int, device: st
     return {"mods": trace_mods(None, mask.mask_mod, needs_grad=True), "blocks": lists}
 
 
-@pytest.mark.sample
+@pytest.mark.sample(pairs=False)
 @without_gpu
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)], ids=str)
 @pytest.mark.parametrize("name", BLOCK_MASKS)
@@ -245,7 +248,7 @@ def test_emulated_block_masks(name: str, dims: tuple[int, int], monkeypatch: pyt
     check_emulated(3, features, qkv_format="bshd", padding=True, head_dim_qk=dims[0], head_dim_v=dims[1], **inputs)
 
 
-@pytest.mark.sample("dim")
+@pytest.mark.sample(pairs=False)
 @without_gpu
 @pytest.mark.parametrize("name", BLOCK_MASKS)
 @pytest.mark.parametrize("dim", [64, 128])

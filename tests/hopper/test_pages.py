@@ -104,7 +104,7 @@ def check(seed: int, arguments: dict[str, Any], splits: int | None = None, tile:
     check_close("lse", lse, exact[1], budget[1])
 
 
-@pytest.mark.sample("layout")
+@pytest.mark.sample(pairs=False)
 @without_gpu
 @pytest.mark.parametrize("dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -113,7 +113,7 @@ def test_page_sizes_and_layouts(page_size: int, layout: str, dim: int) -> None:
     check(page_size + dim, make_arguments(page_size, layout, dim))
 
 
-@pytest.mark.sample("call")
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ ROWS = {
 }
 
 
-@pytest.mark.sample("row")
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("page_size", [16, 256])
 @pytest.mark.parametrize("row", ROWS)
@@ -161,6 +161,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("name", FAULTS)
@@ -201,6 +202,7 @@ def problem_of(dim: int, queries: int, page_size: int, window: int | None = None
     return Problem(q, k, k, softmax_scale=0.1, **more, seqused_kv=used, page_table=table, max_seqlen_kv=keys)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("window", [None, 128, 1024])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_tiles_of_many_queries_have_two_consumers(dim: int, window: int | None) -> None:

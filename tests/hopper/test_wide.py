@@ -175,7 +175,7 @@ def bound(arguments: dict[str, Any]) -> tuple[AttentionSpec, Operands]:
     return ops.spec_to_run(x, settings), x
 
 
-@pytest.mark.sample
+@pytest.mark.sample(pairs=False)
 @without_gpu
 @pytest.mark.parametrize("latent", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -227,7 +227,7 @@ FAULTS: dict[str, Fault] = {
 }
 
 
-@pytest.mark.sample
+@pytest.mark.sample(pairs=False)
 @pytest.mark.parametrize("name", FAULTS)
 @without_gpu
 def test_injected_fault_is_found(name: str, tmp_path: Path) -> None:

@@ -224,7 +224,7 @@ def test_out_is_laid_out_as_the_query_is() -> None:
         torch.testing.assert_close(ours(*tensors), torchs(*tensors))
 
 
-@pytest.mark.sample("shape")
+@pytest.mark.sample
 @pytest.mark.parametrize("shape", [(33, 50), (2, 1, 1, 50), (1, 1, 33, 1), (2, H, 33, 50)], ids=str)
 @pytest.mark.parametrize("is_float", [False, True])
 def test_the_kernels_read_every_shape_of_mask(shape: tuple[int, ...], is_float: bool) -> None:

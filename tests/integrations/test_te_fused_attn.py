@@ -423,7 +423,7 @@ FP8_LAYOUTS = ("bs3hd", "sbhd_sbhd_sbhd", "bshd_bs2hd", "t3hd")
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 @pytest.mark.parametrize("layout", FP8_LAYOUTS)
 @pytest.mark.parametrize("scaling", list(RECIPES))
-@pytest.mark.sample("backend", "layout", "scaling")
+@pytest.mark.sample
 def test_fp8(scaling: str, layout: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if backend == "triton":
         pytest.importorskip("triton", reason="triton is not installed")
@@ -503,6 +503,7 @@ def test_a_gradient_in_16_bits_of_a_call_in_fp8() -> None:
         assert float((a - b).norm() / a.norm()) < 2.0**-4
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("d_o_in_fp8", [True, False])
 @pytest.mark.parametrize("bias", ["no_bias", "post_scale_bias", "alibi"])
 def test_a_backward_in_fp8_is_kept_and_takes_each_calls_own_tensors(bias: str, d_o_in_fp8: bool) -> None:

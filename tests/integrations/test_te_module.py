@@ -226,6 +226,7 @@ def test_a_configuration_agrees_with_plain_attention(name: str) -> None:
         torch.testing.assert_close(t.grad.double(), leaf, **TOLERANCE, msg=lambda text, key=key: f"{key}: {text}")
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("name", ["padding causal", "arbitrary", "bias bhss", "sb3hd", "bshd_bsh2d", "learnable", "v wider than q"])
 def test_a_configuration_agrees_on_triton(name: str) -> None:
     with attention_backend("triton"):

@@ -84,6 +84,7 @@ def test_causal(backend: str, device: str) -> None:
     close(run(mod, device, backend), want)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 def test_softcap_with_state_and_every_other_feature(backend: str, device: str) -> None:
     call = {"attn_mask_type": "causal_bottom_right", "window_size": (20, 0), "softmax_type": "off-by-one"}

@@ -125,6 +125,7 @@ def test_a_mod_in_torch_is_recognised_with_a_number_too(device: str) -> None:
         assert (settings.window_right, settings.mods) == (0, "")
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("fill", [-1e9, -INF])
 def test_a_mask_is_a_band_under_torch_compile(fill: float, device: str) -> None:
     """Dynamo's recording does not know the type of a comparison; a number in the dict is known there."""
@@ -352,6 +353,7 @@ def test_where_a_kernel_checks_it_runs_once_in_every_call(needs_grad: bool, devi
     assert len(seen) == calls
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("fill", [0.999 * MASKING, -65504.0, -10000.0, INF, math.nan, 0.0])
 def test_any_other_number_is_computed_as_it_is(fill: float, device: str) -> None:
     qkv, mod = inputs(device), TEScoreMod(selecting(BANDS["ge"][0]), None, {"fill": by_value(fill)})
@@ -392,6 +394,7 @@ def bprop(of: str) -> Callable[..., Any]:
     return callback
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     ("of", "is_band", "is_empty"),
     [

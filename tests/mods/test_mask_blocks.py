@@ -131,6 +131,7 @@ def check_lists(problem: Problem, shown: Tensor, is_exact: bool) -> None:
         assert torch.equal(got, want)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("name", MASKS)
 def test_lists(name: str, device: str) -> None:
     make_mask, is_exact = MASKS[name]
@@ -214,6 +215,7 @@ def test_random_masks(left: Any, join: Any, right: Any, seed: int) -> None:
         check_lists(problem, shown, False)
 
 
+@pytest.mark.slow
 @pytest.mark.sample
 @pytest.mark.parametrize(
     ("name", "fmt", "attn_mask_type"),

@@ -113,7 +113,7 @@ MODS = [softcap, alibi, relative_bias, documents, dense_bias_and_mask, ignores_t
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-@pytest.mark.sample
+@pytest.mark.sample(pairs=False)
 @pytest.mark.parametrize("make_mods", MODS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_padded_and_packed(make_mods: Any, dtype: torch.dtype, device: str) -> None:
@@ -198,6 +198,7 @@ INTEGER = {
 }  # fmt: skip
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("name", sorted(UNARY))
 def test_unary_op(name: str, device: str) -> None:
     mod = lambda score, b, h, i, j: UNARY[name](score * 3) + (j - i) * 0.0625  # noqa: E731
@@ -205,6 +206,7 @@ def test_unary_op(name: str, device: str) -> None:
     check((mod, None), device, lengths_q=lengths(20), lengths_kv=lengths(35), num_heads=2, num_heads_kv=1)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("name", sorted(BINARY))
 def test_binary_op(name: str, device: str) -> None:
     column = rand(600, device=device)
@@ -329,6 +331,7 @@ def with_gradients(device: str) -> tuple[Any, Any]:
     return score_mod, None
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(("dtype", "deterministic"), [(torch.float32, True), (torch.bfloat16, False)], ids=str)
 def test_gradients_of_captures(dtype: torch.dtype, deterministic: bool, device: str) -> None:
     call = {

@@ -231,7 +231,7 @@ def test_dropout(p: float, device: str) -> None:
     check(call, device, qkv_format="thd", gap=2, lengths_q=lengths(40, 67), lengths_kv=lengths(50, 67))
 
 
-@pytest.mark.sample("dims")
+@pytest.mark.sample("dims", pairs=False)
 @pytest.mark.parametrize("dims", [(40, 24), (264, 512), (576, 512)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_everything_together(dtype: torch.dtype, dims: tuple[int, int], device: str) -> None:

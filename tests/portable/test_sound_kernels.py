@@ -13,7 +13,8 @@ from torch import Tensor
 from flexattn import attention
 from flexattn.kernels_triton.ahead_of_time.compile_report import CompileRequest, request_for
 from flexattn.kernels_triton.runtime.launch import pretended_device, recorded_launches
-from tests.fuzz.calls import FEATURES, HALF, Call, Where, draw_config
+from tests.fuzz.calls import Call
+from tests.fuzz.config import FEATURES, HALF, Where, draw_config
 from tests.support.compiled_kernels import compile_sound
 from tests.support.fp8_caches import SCALES, make_case
 
