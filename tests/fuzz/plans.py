@@ -138,7 +138,6 @@ def run_rank(options: argparse.Namespace) -> None:
     more = {"init_method": f"file://{options.rendezvous}", "rank": options.rank, "world_size": options.ranks}
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60), **more)
     end, seed = time.monotonic() + options.seconds, options.seed * 10**6
-    log = Path(options.out).open("a") if options.rank == 0 else None
     seeds: Sequence[int] = [options.only] if options.only is not None else range(seed, seed + 10**6)
     for own in seeds:
         goes_on = torch.tensor(int(time.monotonic() < end))
@@ -151,10 +150,10 @@ def run_rank(options: argparse.Namespace) -> None:
             wrong = traceback.format_exc().splitlines()[-8:]
         found: list[Any] = [None] * options.ranks
         dist.all_gather_object(found, wrong)
-        if log is not None:
+        if options.rank == 0:
             line = {"name": str(own), "has": features(*drawn(own)), "wrong": [text for of_rank in found for text in of_rank]}
-            log.write(json.dumps(line) + "\n")
-            log.flush()
+            with open(options.out, "a") as log:
+                log.write(json.dumps(line) + "\n")
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)  # as in tests/support/context_parallel_cases.py

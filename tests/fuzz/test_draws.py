@@ -1,0 +1,165 @@
+"""What the fuzz draws, and that it finds defects in memory that tensors share, in modes, in FP8 and over ranks."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from itertools import count, islice
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import flexattn
+from flexattn.dispatch import quantization
+from tests.fuzz import plans
+from tests.fuzz.calls import Call
+from tests.fuzz.check import ALL_DIMS, CALLS, EAGER, ON_GPU, check_by_name, config_of
+from tests.fuzz.config import Config, draw_config, features, varied
+from tests.fuzz.run import Plan, names, run
+from tests.support.guarded_memory import Allocations, guarded_allocations
+
+ENOUGH = 60  # drawn calls of a kind, among which each defect shows
+
+
+@pytest.fixture
+def allocations() -> Iterator[Allocations]:
+    with guarded_allocations() as found, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield found
+
+
+def calls_of(kind: Callable[[Config], bool], skipped: int = 0) -> Iterator[str]:
+    drawn = (f"{seed}.0" for seed in count(skipped))
+    return (name for name in drawn if kind(config_of(EAGER, name)))
+
+
+def is_found(allocations: Allocations, kind: Callable[[Config], bool]) -> bool:
+    for name in islice(calls_of(kind), ENOUGH):
+        try:
+            if check_by_name(EAGER, name, allocations):
+                return True
+        except RuntimeError:
+            return True
+    return False
+
+
+def plain(config: Config) -> bool:
+    """Tells whether a call has no mode that is known for errors of its own."""
+    return config.kind == "ordinary" and "default device" not in config.modes
+
+
+def test_a_gpu_gets_all_head_dims_and_features() -> None:
+    configs = [varied(draw_config(seed, ON_GPU), seed) for seed in range(3000)]
+    assert {c.head_dim_qk for c in configs} == set(ALL_DIMS)
+    assert {c.head_dim_v for c in configs} >= {dim for dim in ALL_DIMS if dim <= 512}
+    assert all(c.head_dim_v <= 512 for c in configs)
+    drawn = {f"{group}: {feature}" for c in configs for group, feature in features(c).items()}
+    for name in (
+        "mode: graph",
+        "mode: inference",
+        "memory: v in k",
+        "moves: apart",
+        "descales: tokens",
+        "FP8: recipe in float8_e5m2",
+    ):
+        assert name in drawn
+    assert {c.fp8_of for c in configs if c.page_size} == {"", "keys"}
+
+
+@pytest.mark.parametrize("packing", ["k and v", "q, k and v", "v in k", "q is k is v"])
+def test_tensors_share_a_memory_and_then_do_not(packing: str) -> None:
+    wanted = (
+        (name, call)
+        for name in calls_of(lambda c: c.packing == packing and c.together == (True, False) and max(c.sets) > 0)
+        for call in [Call(config_of(EAGER, name), int(name[:-2]) * CALLS)]
+        if call.packing == packing and "pages_k" not in call.tensors and call.tensors["k"].numel() > 9
+    )
+    _, call = next(wanted)
+    shared = "qkv" if packing in ("q, k and v", "q is k is v") else "kv"
+    call.move(0)
+    before = {name: call.tensors[name] for name in shared}
+    assert len({t.untyped_storage().data_ptr() for t in before.values()}) == 1
+    assert (len({t.data_ptr() for t in before.values()}) == 1) == (packing in ("v in k", "q is k is v"))
+    call.move(1)
+    after = {name: call.tensors[name] for name in shared}
+    assert len({t.untyped_storage().data_ptr() for t in after.values()}) == len(shared)
+    for name in shared:
+        assert before[name].stride() == after[name].stride()
+        assert torch.equal(before[name].double().nan_to_num(), after[name].double().nan_to_num())
+
+
+def test_a_call_that_keeps_its_first_tensors_is_found(monkeypatch: pytest.MonkeyPatch, allocations: Allocations) -> None:
+    right, first = flexattn.attention, dict[Any, Tensor]()
+
+    def attention(**arguments: Any) -> Any:
+        k = first.setdefault((arguments["q"].shape, arguments["k"].stride()), arguments["k"])
+        return right(**arguments | {"k": k if k.shape == arguments["k"].shape else arguments["k"]})
+
+    monkeypatch.setattr(flexattn, "attention", attention)
+    assert is_found(allocations, lambda c: plain(c) and c.sets == (0, 0, 1) and not c.wants and not c.fp8)
+
+
+def test_a_value_that_is_kept_from_inference_mode_is_found(monkeypatch: pytest.MonkeyPatch, allocations: Allocations) -> None:
+    right, kept = flexattn.attention, dict[Any, Tensor]()
+
+    def attention(**arguments: Any) -> Any:
+        q = arguments["q"]
+        ones = kept.setdefault(q.dtype, torch.ones((), dtype=q.dtype, device=q.device))
+        return right(**arguments | {"q": q * ones})
+
+    monkeypatch.setattr(flexattn, "attention", attention)
+    assert is_found(allocations, lambda c: plain(c) and c.modes[0] == "inference" != c.modes[2] and "q" in c.wants and not c.fp8)
+
+
+def test_a_descale_that_is_not_read_is_found(monkeypatch: pytest.MonkeyPatch, allocations: Allocations) -> None:
+    right = quantization.dequantize_one
+    monkeypatch.setattr(
+        quantization, "dequantize_one", lambda data, descale, *others: right(data, descale.mean(1, keepdim=True), *others)
+    )
+    assert is_found(allocations, lambda c: plain(c) and c.fp8_of == "keys" and "heads" in c.descales[1:] and c.heads_kv > 1)
+    assert is_found(allocations, lambda c: plain(c) and c.fp8_of == "all" and "heads" in c.descales and c.heads_kv > 1)
+
+
+def test_a_gradient_of_a_recipe_with_a_wrong_sign_is_found(monkeypatch: pytest.MonkeyPatch, allocations: Allocations) -> None:
+    right = flexattn.attention
+    monkeypatch.setattr(flexattn, "attention", lambda **given: right(**given | {"k": 2.0 * given["k"].detach() - given["k"]}))
+    assert is_found(allocations, lambda c: plain(c) and c.fp8_of == "recipe" and "k" in c.wants and "out" in c.loss)
+
+
+def test_three_failures_end_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[dict[str, Any]] = []
+    monkeypatch.setattr("tests.fuzz.run.check_by_name", lambda where, name, allocations: ["off"])
+
+    def note(event: dict[str, Any]) -> None:
+        events.append(event)
+        if len(events) > 12:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(Plan(EAGER, 0, 60.0, 30), note)
+    begun = [event["begins"] for event in events if "begins" in event]
+    assert [name.split(".")[1] for name in begun[:6]] == ["0", "1", "2", "0", "1", "2"]
+
+
+def test_configurations_are_chosen_by_new_pairs() -> None:
+    chosen = [int(name.split(".")[0]) for name in islice(names(Plan(EAGER, 40, 60.0, 1), float("inf")), 12)]
+    assert [seed // 4 for seed in chosen] == list(range(10, 22))  # one of each four
+    assert len({seed % 4 for seed in chosen}) > 1
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_oracle_of_plans_is_one_process(seed: int) -> None:
+    problem = plans.drawn(seed)[0]
+    given = plans.calls.tensors_of(problem, torch.float64)
+    one, own = plans.calls.results(problem, given, torch.float64, None), plans.expected(problem, given)
+    for name, t in one.items():
+        torch.testing.assert_close(t, own[name], rtol=0.0, atol=plans.WITHIN)
+
+
+@pytest.mark.slow
+def test_plans_over_ranks() -> None:
+    lines = plans.run(10.0, 5, 2)
+    assert len(lines) > 3
+    assert [line for line in lines if line["wrong"]] == []
