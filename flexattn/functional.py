@@ -198,7 +198,7 @@ def attention(
         descale_q, descale_k, descale_v: float32 [], [h], [b, h] or [b, h, blocks], where any dim may be 1 instead; h is h_kv for k
             and v. What q, k and v in FP8 are to be multiplied with, positive and finite; None is 1. `flexattn.fp8.quantize` gives
             them. Of keys and values in FP8 beside other queries they may have the dims of k without the last, as [pages, page_size,
-            h_kv], one for each token and head, as `append_kv` writes them. Not differentiable.
+            h_kv], one for each token and head, as `append_kv` writes them, but not in thd. Not differentiable.
         deterministic: True makes repeated runs equal to the bit, or raises; with False gradients may round differently from run to
             run where that is faster. None does as torch.are_deterministic_algorithms_enabled() says.
         batch_invariant: True gives a sequence the same bits of out and lse whatever else is in the batch, wherever its keys lie and

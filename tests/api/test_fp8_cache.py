@@ -135,6 +135,19 @@ def test_wrong_arguments() -> None:
         attention(q, k, v, descale_q=torch.tensor(1.0))
     with pytest.raises(ValueError, match="descale_k has shape"):
         attention(q, k, v, descale_k=torch.ones(3))
+    packed = {f"cu_seqlens_{side}": torch.tensor([0, 3, 7], dtype=torch.int32) for side in ("q", "kv")}
+    of_tokens = torch.randn(7, 2, 16), torch.randn(7, 2, 16).to(E4M3)
+    with pytest.raises(ValueError, match=r"descale_k has shape \(7, 2\)") as refused:
+        attention(
+            of_tokens[0],
+            of_tokens[1],
+            of_tokens[1],
+            qkv_format="thd",
+            attn_mask_type="padding",
+            descale_k=torch.ones(7, 2),
+            **packed,
+        )
+    assert "each token" not in str(refused.value)
     with pytest.raises(ValueError, match="a gradient is asked for; accepted: a forward alone"):
         attention(q.requires_grad_(), k, v)
     with pytest.raises(ValueError, match=r"fp8_recipe is given with k and v in torch.float8_e4m3fn"):

@@ -60,7 +60,7 @@ def main() -> int:
             seconds = left * SHARES[name] / sum(SHARES[other] for other in todo[n:])
             place = Path(folder) / name
             place.mkdir()
-            run = Run(place, seconds, options.processes, options.seed, options.device, options.tests)
+            run = Run(place, seconds, options.processes, options.seed, options.device, options.tests, options.values)
             began = time.monotonic()
             found = getattr(steps, name)(run, teller(name))
             found["took seconds"] = round(time.monotonic() - began)
@@ -120,6 +120,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--device", default="cuda", choices=("cuda", "cpu"), help="of the random calls; cpu: in Triton's interpreter"
     )
+    parser.add_argument("--values", type=int, default=36, help="random calls of each set of compiled kernels")
     parser.add_argument("--tests", nargs="*", default=list(steps.TESTS), help="files or folders of tests")
     return parser.parse_args()
 

@@ -43,6 +43,7 @@ class Run(NamedTuple):
     seed: int
     device: str = "cuda"
     tests: Sequence[str] = TESTS
+    values: int = 36  # calls of each configuration of `fuzz`
 
 
 def tests(run: Run, tell: Tell) -> dict[str, Any]:
@@ -102,10 +103,10 @@ def _outcomes(names: Sequence[str], logs: Sequence[Path]) -> dict[str, Any]:
     }
 
 
-def fuzz(run: Run, tell: Tell, values: int = 36) -> dict[str, Any]:
+def fuzz(run: Run, tell: Tell) -> dict[str, Any]:
     """Random calls on the Triton backend, with a process of JAX's beside them if there are such calls."""
     jobs = [
-        Job(command_of("triton", run.device, values), run.seed * 10**9 + n * STRIDE, COMPILING if run.device == "cuda" else {})
+        Job(command_of("triton", run.device, run.values), run.seed * 10**9 + n * STRIDE, COMPILING if run.device == "cuda" else {})
         for n in range(run.processes)
     ]
     where = f"--backend triton --device {run.device}"
@@ -144,8 +145,8 @@ def _of_jax(logs: Sequence[Path]) -> dict[str, Any]:
     lines = [json.loads(line) for log in logs for line in log.read_text().splitlines() if line.endswith("}")]
     lines = [line for line in lines if "name" in line]
     wrong = [line for line in lines if line["wrong"]]
-    has = Counter(feature for line in lines for feature in line["has"])
-    is_wrong = Counter(feature for line in wrong for feature in line["has"])
+    has = Counter(feature for line in lines for feature in line.get("has", ()))
+    is_wrong = Counter(feature for line in wrong for feature in line.get("has", ()))
     return {
         "compositions": len(lines),
         "wrong": len(wrong),
