@@ -135,7 +135,8 @@ def test_wrong_arguments() -> None:
         attention(q, k, v, descale_q=torch.tensor(1.0))
     with pytest.raises(ValueError, match="descale_k has shape"):
         attention(q, k, v, descale_k=torch.ones(3))
-    packed = {f"cu_seqlens_{side}": torch.tensor([0, 3, 7], dtype=torch.int32) for side in ("q", "kv")}
+    packed: dict[str, Any] = {f"cu_seqlens_{side}": torch.tensor([0, 3, 7], dtype=torch.int32) for side in ("q", "kv")}
+    packed |= {f"max_seqlen_{side}": 4 for side in ("q", "kv")}
     of_tokens = torch.randn(7, 2, 16), torch.randn(7, 2, 16).to(E4M3)
     with pytest.raises(ValueError, match=r"descale_k has shape \(7, 2\)") as refused:
         attention(
