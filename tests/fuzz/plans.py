@@ -55,7 +55,7 @@ def features(problem: calls.Problem, layout: str, way: str, comes: str) -> list[
         f"mask_mod: {problem.sees or 'none'}",
         f"softmax: {problem.options.get('softmax_type', 'vanilla')}",
         f"bias: {problem.options.get('bias_type', 'no_bias')}",
-        f"dropout: {'dropout_p' in problem.options}",
+        f"dropout: {'dropout' if 'dropout_p' in problem.options else 'none'}",
     ]
 
 

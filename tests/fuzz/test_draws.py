@@ -60,6 +60,10 @@ def test_a_gpu_gets_all_head_dims_and_features() -> None:
     assert drawn >= {"mode: graph", "mode: inference", "memory: v in k", "moves: apart", "descales: tokens"}
     assert drawn >= {f"FP8: {how} in {dtype}" for how in ("keys", "all", "recipe") for dtype in ("float8_e4m3fn", "float8_e5m2")}
     assert {c.fp8_of for c in configs if c.page_size} == {"", "keys"}
+    assert {c.head_dim_qk for c in configs if c.fp8_of == "keys"} == {dim for dim in ALL_DIMS if dim <= 256}
+    assert {c.head_dim_qk for c in configs if c.fp8_of in ("all", "recipe")} == {
+        dim for dim in ALL_DIMS if dim <= 256 and dim % 16 == 0
+    }
 
 
 @pytest.mark.parametrize("packing", ["k and v", "q, k and v", "v in k", "q is k is v"])
@@ -143,7 +147,7 @@ def test_configurations_are_chosen_by_new_pairs() -> None:
     assert len({seed % 4 for seed in chosen}) > 1
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, 9, 24])
 def test_the_oracle_of_plans_is_one_process(seed: int) -> None:
     problem = plans.drawn(seed)[0]
     given = plans.calls.tensors_of(problem, torch.float64)
