@@ -173,6 +173,9 @@ class Call:
         together = []
         for names in groups:
             sizes = [layouts[name].sizes for name in names]
+            if self.packing == "v in k" and of_pages:  # then the oracle's v has as many heads of its own as k
+                sizes_v = layouts["v"].sizes
+                layouts["v"] = Layout(sizes_v, torch.empty(sizes_v, device="meta").stride(), layouts["v"].dtype)
             if self.packing in ("v in k", "q is k is v") and names is groups[0]:
                 whole = torch.empty(sizes[-2], device="meta")
                 views = [whole, whole.narrow(-1, 0, sizes[-1][-1])] if len(names) == 2 else [whole] * 3
