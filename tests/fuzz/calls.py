@@ -16,6 +16,7 @@ from torch import Tensor
 from flexattn import create_block_mask, fp8
 from flexattn.dispatch.spec import PACKINGS, Results, Window
 from tests.fuzz.config import ALL_SCORE_MODS, DIFFERENTIABLE, EXTREMES, FURTHEST_FOR_A_MOD, HUGE, WINDOWS, Config
+from tests.fuzz.layouts import draw_layout
 from tests.fuzz.mods import INTEGERS, MASK_MODS, SIZES, Drawn
 from tests.fuzz.oracle import Problem, Side
 from tests.support.guarded_memory import Block, Layout, write
@@ -408,7 +409,7 @@ class Call:
             kind = c.layouts.get(of_keys, "plain")
             if of_keys != name and kind in ("expanded", "last dim strided"):
                 kind = "plain"
-            layouts[name] = _draw_layout(self._rng, sizes, dtype, kind, self._heads_dim(name))
+            layouts[name] = draw_layout(self._rng, sizes, dtype, kind, self._heads_dim(name))
         return layouts
 
     def _heads_dim(self, name: str) -> int | None:
@@ -583,25 +584,3 @@ def _window_size(window: Window) -> tuple[int, int] | Window:
 def _closed_form(drawn: Drawn, numbers: dict[str, Any]) -> Any:
     make = drawn.dense or drawn.make
     return lambda captures: make(captures, numbers)
-
-
-def _draw_layout(rng: Random, sizes: tuple[int, ...], dtype: torch.dtype, kind: str, expandable: int | None) -> Layout:
-    """Strides from the innermost dim on; a margin leaves room behind a dim, a step behind each of its elements."""
-    order, steps, margins = list(range(len(sizes))), [1] * len(sizes), [0] * len(sizes)
-    offset = rng.randint(1, 7) if kind == "offset" else 0
-    if kind == "permuted" and len(sizes) > 1:
-        order[:-1] = rng.sample(order[:-1], len(order) - 1)
-    if kind == "last dim strided":
-        rng.shuffle(order)
-    if kind == "sliced":
-        margins = [rng.choice([0, 1, 8]) for _ in sizes]
-        offset = rng.choice([0, 8])
-    if kind == "stepped" and len(sizes) > 1:
-        steps[rng.randrange(len(sizes) - 1)] = 2
-    strides, stride = [0] * len(sizes), 1
-    for dim in reversed(order):
-        if kind == "expanded" and dim == expandable:
-            continue
-        strides[dim] = stride * steps[dim]
-        stride = strides[dim] * max(1, sizes[dim] + margins[dim])
-    return Layout(sizes, tuple(strides), dtype, offset)
