@@ -83,8 +83,8 @@ class CheckedCall(CachedCall):
                 name = known[n] if n < len(known) else f"result (number {n})"
                 q, k, v = (tuple(t.shape) for t in again[0][:3])
                 raise RuntimeError(
-                    f"FLEXATTN_CHECK=1: a replayed {direction} gave another {name} than the same call unrecorded: {wrong}. The call: "
-                    f"{describe(self.spec)}; q, k and v of {q}, {k} and {v}. Please report this; until then "
+                    f"FLEXATTN_CHECK=1: a replayed {direction} gave another {name} than the same call unrecorded: {wrong}. The "
+                    f"call: {describe(self.spec)}; q, k and v of {q}, {k} and {v}. Please report this; until then "
                     "flexattn.call_cache.clear_cache() before each call keeps it from being replayed"
                 )
 

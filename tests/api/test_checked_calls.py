@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import flexattn
-from flexattn import call_cache, checked_call, fp8, ops
+from flexattn import call_cache, checked_call, fp8, functional, ops
 from flexattn.cached_call import CachedCall
 from flexattn.checked_call import CheckedCall
 from tests.support.replayed import replay_on_cpus
@@ -20,7 +19,7 @@ from tests.support.storages import CASES, Sizes, apart, results
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="beside a GPU calls on a CPU are not replayed; see tests/gpu")
 
 SIZES = Sizes(20, 16, torch.float32)
-SLOW = ("bshd", "bhsd", "sbhd_2bshd", "cache in FP8", "FP8", "captured", "thd")
+SLOW = ("quantised", "bshd", "bhsd", "sbhd_2bshd", "cache in FP8", "FP8", "captured", "thd")
 
 
 @pytest.fixture(autouse=True)
@@ -166,6 +165,22 @@ def test_values_are_checked_in_replayed_calls(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(ops, "run_forward", lambda *_: pytest.fail("it ran"))
     with pytest.raises(ValueError, match="cu_seqlens"):
         flexattn.attention(q, q, q, **call)
+
+
+def test_replayed_calls_are_prepared_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As preparing checks what a mod reads, blocks and places."""
+    prepared, prepare = [], functional.prepare
+
+    def counted(*given: Any, **named: Any) -> Any:
+        prepared.append(None)
+        return prepare(*given, **named)
+
+    monkeypatch.setattr(functional, "prepare", counted)
+    q = torch.randn(1, 20, 2, 16)
+    for _ in range(4):
+        flexattn.attention(q, q, q, backend="triton")
+    assert len(prepared) == 4
+    assert call_cache.cache_info() == {"hits": 3, "misses": 1, "recordings": 1, "size": 1}
 
 
 def test_without_the_check_calls_are_plain(monkeypatch: pytest.MonkeyPatch) -> None:

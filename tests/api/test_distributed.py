@@ -14,7 +14,7 @@ import torch
 
 import flexattn
 from flexattn import sharded
-from tests.conftest import ROOT, SETTINGS
+from tests.conftest import ROOT, SETTINGS, FreshPython
 
 
 @pytest.mark.slow
@@ -50,3 +50,30 @@ def test_every_argument_reaches_a_sharded_call(monkeypatch: pytest.MonkeyPatch) 
     assert ["q", "k", "v", *seen[0]] == [name for name in parameters if name not in of_fp8]
     with pytest.raises(ValueError, match="the call is in FP8"):
         flexattn.attention(q, q, q, fp8_recipe=flexattn.fp8.Recipe())
+
+
+SHARDED_SEQUENCE = """
+import sys
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+import flexattn
+
+assert "flexattn.distributed" not in sys.modules
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+mesh = init_device_mesh("cpu", (1,))
+whole = torch.randn(3, 1, 6, 2, 8).unbind()
+qkv = [distribute_tensor(t, mesh, [Shard(1)]) for t in whole]
+out = flexattn.attention(*qkv, attn_mask_type="causal")
+assert list(out.placements) == [Shard(1)], out.placements
+torch.testing.assert_close(out.full_tensor(), flexattn.attention(*whole, attn_mask_type="causal"))
+ends = torch.tensor([0, 6], dtype=torch.int32)
+lengths = {"attn_mask_type": "padding", "cu_seqlens_q": ends, "cu_seqlens_kv": ends}
+assert list(flexattn.attention(*qkv, **lengths).placements) == [Replicate()]
+"""
+
+
+def test_a_sharded_sequence_stays_so_whether_or_not_ranks_were_imported(forked_python: FreshPython) -> None:
+    ended = forked_python("-c", SHARDED_SEQUENCE)
+    assert ended.returncode == 0, ended.stderr

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import flexattn
-from flexattn import call_cache, fp8
+from flexattn import call_cache, checked_call, fp8
 from flexattn.kernels_triton.runtime import launch
 from flexattn.testing import make_inputs
 from tests.support import storages
@@ -71,8 +71,8 @@ def make_arguments(name: str, seed: int) -> tuple[dict[str, Any], list[Tensor]]:
     return arguments, leaves + ([SLOPES] if "score_mod" in more else [])
 
 
-def run(arguments: dict[str, Any], leaves: list[Tensor]) -> list[Tensor]:
-    out, lse = flexattn.attention(**arguments, backend="triton", deterministic=True, return_lse=True)
+def run(arguments: dict[str, Any], leaves: list[Tensor], deterministic: bool = True) -> list[Tensor]:
+    out, lse = flexattn.attention(**arguments, backend="triton", deterministic=deterministic, return_lse=True)
     gradients = torch.autograd.grad((out, lse), leaves, (torch.sin(out.detach()), torch.cos(lse.detach().nan_to_num(neginf=0.0))))
     return [out.detach(), lse.detach(), *gradients]
 
@@ -116,6 +116,46 @@ def test_a_replay_reads_the_tensors_it_is_given(
     drawn = storages.CASES[name](sizes), storages.CASES[name](sizes)
     recorded, replayed = (storages.PLACES[way] for way in ways)
     storages.check_replay(drawn, recorded, replayed, "cuda")
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("hopper", ["never", "always"])
+@pytest.mark.parametrize("name", CASES)
+def test_replays_that_are_compared_pass(name: str, hopper: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLEXATTN_HOPPER", hopper)
+    monkeypatch.setenv("FLEXATTN_CHECK", "1")
+    monkeypatch.setattr(checked_call, "SHARE", 1.0)
+    compared: list[str] = []
+    compare = checked_call.CheckedCall._compare
+
+    def noted(self: checked_call.CheckedCall, direction: str, *others: Any) -> None:
+        compared.append(direction)
+        compare(self, direction, *others)
+
+    monkeypatch.setattr(checked_call.CheckedCall, "_compare", noted)
+    call_cache.clear_cache()
+    for seed in range(10):
+        run(*make_arguments(name, seed), deterministic)
+    assert compared == ["forward", "backward"] * 8
+
+
+@pytest.mark.parametrize("name", ["causal", "packed"])
+def test_a_wrong_replay_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLEXATTN_CHECK", "1")
+    monkeypatch.setattr(checked_call, "SHARE", 1.0)
+    call_cache.clear_cache()
+    for seed in range(3):
+        run(*make_arguments(name, seed))
+    (kept,) = call_cache._calls.values()
+    recording: Any = kept.recording
+    replay, others = recording.replay, make_arguments(name, 9)[0]
+
+    def wrong(tensors: Any, addresses: Any) -> Any:
+        return replay((others["q"], *tensors[1:]), (others["q"].data_ptr(), *addresses[1:]))
+
+    recording.replay = wrong
+    with pytest.raises(RuntimeError, match="a replayed forward gave another out than the same call unrecorded"):
+        run(*make_arguments(name, 4))
 
 
 @pytest.mark.parametrize("name", ["causal", "full, d 64", "packed"])
