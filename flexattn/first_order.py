@@ -52,6 +52,8 @@ def guarded(gradients: Sequence[Tensor | None], *sources: Tensor | None) -> tupl
 
 def refuse_batched(*gradients: Tensor | None) -> None:
     """Raises RuntimeError where a gradient is batched: by torch.vmap, or by what torch.autograd has of its own."""
+    if torch.compiler.is_compiling():
+        return
     functorch = torch._C._functorch
     if any(t is not None and (functorch.is_legacy_batchedtensor(t) or functorch.is_batchedtensor(t)) for t in gradients):
         raise RuntimeError(BATCHED) from None
