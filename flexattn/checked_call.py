@@ -17,7 +17,7 @@ from flexattn.cached_call import CachedCall
 from flexattn.dispatch.describe import describe
 from flexattn.dispatch.spec import Gradients
 
-SHARE = 0.01  # of replays that are compared
+SHARE = 0.01  # share of replays that are compared
 # Sums that kernels make in any order may differ by one rounding of a number, and by this of the largest number of a tensor: sums in
 # float32 of up to a million terms stay within it. Beside numbers that cancel, as in the gradient of a sink, two unrecorded calls
 # tell how far apart such sums are.

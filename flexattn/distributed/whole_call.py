@@ -449,7 +449,7 @@ def run_backward(
 def _stored(name: str, t: Tensor) -> Tensor:
     """Returns a contiguous tensor whose memory holds its values, as a collective sends that: no subclass, and not negated."""
     if type(t).__torch_dispatch__ is not Tensor.__torch_dispatch__:
-        t = t.clone()  # of a tensor that a collective is still to fill, the plain tensor
+        t = t.clone()  # a plain tensor, if a collective is still to fill this one
     if type(t).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         raise TypeError(f"{name} is a {type(t).__name__}; accepted: a plain tensor, as that of to_local()")
     return t.resolve_neg().contiguous()
