@@ -68,6 +68,9 @@ def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: T
 
     out and lse are computed anew, more exactly than they are given, unless they are those of more keys than there are here.
     """
+    if torch.is_inference_mode_enabled():  # autograd works outside of it alone
+        with torch.inference_mode(False), torch.no_grad():
+            return backward(spec, x, out, lse, dout, dlse)
     if cpu_attention.takes(spec, x) and dlse is None and (found := cpu_attention.backward(spec, x, out, lse, dout)) is not None:
         return found
     whole = Differentiable.of(dequantize(spec, x, lse.dtype))
@@ -80,7 +83,7 @@ def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: T
     captured_sums = spec.mods.wanted(sums.mod_tensors) if spec.mods else ()
     with torch.autocast(x.q.device.type, enabled=False):
         for sequences, rows, cols in _blocks(spec, x, lse.element_size()):
-            block = slice_block(spec, whole, sequences, rows, cols).map(lambda t: t.detach().to(lse.dtype).requires_grad_())
+            block = slice_block(spec, whole, sequences, rows, cols).map(lambda t: _leaf(t, lse.dtype))
             tokens = sequences.q[rows.start : rows.stop]
             block_dout = token_view(dout, spec.q_format, sequences.batch, tokens).to(lse.dtype)
             block_dlse = None if dlse is None else lse_view(dlse, spec.q_format, sequences.batch, tokens).to(lse.dtype)
@@ -110,6 +113,11 @@ def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: T
     dmod_tensors = tuple(total.to(t.dtype) for total, t in zip(captured_sums, captured, strict=True)) or None
     dq, dk, dv = spec.results.stored((sums.q, sums.k, sums.v), (spec.q_format, spec.kv_format), spec.out_dtype)
     return Gradients(dq, dk, dv, dbias, doffset, dmod_tensors)
+
+
+def _leaf(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns a tensor in `dtype` that autograd takes for a leaf, a copy of one that was made in inference mode."""
+    return (t.clone() if t.is_inference() else t.detach()).to(dtype).requires_grad_()
 
 
 def prepare(spec: AttentionSpec, x: Operands, direction: Direction) -> None:

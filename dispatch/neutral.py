@@ -1,7 +1,7 @@
-"""Torch's modes, set aside for what the library computes for itself, and the rule for values that it keeps.
+"""Torch's modes, which the library sets aside for its own computations, and the rule for values that it keeps.
 
-A value that is kept for later calls is made by a function under `keep`: outside of all modes, and not at all while something watches
-how it is made or a CUDA graph owns the memory.
+A value that is kept for later calls is made outside of all modes, as a function under `keep` makes it. Nothing is kept while
+a mode, a transform or a trace records how it is made, or while a CUDA graph, which would own its memory, is captured.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 _Key, _Keys = torch._C.DispatchKey, torch._C.DispatchKeySet
 _INCLUDED = _Keys(_Key.BackendSelect).add(_Key.ADInplaceOrView)  # c10's default_included_set
 _NO_KEYS = _Keys(_Key.BackendSelect).remove(_Key.BackendSelect)
-_Arguments, _Made = ParamSpec("_Arguments"), TypeVar("_Made")
+_Arguments = ParamSpec("_Arguments")
+_Made = TypeVar("_Made")
 
 
 @contextlib.contextmanager
@@ -67,11 +68,11 @@ def _no_function_modes() -> Iterator[None]:
 def _no_jit_trace() -> Iterator[None]:
     """Suspends torch.jit.trace, so that ops are not recorded and sizes are ints."""
     state = torch._C._get_tracing_state()
-    torch._C._set_tracing_state(None)
+    torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        torch._C._set_tracing_state(state)
+        torch._C._set_tracing_state(state)  # type: ignore[attr-defined]
 
 
 # Looked up once: each look into torch's modules costs a call some 20 ns.
@@ -100,14 +101,19 @@ def _are_device_contexts() -> bool:
     )
 
 
+def is_jit_traced() -> bool:
+    """Returns whether torch.jit.trace records the call."""
+    return not torch.compiler.is_compiling() and _jit_trace() is not None
+
+
 def is_traced() -> bool:
     """Returns whether torch.compile, torch.export or torch.jit.trace records the call: no value may be read then."""
-    return torch.compiler.is_compiling() or torch.jit.is_tracing()
+    return torch.compiler.is_compiling() or _jit_trace() is not None
 
 
 def is_capturing() -> bool:
     """Returns whether a CUDA graph is captured on the current stream."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
 
 
 def refuse_capture(call: str) -> None:
@@ -121,7 +127,7 @@ def refuse_capture(call: str) -> None:
 
 @contextlib.contextmanager
 def making_state(call: str) -> Iterator[None]:
-    """Runs a block that makes state on its first call; its tensors belong to no mode. Raises RuntimeError as `refuse_capture` does."""
+    """Runs a block that makes state in a first call, whose tensors then belong to no mode; raises what `refuse_capture` does."""
     refuse_capture(call)
     with neutral_state():
         yield
@@ -144,14 +150,15 @@ def keep(maxsize: int) -> Callable[[Callable[_Arguments, _Made]], Callable[_Argu
 
     def decorate(make: Callable[_Arguments, _Made]) -> Callable[_Arguments, _Made]:
         @functools.lru_cache(maxsize)
-        def kept(*arguments: Any) -> Any:
+        def kept(*arguments: _Arguments.args, **named: _Arguments.kwargs) -> _Made:
             with neutral_state():
-                return make(*arguments)
+                return make(*arguments, **named)
 
         @functools.wraps(make)
-        def get(*arguments: Any) -> Any:
-            return kept(*arguments) if may_keep() else make(*arguments)
+        def get(*arguments: _Arguments.args, **named: _Arguments.kwargs) -> _Made:
+            return kept(*arguments, **named) if may_keep() else make(*arguments, **named)  # type: ignore[arg-type]
 
+        get.cache_clear = kept.cache_clear  # type: ignore[attr-defined]
         return get
 
     return decorate
@@ -171,11 +178,11 @@ _SIZES = frozenset((Tensor.shape.__get__, Tensor.size, Tensor.numel, Tensor.nele
 
 
 def fixed_sizes(function: Callable[_Arguments, _Made]) -> Callable[_Arguments, _Made]:
-    """Decorates a function whose checks need sizes: torch.jit.trace then records them as constants, with the shapes of its example."""
+    """Decorates a function that decides by sizes: torch.jit.trace records the sizes of its example inputs as constants."""
 
     @functools.wraps(function)
     def checked(*arguments: _Arguments.args, **named: _Arguments.kwargs) -> _Made:
-        if not torch.jit.is_tracing():
+        if not is_jit_traced():
             return function(*arguments, **named)
         with _FixedSizes():
             return function(*arguments, **named)
@@ -185,7 +192,7 @@ def fixed_sizes(function: Callable[_Arguments, _Made]) -> Callable[_Arguments, _
 
 def sizes_of(x: Tensor) -> torch.Size:
     """Returns the shape of a tensor in ints, under torch.jit.trace too."""
-    if not torch.jit.is_tracing():
+    if not is_jit_traced():
         return x.shape
     with _no_jit_trace():
         return x.shape

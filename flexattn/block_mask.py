@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flexattn.dispatch import options
 from flexattn.dispatch.mod_program import evaluate
-from flexattn.dispatch.neutral import is_capturing, is_traced, may_keep, neutral_state
+from flexattn.dispatch.neutral import is_capturing, is_jit_traced, is_traced, may_keep, neutral_state
 from flexattn.validation import check_count, check_device, describe
 
 if TYPE_CHECKING:
@@ -61,10 +61,10 @@ def create_block_mask(
 
     from flexattn.mods.trace import trace_mods
 
-    if torch.jit.is_tracing():
+    if is_jit_traced():
         raise RuntimeError(
-            "create_block_mask is called under torch.jit.trace, which cannot record torch's BlockMask; accepted: a mask made before "
-            "the trace, or mask_mod"
+            "create_block_mask is called under torch.jit.trace, which cannot record torch's BlockMask; accepted: a mask made "
+            "before the trace, or mask_mod"
         )
     if not callable(mask_mod):
         raise TypeError(f"mask_mod is {describe(mask_mod)}; accepted: a function of b, h, q_idx and kv_idx")

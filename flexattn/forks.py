@@ -7,7 +7,7 @@ import threading
 import weakref
 from typing import Any, TypeVar
 
-_L = TypeVar("_L", threading.Lock, threading.RLock)  # type: ignore[valid-type]
+_L = TypeVar("_L", threading.Lock, threading.RLock)
 _locks: weakref.WeakSet[Any] = weakref.WeakSet()
 
 

@@ -143,8 +143,9 @@ class InferenceParams:
         where = torch.device(device if device is not None else ("cuda" if torch.cuda.is_available() else "cpu"))
         rows = (self.max_batch_size, self.max_sequence_length)
         sizes: list[Any] = [*(rows if self.pages is None else (self.pages.total, self.pages.size)), self.num_heads_kv]
+        shapes = [[*sizes, dim] for dim in (self.head_dim_k, self.head_dim_v)]
         with making_state("InferenceParams.allocate_memory"):
-            k, v = (torch.zeros([*sizes, dim], dtype=self.dtype, device=where) for dim in (self.head_dim_k, self.head_dim_v))
+            k, v = (torch.zeros(shape, dtype=self.dtype, device=where) for shape in shapes)
         self.cache[layer_number] = k, v
 
     def reset(self) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from flexattn.dispatch.mod_program import evaluate
-from flexattn.dispatch.neutral import neutral_state
+from flexattn.dispatch.neutral import is_jit_traced, neutral_state
 from flexattn.integrations.te.score_graph import AXES, GraphTensor, ScoreGraph, read_tensors
 from flexattn.mods.trace import trace_mods
 from flexattn.mods.tracer import MisusedType
@@ -218,7 +218,7 @@ def _by_value(t: Value) -> Value:
     """Returns the number that a tensor without dims holds on the CPU; anything else as it is."""
     if not isinstance(t, Tensor) or type(t) not in (Tensor, torch.nn.Parameter):
         return t
-    if t.dim() or t.device.type != "cpu" or t.requires_grad or not t.dtype.is_floating_point or torch.jit.is_tracing():
+    if t.dim() or t.device.type != "cpu" or t.requires_grad or not t.dtype.is_floating_point or is_jit_traced():
         return t
     if not torch._C._len_torch_dispatch_stack() and not torch._C._is_torch_function_mode_enabled():
         return float(t.item())
