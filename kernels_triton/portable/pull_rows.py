@@ -133,7 +133,7 @@ def make_table(blocks: Sequence[Block], first_source: int) -> Table:
     sources = sorted(parts, key=lambda source: (source < first_source, source))
     longest = max(map(len, parts.values()), default=0)
     in_turns = [parts[source][i] for i in range(longest) for source in sources if i < len(parts[source])]
-    return Table(torch.tensor(in_turns, dtype=torch.int64).view(-1, _FIELDS), word, align, columns)
+    return Table(torch.tensor(in_turns, dtype=torch.int64, device="cpu").view(-1, _FIELDS), word, align, columns)
 
 
 def pull_rows(outs: Sequence[Tensor], owns: Sequence[Tensor], sources: Tensor, table: Table) -> None:
