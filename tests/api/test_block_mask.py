@@ -290,3 +290,24 @@ def test_dropout_in_small_blocks_compiled(capability: int) -> None:
         attention_backward(Backward(problem, out, lse, out, None, *gradients))
     reports = compile_sound([request_for(launch, capability) for launch in launches])
     assert {"HMMA"} in [set(report.matrix_instructions) for report in reports]
+
+
+def test_a_capture_makes_lists_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lists that a graph makes are written by its replays alone, and follow changes of the mask's tensors."""
+    mask = flexattn.create_block_mask(lambda b, h, q_idx, kv_idx: kv_idx <= q_idx, None, None, 64, 64, "cpu", 16)
+    of_call = (mask, 1, 1, 64, 64, torch.device("cpu"))
+    with monkeypatch.context() as capture:
+        capture.setattr(torch.cuda, "is_initialized", lambda: True)
+        capture.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        first = block_lists(*of_call)
+        assert not hasattr(mask, "_flexattn_lists")
+    kept = block_lists(*of_call)
+    assert kept is not first
+    assert block_lists(*of_call) is kept
+    with monkeypatch.context() as capture:
+        capture.setattr(torch.cuda, "is_initialized", lambda: True)
+        capture.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        again = block_lists(*of_call)
+        assert all(a is not b for a, b in zip(again.tensors, kept.tensors, strict=True))
+    for a, b in zip(again.tensors, kept.tensors, strict=True):
+        assert torch.equal(a, b)

@@ -239,3 +239,41 @@ def test_sequences_that_are_not_there() -> None:
     with pytest.raises(ValueError, match="sequence is 7"):
         cache.step({n: 1, 7: 1})
     assert cache.length(n) == 5
+
+
+def test_a_captured_call_serves_later_steps_of_more_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph keeps the numbers of its capture: they are those of any step, or the ones that `longest` promises."""
+    serving = Serving()
+    cache, first = serving.cache, serving.add()
+    cache.step({first: 1})
+    cache.append(0, *torch.randn(2, 1, HEADS_KV, DIM))
+    assert cache.arguments()["max_seqlen_q"] == 1
+    assert cache.arguments(longest=3)["max_seqlen_q"] == 3
+    with pytest.raises(
+        ValueError, match="longest is 0; accepted: an int of at least 1, the most new tokens of a sequence, or None"
+    ):
+        cache.arguments(longest=0)
+    with pytest.raises(TypeError, match="longest is 1.5"):
+        cache.arguments(longest=1.5)  # type: ignore[arg-type]
+    with monkeypatch.context() as capture:
+        capture.setattr(torch.cuda, "is_initialized", lambda: True)
+        capture.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        assert cache.arguments()["max_seqlen_q"] == cache.max_length
+        assert cache.arguments(longest=1)["max_seqlen_q"] == 1
+        for call in (lambda: cache.step({first: 1}), lambda: cache.fork(first)):
+            with pytest.raises(RuntimeError, match="called while a CUDA graph is captured"):
+                call()
+    assert cache.length(first) == 1
+    frozen = cache.arguments(longest=3)  # what a graph of three rows would hold
+    cache.step({first: 3})
+    q, k, v = (torch.randn(3, h, DIM) for h in (HEADS, HEADS_KV, HEADS_KV))
+    cache.append(0, k, v)
+    out, again = (attention(q, *cache.pools[0], **named, backend="eager") for named in (frozen, cache.arguments()))
+    assert torch.equal(out, again)
+
+
+def test_a_cache_that_is_made_in_inference_mode_is_written_to_outside() -> None:
+    with torch.inference_mode():
+        cache = PagedKVCache([torch.zeros(2, 4, 4, HEADS_KV, DIM)], max_sequences=2, max_length=8)
+    cache.step({cache.add(): 3})
+    assert cache.seqused_kv.tolist() == [3, 0]

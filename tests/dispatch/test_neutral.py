@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flexattn.dispatch.neutral import neutral_state
+from flexattn.dispatch.neutral import keep, neutral_state, sizes_of
 
 
 class Doubles(TorchDispatchMode):
@@ -115,3 +115,45 @@ def test_all_of_them_together() -> None:
         for name in AROUND.keys() - {"saved-tensor hooks disabled"}:  # which torch refuses beside hooks
             stack.enter_context(AROUND[name]())
         check()
+
+
+def test_nor_of_a_trace_of_torch_jit() -> None:
+    ran = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        assert not isinstance(x.shape[0], int)
+        with neutral_state():
+            assert x.shape[0] == 3
+            assert type(x.shape[0]) is int
+            compute()
+        assert [type(size) for size in sizes_of(x)] == [int]
+        ran.append(torch._C._get_tracing_state())
+        return x + 1
+
+    traced = torch.jit.trace(function, (torch.ones(3),), check_trace=False)
+    assert ran[0] is not None
+    assert "tanh" not in str(traced.graph)
+
+
+def test_what_is_kept_is_made_outside_of_modes_alone() -> None:
+    made = []
+
+    @keep(4)
+    def double(number: float) -> torch.Tensor:
+        made.append(number)
+        return torch.full((), 2 * number, device="cpu")
+
+    with torch.inference_mode():
+        kept = double(1.0)
+    assert not kept.is_inference()
+    assert double(1.0) is kept
+    with FakeTensorMode():
+        assert double(1.0) is not kept
+        assert type(double(3.0)) is not torch.Tensor
+    assert type(double(3.0)) is torch.Tensor
+    with pytest.MonkeyPatch.context() as capture:
+        capture.setattr(torch.cuda, "is_initialized", lambda: True)
+        capture.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        assert double(1.0) is not kept
+    assert double(1.0) is kept
+    assert made == [1.0, 1.0, 3.0, 3.0, 1.0]

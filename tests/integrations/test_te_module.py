@@ -527,6 +527,58 @@ def test_a_cache_says_what_it_has_no_room_for() -> None:
         module(*(torch.zeros(1, 1, h, DIM) for h in (HEADS, 2, 2)), inference_params=cache)
 
 
+def rows(cache: te.InferenceParams, names: str, layers: tuple[int, ...]) -> None:
+    """Gives each named sequence one token, whose keys and values are all the letter's number, in these layers."""
+    cache.pre_step(dict.fromkeys(names, 1))
+    new = torch.tensor([float(ord(name)) for name in names]).view(-1, 1, 1, 1).expand(-1, 1, 2, DIM).contiguous()
+    for layer in layers:
+        cache.step(layer, new, new, "bshd")
+
+
+def test_a_layer_may_miss_steps_in_which_sequences_join_and_leave() -> None:
+    """Rows of a layer go where their sequences are, also in steps that the layer does not run."""
+    cache = te.InferenceParams(4, 8, 2, DIM, torch.float32)
+    rows(cache, "ab", (1, 2))
+    rows(cache, "b", (1,))
+    rows(cache, "bcd", (1,))
+    rows(cache, "dcb", (1,))
+    rows(cache, "cb", (1, 2))
+    for layer, lengths in ((1, (3, 5)), (2, (0, 1))):
+        k, _ = cache.cache[layer]
+        for row, (name, length) in enumerate(zip("cb", lengths, strict=True)):
+            assert (k[row, :length] == ord(name)).all()
+
+
+@pytest.mark.parametrize("pages", [{}, PAGED], ids=["rows", "pages"])
+def test_each_step_writes_into_the_same_memory(pages: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A captured graph reads the lengths and pages of the last step, and no number of the step that it was captured in."""
+    cache = te.InferenceParams(3, 16, 2, DIM, torch.float32, **pages)
+    cache.pre_step({"a": 2, "b": 1})
+    k = torch.randn(2, 2, 2, DIM)
+    first = cache.step(1, k, k, "bshd")
+    assert first.max_seqlen_q == 2
+    with monkeypatch.context() as capture:
+        capture.setattr(torch.cuda, "is_initialized", lambda: True)
+        capture.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        captured = cache.step(1, k, k, "bshd")
+        assert captured.max_seqlen_q == 16
+        for refused in (lambda: cache.pre_step({"a": 1}), lambda: cache.step(2, k, k, "bshd")):
+            with pytest.raises(RuntimeError, match="called while a CUDA graph is captured"):
+                refused()
+    tables = [cache.page_table("cpu")] if pages else []
+    held = [captured.cu_seqlens_q, captured.cu_seqlens_kv, *tables]
+    cache.pre_step({"a": 1, "b": 4})
+    assert captured.cu_seqlens_q.tolist() == [0, 1, 5]
+    assert captured.cu_seqlens_kv.tolist() == [0, 3, 8]
+    now = cache.step(1, *torch.randn(2, 2, 4, 2, DIM), "bshd")
+    tables = [cache.page_table("cpu")] if pages else []
+    for before, after in zip(held, (now.cu_seqlens_q, now.cu_seqlens_kv, *tables), strict=True):
+        assert before.data_ptr() == after.data_ptr()
+    cache.pre_step({"b": 1})  # fewer sequences: rows of a captured call without one have no tokens
+    assert captured.cu_seqlens_q.tolist() == [0, 1, 1]
+    assert captured.cu_seqlens_kv.tolist() == [0, 6, 6]
+
+
 def test_pages_run_out_are_freed_and_are_no_others() -> None:
     cache = te.InferenceParams(3, 8, 2, DIM, torch.float32, is_paged=True, total_num_pages=3, page_size=4)
     cache.pre_step({"a": 5, "b": 1})

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ import torch
 from torch import Tensor
 
 import flexattn
+from flexattn.mods import walk
 from flexattn.mods.captures import Captures, find_captures
+from flexattn.mods.trace import trace_mods
 from flexattn.mods.walk import MEMO
 
 SOURCE = """
@@ -180,3 +183,61 @@ def test_a_mod_with_captures_of_two_dtypes() -> None:
         for _ in range(3):
             out = flexattn.attention(q, k, v, score_mod=make(table.to(dtype)))
             torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-5)
+
+
+MANY = 100_000
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda offset: [float(i) + offset for i in range(MANY)],
+        lambda offset: tuple(float(i) + offset for i in range(MANY)),
+        lambda offset: [[float(i + j) + offset for j in range(500)] for i in range(MANY // 500)],
+        lambda offset: {i: float(i) + offset for i in range(MANY)},
+        lambda offset: [i + int(offset * 2) for i in range(MANY)],
+    ],
+    ids=["list", "tuple", "nested", "dict", "ints"],
+)
+def test_many_captured_numbers_are_constants_whose_key_is_made_at_once(make: Any) -> None:
+    def mod_of(table: Any) -> Any:
+        def mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+            row = table[3]
+            return score * (row[0] if isinstance(row, list) else row)
+
+        return mod
+
+    found = find_captures(mod_of(make(0.0)))
+    assert found.key is not None
+    assert not found.floats
+    assert find_captures(mod_of(make(0.0))).key == found.key
+    assert find_captures(mod_of(make(0.5))).key != found.key
+    traced = trace_mods(mod_of(make(0.5)), None)
+    assert traced.numbers == ()
+    with watched_visits() as visits:
+        find_captures(mod_of(make(0.0)))
+    assert len(visits) < 2000
+
+
+@contextlib.contextmanager
+def watched_visits() -> Iterator[list[str]]:
+    """Yields the names of the values that walks visit one by one."""
+    visits: list[str] = []
+    visit = walk.Walk.visit
+
+    def watched(self: Any, name: str, *arguments: Any) -> Any:
+        visits.append(name)
+        return visit(self, name, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(walk.Walk, "visit", watched)
+        yield visits
+
+
+def test_a_thousand_captured_numbers_are_inputs() -> None:
+    def mod_of(table: Any) -> Any:
+        return lambda score, b, h, q_idx, kv_idx: score * table[3]
+
+    few, other, many = (find_captures(mod_of([float(i) * k for i in range(n)])) for n, k in ((1000, 1), (1000, 2), (1001, 1)))
+    assert (len(few.floats), len(many.floats)) == (1000, 0)
+    assert few.key == other.key
