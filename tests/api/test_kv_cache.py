@@ -253,7 +253,7 @@ def test_a_captured_call_serves_later_steps_of_more_tokens(monkeypatch: pytest.M
         ValueError, match="longest is 0; accepted: an int of at least 1, the most new tokens of a sequence, or None"
     ):
         cache.arguments(longest=0)
-    with pytest.raises(TypeError, match="longest is 1.5"):
+    with pytest.raises(TypeError, match=r"longest is 1\.5"):
         cache.arguments(longest=1.5)  # type: ignore[arg-type]
     with monkeypatch.context() as capture:
         capture.setattr(torch.cuda, "is_initialized", lambda: True)
