@@ -112,8 +112,8 @@ def is_traced() -> bool:
 
 
 def is_capturing() -> bool:
-    """Returns whether a CUDA graph is captured on the current stream."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
+    """Returns whether a CUDA graph is captured on the current stream; False under torch.compile, which does not know."""
+    return not torch.compiler.is_compiling() and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
 
 
 def refuse_capture(call: str) -> None:
@@ -128,6 +128,9 @@ def refuse_capture(call: str) -> None:
 @contextlib.contextmanager
 def making_state(call: str) -> Iterator[None]:
     """Runs a block that makes state in a first call, whose tensors then belong to no mode; raises what `refuse_capture` does."""
+    if torch.compiler.is_compiling():  # which makes the state after the graph
+        yield
+        return
     refuse_capture(call)
     with neutral_state():
         yield
@@ -139,7 +142,7 @@ def may_keep() -> bool:
     A graph that is captured owns the memory of the values that it makes, and does not own kept ones, which may be dropped before it
     is replayed.
     """
-    return not torch.compiler.is_compiling() and is_ordinary() and not is_capturing()
+    return not (torch.compiler.is_compiling() or not is_ordinary() or is_capturing())
 
 
 def keep(maxsize: int) -> Callable[[Callable[_Arguments, _Made]], Callable[_Arguments, _Made]]:

@@ -457,3 +457,17 @@ def test_what_has_no_meaning_is_named(case: str) -> None:
         attention_backward(**call)
     with pytest.raises((ValueError, TypeError), match=sentence):
         attention_backward(**call | wrong)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_backward_in_inference_mode_gives_the_same_numbers(dtype: torch.dtype) -> None:
+    def gradients() -> tuple[torch.Tensor, ...]:
+        generator = torch.Generator().manual_seed(0)
+        q, k, v = (torch.randn(1, 9, 2, 16, generator=generator).to(dtype) for _ in range(3))
+        out, lse = flexattn.attention(q, k, v, return_lse=True, softcap=3.0, backend="eager")
+        return flexattn.attention_backward(out, q, k, v, out, lse, softcap=3.0, backend="eager")[:3]
+
+    with torch.inference_mode():
+        got = gradients()
+    for x, y in zip(got, gradients(), strict=True):
+        assert torch.equal(x, y)

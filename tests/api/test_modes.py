@@ -12,7 +12,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from flexattn import PagedKVCache, attention, call_cache, create_block_mask, mods, prepare
+from flexattn import PagedKVCache, attention, call_cache, create_block_mask, mods, prepare, testing
+from flexattn.dispatch import cudnn_mods
 from flexattn.integrations import te
 from flexattn.integrations.sdpa import scaled_dot_product_attention
 from flexattn.integrations.te import fused_attn
@@ -244,3 +245,21 @@ def test_a_first_call_under_a_mode_leaves_nothing_behind(name: str, mode: str) -
     for got, want in zip(results(call), wanted, strict=True):
         assert type(got) is Tensor
         assert torch.equal(got, want)
+
+
+def test_tensors_on_the_host_ignore_the_default_device() -> None:
+    scaled = te.TEScoreMod(
+        lambda graph, score, tensors: graph.mul(a=score, b=tensors["two"]),
+        lambda graph, dscore, tensors: graph.mul(a=dscore, b=tensors["two"]),
+        {"two": 2.0},
+    )
+    cudnn_mods._constant.cache_clear()  # type: ignore[attr-defined]
+    with default_device():
+        scaled.check_bprop(samples=10)
+        inputs = testing.make_inputs("thd", lengths_q=[3, 0, 5], gap=2, outliers=True, device="cpu")
+        made = [inputs.q, testing.make_dout(inputs), testing.make_dlse(inputs), cudnn_mods._constant(1.0, torch.float32)]
+        pages = te.InferenceParams(2, 8, HEADS_KV, DIM, torch.float32, is_paged=True, total_num_pages=4, page_size=4)
+        pages.pre_step({"a": 3})
+        made += [pages.get_seqlens_pre_step(), pages.page_table("cpu")]
+    assert {t.device.type for t in made} == {"cpu"}
+    assert pages.page_table("cpu").tolist() == [[0, 0]]
