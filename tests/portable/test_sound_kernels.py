@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from random import Random
 from typing import Any
@@ -12,6 +13,8 @@ from torch import Tensor
 
 from flexattn import attention
 from flexattn.kernels_triton.ahead_of_time.compile_report import CompileRequest, request_for
+from flexattn.kernels_triton.common.problem import Problem
+from flexattn.kernels_triton.common.tiles import DKDV, FORWARD, split_head_dim
 from flexattn.kernels_triton.runtime.launch import pretended_device, recorded_launches
 from tests.fuzz.calls import Call
 from tests.fuzz.config import FEATURES, HALF, Where, draw_config
@@ -21,7 +24,7 @@ from tests.support.fp8_caches import SCALES, make_case
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 DIMS = range(8, 257, 8)
 # Head dims in two parts, at which a kernel has the more descriptors; above 256 the tiles with a bias or dropout have one stage.
-IN_PARTS = [dim for dim in range(24, 513, 8) if dim & (dim - 1) and dim < 7 << (dim.bit_length() - 3)]
+IN_PARTS = tuple(dim for dim in range(8, 513, 8) if split_head_dim(dim)[1])
 
 
 def by_head(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -81,15 +84,29 @@ def over_fp8(arguments: dict[str, Any], hopper: str, monkeypatch: pytest.MonkeyP
     return launched(lambda: attention(**arguments, backend="triton"), hopper, monkeypatch)
 
 
-@pytest.mark.parametrize("page_size", [0, 64])
-def test_a_few_fp8_caches(page_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls whose kernels ptxas 12.8 miscompiles if they take the head dims in two parts."""
-    features = {"scales": "token and head", "queries": 2, "window_size": (5, 0)}
-    if not page_size:
-        features = {"scales": "tensor", "queries": 40, "softcap": 5.0, "heads": (8, 1), "bias_type": "alibi"}
-    case = make_case(torch.float16, page_size=page_size, dims=(160, 160), **features)
-    kernels = over_fp8(case.arguments, "never", monkeypatch)
-    compile_sound(kernels)
+@pytest.mark.parametrize("dim", [40, 96])
+def test_two_fp8_caches(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain calls, whose kernels ptxas 12.8 miscompiles if they take the head dims in two parts."""
+    case = make_case(torch.float16, page_size=0, scales="none", dims=(dim, dim))
+    compile_sound(over_fp8(case.arguments, "never", monkeypatch))
+
+
+@pytest.mark.parametrize("dim", DIMS)
+def test_head_dims_over_an_fp8_cache_are_in_one_part(dim: int) -> None:
+    q, k = torch.zeros(1, 1, 2, dim, dtype=torch.float16), torch.zeros(1, 9, 2, dim, dtype=FP8[0])
+    problem = Problem(q, k, k, softmax_scale=1.0, descales_kv=(torch.ones(()).expand(1, 2, 1),) * 2)
+    meta = problem.meta(problem.tile(FORWARD, 90))
+    assert (meta.QK1, meta.V1) == (0, 0)
+    assert dim <= meta.QK0 == meta.V0 < 2 * dim + 16
+
+
+@pytest.mark.parametrize("dims", [(384, 72), (192, 192), (160, 256), (256, 160)], ids=str)
+def test_head_dims_in_two_parts_have_no_tile_of_one_stage_for_an_open_band(dims: tuple[int, int]) -> None:
+    q, v = (torch.zeros(1, 9, 2, dim, dtype=torch.float16) for dim in dims)
+    problem = Problem(q, q, v, softmax_scale=1.0)
+    assert problem.tile(DKDV, 90) == dataclasses.replace(problem, window_right=0).tile(DKDV, 90)
+    whole = torch.zeros(1, 9, 2, 256, dtype=torch.float16)
+    assert Problem(whole, whole, whole, softmax_scale=1.0).tile(DKDV, 90).num_stages == 1
 
 
 @pytest.mark.parametrize("seed", [pytest.param(n, marks=pytest.mark.exhaustive if n else pytest.mark.slow) for n in range(12)])
@@ -99,7 +116,7 @@ def test_fp8_caches(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     compile_sound(each_once(kernels))
 
 
-WHERE = Where("triton", "cpu", HALF, tuple(IN_PARTS), (270, 300), 2, frozenset(FEATURES))
+WHERE = Where("triton", "cpu", HALF, IN_PARTS, (270, 300), 2, frozenset(FEATURES))
 
 
 def both_ways(seed: int) -> Callable[[], None]:
@@ -115,3 +132,11 @@ def both_ways(seed: int) -> Callable[[], None]:
             torch.autograd.backward(*map(list, zip(*given, strict=True)))
 
     return run
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # a max_seqlen that is left out, a mod that is traced again
+@pytest.mark.parametrize("seed", [pytest.param(n, marks=pytest.mark.exhaustive if n else pytest.mark.slow) for n in range(60)])
+def test_forwards_and_backwards(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five calls of each seed, by the portable kernels."""
+    runs = [both_ways(5 * seed + n) for n in range(5 if seed else 2)]
+    compile_sound(each_once([request for run in runs for request in launched(run, "never", monkeypatch)]))

@@ -153,7 +153,7 @@ def test_uniform_registers_that_nothing_wrote_are_seen(code: tuple[str, ...], un
 
 @pytest.mark.parametrize(("product", "undefined"), [("wgmma", "UR6, UR7"), ("wgmma", ""), ("mma.sync", "UR6, UR7")])
 def test_a_kernel_that_ptxas_made_wrong_code_of_is_not_launched(product, undefined, monkeypatch, tmp_path):
-    """Launches, files and JAX's calls get their kernels by `binary_of`; nvdisasm is a script that prints what is known to be wrong."""
+    """Launches, files and JAX's calls get their kernels by `binary_of`. nvdisasm is a script that prints code."""
     written = "UIADD3.64 UR4, URZ, 0x2, URZ" if undefined else "UIADD3.64 UR6, URZ, 0x2, URZ"
     (tmp_path / "sass").write_text(_sass(written, "HGMMA.64x64x16.F32 R24, R56, gdesc[UR4].tnspB, R24", "EXIT"))
     tool = tmp_path / "nvdisasm"
