@@ -242,12 +242,13 @@ def committed_tile(kernel: str, workload: Workload, capability: int) -> Tile:
     """Returns the tables' tile for a kernel, whatever the device."""
     from flexattn.kernels_triton.common.tiles import DKDV, DQ, FORWARD, select_tile, split_head_dim
 
-    band = band_of(workload)
+    band, parts = band_of(workload), [split_head_dim(dim) for dim in (workload.head_dim_qk, workload.head_dim_v)]
     return select_tile(
         {"forward": FORWARD, "dq": DQ, "dkdv": DKDV}[kernel],
         capability,
         getattr(torch, workload.dtype).itemsize,
-        sum(split_head_dim(workload.head_dim_qk)) + sum(split_head_dim(workload.head_dim_v)),
+        sum(map(sum, parts)),
+        is_whole=not any(second for _, second in parts),
         is_loaded=workload.score == "relative_bias",
         is_open=band.left is None and band.right is None,
         length=max(workload.seqlen_q, workload.seqlen_kv),

@@ -256,7 +256,7 @@ def select_tile(
     element_size: int,
     head_dims: int,
     *,
-    is_whole: bool = True,
+    is_whole: bool,
     is_loaded: bool,
     is_open: bool,
     length: int,

@@ -293,6 +293,25 @@ def test_plain_logits_beyond_the_bound(direction: str, device: str, monkeypatch:
     check_close("dv", got[4], exact[4], budget[4], factor=GRADIENT_FACTOR)
 
 
+def test_large_sinks(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Below -2.3e38 one counts as -inf; FLEXATTN_CHECK=1 names one that is too large."""
+    monkeypatch.setenv("FLEXATTN_HOPPER", "never")
+    monkeypatch.setenv("FLEXATTN_CHECK", "1")
+    case = scaled_case(torch.bfloat16, 1.0, device)
+
+    def call(value: float) -> tuple[Tensor, Tensor]:
+        sinks = {"softmax_type": "learnable", "softmax_offset": torch.full((2,), value, device=device)}
+        band = {"attn_mask_type": "causal_bottom_right"}  # hides all keys of the first queries of 40 over 30
+        k, v = case.k[:, :30], case.v[:, :30]
+        return attention(case.q, k, v, backend="triton", return_lse=True, **band, **(sinks if value != 0 else {}))  # type: ignore[no-any-return]
+
+    for found, wanted in zip(call(-3e38), call(0.0), strict=True):
+        assert torch.equal(found, wanted)
+    assert (call(-3e38)[1] == float("-inf")).any()
+    with pytest.raises(ValueError, match="a smaller softmax_offset"):
+        call(3e38)
+
+
 @pytest.mark.parametrize(
     ("value", "of_fp8", "direction", "is_wrong"),
     [

@@ -264,7 +264,8 @@ def test_every_head_dim_has_a_tile(table: configs.Table) -> None:
             widths_qk, widths_v = widths[:2] if element_size == 2 else (widths[2], widths[2])
             for total in {a + b for a in widths_qk for b in widths_v}:
                 for is_loaded, is_open, length in itertools.product((False, True), (False, True), (1, configs.SHORT + 1)):
-                    tile = select_tile(table, capability, element_size, total, is_loaded=is_loaded, is_open=is_open, length=length)
+                    kind = {"is_whole": total % 3 > 0, "is_loaded": is_loaded, "is_open": is_open}
+                    tile = select_tile(table, capability, element_size, total, length=length, **kind)
                     assert all(n >= 16 and n & (n - 1) == 0 for n in tile[:2])
 
 
@@ -272,7 +273,7 @@ def test_every_head_dim_has_a_tile(table: configs.Table) -> None:
 def test_one_length_alone_decides_a_tile(table: configs.Table) -> None:
     for (capability, element_size), rows in table.items():
         for row in rows:
-            tile = functools.partial(select_tile, table, capability, element_size, row.head_dims)
+            tile = functools.partial(select_tile, table, capability, element_size, row.head_dims, is_whole=True)
             banded = functools.partial(tile, is_loaded=False, is_open=False)
             assert {banded(length=length) for length in (1, 100, configs.SHORT)} == {row.short or row.tile}
             assert {banded(length=length) for length in (configs.SHORT + 1, 10**6)} == {row.tile}
