@@ -61,6 +61,16 @@ _has_grad, _has_autocast, is_profiled = (
 _is_deterministic = torch._C._get_deterministic_algorithms
 
 
+def are_values_read(t: Tensor) -> bool:
+    """Returns whether a check may read a tensor's values: on a CPU, which waits for nothing; elsewhere under FLEXATTN_CHECK=1.
+
+    A trace, a mode or a transform has no values to read, or would record the check.
+    """
+    if torch.compiler.is_compiling() or type(t) not in PLAIN or t.device.type == "meta" or not is_ordinary():
+        return False
+    return t.device.type == "cpu" or options.check_values()
+
+
 class Captured(NamedTuple):
     """Tensors, parts of a key and floats that mods depend on."""
 

@@ -159,10 +159,10 @@ def attention(
         page_table: int32 [b, columns] on q's device: k and v are pools of pages, [pages, page_size, h_kv, d] (bshd) or [pages,
             h_kv, page_size, d] (bhsd), and keys n * page_size and on of sequence i lie in page page_table[i, n]. Entries beyond a
             sequence's length are not read. Forward only; with seqused_kv or cu_seqlens_kv, in 16 or 32 bits (docs/inference.md).
-        max_seqlen_q, max_seqlen_kv: int, for thd and pages: at least the longest sequence; what lies beyond is cut off. Without it
-            the total number of tokens, or columns * page_size, stands in, which costs empty programs but no synchronisation; a bias
-            over thd needs it. Like the other numbers here it may be of numpy, or a 0-d tensor on a CPU, but not one on another
-            device.
+        max_seqlen_q, max_seqlen_kv: int, for thd and pages: at least the longest sequence; a longer one raises on a CPU and is cut
+            off on a GPU. Without it the total number of tokens, or columns * page_size, stands in, which costs empty programs but
+            no synchronisation; a bias over thd needs it. Like the other numbers here it may be of numpy, or a 0-d tensor on a CPU,
+            but not one on another device.
         bias_type: "no_bias", "pre_scale_bias" ((q k^T + bias) * softmax_scale), "post_scale_bias" (added after softmax_scale and
             softcap) or "alibi" (-slope * |distance from the diagonal|, at the same place).
         bias: q's dtype or float32, [b, h, sq, skv], where any dim may be 1 instead; for thd sq and skv are max_seqlen_q and
@@ -224,8 +224,9 @@ def attention(
 
     Raises:
         ValueError, TypeError: an argument that has no meaning, before anything is launched; the text names it, what came and what
-            is accepted. The values in cu_seqlens, seqused, page_table and descales are checked only under FLEXATTN_CHECK=1, as
-            reading them waits for the device; wrong ones give wrong results, but nothing outside the tensors is touched.
+            is accepted. Lengths that do not fit the tensors or max_seqlen raise on a CPU. All other values in cu_seqlens, seqused,
+            page_table and descales, and all on a GPU, are checked only under FLEXATTN_CHECK=1, as reading them waits for the
+            device; wrong ones give wrong results, but nothing outside the tensors is touched.
         BackendError: no backend can run the call, or the one that was named cannot; the text gives each one's reason.
 
     Examples:

@@ -22,9 +22,8 @@ Rotate = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 def _refuse_scripts(module: nn.Module) -> nn.Module:
     """Raises NotImplementedError for torch.jit.script, which calls it on each module that it compiles."""
     name = type(module).__name__
-    hint = ", or script a torch.nn.MultiheadAttention, which takes this layer's state_dict" * isinstance(
-        module, nn.MultiheadAttention
-    )
+    torchs = ", or script a torch.nn.MultiheadAttention, which takes this layer's state_dict"
+    hint = torchs if isinstance(module, nn.MultiheadAttention) else ""
     raise NotImplementedError(f"torch.jit.script cannot compile flexattn.nn.{name}; use torch.compile or torch.export{hint}")
 
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from flexattn.call_key import PLAIN, is_ordinary
 from flexattn.dispatch import options, triton_backend
 from flexattn.dispatch.spec import (
     FORMATS,
@@ -446,30 +445,20 @@ def describe(value: object) -> str:
     return f"a {value.dtype} tensor of shape {tuple(value.shape)}{strides} on {value.device}"
 
 
-def are_values_read(t: Tensor) -> bool:
-    """Returns whether a check may read a tensor's values: on a CPU, which waits for nothing; elsewhere under FLEXATTN_CHECK=1.
-
-    A trace, a mode or a transform has no values to read, or would record the check.
-    """
-    if torch.compiler.is_compiling() or type(t) not in PLAIN or t.device.type == "meta" or not is_ordinary():
-        return False
-    return t.device.type == "cpu" or options.check_values()
-
-
 def check_meaning(name: str, x: Tensor) -> None:
     """Raises TypeError for a tensor whose elements are not its value, such as torch's CausalBias.
 
     Such a class overrides torch's functions but not its operators, so torch.library and kernels would read its memory.
     """
     kind = type(x)
-    if kind in PLAIN or kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
+    if kind is Tensor or kind is torch.nn.Parameter or kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
         return
     function: Any = getattr(kind.__torch_function__, "__func__", None)
     if function is None or function is Tensor.__torch_function__.__func__:  # type: ignore[attr-defined]
         return
     raise TypeError(
-        f"{name} is a {kind.__name__}, whose elements may not be its value; accepted: a torch.Tensor; instead of torch's CausalBias "
-        "give attn_mask_type 'causal' or 'causal_bottom_right', and convert any other class to a tensor first"
+        f"{name} is a {kind.__name__}, whose elements may not be its value; accepted: a torch.Tensor; instead of torch's "
+        "CausalBias give attn_mask_type 'causal' or 'causal_bottom_right', and convert any other class to a tensor first"
     )
 
 

@@ -69,9 +69,10 @@ def scaled_dot_product_attention(
         arguments["attn_mask_type"] = _mask_type(attn_mask, is_causal, (q.shape[2], k.shape[2]))
     elif attn_mask is not None:
         arguments |= _masked(attn_mask, query, lead, (*q.shape[:3], k.shape[2]))
-    if 0 in (*heads, q.shape[-1], v.shape[-1]):
-        return _attend_empty(q, k, v, arguments).reshape(*lead, *(heads[:1] * (not is_alone)), q.shape[2], v.shape[-1])
     out: Tensor
+    if 0 in (*heads, q.shape[-1], v.shape[-1]):
+        out = _attend_empty(q, k, v, arguments)
+        return out.reshape(*lead, *(heads[:1] * (not is_alone)), q.shape[2], v.shape[-1])
     if q.stride(1) < q.stride(2):  # out, and the gradients, are laid out as q is
         out = attention(*(x.transpose(1, 2) for x in (q, k, v)), **arguments).transpose(1, 2)
     else:
@@ -142,10 +143,13 @@ def _attend_empty(q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any]) ->
     """Returns the result [b, h, sq, d_v] of a call without heads or with a head dim of 0, where all scores are 0."""
     if q.shape[1] == 0:
         masks = [arguments["bias"]] if "bias" in arguments else []
-        return q.new_zeros(*q.shape[:3], v.shape[3]) + sum(x.sum() for x in (q, k, v, *masks))  # with a gradient of 0 for each
+        out = q.new_zeros(*q.shape[:3], v.shape[3])
+        for x in (q, k, v, *masks):
+            out = out + x.sum()  # with a gradient of 0 for each
+        return out
     narrow_q, narrow_k, narrow_v = (pad(x, (0, 1)) if x.shape[3] == 0 else x for x in (q, k, v))
-    out: Tensor = attention(narrow_q, narrow_k, narrow_v, qkv_format="bhsd", **arguments)
-    return out[..., : v.shape[3]]
+    wide: Tensor = attention(narrow_q, narrow_k, narrow_v, qkv_format="bhsd", **arguments)
+    return wide[..., : v.shape[3]]
 
 
 def _dtypes_beside(query: Tensor) -> tuple[torch.dtype, ...]:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexattn.validation import are_values_read
+from flexattn.call_key import are_values_read
 
 
 class Rotary(NamedTuple):
@@ -30,8 +30,8 @@ def rotate(x: Tensor, rotary: Rotary, positions: Tensor) -> Tensor:
     rows, r = rotary.cos.shape[0], 2 * rotary.cos.shape[-1]
     if are_values_read(positions) and bool((positions >= rows).any()):
         raise ValueError(
-            f"rotary_cos and rotary_sin have {rows} rows and a token is at position {int(positions.max())}; accepted: a row for each "
-            "position"
+            f"rotary_cos and rotary_sin have {rows} rows and a token is at position {int(positions.max())}; accepted: a row for "
+            "each position"
         )
     positions = positions.clamp(0, max(rows - 1, 0))  # an index out of range would end the process on a GPU
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32

@@ -25,12 +25,12 @@ def paged_attention_forward(
     dropout: float = 0.0,
     is_causal: bool | None = None,
     cache: Any = None,
-    read_index: list[Tensor] | None = None,
-    write_index: list[Tensor] | None = None,
-    cu_seq_lens_q: Tensor | None = None,
-    cu_seq_lens_k: Tensor | dict[str, Tensor] | None = None,
-    max_seqlen_q: int | Tensor | None = None,
-    max_seqlen_k: int | Tensor | dict[str, int] | None = None,
+    read_index: Any = None,
+    write_index: Any = None,
+    cu_seq_lens_q: Any = None,
+    cu_seq_lens_k: Any = None,
+    max_seqlen_q: Any = None,
+    max_seqlen_k: Any = None,
     block_table: Tensor | None = None,
     **keywords: Any,
 ) -> tuple[Tensor, None]:
@@ -46,9 +46,9 @@ def paged_attention_forward(
         scaling, softcap, s_aux, sliding_window: as `attention_forward` takes them.
         dropout: 0, as generation drops nothing.
         is_causal: True or None.
-        cache, read_index, write_index: store the new keys, and gather all keys of the requests.
+        cache, read_index, write_index: store the new keys, and gather all keys of the requests; the indices are lists of tensors.
         cu_seq_lens_q, cu_seq_lens_k: [requests + 1], integers; for keys a dict by layer type if the model has two.
-        max_seqlen_q, max_seqlen_k: the longest of them; for keys a dict likewise.
+        max_seqlen_q, max_seqlen_k: the longest of them, ints or 0-d tensors; for keys a dict likewise.
         block_table: None; transformers gives one to FlashAttention alone.
         keywords: names of `keywords.HARMLESS`, with any value, and any name with None.
 
@@ -66,14 +66,13 @@ def paged_attention_forward(
     if any(x is None for x in needed) or attention_mask is not None or block_table is not None:
         raise ValueError(
             f"paged attention came with cache {type(cache).__name__}, attention_mask {type(attention_mask).__name__} and "
-            f"block_table {type(block_table).__name__}; accepted: the cache of model.generate_batch() with its lengths and indices, and None for the other two; for "
+            f"block_table {type(block_table).__name__}; accepted: the cache of model.generate_batch() with its lengths "
+            "and indices, and None for the other two; for "
             "any other call give attn_implementation without 'paged|'"
         )
     window = sliding_window if sliding_window is not None else getattr(module, "sliding_window", None)
     kind = "sliding_attention" if window else "full_attention"
     of_k, longest_k = (of[kind] if isinstance(of, dict) else of for of in (cu_seq_lens_k, max_seqlen_k))
-    assert cu_seq_lens_q is not None and max_seqlen_q is not None
-    assert isinstance(of_k, Tensor) and isinstance(longest_k, int | Tensor)
     k, v = cache.update(
         key_states=key,
         value_states=value,
