@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import flexattn
 from flexattn import warn
 from flexattn.nn import Attention, MultiheadAttention
+from tests.support.marked import marked
 
 E, HEADS, N, L, S = 16, 4, 3, 5, 7
 DOUBLE = {"dtype": torch.float64}
@@ -257,19 +258,11 @@ def test_wrong_arguments_are_named(changes: dict[str, Any], error: type[Exceptio
     assert said in str(e.value)
 
 
-class Marked(Tensor):
-    """A class that overrides torch's functions, as classes do whose elements are not their value."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return super().__torch_function__(func, types, args, kwargs)
-
-
 @pytest.mark.parametrize("name", ["attn_mask", "key_padding_mask"])
 def test_a_mask_whose_class_gives_it_a_meaning_is_refused(name: str) -> None:
     x, mask = torch.ones(S, N, E), torch.zeros((S, S) if name == "attn_mask" else (N, S), dtype=torch.bool)
     with pytest.raises(TypeError, match=f"{name} is a Marked, whose elements may not be its value"):
-        MultiheadAttention(E, HEADS)(x, x, x, need_weights=False, **{name: mask.as_subclass(Marked)})
+        MultiheadAttention(E, HEADS)(x, x, x, need_weights=False, **{name: marked(mask)})
 
 
 @pytest.mark.parametrize(("queries", "batch", "keys"), [(0, N, S), (L, 0, S), (L, N, 0), (0, 0, 0)])

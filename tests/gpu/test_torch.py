@@ -200,6 +200,21 @@ def test_sdpa_runs_flexattn(is_causal: bool, compiled: bool, active: None, monke
         torch.testing.assert_close(a.float(), b.float(), rtol=3e-2, atol=3e-2)
 
 
+def test_causal_lower_right_counts_from_the_bottom_right_corner(active: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.nn.attention.bias import causal_lower_right
+
+    ran = counted(monkeypatch)
+    leaves = [randn(2, n, 4, 64, seed=i).transpose(1, 2).requires_grad_() for i, n in enumerate((77, 333, 333))]
+    sdpa, mask = torch.nn.functional.scaled_dot_product_attention, causal_lower_right(77, 333)
+    out = sdpa(*leaves, mask)
+    got = (out, *torch.autograd.grad(out.float().square().sum(), leaves))
+    assert {"forward", "backward"} <= set(ran)
+    want = sdpa(*(t.float() for t in leaves), mask._materialize("cuda"))
+    expected = (want, *torch.autograd.grad(want.square().sum(), leaves))
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a.float(), b.float(), rtol=3e-2, atol=3e-2)
+
+
 def test_varlen_attn_runs_flexattn(active: None, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.nn.attention.varlen import varlen_attn
 

@@ -17,6 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention as torchs
 
 import flexattn
 from flexattn.integrations.sdpa import scaled_dot_product_attention as ours
+from tests.support.marked import marked
 
 H, SQ, SKV, D, D_V = 4, 5, 7, 8, 6
 
@@ -252,14 +253,6 @@ def test_signature_is_torchs() -> None:
     assert {n: str(p.default) for n, p in parameters.items() if p.default is not p.empty} == defaults
 
 
-class Marked(Tensor):
-    """A class that overrides torch's functions, as classes do whose elements are not their value."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return super().__torch_function__(func, types, args, kwargs)
-
-
 REFUSED = {
     "an int mask": ({"attn_mask": torch.ones(SQ, SKV, dtype=torch.int32)}, TypeError, "attn_mask is .*accepted: bool"),
     "a mask of another half type": ({"attn_mask": torch.ones(SQ, SKV).half()}, TypeError, "attn_mask is"),
@@ -270,7 +263,7 @@ REFUSED = {
         "a CausalBias and is_causal is True",
     ),
     "a mask whose class gives it a meaning": (
-        {"attn_mask": torch.ones(SQ, SKV).as_subclass(Marked)},
+        {"attn_mask": marked(torch.ones(SQ, SKV))},
         TypeError,
         "attn_mask is a Marked",
     ),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.varlen import varlen_attn
 
 import flexattn
@@ -59,11 +60,17 @@ def test_sdpa(active: None, layout: str, is_causal: bool) -> None:
         assert got.stride() == torch.empty_like(leaf).stride()
 
 
-def test_sdpas_causal_mask_begins_in_the_top_left_corner(active: None) -> None:
-    q, k, v = (t.detach() for t in qkv(2, 4, 7, 8, heads_kv=4))
-    out, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q[:, :, :3], k, v, is_causal=True)
-    seen = torch.ones(3, 7, dtype=torch.bool).tril()
-    torch.testing.assert_close(out, ((q[:, :, :3] @ k.mT / 8**0.5).masked_fill(~seen, -torch.inf)).softmax(-1) @ v)
+def test_the_flash_operators_causal_mask_ends_in_the_bottom_right_corner(active: None) -> None:
+    """As in FlashAttention: with unequal lengths torch calls it for `causal_lower_right` alone (torch.nn.attention.bias)."""
+    leaves = qkv(2, 4, 7, 8, heads_kv=4)
+    q = leaves[0].detach()[:, :, :3].requires_grad_()
+    out, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, *leaves[1:], is_causal=True)
+    seen = causal_lower_right(3, 7)._materialize()
+    want = torch.nn.functional.scaled_dot_product_attention(q.double(), *(t.double() for t in leaves[1:]), seen)
+    torch.testing.assert_close(out.double(), want, rtol=2e-6, atol=2e-6)
+    inputs = [q, *leaves[1:]]
+    for got, expected in zip(gradients(out, inputs), gradients(want, inputs), strict=True):
+        torch.testing.assert_close(got, expected, rtol=5e-6, atol=5e-6)
 
 
 def test_sdpa_drops_the_same_weights_in_the_backward(active: None) -> None:

@@ -276,6 +276,11 @@ def test_cu_seq_lens_keep_sequences_apart_on_top_of_any_mask(kind: str) -> None:
     _same_with_gradients(_ours(qkv, mask, position_bias=bias, **lengths), _dense(qkv, seen, bias), qkv)
 
 
+def test_the_result_is_contiguous_as_some_models_view_it() -> None:
+    for mask in (None, CAUSAL.expand(B, 1, S, S)):
+        assert _ours(_qkv(), mask).is_contiguous()
+
+
 def test_wrong_arguments_are_named() -> None:
     qkv = _qkv()
     with pytest.raises(ValueError, match=r"attention_mask is a tensor \[2, 24\].*registered too"):
