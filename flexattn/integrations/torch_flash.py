@@ -240,7 +240,7 @@ def _sdpa_forward(
     fmt, swapped = _format(query)
     q, k, v = (t.transpose(1, 2) if swapped else t for t in (query, key, value))
     rng_state = _rng_state(dropout_p, query.device)
-    x, settings = _call(q, k, v, **_sdpa_arguments(fmt, dropout_p, _FLASH_CAUSAL if is_causal else None, scale, rng_state))
+    x, settings = _call(q, k, v, **_flash_arguments(fmt, dropout_p, is_causal, scale, rng_state))
     out, lse = _run(x, settings, (query, key, value))
     out = _laid_out_as(out.transpose(1, 2) if swapped else out, query)
     return (out, lse, None, None, query.shape[2], key.shape[2], *_states(rng_state, query))
@@ -268,7 +268,7 @@ def _sdpa_backward(
     tensors = (t.transpose(1, 2) if swapped else t for t in (query, key, value, grad_out, out))
     q, k, v, dout, result = tensors
     rng_state = philox_seed.view(torch.int64) if dropout_p else None
-    x, settings = _call(q, k, v, **_sdpa_arguments(fmt, dropout_p, _FLASH_CAUSAL if is_causal else None, scale, rng_state))
+    x, settings = _call(q, k, v, **_flash_arguments(fmt, dropout_p, is_causal, scale, rng_state))
     gradients = ops._backward_op(dout, None, result, logsumexp, *x, *settings._replace(needs_grad=True))[:3]
     given = (query, key, value)
     return tuple(_laid_out_as(g.transpose(1, 2) if swapped else g, t) for g, t in zip(gradients, given, strict=True))
@@ -287,8 +287,7 @@ def _masked_forward(
 ) -> tuple[Tensor, ...]:
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
     rng_state = _rng_state(dropout_p, query.device)
-    arguments = _sdpa_arguments("bshd", dropout_p, _EFFICIENT_CAUSAL if is_causal else None, scale, rng_state)
-    x, settings = _call(q, k, v, **arguments, **_bias(attn_bias))
+    x, settings = _call(q, k, v, **_sdpa_arguments("bshd", dropout_p, is_causal, scale, rng_state), **_bias(attn_bias))
     out, lse, _ = ops._forward_op(*x, *settings._replace(needs_grad=compute_log_sumexp))
     sq = query.shape[2]
     kept = -(-sq // 32) * 32 if compute_log_sumexp else 0  # as torch's kernels do, which compiled code counts on
@@ -316,8 +315,7 @@ def _masked_backward(
 ) -> tuple[Tensor | None, ...]:
     q, k, v, dout, result = (t.transpose(1, 2) for t in (query, key, value, grad_out, out))
     rng_state = torch.stack((philox_seed, philox_offset)) if dropout_p else None
-    arguments = _sdpa_arguments("bshd", dropout_p, _EFFICIENT_CAUSAL if is_causal else None, scale, rng_state)
-    x, settings = _call(q, k, v, **arguments, **_bias(attn_bias))
+    x, settings = _call(q, k, v, **_sdpa_arguments("bshd", dropout_p, is_causal, scale, rng_state), **_bias(attn_bias))
     needs_bias_grad = attn_bias is not None and grad_input_mask[3]
     settings = settings._replace(needs_grad=True, needs_bias_grad=needs_bias_grad)
     lse = logsumexp[..., : query.shape[2]].contiguous()
@@ -337,17 +335,21 @@ def _aligned(dbias: Tensor) -> Tensor:
     return dbias.new_empty(*outer, -(-columns // 16) * 16)[..., :columns].copy_(dbias)
 
 
-# The flash operator counts from the bottom-right corner, as FlashAttention does. torch gives it no causal call of unequal lengths
-# but those of `causal_lower_right`. The memory-efficient operator counts from the top-left corner.
-_FLASH_CAUSAL, _EFFICIENT_CAUSAL = "causal_bottom_right", "causal"
-
-
-def _sdpa_arguments(fmt: str, dropout_p: float, mask: str | None, scale: float | None, rng_state: Tensor | None) -> dict[str, Any]:
-    """Returns the arguments of `attention`; mask: its mask type, or None without one."""
+def _sdpa_arguments(fmt: str, dropout_p: float, is_causal: bool, scale: float | None, rng_state: Tensor | None) -> dict[str, Any]:
+    """Returns the arguments of `attention`; the memory-efficient operator's causal mask starts in the top-left corner."""
     return {
         "qkv_format": fmt,
-        "attn_mask_type": mask or "no_mask",
+        "attn_mask_type": "causal" if is_causal else "no_mask",
         "softmax_scale": scale,
         "dropout_p": dropout_p,
         "rng_state": rng_state,
     }
+
+
+def _flash_arguments(fmt: str, dropout_p: float, is_causal: bool, scale: float | None, rng_state: Tensor | None) -> dict[str, Any]:
+    """Returns the same for the flash operator, whose causal mask ends in the bottom-right corner, as FlashAttention's does.
+
+    With unequal lengths torch gives it the causal calls of `torch.nn.attention.bias.causal_lower_right` alone.
+    """
+    arguments = _sdpa_arguments(fmt, dropout_p, is_causal, scale, rng_state)
+    return arguments | {"attn_mask_type": "causal_bottom_right"} if is_causal else arguments
