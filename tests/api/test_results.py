@@ -30,7 +30,7 @@ OTHER_FORMAT = {"bshd": "sbhd", "sbhd": "bshd", "bhsd": "bshd", "thd": ""}
 def arguments_of(fmt: str) -> dict[str, Any]:
     if fmt != "thd":
         return {"qkv_format": fmt, "attn_mask_type": "causal"}
-    cu = torch.tensor([0, S - 3, 2 * S - 1], dtype=torch.int32)
+    cu = torch.tensor([0, S - 3, 2 * S - 4], dtype=torch.int32)
     lengths = {"cu_seqlens_q": cu, "cu_seqlens_kv": cu, "max_seqlen_q": S, "max_seqlen_kv": S}
     return {"qkv_format": fmt, "attn_mask_type": "padding_causal", **lengths}
 
