@@ -214,12 +214,12 @@ def test_tokens_without_room_are_left_out_where_no_value_is_read(case, function,
     q, k_cache, v_cache, k, v = case
     before = k_cache.clone(), v_cache.clone()
     starts = {"cache_leftpad": torch.tensor([2, 1], dtype=torch.int32)} if leftpad else {}
-    out = function(q, k_cache, v_cache, k, v, cache_seqlens=torch.tensor([4, S - 1], dtype=torch.int32), **starts)
+    out = function(q, k_cache, v_cache, k, v, cache_seqlens=torch.tensor([S - 1, 4], dtype=torch.int32), **starts)
     for cache, old, new in ((k_cache, before[0], k), (v_cache, before[1], v)):
-        old[0, 4:7], old[1, S - 1] = new[0], new[1, 0]
+        old[0, S - 1], old[1, 4:7] = new[0, 0], new[1]
         assert torch.equal(cache, old)
-    first = 1 if leftpad else 0
-    close(out[1], reference(q[1], k_cache[1, first:], v_cache[1, first:])[0])  # and no key of the third row
+    first = 2 if leftpad else 0
+    close(out[0], reference(q[0], k_cache[0, first:], v_cache[0, first:])[0])  # and no key of the second row
 
 
 @pytest.mark.parametrize("has_table", [False, True])
