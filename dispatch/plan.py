@@ -59,12 +59,13 @@ class Buffer(NamedTuple):
 
 
 class View(NamedTuple):
-    """A contiguous tensor in a buffer; of no elements where `buffer` is None."""
+    """A tensor without gaps in a buffer; of no elements where `buffer` is None."""
 
     buffer: int | None
     offset: int  # elements
     shape: tuple[int, ...]
     dtype: torch.dtype
+    order: tuple[int, ...] = ()  # its dims from the outermost in memory on; () for a contiguous tensor
 
 
 class Zero(NamedTuple):
@@ -138,7 +139,7 @@ def record(run: Callable[[], Sequence[Tensor]], inputs: Sequence[Tensor], device
     updated: which of the inputs it may write.
 
     Raises PlanError where two inputs share memory, where a kernel gets a tensor that begins within a buffer, and for a tensor of
-    torch's operators that is not contiguous.
+    torch's operators that has gaps.
     """
     from flexattn.kernels_triton.runtime.launch import pretended_device, recorded_launches
 
@@ -233,7 +234,10 @@ class _Memory:
     def view_of(self, t: Tensor) -> View:
         if not t.numel():
             return View(None, 0, tuple(t.shape), t.dtype)
+        order: tuple[int, ...] = ()
         if not t.is_contiguous():
-            raise PlanError(f"a tensor of shape {tuple(t.shape)} is not contiguous: its strides are {t.stride()}")
+            order = tuple(sorted(range(t.dim()), key=lambda dim: (-t.stride(dim), -t.shape[dim])))
+            if not t.permute(order).is_contiguous():
+                raise PlanError(f"a tensor of shape {tuple(t.shape)} has gaps in memory: its strides are {t.stride()}")
         buffer, offset = self._place(t)
-        return View(buffer, offset // t.element_size(), tuple(t.shape), t.dtype)
+        return View(buffer, offset // t.element_size(), tuple(t.shape), t.dtype, order)

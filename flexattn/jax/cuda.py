@@ -230,15 +230,18 @@ class _Memory:
         array, size = _viewed(self.whole(view.buffer), jax_dtype(view.dtype)), _size(view)
         if array.size != size:
             array = jax.lax.dynamic_slice(array.reshape(-1), (view.offset,), (size,))
-        return array.reshape(view.shape)
+        if not view.order:
+            return array.reshape(view.shape)
+        in_memory = array.reshape([view.shape[dim] for dim in view.order])
+        return in_memory.transpose([view.order.index(dim) for dim in range(len(view.order))])
 
     def write(self, view: View, value: Any) -> None:
         """Puts a value in the place of a view's."""
         if view.buffer is None:
             return
         buffer, size = self.buffers[view.buffer], _size(view)
-        value = jnp.broadcast_to(value, view.shape).astype(jax_dtype(view.dtype)).reshape(-1)
-        value = _viewed(value, jax_dtype(buffer.dtype))
+        value = jnp.broadcast_to(value, view.shape).astype(jax_dtype(view.dtype))
+        value = _viewed((value.transpose(view.order) if view.order else value).reshape(-1), jax_dtype(buffer.dtype))
         if size == buffer.size:
             self.zeroed.discard(view.buffer)
             self.of[view.buffer] = value

@@ -72,7 +72,7 @@ class DelayedScaling(NamedTuple):
     @classmethod
     def create(cls, recipe: fp8.Recipe, num_heads: int, num_heads_kv: int | None = None) -> DelayedScaling:
         """Returns the state before the first step, whose scales are 1. Takes and raises what `flexattn.fp8.DelayedScaling` does."""
-        made = fp8.DelayedScaling(recipe, num_heads, num_heads_kv)
+        made = fp8.DelayedScaling(recipe, num_heads, num_heads_kv, device="cpu")
         return cls(*(jnp.asarray(getattr(made, name).numpy()) for name in fp8.BUFFERS))
 
     def update(self, recipe: fp8.Recipe, noted: DelayedScaling) -> DelayedScaling:
@@ -102,7 +102,7 @@ def _scale_of(amax: Any, dtype: torch.dtype, margin: int) -> Any:
 
 def stand_in(recipe: Any, arrays: dict[str, Tensor]) -> Any:
     """Returns what the checks of `flexattn.attention` take for a state, with tensors in the place of its buffers."""
-    made = fp8.DelayedScaling(recipe, 1)
+    made = fp8.DelayedScaling(recipe, 1, device="meta")
     made._buffers.update(arrays)
     return made
 

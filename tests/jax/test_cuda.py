@@ -102,6 +102,37 @@ def test_gradients_of_captures(interpreted: list[Any], deterministic: bool) -> N
     assert any("captures" in one.launch.kernel.__name__ for one in interpreted)
 
 
+@pytest.mark.parametrize("fmt", ["sbhd", pytest.param("bhsd", marks=pytest.mark.slow)])
+def test_sums_over_split_keys_in_formats_with_other_strides(interpreted: list[Any], fmt: str) -> None:
+    """dk and dv are sums of several parts, which are copied into tensors whose dims lie otherwise in memory."""
+    q, k, v = (jax.random.normal(jax.random.key(heads), (2, 17, heads, 16)) for heads in (4, 1, 1))
+    there = ["bshd".index(letter) for letter in fmt]
+    back = [fmt.index(letter) for letter in "bshd"]
+
+    def loss(fmt: str, *x: Any) -> Any:
+        return (fj.attention(*x, qkv_format=fmt) ** 2).sum()
+
+    with cuda.compiled_for((8, 0), processors=132):
+        found = jax.jit(jax.grad(lambda *x: loss(fmt, *x), (0, 1, 2)))(*(x.transpose(there) for x in (q, k, v)))
+    assert any(one.launch.kernel.__name__ == "_attn_bwd_dkdv_kernel" for one in interpreted)
+    for a, b in zip(found, jax.grad(lambda *x: loss("bshd", *x), (0, 1, 2))(q, k, v), strict=True):
+        assert abs(a.transpose(back) - b).max() < 2e-5 * abs(b).max()
+
+
+def test_gradients_of_several_captures_deterministic(interpreted: list[Any]) -> None:
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 24, 2, 16))
+    tables = (jnp.array([0.5, 0.25]), jnp.array([0.125, -0.5]))
+
+    def loss(deterministic: bool, *tables: Any) -> Any:
+        mod = lambda s, b, h, i, j: s * tables[0][h] + tables[1][h] * j  # noqa: E731
+        return (fj.attention(q, k, v, score_mod=mod, deterministic=deterministic) ** 2).sum()
+
+    found, other = (jax.jit(jax.grad(lambda *x, d=d: loss(d, *x), (0, 1)))(*tables) for d in (True, False))
+    for a, b in zip(found, other, strict=True):
+        assert abs(a - b).max() < 1e-5 * abs(b).max()
+    assert sum("captures" in one.launch.kernel.__name__ for one in interpreted) == 3
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["causal", "softcap", "post_scale_bias", "masks and a bias"])
 def test_callbacks_of_transformer_engine_in_xlas_memory(interpreted: list[Any], name: str) -> None:
