@@ -32,29 +32,30 @@ def dot_product_attention(
     Args:
         query: [b, sq, h, d] or [sq, h, d].
         key, value: [b, skv, h_kv, d] or without b, as query; h is a multiple of h_kv.
-        bias: added to the scaled scores, [b, h, sq, skv] or without b, where b, h, sq and skv may be 1. Differentiable.
+        bias: added to the scaled scores, [b, h, sq, skv], where b, h, sq and skv may be 1 and the first ones may be missing; of
+            floats, which is differentiable, or of integers, in any dtype.
         mask: bool, of such a shape: whether the query sees the key.
         scale: None is 1/sqrt(d).
         is_causal: whether query i sees keys j <= i alone.
         query_seq_lengths, key_value_seq_lengths: int32 [b]: how many tokens of each sequence count.
         local_window_size: w, or (left, right): query i sees keys i - left to i + right.
         implementation: None, and flexattn chooses (`flexattn.jax.explain` says what runs), or "cudnn" for backend="cudnn".
-        return_residual: whether to return lse, float32 [b, sq, h] or [sq, h], as well.
+        return_residual: whether to return lse, [b, sq, h] or [sq, h], as well: in the dtype of query and without a gradient, as
+            JAX has it. A query that sees no key has JAX's number, -0.7 times the largest of float32; in float16 that is -inf.
 
     Raises ValueError and TypeError as `attention` does.
     """
     if implementation not in (None, "cudnn"):
         raise ValueError(f"implementation is {implementation!r}; accepted: None, and flexattn chooses a backend, or 'cudnn'")
     single = jnp.ndim(query) == 3
-    given: dict[str, Any] = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask}
+    given = {"query": query, "key": key, "value": value}
     for name, x in given.items():
-        if x is None and name in ("bias", "mask"):
-            continue
-        if x is None or jnp.ndim(x) not in (3, 4):
-            came = "None" if x is None else f"of shape {jnp.shape(x)}"
-            raise ValueError(f"{name} is {came}; accepted: an array of 4 dims, or of 3 without the batch")
-        given[name] = jnp.asarray(x)[None] if jnp.ndim(x) == 3 else jnp.asarray(x)
-    q, k, v, bias, mask = given.values()
+        if jnp.ndim(x) not in (3, 4):
+            raise ValueError(f"{name} is of shape {jnp.shape(x)}; accepted: an array of 4 dims, or of 3 without the batch")
+    q, k, v = (_four_dims(name, x) for name, x in given.items())
+    bias, mask = (None if x is None else _four_dims(name, x) for name, x in (("bias", bias), ("mask", mask)))
+    if bias is not None and bias.dtype not in (q.dtype, jnp.float32):
+        bias = bias.astype(jnp.float32)
     if mask is not None and mask.dtype != jnp.bool_:
         raise TypeError(f"mask has dtype {mask.dtype}; accepted: bool")
     batch, lengths = q.shape[0], {}
@@ -82,10 +83,19 @@ def dot_product_attention(
         backend=implementation,
         **lengths,
     )
-    lse = jnp.swapaxes(lse, 1, 2)
+    hidden = jnp.asarray(-0.7 * jnp.finfo(jnp.float32).max, jnp.float32)
+    residual = jax.lax.stop_gradient(jnp.where(jnp.isneginf(lse), hidden, lse).astype(out.dtype))
+    residual = jnp.swapaxes(residual, 1, 2)
     if single:
-        out, lse = out[0], lse[0]
-    return (out, lse) if return_residual else out
+        out, residual = out[0], residual[0]
+    return (out, residual) if return_residual else out
+
+
+def _four_dims(name: str, x: Any) -> Any:
+    """Returns an array with dims of size 1 in front, as many as 4 dims need."""
+    if jnp.ndim(x) > 4:
+        raise ValueError(f"{name} is of shape {jnp.shape(x)}; accepted: an array of at most 4 dims")
+    return jnp.asarray(x).reshape((1,) * (4 - jnp.ndim(x)) + jnp.shape(x))
 
 
 def _cumulative(name: str, lengths: Any, batch: int, longest: int) -> Any:

@@ -44,6 +44,39 @@ def test_equals_that_of_jax(arguments: dict[str, Any]) -> None:
         assert jnp.allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
+BIASES: dict[str, Any] = {
+    "one dim": {"bias": normal(6, 11), "mask": jnp.arange(11) < 7},
+    "two dims": {"bias": normal(6, 9, 11), "mask": jnp.tril(jnp.ones((9, 11), bool))},
+    "integers": {"bias": jnp.arange(11)},
+    "booleans": {"bias": jnp.arange(11) > 4},
+    "another dtype": {"bias": normal(6, 9, 11).astype(jnp.float16)},
+    "numbers": {"bias": jnp.float32(2.0), "mask": jnp.array(True)},
+}
+
+
+@pytest.mark.parametrize("name", BIASES)
+def test_biases_and_masks_that_jax_takes(name: str) -> None:
+    q, k, v = normal(0, 2, 9, 4, 16), normal(1, 2, 11, 2, 16), normal(2, 2, 11, 2, 16)
+    found, expected = (f(q, k, v, **BIASES[name]) for f in (fj.dot_product_attention, jax.nn.dot_product_attention))
+    assert jnp.allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_the_residual_is_that_of_jax(dtype: Any) -> None:
+    """In the dtype of query, without a gradient, and with JAX's number for queries that see no key."""
+    q, k, v = (x.astype(dtype) for x in (normal(0, 2, 9, 4, 16), normal(1, 2, 11, 4, 16), normal(2, 2, 11, 4, 16)))
+    mask = jnp.arange(9)[:, None] < jnp.full((1, 11), 5)
+
+    def both(function: Any) -> Any:
+        residual, pull = jax.vjp(lambda *x: function(*x, mask=mask, return_residual=True)[1], q, k, v)
+        return residual, *pull(jnp.ones_like(residual))
+
+    (found, *gradients), (expected, *_) = both(fj.dot_product_attention), both(jax.nn.dot_product_attention)
+    assert found.dtype == expected.dtype == dtype
+    assert jnp.allclose(found.astype(jnp.float32), expected.astype(jnp.float32), rtol=1e-2 if dtype != jnp.float32 else 1e-6)
+    assert not any(x.any() for x in gradients)
+
+
 def test_without_a_batch() -> None:
     q, k, v = normal(0, 9, 4, 16), normal(1, 11, 4, 16), normal(2, 11, 4, 16)
     out, lse = fj.dot_product_attention(q, k, v, is_causal=True, return_residual=True)
