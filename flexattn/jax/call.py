@@ -50,8 +50,8 @@ def meta_tensor(name: str, aval: Any) -> Tensor:
     """Returns a tensor without memory, of an array's shape and dtype; raises ValueError for a size that is a symbol."""
     if not all(isinstance(size, int) for size in aval.shape):
         raise ValueError(
-            f"{name} has shape {aval.shape}, with sizes that are symbols; accepted: sizes that are numbers, as kernels are chosen by "
-            "them: export the function once for each size, or pad to the largest one"
+            f"{name} has shape {aval.shape}, with sizes that are symbols; accepted: sizes that are numbers, as they decide which "
+            "kernels run: export the function once for each size, or pad to the largest one"
         )
     return torch.empty(tuple(aval.shape), dtype=torch_dtype(name, aval.dtype), device="meta")
 

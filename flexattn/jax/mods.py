@@ -199,6 +199,8 @@ class _Writer:
                 inner = e.params.get("jaxpr") or e.params.get("call_jaxpr")
                 inner_consts = [self.capture(value) for value in getattr(inner, "consts", ())]
                 values = self.run(getattr(inner, "jaxpr", inner), inner_consts, [read(x) for x in e.invars])
+            elif name == "pvary":  # of a shard_map, and the same value
+                values = [read(x) for x in e.invars]
             elif name == "dynamic_slice":
                 table, *indices = e.invars
                 values = [self.part(read(table), [read(_unwrapped(made, i)) for i in indices], e.params["slice_sizes"], table.aval)]

@@ -15,6 +15,7 @@ jnp = jax.numpy
 fj = pytest.importorskip("flexattn.jax")
 
 P = jax.sharding.PartitionSpec
+BY_BATCH = P("b")
 
 
 @pytest.fixture(scope="module")
@@ -37,9 +38,9 @@ def check(found: Any, expected: Any) -> None:
         assert jnp.allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
-def on_mesh(function: Callable[..., Any], specs: Any = P("b"), **how: Any) -> Callable[..., Any]:
+def on_mesh(function: Callable[..., Any], specs: Any = BY_BATCH, **how: Any) -> Callable[..., Any]:
     mesh = jax.make_mesh((4,), ("b",), axis_types=(jax.sharding.AxisType.Auto,))
-    return jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=P("b"), **how)  # type: ignore[no-any-return]
+    return jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=BY_BATCH, **how)  # type: ignore[no-any-return]
 
 
 @pytest.mark.usefixtures("four_devices")
@@ -63,7 +64,9 @@ def test_the_gradient_of_what_all_devices_share_is_summed(qkv: list[Any]) -> Non
 
     def call(q: Any, k: Any, v: Any, sink: Any, table: Any) -> Any:
         k, v = (jnp.broadcast_to(x, (q.shape[0], *x.shape[1:])) for x in (k, v))
-        return fj.attention(q, k, v, softmax_type="learnable", softmax_offset=sink, score_mod=lambda s, b, h, i, j: s + table[h] * j)
+        return fj.attention(
+            q, k, v, softmax_type="learnable", softmax_offset=sink, score_mod=lambda s, b, h, i, j: s + table[h] * j
+        )
 
     sharded = on_mesh(call, (P("b"), P(), P(), P(), P()))
     check(jax.jit(lambda *x: both(sharded, *x))(q, k, v, *more), both(call, q, k, v, *more))
@@ -76,6 +79,17 @@ def test_caches_and_quantities_inside_of_a_checked_shard_map(qkv: list[Any]) -> 
     check(jax.jit(on_mesh(append))(k, v), append(k, v))
     quantised = lambda q: fj.fp8.quantize(q.astype(jnp.bfloat16), flexattn.fp8.Recipe(granularity="head")).descale  # noqa: E731
     assert jax.jit(on_mesh(quantised))(q).shape == (4, 2, 1)
+
+
+@pytest.mark.usefixtures("four_devices")
+def test_mods_inside_of_a_shard_map_may_mix_what_devices_share_and_what_they_do_not(qkv: list[Any]) -> None:
+    table, factor = jax.random.normal(jax.random.key(1), (4, 2)), jnp.float32(0.5)
+
+    def call(q: Any, k: Any, v: Any, table: Any) -> Any:
+        return fj.attention(q, k, v, score_mod=lambda s, b, h, i, j: s + table[0, h] * factor * j)
+
+    found = jax.jit(on_mesh(lambda *x: both(call, *x)))(*qkv, table)
+    check([x[2:3] for x in found], both(call, *(x[2:3] for x in (*qkv, table))))
 
 
 CALLS: dict[str, Callable[..., Any]] = {

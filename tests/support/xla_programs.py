@@ -220,7 +220,7 @@ def main() -> None:
             if not names or name in names:
                 text = compiled(function, arrays, devices)
                 result[name] = [calls(text), *shared(text)]
-    print(json.dumps(result))
+    sys.stdout.write(json.dumps(result) + "\n")
 
 
 if __name__ == "__main__":
