@@ -236,7 +236,7 @@ class _Memory:
             return View(None, 0, tuple(t.shape), t.dtype)
         order: tuple[int, ...] = ()
         if not t.is_contiguous():
-            order = tuple(sorted(range(t.dim()), key=lambda dim: (-t.stride(dim), -t.shape[dim])))
+            order = tuple(sorted(range(t.dim()), key=lambda dim: (-t.stride()[dim], -t.shape[dim])))
             if not t.permute(order).is_contiguous():
                 raise PlanError(f"a tensor of shape {tuple(t.shape)} has gaps in memory: its strides are {t.stride()}")
         buffer, offset = self._place(t)

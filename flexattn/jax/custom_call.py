@@ -76,9 +76,10 @@ def custom_call(step: Kernel, written: frozenset[int], architecture: int, zeros:
     kernel = lib.TritonKernel(binary.name, binary.num_warps, 1, binary.shared, ptx, "", architecture)
     parameters = [parameter for one in (*operands, *again) for parameter in one.parameters]
     call = lib.TritonKernelCall(kernel, launch.programs, 1, 1, parameters)
-    buffers = (tuple(one.buffer for one in some if one.buffer is not None) for some in (operands, again))
-    zeroed = frozenset(one.buffer for one in (*operands, *again) if one.is_pointer and one.buffer in zeros)
-    return CustomCall(zlib.compress(call.to_proto(f"flexattn {binary.name}", b"")), *buffers, zeroed)
+    pointed, pointed_again = (tuple(one.buffer for one in some if one.buffer is not None) for some in (operands, again))
+    pointers = {one.buffer for one in (*operands, *again) if one.is_pointer}
+    zeroed = frozenset(place for place in zeros if place in pointers)
+    return CustomCall(zlib.compress(call.to_proto(f"flexattn {binary.name}", b"")), pointed, pointed_again, zeroed)
 
 
 def _arguments(step: Kernel, compiled: Any, binary: Any, zeros: Mapping[int, int]) -> list[_Argument]:

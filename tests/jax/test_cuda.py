@@ -168,28 +168,42 @@ import json, sys
 import jax, jax.numpy as jnp
 from flexattn.jax import attention, compiled_for, cuda
 
-names, custom_call = [], cuda.custom_call
+from flexattn.jax.custom_call import _jaxlib
+
+names, zeros, custom_call, parameter = [], [], cuda.custom_call, _jaxlib().create_array_parameter
 def noted(step, *rest):
     names.append(step.launch.kernel.__name__)
     return custom_call(step, *rest)
-cuda.custom_call = noted
-q = jax.ShapeDtypeStruct((2, 4096, 8, 128), jnp.bfloat16)
+def described(size, alignment):
+    zeros.extend([size] if size else [])
+    return parameter(size, alignment)
+cuda.custom_call, _jaxlib().create_array_parameter = noted, described
+*shape, key_heads = map(int, sys.argv[2].split())
+q, k = (jax.ShapeDtypeStruct((*shape[:2], heads, shape[3]), jnp.bfloat16) for heads in (shape[2], key_heads))
 call = jax.grad(lambda *x: attention(*x, attn_mask_type="causal").astype(jnp.float32).sum(), (0, 1, 2))
 check = jax.export.DisabledSafetyCheck.custom_call(cuda.TARGET)
 major, minor = map(int, sys.argv[1].split("."))
 with compiled_for((major, minor), processors=132):
-    text = jax.export.export(jax.jit(call), platforms=["cuda"], disabled_checks=[check])(q, q, q).mlir_module()
+    text = jax.export.export(jax.jit(call), platforms=["cuda"], disabled_checks=[check])(q, k, k).mlir_module()
 counts = [text.count(it) for it in ("@" + cuda.TARGET, "#stablehlo.output_operand_alias<", "stablehlo.optimization_barrier")]
-print(json.dumps([names, *counts]))
+print(json.dumps([names, zeros, *counts]))
 """
 
 
 @pytest.mark.parametrize(
-    ("capability", "aliases", "names"),
+    ("capability", "shape", "zeros", "aliases", "names"),
     [
-        ("8.0", 11, ["_attn_fwd_kernel", "_attn_bwd_dq_kernel", "_attn_bwd_dkdv_kernel"]),
+        (  # dk and dv are sums of four parts in fp32
+            "8.0",
+            "1 512 32 64 1",
+            [4 * 512 * 64 * 4] * 2,
+            11,
+            ["_attn_fwd_kernel", "_attn_bwd_dq_kernel", "_attn_bwd_dkdv_kernel"],
+        ),
         (
             "9.0",
+            "2 4096 8 128 8",
+            [4],
             10,
             [
                 *("_attn_fwd_hopper_kernel", "_attn_bwd_preprocess_kernel", "_attn_bwd_fused_hopper_kernel"),
@@ -198,7 +212,9 @@ print(json.dumps([names, *counts]))
         ),
     ],
 )
-def test_exported_program_has_the_launches(fresh_python: Any, capability: str, aliases: int, names: list[str]) -> None:
+def test_exported_program_has_the_launches(
+    fresh_python: Any, capability: str, shape: str, zeros: list[int], aliases: int, names: list[str]
+) -> None:
     try:
         from jax._src.lib import gpu_triton
     except ImportError as e:
@@ -207,9 +223,9 @@ def test_exported_program_has_the_launches(fresh_python: Any, capability: str, a
         pytest.skip("JAX's CUDA plugin, which describes kernels, is not installed: pip install --no-deps jax-cuda13-plugin")
     if capability == "9.0" and not hasattr(gpu_triton, "create_tma_descriptor_parameter"):
         pytest.skip("tensor maps, which the kernels for sm_90 need, come with jaxlib 0.11.1")
-    done = fresh_python("-c", EXPORTED, capability, env={"JAX_PLATFORMS": "cpu"})
+    done = fresh_python("-c", EXPORTED, capability, shape, env={"JAX_PLATFORMS": "cpu"})
     assert done.returncode == 0, done.stderr[-3000:]
-    assert json.loads(done.stdout) == [names, len(names), aliases, 2 * len(names)]
+    assert json.loads(done.stdout) == [names, zeros, len(names), aliases, 2 * len(names)]
 
 
 HOPPER = """
