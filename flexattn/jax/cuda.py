@@ -290,7 +290,7 @@ def _launch(step: Kernel, memory: _Memory) -> None:
         TARGET,
         [jax.ShapeDtypeStruct(arrays[place].shape, arrays[place].dtype) for place in written],
         input_output_aliases={call.operands.index(place): i for i, place in enumerate(written)},
-    )(*arrays.values(), opaque=call.text)
+    )(*(arrays[place] for place in call.operands), opaque=call.text)
     # Without a barrier, XLA may give a result that becomes a slice of something, as in a scan, that slice for its memory, although
     # the kernel writes to the operand that the result is aliased to. Later versions look at aliases first:
     # https://github.com/openxla/xla/blob/main/xla/backends/gpu/transforms/dynamic_slice_fusion_rewriter_v2.cc
