@@ -204,7 +204,7 @@ print(json.dumps([names, zeros, *counts]))
             "9.0",
             "2 4096 8 128 8",
             [4],
-            10,
+            11,
             [
                 *("_attn_fwd_hopper_kernel", "_attn_bwd_preprocess_kernel", "_attn_bwd_fused_hopper_kernel"),
                 "_attn_bwd_dq_conversion_kernel",
