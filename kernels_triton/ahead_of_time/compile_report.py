@@ -44,7 +44,8 @@ from triton.runtime.cache import get_cache_manager
 from triton.runtime.jit import JITFunction
 
 from flexattn.kernels_triton.mods.lowering import compile_source, source_of
-from flexattn.kernels_triton.runtime.launch import Launch, compiler_options
+from flexattn.kernels_triton.runtime.compiler import compiling, options_of
+from flexattn.kernels_triton.runtime.launch import Launch
 from flexattn.kernels_triton.runtime.sass_registers import undefined_registers
 
 SHARED_MEMORY_LIMIT: dict[int, int] = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
@@ -315,12 +316,13 @@ def compiled_from(request: CompileRequest) -> CompiledKernel:
     constexprs = {name: _constant(value) for name, value in request.constexprs.items()}
     source = _source(kernel, request.signature, constexprs, request.aligned)
     options = _options(kernel, request.num_warps, request.num_stages)
-    return triton.compile(source, target=GPUTarget("cuda", request.sm, 32), options=options)  # type: ignore[no-any-return]
+    with compiling():
+        return triton.compile(source, target=GPUTarget("cuda", request.sm, 32), options=options)  # type: ignore[no-any-return]
 
 
 def _options(kernel: JITFunction[Any], num_warps: int, num_stages: int) -> dict[str, Any]:
     """Returns the options that a launch compiles the kernel with; debug: the assertions of an `asserting_kernel`."""
-    options = compiler_options(num_warps, num_stages)
+    options = options_of(num_warps, num_stages)
     return options | {"debug": True} if kernel.debug else options
 
 
@@ -371,7 +373,7 @@ def _compile(source: ASTSource, target: GPUTarget, options: dict[str, Any]) -> t
     """The kernel, and what ptxas said when it was made, which is kept beside it in Triton's cache."""
     for always in (False, True):  # a kernel may be in the cache without the log
         log = io.StringIO()
-        with triton.knobs.nvidia.scope(), triton.knobs.compilation.scope(), contextlib.redirect_stdout(log):
+        with compiling(), triton.knobs.nvidia.scope(), triton.knobs.compilation.scope(), contextlib.redirect_stdout(log):
             triton.knobs.nvidia.dump_ptxas_log = True
             triton.knobs.compilation.always_compile = always
             compiled = triton.compile(source, target=target, options=options)

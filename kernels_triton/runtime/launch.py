@@ -14,7 +14,7 @@ import torch
 import triton
 
 from flexattn.forks import fork_safe
-from flexattn.kernels_triton.runtime import interpreter, sources, store
+from flexattn.kernels_triton.runtime import compiler, interpreter, sources, store
 from flexattn.kernels_triton.runtime.direct import Direct
 from flexattn.kernels_triton.runtime.entry import fields_of, flat_function, flattening
 from flexattn.kernels_triton.runtime.varying import Varying, plain
@@ -30,14 +30,6 @@ class Tile(NamedTuple):
     num_warps: int
     num_stages: int
     apart: bool = False  # dk and dv by a launch each: the scores once more, and half the accumulators at a time
-
-
-def compiler_options(num_warps: int, num_stages: int) -> dict[str, Any]:
-    """Returns the options of Triton's compiler, the same for each kernel but for these two.
-
-    enable_fp_fusion: a product and a sum become one operation, which rounds once. It is the default until Triton 3.9 alone.
-    """
-    return {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
 
 
 MAX_PROGRAMS = 2**31 - 1  # CUDA C++ Programming Guide, "Compute Capabilities": maximum x-dimension of a grid
@@ -304,7 +296,8 @@ def _launch(kernel: Any, programs: int, device: torch.device, tile: Tile, argume
     if direct is not None:
         direct.launch(programs, current_stream(device), arguments)
     else:
-        kernel[(programs,)](*plain(arguments), **compiler_options(tile.num_warps, tile.num_stages))
+        with compiler.compiling():
+            kernel[(programs,)](*plain(arguments), **compiler.options_of(tile.num_warps, tile.num_stages))
     watcher = _thread.watcher
     if watcher is not None:
         watcher(direct, programs, arguments)
@@ -316,11 +309,12 @@ def _find_or_compile(
     """Loads a kernel from disk, or compiles and keeps it; None for one that only Triton can launch."""
     text, directory = "", _directory or store.default_directory()
     if store.is_used():
-        text = store.description(kernel, parts, compiler_options(tile.num_warps, tile.num_stages), architecture)
+        text = store.description(kernel, parts, compiler.options_of(tile.num_warps, tile.num_stages), architecture)
         found = store.find(directory, text, says=_directory is not None)
         if found is not None:
             return Direct.of(found)
-    compiled = kernel.warmup(*arguments, grid=(1,), **compiler_options(tile.num_warps, tile.num_stages))
+    with compiler.compiling():
+        compiled = kernel.warmup(*arguments, grid=(1,), **compiler.options_of(tile.num_warps, tile.num_stages))
     binary = store.binary_of(compiled)
     if binary is not None and text:
         store.keep(directory, text, binary, says=_directory is not None)
@@ -331,7 +325,7 @@ def description_of(launch: Launch, architecture: int) -> str:
     """Returns the `store.description` of a recorded launch's kernel, for tensors at multiples of 16 bytes."""
     kernel, tile = launch.kernel, launch.tile
     parts = _parts_of(kernel)(*launch.arguments)
-    return store.description(kernel, parts, compiler_options(tile.num_warps, tile.num_stages), architecture)
+    return store.description(kernel, parts, compiler.options_of(tile.num_warps, tile.num_stages), architecture)
 
 
 def _parts_of(kernel: Any) -> Callable[..., tuple[Any, ...]]:

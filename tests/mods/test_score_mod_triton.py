@@ -435,7 +435,8 @@ from flexattn.dispatch import eager_backend, triton_backend
 from flexattn.kernels_triton.portable.backward import attention_backward
 from flexattn.kernels_triton.runtime.launch import Tile
 from flexattn.kernels_triton.portable.forward import attention_forward
-from flexattn.kernels_triton.runtime.launch import compiler_options, recorded_launches
+from flexattn.kernels_triton.runtime.compiler import options_of
+from flexattn.kernels_triton.runtime.launch import recorded_launches
 from flexattn.kernels_triton.common.problem import Backward
 from flexattn.mods.trace import trace_mods
 from flexattn.testing import make_call, make_inputs
@@ -460,7 +461,7 @@ def run(batch, heads, length, scale, with_blocks):
         gradients = [torch.zeros_like(t) for t in (x.q, x.k, x.v)]
         attention_backward(Backward(problem, x.q, lse, x.q, None, *gradients, dcaptures=[table.detach()]), TILE, TILE)
     for launch in launches:
-        options = compiler_options(launch.tile.num_warps, launch.tile.num_stages)
+        options = options_of(launch.tile.num_warps, launch.tile.num_stages)
         launch.kernel.warmup(*launch.arguments, grid=(1,), **options)
     return [launch.kernel for launch in launches]
 

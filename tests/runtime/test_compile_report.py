@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 import warnings
 from types import SimpleNamespace
 
 import pytest
 import triton
 import triton.language as tl
+from triton.backends.nvidia import compiler as nvidia
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
@@ -24,7 +26,7 @@ from flexattn.kernels_triton.ahead_of_time.compile_report import (
     folded_operands,
 )
 from flexattn.kernels_triton.hopper.pipeline import allocate_barriers
-from flexattn.kernels_triton.runtime import store
+from flexattn.kernels_triton.runtime import compiler, store
 from flexattn.kernels_triton.runtime.sass_registers import MiscompiledError, undefined_registers
 from tests.support.compiled_kernels import compile_beside
 
@@ -296,6 +298,29 @@ def test_a_product_and_a_sum_are_one_operation_whatever_tritons_default_is(defau
         report = compile_for(kernel, {"x_ptr": "*fp32", "y_ptr": "*fp32"}, {}, sm=90, num_warps=1, num_stages=1)
     assert report.instructions["FFMA"] == 1
     assert not {"FADD", "FMUL"} & report.instructions.keys()
+
+
+def test_the_librarys_own_kernels_alone_go_without_the_slp_vectorizer():
+    seen = []
+    llvm = compiler._Llvm(SimpleNamespace(optimize_module=lambda module, **options: seen.append((module, options)), other=3))
+    llvm.optimize_module("a user's", flags=["x"])
+    with compiler.compiling():
+        with compiler.compiling():
+            pass
+        llvm.optimize_module("ours", flags=["x"], disable_slp_vectorizer=False)
+        thread = threading.Thread(target=llvm.optimize_module, args=("a user's in another thread",))
+        thread.start()
+        thread.join()
+    llvm.optimize_module("a user's again")
+    assert seen == [
+        ("a user's", {"flags": ["x"]}),
+        ("ours", {"flags": ["x"], "disable_slp_vectorizer": True}),
+        ("a user's in another thread", {}),
+        ("a user's again", {}),
+    ]
+    assert llvm.other == 3
+    has_it = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
+    assert isinstance(nvidia.llvm, compiler._Llvm) == has_it
 
 
 def test_an_interpreted_kernel_is_refused():

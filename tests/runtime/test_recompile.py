@@ -21,7 +21,8 @@ driver.set_active(NoGpu())
 from flexattn.kernels_triton.portable.backward import attention_backward
 from flexattn.kernels_triton.runtime.launch import Tile
 from flexattn.kernels_triton.portable.forward import attention_forward
-from flexattn.kernels_triton.runtime.launch import compiler_options, recorded_launches
+from flexattn.kernels_triton.runtime.compiler import options_of
+from flexattn.kernels_triton.runtime.launch import recorded_launches
 from flexattn.kernels_triton.common.problem import Backward, Problem
 
 HEADS, D = 6, 72  # a head dim of which 16 is no divisor: strides are then not always multiples of 16
@@ -50,7 +51,7 @@ def run(batch, sq, skv, fmt, window, scale, offset):
         gradients = [torch.zeros_like(t) for t in (q, k, v)]
         attention_backward(Backward(problem, out, lse, out, lse, *gradients, dbias=bias.clone()), TILE, TILE)
     for launch in launches:
-        options = compiler_options(launch.tile.num_warps, launch.tile.num_stages)
+        options = options_of(launch.tile.num_warps, launch.tile.num_stages)
         launch.kernel.warmup(*launch.arguments, grid=(1,), **options)
     return [launch.kernel for launch in launches]
 
