@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 import pytest
 import torch
-import triton
 
 from flexattn.dispatch import triton_backend
 from flexattn.dispatch.spec import Gradients
@@ -52,7 +51,7 @@ from flexattn.testing import (
     reference_gradients,
 )
 from tests.conftest import FreshPython
-from tests.support.compiled_kernels import compile_sound
+from tests.support.compiled_kernels import TRITON, compile_sound
 
 HAS_HOPPER = torch.cuda.is_available() and capability_of(torch.device("cuda")) == 90
 on_hopper = pytest.mark.skipif(not HAS_HOPPER, reason="no GPU of compute capability 9.0; the compiled code is checked above")
@@ -178,7 +177,6 @@ CODE = 2**17 // 16
 LOOP_SPILLS = {("fused", 64, "everything"): 3, ("persistent", 64, "open"): 4, ("persistent", 64, "causal"): 4}
 LOOP_SPILLS |= {("persistent", 64, "everything"): 11, ("converting", 128, "open"): 1}
 # With later Tritons than the rates were measured with, whose compilers are others:
-TRITON = tuple(map(int, triton.__version__.split(".")[:2]))
 UNIFORM_MOVES: tuple[str, ...] = ()  # instructions that do not count
 if TRITON >= (3, 8):  # each column of a block is compared with the end: 28 ISETP and 14 VIADD more, and a spill
     LOOP_INSTRUCTIONS["converting", 128, "open"] = 512

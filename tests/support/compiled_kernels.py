@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from unittest import mock
 
+import triton
+
 from flexattn.kernels_triton.ahead_of_time import compile_report
 from flexattn.kernels_triton.ahead_of_time.compile_report import CompileReport, CompileRequest
 from tests.support import forked
+
+TRITON = tuple(map(int, triton.__version__.split(".")[:2]))
+"""Gates are for the Tritons that rates were measured with, 3.6 and 3.7. Where a later one's figures differ, the gate says why."""
 
 
 def compile_beside(requests: Sequence[CompileRequest]) -> list[CompileReport]:
