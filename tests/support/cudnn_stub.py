@@ -50,6 +50,8 @@ def _properties(gpu: _Gpu) -> str:
             "supportCoopLaunch": 1,
             "smClockRateKHz": 1980000,
             "memClockRateKHz": 3201000,
+            "memoryBusWidth": 5120,  # asked for by cuDNN 9.27, as is the next
+            "oversizedSharedMemoryPerBlock": 0,
             "l2CacheSize": gpu.cache,
             "deviceName": gpu.name,
             "deviceVer": 100 * gpu.capability[0] + 10 * gpu.capability[1],
