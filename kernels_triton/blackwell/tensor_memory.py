@@ -71,8 +71,8 @@ def allocate_backward_sums(BLOCK_M: gl.constexpr, DIM: gl.constexpr):
 @gluon.jit
 def weights_over(scores, DTYPE: gl.constexpr, BLOCK_N: gl.constexpr):
     # A tile of weights in 16 bits, in the first half of the columns of its scores
-    half = scores.slice(0, BLOCK_N // 2)
-    return reinterpreted(half, DTYPE, [LANES, BLOCK_N], tile_layout(BLOCK_N))
+    # (from Triton 3.8 on a part of a tile cannot be reinterpreted)
+    return reinterpreted(scores, DTYPE, [LANES, 2 * BLOCK_N], tile_layout(2 * BLOCK_N)).slice(0, BLOCK_N)
 
 
 @gluon.jit
