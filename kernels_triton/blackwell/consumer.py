@@ -10,7 +10,7 @@ from triton.experimental.gluon.language.nvidia.blackwell import fence_async_shar
 
 from flexattn.kernels_triton.blackwell.dropout import kept
 from flexattn.kernels_triton.blackwell.pipeline import Buffers
-from flexattn.kernels_triton.blackwell.tensor_memory import LANES, fence_after_sync, fence_before_sync, row_layout, weights_over
+from flexattn.kernels_triton.blackwell.tensor_memory import LANES, fence_after_sync, fence_before_sync, forward_weights, row_layout
 from flexattn.kernels_triton.common.primitives import head_of
 from flexattn.kernels_triton.hopper.block_ranges import blocks_of_consumer, key_block
 from flexattn.kernels_triton.hopper.descriptors import store_rows
@@ -68,7 +68,9 @@ def _take_block(
     weights, row_max, correction = exponentials(s, gl.max(s, 1), carry.row_max, factor, META)
     row_sum = carry.row_sum * correction + gl.sum(weights, 1)
     weights = kept(weights, same.draws, same.b_h, same.m_start, column, META)
-    weights_over(scores, DTYPE, META.BLOCK_N).store(weights.to(DTYPE))  # before out is loaded: there are no registers for both
+    forward_weights(buffers.sums, CONSUMER, DTYPE, META.BLOCK_N, META).store(
+        weights.to(DTYPE)
+    )  # before out is loaded: there are no registers for both
     if iteration > 0:  # the product with v of the block before has ended where this block's scores are there
         _rescale_out(buffers.sums.out.index(CONSUMER), correction, META)
     fence_before_sync()

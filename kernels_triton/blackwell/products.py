@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.blackwell import mbarrier, tcgen05_commit, tcgen05_mma
 
 from flexattn.kernels_triton.blackwell.pipeline import Buffers
-from flexattn.kernels_triton.blackwell.tensor_memory import fence_after_sync, multiply_scores, weights_over
+from flexattn.kernels_triton.blackwell.tensor_memory import fence_after_sync, forward_weights, multiply_scores
 from flexattn.kernels_triton.hopper.block_ranges import blocks_of_consumer
 from flexattn.kernels_triton.hopper.forward_arguments import Arguments
 from flexattn.kernels_triton.hopper.forward_work import received_tile
@@ -43,7 +43,7 @@ def _share_of(CONSUMER: gl.constexpr, before, received, META: gl.constexpr):
 def _add_product_with_v(n, n_block, share: Share, CONSUMER: gl.constexpr, buffers: Buffers, META: gl.constexpr):
     # Of the n-th block of a work tile, the n_block-th of the program
     v = buffers.tiles.v.index(n_block % META.STAGES).reshape([META.BLOCK_N, META.V0])
-    weights = weights_over(buffers.sums.scores.index(CONSUMER), v.dtype, META.BLOCK_N)
+    weights = forward_weights(buffers.sums, CONSUMER, v.dtype, META.BLOCK_N, META)
     mbarrier.wait(buffers.products.weights_full.index(CONSUMER), (share.before + n - share.begin) & 1)
     fence_after_sync()
     tcgen05_mma(weights, v, buffers.sums.out.index(CONSUMER), use_acc=n > share.begin)

@@ -76,6 +76,14 @@ def weights_over(scores, DTYPE: gl.constexpr, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
+def forward_weights(tiles: ForwardTiles, CONSUMER: gl.constexpr, DTYPE: gl.constexpr, BLOCK_N: gl.constexpr, META: gl.constexpr):
+    # The same of a consumer's scores in the forward
+    CONSUMERS: gl.constexpr = META.CONSUMERS
+    wide = reinterpreted(tiles.scores, DTYPE, [CONSUMERS, LANES, 2 * BLOCK_N], tile_layout(2 * BLOCK_N))
+    return wide.index(CONSUMER).slice(0, BLOCK_N)
+
+
+@gluon.jit
 def multiply_scores(q: Pair, own, k: Pair, stage, scores, META: gl.constexpr):
     # LANES rows of q by BLOCK_N of k, asynchronously
     QK0: gl.constexpr = META.QK0
