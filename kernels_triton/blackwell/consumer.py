@@ -68,9 +68,8 @@ def _take_block(
     weights, row_max, correction = exponentials(s, gl.max(s, 1), carry.row_max, factor, META)
     row_sum = carry.row_sum * correction + gl.sum(weights, 1)
     weights = kept(weights, same.draws, same.b_h, same.m_start, column, META)
-    forward_weights(buffers.sums, CONSUMER, DTYPE, META.BLOCK_N, META).store(
-        weights.to(DTYPE)
-    )  # before out is loaded: there are no registers for both
+    # before out is loaded: there are no registers for both
+    forward_weights(buffers.sums, CONSUMER, DTYPE, META.BLOCK_N, META).store(weights.to(DTYPE))
     if iteration > 0:  # the product with v of the block before has ended where this block's scores are there
         _rescale_out(buffers.sums.out.index(CONSUMER), correction, META)
     fence_before_sync()
