@@ -27,6 +27,9 @@ class AnyPartition(Protocol):
     def threads(self) -> int: ...
 
     @property
+    def warps(self) -> int: ...
+
+    @property
     def time(self) -> int: ...
 
     @property
@@ -65,6 +68,9 @@ class Program(Protocol):
 
     @property
     def partitions(self) -> Sequence[AnyPartition]: ...
+
+    @property
+    def current(self) -> AnyPartition: ...
 
     def find(self, kind: str, message: str, site: Site | None = None) -> None: ...
 
