@@ -37,6 +37,8 @@ _PROCESSORS = 132  # multiprocessors of a GPU that is only asked about: an H200'
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 WIDEST = (576, 512)
 """The largest head dims of q and k, and of v, in 16 bits: Gemma 4's 512, and 576 with 512, absorbed latent attention (MLA)."""
+FP8_BLOCK = 32
+"""A side of a block mask's blocks is a multiple of this in FP8: matrix instructions sum over 32 products at least."""
 
 
 def unsupported(spec: AttentionSpec, direction: Direction) -> str | None:
@@ -87,6 +89,11 @@ def _beyond(spec: AttentionSpec, larger_ones: str) -> str:
 def _fp8_error(spec: AttentionSpec, direction: Direction) -> str | None:
     if reason := head_dim_error(spec, "in FP8 the kernels take", 16, (256, 256), "larger ones run on backend='eager'"):
         return reason
+    if spec.block_size is not None and any(size % FP8_BLOCK for size in spec.block_size):
+        return (
+            f"in FP8 the kernels take a block_mask with blocks of multiples of {FP8_BLOCK}, not {spec.block_size}; make it with "
+            f"BLOCK_SIZE={tuple(-(-size // FP8_BLOCK) * FP8_BLOCK for size in spec.block_size)}, or leave out fp8_recipe"
+        )
     if spec.device_type == "cuda" and spec.capability is not None and spec.capability < (8, 9):
         return (
             "FP8 matrix instructions begin with compute capability 8.9 (Ada), and this is "

@@ -24,7 +24,7 @@ from flexattn.bench import record
 from tests.fuzz import run
 from tests.fuzz.check import check_by_name, config_of, place
 from tests.fuzz.config import FEATURES, Where, features
-from tests.fuzz.processes import GRACE, STRIDE, Found, Job, command_of, failures, run_all
+from tests.fuzz.processes import GRACE, STRIDE, VALUES, Found, Job, command_of, failures, run_all
 
 
 def main() -> None:
@@ -91,7 +91,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--backend", choices=("eager", "triton"), default="eager")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cpu: triton runs in its interpreter")
     parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--values", type=int, help="calls of each configuration; on cuda 36, as each compiles kernels, else 1")
+    parser.add_argument("--values", type=int, help=f"calls of each configuration; on cuda {VALUES}, as each compiles kernels, else 1")
     parser.add_argument("--without", nargs="*", default=[], choices=FEATURES, help="features that are not drawn")
     parser.add_argument("--no-guards", action="store_true", help="for a memory checker, which then sees each tensor's end")
     parser.add_argument("--grace", type=float, default=GRACE, help="seconds without a call after which a process has hung")
@@ -101,7 +101,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--first", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--log", help=argparse.SUPPRESS)  # of one process that this one started
     options = parser.parse_args()
-    options.values = options.values or (36 if options.device == "cuda" else 1)
+    options.values = options.values or (VALUES if options.device == "cuda" else 1)
     return options
 
 

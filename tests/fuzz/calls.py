@@ -450,7 +450,7 @@ class Call:
             if name in ("q", "k", "v", "dout", "dlse"):
                 side = int(name in ("k", "v"))
                 is_padding = self._is_padding(self._formats[side], self._slots[side], lengths[side], self._rows[side])
-                self._spoil(values, is_padding.to(t.device), self._token_dims(name))
+                self._spoil(values, is_padding.to(t.device, non_blocking=True), self._token_dims(name))
             if name == "v" and self.packing == "v in k":
                 values = of_keys["k"][..., : c.head_dim_v]
             if name in ("k", "v") and self.packing == "q is k is v":

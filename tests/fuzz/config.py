@@ -23,6 +23,7 @@ DESCALES = ("none", "one", "heads", "one head", "sequences and heads", "sequence
 # What is in FP8: k and v alone, which nothing is rounded for; all three; or all three by a recipe, which quantises them.
 FP8_OF = ("keys", "keys", "all", "recipe")
 MOST_FP8_DIM = 256  # the largest head dim of keys in FP8 on Triton
+FP8_BLOCK_MASK = (32, 64)  # the size of a block mask's blocks where Triton multiplies in FP8, unless it is a multiple of 32
 # Tensors that lie in one memory: side by side, or one in another.
 PACKINGS_OF_CALLS = ("", "", "", "k and v", "q, k and v", "v in k", "q is k is v")
 # Modes that each of the three calls may be made in.
@@ -222,6 +223,8 @@ def _with_fp8(config: Config, rng: Random) -> Config:
         if config.dtype not in HALF or config.extreme:
             return config
         config = config._replace(page_size=0, has_scale=False)
+        if config.where.backend == "triton" and config.block_mask and any(size % 32 for size in config.block_mask):
+            config = config._replace(block_mask=FP8_BLOCK_MASK)
     if config.where.backend == "triton":
         multiple = 8 if fp8_of == "keys" else 16
         possible = [dim for dim in config.where.head_dims if dim <= MOST_FP8_DIM and dim % multiple == 0]
@@ -248,7 +251,10 @@ def _with_fp8(config: Config, rng: Random) -> Config:
 
 
 def varied(config: Config, seed: int) -> Config:
-    """Returns the configuration with other sequences, heads, strides, memory and modes, for which no kernel is compiled."""
+    """Returns the configuration with other sequences, heads, numbers, strides, memory and modes.
+
+    Few kernels are compiled for them. A configuration has hundreds of calls on a GPU, where its kernels take ten seconds and more.
+    """
     rng, where = Random(f"{seed} varied"), config.where
     modes = [*MODES, *(GPU_MODES if where.device == "cuda" else ())]
     mode = rng.choice(modes) if rng.random() < 0.45 and "modes" not in where.without else ""
@@ -268,6 +274,7 @@ def varied(config: Config, seed: int) -> Config:
         padding=rng.choice(["nan", "inf", "1e30", "mixed"]),
         modes=of_calls,
     )
+    config = _with_other_numbers(config, Random(f"{seed} of other numbers"))
     if "sharing" in where.without:
         return config
     return config._replace(
@@ -275,6 +282,25 @@ def varied(config: Config, seed: int) -> Config:
         as_views=rng.random() < 0.5,
         together=rng.choice([(True, True), (True, False), (False, True), (True, False), (False, True), (False, False)]),
         sets=rng.choice([(0, 0, 0), (0, 0, 1), (0, 1, 0)]),
+    )
+
+
+def _with_other_numbers(config: Config, rng: Random) -> Config:
+    """Draws anew what a kernel takes as a number, or as strides."""
+    c, is_changed = config, rng.random() < 0.7
+    if not is_changed:
+        return c
+    sides = ["any", "any", "any", "any" if "huge" in c.where.without else "huge"]
+    has_results = c.kind == "ordinary" and not c.fp8 and rng.random() < 0.15
+    return c._replace(
+        window=tuple(side if side == "open" else rng.choice(sides) for side in c.window),
+        diagonal=None if c.mask else rng.choice([None, True, False]),
+        bias_dims=c.bias_dims if "bias" in c.wants else tuple(rng.random() < 0.6 for _ in "bhij"),
+        slopes=c.slopes if c.slopes == "none" else rng.choice(["h", "bh"]),
+        has_scale=rng.random() < 0.25 and c.fp8_of not in ("all", "recipe"),
+        dropout_p=rng.choice([0.1, 0.25, 0.5, 0.9]) if c.dropout_p else 0.0,
+        return_lse="lse" in c.loss or rng.random() < 0.5,
+        results=Results(*(rng.choice(["", *FORMATS]) for _ in range(3)), rng.choice(["", *PACKINGS])) if has_results else Results(),
     )
 
 

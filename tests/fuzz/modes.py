@@ -65,6 +65,13 @@ def _results(call: Call, arguments: dict[str, Any]) -> dict[str, Tensor]:
     return {name: every[name] for name in names}
 
 
+def _with_gradients(call: Call, arguments: dict[str, Any]) -> dict[str, Tensor]:
+    results = _results(call, arguments)
+    if call.wanted:
+        results |= _gradients(call, results)
+    return {name: t.detach() for name, t in results.items()}
+
+
 def _gradients(call: Call, results: dict[str, Tensor]) -> dict[str, Tensor]:
     seeds = {"out": call.dout, "lse": call.dlse}
     outputs = [name for name in ("out", "lse") if seeds[name] is not None]
@@ -104,19 +111,21 @@ def _on_stream(make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def _captured(call: Call) -> dict[str, Tensor]:
-    """The results of a graph that is captured with the call's lengths and values, and replayed with others in the same memory."""
+    """The results of a graph that is captured with the call's lengths and values, and replayed with others in the same memory.
+
+    The call runs on the capture's stream before. Kernels are compiled and loaded then, and autograd has that stream for the leaves.
+    """
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     arguments = call.arguments()
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
+        _with_gradients(call, arguments)
+        torch.cuda.synchronize()
         graph.capture_begin(capture_error_mode="thread_local")  # torch.cuda.graph would collect garbage first, which takes longer
         try:
-            results = _results(call, arguments)
-            if call.wanted:
-                results |= _gradients(call, results)
-            results = {name: t.detach() for name, t in results.items()}
+            results = _with_gradients(call, arguments)
         finally:
-            graph.capture_end()
+            graph.capture_end()  # an error of it has the error inside of the capture as its context
     torch.cuda.synchronize()
     call.refill(is_captured=True)
     graph.replay()

@@ -130,7 +130,7 @@ def _attend(p: Problem, x: dict[str, Tensor], dtype: torch.dtype, rounding: Roun
     causal = "causal" in p.mask_type
     bottom_right = p.mask_type not in ("causal", "padding_causal") if p.bottom_right_diagonal is None else p.bottom_right_diagonal
     shifts = [n_kv - n_q if bottom_right else 0 for n_q, n_kv in zip(p.q.lengths, p.kv.lengths, strict=True)]
-    diagonal = i + torch.tensor(shifts, dtype=torch.int64, device=device)[:, None, None, None]
+    diagonal = i + torch.tensor(shifts, dtype=torch.int64).to(device, non_blocking=True)[:, None, None, None]
     left, right = p.window
     right = 0 if causal and right is None else right
     visible = (q_real[:, None, :, None] & kv_real[:, None, None, :]).expand(batch, heads, sq, skv)
@@ -251,7 +251,7 @@ def _rectangle(x: Tensor, side: Side) -> tuple[Tensor, Tensor, Tensor]:
         ],
         dtype=torch.int64,
     ).view(len(side.lengths), longest)
-    numbers = numbers.to(x.device)
+    numbers = numbers.to(x.device, non_blocking=True)
     rows = torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])])
     return (
         rows.index_select(0, numbers.flatten()).view(*numbers.shape, *rows.shape[1:]).permute(0, 2, 1, 3),

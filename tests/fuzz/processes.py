@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 GRACE = 120.0  # seconds that a call may take, to compile too, and a process beyond its time
 LEAST = 15.0  # seconds for which a process is started again
+VALUES = 200  # calls of each configuration on a GPU, where the kernels of one take longer to compile than a hundred calls
 STRIDE = 10**6  # configurations between the first ones of two processes
 
 

@@ -75,7 +75,7 @@ def run(plan: Plan, note: Callable[[dict[str, Any]], None]) -> None:
             try:
                 wrong = check_by_name(plan.where, name, allocations)
             except Exception as e:
-                wrong, is_over = traceback.format_exc().splitlines()[-12:], "CUDA error" in str(e)
+                wrong, is_over = told(e), "CUDA error" in str(e)
             failures += bool(wrong)
             note(
                 {
@@ -93,6 +93,15 @@ def run(plan: Plan, note: Callable[[dict[str, Any]], None]) -> None:
             known = now
             if is_over:
                 break
+
+
+def told(error: BaseException) -> list[str]:
+    """Returns the message of the error that led to this one, in its first and last lines, and then the traceback's last lines."""
+    root = error
+    while (cause := root.__cause__ or root.__context__) is not None:
+        root = cause
+    message = [line for line in "".join(traceback.format_exception_only(root)).splitlines() if line.strip()]
+    return [*message[:1], *message[1:][-1:], *"".join(traceback.format_exception(error)).splitlines()[-12:]]
 
 
 def dims(where: Where, name: str) -> list[int]:

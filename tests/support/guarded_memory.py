@@ -95,7 +95,7 @@ def write(t: Tensor, values: Tensor) -> None:
         for dim, stride in enumerate(t.stride()):
             if stride == 0 and t.shape[dim] > 1:
                 t, values = t.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
-        t.copy_(values)
+        t.copy_(values, non_blocking=True)  # from a CPU as well: memory that is not pinned is read before this returns
 
 
 class Allocations:
@@ -107,7 +107,12 @@ class Allocations:
     def are_damaged(self) -> Tensor:
         """bool []: whether a guard byte was written."""
         guards, self._guards = self._guards, []
-        return (torch.cat(guards) != FLOAT_BYTE).any() if guards else torch.zeros((), dtype=torch.bool)
+        by_device: dict[torch.device, list[Tensor]] = {}
+        for guard in guards:
+            by_device.setdefault(guard.device, []).append(guard)
+        found = [(torch.cat(of_device) != FLOAT_BYTE).any() for of_device in by_device.values()]
+        on_one = [is_damaged.to(found[0].device) for is_damaged in found]
+        return torch.stack(on_one).any() if found else torch.zeros((), dtype=torch.bool)
 
     def _guarded(self, make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def allocate(*args: Any, **kwargs: Any) -> Tensor:
