@@ -23,10 +23,11 @@ from typing import Any
 from flexattn.bench import record
 from tests.device import steps
 from tests.device.steps import Run
+from tests.fuzz.processes import VALUES
 
 SCHEMA = 1
 # The share of the run's time that each step has; a step that ends early leaves its time to those after it.
-SHARES = {"tests": 0.26, "fuzz": 0.5, "jax": 0.1, "memcheck": 0.14}
+SHARES = {"tests": 0.34, "fuzz": 0.4, "jax": 0.12, "memcheck": 0.14}
 LAST = 12.0  # seconds that are left for writing and for the ends of processes
 
 
@@ -70,7 +71,10 @@ def main() -> int:
     content |= {"complete": True, "families": families(content["steps"]), "took seconds": round(time.monotonic() - begun)}
     write(out, content)
     sys.stdout.write(f"families: {json.dumps(content['families'])}\n")
-    return int(is_wrong(content["steps"]))
+    idle = [name for name, found in content["steps"].items() if not steps.has_run(name, found)]
+    if idle:
+        sys.stdout.write(f"not run: {', '.join(idle)}\n")
+    return int(is_wrong(content["steps"]) or bool(idle))
 
 
 def write(out: Path, content: dict[str, Any]) -> None:
@@ -87,7 +91,7 @@ def short(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_wrong(of_steps: dict[str, Any]) -> bool:
-    return any(found.get(name) for found in of_steps.values() for name in ("wrong", "failed", "errors"))
+    return any(found.get(name) for found in of_steps.values() for name in ("wrong", "failed", "errors", "crashed"))
 
 
 def families(of_steps: dict[str, Any]) -> dict[str, list[str]]:
@@ -120,7 +124,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--device", default="cuda", choices=("cuda", "cpu"), help="of the random calls; cpu: in Triton's interpreter"
     )
-    parser.add_argument("--values", type=int, default=36, help="random calls of each set of compiled kernels")
+    parser.add_argument("--values", type=int, default=VALUES, help="random calls of each set of compiled kernels")
     parser.add_argument("--tests", nargs="*", default=list(steps.TESTS), help="files or folders of tests")
     return parser.parse_args()
 

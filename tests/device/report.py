@@ -28,7 +28,8 @@ def pytest_sessionfinish() -> None:
 
 def pytest_runtest_logreport(report: Any) -> None:
     if report.when == "call" or report.outcome != "passed":
-        text = "" if report.passed else str(report.longrepr)[-1500:]
+        why = report.longrepr[2] if report.skipped and isinstance(report.longrepr, tuple) else report.longrepr
+        text = "" if report.passed else str(why)[-1500:]
         line = {"test": report.nodeid, "outcome": report.outcome, "seconds": round(report.duration, 1), "text": text}
         with open(os.environ["FLEXATTN_DEVICE_LOG"], "a") as file:
             file.write(json.dumps(line | {"families": sorted(_families)}) + "\n")

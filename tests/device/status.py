@@ -6,10 +6,11 @@ import functools
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.device.steps import has_run
 from tests.fuzz.check import ON_GPU
 from tests.fuzz.config import draw_config, features, varied
 
@@ -39,6 +40,10 @@ def tables(runs: Sequence[dict[str, Any]]) -> str:
         [
             "\n".join(links) or "No device run is on file.",
             _table(["step", *heads], ([step, *(_of_step(step, runs) for runs in own)] for step in STEPS)),
+            _table(
+                ["file of tests", *heads],
+                ([name, *(_of_file(name, runs) for runs in own)] for name in sorted(_files(runs)) or ["any"]),
+            ),
             _table(["kernel family", *heads], ([name, *(_of_family(name, runs) for runs in own)] for name in families())),
             _table(
                 ["feature", *heads],
@@ -55,19 +60,48 @@ def tables(runs: Sequence[dict[str, Any]]) -> str:
     )
 
 
-STEPS = {
-    "tests": lambda found: f"{found['passed']:,} passed, {found['failed']:,} failed",
+def _of_tests(found: Counter[str]) -> str:
+    skipped = f", {found['skipped']:,} skipped" * bool(found["skipped"])
+    crashed = f", {found['crashed']:,} processes crashed" * bool(found["crashed"])
+    return f"{found['passed']:,} passed, {found['failed']:,} failed{skipped}, {found['not run']:,} not run{crashed}"
+
+
+def _of_memcheck(found: Counter[str]) -> str:
+    unknown = found["processes"] - found["processes with a summary"]
+    ended = f"; {unknown:,} of {found['processes']:,} processes ended without a summary" * bool(unknown)
+    return f"{found['calls of attention']:,} calls, {found['errors']:,} errors, {found['wrong']:,} wrong{ended}"
+
+
+STEPS: dict[str, Callable[[Counter[str]], str]] = {
+    "tests": _of_tests,
     "fuzz": lambda found: (
         f"{found['compositions']:,} compositions of {found['configurations']:,} configurations, {found['wrong']:,} wrong"
     ),
     "jax": lambda found: f"{found['compositions']:,} compositions, {found['wrong']:,} wrong",
-    "memcheck": lambda found: f"{found['calls of attention']:,} calls, {found['errors']:,} errors",
+    "memcheck": _of_memcheck,
 }
 
 
 def _found(step: str, runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns what a step of the runs found, without those in which it made no call: these show nothing."""
     every = [run["steps"][step] for run in runs if step in run["steps"]]
-    return [found for found in every if "not run" not in found or step == "tests"]
+    return [found for found in every if has_run(step, found)]
+
+
+def _files(runs: Sequence[dict[str, Any]]) -> dict[str, Counter[str]]:
+    """Returns the outcomes of tests by their file."""
+    sums: dict[str, Counter[str]] = {}
+    for found in (run["steps"].get("tests", {}) for run in runs):
+        for name, outcomes in found.get("files", {}).items():
+            sums.setdefault(name, Counter()).update(outcomes)
+    return sums
+
+
+def _of_file(name: str, runs: Sequence[dict[str, Any]]) -> str:
+    outcomes = _files(runs).get(name, Counter[str]())
+    if not (outcomes["passed"] or outcomes["failed"]):
+        return "skipped" if outcomes["skipped"] and not outcomes["not run"] else NOT_RUN
+    return ", ".join(f"{outcomes[kind]:,} {kind}" for kind in ("passed", "failed", "skipped", "not run") if outcomes[kind])
 
 
 def _of_step(step: str, runs: Sequence[dict[str, Any]]) -> str:

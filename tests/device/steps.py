@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.fuzz.processes import STRIDE, Found, Job, Process, command_of, failures, run_all
+from tests.fuzz.processes import STRIDE, VALUES, Found, Job, Process, command_of, failures, run_all
 
 Tell = Callable[[dict[str, Any]], None]  # of what a step has found so far
 
@@ -26,12 +26,30 @@ TESTS = (
     "tests/mods/test_score_mod_triton.py",
     "tests/api/test_support.py",
 )
+FIRST = "tests/gpu/"
+CHUNK = 8  # tests
 LARGE = "tests/gpu/test_gpu.py"  # its tests take up to 40 GiB each, so one process runs them all
+JAX_AROUND = 25.0
 GRACE = 75.0  # seconds in which a kernel is compiled at the latest
+JAX_CALLS = "python -m tests.fuzz.jax_calls --device cuda"
 SANITIZER_FAILED = 99
 COMPILING = {"OMP_NUM_THREADS": "1", "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TRITON_INTERPRET": ""}
 MEMCHECK = ("--tool", "memcheck", "--kernel-name", "kns=_attn", "--report-api-errors", "no", "--print-limit", "20")
 MEMCHECK_VALUES = 4  # calls of each configuration
+
+
+# Numbers of which one is above 0 if a step made any call.
+MADE = {
+    "tests": ("passed", "failed"),
+    "fuzz": ("compositions", "wrong"),
+    "jax": ("compositions",),
+    "memcheck": ("calls of attention", "wrong", "errors"),
+}
+
+
+def has_run(step: str, found: dict[str, Any]) -> bool:
+    """Returns whether a step made a call, of what it found: one that made none shows nothing."""
+    return any(found.get(name) for name in MADE[step])
 
 
 class Run(NamedTuple):
@@ -43,19 +61,18 @@ class Run(NamedTuple):
     seed: int
     device: str = "cuda"
     tests: Sequence[str] = TESTS
-    values: int = 36  # calls of each configuration of `fuzz`
+    values: int = VALUES  # calls of each configuration of `fuzz`
 
 
 def tests(run: Run, tell: Tell) -> dict[str, Any]:
-    """Runs pytest in several processes, each on its share of the tests."""
+    """Runs pytest in several processes, each on its share of the tests, in the order of `chunks_in_order`."""
     end = time.monotonic() + run.seconds
     pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow and not exhaustive"]
     environment = {**os.environ, **{name: value for name, value in COMPILING.items() if value}}
     listing = subprocess.run([*pytest, "--collect-only", *run.tests], capture_output=True, text=True, env=environment)
     names = [line for line in listing.stdout.splitlines() if "::" in line and not line.startswith(("ERROR", "FAILED"))]
     large, others = [name for name in names if name.startswith(LARGE)], [name for name in names if not name.startswith(LARGE)]
-    # Neighbours share kernels, so they stay together in chunks.
-    chunks = [others[n : n + 8] for n in range(0, len(others), 8)]
+    chunks = chunks_in_order(others)
     count = max(1, run.processes - bool(large))
     shares = [*([large] if large else []), *([name for chunk in chunks[n::count] for name in chunk] for n in range(count))]
     processes, logs = [], []
@@ -77,11 +94,27 @@ def tests(run: Run, tell: Tell) -> dict[str, Any]:
     while time.monotonic() < end and any(process.poll() is None for process in processes):
         time.sleep(2.0)
         tell(_outcomes(names, logs))
+    crashed = [n for n, process in enumerate(processes) if process.poll() not in (None, 0, 1)]  # 1: a test failed
     for process in processes:
         if process.poll() is None:
             os.killpg(process.pid, 9)
             process.wait()
-    return _outcomes(names, logs)
+    ends = [(run.folder / f"tests{n}.out").read_text(errors="replace")[-600:] for n in crashed]
+    no_tests = {"not run": (listing.stdout + listing.stderr)[-600:] or "no test was found"}
+    return _outcomes(names, logs) | {"crashed": len(crashed), "ends": ends} if names else no_tests
+
+
+def chunks_in_order(names: Sequence[str]) -> list[list[str]]:
+    """Returns chunks of neighbours, which share kernels: the first of each file in tests/gpu, their second ones, then the others."""
+    by_file: dict[str, list[str]] = {}
+    for name in names:
+        by_file.setdefault(name.split("::")[0], []).append(name)
+    chunks = [
+        (not file.startswith(FIRST), n, of_file[n : n + CHUNK])
+        for file, of_file in by_file.items()
+        for n in range(0, len(of_file), CHUNK)
+    ]
+    return [chunk for _, _, chunk in sorted(chunks, key=lambda chunk: chunk[:2])]
 
 
 def _outcomes(names: Sequence[str], logs: Sequence[Path]) -> dict[str, Any]:
@@ -91,12 +124,15 @@ def _outcomes(names: Sequence[str], logs: Sequence[Path]) -> dict[str, Any]:
     by_file: dict[str, Counter[str]] = {}
     for line in lines:
         by_file.setdefault(line["test"].split("::")[0], Counter())[line["outcome"]] += 1
+    for name in set(names) - done:
+        by_file.setdefault(name.split("::")[0], Counter())["not run"] += 1
     return {
         "passed": outcomes["passed"],
         "failed": outcomes["failed"],
         "skipped": outcomes["skipped"],
         "not run": len(set(names) - done),
         "files": {name: dict(count) for name, count in sorted(by_file.items())},
+        "skipped for": dict(Counter(line["text"] for line in lines if line["outcome"] == "skipped").most_common()),
         "failures": [{"name": line["test"], "text": line["text"][-700:]} for line in lines if line["outcome"] == "failed"][:40],
         "families": sorted({family for line in lines for family in line["families"]}),
         "slowest": [f"{line['test']} {line['seconds']} s" for line in sorted(lines, key=lambda line: -line["seconds"])[:8]],
@@ -122,22 +158,25 @@ def jax(run: Run, tell: Tell) -> dict[str, Any]:
     """Random calls in JAX, by `tests.fuzz.jax_calls`, in processes side by side."""
     if importlib.util.find_spec("tests.fuzz.jax_calls") is None or importlib.util.find_spec("jax") is None:
         return {"not run": "jax, or tests.fuzz.jax_calls, is not there"}
-    logs = [run.folder / f"jax{n}.jsonl" for n in range(run.processes)]
+    # Each process needs time to begin, and for the call that it makes when its time is up.
+    seconds = max(run.seconds - JAX_AROUND, run.seconds / 4)
+    logs = [run.folder / f"jax{n}.json.log" for n in range(run.processes)]
     processes = []
     for n, log in enumerate(logs):
         log.write_text("")
-        command = [sys.executable, "-m", "tests.fuzz.jax_calls", "--seconds", str(run.seconds), "--out", str(log)]
-        command += ["--seed", str(run.seed * 1000 + n)]
+        command = [sys.executable, "-m", "tests.fuzz.jax_calls", "--device", run.device, "--seconds", f"{seconds:.0f}"]
+        command += ["--seed", str(run.seed * 1000 + n), "--out", str(log.with_suffix(""))]
         with log.with_suffix(".err").open("w") as errors:
             environment = {**os.environ, **{name: value for name, value in COMPILING.items() if value}}
             processes.append(subprocess.Popen(command, stdout=errors, stderr=errors, env=environment, start_new_session=True))
-    end = time.monotonic() + run.seconds + GRACE
+    end = time.monotonic() + run.seconds
     while time.monotonic() < end and any(process.poll() is None for process in processes):
         time.sleep(1.0)
         tell(_of_jax(logs))
     for process in processes:
         if process.poll() is None:
             os.killpg(process.pid, 9)
+            process.wait()
     return _of_jax(logs)
 
 
@@ -150,7 +189,9 @@ def _of_jax(logs: Sequence[Path]) -> dict[str, Any]:
     return {
         "compositions": len(lines),
         "wrong": len(wrong),
-        "failures": [{"name": line["name"], "what": line["wrong"]} for line in wrong[:20]],
+        "failures": [
+            {"name": line["name"], "again": f"{JAX_CALLS} --only {line['name']}", "what": line["wrong"]} for line in wrong[:20]
+        ],
         "features": {name: [count, is_wrong[name]] for name, count in sorted(has.items())},
         "ended": [log.with_suffix(".err").read_text(errors="replace")[-400:] for log in logs] if not lines else [],
     }

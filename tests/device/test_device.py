@@ -32,18 +32,30 @@ RUN: dict[str, Any] = {
 }
 
 
+TESTS = {
+    "passed": 7,
+    "failed": 2,
+    "skipped": 1,
+    "not run": 3,
+    "files": {"tests/a.py": {"passed": 7, "failed": 2}, "tests/b.py": {"not run": 3}, "tests/c.py": {"skipped": 1}},
+}
+
+
 def test_the_page_is_made_of_the_result_files() -> None:
     text = status.PAGE.read_text("utf-8")
     assert status.page(text, status.result_files()) == text, "python -m tests.device.status"
 
 
 def test_cells_sum_the_runs_of_a_device() -> None:
-    other = RUN | {"device": {"name": "Other GPU"}, "steps": {"tests": {"passed": 7, "failed": 2, "not run": 3}}}
+    other = RUN | {"device": {"name": "Other GPU"}, "steps": {"tests": TESTS}}
     made = status.tables([RUN, RUN, other])
     for row in (
         "| feature | Some GPU | Other GPU |",
         "| fuzz | 6,000 compositions of 40 configurations, 2 wrong | not run |",
-        "| tests | not run | 7 passed, 2 failed |",
+        "| tests | not run | 7 passed, 2 failed, 1 skipped, 3 not run |",
+        "| tests/a.py | not run | 7 passed, 2 failed |",
+        "| tests/b.py | not run | not run |",
+        "| tests/c.py | not run | skipped |",
         "| memcheck | not run | not run |",
         "| dropout: dropout | 6 right | not run |",
         "| mask: causal | 2 of 10 wrong | not run |",
@@ -58,6 +70,49 @@ def test_without_a_run_nothing_has_run() -> None:
     made = status.tables([])
     assert "| fuzz | not run |" in made
     assert " right |" not in made
+
+
+@pytest.mark.parametrize(
+    ("step", "nothing"),
+    [
+        ("tests", {"passed": 0, "failed": 0, "skipped": 4, "not run": 9}),
+        ("tests", {"not run": "no test was found"}),
+        ("fuzz", {"compositions": 0, "configurations": 0, "wrong": 0, "features": {}}),
+        ("jax", {"compositions": 0, "wrong": 0, "features": {}, "ended": ["ImportError"]}),
+        ("jax", {"not run": "jax is not there"}),
+        ("memcheck", {"calls of attention": 0, "errors": 0, "wrong": 0, "processes": 14, "processes with a summary": 14}),
+    ],
+)
+def test_a_step_that_made_no_call_has_not_run(step: str, nothing: dict[str, Any]) -> None:
+    assert f"| {step} | not run |" in status.tables([RUN | {"steps": {step: nothing}}])
+
+
+def test_a_memory_check_that_was_cut_off_says_so() -> None:
+    found = {"calls of attention": 30, "errors": 0, "wrong": 2, "processes": 14, "processes with a summary": 12}
+    made = status.tables([RUN | {"steps": {"memcheck": found}}])
+    assert "| memcheck | 30 calls, 0 errors, 2 wrong; 2 of 14 processes ended without a summary |" in made
+
+
+def test_each_file_of_gpu_tests_begins_before_another_goes_on() -> None:
+    names = [f"{file}.py::test_{n}" for file in ("tests/a", "tests/gpu/b", "tests/gpu/c") for n in range(steps.CHUNK + 1)]
+    chunks = steps.chunks_in_order(names)
+    assert [chunk[0].split(".py")[0] for chunk in chunks] == [
+        "tests/gpu/b",
+        "tests/gpu/c",
+        "tests/gpu/b",
+        "tests/gpu/c",
+        *["tests/a"] * 2,
+    ]
+    assert sorted(name for chunk in chunks for name in chunk) == sorted(names)
+
+
+def test_files_that_did_not_run_and_reasons_of_skips_are_told(tmp_path: Path) -> None:
+    log = tmp_path / "tests0.jsonl"
+    line = {"test": "tests/a.py::test_x", "outcome": "skipped", "seconds": 0.0, "text": "Skipped: needs 2 GPUs", "families": []}
+    log.write_text(json.dumps(line) + "\n")
+    found = steps._outcomes(["tests/a.py::test_x", "tests/b.py::test_y"], [log])
+    assert found["skipped for"] == {"Skipped: needs 2 GPUs": 1}
+    assert found["files"] == {"tests/a.py": {"skipped": 1}, "tests/b.py": {"not run": 1}}
 
 
 FAKE = """

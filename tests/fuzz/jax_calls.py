@@ -32,15 +32,17 @@ from torch import Tensor
 from flexattn import BackendError
 from flexattn.dispatch.spec import Results
 from flexattn.jax import attention
-from tests.fuzz.calls import DIFFERENTIABLE, HALF, Call, Config, Where, draw_config
+from tests.fuzz.calls import Call
 from tests.fuzz.check import EAGER, ON_GPU, Verdicts, compare
+from tests.fuzz.config import DIFFERENTIABLE, HALF, Config, Where, draw_config
 from tests.fuzz.oracle import Problem
 
 TRANSFORMS = ("jit", "eager", "vmap", "vmap", "vmap", "vmap of jit", "scan", "map", "checkpoint", "shard_map")
 OVER_INSTANCES = ("vmap", "vmap of jit", "scan", "map", "shard_map")
+WITHOUT = frozenset({"fp8"})
 PLACES: dict[str, Where] = {
-    "cpu": EAGER._replace(dtypes=(*HALF, torch.float32), longest=(40, 70), most_heads=2),
-    "cuda": ON_GPU._replace(head_dims=tuple(range(8, 257, 8))),
+    "cpu": EAGER._replace(dtypes=(*HALF, torch.float32), longest=(40, 70), most_heads=2, without=WITHOUT),
+    "cuda": ON_GPU._replace(head_dims=tuple(range(8, 257, 8)), without=WITHOUT),
 }
 SCORE_MODS: dict[str, Callable[[dict[str, Any], dict[str, Any]], Callable[..., Any]]] = {  # as tests/fuzz/mods.py has them
     "distance": lambda t, n: lambda s, b, h, i, j: s + t["by_head"][h] * abs(i - j),
@@ -106,6 +108,10 @@ class Instance(NamedTuple):
     tensors: dict[str, Tensor]
     wanted: list[str]
     of_oracle: Problem
+
+    @property
+    def meant(self) -> dict[str, Tensor]:
+        return self.tensors
 
     @property
     def dout(self) -> Tensor | None:

@@ -17,7 +17,7 @@ from tests.fuzz import plans
 from tests.fuzz.calls import Call
 from tests.fuzz.check import ALL_DIMS, CALLS, EAGER, ON_GPU, check_by_name, config_of
 from tests.fuzz.config import Config, draw_config, features, varied
-from tests.fuzz.run import Plan, names, run
+from tests.fuzz.run import Plan, names, run, told
 from tests.support.guarded_memory import Allocations, guarded_allocations
 
 ENOUGH = 60  # drawn calls of a kind, among which each defect shows
@@ -96,7 +96,7 @@ def test_a_call_that_keeps_its_first_tensors_is_found(monkeypatch: pytest.Monkey
         return right(**arguments | {"k": k if k.shape == arguments["k"].shape else arguments["k"]})
 
     monkeypatch.setattr(flexattn, "attention", attention)
-    assert is_found(allocations, lambda c: plain(c) and c.sets == (0, 0, 1) and not c.wants and not c.fp8)
+    assert is_found(allocations, lambda c: plain(c) and c.sets == (0, 0, 1) and not (c.wants or c.fp8 or c.mask_mod))
 
 
 def test_a_value_that_is_kept_from_inference_mode_is_found(monkeypatch: pytest.MonkeyPatch, allocations: Allocations) -> None:
@@ -139,6 +139,44 @@ def test_three_failures_end_a_configuration(monkeypatch: pytest.MonkeyPatch) -> 
         run(Plan(EAGER, 0, 60.0, 30), note)
     begun = [event["begins"] for event in events if "begins" in event]
     assert [name.split(".")[1] for name in begun[:6]] == ["0", "1", "2", "0", "1", "2"]
+
+
+def test_a_failure_begins_with_the_error_that_led_to_it() -> None:
+    def fails() -> None:
+        try:
+            try:
+                raise ValueError("of the kernel\n\nK is 16")
+            except ValueError as e:
+                raise RuntimeError("at body(...)") from e
+        finally:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    with pytest.raises(RuntimeError) as failed:
+        fails()
+    assert told(failed.value)[:2] == ["ValueError: of the kernel", "K is 16"]
+    assert told(failed.value)[-1] == "RuntimeError: operation failed due to a previous error during capture"
+
+
+def test_calls_of_a_configuration_differ_in_numbers_alone() -> None:
+    """Nothing that decides which kernels are compiled: hundreds of calls share them."""
+    where = ON_GPU._replace(without=frozenset({"sharing", "modes"}))
+    base = next(c for c in (draw_config(seed, where) for seed in count()) if c.dropout_p and "any" in c.window and not c.mask)
+    calls = [varied(base, seed) for seed in range(60)]
+    assert len({c.dropout_p for c in calls}) == 4
+    assert len({c.diagonal for c in calls}) == 3
+    assert {c.has_scale for c in calls} == {False, True}
+    for c in calls:
+        assert [side == "open" for side in c.window] == [side == "open" for side in base.window]
+        assert bool(c.dropout_p) == bool(base.dropout_p)
+        assert (c.slopes == "none") == (base.slopes == "none")
+        assert "lse" not in c.loss or c.return_lse
+
+
+def test_triton_in_fp8_gets_blocks_that_it_takes() -> None:
+    drawn = (draw_config(seed, ON_GPU) for seed in range(4000))
+    sizes = {c.block_mask for c in drawn if c.block_mask and c.fp8_of in ("all", "recipe")}
+    assert sizes
+    assert all(size % 32 == 0 for pair in sizes for size in pair)
 
 
 def test_configurations_are_chosen_by_new_pairs() -> None:
