@@ -105,7 +105,7 @@ def tests(run: Run, tell: Tell) -> dict[str, Any]:
 
 
 def chunks_in_order(names: Sequence[str]) -> list[list[str]]:
-    """Returns chunks of neighbours, which share kernels: the first of each file in tests/gpu, their second ones, then the others."""
+    """Returns chunks of neighbours, which share kernels: the first of each file in tests/gpu, their second ones, then others."""
     by_file: dict[str, list[str]] = {}
     for name in names:
         by_file.setdefault(name.split("::")[0], []).append(name)

@@ -127,7 +127,7 @@ for n in range(first, first + 3):
         sys.exit(3)
     if n == 13:
         time.sleep(60)
-    event = {"name": f"{n}.0", "has": ["a: x", "b: y"], "dims": [8, 16], "kept": 1, "families": ["f"], "kernels": {"k": 1}}
+    event = {"name": f"{n}.0", "has": ["a: x", "b: y"], "dims": [8, 16], "kept": 1, "families": ["f"], "kernels": {"k": 1}, "seconds": 0.5}
     event["wrong"] = ["off"] if n == 12 else []
     print(json.dumps(event), file=log, flush=True)
 """
@@ -145,6 +145,7 @@ def test_a_process_that_crashes_or_hangs_is_started_again_behind_its_call(tmp_pa
     assert summary["features"] == {"a: x": [3, 1], "b: y": [3, 1]}
     assert summary["kernels compiled or loaded"] == {"k": 3}
     assert 8 not in summary["head dims missing"]
+    assert summary["seconds for a composition"] == {"that compiled": 0.5, "other": 0.0}
 
 
 def test_a_run_writes_what_each_step_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

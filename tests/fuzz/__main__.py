@@ -91,9 +91,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--backend", choices=("eager", "triton"), default="eager")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cpu: triton runs in its interpreter")
     parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument(
-        "--values", type=int, help=f"calls of each configuration; on cuda {VALUES}, as each compiles kernels, else 1"
-    )
+    parser.add_argument("--values", type=int, help=f"calls of each configuration; {VALUES} on cuda, else 1")
     parser.add_argument("--without", nargs="*", default=[], choices=FEATURES, help="features that are not drawn")
     parser.add_argument("--no-guards", action="store_true", help="for a memory checker, which then sees each tensor's end")
     parser.add_argument("--grace", type=float, default=GRACE, help="seconds without a call after which a process has hung")

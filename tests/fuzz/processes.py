@@ -41,6 +41,7 @@ class Found:
         self.families: collections.Counter[str] = collections.Counter()
         self.kernels: dict[tuple[str, int], collections.Counter[str]] = {}  # by log and the start of its process
         self.failures: list[tuple[str, list[str]]] = []
+        self.seconds = {"that compiled": [0.0, 0], "other": [0.0, 0]}  # of compositions, and how many these are
         self._known: set[tuple[str, ...]] = set()
 
     def take(self, event: dict[str, Any], source: tuple[str, int]) -> None:
@@ -55,6 +56,9 @@ class Found:
             self.triples.update(combinations(has, 3))
         self.dims.add((event["dims"][0], event["dims"][1]))
         self.families.update(event["families"])
+        took = self.seconds["that compiled" if "kernels" in event else "other"]
+        took[0] += event["seconds"]
+        took[1] += 1
         if "kernels" in event:
             self.kernels[source] = collections.Counter(event["kernels"])
         if event["wrong"]:
@@ -72,6 +76,7 @@ class Found:
             "compositions": self.calls,
             "calls of attention": 3 * self.calls,
             "kept calls among them": self.kept,
+            "seconds for a composition": {name: round(sum_ / max(1, count), 3) for name, (sum_, count) in self.seconds.items()},
             "configurations": len(self.configurations),
             "kernels compiled or loaded": dict(sorted(kernels.items())),
             "pairs of features": f"{len(self.pairs)} of {possible}",

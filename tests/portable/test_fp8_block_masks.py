@@ -1,4 +1,4 @@
-"""Calls in FP8 with block masks: blocks that the matrix instructions can sum over compile, and others are refused with a way out."""
+"""Calls in FP8 with block masks: blocks of 32 and more compile, and smaller ones are refused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from flexattn.kernels_triton.ahead_of_time.compile_report import request_for
 from flexattn.kernels_triton.runtime.launch import pretended_device, recorded_launches
 from tests.dispatch.test_head_dims import spec_of
 from tests.support.compiled_kernels import compile_sound
-
 
 FP8 = Fp8((False, False, False), 0, torch.bfloat16, torch.float8_e5m2, bf16_backward=False)
 
