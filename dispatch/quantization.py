@@ -54,7 +54,7 @@ def _quantized(t: Unquantized, dtype: torch.dtype, granularity: str, block_rows:
     x, fmt, scale = t.x, t.fmt, t.scale
     rows = as_bshd(x, fmt).float()
     if t.rotation:
-        rows = rows @ rotation_matrix(x.shape[-1], x.device)
+        rows = rotated(rows, rotation_matrix(x.shape[-1], x.device))
     sizes = amax_sizes(x, fmt, t.cu_seqlens, t.max_seqlen, granularity, block_rows)
     if 0 in sizes:  # tokens of no sequence
         return torch.zeros(x.shape, dtype=dtype, device=x.device), rows.new_empty(sizes), rows.new_empty(sizes)
@@ -203,6 +203,12 @@ def rotation_matrix(head_dim: int, device: torch.device) -> Tensor:
     # of a factor, and Inductor would take all of them for an int32.
     signs = torch.where((i * (0x9E3779B1 & 0xFFFF) >> 15) & 1 == 1, -1.0, 1.0)
     return signs[:, None] * matrix / math.sqrt(size)
+
+
+def rotated(rows: Tensor, matrix: Tensor) -> Tensor:
+    """Returns the product in fp32, also inside of autocast, which would round both to 16 bits."""
+    with torch.autocast(rows.device.type, enabled=False):
+        return rows @ matrix
 
 
 class _RoundedWeights(torch.autograd.Function):

@@ -165,7 +165,7 @@ def unrotate_implementation(dq: Tensor, dk: Tensor) -> tuple[Tensor, Tensor]:
     if triton_backend.can_quantize(dq):
         return triton_backend.unrotate(dq, dk)
     matrix = quantization.rotation_matrix(dq.shape[-1], dq.device)
-    return (dq.float() @ matrix.T).to(dq.dtype), (dk.float() @ matrix.T).to(dk.dtype)
+    return quantization.rotated(dq.float(), matrix.T).to(dq.dtype), quantization.rotated(dk.float(), matrix.T).to(dk.dtype)
 
 
 def unrotate_fake(dq: Tensor, dk: Tensor) -> tuple[Tensor, Tensor]:

@@ -494,3 +494,18 @@ def test_nothing_is_accepted_and_ignored(device: str) -> None:
         eight["q"].requires_grad_(error == "which are for inference")
         with pytest.raises((ValueError, TypeError), match=error):
             flexattn.attention(**arguments)
+
+
+def test_a_rotation_stays_in_float32_inside_of_autocast() -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 40, 2, 48, dtype=torch.float16, requires_grad=True) for _ in "qkv")
+
+    def results() -> tuple[Tensor, ...]:
+        out = flexattn.attention(q, k, v, fp8_recipe=fp8.Recipe(rotation=True), backend="eager")
+        return out.detach(), *torch.autograd.grad(out, [q, k, v], torch.ones_like(out))
+
+    outside = results()
+    with torch.autocast("cpu", dtype=torch.float16):
+        inside = results()
+    for a, b in zip(inside, outside, strict=True):
+        assert torch.equal(a, b)

@@ -127,7 +127,8 @@ for n in range(first, first + 3):
         sys.exit(3)
     if n == 13:
         time.sleep(60)
-    event = {"name": f"{n}.0", "has": ["a: x", "b: y"], "dims": [8, 16], "kept": 1, "families": ["f"], "kernels": {"k": 1}, "seconds": 0.5}
+    event = {"name": f"{n}.0", "has": ["a: x", "b: y"], "dims": [8, 16], "kept": 1, "families": ["f"], "kernels": {"k": 1}}
+    event["seconds"] = 0.5
     event["wrong"] = ["off"] if n == 12 else []
     print(json.dumps(event), file=log, flush=True)
 """
