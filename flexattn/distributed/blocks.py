@@ -67,7 +67,7 @@ class Blocks:
         share = (kinds != HIDDEN).double().mean((0, 1))  # [blocks of queries, blocks of keys]
         before = torch.nn.functional.pad(share.cumsum(1) * self.size_kv, (1, 0))  # keys that are seen before each block
         share = torch.nn.functional.pad(share, (0, 1))
-        block = torch.arange(len(first)) // self.size_q
+        block = torch.arange(len(first), device="cpu") // self.size_q
 
         def up_to(key: Tensor) -> Tensor:
             column = key // self.size_kv

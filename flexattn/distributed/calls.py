@@ -191,7 +191,7 @@ def _call(
     hulls: tuple[Run, Run],
 ) -> Call:
     def tensor(values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32).to(device)
+        return torch.tensor(values, dtype=torch.int32, device="cpu").to(device)
 
     columns = ("document", "q_start", "kv_start", "diagonal")
     by_eights = all(piece.kv_start % 8 == 0 for piece in pieces)
@@ -199,7 +199,7 @@ def _call(
     sides = {"q": [piece.rows for piece in pieces], "kv": [piece.keys for piece in pieces]}
     where: dict[str, Any] = {"rows": hulls[0], "keys": hulls[1], "runs": union(sides["q"])}
     if not is_packed:
-        of = {name: torch.tensor(found[0], dtype=torch.int32).to(device) for name, found in values.items()}
+        of = {name: torch.tensor(found[0], dtype=torch.int32, device="cpu").to(device) for name, found in values.items()}
         return Call(pieces, band, Origin(None, of["q_start"], of["kv_start"], of["diagonal"]), None, by_eights, blocks, **where)
     packing: dict[str, Any] = {}
     for (side, runs), hull in zip(sides.items(), hulls, strict=True):
@@ -417,7 +417,7 @@ def merge_into(results: Results, call: Call, out: Tensor, lse: Tensor) -> None:
 
 @tables(None)
 def _first_head(head: int, device: torch.device) -> Tensor:
-    return torch.tensor(head, dtype=torch.int32).to(device)
+    return torch.tensor(head, dtype=torch.int32, device="cpu").to(device)
 
 
 def of_heads(scores: Scores, shared: Shared, heads: Run, device: torch.device) -> tuple[Scores, Shared]:

@@ -52,7 +52,7 @@ class LocalBlocks:
             cuts = [kinds[..., _blocks_of(rows, self.sizes[0]), _blocks_of(keys, self.sizes[1])] for kinds, rows, keys in of_pieces]
             self.table = _stacked(cuts).to(device)
             first = [(rows.start % blocks.size_q, keys.start % blocks.size_kv) for _, rows, keys in of_pieces]
-            of_q, of_kv = (torch.tensor(column, dtype=torch.int32).to(device) for column in zip(*first, strict=True))
+            of_q, of_kv = (torch.tensor(column, dtype=torch.int32, device="cpu").to(device) for column in zip(*first, strict=True))
             self.beyond = (of_q, of_kv) if is_packed else (of_q[0], of_kv[0])
         self.made: dict[tuple[int, int], tuple[_Lists, Tensor | None]] = {}
 
@@ -96,7 +96,7 @@ def _blocks_of(run: Run, size: int) -> slice:
 def _moved(kinds: Tensor, rows: Run, keys: Run, sizes: tuple[int, int]) -> Tensor:
     """Returns the kinds of blocks that are counted from a piece's first query and key."""
     for dim, run, size in ((-2, rows, sizes[0]), (-1, keys, sizes[1])):
-        starts = torch.arange(run.start, run.stop, size)
+        starts = torch.arange(run.start, run.stop, size, device="cpu")
         first, last = starts // size, ((starts + size).clamp(max=run.stop) - 1) // size
         if torch.equal(first, last):
             kinds = kinds.index_select(dim, first)

@@ -140,11 +140,11 @@ class Mask:
         assert self.blocks is not None
         counts = []
         for document, (len_q, len_kv) in enumerate(zip(self.lengths_q, self.lengths_kv, strict=True)):
-            diagonal = torch.arange(len_q) + self.shift(document)
+            diagonal = torch.arange(len_q, device="cpu") + self.shift(document)
             first = torch.zeros_like(diagonal) if self.left is None else (diagonal - self.left).clamp(0, len_kv)
             last = torch.full_like(diagonal, len_kv) if self.right is None else (diagonal + self.right + 1).clamp(0, len_kv)
             counts.append(self.blocks.counts(self.row(document), first, last.clamp(min=first)))
-        return torch.cat((torch.zeros(1, dtype=torch.float64), *counts)).cumsum(0)
+        return torch.cat((torch.zeros(1, dtype=torch.float64, device="cpu"), *counts)).cumsum(0)
 
 
 def _clamped_sum(stop: int, most: int) -> int:

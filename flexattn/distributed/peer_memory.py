@@ -93,7 +93,7 @@ class _Symmetric:
                 "FLEXATTN_PEER_MEMORY=never, on all ranks, makes exchanges of messages"
             ) from e
         places = [self._handle.get_buffer(rank, (size,), torch.uint8).data_ptr() for rank in range(group.size())]
-        self.addresses = torch.tensor(places).to(device)
+        self.addresses = torch.tensor(places, device="cpu").to(device)
         self._milliseconds = int(_timeout(group, device).total_seconds() * 1e3)
 
     def barrier(self) -> None:

@@ -57,14 +57,14 @@ def plot_plan(plan: Plan, *, heads: int = 8) -> Figure:
 
 
 def _draw_scores(ax: Axes, plan: Plan, colours: list[Any]) -> None:
-    rows, columns = (torch.arange(0, n, -(-n // MOST_POINTS)) for n in (plan.length, plan.length_kv))
-    image = torch.tensor(EMPTY).repeat(len(rows), len(columns), 1)
+    rows, columns = (torch.arange(0, n, -(-n // MOST_POINTS), device="cpu") for n in (plan.length, plan.length_kv))
+    image = torch.tensor(EMPTY, device="cpu").repeat(len(rows), len(columns), 1)
     seen = _seen(plan, rows, columns)
     for rank, runs in enumerate(plan.q_runs):
-        own = torch.zeros(len(rows), dtype=torch.bool)
+        own = torch.zeros(len(rows), dtype=torch.bool, device="cpu")
         for run in runs:
             own |= (rows >= run.start) & (rows < run.stop)
-        image[own[:, None] & seen] = torch.tensor(colours[rank], dtype=image.dtype)
+        image[own[:, None] & seen] = torch.tensor(colours[rank], dtype=image.dtype, device="cpu")
     ax.imshow(image.numpy(), extent=(0, plan.length_kv, plan.length, 0), aspect="auto", interpolation="nearest")
     ax.set_title(f"scores, by the rank of the query: {plan.layout}", fontsize=10)
     ax.set(xlabel="key", ylabel="query")
@@ -72,12 +72,14 @@ def _draw_scores(ax: Axes, plan: Plan, colours: list[Any]) -> None:
 
 def _seen(plan: Plan, rows: Tensor, columns: Tensor) -> Tensor:
     """Returns whether each query sees each key: bool [rows, columns], both positions in the whole."""
-    mask, documents = plan.mask, torch.arange(len(plan.mask.lengths_q))
-    of_q, of_kv = (torch.repeat_interleave(documents, torch.tensor(lengths)) for lengths in (mask.lengths_q, mask.lengths_kv))
+    mask, documents = plan.mask, torch.arange(len(plan.mask.lengths_q), device="cpu")
+    of_q, of_kv = (
+        torch.repeat_interleave(documents, torch.tensor(lengths, device="cpu")) for lengths in (mask.lengths_q, mask.lengths_kv)
+    )
     of_rows, of_columns = of_q[rows], of_kv[columns]
-    shift = torch.tensor([mask.shift(document) for document in range(len(documents))])
-    diagonal = rows - torch.tensor(mask.q.starts)[of_rows] + shift[of_rows]
-    distance = (columns - torch.tensor(mask.kv.starts)[of_columns])[None] - diagonal[:, None]
+    shift = torch.tensor([mask.shift(document) for document in range(len(documents))], device="cpu")
+    diagonal = rows - torch.tensor(mask.q.starts, device="cpu")[of_rows] + shift[of_rows]
+    distance = (columns - torch.tensor(mask.kv.starts, device="cpu")[of_columns])[None] - diagonal[:, None]
     seen = of_rows[:, None] == of_columns[None]
     if mask.left is not None:
         seen &= distance >= -mask.left
@@ -85,10 +87,10 @@ def _seen(plan: Plan, rows: Tensor, columns: Tensor) -> Tensor:
         seen &= distance <= mask.right
     if mask.blocks is not None:  # a block that is seen in part is drawn whole, as it is computed
         blocks, of_blocks = mask.blocks, mask.blocks.seen.any(0, keepdim=True) if len(documents) == 1 else mask.blocks.seen
-        row = (rows - torch.tensor(mask.q.starts)[of_rows]) // blocks.size_q
-        column = (columns - torch.tensor(mask.kv.starts)[of_columns]) // blocks.size_kv
+        row = (rows - torch.tensor(mask.q.starts, device="cpu")[of_rows]) // blocks.size_q
+        column = (columns - torch.tensor(mask.kv.starts, device="cpu")[of_columns]) // blocks.size_kv
         found = of_blocks[of_rows if of_blocks.shape[0] > 1 else of_rows * 0]
-        seen &= found[torch.arange(len(rows))[:, None], row[:, None].clamp(max=found.shape[1] - 1), column[None]]
+        seen &= found[torch.arange(len(rows), device="cpu")[:, None], row[:, None].clamp(max=found.shape[1] - 1), column[None]]
     return seen
 
 

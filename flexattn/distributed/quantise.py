@@ -77,11 +77,11 @@ def _places(plan: Plan, of_keys: bool, device: torch.device) -> tuple[Tensor, Te
     """
     runs, side = (plan.kv_runs, plan.mask.kv) if of_keys else (plan.q_runs, plan.mask.q)
     parts = [found for run in runs[plan.rank] for found in side.within(run)]
-    positions = [torch.arange(part.start, part.stop) for _, part in parts]
-    documents = [torch.full((part.size,), document) for document, part in parts]
-    empty = torch.zeros(0, dtype=torch.int64)
+    positions = [torch.arange(part.start, part.stop, device="cpu") for _, part in parts]
+    documents = [torch.full((part.size,), document, device="cpu") for document, part in parts]
+    empty = torch.zeros(0, dtype=torch.int64, device="cpu")
     document = torch.cat([empty, *documents])
-    others = torch.tensor(plan.mask.lengths_q if of_keys else plan.mask.lengths_kv)
+    others = torch.tensor(plan.mask.lengths_q if of_keys else plan.mask.lengths_kv, device="cpu")
     return document.to(device), torch.cat([empty, *positions]).to(device), (others[document] > 0).to(device)
 
 

@@ -63,8 +63,8 @@ def positions(plan: Plan, *, keys: bool = False, device: torch.device | str | No
     keys: whether those of the keys' tokens. device: where, None for the default device.
     """
     runs, side = (plan.kv_runs, plan.mask.kv) if keys else (plan.q_runs, plan.mask.q)
-    found = [torch.arange(part.start, part.stop) for run in runs[plan.rank] for _, part in side.within(run)]
-    whole = torch.cat(found) if found else torch.zeros(0, dtype=torch.int64)
+    found = [torch.arange(part.start, part.stop, device="cpu") for run in runs[plan.rank] for _, part in side.within(run)]
+    whole = torch.cat(found) if found else torch.zeros(0, dtype=torch.int64, device="cpu")
     return whole.to(torch.get_default_device() if device is None else device)
 
 

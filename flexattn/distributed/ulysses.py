@@ -66,14 +66,14 @@ def local_key_heads(split: Split, rank: int, group: int) -> tuple[int, ...] | No
 
 @tables(None)
 def _index(places: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.tensor(places).to(device)
+    return torch.tensor(places, device="cpu").to(device)
 
 
 @tables(64)
 def _order(runs: tuple[Runs, ...], is_of_whole: bool, device: torch.device) -> Tensor | None:
     """Returns for each row of the whole its row in a tensor of one rank's rows after another's, or the reverse; None: the same."""
-    rows = torch.cat([torch.arange(*run) for of in runs for run in of] or [torch.arange(0)])
-    if torch.equal(rows, torch.arange(len(rows))):
+    rows = torch.cat([torch.arange(*run, device="cpu") for of in runs for run in of] or [torch.arange(0, device="cpu")])
+    if torch.equal(rows, torch.arange(len(rows), device="cpu")):
         return None
     return (rows.argsort() if is_of_whole else rows).to(device)
 
