@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flexattn.dispatch import triton_backend
-from flexattn.dispatch.neutral import neutral_state
+from flexattn.dispatch.neutral import is_capturing, neutral_state
 from flexattn.dispatch.quantization import dout_of
 from flexattn.dispatch.reference import reference_attention, reference_gradients
 from flexattn.dispatch.runtime_failures import RuntimeFailure
@@ -41,7 +41,7 @@ def mismatch(name: str, spec: AttentionSpec, direction: Direction, device: torch
     Packed sequences come with gaps between them and without. Waits for the device.
     """
     key = (name, spec, direction)
-    if name == "eager" or key in _passed or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+    if name == "eager" or key in _passed or is_capturing(device):
         return None
     if spec.mods is not None or spec.block_size is not None:
         _log.info("the canary cannot check %s with a mod or a block mask, whose tensors it does not have", name)

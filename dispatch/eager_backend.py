@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from flexattn.dispatch import cpu_attention
+from flexattn.dispatch.neutral import is_capturing
 from flexattn.dispatch.pages import without_pages
 from flexattn.dispatch.quantization import dequantize, dout_of
 from flexattn.dispatch.reference import (
@@ -136,7 +137,7 @@ def watched(watcher: Callable[..., None]) -> contextlib.AbstractContextManager[N
 
 def _blocks(spec: AttentionSpec, x: Operands, itemsize: int) -> Iterator[tuple[Sequences, range, range]]:
     """(sequences, rows, cols): sequences together while all their scores fit SCORE_BYTES, else one at a time in chunks of rows."""
-    if spec.padding and x.q.is_cuda and torch.cuda.is_current_stream_capturing():
+    if spec.padding and is_capturing(x.q.device):
         raise RuntimeError(
             "the eager backend reads cu_seqlens on the host, which a CUDA graph cannot capture; use backend='triton', or a dense "
             "format without padding"

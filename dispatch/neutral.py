@@ -101,6 +101,11 @@ def _are_device_contexts() -> bool:
     )
 
 
+def is_fake() -> bool:
+    """Returns whether a FakeTensorMode is active, whose operators refuse tensors that have data."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
 def is_jit_traced() -> bool:
     """Returns whether torch.jit.trace records the call."""
     return not torch.compiler.is_compiling() and _jit_trace() is not None
@@ -111,9 +116,14 @@ def is_traced() -> bool:
     return torch.compiler.is_compiling() or _jit_trace() is not None
 
 
-def is_capturing() -> bool:
-    """Returns whether a CUDA graph is captured on the current stream; False under torch.compile, which does not know."""
-    return not torch.compiler.is_compiling() and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
+def is_capturing(device: torch.device | None = None) -> bool:
+    """Returns whether a CUDA graph is captured on the current stream; False under torch.compile, which does not know.
+
+    device: the device of a call's tensors, if it is known. The answer for tensors on the host is False.
+    """
+    if (device is not None and device.type != "cuda") or torch.compiler.is_compiling() or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return False
+    return torch.cuda.is_current_stream_capturing()
 
 
 def refuse_capture(call: str) -> None:

@@ -31,6 +31,7 @@ from flexattn.call_key import (
     state_around,
 )
 from flexattn.dispatch import options
+from flexattn.dispatch.neutral import is_capturing
 from flexattn.dispatch.spec import OPEN_WINDOW, Operands
 from flexattn.forks import fork_safe
 from flexattn.likeness import Likeness, likeness_of
@@ -222,7 +223,7 @@ def new_call(
     others = (value for name, value in x._asdict().items() if name not in known)
     if any(isinstance(leaf, Tensor) for value in others for leaf in (value if isinstance(value, (tuple, list)) else (value,))):
         return None  # a tensor that `CachedCall.operands` would not put in its place
-    if x.alibi_slopes is not None and (x.alibi_slopes.is_inference() or (x.q.is_cuda and torch.cuda.is_current_stream_capturing())):
+    if x.alibi_slopes is not None and (x.alibi_slopes.is_inference() or is_capturing(x.q.device)):
         return None  # a captured graph's slopes are not for later calls
     position = {id(t): i for i, t in reversed(list(enumerate(key.tensors))) if t is not None}
     has_own = x.alibi_slopes is not None or x.dropout_p > 0.0  # slopes and seeds that are no arguments

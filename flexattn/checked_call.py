@@ -15,6 +15,7 @@ from torch import Tensor
 from flexattn import ops
 from flexattn.cached_call import CachedCall
 from flexattn.dispatch.describe import describe
+from flexattn.dispatch.neutral import is_capturing
 from flexattn.dispatch.spec import Gradients
 
 SHARE = 0.01  # share of replays that are compared
@@ -59,8 +60,7 @@ class CheckedCall(CachedCall):
 
     def _drawn(self, inputs: Sequence[Any]) -> list[tuple[Any, ...]] | None:
         """Returns the inputs of two more runs where this one is drawn; what a run may write to, the buffers of FP8, is copied."""
-        is_captured = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        if is_captured or _draw() >= SHARE:
+        if is_capturing(self.device) or _draw() >= SHARE:
             return None
         return [tuple(t if i < self.num_inputs or t is None else t.clone() for i, t in enumerate(inputs)) for _ in range(2)]
 

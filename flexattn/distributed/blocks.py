@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from flexattn.block_mask import Kept, block_lists, checked_tensors
+from flexattn.dispatch.neutral import neutral_state
 from flexattn.distributed import capture
 from flexattn.distributed.layout import Run, joined
 
@@ -90,8 +91,9 @@ def read_blocks(block_mask: Any, longest: tuple[int, int]) -> Blocks:
         capture.refuse_making(device)
         from flexattn.dispatch.reference import block_kinds  # here, as importing flexattn should not import the reference
 
-        lists = block_lists(block_mask, batch, heads, *longest, device)
-        kept = Kept(given, Blocks(block_kinds(lists.tensors).cpu(), *block_size, block_mask.mask_mod))
+        with neutral_state():
+            lists = block_lists(block_mask, batch, heads, *longest, device)
+            kept = Kept(given, Blocks(block_kinds(lists.tensors).cpu(), *block_size, block_mask.mask_mod))
         object.__setattr__(block_mask, _NAME, kept)
     blocks: Blocks = kept.value
     return blocks

@@ -14,15 +14,11 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from flexattn.dispatch.neutral import is_capturing, is_fake, neutral_state
 from flexattn.dispatch.options import check_values
 
 _Made = TypeVar("_Made")
 _read: dict[int, Any] = {}  # tables that a captured graph may read, by their ids
-
-
-def is_capturing(device: torch.device) -> bool:
-    """Returns whether a CUDA graph is captured on the current stream of a device."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def is_over_nccl(group: Any) -> bool:
@@ -40,25 +36,30 @@ def refuse_making(device: torch.device) -> None:
 
 
 def tables(maxsize: int | None) -> Callable[[Callable[..., _Made]], Callable[..., _Made]]:
-    """Returns a decorator as functools.lru_cache is, for functions whose last argument is the device of what they make."""
+    """Returns a decorator like functools.lru_cache for functions that make tensors on the device that is their last argument.
+
+    The tensors are made in `neutral_state`. A FakeTensorMode gets fake ones of its own, which are not kept.
+    """
 
     def decorate(make: Callable[..., _Made]) -> Callable[..., _Made]:
         def checked(*arguments: Any) -> _Made:
             refuse_making(arguments[-1])
-            with torch.inference_mode(False):  # an inference tensor could not be read by a later backward
+            with neutral_state():
                 return make(*arguments)
 
         kept = functools.lru_cache(maxsize)(checked)
 
         @functools.wraps(make)
-        def of(*arguments: Any) -> _Made:
+        def get(*arguments: Any) -> _Made:
+            if is_fake():
+                return make(*arguments)
             found = kept(*arguments)
             if is_capturing(arguments[-1]):
                 _read[id(found)] = found
             return found
 
-        of.cache_clear = kept.cache_clear  # type: ignore[attr-defined]
-        return of
+        get.cache_clear = kept.cache_clear  # type: ignore[attr-defined]
+        return get
 
     return decorate
 

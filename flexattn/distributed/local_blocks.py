@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from flexattn.block_mask import ordered
+from flexattn.dispatch.neutral import neutral_state
 from flexattn.distributed.blocks import MASKED, WHOLE, Blocks
 from flexattn.distributed.capture import refuse_making
 from flexattn.distributed.layout import Run
@@ -61,7 +62,7 @@ class LocalBlocks:
         found = self.made.get(heads)
         if found is None:
             refuse_making(self.lists_kinds.device)
-            with torch.inference_mode(False):
+            with neutral_state():
                 table = None if self.beyond is None else _of_heads(self.table, heads).contiguous()
                 found = self.made[heads] = _Lists(_of_heads(self.lists_kinds, heads), self.sizes), table
         mask = copy.copy(found[0])

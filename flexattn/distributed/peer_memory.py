@@ -26,7 +26,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flexattn.dispatch import options
-from flexattn.distributed.capture import is_capturing, is_over_nccl, tables
+from flexattn.dispatch.neutral import is_capturing
+from flexattn.distributed.capture import is_over_nccl, tables
 
 MOST_RANKS = 8  # GPUs of one host
 MOST_BYTES = 1 << 30  # memory of a rank that others read: a larger exchange is made of messages

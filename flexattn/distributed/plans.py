@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from flexattn.dispatch.neutral import neutral_state
 from flexattn.dispatch.spec import OPEN_WINDOW, Band, Window, as_index, make_band, window_of
 from flexattn.distributed import layout as layouts
 from flexattn.distributed.blocks import Blocks, read_blocks
@@ -71,7 +72,7 @@ class Plan:
     def __post_init__(self) -> None:
         number = next(_NUMBERS)
         _KNOWN[number] = self
-        with torch.inference_mode(False):
+        with neutral_state():
             object.__setattr__(self, "token", torch.tensor(number, device="cpu"))
 
     @functools.cached_property

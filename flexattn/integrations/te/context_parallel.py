@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from flexattn.dispatch.neutral import is_capturing
 from flexattn.dispatch.spec import Band, as_bshd, make_band
 from flexattn.first_order import first_order
 from flexattn.mods.captures import runs_as_it_is
@@ -232,15 +233,22 @@ def _few(values: Sequence[int]) -> str:
 
 
 def _on_host(name: str, t: Any) -> tuple[int, ...]:
-    """Returns the values of offsets, read once while nothing writes to them: all layers of a step are given the same tensor."""
+    """Returns the values of offsets, which are read once for all layers of a step, as long as nothing writes to them.
+
+    Raises RuntimeError if they are still to be read while a CUDA graph is captured.
+    """
     if not isinstance(t, Tensor) or t.dtype is not torch.int32 or t.dim() != 1 or t.shape[0] < 1:
         raise ValueError(f"{name} is {describe(t)}; accepted: an int32 tensor [b + 1] of offsets in the whole")
-    if t.is_inference():  # whose writes nothing counts
-        return tuple(t.tolist())
-    version, values = _READ.get(t, (None, ()))
-    if version != t._version:
+    version, values = (None, ()) if t.is_inference() else _READ.get(t, (None, ()))  # nothing counts writes to inference tensors
+    if version is None or version != t._version:
+        if is_capturing(t.device):
+            raise RuntimeError(
+                f"{name} cannot be read on the host while a CUDA graph is captured. Run the layer once with this tensor before the "
+                "capture, outside of inference mode; the graph keeps the lengths that the tensor has then"
+            )
         values = tuple(t.tolist())
-        _READ[t] = (t._version, values)
+        if not t.is_inference():
+            _READ[t] = (t._version, values)
     return values  # type: ignore[no-any-return]
 
 
