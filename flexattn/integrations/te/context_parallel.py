@@ -239,17 +239,22 @@ def _on_host(name: str, t: Any) -> tuple[int, ...]:
     """
     if not isinstance(t, Tensor) or t.dtype is not torch.int32 or t.dim() != 1 or t.shape[0] < 1:
         raise ValueError(f"{name} is {describe(t)}; accepted: an int32 tensor [b + 1] of offsets in the whole")
-    version, values = (None, ()) if t.is_inference() else _READ.get(t, (None, ()))  # nothing counts writes to inference tensors
-    if version is None or version != t._version:
-        if is_capturing(t.device):
-            raise RuntimeError(
-                f"{name} cannot be read on the host while a CUDA graph is captured. Run the layer once with this tensor before the "
-                "capture, outside of inference mode; the graph keeps the lengths that the tensor has then"
-            )
-        values = tuple(t.tolist())
-        if not t.is_inference():
-            _READ[t] = (t._version, values)
+    if t.is_inference():  # nothing counts writes to it
+        return _read(name, t)
+    version, values = _READ.get(t, (None, ()))
+    if version != t._version:
+        values = _read(name, t)
+        _READ[t] = (t._version, values)
     return values  # type: ignore[no-any-return]
+
+
+def _read(name: str, t: Tensor) -> tuple[int, ...]:
+    if is_capturing(t.device):
+        raise RuntimeError(
+            f"{name} cannot be read on the host while a CUDA graph is captured. Run the layer once with this tensor before the "
+            "capture, outside of inference mode; the graph keeps the lengths that the tensor has then"
+        )
+    return tuple(t.tolist())
 
 
 @functools.lru_cache(maxsize=64)
