@@ -138,6 +138,7 @@ class _Maps:
     def _encode(self, address: int) -> bytes:
         descriptor = copy.copy(self.descriptor)
         descriptor.base = _Base(address)
+        _make_current()  # CUDA encodes a map in the thread's context, and a thread whose first call is a replay has none
         encoded = triton_driver.make_tensordesc_arg(descriptor, self.meta)[0]
         start = id(encoded) + type(encoded).__basicsize__ - _MAP_BYTES
         if len(self.known) >= _MOST_MAPS:
