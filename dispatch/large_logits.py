@@ -1,4 +1,4 @@
-"""Check of the sizes of logits, under FLEXATTN_CHECK=1: up to which the kernels' softmax of plain scores is right."""
+"""Check of the sizes of logits under FLEXATTN_CHECK=1. Larger logits make the kernels' softmax of plain scores wrong."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from torch import Tensor
 
 from flexattn.dispatch.spec import AttentionSpec, Direction, Operands
 
-# A row's largest logit times log2(e) is rounded to float32, by 2**-24 of itself, before it is subtracted in an exponent. Weights,
-# their sum and so out and lse are relative to the rounded number, and right as long as the largest weight can be held.
-LARGEST = 2.0**26  # rounded by 6, in units of log2; with the 8 that a lazy maximum may lag behind, float16 holds it with 2**16
-LARGEST_FP8 = 2.0**22  # by 3/8, where E4M3 holds 2**8.8 and weights are up to 2**8
-# A backward makes the weights of lse, which is rounded four times: they are wrong by |lse| / 2**22 at most, so here by 1.6 %.
+# A row's largest logit times log2(e) is rounded to float32 before it is subtracted in an exponent: the error is up to 2**-24 of it.
+# Weights and their sum, and so out and lse, are relative to the rounded number. They are right if the type holds every weight.
+LARGEST = 2.0**26  # the rounding error is 6 in units of log2. A lazy maximum may lag behind by 8 more, and float16 holds 2**16
+LARGEST_FP8 = 2.0**22  # the rounding error is 3/8. Weights are up to 2**8, and E4M3 holds 2**8.8
+# A backward computes weights from lse, which is rounded four times. Their relative error is at most |lse| / 2**22, here 1.6 %.
 LARGEST_OF_GRADIENTS = 2.0**16
 
 
 def check_logits(spec: AttentionSpec, x: Operands, lse: Tensor, direction: Direction) -> None:
-    """Raises ValueError where logits of plain scores are larger than the kernels take. Waits for the device.
+    """Raises ValueError if logits of plain scores are larger than the kernels take. Waits for the device.
 
     Biases, ALiBi and score_mods have kernels of their own, for logits of any size.
     """
@@ -30,6 +30,6 @@ def check_logits(spec: AttentionSpec, x: Operands, lse: Tensor, direction: Direc
         return
     raise ValueError(
         f"the logits of this call are so large that lse is {found:.3g}; accepted in a {direction} on the triton backend: up to "
-        f"{largest:.3g} without a bias or a score_mod; pass a smaller softmax_scale, smaller q and k or a smaller softmax_offset, "
-        "a score_mod such as lambda score, b, h, q_idx, kv_idx: score * 1.0, by which logits may have any size, or backend='eager'"
+        f"{largest:.3g} without a bias or a score_mod. Pass a smaller softmax_scale, softmax_offset, q or k. A score_mod such as "
+        "lambda score, b, h, q_idx, kv_idx: score * 1.0, or backend='eager', takes logits of any size"
     )

@@ -1,7 +1,7 @@
-"""Torch's modes, which the library sets aside for its own computations, and the rule for values that it keeps.
+"""The library's own computations run outside of torch's modes; this module also has the rule for values that are kept.
 
 A value that is kept for later calls is made outside of all modes, as a function under `keep` makes it. Nothing is kept while
-a mode, a transform or a trace records how it is made, or while a CUDA graph, which would own its memory, is captured.
+a mode, a transform or a trace records operators. Nothing is kept while a CUDA graph is captured, as it would own the memory.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _Made = TypeVar("_Made")
 
 @contextlib.contextmanager
 def neutral_state() -> Iterator[None]:
-    """Run a block as a thread that has only begun would run it: with gradients on, and with nothing of the caller's.
+    """Runs a block as a new thread would run it: with gradients on, and without the caller's modes.
 
-    Set aside are saved-tensor hooks, modes of both kinds (default devices, fake tensors and tracers are such), torch.jit.trace,
-    autocast, grad and inference mode, torch.func's transforms, and the dispatch keys of an operator that is being run: what of
-    at::ThreadLocalState decides what an op gives. The default dtype stays, as it belongs to the process: what depends on it has it
-    in its key.
+    It suspends saved-tensor hooks, modes of both kinds (such as default devices, fake tensors and tracers), torch.jit.trace,
+    autocast, grad mode, inference mode and torch.func's transforms. It also suspends the dispatch keys of a running operator.
+    These are the parts of at::ThreadLocalState that change an operator's result. The default dtype stays, as it belongs to the
+    process: values that depend on it have it in their keys.
     """
     was_tracing = torch._C._autograd._saved_tensors_hooks_set_tracing(True)  # hooks then wait for what is traced to run
     try:
@@ -54,7 +54,7 @@ def neutral_state() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_function_modes() -> Iterator[None]:
-    """Without the modes of torch functions, and with torch functions on, which DisableTorchFunction may have turned off."""
+    """Suspends the modes of torch functions, and turns torch functions on if DisableTorchFunction has turned them off."""
     modes = [torch._C._pop_torch_function_stack() for _ in range(torch._C._len_torch_function_stack())]
     try:
         with torch._C._EnableTorchFunction():
@@ -75,7 +75,7 @@ def _no_jit_trace() -> Iterator[None]:
         torch._C._set_tracing_state(state)  # type: ignore[attr-defined]
 
 
-# Looked up once: each look into torch's modules costs a call some 20 ns.
+# These are looked up once, as each look into torch's modules costs a call about 20 ns.
 _num_modes, _has_function_mode = torch._C._len_torch_dispatch_stack, torch._C._is_torch_function_mode_enabled
 _transform, _jit_trace = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
 
@@ -92,7 +92,7 @@ def is_ordinary() -> bool:
 
 
 def _are_device_contexts() -> bool:
-    """Returns whether all modes of torch functions are those of torch.set_default_device, which change nothing here."""
+    """Returns whether all modes of torch functions come from torch.set_default_device. Such modes change nothing here."""
     from torch.utils._device import DeviceContext  # here, as few processes have one
 
     return all(
@@ -112,12 +112,12 @@ def is_jit_traced() -> bool:
 
 
 def is_traced() -> bool:
-    """Returns whether torch.compile, torch.export or torch.jit.trace records the call: no value may be read then."""
+    """Returns whether torch.compile, torch.export or torch.jit.trace records the call. If so, no value may be read."""
     return torch.compiler.is_compiling() or _jit_trace() is not None
 
 
 def is_capturing(device: torch.device | None = None) -> bool:
-    """Returns whether a CUDA graph is captured on the current stream; False under torch.compile, which does not know.
+    """Returns whether a CUDA graph is captured on the current stream; False under torch.compile, which cannot know.
 
     device: the device of a call's tensors, if it is known. The answer for tensors on the host is False.
     """
@@ -127,7 +127,7 @@ def is_capturing(device: torch.device | None = None) -> bool:
 
 
 def refuse_capture(call: str) -> None:
-    """Raises RuntimeError while a CUDA graph is captured; for a call whose numbers on the host would be the same in each replay."""
+    """Raises RuntimeError while a CUDA graph is captured. It is for calls whose numbers on the host would not change in replays."""
     if is_capturing():
         raise RuntimeError(
             f"{call} is called while a CUDA graph is captured, and each replay would repeat its present numbers; accepted: a call "
@@ -137,8 +137,8 @@ def refuse_capture(call: str) -> None:
 
 @contextlib.contextmanager
 def making_state(call: str) -> Iterator[None]:
-    """Runs a block that makes state in a first call, whose tensors then belong to no mode; raises what `refuse_capture` does."""
-    if torch.compiler.is_compiling():  # which makes the state after the graph
+    """Runs a block that makes the state of a first call; the state's tensors belong to no mode. Raises as `refuse_capture` does."""
+    if torch.compiler.is_compiling():  # it makes the state after the graph
         yield
         return
     refuse_capture(call)
@@ -149,8 +149,7 @@ def making_state(call: str) -> Iterator[None]:
 def may_keep() -> bool:
     """Returns whether values that are made now may be kept for later calls, and kept ones be read.
 
-    A graph that is captured owns the memory of the values that it makes, and does not own kept ones, which may be dropped before it
-    is replayed.
+    A captured graph owns the memory of the values that it makes. It does not own kept values, which may be dropped before a replay.
     """
     return not (torch.compiler.is_compiling() or not is_ordinary() or is_capturing())
 
@@ -178,7 +177,7 @@ def keep(maxsize: int) -> Callable[[Callable[_Arguments, _Made]], Callable[_Argu
 
 
 class _FixedSizes(TorchFunctionMode):
-    """Mode under which sizes are ints, where torch.jit.trace makes them tensors."""
+    """Mode in which sizes are ints; torch.jit.trace makes them tensors."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in _SIZES:

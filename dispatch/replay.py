@@ -83,7 +83,7 @@ class _Recorder(Watch):  # type: ignore[no-untyped-call]
         self.also: list[Tensor] = []  # those that stand for another
         self.slot_of: dict[int, int] = {}
         self.made: set[int] = set()  # by an op; the others are inputs and constants
-        self.roots: dict[int, tuple[int, int]] = {}  # by view: whose it is, and how many bytes further on it begins
+        self.roots: dict[int, tuple[int, int]] = {}  # by view: its tensor, and its offset in that tensor in bytes
         self.steps: list[_Op | _Launch | _Run] = []
         self.trouble = ""
         self.inputs = [None if t is None else self.slot(t) for t in inputs]
@@ -119,11 +119,11 @@ class _Recorder(Watch):  # type: ignore[no-untyped-call]
         return out
 
     def root(self, slot: int) -> tuple[int, int]:
-        """Returns the tensor that one is a part of, and how many bytes further on it begins; all but views are their own."""
+        """Returns the tensor of a view and the view's offset in bytes. A tensor that is no view is its own, with offset 0."""
         return self.roots.get(slot, (slot, 0))
 
     def _find_root(self, out: Tensor, leaves: Sequence[Any]) -> None:
-        """Notes whose view an op's result is: an argument's of that op, as other tensors in the same storage may lie elsewhere."""
+        """Notes the argument of an op that its result is a view of. Other tensors in the same storage may lie elsewhere."""
         storage = out.untyped_storage()._cdata
         for x in leaves:
             if type(x) is _Slot and self.tensors[x].untyped_storage()._cdata == storage:
@@ -329,7 +329,7 @@ def record(
     recording = Recording(recorder, results, device)
     of_inputs = {t.untyped_storage()._cdata for t in inputs if t is not None}
     if any(t.untyped_storage()._cdata in of_inputs for t in recording.constants.values()):
-        return result, None  # a part of an input that no operator made, as `x.data`: whose it is cannot be known
+        return result, None  # no operator made this part of an input, such as `x.data`, so its tensor is not known
     return result, recording
 
 

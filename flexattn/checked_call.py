@@ -1,6 +1,6 @@
-"""A kept call under FLEXATTN_CHECK=1: its values are checked in each call, and one replay in a hundred is compared with its like.
+"""A kept call under FLEXATTN_CHECK=1: each call checks its values, and one replay in a hundred is compared with unrecorded runs.
 
-Which replays these are follows from a generator with a fixed seed, so that a program that runs again compares the same calls.
+A generator with a fixed seed draws these replays, so a program that runs again compares the same calls.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from flexattn.dispatch.neutral import is_capturing
 from flexattn.dispatch.spec import Gradients
 
 SHARE = 0.01  # share of replays that are compared
-# Sums that kernels make in any order may differ by one rounding of a number, and by this of the largest number of a tensor: sums in
-# float32 of up to a million terms stay within it. Beside numbers that cancel, as in the gradient of a sink, two unrecorded calls
-# tell how far apart such sums are.
+# Kernels may add in any order. Their sums may differ by one rounding of a number, and by this share of the tensor's largest number,
+# which is enough for float32 sums of a million terms. Sums of numbers that cancel, such as a sink's gradient, may differ by more:
+# two unrecorded calls give their spread.
 ORDER = 2.0**-14
-_SPREAD = 8.0  # times what two unrecorded calls differ by
+_SPREAD = 8.0  # times the difference of two unrecorded calls
 _draw = random.Random(0).random
 
 _NAMES = {"forward": ("out", "lse", "max_logit"), "backward": ("dq", "dk", "dv", "dbias", "dsoftmax_offset")}
 
 
 class CheckedCall(CachedCall):
-    """A `CachedCall` that compares."""
+    """A `CachedCall` that compares some of its replays with unrecorded runs."""
 
     is_checked = True
 
     def forward(self, tensors: Sequence[Tensor | None], addresses: Sequence[int]) -> Sequence[Any]:
-        """Does what a `CachedCall` does, and raises ValueError for wrong values and RuntimeError for a wrong replay."""
+        """Runs the call as a `CachedCall` does. Raises ValueError for wrong values and RuntimeError for a wrong replay."""
         x = self.operands(tensors)
         ops.check_operands(self.spec, x)
         again = self._drawn(tensors) if self.recording is not None else None
@@ -59,7 +59,7 @@ class CheckedCall(CachedCall):
         return gradients
 
     def _drawn(self, inputs: Sequence[Any]) -> list[tuple[Any, ...]] | None:
-        """Returns the inputs of two more runs where this one is drawn; what a run may write to, the buffers of FP8, is copied."""
+        """Returns the inputs of two more runs if this run is drawn, else None. A run may write to FP8 buffers: they are copied."""
         if is_capturing(self.device) or _draw() >= SHARE:
             return None
         return [tuple(t if i < self.num_inputs or t is None else t.clone() for i, t in enumerate(inputs)) for _ in range(2)]
@@ -72,7 +72,7 @@ class CheckedCall(CachedCall):
         run: Callable[[Sequence[Any]], Sequence[Any]],
         is_exact: bool,
     ) -> None:
-        """Raises RuntimeError where a replay's results, and the buffers behind its operands, are not those of unrecorded runs."""
+        """Raises RuntimeError if a replay's results, or the buffers behind its operands, differ from unrecorded runs."""
         first, second = ((*run(inputs), *inputs[self.num_inputs :]) for inputs in again)
         for n, (got, want, other) in enumerate(zip(replayed, first, second, strict=True)):
             if got is want is None:
@@ -84,8 +84,8 @@ class CheckedCall(CachedCall):
                 q, k, v = (tuple(t.shape) for t in again[0][:3])
                 raise RuntimeError(
                     f"FLEXATTN_CHECK=1: a replayed {direction} gave another {name} than the same call unrecorded: {wrong}. The "
-                    f"call: {describe(self.spec)}; q, k and v of {q}, {k} and {v}. Please report this; until then "
-                    "flexattn.call_cache.clear_cache() before each call keeps it from being replayed"
+                    f"call: {describe(self.spec)}; q, k and v of {q}, {k} and {v}. Please report this. Until then, run "
+                    "flexattn.call_cache.clear_cache() before each call, so that it is not replayed"
                 )
 
 
@@ -94,7 +94,7 @@ def _flat(gradients: Gradients) -> tuple[Tensor | None, ...]:
 
 
 def _wrong(got: Tensor, want: Tensor, other: Tensor, is_exact: bool) -> str:
-    """Returns what is wrong with a replay's result, or "". other: that of a second unrecorded run."""
+    """Returns a text on a replay's wrong result, or "" if it is right. other: the result of a second unrecorded run."""
     if got.shape != want.shape or got.dtype is not want.dtype:
         return f"{got.dtype} {tuple(got.shape)} in place of {want.dtype} {tuple(want.shape)}"
     a, b, c = (t.double() for t in (got, want, other))

@@ -1,4 +1,4 @@
-"""Locks that a forked child can take, whichever thread of the parent held them."""
+"""Locks that are free in a forked child, even if another thread of the parent holds them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _locks: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def fork_safe(lock: _L) -> _L:
-    """Returns the lock, which is free in each child of `os.fork()`: the thread that held it is not there to release it.
+    """Returns the lock, which is made free in each child of `os.fork()`: the child lacks the thread that could release it.
 
-    What such a lock guards must be whole after each statement, as caches are.
+    The data that such a lock guards must be consistent after each statement, as caches are.
     """
     _locks.add(lock)
     return lock

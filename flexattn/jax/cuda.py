@@ -215,7 +215,7 @@ class _Memory:
         self.zeroed: set[int] = set()  # buffers of zeros that have no array yet
 
     def whole(self, place: int) -> Any:
-        """Returns the array of a buffer; memory without a value where no step has written to it."""
+        """Returns the array of a buffer. If no step has written to it, the array is memory without a value."""
         if place in self.zeroed:
             self.zeroed.remove(place)
             self.of[place] = jnp.zeros(self.buffers[place].size, jax_dtype(self.buffers[place].dtype))
@@ -224,7 +224,7 @@ class _Memory:
         return self.of[place]
 
     def read(self, view: View) -> Any:
-        """Returns the tensor that a view is."""
+        """Returns the tensor of a view."""
         if view.buffer is None:
             return jnp.zeros(view.shape, jax_dtype(view.dtype))
         array, size = _viewed(self.whole(view.buffer), jax_dtype(view.dtype)), _size(view)
@@ -236,7 +236,7 @@ class _Memory:
         return in_memory.transpose([view.order.index(dim) for dim in range(len(view.order))])
 
     def write(self, view: View, value: Any) -> None:
-        """Puts a value in the place of a view's."""
+        """Replaces the value of a view."""
         if view.buffer is None:
             return
         buffer, size = self.buffers[view.buffer], _size(view)
@@ -250,7 +250,7 @@ class _Memory:
             self.of[view.buffer] = jax.lax.dynamic_update_slice(array, value, (view.offset,))
 
     def zero(self, view: View) -> None:
-        """Sets a view to zero; in a buffer that has no array yet, all of it, as the rest is anything."""
+        """Sets a view to zero. If its buffer has no array yet, all of the buffer becomes zero, as the rest has no value."""
         if view.buffer is None or view.buffer in self.of:
             self.write(view, jnp.zeros((), jax_dtype(view.dtype)))
         else:
@@ -275,15 +275,15 @@ def _uninitialised(buffer: Buffer) -> Any:
 
 
 def _launch(step: Kernel, memory: _Memory) -> None:
-    """Adds one custom call; the buffers that its kernel may write have new arrays afterwards."""
+    """Adds one custom call. The buffers that its kernel may write have new arrays afterwards."""
     sizes = {place: memory.buffers[place].size * memory.buffers[place].dtype.itemsize for place in memory.zeroed}
     call = custom_call(step, memory.written, needed_device().architecture, sizes)
     memory.zeroed -= set(call.zeroed)
     arrays = {place: memory.whole(place) for place in call.operands}
     written = [*call.again, *sorted((memory.written & set(call.operands)) - set(call.again))]
-    # XLA makes one operand of two that are equal, and gives a slice in a loop as part of the whole array. It copies what is aliased
-    # to a result in neither case if it has made a fusion of the call and the slices that the call reads: two results are one, or
-    # the slice is overwritten and the result is not. What comes out of one barrier is neither equal nor a slice.
+    # XLA merges two operands that are equal, and passes a slice in a loop as part of the whole array. If it fuses the call with the
+    # slices that the call reads, it copies no operand that is aliased to a result. Then two results are one, or the kernel writes
+    # to the slice and not to the result. Outputs of one barrier are neither equal nor slices.
     # https://github.com/openxla/xla/blob/main/xla/service/gpu/transforms/dynamic_slice_fusion_rewriter.cc
     arrays |= zip(written, jax.lax.optimization_barrier([arrays[place] for place in written]), strict=True)
     results = jax.ffi.ffi_call(

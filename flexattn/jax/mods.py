@@ -199,7 +199,7 @@ class _Writer:
                 inner = e.params.get("jaxpr") or e.params.get("call_jaxpr")
                 inner_consts = [self.capture(value) for value in getattr(inner, "consts", ())]
                 values = self.run(getattr(inner, "jaxpr", inner), inner_consts, [read(x) for x in e.invars])
-            elif name == "pvary":  # of a shard_map, and the same value
+            elif name == "pvary":  # shard_map adds it, and the value is the same
                 values = [read(x) for x in e.invars]
             elif name == "dynamic_slice":
                 table, *indices = e.invars

@@ -1,9 +1,9 @@
-"""How Triton compiles a kernel: the options, and a pass of LLVM that no kernel wants.
+"""Options of Triton's compiler, and a pass of LLVM that slows the kernels down.
 
-From Triton 3.9 on, whose LLVM is 24, the SLP vectorizer takes the sums that a loop carries for one vector where the loop ends. A
-wgmma adds to registers that are then copied before they are ready. ptxas puts a wait behind each product (C7514): the loop of the
-forward for sm_90 at head dim 128 has 28 % more instructions. Triton has no option for it and turns the pass off by itself for sm_80
-alone.
+From version 3.9 on, Triton uses LLVM 24. Its SLP vectorizer joins the sums that a loop carries to one vector at the loop's end. A
+wgmma adds to registers that are then copied before they are ready, so ptxas puts a wait behind each product (C7514). The loop of
+the forward for sm_90 at head dim 128 gets 28 % more instructions. Triton has no option for this pass, and turns it off
+for sm_80 alone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _thread = _Thread()
 
 
 class _Llvm:
-    """LLVM as Triton's compiler sees it; inside `compiling` without the SLP vectorizer."""
+    """LLVM as Triton's compiler sees it, without the SLP vectorizer inside `compiling`."""
 
     def __init__(self, llvm: Any) -> None:
         self.llvm = llvm
@@ -45,7 +45,7 @@ if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9) and not isinstan
 
 @contextlib.contextmanager
 def compiling() -> Iterator[None]:
-    """Inside, what this thread compiles is the library's own."""
+    """Marks the kernels that this thread compiles inside as the library's own."""
     before, _thread.compiles = _thread.compiles, True
     try:
         yield
@@ -54,8 +54,8 @@ def compiling() -> Iterator[None]:
 
 
 def options_of(num_warps: int, num_stages: int) -> dict[str, Any]:
-    """Returns the options of Triton's compiler, the same for each kernel but for these two.
+    """Returns the options of Triton's compiler. All kernels have the same, except for these two numbers.
 
-    enable_fp_fusion: a product and a sum become one operation, which rounds once. It is the default until Triton 3.9 alone.
+    enable_fp_fusion makes a product and a sum one operation, which rounds once. Not every Triton has this default.
     """
     return {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}

@@ -1,4 +1,4 @@
-"""The names in Gluon that change from one Triton to another: the kernels import each of them from here alone.
+"""Names in Gluon that differ between versions of Triton. The kernels import each of them from here alone.
 
 | here            | Triton 3.6 and 3.7              | 3.8                                        | 3.9               |
 |-----------------|---------------------------------|--------------------------------------------|-------------------|
@@ -31,12 +31,12 @@ def _add_by_builder(descriptor, coordinates, tile, _semantic=None):
 
 load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # (descriptor, coordinates, barrier, tile)
 store_tile = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global  # (descriptor, coordinates, tile)
-reduce_add = getattr(tma, "async_atomic_add", None) or _add_by_builder  # as store_tile: adds to global memory
+reduce_add = getattr(tma, "async_atomic_add", None) or _add_by_builder  # like store_tile, but adds to global memory
 
 
 @gluon.constexpr_function
 def tensor_rows(dtype, shape, layout, warps):
-    # The layout in registers of a tile of tensor memory with this layout, of which each thread has a row
+    # The register layout of a tile of tensor memory with this layout. Each thread has a row
     if hasattr(blackwell, "get_tmem_reg_layout"):
         return blackwell.get_tmem_reg_layout(dtype, shape, layout, warps)
     return blackwell.tensor_memory_descriptor_type(dtype, shape, layout, shape).get_reg_layout(warps)

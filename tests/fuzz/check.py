@@ -37,7 +37,7 @@ CALLS = 10**4  # more than the calls of any configuration
 ALL_DIMS = tuple(range(8, 577, 8))
 EAGER = Where("eager", "cpu", (*HALF, torch.float32, torch.float64), (16, 8, 24, 40, 1, 3, 64, 72, 128), (60, 130), 3)
 INTERPRETED = Where("triton", "cpu", (*HALF, torch.float32), (16, 8, 24, 40, 64, 72, *(8, 16, 24, 40) * 6, *ALL_DIMS), (24, 50), 2)
-# Half of the head dims are those of most models, which kernels of their own run.
+# Half of the head dims are common in models, and have kernels of their own.
 ON_GPU = Where("triton", "cuda", (*HALF, *HALF, *HALF, torch.float32), (*(64, 128, 192, 256) * 9, *ALL_DIMS), (150, 300), 3)
 
 
@@ -213,7 +213,7 @@ def check(config: Config, seed: int, allocations: Allocations) -> list[str]:
 
 
 def config_of(where: Where, name: str) -> Config:
-    """Returns the configuration of a call by its name: that of a seed, a point, and the number of a call of it."""
+    """Returns the configuration of a call by its name: the configuration's seed, a point, and the call's number."""
     of_config, of_call = map(int, name.split("."))
     return varied(draw_config(of_config, where), of_config * CALLS + of_call)
 

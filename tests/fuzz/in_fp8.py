@@ -1,4 +1,4 @@
-"""Comparison of calls that multiply in FP8, whose roundings are up to 2**-4: by sums of magnitudes, and by root mean squares."""
+"""Comparison of calls that multiply in FP8, by sums of magnitudes and root mean squares. One rounding is up to 2**-4."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor
 from tests.fuzz.calls import Call
 from tests.fuzz.oracle import exact
 
-WEIGHTS = 2.0**-3  # of a sum of weights times magnitudes of v: two roundings of E4M3, of the weights and of their sum
-LSE = 0.06  # which docs/fp8.md (What is rounded, and how) gives half of
-# Root mean squares of a result's error and of a result: q, k and v are rounded too, and scores are sums of their products.
+WEIGHTS = 2.0**-3  # share of a sum of weights times magnitudes of v: E4M3 rounds the weights, and their sum
+LSE = 0.06  # twice the number in docs/fp8.md (What is rounded, and how)
+# Limits of the error's root mean square by the result's: q, k and v are rounded too, and scores are sums of their products.
 RELATIVE, OF_INPUTS, OF_PRODUCTS = 0.3, 0.3, 2.0**-3
 NOTHING = 2e-3
 
@@ -24,7 +24,7 @@ class Limits(Protocol):
 
 
 def compare(verdicts: Limits, when: str, call: Call, got: dict[str, Tensor]) -> None:
-    """The results of a call with q, k and v in FP8, or quantised by a recipe, with the oracle's."""
+    """Compares the results of a call with q, k and v in FP8, or quantised by a recipe, with the oracle's."""
     meant, problem = call.meant, call.problem()
     ref = exact(problem, meant, call.dout, call.dlse, call.wanted)
     is_rounded = call.config.fp8_of == "recipe"
@@ -52,7 +52,7 @@ def compare(verdicts: Limits, when: str, call: Call, got: dict[str, Tensor]) -> 
 
 
 def _least(call: Call, name: str) -> float:
-    """Allows a gradient that nearly cancels an error of the size of its terms."""
+    """Returns the error that is allowed if a gradient nearly cancels; it is of the size of the terms."""
     return NOTHING if name == "out" else 0.02
 
 

@@ -37,7 +37,7 @@ MASKS_COME = ("with the plan", "with the call", "with the plan, by masked", "wit
 def drawn(seed: int) -> tuple[calls.Problem, str, str, str]:
     """Returns a problem, a layout, a way, and how its mask comes."""
     rng, problem = random.Random(f"{seed} of plans"), calls.draw_problem(seed)
-    if "other" in problem.blocks:  # lists that are not what the mask says
+    if "other" in problem.blocks:  # lists that differ from the mask
         problem = calls.dataclasses.replace(problem, blocks=problem.blocks.split()[0])
     return problem, rng.choice(calls.LAYOUTS), rng.choice(calls.WAYS), rng.choice(MASKS_COME)
 
@@ -60,7 +60,7 @@ def features(problem: calls.Problem, layout: str, way: str, comes: str) -> list[
 
 
 def expected(problem: calls.Problem, given: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Returns what the oracle makes of the whole, with the gradients of the losses of `calls.results`."""
+    """Returns the oracle's results for the whole, with the gradients of the losses of `calls.results`."""
     sides = []
     for lengths in zip(*problem.lengths, strict=True):
         if problem.batch is None:
@@ -98,7 +98,7 @@ def expected(problem: calls.Problem, given: dict[str, Tensor]) -> dict[str, Tens
 
 
 def plan_and_arguments(problem: calls.Problem, layout: str, comes: str) -> tuple[Plan, dict[str, Any]]:
-    """Returns a plan, and the arguments by which a call says the mask too."""
+    """Returns a plan, and the arguments of a call that give it the mask too."""
     mask = {"attn_mask_type": problem.mask, "window_size": problem.window}
     blocks = calls.block_mask_of(problem)
     mask |= {} if blocks is None else {"block_mask": blocks}
@@ -113,7 +113,7 @@ def plan_and_arguments(problem: calls.Problem, layout: str, comes: str) -> tuple
 
 
 def check(seed: int) -> list[str]:
-    """Returns what is wrong with this rank's part of a call."""
+    """Returns the defects of this rank's part of a call."""
     problem, layout, way, comes = drawn(seed)
     given = calls.tensors_of(problem, torch.float64)
     plan, mask = plan_and_arguments(problem, layout, comes)
@@ -133,7 +133,7 @@ def check(seed: int) -> list[str]:
 
 
 def run_rank(options: argparse.Namespace) -> None:
-    """Makes calls until rank 0 says that the time is up; rank 0 writes what all found."""
+    """Makes calls until rank 0 says that the time is up. Rank 0 writes the findings of all ranks."""
     torch.set_num_threads(1)
     more = {"init_method": f"file://{options.rendezvous}", "rank": options.rank, "world_size": options.ranks}
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60), **more)

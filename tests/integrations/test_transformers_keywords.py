@@ -78,7 +78,7 @@ def test_no_keyword_is_both_harmless_and_something_else() -> None:
 @pytest.mark.parametrize("name", [*REFUSED, "kernel_options", "cache_seqlens"])
 def test_a_keyword_that_may_change_the_result_raises_by_name(function: Callable[..., Any], name: str) -> None:
     q = torch.zeros(1, 2, 4, 8)
-    with pytest.raises(TypeError, match=rf'^{name} is given by Identity \(int\): .*accepted: None; .*attn_implementation="eager"'):
+    with pytest.raises(TypeError, match=rf'^{name} is given by Identity \(int\): .*accepted: None\. .*attn_implementation="eager"'):
         function(torch.nn.Identity(), q, q, q, None, **{name: 3})
 
 

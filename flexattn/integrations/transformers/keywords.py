@@ -1,4 +1,4 @@
-"""Keywords that transformers' models hand to an attention function, and the check that raises for all others."""
+"""Keywords that transformers' models give to an attention function, and the check that raises for all others."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HARMLESS = frozenset(
         "num_items_in_batch",  # the loss divides by it
         "logits_indices",  # continuous batching picks these tokens' logits
         "logits_processor_args",  # continuous batching chooses tokens by them
-        # Inputs of embeddings, towers and other stacks, which some models hand on to every layer below them.
+        # Some models hand these inputs of embeddings, towers and other stacks on to every layer below them.
         "input_ids",
         "inputs_embeds",
         "token_type_ids",
@@ -37,7 +37,7 @@ HARMLESS = frozenset(
         "decoder_position_ids",
         "decoder_attention_mask",  # the model has made the mask of it
         "query_length",  # a feed-forward layer splits its tokens by it
-        # Convolutions and state-space layers of hybrid models tell packed sequences apart by it; attention does by its mask.
+        # Convolutions and state-space layers of hybrid models tell packed sequences apart by it; attention uses its mask.
         "seq_idx",
     }
 )
@@ -51,11 +51,11 @@ REFUSED = {
 
 
 def check_keywords(module: torch.nn.Module, keywords: Mapping[str, Any], harmless: frozenset[str] = HARMLESS) -> None:
-    """Raises TypeError for a keyword that may change the result; one that is None says nothing and passes.
+    """Raises TypeError for a keyword that may change the result. A keyword that is None passes.
 
     Args:
-        module: the layer that calls, for the text.
-        keywords: all that the attention function has no parameter for.
+        module: the layer that calls, for the error message.
+        keywords: all keywords that the attention function has no parameter for.
         harmless: names that pass with any value.
     """
     for name, value in keywords.items():
@@ -63,6 +63,6 @@ def check_keywords(module: torch.nn.Module, keywords: Mapping[str, Any], harmles
             continue
         why = REFUSED.get(name, "a keyword that flexattn does not know, which may change the result")
         raise TypeError(
-            f"{name} is given by {type(module).__name__} ({type(value).__name__}): {why}; accepted: None; run this model with "
+            f"{name} is given by {type(module).__name__} ({type(value).__name__}): {why}; accepted: None. Run this model with "
             'attn_implementation="eager"'
         )
