@@ -1,4 +1,4 @@
-"""Tests, random calls and a memory check on one GPU, in less than ten minutes, and a result file that docs/status.md is made of.
+"""Tests, random calls and a memory check on one GPU in less than ten minutes. docs/status.md is made from the result file.
 
     python -m tests.device --out bench/results/device_h100.json --minutes 9
     python -m tests.device --out bench/results/device_h100_fuzz.json --minutes 9 --only fuzz --seed 2
@@ -26,9 +26,9 @@ from tests.device.steps import Run
 from tests.fuzz.processes import VALUES
 
 SCHEMA = 1
-# The share of the run's time that each step has; a step that ends early leaves its time to those after it.
+# Each step's share of the run's time. A step that ends early leaves its time to later steps.
 SHARES = {"tests": 0.34, "fuzz": 0.4, "jax": 0.12, "memcheck": 0.14}
-LAST = 12.0  # seconds that are left for writing and for the ends of processes
+LAST = 12.0  # seconds for the writing, and for processes to end
 
 
 def main() -> int:
@@ -95,7 +95,7 @@ def is_wrong(of_steps: dict[str, Any]) -> bool:
 
 
 def families(of_steps: dict[str, Any]) -> dict[str, list[str]]:
-    """Returns which kernel families a step reached, and which of those for the device none did."""
+    """Returns the kernel families that steps reached, and the device's families that no step reached."""
     import torch
 
     from flexattn.kernels_triton.families import BACKWARDS, FORWARDS

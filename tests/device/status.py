@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "status.md"
 BEGIN, END = "<!-- made by `python -m tests.device.status`: begin -->", "<!-- end -->"
 NOT_RUN = "not run"
-ENOUGH = 2000  # configurations, among which each feature is
+ENOUGH = 2000  # each feature is among so many configurations
 
 
 def result_files(folder: Path = ROOT / "bench" / "results") -> list[dict[str, Any]]:
@@ -27,7 +27,7 @@ def result_files(folder: Path = ROOT / "bench" / "results") -> list[dict[str, An
 
 
 def tables(runs: Sequence[dict[str, Any]]) -> str:
-    """Returns what lies between the page's marks."""
+    """Returns the text between the page's marks."""
     devices = list(dict.fromkeys(run["device"]["name"] for run in runs))
     own = [[run for run in runs if run["device"]["name"] == device] for device in devices] or [[]]
     heads = devices or ["any GPU"]

@@ -1,4 +1,4 @@
-"""The steps of a device run. Each gives its part of the result, and tells it on the way, so that a run that is killed keeps it."""
+"""The steps of a device run. Each tells its part of the result as it runs, so that a run that is killed keeps it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from tests.fuzz.processes import STRIDE, VALUES, Found, Job, Process, command_of, failures, run_all
 
-Tell = Callable[[dict[str, Any]], None]  # of what a step has found so far
+Tell = Callable[[dict[str, Any]], None]  # receives the findings of a step so far
 
 TESTS = (
     "tests/gpu",
@@ -30,7 +30,7 @@ FIRST = "tests/gpu/"
 CHUNK = 8  # tests
 LARGE = "tests/gpu/test_gpu.py"  # its tests take up to 40 GiB each, so one process runs them all
 JAX_AROUND = 25.0
-GRACE = 75.0  # seconds in which a kernel is compiled at the latest
+GRACE = 75.0  # most seconds that a kernel takes to compile
 JAX_CALLS = "python -m tests.fuzz.jax_calls --device cuda"
 SANITIZER_FAILED = 99
 COMPILING = {"OMP_NUM_THREADS": "1", "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TRITON_INTERPRET": ""}
@@ -140,7 +140,7 @@ def _outcomes(names: Sequence[str], logs: Sequence[Path]) -> dict[str, Any]:
 
 
 def fuzz(run: Run, tell: Tell) -> dict[str, Any]:
-    """Random calls on the Triton backend, with a process of JAX's beside them if there are such calls."""
+    """Makes random calls on the Triton backend, and calls of JAX in a process of its own if there are any."""
     jobs = [
         Job(command_of("triton", run.device, run.values), run.seed * 10**9 + n * STRIDE, COMPILING if run.device == "cuda" else {})
         for n in range(run.processes)
@@ -155,7 +155,7 @@ def fuzz(run: Run, tell: Tell) -> dict[str, Any]:
 
 
 def jax(run: Run, tell: Tell) -> dict[str, Any]:
-    """Random calls in JAX, by `tests.fuzz.jax_calls`, in processes side by side."""
+    """Makes random calls in JAX, by `tests.fuzz.jax_calls`, in processes side by side."""
     if importlib.util.find_spec("tests.fuzz.jax_calls") is None or importlib.util.find_spec("jax") is None:
         return {"not run": "jax, or tests.fuzz.jax_calls, is not there"}
     # Each process needs time to begin, and for the call that it makes when its time is up.
@@ -202,7 +202,7 @@ def memcheck(run: Run, tell: Tell) -> dict[str, Any]:
     sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     if not Path(sanitizer).exists():
         return {"not run": "compute-sanitizer is not there"}
-    # A graph's capture needs the allocator that is turned off.
+    # The capture of a graph needs the allocator that is off here.
     command = [sanitizer, *MEMCHECK, "--error-exitcode", str(SANITIZER_FAILED)]
     command += command_of("triton", "cuda", MEMCHECK_VALUES, "--no-guards", "--without", "modes")
     environment = {**COMPILING, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}

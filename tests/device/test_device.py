@@ -1,4 +1,4 @@
-"""The device run without a device: what becomes of its steps, the result file, and the page that is made of it."""
+"""The device run without a device: the results of its steps, the result file, and the page that is made from it."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Random calls of attention() against an oracle of their own: `python -m tests.fuzz --seconds 60`.
 
-Each call that is drawn is made three times: twice with the same values, whose results must agree to the bit where that is promised,
-and once with other values and lengths, by when the library plays what it kept. The three may have other tensors and other modes
-around them. Results and gradients are compared with the oracle's, inputs and the guard bytes around every tensor with what they
-were. `--only NAME` repeats a failure.
+Each drawn call is made three times. Two calls have the same values, and their results must be equal to the bit if that is promised.
+The third has other values and lengths, and the library replays its recording. The three may have other tensors and modes. Results
+and gradients are compared with the oracle's. Inputs, and the guard bytes around every tensor, must not change. `--only NAME`
+repeats a failure.
 """
 
 from __future__ import annotations

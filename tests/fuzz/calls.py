@@ -113,7 +113,7 @@ class Call:
         return self._block.is_changed()
 
     def refill(self, is_captured: bool = False) -> None:
-        """Other lengths and values, and sometimes other numbers, where the tensors lie.
+        """Draws other lengths and values, and sometimes other numbers, into the tensors' memory.
 
         is_captured: in a graph, which keeps numbers and the tables of a block mask.
         """
@@ -152,7 +152,7 @@ class Call:
         return self.config.descales["qkv".index(name)]
 
     def _possible_packing(self) -> str:
-        """Returns how tensors can lie in one memory, of the kind that is asked for or a smaller one."""
+        """Returns how tensors can share one memory: the wanted kind, or a smaller one."""
         c = self.config
         is_even = c.head_dim_qk == c.head_dim_v
         has_one_kind = c.q_format == c.kv_format and is_even and not (self._in_fp8 or c.page_size) and c.kind == "ordinary"
@@ -174,7 +174,7 @@ class Call:
         together = []
         for names in groups:
             sizes = [layouts[name].sizes for name in names]
-            if self.packing == "v in k" and of_pages:  # then the oracle's v has as many heads of its own as k
+            if self.packing == "v in k" and of_pages:  # the oracle's v then has heads of its own, as many as k
                 sizes_v = layouts["v"].sizes
                 layouts["v"] = Layout(sizes_v, torch.empty(sizes_v, device="meta").stride(), layouts["v"].dtype)
             if self.packing in ("v in k", "q is k is v") and names is groups[0]:
@@ -273,7 +273,7 @@ class Call:
         ]
 
     def _draw_all_slots(self, rows: Sequence[int | None]) -> list[Slots]:
-        """Draws the places of the sequences of q and of k and v, in so many rows if they are given."""
+        """Draws the places of the sequences of q and of k and v. The number of rows may be given."""
         of_q, of_kv = (self._draw_slots(*of) for of in zip(self._formats, self._longest, rows, strict=True))
         return [of_q, of_q if self.packing == "q is k is v" else of_kv]
 
@@ -420,7 +420,7 @@ class Call:
         return {"dlse": 0 if c.q_format == "thd" else 1, "bias": 1}.get(name)
 
     def _write(self, kept: Sequence[str] = ()) -> None:
-        """Numbers into the tensors but those that are kept; padding is never read, so it gets what would be seen."""
+        """Draws numbers into all tensors that are not kept. Padding gets numbers that would show in results if they were read."""
         c, rng = self.config, self._rng
         lengths = self._lengths()
         of_keys = {}
@@ -465,7 +465,7 @@ class Call:
         self._block.remember()
 
     def _write_descale(self, name: str) -> None:
-        """Positive numbers; those of tokens beyond a length are NaN."""
+        """Returns positive numbers, and NaN for tokens beyond a length."""
         kind, t = self._kind_of_descale(name), self.tensors.get(f"descale_{name}")
         if t is None:
             return
@@ -480,7 +480,7 @@ class Call:
             write(t, values)
 
     def _write_pages(self, of_keys: dict[str, Tensor]) -> None:
-        """The keys and values, and descales of tokens, in pages of any order; NaN elsewhere."""
+        """Lays keys, values and descales of tokens into pages of any order, with NaN elsewhere."""
         c, rng = self.config, self._rng
         table = self.tensors["page_table"]
         places = torch.randperm(table.numel() + SPARE_PAGES, generator=torch.Generator().manual_seed(rng.randrange(2**32)))

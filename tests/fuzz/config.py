@@ -15,12 +15,12 @@ LAYOUTS = ("plain", "plain", "offset", "sliced", "stepped", "permuted", "expande
 EXTREMES = (-1e4, -3e4, -1e5, -1e8, -1e9, -1e10, -1e12, -1e15, -1e30, -0.7 * torch.finfo(torch.float32).max, "finfo.min")
 # Sides of a window: any, and so large that a sum with a position leaves 31 or 63 bits.
 WINDOWS, HUGE = (0, 1, 3, 7, 16, 40, 100, -1, -9), (2**31 - 1, 2**31, 2**62, 2**63 - 1)
-# What can be left out of a run, to look for something else.
-FURTHEST_FOR_A_MOD = -1e30  # that a score_mod may multiply by what is drawn here: inf - inf is NaN in plain torch too
+# Features that a run can leave out, to look for other defects.
+FURTHEST_FOR_A_MOD = -1e30  # a score_mod may multiply it by the numbers drawn here: inf - inf is NaN in plain torch too
 FEATURES = ("extreme", "offset", "any order", "huge", "empty", "fp8", "sharing", "modes")
 # Shapes of a descale of keys or values in FP8.
 DESCALES = ("none", "one", "heads", "one head", "sequences and heads", "sequences", "blocks", "tokens")
-# What is in FP8: k and v alone, which nothing is rounded for; all three; or all three by a recipe, which quantises them.
+# Tensors in FP8: k and v alone, without a rounding; all three; or all three by a recipe, which quantises them.
 FP8_OF = ("keys", "keys", "all", "recipe")
 MOST_FP8_DIM = 256  # the largest head dim of keys in FP8 on Triton
 FP8_BLOCK_MASK = (32, 64)  # the size of a block mask's blocks where Triton multiplies in FP8, unless it is a multiple of 32
@@ -33,7 +33,7 @@ KINDS = ("ordinary", "empty", "wrong lengths")
 
 
 class Where(NamedTuple):
-    """The backend and the device that calls are drawn for, and how large these may be."""
+    """The backend and the device of drawn calls, and the largest sizes."""
 
     backend: str
     device: str
@@ -215,7 +215,7 @@ def draw_config(seed: int, where: Where) -> Config:
 
 
 def _with_fp8(config: Config, rng: Random) -> Config:
-    """Now and then the same with keys and values in FP8."""
+    """Returns the configuration, and now and then a variant with keys and values in FP8."""
     if config.kind != "ordinary" or config.dtype is torch.float64 or rng.random() >= 0.25:
         return config
     dims, fp8_of = [config.head_dim_qk, config.head_dim_v], rng.choice(FP8_OF)
@@ -232,7 +232,7 @@ def _with_fp8(config: Config, rng: Random) -> Config:
     page_size = config.page_size
     if config.has_lengths and config.kv_format in ("bshd", "bhsd") and fp8_of == "keys" and rng.random() < 0.5:
         page_size = page_size or rng.choice([1, 16, 64, 24])
-    # Packed keys have no descales of tokens, nor have keys beside queries in FP8.
+    # Packed keys have no descales of tokens, and keys with queries in FP8 have none either.
     descales = [name for name in DESCALES if name != "tokens" or (config.kv_format != "thd" and fp8_of == "keys")]
     return config._replace(
         fp8=rng.choice(["float8_e4m3fn", "float8_e4m3fn", "float8_e5m2"]),
@@ -305,7 +305,7 @@ def _with_other_numbers(config: Config, rng: Random) -> Config:
 
 
 def features(config: Config) -> dict[str, str]:
-    """Returns the features that a call of the configuration has, by group; a call has one of each group."""
+    """Returns the features of a call of the configuration, by group. A call has one feature of each group."""
     c = config
     formats = c.q_format if c.q_format == c.kv_format else "mixed"
     has_bias, dims = c.bias_type in ("pre_scale_bias", "post_scale_bias"), (c.head_dim_qk, c.head_dim_v)

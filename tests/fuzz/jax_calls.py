@@ -62,7 +62,7 @@ class Plan(NamedTuple):
 
 
 def draw(seed: int, where: Where) -> Plan:
-    """Returns a call that JAX can be given."""
+    """Returns a call that JAX accepts."""
     rng = Random(seed)
     config = draw_config(seed, where)
     while config.kind != "ordinary":
@@ -171,7 +171,7 @@ def function_of(call: _Drawn, remat: bool) -> Callable[[dict[str, Any]], dict[st
 
 
 def transformed(both: Callable[..., Any], plan: Plan, is_mapped: dict[str, bool]) -> Callable[..., Any]:
-    """Returns a function of arrays, those that differ stacked, whose results are stacked too if there are several calls."""
+    """Returns a function of arrays. Arrays that differ are stacked, and so are results if there are several calls."""
 
     def separate(parts: dict[str, Any], arrays: dict[str, Any]) -> Any:
         return both(arrays | parts)
@@ -205,7 +205,7 @@ def transformed(both: Callable[..., Any], plan: Plan, is_mapped: dict[str, bool]
 
 
 def check(name: str, where: Where) -> tuple[list[str], list[str]]:
-    """Returns the features of a drawn call, and its defects; a name is the seed of a configuration, a point, and that of a call."""
+    """Returns the features of a drawn call, and its defects. A name is the configuration's seed, a point, and the call's seed."""
     seed, of_call = map(int, name.split("."))
     plan = draw(seed, where)
     config, many = plan.config, plan.transform in OVER_INSTANCES
@@ -247,7 +247,7 @@ def features(plan: Plan) -> list[str]:
 
 
 def run(where: Where, first: int, seconds: float, note: Callable[[dict[str, Any]], None]) -> None:
-    """Draws calls from seed `first` on until the time is up; note: is told what each has and what is wrong."""
+    """Draws calls from seed `first` on until the time is up; note: receives the features and defects of each."""
     until = time.monotonic() + seconds
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -1,4 +1,4 @@
-"""Modes that a call of attention() is made in: what torch has around a call, and CUDA graphs."""
+"""Modes that a call of attention() is made in: torch's contexts around a call, and CUDA graphs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WITHOUT_GRADIENTS = ("no_grad", "inference")
 
 
 def attend(call: Call, mode: str = "") -> dict[str, Tensor]:
-    """Returns the results of one call, and the gradients by "d" and a name where its mode has some."""
+    """Returns the results of one call, and the gradients by "d" and a name if its mode computes them."""
     if mode == "thread":
         return _in_thread(lambda: _attend(call))
     if mode == "stream":

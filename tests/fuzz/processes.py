@@ -1,4 +1,4 @@
-"""Processes of random calls side by side, each started again behind a call that ended it, and the sum of their logs."""
+"""Processes of random calls side by side, and the sum of their logs. A process that a call ends is started again."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-GRACE = 120.0  # seconds that a call may take, to compile too, and a process beyond its time
-LEAST = 15.0  # seconds for which a process is started again
+GRACE = 120.0  # seconds for a call with its compilation, and for a process after its time
+LEAST = 15.0  # a process is not started again for fewer seconds
 VALUES = 200  # calls of each configuration on a GPU, where the kernels of one take longer to compile than a hundred calls
 STRIDE = 10**6  # configurations between the first ones of two processes
 
 
 class Job(NamedTuple):
-    """The command of one process but for its time and its first configuration."""
+    """The command of one process, without its time and its first configuration."""
 
     command: Sequence[str]
     first: int
-    environment: Mapping[str, str] = {}  # beside this process's own
+    environment: Mapping[str, str] = {}  # in addition to this process's own
 
 
 class Found:
-    """Sums over the logs of calls: how many, with which features, pairs and triples of these, and what is wrong."""
+    """Sums over the logs of calls: their number, their defects, and their features, alone, in pairs and in triples."""
 
     def __init__(self) -> None:
         self.calls = self.kept = 0
@@ -112,7 +112,7 @@ class Process:
             )
 
     def is_over(self, found: Found) -> bool:
-        """Takes the log's new lines in; tells if the process is done and not started again."""
+        """Reads the log's new lines. Returns whether the process is done and not started again."""
         status = self._process.poll()
         self._read(found)
         now = time.monotonic()
@@ -157,7 +157,7 @@ class Process:
 def run_all(
     jobs: Sequence[Job], folder: Path, seconds: float, grace: float = GRACE, watch: Callable[[Found], None] | None = None
 ) -> tuple[Found, list[Process]]:
-    """Runs the jobs side by side for so long; `watch` is told of what was found so far every ten seconds."""
+    """Runs the jobs side by side until their time is up. `watch` receives the findings every ten seconds."""
     end, told = time.monotonic() + seconds, time.monotonic()
     found = Found()
     processes = [Process(job, folder / f"{n}.log", end, grace) for n, job in enumerate(jobs)]

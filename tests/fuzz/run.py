@@ -19,8 +19,8 @@ from tests.fuzz.config import Where, draw_config, features
 from tests.support import guarded_memory
 from tests.support.guarded_memory import Allocations, guarded_allocations
 
-CANDIDATES = 4  # configurations that each one is chosen from, by how many new pairs of features it has
-ENOUGH_FAILURES = 3  # of a configuration, after which the next one begins
+CANDIDATES = 4  # each configuration is the one of so many with the most new pairs of features
+ENOUGH_FAILURES = 3  # after so many failures of a configuration the next one begins
 
 
 class Plan(NamedTuple):
@@ -52,7 +52,7 @@ def names(plan: Plan, until: float) -> Iterator[str]:
 def run(plan: Plan, note: Callable[[dict[str, Any]], None]) -> None:
     """Makes calls until the time is up or a CUDA error ends all.
 
-    note: is told the name of each call before it, and after it its features, its kernel families and its defects.
+    note: receives the name of each call before it, and its features, kernel families and defects after it.
     """
     from flexattn import call_cache
 
@@ -130,7 +130,7 @@ def memory(has_guards: bool) -> Iterator[Allocations]:
 
 @contextlib.contextmanager
 def collected_families(found: set[str]) -> Iterator[None]:
-    """Adds the names of the kernel families that are chosen inside, with their directions."""
+    """Collects the names of the kernel families that are chosen inside, with their directions."""
     from flexattn.kernels_triton import families
 
     right = families.choose

@@ -1,4 +1,4 @@
-"""What the fuzz draws, and that it finds defects in memory that tensors share, in modes, in FP8 and over ranks."""
+"""The fuzz draws every feature, and finds defects in shared memory, in modes, in FP8 and over ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.fuzz.config import Config, draw_config, features, varied
 from tests.fuzz.run import Plan, names, run, told
 from tests.support.guarded_memory import Allocations, guarded_allocations
 
-ENOUGH = 60  # drawn calls of a kind, among which each defect shows
+ENOUGH = 60  # each defect shows among so many drawn calls of a kind
 
 
 @pytest.fixture
@@ -181,7 +181,7 @@ def test_triton_in_fp8_gets_blocks_that_it_takes() -> None:
 
 def test_configurations_are_chosen_by_new_pairs() -> None:
     chosen = [int(name.split(".")[0]) for name in islice(names(Plan(EAGER, 40, 60.0, 1), float("inf")), 12)]
-    assert [seed // 4 for seed in chosen] == list(range(10, 22))  # one of each four
+    assert [seed // 4 for seed in chosen] == list(range(10, 22))  # one in every four
     assert len({seed % 4 for seed in chosen}) > 1
 
 
