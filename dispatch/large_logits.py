@@ -22,6 +22,8 @@ def check_logits(spec: AttentionSpec, x: Operands, lse: Tensor, direction: Direc
 
     Biases, ALiBi and score_mods have kernels of their own, for logits of any size.
     """
+    if spec.bias_type != "no_bias" or (spec.mods is not None and spec.mods.score is not None):
+        return
     largest = LARGEST_FP8 if spec.fp8 is not None else LARGEST
     if direction == "backward" and spec.dtype is not torch.float32:  # float32's weights are divided by their sum
         largest = LARGEST_OF_GRADIENTS

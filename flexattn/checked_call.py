@@ -16,6 +16,7 @@ from flexattn import ops
 from flexattn.cached_call import CachedCall
 from flexattn.dispatch.describe import describe
 from flexattn.dispatch.neutral import is_capturing
+from flexattn.dispatch.select import backend_module
 from flexattn.dispatch.spec import Gradients
 
 SHARE = 0.01  # share of replays that are compared
@@ -40,17 +41,20 @@ class CheckedCall(CachedCall):
         ops.check_operands(self.spec, x)
         again = self._drawn(tensors) if self.recording is not None else None
         results = super().forward(tensors, addresses)
+        backend = self._forward_backend(tensors)
+        ops.check_logits(self.spec, backend, x, results[1], "forward")
         if again is not None:
-            is_exact = ops.backend_name(self.spec, "forward", self.backend, x) == "triton"
+            is_exact = backend is backend_module("triton")
             self._compare("forward", (*results, *tensors[self.num_inputs :]), again, self._run_forward, is_exact)
         return results
 
     def backward(self, inputs: Sequence[Any]) -> Gradients:
-        """Does what a `CachedCall` does, and raises RuntimeError for a wrong replay."""
+        """Does what a `CachedCall` does, and raises ValueError for large logits and RuntimeError for a wrong replay."""
         again = self._drawn(inputs) if any(not isinstance(found, str) for found in self.backwards.values()) else None
+        spec = self.backward_spec(inputs)
+        ops.check_logits(spec, self._backward_backend(inputs, spec), self.operands(inputs), inputs[-3], "backward")
         gradients = super().backward(inputs)
         if again is not None:
-            spec = self.backward_spec(inputs)
 
             def run(x: Sequence[Any]) -> Sequence[Any]:
                 return _flat(self._with_views(self._run_backward(x, spec)))

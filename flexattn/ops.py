@@ -16,6 +16,7 @@ from torch.autograd import forward_ad
 
 from flexattn import registered  # noqa: F401 (the operators are there with it)
 from flexattn.dispatch import options, runtime_failures
+from flexattn.dispatch.neutral import is_capturing
 from flexattn.dispatch.runtime_failures import RuntimeFailure
 from flexattn.dispatch.select import Backend, backend_module, mark_unsupported, select
 from flexattn.dispatch.spec import (
@@ -263,6 +264,17 @@ def check_operands(spec: AttentionSpec, x: Operands) -> None:
         check_descale_values(x)
 
 
+def check_logits(spec: AttentionSpec, backend: Backend, x: Operands, lse: Tensor, direction: Direction) -> None:
+    """Raises ValueError under FLEXATTN_CHECK=1 for logits that are too large for a backend; not while a graph is captured.
+
+    It reads lse, so no recording contains it: runs that are recorded or replayed call it beside them.
+    """
+    if options.check_values() and backend is backend_module("triton") and not (lse.is_meta or is_capturing()):
+        from flexattn.dispatch.large_logits import check_logits as check  # here, as few processes check values
+
+        check(spec, x, lse, direction)
+
+
 def run_forward(spec: AttentionSpec, request: str, x: Operands) -> tuple[Tensor, Tensor, Tensor]:
     """Runs the forward on the backend that is selected: the implementation of the forward operator."""
     check_operands(spec, x)
@@ -270,16 +282,27 @@ def run_forward(spec: AttentionSpec, request: str, x: Operands) -> tuple[Tensor,
         select(spec.of_backward(), "backward", request, runtime_failures.of_call(x))
     elif spec.needs_grad:  # a call without a backward fails here, not after its forward
         run(spec, "backward", request, x, lambda backend: _ask(backend, spec, x, "backward"), warns=False)
-    return run(spec, "forward", request, x, lambda backend: backend.forward(spec, x))
+
+    def forward(backend: Backend) -> tuple[Tensor, Tensor, Tensor]:
+        results = backend.forward(spec, x)
+        check_logits(spec, backend, x, results[1], "forward")
+        return results
+
+    return run(spec, "forward", request, x, forward)
 
 
 def run_backward(spec: AttentionSpec, request: str, x: Operands, incoming: Incoming) -> Gradients:
     """Runs the backward on the backend that is selected: the implementation of the backward operator."""
     if spec.is_part:  # else the forward has checked them
         _check_lengths(spec, x)
+
+    def backward(backend: Backend) -> Gradients:
+        check_logits(spec, backend, x, incoming.lse, "backward")
+        return backend.backward(spec, x, *incoming)
+
     # The eager backend differentiates with autograd, which torch switches off in an operator's kernel under a dispatch mode.
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False):
-        return run(spec, "backward", request, x, lambda backend: backend.backward(spec, x, *incoming))
+        return run(spec, "backward", request, x, backward)
 
 
 def attention_forward_implementation(*call: Any) -> tuple[Tensor, Tensor, Tensor]:

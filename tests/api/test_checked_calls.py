@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -196,3 +197,15 @@ def test_another_scale_is_compared(compared: list[str]) -> None:
         flexattn.attention(q, q, q, softmax_scale=scale, backend="triton")
     assert compared == ["forward"] * 2
     assert {type(call) for call in call_cache._calls.values()} == {CheckedCall}
+
+
+@pytest.mark.parametrize(("factor", "direction"), [(1e6, "forward"), (1e3, "backward")])
+def test_large_logits_of_replayed_calls_are_named(factor: float, direction: str) -> None:
+    q, k, v = (torch.randn(1, 20, 2, 16, dtype=torch.bfloat16) for _ in range(3))
+    for scale in (1.0, 1.0, 1.0, factor):
+        leaves = [x.clone().requires_grad_() for x in (q * scale, k * scale, v)]
+        names_it = pytest.raises(ValueError, match=f"accepted in a {direction} on the triton backend")
+        with names_it if scale > 1.0 else nullcontext():
+            flexattn.attention(*leaves, backend="triton").sum().backward()
+    assert kept().recording is not None
+    assert call_cache.cache_info()["recordings"] == 2
