@@ -41,19 +41,20 @@ class CheckedCall(CachedCall):
         ops.check_operands(self.spec, x)
         again = self._drawn(tensors) if self.recording is not None else None
         results = super().forward(tensors, addresses)
-        backend = self._forward_backend(tensors)
-        ops.check_logits(self.spec, backend, x, results[1], "forward")
+        if self.recording is not None:  # else `ops` has checked them
+            ops.check_logits(self.spec, self._forward_backend(tensors), x, results[1], "forward")
         if again is not None:
-            is_exact = backend is backend_module("triton")
+            is_exact = self._forward_backend(tensors) is backend_module("triton")
             self._compare("forward", (*results, *tensors[self.num_inputs :]), again, self._run_forward, is_exact)
         return results
 
     def backward(self, inputs: Sequence[Any]) -> Gradients:
         """Does what a `CachedCall` does, and raises ValueError for large logits and RuntimeError for a wrong replay."""
-        again = self._drawn(inputs) if any(not isinstance(found, str) for found in self.backwards.values()) else None
+        again = self._drawn(inputs) if self._has_recorded_backward() else None
         spec = self.backward_spec(inputs)
-        ops.check_logits(spec, self._backward_backend(inputs, spec), self.operands(inputs), inputs[-3], "backward")
         gradients = super().backward(inputs)
+        if self._has_recorded_backward():
+            ops.check_logits(spec, self._backward_backend(inputs, spec), self.operands(inputs), inputs[-3], "backward")
         if again is not None:
 
             def run(x: Sequence[Any]) -> Sequence[Any]:
@@ -61,6 +62,9 @@ class CheckedCall(CachedCall):
 
             self._compare("backward", (*_flat(gradients), *inputs[self.num_inputs :]), again, run, False)
         return gradients
+
+    def _has_recorded_backward(self) -> bool:
+        return any(not isinstance(found, str) for found in self.backwards.values())
 
     def _drawn(self, inputs: Sequence[Any]) -> list[tuple[Any, ...]] | None:
         """Returns the inputs of two more runs if this run is drawn, else None. A run may write to FP8 buffers: they are copied."""

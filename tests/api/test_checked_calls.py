@@ -200,7 +200,8 @@ def test_another_scale_is_compared(compared: list[str]) -> None:
 
 
 @pytest.mark.parametrize(("factor", "direction"), [(1e6, "forward"), (1e3, "backward")])
-def test_large_logits_of_replayed_calls_are_named(factor: float, direction: str) -> None:
+def test_large_logits_of_replayed_calls_are_named(monkeypatch: pytest.MonkeyPatch, factor: float, direction: str) -> None:
+    monkeypatch.setattr(checked_call, "SHARE", 0.0)  # unrecorded runs check them too
     q, k, v = (torch.randn(1, 20, 2, 16, dtype=torch.bfloat16) for _ in range(3))
     for scale in (1.0, 1.0, 1.0, factor):
         leaves = [x.clone().requires_grad_() for x in (q * scale, k * scale, v)]
@@ -209,3 +210,15 @@ def test_large_logits_of_replayed_calls_are_named(factor: float, direction: str)
             flexattn.attention(*leaves, backend="triton").sum().backward()
     assert kept().recording is not None
     assert call_cache.cache_info()["recordings"] == 2
+
+
+@pytest.mark.parametrize("of", ["bias", "alibi", "score_mod"])
+def test_logits_that_have_kernels_for_any_size_pass(of: str) -> None:
+    q, k, v = (torch.randn(1, 4, 2, 16) * 1e6 for _ in range(3))
+    options: dict[str, dict[str, Any]] = {
+        "bias": {"bias_type": "post_scale_bias", "bias": torch.zeros(1, 1, 4, 4)},
+        "alibi": {"bias_type": "alibi"},
+        "score_mod": {"score_mod": lambda score, b, h, q_idx, kv_idx: score * 1.0},
+    }
+    for _ in range(2):
+        assert flexattn.attention(q, k, v, backend="triton", **options[of]).isfinite().all()
