@@ -114,7 +114,7 @@ def warn_of_one_query(attn_mask_type: str, max_q: Any, max_kv: Any) -> None:
         )
 
 
-MANY_HEADS = 128  # no known model with as many heads of keys as of queries, and one head dim, has so many heads
+MANY_HEADS = 129  # models with a head of keys for each of queries have up to 128, some with v padded to the head dim of k
 
 
 def warn_of_swapped_dims(q: Tensor, k: Tensor, v: Tensor, formats: tuple[str, str]) -> None:

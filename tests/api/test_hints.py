@@ -209,14 +209,15 @@ def test_one_query_that_sees_the_first_key_alone_warns_once(name: str, monkeypat
 
 SWAPPED: dict[str, tuple[bool, tuple[int, ...], tuple[int, ...], dict[str, str]]] = {  # shapes of q, and of k and v
     "heads and tokens swapped": (True, (2, 8, 1024, 16), (2, 8, 1024, 16), {}),
-    "cross-attention with heads and tokens swapped": (True, (2, 8, 128, 16), (2, 4, 128, 16), {}),
+    "cross-attention with heads and tokens swapped": (True, (2, 8, 129, 16), (2, 4, 129, 16), {}),
     "the format that the tensors have": (False, (2, 8, 1024, 16), (2, 8, 1024, 16), {"qkv_format": "bhsd"}),
-    "a step of decoding": (False, (2, 1, 128, 16), (2, 1, 128, 16), {}),
-    "a step of decoding behind others": (False, (2, 1, 128, 16), (2, 7, 128, 16), {}),
-    "a few queries behind others": (False, (2, 4, 128, 16), (2, 7, 128, 16), {}),
+    "a step of decoding": (False, (2, 1, 256, 16), (2, 1, 256, 16), {}),
+    "a step of decoding behind others": (False, (2, 1, 256, 16), (2, 7, 256, 16), {}),
+    "a few queries behind others": (False, (2, 4, 256, 16), (2, 7, 256, 16), {}),
     "a short prompt": (False, (2, 5, 96, 16), (2, 5, 96, 16), {}),
-    "grouped heads": (False, (2, 5, 128, 16), (2, 5, 8, 16), {}),
-    "as many tokens as heads": (False, (2, 128, 128, 16), (2, 128, 128, 16), {}),
+    "a short prompt of a model with 128 heads": (False, (2, 5, 128, 16), (2, 5, 128, 16), {}),
+    "grouped heads": (False, (2, 5, 256, 16), (2, 5, 8, 16), {}),
+    "as many tokens as heads": (False, (2, 256, 256, 16), (2, 256, 256, 16), {}),
 }
 
 
@@ -236,9 +237,9 @@ def test_heads_in_the_place_of_tokens_warn_once(name: str, monkeypatch: pytest.M
 
 
 def test_heads_with_a_head_dim_of_their_own_for_v_do_not_warn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a latent model's short prompt, which has 128 heads of keys."""
+    """A latent model has as many heads of keys as of queries, and another head dim for v."""
     monkeypatch.setattr(warn, "_warned", set())
-    q, v = torch.zeros(1, 9, 128, 24, device="meta"), torch.zeros(1, 9, 128, 16, device="meta")
+    q, v = torch.zeros(1, 9, 256, 24, device="meta"), torch.zeros(1, 9, 256, 16, device="meta")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         flexattn.attention(q, q, v)
