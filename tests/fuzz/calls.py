@@ -78,6 +78,11 @@ class Call:
         self._block = self._blocks[number]
         self.tensors = self._block.tensors
 
+    def renew_leaves(self) -> None:
+        """Replaces the tensors by others in the same memory, which autograd has seen on no stream."""
+        new = {name: t.detach().requires_grad_(t.requires_grad) for name, t in self.tensors.items()}
+        self._block.tensors = self.tensors = new
+
     def move(self, number: int) -> None:
         """Uses another set of tensors, which have the same values and strides from then on."""
         tensors = self.tensors

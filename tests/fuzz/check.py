@@ -28,6 +28,7 @@ STEPS_OF_TENSOR_CORES = 8.0
 # In the gradient of a score that is nearly 0, of the arithmetic and of out, as the largest of many, times the largest of a key.
 SCORE_STEPS, OUT_STEPS = 8.0, 8.0
 STEEPEST = {"affine": 2.0, "checkered": 3.0}  # by which a score_mod multiplies that gradient
+MULTIPLY = ("gated",)  # score_mods whose captures multiply a score, and so get its gradient, with its error, times the score
 DP = 16.0  # the size of dp, a product of rows of dout and v, which cancels against delta
 NOTHING = 1e-4  # what that leaves of a gradient of 0
 TANH, MOST_CAP = 6e-7, 8.0  # absolute error of tanh in half types, which a softcap multiplies; the largest cap of the mods
@@ -171,7 +172,8 @@ def _compare_gradient(
         least = torch.where(wanted.any(), rounded, rounded.clamp(min=NOTHING))
     else:  # sums of the gradients of many scores, which may cancel altogether
         terms = (ref.lse.numel() if name == "softmax_offset" else ref.num_scores) / max(1, leaf.numel())
-        least = (cancelled * (ref.dscore + DP) + of_out / 4.0 * ref.dscore + of_delta / 4.0) * max(1.0, terms) ** 0.5
+        of_scores = ref.largest.clamp(min=1.0) if config.score_mod in MULTIPLY else 1.0
+        least = (cancelled * (ref.dscore + DP) + of_out / 4.0 * ref.dscore + of_delta / 4.0) * of_scores * max(1.0, terms) ** 0.5
     verdicts.close(what, got, wanted, same.gradients[name], GRADIENT_FACTOR, rounding, least)
 
 

@@ -113,8 +113,10 @@ def _on_stream(make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
 def _captured(call: Call) -> dict[str, Tensor]:
     """The results of a graph that is captured with the call's lengths and values, and replayed with others in the same memory.
 
-    The call runs on the capture's stream before. Kernels are compiled and loaded then, and autograd has that stream for the leaves.
+    The call runs on the capture's stream before. Kernels are compiled and loaded then, and autograd has that stream for the leaves,
+    which are new: a leaf that a graph on another stream still has would make that stream wait inside of the capture.
     """
+    call.renew_leaves()
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     arguments = call.arguments()
     torch.cuda.synchronize()
