@@ -77,11 +77,15 @@ from flexattn.kernels_triton.hopper.tile_scheduler import (
     sequence_of,
     work_tile,
 )
+from flexattn.kernels_triton.runtime.compiler import FROM_3_9
 from flexattn.kernels_triton.runtime.gluon_names import load_tile
 from flexattn.kernels_triton.runtime.launch import Tile, capability_of, hopper_kernel, launch, num_processors
 
 _COLUMNS = gl.constexpr(8)  # columns of the product that sums p: wgmma's least N, all alike
 _ONE = gl.constexpr(0x38)  # 1 in e4m3
+_COPIES = gl.constexpr(
+    FROM_3_9
+)  # whether Triton gives each product a copy of its operand in registers (Triton's pull request 9514)
 
 
 class Fp8Tile(NamedTuple):
@@ -341,6 +345,13 @@ def _once(sums):
 
 
 @gluon.jit
+def _multiply_ones(p, tiles: Tiles, same: Invariants):
+    # The tensor cores sum p too, by a product with ones: 64 additions a thread less. It is p as the product with v takes it.
+    p_again = gl.convert_layout(p, gl.DotOperandLayout(0, same.no_row_sum.type.layout, 4))
+    return warpgroup_mma(p_again, tiles.ones.permute([1, 0]), same.no_row_sum, use_acc=False, is_async=True)
+
+
+@gluon.jit
 def _attend(
     begin,
     end,
@@ -361,6 +372,8 @@ def _attend(
     V0: gl.constexpr = META.V0
     OUT: gl.constexpr = same.no_sum.type.layout
     P: gl.constexpr = gl.DotOperandLayout(0, OUT, 4)
+    # Whether the products with p wait for each other: beside all of v's sums there are no registers for two copies of p.
+    ONE_BY_ONE: gl.constexpr = _COPIES and META.PARTS == 1 and V0 > 64
     block_columns = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, same.zeros.type.layout))
     for iteration in range(begin, end):
         stage = n_block % META.STAGES
@@ -389,11 +402,13 @@ def _attend(
         p = unpack_quads(weights.quads, ROWS, BLOCK_N, P, DTYPE)
         wait_full(barriers.v_full, n_block, META.STAGES)
         v = tiles.v.index(stage).reshape([META.PARTS * V0, BLOCK_N])
+        if ONE_BY_ONE:
+            sum_of_p = warpgroup_mma_wait(0, deps=[_multiply_ones(p, tiles, same)])
         sum_of_v = warpgroup_mma(p, v.slice(0, V0, 0).permute([1, 0]), same.no_sum, use_acc=False, is_async=True)
-        # The tensor cores sum p too, by a product with ones: 64 additions a thread less. It is p as the product with v takes it.
-        p_again = gl.convert_layout(p, gl.DotOperandLayout(0, same.no_row_sum.type.layout, 4))
-        sum_of_p = warpgroup_mma(p_again, tiles.ones.permute([1, 0]), same.no_row_sum, use_acc=False, is_async=True)
-        sum_here, sum_of_p = warpgroup_mma_wait(0, deps=[sum_of_v, sum_of_p])
+        if ONE_BY_ONE:
+            sum_here = warpgroup_mma_wait(0, deps=[sum_of_v])
+        else:
+            sum_here, sum_of_p = warpgroup_mma_wait(0, deps=[sum_of_v, _multiply_ones(p, tiles, same)])
         row_sum = row_sum * correction_of_sums[:, None] + _once(sum_of_p)
         if META.PARTS == 2:
             acc = acc * correction[:, None] + sum_here

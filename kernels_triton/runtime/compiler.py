@@ -16,6 +16,8 @@ from typing import Any
 import triton
 from triton.backends.nvidia import compiler as nvidia
 
+FROM_3_9 = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
+
 
 class _Thread(threading.local):
     compiles = False  # whether this thread compiles a kernel of the library
@@ -39,7 +41,7 @@ class _Llvm:
         return self.llvm.optimize_module(*arguments, **options)
 
 
-if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9) and not isinstance(nvidia.llvm, _Llvm):
+if FROM_3_9 and not isinstance(nvidia.llvm, _Llvm):
     nvidia.llvm = _Llvm(nvidia.llvm)
 
 

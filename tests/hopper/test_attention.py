@@ -51,7 +51,7 @@ from flexattn.testing import (
     reference_gradients,
 )
 from tests.conftest import FreshPython
-from tests.support.compiled_kernels import TRITON, compile_sound
+from tests.support.compiled_kernels import TRITON, check_loops, compile_sound
 
 HAS_HOPPER = torch.cuda.is_available() and capability_of(torch.device("cuda")) == 90
 on_hopper = pytest.mark.skipif(not HAS_HOPPER, reason="no GPU of compute capability 9.0; the compiled code is checked above")
@@ -177,14 +177,11 @@ CODE = 2**17 // 16
 LOOP_SPILLS = {("fused", 64, "everything"): 3, ("persistent", 64, "open"): 4, ("persistent", 64, "causal"): 4}
 LOOP_SPILLS |= {("persistent", 64, "everything"): 11, ("converting", 128, "open"): 1}
 # With later Tritons than the rates were measured with, whose compilers are others:
-UNIFORM_MOVES: tuple[str, ...] = ()  # instructions that do not count
 if TRITON >= (3, 8):  # each column of a block is compared with the end: 28 ISETP and 14 VIADD more, and a spill
     LOOP_INSTRUCTIONS["converting", 128, "open"] = 512
     LOOP_SPILLS["converting", 128, "open"] = 2
 if TRITON >= (3, 9):
-    # Only the lower half of a descriptor of wgmma is computed, and each product has a UMOV, or an R2UR, of its own for the upper.
-    UNIFORM_MOVES = ("UMOV", "R2UR")
-    # ptxas 13.4 spills what 12.9 does not
+    # ptxas is asked for another allocation of registers (--regAllocOptLevel=2), which spills more
     LOOP_SPILLS |= {("persistent", 128, "causal"): 4, ("fused", 64, "everything"): 17, ("converting", 128, "open"): 10}
 SOME = [case for case in LOOP_INSTRUCTIONS if case[1:] in ((128, "causal"), (256, "everything"), ("64: 256x64", "everything"))]
 SOME.sort(key=lambda case: case[1] != 128)  # one of each kernel first
@@ -209,18 +206,13 @@ def check_compiled(cases: list[tuple[str, int | str, str]], dtype: torch.dtype =
         assert report.shared_bytes <= SHARED_MEMORY_LIMIT[90], f"{case}: {report.shared_bytes}"
         assert {"UTMALDG", "UTMASTG"} <= report.instructions.keys(), case
         assert ("UTMAREDG" in report.instructions) == (case[0] in FUSED_VARIANTS), case
-        loops = [sum(loop.values()) for loop in report.loops if "HGMMA" in loop]
+        loops = [loop for loop in report.loops if "HGMMA" in loop]
         consumers = rows[case[1]].block_m // 64 if case[0] == "fwd" else 2
         code = sum(report.instructions.values())
         assert code <= CODE, f"{case}: {code} instructions"
         expected = LOOP_INSTRUCTIONS[case]
         assert len(loops) == consumers, f"{case}: {loops}, not {expected} for each consumer"
-        if UNIFORM_MOVES:  # of which the expected number has some too
-            moves = [sum(loop.get(name, 0) for name in UNIFORM_MOVES) for loop in report.loops if "HGMMA" in loop]
-            fewer = [count - of_them for count, of_them in zip(loops, moves, strict=True)]
-            assert all(count <= (1 + SLACK) * expected for count in fewer), f"{case}: {fewer} beside {moves}, not {expected}"
-        else:
-            assert all(abs(count - expected) <= SLACK * expected for count in loops), f"{case}: {loops}, not {expected}"
+        check_loops(case, loops, expected, SLACK)
 
 
 @pytest.mark.parametrize("cases", [SOME[:1], pytest.param(SOME[1:], marks=pytest.mark.slow)], ids=["one", "more"])

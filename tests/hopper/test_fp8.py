@@ -23,7 +23,7 @@ from flexattn.kernels_triton.hopper.quantize import dequantize, quantize
 from flexattn.kernels_triton.runtime.launch import Launch, capability_of, recorded_launches
 from flexattn.testing import make_call, make_dout, make_inputs
 from tests.support import fp8_calls
-from tests.support.compiled_kernels import compile_sound
+from tests.support.compiled_kernels import TRITON, check_loops, compile_sound
 from tests.support.hopper_fp8_calls import (
     E4M3,
     E5M2,
@@ -179,6 +179,8 @@ SLACK = 0.05
 # among it, 10 to 14.
 SPILLS = {("fused_fp8", (64, 64)): 0.004, ("fwd_fp8", (128, 128)): 0.031}
 SPILLS |= {("persistent_fp8", (64, 64)): 0.007, ("persistent_fp8_to_fp32", (64, 64)): 0.005, ("persistent_fp8", (128, 128)): 0.005}
+if TRITON >= (3, 9):  # asks ptxas for another allocation of registers (--regAllocOptLevel=2), without which these spill as before
+    SPILLS |= {("fused_fp8", (64, 64)): 0.01, ("persistent_fp8", (64, 64)): 0.008, ("persistent_fp8_to_fp32", (64, 64)): 0.02}
 SOME = [("fwd_fp8", (128, 128), "causal"), ("fused_fp8", (128, 128), "causal"), ("fused_fp8", (64, 64), "everything")]
 SOME += [("persistent_fp8", (64, 64), "causal"), ("persistent_fp8_to_fp32", (64, 64), "everything")]
 
@@ -201,9 +203,7 @@ def check_compiled(cases: list[tuple[str, tuple[int, int], str]]) -> None:
         for loop in loops:  # nothing is transposed or shuffled: the shuffles are of the rows' largest (forward) or of votes
             assert not {"LDSM", *({"STSM", "STS"} if is_forward else {})} & loop.keys(), f"{case}: {loop}"
             assert loop.get("PRMT", 0) + loop.get("SHFL", 0) <= (6 if is_forward else 10), f"{case}: {loop}"
-        expected = LOOP_INSTRUCTIONS[case]
-        counts = [sum(loop.values()) for loop in loops[for_each - 1 :: for_each]]
-        assert all(abs(count - expected) <= SLACK * expected for count in counts), f"{case}: {counts}, not {expected}"
+        check_loops(case, loops[for_each - 1 :: for_each], LOOP_INSTRUCTIONS[case], SLACK)
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ from flexattn.kernels_triton.hopper import fp8_cache, fp8_cache_operands
 from flexattn.kernels_triton.runtime.launch import Launch, pretended_device, recorded_launches
 from flexattn.testing import check_close
 from tests.hopper.test_emulated import without_gpu
-from tests.support.compiled_kernels import compile_sound
+from tests.support.compiled_kernels import TRITON, compile_sound
 from tests.support.fp8_caches import BF16, E4M3, SCALES, Case, exact, make_case
 from tests.support.inject import Fault, assign, kernels_with, with_argument
 
@@ -220,6 +220,8 @@ COMPILED: dict[str, tuple[dict[str, Any], int]] = {
     "E5M2, pages of 3": ({"fp8": E5M2, "page_size": 3}, 1200),
     "softcap, sinks": ({"softcap": 3.0, "softmax_type": "off-by-one"}, 1000),
 }
+# Of the loop, at head dim 256. From Triton 3.9 on, ptxas is asked for another allocation of registers (--regAllocOptLevel=2).
+SPILLS = 0.06 if TRITON < (3, 9) else 0.08
 
 
 def mainloop(report: CompileReport) -> dict[str, int]:
@@ -234,7 +236,7 @@ def test_compiled(name: str) -> None:
     loop = mainloop(report)
     assert set(report.matrix_instructions) == {"HMMA"}
     assert sum(loop.values()) <= instructions
-    assert report.loop_spill_share <= (0.06 if name == "head dim 256" else 0.0)
+    assert report.loop_spill_share <= (SPILLS if name == "head dim 256" else 0.0)
     assert report.registers <= 256  # eight warps share a multiprocessor's 65536
     assert not loop.keys() & {"BAR", "STS", "LDS", "LDSM"}  # warps exchange nothing before the end
     assert not report.warnings

@@ -71,8 +71,8 @@ def products(a_ptr, b_ptr, out_ptr, IN_TENSOR_MEMORY: gl.constexpr, BY_ARGUMENT:
     both = allocate_tensor_memory(gl.float32, [2, 128, 64], TILE)
     out = both.index(1)
     if IN_TENSOR_MEMORY:  # in the second half of a tile
-        half = both.index(0).slice(32, 32)
-        operand = reinterpreted(half, a_ptr.dtype.element_ty, [128, 64], TILE)
+        wide = reinterpreted(both, a_ptr.dtype.element_ty, [2, 128, 128], TensorMemoryLayout((128, 128), col_stride=1))
+        operand = wide.index(0).slice(64, 64)
         operand.store(a.load(ROWS))
     else:
         operand = a
