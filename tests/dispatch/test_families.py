@@ -19,7 +19,10 @@ from tests.fuzz.config import FEATURES, Where, draw_config
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from flexattn.kernels_triton.ahead_of_time.compile_report import CompileRequest, request_for
 from flexattn.kernels_triton.families import BACKWARDS, FORWARDS, Policy
+from flexattn.kernels_triton.runtime.launch import Launch
+from tests.support.compiled_kernels import compile_sound
 
 MEASURED, FORCED = Policy(), Policy(ignores_measurements=True, takes_what_never_ran=True)
 SEEDS = 40
@@ -56,7 +59,7 @@ def names(spec: AttentionSpec, x: Operands) -> list[str]:
     return [choice.family.name for choice in choices if choice is not None]
 
 
-def launched(spec: AttentionSpec, x: Operands, direction: Direction) -> set[str]:
+def launches_of(spec: AttentionSpec, x: Operands, direction: Direction) -> list[Launch]:
     x = x.on_meta()
     with torch.no_grad(), triton_backend.recorded_on(spec) as launches:
         out, lse, _ = empty_outputs(spec, x)
@@ -64,7 +67,11 @@ def launched(spec: AttentionSpec, x: Operands, direction: Direction) -> set[str]
             triton_backend.forward(spec, x)
         else:
             triton_backend.backward(spec, x, out, lse, dout_like(spec, x, out), None)
-    return {launch.kernel.__name__ for launch in launches}
+    return launches
+
+
+def launched(spec: AttentionSpec, x: Operands, direction: Direction) -> set[str]:
+    return {launch.kernel.__name__ for launch in launches_of(spec, x, direction)}
 
 
 CAUSAL = {"attn_mask_type": "causal"}
@@ -170,6 +177,43 @@ def test_families_of_fp8_caches(
         assert choice is not None
         assert choice.family.name == expected
         assert launched(spec, x, "forward") & set.union(*KERNELS.values()) == KERNELS["forward", expected]
+
+
+def fp8_cache_call() -> tuple[AttentionSpec, Operands]:
+    q = torch.empty(2, 1, 8, 64, dtype=torch.bfloat16, device="meta")
+    k = torch.empty(2, 512, 2, 64, dtype=torch.float8_e4m3fn, device="meta")
+    return on_sm_90(q=q, k=k, v=k)
+
+
+@pytest.mark.slow
+def test_a_kernel_of_each_family_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With any Triton that is supported, at the head dims that compile fastest."""
+    monkeypatch.setattr(triton_backend, "policy_of", lambda spec: policy)
+    requests: dict[tuple[str, str], CompileRequest] = {}
+
+    def add(spec: AttentionSpec, x: Operands, capability: int, directions: tuple[Direction, ...] = DIRECTIONS) -> None:
+        spec = spec._replace(capability=divmod(capability, 10))
+        for direction in directions:
+            choice = triton_backend.choice_of(spec, x, direction)
+            assert choice is not None
+            of_family = KERNELS[direction, choice.family.name]
+            launch = next(launch for launch in launches_of(spec, x, direction) if launch.kernel.__name__ in of_family)
+            requests.setdefault((direction, choice.family.name), request_for(launch, capability))
+
+    def call(dims: tuple[int, int] = (64, 64), **more: Any) -> tuple[AttentionSpec, Operands]:
+        q, v = (torch.empty(2, 4096, 16, dim, dtype=torch.bfloat16, device="meta", requires_grad=True) for dim in dims)
+        return on_sm_90(q=q, k=q, v=v, **more)
+
+    policy = FORCED
+    for given in (call(), call((192, 128)), call(deterministic=True), call(**FP8), call(deterministic=True, **FP8)):
+        add(*given, 90)
+    add(*call((512, 512)), 90, ("forward",))
+    add(*fp8_cache_call(), 90, ("forward",))
+    add(*call(), 100)
+    policy = Policy(portable_only="a test")
+    add(*call(), 80)
+    assert requests.keys() == {key for key in KERNELS if "dequantized" not in key[1]}
+    compile_sound(list(requests.values()))
 
 
 def calls_of(row: Row) -> Iterator[tuple[AttentionSpec, Operands]]:
