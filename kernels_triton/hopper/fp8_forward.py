@@ -408,7 +408,8 @@ def _attend(
         if ONE_BY_ONE:
             sum_here = warpgroup_mma_wait(0, deps=[sum_of_v])
         else:
-            sum_here, sum_of_p = warpgroup_mma_wait(0, deps=[sum_of_v, _multiply_ones(p, tiles, same)])
+            sum_of_p = _multiply_ones(p, tiles, same)
+            sum_here, sum_of_p = warpgroup_mma_wait(0, deps=[sum_of_v, sum_of_p])
         row_sum = row_sum * correction_of_sums[:, None] + _once(sum_of_p)
         if META.PARTS == 2:
             acc = acc * correction[:, None] + sum_here
