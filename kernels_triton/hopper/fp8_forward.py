@@ -83,9 +83,7 @@ from flexattn.kernels_triton.runtime.launch import Tile, capability_of, hopper_k
 
 _COLUMNS = gl.constexpr(8)  # columns of the product that sums p: wgmma's least N, all alike
 _ONE = gl.constexpr(0x38)  # 1 in e4m3
-_COPIES = gl.constexpr(
-    FROM_3_9
-)  # whether Triton gives each product a copy of its operand in registers (Triton's pull request 9514)
+_COPIES = gl.constexpr(FROM_3_9)  # whether each product gets a copy of its operand in registers (Triton pull request 9514)
 
 
 class Fp8Tile(NamedTuple):
