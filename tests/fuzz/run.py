@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 import time
 import traceback
@@ -11,6 +12,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import combinations
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -19,6 +21,7 @@ from tests.fuzz.config import Where, draw_config, features
 from tests.support import guarded_memory
 from tests.support.guarded_memory import Allocations, guarded_allocations
 
+ROOT = Path(__file__).parents[2]
 CANDIDATES = 4  # each configuration is the one of so many with the most new pairs of features
 ENOUGH_FAILURES = 3  # after so many failures of a configuration the next one begins
 
@@ -101,7 +104,8 @@ def told(error: BaseException) -> list[str]:
     while (cause := root.__cause__ or root.__context__) is not None:
         root = cause
     message = [line for line in "".join(traceback.format_exception_only(root)).splitlines() if line.strip()]
-    return [*message[:1], *message[1:][-1:], *"".join(traceback.format_exception(error)).splitlines()[-12:]]
+    lines = [*message[:1], *message[1:][-1:], *"".join(traceback.format_exception(error)).splitlines()[-12:]]
+    return [line.replace(f"{ROOT}{os.sep}", "").replace(f"{sys.prefix}{os.sep}", "") for line in lines]  # no path of a machine
 
 
 def dims(where: Where, name: str) -> list[int]:

@@ -17,7 +17,7 @@ from tests.fuzz import plans
 from tests.fuzz.calls import Call
 from tests.fuzz.check import ALL_DIMS, CALLS, EAGER, ON_GPU, check_by_name, config_of
 from tests.fuzz.config import Config, draw_config, features, varied
-from tests.fuzz.run import Plan, names, run, told
+from tests.fuzz.run import ROOT, Plan, names, run, told
 from tests.support.guarded_memory import Allocations, guarded_allocations
 
 ENOUGH = 60  # each defect shows among so many drawn calls of a kind
@@ -155,6 +155,7 @@ def test_a_failure_begins_with_the_error_that_led_to_it() -> None:
         fails()
     assert told(failed.value)[:2] == ["ValueError: of the kernel", "K is 16"]
     assert told(failed.value)[-1] == "RuntimeError: operation failed due to a previous error during capture"
+    assert str(ROOT) not in "\n".join(told(failed.value))
 
 
 def test_calls_of_a_configuration_differ_in_numbers_alone() -> None:
