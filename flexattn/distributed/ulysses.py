@@ -85,7 +85,7 @@ def _in_order(x: Tensor, order: Tensor | None) -> Tensor:
     words = as_sent(x)
     row = words.shape[-1] * words.element_size()
     if words.is_contiguous() and row % 8 == 0 and words.storage_offset() * words.element_size() % 8 == 0:
-        words = words.view(torch.int64)
+        words = words.view(-1).view(words.shape).view(torch.int64)  # dims of size 1 get strides of whole words too
     return words.index_select(0, order).view(x.dtype)
 
 

@@ -53,11 +53,8 @@ def custom_call(step: Kernel, written: frozenset[int], architecture: int, zeros:
 
     Raises PlanError for a launch that jaxlib cannot make.
     """
-    from flexattn.kernels_triton.runtime.store import binary_of
-
     launch, lib = step.launch, _jaxlib()
-    compiled = _compiled(launch, architecture)
-    binary = binary_of(compiled)
+    compiled, binary = _compiled(launch, architecture)
     if binary is None:
         raise PlanError(f"{launch.kernel.__name__} needs scratch memory, a cluster or attributes of a launch")
     operands: list[_Argument] = []
@@ -151,17 +148,18 @@ def _jaxlib() -> Any:
     return gpu_triton
 
 
-def _compiled(launch: Any, architecture: int) -> Any:
-    from flexattn.kernels_triton.ahead_of_time.compile_report import compiled_from, request_for
+def _compiled(launch: Any, architecture: int) -> tuple[Any, Any]:
+    """Returns the kernel of a launch, and its `store.Binary` or None."""
+    from flexattn.kernels_triton.ahead_of_time.compile_report import request_for, sound_from
     from flexattn.kernels_triton.runtime.launch import description_of
 
     text = description_of(launch, architecture)
     with _lock:
         found = _kernels.get(text)
         if found is None:
-            found = _kernels[text] = compiled_from(request_for(launch, architecture))
+            found = _kernels[text] = sound_from(request_for(launch, architecture))
         return found
 
 
-_kernels: dict[str, Any] = {}
+_kernels: dict[str, tuple[Any, Any]] = {}
 _lock = fork_safe(threading.Lock())

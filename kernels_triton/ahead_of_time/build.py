@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
-from flexattn.kernels_triton.ahead_of_time.compile_report import CompileError, CompileRequest, compiled_from, request_for
+from flexattn.kernels_triton.ahead_of_time.compile_report import CompileError, CompileRequest, request_for, sound_from
 from flexattn.kernels_triton.runtime import store
 from flexattn.kernels_triton.runtime.launch import Launch, description_of
 
@@ -75,7 +75,7 @@ def main(job: str) -> None:
 def _build(request: CompileRequest, text: str, directory: Path) -> str:
     """Returns the message of what went wrong, or None."""
     try:
-        binary = store.binary_of(compiled_from(request))
+        _, binary = sound_from(request)
         if binary is None:
             return f"{request.kernel} needs more than its arguments, and only Triton can launch it"
         reason = store.keep(directory, text, binary)

@@ -28,7 +28,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,13 +44,11 @@ from triton.runtime.cache import get_cache_manager
 from triton.runtime.jit import JITFunction
 
 from flexattn.kernels_triton.mods.lowering import compile_source, source_of
+from flexattn.kernels_triton.runtime import store
+from flexattn.kernels_triton.runtime.compiler import SHARED_MEMORY_LIMIT as SHARED_MEMORY_LIMIT
 from flexattn.kernels_triton.runtime.compiler import compiling, options_of
 from flexattn.kernels_triton.runtime.launch import Launch
 from flexattn.kernels_triton.runtime.sass_registers import undefined_registers
-
-SHARED_MEMORY_LIMIT: dict[int, int] = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
-"""Bytes of shared memory that one block can have (opt-in), by compute capability: CUDA C++ Programming Guide, "Compute
-Capabilities", technical specifications per compute capability, "Maximum amount of shared memory per thread block"."""
 
 TENSOR_COLUMNS_LIMIT = 512
 """Columns of tensor memory of a multiprocessor of sm_100, and so of a program: PTX ISA, "Tensor Memory Addressing"."""
@@ -308,6 +306,11 @@ def _idle_barriers(ttgir: str) -> int:
             found = [line for line in found if f"{index} = " not in line] + uses(index)
         idle += bool(found) and all("ttng.init_barrier" in line for line in found)
     return idle
+
+
+def sound_from(request: CompileRequest) -> tuple[CompiledKernel, store.Binary | None]:
+    """Returns the kernel as `store.sound` does, in this process, whose kernels must not be interpreted."""
+    return store.sound(lambda num_stages: compiled_from(replace(request, num_stages=num_stages)), request.num_stages)
 
 
 def compiled_from(request: CompileRequest) -> CompiledKernel:

@@ -98,8 +98,10 @@ class _Strides(NamedTuple):
 
 def words_of(x: Tensor) -> Rows:
     """Returns q, k or v as words of 32 bits, with strides in units of 16 bytes."""
-    words = x.view(torch.int32)
-    strides = [0 if size == 1 else stride // 4 for size, stride in zip(words.shape[:-1], words.stride()[:-1], strict=True)]
+    # Dims of size 1 may have any stride, and `view` takes no stride that is a part of a word.
+    strides = [0 if size == 1 else stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)]
+    words = x.as_strided(x.shape, (*strides, 1)).view(torch.int32)
+    strides = [stride // 4 for stride in words.stride()[:-1]]
     stride_b, stride_s, stride_h = (0, *strides) if x.dim() == 3 else strides
     return Rows(ptr=words, stride_b=stride_b, stride_s=stride_s, stride_h=stride_h)
 

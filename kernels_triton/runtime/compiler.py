@@ -55,6 +55,11 @@ def compiling() -> Iterator[None]:
         _thread.compiles = before
 
 
+SHARED_MEMORY_LIMIT: dict[int, int] = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
+"""Bytes of shared memory that one block can have (opt-in), by compute capability: CUDA C++ Programming Guide, "Compute
+Capabilities", technical specifications per compute capability, "Maximum amount of shared memory per thread block"."""
+
+
 def options_of(num_warps: int, num_stages: int) -> dict[str, Any]:
     """Returns the options of Triton's compiler. All kernels have the same, except for these two numbers.
 

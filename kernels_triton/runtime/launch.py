@@ -211,6 +211,7 @@ def is_current(device: torch.device) -> bool:
 
 _MOST_KERNELS = 1024
 _kernels: OrderedDict[Any, Direct | None] = OrderedDict()  # by all that Triton compiles a kernel for
+_stages: OrderedDict[Any, int] = OrderedDict()  # by the same, of the kernels that Triton launches
 _counts = {"hits": 0, "misses": 0}
 _lock = fork_safe(threading.Lock())
 
@@ -225,6 +226,7 @@ def clear_kernels() -> None:
     """Forgets every kernel, so that Triton is asked again; its own caches stay."""
     with _lock:
         _kernels.clear()
+        _stages.clear()
         _counts.update(hits=0, misses=0)
 
 
@@ -296,8 +298,10 @@ def _launch(kernel: Any, programs: int, device: torch.device, tile: Tile, argume
     if direct is not None:
         direct.launch(programs, current_stream(device), arguments)
     else:
+        values = plain(arguments)
+        options = compiler.options_of(tile.num_warps, _sound_stages(kernel, key, tile, values))
         with compiler.compiling():
-            kernel[(programs,)](*plain(arguments), **compiler.options_of(tile.num_warps, tile.num_stages))
+            kernel[(programs,)](*values, **options)
     watcher = _thread.watcher
     if watcher is not None:
         watcher(direct, programs, arguments)
@@ -313,12 +317,32 @@ def _find_or_compile(
         found = store.find(directory, text, says=_directory is not None)
         if found is not None:
             return Direct.of(found)
-    with compiler.compiling():
-        compiled = kernel.warmup(*arguments, grid=(1,), **compiler.options_of(tile.num_warps, tile.num_stages))
-    binary = store.binary_of(compiled)
+    _, binary = _compile(kernel, tile, arguments)
     if binary is not None and text:
         store.keep(directory, text, binary, says=_directory is not None)
     return Direct.of(binary)
+
+
+def _compile(kernel: Any, tile: Tile, arguments: tuple[Any, ...]) -> tuple[Any, store.Binary | None]:
+    """Returns a kernel as `store.sound` does."""
+
+    def compile_with(num_stages: int) -> Any:
+        with compiler.compiling():
+            return kernel.warmup(*arguments, grid=(1,), **compiler.options_of(tile.num_warps, num_stages))
+
+    return store.sound(compile_with, tile.num_stages)
+
+
+def _sound_stages(kernel: Any, key: tuple[Any, ...], tile: Tile, arguments: tuple[Any, ...]) -> int:
+    """Returns the number of stages with which `_compile` compiles the kernel of a key."""
+    found = _stages.get(key)
+    if found is None:
+        found = _compile(kernel, tile, arguments)[0].metadata.num_stages
+        with _lock:
+            _stages[key] = found
+            while len(_stages) > _MOST_KERNELS:
+                _stages.popitem(last=False)
+    return found
 
 
 def description_of(launch: Launch, architecture: int) -> str:

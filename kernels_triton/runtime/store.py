@@ -12,7 +12,7 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +20,8 @@ import triton
 from triton.runtime.jit import JITCallable
 
 from flexattn import kept_files
-from flexattn.kernels_triton.runtime.sass_registers import check_code
+from flexattn.kernels_triton.runtime.compiler import SHARED_MEMORY_LIMIT
+from flexattn.kernels_triton.runtime.sass_registers import MiscompiledError, check_code
 from flexattn.kernels_triton.runtime.source_key import source_key
 
 FILE_FORMAT = 4
@@ -46,6 +47,26 @@ class Binary(NamedTuple):
     maps: list[Any]  # for each descriptor, what its tensor map is encoded with
     waits: bool  # for the kernel launched before it (`launch_order`)
     code: bytes
+
+
+def sound(compile_with: Callable[[int], Any], num_stages: int) -> tuple[Any, Binary | None]:
+    """Returns a kernel as Triton compiled it, and its `binary_of`.
+
+    If ptxas makes wrong code of the kernel, other numbers of stages are tried: fewer, then one more if shared memory has room.
+
+    compile_with: compiles the kernel with a number of stages. Raises MiscompiledError if no number gives right code.
+    """
+    first = None
+    for stages in (num_stages, *range(num_stages - 1, 0, -1), num_stages + 1):
+        compiled = compile_with(stages)
+        if stages > num_stages and compiled.metadata.shared > SHARED_MEMORY_LIMIT[compiled.metadata.target.arch]:
+            break
+        try:
+            return compiled, binary_of(compiled)
+        except MiscompiledError as error:
+            first = first or error
+    assert first is not None
+    raise first
 
 
 def binary_of(compiled: Any) -> Binary | None:

@@ -21,7 +21,7 @@ from flexattn import distributed, fp8
 from flexattn.bench.context_parallel import CELLS
 from flexattn.bench.shapes import log_normal_lengths
 from flexattn.dispatch.reference import block_kinds
-from flexattn.distributed import deal, gather, scaling, slices, whole_call
+from flexattn.distributed import deal, gather, scaling, slices, ulysses, whole_call
 from flexattn.distributed import layout as layouts
 from flexattn.distributed.blocks import Blocks
 from flexattn.distributed.calls import make_calls
@@ -708,6 +708,12 @@ def test_a_bias_of_packed_documents_is_refused() -> None:
 def test_each_argument_of_attention_is_taken_or_refused_by_name() -> None:
     of_whole = {*inspect.signature(flexattn.attention).parameters} - {"q", "k", "v"}
     assert of_whole == {*whole_call.Options.__annotations__} | {*whole_call.NOT_TAKEN}
+
+
+def test_rows_are_reordered_whatever_the_stride_of_a_dim_of_size_1() -> None:
+    x = torch.arange(4.0 * 8).bfloat16().view(4, 1, 8)
+    order = torch.tensor([2, 0, 3, 1])
+    assert torch.equal(ulysses._in_order(x.as_strided((4, 1, 8), (8, 1, 1)), order), x[order])
 
 
 def test_arguments_of_decoding_are_refused_by_name() -> None:

@@ -244,6 +244,23 @@ def test_compiled(name: str) -> None:
         assert loop["LDG"] == 2 * 32 * 128 // (32 * 16)  # k and v: keys of a warp, columns; threads, bytes
 
 
+@without_gpu
+def test_any_strides_of_dims_of_size_1() -> None:
+    """The copy of a permuted tensor has a stride of 1 for such a dim, which is no whole word of four bytes."""
+    case = make_case(page_size=0, scales="none", queries=1, heads=(4, 1), dims=(64, 64), lengths=(40, 9))
+    odd = {name: case.arguments[name].as_strided((2, 40, 1, 64), (2560, 64, 1, 1)) for name in ("k", "v")}
+    odd["q"] = case.arguments["q"].as_strided((2, 1, 4, 64), (256, 1, 64, 1))
+    (_, *got), (_, *wanted) = (forward(Case(given, {})) for given in (case.arguments | odd, case.arguments))
+    assert all(map(torch.equal, got, wanted))
+
+
+def test_words_of_dims_of_size_1() -> None:
+    x = torch.arange(2 * 3 * 64).to(E4M3).as_strided((2, 3, 1, 64), (192, 64, 1, 1))
+    rows = fp8_cache_operands.words_of(x)
+    assert (rows.stride_b, rows.stride_s, rows.stride_h) == (12, 4, 0)
+    assert torch.equal(rows.ptr.view(E4M3).float(), x.float())
+
+
 def test_what_it_refuses() -> None:
     def refusal(case: Case, has_max_logit: bool = False, capability: int = 90) -> str | None:
         spec, x = bound(case.arguments)

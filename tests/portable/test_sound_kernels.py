@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 import torch
+import triton
 from torch import Tensor
 
 from flexattn import attention
+from flexattn.kernels_triton.ahead_of_time.build import build
 from flexattn.kernels_triton.ahead_of_time.compile_report import CompileRequest, request_for
 from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.common.tiles import DKDV, FORWARD, split_head_dim
-from flexattn.kernels_triton.runtime.launch import pretended_device, recorded_launches
+from flexattn.kernels_triton.runtime import store
+from flexattn.kernels_triton.runtime.launch import description_of, pretended_device, recorded_launches
+from flexattn.kernels_triton.runtime.sass_registers import check_code
 from tests.fuzz.calls import Call
 from tests.fuzz.config import FEATURES, HALF, Where, draw_config
-from tests.support.compiled_kernels import compile_sound
+from tests.support.compiled_kernels import compile_beside, compile_sound
 from tests.support.fp8_caches import SCALES, make_case
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -33,6 +38,10 @@ def by_head(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor
 
 def hides(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
     return (i + j + h + b) % 3 != 0
+
+
+def groups(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return (i // 33 == j // 33) | (h == 1)
 
 
 def launched(run: Callable[[], Any], hopper: str, monkeypatch: pytest.MonkeyPatch) -> list[CompileRequest]:
@@ -89,6 +98,39 @@ def test_two_fp8_caches(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain calls, whose kernels ptxas 12.8 miscompiles if they take the head dims in two parts."""
     case = make_case(torch.float16, page_size=0, scales="none", dims=(dim, dim))
     compile_sound(over_fp8(case.arguments, "never", monkeypatch))
+
+
+@pytest.mark.slow
+def test_a_kernel_that_ptxas_miscompiles_with_one_stage_gets_another(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """ptxas 12.8 makes code of this forward that reads UR50, which nothing wrote."""
+    q, k, v = (torch.zeros(*sizes, dtype=HALF[0]) for sizes in ((3, 150, 4, 152), (16, 2, 152), (16, 2, 368)))
+    monkeypatch.setenv("FLEXATTN_HOPPER", "auto")
+    with pretended_device(90, 132), recorded_launches() as launches:
+        attention(
+            q,
+            k,
+            v,
+            qkv_format="bshd_2thd",
+            attn_mask_type="padding",
+            cu_seqlens_q=torch.tensor([0, 118, 268, 275], dtype=torch.int32),
+            cu_seqlens_kv=torch.tensor([0, 1, 2, 7], dtype=torch.int32),
+            cu_seqlens_kv_padded=torch.tensor([4, 0, 6, 13], dtype=torch.int32),
+            max_seqlen_kv=8,
+            bias_type="pre_scale_bias",
+            bias=torch.zeros(3, 4, 1, 8, dtype=HALF[0]),
+            softmax_type="off-by-one",
+            mask_mod=groups,
+            return_lse=True,
+            backend="triton",
+        )
+    [launch] = [launch for launch in launches if launch.kernel.__name__ == "_attn_fwd_kernel"]
+    assert launch.tile.num_stages == 1
+    [report] = compile_beside([request_for(launch, 90)])
+    assert report.undefined_registers == ("UR50",) or not triton.knobs.nvidia.ptxas.version.startswith("12.8")
+    build([launch], 90, tmp_path, workers=1)
+    binary = store.find(tmp_path, description_of(launch, 90))
+    assert binary is not None
+    check_code(binary.name, "wgmma", binary.code)
 
 
 @pytest.mark.parametrize("dim", DIMS)

@@ -5,9 +5,13 @@ from __future__ import annotations
 import dataclasses
 import threading
 import warnings
+from collections import OrderedDict
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 import triton
 import triton.language as tl
 from triton.backends.nvidia import compiler as nvidia
@@ -16,6 +20,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.runtime.jit import JITFunction
 
+from flexattn.kernels_triton.ahead_of_time import build, compile_report
 from flexattn.kernels_triton.ahead_of_time.compile_report import (
     SHARED_MEMORY_LIMIT,
     CompileError,
@@ -26,7 +31,8 @@ from flexattn.kernels_triton.ahead_of_time.compile_report import (
     folded_operands,
 )
 from flexattn.kernels_triton.hopper.pipeline import allocate_barriers
-from flexattn.kernels_triton.runtime import compiler, store
+from flexattn.kernels_triton.runtime import compiler, launch, store
+from flexattn.kernels_triton.runtime.launch import Tile
 from flexattn.kernels_triton.runtime.sass_registers import MiscompiledError, undefined_registers
 from tests.support.compiled_kernels import compile_beside
 
@@ -172,6 +178,78 @@ def test_a_kernel_that_ptxas_made_wrong_code_of_is_not_launched(product, undefin
             store.binary_of(compiled)
     else:
         assert store.binary_of(compiled).code == b"code"
+
+
+def _tries(monkeypatch: pytest.MonkeyPatch, sound: set[int], shared: int = 0) -> tuple[list[int], Callable[[int], Any]]:
+    """Returns a list of the numbers of stages that are tried, and what compiles with one. sound: those that give right code."""
+    tried: list[int] = []
+
+    def compile_with(num_stages: int) -> Any:
+        tried.append(num_stages)
+        metadata = SimpleNamespace(
+            name="kernel", num_ctas=1, num_warps=4, shared=shared, num_stages=num_stages, target=SimpleNamespace(arch=90)
+        )
+        code = {"ptx": "wgmma", "cubin": str(num_stages).encode()}
+        return SimpleNamespace(metadata=metadata, src=SimpleNamespace(signature={}), asm=code)
+
+    def check_code(name: str, ptx: str, cubin: bytes) -> None:
+        if int(cubin) not in sound:
+            raise MiscompiledError(f"with {int(cubin)} stages")
+
+    monkeypatch.setattr(store, "check_code", check_code)
+    return tried, compile_with
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "sound", "tried"),
+    [(3, {3, 2}, [3]), (3, {2, 1}, [3, 2]), (3, {1, 4}, [3, 2, 1]), (3, {4}, [3, 2, 1, 4]), (1, {2}, [1, 2])],
+)
+def test_a_miscompiled_kernel_gets_another_number_of_stages(num_stages, sound, tried, monkeypatch):
+    found, compile_with = _tries(monkeypatch, sound)
+    compiled, binary = store.sound(compile_with, num_stages)
+    assert found == tried
+    assert (compiled.metadata.num_stages, binary.code) == (tried[-1], str(tried[-1]).encode())
+
+
+@pytest.mark.parametrize(("sound", "shared"), [(set(), 0), ({3}, SHARED_MEMORY_LIMIT[90] + 1)])
+def test_a_kernel_that_no_number_of_stages_makes_right_is_an_error(sound, shared, monkeypatch):
+    """The error is that of the number asked for; one stage more may need too much shared memory."""
+    tried, compile_with = _tries(monkeypatch, sound, shared)
+    with pytest.raises(MiscompiledError, match="with 2 stages"):
+        store.sound(compile_with, 2)
+    assert tried == [2, 1, 3]
+
+
+def test_each_way_to_a_kernel_takes_the_stages_that_are_right(monkeypatch, tmp_path):
+    """A launch of its own, one by Triton under a profiler, and one that is built ahead, whose file has the name asked for."""
+    tried, compile_with = _tries(monkeypatch, {2})
+    launched: list[Any] = []
+
+    class Kernel:
+        fn, parts_of = "a kernel", staticmethod(lambda *_: ())
+
+        def warmup(self, *_: Any, grid: Any, num_warps: int, num_stages: int, enable_fp_fusion: bool) -> Any:
+            return compile_with(num_stages)
+
+        def __getitem__(self, grid: Any) -> Any:
+            return lambda **options: launched.append(options["num_stages"])
+
+    tile = Tile(64, 64, 4, 1)
+    monkeypatch.setattr(launch, "Direct", SimpleNamespace(of=lambda binary: binary))
+    monkeypatch.setattr(launch, "_directory", tmp_path)
+    monkeypatch.setattr(store, "description", lambda _, __, options, ___: f"{options['num_stages']} stages")
+    for _ in range(2):  # the second is found on disk
+        assert launch._find_or_compile(Kernel(), (), 90, tile, ()).code == b"2"
+    assert tried == [1, 2]
+    monkeypatch.setattr(launch, "is_plain", lambda: False)
+    monkeypatch.setattr(launch, "_stages", OrderedDict())
+    for _ in range(2):
+        launch._launch(Kernel(), 1, torch.device("cpu"), tile, ())
+    assert launched == [2, 2]
+    assert tried == [1, 2] * 2
+    monkeypatch.setattr(compile_report, "compiled_from", lambda request: compile_with(request.num_stages))
+    assert build._build(CompileRequest("module", "kernel", {}, {}, 90, 4, 1), "1 stages, built", tmp_path) == ""
+    assert store.find(tmp_path, "1 stages, built").code == b"2"
 
 
 @pytest.mark.parametrize(
