@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -14,12 +15,12 @@ import triton
 from torch import Tensor
 
 from flexattn import attention
-from flexattn.kernels_triton.ahead_of_time.build import build
+from flexattn.kernels_triton.ahead_of_time import build
 from flexattn.kernels_triton.ahead_of_time.compile_report import CompileRequest, request_for
 from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.common.tiles import DKDV, FORWARD, split_head_dim
 from flexattn.kernels_triton.runtime import store
-from flexattn.kernels_triton.runtime.launch import description_of, pretended_device, recorded_launches
+from flexattn.kernels_triton.runtime.launch import pretended_device, recorded_launches
 from flexattn.kernels_triton.runtime.sass_registers import check_code
 from tests.fuzz.calls import Call
 from tests.fuzz.config import FEATURES, HALF, Where, draw_config
@@ -101,7 +102,9 @@ def test_two_fp8_caches(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_a_kernel_that_ptxas_miscompiles_with_one_stage_gets_another(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_kernel_that_ptxas_miscompiles_with_one_stage_gets_another(
+    monkeypatch: pytest.MonkeyPatch, forked_python: Any, tmp_path: Path
+) -> None:
     """ptxas 12.8 makes code of this forward that reads UR50, which nothing wrote."""
     q, k, v = (torch.zeros(*sizes, dtype=HALF[0]) for sizes in ((3, 150, 4, 152), (16, 2, 152), (16, 2, 368)))
     monkeypatch.setenv("FLEXATTN_HOPPER", "auto")
@@ -125,11 +128,13 @@ def test_a_kernel_that_ptxas_miscompiles_with_one_stage_gets_another(monkeypatch
         )
     [launch] = [launch for launch in launches if launch.kernel.__name__ == "_attn_fwd_kernel"]
     assert launch.tile.num_stages == 1
-    [report] = compile_beside([request_for(launch, 90)])
+    request, job = request_for(launch, 90), tmp_path / "job"
+    [report] = compile_beside([request])
     assert report.undefined_registers == ("UR50",) or not triton.knobs.nvidia.ptxas.version.startswith("12.8")
-    build([launch], 90, tmp_path, workers=1)
-    binary = store.find(tmp_path, description_of(launch, 90))
-    assert binary is not None
+    job.write_bytes(pickle.dumps((1, [(request, "forward")], tmp_path)))
+    done = forked_python("-m", build.__name__, str(job))
+    binary = store.find(tmp_path, "forward")
+    assert binary is not None, done.stdout + done.stderr
     check_code(binary.name, "wgmma", binary.code)
 
 
