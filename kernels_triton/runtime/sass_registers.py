@@ -16,7 +16,8 @@ operand of the whole kernel. The defect needs tiles that are not pipelined, of h
   4 bytes. A `Problem` takes no such rows on a GPU.
 - Keys and values that are converted from FP8: they go from the pipeline through registers to one place. A `Problem` takes their
   head dims in one part.
-- Tiles of one stage: some of backwards, and of forwards with 16 keys at a time.
+- Tiles of one stage: some of backwards, and of forwards with 16 keys at a time. A forward with a bias at head dims 152 and 368
+  reads such registers. With two stages it reads none.
 
 `tests/portable/test_sound_kernels.py` draws calls of all head dims and features, and finds no such register in their kernels. A
 kernel that has one all the same is compiled with another number of stages (`store.sound`). If none helps, it is not launched.
