@@ -227,6 +227,8 @@ def test_static_and_dynamic(kind, dynamic, monkeypatch):
     assert second == (first if dynamic else 2 * first)
 
 
+@pytest.mark.slow
+@pytest.mark.sample
 @pytest.mark.parametrize("kind", ["closure from inside", pytest.param("block mask", marks=pytest.mark.exhaustive)])
 def test_twenty_lengths_and_batches_compile_twice_at_most(kind, monkeypatch):
     """A batch of 1 is not among them: torch compiles a dim of 1 for itself."""
@@ -252,6 +254,7 @@ def test_a_backend_by_name_runs_in_a_compiled_call(monkeypatch):
     assert {backend for _, backend in ran} == {"triton"}
 
 
+@pytest.mark.slow
 def test_a_new_float_of_a_mod_compiles_once_more_at_most():
     torch.compiler.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend(BACKEND)

@@ -152,6 +152,7 @@ def test_biases(shape: tuple[int, ...], name: str) -> None:
     check(4, call, **(DENSE | {"num_heads": 4, "num_heads_kv": 2, "head_dim_qk": 64, "head_dim_v": 64}))
 
 
+@pytest.mark.slow
 @pytest.mark.sample(pairs=False)
 @without_gpu
 @pytest.mark.parametrize("name", BLOCK_MASKS)

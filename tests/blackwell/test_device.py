@@ -81,6 +81,7 @@ def check(given: Inputs, spec: AttentionSpec, x: Operands) -> None:
         check_close(name, got, want, budget, factor=GRADIENT_FACTOR)
 
 
+@pytest.mark.slow
 @without_gpu
 def test_the_way_through_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = Policy(ignores_measurements=True, takes_what_never_ran=True)

@@ -204,6 +204,7 @@ def _documents(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     return (q_idx // 75 == kv_idx // 75) | (kv_idx < 20)
 
 
+@pytest.mark.slow
 @without_gpu
 def test_block_masks() -> None:
     """Masks whose blocks have 256 queries, as a work tile has; those with 128 are refused."""

@@ -95,6 +95,7 @@ def test_behind_a_band(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check(run(case, "post_scale_bias", **band), case, Rounding(torch.float32), visible=(j <= i) & (j >= i - 40))
 
 
+@pytest.mark.slow
 @pytest.mark.sample
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("kind", "how"), [CASES[0], CASES[4]], ids=str)

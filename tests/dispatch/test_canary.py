@@ -220,6 +220,7 @@ def test_an_input_that_a_backend_refuses_says_nothing_of_the_calls(monkeypatch):
     assert flexattn.explain(q, k, v, backend="triton").forward.backend == "triton"
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("name", CASES)
 def test_a_right_backend_passes_whatever_the_spec(name):
     """Made-up inputs of the check are of the spec's kind, whatever features that has."""

@@ -177,7 +177,7 @@ def check_persistent(seed: int, call: dict[str, Any], name: str = "persistent", 
     assert {finding.kind for finding in report.findings} <= HARMLESS, f"seed {seed}: {report}"
 
 
-@pytest.mark.sample("dim", "fmt", pairs=False)
+@pytest.mark.sample(pairs=False)
 @without_gpu
 @pytest.mark.parametrize("fmt", ["bshd", "sbhd", "thd"])
 @pytest.mark.parametrize(

@@ -122,6 +122,7 @@ def test_queries_of_any_size(size: float) -> None:
     check_close("out", out, wanted[0], wanted[0].to(BF16))
 
 
+@pytest.mark.slow
 @without_gpu
 def test_a_page_has_the_bits_of_dense_rows() -> None:
     for scales in ("head", "token and head"):

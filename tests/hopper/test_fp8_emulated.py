@@ -204,7 +204,7 @@ def test_formats_and_scales_backward(fmt: str, granularity: str) -> None:
     check_backward_of(2 + seed, call, granularity, qkv_format=fmt, dtype=torch.float16, **inputs)
 
 
-@pytest.mark.sample("dim", "fmt", pairs=False)
+@pytest.mark.sample(pairs=False)
 @without_gpu
 @pytest.mark.parametrize("fmt", ["bshd", "sbhd", "thd"])
 @pytest.mark.parametrize(

@@ -235,6 +235,7 @@ def blocks_of(name: str, longest_q: int, longest_kv: int, batch: int, device: st
     return {"mods": trace_mods(None, mask.mask_mod, needs_grad=True), "blocks": lists}
 
 
+@pytest.mark.slow
 @pytest.mark.sample(pairs=False)
 @without_gpu
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)], ids=str)

@@ -164,7 +164,7 @@ def single_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(query_walk, "num_processors", lambda device: 4)
 
 
-@pytest.mark.sample("name")
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.usefixtures("single_turns")
 @pytest.mark.parametrize("dim", [64, 128])
@@ -179,7 +179,7 @@ def test_emulated(name: str, dim: int) -> None:
         check_persistent(4, call, variant, **inputs)
 
 
-@pytest.mark.sample("name")
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.usefixtures("single_turns")
 @pytest.mark.parametrize("name", CALLS)

@@ -65,6 +65,7 @@ def draw_for_hopper(seed: int, is_wide: bool = False) -> tuple[Call, AttentionSp
     raise AssertionError
 
 
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # a max_seqlen that is left out, a mod that is traced again
 @pytest.mark.parametrize("seed", [*range(FEW), *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(FEW, MANY))])

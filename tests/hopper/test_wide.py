@@ -187,6 +187,7 @@ def test_pages(page_size: int, layout: str, latent: bool) -> None:
         compare(spec, x, out, lse)
 
 
+@pytest.mark.slow
 @without_gpu
 def test_a_sequence_has_its_bits_in_any_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(problems, "SPLIT_PIECE", 128)

@@ -161,6 +161,7 @@ def test_numbers_and_tensors_of_one_element_are_numbers(what: str, device: str) 
     close(run(mod, device, "triton"), run(None, device, "eager", softmax_scale=float(number) / 4))
 
 
+@pytest.mark.slow
 def test_a_number_on_the_cpu_is_read_in_each_call(device: str) -> None:
     cap = scalar(1.5)
     mod = TEScoreMod(Softcap().forward, score_mod_tensors={"cap": cap})

@@ -251,6 +251,7 @@ expressions = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=40 if GPU else 8, deadline=None)
 @given(expressions)
 def test_random_mods(expression: str) -> None:

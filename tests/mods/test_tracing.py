@@ -79,6 +79,7 @@ AROUND: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
 }
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("name", AROUND)
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 def test_a_cold_trace_keeps_nothing_of_what_is_around_it(name: str, backend: str) -> None:
@@ -175,6 +176,7 @@ def in_threads(work: Callable[[int], None], count: int = 8) -> None:
         raise errors[0]
 
 
+@pytest.mark.slow
 def test_threads_that_trace_at_once() -> None:
     q, k, v = (x.detach() for x in inputs())
     slopes = torch.tensor([0.5, 1.5], device=DEVICE)

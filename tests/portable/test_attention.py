@@ -97,7 +97,7 @@ def test_window(window: tuple[int, int], bottom_right: bool, device: str) -> Non
     check(call, device, qkv_format="thd", lengths_q=lengths(100, 5, 41), lengths_kv=lengths(70, 90, 41))
 
 
-@pytest.mark.sample("window")
+@pytest.mark.sample
 @pytest.mark.parametrize("bottom_right", [False, True])
 @pytest.mark.parametrize("window", [(None, -20), (-11, None), (40, -11), (-30, 60), (None, -200), (5, -11), (None, -1)], ids=str)
 def test_window_beside_the_diagonal(window: tuple[int | None, int | None], bottom_right: bool, device: str) -> None:
@@ -309,6 +309,7 @@ def test_dout_expanded_from_a_scalar(device: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(got[:3], want[:3], strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tile", [Tile(16, 64, 4, 1), Tile(64, 16, 4, 1), Tile(128, 32, 4, 2), Tile(32, 128, 4, 2)], ids=str)
 @pytest.mark.sample
 def test_any_tile(tile: Tile, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,7 +341,7 @@ def test_nothing_to_attend(fmt: str, lengths_q: list[int], device: str) -> None:
     assert not any(g.any() for g in gradients if g is not None)
 
 
-@pytest.mark.sample("values", "gaps")
+@pytest.mark.sample
 @pytest.mark.parametrize(
     "values", [[0, 50, 20, 90], [0, 40, 200, 10**9], [-5, 30, 40, 80], [80, 60, 40, 0], [0, -(2**31), 2**31 - 1, 80]], ids=str
 )
@@ -389,6 +390,7 @@ def test_nan_and_inf_stay_in_their_rows(device: str) -> None:
     assert lse[0, 1, 3].isnan()
 
 
+@pytest.mark.slow
 def test_repeated_runs_are_bitwise_equal(device: str) -> None:
     (sq,), (skv,) = lengths(66), lengths(50)
     bias = torch.randn(1, 1, 1, skv, device=device)

@@ -64,6 +64,7 @@ FORMATS: dict[str, dict[str, Any]] = {
 SHOWN = (("bshd", "head"), ("thd", "block"), ("thd", "batch_head"), ("bhsd", "tensor"))
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     ("fmt", "granularity"),
     [
@@ -314,6 +315,7 @@ def test_block_mask(device: str) -> None:
     check(given, "block", mods=mods, blocks=block_lists(mask, 2, 4, sq, skv, mask.kv_indices.device))
 
 
+@pytest.mark.slow
 def test_repeated_runs_are_equal_to_the_bit(device: str) -> None:
     given = make_inputs("thd", lengths_q=lengths(37, 70), gap=3, dtype=BF16, device=device)
     for a, b in zip(*(check(given, "block", attn_mask_type="padding_causal") for _ in range(2)), strict=True):

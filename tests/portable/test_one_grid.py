@@ -37,6 +37,7 @@ UNEVEN = {"lengths_q": [70, 0, 1, 130], "lengths_kv": [90, 40, 50, 0], "gap": 3,
 SINKS = {"softmax_type": "learnable", "softmax_offset": [0.5, -1.0, 0.0, 2.0]}
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     ("call", "inputs"),
     [

@@ -164,6 +164,7 @@ print("right")
 """
 
 
+@pytest.mark.slow
 def test_operators_run_though_what_they_do_is_imported_later(fresh_python: FreshPython) -> None:
     """As a graph calls them that was exported elsewhere: the module of an implementation is first imported among fake tensors."""
     ran = fresh_python("-c", OPERATORS, env={"CUDA_VISIBLE_DEVICES": ""})
@@ -210,6 +211,7 @@ def test_a_forward_imports_no_kernels_of_a_backward_or_of_fp8(forked_python: Fre
     assert [name for name in imported if name.startswith(later)] == []
 
 
+@pytest.mark.slow
 def test_portable_kernels_import_no_gluon(fresh_python: FreshPython) -> None:
     names = "(name for name in sys.modules if name.startswith('triton.experimental'))"
     ran = fresh_python("-c", f"import sys, flexattn.kernels_triton.families; print(*{names})")

@@ -70,6 +70,7 @@ def metadata(wheel: Path) -> str:
     return archive.read(next(name for name in archive.namelist() if name.endswith("/METADATA"))).decode()
 
 
+@pytest.mark.slow
 def test_wheel_holds_every_source_file_under_flexattn(wheel: Path, tracked_files: list[Path]) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     about = next(name for name in names if name.endswith("/METADATA")).removesuffix("METADATA")

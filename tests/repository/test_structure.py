@@ -22,6 +22,7 @@ def test_no_files_import_each_other_in_a_circle() -> None:
     assert structure.circles(structure.imports(modules())) == []
 
 
+@pytest.mark.slow
 def test_device_functions_take_few_arguments_by_name() -> None:
     functions = [function for module in modules() for function in structure.device_functions(module)]
     assert [x.name for x in functions if structure.parameters(x) > structure.MOST_PARAMETERS or any(structure.unpackings(x))] == []

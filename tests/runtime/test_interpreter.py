@@ -527,6 +527,7 @@ print(out.item())
 """
 
 
+@pytest.mark.slow
 def test_a_fresh_process_with_what_is_installed(fresh_python, tmp_path: Path):
     script = tmp_path / "total.py"
     script.write_text(FRESH_SCRIPT)
@@ -535,6 +536,7 @@ def test_a_fresh_process_with_what_is_installed(fresh_python, tmp_path: Path):
     assert run.stdout.split() == ["6.0"]
 
 
+@pytest.mark.slow
 def test_a_process_that_compiles_needs_no_numpy(fresh_python):
     run = fresh_python(
         "-c",

@@ -151,6 +151,7 @@ print(len(kernels), sum(map(len, counted.values())), constants)
 """
 
 
+@pytest.mark.slow
 def test_every_kernel_is_known_by_all_that_triton_hashes_of_it(fresh_python: FreshPython) -> None:
     ran = fresh_python("-c", COUNTED, env={"TRITON_INTERPRET": "0"})
     assert ran.returncode == 0, ran.stderr[-2000:]
