@@ -75,7 +75,7 @@ def compute_partition(
             s, factor, cap_tanh, score = logits(own.load(SCORES), i, j, scores.scale, head, MODS, META)
             place = ScorePlace(rows=rows, columns=columns, row=row, is_cut=is_cut, is_full=is_full)
             p = probabilities(s, factor, place, statistics.slice(FIRST + part * COLUMNS, COLUMNS), head, block, MODS, META)
-            weights_over(own, DTYPE, COLUMNS).store(p.to(DTYPE))
+            weights_over(sums.scores, FIRST + part * COLUMNS, COLUMNS, DTYPE, META.BLOCK_M).store(p.to(DTYPE))
             if part == PARTS - 1:
                 fence_before_sync()
                 mbarrier.arrive(products.weights_full.index(0), count=1)

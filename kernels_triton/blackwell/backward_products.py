@@ -60,7 +60,7 @@ def _issue_dp_and_dv(n, buffers: Buffers, META: gl.constexpr):
     mbarrier.wait(buffers.products.weights_full.index(0), n & 1)
     fence_after_sync()
     for part in gl.static_range(PARTS):
-        weights = weights_over(sums.scores.slice(part * COLUMNS, COLUMNS), dout.dtype, COLUMNS)
+        weights = weights_over(sums.scores, part * COLUMNS, COLUMNS, dout.dtype, META.BLOCK_M)
         tcgen05_mma(weights, dout.slice(part * COLUMNS, COLUMNS, 0), sums.dv, use_acc=n + part > 0)
     tcgen05_commit(barriers.dout_empty.index(n % META.DOUT_STAGES))
 

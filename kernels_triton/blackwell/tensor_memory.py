@@ -69,10 +69,10 @@ def allocate_backward_sums(BLOCK_M: gl.constexpr, DIM: gl.constexpr):
 
 
 @gluon.jit
-def weights_over(scores, DTYPE: gl.constexpr, BLOCK_N: gl.constexpr):
-    # A tile of weights in 16 bits, in the first half of the columns of its scores
+def weights_over(scores, FIRST: gl.constexpr, COLUMNS: gl.constexpr, DTYPE: gl.constexpr, BLOCK_N: gl.constexpr):
+    # Weights in 16 bits, in the first half of the memory of COLUMNS columns of a tile of scores
     # (from Triton 3.8 on a part of a tile cannot be reinterpreted)
-    return reinterpreted(scores, DTYPE, [LANES, 2 * BLOCK_N], tile_layout(2 * BLOCK_N)).slice(0, BLOCK_N)
+    return reinterpreted(scores, DTYPE, [LANES, 2 * BLOCK_N], tile_layout(2 * BLOCK_N)).slice(2 * FIRST, COLUMNS)
 
 
 @gluon.jit
