@@ -289,7 +289,7 @@ FAULTS: dict[str, tuple[ModuleType, inject.Fault]] = {
 @without_gpu
 @pytest.mark.parametrize("name", FAULTS)
 # round robin and random; eager, lazy and random
-@pytest.mark.parametrize("seeds", [(2, 5), pytest.param((0, 1, 11), marks=pytest.mark.slow)], ids=["few", "more"])
+@pytest.mark.parametrize("seeds", [(2, 5), pytest.param((0, 1, 11), marks=pytest.mark.exhaustive)], ids=["few", "more"])
 def test_injected_fault_is_found(seeds: tuple[int, ...], name: str, tmp_path: Path) -> None:
     where, fault = FAULTS[name]
     [kernels] = kernels_with((blackwell_forward,), where, fault, tmp_path)

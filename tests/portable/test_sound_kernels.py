@@ -156,7 +156,8 @@ def test_head_dims_in_two_parts_have_no_tile_of_one_stage_for_an_open_band(dims:
     assert Problem(whole, whole, whole, softmax_scale=1.0).tile(DKDV, 90).num_stages == 1
 
 
-@pytest.mark.parametrize("seed", [pytest.param(n, marks=pytest.mark.exhaustive if n else pytest.mark.slow) for n in range(12)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", range(12))
 def test_fp8_caches(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A call at each head dim."""
     kernels = [request for dim in DIMS for request in over_fp8(*call_over_fp8(dim, seed), monkeypatch)]
