@@ -9,7 +9,7 @@ may have been skipped, or nowhere. The product reads shared memory wherever the 
 without a word, NaN, or "an illegal memory access". The PTX is right, ptxas -O1 and -O2 are no help, and ptxas 13.1 compiles the
 same PTX rightly.
 
-Where tiles are pipelined, a descriptor depends on the turn's buffer, and LLVM computes none in front of a loop but that of an
+If tiles are pipelined, a descriptor depends on the turn's buffer, and LLVM computes none in front of a loop but that of an
 operand of the whole kernel. The defect needs tiles that are not pipelined, of head dims in two parts. There are three kinds:
 
 - Rows that are loaded element by element, for their strides or their addresses, as Triton does not pipeline loads of fewer than

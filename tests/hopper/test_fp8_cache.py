@@ -221,7 +221,7 @@ COMPILED: dict[str, tuple[dict[str, Any], int]] = {
     "E5M2, pages of 3": ({"fp8": E5M2, "page_size": 3}, 1200),
     "softcap, sinks": ({"softcap": 3.0, "softmax_type": "off-by-one"}, 1000),
 }
-# Of the loop, at head dim 256. From Triton 3.9 on, ptxas is asked for another allocation of registers (--regAllocOptLevel=2).
+# In the loop, at head dim 256. From Triton 3.9 on, ptxas allocates registers in another way (--regAllocOptLevel=2).
 SPILLS = 0.06 if TRITON < (3, 9) else 0.08
 
 
