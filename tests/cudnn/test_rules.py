@@ -281,9 +281,9 @@ def test_versions_with_which_no_result_was_checked_say_so(version: int, said: st
 def test_the_oldest_versions_are_those_of_the_requirement_and_of_ci() -> None:
     frontend, library = ".".join(map(str, cudnn_backend.OLDEST_FRONTEND)), known_bad.version_text(cudnn_backend.OLDEST_LIBRARY)
     assert f'"nvidia-cudnn-frontend>={frontend}; ' in (ROOT / "pyproject.toml").read_text()
-    ci, page = (ROOT / ".ci" / "run").read_text(), (ROOT / "docs" / "backends.md").read_text()
+    ci, page = (ROOT / ".ci" / "run").read_text(), (ROOT / "docs" / "cudnn.md").read_text()
     assert re.search(rf"nvidia-cudnn-cu13=={re.escape(library)}\.\d+ nvidia-cudnn-frontend=={re.escape(frontend)}\.", ci)
-    assert f"cuDNN from {library} on and its frontend from {frontend} on are taken" in page
+    assert f"supports cuDNN from {library} on and its frontend from {frontend} on" in page
     for version in re.findall(r"nvidia-cudnn-cu13==(\d+\.\d+\.\d+)\.", ci):
         assert re.search(rf"^\| {re.escape(version)} +\| yes +\| all[,;].*built by `.ci/run`", page, re.MULTILINE)
 
