@@ -19,7 +19,7 @@ BUGS: dict[str, str] = {
     "barrier-uninitialised": "an mbarrier used before its init, or not ordered after it",
     "barrier-reinit": "an mbarrier initialised a second time",
     "phase": "an mbarrier wait for a phase other than 0 or 1",
-    "phase-alias": "an mbarrier can complete its next phase before somebody has seen the last one",
+    "phase-alias": "an mbarrier can complete its next phase before a waiter has seen the last one",
     "wgmma-wait": "a wait returns the result of a wgmma that it does not cover",
     "wgmma-not-waited": "a partition ends with wgmma in flight",
     "product-not-waited": "the kernel ends with a tcgen05 product or commit that no wait covers",
@@ -33,7 +33,7 @@ BUGS: dict[str, str] = {
     "smem-limit": "more shared memory than sm_90 has",
     "tmem-limit": "more tensor memory than sm_100 has",
     "register-budget": "more registers or threads than sm_90 has",
-    "illegal-program": "what Gluon would refuse: layouts, shapes, dtypes, constexpr rules; or a Python error",
+    "illegal-program": "a program that Gluon refuses: layouts, shapes, dtypes, constexpr rules; or a Python error",
     "not-modelled": "an operation that the emulator does not know",
 }
 """The kinds of findings that are bugs. The program is wrong, or right only by luck of the schedule."""

@@ -43,11 +43,8 @@ def test_page_states_the_number_of_injected_faults() -> None:
     text = " ".join(PAGE.split())
     injected = len(subjects.FORWARD_FAULTS) + len(subjects.BACKWARD_FAULTS)
     legal = len(subjects.BENIGN_FORWARD) + len(subjects.BENIGN_BACKWARD)
-    statements, superfluous = len(subjects.STATEMENTS), len(subjects.SUPERFLUOUS)
     assert f"injects {injected} faults" in text
-    assert f"each of {len(subjects.SEEDS)} seeds; {legal} edits that look like bugs and are legal are not" in text
-    assert f"Of the {statements} waits" in text
-    assert f"{statements - superfluous} are missed; the other {superfluous} are superfluous" in text
+    assert f"under each of {len(subjects.SEEDS)} seeds. It reports none of {legal} legal edits" in text
 
 
 def test_every_kind_is_listed() -> None:
