@@ -185,7 +185,7 @@ def _row_of_out(of_lse: Tensor, q_format: str) -> Tensor:
 
 
 def repeats_to_the_bit(config: Config, name: str) -> bool:
-    """Tells if docs/semantics.md (Determinism) promises it; on a CPU nothing runs side by side, so there all repeats."""
+    """Tells if docs/reproducible.md (Deterministic runs) promises it; on a CPU nothing runs side by side, so there all repeats."""
     return not name.startswith("d") or config.deterministic is True or config.where.device == "cpu"
 
 
