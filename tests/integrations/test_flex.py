@@ -281,7 +281,6 @@ def test_refusals(case: tuple[Callable[..., Any], type[Exception], str]) -> None
 
 
 def test_page() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "drop_ins.md").read_text("utf-8")
-    section = page.split("## flex_attention")[1].split("\n## ")[0]
-    for code in re.findall(r"```python\n(.*?)```", section, re.DOTALL):
+    page = (Path(__file__).parents[2] / "docs" / "flex_attention.md").read_text("utf-8")
+    for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
         exec(code, {"__name__": "page"})
