@@ -1,4 +1,4 @@
-"""The README's table of other libraries and docs/doors.md name every door, and only what is there: modules, pages, tests."""
+"""docs/migrate.md and docs/doors.md name every integration, and only modules, pages and tests that are there."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from tests.conftest import ROOT
 
 README = (ROOT / "README.md").read_text("utf-8")
 DOORS = (ROOT / "docs" / "doors.md").read_text("utf-8")
-IMPORTS = re.findall(r"^\|[^|]*\| `((?:from|import) flexattn[^`]*)`", README, re.M)
+MIGRATE = (ROOT / "docs" / "migrate.md").read_text("utf-8")
+IMPORTS, OF_README = (re.findall(r"^\|[^|]*\| `((?:from|import) flexattn[^`]*)`", page, re.M) for page in (MIGRATE, README))
 MODULES = [f"flexattn.{name}" for name in re.findall(r"^\| \[`([\w.]+)`\]", DOORS, re.M)]
 ROWS = [line for line in DOORS.splitlines() if line.startswith("| [")]
 HELPERS = {"flex_maxima"}  # part of flex, not a door
@@ -38,8 +39,8 @@ def defined_in(module: str) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("line", IMPORTS)
-def test_what_the_readme_says_to_write_can_be_imported(line: str) -> None:
+@pytest.mark.parametrize("line", dict.fromkeys([*IMPORTS, *OF_README]))
+def test_what_a_page_says_to_write_can_be_imported(line: str) -> None:
     [node] = ast.parse(line).body
     if isinstance(node, ast.ImportFrom):
         assert node.module is not None
@@ -108,7 +109,7 @@ def headings(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs" / "doors.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [ROOT / "README.md", *(ROOT / "docs" / name for name in ("doors.md", "migrate.md"))], ids=lambda p: p.name)
 def test_every_link_leads_somewhere(page: Path) -> None:
     links = [link for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text("utf-8")) if "://" not in link]
     assert len(links) > 10
