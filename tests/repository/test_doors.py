@@ -109,8 +109,9 @@ def headings(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", *(ROOT / "docs" / name for name in ("doors.md", "migrate.md"))], ids=lambda p: p.name)
-def test_every_link_leads_somewhere(page: Path) -> None:
+@pytest.mark.parametrize("name", ["README.md", "docs/doors.md", "docs/migrate.md"])
+def test_every_link_leads_somewhere(name: str) -> None:
+    page = ROOT / name
     links = [link for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text("utf-8")) if "://" not in link]
     assert len(links) > 10
     for link in links:
