@@ -125,7 +125,7 @@ def test_the_page_has_the_files_times_of_the_peers() -> None:
         here = times[name, "flexattn"]
         found = ([times[name, one] for one in ones if (name, one) in times] for ones in COLUMNS.values())
         wanted.append((name, f"{here:.0f}", *(f"{min(us) / here:.2f}" if us else "" for us in found)))
-    page = (ROOT / "docs" / "inference.md").read_text("utf-8").partition("### Beside other libraries")[2]
+    page = (ROOT / "notes" / "measured_inference.md").read_text("utf-8").partition("### Beside other libraries")[2]
     table = [tuple(cell.strip() for cell in line.split("|")[1:-1]) for line in page.splitlines() if line.startswith("|")]
     assert [row for row in table if not row[0].startswith("---")] == wanted
     assert {row["status"] for row in rows} == {"measured", "refused"}

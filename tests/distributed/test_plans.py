@@ -238,7 +238,7 @@ def test_the_page_shows_what_comes_to_ranks() -> None:
     def share(part: float) -> str:
         return f"{100 * part:.2f} %" if part < 0.01 else f"{100 * part:.1f} %"
 
-    page = (ROOT / "docs" / "distributed.md").read_text("utf-8")
+    page = (ROOT / "notes" / "measured_distributed.md").read_text("utf-8")
     for lengths, ranks in (*((FEW, n) for n in (2, 4, 8)), (MANY, 8), (MANY, 64)):
         plan = distributed.plan(ranks, documents=lengths)
         found = [
@@ -575,7 +575,7 @@ def test_keys_that_ranks_read_where_they_lie_come_at_once_if_there_is_room() -> 
 
 
 def test_the_page_shows_what_the_model_of_many_hosts_prints() -> None:
-    page = (ROOT / "docs" / "distributed.md").read_text("utf-8")
+    page = (ROOT / "notes" / "measured_distributed.md").read_text("utf-8")
     assert "\n".join(line.rstrip() for line in scaling.lines()) in page
     assert scaling.efficiency("ulysses", 64, 131072) is None
     shares = [scaling.efficiency("ring", gpus, 1048576) for gpus in scaling.GPUS]
