@@ -11,7 +11,7 @@ from tests.fuzz.calls import Call
 from tests.fuzz.oracle import exact
 
 WEIGHTS = 2.0**-3  # share of a sum of weights times magnitudes of v: E4M3 rounds the weights, and their sum
-LSE = 0.06  # twice the number in docs/fp8.md (What is rounded, and how)
+LSE = 0.06  # twice the largest error in notes/measured_fp8.md (Sums of weights)
 # Limits of the error's root mean square by the result's: q, k and v are rounded too, and scores are sums of their products.
 RELATIVE, OF_INPUTS, OF_PRODUCTS = 0.3, 0.3, 2.0**-3
 NOTHING = 2e-3
