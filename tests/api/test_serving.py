@@ -40,6 +40,15 @@ def test_every_token_is_right(options: list[str], serve: ModuleType, capsys: pyt
     assert "all tokens are those of eager attention" in printed
     assert "evictions: 0" not in printed
     assert "decoding alone: 0" not in printed
+    if not options and DEVICE == "cpu":
+        page = (ROOT / "docs" / "paged.md").read_text("utf-8")
+        shown = page.partition("$ python docs/serve.py --device cpu\n")[2].partition("```")[0]
+        assert untimed(shown) - {"..."} <= untimed(printed)
+
+
+def untimed(text: str) -> set[str]:
+    """Returns the lines, without the seconds that follow a semicolon."""
+    return {line.partition(";")[0] for line in text.splitlines()}
 
 
 def test_a_cache_that_loses_a_row_is_found(

@@ -106,7 +106,7 @@ def test_without_a_device_it_lists_cells_and_measures_nothing(capsys: pytest.Cap
             decode.main([])
 
 
-# Columns of the page's table, and whose times they have: the fastest where there are several.
+# Columns of the notes' table, and whose times they have: the fastest where there are several.
 COLUMNS = {
     "cuDNN, dense": ("SDPA cuDNN, dense",),
     "FlexAttention, dense": ("FlexAttention, dense",),
@@ -117,7 +117,7 @@ COLUMNS = {
 }
 
 
-def test_the_page_has_the_files_times_of_the_peers() -> None:
+def test_the_lab_notes_have_the_files_times_of_the_peers() -> None:
     rows = json.loads((ROOT / "bench" / "results" / "decode_peers_h100.json").read_text("utf-8"))["rows"]
     times = {(row["cell"], row["implementation"]): row["us"] for row in rows if row["status"] == "measured"}
     wanted = [("cell", "here, us", *COLUMNS)]

@@ -234,7 +234,7 @@ def test_a_long_document_among_many_is_cut_for_many_ranks_alone() -> None:
     assert imbalance(plan) < 1.005 < imbalance(chunks)
 
 
-def test_the_page_shows_what_comes_to_ranks() -> None:
+def test_the_lab_notes_show_what_comes_to_ranks() -> None:
     def share(part: float) -> str:
         return f"{100 * part:.2f} %" if part < 0.01 else f"{100 * part:.1f} %"
 
@@ -574,12 +574,18 @@ def test_keys_that_ranks_read_where_they_lie_come_at_once_if_there_is_room() -> 
     assert counts == {0: 1, 1: 1, 1.5: 2, 5: 5, 100: 8}
 
 
-def test_the_page_shows_what_the_model_of_many_hosts_prints() -> None:
+def test_the_lab_notes_show_what_the_model_of_many_hosts_prints() -> None:
     page = (ROOT / "notes" / "measured_distributed.md").read_text("utf-8")
     assert "\n".join(line.rstrip() for line in scaling.lines()) in page
     assert scaling.efficiency("ulysses", 64, 131072) is None
     shares = [scaling.efficiency("ring", gpus, 1048576) for gpus in scaling.GPUS]
     assert shares == sorted(shares, reverse=True)  # fewer tokens a rank hide less
+
+
+def test_the_guide_shows_what_explain_prints() -> None:
+    page = (ROOT / "docs" / "distributed.md").read_text("utf-8")
+    q, k = (torch.empty(1, 16384, heads, 128, dtype=torch.bfloat16) for heads in (32, 8))
+    assert distributed.plan(8, length=131072, window_size=(4096, 0)).explain(q, k, k) in page
 
 
 def test_a_picture_needs_tokens() -> None:
