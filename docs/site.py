@@ -2,7 +2,7 @@
 
 Pages are the Markdown files that the navigation names; those under reference/ are made here, one for each public module, and that
 of a notebook of its cells. What else a page links to (result files, sources) is copied, so that a link to what is not there fails
-`mkdocs build --strict`.
+`mkdocs build --strict`. Links to lab notes become their names.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 ROOT = Path(__file__).parent.parent
 LINK = re.compile(r"\]\(([^)\s#:]+)(?:#[^)\s]*)?\)")
 STYLE = "docs/site.css"
+NOTES = re.compile(r"\[([^\]]+)\]\((?:\.\./)?(notes/\w+\.md)(?:#[\w-]+)?\)")
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -39,6 +40,11 @@ def on_files(files: Files, config: Any) -> Files:
         level = InclusionLevel.NOT_IN_NAV if path in linked else InclusionLevel.UNDEFINED
         found.append(File(path, str(ROOT), config.site_dir, config.use_directory_urls, inclusion=level))
     return Files(found)
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """Returns a page with the names of lab notes in place of links to them, as they are in the repository and not on the site."""
+    return NOTES.sub(r"\1, `\2` in the repository", markdown)
 
 
 def _pages(nav: Any) -> list[str]:
