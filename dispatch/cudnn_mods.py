@@ -119,7 +119,7 @@ def _constant(value: float | int, dtype: torch.dtype) -> Tensor:
 def _aligned_view(t: Tensor, recipe: Recipe, shape: tuple[int, ...]) -> Tensor:
     """A capture as [b | 1, h | 1, sq, skv], 0 where it is smaller, as a read outside of it gives 0."""
     dims: list[str] = []
-    for index in recipe.at:
+    for index in recipe.indices:
         if isinstance(index, str):
             dims.append(index)
             continue

@@ -1,15 +1,16 @@
-"""The launchers: attention forward and backward on cuDNN, with all that cuDNN leaves to its caller.
+"""Launchers of attention forward and backward on cuDNN, and the steps that cuDNN leaves to its caller.
 
-cuDNN reads the padding of dense tensors, where a NaN spreads, leaves that of packed ones unwritten, and promises nothing for a
-query that sees no key. So padding is read from copies in which it is 0, and what belongs to no sequence or sees no key is written
-after cuDNN. A dense problem without such queries runs with no operation but cuDNN's own.
+cuDNN reads the padding of dense tensors, so a NaN there spreads. It does not write the padding of packed tensors, and its results
+are undefined if a query sees no key. So cuDNN reads copies in which the padding is 0. After cuDNN, the launchers write the
+results of tokens that belong to no sequence or see no key. A dense problem without such tokens runs no operation besides cuDNN's
+plan.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import cudnn
 import torch
@@ -22,6 +23,7 @@ from flexattn.kernels_cudnn.graphs import (
     ModInput,
     Pages,
     Sdpa,
+    Strides,
     Uid,
     frame_layout,
     frame_numbers,
@@ -42,14 +44,16 @@ from flexattn.kernels_cudnn.problem import (
 )
 
 NEG_INF = float("-inf")
-NEVER = 1e30  # the lse of a query that sees nothing: exp(score - lse) is then 0 for any score, -inf included
-READS_NO_RAGGED_PADDING = {91900}  # versions that were seen to leave it alone, on an NVIDIA H200: there nothing is copied
-READS_NO_PAGE_PADDING: set[int] = set()  # likewise of rows of pages past a sequence's keys, which hold anything
-KEY_TILE = 128  # keys in a tile of cuDNN's backward; one that is not full needs a padding mask
+NEVER = 1e30  # the lse of a query that sees no key, so that exp(score - lse) is 0 for any score, -inf included.
+# cuDNN versions that did not read the padding of packed tensors on an NVIDIA H200. No copy is made for them.
+READS_NO_RAGGED_PADDING = {91900}
+# cuDNN versions that do not read the rows of pages past a sequence's keys. Such rows hold any values.
+READS_NO_PAGE_PADDING: set[int] = set()
+KEY_TILE = 128  # keys in a tile of cuDNN's backward. If the last tile is not full, the plan needs a padding mask.
 
 
 class Call(NamedTuple):
-    """A problem ready to run: what its plan is compiled for, what that plan reads and writes, and what is left to do after it."""
+    """A problem that is ready to run: the description of its plan, the plan's buffers, and the steps after the plan."""
 
     sdpa: Sdpa
     buffers: dict[int, Tensor]
@@ -57,32 +61,32 @@ class Call(NamedTuple):
 
 
 class Written(NamedTuple):
-    """Outputs of a backward: gradients laid out as q, k and v, and where they are wanted those of the bias and softmax_offset."""
+    """Outputs of a backward: gradients laid out as q, k and v, and optionally those of the bias and softmax_offset."""
 
     dq: Tensor
     dk: Tensor
     dv: Tensor
     dbias: Tensor | None = None
-    dsoftmax_offset: Tensor | None = None  # fp32 [h]
+    dsoftmax_offset: Tensor | None = None  # fp32 [h].
 
 
 class Padding(NamedTuple):
-    """Returns the tokens that there is nothing to read from, bool [b, s] or [total]; None without padding."""
+    """Masks of tokens, bool [b, s] or [total]. They are None if the problem has no padding."""
 
-    q: Tensor | None  # in no sequence
-    kv: Tensor | None  # in no sequence, or in one without queries
-    blind: Tensor | None  # in no sequence, or seeing no key
-    is_read: bool  # cuDNN may read it
+    q: Tensor | None  # queries in no sequence.
+    kv: Tensor | None  # keys in no sequence, or in a sequence without queries.
+    blind: Tensor | None  # queries in no sequence, or that see no key.
+    is_read: bool  # whether cuDNN may read these tokens.
 
 
 def attention_forward(
     problem: Problem, out: Tensor, lse: Tensor, max_logit: Tensor | None = None, directory: str | None = None
 ) -> None:
-    """Write out, laid out as q with v's head dim, lse, fp32 [b, h, sq] or [h, total_q], and max_logit, None or fp32 [h].
+    """Writes out (as q, with v's head dim), lse (fp32 [b, h, sq] or [h, total_q]) and max_logit (fp32 [h], or None).
 
-    `directory` is where plans are kept between processes.
+    `directory` keeps plans for other processes.
 
-    Raises PlanNotSupported where cuDNN has no plan for the problem, before anything is written.
+    Raises PlanNotSupported if cuDNN has no plan for the problem. Nothing is written then.
     """
     if problem.is_empty:
         write_empty(problem, out, lse, max_logit)
@@ -98,9 +102,9 @@ def attention_backward(
     gradients: Written,
     directory: str | None = None,
 ) -> None:
-    """Write the gradients.
+    """Writes the gradients.
 
-    `out` and `lse` are the forward's, whichever kernel it was; `dout` is laid out as `out` in any view. Raises as
+    `out` and `lse` come from a forward of any kernel. `dout` has the shape of `out`, in any strides. Raises as
     `attention_forward` does.
     """
     if problem.is_empty:
@@ -112,16 +116,16 @@ def attention_backward(
 
 
 def forward_call(
-    problem: Problem, out: Tensor, lse: Tensor, max_logit: Tensor | None = None, numbers: dict[Uid, Tensor] | None = None
+    problem: Problem, out: Tensor, lse: Tensor, max_logit: Tensor | None = None, numbers: dict[int, Tensor] | None = None
 ) -> Call:
-    """Returns the plan and buffers that `attention_forward` runs; with tensors on the meta device, the plan that it would need.
+    """Returns the plan and buffers of `attention_forward`. If the tensors are on the meta device, only the plan is of use.
 
     `numbers` are the scales and maxima of an FP8 plan.
     """
     x = problem
     side_q, side_kv = sides(x, _has_lengths(x, is_backward=False))
     padding = _padding(x, side_q, side_kv)
-    unread_q = padding.q if x.is_fp8 else None  # what is read there is in the maximum of out
+    unread_q = padding.q if x.is_fp8 else None  # otherwise padding would count in the maximum of out.
     unread_kv = padding.kv if padding.is_read else None
     q, k, v = _readable(x, x.q, unread_q), x.k, x.v
     if x.page_table is None:
@@ -135,26 +139,26 @@ def forward_call(
     sdpa = _describe(x, "forward", buffers, side_q, side_kv)._replace(wants_max=max_logit is not None)
 
     def finish() -> None:
-        lse_of, stats_of = _by_token(lse), stats if x.is_ragged else _by_token(stats)
+        token_lse, token_stats = _by_token(lse), stats if x.is_ragged else _by_token(stats)
         if max_logit is not None:
             sums = buffers[Uid.SUM_EXP]
-            _hide(x, stats_of, padding.blind, NEG_INF)
+            _hide(x, token_stats, padding.blind, NEG_INF)
             if x.mods is not None:
-                stats_of.masked_fill_(stats_of < BLIND, NEG_INF)
-            torch.amax(stats_of.flatten(0, -2), 0, out=max_logit)
-            lse_of.copy_(stats_of + (sums if x.is_ragged else _by_token(sums)).log())
+                token_stats.masked_fill_(token_stats < BLIND, NEG_INF)
+            torch.amax(token_stats.flatten(0, -2), 0, out=max_logit)
+            token_lse.copy_(token_stats + (sums if x.is_ragged else _by_token(sums)).log())
         elif x.is_ragged:
-            lse_of.copy_(stats_of)
+            token_lse.copy_(token_stats)
         if written is not out:
             out.copy_(written)
-        if x.mods is not None:  # which queries see no key, only the mods know
-            blind = lse_of < BLIND
-            lse_of.masked_fill_(blind, NEG_INF)
+        if x.mods is not None:  # only the mods determine the queries that see no key.
+            blind = token_lse < BLIND
+            token_lse.masked_fill_(blind, NEG_INF)
             out.masked_fill_(blind[..., None], 0.0)
         _hide(x, out, padding.blind)
-        _hide(x, lse_of, padding.blind, _sink(x) if x.has_sink else NEG_INF)
+        _hide(x, token_lse, padding.blind, _sink(x) if x.has_sink else NEG_INF)
         if x.has_sink and padding.q is not None:
-            lse_of.masked_fill_(padding.q[..., None], NEG_INF)
+            token_lse.masked_fill_(padding.q[..., None], NEG_INF)
 
     return Call(sdpa, buffers, finish)
 
@@ -165,9 +169,9 @@ def backward_call(
     lse: Tensor,
     dout: Tensor,
     gradients: Written,
-    numbers: dict[Uid, Tensor] | None = None,
+    numbers: dict[int, Tensor] | None = None,
 ) -> Call:
-    """Returns the same for `attention_backward`."""
+    """Returns the plan and buffers of `attention_backward`, as `forward_call` does for the forward."""
     x = problem
     dq, dk, dv, dbias, dsoftmax_offset = gradients
     side_q, side_kv = sides(x, _has_lengths(x, is_backward=True))
@@ -176,7 +180,7 @@ def backward_call(
     q, k, v = (_dense_rows(t) for t in (x.q, x.k, x.v))
     out = _readable(x, _dense_rows(out))
     dout = _readable(x, dout, unread_q)
-    if dout.stride() != out.stride() and not x.is_fp8:  # so that there is one plan, whichever view comes in
+    if dout.stride() != out.stride() and not x.is_fp8:  # one plan then serves dout in any strides.
         dout = torch.empty_like(out).copy_(dout)
     buffers: dict[int, Tensor] = {
         Uid.Q: _readable(x, q, unread_q),
@@ -187,12 +191,12 @@ def backward_call(
         Uid.STATS: _readable_statistics(x, lse, padding.blind),
         **(numbers or {}),
     }
-    targets = {Uid.DQ: dq, Uid.DK: dk, Uid.DV: dv}
+    targets: dict[int, Tensor] = {Uid.DQ: dq, Uid.DK: dk, Uid.DV: dv}
     written = {uid: _writable(x, target) for uid, target in targets.items()}
     buffers |= written
     if dbias is not None:
         targets[Uid.DBIAS] = dbias
-        # cuDNN writes it in the dtype of q and compact, or not at all.
+        # cuDNN writes this gradient only as a compact tensor in the dtype of q.
         written[Uid.DBIAS] = buffers[Uid.DBIAS] = torch.empty_like(dbias, dtype=x.q.dtype, memory_format=torch.contiguous_format)
     if dsoftmax_offset is not None:
         buffers[Uid.DSINK] = dsoftmax_offset
@@ -218,15 +222,15 @@ def run(call: Call, device: torch.device, directory: str | None) -> None:
 
 
 def _describe(x: Problem, direction: str, buffers: dict[int, Tensor], side_q: Side, side_kv: Side) -> Sdpa:
-    """Returns what the plan is compiled for, from its tensors; adds to `buffers` those that turn scores into weights."""
+    """Returns the description of the plan for these tensors. Adds the buffers of the steps from scores to weights to `buffers`."""
     batch, len_q, len_kv = x.sizes
     is_backward = direction == "backward"
-    if x.is_fp8:  # a tile of queries without a key never ends there (cudnn-frontend issue 1009)
+    if x.is_fp8:  # the FP8 kernel does not end if a tile of queries sees no key (cudnn-frontend issue 1009).
         side_q = queries_with_keys(side_q, side_kv)
     has_lengths = side_q.lengths is not None
     buffers[Uid.SCALE] = host_scalar(x.softmax_scale)
     if has_lengths:
-        buffers |= {Uid.LENGTHS_Q: side_q.lengths, Uid.LENGTHS_KV: side_kv.lengths}
+        buffers |= {Uid.LENGTHS_Q: side_q.known_lengths, Uid.LENGTHS_KV: side_kv.known_lengths}
     bias = None
     if x.bias is not None:
         bias = x.bias if has_alignment(x.bias) else empty_aligned_rows(x.bias, x.bias.dtype).copy_(x.bias)
@@ -235,36 +239,34 @@ def _describe(x: Problem, direction: str, buffers: dict[int, Tensor], side_q: Si
         buffers[Uid.SINK] = _sink(x)
     if x.dropout_p:
         assert x.rng_state is not None
-        state = x.rng_state[:, None].repeat(1, 2)  # a row of 16 bytes for each, as cuDNN wants its pointers aligned
+        state = x.rng_state[:, None].repeat(1, 2)  # each number gets a row of 16 bytes, because cuDNN needs aligned pointers.
         buffers |= {Uid.SEED: state[0], Uid.OFFSET: state[1]}
-    for i, given in enumerate(x.mod_inputs):
-        buffers[FIRST_INPUT + i] = given.reshape(1, 1, 1, 1) if _is_host(given) else given
-    strides = {}
-    sides_of = dict.fromkeys((Uid.Q, Uid.OUT, Uid.DOUT, Uid.DQ), (side_q, len_q))
-    sides_of |= dict.fromkeys((Uid.K, Uid.V, Uid.DK, Uid.DV), (side_kv, len_kv))
+    for i, tensor in enumerate(x.mod_inputs):
+        buffers[FIRST_INPUT + i] = tensor.reshape(1, 1, 1, 1) if _is_host(tensor) else tensor
+    strides: dict[Uid, Strides] = {}
+    token_sides = dict.fromkeys((Uid.Q, Uid.OUT, Uid.DOUT, Uid.DQ), (side_q, len_q))
+    token_sides |= dict.fromkeys((Uid.K, Uid.V, Uid.DK, Uid.DV), (side_kv, len_kv))
     starts: dict[Uid, tuple[Side, int]] = {}
     pages = None
     if x.page_table is not None:
         table = buffers[Uid.PAGES_K] = buffers[Uid.PAGES_V] = page_table(x)
         pages = Pages(x.k.shape[0], x.k.shape[1], table.shape[1])
-    for uid, (side, length) in sides_of.items():
-        tensor = buffers.get(uid)
-        if tensor is None:
+    for uid, (side, length) in token_sides.items():
+        if uid not in buffers:
             continue
+        tensor = buffers[uid]
         is_pool = pages is not None and uid in (Uid.K, Uid.V)
-        strides[f"strides_{uid.name.lower()}"] = token_strides(
-            tensor, tensor.shape[1] if is_pool else length, x.is_ragged and not is_pool
-        )
+        strides[uid] = token_strides(tensor, tensor.shape[1] if is_pool else length, x.is_ragged and not is_pool)
         if is_pool:
             continue
         starts[Uid[f"STARTS_{uid.name}"]] = (side, _unit_stride(tensor))
     starts[Uid.STARTS_STATS] = (side_q, x.num_heads if side_q.is_packed else x.num_heads * side_q.tokens)
     if x.is_ragged:
         for side in {id(side): side for side, _ in starts.values()}.values():
-            mine = [(uid, step) for uid, (of, step) in starts.items() if of is side]
-            steps = tuple(dict.fromkeys(step for _, step in mine))
+            unit_strides = [(uid, step) for uid, (other, step) in starts.items() if other is side]
+            steps = tuple(dict.fromkeys(step for _, step in unit_strides))
             rows = dict(zip(steps, side.offsets(steps), strict=True))
-            buffers |= {uid: rows[step] for uid, step in mine}
+            buffers |= {uid: rows[step] for uid, step in unit_strides}
     sdpa = Sdpa(
         direction=direction,
         dtype=x.q.dtype,
@@ -282,21 +284,28 @@ def _describe(x: Problem, direction: str, buffers: dict[int, Tensor], side_q: Si
         window_left=x.window_left,
         window_right=x.window_right,
         bottom_right=x.bottom_right and (x.window_left is not None or x.window_right is not None),
-        bias_shape=None if bias is None else tuple(bias.shape),
+        bias_shape=None if bias is None else _four_dims(bias),
         bias_strides=None if bias is None else bias_strides(bias),
         bias_dtype=None if bias is None else bias.dtype,
         has_dbias=Uid.DBIAS in buffers,
         has_sink=x.has_sink,
         dropout_p=x.dropout_p,
         mods=x.mods,
-        mod_inputs=tuple(_known_of(given) for given in x.mod_inputs),
+        mod_inputs=tuple(_mod_input(tensor) for tensor in x.mod_inputs),
         fp8=_fp8_dtypes(buffers) if x.is_fp8 else None,
         pages=pages,
-        **strides,
+        strides_q=strides[Uid.Q],
+        strides_k=strides[Uid.K],
+        strides_v=strides[Uid.V],
+        strides_out=strides[Uid.OUT],
+        strides_dout=strides.get(Uid.DOUT),
+        strides_dq=strides.get(Uid.DQ),
+        strides_dk=strides.get(Uid.DK),
+        strides_dv=strides.get(Uid.DV),
     )
     if x.mods is not None:
-        for uid, number in frame_numbers(sdpa).items():
-            buffers[uid] = host_scalar(number, torch.int32 if isinstance(number, int) else torch.float32)
+        for number_uid, number in frame_numbers(sdpa).items():
+            buffers[number_uid] = host_scalar(number, torch.int32 if isinstance(number, int) else torch.float32)
         buffers |= _frame_tensors(sdpa, side_q, side_kv)
     return sdpa
 
@@ -307,22 +316,27 @@ def _fp8_dtypes(buffers: dict[int, Tensor]) -> Fp8:
     return Fp8(out.dtype, None if dout is None else dout.dtype, None if dq is None else dq.dtype)
 
 
-def _is_host(given: Tensor) -> bool:
-    return given.dim() == 0
+def _four_dims(t: Tensor) -> tuple[int, int, int, int]:
+    batch, heads, rows, columns = t.shape
+    return batch, heads, rows, columns
 
 
-def _known_of(given: Tensor) -> ModInput:
-    if _is_host(given):
-        return ModInput((1, 1, 1, 1), (1, 1, 1, 1), given.dtype, True)
-    return ModInput(tuple(given.shape), given.stride(), given.dtype, False)
+def _is_host(mod_input: Tensor) -> bool:
+    return mod_input.dim() == 0
+
+
+def _mod_input(t: Tensor) -> ModInput:
+    if _is_host(t):
+        return ModInput((1, 1, 1, 1), (1, 1, 1, 1), t.dtype, True)
+    return ModInput(tuple(t.shape), t.stride(), t.dtype, False)
 
 
 def _frame_tensors(sdpa: Sdpa, side_q: Side, side_kv: Side) -> dict[int, Tensor]:
-    """Lengths, and the sides of a band that follow them, as the mods' graph reads them."""
-    wanted = [uid for uid in frame_uids(sdpa) if is_in_memory(sdpa, uid)]
-    if not wanted:
+    """Returns the lengths, and the sides of a band that depend on them, for a graph with mods."""
+    uids = [uid for uid in frame_uids(sdpa) if is_in_memory(sdpa, uid)]
+    if not uids:
         return {}
-    len_q, len_kv = (side.lengths[: sdpa.batch] for side in (side_q, side_kv))
+    len_q, len_kv = (side.known_lengths[: sdpa.batch] for side in (side_q, side_kv))
     values = {
         Uid.QUERIES: len_q,
         Uid.KEYS: len_kv,
@@ -330,23 +344,24 @@ def _frame_tensors(sdpa: Sdpa, side_q: Side, side_kv: Side) -> dict[int, Tensor]
         Uid.RIGHT: len_kv - len_q + min(sdpa.window_right or 0, 2**30),
     }
     dims, strides = frame_layout(sdpa)
-    found: dict[int, Tensor] = {}
-    for uid in wanted:
+    tensors: dict[int, Tensor] = {}
+    for uid in uids:
         row = values[uid][:, None].expand(sdpa.batch, strides[0]).contiguous()
-        found[uid] = row.as_strided(dims, strides)
-    return found
+        tensors[uid] = row.as_strided(dims, strides)
+    return tensors
 
 
 def _has_lengths(x: Problem, is_backward: bool) -> bool:
-    """Returns whether the plan has a padding mask: without padding too, with the full lengths, where cuDNN needs one.
+    """Returns whether the plan has a padding mask. If cuDNN needs one, a problem without padding gets its full lengths.
 
-    Where queries outnumber keys, cuDNN takes a window or a bottom-right diagonal only so. And a backward whose last tile of keys
-    is not full computes NaN on sm_90 before cuDNN 9.26 without one (pytorch issue 196678, cudnn-frontend issue 628): seen so on an
-    NVIDIA H200 with 9.19, and cured by the mask. Dropout must not differ between the directions.
+    If queries outnumber keys, cuDNN supports a window or a bottom-right diagonal only with such a mask. The mask also mends a
+    backward whose last tile of keys is not full. Without it, such a backward computes NaN on sm_90 before cuDNN 9.26 (pytorch issue
+    196678, cudnn-frontend issue 628; confirmed with 9.19 on an NVIDIA H200). With dropout the forward gets the mask too, because
+    both directions must drop the same weights.
     """
     if x.is_ragged or x.has_padding:
         return True
-    if x.mods is not None:  # their nodes hide what lies past the lengths
+    if x.mods is not None:  # nodes of the graph hide the keys past the lengths.
         return False
     if x.longest_q > x.longest_kv and (x.window_left is not None or (x.bottom_right and x.window_right is not None)):
         return True
@@ -359,10 +374,11 @@ def _padding(x: Problem, side_q: Side, side_kv: Side) -> Padding:
     q, is_read = hidden_tokens(side_q, x.batch), not x.is_ragged or x.is_fp8 or _reads_ragged_padding()
     if side_kv is side_q:
         return Padding(q, q, q, is_read)
-    if x.page_table is not None:  # nobody copies pools to hide what lies past a sequence's keys: `reads_pages` tells who needs it
+    if x.page_table is not None:  # pools are never copied to hide rows past a sequence's keys. `reads_pages` covers that case.
         return Padding(q, None, blind_queries(x, side_q, side_kv), is_read)
-    asked_for = side_kv._replace(lengths=side_kv.lengths * (side_q.lengths > 0))  # cuDNN may skip a sequence without queries
-    return Padding(q, hidden_tokens(asked_for, x.batch), blind_queries(x, side_q, side_kv), is_read)
+    # cuDNN may skip a sequence without queries, so its keys count as padding.
+    queried_kv = side_kv._replace(lengths=side_kv.known_lengths * (side_q.known_lengths > 0))
+    return Padding(q, hidden_tokens(queried_kv, x.batch), blind_queries(x, side_q, side_kv), is_read)
 
 
 @functools.cache
@@ -371,7 +387,10 @@ def _reads_ragged_padding() -> bool:
 
 
 def reads_pages(k: Tensor, v: Tensor) -> bool:
-    """Returns whether cuDNN may read pools of pages as they lie: aligned, by a version that leaves alone what is past the keys."""
+    """Returns whether cuDNN may read pools of pages without a copy.
+
+    It may if they are aligned, and if the cuDNN version does not read the rows past a sequence's keys.
+    """
     return _reads_no_page_padding() and has_alignment(k) and has_alignment(v)
 
 
@@ -381,20 +400,24 @@ def _reads_no_page_padding() -> bool:
 
 
 def _readable(x: Problem, t: Tensor, hidden: Tensor | None = None) -> Tensor:
-    """`t`, or a copy of it where cuDNN cannot read it as it is or must not."""
+    """Returns `t`, or a copy if cuDNN cannot read `t` or must not. The tokens of `hidden` are 0 in the copy."""
     if hidden is not None:
         t = _bytes(t).masked_fill(hidden[..., None, None], 0).view(t.dtype)
     return t if _fits(x, t) else t.contiguous() if not t.is_contiguous() else t.clone()
 
 
 def _dense_rows(t: Tensor) -> Tensor:
-    """For the backward: of [total, h, d] with room between its tokens cuDNN 9.19 gave a dq of 0 past the first sequence (H200)."""
+    """Returns `t` for a backward: packed tokens are copied if there are gaps between them.
+
+    For such tokens cuDNN 9.19 returned a dq of 0 past the first sequence (on an H200).
+    """
     return t.contiguous() if t.dim() == 3 else t
 
 
 def _writable(x: Problem, t: Tensor) -> Tensor:
-    """`t`, or a tensor that stands in for it where cuDNN cannot write it as it is, or where, as of packed tokens with room between
-    them (`_dense_rows`), it is not proved right.
+    """Returns `t`, or a contiguous tensor to write instead if cuDNN cannot write `t`.
+
+    Packed tokens with gaps between them are replaced too, because results there are untested (see `_dense_rows`).
     """
     return t if _fits(x, t) and (t.dim() == 4 or t.is_contiguous()) else torch.empty_like(t, memory_format=torch.contiguous_format)
 
@@ -404,7 +427,7 @@ def _fits(x: Problem, t: Tensor) -> bool:
 
 
 def _statistics(x: Problem, lse: Tensor) -> Tensor:
-    """Allocates the numbers per query and head that cuDNN writes: laid out as lse, or by token where it is ragged."""
+    """Returns memory for cuDNN's numbers per query and head: lse itself, or a tensor by token if the plan is ragged."""
     return torch.empty_like(_by_token(lse), memory_format=torch.contiguous_format) if x.is_ragged else lse
 
 
@@ -415,8 +438,8 @@ def _readable_statistics(x: Problem, lse: Tensor, blind: Tensor | None) -> Tenso
     return _by_token(lse).contiguous() if x.is_ragged else lse.contiguous()
 
 
-def _hide(x: Problem, t: Tensor, blind: Tensor | None, value: Any = 0.0) -> None:
-    """Write `value` where a query sees no key, in [b, s, ...] or [total, ...]: a number, or [h] for [..., h]."""
+def _hide(x: Problem, t: Tensor, blind: Tensor | None, value: Tensor | float = 0.0) -> None:
+    """Writes `value` to the queries of `t`, [b, s, ...] or [total, ...], that see no key. If `value` is a tensor, it is [h]."""
     if blind is not None:
         mask = blind.reshape(*blind.shape, *(1,) * (t.dim() - blind.dim()))
         if isinstance(value, Tensor):
@@ -435,12 +458,12 @@ def _zero(t: Tensor, mask: Tensor) -> None:
 
 
 def _bytes(t: Tensor) -> Tensor:
-    """FP8 as bytes, of which 0 is 0, as torch fills no FP8 under a mask; any other tensor as it is."""
+    """Returns FP8 as bytes, because torch has no masked fill of FP8. A byte of 0 is the number 0. Other dtypes stay."""
     return t.view(torch.uint8) if t.element_size() == 1 else t
 
 
 def _by_token(lse: Tensor) -> Tensor:
-    """[b, h, s] as [b, s, h], [h, total] as [total, h]: a view."""
+    """Returns a view with tokens before heads: [b, h, s] as [b, s, h], or [h, total] as [total, h]."""
     return lse.transpose(-1, -2)
 
 
@@ -451,7 +474,7 @@ def _sink(x: Problem) -> Tensor:
 
 
 def _unit_stride(t: Tensor) -> int:
-    """Elements from one token of [total, h, d] to the next, or from one row of [b, s, h, d]."""
+    """Returns the number of elements from one token of [total, h, d], or one row of [b, s, h, d], to the next."""
     return t.stride(0) if t.shape[0] > 1 else t[0].numel()
 
 
@@ -460,7 +483,7 @@ def _most_tokens(t: Tensor, length: int) -> int:
 
 
 def write_empty(x: Problem, out: Tensor, lse: Tensor, max_logit: Tensor | None) -> None:
-    """The forward where there is no query or no key."""
+    """Writes the results of a forward that has no query or no key."""
     out.zero_()
     lse.fill_(NEG_INF)
     if x.has_sink and lse.numel():

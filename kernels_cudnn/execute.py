@@ -1,4 +1,4 @@
-"""Running a plan: this thread's handle, the stream of the moment, workspace from torch's allocator."""
+"""Execution of a plan, with this thread's handle, the current stream, and workspace from torch's allocator."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ _watchers = threading.local()
 
 @contextlib.contextmanager
 def watched_executions(watcher: Watcher) -> Iterator[None]:
-    """Inside, `watcher` is called for each plan that this thread runs, with its buffers."""
-    before = getattr(_watchers, "one", None)
-    _watchers.one = watcher
+    """Calls `watcher` inside the block for each plan that this thread runs, with the plan's buffers."""
+    previous = getattr(_watchers, "current", None)
+    _watchers.current = watcher
     try:
         yield
     finally:
-        _watchers.one = before
+        _watchers.current = previous
 
 
 def execute(plan: Plan, buffers: dict[int, Tensor], device: torch.device) -> None:
-    """Run `plan` on the current stream of `device`; `buffers` maps each `graphs.Uid` of the plan to its tensor."""
+    """Runs `plan` on the current stream of `device`. `buffers` maps each `graphs.Uid` of the plan to its tensor."""
     if torch._C._cuda_getDevice() == device.index:
         _execute(plan, buffers, device)
     else:
         with torch.cuda.device(device):
             _execute(plan, buffers, device)
-    watcher = getattr(_watchers, "one", None)
+    watcher = getattr(_watchers, "current", None)
     if watcher is not None:
         watcher(plan, buffers)
 
@@ -43,7 +43,7 @@ def execute(plan: Plan, buffers: dict[int, Tensor], device: torch.device) -> Non
 def _execute(plan: Plan, buffers: dict[int, Tensor], device: torch.device) -> None:
     handle = handle_on(device, torch._C._cuda_getCurrentRawStream(device.index))
     if torch.cuda.is_current_stream_capturing():
-        plan.is_pinned = True  # a CUDA graph keeps pointers into it
+        plan.is_pinned = True  # the CUDA graph keeps pointers into it
     workspace = torch.empty(max(1, plan.workspace_bytes), dtype=torch.uint8, device=device)
     with plan.lock:
         plan.graph.execute(buffers, workspace, handle=handle)
@@ -51,6 +51,6 @@ def _execute(plan: Plan, buffers: dict[int, Tensor], device: torch.device) -> No
 
 @functools.lru_cache(maxsize=256)
 def host_scalar(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
-    """A number as cuDNN takes what is passed by value."""
+    """Returns a number as the tensor that cuDNN accepts for a value that is passed by value."""
     with torch.inference_mode(False):
         return torch.full((1, 1, 1, 1), value, dtype=dtype, device="cpu")

@@ -1,9 +1,9 @@
-"""The launchers of attention in FP8 on cuDNN: scales per tensor, and what cuDNN wants to know before it has computed it.
+"""Launchers of attention in FP8 on cuDNN, with scales per tensor.
 
-On sm_90 cuDNN writes out, dq, dk and dv in FP8 alone, so that each needs a scale beforehand. That of out follows from v, of whose
-elements each element of out is a mean. Those of the gradients come with the call (delayed scaling), or are learned from the
-maxima that a first run writes (current scaling), which costs that run. What was asked for in fp16, bf16 or fp32 is written from
-the FP8 result, and has its precision.
+On sm_90 cuDNN writes out, dq, dk and dv in FP8 only, so it needs the scale of each before it runs. The scale of out follows from v,
+because each element of out is a mean of elements of v. The scales of the gradients come with the call (delayed scaling), or from
+the maxima that a first run writes (current scaling). If the call needs fp16, bf16 or fp32, the FP8 result is converted and keeps
+its precision.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from flexattn.kernels_cudnn.lengths import constant
 from flexattn.kernels_cudnn.plans import PLANS, PlanNotSupported
 from flexattn.kernels_cudnn.problem import FP8_DTYPES, Problem
 
-LARGEST_SCALE = 2.0**120  # so that neither a scale nor its inverse is infinite or denormal
-WEIGHTS_SCALE = 256.0  # weights are at most 1: 256 uses e4m3's range, of which 448 is the end, and is exact
+LARGEST_SCALE = 2.0**120  # with this limit, neither a scale nor its inverse is infinite or denormal.
+WEIGHTS_SCALE = 256.0  # weights are at most 1, and e4m3 ends at 448. 256 uses that range and is exact.
 
 
 class Descales(NamedTuple):
-    """Factors of q, k and v in FP8 that give their values: fp32, one number each, expanded to any shape."""
+    """Dequantisation factors of q, k and v: one fp32 number each, expanded to any shape."""
 
     q: Tensor
     k: Tensor
@@ -35,17 +35,17 @@ class Descales(NamedTuple):
 
 
 class Incoming(NamedTuple):
-    """Tensors that the backward reads beside q, k and v: the forward's results and the gradient of out."""
+    """Tensors that the backward reads in addition to q, k and v: the forward's results and the gradient of out."""
 
-    out: Tensor  # in FP8 with descale_out, or in fp16 or bf16 without
-    descale_out: Tensor | None  # fp32 [1], as the next
+    out: Tensor  # FP8 with a descale_out, else fp16 or bf16.
+    descale_out: Tensor | None  # fp32 [1].
     lse: Tensor
-    dout: Tensor  # in FP8
-    descale_dout: Tensor
+    dout: Tensor  # FP8.
+    descale_dout: Tensor  # fp32 [1].
 
 
 class GradientScales(NamedTuple):
-    """Factors of the gradients of the scores, q, k and v before they are quantised; fp32 [1]."""
+    """Factors that quantise the gradients of the scores, q, k and v. Each is fp32 [1]."""
 
     ds: Tensor
     dq: Tensor
@@ -54,10 +54,10 @@ class GradientScales(NamedTuple):
 
 
 class Quantized(NamedTuple):
-    """Descale and amax of a tensor that a launcher wrote; fp32 [1]."""
+    """Descale and amax of a tensor that a launcher wrote. Each is fp32 [1]."""
 
-    descale: Tensor  # for FP8; what was asked for in another dtype has been multiplied by it
-    amax: Tensor  # the largest magnitude before quantisation
+    descale: Tensor  # the factor of an FP8 result. If the result has another dtype, it is already multiplied by the factor.
+    amax: Tensor  # the largest magnitude before quantisation.
 
 
 class GradientsQuantized(NamedTuple):
@@ -70,18 +70,19 @@ class GradientsQuantized(NamedTuple):
 def fp8_forward(
     problem: Problem, descales: Descales, out: Tensor, lse: Tensor, scale_out: Tensor | None = None, directory: str | None = None
 ) -> Quantized:
-    """Write out and lse as `attention_forward` does, from q, k and v in FP8.
+    """Writes out and lse as `attention_forward` does, from q, k and v in FP8.
 
-    `out` is in FP8, or in another dtype into which the FP8 result is converted. `scale_out` is fp32 [1], what out is multiplied by
-    before it is quantised; None: what takes the largest magnitude in v to the end of the range.
+    out: a tensor in FP8, or in another dtype, to which the FP8 result is converted.
+    scale_out: fp32 [1], the factor of out before it is quantised. If None, it scales the largest magnitude in v to the end of the
+        range.
 
-    Raises PlanNotSupported for what cuDNN does not take, before anything is written.
+    Raises PlanNotSupported if cuDNN does not support the problem. Nothing is written then.
     """
     _check(problem, "forward", **descales._asdict())
     device = out.device
     if problem.is_empty:
         write_empty(problem, out, lse, None)
-        return _nothing(device)
+        return _unit(device)
     written = out if out.dtype in FP8_DTYPES else torch.empty_like(out, dtype=problem.q.dtype)
     numbers = _numbers_of_weights(problem, descales)
     numbers[Uid.AMAX_OUT] = _empty(device)
@@ -105,11 +106,11 @@ def fp8_backward(
     scales: GradientScales | None = None,
     directory: str | None = None,
 ) -> GradientsQuantized:
-    """Write dq, dk and dv, from q, k, v and dout in FP8.
+    """Writes dq, dk and dv, from q, k, v and dout in FP8.
 
-    What comes in may be of any forward, whichever kernel it was. The gradients are in FP8, or in another dtype into which the FP8
-    result is converted: cuDNN computes them in the dtype of `dout`.
-    Without `scales` it runs twice, for e4m3 `dout` three times, to learn them from the maxima of the runs before.
+    The forward's results may come from any kernel. cuDNN computes the gradients in the dtype of `dout`. They are returned in FP8,
+    or converted to the dtype of `gradients`. Without `scales` the plan runs twice, or three times if `dout` is e4m3. Each run
+    learns scales from the maxima of the run before.
 
     Raises as `fp8_forward` does.
     """
@@ -120,7 +121,7 @@ def fp8_backward(
     if problem.is_empty:
         for target in targets.values():
             target.zero_()
-        return GradientsQuantized(*(_nothing(device) for _ in _SCALES))
+        return GradientsQuantized(*(_unit(device) for _ in _SCALES))
     formats = {uid: target.dtype if target.dtype in FP8_DTYPES else dout.dtype for uid, target in targets.items()}
     problem, out, lse, dout, written = _in_whole_tiles(problem, out, lse, dout, targets, formats)
     numbers = _numbers_of_weights(problem, descales)
@@ -129,33 +130,33 @@ def fp8_backward(
     numbers |= {amax: _empty(device) for amax in _AMAX.values()}
     call = backward_call(problem, out, lse, dout, Written(*(written[uid] for uid in targets)), numbers)
     plan = PLANS.get(call.sdpa, device, directory)
-    given = scales or GradientScales(_bounding_scale(problem, call.buffers), *(_number(1.0, device) for _ in targets))
-    for uid, scale in zip(_SCALES, given, strict=True):
+    first_scales = scales or GradientScales(_bounding_scale(problem, call.buffers), *(_number(1.0, device) for _ in targets))
+    for uid, scale in zip(_SCALES, first_scales, strict=True):
         call.buffers[uid] = _aligned(scale)
     call.buffers[Uid.DESCALE_DS] = call.buffers[Uid.SCALE_DS].reciprocal()
     if scales is None:
-        scaled_to = {Uid.SCALE_DS: dout.dtype} | {_SCALE_OF[uid]: dtype for uid, dtype in formats.items()}
-        for learned in _lessons(dout.dtype):
+        scaled_dtypes = {Uid.SCALE_DS: dout.dtype} | {_SCALE_OF[uid]: dtype for uid, dtype in formats.items()}
+        for learned in _learned_by_run(dout.dtype):
             execute(plan, call.buffers, device)
             for uid in learned:
-                call.buffers[uid] = _scale_for(call.buffers[_AMAX[uid]], scaled_to[uid])
+                call.buffers[uid] = _scale_for(call.buffers[_AMAX[uid]], scaled_dtypes[uid])
             call.buffers[Uid.DESCALE_DS] = call.buffers[Uid.SCALE_DS].reciprocal()
     execute(plan, call.buffers, device)
     call.finish()
-    told = [Quantized(call.buffers[uid].reciprocal(), call.buffers[_AMAX[uid]]) for uid in _SCALES]
-    for (uid, target), quantized in zip(targets.items(), told[1:], strict=True):
-        found = written[uid][:, : target.shape[1]]
+    results = [Quantized(call.buffers[uid].reciprocal(), call.buffers[_AMAX[uid]]) for uid in _SCALES]
+    for (uid, target), quantized in zip(targets.items(), results[1:], strict=True):
+        rows = written[uid][:, : target.shape[1]]
         if target.dtype not in FP8_DTYPES:
-            _convert(found, quantized.descale, target)
+            _convert(rows, quantized.descale, target)
         elif written[uid] is not target:
-            target.copy_(found)
-    return GradientsQuantized(*told)
+            target.copy_(rows)
+    return GradientsQuantized(*results)
 
 
 def fp8_call(problem: Problem, out: Tensor, lse: Tensor, dout: Tensor | None = None, gradients: Written | None = None) -> Call:
-    """With tensors on the meta device, the plan that one of the launchers would need; with dout, that of the backward.
+    """Returns the plan that a launcher needs, from tensors on the meta device. With dout it is the backward's plan.
 
-    Raises as they do, but for what descales say.
+    Raises as the launchers do, but does not check descales.
     """
     _check(problem, "forward" if dout is None else "backward")
     return unchecked_call(problem, out, lse, dout, gradients)
@@ -164,11 +165,11 @@ def fp8_call(problem: Problem, out: Tensor, lse: Tensor, dout: Tensor | None = N
 def unchecked_call(
     problem: Problem, out: Tensor, lse: Tensor, dout: Tensor | None = None, gradients: Written | None = None
 ) -> Call:
-    """`fp8_call` for what the launchers refuse too, to ask cuDNN about it."""
+    """Returns the plan as `fp8_call` does, without the launchers' checks, so that tests can ask cuDNN about it."""
     if dout is None or gradients is None:
         written = out if out.dtype in FP8_DTYPES else torch.empty_like(out, dtype=problem.q.dtype)
         return forward_call(problem, written, lse)
-    targets = dict(zip((Uid.DQ, Uid.DK, Uid.DV), gradients, strict=False))
+    targets = {Uid.DQ: gradients.dq, Uid.DK: gradients.dk, Uid.DV: gradients.dv}
     formats = {uid: target.dtype if target.dtype in FP8_DTYPES else dout.dtype for uid, target in targets.items()}
     if not problem.is_ragged:
         problem, out, lse, dout, targets = _in_whole_tiles(problem, out, lse, dout, targets, formats)
@@ -180,11 +181,11 @@ _AMAX = dict(zip(_SCALES, (Uid.AMAX_DS, Uid.AMAX_DQ, Uid.AMAX_DK, Uid.AMAX_DV), 
 _SCALE_OF = dict(zip((Uid.DQ, Uid.DK, Uid.DV), _SCALES[1:], strict=True))
 
 
-def _lessons(dtype: torch.dtype) -> tuple[tuple[Uid, ...], ...]:
-    """Returns the scales that each run before the last is for.
+def _learned_by_run(dtype: torch.dtype) -> tuple[tuple[Uid, ...], ...]:
+    """Returns the scales that each run before the last one learns.
 
-    No gradient of a score is above a bound, from which the first run has its scale. e5m2 reaches 2**30 below it, so that it rounds
-    as it would from the exact maximum; e4m3 does not, and its scale is learned first, as the other maxima depend on it.
+    The first run scales the gradients of scores by an upper bound of their magnitude. e5m2 reaches 2**30 below that bound, so it
+    rounds as with the exact maximum. e4m3 does not, so its scale is learned first: the other maxima depend on it.
     """
     others = _SCALES[1:]
     return (others,) if dtype is torch.float8_e5m2 else ((Uid.SCALE_DS,), others)
@@ -193,53 +194,53 @@ def _lessons(dtype: torch.dtype) -> tuple[tuple[Uid, ...], ...]:
 def _in_whole_tiles(
     x: Problem, out: Tensor, lse: Tensor, dout: Tensor, targets: dict[Uid, Tensor], formats: dict[Uid, torch.dtype]
 ) -> tuple[Problem, Tensor, Tensor, Tensor, dict[Uid, Tensor]]:
-    """The backward's tensors, dense, in copies with whole tiles of rows where they are not so, and where to write the gradients.
+    """Returns the dense tensors of a backward and the tensors for its gradients, copied if their rows do not fill whole tiles.
 
-    Of 333 queries cuDNN 9.19 left dq of the last three unwritten on an NVIDIA H200.
+    cuDNN 9.19 did not write dq of the last three of 333 queries on an NVIDIA H200.
     """
-    more_q, more_kv = -x.longest_q % KEY_TILE, -x.longest_kv % KEY_TILE
-    more = {Uid.DQ: more_q, Uid.DK: more_kv, Uid.DV: more_kv}
+    extra_q, extra_kv = -x.longest_q % KEY_TILE, -x.longest_kv % KEY_TILE
+    extra = {Uid.DQ: extra_q, Uid.DK: extra_kv, Uid.DV: extra_kv}
     written = {
-        uid: target if target.dtype == formats[uid] and not more[uid] else _with_rows(target, more[uid], formats[uid])
+        uid: target if target.dtype == formats[uid] and not extra[uid] else _with_rows(target, extra[uid], formats[uid])
         for uid, target in targets.items()
     }
-    if not more_q and not more_kv:
+    if not extra_q and not extra_kv:
         return x, out, lse, dout, written
-    q, out, dout = (_padded(t, more_q) for t in (x.q, out, dout))
-    k, v = (_padded(t, more_kv) for t in (x.k, x.v))
+    q, out, dout = (_padded(t, extra_q) for t in (x.q, out, dout))
+    k, v = (_padded(t, extra_kv) for t in (x.k, x.v))
     cu_seqlens_q, cu_seqlens_kv = x.cu_seqlens_q, x.cu_seqlens_kv
     if cu_seqlens_q is None:
         cu_seqlens_q, cu_seqlens_kv = (
             torch.arange(0, (x.batch + 1) * n, n, dtype=torch.int32, device=q.device) for n in (x.longest_q, x.longest_kv)
         )
     padded = dataclasses.replace(x, q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv)
-    return padded, out, torch.nn.functional.pad(lse, (0, more_q), value=NEG_INF), dout, written
+    return padded, out, torch.nn.functional.pad(lse, (0, extra_q), value=NEG_INF), dout, written
 
 
-def _with_rows(t: Tensor, more: int, dtype: torch.dtype) -> Tensor:
-    """Room for `t`, [b, s, h, d], and `more` rows."""
+def _with_rows(t: Tensor, extra: int, dtype: torch.dtype) -> Tensor:
+    """Returns memory for `t`, [b, s, h, d], and `extra` rows."""
     batch, length, *rest = t.shape
-    if not more:
+    if not extra:
         return torch.empty_like(t, dtype=dtype)
-    return torch.empty(batch, length + more, *rest, dtype=dtype, device=t.device)
+    return torch.empty(batch, length + extra, *rest, dtype=dtype, device=t.device)
 
 
-def _padded(t: Tensor, more: int) -> Tensor:
-    if not more:
+def _padded(t: Tensor, extra: int) -> Tensor:
+    if not extra:
         return t
-    padded = _with_rows(t, more, t.dtype)
+    padded = _with_rows(t, extra, t.dtype)
     padded[:, : t.shape[1]].copy_(t)
     padded[:, t.shape[1] :].zero_()
     return padded
 
 
 def _bounding_scale(x: Problem, buffers: dict[int, Tensor]) -> Tensor:
-    """For the scores' gradient P * (dout . v - delta) * softmax_scale, which no two rows of dout and v take past it."""
+    """Returns a scale for the scores' gradient P * (dout . v - delta) * softmax_scale, from an upper bound over all rows."""
     largest = [_amax(buffers[t], buffers[descale]) for t, descale in ((Uid.V, Uid.DESCALE_V), (Uid.DOUT, Uid.DESCALE_DOUT))]
     return _scale_for(2.0 * abs(x.softmax_scale) * x.v.shape[-1] * largest[0] * largest[1], buffers[Uid.DOUT].dtype)
 
 
-def _numbers_of_weights(x: Problem, descales: Descales) -> dict[Uid, Tensor]:
+def _numbers_of_weights(x: Problem, descales: Descales) -> dict[int, Tensor]:
     device = x.q.device
     return {
         Uid.DESCALE_Q: _aligned(_one(descales.q)),
@@ -251,7 +252,7 @@ def _numbers_of_weights(x: Problem, descales: Descales) -> dict[Uid, Tensor]:
 
 
 def _check(x: Problem, direction: str, **descales: Tensor) -> None:
-    """Raises PlanNotSupported for what the rules are against, or what would never end."""
+    """Raises PlanNotSupported if a rule applies, or if cuDNN's kernel may never end."""
     for name, descale in descales.items():
         if descale.dtype is not torch.float32:
             raise TypeError(f"descale_{name} is {descale.dtype}; accepted: torch.float32")
@@ -272,7 +273,7 @@ def _check(x: Problem, direction: str, **descales: Tensor) -> None:
     error = fp8_error(call)
     if error is None and direction == "forward" and _may_hang(x):
         error = (
-            "the left side of the window may leave queries without a key, where cuDNN's FP8 forward may never end "
+            "the window may leave queries without a key, and cuDNN's FP8 forward may then never end "
             "(https://github.com/NVIDIA/cudnn-frontend/issues/1009); use backend='triton'"
         )
     if error is not None:
@@ -280,7 +281,10 @@ def _check(x: Problem, direction: str, **descales: Tensor) -> None:
 
 
 def _may_hang(x: Problem) -> bool:
-    """Returns whether queries with keys in their sequence may see none: past the last key, by more than the window's left side."""
+    """Returns whether queries may see no key although their sequence has keys.
+
+    That happens if a query lies past the last key by more than the window's left side.
+    """
     return x.window_left is not None and (x.has_padding or x.longest_q - 1 - x.window_left >= x.longest_kv)
 
 
@@ -289,7 +293,7 @@ def _is_one(t: Tensor) -> bool:
 
 
 def _one(t: Tensor) -> Tensor:
-    """The number that is expanded to `t`."""
+    """Returns the number that is expanded to `t`."""
     return t.as_strided((1,), (1,))
 
 
@@ -301,7 +305,8 @@ def _empty(device: torch.device) -> Tensor:
     return torch.empty(1, dtype=torch.float32, device=device)
 
 
-def _nothing(device: torch.device) -> Quantized:
+def _unit(device: torch.device) -> Quantized:
+    """Returns the descale and amax of an empty result."""
     return Quantized(torch.ones(1, device=device), torch.zeros(1, device=device))
 
 
@@ -311,7 +316,7 @@ def _number(value: float, device: torch.device) -> Tensor:
 
 
 def _amax(t: Tensor, descale: Tensor) -> Tensor:
-    """fp32 [1], the largest magnitude in an FP8 tensor: without their sign, its bytes are in the order of what they stand for."""
+    """Returns the largest magnitude in an FP8 tensor, fp32 [1]. Without the sign bit, bytes have the order of their numbers."""
     return t.view(torch.uint8).bitwise_and(0x7F).amax().view(t.dtype).float() * descale
 
 
@@ -320,7 +325,7 @@ def _largest(dtype: torch.dtype) -> float:
 
 
 def _scale_for(amax: Tensor, dtype: torch.dtype) -> Tensor:
-    """The scale that takes `amax` to the dtype's largest number; 1 where there is no such scale."""
+    """Returns the scale from `amax` to the dtype's largest number, or 1 if there is no such scale."""
     scale = _largest(dtype) / amax
     return torch.where((amax > 0) & (scale <= LARGEST_SCALE), scale, 1.0)
 

@@ -1,20 +1,22 @@
-"""cuDNN SDPA graphs, forward and backward: from what a plan is compiled for to a graph that is ready to run.
+"""cuDNN SDPA graphs, forward and backward: from the description of a plan to a graph that is ready to run.
 
-Conventions are converted here and nowhere else: window sides, the diagonal, layouts as strides of (b, h, s, d), token offsets.
+Only this file converts conventions: window sides, the diagonal, layouts as strides of (b, h, s, d), token offsets.
 """
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import cudnn
 import torch
 
+from flexattn.kernels_cudnn.frontend import Graph, GraphTensor
 from flexattn.kernels_cudnn.lowering import Mods
 from flexattn.kernels_cudnn.mod_nodes import HIDDEN, Callbacks
 
-Strides = tuple[int, int, int]  # strides of b, h and s, in elements; the last dim is contiguous
+Strides = tuple[int, int, int]  # strides of b, h and s, in elements. The last dim is contiguous.
 
 DTYPES = {
     torch.float16: cudnn.data_type.HALF,
@@ -23,19 +25,19 @@ DTYPES = {
     torch.float8_e4m3fn: cudnn.data_type.FP8_E4M3,
     torch.float8_e5m2: cudnn.data_type.FP8_E5M2,
 }
-ALIGNMENT = 16  # bytes, of every pointer and every stride: without it cuDNN writes wrong results on sm_90 and sm_100
+ALIGNMENT = 16  # bytes, for every pointer and every stride. Otherwise cuDNN writes wrong results on sm_90 and sm_100.
 
 
 class Uid(enum.IntEnum):
-    """The buffers of a plan by their numbers, as it runs."""
+    """Numbers of a plan's buffers."""
 
     Q = 1
     K = 2
     V = 3
     OUT = 4
-    STATS = 5  # lse, fp32
-    MAX = 6  # largest of each row's scores; with the sum of their exponentials another form of STATS
-    SUM_EXP = 7
+    STATS = 5  # lse, fp32.
+    MAX = 6  # the largest score of each row. MAX and SUM_EXP together replace STATS.
+    SUM_EXP = 7  # the sum of the exponentials of each row's scores.
     DOUT = 8
     DQ = 9
     DK = 10
@@ -49,7 +51,7 @@ class Uid(enum.IntEnum):
     OFFSET = 18
     LENGTHS_Q = 19
     LENGTHS_KV = 20
-    STARTS_Q = 21  # and the following: the first element of each sequence, one tensor for each tensor of tokens
+    STARTS_Q = 21  # STARTS_*: the first element of each sequence, for each tensor of tokens.
     STARTS_K = 22
     STARTS_V = 23
     STARTS_OUT = 24
@@ -58,15 +60,16 @@ class Uid(enum.IntEnum):
     STARTS_DQ = 27
     STARTS_DK = 28
     STARTS_DV = 29
-    # Inputs of a plan with mods, which has them in place of cuDNN's own masks:
-    HIDDEN = 30  # the score of what is hidden
+    # Inputs of a plan with mods, in place of cuDNN's own masks.
+    HIDDEN = 30  # the value of a hidden score.
     ZERO = 31
-    QUERIES = 32  # lengths, int32: one for all sequences, or [b, h, 1, 1]
+    QUERIES = 32  # lengths, int32: one for all sequences, or one for each, as `frame_layout` lays them out.
     KEYS = 33
-    LEFT = 34  # the least of kv_idx - q_idx that is seen, in the same forms
-    RIGHT = 35  # and the most
-    # Inputs of a plan in FP8, fp32 numbers on the device: a tensor's factor when it is quantised, the inverse for what comes
-    # quantised, and the largest magnitude before quantisation. S are the weights, DS is the gradient of the scores.
+    LEFT = 34  # the least visible kv_idx - q_idx, in the same forms.
+    RIGHT = 35  # the greatest visible kv_idx - q_idx.
+    # Inputs and outputs of a plan in FP8, fp32 numbers on the device. SCALE_* multiplies a tensor before it is quantised.
+    # DESCALE_* is the inverse, for a quantised tensor. AMAX_* is the largest magnitude before quantisation. S are the weights, DS
+    # is the gradient of the scores.
     DESCALE_Q = 40
     DESCALE_K = 41
     DESCALE_V = 42
@@ -85,33 +88,33 @@ class Uid(enum.IntEnum):
     AMAX_DQ = 55
     AMAX_DK = 56
     AMAX_DV = 57
-    # Inputs of a plan whose keys lie in pages, int32 [b, columns]: the pages of each sequence, the same for k and v.
+    # Inputs of a plan whose keys lie in pages: the pages of each sequence, int32 [b, columns], the same for k and v.
     PAGES_K = 60
     PAGES_V = 61
 
 
-FIRST_INPUT = 1000  # the uid of the first input of the mods; the others follow
+FIRST_INPUT = 1000  # the uid of the mods' first input. The others follow.
 
 
 class ModInput(NamedTuple):
-    """An input of a plan's mods, as the plan knows it."""
+    """The properties of a mod's input that a plan depends on."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
-    is_host: bool  # passed by value
+    is_host: bool  # whether it is passed by value.
 
 
 class Fp8(NamedTuple):
-    """The dtypes of an FP8 plan beside that of q, k and v, which the weights share."""
+    """The dtypes of an FP8 plan, apart from the dtype of q, k, v and the weights."""
 
-    out: torch.dtype  # FP8; in a backward, which reads it, fp16 or bf16 too
-    dout: torch.dtype | None = None  # backward; the scores' gradient shares it
-    gradients: torch.dtype | None = None  # backward, FP8
+    out: torch.dtype  # FP8. A backward, which reads out, also supports fp16 and bf16.
+    dout: torch.dtype | None = None  # backward only. The gradient of the scores has this dtype too.
+    gradients: torch.dtype | None = None  # backward only, FP8.
 
 
 class Pages(NamedTuple):
-    """Pools of pages that K and V are, [num_pages, page_size, h_kv, d] in the strides of K and V, and the table's columns."""
+    """The sizes of K's and V's page pools, [num_pages, page_size, h_kv, d], and the number of the table's columns."""
 
     num_pages: int
     page_size: int
@@ -119,9 +122,9 @@ class Pages(NamedTuple):
 
 
 class Sdpa(NamedTuple):
-    """Everything that a plan is compiled for. Scale, seeds, lengths and offsets are run-time values and are not here."""
+    """The description of a plan: everything that it is compiled for. Scale, seeds, lengths and offsets are run-time values."""
 
-    direction: str  # "forward" or "backward"
+    direction: str  # "forward" or "backward".
     dtype: torch.dtype
     batch: int
     num_heads: int
@@ -134,13 +137,13 @@ class Sdpa(NamedTuple):
     strides_k: Strides
     strides_v: Strides
     strides_out: Strides
-    strides_dout: Strides | None = None  # backward
+    strides_dout: Strides | None = None  # backward only, as the next three.
     strides_dq: Strides | None = None
     strides_dk: Strides | None = None
     strides_dv: Strides | None = None
-    is_ragged: bool = False  # sequences begin where STARTS_* say, but for K and V in pages, and STATS is [tokens, h]
-    has_lengths: bool = False  # sequences have the lengths that LENGTHS_* give; always where they are ragged
-    tokens_q: int = 0  # ragged backward: no more tokens than this in all sequences together
+    is_ragged: bool = False  # whether STARTS_* are the starts of sequences, and STATS is [tokens, h]. Pages have no starts.
+    has_lengths: bool = False  # whether LENGTHS_* are the lengths of sequences. True if the plan is ragged.
+    tokens_q: int = 0  # ragged backward only: the largest number of tokens in all sequences together.
     tokens_kv: int = 0
     window_left: int | None = None
     window_right: int | None = None
@@ -148,32 +151,32 @@ class Sdpa(NamedTuple):
     bias_shape: tuple[int, int, int, int] | None = None
     bias_strides: Strides | None = None
     bias_dtype: torch.dtype | None = None
-    has_dbias: bool = False  # backward; compact and in the dtype of q, as cuDNN computes it in no other
+    has_dbias: bool = False  # backward only. The gradient is compact and in the dtype of q, because cuDNN supports no other.
     has_sink: bool = False
-    dropout_p: float = 0.0  # compiled in, unlike the seed
-    wants_max: bool = False  # forward: MAX and SUM_EXP instead of STATS
+    dropout_p: float = 0.0  # compiled into the plan, unlike the seed.
+    wants_max: bool = False  # forward only: whether the plan returns MAX and SUM_EXP instead of STATS.
     deterministic: bool = False
-    mods: Mods | None = None  # then band and lengths are pointwise nodes too
+    mods: Mods | None = None  # with mods, the band and the lengths are pointwise nodes too.
     mod_inputs: tuple[ModInput, ...] = ()
     fp8: Fp8 | None = None
-    pages: Pages | None = None  # forward; then with lengths
+    pages: Pages | None = None  # forward only. A plan with pages has lengths.
 
 
 class Target(NamedTuple):
-    """The target of a graph: a handle's device, or the properties of a device that is not here."""
+    """The target of a graph: a handle for its device, or the properties of a device that this machine lacks."""
 
-    handle: Any = None
-    properties: Any = None
+    handle: object = None
+    properties: object = None
     sm_version: int | None = None
 
 
-def build(x: Sdpa, target: Target) -> Any:
-    """A built cudnn.pygraph for `x`.
+def build(x: Sdpa, target: Target) -> Graph:
+    """Returns a built cudnn.pygraph for `x`.
 
-    Raises whatever cuDNN raises for what it does not support; there is no one type (cudnnGraphNotSupportedError, RuntimeError,
-    ValueError), and some refuse only from the last step, which compiles.
+    Raises cuDNN's own errors if it does not support the graph. They have several types (cudnnGraphNotSupportedError, RuntimeError,
+    ValueError). Some come only from the last step, which compiles.
     """
-    graph = cudnn.pygraph(
+    graph: Graph = cudnn.pygraph(
         name=f"flexattn_{x.direction}",
         io_data_type=DTYPES[x.dtype],
         intermediate_data_type=cudnn.data_type.FLOAT,
@@ -202,11 +205,11 @@ def build(x: Sdpa, target: Target) -> Any:
 
 
 def band_arguments(left: int | None, right: int | None, bottom_right: bool) -> dict[str, Any]:
-    """A band (query i sees key j iff -left <= j - i - shift <= right, both inclusive) in cuDNN's words.
+    """Returns cuDNN's arguments for a band: query i sees key j if and only if -left <= j - i - shift <= right.
 
-    cuDNN hides column j from row i unless j + left_bound > i + shift and j <= i + shift + right_bound, so its left bound is one
-    more than the tokens seen to the left (cudnn-frontend, `docs/operations/Attention.md`; TransformerEngine passes left + 1 too).
-    Its diagonal under a padding mask follows each sequence's own lengths, as ours does.
+    cuDNN hides column j from row i unless j + left_bound > i + shift and j <= i + shift + right_bound. So its left bound is left
+    + 1 (cudnn-frontend, `docs/operations/Attention.md`; TransformerEngine passes left + 1 too). With a padding mask, the diagonal
+    follows each sequence's own lengths, as in this library.
     """
     if left is None and right is None:
         return {}
@@ -219,7 +222,7 @@ def band_arguments(left: int | None, right: int | None, bottom_right: bool) -> d
     return arguments
 
 
-def _forward(graph: Any, x: Sdpa, callbacks: Callbacks | None) -> None:
+def _forward(graph: Graph, x: Sdpa, callbacks: Callbacks | None) -> None:
     q, k, v = _inputs(graph, x)
     arguments = _score_arguments(graph, x, callbacks)
     if x.wants_max:
@@ -232,7 +235,7 @@ def _forward(graph: Any, x: Sdpa, callbacks: Callbacks | None) -> None:
         _stats_output(graph, x, stats)
 
 
-def _backward(graph: Any, x: Sdpa, callbacks: Callbacks | None) -> None:
+def _backward(graph: Graph, x: Sdpa, callbacks: Callbacks | None) -> None:
     q, k, v = _inputs(graph, x)
     arguments = _score_arguments(graph, x, callbacks)
     if callbacks is not None:
@@ -260,7 +263,7 @@ def _backward(graph: Any, x: Sdpa, callbacks: Callbacks | None) -> None:
     _gradient_outputs(graph, x, gradients)
 
 
-def _fp8_forward(graph: Any, x: Sdpa) -> None:
+def _fp8_forward(graph: Graph, x: Sdpa) -> None:
     q, k, v = _inputs(graph, x)
     out, stats, _, amax_out = graph.sdpa_fp8(
         name="sdpa",
@@ -274,14 +277,14 @@ def _fp8_forward(graph: Any, x: Sdpa) -> None:
         scale_s=_device_number(graph, Uid.SCALE_S),
         scale_o=_device_number(graph, Uid.SCALE_OUT),
         generate_stats=True,
-        **_fp8_words(_score_arguments(graph, x, None)),
+        **_fp8_names(_score_arguments(graph, x, None)),
     )
     _output(graph, x, out, Uid.OUT, x.num_heads, x.len_q, x.head_dim_v, x.strides_out)
     _stats_output(graph, x, stats)
     _amax_output(amax_out, Uid.AMAX_OUT)
 
 
-def _fp8_backward(graph: Any, x: Sdpa) -> None:
+def _fp8_backward(graph: Graph, x: Sdpa) -> None:
     q, k, v = _inputs(graph, x)
     *gradients, amax_dq, amax_dk, amax_dv, amax_ds = graph.sdpa_fp8_backward(
         name="sdpa_backward",
@@ -304,19 +307,19 @@ def _fp8_backward(graph: Any, x: Sdpa) -> None:
         scale_dV=_device_number(graph, Uid.SCALE_DV),
         scale_dP=_device_number(graph, Uid.SCALE_DS),
         use_deterministic_algorithm=x.deterministic,
-        **_fp8_words(_score_arguments(graph, x, None)),
+        **_fp8_names(_score_arguments(graph, x, None)),
     )
     _gradient_outputs(graph, x, gradients)
     for amax, uid in ((amax_dq, Uid.AMAX_DQ), (amax_dk, Uid.AMAX_DK), (amax_dv, Uid.AMAX_DV), (amax_ds, Uid.AMAX_DS)):
         _amax_output(amax, uid)
 
 
-def _fp8_words(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The same arguments as the FP8 operations name them."""
+def _fp8_names(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Returns the same arguments with the names that the FP8 operations use."""
     return {name.removeprefix("diagonal_band_"): value for name, value in arguments.items()}
 
 
-def _inputs(graph: Any, x: Sdpa) -> tuple[Any, Any, Any]:
+def _inputs(graph: Graph, x: Sdpa) -> tuple[GraphTensor, GraphTensor, GraphTensor]:
     if x.pages is not None:
         return (
             _tokens(graph, x, Uid.Q, x.num_heads, x.len_q, x.head_dim_qk, x.strides_q),
@@ -330,8 +333,8 @@ def _inputs(graph: Any, x: Sdpa) -> tuple[Any, Any, Any]:
     )
 
 
-def _score_arguments(graph: Any, x: Sdpa, callbacks: Callbacks | None) -> dict[str, Any]:
-    """Builds the nodes from q k^T to weights, the same in both directions: all that modifies scores enters here."""
+def _score_arguments(graph: Graph, x: Sdpa, callbacks: Callbacks | None) -> dict[str, Any]:
+    """Returns the arguments of everything between q k^T and the weights. They are the same in both directions."""
     arguments: dict[str, Any] = {
         "attn_scale": _number(graph, Uid.SCALE, torch.float32),
     }
@@ -350,6 +353,8 @@ def _score_arguments(graph: Any, x: Sdpa, callbacks: Callbacks | None) -> dict[s
             arguments[name] = _tensor(graph, uid, (x.batch, 1, columns, 1), (columns, columns, 1, 1), torch.int32)
         arguments["paged_attention_max_seq_len_kv"] = x.len_kv
     if x.bias_shape is not None:
+        assert x.bias_strides is not None
+        assert x.bias_dtype is not None
         arguments["bias"] = _tensor(graph, Uid.BIAS, x.bias_shape, (*x.bias_strides, 1), x.bias_dtype)
     if x.has_sink:
         arguments["sink_token"] = _per_head(graph, x, Uid.SINK)
@@ -359,17 +364,17 @@ def _score_arguments(graph: Any, x: Sdpa, callbacks: Callbacks | None) -> dict[s
     return arguments
 
 
-def make_callbacks(graph: Any, x: Sdpa) -> Callbacks | None:
-    """The mods of `x`, with the tensors that they read in `graph`."""
+def make_callbacks(graph: Graph, x: Sdpa) -> Callbacks | None:
+    """Returns the callbacks for the mods of `x`, with their input tensors in `graph`. Returns None if there are no mods."""
     if x.mods is None:
         return None
     inputs = []
-    for i, known in enumerate(x.mod_inputs):
-        uid = FIRST_INPUT + i
-        if known.is_host:
-            inputs.append(_number(graph, uid, known.dtype))
+    for i, mod_input in enumerate(x.mod_inputs):
+        input_uid = FIRST_INPUT + i
+        if mod_input.is_host:
+            inputs.append(_number(graph, input_uid, mod_input.dtype))
         else:
-            inputs.append(_tensor(graph, uid, known.shape, known.strides, known.dtype))
+            inputs.append(_tensor(graph, input_uid, mod_input.shape, mod_input.strides, mod_input.dtype))
     frame = {name: _number(graph, uid, torch.float32) for name, uid in (("hidden", Uid.HIDDEN), ("zero", Uid.ZERO))}
     for uid in frame_uids(x):
         if is_in_memory(x, uid):
@@ -380,7 +385,7 @@ def make_callbacks(graph: Any, x: Sdpa) -> Callbacks | None:
 
 
 def frame_uids(x: Sdpa) -> list[Uid]:
-    """The lengths, and the sides of the band that there are, of a plan with mods."""
+    """Returns the uids of the lengths and of the band's closed sides in a plan with mods."""
     sides = ((Uid.LEFT, x.window_left), (Uid.RIGHT, x.window_right))
     return [Uid.QUERIES, Uid.KEYS, *(uid for uid, side in sides if side is not None)]
 
@@ -391,34 +396,37 @@ def is_in_memory(x: Sdpa, uid: Uid) -> bool:
 
 
 def frame_layout(x: Sdpa) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(dims, strides) of what differs between sequences: a value for each key, as forms without one are read wrongly."""
+    """Returns (dims, strides) of a tensor with one number per sequence.
+
+    The number is repeated for each key, because cuDNN reads a tensor with fewer values wrongly.
+    """
     row = -(-x.len_kv // 4) * 4
     return (x.batch, 1, x.len_q, x.len_kv), (row, row, 0, 1)
 
 
 def frame_numbers(x: Sdpa) -> dict[int, float | int]:
-    """Numbers that a plan with mods is passed by value beside those of the mods."""
+    """Returns the numbers that are passed by value to a plan with mods, apart from the mods' own."""
     shift = x.len_kv - x.len_q if x.bottom_right else 0
     numbers: dict[int, float | int] = {Uid.HIDDEN: HIDDEN, Uid.ZERO: 0.0}
-    whole = {Uid.QUERIES: x.len_q, Uid.KEYS: x.len_kv}
-    whole |= {Uid.LEFT: shift - min(x.window_left or 0, 2**30), Uid.RIGHT: shift + min(x.window_right or 0, 2**30)}
-    return numbers | {uid: whole[uid] for uid in frame_uids(x) if not is_in_memory(x, uid)}
+    integers = {Uid.QUERIES: x.len_q, Uid.KEYS: x.len_kv}
+    integers |= {Uid.LEFT: shift - min(x.window_left or 0, 2**30), Uid.RIGHT: shift + min(x.window_right or 0, 2**30)}
+    return numbers | {uid: integers[uid] for uid in frame_uids(x) if not is_in_memory(x, uid)}
 
 
-def _number(graph: Any, uid: int, dtype: torch.dtype) -> Any:
+def _number(graph: Graph, uid: int, dtype: torch.dtype) -> GraphTensor:
     ones = [1, 1, 1, 1]
     return graph.tensor(name=_name(uid), dim=ones, stride=ones, data_type=_data_type(dtype), is_pass_by_value=True, uid=uid)
 
 
-def _device_number(graph: Any, uid: Uid) -> Any:
+def _device_number(graph: Graph, uid: Uid) -> GraphTensor:
     return _tensor(graph, uid, (1, 1, 1, 1), (1, 1, 1, 1), torch.float32)
 
 
-def _amax_output(tensor: Any, uid: Uid) -> None:
+def _amax_output(tensor: GraphTensor, uid: Uid) -> None:
     tensor.set_output(True).set_uid(uid).set_data_type(cudnn.data_type.FLOAT).set_dim([1, 1, 1, 1]).set_stride([1, 1, 1, 1])
 
 
-def _tokens(graph: Any, x: Sdpa, uid: Uid, heads: int, length: int, head_dim: int, strides: Strides | None) -> Any:
+def _tokens(graph: Graph, x: Sdpa, uid: Uid, heads: int, length: int, head_dim: int, strides: Strides | None) -> GraphTensor:
     assert strides is not None
     tensor = _tensor(graph, uid, (x.batch, heads, length, head_dim), (*strides, 1), _dtype_of(x, uid))
     if x.is_ragged:
@@ -426,12 +434,14 @@ def _tokens(graph: Any, x: Sdpa, uid: Uid, heads: int, length: int, head_dim: in
     return tensor
 
 
-def _pool(graph: Any, x: Sdpa, uid: Uid, head_dim: int, strides: Strides) -> Any:
+def _pool(graph: Graph, x: Sdpa, uid: Uid, head_dim: int, strides: Strides) -> GraphTensor:
     assert x.pages is not None
     return _tensor(graph, uid, (x.pages.num_pages, x.num_heads_kv, x.pages.page_size, head_dim), (*strides, 1), x.dtype)
 
 
-def _output(graph: Any, x: Sdpa, tensor: Any, uid: Uid, heads: int, length: int, head_dim: int, strides: Strides | None) -> None:
+def _output(
+    graph: Graph, x: Sdpa, tensor: GraphTensor, uid: Uid, heads: int, length: int, head_dim: int, strides: Strides | None
+) -> None:
     assert strides is not None
     tensor.set_output(True).set_uid(uid).set_data_type(DTYPES[_dtype_of(x, uid)])
     tensor.set_dim([x.batch, heads, length, head_dim]).set_stride([*strides, 1])
@@ -443,10 +453,12 @@ def _dtype_of(x: Sdpa, uid: Uid) -> torch.dtype:
     if x.fp8 is None:
         return x.dtype
     others = {Uid.OUT: x.fp8.out, Uid.DOUT: x.fp8.dout} | dict.fromkeys((Uid.DQ, Uid.DK, Uid.DV), x.fp8.gradients)
-    return others.get(uid, x.dtype)  # type: ignore[return-value]  # None only in a forward, which does not ask
+    dtype = others.get(uid, x.dtype)
+    assert dtype is not None  # only a forward lacks the last two dtypes, and it has no such tensors.
+    return dtype
 
 
-def _gradient_outputs(graph: Any, x: Sdpa, gradients: Any) -> None:
+def _gradient_outputs(graph: Graph, x: Sdpa, gradients: Sequence[GraphTensor]) -> None:
     shapes = (
         (Uid.DQ, x.num_heads, x.len_q, x.head_dim_qk, x.strides_dq),
         (Uid.DK, x.num_heads_kv, x.len_kv, x.head_dim_qk, x.strides_dk),
@@ -456,49 +468,49 @@ def _gradient_outputs(graph: Any, x: Sdpa, gradients: Any) -> None:
         _output(graph, x, gradient, *shape)
 
 
-def _stats_output(graph: Any, x: Sdpa, stats: Any) -> None:
+def _stats_output(graph: Graph, x: Sdpa, stats: GraphTensor) -> None:
     stats.set_output(True).set_uid(Uid.STATS).set_data_type(cudnn.data_type.FLOAT)
     stats.set_dim([x.batch, x.num_heads, x.len_q, 1]).set_stride(_statistics_strides(x))
-    if x.is_ragged:
-        stats.set_ragged_offset(_starts_of_statistics(graph, x))
+    if (starts := _starts_of_statistics(graph, x)) is not None:
+        stats.set_ragged_offset(starts)
 
 
-def _statistics(graph: Any, x: Sdpa, uid: Uid, starts: Any) -> Any:
+def _statistics(graph: Graph, x: Sdpa, uid: Uid, starts: GraphTensor | None) -> GraphTensor:
     tensor = _tensor(graph, uid, (x.batch, x.num_heads, x.len_q, 1), tuple(_statistics_strides(x)), torch.float32)
     if starts is not None:
         tensor.set_ragged_offset(starts)
     return tensor
 
 
-def _starts_of_statistics(graph: Any, x: Sdpa) -> Any:
-    """Returns the offsets of ragged statistics: one tensor for all of them; None where they are dense."""
+def _starts_of_statistics(graph: Graph, x: Sdpa) -> GraphTensor | None:
+    """Returns the offsets of ragged statistics, or None if the statistics are dense."""
     return _starts(graph, x, Uid.STARTS_STATS) if x.is_ragged else None
 
 
 def _statistics_strides(x: Sdpa) -> list[int]:
-    # Ragged ones by token, then head: cuDNN reads head-major ones as zeros in a backward (cudnn-frontend issue 462).
+    # Ragged statistics are token-major, because a backward reads head-major ones as zeros (cudnn-frontend issue 462).
     if x.is_ragged:
         return [x.len_q * x.num_heads, 1, x.num_heads, 1]
     return [x.num_heads * x.len_q, x.len_q, 1, 1]
 
 
-def _starts(graph: Any, x: Sdpa, uid: Uid) -> Any:
+def _starts(graph: Graph, x: Sdpa, uid: Uid) -> GraphTensor:
     return _tensor(graph, uid, (x.batch + 1, 1, 1, 1), (1, 1, 1, 1), torch.int64)
 
 
-def _per_head(graph: Any, x: Sdpa, uid: Uid) -> Any:
+def _per_head(graph: Graph, x: Sdpa, uid: Uid) -> GraphTensor:
     return _tensor(graph, uid, (1, x.num_heads, 1, 1), (x.num_heads, 1, 1, 1), torch.float32)
 
 
 _OTHER_DTYPES = {torch.int32: cudnn.data_type.INT32, torch.int64: cudnn.data_type.INT64}
 
 
-def _tensor(graph: Any, uid: int, dims: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype | None) -> Any:
+def _tensor(graph: Graph, uid: int, dims: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> GraphTensor:
     return graph.tensor(name=_name(uid), dim=list(dims), stride=list(strides), data_type=_data_type(dtype), uid=uid)
 
 
-def _data_type(dtype: torch.dtype | None) -> Any:
-    return DTYPES.get(dtype) or _OTHER_DTYPES[dtype]  # type: ignore[arg-type, index]
+def _data_type(dtype: torch.dtype) -> object:
+    return DTYPES.get(dtype) or _OTHER_DTYPES[dtype]
 
 
 def _name(uid: int) -> str:

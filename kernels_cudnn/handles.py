@@ -1,43 +1,42 @@
-"""A cuDNN handle for each thread and device: cuDNN forbids one in two threads at a time, and autograd has threads of its own."""
+"""A cuDNN handle for each thread and device: two threads must not use one handle at a time, and autograd has its own threads."""
 
 from __future__ import annotations
 
 import threading
 import weakref
-from typing import Any
 
 import cudnn
 import torch
 
 
 class _Owner:
-    """Keeps a handle for as long as its thread lives: an object in frontends from 1.28 on, an integer in older ones."""
+    """Keeps a handle while its thread lives. A handle is an object in frontends from 1.28 on, and an integer in older ones."""
 
-    def __init__(self, handle: Any) -> None:
+    def __init__(self, handle: object) -> None:
         self.handle = handle
-        # At exit CUDA may be gone first, and the end of the process frees it all.
+        # It does not run at exit: CUDA may be gone by then, and the end of the process frees everything.
         weakref.finalize(self, cudnn.destroy_handle, handle).atexit = False
 
 
 class _Handles(threading.local):
     def __init__(self) -> None:
         self.by_device: dict[int, _Owner] = {}
-        self.streams: dict[int, int] = {}  # what each handle was last set to
+        self.streams: dict[int, int] = {}  # the stream that each handle was last set to
 
 
 _handles = _Handles()
 
 
-def handle_of(device: torch.device) -> Any:
-    """This thread's handle for a CUDA device, which must be the current one; destroyed with its thread."""
+def handle_of(device: torch.device) -> object:
+    """Returns this thread's handle for a CUDA device, which must be the current device. The handle is destroyed with its thread."""
     owner = _handles.by_device.get(device.index)
     if owner is None:
         owner = _handles.by_device[device.index] = _Owner(cudnn.create_handle())
     return owner.handle
 
 
-def handle_on(device: torch.device, stream: int) -> Any:
-    """The same handle, whose work is enqueued on this stream: nobody else sets it, so it is set where it is another one."""
+def handle_on(device: torch.device, stream: int) -> object:
+    """Returns the same handle, set to a stream. Only this function sets streams, so it sets one only if the stream changes."""
     handle = handle_of(device)
     if _handles.streams.get(device.index) != stream:
         cudnn.set_stream(handle=handle, stream=stream)

@@ -1,4 +1,4 @@
-"""Lengths, offsets and padding on the device, from cu_seqlens, as torch operations that wait for nothing."""
+"""Lengths, offsets and padding on the device, computed from cu_seqlens by torch operations that never synchronise."""
 
 from __future__ import annotations
 
@@ -13,25 +13,31 @@ from flexattn.kernels_cudnn.problem import Problem
 
 
 class Side(NamedTuple):
-    """The sequences of q, or of k and v, padded to the plan's batch with empty ones."""
+    """The sequences of q, or of k and v, padded with empty sequences to the plan's batch."""
 
-    lengths: Tensor | None  # int32, at least [plan batch]; None where the plan takes none
-    units: Tensor | None  # int32, at least [plan batch + 1]: the first token of each sequence, or its row of a dense tensor
-    is_packed: bool  # [total, h, d]
-    tokens: int  # tokens of the tensor: in total, or in each row
-    has_gaps: bool = False  # [total, h, d] with slots, in any order
+    lengths: Tensor | None  # int32, at least [plan batch]. None if the plan has no lengths.
+    units: Tensor | None  # int32, at least [plan batch + 1]: each sequence's first token if packed, or its row if dense.
+    is_packed: bool  # whether the tensor is [total, h, d].
+    tokens: int  # tokens of the tensor: in total if packed, or in each row.
+    has_gaps: bool = False  # whether a packed tensor has slots, which may be in any order.
+
+    @property
+    def known_lengths(self) -> Tensor:
+        """Returns the lengths of a plan that has lengths."""
+        assert self.lengths is not None
+        return self.lengths
 
     def offsets(self, steps: tuple[int, ...]) -> Tensor:
-        """int64 [len(steps), ...]: the first element of each sequence in tensors whose units are so many elements apart."""
+        """Returns the first element of each sequence, int64 [len(steps), ...], if units are `step` elements apart."""
         assert self.units is not None
         return self.units * _column(steps, self.units.device)
 
 
 def sides(x: Problem, has_lengths: bool) -> tuple[Side, Side]:
-    """Returns the lengths and offsets of q, and of k and v, that the plan for `x` gets.
+    """Returns the lengths and offsets of q, and of k and v, for the plan of `x`.
 
-    `has_lengths` is whether it takes lengths. Lengths and starts that do not fit the tensors are cut to them, as the other
-    backends do.
+    `has_lengths` says whether the plan has lengths. If lengths or starts exceed the tensors, they are clamped, as in the other
+    backends.
     """
     batch, _, _ = x.sizes
     q = _side(x.q, x.cu_seqlens_q, x.cu_seqlens_q_padded, x.longest_q, x.batch, batch, x.is_ragged, has_lengths)
@@ -45,18 +51,18 @@ def sides(x: Problem, has_lengths: bool) -> tuple[Side, Side]:
 
 
 def queries_with_keys(q: Side, kv: Side) -> Side:
-    """`q` with no query in the sequences that have no key."""
+    """Returns `q` without queries in the sequences that have no key."""
     if kv is q or kv.lengths is None or q.lengths is None:
         return q
     return q._replace(lengths=q.lengths * (kv.lengths > 0))
 
 
 def is_self_attention(x: Problem) -> bool:
-    """Returns whether queries and keys are known, without reading anything, to have the same lengths and starts."""
+    """Returns whether queries and keys are known to have the same lengths and starts, without reading data."""
     if x.page_table is not None:
         return False
-    same = x.cu_seqlens_q is x.cu_seqlens_kv and x.cu_seqlens_q_padded is x.cu_seqlens_kv_padded
-    return same and x.longest_q == x.longest_kv and x.q.shape[:-2] == x.k.shape[:-2]
+    has_same_lengths = x.cu_seqlens_q is x.cu_seqlens_kv and x.cu_seqlens_q_padded is x.cu_seqlens_kv_padded
+    return has_same_lengths and x.longest_q == x.longest_kv and x.q.shape[:-2] == x.k.shape[:-2]
 
 
 def _side(
@@ -75,7 +81,7 @@ def _side(
         units = _rows(batch, plan_batch, t.device) if is_ragged else None
         lengths = _full_lengths(batch, plan_batch, tokens, t.device) if has_lengths else None
         return Side(lengths, units, False, tokens)
-    rows = _rows(batch, plan_batch, t.device)  # those past the batch repeat its end, so that they are empty
+    rows = _rows(batch, plan_batch, t.device)  # rows past the batch repeat its end, so that their sequences are empty.
     ends = cu.index_select(0, rows)
     if not is_packed:
         lengths = ends.diff().clamp_(0, min(longest, tokens))
@@ -89,10 +95,10 @@ def _side(
 
 
 def page_table(x: Problem) -> Tensor:
-    """Returns the table as the plan takes it, int32 [plan batch, columns of its longest keys].
+    """Returns the plan's table, int32 [plan batch, columns of its longest keys]. It does not wait for the device.
 
-    All ids are clamped to pages that there are, so that whatever entries hold, cuDNN reads nothing outside of the pools: those past
-    a sequence's keys too, which it may look up. Lengths are clamped in `sides`. Nothing waits for the device.
+    All ids are clamped to existing pages, so that cuDNN reads nothing outside of the pools. That includes the ids past a sequence's
+    keys, which cuDNN may look up. Lengths are clamped in `sides`.
     """
     assert x.page_table is not None
     batch, _, longest = x.sizes
@@ -103,26 +109,28 @@ def page_table(x: Problem) -> Tensor:
 
 
 def hidden_tokens(side: Side, batch: int) -> Tensor:
-    """bool [b, s] or [total]: which tokens belong to no sequence."""
+    """Returns the tokens that belong to no sequence, bool [b, s] or [total]."""
+    lengths = side.known_lengths
     if not side.is_packed:
-        return torch.arange(side.tokens, device=side.lengths.device) >= side.lengths[:batch, None]
+        return torch.arange(side.tokens, device=lengths.device) >= lengths[:batch, None]
     position, sequence = _places(side)
     assert side.units is not None
     start = side.units[sequence]
-    return (position < start) | (position >= start + side.lengths[sequence])
+    return (position < start) | (position >= start + lengths[sequence])
 
 
 def blind_queries(x: Problem, q: Side, kv: Side) -> Tensor:
-    """bool [b, s] or [total]: which tokens of q see no key, padding included. In self-attention that is padding alone."""
+    """Returns the tokens of q that see no key, bool [b, s] or [total]. Padding sees none. In self-attention all others see one."""
     left, right = x.window_left, x.window_right
+    lengths_q, lengths_kv = q.known_lengths, kv.known_lengths
     if q.is_packed:
         position, sequence = _places(q)
         assert q.units is not None
         i = position - q.units[sequence]
-        len_q, len_kv = q.lengths[sequence], kv.lengths[sequence]
+        len_q, len_kv = lengths_q[sequence], lengths_kv[sequence]
     else:
-        i = torch.arange(q.tokens, device=q.lengths.device)
-        len_q, len_kv = q.lengths[: x.batch, None], kv.lengths[: x.batch, None]
+        i = torch.arange(q.tokens, device=lengths_q.device)
+        len_q, len_kv = lengths_q[: x.batch, None], lengths_kv[: x.batch, None]
     diagonal = i + (len_kv - len_q) if x.bottom_right else i
     blind = (i < 0) | (i >= len_q) | (len_kv == 0)
     if left is not None:
@@ -133,7 +141,7 @@ def blind_queries(x: Problem, q: Side, kv: Side) -> Tensor:
 
 
 def blind_rows(x: Problem) -> tuple[int, int]:
-    """(first, last): without padding, the queries before `first` and from `last` on see no key; known on the host."""
+    """Returns (first, last) for a problem without padding: queries before `first` and from `last` on see no key."""
     shift = x.longest_kv - x.longest_q if x.bottom_right else 0
     first = 0 if x.window_right is None else -(shift + x.window_right)
     last = x.longest_q if x.window_left is None else x.longest_kv - shift + x.window_left
@@ -142,25 +150,27 @@ def blind_rows(x: Problem) -> tuple[int, int]:
 
 
 def _places(side: Side) -> tuple[Tensor, Tensor]:
-    """(position, sequence) of each token of [total, h, d]; one of no sequence is before or past the one that is named."""
+    """Returns (position, sequence) of each packed token. If a token is in no sequence, it lies before or after the returned one."""
     assert side.units is not None
-    assert side.lengths is not None
     position = torch.arange(side.tokens, dtype=torch.int32, device=side.units.device)
     if not side.has_gaps:
         sequence = torch.searchsorted(side.units[1:], position, right=True, out_int32=False)
         return position, sequence.clamp_(max=side.units.shape[0] - 2)
-    # slots may be in any order, and an empty one inside of another
-    ordered, order = torch.where(side.lengths > 0, side.units[:-1], side.tokens).sort(stable=True)
+    # Slots may be in any order, and an empty slot may lie inside of another one.
+    ordered, order = torch.where(side.known_lengths > 0, side.units[:-1], side.tokens).sort(stable=True)
     sequence = torch.searchsorted(ordered, position, right=True, out_int32=False) - 1
     return position, order[sequence.clamp_(min=0)]
 
 
-_CONSTANTS: dict[tuple[Any, ...], Tensor] = {}
+_CONSTANTS: dict[tuple[object, ...], Tensor] = {}
 _MOST_CONSTANTS = 1024
 
 
 def constant(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Keeps what `make` gives, but not in a CUDA graph, whose replays would read it after it was dropped here, nor without data."""
+    """Caches the tensors of `make`, except on the meta device and while a CUDA graph is captured.
+
+    If a captured graph used a cached tensor, its replays could read it after it was dropped from the cache.
+    """
 
     @functools.wraps(make)
     def get(*args: Any) -> Tensor:
@@ -168,13 +178,13 @@ def constant(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if device.type == "meta" or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             return make(*args)
         key = (make.__name__, *args)
-        kept = _CONSTANTS.get(key)
-        if kept is not None:
-            return kept
+        cached = _CONSTANTS.get(key)
+        if cached is not None:
+            return cached
         with torch.inference_mode(False):
             constant = make(*args)
         if len(_CONSTANTS) >= _MOST_CONSTANTS:
-            _CONSTANTS.clear()  # streams of ever new batch sizes only
+            _CONSTANTS.clear()  # the cache fills only if batch sizes keep changing.
         return _CONSTANTS.setdefault(key, constant)
 
     return get
@@ -182,7 +192,10 @@ def constant(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 @constant
 def _rows(batch: int, plan_batch: int, device: torch.device) -> Tensor:
-    """int32 0, 1, ..., batch, batch, ...: more than the plan's batch, and even, so that rows of offsets begin on 16 bytes."""
+    """Returns int32 0, 1, ..., batch, batch, ...: more entries than the plan's batch.
+
+    The number of entries is even, so that rows of offsets begin on 16-byte boundaries.
+    """
     return torch.arange(_even(plan_batch + 1), dtype=torch.int32, device=device).clamp_(max=batch)
 
 
@@ -199,6 +212,5 @@ def _even(n: int) -> int:
 
 @constant
 def _column(steps: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.stack(
-        [torch.full((1,), step, dtype=torch.int64, device=device) for step in steps]
-    )  # fills, so no copy to wait for
+    # Fills on the device: a tensor made from a list would be a copy that waits.
+    return torch.stack([torch.full((1,), step, dtype=torch.int64, device=device) for step in steps])

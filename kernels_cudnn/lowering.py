@@ -1,15 +1,16 @@
-"""From a mod's FX graphs to steps that are cuDNN's pointwise nodes, and the inputs that they read.
+"""Lowering of a mod's FX graphs to steps, which are cuDNN's pointwise nodes, and to the inputs of these steps.
 
-cuDNN's graphs have no gather, and compute integers in 32 bits. So what does not depend on the score, nor on query and key both, is
-no step but an input: a number, or a tensor with a value for each batch entry, head, query or key, which the caller computes before
-the kernel, reads at computed indices included. A tensor with a value for each query and key is read as it lies.
+cuDNN's graphs have no gather, and compute integers in 32 bits. So a value is an input if it does not depend on the score, nor on
+both query and key. Such an input is a number, or a tensor with a value for each batch entry, head, query or key. The caller
+computes it before the kernel runs, including reads at computed indices. If a tensor has a value for each query and key, it is
+read directly.
 
-    mods, recipes = lower(score, mask, gradient, captures)   # FX graphs of aten ops on scalars; what each captured tensor is
+    mods, recipes = lower(score, mask, gradient, captures)   # FX graphs of aten ops on scalars.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -19,9 +20,9 @@ from flexattn.kernels_cudnn.lowering_ops import CHEAP, DIVISIONS, INTERVALS, OPS
 
 INT32 = (-(2**31), 2**31 - 1)
 INT64 = (-(2**63), 2**63 - 1)
-LONGEST = 2**26  # queries or keys: with it, few expressions of positions can pass 32 bits
+LONGEST = 2**26  # the largest number of queries or keys. With this bound, few expressions of positions can exceed 32 bits.
 POSITION = (0, LONGEST)
-ROWS = 2  # tensors with a value for each query that a backward takes: with a third, cuDNN 9.19 and 9.24 have no plan
+ROWS = 2  # tensors with a value for each query that a backward supports. With a third one, cuDNN 9.19 and 9.24 have no plan.
 _BOUNDS = {
     torch.int8: (-128, 127),
     torch.uint8: (0, 255),
@@ -34,64 +35,69 @@ _SCORES = ("score", "dscore")
 
 
 class NotExpressible(Exception):
-    """A mod that no cuDNN graph can say; the text says what of it."""
+    """A mod that no cuDNN graph can express. The text names the part that it cannot express."""
 
 
 class Step(NamedTuple):
-    """One value: op is "score", "dscore", "q_idx", "kv_idx", "input" (args: its number), or a node of the graph on earlier steps.
+    """One value. `op` is "score", "dscore", "q_idx", "kv_idx", "input" (with the input's number in args), or a node of the graph.
 
-    Truth values are of kind "bool", and in the graph 32-bit integers, 0 or 1.
+    The arguments of a node are the numbers of earlier steps. Truth values have kind "bool"; the graph computes them as 32-bit
+    integers.
     """
 
     op: str
-    kind: str  # "float", "int" or "bool"
+    kind: str  # "float", "int" or "bool".
     args: tuple[int, ...] = ()
 
 
 class Mods(NamedTuple):
-    """The mods of a call as graphs, whatever the values of their inputs: equal mods of equal inputs are one plan.
+    """The mods of a call as steps, without the values of their inputs. If mods and their inputs' layouts are equal, so is the plan.
 
-    score, mask and gradient are positions among `steps`. mask: None hides nothing. gradient: None is zero. is_guarded: the gradient
-    may be infinite where a score is hidden.
+    score, mask and gradient are positions in `steps`. If mask is None, nothing is hidden. If gradient is None, it is zero.
+    is_guarded: whether the gradient may be infinite for a hidden score.
     """
 
     steps: tuple[Step, ...]
-    inputs: tuple[str, ...]  # the kind of each
+    inputs: tuple[str, ...]  # the kind of each input.
     score: int
     mask: int | None
     gradient: int | None
     is_guarded: bool
 
 
+Spans = tuple[bool, bool, bool, bool]  # whether a value depends on b, h, q_idx and kv_idx.
+
+
 class Recipe(NamedTuple):
-    """Recipe of an input; `spans`: which of (b, h, q_idx, kv_idx) it has values for, broadcast over the others."""
+    """The rule to make an input. It is broadcast over the indices that are not in `spans`."""
 
     kind: str
-    spans: tuple[bool, bool, bool, bool]
-    is_host: bool  # a number that is known without reading a tensor
+    spans: Spans
+    is_host: bool  # whether it is a number that is known without reading a tensor.
     constant: float | int | None = None
-    graph: Graph | None = None  # a graph of positions and captures, whose one output is the value
-    read: str | None = None  # a capture, read at `at`: a name of _POSITIONS or a number for each of its dims
-    at: tuple[str | int, ...] = ()
+    graph: Graph | None = None  # a graph of positions and captures, with the value as its only output.
+    read: str | None = None  # the name of a capture that is read directly.
+    indices: tuple[str | int, ...] = ()  # for each dim of `read` the name of a position, or a number.
 
 
 class Expression(NamedTuple):
     op: str
-    args: tuple[Any, ...]  # numbers of expressions, or constants as ("const", value)
+    args: tuple[Any, ...]  # numbers of expressions. A placeholder has its name, and a constant its value.
     kind: str
-    depends: frozenset[str]
-    bounds: tuple[int, int]  # least and greatest value of an integer
+    depends: frozenset[str]  # names of the placeholders that it depends on.
+    bounds: tuple[int, int]  # least and greatest value of an integer.
     node: Node | None
-    is_cheap: bool  # positions and whole numbers alone, exact in 32 bits: no tensor is made for it
+    is_cheap: bool  # whether it uses only positions and integers, exact in 32 bits. If so, no tensor is made for it.
 
 
 def lower(
     score: Graph | None, mask: Graph | None, gradient: Graph | None, captures: Sequence[tuple[str, torch.dtype, int]]
 ) -> tuple[Mods, tuple[Recipe, ...]]:
-    """The mods as steps, and what their inputs are made of; captures: (name, dtype, ndim), ndim -1 for a number.
+    """Returns the mods as steps, and the recipes of their inputs.
 
-    `gradient` takes dscore too and returns a list, of which the first is the gradient of the score; None where there is no
-    backward, or the score is not modified.
+    captures: (name, dtype, ndim) of each capture, with ndim -1 for a number.
+    gradient: a graph that also has dscore as an argument and returns a list, with the gradient of the score first. Pass None if
+    there is no backward, or if the score is not modified.
 
     Raises NotExpressible.
     """
@@ -106,15 +112,13 @@ def lower(
         if first is not None:
             results[name] = lowering.lower(name, graph, first)
     new_score = results["score_mod"]
-    of_score = lowering.step("score", "float") if new_score is None else new_score
-    of_gradient = results["the derivative of score_mod"] if gradient is not None else lowering.step("dscore", "float")
-    steps = tuple(lowering.steps)
-    mods = Mods(
-        steps, tuple(recipe.kind for recipe in lowering.recipes), of_score, results["mask_mod"], of_gradient, lowering.is_guarded
-    )
+    score_step = lowering.step("score", "float") if new_score is None else new_score
+    gradient_step = results["the derivative of score_mod"] if gradient is not None else lowering.step("dscore", "float")
+    kinds = tuple(recipe.kind for recipe in lowering.recipes)
+    mods = Mods(tuple(lowering.steps), kinds, score_step, results["mask_mod"], gradient_step, lowering.is_guarded)
     rows = sum(recipe.spans[2] and not recipe.spans[3] for recipe in lowering.recipes)
     if gradient is not None and rows > ROWS:
-        raise NotExpressible(f"the mods read {rows} different values for each query, and cuDNN's backward takes {ROWS}")
+        raise NotExpressible(f"the mods read {rows} different values for each query, and cuDNN's backward supports {ROWS}")
     return mods, tuple(lowering.recipes)
 
 
@@ -125,13 +129,13 @@ class Lowering:
         self.recipes: list[Recipe] = []
         self.is_guarded = False
         self._numbers: dict[Step, int] = {}
-        self._inputs: dict[Any, int] = {}
+        self._inputs: dict[Hashable, int] = {}
         self._expressions: list[Expression] = []
-        self._known: dict[Any, int] = {}
+        self._known: dict[Hashable, int] = {}
         self._values: dict[int, int] = {}
         self._role = ""
 
-    # Expressions: what the FX graphs say, equal ones once, whichever graph they come from.
+    # Expressions: the nodes of all FX graphs, with equal ones merged.
 
     def lower(self, role: str, graph: Graph, output: Node) -> int:
         self._role = role
@@ -139,15 +143,15 @@ class Lowering:
         for node in graph.nodes:
             if node.op in ("placeholder", "call_function"):
                 numbers[node] = self._expression(node, numbers)
-        wanted = numbers[output]
+        result = numbers[output]
         if role.startswith("the derivative"):
-            self.is_guarded = any(self._is_risky(self._expressions[n]) for n in self._ancestors(wanted))
-        return self.as_kind(self._value(wanted), "bool" if role == "mask_mod" else "float")
+            self.is_guarded = any(self._is_risky(self._expressions[n]) for n in self._ancestors(result))
+        return self.as_kind(self._value(result), "bool" if role == "mask_mod" else "float")
 
     def _expression(self, node: Node, numbers: Mapping[Node, int]) -> int:
         if node.op == "placeholder":
             name = str(node.target)
-            key: Any = ("placeholder", name)
+            key: tuple[Hashable, ...] = ("placeholder", name)
             if key not in self._known:
                 dtype, _ = self.captures.get(name, (node.meta["dtype"], -1))
                 bounds = POSITION if name in _POSITIONS else _BOUNDS.get(dtype, INT64)
@@ -157,13 +161,13 @@ class Lowering:
         op = _op_name(node)
         dtype = node.meta["dtype"]
         kind = _kind(dtype)
+        node_args: tuple[Any, ...] = node.args
         if op == "full":
-            value = node.args[1]
-            return self._constant(bool(value) if kind == "bool" else float(value) if kind == "float" else int(value), node)  # type: ignore[arg-type]
-        given: tuple[Any, ...] = node.args
+            value = node_args[1]
+            return self._constant(bool(value) if kind == "bool" else float(value) if kind == "float" else int(value), node)
         if op == "index":
-            given = (node.args[0], *node.args[1])  # type: ignore[misc]
-        args = tuple(numbers[x] if isinstance(x, Node) else None if x is None else self._constant(x, node) for x in given)
+            node_args = (node_args[0], *node_args[1])
+        args = tuple(numbers[x] if isinstance(x, Node) else None if x is None else self._constant(x, node) for x in node_args)
         rounding = node.kwargs.get("rounding_mode")
         if op == "div" and rounding is not None:
             op = "floor_divide" if rounding == "floor" else "trunc_divide"
@@ -174,11 +178,11 @@ class Lowering:
             bounds = self._bounds(op, dtype, args) if kind != "float" else INT64
             is_cheap = op in CHEAP and kind != "float" and _fits(bounds) and all(x.is_cheap for x in operands)
             if dtype in (torch.float16, torch.bfloat16) and not self._is_hoisted(depends):
-                self.refuse(node, f"it computes in {str(dtype).removeprefix('torch.')}, and the graphs in float32")
+                self.refuse(node, f"it computes in {str(dtype).removeprefix('torch.')}, and cuDNN's graphs compute in float32")
             self._add(key, Expression(op, args, kind, depends, bounds, node, is_cheap))
         return self._known[key]
 
-    def _constant(self, value: Any, node: Node) -> int:
+    def _constant(self, value: bool | int | float, node: Node) -> int:
         key = ("constant", type(value).__name__, repr(value))
         if key not in self._known:
             kind = "bool" if isinstance(value, bool) else "int" if isinstance(value, int) else "float"
@@ -186,7 +190,7 @@ class Lowering:
             self._add(key, Expression("constant", (value,), kind, frozenset(), bounds, None, kind != "float" and _fits(bounds)))
         return self._known[key]
 
-    def _add(self, key: Any, expression: Expression) -> None:
+    def _add(self, key: Hashable, expression: Expression) -> None:
         self._known[key] = len(self._expressions)
         self._expressions.append(expression)
 
@@ -203,12 +207,12 @@ class Lowering:
         return seen
 
     def _is_risky(self, x: Expression) -> bool:
-        if x.op in DIVISIONS:  # by one number for many scores, which is not 0
+        if x.op in DIVISIONS:  # a divisor that many scores share is assumed not to be 0.
             return not self._is_hoisted(self._expressions[x.args[1]].depends)
         return x.op in RISKY and not self._is_hoisted(x.depends)
 
     def _bounds(self, op: str, dtype: torch.dtype, args: tuple[Any, ...]) -> tuple[int, int]:
-        """Returns bounds of an integer result; those of the dtype for operands that are not integers and for unknown ops."""
+        """Returns the bounds of an integer result, or those of its dtype if the op is unknown or an operand is a float."""
         if dtype is torch.bool:
             return (0, 1)
         if op == "index":
@@ -224,7 +228,7 @@ class Lowering:
         limits = _BOUNDS.get(dtype, INT64)
         return (low, high) if limits[0] <= low and high <= limits[1] else limits
 
-    # Values: steps of the graph.
+    # Values: the steps that compute an expression.
 
     def step(self, op: str, kind: str, *args: int) -> int:
         step = Step(op, kind, args)
@@ -234,12 +238,12 @@ class Lowering:
         return self._numbers[step]
 
     def _value(self, number: int) -> int:
-        found = self._values.get(number)
-        if found is None:
-            found = self._values[number] = self._made(number)
-        return found
+        value = self._values.get(number)
+        if value is None:
+            value = self._values[number] = self._lowered(number)
+        return value
 
-    def _made(self, number: int) -> int:
+    def _lowered(self, number: int) -> int:
         x = self._expressions[number]
         if x.op == "placeholder" and x.args[0] in (*_SCORES, "q_idx", "kv_idx"):
             return self.step(x.args[0], x.kind)
@@ -252,7 +256,7 @@ class Lowering:
         operands = [None if n is None else self._expressions[n] for n in x.args]
         values = [None if n is None else self._value(n) for n in x.args]
         if x.kind == "int" and not _fits(x.bounds):
-            self.refuse(x.node, "its whole numbers may need more than the 32 bits that cuDNN computes in; capture int32 tensors")
+            self.refuse(x.node, _TOO_WIDE)
         if x.op == "_to_copy":
             return self._converted(x, values[0])
         lowered = OPS.get(x.op)
@@ -266,11 +270,11 @@ class Lowering:
     def number(self, value: float | int | bool) -> int:
         kind = "bool" if isinstance(value, bool) else "int" if isinstance(value, int) else "float"
         if kind == "int" and not INT32[0] <= value <= INT32[1]:
-            raise NotExpressible(f"{self._role} has the number {value}, and cuDNN computes whole numbers in 32 bits")
-        plain = int(value) if kind == "bool" else value
-        return self._input(("constant", kind, repr(plain)), Recipe(kind, (False,) * 4, True, constant=plain))
+            raise NotExpressible(f"{self._role} has the number {value}, and cuDNN computes integers in 32 bits")
+        constant = int(value) if kind == "bool" else value
+        return self._input(("constant", kind, repr(constant)), Recipe(kind, (False, False, False, False), True, constant=constant))
 
-    def _input(self, key: Any, recipe: Recipe) -> int:
+    def _input(self, key: Hashable, recipe: Recipe) -> int:
         if key not in self._inputs:
             self._inputs[key] = len(self.recipes)
             self.recipes.append(recipe)
@@ -279,58 +283,66 @@ class Lowering:
     def _hoisted(self, number: int) -> int:
         x = self._expressions[number]
         if x.kind == "int" and not _fits(x.bounds):
-            self.refuse(x.node, "its whole numbers may need more than the 32 bits that cuDNN computes in; capture int32 tensors")
-        spans = tuple(name in x.depends for name in _POSITIONS)
-        tensors = any(name in self.captures and self.captures[name][1] >= 0 for name in x.depends)
+            self.refuse(x.node, _TOO_WIDE)
+        spans = _spans(x.depends)
+        reads_tensors = any(name in self.captures and self.captures[name][1] >= 0 for name in x.depends)
         assert x.node is not None
-        recipe = Recipe(x.kind, spans, not tensors and not any(spans), graph=_cut(x.node))  # type: ignore[arg-type]
+        recipe = Recipe(x.kind, spans, not reads_tensors and not any(spans), graph=_cut(x.node))
         return self._input(("hoisted", number), recipe)
 
     def _read(self, number: int) -> int:
-        """A tensor with a value for each query and key, read as it lies."""
+        """Returns the input of a tensor with a value for each query and key, which is read directly."""
         x = self._expressions[number]
         name = self._expressions[x.args[0]].args[0]
-        at: list[str | int] = []
+        indices: list[str | int] = []
         for i in x.args[1:]:
             index = self._expressions[i]
-            if index.op == "placeholder" and index.args[0] in _POSITIONS and index.args[0] not in at:
-                at.append(index.args[0])
+            if index.op == "placeholder" and index.args[0] in _POSITIONS and index.args[0] not in indices:
+                indices.append(index.args[0])
             elif index.op == "constant":
-                at.append(int(index.args[0]))
+                indices.append(int(index.args[0]))
             else:
                 self.refuse(x.node, f"cuDNN has no gather, and the index {self._text(i)} is computed for each query and key")
         if x.kind == "int" and not _fits(x.bounds):
-            self.refuse(x.node, f"{name} is of 64-bit integers, and cuDNN computes in 32; capture an int32 tensor")
-        spans = tuple(position in at for position in _POSITIONS)
-        return self._input(("read", name, tuple(at)), Recipe(x.kind, spans, False, read=name, at=tuple(at)))  # type: ignore[arg-type]
+            self.refuse(x.node, f"{name} has 64-bit integers, and cuDNN computes integers in 32 bits; capture an int32 tensor")
+        recipe = Recipe(x.kind, _spans(indices), False, read=name, indices=tuple(indices))
+        return self._input(("read", name, tuple(indices)), recipe)
 
     def as_kind(self, value: int, kind: str) -> int:
-        """A value in another kind: a truth value is 0 or 1."""
+        """Returns a value in another kind. A truth value becomes 0 or 1."""
         step = self.steps[value]
         if step.kind == kind:
             return value
         if step.op == "input":
             recipe = self.recipes[step.args[0]]
-            if recipe.constant is not None:
-                plain = recipe.constant
-                return self.number(bool(plain) if kind == "bool" else float(plain) if kind == "float" else int(plain))
+            if (constant := recipe.constant) is not None:
+                return self.number(bool(constant) if kind == "bool" else float(constant) if kind == "float" else int(constant))
         if kind == "bool":
             return self.step("cmp_neq", "bool", value, self.as_kind(self.number(0), step.kind))
         return self.step("identity", kind, value)
 
-    def _converted(self, x: Expression, value: Any) -> int:
+    def _converted(self, x: Expression, value: int | None) -> int:
+        assert value is not None
         kind = self.steps[value].kind
         if x.kind == "int" and kind == "float":
-            self.refuse(x.node, "cuDNN's rounding of a score to a whole number is not known")
+            self.refuse(x.node, "cuDNN's rounding of a score to an integer is untested")
         return self.as_kind(value, x.kind)
 
-    def refuse(self, node: Node | None, why: str) -> NoReturn:
-        text = "" if node is None else f" `{_shown(node)}`"
-        raise NotExpressible(f"{self._role} has{text}: {why}")
+    def refuse(self, node: Node | None, reason: str) -> NoReturn:
+        text = "" if node is None else f" `{_text_of(node)}`"
+        raise NotExpressible(f"{self._role} has{text}: {reason}")
 
     def _text(self, number: int) -> str:
         x = self._expressions[number]
-        return f"`{_shown(x.node)}`" if x.node is not None else str(x.args[0])
+        return f"`{_text_of(x.node)}`" if x.node is not None else str(x.args[0])
+
+
+_TOO_WIDE = "its integers may need more than the 32 bits that cuDNN computes in; capture int32 tensors"
+
+
+def _spans(names: Container[str | int]) -> Spans:
+    b, h, q_idx, kv_idx = (name in names for name in _POSITIONS)
+    return b, h, q_idx, kv_idx
 
 
 def _kind(dtype: torch.dtype) -> str:
@@ -340,7 +352,9 @@ def _kind(dtype: torch.dtype) -> str:
 
 
 def _op_name(node: Node) -> str:
-    return node.target._qualified_op_name.removeprefix("aten::")  # type: ignore[union-attr, no-any-return]
+    target: Any = node.target
+    name: str = target._qualified_op_name
+    return name.removeprefix("aten::")
 
 
 def _fits(bounds: tuple[int, int]) -> bool:
@@ -348,7 +362,7 @@ def _fits(bounds: tuple[int, int]) -> bool:
 
 
 def _cut(node: Node) -> Graph:
-    """Returns a graph of all that `node` is computed from, with `node` as the output."""
+    """Returns a graph of `node` and all nodes that it depends on, with `node` as the output."""
     graph = Graph()
     copies: dict[Node, Node] = {}
     needed, todo = {node}, [node]
@@ -383,28 +397,29 @@ _INFIX = {
 _MOST_TEXT = 100
 
 
-def _shown(node: Node) -> str:
-    """A node as an expression, for a user to find it again."""
+def _text_of(node: Node) -> str:
+    """Returns a node as an expression, so that a user finds it in a mod."""
 
-    def text(x: Any, depth: int) -> str:
+    def text(x: object, depth: int) -> str:
         if not isinstance(x, Node):
             return str(x)
         if x.op == "placeholder":
             return str(x.target)
         op = _op_name(x)
+        args: tuple[Any, ...] = x.args
         if op == "full":
-            return str(x.args[1])
+            return str(args[1])
         if depth == 0:
             return "..."
         if op == "index":
-            return f"{x.args[0].target}[{', '.join(text(i, depth - 1) for i in x.args[1])}]"  # type: ignore[union-attr]
-        parts = [text(a, depth - 1) for a in x.args if a is not None]
+            return f"{args[0].target}[{', '.join(text(i, depth - 1) for i in args[1])}]"
+        parts = [text(a, depth - 1) for a in args if a is not None]
         if op in _INFIX and len(parts) == 2 and not x.kwargs:
             return f"({parts[0]} {_INFIX[op]} {parts[1]})"
         return f"{op}({', '.join(parts)})"
 
     for depth in (4, 3, 2, 1):
-        shown = text(node, depth)
-        if len(shown) <= _MOST_TEXT:
+        result = text(node, depth)
+        if len(result) <= _MOST_TEXT:
             break
-    return shown.removeprefix("(").removesuffix(")") if shown.startswith("(") else shown
+    return result.removeprefix("(").removesuffix(")") if result.startswith("(") else result

@@ -1,4 +1,4 @@
-"""Lowering of each op of a mod's graph to nodes of cuDNN's, and the bounds of its integers."""
+"""Lowering of each op of a mod's graph to cuDNN's nodes, and the bounds of its integer results."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from flexattn.kernels_cudnn.lowering import Expression, Lowering
 
-# Bounds of integer results from those of the operands.
+# Bounds of integer results, computed from the operands' bounds.
 
 
-def _corners(*values: int) -> tuple[int, int]:
+Interval = tuple[int, int]
+
+
+def _corners(*values: int) -> Interval:
     return min(values), max(values)
 
 
-def _clamp_interval(x: Any, low: Any = None, high: Any = None) -> tuple[int, int]:
+def _clamp_interval(x: Interval, low: Interval | None = None, high: Interval | None = None) -> Interval:
     a, b = x
     if low is not None:
         a, b = max(a, low[0]), max(b, low[1])
@@ -25,11 +28,11 @@ def _clamp_interval(x: Any, low: Any = None, high: Any = None) -> tuple[int, int
     return a, b
 
 
-def _remainder_interval(x: tuple[int, int], y: tuple[int, int]) -> tuple[int, int]:
+def _remainder_interval(x: Interval, y: Interval) -> Interval:
     return (min(y[0] + 1, 0), max(y[1] - 1, 0))
 
 
-INTERVALS: dict[str, Callable[..., tuple[int, int]]] = {
+INTERVALS: dict[str, Callable[..., Interval]] = {
     "add": lambda x, y: (x[0] + y[0], x[1] + y[1]),
     "sub": lambda x, y: (x[0] - y[1], x[1] - y[0]),
     "mul": lambda x, y: _corners(*(a * b for a in x for b in y)),
@@ -49,7 +52,8 @@ INTERVALS: dict[str, Callable[..., tuple[int, int]]] = {
 }
 
 
-# From an expression's op to steps: functions of (lowering, expression, its operands, their values).
+# Functions from an expression's op to steps. Their arguments are the lowering, the expression, its operands, and the operands'
+# values.
 
 Lowered = Callable[["Lowering", "Expression", list[Any], list[Any]], int]
 
@@ -57,7 +61,7 @@ CHEAP = frozenset(
     ("add", "sub", "neg", "abs", "eq", "ne", "lt", "le", "gt", "ge", "maximum", "minimum", "clamp", "mul", "logical_not")
     + ("bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not", "logical_and", "logical_or", "logical_xor")
 )
-# What can be infinite in a derivative.
+# Ops whose result can be infinite in a derivative.
 DIVISIONS = frozenset(("div", "floor_divide", "trunc_divide", "remainder", "fmod"))
 RISKY = frozenset(
     ("reciprocal", "rsqrt", "sqrt", "log", "log2", "log10", "log1p", "exp", "exp2", "expm1", "pow", "tan", "cosh", "sinh")
@@ -65,7 +69,7 @@ RISKY = frozenset(
 
 
 def _node(op: str) -> Lowered:
-    """A node on floats or integers, whichever the result is of."""
+    """Returns the lowering to a node that computes in the kind of the result, floats or integers."""
 
     def lowered(to: Lowering, x: Expression, operands: list[Any], values: list[Any]) -> int:
         kind = "int" if x.kind == "bool" else x.kind
@@ -90,7 +94,7 @@ def _comparison(op: str) -> Lowered:
 def _logical(op: str) -> Lowered:
     def lowered(to: Lowering, x: Expression, operands: list[Any], values: list[Any]) -> int:
         if x.kind != "bool":
-            to.refuse(x.node, "cuDNN has no node for the bits of whole numbers")
+            to.refuse(x.node, "cuDNN has no node for the bits of integers")
         return to.step(op, "bool", *(to.as_kind(v, "bool") for v in values))
 
     return lowered
@@ -112,11 +116,11 @@ def _clamp(to: Lowering, x: Expression, operands: list[Any], values: list[Any]) 
 
 def _remainder(to: Lowering, x: Expression, operands: list[Any], values: list[Any]) -> int:
     a, b = (to.as_kind(v, x.kind) for v in values)
-    if x.kind == "float":  # the sign of the divisor
-        whole = to.step("floor", "float", to.step("div", "float", a, b))
-        return to.step("sub", "float", a, to.step("mul", "float", whole, b))
+    if x.kind == "float":  # the result has the sign of the divisor.
+        quotient = to.step("floor", "float", to.step("div", "float", a, b))
+        return to.step("sub", "float", a, to.step("mul", "float", quotient, b))
     if operands[1].bounds[0] <= 0:
-        to.refuse(x.node, "cuDNN's remainder by what may be negative is not known")
+        to.refuse(x.node, "cuDNN's remainder is untested for a divisor that may be 0 or negative")
     rest = to.step("mod", "int", a, b)
     if operands[0].bounds[0] < 0:
         rest = to.step("mod", "int", to.step("add", "int", rest, b), b)
@@ -125,7 +129,7 @@ def _remainder(to: Lowering, x: Expression, operands: list[Any], values: list[An
 
 def _fmod(to: Lowering, x: Expression, operands: list[Any], values: list[Any]) -> int:
     if x.kind == "int" and (operands[0].bounds[0] < 0 or operands[1].bounds[0] <= 0):
-        to.refuse(x.node, "cuDNN's remainder of what may be negative is not known")
+        to.refuse(x.node, "cuDNN's remainder is untested for numbers that may be negative")
     return to.step("mod", x.kind, *(to.as_kind(v, x.kind) for v in values))
 
 
@@ -136,8 +140,8 @@ def _whole_division(to: Lowering, x: Expression, operands: list[Any], values: li
             return _truncated(to, to.step("div", "float", a, b))
         return to.step("floor", "float", to.step("div", "float", a, b))
     if operands[0].bounds[0] < 0 or operands[1].bounds[0] <= 0:
-        to.refuse(x.node, "cuDNN's whole division of what may be negative is not known")
-    # Less the remainder the division is exact, whichever way cuDNN rounds.
+        to.refuse(x.node, "cuDNN's integer division is untested for numbers that may be negative")
+    # The remainder is subtracted first, so that the division is exact and cuDNN's rounding does not matter.
     return to.step("div", "int", to.step("sub", "int", a, to.step("mod", "int", a, b)), b)
 
 
@@ -167,11 +171,14 @@ def _power(to: Lowering, x: Expression, operands: list[Any], values: list[Any]) 
         if exponent in (0.5, -0.5):
             return to.step("sqrt" if exponent == 0.5 else "rsqrt", "float", value)
         return to.step("reciprocal", "float", value if exponent == -1.0 else to.step("mul", "float", value, value))
-    return to.refuse(x.node, "the graphs take whole powers from 0 to 8, -2, -1, -0.5 and 0.5")
+    return to.refuse(x.node, "cuDNN's graphs support integer powers from 0 to 8, and -2, -1, -0.5 and 0.5")
 
 
 def _composed(function: Callable[..., int]) -> Lowered:
-    """An op on floats from others: function(apply, number, value), apply(op, *values), number(constant)."""
+    """Returns the lowering of an op on floats that is composed of others.
+
+    It calls function(apply, number, value), with apply(op, *values) and number(constant).
+    """
 
     def lowered(to: Lowering, x: Expression, operands: list[Any], values: list[Any]) -> int:
         def apply(op: str, *args: int) -> int:
@@ -182,8 +189,8 @@ def _composed(function: Callable[..., int]) -> Lowered:
     return lowered
 
 
-def _whole(op: str) -> Lowered:
-    """A rounding, which leaves whole numbers as they are."""
+def _rounding(op: str) -> Lowered:
+    """Returns the lowering of a rounding. Integers stay unchanged."""
 
     def lowered(to: Lowering, x: Expression, operands: list[Any], values: list[Any]) -> int:
         if x.kind == "int":
@@ -223,7 +230,7 @@ OPS: dict[str, Lowered] = {
     "trunc_divide": _whole_division,
     "sign": _sign,
     "pow": _power,
-    **{op: _whole(op) for op in ("floor", "ceil", "trunc")},
+    **{op: _rounding(op) for op in ("floor", "ceil", "trunc")},
     "isnan": _is_nan,
     "isinf": _is_inf,
     "exp2": _composed(lambda apply, number, x: apply("exp", apply("mul", x, number(math.log(2.0))))),
