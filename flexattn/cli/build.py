@@ -3,11 +3,28 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 from flexattn import kept_files
 from flexattn.build_ahead import build_missing, recorded
 from flexattn.cli import explain as question
+from flexattn.cli import program
+
+EXAMPLES = """examples:
+  %(prog)s --q 2,4096,32,128 --kv-heads 8 --mask causal --capability 9.0 --out kernels
+  FLEXATTN_KERNELS=kernels python train.py
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = question.make_parser(program("build"), EXAMPLES)
+    add_arguments(parser)
+    args = parser.parse_args(arguments)
+    try:
+        return run(args)
+    except (ImportError, OSError, TypeError, ValueError) as e:
+        parser.error(str(e))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

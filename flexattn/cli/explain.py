@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import pkgutil
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,9 +13,11 @@ from torch import Tensor
 
 from flexattn import ops
 from flexattn.build_ahead import explain_built
+from flexattn.cli import program
 from flexattn.dispatch import explain as explanations
 from flexattn.dispatch import options
 from flexattn.dispatch.quantization import GRANULARITIES
+from flexattn.dispatch.select import BackendError
 from flexattn.dispatch.spec import BIAS_TYPES, MASK_TYPES, SOFTMAX_TYPES, AttentionSpec, Operands, parse_format
 from flexattn.fp8 import FORMATS, Recipe
 from flexattn.functional import bind_call
@@ -25,6 +27,41 @@ from flexattn.plot import plot_mask
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 DRAWN = ("q", "k", "v", "qkv_format", "attn_mask_type", "window_size", "score_mod", "mask_mod", "cu_seqlens_q", "cu_seqlens_kv")
 """Arguments of `attention` that a picture shows, beside the longest lengths and ALiBi."""
+
+EXAMPLES = """examples:
+  %(prog)s --q 2,4096,32,128 --kv-heads 8 --mask causal --capability 9.0
+  %(prog)s --q 16384,32,128 --format thd --mask padding_causal --batch 8 --verbose
+  %(prog)s --q 1,64,4,64 --mask causal --window 16,0 --picture mask.png
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = make_parser(program("explain"), EXAMPLES)
+    add_arguments(parser)
+    parser.add_argument("--verbose", action="store_true", help="print the reason against each other backend and kernel too")
+    parser.add_argument("--build", action="store_true", help="build what would run first: the answer is then final")
+    parser.add_argument(
+        "--picture",
+        metavar="FILE",
+        help="draw the keys that each query sees, as PNG, SVG or PDF; sequences of thd are of equal lengths, a bias is left out",
+    )
+    args = parser.parse_args(arguments)
+    try:
+        found = answer(args)
+        print(found.details if args.verbose else found)  # noqa: T201
+        if args.source:
+            print(source(args))  # noqa: T201
+        if args.picture is not None:
+            draw(args)
+    except (ImportError, OSError, TypeError, ValueError) as e:
+        parser.error(str(e))
+    except BackendError as e:
+        parser.exit(1, f"{e}\n")
+    return 0
+
+
+def make_parser(prog: str, examples: str) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(prog=prog, epilog=examples, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
