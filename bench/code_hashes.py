@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 from flexattn.bench.environment import environment
 from flexattn.bench.record import versions
 from flexattn.build_ahead import recorded
+from flexattn.cli import Parser, program
 from flexattn.cli import explain as question
-from flexattn.cli import program
 from flexattn.progress import progress_bar
 
 DIMS = {"64": (64, 64), "96": (96, 96), "128": (128, 128), "192x128": (192, 128), "256": (256, 256)}
@@ -214,9 +214,7 @@ def read(path: Path) -> dict[str, Code]:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog=program("code_hashes"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog=program("code_hashes"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", metavar="TEXT", help="cases with this in their names")
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="where to write the hashes")
     parser.add_argument(

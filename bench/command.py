@@ -41,7 +41,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     what = parser.add_argument_group("what is measured")
     what.add_argument(
-        "--preset", choices=PRESETS, metavar="NAME", help="shapes by purpose; --list names them (default: quick; without a GPU tiny)"
+        "--preset", choices=PRESETS, metavar="NAME", help="shapes by purpose, as in --list (default: quick; without a GPU tiny)"
     )
     what.add_argument(
         "--shapes", nargs="+", metavar="NAME", help="shapes by name or pattern, as 'sweep-d64-*', instead of a preset"
@@ -81,7 +81,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     ours_alone = parser.add_argument_group("for maintainers of flexattn: its tables and pages, from results")
     ours_alone.add_argument(
-        "--emit-rows", type=Path, nargs="+", metavar="FILE", help="print the rows of tile tables and heuristics that results support"
+        "--emit-rows", type=Path, nargs="+", metavar="FILE", help="print rows of tile tables and heuristics, by results"
     )
     ours_alone.add_argument(
         "--regret", type=Path, nargs="+", metavar="FILE", help="print what backend auto picks, beside the fastest that results have"

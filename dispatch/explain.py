@@ -40,10 +40,15 @@ class Explanation(NamedTuple):
     @property
     def runs_on(self) -> str:
         """The backend of each direction and the kernels of Triton: "triton / sm_90 (forward), triton / sm_90 fused (backward)"."""
-        named = {part.direction: part.runs_on(" / ") for part in self._parts()}
-        if named["forward"] == named.get("backward"):
-            return f"{named['forward']} (forward and backward)"
-        return ", ".join(f"{name} ({direction})" for direction, name in named.items())
+        forward, backward = (self.runs("forward"), self.runs("backward")) if self.backward else (self.runs("forward"), None)
+        if forward == backward:
+            return f"{forward} (forward and backward)"
+        return f"{forward} (forward)" + (f", {backward} (backward)" if backward else "")
+
+    def runs(self, direction: Direction) -> str:
+        """Returns the backend of one direction, and of Triton the kernels: "triton / sm_90"."""
+        (name,) = (part.runs_on(" / ") for part in self._parts() if part.direction == direction)
+        return name
 
     @property
     def details(self) -> str:

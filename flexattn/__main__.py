@@ -69,7 +69,8 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     close = difflib.get_close_matches(name, COMMANDS, n=1)
     hint = f"did you mean {close[0]!r}?" if close else f"accepted: {', '.join(COMMANDS)}"
-    print(f"{program()}: error: there is no command {name!r}; {hint} `{program()} --help` lists the commands", file=sys.stderr)  # noqa: T201
+    text = f"{program()}: error: there is no command {name!r}; {hint}\n`{program()} --help` lists the commands"
+    print(text, file=sys.stderr)  # noqa: T201
     return 2
 
 

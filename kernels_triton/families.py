@@ -81,7 +81,7 @@ def choose(call: Call, policy: Policy) -> Choice:
         if reason is None and not policy.ignores_measurements:
             reason = family.slower(call)
         if reason is None:
-            why = "FLEXATTN_HOPPER=always" if policy.ignores_measurements else "the fastest of Triton's kernels in benchmarks of such calls"
+            why = "FLEXATTN_HOPPER=always" if policy.ignores_measurements else "the fastest in benchmarks of such calls"
             why = why if family.has_run else f"FLEXATTN_HOPPER=always; {_NEVER_RAN}"
             return Choice(family, family.tile(call), why, tuple(rejected))
         rejected.append((family.name, reason))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
-from typing import NoReturn
+from typing import Any, NoReturn
 
 
 def program(command: str = "") -> str:
@@ -15,7 +16,12 @@ def program(command: str = "") -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors say where the options are listed."""
+    """A parser whose errors say where the options are listed, and do not list them."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        # That of Python 3.14, for which the value of "--window -1,4" is no option.
+        self._negative_number_matcher = re.compile(r"-\.?\d")
 
     def error(self, message: str) -> NoReturn:
-        super().error(f"{message}\n`{self.prog} --help` lists the options and what they take")
+        self.exit(2, f"{self.prog}: error: {message}\n`{self.prog} --help` lists the options and what they take\n")

@@ -9,7 +9,6 @@ from pathlib import Path
 from flexattn import kept_files
 from flexattn.build_ahead import build_missing, recorded
 from flexattn.cli import explain as question
-from flexattn.cli import program
 
 EXAMPLES = """examples:
   %(prog)s --q 2,4096,32,128 --kv-heads 8 --mask causal --capability 9.0 --out kernels
@@ -18,7 +17,7 @@ EXAMPLES = """examples:
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = question.make_parser(program("build"), EXAMPLES)
+    parser = question.make_parser("build", EXAMPLES)
     add_arguments(parser)
     args = parser.parse_args(arguments)
     try:

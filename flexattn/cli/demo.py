@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import sys
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 import flexattn
-from flexattn.cli import program
+from flexattn.cli import Parser, program
 from flexattn.cli.explain import positive
 from flexattn.dispatch import options
 from flexattn.dispatch.reference import reference_attention, reference_gradients
@@ -81,7 +80,7 @@ class Results(NamedTuple):
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=program("demo"),
         description="Packs this library's own documents, attends to them, checks results and gradients against a reference in "
         "float64, and compares the work with that of padded batches. On a GPU it measures times too.",

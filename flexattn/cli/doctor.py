@@ -5,8 +5,6 @@ No probe can fail the list: an error in a probe is one of its lines.
 
 from __future__ import annotations
 
-import argparse
-import getpass
 import glob
 import importlib
 import importlib.metadata
@@ -23,12 +21,11 @@ import torch
 
 import flexattn
 from flexattn import ops
-from flexattn.cli import program
+from flexattn.cli import Parser, program
 from flexattn.dispatch import cudnn_backend, options, triton_backend
 from flexattn.dispatch.context import requested_backend
 from flexattn.dispatch.explain import explain
 from flexattn.dispatch.known_bad import version_text
-from flexattn.dispatch.select import BackendError
 from flexattn.functional import bind_call
 
 OK, NOTE, MISSING = "ok", "note", "missing"
@@ -43,7 +40,7 @@ class Finding(NamedTuple):
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=program("doctor"),
         description="Lists what is installed of all that flexattn can use, from where, how to get what is missing, and what "
         "attention() runs on. It always succeeds.",
@@ -91,10 +88,8 @@ def outcome() -> str:
         device_type = "cpu" if capability is None else "cuda"
         spec = ops.spec_to_run(call, settings)._replace(device_type=device_type, capability=capability)
         found = explain(spec, requested_backend(None), call)
-    except (BackendError, ValueError) as e:  # a backend or a value that an environment variable names
-        return f"attention() raises {type(e).__name__} here: {e}"
-    except Exception as e:
-        return f"attention() does not run here: {type(e).__name__}: {e}"
+    except Exception as e:  # as a backend that an environment variable names
+        return f"attention() raises {type(e).__name__} here: {' '.join(str(e).splitlines()[:2])}"
     if found.forward.backend != "eager":
         return f"attention() runs on: {found.runs_on}, on {torch.cuda.get_device_name()}."
     if capability is None:
@@ -117,9 +112,10 @@ _PUBLIC = re.compile(r"site-packages.*|[^/\\]*\.so[.\d]*$")  # the end of a path
 def _anonymous(text: str) -> str:
     """Returns a text in one line, without the folders of paths, the values of variables that name some, and names of people."""
     text = _SETTING.sub(lambda found: found[0] if found[1] in _WORDS else f"{found[1]} (set)", " ".join(text.split()))
-    for name in (os.path.expanduser("~"), getpass.getuser(), platform.node()):
+    home = os.path.expanduser("~")
+    for name in (home, os.path.basename(home), os.environ.get("USER", ""), platform.node()):
         text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", "...", text) if len(name) > 1 else text
-    text = _PATH.sub(lambda path: ".../" + "".join(_PUBLIC.findall(path[0])), text)
+    text = _PATH.sub(lambda path: "".join(_PUBLIC.findall(path[0])) or "(a path)", text)
     return text.replace("|", "\\|")
 
 

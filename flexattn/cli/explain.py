@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flexattn import ops
 from flexattn.build_ahead import explain_built
-from flexattn.cli import program
+from flexattn.cli import Parser, program
 from flexattn.dispatch import explain as explanations
 from flexattn.dispatch import options
 from flexattn.dispatch.quantization import GRANULARITIES
@@ -36,7 +36,7 @@ EXAMPLES = """examples:
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = make_parser(program("explain"), EXAMPLES)
+    parser = make_parser("explain", EXAMPLES)
     add_arguments(parser)
     parser.add_argument("--verbose", action="store_true", help="print the reason against each other backend and kernel too")
     parser.add_argument("--build", action="store_true", help="build what would run first: the answer is then final")
@@ -60,8 +60,8 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def make_parser(prog: str, examples: str) -> argparse.ArgumentParser:
-    return argparse.ArgumentParser(prog=prog, epilog=examples, formatter_class=argparse.RawDescriptionHelpFormatter)
+def make_parser(command: str, examples: str) -> Parser:
+    return Parser(prog=program(command), epilog=examples, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

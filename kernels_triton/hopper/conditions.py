@@ -226,7 +226,7 @@ def forward_slower(problem: Problem) -> str | None:
         return f"it is faster from {shortest} keys on (HOPPER_SHARED_FROM), and the longest sequence has {x.longest_kv}"
     shortest = HOPPER_PAGED_WINDOW_FROM.get(tile.head_dim_qk, 0) if is_paged else 0
     if x.window_left is not None and x.window_left < shortest:
-        return f"it is faster with windows of {shortest} keys or more (HOPPER_PAGED_WINDOW_FROM), and the window has {x.window_left}"
+        return f"it is faster with windows of {shortest} keys or more (HOPPER_PAGED_WINDOW_FROM), and this has {x.window_left}"
     least = HOPPER_PAGED_BYTES if is_paged else HOPPER_BYTES
     return None if size >= least else "there is too little to load for it to be faster"
 

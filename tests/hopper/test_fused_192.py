@@ -75,7 +75,7 @@ def family_of(problem: Problem, policy: Policy | None = None, *, deterministic: 
             {"window_left": 1023, "window_right": 0},
             "it is faster from 8192 tokens on (windowed_from of its tile), and the longest sequence has 4096",
         ),
-        ((192, 128), {"shape": (16, 512, 16)}, "faster from 1024 tokens on (open_from of its tile), and the longest sequence has 512"),
+        ((192, 128), {"shape": (16, 512, 16)}, "from 1024 tokens on (open_from of its tile), and the longest sequence has 512"),
         ((192, 128), {"shape": (1, 4096, 2)}, "too few for this device"),
     ],
 )
