@@ -130,7 +130,7 @@ _when_unset: tuple[Any, ...] | None = _UNSET
 
 
 def keep_calls(wanted: bool) -> None:
-    """Sets whether calls may be kept and replayed; if not, `snapshot` returns None. A call of the usual kind takes no longer for it."""
+    """Sets whether calls may be kept and replayed. If not, `snapshot` returns None."""
     global _when_unset
     _when_unset = _UNSET if wanted else None
 

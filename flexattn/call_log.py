@@ -72,7 +72,7 @@ def explaining(*, file: TextIO | None = None) -> Iterator[list[LoggedCall]]:
             ops.observers = tuple(observe for observe in ops.observers if observe != log.observe)
             options.keep_calls(not ops.observers)
         for call in log.calls:
-            print(call, file=file)  # noqa: T201
+            print(call, file=file)
 
 
 class _Log:

@@ -249,7 +249,7 @@ def compare_with_padding(console: Console, batch: Batch, backend: str, repeats: 
         ("padded, bshd, plain causal", padded, unaware, padded_flops),
     )
     table = right_aligned("forward and backward", "tokens", "MiB", "GFLOP", *(["ms"] if repeats else []))
-    runs = [lambda t=tensors, a=arguments: forward_backward(*t, **a) for _, tensors, arguments, _ in cases]  # type: ignore[misc]
+    runs = [lambda t=tensors, a=arguments: forward_backward(*t, **a) for _, tensors, arguments, _ in cases]
     seconds = least_times(runs, with_bar(range(repeats), "timing", console))
     for (name, tensors, _, work), taken in zip(cases, seconds, strict=True):
         q, k, v, _ = tensors
