@@ -48,6 +48,23 @@ def test_a_line_names_the_kernels_that_ran() -> None:
     assert calls[0].explanation.forward_kernels is not None
 
 
+def test_calls_that_are_replayed_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors, ran = qkv(), []
+    run = ops.run
+    monkeypatch.setattr(ops, "run", lambda *call, **named: ran.append(call[1]) or run(*call, **named))
+    for _ in range(3):
+        step(*tensors, attn_mask_type="causal", backend="eager")
+    ran.clear()
+    step(*tensors, attn_mask_type="causal", backend="eager")
+    assert ran == [], "no backend is selected: what was kept is replayed"
+    with explaining(file=io.StringIO()) as calls:
+        step(*tensors, attn_mask_type="causal", backend="eager")
+    assert counts(calls) == [(1, 1)]
+    ran.clear()
+    step(*tensors, attn_mask_type="causal", backend="eager")
+    assert ran == [], "as before"
+
+
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 def test_calls_that_were_cached_before_the_block_are_listed(backend: str) -> None:
     tensors = qkv()
