@@ -78,6 +78,20 @@ def test_windows_without_a_spelling_of_their_own_are_described():
     assert "no_mask, window (3, 4) from the top-left diagonal, " in top_left
 
 
+def test_the_first_line_says_what_runs_each_direction(capsys, monkeypatch):
+    pytest.importorskip("triton", reason="triton is not installed")
+    from flexattn.kernels_triton.runtime import interpreter
+
+    monkeypatch.setattr(interpreter, "INTERPRETED", False)  # which runs no Gluon; here nothing is run at all
+    lines = explained(capsys, "--q", "2,16384,16,128", "--mask", "causal", "--capability", "9.0").splitlines()
+    assert lines[0] == "runs on: triton / sm_90 (forward), triton / sm_90 fused (backward)"
+    assert [line.partition(":")[0] for line in lines[3:]] == ["sm_90 (forward)", "sm_90 fused (backward)"]
+    short = explained(capsys, "--q", "2,64,16,128", "--no-grad", "--capability", "9.0").splitlines()
+    assert short[0] == "runs on: triton / portable (forward)"
+    assert [line.partition(":")[0] for line in short[3:5]] == ["portable", "not sm_90"], "why not the kernels for this GPU"
+    assert not any("sm_100" in line for line in short), "nothing about kernels for others"
+
+
 def test_reasons_that_hold_for_both_directions_are_given_once(capsys):
     hopper = ["--q", "2,16384,16,128", "--mask", "causal", "--capability", "9.0"]
     lines = explained(capsys, *hopper).splitlines()
