@@ -37,7 +37,11 @@ EPILOGUE = """examples:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = Parser(
-        prog=program("bench"), description=__doc__, epilog=EPILOGUE, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=program("bench"),
+        usage="%(prog)s [OPTION ...]",
+        description="Measures attention beside other libraries, on your shapes. Every result is checked before it is timed.",
+        epilog=EPILOGUE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     what = parser.add_argument_group("what is measured")
     what.add_argument(

@@ -17,7 +17,7 @@ EXAMPLES = """examples:
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = question.make_parser("build", EXAMPLES)
+    parser = question.make_parser("build", EXAMPLES, "--q SHAPE --out DIR")
     add_arguments(parser)
     args = parser.parse_args(arguments)
     try:
@@ -29,10 +29,11 @@ def main(arguments: Sequence[str]) -> int:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     question.add_arguments(parser)
     parser.description = (
-        "Names and defaults are those of flexattn.attention(). Kernels depend on lengths by their magnitude alone, and not on "
-        "batch size; run it again for another kind of call. On the other machine set FLEXATTN_KERNELS to the directory."
+        "Compiles the Triton kernels of a call. Names and defaults are those of flexattn.attention().\n"
+        "Kernels depend on the magnitude of lengths, and not on the batch size. Run it once for each kind of call.\n"
+        "On the machine that runs them, set FLEXATTN_KERNELS to the directory."
     )
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where to; what is there already stays")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the directory; kernels that are there stay")
     parser.add_argument(
         "--workers", type=question.positive, metavar="N", help="kernels compiled at a time (default: one for each core)"
     )

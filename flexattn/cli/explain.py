@@ -39,7 +39,8 @@ def main(arguments: Sequence[str]) -> int:
     parser = make_parser("explain", EXAMPLES)
     add_arguments(parser)
     parser.add_argument("--verbose", action="store_true", help="print the reason against each other backend and kernel too")
-    parser.add_argument("--build", action="store_true", help="build what would run first: the answer is then final")
+    parser.add_argument("--source", action="store_true", help="also print the Triton functions that the mods are lowered to")
+    parser.add_argument("--build", action="store_true", help="build the kernels or plans first: the answer is then final")
     parser.add_argument(
         "--picture",
         metavar="FILE",
@@ -60,8 +61,9 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def make_parser(command: str, examples: str) -> Parser:
-    return Parser(prog=program(command), epilog=examples, formatter_class=argparse.RawDescriptionHelpFormatter)
+def make_parser(command: str, examples: str, needed: str = "--q SHAPE") -> Parser:
+    usage = f"%(prog)s {needed} [OPTION ...]"
+    return Parser(prog=program(command), usage=usage, epilog=examples, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,27 +77,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-seqlen", type=positive, metavar="N", help="the longest sequence, for thd (default: all tokens)")
     parser.add_argument("--mask", default="no_mask", choices=MASK_TYPES, help="attn_mask_type (default: %(default)s)")
     parser.add_argument("--window", type=_numbers, default=(-1, -1), metavar="L,R", help="window_size (default: -1,-1)")
-    parser.add_argument("--dtype", default="bf16", choices=DTYPES, help="default: %(default)s")
+    parser.add_argument("--dtype", default="bf16", choices=DTYPES, help="dtype of q, k and v (default: %(default)s)")
     parser.add_argument("--bias", default="no_bias", choices=BIAS_TYPES, help="bias_type (default: %(default)s)")
-    parser.add_argument("--bias-shape", type=_shape, metavar="B,H,SQ,SKV", help="default: 1,h,sq,skv")
+    parser.add_argument("--bias-shape", type=_shape, metavar="B,H,SQ,SKV", help="shape of bias (default: 1,h,sq,skv)")
     parser.add_argument("--softmax", default="vanilla", choices=SOFTMAX_TYPES, help="softmax_type (default: %(default)s)")
-    parser.add_argument("--softcap", type=float, default=0.0, help="default: none")
+    parser.add_argument("--softcap", type=float, default=0.0, metavar="C", help="softcap (default: none)")
     parser.add_argument("--dropout", type=float, default=0.0, metavar="P", help="dropout_p (default: none)")
-    parser.add_argument("--fp8", choices=GRANULARITIES, help="fp8_recipe, by its granularity")
-    parser.add_argument("--fp8-format", choices=FORMATS, help="of fp8_recipe (default: E4M3)")
-    parser.add_argument("--deterministic", action="store_true")
+    parser.add_argument("--fp8", choices=GRANULARITIES, help="granularity of fp8_recipe (default: no recipe)")
+    parser.add_argument("--fp8-format", choices=FORMATS, help="fp8_format of fp8_recipe (default: E4M3)")
+    parser.add_argument("--deterministic", action="store_true", help="deterministic")
     parser.add_argument("--max-logit", action="store_true", help="return_max_logit")
     parser.add_argument("--no-grad", action="store_true", help="no input requires a gradient")
-    parser.add_argument("--lse-grad", action="store_true", help="a gradient comes in through lse")
-    parser.add_argument("--backend", choices=options.REQUESTS, help="what to ask for (default: as FLEXATTN_BACKEND says)")
+    parser.add_argument("--lse-grad", action="store_true", help="lse is returned, and has a gradient too")
+    parser.add_argument("--backend", choices=options.REQUESTS, help="backend (default: FLEXATTN_BACKEND, else auto)")
     parser.add_argument("--score-mod", type=_function, metavar="MODULE:FUNCTION", help="score_mod")
     parser.add_argument("--mask-mod", type=_function, metavar="MODULE:FUNCTION", help="mask_mod")
-    parser.add_argument("--source", action="store_true", help="also print the Triton functions that the mods are lowered to")
     parser.add_argument(
         "--capability",
         type=_capability,
         metavar="9.0",
-        help="of a GPU that need not be here (default: this machine's, else its CPU)",
+        help="compute capability of a GPU that need not be here (default: this machine's GPU, else its CPU)",
     )
 
 

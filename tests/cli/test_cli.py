@@ -272,6 +272,19 @@ def test_the_list_of_commands(capsys):
     assert "commands:" in capsys.readouterr().err
 
 
+def test_examples_of_help_are_right(capsys, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    monkeypatch.chdir(tmp_path)
+    lines = [line.strip() % {"prog": "x"} for line in question.EXAMPLES.splitlines()[1:]]
+    for line in lines:
+        explained(capsys, *line.split()[1:])
+    assert (tmp_path / "mask.png").exists()
+    (line, _) = (line.strip() % {"prog": "x"} for line in build_ahead.EXAMPLES.splitlines()[1:])
+    parser = question.make_parser("build", build_ahead.EXAMPLES)
+    build_ahead.add_arguments(parser)
+    assert question.parse(parser.parse_args(line.split()[1:]))[2].capability == (9, 0)
+
+
 def test_a_command_that_there_is_not_has_an_answer(capsys):
     assert command_line.main(["explian", "--q", "1"]) == 2
     assert "there is no command 'explian'; did you mean 'explain'?" in capsys.readouterr().err
