@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 from flexattn.bench.environment import environment
 from flexattn.bench.record import versions
 from flexattn.build_ahead import recorded
+from flexattn.cli import Parser, program
 from flexattn.cli import explain as question
 from flexattn.progress import progress_bar
 
@@ -213,9 +214,7 @@ def read(path: Path) -> dict[str, Code]:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m flexattn code_hashes", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog=program("code_hashes"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", metavar="TEXT", help="cases with this in their names")
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="where to write the hashes")
     parser.add_argument(

@@ -16,6 +16,7 @@ from flexattn.bench.implementations import EAGER, TRITON, Implementation, ours
 from flexattn.bench.peers import FLEX_MODE, peers
 from flexattn.bench.run import Plan, compile_in_processes, compile_only, run
 from flexattn.bench.shapes import DIRECTIONS, PRESETS, WORKLOADS, select
+from flexattn.cli import Parser, program
 
 BUDGET_MS = {"cuda": 100.0, "cpu": 200.0}
 DEFAULT_PRESET = {"cuda": "quick", "cpu": "tiny"}
@@ -23,6 +24,8 @@ ON_A_CPU = (
     "No GPU here: flexattn runs its eager backend, and the peers run their CPU code. The times mean something only beside each "
     "other, on this machine."
 )
+SHAPES = """shapes: b sequences of s tokens (queries/keys), h heads (of q/of k and v), head dim d (of q and k/of v);
+  NAME-evened has about the tokens and the work of the packed shape NAME, in sequences of one length"""
 EPILOGUE = """examples:
   %(prog)s --list                                            shapes, presets and peers
   %(prog)s --preset quick                                    FlashAttention's sweep at 4096 tokens
@@ -33,11 +36,17 @@ EPILOGUE = """examples:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m flexattn bench", description=__doc__, epilog=EPILOGUE, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = Parser(
+        prog=program("bench"),
+        usage="%(prog)s [OPTION ...]",
+        description="Measures attention beside other libraries, on your shapes. Every result is checked before it is timed.",
+        epilog=EPILOGUE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     what = parser.add_argument_group("what is measured")
-    what.add_argument("--preset", choices=PRESETS, help="a selection of shapes (default: quick; without a GPU tiny)")
+    what.add_argument(
+        "--preset", choices=PRESETS, metavar="NAME", help="shapes by purpose, as in --list (default: quick; without a GPU tiny)"
+    )
     what.add_argument(
         "--shapes", nargs="+", metavar="NAME", help="shapes by name or pattern, as 'sweep-d64-*', instead of a preset"
     )
@@ -68,21 +77,22 @@ def make_parser() -> argparse.ArgumentParser:
     show.add_argument("--list", action="store_true", help="list the shapes, presets and implementations")
     show.add_argument("--from", dest="source", type=Path, nargs="+", metavar="FILE", help="show results that were written before")
     show.add_argument("--compare", type=Path, nargs=2, metavar=("A", "B"), help="two results side by side, with ratios")
-    show.add_argument(
-        "--emit-rows", type=Path, nargs="+", metavar="FILE", help="the rows of tile tables and heuristics that results support"
-    )
-    show.add_argument(
-        "--regret", type=Path, nargs="+", metavar="FILE", help="what backend auto picks, beside the fastest that results have"
-    )
-    shown = parser.add_argument_group("pages, of what was measured or is given with --from")
+    shown = parser.add_argument_group("files, of what was measured or is given with --from")
     shown.add_argument("--csv", type=Path, metavar="FILE")
     shown.add_argument("--plots", type=Path, metavar="FOLDER", help="PNG files; needs matplotlib")
     shown.add_argument(
         "--html", type=Path, metavar="FILE", help="one file with everything in it; with plots where matplotlib is installed"
     )
-    shown.add_argument("--page", type=Path, metavar="FILE.md", help="the performance page, as docs/performance.md")
-    shown.add_argument("--readme", type=Path, metavar="README.md", help="rewrite the part of the README that is made from results")
-    shown.add_argument("--picture", type=Path, metavar="FILE.svg", help="the README's picture, docs/speed.svg")
+    ours_alone = parser.add_argument_group("for maintainers of flexattn: its tables and pages, from results")
+    ours_alone.add_argument(
+        "--emit-rows", type=Path, nargs="+", metavar="FILE", help="print rows of tile tables and heuristics, by results"
+    )
+    ours_alone.add_argument(
+        "--regret", type=Path, nargs="+", metavar="FILE", help="print what backend auto picks, beside the fastest that results have"
+    )
+    ours_alone.add_argument("--page", type=Path, metavar="FILE.md", help="write the performance page, docs/performance.md")
+    ours_alone.add_argument("--readme", type=Path, metavar="README.md", help="rewrite the README's section that results make")
+    ours_alone.add_argument("--picture", type=Path, metavar="FILE.svg", help="write the README's picture, docs/speed.svg")
     return parser
 
 
@@ -260,4 +270,4 @@ def listing() -> str:
     presets = [f"  {name:12} {' '.join(patterns)}" for name, patterns in PRESETS.items()]
     shapes = [f"  {w.name:26} {w}" for w in WORKLOADS.values()]
     names = [i.name for i in (*ours("cuda"), *ours("cpu"), *peers())]
-    return "\n".join(["presets", *presets, "", "shapes", *shapes, "", "flexattn and its peers", f"  {', '.join(names)}"])
+    return "\n".join(["presets", *presets, "", SHAPES, *shapes, "", "flexattn and its peers", f"  {', '.join(names)}"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from torch.nn import functional
 
 import flexattn
 from flexattn import fp8
+from flexattn.cli import Parser, program
 
 RECIPES: dict[str, fp8.Recipe | None] = {
     "bf16": None,
@@ -136,7 +136,7 @@ def train(recipe: fp8.Recipe | None, steps: int, device: torch.device) -> list[f
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m flexattn fp8", description=__doc__)
+    parser = Parser(prog=program("fp8"), description=__doc__)
     parser.add_argument("--length", type=int, default=256, metavar="N", help="queries and keys (default: %(default)s)")
     parser.add_argument("--backend", default="auto", choices=("auto", "triton", "eager", "cudnn"), help="default: %(default)s")
     parser.add_argument("--train", type=int, metavar="STEPS", help="train instead, so many steps, in bf16 and in FP8")

@@ -30,6 +30,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from flexattn.cli import Parser, program
+
 HEADS, HEAD_DIM = 8, 64
 CALLS, ROUNDS, WARM_UPS = 50, 40, 5
 MEASURES = "microseconds of the host for one call, without waiting for the device; median over rounds, with quartiles"
@@ -40,9 +42,7 @@ Row = dict[str, Any]
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m flexattn host_cost", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = Parser(prog=program("host_cost"), description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the figures here, as JSON")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="default: all")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="default: %(default)s")

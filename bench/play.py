@@ -40,6 +40,7 @@ from flexattn.bench.shapes import Workload, select
 from flexattn.bench.subject import PASSED, REFUSED, WRONG, Subject, alone, check, record_facts, small_enough
 from flexattn.bench.tables import Table
 from flexattn.bench.tiles import FIELDS, tile_name, with_options
+from flexattn.cli import Parser, program
 
 if TYPE_CHECKING:
     from flexattn.kernels_triton.ahead_of_time.compile_report import CompileReport
@@ -59,8 +60,8 @@ EPILOGUE = """examples:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m flexattn play", description=__doc__, epilog=EPILOGUE, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = Parser(
+        prog=program("play"), description=__doc__, epilog=EPILOGUE, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
         "kernel",

@@ -105,7 +105,7 @@ def library_error() -> str | None:
     try:
         version = cudnn.backend_version()
     except Exception as e:  # RuntimeError, as found
-        return f"the cuDNN library cannot be loaded ({e}); pip install nvidia-cudnn-cu13, or see python -m flexattn doctor"
+        return f"the cuDNN library cannot be loaded ({e}); pip install nvidia-cudnn-cu13"
     if version < OLDEST_LIBRARY:
         oldest = version_text(OLDEST_LIBRARY)
         return f"the cuDNN library is {version_text(version)}, older than {oldest}; pip install -U nvidia-cudnn-cu13"

@@ -9,23 +9,13 @@ import importlib.util
 import torch
 
 from flexattn.dispatch.known_bad import version_text
-from flexattn.dispatch.spec import AttentionSpec
+from flexattn.dispatch.spec import AttentionSpec, Band, Operands, misses_diagonal
 
 
-def describe(spec: AttentionSpec) -> str:
-    """One line with what sets a spec apart from plain attention."""
+def describe(spec: AttentionSpec, x: Operands | None = None) -> str:
+    """Returns one line with all that sets a call apart: the shapes of its tensors or, of a spec alone, its heads and lengths."""
     formats = spec.q_format if spec.q_format == spec.kv_format else f"{spec.q_format}_2{spec.kv_format}"
-    heads = f"{spec.num_heads} heads" if spec.group_size == 1 else f"{spec.num_heads} heads over {spec.num_heads_kv}"
-    head_dim = str(spec.head_dim_qk) if spec.head_dim_qk == spec.head_dim_v else f"{spec.head_dim_qk}/{spec.head_dim_v}"
-    left, right, bottom_right = spec.band
-    parts = [formats, str(spec.dtype).removeprefix("torch."), heads, f"head dim {head_dim}"]
-    if spec.length_q or spec.length_kv:
-        parts.append(f"up to {spec.length_q} x {spec.length_kv} tokens")
-    if spec.padding:
-        parts.append("padding")
-    if left is not None or right is not None:
-        sides = ", ".join("open" if side is None else str(side) for side in (left, right))
-        parts.append(f"band ({sides}) on the {'bottom-right' if bottom_right else 'top-left'} diagonal")
+    parts = [formats, str(spec.dtype).removeprefix("torch."), *(_sizes(spec) if x is None else _shapes(x)), *_mask(spec)]
     if spec.bias_type != "no_bias":
         parts.append(spec.bias_type)
     if spec.softmax_type != "vanilla":
@@ -60,6 +50,37 @@ def describe(spec: AttentionSpec) -> str:
     ]
     capability = "" if spec.capability is None else f" sm_{spec.capability[0]}{spec.capability[1]}"
     return ", ".join([*parts, spec.device_type + capability])
+
+
+def _sizes(spec: AttentionSpec) -> list[str]:
+    heads = f"{spec.num_heads} heads" if spec.group_size == 1 else f"{spec.num_heads} heads over {spec.num_heads_kv}"
+    head_dim = str(spec.head_dim_qk) if spec.head_dim_qk == spec.head_dim_v else f"{spec.head_dim_qk}/{spec.head_dim_v}"
+    tokens = [f"up to {spec.length_q} x {spec.length_kv} tokens"] if spec.length_q or spec.length_kv else []
+    return [heads, f"head dim {head_dim}", *tokens]
+
+
+def _shapes(x: Operands) -> list[str]:
+    q, k, v = (list(t.shape) for t in (x.q, x.k, x.v))
+    return [f"q {q}", *([f"k and v {k}"] if k == v else [f"k {k}", f"v {v}"])]
+
+
+def _mask(spec: AttentionSpec) -> list[str]:
+    """Returns the mask in the words of attn_mask_type and window_size: ["causal", "window (128, 0)"]."""
+    left, right, bottom_right = spec.band
+    kind = "causal_bottom_right" if bottom_right else "causal"
+    names = [name for name, is_there in (("padding", spec.padding), (kind, right == 0)) if is_there]
+    if left is None and right in (None, 0):
+        return ["_".join(names) or "no_mask"]
+    return ["_".join(names) or "no_mask", _window(spec.band)]
+
+
+def _window(band: Band) -> str:
+    left, right, bottom_right = band
+    if misses_diagonal(left, right):
+        text = f"Window({left}, {right})"  # in a plain pair -1 is open
+    else:
+        text = f"window ({-1 if left is None else left}, {-1 if right is None else right})"
+    return text if bottom_right or right == 0 else f"{text} from the top-left diagonal"
 
 
 @functools.cache

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Explanation(NamedTuple):
-    """The result of `flexattn.explain`; print it, or read the decisions."""
+    """The result of `flexattn.explain`: print it, print its `details`, or read the decisions."""
 
     spec: AttentionSpec
     request: str
@@ -37,39 +37,88 @@ class Explanation(NamedTuple):
         """True where the call will run as said: no build that has not been tried yet can change it."""
         return self.forward_provisional is None and self.backward_provisional is None
 
-    def __str__(self) -> str:
-        return "\n".join(
-            [
-                f"{describe(self.spec)}; backend={self.request!r}",
-                f"with {versions()}",
-                *self._section("forward", self.forward, self.forward_kernels, self.forward_provisional),
-                *(
-                    self._section("backward", self.backward, self.backward_kernels, self.backward_provisional)
-                    if self.backward
-                    else ["backward: not needed, no input requires a gradient"]
-                ),
-            ]
-        )
+    @property
+    def runs_on(self) -> str:
+        """The backend of each direction and the kernels of Triton: "triton / sm_90 (forward), triton / sm_90 fused (backward)"."""
+        forward, backward = (self.runs("forward"), self.runs("backward")) if self.backward else (self.runs("forward"), None)
+        if forward == backward:
+            return f"{forward} (forward and backward)"
+        return f"{forward} (forward)" + (f", {backward} (backward)" if backward else "")
 
-    def _section(self, direction: Direction, decision: Decision, kernels: Choice | None, provisional: str | None) -> list[str]:
-        spec = self.spec if direction == "forward" else self.spec.of_backward()
-        lines = reasons(spec, direction, decision, self.failures)
+    def runs(self, direction: Direction) -> str:
+        """Returns the backend of one direction, and of Triton the kernels: "triton / sm_90"."""
+        (name,) = (part.runs_on(" / ") for part in self._parts() if part.direction == direction)
+        return name
+
+    @property
+    def details(self) -> str:
+        """All that is known of the choice: the reason against each other backend and kernel family, tiles, and versions."""
+        lines = [f"runs on: {self.runs_on}", f"{describe(self.spec)}; backend={self.request!r}", f"with {versions()}"]
+        for part in self._parts():
+            is_built = self.is_built and part.spec is self.spec
+            lines += [f"{part.direction}: {part.runs_on()}", *(f"  {line}" for line in part.details(self.failures, is_built))]
+        if self.backward is None:
+            lines.append("backward: not needed, no input requires a gradient")
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        request = "" if self.request == "auto" else f"; backend={self.request!r}"
+        found = {part.direction: part.reasons() for part in self._parts()}
+        of_all = [line for line in found["forward"] if line in found.get("backward", found["forward"])]
+        of_one = [
+            line.replace(":", f" ({direction}):", 1) for direction, lines in found.items() for line in lines if line not in of_all
+        ]
+        return "\n".join([f"runs on: {self.runs_on}", f"call: {describe(self.spec)}{request}", *of_all, *of_one])
+
+    def _parts(self) -> list[_Part]:
+        spec, parts = self.spec, [_Part("forward", self.spec, self.forward, self.forward_kernels, self.forward_provisional)]
+        if self.backward is not None:
+            kernels, provisional = self.backward_kernels, self.backward_provisional
+            parts.append(_Part("backward", spec.of_backward(), self.backward, kernels, provisional))
+        return parts
+
+
+class _Part(NamedTuple):
+    """The answer for one direction."""
+
+    direction: Direction
+    spec: AttentionSpec
+    decision: Decision
+    kernels: Choice | None
+    provisional: str | None
+
+    def runs_on(self, form: str = "") -> str:
+        """Returns "triton (sm_90)", or with a separator for form "triton / sm_90"."""
+        name = self.decision.backend
+        if self.kernels is None:
+            return name
+        return f"{name}{form}{self.kernels.family.name}" if form else f"{name} ({self.kernels.family.name})"
+
+    def reasons(self) -> list[str]:
+        """Returns why the backend and the kernels run it, and why those that come before them do not."""
+        decision, kernels = self.decision, self.kernels
+        lines = [f"{decision.backend}: {decision.why}", *self.notes(False)]
+        lines += [f"not {name}: {reason}" for name, reason in decision.rejected]
+        if kernels is None:
+            return lines
+        lines.append(f"{kernels.family.name}: {kernels.why}")
+        major, minor = self.spec.capability or (0, 0)
+        is_portable = kernels.family.capability is None
+        return lines + (_rejected(kernels, f"sm_{major}{minor}") if is_portable else [])
+
+    def details(self, failures: Failures, is_built: bool) -> list[str]:
+        why, *others = reasons(self.spec, self.direction, self.decision, failures)
+        kernels, lines = self.kernels, [why, *self.notes(is_built)]
         if kernels is not None:
-            lines[1:1] = [
-                f"{kernels.family.name}: {kernels.why}",
-                *_rejected(kernels),
-                f"tile: {kernels.blocks}",
-                *_splits(kernels),
-            ]
-        backend = backend_module(decision.backend)
-        if not backend.SUPPORT_IS_FINAL and (unproved := backend.not_run_yet(spec)):
-            lines.insert(1, unproved)
-        if provisional is not None:
-            lines.insert(1, f"provisional: {provisional}")
-        elif self.is_built and spec is self.spec:
-            lines.insert(1, "final: what runs it is built")
-        name = decision.backend if kernels is None else f"{decision.backend} ({kernels.family.name})"
-        return [f"{direction}: {name}", *(f"  {line}" for line in lines)]
+            lines += [f"{kernels.family.name}: {kernels.why}", *_rejected(kernels), f"tile: {kernels.blocks}", *_splits(kernels)]
+        return lines + others
+
+    def notes(self, is_built: bool) -> list[str]:
+        """Returns how final the answer is, and whether results of such a call were checked."""
+        backend = backend_module(self.decision.backend)
+        unproved = None if backend.SUPPORT_IS_FINAL else backend.not_run_yet(self.spec)
+        final = ["final: what runs it is built"] if is_built else []
+        return [*([f"provisional: {self.provisional}"] if self.provisional else final), *([unproved] if unproved else [])]
 
 
 def explain(spec: AttentionSpec, request: str, x: Operands | None = None) -> Explanation:
@@ -116,9 +165,9 @@ def _provisional(spec: AttentionSpec, x: Operands | None, direction: Direction, 
     return backend.provisional(spec, x, direction)
 
 
-def _rejected(kernels: Choice) -> list[str]:
-    """Returns a line for each reason against families, which may be several that follow one another."""
-    by_reason = groupby(kernels.rejected, lambda pair: pair[1])
+def _rejected(kernels: Choice, prefix: str = "") -> list[str]:
+    """Returns a line for each reason against families whose names have the prefix; several in a row may share a reason."""
+    by_reason = groupby((pair for pair in kernels.rejected if pair[0].startswith(prefix)), lambda pair: pair[1])
     return [f"not {' or '.join(name for name, _ in pairs)}: {reason}" for reason, pairs in by_reason]
 
 

@@ -10,20 +10,22 @@ from flexattn.dispatch.spec import AttentionSpec, Direction
 class Preference(NamedTuple):
     order: tuple[str, ...]
     why: str
-    source: str | None  # the file in bench/results that it rests on; None: not measured
+    source: str | None  # the file in bench/results that it rests on; None: no file has a faster backend
 
 
 DEFAULTS = {
     "cuda": Preference(
-        ("triton", "cudnn", "eager"), "the Triton kernels take every feature, and no measurement speaks against them", None
+        ("triton", "cudnn", "eager"),
+        "the Triton kernels support every feature, and no benchmark shows cuDNN to be faster for such a call",
+        None,
     ),
     "cpu": Preference(
-        ("eager", "triton", "cudnn"), "on a CPU the Triton kernels only run interpreted, which is for checking them", None
+        ("eager", "triton", "cudnn"), "the Triton kernels run there only in Triton's interpreter, which is for tests", None
     ),
 }
 
 
-WITHOUT_CUDNN_IN_FP8 = "cuDNN, which writes its results in FP8, is no choice of its own before it is measured to be faster"
+WITHOUT_CUDNN_IN_FP8 = "auto does not select cuDNN in FP8, because cuDNN returns its results in FP8"
 
 
 class Measured(NamedTuple):
@@ -52,7 +54,7 @@ LAYOUTS = ("dense", "decode", "padded", "packed")
 KINDS = ("plain", "bias", "sink")
 
 # What `python -m flexattn bench --emit-rows` says of the files: a line for each result. A spec that none is for keeps the default
-# order, and `explain` says that this is not measured.
+# order, and `explain` says that no benchmark shows another to be faster.
 MEASURED: tuple[Measured, ...] = (
     Measured(
         "cudnn",
@@ -125,4 +127,4 @@ def preference(spec: AttentionSpec, direction: Direction) -> Preference:
         return default
     order = (row.backend, *(name for name in default.order if name != row.backend))
     first = next(name for name in default.order if name != row.backend)
-    return Preference(order, f"{row.backend} was measured {row.factor:.2f} times as fast as {first} here", row.source)
+    return Preference(order, f"{row.backend} was measured {row.factor:.2f} times as fast as {first} for such a call", row.source)

@@ -114,18 +114,27 @@ _KEYS = tuple(
 
 
 def snapshot() -> tuple[Any, ...] | None:
-    """The values of all variables, to compare with an earlier one's; None where FLEXATTN_CANARY asks for a check in each call.
+    """The values of all variables, to compare with an earlier one's; None if FLEXATTN_CANARY or `keep_calls` needs each call whole.
 
     Reads what os.environ keeps them in, where it has that: asking os.environ for one takes half a microsecond.
     """
     held = getattr(os.environ, "_data", os.environ)
     if held.keys().isdisjoint(_KEYS):
-        return _UNSET
+        return _when_unset
+    if _when_unset is None:
+        return None
     values = tuple(map(held.get, _KEYS))
     return None if values[0] and values[0] not in ("0", b"0") else values
 
 
 _UNSET = (None,) * len(_KEYS)
+_when_unset: tuple[Any, ...] | None = _UNSET
+
+
+def keep_calls(wanted: bool) -> None:
+    """Sets whether calls may be kept and replayed. If not, `snapshot` returns None."""
+    global _when_unset
+    _when_unset = _UNSET if wanted else None
 
 
 def _choice(variable: str, accepted: tuple[str, ...]) -> str | None:

@@ -19,6 +19,7 @@ from flexattn.forks import fork_safe
 
 _log = logging.getLogger(__name__)
 
+_ON = {"cuda": "a GPU", "cpu": "a CPU"}
 OWN_DROPOUT = {"cudnn"}  # backends that drop other weights than the rest do for the same rng_state
 
 
@@ -178,10 +179,10 @@ def _first_that_can(spec: AttentionSpec, direction: Direction, failures: Failure
     for name in preferred.order:
         reason = unsupported(name, spec, direction, "auto", failures)
         if reason is None:
-            order = f"in the order {', '.join(preferred.order)} for {spec.device_type}"
-            why = f"the first {order}: {preferred.why} ({preferred.source or 'not measured yet'})"
+            source = f" ({preferred.source})" if preferred.source else ""
+            why = f"the first choice on {_ON.get(spec.device_type, spec.device_type)}: {preferred.why}{source}"
             if rejected:  # the order's reason speaks for one that cannot run it
-                why = f"the first that can run it {order}"
+                why = f"the first of {', '.join(preferred.order)} that can run the call"
             return Decision(name, why, tuple(rejected), _slow_path_warning(spec, direction, name, rejected))
         rejected.append((name, reason))
     rejected += [(name, answer_of(name, spec, direction, failures)) for name in BACKENDS if name not in preferred.order]
@@ -191,7 +192,7 @@ def _first_that_can(spec: AttentionSpec, direction: Direction, failures: Failure
 def _only(request: str, spec: AttentionSpec, direction: Direction, failures: Failures) -> Decision:
     reason = unsupported(request, spec, direction, request, failures)
     if reason is None:
-        return Decision(request, "it was asked for by name", (), None)
+        return Decision(request, "requested by name", (), None)
     head = f"backend={request!r} cannot run the {direction} of this call, and a backend asked for by name never falls back"
     others = [(name, answer_of(name, spec, direction, failures)) for name in BACKENDS if name != request]
     raise BackendError(_error_text(head, spec, [(request, reason), *others]))

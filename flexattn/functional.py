@@ -489,12 +489,13 @@ def merge_attention(
 def explain(
     q: Tensor | AttentionSpec, k: Tensor | None = None, v: Tensor | None = None, *, build: bool = False, **arguments: Any
 ) -> Explanation:
-    """Returns which backend runs a call in each direction, and why, with the reason against each other backend.
+    """Returns which backend and kernels run a call in each direction, and why.
 
     `explain(q, k, v, **arguments)` takes what `attention` takes and runs nothing; `explain(spec, backend=...)` takes an
-    AttentionSpec. Print the result, or read its `forward` and `backward` decisions (`backward` is None where no gradient is
-    needed), and `is_final`. The answer is provisional where cuDNN would run the call and has not built its plan yet: it may
-    refuse, and then the next backend runs it, or the call raises where cuDNN was asked for by name.
+    AttentionSpec. Print the result, whose first line says what runs (`runs_on`), or its `details`, with the reason against each
+    other backend and kernel; or read its `forward` and `backward` decisions (`backward` is None if no gradient is needed) and
+    `is_final`. The answer is provisional where cuDNN would run the call and has not built its plan yet: it may refuse, and then the
+    next backend runs it, or the call raises where cuDNN was asked for by name. `flexattn.explaining` lists the calls of a model.
 
     Args:
         build: whether to build what would run the call first, with nothing launched: Triton kernels are compiled (into

@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     from flexattn.dispatch.mod_program import Program
 
 T = TypeVar("T")
+Observer = Callable[[Direction, AttentionSpec, str, Operands], object]
+
+observers: tuple[Observer, ...] = ()  # called with the direction, spec, request and operands of what ran
 
 
 class Settings(NamedTuple):
@@ -288,7 +291,10 @@ def run_forward(spec: AttentionSpec, request: str, x: Operands) -> tuple[Tensor,
         check_logits(spec, backend, x, results[1], "forward")
         return results
 
-    return run(spec, "forward", request, x, forward)
+    results = run(spec, "forward", request, x, forward)
+    for observe in observers:
+        observe("forward", spec, request, x)
+    return results
 
 
 def run_backward(spec: AttentionSpec, request: str, x: Operands, incoming: Incoming) -> Gradients:
@@ -302,7 +308,10 @@ def run_backward(spec: AttentionSpec, request: str, x: Operands, incoming: Incom
 
     # The eager backend differentiates with autograd, which torch switches off in an operator's kernel under a dispatch mode.
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False):
-        return run(spec, "backward", request, x, backward)
+        gradients = run(spec, "backward", request, x, backward)
+    for observe in observers:
+        observe("backward", spec, request, x)
+    return gradients
 
 
 def attention_forward_implementation(*call: Any) -> tuple[Tensor, Tensor, Tensor]:

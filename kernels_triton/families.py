@@ -81,12 +81,12 @@ def choose(call: Call, policy: Policy) -> Choice:
         if reason is None and not policy.ignores_measurements:
             reason = family.slower(call)
         if reason is None:
-            why = "FLEXATTN_HOPPER=always" if policy.ignores_measurements else "measured to be faster for such a call"
+            why = "FLEXATTN_HOPPER=always" if policy.ignores_measurements else "the fastest in benchmarks of such calls"
             why = why if family.has_run else f"FLEXATTN_HOPPER=always; {_NEVER_RAN}"
             return Choice(family, family.tile(call), why, tuple(rejected))
         rejected.append((family.name, reason))
     portable = order[-1]
-    return Choice(portable, portable.tile(call), "runs what the others leave", tuple(rejected))
+    return Choice(portable, portable.tile(call), "the kernels for every GPU and every call", tuple(rejected))
 
 
 def _not_here(family: Family[Any], problem: Problem, policy: Policy) -> str | None:

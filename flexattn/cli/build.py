@@ -3,20 +3,37 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 from flexattn import kept_files
 from flexattn.build_ahead import build_missing, recorded
 from flexattn.cli import explain as question
 
+EXAMPLES = """examples:
+  %(prog)s --q 2,4096,32,128 --kv-heads 8 --mask causal --capability 9.0 --out kernels
+  FLEXATTN_KERNELS=kernels python train.py
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = question.make_parser("build", EXAMPLES, "--q SHAPE --out DIR")
+    add_arguments(parser)
+    args = parser.parse_args(arguments)
+    try:
+        return run(args)
+    except (ImportError, OSError, TypeError, ValueError) as e:
+        parser.error(str(e))
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     question.add_arguments(parser)
     parser.description = (
-        "Names and defaults are those of flexattn.attention(). Kernels depend on lengths by their magnitude alone, and not on "
-        "batch size; run it again for another kind of call. On the other machine set FLEXATTN_KERNELS to the directory."
+        "Compiles the Triton kernels of a call. Names and defaults are those of flexattn.attention().\n"
+        "Kernels depend on the magnitude of lengths, and not on the batch size. Run it once for each kind of call.\n"
+        "On the machine that runs them, set FLEXATTN_KERNELS to the directory."
     )
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where to; what is there already stays")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the directory; kernels that are there stay")
     parser.add_argument(
         "--workers", type=question.positive, metavar="N", help="kernels compiled at a time (default: one for each core)"
     )

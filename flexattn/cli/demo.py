@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import os
 import re
-import statistics
 import sys
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from importlib.util import find_spec
 from itertools import accumulate, chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
 from torch import Tensor
 
 import flexattn
+from flexattn.cli import Parser, program
+from flexattn.cli.explain import positive
+from flexattn.dispatch import options
 from flexattn.dispatch.reference import reference_attention, reference_gradients
 from flexattn.testing import FORWARD_FACTOR, GRADIENT_FACTOR, Inputs, check_close, make_call
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+T = TypeVar("T")
 
 VOCABULARY = 4096  # tokens are hashed into this many ids
 EMBEDDING = 256  # features of a token, before the projections to q, k and v
@@ -36,12 +41,13 @@ class Settings(NamedTuple):
     num_heads_kv: int
     head_dim: int
     dtype: torch.dtype
-    repeats: int  # timed runs, of which the median counts
+    repeats: int  # timed runs, of which the fastest counts; 0: none is timed
 
 
 LLAMA_3_8B = Settings(65536, 4096, 32, 8, 128, torch.bfloat16, 10)
-SMALL = Settings(6144, 1024, 4, 2, 64, torch.float32, 1)
-TINY = Settings(160, 40, 4, 2, 32, torch.float32, 1)  # Triton's interpreter takes seconds for what a GPU does in microseconds
+# A CPU runs the eager backend, whose times say nothing of the kernels.
+SMALL = Settings(6144, 1024, 4, 2, 64, torch.float32, 0)
+TINY = Settings(160, 40, 4, 2, 32, torch.float32, 0)  # Triton's interpreter takes seconds for what a GPU does in microseconds
 
 
 class Batch(NamedTuple):
@@ -73,12 +79,31 @@ class Results(NamedTuple):
     dv: Tensor
 
 
+def main(arguments: Sequence[str]) -> int:
+    parser = Parser(
+        prog=program("demo"),
+        description="Packs this library's own documents, attends to them, checks results and gradients against a reference in "
+        "float64, and compares the work with that of padded batches. On a GPU it measures times too.",
+    )
+    parser.add_argument("--tokens", type=positive, metavar="N", help="tokens to pack (default: 65536 with a GPU, 6144 without)")
+    parser.add_argument("--backend", choices=options.REQUESTS, default="auto", help="default: %(default)s")
+    args = parser.parse_args(arguments)
+    if find_spec("rich") is None:
+        parser.error("the demo needs rich, which is not installed: pip install 'flexattn[demo]'")
+    try:
+        return run(args.tokens, args.backend)
+    except flexattn.BackendError as e:
+        parser.exit(1, f"{e}\n")
+
+
 def run(tokens: int | None, backend: str) -> int:
     """Runs the demo, prints what it finds, and returns the exit status: 1 if a result is too far from the reference."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     interpret = device == "cpu" and "triton" not in sys.modules
     if interpret:
         os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported
+    from rich.console import Console  # here, as --help does without it
+
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False, markup=False)
     where = torch.cuda.get_device_name() if device == "cuda" else f"CPU, threads: {torch.get_num_threads()}"
     console.print(f"flexattn {flexattn.__version__} · torch {torch.__version__.partition('+')[0]} · {where}\n")
@@ -162,7 +187,7 @@ def run_and_check(console: Console, batch: Batch, backend: str) -> bool:
     group = batch.q.shape[1] // num_heads_kv
     steps = [(i, head_kv) for i in checked for head_kv in range(num_heads_kv)]
     pieces = []
-    for i, head_kv in track(steps, "against the reference", console=console, transient=True, disable=not console.is_terminal):
+    for i, head_kv in with_bar(steps, "against the reference", console):
         start = sum(batch.lengths[:i])
         rows = slice(start, start + batch.lengths[i])
         of_q = rows, slice(head_kv * group, (head_kv + 1) * group)
@@ -203,7 +228,7 @@ def reference(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dtype: torch.dtype)
 
 
 def compare_with_padding(console: Console, batch: Batch, backend: str, repeats: int) -> None:
-    """Times forward and backward of the packed batch and of the same documents padded, with and without telling their lengths."""
+    """Shows the work of forward and backward for the packed batch and for the same documents padded, and times them on a GPU."""
     call = batch.call() | {"backend": backend}
     rows, longest = len(batch.lengths), max(batch.lengths)
     lengths = torch.tensor(batch.lengths, device=batch.q.device)
@@ -223,13 +248,15 @@ def compare_with_padding(console: Console, batch: Batch, backend: str, repeats: 
         ("padded, bshd, with cu_seqlens", padded, call | {"qkv_format": "bshd"}, real_flops),
         ("padded, bshd, plain causal", padded, unaware, padded_flops),
     )
-    table = right_aligned("forward and backward", "tokens", "MiB", "GFLOP", "ms")
-    for name, tensors, arguments, work in track(cases, "timing", console=console, transient=True, disable=not console.is_terminal):
-        milliseconds = median_time(lambda t=tensors, a=arguments: forward_backward(*t, **a), repeats) * 1e3  # type: ignore[misc]
+    table = right_aligned("forward and backward", "tokens", "MiB", "GFLOP", *(["ms"] if repeats else []))
+    runs = [lambda t=tensors, a=arguments: forward_backward(*t, **a) for _, tensors, arguments, _ in cases]
+    seconds = least_times(runs, with_bar(range(repeats), "timing", console))
+    for (name, tensors, _, work), taken in zip(cases, seconds, strict=True):
         q, k, v, _ = tensors
         tokens = q.numel() // q.shape[-1] // q.shape[-2]
         mebibytes = 2 * (2 * q.nbytes + k.nbytes + v.nbytes) / 2**20  # q, out, k, v, and the gradient of each
-        table.add_row(name, f"{tokens}", f"{mebibytes:.1f}", f"{work / 1e9:.1f}", f"{milliseconds:.1f}")
+        times = [f"{1e3 * taken:.1f}"] if repeats else []
+        table.add_row(name, f"{tokens}", f"{mebibytes:.1f}", f"{work / 1e9:.1f}", *times)
     console.print("\nThe same batch, packed and padded:")
     console.print(table)
 
@@ -240,18 +267,25 @@ def flops(batch: Batch, lengths: list[int]) -> float:
     return sum(4 * num_heads * head_dim * n * n / 2 for n in lengths) * (1 + BACKWARD_FLOPS)
 
 
-def median_time(function: Callable[[], object], repeats: int) -> float:
-    """Median time in seconds. On a GPU one more run comes first, which may compile kernels."""
-    if torch.cuda.is_available():
-        function()
-    times = []
-    for _ in range(repeats):
-        synchronize()
-        start = time.perf_counter()
-        function()
-        synchronize()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
+def least_times(functions: Sequence[Callable[[], object]], rounds: Iterable[int]) -> list[float]:
+    """Returns the least time of each function in seconds; they take turns, so that a busy machine slows all of them."""
+    least = [float("inf")] * len(functions)
+    for n in rounds:
+        for i, function in enumerate(functions):
+            if n == 0:
+                function()  # which may compile kernels
+            synchronize()
+            start = time.perf_counter()
+            function()
+            synchronize()
+            least[i] = min(least[i], time.perf_counter() - start)
+    return least
+
+
+def with_bar(steps: Sequence[T], what: str, console: Console) -> Iterable[T]:
+    from rich.progress import track
+
+    return track(steps, what, console=console, transient=True, disable=not console.is_terminal)
 
 
 def synchronize() -> None:
@@ -260,6 +294,8 @@ def synchronize() -> None:
 
 
 def right_aligned(first: str, *others: str) -> Table:
+    from rich.table import Table
+
     table = Table(first)
     for name in others:
         table.add_column(name, justify="right")

@@ -1,6 +1,6 @@
-"""`python -m flexattn doctor`: what is here of all that flexattn can use, from where, and the command that gets what is missing.
+"""`python -m flexattn doctor`: a list of all that flexattn can use, of what is missing, and of the backend that attention() uses.
 
-No probe can fail the report: what raises is reported as such.
+No probe can fail the list: an error in a probe is one of its lines.
 """
 
 from __future__ import annotations
@@ -11,18 +11,25 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 import flexattn
+from flexattn import ops
+from flexattn.cli import Parser, program
 from flexattn.dispatch import cudnn_backend, options, triton_backend
+from flexattn.dispatch.context import requested_backend
+from flexattn.dispatch.explain import explain
 from flexattn.dispatch.known_bad import version_text
+from flexattn.functional import bind_call
 
 OK, NOTE, MISSING = "ok", "note", "missing"
+_WORDS = set(options.VARIABLES) - {"FLEXATTN_PLANS", "FLEXATTN_KERNELS"}  # variables whose value names no folder
 
 
 class Finding(NamedTuple):
@@ -32,13 +39,33 @@ class Finding(NamedTuple):
     remedy: str = ""  # a command, or what to change
 
 
-def run() -> int:
-    """Prints the report, as a table where rich is installed; always 0."""
+def main(arguments: Sequence[str]) -> int:
+    parser = Parser(
+        prog=program("doctor"),
+        description="Lists what is installed of all that flexattn can use, from where, how to get what is missing, and what "
+        "attention() runs on. It always succeeds.",
+    )
+    parser.add_argument("--report", action="store_true", help="print it as Markdown for a bug report, without paths and names")
+    args = parser.parse_args(arguments)
+    return run(args.report)
+
+
+def run(is_report: bool = False) -> int:
+    """Prints what was found, as a table if rich is installed, or as Markdown for a bug report; returns 0."""
     findings = report()
+    if is_report:
+        print(markdown(findings))  # noqa: T201
+        return 0
     if importlib.util.find_spec("rich") is None:
         for finding in findings:
             print(f"{finding.what}: {finding.found} [{finding.verdict}]" + (f"\n    {finding.remedy}" if finding.remedy else ""))  # noqa: T201
-        return 0
+    else:
+        _print_table(findings)
+    print(outcome())  # noqa: T201
+    return 0
+
+
+def _print_table(findings: Sequence[Finding]) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -50,11 +77,50 @@ def run() -> int:
             finding.what, finding.found + remedy, finding.verdict, style=None if finding.verdict == OK else colours[finding.verdict]
         )
     Console().print(table)
-    return 0
+
+
+def outcome() -> str:
+    """Returns one line: what attention() does here with an ordinary call."""
+    try:
+        x = torch.empty(1, 2048, 16, 128, dtype=torch.bfloat16, device="meta", requires_grad=True)
+        call, settings = bind_call(x, x, x, attn_mask_type="causal")
+        capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+        device_type = "cpu" if capability is None else "cuda"
+        spec = ops.spec_to_run(call, settings)._replace(device_type=device_type, capability=capability)
+        found = explain(spec, requested_backend(None), call)
+    except Exception as e:  # as a backend that an environment variable names
+        return f"attention() raises {type(e).__name__} here: {' '.join(str(e).splitlines()[:2])}"
+    if found.forward.backend != "eager":
+        return f"attention() runs on: {found.runs_on}, on {torch.cuda.get_device_name()}."
+    if capability is None:
+        return "attention() runs on: eager. Correct, but slow: no NVIDIA GPU was found."
+    reason = next((reason for name, reason in found.forward.rejected if name == "triton"), found.forward.why)
+    return f"attention() runs on: eager. Correct, but slow: {reason}."
+
+
+def markdown(findings: Sequence[Finding]) -> str:
+    """Returns a table in Markdown that says neither where files are nor whose machine it is."""
+    rows = [f"| {f.what} | {_anonymous(f.found)} | {f.verdict} |" for f in findings]
+    return "\n".join(["| what | found | |", "|---|---|---|", *rows, "", _anonymous(outcome())])
+
+
+_SETTING = re.compile(r"(FLEXATTN_\w+)=([^,]*)")
+_PATH = re.compile(r"(?<![\w.:/])(?:~|[A-Za-z]:)?(?:[/\\][^\s/\\,;'\"()|]+){2,}[/\\]?")
+_PUBLIC = re.compile(r"site-packages.*|[^/\\]*\.so[.\d]*$")  # the end of a path that may be shown
+
+
+def _anonymous(text: str) -> str:
+    """Returns a text in one line, without the folders of paths, the values of variables that name some, and names of people."""
+    text = _SETTING.sub(lambda found: found[0] if found[1] in _WORDS else f"{found[1]} (set)", " ".join(text.split()))
+    home = os.path.expanduser("~")
+    for name in (home, os.path.basename(home), os.environ.get("USER", ""), platform.node()):
+        text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", "...", text) if len(name) > 1 else text
+    text = _PATH.sub(lambda path: "".join(_PUBLIC.findall(path[0])) or "(a path)", text)
+    return text.replace("|", "\\|")
 
 
 def report() -> list[Finding]:
-    """Returns everything that was found, in the order in which one thing needs another."""
+    """Returns all findings, in the order in which one thing needs another."""
     findings: list[Finding] = []
     for what, probe in PROBES.items():
         findings += _guarded(what, probe)

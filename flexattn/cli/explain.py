@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import pkgutil
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,9 +13,11 @@ from torch import Tensor
 
 from flexattn import ops
 from flexattn.build_ahead import explain_built
+from flexattn.cli import Parser, program
 from flexattn.dispatch import explain as explanations
 from flexattn.dispatch import options
 from flexattn.dispatch.quantization import GRANULARITIES
+from flexattn.dispatch.select import BackendError
 from flexattn.dispatch.spec import BIAS_TYPES, MASK_TYPES, SOFTMAX_TYPES, AttentionSpec, Operands, parse_format
 from flexattn.fp8 import FORMATS, Recipe
 from flexattn.functional import bind_call
@@ -25,6 +27,43 @@ from flexattn.plot import plot_mask
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 DRAWN = ("q", "k", "v", "qkv_format", "attn_mask_type", "window_size", "score_mod", "mask_mod", "cu_seqlens_q", "cu_seqlens_kv")
 """Arguments of `attention` that a picture shows, beside the longest lengths and ALiBi."""
+
+EXAMPLES = """examples:
+  %(prog)s --q 2,4096,32,128 --kv-heads 8 --mask causal --capability 9.0
+  %(prog)s --q 16384,32,128 --format thd --mask padding_causal --batch 8 --verbose
+  %(prog)s --q 1,64,4,64 --mask causal --window 16,0 --picture mask.png
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = make_parser("explain", EXAMPLES)
+    add_arguments(parser)
+    parser.add_argument("--verbose", action="store_true", help="print the reason against each other backend and kernel too")
+    parser.add_argument("--source", action="store_true", help="also print the Triton functions that the mods are lowered to")
+    parser.add_argument("--build", action="store_true", help="build the kernels or plans first: the answer is then final")
+    parser.add_argument(
+        "--picture",
+        metavar="FILE",
+        help="draw the keys that each query sees, as PNG, SVG or PDF; sequences of thd are of equal lengths, a bias is left out",
+    )
+    args = parser.parse_args(arguments)
+    try:
+        found = answer(args)
+        print(found.details if args.verbose else found)  # noqa: T201
+        if args.source:
+            print(source(args))  # noqa: T201
+        if args.picture is not None:
+            draw(args)
+    except (ImportError, OSError, TypeError, ValueError) as e:
+        parser.error(str(e))
+    except BackendError as e:
+        parser.exit(1, f"{e}\n")
+    return 0
+
+
+def make_parser(command: str, examples: str, needed: str = "--q SHAPE") -> Parser:
+    usage = f"%(prog)s {needed} [OPTION ...]"
+    return Parser(prog=program(command), usage=usage, epilog=examples, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,27 +77,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-seqlen", type=positive, metavar="N", help="the longest sequence, for thd (default: all tokens)")
     parser.add_argument("--mask", default="no_mask", choices=MASK_TYPES, help="attn_mask_type (default: %(default)s)")
     parser.add_argument("--window", type=_numbers, default=(-1, -1), metavar="L,R", help="window_size (default: -1,-1)")
-    parser.add_argument("--dtype", default="bf16", choices=DTYPES, help="default: %(default)s")
+    parser.add_argument("--dtype", default="bf16", choices=DTYPES, help="dtype of q, k and v (default: %(default)s)")
     parser.add_argument("--bias", default="no_bias", choices=BIAS_TYPES, help="bias_type (default: %(default)s)")
-    parser.add_argument("--bias-shape", type=_shape, metavar="B,H,SQ,SKV", help="default: 1,h,sq,skv")
+    parser.add_argument("--bias-shape", type=_shape, metavar="B,H,SQ,SKV", help="shape of bias (default: 1,h,sq,skv)")
     parser.add_argument("--softmax", default="vanilla", choices=SOFTMAX_TYPES, help="softmax_type (default: %(default)s)")
-    parser.add_argument("--softcap", type=float, default=0.0, help="default: none")
+    parser.add_argument("--softcap", type=float, default=0.0, metavar="C", help="softcap (default: none)")
     parser.add_argument("--dropout", type=float, default=0.0, metavar="P", help="dropout_p (default: none)")
-    parser.add_argument("--fp8", choices=GRANULARITIES, help="fp8_recipe, by its granularity")
-    parser.add_argument("--fp8-format", choices=FORMATS, help="of fp8_recipe (default: E4M3)")
-    parser.add_argument("--deterministic", action="store_true")
+    parser.add_argument("--fp8", choices=GRANULARITIES, help="granularity of fp8_recipe (default: no recipe)")
+    parser.add_argument("--fp8-format", choices=FORMATS, help="fp8_format of fp8_recipe (default: E4M3)")
+    parser.add_argument("--deterministic", action="store_true", help="deterministic")
     parser.add_argument("--max-logit", action="store_true", help="return_max_logit")
     parser.add_argument("--no-grad", action="store_true", help="no input requires a gradient")
-    parser.add_argument("--lse-grad", action="store_true", help="a gradient comes in through lse")
-    parser.add_argument("--backend", choices=options.REQUESTS, help="what to ask for (default: as FLEXATTN_BACKEND says)")
+    parser.add_argument("--lse-grad", action="store_true", help="lse is returned, and has a gradient too")
+    parser.add_argument("--backend", choices=options.REQUESTS, help="backend (default: FLEXATTN_BACKEND, else auto)")
     parser.add_argument("--score-mod", type=_function, metavar="MODULE:FUNCTION", help="score_mod")
     parser.add_argument("--mask-mod", type=_function, metavar="MODULE:FUNCTION", help="mask_mod")
-    parser.add_argument("--source", action="store_true", help="also print the Triton functions that the mods are lowered to")
     parser.add_argument(
         "--capability",
         type=_capability,
         metavar="9.0",
-        help="of a GPU that need not be here (default: this machine's, else its CPU)",
+        help="compute capability of a GPU that need not be here (default: this machine's GPU, else its CPU)",
     )
 
 

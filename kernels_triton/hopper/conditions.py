@@ -136,8 +136,9 @@ def slower_by_row(problem: Problem, tile: HopperTile | HopperBackwardTile | Hopp
         needed = own | {"HOPPER_DROPOUT_FROM": HOPPER_DROPOUT_FROM[head_dim]}
     for name, shortest in needed.items():
         if longest < shortest:
-            least = "no length" if shortest == NEVER else f"{shortest} tokens"
-            return f"{name} of its row is {least}, and the longest sequence has {longest}"
+            if shortest == NEVER:
+                return f"no benchmark shows it to be faster for such a call ({name} of its tile)"
+            return f"it is faster from {shortest} tokens on ({name} of its tile), and the longest sequence has {longest}"
     return None if _flops(x) >= tile.flops_from else _LITTLE_WORK
 
 
@@ -145,7 +146,9 @@ def slower_for_few_keys(problem: Problem, keys: int) -> str | None:
     """Returns that programs of so many keys each are fewer than the device's multiprocessors; None: they are not."""
     x = problem
     programs = x.k.numel() // x.k.shape[-1] // keys
-    return None if programs >= num_processors(x.device) else f"its keys are {programs} programs, too few for this device"
+    if programs >= num_processors(x.device):
+        return None
+    return f"it has a program for each {keys} keys, and {programs} are too few for this device"
 
 
 def _is_wide(problem: Problem) -> bool:
@@ -220,10 +223,10 @@ def forward_slower(problem: Problem) -> str | None:
         return slower_by_row(x, tile)
     shortest = HOPPER_SHARED_FROM[tile.head_dim_qk]
     if x.longest_kv < shortest:
-        return f"HOPPER_SHARED_FROM of its row is {shortest} keys, and the longest sequence has {x.longest_kv}"
+        return f"it is faster from {shortest} keys on (HOPPER_SHARED_FROM), and the longest sequence has {x.longest_kv}"
     shortest = HOPPER_PAGED_WINDOW_FROM.get(tile.head_dim_qk, 0) if is_paged else 0
     if x.window_left is not None and x.window_left < shortest:
-        return f"HOPPER_PAGED_WINDOW_FROM of its row is {shortest} keys, and the window has {x.window_left} before the diagonal"
+        return f"it is faster with windows of {shortest} keys or more (HOPPER_PAGED_WINDOW_FROM), and this has {x.window_left}"
     least = HOPPER_PAGED_BYTES if is_paged else HOPPER_BYTES
     return None if size >= least else "there is too little to load for it to be faster"
 

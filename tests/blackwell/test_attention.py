@@ -139,14 +139,14 @@ def test_only_who_asks_for_it_gets_it(wish: str, more: dict[str, Any], forward: 
     q = torch.empty(2, 4096, 16, 128, dtype=torch.bfloat16, device="meta", requires_grad=not more)
     x, settings = bind_call(q=q, k=q, v=q, **more)
     spec = spec_to_run(x, settings)._replace(device_type="cuda", capability=(10, 0))
-    text = str(explain(spec, "triton", x))
+    text = explain(spec, "triton", x).details
     assert forward in text
     assert ("forward: triton (sm_100)" in text) == (wish == "always")
     if more:
         return  # no gradient is asked for
     assert forward.replace("sm_100", "sm_100 fused", 1) in text
     assert f"backward: triton ({'sm_100 fused' if wish == 'always' else 'portable'})" in text
-    text = str(explain(spec._replace(deterministic=True), "triton", x))
+    text = explain(spec._replace(deterministic=True), "triton", x).details
     assert "backward: triton (portable)" in text
     if wish == "always":
         assert "not sm_100 fused: its dq does not repeat to the bit" in text

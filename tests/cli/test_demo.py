@@ -24,16 +24,30 @@ def test_demo_checks_every_result_and_names_the_backends(where: str, forked_pyth
     ran = forked_python("-m", "flexattn", "demo", "--tokens", str(TOKENS), env=environment)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert ran.stderr == ""
-    backends = re.findall(r"^(forward|backward): (\w+)(?: \(.+\))?$", ran.stdout, re.MULTILINE)
+    backends = re.findall(r"^runs on: (\w+)(?: / \w+)? \(forward and backward\)$", ran.stdout, re.MULTILINE)
     # Without a GPU the Triton kernels are interpreted, after the batch that runs eagerly.
     ran_on = ("eager", "triton") if where == "cpu" else ("triton",)
-    assert backends == [(direction, backend) for backend in ran_on for direction in ("forward", "backward")]
+    assert backends == [*ran_on]
     rows = ROW.findall(ran.stdout)
     assert [row[0] for row in rows] == ["out", "dq", "dk", "dv"] * len(ran_on)
     for name, largest, rms, *_, verdict in rows:
         assert 0 < float(rms) <= float(largest) < 1e-2, name  # between no error at all, which would be no check, and a wrong result
         assert verdict == "ok", name
     assert "padded, bshd, plain causal" in ran.stdout
+    assert (" ms " in ran.stdout) == (where == "cuda"), "a CPU's times say nothing of the kernels"
+
+
+def test_times_are_the_least_of_runs_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, ran = [0.0], []
+    durations = {"a": iter([9.0, 5.0, 2.0, 7.0]), "b": iter([9.0, 1.0, 8.0, 3.0])}
+
+    def run(name: str) -> None:
+        ran.append(name)
+        clock[0] += next(durations[name])
+
+    monkeypatch.setattr(demo.time, "perf_counter", lambda: clock[0])
+    assert demo.least_times([lambda: run("a"), lambda: run("b")], range(3)) == [2.0, 1.0]
+    assert "".join(ran) == "aabb" + "ab" + "ab", "the first run of each, which may compile, is not timed"
 
 
 @pytest.mark.parametrize("wrong", [1e-2, float("nan")])

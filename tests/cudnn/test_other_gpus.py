@@ -50,11 +50,11 @@ def test_triton_comes_first_and_cudnn_says_that_it_was_not_run(capability: tuple
     for direction in ("forward", "backward"):
         assert select(spec, direction, "auto").backend == "triton"  # type: ignore[arg-type]
         assert said in answer_of("cudnn", spec, direction)  # type: ignore[arg-type]
-    assert f"  {said}" in str(explain(spec, "cudnn", x))
+    assert f"  {said}" in explain(spec, "cudnn", x).details
     monkeypatch.setattr(backend_module("triton"), "unsupported", lambda spec, direction: "not today")
     select.cache_clear()
     assert select(spec, "forward", "auto").backend == "cudnn"
-    assert "not run" not in str(explain(spec._replace(capability=(9, 0)), "cudnn", x))
+    assert "not run" not in explain(spec._replace(capability=(9, 0)), "cudnn", x).details
 
 
 @pytest.mark.parametrize("capability", [(9, 0), *OTHERS], ids=str)

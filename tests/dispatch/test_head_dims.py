@@ -115,7 +115,7 @@ def test_a_fallback_gives_no_reason_for_a_backend_that_cannot(direction: Directi
     decision = select(spec_of(640, 512), direction, "auto")
     select.cache_clear()
     assert decision.backend == "eager"
-    assert decision.why == "the first that can run it in the order triton, cudnn, eager for cuda"
+    assert decision.why == "the first of triton, cudnn, eager that can run the call"
     assert decision.warning is not None
     assert "larger ones run on backend='eager'" in decision.warning
     with pytest.raises(BackendError, match="eager: can run it; ask for it with backend='eager'"):

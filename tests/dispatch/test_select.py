@@ -104,7 +104,8 @@ def test_auto_takes_the_first_that_can(refuse, spec, refusing, chosen):
         decision = select(spec, direction, "auto")
         assert decision.backend == chosen
         assert decision.rejected == tuple((name, f"{name} lacks wings; give it wings") for name in refusing)
-        assert spec.device_type in decision.why
+        first = {"cuda": "the first choice on a GPU: ", "cpu": "the first choice on a CPU: "}[spec.device_type]
+        assert decision.why.startswith("the first of " if refusing else first)
 
 
 def test_the_directions_are_asked_apart(monkeypatch, refuse):
@@ -217,9 +218,9 @@ def test_a_measured_row_holds_for_what_was_measured(monkeypatch, refuse, change,
     spec = PLAIN._replace(**change)
     forward = select(spec, "forward", "auto")
     assert forward.backend == chosen
-    measured = "1.25 times as fast as triton here (a_file.json)" in forward.why
+    measured = "1.25 times as fast as triton for such a call (a_file.json)" in forward.why
     assert measured == (chosen == "cudnn")
-    assert ("not measured yet" in forward.why) == (chosen == "triton")
+    assert ("no benchmark shows" in forward.why) == (chosen == "triton")
     assert select(spec, "backward", "auto").backend == "triton", "each direction has rows of its own"
 
 
@@ -301,7 +302,7 @@ def test_what_is_refused_while_running_goes_to_the_next(monkeypatch, refuse):
     assert len(tried) == 1
     with pytest.raises(BackendError, match="cudnn: no plan today"):
         flexattn.attention(q, q, q, backend="cudnn")
-    assert "not cudnn: no plan today" in str(flexattn.explain(q, q, q))
+    assert "not cudnn: no plan today" in flexattn.explain(q, q, q).details
     assert select(spec._replace(num_heads=8), "forward", "cudnn").backend == "cudnn", "another spec may be asked"
 
 
@@ -332,7 +333,7 @@ def test_what_one_shape_was_refused_is_no_other_shapes(monkeypatch, refuse, requ
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 flexattn.attention(q, q, q)
-            assert f"not cudnn: no plan for ({b}, {s}, 2, 8)" in str(flexattn.explain(q, q, q))
+            assert f"not cudnn: no plan for ({b}, {s}, 2, 8)" in flexattn.explain(q, q, q).details
         else:
             flexattn.attention(q, q, q, backend=request_)
             assert flexattn.explain(q, q, q, backend=request_).forward.backend == "cudnn"
@@ -544,19 +545,19 @@ def test_explain_gives_every_backend_a_line(refuse):
     refuse("triton")
     explanation = flexattn.explain(ON_CUDA)
     assert explanation.forward.backend == explanation.backward.backend == "cudnn"
-    forward, backward = str(explanation).split("\nbackward: ")
+    forward, backward = explanation.details.split("\nbackward: ")
     for section in (forward.split("\nforward: ")[1], backward):
         assert section.splitlines()[0] == "cudnn"
-        assert "why: the first that can run it in the order triton, cudnn, eager for cuda" in section
+        assert "why: the first of triton, cudnn, eager that can run the call" in section
         assert "not triton: triton lacks wings; give it wings" in section
         assert "not eager: can run it; ask for it with backend='eager'" in section
     assert explain(ON_CUDA._replace(needs_grad=False), "auto").backward is None
-    assert "backward: not needed" in str(explain(ON_CUDA._replace(needs_grad=False), "auto"))
+    assert "backward: not needed" in explain(ON_CUDA._replace(needs_grad=False), "auto").details
 
 
 def test_explain_follows_the_request(refuse):
     refuse("cudnn")
-    assert flexattn.explain(SPEC, backend="triton").forward == Decision("triton", "it was asked for by name", (), None)
+    assert flexattn.explain(SPEC, backend="triton").forward == Decision("triton", "requested by name", (), None)
     with attention_backend("triton"):
         assert flexattn.explain(SPEC).forward.backend == "triton"
     with pytest.raises(BackendError, match="cudnn lacks wings"):
@@ -702,7 +703,7 @@ def test_any_spec_gets_one_decision_and_every_other_backend_a_reason(spec, direc
 def test_any_spec_is_explained(spec, request):
     forget_rejections()
     try:
-        text = str(explain(spec, request))
+        text = explain(spec, request).details
     except BackendError:
         return  # whose text the test above reads
     assert text.count("  why: ") == (2 if spec.needs_grad else 1)

@@ -73,9 +73,9 @@ def family_of(problem: Problem, policy: Policy | None = None, *, deterministic: 
         (
             (192, 128),
             {"window_left": 1023, "window_right": 0},
-            "windowed_from of its row is 8192 tokens, and the longest sequence has 4096",
+            "it is faster from 8192 tokens on (windowed_from of its tile), and the longest sequence has 4096",
         ),
-        ((192, 128), {"shape": (16, 512, 16)}, "open_from of its row is 1024 tokens, and the longest sequence has 512"),
+        ((192, 128), {"shape": (16, 512, 16)}, "from 1024 tokens on (open_from of its tile), and the longest sequence has 512"),
         ((192, 128), {"shape": (1, 4096, 2)}, "too few for this device"),
     ],
 )

@@ -200,7 +200,7 @@ def test_cudnn_by_name_reaches_torch(as_cuda: list[str], monkeypatch: pytest.Mon
 def test_explain_says_who_runs_it(as_cuda: list[str]) -> None:
     q, k, v = qkv()
     named = fj.explain(q, k, v, backend="eager")
-    assert (named.forward.backend, named.backward.backend, named.forward.why) == ("eager", "eager", "it was asked for by name")
+    assert (named.forward.backend, named.backward.backend, named.forward.why) == ("eager", "eager", "requested by name")
     planned = dict(fj.explain(q, k, v).forward.rejected)
     assert planned["eager"] == "torch would run it; ask for it with backend='eager'"
     assert "cudnn" in planned

@@ -113,8 +113,8 @@ def test_import_flexattn_imports_no_backend_and_adds_little_to_torch(fresh_pytho
 
 def test_each_public_name_is_there_and_leads_to_what_a_type_checker_sees() -> None:
     tree = ast.parse(Path(flexattn.__file__).read_text())
-    (typed, *_) = (node for node in tree.body if isinstance(node, ast.If))
-    seen = {alias.name: node.module for node in typed.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    typed = [node for block in tree.body if isinstance(block, ast.If) for node in block.body if isinstance(node, ast.ImportFrom)]
+    seen = {alias.name: node.module for node in typed for alias in node.names}
     found = {name: name if module == "flexattn" else str(module).removeprefix("flexattn.") for name, module in seen.items()}
     assert found == flexattn._LATER
     assert {*found} <= {*flexattn.__all__} <= {*dir(flexattn)}
