@@ -1,4 +1,4 @@
-"""Rows written behind those of a cache: by one kernel, or by torch ops with the same result on devices without kernels."""
+"""Appending rows to a cache: with one kernel, or with torch ops of the same result on devices without kernels."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from flexattn.dispatch.spec import as_bshd
 
 
 class Appended(NamedTuple):
-    """New keys and values, and where they go; formats are those of the new rows and of the caches.
+    """New keys and values, and their destinations. formats: those of the new rows and of the caches.
 
-    Descales, of caches in FP8, are float32: those that are given [], [h_kv] or [b, h_kv], those of tokens, which are written, a
-    cache's dims without the last.
+    FP8 caches have float32 descales. `descale_*` are inputs, [], [h_kv] or [b, h_kv]. `token_descales_*` are written, and have the
+    dims of a cache without the last.
     """
 
     k_new: Tensor
@@ -33,7 +33,7 @@ class Appended(NamedTuple):
 
 
 def append(k_cache: Tensor, v_cache: Tensor, x: Appended) -> None:
-    """Writes the new rows of each sequence behind its first seqused_kv rows; those that do not fit are left out."""
+    """Writes the new rows of each sequence after its first seqused_kv rows. Rows that do not fit are dropped."""
     if kernel_error(k_cache.device.type, _capability(k_cache), k_cache.dtype) is None:
         append_by_kernel(k_cache, v_cache, x)
         return
@@ -50,18 +50,18 @@ def append(k_cache: Tensor, v_cache: Tensor, x: Appended) -> None:
             elif descale.dim() == 2:
                 scale = descale[sequence, :, None]
             else:
-                scale = _own_descale(values, cache.dtype)
+                scale = _token_descale(values, cache.dtype)
                 _put(descale, (places, row), scale[..., 0], fits)
             largest = LARGEST[cache.dtype]
             values = (values / scale).clamp(-largest, largest)
         values = values.to(cache.dtype)
-        if cache.dtype in LARGEST:  # which torch does not index
+        if cache.dtype in LARGEST:  # torch cannot index FP8.
             cache, values = cache.view(torch.uint8), values.view(torch.uint8)
         _put(cache, (places, row), values, fits)
 
 
 def append_by_kernel(k_cache: Tensor, v_cache: Tensor, x: Appended) -> None:
-    """Does the same by the kernel; tensors without memory are for the GPU that is pretended."""
+    """Does the same with the kernel. Tensors on the meta device are for the pretended GPU."""
     from flexattn.kernels_triton.portable.append import NewTokens
     from flexattn.kernels_triton.portable.append import append as append_rows
 
@@ -70,12 +70,12 @@ def append_by_kernel(k_cache: Tensor, v_cache: Tensor, x: Appended) -> None:
 
 
 def kernel_error(device_type: str, capability: tuple[int, int] | None, dtype: torch.dtype) -> str | None:
-    """Returns why no kernel writes rows of a dtype on a device; of FP8 from compute capability 8.9 on, where it is exact."""
+    """Returns why no kernel writes rows of a dtype on a device, or None. FP8 needs compute capability 8.9, which rounds exactly."""
     if reason := triton_backend.device_error(device_type, capability):
         return reason
     if capability is None or dtype not in LARGEST or capability >= (8, 9):
         return None
-    return f"compute capability {capability[0]}.{capability[1]} has no conversions to FP8, which 8.9 has"
+    return f"compute capability {capability[0]}.{capability[1]} has no conversions to FP8; they need 8.9 or later"
 
 
 def _capability(t: Tensor) -> tuple[int, int] | None:
@@ -90,31 +90,34 @@ def _views(
     caches = as_bshd(k_cache, cache_format), as_bshd(v_cache, cache_format)
     new = as_bshd(x.k_new, new_format), as_bshd(x.v_new, new_format)
     descales = [
-        _descale(given, written, cache, (x.seqused_kv.shape[0], cache_format))
-        for given, written, cache in zip(
+        _descale(fixed, per_token, cache, (x.seqused_kv.shape[0], cache_format))
+        for fixed, per_token, cache in zip(
             (x.descale_k, x.descale_v), (x.token_descales_k, x.token_descales_v), (k_cache, v_cache), strict=True
         )
     ]
     return caches, new, descales
 
 
-def _descale(given: Tensor | None, written: Tensor | None, cache: Tensor, of: tuple[int, str]) -> Tensor | None:
-    """Returns a descale as a view: [b, h] of one that is given, [b | pages, s, h] of what is to be written."""
-    batch, fmt = of
-    if written is not None:
-        return as_bshd(written[..., None], fmt)[..., 0]
-    return None if given is None else given.expand(batch, cache.shape[fmt.index("h")])
+def _descale(fixed: Tensor | None, per_token: Tensor | None, cache: Tensor, batch_and_format: tuple[int, str]) -> Tensor | None:
+    """Returns a descale as a view: [b, h] of an input, or [b | pages, s, h] of the descales to write."""
+    batch, fmt = batch_and_format
+    if per_token is not None:
+        return as_bshd(per_token[..., None], fmt)[..., 0]
+    return None if fixed is None else fixed.expand(batch, cache.shape[fmt.index("h")])
 
 
-def _own_descale(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns for rows [tokens, h, d] what they are divided by, [tokens, h, 1], so that the largest becomes the dtype's."""
+def _token_descale(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns the divisors [tokens, h, 1] of rows [tokens, h, d] that map the largest element to the dtype's largest number."""
     amax = torch.where(values.isfinite(), values.abs(), 0.0).amax(-1, keepdim=True)
     descale = amax / LARGEST[dtype]
     return torch.where(descale >= SMALLEST_SCALE, descale, 1.0)
 
 
 def _places(cache: Tensor, new: Tensor, x: Appended) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns for each new token its sequence, its page, or in a dense cache that sequence, its row there, and whether it fits."""
+    """Returns for each new token its sequence, its page, its row in the page, and whether it fits.
+
+    In a dense cache, the page is the sequence.
+    """
     sequence, i, fits = _tokens(new, x)
     used = x.seqused_kv.long()[sequence]
     row = used + i
@@ -128,15 +131,15 @@ def _places(cache: Tensor, new: Tensor, x: Appended) -> tuple[Tensor, Tensor, Te
 
 
 def _tokens(new: Tensor, x: Appended) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns each token's sequence, its number in it, and whether the sequence has so many tokens to append."""
+    """Returns each token's sequence, its number in the sequence, and whether it is one of the tokens to append."""
     batch, device = x.seqused_kv.shape[0], new.device
     if new.dim() == 3:
         assert x.cu_seqlens_q is not None
         token = torch.arange(new.shape[0], device=device)
-        found = torch.searchsorted(x.cu_seqlens_q.long(), token, right=True) - 1
-        sequence = found.clamp(0, batch - 1)
+        position = torch.searchsorted(x.cu_seqlens_q.long(), token, right=True) - 1
+        sequence = position.clamp(0, batch - 1)
         i = token - x.cu_seqlens_q.long()[sequence]
-        is_token = found == sequence
+        is_token = position == sequence
     else:
         sequence = torch.arange(batch, device=device).repeat_interleave(new.shape[1], output_size=batch * new.shape[1])
         i = torch.arange(new.shape[1], device=device).repeat(batch)
@@ -148,9 +151,9 @@ def _tokens(new: Tensor, x: Appended) -> tuple[Tensor, Tensor, Tensor]:
     return sequence, i, is_token
 
 
-def _put(cache: Tensor, at: tuple[Tensor, Tensor], values: Tensor, fits: Tensor) -> None:
-    """Writes values [tokens, h, ...] where they fit. The others repeat the first that does: no shape follows the lengths."""
+def _put(cache: Tensor, indices: tuple[Tensor, Tensor], values: Tensor, fits: Tensor) -> None:
+    """Writes the values [tokens, h, ...] that fit. The others repeat the first one that fits, so that no shape is dynamic."""
     first = fits.int().argmax()
     source = torch.where(fits, torch.arange(len(fits), device=fits.device), first)
-    page, row = (torch.where(fits, place, 0)[source] for place in at)
+    page, row = (torch.where(fits, index, 0)[source] for index in indices)
     cache.index_put_((page, row), torch.where(fits.any(), values[source], cache[page, row]))

@@ -1,4 +1,4 @@
-"""FLEXATTN_CANARY=1: what a backend computes for a spec is checked against the reference, on a small input, before it runs one."""
+"""FLEXATTN_CANARY=1: a check of a backend against the reference, on a small input, before it first runs a spec."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ from flexattn.forks import fork_safe
 
 _log = logging.getLogger(__name__)
 
-LONGEST = (150, 130)  # queries and keys of the input: more than one tile of each, and of uneven ends
-GAP = 3  # rows behind each packed sequence
-FACTOR = 4.0  # times the largest error of plain torch in the same dtype: a canary looks for wrong results, not for rounding
-ROUNDINGS = 16.0  # roundings of the largest value, granted where plain torch happens to be exact
-SHORT_ACCUMULATOR = 2.0**-10  # share of the largest score: some GPUs add up FP8 products in 14 bits
-ROUNDED_WEIGHTS = 2.0**-4  # the most by which one is rounded in e4m3: one kernel sums these
+LONGEST = (150, 130)  # queries and keys of the input: more than one tile of each, with a partial last tile.
+GAP = 3  # unused rows after each packed sequence.
+# The tolerance is this factor times the largest error of plain torch in the same dtype. The canary looks for wrong results, not for
+# rounding errors.
+FACTOR = 4.0
+ROUNDINGS = 16.0  # additional tolerance, in roundings of the largest value, if plain torch happens to be exact.
+SHORT_ACCUMULATOR = 2.0**-10  # tolerance relative to the largest score, because some GPUs accumulate FP8 products in 14 bits.
+ROUNDED_WEIGHTS = 2.0**-4  # the largest rounding error of a weight in e4m3. One kernel sums rounded weights.
 _CAPACITY = 1024
 
 _passed: OrderedDict[tuple[str, AttentionSpec, Direction], None] = OrderedDict()
@@ -34,11 +36,11 @@ _lock = fork_safe(threading.Lock())
 
 
 def mismatch(name: str, spec: AttentionSpec, direction: Direction, device: torch.device) -> str | None:
-    """None where a backend's result for `spec` is right, else what is wrong with it; a right one is not checked again.
+    """Returns the error of a backend's result for `spec`, or None if it is right. A right result is not checked again.
 
-    The eager backend is not checked, as it shares its arithmetic with the reference; nor is dropout where a backend drops weights
-    of its own, nor a mod or a block mask, whose tensors a spec does not have; nor is anything while a CUDA graph is captured.
-    Packed sequences come with gaps between them and without. Waits for the device.
+    The eager backend is not checked, because it shares its arithmetic with the reference. Dropout is not checked if the backend
+    draws its own. Mods and block masks are not checked, because a spec does not have their tensors. While a CUDA graph is
+    captured, nothing is checked. Packed sequences are checked with and without gaps. The check waits for the device.
     """
     key = (name, spec, direction)
     if name == "eager" or key in _passed or is_capturing(device):
@@ -46,14 +48,14 @@ def mismatch(name: str, spec: AttentionSpec, direction: Direction, device: torch
     if spec.mods is not None or spec.block_size is not None:
         _log.info("the canary cannot check %s with a mod or a block mask, whose tensors it does not have", name)
     elif spec.dropout and name in OWN_DROPOUT:
-        _log.info("the canary cannot check %s with dropout, as it drops weights of its own", name)
+        _log.info("the canary cannot check %s with dropout, because it draws its own", name)
     else:
         for gap in (0, GAP) if "thd" in (spec.q_format, spec.kv_format) else (0,):
             x = sample_operands(spec, device, *_lengths(spec), gap=gap)
             try:
                 with neutral_state():
                     wrong = _compare(name, spec, x, direction)
-            except RuntimeFailure as e:  # a failure of these shapes alone
+            except RuntimeFailure as e:  # a failure of these shapes only.
                 _log.info("the canary cannot check %s, which refuses its input: %s", name, e)
                 continue
             if wrong is not None:
@@ -66,22 +68,22 @@ def mismatch(name: str, spec: AttentionSpec, direction: Direction, device: torch
 
 
 def clear() -> None:
-    """Check everything again."""
+    """Forgets all checks."""
     with _lock:
         _passed.clear()
 
 
 def _compare(name: str, spec: AttentionSpec, x: Operands, direction: Direction) -> str | None:
     backend, device = backend_module(name), x.q.device
-    spec = spec._replace(results=spec.results._replace(packing=""))  # q, k and v are of different lengths here
+    spec = spec._replace(results=spec.results._replace(packing=""))  # q, k and v have different lengths here.
     if spec.fp8 is not None:
         return _compare_fp8(name, spec, x, direction)
     exact, eager = (reference_attention(spec, x, dtype=dtype) for dtype in (torch.float64, spec.dtype))
-    # The forward's own results, or what a right forward would have given a backward that follows another backend's.
     if direction == "forward":
         got = backend.forward(spec, x)
         names = ("out", "lse", "max_logit") if spec.return_max_logit else ("out", "lse")
         return _first_difference(names, got, exact, eager)
+    # A backward gets the results of an exact forward, because its forward may run on another backend.
     statistics = torch.float64 if spec.dtype is torch.float64 else torch.float32
     out, lse = exact[0].to(spec.dtype), exact[1].to(statistics)
     generator = torch.Generator(device).manual_seed(1)
@@ -93,36 +95,36 @@ def _compare(name: str, spec: AttentionSpec, x: Operands, direction: Direction) 
 
 
 def _compare_fp8(name: str, spec: AttentionSpec, x: Operands, direction: Direction) -> str | None:
-    """The same in FP8, where the eager backend's emulation is the budget."""
+    """Compares in FP8. The tolerance comes from the error of the eager backend's emulation."""
     backend, emulated = backend_module(name), backend_module("eager")
     exact, eager = reference_attention(spec, x), emulated.forward(spec, x)
     if direction == "forward":
         results = backend.forward(spec, x)
         if wrong := _first_difference(("out",), results, exact, eager):
             return wrong
-        granted = SHORT_ACCUMULATOR * max(1.0, float(exact[2].abs().max()))
+        tolerance = SHORT_ACCUMULATOR * max(1.0, float(exact[2].abs().max()))
         if _sums_rounded_weights(name, spec, x):
-            granted += ROUNDED_WEIGHTS
+            tolerance += ROUNDED_WEIGHTS
         names = ("out", "lse", "max_logit") if spec.return_max_logit else ("out", "lse")
-        errors = {names[at]: _error(results[at], exact[at]) for at in range(1, len(names))}
-        return next((f"{name} is off by {error:.3g}" for name, error in errors.items() if not error <= granted), None)
+        errors = {names[i]: _error(results[i], exact[i]) for i in range(1, len(names))}
+        return next((f"{name} is off by {error:.3g}" for name, error in errors.items() if not error <= tolerance), None)
     assert spec.fp8 is not None
     generator = torch.Generator(x.q.device).manual_seed(1)
     dout = torch.randn(exact[0].shape, generator=generator, device=x.q.device).to(spec.out_dtype)
     if name == "cudnn":
         dout = dout.to(spec.fp8.grad_dtype)
-    else:  # what comes in 16 bits is rounded by the backward
+    else:  # the backward quantises a 16-bit dout.
         x = x._replace(descales=x.descales[:3])
     dlse = torch.randn(exact[1].shape, generator=generator, device=x.q.device) if spec.needs_lse_grad else None
-    given = (exact[0].to(spec.out_dtype), exact[1].float(), dout, dlse)
+    arguments = (exact[0].to(spec.out_dtype), exact[1].float(), dout, dlse)
     exact_dout = dout_of(spec, x, dout, torch.float64)
-    wanted = reference_gradients(spec, x, exact_dout, dlse)
-    got, budget = backend.backward(spec, x, *given), emulated.backward(spec, x, *given)
-    return _first_difference(got._fields[:-1], got[:-1], wanted[:-1], budget[:-1])
+    expected = reference_gradients(spec, x, exact_dout, dlse)
+    got, budget = backend.backward(spec, x, *arguments), emulated.backward(spec, x, *arguments)
+    return _first_difference(got._fields[:-1], got[:-1], expected[:-1], budget[:-1])
 
 
 def _sums_rounded_weights(name: str, spec: AttentionSpec, x: Operands) -> bool:
-    """Returns whether the backend rounds the softmax weights that it sums up: Triton's kernel for FP8 on sm_90 alone does."""
+    """Returns whether the backend sums rounded softmax weights. Only Triton's FP8 kernel for sm_90 does."""
     if name != "triton":
         return False
     choice = triton_backend.choice_of(spec, x, "forward")
@@ -130,7 +132,7 @@ def _sums_rounded_weights(name: str, spec: AttentionSpec, x: Operands) -> bool:
 
 
 def _lengths(spec: AttentionSpec) -> tuple[list[int], list[int]]:
-    """Two sequences, uneven where `spec` has lengths, no longer than its length classes; a single query or key stays one."""
+    """Returns the lengths of two sequences, which differ if `spec` has lengths. They do not exceed the spec's length classes."""
     longest = [min(most, known) if known else most for most, known in zip(LONGEST, (spec.length_q, spec.length_kv), strict=True)]
     if not spec.padding:
         return [longest[0]] * 2, [longest[1]] * 2
@@ -148,7 +150,7 @@ def _first_difference(
         largest = float(finite.abs().max()) if finite.numel() else 0.0
         limit = FACTOR * budget + ROUNDINGS * torch.finfo(g.dtype).eps * largest
         if not error <= limit:
-            return f"{name} is off by {error:.3g}, where plain torch is off by {budget:.3g}"
+            return f"{name} is off by {error:.3g}, and plain torch is off by {budget:.3g}"
     return None
 
 

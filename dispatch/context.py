@@ -1,4 +1,4 @@
-"""The backend that a call asks for: its own argument, then `attention_backend()`, then FLEXATTN_BACKEND, then "auto"."""
+"""The backend that a call requests: its argument, else `attention_backend()`, else FLEXATTN_BACKEND, else "auto"."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from flexattn.dispatch import options
 
 
 class _Thread(threading.local):
-    """One thread's request. A threading.local, as torch.compile guards it, whereas a ContextVar breaks the graph."""
+    """One thread's request. It is a threading.local because torch.compile guards that, and breaks the graph at a ContextVar."""
 
     def __init__(self) -> None:
         self.requested: str | None = None
 
 
 _thread = _Thread()
-_is_used = False  # whether any thread has ever entered a block: looking into a threading.local takes each call as long again
+_is_used = False  # whether any thread has ever entered a block. If not, calls skip the look-up in the threading.local.
 
 
 def check_request(backend: str) -> None:
@@ -27,13 +27,14 @@ def check_request(backend: str) -> None:
 
 @contextmanager
 def attention_backend(backend: str) -> Iterator[None]:
-    """Within the block, calls of this thread that name no backend use this one: "auto", "triton", "cudnn" or "eager".
+    """Sets the backend for calls of this thread that name none: "auto", "triton", "cudnn" or "eager".
 
-    It holds until the block ends and, as `torch.no_grad()` does, for the thread that entered it alone; it can be nested, and works
-    inside and around `torch.compile`. A backward uses what was asked for when its forward ran, whichever thread it runs in. What
-    `torch.utils.checkpoint` computes again on a GPU runs in a thread of autograd's, and after the block where the backward does:
-    give `backend` in the call there. Any name but "auto" never falls back: what it cannot run raises a BackendError with the
-    reason. FLEXATTN_BACKEND asks for the whole process.
+    It holds until the block ends. Like `torch.no_grad()`, it holds only for the thread that entered the block. It can be nested,
+    and works inside and around `torch.compile`. A backward uses the backend that was requested in its forward, in any thread.
+
+    `torch.utils.checkpoint` recomputes a forward on a GPU in a thread of autograd, so this block does not apply to it. Pass
+    `backend` in such calls. A named backend never falls back: if it cannot run a call, the call raises a BackendError with the
+    reason. FLEXATTN_BACKEND sets the backend for the whole process.
 
     Raises:
         ValueError: an unknown name.
@@ -49,12 +50,12 @@ def attention_backend(backend: str) -> Iterator[None]:
 
 
 def current() -> str | None:
-    """Returns the backend that the innermost `attention_backend()` of this thread names."""
+    """Returns the backend of this thread's innermost `attention_backend()`, or None outside of such blocks."""
     return _thread.requested if _is_used else None
 
 
 def requested_backend(backend: str | None) -> str:
-    """The request that holds for a call whose `backend` argument this is."""
+    """Returns the request of a call with this `backend` argument."""
     if backend is not None:
         check_request(backend)
         return backend

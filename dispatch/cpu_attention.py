@@ -1,8 +1,9 @@
-"""Attention on a CPU by torch's own fused operator, where that computes exactly what is asked: dense, causal, with a bias, grouped.
+"""Attention on a CPU with torch's own fused operator, if it supports the call: dense, causal, with a bias, with grouped heads.
 
-The operator keeps no scores and runs on all threads of torch (`aten::_scaled_dot_product_flash_attention_for_cpu`, which
-`torch.nn.functional.scaled_dot_product_attention` calls: https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/
-transformers/attention.cpp). Its logsumexp of a row without keys is 0; it is -inf here.
+The operator stores no scores and uses all threads of torch. It is `aten::_scaled_dot_product_flash_attention_for_cpu`, which
+`torch.nn.functional.scaled_dot_product_attention` calls
+(https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/transformers/attention.cpp). If a row sees no key, the operator's
+logsumexp is 0, and this file returns -inf.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from torch import Tensor
 
 from flexattn.dispatch.spec import AttentionSpec, Gradients, Operands, Results, as_bshd, empty_outputs
 
-# Weights made again from an lse of this size have an error of 4e-6 of themselves in fp32; with larger ones the eager backend finds
-# them without it.
+# In fp32, weights recomputed from an lse of this size have a relative error of 4e-6. If an lse is larger, the eager backend
+# computes the weights without it.
 LARGEST_LSE = 64.0
 
 _aten = torch.ops.aten
@@ -27,10 +28,10 @@ _backward_op = _aten._scaled_dot_product_flash_attention_for_cpu_backward.defaul
 
 
 def takes(spec: AttentionSpec, x: Operands) -> bool:
-    """Returns whether the operator computes a call: in fp32.
+    """Returns whether the operator runs a call. It runs only fp32 calls.
 
-    In 16 bits it sums approximate exponentials (an lse of 7.5 was off by 5e-5), and in fp64 the eager backend is the reference to
-    others.
+    In 16 bits the operator sums approximate exponentials (an lse of 7.5 was off by 5e-5). In fp64 the eager backend must run,
+    because it is the reference for other backends.
     """
     if x.q.device.type != "cpu" or spec.dtype is not torch.float32 or spec.head_dim_qk != spec.head_dim_v:
         return False
@@ -46,7 +47,7 @@ def takes(spec: AttentionSpec, x: Operands) -> bool:
 
 
 def _causal(spec: AttentionSpec, x: Operands) -> bool | None:
-    """Returns False where queries see all keys, True where each sees those up to its own place, and None for other bands."""
+    """Returns True for a causal mask, False if all queries see all keys, and None for other bands."""
     len_q, len_kv = x.q.shape[spec.q_format.index("s")], x.k.shape[spec.kv_format.index("s")]
     left, right, bottom_right = spec.band
     shift = len_kv - len_q if bottom_right else 0
@@ -58,20 +59,20 @@ def _causal(spec: AttentionSpec, x: Operands) -> bool | None:
 
 
 def forward(spec: AttentionSpec, x: Operands) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Returns out, lse and max_logit as `empty_outputs` lays them out, or None where a number is not finite.
+    """Returns out, lse and max_logit as `empty_outputs` lays them out, or None if an element is not finite.
 
-    spec, x: a call that `takes` takes. What is not finite comes from inputs that the eager backend has rules for.
+    spec, x: a call that `takes` accepts. The eager backend has rules for inputs that lead to elements that are not finite.
     """
     mask = _mask(spec, x)
     with _without_autocast():
-        found, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
+        bhsd, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
             *_qkv(spec, x), 0.0, bool(_causal(spec, x)), attn_mask=mask, scale=x.softmax_scale
         )
-        if not math.isfinite(found.sum().item()):
+        if not math.isfinite(bhsd.sum().item()):
             return None
         if mask is not None and bool((lse == 0).any()):
             lse.masked_fill_(mask.isneginf().all(-1), float("-inf"))
-    bshd = found.transpose(1, 2)  # in memory too, as the operator lays it out
+    bshd = bhsd.transpose(1, 2)  # the operator's memory layout.
     if spec.q_format == "bshd" and spec.results == Results():
         out = _contiguous(bshd)
     else:
@@ -81,28 +82,28 @@ def forward(spec: AttentionSpec, x: Operands) -> tuple[Tensor, Tensor, Tensor] |
 
 
 def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: Tensor) -> Gradients | None:
-    """Returns the gradients, or None where those of the eager backend are more exact: of a large or infinite lse."""
-    given_lse = lse.masked_fill(lse.isneginf(), 0.0)
-    if not bool(given_lse.abs().amax() <= LARGEST_LSE):
+    """Returns the gradients, or None if an lse is so large that the eager backend is more exact."""
+    finite_lse = lse.masked_fill(lse.isneginf(), 0.0)
+    if not bool(finite_lse.abs().amax() <= LARGEST_LSE):
         return None
     out, dout = (as_bshd(t, spec.q_format).transpose(1, 2) for t in (out, dout))
     mask = _mask(spec, x)
     with torch.no_grad(), _without_autocast():
-        found = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            dout, *_qkv(spec, x), out, given_lse, 0.0, bool(_causal(spec, x)), attn_mask=mask, scale=x.softmax_scale
+        gradients = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            dout, *_qkv(spec, x), out, finite_lse, 0.0, bool(_causal(spec, x)), attn_mask=mask, scale=x.softmax_scale
         )
     formats = (spec.q_format, spec.kv_format, spec.kv_format)
-    dq, dk, dv = (_contiguous(as_bshd(t.transpose(1, 2), fmt)) for t, fmt in zip(found, formats, strict=True))
+    dq, dk, dv = (_contiguous(as_bshd(t.transpose(1, 2), fmt)) for t, fmt in zip(gradients, formats, strict=True))
     return Gradients(*spec.results.stored((dq, dk, dv), (spec.q_format, spec.kv_format), spec.out_dtype), None, None, None)
 
 
 class KeptForward:
-    """A forward that `takes` takes, of a kept call: with what follows from its shapes found once. Called as a `Recording` is."""
+    """The forward of a cached call that `takes` accepts, with its shapes analysed once. It is used as a `Recording`."""
 
-    can_vary = False  # its numbers are in it
+    can_vary = False  # it contains the call's numbers.
 
     def __init__(self, spec: AttentionSpec, x: Operands, otherwise: Callable[[Sequence[Any]], Sequence[Any]]) -> None:
-        """otherwise: computes a call in which a number is not finite, from the same tensors."""
+        """otherwise: computes the call from the same tensors if an element of the result is not finite."""
         self.otherwise = otherwise
         self.is_causal, self.scale = bool(_causal(spec, x)), x.softmax_scale
         self.to_bhsd = _orders(spec, "bhsd")
@@ -112,21 +113,21 @@ class KeptForward:
         return True
 
     def replay(self, tensors: Sequence[Any], addresses: Sequence[int]) -> Sequence[Any]:
-        """Returns out, lse and None for max_logit. tensors: q, k, v, and others that are None."""
+        """Returns out, lse and None for max_logit. tensors: q, k, v, then only None."""
         qkv = [t.permute(order) for t, order in zip(tensors, self.to_bhsd, strict=False)]
-        found, lse = _forward_op(*qkv, 0.0, self.is_causal, attn_mask=None, scale=self.scale)
-        if not math.isfinite(found.sum().item()):
+        bhsd, lse = _forward_op(*qkv, 0.0, self.is_causal, attn_mask=None, scale=self.scale)
+        if not math.isfinite(bhsd.sum().item()):
             return self.otherwise(tensors)
-        return _contiguous(found.permute(self.to_q)), _contiguous(lse), None
+        return _contiguous(bhsd.permute(self.to_q)), _contiguous(lse), None
 
 
 class KeptBackward:
-    """The backward likewise."""
+    """The backward of a cached call, as `KeptForward` for the forward."""
 
     can_vary = False
 
     def __init__(self, spec: AttentionSpec, x: Operands, otherwise: Callable[[Sequence[Any]], Sequence[Any]]) -> None:
-        """otherwise: computes a backward of a large lse, from the same tensors."""
+        """otherwise: computes the backward from the same tensors if an lse is large."""
         self.otherwise = otherwise
         self.is_causal, self.scale = bool(_causal(spec, x)), x.softmax_scale
         self.to_bhsd = _orders(spec, "bhsd")
@@ -137,48 +138,48 @@ class KeptBackward:
         return True
 
     def replay(self, tensors: Sequence[Any], addresses: Sequence[int]) -> Sequence[Any]:
-        """Returns the gradients of q, k and v, and None twice. tensors: those of the forward, then out, lse, dout and None."""
+        """Returns the gradients of q, k and v, and None twice. tensors: the forward's, then out, lse, dout and None."""
         *_, out, lse, dout, _dlse = tensors
         if not lse.abs().amax().item() <= LARGEST_LSE:
             return self.otherwise(tensors)
         qkv = [t.permute(order) for t, order in zip(tensors, self.to_bhsd, strict=False)]
         out, dout = (t.permute(self.to_bhsd[0]) for t in (out, dout))
-        found = _backward_op(dout, *qkv, out, lse, 0.0, self.is_causal, attn_mask=None, scale=self.scale)
-        return *(_contiguous(t.permute(order)) for t, order in zip(found, self.from_bhsd, strict=True)), None, None
+        gradients = _backward_op(dout, *qkv, out, lse, 0.0, self.is_causal, attn_mask=None, scale=self.scale)
+        return *(_contiguous(t.permute(order)) for t, order in zip(gradients, self.from_bhsd, strict=True)), None, None
 
 
 def can_be_kept(spec: AttentionSpec, x: Operands) -> bool:
-    """Returns whether `KeptForward` and `KeptBackward` take a call: such as `takes` takes, without a bias, in dense rows."""
+    """Returns whether `KeptForward` and `KeptBackward` support a call: if `takes` does, there is no bias, and rows are dense."""
     is_plain = x.bias is None and spec.results == Results() and not torch.is_autocast_enabled("cpu")
     return is_plain and all(t.stride(-1) == 1 for t in (x.q, x.k, x.v)) and takes(spec, x)
 
 
 def _orders(spec: AttentionSpec, order: str) -> list[tuple[int, ...]]:
-    """Returns for q, k and v the dims in another order."""
+    """Returns the permutations of q, k and v to another order of dims."""
     return [tuple(fmt.index(dim) for dim in order) for fmt in (spec.q_format, spec.kv_format, spec.kv_format)]
 
 
 def _without_autocast() -> contextlib.AbstractContextManager[Any]:
-    """Returns what keeps autocast off; entering it where it is off takes as long as a small product."""
+    """Returns a context without autocast. If autocast is off, the context does nothing, which saves the time of a small product."""
     return torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else contextlib.nullcontext()
 
 
 def _contiguous(t: Tensor) -> Tensor:
-    """Returns a tensor with the strides of a new one, in dims of size 1 too."""
+    """Returns a contiguous tensor. Its dims of size 1 also have the strides of a new tensor."""
     copy = t.contiguous()
     return copy.view(-1).view(t.shape) if copy is t and 1 in t.shape else copy
 
 
 def _qkv(spec: AttentionSpec, x: Operands) -> tuple[Tensor, ...]:
-    """Returns q, k and v as bhsd with a last stride of 1: the operator asks q, k and v for every stride but that."""
+    """Returns q, k and v as bhsd with a last stride of 1. The operator assumes that stride, and reads the others."""
     formats = (spec.q_format, spec.kv_format, spec.kv_format)
-    given = (t.detach() if t.requires_grad else t for t in (x.q, x.k, x.v))
-    bhsd = [t if fmt == "bhsd" else as_bshd(t, fmt).transpose(1, 2) for t, fmt in zip(given, formats, strict=True)]
+    detached = (t.detach() if t.requires_grad else t for t in (x.q, x.k, x.v))
+    bhsd = [t if fmt == "bhsd" else as_bshd(t, fmt).transpose(1, 2) for t, fmt in zip(detached, formats, strict=True)]
     return tuple([t if t.stride(-1) == 1 else t.contiguous() for t in bhsd])
 
 
 def _mask(spec: AttentionSpec, x: Operands) -> Tensor | None:
-    """Returns what the operator adds to scaled scores."""
+    """Returns the mask that the operator adds to scaled scores, or None."""
     if x.bias is None:
         return None
     bias = x.bias.detach()

@@ -1,4 +1,4 @@
-"""cuDNN's SDPA graphs: what they take, and the way from a spec and its operands to their launchers."""
+"""The cuDNN backend: the calls that its SDPA graphs support, and the step from a spec and its operands to the launchers."""
 
 from __future__ import annotations
 
@@ -36,27 +36,31 @@ from flexattn.dispatch.spec import (
 from flexattn.forks import fork_safe
 
 if TYPE_CHECKING:
+    from flexattn.kernels_cudnn.attention import Written
     from flexattn.kernels_cudnn.graphs import Sdpa
+    from flexattn.kernels_cudnn.problem import Problem
 
-SUPPORT_IS_FINAL = False  # cuDNN's own answer comes with a plan
+SUPPORT_IS_FINAL = False  # cuDNN's own answer comes only when a plan is built.
 DTYPES = (torch.float16, torch.bfloat16)
-OLDEST_CAPABILITY = (8, 0)  # the first that cuDNN has such graphs for
-RUN_ON = ((9, 0),)  # where results were checked; elsewhere cuDNN's plans are all that is known
-RAGGED_BACKWARD = (9, 10)  # major capabilities with plans for it; cuDNN declines it on sm_8x and sm_12x
-OLDEST_LIBRARY = 91501  # the first with all plans of later ones, as was seen; before it CUDA graphs may replay a backward wrongly
-OLDEST_FRONTEND = (1, 27)  # from 1.24 to 1.26 cuDNN 9.19 has no backward; 1.23 and older take no such keys of buffers
-RUN_WITH = (91900,)  # libraries with which results were checked, on an NVIDIA H200 and an H100
-RAGGED_WORKSPACE = 91800  # the first that clears its workspace in a backward of packed sequences (`known_bad`)
+OLDEST_CAPABILITY = (8, 0)  # the first compute capability with such graphs.
+RUN_ON = ((9, 0),)  # compute capabilities with checked results. On others, only the plans are checked.
+RAGGED_BACKWARD = (9, 10)  # major capabilities with plans for packed backwards. cuDNN declines them on sm_8x and sm_12x.
+# The first library with all plans of later ones, as tests showed. Before it, CUDA graphs may replay a backward wrongly.
+OLDEST_LIBRARY = 91501
+# The first supported frontend. With 1.24 to 1.26, cuDNN 9.19 has no backward. 1.23 and older do not accept these keys of buffers.
+OLDEST_FRONTEND = (1, 27)
+RUN_WITH = (91900,)  # libraries with checked results, on an NVIDIA H200 and an H100.
+RAGGED_WORKSPACE = 91800  # the first library that clears its workspace in a backward of packed sequences (see `known_bad`).
 _GET_FRONTEND = f"pip install 'nvidia-cudnn-frontend>={'.'.join(map(str, OLDEST_FRONTEND))}'"
 MOST_HEADS = 65535
-EXACT_SHAPES = 8  # sizes of one dense spec that get a plan of their own; later ones share plans for rounded-up sizes
+EXACT_SHAPES = 8  # the number of shapes of one dense spec with their own plans. Later shapes share plans for rounded-up sizes.
 
 
 def unsupported(spec: AttentionSpec, direction: Direction) -> str | None:
-    """None if the graphs can run `spec` in `direction` as far as is known without building one, else why not and what to change.
+    """Returns why the graphs cannot run `spec` in `direction`, with an alternative, or None if no reason is known.
 
-    Asks our rules first, then `known_bad`. cuDNN itself answers when a plan is built to be run: where it has none, it raises
-    RuntimeFailure, which is remembered for calls of the same shapes.
+    It applies this file's rules and `known_bad`, and builds nothing. cuDNN itself decides when a plan is built. If cuDNN has no
+    plan, RuntimeFailure is raised, and it is cached for calls of the same shapes.
     """
     return device_error(spec.device_type, spec.capability) or rule_error(spec, direction) or _known_bad(spec, direction)
 
@@ -65,7 +69,7 @@ def device_error(device_type: str, capability: tuple[int, int] | None) -> str | 
     if device_type != "cuda":
         return f"cuDNN runs on CUDA devices, not on {device_type!r}"
     if capability is None:
-        return "cuDNN has other graphs for each kind of GPU, and this one's compute capability is unknown; use backend='triton'"
+        return "this GPU's compute capability is unknown, and cuDNN's graphs depend on it; use backend='triton'"
     if capability < OLDEST_CAPABILITY:
         return (
             f"cuDNN's graphs need compute capability 8.0, and this device has {capability[0]}.{capability[1]}; use backend='eager'"
@@ -74,7 +78,7 @@ def device_error(device_type: str, capability: tuple[int, int] | None) -> str | 
 
 
 def not_run_yet(spec: AttentionSpec) -> str | None:
-    """None where results of such a spec on its kind of GPU were checked, else what is not known."""
+    """Returns the part of a spec that was not run on cuDNN yet, or None if such results were checked."""
     if spec.capability is None:
         return None
     major, minor = spec.capability
@@ -86,25 +90,25 @@ def not_run_yet(spec: AttentionSpec) -> str | None:
         where = "over pages"
     else:
         return None
-    return f"not run {where} yet: cuDNN's own rules speak for it alone, and no result was checked"
+    return f"not run {where} yet: cuDNN accepts the call, and no result was checked"
 
 
 @functools.cache
 def library_error() -> str | None:
-    """None if cudnn's frontend and library are there and of versions that will do, else what is missing and how to get it."""
+    """Returns why cuDNN's frontend or library cannot be used, with an installation command, or None if both can."""
     if importlib.util.find_spec("cudnn") is None:
         return f"the cuDNN frontend is not installed; {_GET_FRONTEND}"
     try:
         import cudnn
     except MemoryError:
         raise
-    except Exception as e:  # a broken installation may raise anything
+    except Exception as e:  # a broken installation may raise any error.
         return f"the cuDNN frontend is installed and cannot be imported ({type(e).__name__}: {e}); reinstall nvidia-cudnn-frontend"
     if tuple(int(part) for part in cudnn.__version__.split(".")[:2]) < OLDEST_FRONTEND:
         return f"the cuDNN frontend is version {cudnn.__version__}; {_GET_FRONTEND}"
     try:
         version = cudnn.backend_version()
-    except Exception as e:  # RuntimeError, as found
+    except Exception as e:  # a RuntimeError in the cases seen so far.
         return f"the cuDNN library cannot be loaded ({e}); pip install nvidia-cudnn-cu13"
     if version < OLDEST_LIBRARY:
         oldest = version_text(OLDEST_LIBRARY)
@@ -117,67 +121,71 @@ def _known_bad(spec: AttentionSpec, direction: Direction) -> str | None:
 
 
 def _version() -> int:
-    """Returns the library's version as its own number, 91900 for 9.19.0."""
+    """Returns the library's version as its number, such as 91900 for 9.19.0."""
     import cudnn
 
     return int(cudnn.backend_version())
 
 
 def _is_before(version: int) -> bool:
-    """Returns whether the library is there and older."""
+    """Returns whether the library is installed and older than a version."""
     return library_error() is None and _version() < version
 
 
 def rule_error(spec: AttentionSpec, direction: Direction) -> str | None:
-    """Returns what the graphs cannot say, cuDNN declines in every version, would kill the process, or is unproved."""
+    """Returns why this file refuses a spec, or None if it does not.
+
+    It refuses calls that the graphs cannot express, that every cuDNN version declines, that end the process, or that are untested.
+    """
     is_backward = direction == "backward"
     if spec.fp8 is not None:
         if reason := _fp8_error(spec, direction):
             return reason
     elif spec.dtype not in DTYPES:
         return (
-            f"the graphs take fp16 and bf16, not {str(spec.dtype).removeprefix('torch.')}; cast q, k and v, or use backend='triton'"
+            f"cuDNN's graphs support fp16 and bf16, not {str(spec.dtype).removeprefix('torch.')}; cast q, k and v, or use "
+            "backend='triton'"
         )
     largest = 256 if is_backward else 512
-    if reason := head_dim_error(spec, f"the {direction} takes", 8, (largest, largest), "larger ones run on backend='eager'"):
+    limit = f"cuDNN's {direction} supports"
+    if reason := head_dim_error(spec, limit, 8, (largest, largest), "larger ones run on backend='eager'"):
         return reason
     if spec.num_heads > MOST_HEADS:
-        return f"there are {spec.num_heads} heads; cuDNN takes up to {MOST_HEADS}; split them"
+        return f"there are {spec.num_heads} heads, and cuDNN supports up to {MOST_HEADS}; split them"
     if spec.batch_invariant and not is_backward:
-        return "cuDNN's kernels may round a sequence otherwise in another batch; use backend='triton', or leave out batch_invariant"
+        return (
+            "cuDNN's rounding of a sequence may depend on the rest of the batch; use backend='triton', or leave out batch_invariant"
+        )
     if spec.kv_dtype is not None:
-        return "the graphs take q, k and v in one dtype; use backend='triton' for keys in FP8 beside other queries"
+        return "cuDNN's graphs support only one dtype for q, k and v; use backend='triton' for FP8 keys with 16-bit queries"
     if spec.page_size and (reason := _pages_error(spec, is_backward)):
         return reason
     if misses_diagonal(spec.band.left, spec.band.right):
-        return "a window that ends before its diagonal was not run on cuDNN; use backend='triton'"
+        return "a window that ends before its diagonal is untested on cuDNN; use backend='triton'"
     if spec.softcap:
-        return "the graphs have no softcap; use backend='triton'"
+        return "cuDNN's graphs have no softcap; use backend='triton'"
     if spec.block_size is not None:
-        return "cuDNN has no block masks; pass what it hides as a mask_mod alone, or use backend='triton'"
+        return "cuDNN has no block masks; pass the mask as a mask_mod only, or use backend='triton'"
     if spec.length_kv == 1:
-        return "there is one key, which cuDNN's kernels are not made for; use backend='triton'"
+        return "cuDNN does not support a single key; use backend='triton'"
     if is_backward and spec.length_q == 1:
         return (
-            "there is one query, and plans for its gradients can give NaN (cudnn-frontend issue 1072) or end the process (issue "
-            "1071); use backend='triton'"
+            "cuDNN's gradients of a single query may be NaN (cudnn-frontend issue 1072), or the process may end (issue 1071); use "
+            "backend='triton'"
         )
     if is_backward and spec.needs_lse_grad:
-        return "cuDNN takes no gradient of lse; use backend='triton', or no lse in the loss"
+        return "cuDNN takes no gradient of lse; use backend='triton', or leave lse out of the loss"
     if is_backward and spec.is_part and spec.softmax_type == "learnable":
         return (
-            "cuDNN leaves out of dsoftmax_offset the queries that see none of these keys, though they see others of the whole; use "
+            "cuDNN's dsoftmax_offset lacks the queries that see none of these keys, but see keys of another part; use "
             "backend='triton'"
         )
     if is_backward and spec.results.fp32 != "none":
-        return "cuDNN gives gradients in 16 bits; use backend='triton', or fp32_gradients='none'"
+        return "cuDNN returns gradients in 16 bits; use backend='triton', or fp32_gradients='none'"
     if not is_backward and spec.results.fp32_out:
-        return "cuDNN gives out in 16 bits; use backend='triton'"
+        return "cuDNN returns out in 16 bits; use backend='triton'"
     if is_backward and spec.deterministic:
-        return (
-            "cuDNN's deterministic backward needs memory quadratic in the length; use backend='triton', whose deterministic "
-            "backward does not"
-        )
+        return "cuDNN's deterministic backward needs memory quadratic in the sequence length; use backend='triton'"
     return (
         _bias_error(spec, is_backward)
         or _dropout_error(spec)
@@ -188,13 +196,13 @@ def rule_error(spec: AttentionSpec, direction: Direction) -> str | None:
 
 def _pages_error(spec: AttentionSpec, is_backward: bool) -> str | None:
     if is_backward:
-        return "there is no backward through pages; gather k and v by k[page_table]"
+        return "pages have no backward; gather k and v with k[page_table]"
     if spec.page_size & (spec.page_size - 1):
-        return f"cuDNN takes pages of a power of two of tokens, and these have {spec.page_size}; use backend='triton'"
+        return f"cuDNN supports page sizes that are a power of two, not {spec.page_size}; use backend='triton'"
     if spec.mods is not None:
-        return "score_mod and mask_mod over pages are not lowered to cuDNN's graphs; use backend='triton'"
+        return "score_mod and mask_mod over pages are not supported on cuDNN; use backend='triton'"
     if spec.dropout:
-        return "dropout over pages is not proved right on cuDNN; use backend='triton'"
+        return "dropout over pages is untested on cuDNN; use backend='triton'"
     return None
 
 
@@ -220,8 +228,8 @@ def _fp8_error(spec: AttentionSpec, direction: Direction) -> str | None:
 
 
 _TOP_LEFT = (
-    "a mask follows the bottom-right diagonal; where sq == skv the top-left one is the same: attn_mask_type='causal', or "
-    "bottom_right_diagonal=False"
+    "with a mask on the bottom-right diagonal; if sq == skv, use the top-left diagonal, which is the same "
+    "(attn_mask_type='causal', or bottom_right_diagonal=False)"
 )
 
 
@@ -229,20 +237,20 @@ def _bias_error(spec: AttentionSpec, is_backward: bool) -> str | None:
     if spec.bias_type == "pre_scale_bias":
         return "cuDNN adds a bias after the scale; pass bias * softmax_scale as a post_scale_bias"
     if spec.bias_type == "alibi":
-        return "cuDNN's ALiBi has fixed slopes and causal masks alone; use backend='triton'"
+        return "cuDNN's ALiBi supports only fixed slopes and causal masks; use backend='triton'"
     if spec.bias_dims is None:
         return None
     if not spec.bias_dims[3]:
         return (
-            "the bias is broadcast over the keys, where cuDNN wants a value for each; expand it, or leave it out, as it changes "
-            "nothing but lse"
+            "the bias is broadcast over the keys, and cuDNN needs a value for each key; expand the bias, or leave it out, because "
+            "it changes only lse"
         )
     if "thd" in (spec.q_format, spec.kv_format):
-        return "a bias over packed sequences is not proved right on cuDNN; use backend='triton', or a dense format with cu_seqlens"
+        return "a bias over packed sequences is untested on cuDNN; use backend='triton', or a dense format with cu_seqlens"
     if _is_banded_bottom_right(spec):
-        return f"cuDNN takes no bias where {_TOP_LEFT}"
+        return f"cuDNN does not support a bias {_TOP_LEFT}"
     if is_backward and not spec.bias_dims[2]:
-        return "gradients come out wrong where the bias is broadcast over the queries (seen on cuDNN 9.19); use backend='triton'"
+        return "cuDNN 9.19 computes wrong gradients if the bias is broadcast over the queries; use backend='triton'"
     return None
 
 
@@ -251,14 +259,15 @@ def _dropout_error(spec: AttentionSpec) -> str | None:
         return None
     if spec.has_origin:
         return (
-            "cuDNN draws its own numbers, at no positions of a whole, which an rng_state of two dims asks for; use backend='triton'"
+            "cuDNN draws its own random numbers and does not support an rng_state of two dims, which has positions in a larger "
+            "call; use backend='triton'"
         )
     if "thd" in (spec.q_format, spec.kv_format):
-        return "dropout over packed sequences is not proved right on cuDNN; use backend='triton', or a dense format with cu_seqlens"
+        return "dropout over packed sequences is untested on cuDNN; use backend='triton', or a dense format with cu_seqlens"
     if _is_banded_bottom_right(spec):
-        return f"cuDNN takes no dropout where {_TOP_LEFT}"
+        return f"cuDNN does not support dropout {_TOP_LEFT}"
     if spec.length_q == 1:
-        return "cuDNN takes no dropout with one query; use backend='triton'"
+        return "cuDNN does not support dropout with a single query; use backend='triton'"
     return None
 
 
@@ -266,9 +275,9 @@ def _softmax_error(spec: AttentionSpec) -> str | None:
     if spec.softmax_type == "vanilla":
         return None
     if spec.length_q == 1:
-        return "cuDNN takes no sink with one query; use backend='triton'"
+        return "cuDNN does not support a sink with a single query; use backend='triton'"
     if spec.return_max_logit:
-        return "cuDNN gives no max_logit beside a sink; use backend='triton'"
+        return "cuDNN does not return max_logit with a sink; use backend='triton'"
     return None
 
 
@@ -277,7 +286,7 @@ def _is_banded_bottom_right(spec: AttentionSpec) -> bool:
 
 
 def _needs_gathered_keys(x: Operands) -> bool:
-    """Returns whether the call is run with each sequence's pages copied into a dense tensor, as cuDNN must not read the pools."""
+    """Returns whether each sequence's pages are copied into a dense tensor, because cuDNN must not read the pools."""
     if x.page_table is None:
         return False
     from flexattn.kernels_cudnn.attention import reads_pages
@@ -286,7 +295,7 @@ def _needs_gathered_keys(x: Operands) -> bool:
 
 
 def forward(spec: AttentionSpec, x: Operands) -> tuple[Tensor, Tensor, Tensor]:
-    is_bucketed = _is_bucketed(spec, x)  # before pages are gathered, as `prepare` asks
+    is_bucketed = _is_bucketed(spec, x)  # before pages are gathered, as in `prepare`.
     if _needs_gathered_keys(x):
         spec, x = without_pages(spec, x)
     out, lse, max_logit = empty_outputs(spec, x)
@@ -299,18 +308,18 @@ def forward(spec: AttentionSpec, x: Operands) -> tuple[Tensor, Tensor, Tensor]:
         else:
             from flexattn.kernels_cudnn.attention import attention_forward
 
-            wanted = max_logit if spec.return_max_logit else None
-            attention_forward(problem, out_view, lse, wanted, directory)
+            max_target = max_logit if spec.return_max_logit else None
+            attention_forward(problem, out_view, lse, max_target, directory)
     return out, lse, max_logit
 
 
 def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Gradients:
     if dlse is not None:
-        raise ValueError("cuDNN takes no gradient of lse, and dlse is given; select() with needs_lse_grad refuses such a call")
+        raise ValueError("dlse is given, and cuDNN takes no gradient of lse; select() with needs_lse_grad refuses such calls")
     if spec.fp8 is not None and dout.element_size() > 1:
         raise ValueError(
-            f"dout is {dout.dtype}, and cuDNN's backward in FP8 takes it in FP8 with a descale; a call that names backend='cudnn' "
-            "gives it so"
+            f"dout is {dout.dtype}, and cuDNN's FP8 backward needs dout in FP8 with a descale; name backend='cudnn' in the "
+            "call, so that dout is quantised"
         )
     gradients = empty_gradients(spec, x)
     problem, directory = _problem(spec, x, "backward"), options.plan_directory()
@@ -320,9 +329,9 @@ def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: T
         if spec.fp8 is not None:
             from flexattn.kernels_cudnn.fp8 import Descales, Incoming, fp8_backward
 
-            *of_inputs, descale_dout = x.descales
+            *input_descales, descale_dout = x.descales
             incoming = Incoming(out_view, None, lse, dout_view, descale_dout)
-            fp8_backward(problem, Descales(*of_inputs), incoming, written, directory=directory)
+            fp8_backward(problem, Descales(*input_descales), incoming, written, directory=directory)
         else:
             from flexattn.kernels_cudnn.attention import attention_backward
 
@@ -334,7 +343,7 @@ def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: T
 
 
 def prepare(spec: AttentionSpec, x: Operands, direction: Direction) -> None:
-    """Builds the plan that the call will run, or finds it; raises RuntimeFailure where cuDNN has none. Reads no data."""
+    """Builds the plan of a call unless it is cached. Raises RuntimeFailure if cuDNN has no plan. It reads no data."""
     from flexattn.kernels_cudnn.plans import PLANS, place_of
 
     device = _device_of(spec, x)
@@ -364,7 +373,7 @@ def cannot_build(spec: AttentionSpec, x: Operands) -> str | None:
         return None
     if torch.cuda.is_available() and torch.cuda.get_device_capability() == spec.capability:
         return None
-    return "cuDNN builds plans for a GPU that is here, and none of this kind is"
+    return "cuDNN builds plans only for a present GPU, and this machine has none of this kind"
 
 
 def provisional(spec: AttentionSpec, x: Operands, direction: Direction) -> str | None:
@@ -373,31 +382,31 @@ def provisional(spec: AttentionSpec, x: Operands, direction: Direction) -> str |
     try:
         with _failures():
             sdpa = _sdpa(spec, x, direction, _is_bucketed(spec, x, takes_slot=False))
-    except RuntimeFailure as e:  # as its shapes alone tell
+    except RuntimeFailure as e:  # the shapes already show it.
         return f"it will be refused when the call first runs, or by explain(..., build=True): {e}"
     if sdpa is None or isinstance(PLANS.known(sdpa, _device_of(spec, x)), Plan):
         return None
-    how = cannot_build(spec, x) or "explain(..., build=True) builds it now"
-    return f"cuDNN may refuse the plan, which is built when the call first runs; {how}"
+    advice = cannot_build(spec, x) or "explain(..., build=True) builds it now"
+    return f"cuDNN may refuse the plan, which is built when the call first runs; {advice}"
 
 
 def _device_of(spec: AttentionSpec, x: Operands) -> torch.device:
-    """Returns the device that plans are built for: the operands', or for operands without memory the current one."""
+    """Returns the device of a call's plans: that of the operands, or the current one if the operands have no memory."""
     if x.q.device.type == "meta" and cannot_build(spec, x) is None and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return x.q.device
 
 
 def _sdpa(spec: AttentionSpec, x: Operands, direction: Direction, is_bucketed: bool) -> Sdpa | None:
-    """Returns what a call's plan is compiled for; None where it runs none, as it is empty. Reads no data.
+    """Returns the description of a call's plan, or None if the call is empty and runs no plan. It reads no data.
 
-    Raises PlanNotSupported for what the shapes alone are against.
+    Raises PlanNotSupported if the shapes already show that there is no plan.
     """
     from flexattn.kernels_cudnn.attention import backward_call, forward_call
     from flexattn.kernels_cudnn.fp8 import fp8_call
     from flexattn.kernels_cudnn.problem import without_data
 
-    shadows = {id(t): without_data(t) for t in x if isinstance(t, Tensor)}  # one tensor that comes twice is one here too
+    shadows = {id(t): without_data(t) for t in x if isinstance(t, Tensor)}  # equal tensors stay equal.
     named: dict[str, Any] = {name: shadows[id(t)] for name, t in x._asdict().items() if isinstance(t, Tensor)}
     meta = x._replace(**named, mod_tensors=[without_mod_data(t) for t in x.mod_tensors])
     if _needs_gathered_keys(x):
@@ -429,15 +438,15 @@ def can_be_recorded() -> bool:
 
 
 def forget_failures() -> None:
-    """Lets cuDNN be looked for again, and asked again for plans that it refused and whether it has those that it built."""
+    """Forgets a missing cuDNN, refused plans, and the calls whose plans are known to be built."""
     library_error.cache_clear()
     _prepared.clear()
-    plans = sys.modules.get("flexattn.kernels_cudnn.plans")  # not imported: none failed
+    plans = sys.modules.get("flexattn.kernels_cudnn.plans")  # if it is not imported, no plan has failed.
     if plans is not None:
         plans.PLANS.forget_failures()
 
 
-_prepared: set[Any] = set()  # calls whose plan is known to be there, as a forward asks for its backward's each time
+_prepared: set[Any] = set()  # calls whose plan is built. Each forward prepares its backward, so this check must be fast.
 _MOST_PREPARED = 4096
 
 
@@ -455,7 +464,7 @@ def _failures() -> Iterator[None]:
         raise RuntimeFailure(f"cuDNN has no plan for it: {e}") from e
 
 
-def _launcher_views(spec: AttentionSpec, gradients: Gradients):  # type: ignore[no-untyped-def]  # its module imports cudnn
+def _launcher_views(spec: AttentionSpec, gradients: Gradients) -> Written:
     from flexattn.kernels_cudnn.attention import Written
 
     dq, dk, dv = dqkv_of(spec, gradients)
@@ -463,9 +472,7 @@ def _launcher_views(spec: AttentionSpec, gradients: Gradients):  # type: ignore[
     return Written(*views, gradients.dbias, gradients.dsoftmax_offset)
 
 
-def _problem(  # type: ignore[no-untyped-def]  # its module imports cudnn
-    spec: AttentionSpec, x: Operands, direction: Direction, is_bucketed: bool | None = None
-):
+def _problem(spec: AttentionSpec, x: Operands, direction: Direction, is_bucketed: bool | None = None) -> Problem:
     from flexattn.kernels_cudnn.problem import Problem
 
     x = with_cu_seqlens(x, (spec.q_format, spec.kv_format))
@@ -493,10 +500,10 @@ def _problem(  # type: ignore[no-untyped-def]  # its module imports cudnn
     )
     if spec.mods is None or problem.is_empty:
         return problem
-    found = lowered(spec.mods, direction)
-    assert isinstance(found, Lowered), found
-    inputs = mod_inputs(spec.mods, found.recipes, x, spec.num_heads, problem.sizes)
-    return dataclasses.replace(problem, mods=found.mods, mod_inputs=inputs)
+    result = lowered(spec.mods, direction)
+    assert isinstance(result, Lowered), result
+    inputs = mod_inputs(spec.mods, result.recipes, x, spec.num_heads, problem.sizes)
+    return dataclasses.replace(problem, mods=result.mods, mod_inputs=inputs)
 
 
 _exact_shapes: OrderedDict[AttentionSpec, set[tuple[torch.Size, torch.Size, int]]] = OrderedDict()
@@ -505,13 +512,16 @@ _shapes_lock = fork_safe(threading.Lock())
 
 
 def _is_bucketed(spec: AttentionSpec, x: Operands, takes_slot: bool = True) -> bool:
-    """Returns whether a dense call runs on a plan for rounded-up sizes: beyond the first EXACT_SHAPES shapes that a spec came with.
+    """Returns whether a dense call runs on a plan for rounded-up sizes. It does after the first EXACT_SHAPES shapes of a spec.
 
-    A plan for the exact shape is the faster one, and training has few shapes; a stream of ever new ones must stop building. What a
-    shape was given once it keeps, so that a repeated call and its backward run alike. A bias has its lengths in its strides, as has
-    a table that a mod reads, and a sink's gradient over packed sequences is wrong (`known_bad`), and FP8 has no backward over
-    packed sequences, so these have exact plans alone, as have GPUs on which cuDNN has no backward over packed ones. takes_slot:
-    False only asks, and leaves the first shapes to calls that run.
+    A plan for the exact shape is faster, and training has few shapes. If shapes keep changing, builds must stop. A shape keeps its
+    kind of plan, so that a repeated call and its backward run alike.
+
+    Some calls always have exact plans. Lengths are in the strides of a bias, and of a table that a mod reads. A sink's gradient
+    over packed sequences is wrong (see `known_bad`), and FP8 has no backward over packed sequences. On some GPUs, cuDNN has no
+    backward over packed sequences at all.
+
+    takes_slot: if False, the call does not count as one of the first shapes.
     """
     if spec.fp8 is not None:
         return False

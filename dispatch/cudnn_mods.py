@@ -1,4 +1,4 @@
-"""From a program to what cuDNN's graphs take of it: the mods as pointwise nodes, and the tensors and numbers that these read."""
+"""A program for cuDNN's graphs: its mods as pointwise nodes, and the tensors and numbers that the nodes read."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
     from flexattn.kernels_cudnn.lowering import Mods, Recipe
 
 INDICES = ("b", "h", "q_idx", "kv_idx")
-_ALIGNMENT = 16  # bytes
+_ALIGNMENT = 16  # bytes.
 
 
 class Lowered(NamedTuple):
     mods: Mods
-    recipes: tuple[Recipe, ...]  # how to make each input of the mods, in their order
+    recipes: tuple[Recipe, ...]  # the rules to make the inputs of the mods, in their order.
 
 
 @functools.lru_cache(maxsize=256)
 def lowered(program: Program, direction: Direction) -> Lowered | str:
-    """The program for cuDNN, or why it cannot be: what of it no graph can say."""
+    """Returns the program for cuDNN, or the reason if no graph can express it."""
     from flexattn.kernels_cudnn.lowering import NotExpressible, lower
 
     captures = [(c.name, c.dtype, c.ndim) for c in program.captures]
@@ -48,43 +48,43 @@ def mods_error(spec: AttentionSpec, direction: Direction) -> str | None:
     assert program is not None
     if direction == "backward" and any(program.tensor_needs_grad):
         names = ", ".join(c.name for c in program.captures if c.needs_grad)
-        return f"cuDNN gives no gradient of what a score_mod captures, and {names} requires one; detach it, or use backend='triton'"
+        return f"cuDNN computes no gradient of a score_mod's captures, and {names} requires one; detach it, or use backend='triton'"
     if direction == "backward" and spec.needs_bias_grad:
-        return "the graphs give no gradient of a bias beside a score_mod or mask_mod; detach it, or use backend='triton'"
+        return "with a score_mod or mask_mod, cuDNN computes no gradient of a bias; detach the bias, or use backend='triton'"
     if max(spec.length_q, spec.length_kv) > LONGEST:
-        return f"sequences with a score_mod or mask_mod may have up to {LONGEST} tokens on cuDNN; use backend='triton'"
-    found = lowered(program, direction)
-    return found if isinstance(found, str) else None
+        return f"with a score_mod or mask_mod, cuDNN supports up to {LONGEST} tokens in a sequence; use backend='triton'"
+    result = lowered(program, direction)
+    return result if isinstance(result, str) else None
 
 
 def reads_tables(program: Program) -> bool:
-    """Returns whether the mods read a tensor [queries, keys], which a plan of rounded-up sizes would need a copy of."""
-    found = lowered(program, "forward")
-    return isinstance(found, Lowered) and any(recipe.read is not None for recipe in found.recipes)
+    """Returns whether the mods read a tensor [queries, keys]. A plan for rounded-up sizes would need a copy of it."""
+    result = lowered(program, "forward")
+    return isinstance(result, Lowered) and any(recipe.read is not None for recipe in result.recipes)
 
 
 @torch.no_grad()
 def mod_inputs(
     program: Program, recipes: Sequence[Recipe], x: Operands, num_heads: int, sizes: tuple[int, int, int]
 ) -> tuple[Tensor, ...]:
-    """The inputs of the mods: numbers as 0-d tensors on the CPU, else [b | 1, h | 1, sq | 1, skv | 1] for the plan's `sizes`.
+    """Returns the inputs of the mods: numbers as 0-d tensors on the CPU, others as [b | 1, h | 1, sq | 1, skv | 1] for `sizes`.
 
-    Nothing here waits for the device. On the meta device the tensors only look as they will.
+    It does not wait for the device. On the meta device, the inputs have only shapes, strides and dtypes.
     """
     batch, len_q, len_kv = sizes
     full = (batch, num_heads, len_q, len_kv)
     captures = program.inputs(x.mod_tensors, x.mod_numbers)
-    return tuple(_made(recipe, captures, full, x.q.device) for recipe in recipes)
+    return tuple(_mod_input(recipe, captures, full, x.q.device) for recipe in recipes)
 
 
 def without_data(t: Tensor) -> Tensor:
-    """A captured tensor on the meta device, which lies on 16-byte boundaries where `t` does."""
+    """Returns a captured tensor on the meta device, with the same offset from 16-byte boundaries."""
     start = t.data_ptr() % _ALIGNMENT // t.element_size()
     span = start + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True)) + 1
     return torch.empty(span if t.numel() else 0, dtype=t.dtype, device="meta").as_strided(t.shape, t.stride(), start)
 
 
-def _made(recipe: Recipe, captures: dict[str, Any], full: tuple[int, ...], device: torch.device) -> Tensor:
+def _mod_input(recipe: Recipe, captures: dict[str, Any], full: tuple[int, ...], device: torch.device) -> Tensor:
     shape = tuple(size if spanned else 1 for size, spanned in zip(full, recipe.spans, strict=True))
     dtype = torch.float32 if recipe.kind == "float" else torch.int32
     if recipe.constant is not None:
@@ -98,8 +98,8 @@ def _made(recipe: Recipe, captures: dict[str, Any], full: tuple[int, ...], devic
     batch, _, rows, columns = recipe.spans
     is_spread = columns or (batch and not rows)
     target = _empty((*shape[:3], full[3]) if is_spread else shape, dtype, device)
-    # cuDNN 9.19 reads [., ., 1, skv] wrongly in a backward and [b, h, 1, 1] in a forward: seen on an NVIDIA H200, where it reads
-    # the same memory right as [., ., sq, skv], without a step from query to query.
+    # cuDNN 9.19 reads [., ., 1, skv] wrongly in a backward, and [b, h, 1, 1] in a forward (seen on an NVIDIA H200). It reads the
+    # same memory correctly as [., ., sq, skv], with a stride of 0 between queries.
     view = target.expand(*shape[:2], *full[2:]) if is_spread else target
     if device.type == "meta":
         return view
@@ -117,7 +117,7 @@ def _constant(value: float | int, dtype: torch.dtype) -> Tensor:
 
 
 def _aligned_view(t: Tensor, recipe: Recipe, shape: tuple[int, ...]) -> Tensor:
-    """A capture as [b | 1, h | 1, sq, skv], 0 where it is smaller, as a read outside of it gives 0."""
+    """Returns a capture as [b | 1, h | 1, sq, skv], padded with 0, because a read outside of it gives 0."""
     dims: list[str] = []
     for index in recipe.indices:
         if isinstance(index, str):
@@ -139,19 +139,19 @@ def _aligned_view(t: Tensor, recipe: Recipe, shape: tuple[int, ...]) -> Tensor:
 
 
 def _readable(t: Tensor, dtype: torch.dtype) -> Tensor:
-    """`t`, or a copy, as cuDNN can read it: rows contiguous, all on 16-byte boundaries, and of a dtype that it takes."""
-    kept = t.dtype if t.dtype in (torch.float16, torch.bfloat16) and dtype is torch.float32 else dtype
+    """Returns `t`, or a copy that cuDNN can read: contiguous rows on 16-byte boundaries, in a dtype that it supports."""
+    result_dtype = t.dtype if t.dtype in (torch.float16, torch.bfloat16) and dtype is torch.float32 else dtype
     unit = _ALIGNMENT // t.element_size()
     steps = zip(t.shape[:-1], t.stride()[:-1], strict=True)
     fits = all(n == 1 or (step > 0 and step % unit == 0) for n, step in steps) and t.stride(-1) == 1
     start = t.storage_offset() * t.element_size() if t.device.type == "meta" else t.data_ptr()
-    if t.dtype is kept and fits and start % _ALIGNMENT == 0:
+    if t.dtype is result_dtype and fits and start % _ALIGNMENT == 0:
         return _with_plain_strides(t)
-    return _empty(tuple(t.shape), kept, t.device).copy_(t)
+    return _empty(tuple(t.shape), result_dtype, t.device).copy_(t)
 
 
 def _with_plain_strides(t: Tensor) -> Tensor:
-    """The stride of a dim of size 1, which is never used, as a compact tensor has it: so that there is one plan for all."""
+    """Returns `t` with the strides of a compact tensor in dims of size 1. Such strides are never used, and one plan serves all."""
     strides = list(t.stride())
     for dim in (2, 1, 0):
         if t.shape[dim] == 1:
@@ -160,7 +160,7 @@ def _with_plain_strides(t: Tensor) -> Tensor:
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Uninitialised, the rows of several keys, and the batch entries of several queries, on 16-byte boundaries."""
+    """Returns an uninitialised tensor whose rows begin on 16-byte boundaries. With a single key, heads do instead of rows."""
     unit = _ALIGNMENT // dtype.itemsize
     _, heads, rows, columns = shape
     row = -(-columns // unit) * unit if columns > 1 else 1

@@ -1,8 +1,8 @@
-"""The eager backend: the reference's maths in blocks of query rows, on any device, in linear memory, forward and backward.
+"""The eager backend: the reference's arithmetic in blocks of query rows, on any device, in linear memory, forward and backward.
 
-Arithmetic is fp32 (fp64 for fp64 inputs); what FP8 kernels round, it rounds. Nothing here uses atomics, so results repeat
-bitwise wherever torch's matrix products do: on the CPU for one number of threads; on CUDA on one stream, or on several with
-CUBLAS_WORKSPACE_CONFIG=:4096:8.
+It computes in fp32 (fp64 for fp64 inputs), and rounds at the points at which FP8 kernels round. It uses no atomics, so its results
+repeat bitwise if torch's matrix products do. On the CPU they do for a fixed number of threads. On CUDA they do on one stream, or on
+several streams with CUBLAS_WORKSPACE_CONFIG=:4096:8.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from flexattn.dispatch.spec import AttentionSpec, Band, Direction, Gradients, Op
 
 SUPPORT_IS_FINAL = True
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-SCORE_BYTES = 16 << 20  # one block's scores over all heads; a CPU slows down above it, and the backward holds about five such
-BAND_ROWS = 128  # rows of a block under a band: more would compute more scores that the band hides
+SCORE_BYTES = 16 << 20  # bytes of a block's scores over all heads. A CPU is slower above it. The backward needs five times that.
+BAND_ROWS = 128  # rows of a block if there is a band. With more rows, more of the computed scores would be hidden.
 
 
 def unsupported(spec: AttentionSpec, direction: Direction) -> str | None:
     if spec.dtype not in DTYPES and spec.fp8 is None:
         return f"dtype {spec.dtype} is not supported; use one of {', '.join(map(str, DTYPES))}"
     if spec.batch_invariant and direction == "forward":
-        return "torch's matrix products may round otherwise in another batch; use backend='triton', or leave out batch_invariant"
+        return "the rounding of torch's matrix products may depend on the batch; use backend='triton', or leave out batch_invariant"
     return None
 
 
 def forward(spec: AttentionSpec, x: Operands) -> tuple[Tensor, Tensor, Tensor]:
-    if cpu_attention.takes(spec, x) and (found := cpu_attention.forward(spec, x)) is not None:
-        return found
+    if cpu_attention.takes(spec, x) and (results := cpu_attention.forward(spec, x)) is not None:
+        return results
     spec, x = without_pages(spec, x)
     out, lse, max_logit = empty_outputs(spec, x)
     out.zero_()
@@ -67,20 +67,21 @@ def forward(spec: AttentionSpec, x: Operands) -> tuple[Tensor, Tensor, Tensor]:
 def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Gradients:
     """Recomputes each block and differentiates it with autograd, so that only one block's graph exists at a time.
 
-    out and lse are computed anew, more exactly than they are given, unless they are those of more keys than there are here.
+    out and lse are recomputed, because that is more exact. If spec.is_part, they cover keys that are not in this call, and are used
+    as they are.
     """
-    if torch.is_inference_mode_enabled():  # autograd works outside of it alone
+    if torch.is_inference_mode_enabled():  # autograd works only outside of inference mode.
         with torch.inference_mode(False), torch.no_grad():
             return backward(spec, x, out, lse, dout, dlse)
-    if cpu_attention.takes(spec, x) and dlse is None and (found := cpu_attention.backward(spec, x, out, lse, dout)) is not None:
-        return found
+    if cpu_attention.takes(spec, x) and dlse is None and (result := cpu_attention.backward(spec, x, out, lse, dout)) is not None:
+        return result
     whole = Differentiable.of(dequantize(spec, x, lse.dtype))
     if spec.fp8 is not None:
         dout = dout_of(spec, x, dout, lse.dtype)
-    # A row of dq belongs to one block; every other gradient is a sum over blocks, kept in the dtype of the arithmetic.
+    # A row of dq belongs to one block. Every other gradient is a sum over blocks, in the dtype of the arithmetic.
     sums = whole.map(lambda t: torch.zeros(t.shape, dtype=lse.dtype, device=t.device))
-    dtype_of_dq, _ = spec.results.gradient_dtypes(spec.out_dtype)
-    sums = sums._replace(q=x.q.new_zeros(x.q.shape, dtype=dtype_of_dq), bias=sums.bias if spec.needs_bias_grad else None)
+    dq_dtype, _ = spec.results.gradient_dtypes(spec.out_dtype)
+    sums = sums._replace(q=x.q.new_zeros(x.q.shape, dtype=dq_dtype), bias=sums.bias if spec.needs_bias_grad else None)
     captured_sums = spec.mods.wanted(sums.mod_tensors) if spec.mods else ()
     with torch.autocast(x.q.device.type, enabled=False):
         for sequences, rows, cols in _blocks(spec, x, lse.element_size()):
@@ -91,7 +92,7 @@ def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: T
             given_lse = lse_view(lse, spec.q_format, sequences.batch, tokens) if spec.is_part else None
             with torch.enable_grad():
                 block_out, statistic, _ = attend(spec, x, sequences, rows, cols, block, rounds=True, given_lse=given_lse)
-            if spec.is_part:  # by the sum of the weights comes the gradient of what divides all of them
+            if spec.is_part:  # the sum of the weights carries the gradient of the divisor of all weights.
                 whole_out = token_view(out, spec.q_format, sequences.batch, tokens).to(lse.dtype)
                 delta = (whole_out * block_dout).sum(-1)
                 block_dlse = -delta if block_dlse is None else block_dlse - delta
@@ -102,10 +103,10 @@ def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: T
             targets = slice_block(spec, sums, sequences, rows, cols)
             pairs: list[tuple[Tensor | None, Tensor | None]] = list(zip(block[:-1], targets[:-1], strict=True))
             pairs += zip(spec.mods.wanted(block.mod_tensors) if spec.mods else (), captured_sums, strict=True)
-            wanted = [(leaf, target) for leaf, target in pairs if leaf is not None and target is not None]
-            # A mod may use neither the score nor a tensor that it captures.
-            grads = torch.autograd.grad(outputs, [leaf for leaf, _ in wanted], seeds, allow_unused=spec.mods is not None)
-            for (_, target), grad in zip(wanted, grads, strict=True):
+            needed = [(leaf, target) for leaf, target in pairs if leaf is not None and target is not None]
+            # A mod may ignore the score, or a tensor that it captures.
+            grads = torch.autograd.grad(outputs, [leaf for leaf, _ in needed], seeds, allow_unused=spec.mods is not None)
+            for (_, target), grad in zip(needed, grads, strict=True):
                 if grad is not None:
                     target += grad
     dbias = None if x.bias is None or sums.bias is None else sums.bias.to(x.bias.dtype)
@@ -117,26 +118,26 @@ def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: T
 
 
 def _leaf(t: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns a tensor in `dtype` that autograd takes for a leaf, a copy of one that was made in inference mode."""
+    """Returns a tensor in `dtype` that is a leaf for autograd. If it was made in inference mode, it is copied."""
     return (t.clone() if t.is_inference() else t.detach()).to(dtype).requires_grad_()
 
 
 def prepare(spec: AttentionSpec, x: Operands, direction: Direction) -> None:
-    """Nothing is compiled."""
+    """Does nothing, because this backend compiles nothing."""
 
 
 def can_be_recorded() -> bool:
-    """Its blocks depend on the values of cu_seqlens."""
+    """Returns False, because the blocks depend on the values of cu_seqlens."""
     return False
 
 
 def watched(watcher: Callable[..., None]) -> contextlib.AbstractContextManager[None]:
-    """It launches nothing by itself."""
+    """Returns a context that watches nothing, because this backend launches nothing itself."""
     return contextlib.nullcontext()
 
 
 def _blocks(spec: AttentionSpec, x: Operands, itemsize: int) -> Iterator[tuple[Sequences, range, range]]:
-    """(sequences, rows, cols): sequences together while all their scores fit SCORE_BYTES, else one at a time in chunks of rows."""
+    """Yields (sequences, rows, cols): several sequences if all their scores fit SCORE_BYTES, else one in chunks of rows."""
     if spec.padding and is_capturing(x.q.device):
         raise RuntimeError(
             "the eager backend reads cu_seqlens on the host, which a CUDA graph cannot capture; use backend='triton', or a dense "
@@ -157,7 +158,7 @@ def _blocks(spec: AttentionSpec, x: Operands, itemsize: int) -> Iterator[tuple[S
 
 
 def _visible_keys(band: Band, sequences: Sequences, rows: range) -> range:
-    """The keys that at least one of the rows sees."""
+    """Returns the keys that at least one of the rows sees."""
     shift, len_kv = sequences.shift(band), len(sequences.kv)
     start = 0 if band.left is None else min(max(rows.start + shift - band.left, 0), len_kv)
     stop = len_kv if band.right is None else min(max(rows.stop + shift + band.right, start), len_kv)

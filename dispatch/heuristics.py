@@ -1,4 +1,4 @@
-"""The backend that "auto" prefers where several can run a call: an order for each kind of device, and what was measured."""
+"""The backend that "auto" prefers if several can run a call: an order for each kind of device, and measured exceptions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flexattn.dispatch.spec import AttentionSpec, Direction
 class Preference(NamedTuple):
     order: tuple[str, ...]
     why: str
-    source: str | None  # the file in bench/results that it rests on; None: no file has a faster backend
+    source: str | None  # the file in bench/results behind it, or None if no file shows a faster backend.
 
 
 DEFAULTS = {
@@ -29,32 +29,32 @@ WITHOUT_CUDNN_IN_FP8 = "auto does not select cuDNN in FP8, because cuDNN returns
 
 
 class Measured(NamedTuple):
-    """One result: over these specs `backend` took 1/`factor` of the time of the first in the default order.
+    """One result: for these specs, `backend` was `factor` times as fast as the first backend in the default order.
 
-    It holds for its kind alone: plain attention, with a bias of [1, h, sq, skv] that needs no gradient, or with a learnable sink.
-    Specs with ALiBi, softcap, dropout, mods, max_logit or deterministic keep the default order. `lengths` are `length_class`es,
-    the same for queries and keys; of a decode, the keys'.
+    A row applies only to its kind: plain attention, attention with a bias of [1, h, sq, skv] without a gradient, or with a
+    learnable sink. Specs with ALiBi, softcap, dropout, mods, max_logit or deterministic keep the default order. `lengths` are the
+    `length_class`es of queries and keys, which are equal. For a decode, they are the keys' classes.
     """
 
     backend: str
     direction: Direction
     capability: tuple[int, int]
-    dtypes: tuple[str, ...]  # as "bfloat16"
-    head_dims: tuple[int, int]  # d_qk and d_v
-    mask: str  # one of MASKS
-    layout: str  # one of LAYOUTS
-    lengths: tuple[int, int]  # the smallest and the largest length class, both included
+    dtypes: tuple[str, ...]  # such as "bfloat16".
+    head_dims: tuple[int, int]  # d_qk and d_v.
+    mask: str  # one of MASKS.
+    layout: str  # one of LAYOUTS.
+    lengths: tuple[int, int]  # the smallest and the largest length class, both included.
     factor: float
-    source: str  # the file in bench/results
-    kind: str = "plain"  # one of KINDS
+    source: str  # the file in bench/results.
+    kind: str = "plain"  # one of KINDS.
 
 
 MASKS = ("full", "causal", "window")
 LAYOUTS = ("dense", "decode", "padded", "packed")
 KINDS = ("plain", "bias", "sink")
 
-# What `python -m flexattn bench --emit-rows` says of the files: a line for each result. A spec that none is for keeps the default
-# order, and `explain` says that no benchmark shows another to be faster.
+# The output of `python -m flexattn bench --emit-rows`, with a line for each result. If no row applies to a spec, it keeps the
+# default order, and `explain` says that no benchmark shows another backend to be faster.
 MEASURED: tuple[Measured, ...] = (
     Measured(
         "cudnn",
@@ -73,7 +73,7 @@ MEASURED: tuple[Measured, ...] = (
 
 
 def mask_of(spec: AttentionSpec) -> str:
-    """The mask as MEASURED tells them apart, wherever the diagonal is: "causal" has an open left side, "window" any other band."""
+    """Returns the mask of MEASURED, on any diagonal: "causal" if the left side is open, "window" for any other band."""
     left, right, _ = spec.band
     if left is None and right is None:
         return "full"
@@ -81,7 +81,7 @@ def mask_of(spec: AttentionSpec) -> str:
 
 
 def layout_of(spec: AttentionSpec) -> str:
-    """ "packed" for thd, "padded" where a dense format has lengths, "decode" for one query each, else "dense"."""
+    """Returns "packed" for thd, "padded" if a dense format has lengths, "decode" for one query each, else "dense"."""
     if "thd" in (spec.q_format, spec.kv_format):
         return "packed"
     if spec.padding:
@@ -90,7 +90,7 @@ def layout_of(spec: AttentionSpec) -> str:
 
 
 def kind_of(spec: AttentionSpec) -> str | None:
-    """Returns the kind of KINDS that a spec is of; None: measurements of neither say anything about it."""
+    """Returns a spec's kind from KINDS, or None if no row of MEASURED can apply to it."""
     features = (spec.softcap, spec.dropout, spec.return_max_logit, spec.deterministic, spec.needs_lse_grad, spec.needs_bias_grad)
     if any(features) or spec.mods is not None or spec.block_size is not None:
         return None
@@ -101,7 +101,7 @@ def kind_of(spec: AttentionSpec) -> str | None:
 
 
 def applies(row: Measured, spec: AttentionSpec, direction: Direction) -> bool:
-    """Returns whether a result is one for `spec`."""
+    """Returns whether a row applies to `spec`."""
     smallest, largest = row.lengths
     return (
         row.direction == direction
@@ -117,7 +117,7 @@ def applies(row: Measured, spec: AttentionSpec, direction: Direction) -> bool:
 
 
 def preference(spec: AttentionSpec, direction: Direction) -> Preference:
-    """The order in which backends are tried for a spec: that of the first row of MEASURED that applies, else the default."""
+    """Returns the order of backends for a spec: that of the first row of MEASURED that applies, else the default."""
     default = DEFAULTS.get(spec.device_type, DEFAULTS["cuda"])
     row = next((row for row in MEASURED if applies(row, spec, direction)), None)
     if row is None and spec.fp8 is not None:

@@ -1,7 +1,7 @@
-"""Calls that versions of cuDNN accept and compute wrongly, as data: consulted before cuDNN is asked.
+"""Calls that versions of cuDNN accept and compute wrongly, as data. The rows are checked before a plan is built.
 
-A row says what goes wrong, in which versions, on which GPUs, for which specs, and where that is public. What the graphs avoid by
-construction, so that nobody has to be refused, is in `kernels_cudnn` beside the code that avoids it.
+A row has the error, the versions, the GPUs, the specs, and a public source. If the graphs avoid an error by construction, there
+is no row, and `kernels_cudnn` documents the error next to the code that avoids it.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ BLACKWELL = ((10, 0), (10, 3))
 
 
 class KnownBad(NamedTuple):
-    first: int  # cuDNN versions as its own number, 91900 for 9.19.0: the first affected one
-    fixed: int  # and the first that is not; ALWAYS where none is known
+    first: int  # the first affected cuDNN version as a number, such as 91900 for 9.19.0.
+    fixed: int  # the first version without the error, or ALWAYS if none is known.
     directions: tuple[Direction, ...]
     applies: Callable[[AttentionSpec], bool]
     what: str
     issue: str
-    capabilities: tuple[tuple[int, int], ...] | None = None  # compute capabilities that it holds for; None: any, as far as is known
+    capabilities: tuple[tuple[int, int], ...] | None = None  # affected compute capabilities. None stands for all of them.
 
 
 def _wide_and_uneven(spec: AttentionSpec) -> bool:
@@ -32,7 +32,7 @@ def _wide_and_uneven(spec: AttentionSpec) -> bool:
 
 
 def _may_leave_fp8_queries_without_keys(spec: AttentionSpec) -> bool:
-    """A window's left side passes the last key; what is not known of dense lengths here, the launcher checks."""
+    """Returns whether a window's left side may pass the last key. If dense lengths are unknown here, the launcher checks them."""
     if spec.fp8 is None or spec.band.left is None:
         return False
     has_lengths = spec.padding or "thd" in (spec.q_format, spec.kv_format)
@@ -53,7 +53,7 @@ KNOWN_BAD = (
         91800,
         ("backward",),
         lambda spec: "thd" in (spec.q_format, spec.kv_format),
-        "gradients of packed sequences may be NaN, as a workspace is not cleared",
+        "gradients of packed sequences may be NaN, because a workspace is not cleared",
         "https://github.com/NVIDIA/TransformerEngine/issues/2186",
     ),
     KnownBad(
@@ -61,7 +61,7 @@ KNOWN_BAD = (
         ALWAYS,
         ("backward",),
         _wide_and_uneven,
-        "gradients are wrong where both head dims are 128 or more and differ, other than 192 and 128",
+        "gradients are wrong if both head dims are 128 or more and differ, except for 192 and 128",
         "https://github.com/NVIDIA/TransformerEngine, nvte_get_fused_attn_backend",
         HOPPER,
     ),
@@ -70,7 +70,7 @@ KNOWN_BAD = (
         ALWAYS,
         ("backward",),
         lambda spec: spec.length_q == 1,
-        "dk and dv of a single query are NaN where its lse is very negative",
+        "dk and dv of a single query are NaN if its lse is very negative",
         "https://github.com/NVIDIA/cudnn-frontend/issues/1072",
     ),
     KnownBad(
@@ -86,24 +86,24 @@ KNOWN_BAD = (
         92300,
         ("forward",),
         lambda spec: spec.fp8 is not None and "thd" in (spec.q_format, spec.kv_format),
-        "packed sequences in FP8 end in an illegal instruction (seen on 9.19; TransformerEngine takes them from 9.23 on)",
+        "packed sequences in FP8 end in an illegal instruction (seen on 9.19; TransformerEngine supports them from 9.23 on)",
         "https://github.com/NVIDIA/TransformerEngine/pull/2994",
     ),
     KnownBad(
-        0,  # seen in 9.25 and 9.27; no version is known to be without it
+        0,  # seen in 9.25 and 9.27. No version without the error is known.
         ALWAYS,
         ("forward",),
         _may_leave_fp8_queries_without_keys,
-        "an FP8 kernel on sm_90 never ends where a tile of queries sees no key, which a window with lengths may leave; use "
-        "backend='triton', or no left side of the window",
+        "an FP8 kernel on sm_90 never ends if a tile of queries sees no key, as may happen with a window and lengths; use "
+        "backend='triton', or a window without a left side",
         "https://github.com/NVIDIA/cudnn-frontend/issues/1009",
     ),
     KnownBad(
-        0,  # seen in 9.19 and 9.20, on a B200; no version is known to be without it
+        0,  # seen in 9.19 and 9.20, on a B200. No version without the error is known.
         ALWAYS,
         ("forward",),
         lambda spec: spec.length_q == 1 and spec.num_heads_kv < 8,
-        "a decoded token comes out wrong where keys and values have fewer than 8 heads; use backend='triton'",
+        "a decoded token is wrong if keys and values have fewer than 8 heads; use backend='triton'",
         "https://github.com/pytorch/pytorch/issues/193893",
         BLACKWELL,
     ),
@@ -112,7 +112,7 @@ KNOWN_BAD = (
         ALWAYS,
         ("forward",),
         lambda spec: spec.fp8 is not None and max(spec.head_dim_qk, spec.head_dim_v) > 192,
-        "FP8 is off in some elements at head dim 256, and no head dim between 192 and that is proved; use backend='triton'",
+        "FP8 results have wrong elements at head dim 256, and head dims above 192 are untested; use backend='triton'",
         "https://github.com/NVIDIA/cudnn-frontend/issues/981",
         BLACKWELL,
     ),
@@ -120,14 +120,14 @@ KNOWN_BAD = (
 
 
 def known_bad(spec: AttentionSpec, direction: Direction, version: int) -> str | None:
-    """The first row that applies to `spec` on cuDNN `version`, as a reason; None where none does."""
+    """Returns the reason of the first row that applies to `spec` on cuDNN `version`, or None if no row applies."""
     for row in KNOWN_BAD:
-        is_here = row.capabilities is None or spec.capability in row.capabilities
-        if is_here and row.first <= version < row.fixed and direction in row.directions and row.applies(spec):
-            return f"cuDNN {version_text(version)} gets it wrong: {row.what} ({row.issue})"
+        is_affected = row.capabilities is None or spec.capability in row.capabilities
+        if is_affected and row.first <= version < row.fixed and direction in row.directions and row.applies(spec):
+            return f"cuDNN {version_text(version)} computes it wrongly: {row.what} ({row.issue})"
     return None
 
 
 def version_text(version: int) -> str:
-    """'9.19.0' for 91900."""
+    """Returns a version number as text, such as '9.19.0' for 91900."""
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}"

@@ -1,7 +1,7 @@
-"""A score_mod and a mask_mod as every backend gets them: small graphs of aten ops on scalars, and the tensors that they read.
+"""A score_mod and a mask_mod for the backends: small graphs of aten ops on scalars, and the tensors that they read.
 
-flexattn.mods.trace traces a user's callables into a `Program`. Its text says all of it, so the operators carry it as a string:
-equal text is an equal program, in this process or another, and nothing can be stale or evicted while it is needed.
+flexattn.mods.trace traces a user's callables into a `Program`. Operators pass a program as its text. Equal texts are equal
+programs, in any process, and no cache can evict or outdate a text that is in use.
 """
 
 from __future__ import annotations
@@ -16,17 +16,71 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 ARGUMENTS = ("score", "b", "h", "q_idx", "kv_idx")
-GRADIENT = "dscore"  # the derivative's further argument: the gradient of what score_mod returned
+GRADIENT = "dscore"  # an additional argument of the derivative: the gradient of score_mod's result.
 
-# What a graph may hold, besides reads (`index` of a captured tensor by one scalar per dim): pointwise, and known to every backend.
-# fmt: off
-OPS = frozenset((
-    "abs", "add", "bitwise_and", "bitwise_not", "bitwise_or", "bitwise_xor", "ceil", "clamp", "cos", "cosh", "div", "eq",
-    "erf", "erfc", "exp", "exp2", "expm1", "floor", "fmod", "full", "ge", "gt", "index", "isinf", "isnan", "le", "log",
-    "log10", "log1p", "log2", "logical_and", "logical_not", "logical_or", "logical_xor", "lt", "maximum", "minimum", "mul",
-    "ne", "neg", "pow", "reciprocal", "relu", "remainder", "round", "rsqrt", "sigmoid", "sign", "sin", "sinh", "sqrt", "sub",
-    "tan", "tanh", "_to_copy", "trunc", "where",
-))
+# The ops of a graph. All are pointwise and known to every backend, except for `index`, which reads a captured tensor with one
+# scalar per dim. fmt: off
+OPS = frozenset(
+    (
+        "abs",
+        "add",
+        "bitwise_and",
+        "bitwise_not",
+        "bitwise_or",
+        "bitwise_xor",
+        "ceil",
+        "clamp",
+        "cos",
+        "cosh",
+        "div",
+        "eq",
+        "erf",
+        "erfc",
+        "exp",
+        "exp2",
+        "expm1",
+        "floor",
+        "fmod",
+        "full",
+        "ge",
+        "gt",
+        "index",
+        "isinf",
+        "isnan",
+        "le",
+        "log",
+        "log10",
+        "log1p",
+        "log2",
+        "logical_and",
+        "logical_not",
+        "logical_or",
+        "logical_xor",
+        "lt",
+        "maximum",
+        "minimum",
+        "mul",
+        "ne",
+        "neg",
+        "pow",
+        "reciprocal",
+        "relu",
+        "remainder",
+        "round",
+        "rsqrt",
+        "sigmoid",
+        "sign",
+        "sin",
+        "sinh",
+        "sqrt",
+        "sub",
+        "tan",
+        "tanh",
+        "_to_copy",
+        "trunc",
+        "where",
+    )
+)
 # fmt: on
 
 
@@ -34,7 +88,7 @@ _NARROW = (torch.int8, torch.uint8, torch.int16, torch.int32)
 
 
 class Capture(NamedTuple):
-    """A tensor that a program reads, or, with ndim -1, a Python float: an input of each call, and its value part of no key."""
+    """A tensor that a program reads, or a Python float if ndim is -1. It is an input of each call, and its value is in no key."""
 
     name: str
     dtype: torch.dtype
@@ -47,15 +101,18 @@ class Capture(NamedTuple):
 
 
 class Program:
-    """The program of a call's mods; hashable, equal iff the text is.
+    """The program of a call's mods. It is hashable, and equal to another if and only if their texts are.
 
-    score: returns the modified score. mask: returns whether the query sees the key. derivative: takes `dscore` too, and returns
-    the gradient of the score (None: zero), and then for each read of a capture that needs a gradient (its position among
-    `captures`, the indices, the gradient of what was read). All take ARGUMENTS and the captures, by name. is_given: the
-    derivative is the user's, and need not be that of score.
+    The inputs of all graphs are ARGUMENTS and the captures, by name.
 
-    Floating point in a graph is called float32, whatever arithmetic a backend uses and the captures are of; integers are int64,
-    and wrap as that does, but where a mod converts them to less.
+    score: returns the modified score.
+    mask: returns whether the query sees the key.
+    derivative: also has `dscore` as an input. It returns the gradient of the score, or None if that is zero. Then, for each read
+        of a capture that needs a gradient, it returns (position in `captures`, indices, gradient of the value).
+    is_given: whether the derivative comes from the user. If so, it may differ from that of score.
+
+    Floating-point values in a graph are called float32, in any arithmetic of the backend and any dtype of the captures. Integers
+    are int64 and wrap accordingly, unless a mod converts them to a narrower dtype.
     """
 
     def __init__(self, text: str) -> None:
@@ -78,17 +135,17 @@ class Program:
 
     @property
     def tensor_needs_grad(self) -> tuple[bool, ...]:
-        """Returns for each captured tensor whether its gradient is asked for."""
+        """Returns for each captured tensor whether it needs a gradient."""
         return tuple(capture.needs_grad for capture in self.captures if not capture.is_number)
 
     @property
     def is_empty(self) -> bool:
-        """Returns whether nothing is left to compute, nor to give a gradient to."""
+        """Returns whether there is nothing to compute, and no capture that needs a gradient."""
         return self.score is None and self.mask is None and not any(self.tensor_needs_grad)
 
     @functools.cached_property
     def added_to(self) -> tuple[int, ...]:
-        """The captures, as positions among all, to whose gradients the derivative adds."""
+        """Returns the positions of the captures to whose gradients the derivative adds."""
         if self.derivative is None:
             return ()
         outputs: Any = next(node.args[0] for node in self.derivative.nodes if node.op == "output")
@@ -96,22 +153,22 @@ class Program:
 
     @functools.cached_property
     def is_reached(self) -> tuple[bool, ...]:
-        """Returns for each capture that needs a gradient whether the derivative adds to it."""
+        """Returns, for each capture that needs a gradient, whether the derivative adds to it."""
         return tuple(i in self.added_to for i, capture in enumerate(self.captures) if capture.needs_grad)
 
     def wanted(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Returns the captured tensors whose gradient is asked for."""
+        """Returns the captured tensors that need a gradient."""
         return tuple(t for t, needs_grad in zip(tensors, self.tensor_needs_grad, strict=True) if needs_grad)
 
     def inputs(self, tensors: Sequence[Tensor], numbers: Sequence[float]) -> dict[str, Tensor | float]:
-        """The captures' values by name: in their order, but tensors and numbers apart, as the operators take them."""
+        """Returns the captures' values by name, from the operators' separate lists of tensors and numbers."""
         left, right = iter(tensors), iter(numbers)
         return {capture.name: next(right) if capture.is_number else next(left) for capture in self.captures}
 
 
 @functools.lru_cache(maxsize=1024)
 def parse_program(text: str) -> Program | None:
-    """The program with this text; None for ""."""
+    """Returns the program with this text, or None if the text is ""."""
     return Program(text) if text else None
 
 
@@ -141,7 +198,7 @@ def make_program(
 
 
 def new_graph(arguments: Sequence[str], captures: Sequence[Capture]) -> tuple[Graph, dict[str, Node]]:
-    """A graph with nothing but its inputs, and those by name."""
+    """Returns a graph that has only inputs, and the inputs by name."""
     graph = Graph()
     nodes = {}
     for name in arguments:
@@ -154,7 +211,7 @@ def new_graph(arguments: Sequence[str], captures: Sequence[Capture]) -> tuple[Gr
 
 
 def call(graph: Graph, op: str, args: tuple[Any, ...], dtype: torch.dtype, **kwargs: Any) -> Node:
-    """Append an op of OPS."""
+    """Appends an op of OPS."""
     node = graph.call_function(getattr(torch.ops.aten, op), args, kwargs)
     node.meta["dtype"] = dtype
     return node
@@ -165,7 +222,7 @@ def op_name(node: Node) -> str:
 
 
 def read_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype that a read gives: float32 for floats, int64 for integers."""
+    """Returns the dtype of a read: float32 for floats, int64 for integers."""
     if dtype.is_floating_point:
         return torch.float32
     return dtype if dtype is torch.bool else torch.int64
@@ -212,9 +269,11 @@ def evaluate(
     read: Callable[..., Tensor] | None = None,
     guard: Callable[[Tensor], Tensor] | None = None,
 ) -> Any:
-    """A graph's outputs on tensors that broadcast against one another, in plain torch; `dtype` is what it calls float32.
+    """Returns a graph's outputs for tensors that broadcast, computed in plain torch.
 
-    `read(tensor, indices)` replaces how captures are read, by default as `read_capture`; `guard` is applied to every float.
+    dtype: the dtype that replaces float32.
+    read: read(tensor, indices) reads a capture. The default is `read_capture`.
+    guard: a function that is applied to every float.
     """
     values: dict[Node, Any] = {}
 
@@ -239,7 +298,7 @@ def evaluate(
         args = [value(x) for x in node.args]
         kwargs = dict(node.kwargs)
         if result is torch.float32:
-            # An op of integers that gives floats would give torch's default float, whatever the arithmetic is.
+            # If an op turns integers into floats, its result would be in torch's default dtype instead of `dtype`.
             args = [
                 x.to(dtype) if isinstance(x, Tensor) and not x.is_floating_point() and x.dtype is not torch.bool else x
                 for x in args
@@ -248,7 +307,8 @@ def evaluate(
             kwargs["dtype"] = {torch.float32: dtype, **dict.fromkeys(_NARROW, torch.int64)}.get(result, result)
         out = node.target([] if op == "full" else args[0], *args[1:], **kwargs)
         if result in _NARROW:
-            out = out.to(result).to(torch.int64)  # what wraps, wraps here: torch's own promotion looks at dims, which a mod has not
+            # The narrow dtype wraps here. Torch's promotion depends on dims, and a mod's scalars have none.
+            out = out.to(result).to(torch.int64)
         values[node] = out.to(dtype) if result is torch.float32 else out
         if guard is not None and result is torch.float32:
             values[node] = guard(values[node])
@@ -256,7 +316,7 @@ def evaluate(
 
 
 def read_capture(tensor: Tensor, indices: Sequence[Tensor | int]) -> Tensor:
-    """tensor[indices], elementwise; a negative index counts from the end, and outside of the tensor there is 0."""
+    """Returns tensor[indices], elementwise. Negative indices count from the end. A read outside of the tensor gives 0."""
     if not indices:
         return tensor
     inside, wrapped = torch.ones((), dtype=torch.bool, device=tensor.device), []

@@ -1,29 +1,28 @@
-"""The environment variables, all of them: nothing else in the package reads one, but for TransformerEngine's in its front door.
+"""The environment variables. No other file of the package reads one, except for TransformerEngine's variables in `integrations.te`.
 
 | variable           | values                           | meaning                                                              |
 |--------------------|----------------------------------|----------------------------------------------------------------------|
-| `FLEXATTN_BACKEND` | auto (default), triton, cudnn,   | the backend where neither the call's `backend=` nor                  |
-|                    | eager                            | `attention_backend()` names one                                      |
-| `FLEXATTN_CHECK`   | 0, 1; unset                      | 1 also checks the values of `cu_seqlens` and of descales, and the    |
-|                    |                                  | sizes of logits, each at the cost of a transfer from the device, and |
-|                    |                                  | compares one replayed call in a hundred with an unrecorded one;      |
-|                    |                                  | unset checks on a CPU alone that lengths fit their tensors; 0: not   |
-| `FLEXATTN_CANARY`  | 0 (default), 1                   | 1 checks each backend that is chosen against the reference, on a     |
-|                    |                                  | small input, before it runs a spec for the first time                |
-| `FLEXATTN_HOPPER`  | auto (default), always, never    | whether the triton backend's kernels for sm_90 run where they are    |
-|                    |                                  | measured to be faster, wherever they can, or not at all; `always`    |
-|                    |                                  | also runs the kernels for sm_100, which no GPU has run yet           |
-| `FLEXATTN_BATCH_INVARIANT` | 0 (default), 1           | 1 makes every forward `batch_invariant`                              |
-| `FLEXATTN_PLANS`   | a directory; unset: none         | where cuDNN plans are kept, so that other processes need not build   |
-|                    |                                  | them                                                                 |
-| `FLEXATTN_KERNELS` | a directory; unset: `flexattn`   | where compiled Triton kernels are looked for and kept; what          |
-|                    | in Triton's cache directory      | `python -m flexattn build` wrote elsewhere can be put there          |
-| `FLEXATTN_PEER_MEMORY` | auto (default), never        | `never`: what ranks of one host exchange travels in messages of the  |
-|                    |                                  | process group, and no memory is shared; the same on all ranks        |
+| `FLEXATTN_BACKEND` | auto (default), triton, cudnn,   | the backend if neither the call's `backend=` nor                     |
+|                    | eager                            | `attention_backend()` names one.                                     |
+| `FLEXATTN_CHECK`   | 0, 1; unset                      | 1: checks the values of `cu_seqlens` and of descales, and the sizes  |
+|                    |                                  | of logits, each with a transfer from the device. It also compares    |
+|                    |                                  | one replayed call in a hundred with an unrecorded one. 0: no checks. |
+|                    |                                  | Unset: checks only on a CPU that lengths fit their tensors.          |
+| `FLEXATTN_CANARY`  | 0 (default), 1                   | 1: checks each selected backend against the reference, on a small    |
+|                    |                                  | input, before it runs a spec for the first time.                     |
+| `FLEXATTN_HOPPER`  | auto (default), always, never    | auto: the triton backend's kernels for sm_90 run if they were        |
+|                    |                                  | measured to be faster. always: they run if they support the call,    |
+|                    |                                  | as do the kernels for sm_100, which no GPU has run yet.              |
+| `FLEXATTN_BATCH_INVARIANT` | 0 (default), 1           | 1: makes every forward `batch_invariant`.                            |
+| `FLEXATTN_PLANS`   | a directory; unset: none         | the directory that keeps cuDNN plans for other processes.            |
+| `FLEXATTN_KERNELS` | a directory; unset: `flexattn`   | the directory that keeps compiled Triton kernels. You can copy the   |
+|                    | in Triton's cache directory      | files of `python -m flexattn build` into it.                         |
+| `FLEXATTN_PEER_MEMORY` | auto (default), never        | never: ranks of one host share no memory, and exchange data only     |
+|                    |                                  | through the process group. Set it to the same value on all ranks.    |
 
-They are read on each call, so a change takes effect at once, and a value that is not accepted is a ValueError in the next call
-and the next `explain`, whether that would have used it or not. A function under `torch.compile` keeps the `FLEXATTN_BACKEND` it was
-compiled with (`attention_backend()` is guarded, and recompiles).
+Every call reads them, so a change takes effect at once. If a value is not accepted, the next call and the next `explain` raise a
+ValueError, even if they do not use it. A function under `torch.compile` keeps the `FLEXATTN_BACKEND` that it was compiled with
+(`attention_backend()` is guarded, and recompiles).
 """
 
 from __future__ import annotations
@@ -49,58 +48,58 @@ PEER_MEMORY = ("auto", "never")
 
 
 def backend() -> str | None:
-    """FLEXATTN_BACKEND, or None where it is unset or empty; a ValueError names the variable where it holds anything else."""
+    """Returns FLEXATTN_BACKEND, or None if it is unset or empty. Raises ValueError if the value is not accepted."""
     return _choice("FLEXATTN_BACKEND", REQUESTS)
 
 
 def hopper() -> str:
-    """FLEXATTN_HOPPER; a ValueError names the variable where it holds anything but HOPPER."""
+    """Returns FLEXATTN_HOPPER. Raises ValueError if the value is not accepted."""
     return _choice("FLEXATTN_HOPPER", HOPPER) or "auto"
 
 
 def check_values() -> bool:
-    """Returns whether FLEXATTN_CHECK is 1; a ValueError names the variable where it is neither 0 nor 1."""
+    """Returns whether FLEXATTN_CHECK is 1. Raises ValueError if it is neither 0 nor 1."""
     return _flag("FLEXATTN_CHECK")
 
 
 def are_lengths_checked(device_type: str) -> bool:
-    """Returns whether calls on such a device compare lengths with their tensors: always, never, or by default on a CPU alone."""
+    """Returns whether calls on such a device check that lengths fit their tensors. By default, only calls on a CPU do."""
     return check_values() or (device_type == "cpu" and not os.environ.get("FLEXATTN_CHECK"))
 
 
 def canary() -> bool:
-    """Returns whether FLEXATTN_CANARY is 1; a ValueError names the variable where it is neither 0 nor 1."""
+    """Returns whether FLEXATTN_CANARY is 1. Raises ValueError if it is neither 0 nor 1."""
     return _flag("FLEXATTN_CANARY")
 
 
 def batch_invariant() -> bool:
-    """Returns whether FLEXATTN_BATCH_INVARIANT is 1; a ValueError names the variable where it is neither 0 nor 1."""
+    """Returns whether FLEXATTN_BATCH_INVARIANT is 1. Raises ValueError if it is neither 0 nor 1."""
     return _flag("FLEXATTN_BATCH_INVARIANT")
 
 
 def peer_memory() -> str:
-    """FLEXATTN_PEER_MEMORY; a ValueError names the variable where it holds anything but PEER_MEMORY."""
+    """Returns FLEXATTN_PEER_MEMORY. Raises ValueError if the value is not accepted."""
     return _choice("FLEXATTN_PEER_MEMORY", PEER_MEMORY) or "auto"
 
 
 def plan_directory() -> str | None:
-    """FLEXATTN_PLANS, or None where it is unset or empty."""
+    """Returns FLEXATTN_PLANS, or None if it is unset or empty."""
     return os.environ.get("FLEXATTN_PLANS") or None
 
 
 def kernel_directory() -> str | None:
-    """FLEXATTN_KERNELS, or None where it is unset or empty."""
+    """Returns FLEXATTN_KERNELS, or None if it is unset or empty."""
     return os.environ.get("FLEXATTN_KERNELS") or None
 
 
-_checked: tuple[Any, ...] | None = None  # values that all are accepted
+_checked: tuple[Any, ...] | None = None  # the last values of all variables that were accepted.
 
 
 def check_all() -> None:
-    """Raises the ValueError that names the first variable whose value is not accepted. Quick where nothing changed."""
+    """Raises a ValueError for the first variable with a value that is not accepted. It is fast if no variable changed."""
     global _checked
-    held = getattr(os.environ, "_data", os.environ)
-    values = tuple(map(held.get, _KEYS))
+    data = getattr(os.environ, "_data", os.environ)
+    values = tuple(map(data.get, _KEYS))
     if values != _checked:
         for read in (backend, check_values, canary, hopper, batch_invariant, peer_memory):
             read()
@@ -114,16 +113,17 @@ _KEYS = tuple(
 
 
 def snapshot() -> tuple[Any, ...] | None:
-    """The values of all variables, to compare with an earlier one's; None if FLEXATTN_CANARY or `keep_calls` needs each call whole.
+    """Returns the values of all variables, to compare with earlier ones. Returns None if no call may be replayed.
 
-    Reads what os.environ keeps them in, where it has that: asking os.environ for one takes half a microsecond.
+    That is so if FLEXATTN_CANARY is set, or after keep_calls(False). This function reads the dict inside of os.environ if there is
+    one, because a look-up in os.environ itself takes half a microsecond.
     """
-    held = getattr(os.environ, "_data", os.environ)
-    if held.keys().isdisjoint(_KEYS):
+    data = getattr(os.environ, "_data", os.environ)
+    if data.keys().isdisjoint(_KEYS):
         return _when_unset
     if _when_unset is None:
         return None
-    values = tuple(map(held.get, _KEYS))
+    values = tuple(map(data.get, _KEYS))
     return None if values[0] and values[0] not in ("0", b"0") else values
 
 

@@ -1,4 +1,4 @@
-"""Calls over pages of keys, or with lengths in seqused, as equal calls that those who know neither can run."""
+"""Conversion of calls with pages of keys, or with lengths in seqused, to equal calls without them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from flexattn.dispatch.spec import AttentionSpec, Operands, as_bshd, from_bshd
 
 
 def without_pages(spec: AttentionSpec, x: Operands) -> tuple[AttentionSpec, Operands]:
-    """Returns an equal call with k and v dense and its lengths in cu_seqlens: with pages copied, each sequence's in their order.
+    """Returns an equal call with dense k and v and its lengths in cu_seqlens. The pages of each sequence are copied in order.
 
-    Ids out of range are taken for the nearest page, as by the kernels. Memory is that of max_seqlen_kv keys for each sequence.
+    If an id is out of range, the nearest page is used, as in the kernels. The copy has max_seqlen_kv keys for each sequence.
     """
     if x.page_table is not None:
         table = x.page_table[:, : -(-x.max_seqlen_kv // spec.page_size)].clamp(0, x.k.shape[0] - 1).long()
@@ -26,9 +26,9 @@ def _gathered(pages: Tensor, table: Tensor, length: int, fmt: str) -> Tensor:
 
 
 def with_cu_seqlens(x: Operands, formats: tuple[str, str]) -> Operands:
-    """Returns an equal call with the lengths that are in seqused in cu_seqlens, and with pages those of queries too.
+    """Returns an equal call whose lengths are in cu_seqlens instead of seqused. With pages, the queries' lengths are too.
 
-    Waits for no device.
+    It does not wait for the device.
     """
     if x.seqused_q is None and x.seqused_kv is None and x.page_table is None:
         return x

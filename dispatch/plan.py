@@ -1,7 +1,7 @@
-"""A call of the Triton backend as data: its buffers, its launches in their order, and what torch itself computes between them.
+"""A call of the Triton backend as data: its buffers, its launches in order, and torch's own operators between them.
 
-Recorded on tensors without memory, for a GPU that need not be there, so that another framework can hold the memory and launch the
-kernels. `replay` records a call on tensors with memory, for torch to make again.
+A plan is recorded on meta tensors for a target GPU, so that another framework can own the memory and launch the kernels. `replay`
+records a call on tensors with memory, so that torch can repeat it.
 """
 
 from __future__ import annotations
@@ -30,52 +30,52 @@ _ZEROS = frozenset((_aten.zeros.default, _aten.zeros_like.default, _aten.new_zer
 
 
 class PlanError(NotImplementedError):
-    """A call does something that a plan cannot hold."""
+    """Raised if a plan cannot represent a call."""
 
 
 class Device(NamedTuple):
-    """The GPU that a plan is for, which need not be there."""
+    """The target GPU of a plan. This machine may not have it."""
 
     capability: tuple[int, int]
-    processors: int  # streaming multiprocessors
-    has_large_l2: bool = True  # as `runtime.launch.has_large_l2`
+    processors: int  # streaming multiprocessors.
+    has_large_l2: bool = True  # see `runtime.launch.has_large_l2`.
 
     @property
     def architecture(self) -> int:
-        """Returns 90 for compute capability 9.0."""
+        """Returns the compute capability as a number, such as 90 for 9.0."""
         return 10 * self.capability[0] + self.capability[1]
 
 
 def large_l2_by_name(name: str) -> bool:
-    """Returns `has_large_l2` of a GPU that is known by its name alone: H100s and H800s have the small L2 of sm_90."""
+    """Returns `has_large_l2` from a GPU's name. H100s and H800s have the small L2 of sm_90."""
     return not any(small in name for small in ("H100", "H800"))
 
 
 class Buffer(NamedTuple):
     """Memory that no other buffer shares."""
 
-    size: int  # elements
+    size: int  # elements.
     dtype: torch.dtype
 
 
 class View(NamedTuple):
-    """A tensor without gaps in a buffer; of no elements where `buffer` is None."""
+    """A tensor without gaps in a buffer. If `buffer` is None, it has no elements."""
 
     buffer: int | None
-    offset: int  # elements
+    offset: int  # elements.
     shape: tuple[int, ...]
     dtype: torch.dtype
-    order: tuple[int, ...] = ()  # its dims from the outermost in memory on; () for a contiguous tensor
+    order: tuple[int, ...] = ()  # its dims from the outermost to the innermost in memory, or () if it is contiguous.
 
 
 class Zero(NamedTuple):
-    """Memory is set to 0."""
+    """A step that sets memory to 0."""
 
     view: View
 
 
 class Op(NamedTuple):
-    """One of torch's own operators; tensors among its arguments are Views."""
+    """A step that runs one of torch's own operators. Tensors in its arguments are Views."""
 
     func: Any
     arguments: tuple[Any, ...]
@@ -84,9 +84,9 @@ class Op(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """A launch, and the buffer at whose start each tensor among its arguments begins, in their order."""
+    """A launch, and a buffer for each tensor in its arguments. Each tensor begins at the start of its buffer."""
 
-    launch: Any  # kernels_triton.runtime.launch.Launch
+    launch: Any  # kernels_triton.runtime.launch.Launch.
     buffers: tuple[int, ...]
 
 
@@ -94,29 +94,29 @@ class Plan(NamedTuple):
     """A call: its inputs' buffers, its steps, and its results."""
 
     buffers: tuple[Buffer, ...]
-    inputs: tuple[int | None, ...]  # None for an input of no elements
+    inputs: tuple[int | None, ...]  # the buffer of each input, or None if it has no elements.
     steps: tuple[Zero | Op | Kernel, ...]
     results: tuple[View, ...]
-    updated: frozenset[int] = frozenset()  # buffers of inputs that a step may write
+    updated: frozenset[int] = frozenset()  # buffers of inputs that a step may write.
 
     def written(self) -> frozenset[int]:
-        """Returns the buffers that a step may write: all but the inputs, or those that are updated too."""
+        """Returns the buffers that a step may write: all except for inputs that are not updated."""
         return frozenset(range(len(self.buffers))) - frozenset(i for i in self.inputs if i is not None) | self.updated
 
 
 class _Watch(Watch):  # type: ignore[no-untyped-call]
-    """Notes what torch is asked for, and how many launches came before it."""
+    """Records torch's operators, each with the number of launches before it."""
 
     def __init__(self, launches: list[Any]) -> None:
         super().__init__()
         self.launches = launches
-        self.events: list[Any] = []  # (launches before, func, arguments, keywords, results)
-        self.kept: list[Any] = []  # so that no storage's address comes twice
+        self.events: list[Any] = []  # (launches before, func, arguments, keywords, results).
+        self.alive: list[Any] = []  # tensors that must live, so that no storage's address is reused.
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        self.kept.append((args, kwargs, out))
+        self.alive.append((args, kwargs, out))
         if func not in _ALLOCATIONS and not _is_view(func, args, out):
             self.events.append((len(self.launches), func, args, kwargs, out))
         return out
@@ -125,8 +125,8 @@ class _Watch(Watch):  # type: ignore[no-untyped-call]
 def _is_view(func: Any, args: Sequence[Any], out: Any) -> bool:
     if func._schema.is_mutable or not args or not isinstance(args[0], Tensor):
         return False
-    given = _storage(args[0])
-    return all(isinstance(t, Tensor) and _storage(t) == given for t in (out if isinstance(out, (tuple, list)) else (out,)))
+    storage = _storage(args[0])
+    return all(isinstance(t, Tensor) and _storage(t) == storage for t in (out if isinstance(out, (tuple, list)) else (out,)))
 
 
 def _storage(t: Tensor) -> int:
@@ -136,28 +136,28 @@ def _storage(t: Tensor) -> int:
 def record(run: Callable[[], Sequence[Tensor]], inputs: Sequence[Tensor], device: Device, updated: Sequence[int] = ()) -> Plan:
     """Returns the plan of `run`, a function of the inputs, which are contiguous tensors on the meta device.
 
-    updated: which of the inputs it may write.
+    updated: the inputs that `run` may write.
 
-    Raises PlanError where two inputs share memory, where a kernel gets a tensor that begins within a buffer, and for a tensor of
-    torch's operators that has gaps.
+    Raises PlanError if two inputs share memory, if a kernel's tensor does not begin at the start of a buffer, or if a tensor of
+    torch's operators has gaps.
     """
     from flexattn.kernels_triton.runtime.launch import pretended_device, recorded_launches
 
     if len({_storage(t) for t in inputs}) < len(inputs):
-        raise PlanError("two inputs of a call share their memory; accepted: each with its own")
+        raise PlanError("two inputs of a call share their memory; pass tensors that do not share memory")
     pretended = pretended_device(device.architecture, device.processors, has_large_l2=device.has_large_l2)
     with torch.no_grad(), pretended, recorded_launches() as launches:
         watch = _Watch(launches)
         with watch:
             results = list(run())
-    found = [event[1:] for event in watch.events]
-    tensors = [*inputs, *results, *(t for one in launches for t in tensors_of(one.arguments))]
-    tensors += [t for event in found if event[0] not in _ZEROS for t in tree_flatten(event)[0] if isinstance(t, Tensor)]
+    ops = [event[1:] for event in watch.events]
+    tensors = [*inputs, *results, *(t for launch in launches for t in tensors_of(launch.arguments))]
+    tensors += [t for op in ops if op[0] not in _ZEROS for t in tree_flatten(op)[0] if isinstance(t, Tensor)]
     memory = _Memory(tensors)
     steps: list[Zero | Op | Kernel] = []
     count = 0
     for before, func, args, kwargs, out in [*watch.events, (len(launches), None, (), {}, ())]:
-        steps += (Kernel(one, tuple(memory.start_of(t, one) for t in tensors_of(one.arguments))) for one in launches[count:before])
+        steps += (Kernel(x, tuple(memory.start_of(t, x) for t in tensors_of(x.arguments))) for x in launches[count:before])
         count = before
         if func in _ZEROS:
             steps += map(Zero, memory.parts_of(out))
@@ -171,34 +171,34 @@ def record(run: Callable[[], Sequence[Tensor]], inputs: Sequence[Tensor], device
 
 
 def tensors_of(arguments: Sequence[Any]) -> Iterator[Tensor]:
-    """Yields the tensors among a launch's flat arguments, in order: those of descriptors and tuples too."""
+    """Yields the tensors in a launch's flat arguments in order, including those in descriptors and tuples."""
     for x in arguments:
         if isinstance(x, Tensor):
             yield x
-        elif hasattr(x, "block_shape"):  # a descriptor
+        elif hasattr(x, "block_shape"):  # a descriptor.
             yield x.base
         elif isinstance(x, tuple):
             yield from tensors_of(x)
 
 
 def _extent(t: Tensor) -> tuple[int, int]:
-    """Returns the first byte of a tensor in its storage, and the byte after its last; t has elements."""
+    """Returns the first byte of a tensor in its storage, and the byte after its last one. t must have elements."""
     begin = int(t.storage_offset()) * t.element_size()
     last = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
     return begin, begin + (int(last) + 1) * t.element_size()
 
 
 class _Memory:
-    """Buffers for tensors: one for each part of a storage that no tensor reaches beyond."""
+    """Buffers for tensors. Each buffer is a part of a storage that no tensor crosses."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.buffers: list[Buffer] = []
-        self.parts: dict[int, list[tuple[int, int, int]]] = {}  # by storage: (first byte, byte after the last, buffer)
-        found: dict[int, list[tuple[int, int, torch.dtype]]] = {}
+        self.parts: dict[int, list[tuple[int, int, int]]] = {}  # for each storage: (first byte, byte after the last, buffer).
+        extents_by_storage: dict[int, list[tuple[int, int, torch.dtype]]] = {}
         for t in tensors:
             if t.numel():
-                found.setdefault(_storage(t), []).append((*_extent(t), t.dtype))
-        for storage, extents in found.items():
+                extents_by_storage.setdefault(_storage(t), []).append((*_extent(t), t.dtype))
+        for storage, extents in extents_by_storage.items():
             parts: list[tuple[int, int, torch.dtype]] = []
             for begin, end, dtype in sorted(extents, key=lambda extent: (extent[0], -extent[1])):
                 if parts and begin < parts[-1][1]:
@@ -211,12 +211,12 @@ class _Memory:
                 self.buffers.append(Buffer(-((begin - end) // dtype.itemsize), dtype))
 
     def _place(self, t: Tensor) -> tuple[int, int]:
-        """Returns the buffer of a tensor, and the byte of it where the tensor begins."""
+        """Returns the buffer of a tensor, and the tensor's first byte in it."""
         begin, _ = _extent(t)
         return next((buffer, begin - first) for first, end, buffer in self.parts[_storage(t)] if first <= begin < end)
 
     def parts_of(self, t: Tensor) -> Iterator[View]:
-        """Yields the parts of a contiguous tensor that lie in buffers, flat; what no other tensor reaches lies in none."""
+        """Yields the parts of a contiguous tensor that are in buffers, as flat views. Other parts are used by no other tensor."""
         begin, end = _extent(t) if t.numel() else (0, 0)
         for first, last, place in self.parts.get(_storage(t), ()):
             low, high, dtype = max(begin, first), min(end, last), self.buffers[place].dtype

@@ -1,6 +1,6 @@
-"""Attention in plain torch: the oracle of every test, and the maths of the eager backend.
+"""Attention in plain torch: the oracle of all tests, and the arithmetic of the eager backend.
 
-`attend` computes one block of query rows against one range of keys. The oracle calls it with all of both.
+`attend` computes one block of query rows against one range of keys. The oracle calls it with all rows and all keys.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ NEG_INF = float("-inf")
 
 
 class Differentiable(NamedTuple):
-    """Tensors that a gradient may flow to: whole ones in their formats, or one block of each as `slice_block` cuts it."""
+    """Tensors that may get a gradient: complete tensors in their formats, or a block of each, as cut by `slice_block`."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     bias: Tensor | None
     softmax_offset: Tensor | None
-    mod_tensors: tuple[Tensor, ...]  # all of them; a gradient may flow to those of floats
+    mod_tensors: tuple[Tensor, ...]  # all captured tensors. Only floating-point ones may get a gradient.
 
     @classmethod
     def of(cls, x: Operands) -> Differentiable:
@@ -43,24 +43,26 @@ class Differentiable(NamedTuple):
 
 
 class Sequences(NamedTuple):
-    """Sequences of equal lengths, computed as one batch. `q` and `kv` are where their tokens lie along each format's token dim."""
+    """Sequences of equal lengths, computed as one batch. `q` and `kv` are the ranges of their tokens in the token dims."""
 
     batch: range
     q: range
     kv: range
 
     def shift(self, band: Band) -> int:
-        """Number of the key at which the diagonal meets query 0."""
+        """Returns the number of the key at which the diagonal meets query 0."""
         return len(self.kv) - len(self.q) if band.bottom_right else 0
 
 
 def reference_attention(spec: AttentionSpec, x: Operands, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention with every operand promoted to `dtype`: (out in q's format, lse [b, h, sq] or [h, total_q], max_logit [h]).
+    """Returns attention computed in `dtype`: (out in q's format, lse [b, h, sq] or [h, total_q], max_logit [h]).
 
-    All three are `dtype`. The score matrices exist as a whole, so memory is quadratic. out and lse are differentiable with
-    respect to q, k, v, bias, softmax_offset and what the mods capture. Padding is never read; its out is 0 and its lse -inf. A
-    `dtype` of 16 bits rounds after every step, as a low-precision eager implementation does: an error budget for fused kernels, no
-    oracle.
+    All operands and all results are in `dtype`. Complete score matrices are computed, so memory is quadratic. out and lse are
+    differentiable with respect to q, k, v, bias, softmax_offset and the mods' captures. Padding is never read. Its out is 0 and its
+    lse is -inf.
+
+    A `dtype` of 16 bits rounds after every step, as a low-precision eager implementation does. That result is an error budget for
+    fused kernels, not an oracle.
     """
     spec, x = without_pages(spec, x)
     whole = Differentiable.of(dequantize(spec, x, dtype)).map(lambda t: t.to(dtype))
@@ -82,18 +84,18 @@ def reference_attention(spec: AttentionSpec, x: Operands, dtype: torch.dtype = t
 def reference_gradients(
     spec: AttentionSpec, x: Operands, dout: Tensor, dlse: Tensor | None = None, dtype: torch.dtype = torch.float64
 ) -> Gradients:
-    """The gradients of `reference_attention` in `dtype`, for dout in out's layout and dlse in lse's; autograd derives them."""
+    """Returns the gradients of `reference_attention` in `dtype`, from autograd. dout has out's layout, and dlse has lse's."""
     leaves = Differentiable.of(dequantize(spec, x, dtype)).map(lambda t: t.detach().to(dtype, copy=True).requires_grad_())
     with torch.enable_grad():
         out, lse, _ = reference_attention(spec._replace(fp8=None), x._replace(**leaves._asdict()), dtype)
     outputs, seeds = ([out], [dout]) if dlse is None else ([out, lse], [dout, dlse])
-    outputs = [t.requires_grad_() for t in outputs]  # without any query they depend on nothing, and the gradients are zeros
-    wanted = {name: leaf for name, leaf in zip(leaves._fields[:-1], leaves[:-1], strict=True) if leaf is not None}
+    outputs = [t.requires_grad_() for t in outputs]  # if there is no query, they have no graph, and the gradients are zeros.
+    inputs = {name: leaf for name, leaf in zip(leaves._fields[:-1], leaves[:-1], strict=True) if leaf is not None}
     captured = spec.mods.wanted(leaves.mod_tensors) if spec.mods else ()
     seeds = [t.to(dtype) for t in seeds]
-    grads = torch.autograd.grad(outputs, [*wanted.values(), *captured], seeds, allow_unused=True, materialize_grads=True)
-    named = dict(zip(wanted, grads, strict=False))
-    dmod_tensors = grads[len(wanted) :] or None
+    grads = torch.autograd.grad(outputs, [*inputs.values(), *captured], seeds, allow_unused=True, materialize_grads=True)
+    named = dict(zip(inputs, grads, strict=False))
+    dmod_tensors = grads[len(inputs) :] or None
     return Gradients(named["q"], named["k"], named["v"], named.get("bias"), named.get("softmax_offset"), dmod_tensors)
 
 
@@ -107,13 +109,13 @@ def attend(
     rounds: bool = False,
     given_lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One block: (out [b, h, r, d_v], lse [b, h, r], row_max [b, h, r]) in the block's dtype; row_max carries no gradient.
+    """Returns one block: (out [b, h, r, d_v], lse [b, h, r], row_max [b, h, r]) in the block's dtype. row_max has no gradient.
 
-    rows, cols: the block's query and key positions within its sequences; every key outside `cols` must be hidden from every row.
+    rows, cols: the block's query and key positions in its sequences. Every key outside of `cols` must be hidden from every row.
     block: q [b, h, r, d_qk], k [b, h_kv, c, d_qk], v [b, h_kv, c, d_v], bias broadcastable to [b, h, r, c], softmax_offset [h].
-    rounds: whether what an FP8 spec multiplies inside is rounded to FP8, as its kernels do.
-    given_lse: [b, h, r], of these keys and others, a constant: a weight is exp(logit - given_lse). out is then what these keys add
-    to that of all, and in the place of lse comes the sum of their weights, sink included.
+    rounds: whether an FP8 spec rounds the operands of inner products to FP8, as its kernels do.
+    given_lse: [b, h, r], a constant lse of more keys than these. A weight is then exp(logit - given_lse), and out is the part that
+        these keys add to the result. In place of lse, the sum of these weights is returned, with the sink's.
     """
     logits = masked_logits(spec, x, sequences, rows, cols, block, rounds)
     row_max = logits.detach().amax(-1) if cols else logits.new_full(logits.shape[:-1], NEG_INF)
@@ -122,19 +124,19 @@ def attend(
         peak = row_max if sink is None else torch.maximum(row_max, sink.detach())
         peak = peak.masked_fill(peak == NEG_INF, 0.0)
     else:
-        peak = given_lse.masked_fill(given_lse == NEG_INF, torch.inf)  # a row that sees nothing at all
+        peak = given_lse.masked_fill(given_lse == NEG_INF, torch.inf)  # such a row sees no key at all.
     weights = torch.exp(logits - peak[..., None])
     total = weights.sum(-1)
     if sink is not None:
         total = total + torch.exp(sink - peak)
-    # Where nothing is visible, 0 / 1 and a filled-in -inf give out 0 and zero gradients; 0 / 0 and log(0) would give NaN.
+    # If a row sees nothing, 0 / 1 and an lse set to -inf give an out of 0 and zero gradients. 0 / 0 and log(0) would give NaN.
     empty = total == 0
     divisor = total.masked_fill(empty, 1.0)
     lse = (peak + divisor.log()).masked_fill(empty, NEG_INF)
 
     if rounds and spec.fp8 is not None and given_lse is None:
         weights = round_weights(weights)
-    elif rounds and spec.fp8 is not None:  # relative to the largest weight of these keys
+    elif rounds and spec.fp8 is not None:  # rounding is relative to the largest weight of these keys.
         highest = row_max.masked_fill(row_max == NEG_INF, 0.0)
         weights = round_weights(torch.exp(logits - highest[..., None])) * torch.exp(highest - peak)[..., None]
     if spec.dropout:
@@ -154,7 +156,7 @@ def attend(
 def masked_logits(
     spec: AttentionSpec, x: Operands, sequences: Sequences, rows: range, cols: range, block: Differentiable, rounds: bool = False
 ) -> Tensor:
-    """Returns one block's scores as the softmax takes them, [b, h, r, c], -inf where a key is hidden; arguments as `attend`'s."""
+    """Returns one block's scores for the softmax, [b, h, r, c], with -inf for hidden keys. Its arguments are those of `attend`."""
     i = torch.arange(rows.start, rows.stop, device=block.q.device)[:, None]
     j = torch.arange(cols.start, cols.stop, device=block.q.device)
     diagonal = i + sequences.shift(spec.band)
@@ -186,7 +188,7 @@ def masked_logits(
 def _hidden(
     spec: AttentionSpec, x: Operands, sequences: Sequences, block: Differentiable, indices: dict[str, Tensor]
 ) -> Tensor | None:
-    """Returns the keys that are hidden from each query, broadcastable to [b, h, r, c]; None where none is."""
+    """Returns the keys that are hidden from each query, broadcastable to [b, h, r, c], or None if no key is."""
     i, j = indices["q_idx"], indices["kv_idx"]
     diagonal = i + sequences.shift(spec.band)
     parts = []
@@ -209,13 +211,13 @@ def _hidden(
 
 
 def _modified(logits: Tensor, program: Program, inputs: dict[str, Any], hidden: Tensor | None) -> Tensor:
-    """score_mod on every score. Where a score is hidden no gradient comes back, though the derivative be infinite there."""
+    """Applies score_mod to every score. A hidden score gets no gradient, even if its derivative is infinite."""
     assert program.score is not None
 
     def guard(t: Tensor) -> Tensor:
         if not t.requires_grad or hidden is None:
             return t
-        t = t.expand(logits.shape)  # before it is summed over what it was broadcast over
+        t = t.expand(logits.shape)  # the hook must see the gradient before it is summed over broadcast dims.
         t.register_hook(lambda gradient: gradient.masked_fill(hidden, 0.0))  # type: ignore[no-untyped-call]
         return t
 
@@ -240,7 +242,7 @@ class _WithGivenDerivative(torch.autograd.Function):
 
 
 def block_kinds(block_mask: Sequence[Tensor]) -> Tensor:
-    """Returns for each block of queries and keys, [b | 1, h | 1, rows, columns]: 0 for hidden, 1 for masked, 2 for seen whole."""
+    """Returns the kind of each block, [b | 1, h | 1, rows, columns]: 0 for hidden, 1 for partly visible, 2 for fully visible."""
     counts, indices, full_counts, full_indices = block_mask[:4]
     columns = indices.shape[-1]
     kinds = torch.zeros((*indices.shape[:-1], columns + 1), dtype=torch.int8, device=indices.device)
@@ -251,9 +253,9 @@ def block_kinds(block_mask: Sequence[Tensor]) -> Tensor:
 
 
 def split_sequences(spec: AttentionSpec, x: Operands) -> list[Sequences]:
-    """The batch as groups of equal lengths: one group without padding, else one per sequence, its lengths read in one transfer.
+    """Returns the batch as groups of equal lengths: one group without padding, else one group per sequence.
 
-    Lengths or starts that do not fit the tensors are clamped to them. Slots may come in any order.
+    All lengths are read in one transfer. If lengths or starts do not fit the tensors, they are clamped. Slots may be in any order.
     """
     q_total, kv_total = x.q.shape[_token_dim(spec.q_format)], x.k.shape[_token_dim(spec.kv_format)]
     if not spec.padding:
@@ -274,7 +276,7 @@ def split_sequences(spec: AttentionSpec, x: Operands) -> list[Sequences]:
 
 
 def slice_block(spec: AttentionSpec, whole: Differentiable, sequences: Sequences, rows: range, cols: range) -> Differentiable:
-    """Views of the block that `attend` takes; writable, so that the same cut of gradient buffers accumulates what comes back."""
+    """Returns writable views of a block for `attend`. The same views of gradient buffers accumulate the block's gradients."""
     bias = whole.bias
     for dim, part in enumerate((sequences.batch, None, rows, cols)):
         if bias is not None and part is not None and bias.shape[dim] != 1:
@@ -290,24 +292,24 @@ def slice_block(spec: AttentionSpec, whole: Differentiable, sequences: Sequences
 
 
 def token_view(t: Tensor, fmt: str, batch: range, tokens: range) -> Tensor:
-    """[b, h, s, d] view of some tokens of some sequences of a tensor in format `fmt`; in thd the tokens alone say which."""
+    """Returns a [b, h, s, d] view of tokens of a tensor in format `fmt`. In thd, `batch` is not used."""
     if fmt == "thd":
         return t[_slice(tokens)].transpose(0, 1)[None]
     return as_bshd(t, fmt)[_slice(batch), _slice(tokens)].transpose(1, 2)
 
 
 def lse_view(lse: Tensor, q_format: str, batch: range, tokens: range) -> Tensor:
-    """[b, h, s] view of the same tokens of an lse, which is [h, total_q] in thd and [b, h, sq] in every other format."""
+    """Returns a [b, h, s] view of the same tokens of an lse, which is [h, total_q] in thd, else [b, h, sq]."""
     return lse[None, :, _slice(tokens)] if q_format == "thd" else lse[_slice(batch), :, _slice(tokens)]
 
 
 def _grouped(spec: AttentionSpec, t: Tensor) -> Tensor:
-    """[b, h, ...] -> [b, h_kv, group, ...]"""
+    """Returns [b, h, ...] as [b, h_kv, group, ...]."""
     return t.reshape(t.shape[0], spec.num_heads_kv, spec.group_size, *t.shape[2:])
 
 
 def _sink(spec: AttentionSpec, block: Differentiable) -> Tensor | None:
-    """The logit [h, 1] of the softmax sink, which takes weight and gives no value."""
+    """Returns the logit [h, 1] of the softmax sink, which takes weight and adds no value."""
     if spec.softmax_type == "learnable":
         assert block.softmax_offset is not None
         return block.softmax_offset[:, None]

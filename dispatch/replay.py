@@ -1,9 +1,8 @@
-"""A backend's run of a call, recorded once and replayed: the allocations, the launches and torch's own ops, and no decision.
+"""Recording and replay of a backend's run of a call: its allocations, its launches and torch's own ops, without any decision.
 
-What a launcher does depends on nothing but the shapes, strides, dtypes, numbers and device that it is given, so a call that is like
-an earlier one in all of these (`flexattn.call_cache` has the key) can skip everything between its tensors and the driver. Taken
-down are torch's ops, by a dispatch mode, and the launches and cuDNN's plans, which the backend tells. Of a tensor that only kernels
-see, the address is enough: views are not made again.
+A launcher depends only on shapes, strides, dtypes, numbers and the device. If a later call has the same ones (`flexattn.call_cache`
+has the key), it can skip all work between its tensors and the driver. A dispatch mode records torch's ops. The backend reports its
+launches and cuDNN's plans. If only kernels read a tensor, its address is enough, so such views are not made again.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _ALLOCATIONS = frozenset(
 
 class _Op(NamedTuple):
     func: Any
-    leaves: list[Any]  # the launch's arguments, with slots for tensors
+    leaves: list[Any]  # the op's arguments, with slots in place of tensors.
     tree: Any
     outs: tuple[int | None, ...]
     writes: bool
@@ -51,56 +50,56 @@ class _Launch(NamedTuple):
 
 
 class _Run(NamedTuple):
-    plan: Any  # cuDNN's plan
+    plan: Any  # cuDNN's plan.
     buffers: dict[int, int]
 
 
 class _Zero(NamedTuple):
     slot: int
-    size: int  # bytes
+    size: int  # bytes.
 
 
 class _Slot(int):
-    """A tensor's number in a recorded op's arguments, told apart from their integers by its type."""
+    """A tensor's number in a recorded op's arguments. Its type distinguishes it from integer arguments."""
 
 
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A dispatch mode for which torch does not import Dynamo at its first op: half a second or more of a process's second call."""
+    """A dispatch mode for which torch does not import Dynamo. The import would take at least half a second of the second call."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Returns False: nothing is wrapped to keep Dynamo out, which compiles no frame that runs inside a mode anyway."""
+        """Returns False, so that ops are not wrapped to exclude Dynamo. Dynamo compiles no frame inside a mode anyway."""
         return False
 
 
 class _Recorder(Watch):  # type: ignore[no-untyped-call]
     def __init__(self, inputs: Sequence[Tensor | None]) -> None:
         super().__init__()
-        self.tensors: list[Tensor] = []  # all of them, so that none is freed, and no other gets its id or its memory
-        self.also: list[Tensor] = []  # those that stand for another
+        self.tensors: list[Tensor] = []  # all tensors are kept, so that no id and no memory is reused.
+        self.aliases: list[Tensor] = []  # tensors that share the slot of another one.
         self.slot_of: dict[int, int] = {}
-        self.made: set[int] = set()  # by an op; the others are inputs and constants
-        self.roots: dict[int, tuple[int, int]] = {}  # by view: its tensor, and its offset in that tensor in bytes
+        self.made: set[int] = set()  # tensors that an op made. All others are inputs and constants.
+        self.roots: dict[int, tuple[int, int]] = {}  # for each view its base tensor, and its offset there in bytes.
         self.steps: list[_Op | _Launch | _Run] = []
         self.trouble = ""
         self.inputs = [None if t is None else self.slot(t) for t in inputs]
 
     def slot(self, tensor: Tensor) -> int:
-        found = self.slot_of.get(id(tensor))
-        if found is None:
-            found = self.slot_of[id(tensor)] = len(self.tensors)
+        slot = self.slot_of.get(id(tensor))
+        if slot is None:
+            slot = self.slot_of[id(tensor)] = len(self.tensors)
             self.tensors.append(tensor)
-        return found
+        return slot
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         leaves, tree = tree_flatten((args, kwargs or {}))
-        if func is _aten.detach.default and self.slot(args[0]) in self.made:  # the same tensor, as nothing here has a graph
+        if func is _aten.detach.default and self.slot(args[0]) in self.made:  # there are no graphs here, so it is the same tensor.
             self.slot_of[id(out)] = self.slot(args[0])
-            self.also.append(out)
+            self.aliases.append(out)
             return out
         leaves = [_Slot(self.slot(x)) if isinstance(x, Tensor) else x for x in leaves]
         outs: list[int | None] = []
@@ -114,16 +113,16 @@ class _Recorder(Watch):  # type: ignore[no-untyped-call]
             else:
                 outs.append(None)
                 if x is not None:
-                    self.trouble = f"{func} gives a {type(x).__name__}"
+                    self.trouble = f"{func} returns a {type(x).__name__}"
         self.steps.append(_Op(func, leaves, tree, tuple(outs), func._schema.is_mutable))
         return out
 
     def root(self, slot: int) -> tuple[int, int]:
-        """Returns the tensor of a view and the view's offset in bytes. A tensor that is no view is its own, with offset 0."""
+        """Returns the base tensor of a view, and the view's offset in bytes. Other tensors are their own base, with offset 0."""
         return self.roots.get(slot, (slot, 0))
 
     def _find_root(self, out: Tensor, leaves: Sequence[Any]) -> None:
-        """Notes the argument of an op that its result is a view of. Other tensors in the same storage may lie elsewhere."""
+        """Records the argument of an op that the result is a view of. In a replay, other tensors of its storage may move."""
         storage = out.untyped_storage()._cdata
         for x in leaves:
             if type(x) is _Slot and self.tensors[x].untyped_storage()._cdata == storage:
@@ -143,31 +142,31 @@ class _Recorder(Watch):  # type: ignore[no-untyped-call]
 
     def launched(self, direct: Any, programs: int, arguments: tuple[Any, ...]) -> None:
         if direct is None:
-            self.trouble = "a kernel can be launched by Triton alone"
+            self.trouble = "only Triton can launch a kernel of the call"
             return
         tensors = [self.slot(t) for t in direct.tensors_of(arguments)]
         self.steps.append(_Launch(direct.prepare(programs, arguments), tensors))
 
 
 class Recording:
-    """The steps that `record` wrote down. `replay` is safe in threads, as each launch's buffer has a lock."""
+    """The steps that `record` recorded. `replay` is thread-safe, because each launch's buffer has a lock."""
 
     def __init__(self, recorder: _Recorder, results: Sequence[int | None], device: torch.device) -> None:
         self.device = device
-        self.notes: Any = None  # on the numbers that vary, for who asks for a recording with other ones
+        self.notes: Any = None  # notes on the numbers that vary, to make a recording with other numbers.
         tensors = recorder.tensors
         roots = [recorder.root(i) for i in range(len(tensors))]
-        needed = {i for i in results if i is not None}  # as tensors
-        addressed: set[int] = set()
+        needed = {i for i in results if i is not None}  # slots that are needed as tensors.
+        addressed: set[int] = set()  # slots that are needed only as addresses.
         kept: list[Any] = []
         has_launches = any(isinstance(step, _Launch) for step in recorder.steps)
         places = _places(recorder)
         steps = [part for whole in recorder.steps for part in _parts(whole, tensors, has_launches)]
-        born: dict[int | None, int] = {}  # the step that makes a tensor
+        born: dict[int | None, int] = {}  # for each tensor the step that makes it.
         for n, step in enumerate(steps):
             for i in step.outs if isinstance(step, _Op) else ():
                 born.setdefault(i, n)
-        views: dict[int, set[int]] = {}  # by tensor: those that begin further on in it and are launched with
+        views: dict[int, set[int]] = {}  # for each base tensor the views at other addresses that launches use.
 
         def view_steps(root: int) -> list[Any]:
             return [(_VIEW, places[view], (places[root], roots[view][1])) for view in views.pop(root, ())]
@@ -194,16 +193,16 @@ class Recording:
                         kept += view_steps(i)
                 new = [i for i in step.outs if i in recorder.made and born[i] == n]
                 kept.append(_op_step(step, new, tensors, needed, places))
-        for root in list(views):  # inputs and constants
+        for root in list(views):  # inputs and constants.
             kept += view_steps(root)
         kept.reverse()
         self.prepared = [what for kind, what, _ in kept if kind is _LAUNCH]
         self.steps = tuple((kind, None if kind is _LAUNCH else what, how) for kind, what, how in kept)
-        # Without torch's own operators and plans, which may have numbers in them that nobody sees.
+        # Torch's operators and cuDNN's plans may contain a call's numbers, so numbers cannot vary if there are any.
         self.can_vary = all(kind in (_ALLOCATE, _VIEW, _ZERO, _LAUNCH) for kind, *_ in kept)
         self.num_inputs = len(recorder.inputs)
-        given = {*recorder.inputs, *recorder.made}
-        constants = [i for i in range(len(tensors)) if i not in given and (i in needed or i in addressed)]
+        not_constant = {*recorder.inputs, *recorder.made}
+        constants = [i for i in range(len(tensors)) if i not in not_constant and (i in needed or i in addressed)]
         self.constants = {places[i]: tensors[i] for i in constants}
         self.results = tuple(None if i is None else places[i] for i in results)
         self.allocate = _allocator(device)
@@ -216,19 +215,19 @@ class Recording:
             self.stream, self.can_replay, self.set_to_zero = launch.stream_of(device), launch.is_plain, direct.set_to_zero
         self.names = self._names()
         self.code = _compiled("\n    ".join(["def replay(inputs, addresses):", *self._lines()]))
-        # From inputs like those that it was recorded with, and their addresses (0 for None), to results. Not to be called where
-        # `can_replay()` is false: when someone wants to see launches, which Triton then has to make.
+        # A function from inputs like the recorded ones, and their addresses (0 for None), to results. If `can_replay()` is false,
+        # do not call it: a watcher must see the launches, so Triton has to make them.
         self.replay = self._player()
 
     def with_numbers(self, values: Sequence[float]) -> Recording:
-        """Returns the recording of a call with other numbers in the place of those that vary; only where `can_vary`."""
-        made = copy.copy(self)
-        made.prepared = [prepared.with_numbers(values) for prepared in self.prepared]
-        made.replay = made._player()
-        return made
+        """Returns the recording with other values for the numbers that vary. Call it only if `can_vary` is true."""
+        recording = copy.copy(self)
+        recording.prepared = [prepared.with_numbers(values) for prepared in self.prepared]
+        recording.replay = recording._player()
+        return recording
 
     def _names(self) -> dict[str, Any]:
-        """Returns what the statements of `_lines` name, but for the launches."""
+        """Returns the names in the statements of `_lines`, without the launches."""
         names: dict[str, Any] = {"allocate": self.allocate, "current_stream": self.stream, "set_to_zero": self.set_to_zero}
         if self.device.type == "cuda":
             names |= {"device": self.device, "on": torch.cuda.device, "current_device": torch._C._cuda_getDevice}
@@ -242,13 +241,13 @@ class Recording:
         return names
 
     def _player(self) -> Callable[[Sequence[Tensor | None], Sequence[int]], tuple[Any, ...]]:
-        """Returns the function that makes the steps, with the launches in `prepared`: generated, as a loop takes twice its time."""
+        """Returns a generated function that runs the steps with the launches of `prepared`. A loop would take twice its time."""
         names = {**self.names, **{f"launch{i}": prepared.launch for i, prepared in enumerate(self.prepared)}}
         exec(self.code, names)
         return names["replay"]  # type: ignore[no-any-return]
 
     def _lines(self) -> Iterator[str]:
-        """Yields the statements of `replay`: t1 is the tensor at place 1, and a1 its address."""
+        """Yields the statements of `replay`. t1 is the tensor at place 1, and a1 is its address."""
         if self.device.type == "cuda":
             yield f"if current_device() != {self.device.index}:"
             yield "    with on(device):"
@@ -273,9 +272,9 @@ class Recording:
             elif kind is _ZERO:
                 yield f"set_to_zero(stream, a{how[0]} + {how[1]}, {how[2]})"
             else:
-                given, made = how
-                yield f"{_listed('t', made)}{' = ' if made else ''}call{n}(({_listed('t', given)}))"
-                yield from (f"a{place} = t{place}.data_ptr()" for place in made)
+                arguments, outputs = how
+                yield f"{_listed('t', outputs)}{' = ' if outputs else ''}call{n}(({_listed('t', arguments)}))"
+                yield from (f"a{place} = t{place}.data_ptr()" for place in outputs)
         yield f"return ({''.join('None, ' if place is None else f't{place}, ' for place in self.results)})"
 
 
@@ -289,7 +288,7 @@ def _compiled(source: str) -> types.CodeType:
 
 
 def _places(recorder: _Recorder) -> dict[int, int]:
-    """Returns the position of each slot in `replay`: an input where it is given first, the others after all inputs."""
+    """Returns the place of each slot in `replay`. Inputs have their first position, and other slots follow all inputs."""
     places: dict[int, int] = {}
     for i, slot in enumerate(recorder.inputs):
         if slot is not None:
@@ -309,12 +308,12 @@ def record(
     device: torch.device,
     also: Backend | None = None,
 ) -> tuple[R, Recording | None]:
-    """Returns what `call`, a run of the backend, gives, and a recording of it, or None where it did what none can hold.
+    """Returns the result of `call`, a run of the backend, and its recording, or None if a recording cannot contain the run.
 
-    inputs: every tensor that the call reads and that another call may have another of; aligned alike then, and the same where they
-    are the same here.
-    results_of: the tensors of what it gives, in an order.
-    also: another backend that runs a part of it.
+    inputs: every tensor that the call reads and that may differ in a replay. In a replay, they have the same alignment, and equal
+        tensors stay equal.
+    results_of: returns the tensors of a result, in a fixed order.
+    also: another backend that runs a part of the call.
     """
     recorder = _Recorder(inputs)
     with (
@@ -327,9 +326,9 @@ def record(
     if recorder.trouble or -1 in results or all(isinstance(step, _Op) for step in recorder.steps):
         return result, None
     recording = Recording(recorder, results, device)
-    of_inputs = {t.untyped_storage()._cdata for t in inputs if t is not None}
-    if any(t.untyped_storage()._cdata in of_inputs for t in recording.constants.values()):
-        return result, None  # no operator made this part of an input, such as `x.data`, so its tensor is not known
+    input_storages = {t.untyped_storage()._cdata for t in inputs if t is not None}
+    if any(t.untyped_storage()._cdata in input_storages for t in recording.constants.values()):
+        return result, None  # no operator made this part of an input (such as `x.data`), so its base tensor is unknown.
     return result, recording
 
 
@@ -340,7 +339,7 @@ def _runner(plan: Any, uids: tuple[int, ...], device: torch.device) -> Callable[
 
 
 def _parts(step: _Op | _Launch | _Run, tensors: Sequence[Tensor], by_driver: bool) -> list[_Op | _Launch | _Run | _Zero]:
-    """A step; zeros of new memory, or of a tensor without gaps, as the driver makes them."""
+    """Returns a step in parts. If it writes zeros to new memory or to a dense tensor, the driver can do that part."""
     if not by_driver or not isinstance(step, _Op) or not step.outs or step.outs[0] is None:
         return [step]
     out = tensors[step.outs[0]]
@@ -356,50 +355,50 @@ def _parts(step: _Op | _Launch | _Run, tensors: Sequence[Tensor], by_driver: boo
 def _op_step(
     op: _Op, new: Sequence[int | None], tensors: Sequence[Tensor], needed: set[int], places: dict[int, int]
 ) -> tuple[str, Any, Any]:
-    """Returns an op to be played; its tensors join those `needed`. For an allocation torch's op is not needed.
+    """Returns the replay's step for an op, and adds the op's tensors to `needed`. An allocation does not need torch's op.
 
-    new: those of its results that no step before it had.
+    new: the results that no earlier step made.
     """
     out = None if op.outs[0] is None else tensors[op.outs[0]]
     if op.func in _ALLOCATIONS and op.outs[0] is not None and out is not None:
         return _ALLOCATE, places[op.outs[0]], (tuple(out.shape), out.stride(), out.dtype)
     needed |= {int(x) for x in op.leaves if type(x) is _Slot}
-    given = sorted({int(x) for x in op.leaves if type(x) is _Slot})
-    order = {slot: i for i, slot in enumerate(given)}
+    inputs = sorted({int(x) for x in op.leaves if type(x) is _Slot})
+    order = {slot: i for i, slot in enumerate(inputs)}
     leaves = [_Slot(order[x]) if type(x) is _Slot else x for x in op.leaves]
-    made = tuple(i if i in new else None for i in op.outs)
-    call = _caller(op._replace(leaves=leaves, outs=made))
-    return _CALL, call, (tuple(places[i] for i in given), tuple(places[i] for i in made if i is not None))
+    outs = tuple(i if i in new else None for i in op.outs)
+    call = _caller(op._replace(leaves=leaves, outs=outs))
+    return _CALL, call, (tuple(places[i] for i in inputs), tuple(places[i] for i in outs if i is not None))
 
 
 def _caller(op: _Op) -> Callable[[Sequence[Tensor]], list[Tensor]]:
-    """Returns a closure from the tensors that an op takes, each once, to those that are new: its slots are their positions."""
+    """Returns a function from an op's tensors, each once, to its new results. The op's slots are positions of tensors."""
     args, kwargs = tree_unflatten(op.leaves, op.tree)
-    own_args = [(i, int(x)) for i, x in enumerate(args) if type(x) is _Slot]
-    own_kwargs = [(name, int(x)) for name, x in kwargs.items() if type(x) is _Slot]
-    is_flat = len(own_args) + len(own_kwargs) == sum(type(x) is _Slot for x in op.leaves)
+    tensor_args = [(i, int(x)) for i, x in enumerate(args) if type(x) is _Slot]
+    tensor_kwargs = [(name, int(x)) for name, x in kwargs.items() if type(x) is _Slot]
+    is_flat = len(tensor_args) + len(tensor_kwargs) == sum(type(x) is _Slot for x in op.leaves)
     func, outs = op.func._op, op.outs
 
     def call(tensors: Sequence[Tensor]) -> list[Tensor]:
         if is_flat:
-            given, named = list(args), dict(kwargs)
-            for i, slot in own_args:
-                given[i] = tensors[slot]
-            for name, slot in own_kwargs:
+            positional, named = list(args), dict(kwargs)
+            for i, slot in tensor_args:
+                positional[i] = tensors[slot]
+            for name, slot in tensor_kwargs:
                 named[name] = tensors[slot]
         else:
-            given, named = tree_unflatten([tensors[x] if type(x) is _Slot else x for x in op.leaves], op.tree)
-        out = func(*given, **named)
-        made = out if isinstance(out, (tuple, list)) else (out,)
-        return [t for slot, t in zip(outs, made, strict=True) if slot is not None]
+            positional, named = tree_unflatten([tensors[x] if type(x) is _Slot else x for x in op.leaves], op.tree)
+        out = func(*positional, **named)
+        results = out if isinstance(out, (tuple, list)) else (out,)
+        return [t for slot, t in zip(outs, results, strict=True) if slot is not None]
 
     return call
 
 
 def _allocator(device: torch.device) -> Callable[..., Tensor]:
-    """empty_strided(shape, strides, dtype) on the current device of `device`'s kind, the quickest that torch has."""
+    """Returns torch's fastest empty_strided(shape, strides, dtype) on the current device of `device`'s kind."""
     guards = getattr(torch._C, "_dynamo", None)
-    quick = getattr(getattr(guards, "guards", None), f"_empty_strided_{device.type}", None)  # what Inductor's code allocates with
-    if quick is not None:
-        return quick  # type: ignore[no-any-return]
+    fastest = getattr(getattr(guards, "guards", None), f"_empty_strided_{device.type}", None)  # Inductor's code allocates with it.
+    if fastest is not None:
+        return fastest  # type: ignore[no-any-return]
     return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device)

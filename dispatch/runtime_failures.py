@@ -1,7 +1,7 @@
-"""Cache of backends that failed at run time, per spec or per call, with the reason. Bounded, safe in threads.
+"""Cache of backends that failed at run time, per spec or per call, with the reason. It is bounded and thread-safe.
 
-What a backend refuses is remembered for calls of the very shapes that it refused: another may differ. What the canary finds wrong
-holds for its spec, whatever the shapes.
+If a backend refuses a call, that is cached for calls of the same shapes, because other shapes may run. If the canary finds a wrong
+result, that is cached for the spec, in all shapes.
 """
 
 from __future__ import annotations
@@ -16,46 +16,46 @@ from torch import Tensor
 from flexattn.dispatch.spec import AttentionSpec, Direction, Operands
 from flexattn.forks import fork_safe
 
-Asked = tuple[str, AttentionSpec, Direction]  # a backend, and of what it was asked
-Failures = tuple[tuple[Asked, str], ...]  # each with its reason
+Request = tuple[str, AttentionSpec, Direction]  # a backend, and the spec and direction to run on it.
+Failures = tuple[tuple[Request, str], ...]  # failed requests, with the reasons.
 
 _CAPACITY = 1024
-_of_specs: OrderedDict[Asked, str] = OrderedDict()
-_of_shapes: OrderedDict[Hashable, Failures] = OrderedDict()
+_by_request: OrderedDict[Request, str] = OrderedDict()
+_by_shape: OrderedDict[Hashable, Failures] = OrderedDict()
 _lock = fork_safe(threading.Lock())
 
 
 class RuntimeFailure(Exception):
-    """Raised by a backend, before it writes anything, that cannot run a call which its `unsupported` had nothing against."""
+    """Raised by a backend if it cannot run a call for which its `unsupported` returned None. Nothing is written before."""
 
 
 def remember(backend: str, spec: AttentionSpec, direction: Direction, reason: str) -> None:
-    """For every call of the spec."""
+    """Caches a failure for every call of the spec."""
     with _lock:
-        _keep(_of_specs, (backend, spec, direction), reason)
+        _keep(_by_request, (backend, spec, direction), reason)
 
 
 def remembered(backend: str, spec: AttentionSpec, direction: Direction) -> str | None:
-    return _of_specs.get((backend, spec, direction))
+    return _by_request.get((backend, spec, direction))
 
 
-def remember_call(x: Operands, asked: Asked, reason: str) -> None:
-    """For calls whose operands look like these."""
+def remember_call(x: Operands, request: Request, reason: str) -> None:
+    """Caches a failure for calls whose operands have the same shapes."""
     shape = shape_of(x)
     with _lock:
-        before = dict(_of_shapes.get(shape, ()))
-        _keep(_of_shapes, shape, (*{**before, asked: reason}.items(),))
+        before = dict(_by_shape.get(shape, ()))
+        _keep(_by_shape, shape, (*{**before, request: reason}.items(),))
 
 
 def of_call(x: Operands) -> Failures:
-    """Returns the failures of calls whose operands look like these, in both directions."""
-    return _of_shapes.get(shape_of(x), ()) if _of_shapes else ()
+    """Returns the failures, in both directions, of calls whose operands have the same shapes."""
+    return _by_shape.get(shape_of(x), ()) if _by_shape else ()
 
 
 def clear() -> None:
     with _lock:
-        _of_specs.clear()
-        _of_shapes.clear()
+        _by_request.clear()
+        _by_shape.clear()
 
 
 def _keep(kept: OrderedDict[Any, Any], key: Hashable, value: Any) -> None:
@@ -65,12 +65,12 @@ def _keep(kept: OrderedDict[Any, Any], key: Hashable, value: Any) -> None:
         kept.popitem(last=False)
 
 
-# Inputs of a plan or a kernel, which depends on none of their values. A call may leave its rng_state to us, which is no other call.
+# Plans and kernels do not depend on the values of these inputs. If a call leaves out rng_state, its plan is the same.
 _RUN_TIME = ("softmax_scale", "softcap", "mod_numbers", "rng_state")
 
 
 def shape_of(x: Operands) -> Hashable:
-    """All that a plan may depend on but the spec."""
+    """Returns everything that a plan may depend on, apart from the spec."""
     return tuple(_look(value) for name, value in x._asdict().items() if name not in _RUN_TIME)
 
 

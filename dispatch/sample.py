@@ -1,4 +1,4 @@
-"""Operands of a spec's own kind, made up: to compile what it needs, and to check it on."""
+"""Random operands for a spec, to compile its kernels and to check its results."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from torch import Tensor
 
 from flexattn.dispatch.spec import AttentionSpec, Operands
 
-# What no kernel takes where it forgets to read a call's own: far enough from every default and from 0 to show in bf16.
-SCALE = 2.5  # times the usual one
+# These values differ enough from every default and from 0 to show in bf16 if a kernel ignores them.
+SCALE = 2.5  # the factor of the usual scale.
 SOFTCAP = 2.25
-DROPOUT = 0.4375  # 7/16, as cuDNN wants multiples of 1/16
-SLOPES = (0.05, 0.5)  # ALiBi's slopes, from the first head to the last
-SEED, OFFSET = 0x1357_9BDF_0246_8ACE, 0x0F1E_2D3C_4B5A_6978  # both halves of the seed matter
+DROPOUT = 0.4375  # 7/16, because cuDNN needs multiples of 1/16.
+SLOPES = (0.05, 0.5)  # ALiBi's slopes, from the first head to the last.
+SEED, OFFSET = 0x1357_9BDF_0246_8ACE, 0x0F1E_2D3C_4B5A_6978  # both halves of the seed matter.
 
 
 def sample_operands(
     spec: AttentionSpec, device: torch.device | str, lengths_q: list[int], lengths_kv: list[int], seed: int = 0, gap: int = 0
 ) -> Operands:
-    """A call that `spec` describes, of sequences with these lengths: standard normal tensors, padding in dense formats only.
+    """Returns operands of `spec` for sequences with these lengths: standard normal tensors, with padding only in dense formats.
 
-    Without padding all lengths must be equal. gap: rows behind each packed sequence.
+    If the spec has no padding, all lengths must be equal. gap: the number of unused rows after each packed sequence.
     """
     generator = torch.Generator(device).manual_seed(seed)
 
@@ -72,7 +72,7 @@ def sample_operands(
 
 
 def _rng_state(spec: AttentionSpec, seed: int, batch: int) -> Tensor:
-    """Returns a seed and offset; for a part of a whole a row for each sequence, at positions that no group of eight begins at."""
+    """Returns a seed and offset. If the spec has an origin, there is a row for each sequence, within a group of eight keys."""
     state = torch.tensor([SEED + seed, OFFSET], device="cpu")
     if not spec.has_origin:
         return state
@@ -81,16 +81,16 @@ def _rng_state(spec: AttentionSpec, seed: int, batch: int) -> Tensor:
 
 
 def _descales(spec: AttentionSpec, batch: int, lengths: tuple[int, int], device: torch.device | str) -> list[Tensor]:
-    """Returns descales of q, k, v and dout, all 1, that vary over the dims that the spec's do."""
+    """Returns descales of q, k, v and dout, all 1, in the dims of the spec's descales."""
     assert spec.fp8 is not None
     rows = spec.fp8.block_rows
-    kinds = (
+    heads_and_lengths = (
         (spec.num_heads, lengths[0]),
         (spec.num_heads_kv, lengths[1]),
         (spec.num_heads_kv, lengths[1]),
         (spec.num_heads, lengths[0]),
     )
-    sizes = ((batch, heads, max(1, -(-length // rows)) if rows else 1) for heads, length in kinds)
+    sizes = ((batch, heads, max(1, -(-length // rows)) if rows else 1) for heads, length in heads_and_lengths)
     return [
         torch.ones(
             [size if varies else 1 for size, varies in zip(full, spec.fp8.descale_dims, strict=True)],
@@ -102,7 +102,7 @@ def _descales(spec: AttentionSpec, batch: int, lengths: tuple[int, int], device:
 
 
 def with_rng_state(x: Operands) -> Operands:
-    """Returns the operands with an rng_state where dropout needs one and the call leaves it out."""
+    """Returns the operands with an rng_state, if dropout needs one and the call leaves it out."""
     if x.dropout_p == 0.0 or x.rng_state is not None:
         return x
     return x._replace(rng_state=torch.zeros(2, dtype=torch.int64, device=x.q.device))

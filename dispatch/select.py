@@ -1,4 +1,4 @@
-"""The choice of a backend: pure, cached, from a spec and a request to a decision that says why."""
+"""The choice of a backend: a pure, cached function from a spec and a request to a decision with its reason."""
 
 from __future__ import annotations
 
@@ -20,68 +20,68 @@ from flexattn.forks import fork_safe
 _log = logging.getLogger(__name__)
 
 _ON = {"cuda": "a GPU", "cpu": "a CPU"}
-OWN_DROPOUT = {"cudnn"}  # backends that drop other weights than the rest do for the same rng_state
+OWN_DROPOUT = {"cudnn"}  # backends that drop other weights than the rest for the same rng_state.
 
 
 class Backend(Protocol):
-    """Functions of each module `<name>_backend`. All but `unsupported` raise RuntimeFailure where a call does not run after all.
+    """Functions of each module `<name>_backend`. All but `unsupported` raise RuntimeFailure if a call cannot run after all.
 
-    `cannot_build`, `provisional` and `not_run_yet` are those of backends whose support is not final.
+    Only backends whose support is not final have `cannot_build`, `provisional` and `not_run_yet`.
     """
 
-    SUPPORT_IS_FINAL: bool  # False: where `unsupported` has nothing against a call, building its kernel may
+    SUPPORT_IS_FINAL: bool  # if False, building a kernel may fail although `unsupported` returns None.
 
     def unsupported(self, spec: AttentionSpec, direction: Direction) -> str | None:
-        """None where it can run the spec, else the reason and what to change."""
+        """Returns why the backend cannot run the spec, with an alternative, or None if it can."""
 
     def forward(self, spec: AttentionSpec, x: Operands) -> tuple[Tensor, Tensor, Tensor]:
-        """(out, lse, max_logit), laid out as `spec.empty_outputs` does."""
+        """Returns (out, lse, max_logit), laid out as by `spec.empty_outputs`."""
 
     def backward(
         self, spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
     ) -> Gradients: ...
 
     def prepare(self, spec: AttentionSpec, x: Operands, direction: Direction) -> None:
-        """Builds or compiles what the call will run, where that is not done yet."""
+        """Builds or compiles the kernels of the call, unless they are built."""
 
     def cannot_build(self, spec: AttentionSpec, x: Operands) -> str | None:
-        """None where `prepare` can build for the spec's GPU, else why: tensors may be elsewhere, to ask about a GPU alone."""
+        """Returns why `prepare` cannot build for the spec's GPU, or None if it can. The tensors may be on another device."""
 
     def provisional(self, spec: AttentionSpec, x: Operands, direction: Direction) -> str | None:
-        """None where the call is known to run, else what is not known and how to learn it."""
+        """Returns the open question about a call and how to settle it, or None if the call is known to run."""
 
     def not_run_yet(self, spec: AttentionSpec) -> str | None:
-        """None where results on the spec's kind of GPU were checked, else what is not known."""
+        """Returns the untested part of a spec, or None if results on the spec's kind of GPU were checked."""
 
     def can_be_recorded(self) -> bool:
-        """Returns whether all that it does is torch's ops and what `watched` passes on."""
+        """Returns whether the backend runs only torch's ops and the launches that `watched` reports."""
 
     def watched(self, watcher: Callable[..., None]) -> AbstractContextManager[None]:
-        """Inside, `watcher` is called for each launch (kernel, programs, arguments), or each plan that runs (plan, buffers)."""
+        """Calls `watcher` inside the block for each launch (kernel, programs, arguments) or plan (plan, buffers)."""
 
 
 class Decision(NamedTuple):
     backend: str
     why: str
-    rejected: tuple[tuple[str, str], ...]  # (backend, reason) of each one that was tried first and cannot run it
-    warning: str | None  # for the user to see once: "auto" had to take a slower class of path
+    rejected: tuple[tuple[str, str], ...]  # (backend, reason) of each backend that was tried first and cannot run the call.
+    warning: str | None  # a warning to show once, if "auto" selected a much slower backend.
 
 
 class BackendError(RuntimeError):
-    """No backend can run a call, or the one that was asked for cannot; the text gives each backend's reason and what to change."""
+    """No backend can run a call, or the requested one cannot. The text has each backend's reason and an alternative."""
 
 
 @functools.cache
 def backend_module(name: str) -> Backend:
-    """The backend's module; imported when first asked for, so that one backend's dependencies never break another."""
+    """Returns the backend's module. It is imported at the first use, so that a missing dependency never breaks another backend."""
     return cast(Backend, importlib.import_module(f"flexattn.dispatch.{name}_backend"))
 
 
 class _Select:
-    """`select`, a function with a cache that says when it was emptied: what rests on its decisions is stale then."""
+    """`select`, a cached function. Its generation changes when the cache is cleared, so that callers can drop old decisions."""
 
     def __init__(self) -> None:
-        self.generation = 0  # how often that was
+        self.generation = 0  # the number of times that the cache was cleared.
         self._lock = fork_safe(threading.Lock())
 
     def __call__(self, spec: AttentionSpec, direction: Direction, request: str, failures: Failures = ()) -> Decision:
@@ -98,19 +98,19 @@ select = _Select()
 
 @functools.lru_cache(maxsize=1024)
 def _decide(spec: AttentionSpec, direction: Direction, request: str, failures: Failures, generation: int) -> Decision:
-    """The backend that runs `spec` in `direction`, where `request` is "auto" or a backend's name.
+    """Returns the backend that runs `spec` in `direction`. It builds nothing.
 
-    "auto" takes the first in the order of `heuristics` that can run it; a name never falls back. Nothing is built to find out.
-
-    failures: of backends that were asked to run calls of these very shapes (`runtime_failures.of_call`).
-    generation: a number that changes when the cache is emptied, so that a thread's decision from before is not found after.
+    request: "auto" or a backend's name. "auto" selects the first backend in the order of `heuristics` that can run the spec. A
+        named backend never falls back.
+    failures: earlier failures of backends on calls of the same shapes (`runtime_failures.of_call`).
+    generation: a number that changes when the cache is cleared, so that decisions from before are not returned after.
 
     Raises:
-        BackendError: nothing can run it, or the backend asked for cannot.
+        BackendError: no backend can run the spec, or the named one cannot.
     """
     decision = _first_that_can(spec, direction, failures) if request == "auto" else _only(request, spec, direction, failures)
     if _log.isEnabledFor(logging.INFO):
-        from flexattn.dispatch.describe import describe  # here, as few processes log it
+        from flexattn.dispatch.describe import describe  # imported here, because few processes log it.
 
         lines = [f"{direction} of {describe(spec)}: {decision.backend}", *reasons(spec, direction, decision, failures)]
         _log.info("%s", "\n  ".join(lines))
@@ -118,15 +118,15 @@ def _decide(spec: AttentionSpec, direction: Direction, request: str, failures: F
 
 
 def mark_unsupported(name: str, spec: AttentionSpec, direction: Direction, reason: str) -> None:
-    """From now on `select` knows that a backend cannot run `spec`, whatever the shapes."""
+    """Makes `select` refuse a backend for `spec` from now on, in any shapes."""
     runtime_failures.remember(name, spec, direction, reason)
     select.cache_clear()
 
 
 def forget_rejections() -> None:
-    """Forgets every refusal: what failed at run time, what cuDNN answered of its plans, and that it was not to be had.
+    """Forgets every refusal: failures at run time, cuDNN's refusals of plans, and missing installations.
 
-    For after something was installed or mended, and for tests. Plans and kernels that are built stay.
+    Call it after an installation was changed, or in tests. Plans and kernels that are built stay.
     """
     from flexattn.dispatch.describe import versions
 
@@ -137,34 +137,37 @@ def forget_rejections() -> None:
 
 
 def unsupported(name: str, spec: AttentionSpec, direction: Direction, request: str, failures: Failures = ()) -> str | None:
-    """Returns why a backend cannot run `spec`: by its rules, as it failed before, or as dropout ties it to the other direction."""
+    """Returns why a backend cannot run `spec`, or None if it can.
+
+    The reason is a rule of the backend, an earlier failure, or dropout, which needs one backend for both directions.
+    """
     reason = backend_module(name).unsupported(spec, direction) or runtime_failures.remembered(name, spec, direction)
     reason = reason or dict(failures).get((name, spec, direction))
     if reason is not None or not spec.dropout:
         return reason
     if direction == "forward":
         if name in OWN_DROPOUT and spec.needs_grad and (reason := unsupported(name, spec, "backward", name, failures)):
-            return f"it drops weights of its own, and the backward, which must drop the same, cannot run on it: {reason}"
+            return f"{name} draws its own dropout, and its backward, which must drop the same weights, cannot run: {reason}"
         return None
-    of_forward = spec._replace(needs_lse_grad=False, is_part=False)
-    before = request if request != "auto" else select(of_forward, "forward", "auto", failures).backend
+    forward_spec = spec._replace(needs_lse_grad=False, is_part=False)
+    before = request if request != "auto" else select(forward_spec, "forward", "auto", failures).backend
     if name != before and not OWN_DROPOUT.isdisjoint((name, before)):
-        return f"the forward runs on {before}, and {name} drops other weights; ask for one backend by name, or leave out dropout"
+        return f"the forward runs on {before}, and {name} drops other weights; name one backend for both, or leave out dropout"
     return None
 
 
 def answer_of(name: str, spec: AttentionSpec, direction: Direction, failures: Failures = ()) -> str:
-    """Returns why a backend that was not chosen cannot run the spec, or how to ask for it."""
+    """Returns why a backend that was not selected cannot run the spec, or how to request it."""
     if reason := unsupported(name, spec, direction, name, failures):
         return reason
     backend = backend_module(name)
     so_far = "" if backend.SUPPORT_IS_FINAL else ", as far as is known before its kernel is built"
-    unproved = None if backend.SUPPORT_IS_FINAL else backend.not_run_yet(spec)
-    return f"can run it{so_far}{f' ({unproved})' if unproved else ''}; ask for it with backend={name!r}"
+    untested = None if backend.SUPPORT_IS_FINAL else backend.not_run_yet(spec)
+    return f"can run it{so_far}{f' ({untested})' if untested else ''}; ask for it with backend={name!r}"
 
 
 def reasons(spec: AttentionSpec, direction: Direction, decision: Decision, failures: Failures = ()) -> list[str]:
-    """Returns the reason of a decision, and that for each other backend, a line each."""
+    """Returns a line with the reason of a decision, and a line for each other backend."""
     rejected = dict(decision.rejected)
     others = [name for name in BACKENDS if name != decision.backend]
     answers = (f"not {name}: {rejected.get(name) or answer_of(name, spec, direction, failures)}" for name in others)
@@ -172,7 +175,7 @@ def reasons(spec: AttentionSpec, direction: Direction, decision: Decision, failu
 
 
 def _first_that_can(spec: AttentionSpec, direction: Direction, failures: Failures) -> Decision:
-    from flexattn.dispatch.heuristics import preference  # here, as a call that names its backend has no use for it
+    from flexattn.dispatch.heuristics import preference  # imported here, because a call that names its backend does not need it.
 
     preferred = preference(spec, direction)
     rejected: list[tuple[str, str]] = []
@@ -181,7 +184,7 @@ def _first_that_can(spec: AttentionSpec, direction: Direction, failures: Failure
         if reason is None:
             source = f" ({preferred.source})" if preferred.source else ""
             why = f"the first choice on {_ON.get(spec.device_type, spec.device_type)}: {preferred.why}{source}"
-            if rejected:  # the order's reason speaks for one that cannot run it
+            if rejected:  # the reason of the order is about a backend that cannot run the call.
                 why = f"the first of {', '.join(preferred.order)} that can run the call"
             return Decision(name, why, tuple(rejected), _slow_path_warning(spec, direction, name, rejected))
         rejected.append((name, reason))
@@ -193,7 +196,7 @@ def _only(request: str, spec: AttentionSpec, direction: Direction, failures: Fai
     reason = unsupported(request, spec, direction, request, failures)
     if reason is None:
         return Decision(request, "requested by name", (), None)
-    head = f"backend={request!r} cannot run the {direction} of this call, and a backend asked for by name never falls back"
+    head = f"backend={request!r} cannot run the {direction} of this call, and a backend requested by name never falls back"
     others = [(name, answer_of(name, spec, direction, failures)) for name in BACKENDS if name != request]
     raise BackendError(_error_text(head, spec, [(request, reason), *others]))
 
@@ -201,12 +204,12 @@ def _only(request: str, spec: AttentionSpec, direction: Direction, failures: Fai
 def _slow_path_warning(spec: AttentionSpec, direction: Direction, chosen: str, rejected: list[tuple[str, str]]) -> str | None:
     if chosen != "eager" or spec.device_type != "cuda":
         return None
-    head = f"the {direction} runs on the eager backend, much slower than a fused kernel (backend='eager' asks for it silently):"
+    head = f"the {direction} runs on the eager backend, much slower than a fused kernel (backend='eager' silences this warning):"
     return _lines(head, rejected)
 
 
 def _error_text(head: str, spec: AttentionSpec, answers: list[tuple[str, str]]) -> str:
-    from flexattn.dispatch.describe import describe, versions  # here, as few processes have anything to tell
+    from flexattn.dispatch.describe import describe, versions  # imported here, because few processes raise this error.
 
     return _lines(f"{head}:", [*answers, ("the call", describe(spec)), ("with", versions())])
 

@@ -1,6 +1,6 @@
-"""The description of a call without its data: `AttentionSpec` is all that decides which kernel can run, `Operands` all the rest.
+"""The description of a call: `AttentionSpec` has the facts that decide which kernel can run, and `Operands` has its data.
 
-Here mask types, windows and alignments become one thing, a `Band`, and lengths; nothing below this file knows a mask type.
+This file turns mask types, windows and alignments into a `Band` and lengths. Nothing below this file knows a mask type.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ MASK_TYPES = (
 )
 BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
-BACKENDS = ("triton", "cudnn", "eager")  # in order of preference; "auto" picks
+BACKENDS = ("triton", "cudnn", "eager")
 
 
 class Band(NamedTuple):
-    """Query i sees key j iff i + shift - left <= j <= i + shift + right; None leaves that side open.
+    """Query i sees key j if and only if i + shift - left <= j <= i + shift + right. None leaves a side open.
 
-    A negative side ends the band on the other side of the diagonal, which then is not in it.
-    shift is len_kv - len_q of the sequence with `bottom_right`, else 0. ALiBi measures its distance from the same diagonal.
+    If a side is negative, the band does not contain the diagonal. shift is len_kv - len_q of the sequence with `bottom_right`,
+    else 0. ALiBi measures its distance from the same diagonal.
     """
 
     left: int | None
@@ -45,10 +45,10 @@ class Band(NamedTuple):
 
 
 class Window(NamedTuple):
-    """A window_size whose sides may be negative, as a plain pair's may not, in which -1 is open: here None is.
+    """A window_size with sides that may be negative. None leaves a side open; in a plain pair, -1 does.
 
-    Query i sees keys i - left to i + right, counted from the diagonal. A negative side ends the window before the diagonal, or
-    begins it behind: Window(None, -1) hides a query's own key, and Window(-3, 8) shows keys i + 3 to i + 8.
+    Query i sees keys i - left to i + right, counted from the diagonal. If a side is negative, the window ends before the diagonal,
+    or begins after it. Window(None, -1) hides a query's own key, and Window(-3, 8) shows keys i + 3 to i + 8.
     """
 
     left: int | None
@@ -56,45 +56,47 @@ class Window(NamedTuple):
 
 
 def parse_format(qkv_format: str) -> tuple[str, str]:
-    """'bshd' -> ('bshd', 'bshd'); 'thd_2bshd' (q's format, then k's and v's) -> ('thd', 'bshd')."""
+    """Returns the format of q, and of k and v: 'bshd' -> ('bshd', 'bshd'), 'thd_2bshd' -> ('thd', 'bshd')."""
     q_format, _, kv_format = qkv_format.partition("_2")
     kv_format = kv_format or q_format
     if q_format not in FORMATS or kv_format not in FORMATS or qkv_format not in (q_format, f"{q_format}_2{kv_format}"):
         raise ValueError(
-            f"qkv_format is {qkv_format!r}; accepted: {', '.join(FORMATS)}, or a format for q and one for k and v, as 'thd_2bshd'"
+            f"qkv_format is {qkv_format!r}; accepted: {', '.join(FORMATS)}, or a format for q and one for k and v, such as "
+            "'thd_2bshd'"
         )
     return q_format, kv_format
 
 
-OPEN_WINDOW = (-1, -1)  # what a call's window_size is where none is given
-LARGEST_WINDOW = 2**30  # that a band keeps: no sequence is longer, and positions and windows add up within what kernels count in
+OPEN_WINDOW = (-1, -1)  # the default window_size of a call.
+# The largest side of a band. No sequence is longer, and positions plus windows stay within the kernels' integers.
+LARGEST_WINDOW = 2**30
 
 
 def as_index(value: Any) -> int | None:
-    """A whole number of any kind that is on the host, as an int: Python's, numpy's, or a 0-d tensor's on a CPU. Else None."""
+    """Returns an integer on the host as an int, or None for other values. It accepts Python's, numpy's, and 0-d CPU tensors."""
     if isinstance(value, (int, torch.SymInt)):
-        return None if isinstance(value, bool) else value  # type: ignore[return-value]  # a SymInt is an int to all that follows
+        return None if isinstance(value, bool) else value  # type: ignore[return-value]  # a SymInt is used as an int.
     if isinstance(value, Tensor):
-        is_whole = not value.is_floating_point() and not torch.compiler.is_compiling() and is_host_number(value)
-        return operator.index(value) if is_whole else None
+        is_integer = not value.is_floating_point() and not torch.compiler.is_compiling() and is_host_number(value)
+        return operator.index(value) if is_integer else None
     return operator.index(value) if isinstance(value, numbers.Integral) else None
 
 
 def is_host_number(t: Tensor) -> bool:
-    """Returns whether reading a tensor gives one number, waits for nothing, and loses no gradient."""
+    """Returns whether a tensor is one number that can be read without waiting for a device and without losing a gradient."""
     return t.device.type == "cpu" and t.dim() == 0 and t.dtype is not torch.bool and not (t.is_complex() or t.requires_grad)
 
 
 def misses_diagonal(left: int | None, right: int | None) -> bool:
-    """Returns whether a band with these sides has not its diagonal in it."""
+    """Returns whether a band with these sides does not contain its diagonal."""
     return (left is not None and left < 0) or (right is not None and right < 0)
 
 
 def make_band(attn_mask_type: str, window_size: tuple[int, int] | Window, bottom_right_diagonal: bool | None) -> Band:
-    """One band for a mask type and a window, aligned as TransformerEngine does.
+    """Returns the band of a mask type and a window, aligned as in TransformerEngine.
 
-    The diagonal is top-left for causal and padding_causal, else bottom-right; `bottom_right_diagonal` overrides it for
-    no_mask and padding, the only types whose name does not already say which.
+    The diagonal is top-left for causal and padding_causal, else bottom-right. For no_mask and padding, `bottom_right_diagonal`
+    overrides it. The names of all other types fix the diagonal.
     """
     if attn_mask_type not in MASK_TYPES:
         raise ValueError(f"attn_mask_type is {attn_mask_type!r}; accepted: {', '.join(MASK_TYPES)}")
@@ -119,16 +121,16 @@ def make_band(attn_mask_type: str, window_size: tuple[int, int] | Window, bottom
 
 
 def window_of(window_size: Any) -> Window:
-    """Returns a call's window_size with None for open sides; raises ValueError for what is none."""
+    """Returns a call's window_size with None for open sides. Raises ValueError if it is not a window."""
     sides: tuple[Any, ...] = ()
     is_signed = isinstance(window_size, Window)
     if isinstance(window_size, (tuple, list)):
         sides = tuple(window_size)
     elif isinstance(window_size, Tensor) and window_size.device.type == "cpu" and window_size.dim() == 1:
         sides = window_size.unbind()
-    whole = [as_index(side) for side in sides]
-    if len(whole) == 2 and all(side is not None or (is_signed and given is None) for side, given in zip(whole, sides, strict=True)):
-        left, right = whole
+    integers = [as_index(side) for side in sides]
+    if len(integers) == 2 and all(n is not None or (is_signed and side is None) for n, side in zip(integers, sides, strict=True)):
+        left, right = integers
         if is_signed:
             return Window(left, right)
         assert left is not None
@@ -139,38 +141,41 @@ def window_of(window_size: Any) -> Window:
                 f"diagonal; for a window that ends before the diagonal use flexattn.Window, in which None is open"
             )
         return Window(None if left == -1 else left, None if right == -1 else right)
-    found = [x for x in (*sides, window_size) if isinstance(x, Tensor)][:1]
-    came, hint = repr(window_size), ""
-    if found:
-        came = f"given by a {found[0].dtype} tensor of shape {tuple(found[0].shape)} on {found[0].device}"
+    tensors = [x for x in (*sides, window_size) if isinstance(x, Tensor)][:1]
+    value, hint = repr(window_size), ""
+    if tensors:
+        value = f"given by a {tensors[0].dtype} tensor of shape {tuple(tensors[0].shape)} on {tensors[0].device}"
         hint = "; reading such a tensor would wait for its device, so pass its value"
     raise ValueError(
-        f"window_size is {came}; accepted: a pair of ints (left, right), inclusive, -1 for open, or a flexattn.Window{hint}"
+        f"window_size is {value}; accepted: a pair of ints (left, right), inclusive, -1 for open, or a flexattn.Window{hint}"
     )
 
 
 class Fp8(NamedTuple):
-    """Settings of q, k and v in FP8 beside their dtype; their values are data * descale."""
+    """Settings of q, k and v in FP8, in addition to their dtype. Their values are data * descale."""
 
-    descale_dims: tuple[bool, bool, bool]  # whether any descale varies over batches, heads, blocks of rows
-    block_rows: int  # rows of a block; 0 where there is one block
-    out_dtype: torch.dtype  # dtype of out, dq, dk and dv
-    grad_dtype: torch.dtype  # dtype of dout, which comes in FP8 to a backward, and of the gradient of the scores
-    bf16_backward: bool  # the backward is that of q, k and v before they were quantised
+    descale_dims: tuple[bool, bool, bool]  # whether any descale varies over batches, heads, blocks of rows.
+    block_rows: int  # rows of a block, or 0 if there is one block.
+    out_dtype: torch.dtype  # dtype of out, dq, dk and dv.
+    grad_dtype: torch.dtype  # dtype of dout, which a backward gets in FP8, and of the gradient of the scores.
+    bf16_backward: bool  # whether the backward uses q, k and v from before their quantisation.
 
 
-# How many tensors share a buffer, and the dim that tells them apart.
+# The number of tensors that share a buffer, and the dim that separates them.
 PACKINGS = {"3hd": (3, -3), "h3d": (3, -2), "hd_2hd": (2, -3), "hd_h2d": (2, -2)}
-FP32_GRADIENTS = ("none", "dq", "dkv", "dqkv")  # gradients in float32: none, dq alone, dk and dv, all three
-Stored = tuple[Tensor, Any, Any]  # dq, dk and dv, or the buffer in the place of the first that lies in it, and None for the others
+FP32_GRADIENTS = ("none", "dq", "dkv", "dqkv")  # the gradients that are float32.
+# dq, dk and dv as they are stored. If some share a buffer, it takes the place of the first of them, and the others are None.
+Stored = tuple[Tensor, Any, Any]
 
 
 class Results(NamedTuple):
-    """Formats in which results lie in memory, "" for that of q, or of k and v. The order of their dims is q's, or k's and v's.
+    """Memory formats of the results. If a format is "", the result has the format of q, or of k and v.
 
-    With a packing, dq, dk and dv ("3hd", "h3d") or dk and dv ("hd_2hd", "hd_h2d") are views of one buffer, with a dim of 3 or 2 in
-    front of the heads or behind them. Where q has fewer bits, `fp32`, one of FP32_GRADIENTS, says which gradients are in
-    float32, and `fp32_out` whether out is, of a call without gradients.
+    The order of the dims of a result is always that of q, or of k and v. With a packing, dq, dk and dv ("3hd", "h3d") or dk and dv
+    ("hd_2hd", "hd_h2d") are views of one buffer. The buffer has a dim of 3 or 2 before or after the heads.
+
+    If q has fewer than 32 bits, `fp32`, one of FP32_GRADIENTS, names the gradients in float32. `fp32_out` says whether out is
+    float32, in a call without gradients.
     """
 
     out: str = ""
@@ -181,22 +186,22 @@ class Results(NamedTuple):
     fp32_out: bool = False
 
     def gradient_dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
-        """Returns the dtypes of dq, and of dk and dv, of a call whose out is in `dtype`."""
-        of_q, of_kv = (torch.float32 if self.fp32 in (name, "dqkv") else dtype for name in ("dq", "dkv"))
-        return of_q, of_kv
+        """Returns the dtypes of dq, and of dk and dv, if out is in `dtype`."""
+        dq_dtype, dkv_dtype = (torch.float32 if self.fp32 in (name, "dqkv") else dtype for name in ("dq", "dkv"))
+        return dq_dtype, dkv_dtype
 
     def empty_out(self, q: Tensor, q_format: str, head_dim: int, dtype: torch.dtype) -> Tensor:
-        """Returns room for out, of q's dims with `head_dim` last."""
+        """Returns memory for out, with q's dims and `head_dim` last."""
         return _empty(q, (*q.shape[:-1], head_dim), q_format, self.out, torch.float32 if self.fp32_out else dtype)
 
     def empty_dqkv(self, qkv: tuple[Tensor, Tensor, Tensor], formats: tuple[str, str], dtype: torch.dtype) -> Stored:
-        """Returns room for dq, dk and dv, of the shapes of q, k and v; dtype: out's."""
+        """Returns memory for dq, dk and dv, in the shapes of q, k and v. dtype: the dtype of out."""
         q, k, v = qkv
         q_format, kv_format = formats
         if not self.packing:
-            of_q, of_kv = self.gradient_dtypes(dtype)
-            dq = _empty(q, q.shape, q_format, self.dq, of_q)
-            dk, dv = (_empty(t, t.shape, kv_format, self.dkv, of_kv) for t in (k, v))
+            dq_dtype, dkv_dtype = self.gradient_dtypes(dtype)
+            dq = _empty(q, q.shape, q_format, self.dq, dq_dtype)
+            dk, dv = (_empty(t, t.shape, kv_format, self.dkv, dkv_dtype) for t in (k, v))
             return dq, dk, dv
         count, dim = PACKINGS[self.packing]
         first, fmt, memory = (q, q_format, self.dq) if count == 3 else (k, kv_format, self.dkv)
@@ -206,7 +211,7 @@ class Results(NamedTuple):
         return (buffer, None, None) if count == 3 else (_empty(q, q.shape, q_format, self.dq, dtype), buffer, None)
 
     def views(self, stored: Stored, formats: tuple[str, str]) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns dq, dk and dv, in the dims of q, k and v, of what `empty_dqkv` gave room for."""
+        """Returns dq, dk and dv, with the dims of q, k and v, as views of the memory of `empty_dqkv`."""
         dq, dk, dv = stored
         if self.packing:
             count, dim = PACKINGS[self.packing]
@@ -217,25 +222,25 @@ class Results(NamedTuple):
         return dq, dk, dv
 
     def stored(self, dqkv: tuple[Tensor, Tensor, Tensor], formats: tuple[str, str], dtype: torch.dtype) -> Stored:
-        """Returns gradients that lie anywhere, in any dtype, as `empty_dqkv` has them, with a copy where they do not lie so."""
+        """Returns gradients of any dtype and layout as `empty_dqkv` stores them. They are copied if they are stored otherwise."""
         if self._replace(out="", fp32="none") == Results():
             dq, dk, dv = dqkv
-            of_q, of_kv = self.gradient_dtypes(dtype)
-            return dq.to(of_q), dk.to(of_kv), dv.to(of_kv)
-        made = self.empty_dqkv(dqkv, formats, dtype)
-        for to, t in zip(self.views(made, formats), dqkv, strict=True):
-            to.copy_(t)
-        return made
+            dq_dtype, dkv_dtype = self.gradient_dtypes(dtype)
+            return dq.to(dq_dtype), dk.to(dkv_dtype), dv.to(dkv_dtype)
+        stored = self.empty_dqkv(dqkv, formats, dtype)
+        for target, t in zip(self.views(stored, formats), dqkv, strict=True):
+            target.copy_(t)
+        return stored
 
 
 def dense_in(t: Tensor, fmt: str, memory: str) -> Tensor:
-    """Returns t, whose dims are named as in `fmt`, without gaps in the order of `memory`: itself where it lies so."""
+    """Returns t, with its dims named in `fmt`, without gaps in the order of `memory`. It is copied only if it has gaps there."""
     return in_format(in_format(t, fmt, memory or fmt).contiguous(), memory, fmt)
 
 
-def in_format(t: Tensor, fmt: str, wanted: str) -> Tensor:
-    """Returns a view of t, whose dims are named as in `fmt`, with its dims in the order of `wanted`; t itself where one is ""."""
-    return t if not fmt or not wanted or fmt == wanted else t.permute([fmt.index(name) for name in wanted])
+def in_format(t: Tensor, fmt: str, target: str) -> Tensor:
+    """Returns a view of t, with its dims named in `fmt`, in the order of `target`. If a format is "", t itself is returned."""
+    return t if not fmt or not target or fmt == target else t.permute([fmt.index(name) for name in target])
 
 
 def _empty(like: Tensor, shape: tuple[int, ...], fmt: str, memory: str, dtype: torch.dtype) -> Tensor:
@@ -249,10 +254,9 @@ def _empty(like: Tensor, shape: tuple[int, ...], fmt: str, memory: str, dtype: t
 
 
 class AttentionSpec(NamedTuple):
-    """Everything static that decides which kernel can run; frozen and hashable, no tensors, no lengths but their magnitude, no
-    scalar inputs.
+    """All static facts that decide which kernel can run. It is hashable and has no tensors, no scalar inputs and no exact lengths.
 
-    A NamedTuple and no dataclass: one is built and hashed on each call.
+    It is a NamedTuple because each call builds and hashes one, which takes longer with a dataclass.
     """
 
     q_format: str
@@ -262,10 +266,10 @@ class AttentionSpec(NamedTuple):
     num_heads_kv: int
     head_dim_qk: int
     head_dim_v: int
-    padding: bool  # the sequences' lengths come from cu_seqlens and seqused, not from the shapes
+    padding: bool  # whether cu_seqlens and seqused, not the shapes, have the sequences' lengths.
     band: Band
     bias_type: str
-    bias_dims: tuple[bool, bool, bool, bool] | None  # which of (b, h, sq, skv) the bias spans; it is broadcast over the others
+    bias_dims: tuple[bool, bool, bool, bool] | None  # whether the bias spans b, h, sq and skv. It is broadcast over the others.
     softmax_type: str
     softcap: bool
     dropout: bool
@@ -274,85 +278,86 @@ class AttentionSpec(NamedTuple):
     needs_bias_grad: bool
     deterministic: bool
     device_type: str
-    capability: tuple[int, int] | None  # CUDA compute capability; None off CUDA
-    # What only an operator's kernel knows, as a trace has no numbers; 0 and False where it is not known.
-    length_q: int = 0  # `length_class` of max_seqlen_q
+    capability: tuple[int, int] | None  # CUDA compute capability, or None on other devices.
+    # Only an operator's kernel knows the next three, because a trace has no numbers. If unknown, they are 0 and False.
+    length_q: int = 0  # `length_class` of max_seqlen_q.
     length_kv: int = 0
-    dropout_in_sixteenths: bool = False  # dropout_p is a multiple of 1/16
-    needs_lse_grad: bool = False  # backward: a gradient comes in through lse
-    mods: Program | None = None  # score_mod and mask_mod
-    block_size: tuple[int, int] | None = None  # queries and keys of a block of the block mask, if there is one
-    fp8: Fp8 | None = None  # where q, k and v are FP8
-    is_part: bool = False  # backward: out and lse are of more keys than these
-    results: Results = Results()  # where out, dq, dk and dv lie otherwise than q, k and v
-    batch_invariant: bool = False  # the bits of a sequence's out and lse depend on nothing else of the call
-    kv_dtype: torch.dtype | None = None  # FP8, of keys and values beside q in `dtype`; None: they are in `dtype` too
-    page_size: int = 0  # keys of a page, where k and v are pages that a table names; 0: they are not
-    has_origin: bool = False  # dropout is drawn at positions of a whole, which rng_state has for each sequence
+    dropout_in_sixteenths: bool = False  # whether dropout_p is a multiple of 1/16.
+    needs_lse_grad: bool = False  # backward only: whether lse has a gradient.
+    mods: Program | None = None  # score_mod and mask_mod.
+    block_size: tuple[int, int] | None = None  # queries and keys of a block of the block mask, or None without one.
+    fp8: Fp8 | None = None  # settings, if q, k and v are FP8.
+    is_part: bool = False  # backward only: whether out and lse are of more keys than this call has.
+    results: Results = Results()  # memory formats and dtypes of out, dq, dk and dv.
+    batch_invariant: bool = False  # whether a sequence's out and lse must not depend on the rest of the batch, bitwise.
+    kv_dtype: torch.dtype | None = None  # the FP8 dtype of k and v if q is in `dtype`. If None, they are in `dtype` too.
+    page_size: int = 0  # keys of a page if k and v are pools of pages, else 0.
+    has_origin: bool = False  # whether dropout uses the positions in a larger call, which rng_state has for each sequence.
 
     @property
     def group_size(self) -> int:
-        """Query heads per key/value head."""
+        """Returns the number of query heads per key/value head."""
         return self.num_heads // self.num_heads_kv
 
     @property
     def out_dtype(self) -> torch.dtype:
-        """Dtype of out and of the gradients of q, k and v."""
+        """Returns the dtype of out and of the gradients of q, k and v."""
         return self.dtype if self.fp8 is None else self.fp8.out_dtype
 
     def of_backward(self) -> AttentionSpec:
-        """The spec that the backward runs by."""
+        """Returns the spec of the backward."""
         return self if self.fp8 is None or not self.fp8.bf16_backward else self._replace(dtype=self.fp8.out_dtype, fp8=None)
 
 
 def length_class(length: int) -> int:
-    """The power of two that is at least `length`, so that a spec changes with a length's magnitude alone; 0 for 0, 1 for 1."""
+    """Returns the least power of two that is at least `length`, or 0 for 0. A spec thus changes only with a length's magnitude."""
     return 1 << (length - 1).bit_length() if length > 0 else 0
 
 
 class Operands(NamedTuple):
-    """All that varies from call to call and must never cause a rebuild: tensors, lengths and scalar inputs."""
+    """The values that vary from call to call and never cause a rebuild: tensors, lengths and scalar inputs."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     bias: Tensor | None
-    alibi_slopes: Tensor | None  # fp32, [h] or [b, h]
-    softmax_offset: Tensor | None  # [h]
-    cu_seqlens_q: Tensor | None  # int32 [b + 1]
+    alibi_slopes: Tensor | None  # fp32, [h] or [b, h].
+    softmax_offset: Tensor | None  # [h].
+    cu_seqlens_q: Tensor | None  # int32 [b + 1].
     cu_seqlens_kv: Tensor | None
     cu_seqlens_q_padded: Tensor | None
     cu_seqlens_kv_padded: Tensor | None
-    rng_state: Tensor | None  # int64 [2]: Philox seed and offset; or [b, 5 or 6], `philox.ORIGIN`
-    seqused_q: Tensor | None  # int32 [b]: how many tokens of its slot a sequence uses; None: as many as cu_seqlens_q or q says
+    rng_state: Tensor | None  # int64 [2]: Philox seed and offset. Or [b, 5 or 6], as `philox.ORIGIN` describes.
+    seqused_q: Tensor | None  # int32 [b]: the number of tokens that a sequence uses. If None, it uses all of its slot.
     seqused_kv: Tensor | None
-    page_table: Tensor | None  # int32 [b, columns]: the pages of each sequence, of which k and v are a pool
+    page_table: Tensor | None  # int32 [b, columns]: the pages of each sequence in the pools k and v.
     max_seqlen_q: int
     max_seqlen_kv: int
     softmax_scale: float
     softcap: float
     dropout_p: float
-    mod_tensors: Sequence[Tensor] = ()  # what the mods capture, in the order of Program.captures
+    mod_tensors: Sequence[Tensor] = ()  # tensors that the mods capture, in the order of Program.captures.
     mod_numbers: Sequence[float] = ()
-    block_mask: Sequence[Tensor] = ()  # the tensors of a BlockMask, as `block_mask.BLOCK_MASK_TENSORS` names them
-    # Keys in FP8 beside other queries may have one for each token and head: k's dims, the last of them 1.
-    descales: Sequence[Tensor] = ()  # for q, k, v and dout, as far as in FP8: fp32 [b | 1, h | 1, blocks | 1], h as their own
-    copies16: Sequence[Tensor] = ()  # for a backward in FP8, as they came: dout where it is given in FP8, and q and k if kept
+    block_mask: Sequence[Tensor] = ()  # the tensors of a BlockMask, in the order of `block_mask.BLOCK_MASK_TENSORS`.
+    # Descales of q, k, v and dout, if they are in FP8: fp32 [b | 1, h | 1, blocks | 1], with each tensor's own heads. If only
+    # keys are in FP8, they may have one for each token and head, with k's dims, of which the last is 1.
+    descales: Sequence[Tensor] = ()
+    copies16: Sequence[Tensor] = ()  # 16-bit originals for a backward in FP8: dout if it comes in FP8, then q and k if kept.
 
     def on_meta(self) -> Operands:
-        """The same with tensors that have no memory, strides included."""
+        """Returns the operands with their tensors on the meta device, in the same strides."""
         return Operands._make(map(_on_meta, self))
 
 
 class Gradients(NamedTuple):
-    """Gradients of a call. A backend gives dq, dk and dv as they are stored: a buffer that some share, and None for the others."""
+    """Gradients of a call. A backend returns dq, dk and dv as `Stored`."""
 
     dq: Tensor
     dk: Tensor
     dv: Tensor
     dbias: Tensor | None
     dsoftmax_offset: Tensor | None
-    dmod_tensors: tuple[Tensor, ...] | None = None  # gradients of the captures that need one; None where none does
+    dmod_tensors: tuple[Tensor, ...] | None = None  # gradients of the captures that need one, or None if no capture does.
 
 
 def _on_meta(value: Any) -> Any:
@@ -362,15 +367,15 @@ def _on_meta(value: Any) -> Any:
 
 
 def as_bshd(x: Tensor, fmt: str) -> Tensor:
-    """A dense tensor of format `fmt` as a [b, s, h, d] view; thd ([total, h, d]) is returned as it is."""
+    """Returns a dense tensor of format `fmt` as a [b, s, h, d] view. A thd tensor ([total, h, d]) is returned as is."""
     if fmt == "sbhd":
         return x.transpose(0, 1)
     return x.transpose(1, 2) if fmt == "bhsd" else x
 
 
 def from_bshd(x: Tensor, fmt: str) -> Tensor:
-    """The inverse of `as_bshd`."""
-    return as_bshd(x, fmt)  # both permutations are their own inverse
+    """Returns a [b, s, h, d] tensor as a view in format `fmt`: the inverse of `as_bshd`."""
+    return as_bshd(x, fmt)  # each of these permutations is its own inverse.
 
 
 def batch_size(spec: AttentionSpec, x: Operands) -> int:
@@ -380,10 +385,10 @@ def batch_size(spec: AttentionSpec, x: Operands) -> int:
 
 
 def empty_outputs(spec: AttentionSpec, x: Operands) -> tuple[Tensor, Tensor, Tensor]:
-    """(out, lse, max_logit) as every backend and every fake lays them out: contiguous, out in q's format or that of spec.results.
+    """Returns memory for (out, lse, max_logit), as every backend and every fake lays them out.
 
-    lse is [b, h, sq], or [h, total_q] for thd; max_logit is [h], or [0] when it is not asked for. Both are fp32 (fp64 for
-    fp64 inputs, which only the eager backend takes).
+    All are contiguous. out is in q's format, or in that of spec.results. lse is [b, h, sq], or [h, total_q] for thd. max_logit is
+    [h], or [0] if it is not requested. Both are fp32, or fp64 for fp64 inputs, which only the eager backend supports.
     """
     statistics = torch.float64 if spec.dtype is torch.float64 else torch.float32
     out = spec.results.empty_out(x.q, spec.q_format, spec.head_dim_v, spec.out_dtype)
@@ -397,9 +402,9 @@ def empty_outputs(spec: AttentionSpec, x: Operands) -> tuple[Tensor, Tensor, Ten
 
 
 def empty_gradients(spec: AttentionSpec, x: Operands) -> Gradients:
-    """Memory for the gradients as every backend lays them out, that of softmax_offset in fp32.
+    """Returns memory for the gradients, as every backend lays them out. The gradient of softmax_offset is fp32.
 
-    Those of captures are zeroed, as the derivative may not reach one.
+    The gradients of captures are zeroed, because the derivative may not write to all of them.
     """
     dq, dk, dv = spec.results.empty_dqkv((x.q, x.k, x.v), (spec.q_format, spec.kv_format), spec.out_dtype)
     dbias = torch.empty_like(x.bias, memory_format=torch.contiguous_format) if spec.needs_bias_grad and x.bias is not None else None
@@ -410,12 +415,12 @@ def empty_gradients(spec: AttentionSpec, x: Operands) -> Gradients:
 
 
 def dqkv_of(spec: AttentionSpec, gradients: Gradients) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns dq, dk and dv, as views where they share a buffer."""
+    """Returns dq, dk and dv. If they share a buffer, they are views."""
     return spec.results.views(gradients[:3], (spec.q_format, spec.kv_format))
 
 
 def with_classes(spec: AttentionSpec, x: Operands) -> AttentionSpec:
-    """The spec with what it says of the operands' values: the classes of their lengths and of the dropout rate."""
+    """Returns the spec with the facts that depend on the operands' values: the classes of the lengths and of the dropout rate."""
     return spec._replace(
         length_q=length_class(x.max_seqlen_q),
         length_kv=length_class(x.max_seqlen_kv),

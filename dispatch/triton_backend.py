@@ -1,4 +1,4 @@
-"""The hand-written Triton kernels: what they take, and the way from a spec and its operands to their launchers."""
+"""The triton backend: the calls that the Triton kernels support, and the step from a spec and its operands to the launchers."""
 
 from __future__ import annotations
 
@@ -33,53 +33,53 @@ if TYPE_CHECKING:
     from flexattn.kernels_triton.families import Choice, Policy
 
 SUPPORT_IS_FINAL = True
-_PROCESSORS = 132  # multiprocessors of a GPU that is only asked about: an H200's
+_PROCESSORS = 132  # multiprocessors of a GPU that is absent: those of an H200.
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 WIDEST = (576, 512)
-"""The largest head dims of q and k, and of v, in 16 bits: Gemma 4's 512, and 576 with 512, absorbed latent attention (MLA)."""
+"""The largest head dims of q and k, and of v, in 16 bits. Gemma 4 has 512. Absorbed latent attention (MLA) has 576 and 512."""
 FP8_BLOCK = 32
-"""A side of a block mask's blocks is a multiple of this in FP8: matrix instructions sum over 32 products at least."""
+"""In FP8, both sides of a block mask's blocks are multiples of this, because matrix instructions sum over at least 32 products."""
 
 
 def unsupported(spec: AttentionSpec, direction: Direction) -> str | None:
-    """None if the kernels can run `spec` in `direction`, else why not and what to change."""
+    """Returns why the kernels cannot run `spec` in `direction`, with an alternative, or None if they can."""
     if spec.batch_invariant and direction == "forward" and (reason := _varies_with_the_batch(spec)):
         return reason
     if spec.kv_dtype is torch.float8_e4m3fn and spec.capability is not None and spec.capability < (8, 9):
         return (
-            "the kernels read keys in float8_e4m3fn from compute capability 8.9 (Ada) on, and this is "
-            f"{spec.capability[0]}.{spec.capability[1]}; keep them in float8_e5m2, or in 16 bits"
+            "keys in float8_e4m3fn need compute capability 8.9 (Ada) or later, and this GPU has "
+            f"{spec.capability[0]}.{spec.capability[1]}; use float8_e5m2, or 16 bits"
         )
     if spec.fp8 is not None:
         return _fp8_error(spec, direction) or device_error(spec.device_type, spec.capability)
     if spec.dtype not in _DTYPES:
-        return f"the kernels take fp16, bf16 and fp32, not {str(spec.dtype).removeprefix('torch.')}; cast q, k and v"
+        return f"the kernels support fp16, bf16 and fp32, not {str(spec.dtype).removeprefix('torch.')}; cast q, k and v"
     if spec.dtype is torch.float32:
-        reason = head_dim_error(spec, "in fp32 the kernels take", 8, (256, 256), _beyond(spec, "larger ones run in 16 bits, or"))
+        reason = head_dim_error(spec, "in fp32 the kernels support", 8, (256, 256), _beyond(spec, "larger ones run in 16 bits, or"))
     elif spec.kv_dtype is not None:
-        beyond = _beyond(spec, "larger ones run with keys in 16 bits, or")
-        reason = head_dim_error(spec, "with keys in FP8 the kernels take", 8, (256, 256), beyond)
+        beyond = _beyond(spec, "larger ones run with 16-bit keys, or")
+        reason = head_dim_error(spec, "with FP8 keys the kernels support", 8, (256, 256), beyond)
     else:
-        reason = head_dim_error(spec, "the kernels take", 8, WIDEST, _beyond(spec, "larger ones run"))
+        reason = head_dim_error(spec, "the kernels support", 8, WIDEST, _beyond(spec, "larger ones run"))
     if reason:
         return reason
     return device_error(spec.device_type, spec.capability)
 
 
 def _varies_with_the_batch(spec: AttentionSpec) -> str | None:
-    """Returns what makes the bits of a sequence depend on the batch; None: nothing does."""
+    """Returns why a sequence's bitwise result depends on the batch, or None if it does not."""
     if spec.fp8 is not None:
-        return "the scales of FP8 go with the batch; leave out fp8_recipe, or batch_invariant"
+        return "FP8 scales depend on the batch; leave out fp8_recipe, or batch_invariant"
     if spec.block_size is not None:
-        return "the blocks of a block_mask are taken in the order of its lists; pass what it hides as a mask_mod alone"
+        return "the order of a block_mask's lists changes the rounding; pass the mask as a mask_mod only"
     return None
 
 
 def _beyond(spec: AttentionSpec, larger_ones: str) -> str:
-    """Returns what to do about a head dim that padding does not bring within the kernels' reach."""
+    """Returns the advice for a head dim that is too large for the kernels, so that padding does not help."""
     widest_qk, widest_v = WIDEST
     parts = (
-        f"; or give v in parts of up to {widest_v} columns, a call each"
+        f"; or pass v in parts of up to {widest_v} columns, one call for each"
         if spec.head_dim_qk <= widest_qk and spec.head_dim_v > widest_v
         else ""
     )
@@ -87,16 +87,16 @@ def _beyond(spec: AttentionSpec, larger_ones: str) -> str:
 
 
 def _fp8_error(spec: AttentionSpec, direction: Direction) -> str | None:
-    if reason := head_dim_error(spec, "in FP8 the kernels take", 16, (256, 256), "larger ones run on backend='eager'"):
+    if reason := head_dim_error(spec, "in FP8 the kernels support", 16, (256, 256), "larger ones run on backend='eager'"):
         return reason
     if spec.block_size is not None and any(size % FP8_BLOCK for size in spec.block_size):
         return (
-            f"in FP8 the kernels take a block_mask with blocks of multiples of {FP8_BLOCK}, not {spec.block_size}; make it with "
+            f"in FP8 the block size of a block_mask must be a multiple of {FP8_BLOCK}, and it is {spec.block_size}; make it with "
             f"BLOCK_SIZE={tuple(-(-size // FP8_BLOCK) * FP8_BLOCK for size in spec.block_size)}, or leave out fp8_recipe"
         )
     if spec.device_type == "cuda" and spec.capability is not None and spec.capability < (8, 9):
         return (
-            "FP8 matrix instructions begin with compute capability 8.9 (Ada), and this is "
+            "FP8 matrix instructions need compute capability 8.9 (Ada) or later, and this GPU has "
             f"{spec.capability[0]}.{spec.capability[1]}; leave out fp8_recipe"
         )
     return None
@@ -125,7 +125,7 @@ def device_error(device_type: str, capability: tuple[int, int] | None) -> str | 
 
 
 def can_quantize(x: Tensor) -> bool:
-    """Returns whether `quantize` and `unrotate` run on x's device; of a tensor without memory, on the GPU that is pretended."""
+    """Returns whether `quantize` and `unrotate` run on x's device. If x has no memory, the device is the pretended GPU."""
     if x.is_meta:
         from flexattn.kernels_triton.runtime.launch import capability_of
 
@@ -142,7 +142,7 @@ def _can_quantize(device: torch.device) -> bool:
 def quantize(
     tensors: Sequence[Unquantized], dtype: torch.dtype, granularity: str, block_rows: int, margin: int
 ) -> tuple[list[Tensor], list[Tensor], Tensor]:
-    """As `quantization.quantize`, for one tensor or for q, k and v together: (data of each, descale of each, all amax, flat)."""
+    """Returns (data, descales, amax) as `quantization.quantize` does, for one tensor or for q, k and v."""
     from flexattn.dispatch.quantization import amax_sizes
     from flexattn.kernels_triton.common.quantize import Source, quantize
 
@@ -150,7 +150,7 @@ def quantize(
     sources = [
         Source(
             x=as_bshd(_loadable(t.x), t.fmt),
-            data=as_bshd(to, t.fmt),
+            data=as_bshd(target, t.fmt),
             cu_seqlens=t.cu_seqlens,
             cu_seqlens_padded=t.cu_seqlens_padded,
             max_seqlen=t.max_seqlen,
@@ -159,7 +159,7 @@ def quantize(
             sizes=amax_sizes(t.x, t.fmt, t.cu_seqlens, t.max_seqlen, granularity, block_rows),
             rotation=t.rotation,
         )
-        for t, to in zip(tensors, data, strict=True)
+        for t, target in zip(tensors, data, strict=True)
     ]
     return data, *quantize(sources, block_rows, margin)
 
@@ -171,7 +171,7 @@ def unrotate(dq: Tensor, dk: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def can_merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> bool:
-    """Returns whether `merge` takes what was checked."""
+    """Returns whether `merge` supports these tensors. The caller has checked their shapes."""
     tensors = (out_a, lse_a, out_b, lse_b)
     if out_a.dtype not in _DTYPES or any(type(t) not in (Tensor, torch.nn.Parameter) or t.is_neg() for t in tensors):
         return False
@@ -180,13 +180,13 @@ def can_merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> boo
 
 
 def merge(fmt: str, out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns out, contiguous, and lse of `flexattn.merge_attention`, by one kernel."""
+    """Returns out (contiguous) and lse of `flexattn.merge_attention`, computed by one kernel."""
     from flexattn.kernels_triton.portable.merge import merge as merge_rows
 
     out, lse = torch.empty_like(out_a, memory_format=torch.contiguous_format), torch.empty(lse_a.shape, device=lse_a.device)
     a, b, results = (
-        (t[None] if fmt == "thd" else as_bshd(t, fmt), of_rows[None] if fmt == "thd" else of_rows)
-        for t, of_rows in ((out_a, lse_a.contiguous()), (out_b, lse_b.contiguous()), (out, lse))
+        (t[None] if fmt == "thd" else as_bshd(t, fmt), row_lse[None] if fmt == "thd" else row_lse)
+        for t, row_lse in ((out_a, lse_a.contiguous()), (out_b, lse_b.contiguous()), (out, lse))
     )
     merge_rows(a, b, results)
     return out, lse
@@ -194,13 +194,13 @@ def merge(fmt: str, out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) 
 
 @functools.cache
 def can_check_floor(device: torch.device) -> bool:
-    """Returns whether `check_floor` runs on the device: on a GPU alone, where nothing waits for the answer, and not interpreted."""
+    """Returns whether `check_floor` runs on the device. It runs only on a GPU, which does not wait, and not interpreted."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     return can_be_recorded() and device_error(device.type, capability) is None
 
 
 def check_floor(lse: Tensor, floor: float, text: str) -> None:
-    """Fails a device-side assertion that says `text` where a number of lse is not above `floor`, by one kernel."""
+    """Launches a kernel with a device-side assertion, which fails with `text` if a number of lse is not above `floor`."""
     from flexattn.kernels_triton.portable.floor import check_floor as check
 
     check(lse.contiguous(), floor, text)
@@ -230,23 +230,22 @@ def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: T
 
 
 def policy_of(spec: AttentionSpec) -> Policy:
-    """Returns what FLEXATTN_HOPPER says; Triton's interpreter does not run Gluon."""
+    """Returns the policy of FLEXATTN_HOPPER. Triton's interpreter runs only portable kernels, because it does not run Gluon."""
     from flexattn.kernels_triton.families import Policy
     from flexattn.kernels_triton.runtime.interpreter import INTERPRETED
 
     if INTERPRETED:
         return Policy(portable_only="Triton's interpreter runs no Gluon")
-    wish = options.hopper()
-    if wish == "never":
+    setting = options.hopper()
+    if setting == "never":
         return Policy(portable_only="FLEXATTN_HOPPER=never")
-    return Policy(ignores_measurements=wish == "always" or spec.batch_invariant, takes_what_never_ran=wish == "always")
+    return Policy(ignores_measurements=setting == "always" or spec.batch_invariant, takes_what_never_ran=setting == "always")
 
 
 def choice_of(spec: AttentionSpec, x: Operands, direction: Direction) -> Choice | None:
-    """Returns the kernels that `forward` or `backward` of these operands would run; None where those of a backward are not known
-    before it.
+    """Returns the kernels that `forward` or `backward` runs for these operands, or None if a backward's are not known before it.
 
-    Nothing is allocated or launched. Only the tensors' addresses are not asked.
+    It allocates and launches nothing. It takes the operands as they are, except for their addresses.
     """
     from flexattn.dispatch.quantization import dout_like
     from flexattn.kernels_triton.families import choose
@@ -259,8 +258,8 @@ def choice_of(spec: AttentionSpec, x: Operands, direction: Direction) -> Choice 
         results, policy = empty_outputs(spec, x), policy_of(spec)
         if direction == "backward":
             out, lse, _ = results
-            given = (out, lse, dout_like(spec, x, out), None)
-            return choose(_backward_call(spec, x, given, empty_gradients(spec, x), policy), policy)
+            results_and_dout = (out, lse, dout_like(spec, x, out), None)
+            return choose(_backward_call(spec, x, results_and_dout, empty_gradients(spec, x), policy), policy)
         call = _forward_call(spec, x, results)
         choice = choose(call, policy)
         splits = choice.family.splits
@@ -269,9 +268,9 @@ def choice_of(spec: AttentionSpec, x: Operands, direction: Direction) -> Choice 
 
 @contextmanager
 def recorded_on(spec: AttentionSpec, *, has_large_l2: bool = True) -> Iterator[list[Any]]:
-    """Inside, tensors are on a GPU of the spec's capability, which need not be there, and the list fills with its launches.
+    """Pretends inside the block that tensors are on a GPU of the spec's capability, and appends its launches to the list.
 
-    has_large_l2: as `pretended_device` has it.
+    has_large_l2: see `pretended_device`.
     """
     from flexattn.kernels_triton.runtime.launch import pretended_device, recorded_launches
 
@@ -286,7 +285,7 @@ def _forward_call(spec: AttentionSpec, x: Operands, results: tuple[Tensor, Tenso
 
     out, lse, max_logit = results
     problem = to_problem(spec, x)
-    if not spec.batch_invariant:  # where tables and lists are worth while goes with the batch
+    if not spec.batch_invariant:  # the batch decides whether tables and lists are worth their cost.
         problem = _with_made_of_mods(problem, "forward")
     return Forward(problem, as_bshd(out, spec.q_format), lse, max_logit if spec.return_max_logit else None)
 
@@ -294,14 +293,14 @@ def _forward_call(spec: AttentionSpec, x: Operands, results: tuple[Tensor, Tenso
 def _backward_call(
     spec: AttentionSpec,
     x: Operands,
-    given: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    results_and_dout: tuple[Tensor, Tensor, Tensor, Tensor | None],
     gradients: Gradients,
     policy: Policy,
 ) -> Backward:
-    """given: out, lse, dout and dlse."""
+    """Returns the call of a backward. results_and_dout: out, lse, dout and dlse."""
     from flexattn.kernels_triton.common.problem import Backward
 
-    out, lse, dout, dlse = given
+    out, lse, dout, dlse = results_and_dout
     dq, dk, dv = dqkv_of(spec, gradients)
     dcaptures: list[Tensor] = []
     if spec.mods and gradients.dmod_tensors is not None:
@@ -309,7 +308,7 @@ def _backward_call(
     quantises = spec.fp8 is not None and dout.element_size() > 1
     if quantises:
         x, dout = _with_dout_to_come(spec, x, dout)
-    is_portable = policy.portable_only is not None or spec.capability != (9, 0)  # no other device has a backward of its own
+    is_portable = policy.portable_only is not None or spec.capability != (9, 0)  # only sm_90 has its own backward.
     needs_all = gradients.dbias is not None or bool(dcaptures) or spec.deterministic or is_portable
     problem = replace(to_problem(spec, x), dout_is_to_come=quantises)
     return Backward(
@@ -329,7 +328,7 @@ def _backward_call(
 
 
 def _with_made_of_mods(problem: Problem, direction: Literal["forward", "backward", "one pass"]) -> Problem:
-    """Returns the problem with the tables and the block mask that kernels make of its mods, where those are worth while."""
+    """Returns the problem with the tables and the block mask that kernels make from its mods, if they are worth their cost."""
     if problem.mods is None:
         return problem
     from flexattn.kernels_triton.mods.diagonals import with_diagonals
@@ -339,7 +338,10 @@ def _with_made_of_mods(problem: Problem, direction: Literal["forward", "backward
 
 
 def _with_dout_to_come(spec: AttentionSpec, x: Operands, dout: Tensor) -> tuple[Operands, Tensor]:
-    """(the operands with dout as it comes and room for the descale, room for dout in FP8), for what reads dout anyway to fill."""
+    """Returns the operands with the 16-bit dout and memory for its descale, and memory for dout in FP8.
+
+    The kernel that reads dout first fills both.
+    """
     from flexattn.dispatch.quantization import BLOCK_ROWS, amax_sizes
 
     assert spec.fp8 is not None
@@ -350,7 +352,7 @@ def _with_dout_to_come(spec: AttentionSpec, x: Operands, dout: Tensor) -> tuple[
 
 
 def prepare(spec: AttentionSpec, x: Operands, direction: Direction) -> None:
-    """Compiles the kernels by running them once: their results are dropped."""
+    """Compiles the kernels by running them once, and drops their results."""
     if direction == "forward":
         forward(spec, x)
     else:
@@ -369,12 +371,12 @@ def can_be_recorded() -> bool:
 
 
 def quantises_unrecorded(device: torch.device) -> bool:
-    """Returns whether the kernels quantise on the device, and in a way that no recording can hold."""
+    """Returns whether kernels quantise on the device, and a recording cannot contain them."""
     return _can_quantize(device) and not can_be_recorded()
 
 
 def varying(numbers: Sequence[float]) -> tuple[tuple[float, ...], Any]:
-    """Returns numbers of a call that its launches show again, and the notes of what is asked of each (`runtime.varying`)."""
+    """Returns a call's numbers, wrapped so that its launches show them, and notes of their uses (see `runtime.varying`)."""
     from flexattn.kernels_triton.runtime.varying import Notes, Varying
 
     notes = [Notes() for _ in numbers]
@@ -393,7 +395,7 @@ def to_problem(spec: AttentionSpec, x: Operands) -> Problem:
 
     launch.keep_in(options.kernel_directory())
     mods = {} if spec.mods is None else _mods(spec.mods, x)
-    formats_of_copies = (spec.q_format, spec.q_format, spec.kv_format)
+    copy_formats = (spec.q_format, spec.q_format, spec.kv_format)
     return Problem(
         q=as_bshd(_loadable(x.q), spec.q_format),
         k=as_bshd(_loadable(x.k), spec.kv_format),
@@ -427,7 +429,7 @@ def to_problem(spec: AttentionSpec, x: Operands) -> Problem:
         )
         if spec.kv_dtype
         else (),
-        copies16=tuple(as_bshd(_loadable(t), fmt) for t, fmt in zip(x.copies16, formats_of_copies, strict=False)),
+        copies16=tuple(as_bshd(_loadable(t), fmt) for t, fmt in zip(x.copies16, copy_formats, strict=False)),
         scale_rows=0 if spec.fp8 is None else _scale_rows(spec.fp8),
         is_part=spec.is_part,
         is_batch_invariant=spec.batch_invariant,
@@ -441,7 +443,7 @@ def _scale_rows(fp8: Fp8) -> int:
 
 
 def mod_source(program: Program, tensors: Sequence[Tensor]) -> str:
-    """The source of what the kernels inline for a program, with q, k and v in a half type and many scores."""
+    """Returns the source that the kernels inline for a program, if q, k and v are in 16 bits and there are many scores."""
     from flexattn.kernels_triton.mods.lowering import layouts, source_of
 
     mods, of_tables = _lowered(program, layouts([(c.name, c.dtype, c.ndim) for c in program.captures], tensors), False)
@@ -457,7 +459,7 @@ def _block_lists(tensors: Sequence[Tensor], block_size: tuple[int, int]) -> Any:
 
 
 def _mods(program: Program, x: Operands) -> dict[str, Any]:
-    """Returns the functions that kernels inline, without tables and with them, and what these read."""
+    """Returns the functions that kernels inline, without and with tables, and the captures that these functions read."""
     from flexattn.kernels_triton.mods.lowering import flatten, layouts
 
     found = layouts([(c.name, c.dtype, c.ndim) for c in program.captures], x.mod_tensors)
@@ -467,7 +469,7 @@ def _mods(program: Program, x: Operands) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=256)
 def _lowered(program: Program, found: tuple[Any, ...], is_fp32: bool) -> tuple[Any, Any]:
-    """The program's graphs as Triton functions, for captures that lie in memory as `found` says; and such that read tables."""
+    """Returns the program's graphs as Triton functions, and as functions that read tables. found: the captures' layouts."""
     from flexattn.kernels_triton.mods.hoisting import hoist
 
     graphs = (program.score, program.derivative, program.mask)
@@ -477,7 +479,7 @@ def _lowered(program: Program, found: tuple[Any, ...], is_fp32: bool) -> tuple[A
 
 
 def _functions(program: Program, found: tuple[Any, ...], is_fp32: bool, hoisted: Any, of_distance: Any) -> Any:
-    """hoisted: of the program's graphs. of_distance: what could be tabulated of them, for the one that makes the tables."""
+    """Returns the Triton functions. hoisted: the hoisted graphs. of_distance: the graph to tabulate, for the maker of tables."""
     from flexattn.dispatch.mod_program import ARGUMENTS, GRADIENT
     from flexattn.kernels_triton.common.problem import Mods
     from flexattn.kernels_triton.mods import lowering
@@ -507,7 +509,7 @@ def _functions(program: Program, found: tuple[Any, ...], is_fp32: bool, hoisted:
 
 
 def _loadable(x: Tensor) -> Tensor:
-    """x, or a copy of it where the kernels do not take its rows."""
+    """Returns x, or a contiguous copy if the kernels cannot load its rows."""
     from flexattn.kernels_triton.common.problem import is_loadable
 
     return x if is_loadable(x) else x.clone(memory_format=torch.contiguous_format)
