@@ -1,4 +1,4 @@
-"""Gluon kernels for Hopper and Blackwell on a CPU: under many schedules, with wrong synchronisation reported at its own line.
+"""Emulation of Gluon kernels for Hopper and Blackwell on a CPU, under many schedules, with reports of wrong synchronisation.
 
     from flexattn import emulator
 
@@ -6,8 +6,8 @@
     report.check()  # raises with the report if there is a bug
 
 `launch` executes a @gluon.jit function, with its partitions, TMA, mbarriers and products, as Python on numpy arrays. A seed decides
-when each partition runs and when each asynchronous operation acts. `BUGS` and `WARNINGS` list what can be found;
-docs/emulator.md has a first kernel, and what is not modelled. Needs triton and numpy, and no GPU.
+when each partition runs and when each asynchronous operation acts. `BUGS` and `WARNINGS` list the kinds of findings.
+docs/emulator.md has a first kernel and the limits. The emulator needs triton and numpy, and no GPU.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Operations that run beside the partitions: wgmma, tcgen05, TMA loads, TMA stores. The scheduler picks when they act."""
+"""Asynchronous operations: wgmma, tcgen05, TMA loads and TMA stores. The scheduler decides when they act."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from flexattn.emulator.values import Tensor
 
 
 class Operation(Protocol):
-    """Something in flight."""
+    """An operation in flight."""
 
     done: bool
 
     def act(self) -> None:
-        """One step: the whole operation, or one part of a load."""
+        """Executes one step: the complete operation, or one part of a load."""
 
 
 class _Numbered(Operation, Protocol):
@@ -38,16 +38,16 @@ Queued = TypeVar("Queued", bound=_Numbered)
 
 @dataclass
 class Queue(Generic[Queued]):
-    """A partition's operations of one sort, numbered from 1 as they are issued, and waited for by how many may be outstanding."""
+    """A partition's operations of one kind, numbered from 1. A wait gives the number of operations that may be outstanding."""
 
     actor: Actor
     issued: int = 0
     waited: int = 0
-    last: Site = ()  # where the last one was issued
+    last: Site = ()  # the site of the last issue.
     pending: list[Queued] = field(default_factory=list)
 
     def retire(self, outstanding: int) -> list[Queued]:
-        """All but the `outstanding` last, brought to their end."""
+        """Completes all operations except for the `outstanding` last ones, and returns them."""
         last = self.issued - outstanding
         retired = [operation for operation in self.pending if operation.number <= last]
         for operation in retired:
@@ -59,7 +59,7 @@ class Queue(Generic[Queued]):
 
 
 class Wgmma:
-    """An asynchronous matrix product. It reads its operands in shared memory at any moment until the wait that retires it."""
+    """An asynchronous matrix product. Until a wait retires it, it may read its operands in shared memory at any moment."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Wgmma:
         self.result: Array
 
     def act(self) -> None:
-        # In fp64: a row has the same sum wherever it lies in its tile, which in fp32 depends on the BLAS.
+        # In fp64 a row's sum does not depend on its place in the tile. In fp32 it may, depending on the BLAS.
         product = np.matmul(self.a.data.astype(np.float64), self.b.data.astype(np.float64))
         if self.sees_old_data:
             product = np.full_like(product, np.nan)
@@ -88,7 +88,7 @@ class Wgmma:
 
 
 class Accumulator:
-    """The result of a wgmma in flight: it may be the accumulator of the next one, or go through warpgroup_mma_wait."""
+    """The result of a wgmma in flight. It may be the accumulator of the next wgmma, or an argument of warpgroup_mma_wait."""
 
     def __init__(self, operation: Wgmma) -> None:
         self.operation = operation
@@ -107,8 +107,10 @@ class Accumulator:
 
 
 class Product:
-    """A tcgen05.mma. It reads its operands and adds to its accumulator at any moment until a commit behind it arrives, in the order
-    in which its partition issued products."""
+    """A tcgen05.mma. Until a later commit arrives, it may read its operands and write its accumulator at any moment.
+
+    The products of a partition act in the order of issue.
+    """
 
     def __init__(
         self,
@@ -126,8 +128,8 @@ class Product:
 
     def writes(self, view: Any) -> bool:
         """Returns whether it writes a part of the view."""
-        own = self._accumulator
-        return isinstance(view, TensorView) and view.allocation is own.allocation and overlap(view.region, own.region)
+        target = self._accumulator
+        return isinstance(view, TensorView) and view.allocation is target.allocation and overlap(view.region, target.region)
 
     def act(self) -> None:
         product = np.matmul(self._a.data.astype(np.float64), self._b.data.astype(np.float64))
@@ -140,15 +142,15 @@ class Product:
 
 
 class Commit:
-    """A tcgen05.commit: an arrival at an mbarrier when all products that the partition issued before have ended."""
+    """A tcgen05.commit: an arrival at an mbarrier when all earlier products of the partition have ended."""
 
     def __init__(self, number: int, partition: AnyPartition, queue: Actor, barrier: MBarrier, site: Site) -> None:
         self.number, self.site, self.done = number, site, False
         self.name, self.line = partition.name, partition.line
         self._barrier = barrier
-        self._knowledge = Knowledge(partition.knowledge)  # what happened before the products were issued, and they themselves
+        self._knowledge = Knowledge(partition.knowledge)  # the events before the products were issued, and the products.
         self._knowledge.reach(queue, number)
-        self._knowledge.offered[queue] = number  # a commit is a fence too
+        self._knowledge.offered[queue] = number  # a commit is also a fence.
 
     def release_to(self, other: Knowledge) -> None:
         other.join(self._knowledge)
@@ -159,7 +161,7 @@ class Commit:
 
 
 class TmaLoad:
-    """A TMA load: its destination is poison until it lands, in one to three parts of rows, each of which counts its bytes."""
+    """A TMA load. Its destination is poison until it lands. It lands in one to three parts of rows, and each counts its bytes."""
 
     def __init__(
         self,
@@ -193,7 +195,7 @@ class TmaLoad:
 
 
 class TmaStore:
-    """A TMA store or reduction: it reads its source at any moment until the store_wait that covers it."""
+    """A TMA store or reduction. Until a store_wait covers it, it may read its source at any moment."""
 
     def __init__(
         self,

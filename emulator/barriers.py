@@ -1,4 +1,4 @@
-"""mbarriers and named barriers: their state, what they order, and how they are misused."""
+"""mbarriers and named barriers: their state, the order that they establish, and checks of their use."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from flexattn.emulator.ordering import Actor, Knowledge
 from flexattn.emulator.protocols import AnyArrival, AnyLoad, AnyPartition
 from flexattn.emulator.report import Site, show
 
-_REMEMBERED = 3  # arrivals that a description lists
+_REMEMBERED = 3  # the number of arrivals in a description.
 
 
 @dataclass(frozen=True, slots=True)
 class _Observation:
-    """A partition's last wait at an mbarrier: the phase, the partition's time then, and where."""
+    """A partition's last wait at an mbarrier: the phase, the partition's time, and the place."""
 
     phase: int
     time: int
@@ -24,9 +24,9 @@ class _Observation:
 class MBarrier:
     """An mbarrier (PTX ISA, "mbarrier"): a phase ends when no arrivals are pending and the tx-count is 0.
 
-    phase: how many phases have ended, which is the number of the current one; a wait names its parity.
-    pending: arrivals that the current phase waits for.
-    tx: bytes that the current phase expects, less those that landed.
+    phase: the number of phases that have ended, which is the number of the current phase. A wait names its parity.
+    pending: arrivals that the current phase still needs.
+    tx: bytes that the current phase expects, minus the bytes that landed.
     in_flight: bytes of TMA loads that were issued and have not landed.
     """
 
@@ -34,8 +34,8 @@ class MBarrier:
         self.actor, self.name, self.count, self.site = actor, name, count, partition.site
         self.phase, self.pending, self.tx, self.in_flight = 0, count, 0, 0
         self._initialised = (partition.actor, partition.time)
-        self._arrived = Knowledge()  # what all arrivals so far know
-        self._completed = Knowledge()  # at the end of the last phase
+        self._arrived = Knowledge()  # the knowledge of all arrivals so far.
+        self._completed = Knowledge()  # that knowledge at the end of the last phase.
         self._observations: dict[AnyPartition, _Observation] = {}
         self._log: list[str] = []
 
@@ -55,18 +55,18 @@ class MBarrier:
         self._complete_if_done()
 
     def commit(self, arrival: AnyArrival) -> None:
-        """tcgen05.commit: one arrival, when all products before it have ended."""
+        """Counts a tcgen05.commit: one arrival, when all products before it have ended."""
         self._take(arrival, 1, "commit")
         self._complete_if_done()
 
     def expect(self, partition: AnyPartition, nbytes: int) -> None:
-        """mbarrier.arrive.expect_tx: one arrival, and so many bytes to land."""
+        """Counts an mbarrier.arrive.expect_tx: one arrival, and `nbytes` to land."""
         self._take(partition, 1, f"expect({nbytes})")
         self.tx += nbytes
         self._complete_if_done()
 
     def land(self, nbytes: int, load: AnyLoad) -> None:
-        """complete_tx of a part of a TMA load."""
+        """Counts the complete_tx of a part of a TMA load."""
         program, issued = context.program(), show(load.site, load.partition.name)
         self.in_flight -= nbytes
         if load.phase != self.phase:
@@ -85,11 +85,11 @@ class MBarrier:
             self._complete_if_done()
 
     def has_passed(self, parity: int) -> bool:
-        """Returns the answer of mbarrier.try_wait.parity: whether the phase before the current one has this parity."""
+        """Returns whether mbarrier.try_wait.parity succeeds: it does if the phase before the current one has this parity."""
         return (self.phase - 1) & 1 == parity
 
     def awaited_phase(self, partition: AnyPartition, parity: int) -> int:
-        """The phase that a wait must mean: the next of its parity, after those that this partition knows to have ended."""
+        """Returns the phase of a wait: the next one of its parity after the phases that this partition knows to have ended."""
         program, last = context.program(), self._observations.get(partition)
         if last is None:
             ended = partition.knowledge.happened.get(self.actor, 0)
@@ -109,7 +109,7 @@ class MBarrier:
         return phase
 
     def observe(self, partition: AnyPartition, phase: int) -> None:
-        """A wait has passed: the partition knows what everybody knew who arrived."""
+        """Records a wait that has passed. The partition gets the knowledge of all that arrived."""
         partition.knowledge.join(self._completed)
         self._observations[partition] = _Observation(max(phase, -1), partition.time, partition.site)
 
@@ -148,7 +148,7 @@ class MBarrier:
 
 
 class NamedBarrier:
-    """One of the 16 barriers of bar.sync and bar.arrive (PTX ISA, "barrier"): a generation ends when `count` threads are there."""
+    """One of the 16 barriers of bar.sync and bar.arrive (PTX ISA, "barrier"). A generation ends when `count` threads arrived."""
 
     def __init__(self, number: int, count: int) -> None:
         self.number, self.count = number, count
@@ -162,7 +162,7 @@ class NamedBarrier:
         return f"bar {self.number}: {self.threads} of {self.count} threads, generation {self.generation}{who}"
 
     def enter(self, partition: AnyPartition) -> int:
-        """A partition's threads arrive; the number of the generation that they are in."""
+        """Counts the arrival of a partition's threads, and returns the number of their generation."""
         program, generation = context.program(), self.generation
         if partition in self.arrived:
             program.find("named-barrier", f"{partition.name} arrives twice in one generation ({self.describe()})")

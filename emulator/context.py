@@ -1,4 +1,4 @@
-"""The program that is running. The emulated language acts on it, as a kernel's text does not name it."""
+"""The running program. The emulated language acts on it, because a kernel's text does not name it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def program() -> Program:
 
 
 def require_idle() -> None:
-    """Raises RuntimeError while a launch runs: the emulator runs one program at a time in a process."""
+    """Raises RuntimeError if a launch is running, because the emulator runs one program at a time in a process."""
     if _running is not None:
-        raise RuntimeError("a launch inside or beside another; run them one after the other, or in processes of their own")
+        raise RuntimeError("a launch inside or beside another; run them one after the other, or in separate processes")
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""One program of the grid: the operations on shared memory, barriers and the asynchronous engines, with all their checks."""
+"""One program of the grid: its operations on shared memory, barriers and asynchronous engines, with all checks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _ASSIGNED_NAME = re.compile(r"\s*(\w+)\s*=")
 
 
 class Cta(Scheduler):
-    """One thread block. Each public method is what one operation of the language does; it starts with a scheduling point."""
+    """One thread block. Each public method executes one operation of the language, and starts with a scheduling point."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Cta(Scheduler):
     def warp_specialize(
         self, functions: Sequence[tuple[Callable[..., Any], Sequence[Any]]], warps: Sequence[int], registers: Sequence[int] | None
     ) -> Any:
-        """Run the default partition and its workers; what the default partition returns."""
+        """Runs the default partition and its workers, and returns the result of the default partition."""
         if len(self.partitions) > 1:
             raise GluonError("warp_specialize entered a second time in one program")
         workers = len(functions) - 1
@@ -154,9 +154,9 @@ class Cta(Scheduler):
         self.current.fence()
 
     def _access(self, view: SharedView, what: str, actor: Actor, time: int, *, write: bool, generic: bool) -> bool:
-        """Check an access against those before it; whether the async proxy may miss ordinary stores, and must read poison.
+        """Checks an access against earlier ones. Returns whether the async proxy may miss ordinary stores, and must read poison.
 
-        For a race the simulated memory itself decides what is read.
+        If there is a race, the simulated memory decides the value that is read.
         """
         partition = self.current
         access = Access(actor, time, generic, partition.name, what, current_site())
@@ -241,7 +241,7 @@ class Cta(Scheduler):
     # Named barriers
 
     def named_barrier(self, kind: str, number: int, count: int, times: int) -> None:
-        """bar.sync or bar.arrive, `times` in every thread of the partition."""
+        """Executes bar.sync or bar.arrive, `times` in every thread of the partition."""
         self.step()
         partition = self.current
         reserved = RESERVED_BARRIERS + max(0, len(self.partitions) - 2)
@@ -292,7 +292,7 @@ class Cta(Scheduler):
         self.in_flight.append(store)
 
     def store_wait(self, outstanding: int) -> None:
-        """cp.async.bulk.wait_group: all but the `outstanding` last TMA stores have read their sources."""
+        """Executes cp.async.bulk.wait_group: all TMA stores have read their sources, except for the `outstanding` last ones."""
         self.step()
         stores = self.current.stores
         stores.retire(outstanding)
@@ -327,7 +327,7 @@ class Cta(Scheduler):
         return self._retire_wgmmas(0, [Accumulator(operation), a])[0]
 
     def wgmma_wait(self, outstanding: int, deps: list[Any]) -> list[Any]:
-        """Each of deps; an Accumulator as the tensor that it has become."""
+        """Returns deps, with each Accumulator replaced by its result."""
         self.step()
         return self._retire_wgmmas(outstanding, deps)
 
@@ -374,7 +374,7 @@ class Cta(Scheduler):
         return view
 
     def tensor_load(self, view: TensorView, layout: Layout) -> Tensor:
-        """tcgen05.ld and its wait, which Triton makes of a load."""
+        """Executes tcgen05.ld and its wait. Triton compiles a load to both."""
         self.step()
         partition = self.current
         check_tensor_access(view, layout, partition.warps, "a load")
@@ -384,7 +384,7 @@ class Cta(Scheduler):
         return Tensor(view.data, view.dtype, layout)
 
     def tensor_store(self, view: TensorView, value: Tensor, predicate: Any) -> None:
-        """tcgen05.st and its wait, which Triton makes of a store."""
+        """Executes tcgen05.st and its wait. Triton compiles a store to both."""
         self.step()
         if not isinstance(value, Tensor) or value.shape != view.shape or value.dtype.name != view.dtype.name:
             raise GluonError(f"store of {value!r} to {view!r}, which is {view.dtype.name}{view.shape}")
@@ -395,7 +395,7 @@ class Cta(Scheduler):
             view.write(value.data)
 
     def tensor_fence(self, side: str) -> None:
-        """tcgen05.fence before or after a synchronisation of threads."""
+        """Executes a tcgen05.fence before or after a synchronisation of threads."""
         self.step()
         knowledge = self.current.knowledge
         if side == "before":
@@ -436,11 +436,11 @@ class Cta(Scheduler):
         queue.pending = [*(earlier for earlier in queue.pending if not earlier.done), operation]
 
     def _writes(self, view: Any) -> bool:
-        """Returns whether a product of the current partition that has yet to run writes the view, or a part of it."""
+        """Returns whether a pending product of the current partition writes the view or a part of it."""
         return any(isinstance(op, Product) and op.writes(view) for op in self.current.products.pending if not op.done)
 
     def _access_tensor(self, view: TensorView, what: str, actor: Actor, time: int, *, write: bool) -> None:
-        """Check an access against those before it. A partition's own loads and stores are in order, and so are its products."""
+        """Checks an access against earlier ones. A partition's own loads and stores are in order, and so are its products."""
         partition, knowledge = self.current, self.current.knowledge
         access = Access(actor, time, False, partition.name, what, current_site())
         for earlier, was_write in view.allocation.history.add(view.region, access, write):
@@ -457,17 +457,17 @@ class Cta(Scheduler):
     # Global memory through pointers
 
     def poll(self, buffer: GlobalBuffer, index: int) -> None:
-        """An atomic that adds 0. Of two on end, as in a loop that waits, the second lets others run until it would find another."""
+        """Executes an atomic that adds 0. If it repeats the last operation, as in a loop, others run until the number changes."""
         partition, place = self.current, (buffer, index)
         before = partition.polled
         self.step()
         if before is not None and before[0] == place:
-            found = before[1]
-            self.block(lambda: buffer.data[index] != found, lambda: f"polls an element of global memory, which stays {found}")
+            number = before[1]
+            self.block(lambda: buffer.data[index] != number, lambda: f"polls an element of global memory, which stays {number}")
         partition.polled = place, buffer.data[index]
 
     def global_write(self, buffer: GlobalBuffer, index: Array, values: Array, reduction: bool) -> None:
-        """Pointer stores and atomics act at once: what other programs see of them, and when, is not modelled."""
+        """Writes through pointers. Stores and atomics act at once, and delays between programs are not modelled."""
         writer = REDUCED if reduction else writer_number(self.number, self.current.number)
         buffer.write(index, values, writer, current_site(), f"{self.current.name} of program {self.program_id}")
 
@@ -480,7 +480,7 @@ def _assigned_name() -> str | None:
 
 
 def running() -> Cta:
-    """Returns the running program, with all that the emulated language does to it. Raises RuntimeError outside a launch."""
+    """Returns the running program. Raises RuntimeError outside a launch."""
     program = context.program()
     assert isinstance(program, Cta)
     return program

@@ -1,7 +1,7 @@
-"""Numbers as sm_90 holds them: rounding, casts and bit patterns by Triton dtype.
+"""Numbers of sm_90: rounding, casts and bit patterns by Triton dtype.
 
-Values of a floating dtype of up to 32 bits are kept as float32 arrays that hold only values of that dtype; fp64, integers and
-booleans have arrays of their own width.
+Values of a floating dtype of up to 32 bits are stored in float32 arrays, which contain only values of that dtype. fp64, integers
+and booleans have arrays of the same width.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import triton.language.core as tl
 from flexattn.emulator.report import GluonError
 
 Array = npt.NDArray[Any]
-DType = Any  # triton.language.core.dtype: Triton has no types that mypy could read
+DType = Any  # a triton.language.core.dtype. Triton has no annotations for mypy.
 
 _NUMPY: dict[str, Any] = {
     "int1": np.bool_,
@@ -47,7 +47,7 @@ _TORCH: dict[str, torch.dtype] = {
     "uint32": torch.uint32,
     "uint64": torch.uint64,
 }
-_LARGEST = {"fp8e4nv": 448.0, "fp8e5": 57344.0}  # casts to these saturate: cvt.rn.satfinite, PTX ISA, "cvt"
+_LARGEST = {"fp8e4nv": 448.0, "fp8e5": 57344.0}  # casts to these dtypes saturate (cvt.rn.satfinite; PTX ISA, "cvt").
 _SIGNED = {8: torch.int8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
 
 BY_NAME: dict[str, DType] = {
@@ -60,7 +60,7 @@ BY_NAME: dict[str, DType] = {
 
 
 def from_torch(dtype: torch.dtype) -> DType:
-    """Raises TypeError for a dtype that has no Triton counterpart here."""
+    """Returns the Triton dtype of a torch dtype. Raises TypeError if there is none here."""
     for name, torch_dtype in _TORCH.items():
         if torch_dtype is dtype:
             return BY_NAME[name]
@@ -76,19 +76,19 @@ def numpy_dtype(dtype: DType) -> Any:
 
 
 def size_of(dtype: DType) -> int:
-    """Bytes of an element."""
+    """Returns the number of bytes of an element."""
     return max(1, int(dtype.primitive_bitwidth) // 8)
 
 
 def poison(dtype: DType) -> Any:
-    """Returns the value of memory that nobody wrote: NaN, or an integer that is unlikely to be right."""
+    """Returns the value of memory that was not written: NaN, or an integer that is unlikely to be right."""
     if is_float(dtype):
         return np.nan
     return dtype.name == "int1" or 0x5A
 
 
 def round_to(values: npt.ArrayLike, dtype: DType) -> Array:
-    """Floating values rounded to nearest even into `dtype`, as float32 (float64 for fp64); fp8 saturates, infinities too."""
+    """Returns floating values rounded to nearest even in `dtype`, as float32 (float64 for fp64). fp8 saturates, even infinities."""
     name = dtype.name
     if name in ("fp32", "fp64"):
         return np.asarray(values, dtype=numpy_dtype(dtype))
@@ -100,7 +100,7 @@ def round_to(values: npt.ArrayLike, dtype: DType) -> Array:
 
 
 def cast(values: Array, source: DType, target: DType) -> Array:
-    """Float to integer truncates and integer to integer wraps, as in Triton."""
+    """Returns the values in another dtype. As in Triton, floats are truncated to integers, and integers wrap."""
     if source.name == target.name:
         return values
     if is_float(target):
@@ -110,7 +110,7 @@ def cast(values: Array, source: DType, target: DType) -> Array:
 
 
 def to_bits(values: Array, dtype: DType) -> Array:
-    """Bit patterns, as signed integers of the dtype's width."""
+    """Returns bit patterns as signed integers of the dtype's width."""
     if not is_float(dtype):
         return np.ascontiguousarray(values)
     tensor = torch.from_numpy(np.require(values, requirements=("C", "W"))).to(_TORCH[dtype.name])
@@ -119,7 +119,7 @@ def to_bits(values: Array, dtype: DType) -> Array:
 
 
 def from_bits(bits: Array, dtype: DType) -> Array:
-    """Raises GluonError where the widths differ."""
+    """Returns the values of bit patterns. Raises GluonError if the widths differ."""
     if bits.dtype.itemsize * 8 != dtype.primitive_bitwidth:
         raise GluonError(f"bitcast of {bits.dtype} to {dtype.name}: the widths differ")
     if not is_float(dtype):
@@ -130,12 +130,12 @@ def from_bits(bits: Array, dtype: DType) -> Array:
 
 
 def storage(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole storage behind a tensor, as a flat tensor of its dtype."""
+    """Returns the complete storage of a tensor as a flat tensor of its dtype."""
     return torch.as_strided(tensor.detach(), (tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
 
 
 def to_array(flat: torch.Tensor) -> Array:
-    """A copy of a flat tensor's values, as arrays hold them here."""
+    """Returns a copy of a flat tensor's values in the arrays of this file."""
     dtype = from_torch(flat.dtype)
     values: Array = (flat.float() if is_float(dtype) and dtype.name != "fp64" else flat).numpy()
     return values.astype(numpy_dtype(dtype), copy=True)

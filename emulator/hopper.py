@@ -1,4 +1,4 @@
-"""Emulation of the functions of gl.nvidia.hopper: TMA, mbarriers, wgmma, by module and name; and mma.sync of gl.nvidia.ampere."""
+"""Emulation of gl.nvidia.hopper (TMA, mbarriers, wgmma) and of mma.sync of gl.nvidia.ampere, by module and name."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _invalidate(mbarrier: SharedView) -> None:
 
 
 def _expect(mbarrier: SharedView, bytes_per_cta: Any = None, pred: Any = True, **by_name: Any) -> None:
-    nbytes = by_name["bytes"] if bytes_per_cta is None else bytes_per_cta  # named bytes until triton 3.6
+    nbytes = by_name["bytes"] if bytes_per_cta is None else bytes_per_cta  # its name is bytes in Triton up to 3.6.
     running().expect(mbarrier, int(static(nbytes, "the bytes to expect")), pred)
 
 
@@ -110,7 +110,7 @@ MODULES: dict[str, dict[str, Callable[..., Any]]] = {
     "tma": {
         "make_tensor_descriptor": _make_descriptor,
         "async_copy_global_to_shared": _load,
-        "async_load": _load,  # its name from triton 3.8 on
+        "async_load": _load,  # its name in Triton from 3.8 on.
         "async_copy_shared_to_global": _store(None),
         "async_store": _store(None),
         "async_atomic_add": _store("add"),
@@ -130,7 +130,7 @@ MODULES: dict[str, dict[str, Callable[..., Any]]] = {
 
 
 class _Builder:
-    """As much of the IR builder as a user's own @builtin needs to reach TMA reductions, which 3.6 and 3.7 have no function for."""
+    """The part of the IR builder that a user's @builtin needs for TMA reductions. Triton 3.6 and 3.7 have no function for them."""
 
     def create_async_tma_reduce(self, kind: Any, descriptor: Descriptor, coord: Sequence[Any], source: SharedView) -> None:
         running().tma_store(descriptor, coord, source, str(kind).rsplit(".", 1)[-1].lower())
@@ -143,7 +143,7 @@ class _Builder:
 
 
 class Semantic:
-    """Stand-in for `_semantic`, which a user's own @builtin is given."""
+    """Stand-in for `_semantic`, which a user's own @builtin gets as an argument."""
 
     builder = _Builder()
     to_tensor = staticmethod(scalar)

@@ -1,4 +1,4 @@
-"""The PTX that gl.inline_asm_elementwise may hold: named barriers, fences, conversions, approximations."""
+"""The supported PTX of gl.inline_asm_elementwise: named barriers, fences, conversions, approximations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BARRIER = re.compile(r"\bbar(?:rier)?(?:\.cta)?\.(sync|arrive)(?:\.aligned)?\s+
 
 
 def _pack(*values: Array) -> Array:
-    """Two 16-bit or four 8-bit patterns in an int32, the first lowest."""
+    """Packs two 16-bit or four 8-bit patterns into an int32, with the first one in the lowest bits."""
     width = 32 // len(values)
     packed = sum((bits.astype(np.int64) & ((1 << width) - 1)) << (width * i) for i, bits in enumerate(values))
     return np.asarray(packed).astype(np.uint32).view(np.int32)
@@ -40,7 +40,7 @@ def _approximation(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _wide_product(a: Any, b: Any) -> tuple[Any, Any]:
-    """The lower and the upper word of a product of two uint32."""
+    """Returns the lower and the upper word of a product of two uint32."""
     product = (a if isinstance(a, Tensor) else scalar(a)).to(tl.uint64) * scalar(b).to(tl.uint64)
     return product.to(tl.uint32), (product >> 32).to(tl.uint32)
 
@@ -60,7 +60,7 @@ _FP8 = {"e4m3": tl.float8e4nv, "e5m2": tl.float8e5}
 
 
 def _pairs_of_fp8(kind: str) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    """Four numbers of FP8 in 32 bits as two pairs of fp16."""
+    """Returns a function that converts four FP8 numbers in 32 bits to two pairs of fp16."""
 
     def convert(words: Tensor) -> tuple[Tensor, Tensor]:
         numbers = np.ascontiguousarray(words.data)[..., None].view(np.uint8)
@@ -89,24 +89,25 @@ _KNOWN: list[tuple[re.Pattern[str], Callable[..., Any]]] = [
     (re.compile(r"vote\.sync\.any.*@!p bra SAME; mul\.f32"), lambda x, factor: x * factor),
     (re.compile(r"vote\.sync\.any.*nanosleep"), lambda x: x),
     (re.compile(r"^\s*mov\.b32 \$0, 0;\s*$"), lambda _: scalar(0)),
-    (re.compile(r"^griddepcontrol\.(wait|launch_dependents); mov\.b32 \$0, \$1;$"), scalar),  # kernels run one by one
+    (re.compile(r"^griddepcontrol\.(wait|launch_dependents); mov\.b32 \$0, \$1;$"), scalar),  # kernels run one by one.
     (re.compile(r"^\s*mov\.[bf]32 \$0, \$1;\s*$"), lambda x: x),
 ]
 
 
 def register_asm(pattern: str, function: Callable[..., Any]) -> None:
-    """Teach the emulator an elementwise inline-asm text.
+    """Adds an elementwise inline-asm text to the emulator.
 
-    pattern: a regular expression that the whole text, or a part of it, matches.
-    function: from the operands (values.Tensor, with numpy `data`, or scalars) to the result. The last registered match wins.
+    pattern: a regular expression that is searched in the text.
+    function: a function from the operands (values.Tensor with numpy `data`, or scalars) to the result. If several patterns match,
+        the last registered one is used.
     """
     _KNOWN.insert(0, (re.compile(pattern, re.DOTALL), function))
 
 
 def inline_asm_elementwise(asm: str, constraints: str, args: list[Any], dtype: DType, is_pure: bool, pack: int, **_: Any) -> Any:
-    """Raises NotImplementedError for a text that is neither known nor registered."""
+    """Executes inline asm. Raises NotImplementedError if the text is neither known nor registered."""
     cta, first = running(), args[0]
-    text = asm if isinstance(first, Tensor) else asm.replace("$1", str(int(first)))  # a barrier's number may be an operand
+    text = asm if isinstance(first, Tensor) else asm.replace("$1", str(int(first)))  # a barrier's number may be an operand.
     if barriers := _BARRIER.findall(text):
         if is_pure:
             cta.find("named-barrier", "asm with a barrier has is_pure=True, so the compiler may move it or leave it out")
@@ -130,7 +131,7 @@ def inline_asm_elementwise(asm: str, constraints: str, args: list[Any], dtype: D
 
 
 def _runs_per_thread(operand: Any, pack: int) -> int:
-    """Returns how often each thread runs the asm: once for a scalar, else once for each `pack` elements that it holds."""
+    """Returns the number of times that each thread runs the asm: once for a scalar, else once per `pack` elements of the thread."""
     if not isinstance(operand, Tensor):
         return 1
     partition, layout = running().current, operand.layout

@@ -1,4 +1,4 @@
-"""Emulation of gl.*: tensors, reductions, pointers, shared memory, partitions. A table by name that the translation looks up."""
+"""Emulation of gl.*: tensors, reductions, pointers, shared memory, partitions. The translation looks functions up in a table."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ for _name, _function in {
     FUNCTIONS[_name] = lambda x, _function=_function: unary(_function, x)
 
 
-# The grid
+# The grid.
 
 
 @_emulates()
@@ -104,7 +104,7 @@ def num_warps() -> int:
 
 @_emulates("barrier", "thread_barrier")
 def barrier(**_: Any) -> None:
-    """It orders the threads of a partition, which is one actor here."""
+    """Executes a barrier of a partition's threads. It does nothing more, because a partition is one actor."""
     running().step()
 
 
@@ -113,7 +113,7 @@ def static_range(*bounds: Any) -> range:
     return range(*[int(static(bound, "a bound of static_range")) for bound in bounds])
 
 
-# Tensors
+# Tensors.
 
 
 @_emulates()
@@ -159,7 +159,7 @@ def absolute(x: Operand) -> Any:
 
 @_emulates()
 def fma(a: Operand, b: Operand, c: Operand) -> Tensor:
-    """One rounding: a product of two fp32 numbers is exact in fp64."""
+    """Returns a * b + c with one rounding, because a product of two fp32 numbers is exact in fp64."""
     result: Tensor = binary("add", binary("mul", a, b), c)
     x, y, z = (operand.data.astype(np.float64) if isinstance(operand, Tensor) else float(operand) for operand in (a, b, c))
     return Tensor(round_to(np.asarray(x * y + z), result.dtype), result.dtype, result.layout)
@@ -167,7 +167,7 @@ def fma(a: Operand, b: Operand, c: Operand) -> Tensor:
 
 @_emulates()
 def umulhi(a: Tensor, b: Operand) -> Tensor:
-    """The upper 32 bits of a product of two uint32."""
+    """Returns the upper 32 bits of a product of two uint32."""
     x, y = (v.data.astype(np.uint64) if isinstance(v, Tensor) else np.uint64(int(v) & 0xFFFFFFFF) for v in (a, b))
     return Tensor(np.asarray((x * y) >> np.uint64(32)).astype(np.uint32), tl.uint32, a.layout)
 
@@ -225,23 +225,23 @@ def assert_all(condition: Operand, message: str = "", **_: Any) -> None:
 
 
 def _checked(layout: Layout, rank: int) -> Layout:
-    """Raises GluonError for a layout of another rank, or of another number of warps than the partition has."""
+    """Returns a layout. Raises GluonError if its rank differs, or if its number of warps is not that of the partition."""
     if layout is None:
         return layouts.AutoLayout()
     running().check_layout(layout)
     if isinstance(layout, layouts.SliceLayout) and isinstance(layout.parent, layouts.AutoLayout):
-        return layouts.AutoLayout()  # a slice of what a reshape gave, whose layout is not followed
+        return layouts.AutoLayout()  # a slice of a reshaped tensor, whose layout is not tracked.
     if not isinstance(layout, layouts.AutoLayout | layouts.CoalescedLayout) and layout.rank != rank:
         raise GluonError(f"a tensor of rank {rank} with the layout {layout} of rank {layout.rank}")
     return layout
 
 
 def _flat(numbers: tuple[Any, ...]) -> list[int]:
-    """The numbers of f(1, 2) and of f([1, 2])."""
+    """Returns the numbers of f(1, 2) or of f([1, 2])."""
     return [int(n) for n in (numbers[0] if isinstance(numbers[0], list | tuple) else numbers)]
 
 
-# Reductions
+# Reductions.
 
 
 def _reduction(on_floats: np.ufunc, on_integers: np.ufunc) -> Callable[..., Any]:
@@ -267,7 +267,7 @@ def _reduced(x: Tensor, axis: int, data: Array, dtype: DType, keep_dims: bool) -
 
 
 FUNCTIONS["sum"] = _reduction(np.add, np.add)
-FUNCTIONS["max"] = _reduction(np.fmax, np.maximum)  # PTX ISA, "max" and "min": of a NaN and a number, the number
+FUNCTIONS["max"] = _reduction(np.fmax, np.maximum)  # NaNs are ignored (PTX ISA, "max" and "min").
 FUNCTIONS["min"] = _reduction(np.fmin, np.minimum)
 FUNCTIONS["xor_sum"] = _reduction(np.bitwise_xor, np.bitwise_xor)
 FUNCTIONS["reduce_or"] = _reduction(np.bitwise_or, np.bitwise_or)
@@ -275,7 +275,7 @@ FUNCTIONS["reduce_or"] = _reduction(np.bitwise_or, np.bitwise_or)
 
 @_emulates()
 def reduce(x: Tensor, axis: int, combine_fn: Callable[..., Any], keep_dims: bool = False) -> Any:
-    """Folds slices one after the other; a GPU folds them as a tree."""
+    """Combines slices one after the other. A GPU combines them in a tree."""
     slices = [Tensor(np.take(x.data, i, axis=axis), x.dtype, layouts.AutoLayout()) for i in range(x.data.shape[axis])]
     result = slices[0]
     for following in slices[1:]:
@@ -284,12 +284,12 @@ def reduce(x: Tensor, axis: int, combine_fn: Callable[..., Any], keep_dims: bool
     return _reduced(x, axis, data, result.dtype, keep_dims)
 
 
-# Global memory through pointers
+# Global memory through pointers.
 
 
 @_emulates()
 def load(pointer: Pointer, mask: Operand = None, other: Operand = None, **_: Any) -> Any:
-    """Masked elements are `other`, or poison where it is not given."""
+    """Loads elements. Masked elements are `other`, or poison if it is not given."""
     offset, active = _addresses(pointer, mask, "load")
     dtype = pointer.buffer.dtype
     data = pointer.buffer.data[np.where(active, offset, 0)]
@@ -338,7 +338,7 @@ def _stored(pointer: Pointer, value: Operand, what: str) -> Array:
 
 
 def _addresses(pointer: Any, mask: Operand, what: str) -> tuple[Array, Array]:
-    """Offsets and which of them are active; those outside the buffer are a finding, and are left out."""
+    """Returns offsets and a mask of the active ones. Offsets outside the buffer are a finding, and are not active."""
     if not isinstance(pointer, Pointer):
         raise GluonError(f"{what} through {pointer!r}; accepted: a pointer")
     offset: Array = pointer.offset
@@ -358,7 +358,7 @@ def _addresses(pointer: Any, mask: Operand, what: str) -> tuple[Array, Array]:
     return offset, active
 
 
-# Shared memory and partitions
+# Shared memory and partitions.
 
 
 @_emulates()
@@ -374,7 +374,7 @@ def warp_specialize(functions_and_args: Sequence[Any], worker_num_warps: Sequenc
     return running().warp_specialize([(function, tuple(args)) for function, args in functions_and_args], warps, registers)
 
 
-# The same as methods of a tensor
+# The same functions as methods of a tensor.
 
 
 def _as_method(name: str) -> Callable[..., Any]:

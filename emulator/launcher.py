@@ -1,4 +1,4 @@
-"""Running kernels: one launch under one seed, and a sweep over many."""
+"""Launches of kernels: one launch under one seed, and a sweep over many seeds."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from flexattn.emulator.values import Pointer, scalar
 class Options:
     """Settings of a run, apart from the seed.
 
-    schedule: the order of events: "eager", asynchronous operations act at once; "lazy", as late as they may; "round-robin",
-        partitions in turn; "random", weights that change now and then. None: seeds 0, 1 and 2 are the first three, all others
-        random.
-    in_order: run the programs of the grid in order under a random schedule too, for kernels that wait for earlier programs.
-    race_detector: without it only what the simulated memory shows is found.
-    max_steps, timeout_s: the scheduling steps of a program and its seconds, after which it is given up.
-    trace: keep each step in Report.trace.
+    schedule: the order of events. "eager": asynchronous operations act at once. "lazy": they act as late as possible.
+        "round-robin": partitions run in turn. "random": partitions have random weights, which change sometimes. None: seeds 0, 1
+        and 2 have the first three schedules, and all other seeds are random.
+    in_order: whether programs run in order in a random schedule too. Kernels that wait for earlier programs need it.
+    race_detector: if False, only errors that show in the simulated memory are found.
+    max_steps, timeout_s: the limits of a program in scheduling steps and in seconds.
+    trace: whether each step is kept in Report.trace.
     """
 
     schedule: str | None = None
@@ -55,19 +55,23 @@ _DEFAULTS = Options()
 def launch(
     kernel: Any, grid: Sequence[int], *args: Any, num_warps: int = 4, seed: int = 0, options: Options = _DEFAULTS, **kwargs: Any
 ) -> Report:
-    """Run a Gluon kernel on CPU tensors, and say what it did wrong.
+    """Runs a Gluon kernel on CPU tensors, and reports its errors.
 
     kernel: a @gluon.jit function.
-    grid: programs along up to three axes. They run one after the other, under a random schedule in random order.
-    args, kwargs: the kernel's arguments as at a launch on a GPU: CPU tensors, host tensor descriptors, numbers, constexprs. Tensors
-        are written in place, when the launch ends.
-    num_warps: of the default partition.
-    seed: decides every choice of the schedule; the same seed gives the same run. A test should take twenty or more.
+    grid: programs along up to three axes. They run one after the other, in random order if the schedule is random.
+    args, kwargs: the kernel's arguments as in a launch on a GPU: CPU tensors, host tensor descriptors, numbers, constexprs. Tensors
+        are written in place when the launch ends.
+    num_warps: warps of the default partition.
+    seed: decides every choice of the schedule. The same seed gives the same run. A test should use twenty or more seeds.
     options: see `Options`.
 
-    The kernel's own mistakes do not raise: they are in the report. Raises TypeError for another kernel, where arguments and
-    parameters do not match, and for tensors that are not on the CPU, ValueError for a grid that is none, GluonError for a host
-    descriptor that the driver would refuse, RuntimeError inside another launch.
+    Errors of the kernel itself are in the report and are not raised.
+
+    Raises:
+        TypeError: another kind of kernel, arguments that do not match the parameters, or tensors that are not on the CPU.
+        ValueError: a grid that is not valid.
+        GluonError: a host descriptor that the driver would refuse.
+        RuntimeError: a launch inside another launch.
     """
     context.require_idle()
     if not 1 <= len(grid) <= 3 or any(int(n) < 1 for n in grid):
@@ -75,8 +79,8 @@ def launch(
     if not isinstance(kernel, GluonJITFunction):
         raise TypeError(f"kernel is a {type(kernel).__name__}; accepted: a @gluon.jit function")
     function = function_for(kernel.fn)
-    given = dict(zip(function.names, args, strict=False)) | kwargs
-    missing, unknown = set(function.names) - set(given) - function.defaults, set(given) - set(function.names)
+    arguments = dict(zip(function.names, args, strict=False)) | kwargs
+    missing, unknown = set(function.names) - set(arguments) - function.defaults, set(arguments) - set(function.names)
     twice = set(function.names[: len(args)]) & set(kwargs)
     if missing or unknown or twice or len(args) > len(function.names):
         raise TypeError(
@@ -88,7 +92,7 @@ def launch(
     buffers: dict[tuple[int, torch.dtype], GlobalBuffer] = {}
     call = {
         name: translate(value, name) if name in function.constexprs else _argument(name, value, buffers)
-        for name, value in given.items()
+        for name, value in arguments.items()
     }
     rng = random.Random(seed)
     programs = list(itertools.product(*(range(n) for n in report.grid)))
@@ -105,7 +109,7 @@ def launch(
                     report.steps += cta.steps
     except EmulationError as error:
         report.error = error
-    except Exception as error:  # any kind: the kernel's Python raised it, and the report must say so
+    except Exception as error:  # the kernel's Python may raise any error, which belongs in the report.
         report.error = error
         report.add(_finding_for(error))
     report.seconds = time.perf_counter() - start
@@ -115,21 +119,21 @@ def launch(
 
 
 def sweep(run: Callable[[int], Report], seeds: Iterable[int] = range(24)) -> dict[str, tuple[list[int], Finding]]:
-    """Call run(seed) for each seed; each kind that was found, with its seeds and its first finding."""
-    found: dict[str, tuple[list[int], Finding]] = {}
+    """Calls run(seed) for each seed. Returns the kinds of findings, each with its seeds and its first finding."""
+    kinds: dict[str, tuple[list[int], Finding]] = {}
     for seed in seeds:
         for finding in run(seed).findings:
-            known, _ = found.setdefault(finding.kind, ([], finding))
+            known, _ = kinds.setdefault(finding.kind, ([], finding))
             if seed not in known:
                 known.append(seed)
-    return found
+    return kinds
 
 
 def _argument(name: str, value: Any, buffers: dict[tuple[int, torch.dtype], GlobalBuffer]) -> Any:
-    """Returns a run-time argument as a kernel sees it."""
+    """Returns a run-time argument in the form for a kernel."""
     if isinstance(value, torch.Tensor):
         return Pointer(_buffer(name, value, buffers), np.asarray(value.storage_offset(), np.int64))
-    if hasattr(value, "block_shape") and isinstance(getattr(value, "base", None), torch.Tensor):  # a host TensorDescriptor
+    if hasattr(value, "block_shape") and isinstance(getattr(value, "base", None), torch.Tensor):  # a host TensorDescriptor.
         buffer, offset = _buffer(name, value.base, buffers), value.base.storage_offset()
         padding = getattr(value, "padding", "zero")
         return Descriptor(buffer, offset, value.shape, value.strides, value.block_shape, value.layout, padding)
@@ -145,7 +149,10 @@ def _argument(name: str, value: Any, buffers: dict[tuple[int, torch.dtype], Glob
 
 
 def _buffer(name: str, tensor: torch.Tensor, buffers: dict[tuple[int, torch.dtype], GlobalBuffer]) -> GlobalBuffer:
-    """One buffer for each storage, so that tensors which share memory do so here; of several dtypes they may not share elements."""
+    """Returns the buffer of a storage and dtype, so that tensors with shared memory share it here too.
+
+    Tensors of different dtypes must not share elements.
+    """
     if tensor.device.type != "cpu":
         raise TypeError(f"{name} is on {tensor.device}; the emulator takes CPU tensors")
     place = (tensor.untyped_storage().data_ptr(), tensor.dtype)
@@ -155,7 +162,7 @@ def _buffer(name: str, tensor: torch.Tensor, buffers: dict[tuple[int, torch.dtyp
 
 
 def _finding_for(error: Exception) -> Finding:
-    """Returns the error that the kernel raised, at its own line."""
+    """Returns a finding for an error that the kernel raised, at the kernel's line."""
     site, inside = _raised_at(error.__traceback__)
     kind = "not-modelled" if isinstance(error, NotImplementedError) else "illegal-program"
     name = "" if isinstance(error, GluonError | NotImplementedError) else f"{type(error).__name__}: "
@@ -164,6 +171,6 @@ def _finding_for(error: Exception) -> Finding:
 
 
 def _raised_at(traceback: TracebackType | None) -> tuple[Site, bool]:
-    """The kernel's frames of a traceback, innermost first, and whether the innermost of all is the emulator's."""
+    """Returns the kernel's frames of a traceback, innermost first, and whether the innermost frame is in the emulator."""
     frames = [(frame.filename, frame.lineno or 0, frame.name) for frame in reversed(extract_tb(traceback))]
     return tuple(frame for frame in frames if not is_own_frame(frame[0])), bool(frames) and is_own_frame(frames[0][0])

@@ -1,4 +1,4 @@
-"""Global memory: the buffers behind torch tensors, and TMA descriptors over them."""
+"""Global memory: the buffers of torch tensors, and TMA descriptors over them."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from flexattn.emulator.dtypes import Array, DType, from_torch, is_float, numpy_d
 from flexattn.emulator.protocols import Layout
 from flexattn.emulator.report import GluonError, Site, show
 
-REDUCED = -1  # the writer of an element that reductions and atomics add to, in whatever order
+REDUCED = -1  # the writer of an element that reductions and atomics change, in any order.
 
-MAX_RANK = 5  # PTX ISA, "Tensors": a tensor map has 1 to 5 dimensions
-MAX_BOX = 256  # CUDA driver API, cuTensorMapEncodeTiled: the elements of a box along a dimension
-ALIGNMENT = 16  # the same: the base, all strides but the innermost, and the innermost dimension of a box, in bytes
+MAX_RANK = 5  # a tensor map has 1 to 5 dimensions (PTX ISA, "Tensors").
+MAX_BOX = 256  # elements of a box along a dimension (CUDA driver API, cuTensorMapEncodeTiled).
+ALIGNMENT = 16  # bytes, for the base, all strides except for the innermost, and the innermost dimension of a box (see MAX_BOX).
 
 _REDUCTIONS = {"add": np.add, "min": np.minimum, "max": np.maximum}
 
 
 class GlobalBuffer:
-    """The storage behind torch tensors, as a flat array that is written back at the end of the launch.
+    """The storage of torch tensors, as a flat array that is written back at the end of the launch.
 
-    writers: who wrote each element: 0 nobody, REDUCED, or a partition's number, which no other partition of the grid has.
+    writers: the writer of each element: 0 for none, REDUCED, or a partition's number, which is unique in the grid.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -37,7 +37,7 @@ class GlobalBuffer:
         self._dirty = False
 
     def write(self, index: Array, values: Array, writer: int, site: Site, who: str) -> None:
-        """Two writers of one element are a finding, except where an int32 counter of atomics is set back by the last to draw."""
+        """Writes elements. A second writer of an element is a finding, unless it resets an int32 counter of atomics."""
         before = self.writers[index]
         is_counter = self.dtype.name == "int32" and before.size and bool((before == REDUCED).all())
         if not is_counter:
@@ -54,7 +54,7 @@ class GlobalBuffer:
         self._dirty = True
 
     def flush(self) -> None:
-        """Writes back what was written: the rest of the storage may be another dtype's."""
+        """Writes the changed elements back. The rest of the storage may belong to tensors of another dtype."""
         if self._dirty:
             written = torch.from_numpy(self.writers != 0)
             self._storage[written] = torch.from_numpy(self.data).to(self._storage.dtype)[written]
@@ -72,7 +72,7 @@ def _name_writer(number: int) -> str:
 
 
 class Shape(tuple[int, ...]):
-    """A shape that can be joined to lists and tuples, as sequences can inside kernels."""
+    """A shape that can be added to lists and tuples, like sequences inside of kernels."""
 
     __slots__ = ()
 
@@ -88,7 +88,7 @@ class Shape(tuple[int, ...]):
 
 
 class BlockType:
-    """Fields of `descriptor.block_type` in a kernel."""
+    """The fields of `descriptor.block_type` in a kernel."""
 
     def __init__(self, dtype: DType, shape: Sequence[int]) -> None:
         self.element_ty = self.scalar = dtype
@@ -97,12 +97,12 @@ class BlockType:
 
 
 class Descriptor:
-    """A TMA descriptor: boxes of `block_shape` out of a strided tensor in a buffer.
+    """A TMA descriptor for boxes of `block_shape` in a strided tensor in a buffer.
 
-    An address is base + sum(coordinate * stride) modulo 2**64 bytes, so a tensor whose far corner lies outside its buffer is legal
-    while no box reaches there. triton/tools/ragged_tma.py rests on that: its boxes end at a sequence's end.
+    An address is base + sum(coordinate * stride) modulo 2**64 bytes. So a tensor may exceed its buffer if no box is read or written
+    there. triton/tools/ragged_tma.py relies on that: its boxes end at the end of a sequence.
 
-    Raises GluonError for what cuTensorMapEncodeTiled refuses.
+    Raises GluonError if cuTensorMapEncodeTiled would refuse the descriptor.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class Descriptor:
         return any(c <= -block or c >= n for c, block, n in zip(coord, self.block_shape, self.shape, strict=True))
 
     def overrun(self, coord: Sequence[int]) -> str | None:
-        """Returns how far the box at `coord` reaches outside the buffer, if it does."""
+        """Returns a text about a box at `coord` that exceeds the buffer, or None if it does not."""
         _, start, extents = self._clip(coord)
         if min(extents) <= 0:
             return None
@@ -170,7 +170,7 @@ class Descriptor:
         )
 
     def read(self, coord: Sequence[int]) -> Array:
-        """The box at `coord`; zeros, or NaN, where it is outside the tensor."""
+        """Returns the box at `coord`. Elements outside the tensor are 0, or NaN if the padding is "nan"."""
         box = np.full(self.block_shape, np.nan if self.padding == "nan" else 0, numpy_dtype(self.dtype))
         inside, index = self._locate(coord)
         if index is not None:
@@ -178,7 +178,7 @@ class Descriptor:
         return box
 
     def write(self, coord: Sequence[int], box: Array, reduction: str | None, writer: int, site: Site, who: str) -> None:
-        """Elements outside the tensor are dropped."""
+        """Writes the box at `coord`. Elements outside the tensor are dropped."""
         inside, index = self._locate(coord)
         if index is None:
             return
@@ -189,14 +189,17 @@ class Descriptor:
         self.buffer.write(index, values, writer if reduction is None else REDUCED, site, who)
 
     def _locate(self, coord: Sequence[int]) -> tuple[tuple[slice, ...], Array | None]:
-        """The part of the box that is in the tensor, and its elements' places in the buffer (None: nothing, or an overrun)."""
+        """Returns the part of the box in the tensor, and its elements' places in the buffer.
+
+        The places are None if the part is empty or exceeds the buffer.
+        """
         inside, start, extents = self._clip(coord)
         if min(extents) <= 0 or self.overrun(coord) is not None:
             return inside, None
         return inside, self._steps(extents)[0] + start
 
     def _clip(self, coord: Sequence[int]) -> tuple[tuple[slice, ...], int, tuple[int, ...]]:
-        """The part of the box that is in the tensor, the place in the buffer of its first element, and its extents."""
+        """Returns the part of the box in the tensor, the place of its first element in the buffer, and its extents."""
         ranges = [(max(c, 0), min(c + block, n)) for c, block, n in zip(coord, self.block_shape, self.shape, strict=True)]
         inside = tuple(slice(low - c, high - c) for (low, high), c in zip(ranges, coord, strict=True))
         wrap = 2**64 // size_of(self.dtype)
@@ -205,7 +208,7 @@ class Descriptor:
         return inside, start, tuple(high - low for low, high in ranges)
 
     def _steps(self, extents: tuple[int, ...]) -> tuple[Array, int]:
-        """Each element's place relative to the box's first, and the furthest of them."""
+        """Returns each element's place relative to the first element of the box, and the largest one."""
         if extents not in self._relative:
             steps: Array = np.zeros((1,) * len(extents), np.int64)
             for dim, (n, stride) in enumerate(zip(extents, self.strides, strict=True)):

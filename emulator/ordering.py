@@ -1,15 +1,15 @@
-"""Happens-before: vector clocks, and the accesses to shared memory that they order.
+"""Happens-before relation: vector clocks, and the order of accesses to shared memory.
 
-Every actor has a time of its own, which advances at each of its releases:
+Every actor has its own time, which advances at each of its releases:
 
-- a partition,
-- its queue of wgmma, joined by warpgroup_mma_wait,
-- its queue of TMA stores, joined by store_wait,
-- its queue of tcgen05 products, joined by a wait on an mbarrier that they are committed to,
-- an mbarrier, whose time is the number of its phase; a TMA load acts for its mbarrier, and a wait on the phase joins it.
+- A partition.
+- Its queue of wgmma, joined by warpgroup_mma_wait.
+- Its queue of TMA stores, joined by store_wait.
+- Its queue of tcgen05 products, joined by a wait on the mbarrier of their commit.
+- An mbarrier, whose time is the number of its phase. A TMA load acts for its mbarrier, and a wait on the phase joins it.
 
-Two accesses that no chain of releases and acquires orders are a race in every schedule, also in those where they happen to fall
-in the right order (Lamport 1978; the detector is FastTrack's, Flanagan and Freund 2009, with reads kept per actor).
+If no chain of releases and acquires orders two accesses, they are a race in every schedule. That includes schedules in which they
+happen in the right order (Lamport 1978). The detector is FastTrack's (Flanagan and Freund 2009), with reads kept per actor.
 """
 
 from __future__ import annotations
@@ -20,12 +20,15 @@ from flexattn.emulator.report import Site
 
 Actor = int
 Clock = dict[Actor, int]
-Rectangle = tuple[tuple[int, int], ...]  # [low, high) along each dimension of an allocation
+Rectangle = tuple[tuple[int, int], ...]  # [low, high) along each dimension of an allocation.
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """One access to shared or tensor memory. generic: an ordinary load or store, and not TMA or products, of the async proxy."""
+    """One access to shared or tensor memory.
+
+    generic: whether it is an ordinary load or store. TMA and products use the async proxy instead.
+    """
 
     actor: Actor
     time: int
@@ -36,13 +39,13 @@ class Access:
 
 
 class Knowledge:
-    """Events that an actor knows to have happened, and how much of it the async proxy sees too.
+    """Events that an actor knows to have happened, and the part of them that the async proxy sees too.
 
-    TMA and wgmma read shared memory through the async proxy, which sees ordinary stores only across a fence.proxy.async (PTX ISA,
-    "Async proxy"). The fence may be the writer's or the reader's; what it covers travels with later releases.
+    TMA and wgmma read shared memory through the async proxy, which sees ordinary stores only after a fence.proxy.async (PTX ISA,
+    "Async proxy"). The writer or the reader may execute the fence. Later releases pass on the events that it covers.
 
-    Accesses to tensor memory of two threads need a tcgen05.fence on both sides of the barrier between them: before the release,
-    where those made are `offered`, and after the acquire, where they are `ordered` (PTX ISA, "tcgen05.fence").
+    If two threads access tensor memory, both sides of the barrier between them need a tcgen05.fence (PTX ISA, "tcgen05.fence"). A
+    fence before the release marks accesses as `offered`. A fence after the acquire marks them as `ordered`.
     """
 
     __slots__ = ("fenced", "happened", "offered", "ordered")
@@ -59,18 +62,18 @@ class Knowledge:
         _join(self.offered, other.offered)
 
     def reach(self, actor: Actor, time: int) -> None:
-        """Everything that `actor` did up to `time` has happened."""
+        """Records that everything that `actor` did up to `time` has happened."""
         _join(self.happened, {actor: time})
 
     def fence(self) -> None:
         _join(self.fenced, self.happened)
 
     def offer(self) -> None:
-        """tcgen05.fence::before_thread_sync"""
+        """Executes a tcgen05.fence::before_thread_sync."""
         _join(self.offered, self.happened)
 
     def order(self) -> None:
-        """tcgen05.fence::after_thread_sync"""
+        """Executes a tcgen05.fence::after_thread_sync."""
         _join(self.ordered, self.offered)
 
     def knows(self, access: Access) -> bool:
@@ -96,13 +99,13 @@ class _Record:
 
 
 class History:
-    """The accesses to one allocation: of each rectangle its last write, and the last read of each actor since."""
+    """The accesses to one allocation: for each rectangle the last write, and the last read of each actor after it."""
 
     def __init__(self) -> None:
         self._records: dict[Rectangle, _Record] = {}
 
     def add(self, rectangle: Rectangle, access: Access, write: bool) -> list[tuple[Access, bool]]:
-        """Put an access on record; the earlier ones that conflict with it, each with whether it is a write."""
+        """Records an access, and returns the earlier accesses that conflict with it. Each has a flag that is True for a write."""
         conflicts: list[tuple[Access, bool]] = []
         for known, record in list(self._records.items()):
             if not overlap(known, rectangle):

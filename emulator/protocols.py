@@ -1,4 +1,4 @@
-"""Types by which files of the emulator know each other where neither can import the other."""
+"""Protocols for classes of the emulator whose files cannot import each other."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any, NoReturn, Protocol
 from flexattn.emulator.ordering import Actor, Knowledge
 from flexattn.emulator.report import Site
 
-Layout = Any  # a Gluon layout object
+Layout = Any  # a Gluon layout object.
 
 
 class AnyPartition(Protocol):
-    """A partition (`scheduler.Partition`), as barriers and asynchronous operations see it."""
+    """A partition (`scheduler.Partition`), for barriers and asynchronous operations."""
 
     name: str
     number: int
@@ -39,7 +39,7 @@ class AnyPartition(Protocol):
 
 
 class AnyArrival(Protocol):
-    """Who arrives at an mbarrier: a partition, or a commit (`asynchronous.Commit`)."""
+    """An arrival at an mbarrier: by a partition, or by a commit (`asynchronous.Commit`)."""
 
     @property
     def name(self) -> str: ...
@@ -51,7 +51,7 @@ class AnyArrival(Protocol):
 
 
 class AnyLoad(Protocol):
-    """A TMA load (`asynchronous.TmaLoad`), as the barrier on which it lands sees it."""
+    """A TMA load (`asynchronous.TmaLoad`), for its mbarrier."""
 
     @property
     def partition(self) -> AnyPartition: ...
@@ -64,7 +64,7 @@ class AnyLoad(Protocol):
 
 
 class Program(Protocol):
-    """The running program (`cta.Cta`), as memory, values and barriers see it."""
+    """The running program (`cta.Cta`), for memory, values and barriers."""
 
     @property
     def partitions(self) -> Sequence[AnyPartition]: ...

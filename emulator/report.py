@@ -1,4 +1,4 @@
-"""Findings of a launch, with the kernel's own source lines, and the report that holds them."""
+"""Findings of a launch, with the kernel's own source lines, and the report that contains them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ BUGS: dict[str, str] = {
     "illegal-program": "a program that Gluon refuses: layouts, shapes, dtypes, constexpr rules; or a Python error",
     "not-modelled": "an operation that the emulator does not know",
 }
-"""The kinds of findings that are bugs. The program is wrong, or right only by luck of the schedule."""
+"""The kinds of findings that are bugs. The program is wrong, or it is right only in some schedules."""
 
 WARNINGS: dict[str, str] = {
     "phase-repeat": "a partition waits again for a phase that it has seen",
@@ -46,10 +46,10 @@ WARNINGS: dict[str, str] = {
     "tma-out-of-bounds": "a TMA box wholly outside its tensor: legal, and seldom meant",
     "slice-in-swizzle": "a slice that cuts the rows of a swizzled layout: addresses are not modelled, look at it on a GPU",
 }
-"""The kinds that are no bugs by themselves."""
+"""The kinds of findings that are not bugs by themselves."""
 
-Frame = tuple[str, int, str]  # file, line, function
-Site = tuple[Frame, ...]  # innermost first
+Frame = tuple[str, int, str]  # file, line, function.
+Site = tuple[Frame, ...]  # innermost first.
 
 _OWN_FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _DEPTH = 3  # frames of a site
@@ -57,11 +57,11 @@ THREAD_ENTRY = "_thread_main"  # the emulator's function at the bottom of each p
 
 
 class EmulationError(Exception):
-    """A finding after which the run cannot go on."""
+    """Raised for a finding that ends the run."""
 
 
 class GluonError(Exception):
-    """The program is not legal Gluon: a layout, shape, dtype or constexpr rule."""
+    """Raised if a program violates a rule of Gluon about layouts, shapes, dtypes or constexprs."""
 
 
 def is_own_frame(filename: str) -> bool:
@@ -69,22 +69,22 @@ def is_own_frame(filename: str) -> bool:
 
 
 def current_site() -> Site:
-    """Returns the innermost frames of the kernel, without the emulator's."""
-    frame, found = sys._getframe(1), list[Frame]()
-    while frame is not None and len(found) < _DEPTH:
+    """Returns the innermost frames of the kernel, without frames of the emulator."""
+    frame, frames = sys._getframe(1), list[Frame]()
+    while frame is not None and len(frames) < _DEPTH:
         code = frame.f_code
         if not is_own_frame(code.co_filename):
-            found.append((code.co_filename, frame.f_lineno, code.co_name))
+            frames.append((code.co_filename, frame.f_lineno, code.co_name))
         elif code.co_name == THREAD_ENTRY:
             break
         if frame.f_back is None:
             break
         frame = frame.f_back
-    return tuple(found)
+    return tuple(frames)
 
 
 def show(site: Site, who: str | None = None) -> str:
-    """`file:line in function < caller:line [partition] 'source line'`."""
+    """Returns a site as text: file:line in function < caller:line [partition] `source line`."""
     if not site:
         return "?"
     filename, line, function = site[0]
@@ -96,12 +96,12 @@ def show(site: Site, who: str | None = None) -> str:
 
 @dataclass
 class Finding:
-    """One thing found, however often it happened in the launch.
+    """One finding of a launch, with the number of times that it happened.
 
     kind: a key of BUGS or WARNINGS.
-    message: what happened, with the lines of the kernel that it concerns.
-    site: the innermost frames of the kernel; empty where it is about the whole program.
-    count: how often.
+    message: the event, with the kernel's lines that cause it.
+    site: the innermost frames of the kernel, or () for a finding about the whole program.
+    count: the number of times.
     """
 
     kind: str
@@ -122,14 +122,14 @@ class Finding:
 class Report:
     """The outcome of one launch.
 
-    grid, seed, schedule: what was run, and under which order of events.
-    findings: each once, in the order found. `bugs` and `kinds` leave the warnings out.
-    error: what ended the launch before its end, or None: an EmulationError (a deadlock), or what the kernel raised.
-    shared_bytes: the sum of the allocations of one program; the compiler adds some 200 bytes for warp specialisation.
-    registers: per thread, of the default partition and of each worker, where the kernel asks for a number.
-    steps, wgmmas, products: scheduling points passed and matrix products issued, by wgmma and by tcgen05, in all programs.
-    tensor_columns: 32-bit columns of tensor memory that one program has.
-    trace: (step, partition, source line) of each scheduling point, where the options ask for it.
+    grid, seed, schedule: the grid, the seed, and the order of events.
+    findings: each finding once, in order. `bugs` and `kinds` do not include warnings.
+    error: the exception that ended the launch early, or None. It is an EmulationError, such as a deadlock, or the kernel's own.
+    shared_bytes: the sum of one program's allocations. The compiler adds some 200 bytes for warp specialisation.
+    registers: registers per thread, of the default partition and of each worker, if the kernel requests numbers.
+    steps, wgmmas, products: the numbers of scheduling points, of wgmma products, and of tcgen05 products in all programs.
+    tensor_columns: 32-bit columns of tensor memory in one program.
+    trace: (step, partition, source line) of each scheduling point, if the options request it.
     """
 
     grid: tuple[int, int, int]
@@ -152,18 +152,18 @@ class Report:
 
     @property
     def kinds(self) -> list[str]:
-        """The kinds of the bugs, each once."""
+        """Returns the kinds of the bugs, each once."""
         return sorted({finding.kind for finding in self.bugs})
 
     @property
     def work(self) -> str:
-        """Matrix products that were issued."""
+        """Describes the matrix products of the launch."""
         if self.products:
             return f"{self.products} tcgen05 products, {self.tensor_columns} columns of tensor memory"
         return f"{self.wgmmas} wgmma"
 
     def add(self, finding: Finding) -> None:
-        """Record a finding; one of the same kind at the same place counts up."""
+        """Records a finding. If one of the same kind at the same place exists, its count is increased."""
         for known in self.findings:
             same_place = known.site[:2] == finding.site[:2] if finding.site else known.message == finding.message
             if known.kind == finding.kind and same_place:
@@ -172,7 +172,7 @@ class Report:
         self.findings.append(finding)
 
     def check(self) -> None:
-        """Raises EmulationError with the whole report if there is a bug."""
+        """Raises EmulationError with the complete report if there is a bug."""
         if self.bugs or self.error is not None:
             raise EmulationError(str(self))
 

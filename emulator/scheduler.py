@@ -1,4 +1,4 @@
-"""Partitions as threads, of which one runs at a time, and the seeded choice of what happens next."""
+"""The scheduler: partitions are threads, one of which runs at a time, and a seed decides the next event."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from flexattn.emulator.report import EmulationError, Finding, Report, Site, curr
 
 SCHEDULES = ("eager", "lazy", "round-robin", "random")
 
-_JOIN_SECONDS = 5.0  # for a thread that was told to stop
-_CHANGE_OF_FAVOUR = 0.03  # how often a random schedule draws new weights
+_JOIN_SECONDS = 5.0  # the time for a thread to stop.
+_CHANGE_OF_FAVOUR = 0.03  # the probability that a random schedule draws new weights in a step.
 _WARP = 32
 
 
@@ -27,7 +27,7 @@ class _Stop(BaseException):
 
 
 class Partition:
-    """One partition of gl.warp_specialize, or the whole program before it: a sequential actor."""
+    """One partition of gl.warp_specialize, or the program before it. It is a sequential actor."""
 
     def __init__(
         self,
@@ -47,13 +47,13 @@ class Partition:
         self.stores: Queue[TmaStore] = Queue(scheduler.new_actor())
         self.products: Queue[Product | Commit] = Queue(scheduler.new_actor())
         self.site: Site = ()
-        self.awaits: tuple[MBarrier, int] | None = None  # the mbarrier and phase of the wait that blocks it
+        self.awaits: tuple[MBarrier, int] | None = None  # the mbarrier and phase of a wait that blocks it.
         self.finished = False
-        self.ready: Callable[[], bool] | None = None  # None: it can run
+        self.ready: Callable[[], bool] | None = None  # whether it can run again. If None, it is not blocked.
         self.blocked_on: Callable[[], str] | None = None
-        self.polled: tuple[Any, Any] | None = None  # the element that its last operation polled, and the number there
+        self.polled: tuple[Any, Any] | None = None  # the element that its last operation polled, and the number there.
         self.weight = 1.0
-        # A raw lock is several times faster than a semaphore: held by whoever gives the turn away.
+        # A plain lock is several times faster than a semaphore. It is locked while the partition waits for its turn.
         self._turn = threading.Lock()
         self._turn.acquire()
 
@@ -74,7 +74,7 @@ class Partition:
         return not self.finished and (self.ready is None or self.ready())
 
     def release_to(self, other: Knowledge) -> None:
-        """Makes known to `other` all that it did so far, and nothing that it does from now on."""
+        """Adds everything that the partition did so far to `other`. Later events are not included."""
         other.join(self.knowledge)
         self.tick()
 
@@ -89,7 +89,7 @@ class Partition:
         self._turn.acquire()
 
     def give_turn(self) -> None:
-        if self._turn.locked():  # unlocked already only while a run is being stopped
+        if self._turn.locked():  # it is unlocked here only if a run is being stopped.
             self._turn.release()
 
     def describe(self) -> str:
@@ -99,11 +99,11 @@ class Partition:
 
 
 class Scheduler:
-    """Runs the partitions of one program and the operations in flight, in an order that the random numbers decide.
+    """Runs the partitions of one program and the operations in flight, in an order that random numbers decide.
 
-    A partition runs until its next scheduling point, which every operation on shared memory, barriers and the asynchronous engines
-    has. There, any partition that is not blocked may go on, and any operation in flight may act: TMA loads and stores in any order,
-    the wgmma of a partition in the order of issue, and so its tcgen05 products and commits.
+    A partition runs until its next scheduling point. Every operation on shared memory, barriers and asynchronous engines has one.
+    There, any partition that is not blocked may continue, and any operation in flight may act. TMA loads and stores act in any
+    order. The wgmmas of a partition act in the order of issue, and so do its tcgen05 products and commits.
     """
 
     def __init__(self, report: Report, rng: random.Random, max_steps: int, trace: bool) -> None:
@@ -125,31 +125,31 @@ class Scheduler:
 
     @property
     def current(self) -> Partition:
-        """The partition whose code is running."""
+        """Returns the partition whose code is running."""
         assert self._current is not None
         return self._current
 
     def find(self, kind: str, message: str, site: Site | None = None) -> None:
-        """Record a finding; without a site, at the kernel's line that is running."""
+        """Records a finding. If no site is given, it is the kernel's current line."""
         if site is None:
             site = current_site()
             message += f"  @ {show(site, self._current.name if self._current else None)}"
         self.report.add(Finding(kind, message, site))
 
     def fatal(self, kind: str, message: str) -> NoReturn:
-        """Record a finding after which the run cannot go on. Raises EmulationError."""
+        """Records a finding that ends the run, and raises EmulationError."""
         self.find(kind, message)
         raise EmulationError(f"{kind}: {message}")
 
     def run(self, name: str, function: Callable[[], Any], warps: int, timeout_s: float) -> None:
-        """Run the program to its end. Raises what a partition raised, and EmulationError after a fatal finding."""
+        """Runs the program to its end. Raises the error of a partition, or EmulationError after a fatal finding."""
         main = self.start(name, function, (), warps, None)
         main.give_turn()
         if not self._over.wait(timeout_s):
             message = f"{timeout_s} s have passed; a loop that does not synchronise?\n{self.state()}"
             self.report.add(Finding("timeout", message))
             self._stop(EmulationError(f"timeout: {message}"))
-            for thread in self._threads:  # one of them is spinning
+            for thread in self._threads:  # one of them is in an endless loop.
                 if thread.ident is not None:
                     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(_Stop))
         for thread in self._threads:
@@ -170,7 +170,7 @@ class Scheduler:
         return partition
 
     def step(self) -> None:
-        """A scheduling point, which comes before an operation acts."""
+        """Executes a scheduling point. It comes before an operation acts."""
         partition = self.current
         partition.site = current_site()
         partition.polled = None
@@ -179,7 +179,7 @@ class Scheduler:
             self.report.trace.append((self.steps, partition.name, show(partition.site)))
 
     def block(self, ready: Callable[[], bool], describe: Callable[[], str]) -> None:
-        """Let others run until `ready`; `describe` says in a deadlock what is waited for."""
+        """Lets others run until `ready`. If there is a deadlock, `describe` returns the reason of the wait."""
         partition = self.current
         if ready():
             return
@@ -188,11 +188,11 @@ class Scheduler:
         partition.ready = partition.blocked_on = None
 
     def state(self) -> str:
-        """Describes where every partition and barrier is, for a deadlock."""
+        """Describes the state of every partition and barrier, for a deadlock."""
         return "\n".join(partition.describe() for partition in self.partitions)
 
     def finish(self) -> None:
-        """Called when all partitions have ended and nothing is in flight."""
+        """Ends the run. It is called when all partitions have ended and nothing is in flight."""
         self._over.set()
 
     def _thread_main(self, partition: Partition) -> None:
@@ -208,7 +208,7 @@ class Scheduler:
             self._schedule(partition)
         except _Stop:
             pass
-        except Exception as error:  # raised again by run(), in the thread that launched
+        except Exception as error:  # run() raises it again, in the launching thread.
             self._stop(error)
 
     def _check_end(self, partition: Partition) -> None:
@@ -222,7 +222,7 @@ class Scheduler:
                 self.find(kind, message, last)
 
     def _schedule(self, me: Partition) -> None:
-        """Pick until a partition is picked; give it the turn, and wait for the next one of `me`."""
+        """Picks operations until it picks a partition. Then that partition runs, and `me` waits for its next turn."""
         while True:
             if self._stopping:
                 raise _Stop
@@ -245,7 +245,7 @@ class Scheduler:
         self._current = me
 
     def _pick(self, me: Partition) -> Partition | Operation | None:
-        """None: the program has ended. Raises EmulationError in a deadlock."""
+        """Returns the next partition or operation, or None if the program has ended. Raises EmulationError in a deadlock."""
         partitions = [partition for partition in self.partitions if partition.can_run]
         queues = [queue.pending for partition in self.partitions for queue in (partition.wgmmas, partition.products)]
         oldest = (next((op for op in pending if not op.done), None) for pending in queues)

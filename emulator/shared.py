@@ -1,4 +1,4 @@
-"""Shared memory: allocations, and the views of them that a kernel indexes, slices, permutes and reshapes."""
+"""Shared memory: allocations, and their views, which kernels index, slice, permute and reshape."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Allocation:
 class SharedView:
     """A shared memory descriptor of the language.
 
-    region: what of the allocation it covers, in the allocation's coordinates, where races are looked for.
-    dims: the allocation's dimension behind each dimension of the view; None for one that a reshape made.
+    region: the part of the allocation that it covers, in the allocation's coordinates. The race detector uses it.
+    dims: for each dimension of the view the dimension of the allocation, or None if a reshape made it.
     """
 
     def __init__(
@@ -145,11 +145,11 @@ class SharedView:
         if not 0 <= low < high <= self.shape[dim]:
             message = f"index {low} to {high - 1} along dimension {dim} of {self!r}, which has {self.shape[dim]}"
             context.program().fatal("shared-index", message)
-        own = self.dims[dim]
-        if own is None:
+        axis = self.dims[dim]
+        if axis is None:
             raise NotImplementedError("a part of a reshaped view of shared memory")
         region = list(self.region)
-        region[own] = (region[own][0] + low, region[own][0] + high)
+        region[axis] = (region[axis][0] + low, region[axis][0] + high)
         data = self.data[(slice(None),) * dim + (slice(low, high) if keep else low,)]
         dims = self.dims if keep else self.dims[:dim] + self.dims[dim + 1 :]
         return SharedView(self.allocation, data, tuple(region), self.dtype, self.layout, dims)

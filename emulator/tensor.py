@@ -1,4 +1,4 @@
-"""Tensor memory: allocations, and the descriptors through which kernels reach them."""
+"""Tensor memory: allocations, and the descriptors that kernels use to access them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flexattn.emulator.protocols import Layout
 from flexattn.emulator.report import GluonError
 from flexattn.emulator.values import Scalar, Tensor
 
-_POISON = 0x7FFF7FFF  # NaN in 32 bits, and twice in 16
+_POISON = 0x7FFF7FFF  # a NaN in 32 bits, and two NaNs in 16 bits.
 _COLUMN_BITS = 32
 
 
@@ -36,12 +36,12 @@ class TensorAllocation:
 
     @property
     def columns(self) -> int:
-        """Columns of the whole tensor memory that it takes."""
+        """Returns the number of columns of tensor memory that it uses."""
         return math.prod(self.shape[:-2]) * self.shape[-1]
 
 
 def columns_of(elements: int, dtype: DType, layout: Any) -> int:
-    """Number of 32-bit columns that a row of so many elements has. Raises GluonError where they leave one half full."""
+    """Returns the number of 32-bit columns of a row of elements. Raises GluonError if they do not fill the last column."""
     if layout.col_stride != 1:
         raise NotImplementedError(f"tensor memory with a col_stride of {layout.col_stride}")
     bits = elements * int(dtype.primitive_bitwidth)
@@ -52,8 +52,8 @@ def columns_of(elements: int, dtype: DType, layout: Any) -> int:
 
 @lru_cache
 def rows_of_threads(dtype: DType, shape: tuple[int, ...], layout: Any, warps: int) -> Layout:
-    """Returns the layout in registers of a tile of tensor memory, of which each thread has a row."""
-    if hasattr(blackwell, "get_tmem_reg_layout"):  # until triton 3.7
+    """Returns the register layout of a tile of tensor memory with one row per thread."""
+    if hasattr(blackwell, "get_tmem_reg_layout"):  # in Triton up to 3.7.
         return blackwell.get_tmem_reg_layout(dtype, shape, layout, warps)
     return blackwell.tensor_memory_descriptor_type(dtype, shape, layout, shape).get_reg_layout(warps)
 
@@ -61,7 +61,7 @@ def rows_of_threads(dtype: DType, shape: tuple[int, ...], layout: Any, warps: in
 class TensorView:
     """A tensor memory descriptor of the language.
 
-    region: what of the allocation it covers, in the allocation's coordinates, where races are looked for.
+    region: the part of the allocation that it covers, in the allocation's coordinates. The race detector uses it.
     """
 
     def __init__(self, allocation: TensorAllocation, region: Rectangle, dtype: DType, shape: Sequence[int], layout: Layout) -> None:
@@ -99,7 +99,7 @@ class TensorView:
 
     @property
     def data(self) -> Array:
-        """A copy of the values."""
+        """Returns a copy of the values."""
         bits = np.ascontiguousarray(self.allocation.bits[self._place])
         width = int(self.dtype.primitive_bitwidth)
         values = from_bits(bits.view(np.int32 if width == _COLUMN_BITS else np.int16), self.dtype)
@@ -114,10 +114,10 @@ class TensorView:
     def index(self, index: Any) -> TensorView:
         if self.rank < 3:
             raise GluonError(f"index() of {self!r}, which has rank {self.rank}")
-        at = int(index)
-        if not 0 <= at < self.shape[0]:
-            context.program().fatal("shared-index", f"index {at} of {self!r}, which has {self.shape[0]}")
-        low = self.region[0][0] + at
+        number = int(index)
+        if not 0 <= number < self.shape[0]:
+            context.program().fatal("shared-index", f"index {number} of {self!r}, which has {self.shape[0]}")
+        low = self.region[0][0] + number
         return TensorView(self.allocation, ((low, low + 1), *self.region[1:]), self.dtype, self.shape[1:], self.layout)
 
     def slice(self, start: Any, length: Any) -> TensorView:
@@ -125,9 +125,8 @@ class TensorView:
             raise GluonError(f"slice({start!r}, {length!r}) of {self!r}; both must be constants")
         if not 0 <= start < start + length <= self.shape[-1]:
             raise GluonError(f"slice({start}, {length}) of {self!r}, which has {self.shape[-1]} columns")
-        own = self.layout
-        layout = dataclasses.replace(own, block=(own.block[0], min(own.block[1], length)))
-        begin, size = (columns_of(n, self.dtype, own) for n in (start, length))
+        layout = dataclasses.replace(self.layout, block=(self.layout.block[0], min(self.layout.block[1], length)))
+        begin, size = (columns_of(n, self.dtype, self.layout) for n in (start, length))
         low = self.region[-1][0] + begin
         region = (*self.region[:-1], (low, low + size))
         return TensorView(self.allocation, region, self.dtype, [*self.shape[:-1], length], layout)
@@ -139,7 +138,7 @@ class TensorView:
             raise GluonError(f"{self!r}, {self.dtype.name}{self.shape}, reinterpreted as {dtype.name}{sizes}")
         return TensorView(self.allocation, self.region, dtype, sizes, layout)
 
-    _reinterpret = reinterpret  # its name until triton 3.8
+    _reinterpret = reinterpret  # its name in Triton up to 3.8.
 
     def get_reg_layout(self, num_warps: int | None = None, instr_variant: str = "32x32b") -> Layout:
         if instr_variant != "32x32b":

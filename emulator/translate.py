@@ -1,6 +1,6 @@
-"""From a kernel to its emulation: the same code object over globals in which every object of Gluon is replaced.
+"""Translation of a kernel to its emulation: the same code object, with globals in which every object of Gluon is replaced.
 
-The file of the kernel is not changed, so lines and source text in findings are its own.
+The kernel's file is not changed, so findings have its lines and its source text.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from flexattn.emulator.report import GluonError
 from flexattn.emulator.values import Scalar, Tensor, binary
 
 language.FUNCTIONS["inline_asm_elementwise"] = inline_asm_elementwise
-# Not those of `tl`: Triton's interpreter leaves its own there, as a call of a device function patches and never restores.
+# These are not taken from `tl`. If a device function is called, Triton's interpreter patches `tl` and never restores it.
 _STATIC_RANGE, _RANGE = triton.language.static_range, triton.language.range
 
 
 class Function:
-    """An emulated jit function; it can be called as in a kernel, with its constexpr parameters checked."""
+    """An emulated jit function. It is called as in a kernel, and checks its constexpr parameters."""
 
     def __init__(self, function: FunctionType) -> None:
         self.__name__ = function.__name__
@@ -52,19 +52,22 @@ class Function:
 
 @lru_cache(1024)
 def function_for(function: FunctionType) -> Function:
-    """By the function of Python: a jit function's own hash is of its source, which cannot be had where Triton interprets."""
+    """Returns the emulation of a Python function. A jit function is not a key, because its hash needs its source.
+
+    If Triton interprets, the source is not available.
+    """
     return Function(function)
 
 
 def translate(value: Any, name: str) -> Any:
-    """The emulation of what a kernel refers to as `name`."""
+    """Returns the emulation of an object that a kernel refers to as `name`."""
     if isinstance(value, ModuleType):
         return _Module(value)
     if isinstance(value, JITFunction | InterpretedFunction):
         if value.fn.__module__.startswith("triton."):
             return language.FUNCTIONS.get(value.fn.__name__) or _unknown(value.fn.__name__)
-        return function_for(value.fn)  # @triton.jit too, compiled or interpreted: Gluon may call those
-    if isinstance(value, tuple):  # with jit functions among its parts, as a configuration may have
+        return function_for(value.fn)  # @triton.jit functions too, compiled or interpreted, because Gluon may call them.
+    if isinstance(value, tuple):  # its parts may be jit functions, as in a configuration.
         parts = [translate(part, name) for part in value]
         return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
     if isinstance(value, ConstexprFunction):
@@ -82,7 +85,7 @@ def translate(value: Any, name: str) -> Any:
 
 def _translate_builtin(value: Any) -> Callable[..., Any]:
     module = value.__module__
-    if not module.startswith("triton."):  # a user's own: its Python runs on an emulated builder
+    if not module.startswith("triton."):  # a user's own builtin. Its Python runs on an emulated builder.
         return lambda *args, **kwargs: value(*args, **kwargs, _semantic=hopper.Semantic)
     last = module.rsplit(".", 1)[-1]
     table = blackwell.FUNCTIONS if last == "blackwell" else hopper.MODULES.get(last)
@@ -99,7 +102,7 @@ def _unknown(name: str) -> Callable[..., NoReturn]:
 
 
 class _Module:
-    """A module, Triton's or one of jit functions, whose attributes are translated when they are used."""
+    """A module of Triton or of jit functions. Its attributes are translated when they are used."""
 
     def __init__(self, module: ModuleType) -> None:
         self._module = module
@@ -111,20 +114,20 @@ class _Module:
 
 
 def _check_syntax(kernel: Any) -> None:
-    """Raises GluonError for Python that Triton's compiler does not take, and that would run here: it visits some nodes only."""
+    """Raises GluonError for Python that would run here, but that Triton does not compile: its compiler visits only some nodes."""
     function = kernel.parse().body[0]
     nodes = [node for statement in function.body for node in ast.walk(statement)]
     unpacked = {id(argument) for node in nodes if isinstance(node, ast.Call) for argument in node.args}
     for node in nodes:
         kind = type(node).__name__
-        taken = hasattr(CodeGenerator, f"visit_{kind}") or (isinstance(node, ast.Starred) and id(node) in unpacked)
-        if isinstance(node, ast.expr | ast.stmt) and not taken:
+        is_compiled = hasattr(CodeGenerator, f"visit_{kind}") or (isinstance(node, ast.Starred) and id(node) in unpacked)
+        if isinstance(node, ast.expr | ast.stmt) and not is_compiled:
             line = kernel.starting_line_number + node.lineno - 1
             raise GluonError(f"line {line} of {function.name} has Python's {kind}, which Triton does not compile")
 
 
 def _range(*bounds: Any, **_: Any) -> Iterator[Any]:
-    """Over run-time bounds the index is a run-time int32; Triton's hints are taken and ignored."""
+    """Yields the indices of a range. If a bound is a run-time scalar, so are the indices, as int32. Triton's hints are ignored."""
     at_run_time = any(isinstance(bound, Scalar) for bound in bounds)
     for index in range(*[int(bound) for bound in bounds]):
         yield Scalar(index, tl.int32) if at_run_time else index

@@ -1,4 +1,4 @@
-"""Values of a kernel's variables: run-time scalars, register tensors, tensors of pointers; their arithmetic and layout rules."""
+"""Values of a kernel's variables (run-time scalars, register tensors, tensors of pointers), their arithmetic and layout rules."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from flexattn.emulator.memory import GlobalBuffer
 from flexattn.emulator.protocols import Layout
 from flexattn.emulator.report import GluonError
 
-Operand = Any  # what a kernel's expression may have: a Scalar, Tensor, Pointer or Python number
+Operand = Any  # an operand in a kernel: a Scalar, Tensor, Pointer or Python number.
 
 COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
 _INTEGERS_ONLY = ("floordiv", "mod", "and", "or", "xor", "lshift", "rshift")
 
 
 class _Operators:
-    """Python's operators as Triton's: see `binary`."""
+    """Python's operators with Triton's rules (see `binary`)."""
 
     __slots__ = ()
 
@@ -170,7 +170,7 @@ class Scalar(_Operators):
 
 
 def scalar(value: Any) -> Scalar:
-    """A Python number as the run-time scalar that Triton makes of a kernel argument: int1, int32, int64 or fp32."""
+    """Returns a Python number as a run-time scalar, with Triton's dtype for a kernel argument: int1, int32, int64 or fp32."""
     if isinstance(value, Scalar):
         return value
     if isinstance(value, bool | np.bool_):
@@ -181,7 +181,7 @@ def scalar(value: Any) -> Scalar:
 
 
 class Tensor(_Operators):
-    """A tensor in registers: values, dtype, and the layout as a tag that must agree where Gluon says so."""
+    """A tensor in registers: values, dtype and layout. The layout is a tag, checked by Gluon's rules."""
 
     __slots__ = ("data", "dtype", "layout")
 
@@ -221,7 +221,7 @@ class Tensor(_Operators):
 
 
 class Pointer:
-    """A pointer, or a tensor of pointers, into one global buffer: `offset` counts its elements."""
+    """A pointer, or a tensor of pointers, into one global buffer. `offset` is in elements."""
 
     __slots__ = ("buffer", "layout", "offset")
 
@@ -260,11 +260,11 @@ class Pointer:
         return Pointer(self.buffer, self.offset + sign * by.data.astype(np.int64), layout)
 
 
-# Layouts and shapes
+# Layouts and shapes.
 
 
 def common_layout(a: Layout, b: Layout, what: str) -> Layout:
-    """The layout of an elementwise result. Raises GluonError where the operands' layouts differ, as Gluon does."""
+    """Returns the layout of an elementwise result. Raises GluonError if the operands' layouts differ, as in Gluon."""
     if isinstance(a, layouts.AutoLayout):
         return b
     if isinstance(b, layouts.AutoLayout) or a is b or a == b:
@@ -273,19 +273,19 @@ def common_layout(a: Layout, b: Layout, what: str) -> Layout:
 
 
 def broadcast_shape(a: Sequence[int], b: Sequence[int], what: str) -> tuple[int, ...]:
-    """Ranks must be equal, as in Gluon; dimensions of 1 stretch."""
+    """Returns the shape of a result. As in Gluon, ranks must be equal, and dimensions of 1 are broadcast."""
     if len(a) != len(b) or any(m != n and 1 not in (m, n) for m, n in zip(a, b, strict=True)):
         raise GluonError(f"{what} of shapes {list(a)} and {list(b)}")
     return tuple(map(max, a, b))
 
 
 def sliced_layout(layout: Layout, dim: int) -> Layout:
-    """The layout after `dim` is reduced away."""
+    """Returns the layout after a reduction along `dim`."""
     return layout if isinstance(layout, layouts.AutoLayout) else layouts.SliceLayout(dim, layout)
 
 
 def expand_dims(x: Any, axis: int) -> Any:
-    """Only along the dimension that the layout was sliced from, as in Gluon."""
+    """Adds a dimension. As in Gluon, it must be the dimension that the layout was sliced along."""
     data = x.offset if isinstance(x, Pointer) else x.data
     layout = x.layout
     axis = axis % (data.ndim + 1)
@@ -294,17 +294,17 @@ def expand_dims(x: Any, axis: int) -> Any:
             raise GluonError(f"expand_dims along {axis} of a tensor whose SliceLayout has dim={layout.dim}")
         layout = layout.parent
     elif not isinstance(layout, layouts.AutoLayout | layouts.CoalescedLayout):
-        raise GluonError(f"expand_dims needs a SliceLayout, and {layout} is none")
+        raise GluonError(f"expand_dims needs a SliceLayout, and the layout is {layout}")
     return like(x, np.expand_dims(data, axis), layout)
 
 
 def like(x: Any, data: Array, layout: Layout) -> Any:
-    """`x`, a Tensor or Pointer, with other data and layout."""
+    """Returns a Tensor or Pointer like `x` with other data and another layout."""
     return Pointer(x.buffer, data, layout) if isinstance(x, Pointer) else Tensor(data, x.dtype, layout)
 
 
 def subscript(x: Any, key: Any) -> Any:
-    """Only `:` and None, which is a new dimension."""
+    """Returns x[key]. The key may have only `:` and None, which adds a dimension."""
     for axis, index in enumerate(key if isinstance(key, tuple) else (key,)):
         if index is None:
             x = expand_dims(x, axis)
@@ -313,7 +313,7 @@ def subscript(x: Any, key: Any) -> Any:
     return x
 
 
-# Arithmetic
+# Arithmetic.
 
 
 def _truncating_div(a: int, b: int) -> int:
@@ -365,7 +365,7 @@ _ON_ARRAYS: dict[str, Callable[[Array, Array], Array]] = {
     "ge": np.greater_equal,
     "eq": np.equal,
     "ne": np.not_equal,
-    # PTX ISA, "max" and "min": of a NaN and a number, the number
+    # If one operand is NaN, the result is the other one (PTX ISA, "max" and "min").
     "max": lambda a, b: np.fmax(a, b) if a.dtype.kind == "f" else np.maximum(a, b),
     "min": lambda a, b: np.fmin(a, b) if a.dtype.kind == "f" else np.minimum(a, b),
     "max_nan": np.maximum,
@@ -374,7 +374,7 @@ _ON_ARRAYS: dict[str, Callable[[Array, Array], Array]] = {
 
 
 def promote(a: DType, b: DType) -> DType:
-    """The dtype of an operation on two run-time values: `computation_type_impl` of triton/language/semantic.py."""
+    """Returns the dtype of an operation on two run-time values, as `computation_type_impl` of triton/language/semantic.py."""
     if a.name == b.name:
         return a
     if is_float(a) != is_float(b):
@@ -393,14 +393,14 @@ def promote(a: DType, b: DType) -> DType:
 
 
 def constant_dtype(constant: Any, other: DType) -> DType:
-    """The dtype that a Python number takes beside a run-time value of dtype `other`."""
+    """Returns the dtype of a Python number in an operation with a run-time value of dtype `other`."""
     if isinstance(constant, bool):
         return promote(tl.int1, other)
     if isinstance(constant, int):
         if is_float(other):
             return other
-        own = tl.int32 if -(2**31) <= constant < 2**31 else tl.uint32 if 0 <= constant < 2**32 else tl.int64
-        return own if other.name == "int1" else promote(own, other)
+        dtype = tl.int32 if -(2**31) <= constant < 2**31 else tl.uint32 if 0 <= constant < 2**32 else tl.int64
+        return dtype if other.name == "int1" else promote(dtype, other)
     return other if is_float(other) else tl.float32
 
 
@@ -409,12 +409,12 @@ def _result_dtype(op: str, a: DType, b: DType) -> DType:
     if op == "truediv" and not is_float(dtype):
         return tl.float32
     if op in _INTEGERS_ONLY and is_float(dtype):
-        raise GluonError(f"{op} needs integers, and this one would be on {dtype.name}")
+        raise GluonError(f"{op} needs integers, and the operands are {dtype.name}")
     return dtype
 
 
 def binary(op: str, a: Operand, b: Operand) -> Any:
-    """a op b of Python numbers, Scalars and Tensors. Integers divide towards zero, as in C; each result is rounded to its dtype."""
+    """Returns `a op b` of Python numbers, Scalars and Tensors, rounded to the result's dtype. Integers divide as in C."""
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         return _binary_of_tensors(op, a, b)
     if not isinstance(a, Scalar) and not isinstance(b, Scalar):
@@ -441,22 +441,22 @@ def _binary_of_tensors(op: str, a: Operand, b: Operand) -> Any:
         if not isinstance(other, Scalar | int | float | np.number):
             raise GluonError(f"{op} of a tensor and a {type(other).__name__}")
         layout = tensor.layout
-        own = other.dtype if isinstance(other, Scalar) else constant_dtype(other, tensor.dtype)
-        if is_float(own) == is_float(tensor.dtype) and isinstance(other, Scalar):
-            own = tensor.dtype if own.primitive_bitwidth > tensor.dtype.primitive_bitwidth else own  # scalars do not widen tensors
-        dtype = _result_dtype(op, tensor.dtype, own)
-    held = numpy_dtype(dtype)
+        other_dtype = other.dtype if isinstance(other, Scalar) else constant_dtype(other, tensor.dtype)
+        if is_float(other_dtype) == is_float(tensor.dtype) and isinstance(other, Scalar):  # scalars do not widen tensors.
+            other_dtype = tensor.dtype if other_dtype.primitive_bitwidth > tensor.dtype.primitive_bitwidth else other_dtype
+        dtype = _result_dtype(op, tensor.dtype, other_dtype)
+    array_dtype = numpy_dtype(dtype)
     x, y = (np.asarray(v.data if isinstance(v, Tensor) else v.value if isinstance(v, Scalar) else v) for v in (a, b))
-    result = _ON_ARRAYS[op](x.astype(held, copy=False), y.astype(held, copy=False))
+    result = _ON_ARRAYS[op](x.astype(array_dtype, copy=False), y.astype(array_dtype, copy=False))
     if op in COMPARISONS:
         return Tensor(result, tl.int1, layout)
     if is_float(dtype):
         return Tensor(round_to(result, dtype), dtype, layout)
-    return Tensor(result.astype(held, copy=False), dtype, layout)
+    return Tensor(result.astype(array_dtype, copy=False), dtype, layout)
 
 
 def unary(function: Callable[[Any], Any], x: Operand) -> Any:
-    """A function of floats, computed in fp32 (fp64 for fp64) and rounded to the operand's dtype."""
+    """Returns a function of floats, computed in fp32 (fp64 for fp64) and rounded to the operand's dtype."""
     if isinstance(x, Tensor):
         if not is_float(x.dtype):
             raise GluonError(f"a function of floats on {x!r}")

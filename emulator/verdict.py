@@ -1,4 +1,4 @@
-"""A kernel under many seeds, as a text for whoever develops it: what was found, on how many seeds, and where."""
+"""The result of a kernel under many seeds, as a text for its developer: each finding, its number of seeds, and its place."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pathlib import Path
 from flexattn.emulator.report import BUGS, WARNINGS, Finding, Report
 
 Run = Callable[[int], Report]
-"""Launches a kernel under a seed and checks its numbers: returns the report, or raises AssertionError where numbers are wrong."""
+"""A function that launches a kernel under a seed and checks its numbers. It returns the report, or raises AssertionError."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """name: of what was run. reports: by seed. wrong: by seed, what the run itself said of the numbers."""
+    """The result of many seeds. name: the name of the run. reports: by seed. wrong: by seed, the text about wrong numbers."""
 
     name: str
     reports: dict[int, Report]
@@ -26,7 +26,7 @@ class Verdict:
 
     @property
     def is_clean(self) -> bool:
-        """No bug and no wrong number on any seed."""
+        """Returns whether no seed has a bug or wrong numbers."""
         return not self.wrong and not any(report.bugs for report in self.reports.values())
 
     def __str__(self) -> str:
@@ -38,11 +38,11 @@ class Verdict:
             lines.append(f"grid {report.grid}, {report.shared_bytes} bytes of shared memory{registers}, {report.work}")
         for kinds, title in ((BUGS, "bug"), (WARNINGS, "warning")):
             for kind, meaning in kinds.items():
-                found = {
+                by_seed = {
                     seed: finding for seed, report in self.reports.items() for finding in report.findings if finding.kind == kind
                 }
-                if found:
-                    lines += ["", f"{title}: {kind}, on {len(found)} of {seeds} seeds: {meaning}", *_indented(_first(found))]
+                if by_seed:
+                    lines += ["", f"{title}: {kind}, on {len(by_seed)} of {seeds} seeds: {meaning}", *_indented(_first(by_seed))]
         if self.wrong:
             seed, message = next(iter(self.wrong.items()))
             lines += ["", f"wrong numbers, on {len(self.wrong)} of {seeds} seeds", *_indented(f"seed {seed}: {message}")]
@@ -59,7 +59,7 @@ def _indented(text: str) -> list[str]:
 
 
 def judge(run: Run, seeds: Iterable[int] = range(24), name: str | None = None) -> Verdict:
-    """Call run(seed) for each seed."""
+    """Calls run(seed) for each seed and returns the results."""
     reports: dict[int, Report] = {}
     wrong: dict[int, str] = {}
     for seed in seeds:
@@ -72,7 +72,7 @@ def judge(run: Run, seeds: Iterable[int] = range(24), name: str | None = None) -
 
 
 def _outcome(run: Run, seed: int) -> Report | str:
-    """The report, or what is wrong with the numbers."""
+    """Returns the report of a run, or the text about wrong numbers."""
     try:
         return run(seed)
     except AssertionError as error:
@@ -80,9 +80,9 @@ def _outcome(run: Run, seed: int) -> Report | str:
 
 
 def judge_by_name(target: str, seeds: Iterable[int] = range(24)) -> Verdict:
-    """The same for a run named as `package.module:function` or `path/to/file.py:function`.
+    """Does the same for a run that is named as `package.module:function` or `path/to/file.py:function`.
 
-    Raises ValueError for a target of another form, and where the function is not there.
+    Raises ValueError if the target has another form, or if the function does not exist.
     """
     place, _, function = target.rpartition(":")
     if not place or not function.isidentifier():
@@ -92,7 +92,7 @@ def judge_by_name(target: str, seeds: Iterable[int] = range(24)) -> Verdict:
         if spec is None or spec.loader is None or not Path(place).is_file():
             raise ValueError(f"{target!r}: there is no file {place}")
         module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module  # where Triton looks for a kernel's source
+        sys.modules[spec.name] = module  # Triton looks here for a kernel's source.
         spec.loader.exec_module(module)
     else:
         module = importlib.import_module(place)

@@ -44,8 +44,8 @@ RULES = (
     Rule(
         BOTH,
         lambda x: not x.per_tensor,
-        "cuDNN supports one scale per FP8 tensor, and this call has scales per head, batch entry or block of rows; use "
-        "granularity='tensor', or backend='triton'",
+        "cuDNN supports one scale per FP8 tensor, and this call has scales per head, batch entry or block of rows; quantise with "
+        "granularity='tensor', or use backend='triton'",
     ),
     Rule(
         BOTH,
@@ -55,7 +55,7 @@ RULES = (
     Rule(
         BOTH,
         lambda x: max(x.head_dim_qk, x.head_dim_v) > 256,
-        "the head dims are {head_dim_qk} and {head_dim_v}; cuDNN's FP8 graphs support up to 256; use backend='eager'",
+        "the head dims are {head_dim_qk} and {head_dim_v}; cuDNN supports up to 256 in FP8; larger ones run on backend='eager'",
         declined=BOTH,
     ),
     Rule(

@@ -273,7 +273,7 @@ def test_backends_without_gradients_in_float32_are_not_taken() -> None:
         attention_backward(**call, backend="cudnn", fp32_gradients="dkv")
     x, settings = bind_call(*(call[name] for name in "qkv"))
     spec = ops.spec_to_run(x, settings)._replace(device_type="cuda", capability=(9, 0), results=Results(fp32="dkv"))
-    assert "cuDNN gives gradients in 16 bits" in str(cudnn_backend.rule_error(spec, "backward"))
+    assert "cuDNN returns gradients in 16 bits" in str(cudnn_backend.rule_error(spec, "backward"))
     assert "dkv in float32" in describe(spec)
 
 

@@ -120,9 +120,9 @@ def test_who_cannot() -> None:
     q, k, v = tensors(torch.bfloat16)
     x, settings = bind_call(q, k, v)
     spec = ops.spec_to_run(x, settings)._replace(device_type="cuda", capability=(8, 0))
-    assert "from compute capability 8.9 (Ada) on" in str(unsupported(spec, "forward"))
+    assert "keys in float8_e4m3fn need compute capability 8.9 (Ada) or later" in str(unsupported(spec, "forward"))
     assert unsupported(spec._replace(kv_dtype=E5M2), "forward") is None
-    assert "take q, k and v in one dtype" in str(rule_error(spec, "forward"))
+    assert "only one dtype for q, k and v" in str(rule_error(spec, "forward"))
 
 
 def test_wrong_arguments() -> None:

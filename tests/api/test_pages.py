@@ -265,7 +265,7 @@ def test_what_cudnn_and_fp8_say() -> None:
     x, settings = bind_call(case.q.half(), pool.k.half(), pool.v.half(), **lengths)
     spec = ops.spec_to_run(x, settings)
     assert rule_error(spec, "forward") is None
-    assert "pages of a power of two of tokens, and these have 24" in str(rule_error(spec._replace(page_size=24), "forward"))
+    assert "page sizes that are a power of two, not 24" in str(rule_error(spec._replace(page_size=24), "forward"))
     with pytest.raises(ValueError, match="page_table is given with q, k and v in FP8"):
         attention(*(t.to(torch.float8_e4m3fn) for t in (case.q, pool.k, pool.v)), **lengths)
 

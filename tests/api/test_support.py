@@ -52,11 +52,11 @@ DEFAULT_SLOPES = (2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8)  # slopes of 4 heads: Pres
 BIAS_DIMS = ("bhss", "1hss", "b1ss", "11ss", "111s")
 NEG_INF = float("-inf")
 
-NO_FP64 = "the kernels take fp16, bf16 and fp32, not float64"
+NO_FP64 = "the kernels support fp16, bf16 and fp32, not float64"
 NO_GRADIENT = "page_table is given and a gradient is asked for"
 NO_FP8_GRADIENT = "beside q in torch.bfloat16, and a gradient is asked for"
-OTHER_BITS = "torch's matrix products may round otherwise in another batch"
-NO_HEAD_DIM = "the kernels take multiples of 8 up to"
+OTHER_BITS = "the rounding of torch's matrix products may depend on the batch"
+NO_HEAD_DIM = "the kernels support multiples of 8 up to"
 
 LENGTHS = {"lengths_q": (37, 20), "lengths_kv": (29, 43)}  # one sequence has more keys than queries, the other fewer
 EQUAL_LENGTHS = {"lengths_q": (37, 37), "lengths_kv": (45, 45)}  # as a dense format without padding needs them

@@ -364,7 +364,7 @@ def test_a_backend_that_cannot_says_so_in_its_cell(small: tuple[Workload, Tensor
     [row] = measure(broken, "forward", [triton], tensors, Checker(broken, tensors), work(broken, "forward"), None, None)
     assert row.status == "refused"
     assert row.reason is not None
-    assert row.reason.startswith("triton: the head dim of q and k is 12; the kernels take multiples of 8")
+    assert row.reason.startswith("triton: the head dim of q and k is 12; the kernels support multiples of 8")
     assert "eager:" not in row.reason  # the reasons of backends that were not asked
 
 

@@ -98,7 +98,7 @@ def test_case(name: str, emulated: cudnn_emulator.EmulatedPlans) -> None:
             for what, got, ref, eager in zip(("dq", "dk", "dv"), grads, exact[:3], budget.gradients, strict=True):
                 check_close(what, got, ref, eager, factor=GRADIENT_FACTOR)
     else:
-        with pytest.raises(PlanNotSupported, match="backward takes"):
+        with pytest.raises(PlanNotSupported, match="backward supports"):
             backward(case, out8, told8.descale, lse, torch.float32)
     assert all(sdpa.strides_out[2] % 16 == 0 for sdpa in emulated.asked)
 
@@ -193,11 +193,11 @@ def test_a_scale_that_is_expanded_is_one_scale() -> None:
 def test_other_granularities_are_refused(shape: tuple[int, ...]) -> None:
     case = make_case(**EQUAL)
     for name in "qkv":
-        with pytest.raises(PlanNotSupported, match="one scale for a tensor"):
+        with pytest.raises(PlanNotSupported, match="one scale per FP8 tensor"):
             forward(case._replace(descales=case.descales._replace(**{name: torch.ones(shape)})), torch.float32)
     out = torch.empty_like(case.x.q, dtype=torch.bfloat16)
     lse = torch.empty(2, 4, 150)
-    with pytest.raises(PlanNotSupported, match="one scale for a tensor"):
+    with pytest.raises(PlanNotSupported, match="one scale per FP8 tensor"):
         backward(case._replace(descale_dout=torch.ones(shape)), out, None, lse, torch.float32)
     with pytest.raises(TypeError, match=r"descale_k is torch\.float16; accepted: torch\.float32"):
         forward(case._replace(descales=case.descales._replace(k=torch.ones(1, dtype=torch.float16))), torch.float32)
@@ -300,7 +300,7 @@ def test_a_call_by_name(monkeypatch: pytest.MonkeyPatch, emulated: cudnn_emulato
         assert got.dtype is torch.bfloat16
         assert float((got.double() - ref).square().mean().sqrt()) < 0.1 * float(ref.square().mean().sqrt())
     assert [sdpa.fp8 is not None for sdpa in emulated.asked] == [True] * len(emulated.asked)
-    with pytest.raises(flexattn.BackendError, match="scale per tensor, or use backend='triton'"):
+    with pytest.raises(flexattn.BackendError, match="quantise with granularity='tensor', or use backend='triton'"):
         flexattn.attention(*leaves, **{**call, "fp8_recipe": flexattn.fp8.Recipe()})
 
 
@@ -358,7 +358,7 @@ def test_auto_leaves_fp8_to_triton_so_that_a_16_bit_gradient_never_comes_to_cudn
         "a row would put cuDNN into auto's order"
     )
     out, lse, _ = cudnn_backend.forward(spec, x)
-    with pytest.raises(ValueError, match=r"dout is torch.bfloat16, and cuDNN's backward in FP8 takes it in FP8 with a descale"):
+    with pytest.raises(ValueError, match=r"dout is torch.bfloat16, and cuDNN's FP8 backward needs dout in FP8 with a descale"):
         cudnn_backend.backward(spec, x._replace(descales=x.descales[:3]), out, lse, torch.zeros_like(out), None)
 
 

@@ -255,7 +255,7 @@ def test_a_bias_over_pages(emulated: cudnn_emulator.EmulatedPlans) -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "page size": ({"page_size": 48}, "pages of a power of two of tokens, and these have 48"),
+    "page size": ({"page_size": 48}, "page sizes that are a power of two, not 48"),
     "mods": ({"score_mod": lambda s, b, h, i, j: s * 0.5}, "score_mod and mask_mod over pages"),
     "dropout": ({"dropout_p": 0.25, "rng_state": torch.zeros(2, dtype=torch.int64)}, "dropout over pages"),
     "softcap": ({"softcap": 3.0}, "no softcap"),
@@ -275,4 +275,4 @@ def test_keys_in_fp8_are_refused() -> None:
     given = arguments()
     k, v = (given[name].to(torch.float8_e4m3fn) for name in ("k", "v"))
     spec, _ = call_of(**(given | {"k": k, "v": v}))
-    assert "take q, k and v in one dtype" in str(cudnn_backend.rule_error(spec, "forward"))
+    assert "only one dtype for q, k and v" in str(cudnn_backend.rule_error(spec, "forward"))

@@ -100,8 +100,8 @@ REFUSED: dict[str, tuple[Direction, dict[str, Any], str, int]] = {
     "float32 backward": ("backward", {"inputs": {"dtype": torch.float32}}, "fp16 and bf16", ALWAYS),
     "float32 forward": ("forward", {"inputs": {"dtype": torch.float32}}, "fp16 and bf16", NEVER),
     "one key": ("forward", {"inputs": {"lengths_kv": [1, 1]}}, "one key", NEVER),
-    "one query": ("backward", {"inputs": {"lengths_q": [1, 1], "lengths_kv": [200, 200]}}, "one query", NEVER),
-    "sink with one query": ("forward", {"inputs": {"lengths_q": [1, 1], "lengths_kv": [200, 200]}, **SINK}, "one query", ALWAYS),
+    "one query": ("backward", {"inputs": {"lengths_q": [1, 1], "lengths_kv": [200, 200]}}, "single query", NEVER),
+    "sink with one query": ("forward", {"inputs": {"lengths_q": [1, 1], "lengths_kv": [200, 200]}, **SINK}, "single query", ALWAYS),
     "sink and max_logit": ("forward", {**SINK, "return_max_logit": True}, "beside a sink", 92100),
     "sink over packed sequences": ("backward", {"fmt": "thd", **SINK}, "TransformerEngine/issues/3249", NEVER),
     "dropout, bottom right": ("forward", {"attn_mask_type": "causal_bottom_right", **DROPOUT}, "bottom-right", ALWAYS),
@@ -176,7 +176,7 @@ def test_a_build_that_our_rules_exclude_is_never_tried(monkeypatch: pytest.Monke
     monkeypatch.setattr(plans, "build", lambda *args: pytest.fail("a graph was built"))
     monkeypatch.setattr(ops, "spec_to_run", lambda x, settings: on_h200(ops.make_spec(x, settings, (9, 0)), x))
     q = torch.randn(1, 1, 1, 64, dtype=torch.bfloat16, requires_grad=True)
-    with pytest.raises(flexattn.BackendError, match="one key"):
+    with pytest.raises(flexattn.BackendError, match="a single key"):
         flexattn.attention(q, q, q, backend="cudnn")
 
 

@@ -108,7 +108,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {  # in which d
         {"bias_type": "pre_scale_bias", "bias_dims": (True, True, True, True)},
         {"bias_type": "post_scale_bias", "bias_dims": (True, True, True, True)},
     ),
-    "takes no dropout where a mask follows the bottom-right diagonal": (
+    "does not support dropout with a mask on the bottom-right diagonal": (
         "forward",
         {"dropout": True, "band": Band(None, 0, True)},
         {"dropout": True, "band": Band(None, 0, False)},
@@ -116,8 +116,8 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {  # in which d
     "multiples of 8 up to 256": ("backward", {"head_dim_v": 264}, {"head_dim_v": 248}),
     "no softcap": ("forward", {"softcap": True}, {}),
     "no block masks": ("forward", {"block_size": (128, 128)}, {}),
-    "there is one key": ("forward", {"length_kv": 1}, {"length_kv": 2}),
-    "no max_logit beside a sink": (
+    "does not support a single key": ("forward", {"length_kv": 1}, {"length_kv": 2}),
+    "does not return max_logit with a sink": (
         "forward",
         {"softmax_type": "learnable", "return_max_logit": True},
         {"softmax_type": "learnable"},
@@ -184,13 +184,13 @@ def test_no_window_in_fp8_may_leave_a_query_without_a_key(affected: dict[str, An
 
 
 FP8_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "scales by head": ({"fp8": FP8["fp8"]._replace(descale_dims=(False, True, False))}, "scale per tensor"),
+    "scales by head": ({"fp8": FP8["fp8"]._replace(descale_dims=(False, True, False))}, "granularity='tensor'"),
     "head dims": ({"head_dim_qk": 40, "head_dim_v": 40}, "head dims are 40 and 40"),
     "causal, bottom right": ({"band": Band(None, 0, True)}, "attn_mask_type='causal'"),
-    "bias": ({"bias_type": "post_scale_bias", "bias_dims": (True,) * 4}, "take no bias"),
+    "bias": ({"bias_type": "post_scale_bias", "bias_dims": (True,) * 4}, "do not support a bias"),
     "sink": ({"softmax_type": "learnable"}, "does not compile"),
     "softcap": ({"softcap": True}, "no softcap"),
-    "dropout": ({"dropout": True}, "not proved right"),
+    "dropout": ({"dropout": True}, "is untested"),
     "block mask": ({"block_size": (128, 128)}, "no block masks"),
 }
 
@@ -206,7 +206,7 @@ def test_features_that_cudnn_lacks_in_fp8_are_refused(name: str) -> None:
 def test_fp8_over_packed_sequences_has_no_backward_on_cudnn() -> None:
     spec = SPEC._replace(**FP8, q_format="thd", kv_format="thd", padding=True)
     assert cudnn_backend.rule_error(spec, "forward") is None
-    assert "no packed sequences" in str(cudnn_backend.rule_error(spec, "backward"))
+    assert "does not support packed sequences" in str(cudnn_backend.rule_error(spec, "backward"))
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,7 @@ def test_fp8_over_packed_sequences_has_no_backward_on_cudnn() -> None:
     [
         ({"device_type": "cpu", "capability": None}, "cuDNN runs on CUDA devices, not on 'cpu'"),
         ({"capability": (7, 5)}, "need compute capability 8.0, and this device has 7.5; use backend='eager'"),
-        ({"capability": None}, "this one's compute capability is unknown; use backend='triton'"),
+        ({"capability": None}, "this GPU's compute capability is unknown, and cuDNN's graphs depend on it; use backend='triton'"),
     ],
 )
 def test_other_devices(change: dict[str, Any], reason: str) -> None:
@@ -275,7 +275,7 @@ def test_versions_with_which_no_result_was_checked_say_so(version: int, said: st
     for page_size in (0, 16):
         found = cudnn_backend.not_run_yet(SPEC._replace(page_size=page_size))
         wanted = said or ("over pages" if page_size else None)
-        assert found == (wanted and f"not run {wanted} yet: cuDNN's own rules speak for it alone, and no result was checked")
+        assert found == (wanted and f"not run {wanted} yet: cuDNN accepts the call, and no result was checked")
 
 
 def test_the_oldest_versions_are_those_of_the_requirement_and_of_ci() -> None:

@@ -60,7 +60,7 @@ def test_padding_is_advised_where_it_helps(backend: str, dim_of: str, dim: int, 
     assert reason.startswith(f"the head dim of {dim_of} is {dim}; ")
     assert ("pad it with zeros" in reason) == (padded is None)
     assert ("larger ones run on backend='eager'" in reason) == (padded is not None)
-    assert ("give v in parts of up to 512 columns" in reason) == (backend == "triton" and dim_of == "v" and padded is not None)
+    assert ("pass v in parts of up to 512 columns" in reason) == (backend == "triton" and dim_of == "v" and padded is not None)
     assert eager_backend.unsupported(spec(dim), direction) is None
 
 
@@ -84,7 +84,7 @@ def test_fp32_ends_at_256() -> None:
     assert triton_backend.unsupported(spec_of(256, 256, dtype=torch.float32), "backward") is None
     reason = triton_backend.unsupported(spec_of(512, 512, dtype=torch.float32), "backward")
     assert reason is not None
-    assert reason.startswith("the head dim of q and k is 512; in fp32 the kernels take multiples of 8 up to 256")
+    assert reason.startswith("the head dim of q and k is 512; in fp32 the kernels support multiples of 8 up to 256")
     assert reason.endswith("larger ones run in 16 bits, or on backend='eager'")
 
 
@@ -92,8 +92,8 @@ def test_keys_in_fp8_end_at_256() -> None:
     assert triton_backend.unsupported(spec_of(256, 256, kv_dtype=torch.float8_e4m3fn), "forward") is None
     reason = triton_backend.unsupported(spec_of(512, 512, kv_dtype=torch.float8_e4m3fn), "forward")
     assert reason is not None
-    assert reason.startswith("the head dim of q and k is 512; with keys in FP8 the kernels take multiples of 8 up to 256")
-    assert reason.endswith("larger ones run with keys in 16 bits, or on backend='eager'")
+    assert reason.startswith("the head dim of q and k is 512; with FP8 keys the kernels support multiples of 8 up to 256")
+    assert reason.endswith("larger ones run with 16-bit keys, or on backend='eager'")
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])

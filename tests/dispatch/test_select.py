@@ -356,7 +356,7 @@ def test_failures_are_bounded(monkeypatch):
         runtime_failures.remember("cudnn", spec, "forward", "no")
         assert runtime_failures.of_call(x) == ((("cudnn", spec, "forward"), "no"),)
         assert runtime_failures.remembered("cudnn", spec, "forward") == "no"
-    assert len(runtime_failures._of_shapes) == len(runtime_failures._of_specs) == 3
+    assert len(runtime_failures._by_shape) == len(runtime_failures._by_request) == 3
 
 
 def test_a_decision_begun_before_the_cache_was_emptied_is_not_found_after(monkeypatch, refuse):
@@ -423,7 +423,7 @@ def test_dropout_of_a_forward_elsewhere_bars_the_backend_from_the_backward(monke
     decision = select(PLAIN._replace(dropout=True, dropout_in_sixteenths=True), "backward", "auto")
     assert decision.backend == "triton"
     assert decision.rejected == (
-        ("cudnn", "the forward runs on triton, and cudnn drops other weights; ask for one backend by name, or leave out dropout"),
+        ("cudnn", "the forward runs on triton, and cudnn drops other weights; name one backend for both, or leave out dropout"),
     )
 
 

@@ -365,5 +365,5 @@ def test_support_says_what_is_missing() -> None:
         return triton_backend.unsupported(spec._replace(**change), "forward") or ""
 
     assert "multiples of 16" in error({"head_dim_qk": 24})
-    assert "FP8 matrix instructions begin" in error({"device_type": "cuda", "capability": (8, 6)})
+    assert "FP8 matrix instructions need" in error({"device_type": "cuda", "capability": (8, 6)})
     assert isinstance(make_fp8_call(make_inputs(lengths_q=[3], dtype=BF16))[1], Operands)

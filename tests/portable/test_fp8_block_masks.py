@@ -31,7 +31,7 @@ def test_small_blocks_are_refused(block_size: tuple[int, int], enough: tuple[int
     for direction in directions:
         spec = spec_of(64, 64, dtype=torch.float8_e4m3fn, fp8=FP8, block_size=block_size)
         reason = triton_backend.unsupported(spec, direction)
-        assert f"blocks of multiples of 32, not {block_size}; make it with BLOCK_SIZE={enough}" in str(reason)
+        assert f"must be a multiple of 32, and it is {block_size}; make it with BLOCK_SIZE={enough}" in str(reason)
         assert triton_backend.unsupported(spec._replace(block_size=enough), direction) is None
         assert eager_backend.unsupported(spec, direction) is None
 

@@ -152,7 +152,7 @@ CASES: dict[str, Case] = {
     "softcap of a tensor": Case(scored(lambda sq, skv, device: mods.softcap(torch.tensor(1.5, device=device)))),
     "softcap of a tensor, with its gradient": Case(
         scored(lambda sq, skv, device: mods.softcap(torch.tensor(1.5, device=device).requires_grad_())),
-        backward_refused="no gradient of what a score_mod captures, and cap requires one",
+        backward_refused="no gradient of a score_mod's captures, and cap requires one",
     ),
     "ALiBi": Case(scored(lambda sq, skv, device: mods.alibi(numbers(HEADS, device=device).abs() * 0.1))),
     "relative bias": Case(scored(lambda sq, skv, device: mods.relative_bias(numbers(32, HEADS, device=device))), "no gather"),
