@@ -253,8 +253,8 @@ class Lowering:
             return self._hoisted(number)
         if x.op == "index":
             return self._read(number)
-        operands = [None if n is None else self._expressions[n] for n in x.args]
-        values = [None if n is None else self._value(n) for n in x.args]
+        operands = [self._expressions[n] for n in x.args if n is not None]
+        values = [self._value(n) for n in x.args if n is not None]
         if x.kind == "int" and not _fits(x.bounds):
             self.refuse(x.node, _TOO_WIDE)
         if x.op == "_to_copy":
@@ -321,8 +321,7 @@ class Lowering:
             return self.step("cmp_neq", "bool", value, self.as_kind(self.number(0), step.kind))
         return self.step("identity", kind, value)
 
-    def _converted(self, x: Expression, value: int | None) -> int:
-        assert value is not None
+    def _converted(self, x: Expression, value: int) -> int:
         kind = self.steps[value].kind
         if x.kind == "int" and kind == "float":
             self.refuse(x.node, "cuDNN's rounding of a score to an integer is untested")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from flexattn.kernels_cudnn.lowering import Expression, Lowering
@@ -55,7 +55,7 @@ INTERVALS: dict[str, Callable[..., Interval]] = {
 # Functions from an expression's op to steps. Their arguments are the lowering, the expression, its operands, and the operands'
 # values.
 
-Lowered = Callable[["Lowering", "Expression", list[Any], list[Any]], int]
+Lowered = Callable[["Lowering", "Expression", "list[Expression]", list[int]], int]
 
 CHEAP = frozenset(
     ("add", "sub", "neg", "abs", "eq", "ne", "lt", "le", "gt", "ge", "maximum", "minimum", "clamp", "mul", "logical_not")
@@ -71,7 +71,7 @@ RISKY = frozenset(
 def _node(op: str) -> Lowered:
     """Returns the lowering to a node that computes in the kind of the result, floats or integers."""
 
-    def lowered(to: Lowering, x: Expression, operands: list[Any], values: list[Any]) -> int:
+    def lowered(to: Lowering, x: Expression, operands: list[Expression], values: list[int]) -> int:
         kind = "int" if x.kind == "bool" else x.kind
         return to.step(op, kind, *(to.as_kind(v, kind) for v in values))
 
@@ -83,7 +83,7 @@ def _float_node(op: str) -> Lowered:
 
 
 def _comparison(op: str) -> Lowered:
-    def lowered(to: Lowering, x: Expression, operands: list[Any], values: list[Any]) -> int:
+    def lowered(to: Lowering, x: Expression, operands: list[Expression], values: list[int]) -> int:
         kind = "float" if "float" in {operand.kind for operand in operands} else "int"
         a, b = (to.as_kind(v, kind) for v in values)
         return to.step(f"cmp_{op}", "bool", a, b)
@@ -92,7 +92,7 @@ def _comparison(op: str) -> Lowered:
 
 
 def _logical(op: str) -> Lowered:
-    def lowered(to: Lowering, x: Expression, operands: list[Any], values: list[Any]) -> int:
+    def lowered(to: Lowering, x: Expression, operands: list[Expression], values: list[int]) -> int:
         if x.kind != "bool":
             to.refuse(x.node, "cuDNN has no node for the bits of integers")
         return to.step(op, "bool", *(to.as_kind(v, "bool") for v in values))
@@ -100,21 +100,21 @@ def _logical(op: str) -> Lowered:
     return lowered
 
 
-def _where(to: Lowering, x: Expression, operands: list[Any], values: list[Any]) -> int:
+def _where(to: Lowering, x: Expression, operands: list[Expression], values: list[int]) -> int:
     kind = "int" if x.kind == "bool" else x.kind
     result = to.step("binary_select", kind, to.as_kind(values[1], kind), to.as_kind(values[2], kind), to.as_kind(values[0], "bool"))
     return to.as_kind(result, x.kind)
 
 
-def _clamp(to: Lowering, x: Expression, operands: list[Any], values: list[Any]) -> int:
-    result = to.as_kind(values[0], x.kind)
-    for value, op in zip(values[1:], ("max", "min"), strict=False):
-        if value is not None:
-            result = to.step(op, x.kind, result, to.as_kind(value, x.kind))
+def _clamp(to: Lowering, x: Expression, operands: list[Expression], values: list[int]) -> int:
+    result, bounds = to.as_kind(values[0], x.kind), iter(values[1:])
+    for argument, op in zip(x.args[1:], ("max", "min"), strict=False):
+        if argument is not None:
+            result = to.step(op, x.kind, result, to.as_kind(next(bounds), x.kind))
     return result
 
 
-def _remainder(to: Lowering, x: Expression, operands: list[Any], values: list[Any]) -> int:
+def _remainder(to: Lowering, x: Expression, operands: list[Expression], values: list[int]) -> int:
     a, b = (to.as_kind(v, x.kind) for v in values)
     if x.kind == "float":  # the result has the sign of the divisor.
         quotient = to.step("floor", "float", to.step("div", "float", a, b))
@@ -127,13 +127,13 @@ def _remainder(to: Lowering, x: Expression, operands: list[Any], values: list[An
     return rest
 
 
-def _fmod(to: Lowering, x: Expression, operands: list[Any], values: list[Any]) -> int:
+def _fmod(to: Lowering, x: Expression, operands: list[Expression], values: list[int]) -> int:
     if x.kind == "int" and (operands[0].bounds[0] < 0 or operands[1].bounds[0] <= 0):
         to.refuse(x.node, "cuDNN's remainder is untested for numbers that may be negative")
     return to.step("mod", x.kind, *(to.as_kind(v, x.kind) for v in values))
 
 
-def _whole_division(to: Lowering, x: Expression, operands: list[Any], values: list[Any]) -> int:
+def _whole_division(to: Lowering, x: Expression, operands: list[Expression], values: list[int]) -> int:
     a, b = (to.as_kind(v, x.kind) for v in values)
     if x.kind == "float":
         if x.op == "trunc_divide":
@@ -150,14 +150,14 @@ def _truncated(to: Lowering, value: int) -> int:
     return to.step("binary_select", "float", to.step("ceil", "float", value), to.step("floor", "float", value), below)
 
 
-def _sign(to: Lowering, x: Expression, operands: list[Any], values: list[Any]) -> int:
+def _sign(to: Lowering, x: Expression, operands: list[Expression], values: list[int]) -> int:
     value = to.as_kind(values[0], x.kind)
     zero = to.as_kind(to.number(0), x.kind)
     above, below = (to.as_kind(to.step(op, "bool", value, zero), x.kind) for op in ("cmp_gt", "cmp_lt"))
     return to.step("sub", x.kind, above, below)
 
 
-def _power(to: Lowering, x: Expression, operands: list[Any], values: list[Any]) -> int:
+def _power(to: Lowering, x: Expression, operands: list[Expression], values: list[int]) -> int:
     exponent = operands[1].args[0] if operands[1].op == "constant" else None
     value = to.as_kind(values[0], x.kind)
     if exponent is not None and exponent == int(exponent) and 0 <= exponent <= 8:
@@ -180,7 +180,7 @@ def _composed(function: Callable[..., int]) -> Lowered:
     It calls function(apply, number, value), with apply(op, *values) and number(constant).
     """
 
-    def lowered(to: Lowering, x: Expression, operands: list[Any], values: list[Any]) -> int:
+    def lowered(to: Lowering, x: Expression, operands: list[Expression], values: list[int]) -> int:
         def apply(op: str, *args: int) -> int:
             return to.step(op, "float", *args)
 
@@ -192,7 +192,7 @@ def _composed(function: Callable[..., int]) -> Lowered:
 def _rounding(op: str) -> Lowered:
     """Returns the lowering of a rounding. Integers stay unchanged."""
 
-    def lowered(to: Lowering, x: Expression, operands: list[Any], values: list[Any]) -> int:
+    def lowered(to: Lowering, x: Expression, operands: list[Expression], values: list[int]) -> int:
         if x.kind == "int":
             return to.as_kind(values[0], "int")
         return _truncated(to, values[0]) if op == "trunc" else to.step(op, "float", values[0])
@@ -200,12 +200,12 @@ def _rounding(op: str) -> Lowered:
     return lowered
 
 
-def _is_nan(to: Lowering, x: Expression, operands: list[Any], values: list[Any]) -> int:
+def _is_nan(to: Lowering, x: Expression, operands: list[Expression], values: list[int]) -> int:
     value = to.as_kind(values[0], "float")
     return to.step("cmp_neq", "bool", value, value)
 
 
-def _is_inf(to: Lowering, x: Expression, operands: list[Any], values: list[Any]) -> int:
+def _is_inf(to: Lowering, x: Expression, operands: list[Expression], values: list[int]) -> int:
     return to.step("cmp_eq", "bool", to.step("abs", "float", to.as_kind(values[0], "float")), to.number(math.inf))
 
 
