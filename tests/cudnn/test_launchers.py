@@ -264,7 +264,7 @@ def test_what_surrounds_cudnn_is_played_as_it_was_taken_down(name: str, monkeypa
 
     def told(plan: Any, buffers: dict[int, torch.Tensor], device: torch.device) -> None:
         run(plan, buffers, device)
-        if watcher := getattr(execute._watchers, "one", None):
+        if watcher := getattr(execute._watchers, "current", None):
             watcher(plan, buffers)
 
     monkeypatch.setattr(attention, "execute", told)

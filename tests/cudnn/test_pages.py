@@ -208,7 +208,7 @@ def test_a_recording_follows_tables_and_lengths(
 
     def watched_run(plan: Any, buffers: dict[int, Tensor], device: torch.device) -> None:
         run(plan, buffers, device)
-        watcher = getattr(execute._watchers, "one", None)
+        watcher = getattr(execute._watchers, "current", None)
         if watcher is not None:
             watcher(plan, buffers)
 
