@@ -90,7 +90,7 @@ def not_run_yet(spec: AttentionSpec) -> str | None:
         where = "over pages"
     else:
         return None
-    return f"not run {where} yet: cuDNN accepts the call, and no result was checked"
+    return f"not run {where} yet, so no result was checked"
 
 
 @functools.cache
@@ -406,7 +406,7 @@ def _sdpa(spec: AttentionSpec, x: Operands, direction: Direction, is_bucketed: b
     from flexattn.kernels_cudnn.fp8 import fp8_call
     from flexattn.kernels_cudnn.problem import without_data
 
-    shadows = {id(t): without_data(t) for t in x if isinstance(t, Tensor)}  # equal tensors stay equal.
+    shadows = {id(t): without_data(t) for t in x if isinstance(t, Tensor)}  # identical tensors stay identical.
     named: dict[str, Any] = {name: shadows[id(t)] for name, t in x._asdict().items() if isinstance(t, Tensor)}
     meta = x._replace(**named, mod_tensors=[without_mod_data(t) for t in x.mod_tensors])
     if _needs_gathered_keys(x):

@@ -275,7 +275,7 @@ def test_versions_with_which_no_result_was_checked_say_so(version: int, said: st
     for page_size in (0, 16):
         found = cudnn_backend.not_run_yet(SPEC._replace(page_size=page_size))
         wanted = said or ("over pages" if page_size else None)
-        assert found == (wanted and f"not run {wanted} yet: cuDNN accepts the call, and no result was checked")
+        assert found == (wanted and f"not run {wanted} yet, so no result was checked")
 
 
 def test_the_oldest_versions_are_those_of_the_requirement_and_of_ci() -> None:
