@@ -133,12 +133,12 @@ class _Recorder(Watch):  # type: ignore[no-untyped-call]
     def ran(self, plan: Any, buffers: dict[int, Tensor]) -> None:
         self.steps.append(_Run(plan, {uid: self.slot(t) for uid, t in buffers.items()}))
 
-    def on_launch(self, *what: Any) -> None:
+    def on_launch(self, *event: Any) -> None:
         """Records a launch (kernel, programs, arguments) or the execution of a plan (plan, buffers)."""
-        if len(what) == 2:
-            self.ran(*what)
+        if len(event) == 2:
+            self.ran(*event)
         else:
-            self.launched(*what)
+            self.launched(*event)
 
     def launched(self, direct: Any, programs: int, arguments: tuple[Any, ...]) -> None:
         if direct is None:
@@ -158,7 +158,7 @@ class Recording:
         roots = [recorder.root(i) for i in range(len(tensors))]
         needed = {i for i in results if i is not None}  # slots that are needed as tensors.
         addressed: set[int] = set()  # slots that are needed only as addresses.
-        kept: list[Any] = []
+        replayed: list[Any] = []
         has_launches = any(isinstance(step, _Launch) for step in recorder.steps)
         places = _places(recorder)
         steps = [part for whole in recorder.steps for part in _parts(whole, tensors, has_launches)]
@@ -174,7 +174,7 @@ class Recording:
         for n, step in reversed(list(enumerate(steps))):
             if isinstance(step, _Zero):
                 root, offset = roots[step.slot]
-                kept.append((_ZERO, None, (places[root], offset, step.size)))
+                replayed.append((_ZERO, None, (places[root], offset, step.size)))
                 addressed.add(root)
             elif isinstance(step, _Launch):
                 addressed |= {roots[i][0] for i in step.tensors}
@@ -182,24 +182,24 @@ class Recording:
                     if roots[i][1]:
                         views.setdefault(roots[i][0], set()).add(i)
                 begins = tuple(places[i if roots[i][1] else roots[i][0]] for i in step.tensors)
-                kept.append((_LAUNCH, step.prepared, begins))
+                replayed.append((_LAUNCH, step.prepared, begins))
             elif isinstance(step, _Run):
                 needed |= set(step.buffers.values())
                 buffers = tuple(places[slot] for slot in step.buffers.values())
-                kept.append((_CALL, _runner(step.plan, tuple(step.buffers), device), (buffers, ())))
+                replayed.append((_CALL, _runner(step.plan, tuple(step.buffers), device), (buffers, ())))
             elif step.writes or any(i in needed or i in addressed for i in step.outs):
                 for i in step.outs:
                     if i is not None and born[i] == n:
-                        kept += view_steps(i)
+                        replayed += view_steps(i)
                 new = [i for i in step.outs if i in recorder.made and born[i] == n]
-                kept.append(_op_step(step, new, tensors, needed, places))
+                replayed.append(_op_step(step, new, tensors, needed, places))
         for root in list(views):  # inputs and constants.
-            kept += view_steps(root)
-        kept.reverse()
-        self.prepared = [what for kind, what, _ in kept if kind is _LAUNCH]
-        self.steps = tuple((kind, None if kind is _LAUNCH else what, how) for kind, what, how in kept)
+            replayed += view_steps(root)
+        replayed.reverse()
+        self.prepared = [target for kind, target, _ in replayed if kind is _LAUNCH]
+        self.steps = tuple((kind, None if kind is _LAUNCH else target, details) for kind, target, details in replayed)
         # Torch's operators and cuDNN's plans may contain a call's numbers, so numbers cannot vary if there are any.
-        self.can_vary = all(kind in (_ALLOCATE, _VIEW, _ZERO, _LAUNCH) for kind, *_ in kept)
+        self.can_vary = all(kind in (_ALLOCATE, _VIEW, _ZERO, _LAUNCH) for kind, *_ in replayed)
         self.num_inputs = len(recorder.inputs)
         not_constant = {*recorder.inputs, *recorder.made}
         constants = [i for i in range(len(tensors)) if i not in not_constant and (i in needed or i in addressed)]
@@ -231,11 +231,11 @@ class Recording:
         names: dict[str, Any] = {"allocate": self.allocate, "current_stream": self.stream, "set_to_zero": self.set_to_zero}
         if self.device.type == "cuda":
             names |= {"device": self.device, "on": torch.cuda.device, "current_device": torch._C._cuda_getDevice}
-        for n, (kind, what, how) in enumerate(self.steps):
+        for n, (kind, target, details) in enumerate(self.steps):
             if kind is _CALL:
-                names[f"call{n}"] = what
+                names[f"call{n}"] = target
             elif kind is _ALLOCATE:
-                names |= {f"shape{n}": how[0], f"strides{n}": how[1], f"dtype{n}": how[2]}
+                names |= {f"shape{n}": details[0], f"strides{n}": details[1], f"dtype{n}": details[2]}
         for place, t in self.constants.items():
             names |= {f"t{place}": t, f"a{place}": t.data_ptr()}
         return names
@@ -254,25 +254,25 @@ class Recording:
             yield "        return replay(inputs, addresses)"
         launches = itertools.count()
         places = range(self.num_inputs)
-        called = (place for kind, _, how in self.steps if kind is _CALL for place in how[0])
+        called = (place for kind, _, details in self.steps if kind is _CALL for place in details[0])
         if not {*places}.isdisjoint((*self.results, *called)):
             yield f"{_listed('t', places)} = inputs"
         if places:
             yield f"{_listed('a', places)} = addresses"
         if any(kind in (_LAUNCH, _ZERO) for kind, *_ in self.steps):
             yield "stream = current_stream()"
-        for n, (kind, what, how) in enumerate(self.steps):
+        for n, (kind, target, details) in enumerate(self.steps):
             if kind is _LAUNCH:
-                yield f"launch{next(launches)}(stream, ({_listed('a', how)}))"
+                yield f"launch{next(launches)}(stream, ({_listed('a', details)}))"
             elif kind is _ALLOCATE:
-                yield f"t{what} = allocate(shape{n}, strides{n}, dtype{n})"
-                yield f"a{what} = t{what}.data_ptr()"
+                yield f"t{target} = allocate(shape{n}, strides{n}, dtype{n})"
+                yield f"a{target} = t{target}.data_ptr()"
             elif kind is _VIEW:
-                yield f"a{what} = a{how[0]} + {how[1]}"
+                yield f"a{target} = a{details[0]} + {details[1]}"
             elif kind is _ZERO:
-                yield f"set_to_zero(stream, a{how[0]} + {how[1]}, {how[2]})"
+                yield f"set_to_zero(stream, a{details[0]} + {details[1]}, {details[2]})"
             else:
-                arguments, outputs = how
+                arguments, outputs = details
                 yield f"{_listed('t', outputs)}{' = ' if outputs else ''}call{n}(({_listed('t', arguments)}))"
                 yield from (f"a{place} = t{place}.data_ptr()" for place in outputs)
         yield f"return ({''.join('None, ' if place is None else f't{place}, ' for place in self.results)})"

@@ -114,7 +114,7 @@ class SharedView:
         if not np.shares_memory(data, self.allocation.data):
             raise NotImplementedError("reshape of a permuted view of shared memory")
         dims: list[int | None] = [None] * len(shape)
-        if [n for n in shape if n != 1] == [n for n in self.shape if n != 1]:  # dimensions survive where only 1s come and go
+        if [n for n in shape if n != 1] == [n for n in self.shape if n != 1]:  # only dims of size 1 are added or removed.
             left = iter([dim for dim, n in zip(self.dims, self.shape, strict=True) if n != 1])
             dims = [None if n == 1 else next(left) for n in shape]
         layout = self.layout

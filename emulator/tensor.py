@@ -46,7 +46,7 @@ def columns_of(elements: int, dtype: DType, layout: Any) -> int:
         raise NotImplementedError(f"tensor memory with a col_stride of {layout.col_stride}")
     bits = elements * int(dtype.primitive_bitwidth)
     if bits % _COLUMN_BITS:
-        raise GluonError(f"{elements} elements of {dtype.name} are no whole number of columns of tensor memory")
+        raise GluonError(f"{elements} elements of {dtype.name} do not fill the last column of tensor memory")
     return bits // _COLUMN_BITS
 
 

@@ -481,7 +481,7 @@ def where(condition: Operand, x: Operand, y: Operand) -> Any:
         dtype = constant_dtype(y if isinstance(x, Tensor | Scalar) else x, typed[0])
     else:
         dtype = promote(scalar(x).dtype, scalar(y).dtype)
-    held = numpy_dtype(dtype)
+    array_dtype = numpy_dtype(dtype)
     values = (np.asarray(v.data if isinstance(v, Tensor) else v.value if isinstance(v, Scalar) else v) for v in (x, y))
-    result = np.where(condition.data, *(v.astype(held) for v in values))
+    result = np.where(condition.data, *(v.astype(array_dtype) for v in values))
     return Tensor(np.broadcast_to(result, shape), dtype, layout)
