@@ -7,7 +7,7 @@ import re
 from tests.conftest import ROOT
 
 README = (ROOT / "README.md").read_text("utf-8")
-MOST_LINES = 115
+MOST_LINES = 95  # but for the part that is made of results
 
 
 def test_each_command_makes_its_environment() -> None:
@@ -17,4 +17,5 @@ def test_each_command_makes_its_environment() -> None:
 
 
 def test_it_is_short() -> None:
-    assert len(README.splitlines()) <= MOST_LINES
+    written = re.sub(r"^<!-- made by .*?^<!-- end -->$", "", README, flags=re.MULTILINE | re.DOTALL)
+    assert len(written.splitlines()) <= MOST_LINES
