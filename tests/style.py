@@ -23,6 +23,7 @@ _NOT_PROSE = re.compile(
 )
 _NOT_PROSE_LINES = re.compile(r"^\s*(\|.*|#.*|\[!\[.*|!\[.*|[!?]{3}\+? .*|===[!+]* .*|:::.*|<[^>]*>)$", re.MULTILINE)
 _LINK = re.compile(r"!?\[([^\]]*)\]\([^)]*\)(\{[^}]*\})?")
+_FILE_LINK = re.compile(r"\[`?[\w./-]+\.(?:md|ipynb)`?\]\([^)]*\)")
 _CODE = re.compile(r"``.+?``|`[^`]+`|\$[^$\n]+\$")
 _ITEM = re.compile(r"^\s*(?:[-*+]|\d+\.)\s+", re.MULTILINE)
 _SENTENCE_END = re.compile(r"(?<=[.!?:])[\"')*]*\s+(?=[\"'(*]*[A-Z`\d])")
@@ -32,6 +33,7 @@ LONG_SENTENCE = f"a sentence of more than {SENTENCE_WORDS} words"
 LONG_PARAGRAPH = f"a paragraph of more than {PARAGRAPH_WORDS} words"
 LATE_SUBJECT = "an opening that puts the subject late"
 MISPLACED_FIGURE = "a figure outside of a table or a generated block"
+FILE_LINK = "a link whose text is the name of a page's file"
 MANY_NUMBERS = f"more than {DIGITS_PER_100_WORDS} numbers in 100 words"
 
 OPENINGS = re.compile(r"(Of|Over|Beside|Besides|Under|Where|What|Behind|Whose|Those|Whoever|Whichever|Among|Asked|Followed|Held)\b")
@@ -82,8 +84,9 @@ def words(text: str) -> int:
 
 
 def breaches(text: str) -> list[Breach]:
-    """Returns the breaches of a page, in its order."""
-    found, all_words, numbers = [], 0, 0
+    """Returns the breaches of a page."""
+    found = [Breach(FILE_LINK, match[0]) for match in _FILE_LINK.finditer(_NOT_PROSE.sub("", text))]
+    all_words, numbers = 0, 0
     for paragraph in paragraphs(text):
         all_words += words(paragraph)
         numbers += len(NUMBER.findall(paragraph))

@@ -32,6 +32,7 @@ A_BREACH_OF_EACH_RULE = {
     style.LATE_SUBJECT: "Of the keys a query sees half.",
     style.MISPLACED_FIGURE: "The forward is 20 % faster.",
     style.MANY_NUMBERS: "The head dims are 64, 128 and 256. " * 2 + "The kernel reads all of the keys.\n\n" * 14,
+    style.FILE_LINK: "The rules are in [semantics.md](semantics.md).",
     "a private word": "The kernel is asked first.",
     "a word for a standard term": "Both runs give the same bits.",
     "a pronoun for a noun": "The page is for who trains models.",
@@ -77,7 +78,7 @@ def test_navigation_without_developers_lacks_their_pages() -> None:
 
 def test_there_is_a_breach_of_each_rule() -> None:
     of_sentences = {style.LONG_SENTENCE, style.LATE_SUBJECT, style.MISPLACED_FIGURE, *style.BANNED}
-    assert A_BREACH_OF_EACH_RULE.keys() == {style.LONG_PARAGRAPH, style.MANY_NUMBERS, *of_sentences}
+    assert A_BREACH_OF_EACH_RULE.keys() == {style.LONG_PARAGRAPH, style.MANY_NUMBERS, style.FILE_LINK, *of_sentences}
 
 
 @pytest.mark.parametrize("rule", A_BREACH_OF_EACH_RULE)
