@@ -66,11 +66,11 @@ def counts(found: dict[str, tables.Standing]) -> str:
 
 
 def section_of_bounds(title: str) -> str:
-    return (ROOT / "docs" / "bounds.md").read_text("utf-8").split(f"### {title}\n")[1].split("\n### ")[0].split("\n## ")[0]
+    return (ROOT / "notes" / "bounds.md").read_text("utf-8").split(f"### {title}\n")[1].split("\n### ")[0].split("\n## ")[0]
 
 
 def test_the_newer_runs_are_what_their_files_say() -> None:
-    """docs/bounds.md, "Since that run": how many cells stand where, and each that it names, then and now beside the same peers."""
+    """notes/bounds.md, "Since that run": how many cells stand where, and each that it names, then and now beside the same peers."""
     section = section_of_bounds("Since that run")
     main = record.read(RESULTS / "standard_h200.json")
     newer = record.read(RESULTS / "standard_forward_h200.json")
@@ -125,7 +125,7 @@ def lines_of_the_whole_run(run: Record, older: Record) -> list[str]:
 
 
 def test_the_last_whole_run_is_what_its_file_says(main: Record) -> None:
-    """docs/bounds.md, "The last whole run", whose cells are held to the one before it, and of that one where its cells stand."""
+    """notes/bounds.md, "The last whole run", whose cells are held to the one before it, and of that one where its cells stand."""
     section, before = (section_of_bounds(title) for title in ("The last whole run", "On an NVIDIA H100"))
     older = record.read(RESULTS / "standard_h100.json")
     lines = lines_of_the_whole_run(main, older)
