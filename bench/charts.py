@@ -38,7 +38,7 @@ COLOURS = {
 }
 """Color of each implementation, the same in every chart; others are gray."""
 MARKERS = ("circle", "square", "triangle", "diamond")
-COLUMN = 300  # pixels: the width of one plot with its labels
+COLUMN = 240  # pixels: the width of one plot with its labels
 NARROWEST = 460
 GRAY, DARK = "#777777", "#222222"
 
@@ -76,7 +76,7 @@ def document(title: str, width: int, height: int, parts: Iterable[str]) -> str:
             'font-family="sans-serif" font-size="12">',
             f"<title>{escape(title)}</title>",
             f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
-            text(12, 22, title, size=15),
+            text(12, 22, title, size=14),
             *parts,
             "</svg>\n",
         ]
@@ -97,7 +97,7 @@ def _ticks(highest: float, most: int = 5) -> list[float]:
 
 def line_chart(title: str, panels: Sequence[Panel], x_label: str, y_label: str, *, log_y: bool = False) -> str:
     """Returns up to three plots in a row, all with one scale: x by powers of two."""
-    columns, plot_width, plot_height, row, top = _columns(panels), 226, 170, 240, 74
+    columns, plot_width, plot_height, row, top = _columns(panels), 170, 150, 216, 74
     names = list(dict.fromkeys(name for p in panels for name in p.lines))
     points = [point for p in panels for of_name in p.lines.values() for point in of_name]
     xs = sorted({x for x, _ in points})
@@ -108,14 +108,14 @@ def line_chart(title: str, panels: Sequence[Panel], x_label: str, y_label: str, 
     ticks = [2.0**n for n in range(round(math.log2(low)), round(math.log2(high)) + 1)] if log_y else _ticks(max(ys))
     parts = _legend(names)
     for n, p in enumerate(panels):
-        left, upper = 62 + n % columns * COLUMN, top + n // columns * row
+        left, upper = 60 + n % columns * COLUMN, top + n // columns * row
 
         def at(x: float, y: float, left: float = left, upper: float = upper) -> tuple[float, float]:
             across = math.log2(x / xs[0]) / math.log2(xs[-1] / xs[0])
             up = math.log2(y / low) / math.log2(high / low) if log_y else y / high
             return left + 8 + (plot_width - 16) * across, upper + plot_height * (1 - up)
 
-        parts.append(text(left, upper - 8, p.title, size=13))
+        parts.append(text(left, upper - 8, p.title))
         for tick in ticks:
             y = at(xs[0], tick)[1]
             parts += [line(left, y, left + plot_width, y, "#dddddd"), text(left - 6, y + 4, f"{tick:g}", anchor="end", colour=GRAY)]
@@ -164,21 +164,21 @@ def _legend(names: Sequence[str]) -> list[str]:
 
 def bar_chart(title: str, panels: Sequence[Panel], x_label: str) -> str:
     """Returns up to three plots in a row of horizontal bars, each with a scale of its own, from 0."""
-    columns, names_width, bars_width, row, top = _columns(panels), 100, 126, 20, 62
-    most = max(len(p.bars) for p in panels)
-    height = row * most + 62
-    parts = []
+    columns, names_width, bars_width, row, top = _columns(panels), 90, 86, 18, 62
+    parts, upper, below = [], 0, top
     for n, p in enumerate(panels):
-        left, upper = 12 + names_width + n % columns * COLUMN, top + n // columns * height
+        if n % columns == 0:
+            upper, below = below, below + row * max(len(p.bars) for p in panels[n : n + columns]) + 50
+        left = 10 + names_width + n % columns * COLUMN
         longest = max(bar.value for bar in p.bars)
-        parts.append(text(left - names_width, upper - 6, p.title, size=13))
+        parts.append(text(left - names_width, upper - 6, p.title))
         parts.append(text(left, upper + row * len(p.bars) + 16, x_label, colour=GRAY))
         for i, bar in enumerate(p.bars):
             y, width = upper + row * i, bars_width * bar.value / longest
             parts.append(f'<rect x="{left}" y="{y + 2}" width="{width:.1f}" height="{row - 5}" fill="{bar.colour}"/>')
-            parts.append(text(left - 6, y + 14, bar.name, anchor="end"))
-            parts.append(text(left + width + 5, y + 14, f"{bar.value:,.0f}" if bar.value >= 99.95 else f"{bar.value:.1f}"))
-    return document(title, max(NARROWEST, columns * COLUMN), top + math.ceil(len(panels) / columns) * height - 20, parts)
+            parts.append(text(left - 6, y + 13, bar.name, anchor="end"))
+            parts.append(text(left + width + 5, y + 13, f"{bar.value:,.0f}" if bar.value >= 99.95 else f"{bar.value:.1f}"))
+    return document(title, max(NARROWEST, columns * COLUMN), below - 20, parts)
 
 
 def figures(record: Record, leave_out: Iterable[str] = ()) -> Iterator[tuple[str, str]]:

@@ -336,11 +336,11 @@ def test_line_charts_have_labels_and_the_recorded_points(found: page.Sources) ->
 def test_bars_are_as_long_as_their_figures(found: page.Sources) -> None:
     svg = page.plots(found)["transformers_h200.svg"]
     assert texts_of(svg).count("milliseconds") == 4
-    bars = [e for e in ElementTree.fromstring(svg).iter(f"{SVG}rect") if e.get("height") == "15"]
+    bars = [e for e in ElementTree.fromstring(svg).iter(f"{SVG}rect") if e.get("height") == "13"]
     ms = {r["implementation"]: r["ms"] for r in found.steps["rows"] if (r["model"], r.get("batch")) == ("llama", "packed")}
     widths = [float(bar.get("width", "")) for bar in bars[:3]]
     longest = max(ms.values())
-    assert widths == [round(126 * ms[name] / longest, 1) for name in ("flexattn", "eager", "sdpa")]
+    assert widths == [round(86 * ms[name] / longest, 1) for name in ("flexattn", "eager", "sdpa")]
 
 
 def test_colours_and_markers_tell_implementations_apart() -> None:

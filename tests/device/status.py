@@ -246,7 +246,7 @@ def _drawn(step: str, runs: Iterable[dict[str, Any]]) -> set[str]:
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    lines = ["| " + " | ".join(heads) + " |", "|---" + "|:---:" * (len(heads) - 1) + "|"]
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
 
 
