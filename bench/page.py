@@ -162,7 +162,7 @@ def with_readme_section(text: str, found: Sources) -> str:
 
 def plots(found: Sources) -> dict[str, str]:
     """Returns the SVG files of the page, by their names."""
-    files = {}
+    files: dict[str, str] = {}
     for name, run in (("h200", found.main), ("h100", found.second)):
         drawn = dict(charts.figures(run, OUT_OF_PLOTS))
         files |= {f"{direction}_{name}.svg": drawn[f"sweep_{direction}"] for direction in ("forward", "backward")}

@@ -203,7 +203,7 @@ class Standing(NamedTuple):
 
     @property
     def is_level(self) -> bool:
-        """Whether the quartiles of the two times overlap."""
+        """Returns whether the quartiles of the two times overlap."""
         a, b = ((row.us_q1 or _us(row), row.us_q3 or _us(row)) for row in (self.ours, self.peer))
         return a[0] <= b[1] and b[0] <= a[1]
 
