@@ -40,7 +40,6 @@ BEGIN, END = "<!-- made by `python -m flexattn bench --readme`: begin -->", "<!-
 PLOTS = "plots"  # the folder beside the page
 
 OUT_OF_PLOTS = ("cuDNN frontend",)  # its lines lie on those of SDPA cuDNN
-NO_MEMORY = ("cuDNN frontend",)  # its outputs and workspace are allocated before the call that is measured
 DECODE_PEERS = {
     "flash-attn 4": ("flash-attn 4",),
     "vLLM": ("vLLM, Triton",),
@@ -289,15 +288,13 @@ def memory_table(found: Record) -> Table:
     """Returns the peak memory of a call at head dim 128 with a causal mask, the least and the most over the lengths."""
     rows = []
     for name in found.implementations():
-        if name in NO_MEMORY or name == "varlen_attn":
-            continue
         of_direction = []
         for direction in ("forward", "backward"):
             cells = [found.of(w.name, direction).get(name) for w in panel(found, 128, "causal")]
-            mib = [row.peak_mib for row in cells if row is not None and row.peak_mib is not None]
-            low, high = f"{min(mib):.0f}", f"{max(mib):.0f}"
-            of_direction.append(low if low == high else f"{low} to {high}")
-        rows.append((name_of(name), of_direction))
+            if mib := [row.peak_mib for row in cells if row is not None and row.peak_mib]:  # 0: what it needs was there before
+                low, high = f"{min(mib):.0f}", f"{max(mib):.0f}"
+                of_direction.append(low if low == high else f"{low} to {high}")
+        rows += [(name_of(name), of_direction)] if of_direction else []
     return Table("", ["forward, MiB", "backward, MiB"], rows)
 
 

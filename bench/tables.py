@@ -118,7 +118,7 @@ def memory_tables(record: Record) -> list[Table]:
     """Peak memory of a call against the length."""
     found = []
     for title, direction, names in _by_length(record):
-        rows = _rows(record, direction, names, lambda r: f"{r.peak_mib:.0f}", lambda r: r.peak_mib is not None)
+        rows = _rows(record, direction, names, lambda r: f"{r.peak_mib:.0f}", lambda r: bool(r.peak_mib))
         columns = [f"s{record.workloads[name].seqlen_q}" for name in names]
         found += [Table(f"{title}: peak MiB of a call", columns, rows)] if rows else []
     return found
