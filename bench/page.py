@@ -78,14 +78,14 @@ def sources() -> Sources:
 
 def claim(found: Record) -> str:
     """Returns how many cells `auto` wins and loses."""
-    every = standings(found)
+    every, dtypes = standings(found), " and ".join(dict.fromkeys(w.dtype for w in found.workloads.values()))
     faster, ahead, behind, level = (
         sum(map(test, every))
         for test in (lambda s: s.speed > 1, lambda s: s.speed >= 1.02, lambda s: s.speed < 0.99, lambda s: s.is_level)
     )
     return (
-        f"On an {found.device['name']}, `attention()` is faster than the fastest of {len(_peers(found))} other implementations "
-        f"in {faster} of {len(every)} cells. It is faster by 2 % or more in {ahead} cells, and slower by more than 1 % in "
+        f"On an {found.device['name']} in {dtypes}, `attention()` is faster than the fastest of {len(_peers(found))} other "
+        f"implementations in {faster} of {len(every)} cells. It is faster by 2 % or more in {ahead} cells, and slower by more than 1 % in "
         f"{behind}. In {level} cells the quartiles of the two times overlap."
     )
 
