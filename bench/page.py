@@ -85,8 +85,8 @@ def claim(found: Record) -> str:
     )
     return (
         f"On an {found.device['name']} in {dtypes}, `attention()` is faster than the fastest of {len(_peers(found))} other "
-        f"implementations in {faster} of {len(every)} cells. It is faster by 2 % or more in {ahead} cells, and slower by more than 1 % in "
-        f"{behind}. In {level} cells the quartiles of the two times overlap."
+        f"implementations in {faster} of {len(every)} cells. It is faster by 2 % or more in {ahead} cells, and slower by more than "
+        f"1 % in {behind}. In {level} cells the quartiles of the two times overlap."
     )
 
 
