@@ -31,6 +31,7 @@ COLOURS = {
     "cuDNN frontend": "#b5cf6b",
     "flash-attn 2": "#aec7e8",
     "flash-attn 3": "#6baed6",
+    "flash-attn 3 forward": "#3182bd",
     "flash-attn 4": "#08519c",
     "materialised": "#7f7f7f",
     "vLLM": "#ff7f0e",

@@ -198,5 +198,6 @@ def peers(flex_mode: str = FLEX_MODE) -> list[Implementation]:
         Implementation(CUDNN_FRONTEND, f"{installed('nvidia-cudnn-frontend')}, {of_cudnn.partition(', ')[2]}", prepare_cudnn),
         flash("flash-attn 2", "flash_attn", "flash-attn"),
         flash("flash-attn 3", "flash_attn_interface", "flash-attn-3"),
+        flash("flash-attn 3 forward", "fa3_fwd_interface", "fa3-fwd"),  # a wheel of its forward alone
         flash("flash-attn 4", "flash_attn.cute", "flash-attn-4", compiles=True),
     ]
