@@ -349,7 +349,7 @@ def test_colours_and_markers_tell_implementations_apart() -> None:
     assert len({charts._marker(0, 0, kind) for kind in charts.MARKERS}) == len(charts.MARKERS)
 
 
-@pytest.mark.parametrize("name", [page.MAIN, page.MEMORY])
+@pytest.mark.parametrize("name", [page.MEMORY, pytest.param(page.MAIN, marks=pytest.mark.slow)])
 def test_plots_of_any_result_are_written(tmp_path: Path, name: str) -> None:
     assert command.main(["--from", str(RESULTS / name), "--plots", str(tmp_path / "plots")]) == 0
     written = {path.stem: ElementTree.parse(path) for path in (tmp_path / "plots").iterdir()}
