@@ -15,6 +15,7 @@ from flexattn.dispatch.spec import FP32_GRADIENTS, OPEN_WINDOW, Operands, Result
 from flexattn.first_order import guarded, refuse_batched
 from flexattn.fp8_steps import BackwardSteps
 from flexattn.prepare import prepare
+from flexattn.shorthands import in_full
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -146,7 +147,7 @@ _OPERANDS = (
     *("bias", "alibi_slopes", "softmax_offset", "cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"),
     "rng_state",
 )
-_NO_PAGES = (None, None, None)  # the operands that a backward has not: seqused_q, seqused_kv and page_table
+_NOT_THERE = (None, None, None, None)  # the operands that a backward has not: seqused_q, seqused_kv, page_table and out
 _operands_of = itemgetter(*_OPERANDS)
 _others_of = itemgetter(
     *("qkv_format", "attn_mask_type", "bottom_right_diagonal", "max_seqlen_q", "max_seqlen_kv", "bias_type", "softmax_type"),
@@ -199,13 +200,13 @@ def differentiate(results: Results, given: Given, arguments: dict[str, Any], in_
         kind = None if in_fp8 is None else (in_fp8.recipe, in_fp8.grad_dtype, in_fp8.is_part)
         others = ("backward", results, kind, *_others_of(arguments))
         key, call = call_cache.look_up(
-            (q, k, v, *operands, *_NO_PAGES, *more, out, lse, dout, dlse), others, arguments["window_size"], mods
+            (q, k, v, *operands, *_NOT_THERE, *more, out, lse, dout, dlse), others, arguments["window_size"], mods
         )
     is_new = call is None
     if call is None:
         of_fp8 = _NOT_OF_BACKWARD if in_fp8 is None else _NOT_OF_BACKWARD | _named(in_fp8)
         with torch.enable_grad():  # for what the mods capture
-            x, settings, _ = prepare(q, k, v, **arguments, **of_fp8, is_backward=True, results=results)
+            x, settings, _ = prepare(q, k, v, **in_full(q, k, arguments), **of_fp8, is_backward=True, results=results)
         steps = None
         if in_fp8 is None:
             _check(x, settings, out, lse, dout, dlse)

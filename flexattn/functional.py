@@ -15,9 +15,22 @@ from flexattn.cached_call import NUM_TENSORS
 from flexattn.call_key import CallKey
 from flexattn.dispatch import triton_backend
 from flexattn.dispatch.context import requested_backend
-from flexattn.dispatch.spec import OPEN_WINDOW, AttentionSpec, Operands, Window, from_bshd
+from flexattn.dispatch.spec import (
+    OPEN_WINDOW,
+    AttentionSpec,
+    BackendName,
+    BiasType,
+    MaskType,
+    Operands,
+    QkvFormat,
+    SoftmaxType,
+    Window,
+    from_bshd,
+)
 from flexattn.nested import attend_nested, is_jagged, packed_call
+from flexattn.outputs import OutLse, OutLseMaxLogit, OutMaxLogit, chosen
 from flexattn.prepare import default_alibi_slopes, prepare
+from flexattn.shorthands import both_sides, in_full, masked, score_sizes
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -53,7 +66,7 @@ def attention(
     return_lse: Literal[True],
     return_max_logit: Literal[False] = False,
     **options: Unpack[Options],
-) -> tuple[Tensor, Tensor]: ...
+) -> OutLse: ...
 
 
 @overload
@@ -65,13 +78,13 @@ def attention(
     return_lse: Literal[False] = False,
     return_max_logit: Literal[True],
     **options: Unpack[Options],
-) -> tuple[Tensor, Tensor]: ...
+) -> OutMaxLogit: ...
 
 
 @overload
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], return_max_logit: Literal[True], **options: Unpack[Options]
-) -> tuple[Tensor, Tensor, Tensor]: ...
+) -> OutLseMaxLogit: ...
 
 
 @overload
@@ -85,10 +98,14 @@ def attention(
     k: Tensor = None,  # type: ignore[assignment]
     v: Tensor = None,  # type: ignore[assignment]
     *positional: Any,
-    qkv_format: str = "bshd",
-    attn_mask_type: str = "no_mask",
-    window_size: tuple[int, int] | Window = OPEN_WINDOW,
+    qkv_format: QkvFormat = "bshd",
+    causal: bool = False,
+    attn_mask_type: MaskType = "no_mask",
+    window_size: int | tuple[int, int] | Window = OPEN_WINDOW,
+    mask: Tensor | None = None,
     bottom_right_diagonal: bool | None = None,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_kv: Tensor | None = None,
     cu_seqlens_q_padded: Tensor | None = None,
@@ -98,10 +115,10 @@ def attention(
     page_table: Tensor | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_kv: int | None = None,
-    bias_type: str = "no_bias",
+    bias_type: BiasType | None = None,
     bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
-    softmax_type: str = "vanilla",
+    softmax_type: SoftmaxType | None = None,
     softmax_offset: Tensor | None = None,
     softmax_scale: float | None = None,
     softcap: float = 0.0,
@@ -120,7 +137,8 @@ def attention(
     batch_invariant: bool = False,
     return_lse: bool = False,
     return_max_logit: bool = False,
-    backend: str | None = None,
+    out: Tensor | None = None,
+    backend: BackendName | None = None,
     **foreign: Any,
 ) -> Any:
     """softmax(q k^T * softmax_scale) v, fused, for every format, mask and kind of score below, alone or combined.
@@ -259,6 +277,14 @@ def attention(
     """
     if positional or foreign:
         _refuse_foreign(positional, foreign)
+    if cu_seqlens is not None:
+        cu_seqlens_q, cu_seqlens_kv = both_sides("cu_seqlens", cu_seqlens, cu_seqlens_q, cu_seqlens_kv)
+    if max_seqlen is not None:
+        max_seqlen_q, max_seqlen_kv = both_sides("max_seqlen", max_seqlen, max_seqlen_q, max_seqlen_kv)
+    if mask is not None:
+        lengths = {"max_seqlen_q": max_seqlen_q, "max_seqlen_kv": max_seqlen_kv, "cu_seqlens_q": cu_seqlens_q}
+        sizes = score_sizes(q, k, {"qkv_format": qkv_format, "page_table": page_table, **lengths})
+        bias_type, bias, mask_mod = masked(mask, q, sizes, (bias_type, bias, alibi_slopes), (mask_mod, block_mask))
     key, call = None, None
     is_fp8 = not (fp8_recipe is None and fp8_state is None and descale_q is descale_k is descale_v is None)
     if not torch.compiler.is_compiling():
@@ -266,16 +292,18 @@ def attention(
         if is_fp8 or not (
             (bias is alibi_slopes is softmax_offset is rng_state is None)
             and (cu_seqlens_q is cu_seqlens_kv is cu_seqlens_q_padded is cu_seqlens_kv_padded is None)
-            and (seqused_q is seqused_kv is page_table is None)
+            and (seqused_q is seqused_kv is page_table is out is None)
         ):
             tensors += (bias, alibi_slopes, softmax_offset, cu_seqlens_q, cu_seqlens_kv)
-            tensors += (cu_seqlens_q_padded, cu_seqlens_kv_padded, rng_state, seqused_q, seqused_kv, page_table)
+            tensors += (cu_seqlens_q_padded, cu_seqlens_kv_padded, rng_state, seqused_q, seqused_kv, page_table, out)
         # In parts, as each object costs time: what is None or False in most calls stays out where it is so in all of it.
         others: tuple[Any, ...] = (softmax_scale, softcap, dropout_p, qkv_format, attn_mask_type, bias_type, softmax_type, backend)
         is_usual = bottom_right_diagonal is None and deterministic is None and max_seqlen_q is None and max_seqlen_kv is None
         if not is_usual or batch_invariant is not False or return_lse is not False or return_max_logit is not False:
             others += (bottom_right_diagonal, deterministic, max_seqlen_q, max_seqlen_kv)
             others += (batch_invariant, return_lse, return_max_logit)
+        if causal is not False:
+            others += (causal,)
         mods = None
         if score_mod is not None or mask_mod is not None or block_mask is not None or score_mod_tensors is not NO_TENSORS:
             mods = (score_mod, mask_mod, score_mod_tensors, block_mask)
@@ -292,95 +320,60 @@ def attention(
         if key is not None and call is not None:
             out, lse, max_logit = call.run(key, return_lse)
             if return_lse or return_max_logit:
-                return _chosen(out, lse, max_logit, return_lse, return_max_logit)
+                return chosen(out, lse, max_logit, return_lse, return_max_logit)
             return out
-    is_nested = is_jagged(q) and is_jagged(k) and is_jagged(v)
-    if is_nested or _is_dtensor(q) or _is_dtensor(k) or _is_dtensor(v):
-        if is_fp8 and not is_nested:
+    arguments = {
+        "qkv_format": qkv_format,
+        "causal": causal,
+        "attn_mask_type": attn_mask_type,
+        "window_size": window_size,
+        "bottom_right_diagonal": bottom_right_diagonal,
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_kv": cu_seqlens_kv,
+        "cu_seqlens_q_padded": cu_seqlens_q_padded,
+        "cu_seqlens_kv_padded": cu_seqlens_kv_padded,
+        "seqused_q": seqused_q,
+        "seqused_kv": seqused_kv,
+        "page_table": page_table,
+        "max_seqlen_q": max_seqlen_q,
+        "max_seqlen_kv": max_seqlen_kv,
+        "bias_type": bias_type,
+        "bias": bias,
+        "alibi_slopes": alibi_slopes,
+        "softmax_type": softmax_type,
+        "softmax_offset": softmax_offset,
+        "softmax_scale": softmax_scale,
+        "softcap": softcap,
+        "dropout_p": dropout_p,
+        "rng_state": rng_state,
+        "score_mod": score_mod,
+        "mask_mod": mask_mod,
+        "score_mod_tensors": score_mod_tensors,
+        "block_mask": block_mask,
+        "fp8_recipe": fp8_recipe,
+        "fp8_state": fp8_state,
+        "descale_q": descale_q,
+        "descale_k": descale_k,
+        "descale_v": descale_v,
+        "deterministic": deterministic,
+        "batch_invariant": batch_invariant,
+        "return_lse": return_lse,
+        "return_max_logit": return_max_logit,
+        "out": out,
+        "backend": backend,
+    }
+    arguments = in_full(q, k, arguments)
+    if is_jagged(q) and is_jagged(k) and is_jagged(v):
+        return attend_nested(attention, q, k, v, arguments)
+    if _is_dtensor(q) or _is_dtensor(k) or _is_dtensor(v):
+        if is_fp8:
             raise ValueError("q, k or v is a DTensor and the call is in FP8; accepted: local tensors, whose amax is their own")
-        arguments = {
-            "qkv_format": qkv_format,
-            "attn_mask_type": attn_mask_type,
-            "window_size": window_size,
-            "bottom_right_diagonal": bottom_right_diagonal,
-            "cu_seqlens_q": cu_seqlens_q,
-            "cu_seqlens_kv": cu_seqlens_kv,
-            "cu_seqlens_q_padded": cu_seqlens_q_padded,
-            "cu_seqlens_kv_padded": cu_seqlens_kv_padded,
-            "seqused_q": seqused_q,
-            "seqused_kv": seqused_kv,
-            "page_table": page_table,
-            "max_seqlen_q": max_seqlen_q,
-            "max_seqlen_kv": max_seqlen_kv,
-            "bias_type": bias_type,
-            "bias": bias,
-            "alibi_slopes": alibi_slopes,
-            "softmax_type": softmax_type,
-            "softmax_offset": softmax_offset,
-            "softmax_scale": softmax_scale,
-            "softcap": softcap,
-            "dropout_p": dropout_p,
-            "rng_state": rng_state,
-            "score_mod": score_mod,
-            "mask_mod": mask_mod,
-            "score_mod_tensors": score_mod_tensors,
-            "block_mask": block_mask,
-            "deterministic": deterministic,
-            "batch_invariant": batch_invariant,
-            "return_lse": return_lse,
-            "return_max_logit": return_max_logit,
-            "backend": backend,
-        }
-        if is_nested:
-            descales = {"descale_q": descale_q, "descale_k": descale_k, "descale_v": descale_v}
-            of_fp8 = {"fp8_recipe": fp8_recipe, "fp8_state": fp8_state, **descales}
-            return attend_nested(attention, q, k, v, arguments | of_fp8)
         from flexattn.sharded import attend_sharded  # here, as importing torch.distributed.tensor takes long
 
         return attend_sharded(attention, q, k, v, arguments, default_alibi_slopes)
-    prepared = prepare(
-        q,
-        k,
-        v,
-        qkv_format=qkv_format,
-        attn_mask_type=attn_mask_type,
-        window_size=window_size,
-        bottom_right_diagonal=bottom_right_diagonal,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_kv=cu_seqlens_kv,
-        cu_seqlens_q_padded=cu_seqlens_q_padded,
-        cu_seqlens_kv_padded=cu_seqlens_kv_padded,
-        seqused_q=seqused_q,
-        seqused_kv=seqused_kv,
-        page_table=page_table,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_kv=max_seqlen_kv,
-        bias_type=bias_type,
-        bias=bias,
-        alibi_slopes=alibi_slopes,
-        softmax_type=softmax_type,
-        softmax_offset=softmax_offset,
-        softmax_scale=softmax_scale,
-        softcap=softcap,
-        dropout_p=dropout_p,
-        rng_state=rng_state,
-        score_mod=score_mod,
-        mask_mod=mask_mod,
-        score_mod_tensors=score_mod_tensors,
-        block_mask=block_mask,
-        fp8_recipe=fp8_recipe,
-        fp8_state=fp8_state,
-        descale_q=descale_q,
-        descale_k=descale_k,
-        descale_v=descale_v,
-        deterministic=deterministic,
-        batch_invariant=batch_invariant,
-        return_lse=return_lse,
-        return_max_logit=return_max_logit,
-        backend=backend,
-    )
-    out, lse, max_logit = run_first(key, prepared, alibi_slopes, fp8_recipe, fp8_state, return_lse)
-    return _chosen(out, lse, max_logit, return_lse, return_max_logit)
+    prepared = prepare(q, k, v, **arguments)
+    found = run_first(key, prepared, alibi_slopes, fp8_recipe, fp8_state, return_lse)
+    return chosen(*found, return_lse, return_max_logit)
 
 
 def _own_signature() -> inspect.Signature:
@@ -439,13 +432,6 @@ def run_first(
 
         return quantize_out(out, x, settings, fp8_recipe, delayed, fp8_ops.OPERATORS), lse, max_logit
     return out, lse, max_logit
-
-
-def _chosen(out: Any, lse: Tensor, max_logit: Tensor | None, return_lse: bool, return_max_logit: bool) -> Any:
-    """Returns the outputs that the caller asked for; max_logit is None only where it was not."""
-    if return_max_logit:
-        return (out, lse, max_logit) if return_lse else (out, max_logit)
-    return (out, lse) if return_lse else out
 
 
 def merge_attention(
@@ -536,9 +522,10 @@ def bind_call(*arguments: Any, **named: Any) -> tuple[Operands, ops.Settings]:
         _refuse_foreign(arguments[3:], named)
         raise
     call.apply_defaults()
-    given = call.arguments
-    is_nested = is_jagged(given["q"]) and is_jagged(given["k"]) and is_jagged(given["v"])
-    x, settings, config = prepare(**(packed_call(given) if is_nested else given))
+    given = dict(call.arguments)
+    qkv = {name: given.pop(name) for name in ("q", "k", "v")}
+    given = qkv | in_full(qkv["q"], qkv["k"], given)
+    x, settings, config = prepare(**(packed_call(given) if all(map(is_jagged, qkv.values())) else given))
     if config is None:
         return x, settings
     from flexattn.fp8_ops import planned

@@ -87,7 +87,12 @@ def check_mod_arguments(score_mod: Any, mask_mod: Any, tensors: Any) -> None:
     """Raises TypeError for mods of wrong types; what they compute is checked by the trace."""
     for name, mod in (("score_mod", score_mod), ("mask_mod", mask_mod)):
         if mod is not None and not callable(mod):
-            raise TypeError(f"{name} is {describe(mod)}; accepted: a function, or None")
+            hint = ""
+            if isinstance(mod, Tensor):
+                hint = ". Pass a tensor as mask=, or read it in a function: lambda b, h, q_idx, kv_idx: m[q_idx, kv_idx]"
+                if name == "score_mod":
+                    hint = ". Pass a tensor that is added to scores as bias=, [b, h, sq, skv]"
+            raise TypeError(f"{name} is {describe(mod)}; accepted: a function, or None{hint}")
     accepted = "a list or tuple of tensors, or a dict of them by the names of score_mod's arguments"
     if not isinstance(tensors, (list, tuple, Mapping)):
         raise TypeError(f"score_mod_tensors is {describe(tensors)}; accepted: {accepted}")
@@ -128,8 +133,8 @@ def warn_of_swapped_dims(q: Tensor, k: Tensor, v: Tensor, formats: tuple[str, st
     if heads == heads_kv >= MANY_HEADS and q.shape[3] == v.shape[3] and heads > sq >= skv and sq > 1:
         warn_once(
             "swapped dims",
-            f"q and k have {heads} heads and {sq} and {skv} tokens in qkv_format 'bshd'; if they are [batch, heads, sequence, head "
-            "dim], pass qkv_format='bhsd'",
+            f"q and k have {heads} heads and {sq} and {skv} tokens in qkv_format 'bshd'; if these are [batch, heads, seq, dim], "
+            "pass qkv_format='bhsd'",
             of_caller=True,
         )
 
@@ -184,6 +189,11 @@ def check_bias(bias_type: str, bias: Tensor | None, q: Tensor, shape: tuple[int,
         raise ValueError(
             f"bias is None with bias_type {bias_type!r}; accepted: a tensor that broadcasts to [b, h, sq, skv] = {list(shape)}"
         )
+    if isinstance(bias, Tensor) and bias.dtype is torch.bool:
+        raise TypeError(
+            f"bias is {describe(bias)}; accepted: {' or '.join(dict.fromkeys((str(q.dtype), 'torch.float32')))}. Pass a bool tensor as mask=, True where a query sees "
+            "a key."
+        )
     check_tensor("bias", bias, (q.dtype, torch.float32), q.device)
     if bias.dim() != 4 or any(size not in (full, 1) for size, full in zip(bias.shape, shape, strict=True)):
         raise ValueError(
@@ -217,6 +227,33 @@ def check_softmax_offset(softmax_type: str, offset: Tensor | None, q: Tensor, he
     check_tensor("softmax_offset", offset, (q.dtype, torch.float16, torch.bfloat16, torch.float32), q.device)
     if tuple(offset.shape) != (heads,):
         raise ValueError(f"softmax_offset has shape {tuple(offset.shape)}; accepted: [h] = [{heads}]")
+
+
+def check_out(out: Any, q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, needs_grad: bool) -> None:
+    """Raises for memory that a forward cannot write out into."""
+    check_tensor("out", out, (dtype,), q.device)
+    shape = (*q.shape[:-1], v.shape[-1])
+    if tuple(out.shape) != shape or not out.is_contiguous():
+        raise ValueError(f"out is {describe(out)}; accepted: contiguous, of shape {shape}, that of q with v's head dim")
+    if needs_grad or (out.requires_grad and torch.is_grad_enabled()):
+        raise ValueError("out is given and a gradient is needed. Call attention() under torch.no_grad(), or leave out out.")
+    if torch.compiler.is_compiling() or out.is_meta or type(out) not in (Tensor, torch.nn.Parameter):
+        return
+    if out.data_ptr() % 16:
+        raise ValueError(f"out begins at address {out.data_ptr():#x}. Pass a tensor that begins at a multiple of 16 bytes.")
+    begin, end = _span(out)
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        first, last = _span(t)
+        if begin < last and first < end and out.untyped_storage()._cdata == t.untyped_storage()._cdata:
+            raise ValueError(f"out may share memory with {name}. Pass memory of its own.")
+
+
+def _span(t: Tensor) -> tuple[int, int]:
+    """Returns the addresses at which a tensor's elements begin and end."""
+    if t.numel() == 0:
+        return 0, 0
+    last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+    return t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()
 
 
 def check_rng_state(rng_state: Tensor | None, q: Tensor, batch: int | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Results in layouts of their own: `flexattn.in_layout`, `flexattn.backward.differentiate` and `flexattn.packed`."""
+"""Results in layouts of their own: `flexattn.in_layout`, `flexattn.backward.differentiate` and `flexattn.packed_tensors`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flexattn.dispatch import eager_backend, replay, triton_backend
 from flexattn.dispatch.spec import PACKINGS, AttentionSpec, Direction, Results, empty_gradients, empty_outputs
 from flexattn.functional import bind_call
 from flexattn.in_layout import DEFAULTS, attend
-from flexattn.packed import unpack
+from flexattn.packed_tensors import unpack
 from flexattn.prepare import prepare
 
 pytest.importorskip("triton", reason="triton is not installed")
