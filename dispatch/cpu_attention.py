@@ -148,7 +148,7 @@ class KeptBackward:
 
 
 def can_be_kept(spec: AttentionSpec, x: Operands) -> bool:
-    """Returns whether `KeptForward` and `KeptBackward` take a call: such as `takes` takes, without a bias or an out of the caller's, in dense rows."""
+    """Returns whether `KeptForward` and `KeptBackward` take a call: such as `takes` takes, in dense rows, without a bias or out."""
     is_plain = x.bias is None and x.out is None and spec.results == Results() and not torch.is_autocast_enabled("cpu")
     return is_plain and all(t.stride(-1) == 1 for t in (x.q, x.k, x.v)) and takes(spec, x)
 

@@ -161,8 +161,8 @@ def window_of(window_size: Any, attn_mask_type: str = "") -> Window:
             )
         if "causal" not in attn_mask_type:
             raise ValueError(
-                f"window_size is {keys} without a causal mask, which has two meanings. Pass window_size={keys} with causal=True for "
-                f"the last {keys} keys, or ({keys}, {keys}) for {keys} keys on each side."
+                f"window_size is {keys} without a causal mask, which has two meanings. Pass window_size={keys} with causal=True "
+                f"for the last {keys} keys, or ({keys}, {keys}) for {keys} keys on each side."
             )
         return Window(keys - 1, 0)
     sides: tuple[Any, ...] = ()
@@ -190,8 +190,8 @@ def window_of(window_size: Any, attn_mask_type: str = "") -> Window:
         came = f"given by a {found[0].dtype} tensor of shape {tuple(found[0].shape)} on {found[0].device}"
         hint = "; reading such a tensor would wait for its device, so pass its value"
     raise ValueError(
-        f"window_size is {came}; accepted: a pair of ints (left, right), inclusive, -1 for open, or a flexattn.Window{hint}; with a causal "
-        "mask also one int, the number of keys"
+        f"window_size is {came}; accepted: a pair of ints (left, right), inclusive, -1 for open, or a flexattn.Window{hint}; "
+        "with a causal mask also one int, the number of keys"
     )
 
 

@@ -322,7 +322,7 @@ def attention(
             if return_lse or return_max_logit:
                 return chosen(out, lse, max_logit, return_lse, return_max_logit)
             return out
-    arguments = {
+    arguments: dict[str, Any] = {
         "qkv_format": qkv_format,
         "causal": causal,
         "attn_mask_type": attn_mask_type,

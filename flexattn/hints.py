@@ -54,8 +54,8 @@ HINTS = (
     Hint(
         ("attn_mask",),
         "SDPA and MultiheadAttention",
-        "mask, a bool tensor whose True is a key that a query sees, as in SDPA (MultiheadAttention's True is hidden: mask=~m), or a "
-        "float tensor that is added to scores",
+        "mask, a bool tensor whose True is a key that a query sees, as in SDPA (MultiheadAttention's True is hidden: mask=~m), or "
+        "a float tensor that is added to scores",
     ),
     Hint(
         ("mask", "attention_mask"),

@@ -27,7 +27,7 @@ def mask_arguments(
 ) -> dict[str, Any]:
     """Returns bias_type and bias for a float mask, and mask_mod for a bool one, True where a query sees a key.
 
-    name: the argument's, for errors. lead: the batch dims. scores: heads, queries and keys. dtypes: those that a float mask may have.
+    name: the argument's, for errors. lead: the batch dims. scores: heads, queries and keys. dtypes: for a float mask.
     Raises TypeError for another dtype and ValueError for a shape that does not broadcast to all of these dims.
     """
     whole = (*lead, *scores)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -32,8 +32,8 @@ def packed(
 
     Args:
         lengths (sequence of int, or a 1-d integer tensor on a CPU): tokens of each sequence, in the order in which they are packed.
-        lengths_kv (the same, optional): tokens of each sequence in k and v. Default: `lengths`. With lengths of its own a causal call
-            names its diagonal: attn_mask_type "causal" or "causal_bottom_right".
+        lengths_kv (the same, optional): tokens of each sequence in k and v. Default: `lengths`. If they differ, a causal call names its
+            diagonal: attn_mask_type "causal" or "causal_bottom_right".
         device (torch.device or str, optional): q's device. Default: torch's default device.
 
     Returns:
@@ -71,8 +71,8 @@ def packed(
 def _checked(name: str, lengths: Sequence[int] | Tensor) -> list[int]:
     if isinstance(lengths, Tensor) and (lengths.device.type != "cpu" or lengths.dim() != 1):
         raise TypeError(f"{name} is {describe(lengths)}. Pass a list of ints, as reading a tensor waits for its device.")
-    given = lengths.tolist() if isinstance(lengths, Tensor) else lengths
-    whole = [as_index(n) for n in given] if isinstance(given, Sequence) and not isinstance(given, str) else []
+    given: Any = lengths.tolist() if isinstance(lengths, Tensor) else lengths
+    whole = [as_index(n) for n in given] if isinstance(given, Sequence) else []
     found = [n for n in whole if n is not None]
     if not found or len(found) < len(whole):
         raise TypeError(

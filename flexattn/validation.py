@@ -190,9 +190,9 @@ def check_bias(bias_type: str, bias: Tensor | None, q: Tensor, shape: tuple[int,
             f"bias is None with bias_type {bias_type!r}; accepted: a tensor that broadcasts to [b, h, sq, skv] = {list(shape)}"
         )
     if isinstance(bias, Tensor) and bias.dtype is torch.bool:
+        dtypes = " or ".join(dict.fromkeys((str(q.dtype), "torch.float32")))
         raise TypeError(
-            f"bias is {describe(bias)}; accepted: {' or '.join(dict.fromkeys((str(q.dtype), 'torch.float32')))}. Pass a bool tensor as mask=, True where a query sees "
-            "a key."
+            f"bias is {describe(bias)}; accepted: {dtypes}. Pass a bool tensor as mask=, True where a query sees a key."
         )
     check_tensor("bias", bias, (q.dtype, torch.float32), q.device)
     if bias.dim() != 4 or any(size not in (full, 1) for size, full in zip(bias.shape, shape, strict=True)):

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.nn.functional import pad
 
+from flexattn.dispatch.spec import MaskType
 from flexattn.functional import attention
 from flexattn.masks import mask_arguments, mask_dtypes, one_batch
 from flexattn.nested import is_jagged
@@ -51,7 +52,7 @@ def scaled_dot_product_attention(
         BackendError: no backend can run the call.
     """
     if is_jagged(query) and is_jagged(key) and is_jagged(value) and attn_mask is None:
-        mask = "causal" if is_causal else "no_mask"
+        mask: MaskType = "causal" if is_causal else "no_mask"
         return attention(query, key, value, qkv_format="bhsd", attn_mask_type=mask, softmax_scale=scale, dropout_p=dropout_p)
     _check(query, key, value)
     heads, lead = _heads(query, key, value, enable_gqa)
