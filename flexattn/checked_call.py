@@ -67,7 +67,7 @@ class CheckedCall(CachedCall):
         return any(not isinstance(found, str) for found in self.backwards.values())
 
     def _drawn(self, inputs: Sequence[Any]) -> list[tuple[Any, ...]] | None:
-        """Returns the inputs of two more runs if this run is drawn, else None. FP8 buffers and out are copied: a run writes them."""
+        """Returns the inputs of two more runs if this run is drawn, else None. FP8 buffers and out are copied."""
         if is_capturing(self.device) or _draw() >= SHARE:
             return None
         read = [i < self.num_inputs and self.names[i : i + 1] != ("out",) for i in range(len(inputs))]

@@ -32,8 +32,8 @@ def packed(
 
     Args:
         lengths (sequence of int, or a 1-d integer tensor on a CPU): tokens of each sequence, in the order in which they are packed.
-        lengths_kv (the same, optional): tokens of each sequence in k and v. Default: `lengths`. If they differ, a causal call names its
-            diagonal: attn_mask_type "causal" or "causal_bottom_right".
+        lengths_kv (the same, optional): tokens of each sequence in k and v. Default: `lengths`. If they differ, a causal call names
+            its diagonal: attn_mask_type "causal" or "causal_bottom_right".
         device (torch.device or str, optional): q's device. Default: torch's default device.
 
     Returns:
