@@ -271,7 +271,7 @@ def attention(
         BackendError: no backend can run the call, or the one that was named cannot; the text gives each one's reason.
 
     Warns:
-        UserWarning: once, for "bshd" tensors that look like [b, h, s, d]: as many heads in k as in q, more than 128, and fewer
+        RuntimeWarning: once, for "bshd" tensors that look like [b, h, s, d]: as many heads in k as in q, more than 128, and fewer
             tokens than heads; for one causal query with several keys; for a packed call without max_seqlen.
 
     Examples:

@@ -201,7 +201,8 @@ def _line(name: str, own: inspect.Signature) -> str:
         return f"attention() has no argument {name!r}, the name in {hint.of}. {use}."
     near = difflib.get_close_matches(name, own.parameters, n=3, cutoff=0.5)
     if near:
-        return f"attention() has no argument {name!r}. Did you mean {' or '.join(near)}?"
+        *others, last = near
+        return f"attention() has no argument {name!r}. Did you mean {', '.join(others)}{' or ' if others else ''}{last}?"
     return f"attention() has no argument {name!r}. help(flexattn.attention) lists its arguments."
 
 

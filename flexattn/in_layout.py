@@ -17,7 +17,7 @@ from flexattn.prepare import prepare
 from flexattn.shorthands import in_full
 
 _SIGNATURE = inspect.signature(attention).parameters
-DEFAULTS: dict[str, Any] = {name: p.default for name, p in _SIGNATURE.items() if p.kind is p.KEYWORD_ONLY}
+DEFAULTS = in_full(None, None, {name: p.default for name, p in _SIGNATURE.items() if p.kind is p.KEYWORD_ONLY})
 _operands_of = itemgetter(*TENSOR_FIELDS[3:])  # all but q, k and v
 _mods_of = itemgetter("score_mod", "mask_mod", "score_mod_tensors", "block_mask")
 _descales_of = itemgetter("descale_q", "descale_k", "descale_v")

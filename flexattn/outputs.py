@@ -1,4 +1,4 @@
-"""What `attention` returns beside out alone: named tuples, so that results unpack as plain tuples do and have names too."""
+"""Named tuples of results of `attention`: they unpack as plain tuples do."""
 
 from __future__ import annotations
 

@@ -146,11 +146,18 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, q_format: str, kv_format: str) ->
         if x.dtype != q.dtype and not is_kept:
             raise TypeError(
                 f"{name} has dtype {x.dtype} and q has {q.dtype}; accepted: the same for q, k and v, or k and v both in one FP8 "
-                "dtype beside q in 16 or 32 bits"
+                f"dtype beside q in 16 or 32 bits. Convert with {name}.to(q.dtype), or call under autocast."
             )
         if x.dim() != len(fmt):
             dims = ", ".join(DIMS[dim] for dim in fmt)
-            raise ValueError(f"{name} has {x.dim()} dims, shape {tuple(x.shape)}; accepted: the {len(fmt)} dims of {fmt} ({dims})")
+            hint = ""
+            if x.dim() == 3 and len(fmt) == 4:
+                hint = ". Add a batch dim of 1, or pass qkv_format='thd' with cu_seqlens for packed sequences."
+            elif fmt == "thd":
+                hint = ". Pack the batch's sequences one after another, or pass the format of padded tensors, such as 'bshd'."
+            raise ValueError(
+                f"{name} has {x.dim()} dims, shape {tuple(x.shape)}; accepted: the {len(fmt)} dims of {fmt} ({dims}){hint}"
+            )
         if x.shape[fmt.index("h")] == 0 or x.shape[-1] == 0:
             raise ValueError(
                 f"{name} has shape {tuple(x.shape)} in format {fmt}; accepted: at least one head and a head dim of at least 1"
@@ -196,8 +203,9 @@ def check_bias(bias_type: str, bias: Tensor | None, q: Tensor, shape: tuple[int,
         )
     check_tensor("bias", bias, (q.dtype, torch.float32), q.device)
     if bias.dim() != 4 or any(size not in (full, 1) for size, full in zip(bias.shape, shape, strict=True)):
+        hint = ". Add dims of size 1 in front, such as bias[None, None], or pass it as mask=." if bias.dim() < 4 else ""
         raise ValueError(
-            f"bias has shape {tuple(bias.shape)}; accepted: [b, h, sq, skv] = {list(shape)}, where any may be 1 instead"
+            f"bias has shape {tuple(bias.shape)}; accepted: [b, h, sq, skv] = {list(shape)}, where any may be 1 instead{hint}"
         )
 
 
@@ -513,7 +521,7 @@ def check_tensor(name: str, x: object, dtypes: tuple[torch.dtype, ...], device: 
     if device is None and x.device.type not in DEVICES:
         raise ValueError(f"{name} is on {x.device}; accepted: a tensor on {', '.join(DEVICES)}")
     if device is not None and x.device != device:
-        raise ValueError(f"{name} is on {x.device} and q is on {device}; accepted: the same device for both")
+        raise ValueError(f"{name} is on {x.device} and q is on {device}; accepted: the same device for both. Move it there first.")
 
 
 MASKING = -1e8  # the largest finite score that is taken for a mask
