@@ -11,7 +11,21 @@ import torch
 from torch import Tensor
 
 from flexattn import call_cache, fp8, ops, validation
-from flexattn.dispatch.spec import FP32_GRADIENTS, OPEN_WINDOW, Operands, Results, Window, dense_in, parse_format
+from flexattn.dispatch.spec import (
+    FP32_GRADIENTS,
+    OPEN_WINDOW,
+    BackendName,
+    BiasType,
+    Fp32Gradients,
+    MaskType,
+    Operands,
+    QkvFormat,
+    Results,
+    SoftmaxType,
+    Window,
+    dense_in,
+    parse_format,
+)
 from flexattn.first_order import guarded, refuse_batched
 from flexattn.fp8_steps import BackwardSteps
 from flexattn.prepare import prepare
@@ -46,9 +60,9 @@ def attention_backward(
     lse: Tensor,
     *,
     dlse: Tensor | None = None,
-    qkv_format: str = "bshd",
-    attn_mask_type: str = "no_mask",
-    window_size: tuple[int, int] | Window = OPEN_WINDOW,
+    qkv_format: QkvFormat = "bshd",
+    attn_mask_type: MaskType = "no_mask",
+    window_size: int | tuple[int, int] | Window = OPEN_WINDOW,
     bottom_right_diagonal: bool | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_kv: Tensor | None = None,
@@ -56,10 +70,10 @@ def attention_backward(
     cu_seqlens_kv_padded: Tensor | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_kv: int | None = None,
-    bias_type: str = "no_bias",
+    bias_type: BiasType | None = None,
     bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
-    softmax_type: str = "vanilla",
+    softmax_type: SoftmaxType | None = None,
     softmax_offset: Tensor | None = None,
     softmax_scale: float | None = None,
     softcap: float = 0.0,
@@ -70,8 +84,8 @@ def attention_backward(
     score_mod_tensors: Sequence[Tensor] | Mapping[str, Tensor] = (),
     block_mask: BlockMask | None = None,
     deterministic: bool | None = None,
-    backend: str | None = None,
-    fp32_gradients: str = "none",
+    backend: BackendName | None = None,
+    fp32_gradients: Fp32Gradients = "none",
 ) -> Gradients:
     """Returns the gradients of `attention` from what its forward gave; k and v may be a part of those that out and lse are of.
 
@@ -138,11 +152,9 @@ def attention_backward(
     return differentiate(Results(fp32=fp32_gradients), Given(dout, q, k, v, out, lse, dlse), arguments)
 
 
-DEFAULTS = {
-    name: parameter.default
-    for name, parameter in inspect.signature(attention_backward).parameters.items()
-    if parameter.kind is parameter.KEYWORD_ONLY and name not in ("dlse", "fp32_gradients")
-}
+_PARAMETERS = inspect.signature(attention_backward).parameters
+_OPTIONS = {name: p.default for name, p in _PARAMETERS.items() if p.kind is p.KEYWORD_ONLY}
+DEFAULTS = in_full(None, None, {name: value for name, value in _OPTIONS.items() if name not in ("dlse", "fp32_gradients")})
 _OPERANDS = (
     *("bias", "alibi_slopes", "softmax_offset", "cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"),
     "rng_state",

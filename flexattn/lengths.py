@@ -153,7 +153,8 @@ def check_length_tensor(name: str, t: Tensor | None, more: int, device: torch.de
     """Returns the batch size that a tensor of lengths, of `more` entries than that, tells, by its source; [] for None."""
     if t is None:
         return []
-    if isinstance(t, (list, tuple)):
+    given: Any = t
+    if isinstance(given, (list, tuple)):
         raise TypeError(f"{name} is {describe(t)}; accepted: a tensor, int32 on q's device. flexattn.packed(lengths) makes it.")
     check_tensor(name, t, (torch.int32,), device)
     if t.dim() != 1 or t.shape[0] < more or not t.is_contiguous():

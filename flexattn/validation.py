@@ -199,7 +199,7 @@ def check_bias(bias_type: str, bias: Tensor | None, q: Tensor, shape: tuple[int,
     if isinstance(bias, Tensor) and bias.dtype is torch.bool:
         dtypes = " or ".join(dict.fromkeys((str(q.dtype), "torch.float32")))
         raise TypeError(
-            f"bias is {describe(bias)}; accepted: {dtypes}. Pass a bool tensor as mask=, True where a query sees a key."
+            f"bias has dtype torch.bool; accepted: {dtypes}. Pass a bool tensor as mask=, True where a query sees a key."
         )
     check_tensor("bias", bias, (q.dtype, torch.float32), q.device)
     if bias.dim() != 4 or any(size not in (full, 1) for size, full in zip(bias.shape, shape, strict=True)):
