@@ -19,6 +19,7 @@ NOT_TAKEN = {
     "dropout_p": "0, as this has no gradients",
     "alibi_slopes": "none: a score_mod that knows where this rank's keys begin",
     "return_max_logit": "False",
+    "out": "None, as the parts of ranks are merged into a new tensor",
     "batch_invariant": "False, as bits depend on how keys are divided",
     "fp8_recipe": "16 bits or more",
     "fp8_state": "16 bits or more",

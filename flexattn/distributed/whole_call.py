@@ -50,7 +50,7 @@ class Options(TypedDict, total=False):
 
     qkv_format: str
     attn_mask_type: MaskType
-    window_size: tuple[int, int] | Window
+    window_size: int | tuple[int, int] | Window
     bottom_right_diagonal: bool | None
     block_mask: BlockMask | None
     bias_type: BiasType | None
@@ -81,9 +81,15 @@ _OFFSET = 5  # the place of softmax_offset among `Checked.inputs`
 NOT_TAKEN = {
     "batch_invariant": "False, as bits depend on how the plan divides a sequence",
     **dict.fromkeys(
-        ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded", "max_seqlen_q", "max_seqlen_kv"),
+        (
+            *("cu_seqlens", "max_seqlen", "cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv"),
+            *("cu_seqlens_q_padded", "cu_seqlens_kv_padded"),
+        ),
         "lengths on the host, as `documents` of the plan",
     ),
+    "causal": "attn_mask_type, which names the diagonal, of the plan or of this call",
+    "mask": "a mask_mod that reads it, or bias",
+    "out": "None, as results of parts are merged",
     **dict.fromkeys(("page_table", "seqused_q", "seqused_kv"), "keys without pages; attention_over_ranks decodes over caches"),
 }
 
