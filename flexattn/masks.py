@@ -34,13 +34,17 @@ def mask_arguments(
     accepted = f"dims that broadcast to {list(whole)}"
     if not isinstance(mask, Tensor) or mask.dtype not in (torch.bool, *dtypes):
         accepted = f"bool, {' or '.join(dict.fromkeys(map(str, dtypes)))}, with {accepted}"
-        raise TypeError(f"{name} is {describe(mask)}; accepted: {accepted}")
+        is_of_ints = isinstance(mask, Tensor) and not mask.is_floating_point()
+        hint = f". Convert it with {name}.bool() if 1 is a key that a query sees." if is_of_ints else ""
+        raise TypeError(f"{name} is {describe(mask)}; accepted: {accepted}{hint}")
     check_meaning(name, mask)
     fits = mask.dim() <= max(len(whole), 4) and all(
         size in (1, full) for size, full in zip(mask.shape[::-1], ((1,) * 4 + whole)[::-1], strict=False)
     )
     if not fits:
-        raise ValueError(f"{name} is {describe(mask)}; accepted: {accepted}")
+        is_of_keys = len(lead) == 1 and tuple(mask.shape) == (lead[0], scores[-1])
+        hint = f". Pass {name}[:, None, None, :] if it is [batch, keys]." if is_of_keys else ""
+        raise ValueError(f"{name} is {describe(mask)}; accepted: {accepted}{hint}")
     mask = mask.reshape(*(1,) * (len(lead) + 3 - mask.dim()), *mask.shape)
     batch = mask.shape[:-3]
     if any(n != 1 for n in batch):

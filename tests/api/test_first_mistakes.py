@@ -160,6 +160,16 @@ MASKS = {
         "attention(q[:, :8], k, v, mask=mask[:8])",
         "accepted: dims that broadcast to [2, 4, 16, 16]",
     ),
+    "A padding mask of two dims": Mistake(
+        "attention(q, k, v, mask=~padding)",
+        "attention(q, k, v, mask=~padding[:, None, None, :])",
+        "Pass mask[:, None, None, :] if it is [batch, keys].",
+    ),
+    "A mask of integers": Mistake(
+        "attention(q, k, v, mask=mask.long())",
+        "attention(q, k, v, mask=mask)",
+        "Convert it with mask.bool() if 1 is a key that a query sees.",
+    ),
     "A bias with two dims": Mistake(
         "attention(q, k, v, bias=torch.zeros(16, 16))",
         "attention(q, k, v, bias=torch.zeros(1, 1, 16, 16))",
