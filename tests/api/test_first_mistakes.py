@@ -392,7 +392,8 @@ def page() -> str:
         lines += ["", f"## {title}"]
         for name, (wrong, right, _) in group.items():
             text = textwrap.wrap(text_of(wrong), 110, break_long_words=False, break_on_hyphens=False)
-            lines += ["", f"### {name}", "", "```py", f"{wrong}  # wrong", f"{right}  # right", "```", "", "```text", *text, "```"]
+            calls = [f"{wrong}  # wrong".replace("'", '"'), f"{right}  # right".replace("'", '"')]
+            lines += ["", f"### {name}", "", "```py", *calls, "```", "", "```text", *text, "```"]
     return "\n".join(lines) + "\n"
 
 
