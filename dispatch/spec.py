@@ -5,10 +5,11 @@ This file turns mask types, windows and alignments into a `Band` and lengths. No
 
 from __future__ import annotations
 
+import difflib
 import numbers
 import operator
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -18,18 +19,35 @@ if TYPE_CHECKING:
 
 Direction = Literal["forward", "backward"]
 
-FORMATS = ("bshd", "sbhd", "bhsd", "thd")
-MASK_TYPES = (
-    "no_mask",
-    "padding",
-    "causal",
-    "padding_causal",
-    "causal_bottom_right",
-    "padding_causal_bottom_right",
-)
-BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
-SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
-BACKENDS = ("triton", "cudnn", "eager")
+Format = Literal["bshd", "sbhd", "bhsd", "thd"]
+QkvFormat = Literal[
+    Format,
+    "bshd_2sbhd",
+    "bshd_2bhsd",
+    "bshd_2thd",
+    "sbhd_2bshd",
+    "sbhd_2bhsd",
+    "sbhd_2thd",
+    "bhsd_2bshd",
+    "bhsd_2sbhd",
+    "bhsd_2thd",
+    "thd_2bshd",
+    "thd_2sbhd",
+    "thd_2bhsd",
+]
+MaskType = Literal["no_mask", "padding", "causal", "padding_causal", "causal_bottom_right", "padding_causal_bottom_right"]
+BiasType = Literal["no_bias", "pre_scale_bias", "post_scale_bias", "alibi"]
+SoftmaxType = Literal["vanilla", "off-by-one", "learnable"]
+BackendName = Literal["auto", "triton", "cudnn", "eager"]
+Fp32Gradients = Literal["none", "dq", "dkv", "dqkv"]  # the gradients that are float32.
+
+FORMATS: tuple[Format, ...] = get_args(Format)
+MASK_TYPES: tuple[MaskType, ...] = get_args(MaskType)
+BIAS_TYPES: tuple[BiasType, ...] = get_args(BiasType)
+SOFTMAX_TYPES: tuple[SoftmaxType, ...] = get_args(SoftmaxType)
+REQUESTS: tuple[BackendName, ...] = get_args(BackendName)  # "auto" selects one of the others.
+BACKENDS = REQUESTS[1:]
+FP32_GRADIENTS: tuple[Fp32Gradients, ...] = get_args(Fp32Gradients)
 
 
 class Band(NamedTuple):
@@ -67,6 +85,13 @@ def parse_format(qkv_format: str) -> tuple[str, str]:
     return q_format, kv_format
 
 
+def with_padding(attn_mask_type: str) -> str:
+    """Returns the same mask type for sequences that have their own lengths."""
+    if "padding" in attn_mask_type:
+        return attn_mask_type
+    return "padding" if attn_mask_type == "no_mask" else f"padding_{attn_mask_type}"
+
+
 OPEN_WINDOW = (-1, -1)  # the default window_size of a call.
 # The largest side of a band. No sequence is longer, and positions plus windows stay within the kernels' integers.
 LARGEST_WINDOW = 2**30
@@ -92,15 +117,20 @@ def misses_diagonal(left: int | None, right: int | None) -> bool:
     return (left is not None and left < 0) or (right is not None and right < 0)
 
 
-def make_band(attn_mask_type: str, window_size: tuple[int, int] | Window, bottom_right_diagonal: bool | None) -> Band:
+def make_band(attn_mask_type: str, window_size: int | tuple[int, int] | Window, bottom_right_diagonal: bool | None) -> Band:
     """Returns the band of a mask type and a window, aligned as in TransformerEngine.
 
     The diagonal is top-left for causal and padding_causal, else bottom-right. For no_mask and padding, `bottom_right_diagonal`
     overrides it. The names of all other types fix the diagonal.
     """
     if attn_mask_type not in MASK_TYPES:
-        raise ValueError(f"attn_mask_type is {attn_mask_type!r}; accepted: {', '.join(MASK_TYPES)}")
-    window = window_of(window_size)
+        value: Any = attn_mask_type
+        hint = {"None": "Leave it out for 'no_mask'.", "True": "Pass causal=True, or one of these names."}.get(str(value))
+        if hint is None:
+            near = difflib.get_close_matches(str(value), MASK_TYPES, n=1)
+            hint = f"Did you mean {near[0]!r}?" if near else "Pass a mask of another shape as mask= or mask_mod=."
+        raise ValueError(f"attn_mask_type is {value!r}; accepted: {', '.join(MASK_TYPES)}. {hint}")
+    window = window_of(window_size, attn_mask_type)
     causal = "causal" in attn_mask_type
     if causal and window.right is not None and window.right > 0:
         raise ValueError(
@@ -120,8 +150,23 @@ def make_band(attn_mask_type: str, window_size: tuple[int, int] | Window, bottom
     return Band(left, 0 if causal and right is None else right, bottom_right)
 
 
-def window_of(window_size: Any) -> Window:
-    """Returns a call's window_size with None for open sides. Raises ValueError if it is not a window."""
+def window_of(window_size: Any, attn_mask_type: str = "") -> Window:
+    """Returns a call's window_size with None for open sides. Raises ValueError if it is not a window.
+
+    With a causal mask, a single number is the number of keys that a query sees, including its own.
+    """
+    keys = None if isinstance(window_size, (tuple, list)) else as_index(window_size)
+    if keys is not None:
+        if keys < 1:
+            raise ValueError(
+                f"window_size is {keys}. Pass at least 1, for the query's own key, or a pair (left, right) with -1 for open."
+            )
+        if "causal" not in attn_mask_type:
+            raise ValueError(
+                f"window_size is {keys} without a causal mask, which has two meanings. Pass window_size={keys} with causal=True "
+                f"for the last {keys} keys, or ({keys}, {keys}) for {keys} keys on each side."
+            )
+        return Window(keys - 1, 0)
     sides: tuple[Any, ...] = ()
     is_signed = isinstance(window_size, Window)
     if isinstance(window_size, (tuple, list)):
@@ -147,7 +192,8 @@ def window_of(window_size: Any) -> Window:
         value = f"given by a {tensors[0].dtype} tensor of shape {tuple(tensors[0].shape)} on {tensors[0].device}"
         hint = "; reading such a tensor would wait for its device, so pass its value"
     raise ValueError(
-        f"window_size is {value}; accepted: a pair of ints (left, right), inclusive, -1 for open, or a flexattn.Window{hint}"
+        f"window_size is {value}; accepted: a pair of ints (left, right), inclusive, -1 for open, or a flexattn.Window{hint}; "
+        "with a causal mask also one int, the number of keys"
     )
 
 
@@ -163,7 +209,6 @@ class Fp8(NamedTuple):
 
 # The number of tensors that share a buffer, and the dim that separates them.
 PACKINGS = {"3hd": (3, -3), "h3d": (3, -2), "hd_2hd": (2, -3), "hd_h2d": (2, -2)}
-FP32_GRADIENTS = ("none", "dq", "dkv", "dqkv")  # the gradients that are float32.
 # dq, dk and dv as they are stored. If some share a buffer, it takes the place of the first of them, and the others are None.
 Stored = tuple[Tensor, Any, Any]
 
@@ -331,6 +376,7 @@ class Operands(NamedTuple):
     seqused_q: Tensor | None  # int32 [b]: the number of tokens that a sequence uses. If None, it uses all of its slot.
     seqused_kv: Tensor | None
     page_table: Tensor | None  # int32 [b, columns]: the pages of each sequence in the pools k and v.
+    out: Tensor | None  # memory for the out of a forward, from the caller. If None, a backend allocates it.
     max_seqlen_q: int
     max_seqlen_kv: int
     softmax_scale: float
@@ -387,11 +433,14 @@ def batch_size(spec: AttentionSpec, x: Operands) -> int:
 def empty_outputs(spec: AttentionSpec, x: Operands) -> tuple[Tensor, Tensor, Tensor]:
     """Returns memory for (out, lse, max_logit), as every backend and every fake lays them out.
 
-    All are contiguous. out is in q's format, or in that of spec.results. lse is [b, h, sq], or [h, total_q] for thd. max_logit is
-    [h], or [0] if it is not requested. Both are fp32, or fp64 for fp64 inputs, which only the eager backend supports.
+    All are contiguous. If the operands have an `out`, it is returned. Otherwise out is in q's format, or in that of spec.results.
+    lse is [b, h, sq], or [h, total_q] for thd. max_logit is [h], or [0] if it is not requested. Both are fp32, or fp64 for fp64
+    inputs, which only the eager backend supports.
     """
     statistics = torch.float64 if spec.dtype is torch.float64 else torch.float32
-    out = spec.results.empty_out(x.q, spec.q_format, spec.head_dim_v, spec.out_dtype)
+    out = x.out
+    if out is None:
+        out = spec.results.empty_out(x.q, spec.q_format, spec.head_dim_v, spec.out_dtype)
     if spec.q_format == "thd":
         lse_shape: tuple[int, ...] = (spec.num_heads, x.q.shape[0])
     else:

@@ -7,6 +7,7 @@ of a notebook of its cells. What else a page links to (result files, sources) is
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -18,6 +19,7 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 ROOT = Path(__file__).parent.parent
 LINK = re.compile(r"\]\(([^)\s#:]+)(?:#[^)\s]*)?\)")
 STYLE = "docs/site.css"
+FIRST = ("attention", "packed", "explain", "explaining", "warmup", "attention_backend")
 NOTES = re.compile(r"\[([^\]]+)\]\((?:\.\./)?(notes/\w+\.md)(?:#[\w-]+)?\)")
 NOTEBOOK = re.compile(r"(\]\([^)\s#:]+)\.ipynb(?=[)#])")
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
@@ -83,4 +85,15 @@ def _notebook(path: Path) -> str:
 
 
 def _reference(module: str) -> str:
-    return f"# {module}\n\n::: {module}\n    options:\n      show_root_heading: false\n      show_root_toc_entry: false\n"
+    options = ["show_root_heading: false", "show_root_toc_entry: false"]
+    if module == "flexattn":  # the functions of a call first, not in the order of `__all__`, which is alphabetical
+        options += ["group_by_category: false", f"members: {[*FIRST, *sorted({*_public_names(module)} - {*FIRST})]}"]
+    lines = [f"# {module}", "", f"::: {module}", "    options:", *(f"      {option}" for option in options)]
+    return "\n".join(lines) + "\n"
+
+
+def _public_names(module: str) -> list[str]:
+    """Returns the `__all__` of a module, which is not imported."""
+    tree = ast.parse((ROOT / module / "__init__.py").read_text("utf-8"))
+    assigned = (node for node in tree.body if isinstance(node, ast.Assign))
+    return next(ast.literal_eval(node.value) for node in assigned if ast.unparse(node.targets[0]) == "__all__")

@@ -347,11 +347,11 @@ def differentiate(
     with torch.enable_grad():
         arguments = arguments_of(call, scores, leaves, local.q)
     given = Given(dout, *local, results.out[rows], results.lse[lse_index(rows)], dlse)
-    fp32 = scores.fp32_gradients(fp32)
+    named: Any = scores.fp32_gradients(fp32)
     if scores.eight is None:
-        found = attention_backward(*given[:-1], dlse=dlse, **arguments, fp32_gradients=fp32)
+        found = attention_backward(*given[:-1], dlse=dlse, **arguments, fp32_gradients=named)
     else:
-        found = eight_bits.differentiate(given, scores.eight, _descales(call, scores, shared, local), dout8, arguments, fp32)
+        found = eight_bits.differentiate(given, scores.eight, _descales(call, scores, shared, local), dout8, arguments, named)
     if found.dbias is not None and bias is not None and of_shared[0] is not None:
         of_shared[0][bias_index(bias, call.pieces[0], scores.has_own_rows)] += found.dbias
     for leaf, total in zip(leaves.mod_tensors, of_shared[1:], strict=True):

@@ -145,8 +145,8 @@ def test_wrong_arguments_are_named() -> None:
         plot_mask(**call, head=1.0)
     with pytest.raises(ValueError, match="there are 0 queries and 40 keys to draw"):
         plot_mask(**call | {"q": call["q"][:, :0]})
-    with pytest.raises(TypeError, match="causal"):
-        plot_mask(**call, causal=True)
+    with pytest.raises(TypeError, match="is_causal"):
+        plot_mask(**call, is_causal=True)
 
 
 def test_without_matplotlib_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,7 +109,7 @@ def test_the_picture_is_what_the_command_makes_of_the_file(found: page.Sources) 
 def test_the_command_writes_page_plots_readme_and_picture(found: page.Sources, tmp_path: Path) -> None:
     old = {"performance.md": "docs/performance.md", "README.md": "README.md"}
     for name, path in old.items():
-        (tmp_path / name).write_text(re.sub(r"\d+ of 114", "7 of 114", text_of(path)), "utf-8")
+        (tmp_path / name).write_text(re.sub(r"\d+ of 114 cells", "7 of 114 cells", text_of(path)), "utf-8")
     made = [str(tmp_path / name) for name in (*old, "speed.svg")]
     assert command.main(["--page", made[0], "--readme", made[1], "--picture", made[2]]) == 0
     for name, path in (old | {"speed.svg": "docs/speed.svg", "plots/memory.svg": "docs/plots/memory.svg"}).items():

@@ -1,4 +1,4 @@
-"""The README is short, and each of its commands makes an environment of its own."""
+"""The README is short, claims the speed that its results show, and each of its commands makes an environment of its own."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 from tests.conftest import ROOT
 
 README = (ROOT / "README.md").read_text("utf-8")
+CLAIM = re.compile(r"faster than the fastest of (\d+) other implementations in (\d+) of (\d+)")
 MOST_LINES = 95  # but for the part that is made of results
 
 
@@ -19,3 +20,8 @@ def test_each_command_makes_its_environment() -> None:
 def test_it_is_short() -> None:
     written = re.sub(r"^<!-- made by .*?^<!-- end -->$", "", README, flags=re.MULTILINE | re.DOTALL)
     assert len(written.splitlines()) <= MOST_LINES
+
+
+def test_the_claim_at_the_top_is_that_of_the_results() -> None:
+    top, made = CLAIM.findall(README)
+    assert top == made
