@@ -1,4 +1,4 @@
-"""Entry of calls that all ranks make: under FLEXATTN_CHECK=1 they say, before the first collective, what they are about to do."""
+"""Comparison of ranks before a call: under FLEXATTN_CHECK=1, ranks compare their calls before the first collective."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from flexattn.mods.captures import find_captures, runs_as_it_is
 
 
 def breaks_graphs(function: Any) -> None:
-    """Keeps torch.compile out of a function, and of all that it calls: it breaks its graph before the call.
+    """Makes torch.compile break its graph before a function, so that it traces nothing of it.
 
-    The name is that by which torch.compiler.disable marks functions, whose import alone takes a second.
+    `torch.compiler.disable` sets the same attribute. Importing it takes a second.
     """
     function._torchdynamo_disable = True
     runs_as_it_is(function)
 
 
 def agree(group: Any, what: str, own: dict[str, Any], error: Exception | None) -> None:
-    """Raises `error`, this rank's own; and under FLEXATTN_CHECK=1, on every rank, where one has an error or says something else.
+    """Raises this rank's own `error`. Under FLEXATTN_CHECK=1, raises on every rank if one has an error or if the calls differ.
 
-    own: what this rank is about to do, which must be equal on all; it is pickled. `what` names the call in the text.
+    own: properties of this rank's call that must be equal on all ranks. They are pickled. what: the name of the call, for the text.
     """
     if not check_values():
         if error is not None:
@@ -49,7 +49,7 @@ def agree(group: Any, what: str, own: dict[str, Any], error: Exception | None) -
 
 
 def digest_of(t: Tensor | None) -> str | None:
-    """Returns a text that is equal for tensors of equal numbers, in any process; reads the tensor on the host."""
+    """Returns a text that is equal for tensors of equal numbers, in any process. Copies the tensor to the host."""
     if t is None:
         return None
     flat = t.detach().resolve_neg().cpu().contiguous().view(-1).view(torch.uint8)
@@ -57,14 +57,14 @@ def digest_of(t: Tensor | None) -> str | None:
 
 
 def numbers_of(mod: Any) -> tuple[Any, ...]:
-    """Returns what a mod reads, as texts that are equal where the numbers are, in any process; nothing of one that has no key."""
+    """Returns digests of the values that a mod reads, the same in any process. A mod without a key gives none."""
     found = find_captures(mod)
     whole = hashlib.sha256(repr(_plain(found.key)).encode()).hexdigest()[:16]
     return (whole, *found.floats, *((name, digest_of(t)) for name, t in found.tensors))
 
 
 def _plain(key: Any) -> Any:
-    """Returns the numbers and texts in a key, and of all else the kind: what prints alike in every process."""
+    """Returns a key with everything but numbers and texts replaced by type names, so that it prints the same in every process."""
     if isinstance(key, (tuple, list)):
         return [_plain(part) for part in key]
     return key if key is None or isinstance(key, (bool, int, float, str, bytes)) else type(key).__name__

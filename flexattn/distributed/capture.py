@@ -1,8 +1,8 @@
-"""CUDA graphs of calls over ranks: tables that a graph reads are made before it is captured, and kept for as long as it may replay.
+"""CUDA graphs of calls over ranks. Tables that a graph reads are made before the capture and kept as long as it may replay.
 
-A call's tables (where documents begin, which rows a call has, blocks of masks) are made once for each plan on the host. Within a
-capture that is refused, as memory of the graph's own pool would be given to later calls; and what a capture has read is never let
-go of, as nothing says when the graph is gone.
+A table holds tensors made from host data, such as document starts, the rows of a call or block masks. It is made once for each plan. Making
+one during a capture raises an error, because the graph's memory pool would give its memory to later calls. A table that a capture
+has read is kept forever, because nothing tells when the graph is deleted.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from flexattn.dispatch.neutral import is_capturing, is_fake, neutral_state
 from flexattn.dispatch.options import check_values
 
 _Made = TypeVar("_Made")
-_read: dict[int, Any] = {}  # tables that a captured graph may read, by their ids
+_read: dict[int, Any] = {}  # tables that a captured graph may read, by id
 
 
 def is_over_nccl(group: Any) -> bool:
-    """Returns whether a group's tensors on GPUs travel by NCCL."""
+    """Returns whether the group sends CUDA tensors over NCCL."""
     return "cuda:nccl" in dist.get_backend_config(group)
 
 
 def refuse_making(device: torch.device) -> None:
-    """Raises RuntimeError where tables of a call are to be made while a CUDA graph is captured."""
+    """Raises RuntimeError if a table would be made while a CUDA graph is captured."""
     if is_capturing(device):
         raise RuntimeError(
             "a call of flexattn.distributed has tables to make while a CUDA graph is captured; accepted: a capture behind a call, "
@@ -36,9 +36,9 @@ def refuse_making(device: torch.device) -> None:
 
 
 def tables(maxsize: int | None) -> Callable[[Callable[..., _Made]], Callable[..., _Made]]:
-    """Returns a decorator like functools.lru_cache for functions that make tensors on the device that is their last argument.
+    """Returns a decorator like functools.lru_cache, for functions that make tensors on their last argument, a device.
 
-    The tensors are made in `neutral_state`. A FakeTensorMode gets fake ones of its own, which are not kept.
+    Tensors are made in `neutral_state`. If a FakeTensorMode is active, they are fake and not cached.
     """
 
     def decorate(make: Callable[..., _Made]) -> Callable[..., _Made]:
@@ -65,7 +65,7 @@ def tables(maxsize: int | None) -> Callable[[Callable[..., _Made]], Callable[...
 
 
 def check(group: Any, device: torch.device) -> None:
-    """Raises ValueError where a CUDA graph is captured that could not hold a call over this group."""
+    """Raises ValueError if a CUDA graph is being captured that cannot hold a call over this group."""
     if not is_capturing(device):
         return
     if not is_over_nccl(group):

@@ -1,8 +1,8 @@
-"""Attention over ranks in a graph of torch.compile: one operator for each direction, whose plan comes as a number.
+"""Attention over ranks under torch.compile: one operator for each direction. A tensor with a number identifies the plan.
 
-A graph knows a plan by its token, a tensor, so that steps with other plans of as many tokens run the same graph. What a forward
-keeps beside its results depends on the plan, and a graph has no place for it: the backward makes it anew. Under "ulysses" heads are
-exchanged again, and q, k and v are quantised again.
+Plans with the same number of tokens share a graph, because the plan's token is an input. The tensors that a forward saves depend on
+the plan, so an operator cannot return them. The backward makes them again: it repeats the all-to-all of "ulysses", and it quantises
+q, k and v again.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ _NUM_TENSORS = _Operands._fields.index("mod_tensors")
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _written(names: tuple[str, ...], values: tuple[Any, ...]) -> str:
-    """Returns constants as an operator's schema can have them."""
+    """Returns constants as a JSON text, because an operator's schema takes no dict."""
     found = {name: str(value) if isinstance(value, torch.dtype) else value for name, value in zip(names, values, strict=True)}
     return json.dumps(found, separators=(",", ":"))
 
@@ -83,7 +83,7 @@ def _read(static: str) -> dict[str, Any]:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan, strategy: str | None, options: dict[str, Any]) -> Any:
-    """Does what `flexattn.distributed.attention` does, for Dynamo to trace."""
+    """Does the same as `flexattn.distributed.attention`, for Dynamo to trace."""
     if not isinstance(plan, Plan):
         raise TypeError(f"plan is a {type(plan).__name__}; accepted: what flexattn.distributed.plan made")
     check_options(options)
@@ -135,7 +135,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan, strategy: str | None, op
         static=_written(tuple(static), tuple(static.values())),
     )
     if needs_grad:
-        # Views, as Dynamo refuses a Function that gets one tensor twice.
+        # Pass views, because Dynamo refuses a Function that gets one tensor twice.
         given: Any = call[:_NUM_TENSORS]
         own = tuple(None if t is None else t.view_as(t) for t in given)
         of_mods: tuple[Tensor, ...] = tuple(t.view_as(t) for t in mod_tensors)
@@ -151,7 +151,7 @@ def _name_of(value: Any) -> Any:
 
 
 class _Attend(torch.autograd.Function):
-    """Attention by the operators; each tensor of mods is an argument of its own, behind all others."""
+    """Autograd function of the operators. Each tensor of the mods is an argument of its own, after all others."""
 
     @staticmethod
     def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -171,7 +171,7 @@ class _Attend(torch.autograd.Function):
         ctx: Any, saved: Any, dout: Tensor | None, dlse: Tensor | None, _max_logit: None, _state: None
     ) -> tuple[Tensor | None, ...]:
         out, lse, state, plan, *tensors = saved
-        # A list of its own: what a star collects is a tuple to torch 2.11's Dynamo, which nothing can be put into.
+        # Copy to a list: Dynamo of torch 2.11 treats the value that a star collects as a tuple, which cannot be changed.
         own, mod_tensors = list(tensors[:_NUM_TENSORS]), tensors[_NUM_TENSORS:]
         if dout is None:
             dout = torch.zeros_like(out)
@@ -189,7 +189,7 @@ class _Attend(torch.autograd.Function):
 
 
 def _checked(x: _Operands, static: dict[str, Any], check: Callable[..., Checked]) -> Checked:
-    """Returns the call that an operator was given, by a function that checks it."""
+    """Returns the checked call for an operator's arguments. check: the function that checks it."""
     options = {name: static[name] for name in (*_STATIC, "backend", "return_max_logit") if static[name] is not None}
     if "window_size" in options:
         options["window_size"] = Window(*options["window_size"])
@@ -223,7 +223,7 @@ def _forward(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     static = _read(x.static)
     if static["is_drawn"] and x.rng_state is not None:
         x = x._replace(rng_state=exchange.of_first_rank(x.rng_state.clone(), plan_of(x.plan).group))
-    with torch.enable_grad(), _no_autocast(x):  # as checks look for gradients
+    with torch.enable_grad(), _no_autocast(x):  # checks look at requires_grad
         call = _checked(x, static, checked)
     with torch.no_grad(), _no_autocast(x):
         out, lse = run_forward(call.runner, call.plan, [None if t is None else t.detach() for t in call.inputs()]).results
@@ -236,7 +236,7 @@ def _forward(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def _backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *given: Any) -> tuple[Any, ...]:
     x = _Operands(*given)
     static = _read(x.static)
-    # Eager's gradients are autograd's, which torch switches off in an operator.
+    # Eager gradients use autograd, which torch turns off inside an operator.
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False):
         with torch.enable_grad(), _no_autocast(x):
             call = _checked(x, static | {"return_max_logit": None}, Checked.of)

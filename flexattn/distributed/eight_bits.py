@@ -1,4 +1,4 @@
-"""FP8 of a call of a part: its tensors come in FP8, with descales of the whole; gradients are made in FP8 and summed in float32."""
+"""FP8 in local calls: inputs are FP8, with descales of the full sequence. Gradients are computed in FP8 and summed in float32."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from flexattn.fp8_ops import QuantizeConfig
 
 
 class Eight(NamedTuple):
-    """FP8 of a call over ranks."""
+    """FP8 settings of a call over ranks."""
 
     recipe: fp8.Recipe
-    config: QuantizeConfig | None  # None: q, k and v come in FP8
+    config: QuantizeConfig | None  # None: q, k and v are FP8 already
     state: fp8.DelayedScaling | None
-    out_dtype: torch.dtype  # dtype of what calls of parts give
-    local_rows: int  # rows that share a scale in a call of a part; 0 where scales are not by blocks
+    out_dtype: torch.dtype  # dtype of the outputs of local calls
+    local_rows: int  # rows that share a scale in a local call; 0 if scales are not by blocks
 
     @property
     def of_part(self) -> fp8.Recipe:
-        """The recipe of a call of a part, whose tensors come in FP8."""
+        """The recipe of a local call, whose tensors are FP8 already."""
         if self.local_rows:
             return fp8.Recipe(granularity="block", block_rows=self.local_rows, out_dtype=self.out_dtype)
         return fp8.Recipe(out_dtype=self.out_dtype)
 
 
 class Span(NamedTuple):
-    """Sequences of a call on one side: each one's document, None for dense ones, and first position; the longest one's length."""
+    """Sequences of a call on one side: documents (None if dense), first positions, and the length of the longest."""
 
     document: Tensor | None
     start: Tensor
@@ -41,7 +41,7 @@ class Span(NamedTuple):
 
 
 def local_descale(descale: Tensor, span: Span, heads: Tensor | None, rows: tuple[int, int]) -> Tensor:
-    """Returns a call's descale, of the whole's. heads: those of the call, None for all. rows: that share one, there and here."""
+    """Returns the part of a descale that a call needs. heads: of the call; None: all. rows: per scale, globally and locally."""
     if span.document is not None and descale.shape[0] > 1:
         descale = descale.index_select(0, span.document)
     if heads is not None and descale.shape[1] > 1:
@@ -59,7 +59,7 @@ def local_descale(descale: Tensor, span: Span, heads: Tensor | None, rows: tuple
 def differentiate(
     given: Given, eight: Eight, descales: Sequence[Tensor], dout8: Tensor | None, arguments: dict[str, Any], fp32: str
 ) -> Gradients:
-    """Returns the gradients of a call of a part in FP8. descales: of q, k and v, and of dout8 where it is given.
+    """Returns the gradients of a local call in FP8. descales: for q, k and v, and for dout8 if there is one.
 
     fp32: gradients in float32, one of `FP32_GRADIENTS`.
     """

@@ -1,7 +1,7 @@
-"""Block masks of a call's pieces, whose queries and keys are counted from their own first ones.
+"""Block masks of local calls, which count queries and keys from the first ones of their pieces.
 
-A piece may begin anywhere in a block, so that a block of the call lies over up to four of the whole: where these differ, a mask_mod
-that reads the whole's kinds decides.
+A piece may begin inside a block. A local block then overlaps up to four blocks of the full mask. If their kinds differ, a mask_mod
+decides, which looks up the kinds of the full mask.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from flexattn.distributed.origin import Mod
 
 
 class _Lists:
-    """A BlockMask as far as `attention` reads one."""
+    """A BlockMask with the attributes that `attention` reads."""
 
     def __init__(self, kinds: Tensor, sizes: tuple[int, int]) -> None:
         self.kv_num_blocks, self.kv_indices = ordered(kinds == MASKED)
@@ -36,7 +36,7 @@ class _Lists:
 
 
 class LocalBlocks:
-    """The blocks of a call's pieces, whose queries and keys are counted from their own first ones."""
+    """The blocks of a call's pieces. Queries and keys count from the first ones of each piece."""
 
     def __init__(self, blocks: Blocks, pieces: Sequence[Piece], is_packed: bool, device: torch.device) -> None:
         self.sizes = blocks.size_q, blocks.size_kv
@@ -48,7 +48,7 @@ class LocalBlocks:
             of_pieces.append((kinds, Run(piece.q_start, piece.q_start + piece.rows.size), _keys_of(piece)))
         self.lists_kinds = _stacked([_moved(kinds, rows, keys, self.sizes) for kinds, rows, keys in of_pieces]).to(device)
         self.is_packed = is_packed
-        self.beyond: tuple[Tensor, Tensor] | None = None  # first query and first key, from the beginnings of their blocks
+        self.beyond: tuple[Tensor, Tensor] | None = None  # positions of the first query and the first key in their blocks
         if any(rows.start % blocks.size_q or keys.start % blocks.size_kv for _, rows, keys in of_pieces):
             cuts = [kinds[..., _blocks_of(rows, self.sizes[0]), _blocks_of(keys, self.sizes[1])] for kinds, rows, keys in of_pieces]
             self.table = _stacked(cuts).to(device)
@@ -58,7 +58,7 @@ class LocalBlocks:
         self.made: dict[tuple[int, int], tuple[_Lists, Tensor | None]] = {}
 
     def block_mask(self, mask_mod: Mod, heads: Run) -> Any:
-        """Returns the block mask of some query heads. mask_mod: of the call's own heads and positions."""
+        """Returns the block mask of some query heads. mask_mod: a mod of the call's own heads and positions."""
         found = self.made.get(heads)
         if found is None:
             refuse_making(self.lists_kinds.device)
@@ -95,7 +95,7 @@ def _blocks_of(run: Run, size: int) -> slice:
 
 
 def _moved(kinds: Tensor, rows: Run, keys: Run, sizes: tuple[int, int]) -> Tensor:
-    """Returns the kinds of blocks that are counted from a piece's first query and key."""
+    """Returns the kinds of local blocks, which count from a piece's first query and key."""
     for dim, run, size in ((-2, rows, sizes[0]), (-1, keys, sizes[1])):
         starts = torch.arange(run.start, run.stop, size, device="cpu")
         first, last = starts // size, ((starts + size).clamp(max=run.stop) - 1) // size
@@ -108,7 +108,7 @@ def _moved(kinds: Tensor, rows: Run, keys: Run, sizes: tuple[int, int]) -> Tenso
 
 
 def _stacked(kinds: Sequence[Tensor]) -> Tensor:
-    """Returns kinds of several pieces in one tensor, hidden behind the end of each."""
+    """Returns kinds of several pieces in one tensor, padded with hidden blocks."""
     if len(kinds) == 1:
         return kinds[0]
     rows, columns = (max(t.shape[dim] for t in kinds) for dim in (-2, -1))
