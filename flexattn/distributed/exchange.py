@@ -1,4 +1,4 @@
-"""Collectives: rows of keys that travel to the ranks that need them, gradients that travel back, heads for rows, rings."""
+"""Collectives of context parallelism: all-to-alls of keys, values and heads, reduce-scatters of gradients, and ring steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from flexattn.validation import FP8_DTYPES
 
 @contextlib.contextmanager
 def waiting(what: str, group: Any) -> Iterator[None]:
-    """Turns a failure of the group into an error that says what this rank waited for."""
+    """Turns a failure of the group into an error that names the exchange and this rank."""
     try:
         yield
     except RuntimeError as e:
@@ -32,25 +32,26 @@ def waiting(what: str, group: Any) -> Iterator[None]:
 
 
 class Route(NamedTuple):
-    """Rows that one rank sends and receives, for keys that lie in `kv_runs` and are wanted in runs of the whole's order.
+    """Send and receive lists of one rank, for an all-to-all of keys and values.
 
-    What others give is received where it lies among the rows held, in a message for each run where runs are few.
+    Keys lie in `kv_runs`, and each rank receives the runs that it needs. A rank writes received rows directly to their place among
+    the rows that it holds. If there are few runs, each travels in a message of its own.
     """
 
-    sends: tuple[Runs, ...]  # by rank that gets them: rows of this rank's tensor; none for itself
-    receives: tuple[Runs, ...]  # by rank that gives them: rows among those held; none of itself
-    own: tuple[tuple[Run, Run], ...]  # rows of this rank's tensor that it wants itself, and where they lie among those held
-    held: int  # rows
-    gaps: Runs  # rows held of keys that nothing sees
-    rows: int  # in this rank's tensor
-    held_sends: tuple[Runs, ...] | None  # where the rows of `sends` lie among those held; None where not all are
-    by_runs: bool  # the same on all ranks, as is the next one
-    is_whole: bool  # whether all ranks want all rows, and have equally many
-    near: Near | None  # the same by memory that the ranks of one host share; None where they are many
+    sends: tuple[Runs, ...]  # for each receiver, rows of this rank's tensor; none for itself
+    receives: tuple[Runs, ...]  # for each sender, rows among those held; none for itself
+    own: tuple[tuple[Run, Run], ...]  # this rank's rows that it needs itself, and their place among the held rows
+    held: int  # number of rows held
+    gaps: Runs  # held rows of keys that no query sees
+    rows: int  # number of rows of this rank's tensor
+    held_sends: tuple[Runs, ...] | None  # the rows of `sends` among those held; None if some are not held
+    by_runs: bool  # whether each run has a message of its own; equal on all ranks
+    is_whole: bool  # whether all ranks need all rows and have equally many; equal on all ranks
+    near: Near | None  # the same exchange through symmetric memory; None for many ranks
 
     @property
     def is_local(self) -> bool:
-        """Returns whether what is held is this rank's tensor as it is."""
+        """Returns whether the held rows are this rank's tensor, unchanged."""
         return self.own == ((Run(0, self.rows), Run(0, self.held)),)
 
     @property
@@ -58,11 +59,12 @@ class Route(NamedTuple):
         return len(self.sends) == 1
 
 
-MOST_RANKS, MOST_MESSAGES = 8, 16  # for messages run by run: one host's, as preparing a message takes several microseconds
+# limits of messages for single runs, within one host: each message takes the host several microseconds
+MOST_RANKS, MOST_MESSAGES = 8, 16
 
 
 def make_route(kv_runs: Sequence[Runs], wanted: Sequence[Runs], held: Runs, rank: int) -> Route:
-    """Returns a rank's route. wanted: by rank, sorted and apart. held: this rank's room, in which all lies that others give it."""
+    """Returns a rank's lists. wanted: runs for each rank, sorted and disjoint. held: runs that this rank has room for."""
     ranks = range(len(kv_runs))
     own, mine = kv_runs[rank], tuple(common(union(held), wanted[rank]))
     outgoing = [tuple(common(mine if to == rank else wanted[to], own)) for to in ranks]
@@ -82,7 +84,7 @@ def make_route(kv_runs: Sequence[Runs], wanted: Sequence[Runs], held: Runs, rank
 
 
 def _moved_sends(sends: Sequence[Runs], own: Sequence[tuple[Run, Run]]) -> tuple[Runs, ...] | None:
-    """Returns where the rows that a rank sends lie among those that it holds; None where it does not hold all."""
+    """Returns the rows that a rank sends, among those that it holds. None if it does not hold all of them."""
     found: list[Runs] = []
     for runs in sends:
         places = []
@@ -96,14 +98,14 @@ def _moved_sends(sends: Sequence[Runs], own: Sequence[tuple[Run, Run]]) -> tuple
 
 
 def _places(runs: Runs, among: Runs) -> Runs:
-    """Returns where runs lie in a tensor that holds the runs `among`, each of them in one of these."""
+    """Returns the rows of `runs` in a tensor that holds the runs `among`. Each run must lie in one of these."""
     rows = rows_of(among)
     starts = [row_of(run.start, among, rows) for run in runs]
     return tuple(Run(start, start + run.size) for start, run in zip(starts, runs, strict=True))
 
 
 def _fits_messages(kv_runs: Sequence[Runs], wanted: Sequence[Runs]) -> bool:
-    """Returns whether each rank sends and receives few runs, and one at least: NCCL connects all ranks in their first messages."""
+    """Returns whether each rank sends and receives few runs, but at least one: NCCL connects all ranks in their first messages."""
     if len(kv_runs) > MOST_RANKS:
         return False
     counts = [[0, 0] for _ in kv_runs]
@@ -115,42 +117,42 @@ def _fits_messages(kv_runs: Sequence[Runs], wanted: Sequence[Runs]) -> bool:
 
 
 def as_sent(t: Tensor) -> Tensor:
-    """Returns a tensor as collectives take it: its bytes, where it is in FP8."""
+    """Returns a tensor as collectives take it: the bytes of an FP8 tensor."""
     return t.view(torch.uint8) if t.dtype in FP8_DTYPES else t
 
 
 def all_gather(received: Tensor, own: Tensor, group: Any) -> Any:
-    """Begins to write all ranks' tensors, of one shape, one after another into `received`; returns what to wait for."""
+    """Starts an all-gather of equally shaped tensors into `received`. Returns a work object to wait for."""
     gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # torch 2.13 renamed it
     return gather(as_sent(received), as_sent(own), group=group, async_op=True)
 
 
 def all_to_all(received: Tensor, sent: Tensor, counts: tuple[Sequence[int], Sequence[int]], group: Any, wait: bool = False) -> Any:
-    """Begins, or with `wait` makes, an exchange of (received, sent) rows by rank; returns what to wait for."""
+    """Starts an all-to-all of (received, sent) rows by rank, or completes it if `wait`. Returns a work object."""
     receives, sends = (list(count) for count in counts)
     return dist.all_to_all_single(as_sent(received), as_sent(sent), receives, sends, group=group, async_op=not wait)
 
 
 def of_first_rank(t: Tensor, group: Any) -> Tensor:
-    """Returns rank 0's tensor on each rank of the group; t is written to."""
+    """Returns rank 0's tensor on each rank of the group. Overwrites t."""
     with waiting("the exchange of rank 0's rng_state", group):
         dist.broadcast(t, dist.get_global_rank(group, 0), group=group)
     return t
 
 
 def largest(t: Tensor, group: Any, what: str = "the exchange of the largest scores") -> Tensor:
-    """Returns the largest of all ranks' numbers, one by one; t is written to. `what` names the exchange in an error."""
+    """Returns the element-wise maximum over ranks. Overwrites t. what: the name of the exchange in an error."""
     with waiting(what, group):
         dist.all_reduce(t, dist.ReduceOp.MAX, group=group)
     return t
 
 
 class Pending(NamedTuple):
-    """Tensors that are on their way, and what to wait for; `what` names them in an error."""
+    """Tensors in transit, and the work objects to wait for. `what` names them in an error."""
 
     received: tuple[Tensor, ...]
     works: Sequence[Any]
-    kept: tuple[Tensor, ...]  # until they have been sent
+    kept: tuple[Tensor, ...]  # alive until they have been sent
     what: str
 
     def wait(self, group: Any) -> tuple[Tensor, ...]:
@@ -161,9 +163,9 @@ class Pending(NamedTuple):
 
 
 def begin_fetch(tensors: Sequence[Tensor], route: Route, group: Any) -> tuple[tuple[Tensor, ...], Pending | None]:
-    """Begins to bring the rows [held, ...] that this rank needs of all ranks' tensors [rows, ...].
+    """Starts to fetch the rows [held, ...] that this rank needs from all ranks' tensors [rows, ...].
 
-    Returns room for them, which has this rank's own rows, and what `finish_fetch` waits for; None where there is one rank.
+    Returns tensors that contain this rank's own rows, and an object for `finish_fetch` to wait for. None with a single rank.
     """
     if route.is_local:
         rooms = tuple(x.contiguous() for x in tensors)
@@ -179,12 +181,12 @@ def begin_fetch(tensors: Sequence[Tensor], route: Route, group: Any) -> tuple[tu
         pending = _by_runs([x.contiguous() for x in tensors], rooms, (route.sends, route.receives), group, KEYS)
         _place_own(tensors, rooms, route)
         return rooms, pending
-    _place_own(tensors, rooms, route)  # which makes runs of them that lie without gaps
+    _place_own(tensors, rooms, route)  # makes contiguous runs of them
     return rooms, _by_runs(rooms, rooms, (places, route.receives), group, KEYS)
 
 
 def _pulled(tensors: Sequence[Tensor], rooms: Sequence[Tensor], route: Route, group: Any) -> bool:
-    """Returns whether the rows came by memory that the ranks share, and if so they are in `rooms`, as this rank's own are."""
+    """Fetches the rows through symmetric memory, and writes them and own rows to `rooms`. Returns False if there is none."""
     near = route.near
     assert near is not None
     places = starts(near.most_sent, list(map(row_size, tensors)))
@@ -199,7 +201,7 @@ def _pulled(tensors: Sequence[Tensor], rooms: Sequence[Tensor], route: Route, gr
         is_placed = route.is_local or not all(map(peer_memory.can_read, owns))
         if is_placed:
             _place_own(tensors, rooms, route)
-        else:  # own rows are copied while those of others travel
+        else:  # own rows are copied while the rows of other ranks travel
             _clear_gaps(rooms, route)
             moves += tuple(peer_memory.Move(peer_memory.OWN, rows.start, to.start, rows.size) for rows, to in route.own)
         for x, first in zip(owns, places, strict=False):
@@ -228,9 +230,9 @@ def _clear_gaps(rooms: Sequence[Tensor], route: Route) -> None:
 def _by_runs(
     sources: Sequence[Tensor], rooms: tuple[Tensor, ...], runs: tuple[Sequence[Runs], Sequence[Runs]], group: Any, what: str
 ) -> Pending:
-    """Begins to send and receive runs of rows, each in a message of its own, from and to where they lie.
+    """Starts to send and receive runs of rows. Each run is a message from and to its place.
 
-    runs: by rank those that are sent, and those that are received.
+    runs: runs to send and runs to receive, for each rank.
     """
     messages = []
     for x, room in zip(map(as_sent, sources), map(as_sent, rooms), strict=True):
@@ -244,7 +246,7 @@ KEYS, GRADIENTS = "the exchange of keys and values", "the exchange of the gradie
 
 
 def _packed(tensors: Sequence[Tensor], route: Route, group: Any) -> Pending:
-    """Begins to send and receive runs of rows, one after another in one message for each rank; or all of them, to all alike."""
+    """Starts an all-to-all with one packed message for each rank, or an all-gather if all ranks need all rows."""
     if route.is_whole:
         own = tuple(x.contiguous() for x in tensors)
         rooms = tuple(x.new_empty((len(route.sends) * route.rows, *x.shape[1:])) for x in tensors)
@@ -260,7 +262,7 @@ def _packed(tensors: Sequence[Tensor], route: Route, group: Any) -> Pending:
 
 
 def finish_fetch(begun: tuple[tuple[Tensor, ...], Pending | None], route: Route, group: Any) -> tuple[Tensor, ...]:
-    """Returns the rows that this rank needs, in the whole's order."""
+    """Returns the rows that this rank needs, in the order of the full sequence."""
     rooms, pending = begun
     if pending is None:
         return rooms
@@ -273,35 +275,35 @@ def finish_fetch(begun: tuple[tuple[Tensor, ...], Pending | None], route: Route,
                     room[slice(*places)] = x[row : row + places.size]
                     row += places.size
                 if route.is_whole and not runs:
-                    row += route.rows  # this rank's own, which are there
+                    row += route.rows  # this rank's own rows, which are in place already
     return rooms
 
 
 class Place(NamedTuple):
-    """Rows of a source."""
+    """Rows of one source of a sum."""
 
     source: int
     rows: slice
 
 
 class Returns(NamedTuple):
-    """Steps by which gradients of what was fetched are summed: sources are this rank's shares, and then what arrives."""
+    """Reduce-scatter of the gradients of fetched rows. Its sources are this rank's addends, and then the received rows."""
 
-    sent: Steps  # to what goes to other ranks, in the order of `Route.receives`
-    own: Steps  # this rank's part of the sums of rows to which several add, one after another
-    arrived: Steps  # what arrives, the one source of these, to the same sums
-    summed: list[Move]  # where those sums belong
-    plain: Steps  # this rank's rows of which there is one share, or none
-    counts: tuple[list[int], list[int]]  # rows by rank: received, sent
-    place: Place | None  # where a share has all of this rank's rows, those of others too, if one does
-    by_runs: bool  # as `Route` has it, and so is the next one
+    sent: Steps  # sums to send to other ranks, in the order of `SendReceiveLists.receives`
+    own: Steps  # this rank's part of the sums with several addends, one after another
+    arrived: Steps  # received rows, the only source, added to the same sums
+    summed: list[Move]  # destinations of those sums
+    plain: Steps  # this rank's rows with one addend or none
+    counts: tuple[list[int], list[int]]  # rows for each rank: received, sent
+    place: Place | None  # a source with all of this rank's rows, and maybe rows of others
+    by_runs: bool  # as in `SendReceiveLists`
     near: Near | None
 
 
 class Made(NamedTuple):
-    """Shares of gradients that calls make: by call, of rows held, and of rows of this rank's own tensors.
+    """Gradients that this rank's calls compute: for each call, of held rows, and of rows of this rank's own tensors.
 
-    whole: the call whose gradients have all rows of this rank's tensors, others' rows too, if one does.
+    whole: a call whose gradients cover all rows of this rank's tensors, and maybe others. None if there is none.
     """
 
     calls: int
@@ -311,9 +313,9 @@ class Made(NamedTuple):
 
 
 def make_returns(route: Route, made: Made) -> Returns:
-    """Returns how gradients are summed, of which this rank makes shares.
+    """Returns the steps that sum the gradients of this rank's calls over ranks.
 
-    Sums begin with this rank's shares and go on in the order of the ranks, so that they are the same in each run.
+    Sums start with this rank's addends and continue in the order of ranks, so they are deterministic.
     """
     row, sent = 0, NO_STEPS
     for run in (run for runs in route.receives for run in runs):
@@ -368,9 +370,9 @@ def _several(runs: Sequence[Run]) -> Runs:
 def begin_return(
     shares: Sequence[Sequence[Tensor]], rooms: Sequence[Tensor], dtype: torch.dtype, returns: Returns, group: Any
 ) -> Pending:
-    """Begins to send gradients of what was fetched to the ranks that have it.
+    """Starts to send the gradients of fetched rows to the ranks that own the rows.
 
-    shares: for each tensor in `rooms`, which was fetched, this rank's shares of its gradient, whose sums travel in `dtype`.
+    shares: this rank's addends for each tensor in `rooms`. They are summed before they are sent, in `dtype`.
     """
     receives, sends = returns.counts
     received = tuple(torch.empty((sum(receives), *room.shape[1:]), dtype=dtype, device=room.device) for room in rooms)
@@ -399,7 +401,7 @@ def begin_return(
 
 
 def _by_rank(counts: Sequence[int]) -> list[Runs]:
-    """Returns the rows that each rank has in a tensor that holds as many of one rank after another."""
+    """Returns the rows of each rank in a tensor with `counts` rows of one rank after another."""
     ends = itertools.accumulate(counts, initial=0)
     return [(Run(*pair),) if pair[1] > pair[0] else () for pair in itertools.pairwise(ends)]
 
@@ -407,10 +409,10 @@ def _by_rank(counts: Sequence[int]) -> list[Runs]:
 def own_sums(
     shares: Sequence[Sequence[Tensor]], totals: Sequence[Tensor], dtype: torch.dtype, returns: Returns, place: Place | None
 ) -> list[Tensor]:
-    """Returns this rank's part of the sums of rows to which several add, in `dtype`, and writes all other rows to `totals`.
+    """Returns this rank's part of the sums with several addends, in `dtype`, and writes all other rows to `totals`.
 
-    Nothing of other ranks is needed for that. place: the rows of the shares that the totals are, which then are not copied; None:
-    they are no such rows.
+    This needs no data of other ranks. place: rows of the addends that `totals` already are, so that they are not copied. None:
+    there are no such rows.
     """
     rows = sum(move.rows.stop - move.rows.start for move in returns.summed)
     sums = [torch.empty((rows, *t.shape[1:]), dtype=dtype, device=t.device) for t in totals]
@@ -421,14 +423,14 @@ def own_sums(
 
 
 def finish_return(pending: Pending, sums: Sequence[Tensor], totals: Sequence[Tensor], returns: Returns, group: Any) -> None:
-    """Writes to `totals`, this rank's rows, the sums of what `own_sums` returned and of what other ranks made."""
+    """Adds the received gradients to the results of `sum_own`, and writes the sums to this rank's rows of `totals`."""
     received = pending.wait(group)
     returns.arrived.run(sums, [(t,) for t in received])
     copy_all([(total[to], of[at]) for total, of in zip(totals, sums, strict=True) for to, _, at in returns.summed])
 
 
 def _exchange(messages: list[Any], what: str, group: Any) -> Sequence[Any]:
-    """Begins to send and receive; NCCL does so on the current device, which need not be the tensors'."""
+    """Starts messages. NCCL uses the current device, which may differ from the device of the tensors."""
     if not messages:
         return []
     device = messages[0].tensor.device
@@ -440,7 +442,7 @@ RING = "a step of the ring"
 
 
 def rotate(x: Tensor, rows: int, group: Any) -> tuple[Tensor, Sequence[Any]]:
-    """Begins to send x to the next rank and to receive `rows` rows of the rank before; returns them and what to wait for."""
+    """Starts to send x to the next rank and to receive `rows` rows from the previous one. Returns these and the work objects."""
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     received = x.new_empty((rows, *x.shape[1:]))
     messages = []

@@ -1,10 +1,12 @@
-"""Strategies "gather" and "halo": a rank's queries stay, and the keys that they see come: all of them, or those that are needed.
+"""Strategies "gather" and "halo": each rank fetches all keys, or the keys that its queries see.
 
-Where they are many, keys come in slices of heads: those of the next slice travel while one is attended to, and so do the gradients
-of the one before. The first slice, which is waited for, is small, and so is the last one, whose gradients are. Where they come in
-one, calls that see this rank's own keys alone read these where they lie. They do not wait for messages; memory that ranks share is
-read before all calls, as kernels of attention would leave no multiprocessor to the one that reads it. The backward fetches the
-keys again rather than keep them; gradients travel in float32.
+If there are many keys, they come in slices of heads: the next slice travels during attention to the present one, and so do the
+gradients of the previous one. The first slice is small, because nothing overlaps its transfer. In a backward the last one is small
+too, because nothing overlaps the transfer of its gradients.
+
+If keys come in one slice, calls that see only this rank's own keys read them in place. They do not wait for messages. Symmetric
+memory is read before all calls: attention fills every multiprocessor, and would delay the kernel that reads it, and the other ranks
+with it. The backward fetches the keys again to save memory. Gradients travel in float32.
 """
 
 from __future__ import annotations
@@ -47,24 +49,24 @@ class _Work(NamedTuple):
     route: Route
     calls: Calls
     returns: Returns
-    adds: tuple[bool, ...]  # whether gradients of a call's keys are added to others: of other calls, or of other ranks
+    adds: tuple[bool, ...]  # for each call, whether other calls or ranks add to the gradients of its keys
 
     @property
     def has_own(self) -> bool:
-        """Returns whether there are calls that need nothing of other ranks."""
+        """Returns whether some calls need no data of other ranks."""
         return any(call.is_own for call in self.calls.longest_first)
 
 
 @functools.lru_cache(32)
 def _most(plan: Plan, strategy: str) -> tuple[int, float]:
-    """Returns the most rows that any rank receives, and the most scores that any computes: as slices must be, alike on all."""
+    """Returns the most rows that any rank receives, and the most scores that any computes. Slices follow these on all ranks."""
     work = plan.work(strategy)
     return work.received, work.areas[0]
 
 
 @tables(32)
 def _work(plan: Plan, strategy: str, wants_diagonal: bool, is_one: bool, device: torch.device) -> _Work:
-    """Returns a rank's work. is_one: whether keys come in one slice; pieces that see own keys alone then need not wait for it."""
+    """Returns a rank's work. is_one: whether keys come in one slice. Pieces on own keys then need not wait for it."""
     rank, own = plan.rank, plan.kv_runs[plan.rank]
     rows = size_of(plan.q_runs[rank])
     within = (Run(0, rows), Run(0, size_of(own))) if plan.is_packed else None
@@ -100,7 +102,7 @@ def _is_in_one(keys: Runs, own: Runs) -> bool:
 
 
 def _adds(plan: Plan, calls: Calls, held: Runs) -> tuple[bool, ...]:
-    """Returns of each call whether a key of its pieces is seen by another rank too, or by another call. held: keys' positions."""
+    """Returns for each call whether another rank or another call sees one of its keys. held: positions of fetched keys."""
     elsewhere = union(run for rank in range(plan.ranks) if rank != plan.rank for run in plan.needs(rank))
     own = plan.kv_runs[plan.rank]
     seen = [
@@ -114,22 +116,22 @@ def _adds(plan: Plan, calls: Calls, held: Runs) -> tuple[bool, ...]:
 
 
 class Gather(NamedTuple):
-    """A call of attention by keys that come; `strategy` is "gather" or "halo"."""
+    """Strategy that fetches keys. `strategy` is "gather" or "halo"."""
 
     plan: Plan
     strategy: str
     scores: Scores
 
     def gathered(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        """Returns what a backward begins from beside results: the same, as it brings keys again."""
+        """Returns the tensors that a backward needs besides results: the inputs, because it fetches keys again."""
         return q, k, v
 
     def gathered_results(self, results: Results) -> Results:
-        """Returns results as a backward takes them: the same."""
+        """Returns the results as a backward needs them: unchanged."""
         return results
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, shared: Shared) -> tuple[Results, tuple[Tensor, ...]]:
-        """Returns out and lse of this rank's queries, and what a backward needs."""
+        """Returns out and lse of this rank's queries, and the tensors that a backward needs."""
         coming = _Coming(self, (q, k, v), shared, ends=1)
         if len(coming.slices) == 1:
             results = attend_all(coming.calls, coming.next(0), coming.contexts[0], coming.lanes, own=coming.own)
@@ -151,10 +153,10 @@ class Gather(NamedTuple):
         lanes, returns, is_one = coming.lanes, coming.work.returns, len(coming.slices) == 1
         dtype, wide = self.scores.out_dtype(q), sum_dtype(q.dtype)
         fp32 = [self.scores.fp32_gradients("dkv" if adds else "none") for adds in coming.work.adds]
-        place = returns.place if is_one else None  # where dk and dv stay that a call made
+        place = returns.place if is_one else None  # rows of a call's dk and dv that become the results without a copy
         if place is not None and fp32[place.source] != "none" and dtype != wide:
             place = None
-        adopted = coming.calls.whole if is_one else None  # the call whose dq is that of all
+        adopted = coming.calls.whole if is_one else None  # a call whose dq becomes the result
         dq = None if adopted is not None else torch.empty(q.shape, dtype=dtype, device=q.device)
         totals: tuple[Tensor, ...] = ()
         if place is None:
@@ -163,7 +165,7 @@ class Gather(NamedTuple):
         returning: _Returning | None = None
 
         def finish() -> None:
-            """Writes the sums of the slice whose gradients travel, if one's do."""
+            """Writes the sums of the slice whose gradients are in transit, if there is one."""
             if returning is not None:
                 exchange.finish_return(returning.pending, returning.sums, returning.totals, returns, group)
 
@@ -187,7 +189,7 @@ class Gather(NamedTuple):
                 begun = exchange.begin_return(shares, rooms, wide, returns, group)
             if is_one:
                 lanes.fork()
-            with lanes.side() if is_one else lanes.back():  # while gradients travel
+            with lanes.side() if is_one else lanes.back():  # while gradients are in transit
                 found.write_dq(coming.calls, by_rows(dq, packed)[..., heads, :])
                 rows = [by_rows(t, packed)[..., slice(*of_kv), :] for t in totals]
                 sums = exchange.own_sums(shares, rows, wide, returns, place)
@@ -206,7 +208,7 @@ class Gather(NamedTuple):
 
 
 class _Returning(NamedTuple):
-    """Gradients of a slice that travel, this rank's part of the sums, and the rows where those belong."""
+    """Gradients of a slice in transit, this rank's part of the sums, and the rows for the sums."""
 
     pending: exchange.Pending
     sums: Sequence[Tensor]
@@ -214,7 +216,7 @@ class _Returning(NamedTuple):
 
 
 class _Coming:
-    """Slices of keys that come one after another, the next one always on its way. ends: `slices_of` has them."""
+    """Fetch of one slice of keys after another, always one ahead. ends: number of small slices, see `key_slices`."""
 
     def __init__(self, call: Gather, qkv: tuple[Tensor, Tensor, Tensor], shared: Shared, ends: int) -> None:
         self.group, self.packed, (self.q, self.k, self.v) = call.plan.group, call.plan.is_packed, qkv
@@ -231,18 +233,19 @@ class _Coming:
         whole, is_one = (call.scores, shared), len(self.slices) == 1
         work = _work(call.plan, call.strategy, shared.alibi_slopes is not None, is_one, self.q.device)
         self.work, self.calls, self.route = work, work.calls, work.route
-        self.own = Part(self.q, self.k, self.v) if work.has_own else None  # what calls take that need nothing of other ranks
-        # Kept until the end, as calls on other lanes read them.
+        self.own = Part(self.q, self.k, self.v) if work.has_own else None  # inputs of calls that need no data of other ranks
+        # Kept until the end, because calls on other lanes read them.
         self.contexts = [whole if is_one else of_heads(*whole, of_q, self.q.device) for of_q, _ in self.slices]
-        adds = call.scores.peaks is not None or any(total is not None for total in shared.zeros())  # what all calls write to
-        pulls = is_near and ends == 2  # and sums this rank's own gradients meanwhile
+        # tensors that all calls write to
+        adds = call.scores.peaks is not None or any(total is not None for total in shared.zeros())
+        pulls = is_near and ends == 2  # sums of own gradients overlap with it
         self.lanes = Lanes(self.q.device, are_apart=not adds and (len(work.calls.longest_first) > 1 or not is_one or pulls))
         self._are_own_first = work.has_own and not is_near
-        self.lanes.is_last = self._are_own_first  # what others give comes on the lane of the calls that need it, before all others
+        self.lanes.is_last = self._are_own_first  # Fetch on the lane of the calls that need the keys, before all other calls.
         self.begun = self._begin(0)
 
     def _lane(self) -> contextlib.AbstractContextManager[Any]:
-        """Returns a context of the lane on which keys come: the main one, or where own keys do not wait for them the side."""
+        """Returns a context of the lane that fetches keys: the main lane, or the side lane if calls on own keys do not wait."""
         return self.lanes.side() if self._are_own_first else contextlib.nullcontext()
 
     def _begin(self, i: int) -> tuple[tuple[Tensor, ...], exchange.Pending | None]:
@@ -251,7 +254,7 @@ class _Coming:
             return exchange.begin_fetch([by_rows(t, self.packed)[..., heads, :] for t in (self.k, self.v)], self.route, self.group)
 
     def next(self, i: int) -> Part:
-        """Returns the queries and keys of slice i, which is the one after that of the call before, and begins with the next one."""
+        """Returns the queries and keys of slice i, and starts to fetch the next one. Call it for each slice in order."""
         self.lanes.let_go()
         begun = self.begun
         if i + 1 < len(self.slices):

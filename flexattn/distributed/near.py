@@ -1,4 +1,4 @@
-"""Keys that ranks of one host pull from each other's memory, and gradients that go back so: which rows, and where they lie."""
+"""Exchanges through symmetric memory, for the ranks of one host: the rows that each rank reads and their places."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from flexattn.distributed.peer_memory import Move, Pull, Side, aligned
 
 
 class Near(NamedTuple):
-    """A rank's part of a fetch: it copies the rows that others need to its memory, and pulls those that it needs.
+    """One rank's part of a fetch: it copies rows that others need to its symmetric memory, and reads the rows that it needs.
 
-    Gradients go back the same way: a rank writes those of the rows that it fetched, of one rank after another, and pulls its own.
+    Gradients use the same memory. A rank writes gradients of its fetched rows, one owner after another, and each owner reads its
+    own.
     """
 
-    copies: tuple[tuple[Run, Run], ...]  # rows of this rank's tensor, and where they lie in its memory
-    moves: tuple[Move, ...]  # to the rows held
-    back: tuple[Move, ...]  # to the gradients that arrive, those of one rank after another
-    most_sent: int  # rows that any rank copies, the same on all
+    copies: tuple[tuple[Run, Run], ...]  # rows of this rank's tensor, and their place in its symmetric memory
+    moves: tuple[Move, ...]  # reads into the held rows
+    back: tuple[Move, ...]  # reads into the received gradients, from one rank after another
+    most_sent: int  # rows that any rank copies, equal on all ranks
     most_fetched: int  # rows that any rank fetches
 
 
 def make_near(kv_runs: Sequence[Runs], wanted: Sequence[Runs], held: Runs, rank: int) -> Near:
-    """Returns a rank's part of a fetch of keys that lie in `kv_runs`; wanted and held are as `exchange.make_route` takes them."""
+    """Returns a rank's part of a fetch. The arguments are those of `exchange.make_send_receive_lists`."""
     ranks = range(len(kv_runs))
     fetched = [[tuple(common(wanted[to], kv_runs[of])) if to != of else () for of in ranks] for to in ranks]
     sent = [union(run for to in ranks for run in fetched[to][of]) for of in ranks]
@@ -54,15 +55,15 @@ def _places(run: Run, own: Runs, rows: Sequence[Run], sent: Runs) -> tuple[Run, 
 
 
 def starts(rows: int, sizes: Sequence[int]) -> list[int]:
-    """Returns the bytes at which an exchange has so many rows of each tensor, one after another, and last those of all.
+    """Returns the first byte of each tensor of an exchange, for tensors with `rows` rows one after another, and the total.
 
-    sizes: bytes of a row of each.
+    sizes: bytes of one row of each tensor.
     """
     return list(itertools.accumulate((aligned(rows * size) for size in sizes), initial=0))
 
 
 def pull_of_rows(first: int, out: Tensor, moves: tuple[Move, ...], own: Tensor | None = None) -> Pull:
-    """Returns a pull of whole rows of `out`, a contiguous tensor [rows, ...]. own: a tensor of such rows too."""
+    """Returns a pull of whole rows of `out`, a contiguous tensor [rows, ...]. own: another tensor of such rows."""
     row = math.prod(out.shape[1:])
     return Pull(out, first, moves, (Side(row), Side(row)), row, own)
 

@@ -1,7 +1,8 @@
-"""Strategy "ring": keys travel from rank to rank, a step ahead of their use, and partial results are merged in float32.
+"""Strategy "ring": keys travel from rank to rank, one step before their use. Partial results are merged in float32.
 
-A rank holds two ranks' keys at a time. A sink joins at the end, once. In the backward the float32 gradients of the keys travel with
-them, and one step further, home: Liu et al., "Ring Attention with Blockwise Transformers" (2023, https://arxiv.org/abs/2310.01889).
+A rank holds the keys of two ranks at a time. A sink is added once, at the end. In the backward, the float32 gradients of keys
+travel with the keys, and one step further to their owner: Liu et al., "Ring Attention with Blockwise Transformers" (2023,
+https://arxiv.org/abs/2310.01889).
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def _steps(plan: Plan, wants_diagonal: bool, wants_positions: bool, device: torc
 
 
 class Ring(NamedTuple):
-    """A call of attention by keys that travel."""
+    """Strategy that sends keys around a ring."""
 
     plan: Plan
     scores: Scores
@@ -66,15 +67,15 @@ class Ring(NamedTuple):
         return size_of(self.plan.kv_runs[(self.plan.rank - step) % self.plan.ranks])
 
     def gathered(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        """Returns what a backward begins from beside results: the same, as it brings keys again."""
+        """Returns the tensors that a backward needs besides results: the inputs, because keys travel again."""
         return q, k, v
 
     def gathered_results(self, results: Results) -> Results:
-        """Returns results as a backward takes them: the same."""
+        """Returns the results as a backward needs them: unchanged."""
         return results
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, shared: Shared) -> tuple[Results, tuple[Tensor, ...]]:
-        """Returns out and lse of this rank's queries, and what a backward needs."""
+        """Returns out and lse of this rank's queries, and the tensors that a backward needs."""
         plan, dim = self.plan, k.shape[-1]
         results = empty_results(q, v.shape[-1], sum_dtype(q.dtype))
         results.out.zero_()
@@ -106,7 +107,7 @@ class Ring(NamedTuple):
         for step, calls in enumerate(steps):
             if step + 1 < plan.ranks:
                 received, works = rotate(kv, self._rows_of_step(step + 1), plan.group)
-            if step:  # the sums that the rank before has come while this step's shares are computed
+            if step:  # the previous rank's sums arrive while this step's gradients are computed
                 travelling = rotate(grad, self._rows_of_step(step), plan.group)
             part = Part(q, *apart(kv, dim, packed))
             context = self.scores, shared
