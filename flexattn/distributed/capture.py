@@ -1,8 +1,8 @@
 """CUDA graphs of calls over ranks. Tables that a graph reads are made before the capture and kept as long as it may replay.
 
-A table holds tensors made from host data, such as document starts, the rows of a call or block masks. It is made once for each plan. Making
-one during a capture raises an error, because the graph's memory pool would give its memory to later calls. A table that a capture
-has read is kept forever, because nothing tells when the graph is deleted.
+A table holds tensors made from host data, such as document starts, the rows of a call or block masks. It is made once for each
+plan. Making one during a capture raises an error, because the graph's memory pool would give its memory to later calls. A table
+that a capture has read is kept forever, because nothing tells when the graph is deleted.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""FP8 over ranks: each rank quantises its tokens with scales of the whole, so that keys travel in FP8.
+"""FP8 over ranks: each rank quantises its tokens with the scales of the full sequence, so keys travel in FP8.
 
-An amax of the whole is the largest of the ranks', so that scales, and data but for a rotation's order of sums, are those of one
-process to the bit. Only a document that has queries and no keys, or keys and no queries, counts for none here.
+An amax is the maximum over ranks. So scales are bitwise identical to those of one process. The data are too, except that a rotation
+may sum in another order. A document is ignored here if it has queries and no keys, or keys and no queries.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from flexattn.fp8_ops import OPERATORS
 
 
 class Tokens(NamedTuple):
-    """Tensors of a rank that are to be quantised alike: names as `DelayedScaling` has them, and whether they are keys or values."""
+    """A tensor to quantise. name: as in `DelayedScaling`. are_keys: whether its tokens are keys or values."""
 
     name: str
     x: Tensor
@@ -36,14 +36,14 @@ class Tokens(NamedTuple):
 
 class Quantised(NamedTuple):
     data: Tensor
-    descale: Tensor  # float32 [b | 1, h | 1, blocks | 1] of the whole
+    descale: Tensor  # float32 [b | 1, h | 1, blocks | 1], of the full sequence
     amax: Tensor
 
 
 def block_rows_of(plan: Plan, strategy: str, rows: int) -> int:
-    """Returns how many rows share a scale in calls of parts, where each `rows` of a sequence share one.
+    """Returns the number of rows that share a scale in local calls, if `rows` share one in the full sequence.
 
-    Raises ValueError, on all ranks alike, where a part begins within such rows, at no multiple of 64.
+    Raises ValueError on all ranks if a part begins inside such rows, at no multiple of 64.
     """
     beginnings = _beginnings(plan, strategy)
     found = math.gcd(rows, *beginnings)
@@ -59,7 +59,7 @@ def block_rows_of(plan: Plan, strategy: str, rows: int) -> int:
 
 @functools.lru_cache(maxsize=32)
 def _beginnings(plan: Plan, strategy: str) -> tuple[int, ...]:
-    """Returns the positions in their sequences at which queries and keys of any rank's pieces begin."""
+    """Returns the positions, in their sequences, of the first query and key of every rank's pieces."""
     if strategy == "ulysses":
         pieces = plan.whole_pieces()
     elif strategy in ("gather", "halo"):
@@ -71,9 +71,9 @@ def _beginnings(plan: Plan, strategy: str) -> tuple[int, ...]:
 
 @tables(32)
 def _places(plan: Plan, of_keys: bool, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the document of each of this rank's tokens, its position there, and whether the document has queries and keys.
+    """Returns for each of this rank's tokens its document, its position there, and whether the document has queries and keys.
 
-    One that has not is padding, or might be, and counts for no scale.
+    Tokens of other documents may be padding, so they do not affect scales.
     """
     runs, side = (plan.kv_runs, plan.mask.kv) if of_keys else (plan.q_runs, plan.mask.q)
     parts = [found for run in runs[plan.rank] for found in side.within(run)]
@@ -86,9 +86,9 @@ def _places(plan: Plan, of_keys: bool, device: torch.device) -> tuple[Tensor, Te
 
 
 def quantise(tensors: Sequence[Tokens], eight: Eight, plan: Plan) -> list[Quantised]:
-    """Returns this rank's tokens in FP8, with the scales that one process gives the whole: one exchange of all their amax.
+    """Returns this rank's tokens in FP8, with the scales that one process computes. Exchanges all amax at once.
 
-    Tensors are [b, s, h, d], or [t, h, d] of packed documents. What a state of delayed scaling notes is the whole's too.
+    Tensors are [b, s, h, d], or [t, h, d] for packed documents. A state of delayed scaling records the amax of the full sequence.
     """
     recipe = eight.recipe
     found = []
@@ -134,14 +134,14 @@ def quantise_qkv(q: Tensor, k: Tensor, v: Tensor, eight: Eight, plan: Plan) -> l
 
 
 def quantise_out(out: Tensor, eight: Eight, plan: Plan) -> Quantised:
-    """Returns this rank's rows of out in the FP8 dtype that the recipe asks for."""
+    """Returns this rank's rows of out in the recipe's FP8 dtype."""
     assert eight.recipe.out_dtype is not None
     [found] = quantise([Tokens("out", out, False, eight.recipe.out_dtype)], eight, plan)
     return found
 
 
 def quantise_dout(dout: Tensor, eight: Eight, plan: Plan) -> Quantised | None:
-    """Returns this rank's rows of dout in FP8; None where the backward quantises it by rows of its own."""
+    """Returns this rank's rows of dout in FP8. None if the backward quantises it in rows of its own."""
     assert eight.config is not None
     if not eight.config.quantises_dout:
         return None
@@ -150,7 +150,7 @@ def quantise_dout(dout: Tensor, eight: Eight, plan: Plan) -> Quantised | None:
 
 
 def unrotate(dq: Tensor, dk: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the gradients of what was rotated."""
+    """Returns the gradients of q and k from those of the rotated q and k."""
     return OPERATORS.unrotate(dq.contiguous(), dk.contiguous())
 
 
@@ -161,7 +161,7 @@ def check(
     needs_grad: bool,
     request: tuple[str, bool],
 ) -> Eight | None:
-    """Returns FP8 of a call, None where it has none, but for its local_rows; raises for what has no meaning or cannot be split.
+    """Returns the FP8 settings of a call without local_rows, or None without FP8. Raises for arguments that cannot be split.
 
     request: the backend, and whether there is dropout.
     """

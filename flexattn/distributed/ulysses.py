@@ -1,7 +1,7 @@
-"""Strategy "ulysses": an all-to-all gives each rank all tokens of some heads, and another one brings the results back.
+"""Strategy "ulysses": an all-to-all gives each rank all tokens of some heads, and another one returns the results.
 
-Jacobs et al., "DeepSpeed Ulysses" (2023, https://arxiv.org/abs/2309.14509). Any numbers of heads with at least one query head for
-each rank: a rank gets the key heads that its query heads read, which several ranks may get; their gradients are summed in float32.
+Jacobs et al., "DeepSpeed Ulysses" (2023, https://arxiv.org/abs/2309.14509). There must be at least one query head for each rank. A
+rank gets the key heads that its query heads read. If several ranks get the same key head, its gradients are summed in float32.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from flexattn.distributed.sums import add_up
 
 
 class Split(NamedTuple):
-    """Heads by rank, and the key heads that they read."""
+    """Query heads of each rank, and the key heads that they read."""
 
     q: tuple[Run, ...]
     kv: tuple[Run, ...]
@@ -57,7 +57,7 @@ class Split(NamedTuple):
 
 
 def local_key_heads(split: Split, rank: int, group: int) -> tuple[int, ...] | None:
-    """Returns for each query head of a rank its key head among the rank's; None where they are as grouped heads are anyway."""
+    """Returns the local key head of each of a rank's query heads. None if heads are grouped evenly."""
     q, kv = split.q[rank], split.kv[rank]
     found = [head // group - kv.start for head in range(q.start, q.stop)]
     even = q.size % kv.size == 0 and found == [i // (q.size // kv.size) for i in range(q.size)]
@@ -71,7 +71,10 @@ def _index(places: tuple[int, ...], device: torch.device) -> Tensor:
 
 @tables(64)
 def _order(runs: tuple[Runs, ...], is_of_whole: bool, device: torch.device) -> Tensor | None:
-    """Returns for each row of the whole its row in a tensor of one rank's rows after another's, or the reverse; None: the same."""
+    """Returns indices between rows of the full sequence and rows sorted by rank. None if both orders are equal.
+
+    is_of_whole: indices of rows by rank, for each row of the full sequence. Else the reverse.
+    """
     rows = torch.cat([torch.arange(*run, device="cpu") for of in runs for run in of] or [torch.arange(0, device="cpu")])
     if torch.equal(rows, torch.arange(len(rows), device="cpu")):
         return None
@@ -79,18 +82,18 @@ def _order(runs: tuple[Runs, ...], is_of_whole: bool, device: torch.device) -> T
 
 
 def _in_order(x: Tensor, order: Tensor | None) -> Tensor:
-    """Returns x with its rows in another order, in words of eight bytes where it has such."""
+    """Returns x with its rows in another order, copied in words of eight bytes if possible."""
     if order is None:
         return x.contiguous()
     words = as_sent(x)
     row = words.shape[-1] * words.element_size()
     if words.is_contiguous() and row % 8 == 0 and words.storage_offset() * words.element_size() % 8 == 0:
-        words = words.view(-1).view(words.shape).view(torch.int64)  # dims of size 1 get strides of whole words too
+        words = words.view(-1).view(words.shape).view(torch.int64)  # also sets strides of dims of size 1 to multiples of a word
     return words.index_select(0, order).view(x.dtype)
 
 
 def _opened(tensors: Sequence[Tensor], places: Sequence[int], group: Any) -> Exchange | None:
-    """Returns an exchange in which every rank's tensors are at these bytes; None where it is to be made of messages."""
+    """Returns an exchange with each rank's tensors at these bytes of symmetric memory. None if messages must be used."""
     pulling = peer_memory.begin(group, tensors[0].device, places[-1])
     if pulling is not None:
         for x, first in zip(map(as_sent, tensors), places, strict=False):
@@ -100,9 +103,9 @@ def _opened(tensors: Sequence[Tensor], places: Sequence[int], group: Any) -> Exc
 
 
 def to_heads(tensors: Sequence[Tensor], runs: tuple[Runs, ...], heads: Sequence[tuple[Run, ...]], group: Any) -> list[Tensor]:
-    """Returns [whole, ..., own heads, d], in the whole's order, of each rank's [rows, ..., h, d].
+    """Returns tensors [all rows, ..., own heads, d], in the order of the full sequence, from each rank's [rows, ..., h, d].
 
-    heads: of each tensor, those of each rank; several ranks may have the same.
+    heads: for each tensor, the heads of each rank. Several ranks may have the same.
     """
     rank, most = dist.get_rank(group), max(map(size_of, runs))
     places = starts(most, list(map(row_size, tensors)))
@@ -122,20 +125,20 @@ def to_heads(tensors: Sequence[Tensor], runs: tuple[Runs, ...], heads: Sequence[
 
 
 class Heads(NamedTuple):
-    """Heads of a tensor: those of each rank, and how many there are."""
+    """Heads of a tensor: those of each rank, and their total number."""
 
     of_ranks: tuple[Run, ...]
     total: int
 
     @property
     def are_even(self) -> bool:
-        """Returns whether ranks have equally many, none in two of them."""
+        """Returns whether ranks have equally many heads, and none in common."""
         ranks = len(self.of_ranks)
         return self.total % ranks == 0 and self.of_ranks == tuple(cut(self.total, ranks))
 
 
 def to_rows(tensors: Sequence[Tensor], runs: tuple[Runs, ...], heads: Sequence[Heads], group: Any) -> list[Tensor]:
-    """Returns each rank's [rows, ..., h, d] of [whole, ..., own heads, d]: sums in the ranks' order where several have a head."""
+    """Returns each rank's [rows, ..., h, d] from [all rows, ..., own heads, d]. Sums a head of several ranks, in their order."""
     rank, whole = dist.get_rank(group), sum(map(size_of, runs))
     widest = [max(run.size for run in of.of_ranks) for of in heads]
     places = starts(whole, [row_size(x) // max(x.shape[-2], 1) * n for x, n in zip(tensors, widest, strict=True)])
@@ -150,7 +153,7 @@ def to_rows(tensors: Sequence[Tensor], runs: tuple[Runs, ...], heads: Sequence[H
 
 
 def _room_of_heads(x: Tensor, rows: int, heads: Heads) -> list[Tensor]:
-    """Returns room for rows of all heads, or where ranks' heads are to be summed, for each rank's."""
+    """Returns a tensor for rows of all heads. If heads of ranks are summed, returns one for each rank."""
     shape = (rows, *x.shape[1:-2])
     return [
         x.new_empty((*shape, n, x.shape[-1])) for n in ([heads.total] if heads.are_even else [run.size for run in heads.of_ranks])
@@ -160,7 +163,7 @@ def _room_of_heads(x: Tensor, rows: int, heads: Heads) -> list[Tensor]:
 def _pulls_of_heads(
     tensors: Sequence[Tensor], places: Sequence[int], found: Sequence[Sequence[Tensor]], moves: Sequence[tuple[Move, ...]]
 ) -> Iterator[Pull]:
-    """Yields pulls of all ranks' heads, to one tensor side by side, or each rank's to its own."""
+    """Yields pulls of all ranks' heads into one tensor side by side, or into one tensor for each rank."""
     for x, first, parts, of in zip(tensors, places, found, moves, strict=False):
         for rank, part in enumerate(parts):
             width = x.shape[-1] * (x.shape[-2] if len(parts) == 1 else part.shape[-2])
@@ -170,7 +173,7 @@ def _pulls_of_heads(
 
 
 def _batch(x: Tensor) -> int:
-    """Returns the sequences of a batch, of [rows, b, h, d]; 1 of [rows, h, d]."""
+    """Returns the batch size of [rows, b, h, d], or 1 for [rows, h, d]."""
     return x.shape[1] if x.dim() == 4 else 1
 
 
@@ -196,14 +199,14 @@ _Of = TypeVar("_Of")
 
 
 def _together(tensors: Sequence[Tensor], of: Sequence[_Of], travel: Callable[[Tensor, _Of], Tensor]) -> list[Tensor]:
-    """Returns what `travel` makes of each tensor; those that are alike and follow each other travel as one, head by head."""
+    """Returns `travel` of each tensor. Equally shaped neighbours are concatenated along the head dim for one exchange."""
     found: list[Tensor] = []
     pairs = zip(tensors, of, strict=True)
     for (dtype, _, which), group in itertools.groupby(pairs, lambda pair: (pair[0].dtype, pair[0].shape[:-1], pair[1])):
         alike = [x for x, _ in group]
         whole = as_sent(alike[0]) if len(alike) == 1 else torch.cat(list(map(as_sent, alike)), -1)
         moved = travel(whole, which)
-        parts = torch.split(moved, [x.shape[-1] for x in alike], -1)  # copied, as outputs of an operator must not share memory
+        parts = torch.split(moved, [x.shape[-1] for x in alike], -1)  # copied, because outputs of an operator must not share memory
         found += [t.view(dtype) if len(parts) == 1 else t.clone(memory_format=torch.contiguous_format).view(dtype) for t in parts]
     return found
 
@@ -236,7 +239,7 @@ def _to_rows_by_messages(x: Tensor, runs: tuple[Runs, ...], heads: Heads, group:
 
 
 def _summed(parts: Sequence[Tensor], heads: Heads) -> Tensor:
-    """Returns all heads of each rank's: the sum, in their order, where several ranks have a head."""
+    """Returns all heads from those of each rank. A head of several ranks is summed in their order."""
     if sum(run.size for run in heads.of_ranks) == heads.total:
         return torch.cat(list(parts), -2)
     found = parts[0].new_zeros((*parts[0].shape[:-2], heads.total, parts[0].shape[-1]))
@@ -257,9 +260,9 @@ def _calls(plan: Plan, wants_diagonal: bool, device: torch.device) -> Calls:
 
 
 class Ulysses(NamedTuple):
-    """A call of attention by heads; `heads` and `heads_kv` are the whole's.
+    """Strategy that exchanges heads for tokens. `heads` and `heads_kv` are the numbers of all heads.
 
-    between: where `plan` has the ranks and tokens of one host, the plan of all hosts, over which a ring goes on; else None.
+    between: the plan of all hosts for a ring, if `plan` has the ranks and tokens of one host. Else None.
     """
 
     plan: Plan
@@ -273,7 +276,7 @@ class Ulysses(NamedTuple):
         return Split.of(self.heads, self.heads_kv, self.plan.ranks)
 
     def _to_heads(self, *tensors: Tensor | None) -> list[Any]:
-        """Returns this rank's heads of q's rows, or of what has its dims, for all tokens; None of None."""
+        """Returns this rank's heads for all tokens, from tensors like q. None for None."""
         plan, heads = self.plan, self._split.q
         return self._exchanged(tensors, lambda given: to_heads(given, plan.q_runs, [heads] * len(given), plan.group))
 
@@ -289,7 +292,7 @@ class Ulysses(NamedTuple):
         return [None if x is None else _swapped(next(found), packed) for x in tensors]
 
     def _part(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Part, tuple[int, ...] | None]:
-        """Returns this rank's heads as calls take them, and the key head of each query head where they are not grouped evenly."""
+        """Returns this rank's heads as calls take them, and the key head of each query head if they are not grouped evenly."""
         places = local_key_heads(self._split, self.plan.rank, self.heads // self.heads_kv)
         if places is not None:
             k, v = (as_sent(x).index_select(-2, _index(places, x.device)).view(x.dtype) for x in (k, v))
@@ -310,7 +313,7 @@ class Ulysses(NamedTuple):
         return Results(out, _rows_as_lse(lse))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, shared: Shared) -> tuple[Results, tuple[Tensor, ...]]:
-        """Returns out and lse of this rank's queries, and what a backward needs."""
+        """Returns out and lse of this rank's queries, and the tensors that a backward needs."""
         plan = self.plan
         whole = self.gathered(q, k, v)
         part, _ = self._part(*whole)
@@ -366,7 +369,7 @@ class Ulysses(NamedTuple):
 
 
 def _whole(shares: Sequence[Tensor], like: Tensor, keys: Sequence[Run], dtype: torch.dtype) -> Tensor:
-    """Returns the sum of calls' gradients of their keys, for all rows of `like`; the one share where it has them all."""
+    """Returns the sum of calls' gradients of their keys, for all rows of `like`. A single share with all rows is not copied."""
     if len(shares) == 1 and keys[0] == Run(0, like.shape[0]) and shares[0].dtype is dtype:
         return shares[0]
     total = torch.empty(like.shape, dtype=dtype, device=like.device)
@@ -375,7 +378,7 @@ def _whole(shares: Sequence[Tensor], like: Tensor, keys: Sequence[Run], dtype: t
 
 
 def _add_heads(x: Tensor, places: tuple[int, ...], heads: int) -> Tensor:
-    """Returns the sums of x's heads at their places among so many."""
+    """Returns a tensor with this number of heads, in which x's heads are summed at their places."""
     return x.new_zeros((*x.shape[:-2], heads, x.shape[-1])).index_add_(-2, _index(places, x.device), x)
 
 
@@ -384,12 +387,12 @@ def _one_lane(x: Tensor) -> Lanes:
 
 
 def _swapped(x: Tensor, is_packed: bool) -> Tensor:
-    """Returns [b, s, h, d] as [s, b, h, d] or the reverse; packed tensors begin with their tokens anyway."""
+    """Returns [b, s, h, d] as [s, b, h, d], or the reverse. Packed tensors stay, because their tokens come first."""
     return x if is_packed else x.transpose(0, 1)
 
 
 def _lse_as_rows(lse: Tensor) -> Tensor:
-    """Returns lse, [b, h, s] or [h, t], with out's dims: [b, s, h, 1] or [t, h, 1]."""
+    """Returns lse, [b, h, s] or [h, t], with the dims of out: [b, s, h, 1] or [t, h, 1]."""
     return lse.transpose(-1, -2).unsqueeze(-1)
 
 

@@ -1,4 +1,4 @@
-"""A call of attention over ranks: checked against the whole, run by a strategy, and differentiated by it."""
+"""One call of attention over ranks: its checks, its forward and its backward. A strategy runs it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class Options(TypedDict, total=False):
-    """Arguments of `attention` that mean what they mean for `flexattn.attention`, of the whole."""
+    """Arguments of `attention` that have the same meaning in `flexattn.attention`, for the full sequence."""
 
     qkv_format: str
     attn_mask_type: str
@@ -65,7 +65,7 @@ class Options(TypedDict, total=False):
 
 
 NUM_DESCALES = 3  # for q, k and v
-_OFFSET = 5  # the place of softmax_offset among `Checked.inputs`
+_OFFSET = 5  # index of softmax_offset in `CheckedCall.inputs`
 NOT_TAKEN = {
     "batch_invariant": "False, as bits depend on how the plan divides a sequence",
     **dict.fromkeys(
@@ -77,7 +77,7 @@ NOT_TAKEN = {
 
 
 class Strategy(Protocol):
-    """A way to attend over ranks: `Gather`, `Ring` or `Ulysses`, each a NamedTuple."""
+    """A strategy: `Gather`, `Ring` or `Ulysses`, each a NamedTuple."""
 
     @property
     def scores(self) -> Scores: ...
@@ -94,12 +94,12 @@ class Strategy(Protocol):
 
 
 class Checked:
-    """A call of `attention` that is checked."""
+    """A call of `attention` after its checks."""
 
     def __init__(self, runner: Strategy, plan: Plan, qkv: tuple[Tensor, Tensor, Tensor], shared: Shared) -> None:
         self.runner, self.plan, self.qkv, self.shared = runner, plan, qkv, shared
         self.qkv_format, self.return_lse, self.scores = "bshd", False, Scores()
-        self.of_plan: dict[str, Any] = {}  # what follows from the plan and the shapes, the same on all ranks
+        self.of_plan: dict[str, Any] = {}  # facts from the plan and the shapes, equal on all ranks
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor, plan: Plan, strategy: str | None, options: dict[str, Any]) -> Checked:
@@ -193,7 +193,7 @@ class Checked:
         return (*self.qkv, *shared, *(descales or (None,) * NUM_DESCALES), *mod_tensors)
 
     def summary(self) -> dict[str, Any]:
-        """Returns what must be equal on all ranks; reads the numbers of tensors that all ranks have, which waits for the device."""
+        """Returns values that must be equal on all ranks. Reads shared tensors on the host, and so waits for the device."""
         scores, shared = self.scores, self.shared
         of_mods = [numbers_of(mod) for mod in (scores.score_mod, scores.mask_mod) if mod is not None]
         bias = None if scores.has_own_rows else shared.bias
@@ -218,7 +218,7 @@ class Checked:
         if self.scores.dropout_p > 0 and self.shared.rng_state is None:
             state = exchange.of_first_rank(new_rng_state(self.qkv[0].device), self.plan.group)
             self.shared = self.shared._replace(rng_state=state)
-        inputs = [None if t is None else t.resolve_neg() for t in self.inputs()]  # as memory is sent
+        inputs = [None if t is None else t.resolve_neg() for t in self.inputs()]  # a collective sends memory as it is
         with torch.autocast(self.qkv[0].device.type, enabled=False):
             out, lse, _ = _Attend.apply(self.runner, self.plan, *inputs)  # type: ignore[no-untyped-call]
         whole: Any = from_bshd(out, self.qkv_format).contiguous()
@@ -234,7 +234,7 @@ class Checked:
 
 
 def _with_blocks(plan: Plan, options: dict[str, Any]) -> None:
-    """Puts the mask_mod of the plan's block mask among the options; raises ValueError where there is another one, or none."""
+    """Adds the mask_mod of the plan's block mask to the options. Raises ValueError if there is another one, or none."""
     blocks = plan.mask.blocks
     if blocks is None:
         return
@@ -248,7 +248,7 @@ def _with_blocks(plan: Plan, options: dict[str, Any]) -> None:
 
 
 def _shapes(shared: Sequence[Tensor | None], has_own_rows: bool) -> tuple[Any, ...]:
-    """Returns the shapes of the tensors that all ranks have, bias first, without the rows of this rank alone."""
+    """Returns the shapes of shared tensors, bias first. Omits the rows of a bias that has only this rank's rows."""
     shapes = [None if t is None else tuple(t.shape) for t in shared]
     if has_own_rows and shapes[0] is not None:
         b, h, _, keys = shapes[0]
@@ -257,7 +257,7 @@ def _shapes(shared: Sequence[Tensor | None], has_own_rows: bool) -> tuple[Any, .
 
 
 def check_options(options: dict[str, Any]) -> None:
-    """Raises for an argument that is none of `attention`'s, or that cannot be split."""
+    """Raises for an argument that `attention` does not have, or that cannot be split."""
     for name, value in options.items():
         if name in NOT_TAKEN:
             is_given = value is not None and not (isinstance(value, (bool, int, float)) and not value)
@@ -271,7 +271,7 @@ def check_options(options: dict[str, Any]) -> None:
 
 
 def _scores(q: Tensor, plan: Plan, options: dict[str, Any]) -> tuple[Scores, Shared]:
-    """Returns the arguments that mean the same on each part, and the tensors that all ranks have, checked against the whole."""
+    """Returns the arguments that are equal for all parts, and the shared tensors. Checks them against the full sequence."""
     heads, batch = q.shape[-2], len(plan.mask.lengths_q) if plan.is_packed else q.shape[0]
     bias_type, softmax_type = options.get("bias_type", "no_bias"), options.get("softmax_type", "vanilla")
     validation.check_name("bias_type", bias_type, BIAS_TYPES)
@@ -328,7 +328,7 @@ def _scores(q: Tensor, plan: Plan, options: dict[str, Any]) -> tuple[Scores, Sha
 
 
 def _check_mod(name: str, mod: Any, sizes: tuple[int, int, Plan]) -> None:
-    """Raises for a mod that cannot be split: with a gradient of its own, or with captured tensors that require one."""
+    """Raises for a mod that cannot be split: one with its own gradient, or with captured tensors that require a gradient."""
     batch, heads, plan = sizes
     if getattr(mod, "score_mod_gradient", None) is not None:
         raise ValueError(f"{name} has a gradient of its own, which reads positions of a part; accepted: one that is derived")
@@ -352,7 +352,7 @@ def _check_mod(name: str, mod: Any, sizes: tuple[int, int, Plan]) -> None:
 
 
 def checked(q: Tensor, k: Tensor, v: Tensor, plan: Plan, strategy: str | None, options: dict[str, Any]) -> Checked:
-    """Returns a call that is checked, on all ranks before anything is sent; raises what `attention` raises for its arguments."""
+    """Returns the checked call. On all ranks, raises errors of arguments before anything is sent."""
     error, call = None, None
     try:
         call = Checked.of(q, k, v, plan, strategy, options)
@@ -372,7 +372,7 @@ def checked(q: Tensor, k: Tensor, v: Tensor, plan: Plan, strategy: str | None, o
 
 
 class Forward(NamedTuple):
-    """Results of a call, in the layout of bshd or thd, and what its backward begins from."""
+    """Results of a call, in bshd or thd, and the tensors that its backward needs."""
 
     results: Results
     saved: tuple[Tensor, ...]
@@ -380,7 +380,7 @@ class Forward(NamedTuple):
 
 
 def run_forward(runner: Strategy, plan: Plan, tensors: Sequence[Tensor | None]) -> Forward:
-    """Runs a call; tensors: those of `Checked.inputs`."""
+    """Runs a call. tensors: `CheckedCall.inputs`."""
     q, k, v, bias, slopes, offset, rng_state, *rest = tensors
     assert q is not None
     assert k is not None
@@ -399,7 +399,7 @@ def run_forward(runner: Strategy, plan: Plan, tensors: Sequence[Tensor | None]) 
 
 
 def resumed(runner: Strategy, plan: Plan, tensors: Sequence[Tensor | None], results: Results) -> Forward:
-    """Returns what `run_forward` gave, from its arguments and results, without attending again: FP8 and heads are made anew."""
+    """Returns the result of `run_forward` for the same arguments, from its results: only FP8 tensors and heads are made again."""
     q, k, v = (t for t in tensors[:3] if t is not None)
     eight = runner.scores.eight
     descales: tuple[Tensor | None, ...] = (None,) * NUM_DESCALES
@@ -414,9 +414,9 @@ def resumed(runner: Strategy, plan: Plan, tensors: Sequence[Tensor | None], resu
 def run_backward(
     runner: Strategy, plan: Plan, forward: Forward, shared_tensors: Sequence[Tensor | None], incoming: tuple[Tensor, Tensor | None]
 ) -> tuple[Tensor | None, ...]:
-    """Returns the gradients of `Checked.inputs`.
+    """Returns the gradients of `CheckedCall.inputs`.
 
-    shared_tensors: those behind q, k and v, which say whether they require a gradient. incoming: dout and dlse.
+    shared_tensors: the inputs after q, k and v. They say whether they require a gradient. incoming: dout and dlse.
     """
     results, saved, descales = forward
     bias, slopes, offset, rng_state, *rest = shared_tensors
@@ -447,9 +447,9 @@ def run_backward(
 
 
 def _stored(name: str, t: Tensor) -> Tensor:
-    """Returns a contiguous tensor whose memory holds its values, as a collective sends that: no subclass, and not negated."""
+    """Returns a contiguous plain tensor whose memory holds its values, without a negative bit, for a collective."""
     if type(t).__torch_dispatch__ is not Tensor.__torch_dispatch__:
-        t = t.clone()  # a plain tensor, if a collective is still to fill this one
+        t = t.clone()  # becomes a plain tensor, if a collective is still to fill this one
     if type(t).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         raise TypeError(f"{name} is a {type(t).__name__}; accepted: a plain tensor, as that of to_local()")
     return t.resolve_neg().contiguous()
@@ -460,17 +460,17 @@ def _present(tensors: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
 
 
 class _Attend(torch.autograd.Function):
-    """One node for a call: its collectives come in the same order on each rank, whatever the rank computes."""
+    """One autograd node for a call, so that its collectives run in the same order on each rank."""
 
     @staticmethod
     def forward(ctx: Any, runner: Strategy, plan: Plan, *tensors: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         results, saved, descales = run_forward(runner, plan, tensors)
         eight, scale_dout = runner.scores.eight, None
         if eight is not None and eight.state is not None and not eight.recipe.bf16_backward:
-            scale_dout = eight.state.scale("dout")  # saved so that autograd tells where it is written to before the backward
+            scale_dout = eight.state.scale("dout")  # saved so that autograd detects a write before the backward
         ctx.runner, ctx.plan, ctx.count, ctx.shape = runner, plan, len(saved), results.out.shape
         of_sink = tuple(results) if tensors[_OFFSET] is not None else (None, None)
-        anchor = results.out.new_empty(0)  # an output that is saved first, as `first_order` wants it, in place of all of out
+        anchor = results.out.new_empty(0)  # an empty output that is saved first, because `first_order` needs one, instead of out
         ctx.save_for_backward(anchor, *saved, scale_dout, *of_sink, *descales, *tensors[3:])
         ctx.set_materialize_grads(False)
         return results.out, results.lse, anchor
