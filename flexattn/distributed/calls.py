@@ -47,7 +47,7 @@ class Scores:
     heads: tuple[int, int] = (0, 0)  # the call's first head in the full tensors, and the number of all heads
     heads_kv: int = 0  # number of all key heads
     eight: Eight | None = None  # None: no FP8
-    peaks: Tensor | None = None  # [all heads], maxima of scores so far, updated by forwards; None: not requested
+    peaks: Tensor | None = None  # [all heads], maxima of scores so far, updated by forwards. None: not requested.
 
     def out_dtype(self, q: Tensor) -> torch.dtype:
         """Returns the dtype of out and dq. q: the local queries."""
@@ -131,7 +131,7 @@ def make_calls(
 ) -> list[Call]:
     """Returns calls that cover all pieces. Pieces of one call have the same local band, and share no query and no key.
 
-    within: all rows of q and of k. A packed call with at least half of the rows of q takes all of them, so that other calls can
+    within: all rows of q and of k. A packed call with at least half of the rows of q takes all of them. Other calls can then
     write their rows into its results.
     """
     groups: list[tuple[LocalBand, list[Piece]]] = []
@@ -453,7 +453,7 @@ class Calls(NamedTuple):
 
     longest_first: tuple[Call, ...]
     left: Runs  # rows of q without a call
-    whole: int | None  # a call on the main lane with all rows of q; the other calls write their rows into its results
+    whole: int | None  # A call on the main lane with all rows of q. The other calls write their rows into its results.
 
     @classmethod
     def of(cls, calls: Sequence[Call], rows: int) -> Calls:

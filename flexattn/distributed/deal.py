@@ -16,7 +16,7 @@ from flexattn.distributed.layout import MOST_IMBALANCE, Run, Runs, union, withou
 from flexattn.distributed.mask import Mask
 from flexattn.distributed.trades import GROUP, TILE, Deal, settle
 
-MOST_PAIRS = 1 << 16  # documents times ranks; above it, deals would take longer than a training step
+MOST_PAIRS = 1 << 16  # Documents times ranks. Above it, deals would take longer than a training step.
 RESERVES = (0.02, 0.0, 0.05)  # fractions of a rank's scores that stay free next to a part of a cut document
 LEAST_DENSE = (0.003, 0.01)  # fractions of a rank's scores above which a document is dense
 FEW_PAIRS = 1 << 12  # documents or chunks, times ranks, up to which several deals are tried
@@ -77,7 +77,7 @@ def _cut_dense(documents: Documents, reserve: float, in_middle: bool) -> list[Sh
         pair = _suffix(documents, whole, fits)
         if pair is None:
             break
-        if in_middle and run.start == 0 and later[whole.document] < 2:  # further cuts would all need the keys of this rank
+        if in_middle and run.start == 0 and later[whole.document] < 2:  # More middle parts would all need the keys of this rank.
             other = _all_but_middle(documents, whole, fits)
             if other is not None and max(share.keys for share in other) < max(share.keys for share in pair):
                 pair = other
@@ -104,7 +104,7 @@ def _suffix(documents: Documents, whole: Share, fits: Callable[[int, int], bool]
 def _all_but_middle(documents: Documents, whole: Share, fits: Callable[[int, int], bool]) -> tuple[Share, Share] | None:
     """Returns a middle part as long as the tokens before it, and all other tokens, if those fit. Else returns None.
 
-    Under a causal mask the middle part fetches all keys before it, and the other tokens fetch the keys in it. The larger of these
+    If the mask is causal, the middle part fetches all keys before it, and the other tokens fetch the keys in it. The larger of these
     two numbers is smallest if both parts have the same length.
     """
     document, [run] = whole.document, whole.runs
@@ -218,9 +218,9 @@ def dealt(mask: Mask, ranks: int, kv_runs: tuple[Runs, ...] | None = None) -> tu
     """Returns runs of the full sequence for each rank, with equal tokens, nearly equal scores, and few keys from other ranks.
 
     The candidates are deals of uncut documents, a zigzag, contiguous parts, and chunks (`layout.dealt`). A candidate is dropped if
-    a rank fetches more than the busiest rank does with chunks. The cheapest of the others is taken, by the keys that one rank
-    receives or sends plus the equivalent of its calls and scores, because all ranks wait for the busiest. Block masks are always
-    dealt in chunks.
+    a rank fetches more than the busiest rank does with chunks. The cheapest of the others is taken, because all ranks wait for the
+    busiest. Its cost is the keys that one rank receives or sends, plus the equivalent of its calls and scores. Block masks are
+    always dealt in chunks.
 
     kv_runs: the keys that each rank holds. None: keys at the positions of its queries.
     """

@@ -14,7 +14,7 @@ CALL_KEYS = 2048  # number of keys that take as long to receive as one more call
 # a call costs at most this fraction of all tokens during the search, because few tokens would otherwise stay uneven
 CALL_SHARE = 32
 
-EVEN, PAST_EVEN = 1.015, 9  # above EVEN times the mean, scores cost PAST_EVEN times more; above MOST_IMBALANCE a deal is refused
+EVEN, PAST_EVEN = 1.015, 9  # Above EVEN times the mean, scores cost PAST_EVEN times more. Above MOST_IMBALANCE a deal is refused.
 
 
 class Share(NamedTuple):

@@ -22,7 +22,7 @@ class Eight(NamedTuple):
     config: QuantizeConfig | None  # None: q, k and v are FP8 already
     state: fp8.DelayedScaling | None
     out_dtype: torch.dtype  # dtype of the outputs of local calls
-    local_rows: int  # rows that share a scale in a local call; 0 if scales are not by blocks
+    local_rows: int  # Rows that share a scale in a local call. 0 if scales are not by blocks.
 
     @property
     def of_part(self) -> fp8.Recipe:

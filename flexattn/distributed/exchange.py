@@ -38,16 +38,16 @@ class Route(NamedTuple):
     the rows that it holds. If there are few runs, each travels in a message of its own.
     """
 
-    sends: tuple[Runs, ...]  # for each receiver, rows of this rank's tensor; none for itself
-    receives: tuple[Runs, ...]  # for each sender, rows among those held; none for itself
+    sends: tuple[Runs, ...]  # For each receiver, rows of this rank's tensor. Empty for itself.
+    receives: tuple[Runs, ...]  # For each sender, rows among those held. Empty for itself.
     own: tuple[tuple[Run, Run], ...]  # this rank's rows that it needs itself, and their place among the held rows
     held: int  # number of rows held
     gaps: Runs  # held rows of keys that no query sees
     rows: int  # number of rows of this rank's tensor
-    held_sends: tuple[Runs, ...] | None  # the rows of `sends` among those held; None if some are not held
-    by_runs: bool  # whether each run has a message of its own; equal on all ranks
-    is_whole: bool  # whether all ranks need all rows and have equally many; equal on all ranks
-    near: Near | None  # the same exchange through symmetric memory; None for many ranks
+    held_sends: tuple[Runs, ...] | None  # The rows of `sends` among those held. None if some are not held.
+    by_runs: bool  # Whether each run has a message of its own. Equal on all ranks.
+    is_whole: bool  # Whether all ranks need all rows and have equally many. Equal on all ranks.
+    near: Near | None  # The same exchange through symmetric memory. None for many ranks.
 
     @property
     def is_local(self) -> bool:
@@ -275,7 +275,7 @@ def finish_fetch(begun: tuple[tuple[Tensor, ...], Pending | None], route: Route,
                     room[slice(*places)] = x[row : row + places.size]
                     row += places.size
                 if route.is_whole and not runs:
-                    row += route.rows  # this rank's own rows, which are in place already
+                    row += route.rows  # This rank's own rows are in place already.
     return rooms
 
 
@@ -289,9 +289,9 @@ class Place(NamedTuple):
 class Returns(NamedTuple):
     """Reduce-scatter of the gradients of fetched rows. Its sources are this rank's addends, and then the received rows."""
 
-    sent: Steps  # sums to send to other ranks, in the order of `SendReceiveLists.receives`
+    sent: Steps  # Sums to send to other ranks, in the order of `SendReceiveLists.receives`.
     own: Steps  # this rank's part of the sums with several addends, one after another
-    arrived: Steps  # received rows, the only source, added to the same sums
+    arrived: Steps  # Received rows, the only source, are added to the same sums.
     summed: list[Move]  # destinations of those sums
     plain: Steps  # this rank's rows with one addend or none
     counts: tuple[list[int], list[int]]  # rows for each rank: received, sent

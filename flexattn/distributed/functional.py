@@ -26,8 +26,8 @@ def attention(
     """Returns attention of this rank's queries over the keys of all ranks, as one process computes it for the full sequence.
 
     Every rank of the plan's group must call it with the same options, and must differentiate it. The gradients of q, k and v belong
-    to this rank's tokens. A tensor that each rank has in full (bias, softmax_offset, score_mod_tensors) gets a part of its gradient
-    on each rank, from this rank's queries or heads. Sum these parts as you sum those of weights, with FSDP, DDP or an all-reduce.
+    to this rank's tokens. Each rank has some tensors in full: bias, softmax_offset and score_mod_tensors. Their gradient on a rank
+    is the part from this rank's queries or heads. Sum these parts as you sum those of weights, with FSDP, DDP or an all-reduce.
     Results equal those of one process up to the order of sums. Gradients of keys are summed over ranks in float32, in the order of
     ranks. Second derivatives are not supported.
 
@@ -37,8 +37,8 @@ def attention(
         k, v: this rank's keys and values, as `shard(plan, k, keys=True)` returns them.
         plan: a result of `plan`, with a group.
         strategy: "gather" (all keys on each rank), "halo" (only the keys that its queries see), "ulysses" (heads for tokens),
-            "ring" (keys travel from rank to rank), "ulysses+ring" (heads inside a host, a ring between hosts), "auto" (the least
-            predicted time), or None for the plan's strategy.
+            "ring" (keys travel from rank to rank) or "ulysses+ring" (heads inside a host, a ring between hosts). "auto": the least
+            predicted time. None: the plan's strategy.
         qkv_format: "bshd", "sbhd" or "bhsd". Only "thd" for a plan with documents. None: "thd" or "bshd".
         attn_mask_type, window_size, bottom_right_diagonal, block_mask: None for all means the plan's mask. Else they are the mask
             of this call over the plan's tokens, so layers with and without a window can share a plan. Name every part of the plan's
@@ -57,7 +57,7 @@ def attention(
             them. descale_q, descale_k, descale_v: for q, k and v in FP8, of the full sequence, equal on all ranks.
         bias_type, softmax_type, softmax_scale, softcap, score_mod_tensors, deterministic, backend: as in `flexattn.attention`.
         return_lse, return_max_logit: return (out, lse), (out, max_logit) or (out, lse, max_logit), as in `flexattn.attention`. lse
-            belongs to this rank's queries, and has a gradient. max_logit is the maximum over all queries, on each rank.
+            belongs to this rank's queries, and has a gradient. max_logit is the maximum over all ranks' queries.
 
     Raises:
         ValueError, TypeError: an argument that is invalid or cannot be split. All ranks raise before anything is sent if all got

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 LAYOUTS = ("contiguous", "zigzag", "dealt")
-CHUNK = 1024  # tokens of a dealt chunk; 2,048 leave up to 4 % of imbalance, and smaller chunks move more keys
-SLACKS = (0.02, 0.1, 0.3)  # fractions of the mean by which a rank may lead while chunks are dealt
+CHUNK = 1024  # Tokens of a dealt chunk. 2,048 leave up to 4 % of imbalance, and smaller chunks move more keys.
+SLACKS = (0.02, 0.1, 0.3)  # Fractions of the mean by which a rank may lead while chunks are dealt.
 MOST_IMBALANCE = 1.02  # accepted in return for fewer fetched keys
-MOST_CHOICES = 1 << 18  # chunks times ranks up to which several deals are tried; more would take longer than a training step
+MOST_CHOICES = 1 << 18  # Chunks times ranks up to which several deals are tried. More would take longer than a training step.
 
 
 class Run(NamedTuple):
@@ -48,7 +48,7 @@ def chunks(length: int, ranks: int) -> tuple[Runs, ...]:
 
 
 def zigzag(length: int, ranks: int) -> tuple[Runs, ...]:
-    """Returns parts r and 2 ranks - 1 - r of 2 ranks for rank r. Under a causal mask one part sees few keys, and one many."""
+    """Returns parts r and 2 ranks - 1 - r of 2 ranks for rank r. If causal, one part sees few keys, and one many."""
     parts = cut(length, 2 * ranks)
     return tuple(joined((parts[rank], parts[2 * ranks - 1 - rank])) for rank in range(ranks))
 

@@ -30,7 +30,7 @@ from flexattn.dispatch.neutral import is_capturing
 from flexattn.distributed.capture import is_over_nccl, tables
 
 MOST_RANKS = 8  # GPUs of one host
-MOST_BYTES = 1 << 30  # largest symmetric memory of a rank; larger exchanges use messages
+MOST_BYTES = 1 << 30  # Largest symmetric memory of a rank. Larger exchanges use messages.
 _LEAST_BYTES = 32 << 20
 
 

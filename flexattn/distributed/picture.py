@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 MOST_POINTS = 512  # points on a side of the picture of scores
 HIDDEN = 1.0, 1.0, 1.0
 EMPTY = 0.91, 0.92, 0.93  # scores that the mask hides
-NARROWEST = 0.04  # fraction of the keys, below which a run is too narrow for the number of its step
+NARROWEST = 0.04  # A run with a smaller fraction of the keys is too narrow for the number of its step.
 COMES = 0.35  # opacity of keys from other ranks
 
 

@@ -367,12 +367,12 @@ def plan(
             because documents have lengths. The default type is "causal", or "no_mask" with a block_mask.
         block_mask: as in `flexattn.attention`, of the full sequence. For packed documents, one mask for all of them, or one row of
             the batch for each. It is read on the host once. Its mask_mod sees positions in the full sequence.
-        layout: "contiguous"; "zigzag" (one early and one late part for each rank); "dealt" (uncut documents as far as possible, or
-            chunks, with even scores and few fetched keys). None: "contiguous" for windows, for masks that are not causal, and if
-            keys and queries differ; "zigzag" for one causal sequence; "dealt" for packed documents. With a block mask, "contiguous"
-            if its scores are even then, else "dealt".
-        strategy: "gather", "halo", "ulysses", "ring", "ulysses+ring" (heads inside a host, a ring between hosts; needs a mesh of
-            two dims), or "auto" (the least predicted time, see `Plan.explain`).
+        layout: "contiguous", "zigzag" (one early and one late part for each rank) or "dealt". "dealt" leaves documents uncut if
+            possible, or deals chunks, so that scores are even and few keys are fetched. None: "contiguous" for windows, for masks
+            that are not causal, and if keys and queries differ; "zigzag" for one causal sequence; "dealt" for packed documents.
+            With a block mask, "contiguous" if its scores are even then, else "dealt".
+        strategy: "gather", "halo", "ulysses", "ring" or "ulysses+ring" (heads inside a host, a ring between hosts; needs a mesh of
+            two dims). "auto": the least predicted time, see `Plan.explain`.
 
     Raises:
         ValueError, TypeError: an invalid argument. The text names it, its value and the accepted values.

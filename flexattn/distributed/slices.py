@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 from flexattn.distributed.layout import Run, cut
 
-SLICE_BYTES = 16 << 20  # least mean bytes that a rank receives for a slice; smaller slices hide less than a collective's latency
+SLICE_BYTES = 16 << 20  # Least mean bytes that a rank receives for a slice. Smaller slices hide less than a collective's latency.
 # Least mean FLOPs of a slice in a forward. With less, the host takes longer to launch slices than a GPU takes to compute them. On
 # four H200s, three slices of 7e11 FLOPs took the host 15 to 20 ms forward and backward, and the GPUs 13 ms.
 SLICE_PRODUCTS = 1.25e12
-MIDDLE_BYTES = 256 << 20  # most bytes of a slice between the first and the last; as many bytes of fetched keys are in memory twice
+MIDDLE_BYTES = 256 << 20  # Most bytes of a slice between the first and the last. As many bytes of fetched keys are in memory twice.
 # Most bytes of a slice that is read from symmetric memory. Nothing hides such reads, because kernels of attention leave no
 # multiprocessor free. So keys come in several slices only to save memory.
 NEAR_BYTES = 512 << 20

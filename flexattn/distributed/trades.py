@@ -14,9 +14,9 @@ from flexattn.distributed.layout import Run
 Deal = list[list[Share]]  # shares of each rank, at most one of each document
 MOST_EXCHANGED = 12  # most shares of a rank for which exchanges are searched
 MOST_CUT = 4  # most exchanges for which cuts are searched
-MOST_EVENINGS, MOST_PARTNERS = 8, 3  # most trades that even scores; most partners with few scores that a rank with too many tries
+MOST_EVENINGS, MOST_PARTNERS = 8, 3  # Most trades that even scores. Most partners with few scores that a rank with too many tries.
 TILE, GROUP = 128, 8  # cuts at multiples of these are best: tiles of kernels, and groups of dropout
-OFF_TILE, OFF_GROUP = 2e-4, 5e-4  # extra fetched keys, as a fraction of all keys, that a cut at a multiple is worth
+OFF_TILE, OFF_GROUP = 2e-4, 5e-4  # Extra fetched keys, as a fraction of all keys, that a cut at a multiple is worth.
 LEAST_GAIN = 5e-4  # least gain of a trade that evens scores, as a fraction of the mean scores or of all keys
 
 
