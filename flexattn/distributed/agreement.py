@@ -23,7 +23,7 @@ def breaks_graphs(function: Any) -> None:
     runs_as_it_is(function)
 
 
-def agree(group: Any, what: str, own: dict[str, Any], error: Exception | None) -> None:
+def agree(group: Any, what: str, facts: dict[str, Any], error: Exception | None) -> None:
     """Raises this rank's own `error`. Under FLEXATTN_CHECK=1, raises on every rank if one has an error or if the calls differ.
 
     own: properties of this rank's call that must be equal on all ranks. They are pickled. what: the name of the call, for the text.
@@ -32,17 +32,17 @@ def agree(group: Any, what: str, own: dict[str, Any], error: Exception | None) -
         if error is not None:
             raise error
         return
-    own = own | {"FLEXATTN_PEER_MEMORY": peer_memory()}
-    said: list[Any] = [None] * dist.get_world_size(group)
+    facts = facts | {"FLEXATTN_PEER_MEMORY": peer_memory()}
+    gathered: list[Any] = [None] * dist.get_world_size(group)
     with waiting(f"the comparison of the ranks' calls of {what}", group):
-        dist.all_gather_object(said, (own, None if error is None else f"{type(error).__name__}: {error}"), group=group)
+        dist.all_gather_object(gathered, (facts, None if error is None else f"{type(error).__name__}: {error}"), group=group)
     if error is not None:
         raise error
-    failed = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(said) if text is not None]
+    failed = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(gathered) if text is not None]
     if failed:
         raise ValueError(f"{what} is refused on another rank, so on all: {'; '.join(failed)}")
-    for name in own:
-        values = [others.get(name) for others, _ in said]
+    for name in facts:
+        values = [others.get(name) for others, _ in gathered]
         if any(value != values[0] for value in values):
             by_rank = ", ".join(f"rank {rank} has {value!r}" for rank, value in enumerate(values))
             raise ValueError(f"{what} differs among ranks in {name}: {by_rank}; accepted: the same on all ranks of the group")
@@ -58,9 +58,9 @@ def digest_of(t: Tensor | None) -> str | None:
 
 def numbers_of(mod: Any) -> tuple[Any, ...]:
     """Returns digests of the values that a mod reads, the same in any process. A mod without a key gives none."""
-    found = find_captures(mod)
-    whole = hashlib.sha256(repr(_plain(found.key)).encode()).hexdigest()[:16]
-    return (whole, *found.floats, *((name, digest_of(t)) for name, t in found.tensors))
+    captures = find_captures(mod)
+    whole = hashlib.sha256(repr(_plain(captures.key)).encode()).hexdigest()[:16]
+    return (whole, *captures.floats, *((name, digest_of(t)) for name, t in captures.tensors))
 
 
 def _plain(key: Any) -> Any:

@@ -85,16 +85,16 @@ def read_blocks(block_mask: Any, longest: tuple[int, int]) -> Blocks:
     counts = getattr(block_mask, "kv_num_blocks", None)
     batch, heads = (1, 1) if counts is None else counts.shape[:2]
     device = torch.device("cpu") if counts is None else counts.device
-    given, block_size = checked_tensors(block_mask, batch, heads, longest, device)
+    tensors, block_size = checked_tensors(block_mask, batch, heads, longest, device)
     kept: Kept | None = getattr(block_mask, _NAME, None)
-    if kept is None or not kept.is_current(given) or kept.value.mask_mod is not block_mask.mask_mod:
+    if kept is None or not kept.is_current(tensors) or kept.value.mask_mod is not block_mask.mask_mod:
         capture.refuse_making(device)
         # imported here, so that importing flexattn does not import the reference
         from flexattn.dispatch.reference import block_kinds
 
         with neutral_state():
             lists = block_lists(block_mask, batch, heads, *longest, device)
-            kept = Kept(given, Blocks(block_kinds(lists.tensors).cpu(), *block_size, block_mask.mask_mod))
+            kept = Kept(tensors, Blocks(block_kinds(lists.tensors).cpu(), *block_size, block_mask.mask_mod))
         object.__setattr__(block_mask, _NAME, kept)
     blocks: Blocks = kept.value
     return blocks

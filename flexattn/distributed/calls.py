@@ -19,7 +19,7 @@ from flexattn.dispatch.spec import Results as SpecResults
 from flexattn.distributed import eight_bits
 from flexattn.distributed.blocks import Blocks
 from flexattn.distributed.capture import tables
-from flexattn.distributed.eight_bits import Eight
+from flexattn.distributed.eight_bits import Fp8Call
 from flexattn.distributed.lanes import Lanes
 from flexattn.distributed.layout import Run, Runs, union, without
 from flexattn.distributed.local_blocks import LocalBlocks
@@ -46,12 +46,12 @@ class Scores:
     dropout_p: float = 0.0
     heads: tuple[int, int] = (0, 0)  # the call's first head in the full tensors, and the number of all heads
     heads_kv: int = 0  # number of all key heads
-    eight: Eight | None = None  # None: no FP8
+    fp8_call: Fp8Call | None = None  # None: no FP8
     peaks: Tensor | None = None  # [all heads], maxima of scores so far, updated by forwards. None: not requested.
 
     def out_dtype(self, q: Tensor) -> torch.dtype:
         """Returns the dtype of out and dq. q: the local queries."""
-        return q.dtype if self.eight is None else self.eight.out_dtype
+        return q.dtype if self.fp8_call is None else self.fp8_call.out_dtype
 
     def mod_tensors(self, tensors: Sequence[Tensor]) -> Sequence[Tensor] | Mapping[str, Tensor]:
         return list(tensors) if self.tensor_names is None else dict(zip(self.tensor_names, tensors, strict=True))
@@ -137,18 +137,18 @@ def make_calls(
     groups: list[tuple[LocalBand, list[Piece]]] = []
     bands = _shared_bands(pieces, wants_diagonal) if is_packed else [local_band(piece, wants_diagonal) for piece in pieces]
     for piece, band in sorted(zip(pieces, bands, strict=True), key=lambda pair: (pair[0].keys.start, pair[0].rows.start)):
-        fitting = (found for of, found in groups if is_packed and of == band and _is_apart(found, piece))
+        fitting = (members for group_band, members in groups if is_packed and group_band == band and _is_apart(members, piece))
         group = next(fitting, None)
         if group is None:
             groups.append((band, [piece]))
         else:
             group.append(piece)
-    found = []
+    calls = []
     for band, group in groups:
         ordered = tuple(sorted(group, key=lambda piece: piece.rows.start))
-        of_call = None if blocks is None else LocalBlocks(blocks, ordered, is_packed, device)
-        found.append(_call(ordered, band, of_call, is_packed, device, _hulls(ordered, within)))
-    return found
+        local_blocks = None if blocks is None else LocalBlocks(blocks, ordered, is_packed, device)
+        calls.append(_call(ordered, band, local_blocks, is_packed, device, _hulls(ordered, within)))
+    return calls
 
 
 def _shared_bands(pieces: Sequence[Piece], wants_diagonal: bool) -> list[LocalBand]:
@@ -158,19 +158,19 @@ def _shared_bands(pieces: Sequence[Piece], wants_diagonal: bool) -> list[LocalBa
         bands = [band._replace(is_exact=False) for band in bands]
     are_open = [piece.low is None and piece.high is None for piece in pieces]
     counts = collections.Counter(band for band, is_open in zip(bands, are_open, strict=True) if not is_open)
-    of_others = sorted(counts, key=lambda band: (-counts[band], band))
+    other_bands = sorted(counts, key=lambda band: (-counts[band], band))
     return [
-        next((of for of in of_others if sees_all(piece, of)), band) if is_open else band
+        next((other for other in other_bands if sees_all(piece, other)), band) if is_open else band
         for piece, band, is_open in zip(pieces, bands, are_open, strict=True)
     ]
 
 
 def _is_apart(group: list[Piece], piece: Piece) -> bool:
-    def apart(a: Run, b: Run) -> bool:
+    def are_disjoint(a: Run, b: Run) -> bool:
         return a.stop <= b.start or b.stop <= a.start
 
     # Pieces are sorted by their keys, so only the last one's keys can overlap.
-    return group[-1].keys.stop <= piece.keys.start and all(apart(other.rows, piece.rows) for other in group)
+    return group[-1].keys.stop <= piece.keys.start and all(are_disjoint(other.rows, piece.rows) for other in group)
 
 
 def _hulls(pieces: tuple[Piece, ...], within: tuple[Run, Run] | None) -> tuple[Run, Run]:
@@ -197,10 +197,18 @@ def _call(
     by_eights = all(piece.kv_start % 8 == 0 for piece in pieces)
     values = {name: [getattr(piece, name) for piece in pieces] for name in columns}
     sides = {"q": [piece.rows for piece in pieces], "kv": [piece.keys for piece in pieces]}
-    where: dict[str, Any] = {"rows": hulls[0], "keys": hulls[1], "runs": union(sides["q"])}
+    hull_rows: dict[str, Any] = {"rows": hulls[0], "keys": hulls[1], "runs": union(sides["q"])}
     if not is_packed:
-        of = {name: torch.tensor(found[0], dtype=torch.int32, device="cpu").to(device) for name, found in values.items()}
-        return Call(pieces, band, Origin(None, of["q_start"], of["kv_start"], of["diagonal"]), None, by_eights, blocks, **where)
+        origins = {name: torch.tensor(column[0], dtype=torch.int32, device="cpu").to(device) for name, column in values.items()}
+        return Call(
+            pieces,
+            band,
+            Origin(None, origins["q_start"], origins["kv_start"], origins["diagonal"]),
+            None,
+            by_eights,
+            blocks,
+            **hull_rows,
+        )
     packing: dict[str, Any] = {}
     for (side, runs), hull in zip(sides.items(), hulls, strict=True):
         ends = [0]
@@ -211,9 +219,9 @@ def _call(
         is_full = starts == ends[:-1] and ends[-1] == hull.size
         packing[f"cu_seqlens_{side}_padded"] = None if is_full else tensor([*starts, hull.size])
         packing[f"max_seqlen_{side}"] = max(run.size for run in runs)
-    of = {name: tensor(found) for name, found in values.items()}
-    origin = Origin(of["document"], of["q_start"], of["kv_start"], of["diagonal"])
-    return Call(pieces, band, origin, packing, by_eights, blocks, **where)
+    origins = {name: tensor(column) for name, column in values.items()}
+    origin = Origin(origins["document"], origins["q_start"], origins["kv_start"], origins["diagonal"])
+    return Call(pieces, band, origin, packing, by_eights, blocks, **hull_rows)
 
 
 def rows_of_call(call: Call, part: Part) -> tuple[Part, tuple[Any, ...], tuple[Any, ...]]:
@@ -278,19 +286,21 @@ def attend(
     is_partial: whether out will be merged with others. It is then float32, except with FP8 or cuDNN.
     """
     arguments = arguments_of(call, scores, shared, part.q)
-    if scores.eight is not None:
+    if scores.fp8_call is not None:
         names = ("descale_q", "descale_k", "descale_v")
-        arguments |= dict(zip(names, _descales(call, scores, shared, part), strict=False)) | {"fp8_recipe": scores.eight.of_part}
+        arguments |= dict(zip(names, _descales(call, scores, shared, part), strict=False)) | {
+            "fp8_recipe": scores.fp8_call.part_recipe
+        }
     if sink is not None:
         arguments |= {"softmax_type": "learnable", "softmax_offset": sink}
-    in_fp32 = is_partial and scores.eight is None and scores.gives_fp32
+    in_fp32 = is_partial and scores.fp8_call is None and scores.gives_fp32
     has_peaks = scores.peaks is not None
-    out, lse, largest = in_layout.attend(SpecResults(fp32_out=in_fp32), *part, **arguments, return_max_logit=has_peaks)
+    out, lse, max_logit = in_layout.attend(SpecResults(fp32_out=in_fp32), *part, **arguments, return_max_logit=has_peaks)
     assert lse is not None
-    if scores.peaks is None or largest is None:
+    if scores.peaks is None or max_logit is None:
         return out, lse
-    own = scores.peaks[scores.heads[0] : scores.heads[0] + largest.shape[0]]
-    torch.maximum(own, largest, out=own)
+    head_peaks = scores.peaks[scores.heads[0] : scores.heads[0] + max_logit.shape[0]]
+    torch.maximum(head_peaks, max_logit, out=head_peaks)
     return out, lse
 
 
@@ -306,7 +316,7 @@ class Seeds(NamedTuple):
     dlse: Tensor | None
     dout8: Tensor | None = None
 
-    def of_heads(self, heads: slice) -> Seeds:
+    def for_heads(self, heads: slice) -> Seeds:
         return Seeds(*(None if t is None else t[..., heads, :] for t in self))  # type: ignore[arg-type]
 
     def at(self, rows: tuple[Any, ...]) -> Seeds:
@@ -315,7 +325,7 @@ class Seeds(NamedTuple):
         return Seeds(dout[rows], None if dlse is None else dlse[lse_index(rows)], None if dout8 is None else dout8[rows])
 
 
-class Sums(NamedTuple):
+class InputGradients(NamedTuple):
     """Gradients of q, k, v and the shared tensors."""
 
     dq: Tensor
@@ -330,7 +340,7 @@ def differentiate(
     results: Results,
     seeds: Seeds,
     context: tuple[Scores, Shared],
-    of_shared: list[Tensor | None],
+    shared_sums: list[Tensor | None],
     fp32: str,
 ) -> Gradients:
     """Returns the gradients of a call's rows, computed from the full out and lse in `results`.
@@ -347,38 +357,40 @@ def differentiate(
         leaves = leaves._replace(bias=bias.detach().requires_grad_(bias.requires_grad))
     with torch.enable_grad():
         arguments = arguments_of(call, scores, leaves, local.q)
-    given = Given(dout, *local, results.out[rows], results.lse[lse_index(rows)], dlse)
+    operands = Given(dout, *local, results.out[rows], results.lse[lse_index(rows)], dlse)
     fp32 = scores.fp32_gradients(fp32)
-    if scores.eight is None:
-        found = attention_backward(*given[:-1], dlse=dlse, **arguments, fp32_gradients=fp32)
+    if scores.fp8_call is None:
+        gradients = attention_backward(*operands[:-1], dlse=dlse, **arguments, fp32_gradients=fp32)
     else:
-        found = eight_bits.differentiate(given, scores.eight, _descales(call, scores, shared, local), dout8, arguments, fp32)
-    if found.dbias is not None and bias is not None and of_shared[0] is not None:
-        of_shared[0][bias_index(bias, call.pieces[0], scores.has_own_rows)] += found.dbias
-    for leaf, total in zip(leaves.mod_tensors, of_shared[1:], strict=True):
-        for captured, gradient in found.dcaptures:
+        gradients = eight_bits.differentiate(
+            operands, scores.fp8_call, _descales(call, scores, shared, local), dout8, arguments, fp32
+        )
+    if gradients.dbias is not None and bias is not None and shared_sums[0] is not None:
+        shared_sums[0][bias_index(bias, call.pieces[0], scores.has_own_rows)] += gradients.dbias
+    for leaf, total in zip(leaves.mod_tensors, shared_sums[1:], strict=True):
+        for captured, gradient in gradients.dcaptures:
             if captured is leaf and total is not None:
                 total += gradient
-    return found
+    return gradients
 
 
 def _descales(call: Call, scores: Scores, shared: Shared, part: Part) -> list[Tensor]:
     """Returns the descales of a call's tensors."""
-    eight, (first, heads) = scores.eight, scores.heads
-    assert eight is not None
+    fp8_call, (first, heads) = scores.fp8_call, scores.heads
+    assert fp8_call is not None
     count, count_kv = part.q.shape[-2], part.k.shape[-2]
-    of_q = of_kv = None
+    heads_q = heads_kv = None
     if (first, count) != (0, heads):
-        own = torch.arange(first, first + count, device=part.q.device)
-        of_q, of_kv = own, own[:: count // count_kv] // (heads // scores.heads_kv)
+        indices = torch.arange(first, first + count, device=part.q.device)
+        heads_q, heads_kv = indices, indices[:: count // count_kv] // (heads // scores.heads_kv)
     origin = call.origin
     if call.packing is None:
         longest_q, longest_kv = call.pieces[0].rows.size, call.pieces[0].keys.size
     else:
         longest_q, longest_kv = (call.packing[f"max_seqlen_{side}"] for side in ("q", "kv"))
-    of_queries = eight_bits.Span(origin.document, origin.q_start, longest_q), of_q
-    of_keys = eight_bits.Span(origin.document, origin.kv_start, longest_kv), of_kv
-    sides, rows = (of_queries, of_keys, of_keys, of_queries), (eight.recipe.rows, eight.local_rows)
+    queries = eight_bits.Span(origin.document, origin.q_start, longest_q), heads_q
+    keys = eight_bits.Span(origin.document, origin.kv_start, longest_kv), heads_kv
+    sides, rows = (queries, keys, keys, queries), (fp8_call.recipe.rows, fp8_call.local_rows)
     return [eight_bits.local_descale(t, *side, rows) for t, side in zip(shared.descales, sides, strict=False)]
 
 
@@ -421,31 +433,31 @@ def _first_head(head: int, device: torch.device) -> Tensor:
     return torch.tensor(head, dtype=torch.int32, device="cpu").to(device)
 
 
-def of_heads(scores: Scores, shared: Shared, heads: Run, device: torch.device) -> tuple[Scores, Shared]:
+def for_heads(scores: Scores, shared: Shared, heads: Run, device: torch.device) -> tuple[Scores, Shared]:
     """Returns the arguments and the shared tensors for some query heads. A call counts these heads from 0."""
     bias, slopes, offset = shared.bias, shared.alibi_slopes, shared.softmax_offset
     part = slice(*heads)
     if scores.score_mod is not None or scores.mask_mod is not None:
         first = _first_head(heads.start, device)
-        moved = mod_of_heads(scores.score_mod, 1, first), mod_of_heads(scores.mask_mod, 0, first)
-        scores = dataclasses.replace(scores, score_mod=moved[0], mask_mod=moved[1])
+        mods = mod_of_heads(scores.score_mod, 1, first), mod_of_heads(scores.mask_mod, 0, first)
+        scores = dataclasses.replace(scores, score_mod=mods[0], mask_mod=mods[1])
     scores = dataclasses.replace(scores, heads=(scores.heads[0] + heads.start, scores.heads[1]))
-    own = shared._replace(
+    restricted = shared._replace(
         bias=bias if bias is None or bias.shape[1] == 1 else bias[:, part].detach().requires_grad_(bias.requires_grad),
         alibi_slopes=None if slopes is None else slopes[..., part].contiguous(),
         softmax_offset=None if offset is None else offset[part].contiguous(),
     )
-    return scores, own
+    return scores, restricted
 
 
-def whole_gradients(of_part: list[Tensor | None], shared: Shared, heads: Run) -> list[Tensor | None]:
+def whole_gradients(gradients: list[Tensor | None], shared: Shared, heads: Run) -> list[Tensor | None]:
     """Returns the gradients of the shared tensors for all heads, from those of some heads. Other heads of the bias get zero."""
-    of_bias, *of_mods = of_part
-    if of_bias is None or shared.bias is None or shared.bias.shape[1] == 1:
-        return of_part
-    whole = of_bias.new_zeros(shared.bias.shape)
-    whole[:, slice(*heads)] = of_bias
-    return [whole, *of_mods]
+    dbias, *dmods = gradients
+    if dbias is None or shared.bias is None or shared.bias.shape[1] == 1:
+        return gradients
+    whole = dbias.new_zeros(shared.bias.shape)
+    whole[:, slice(*heads)] = dbias
+    return [whole, *dmods]
 
 
 class Calls(NamedTuple):
@@ -459,9 +471,9 @@ class Calls(NamedTuple):
     def of(cls, calls: Sequence[Call], rows: int) -> Calls:
         longest = sorted(calls, key=lambda call: -sum(piece.rows.size * piece.keys.size for piece in call.pieces))
         left = tuple(without((Run(0, rows),), (run for call in calls for run in call.runs)))
-        found = cls(tuple(longest), left, None)
-        have_all = (n for n, call in enumerate(longest) if call.rows == Run(0, rows) and not found.is_beside(n))
-        return found._replace(whole=next(have_all, None))
+        result = cls(tuple(longest), left, None)
+        have_all = (n for n, call in enumerate(longest) if call.rows == Run(0, rows) and not result.is_beside(n))
+        return result._replace(whole=next(have_all, None))
 
     def is_beside(self, number: int) -> bool:
         """Returns whether a call runs on the side lane: calls that fetch keys, or else all calls but the longest."""
@@ -498,30 +510,30 @@ def attend_all(
     sink = shared.softmax_offset
     is_packed = part.q.dim() == 3
     lanes.fork()
-    found: list[Results] = []
+    outputs: list[Results] = []
     for i, call in enumerate(calls.longest_first):
         with lanes.side() if calls.is_beside(i) else contextlib.nullcontext():
-            found.append(Results(*attend(call, rows_of_call(call, part_of(call, part, own))[0], scores, shared, sink)))
+            outputs.append(Results(*attend(call, rows_of_call(call, part_of(call, part, own))[0], scores, shared, sink)))
     if into is not None:
         results = into
     elif calls.whole is not None:
-        results = found[calls.whole]
+        results = outputs[calls.whole]
     else:
         results = empty_results(part.q, part.v.shape[-1], scores.out_dtype(part.q))
-    rows = by_rows(results.out, is_packed)
+    rows = tokens_first(results.out, is_packed)
     lanes.meet()
     with lanes.back():
         for run in calls.left:
             rows[slice(*run)].zero_()
             lse = results.lse[..., slice(*run)]
             lse.fill_(float("-inf")) if sink is None else lse.copy_(sink.to(lse.dtype).unsqueeze(-1).expand_as(lse))
-        calls.write(rows, [by_rows(out, is_packed) for out, _ in found])
-        calls.write(results.lse.movedim(-1, 0), [lse.movedim(-1, 0) for _, lse in found])
-        lanes.keep(part.k, part.v, *(t for both in found for t in both))
+        calls.write(rows, [tokens_first(out, is_packed) for out, _ in outputs])
+        calls.write(results.lse.movedim(-1, 0), [lse.movedim(-1, 0) for _, lse in outputs])
+        lanes.keep(part.k, part.v, *(t for both in outputs for t in both))
     return results
 
 
-class Found(NamedTuple):
+class CallGradients(NamedTuple):
     """Gradients of each call of a part, for its queries and keys, with tokens first (`tokens_first`).
 
     kept: tensors that other lanes read. Their memory must not be reused before that.
@@ -554,34 +566,34 @@ def differentiate_all(
     lanes: Lanes,
     fp32: Sequence[str],
     own: Part | None = None,
-) -> Found:
+) -> CallGradients:
     """Returns the gradients of `attend_all`, except for the sink, on the same lanes. The back lane may use them next.
 
     fp32: as in `differentiate`, for each call. own: as in `attend_all`.
     """
-    of_shared, is_packed = context[1].zeros(), part.q.dim() == 3
+    shared_sums, is_packed = context[1].zeros(), part.q.dim() == 3
     lanes.fork()
-    found: list[Gradients] = []
+    gradients: list[Gradients] = []
     for i, call in enumerate(calls.longest_first):
         with lanes.side() if calls.is_beside(i) else contextlib.nullcontext():
-            found.append(differentiate(call, part_of(call, part, own), results, seeds, context, of_shared, fp32[i]))
+            gradients.append(differentiate(call, part_of(call, part, own), results, seeds, context, shared_sums, fp32[i]))
     lanes.meet()
-    dense = [[by_rows(t, is_packed) for t in (g.dq, g.dk, g.dv)] for g in found]
-    dq, dk, dv = ([of[i] for of in dense] for i in range(3))
-    return Found(dq, dk, dv, of_shared, (part.k, part.v, *dq, *dk, *dv))
+    dense = [[tokens_first(t, is_packed) for t in (g.dq, g.dk, g.dv)] for g in gradients]
+    dq, dk, dv = ([tensors[i] for tensors in dense] for i in range(3))
+    return CallGradients(dq, dk, dv, shared_sums, (part.k, part.v, *dq, *dk, *dv))
 
 
-def by_rows(t: Tensor, is_packed: bool) -> Tensor:
+def tokens_first(t: Tensor, is_packed: bool) -> Tensor:
     """Returns a view with the tokens first: [s, b, h, d] or [t, h, d]."""
     return t if is_packed else t.transpose(0, 1)
 
 
-def rows_first(k: Tensor, v: Tensor, is_packed: bool) -> Tensor:
+def concatenate_kv(k: Tensor, v: Tensor, is_packed: bool) -> Tensor:
     """Returns k and v in one contiguous tensor, tokens first: [s, b, h, d + d_v] or [t, h, d + d_v]."""
     return torch.cat((k, v) if is_packed else (k.transpose(0, 1), v.transpose(0, 1)), -1)
 
 
-def apart(kv: Tensor, dim: int, is_packed: bool) -> tuple[Tensor, Tensor]:
+def split_kv(kv: Tensor, dim: int, is_packed: bool) -> tuple[Tensor, Tensor]:
     """Returns views of k and v in a tensor of `concatenate_kv`. dim: the head dim of k."""
     kv = kv if is_packed else kv.transpose(0, 1)
     return kv[..., :dim], kv[..., dim:]

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from flexattn.dispatch.neutral import is_capturing, is_fake, neutral_state
 from flexattn.dispatch.options import check_values
 
-_Made = TypeVar("_Made")
+_Table = TypeVar("_Table")
 _read: dict[int, Any] = {}  # tables that a captured graph may read, by id
 
 
@@ -35,30 +35,30 @@ def refuse_making(device: torch.device) -> None:
         )
 
 
-def tables(maxsize: int | None) -> Callable[[Callable[..., _Made]], Callable[..., _Made]]:
+def tables(maxsize: int | None) -> Callable[[Callable[..., _Table]], Callable[..., _Table]]:
     """Returns a decorator like functools.lru_cache, for functions that make tensors on their last argument, a device.
 
     Tensors are made in `neutral_state`. If a FakeTensorMode is active, they are fake and not cached.
     """
 
-    def decorate(make: Callable[..., _Made]) -> Callable[..., _Made]:
-        def checked(*arguments: Any) -> _Made:
+    def decorate(make: Callable[..., _Table]) -> Callable[..., _Table]:
+        def checked(*arguments: Any) -> _Table:
             refuse_making(arguments[-1])
             with neutral_state():
                 return make(*arguments)
 
-        kept = functools.lru_cache(maxsize)(checked)
+        cached = functools.lru_cache(maxsize)(checked)
 
         @functools.wraps(make)
-        def get(*arguments: Any) -> _Made:
+        def get(*arguments: Any) -> _Table:
             if is_fake():
                 return make(*arguments)
-            found = kept(*arguments)
+            table = cached(*arguments)
             if is_capturing(arguments[-1]):
-                _read[id(found)] = found
-            return found
+                _read[id(table)] = table
+            return table
 
-        get.cache_clear = kept.cache_clear  # type: ignore[attr-defined]
+        get.cache_clear = cached.cache_clear  # type: ignore[attr-defined]
         return get
 
     return decorate

@@ -99,7 +99,7 @@ def predict(strategy: str, work: Work, heads: Heads, ranks: int, rates: Rates) -
     wait, compute = rates.latency if work.received else 0.0, work.areas[0] * per_score
     load = slices.Load(work.received * kv_row, compute * rates.flops, is_near)
     one, both = (slices.key_slices(heads.q, heads.kv, load, ends) for ends in (1, 2))
-    waited = [1.0, 1.0, 1.0] if is_near else [of.kv.size / heads.kv for of in (one[0], both[0], both[-1])]
+    waited = [1.0, 1.0, 1.0] if is_near else [part.kv.size / heads.kv for part in (one[0], both[0], both[-1])]
     forward = compute + len(one) * rates.call + wait + waited[0] * work.received * kv_row / rates.link
     moved = work.received * ((waited[1] * kv_row + waited[2] * grad_row) / rates.link + 3 * grad_row / rates.memory)
     part = PART if work.received else 1.0
@@ -119,9 +119,9 @@ def _ulysses(work: Work, heads: Heads, ranks: int, rates: Rates) -> Prediction:
     compute = work.areas[0] * largest * 2 * heads.batch * heads.q * (heads.dim + heads.dim_v) / rates.flops + rates.call
     # Each element is written and read once before other ranks read it. Messages are copied once more on arrival.
     copies = 2 if ranks <= rates.near else 4
-    beside = 3 * rates.latency + copies * (sent_q + sent_kv) / share / rates.memory if ranks > 1 else 0.0
-    forward = compute + beside + (sent_q + sent_kv) / rates.link
-    backward = compute * BACKWARD_WORK + beside + (sent_q + wide * sent_kv) / rates.link
+    overhead = 3 * rates.latency + copies * (sent_q + sent_kv) / share / rates.memory if ranks > 1 else 0.0
+    forward = compute + overhead + (sent_q + sent_kv) / rates.link
+    backward = compute * BACKWARD_WORK + overhead + (sent_q + wide * sent_kv) / rates.link
     return _milliseconds(forward, backward, (sent_q + sent_kv, work.held * own_kv * kv_row))
 
 
@@ -162,11 +162,11 @@ def _milliseconds(forward: float, backward: float, sizes: tuple[float, float]) -
 def table(predictions: Mapping[str, Prediction | str], taken: str) -> list[str]:
     """Returns lines of text, one for each strategy."""
     lines = ["strategy      forward ms  backward ms  received MiB  held MiB"]
-    for name, found in predictions.items():
+    for name, prediction in predictions.items():
         mark = "  <- taken" if name == taken else ""
-        if isinstance(found, str):
-            lines.append(f"{name:13} {found}{mark}")
+        if isinstance(prediction, str):
+            lines.append(f"{name:13} {prediction}{mark}")
         else:
-            sizes = f"{found.received_bytes / 2**20:13.1f} {found.held_bytes / 2**20:9.1f}"
-            lines.append(f"{name:13} {found.forward_ms:10.3f} {found.backward_ms:12.3f} {sizes}{mark}")
+            sizes = f"{prediction.received_bytes / 2**20:13.1f} {prediction.held_bytes / 2**20:9.1f}"
+            lines.append(f"{name:13} {prediction.forward_ms:10.3f} {prediction.backward_ms:12.3f} {sizes}{mark}")
     return lines

@@ -37,11 +37,11 @@ def whole_documents(mask: Mask, ranks: int) -> Iterator[tuple[Runs, ...]]:
     is_small = len(mask.lengths_q) * ranks <= FEW_PAIRS
     ways = itertools.product(RESERVES, (False, True)) if is_small else ((RESERVES[0], True),)
     starts = dict.fromkeys(tuple(_cut_dense(documents, reserve, in_middle)) for reserve, in_middle in ways)
-    found: list[tuple[float, int, Deal]] = []
+    deals: list[tuple[float, int, Deal]] = []
     for shares, least in itertools.product(starts, LEAST_DENSE if is_small else LEAST_DENSE[:1]):
         deal = _dealt(documents, shares, least)
-        found.append((_badness(documents, deal), len(found), deal))
-    for _, _, deal in heapq.nsmallest(MOST_SETTLED if is_small else 1, found):
+        deals.append((_badness(documents, deal), len(deals), deal))
+    for _, _, deal in heapq.nsmallest(MOST_SETTLED if is_small else 1, deals):
         if settle(documents, deal):
             yield tuple(documents.runs(own) for own in deal)
 
@@ -104,8 +104,8 @@ def _suffix(documents: Documents, whole: Share, fits: Callable[[int, int], bool]
 def _all_but_middle(documents: Documents, whole: Share, fits: Callable[[int, int], bool]) -> tuple[Share, Share] | None:
     """Returns a middle part as long as the tokens before it, and all other tokens, if those fit. Else returns None.
 
-    If the mask is causal, the middle part fetches all keys before it, and the other tokens fetch the keys in it. The larger of these
-    two numbers is smallest if both parts have the same length.
+    If the mask is causal, the middle part fetches all keys before it, and the other tokens fetch its keys. The larger of these
+    two numbers is smallest if both are equal.
     """
     document, [run] = whole.document, whole.runs
     half = run.size // 2
@@ -178,7 +178,7 @@ def _badness(documents: Documents, deal: Deal) -> float:
     return documents.worth(keys, max(total.area for total in totals))
 
 
-class _Measured(NamedTuple):
+class _DealCost(NamedTuple):
     """Scores and keys of the slowest ranks.
 
     fetched: keys from other ranks. worth: keys received or sent, plus the equivalent in keys of extra calls and of scores above the
@@ -191,7 +191,7 @@ class _Measured(NamedTuple):
     runs: tuple[Runs, ...]
 
 
-def _measured(mask: Mask, q_runs: tuple[Runs, ...], kv_runs: tuple[Runs, ...] | None, limit: float = math.inf) -> _Measured | None:
+def _deal_cost(mask: Mask, q_runs: tuple[Runs, ...], kv_runs: tuple[Runs, ...] | None, limit: float = math.inf) -> _DealCost | None:
     """Returns the cost for the slowest ranks, or None if their scores exceed the limit."""
     areas = [sum(mask.area(run) for run in own) for own in q_runs]
     area, mean = max(areas), max(1.0, sum(areas) / len(areas))
@@ -211,7 +211,7 @@ def _measured(mask: Mask, q_runs: tuple[Runs, ...], kv_runs: tuple[Runs, ...] | 
                     break
                 sent[owner] += min(stop, last) - max(start, first)
     over = (area / mean - 1) * sum(mask.lengths_kv)
-    return _Measured(area, max(fetched), max(*fetched, *sent) + CALL_KEYS * (most_parts - 1) + over, q_runs)
+    return _DealCost(area, max(fetched), max(*fetched, *sent) + CALL_KEYS * (most_parts - 1) + over, q_runs)
 
 
 def dealt(mask: Mask, ranks: int, kv_runs: tuple[Runs, ...] | None = None) -> tuple[Runs, ...]:
@@ -231,10 +231,10 @@ def dealt(mask: Mask, ranks: int, kv_runs: tuple[Runs, ...] | None = None) -> tu
     in_chunks = layouts.dealt(length, ranks, mask.area, mask.needs, unit, most_choices)
     if mask.blocks is not None:
         return in_chunks
-    chunks = _measured(mask, in_chunks, kv_runs)
+    chunks = _deal_cost(mask, in_chunks, kv_runs)
     assert chunks is not None
     limit = max(MOST_IMBALANCE * mask.area(Run(0, length)) / ranks, chunks.area)
     others = (*whole, layouts.zigzag(length, ranks), layouts.contiguous(length, ranks))
-    found = (_measured(mask, runs, kv_runs, limit) for runs in others)
-    better = [other for other in found if other is not None and other.fetched <= chunks.fetched]
+    candidates = (_deal_cost(mask, runs, kv_runs, limit) for runs in others)
+    better = [other for other in candidates if other is not None and other.fetched <= chunks.fetched]
     return min((*better, chunks), key=lambda measured: measured.worth).runs

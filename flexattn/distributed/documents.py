@@ -95,11 +95,11 @@ class Documents:
 
     def merged(self, shares: Sequence[Share]) -> list[Share]:
         """Returns the shares with all shares of a document joined to one."""
-        found: dict[int, Share] = {}
+        by_document: dict[int, Share] = {}
         for share in shares:
-            same = found.get(share.document)
-            found[share.document] = share if same is None else self.share(share.document, *same.runs, *share.runs)
-        return list(found.values())
+            same = by_document.get(share.document)
+            by_document[share.document] = share if same is None else self.share(share.document, *same.runs, *share.runs)
+        return list(by_document.values())
 
     def worth(self, keys: float, area: float) -> float:
         """Returns the cost of keys and scores: their shares of all keys and of the mean. Scores above EVEN count tenfold."""

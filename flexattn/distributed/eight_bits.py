@@ -15,7 +15,7 @@ from flexattn.dispatch.spec import Results
 from flexattn.fp8_ops import QuantizeConfig
 
 
-class Eight(NamedTuple):
+class Fp8Call(NamedTuple):
     """FP8 settings of a call over ranks."""
 
     recipe: fp8.Recipe
@@ -25,7 +25,7 @@ class Eight(NamedTuple):
     local_rows: int  # Rows that share a scale in a local call. 0 if scales are not by blocks.
 
     @property
-    def of_part(self) -> fp8.Recipe:
+    def part_recipe(self) -> fp8.Recipe:
         """The recipe of a local call, whose tensors are FP8 already."""
         if self.local_rows:
             return fp8.Recipe(granularity="block", block_rows=self.local_rows, out_dtype=self.out_dtype)
@@ -46,26 +46,26 @@ def local_descale(descale: Tensor, span: Span, heads: Tensor | None, rows: tuple
         descale = descale.index_select(0, span.document)
     if heads is not None and descale.shape[1] > 1:
         descale = descale.index_select(1, heads)
-    of_whole, local = rows
+    global_rows, local = rows
     if not local:
         return descale.contiguous()
     first = torch.arange(num_blocks(span.longest, local), device=descale.device) * local
-    block = ((span.start.view(-1, 1) + first) // of_whole).clamp(max=descale.shape[2] - 1).long()  # [sequences | 1, blocks]
+    block = ((span.start.view(-1, 1) + first) // global_rows).clamp(max=descale.shape[2] - 1).long()  # [sequences | 1, blocks]
     batch = max(descale.shape[0], block.shape[0])
     block = block[:, None].expand(batch, descale.shape[1], -1)
     return descale.expand(batch, -1, -1).gather(2, block)
 
 
 def differentiate(
-    given: Given, eight: Eight, descales: Sequence[Tensor], dout8: Tensor | None, arguments: dict[str, Any], fp32: str
+    operands: Given, fp8_call: Fp8Call, descales: Sequence[Tensor], dout8: Tensor | None, arguments: dict[str, Any], fp32: str
 ) -> Gradients:
     """Returns the gradients of a local call in FP8. descales: for q, k and v, and for dout8 if there is one.
 
     fp32: gradients in float32, one of `FP32_GRADIENTS`.
     """
-    grad_dtype = str(eight.recipe.grad_dtype).removeprefix("torch.")
+    grad_dtype = str(fp8_call.recipe.grad_dtype).removeprefix("torch.")
     descale_dout, dout16 = None, None
     if dout8 is not None:
-        descale_dout, dout16, given = descales[3], given.dout, given._replace(dout=dout8)
-    in_fp8 = GivenInFp8(eight.of_part, grad_dtype, descales[:3], descale_dout, dout16, is_part=True)
-    return backward.differentiate(Results(fp32=fp32), given, backward.DEFAULTS | arguments, in_fp8)
+        descale_dout, dout16, operands = descales[3], operands.dout, operands._replace(dout=dout8)
+    in_fp8 = GivenInFp8(fp8_call.part_recipe, grad_dtype, descales[:3], descale_dout, dout16, is_part=True)
+    return backward.differentiate(Results(fp32=fp32), operands, backward.DEFAULTS | arguments, in_fp8)

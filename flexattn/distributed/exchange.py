@@ -13,8 +13,8 @@ from torch import Tensor
 
 from flexattn.distributed import peer_memory
 from flexattn.distributed.layout import Run, Runs, common, row_of, rows_of, size_of, union, without
-from flexattn.distributed.near import Near, make_near, pull_of_rows, row_size, starts
-from flexattn.distributed.sums import NO_STEPS, Move, Share, Steps, copy_all
+from flexattn.distributed.near import SymmetricFetch, make_symmetric_fetch, pull_of_rows, row_size, starts
+from flexattn.distributed.sums import NO_STEPS, Addend, RowMove, SumSteps, copy_all
 from flexattn.validation import FP8_DTYPES
 
 
@@ -31,7 +31,7 @@ def waiting(what: str, group: Any) -> Iterator[None]:
         ) from e
 
 
-class Route(NamedTuple):
+class SendReceiveLists(NamedTuple):
     """Send and receive lists of one rank, for an all-to-all of keys and values.
 
     Keys lie in `kv_runs`, and each rank receives the runs that it needs. A rank writes received rows directly to their place among
@@ -47,7 +47,7 @@ class Route(NamedTuple):
     held_sends: tuple[Runs, ...] | None  # The rows of `sends` among those held. None if some are not held.
     by_runs: bool  # Whether each run has a message of its own. Equal on all ranks.
     is_whole: bool  # Whether all ranks need all rows and have equally many. Equal on all ranks.
-    near: Near | None  # The same exchange through symmetric memory. None for many ranks.
+    symmetric: SymmetricFetch | None  # The same exchange through symmetric memory. None for many ranks.
 
     @property
     def is_local(self) -> bool:
@@ -63,41 +63,41 @@ class Route(NamedTuple):
 MOST_RANKS, MOST_MESSAGES = 8, 16
 
 
-def make_route(kv_runs: Sequence[Runs], wanted: Sequence[Runs], held: Runs, rank: int) -> Route:
+def make_send_receive_lists(kv_runs: Sequence[Runs], wanted: Sequence[Runs], held: Runs, rank: int) -> SendReceiveLists:
     """Returns a rank's lists. wanted: runs for each rank, sorted and disjoint. held: runs that this rank has room for."""
     ranks = range(len(kv_runs))
-    own, mine = kv_runs[rank], tuple(common(union(held), wanted[rank]))
-    outgoing = [tuple(common(mine if to == rank else wanted[to], own)) for to in ranks]
-    incoming = [tuple(common(mine, kv_runs[of])) for of in ranks]
-    sends = tuple(() if to == rank else _places(runs, own) for to, runs in enumerate(outgoing))
-    receives = tuple(() if of == rank else _places(runs, held) for of, runs in enumerate(incoming))
-    kept = tuple(zip(_places(outgoing[rank], own), _places(incoming[rank], held), strict=True))
-    count = size_of(held)
-    taken = [*(run for runs in receives for run in runs), *(places for _, places in kept)]
-    gaps = tuple(without((Run(0, count),), taken))
-    held_sends = _moved_sends(sends, kept)
+    own, needed = kv_runs[rank], tuple(common(union(held), wanted[rank]))
+    outgoing = [tuple(common(needed if receiver == rank else wanted[receiver], own)) for receiver in ranks]
+    incoming = [tuple(common(needed, kv_runs[sender])) for sender in ranks]
+    sends = tuple(() if receiver == rank else _rows_among(runs, own) for receiver, runs in enumerate(outgoing))
+    receives = tuple(() if sender == rank else _rows_among(runs, held) for sender, runs in enumerate(incoming))
+    own_pairs = tuple(zip(_rows_among(outgoing[rank], own), _rows_among(incoming[rank], held), strict=True))
+    held_rows = size_of(held)
+    filled = [*(run for runs in receives for run in runs), *(places for _, places in own_pairs)]
+    gaps = tuple(without((Run(0, held_rows),), filled))
+    held_sends = _sends_among_held(sends, own_pairs)
     sizes = [size_of(runs) for runs in kv_runs]
     is_whole = len(set(sizes)) == 1 and sizes[0] > 0 and all(size_of(runs) == sum(sizes) for runs in wanted)
     by_runs = _fits_messages(kv_runs, wanted)
-    near = make_near(kv_runs, wanted, held, rank) if 1 < len(kv_runs) <= peer_memory.MOST_RANKS else None
-    return Route(sends, receives, kept, count, gaps, size_of(own), held_sends, by_runs, is_whole, near)
+    symmetric = make_symmetric_fetch(kv_runs, wanted, held, rank) if 1 < len(kv_runs) <= peer_memory.MOST_RANKS else None
+    return SendReceiveLists(sends, receives, own_pairs, held_rows, gaps, size_of(own), held_sends, by_runs, is_whole, symmetric)
 
 
-def _moved_sends(sends: Sequence[Runs], own: Sequence[tuple[Run, Run]]) -> tuple[Runs, ...] | None:
+def _sends_among_held(sends: Sequence[Runs], own: Sequence[tuple[Run, Run]]) -> tuple[Runs, ...] | None:
     """Returns the rows that a rank sends, among those that it holds. None if it does not hold all of them."""
-    found: list[Runs] = []
+    held_sends: list[Runs] = []
     for runs in sends:
         places = []
         for run in runs:
-            moved = [places.start - rows.start for rows, places in own if rows.start <= run.start and run.stop <= rows.stop]
-            if not moved:
+            shifts = [places.start - rows.start for rows, places in own if rows.start <= run.start and run.stop <= rows.stop]
+            if not shifts:
                 return None
-            places.append(Run(run.start + moved[0], run.stop + moved[0]))
-        found.append(tuple(places))
-    return tuple(found)
+            places.append(Run(run.start + shifts[0], run.stop + shifts[0]))
+        held_sends.append(tuple(places))
+    return tuple(held_sends)
 
 
-def _places(runs: Runs, among: Runs) -> Runs:
+def _rows_among(runs: Runs, among: Runs) -> Runs:
     """Returns the rows of `runs` in a tensor that holds the runs `among`. Each run must lie in one of these."""
     rows = rows_of(among)
     starts = [row_of(run.start, among, rows) for run in runs]
@@ -109,10 +109,10 @@ def _fits_messages(kv_runs: Sequence[Runs], wanted: Sequence[Runs]) -> bool:
     if len(kv_runs) > MOST_RANKS:
         return False
     counts = [[0, 0] for _ in kv_runs]
-    for to, of in itertools.permutations(range(len(kv_runs)), 2):
-        count = sum(1 for _ in common(wanted[to], kv_runs[of]))
-        counts[to][0] += count
-        counts[of][1] += count
+    for receiver, sender in itertools.permutations(range(len(kv_runs)), 2):
+        count = sum(1 for _ in common(wanted[receiver], kv_runs[sender]))
+        counts[receiver][0] += count
+        counts[sender][1] += count
     return all(max(pair) <= MOST_MESSAGES and any(pair) for pair in counts)
 
 
@@ -133,21 +133,21 @@ def all_to_all(received: Tensor, sent: Tensor, counts: tuple[Sequence[int], Sequ
     return dist.all_to_all_single(as_sent(received), as_sent(sent), receives, sends, group=group, async_op=not wait)
 
 
-def of_first_rank(t: Tensor, group: Any) -> Tensor:
+def from_first_rank(t: Tensor, group: Any) -> Tensor:
     """Returns rank 0's tensor on each rank of the group. Overwrites t."""
     with waiting("the exchange of rank 0's rng_state", group):
         dist.broadcast(t, dist.get_global_rank(group, 0), group=group)
     return t
 
 
-def largest(t: Tensor, group: Any, what: str = "the exchange of the largest scores") -> Tensor:
+def all_reduce_max(t: Tensor, group: Any, what: str = "the exchange of the largest scores") -> Tensor:
     """Returns the element-wise maximum over ranks. Overwrites t. what: the name of the exchange in an error."""
     with waiting(what, group):
         dist.all_reduce(t, dist.ReduceOp.MAX, group=group)
     return t
 
 
-class Pending(NamedTuple):
+class PendingReceive(NamedTuple):
     """Tensors in transit, and the work objects to wait for. `what` names them in an error."""
 
     received: tuple[Tensor, ...]
@@ -162,74 +162,74 @@ class Pending(NamedTuple):
         return self.received
 
 
-def begin_fetch(tensors: Sequence[Tensor], route: Route, group: Any) -> tuple[tuple[Tensor, ...], Pending | None]:
+def begin_fetch(tensors: Sequence[Tensor], lists: SendReceiveLists, group: Any) -> tuple[tuple[Tensor, ...], PendingReceive | None]:
     """Starts to fetch the rows [held, ...] that this rank needs from all ranks' tensors [rows, ...].
 
     Returns tensors that contain this rank's own rows, and an object for `finish_fetch` to wait for. None with a single rank.
     """
-    if route.is_local:
+    if lists.is_local:
         rooms = tuple(x.contiguous() for x in tensors)
     else:
-        rooms = tuple(x.new_empty((route.held, *x.shape[1:])) for x in tensors)
-    if route.near is not None and _pulled(tensors, rooms, route, group):
+        rooms = tuple(x.new_empty((lists.held, *x.shape[1:])) for x in tensors)
+    if lists.symmetric is not None and _fetch_symmetric(tensors, rooms, lists, group):
         return rooms, None
-    if route.is_alone or not route.by_runs:
-        _place_own(tensors, rooms, route)
-        return rooms, None if route.is_alone else _packed(tensors, route, group)
-    places = route.held_sends
+    if lists.is_alone or not lists.by_runs:
+        _copy_own_rows(tensors, rooms, lists)
+        return rooms, None if lists.is_alone else _exchange_packed(tensors, lists, group)
+    places = lists.held_sends
     if places is None or all(x.is_contiguous() for x in tensors):
-        pending = _by_runs([x.contiguous() for x in tensors], rooms, (route.sends, route.receives), group, KEYS)
-        _place_own(tensors, rooms, route)
+        pending = _exchange_runs([x.contiguous() for x in tensors], rooms, (lists.sends, lists.receives), group, KEYS)
+        _copy_own_rows(tensors, rooms, lists)
         return rooms, pending
-    _place_own(tensors, rooms, route)  # makes contiguous runs of them
-    return rooms, _by_runs(rooms, rooms, (places, route.receives), group, KEYS)
+    _copy_own_rows(tensors, rooms, lists)  # makes contiguous runs of them
+    return rooms, _exchange_runs(rooms, rooms, (places, lists.receives), group, KEYS)
 
 
-def _pulled(tensors: Sequence[Tensor], rooms: Sequence[Tensor], route: Route, group: Any) -> bool:
+def _fetch_symmetric(tensors: Sequence[Tensor], rooms: Sequence[Tensor], lists: SendReceiveLists, group: Any) -> bool:
     """Fetches the rows through symmetric memory, and writes them and own rows to `rooms`. Returns False if there is none."""
-    near = route.near
-    assert near is not None
-    places = starts(near.most_sent, list(map(row_size, tensors)))
+    symmetric = lists.symmetric
+    assert symmetric is not None
+    places = starts(symmetric.most_sent, list(map(row_size, tensors)))
     with waiting(KEYS, group):
-        pulling = peer_memory.begin(group, tensors[0].device, places[-1]) if near.most_sent else None
-        if pulling is None and near.most_sent:
+        pulling = peer_memory.begin(group, tensors[0].device, places[-1]) if symmetric.most_sent else None
+        if pulling is None and symmetric.most_sent:
             return False
         if pulling is None:
-            _place_own(tensors, rooms, route)
+            _copy_own_rows(tensors, rooms, lists)
             return True
-        owns, moves = list(map(as_sent, tensors)), near.moves
-        is_placed = route.is_local or not all(map(peer_memory.can_read, owns))
+        own_tensors, moves = list(map(as_sent, tensors)), symmetric.moves
+        is_placed = lists.is_local or not all(map(peer_memory.can_read, own_tensors))
         if is_placed:
-            _place_own(tensors, rooms, route)
+            _copy_own_rows(tensors, rooms, lists)
         else:  # own rows are copied while the rows of other ranks travel
-            _clear_gaps(rooms, route)
-            moves += tuple(peer_memory.Move(peer_memory.OWN, rows.start, to.start, rows.size) for rows, to in route.own)
-        for x, first in zip(owns, places, strict=False):
-            sent = pulling.room(first, (near.most_sent, *x.shape[1:]), x.dtype)
-            copy_all([(sent[slice(*to)], x[slice(*rows)]) for rows, to in near.copies])
+            _clear_gaps(rooms, lists)
+            moves += tuple(peer_memory.RemoteRows(peer_memory.OWN, rows.start, to.start, rows.size) for rows, to in lists.own)
+        for x, first in zip(own_tensors, places, strict=False):
+            sent = pulling.room(first, (symmetric.most_sent, *x.shape[1:]), x.dtype)
+            copy_all([(sent[slice(*to)], x[slice(*rows)]) for rows, to in symmetric.copies])
         pulling.open()
-        each = zip(places, rooms, owns, strict=False)
+        each = zip(places, rooms, own_tensors, strict=False)
         pulling.pull(*(pull_of_rows(first, room, moves, None if is_placed else own) for first, room, own in each))
         pulling.close()
     return True
 
 
-def _place_own(tensors: Sequence[Tensor], rooms: Sequence[Tensor], route: Route) -> None:
-    whole = list(zip(map(as_sent, tensors), map(as_sent, rooms), strict=True))
-    own = () if route.is_local else route.own
-    copy_all([(room[slice(*places)], x[slice(*rows)]) for x, room in whole for rows, places in own])
-    _clear_gaps(rooms, route)
+def _copy_own_rows(tensors: Sequence[Tensor], rooms: Sequence[Tensor], lists: SendReceiveLists) -> None:
+    pairs = list(zip(map(as_sent, tensors), map(as_sent, rooms), strict=True))
+    own = () if lists.is_local else lists.own
+    copy_all([(room[slice(*places)], x[slice(*rows)]) for x, room in pairs for rows, places in own])
+    _clear_gaps(rooms, lists)
 
 
-def _clear_gaps(rooms: Sequence[Tensor], route: Route) -> None:
+def _clear_gaps(rooms: Sequence[Tensor], lists: SendReceiveLists) -> None:
     for room in map(as_sent, rooms):
-        for gap in route.gaps:
+        for gap in lists.gaps:
             room[slice(*gap)].zero_()
 
 
-def _by_runs(
+def _exchange_runs(
     sources: Sequence[Tensor], rooms: tuple[Tensor, ...], runs: tuple[Sequence[Runs], Sequence[Runs]], group: Any, what: str
-) -> Pending:
+) -> PendingReceive:
     """Starts to send and receive runs of rows. Each run is a message from and to its place.
 
     runs: runs to send and runs to receive, for each rank.
@@ -239,68 +239,70 @@ def _by_runs(
         for rank, (outgoing, incoming) in enumerate(zip(*runs, strict=True)):
             messages += [dist.P2POp(dist.isend, x[slice(*run)], group=group, group_peer=rank) for run in outgoing]
             messages += [dist.P2POp(dist.irecv, room[slice(*run)], group=group, group_peer=rank) for run in incoming]
-    return Pending(rooms, _exchange(messages, what, group), tuple(sources), what)
+    return PendingReceive(rooms, _start_messages(messages, what, group), tuple(sources), what)
 
 
 KEYS, GRADIENTS = "the exchange of keys and values", "the exchange of the gradients of keys and values"
 
 
-def _packed(tensors: Sequence[Tensor], route: Route, group: Any) -> Pending:
+def _exchange_packed(tensors: Sequence[Tensor], lists: SendReceiveLists, group: Any) -> PendingReceive:
     """Starts an all-to-all with one packed message for each rank, or an all-gather if all ranks need all rows."""
-    if route.is_whole:
+    if lists.is_whole:
         own = tuple(x.contiguous() for x in tensors)
-        rooms = tuple(x.new_empty((len(route.sends) * route.rows, *x.shape[1:])) for x in tensors)
+        rooms = tuple(x.new_empty((len(lists.sends) * lists.rows, *x.shape[1:])) for x in tensors)
         with waiting(KEYS, group):
-            return Pending(rooms, [all_gather(room, x, group) for room, x in zip(rooms, own, strict=True)], own, KEYS)
-    counts = [size_of(runs) for runs in route.receives], [size_of(runs) for runs in route.sends]
-    runs = [run for runs in route.sends for run in runs]
+            return PendingReceive(rooms, [all_gather(room, x, group) for room, x in zip(rooms, own, strict=True)], own, KEYS)
+    counts = [size_of(runs) for runs in lists.receives], [size_of(runs) for runs in lists.sends]
+    runs = [run for runs in lists.sends for run in runs]
     sent = tuple(torch.cat([as_sent(x)[slice(*run)] for run in runs]) if runs else as_sent(x)[:0].contiguous() for x in tensors)
     received = tuple(x.new_empty((sum(counts[0]), *x.shape[1:])) for x in tensors)
     with waiting(KEYS, group):
-        works = [all_to_all(to, of, counts, group) for to, of in zip(received, sent, strict=True)]
-    return Pending(received, works, sent, KEYS)
+        works = [all_to_all(target, source, counts, group) for target, source in zip(received, sent, strict=True)]
+    return PendingReceive(received, works, sent, KEYS)
 
 
-def finish_fetch(begun: tuple[tuple[Tensor, ...], Pending | None], route: Route, group: Any) -> tuple[Tensor, ...]:
+def finish_fetch(
+    fetch: tuple[tuple[Tensor, ...], PendingReceive | None], lists: SendReceiveLists, group: Any
+) -> tuple[Tensor, ...]:
     """Returns the rows that this rank needs, in the order of the full sequence."""
-    rooms, pending = begun
+    rooms, pending = fetch
     if pending is None:
         return rooms
     received = pending.wait(group)
-    if not route.by_runs:
+    if not lists.by_runs:
         for x, room in zip(map(as_sent, received), map(as_sent, rooms), strict=True):
             row = 0
-            for runs in route.receives:
+            for runs in lists.receives:
                 for places in runs:
                     room[slice(*places)] = x[row : row + places.size]
                     row += places.size
-                if route.is_whole and not runs:
-                    row += route.rows  # This rank's own rows are in place already.
+                if lists.is_whole and not runs:
+                    row += lists.rows  # This rank's own rows are in place already.
     return rooms
 
 
-class Place(NamedTuple):
+class SourceRows(NamedTuple):
     """Rows of one source of a sum."""
 
     source: int
     rows: slice
 
 
-class Returns(NamedTuple):
+class ReduceScatter(NamedTuple):
     """Reduce-scatter of the gradients of fetched rows. Its sources are this rank's addends, and then the received rows."""
 
-    sent: Steps  # Sums to send to other ranks, in the order of `SendReceiveLists.receives`.
-    own: Steps  # this rank's part of the sums with several addends, one after another
-    arrived: Steps  # Received rows, the only source, are added to the same sums.
-    summed: list[Move]  # destinations of those sums
-    plain: Steps  # this rank's rows with one addend or none
+    sent: SumSteps  # Sums to send to other ranks, in the order of `SendReceiveLists.receives`.
+    own: SumSteps  # this rank's part of the sums with several addends, one after another
+    arrived: SumSteps  # Received rows, the only source, are added to the same sums.
+    summed: list[RowMove]  # destinations of those sums
+    plain: SumSteps  # this rank's rows with one addend or none
     counts: tuple[list[int], list[int]]  # rows for each rank: received, sent
-    place: Place | None  # a source with all of this rank's rows, and maybe rows of others
+    place: SourceRows | None  # a source with all of this rank's rows, and maybe rows of others
     by_runs: bool  # as in `SendReceiveLists`
-    near: Near | None
+    symmetric: SymmetricFetch | None
 
 
-class Made(NamedTuple):
+class LocalGradients(NamedTuple):
     """Gradients that this rank's calls compute: for each call, of held rows, and of rows of this rank's own tensors.
 
     whole: a call whose gradients cover all rows of this rank's tensors, and maybe others. None if there is none.
@@ -308,128 +310,143 @@ class Made(NamedTuple):
 
     calls: int
     whole: int | None
-    held: Sequence[Share]
-    own: Sequence[Share]
+    held: Sequence[Addend]
+    own: Sequence[Addend]
 
 
-def make_returns(route: Route, made: Made) -> Returns:
+def make_reduce_scatter(lists: SendReceiveLists, local: LocalGradients) -> ReduceScatter:
     """Returns the steps that sum the gradients of this rank's calls over ranks.
 
     Sums start with this rank's addends and continue in the order of ranks, so they are deterministic.
     """
     row, sent = 0, NO_STEPS
-    for run in (run for runs in route.receives for run in runs):
-        sent += Steps.of(run, made.held, row)
+    for run in (run for runs in lists.receives for run in runs):
+        sent += SumSteps.of(run, local.held, row)
         row += run.size
-    runs = tuple(run for of in route.sends for run in of)
-    arrivals = [Share(made.calls, run, at.start) for run, at in zip(runs, rows_of(runs), strict=True)]
+    runs = tuple(run for rank_runs in lists.sends for run in rank_runs)
+    arrivals = [Addend(local.calls, run, place.start) for run, place in zip(runs, rows_of(runs), strict=True)]
     row, steps, plain = 0, NO_STEPS, NO_STEPS
-    summed: list[Move] = []
-    away = without((Run(0, route.rows),), [rows for rows, _ in route.own])
-    for rows, places in (*route.own, *((run, None) for run in away)):
+    summed: list[RowMove] = []
+    not_needed = without((Run(0, lists.rows),), [rows for rows, _ in lists.own])
+    for rows, places in (*lists.own, *((run, None) for run in not_needed)):
         moved = 0 if places is None else places.start - rows.start
 
-        def here(run: Run, by: int = moved) -> Run:
+        def shifted(run: Run, by: int = moved) -> Run:
             return Run(run.start - by, run.stop - by)
 
-        of_held = [] if places is None else [share._replace(rows=here(share.rows)) for share in made.held]
-        own = sorted([*of_held, *made.own])
-        both = union([*runs, *_several([share.rows for share in own])])
-        for run in common(both, (rows,)):
-            steps += Steps.of(run, [*own, *arrivals], row)
-            summed.append(Move(slice(*run), 0, slice(row, row + run.size)))
+        held_addends = [] if places is None else [share._replace(rows=shifted(share.rows)) for share in local.held]
+        addends = sorted([*held_addends, *local.own])
+        summed_runs = union([*runs, *_overlaps([share.rows for share in addends])])
+        for run in common(summed_runs, (rows,)):
+            steps += SumSteps.of(run, [*addends, *arrivals], row)
+            summed.append(RowMove(slice(*run), 0, slice(row, row + run.size)))
             row += run.size
-        for run in without((rows,), both):
-            plain += Steps.of(run, own, run.start)
-    counts = [size_of(of) for of in route.sends], [size_of(of) for of in route.receives]
-    return Returns(sent, *steps.apart(made.calls), summed, plain, counts, _place_of_all(route, made), route.by_runs, route.near)
+        for run in without((rows,), summed_runs):
+            plain += SumSteps.of(run, addends, run.start)
+    counts = [size_of(rank_runs) for rank_runs in lists.sends], [size_of(rank_runs) for rank_runs in lists.receives]
+    return ReduceScatter(
+        sent,
+        *steps.split_sources(local.calls),
+        summed,
+        plain,
+        counts,
+        _source_of_all_rows(lists, local),
+        lists.by_runs,
+        lists.symmetric,
+    )
 
 
-def _place_of_all(route: Route, made: Made) -> Place | None:
-    if made.whole is not None:
-        return Place(made.whole, slice(0, route.rows))
-    places = [places for _, places in route.own]
-    if made.calls != 1 or len(made.held) != 1 or len(places) != 1 or places[0].size != route.rows:
+def _source_of_all_rows(lists: SendReceiveLists, local: LocalGradients) -> SourceRows | None:
+    if local.whole is not None:
+        return SourceRows(local.whole, slice(0, lists.rows))
+    places = [places for _, places in lists.own]
+    if local.calls != 1 or len(local.held) != 1 or len(places) != 1 or places[0].size != lists.rows:
         return None
-    [(source, share, first)], [of] = made.held, places
-    if of.start < share.start or of.stop > share.stop:
+    [(source, rows, first)], [place] = local.held, places
+    if place.start < rows.start or place.stop > rows.stop:
         return None
-    return Place(source, slice(of.start - share.start + first, of.stop - share.start + first))
+    return SourceRows(source, slice(place.start - rows.start + first, place.stop - rows.start + first))
 
 
-def _several(runs: Sequence[Run]) -> Runs:
+def _overlaps(runs: Sequence[Run]) -> Runs:
     """Returns the positions that are in more than one of the runs."""
     written: Runs = ()
-    found: list[Run] = []
+    overlaps: list[Run] = []
     for run in runs:
-        found += common(written, (run,))
+        overlaps += common(written, (run,))
         written = union((*written, run))
-    return union(found)
+    return union(overlaps)
 
 
-def begin_return(
-    shares: Sequence[Sequence[Tensor]], rooms: Sequence[Tensor], dtype: torch.dtype, returns: Returns, group: Any
-) -> Pending:
+def begin_reduce_scatter(
+    shares: Sequence[Sequence[Tensor]], rooms: Sequence[Tensor], dtype: torch.dtype, reduce_scatter: ReduceScatter, group: Any
+) -> PendingReceive:
     """Starts to send the gradients of fetched rows to the ranks that own the rows.
 
     shares: this rank's addends for each tensor in `rooms`. They are summed before they are sent, in `dtype`.
     """
-    receives, sends = returns.counts
+    receives, sends = reduce_scatter.counts
     received = tuple(torch.empty((sum(receives), *room.shape[1:]), dtype=dtype, device=room.device) for room in rooms)
-    near = returns.near
-    if near is not None and near.most_fetched:
-        places = starts(near.most_fetched, list(map(row_size, received)))
+    symmetric = reduce_scatter.symmetric
+    if symmetric is not None and symmetric.most_fetched:
+        places = starts(symmetric.most_fetched, list(map(row_size, received)))
         with waiting(GRADIENTS, group):
             pulling = peer_memory.begin(group, rooms[0].device, places[-1])
             if pulling is not None:
-                rows = near.most_fetched
-                sent = tuple(pulling.room(at, (rows, *x.shape[1:]), dtype) for x, at in zip(received, places, strict=False))
-                returns.sent.run(sent, shares)
+                rows = symmetric.most_fetched
+                sent = tuple(pulling.room(first, (rows, *x.shape[1:]), dtype) for x, first in zip(received, places, strict=False))
+                reduce_scatter.sent.run(sent, shares)
                 pulling.open()
-                pulling.pull(*(pull_of_rows(at, x, near.back) for x, at in zip(received, places, strict=False)))
+                pulling.pull(*(pull_of_rows(first, x, symmetric.back) for x, first in zip(received, places, strict=False)))
                 pulling.close()
-                return Pending(received, [], (), GRADIENTS)
+                return PendingReceive(received, [], (), GRADIENTS)
     sent = tuple(torch.empty((sum(sends), *room.shape[1:]), dtype=dtype, device=room.device) for room in rooms)
-    returns.sent.run(sent, shares)
+    reduce_scatter.sent.run(sent, shares)
     if len(sends) == 1:
-        return Pending(received, [], sent, GRADIENTS)
-    if returns.by_runs:  # one exchange for all tensors
-        return _by_runs(sent, received, (_by_rank(sends), _by_rank(receives)), group, GRADIENTS)
+        return PendingReceive(received, [], sent, GRADIENTS)
+    if reduce_scatter.by_runs:  # one exchange for all tensors
+        return _exchange_runs(sent, received, (_runs_by_rank(sends), _runs_by_rank(receives)), group, GRADIENTS)
     with waiting(GRADIENTS, group):
-        works = [all_to_all(to, of, returns.counts, group) for to, of in zip(received, sent, strict=True)]
-    return Pending(received, works, sent, GRADIENTS)
+        works = [all_to_all(target, source, reduce_scatter.counts, group) for target, source in zip(received, sent, strict=True)]
+    return PendingReceive(received, works, sent, GRADIENTS)
 
 
-def _by_rank(counts: Sequence[int]) -> list[Runs]:
+def _runs_by_rank(counts: Sequence[int]) -> list[Runs]:
     """Returns the rows of each rank in a tensor with `counts` rows of one rank after another."""
     ends = itertools.accumulate(counts, initial=0)
     return [(Run(*pair),) if pair[1] > pair[0] else () for pair in itertools.pairwise(ends)]
 
 
-def own_sums(
-    shares: Sequence[Sequence[Tensor]], totals: Sequence[Tensor], dtype: torch.dtype, returns: Returns, place: Place | None
+def sum_own(
+    shares: Sequence[Sequence[Tensor]],
+    totals: Sequence[Tensor],
+    dtype: torch.dtype,
+    reduce_scatter: ReduceScatter,
+    place: SourceRows | None,
 ) -> list[Tensor]:
     """Returns this rank's part of the sums with several addends, in `dtype`, and writes all other rows to `totals`.
 
     This needs no data of other ranks. place: rows of the addends that `totals` already are, so that they are not copied. None:
     there are no such rows.
     """
-    rows = sum(move.rows.stop - move.rows.start for move in returns.summed)
+    rows = sum(move.rows.stop - move.rows.start for move in reduce_scatter.summed)
     sums = [torch.empty((rows, *t.shape[1:]), dtype=dtype, device=t.device) for t in totals]
-    returns.own.run(sums, shares)
-    plain = returns.plain if place is None else returns.plain.without(place.source)
+    reduce_scatter.own.run(sums, shares)
+    plain = reduce_scatter.plain if place is None else reduce_scatter.plain.without(place.source)
     plain.run(totals, shares)
     return sums
 
 
-def finish_return(pending: Pending, sums: Sequence[Tensor], totals: Sequence[Tensor], returns: Returns, group: Any) -> None:
+def finish_reduce_scatter(
+    pending: PendingReceive, sums: Sequence[Tensor], totals: Sequence[Tensor], reduce_scatter: ReduceScatter, group: Any
+) -> None:
     """Adds the received gradients to the results of `sum_own`, and writes the sums to this rank's rows of `totals`."""
     received = pending.wait(group)
-    returns.arrived.run(sums, [(t,) for t in received])
-    copy_all([(total[to], of[at]) for total, of in zip(totals, sums, strict=True) for to, _, at in returns.summed])
+    reduce_scatter.arrived.run(sums, [(t,) for t in received])
+    copy_all([(total[to], sum_[rows]) for total, sum_ in zip(totals, sums, strict=True) for to, _, rows in reduce_scatter.summed])
 
 
-def _exchange(messages: list[Any], what: str, group: Any) -> Sequence[Any]:
+def _start_messages(messages: list[Any], what: str, group: Any) -> Sequence[Any]:
     """Starts messages. NCCL uses the current device, which may differ from the device of the tensors."""
     if not messages:
         return []
@@ -450,7 +467,7 @@ def rotate(x: Tensor, rows: int, group: Any) -> tuple[Tensor, Sequence[Any]]:
         messages.append(dist.P2POp(dist.isend, as_sent(x.contiguous()), group=group, group_peer=(rank + 1) % ranks))
     if rows:
         messages.append(dist.P2POp(dist.irecv, as_sent(received), group=group, group_peer=(rank - 1) % ranks))
-    return received, _exchange(messages, RING, group)
+    return received, _start_messages(messages, RING, group)
 
 
 def wait(works: Sequence[Any], group: Any) -> None:

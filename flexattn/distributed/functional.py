@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flexattn.distributed.plans import Plan
-from flexattn.distributed.whole_call import Options, checked
+from flexattn.distributed.whole_call import Options, checked_call
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -68,4 +68,4 @@ def attention(
         from flexattn.distributed.compiled import attend  # imported here, because it imports Dynamo
 
         return attend(q, k, v, plan, strategy, dict(options))
-    return checked(q, k, v, plan, strategy, dict(options)).run()
+    return checked_call(q, k, v, plan, strategy, dict(options)).run()

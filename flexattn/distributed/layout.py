@@ -82,9 +82,9 @@ def dealt(
     even = _deal(areas, wanted, ranks, 0.0)
     best, limit = even, max(MOST_IMBALANCE * sum(areas) / ranks, max(even.loads))
     for slack in SLACKS if len(chunks) * ranks <= most_choices else ():
-        found = _deal(areas, wanted, ranks, slack)
-        if max(found.loads) <= limit and found.fetched < best.fetched:
-            best = found
+        deal = _deal(areas, wanted, ranks, slack)
+        if max(deal.loads) <= limit and deal.fetched < best.fetched:
+            best = deal
     return tuple(joined(chunks[i] for i in sorted(own)) for own in best.chunks)
 
 
@@ -117,36 +117,36 @@ def _deal(areas: Sequence[int], wanted: Sequence[int], ranks: int, slack: float)
 
 def _bits(runs: Iterable[Run], starts: Sequence[int]) -> int:
     """Returns an int with one bit for each chunk that the runs touch. starts: of the chunks; the last one has no end."""
-    found = 0
+    bits = 0
     for run in runs:
         if run.size:
             first, last = (bisect.bisect_right(starts, position) - 1 for position in (run.start, run.stop - 1))
-            found |= ((1 << (last - first + 1)) - 1) << first
-    return found
+            bits |= ((1 << (last - first + 1)) - 1) << first
+    return bits
 
 
 def joined(runs: Iterable[Run]) -> Runs:
     """Returns the runs in their order, without empty ones and with adjacent ones joined."""
-    found: list[Run] = []
+    result: list[Run] = []
     for run in runs:
         if run.size == 0:
             continue
-        if found and found[-1].stop == run.start:
-            found[-1] = Run(found[-1].start, run.stop)
+        if result and result[-1].stop == run.start:
+            result[-1] = Run(result[-1].start, run.stop)
         else:
-            found.append(run)
-    return tuple(found)
+            result.append(run)
+    return tuple(result)
 
 
 def union(runs: Iterable[Run]) -> Runs:
     """Returns the positions of all runs as sorted, disjoint runs."""
-    found: list[Run] = []
+    result: list[Run] = []
     for run in sorted(run for run in runs if run.size):
-        if found and run.start <= found[-1].stop:
-            found[-1] = Run(found[-1].start, max(found[-1].stop, run.stop))
+        if result and run.start <= result[-1].stop:
+            result[-1] = Run(result[-1].start, max(result[-1].stop, run.stop))
         else:
-            found.append(run)
-    return tuple(found)
+            result.append(run)
+    return tuple(result)
 
 
 def common(a: Runs, b: Iterable[Run]) -> Iterator[Run]:
@@ -190,16 +190,16 @@ def row_of(position: int, runs: Runs, rows: Sequence[Run]) -> int:
 
 def positions(rows: Run, held: Runs) -> Runs:
     """Returns the positions of some rows of a tensor that holds the runs `held`."""
-    found = []
+    result = []
     for run, at in zip(held, rows_of(held), strict=True):
         first, last = max(rows.start, at.start), min(rows.stop, at.stop)
         if first < last:
-            found.append(Run(run.start + first - at.start, run.start + last - at.start))
-    return tuple(found)
+            result.append(Run(run.start + first - at.start, run.start + last - at.start))
+    return tuple(result)
 
 
 def places(runs: Runs, held: Runs) -> Runs:
     """Returns the rows of `runs` in a tensor that holds the runs `held`. Each run must lie in one of these."""
     rows = rows_of(held)
-    found = [(row_of(run.start, held, rows), run.size) for run in runs]
-    return joined(Run(row, row + size) for row, size in found)
+    starts = [(row_of(run.start, held, rows), run.size) for run in runs]
+    return joined(Run(row, row + size) for row, size in starts)

@@ -20,7 +20,7 @@ from flexattn.distributed.blocks import Blocks
 from flexattn.distributed.layout import Run, Runs
 
 
-class Side(NamedTuple):
+class DocumentOffsets(NamedTuple):
     """Documents in a full tensor: the first token and the length of each."""
 
     starts: tuple[int, ...]
@@ -62,12 +62,12 @@ class Mask:
         return document if len(self.lengths_q) > 1 else None
 
     @functools.cached_property
-    def q(self) -> Side:
-        return Side(tuple(itertools.accumulate(self.lengths_q, initial=0))[:-1], self.lengths_q)
+    def q(self) -> DocumentOffsets:
+        return DocumentOffsets(tuple(itertools.accumulate(self.lengths_q, initial=0))[:-1], self.lengths_q)
 
     @functools.cached_property
-    def kv(self) -> Side:
-        return Side(tuple(itertools.accumulate(self.lengths_kv, initial=0))[:-1], self.lengths_kv)
+    def kv(self) -> DocumentOffsets:
+        return DocumentOffsets(tuple(itertools.accumulate(self.lengths_kv, initial=0))[:-1], self.lengths_kv)
 
     def shift(self, document: int) -> int:
         return self.lengths_kv[document] - self.lengths_q[document] if self.bottom_right else 0
@@ -105,8 +105,8 @@ class Mask:
     @functools.cached_property
     def ends(self) -> tuple[int, ...]:
         """[documents + 1]: the scores in the bands of all documents before each."""
-        of_all = (self.scores(document, Run(0, length)) for document, length in enumerate(self.lengths_q))
-        return tuple(itertools.accumulate(of_all, initial=0))
+        areas = (self.scores(document, Run(0, length)) for document, length in enumerate(self.lengths_q))
+        return tuple(itertools.accumulate(areas, initial=0))
 
     def area(self, queries: Run) -> int:
         """Returns the number of scores of a run of the full sequence's queries. A block with a visible score counts in full."""
@@ -213,15 +213,15 @@ def merged(pieces: Sequence[Piece]) -> list[Piece]:
     A joined piece knows only the positions of its first query and key. So do not join pieces if a mod, a bias or ALiBi reads
     positions.
     """
-    found = list(pieces)
-    for i in range(len(found) - 1, 0, -1):
+    joined = list(pieces)
+    for i in range(len(joined) - 1, 0, -1):
         for j in range(i - 1, -1, -1):
-            one = _merged(found[j], found[i])
+            one = _merged(joined[j], joined[i])
             if one is not None:
-                found[j] = one
-                del found[i]
+                joined[j] = one
+                del joined[i]
                 break
-    return found
+    return joined
 
 
 def _merged(a: Piece, b: Piece) -> Piece | None:

@@ -34,7 +34,7 @@ MOST_BYTES = 1 << 30  # Largest symmetric memory of a rank. Larger exchanges use
 _LEAST_BYTES = 32 << 20
 
 
-class Side(NamedTuple):
+class RowLayout(NamedTuple):
     """Layout of rows: row r begins at element `r * stride + column`, plus `n * step` for rows of source n."""
 
     stride: int
@@ -45,7 +45,7 @@ class Side(NamedTuple):
 OWN = -1  # the source of a move from a tensor of this rank outside of symmetric memory: `own` of a pull
 
 
-class Move(NamedTuple):
+class RemoteRows(NamedTuple):
     """Rows of one source, a rank or `OWN`, and the first row of their destination."""
 
     source: int
@@ -63,8 +63,8 @@ class Pull(NamedTuple):
 
     out: Tensor
     first: int
-    moves: tuple[Move, ...]
-    sides: tuple[Side, Side]
+    moves: tuple[RemoteRows, ...]
+    sides: tuple[RowLayout, RowLayout]
     width: int
     own: Tensor | None = None
 
@@ -79,7 +79,7 @@ class Memory(Protocol):
         """Makes the current stream wait until every rank's stream has reached its barrier."""
 
 
-class _Symmetric:
+class _SymmetricMemory:
     def __init__(self, group: Any, device: torch.device, size: int) -> None:
         from torch.distributed import _symmetric_memory as symmetric  # imported here, because only GPUs have it
 
@@ -147,7 +147,7 @@ class PeerMemory:
 class Exchange(NamedTuple):
     """One exchange: memory that this rank may write, and the memory of the others."""
 
-    of_group: PeerMemory
+    owner: PeerMemory
     memory: Memory
 
     def room(self, first: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -166,14 +166,14 @@ class Exchange(NamedTuple):
         for i in range(0, len(pulls), MOST_OUTS):
             part = pulls[i : i + MOST_OUTS]
             shapes = tuple((first, moves, sides, width, out.element_size()) for out, first, moves, sides, width, _ in part)
-            table = _table(shapes, self.of_group.rank, part[0].out.device)
+            table = _table(shapes, self.owner.rank, part[0].out.device)
             if table.blocks.numel():
                 owns = [pull.out if pull.own is None else pull.own for pull in part]
                 pull_rows([pull.out for pull in part], owns, self.memory.addresses, table)
 
     def close(self) -> None:
         """Ends the exchange. Later work on this stream can use the pulled rows."""
-        self.of_group.end()
+        self.owner.end()
 
 
 UNIT = 128  # alignment of tensors in an exchange, in bytes
@@ -200,60 +200,60 @@ def _table(shapes: tuple[Any, ...], rank: int, device: torch.device) -> Any:
         for source, first, to, rows in moves:
             begin = 0 if source == OWN else at
             places = begin + (first * read.stride + read.column) * size, (to * written.stride + source * written.step) * size
-            of_row = width * size, read.stride * size, written.stride * size
-            blocks.append(Block(number, source, *places, rows if width else 0, *of_row))
+            row_sizes = width * size, read.stride * size, written.stride * size
+            blocks.append(Block(number, source, *places, rows if width else 0, *row_sizes))
     table = make_table(blocks, rank + 1)
     return table._replace(blocks=table.blocks.to(device))
 
 
-_OF_GROUPS: dict[tuple[Any, torch.device], PeerMemory | None] = {}
+_MEMORIES: dict[tuple[Any, torch.device], PeerMemory | None] = {}
 
 
 def are_near(group: Any, device: torch.device) -> bool:
     """Returns whether a group's ranks use symmetric memory, equal on all ranks. The first call is a collective."""
-    return _of_group(group, device) is not None
+    return _group_memory(group, device) is not None
 
 
 def shared_bytes(group: Any, device: torch.device) -> int:
     """Returns the bytes of symmetric memory that each rank of a group has now. torch's allocator does not count them."""
-    found = _OF_GROUPS.get((group, device))
-    return 0 if found is None or found.memory is None else found.memory.own.numel()
+    peer = _MEMORIES.get((group, device))
+    return 0 if peer is None or peer.memory is None else peer.memory.own.numel()
 
 
 def begin(group: Any, device: torch.device, size: int) -> Exchange | None:
     """Returns an exchange with `size` bytes of memory, or None if messages must be used. size: equal on all ranks."""
-    found = _of_group(group, device)
-    if found is None or size > MOST_BYTES:
+    peer = _group_memory(group, device)
+    if peer is None or size > MOST_BYTES:
         return None
-    if is_capturing(device) and (found.memory is None or found.memory.own.numel() < size):
+    if is_capturing(device) and (peer.memory is None or peer.memory.own.numel() < size):
         return None
-    found.grow(size)
-    return Exchange(found, found.begin())
+    peer.grow(size)
+    return Exchange(peer, peer.begin())
 
 
-def _of_group(group: Any, device: torch.device) -> PeerMemory | None:
+def _group_memory(group: Any, device: torch.device) -> PeerMemory | None:
     if options.peer_memory() == "never" or not 2 <= group.size() <= MOST_RANKS:
         return None
     key = (group, device)
-    if key not in _OF_GROUPS:
+    if key not in _MEMORIES:
         if device.type != "cuda" or is_capturing(device):
             return None
-        _OF_GROUPS[key] = _found(group, device)
-    return _OF_GROUPS[key]
+        _MEMORIES[key] = _make_group_memory(group, device)
+    return _MEMORIES[key]
 
 
-def _found(group: Any, device: torch.device) -> PeerMemory | None:
+def _make_group_memory(group: Any, device: torch.device) -> PeerMemory | None:
     """Returns a group's memory, or None if ranks are on several hosts or a GPU cannot read another's memory."""
     if not is_over_nccl(group):
         return None
     ranks: list[Any] = [None] * group.size()
-    dist.all_gather_object(ranks, _seen_from(device), group=group)
+    dist.all_gather_object(ranks, _host_and_gpus(device), group=group)
     hosts, gpus, unread = zip(*ranks, strict=True)
-    is_near = len(set(hosts)) == 1 and not any(of & set(gpus) for of in unread)
-    return PeerMemory(group.rank(), device, functools.partial(_Symmetric, group, device)) if is_near else None
+    is_near = len(set(hosts)) == 1 and not any(names & set(gpus) for names in unread)
+    return PeerMemory(group.rank(), device, functools.partial(_SymmetricMemory, group, device)) if is_near else None
 
 
-def _seen_from(device: torch.device) -> tuple[tuple[str, str], str, set[str]]:
+def _host_and_gpus(device: torch.device) -> tuple[tuple[str, str], str, set[str]]:
     """Returns names of the machine and of the GPU, and the names of visible GPUs whose memory it cannot read."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     others = [i for i in range(torch.cuda.device_count()) if i != device.index]

@@ -73,24 +73,24 @@ def _draw_scores(ax: Axes, plan: Plan, colours: list[Any]) -> None:
 def _seen(plan: Plan, rows: Tensor, columns: Tensor) -> Tensor:
     """Returns whether each query sees each key, both positions in the full sequence: bool [rows, columns]."""
     mask, documents = plan.mask, torch.arange(len(plan.mask.lengths_q), device="cpu")
-    of_q, of_kv = (
+    documents_q, documents_kv = (
         torch.repeat_interleave(documents, torch.tensor(lengths, device="cpu")) for lengths in (mask.lengths_q, mask.lengths_kv)
     )
-    of_rows, of_columns = of_q[rows], of_kv[columns]
+    row_documents, column_documents = documents_q[rows], documents_kv[columns]
     shift = torch.tensor([mask.shift(document) for document in range(len(documents))], device="cpu")
-    diagonal = rows - torch.tensor(mask.q.starts, device="cpu")[of_rows] + shift[of_rows]
-    distance = (columns - torch.tensor(mask.kv.starts, device="cpu")[of_columns])[None] - diagonal[:, None]
-    seen = of_rows[:, None] == of_columns[None]
+    diagonal = rows - torch.tensor(mask.q.starts, device="cpu")[row_documents] + shift[row_documents]
+    distance = (columns - torch.tensor(mask.kv.starts, device="cpu")[column_documents])[None] - diagonal[:, None]
+    seen = row_documents[:, None] == column_documents[None]
     if mask.left is not None:
         seen &= distance >= -mask.left
     if mask.right is not None:
         seen &= distance <= mask.right
     if mask.blocks is not None:  # a partly visible block is drawn in full, because all of it is computed
-        blocks, of_blocks = mask.blocks, mask.blocks.seen.any(0, keepdim=True) if len(documents) == 1 else mask.blocks.seen
-        row = (rows - torch.tensor(mask.q.starts, device="cpu")[of_rows]) // blocks.size_q
-        column = (columns - torch.tensor(mask.kv.starts, device="cpu")[of_columns]) // blocks.size_kv
-        found = of_blocks[of_rows if of_blocks.shape[0] > 1 else of_rows * 0]
-        seen &= found[torch.arange(len(rows), device="cpu")[:, None], row[:, None].clamp(max=found.shape[1] - 1), column[None]]
+        blocks, seen_blocks = mask.blocks, mask.blocks.seen.any(0, keepdim=True) if len(documents) == 1 else mask.blocks.seen
+        row = (rows - torch.tensor(mask.q.starts, device="cpu")[row_documents]) // blocks.size_q
+        column = (columns - torch.tensor(mask.kv.starts, device="cpu")[column_documents]) // blocks.size_kv
+        shown = seen_blocks[row_documents if seen_blocks.shape[0] > 1 else row_documents * 0]
+        seen &= shown[torch.arange(len(rows), device="cpu")[:, None], row[:, None].clamp(max=shown.shape[1] - 1), column[None]]
     return seen
 
 

@@ -67,7 +67,7 @@ class Plan:
     mask: Mask
     host: int
     group: ProcessGroup | None = dataclasses.field(default=None, repr=False)
-    of_hosts: tuple[ProcessGroup, ProcessGroup] | None = dataclasses.field(default=None, repr=False)
+    host_groups: tuple[ProcessGroup, ProcessGroup] | None = dataclasses.field(default=None, repr=False)
     given: tuple[str, ...] = dataclasses.field(default=(), repr=False)
     token: Tensor = dataclasses.field(init=False, repr=False)  # int64 [], by which a compiled call finds its plan
 
@@ -100,7 +100,7 @@ class Plan:
 
     def __getstate__(self) -> dict[str, Any]:
         own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.init}
-        return own | {"group": None, "of_hosts": None}
+        return own | {"group": None, "host_groups": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -108,12 +108,12 @@ class Plan:
 
     def on(self, group_or_mesh: ProcessGroup | DeviceMesh) -> Plan:
         """Returns the plan with a group of the same size. Use it after you unpickle a plan."""
-        ranks, host, group, of_hosts = _group_of(group_or_mesh)
+        ranks, host, group, host_groups = _group_of(group_or_mesh)
         if (ranks, host) != (self.ranks, self.host):
             raise ValueError(
                 f"group_or_mesh has {ranks} ranks, {host} a host, and the plan {self.ranks}, {self.host} a host; accepted: as many"
             )
-        return dataclasses.replace(self, group=group, of_hosts=of_hosts)
+        return dataclasses.replace(self, group=group, host_groups=host_groups)
 
     @property
     def rank(self) -> int:
@@ -155,7 +155,7 @@ class Plan:
             )
         if window_size is None:
             window_size = OPEN_WINDOW
-        given, band = _given(attn_mask_type or "no_mask", window_size, bottom_right_diagonal, block_mask)
+        given, band = _named_arguments(attn_mask_type or "no_mask", window_size, bottom_right_diagonal, block_mask)
         lengths = self.mask.lengths_q, self.mask.lengths_kv
         mask = Mask(*band, *lengths, _blocks(block_mask, lengths, self.is_packed))
         return dataclasses.replace(self, mask=mask, given=given)
@@ -192,13 +192,13 @@ class Plan:
         """Returns the most that any rank computes and receives, in scores and in rows of keys and queries."""
         ranks = range(self.ranks)
         whole = sum(self.area(rank) for rank in ranks)
-        most_q, most_kv = (max(size_of(runs) for runs in of) for of in (self.q_runs, self.kv_runs))
+        most_q, most_kv = (max(size_of(runs) for runs in side_runs) for side_runs in (self.q_runs, self.kv_runs))
         if strategy == "ulysses":
             return Work((whole / self.ranks,), 0, 0, most_q, self.length, self.length_kv)
         if strategy == "ring":
             # an estimate: the pieces of all pairs of ranks take long to compute
-            of_step = max(self.area(rank) for rank in ranks) / self.ranks
-            return Work((of_step,) * self.ranks, most_kv, most_kv, most_q, most_q, 2 * most_kv)
+            step_area = max(self.area(rank) for rank in ranks) / self.ranks
+            return Work((step_area,) * self.ranks, most_kv, most_kv, most_q, most_q, 2 * most_kv)
         received, held = 0, 0
         for rank in ranks:
             keys = self.fetched(strategy, rank)
@@ -209,20 +209,20 @@ class Plan:
 
     def predictions(self, heads: Heads, rates: Rates = DEFAULT_RATES) -> dict[str, Prediction | str]:
         """Returns the predicted cost of each strategy, or the reason why it cannot run."""
-        found: dict[str, Prediction | str] = {}
+        result: dict[str, Prediction | str] = {}
         for strategy in STRATEGIES:
             refusal = self.refusal(strategy, heads)
             if refusal:
-                found[strategy] = refusal
+                result[strategy] = refusal
             elif strategy == "ulysses+ring":
-                most_q, most_kv = (max(size_of(runs) for runs in of) for of in (self.q_runs, self.kv_runs))
+                most_q, most_kv = (max(size_of(runs) for runs in side_runs) for side_runs in (self.q_runs, self.kv_runs))
                 area = float(max(self.area(rank) for rank in range(self.ranks)))
                 work = Work((area,), most_kv, most_kv, most_q, most_q, most_kv)
-                found[strategy] = predict_hosts(work, heads, self.ranks // self.host, self.host, rates)
+                result[strategy] = predict_hosts(work, heads, self.ranks // self.host, self.host, rates)
             else:
                 reached = between_hosts(strategy, self.ranks, self.host, rates)
-                found[strategy] = predict(strategy, self.work(strategy), heads, self.ranks, reached)
-        return found
+                result[strategy] = predict(strategy, self.work(strategy), heads, self.ranks, reached)
+        return result
 
     def refusal(self, strategy: str, heads: Heads) -> str:
         """Returns the reason why a strategy cannot run, or ""."""
@@ -276,21 +276,21 @@ class Plan:
 def plan_of(token: Tensor) -> Plan:
     """Returns the plan with this token. Raises RuntimeError if the plan no longer exists."""
     number = int(token)
-    found = _KNOWN.get(number)
-    if found is None:
+    known = _KNOWN.get(number)
+    if known is None:
         raise RuntimeError(
             f"the plan of a compiled flexattn.distributed.attention is gone, and {_MOST_RECENT} others were used since; accepted: "
             "one that is kept until its backward has run"
         )
-    _RECENT[number] = found
+    _RECENT[number] = known
     _RECENT.move_to_end(number)
     if len(_RECENT) > _MOST_RECENT:
         _RECENT.popitem(last=False)
-    return found
+    return known
 
 
 def _pieces(mask: Mask, queries: Runs, keys: Runs) -> list[Piece]:
-    found = []
+    pieces = []
     key_rows = rows_of(keys)
     for run, rows in zip(queries, rows_of(queries), strict=True):
         for document, part in mask.q.within(run):
@@ -303,36 +303,36 @@ def _pieces(mask: Mask, queries: Runs, keys: Runs) -> list[Piece]:
                     continue
                 piece = make_piece(mask, document, part, seen, (row, row_of(start + seen.start, keys, key_rows)))
                 if piece is not None:
-                    found.append(piece)
-    return found
+                    pieces.append(piece)
+    return pieces
 
 
 @functools.lru_cache(maxsize=32)
 def _inside_host(plan: Plan) -> tuple[Plan, Plan]:
-    if plan.of_hosts is None:
+    if plan.host_groups is None:
         raise ValueError("the plan has no process groups of hosts; accepted: one made of a mesh of two dims, or plan.on(mesh)")
-    between, inside = plan.of_hosts
-    here = plan.rank // plan.host
-    ranks_here = slice(here * plan.host, (here + 1) * plan.host)
+    between, inside = plan.host_groups
+    own_host = plan.rank // plan.host
+    own_ranks = slice(own_host * plan.host, (own_host + 1) * plan.host)
     hosts: list[tuple[Runs, ...]] = []
     own: list[tuple[Runs, ...]] = []
-    for of_all in (plan.q_runs, plan.kv_runs):
-        of_hosts = [union(run for runs in of_all[i : i + plan.host] for run in runs) for i in range(0, plan.ranks, plan.host)]
-        rows = rows_of(of_hosts[here])
-        places = [[(row_of(run.start, of_hosts[here], rows), run.size) for run in runs] for runs in of_all[ranks_here]]
-        hosts.append(tuple(of_hosts))
+    for side in (plan.q_runs, plan.kv_runs):
+        host_runs = [union(run for runs in side[i : i + plan.host] for run in runs) for i in range(0, plan.ranks, plan.host)]
+        rows = rows_of(host_runs[own_host])
+        places = [[(row_of(run.start, host_runs[own_host], rows), run.size) for run in runs] for runs in side[own_ranks]]
+        hosts.append(tuple(host_runs))
         own.append(tuple(tuple(Run(row, row + size) for row, size in runs) for runs in places))
     count = plan.ranks // plan.host
     inner: dict[str, Any] = {"ranks": plan.host, "host": plan.host, "q_runs": own[0], "kv_runs": own[1], "group": inside}
     outer: dict[str, Any] = {"ranks": count, "host": count, "q_runs": hosts[0], "kv_runs": hosts[1], "group": between}
-    return dataclasses.replace(plan, **inner, of_hosts=None), dataclasses.replace(plan, **outer, of_hosts=None)
+    return dataclasses.replace(plan, **inner, host_groups=None), dataclasses.replace(plan, **outer, host_groups=None)
 
 
 @functools.lru_cache(maxsize=256)
 def _cheapest(plan: Plan, heads: Heads, rates: Rates) -> str:
     predictions = plan.predictions(heads, rates)
-    fits = {name: found for name, found in predictions.items() if isinstance(found, Prediction)}
-    small = {name: found for name, found in fits.items() if found.held_bytes <= rates.most_bytes}
+    fits = {name: prediction for name, prediction in predictions.items() if isinstance(prediction, Prediction)}
+    small = {name: prediction for name, prediction in fits.items() if prediction.held_bytes <= rates.most_bytes}
     times = {name: fits[name].forward_ms + fits[name].backward_ms for name in small or fits}
     least = min(times.values())
     # Prefer Ulysses in a tie: its dk and dv are bitwise identical to those of one process. One rank exchanges nothing.
@@ -377,10 +377,10 @@ def plan(
     Raises:
         ValueError, TypeError: an invalid argument. The text names it, its value and the accepted values.
     """
-    ranks, host, group, of_hosts = _group_of(group_or_mesh)
+    ranks, host, group, host_groups = _group_of(group_or_mesh)
     if attn_mask_type is None:
         attn_mask_type = "causal" if block_mask is None else "no_mask"
-    given, (left, right, bottom_right) = _given(attn_mask_type, window_size, bottom_right_diagonal, block_mask)
+    given, (left, right, bottom_right) = _named_arguments(attn_mask_type, window_size, bottom_right_diagonal, block_mask)
     if (length is None) == (documents is None):
         raise ValueError(f"length is {length} and documents {'None' if documents is None else 'given'}; accepted: one of the two")
     is_packed = documents is not None
@@ -407,10 +407,10 @@ def plan(
     else:
         q_runs = dealt(mask, ranks, None if same else layouts.contiguous(total_kv, ranks))
     kv_runs = q_runs if same else layouts.contiguous(total_kv, ranks)
-    return Plan(ranks, layout, strategy, is_packed, q_runs, kv_runs, mask, host, group, of_hosts, given)
+    return Plan(ranks, layout, strategy, is_packed, q_runs, kv_runs, mask, host, group, host_groups, given)
 
 
-def _given(
+def _named_arguments(
     attn_mask_type: str, window_size: tuple[int, int] | Window, bottom_right_diagonal: bool | None, block_mask: Any
 ) -> tuple[tuple[str, ...], Band]:
     """Returns the names of a mask's arguments that differ from the defaults of `attention`, and the band."""

@@ -18,8 +18,8 @@ from flexattn import fp8, ops
 from flexattn.dispatch import quantization
 from flexattn.dispatch.quantization import cast, note_amax, num_blocks, rotation_matrix, scale_of
 from flexattn.distributed.capture import tables
-from flexattn.distributed.eight_bits import Eight
-from flexattn.distributed.exchange import largest
+from flexattn.distributed.eight_bits import Fp8Call
+from flexattn.distributed.exchange import all_reduce_max
 from flexattn.distributed.plans import Plan
 from flexattn.fp8_ops import OPERATORS
 
@@ -29,7 +29,7 @@ class Tokens(NamedTuple):
 
     name: str
     x: Tensor
-    of_keys: bool
+    are_keys: bool
     dtype: torch.dtype
     rotation: bool = False
 
@@ -45,11 +45,11 @@ def block_rows_of(plan: Plan, strategy: str, rows: int) -> int:
 
     Raises ValueError on all ranks if a part begins inside such rows, at no multiple of 64.
     """
-    beginnings = _beginnings(plan, strategy)
-    found = math.gcd(rows, *beginnings)
-    if found % 64 == 0:
-        return found
-    worst = next(start for start in beginnings if math.gcd(rows, start) % 64)
+    starts = _piece_starts(plan, strategy)
+    local_rows = math.gcd(rows, *starts)
+    if local_rows % 64 == 0:
+        return local_rows
+    worst = next(start for start in starts if math.gcd(rows, start) % 64)
     raise ValueError(
         f"fp8_recipe.granularity is 'block' and under {strategy!r} a part of a sequence begins at its position {worst}; accepted: "
         "a plan whose parts begin at multiples of 64 (lengths that are multiples of 128 times the ranks), strategy 'ulysses' for "
@@ -58,7 +58,7 @@ def block_rows_of(plan: Plan, strategy: str, rows: int) -> int:
 
 
 @functools.lru_cache(maxsize=32)
-def _beginnings(plan: Plan, strategy: str) -> tuple[int, ...]:
+def _piece_starts(plan: Plan, strategy: str) -> tuple[int, ...]:
     """Returns the positions, in their sequences, of the first query and key of every rank's pieces."""
     if strategy == "ulysses":
         pieces = plan.whole_pieces()
@@ -70,34 +70,34 @@ def _beginnings(plan: Plan, strategy: str) -> tuple[int, ...]:
 
 
 @tables(32)
-def _places(plan: Plan, of_keys: bool, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def _token_places(plan: Plan, are_keys: bool, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Returns for each of this rank's tokens its document, its position there, and whether the document has queries and keys.
 
     Tokens of other documents may be padding, so they do not affect scales.
     """
-    runs, side = (plan.kv_runs, plan.mask.kv) if of_keys else (plan.q_runs, plan.mask.q)
-    parts = [found for run in runs[plan.rank] for found in side.within(run)]
+    runs, side = (plan.kv_runs, plan.mask.kv) if are_keys else (plan.q_runs, plan.mask.q)
+    parts = [part for run in runs[plan.rank] for part in side.within(run)]
     positions = [torch.arange(part.start, part.stop, device="cpu") for _, part in parts]
     documents = [torch.full((part.size,), document, device="cpu") for document, part in parts]
     empty = torch.zeros(0, dtype=torch.int64, device="cpu")
     document = torch.cat([empty, *documents])
-    others = torch.tensor(plan.mask.lengths_q if of_keys else plan.mask.lengths_kv, device="cpu")
+    others = torch.tensor(plan.mask.lengths_q if are_keys else plan.mask.lengths_kv, device="cpu")
     return document.to(device), torch.cat([empty, *positions]).to(device), (others[document] > 0).to(device)
 
 
-def quantise(tensors: Sequence[Tokens], eight: Eight, plan: Plan) -> list[Quantised]:
+def quantise(tensors: Sequence[Tokens], fp8_call: Fp8Call, plan: Plan) -> list[Quantised]:
     """Returns this rank's tokens in FP8, with the scales that one process computes. Exchanges all amax at once.
 
     Tensors are [b, s, h, d], or [t, h, d] for packed documents. A state of delayed scaling records the amax of the full sequence.
     """
-    recipe = eight.recipe
-    found = []
-    for name, x, of_keys, _, rotation in tensors:
+    recipe = fp8_call.recipe
+    local = []
+    for name, x, are_keys, _, rotation in tensors:
         rows = x.float()
         if rotation:
             rows = rows @ rotation_matrix(x.shape[-1], x.device)
-        document, position, counts = _places(plan, of_keys, x.device)
-        lengths = plan.mask.lengths_kv if of_keys else plan.mask.lengths_q
+        document, position, counts = _token_places(plan, are_keys, x.device)
+        lengths = plan.mask.lengths_kv if are_keys else plan.mask.lengths_q
         if not plan.is_packed:
             shape = x.shape[:2]
             document, position = torch.arange(x.shape[0], device=x.device)[:, None].expand(shape), position.expand(shape)
@@ -109,44 +109,44 @@ def quantise(tensors: Sequence[Tokens], eight: Eight, plan: Plan) -> list[Quanti
         group = quantization.groups(document, position, x.shape[-2], sizes, recipe.rows)
         magnitude = torch.where(rows.isfinite() & counts[:, None, None], rows.abs(), 0.0).amax(-1)
         amax = magnitude.new_zeros(sizes).flatten().scatter_reduce(0, group.flatten(), magnitude.flatten(), "amax")
-        found.append((name, rows, group, sizes, amax))
-    whole = largest(torch.cat([amax for *_, amax in found]), plan.group, "the exchange of the largest values")
+        local.append((name, rows, group, sizes, amax))
+    whole = all_reduce_max(torch.cat([amax for *_, amax in local]), plan.group, "the exchange of the largest values")
     results = []
-    parts = torch.split(whole, [amax.numel() for *_, amax in found])
-    for (name, rows, group, sizes, _), of_whole, t in zip(found, parts, tensors, strict=True):
-        amax = of_whole.view(sizes)
-        if eight.state is None:
+    parts = torch.split(whole, [amax.numel() for *_, amax in local])
+    for (name, rows, group, sizes, _), amax_part, t in zip(local, parts, tensors, strict=True):
+        amax = amax_part.view(sizes)
+        if fp8_call.state is None:
             scale = scale_of(amax, t.dtype, recipe.margin)
         else:
-            note_amax(eight.state.history(name), amax)
-            scale = eight.state.scale(name).view(1, -1, 1)
+            note_amax(fp8_call.state.history(name), amax)
+            scale = fp8_call.state.scale(name).view(1, -1, 1)
         data = cast(rows, scale.flatten()[group][..., None], t.dtype)
         results.append(Quantised(data, 1.0 / scale, amax))
     return results
 
 
-def quantise_qkv(q: Tensor, k: Tensor, v: Tensor, eight: Eight, plan: Plan) -> list[Quantised]:
+def quantise_qkv(q: Tensor, k: Tensor, v: Tensor, fp8_call: Fp8Call, plan: Plan) -> list[Quantised]:
     """Returns this rank's q, k and v in FP8."""
     kinds = ((q, False, "q"), (k, True, "k"), (v, True, "v"))
     dtype = torch.float8_e4m3fn
-    tensors = [Tokens(name, t, of_keys, dtype, eight.recipe.rotation and name != "v") for t, of_keys, name in kinds]
-    return quantise(tensors, eight, plan)
+    tensors = [Tokens(name, t, are_keys, dtype, fp8_call.recipe.rotation and name != "v") for t, are_keys, name in kinds]
+    return quantise(tensors, fp8_call, plan)
 
 
-def quantise_out(out: Tensor, eight: Eight, plan: Plan) -> Quantised:
+def quantise_out(out: Tensor, fp8_call: Fp8Call, plan: Plan) -> Quantised:
     """Returns this rank's rows of out in the recipe's FP8 dtype."""
-    assert eight.recipe.out_dtype is not None
-    [found] = quantise([Tokens("out", out, False, eight.recipe.out_dtype)], eight, plan)
-    return found
+    assert fp8_call.recipe.out_dtype is not None
+    [quantised] = quantise([Tokens("out", out, False, fp8_call.recipe.out_dtype)], fp8_call, plan)
+    return quantised
 
 
-def quantise_dout(dout: Tensor, eight: Eight, plan: Plan) -> Quantised | None:
+def quantise_dout(dout: Tensor, fp8_call: Fp8Call, plan: Plan) -> Quantised | None:
     """Returns this rank's rows of dout in FP8. None if the backward quantises it in rows of its own."""
-    assert eight.config is not None
-    if not eight.config.quantises_dout:
+    assert fp8_call.config is not None
+    if not fp8_call.config.quantises_dout:
         return None
-    [found] = quantise([Tokens("dout", dout, False, eight.recipe.grad_dtype)], eight, plan)
-    return found
+    [quantised] = quantise([Tokens("dout", dout, False, fp8_call.recipe.grad_dtype)], fp8_call, plan)
+    return quantised
 
 
 def unrotate(dq: Tensor, dk: Tensor) -> tuple[Tensor, Tensor]:
@@ -155,17 +155,17 @@ def unrotate(dq: Tensor, dk: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def check(
-    eight: tuple[fp8.Recipe | None, fp8.DelayedScaling | None],
+    recipe_and_state: tuple[fp8.Recipe | None, fp8.DelayedScaling | None],
     qkv: tuple[Tensor, Tensor, Tensor],
     plan: Plan,
     needs_grad: bool,
     request: tuple[str, bool],
-) -> Eight | None:
+) -> Fp8Call | None:
     """Returns the FP8 settings of a call without local_rows, or None without FP8. Raises for arguments that cannot be split.
 
     request: the backend, and whether there is dropout.
     """
-    recipe, state = eight
+    recipe, state = recipe_and_state
     q, k, _ = qkv
     backend, dropout = request
     fp8.check_recipe(recipe, state)
@@ -185,7 +185,7 @@ def check(
         )
     if config is not None:
         config = config._replace(keeps_16_bit=False)
-    return Eight(recipe, config, state, ops.dtype_of(fields["fp8_out"]), 0)
+    return Fp8Call(recipe, config, state, ops.dtype_of(fields["fp8_out"]), 0)
 
 
 def whole_sizes(plan: Plan) -> tuple[tuple[int, None], tuple[int, None]]:

@@ -60,15 +60,15 @@ def efficiency(strategy: str, gpus: int, length: int, rates: Rates = DEFAULT_RAT
     if strategy == "ulysses" and gpus > HEADS.q:
         return None
     if strategy == "ulysses+ring":
-        found = predict_hosts(Work((area,), own, own, own, own, own), HEADS, hosts, HOST, rates)
+        prediction = predict_hosts(Work((area,), own, own, own, own, own), HEADS, hosts, HOST, rates)
     else:
         works = {
             "gather": Work((area,), length - own, 0, own, own, length),
             "ring": Work((area / gpus,) * gpus, own, own, own, own, 2 * own),
             "ulysses": Work((area,), 0, 0, own, length, length),
         }
-        found = predict(strategy, works[strategy], HEADS, gpus, between_hosts(strategy, gpus, HOST, rates))
-    return ideal / (found.forward_ms + found.backward_ms)
+        prediction = predict(strategy, works[strategy], HEADS, gpus, between_hosts(strategy, gpus, HOST, rates))
+    return ideal / (prediction.forward_ms + prediction.backward_ms)
 
 
 def lines() -> Iterator[str]:
@@ -76,9 +76,9 @@ def lines() -> Iterator[str]:
     yield "GPUs of one host: milliseconds predicted, and measured"
     yield f"{'':29} {'forward':>17}   {'and backward':>17}"
     for (gpus, strategy, length, window), measured in MEASURED.items():
-        found = plan(gpus, length=length, window_size=(window or -1, 0)).predictions(HEADS)[strategy]
-        assert isinstance(found, Prediction)
-        pairs = zip((found.forward_ms, found.forward_ms + found.backward_ms), measured, strict=True)
+        prediction = plan(gpus, length=length, window_size=(window or -1, 0)).predictions(HEADS)[strategy]
+        assert isinstance(prediction, Prediction)
+        pairs = zip((prediction.forward_ms, prediction.forward_ms + prediction.backward_ms), measured, strict=True)
         name = f"{gpus}, {strategy}, {length // 1024}k" + (f", window {window}" if window else "")
         yield f"{name:29} " + "   ".join(f"{a:8.2f} {b:8.2f}" for a, b in pairs)
     yield ""

@@ -65,8 +65,8 @@ def positions(plan: Plan, *, keys: bool = False, device: torch.device | str | No
     keys: whether the tokens are keys. device: None for the default device.
     """
     runs, side = (plan.kv_runs, plan.mask.kv) if keys else (plan.q_runs, plan.mask.q)
-    found = [torch.arange(part.start, part.stop, device="cpu") for run in runs[plan.rank] for _, part in side.within(run)]
-    whole = torch.cat(found) if found else torch.zeros(0, dtype=torch.int64, device="cpu")
+    parts = [torch.arange(part.start, part.stop, device="cpu") for run in runs[plan.rank] for _, part in side.within(run)]
+    whole = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64, device="cpu")
     return whole.to(torch.get_default_device() if device is None else device)
 
 

@@ -47,10 +47,10 @@ def settle(documents: Documents, deal: Deal) -> bool:
 
     def trade(giver: int, taker: int, tokens: int, below: float = math.inf) -> bool:
         pair = deal[giver], deal[taker]
-        found = _best(documents, pair, (totals[giver], totals[taker]), tokens)
-        if found is None or found.cost >= below:
+        best = _best(documents, pair, (totals[giver], totals[taker]), tokens)
+        if best is None or best.cost >= below:
             return False
-        deal[giver], deal[taker] = _traded(pair, found)
+        deal[giver], deal[taker] = _traded(pair, best)
         totals[giver], totals[taker] = Totals.of(deal[giver]), Totals.of(deal[taker])
         return True
 
@@ -74,7 +74,7 @@ def _cost(documents: Documents, one: Totals, other: Totals) -> float:
 
 
 def _traded(pair: tuple[list[Share], list[Share]], trade: Trade) -> list[list[Share]]:
-    found = []
+    deals = []
     for own, gone, come, cuts in (
         (pair[0], trade.given, trade.taken, trade.cuts_first),
         (pair[1], trade.taken, trade.given, not trade.cuts_first),
@@ -84,8 +84,8 @@ def _traded(pair: tuple[list[Share], list[Share]], trade: Trade) -> list[list[Sh
             shares = [trade.cut.kept if share is trade.cut.share else share for share in shares]
         elif trade.cut is not None:
             shares.append(trade.cut.given)
-        found.append(shares)
-    return found
+        deals.append(shares)
+    return deals
 
 
 def _best(documents: Documents, pair: tuple[list[Share], list[Share]], totals: tuple[Totals, Totals], tokens: int) -> Trade | None:
@@ -125,10 +125,10 @@ def _exchanges(pair: tuple[list[Share], list[Share]], tokens: int, scores: float
 
     The difference of their tokens is near `tokens`, or the difference of their scores near `scores`.
     """
-    of_pair = [{share.document for share in own} for own in pair]
+    document_sets = [{share.document for share in own} for own in pair]
     ours, theirs = (
         sorted((share for share in own if share.document not in other), key=lambda share: (share.size, share.document))
-        for own, other in zip(pair, of_pair[::-1], strict=True)
+        for own, other in zip(pair, document_sets[::-1], strict=True)
     )
     by_area = sorted(ours, key=lambda share: (share.area, share.document))
     for taken in (None, *theirs[:: max(1, len(theirs) // MOST_EXCHANGED)]):

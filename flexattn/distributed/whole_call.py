@@ -15,7 +15,7 @@ from flexattn.dispatch.options import check_values
 from flexattn.dispatch.spec import BIAS_TYPES, SOFTMAX_TYPES, Window, as_bshd, from_bshd
 from flexattn.distributed import agreement, capture, exchange, quantise
 from flexattn.distributed.agreement import digest_of, numbers_of
-from flexattn.distributed.calls import Results, Scores, Seeds, Shared, Sums, offset_gradient, sum_dtype
+from flexattn.distributed.calls import InputGradients, Results, Scores, Seeds, Shared, offset_gradient, sum_dtype
 from flexattn.distributed.cost import Heads
 from flexattn.distributed.gather import Gather
 from flexattn.distributed.layout import size_of
@@ -90,19 +90,19 @@ class Strategy(Protocol):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, shared: Shared) -> tuple[Results, tuple[Tensor, ...]]: ...
 
-    def backward(self, saved: tuple[Tensor, ...], seeds: Seeds, shared: Shared) -> Sums: ...
+    def backward(self, saved: tuple[Tensor, ...], seeds: Seeds, shared: Shared) -> InputGradients: ...
 
 
-class Checked:
+class CheckedCall:
     """A call of `attention` after its checks."""
 
     def __init__(self, runner: Strategy, plan: Plan, qkv: tuple[Tensor, Tensor, Tensor], shared: Shared) -> None:
         self.runner, self.plan, self.qkv, self.shared = runner, plan, qkv, shared
         self.qkv_format, self.return_lse, self.scores = "bshd", False, Scores()
-        self.of_plan: dict[str, Any] = {}  # facts from the plan and the shapes, equal on all ranks
+        self.plan_facts: dict[str, Any] = {}  # facts from the plan and the shapes, equal on all ranks
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor, v: Tensor, plan: Plan, strategy: str | None, options: dict[str, Any]) -> Checked:
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, plan: Plan, strategy: str | None, options: dict[str, Any]) -> CheckedCall:
         if not isinstance(plan, Plan):
             raise TypeError(f"plan is a {type(plan).__name__}; accepted: what flexattn.distributed.plan made")
         check_options(options)
@@ -140,14 +140,14 @@ class Checked:
         needs_grad = torch.is_grad_enabled() and any(
             t.requires_grad for t in (q, k, v, *shared[:3], *shared.mod_tensors) if t is not None
         )
-        of_fp8 = options.get("fp8_recipe"), options.get("fp8_state")
+        recipe_and_state = options.get("fp8_recipe"), options.get("fp8_state")
         request = requested_backend(scores.backend), scores.dropout_p > 0
-        eight = quantise.check(of_fp8, (q, k, v), plan, needs_grad, request)
+        fp8_call = quantise.check(recipe_and_state, (q, k, v), plan, needs_grad, request)
         descales = options.get("descale_q"), options.get("descale_k"), options.get("descale_v")
-        rows = 0 if eight is None else eight.recipe.rows
+        rows = 0 if fp8_call is None else fp8_call.recipe.rows
         batch = len(plan.mask.lengths_q) if plan.is_packed else q.shape[0]
-        of_given = validation.check_fp8(q, k, dims, dims, batch, quantise.whole_sizes(plan), rows, descales)
-        shared = shared._replace(descales=of_given)
+        checked_descales = validation.check_fp8(q, k, dims, dims, batch, quantise.whole_sizes(plan), rows, descales)
+        shared = shared._replace(descales=checked_descales)
         if wanted["return_max_logit"]:
             lowest = torch.full((q.shape[-2],), float("-inf"), dtype=sum_dtype(q.dtype), device=q.device)
             scores = dataclasses.replace(scores, peaks=lowest)
@@ -156,14 +156,14 @@ class Checked:
             k.shape[-2],
             q.shape[-1],
             v.shape[-1],
-            1 if eight else q.element_size(),
+            1 if fp8_call else q.element_size(),
             1 if plan.is_packed else q.shape[0],
         )
         chosen = plan.chosen(heads, strategy)
-        if eight is not None and rows:
-            of_pieces = (plan.inside_host()[1], "ring") if chosen == "ulysses+ring" else (plan, chosen)
-            eight = eight._replace(local_rows=quantise.block_rows_of(*of_pieces, rows))
-        scores = dataclasses.replace(scores, eight=eight, heads_kv=k.shape[-2])
+        if fp8_call is not None and rows:
+            plan_and_strategy = (plan.inside_host()[1], "ring") if chosen == "ulysses+ring" else (plan, chosen)
+            fp8_call = fp8_call._replace(local_rows=quantise.block_rows_of(*plan_and_strategy, rows))
+        scores = dataclasses.replace(scores, fp8_call=fp8_call, heads_kv=k.shape[-2])
         if scores.has_own_rows and chosen.startswith("ulysses"):
             raise ValueError(
                 f"bias has the rows of this rank's queries with strategy {chosen!r}; accepted: strategy 'gather', 'halo', "
@@ -179,11 +179,11 @@ class Checked:
             runner = Ring(plan, scores) if chosen == "ring" else Gather(plan, chosen, scores)
         call = cls(runner, plan, (q, k, v), shared)
         call.qkv_format, call.return_lse, call.scores = fmt, wanted["return_lse"], scores
-        call.of_plan = {
+        call.plan_facts = {
             "plan": plan.digest,
             "strategy": chosen,
             "heads, head dims, bytes of an element and batch": tuple(heads),
-            "FP8": None if eight is None else (repr(eight.recipe), [tuple(t.shape) for t in of_given]),
+            "FP8": None if fp8_call is None else (repr(fp8_call.recipe), [tuple(t.shape) for t in checked_descales]),
             "return_max_logit": wanted["return_max_logit"],
         }
         return call
@@ -195,9 +195,9 @@ class Checked:
     def summary(self) -> dict[str, Any]:
         """Returns values that must be equal on all ranks. Reads shared tensors on the host, and so waits for the device."""
         scores, shared = self.scores, self.shared
-        of_mods = [numbers_of(mod) for mod in (scores.score_mod, scores.mask_mod) if mod is not None]
+        mod_numbers = [numbers_of(mod) for mod in (scores.score_mod, scores.mask_mod) if mod is not None]
         bias = None if scores.has_own_rows else shared.bias
-        return self.of_plan | {
+        return self.plan_facts | {
             "dtype": str(self.qkv[0].dtype),
             "qkv_format": self.qkv_format,
             "softmax and bias": (scores.softmax_scale, scores.softcap, scores.bias_type, scores.softmax_type),
@@ -211,25 +211,25 @@ class Checked:
             "the numbers of softmax_offset": digest_of(shared.softmax_offset),
             "the numbers of descales": [digest_of(t) for t in shared.descales],
             "the numbers of score_mod_tensors": [digest_of(t) for t in shared.mod_tensors],
-            "the numbers that mods read": of_mods,
+            "the numbers that mods read": mod_numbers,
         }
 
     def run(self) -> Any:
         if self.scores.dropout_p > 0 and self.shared.rng_state is None:
-            state = exchange.of_first_rank(new_rng_state(self.qkv[0].device), self.plan.group)
+            state = exchange.from_first_rank(new_rng_state(self.qkv[0].device), self.plan.group)
             self.shared = self.shared._replace(rng_state=state)
         inputs = [None if t is None else t.resolve_neg() for t in self.inputs()]  # a collective sends memory as it is
         with torch.autocast(self.qkv[0].device.type, enabled=False):
             out, lse, _ = _Attend.apply(self.runner, self.plan, *inputs)  # type: ignore[no-untyped-call]
         whole: Any = from_bshd(out, self.qkv_format).contiguous()
-        eight = self.scores.eight
-        if eight is not None and eight.recipe.out_dtype in validation.FP8_DTYPES:
-            found = quantise.quantise_out(out.detach(), eight, self.plan)
-            data = from_bshd(found.data, self.qkv_format).contiguous()
-            whole = fp8.QuantizedTensor(data, found.descale, found.amax, whole if whole.requires_grad else None)
+        fp8_call = self.scores.fp8_call
+        if fp8_call is not None and fp8_call.recipe.out_dtype in validation.FP8_DTYPES:
+            quantised = quantise.quantise_out(out.detach(), fp8_call, self.plan)
+            data = from_bshd(quantised.data, self.qkv_format).contiguous()
+            whole = fp8.QuantizedTensor(data, quantised.descale, quantised.amax, whole if whole.requires_grad else None)
         results = [whole, *([lse] if self.return_lse else [])]
         if self.scores.peaks is not None:
-            results.append(exchange.largest(self.scores.peaks, self.plan.group))
+            results.append(exchange.all_reduce_max(self.scores.peaks, self.plan.group))
         return results[0] if len(results) == 1 else tuple(results)
 
 
@@ -297,10 +297,10 @@ def _scores(q: Tensor, plan: Plan, options: dict[str, Any]) -> tuple[Scores, Sha
         offset = torch.zeros(heads, dtype=torch.float32, device=q.device)
     blocks = plan.mask.blocks
     if blocks is not None:
-        of_batch, of_heads = blocks.kinds.shape[:2]
-        if of_batch not in (1, batch) or of_heads not in (1, heads):
+        mask_batch, mask_heads = blocks.kinds.shape[:2]
+        if mask_batch not in (1, batch) or mask_heads not in (1, heads):
             raise ValueError(
-                f"block_mask is for batch {of_batch} and {of_heads} heads; accepted for this call: batch 1 or {batch}, 1 or "
+                f"block_mask is for batch {mask_batch} and {mask_heads} heads; accepted for this call: batch 1 or {batch}, 1 or "
                 f"{heads} heads, of the whole"
             )
     score_mod, mask_mod, tensors = options.get("score_mod"), options.get("mask_mod"), options.get("score_mod_tensors", ())
@@ -337,13 +337,13 @@ def _check_mod(name: str, mod: Any, sizes: tuple[int, int, Plan]) -> None:
         check_sizes(batch, heads, max(plan.mask.lengths_q), max(plan.mask.lengths_kv))
     if not torch.is_grad_enabled():
         return
-    found = find_captures(mod)
-    if found.key is None:
+    captures = find_captures(mod)
+    if captures.key is None:
         raise ValueError(
-            f"{name} reads tensors that cannot be known: {found.unkeyed}; accepted: a function whose captures are tensors, "
+            f"{name} reads tensors that cannot be known: {captures.unkeyed}; accepted: a function whose captures are tensors, "
             "numbers, functions, or attributes of plain objects by their names"
         )
-    for captured, t in found.tensors:
+    for captured, t in captures.tensors:
         if t.requires_grad:
             raise ValueError(
                 f"{name} captures {captured}, which requires a gradient, of which each rank would have a part; accepted: tensors "
@@ -351,11 +351,11 @@ def _check_mod(name: str, mod: Any, sizes: tuple[int, int, Plan]) -> None:
             )
 
 
-def checked(q: Tensor, k: Tensor, v: Tensor, plan: Plan, strategy: str | None, options: dict[str, Any]) -> Checked:
+def checked_call(q: Tensor, k: Tensor, v: Tensor, plan: Plan, strategy: str | None, options: dict[str, Any]) -> CheckedCall:
     """Returns the checked call. On all ranks, raises errors of arguments before anything is sent."""
     error, call = None, None
     try:
-        call = Checked.of(q, k, v, plan, strategy, options)
+        call = CheckedCall.of(q, k, v, plan, strategy, options)
     except (TypeError, ValueError) as e:
         error = e
     group = getattr(plan, "group", None)
@@ -365,8 +365,8 @@ def checked(q: Tensor, k: Tensor, v: Tensor, plan: Plan, strategy: str | None, o
         raise ValueError("plan has no process group; accepted: one made of a group or a mesh, or plan.on(group)")
     if call is not None:
         capture.check(group, call.qkv[0].device)
-    own = {} if call is None or not check_values() else call.summary()
-    agreement.agree(group, "flexattn.distributed.attention", own, error)
+    summary = {} if call is None or not check_values() else call.summary()
+    agreement.agree(group, "flexattn.distributed.attention", summary, error)
     assert call is not None
     return call
 
@@ -385,28 +385,28 @@ def run_forward(runner: Strategy, plan: Plan, tensors: Sequence[Tensor | None]) 
     assert q is not None
     assert k is not None
     assert v is not None
-    eight = runner.scores.eight
+    fp8_call = runner.scores.fp8_call
     descales: tuple[Tensor | None, ...] = tuple(rest[:NUM_DESCALES])
-    given = q, k, v
-    if eight is not None and eight.config is not None:
-        (q, descale_q, _), (k, descale_k, _), (v, descale_v, _) = quantise.quantise_qkv(q, k, v, eight, plan)
+    unquantised = q, k, v
+    if fp8_call is not None and fp8_call.config is not None:
+        (q, descale_q, _), (k, descale_k, _), (v, descale_v, _) = quantise.quantise_qkv(q, k, v, fp8_call, plan)
         descales = descale_q, descale_k, descale_v
     shared = Shared(bias, slopes, offset, rng_state, _present(descales), _present(rest[NUM_DESCALES:]))
     results, saved = runner.forward(q, k, v, shared)
-    if eight is not None and eight.recipe.bf16_backward:
-        saved = (*given, *saved[-2:])
+    if fp8_call is not None and fp8_call.recipe.bf16_backward:
+        saved = (*unquantised, *saved[-2:])
     return Forward(results, saved, descales)
 
 
-def resumed(runner: Strategy, plan: Plan, tensors: Sequence[Tensor | None], results: Results) -> Forward:
+def resume_forward(runner: Strategy, plan: Plan, tensors: Sequence[Tensor | None], results: Results) -> Forward:
     """Returns the result of `run_forward` for the same arguments, from its results: only FP8 tensors and heads are made again."""
     q, k, v = (t for t in tensors[:3] if t is not None)
-    eight = runner.scores.eight
+    fp8_call = runner.scores.fp8_call
     descales: tuple[Tensor | None, ...] = (None,) * NUM_DESCALES
-    if eight is not None and eight.recipe.bf16_backward:
+    if fp8_call is not None and fp8_call.recipe.bf16_backward:
         return Forward(results, (q, k, v, *runner.gathered_results(results)), descales)
-    if eight is not None:
-        (q, descale_q, _), (k, descale_k, _), (v, descale_v, _) = quantise.quantise_qkv(q, k, v, eight, plan)
+    if fp8_call is not None:
+        (q, descale_q, _), (k, descale_k, _), (v, descale_v, _) = quantise.quantise_qkv(q, k, v, fp8_call, plan)
         descales = descale_q, descale_k, descale_v
     return Forward(results, (*runner.gathered(q, k, v), *runner.gathered_results(results)), descales)
 
@@ -422,28 +422,28 @@ def run_backward(
     bias, slopes, offset, rng_state, *rest = shared_tensors
     shared = Shared(bias, slopes, offset, rng_state, _present(descales), _present(rest[NUM_DESCALES:]))
     seeds = Seeds(*incoming)
-    eight = runner.scores.eight
-    if eight is not None and eight.recipe.bf16_backward:
-        runner = runner._replace(scores=dataclasses.replace(runner.scores, eight=None))
-        saved, eight = (*runner.gathered(*saved[:3]), *saved[3:]), None
-    elif eight is not None:
-        found = quantise.quantise_dout(seeds.dout, eight, plan)
-        if found is not None:
-            seeds, shared = seeds._replace(dout8=found.data), shared._replace(descales=(*shared.descales, found.descale))
+    fp8_call = runner.scores.fp8_call
+    if fp8_call is not None and fp8_call.recipe.bf16_backward:
+        runner = runner._replace(scores=dataclasses.replace(runner.scores, fp8_call=None))
+        saved, fp8_call = (*runner.gathered(*saved[:3]), *saved[3:]), None
+    elif fp8_call is not None:
+        quantised = quantise.quantise_dout(seeds.dout, fp8_call, plan)
+        if quantised is not None:
+            seeds, shared = seeds._replace(dout8=quantised.data), shared._replace(descales=(*shared.descales, quantised.descale))
     sums = runner.backward(saved, seeds, shared)
-    of_offset = None
+    doffset = None
     if offset is not None and offset.requires_grad:
-        of_offset = offset_gradient(results, seeds, offset, plan.is_packed)
-    of_bias, *of_mods = sums.shared
+        doffset = offset_gradient(results, seeds, offset, plan.is_packed)
+    dbias, *dmods = sums.shared
     dtype = seeds.dout.dtype
     dq, dk, dv = (sums.dq.to(dtype), sums.dk.to(dtype), sums.dv.to(dtype))
-    if eight is not None and eight.recipe.rotation:
+    if fp8_call is not None and fp8_call.recipe.rotation:
         dq, dk = quantise.unrotate(dq, dk)
-    of_each = (of_bias, None, of_offset, None, *(None,) * NUM_DESCALES, *of_mods)
-    of_shared = [
-        None if total is None or t is None else total.to(t.dtype) for total, t in zip(of_each, shared_tensors, strict=True)
+    totals = (dbias, None, doffset, None, *(None,) * NUM_DESCALES, *dmods)
+    shared_gradients = [
+        None if total is None or t is None else total.to(t.dtype) for total, t in zip(totals, shared_tensors, strict=True)
     ]
-    return (dq, dk, dv, *of_shared)
+    return (dq, dk, dv, *shared_gradients)
 
 
 def _stored(name: str, t: Tensor) -> Tensor:
@@ -465,20 +465,20 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, runner: Strategy, plan: Plan, *tensors: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         results, saved, descales = run_forward(runner, plan, tensors)
-        eight, scale_dout = runner.scores.eight, None
-        if eight is not None and eight.state is not None and not eight.recipe.bf16_backward:
-            scale_dout = eight.state.scale("dout")  # saved so that autograd detects a write before the backward
+        fp8_call, scale_dout = runner.scores.fp8_call, None
+        if fp8_call is not None and fp8_call.state is not None and not fp8_call.recipe.bf16_backward:
+            scale_dout = fp8_call.state.scale("dout")  # saved so that autograd detects a write before the backward
         ctx.runner, ctx.plan, ctx.count, ctx.shape = runner, plan, len(saved), results.out.shape
-        of_sink = tuple(results) if tensors[_OFFSET] is not None else (None, None)
+        sink_results = tuple(results) if tensors[_OFFSET] is not None else (None, None)
         anchor = results.out.new_empty(0)  # an empty output that is saved first, because `first_order` needs one, instead of out
-        ctx.save_for_backward(anchor, *saved, scale_dout, *of_sink, *descales, *tensors[3:])
+        ctx.save_for_backward(anchor, *saved, scale_dout, *sink_results, *descales, *tensors[3:])
         ctx.set_materialize_grads(False)
         return results.out, results.lse, anchor
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, given: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Any, ...]:
-        anchor, *tensors = given
+    def backward(ctx: Any, saved_tensors: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Any, ...]:
+        anchor, *tensors = saved_tensors
         saved, (_, out, lse, *rest) = tuple(tensors[: ctx.count]), tensors[ctx.count :]
         descales, shared_tensors = tuple(rest[:NUM_DESCALES]), rest[NUM_DESCALES:]
         wanted = ctx.needs_input_grad[5:]
