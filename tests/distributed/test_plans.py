@@ -300,9 +300,9 @@ def test_calls_of_own_keys_have_no_room_for_them(ranks: int, monkeypatch: pytest
         assert union(rows) == (Run(0, size_of(plan.q_runs[rank])),)
         assert sum(run.size for run in rows) == size_of(plan.q_runs[rank])
         of_room = [piece for call in work.calls.longest_first if not call.is_own for piece in call.pieces]
-        assert work.route.held == size_of(union(piece.keys for piece in of_room))
+        assert work.lists.held == size_of(union(piece.keys for piece in of_room))
         fetched = size_of(without(plan.needs(rank), plan.kv_runs[rank]))
-        assert sum(map(size_of, work.route.receives)) == fetched
+        assert sum(map(size_of, work.lists.receives)) == fetched
         whole = {
             document
             for document, length in enumerate(plan.mask.lengths_q)
