@@ -40,7 +40,7 @@ def agree(group: Any, what: str, facts: dict[str, Any], error: Exception | None)
         raise error
     failed = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(gathered) if text is not None]
     if failed:
-        raise ValueError(f"{what} is refused on another rank, so on all: {'; '.join(failed)}")
+        raise ValueError(f"{what} raised an error on another rank: {'; '.join(failed)}")
     for name in facts:
         values = [others.get(name) for others, _ in gathered]
         if any(value != values[0] for value in values):

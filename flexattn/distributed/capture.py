@@ -30,8 +30,8 @@ def refuse_making(device: torch.device) -> None:
     """Raises RuntimeError if a table would be made while a CUDA graph is captured."""
     if is_capturing(device):
         raise RuntimeError(
-            "a call of flexattn.distributed has tables to make while a CUDA graph is captured; accepted: a capture behind a call, "
-            "forward and backward, with the same plan, strategy and options, on all ranks"
+            "flexattn.distributed cannot make the tables of a call while a CUDA graph is captured. Make one call before the "
+            "capture, forward and backward, with the same plan, strategy and options, on all ranks"
         )
 
 
@@ -70,11 +70,11 @@ def check(group: Any, device: torch.device) -> None:
         return
     if not is_over_nccl(group):
         raise ValueError(
-            f"the process group is of {dist.get_backend_config(group)} while a CUDA graph is captured; accepted: one of NCCL, "
-            "whose collectives a graph can hold"
+            f"the process group uses {dist.get_backend_config(group)} while a CUDA graph is captured. Use an NCCL group, whose "
+            "collectives a graph can contain"
         )
     if check_values():
         raise ValueError(
-            "FLEXATTN_CHECK is 1, by which ranks compare their calls on the host, while a CUDA graph is captured; accepted: 0, and "
-            "FLEXATTN_CHECK=1 for the calls before it"
+            "FLEXATTN_CHECK is 1, which compares calls on the host, while a CUDA graph is captured. Set it to 0 for the capture, "
+            "and to 1 only for calls before it"
         )

@@ -85,15 +85,15 @@ def _from_json(static: str) -> dict[str, Any]:
 def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan, strategy: str | None, options: dict[str, Any]) -> Any:
     """Does the same as `flexattn.distributed.attention`, for Dynamo to trace."""
     if not isinstance(plan, Plan):
-        raise TypeError(f"plan is a {type(plan).__name__}; accepted: what flexattn.distributed.plan made")
+        raise TypeError(f"plan is a {type(plan).__name__}; accepted: a Plan from flexattn.distributed.plan")
     check_options(options)
     if options.get("block_mask") is not None:
-        raise ValueError("block_mask is given to a call under torch.compile; accepted: one that is given to the plan")
+        raise ValueError("block_mask is given to a call under torch.compile. Pass it to the plan instead")
     if options.get("fp8_state") is not None:
-        raise ValueError("fp8_state is given under torch.compile; accepted over ranks: current scaling, or eager mode")
+        raise ValueError("fp8_state is given under torch.compile. Over ranks, use current scaling or eager mode")
     recipe = options.get("fp8_recipe")
     if recipe is not None and recipe.out_dtype in validation.FP8_DTYPES:
-        raise ValueError(f"fp8_recipe.out_dtype is {recipe.out_dtype} under torch.compile; accepted over ranks: out in 16 bits")
+        raise ValueError(f"fp8_recipe.out_dtype is {recipe.out_dtype} under torch.compile. Over ranks, use a 16-bit out_dtype")
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         kept = (torch.float64, *validation.FP8_DTYPES)
@@ -103,7 +103,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan, strategy: str | None, op
     mod_tensors: tuple[Tensor, ...] = ()
     flags: tuple[bool, ...] = ()
     if getattr(score_mod, "score_mod_gradient", None) is not None:
-        raise ValueError("score_mod has a gradient of its own, which reads positions of a part; accepted: one that is derived")
+        raise ValueError(
+            "score_mod has a gradient of its own, which cannot be split over ranks. Use a score_mod whose gradient is derived"
+        )
     tensors = {name: options.get(name) for name in _TENSORS}
     needs_grad = is_grad and any(t is not None and t.requires_grad for t in (q, k, v, *tensors.values()))
     if score_mod is not None or mask_mod is not None:

@@ -14,10 +14,10 @@ from flexattn.distributed import agreement, capture
 from flexattn.distributed.exchange import all_gather, waiting
 
 NOT_TAKEN = {
-    "dropout_p": "0, as this has no gradients",
-    "alibi_slopes": "none: a score_mod that knows where this rank's keys begin",
+    "dropout_p": "0, because decoding has no gradients",
+    "alibi_slopes": "a score_mod with the position of this rank's first key",
     "return_max_logit": "False",
-    "batch_invariant": "False, as bits depend on how keys are divided",
+    "batch_invariant": "False, because results depend on how keys are split",
     "fp8_recipe": "16 bits or more",
     "fp8_state": "16 bits or more",
 }
@@ -78,10 +78,12 @@ def _refuse(qkv: tuple[Tensor, Tensor, Tensor], options: dict[str, Any]) -> None
         if value is not None and (isinstance(value, Tensor) or value):
             raise ValueError(f"{name} is given to attention_over_ranks; accepted: {accepted}")
     if options.get("bias_type") == "alibi":
-        raise ValueError("bias_type is 'alibi'; accepted: a score_mod that knows where this rank's keys begin")
+        raise ValueError("bias_type is 'alibi'. Use a score_mod with the position of this rank's first key")
     for name, t in zip("qkv", qkv, strict=True):
         if isinstance(t, Tensor) and t.requires_grad and torch.is_grad_enabled():
-            raise ValueError(f"{name} requires a gradient; accepted: under torch.no_grad(), or `attention` with a plan")
+            raise ValueError(
+                f"{name} requires a gradient, and decoding has none. Call it under torch.no_grad(), or use `attention` with a plan"
+            )
 
 
 def merge_over_ranks(

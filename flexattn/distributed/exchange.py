@@ -25,9 +25,9 @@ def waiting(what: str, group: Any) -> Iterator[None]:
         yield
     except RuntimeError as e:
         raise RuntimeError(
-            f"rank {dist.get_rank(group)} of {dist.get_world_size(group)} did not get through {what}: {e}. Another rank may have "
-            "raised before it, or called something else: see its output, and run all with FLEXATTN_CHECK=1, which compares what "
-            "the ranks are about to do. How long ranks wait is the timeout of init_process_group"
+            f"rank {dist.get_rank(group)} of {dist.get_world_size(group)} failed in {what}: {e}. Another rank may have raised an "
+            "error or made another call. Read the output of all ranks, and run them with FLEXATTN_CHECK=1, which compares their "
+            "calls. The timeout of init_process_group limits how long ranks wait"
         ) from e
 
 

@@ -262,7 +262,7 @@ def local_band(piece: Piece, wants_diagonal: bool) -> LocalBand:
         right = -1 if piece.high is None else piece.high - shift
         if (piece.low is None or left >= 0) and (piece.high is None or right >= 0):
             return LocalBand((left, right), bottom_right, shift == piece.diagonal)
-    raise AssertionError(f"{piece} has a query or a key that is alone")
+    raise AssertionError(f"{piece} has a query that sees no key, or a key that no query sees")
 
 
 def sees_all(piece: Piece, band: LocalBand) -> bool:

@@ -90,8 +90,8 @@ class _SymmetricMemory:
             self._handle = symmetric.rendezvous(self.own, group)
         except RuntimeError as e:
             raise RuntimeError(
-                f"rank {group.rank()} of {group.size()} could not share {size >> 20} MiB of {device} with its host's others: {e}. "
-                "FLEXATTN_PEER_MEMORY=never, on all ranks, makes exchanges of messages"
+                f"rank {group.rank()} of {group.size()} could not allocate {size >> 20} MiB of symmetric memory on {device}: {e}. "
+                "Set FLEXATTN_PEER_MEMORY=never on all ranks to exchange messages instead"
             ) from e
         places = [self._handle.get_buffer(rank, (size,), torch.uint8).data_ptr() for rank in range(group.size())]
         self.addresses = torch.tensor(places, device="cpu").to(device)

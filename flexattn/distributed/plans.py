@@ -111,7 +111,8 @@ class Plan:
         ranks, host, group, host_groups = _group_of(group_or_mesh)
         if (ranks, host) != (self.ranks, self.host):
             raise ValueError(
-                f"group_or_mesh has {ranks} ranks, {host} a host, and the plan {self.ranks}, {self.host} a host; accepted: as many"
+                f"group_or_mesh has {ranks} ranks, {host} on each host, and the plan {self.ranks}, {self.host} on each; accepted: "
+                "the same"
             )
         return dataclasses.replace(self, group=group, host_groups=host_groups)
 
@@ -119,7 +120,7 @@ class Plan:
     def rank(self) -> int:
         """This process's rank in the plan's group."""
         if self.group is None:
-            raise ValueError("the plan has no process group; accepted: one made of a group or a mesh, or plan.on(group)")
+            raise ValueError("the plan has no process group. Make it with a group or a mesh, or use plan.on(group)")
         return self.group.rank()
 
     @property
@@ -149,9 +150,9 @@ class Plan:
         missing = [name for name, value in zip(MASK, named, strict=True) if value is None and name in self.given]
         if missing:
             raise ValueError(
-                f"the plan has {' and '.join(self.given)}, and a mask is given without {' and '.join(missing)}; accepted: all that "
-                "the plan has, as attn_mask_type='no_mask' or window_size=(-1, -1) for nothing of the kind, or no mask, for the "
-                "plan's; for calls with and without a block_mask, a plan without one"
+                f"the plan has {' and '.join(self.given)}, and a mask is given without {' and '.join(missing)}. Pass every "
+                "argument that the plan has, such as attn_mask_type='no_mask' or window_size=(-1, -1) to turn one off, or pass "
+                "none to use the plan's mask. For calls with and without a block_mask, make a plan without one"
             )
         if window_size is None:
             window_size = OPEN_WINDOW
@@ -279,8 +280,8 @@ def plan_of(token: Tensor) -> Plan:
     known = _KNOWN.get(number)
     if known is None:
         raise RuntimeError(
-            f"the plan of a compiled flexattn.distributed.attention is gone, and {_MOST_RECENT} others were used since; accepted: "
-            "one that is kept until its backward has run"
+            f"the plan of a compiled flexattn.distributed.attention was deleted, and {_MOST_RECENT} others were used since. Keep a "
+            "reference to it until its backward has run"
         )
     _RECENT[number] = known
     _RECENT.move_to_end(number)
@@ -310,7 +311,7 @@ def _pieces(mask: Mask, queries: Runs, keys: Runs) -> list[Piece]:
 @functools.lru_cache(maxsize=32)
 def _inside_host(plan: Plan) -> tuple[Plan, Plan]:
     if plan.host_groups is None:
-        raise ValueError("the plan has no process groups of hosts; accepted: one made of a mesh of two dims, or plan.on(mesh)")
+        raise ValueError("the plan has no process groups of hosts. Make it with a mesh of two dims, or use plan.on(mesh)")
     between, inside = plan.host_groups
     own_host = plan.rank // plan.host
     own_ranks = slice(own_host * plan.host, (own_host + 1) * plan.host)
@@ -442,7 +443,7 @@ def _lengths(name: str, value: Any) -> tuple[int, int]:
     if len(counts) == 2 and counts[0] is not None and counts[1] is not None and min(counts[0], counts[1]) >= 0:
         return counts[0], counts[1]
     raise ValueError(
-        f"{name} is or has {value!r}; accepted: whole numbers of tokens on the host, 0 or more, or pairs, for queries and keys"
+        f"{name} is or has {value!r}; accepted: numbers of tokens (int on the host, 0 or more), or pairs (queries, keys)"
     )
 
 
@@ -464,7 +465,7 @@ def _group_of(group_or_mesh: Any) -> tuple[int, int, Any, Any]:
             group = group_or_mesh._flatten().get_group()
             return group.size(), group_or_mesh.size(1), group, (group_or_mesh.get_group(0), group_or_mesh.get_group(1))
         if group_or_mesh.ndim != 1:
-            raise ValueError(f"group_or_mesh is a mesh of {group_or_mesh.ndim} dims; accepted: one dim, as mesh['cp'], or two")
+            raise ValueError(f"group_or_mesh is a mesh of {group_or_mesh.ndim} dims; accepted: one dim, such as mesh['cp'], or two")
         group_or_mesh = group_or_mesh.get_group()
     if not hasattr(group_or_mesh, "rank") or not hasattr(group_or_mesh, "size"):
         raise TypeError(

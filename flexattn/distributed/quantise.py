@@ -51,8 +51,8 @@ def block_rows_of(plan: Plan, strategy: str, rows: int) -> int:
         return local_rows
     worst = next(start for start in starts if math.gcd(rows, start) % 64)
     raise ValueError(
-        f"fp8_recipe.granularity is 'block' and under {strategy!r} a part of a sequence begins at its position {worst}; accepted: "
-        "a plan whose parts begin at multiples of 64 (lengths that are multiples of 128 times the ranks), strategy 'ulysses' for "
+        f"fp8_recipe.granularity is 'block', and with strategy {strategy!r} a part begins at position {worst} of its sequence. "
+        "Parts must begin at multiples of 64: use lengths that are multiples of 128 times the ranks, strategy 'ulysses' for "
         "sequences without a window, or another granularity"
     )
 
@@ -176,12 +176,12 @@ def check(
     if backend == "cudnn":
         raise ValueError("backend is 'cudnn' with FP8; accepted over ranks: 'triton', 'eager' or 'auto'")
     if recipe.keep_16_bit:
-        raise ValueError("fp8_recipe.keep_16_bit is True; accepted over ranks: None or False, as keys travel in FP8")
+        raise ValueError("fp8_recipe.keep_16_bit is True; accepted over ranks: None or False, because keys travel in FP8")
     to_fp8 = recipe.out_dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
     if to_fp8 and (recipe.granularity == "block" or (plan.is_packed and recipe.granularity == "batch_head")):
         raise ValueError(
-            f"fp8_recipe.out_dtype is {recipe.out_dtype} with granularity {recipe.granularity!r}, whose rows of out lie apart; "
-            "accepted: granularity 'tensor' or 'head', or out in 16 bits"
+            f"fp8_recipe.out_dtype is {recipe.out_dtype} with granularity {recipe.granularity!r}, which needs each "
+            "sequence on one rank; accepted: granularity 'tensor' or 'head', or a 16-bit out_dtype"
         )
     if config is not None:
         config = config._replace(keeps_16_bit=False)

@@ -78,7 +78,9 @@ def _dim(plan: Plan, dim: int | None) -> int:
 
 def _check(name: str, t: Tensor, dim: int, length: int) -> None:
     if not -t.dim() <= dim < t.dim() or t.shape[dim] != length:
-        raise ValueError(f"{name} has one of shape {tuple(t.shape)}; accepted: {length} tokens in dim {dim}, or another dim")
+        raise ValueError(
+            f"{name}: shape {tuple(t.shape)} does not have {length} tokens in dim {dim}. Pass the dim of the tokens as dim"
+        )
 
 
 def _cut(t: Tensor, dim: int, runs: Runs) -> Tensor:

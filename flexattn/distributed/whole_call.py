@@ -67,12 +67,12 @@ class Options(TypedDict, total=False):
 NUM_DESCALES = 3  # for q, k and v
 _OFFSET = 5  # index of softmax_offset in `CheckedCall.inputs`
 NOT_TAKEN = {
-    "batch_invariant": "False, as bits depend on how the plan divides a sequence",
+    "batch_invariant": "False, because results depend on how the plan splits a sequence",
     **dict.fromkeys(
         ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded", "max_seqlen_q", "max_seqlen_kv"),
         "lengths on the host, as `documents` of the plan",
     ),
-    **dict.fromkeys(("page_table", "seqused_q", "seqused_kv"), "keys without pages; attention_over_ranks decodes over caches"),
+    **dict.fromkeys(("page_table", "seqused_q", "seqused_kv"), "keys without pages. attention_over_ranks decodes with a cache"),
 }
 
 
@@ -104,7 +104,7 @@ class CheckedCall:
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor, plan: Plan, strategy: str | None, options: dict[str, Any]) -> CheckedCall:
         if not isinstance(plan, Plan):
-            raise TypeError(f"plan is a {type(plan).__name__}; accepted: what flexattn.distributed.plan made")
+            raise TypeError(f"plan is a {type(plan).__name__}; accepted: a Plan from flexattn.distributed.plan")
         check_options(options)
         mask = {name: value for name in MASK if (value := options.pop(name, None)) is not None}
         if mask:
@@ -119,10 +119,10 @@ class CheckedCall:
         fp8.check_unpacked(q, k, v)
         for name, t in (("q", q), ("k", k), ("v", v)):
             if type(t).__name__ == "DTensor":
-                raise TypeError(f"{name} is a DTensor; accepted: a local tensor")
+                raise TypeError(f"{name} is a DTensor; accepted: a local tensor, such as {name}.to_local()")
             if isinstance(t, Tensor) and isinstance(q, Tensor) and t.dtype != q.dtype:
                 raise TypeError(
-                    f"{name} has dtype {t.dtype} and q {q.dtype}; accepted: the same; attention_over_ranks reads caches"
+                    f"{name} has dtype {t.dtype} and q {q.dtype}; accepted: the same dtype. Use attention_over_ranks for a cache"
                 )
         validation.check_qkv(q, k, v, fmt, fmt)
         q, k, v = (as_bshd(t, fmt) for t in (q, k, v))
@@ -130,8 +130,8 @@ class CheckedCall:
         for name, t, runs in (("q", q, plan.q_runs), ("k", k, plan.kv_runs)):
             if t.shape[dim] != size_of(runs[rank]):
                 raise ValueError(
-                    f"{name} has {t.shape[dim]} tokens on rank {rank}; accepted: the {size_of(runs[rank])} that the plan gives it, "
-                    "as `shard` does"
+                    f"{name} has {t.shape[dim]} tokens on rank {rank}; accepted: the {size_of(runs[rank])} of the plan. Use "
+                    "`shard` to select them"
                 )
         wanted = {name: options.pop(name, False) for name in ("return_lse", "return_max_logit")}
         for name, is_wanted in wanted.items():
@@ -166,8 +166,8 @@ class CheckedCall:
         scores = dataclasses.replace(scores, fp8_call=fp8_call, heads_kv=k.shape[-2])
         if scores.has_own_rows and chosen.startswith("ulysses"):
             raise ValueError(
-                f"bias has the rows of this rank's queries with strategy {chosen!r}; accepted: strategy 'gather', 'halo', "
-                "'ring', or a bias of the whole"
+                f"bias has only the rows of this rank's queries with strategy {chosen!r}. Pass the full bias, or use strategy "
+                "'gather', 'halo' or 'ring'"
             )
         runner: Strategy
         if chosen == "ulysses+ring":
@@ -242,7 +242,7 @@ def _with_blocks(plan: Plan, options: dict[str, Any]) -> None:
         raise ValueError("mask_mod is given with a block_mask, which has one of its own; accepted: one of the two")
     if blocks.mask_mod is None:
         raise ValueError(
-            f"the plan was unpickled, without its block_mask's mask_mod; accepted: {' and '.join(plan.given)} given to the call too"
+            f"the plan was unpickled and has lost its block_mask's mask_mod. Pass {' and '.join(plan.given)} to the call too"
         )
     options["mask_mod"] = blocks.mask_mod
 
@@ -283,7 +283,7 @@ def _scores(q: Tensor, plan: Plan, options: dict[str, Any]) -> tuple[Scores, Sha
     validation.check_rng_state(rng_state, q)
     bias, slopes, offset = (options.get(name) for name in ("bias", "alibi_slopes", "softmax_offset"))
     if plan.is_packed and bias is not None:
-        raise ValueError("bias is given with a plan of documents; accepted: a score_mod that reads it at the documents' positions")
+        raise ValueError("bias is given with a plan of documents; accepted: a score_mod that reads it by position in the document")
     own_rows = size_of(plan.q_runs[plan.rank])
     has_own_rows = (
         isinstance(bias, torch.Tensor) and bias.dim() == 4 and bias.shape[2] == own_rows and own_rows not in (1, plan.length)
@@ -301,7 +301,7 @@ def _scores(q: Tensor, plan: Plan, options: dict[str, Any]) -> tuple[Scores, Sha
         if mask_batch not in (1, batch) or mask_heads not in (1, heads):
             raise ValueError(
                 f"block_mask is for batch {mask_batch} and {mask_heads} heads; accepted for this call: batch 1 or {batch}, 1 or "
-                f"{heads} heads, of the whole"
+                f"{heads} heads"
             )
     score_mod, mask_mod, tensors = options.get("score_mod"), options.get("mask_mod"), options.get("score_mod_tensors", ())
     validation.check_mod_arguments(score_mod, mask_mod, tensors)
@@ -331,7 +331,9 @@ def _check_mod(name: str, mod: Any, sizes: tuple[int, int, Plan]) -> None:
     """Raises for a mod that cannot be split: one with its own gradient, or with captured tensors that require a gradient."""
     batch, heads, plan = sizes
     if getattr(mod, "score_mod_gradient", None) is not None:
-        raise ValueError(f"{name} has a gradient of its own, which reads positions of a part; accepted: one that is derived")
+        raise ValueError(
+            f"{name} has a gradient of its own, which cannot be split over ranks. Use a {name} whose gradient is derived"
+        )
     check_sizes = getattr(mod, "_flexattn_check_sizes", None)
     if check_sizes is not None:
         check_sizes(batch, heads, max(plan.mask.lengths_q), max(plan.mask.lengths_kv))
@@ -340,15 +342,12 @@ def _check_mod(name: str, mod: Any, sizes: tuple[int, int, Plan]) -> None:
     captures = find_captures(mod)
     if captures.key is None:
         raise ValueError(
-            f"{name} reads tensors that cannot be known: {captures.unkeyed}; accepted: a function whose captures are tensors, "
-            "numbers, functions, or attributes of plain objects by their names"
+            f"the tensors that {name} reads cannot be determined: {captures.unkeyed}. Use a function that captures only tensors, "
+            "numbers, functions, or named attributes of plain objects"
         )
     for captured, t in captures.tensors:
         if t.requires_grad:
-            raise ValueError(
-                f"{name} captures {captured}, which requires a gradient, of which each rank would have a part; accepted: tensors "
-                "without one, and any in score_mod_tensors"
-            )
+            raise ValueError(f"{name} captures {captured}, which requires a gradient. Pass it in score_mod_tensors, or detach it")
 
 
 def checked_call(q: Tensor, k: Tensor, v: Tensor, plan: Plan, strategy: str | None, options: dict[str, Any]) -> CheckedCall:
@@ -362,7 +361,7 @@ def checked_call(q: Tensor, k: Tensor, v: Tensor, plan: Plan, strategy: str | No
     if group is None:
         if error is not None:
             raise error
-        raise ValueError("plan has no process group; accepted: one made of a group or a mesh, or plan.on(group)")
+        raise ValueError("plan has no process group. Make it with a group or a mesh, or use plan.on(group)")
     if call is not None:
         capture.check(group, call.qkv[0].device)
     summary = {} if call is None or not check_values() else call.summary()
@@ -451,7 +450,7 @@ def _stored(name: str, t: Tensor) -> Tensor:
     if type(t).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         t = t.clone()  # becomes a plain tensor, if a collective is still to fill this one
     if type(t).__torch_dispatch__ is not Tensor.__torch_dispatch__:
-        raise TypeError(f"{name} is a {type(t).__name__}; accepted: a plain tensor, as that of to_local()")
+        raise TypeError(f"{name} is a {type(t).__name__}; accepted: a plain tensor, such as the result of to_local()")
     return t.resolve_neg().contiguous()
 
 

@@ -482,7 +482,7 @@ def test_a_plan_of_blocks_is_pickled_without_their_mod() -> None:
     again = pickle.loads(pickle.dumps(plans[0])).on(OneRank())
     assert again.digest == plans[0].digest
     x = torch.zeros(1, 32, 1, 8)
-    with pytest.raises(ValueError, match="the plan was unpickled, without its block_mask's mask_mod; accepted: block_mask given"):
+    with pytest.raises(ValueError, match=r"the plan was unpickled .*block_mask's mask_mod\. Pass block_mask to the call"):
         distributed.attention(x, x, x, plan=again)
     assert again.masked(block_mask=masks[0]).mask.blocks.mask_mod is sparse
 
@@ -659,11 +659,11 @@ REFUSED: dict[str, dict[str, Any]] = {
         "fp8_recipe": fp8.Recipe(keep_16_bit=True),
         **dict.fromkeys("qkv", torch.zeros(1, 4, 1, 8, dtype=torch.bfloat16)),
     },
-    "fp8_recipe.out_dtype is torch.float8_e5m2 with granularity 'block', whose rows of out lie apart": {
+    "fp8_recipe.out_dtype is torch.float8_e5m2 with granularity 'block', which needs each sequence on one rank": {
         "fp8_recipe": fp8.Recipe(granularity="block", out_dtype=torch.float8_e5m2),
         **dict.fromkeys("qkv", torch.zeros(1, 4, 1, 8, dtype=torch.bfloat16)),
     },
-    "granularity is 'block' and under 'gather' a part of a sequence begins at its position [246]; accepted: a plan": {
+    "granularity is 'block', and with strategy 'gather' a part begins at position [246] of its sequence. Parts must": {
         "fp8_recipe": fp8.Recipe(granularity="block"),
         "strategy": "gather",
         **dict.fromkeys("qkv", torch.zeros(1, 4, 1, 8, dtype=torch.bfloat16)),
@@ -678,13 +678,13 @@ REFUSED: dict[str, dict[str, Any]] = {
     "strategy is 'ulysses' with 1 heads for 2 ranks": {"strategy": "ulysses"},
     r"strategy is 'ulysses\+ring' with a plan of one dim": {"strategy": "ulysses+ring"},
     "strategy is 'alltoall'": {"strategy": "alltoall"},
-    "q has 3 tokens on rank 1; accepted: the 4 that the plan gives it": {"q": torch.zeros(1, 3, 1, 8)},
+    "q has 3 tokens on rank 1; accepted: the 4 of the plan": {"q": torch.zeros(1, 3, 1, 8)},
     "k has dtype torch.float32 and q torch.float8_e4m3fn; accepted: the same": {
         "q": torch.zeros(1, 4, 1, 8).to(torch.float8_e4m3fn)
     },
     "qkv_format is 'thd'; accepted: bshd": {"qkv_format": "thd"},
     r"bias has shape \(1, 1, 3, 8\)": {"bias_type": "post_scale_bias", "bias": torch.zeros(1, 1, 3, 8)},
-    "bias has the rows of this rank's queries with strategy 'ulysses'": {
+    "bias has only the rows of this rank's queries with strategy 'ulysses'": {
         "bias_type": "post_scale_bias",
         "bias": torch.zeros(1, 1, 4, 8),
         "strategy": "ulysses",
@@ -727,7 +727,7 @@ def test_arguments_of_decoding_are_refused_by_name() -> None:
     wrong: dict[str, dict[str, Any]] = {
         "dropout_p is given to attention_over_ranks": {"dropout_p": 0.5},
         "bias_type is 'alibi'": {"bias_type": "alibi"},
-        "q requires a gradient; accepted: under torch.no_grad": {"q": x.clone().requires_grad_()},
+        "q requires a gradient, and decoding has none. Call it under torch.no_grad": {"q": x.clone().requires_grad_()},
     }
     for text, changes in wrong.items():
         with pytest.raises(ValueError, match=text):
