@@ -41,7 +41,7 @@ class Blocks:
 
     @functools.cached_property
     def seen(self) -> Tensor:
-        """Whether at least one head sees a part of each block: bool [b | 1, blocks of queries, blocks of keys]."""
+        """Blocks that at least one head sees a part of: bool [b | 1, blocks of queries, blocks of keys]."""
         return (self.kinds != HIDDEN).any(1)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Tables of calls over ranks: they are real tensors, whichever modes the call that makes them runs in."""
+"""Tables of calls over ranks: they are real tensors in every torch mode, and captured graphs keep them."""
 
 from __future__ import annotations
 

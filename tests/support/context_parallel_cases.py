@@ -478,7 +478,7 @@ def on_one_mesh() -> None:
         torch.testing.assert_close(p.grad.full_tensor(), expected[name], rtol=1e-4, atol=1e-4)
 
 
-def of_dtensors() -> None:
+def sharded_dtensors() -> None:
     """Plain attention of DTensors that are sharded over their sequence stays so, whatever else divides them, and is the whole's."""
     mesh = init_device_mesh(calls.DEVICE.type, (2, 2), mesh_dim_names=("cp", "tp"))
     for number, (queries, keys, kind) in enumerate(((7, 7, "causal"), (3, 6, "causal_bottom_right"), (1, 5, "no_mask"))):
@@ -690,7 +690,7 @@ def on_gpus() -> None:
 
 QUICK = (features, by_shared_memory, sums_in_float32, others, faults, compiled, graphs.no_reads, rank_guards.guards)
 RACING = (lanes_without_races, lanes_without_races_by_shared_memory)
-SLOW = (all_compiled, all_features, drawn, in_float32, in_hosts, on_one_mesh, of_dtensors, on_triton)
+SLOW = (all_compiled, all_features, drawn, in_float32, in_hosts, on_one_mesh, sharded_dtensors, on_triton)
 ON_GPUS = (same_bits, decoding_over_long_caches, on_gpus, one_does_not_come, compiled_graphs_of_kernels)
 SUITES: dict[str, Any] = {f.__name__: f for f in (*QUICK, *RACING, *SLOW, *ON_GPUS)}
 SUITES |= {f"kernels_{part}": functools.partial(compiled_kernels, part) for part in range(COMPILED_PARTS)}
