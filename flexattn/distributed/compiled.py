@@ -22,7 +22,15 @@ from flexattn.dispatch.spec import Window, as_bshd, from_bshd, window_of
 from flexattn.distributed import exchange
 from flexattn.distributed.calls import Results, sum_dtype
 from flexattn.distributed.plans import Plan, plan_of
-from flexattn.distributed.whole_call import CheckedCall, check_options, checked_call, resume_forward, run_backward, run_forward
+from flexattn.distributed.whole_call import (
+    CheckedCall,
+    cast_for_autocast,
+    check_arguments,
+    checked_call,
+    resume_forward,
+    run_backward,
+    run_forward,
+)
 from flexattn.first_order import first_order
 from flexattn.mods.bands import Masks
 from flexattn.mods.dynamo import record_mods
@@ -84,9 +92,7 @@ def _from_json(static: str) -> dict[str, Any]:
 
 def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan, strategy: str | None, options: dict[str, Any]) -> Any:
     """Does the same as `flexattn.distributed.attention`, for Dynamo to trace."""
-    if not isinstance(plan, Plan):
-        raise TypeError(f"plan is a {type(plan).__name__}; accepted: a Plan from flexattn.distributed.plan")
-    check_options(options)
+    check_arguments(plan, options)
     if options.get("block_mask") is not None:
         raise ValueError("block_mask is given to a call under torch.compile. Pass it to the plan instead")
     if options.get("fp8_state") is not None:
@@ -94,18 +100,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan, strategy: str | None, op
     recipe = options.get("fp8_recipe")
     if recipe is not None and recipe.out_dtype in validation.FP8_DTYPES:
         raise ValueError(f"fp8_recipe.out_dtype is {recipe.out_dtype} under torch.compile. Over ranks, use a 16-bit out_dtype")
-    if torch.is_autocast_enabled(q.device.type):
-        dtype = torch.get_autocast_dtype(q.device.type)
-        kept = (torch.float64, *validation.FP8_DTYPES)
-        q, k, v = (t if t.dtype in kept else t.to(dtype) for t in (q, k, v))
+    q, k, v = cast_for_autocast(q, k, v)
     is_grad = torch.is_grad_enabled()
     score_mod, mask_mod, program = options.get("score_mod"), options.get("mask_mod"), ""
     mod_tensors: tuple[Tensor, ...] = ()
     flags: tuple[bool, ...] = ()
-    if getattr(score_mod, "score_mod_gradient", None) is not None:
-        raise ValueError(
-            "score_mod has a gradient of its own, which cannot be split over ranks. Use a score_mod whose gradient is derived"
-        )
     tensors = {name: options.get(name) for name in _TENSORS}
     needs_grad = is_grad and any(t is not None and t.requires_grad for t in (q, k, v, *tensors.values()))
     if score_mod is not None or mask_mod is not None:

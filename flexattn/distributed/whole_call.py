@@ -103,19 +103,14 @@ class CheckedCall:
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor, plan: Plan, strategy: str | None, options: dict[str, Any]) -> CheckedCall:
-        if not isinstance(plan, Plan):
-            raise TypeError(f"plan is a {type(plan).__name__}; accepted: a Plan from flexattn.distributed.plan")
-        check_options(options)
+        check_arguments(plan, options)
         mask = {name: value for name in MASK if (value := options.pop(name, None)) is not None}
         if mask:
             plan = plan.masked(**mask)
         _with_blocks(plan, options)
         fmt = options.pop("qkv_format", None) or ("thd" if plan.is_packed else "bshd")
         validation.check_name("qkv_format", fmt, ("thd",) if plan.is_packed else ("bshd", "sbhd", "bhsd"))
-        if isinstance(q, Tensor) and q.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(q.device.type):
-            dtype = torch.get_autocast_dtype(q.device.type)
-            kept = (torch.float64, *validation.FP8_DTYPES)
-            q, k, v = (t.to(dtype) if isinstance(t, Tensor) and t.dtype not in kept else t for t in (q, k, v))
+        q, k, v = cast_for_autocast(q, k, v)
         fp8.check_unpacked(q, k, v)
         for name, t in (("q", q), ("k", k), ("v", v)):
             if type(t).__name__ == "DTensor":
@@ -256,8 +251,19 @@ def _shapes(shared: Sequence[Tensor | None], has_own_rows: bool) -> tuple[Any, .
     return tuple(shapes)
 
 
-def check_options(options: dict[str, Any]) -> None:
-    """Raises for an argument that `attention` does not have, or that cannot be split."""
+def cast_for_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns tensors in autocast's dtype if it is on. float64 and FP8 stay."""
+    if isinstance(q, Tensor) and q.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(q.device.type):
+        dtype = torch.get_autocast_dtype(q.device.type)
+        kept = (torch.float64, *validation.FP8_DTYPES)
+        q, k, v = (t.to(dtype) if isinstance(t, Tensor) and t.dtype not in kept else t for t in (q, k, v))
+    return q, k, v
+
+
+def check_arguments(plan: Any, options: dict[str, Any]) -> None:
+    """Raises for a wrong plan, and for an argument that `attention` does not have or that cannot be split."""
+    if not isinstance(plan, Plan):
+        raise TypeError(f"plan is a {type(plan).__name__}; accepted: a Plan from flexattn.distributed.plan")
     for name, value in options.items():
         if name in NOT_TAKEN:
             is_given = value is not None and not (isinstance(value, (bool, int, float)) and not value)
@@ -268,6 +274,8 @@ def check_options(options: dict[str, Any]) -> None:
             raise TypeError(f"{name} is no argument of flexattn.distributed.attention; accepted: {accepted}")
     for name in NOT_TAKEN:
         options.pop(name, None)
+    if getattr(options.get("score_mod"), "score_mod_gradient", None) is not None:
+        raise ValueError("score_mod has its own gradient, which cannot be split over ranks. Use one whose gradient is derived")
 
 
 def _scores(q: Tensor, plan: Plan, options: dict[str, Any]) -> tuple[Scores, Shared]:
@@ -328,12 +336,8 @@ def _scores(q: Tensor, plan: Plan, options: dict[str, Any]) -> tuple[Scores, Sha
 
 
 def _check_mod(name: str, mod: Any, sizes: tuple[int, int, Plan]) -> None:
-    """Raises for a mod that cannot be split: one with its own gradient, or with captured tensors that require a gradient."""
+    """Raises for a mod that cannot be split, because its captured tensors require a gradient."""
     batch, heads, plan = sizes
-    if getattr(mod, "score_mod_gradient", None) is not None:
-        raise ValueError(
-            f"{name} has a gradient of its own, which cannot be split over ranks. Use a {name} whose gradient is derived"
-        )
     check_sizes = getattr(mod, "_flexattn_check_sizes", None)
     if check_sizes is not None:
         check_sizes(batch, heads, max(plan.mask.lengths_q), max(plan.mask.lengths_kv))

@@ -627,6 +627,11 @@ def weighted(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
     return score * WEIGHT
 
 
+def derived_by_hand(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+    return score
+
+
+derived_by_hand.score_mod_gradient = weighted  # type: ignore[attr-defined]
 WEIGHT = torch.ones((), requires_grad=True)
 
 REFUSED: dict[str, dict[str, Any]] = {
@@ -687,6 +692,7 @@ REFUSED: dict[str, dict[str, Any]] = {
         "strategy": "ulysses",
         **dict.fromkeys("qkv", torch.zeros(1, 4, 2, 8)),
     },
+    "score_mod has its own gradient, which cannot be split over ranks": {"score_mod": derived_by_hand},
     "score_mod captures WEIGHT, which requires a gradient": {"score_mod": weighted},
     "plan is a int": {"plan": 3},
     "plan has no process group": {"plan": distributed.plan(2, length=8)},
