@@ -19,6 +19,7 @@ ROOT = Path(__file__).parent.parent
 LINK = re.compile(r"\]\(([^)\s#:]+)(?:#[^)\s]*)?\)")
 STYLE = "docs/site.css"
 NOTES = re.compile(r"\[([^\]]+)\]\((?:\.\./)?(notes/\w+\.md)(?:#[\w-]+)?\)")
+NOTEBOOK = re.compile(r"(\]\([^)\s#:]+)\.ipynb(?=[)#])")
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -43,7 +44,12 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Returns a page with the names of lab notes in place of links to them, as they are in the repository and not on the site."""
+    """Returns a page whose links to notebooks lead to their pages, and which names lab notes, as the site does not have them.
+
+    The page of a notebook keeps its link to the file.
+    """
+    if not (ROOT / page.file.src_uri).with_suffix(".ipynb").is_file():
+        markdown = NOTEBOOK.sub(r"\1.md", markdown)
     return NOTES.sub(r"\1, `\2` in the repository", markdown)
 
 

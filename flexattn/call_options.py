@@ -10,17 +10,21 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
     from flexattn import fp8
-    from flexattn.dispatch.spec import Window
+    from flexattn.dispatch.spec import BackendName, BiasType, MaskType, QkvFormat, SoftmaxType, Window
     from flexattn.mods.trace import Mod
 
 
 class Options(TypedDict, total=False):
     """The arguments of `attention` that do not decide what it returns, for its overloads; `attention` documents them."""
 
-    qkv_format: str
-    attn_mask_type: str
-    window_size: tuple[int, int] | Window
+    qkv_format: QkvFormat
+    causal: bool
+    attn_mask_type: MaskType
+    window_size: int | tuple[int, int] | Window
+    mask: Tensor | None
     bottom_right_diagonal: bool | None
+    cu_seqlens: Tensor | None
+    max_seqlen: int | None
     cu_seqlens_q: Tensor | None
     cu_seqlens_kv: Tensor | None
     cu_seqlens_q_padded: Tensor | None
@@ -30,10 +34,10 @@ class Options(TypedDict, total=False):
     page_table: Tensor | None
     max_seqlen_q: int | None
     max_seqlen_kv: int | None
-    bias_type: str
+    bias_type: BiasType | None
     bias: Tensor | None
     alibi_slopes: Tensor | None
-    softmax_type: str
+    softmax_type: SoftmaxType | None
     softmax_offset: Tensor | None
     softmax_scale: float | None
     softcap: float
@@ -50,4 +54,5 @@ class Options(TypedDict, total=False):
     descale_v: Tensor | None
     deterministic: bool | None
     batch_invariant: bool
-    backend: str | None
+    out: Tensor | None
+    backend: BackendName | None

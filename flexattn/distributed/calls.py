@@ -358,12 +358,12 @@ def differentiate(
     with torch.enable_grad():
         arguments = arguments_of(call, scores, leaves, local.q)
     operands = Given(dout, *local, results.out[rows], results.lse[lse_index(rows)], dlse)
-    fp32 = scores.fp32_gradients(fp32)
+    summed: Any = scores.fp32_gradients(fp32)
     if scores.fp8_call is None:
-        gradients = attention_backward(*operands[:-1], dlse=dlse, **arguments, fp32_gradients=fp32)
+        gradients = attention_backward(*operands[:-1], dlse=dlse, **arguments, fp32_gradients=summed)
     else:
         gradients = eight_bits.differentiate(
-            operands, scores.fp8_call, _descales(call, scores, shared, local), dout8, arguments, fp32
+            operands, scores.fp8_call, _descales(call, scores, shared, local), dout8, arguments, summed
         )
     if gradients.dbias is not None and bias is not None and shared_sums[0] is not None:
         shared_sums[0][bias_index(bias, call.pieces[0], scores.has_own_rows)] += gradients.dbias

@@ -36,6 +36,7 @@ from flexattn.mods.bands import Masks
 from flexattn.mods.dynamo import record_mods
 from flexattn.mods.program_source import mods_of
 from flexattn.ops import dtype_of, new_rng_state
+from flexattn.outputs import chosen
 
 _TENSORS = ("bias", "alibi_slopes", "softmax_offset", "rng_state", "descale_q", "descale_k", "descale_v")
 _STATIC = ("qkv_format", "attn_mask_type", "window_size", "bottom_right_diagonal", "bias_type", "softmax_type", "deterministic")
@@ -118,7 +119,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan, strategy: str | None, op
     wanted = (*(is_grad and t is not None and t.requires_grad for t in (q, k, v, *tensors.values())), *flags)
     return_max_logit = options.get("return_max_logit", False)
     static = {name: options.get(name) for name in _STATIC}
-    static["window_size"] = window_of(options["window_size"]) if "window_size" in options else None
+    static["window_size"] = (
+        window_of(options["window_size"], options.get("attn_mask_type") or "") if "window_size" in options else None
+    )
     static |= {"qkv_format": fmt, "strategy": strategy, "backend": options.get("backend"), "mods": program, "wanted": wanted}
     static |= {"return_max_logit": return_max_logit, "is_drawn": is_drawn}
     static["recipe"] = None if recipe is None else tuple(_name_of(getattr(recipe, name)) for name in _RECIPE)
@@ -143,8 +146,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan, strategy: str | None, op
         out, lse, max_logit, _ = _Attend.apply(*views, *call[_NUM_TENSORS + 1 :], *mod_views)  # type: ignore[no-untyped-call]
     else:
         out, lse, max_logit, _ = _forward_op(*call)
-    results = [out, *([lse] if options.get("return_lse", False) else []), *([max_logit] if return_max_logit else [])]
-    return results[0] if len(results) == 1 else tuple(results)
+    return chosen(out, lse, max_logit, options.get("return_lse", False), return_max_logit)
 
 
 def _name_of(value: Any) -> Any:

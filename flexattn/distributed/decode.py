@@ -12,11 +12,14 @@ from flexattn import functional, validation
 from flexattn.dispatch.spec import SOFTMAX_TYPES, as_bshd, from_bshd, parse_format
 from flexattn.distributed import agreement, capture
 from flexattn.distributed.exchange import all_gather, waiting
+from flexattn.outputs import chosen
+from flexattn.shorthands import softmax_type_of
 
 NOT_TAKEN = {
     "dropout_p": "0, because decoding has no gradients",
     "alibi_slopes": "a score_mod with the position of this rank's first key",
     "return_max_logit": "False",
+    "out": "None, because the results of ranks are merged into a new tensor",
     "batch_invariant": "False, because results depend on how keys are split",
     "fp8_recipe": "16 bits or more",
     "fp8_state": "16 bits or more",
@@ -48,7 +51,8 @@ def attention_over_ranks(q: Tensor, k: Tensor, v: Tensor, *, group: Any, **optio
     if hasattr(group, "get_group"):
         group = group.get_group()
     return_lse = options.pop("return_lse", False)
-    softmax_type, offset = options.pop("softmax_type", "vanilla"), options.pop("softmax_offset", None)
+    offset = options.pop("softmax_offset", None)
+    softmax_type = softmax_type_of(options.pop("softmax_type", None), offset)
     error, own = None, {}
     try:
         _refuse((q, k, v), options)
@@ -68,7 +72,7 @@ def attention_over_ranks(q: Tensor, k: Tensor, v: Tensor, *, group: Any, **optio
         if softmax_type == "off-by-one":
             offset = torch.zeros(heads, dtype=torch.float32, device=q.device)
         out, lse = merge_over_ranks(out, lse, group=group, qkv_format=q_format, softmax_offset=offset)
-    return (out, lse) if return_lse else out
+    return chosen(out, lse, None, return_lse, False)
 
 
 def _refuse(qkv: tuple[Tensor, Tensor, Tensor], options: dict[str, Any]) -> None:

@@ -418,7 +418,7 @@ def _named_arguments(
     band = make_band(attn_mask_type, window_size, bottom_right_diagonal)
     is_own = (
         "causal" in attn_mask_type,
-        window_of(window_size) != window_of(OPEN_WINDOW),
+        window_of(window_size, attn_mask_type) != window_of(OPEN_WINDOW),
         bottom_right_diagonal is not None,
         block_mask is not None,
     )

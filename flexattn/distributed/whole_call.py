@@ -12,7 +12,17 @@ from torch import Tensor
 from flexattn import fp8, validation
 from flexattn.dispatch.context import requested_backend
 from flexattn.dispatch.options import check_values
-from flexattn.dispatch.spec import BIAS_TYPES, SOFTMAX_TYPES, Window, as_bshd, from_bshd
+from flexattn.dispatch.spec import (
+    BIAS_TYPES,
+    SOFTMAX_TYPES,
+    BackendName,
+    BiasType,
+    MaskType,
+    SoftmaxType,
+    Window,
+    as_bshd,
+    from_bshd,
+)
 from flexattn.distributed import agreement, capture, exchange, quantise
 from flexattn.distributed.agreement import digest_of, numbers_of
 from flexattn.distributed.calls import InputGradients, Results, Scores, Seeds, Shared, offset_gradient, sum_dtype
@@ -25,7 +35,9 @@ from flexattn.distributed.ulysses import Ulysses
 from flexattn.first_order import first_order, refuse_batched
 from flexattn.mods.captures import find_captures
 from flexattn.ops import new_rng_state
+from flexattn.outputs import chosen
 from flexattn.prepare import default_alibi_slopes
+from flexattn.shorthands import bias_type_of, softmax_type_of
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -37,14 +49,14 @@ class Options(TypedDict, total=False):
     """Arguments of `attention` that have the same meaning in `flexattn.attention`, for the full sequence."""
 
     qkv_format: str
-    attn_mask_type: str
-    window_size: tuple[int, int] | Window
+    attn_mask_type: MaskType
+    window_size: int | tuple[int, int] | Window
     bottom_right_diagonal: bool | None
     block_mask: BlockMask | None
-    bias_type: str
+    bias_type: BiasType | None
     bias: Tensor | None
     alibi_slopes: Tensor | None
-    softmax_type: str
+    softmax_type: SoftmaxType | None
     softmax_offset: Tensor | None
     softmax_scale: float | None
     softcap: float
@@ -61,7 +73,7 @@ class Options(TypedDict, total=False):
     deterministic: bool | None
     return_lse: bool
     return_max_logit: bool
-    backend: str | None
+    backend: BackendName | None
 
 
 NUM_DESCALES = 3  # for q, k and v
@@ -69,9 +81,15 @@ _OFFSET = 5  # index of softmax_offset in `CheckedCall.inputs`
 NOT_TAKEN = {
     "batch_invariant": "False, because results depend on how the plan splits a sequence",
     **dict.fromkeys(
-        ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded", "max_seqlen_q", "max_seqlen_kv"),
+        (
+            *("cu_seqlens", "max_seqlen", "cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv"),
+            *("cu_seqlens_q_padded", "cu_seqlens_kv_padded"),
+        ),
         "lengths on the host, as `documents` of the plan",
     ),
+    "causal": "attn_mask_type, which names the diagonal, of the plan or of this call",
+    "mask": "a mask_mod that reads it, or bias",
+    "out": "None, because results of parts are merged into a new tensor",
     **dict.fromkeys(("page_table", "seqused_q", "seqused_kv"), "keys without pages. attention_over_ranks decodes with a cache"),
 }
 
@@ -222,10 +240,9 @@ class CheckedCall:
             quantised = quantise.quantise_out(out.detach(), fp8_call, self.plan)
             data = from_bshd(quantised.data, self.qkv_format).contiguous()
             whole = fp8.QuantizedTensor(data, quantised.descale, quantised.amax, whole if whole.requires_grad else None)
-        results = [whole, *([lse] if self.return_lse else [])]
-        if self.scores.peaks is not None:
-            results.append(exchange.all_reduce_max(self.scores.peaks, self.plan.group))
-        return results[0] if len(results) == 1 else tuple(results)
+        peaks = self.scores.peaks
+        max_logit = None if peaks is None else exchange.all_reduce_max(peaks, self.plan.group)
+        return chosen(whole, lse, max_logit, self.return_lse, peaks is not None)
 
 
 def _with_blocks(plan: Plan, options: dict[str, Any]) -> None:
@@ -281,7 +298,8 @@ def check_arguments(plan: Any, options: dict[str, Any]) -> None:
 def _scores(q: Tensor, plan: Plan, options: dict[str, Any]) -> tuple[Scores, Shared]:
     """Returns the arguments that are equal for all parts, and the shared tensors. Checks them against the full sequence."""
     heads, batch = q.shape[-2], len(plan.mask.lengths_q) if plan.is_packed else q.shape[0]
-    bias_type, softmax_type = options.get("bias_type", "no_bias"), options.get("softmax_type", "vanilla")
+    bias_type = bias_type_of(options.get("bias_type"), options.get("bias"), options.get("alibi_slopes"))
+    softmax_type = softmax_type_of(options.get("softmax_type"), options.get("softmax_offset"))
     validation.check_name("bias_type", bias_type, BIAS_TYPES)
     validation.check_name("softmax_type", softmax_type, SOFTMAX_TYPES)
     validation.check_flag("deterministic", options.get("deterministic"), optional=True)

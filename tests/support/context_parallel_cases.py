@@ -336,7 +336,7 @@ def one_graph_for_all_plans() -> None:
             "fp8_state": fp8.DelayedScaling(recipe, 4).to(calls.DEVICE),
         },
         "out_dtype is torch.float8_e5m2 under torch.compile": {"fp8_recipe": fp8.Recipe(out_dtype=torch.float8_e5m2)},
-        "causal is no argument of flexattn.distributed.attention": {"causal": True},
+        "causal is given to flexattn.distributed.attention": {"causal": True},
     }
     for text, options in refused.items():
         with pytest.raises(Exception, match=text):

@@ -204,7 +204,7 @@ def _attend_packed(
         k,
         v,
         qkv_format="thd",
-        attn_mask_type="padding" if band.attn_mask_type == "no_mask" else f"padding_{band.attn_mask_type}",
+        attn_mask_type=band.attn_mask_type,
         window_size=band.window_size,
         cu_seqlens_q=of_q.cu_seqlens,
         cu_seqlens_kv=of_k.cu_seqlens,
