@@ -4,25 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypedDict
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from flexattn import fp8, validation
+from flexattn.call_options import CommonOptions
 from flexattn.dispatch.context import requested_backend
 from flexattn.dispatch.options import check_values
-from flexattn.dispatch.spec import (
-    BIAS_TYPES,
-    SOFTMAX_TYPES,
-    BackendName,
-    BiasType,
-    MaskType,
-    SoftmaxType,
-    Window,
-    as_bshd,
-    from_bshd,
-)
+from flexattn.dispatch.spec import BIAS_TYPES, SOFTMAX_TYPES, as_bshd, from_bshd
 from flexattn.distributed import agreement, capture, exchange, quantise
 from flexattn.distributed.agreement import digest_of, numbers_of
 from flexattn.distributed.calls import InputGradients, Results, Scores, Seeds, Shared, offset_gradient, sum_dtype
@@ -39,41 +30,12 @@ from flexattn.outputs import chosen
 from flexattn.prepare import default_alibi_slopes
 from flexattn.shorthands import bias_type_of, softmax_type_of
 
-if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import BlockMask
 
-    from flexattn.mods.trace import Mod
+class Options(CommonOptions, total=False):
+    """Arguments of attention over ranks. Those of `flexattn.attention` have the same meaning, for the full sequence."""
 
-
-class Options(TypedDict, total=False):
-    """Arguments of `attention` that have the same meaning in `flexattn.attention`, for the full sequence."""
-
-    qkv_format: str
-    attn_mask_type: MaskType
-    window_size: int | tuple[int, int] | Window
-    bottom_right_diagonal: bool | None
-    block_mask: BlockMask | None
-    bias_type: BiasType | None
-    bias: Tensor | None
-    alibi_slopes: Tensor | None
-    softmax_type: SoftmaxType | None
-    softmax_offset: Tensor | None
-    softmax_scale: float | None
-    softcap: float
-    dropout_p: float
-    rng_state: Tensor | None
-    score_mod: Mod | None
-    mask_mod: Mod | None
-    score_mod_tensors: Sequence[Tensor] | Mapping[str, Tensor]
-    fp8_recipe: fp8.Recipe | None
-    fp8_state: fp8.DelayedScaling | None
-    descale_q: Tensor | None
-    descale_k: Tensor | None
-    descale_v: Tensor | None
-    deterministic: bool | None
     return_lse: bool
     return_max_logit: bool
-    backend: BackendName | None
 
 
 NUM_DESCALES = 3  # for q, k and v
