@@ -1,4 +1,4 @@
-"""Attention over 2 and 4 ranks equals that of one process, forward and backward; the calls are in context_parallel_calls.py."""
+"""Attention over 2 and 4 ranks equals that of one process, forward and backward. context_parallel_calls.py has the calls."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_heads_inside_hosts_and_a_ring_between(forked_python: FreshPython, tmp_p
 
 @pytest.mark.slow
 def test_dtensors_that_are_sharded_over_their_sequence(forked_python: FreshPython, tmp_path: Path) -> None:
-    run_ranks(forked_python, tmp_path, "of_dtensors", 4)
+    run_ranks(forked_python, tmp_path, "sharded_dtensors", 4)
 
 
 @pytest.mark.slow
