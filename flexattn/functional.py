@@ -527,10 +527,10 @@ def explain(
 ) -> Explanation:
     """Returns the backend and kernels that run a call in each direction, and why.
 
-    Nothing runs. Print the result, whose first line names the kernels (`runs_on`), or its `details`, with the reason against each
-    other backend and kernel. Or read its `forward` and `backward` decisions and `is_final`; `backward` is None if no gradient is needed.
-    The answer is provisional if cuDNN would run the call and has not built its plan yet: cuDNN may still refuse. Then the next
-    backend runs the call, or the call raises if it names cuDNN. `flexattn.explaining` lists the calls of a model.
+    Nothing runs. Print the result, whose first line names the kernels (`runs_on`), or its `details`, with the reason against
+    each other backend and kernel. Or read its `forward` and `backward` decisions and `is_final`. `backward` is None if no gradient
+    is needed. The answer is provisional if cuDNN would run the call and has not built its plan yet: cuDNN may still refuse. Then
+    the next backend runs the call, or the call raises if it names cuDNN. `flexattn.explaining` lists the calls of a model.
 
     Args:
         q, k, v (Tensor): as for `attention`. q may be an AttentionSpec instead, alone or with `backend`.
