@@ -194,7 +194,8 @@ def attention(
             format they replace cu_seqlens, and a side without lengths uses all of its tokens.
         page_table (Tensor, optional): int32 [b, columns] on q's device. k and v are pools of pages, [pages, page_size, h_kv, d] or
             [pages, h_kv, page_size, d] ("bhsd"), and page_table[i, n] is the page of keys n * page_size and on of sequence i.
-            Entries beyond a sequence's length are not read. Forward only, in 16 or 32 bits, with seqused_kv or cu_seqlens_kv (docs/paged.md).
+            Entries beyond a sequence's length are not read. Forward only, in 16 or 32 bits, with seqused_kv or cu_seqlens_kv
+            (docs/paged.md).
 
     Args: Bias and scores
         bias (Tensor, optional): q's dtype or float32, [b, h, sq, skv], where any dim may be 1. For packed sequences sq and skv are
