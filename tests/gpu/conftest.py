@@ -1,4 +1,7 @@
-"""Without a GPU each file of these tests is imported, so that an error shows, and skipped as a whole: thousands of cases cannot run."""
+"""Without a GPU each file of these tests is imported, so that an error shows, and skipped as a whole.
+
+Thousands of cases cannot run there, and to collect them takes seconds of each run.
+"""
 
 from __future__ import annotations
 
