@@ -204,6 +204,16 @@ def test_a_tile_of_each_kind() -> None:
     check(FEW)
 
 
+@pytest.mark.slow
+def test_head_dim_128_of_other_architectures() -> None:
+    """`.ci/run` compiles every tile for sm_90, the GPU that the tables were measured on, and for the others these."""
+    check([case for case in ALL if case.sm != 90 and case.head_dims == (128, 128) and _is_basic(case) and not repeats(case)])
+
+
+def _is_basic(case: Case) -> bool:
+    return (case.features == "plain" and case.dtype is not torch.float32) or (case.features, case.sm) == ("full", 80)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("sm", SMS)
 def test_every_tile(sm: int) -> None:
