@@ -11,7 +11,7 @@ from tests.conftest import ROOT, FreshPython
 from tests.support.ranks import run_ranks
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_every_feature(ranks: int, forked_python: FreshPython, tmp_path: Path) -> None:
     run_ranks(forked_python, tmp_path, "features", ranks)
 
