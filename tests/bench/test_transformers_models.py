@@ -27,8 +27,8 @@ def test_flexattn_passes_the_check_before_it_is_timed() -> None:
 
 
 def test_an_implementation_that_drops_the_softcap_fails_the_check() -> None:
-    """transformers' sdpa does, so newer releases refuse it for such models by name."""
-    AttentionInterface.register("no_softcap", ALL_ATTENTION_FUNCTIONS["sdpa"])
+    sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    AttentionInterface.register("no_softcap", lambda *args, softcap=None, **keywords: sdpa(*args, **keywords))
     AttentionMaskInterface.register("no_softcap", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
     assert min(transformers_models.errors("gemma2", "no_softcap", 256, CPU).values()) > transformers_models.WORST
 
