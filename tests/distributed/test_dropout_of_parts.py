@@ -105,7 +105,7 @@ def in_parts(dtype: torch.dtype, backend: str, cut: int) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.sample
+@pytest.mark.sample(values=True)
 @pytest.mark.parametrize(("backend", "dtype"), [("eager", torch.float64), ("triton", torch.float32), ("triton", torch.bfloat16)])
 @pytest.mark.parametrize("cut", [16, 13])
 def test_parts_drop_what_the_whole_drops(backend: str, dtype: torch.dtype, cut: int) -> None:
@@ -165,8 +165,10 @@ def test_packed_sequences_each_have_their_own_place() -> None:
         torch.testing.assert_close(out, torch.cat((whole[0][0][0], whole[1][0][1, 33:])))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("capability", [80, 89, 90, 100])
+@pytest.mark.parametrize(
+    "capability",
+    [pytest.param(90, marks=pytest.mark.slow), *(pytest.param(c, marks=pytest.mark.exhaustive) for c in (80, 89, 100))],
+)
 def test_compiled(capability: int) -> None:
     q, lse = torch.zeros(1, 512, 4, 128, dtype=torch.bfloat16), torch.zeros(1, 4, 512)
     with pretended_device(capability, 132), recorded_launches() as launches:
