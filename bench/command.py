@@ -86,7 +86,7 @@ def make_parser() -> argparse.ArgumentParser:
     pages.add_argument(
         "--regret", type=Path, nargs="+", metavar="FILE", help="print what backend auto picks, beside the fastest that results have"
     )
-    pages.add_argument("--page", type=Path, metavar="FILE.md", help="write the page of benchmarks and its plots, docs/performance.md")
+    pages.add_argument("--page", type=Path, metavar="FILE.md", help="write docs/performance.md and its plots")
     pages.add_argument("--readme", type=Path, metavar="README.md", help="rewrite the README's section that results make")
     pages.add_argument("--picture", type=Path, metavar="FILE.svg", help="write the README's picture, docs/speed.svg")
     return parser

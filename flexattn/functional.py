@@ -178,8 +178,8 @@ def attention(
             without a visible key, and mask no block that is fully visible. It may be for more queries and keys than there are.
 
     Args: Packed and padded sequences
-        cu_seqlens (Tensor, optional): cu_seqlens_q and cu_seqlens_kv in one. `flexattn.packed` makes the arguments of a packed
-        call. max_seqlen (int, optional): max_seqlen_q and max_seqlen_kv in one.
+        cu_seqlens (Tensor, optional): cu_seqlens_q and cu_seqlens_kv in one. `flexattn.packed` makes a packed call's arguments.
+        max_seqlen (int, optional): max_seqlen_q and max_seqlen_kv in one.
         cu_seqlens_q, cu_seqlens_kv (Tensor, optional): int32 [b + 1], contiguous, on q's device: 0, then the running sum of the
             sequences' lengths. In a dense format sequence i is the first cu_seqlens[i + 1] - cu_seqlens[i] tokens of row i.
         max_seqlen_q, max_seqlen_kv (int, optional): longest sequence of a packed call, or of pages. A longer sequence raises on a
@@ -194,7 +194,8 @@ def attention(
             format they replace cu_seqlens, and a side without lengths uses all of its tokens.
         page_table (Tensor, optional): int32 [b, columns] on q's device. k and v are pools of pages, [pages, page_size, h_kv, d] or
             [pages, h_kv, page_size, d] ("bhsd"), and page_table[i, n] is the page of keys n * page_size and on of sequence i.
-            Entries beyond a sequence's length are not read. Forward only, in 16 or 32 bits, with seqused_kv or cu_seqlens_kv.
+            Entries beyond a sequence's length are not read. Forward only, in 16 or 32 bits, with seqused_kv or cu_seqlens_kv
+            (docs/paged.md).
 
     Args: Bias and scores
         bias (Tensor, optional): q's dtype or float32, [b, h, sq, skv], where any dim may be 1. For packed sequences sq and skv are
@@ -246,7 +247,7 @@ def attention(
         deterministic (bool, optional): True makes repeated runs bitwise identical, or raises. False may use faster gradients that
             vary from run to run. Default: torch.are_deterministic_algorithms_enabled().
         batch_invariant (bool, default False): True makes out and lse of a sequence bitwise independent of the rest of the batch, of
-            the place of its keys, and of the division of its queries into calls, or raises (docs/inference.md). So does
+            the place of its keys, and of the division of its queries into calls, or raises (docs/reproducible.md). So does
             FLEXATTN_BATCH_INVARIANT=1 for every call.
         backend (str, optional): "auto", "triton", "cudnn" or "eager". A name never falls back. Default: that of
             `attention_backend()`, else FLEXATTN_BACKEND, else "auto". `explain` shows the choice and its reasons.
@@ -257,7 +258,7 @@ def attention(
         - out: q's format and dtype, contiguous, with d_v last. For q in FP8 it is bfloat16, or the dtype of fp8_recipe; a
           `flexattn.fp8.QuantizedTensor` if fp8_recipe asks for FP8.
         - lse: float32 [b, h, sq], or [h, t_q] for "thd": the natural logarithm of each softmax denominator, sink included. In FP8
-          on compute capability 9.0 the denominator is a sum of E4M3 weights (docs/fp8.md). Differentiable.
+          on compute capability 9.0 the denominator is a sum of E4M3 weights (docs/accuracy.md). Differentiable.
         - max_logit: float32 [h], the largest visible score of each head, -inf if none is visible. Not differentiable.
 
         A query that sees no key gets out = 0, lse = -inf (with a sink: its offset) and no gradient. Tokens beyond their
@@ -527,10 +528,10 @@ def explain(
 ) -> Explanation:
     """Returns the backend and kernels that run a call in each direction, and why.
 
-    Nothing runs. Print the result, whose first line names the kernels (`runs_on`), or its `details`, with the reason against each other
-    backend and kernel. Or read its `forward` and `backward` decisions and `is_final`; `backward` is None if no gradient is needed.
-    The answer is provisional if cuDNN would run the call and has not built its plan yet: cuDNN may still refuse. Then the next
-    backend runs the call, or the call raises if it names cuDNN. `flexattn.explaining` lists the calls of a model.
+    Nothing runs. Print the result, whose first line names the kernels (`runs_on`), or its `details`, with the reason against
+    each other backend and kernel. Or read its `forward` and `backward` decisions and `is_final`. `backward` is None if no gradient
+    is needed. The answer is provisional if cuDNN would run the call and has not built its plan yet: cuDNN may still refuse. Then
+    the next backend runs the call, or the call raises if it names cuDNN. `flexattn.explaining` lists the calls of a model.
 
     Args:
         q, k, v (Tensor): as for `attention`. q may be an AttentionSpec instead, alone or with `backend`.

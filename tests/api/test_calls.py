@@ -247,7 +247,7 @@ def test_modes_transforms_subclasses_and_canaries_have_no_key(keys: list[Any], m
     assert keys[-1] is not None
 
 
-@pytest.mark.sample("name", "backend")
+@pytest.mark.sample("name", "backend", values=True)
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 @pytest.mark.parametrize("name", ["q", "k", "v", "bias", "dout", "dlse"])
 def test_what_is_stored_negated_is_read_as_it_is(name: str, backend: str, keys: list[Any], device: str) -> None:
@@ -470,7 +470,7 @@ def test_what_is_captured_finds_its_place(make_mod: Callable[..., Any], more: di
         assert torch.equal(flexattn.attention(**call), out)
 
 
-@pytest.mark.sample
+@pytest.mark.sample(pairs=False)
 @pytest.mark.parametrize("softcap", [0.0, 3.0])
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 def test_another_scale_and_softcap_make_a_kept_call_of_one(

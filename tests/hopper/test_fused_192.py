@@ -162,7 +162,7 @@ BANDS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.sample
+@pytest.mark.sample(values=True)
 @without_gpu
 @pytest.mark.parametrize("call", BANDS, ids=str)
 @pytest.mark.parametrize("fmt", ["thd", "bshd", "sbhd", "bhsd"])
@@ -172,7 +172,7 @@ def test_emulated(fmt: str, call: dict[str, Any]) -> None:
     check_run(len(fmt), call, qkv_format=fmt, gap=3, padding=True, **dims, **UNEVEN)
 
 
-@pytest.mark.sample
+@pytest.mark.sample(values=True)
 @without_gpu
 @pytest.mark.parametrize("mask", ["no_mask", "causal", "causal_bottom_right"])
 @pytest.mark.parametrize("seed", [1, 5, 6])  # lazy, random, eager
