@@ -141,7 +141,7 @@ def test_calls_left_to_the_portable_kernels_have_a_reason(more: dict[str, Any], 
     [
         (128, None, None),
         (64, None, "128 x 128, and the block mask's blocks 64 x 64"),
-        (128, 4, "have each a block mask of its own"),
+        (128, 4, "each have their own block mask"),
     ],
 )
 def test_block_masks_that_do_not_fit_are_refused(size: int, heads: int | None, reason: str | None) -> None:
