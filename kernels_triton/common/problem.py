@@ -527,7 +527,7 @@ class Problem:
 
     @property
     def has_token_scales(self) -> tuple[bool, bool]:
-        """Whether k, and whether v, has a factor for each token and head."""
+        """(k, v): True if the tensor has a factor for each token and head."""
         if not self.descales_kv:
             return False, False
         k, v = (descale.dim() == 4 for descale in self.descales_kv)

@@ -677,7 +677,7 @@ take 2 to 7 % less at 128 without a mask (small_kernels_h100.json). Elsewhere th
 class LeastCausal(NamedTuple):
     """Smallest causal call below 1024 tokens for which the fused backward is faster than the portable kernels."""
 
-    tokens: int  # of the longest sequence
+    tokens: int  # tokens of the longest sequence
     grouped_tokens: int  # the same if several query heads share a key head
     flops: int  # see `flops_from`
 

@@ -141,7 +141,7 @@ def number_of_tiles(problem: Problem, tile: HopperTile, group: int) -> int:
 
 
 class Cut(NamedTuple):
-    """Whether the keys are split, and whether a plan gives the split points."""
+    """The form of a KV split: are the keys split, and does a plan give the split points?"""
 
     is_split: bool
     is_planned: bool
