@@ -1,8 +1,8 @@
 """Fused backward attention on Blackwell (sm_100) in Gluon: dk and dv of 128 keys a program, and their contributions to dq.
 
-One warp loads by TMA, one issues products, two warpgroups have the softmax, and one adds dq to fp32 sums in global memory, in an
-arbitrary order. So the last bits of dq differ from run to run. All sums are in tensor memory (FlashAttention-4, arXiv 2603.05451).
-Blocks, bands, masks, mods, the loading warp and the sums of dq are those of the fused backward for sm_90.
+One warp loads by TMA, one issues products, and two warpgroups have the softmax. Another warpgroup adds dq to fp32 sums in global
+memory, in an arbitrary order. So the last bits of dq differ from run to run. All sums are in tensor memory (FlashAttention-4, arXiv
+2603.05451). Blocks, bands, masks, mods, the loading warp and the sums of dq are those of the fused backward for sm_90.
 """
 
 from __future__ import annotations

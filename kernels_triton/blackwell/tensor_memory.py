@@ -72,8 +72,8 @@ def allocate_backward_sums(BLOCK_M: gl.constexpr, DIM: gl.constexpr):
 
 @gluon.jit
 def weights_over(scores, FIRST: gl.constexpr, COLUMNS: gl.constexpr, DTYPE: gl.constexpr, BLOCK_N: gl.constexpr):
-    # Returns 16-bit weights in the first half of the memory of COLUMNS columns of a tile of scores (from Triton 3.8 on, a part of a
-    # tile cannot be reinterpreted)
+    # Returns 16-bit weights in the first half of the memory of COLUMNS columns of a tile of scores. The whole tile is
+    # reinterpreted, because Triton 3.8 and later cannot reinterpret a part of one
     return reinterpreted(scores, DTYPE, [LANES, 2 * BLOCK_N], tile_layout(2 * BLOCK_N)).slice(2 * FIRST, COLUMNS)
 
 

@@ -110,7 +110,7 @@ class Dropout(NamedTuple):
 
 
 class Scale(NamedTuple):
-    """Factors of a tensor in FP8, fp32 [b | 1, h | 1, blocks | 1]; or [b | pages, s, h] if each token is a block."""
+    """Factors of a tensor in FP8, fp32: [b | 1, h | 1, blocks | 1], or [b | pages, s, h] if each token is a block."""
 
     ptr: Pointer
     stride_block: int

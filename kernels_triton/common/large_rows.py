@@ -1,7 +1,7 @@
 """Exact remainders of lse, for rows whose lse is so large that fp32 is too coarse to compute probabilities from it.
 
 A probability is exp(logit - lse). An lse of 1e4 is a multiple of 2**-10. In a row that a bias hides completely, an lse of -1e9 is a
-multiple of 64, so the row's probabilities would have an arbitrary sum. For such rows the backward first subtracts lse from the
+multiple of 64. Then the row's probabilities would have an arbitrary sum. For such rows the backward first subtracts lse from the
 logits, which is exact for the large weights, and then subtracts the remainder: the logarithm of the sum of exp(logit - lse). The
 kernel in this file computes it in a second pass over the keys.
 """

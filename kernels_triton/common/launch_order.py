@@ -2,8 +2,8 @@
 
 A kernel that calls `wait_for_previous` before it accesses memory is launched so that its programs may begin early (`Direct`). That
 hides the launch latency and the kernel's setup behind the previous kernel. `wait_for_previous` returns once the previous kernel has
-ended and its writes are visible, whether or not it called `let_next_begin` (CUDA C++ Programming Guide, "Programmatic Dependent
-Launch"; PTX ISA, `griddepcontrol`).
+ended and its writes are visible, even if that kernel never called `let_next_begin` (CUDA C++ Programming Guide, "Programmatic
+Dependent Launch"; PTX ISA, `griddepcontrol`).
 """
 
 from __future__ import annotations

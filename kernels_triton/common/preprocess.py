@@ -35,8 +35,8 @@ from flexattn.kernels_triton.common.tiles import cdiv
 from flexattn.kernels_triton.runtime.entry import WidePointer
 from flexattn.kernels_triton.runtime.launch import Tile, kernel, launch
 
-# 32 rows instead of 128, here and in the conversion of dq, and `place_of_program` save 1 to 2 % of the time of backwards of 512 to
-# 2048 tokens (bench/results/small_kernels_h200.json).
+# 32 rows instead of 128, here and in the conversion of dq, and `place_of_program` save 1 to 2 % of a backward of 512 to 2048 tokens
+# (bench/results/small_kernels_h200.json).
 _TILE = Tile(32, 64, 4, 1)
 _TILE_OF_FP8 = Tile(128, 64, 8, 1)  # for a program that quantises dout
 _TILE_OF_WIDE_FP8 = Tile(32, 64, 8, 1)  # for wide heads: a larger tile in registers would leave room for few programs

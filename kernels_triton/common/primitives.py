@@ -693,8 +693,8 @@ def visible_queries(i, j, shift, band, META: tl.constexpr):
 
 @triton.jit
 def tanh(x):
-    # 1 - 2 / (1 + e^2x) has an absolute error of 2e-7, with a correction for the rounding of x * 2 log2(e) and a division that
-    # rounds to nearest. Near 0 that error is not small relative to x, so the Taylor series replaces it.
+    # 1 - 2 / (1 + e^2x) has an absolute error of 2e-7. That needs a correction for the rounding of x * 2 log2(e), and a division
+    # that rounds to nearest. Near 0 the error is not small relative to x, so the Taylor series replaces it.
     exponent = x * (2 * LOG2E)
     power = tl.exp2(exponent)
     lost = tl.where(tl.abs(x) < 20.0, power * (tl.fma(x, 2 * LOG2E, -exponent) * LN2), 0.0)
@@ -754,7 +754,7 @@ def positive_factor(factor):
 @triton.jit
 def exponent_factor(row_max):
     # Returns the factor of a row's logits in exp2: log2(e), or 1 if the row's largest logit is very far from 0. Then the next
-    # smaller number has no weight, row_max * 1 is exact and never overflows, and the rounding of row_max * log2(e) could overflow
+    # smaller number has no weight. row_max * 1 is exact and never overflows, but the rounding of row_max * log2(e) could overflow
     # exp2.
     return tl.where(tl.abs(row_max) < FAR, LOG2E, 1.0)
 
@@ -762,7 +762,7 @@ def exponent_factor(row_max):
 @triton.jit
 def scaled_row_max(row_max, factor, OFFSET: tl.constexpr):
     # Returns the number to subtract from the product. It is finite for a row_max of -inf too, so that exp2(-inf - scaled_max) is 0.
-    # Products of equal numbers are rounded equally, so weights relative to two maxima differ by a factor of exp2(difference of the
+    # Products of equal numbers are rounded equally. So weights relative to two maxima differ by exactly exp2(difference of the
     # maxima), however coarse the rounding is. With an OFFSET, weights are at most 2**OFFSET. The OFFSET is 0 if rounding could lift
     # weights above FP8's range.
     scaled_max = tl.maximum(row_max * factor, LOWEST)
@@ -784,7 +784,7 @@ def log_of_sum(row_max, factor, scaled_max, row_sum):
 
 @triton.jit
 def dropout_keep(inputs, b, h, first_row, first_column, META: tl.constexpr):
-    # Returns a mask [BLOCK_M, BLOCK_N]. Philox runs at counter (j // 8, i, b * heads + h, offset), and each of eight neighbouring
+    # Returns a mask [BLOCK_M, BLOCK_N]. Philox runs at counter (j // 8, i, b * heads + h, offset). Each of eight neighbouring
     # columns gets a half of one of its four words. A lower half is shifted up. An upper half is compared together with the bits
     # below it, which does not change the result.
     dropout = inputs.dropout
@@ -799,7 +799,7 @@ def dropout_keep(inputs, b, h, first_row, first_column, META: tl.constexpr):
     offset = tl.load(state + 1).to(tl.int32)
     if META.ORIGIN > 5:
         first_column += tl.load(state + 5).to(tl.int32)
-    # Triton 3.6 and 3.7 treat weights that depend on a join and on a load of bytes, for example from a mod's bool table, as 4-bit
+    # If weights depend on a join and on a load of bytes, such as a mod's bool table, Triton 3.6 and 3.7 treat them as 4-bit
     # numbers. They then multiply half of 16 keys twice (triton-lang/triton#10645; `CompileReport.folded_operands`).
     CAN_JOIN: tl.constexpr = META.BLOCK_M >= 32 and META.BLOCK_N >= 32
     if META.ORIGIN > 5 or not CAN_JOIN:

@@ -420,7 +420,7 @@ HOPPER_UNSHARED_BYTES = 2**30
 """Minimum bytes of k and v if queries are few and each query head has its own key head.
 
 64 sequences of 2048 keys and 32 such heads take 518 us instead of 597 (bench/results/decode_paged_h200.json); less was not
-measured. Over pages the portable kernel reads at half its speed, so `HOPPER_PAGED_BYTES` serves all calls.
+measured. The portable kernel reads pages at half its speed, so `HOPPER_PAGED_BYTES` serves all calls over pages.
 """
 
 # Minimum lengths like `open_from`, by a row's head dim of q and k (bench/results/dropout_h200.json, decode_h200.json and
@@ -536,7 +536,7 @@ class HopperFusedTile(NamedTuple):
     head_dim: int
     # Queries of an iteration. At head dim 64, 128 are 22 % faster than 64; modified scores and dropout lack the registers for that.
     queries: int
-    # True: dp is the first product of an iteration and dq of the previous iteration the last, so one warpgroup may be half an
+    # True: dp is the first product of an iteration, and dq of the previous iteration the last. So one warpgroup may be half an
     # iteration ahead of the other. False: dq is first, and dp follows dv. At 128, True is 5 % faster without a mask, and 6 % slower
     # with a causal one.
     dp_first: bool
@@ -551,9 +551,9 @@ class HopperFusedTile(NamedTuple):
     # With dp first: one wait for both dv and dk. With 128 queries and scores ahead, it must be False, or ptxas serialises the
     # products.
     dv_with_dk: bool = False
-    # True: a separate barrier releases dout. It is not necessary, because dout has as many slots as q. But with scores as the first
-    # product of an iteration of 64 queries, the consumers, which meet at it, were 2 to 7 % faster at 64. At 128 they were up to 9 %
-    # slower (bench/results/hopper_turns_h200.json).
+    # True: a separate barrier releases dout. It is not necessary, because dout has as many slots as q. The consumers meet at it.
+    # With scores as the first product of an iteration of 64 queries, they were 2 to 7 % faster with it at 64. At 128 they were up
+    # to 9 % slower (bench/results/hopper_turns_h200.json).
     dout_apart: bool = False
     # True: programs, one for each multiprocessor, draw blocks of keys, and load the next block's k while the last one ends. For
     # calls in which each query head has its own key head, or for `HOPPER_FUSED_GROUPED`, from the kind's minimum length to `up_to`

@@ -1,8 +1,8 @@
 """Two-kernel backward attention on Hopper (sm_90) in Gluon: one kernel for dq, one for dk and dv, each bitwise repeatable.
 
-`backward_fused` is faster, but its dq is not deterministic. In both kernels a warp loads by TMA and two warpgroups compute 64 rows
-of the gradient each (for dk and dv at head dim 256: half of the columns of 64 rows). Calls that `conditions.backward_unsupported`
-rejects run on the portable kernels.
+`backward_fused` is faster, but its dq is not deterministic. In both kernels a warp loads by TMA, and two warpgroups compute 64 rows
+of the gradient each. For dk and dv at head dim 256, each computes half of the columns of 64 rows. Calls that
+`conditions.backward_unsupported` rejects run on the portable kernels.
 """
 
 from __future__ import annotations

@@ -328,7 +328,7 @@ def hides_some_query(row, n_start, block: Block, META: gl.constexpr):
 
 @gluon.constexpr_function
 def loops_of(META):
-    """Returns 2 if a kernel has one loop for calls with a large lse and one for all other calls, of which one runs; otherwise 1.
+    """Returns 2 if a kernel has one loop for calls with a large lse and one for all other calls; otherwise 1. Only one loop runs.
 
     Without a band, the second loop has no branch except for the last block: a branch on `large` would cost 8 % of the backward at
     head dim 64. It was not measured in FP8.

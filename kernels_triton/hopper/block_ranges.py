@@ -206,8 +206,8 @@ def blocks_of_split(split, num_splits, num_blocks, block_range, META: gl.constex
 
 @gluon.jit
 def blocks_of_consumer(m_start, num_blocks, block_range, band: SequenceBand, META: gl.constexpr):
-    # Returns (blocks to skip first, number of blocks, block range) of the keys that one consumer's queries, from m_start on, see,
-    # among the blocks of the whole work tile. Iterations run from the last block down.
+    # Returns (blocks to skip first, number of blocks, block range) of the keys that one consumer's queries see, from m_start on.
+    # They are a part of the work tile's blocks. Iterations run from the last block down.
     if not META.SKIPS:
         return 0, num_blocks, block_range
     else:

@@ -8,8 +8,8 @@ of PTX's memory consistency model, the chain from an addition to a part's loads 
 - It counts by an atomic with release semantics at GPU scope. The warp that has drawn the part reads the count by an atomic with
   acquire semantics. Each count in the number read precedes that read in observation order, which includes atomics. So each of these
   releases synchronizes with the acquire.
-- The part is broadcast through an mbarrier, whose arrive has release and whose wait has acquire semantics within the program (PTX
-  ISA, mbarrier.arrive and mbarrier.try_wait: the default .sem and .scope). So the consumers' loads come after it too.
+- The part is broadcast through an mbarrier. Its arrive has release semantics within the program, and its wait acquire semantics
+  (PTX ISA, mbarrier.arrive and mbarrier.try_wait: the default .sem and .scope). So the consumers' loads come after it too.
 
 The counts are zeros before each launch: the preprocess kernel, which precedes it in the same stream, writes them like dq's zeros.
 """
@@ -29,8 +29,8 @@ from flexattn.kernels_triton.hopper.backward_blocks import Block
 from flexattn.kernels_triton.hopper.descriptors import finish_additions
 from flexattn.kernels_triton.runtime.entry import WidePointer
 
-# Elements of a part. At head dim 128 without a mask, parts of twice the size took up to 5 % longer, and of half the size up to 3 %
-# longer (bench/results/short_backwards_h100.json).
+# Elements of a part. At head dim 128 without a mask, double parts took up to 5 % longer, and half parts up to 3 % longer
+# (bench/results/short_backwards_h100.json).
 PART = 256 * 128
 _ELEMENTS_AT_ONCE = gl.constexpr(64 * 128)  # elements of a part that a warpgroup has in registers
 
@@ -74,7 +74,7 @@ class Task(NamedTuple):
 @gluon.jit
 def find_task(t, blocks, args, META: gl.constexpr):
     # Returns work tile t, of `blocks` key blocks and all parts. The parts of a section of heads come after the blocks of the next
-    # section, so that almost no part waits, and the sums are still in L2.
+    # section. So almost no part waits, and the sums are still in L2.
     work = args.work
     parts = gl.cdiv(args.lengths_q.max_seqlen, META.CONVERTED) * work.group_size  # parts of a key head
     section_blocks = work.heads_per_l2_section * work.blocks

@@ -155,8 +155,8 @@ def _bits(word, threshold, FIRST: gl.constexpr):
 def drawn_weights(
     state, h, queries, keys, COLUMNS: gl.constexpr, KEYS_ARE_ROWS: gl.constexpr, META: gl.constexpr, GROUP: gl.constexpr = 1
 ):
-    # Returns the kept weights of a tile [64, COLUMNS] of scores, from query `queries` and key `keys` on, as bits in the layout that
-    # `kept` needs. Call it while a product runs. Rows of queries may alternate between GROUP heads, from h on.
+    # Returns the kept weights of a tile [64, COLUMNS] of scores, as bits in the layout that `kept` needs. The tile begins at query
+    # `queries` and key `keys`. Call it while a product runs. Rows of queries may alternate between GROUP heads, from h on.
     if META.HAS_DROPOUT:
         b_h = state.first_head + h
         threshold = state.threshold

@@ -60,8 +60,8 @@ class ForwardMeta(NamedTuple):
     Q_STAGES: int
     UNMASKED_LOOP: bool  # separate loop without masks for key blocks that all queries see; other blocks may be cut
     HAS_CUT_LOOP: bool  # loop with masks for blocks that may be cut, like most blocks in a narrow window
-    # Integers of a tile message: (first query, first head, batch, split); with lengths also (first token, queries, keys); with a
-    # plan also (end of the split, part); with a block mask also the results of `cut_key_lists` and `unmasked_blocks`
+    # Integers of a tile message: (first query, first head, batch, split). With lengths, (first token, queries, keys) follow; with a
+    # plan, (end of the split, part); with a block mask, the results of `cut_key_lists` and `unmasked_blocks`.
     NUMBERS: int
     IS_LATENT: bool  # v is the first columns of k, and is read from k's tiles
     ASKS_OF_BLOCKS: bool  # the mask_mod's block test runs before the mask_mod is evaluated for each query and key

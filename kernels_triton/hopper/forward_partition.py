@@ -45,8 +45,7 @@ def load_partition(args: Arguments, buffers: Buffers, META: gl.constexpr):
     tiles, barriers = buffers.tiles, buffers.barriers
     STAGES: gl.constexpr = META.STAGES
     IS_ALONE: gl.constexpr = not META.IS_PLANNED and args.work.table_ptr is None  # a program has one tile
-    # Over pages, a late draw keeps the counter's address in registers that the pages' ids need; its gain was measured without
-    # pages.
+    # A late draw keeps the counter's address in registers that the ids of pages need; its gain was measured without pages.
     DRAWS_EARLY: gl.constexpr = META.PAGE_ROWS > 0 and not IS_ALONE
     if not META.IS_PLANNED:
         amount = num_tiles_of_programs(args, META)

@@ -146,9 +146,7 @@ def scale_error(name: str, scale: Scale, problem: Problem, heads: int, multiple:
 
 
 def transposed_blocks(batch: int, num_tokens: int, is_ragged: bool) -> int:
-    """Returns the number of transposed tiles of one head. Those of a sequence begin at tile place // BLOCK + b, or b * cdiv(s,
-    BLOCK).
-    """
+    """Returns the number of transposed tiles of one head. A sequence begins at tile place // BLOCK + b, or b * cdiv(s, BLOCK)."""
     return num_tokens // BLOCK.value + batch if is_ragged else batch * triton.cdiv(num_tokens, BLOCK.value)
 
 

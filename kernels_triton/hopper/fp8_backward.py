@@ -447,8 +447,8 @@ def unsupported(problem: Problem, out: Tensor, dout: Tensor) -> str | None:
 def slower(problem: Problem) -> str | None:
     """Returns the reason if other backwards are faster, or None.
 
-    These kernels were measured to be faster than the 16-bit ones even without the dequantisation that those need
-    (bench/results/fp8_kernels_h200.json), so the reasons against the 16-bit ones count.
+    These kernels were measured to be faster than the 16-bit ones, even without the time for a dequantisation
+    (bench/results/fp8_kernels_h200.json). So only reasons against the 16-bit ones count.
     """
     return backward_slower(problem)
 

@@ -1,9 +1,9 @@
 """FP8 fused backward attention on Hopper (sm_90) in Gluon: `backward_fused` with scores and dp from FP8 operands.
 
 The products with p and ds are 16-bit. In FP8, each of them would need the maximum of a tile's rows, a scale, and its own
-accumulator that is added in fp32, because Hopper accumulates FP8 products in about 14 bits. That takes longer than the tensor cores
-save. So no operand needs a transposed copy, and no computed value is rounded to FP8. q, k and dout are read in both forms, and the
-16-bit form equals the dequantised FP8 form.
+accumulator. Hopper accumulates FP8 products in about 14 bits, so each accumulator would be added in fp32. That takes longer than
+the tensor cores save. So no operand needs a transposed copy, and no computed value is rounded to FP8. q, k and dout are read in
+both forms, and the 16-bit form equals the dequantised FP8 form.
 """
 
 from __future__ import annotations
@@ -120,8 +120,8 @@ def _load_block(
     args: FusedArguments, tiles: FusedTiles, barriers: FusedBarriers, block: Block, begun: Begun, previous, META: gl.constexpr
 ):
     # previous: in a persistent kernel, the message of the previous block. Its dk and dv are stored here, before k and dout in 16
-    # bits overwrite them; the loads of the other operands of the first iteration have started by then. Loading more in advance (the
-    # next query block too) made ptxas spill in the consumers' loops.
+    # bits overwrite them. The other loads of the first iteration have started by then. Loading more in advance (the next query
+    # block too) made ptxas spill in the consumers' loops.
     descriptors = args.descriptors
     b, h, h_kv = block.b, block.h, block.h_kv
     len_q, len_kv = block.sequence.len_q, block.sequence.len_kv

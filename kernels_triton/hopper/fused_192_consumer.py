@@ -1,8 +1,8 @@
 """Consumers of the fused backward for head dims from 136 to 192 for sm_90: dk and dv of 64 keys each, and half of each tile of dq.
 
 dk and dv of 64 keys take 160 registers a thread, which leaves none for dp of 64 queries beside their scores. So a block of 64
-queries has one product of scores, which reads k once, and the later steps process 32 queries and then the other 32. That includes
-exp, because the statistics of all 64 would spill. dq of the previous block is computed in two parts, one during each half.
+queries has one product of scores, which reads k once. The later steps process 32 queries, and then the other 32. That includes exp,
+because the statistics of all 64 would spill. dq of the previous block is computed in two parts, one during each half.
 """
 
 from __future__ import annotations
@@ -113,8 +113,8 @@ def consume_fused_192(
     MODS: gl.constexpr,
     META: gl.constexpr,
 ):
-    # args: a `DkdvArguments`, of plain scores. dq of a block is computed in the next block, as in `fused_consumer` and by the same
-    # barriers, so that no warpgroup waits for the other in the middle of a block.
+    # args: a `DkdvArguments`, of plain scores. dq of a block is computed in the next block, so that no warpgroup waits for the
+    # other in the middle of a block. `fused_consumer` does the same, by the same barriers.
     loaded = tiles.loaded
     scores, group_size = args.scores, args.work.group_size
     DTYPE: gl.constexpr = loaded.dout.dtype

@@ -1,12 +1,12 @@
 """Order in which a program of dk and dv visits the query blocks of all heads that share its keys.
 
 If programs of a causal call visit one head after the other, they drift apart. A program with few queries is at the last head while
-another program is still at the first, and the data of all heads that they read and add to does not fit in L2.
+another is still at the first. Together they access the data of all heads, which does not fit in L2.
 
 If `walk_of_call` returns a walk, heads take turns of a few blocks each. Programs that begin together start with the last queries,
 which all of them visit. Programs begin together in every other wave. In the next wave each program begins when one of the last wave
-ends, those with the most work first, so they are at the same queries at the same time if they start with their first queries. With
-turns, Llama 3 70B's backward of 8192 tokens reads and writes 0.86 GB of memory on an NVIDIA H100, and head by head 7.5 GB
+ends, in order of work. They are at the same queries at the same time if they start with their first queries. With turns, Llama 3
+70B's backward of 8192 tokens reads and writes 0.86 GB of memory on an NVIDIA H100. Head by head it is 7.5 GB
 (bench/results/query_walks_h100.json).
 """
 

@@ -80,8 +80,7 @@ def exponentials(s, highest, row_max, scale_log2, META: gl.constexpr):
         correction = gl.exp2(scaled_row_max(row_max, factor, 0.0) - scaled_max)
     else:
         new_max = highest * scale_log2
-        # a maximum that is too small by up to 8 makes p and its sum up to 2**8 times as large, and out and lse stay right
-        if META.LAZY:
+        if META.LAZY:  # a maximum that is too small by up to 8 scales p and its sum by up to 2**8; out and lse stay right
             new_max = gl.where(new_max - row_max > _RESCALE_THRESHOLD, new_max, row_max)
         else:
             new_max = gl.maximum(row_max, new_max)

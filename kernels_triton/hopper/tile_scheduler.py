@@ -29,7 +29,6 @@ class Work(NamedTuple):
     # From `tile_schedule`. Without lengths, a persistent kernel has only its counter, and other kernels None. A persistent kernel
     # also has None if there is a program for each tile, or a plan
     table_ptr: Any
-    # persistent kernel has None too where there is a program for each tile, or a plan
     num_heads: int
     group_size: int  # query heads that share a key head
     blocks: int  # blocks of the longest sequence
@@ -56,8 +55,8 @@ def _bytes_of_forward_section(problem: Problem) -> int:
     """Returns the maximum bytes of keys and values of a forward's section of heads.
 
     If all tiles have equal length, small sections run all tiles of a head side by side. At 512 tokens of head dim 128 such a call
-    takes 132 us on an NVIDIA H100, and 201 in sections of 32 MiB, which its 50 MB of L2, in two halves, do not hold
-    (bench/results/forward_sections_h100.json). Under a band, large sections run the long tiles of many heads first. 16 MiB are best
+    takes 132 us on an NVIDIA H100, and 201 us in sections of 32 MiB (bench/results/forward_sections_h100.json). Its 50 MB of L2, in
+    two halves, are too small for those. If there is a band, large sections run the long tiles of many heads first. 16 MiB are best
     for that on an H100, and 32 on an NVIDIA H200, which has 60 MB (bench/results/forward_turns_h200.json).
     """
     x = problem
@@ -119,8 +118,8 @@ def sequence_of(lengths_q: Lengths, lengths_kv: Lengths, b, META: gl.constexpr):
 
 @gluon.jit
 def swizzle_heads_for_l2(t, length, heads, heads_per_l2_section):
-    # Returns (index in its head's list, head) of work tile t, for `heads` lists of `length` tiles each. Within a section of as many
-    # heads as fit in L2, the first tiles of all heads come first: they are the longest, and short tiles fill up the end.
+    # Returns (index in its head's list, head) of work tile t, for `heads` lists of `length` tiles each. A section has as many heads
+    # as fit in L2, and the first tiles of all its heads come first. They are the longest, and short tiles fill up the end.
     section = t // (heads_per_l2_section * length)
     index_in_section = t - section * heads_per_l2_section * length
     heads_in_section = gl.minimum(heads_per_l2_section, heads - section * heads_per_l2_section)
@@ -169,8 +168,8 @@ def backward_tile(t, num_tiles, work: Work, num_heads, LAST_FIRST: gl.constexpr,
 
 @gluon.jit
 def broadcast_tile(tile, n, barriers, META: gl.constexpr):
-    # Sends the n-th work tile, a tuple of META.NUMBERS integers, from the producer, which runs ahead, to the consumers, so that
-    # they do not wait for the reads that locate it.
+    # Sends the n-th work tile, a tuple of META.NUMBERS integers, from the producer to the consumers. The producer runs ahead, so
+    # that consumers do not wait for the reads that locate the tile.
     NUMBERS: gl.constexpr = META.NUMBERS
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     mbarrier.wait(barriers.tile_empty.index(n & 1), ((n >> 1) & 1) ^ 1)

@@ -1,8 +1,8 @@
 """Forward attention on sm_90 for head dims above 256, in Gluon: two warpgroups share the columns of out, and a warp loads by TMA.
 
 A tile is 64 rows, of one or several query heads. Warpgroup 0 computes their scores and weights, and the left half of out's columns.
-Warpgroup 1 computes the right half, from weights and corrections that warpgroup 0 writes to shared memory. If v is the first
-columns of k, in the same memory, as in absorbed latent attention (MLA), one tile serves both products, and two such tiles fit.
+Warpgroup 1 computes the right half, from weights and corrections that warpgroup 0 writes to shared memory. In absorbed latent
+attention (MLA), v is the first columns of k, in the same memory. Then one tile serves both products, and two such tiles fit.
 """
 
 from __future__ import annotations

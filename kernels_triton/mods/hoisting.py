@@ -1,8 +1,8 @@
 """Extraction of values from a mod's graphs that need not be computed for each score.
 
-A value that depends only on b, h and captures becomes a value of a head, which the kernels read before their loops. A value that
-depends on the two positions only by their distance q_idx - kv_idx, and reads a capture or is expensive, can become a table over all
-distances (`diagonals`). A score then reads one of consecutive words.
+A value that depends only on b, h and captures becomes a value of a head, which the kernels read before their loops. An expensive
+value, or one that reads a capture, may depend on the two positions only by their distance q_idx - kv_idx. It can become a table
+over all distances (`diagonals`). A score then reads one of consecutive words.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _tabulated(graph: Graph) -> set[Node]:
 
 
 def _along_diagonals(graph: Graph) -> dict[Node, int | None]:
-    """Returns for each node the n for which it is n * kv_idx + a function of q_idx - kv_idx and the head; None if no n exists."""
+    """Returns n for each node that is n * kv_idx + a function of q_idx - kv_idx and the head, and None for other nodes."""
     along: dict[Node, int | None] = {}
     for node in graph.nodes:
         if node.op == "placeholder":

@@ -42,7 +42,7 @@ class BlockTest(NamedTuple):
     """Triton functions that bound a mask over whole blocks.
 
     mask_of_block: ARGUMENTS -> (all are visible, any may be), for tiles that broadcast against each other. The arguments are b, h,
-    the first and last positions, and the results of the two other functions for the block of queries and the block of keys.
+    the first and last positions, and the results of the two other functions.
 
     ranges_of_q_block, ranges_of_kv_block: BLOCK_ARGUMENTS -> (low, high, low, high, ...) of the values that the mask reads for a
     block of at most SPAN positions; None: it reads none. num_ranges_of_block: the number of these pairs for each.

@@ -1,6 +1,6 @@
 """Portable backward attention: kernels for dq with delta and the sink's gradient, and for dk with dv; their launcher.
 
-One program sums each output element in a fixed order, so the gradients are bitwise repeatable without atomics, and without a
+One program sums each output element in a fixed order. So the gradients are bitwise repeatable, without atomics and without a
 workspace that grows with sq * skv. The cost is that each kernel recomputes the scores.
 """
 

@@ -72,9 +72,8 @@ def _attn_bwd_dbias_kernel(args: Arguments, SPANS_Q: tl.constexpr, SPANS_KV: tl.
     split = pid // blocks_n // blocks_m % num_splits
     tile_h = pid // blocks_n // blocks_m // num_splits % bias_h
     tile_b = pid // blocks_n // blocks_m // num_splits // bias_h
-    # A number that is added to all scores of a row is also added to its lse, and does not change out unless there is a sink. So the
-    # gradient of such a bias is computed from dlse and the sink, without the rounding error of a sum over the keys that is almost
-    # 0.
+    # A number that is added to all scores of a row is also added to its lse. Without a sink it does not change out. So its gradient
+    # is computed from dlse and the sink, because a sum over the keys would be almost 0, with a large rounding error.
     BY_ROWS: tl.constexpr = not SPANS_KV and (META.HAS_POST_SCALE_BIAS or not (META.HAS_SOFTCAP or META.HAS_SCORE_MOD))
     # the dims that this tile was broadcast over: (batch, head, query block, key block), each 1 if the bias spans that dim
     over_b = batch // bias_b

@@ -6,7 +6,7 @@ launched is generated: it has one parameter for each field, builds the groups an
 code, because Triton flattens tuples before it compiles.
 
 The order of the fields does change it: it is the order of the parameters, and ptxas then schedules differently. On an H200 the
-fused backward with a softcap took 5 % longer with the descriptors' strides before the band, and the softcap before the bias.
+fused backward with a softcap took 5 % longer if the descriptors' strides preceded the band, and the softcap the bias.
 """
 
 from __future__ import annotations

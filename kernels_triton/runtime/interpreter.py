@@ -55,8 +55,8 @@ def right_arithmetic() -> Iterator[None]:
     - A cast rounds to nearest even (toward zero if the kernel requests it), bitwise identical to torch's casts. Past its range bf16
       becomes infinite. fp8 saturates at 448 (e4m3fn) or 57344 (e5m2), infinities too, like `cvt.rn.satfinite` of the PTX ISA and
       unlike torch. Not imitated: sm_89 converts fp32 to fp8 through fp16, and rounds toward zero on the way.
-    - + - * round the fp32 result once, as torch does, and so does fma, of fp32 operands too; / and % give fp32; comparisons compare
-      values. (Triton compiles none of these for fp8: cast first.)
+    - + - * round the fp32 result once, as torch does, and so does fma, of fp32 operands too. / and % give fp32, and comparisons
+      compare values. (Triton compiles none of these for fp8: cast first.)
     - tl.dot multiplies exactly. It rounds once if the accumulator is fp32, so a product and its transpose are bitwise equal. fp32
       operands are not rounded to tf32.
     - tl.sum, tl.cumsum and tl.cumprod over bf16 compute in fp32 and round once, as torch does. A compiled tl.sum rounds after each

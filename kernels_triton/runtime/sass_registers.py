@@ -10,7 +10,7 @@ register that is written only before another loop, which may be skipped, or nowh
 address: silently wrong numbers, NaN, or "an illegal memory access". The PTX is right, ptxas -O1 and -O2 do not help, and ptxas 13.1
 compiles the same PTX correctly.
 
-If tiles are pipelined, a descriptor depends on the iteration's buffer, and LLVM computes only the descriptors of operands of the
+If tiles are pipelined, a descriptor depends on the iteration's buffer. LLVM then computes only the descriptors of operands of the
 whole kernel before a loop. So the defect needs tiles that are not pipelined, of head dims in two parts. There are three kinds:
 
 - Rows that are loaded element by element because of their strides or addresses: Triton does not pipeline loads of fewer than 4

@@ -1,9 +1,9 @@
 """Compiled kernels on disk, found without Triton, which would first scan its whole installation in each process.
 
-A file's name is a hash of everything that determines the machine code: the source and the functions that it calls, the specialised
-properties of the arguments, the compiler's options, the architecture, Triton's version, and the environment variables that Triton's
-compiler reads. The file contains that text too, before the binary. So a directory can be copied to a machine without a compiler.
-`flexattn.kept_files` defines the owner that a file must have to be read.
+A file's name is a hash of everything that determines the machine code. That is the source with the functions that it calls, the
+specialised properties of the arguments and the compiler's options. It is also the architecture, Triton's version, and the
+environment variables that Triton's compiler reads. The file contains that text too, before the binary. So a directory can be copied
+to a machine without a compiler. `flexattn.kept_files` defines the owner that a file must have to be read.
 """
 
 from __future__ import annotations

@@ -150,5 +150,5 @@ def test_tables_are_for_many_scores(device: str) -> None:
 
 def test_the_source_says_it() -> None:
     source = mod_source(YES["a number for a head"])
-    assert source.index("def of_distance_") < source.index("def of_head_") < source.index("def score_mod_")
+    assert source.index("def per_distance_") < source.index("def per_head_") < source.index("def score_mod_")
     assert "mod_math.read_diagonal" in source
