@@ -41,7 +41,7 @@ from flexattn.kernels_triton.runtime.launch import kernel, launch
 class LargeRows(NamedTuple):
     """lse as a backward reads it; if logits are bounded, only `rest` is set, and it is lse itself."""
 
-    rest: Tensor  # lse, but in a row with a large lse the remainder after lse is subtracted from the logits
+    remainder: Tensor  # lse, but in a row with a large lse the remainder after lse is subtracted from the logits
     is_any: Tensor | None  # int32 [1]: 1 if such rows exist
     lse: Tensor | None
 
@@ -140,8 +140,8 @@ def large_rows(problem: Problem, lse: Tensor) -> LargeRows:
         x = x.without_block_mask()
     tile = x.tile(BIAS_GRADIENT)
     meta = x.meta(tile)
-    rest, is_any = torch.empty_like(lse), torch.zeros(1, dtype=torch.int32, device=x.device)
+    remainder, is_any = torch.empty_like(lse), torch.zeros(1, dtype=torch.int32, device=x.device)
     programs = cdiv(x.longest_q, tile.block_m) * x.num_heads * x.batch
-    args = Arguments(inputs=x.inputs(meta), lists=x.lists("kv"), lse_ptr=lse, rest_ptr=rest, is_any_ptr=is_any)
+    args = Arguments(inputs=x.inputs(meta), lists=x.lists("kv"), lse_ptr=lse, rest_ptr=remainder, is_any_ptr=is_any)
     launch(_attn_bwd_large_rows_kernel, programs, x.device, tile, (args, x.is_part, x.mods, meta))
-    return LargeRows(rest, is_any, lse)
+    return LargeRows(remainder, is_any, lse)

@@ -134,11 +134,11 @@ def _attn_bwd_preprocess_kernel(
     end = _rows_with_tiles(len_q, SIZE)
     if SIZE > 0:  # the first condition is known at compile time, the second at run time
         if tl.program_id(0) == 0:
-            none = tl.arange(0, SIZE)
-            tl.store(tiles_ptr + none, tl.full([SIZE], float("-inf"), tl.float32))
-            tl.store(tiles_ptr + SIZE + none, tl.zeros([SIZE], tl.float32))
+            tile_offsets = tl.arange(0, SIZE)
+            tl.store(tiles_ptr + tile_offsets, tl.full([SIZE], float("-inf"), tl.float32))
+            tl.store(tiles_ptr + SIZE + tile_offsets, tl.zeros([SIZE], tl.float32))
             if args.tiled.dq_sums_ptr is not None:  # a persistent backward uses it as counters
-                tl.store(args.tiled.dq_sums_ptr + none, tl.zeros([SIZE], tl.float32))
+                tl.store(args.tiled.dq_sums_ptr + tile_offsets, tl.zeros([SIZE], tl.float32))
         if args.tiled.dq_arrivals_ptr is not None:  # noqa: SIM102
             if block == 0:
                 tl.store(args.tiled.dq_arrivals_ptr + b * num_heads + h, 0)
@@ -210,9 +210,9 @@ def new_statistics(problem: Problem, lse: Tensor) -> tuple[Statistics, Tensor]:
     num_tokens_q = x.q.shape[-3]
     rows = x.num_heads * (num_tokens_q if x.q.dim() == 3 else x.batch * cdiv(num_tokens_q, 4) * 4)
     lse_log2, delta, p_scale = torch.empty((3, rows), dtype=torch.float32, device=x.device)
-    rest, is_any, whole_lse = large_rows(x, lse)
+    remainder, is_any, whole_lse = large_rows(x, lse)
     statistics = Statistics(lse_log2_ptr=lse_log2, delta_ptr=delta, p_scale_ptr=p_scale, large_ptr=is_any, large_lse_ptr=whole_lse)
-    return statistics, rest
+    return statistics, remainder
 
 
 def row_statistics(call: Backward) -> Statistics:
@@ -220,8 +220,8 @@ def row_statistics(call: Backward) -> Statistics:
 
     The kernels for the gradients of a bias and of captures read it if no dq kernel of `backward` runs; 16-bit types only.
     """
-    statistics, rest = new_statistics(call.problem, call.lse)
-    large = LargeRows(rest=rest, is_any=statistics.large_ptr, lse=statistics.large_lse_ptr)
+    statistics, remainder = new_statistics(call.problem, call.lse)
+    large = LargeRows(remainder=remainder, is_any=statistics.large_ptr, lse=statistics.large_lse_ptr)
     _launch(call, large, statistics)
     return statistics
 
@@ -270,7 +270,7 @@ def _launch(call: Backward, large: LargeRows, target: Statistics | TiledStatisti
     if quantises:
         quantized = Quantized(rows=rows(dout8, meta), descale_ptr=x.descales[3], range_scale=LARGEST[dout8.dtype])
     args = Arguments(
-        saved=Saved(out=rows(out, meta), lse_ptr=large.rest, dlse_ptr=call.dlse),
+        saved=Saved(out=rows(out, meta), lse_ptr=large.remainder, dlse_ptr=call.dlse),
         dout=rows(dout, meta),
         quantized=quantized,
         large_ptr=large.is_any,

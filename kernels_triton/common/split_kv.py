@@ -222,11 +222,11 @@ def sum_of_parts(parts, row, num_all_rows, META: tl.constexpr):
     columns = tl.arange(0, COLUMNS)
     out = tl.zeros([COLUMNS], tl.float32)
     for first in range(0, num_splits, AT_ONCE):
-        some = first + tl.arange(0, AT_ONCE)
-        is_split = some < num_splits
-        rows = some.to(tl.int64) * num_rows + row
-        lse_of_some = tl.load(parts.lse_ptr + rows, mask=is_split, other=float("-inf"))
-        weights = tl.exp2(_log_weight(lse_of_some, scaled_max, lost_ptr, rows, META) * LOG2E)
+        split_indices = first + tl.arange(0, AT_ONCE)
+        is_split = split_indices < num_splits
+        rows = split_indices.to(tl.int64) * num_rows + row
+        lse_at_once = tl.load(parts.lse_ptr + rows, mask=is_split, other=float("-inf"))
+        weights = tl.exp2(_log_weight(lse_at_once, scaled_max, lost_ptr, rows, META) * LOG2E)
         inside = is_split[:, None] & (columns < META.HEAD_DIM)[None, :]
         part = tl.load(parts.ptr + (rows * META.WIDTH)[:, None] + columns[None, :], mask=inside, other=0.0)
         out += tl.sum(part * weights[:, None], 0)

@@ -136,8 +136,8 @@ def _split_plan_kernel(args: PlanArguments, META: tl.constexpr):
     tl.store(before_ptr, 0)
     # If a slightly larger share is a multiple of the largest tile, use it, so that these tiles are not cut.
     share = tl.maximum(tl.cdiv(total, args.plan.programs), args.plan.least)
-    whole = tl.cdiv(share, most) * most
-    tl.store(before_ptr + entries + 1, tl.where(whole - share <= share // ROOM, whole, share))
+    uncut_share = tl.cdiv(share, most) * most
+    tl.store(before_ptr + entries + 1, tl.where(uncut_share - share <= share // ROOM, uncut_share, share))
 
 
 def _number_of_teams(tiles: int, programs: int) -> int:

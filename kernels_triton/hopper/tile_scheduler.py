@@ -156,9 +156,9 @@ def backward_tile(t, num_tiles, work: Work, num_heads, LAST_FIRST: gl.constexpr,
     # tiles, the block of the other tiles is past every sequence's end.
     if META.HAS_LENGTHS:
         t, head = swizzle_heads_for_l2(t, num_tiles // num_heads, num_heads, work.heads_per_l2_section)
-        is_there = t < gl.load(work.table_ptr + 1)
-        entry = gl.where(is_there, gl.load(work.table_ptr + 2 + gl.where(is_there, t, 0)), work.blocks)
-        return gl.where(is_there, entry % work.blocks, work.blocks), head, gl.where(is_there, entry // work.blocks, 0)
+        exists = t < gl.load(work.table_ptr + 1)
+        entry = gl.where(exists, gl.load(work.table_ptr + 2 + gl.where(exists, t, 0)), work.blocks)
+        return gl.where(exists, entry % work.blocks, work.blocks), head, gl.where(exists, entry // work.blocks, 0)
     else:
         block, b_h = swizzle_heads_for_l2(t, work.blocks, num_tiles // work.blocks, work.heads_per_l2_section)
         if LAST_FIRST:

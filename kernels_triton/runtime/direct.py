@@ -153,7 +153,7 @@ def _has_maps() -> bool:
 
     Their class exists once Triton's driver does. If all kernels so far came from files, nothing has created the driver yet.
     """
-    triton.runtime.driver.active.utils  # noqa: B018 (it is made when it is first read)  # (the first read creates it)
+    triton.runtime.driver.active.utils  # noqa: B018 (the first read creates it)
     kind = getattr(triton_driver, "PyCUtensorMap", None)
     return kind is not None and kind.__basicsize__ in (64 + _MAP_BYTES, 128 + _MAP_BYTES)
 
