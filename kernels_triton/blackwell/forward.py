@@ -1,5 +1,4 @@
-"""Forward attention on Blackwell (sm_100) in Gluon: one warp loads by TMA, one issues products, and two warpgroups have the
-softmax.
+"""Forward attention on Blackwell (sm_100) in Gluon: one warp loads, one issues products, two warpgroups have the softmax.
 
 tcgen05 products read q, k and v from shared memory and weights from tensor memory, and write scores and out to tensor memory. The
 two consumer warpgroups have 128 queries each, so that the products of one overlap the softmax of the other (FlashAttention-4, arXiv

@@ -426,8 +426,8 @@ class Source(NamedTuple):
 def quantize(sources: Sequence[Source], block_rows: int, margin: int) -> tuple[list[Tensor], Tensor]:
     """Writes each source's x * scale into its data; returns its descales, fp32 of `sizes`, and the amax of all sources, flat.
 
-    sources: q, k and v, if k and v share their lengths; or one tensor. Either all have scales, or none has. block_rows: if above 0,
-    each block of that many rows has a scale.
+    sources: q, k and v, if k and v share their lengths; or one tensor. Either all have scales, or none has.
+    block_rows: if above 0, each block of that many rows has a scale.
 
     One launch computes all amax and a second one casts. If the scales are known, or each block has its own, one launch does both.
     NaN and infinity become NaN and are ignored by the amax. Rows past a sequence's end are 0.

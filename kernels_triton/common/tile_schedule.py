@@ -87,8 +87,9 @@ def tile_schedule(problem: Problem, block: int, side: Literal["q", "kv"], *, by_
     """Returns int32: a counter at 0, the number of entries, then b * blocks + n for each block n of `block` tokens that exists.
 
     `blocks` is the number of blocks of the longest sequence. The blocks with the most work under a causal band come first: the last
-    blocks of queries, the first blocks of keys. by_sequence: sequences follow one another, the longest first, so that data that the
-    blocks of one share stays in L2. If False, blocks of all sequences are sorted by work, and the short ones fill up the end.
+    blocks of queries, the first blocks of keys.
+    by_sequence: sequences follow one another, the longest first, so that data that the blocks of one share stays in L2. If False,
+    blocks of all sequences are sorted by work, and the short ones fill up the end.
     """
     x = side_of(problem, side)
     batch = x.lengths.batch

@@ -1,5 +1,4 @@
-"""Tile sizes as data, by compute capability, element size and head dim. There is no autotuner: the rows here are the tiles that
-run.
+"""Tile sizes as data, by compute capability, element size and head dim. There is no autotuner.
 
 Tests compile rows ahead of time for their architecture and check shared memory, spills and matrix instructions. Every test run
 compiles one row of each kernel, `pytest -m slow` the most important rows, and `-m exhaustive` all of them. The fp16 and bf16 rows
@@ -709,9 +708,10 @@ def select_hopper_fused_tile(
 ) -> HopperFusedTile:
     """Returns the first of the narrowest rows for the head dims (at most 128) that has a length for the kind, or the last one.
 
-    length: tokens of the longest sequence. Rows for some lengths come first; 0 excludes them. has_lengths: whether sequences have
-    their own lengths. If so, a row that converts dq is excluded. It is also excluded if it is wider than q. is_grouped: whether
-    several query heads share a key head.
+    length: tokens of the longest sequence. Rows for some lengths come first; 0 excludes them.
+    has_lengths: whether sequences have their own lengths. If so, a row that converts dq is excluded. It is also excluded if it is
+    wider than q.
+    is_grouped: whether several query heads share a key head.
     """
     narrowest = min(tile.head_dim for tile in HOPPER_FUSED if max(head_dim_qk, head_dim_v) <= tile.head_dim)
     may_convert = not has_lengths and head_dim_qk == narrowest

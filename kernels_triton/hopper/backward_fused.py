@@ -1,10 +1,10 @@
-"""Fused backward for Hopper (sm_90) in Gluon: one kernel computes the scores once, for dk and dv, which stay in registers, and for
-dq.
+"""Fused backward for Hopper (sm_90) in Gluon: one kernel computes the scores once, for dq, dk and dv.
 
-A warp loads by TMA and two warpgroups compute, 64 keys each. In a persistent kernel the warp also draws the key blocks of its
-program, and loads the next block's k while the previous block ends. The warpgroups' dq passes tile by tile through shared memory.
-From there another warp lets the copy engine add it to fp32 sums in global memory, in an arbitrary order. So the last bits of dq
-differ from run to run. Calls that `conditions.fused_unsupported` rejects, and deterministic calls, run on `backward`.
+A warp loads by TMA and two warpgroups compute, 64 keys each. dk and dv stay in registers. In a persistent kernel the warp also
+draws the key blocks of its program, and loads the next block's k while the previous block ends. The warpgroups' dq passes tile by
+tile through shared memory. From there another warp lets the copy engine add it to fp32 sums in global memory, in an arbitrary
+order. So the last bits of dq differ from run to run. Calls that `conditions.fused_unsupported` rejects, and deterministic calls,
+run on `backward`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Conversion of dq by the persistent programs of the fused backward for sm_90 that sum it: in parts, which programs draw like key
-blocks.
+"""Conversion of dq by the persistent programs of the fused backward for sm_90: in parts, which they draw like key blocks.
 
 A part reads sums that any program may have added to, so it waits until all key blocks of its head have been counted. In the terms
 of PTX's memory consistency model, the chain from an addition to a part's loads is:

@@ -1,6 +1,4 @@
-"""dq of the fused backward: fp32 sums in global memory, to which the copy engine adds tiles, and the kernel that converts them to
-dq.
-"""
+"""dq of the fused backward: fp32 sums in global memory, to which the copy engine adds, and their conversion to dq."""
 
 from __future__ import annotations
 

@@ -375,8 +375,8 @@ def hopper_forward(
 ) -> None:
     """Launches the forward of a call that `forward_unsupported` does not reject.
 
-    group: query heads of a tile, a divisor of those of a key head; None: `heads_of_a_tile`. splits: number of KV splits, or
-    BY_LENGTHS; None: `number_of_splits`.
+    group: query heads of a tile, a divisor of those of a key head; None: `heads_of_a_tile`.
+    splits: number of KV splits, or BY_LENGTHS; None: `number_of_splits`.
     """
     x = problem
     tile = tile or forward_tile(x)

@@ -1,5 +1,4 @@
-"""Forward attention on sm_90 of few queries over FP8 keys and values, in Gluon: a cache's bytes go from memory directly to
-registers.
+"""Forward attention on sm_90 of few queries over FP8 keys and values, in Gluon, without shared memory for the cache.
 
 Loading the keys is almost all of the work, so there are few steps. Each warp loads 32 keys at a time in the operand layout of
 mma.sync, converts them in registers, and has its own softmax. Warps meet only at the end of a work tile. The next block is loaded
@@ -505,7 +504,8 @@ def fp8_cache_forward(
 ) -> None:
     """Launches the forward of a call that `unsupported` does not reject. Writes out, in q's layout with v's head dim, and lse.
 
-    group: query heads of a tile; None: `heads_of_a_tile`. splits: number of KV splits, or BY_LENGTHS; None: `number_of_splits`.
+    group: query heads of a tile; None: `heads_of_a_tile`.
+    splits: number of KV splits, or BY_LENGTHS; None: `number_of_splits`.
     """
     x = problem
     tile = tile or tile_of(x)

@@ -1,5 +1,4 @@
-"""The loading warp of the 16-bit fused backward: it loads k and v, and q, dout and statistics block by block, and stores dk and
-dv.
+"""The loading warp of the 16-bit fused backward: it loads k, v, and blocks of q, dout and statistics, and stores dk and dv.
 
 In a persistent kernel it also draws the key blocks of its program. The kernels for sm_90 and sm_100 share it.
 """

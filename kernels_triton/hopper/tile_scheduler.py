@@ -1,6 +1,4 @@
-"""Tile scheduler: the work tiles of a program and their order, the location of a tile's sequence, and tile messages to the
-consumers.
-"""
+"""Tile scheduler: a program's work tiles and their order, the location of a tile's sequence, and messages to the consumers."""
 
 from __future__ import annotations
 

@@ -276,7 +276,8 @@ def wide_forward(
 ) -> None:
     """Launches the forward of a call that `conditions.wide_unsupported` does not reject.
 
-    group: query heads of a tile; None: `heads_of_a_tile`. splits: number of KV splits; None: `number_of_splits`.
+    group: query heads of a tile; None: `heads_of_a_tile`.
+    splits: number of KV splits; None: `number_of_splits`.
     """
     x = problem
     tile = tile or wide_tile(x)

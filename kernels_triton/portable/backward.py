@@ -671,8 +671,8 @@ def _dkdv_arguments(
 ) -> tuple[DkdvArguments, Meta]:
     """Returns the arguments and constants of programs of dk and dv.
 
-    dk, dv: the outputs, or those of the first split; splits are contiguous. lse: with `call.out`, each program computes the
-    statistics from it.
+    dk, dv: the outputs, or those of the first split; splits are contiguous.
+    lse: with `call.out`, each program computes the statistics from it.
     """
     x, out, dout = call.problem, call.out, call.dout
     meta = x.meta(tile, (dout, dk, dv) if lse is None else (dout, dk, dv, out))

@@ -101,8 +101,8 @@ def _assignments(group: type, path: str) -> Iterator[str]:
 def flat_function(body: Callable[..., None], jit: Callable[..., Any]) -> tuple[Callable[..., None], type]:
     """Returns (the flat function of a kernel, the class of its first argument).
 
-    body: the kernel as written: `args`, annotated with a NamedTuple class, and constants, annotated tl.constexpr. jit: makes a
-    device function of it: triton.jit or gluon.jit.
+    body: the kernel as written: `args`, annotated with a NamedTuple class, and constants, annotated tl.constexpr.
+    jit: makes a device function of it: triton.jit or gluon.jit.
     """
     first, *constants = inspect.signature(body).parameters
     group = typing.get_type_hints(body)[first]
