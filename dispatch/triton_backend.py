@@ -446,8 +446,8 @@ def mod_source(program: Program, tensors: Sequence[Tensor]) -> str:
     """Returns the source that the kernels inline for a program, if q, k and v are in 16 bits and there are many scores."""
     from flexattn.kernels_triton.mods.lowering import layouts, source_of
 
-    mods, of_tables = _lowered(program, layouts([(c.name, c.dtype, c.ndim) for c in program.captures], tensors), False)
-    x = of_tables or mods
+    mods, with_tables = _lowered(program, layouts([(c.name, c.dtype, c.ndim) for c in program.captures], tensors), False)
+    x = with_tables or mods
     parts = (mods.per_distance, x.per_head, x.score, x.gradient, x.accumulate, x.mask)
     return "\n".join(source_of(function) for function in parts if function is not None)
 
@@ -462,24 +462,24 @@ def _mods(program: Program, x: Operands) -> dict[str, Any]:
     """Returns the functions that kernels inline, without and with tables, and the captures that these functions read."""
     from flexattn.kernels_triton.mods.lowering import flatten, layouts
 
-    found = layouts([(c.name, c.dtype, c.ndim) for c in program.captures], x.mod_tensors)
-    mods, of_tables = _lowered(program, found, x.q.dtype is torch.float32)
-    return {"mods": mods, "mods_of_tables": of_tables, "captures": flatten(found, x.mod_tensors, x.mod_numbers)}
+    capture_layouts = layouts([(c.name, c.dtype, c.ndim) for c in program.captures], x.mod_tensors)
+    mods, with_tables = _lowered(program, capture_layouts, x.q.dtype is torch.float32)
+    return {"mods": mods, "mods_of_tables": with_tables, "captures": flatten(capture_layouts, x.mod_tensors, x.mod_numbers)}
 
 
 @functools.lru_cache(maxsize=256)
-def _lowered(program: Program, found: tuple[Any, ...], is_fp32: bool) -> tuple[Any, Any]:
-    """Returns the program's graphs as Triton functions, and as functions that read tables. found: the captures' layouts."""
+def _lowered(program: Program, capture_layouts: tuple[Any, ...], is_fp32: bool) -> tuple[Any, Any]:
+    """Returns the program's graphs as Triton functions, and as Triton functions that read tables, or None without tables."""
     from flexattn.kernels_triton.mods.hoisting import hoist
 
     graphs = (program.score, program.derivative, program.mask)
     hoisted = hoist(graphs, tabulates=True)
-    mods = _functions(program, found, is_fp32, hoist(graphs, tabulates=False), hoisted.per_distance)
-    return mods, _functions(program, found, is_fp32, hoisted, None) if hoisted.per_distance is not None else None
+    mods = _functions(program, capture_layouts, is_fp32, hoist(graphs, tabulates=False), hoisted.per_distance)
+    return mods, _functions(program, capture_layouts, is_fp32, hoisted, None) if hoisted.per_distance is not None else None
 
 
-def _functions(program: Program, found: tuple[Any, ...], is_fp32: bool, hoisted: Any, of_distance: Any) -> Any:
-    """Returns the Triton functions. hoisted: the hoisted graphs. of_distance: the graph to tabulate, for the maker of tables."""
+def _functions(program: Program, capture_layouts: tuple[Any, ...], is_fp32: bool, hoisted: Any, tabulated: Any) -> Any:
+    """Returns the Triton functions. hoisted: the hoisted graphs. tabulated: the graph to tabulate, for the maker of tables."""
     from flexattn.dispatch.mod_program import ARGUMENTS, GRADIENT
     from flexattn.kernels_triton.common.problem import Mods
     from flexattn.kernels_triton.mods import lowering
@@ -487,21 +487,21 @@ def _functions(program: Program, found: tuple[Any, ...], is_fp32: bool, hoisted:
 
     score, derivative, mask = hoisted.graphs
     num_tables = lowering.num_outputs(hoisted.per_distance)
-    behind = lowering.lower_per_head(hoisted.per_head, num_tables, found, is_fp32)
-    kind = (found, is_fp32, behind)
+    per_head_function = lowering.lower_per_head(hoisted.per_head, num_tables, capture_layouts, is_fp32)
+    kind = (capture_layouts, is_fp32, per_head_function)
     with_gradient = (GRADIENT, *ARGUMENTS)
-    test = None if program.mask is None else lower_intervals(program.mask, found)
-    of_mask, of_table = (lowering.dependencies(graph) for graph in (program.mask, of_distance))
+    test = None if program.mask is None else lower_intervals(program.mask, capture_layouts)
+    mask_dependencies, table_dependencies = (lowering.dependencies(graph) for graph in (program.mask, tabulated))
     return Mods(
         score=score and lowering.lower(score, "score_mod", ARGUMENTS, *kind),
         gradient=derivative and lowering.lower(derivative, "score_mod_gradient", with_gradient, *kind),
         mask=mask and lowering.lower(mask, "mask_mod", ARGUMENTS[1:], *kind),
-        per_head=behind.per_head,
-        per_distance=of_distance and lowering.lower_per_distance(of_distance, found, is_fp32),
-        distance_depends_on=("b" in of_table, "h" in of_table),
+        per_head=per_head_function.per_head,
+        per_distance=tabulated and lowering.lower_per_distance(tabulated, capture_layouts, is_fp32),
+        distance_depends_on=("b" in table_dependencies, "h" in table_dependencies),
         num_tables=num_tables,
         **({} if test is None else test._asdict()),
-        mask_depends_on=("b" in of_mask, "h" in of_mask),
+        mask_depends_on=("b" in mask_dependencies, "h" in mask_dependencies),
         accumulate=lowering.lower_accumulation(derivative, with_gradient, *kind) if derivative and program.added_to else None,
         score_is_finite=lowering.is_finite(program.score),
         reads_tiles=lowering.reads_tiles(program.score) or lowering.reads_tiles(program.mask),

@@ -121,8 +121,8 @@ def test_what_a_head_reads_is_read_before_the_loop() -> None:
     slopes, documents = torch.rand(HEADS), torch.arange(90)
     traced = trace_mods(lambda s, b, h, i, j: s * slopes[h] + 2.0**-h, lambda b, h, i, j: documents[b] < j, needs_grad=True)
     captures = [(c.name, c.dtype, c.ndim) for c in traced.program.captures]
-    lowered, of_tables = triton_backend._lowered(traced.program, layouts(captures, traced.tensors), False)
-    assert of_tables is None
+    lowered, with_tables = triton_backend._lowered(traced.program, layouts(captures, traced.tensors), False)
+    assert with_tables is None
     for function in (lowered.score, lowered.gradient, lowered.mask):
         assert "tl.load" not in source_of(function)
     assert source_of(lowered.per_head).count("tl.load") == 2
