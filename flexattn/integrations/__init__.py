@@ -1,1 +1,1 @@
-"""Integrations, a file or folder per ecosystem, imported only where used; other libraries' spellings are converted only here."""
+"""Integrations with other libraries: one file or folder per ecosystem, imported on use. Other spellings are converted only here."""
