@@ -1,4 +1,4 @@
-"""torch's scaled_dot_product_attention, argument for argument, run by `flexattn.attention`: with masks, and their gradients.
+"""Stand-in for torch's scaled_dot_product_attention, with the same arguments, run by `flexattn.attention`.
 
 The signature is that of https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.scaled_dot_product_attention.html.
 """
@@ -32,31 +32,32 @@ def scaled_dot_product_attention(
     """Returns attention as torch.nn.functional.scaled_dot_product_attention does; all dims before the last two broadcast.
 
     Args:
-        query: [..., h, sq, d], or [sq, d]; float16, bfloat16, float32 or (on a CPU) float64. Or, with key and value, a jagged
-            nested tensor [b, h, jagged, d].
+        query: [..., h, sq, d], or [sq, d]; float16, bfloat16, float32 or (on a CPU) float64. If query, key and value are jagged
+            nested tensors, they are [b, h, jagged, d].
         key, value: [..., h_kv, skv, d] and [..., h_kv, skv, d_v], of query's dtype.
-        attn_mask: broadcastable to [..., h, sq, skv]: bool, True where the query sees the key, or query's dtype or float32 (under
-            autocast any of 16 or 32 bits), added to the scaled scores. A float mask gets its gradient if it requires one. Or a
-            torch.nn.attention.bias.CausalBias for the lengths of query and key, without is_causal.
-        dropout_p: in [0, 1); applied always, as torch does.
-        is_causal: whether query i sees keys j <= i alone, whatever the lengths, on top of attn_mask.
-        scale: of the scores; None is 1/sqrt(d).
+        attn_mask: broadcastable to [..., h, sq, skv]. A bool mask is True for keys that the query sees. A float mask, in query's
+            dtype or float32 (under autocast any of 16 or 32 bits), is added to the scaled scores, and receives its gradient if it
+            requires one. A torch.nn.attention.bias.CausalBias for the lengths of query and key is accepted without is_causal.
+        dropout_p: dropout probability in [0, 1); always applied, as in torch.
+        is_causal: if True, query i sees keys j <= i, whatever the lengths, on top of attn_mask.
+        scale: scale of the scores. None: 1/sqrt(d).
         enable_gqa: whether query heads share heads of key and value: h is a multiple of h_kv.
 
     Returns:
-        [..., h, sq, d_v] of query's dtype, 0 for a query that sees no key. Tokens lie before heads in memory where query's do.
+        [..., h, sq, d_v] of query's dtype, 0 for a query that sees no key. If tokens precede heads in query's memory, they do in
+        the result's.
 
     Raises:
-        ValueError, TypeError: shapes or dtypes that do not fit together; nested tensors with attn_mask; what `flexattn.attention`
-            raises.
-        BackendError: no backend can run the call.
+        ValueError, TypeError: if shapes or dtypes do not match, or nested tensors come with attn_mask; also as
+            `flexattn.attention`.
+        BackendError: if no backend supports the call.
     """
     if is_jagged(query) and is_jagged(key) and is_jagged(value) and attn_mask is None:
         mask = "causal" if is_causal else "no_mask"
         return attention(query, key, value, qkv_format="bhsd", attn_mask_type=mask, softmax_scale=scale, dropout_p=dropout_p)
     _check(query, key, value)
     heads, lead = _heads(query, key, value, enable_gqa)
-    is_alone = query.dim() == key.dim() == value.dim() == 2
+    has_no_batch = query.dim() == key.dim() == value.dim() == 2
     q, k, v = (_as_4d(x, lead, h) for x, h in zip((query, key, value), heads, strict=True))
     if scale is not None and scale < 0:
         q, scale = -q, -scale
@@ -68,18 +69,18 @@ def scaled_dot_product_attention(
     if isinstance(attn_mask, CausalBias):
         arguments["attn_mask_type"] = _mask_type(attn_mask, is_causal, (q.shape[2], k.shape[2]))
     elif attn_mask is not None:
-        arguments |= _masked(attn_mask, query, lead, (*q.shape[:3], k.shape[2]))
+        arguments |= _mask_arguments(attn_mask, query, lead, (*q.shape[:3], k.shape[2]))
     out: Tensor
     if 0 in (*heads, q.shape[-1], v.shape[-1]):
         out = _attend_empty(q, k, v, arguments)
-        return out.reshape(*lead, *(heads[:1] * (not is_alone)), q.shape[2], v.shape[-1])
-    if q.stride(1) < q.stride(2):  # out, and the gradients, are laid out as q is
+        return out.reshape(*lead, *(heads[:1] * (not has_no_batch)), q.shape[2], v.shape[-1])
+    if q.stride(1) < q.stride(2):  # out and the gradients have q's memory layout
         out = attention(*(x.transpose(1, 2) for x in (q, k, v)), **arguments).transpose(1, 2)
     else:
         out = attention(q, k, v, qkv_format="bhsd", **arguments)
     if len(lead) == 1:
         return out
-    return out.flatten(0, 2) if is_alone else out.reshape(*lead, *out.shape[1:]) if lead else out[0]
+    return out.flatten(0, 2) if has_no_batch else out.reshape(*lead, *out.shape[1:]) if lead else out[0]
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -93,19 +94,19 @@ def _check(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 
 def _heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[tuple[int, int, int], tuple[int, ...]]:
-    """Returns how many heads query, key and value are to have, and the dims before them, which are the same for all."""
+    """Returns the head counts of query, key and value after broadcasting, and the dims before the heads, the same for all."""
     tensors = (query, key, value)
     num_q, num_k, num_v = (x.shape[-3] if x.dim() > 2 else 1 for x in tensors)
     lead, heads = tuple(query.shape[:-3]), num_q
     if key.shape[:-3] == value.shape[:-3] == lead and num_q == num_k == num_v and query.dim() > 2:  # nothing to broadcast
         return (heads, heads, heads), lead
     shapes = f"query, key and value have shapes {', '.join(str(tuple(x.shape)) for x in tensors)}"
-    broadcast: Any = torch.broadcast_shapes  # which has no types
+    broadcast: Any = torch.broadcast_shapes  # untyped
     try:
         lead = tuple(broadcast(*(x.shape[:-3] for x in tensors)))
         heads = num_q if enable_gqa else broadcast((num_q,), (num_k,), (num_v,))[0]
     except RuntimeError as e:
-        hint = "" if enable_gqa else "; heads of key and value are shared with enable_gqa=True"
+        hint = "" if enable_gqa else "; to share heads of key and value, pass enable_gqa=True"
         raise ValueError(f"{shapes}; accepted: dims before the last two that broadcast{hint}") from e
     if enable_gqa and (min(x.dim() for x in tensors) < 3 or (num_q > 0 and any(n == 0 or num_q % n for n in (num_k, num_v)))):
         raise ValueError(f"{shapes} with enable_gqa; accepted: [..., heads, tokens, head dim], query's heads a multiple of both")
@@ -114,64 +115,64 @@ def _heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple
 
 
 def _as_4d(x: Tensor, lead: tuple[int, ...], heads: int) -> Tensor:
-    """Returns x as [batch, heads, tokens, head dim], without a copy where lead is one dim and no head is to be repeated."""
+    """Returns x as [batch, heads, tokens, head dim], without a copy if lead is one dim and no head must be repeated."""
     if x.shape[:-2] == (*lead, heads) and len(lead) == 1:
         return x
     if x.dim() == 2:
         x = x.unsqueeze(0)
     if x.shape[-3] != heads:
         x = x.repeat_interleave(heads // x.shape[-3], -3) if x.shape[-3] > 1 else x.expand(*x.shape[:-3], heads, *x.shape[-2:])
-    return _one_batch(x.expand(*lead, *x.shape[-3:]))
+    return _merge_batch(x.expand(*lead, *x.shape[-3:]))
 
 
-def _one_batch(x: Tensor) -> Tensor:
+def _merge_batch(x: Tensor) -> Tensor:
     """Returns x [..., h, s, d] as [b, h, s, d]."""
     return x.unsqueeze(0) if x.dim() == 3 else x.flatten(0, -4)
 
 
 def _mask_type(mask: CausalBias, is_causal: bool, lengths: tuple[int, int]) -> str:
-    """Returns attention's name for torch's causal bias. lengths: of query and key."""
+    """Returns `attention`'s name for torch's causal bias. lengths: of query and key."""
     if is_causal:
         raise ValueError("attn_mask is a CausalBias and is_causal is True; accepted: one of the two")
-    made_for = (mask.seq_len_q, mask.seq_len_kv)
-    if made_for != lengths:
-        raise ValueError(f"attn_mask is a CausalBias for lengths {made_for}; accepted: one for those of query and key, {lengths}")
+    mask_lengths = (mask.seq_len_q, mask.seq_len_kv)
+    if mask_lengths != lengths:
+        raise ValueError(f"attn_mask is a CausalBias for lengths {mask_lengths}; accepted: the lengths of query and key, {lengths}")
     return "causal" if mask.variant == CausalVariant.UPPER_LEFT else "causal_bottom_right"
 
 
 def _attend_empty(q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any]) -> Tensor:
-    """Returns the result [b, h, sq, d_v] of a call without heads or with a head dim of 0, where all scores are 0."""
+    """Returns the result [b, h, sq, d_v] of a call without heads or with head dim 0; all its scores are 0."""
     if q.shape[1] == 0:
         masks = [arguments["bias"]] if "bias" in arguments else []
         out = q.new_zeros(*q.shape[:3], v.shape[3])
         for x in (q, k, v, *masks):
-            out = out + x.sum()  # with a gradient of 0 for each
+            out = out + x.sum()  # a gradient of 0 for each tensor
         return out
-    narrow_q, narrow_k, narrow_v = (pad(x, (0, 1)) if x.shape[3] == 0 else x for x in (q, k, v))
-    wide: Tensor = attention(narrow_q, narrow_k, narrow_v, qkv_format="bhsd", **arguments)
-    return wide[..., : v.shape[3]]
+    padded_q, padded_k, padded_v = (pad(x, (0, 1)) if x.shape[3] == 0 else x for x in (q, k, v))
+    padded_out: Tensor = attention(padded_q, padded_k, padded_v, qkv_format="bhsd", **arguments)
+    return padded_out[..., : v.shape[3]]
 
 
-def _dtypes_beside(query: Tensor) -> tuple[torch.dtype, ...]:
-    """Returns the dtypes of float masks that torch takes beside query: under autocast all that it casts."""
+def _mask_dtypes(query: Tensor) -> tuple[torch.dtype, ...]:
+    """Returns the dtypes of float masks that torch accepts with query; under autocast, all dtypes that it casts."""
     if query.dtype != torch.float64 and torch.is_autocast_enabled(query.device.type):
         return (torch.float32, torch.float16, torch.bfloat16)
     return (torch.float32, query.dtype)
 
 
-def _masked(mask: Tensor, query: Tensor, lead: tuple[int, ...], scores: tuple[int, ...]) -> dict[str, Any]:
-    """Returns attention's arguments for attn_mask.
+def _mask_arguments(mask: Tensor, query: Tensor, lead: tuple[int, ...], scores: tuple[int, ...]) -> dict[str, Any]:
+    """Returns `attention`'s arguments for attn_mask.
 
     lead: the dims before the heads. scores: (batch, heads, queries, keys).
     """
-    whole = (*lead, *scores[1:])
-    accepted, dtypes = f"dims that broadcast to {list(whole)}", _dtypes_beside(query)
+    score_shape = (*lead, *scores[1:])
+    accepted, dtypes = f"dims that broadcast to {list(score_shape)}", _mask_dtypes(query)
     if not isinstance(mask, Tensor) or mask.dtype not in (torch.bool, *dtypes):
         accepted = f"bool, {' or '.join(dict.fromkeys(map(str, dtypes)))}, with {accepted}"
         raise TypeError(f"attn_mask is {describe(mask)}; accepted: {accepted}")
     check_meaning("attn_mask", mask)
-    fits = mask.dim() <= max(len(whole), 4) and all(
-        size in (1, full) for size, full in zip(mask.shape[::-1], ((1,) * 4 + whole)[::-1], strict=False)
+    fits = mask.dim() <= max(len(score_shape), 4) and all(
+        size in (1, full) for size, full in zip(mask.shape[::-1], ((1,) * 4 + score_shape)[::-1], strict=False)
     )
     if not fits:
         raise ValueError(f"attn_mask is {describe(mask)}; accepted: {accepted}")
@@ -179,17 +180,17 @@ def _masked(mask: Tensor, query: Tensor, lead: tuple[int, ...], scores: tuple[in
     batch = mask.shape[:-3]
     if any(n != 1 for n in batch):
         mask = mask.expand(*lead, *mask.shape[-3:])
-    mask = _one_batch(mask)[:1] if all(n == 1 for n in batch) else _one_batch(mask)
+    mask = _merge_batch(mask)[:1] if all(n == 1 for n in batch) else _merge_batch(mask)
     if mask.dtype != torch.bool:
         return {"bias_type": "post_scale_bias", "bias": mask}
     return {"mask_mod": _visible(mask)}
 
 
 def _visible(mask: Tensor) -> Mod:
-    """Returns a mask_mod that reads mask, 4-d, whose dims of size 1 are the same for all."""
-    one_b, one_h, one_i, one_j = (n == 1 for n in sizes_of(mask))
+    """Returns a mask_mod that reads the 4-d mask; dims of size 1 broadcast."""
+    same_b, same_h, same_q, same_kv = (n == 1 for n in sizes_of(mask))
 
-    def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return mask[0 if one_b else b, 0 if one_h else h, 0 if one_i else i, 0 if one_j else j]
+    def visible(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return mask[0 if same_b else b, 0 if same_h else h, 0 if same_q else q_idx, 0 if same_kv else kv_idx]
 
     return visible
