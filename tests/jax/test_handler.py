@@ -32,20 +32,20 @@ def as_cuda() -> Iterator[list[str]]:
         (primitives.local_backward_p, host.BACKWARD, cuda.backward, primitives.backward_shapes),
     )
     texts: list[str] = []
-    handled = primitives._handled
+    handled = primitives._call_handler
 
     def noted(name: str, shapes: Any, call: Any, arrays: Any) -> Any:
         texts.append(name)
         return handled(name, shapes, call, arrays)
 
-    primitives._handled = noted  # type: ignore[assignment]
+    primitives._call_handler = noted  # type: ignore[assignment]
     jax.clear_caches()
     for primitive, name, planned, shapes in both:
         rule = mlir.lower_fun(primitives._on_cuda(name, shapes, planned), multiple_results=True)
         mlir.register_lowering(primitive, rule, platform="cpu")
     with cuda.compiled_for((9, 0), processors=132):
         yield texts
-    primitives._handled = handled
+    primitives._call_handler = handled
     for primitive, name, _, shapes in both:
         mlir.register_lowering(primitive, mlir.lower_fun(primitives._on_host(name, shapes), multiple_results=True), platform="cpu")
     jax.clear_caches()
