@@ -57,8 +57,8 @@ def flex_attention(
 
     Raises:
         NotImplementedError: if return_aux requests max_scores within torch.compile.
-        ValueError, TypeError: if shapes or dtypes do not match, kernel_options has a name that torch does not document,
-            a tensor is nested, or a mod cannot be traced; also as `flexattn.attention`.
+        ValueError, TypeError: if shapes or dtypes do not match, a tensor is nested, or a mod cannot be traced.
+        ValueError: if kernel_options has a name that torch does not document; also as `flexattn.attention`.
         BackendError: if no backend supports the call.
     """
     _check(query, key, value, enable_gqa)

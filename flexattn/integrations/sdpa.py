@@ -35,9 +35,9 @@ def scaled_dot_product_attention(
         query: [..., h, sq, d], or [sq, d]; float16, bfloat16, float32 or (on a CPU) float64. If query, key and value are jagged
             nested tensors, they are [b, h, jagged, d].
         key, value: [..., h_kv, skv, d] and [..., h_kv, skv, d_v], of query's dtype.
-        attn_mask: broadcastable to [..., h, sq, skv]. A bool mask is True for keys that the query sees. A float mask, in query's
-            dtype or float32 (under autocast any of 16 or 32 bits), is added to the scaled scores, and receives its gradient if it
-            requires one. A torch.nn.attention.bias.CausalBias for the lengths of query and key is accepted without is_causal.
+        attn_mask: broadcastable to [..., h, sq, skv]. A bool mask is True for keys that the query sees. A float mask is added to
+            the scaled scores. Its dtype is query's or float32 (under autocast any of 16 or 32 bits), and it may require a gradient.
+            A torch.nn.attention.bias.CausalBias for the lengths of query and key is accepted without is_causal.
         dropout_p: dropout probability in [0, 1); always applied, as in torch.
         is_causal: if True, query i sees keys j <= i, whatever the lengths, on top of attn_mask.
         scale: scale of the scores. None: 1/sqrt(d).

@@ -53,12 +53,12 @@ def memory_efficient_attention(
     """Returns attention as xformers.ops.memory_efficient_attention does.
 
     Args:
-        query: [b, sq, h, d], [b, sq, d] (one head) or [b, sq, groups, heads of a group, d]; float16, bfloat16, float32 or (on a
-            CPU) float64.
+        query: [b, sq, h, d], [b, sq, d] (one head) or [b, sq, groups, heads of a group, d]. Its dtype is float16, bfloat16,
+            float32 or (on a CPU) float64.
         key, value: query's dims, with skv tokens; value's last dim may differ. With four dims, h may be a multiple of their heads.
             With groups, heads that are expanded from one are read once if no gradient is needed.
         attn_bias: None; a tensor; or an object of one of xformers' classes without pages. A tensor is added to the scaled scores
-            and is differentiable. It has query's dtype or float32, and shape [b, h, sq, skv], [b, sq, skv] or
+            and is differentiable. Its dtype is query's or float32. Its shape is [b, h, sq, skv], [b, sq, skv] or
             [b, groups, heads of a group, sq, skv]; any dim may be 1. With classes of packed sequences b is 1.
         p: dropout probability, in [0, 1).
         scale: scale of the scores. None: 1/sqrt(d).

@@ -52,9 +52,9 @@ def append_kv(
 ) -> tuple[jax.Array, ...]:
     """Returns caches with new keys and values appended to each sequence; arguments and rules are those of `flexattn.append_kv`.
 
-    The arguments are unchanged. XLA writes the new rows into the same memory if the caches are donated to a jitted function
-    (`jax.jit(step, donate_argnames=...)`), or if a `jax.lax.scan` carries them; on a GPU one kernel does. Otherwise XLA copies the
-    caches first.
+    The arguments are unchanged. XLA writes the new rows into the same memory, on a GPU by one kernel, in two cases: if the caches
+    are donated to a jitted function (`jax.jit(step, donate_argnames=...)`), or if a `jax.lax.scan` carries them. Otherwise XLA
+    copies the caches first.
 
     Returns:
         (k_cache, v_cache). If descale_k or descale_v has a factor for each token and head: (k_cache, v_cache, descale_k,

@@ -292,8 +292,8 @@ def _launch(step: Kernel, memory: _Memory) -> None:
         [jax.ShapeDtypeStruct(arrays[place].shape, arrays[place].dtype) for place in written],
         input_output_aliases={call.operands.index(place): i for i, place in enumerate(written)},
     )(*(arrays[place] for place in call.operands), opaque=call.text)
-    # Without a barrier, XLA may place a result that becomes a slice, as in a scan, in that slice's memory, although the kernel
-    # writes to the operand that is aliased to the result. Later versions check aliases first:
+    # Without a barrier, XLA may place a result that becomes a slice, as in a scan, in that slice's memory. But the kernel writes to
+    # the operand that is aliased to the result. Later versions check aliases first:
     # https://github.com/openxla/xla/blob/main/xla/backends/gpu/transforms/dynamic_slice_fusion_rewriter_v2.cc
     memory.arrays |= zip(written, jax.lax.optimization_barrier(results), strict=True)
 

@@ -53,9 +53,9 @@ jax.tree_util.register_dataclass(QuantizedTensor, ["data", "descale", "amax", "s
 class DelayedScaling(NamedTuple):
     """The scales and the amax history of one attention layer, fp32. `create` creates one, `update` the next step's.
 
-    Calls read its scales, and record amaxes as its gradient. `jax.grad` of a loss with respect to a state is a state whose
-    histories have the amax of q, k, v, dout and, if it is in FP8, out in their first row; everything else in it is 0. A call that
-    is not differentiated records nothing.
+    Calls read its scales, and record amaxes as its gradient: `jax.grad` of a loss with respect to a state is a state too. The first
+    row of its histories has the amax of q, k, v, dout and, if it is in FP8, out. Everything else in it is 0. A call that is not
+    differentiated records nothing.
     """
 
     scale_q: jax.Array  # [heads], or [1] by tensor: q's multiplier

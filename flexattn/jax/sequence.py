@@ -32,8 +32,8 @@ _UNSUPPORTED = {
 def sequence_order(length: int, devices: int, layout: str = "zigzag") -> np.ndarray[Any, np.dtype[np.int64]]:
     """Returns a sequence's positions in the devices' order: x[:, order] is the array to split over a mesh axis.
 
-    "contiguous" keeps the order. "zigzag" assigns parts i and 2 devices - 1 - i of 2 devices to device i. Under a causal mask one
-    of them sees few keys and the other many, so the load is balanced. numpy.argsort of the result restores the order.
+    "contiguous" keeps the order. "zigzag" assigns parts i and 2 devices - 1 - i of 2 devices to device i. This balances the
+    load of a causal mask: one part sees few keys and the other many. numpy.argsort of the result restores the order.
     """
     validation.check_name("layout", layout, LAYOUTS)
     if length % (2 * devices if layout == "zigzag" else devices):
@@ -103,7 +103,7 @@ class _Sequences(NamedTuple):
     is_padded: bool = False  # whether there is padding between documents
 
     @classmethod
-    def of_batch(cls, batch: int, length: int) -> _Sequences:
+    def full_length(cls, batch: int, length: int) -> _Sequences:
         """Returns sequences that all have the full length."""
         return cls(jnp.zeros(batch, jnp.int32), jnp.full(batch, length, jnp.int32))
 
@@ -229,7 +229,7 @@ class _Whole(NamedTuple):
     def _lengths(self, q: Any, start: Any, total: int) -> tuple[_Origin, dict[str, Any]]:
         """Returns the origin of the queries from `start` on in their sequences, and the arguments for the sequences' lengths."""
         count = q.shape[self.dim]
-        sequences = self.sequences or _Sequences.of_batch(q.shape[self.fmt.index("b")], total)
+        sequences = self.sequences or _Sequences.full_length(q.shape[self.fmt.index("b")], total)
         starts, whole, longest, is_padded = sequences
         first, stop = (jnp.clip(token - starts, 0, whole) for token in (start, start + count))
         begin, end = jnp.zeros_like(whole), whole

@@ -195,7 +195,9 @@ def test_tokens_that_a_row_has_no_room_for_raise(case, function, has_batch_idx):
     before = k_cache.clone()
     some_fit = torch.tensor([4, S - 2], dtype=torch.int32)
     for ends, new, longest in ((S, (k, v), S + 3), (some_fit, (k, v), S + 1), (S + 1, (), S + 1)):
-        with pytest.raises(ValueError, match=f"a sequence of {longest} tokens; accepted: at most {S}, what a row of the cache"):
+        with pytest.raises(
+            ValueError, match=f"a sequence of {longest} tokens; accepted: at most {S}, the size of a row of the cache"
+        ):
             function(q, k_cache, v_cache, *new, cache_seqlens=ends, **rows)
     assert torch.equal(k_cache, before)
 

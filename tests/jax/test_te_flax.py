@@ -127,7 +127,7 @@ def test_signature() -> None:
         (
             {},
             {"mask": LENGTHS, "sequence_descriptor": te.SequenceDescriptor.from_seqlens(LENGTHS)},
-            "mask is given with a sequence",
+            "mask and sequence_descriptor are both set",
         ),
     ],
     ids=lambda x: "-".join(x) if isinstance(x, dict) else "",

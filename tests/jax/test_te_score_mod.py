@@ -194,7 +194,7 @@ def asks(graph: Any, score: Any, tensors: Any) -> Any:
         ),
         (
             {"score_mod": asks, "score_mod_bprop_tensors": {"factor": 1.0}},
-            "score_mod_bprop_tensors is given without a score_mod_bprop",
+            "score_mod_bprop_tensors comes without a score_mod_bprop",
         ),
         ({"score_mod": lambda graph, score, tensors: graph.matmul(score, score)}, "a score_mod's graph has no node 'matmul'"),
         ({"score_mod": lambda graph, score, tensors: 1.0}, "returned 1.0; accepted: a tensor of its graph"),

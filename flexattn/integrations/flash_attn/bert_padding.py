@@ -27,8 +27,8 @@ def unpad_input(
         unused_mask: like attention_mask: 1 for each token that stays in the batch but is not attended to.
 
     Returns:
-        A tuple of five values: the tokens [total, ...]; their indices into [b * s], int64; cu_seqlens, int32 [b + 1];
-        the longest length; and each sequence's length without the unused tokens, int32 [b].
+        (tokens, indices, cu_seqlens, max_seqlen, lengths). tokens are [total, ...], and indices their positions in [b * s], int64.
+        cu_seqlens is int32 [b + 1]. lengths are the sequences' lengths without the unused tokens, int32 [b].
     """
     kept = attention_mask if unused_mask is None else attention_mask + unused_mask
     lengths = kept.sum(-1)

@@ -243,7 +243,7 @@ def flash_attn_with_kvcache(
         cache_batch_idx: int32 [b], the row of each sequence. The rows are copied for the read. None: 0, 1, ...
         cache_leftpad: int32 [b], each sequence's start in its row. None: 0.
         page_table: int32 [b, columns], the pages of each sequence. k_cache and v_cache are then [pages, page_size, h_k, d] and
-            [pages, page_size, h_k, d_v], in 16 or 32 bits; cache_batch_idx picks rows of the table, and cache_leftpad is applied
+            [pages, page_size, h_k, d_v], in 16 or 32 bits. cache_batch_idx picks rows of the table, and cache_leftpad is applied
             as a mask. None: rows.
         cu_seqlens_q, cu_seqlens_k_new: int32 [b + 1], the offsets of each sequence's queries and new tokens.
         max_seqlen_q: the longest number of queries, or None.
@@ -255,8 +255,8 @@ def flash_attn_with_kvcache(
             float32 [b, h, sq], or [h, total_q] with cu_seqlens_q.
 
     Raises:
-        ValueError: if k, v and cache_seqlens do not come together; if rotary_cos, rotary_sin and k do not come together; if a
-            sequence outgrows its row (checked on a CPU or under FLEXATTN_CHECK=1).
+        ValueError: if k, v and cache_seqlens do not come together, or rotary_cos, rotary_sin and k.
+        ValueError: if a sequence outgrows its row (checked on a CPU or under FLEXATTN_CHECK=1).
     """
     kv_cache.check_new(k, v, cache_seqlens)
     b = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1

@@ -101,7 +101,7 @@ def append(cache: Cache, k: Tokens, v: Tokens, rotary: Rotary | None) -> Cache:
             raise TypeError(f"{name} has dtype {new.dtype} and {name}_cache has {cached.dtype}; accepted: the same for both")
     lengths = k.cu_seqlens.diff()
     check_room(cache, lengths)
-    new_k = k.values if rotary is None else rotate(k.values, rotary, rotary.starts[k.sequence] + k.place)
+    new_k = k.values if rotary is None else rotate(k.values, rotary, rotary.starts[k.sequence] + k.position)
     append_kv(
         cache.k,
         cache.v,

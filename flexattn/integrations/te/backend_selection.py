@@ -71,8 +71,8 @@ class AttentionParams:
     Lengths are tokens; `core_attention_bias_shape` is one of bhss, 1hss, b1ss, 11ss, 111s. These fields are accepted and ignored:
     qkv_type, batch_size, alibi_slopes_shape, pad_between_seqs, fp8_meta, num_splits, checkpoint_core_attention, has_score_mod,
     has_score_mod_bprop (`flexattn.explain` checks a score_mod).
-    If context_parallel is True and cp_size is above 1, lengths are those of the whole sequence, the answer is for the call of one
-    part, and fp8_output is unsupported. Otherwise fp8_output is ignored.
+    If context_parallel is True and cp_size is above 1, lengths are those of the whole sequence. The answer is then for the call of
+    one part, and fp8_output is unsupported. Otherwise fp8_output is ignored.
     """
 
     qkv_type: Any = torch.Tensor

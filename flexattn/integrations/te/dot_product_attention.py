@@ -146,16 +146,16 @@ class DotProductAttention(torch.nn.Module):
     ) -> None:
         """Sets the ranks that share sequences. None or a group of one rank: each rank has whole sequences.
 
-        `forward` then takes this rank's tokens: chunks r and 2 * n - 1 - r of a sequence's 2 * n chunks, one after the other, for
-        rank r of n. With thd each sequence is cut by itself, with its padding. cu_seqlens are those of the whole sequences, and
-        are read on the host, once for each tensor. A bias has the rows of this rank's queries, and all keys.
+        `forward` then takes this rank's tokens. Rank r of n has chunks r and 2 * n - 1 - r of a sequence's 2 * n chunks. With thd
+        each sequence is cut by itself, with its padding. cu_seqlens are those of the whole sequences, and are read on the host,
+        once for each tensor. A bias has the rows of this rank's queries, and all keys.
 
         Args:
             cp_group: a process group; for "a2a+p2p" a list [a2a group, p2p group].
             cp_global_ranks: for "a2a+p2p" all global ranks, ascending, the ranks of an a2a group one after another; otherwise
                 ignored.
             cp_stream: ignored; collectives use their own streams.
-            cp_comm_type: "p2p" sends keys around a ring; "all_gather" gathers all keys; "a2a" exchanges heads for tokens;
+            cp_comm_type: "p2p" sends keys around a ring. "all_gather" gathers all keys. "a2a" exchanges heads for tokens.
                 "a2a+p2p" exchanges heads within an a2a group, and sends keys around a ring between the groups.
 
         Raises:
@@ -203,8 +203,8 @@ class DotProductAttention(torch.nn.Module):
         b is the batch, h the query heads of this rank, sq and skv the tokens of a sequence, t the tokens of all sequences.
 
         Args:
-            query_layer, key_layer, value_layer: [sq, b, h, d], [b, sq, h, d] or [t, h, d], according to the format, in float16,
-                bfloat16 or float32; or FP8 tensors with one scale each, outside of autograd.
+            query_layer, key_layer, value_layer: [sq, b, h, d], [b, sq, h, d] or [t, h, d], according to the format. They are
+                float16, bfloat16 or float32; or FP8 tensors with one scale each, outside of autograd.
             attention_mask: bool, True for hidden keys. With a padding type and no cu_seqlens: [b, 1, 1, s], or a pair of them.
                 With "arbitrary": broadcastable to [b, h, sq, skv].
             qkv_format, attn_mask_type, window_size, bottom_right_diagonal: None: the constructor's value.

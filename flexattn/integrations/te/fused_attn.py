@@ -68,7 +68,7 @@ def fused_attn_fwd(
 ) -> tuple[Any, ...]:
     """Returns attention's output, and the results of the forward that `fused_attn_bwd` needs.
 
-    b is the batch, h the query heads, sq the queries of a sequence, t the tokens of all sequences, d_v the head dim of v.
+    b is the batch, h the query heads, sq the queries of a sequence, t the tokens of all sequences. d_v is v's head dim.
 
     Args:
         is_training: if False, no weights are dropped, whatever `dropout` is.
@@ -88,8 +88,8 @@ def fused_attn_fwd(
         attn_scale: scale of the scores. None: 1/sqrt(head dim of q and k).
         dropout: dropout probability of a weight.
         fast_zero_fill: ignored; padding is 0 in every output.
-        qkv_layout: a name in `QKVLayout`. With a paged layout k and v are [pages, page_size, h_kv, d], or [page_size, pages,
-            h_kv, d] if they are sbhd, and there is no backward.
+        qkv_layout: a name in `QKVLayout`. With a paged layout k and v are [pages, page_size, h_kv, d], or if they are sbhd
+            [page_size, pages, h_kv, d]. A paged layout has no backward.
         o_format: the format of out.
         qkv_scale_inv_format: must be None, because MXFP8 is not supported.
         attn_bias_type, attn_mask_type, softmax_type, window_size: as in `flexattn.attention`.
@@ -197,7 +197,7 @@ def fused_attn_bwd(
     """Returns the gradients of `fused_attn_fwd`, in the layout `dqkv_layout`.
 
     The arguments that are not listed are the forward's. A call with dropout runs on the backend that FLEXATTN_BACKEND or
-    `attention_backend` names, which must be the same for both directions, or by default on Triton (eager on a CPU).
+    `attention_backend` names; it must be the same for both directions. The default is Triton (eager on a CPU).
 
     Args:
         o, d_o: the output of the forward, and its gradient, in o_format and do_format, of q's dtype; for backend FP8 each in FP8 or

@@ -85,8 +85,8 @@ def lengths_of(attention_mask: Any, batch: int, sizes: tuple[int, int]) -> tuple
         sizes: the tokens of a row of q, and of k.
 
     Raises:
-        ValueError, TypeError: if the mask has another shape or dtype, if one mask is for queries and keys of different lengths,
-            or if hidden tokens precede visible tokens.
+        ValueError, TypeError: if the mask has another shape or dtype, or if hidden tokens precede visible tokens.
+        ValueError: if one mask is for queries and keys of different lengths.
     """
     if isinstance(attention_mask, (tuple, list)) and len(attention_mask) == 2:
         masks = attention_mask

@@ -38,15 +38,15 @@ class TEScoreMod:
         score_mod_bprop: score_mod_bprop(graph, dP, tensors) -> the gradient of the score. None: the gradient is derived. It may
             use results that score_mod stored on the object. It is not checked; `check_bprop` compares it with the derived gradient.
         score_mod_tensors: name -> a number of Python or NumPy, or a tensor of up to 4 dims, broadcast from the right against
-            [b, h, sq, skv]: [skv] has a value for each key, [sq, skv] for each query and key, [h, sq, skv] for each head too, and a
+            [b, h, sq, skv]: [skv] has a value for each key, [sq, skv] for each query and key, [h, sq, skv] for each head too. A
             dim of 1 is broadcast. A CPU tensor of one element is a number that is read in each call, because cuDNN passes it by
             value. Without a bprop, tensors that require gradients receive them.
         score_mod_bprop_tensors: the same for the bprop. None: score_mod_tensors.
 
     Raises:
         TypeError: if a callback is not callable, or the tensors are not a dict from names to tensors and numbers.
-        ValueError: if bprop tensors come without a bprop, if a tensor has more than 4 dims, or if one requires a gradient although
-            there is a bprop.
+        ValueError: if bprop tensors come without a bprop, or a tensor has more than 4 dims.
+        ValueError: if there is a bprop, and a tensor requires a gradient.
     """
 
     _flexattn_reads = ("forward", "bprop", "tensors", "tensors_of_bprop")  # everything that a call depends on: see captures

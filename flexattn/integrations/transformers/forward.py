@@ -44,7 +44,7 @@ def attention_forward(
 
     Args:
         module: the layer's attention; its is_causal is used if `is_causal` is None.
-        query: [b, h, sq, d], with any strides. float16, bfloat16 or float32 (float64 on a CPU). Under autocast in its dtype.
+        query: [b, h, sq, d], with any strides. float16, bfloat16 or float32 (float64 on a CPU). If autocast is on, in its dtype.
         key: [b, h_kv, skv, d], without repeated heads.
         value: [b, h_kv, skv, d_v].
         attention_mask: a result of `masks.attention_mask`; or bool (True: visible) or float (added to the scores, differentiable)
@@ -71,8 +71,8 @@ def attention_forward(
     Raises:
         TypeError: if attention_mask is of another kind, or a keyword may change the result, such as the `indices` of sparse
             attention.
-        ValueError: if attention_mask is for fewer keys, or does not have four dims; if only one of cu_seq_lens_q and cu_seq_lens_k
-            is passed, or both come with a BlockMask; also as `flexattn.attention`.
+        ValueError: if attention_mask is for fewer keys, or does not have four dims; also as `flexattn.attention`.
+        ValueError: if only one of cu_seq_lens_q and cu_seq_lens_k is passed, or both come with a BlockMask.
     """
     check_keywords(module, keywords)
     if output_attentions:

@@ -63,6 +63,6 @@ def check_keywords(module: torch.nn.Module, keywords: Mapping[str, Any], harmles
             continue
         reason = REFUSED.get(name, "an unknown keyword, which may change the result")
         raise TypeError(
-            f"{type(module).__name__} passes {name} ({type(value).__name__}): {reason}; accepted: None. Run this model with "
+            f"{name} is passed by {type(module).__name__} ({type(value).__name__}): {reason}; accepted: None. Run this model with "
             'attn_implementation="eager"'
         )

@@ -144,8 +144,8 @@ def attention_mask(
         unknown: raises, unless all are None.
 
     Returns:
-        A `Visible`; or a bool tensor [b, 1, q_length, kv_length] if a single query does not see all keys, or if the model computes
-        with the mask.
+        A `Visible`, or a bool tensor [b, 1, q_length, kv_length]. It is a tensor if a single query does not see all keys, or if the
+        model computes with the mask.
 
     Raises:
         TypeError: if an argument is unknown.

@@ -52,8 +52,8 @@ def fused_attn(
     score_mod, https://github.com/NVIDIA/TransformerEngine/pull/2985.
 
     Args:
-        qkv: (qkv [b, s, 3, h, d],), (q [b, sq, h, d], kv [b, skv, 2, h_kv, d]) or (q, k [b, skv, h_kv, d], v [b, skv, h_kv, d_v]),
-            according to qkv_layout, in the dtypes of `attention`.
+        qkv: (qkv,), (q, kv) or (q, k, v), according to qkv_layout, in the dtypes of `attention`. qkv is [b, s, 3, h, d], q
+            [b, sq, h, d], kv [b, skv, 2, h_kv, d], k [b, skv, h_kv, d] and v [b, skv, h_kv, d_v].
         bias: [b, h, sq, skv], by positions in the rows of q and k; any dim may be 1. In q's dtype or float32, with a bias type;
             otherwise None. Differentiable.
         sequence_descriptor: positions of the sequences, used if the mask type has PADDING in its name, as in TransformerEngine;
@@ -92,7 +92,7 @@ def fused_attn(
         accepted = "None" if bias_type is AttnBiasType.NO_BIAS else "an array [b, h, sq, skv]"
         raise ValueError(f"bias is {_describe(bias)} with attn_bias_type {bias_type.name}; accepted: {accepted}")
     rows = Rows(q.shape[0], (q.shape[1], k.shape[1]), layout.is_thd(), kind, window_of(window_size, kind))
-    sequences = sequences_of(sequence_descriptor, rows, has_places=bias is not None or score_mod is not None)
+    sequences = sequences_of(sequence_descriptor, rows, has_positions=bias is not None or score_mod is not None)
     arguments = sequences.arguments | {
         "q": q,
         "k": k,
