@@ -240,7 +240,7 @@ def test_an_index_of_no_row_raises_and_reaches_no_other_memory(case, has_table, 
 def test_positions_beyond_the_rotary_tables_raise_and_reach_no_other_memory(case, monkeypatch):
     q, k_cache, v_cache, k, v = case
     given = {"rotary_cos": torch.ones(6, D // 2), "rotary_sin": torch.zeros(6, D // 2), "cache_seqlens": 4, "causal": True}
-    with pytest.raises(ValueError, match="rotary_cos and rotary_sin have 6 rows and a token is at position 6"):
+    with pytest.raises(ValueError, match="rotary_cos and rotary_sin have 6 rows but a token is at position 6"):
         fa.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, **given)
     monkeypatch.setattr(rotary, "are_values_read", lambda values: False)
     assert fa.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, **given).isfinite().all()

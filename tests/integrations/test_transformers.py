@@ -285,18 +285,18 @@ def test_wrong_arguments_are_named() -> None:
     qkv = _qkv()
     with pytest.raises(ValueError, match=r"attention_mask is a tensor \[2, 24\].*register the mask function too"):
         _ours(qkv, torch.ones(B, S, dtype=torch.bool))
-    with pytest.raises(ValueError, match=r"attention_mask is a tensor \[2, 1, 24, 23\] beside queries \[2, 4, 24\] and 24 keys"):
+    with pytest.raises(ValueError, match=r"attention_mask is a tensor \[2, 1, 24, 23\] with queries \[2, 4, 24\] and 24 keys"):
         _ours(qkv, torch.ones(B, 1, S, S - 1, dtype=torch.bool))
     with pytest.raises(TypeError, match="attention_mask is a dict; accepted"):
         _ours(qkv, {})
     with pytest.raises(ValueError, match="cu_seq_lens_k is missing; accepted: cu_seq_lens_q and cu_seq_lens_k together"):
         _ours(qkv, cu_seq_lens_q=torch.tensor([0, 2 * S]))
     blocks = create_block_mask(lambda b, h, i, j: j <= i, None, None, S, S, device="cpu")
-    with pytest.raises(ValueError, match="a BlockMask beside cu_seq_lens_q and cu_seq_lens_k; accepted: one of the two"):
+    with pytest.raises(ValueError, match="a BlockMask and comes with cu_seq_lens_q and cu_seq_lens_k; accepted: one of the two"):
         _ours(qkv, blocks, cu_seq_lens_q=torch.tensor([0, 2 * S]), cu_seq_lens_k=torch.tensor([0, 2 * S]))
     with pytest.raises(ValueError, match=r"accepted: the cache of model\.generate_batch\(\)"):
         paged_attention_forward(_Layer(), *qkv, None)
-    with pytest.warns(RuntimeWarning, match="output_attentions=True: flexattn never makes the softmax weights"):
+    with pytest.warns(RuntimeWarning, match="output_attentions=True: flexattn never computes the softmax weights"):
         _ours(qkv, output_attentions=True)
 
 

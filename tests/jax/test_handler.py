@@ -211,7 +211,7 @@ def test_a_torch_without_cuda_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "_found", lambda: cuda.Device((9, 0), 132))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     q, k, v = qkv()
-    text = r"is 'eager', which torch runs, and torch .* sees no CUDA device; install torch for CUDA"
+    text = r"is 'eager', which torch runs, but torch .* sees no CUDA device; install torch for CUDA"
     with pytest.raises(flexattn.BackendError, match=text):
         fj.explain(q, k, v, backend="eager")
     with pytest.raises(flexattn.BackendError, match=text):

@@ -286,7 +286,7 @@ def test_order_of_a_sequence() -> None:
         ({"cu_seqlens_q": CU, "cu_seqlens_kv": CU + 0}, "cu_seqlens_kv is not the array cu_seqlens_q"),
         ({"cu_seqlens_q": CU, "cu_seqlens_q_padded": CU}, "cu_seqlens_q_padded is set with format bshd"),
         ({"cu_seqlens_q": CU[None]}, r"cu_seqlens_q is .* accepted: a contiguous tensor of shape \[batch \+ 1\]"),
-        ({"max_seqlen_q": 8}, "cu_seqlens_q is None beside cu_seqlens_q_padded or max_seqlen_q"),
+        ({"max_seqlen_q": 8}, "cu_seqlens_q is None but cu_seqlens_q_padded or max_seqlen_q"),
         ({"cu_seqlens_q": CU, "max_seqlen_q": 8, "max_seqlen_kv": 9}, r"max_seqlen_q and max_seqlen_kv are \[8, 9\]"),
         ({"dropout_p": 0.1}, "rng_state is None with dropout_p > 0; accepted: a key"),
         (
@@ -298,7 +298,7 @@ def test_order_of_a_sequence() -> None:
         ({"qkv_format": "thd_2bshd"}, "qkv_format is 'thd_2bshd'; accepted: bshd, sbhd, bhsd, thd"),
         ({"attn_mask_type": "causal", "window_size": (3, 2)}, "window_size is"),
         ({"bias_type": "alibi"}, "bias_type is 'alibi' with 'no_mask'"),
-        ({"k": (2, 24, 2, 16)}, "as many tokens of both on each device"),
+        ({"k": (2, 24, 2, 16)}, "equally many tokens of both on each device"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )

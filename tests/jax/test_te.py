@@ -390,7 +390,7 @@ ERRORS: list[tuple[dict[str, Any], str]] = [
     ({"qkv_layout": QKVLayout.THD_THD_THD}, "attn_mask_type is NO_MASK with a THD layout; accepted: a type with PADDING"),
     ({"max_segments_per_seq": 0}, "max_segments_per_seq is 0 (int); accepted: an int of at least 1"),
     ({"score_mod_tensors": {}}, "score_mod_tensors comes without a score_mod"),
-    ({"context_parallel_axis": "cp"}, "context_parallel_axis is 'cp', and sequences are not split over devices"),
+    ({"context_parallel_axis": "cp"}, "context_parallel_axis is 'cp', but sequences are not split over devices"),
     ({"context_parallel_strategy": te.CPStrategy.RING}, "context_parallel_strategy is <CPStrategy.RING"),
     ({"context_parallel_causal_load_balanced": True}, "context_parallel_causal_load_balanced is True"),
     ({"stripe_size": 1}, "stripe_size is 1"),
