@@ -52,10 +52,10 @@ def dot_product_attention(
 
     Raises ValueError and TypeError like `attention`.
     """
-    for name, value in (("precision", precision), ("module", module)):
-        if value is not None:
+    for name, setting in (("precision", precision), ("module", module)):
+        if setting is not None:
             reason = ", because weights are never computed as a whole (sow_weights=False)" if name == "module" else ""
-            raise ValueError(f"{name} is {value!r}; accepted: None{reason}")
+            raise ValueError(f"{name} is {setting!r}; accepted: None{reason}")
     if min(x.ndim for x in (query, key, value)) < 3 or not query.shape[:-3] == key.shape[:-3] == value.shape[:-3]:
         raise ValueError(
             f"query has shape {query.shape}, key {key.shape} and value {value.shape}; accepted: [batch..., length, heads, head "

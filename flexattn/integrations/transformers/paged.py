@@ -73,7 +73,7 @@ def paged_attention_forward(
         )
     window = sliding_window if sliding_window is not None else getattr(module, "sliding_window", None)
     kind = "sliding_attention" if window else "full_attention"
-    offsets_k, longest_k = (value[kind] if isinstance(value, dict) else value for value in (cu_seq_lens_k, max_seqlen_k))
+    offsets_k, longest_k = (x[kind] if isinstance(x, dict) else x for x in (cu_seq_lens_k, max_seqlen_k))
     k, v = cache.update(
         key_states=key,
         value_states=value,
