@@ -71,7 +71,7 @@ class Traced(NamedTuple):
 
     source: str
     arrays: tuple[Any, ...]
-    gradient: Traced | None  # of score_mod_gradient
+    gradient: Traced | None  # the mod score_mod_gradient
 
     def written(self, stand_ins: Mapping[int, Tensor]) -> Mod:
         """Returns the function; stand_ins: a tensor for each captured array, by the array's id."""

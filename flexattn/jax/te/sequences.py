@@ -157,7 +157,7 @@ def sequences_of(descriptor: SequenceDescriptor | Any, rows: Rows, has_positions
         accepted = "from_seqlens_and_offsets" if rows.is_thd else "from_seqlens"
         description = "None" if descriptor is None else f"a SequenceDescriptor with {', '.join(fields) or 'nothing'}"
         raise ValueError(
-            f"sequence_descriptor is {description} with attn_mask_type {rows.kind.name} and a {'THD' if rows.is_thd else 'BSHD'} "
+            f"sequence_descriptor is {description}, with attn_mask_type {rows.kind.name} and a {'THD' if rows.is_thd else 'BSHD'} "
             f"layout; accepted: SequenceDescriptor.{accepted}(...) or .from_segment_ids_and_pos(...)"
         )
     if rows.is_thd:
