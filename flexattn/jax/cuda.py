@@ -212,17 +212,17 @@ class _Memory:
 
     def __init__(self, plan: Plan, arrays: Sequence[Any]) -> None:
         self.buffers, self.written = plan.buffers, plan.written()
-        self.arrays: dict[int, Any] = {place: x for place, x in zip(plan.inputs, arrays, strict=True) if place is not None}
+        self.arrays: dict[int, Any] = {index: x for index, x in zip(plan.inputs, arrays, strict=True) if index is not None}
         self.zeroed: set[int] = set()  # zeroed buffers without an array
 
-    def array(self, place: int) -> Any:
+    def array(self, index: int) -> Any:
         """Returns the array of a buffer. If no step has written to it, the array is uninitialised."""
-        if place in self.zeroed:
-            self.zeroed.remove(place)
-            self.arrays[place] = jnp.zeros(self.buffers[place].size, jax_dtype(self.buffers[place].dtype))
-        elif place not in self.arrays:
-            self.arrays[place] = _uninitialised(self.buffers[place])
-        return self.arrays[place]
+        if index in self.zeroed:
+            self.zeroed.remove(index)
+            self.arrays[index] = jnp.zeros(self.buffers[index].size, jax_dtype(self.buffers[index].dtype))
+        elif index not in self.arrays:
+            self.arrays[index] = _uninitialised(self.buffers[index])
+        return self.arrays[index]
 
     def read(self, view: View) -> Any:
         """Returns the array of a view."""
@@ -277,21 +277,21 @@ def _uninitialised(buffer: Buffer) -> Any:
 
 def _launch(step: Kernel, memory: _Memory) -> None:
     """Adds one custom call. Afterwards, the buffers that its kernel may write have new arrays."""
-    sizes = {place: memory.buffers[place].size * memory.buffers[place].dtype.itemsize for place in memory.zeroed}
+    sizes = {index: memory.buffers[index].size * memory.buffers[index].dtype.itemsize for index in memory.zeroed}
     call = custom_call(step, memory.written, needed_device().architecture, sizes)
     memory.zeroed -= set(call.zeroed)
-    arrays = {place: memory.array(place) for place in call.operands}
+    arrays = {index: memory.array(index) for index in call.operands}
     written = [*call.aliased, *sorted((memory.written & set(call.operands)) - set(call.aliased))]
     # XLA merges two equal operands, and passes a slice in a loop as part of the whole array. If it fuses the call with the slices
     # that the call reads, it does not copy operands that are aliased to a result. Then two results share memory, or the kernel
     # writes to the slice and not to the result. Outputs of one barrier are neither equal nor slices.
     # https://github.com/openxla/xla/blob/main/xla/service/gpu/transforms/dynamic_slice_fusion_rewriter.cc
-    arrays |= zip(written, jax.lax.optimization_barrier([arrays[place] for place in written]), strict=True)
+    arrays |= zip(written, jax.lax.optimization_barrier([arrays[index] for index in written]), strict=True)
     results = jax.ffi.ffi_call(
         TARGET,
-        [jax.ShapeDtypeStruct(arrays[place].shape, arrays[place].dtype) for place in written],
-        input_output_aliases={call.operands.index(place): i for i, place in enumerate(written)},
-    )(*(arrays[place] for place in call.operands), opaque=call.text)
+        [jax.ShapeDtypeStruct(arrays[index].shape, arrays[index].dtype) for index in written],
+        input_output_aliases={call.operands.index(index): i for i, index in enumerate(written)},
+    )(*(arrays[index] for index in call.operands), opaque=call.text)
     # Without a barrier, XLA may place a result that becomes a slice, as in a scan, in that slice's memory. But the kernel writes to
     # the operand that is aliased to the result. Later versions check aliases first:
     # https://github.com/openxla/xla/blob/main/xla/backends/gpu/transforms/dynamic_slice_fusion_rewriter_v2.cc

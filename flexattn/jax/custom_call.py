@@ -77,7 +77,7 @@ def custom_call(step: Kernel, written: frozenset[int], architecture: int, zeros:
         tuple(argument.buffer for argument in group if argument.buffer is not None) for group in (operands, aliased)
     )
     pointers = {argument.buffer for argument in (*operands, *aliased) if argument.is_pointer}
-    zeroed = frozenset(place for place in zeros if place in pointers)
+    zeroed = frozenset(index for index in zeros if index in pointers)
     return CustomCall(zlib.compress(call.to_proto(f"flexattn {binary.name}", b"")), operands_buffers, aliased_buffers, zeroed)
 
 
@@ -86,7 +86,7 @@ def _arguments(step: Kernel, compiled: Any, binary: Any, zeros: Mapping[int, int
     from flexattn.kernels_triton.runtime.direct import leaves, value_at
 
     lib, arguments = _jaxlib(), step.launch.arguments
-    buffer_of = {id(t): place for t, place in zip(tensors_of(arguments), step.buffers, strict=True)}
+    buffer_of = {id(t): index for t, index in zip(tensors_of(arguments), step.buffers, strict=True)}
     aligned = {path for path, attributes in compiled.src.attrs.items() if ["tt.divisibility", 16] in attributes}
     parsed: list[_Argument] = []
     count, maps = 0, iter(binary.maps)
@@ -106,8 +106,6 @@ def _arguments(step: Kernel, compiled: Any, binary: Any, zeros: Mapping[int, int
 
 def _with_parameters_in_order(ptx: str, order: Sequence[int]) -> str:
     """Returns PTX whose kernel declares its parameters in another order: their indices in `order`, then the others.
-
-    The kernel reads parameters by name, so only the declarations move
 
     Parameters have names, by which the kernel reads them, so only the declarations move
     (https://docs.nvidia.com/cuda/parallel-thread-execution/#kernel-function-parameters).

@@ -270,15 +270,15 @@ class _Writer:
             return value
         if name == "transpose":
             return value._replace(left=tuple(value.left[dim] for dim in e.params["permutation"]))
-        kept = [dim for dim, n in enumerate(shape) if n != 1]
+        remaining = [dim for dim, n in enumerate(shape) if n != 1]
         if name == "squeeze":
             removed = {dim % len(shape) for dim in e.params["dimensions"]}
             indices = list(value.indices)
             for dim in removed:
                 indices[value.left[dim]] = indices[value.left[dim]] or "0"
-            left = tuple(place for dim, place in enumerate(value.left) if dim not in removed)
+            left = tuple(dim_of_captured for dim, dim_of_captured in enumerate(value.left) if dim not in removed)
             return value._replace(indices=tuple(indices), left=left)
-        if not new and not kept:
+        if not new and not remaining:
             return value._replace(indices=tuple(i or "0" for i in value.indices), left=())
         raise self.refusal(f"{name} of an array from {tuple(shape)} to {tuple(new)}")
 

@@ -81,13 +81,13 @@ def attention_over_axis(
     Raises:
         ValueError, TypeError: if an argument is invalid, or cannot be split, when the call is traced.
     """
-    whole = _Whole.of(q, k, axis_name, layout, options)
+    call = _AxisCall.of(q, k, axis_name, layout, options)
     # The backward keeps the named results, and recomputes everything else: it gathers the keys again, but does not repeat
     # attention, because its results are named.
     policy = jax.checkpoint_policies.save_only_these_names("flexattn_out", "flexattn_lse")
     requested = [name for name in ("return_lse", "return_max_logit") if options.pop(name, False)]
     options["return_max_logit"] = "return_max_logit" in requested
-    out, lse, max_logit = jax.checkpoint(functools.partial(whole.attend, options=options), policy=policy)(q, k, v)
+    out, lse, max_logit = jax.checkpoint(functools.partial(call.attend, options=options), policy=policy)(q, k, v)
     results = {"return_lse": lse, "return_max_logit": max_logit}
     if "return_max_logit" in requested:
         results["return_max_logit"] = jax.lax.pmax(jax.lax.stop_gradient(max_logit), axis_name)
@@ -137,7 +137,7 @@ class _Sequences(NamedTuple):
         return cls(starts[:-1], jnp.diff(cu), longest[0] if longest else None, padded is not None)
 
 
-class _Whole(NamedTuple):
+class _AxisCall(NamedTuple):
     """A call whose sequence is split over an axis."""
 
     axis_name: str
@@ -150,7 +150,7 @@ class _Whole(NamedTuple):
     sequences: _Sequences | None  # None: all have the full length
 
     @classmethod
-    def of(cls, q: Any, k: Any, axis_name: str, layout: str, options: dict[str, Any]) -> _Whole:
+    def of(cls, q: Any, k: Any, axis_name: str, layout: str, options: dict[str, Any]) -> _AxisCall:
         """Returns the checked call, and removes its arguments from the options."""
         for name, value in options.items():
             if name in _UNSUPPORTED and value is not None and value is not False:
@@ -230,9 +230,9 @@ class _Whole(NamedTuple):
         """Returns the origin of the queries from `start` on in their sequences, and the arguments for the sequences' lengths."""
         count = q.shape[self.dim]
         sequences = self.sequences or _Sequences.full_length(q.shape[self.fmt.index("b")], total)
-        starts, whole, longest, is_padded = sequences
-        first, stop = (jnp.clip(token - starts, 0, whole) for token in (start, start + count))
-        begin, end = jnp.zeros_like(whole), whole
+        starts, full_lengths, longest, is_padded = sequences
+        first, stop = (jnp.clip(token - starts, 0, full_lengths) for token in (start, start + count))
+        begin, end = jnp.zeros_like(full_lengths), full_lengths
         most = total if longest is None else min(longest, total)
         if self.is_causal:
             end = stop  # keys end with the last query's key, so the bottom-right diagonal is the whole's
@@ -241,7 +241,7 @@ class _Whole(NamedTuple):
             if left is not None:
                 begin = jnp.maximum(0, first - left) // 8 * 8  # dropout is drawn for groups of eight keys
             if right is not None:
-                end = jnp.minimum(whole, stop + right)
+                end = jnp.minimum(full_lengths, stop + right)
             if left is not None and right is not None:
                 most = min(most, left + count + right + 7)
         end = jnp.where(stop > first, end, begin)
@@ -281,8 +281,8 @@ class _Origin(NamedTuple):
             return q_idx + query, kv_idx + key
 
         if score_mod is not None:
-            mods["score_mod"] = lambda s, b, h, q_idx, kv_idx, *more, **named: score_mod(
-                s, b, h, *shift(b, q_idx, kv_idx), *more, **named
+            mods["score_mod"] = lambda s, b, h, q_idx, kv_idx, *extra, **named: score_mod(
+                s, b, h, *shift(b, q_idx, kv_idx), *extra, **named
             )
         left, right = window or (None, None)
         masks: list[Callable[..., Any]] = [] if mask_mod is None else [mask_mod]

@@ -30,9 +30,9 @@ def unpad_input(
         (tokens, indices, cu_seqlens, max_seqlen, lengths). tokens are [total, ...], and indices their positions in [b * s], int64.
         cu_seqlens is int32 [b + 1]. lengths are the sequences' lengths without the unused tokens, int32 [b].
     """
-    kept = attention_mask if unused_mask is None else attention_mask + unused_mask
-    lengths = kept.sum(-1)
-    indices = kept.flatten().nonzero().flatten()
+    present = attention_mask if unused_mask is None else attention_mask + unused_mask
+    lengths = present.sum(-1)
+    indices = present.flatten().nonzero().flatten()
     cu_seqlens = pad(lengths.cumsum(0), (1, 0)).int()
     tokens = index_first_axis(hidden_states.flatten(0, 1), indices)
     return tokens, indices, cu_seqlens, int(lengths.max()), attention_mask.sum(-1).int()

@@ -102,8 +102,8 @@ def _queries(q: Tensor | None, k: Tensor | None, v: Tensor, qv: Tensor | None) -
         return q, k, qv
     if q is k is None and qv is not None:
         return qv, v, None
-    given = ", ".join(f"{name} {'missing' if x is None else 'passed'}" for name, x in (("q", q), ("k", k), ("qv", qv)))
-    raise ValueError(f"{given}; accepted: q and k, with or without qv, or qv alone, for scores of qv and v")
+    presence = ", ".join(f"{name} {'missing' if x is None else 'passed'}" for name, x in (("q", q), ("k", k), ("qv", qv)))
+    raise ValueError(f"{presence}; accepted: q and k, with or without qv, or qv alone, for scores of qv and v")
 
 
 def _attend(

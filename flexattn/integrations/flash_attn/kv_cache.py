@@ -138,7 +138,7 @@ def rotate_queries(q: Tokens, rotary: Rotary, options: Options) -> Tensor:
 
 
 def attend(
-    q: Tensor, cu_seqlens_q: Tensor, max_seqlen_q: int | None, cache: Cache, options: Options, **more: Any
+    q: Tensor, cu_seqlens_q: Tensor, max_seqlen_q: int | None, cache: Cache, options: Options, **extra_arguments: Any
 ) -> tuple[Tensor, Tensor]:
     """Returns out [t, h, d_v] and lse [h, t] of packed queries [t, h, d] over a cache.
 
@@ -146,7 +146,7 @@ def attend(
         q, cu_seqlens_q, max_seqlen_q: the queries, int32 [b + 1], and the longest length or None.
         cache: the cache.
         options: FlashAttention's options.
-        more: further arguments of `attention`.
+        extra_arguments: further arguments of `attention`.
     """
     k, v, b, s = cache.k, cache.v, len(cache.end), cache.k.shape[1]
     check_room(cache, 0)
@@ -155,7 +155,10 @@ def attend(
     layout: dict[str, Any] = {"qkv_format": "thd_2bshd", "page_table": cache.table}
     if cache.table is not None:
         if cache.has_starts:
-            lengths, more = cache.end, more | {"mask_mod": _after_starts(cache.start, more.get("mask_mod"))}
+            lengths, extra_arguments = (
+                cache.end,
+                extra_arguments | {"mask_mod": _after_starts(cache.start, extra_arguments.get("mask_mod"))},
+            )
     else:
         # Repeated rows cannot be slots of one packed tensor, because slots must not overlap.
         k, v = (k[cache.row], v[cache.row]) if cache.has_rows else (k[:b], v[:b])
@@ -174,7 +177,7 @@ def attend(
         return_lse=True,
         **layout,
         **named(options, is_padded=True),
-        **more,
+        **extra_arguments,
     )
     return out, lse
 

@@ -95,7 +95,7 @@ def band(left: int | None, right: int | None, diagonal: int | Tensor) -> Mask:
 
     def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Any:
         distance = kv_idx - q_idx - select_sequence(diagonal, b)
-        seen = distance >= distance if left is None else distance >= -left
-        return seen if right is None else seen & (distance <= right)
+        visible = distance >= distance if left is None else distance >= -left
+        return visible if right is None else visible & (distance <= right)
 
     return mask

@@ -49,7 +49,6 @@ def environment() -> Environment:
     """Returns the variables' current values, and warns once about set variables that have no effect.
 
     Raises ValueError if a value is neither 0 nor 1.
-    Raises ValueError for a value that is no whole number.
     """
     for name in _IGNORED:
         if name in os.environ:
