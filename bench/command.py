@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
-import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -30,7 +29,7 @@ EPILOGUE = """examples:
   %(prog)s --list                                            shapes, presets and peers
   %(prog)s --preset quick                                    FlashAttention's sweep at 4096 tokens
   %(prog)s --shapes llama3-8b-s8192 --directions both --peers 'SDPA*' --out result.json
-  %(prog)s --from result.json --html report.html --plots plots
+  %(prog)s --from result.json --plots plots --csv result.csv
   %(prog)s --compare before.json after.json
 """
 
@@ -79,20 +78,17 @@ def make_parser() -> argparse.ArgumentParser:
     show.add_argument("--compare", type=Path, nargs=2, metavar=("A", "B"), help="two results side by side, with ratios")
     shown = parser.add_argument_group("files, of what was measured or is given with --from")
     shown.add_argument("--csv", type=Path, metavar="FILE")
-    shown.add_argument("--plots", type=Path, metavar="FOLDER", help="PNG files; needs matplotlib")
-    shown.add_argument(
-        "--html", type=Path, metavar="FILE", help="one file with everything in it; with plots where matplotlib is installed"
-    )
-    ours_alone = parser.add_argument_group("for maintainers of flexattn: its tables and pages, from results")
-    ours_alone.add_argument(
+    shown.add_argument("--plots", type=Path, metavar="FOLDER", help="SVG files")
+    pages = parser.add_argument_group("for maintainers of flexattn: its tables and pages, from bench/results")
+    pages.add_argument(
         "--emit-rows", type=Path, nargs="+", metavar="FILE", help="print rows of tile tables and heuristics, by results"
     )
-    ours_alone.add_argument(
+    pages.add_argument(
         "--regret", type=Path, nargs="+", metavar="FILE", help="print what backend auto picks, beside the fastest that results have"
     )
-    ours_alone.add_argument("--page", type=Path, metavar="FILE.md", help="write the performance page, docs/performance.md")
-    ours_alone.add_argument("--readme", type=Path, metavar="README.md", help="rewrite the README's section that results make")
-    ours_alone.add_argument("--picture", type=Path, metavar="FILE.svg", help="write the README's picture, docs/speed.svg")
+    pages.add_argument("--page", type=Path, metavar="FILE.md", help="write docs/performance.md and its plots")
+    pages.add_argument("--readme", type=Path, metavar="README.md", help="rewrite the README's section that results make")
+    pages.add_argument("--picture", type=Path, metavar="FILE.svg", help="write the README's picture, docs/speed.svg")
     return parser
 
 
@@ -100,8 +96,6 @@ def main(arguments: Sequence[str]) -> int:
     """The exit status is 1 where a result was wrong, or flexattn's own first backend refused."""
     parser = make_parser()
     args = parser.parse_args(arguments)
-    if args.plots and importlib.util.find_spec("matplotlib") is None:
-        parser.error("--plots needs matplotlib, which is not installed: pip install 'flexattn[bench]'")
     try:
         if args.list:
             print(listing())
@@ -122,6 +116,8 @@ def main(arguments: Sequence[str]) -> int:
 
             print("\n".join(regret.text(path.name, record.read(path)) for path in args.regret))
             return 0
+        if args.page or args.readme or args.picture:
+            return _write_pages(args)
         if args.source:
             return _show({path.name: record.read(path) for path in args.source}, args)
         plan = _plan(args, arguments)
@@ -209,49 +205,30 @@ def _show(records: dict[str, record.Record], args: argparse.Namespace) -> int:
             print(f"left out: {len(shown.left_out)} cells, as {shown.left_out[0]['reason']}")
         if not shown.complete:
             print("This run did not measure all that it set out to.")
-    for path, module in (
-        (args.csv, "csv"),
-        (args.html, "report"),
-        (args.plots, "plots"),
-        (args.page, "page"),
-        (args.readme, "readme"),
-        (args.picture, "picture"),
-    ):
-        if path is not None:
-            _write(module, path, records)
-            print(f"wrote {path}", file=sys.stderr)
+    for path in filter(None, (args.csv, args.plots)):
+        [only] = records.values() if len(records) == 1 else [None]
+        if only is None:
+            raise ValueError(f"--csv and --plots show one result, and --from names {len(records)}")
+        if path == args.csv:
+            record.write_csv(path, only)
+        else:
+            from flexattn.bench import charts
+
+            charts.write(path, only)
+        print(f"wrote {path}", file=sys.stderr)
     return 0
 
 
-def _write(what: str, path: Path, records: dict[str, record.Record]) -> None:
-    if what == "page":
-        from flexattn.bench import page
+def _write_pages(args: argparse.Namespace) -> int:
+    from flexattn.bench import page, picture
 
-        path.write_text(page.performance(records))
-        return
-    if what == "readme":
-        from flexattn.bench import page
-
-        path.write_text(page.with_readme_section(path.read_text(), records))
-        return
-    if what == "picture":
-        from flexattn.bench import picture
-
-        path.write_text(picture.svg(next(iter(records.values()))))
-        return
-    [(_, only)] = records.items() if len(records) == 1 else [("", None)]
-    if only is None:
-        raise ValueError(f"--{what} shows one result, and --from names {len(records)}")
-    if what == "csv":
-        record.write_csv(path, only)
-    elif what == "plots":
-        from flexattn.bench import plots
-
-        plots.write(path, only)
-    else:
-        from flexattn.bench import report
-
-        path.write_text(report.html(only))
+    if args.page:
+        page.write(args.page)
+    if args.readme:
+        args.readme.write_text(page.with_readme_section(args.readme.read_text("utf-8"), page.sources()), "utf-8")
+    if args.picture:
+        args.picture.write_text(picture.svg(page.sources().main), "utf-8")
+    return 0
 
 
 def _ceilings(shown: record.Record) -> str:

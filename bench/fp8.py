@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -64,7 +65,7 @@ def _rope(x: Tensor) -> Tensor:
     return torch.cat([a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()], -1)
 
 
-def attend(tensors: tuple[Tensor, ...], recipe: fp8.Recipe | None, dtype: torch.dtype, backend: str) -> list[Tensor]:
+def attend(tensors: tuple[Tensor, ...], recipe: fp8.Recipe | None, dtype: torch.dtype, backend: Any) -> list[Tensor]:
     """out, dq, dk, dv under a causal mask"""
     *qkv, dout = (t.detach().to(dtype) for t in tensors)
     leaves = [t.requires_grad_() for t in qkv]

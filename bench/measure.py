@@ -218,7 +218,7 @@ def measure(
             roofline_share=tflops / roofline(work, ceilings.matmul_tflops, ceilings.copy_gb_s).attainable_tflops,
             host_us=statistics.median(samples.host_ms) * 1e3 if samples.host_ms else None,
             host_us_p99=statistics.quantiles(samples.host_ms, n=100, method="inclusive")[-1] * 1e3 if samples.host_ms else None,
-            peak_mib=memory[name] / 2**20 if name in memory else None,
+            peak_mib=memory[name] / 2**20 if memory.get(name) else None,  # 0: its outputs and workspace were there before
         )
     return list(rows.values())
 

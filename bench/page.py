@@ -1,105 +1,311 @@
-"""docs/performance.md and the README's section on performance, made from result files; tests hold both to them.
+"""docs/performance.md with its plots and the README's section on speed, made from committed result files; tests compare both.
 
-python -m flexattn bench --from bench/results/RESULT.json --page docs/performance.md --readme README.md --picture docs/speed.svg
+python -m flexattn bench --page docs/performance.md --readme README.md --picture docs/speed.svg
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
 
+from flexattn.bench import charts, record, regret
+from flexattn.bench.charts import COLOURS, Bar, Panel
+from flexattn.bench.decode_cells import CELLS
+from flexattn.bench.peers import needs_dense_mask
 from flexattn.bench.record import Record
+from flexattn.bench.shapes import SWEEP_SEQLENS, title_of
 from flexattn.bench.tables import (
+    AUTO,
     Standing,
     Table,
+    figure,
     geometric_mean,
     is_ours,
+    name_of,
     panel,
     refusals,
-    standing_table,
     standings,
     sweep_panels,
-    tables,
-    versions_of_implementations,
 )
+from flexattn.bench.transformers_models import LARGE
 
+RESULTS = Path(__file__).parent / "results"
+MAIN, SECOND, MEMORY = "standard_again_h200.json", "standard_h100.json", "eager_memory.json"
+DECODE, STEPS = "decode_peers_h100.json", "transformers_h200.json"
 BEGIN, END = "<!-- made by `python -m flexattn bench --readme`: begin -->", "<!-- end -->"
+PLOTS = "plots"  # the folder beside the page
+
+OUT_OF_PLOTS = ("cuDNN frontend",)  # its lines lie on those of SDPA cuDNN
+DECODE_PEERS = {
+    "flash-attn 4": ("flash-attn 4",),
+    "vLLM": ("vLLM, Triton",),
+    "SGLang": ("SGLang, 8 splits", "SGLang, 32 splits"),
+    "SDPA cuDNN": ("SDPA cuDNN, dense",),
+    "FlexAttention": ("FlexAttention, dense",),
+}
+DECODE_PLOTTED = (
+    *("1 x 1024, page 16", "64 x 8192, page 16", "64 x 8192, page 1", "1 x 131072, page 64", "128 decodes, page 16"),
+    *("131072 among 63 x 1024, page 16", "2048 queries over 32768, page 16", "2 prefills and 128 decodes, page 16"),
+    "MLA 128 heads, 128 x 4096, page 64",
+)
+MODELS = {"llama": "Llama", "mistral": "Mistral", "gemma2": "Gemma 2", "gpt_oss": "gpt-oss"}
 
 
-def performance(records: Mapping[str, Record]) -> str:
-    """The page: the first record in full, of the others their tables. Names are those of the files in bench/results."""
-    [(name, main), *others] = records.items()
-    command = f"python -m flexattn bench --from {' '.join(f'bench/results/{n}' for n in records)} --page docs/performance.md"
-    parts = [
-        "# Performance",
-        f"Made by `{command}`; a test holds the page to the files.",
-        provenance(name, main),
-        method(main),
-        *standing(main),
-        *beside_the_fastest(main),
-        *(t.markdown("TFLOP/s" if ":" not in t.title else "") for t in tables(main)),
-        *lost(main),
-        *refused(main),
-    ]
-    for other_name, other in others:
-        parts += [f"## {other_name.removesuffix('.json').replace('_', ' ')}", provenance(other_name, other)]
-        parts += [method(other), *(t.markdown("") for t in tables(other))]
-    return "\n\n".join(parts) + "\n"
+class Sources(NamedTuple):
+    """The contents of the result files: `main` and `second` with the rows of `auto` in the place of flexattn's backends."""
+
+    main: Record
+    second: Record
+    memory: Record
+    decode: Mapping[str, Any]
+    steps: Mapping[str, Any]
 
 
-def provenance(name: str, record: Record) -> str:
-    versions = ", ".join(f"{package} {text}" for package, text in record.versions.items() if text)
-    when = f", begun {record.started}" if record.started else ""
+@functools.cache
+def sources() -> Sources:
+    """Raises OSError outside of a checkout, which alone has the files."""
+    main, second = (regret.with_auto(record.read(RESULTS / name)) for name in (MAIN, SECOND))
+    decode, steps = (json.loads((RESULTS / name).read_text("utf-8")) for name in (DECODE, STEPS))
+    return Sources(main, second, record.read(RESULTS / MEMORY), decode, steps)
+
+
+# ---- what the page and the README say of a run
+
+
+def claim(found: Record) -> str:
+    """Returns how many cells `auto` wins and loses."""
+    every, dtypes = standings(found), " and ".join(dict.fromkeys(w.dtype for w in found.workloads.values()))
+    faster, ahead, behind, level = (
+        sum(map(test, every))
+        for test in (lambda s: s.speed > 1, lambda s: s.speed >= 1.02, lambda s: s.speed < 0.99, lambda s: s.is_level)
+    )
     return (
-        f"One run on {_article(record.device['name'])}{when}, with {versions}. "
-        f"[`bench/results/{name}`](../bench/results/{name}) has every figure that was measured; "
-        f"its command was `{record.command}`. Measured: "
-        f"{versions_of_implementations(record)}."
-        + ("" if record.complete else " It did not measure all that it set out to; the file has what was left out.")
+        f"On an {found.device['name']} in {dtypes}, `attention()` is faster than the fastest of {len(_peers(found))} other "
+        f"implementations in {faster} of {len(every)} cells. It is faster by 2 % or more in {ahead} cells, and slower by more than "
+        f"1 % in {behind}. In {level} cells the quartiles of the two times overlap."
     )
 
 
-def _article(device: str) -> str:
-    return f"an {device}" if device.startswith("NVIDIA") else device
+def llama_step(steps: Mapping[str, Any]) -> str:
+    """Returns the sentence on packed training in transformers."""
+    ms = {r["implementation"]: r["ms"] for r in steps["rows"] if (r["model"], r.get("batch")) == ("llama", "packed") and "ms" in r}
+    return (
+        f"A training step of two Llama layers over {steps['tokens']:,} packed tokens in Hugging Face transformers takes "
+        f"{ms['flexattn']:.1f} ms with flexattn and {ms['sdpa']:.1f} ms with SDPA on an {steps['device']['name']} "
+        f"(hidden size {LARGE['hidden_size']:,}, MLP {LARGE['intermediate_size']:,})."
+    )
 
 
-def method(record: Record) -> str:
-    lines = [f"- {name}: {text}." for name, text in record.method.items()]
-    if record.ceilings is not None:
-        found = record.ceilings
-        copy = f", and a copy of {found['copy_bytes'] / 2**30:g} GiB at {found['copy_gb_s']:.0f} GB/s" if found["copy_gb_s"] else ""
-        product = f"{found['matmul_dtype']} matrix product of {found['matmul_size']}³ ran at {found['matmul_tflops']:.0f} TFLOP/s"
-        lines.append(f"- ceilings: a {product}{copy} in the same run.")
-    return "\n".join(lines)
+def _peers(found: Record) -> list[str]:
+    return [name for name in found.implementations() if not is_ours(name) and standings(found, name)]
 
 
-def standing(record: Record) -> list[str]:
-    """flexattn beside each peer: cells won, and speeds. Nothing that is not in the file."""
-    table, every = standing_table(record), standings(record)
-    if table is None:
-        return []
-    behind = sum(s.speed <= 1 for s in every)
-    return [
-        f"{table.title}:",
-        table._replace(title="").markdown("peer"),
-        f"The fastest peer of a cell is as fast as the fastest of flexattn, or faster, in {behind} of {len(every)} cells.",
+def peer_table(found: Record) -> Table:
+    """Returns the table of peers: cells won, level and lost, and speeds."""
+    rows = []
+    for peer in _peers(found):
+        every = standings(found, peer)
+        level = sum(s.is_level for s in every)
+        faster = sum(s.speed > 1 and not s.is_level for s in every)
+        speeds = [s.speed for s in every]
+        counts = [len(every), faster, level, len(every) - faster - level]
+        mark = " †" if any(_has_dense_mask(found, s) for s in every) else ""
+        rows.append((peer + mark, [*map(str, counts), *(f"{x:.3f}" for x in (geometric_mean(speeds), min(speeds), max(speeds)))]))
+    return Table("", ["cells", "faster", "level", "slower", "mean speed", "lowest", "highest"], rows)
+
+
+def _has_dense_mask(found: Record, s: Standing) -> bool:
+    return s.peer.implementation.startswith("SDPA") and needs_dense_mask(found.workloads[s.workload])
+
+
+def dense_mask_note(found: Record) -> str:
+    """Returns what the mean of a peer is without the cells in which it gets a dense mask."""
+    notes = []
+    for peer in _peers(found):
+        every = standings(found, peer)
+        rest = [s.speed for s in every if not _has_dense_mask(found, s)]
+        if len(rest) < len(every):
+            notes.append(
+                f"† In {len(every) - len(rest)} cells {peer} gets a dense `attn_mask`, because it has no argument for their "
+                f"window or bias. The mean speed without these cells is {geometric_mean(rest):.3f}."
+            )
+    return "\n\n".join(notes)
+
+
+def readme_section(found: Sources) -> str:
+    picture = f"![Speed of flexattn, the fastest other implementation's being 1, on an {found.main.device['name']}](docs/speed.svg)"
+    notes = (
+        "A cell is one shape in one direction, forward or backward. Speed is the other implementation's time divided by "
+        "flexattn's, with the backend that `auto` selects. Level: the quartiles of both times overlap. FlashAttention 3 and "
+        "TransformerEngine are not in this run. [Benchmarks](docs/performance.md) has plots, every cell and the method."
+    )
+    parts = [picture, claim(found.main), llama_step(found.steps), peer_table(found.main).markdown("other implementation")]
+    return "\n\n".join([*parts, dense_mask_note(found.main), notes])
+
+
+def with_readme_section(text: str, found: Sources) -> str:
+    """The README with the part between its two marks made anew. Raises ValueError where it has no marks."""
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"the file has no part to make: it needs the lines {BEGIN} and {END}")
+    return f"{before}{BEGIN}\n\n{readme_section(found)}\n\n{END}{after}"
+
+
+# ---- plots
+
+
+def plots(found: Sources) -> dict[str, str]:
+    """Returns the SVG files of the page, by their names."""
+    files: dict[str, str] = {}
+    for name, run in (("h200", found.main), ("h100", found.second)):
+        drawn = dict(charts.figures(run, OUT_OF_PLOTS))
+        files |= {f"{direction}_{name}.svg": drawn[f"sweep_{direction}"] for direction in ("forward", "backward")}
+        if name == "h200":
+            files |= {f"packed_{direction}_{name}.svg": drawn[f"ragged_{direction}"] for direction in ("forward", "backward")}
+    return files | {
+        "decode_h100.svg": _decode_plot(found.decode),
+        "transformers_h200.svg": _steps_plot(found.steps),
+        "memory.svg": dict(charts.figures(found.memory))["memory_both"],
+    }
+
+
+def _decode_times(decode: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """Returns microseconds by cell, then by name: of implementations that are one peer the fastest."""
+    found: dict[str, dict[str, float]] = {}
+    for cell in CELLS:
+        us = {row["implementation"]: row["us"] for row in decode["rows"] if row["cell"] == cell and row.get("us")}
+        peers = {peer: [us[name] for name in names if name in us] for peer, names in DECODE_PEERS.items()}
+        found[cell] = {"flexattn": us["flexattn"]} | {peer: min(times) for peer, times in peers.items() if times}
+    return found
+
+
+def _decode_plot(decode: Mapping[str, Any]) -> str:
+    times = _decode_times(decode)
+    panels = [
+        Panel(
+            cell,
+            bars=[
+                Bar(name, us, COLOURS.get(AUTO if name == "flexattn" else name, charts.GRAY)) for name, us in times[cell].items()
+            ],
+        )
+        for cell in DECODE_PLOTTED
     ]
+    return charts.bar_chart(f"Decode on {decode['device']['name']}: time of a call, shorter is faster", panels, "microseconds")
 
 
-def lost(record: Record) -> list[str]:
-    """Every cell where a peer is as fast or faster, worst first."""
-    cells = sorted((s for s in standings(record) if s.speed <= 1), key=lambda s: s.speed)
-    if not cells:
-        return []
-    rows = [(f"{s.workload} {s.direction}", [s.peer.implementation, f"{s.speed:.2f}"]) for s in cells]
-    return ["## Lost cells", Table("", ["fastest peer", "flexattn's speed, the peer's being 1"], rows).markdown("cell")]
+def _steps_plot(steps: Mapping[str, Any]) -> str:
+    panels = []
+    colours = {"flexattn": COLOURS[AUTO], "sdpa": COLOURS["SDPA cuDNN"]}
+    for model, title in MODELS.items():
+        rows = [r for r in steps["rows"] if r["model"] == model and r.get("batch") == "packed" and "ms" in r]
+        rows.sort(key=lambda r: r["implementation"] != "flexattn")
+        bars = [Bar(r["implementation"], r["ms"], colours.get(r["implementation"], charts.GRAY)) for r in rows]
+        panels.append(Panel(f"{title}, packed batch", bars=bars))
+    return charts.bar_chart(f"Training step in transformers, {steps['device']['name']}: shorter is faster", panels, "milliseconds")
 
 
-def refused(record: Record) -> list[str]:
-    found = refusals(record)
-    if not found:
-        return []
-    lines = [f"- {name}, {len(cells)} cells, as {cells[0]}: {_plain(reason)}" for name, reason, cells in found]
-    return ["## Refused or wrong", "\n".join(lines)]
+# ---- tables
+
+
+def _speed(cell: Standing | None) -> str:
+    return "-" if cell is None else "level" if cell.is_level else f"{cell.speed:.3f}"
+
+
+def _cells(found: Record) -> dict[tuple[str, str], Standing]:
+    return {(s.workload, s.direction): s for s in standings(found)}
+
+
+def sweep_table(found: Record) -> Table:
+    """Returns the speed in each cell of the sweep."""
+    every, rows = _cells(found), []
+    for direction, head_dim, mask in sweep_panels(found):
+        of_length = {w.seqlen_q: every.get((w.name, direction)) for w in panel(found, head_dim, mask)}
+        title = f"{direction}, {head_dim}, {'causal' if mask == 'causal' else 'no mask'}"
+        rows.append((title, [_speed(of_length.get(s)) for s in SWEEP_SEQLENS]))
+    return Table("", [f"{s:,}" for s in SWEEP_SEQLENS], rows)
+
+
+def rates_table(found: Record) -> Table:
+    """Returns the TFLOP/s of `auto` in each cell of the sweep."""
+    rows = []
+    for direction, head_dim, mask in sweep_panels(found):
+        of_length = {w.seqlen_q: found.of(w.name, direction).get(AUTO) for w in panel(found, head_dim, mask)}
+        title = f"{direction}, {head_dim}, {'causal' if mask == 'causal' else 'no mask'}"
+        rows.append((title, [figure(of_length.get(s)) for s in SWEEP_SEQLENS]))
+    return Table("", [f"{s:,}" for s in SWEEP_SEQLENS], rows)
+
+
+def others_table(found: Record) -> Table:
+    """Returns TFLOP/s and the speed of the workloads outside of the sweep."""
+    every, rows = _cells(found), []
+    for name in dict.fromkeys(workload for workload, _ in every):
+        if found.workloads[name].group != "sweep":
+            cells = [every.get((name, direction)) for direction in ("forward", "backward")]
+            rates = [figure(None if s is None else s.ours) for s in cells]
+            rows.append((title_of(found.workloads[name]), [rates[0], _speed(cells[0]), rates[1], _speed(cells[1])]))
+    return Table("", ["forward TFLOP/s", "speed", "backward TFLOP/s", "speed"], rows)
+
+
+def slower_table(found: Record) -> Table:
+    """Returns the cells in which a peer is faster, the worst first; cells that are level are left out."""
+    cells = sorted((s for s in standings(found) if s.speed <= 1 and not s.is_level), key=lambda s: s.speed)
+    rows = [(f"{title_of(found.workloads[s.workload])}, {s.direction}", [f"{s.speed:.3f}", s.peer.implementation]) for s in cells]
+    return Table("", ["speed", "faster implementation"], rows)
+
+
+def decode_table(decode: Mapping[str, Any]) -> Table:
+    """Returns flexattn's microseconds, and the speed beside each peer."""
+    rows = [
+        (cell, [_microseconds(ours), *(f"{us[peer] / ours:.2f}" if peer in us else "-" for peer in DECODE_PEERS)])
+        for cell, us in _decode_times(decode).items()
+        if len(us) > 1 and (ours := us["flexattn"])
+    ]
+    return Table("", ["flexattn, us", *DECODE_PEERS], rows)
+
+
+def _microseconds(us: float) -> str:
+    return f"{us:,.0f}" if us >= 100 else f"{us:.1f}"
+
+
+def host_table(found: Record) -> Table:
+    """Returns the median time of the host for calls whose device time is short."""
+    names = [name for name in found.implementations() if name not in ("SDPA flash", "varlen_attn")]
+    rows = []
+    for name, direction in found.cells():
+        if found.workloads[name].group in ("small", "decode"):
+            us = {implementation: row.host_us for implementation, row in found.of(name, direction).items()}
+            cells = ["-" if us.get(n) is None else f"{us[n]:.0f}" for n in names]
+            rows.append((f"{title_of(found.workloads[name])}, {direction}", cells))
+    return Table("", list(map(name_of, names)), rows)
+
+
+def memory_table(found: Record) -> Table:
+    """Returns the peak memory of a call at head dim 128 with a causal mask, the least and the most over the lengths."""
+    rows = []
+    for name in found.implementations():
+        of_direction = []
+        for direction in ("forward", "backward"):
+            cells = [found.of(w.name, direction).get(name) for w in panel(found, 128, "causal")]
+            if mib := [row.peak_mib for row in cells if row is not None and row.peak_mib]:  # 0: what it needs was there before
+                low, high = f"{min(mib):.0f}", f"{max(mib):.0f}"
+                of_direction.append(low if low == high else f"{low} to {high}")
+        rows += [(name_of(name), of_direction)] if of_direction else []
+    return Table("", ["forward, MiB", "backward, MiB"], rows)
+
+
+def refused_table(found: Record) -> Table:
+    """Returns what each implementation does not run or gets wrong."""
+    reasons: dict[tuple[str, str], int] = {}
+    for name, reason, cells in refusals(found):
+        key = name, reason.partition(": ")[2].partition(";")[0]
+        reasons[key] = reasons.get(key, 0) + len(cells)
+    rows = [(f"{name}: {_plain(reason)}", [str(count)]) for (name, reason), count in reasons.items()]
+    return Table("", ["cells"], rows)
 
 
 def _plain(text: str) -> str:
@@ -107,76 +313,82 @@ def _plain(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "&lt;").replace("_", "\\_")
 
 
-def beside_the_fastest(record: Record) -> list[str]:
-    """Every cell of the sweep as flexattn's speed beside its fastest peer, then the other workloads."""
-    every = {(s.workload, s.direction): s for s in standings(record)}
-    if not every:
-        return []
-    parts = [
-        "## Beside the fastest peer",
-        "Speed of the fastest of flexattn's backends that were measured, the speed of the fastest peer of each cell being 1.00. "
-        "Below 1.00 the peer is faster.",
-    ]
-    rows = []
-    seqlens: list[int] = []
-    for direction, head_dim, mask in sweep_panels(record):
-        shapes = panel(record, head_dim, mask)
-        seqlens = sorted({*seqlens, *(w.seqlen_q for w in shapes)})
-        found = {w.seqlen_q: every.get((w.name, direction)) for w in shapes}
-        rows.append((f"{direction}, head dim {head_dim}, {mask}", found))
-    if rows:
-        cells = []
-        for title, found in rows:
-            fastest = dict.fromkeys(s.peer.implementation for s in found.values() if s is not None)
-            cells.append((title, [*(_speed(found.get(s)) for s in seqlens), ", ".join(fastest)]))
-        parts.append(Table("", [*map(str, seqlens), "fastest peer"], cells).markdown("16384 tokens, length"))
-    others = [s for (workload, _), s in every.items() if record.workloads[workload].group != "sweep"]
-    if others:
-        listed = [(f"{s.workload} {s.direction}", [_speed(s), s.peer.implementation]) for s in others]
-        parts.append(Table("", ["speed", "fastest peer"], listed).markdown("workload"))
-    return [*parts, "## TFLOP/s"]
+# ---- the page
 
 
-def readme_section(records: Mapping[str, Record]) -> str:
-    """The picture, and a line for each peer."""
-    name, record = next(iter(records.items()))
-    every = standings(record)
-    device = record.device["name"]
-    ahead = sum(s.speed > 1 for s in every)
-    peers = []
-    for peer in (name for name in record.implementations() if not is_ours(name)):
-        speeds = [s.speed for s in standings(record, peer)]
-        if speeds:
-            won = sum(speed > 1 for speed in speeds)
-            figures = [f"{won} of {len(speeds)}", f"{geometric_mean(speeds):.2f}", f"{min(speeds):.2f} to {max(speeds):.2f}"]
-            peers.append((peer, figures))
-    title = f"Each cell's speed beside the fastest peer's, on {_article(device)}: flexattn is faster in {ahead} of {len(every)}"
-    summary = (
-        f"On {_article(device)}, torch {record.versions['torch']}, {_dtypes(record)}: the fastest of flexattn's backends "
-        f"({_ours(record)}) is faster than the fastest of {len(peers)} peers in {ahead} of {len(every)} cells, and as fast or "
-        "slower in the others. [docs/performance.md](docs/performance.md) has every cell, TFLOP/s, the peers' versions, and how "
-        f"it was measured; the file is `bench/results/{name}`."
+def _sources(found: Sources) -> str:
+    lines = []
+    for name, run in ((MAIN, found.main), (SECOND, found.second)):
+        versions = ", ".join(f"{package} {text}" for package, text in run.versions.items() if text and package != "flexattn")
+        lines.append(f"- [{name}](../bench/results/{name}): {run.device['name']}, {_day(run)}, {versions}. `{run.command}`")
+    for name, content in ((DECODE, found.decode), (STEPS, found.steps)):
+        versions = f"torch {content['versions']['torch']}" + "".join(
+            f", {peer} {content['peers'][names[0]]}" for peer, names in DECODE_PEERS.items() if "peers" in content
+        )
+        versions += f", transformers {content['transformers']}" if "transformers" in content else ""
+        device, day = content["device"]["name"], content["started"][:10]
+        command = content["command"].partition(" --only ")[0]  # the file has the order of the cells
+        lines.append(f"- [{name}](../bench/results/{name}): {device}, {day}, {versions}. `{command}`")
+    memory = found.memory
+    lines.append(f"- [{MEMORY}](../bench/results/{MEMORY}): a CPU, torch {memory.versions['torch']}. `{memory.command}`")
+    return "\n".join(lines)
+
+
+def _day(found: Record) -> str:
+    return (found.started or "")[:16].replace("T", " ")
+
+
+def _second(found: Sources) -> str:
+    days = f"The H100 run is from {_day(found.second)} UTC, the H200 run from {_day(found.main)} UTC. Kernels changed in between."
+    return f"{claim(found.second)} {days}"
+
+
+def _ceiling(found: Sources) -> str:
+    ceilings = found.main.ceilings or {}
+    return (
+        f"A {ceilings['matmul_dtype']} matrix product of {ceilings['matmul_size']:,}³ ran at {ceilings['matmul_tflops']:.0f} "
+        f"TFLOP/s in the run on the {found.main.device['name']}."
     )
-    table = Table("", ["cells where flexattn is faster", "mean speed, the peer's being 1", "from, to"], peers)
-    return "\n\n".join([f"![{title}](docs/speed.svg)", summary, table.markdown("peer")])
 
 
-def _speed(cell: Standing | None) -> str:
-    return "-" if cell is None else f"{cell.speed:.2f}"
+SWEEP_CORNER = "direction, head dim, mask"
+BLOCKS: dict[str, Callable[[Sources], str]] = {
+    "the runs' cells": lambda s: f"{claim(s.main)}\n\n{_second(s)}",
+    "training step": lambda s: llama_step(s.steps),
+    "decode": lambda s: decode_table(s.decode).markdown("step"),
+    "memory": lambda s: memory_table(s.main).markdown("implementation"),
+    "implementations": lambda s: f"{peer_table(s.main).markdown('implementation')}\n\n{dense_mask_note(s.main)}",
+    "sweep": lambda s: sweep_table(s.main).markdown(SWEEP_CORNER),
+    "rates": lambda s: rates_table(s.main).markdown(SWEEP_CORNER),
+    "workloads": lambda s: others_table(s.main).markdown("workload"),
+    "slower": lambda s: slower_table(s.main).markdown("cell"),
+    "host": lambda s: host_table(s.main).markdown("call"),
+    "refused": lambda s: refused_table(s.main).markdown("implementation and reason"),
+    "ceiling": _ceiling,
+    "sources": _sources,
+}
 
 
-def _ours(record: Record) -> str:
-    return ", ".join(name.removeprefix("flexattn ") for name in record.implementations() if is_ours(name))
+def performance(text: str, found: Sources) -> str:
+    """Returns the page with each of its blocks made anew. Raises ValueError for a block that is missing or unknown."""
+    names = re.findall(BLOCK, text)
+    if sorted(name for name, _ in names) != sorted(BLOCKS):
+        raise ValueError(f"the page has blocks {', '.join(name for name, _ in names)}; needed, each once: {', '.join(BLOCKS)}")
+    return re.sub(BLOCK, lambda match: f"{_begin(match[1])}\n\n{BLOCKS[match[1]](found)}\n\n{END}", text)
 
 
-def _dtypes(record: Record) -> str:
-    return " and ".join(dict.fromkeys(w.dtype for w in record.workloads.values()))
+def _begin(name: str) -> str:
+    return f"<!-- made by `python -m flexattn bench --page` ({name}): begin -->"
 
 
-def with_readme_section(text: str, records: Mapping[str, Record]) -> str:
-    """The README with the part between its two marks made anew. Raises ValueError where it has no marks."""
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"the file has no part to make: it needs the lines {BEGIN} and {END}")
-    return f"{before}{BEGIN}\n\n{readme_section(records)}\n\n{END}{after}"
+BLOCK = re.compile(f"^{re.escape(_begin('NAME')).replace('NAME', '(.+?)')}$(.*?)^{re.escape(END)}$", re.MULTILINE | re.DOTALL)
+
+
+def write(path: Path) -> None:
+    """Rewrites the page's blocks, and its plots in a folder beside it."""
+    found = sources()
+    folder = path.parent / PLOTS
+    folder.mkdir(exist_ok=True)
+    for name, svg in plots(found).items():
+        (folder / name).write_text(svg, "utf-8")
+    path.write_text(performance(path.read_text("utf-8"), found), "utf-8")

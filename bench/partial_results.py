@@ -60,7 +60,7 @@ def variants(cell: Cell, device: str, backend: str) -> dict[str, Callable[[], tu
     def forward(in_fp32: bool) -> tuple[Tensor, ...]:
         return (attend(Results(fp32_out=in_fp32), q, k, v, **how)[0],)
 
-    def backward(fp32: str) -> tuple[Tensor, ...]:
+    def backward(fp32: Any) -> tuple[Tensor, ...]:
         return attention_backward(dout, q, k, v, out, lse, **how, fp32_gradients=fp32)[:3]
 
     calls: dict[str, Callable[[], tuple[Tensor, ...]]] = {}

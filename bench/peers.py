@@ -50,9 +50,7 @@ def _sdpa(backend: str, workload: Workload, tensors: Tensors) -> Attend:
         raise Unavailable("scaled_dot_product_attention has no argument for a sink or a softcap")
     if backend == "MATH" and largest_matrix_bytes(workload) > LARGEST_MATH_BYTES:
         raise Unavailable(f"its score matrix would take {largest_matrix_bytes(workload) / 2**30:.0f} GiB")
-    left, _, bottom_right = band_of(workload)
-    is_plain = left is None and not workload.score and not (bottom_right and workload.is_causal)
-    mask = None if is_plain else _dense_mask(workload, tensors)
+    mask = _dense_mask(workload, tensors) if needs_dense_mask(workload) else None
     is_causal = workload.is_causal and mask is None
     enable_gqa = workload.group_size > 1
 
@@ -61,6 +59,12 @@ def _sdpa(backend: str, workload: Workload, tensors: Tensors) -> Attend:
             return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, enable_gqa=enable_gqa)
 
     return attend
+
+
+def needs_dense_mask(workload: Workload) -> bool:
+    """Returns whether SDPA has no argument for a workload's window, diagonal or bias."""
+    left, _, bottom_right = band_of(workload)
+    return left is not None or bool(workload.score) or (bottom_right and workload.is_causal)
 
 
 def _dense_mask(workload: Workload, tensors: Tensors) -> Tensor:
@@ -194,5 +198,6 @@ def peers(flex_mode: str = FLEX_MODE) -> list[Implementation]:
         Implementation(CUDNN_FRONTEND, f"{installed('nvidia-cudnn-frontend')}, {of_cudnn.partition(', ')[2]}", prepare_cudnn),
         flash("flash-attn 2", "flash_attn", "flash-attn"),
         flash("flash-attn 3", "flash_attn_interface", "flash-attn-3"),
+        flash("flash-attn 3 forward", "fa3_fwd_interface", "fa3-fwd"),  # a wheel of its forward alone
         flash("flash-attn 4", "flash_attn.cute", "flash-attn-4", compiles=True),
     ]

@@ -20,6 +20,7 @@ from flexattn.bench.inputs import arguments_of, make_tensors
 from flexattn.bench.record import Record
 from flexattn.bench.rows import TIE
 from flexattn.bench.shapes import Workload
+from flexattn.bench.tables import AUTO, is_ours
 from flexattn.dispatch import heuristics, triton_backend
 from flexattn.dispatch.plan import Device, large_l2_by_name
 from flexattn.dispatch.spec import Direction
@@ -82,6 +83,15 @@ def _times(record: Record, name: str, direction: Direction) -> tuple[str, dict[s
     if picked == PORTABLE in times:
         times.pop(TRITON, None)  # the same kernels once more
     return picked, times
+
+
+def with_auto(record: Record) -> Record:
+    """Returns a record whose own rows are, in each cell, the one that `auto` selects, under the name AUTO."""
+    rows = []
+    for name, direction in record.cells():
+        picked = record.of(name, direction)[_times(record, name, direction)[0]]  # type: ignore[arg-type]
+        rows.append(picked._replace(implementation=AUTO))
+    return record._replace(rows=[*rows, *(row for row in record.rows if not is_ours(row.implementation))])
 
 
 def _device(record: Record) -> Device:

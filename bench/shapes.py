@@ -203,6 +203,40 @@ WORKLOADS: dict[str, Workload] = {
     )
 }
 
+TITLES = {
+    "llama3-8b-s2048": "Llama 3 8B, 2,048 tokens",
+    "llama3-8b-s8192": "Llama 3 8B, 8,192 tokens",
+    "llama3-70b-s8192": "Llama 3 70B, 8,192 tokens",
+    "gpt-oss-window-s8192": "gpt-oss, window, 8,192 tokens",
+    "gpt-oss-full-s8192": "gpt-oss, causal, 8,192 tokens",
+    "deepseek-v3-s4096": "DeepSeek-V3, 4,096 tokens",
+    "long-128k": "One sequence of 128k tokens",
+    "ragged-documents": "Packed documents",
+    "ragged-log-normal": "Packed, log-normal lengths",
+    "ragged-documents-evened": "Dense batch like documents",
+    "ragged-log-normal-evened": "Dense batch like log-normal",
+    "decode-kv2048": "Decode, 64 x 2,048 keys",
+    "decode-kv8192": "Decode, 64 x 8,192 keys",
+    "small-s128": "One sequence of 128 tokens",
+    "small-s256": "One sequence of 256 tokens",
+    "small-s512": "One sequence of 512 tokens",
+    "score-softcap": "Softcap",
+    "score-alibi": "ALiBi",
+    "score-relative-bias": "Relative bias",
+    "score-causal": "Causal mask",
+    "score-sliding-window": "Sliding window",
+    "score-document-mask": "Document mask",
+}
+
+
+def title_of(workload: Workload) -> str:
+    """Returns a workload's name in words."""
+    if workload.group != "sweep":
+        return TITLES.get(workload.name, workload.name)
+    mask = "causal" if workload.is_causal else "no mask"
+    return f"Head dim {workload.head_dim_qk}, {mask}, {workload.seqlen_q:,} tokens"
+
+
 PRESETS: dict[str, tuple[str, ...]] = {
     "tiny": ("small-s256", "small-s512"),
     "quick": ("sweep-*-s4096",),

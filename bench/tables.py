@@ -118,7 +118,7 @@ def memory_tables(record: Record) -> list[Table]:
     """Peak memory of a call against the length."""
     found = []
     for title, direction, names in _by_length(record):
-        rows = _rows(record, direction, names, lambda r: f"{r.peak_mib:.0f}", lambda r: r.peak_mib is not None)
+        rows = _rows(record, direction, names, lambda r: f"{r.peak_mib:.0f}", lambda r: bool(r.peak_mib))
         columns = [f"s{record.workloads[name].seqlen_q}" for name in names]
         found += [Table(f"{title}: peak MiB of a call", columns, rows)] if rows else []
     return found
@@ -184,6 +184,15 @@ def _rows(
     return rows
 
 
+AUTO = "flexattn auto"
+"""The rows of the backend that `auto` selects, which `flexattn.bench.regret.with_auto` adds to a record."""
+
+
+def name_of(implementation: str) -> str:
+    """Returns an implementation's name as pages have it."""
+    return "flexattn" if implementation == AUTO else implementation
+
+
 class Standing(NamedTuple):
     """One cell as flexattn stands in it."""
 
@@ -191,6 +200,12 @@ class Standing(NamedTuple):
     direction: str
     ours: Row  # the fastest of flexattn's own
     peer: Row  # the fastest of all others
+
+    @property
+    def is_level(self) -> bool:
+        """Returns whether the quartiles of the two times overlap."""
+        a, b = ((row.us_q1 or _us(row), row.us_q3 or _us(row)) for row in (self.ours, self.peer))
+        return a[0] <= b[1] and b[0] <= a[1]
 
     @property
     def speed(self) -> float:

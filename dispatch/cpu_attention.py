@@ -72,7 +72,7 @@ def forward(spec: AttentionSpec, x: Operands) -> tuple[Tensor, Tensor, Tensor] |
         if mask is not None and bool((lse == 0).any()):
             lse.masked_fill_(mask.isneginf().all(-1), float("-inf"))
     bshd = found.transpose(1, 2)  # in memory too, as the operator lays it out
-    if spec.q_format == "bshd" and spec.results == Results():
+    if spec.q_format == "bshd" and spec.results == Results() and x.out is None:
         out = _contiguous(bshd)
     else:
         out = empty_outputs(spec, x)[0]
@@ -148,8 +148,8 @@ class KeptBackward:
 
 
 def can_be_kept(spec: AttentionSpec, x: Operands) -> bool:
-    """Returns whether `KeptForward` and `KeptBackward` take a call: such as `takes` takes, without a bias, in dense rows."""
-    is_plain = x.bias is None and spec.results == Results() and not torch.is_autocast_enabled("cpu")
+    """Returns whether `KeptForward` and `KeptBackward` take a call: such as `takes` takes, in dense rows, without a bias or out."""
+    is_plain = x.bias is None and x.out is None and spec.results == Results() and not torch.is_autocast_enabled("cpu")
     return is_plain and all(t.stride(-1) == 1 for t in (x.q, x.k, x.v)) and takes(spec, x)
 
 

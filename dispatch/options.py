@@ -31,9 +31,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from flexattn.dispatch.spec import BACKENDS
+from flexattn.dispatch.spec import REQUESTS as REQUESTS
 
-REQUESTS = ("auto", *BACKENDS)
 VARIABLES = (
     "FLEXATTN_BACKEND",
     "FLEXATTN_CHECK",

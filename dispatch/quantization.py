@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -12,7 +12,8 @@ from torch import Tensor
 from flexattn.dispatch.spec import AttentionSpec, Operands, as_bshd
 
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
-GRANULARITIES = ("tensor", "head", "batch_head", "block")
+Granularity = Literal["tensor", "head", "batch_head", "block"]
+GRANULARITIES: tuple[Granularity, ...] = get_args(Granularity)
 BLOCK_ROWS = 128
 LARGEST_SCALE, SMALLEST_SCALE = 2.0**120, 2.0**-120  # so that neither a scale nor its inverse is infinite or denormal
 P_SCALE = 256.0  # scale of the softmax weights relative to their row's largest, which fills e4m3 but for a factor 448 / 256

@@ -62,6 +62,7 @@ def sample_operands(
         seqused_q=None,
         seqused_kv=None,
         page_table=None,
+        out=None,
         max_seqlen_q=longest_q,
         max_seqlen_kv=longest_kv,
         softmax_scale=SCALE * spec.head_dim_qk**-0.5,

@@ -5,10 +5,11 @@ Here mask types, windows and alignments become one thing, a `Band`, and lengths;
 
 from __future__ import annotations
 
+import difflib
 import numbers
 import operator
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -18,18 +19,35 @@ if TYPE_CHECKING:
 
 Direction = Literal["forward", "backward"]
 
-FORMATS = ("bshd", "sbhd", "bhsd", "thd")
-MASK_TYPES = (
-    "no_mask",
-    "padding",
-    "causal",
-    "padding_causal",
-    "causal_bottom_right",
-    "padding_causal_bottom_right",
-)
-BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
-SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
-BACKENDS = ("triton", "cudnn", "eager")  # in order of preference; "auto" picks
+Format = Literal["bshd", "sbhd", "bhsd", "thd"]
+QkvFormat = Literal[
+    Format,
+    "bshd_2sbhd",
+    "bshd_2bhsd",
+    "bshd_2thd",
+    "sbhd_2bshd",
+    "sbhd_2bhsd",
+    "sbhd_2thd",
+    "bhsd_2bshd",
+    "bhsd_2sbhd",
+    "bhsd_2thd",
+    "thd_2bshd",
+    "thd_2sbhd",
+    "thd_2bhsd",
+]
+MaskType = Literal["no_mask", "padding", "causal", "padding_causal", "causal_bottom_right", "padding_causal_bottom_right"]
+BiasType = Literal["no_bias", "pre_scale_bias", "post_scale_bias", "alibi"]
+SoftmaxType = Literal["vanilla", "off-by-one", "learnable"]
+BackendName = Literal["auto", "triton", "cudnn", "eager"]
+Fp32Gradients = Literal["none", "dq", "dkv", "dqkv"]  # gradients in float32: none, dq alone, dk and dv, all three
+
+FORMATS: tuple[Format, ...] = get_args(Format)
+MASK_TYPES: tuple[MaskType, ...] = get_args(MaskType)
+BIAS_TYPES: tuple[BiasType, ...] = get_args(BiasType)
+SOFTMAX_TYPES: tuple[SoftmaxType, ...] = get_args(SoftmaxType)
+REQUESTS: tuple[BackendName, ...] = get_args(BackendName)  # "auto" picks one of the others
+BACKENDS = REQUESTS[1:]  # in order of preference
+FP32_GRADIENTS: tuple[Fp32Gradients, ...] = get_args(Fp32Gradients)
 
 
 class Band(NamedTuple):
@@ -66,6 +84,13 @@ def parse_format(qkv_format: str) -> tuple[str, str]:
     return q_format, kv_format
 
 
+def with_padding(attn_mask_type: str) -> str:
+    """Returns the mask type that does the same for sequences with lengths of their own."""
+    if "padding" in attn_mask_type:
+        return attn_mask_type
+    return "padding" if attn_mask_type == "no_mask" else f"padding_{attn_mask_type}"
+
+
 OPEN_WINDOW = (-1, -1)  # what a call's window_size is where none is given
 LARGEST_WINDOW = 2**30  # that a band keeps: no sequence is longer, and positions and windows add up within what kernels count in
 
@@ -90,15 +115,20 @@ def misses_diagonal(left: int | None, right: int | None) -> bool:
     return (left is not None and left < 0) or (right is not None and right < 0)
 
 
-def make_band(attn_mask_type: str, window_size: tuple[int, int] | Window, bottom_right_diagonal: bool | None) -> Band:
+def make_band(attn_mask_type: str, window_size: int | tuple[int, int] | Window, bottom_right_diagonal: bool | None) -> Band:
     """One band for a mask type and a window, aligned as TransformerEngine does.
 
     The diagonal is top-left for causal and padding_causal, else bottom-right; `bottom_right_diagonal` overrides it for
     no_mask and padding, the only types whose name does not already say which.
     """
     if attn_mask_type not in MASK_TYPES:
-        raise ValueError(f"attn_mask_type is {attn_mask_type!r}; accepted: {', '.join(MASK_TYPES)}")
-    window = window_of(window_size)
+        given: Any = attn_mask_type
+        hint = {"None": "Leave it out for 'no_mask'.", "True": "Pass causal=True, or one of these names."}.get(str(given))
+        if hint is None:
+            near = difflib.get_close_matches(str(given), MASK_TYPES, n=1)
+            hint = f"Did you mean {near[0]!r}?" if near else "Pass a mask of another shape as mask= or mask_mod=."
+        raise ValueError(f"attn_mask_type is {given!r}; accepted: {', '.join(MASK_TYPES)}. {hint}")
+    window = window_of(window_size, attn_mask_type)
     causal = "causal" in attn_mask_type
     if causal and window.right is not None and window.right > 0:
         raise ValueError(
@@ -118,8 +148,23 @@ def make_band(attn_mask_type: str, window_size: tuple[int, int] | Window, bottom
     return Band(left, 0 if causal and right is None else right, bottom_right)
 
 
-def window_of(window_size: Any) -> Window:
-    """Returns a call's window_size with None for open sides; raises ValueError for what is none."""
+def window_of(window_size: Any, attn_mask_type: str = "") -> Window:
+    """Returns a call's window_size with None for open sides; raises ValueError for what is none.
+
+    One number is how many keys a query sees, itself included, under a causal mask.
+    """
+    keys = None if isinstance(window_size, (tuple, list)) else as_index(window_size)
+    if keys is not None:
+        if keys < 1:
+            raise ValueError(
+                f"window_size is {keys}. Pass at least 1, for the query's own key, or a pair (left, right) with -1 for open."
+            )
+        if "causal" not in attn_mask_type:
+            raise ValueError(
+                f"window_size is {keys} without a causal mask, which has two meanings. Pass window_size={keys} with causal=True "
+                f"for the last {keys} keys, or ({keys}, {keys}) for {keys} keys on each side."
+            )
+        return Window(keys - 1, 0)
     sides: tuple[Any, ...] = ()
     is_signed = isinstance(window_size, Window)
     if isinstance(window_size, (tuple, list)):
@@ -145,7 +190,8 @@ def window_of(window_size: Any) -> Window:
         came = f"given by a {found[0].dtype} tensor of shape {tuple(found[0].shape)} on {found[0].device}"
         hint = "; reading such a tensor would wait for its device, so pass its value"
     raise ValueError(
-        f"window_size is {came}; accepted: a pair of ints (left, right), inclusive, -1 for open, or a flexattn.Window{hint}"
+        f"window_size is {came}; accepted: a pair of ints (left, right), inclusive, -1 for open, or a flexattn.Window{hint}; "
+        "with a causal mask also one int, the number of keys"
     )
 
 
@@ -161,7 +207,6 @@ class Fp8(NamedTuple):
 
 # How many tensors share a buffer, and the dim that tells them apart.
 PACKINGS = {"3hd": (3, -3), "h3d": (3, -2), "hd_2hd": (2, -3), "hd_h2d": (2, -2)}
-FP32_GRADIENTS = ("none", "dq", "dkv", "dqkv")  # gradients in float32: none, dq alone, dk and dv, all three
 Stored = tuple[Tensor, Any, Any]  # dq, dk and dv, or the buffer in the place of the first that lies in it, and None for the others
 
 
@@ -327,6 +372,7 @@ class Operands(NamedTuple):
     seqused_q: Tensor | None  # int32 [b]: how many tokens of its slot a sequence uses; None: as many as cu_seqlens_q or q says
     seqused_kv: Tensor | None
     page_table: Tensor | None  # int32 [b, columns]: the pages of each sequence, of which k and v are a pool
+    out: Tensor | None  # memory for a forward's out, which the caller gave; None: a backend allocates it
     max_seqlen_q: int
     max_seqlen_kv: int
     softmax_scale: float
@@ -382,11 +428,15 @@ def batch_size(spec: AttentionSpec, x: Operands) -> int:
 def empty_outputs(spec: AttentionSpec, x: Operands) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse, max_logit) as every backend and every fake lays them out: contiguous, out in q's format or that of spec.results.
 
+    out is the operands' where they have one.
+
     lse is [b, h, sq], or [h, total_q] for thd; max_logit is [h], or [0] when it is not asked for. Both are fp32 (fp64 for
     fp64 inputs, which only the eager backend takes).
     """
     statistics = torch.float64 if spec.dtype is torch.float64 else torch.float32
-    out = spec.results.empty_out(x.q, spec.q_format, spec.head_dim_v, spec.out_dtype)
+    out = x.out
+    if out is None:
+        out = spec.results.empty_out(x.q, spec.q_format, spec.head_dim_v, spec.out_dtype)
     if spec.q_format == "thd":
         lse_shape: tuple[int, ...] = (spec.num_heads, x.q.shape[0])
     else:

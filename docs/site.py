@@ -7,6 +7,7 @@ of a notebook of its cells. What else a page links to (result files, sources) is
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -18,7 +19,9 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 ROOT = Path(__file__).parent.parent
 LINK = re.compile(r"\]\(([^)\s#:]+)(?:#[^)\s]*)?\)")
 STYLE = "docs/site.css"
+FIRST = ("attention", "packed", "explain", "explaining", "warmup", "attention_backend")
 NOTES = re.compile(r"\[([^\]]+)\]\((?:\.\./)?(notes/\w+\.md)(?:#[\w-]+)?\)")
+NOTEBOOK = re.compile(r"(\]\([^)\s#:]+)\.ipynb(?=[)#])")
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -43,7 +46,12 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Returns a page with the names of lab notes in place of links to them, as they are in the repository and not on the site."""
+    """Returns a page whose links to notebooks lead to their pages, and which names lab notes, as the site does not have them.
+
+    The page of a notebook keeps its link to the file.
+    """
+    if not (ROOT / page.file.src_uri).with_suffix(".ipynb").is_file():
+        markdown = NOTEBOOK.sub(r"\1.md", markdown)
     return NOTES.sub(r"\1, `\2` in the repository", markdown)
 
 
@@ -77,4 +85,15 @@ def _notebook(path: Path) -> str:
 
 
 def _reference(module: str) -> str:
-    return f"# {module}\n\n::: {module}\n    options:\n      show_root_heading: false\n      show_root_toc_entry: false\n"
+    options = ["show_root_heading: false", "show_root_toc_entry: false"]
+    if module == "flexattn":  # the functions of a call first, not in the order of `__all__`, which is alphabetical
+        options += ["group_by_category: false", f"members: {[*FIRST, *sorted({*_public_names(module)} - {*FIRST})]}"]
+    lines = [f"# {module}", "", f"::: {module}", "    options:", *(f"      {option}" for option in options)]
+    return "\n".join(lines) + "\n"
+
+
+def _public_names(module: str) -> list[str]:
+    """Returns the `__all__` of a module, which is not imported."""
+    tree = ast.parse((ROOT / module / "__init__.py").read_text("utf-8"))
+    assigned = (node for node in tree.body if isinstance(node, ast.Assign))
+    return next(ast.literal_eval(node.value) for node in assigned if ast.unparse(node.targets[0]) == "__all__")

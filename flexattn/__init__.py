@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import sys
 from typing import TYPE_CHECKING, Any
@@ -15,16 +16,18 @@ _IS_COMMAND = _IS_SCRIPT or (_ARGV[0] == "-m" and sys.orig_argv[-len(_ARGV) - 1 
 if TYPE_CHECKING or not _IS_COMMAND:
     from flexattn.dispatch.context import attention_backend
     from flexattn.dispatch.select import BackendError
-    from flexattn.dispatch.spec import AttentionSpec, Window
+    from flexattn.dispatch.spec import Window
     from flexattn.functional import attention, explain, merge_attention
+    from flexattn.outputs import OutLse, OutLseMaxLogit, OutMaxLogit
 
 if TYPE_CHECKING:
-    from flexattn import fp8, mods, nn
+    from flexattn import distributed, fp8, integrations, jax, mods, nn, testing  # noqa: F401
     from flexattn.append import append_kv
     from flexattn.backward import Gradients, attention_backward
     from flexattn.block_mask import create_block_mask
     from flexattn.call_log import explaining
     from flexattn.kv_cache import PagedKVCache
+    from flexattn.packing import packed
     from flexattn.plot import plot_mask
     from flexattn.prefix import attention_with_prefix
     from flexattn.warm_up import warmup
@@ -32,9 +35,11 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "AttentionSpec",
     "BackendError",
     "Gradients",
+    "OutLse",
+    "OutLseMaxLogit",
+    "OutMaxLogit",
     "PagedKVCache",
     "Window",
     "append_kv",
@@ -49,15 +54,18 @@ __all__ = [
     "merge_attention",
     "mods",
     "nn",
+    "packed",
     "plot_mask",
     "warmup",
 ]
 
 # Names whose module is imported when they are first used. Most processes never use them, and commands not even `attention`.
 _LATER = {
-    "AttentionSpec": "dispatch.spec",
     "BackendError": "dispatch.select",
     "Gradients": "backward",
+    "OutLse": "outputs",
+    "OutLseMaxLogit": "outputs",
+    "OutMaxLogit": "outputs",
     "PagedKVCache": "kv_cache",
     "Window": "dispatch.spec",
     "append_kv": "append",
@@ -72,19 +80,24 @@ _LATER = {
     "merge_attention": "functional",
     "mods": "mods",
     "nn": "nn",
+    "packed": "packing",
     "plot_mask": "plot",
     "warmup": "warm_up",
 }
+# Likewise, but not for `import *`, which would import all of torch.distributed, and JAX, which need not be installed.
+_MODULES = ("distributed", "integrations", "jax", "testing")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    """Returns what users call: no module that happens to be imported."""
+    there = [name for name in _MODULES if name != "jax" or importlib.util.find_spec("jax") is not None]
+    return sorted({*__all__, *there, *(name for name in globals() if name.startswith("__"))})
 
 
 if not TYPE_CHECKING:  # else any name would pass as one of the package's
 
     def __getattr__(name: str) -> Any:
-        module = _LATER.get(name)
+        module = name if name in _MODULES else _LATER.get(name)
         if module is None:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         found = importlib.import_module(f"{__name__}.{module}")

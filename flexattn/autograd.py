@@ -31,7 +31,7 @@ def attention(
     ops.refuse_transforms(x)
     if settings.needs_grad:
         return Attention.apply(*_flat(_distinct(x), settings, config, delayed))  # type: ignore[no-any-return, no-untyped-call]
-    return ops._forward_op(*_quantized(x, settings, config, delayed), *settings)  # type: ignore[no-any-return]
+    return ops.attend(_quantized(x, settings, config, delayed), settings)
 
 
 def gradients(

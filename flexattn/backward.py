@@ -11,10 +11,25 @@ import torch
 from torch import Tensor
 
 from flexattn import call_cache, fp8, ops, validation
-from flexattn.dispatch.spec import FP32_GRADIENTS, OPEN_WINDOW, Operands, Results, Window, dense_in, parse_format
+from flexattn.dispatch.spec import (
+    FP32_GRADIENTS,
+    OPEN_WINDOW,
+    BackendName,
+    BiasType,
+    Fp32Gradients,
+    MaskType,
+    Operands,
+    QkvFormat,
+    Results,
+    SoftmaxType,
+    Window,
+    dense_in,
+    parse_format,
+)
 from flexattn.first_order import guarded, refuse_batched
 from flexattn.fp8_steps import BackwardSteps
 from flexattn.prepare import prepare
+from flexattn.shorthands import in_full
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -45,9 +60,9 @@ def attention_backward(
     lse: Tensor,
     *,
     dlse: Tensor | None = None,
-    qkv_format: str = "bshd",
-    attn_mask_type: str = "no_mask",
-    window_size: tuple[int, int] | Window = OPEN_WINDOW,
+    qkv_format: QkvFormat = "bshd",
+    attn_mask_type: MaskType = "no_mask",
+    window_size: int | tuple[int, int] | Window = OPEN_WINDOW,
     bottom_right_diagonal: bool | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_kv: Tensor | None = None,
@@ -55,10 +70,10 @@ def attention_backward(
     cu_seqlens_kv_padded: Tensor | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_kv: int | None = None,
-    bias_type: str = "no_bias",
+    bias_type: BiasType | None = None,
     bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
-    softmax_type: str = "vanilla",
+    softmax_type: SoftmaxType | None = None,
     softmax_offset: Tensor | None = None,
     softmax_scale: float | None = None,
     softcap: float = 0.0,
@@ -69,8 +84,8 @@ def attention_backward(
     score_mod_tensors: Sequence[Tensor] | Mapping[str, Tensor] = (),
     block_mask: BlockMask | None = None,
     deterministic: bool | None = None,
-    backend: str | None = None,
-    fp32_gradients: str = "none",
+    backend: BackendName | None = None,
+    fp32_gradients: Fp32Gradients = "none",
 ) -> Gradients:
     """Returns the gradients of `attention` from what its forward gave; k and v may be a part of those that out and lse are of.
 
@@ -137,16 +152,14 @@ def attention_backward(
     return differentiate(Results(fp32=fp32_gradients), Given(dout, q, k, v, out, lse, dlse), arguments)
 
 
-DEFAULTS = {
-    name: parameter.default
-    for name, parameter in inspect.signature(attention_backward).parameters.items()
-    if parameter.kind is parameter.KEYWORD_ONLY and name not in ("dlse", "fp32_gradients")
-}
+_PARAMETERS = inspect.signature(attention_backward).parameters
+_OPTIONS = {name: p.default for name, p in _PARAMETERS.items() if p.kind is p.KEYWORD_ONLY}
+DEFAULTS = in_full(None, None, {name: value for name, value in _OPTIONS.items() if name not in ("dlse", "fp32_gradients")})
 _OPERANDS = (
     *("bias", "alibi_slopes", "softmax_offset", "cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"),
     "rng_state",
 )
-_NO_PAGES = (None, None, None)  # the operands that a backward has not: seqused_q, seqused_kv and page_table
+_NOT_THERE = (None, None, None, None)  # the operands that a backward has not: seqused_q, seqused_kv, page_table and out
 _operands_of = itemgetter(*_OPERANDS)
 _others_of = itemgetter(
     *("qkv_format", "attn_mask_type", "bottom_right_diagonal", "max_seqlen_q", "max_seqlen_kv", "bias_type", "softmax_type"),
@@ -199,13 +212,13 @@ def differentiate(results: Results, given: Given, arguments: dict[str, Any], in_
         kind = None if in_fp8 is None else (in_fp8.recipe, in_fp8.grad_dtype, in_fp8.is_part)
         others = ("backward", results, kind, *_others_of(arguments))
         key, call = call_cache.look_up(
-            (q, k, v, *operands, *_NO_PAGES, *more, out, lse, dout, dlse), others, arguments["window_size"], mods
+            (q, k, v, *operands, *_NOT_THERE, *more, out, lse, dout, dlse), others, arguments["window_size"], mods
         )
     is_new = call is None
     if call is None:
         of_fp8 = _NOT_OF_BACKWARD if in_fp8 is None else _NOT_OF_BACKWARD | _named(in_fp8)
         with torch.enable_grad():  # for what the mods capture
-            x, settings, _ = prepare(q, k, v, **arguments, **of_fp8, is_backward=True, results=results)
+            x, settings, _ = prepare(q, k, v, **in_full(q, k, arguments), **of_fp8, is_backward=True, results=results)
         steps = None
         if in_fp8 is None:
             _check(x, settings, out, lse, dout, dlse)

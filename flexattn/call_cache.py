@@ -97,7 +97,8 @@ def look_up(
             return None, None
         window: Any = None
         if window_size is not OPEN_WINDOW:
-            window = (*window_size, type(window_size), *map(type, window_size))
+            sides = (window_size,) if type(window_size) is int else window_size
+            window = (*sides, type(window_size), *map(type, sides))
         num_arguments = len(tensors)
         block_mask, of_mods, values = None, None, None
         if mods is not None:

@@ -67,10 +67,11 @@ class CheckedCall(CachedCall):
         return any(not isinstance(found, str) for found in self.backwards.values())
 
     def _drawn(self, inputs: Sequence[Any]) -> list[tuple[Any, ...]] | None:
-        """Returns the inputs of two more runs if this run is drawn, else None. A run may write to FP8 buffers: they are copied."""
+        """Returns the inputs of two more runs if this run is drawn, else None. FP8 buffers and out are copied."""
         if is_capturing(self.device) or _draw() >= SHARE:
             return None
-        return [tuple(t if i < self.num_inputs or t is None else t.clone() for i, t in enumerate(inputs)) for _ in range(2)]
+        read = [i < self.num_inputs and self.names[i : i + 1] != ("out",) for i in range(len(inputs))]
+        return [tuple(t if t is None or is_read else t.clone() for t, is_read in zip(inputs, read, strict=True)) for _ in range(2)]
 
     def _compare(
         self,

@@ -7,13 +7,13 @@ fp8_max / amax * 2**-margin, of the amax that is found now ("current") or was fo
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from flexattn import fp8_ops, ops
-from flexattn.dispatch.quantization import BLOCK_ROWS, GRANULARITIES, dequantize_one, note_amax, scale_of
+from flexattn.dispatch.quantization import BLOCK_ROWS, GRANULARITIES, Granularity, dequantize_one, note_amax, scale_of
 from flexattn.dispatch.spec import Operands, parse_format
 from flexattn.lengths import check_lengths_of
 from flexattn.ops import Settings
@@ -21,8 +21,10 @@ from flexattn.validation import DTYPES, FP8_DTYPES, check_count, check_device, c
 
 __all__ = ["DelayedScaling", "QuantizedTensor", "Recipe", "dequantize", "quantize"]
 
-FORMATS = ("E4M3", "HYBRID")
-SCALINGS = ("current", "delayed")
+Fp8Format = Literal["E4M3", "HYBRID"]
+Scaling = Literal["current", "delayed"]
+FORMATS: tuple[Fp8Format, ...] = get_args(Fp8Format)
+SCALINGS: tuple[Scaling, ...] = get_args(Scaling)
 ALGORITHMS = ("max", "most_recent")
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 TENSORS = ("q", "k", "v", "dout", "out")
@@ -57,9 +59,9 @@ class Recipe:
             q, and bfloat16 for q in FP8.
     """
 
-    fp8_format: str = "E4M3"
-    scaling: str = "current"
-    granularity: str = "head"
+    fp8_format: Fp8Format = "E4M3"
+    scaling: Scaling = "current"
+    granularity: Granularity = "head"
     block_rows: int | None = None
     margin: int = 0
     amax_history_len: int | None = None

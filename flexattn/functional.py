@@ -15,9 +15,22 @@ from flexattn.cached_call import NUM_TENSORS
 from flexattn.call_key import CallKey
 from flexattn.dispatch import triton_backend
 from flexattn.dispatch.context import requested_backend
-from flexattn.dispatch.spec import OPEN_WINDOW, AttentionSpec, Operands, Window, from_bshd
+from flexattn.dispatch.spec import (
+    OPEN_WINDOW,
+    AttentionSpec,
+    BackendName,
+    BiasType,
+    MaskType,
+    Operands,
+    QkvFormat,
+    SoftmaxType,
+    Window,
+    from_bshd,
+)
 from flexattn.nested import attend_nested, is_jagged, packed_call
+from flexattn.outputs import OutLse, OutLseMaxLogit, OutMaxLogit, chosen
 from flexattn.prepare import default_alibi_slopes, prepare
+from flexattn.shorthands import both_sides, in_full, masked, score_sizes
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -53,7 +66,7 @@ def attention(
     return_lse: Literal[True],
     return_max_logit: Literal[False] = False,
     **options: Unpack[Options],
-) -> tuple[Tensor, Tensor]: ...
+) -> OutLse: ...
 
 
 @overload
@@ -65,13 +78,13 @@ def attention(
     return_lse: Literal[False] = False,
     return_max_logit: Literal[True],
     **options: Unpack[Options],
-) -> tuple[Tensor, Tensor]: ...
+) -> OutMaxLogit: ...
 
 
 @overload
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], return_max_logit: Literal[True], **options: Unpack[Options]
-) -> tuple[Tensor, Tensor, Tensor]: ...
+) -> OutLseMaxLogit: ...
 
 
 @overload
@@ -85,10 +98,14 @@ def attention(
     k: Tensor = None,  # type: ignore[assignment]
     v: Tensor = None,  # type: ignore[assignment]
     *positional: Any,
-    qkv_format: str = "bshd",
-    attn_mask_type: str = "no_mask",
-    window_size: tuple[int, int] | Window = OPEN_WINDOW,
+    qkv_format: QkvFormat = "bshd",
+    causal: bool = False,
+    attn_mask_type: MaskType = "no_mask",
+    window_size: int | tuple[int, int] | Window = OPEN_WINDOW,
+    mask: Tensor | None = None,
     bottom_right_diagonal: bool | None = None,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_kv: Tensor | None = None,
     cu_seqlens_q_padded: Tensor | None = None,
@@ -98,10 +115,10 @@ def attention(
     page_table: Tensor | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_kv: int | None = None,
-    bias_type: str = "no_bias",
+    bias_type: BiasType | None = None,
     bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
-    softmax_type: str = "vanilla",
+    softmax_type: SoftmaxType | None = None,
     softmax_offset: Tensor | None = None,
     softmax_scale: float | None = None,
     softcap: float = 0.0,
@@ -120,162 +137,219 @@ def attention(
     batch_invariant: bool = False,
     return_lse: bool = False,
     return_max_logit: bool = False,
-    backend: str | None = None,
+    out: Tensor | None = None,
+    backend: BackendName | None = None,
     **foreign: Any,
 ) -> Any:
-    """softmax(q k^T * softmax_scale) v, fused, for every format, mask and kind of score below, alone or combined.
+    """Returns softmax(q k^T * softmax_scale) v, fused, with any combination of the options below.
 
-    b is the batch, h the query heads, h_kv the heads of k and v (h is a multiple of it: query head i reads head i // (h // h_kv)),
-    s a sequence length, t the tokens of all sequences together. Any strides are taken as they are where the last dim is contiguous;
-    on a GPU the Triton backend copies a tensor whose rows do not begin at multiples of 8 elements and 16 bytes.
+    Names: b is the batch, h the query heads, h_kv the heads of k and v, s a sequence length, t the tokens of all sequences
+    together, d the head dim. h is a multiple of h_kv, and query head i reads head i // (h // h_kv). Tensors may have any strides
+    with a contiguous last dim. The Triton backend copies a tensor whose rows do not begin at multiples of 8 elements and 16 bytes.
 
-    Args:
-        q: [b, sq, h, d], [sq, b, h, d], [b, h, sq, d] or [t_q, h, d], as `qkv_format` says. float16, bfloat16 or float32
-            (float64 on the eager backend), on a CPU or CUDA device; k and v are like it in both. Or, for inference, float8_e4m3fn
-            or float8_e5m2, with descales. q, k and v may be jagged nested tensors, [b, jagged, h, d], or [b, h, jagged, d] with
-            "bhsd".
-        k: as q, or with v in float8_e4m3fn or float8_e5m2 beside q in 16 or 32 bits (forward only); with h_kv heads, skv tokens
-            and q's head dim.
-        v: as k, with a head dim d_v of its own.
-        qkv_format: "bshd", "sbhd", "bhsd" or "thd" (sequences packed one after another, without padding), or two of them, q's and
-            then k's and v's, as "thd_2bshd".
-        attn_mask_type: "no_mask", "padding", "causal", "padding_causal", "causal_bottom_right" or
-            "padding_causal_bottom_right". causal lets query i see keys j <= i, causal_bottom_right keys j <= i + skv - sq. With
-            padding in its name each sequence has the length that cu_seqlens_q and cu_seqlens_kv give, and the diagonal follows
-            those lengths. thd needs such a type.
-        window_size: (left, right), in tokens, inclusive, -1 for open: query i sees keys i - left to i + right, both counted from
-            the diagonal, and of any size. right must be 0 or -1 with a causal type. A `flexattn.Window` may have negative
-            sides, which end it before the diagonal or begin it behind: Window(None, -1) hides a query's own key.
-        bottom_right_diagonal: for no_mask and padding, whether the diagonal of the window and of ALiBi is the bottom-right (None
-            and True) or the top-left one. Other types say it in their name.
-        cu_seqlens_q, cu_seqlens_kv: int32 [b + 1], contiguous, on q's device: 0 and then the running sum of the sequences' real
-            tokens. Sequence i of a dense format is the first cu_seqlens[i + 1] - cu_seqlens[i] tokens of row i.
-        cu_seqlens_q_padded, cu_seqlens_kv_padded: int32 [b + 1], thd only: where each sequence starts, if there are gaps: from any
-            token on and in any order, without overlap. The last entry is not read. None: where cu_seqlens says.
-        seqused_q, seqused_kv: int32 [b], contiguous, on q's device, with a padding type: how many tokens each sequence really has,
-            for caches whose lengths change where the tensors stay. For thd beside cu_seqlens, which then say where the slots
-            begin and end; for a dense format in the place of cu_seqlens, and with one of them the other side may have no lengths:
-            its sequences are then as long as its dim.
-        page_table: int32 [b, columns] on q's device: k and v are pools of pages, [pages, page_size, h_kv, d] (bshd) or [pages,
-            h_kv, page_size, d] (bhsd), and keys n * page_size and on of sequence i lie in page page_table[i, n]. Entries beyond a
-            sequence's length are not read. Forward only; with seqused_kv or cu_seqlens_kv, in 16 or 32 bits (docs/inference.md).
-        max_seqlen_q, max_seqlen_kv: int, for thd and pages: at least the longest sequence; a longer one raises on a CPU and is cut
-            off on a GPU. Without it the total number of tokens, or columns * page_size, stands in, which costs empty programs but
-            no synchronisation; a bias over thd needs it. Like the other numbers here it may be of numpy, or a 0-d tensor on a CPU,
-            but not one on another device.
-        bias_type: "no_bias", "pre_scale_bias" ((q k^T + bias) * softmax_scale), "post_scale_bias" (added after softmax_scale and
-            softcap) or "alibi" (-slope * |distance from the diagonal|, at the same place).
-        bias: q's dtype or float32, [b, h, sq, skv], where any dim may be 1 instead; for thd sq and skv are max_seqlen_q and
-            max_seqlen_kv, and entries are indexed within each sequence. Differentiable.
-        alibi_slopes: float32 [h] or [b, h], not differentiable. None takes the slopes of Press et al., "Train Short, Test Long"
-            (2022).
-        softmax_type: "vanilla"; "off-by-one" (1 is added to the denominator); "learnable" (exp(softmax_offset) is added to it).
-        softmax_offset: q's dtype, float16, bfloat16 or float32, [h], for softmax_type "learnable". Differentiable.
-        softmax_scale: at least 0; None is 1/sqrt(d).
-        softcap: c > 0 turns each scaled score s into c * tanh(s / c); 0 leaves it.
-        dropout_p: the probability, in [0, 1) and rounded to a multiple of 2**-16, that a softmax weight is dropped; the others are
-            divided by 1 - dropout_p.
-        rng_state: int64 [2] on q's device, the seed and offset of the Philox generator. The same ones drop the same weights,
-            whatever the format (the cuDNN backend has its own stream). None draws them from torch's generator of that device, so
-            torch.manual_seed, checkpointing and CUDA graphs apply. Or int64 [b, 5] for a call that is a part of a whole: for each
-            sequence seed, offset, the positions of its first query and its first key in the whole, and there the index of its
-            first head, batch index * heads + head. Parts then drop what the whole does, on the eager backend and the portable
-            Triton kernels. The first key's is a multiple of 8; in [b, 6] the last column has what it is more, which takes longer.
-        score_mod: score_mod(score, b, h, q_idx, kv_idx) -> the modified score, of one query and key, in torch ops on 0-d tensors:
-            float32 for the scaled, capped score, int64 for the batch, the query head and the positions within the sequence. It is
-            traced once and runs inside the kernel; the backward is derived. Tensors that it captures, or that come in
-            `score_mod_tensors`, are read at computed indices (`slopes[h]`, `table[h, q_idx - kv_idx]`), get gradients where they
-            require them, and may change from call to call, as may floats, without a new trace. A bias, ALiBi and the mask come
-            after it.
-        mask_mod: mask_mod(b, h, q_idx, kv_idx) -> whether the query sees the key, on top of attn_mask_type and window_size.
-        score_mod_tensors: tensors that score_mod takes after its five arguments, or by name where this is a mapping.
-        block_mask: torch's BlockMask, of torch's create_block_mask or flexattn's, with its own mask_mod: blocks that nobody sees
-            are skipped, and those that are seen whole are not masked. It may be for more queries and keys than there are.
-        fp8_recipe: a `flexattn.fp8.Recipe`: q, k and v, in float16 or bfloat16, are quantised and multiplied in FP8, and so, unless
-            it has bf16_backward, are dout and what else the backward multiplies; gradients are in q's dtype. With q, k and v in FP8
-            it says out's dtype, and the block_rows of descales by block.
-        fp8_state: the `flexattn.fp8.DelayedScaling` of a recipe with scaling "delayed".
-        descale_q, descale_k, descale_v: float32 [], [h], [b, h] or [b, h, blocks], where any dim may be 1 instead; h is h_kv for k
-            and v. What q, k and v in FP8 are to be multiplied with, positive and finite; None is 1. `flexattn.fp8.quantize` gives
-            them. Of keys and values in FP8 beside other queries they may have the dims of k without the last, as [pages, page_size,
-            h_kv], one for each token and head, as `append_kv` writes them, but not in thd. Not differentiable.
-        deterministic: True makes repeated runs equal to the bit, or raises; with False gradients may round differently from run to
-            run where that is faster. None does as torch.are_deterministic_algorithms_enabled() says.
-        batch_invariant: True gives a sequence the same bits of out and lse whatever else is in the batch, wherever its keys lie and
-            however its queries are divided into calls, or raises (docs/inference.md says what is promised and what it costs). So
-            does FLEXATTN_BATCH_INVARIANT=1 for every call.
-        return_lse: whether to return lse as well.
-        return_max_logit: whether to return max_logit as well.
-        backend: "auto", "triton", "cudnn" or "eager". A name never falls back. None takes the one of `attention_backend()`, else
-            that of FLEXATTN_BACKEND, else "auto"; `explain` says what "auto" chooses and why.
+    Args: Inputs
+        q (Tensor): [b, sq, h, d] for "bshd", [sq, b, h, d] for "sbhd", [b, h, sq, d] for "bhsd", [t_q, h, d] for "thd". float16,
+            bfloat16 or float32 on a CPU or CUDA device; float64 on the eager backend; float8_e4m3fn or float8_e5m2, with descales,
+            for inference. q, k and v may be jagged nested tensors, [b, jagged, h, d], or [b, h, jagged, d] for "bhsd".
+        k (Tensor): like q, with h_kv heads, skv tokens and q's head dim. k and v may be in FP8 beside q in 16 or 32 bits, forward
+            only.
+        v (Tensor): like k, with a head dim d_v of its own.
+        qkv_format (str, default "bshd"): "bshd", "sbhd", "bhsd", or "thd" for sequences packed one after another. Two of them name
+            q's format, then that of k and v: "thd_2bshd".
+
+    Args: Masking
+        causal (bool, default False): True lets query i see keys j <= i. It needs as many queries as keys, or for packed sequences
+            the same cu_seqlens for both. Otherwise pass the attn_mask_type that names the diagonal.
+        attn_mask_type (str, default "no_mask"): "no_mask", "causal" (query i sees keys j <= i), "causal_bottom_right" (keys j <= i
+            + skv - sq), or these with lengths for each sequence: "padding", "padding_causal", "padding_causal_bottom_right". With
+            padding in its name the lengths below apply, and the diagonal follows them. "thd" always has lengths, and takes the
+            first three names for the last three.
+        window_size (int or (int, int) or Window, default (-1, -1)): with a causal mask an int n shows the last n keys. A pair
+            (left, right) shows keys i - left to i + right, counted from the diagonal, -1 for open; right is 0 or -1 with a causal
+            mask. A `flexattn.Window` may have negative sides: Window(None, -1) hides a query's own key.
+        mask (Tensor, optional): broadcastable to [b, h, sq, skv], on q's device. bool: True where a query sees a key, as in SDPA.
+            float32 or q's dtype: added to the scores, as a post_scale_bias, differentiable. For packed sequences sq and skv are
+            max_seqlen_q and max_seqlen_kv, and entries are indexed within each sequence. A bool mask joins mask_mod.
+        bottom_right_diagonal (bool, optional): for "no_mask" and "padding", whether the diagonal of the window and of ALiBi is the
+            bottom-right one. Default: True. Other mask types say it in their name.
+        mask_mod (callable, optional): mask_mod(b, h, q_idx, kv_idx) returns whether the query sees the key, on top of all other
+            masks. It is traced like score_mod.
+        block_mask (BlockMask, optional): of `create_block_mask`, torch's or flexattn's, with its own mask_mod. Kernels skip blocks
+            without a visible key, and mask no block that is fully visible. It may be for more queries and keys than there are.
+
+    Args: Packed and padded sequences
+        cu_seqlens (Tensor, optional): cu_seqlens_q and cu_seqlens_kv in one. `flexattn.packed` makes a packed call's arguments.
+        max_seqlen (int, optional): max_seqlen_q and max_seqlen_kv in one.
+        cu_seqlens_q, cu_seqlens_kv (Tensor, optional): int32 [b + 1], contiguous, on q's device: 0, then the running sum of the
+            sequences' lengths. In a dense format sequence i is the first cu_seqlens[i + 1] - cu_seqlens[i] tokens of row i.
+        max_seqlen_q, max_seqlen_kv (int, optional): longest sequence of a packed call, or of pages. A longer sequence raises on a
+            CPU, and is truncated on a GPU. Default: the total number of tokens, or columns * page_size, which launches programs
+            that do nothing. A bias needs them. A number of numpy and a 0-d tensor on a CPU are accepted too.
+        cu_seqlens_q_padded, cu_seqlens_kv_padded (Tensor, optional): int32 [b + 1], for "thd" with gaps: the first token of each
+            sequence, in any order and without overlap. The last entry is not read. Default: cu_seqlens.
+
+    Args: KV cache
+        seqused_q, seqused_kv (Tensor, optional): int32 [b], contiguous, on q's device, with a padding mask type: the tokens that
+            each sequence uses, for caches whose lengths change in place. For "thd" cu_seqlens then gives the slots. In a dense
+            format they replace cu_seqlens, and a side without lengths uses all of its tokens.
+        page_table (Tensor, optional): int32 [b, columns] on q's device. k and v are pools of pages, [pages, page_size, h_kv, d] or
+            [pages, h_kv, page_size, d] ("bhsd"), and page_table[i, n] is the page of keys n * page_size and on of sequence i.
+            Entries beyond a sequence's length are not read. Forward only, in 16 or 32 bits, with seqused_kv or cu_seqlens_kv
+            (docs/paged.md).
+
+    Args: Bias and scores
+        bias (Tensor, optional): q's dtype or float32, [b, h, sq, skv], where any dim may be 1. For packed sequences sq and skv are
+            max_seqlen_q and max_seqlen_kv, and entries are indexed within each sequence. Differentiable.
+        bias_type (str, optional): "no_bias", "pre_scale_bias" ((q k^T + bias) * softmax_scale), "post_scale_bias" (added after
+            softmax_scale and softcap) or "alibi" (-slope * |distance from the diagonal|, added at the same place). Default:
+            "post_scale_bias" with a bias, "alibi" with alibi_slopes, else "no_bias".
+        alibi_slopes (Tensor, optional): float32 [h] or [b, h], not differentiable. Default for "alibi": the slopes of Press et al.,
+            "Train Short, Test Long" (2022).
+        score_mod (callable, optional): score_mod(score, b, h, q_idx, kv_idx) returns the modified score of one query and key, in
+            torch ops on 0-d tensors: float32 for the scaled, capped score, int64 for the indices, which count within a sequence. It
+            is traced once and runs inside the kernel; its backward is derived. Tensors that it captures are read at computed
+            indices (`slopes[h]`, `table[h, q_idx - kv_idx]`) and get gradients. Bias, ALiBi and masks apply after it.
+        score_mod_tensors (sequence or mapping of Tensor, default ()): tensors that score_mod takes after its five arguments, in
+            order or by name.
+
+    Args: Softmax
+        softmax_scale (float, optional): at least 0. Default: 1/sqrt(d).
+        softcap (float, default 0.0): c > 0 turns each scaled score s into c * tanh(s / c).
+        softmax_type (str, optional): "vanilla"; "off-by-one" adds 1 to the denominator; "learnable" adds exp(softmax_offset).
+            Default: "learnable" with a softmax_offset, else "vanilla".
+        softmax_offset (Tensor, optional): [h], in q's dtype, float16, bfloat16 or float32. Differentiable.
+
+    Args: Dropout
+        dropout_p (float, default 0.0): probability in [0, 1), rounded to a multiple of 2**-16, that a softmax weight is dropped.
+            The others are divided by 1 - dropout_p. It applies in evaluation too: pass 0.0 there.
+        rng_state (Tensor, optional): int64 [2] on q's device, a seed and an offset of the Philox generator. Equal states drop equal
+            weights in every format; the cuDNN backend has a stream of its own. Default: drawn from torch's generator of the device,
+            so that torch.manual_seed, checkpointing and CUDA graphs apply. For a part of a larger call pass int64 [b, 5]: seed,
+            offset, the part's first query, its first key (a multiple of 8) and batch index * heads + its first head. [b, 6] adds a
+            column for the remainder of the first key (slower). Parts run on the eager backend and the portable Triton kernels.
+
+    Args: FP8
+        fp8_recipe (fp8.Recipe, optional): quantises q, k and v, in float16 or bfloat16, and multiplies in FP8. The backward runs in
+            FP8 too, unless the recipe has bf16_backward. Gradients are in q's dtype. For q, k and v in FP8 it gives out's dtype.
+        fp8_state (fp8.DelayedScaling, optional): the state of a recipe with scaling "delayed".
+        descale_q, descale_k, descale_v (Tensor, optional): float32 [], [h], [b, h] or [b, h, blocks], where any dim may be 1, with
+            h_kv for k and v: factors of q, k and v in FP8, positive and finite, as `flexattn.fp8.quantize` returns them. Keys and
+            values in FP8 beside other queries may have one for each token and head, in the dims of k without the last, but not in
+            "thd". Default: 1. Not differentiable.
+
+    Args: Outputs
+        return_lse (bool, default False): whether to return lse too.
+        return_max_logit (bool, default False): whether to return max_logit too.
+        out (Tensor, optional): contiguous memory for out, of its shape and dtype, that begins at a multiple of 16 bytes and
+            overlaps no input. The kernels write into it and it is returned. Forward only: it raises where a gradient is needed.
+
+    Args: Execution
+        deterministic (bool, optional): True makes repeated runs bitwise identical, or raises. False may use faster gradients that
+            vary from run to run. Default: torch.are_deterministic_algorithms_enabled().
+        batch_invariant (bool, default False): True makes out and lse of a sequence bitwise independent of the rest of the batch, of
+            the place of its keys, and of the division of its queries into calls, or raises (docs/reproducible.md). So does
+            FLEXATTN_BATCH_INVARIANT=1 for every call.
+        backend (str, optional): "auto", "triton", "cudnn" or "eager". A name never falls back. Default: that of
+            `attention_backend()`, else FLEXATTN_BACKEND, else "auto". `explain` shows the choice and its reasons.
 
     Returns:
-        out, or (out, lse), (out, max_logit) or (out, lse, max_logit) as asked for.
+        out, or a named tuple of out, lse and max_logit, as far as they are asked for: `OutLse`, `OutMaxLogit`, `OutLseMaxLogit`.
 
-        - out: q's format and dtype (bfloat16 for q in FP8, or what fp8_recipe says), contiguous, with d_v last; a
-          `flexattn.fp8.QuantizedTensor` where fp8_recipe asks for FP8.
-        - lse: float32 [b, h, sq], or [h, t_q] for thd: the natural logarithm of each softmax denominator, sink included.
-          In FP8 on compute capability 9.0 the denominator is a sum of E4M3 weights (docs/fp8.md, What is rounded, and how).
-          Differentiable.
-        - max_logit: float32 [h], the largest visible score of each head, -inf where none is visible. Not differentiable.
+        - out: q's format and dtype, contiguous, with d_v last. For q in FP8 it is bfloat16, or the dtype of fp8_recipe; a
+          `flexattn.fp8.QuantizedTensor` if fp8_recipe asks for FP8.
+        - lse: float32 [b, h, sq], or [h, t_q] for "thd": the natural logarithm of each softmax denominator, sink included. In FP8
+          on compute capability 9.0 the denominator is a sum of E4M3 weights (docs/accuracy.md). Differentiable.
+        - max_logit: float32 [h], the largest visible score of each head, -inf if none is visible. Not differentiable.
 
         A query that sees no key gets out = 0, lse = -inf (with a sink: its offset) and no gradient. Tokens beyond their
         sequence's length are never read, and are 0 in out and in the gradients.
 
     Raises:
-        ValueError, TypeError: an argument that has no meaning, before anything is launched; the text names it, what came and what
-            is accepted. Lengths that do not fit the tensors or max_seqlen raise on a CPU. All other values in cu_seqlens, seqused,
-            page_table and descales, and all on a GPU, are checked only under FLEXATTN_CHECK=1, as reading them waits for the
-            device; wrong ones give wrong results, but nothing outside the tensors is touched.
+        ValueError, TypeError: an argument that has no meaning, before anything is launched; the text names it, its value, and the
+            way out (docs/errors.md). Lengths that do not fit the tensors or max_seqlen raise on a CPU. All other values in
+            cu_seqlens, seqused, page_table and descales, and all values on a GPU, are checked only under FLEXATTN_CHECK=1, because
+            reading them waits for the device. Wrong ones give wrong results, but nothing outside the tensors is touched.
         BackendError: no backend can run the call, or the one that was named cannot; the text gives each one's reason.
+
+    Warns:
+        RuntimeWarning: once, for "bshd" tensors that look like [b, h, s, d]: as many heads in k as in q, more than 128, and fewer
+            tokens than heads; for one causal query with several keys; for a packed call without max_seqlen.
 
     Examples:
         >>> import torch
+        >>> import flexattn
         >>> from flexattn import attention
         >>> q = torch.randn(2, 128, 8, 64, requires_grad=True)
-        >>> k, v = torch.randn(2, 2, 128, 2, 64)
-        >>> out, lse = attention(q, k, v, attn_mask_type="causal", return_lse=True)
-        >>> out.shape, lse.shape
+        >>> k, v = (torch.randn(2, 128, 2, 64, requires_grad=True) for _ in range(2))
+        >>> result = attention(q, k, v, causal=True, return_lse=True)
+        >>> result.out.shape, result.lse.shape
         (torch.Size([2, 128, 8, 64]), torch.Size([2, 8, 128]))
+        >>> result.out.sum().backward()
+        >>> q.grad.shape, k.grad.shape
+        (torch.Size([2, 128, 8, 64]), torch.Size([2, 128, 2, 64]))
 
-        Two sequences of 3 and 5 tokens, packed, with a score that falls by the distance:
+        Two sequences of 3 and 5 tokens, packed, with a score that falls with the distance:
 
         >>> slopes = torch.tensor([0.5, 0.25])
         >>> x = torch.randn(8, 2, 64)
-        >>> cu_seqlens = torch.tensor([0, 3, 8], dtype=torch.int32)
         >>> attention(
         ...     x,
         ...     x,
         ...     x,
-        ...     qkv_format="thd",
-        ...     attn_mask_type="padding_causal",
-        ...     cu_seqlens_q=cu_seqlens,
-        ...     cu_seqlens_kv=cu_seqlens,
-        ...     max_seqlen_q=5,
-        ...     max_seqlen_kv=5,
+        ...     causal=True,
         ...     score_mod=lambda score, b, h, q_idx, kv_idx: score - slopes[h] * (q_idx - kv_idx),
+        ...     **flexattn.packed([3, 5]),
         ... ).shape
         torch.Size([8, 2, 64])
+
+        A mask as a tensor:
+
+        >>> seen = torch.ones(128, 128, dtype=torch.bool).tril()
+        >>> attention(q, k, v, mask=seen).shape
+        torch.Size([2, 128, 8, 64])
     """
     if positional or foreign:
         _refuse_foreign(positional, foreign)
+    if cu_seqlens is not None:
+        cu_seqlens_q, cu_seqlens_kv = both_sides("cu_seqlens", cu_seqlens, cu_seqlens_q, cu_seqlens_kv)
+    if max_seqlen is not None:
+        max_seqlen_q, max_seqlen_kv = both_sides("max_seqlen", max_seqlen, max_seqlen_q, max_seqlen_kv)
+    if mask is not None:
+        lengths = {"max_seqlen_q": max_seqlen_q, "max_seqlen_kv": max_seqlen_kv, "cu_seqlens_q": cu_seqlens_q}
+        sizes = score_sizes(q, k, {"qkv_format": qkv_format, "page_table": page_table, **lengths})
+        bias_type, bias, mask_mod = masked(mask, q, sizes, (bias_type, bias, alibi_slopes), (mask_mod, block_mask))
     key, call = None, None
-    is_fp8 = not (fp8_recipe is None and fp8_state is None and descale_q is descale_k is descale_v is None)
+    # Comparisons with None one by one, as a chain takes twice the time.
+    is_fp8 = (
+        fp8_recipe is not None or fp8_state is not None or descale_q is not None or descale_k is not None or descale_v is not None
+    )
     if not torch.compiler.is_compiling():
         tensors: tuple[Tensor | None, ...] = (q, k, v)
-        if is_fp8 or not (
-            (bias is alibi_slopes is softmax_offset is rng_state is None)
-            and (cu_seqlens_q is cu_seqlens_kv is cu_seqlens_q_padded is cu_seqlens_kv_padded is None)
-            and (seqused_q is seqused_kv is page_table is None)
+        if (
+            is_fp8
+            or bias is not None
+            or alibi_slopes is not None
+            or softmax_offset is not None
+            or rng_state is not None
+            or cu_seqlens_q is not None
+            or cu_seqlens_kv is not None
+            or cu_seqlens_q_padded is not None
+            or cu_seqlens_kv_padded is not None
+            or seqused_q is not None
+            or seqused_kv is not None
+            or page_table is not None
+            or out is not None
         ):
             tensors += (bias, alibi_slopes, softmax_offset, cu_seqlens_q, cu_seqlens_kv)
-            tensors += (cu_seqlens_q_padded, cu_seqlens_kv_padded, rng_state, seqused_q, seqused_kv, page_table)
+            tensors += (cu_seqlens_q_padded, cu_seqlens_kv_padded, rng_state, seqused_q, seqused_kv, page_table, out)
         # In parts, as each object costs time: what is None or False in most calls stays out where it is so in all of it.
         others: tuple[Any, ...] = (softmax_scale, softcap, dropout_p, qkv_format, attn_mask_type, bias_type, softmax_type, backend)
         is_usual = bottom_right_diagonal is None and deterministic is None and max_seqlen_q is None and max_seqlen_kv is None
         if not is_usual or batch_invariant is not False or return_lse is not False or return_max_logit is not False:
             others += (bottom_right_diagonal, deterministic, max_seqlen_q, max_seqlen_kv)
             others += (batch_invariant, return_lse, return_max_logit)
+        if causal is not False:
+            others += (causal,)
         mods = None
         if score_mod is not None or mask_mod is not None or block_mask is not None or score_mod_tensors is not NO_TENSORS:
             mods = (score_mod, mask_mod, score_mod_tensors, block_mask)
@@ -292,95 +366,60 @@ def attention(
         if key is not None and call is not None:
             out, lse, max_logit = call.run(key, return_lse)
             if return_lse or return_max_logit:
-                return _chosen(out, lse, max_logit, return_lse, return_max_logit)
+                return chosen(out, lse, max_logit, return_lse, return_max_logit)
             return out
-    is_nested = is_jagged(q) and is_jagged(k) and is_jagged(v)
-    if is_nested or _is_dtensor(q) or _is_dtensor(k) or _is_dtensor(v):
-        if is_fp8 and not is_nested:
+    arguments: dict[str, Any] = {
+        "qkv_format": qkv_format,
+        "causal": causal,
+        "attn_mask_type": attn_mask_type,
+        "window_size": window_size,
+        "bottom_right_diagonal": bottom_right_diagonal,
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_kv": cu_seqlens_kv,
+        "cu_seqlens_q_padded": cu_seqlens_q_padded,
+        "cu_seqlens_kv_padded": cu_seqlens_kv_padded,
+        "seqused_q": seqused_q,
+        "seqused_kv": seqused_kv,
+        "page_table": page_table,
+        "max_seqlen_q": max_seqlen_q,
+        "max_seqlen_kv": max_seqlen_kv,
+        "bias_type": bias_type,
+        "bias": bias,
+        "alibi_slopes": alibi_slopes,
+        "softmax_type": softmax_type,
+        "softmax_offset": softmax_offset,
+        "softmax_scale": softmax_scale,
+        "softcap": softcap,
+        "dropout_p": dropout_p,
+        "rng_state": rng_state,
+        "score_mod": score_mod,
+        "mask_mod": mask_mod,
+        "score_mod_tensors": score_mod_tensors,
+        "block_mask": block_mask,
+        "fp8_recipe": fp8_recipe,
+        "fp8_state": fp8_state,
+        "descale_q": descale_q,
+        "descale_k": descale_k,
+        "descale_v": descale_v,
+        "deterministic": deterministic,
+        "batch_invariant": batch_invariant,
+        "return_lse": return_lse,
+        "return_max_logit": return_max_logit,
+        "out": out,
+        "backend": backend,
+    }
+    arguments = in_full(q, k, arguments)
+    if is_jagged(q) and is_jagged(k) and is_jagged(v):
+        return attend_nested(attention, q, k, v, arguments)
+    if _is_dtensor(q) or _is_dtensor(k) or _is_dtensor(v):
+        if is_fp8:
             raise ValueError("q, k or v is a DTensor and the call is in FP8; accepted: local tensors, whose amax is their own")
-        arguments = {
-            "qkv_format": qkv_format,
-            "attn_mask_type": attn_mask_type,
-            "window_size": window_size,
-            "bottom_right_diagonal": bottom_right_diagonal,
-            "cu_seqlens_q": cu_seqlens_q,
-            "cu_seqlens_kv": cu_seqlens_kv,
-            "cu_seqlens_q_padded": cu_seqlens_q_padded,
-            "cu_seqlens_kv_padded": cu_seqlens_kv_padded,
-            "seqused_q": seqused_q,
-            "seqused_kv": seqused_kv,
-            "page_table": page_table,
-            "max_seqlen_q": max_seqlen_q,
-            "max_seqlen_kv": max_seqlen_kv,
-            "bias_type": bias_type,
-            "bias": bias,
-            "alibi_slopes": alibi_slopes,
-            "softmax_type": softmax_type,
-            "softmax_offset": softmax_offset,
-            "softmax_scale": softmax_scale,
-            "softcap": softcap,
-            "dropout_p": dropout_p,
-            "rng_state": rng_state,
-            "score_mod": score_mod,
-            "mask_mod": mask_mod,
-            "score_mod_tensors": score_mod_tensors,
-            "block_mask": block_mask,
-            "deterministic": deterministic,
-            "batch_invariant": batch_invariant,
-            "return_lse": return_lse,
-            "return_max_logit": return_max_logit,
-            "backend": backend,
-        }
-        if is_nested:
-            descales = {"descale_q": descale_q, "descale_k": descale_k, "descale_v": descale_v}
-            of_fp8 = {"fp8_recipe": fp8_recipe, "fp8_state": fp8_state, **descales}
-            return attend_nested(attention, q, k, v, arguments | of_fp8)
         from flexattn.sharded import attend_sharded  # here, as importing torch.distributed.tensor takes long
 
         return attend_sharded(attention, q, k, v, arguments, default_alibi_slopes)
-    prepared = prepare(
-        q,
-        k,
-        v,
-        qkv_format=qkv_format,
-        attn_mask_type=attn_mask_type,
-        window_size=window_size,
-        bottom_right_diagonal=bottom_right_diagonal,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_kv=cu_seqlens_kv,
-        cu_seqlens_q_padded=cu_seqlens_q_padded,
-        cu_seqlens_kv_padded=cu_seqlens_kv_padded,
-        seqused_q=seqused_q,
-        seqused_kv=seqused_kv,
-        page_table=page_table,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_kv=max_seqlen_kv,
-        bias_type=bias_type,
-        bias=bias,
-        alibi_slopes=alibi_slopes,
-        softmax_type=softmax_type,
-        softmax_offset=softmax_offset,
-        softmax_scale=softmax_scale,
-        softcap=softcap,
-        dropout_p=dropout_p,
-        rng_state=rng_state,
-        score_mod=score_mod,
-        mask_mod=mask_mod,
-        score_mod_tensors=score_mod_tensors,
-        block_mask=block_mask,
-        fp8_recipe=fp8_recipe,
-        fp8_state=fp8_state,
-        descale_q=descale_q,
-        descale_k=descale_k,
-        descale_v=descale_v,
-        deterministic=deterministic,
-        batch_invariant=batch_invariant,
-        return_lse=return_lse,
-        return_max_logit=return_max_logit,
-        backend=backend,
-    )
-    out, lse, max_logit = run_first(key, prepared, alibi_slopes, fp8_recipe, fp8_state, return_lse)
-    return _chosen(out, lse, max_logit, return_lse, return_max_logit)
+    prepared = prepare(q, k, v, **arguments)
+    found = run_first(key, prepared, alibi_slopes, fp8_recipe, fp8_state, return_lse)
+    return chosen(*found, return_lse, return_max_logit)
 
 
 def _own_signature() -> inspect.Signature:
@@ -441,40 +480,38 @@ def run_first(
     return out, lse, max_logit
 
 
-def _chosen(out: Any, lse: Tensor, max_logit: Tensor | None, return_lse: bool, return_max_logit: bool) -> Any:
-    """Returns the outputs that the caller asked for; max_logit is None only where it was not."""
-    if return_max_logit:
-        return (out, lse, max_logit) if return_lse else (out, max_logit)
-    return (out, lse) if return_lse else out
-
-
-def merge_attention(
-    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, *, qkv_format: str = "bshd"
-) -> tuple[Tensor, Tensor]:
-    """Returns attention over two disjoint sets of keys from the attention of the same queries over each, as rings need it.
+def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, *, qkv_format: str = "bshd") -> OutLse:
+    """Returns attention over two disjoint sets of keys from the results of the same queries over each set.
 
     out = (exp(lse_a) out_a + exp(lse_b) out_b) / (exp(lse_a) + exp(lse_b)), as in FlashAttention (Dao et al., 2022) and ring
-    attention (Liu et al., 2023), computed in float32: by one kernel on a GPU where nothing is differentiated or compiled, else by
-    torch ops. Differentiable in all four. A side that saw no key has lse = -inf and
-    counts for nothing; where neither saw one, out is 0 and lse -inf. A sink (softmax_type other than "vanilla") belongs to one side
-    only, or it is counted twice. The whole's max_logit is the larger of the two.
+    attention (Liu et al., 2023), computed in float32. On a GPU one kernel computes it, unless the call is differentiated or
+    compiled; otherwise torch ops do. Differentiable in all four arguments. A side that sees no key has lse = -inf and weight 0. If
+    neither side sees a key, out is 0 and lse is -inf. Give a sink (softmax_type other than "vanilla") to one side only, or it is
+    counted twice. The max_logit of both together is the larger of the two.
 
     Args:
-        out_a, out_b: two outputs of `attention`, of the same format, shape and dtype.
-        lse_a, lse_b: their lse, [b, h, sq], or [h, t_q] for thd.
-        qkv_format: their format, as given to `attention`.
+        out_a, out_b (Tensor): outputs of `attention`, of the same format, shape and dtype.
+        lse_a, lse_b (Tensor): their lse, float32 [b, h, sq], or [h, t_q] for "thd".
+        qkv_format (str, default "bshd"): their format, as given to `attention`.
 
     Returns:
-        (out, lse), in the dtypes of out_a and lse_a.
+        (out, lse) as a named tuple, in the dtypes of out_a and lse_a.
 
     Raises:
         ValueError, TypeError: shapes, dtypes or devices that do not fit together.
+
+    Examples:
+        >>> import torch
+        >>> from flexattn import attention, merge_attention
+        >>> q, k, v = (torch.randn(2, 8, 4, 16) for _ in range(3))
+        >>> first, second = (attention(q, k[:, part], v[:, part], return_lse=True) for part in (slice(0, 5), slice(5, 8)))
+        >>> torch.testing.assert_close(merge_attention(*first, *second).out, attention(q, k, v))
     """
     fmt = validation.check_merge(out_a, lse_a, out_b, lse_b, qkv_format)
     tensors = (out_a, lse_a, out_b, lse_b)
     is_differentiated = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     if out_a.is_cuda and not (torch.compiler.is_compiling() or is_differentiated) and triton_backend.can_merge(*tensors):
-        return triton_backend.merge(fmt, *tensors)
+        return OutLse(*triton_backend.merge(fmt, *tensors))
     m = torch.maximum(lse_a, lse_b).detach()
     m = torch.where(m == -math.inf, 0.0, m)  # no weight is exp(-inf - -inf)
     weight_a, weight_b = torch.exp(lse_a - m), torch.exp(lse_b - m)
@@ -483,31 +520,41 @@ def merge_attention(
     lse = torch.where(empty, -math.inf, m + torch.log(total))
     share_a, share_b = (from_bshd((w / total).transpose(-1, -2).unsqueeze(-1), fmt) for w in (weight_a, weight_b))
     out = share_a * out_a.to(lse.dtype) + share_b * out_b.to(lse.dtype)
-    return out.to(out_a.dtype), lse
+    return OutLse(out.to(out_a.dtype), lse)
 
 
 def explain(
     q: Tensor | AttentionSpec, k: Tensor | None = None, v: Tensor | None = None, *, build: bool = False, **arguments: Any
 ) -> Explanation:
-    """Returns which backend and kernels run a call in each direction, and why.
+    """Returns the backend and kernels that run a call in each direction, and why.
 
-    `explain(q, k, v, **arguments)` takes what `attention` takes and runs nothing; `explain(spec, backend=...)` takes an
-    AttentionSpec. Print the result, whose first line says what runs (`runs_on`), or its `details`, with the reason against each
-    other backend and kernel; or read its `forward` and `backward` decisions (`backward` is None if no gradient is needed) and
-    `is_final`. The answer is provisional where cuDNN would run the call and has not built its plan yet: it may refuse, and then the
-    next backend runs it, or the call raises where cuDNN was asked for by name. `flexattn.explaining` lists the calls of a model.
+    Nothing runs. Print the result, whose first line names the kernels (`runs_on`), or its `details`, with the reason against
+    each other backend and kernel. Or read its `forward` and `backward` decisions and `is_final`. `backward` is None if no gradient
+    is needed. The answer is provisional if cuDNN would run the call and has not built its plan yet: cuDNN may still refuse. Then
+    the next backend runs the call, or the call raises if it names cuDNN. `flexattn.explaining` lists the calls of a model.
 
     Args:
-        build: whether to build what would run the call first, with nothing launched: Triton kernels are compiled (into
-            FLEXATTN_KERNELS), cuDNN plans built. The answer is then final, and the first call need not build; but for a GPU that
-            is not here cuDNN cannot be asked, and a backward whose operands its forward makes (FP8 with a backward in 16 bits) is
-            built when it runs.
+        q, k, v (Tensor): as for `attention`. q may be an AttentionSpec instead, alone or with `backend`.
+        build (bool, default False): whether to compile the Triton kernels (into FLEXATTN_KERNELS) and build the cuDNN plans of the
+            call first, without a launch. The answer is then final and the first call starts fast. cuDNN answers only for a GPU of
+            this machine. A backward in 16 bits of an FP8 call is built when it runs.
+        arguments: the other arguments of `attention`.
+
+    Returns:
+        Explanation: its text is the printed answer.
 
     Raises:
         ValueError, TypeError: what `attention` raises for the same arguments; ValueError for `build` with an AttentionSpec, which
             has no shapes.
-        BackendError: likewise, with the same explanation as its text.
-        With `build`: what building raises that is no answer about the call, as torch.OutOfMemoryError.
+        BackendError: what `attention` raises, with the same explanation as its text. With `build` also errors of the build itself,
+            such as torch.OutOfMemoryError.
+
+    Examples:
+        >>> import torch
+        >>> import flexattn
+        >>> q, k, v = (torch.randn(2, 8, 4, 16) for _ in range(3))
+        >>> flexattn.explain(q, k, v, causal=True, backend="eager").forward.backend
+        'eager'
     """
     from flexattn.dispatch import explain as explanations  # here, as importing flexattn should be quick
 
@@ -536,9 +583,10 @@ def bind_call(*arguments: Any, **named: Any) -> tuple[Operands, ops.Settings]:
         _refuse_foreign(arguments[3:], named)
         raise
     call.apply_defaults()
-    given = call.arguments
-    is_nested = is_jagged(given["q"]) and is_jagged(given["k"]) and is_jagged(given["v"])
-    x, settings, config = prepare(**(packed_call(given) if is_nested else given))
+    given = dict(call.arguments)
+    qkv = {name: given.pop(name) for name in ("q", "k", "v")}
+    given = qkv | in_full(qkv["q"], qkv["k"], given)
+    x, settings, config = prepare(**(packed_call(given) if all(map(is_jagged, qkv.values())) else given))
     if config is None:
         return x, settings
     from flexattn.fp8_ops import planned

@@ -38,14 +38,10 @@ HINTS = (
     Hint(("key", "key_layer", "key_states"), "SDPA, TransformerEngine and transformers", "k"),
     Hint(("value", "value_layer", "value_states"), "SDPA, TransformerEngine and transformers", "v"),
     Hint(
-        ("causal",),
-        "FlashAttention",
-        "attn_mask_type='causal_bottom_right', whose last query sees every key ('causal' counts from the first key, as SDPA does)",
-    ),
-    Hint(
         ("is_causal",),
         "SDPA, jax.nn and transformers",
-        "attn_mask_type='causal', which counts from the first key (transformers means 'causal_bottom_right')",
+        "causal=True for as many queries as keys; else attn_mask_type='causal', which counts from the first key as SDPA does "
+        "(transformers means 'causal_bottom_right')",
     ),
     Hint(("use_causal_mask",), "cuDNN", "attn_mask_type='causal'"),
     Hint(("use_causal_mask_bottom_right",), "cuDNN", "attn_mask_type='causal_bottom_right'"),
@@ -58,24 +54,24 @@ HINTS = (
     Hint(
         ("attn_mask",),
         "SDPA and MultiheadAttention",
-        "for a bool m, where SDPA's True is a key that is seen, mask_mod=lambda b, h, i, j: m[b, h, i, j] (MultiheadAttention's "
-        "True is hidden: ~m[...]); for one that is added, bias_type='post_scale_bias' and bias=m",
+        "mask, a bool tensor whose True is a key that a query sees, as in SDPA (MultiheadAttention's True is hidden: mask=~m), or "
+        "a float tensor that is added to scores",
     ),
     Hint(
         ("mask", "attention_mask"),
         "jax.nn, transformers and TransformerEngine",
-        "for padding an attn_mask_type with padding in its name, cu_seqlens_q and cu_seqlens_kv; else a mask_mod, True for a "
-        "key that is seen (TransformerEngine's True is hidden); for one that is added, bias_type='post_scale_bias' and bias",
+        "attn_mask_type='padding' and the lengths, cu_seqlens_q and cu_seqlens_kv, for padding; else a mask_mod, True for a key "
+        "that a query sees (TransformerEngine's True is hidden), or bias, which is added",
     ),
     Hint(
         ("key_padding_mask",),
         "MultiheadAttention",
-        "where True is hidden: mask_mod=lambda b, h, i, j: ~key_padding_mask[b, j]; or attn_mask_type='padding' and cu_seqlens_kv",
+        "mask=~key_padding_mask[:, None, None, :], as its True is hidden; or attn_mask_type='padding' and the lengths, seqused_kv",
     ),
     Hint(
         ("attn_bias", "position_bias", "core_attention_bias"),
         "xformers, T5 and TransformerEngine",
-        "bias_type='post_scale_bias' and bias (xformers' mask classes: attn_mask_type, window_size and cu_seqlens_q)",
+        "bias (xformers' mask classes: attn_mask_type, window_size and cu_seqlens_q)",
     ),
     Hint(("core_attention_bias_type", "attn_bias_type"), "TransformerEngine", "bias_type"),
     Hint(("use_alibi_mask",), "cuDNN", "bias_type='alibi'"),
@@ -87,7 +83,7 @@ HINTS = (
     Hint(
         ("sliding_window", "sliding_window_length"),
         "transformers and cuDNN",
-        "window_size=(w - 1, 0) with a causal attn_mask_type: a left side of w - 1 and the query's own token",
+        "window_size=w with causal=True: the query's own key and the w - 1 before it",
     ),
     Hint(
         ("window", "window_left", "left_window_size", "local_window_size"),
@@ -97,10 +93,8 @@ HINTS = (
     Hint(("diagonal_band_left_bound", "diagonal_band_right_bound"), "cuDNN", "window_size=(left, right), inclusive, -1 for open"),
     Hint(("cu_seqlens_k", "cu_seq_k", "cu_seq_lens_k"), "FlashAttention, varlen_attn and transformers", "cu_seqlens_kv"),
     Hint(("cu_seq_q", "cu_seq_lens_q"), "varlen_attn and transformers", "cu_seqlens_q"),
-    Hint(("cu_seqlens",), "packed calls", "cu_seqlens_q and cu_seqlens_kv"),
     Hint(("max_seqlen_k", "max_k", "max_length_k"), "FlashAttention, varlen_attn and transformers", "max_seqlen_kv"),
     Hint(("max_q", "max_length_q"), "varlen_attn and transformers", "max_seqlen_q"),
-    Hint(("max_seqlen",), "packed calls", "max_seqlen_q and max_seqlen_kv"),
     Hint(
         ("query_seq_lengths", "seq_len_q"),
         "jax.nn and cuDNN",
@@ -130,11 +124,14 @@ HINTS = (
     Hint(
         ("s_aux", "learnable_sink", "sinks", "sink", "sink_token"),
         "transformers, FlashAttention 4 and cuDNN",
-        "softmax_type='learnable' and softmax_offset",
+        "softmax_offset, [h]",
     ),
     Hint(("q_descale",), "FlashAttention 3", "descale_q, which is for query heads: repeat it for the heads of each group"),
     Hint(("k_descale",), "FlashAttention 3", "descale_k"),
     Hint(("v_descale",), "FlashAttention 3", "descale_v"),
+    Hint(("q_scale", "scale_q"), "FlashInfer and vLLM", "descale_q"),
+    Hint(("k_scale", "scale_k"), "FlashInfer and vLLM", "descale_k"),
+    Hint(("v_scale", "scale_v"), "FlashInfer and vLLM", "descale_v"),
     Hint(
         ("score_mod_bprop", "score_mod_bwd"),
         "TransformerEngine and FlashAttention 4",
@@ -174,7 +171,7 @@ def refuse_foreign(own: inspect.Signature, positional: Sequence[Any], named: Map
     if positional:
         lines.insert(0, _of_order(positional, own))
     if lines:
-        raise TypeError("; ".join(lines)) from None
+        raise TypeError(" ".join(lines)) from None
 
 
 def with_hints(function: F) -> F:
@@ -199,23 +196,38 @@ def with_hints(function: F) -> F:
 def _line(name: str, own: inspect.Signature) -> str:
     hint = _HINT_OF.get(name)
     if hint is not None:
-        return f"{name} is no argument of attention() but of {hint.of}; accepted instead: {hint.ours}"
-    near = difflib.get_close_matches(name, own.parameters, n=2)
+        ours = hint.ours.removeprefix("nothing: ")
+        use = f"Use {ours}" if ours == hint.ours else ours[0].upper() + ours[1:]
+        return f"attention() has no argument {name!r}, the name in {hint.of}. {use}."
+    near = difflib.get_close_matches(name, own.parameters, n=3, cutoff=0.5)
     if near:
-        return f"{name} is no argument of attention(); did you mean {' or '.join(near)}?"
-    return f"{name} is no argument of attention(); accepted: {', '.join(own.parameters)}"
+        *others, last = near
+        return f"attention() has no argument {name!r}. Did you mean {', '.join(others)}{' or ' if others else ''}{last}?"
+    return f"attention() has no argument {name!r}. help(flexattn.attention) lists its arguments."
 
 
 def _of_order(positional: Sequence[Any], own: inspect.Signature) -> str:
     """Returns the line of a call by position: whose order it seems to be, by its first argument's type, and each name here."""
     came = ", ".join(map(describe, positional[:3])) + (", ..." if len(positional) > 3 else "")
-    line = f"attention() takes three positional arguments, q, k and v, and behind them came {came}; accepted: all others by name"
+    line = f"attention() takes q, k and v by position, and behind them came {came}."
+    if len(positional) == 1 and isinstance(positional[0], bool):
+        return (
+            f"{line} That position is dropout_p in FlashAttention and attn_mask in SDPA. Pass arguments by name, for example "
+            "causal=True."
+        )
     whose, order = _order_of(positional)
-    if len(positional) > len(order):
-        return line
     given = [name for name, value in zip(order, positional, strict=False) if value is not None]
-    here = [f"for {name}: {_HINT_OF[name].ours}" if name in _HINT_OF else f"{name}=" for name in given]
-    return f"{line}. In {whose} order these are {'; '.join(here)}" if here else line
+    if len(positional) > len(order) or not given:
+        return f"{line} Pass all others by name."
+    here = [f"for {name}: {ours}" if (ours := _ours(name)) else f"{name}=" for name in given]
+    return f"{line} In {whose} order these are {'; '.join(here)}. Pass them by name."
+
+
+def _ours(name: str) -> str:
+    """Returns what is ours for another library's parameter; "" where that has our name."""
+    if name == "causal":
+        return "causal=True for as many queries as keys, else attn_mask_type='causal_bottom_right'"
+    return _HINT_OF[name].ours if name in _HINT_OF else ""
 
 
 def _order_of(positional: Sequence[Any]) -> tuple[str, tuple[str, ...]]:

@@ -14,9 +14,10 @@ from flexattn.cached_call import TENSOR_FIELDS
 from flexattn.dispatch.spec import Results
 from flexattn.functional import NO_TENSORS, attention, run_first
 from flexattn.prepare import prepare
+from flexattn.shorthands import in_full
 
 _SIGNATURE = inspect.signature(attention).parameters
-DEFAULTS: dict[str, Any] = {name: p.default for name, p in _SIGNATURE.items() if p.kind is p.KEYWORD_ONLY}
+DEFAULTS = in_full(None, None, {name: p.default for name, p in _SIGNATURE.items() if p.kind is p.KEYWORD_ONLY})
 _operands_of = itemgetter(*TENSOR_FIELDS[3:])  # all but q, k and v
 _mods_of = itemgetter("score_mod", "mask_mod", "score_mod_tensors", "block_mask")
 _descales_of = itemgetter("descale_q", "descale_k", "descale_v")
@@ -49,9 +50,9 @@ def attend_with(
         tensors: tuple[Tensor | None, ...] = (q, k, v)
         operands, descales = _operands_of(arguments), _descales_of(arguments)
         is_fp8 = not (recipe is state is descales[0] is descales[1] is descales[2] is None)
-        bias, slopes, offset, cu_q, cu_kv, cu_q_padded, cu_kv_padded, rng_state, used_q, used_kv, table = operands
+        bias, slopes, offset, cu_q, cu_kv, cu_q_padded, cu_kv_padded, rng_state, used_q, used_kv, table, out = operands
         is_plain = bias is slopes is offset is cu_q is cu_kv is cu_q_padded is cu_kv_padded is rng_state is None
-        if is_fp8 or not (is_plain and used_q is used_kv is table is None):
+        if is_fp8 or not (is_plain and used_q is used_kv is table is out is None):
             tensors += operands
         others = (results, return_lse, *_others_of(arguments))
         mods: Any = _mods_of(arguments)
@@ -70,5 +71,5 @@ def attend_with(
     for name, t in (("q", q), ("k", k), ("v", v)):
         if type(t).__name__ == "DTensor":
             raise TypeError(f"{name} is a DTensor; accepted: a local tensor, as that of to_local()")
-    prepared = prepare(q, k, v, **arguments, results=results)
+    prepared = prepare(q, k, v, **in_full(q, k, arguments), results=results)
     return run_first(key, prepared, arguments["alibi_slopes"], recipe, state, return_lse)

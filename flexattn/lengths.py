@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flexattn.dispatch.spec import AttentionSpec, Operands, as_index, length_class
+from flexattn.dispatch.spec import AttentionSpec, Operands, as_index, length_class, with_padding
 from flexattn.validation import NOT_READ, check_tensor, describe
 from flexattn.warn import warn_once
 
@@ -28,17 +29,16 @@ class Side(NamedTuple):
         return self.cu_seqlens is not None or self.seqused is not None
 
 
-def check_lengths(attn_mask_type: str, q: Side, k: Side) -> int:
-    """Returns the batch size; raises where the tensors and their lengths disagree about it, or lengths are missing."""
+def check_lengths(attn_mask_type: str, q: Side, k: Side, also_missing: Sequence[str] = ()) -> int:
+    """Returns the batch size; raises where the tensors and their lengths disagree about it, or lengths are missing.
+
+    also_missing: names of other arguments that a packed call lacks, which one error names with the rest.
+    """
     padding = "padding" in attn_mask_type
-    if not padding and "thd" in (q.fmt, k.fmt):
-        instead = f"padding_{attn_mask_type}" if "causal" in attn_mask_type else "padding"
-        raise ValueError(
-            f"attn_mask_type is {attn_mask_type!r} with thd, whose sequences have lengths of their own; accepted: a type with "
-            f"padding in its name, as {instead!r}"
-        )
+    if padding:
+        _check_all_given(attn_mask_type, q, k, also_missing)
     batches: list[tuple[str, int]] = []
-    for end, of, side, other in (("q", "q", q, k), ("kv", "k", k, q)):
+    for end, of, side in (("q", "q", q), ("kv", "k", k)):
         batches += check_page_table(side.page_table, of, side.x, side.fmt)
         if side.fmt != "thd":
             if side.page_table is None:
@@ -49,14 +49,14 @@ def check_lengths(attn_mask_type: str, q: Side, k: Side) -> int:
                     f"sequences (a dense format's lengths are in cu_seqlens_{end})"
                 )
         if padding:
-            _check_given(attn_mask_type, end, side, other)
+            _check_given(end, side)
             batches += _check_tensors(end, side, q.x.device)
             continue
         for name, given in ((f"cu_seqlens_{end}", side.cu_seqlens), (f"seqused_{end}", side.seqused)):
             if given is not None:
                 raise ValueError(
                     f"{name} is given with attn_mask_type {attn_mask_type!r}; accepted: None, or a mask type with padding in "
-                    "its name, which takes its lengths from it"
+                    f"its name. Pass attn_mask_type={with_padding(attn_mask_type)!r}, which reads the lengths."
                 )
         if side.page_table is not None:
             raise ValueError(
@@ -97,15 +97,40 @@ def check_one_batch(batches: list[tuple[str, int]]) -> int:
     return batch
 
 
-def _check_given(attn_mask_type: str, end: str, side: Side, other: Side) -> None:
-    """Raises where a side's lengths are not given, or given twice."""
+def _check_all_given(attn_mask_type: str, q: Side, k: Side, also_missing: Sequence[str]) -> None:
+    """Raises one error for all lengths that are missing, and one for all that have another dtype."""
+    missing, int64 = [], []
+    for end, side, other in (("q", q, k), ("kv", k, q)):
+        of_dense = side.has_lengths or (side.page_table is None and (other.seqused is not None or other.page_table is not None))
+        if side.cu_seqlens is None and (side.fmt == "thd" or not of_dense):
+            missing.append(f"cu_seqlens_{end}")
+        given = ((f"cu_seqlens_{end}", side.cu_seqlens), (f"seqused_{end}", side.seqused))
+        int64 += [name for name, t in given if isinstance(t, Tensor) and t.dtype is torch.int64]
+    of = "qkv_format 'thd'" if "thd" in (q.fmt, k.fmt) else f"attn_mask_type {attn_mask_type!r}"
+    wrong = f"{_listed(int64)} {'have' if len(int64) > 1 else 'has'} dtype torch.int64" if int64 else ""
+    if missing:
+        names = [*missing, *also_missing]
+        how = "an int32 tensor [batch + 1], the cumulative sequence lengths, for each side, or cu_seqlens for both"
+        if "thd" not in (q.fmt, k.fmt):
+            how += ", or seqused_q and seqused_kv, int32 [batch]"
+        if also_missing:
+            how += f", and an int for {_listed(also_missing)}"
+        raise ValueError(
+            f"{_listed(names)} {'are' if len(names) > 1 else 'is'} None with {of}{' and ' + wrong if wrong else ''}. Pass {how}; "
+            "flexattn.packed([3, 5]) makes the arguments of a packed call."
+        )
+    if wrong:
+        raise TypeError(f"{wrong}; accepted: torch.int32. Convert with .to(torch.int32), once for all layers.")
+
+
+def _listed(names: Sequence[str]) -> str:
+    return " and ".join((", ".join(names[:-1]), names[-1]) if len(names) > 1 else names)
+
+
+def _check_given(end: str, side: Side) -> None:
+    """Raises where a side's lengths are given twice."""
     name, used = f"cu_seqlens_{end}", f"seqused_{end}"
     if side.fmt == "thd":
-        if side.cu_seqlens is None:
-            raise ValueError(
-                f"{name} is None with attn_mask_type {attn_mask_type!r}; accepted: an int32 tensor [batch + 1], the "
-                "cumulative sequence lengths"
-            )
         if side.seqused is not None and side.cu_seqlens_padded is not None:
             raise ValueError(
                 f"{used} and {name}_padded are given; accepted: one of them: the slots in {name} and how much of each is used in "
@@ -113,11 +138,6 @@ def _check_given(attn_mask_type: str, end: str, side: Side, other: Side) -> None
             )
     elif side.cu_seqlens is not None and side.seqused is not None:
         raise ValueError(f"{name} and {used} are given with format {side.fmt}; accepted: one of them, the sequences' lengths")
-    elif not side.has_lengths and (side.page_table is not None or (other.seqused is None and other.page_table is None)):
-        raise ValueError(
-            f"{name} is None with attn_mask_type {attn_mask_type!r}; accepted: an int32 tensor [batch + 1], the cumulative "
-            f"sequence lengths, or {used}, an int32 tensor [batch], the lengths"
-        )
 
 
 def _check_tensors(end: str, side: Side, device: torch.device) -> list[tuple[str, int]]:
@@ -133,6 +153,9 @@ def check_length_tensor(name: str, t: Tensor | None, more: int, device: torch.de
     """Returns the batch size that a tensor of lengths, of `more` entries than that, tells, by its source; [] for None."""
     if t is None:
         return []
+    given: Any = t
+    if isinstance(given, (list, tuple)):
+        raise TypeError(f"{name} is {describe(t)}; accepted: a tensor, int32 on q's device. flexattn.packed(lengths) makes it.")
     check_tensor(name, t, (torch.int32,), device)
     if t.dim() != 1 or t.shape[0] < more or not t.is_contiguous():
         raise ValueError(f"{name} is {describe(t)}; accepted: a contiguous tensor of shape [batch{' + 1' if more else ''}]")

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexattn.dispatch.spec import with_padding
+
 _OWN = (
     *("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"),
-    *("seqused_q", "seqused_kv", "page_table"),
+    *("seqused_q", "seqused_kv", "page_table", "out"),
 )
 _FP8 = ("fp8_recipe", "fp8_state", "descale_q", "descale_k", "descale_v")
 _JAGGED_DIM = {"bshd": 1, "bhsd": 2}
@@ -29,7 +31,7 @@ def attend_nested(attend: Callable[..., Any], q: Any, k: Any, v: Any, arguments:
         out, q.offsets(), q.lengths(), min_seqlen=q._maybe_min_seqlen, max_seqlen=q._maybe_max_seqlen
     )
     out = out.transpose(1, 2) if is_bhsd else out
-    return (out, *others) if others else out
+    return type(result)(out, *others) if others else out
 
 
 def packed_call(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -43,7 +45,8 @@ def packed_call(arguments: dict[str, Any]) -> dict[str, Any]:
     fmt = arguments["qkv_format"]
     given = [name for name in _OWN if arguments[name] is not None]
     if given:
-        raise ValueError(f"{given[0]} is given and q, k and v are nested; accepted: None, as nested tensors say their own lengths")
+        why = "a nested result is a new tensor" if given[0] == "out" else "nested tensors say their own lengths"
+        raise ValueError(f"{given[0]} is given and q, k and v are nested; accepted: None, as {why}")
     tensors = {name: arguments[name] for name in ("q", "k", "v")}
     for name, x in tensors.items():
         if fmt not in _JAGGED_DIM or x.dim() != 4 or x._ragged_idx != _JAGGED_DIM[fmt]:
@@ -53,9 +56,7 @@ def packed_call(arguments: dict[str, Any]) -> dict[str, Any]:
             )
     if fmt == "bhsd":
         tensors = {name: x.transpose(1, 2) for name, x in tensors.items()}
-    mask = str(arguments["attn_mask_type"])
-    if not mask.startswith("padding"):
-        mask = "padding" if mask == "no_mask" else "padding_" + mask
+    mask = with_padding(str(arguments["attn_mask_type"]))
     packed = arguments | {name: x.values() for name, x in tensors.items()} | {"qkv_format": "thd", "attn_mask_type": mask}
     for side, x in (("q", tensors["q"]), ("kv", tensors["k"])):
         packed |= {f"cu_seqlens_{side}{ending}": starts for ending, starts in _starts(x).items()}

@@ -79,6 +79,7 @@ class Settings(NamedTuple):
 
 _operators = torch.ops.flexattn
 _forward_op, _backward_op = _operators.attention_forward.default, _operators.attention_backward.default
+_forward_out_op = _operators.attention_forward_out.default
 
 
 class Incoming(NamedTuple):
@@ -88,6 +89,14 @@ class Incoming(NamedTuple):
     lse: Tensor
     dout: Tensor
     dlse: Tensor | None
+
+
+def attend(x: Operands, settings: Settings) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns out, lse and max_logit of a call by a forward operator."""
+    if x.out is None:
+        return _forward_op(*x, *settings)  # type: ignore[no-any-return]
+    lse, max_logit = _forward_out_op(*x, *settings)
+    return x.out, lse, max_logit
 
 
 def gradients(x: Operands, settings: Settings, incoming: Incoming) -> Gradients:
@@ -322,6 +331,11 @@ def attention_forward_implementation(*call: Any) -> tuple[Tensor, Tensor, Tensor
     return results
 
 
+def attention_forward_out_implementation(*call: Any) -> tuple[Tensor, Tensor]:
+    _, lse, max_logit = attention_forward_implementation(*call)
+    return lse, max_logit
+
+
 def attention_backward_implementation(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *call: Any) -> tuple[Any, ...]:
     x, settings = _split(call)
     spec = spec_to_run(x, settings)._replace(needs_lse_grad=dlse is not None)
@@ -334,6 +348,11 @@ def attention_forward_fake(*call: Any) -> tuple[Tensor, Tensor, Tensor]:
     x, settings = _split(call)
     # Without descales, as their number of blocks would be guarded.
     return empty_outputs(make_spec(x._replace(descales=()), settings, None), x)
+
+
+def attention_forward_out_fake(*call: Any) -> tuple[Tensor, Tensor]:
+    _, lse, max_logit = attention_forward_fake(*call)
+    return lse, max_logit
 
 
 def attention_backward_fake(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *call: Any) -> tuple[Any, ...]:

@@ -52,8 +52,10 @@ def plot_mask(
         >>> ax = plot_mask(q, k, v, attn_mask_type="causal", window_size=(16, 0))
         >>> ax = plot_mask(q, k, v, mask_mod=mods.natten_2d(8, 8, 3))
     """
+    from flexattn.dispatch.pages import without_pages  # which importing flexattn does without
+
     x, settings = bind_call(q, k, v, **call)
-    spec = ops.spec_to_run(x, settings)
+    spec, x = without_pages(ops.spec_to_run(x, settings), x)
     for name, value, count in (("batch", 0 if batch is None else batch, batch_size(spec, x)), ("head", head, spec.num_heads)):
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"{name} is a {type(value).__name__}; accepted: an int, from 0 to {count - 1}")

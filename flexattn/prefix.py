@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from flexattn.dispatch import options
-from flexattn.dispatch.spec import parse_format
+from flexattn.dispatch.spec import parse_format, with_padding
 from flexattn.functional import attention, merge_attention
+from flexattn.outputs import chosen
 from flexattn.validation import check_count, describe
 
 _SHARED = ("backend", "batch_invariant", "softcap", "softmax_scale")  # arguments of both calls
@@ -59,6 +60,8 @@ def attention_with_prefix(
             raise TypeError(f"{name} is {describe(t)}; accepted: an int32 tensor, as `attention` takes it")
     if qkv_format not in ("thd_2bshd", "thd_2bhsd"):
         raise ValueError(f"qkv_format is {qkv_format!r}; accepted: 'thd_2bshd', 'thd_2bhsd', packed queries and keys in pages")
+    if isinstance(mask, str) and mask in ("no_mask", "causal_bottom_right"):
+        mask = with_padding(mask)
     if mask not in _MASKS:
         raise ValueError(f"attn_mask_type is {mask!r}; accepted: {', '.join(_MASKS)}, as all queries are to see all of the prefix")
     unknown = sorted(arguments.keys() - {*_SHARED, *_OF_OWN_KEYS})
@@ -106,7 +109,7 @@ def attention_with_prefix(
         **shared,
     )
     out, lse = merge_attention(*of_prefix, *of_own_keys, qkv_format="thd")
-    return (out, lse) if return_lse else out
+    return chosen(out, lse, None, return_lse, False)
 
 
 def _check_values(shared: Tensor, prefix_row: int, queries: list[int], behind: list[int]) -> None:

@@ -73,9 +73,10 @@ def prepare(
     return_lse: bool,
     return_max_logit: bool,
     backend: str | None,
-    seqused_q: Tensor | None = None,  # these four are a forward's alone
+    seqused_q: Tensor | None = None,  # these five are a forward's alone
     seqused_kv: Tensor | None = None,
     page_table: Tensor | None = None,
+    out: Tensor | None = None,
     batch_invariant: bool = False,
     is_backward: bool = False,
     results: Results = Results(),  # noqa: B008  # immutable
@@ -114,6 +115,11 @@ def prepare(
         attn_mask_type,
         lengths.Side(q, q_format, cu_seqlens_q, cu_seqlens_q_padded, seqused_q),
         lengths.Side(k, kv_format, cu_seqlens_kv, cu_seqlens_kv_padded, seqused_kv, page_table),
+        [
+            name
+            for name, value, fmt in (("max_seqlen_q", max_seqlen_q, q_format), ("max_seqlen_kv", max_seqlen_kv, kv_format))
+            if bias is not None and fmt == "thd" and value is None
+        ],
     )
     max_q = lengths.resolve_max_seqlen("max_seqlen_q", max_seqlen_q, q, q_format, validation.bias_size(bias, 2))
     if page_table is None:
@@ -175,6 +181,11 @@ def prepare(
         config, fp8_settings = quantize_config(fp8_recipe, fp8_state, q, of_heads, trains, dropout_p > 0, request)
     lengths.check_pages(page_table, config is not None or q.dtype in validation.FP8_DTYPES, needs_grad)
     lengths.check_kept_keys(k, q, needs_grad, fp8_recipe is not None)
+    if out is not None:
+        of_fp8 = fp8_settings.get("fp8_out")
+        validation.check_out(out, q, k, v, ops.dtype_of(of_fp8) if of_fp8 else q.dtype, needs_grad)
+        if getattr(fp8_recipe, "out_dtype", None) in validation.FP8_DTYPES:
+            raise ValueError("out is given and fp8_recipe.out_dtype is an FP8 dtype. Leave out out, or use a 16-bit out_dtype.")
     x = Operands(
         q=q,
         k=k,
@@ -190,6 +201,7 @@ def prepare(
         seqused_q=seqused_q,
         seqused_kv=seqused_kv,
         page_table=page_table,
+        out=out,
         max_seqlen_q=max_q,
         max_seqlen_kv=max_kv,
         softmax_scale=1.0 / math.sqrt(operator.index(q.shape[-1])) if softmax_scale is None else float(softmax_scale),

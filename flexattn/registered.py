@@ -14,7 +14,7 @@ import torch
 
 _CALL = """Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? alibi_slopes, Tensor? softmax_offset,
     Tensor? cu_seqlens_q, Tensor? cu_seqlens_kv, Tensor? cu_seqlens_q_padded, Tensor? cu_seqlens_kv_padded, Tensor? rng_state,
-    Tensor? seqused_q, Tensor? seqused_kv, Tensor? page_table,
+    Tensor? seqused_q, Tensor? seqused_kv, Tensor? page_table, Tensor? memory,
     SymInt max_seqlen_q, SymInt max_seqlen_kv, Scalar softmax_scale, Scalar softcap, Scalar dropout_p,
     Tensor[] mod_tensors, float[] mod_numbers, Tensor[] block_mask, Tensor[] descales, Tensor[] copies16,
     str qkv_format, bool padding, int? window_left, int? window_right, bool bottom_right, str bias_type, str softmax_type,
@@ -28,6 +28,10 @@ _KIND = "str granularity, int block_rows, int margin, bool rotation"
 # By name: the schema, and the module that has its implementation and its shapes as `<name>_implementation` and `<name>_fake`.
 _OPERATORS = {
     "attention_forward": (f"({_CALL}) -> (Tensor out, Tensor lse, Tensor max_logit)", "flexattn.ops"),
+    "attention_forward_out": (  # which writes out into memory that the caller gave
+        f"({_CALL.replace('Tensor? memory', 'Tensor(a!) memory')}) -> (Tensor lse, Tensor max_logit)",
+        "flexattn.ops",
+    ),
     "attention_backward": (
         f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_CALL})"
         " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsoftmax_offset, Tensor[] dmod_tensors)",

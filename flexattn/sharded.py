@@ -34,6 +34,8 @@ def attend_sharded(
     one over which it is sharded by sequence, in a dense call. Over any other every rank gets all. k, v and
     what has heads or a batch follow q. Plain tensors count as the same on every rank.
     """
+    if arguments["out"] is not None:
+        raise ValueError("out is given and q, k or v is a DTensor. Leave out out, or pass local tensors.")
     mesh = next(t.device_mesh for t in (q, k, v) if isinstance(t, DTensor))
     q_format, kv_format = parse_format(arguments["qkv_format"])
     head_dim, kv_head_dim = q_format.index("h"), kv_format.index("h")
@@ -107,7 +109,9 @@ def attend_sharded(
     lse_head = 1 if dense or q_format != "thd" else 0
     names = [name for name in ("return_lse", "return_max_logit") if arguments[name]]
     dims: dict[str, Any] = {"return_lse": (lse_head, 0, 2), "return_max_logit": (0, None)}
-    return (whole(out, head_dim, b_q, s_q), *(whole(t, *dims[name]) for name, t in zip(names, statistics, strict=True)))
+    return type(results)(
+        whole(out, head_dim, b_q, s_q), *(whole(t, *dims[name]) for name, t in zip(names, statistics, strict=True))
+    )
 
 
 def _kinds(

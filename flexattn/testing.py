@@ -239,6 +239,7 @@ def make_call(
         seqused_q=None,
         seqused_kv=None,
         page_table=None,
+        out=None,
         max_seqlen_q=sq,
         max_seqlen_kv=skv,
         softmax_scale=q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,

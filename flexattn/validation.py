@@ -87,7 +87,12 @@ def check_mod_arguments(score_mod: Any, mask_mod: Any, tensors: Any) -> None:
     """Raises TypeError for mods of wrong types; what they compute is checked by the trace."""
     for name, mod in (("score_mod", score_mod), ("mask_mod", mask_mod)):
         if mod is not None and not callable(mod):
-            raise TypeError(f"{name} is {describe(mod)}; accepted: a function, or None")
+            hint = ""
+            if isinstance(mod, Tensor):
+                hint = ". Pass a tensor as mask=, or read it in a function: lambda b, h, q_idx, kv_idx: m[q_idx, kv_idx]"
+                if name == "score_mod":
+                    hint = ". Pass a tensor that is added to scores as bias=, [b, h, sq, skv]"
+            raise TypeError(f"{name} is {describe(mod)}; accepted: a function, or None{hint}")
     accepted = "a list or tuple of tensors, or a dict of them by the names of score_mod's arguments"
     if not isinstance(tensors, (list, tuple, Mapping)):
         raise TypeError(f"score_mod_tensors is {describe(tensors)}; accepted: {accepted}")
@@ -128,8 +133,8 @@ def warn_of_swapped_dims(q: Tensor, k: Tensor, v: Tensor, formats: tuple[str, st
     if heads == heads_kv >= MANY_HEADS and q.shape[3] == v.shape[3] and heads > sq >= skv and sq > 1:
         warn_once(
             "swapped dims",
-            f"q and k have {heads} heads and {sq} and {skv} tokens in qkv_format 'bshd'; if they are [batch, heads, sequence, head "
-            "dim], pass qkv_format='bhsd'",
+            f"q and k have {heads} heads and {sq} and {skv} tokens in qkv_format 'bshd'; if these are [batch, heads, seq, dim], "
+            "pass qkv_format='bhsd'",
             of_caller=True,
         )
 
@@ -141,11 +146,18 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, q_format: str, kv_format: str) ->
         if x.dtype != q.dtype and not is_kept:
             raise TypeError(
                 f"{name} has dtype {x.dtype} and q has {q.dtype}; accepted: the same for q, k and v, or k and v both in one FP8 "
-                "dtype beside q in 16 or 32 bits"
+                f"dtype beside q in 16 or 32 bits. Convert with {name}.to(q.dtype), or call under autocast."
             )
         if x.dim() != len(fmt):
             dims = ", ".join(DIMS[dim] for dim in fmt)
-            raise ValueError(f"{name} has {x.dim()} dims, shape {tuple(x.shape)}; accepted: the {len(fmt)} dims of {fmt} ({dims})")
+            hint = ""
+            if x.dim() == 3 and len(fmt) == 4:
+                hint = ". Add a batch dim of 1, or pass qkv_format='thd' with cu_seqlens for packed sequences."
+            elif fmt == "thd":
+                hint = ". Pack the batch's sequences one after another, or pass the format of padded tensors, such as 'bshd'."
+            raise ValueError(
+                f"{name} has {x.dim()} dims, shape {tuple(x.shape)}; accepted: the {len(fmt)} dims of {fmt} ({dims}){hint}"
+            )
         if x.shape[fmt.index("h")] == 0 or x.shape[-1] == 0:
             raise ValueError(
                 f"{name} has shape {tuple(x.shape)} in format {fmt}; accepted: at least one head and a head dim of at least 1"
@@ -184,10 +196,16 @@ def check_bias(bias_type: str, bias: Tensor | None, q: Tensor, shape: tuple[int,
         raise ValueError(
             f"bias is None with bias_type {bias_type!r}; accepted: a tensor that broadcasts to [b, h, sq, skv] = {list(shape)}"
         )
+    if isinstance(bias, Tensor) and bias.dtype is torch.bool:
+        dtypes = " or ".join(dict.fromkeys((str(q.dtype), "torch.float32")))
+        raise TypeError(
+            f"bias has dtype torch.bool; accepted: {dtypes}. Pass a bool tensor as mask=, True where a query sees a key."
+        )
     check_tensor("bias", bias, (q.dtype, torch.float32), q.device)
     if bias.dim() != 4 or any(size not in (full, 1) for size, full in zip(bias.shape, shape, strict=True)):
+        hint = ". Add dims of size 1 in front, such as bias[None, None], or pass it as mask=." if bias.dim() < 4 else ""
         raise ValueError(
-            f"bias has shape {tuple(bias.shape)}; accepted: [b, h, sq, skv] = {list(shape)}, where any may be 1 instead"
+            f"bias has shape {tuple(bias.shape)}; accepted: [b, h, sq, skv] = {list(shape)}, where any may be 1 instead{hint}"
         )
 
 
@@ -217,6 +235,33 @@ def check_softmax_offset(softmax_type: str, offset: Tensor | None, q: Tensor, he
     check_tensor("softmax_offset", offset, (q.dtype, torch.float16, torch.bfloat16, torch.float32), q.device)
     if tuple(offset.shape) != (heads,):
         raise ValueError(f"softmax_offset has shape {tuple(offset.shape)}; accepted: [h] = [{heads}]")
+
+
+def check_out(out: Any, q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, needs_grad: bool) -> None:
+    """Raises for memory that a forward cannot write out into."""
+    check_tensor("out", out, (dtype,), q.device)
+    shape = (*q.shape[:-1], v.shape[-1])
+    if tuple(out.shape) != shape or not out.is_contiguous():
+        raise ValueError(f"out is {describe(out)}; accepted: contiguous, of shape {shape}, that of q with v's head dim")
+    if needs_grad or (out.requires_grad and torch.is_grad_enabled()):
+        raise ValueError("out is given and a gradient is needed. Call attention() under torch.no_grad(), or leave out out.")
+    if torch.compiler.is_compiling() or out.is_meta or type(out) not in (Tensor, torch.nn.Parameter):
+        return
+    if out.data_ptr() % 16:
+        raise ValueError(f"out begins at address {out.data_ptr():#x}. Pass a tensor that begins at a multiple of 16 bytes.")
+    begin, end = _span(out)
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        first, last = _span(t)
+        if begin < last and first < end and out.untyped_storage()._cdata == t.untyped_storage()._cdata:
+            raise ValueError(f"out may share memory with {name}. Pass memory of its own.")
+
+
+def _span(t: Tensor) -> tuple[int, int]:
+    """Returns the addresses at which a tensor's elements begin and end."""
+    if t.numel() == 0:
+        return 0, 0
+    last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+    return t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()
 
 
 def check_rng_state(rng_state: Tensor | None, q: Tensor, batch: int | None = None) -> None:
@@ -476,7 +521,7 @@ def check_tensor(name: str, x: object, dtypes: tuple[torch.dtype, ...], device: 
     if device is None and x.device.type not in DEVICES:
         raise ValueError(f"{name} is on {x.device}; accepted: a tensor on {', '.join(DEVICES)}")
     if device is not None and x.device != device:
-        raise ValueError(f"{name} is on {x.device} and q is on {device}; accepted: the same device for both")
+        raise ValueError(f"{name} is on {x.device} and q is on {device}; accepted: the same device for both. Move it there first.")
 
 
 MASKING = -1e8  # the largest finite score that is taken for a mask

@@ -294,4 +294,4 @@ def _summary(e: Exception) -> str:
     return f"{type(e).__name__}: {text or 'no text'}"
 
 
-_MOST_TEXT = 200
+_MOST_TEXT = 300

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -32,9 +32,9 @@ SETTINGS = ("TRITON_INTERPRET", "FLEXATTN_", "PYTHONPATH")
 
 FreshPython = Callable[..., "subprocess.CompletedProcess[str]"]
 
-# Tests that docs/faults.md says find a fault: they run by default.
+# Tests that find a fault of faults.json: they run by default.
 FIND_FAULTS = frozenset(
-    test.replace(r"\|", "|") for test in re.findall(r"`(tests/[^`]+)` \|$", (ROOT / "docs/faults.md").read_text("utf-8"), re.M)
+    fault["found_by"] for fault in json.loads((ROOT / "tests/faults.json").read_text("utf-8")) if "found_by" in fault
 )
 
 
@@ -71,8 +71,8 @@ def pytest_collection() -> Iterator[None]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks the cases of a test with the mark `sample` as slow or exhaustive, if they are not in the sample that the mark names.
 
-    Cases that have a new pair of values are slow, all others exhaustive. If the mark has pairs=False, or the test is slow itself,
-    both kinds are exhaustive.
+    Cases with a new pair of values are slow, all others exhaustive. If the mark has values=True, cases with a new value are slow.
+    If it has pairs=False, or the test is slow itself, all cases outside of the sample are exhaustive.
 
     Two parameters were enough to see 70 to 97 % of the faults in each of four systems (Kuhn, Wallace and Gallo, "Software Fault
     Interactions and Implications for Software Testing", IEEE Transactions on Software Engineering 30(6), 2004).
@@ -85,13 +85,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         mark = cases[0].get_closest_marker("sample")
         values = [frozenset((name, repr(case.callspec.params[name])) for name in mark.args) for case in cases]
         chosen = sampled(values, (i for i, case in enumerate(cases) if case.nodeid in FIND_FAULTS))
-        of_pairs: set[int] = set()
+        others: set[int] = set()
         if mark.kwargs.get("pairs", True) and not cases[0].get_closest_marker("slow"):
             every = [frozenset((name, repr(value)) for name, value in case.callspec.params.items()) for case in cases]
-            of_pairs = sampled([frozenset(combinations(sorted(case), 2)) or case for case in every], chosen)
+            together = 1 if mark.kwargs.get("values") else 2
+            others = sampled([frozenset(combinations(sorted(case), together)) or case for case in every], chosen)
         for i, case in enumerate(cases):
             if i not in chosen:
-                case.add_marker(pytest.mark.slow if i in of_pairs else pytest.mark.exhaustive)
+                case.add_marker(pytest.mark.slow if i in others else pytest.mark.exhaustive)
 
 
 @pytest.fixture(scope="session")

@@ -1,10 +1,11 @@
 """Mutation run: each fault of faults.json is put into a copy of the checkout, and the tests named beside it must fail.
 
-    python tests/faults.py --processes 2 --kept outcomes.json --page docs/faults.md
+    python tests/faults.py --processes 2 --kept outcomes.json --record
 
-A fault that no test kills is a hole in the tests, or changes no result; `survives_because` says why it is accepted. With `--kept`,
-the tests that kill are written to a file as they are found, and a killed fault is not tried again while it, its file and the names
-of its tests are as they were. That those tests pass without the faults is tried for each page.
+A fault that no test kills is a hole in the tests, or changes no result; `survives_because` says why it is accepted. `--record`
+writes the first test that fails into faults.json as `found_by`, if it passes without the fault; tests/conftest.py runs these tests
+by default. With `--kept`, the tests that kill are written to a file as they are found, and a killed fault is not tried again while
+it, its file and the names of its tests are as they were.
 """
 
 from __future__ import annotations
@@ -33,17 +34,8 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
 LIST = Path(__file__).with_suffix(".json")
-PAGE = ROOT / "docs" / "faults.md"
 LIMIT_S = 300  # for the tests of one fault
 DIED = " (the process died of signal "
-
-INTRODUCTION = """# Faults that the tests find
-
-Made by `python tests/faults.py --page docs/faults.md`, which puts each fault into a copy of the checkout, one at a time, and runs
-the tests named for it in `tests/faults.json`, without a GPU. Listed is the first test that failed; it passes without the fault. A
-fault survives when none of them fails.
-
-"""
 
 
 class Fault(NamedTuple):
@@ -55,6 +47,7 @@ class Fault(NamedTuple):
     new: str
     tests: Sequence[str]  # arguments of pytest
     survives_because: str = ""
+    found_by: str = ""  # the first of the tests that failed in the last recorded run
 
 
 class Outcome(NamedTuple):
@@ -78,7 +71,7 @@ class Kept:
 
 
 def faults() -> list[Fault]:
-    return [Fault(**entry) for entry in json.loads(LIST.read_text())]
+    return [Fault(**entry) for entry in json.loads(LIST.read_text("utf-8"))]
 
 
 def test_files(tests: Sequence[str]) -> list[str]:
@@ -184,15 +177,16 @@ def copied(target: Path) -> Path:
     return target
 
 
-def page(outcomes: Sequence[Outcome]) -> str:
-    """docs/faults.md of a run."""
-    killed = sum(bool(outcome.killed_by) for outcome in outcomes)
-    lines = [f"{len(outcomes)} faults, {killed} killed, {len(outcomes) - killed} alive.", ""]
-    lines += ["| file | fault | killed by |", "|---|---|---|"]
-    for fault, killed_by in outcomes:
-        verdict = f"`{killed_by}`" if killed_by else f"survives: {fault.survives_because or 'not explained yet'}"
-        lines.append(f"| `{fault.file}` | {fault.says} | {verdict.replace('|', chr(92) + '|')} |")
-    return INTRODUCTION + "\n".join(lines) + "\n"
+def record(outcomes: Sequence[Outcome]) -> None:
+    """Writes the tests that found the faults into faults.json."""
+    found = {(outcome.fault.file, outcome.fault.says): outcome.killed_by for outcome in outcomes}
+    entries = json.loads(LIST.read_text("utf-8"))
+    for entry in entries:
+        test = found.get((entry["file"], entry["says"]), entry.get("found_by", ""))
+        entry.pop("found_by", None)
+        if test:
+            entry["found_by"] = test
+    LIST.write_text(json.dumps(entries, indent=1, ensure_ascii=False) + "\n", "utf-8")
 
 
 def main() -> int:
@@ -200,7 +194,7 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--only", default="", help="faults whose file or text contains this")
     parser.add_argument("--kept", type=Path, help="a file of outcomes, read first and written as they come")
-    parser.add_argument("--page", type=Path, help="the page to write")
+    parser.add_argument("--record", action="store_true", help="write what found the faults into faults.json")
     arguments = parser.parse_args()
     chosen = [fault for fault in faults() if arguments.only in f"{fault.file} {fault.says}"]
     kept = Kept(arguments.kept)
@@ -216,11 +210,11 @@ def main() -> int:
         if len(outcomes) < len(chosen):
             return 2
         killers = sorted({outcome.killed_by.partition(DIED)[0] for outcome in outcomes if outcome.killed_by})
-        if arguments.page is not None and killers and (failed := first_failure(checkouts.get(), killers, 10 * LIMIT_S)):
+        if arguments.record and killers and (failed := first_failure(checkouts.get(), killers, 10 * LIMIT_S)):
             print(f"{failed} fails without a fault, too")
             return 2
-    if arguments.page is not None:
-        arguments.page.write_text(page(outcomes))
+    if arguments.record:
+        record(outcomes)
     alive = [outcome.fault for outcome in outcomes if not outcome.killed_by]
     print(f"{len(outcomes)} faults, {len(alive)} alive")
     return 1 if any(not fault.survives_because for fault in alive) else 0

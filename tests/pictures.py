@@ -1,4 +1,4 @@
-"""Pictures of docs/gallery.md and docs/distributed.md, each drawn by the example above it, and outputs of docs/first_steps.ipynb.
+"""Pictures of docs/cookbook.md and docs/distributed.md, each drawn by the example above it, and outputs of docs/first_steps.ipynb.
 
 `python -m tests.pictures` writes them anew; tests/repository/test_pictures.py holds the files to the code.
 """
@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 from matplotlib import pyplot
 
 ROOT = Path(__file__).parent.parent
-GALLERY = ROOT / "docs" / "gallery.md"
-PAGES = GALLERY, ROOT / "docs" / "distributed.md"  # of the second not every example draws
+COOKBOOK = ROOT / "docs" / "cookbook.md"
+PAGES = COOKBOOK, ROOT / "docs" / "distributed.md"  # of the second not every example draws
 NOTEBOOK = ROOT / "docs" / "first_steps.ipynb"
 EXAMPLE = re.compile(r"^```python\n(?P<code>(?:(?!^```).*\n)*)^```\n\n!\[.+\]\((?P<picture>pictures/\w+\.png)\)$", re.MULTILINE)
 DPI = 110
@@ -39,7 +39,7 @@ def examples() -> Iterator[Example]:
 def draw(code: str) -> bytes:
     """Runs an example, and returns the PNG of the one figure that it makes."""
     _pictures()  # closes those of others
-    exec(compile(code, "docs/gallery.md", "exec"), {"__name__": "gallery"})
+    exec(compile(code, "docs/cookbook.md", "exec"), {"__name__": "cookbook"})
     (picture,) = _pictures()
     return picture
 

@@ -1,7 +1,8 @@
-"""Context parallelism: attention over a sequence, or packed documents, that lie over the ranks of a process group.
+"""Context parallelism: attention over a sequence, or packed documents, that are split over the ranks of a process group.
 
-`plan` says who holds what; `shard`, `unshard` and `positions` follow it; `attention` computes, with gradients;
-`attention_over_ranks` decodes. Plain `flexattn.attention` of DTensors that are sharded over their sequence leaves them so by this.
+`plan` chooses which rank holds which tokens. `shard`, `unshard` and `positions` apply a plan to tensors. `attention` computes, with
+gradients. `attention_over_ranks` decodes. Plain `flexattn.attention` uses this package for DTensors that are sharded over their
+sequence.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Entry of calls that all ranks make: under FLEXATTN_CHECK=1 they say, before the first collective, what they are about to do."""
+"""Comparison of ranks before a call: under FLEXATTN_CHECK=1, ranks compare their calls before the first collective."""
 
 from __future__ import annotations
 
@@ -15,41 +15,41 @@ from flexattn.mods.captures import find_captures, runs_as_it_is
 
 
 def breaks_graphs(function: Any) -> None:
-    """Keeps torch.compile out of a function, and of all that it calls: it breaks its graph before the call.
+    """Makes torch.compile break its graph before a function, so that it traces nothing of it.
 
-    The name is that by which torch.compiler.disable marks functions, whose import alone takes a second.
+    `torch.compiler.disable` sets the same attribute. Importing it takes a second.
     """
     function._torchdynamo_disable = True
     runs_as_it_is(function)
 
 
-def agree(group: Any, what: str, own: dict[str, Any], error: Exception | None) -> None:
-    """Raises `error`, this rank's own; and under FLEXATTN_CHECK=1, on every rank, where one has an error or says something else.
+def agree(group: Any, what: str, facts: dict[str, Any], error: Exception | None) -> None:
+    """Raises this rank's own `error`. Under FLEXATTN_CHECK=1, raises on every rank if one has an error or if the calls differ.
 
-    own: what this rank is about to do, which must be equal on all; it is pickled. `what` names the call in the text.
+    own: properties of this rank's call that must be equal on all ranks. They are pickled. what: the name of the call, for the text.
     """
     if not check_values():
         if error is not None:
             raise error
         return
-    own = own | {"FLEXATTN_PEER_MEMORY": peer_memory()}
-    said: list[Any] = [None] * dist.get_world_size(group)
+    facts = facts | {"FLEXATTN_PEER_MEMORY": peer_memory()}
+    gathered: list[Any] = [None] * dist.get_world_size(group)
     with waiting(f"the comparison of the ranks' calls of {what}", group):
-        dist.all_gather_object(said, (own, None if error is None else f"{type(error).__name__}: {error}"), group=group)
+        dist.all_gather_object(gathered, (facts, None if error is None else f"{type(error).__name__}: {error}"), group=group)
     if error is not None:
         raise error
-    failed = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(said) if text is not None]
+    failed = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(gathered) if text is not None]
     if failed:
-        raise ValueError(f"{what} is refused on another rank, so on all: {'; '.join(failed)}")
-    for name in own:
-        values = [others.get(name) for others, _ in said]
+        raise ValueError(f"{what} raised an error on another rank: {'; '.join(failed)}")
+    for name in facts:
+        values = [others.get(name) for others, _ in gathered]
         if any(value != values[0] for value in values):
             by_rank = ", ".join(f"rank {rank} has {value!r}" for rank, value in enumerate(values))
             raise ValueError(f"{what} differs among ranks in {name}: {by_rank}; accepted: the same on all ranks of the group")
 
 
 def digest_of(t: Tensor | None) -> str | None:
-    """Returns a text that is equal for tensors of equal numbers, in any process; reads the tensor on the host."""
+    """Returns a text that is equal for tensors of equal numbers, in any process. Copies the tensor to the host."""
     if t is None:
         return None
     flat = t.detach().resolve_neg().cpu().contiguous().view(-1).view(torch.uint8)
@@ -57,14 +57,14 @@ def digest_of(t: Tensor | None) -> str | None:
 
 
 def numbers_of(mod: Any) -> tuple[Any, ...]:
-    """Returns what a mod reads, as texts that are equal where the numbers are, in any process; nothing of one that has no key."""
-    found = find_captures(mod)
-    whole = hashlib.sha256(repr(_plain(found.key)).encode()).hexdigest()[:16]
-    return (whole, *found.floats, *((name, digest_of(t)) for name, t in found.tensors))
+    """Returns digests of the values that a mod reads, the same in any process. A mod without a key gives none."""
+    captures = find_captures(mod)
+    whole = hashlib.sha256(repr(_plain(captures.key)).encode()).hexdigest()[:16]
+    return (whole, *captures.floats, *((name, digest_of(t)) for name, t in captures.tensors))
 
 
 def _plain(key: Any) -> Any:
-    """Returns the numbers and texts in a key, and of all else the kind: what prints alike in every process."""
+    """Returns a key with everything but numbers and texts replaced by type names, so that it prints the same in every process."""
     if isinstance(key, (tuple, list)):
         return [_plain(part) for part in key]
     return key if key is None or isinstance(key, (bool, int, float, str, bytes)) else type(key).__name__

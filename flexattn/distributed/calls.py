@@ -1,4 +1,4 @@
-"""Local calls: pieces become calls of `attention` and `attention_backward` on this rank, whose results are put together."""
+"""Local calls: pieces become calls of `attention` and `attention_backward` on this rank, and their results are combined."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flexattn.dispatch.spec import Results as SpecResults
 from flexattn.distributed import eight_bits
 from flexattn.distributed.blocks import Blocks
 from flexattn.distributed.capture import tables
-from flexattn.distributed.eight_bits import Eight
+from flexattn.distributed.eight_bits import Fp8Call
 from flexattn.distributed.lanes import Lanes
 from flexattn.distributed.layout import Run, Runs, union, without
 from flexattn.distributed.local_blocks import LocalBlocks
@@ -31,33 +31,33 @@ from flexattn.functional import merge_attention
 
 @dataclass(frozen=True)
 class Scores:
-    """Arguments of a call that are no tensors and mean the same on each part; the fields are named as `attention` names them."""
+    """Arguments of a call that are not tensors and are equal for all parts. Fields have the names of `attention`'s arguments."""
 
     softmax_scale: float | None = None
     softcap: float = 0.0
     score_mod: Mod | None = None
     mask_mod: Mod | None = None
-    tensor_names: tuple[str, ...] | None = None  # those of score_mod_tensors where they are a mapping
+    tensor_names: tuple[str, ...] | None = None  # if score_mod_tensors is a mapping
     bias_type: str = "no_bias"
     softmax_type: str = "vanilla"
     deterministic: bool | None = None
     backend: str | None = None
-    has_own_rows: bool = False  # whether bias has the rows of this rank's queries, not of the whole's
+    has_own_rows: bool = False  # whether bias has only the rows of this rank's queries
     dropout_p: float = 0.0
-    heads: tuple[int, int] = (0, 0)  # the whole's first head that a call has, and how many the whole has
-    heads_kv: int = 0  # key heads in the whole
-    eight: Eight | None = None  # FP8
-    peaks: Tensor | None = None  # [heads of the whole], the largest scores so far, which forwards write; None: nobody asks for them
+    heads: tuple[int, int] = (0, 0)  # the call's first head in the full tensors, and the number of all heads
+    heads_kv: int = 0  # number of all key heads
+    fp8_call: Fp8Call | None = None  # None: no FP8
+    peaks: Tensor | None = None  # [all heads], maxima of scores so far, updated by forwards. None: not requested.
 
     def out_dtype(self, q: Tensor) -> torch.dtype:
-        """Returns the dtype of out and dq; q: the queries that are attended."""
-        return q.dtype if self.eight is None else self.eight.out_dtype
+        """Returns the dtype of out and dq. q: the local queries."""
+        return q.dtype if self.fp8_call is None else self.fp8_call.out_dtype
 
     def mod_tensors(self, tensors: Sequence[Tensor]) -> Sequence[Tensor] | Mapping[str, Tensor]:
         return list(tensors) if self.tensor_names is None else dict(zip(self.tensor_names, tensors, strict=True))
 
     def common(self) -> dict[str, Any]:
-        """Returns the arguments that every call of a part takes as they are."""
+        """Returns the arguments that every local call takes unchanged."""
         return {
             "softmax_scale": self.softmax_scale,
             "softcap": self.softcap,
@@ -68,26 +68,26 @@ class Scores:
 
     @property
     def gives_fp32(self) -> bool:
-        """Returns whether the backend that is asked for gives partial results in float32."""
+        """Returns whether the requested backend can return partial results in float32."""
         return requested_backend(self.backend) != "cudnn"
 
     def fp32_gradients(self, wanted: str) -> str:
-        """Returns `wanted`, the gradients of a part to which others are added; "none" where the backend cannot give float32."""
+        """Returns `wanted`, the partial gradients that are summed, or "none" if the backend cannot return float32."""
         return wanted if self.gives_fp32 else "none"
 
 
 class Shared(NamedTuple):
-    """Tensors that all ranks have whole."""
+    """Tensors that all ranks have in full."""
 
     bias: Tensor | None = None
     alibi_slopes: Tensor | None = None
     softmax_offset: Tensor | None = None
-    rng_state: Tensor | None = None  # int64 [2], of the whole
-    descales: tuple[Tensor, ...] = ()  # for q, k and v in FP8, and for dout: [b | 1, h | 1, blocks | 1] in the whole
+    rng_state: Tensor | None = None  # int64 [2], for the full sequence
+    descales: tuple[Tensor, ...] = ()  # for q, k and v in FP8, and for dout: [b | 1, h | 1, blocks | 1] in full
     mod_tensors: tuple[Tensor, ...] = ()
 
     def zeros(self) -> list[Tensor | None]:
-        """Returns sums of gradients, of bias and of the mods' tensors: None where none is wanted."""
+        """Returns zeros for the gradients of bias and of the mods' tensors. None if a tensor needs no gradient."""
         return [
             torch.zeros(t.shape, dtype=sum_dtype(t.dtype), device=t.device) if t is not None and t.requires_grad else None
             for t in (self.bias, *self.mod_tensors)
@@ -95,22 +95,22 @@ class Shared(NamedTuple):
 
 
 class Call(NamedTuple):
-    """One call of attention: sequences of a packed call, or the one piece of a dense one. The tensors are on the device."""
+    """One local call of attention: sequences of a packed call, or the only piece of a dense one. Tensors are on the device."""
 
     pieces: tuple[Piece, ...]
     band: LocalBand
     origin: Origin
-    packing: dict[str, Any] | None  # cu_seqlens and max_seqlen of a packed call, from the first of `rows` and of `keys`
-    by_eights: bool  # whether the first key of each piece is at a multiple of 8
+    packing: dict[str, Any] | None  # cu_seqlens and max_seqlen if packed, relative to the first of `rows` and `keys`
+    by_eights: bool  # whether each piece's first key is at a multiple of 8
     blocks: LocalBlocks | None
-    rows: Run  # from the first query of a piece to the last, or all of q's rows
+    rows: Run  # from the first query of a piece to the last, or all rows of q
     keys: Run
-    runs: Runs  # rows of q that the pieces have
-    is_own: bool = False  # whether its keys are rows of this rank's tensors, not of those that hold what was fetched
+    runs: Runs  # rows of q that the pieces cover
+    is_own: bool = False  # whether its keys are rows of this rank's tensors, not of the fetched ones
 
 
 class Part(NamedTuple):
-    """Queries, keys and values that calls take their rows from; `Call` says which."""
+    """Queries, keys and values from which calls take their rows. `Call` says which rows."""
 
     q: Tensor
     k: Tensor
@@ -129,52 +129,52 @@ def make_calls(
     device: torch.device,
     within: tuple[Run, Run] | None = None,
 ) -> list[Call]:
-    """Returns calls that hold all pieces: in one call no two share a query or a key, and all have the same local band.
+    """Returns calls that cover all pieces. Pieces of one call have the same local band, and share no query and no key.
 
-    within: all rows of q and of k, which a packed call with half of q's or more takes whole, so that its results are the whole's,
-    but for rows of other calls.
+    within: all rows of q and of k. A packed call with at least half of the rows of q takes all of them. Other calls can then
+    write their rows into its results.
     """
     groups: list[tuple[LocalBand, list[Piece]]] = []
     bands = _shared_bands(pieces, wants_diagonal) if is_packed else [local_band(piece, wants_diagonal) for piece in pieces]
     for piece, band in sorted(zip(pieces, bands, strict=True), key=lambda pair: (pair[0].keys.start, pair[0].rows.start)):
-        fitting = (found for of, found in groups if is_packed and of == band and _is_apart(found, piece))
+        fitting = (members for group_band, members in groups if is_packed and group_band == band and _is_apart(members, piece))
         group = next(fitting, None)
         if group is None:
             groups.append((band, [piece]))
         else:
             group.append(piece)
-    found = []
+    calls = []
     for band, group in groups:
         ordered = tuple(sorted(group, key=lambda piece: piece.rows.start))
-        of_call = None if blocks is None else LocalBlocks(blocks, ordered, is_packed, device)
-        found.append(_call(ordered, band, of_call, is_packed, device, _hulls(ordered, within)))
-    return found
+        local_blocks = None if blocks is None else LocalBlocks(blocks, ordered, is_packed, device)
+        calls.append(_call(ordered, band, local_blocks, is_packed, device, _hulls(ordered, within)))
+    return calls
 
 
 def _shared_bands(pieces: Sequence[Piece], wants_diagonal: bool) -> list[LocalBand]:
-    """Returns each piece's local band; that of one that sees all, as a document of one token does, is one of others if it can."""
+    """Returns the local band of each piece. Pieces that see all their keys, such as one token, take another band if possible."""
     bands = [local_band(piece, wants_diagonal) for piece in pieces]
-    if not wants_diagonal:  # which the calls then do not read
+    if not wants_diagonal:  # calls then do not read it
         bands = [band._replace(is_exact=False) for band in bands]
     are_open = [piece.low is None and piece.high is None for piece in pieces]
     counts = collections.Counter(band for band, is_open in zip(bands, are_open, strict=True) if not is_open)
-    of_others = sorted(counts, key=lambda band: (-counts[band], band))
+    other_bands = sorted(counts, key=lambda band: (-counts[band], band))
     return [
-        next((of for of in of_others if sees_all(piece, of)), band) if is_open else band
+        next((other for other in other_bands if sees_all(piece, other)), band) if is_open else band
         for piece, band, is_open in zip(pieces, bands, are_open, strict=True)
     ]
 
 
 def _is_apart(group: list[Piece], piece: Piece) -> bool:
-    def apart(a: Run, b: Run) -> bool:
+    def are_disjoint(a: Run, b: Run) -> bool:
         return a.stop <= b.start or b.stop <= a.start
 
-    # Sorted by their keys, so that only the last one's can overlap.
-    return group[-1].keys.stop <= piece.keys.start and all(apart(other.rows, piece.rows) for other in group)
+    # Pieces are sorted by their keys, so only the last one's keys can overlap.
+    return group[-1].keys.stop <= piece.keys.start and all(are_disjoint(other.rows, piece.rows) for other in group)
 
 
 def _hulls(pieces: tuple[Piece, ...], within: tuple[Run, Run] | None) -> tuple[Run, Run]:
-    """Returns the rows of q and of k that a call of these pieces takes, as `make_calls` says."""
+    """Returns the rows of q and of k that a call of these pieces takes. See `make_calls`."""
     if within is not None and 2 * sum(piece.rows.size for piece in pieces) >= within[0].size:
         return within
     sides = [piece.rows for piece in pieces], [piece.keys for piece in pieces]
@@ -197,10 +197,18 @@ def _call(
     by_eights = all(piece.kv_start % 8 == 0 for piece in pieces)
     values = {name: [getattr(piece, name) for piece in pieces] for name in columns}
     sides = {"q": [piece.rows for piece in pieces], "kv": [piece.keys for piece in pieces]}
-    where: dict[str, Any] = {"rows": hulls[0], "keys": hulls[1], "runs": union(sides["q"])}
+    hull_rows: dict[str, Any] = {"rows": hulls[0], "keys": hulls[1], "runs": union(sides["q"])}
     if not is_packed:
-        of = {name: torch.tensor(found[0], dtype=torch.int32, device="cpu").to(device) for name, found in values.items()}
-        return Call(pieces, band, Origin(None, of["q_start"], of["kv_start"], of["diagonal"]), None, by_eights, blocks, **where)
+        origins = {name: torch.tensor(column[0], dtype=torch.int32, device="cpu").to(device) for name, column in values.items()}
+        return Call(
+            pieces,
+            band,
+            Origin(None, origins["q_start"], origins["kv_start"], origins["diagonal"]),
+            None,
+            by_eights,
+            blocks,
+            **hull_rows,
+        )
     packing: dict[str, Any] = {}
     for (side, runs), hull in zip(sides.items(), hulls, strict=True):
         ends = [0]
@@ -211,9 +219,9 @@ def _call(
         is_full = starts == ends[:-1] and ends[-1] == hull.size
         packing[f"cu_seqlens_{side}_padded"] = None if is_full else tensor([*starts, hull.size])
         packing[f"max_seqlen_{side}"] = max(run.size for run in runs)
-    of = {name: tensor(found) for name, found in values.items()}
-    origin = Origin(of["document"], of["q_start"], of["kv_start"], of["diagonal"])
-    return Call(pieces, band, origin, packing, by_eights, blocks, **where)
+    origins = {name: tensor(column) for name, column in values.items()}
+    origin = Origin(origins["document"], origins["q_start"], origins["kv_start"], origins["diagonal"])
+    return Call(pieces, band, origin, packing, by_eights, blocks, **hull_rows)
 
 
 def rows_of_call(call: Call, part: Part) -> tuple[Part, tuple[Any, ...], tuple[Any, ...]]:
@@ -224,12 +232,12 @@ def rows_of_call(call: Call, part: Part) -> tuple[Part, tuple[Any, ...], tuple[A
 
 
 def lse_index(index: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Returns the index into lse, [b, h, s] or [h, t], of rows that `index` has in q."""
+    """Returns the index into lse, [b, h, s] or [h, t], for rows with this index in q."""
     return (..., index[-1])
 
 
 def arguments_of(call: Call, scores: Scores, shared: Shared, q: Tensor) -> dict[str, Any]:
-    """Returns what `attention` takes beside q, k and v, with no sink; q: the call's."""
+    """Returns the arguments of `attention` besides q, k and v, without a sink. q: queries of the call."""
     origin, slopes = call.origin, shared.alibi_slopes
     score_mod = moved_mod(scores.score_mod, 1, origin)
     bias_type, bias = scores.bias_type, shared.bias
@@ -264,7 +272,7 @@ def arguments_of(call: Call, scores: Scores, shared: Shared, q: Tensor) -> dict[
 
 
 def bias_index(bias: Tensor, piece: Piece, has_own_rows: bool) -> tuple[Any, ...]:
-    """Returns the index of a piece's scores in a bias of the whole, or of this rank's queries; dims of size 1 stay."""
+    """Returns the index of a piece in the full bias, or in the bias of this rank's queries. Dims of size 1 stay."""
     first = piece.rows.start if has_own_rows else piece.q_start
     starts = ((first, piece.rows.size, 2), (piece.kv_start, piece.keys.size, 3))
     return (..., *(slice(None) if bias.shape[dim] == 1 else slice(start, start + size) for start, size, dim in starts))
@@ -273,24 +281,26 @@ def bias_index(bias: Tensor, piece: Piece, has_own_rows: bool) -> tuple[Any, ...
 def attend(
     call: Call, part: Part, scores: Scores, shared: Shared, sink: Tensor | None, is_partial: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Returns out and lse of a call's rows. sink: the softmax_offset of all heads, for the one part that has it.
+    """Returns out and lse of a call's rows. sink: softmax_offset of all heads, only for the part that includes it.
 
-    is_partial: whether out is to be merged with others, and so in float32 where the backend gives it: not in FP8, nor cuDNN.
+    is_partial: whether out will be merged with others. It is then float32, except with FP8 or cuDNN.
     """
     arguments = arguments_of(call, scores, shared, part.q)
-    if scores.eight is not None:
+    if scores.fp8_call is not None:
         names = ("descale_q", "descale_k", "descale_v")
-        arguments |= dict(zip(names, _descales(call, scores, shared, part), strict=False)) | {"fp8_recipe": scores.eight.of_part}
+        arguments |= dict(zip(names, _descales(call, scores, shared, part), strict=False)) | {
+            "fp8_recipe": scores.fp8_call.part_recipe
+        }
     if sink is not None:
         arguments |= {"softmax_type": "learnable", "softmax_offset": sink}
-    in_fp32 = is_partial and scores.eight is None and scores.gives_fp32
+    in_fp32 = is_partial and scores.fp8_call is None and scores.gives_fp32
     has_peaks = scores.peaks is not None
-    out, lse, largest = in_layout.attend(SpecResults(fp32_out=in_fp32), *part, **arguments, return_max_logit=has_peaks)
+    out, lse, max_logit = in_layout.attend(SpecResults(fp32_out=in_fp32), *part, **arguments, return_max_logit=has_peaks)
     assert lse is not None
-    if scores.peaks is None or largest is None:
+    if scores.peaks is None or max_logit is None:
         return out, lse
-    own = scores.peaks[scores.heads[0] : scores.heads[0] + largest.shape[0]]
-    torch.maximum(own, largest, out=own)
+    head_peaks = scores.peaks[scores.heads[0] : scores.heads[0] + max_logit.shape[0]]
+    torch.maximum(head_peaks, max_logit, out=head_peaks)
     return out, lse
 
 
@@ -300,22 +310,22 @@ class Results(NamedTuple):
 
 
 class Seeds(NamedTuple):
-    """Gradients of a call's results; dout8 is dout in FP8, where its scales are the whole's."""
+    """Gradients of a call's results. dout8 is dout in FP8, if its scales cover all ranks."""
 
     dout: Tensor
     dlse: Tensor | None
     dout8: Tensor | None = None
 
-    def of_heads(self, heads: slice) -> Seeds:
+    def for_heads(self, heads: slice) -> Seeds:
         return Seeds(*(None if t is None else t[..., heads, :] for t in self))  # type: ignore[arg-type]
 
     def at(self, rows: tuple[Any, ...]) -> Seeds:
-        """Returns those of the rows that `rows` has in dout."""
+        """Returns the gradients for rows with this index in dout."""
         dout, dlse, dout8 = self
         return Seeds(dout[rows], None if dlse is None else dlse[lse_index(rows)], None if dout8 is None else dout8[rows])
 
 
-class Sums(NamedTuple):
+class InputGradients(NamedTuple):
     """Gradients of q, k, v and the shared tensors."""
 
     dq: Tensor
@@ -330,12 +340,13 @@ def differentiate(
     results: Results,
     seeds: Seeds,
     context: tuple[Scores, Shared],
-    of_shared: list[Tensor | None],
+    shared_sums: list[Tensor | None],
     fp32: str,
 ) -> Gradients:
-    """Returns the gradients of a call's rows, from the whole's out and lse in `results`.
+    """Returns the gradients of a call's rows, computed from the full out and lse in `results`.
 
-    Those of the tensors that all ranks have are added to `of_shared`. fp32: those to which others are added, `FP32_GRADIENTS`.
+    Adds the gradients of shared tensors to `shared_sums`. fp32: the gradients that others will be added to, one of
+    `FP32_GRADIENTS`.
     """
     local, rows, _ = rows_of_call(call, part)
     scores, shared = context
@@ -346,38 +357,40 @@ def differentiate(
         leaves = leaves._replace(bias=bias.detach().requires_grad_(bias.requires_grad))
     with torch.enable_grad():
         arguments = arguments_of(call, scores, leaves, local.q)
-    given = Given(dout, *local, results.out[rows], results.lse[lse_index(rows)], dlse)
-    fp32 = scores.fp32_gradients(fp32)
-    if scores.eight is None:
-        found = attention_backward(*given[:-1], dlse=dlse, **arguments, fp32_gradients=fp32)
+    operands = Given(dout, *local, results.out[rows], results.lse[lse_index(rows)], dlse)
+    summed: Any = scores.fp32_gradients(fp32)
+    if scores.fp8_call is None:
+        gradients = attention_backward(*operands[:-1], dlse=dlse, **arguments, fp32_gradients=summed)
     else:
-        found = eight_bits.differentiate(given, scores.eight, _descales(call, scores, shared, local), dout8, arguments, fp32)
-    if found.dbias is not None and bias is not None and of_shared[0] is not None:
-        of_shared[0][bias_index(bias, call.pieces[0], scores.has_own_rows)] += found.dbias
-    for leaf, total in zip(leaves.mod_tensors, of_shared[1:], strict=True):
-        for captured, gradient in found.dcaptures:
+        gradients = eight_bits.differentiate(
+            operands, scores.fp8_call, _descales(call, scores, shared, local), dout8, arguments, summed
+        )
+    if gradients.dbias is not None and bias is not None and shared_sums[0] is not None:
+        shared_sums[0][bias_index(bias, call.pieces[0], scores.has_own_rows)] += gradients.dbias
+    for leaf, total in zip(leaves.mod_tensors, shared_sums[1:], strict=True):
+        for captured, gradient in gradients.dcaptures:
             if captured is leaf and total is not None:
                 total += gradient
-    return found
+    return gradients
 
 
 def _descales(call: Call, scores: Scores, shared: Shared, part: Part) -> list[Tensor]:
-    """Returns the descales of a call's tensors, of the whole's."""
-    eight, (first, heads) = scores.eight, scores.heads
-    assert eight is not None
+    """Returns the descales of a call's tensors."""
+    fp8_call, (first, heads) = scores.fp8_call, scores.heads
+    assert fp8_call is not None
     count, count_kv = part.q.shape[-2], part.k.shape[-2]
-    of_q = of_kv = None
+    heads_q = heads_kv = None
     if (first, count) != (0, heads):
-        own = torch.arange(first, first + count, device=part.q.device)
-        of_q, of_kv = own, own[:: count // count_kv] // (heads // scores.heads_kv)
+        indices = torch.arange(first, first + count, device=part.q.device)
+        heads_q, heads_kv = indices, indices[:: count // count_kv] // (heads // scores.heads_kv)
     origin = call.origin
     if call.packing is None:
         longest_q, longest_kv = call.pieces[0].rows.size, call.pieces[0].keys.size
     else:
         longest_q, longest_kv = (call.packing[f"max_seqlen_{side}"] for side in ("q", "kv"))
-    of_queries = eight_bits.Span(origin.document, origin.q_start, longest_q), of_q
-    of_keys = eight_bits.Span(origin.document, origin.kv_start, longest_kv), of_kv
-    sides, rows = (of_queries, of_keys, of_keys, of_queries), (eight.recipe.rows, eight.local_rows)
+    queries = eight_bits.Span(origin.document, origin.q_start, longest_q), heads_q
+    keys = eight_bits.Span(origin.document, origin.kv_start, longest_kv), heads_kv
+    sides, rows = (queries, keys, keys, queries), (fp8_call.recipe.rows, fp8_call.local_rows)
     return [eight_bits.local_descale(t, *side, rows) for t, side in zip(shared.descales, sides, strict=False)]
 
 
@@ -385,7 +398,7 @@ def offset_gradient(results: Results, seeds: Seeds, offset: Tensor, is_packed: b
     """Returns a sink's gradient from this rank's rows: the sum of -exp(offset - lse) * (sum(out * dout) - dlse), by head."""
     dout, dlse, _ = seeds
     dtype = results.lse.dtype
-    delta = (results.out.to(dtype) * dout.to(dtype)).sum(-1).transpose(-1, -2)  # [b, h, s] or [h, t], as lse is
+    delta = (results.out.to(dtype) * dout.to(dtype)).sum(-1).transpose(-1, -2)  # [b, h, s] or [h, t], as lse
     if dlse is not None:
         delta = delta - dlse
     weight = torch.exp(offset.to(dtype).unsqueeze(-1) - results.lse)
@@ -393,20 +406,20 @@ def offset_gradient(results: Results, seeds: Seeds, offset: Tensor, is_packed: b
 
 
 def empty_results(q: Tensor, dim_v: int, dtype: torch.dtype) -> Results:
-    """Returns room for out and lse of queries [b, s, h, d] or [t, h, d]."""
+    """Returns uninitialised out and lse for queries [b, s, h, d] or [t, h, d]."""
     lse = torch.empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=sum_dtype(q.dtype), device=q.device)
     return Results(torch.empty((*q.shape[:-1], dim_v), dtype=dtype, device=q.device), lse)
 
 
 def add_sink(results: Results, offset: Tensor) -> Results:
-    """Returns out and lse with a sink in the denominator, for rows that had none."""
+    """Returns out and lse with a sink added to the denominator. The inputs must have none."""
     lse = torch.logaddexp(results.lse, offset.to(results.lse.dtype).unsqueeze(-1).expand_as(results.lse))
     share = torch.exp(results.lse - lse).transpose(-1, -2).unsqueeze(-1)
     return Results((results.out * share).to(results.out.dtype), lse)
 
 
 def merge_into(results: Results, call: Call, out: Tensor, lse: Tensor) -> None:
-    """Merges a call's out and lse into the results of its rows; a row that the call has not comes with lse -inf."""
+    """Merges a call's out and lse into the results of its rows. Rows without a key have lse -inf."""
     index: tuple[Any, ...] = (*(() if call.packing is not None else (slice(None),)), slice(*call.rows))
     at = lse_index(index)
     fmt = "bshd" if call.packing is None else "thd"
@@ -420,56 +433,56 @@ def _first_head(head: int, device: torch.device) -> Tensor:
     return torch.tensor(head, dtype=torch.int32, device="cpu").to(device)
 
 
-def of_heads(scores: Scores, shared: Shared, heads: Run, device: torch.device) -> tuple[Scores, Shared]:
-    """Returns the arguments and the shared tensors of some query heads, which a call then counts from 0."""
+def for_heads(scores: Scores, shared: Shared, heads: Run, device: torch.device) -> tuple[Scores, Shared]:
+    """Returns the arguments and the shared tensors for some query heads. A call counts these heads from 0."""
     bias, slopes, offset = shared.bias, shared.alibi_slopes, shared.softmax_offset
     part = slice(*heads)
     if scores.score_mod is not None or scores.mask_mod is not None:
         first = _first_head(heads.start, device)
-        moved = mod_of_heads(scores.score_mod, 1, first), mod_of_heads(scores.mask_mod, 0, first)
-        scores = dataclasses.replace(scores, score_mod=moved[0], mask_mod=moved[1])
+        mods = mod_of_heads(scores.score_mod, 1, first), mod_of_heads(scores.mask_mod, 0, first)
+        scores = dataclasses.replace(scores, score_mod=mods[0], mask_mod=mods[1])
     scores = dataclasses.replace(scores, heads=(scores.heads[0] + heads.start, scores.heads[1]))
-    own = shared._replace(
+    restricted = shared._replace(
         bias=bias if bias is None or bias.shape[1] == 1 else bias[:, part].detach().requires_grad_(bias.requires_grad),
         alibi_slopes=None if slopes is None else slopes[..., part].contiguous(),
         softmax_offset=None if offset is None else offset[part].contiguous(),
     )
-    return scores, own
+    return scores, restricted
 
 
-def whole_gradients(of_part: list[Tensor | None], shared: Shared, heads: Run) -> list[Tensor | None]:
-    """Returns the gradients of all heads' shared tensors, of those of some heads: zero for the bias of the others."""
-    of_bias, *of_mods = of_part
-    if of_bias is None or shared.bias is None or shared.bias.shape[1] == 1:
-        return of_part
-    whole = of_bias.new_zeros(shared.bias.shape)
-    whole[:, slice(*heads)] = of_bias
-    return [whole, *of_mods]
+def whole_gradients(gradients: list[Tensor | None], shared: Shared, heads: Run) -> list[Tensor | None]:
+    """Returns the gradients of the shared tensors for all heads, from those of some heads. Other heads of the bias get zero."""
+    dbias, *dmods = gradients
+    if dbias is None or shared.bias is None or shared.bias.shape[1] == 1:
+        return gradients
+    whole = dbias.new_zeros(shared.bias.shape)
+    whole[:, slice(*heads)] = dbias
+    return [whole, *dmods]
 
 
 class Calls(NamedTuple):
-    """Calls that have each query of a part at most once."""
+    """Calls of a part, with each query in at most one of them."""
 
     longest_first: tuple[Call, ...]
-    left: Runs  # rows of q that no call has
-    whole: int | None  # the call on the main lane whose results have all rows of q, those of others too, which write theirs there
+    left: Runs  # rows of q without a call
+    whole: int | None  # A call on the main lane with all rows of q. The other calls write their rows into its results.
 
     @classmethod
     def of(cls, calls: Sequence[Call], rows: int) -> Calls:
         longest = sorted(calls, key=lambda call: -sum(piece.rows.size * piece.keys.size for piece in call.pieces))
         left = tuple(without((Run(0, rows),), (run for call in calls for run in call.runs)))
-        found = cls(tuple(longest), left, None)
-        have_all = (n for n, call in enumerate(longest) if call.rows == Run(0, rows) and not found.is_beside(n))
-        return found._replace(whole=next(have_all, None))
+        result = cls(tuple(longest), left, None)
+        have_all = (n for n, call in enumerate(longest) if call.rows == Run(0, rows) and not result.is_beside(n))
+        return result._replace(whole=next(have_all, None))
 
     def is_beside(self, number: int) -> bool:
-        """Returns whether a call runs on the side: all but those of own keys, or where there are none, all but the longest."""
+        """Returns whether a call runs on the side lane: calls that fetch keys, or else all calls but the longest."""
         if any(call.is_own for call in self.longest_first):
             return not self.longest_first[number].is_own
         return number > 0
 
     def write(self, whole: Tensor, parts: Sequence[Tensor]) -> None:
-        """Copies to the rows of all queries those of each call's part, but of the one that is `whole`, as `self.whole` says."""
+        """Copies each call's rows of `parts` to `whole`, except for a part that is `whole` itself. See `self.whole`."""
         copy_all(
             [
                 (whole[slice(*run)], part[run.start - call.rows.start : run.stop - call.rows.start])
@@ -488,42 +501,42 @@ def attend_all(
     into: Results | None = None,
     own: Part | None = None,
 ) -> Results:
-    """Returns out and lse of all queries of a part; a sink is in each call.
+    """Returns out and lse of all queries of a part. Each call includes the sink.
 
-    lanes: calls are on the main one or the side, as `Calls.is_beside` says, and what is copied on the back.
-    into: where the results are written; None: anew. own: the part of calls of own keys.
+    lanes: calls run on the main or the side lane (`Calls.is_beside`), and copies on the back lane. into: tensors for the results;
+    None: new ones. own: the part for calls on own keys.
     """
     scores, shared = context
     sink = shared.softmax_offset
     is_packed = part.q.dim() == 3
     lanes.fork()
-    found: list[Results] = []
+    outputs: list[Results] = []
     for i, call in enumerate(calls.longest_first):
         with lanes.side() if calls.is_beside(i) else contextlib.nullcontext():
-            found.append(Results(*attend(call, rows_of_call(call, part_of(call, part, own))[0], scores, shared, sink)))
+            outputs.append(Results(*attend(call, rows_of_call(call, part_of(call, part, own))[0], scores, shared, sink)))
     if into is not None:
         results = into
     elif calls.whole is not None:
-        results = found[calls.whole]
+        results = outputs[calls.whole]
     else:
         results = empty_results(part.q, part.v.shape[-1], scores.out_dtype(part.q))
-    rows = by_rows(results.out, is_packed)
+    rows = tokens_first(results.out, is_packed)
     lanes.meet()
     with lanes.back():
         for run in calls.left:
             rows[slice(*run)].zero_()
             lse = results.lse[..., slice(*run)]
             lse.fill_(float("-inf")) if sink is None else lse.copy_(sink.to(lse.dtype).unsqueeze(-1).expand_as(lse))
-        calls.write(rows, [by_rows(out, is_packed) for out, _ in found])
-        calls.write(results.lse.movedim(-1, 0), [lse.movedim(-1, 0) for _, lse in found])
-        lanes.keep(part.k, part.v, *(t for both in found for t in both))
+        calls.write(rows, [tokens_first(out, is_packed) for out, _ in outputs])
+        calls.write(results.lse.movedim(-1, 0), [lse.movedim(-1, 0) for _, lse in outputs])
+        lanes.keep(part.k, part.v, *(t for both in outputs for t in both))
     return results
 
 
-class Found(NamedTuple):
-    """Gradients that calls of a part made, each call's of its queries and keys, as `by_rows` has them.
+class CallGradients(NamedTuple):
+    """Gradients of each call of a part, for its queries and keys, with tokens first (`tokens_first`).
 
-    kept: all that other lanes read, whose memory must not be used again before they have.
+    kept: tensors that other lanes read. Their memory must not be reused before that.
     """
 
     dq: list[Tensor]
@@ -533,14 +546,14 @@ class Found(NamedTuple):
     kept: tuple[Tensor, ...]
 
     def write_dq(self, calls: Calls, dq: Tensor) -> None:
-        """Writes the gradient of all queries, as `by_rows` has it, which may be that of `calls.whole`: 0 where no call has them."""
+        """Writes the gradient of all queries, tokens first. dq may be that of `calls.whole`. Rows without a call become 0."""
         for run in calls.left:
             dq[slice(*run)].zero_()
         calls.write(dq, self.dq)
 
 
 def part_of(call: Call, part: Part, own: Part | None) -> Part:
-    """Returns the part that a call takes its rows from."""
+    """Returns the part from which a call takes its rows."""
     return own if own is not None and call.is_own else part
 
 
@@ -553,34 +566,34 @@ def differentiate_all(
     lanes: Lanes,
     fp32: Sequence[str],
     own: Part | None = None,
-) -> Found:
-    """Returns the gradients of `attend_all`, but for a sink's, on the same lanes; the back may go on with them.
+) -> CallGradients:
+    """Returns the gradients of `attend_all`, except for the sink, on the same lanes. The back lane may use them next.
 
-    fp32: of each call, as of `differentiate`. own: as of `attend_all`.
+    fp32: as in `differentiate`, for each call. own: as in `attend_all`.
     """
-    of_shared, is_packed = context[1].zeros(), part.q.dim() == 3
+    shared_sums, is_packed = context[1].zeros(), part.q.dim() == 3
     lanes.fork()
-    found: list[Gradients] = []
+    gradients: list[Gradients] = []
     for i, call in enumerate(calls.longest_first):
         with lanes.side() if calls.is_beside(i) else contextlib.nullcontext():
-            found.append(differentiate(call, part_of(call, part, own), results, seeds, context, of_shared, fp32[i]))
+            gradients.append(differentiate(call, part_of(call, part, own), results, seeds, context, shared_sums, fp32[i]))
     lanes.meet()
-    dense = [[by_rows(t, is_packed) for t in (g.dq, g.dk, g.dv)] for g in found]
-    dq, dk, dv = ([of[i] for of in dense] for i in range(3))
-    return Found(dq, dk, dv, of_shared, (part.k, part.v, *dq, *dk, *dv))
+    dense = [[tokens_first(t, is_packed) for t in (g.dq, g.dk, g.dv)] for g in gradients]
+    dq, dk, dv = ([tensors[i] for tensors in dense] for i in range(3))
+    return CallGradients(dq, dk, dv, shared_sums, (part.k, part.v, *dq, *dk, *dv))
 
 
-def by_rows(t: Tensor, is_packed: bool) -> Tensor:
-    """Returns a view whose first dim is that of the tokens: [s, b, h, d] or [t, h, d]."""
+def tokens_first(t: Tensor, is_packed: bool) -> Tensor:
+    """Returns a view with the tokens first: [s, b, h, d] or [t, h, d]."""
     return t if is_packed else t.transpose(0, 1)
 
 
-def rows_first(k: Tensor, v: Tensor, is_packed: bool) -> Tensor:
-    """Returns k and v in one contiguous tensor whose first dim is that of the tokens: [s, b, h, d + d_v], or [t, h, d + d_v]."""
+def concatenate_kv(k: Tensor, v: Tensor, is_packed: bool) -> Tensor:
+    """Returns k and v in one contiguous tensor, tokens first: [s, b, h, d + d_v] or [t, h, d + d_v]."""
     return torch.cat((k, v) if is_packed else (k.transpose(0, 1), v.transpose(0, 1)), -1)
 
 
-def apart(kv: Tensor, dim: int, is_packed: bool) -> tuple[Tensor, Tensor]:
-    """Returns views of the k and v that `rows_first` put together; dim: k's head dim."""
+def split_kv(kv: Tensor, dim: int, is_packed: bool) -> tuple[Tensor, Tensor]:
+    """Returns views of k and v in a tensor of `concatenate_kv`. dim: the head dim of k."""
     kv = kv if is_packed else kv.transpose(0, 1)
     return kv[..., :dim], kv[..., dim:]

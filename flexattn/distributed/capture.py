@@ -1,8 +1,8 @@
-"""CUDA graphs of calls over ranks: tables that a graph reads are made before it is captured, and kept for as long as it may replay.
+"""CUDA graphs of calls over ranks. Tables that a graph reads are made before the capture and kept as long as it may replay.
 
-A call's tables (where documents begin, which rows a call has, blocks of masks) are made once for each plan on the host. Within a
-capture that is refused, as memory of the graph's own pool would be given to later calls; and what a capture has read is never let
-go of, as nothing says when the graph is gone.
+A table holds tensors made from host data, such as document starts, the rows of a call or block masks. It is made once for each
+plan. Making one during a capture raises an error, because the graph's memory pool would give its memory to later calls. A table
+that a capture has read is kept forever, because nothing tells when the graph is deleted.
 """
 
 from __future__ import annotations
@@ -17,64 +17,64 @@ import torch.distributed as dist
 from flexattn.dispatch.neutral import is_capturing, is_fake, neutral_state
 from flexattn.dispatch.options import check_values
 
-_Made = TypeVar("_Made")
-_read: dict[int, Any] = {}  # tables that a captured graph may read, by their ids
+_Table = TypeVar("_Table")
+_read: dict[int, Any] = {}  # tables that a captured graph may read, by id
 
 
 def is_over_nccl(group: Any) -> bool:
-    """Returns whether a group's tensors on GPUs travel by NCCL."""
+    """Returns whether the group sends CUDA tensors over NCCL."""
     return "cuda:nccl" in dist.get_backend_config(group)
 
 
 def refuse_making(device: torch.device) -> None:
-    """Raises RuntimeError where tables of a call are to be made while a CUDA graph is captured."""
+    """Raises RuntimeError if a table would be made while a CUDA graph is captured."""
     if is_capturing(device):
         raise RuntimeError(
-            "a call of flexattn.distributed has tables to make while a CUDA graph is captured; accepted: a capture behind a call, "
-            "forward and backward, with the same plan, strategy and options, on all ranks"
+            "flexattn.distributed cannot make the tables of a call while a CUDA graph is captured. Make one call before the "
+            "capture, forward and backward, with the same plan, strategy and options, on all ranks"
         )
 
 
-def tables(maxsize: int | None) -> Callable[[Callable[..., _Made]], Callable[..., _Made]]:
-    """Returns a decorator like functools.lru_cache for functions that make tensors on the device that is their last argument.
+def tables(maxsize: int | None) -> Callable[[Callable[..., _Table]], Callable[..., _Table]]:
+    """Returns a decorator like functools.lru_cache, for functions that make tensors on their last argument, a device.
 
-    The tensors are made in `neutral_state`. A FakeTensorMode gets fake ones of its own, which are not kept.
+    Tensors are made in `neutral_state`. If a FakeTensorMode is active, they are fake and not cached.
     """
 
-    def decorate(make: Callable[..., _Made]) -> Callable[..., _Made]:
-        def checked(*arguments: Any) -> _Made:
+    def decorate(make: Callable[..., _Table]) -> Callable[..., _Table]:
+        def checked(*arguments: Any) -> _Table:
             refuse_making(arguments[-1])
             with neutral_state():
                 return make(*arguments)
 
-        kept = functools.lru_cache(maxsize)(checked)
+        cached = functools.lru_cache(maxsize)(checked)
 
         @functools.wraps(make)
-        def get(*arguments: Any) -> _Made:
+        def get(*arguments: Any) -> _Table:
             if is_fake():
                 return make(*arguments)
-            found = kept(*arguments)
+            table = cached(*arguments)
             if is_capturing(arguments[-1]):
-                _read[id(found)] = found
-            return found
+                _read[id(table)] = table
+            return table
 
-        get.cache_clear = kept.cache_clear  # type: ignore[attr-defined]
+        get.cache_clear = cached.cache_clear  # type: ignore[attr-defined]
         return get
 
     return decorate
 
 
 def check(group: Any, device: torch.device) -> None:
-    """Raises ValueError where a CUDA graph is captured that could not hold a call over this group."""
+    """Raises ValueError if a CUDA graph is being captured that cannot hold a call over this group."""
     if not is_capturing(device):
         return
     if not is_over_nccl(group):
         raise ValueError(
-            f"the process group is of {dist.get_backend_config(group)} while a CUDA graph is captured; accepted: one of NCCL, "
-            "whose collectives a graph can hold"
+            f"the process group uses {dist.get_backend_config(group)} while a CUDA graph is captured. Use an NCCL group, whose "
+            "collectives a graph can contain"
         )
     if check_values():
         raise ValueError(
-            "FLEXATTN_CHECK is 1, by which ranks compare their calls on the host, while a CUDA graph is captured; accepted: 0, and "
-            "FLEXATTN_CHECK=1 for the calls before it"
+            "FLEXATTN_CHECK is 1, which compares calls on the host, while a CUDA graph is captured. Set it to 0 for the capture, "
+            "and to 1 only for calls before it"
         )

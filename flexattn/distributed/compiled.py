@@ -1,8 +1,8 @@
-"""Attention over ranks in a graph of torch.compile: one operator for each direction, whose plan comes as a number.
+"""Attention over ranks under torch.compile: one operator for each direction. A tensor with a number identifies the plan.
 
-A graph knows a plan by its token, a tensor, so that steps with other plans of as many tokens run the same graph. What a forward
-keeps beside its results depends on the plan, and a graph has no place for it: the backward makes it anew. Under "ulysses" heads are
-exchanged again, and q, k and v are quantised again.
+Plans with the same number of tokens share a graph, because the plan's token is an input. The tensors that a forward saves depend on
+the plan, so an operator cannot return them. The backward makes them again: it repeats the all-to-all of "ulysses", and it quantises
+q, k and v again.
 """
 
 from __future__ import annotations
@@ -22,12 +22,21 @@ from flexattn.dispatch.spec import Window, as_bshd, from_bshd, window_of
 from flexattn.distributed import exchange
 from flexattn.distributed.calls import Results, sum_dtype
 from flexattn.distributed.plans import Plan, plan_of
-from flexattn.distributed.whole_call import Checked, check_options, checked, resumed, run_backward, run_forward
+from flexattn.distributed.whole_call import (
+    CheckedCall,
+    cast_for_autocast,
+    check_arguments,
+    checked_call,
+    resume_forward,
+    run_backward,
+    run_forward,
+)
 from flexattn.first_order import first_order
 from flexattn.mods.bands import Masks
 from flexattn.mods.dynamo import record_mods
 from flexattn.mods.program_source import mods_of
 from flexattn.ops import dtype_of, new_rng_state
+from flexattn.outputs import chosen
 
 _TENSORS = ("bias", "alibi_slopes", "softmax_offset", "rng_state", "descale_q", "descale_k", "descale_v")
 _STATIC = ("qkv_format", "attn_mask_type", "window_size", "bottom_right_diagonal", "bias_type", "softmax_type", "deterministic")
@@ -70,40 +79,33 @@ _NUM_TENSORS = _Operands._fields.index("mod_tensors")
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _written(names: tuple[str, ...], values: tuple[Any, ...]) -> str:
-    """Returns constants as an operator's schema can have them."""
-    found = {name: str(value) if isinstance(value, torch.dtype) else value for name, value in zip(names, values, strict=True)}
-    return json.dumps(found, separators=(",", ":"))
+def _to_json(names: tuple[str, ...], values: tuple[Any, ...]) -> str:
+    """Returns constants as a JSON text, because an operator's schema takes no dict."""
+    by_name = {name: str(value) if isinstance(value, torch.dtype) else value for name, value in zip(names, values, strict=True)}
+    return json.dumps(by_name, separators=(",", ":"))
 
 
 @functools.lru_cache(maxsize=256)
-def _read(static: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(static)
-    return found
+def _from_json(static: str) -> dict[str, Any]:
+    options: dict[str, Any] = json.loads(static)
+    return options
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan, strategy: str | None, options: dict[str, Any]) -> Any:
-    """Does what `flexattn.distributed.attention` does, for Dynamo to trace."""
-    if not isinstance(plan, Plan):
-        raise TypeError(f"plan is a {type(plan).__name__}; accepted: what flexattn.distributed.plan made")
-    check_options(options)
+    """Does the same as `flexattn.distributed.attention`, for Dynamo to trace."""
+    check_arguments(plan, options)
     if options.get("block_mask") is not None:
-        raise ValueError("block_mask is given to a call under torch.compile; accepted: one that is given to the plan")
+        raise ValueError("block_mask is given to a call under torch.compile. Pass it to the plan instead")
     if options.get("fp8_state") is not None:
-        raise ValueError("fp8_state is given under torch.compile; accepted over ranks: current scaling, or eager mode")
+        raise ValueError("fp8_state is given under torch.compile. Over ranks, use current scaling or eager mode")
     recipe = options.get("fp8_recipe")
     if recipe is not None and recipe.out_dtype in validation.FP8_DTYPES:
-        raise ValueError(f"fp8_recipe.out_dtype is {recipe.out_dtype} under torch.compile; accepted over ranks: out in 16 bits")
-    if torch.is_autocast_enabled(q.device.type):
-        dtype = torch.get_autocast_dtype(q.device.type)
-        kept = (torch.float64, *validation.FP8_DTYPES)
-        q, k, v = (t if t.dtype in kept else t.to(dtype) for t in (q, k, v))
+        raise ValueError(f"fp8_recipe.out_dtype is {recipe.out_dtype} under torch.compile. Over ranks, use a 16-bit out_dtype")
+    q, k, v = cast_for_autocast(q, k, v)
     is_grad = torch.is_grad_enabled()
     score_mod, mask_mod, program = options.get("score_mod"), options.get("mask_mod"), ""
     mod_tensors: tuple[Tensor, ...] = ()
     flags: tuple[bool, ...] = ()
-    if getattr(score_mod, "score_mod_gradient", None) is not None:
-        raise ValueError("score_mod has a gradient of its own, which reads positions of a part; accepted: one that is derived")
     tensors = {name: options.get(name) for name in _TENSORS}
     needs_grad = is_grad and any(t is not None and t.requires_grad for t in (q, k, v, *tensors.values()))
     if score_mod is not None or mask_mod is not None:
@@ -117,7 +119,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan, strategy: str | None, op
     wanted = (*(is_grad and t is not None and t.requires_grad for t in (q, k, v, *tensors.values())), *flags)
     return_max_logit = options.get("return_max_logit", False)
     static = {name: options.get(name) for name in _STATIC}
-    static["window_size"] = window_of(options["window_size"]) if "window_size" in options else None
+    static["window_size"] = (
+        window_of(options["window_size"], options.get("attn_mask_type") or "") if "window_size" in options else None
+    )
     static |= {"qkv_format": fmt, "strategy": strategy, "backend": options.get("backend"), "mods": program, "wanted": wanted}
     static |= {"return_max_logit": return_max_logit, "is_drawn": is_drawn}
     static["recipe"] = None if recipe is None else tuple(_name_of(getattr(recipe, name)) for name in _RECIPE)
@@ -132,18 +136,17 @@ def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan, strategy: str | None, op
         softmax_scale=1.0 / math.sqrt(q.shape[-1]) if scale is None else scale,
         softcap=options.get("softcap", 0.0),
         dropout_p=dropout_p,
-        static=_written(tuple(static), tuple(static.values())),
+        static=_to_json(tuple(static), tuple(static.values())),
     )
     if needs_grad:
-        # Views, as Dynamo refuses a Function that gets one tensor twice.
-        given: Any = call[:_NUM_TENSORS]
-        own = tuple(None if t is None else t.view_as(t) for t in given)
-        of_mods: tuple[Tensor, ...] = tuple(t.view_as(t) for t in mod_tensors)
-        out, lse, max_logit, _ = _Attend.apply(*own, *call[_NUM_TENSORS + 1 :], *of_mods)  # type: ignore[no-untyped-call]
+        # Pass views, because Dynamo refuses a Function that gets one tensor twice.
+        tensor_operands: Any = call[:_NUM_TENSORS]
+        views = tuple(None if t is None else t.view_as(t) for t in tensor_operands)
+        mod_views: tuple[Tensor, ...] = tuple(t.view_as(t) for t in mod_tensors)
+        out, lse, max_logit, _ = _Attend.apply(*views, *call[_NUM_TENSORS + 1 :], *mod_views)  # type: ignore[no-untyped-call]
     else:
         out, lse, max_logit, _ = _forward_op(*call)
-    results = [out, *([lse] if options.get("return_lse", False) else []), *([max_logit] if return_max_logit else [])]
-    return results[0] if len(results) == 1 else tuple(results)
+    return chosen(out, lse, max_logit, options.get("return_lse", False), return_max_logit)
 
 
 def _name_of(value: Any) -> Any:
@@ -151,17 +154,17 @@ def _name_of(value: Any) -> Any:
 
 
 class _Attend(torch.autograd.Function):
-    """Attention by the operators; each tensor of mods is an argument of its own, behind all others."""
+    """Autograd function of the operators. Each tensor of the mods is an argument of its own, after all others."""
 
     @staticmethod
-    def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        own, rest = given[:_NUM_TENSORS], given[_NUM_TENSORS:]
+    def forward(ctx: Any, *operands: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        tensors, rest = operands[:_NUM_TENSORS], operands[_NUM_TENSORS:]
         values, mod_tensors = rest[: len(_Operands._fields) - _NUM_TENSORS - 1], rest[len(_Operands._fields) - _NUM_TENSORS - 1 :]
-        out, lse, max_logit, state = _forward_op(*own, list(mod_tensors), *values)
+        out, lse, max_logit, state = _forward_op(*tensors, list(mod_tensors), *values)
         ctx.mark_non_differentiable(max_logit, state)
         ctx.set_materialize_grads(False)
         plan, *numbers = values
-        ctx.save_for_backward(out, lse, state, plan, *own, *mod_tensors)
+        ctx.save_for_backward(out, lse, state, plan, *tensors, *mod_tensors)
         ctx.numbers = numbers
         return out, lse, max_logit, state
 
@@ -171,7 +174,7 @@ class _Attend(torch.autograd.Function):
         ctx: Any, saved: Any, dout: Tensor | None, dlse: Tensor | None, _max_logit: None, _state: None
     ) -> tuple[Tensor | None, ...]:
         out, lse, state, plan, *tensors = saved
-        # A list of its own: what a star collects is a tuple to torch 2.11's Dynamo, which nothing can be put into.
+        # Copy to a list: Dynamo of torch 2.11 treats the value that a star collects as a tuple, which cannot be changed.
         own, mod_tensors = list(tensors[:_NUM_TENSORS]), tensors[_NUM_TENSORS:]
         if dout is None:
             dout = torch.zeros_like(out)
@@ -180,22 +183,22 @@ class _Attend(torch.autograd.Function):
         dq, dk, dv, dbias, doffset, dmods = _backward_op(dout, dlse, out, lse, *own, list(mod_tensors), plan, *ctx.numbers)
         needed = ctx.needs_input_grad
         bias, offset = _Operands._fields.index("bias"), _Operands._fields.index("softmax_offset")
-        found: list[Tensor | None] = [dq, dk, dv, *(None,) * (len(needed) - 3)]
-        found[bias] = dbias if needed[bias] else None
-        found[offset] = doffset if needed[offset] else None
+        gradients: list[Tensor | None] = [dq, dk, dv, *(None,) * (len(needed) - 3)]
+        gradients[bias] = dbias if needed[bias] else None
+        gradients[offset] = doffset if needed[offset] else None
         first = len(needed) - len(mod_tensors)
-        found[first:] = [t if needs else None for t, needs in zip(dmods, needed[first:], strict=True)]
-        return tuple(found)
+        gradients[first:] = [t if needs else None for t, needs in zip(dmods, needed[first:], strict=True)]
+        return tuple(gradients)
 
 
-def _checked(x: _Operands, static: dict[str, Any], check: Callable[..., Checked]) -> Checked:
-    """Returns the call that an operator was given, by a function that checks it."""
+def _check_operands(x: _Operands, static: dict[str, Any], check: Callable[..., CheckedCall]) -> CheckedCall:
+    """Returns the checked call for an operator's arguments. check: the function that checks it."""
     options = {name: static[name] for name in (*_STATIC, "backend", "return_max_logit") if static[name] is not None}
     if "window_size" in options:
         options["window_size"] = Window(*options["window_size"])
     wanted = static["wanted"]
-    own: Any = x[:_NUM_TENSORS]
-    leaves = [None if t is None else t.detach().requires_grad_(needs) for t, needs in zip(own, wanted, strict=False)]
+    tensors: Any = x[:_NUM_TENSORS]
+    leaves = [None if t is None else t.detach().requires_grad_(needs) for t, needs in zip(tensors, wanted, strict=False)]
     mod_tensors = [t.detach().requires_grad_(needs) for t, needs in zip(x.mod_tensors, wanted[_NUM_TENSORS:], strict=True)]
     options |= dict(zip(_TENSORS, leaves[3:], strict=True))
     options |= {"softmax_scale": float(x.softmax_scale), "softcap": float(x.softcap), "dropout_p": float(x.dropout_p)}
@@ -218,45 +221,45 @@ def _no_autocast(x: _Operands) -> torch.autocast:
     return torch.autocast(x.q.device.type, enabled=False)
 
 
-def _forward(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    x = _Operands(*given)
-    static = _read(x.static)
+def _forward(*operands: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x = _Operands(*operands)
+    static = _from_json(x.static)
     if static["is_drawn"] and x.rng_state is not None:
-        x = x._replace(rng_state=exchange.of_first_rank(x.rng_state.clone(), plan_of(x.plan).group))
-    with torch.enable_grad(), _no_autocast(x):  # as checks look for gradients
-        call = _checked(x, static, checked)
+        x = x._replace(rng_state=exchange.from_first_rank(x.rng_state.clone(), plan_of(x.plan).group))
+    with torch.enable_grad(), _no_autocast(x):  # checks look at requires_grad
+        call = _check_operands(x, static, checked_call)
     with torch.no_grad(), _no_autocast(x):
         out, lse = run_forward(call.runner, call.plan, [None if t is None else t.detach() for t in call.inputs()]).results
     peaks = call.scores.peaks
-    largest = lse.new_empty(0) if peaks is None else exchange.largest(peaks, call.plan.group)
+    max_logit = lse.new_empty(0) if peaks is None else exchange.all_reduce_max(peaks, call.plan.group)
     state = torch.empty(0, dtype=torch.int64, device=x.q.device) if x.rng_state is None else x.rng_state.clone()
-    return from_bshd(out, call.qkv_format).contiguous(), lse.contiguous(), largest, state
+    return from_bshd(out, call.qkv_format).contiguous(), lse.contiguous(), max_logit, state
 
 
-def _backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *given: Any) -> tuple[Any, ...]:
-    x = _Operands(*given)
-    static = _read(x.static)
-    # Eager's gradients are autograd's, which torch switches off in an operator.
+def _backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *operands: Any) -> tuple[Any, ...]:
+    x = _Operands(*operands)
+    static = _from_json(x.static)
+    # Eager gradients use autograd, which torch turns off inside an operator.
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False):
         with torch.enable_grad(), _no_autocast(x):
-            call = _checked(x, static | {"return_max_logit": None}, Checked.of)
+            call = _check_operands(x, static | {"return_max_logit": None}, CheckedCall.of)
         fmt = call.qkv_format
         with torch.no_grad(), _no_autocast(x):
             inputs = [None if t is None else t.detach() for t in call.inputs()]
             results = Results(as_bshd(out, fmt), lse)
-            forward = resumed(call.runner, call.plan, inputs, results)
+            forward = resume_forward(call.runner, call.plan, inputs, results)
             incoming = as_bshd(dout, fmt).contiguous(), None if dlse is None else dlse.contiguous()
-            dq, dk, dv, *of_shared = run_backward(call.runner, call.plan, forward, call.inputs()[3:], incoming)
+            dq, dk, dv, *shared_gradients = run_backward(call.runner, call.plan, forward, call.inputs()[3:], incoming)
     qkv = (from_bshd(t, fmt).contiguous() for t in (dq, dk, dv) if t is not None)
-    places = {name: of_shared[i] for i, name in enumerate(_TENSORS)}
-    dense = [x.q.new_empty(0) if places[name] is None else places[name] for name in ("bias", "softmax_offset")]
-    of_mods = of_shared[-len(x.mod_tensors) :] if call.scores.score_mod is not None else [None] * len(x.mod_tensors)
-    return *qkv, *dense, [torch.zeros_like(t) if g is None else g for t, g in zip(x.mod_tensors, of_mods, strict=False)]
+    by_name = {name: shared_gradients[i] for i, name in enumerate(_TENSORS)}
+    dense = [x.q.new_empty(0) if by_name[name] is None else by_name[name] for name in ("bias", "softmax_offset")]
+    dmods = shared_gradients[-len(x.mod_tensors) :] if call.scores.score_mod is not None else [None] * len(x.mod_tensors)
+    return *qkv, *dense, [torch.zeros_like(t) if g is None else g for t, g in zip(x.mod_tensors, dmods, strict=False)]
 
 
-def _forward_fake(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    x = _Operands(*given)
-    static, q = _read(x.static), x.q
+def _forward_fake(*operands: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x = _Operands(*operands)
+    static, q = _from_json(x.static), x.q
     fmt = static["qkv_format"]
     sizes = dict(zip(fmt, q.shape, strict=False))
     dtype = q.dtype if q.dtype not in validation.FP8_DTYPES else torch.bfloat16
@@ -264,14 +267,14 @@ def _forward_fake(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         dtype = dtype_of(wanted.removeprefix("torch."))
     wide = sum_dtype(q.dtype)
     lse = q.new_empty([sizes[name] for name in ("ht" if fmt == "thd" else "bhs")], dtype=wide)
-    largest = q.new_empty(sizes["h"] if static["return_max_logit"] else 0, dtype=wide)
+    max_logit = q.new_empty(sizes["h"] if static["return_max_logit"] else 0, dtype=wide)
     state = q.new_empty(0 if x.rng_state is None else 2, dtype=torch.int64)
-    return q.new_empty((*q.shape[:-1], x.v.shape[-1]), dtype=dtype), lse, largest, state
+    return q.new_empty((*q.shape[:-1], x.v.shape[-1]), dtype=dtype), lse, max_logit, state
 
 
-def _backward_fake(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *given: Any) -> tuple[Any, ...]:
-    x = _Operands(*given)
-    wanted = dict(zip(_Operands._fields, _read(x.static)["wanted"], strict=False))
+def _backward_fake(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *operands: Any) -> tuple[Any, ...]:
+    x = _Operands(*operands)
+    wanted = dict(zip(_Operands._fields, _from_json(x.static)["wanted"], strict=False))
     dense = [
         t.new_empty(t.shape) if t is not None and wanted[name] else x.q.new_empty(0)
         for name, t in (("bias", x.bias), ("softmax_offset", x.softmax_offset))

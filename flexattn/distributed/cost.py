@@ -1,4 +1,4 @@
-"""Cost model: predicted milliseconds of each strategy, from the scores a rank computes and the rows it receives."""
+"""Cost model: predicted milliseconds of each strategy, from the scores that a rank computes and the rows that it receives."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import NamedTuple
 from flexattn.distributed import slices
 from flexattn.distributed.peer_memory import MOST_RANKS
 
-STATISTICS = 4  # bytes of one lse, and of one element of a gradient that is sent: both are float32
-PART = 1.04  # time of a backward of some queries over all keys, over its share of the whole's, as fewer queries see each key
-BACKWARD_WORK = 2.8  # time of a backward over a forward's, as two and four GPUs measured: 2.5 times the products, at less speed
+STATISTICS = 4  # bytes of one lse, and of one element of a gradient in transit: both are float32
+PART = 1.04  # relative cost of a backward of some queries over all keys, because fewer queries see each key
+BACKWARD_WORK = 2.8  # time of a backward, in forwards, measured on two and four GPUs: 2.5 times the products, at a lower speed
 
 
 class Rates(NamedTuple):
-    """Speeds that predictions rest on. The defaults are of two and four H100s and H200s (NVLink, NCCL), causal, bf16, head dim 128.
+    """Speeds that predictions use. The defaults describe two and four H100s and H200s (NVLink, NCCL), causal, bf16, head dim 128.
 
-    flops: of a forward's products in a second. call: seconds that a slice, or a step of a ring, takes beside its products, as its
-    last tiles leave multiprocessors idle; in a backward as much longer as its products. link: bytes that a rank receives in a
-    second. latency: seconds before a collective's bytes count. memory: bytes in a second that merges read and write. most_bytes: of
-    gathered keys that "auto" may hold on a rank. network: bytes that a rank receives from other hosts in a second, through a card
-    of its own (400 Gbit/s; not measured). near: up to so many ranks share their memory, 0 where none do; near_link, near_latency:
-    bytes that a rank reads there in a second, and seconds in which ranks wait for each other.
+    flops: products of a forward, in FLOP/s. call: seconds that each slice or ring step adds, because its last tiles leave
+    multiprocessors idle. A backward adds more, in proportion to its products. link: bytes per second that a rank receives. latency:
+    fixed seconds of a collective. memory: bytes per second of reads and writes in merges. most_bytes: limit of gathered keys on a
+    rank under "auto". network: bytes per second that a rank receives from other hosts, through a card of its own (400 Gbit/s; not
+    measured). near: largest number of ranks that use symmetric memory, or 0 for none. near_link, near_latency: bytes per second of
+    reads from symmetric memory, and seconds of a barrier.
     """
 
     flops: float = 6.5e14
@@ -40,7 +40,7 @@ DEFAULT_RATES = Rates()
 
 
 class Heads(NamedTuple):
-    """Sizes of a call beside its lengths."""
+    """Sizes of a call without its lengths."""
 
     q: int
     kv: int
@@ -51,7 +51,7 @@ class Heads(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Most of any rank: scores in each step, rows of keys received in each collective or step, rows of own and attended queries.
+    """Maxima over ranks: scores of each step, key rows received in each collective and in each step, own and attended queries.
 
     held: rows of keys in memory at once.
     """
@@ -67,16 +67,16 @@ class Work(NamedTuple):
 class Prediction(NamedTuple):
     forward_ms: float
     backward_ms: float
-    received_bytes: int  # a forward's, by the rank that receives most
-    held_bytes: int  # keys and values beside its own
+    received_bytes: int  # in a forward, by the rank that receives most
+    held_bytes: int  # keys and values besides the rank's own
 
 
 def predict(strategy: str, work: Work, heads: Heads, ranks: int, rates: Rates) -> Prediction:
-    """Returns the time of a call: computing, plus what moves where nothing hides it.
+    """Returns the predicted time of a call: its computation, and the part of the transfers that computation does not overlap.
 
-    Of keys that come in messages the first slice is waited for, and so are the gradients of the last one; what comes from memory
-    that ranks share is all waited for; a ring's keys and gradients travel behind a step. A backward fetches the keys again, and
-    sends their gradients in float32.
+    If keys come in messages, the call waits for the first slice, and for the gradients of the last slice. Reads from symmetric
+    memory do not overlap at all. A ring's keys and gradients travel during a step. A backward fetches the keys again, and sends
+    their gradients in float32.
     """
     is_near = ranks <= rates.near and strategy != "ring"
     if is_near:
@@ -99,7 +99,7 @@ def predict(strategy: str, work: Work, heads: Heads, ranks: int, rates: Rates) -
     wait, compute = rates.latency if work.received else 0.0, work.areas[0] * per_score
     load = slices.Load(work.received * kv_row, compute * rates.flops, is_near)
     one, both = (slices.key_slices(heads.q, heads.kv, load, ends) for ends in (1, 2))
-    waited = [1.0, 1.0, 1.0] if is_near else [of.kv.size / heads.kv for of in (one[0], both[0], both[-1])]
+    waited = [1.0, 1.0, 1.0] if is_near else [part.kv.size / heads.kv for part in (one[0], both[0], both[-1])]
     forward = compute + len(one) * rates.call + wait + waited[0] * work.received * kv_row / rates.link
     moved = work.received * ((waited[1] * kv_row + waited[2] * grad_row) / rates.link + 3 * grad_row / rates.memory)
     part = PART if work.received else 1.0
@@ -108,28 +108,28 @@ def predict(strategy: str, work: Work, heads: Heads, ranks: int, rates: Rates) -
 
 
 def _ulysses(work: Work, heads: Heads, ranks: int, rates: Rates) -> Prediction:
-    """Returns the time of heads for tokens: q, k and v before, out after, and in a backward as many gradients, all waited for."""
+    """Returns the time of Ulysses: all-to-alls of q, k, v, out and as many gradients. None of them overlaps with attention."""
     kv_row = heads.batch * heads.kv * (heads.dim + heads.dim_v) * heads.itemsize
     share = (ranks - 1) / ranks
-    largest = -(-heads.q // ranks) * ranks / heads.q  # the rank with most heads over the mean
+    largest = -(-heads.q // ranks) * ranks / heads.q  # heads of the busiest rank, over the mean
     own_kv = max(1.0, heads.kv / ranks) / heads.kv
     sent_q = share * work.queries / ranks * heads.batch * heads.q * (heads.dim + heads.dim_v) * heads.itemsize
     sent_kv = share * work.held * own_kv * kv_row
-    wide = 1.0 if heads.kv % ranks == 0 else STATISTICS / heads.itemsize  # gradients of keys that several ranks have are float32
+    wide = 1.0 if heads.kv % ranks == 0 else STATISTICS / heads.itemsize  # gradients of keys that several ranks use are float32
     compute = work.areas[0] * largest * 2 * heads.batch * heads.q * (heads.dim + heads.dim_v) / rates.flops + rates.call
-    # All is read and written once before it can be read by others, and of messages once more behind.
+    # Each element is written and read once before other ranks read it. Messages are copied once more on arrival.
     copies = 2 if ranks <= rates.near else 4
-    beside = 3 * rates.latency + copies * (sent_q + sent_kv) / share / rates.memory if ranks > 1 else 0.0
-    forward = compute + beside + (sent_q + sent_kv) / rates.link
-    backward = compute * BACKWARD_WORK + beside + (sent_q + wide * sent_kv) / rates.link
+    overhead = 3 * rates.latency + copies * (sent_q + sent_kv) / share / rates.memory if ranks > 1 else 0.0
+    forward = compute + overhead + (sent_q + sent_kv) / rates.link
+    backward = compute * BACKWARD_WORK + overhead + (sent_q + wide * sent_kv) / rates.link
     return _milliseconds(forward, backward, (sent_q + sent_kv, work.held * own_kv * kv_row))
 
 
 def between_hosts(strategy: str, ranks: int, host: int, rates: Rates) -> Rates:
-    """Returns the rates at which a strategy moves bytes where ranks are in hosts of `host`; the same where there is one host.
+    """Returns the rates of a strategy if ranks are on hosts of `host` GPUs each. On one host they are unchanged.
 
-    An all-gather uses all cards of a host. Of a ring, and of halos, one rank of a host receives from another host, through one
-    card, and all wait for it. Of an all-to-all each rank receives through its own card what comes from other hosts.
+    An all-gather uses all network cards of a host. In a ring and in halos, one rank of each host receives from another host through
+    one card, and all ranks wait for it. In an all-to-all, each rank receives data of other hosts through its own card.
     """
     if ranks <= host:
         return rates
@@ -143,9 +143,9 @@ def between_hosts(strategy: str, ranks: int, host: int, rates: Rates) -> Rates:
 
 
 def predict_hosts(work: Work, heads: Heads, hosts: int, host: int, rates: Rates) -> Prediction:
-    """Returns the time of heads for tokens inside each host, and of the ring of hosts that follows. work: one rank's, in one step.
+    """Returns the time of Ulysses inside each host, then a ring of hosts. work: one rank's, in one step.
 
-    A rank has 1 / host of the heads of a host's tokens: as many bytes and scores as all heads of its own tokens would be.
+    A rank has 1 / host of the heads of a host's tokens: as many bytes and scores as all heads of its own tokens.
     """
     own, own_kv = work.own_q, work.per_step
     inside = predict("ulysses", Work((0.0,), 0, 0, own, own * host, own_kv * host), heads, host, rates)
@@ -160,13 +160,13 @@ def _milliseconds(forward: float, backward: float, sizes: tuple[float, float]) -
 
 
 def table(predictions: Mapping[str, Prediction | str], taken: str) -> list[str]:
-    """Returns lines of text: one strategy each."""
+    """Returns lines of text, one for each strategy."""
     lines = ["strategy      forward ms  backward ms  received MiB  held MiB"]
-    for name, found in predictions.items():
+    for name, prediction in predictions.items():
         mark = "  <- taken" if name == taken else ""
-        if isinstance(found, str):
-            lines.append(f"{name:13} {found}{mark}")
+        if isinstance(prediction, str):
+            lines.append(f"{name:13} {prediction}{mark}")
         else:
-            sizes = f"{found.received_bytes / 2**20:13.1f} {found.held_bytes / 2**20:9.1f}"
-            lines.append(f"{name:13} {found.forward_ms:10.3f} {found.backward_ms:12.3f} {sizes}{mark}")
+            sizes = f"{prediction.received_bytes / 2**20:13.1f} {prediction.held_bytes / 2**20:9.1f}"
+            lines.append(f"{name:13} {prediction.forward_ms:10.3f} {prediction.backward_ms:12.3f} {sizes}{mark}")
     return lines

@@ -1,4 +1,4 @@
-"""The dealt layout: packed documents whole, as far as can be, so that few keys travel and a rank's come in one call; or chunks."""
+"""The "dealt" layout: uncut packed documents as far as possible, so that few keys are sent, or else chunks."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from flexattn.distributed.layout import MOST_IMBALANCE, Run, Runs, union, withou
 from flexattn.distributed.mask import Mask
 from flexattn.distributed.trades import GROUP, TILE, Deal, settle
 
-MOST_PAIRS = 1 << 16  # documents times ranks: more would take longer than a step
-RESERVES = (0.02, 0.0, 0.05)  # shares of a rank's scores that stay free beside a part of a document that is cut
-LEAST_DENSE = (0.003, 0.01)  # shares of a rank's scores from which on a document is dense
-FEW_PAIRS = 1 << 12  # documents, or chunks, times ranks up to which several deals are tried
-ENOUGH_DENSE = 1.01  # times a rank's mean scores, up to which a document stays whole
-MOST_SETTLED = 2  # deals that are traded to the end
+MOST_PAIRS = 1 << 16  # Documents times ranks. Above it, deals would take longer than a training step.
+RESERVES = (0.02, 0.0, 0.05)  # fractions of a rank's scores that stay free next to a part of a cut document
+LEAST_DENSE = (0.003, 0.01)  # fractions of a rank's scores above which a document is dense
+FEW_PAIRS = 1 << 12  # documents or chunks, times ranks, up to which several deals are tried
+ENOUGH_DENSE = 1.01  # largest scores of an uncut document, over a rank's mean scores
+MOST_SETTLED = 2  # number of deals that trades complete
 
 
 def whole_documents(mask: Mask, ranks: int) -> Iterator[tuple[Runs, ...]]:
-    """Yields deals of documents under a mask without blocks: the runs of each rank, which has as many tokens as `cut` gives it.
+    """Yields deals of documents under a mask without blocks: each rank's runs, with as many tokens as `cut` gives it.
 
-    Dense documents, of many scores a token, are dealt first, each to the rank that most needs scores for the tokens that it lacks.
-    Each rank then takes neighbours of the others in the order of their scores a token: those that have both the tokens and the
-    scores that it lacks. What is over or missing is traded between pairs of ranks.
+    Dense documents have many scores per token. They are dealt first, each to the rank that most needs scores for its missing
+    tokens. The others are sorted by scores per token. Each rank takes neighbours from them that have both its missing tokens and
+    its missing scores. Pairs of ranks then trade the remaining differences.
     """
     if not any(mask.lengths_q) or len(mask.lengths_q) * ranks > MOST_PAIRS:
         return
@@ -37,11 +37,11 @@ def whole_documents(mask: Mask, ranks: int) -> Iterator[tuple[Runs, ...]]:
     is_small = len(mask.lengths_q) * ranks <= FEW_PAIRS
     ways = itertools.product(RESERVES, (False, True)) if is_small else ((RESERVES[0], True),)
     starts = dict.fromkeys(tuple(_cut_dense(documents, reserve, in_middle)) for reserve, in_middle in ways)
-    found: list[tuple[float, int, Deal]] = []
+    deals: list[tuple[float, int, Deal]] = []
     for shares, least in itertools.product(starts, LEAST_DENSE if is_small else LEAST_DENSE[:1]):
         deal = _dealt(documents, shares, least)
-        found.append((_badness(documents, deal), len(found), deal))
-    for _, _, deal in heapq.nsmallest(MOST_SETTLED if is_small else 1, found):
+        deals.append((_badness(documents, deal), len(deals), deal))
+    for _, _, deal in heapq.nsmallest(MOST_SETTLED if is_small else 1, deals):
         if settle(documents, deal):
             yield tuple(documents.runs(own) for own in deal)
 
@@ -51,16 +51,16 @@ def _densest_first(share: Share) -> tuple[int, int, Runs]:
 
 
 def _cut_dense(documents: Documents, reserve: float, in_middle: bool) -> list[Share]:
-    """Returns shares none of which has more scores than a rank can have beside the sparsest tokens that fill it.
+    """Returns shares of which each fits on a rank, together with the sparsest tokens that fill it.
 
-    A document that has more is cut so that a suffix fits; or, in_middle, so that all but a part in the middle does, where the rank
-    that fetches most then fetches less: a causal suffix sees all keys before it, and a part in the middle half as many.
+    A document with more scores is cut so that a suffix fits. If in_middle, the cut may leave a middle part, and all other tokens
+    must fit. The busiest rank then fetches fewer keys: a causal suffix sees all keys before it, and a middle part half as many.
     """
     heap = [(_densest_first(share), share) for share in documents.whole]
     heapq.heapify(heap)
     done: list[Share] = []
-    later: collections.Counter[int] = collections.Counter()  # parts of a document that are done
-    used = 0.0  # sparsest tokens, beside parts that are done
+    later: collections.Counter[int] = collections.Counter()  # finished parts of each document
+    used = 0.0  # sparsest tokens that fill up finished parts
     limit = documents.area * (1 - reserve)
 
     def filled(area: int, size: int) -> float:
@@ -77,7 +77,7 @@ def _cut_dense(documents: Documents, reserve: float, in_middle: bool) -> list[Sh
         pair = _suffix(documents, whole, fits)
         if pair is None:
             break
-        if in_middle and run.start == 0 and later[whole.document] < 2:  # more would all need what its rank has
+        if in_middle and run.start == 0 and later[whole.document] < 2:  # More middle parts would all need the keys of this rank.
             other = _all_but_middle(documents, whole, fits)
             if other is not None and max(share.keys for share in other) < max(share.keys for share in pair):
                 pair = other
@@ -89,7 +89,7 @@ def _cut_dense(documents: Documents, reserve: float, in_middle: bool) -> list[Sh
 
 
 def _suffix(documents: Documents, whole: Share, fits: Callable[[int, int], bool]) -> tuple[Share, Share] | None:
-    """Returns a share's tokens before a suffix that is as long as fits, and the suffix; None where one of them is empty."""
+    """Returns the tokens of a share before its longest suffix that fits, and that suffix. None if one of them is empty."""
     document, [run] = whole.document, whole.runs
 
     def fits_from(start: int) -> bool:
@@ -102,9 +102,10 @@ def _suffix(documents: Documents, whole: Share, fits: Callable[[int, int], bool]
 
 
 def _all_but_middle(documents: Documents, whole: Share, fits: Callable[[int, int], bool]) -> tuple[Share, Share] | None:
-    """Returns a part of a document that has as many tokens as lie before it, and all others, if these fit; else None.
+    """Returns a middle part as long as the tokens before it, and all other tokens, if those fit. Else returns None.
 
-    Under a causal mask the part then fetches as many keys, those before it, as the others do, those in it: the most is least so.
+    If the mask is causal, the middle part fetches all keys before it, and the other tokens fetch its keys. The larger of these
+    two numbers is smallest if both are equal.
     """
     document, [run] = whole.document, whole.runs
     half = run.size // 2
@@ -120,21 +121,21 @@ def _all_but_middle(documents: Documents, whole: Share, fits: Callable[[int, int
 
 
 def _on_grid(position: int, stop: int) -> int:
-    """Returns the next multiple of a tile, or else of a group, before stop, or the position where there is none."""
+    """Returns the next multiple of a tile, or else of a group, before stop. If there is none, returns the position."""
     return next((at for grid in (TILE, GROUP) if (at := -(-position // grid) * grid) < stop), position)
 
 
 def _dealt(documents: Documents, shares: Sequence[Share], least: float) -> Deal:
-    """Returns a deal of nearly as many tokens and scores for each. least: of the mean scores, from which on a share is dense."""
+    """Returns a deal with nearly equal tokens and scores. least: fraction of the mean scores above which a share is dense."""
     deal: Deal = [[] for _ in documents.sizes]
-    sizes, areas = list(documents.sizes), [documents.area] * documents.ranks  # that each rank lacks
+    sizes, areas = list(documents.sizes), [documents.area] * documents.ranks  # missing on each rank
     ordered = sorted(shares, key=_densest_first)
     dense = sum(share.area >= least * documents.area for share in shares)
     left = Totals.of(ordered)
     mean = 0.0
     for share in ordered[:dense]:
         left = left.changed(share, None)
-        mean = left.area / left.size if left.size else 0.0  # scores a token of what is left
+        mean = left.area / left.size if left.size else 0.0  # scores per token of the rest
         able = [rank for rank, size in enumerate(sizes) if size >= share.size] or range(documents.ranks)
         rank = max(able, key=lambda rank: (areas[rank] - mean * sizes[rank], sizes[rank]))
         deal[rank].append(share)
@@ -151,7 +152,7 @@ def _dealt(documents: Documents, shares: Sequence[Share], least: float) -> Deal:
 
 
 def _neighbours(documents: Documents, shares: Sequence[Share], lacks: tuple[int, float]) -> slice:
-    """Returns where the neighbours lie that together are nearest to the tokens and the scores that a rank lacks."""
+    """Returns the range of neighbouring shares that together come nearest to a rank's missing tokens and scores."""
     size, area = lacks
     sizes = list(itertools.accumulate((share.size for share in shares), initial=0))
     areas = list(itertools.accumulate((share.area for share in shares), initial=0))
@@ -173,14 +174,15 @@ def _neighbours(documents: Documents, shares: Sequence[Share], lacks: tuple[int,
 def _badness(documents: Documents, deal: Deal) -> float:
     totals = [Totals.of(own) for own in deal]
     over = max(abs(total.size - size) for total, size in zip(totals, documents.sizes, strict=True))
-    keys = max(total.keys for total in totals) + over / 2  # about half of what is over is cut off
+    keys = max(total.keys for total in totals) + over / 2  # cuts remove about half of the excess
     return documents.worth(keys, max(total.area for total in totals))
 
 
-class _Measured(NamedTuple):
+class _DealCost(NamedTuple):
     """Scores and keys of the slowest ranks.
 
-    fetched: keys that come from others. worth: keys that come or go, and as many more as calls and scores over the mean are worth.
+    fetched: keys from other ranks. worth: keys received or sent, plus the equivalent in keys of extra calls and of scores above the
+    mean.
     """
 
     area: int
@@ -189,8 +191,8 @@ class _Measured(NamedTuple):
     runs: tuple[Runs, ...]
 
 
-def _measured(mask: Mask, q_runs: tuple[Runs, ...], kv_runs: tuple[Runs, ...] | None, limit: float = math.inf) -> _Measured | None:
-    """Returns what the slowest ranks have; None where that is more scores than the limit."""
+def _deal_cost(mask: Mask, q_runs: tuple[Runs, ...], kv_runs: tuple[Runs, ...] | None, limit: float = math.inf) -> _DealCost | None:
+    """Returns the cost for the slowest ranks, or None if their scores exceed the limit."""
     areas = [sum(mask.area(run) for run in own) for own in q_runs]
     area, mean = max(areas), max(1.0, sum(areas) / len(areas))
     if area > limit:
@@ -209,17 +211,18 @@ def _measured(mask: Mask, q_runs: tuple[Runs, ...], kv_runs: tuple[Runs, ...] | 
                     break
                 sent[owner] += min(stop, last) - max(start, first)
     over = (area / mean - 1) * sum(mask.lengths_kv)
-    return _Measured(area, max(fetched), max(*fetched, *sent) + CALL_KEYS * (most_parts - 1) + over, q_runs)
+    return _DealCost(area, max(fetched), max(*fetched, *sent) + CALL_KEYS * (most_parts - 1) + over, q_runs)
 
 
 def dealt(mask: Mask, ranks: int, kv_runs: tuple[Runs, ...] | None = None) -> tuple[Runs, ...]:
-    """Returns runs of the whole for each rank: equally many tokens, nearly as many scores, and few keys that come from others.
+    """Returns runs of the full sequence for each rank, with equal tokens, nearly equal scores, and few keys from other ranks.
 
-    Of deals of whole documents, a zigzag, parts without gaps, and chunks (`layout.dealt`) it takes one in which no rank fetches
-    more than the busiest would in chunks, and of these the one with fewest keys that come to one rank, or go from it, with those
-    that its calls and scores are worth: all wait for the busiest rank. Blocks of a mask are dealt in chunks.
+    The candidates are deals of uncut documents, a zigzag, contiguous parts, and chunks (`layout.dealt`). A candidate is dropped if
+    a rank fetches more than the busiest rank does with chunks. The cheapest of the others is taken, because all ranks wait for the
+    busiest. Its cost is the keys that one rank receives or sends, plus the equivalent of its calls and scores. Block masks are
+    always dealt in chunks.
 
-    kv_runs: the keys that each rank holds; None: those at the positions of its queries.
+    kv_runs: the keys that each rank holds. None: keys at the positions of its queries.
     """
     length = sum(mask.lengths_q)
     unit = 1 if mask.blocks is None else mask.blocks.size_q
@@ -228,10 +231,10 @@ def dealt(mask: Mask, ranks: int, kv_runs: tuple[Runs, ...] | None = None) -> tu
     in_chunks = layouts.dealt(length, ranks, mask.area, mask.needs, unit, most_choices)
     if mask.blocks is not None:
         return in_chunks
-    chunks = _measured(mask, in_chunks, kv_runs)
+    chunks = _deal_cost(mask, in_chunks, kv_runs)
     assert chunks is not None
     limit = max(MOST_IMBALANCE * mask.area(Run(0, length)) / ranks, chunks.area)
     others = (*whole, layouts.zigzag(length, ranks), layouts.contiguous(length, ranks))
-    found = (_measured(mask, runs, kv_runs, limit) for runs in others)
-    better = [other for other in found if other is not None and other.fetched <= chunks.fetched]
+    candidates = (_deal_cost(mask, runs, kv_runs, limit) for runs in others)
+    better = [other for other in candidates if other is not None and other.fetched <= chunks.fetched]
     return min((*better, chunks), key=lambda measured: measured.worth).runs

@@ -1,4 +1,4 @@
-"""Decoding: queries that every rank has, over keys of which each rank has a part; one exchange of (out, lse), and a merge."""
+"""Decoding: queries that every rank has, over keys that are split over ranks. One exchange of (out, lse), then a merge."""
 
 from __future__ import annotations
 
@@ -12,42 +12,47 @@ from flexattn import functional, validation
 from flexattn.dispatch.spec import SOFTMAX_TYPES, as_bshd, from_bshd, parse_format
 from flexattn.distributed import agreement, capture
 from flexattn.distributed.exchange import all_gather, waiting
+from flexattn.outputs import chosen
+from flexattn.shorthands import softmax_type_of
 
 NOT_TAKEN = {
-    "dropout_p": "0, as this has no gradients",
-    "alibi_slopes": "none: a score_mod that knows where this rank's keys begin",
+    "dropout_p": "0, because decoding has no gradients",
+    "alibi_slopes": "a score_mod with the position of this rank's first key",
     "return_max_logit": "False",
-    "batch_invariant": "False, as bits depend on how keys are divided",
+    "out": "None, because the results of ranks are merged into a new tensor",
+    "batch_invariant": "False, because results depend on how keys are split",
     "fp8_recipe": "16 bits or more",
     "fp8_state": "16 bits or more",
 }
 
 
 def attention_over_ranks(q: Tensor, k: Tensor, v: Tensor, *, group: Any, **options: Any) -> Any:
-    """Returns attention of queries that all ranks have over the keys of all ranks, on each rank the same bits. No gradients.
+    """Returns attention of common queries over the keys of all ranks, bitwise identical on each rank. Has no gradients.
 
-    Each rank attends to its own keys, and (out, lse) are exchanged once, in float32: as flash decoding merges the parts of a
-    sequence (Dao et al., 2023, https://pytorch.org/blog/flash-decoding/). What travels is as long as the queries, not as the keys.
+    Each rank attends to its own keys. Then (out, lse) are exchanged once, in float32, as flash decoding merges the parts of a
+    sequence (Dao et al., 2023, https://pytorch.org/blog/flash-decoding/). The messages are as long as the queries, not as the keys.
 
     Args:
-        q: as `flexattn.attention` takes it, the same on each rank.
-        k, v: this rank's keys and values, of any length, 0 too: ranks may have different ones, in any order. Or pools of pages,
-            with a page_table of this rank's own.
+        q: as in `flexattn.attention`, equal on all ranks.
+        k, v: this rank's keys and values. Ranks may have different lengths, 0 included, in any order. Pools of pages work with this
+            rank's own page_table.
         group: a process group, or a DeviceMesh of one dim.
-        options: what `flexattn.attention` takes for this rank's keys, of which positions count from the first one that is here.
-            One query sees all keys, so it needs no mask but "padding" where a cache is not full. Of several newest queries, as a
-            speculation has them, the rank with their keys takes "causal_bottom_right" and all others "no_mask". softmax_type and
-            softmax_offset are the same on each rank, and join once, after the exchange. return_lse returns (out, lse).
+        options: arguments of `flexattn.attention` for this rank's keys. Positions count from this rank's first key. One query sees
+            all keys, so it needs no mask, or "padding" if a cache is not full. For several new queries, as in speculative decoding,
+            the rank with their keys passes "causal_bottom_right" and the others "no_mask". softmax_type and softmax_offset must be
+            equal on all ranks. A sink is added once, after the exchange. return_lse returns (out, lse).
 
     Raises:
-        ValueError, TypeError: what `flexattn.attention` raises; what cannot be split: dropout, ALiBi, FP8; q, k or v that requires
-            a gradient while gradients are recorded. Under FLEXATTN_CHECK=1 on every rank, and where ranks differ in q's shape.
-        RuntimeError: the exchange failed, or its group's timeout passed.
+        ValueError, TypeError: an error of `flexattn.attention`; dropout, ALiBi or FP8, which cannot be split; q, k or v requires a
+            gradient while gradients are recorded. Under FLEXATTN_CHECK=1 every rank raises, also if shapes of q differ between
+            ranks.
+        RuntimeError: the exchange failed or timed out.
     """
     if hasattr(group, "get_group"):
         group = group.get_group()
     return_lse = options.pop("return_lse", False)
-    softmax_type, offset = options.pop("softmax_type", "vanilla"), options.pop("softmax_offset", None)
+    offset = options.pop("softmax_offset", None)
+    softmax_type = softmax_type_of(options.pop("softmax_type", None), offset)
     error, own = None, {}
     try:
         _refuse((q, k, v), options)
@@ -67,37 +72,40 @@ def attention_over_ranks(q: Tensor, k: Tensor, v: Tensor, *, group: Any, **optio
         if softmax_type == "off-by-one":
             offset = torch.zeros(heads, dtype=torch.float32, device=q.device)
         out, lse = merge_over_ranks(out, lse, group=group, qkv_format=q_format, softmax_offset=offset)
-    return (out, lse) if return_lse else out
+    return chosen(out, lse, None, return_lse, False)
 
 
 def _refuse(qkv: tuple[Tensor, Tensor, Tensor], options: dict[str, Any]) -> None:
-    """Raises ValueError for what cannot be split over ranks."""
+    """Raises ValueError for arguments that cannot be split over ranks."""
     for name, accepted in NOT_TAKEN.items():
         value = options.get(name)
         if value is not None and (isinstance(value, Tensor) or value):
             raise ValueError(f"{name} is given to attention_over_ranks; accepted: {accepted}")
     if options.get("bias_type") == "alibi":
-        raise ValueError("bias_type is 'alibi'; accepted: a score_mod that knows where this rank's keys begin")
+        raise ValueError("bias_type is 'alibi'. Use a score_mod with the position of this rank's first key")
     for name, t in zip("qkv", qkv, strict=True):
         if isinstance(t, Tensor) and t.requires_grad and torch.is_grad_enabled():
-            raise ValueError(f"{name} requires a gradient; accepted: under torch.no_grad(), or `attention` with a plan")
+            raise ValueError(
+                f"{name} requires a gradient, and decoding has none. Call it under torch.no_grad(), or use `attention` with a plan"
+            )
 
 
 def merge_over_ranks(
     out: Tensor, lse: Tensor, *, group: Any, qkv_format: str = "bshd", softmax_offset: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Returns attention over all ranks' keys, from each rank's (out, lse) of the same queries over its own: one all-gather.
+    """Returns attention over all ranks' keys, from each rank's (out, lse) for the same queries. Uses one all-gather.
 
-    The formula is that of `flexattn.merge_attention`, of all parts at once, in float32 and in the ranks' order. No gradients.
+    The formula is that of `flexattn.merge_attention`, for all parts at once, in float32 and in the order of ranks. Has no
+    gradients.
 
     Args:
-        out, lse: what `flexattn.attention(..., return_lse=True)` gave, with no sink. A rank without keys has out 0 and lse -inf.
+        out, lse: results of `flexattn.attention(..., return_lse=True)` without a sink. A rank without keys has out 0 and lse -inf.
         group: a process group, or a DeviceMesh of one dim.
-        qkv_format: the queries' format.
-        softmax_offset: [h], a sink that joins once, or None.
+        qkv_format: the format of the queries.
+        softmax_offset: [h], a sink that is added once, or None.
 
     Raises:
-        ValueError, TypeError: tensors that do not fit together. RuntimeError: the exchange failed.
+        ValueError, TypeError: tensors that do not match. RuntimeError: the exchange failed.
     """
     if hasattr(group, "get_group"):
         group = group.get_group()

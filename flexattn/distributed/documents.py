@@ -1,4 +1,4 @@
-"""Documents of a mask as shares of ranks: their tokens, their scores, and the keys that they need beside their own."""
+"""Documents of a mask, as shares of ranks: their tokens, their scores, and the keys that they need besides their own."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from typing import NamedTuple
 from flexattn.distributed.layout import Run, Runs, common, cut, size_of, union
 from flexattn.distributed.mask import Mask
 
-CALL_KEYS = 2048  # keys that take as long to come as one more call of a rank
-CALL_SHARE = 32  # part of all tokens that a call is worth at most while deals are sought, as few tokens would otherwise stay uneven
+CALL_KEYS = 2048  # number of keys that take as long to receive as one more call takes to run
+# a call costs at most this fraction of all tokens during the search, because few tokens would otherwise stay uneven
+CALL_SHARE = 32
 
-EVEN, PAST_EVEN = 1.015, 9  # times the mean scores, past which each counts so often more: beyond MOST_IMBALANCE there is no deal
+EVEN, PAST_EVEN = 1.015, 9  # Above EVEN times the mean, scores cost PAST_EVEN times more. Above MOST_IMBALANCE a deal is refused.
 
 
 class Share(NamedTuple):
     """A document or a part of it, in positions of the document.
 
-    keys: those that its queries see beside their own, and for each run but one as many more as another call is worth.
+    keys: keys that its queries see besides their own, plus the equivalent of one more call for each run after the first.
     """
 
     document: int
@@ -53,7 +54,7 @@ class Totals(NamedTuple):
 
 
 class Documents:
-    """Documents of a mask without blocks, and what each rank is to have of them: `sizes` tokens, and about `area` scores."""
+    """Documents of a mask without blocks, and the target of each rank: `sizes` tokens and about `area` scores."""
 
     def __init__(self, mask: Mask, ranks: int) -> None:
         self.mask, self.ranks, self.starts = mask, ranks, mask.q.starts
@@ -72,7 +73,7 @@ class Documents:
         self._areas = list(itertools.accumulate((share.area for share in self._sparse), initial=0))
 
     def share(self, document: int, *runs: Run) -> Share:
-        """Returns the share of some runs of a document, which do not overlap."""
+        """Returns the share with some runs of a document. Runs must not overlap."""
         joint = union(runs)
         if len(joint) == 1:
             return Share(document, joint, joint[0].size, self.mask.scores(document, joint[0]), self._keys(document, joint[0]))
@@ -85,7 +86,7 @@ class Documents:
         return seen.size - max(0, min(seen.stop, run.stop) - max(seen.start, run.start))
 
     def sparsest(self, first: float, last: float) -> float:
-        """Returns the scores of the tokens from `first` to `last` of all, those of the sparsest documents first."""
+        """Returns the scores of the tokens in [first, last), if tokens are sorted from the sparsest document to the densest."""
         return self._sparsest(max(last, first)) - self._sparsest(first)
 
     def _sparsest(self, tokens: float) -> float:
@@ -93,25 +94,25 @@ class Documents:
         return self._areas[i] + self._sparse[i].area * min(1.0, (tokens - self._sizes[i]) / self._sparse[i].size)
 
     def merged(self, shares: Sequence[Share]) -> list[Share]:
-        """Returns the shares as one of each document."""
-        found: dict[int, Share] = {}
+        """Returns the shares with all shares of a document joined to one."""
+        by_document: dict[int, Share] = {}
         for share in shares:
-            same = found.get(share.document)
-            found[share.document] = share if same is None else self.share(share.document, *same.runs, *share.runs)
-        return list(found.values())
+            same = by_document.get(share.document)
+            by_document[share.document] = share if same is None else self.share(share.document, *same.runs, *share.runs)
+        return list(by_document.values())
 
     def worth(self, keys: float, area: float) -> float:
-        """Returns how bad a rank's keys and scores are: a hundredth of the mean scores as one of all keys, or, past EVEN, ten."""
+        """Returns the cost of keys and scores: their shares of all keys and of the mean. Scores above EVEN count tenfold."""
         scores = max(1.0, area / self.area)
         return keys / self.tokens + scores + PAST_EVEN * max(0.0, scores - EVEN)
 
     def runs(self, shares: Iterable[Share]) -> Runs:
-        """Returns a rank's runs of the whole."""
+        """Returns a rank's runs of the full sequence."""
         return union(
             Run(self.starts[share.document] + a, self.starts[share.document] + b) for share in shares for a, b in share.runs
         )
 
 
 def density(share: Share) -> tuple[float, int, Runs]:
-    """Returns by which shares are sorted by their scores a token."""
+    """Returns the key that sorts shares by scores per token."""
     return share.area / share.size, share.document, share.runs

@@ -1,4 +1,4 @@
-"""FP8 of a call of a part: its tensors come in FP8, with descales of the whole; gradients are made in FP8 and summed in float32."""
+"""FP8 in local calls: inputs are FP8, with descales of the full sequence. Gradients are computed in FP8 and summed in float32."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from flexattn.dispatch.spec import Results
 from flexattn.fp8_ops import QuantizeConfig
 
 
-class Eight(NamedTuple):
-    """FP8 of a call over ranks."""
+class Fp8Call(NamedTuple):
+    """FP8 settings of a call over ranks."""
 
     recipe: fp8.Recipe
-    config: QuantizeConfig | None  # None: q, k and v come in FP8
+    config: QuantizeConfig | None  # None: q, k and v are FP8 already
     state: fp8.DelayedScaling | None
-    out_dtype: torch.dtype  # dtype of what calls of parts give
-    local_rows: int  # rows that share a scale in a call of a part; 0 where scales are not by blocks
+    out_dtype: torch.dtype  # dtype of the outputs of local calls
+    local_rows: int  # Rows that share a scale in a local call. 0 if scales are not by blocks.
 
     @property
-    def of_part(self) -> fp8.Recipe:
-        """The recipe of a call of a part, whose tensors come in FP8."""
+    def part_recipe(self) -> fp8.Recipe:
+        """The recipe of a local call, whose tensors are FP8 already."""
         if self.local_rows:
             return fp8.Recipe(granularity="block", block_rows=self.local_rows, out_dtype=self.out_dtype)
         return fp8.Recipe(out_dtype=self.out_dtype)
 
 
 class Span(NamedTuple):
-    """Sequences of a call on one side: each one's document, None for dense ones, and first position; the longest one's length."""
+    """Sequences of a call on one side: documents (None if dense), first positions, and the length of the longest."""
 
     document: Tensor | None
     start: Tensor
@@ -41,31 +41,31 @@ class Span(NamedTuple):
 
 
 def local_descale(descale: Tensor, span: Span, heads: Tensor | None, rows: tuple[int, int]) -> Tensor:
-    """Returns a call's descale, of the whole's. heads: those of the call, None for all. rows: that share one, there and here."""
+    """Returns the part of a descale that a call needs. heads: of the call; None: all. rows: per scale, globally and locally."""
     if span.document is not None and descale.shape[0] > 1:
         descale = descale.index_select(0, span.document)
     if heads is not None and descale.shape[1] > 1:
         descale = descale.index_select(1, heads)
-    of_whole, local = rows
+    global_rows, local = rows
     if not local:
         return descale.contiguous()
     first = torch.arange(num_blocks(span.longest, local), device=descale.device) * local
-    block = ((span.start.view(-1, 1) + first) // of_whole).clamp(max=descale.shape[2] - 1).long()  # [sequences | 1, blocks]
+    block = ((span.start.view(-1, 1) + first) // global_rows).clamp(max=descale.shape[2] - 1).long()  # [sequences | 1, blocks]
     batch = max(descale.shape[0], block.shape[0])
     block = block[:, None].expand(batch, descale.shape[1], -1)
     return descale.expand(batch, -1, -1).gather(2, block)
 
 
 def differentiate(
-    given: Given, eight: Eight, descales: Sequence[Tensor], dout8: Tensor | None, arguments: dict[str, Any], fp32: str
+    operands: Given, fp8_call: Fp8Call, descales: Sequence[Tensor], dout8: Tensor | None, arguments: dict[str, Any], fp32: str
 ) -> Gradients:
-    """Returns the gradients of a call of a part in FP8. descales: of q, k and v, and of dout8 where it is given.
+    """Returns the gradients of a local call in FP8. descales: for q, k and v, and for dout8 if there is one.
 
     fp32: gradients in float32, one of `FP32_GRADIENTS`.
     """
-    grad_dtype = str(eight.recipe.grad_dtype).removeprefix("torch.")
+    grad_dtype = str(fp8_call.recipe.grad_dtype).removeprefix("torch.")
     descale_dout, dout16 = None, None
     if dout8 is not None:
-        descale_dout, dout16, given = descales[3], given.dout, given._replace(dout=dout8)
-    in_fp8 = GivenInFp8(eight.of_part, grad_dtype, descales[:3], descale_dout, dout16, is_part=True)
-    return backward.differentiate(Results(fp32=fp32), given, backward.DEFAULTS | arguments, in_fp8)
+        descale_dout, dout16, operands = descales[3], operands.dout, operands._replace(dout=dout8)
+    in_fp8 = GivenInFp8(fp8_call.part_recipe, grad_dtype, descales[:3], descale_dout, dout16, is_part=True)
+    return backward.differentiate(Results(fp32=fp32), operands, backward.DEFAULTS | arguments, in_fp8)

@@ -1,4 +1,4 @@
-"""Collectives: rows of keys that travel to the ranks that need them, gradients that travel back, heads for rows, rings."""
+"""Collectives of context parallelism: all-to-alls of keys, values and heads, reduce-scatters of gradients, and ring steps."""
 
 from __future__ import annotations
 
@@ -13,44 +13,45 @@ from torch import Tensor
 
 from flexattn.distributed import peer_memory
 from flexattn.distributed.layout import Run, Runs, common, row_of, rows_of, size_of, union, without
-from flexattn.distributed.near import Near, make_near, pull_of_rows, row_size, starts
-from flexattn.distributed.sums import NO_STEPS, Move, Share, Steps, copy_all
+from flexattn.distributed.near import SymmetricFetch, make_symmetric_fetch, pull_of_rows, row_size, starts
+from flexattn.distributed.sums import NO_STEPS, Addend, RowMove, SumSteps, copy_all
 from flexattn.validation import FP8_DTYPES
 
 
 @contextlib.contextmanager
 def waiting(what: str, group: Any) -> Iterator[None]:
-    """Turns a failure of the group into an error that says what this rank waited for."""
+    """Turns a failure of the group into an error that names the exchange and this rank."""
     try:
         yield
     except RuntimeError as e:
         raise RuntimeError(
-            f"rank {dist.get_rank(group)} of {dist.get_world_size(group)} did not get through {what}: {e}. Another rank may have "
-            "raised before it, or called something else: see its output, and run all with FLEXATTN_CHECK=1, which compares what "
-            "the ranks are about to do. How long ranks wait is the timeout of init_process_group"
+            f"rank {dist.get_rank(group)} of {dist.get_world_size(group)} failed in {what}: {e}. Another rank may have raised an "
+            "error or made another call. Read the output of all ranks, and run them with FLEXATTN_CHECK=1, which compares their "
+            "calls. The timeout of init_process_group limits how long ranks wait"
         ) from e
 
 
-class Route(NamedTuple):
-    """Rows that one rank sends and receives, for keys that lie in `kv_runs` and are wanted in runs of the whole's order.
+class SendReceiveLists(NamedTuple):
+    """Send and receive lists of one rank, for an all-to-all of keys and values.
 
-    What others give is received where it lies among the rows held, in a message for each run where runs are few.
+    Keys lie in `kv_runs`, and each rank receives the runs that it needs. A rank writes received rows directly to their place among
+    the rows that it holds. If there are few runs, each travels in a message of its own.
     """
 
-    sends: tuple[Runs, ...]  # by rank that gets them: rows of this rank's tensor; none for itself
-    receives: tuple[Runs, ...]  # by rank that gives them: rows among those held; none of itself
-    own: tuple[tuple[Run, Run], ...]  # rows of this rank's tensor that it wants itself, and where they lie among those held
-    held: int  # rows
-    gaps: Runs  # rows held of keys that nothing sees
-    rows: int  # in this rank's tensor
-    held_sends: tuple[Runs, ...] | None  # where the rows of `sends` lie among those held; None where not all are
-    by_runs: bool  # the same on all ranks, as is the next one
-    is_whole: bool  # whether all ranks want all rows, and have equally many
-    near: Near | None  # the same by memory that the ranks of one host share; None where they are many
+    sends: tuple[Runs, ...]  # For each receiver, rows of this rank's tensor. Empty for itself.
+    receives: tuple[Runs, ...]  # For each sender, rows among those held. Empty for itself.
+    own: tuple[tuple[Run, Run], ...]  # this rank's rows that it needs itself, and their place among the held rows
+    held: int  # number of rows held
+    gaps: Runs  # held rows of keys that no query sees
+    rows: int  # number of rows of this rank's tensor
+    held_sends: tuple[Runs, ...] | None  # The rows of `sends` among those held. None if some are not held.
+    by_runs: bool  # Whether each run has a message of its own. Equal on all ranks.
+    is_whole: bool  # Whether all ranks need all rows and have equally many. Equal on all ranks.
+    symmetric: SymmetricFetch | None  # The same exchange through symmetric memory. None for many ranks.
 
     @property
     def is_local(self) -> bool:
-        """Returns whether what is held is this rank's tensor as it is."""
+        """Returns whether the held rows are this rank's tensor, unchanged."""
         return self.own == ((Run(0, self.rows), Run(0, self.held)),)
 
     @property
@@ -58,99 +59,100 @@ class Route(NamedTuple):
         return len(self.sends) == 1
 
 
-MOST_RANKS, MOST_MESSAGES = 8, 16  # for messages run by run: one host's, as preparing a message takes several microseconds
+# limits of messages for single runs, within one host: each message takes the host several microseconds
+MOST_RANKS, MOST_MESSAGES = 8, 16
 
 
-def make_route(kv_runs: Sequence[Runs], wanted: Sequence[Runs], held: Runs, rank: int) -> Route:
-    """Returns a rank's route. wanted: by rank, sorted and apart. held: this rank's room, in which all lies that others give it."""
+def make_send_receive_lists(kv_runs: Sequence[Runs], wanted: Sequence[Runs], held: Runs, rank: int) -> SendReceiveLists:
+    """Returns a rank's lists. wanted: runs for each rank, sorted and disjoint. held: runs that this rank has room for."""
     ranks = range(len(kv_runs))
-    own, mine = kv_runs[rank], tuple(common(union(held), wanted[rank]))
-    outgoing = [tuple(common(mine if to == rank else wanted[to], own)) for to in ranks]
-    incoming = [tuple(common(mine, kv_runs[of])) for of in ranks]
-    sends = tuple(() if to == rank else _places(runs, own) for to, runs in enumerate(outgoing))
-    receives = tuple(() if of == rank else _places(runs, held) for of, runs in enumerate(incoming))
-    kept = tuple(zip(_places(outgoing[rank], own), _places(incoming[rank], held), strict=True))
-    count = size_of(held)
-    taken = [*(run for runs in receives for run in runs), *(places for _, places in kept)]
-    gaps = tuple(without((Run(0, count),), taken))
-    held_sends = _moved_sends(sends, kept)
+    own, needed = kv_runs[rank], tuple(common(union(held), wanted[rank]))
+    outgoing = [tuple(common(needed if receiver == rank else wanted[receiver], own)) for receiver in ranks]
+    incoming = [tuple(common(needed, kv_runs[sender])) for sender in ranks]
+    sends = tuple(() if receiver == rank else _rows_among(runs, own) for receiver, runs in enumerate(outgoing))
+    receives = tuple(() if sender == rank else _rows_among(runs, held) for sender, runs in enumerate(incoming))
+    own_pairs = tuple(zip(_rows_among(outgoing[rank], own), _rows_among(incoming[rank], held), strict=True))
+    held_rows = size_of(held)
+    filled = [*(run for runs in receives for run in runs), *(places for _, places in own_pairs)]
+    gaps = tuple(without((Run(0, held_rows),), filled))
+    held_sends = _sends_among_held(sends, own_pairs)
     sizes = [size_of(runs) for runs in kv_runs]
     is_whole = len(set(sizes)) == 1 and sizes[0] > 0 and all(size_of(runs) == sum(sizes) for runs in wanted)
     by_runs = _fits_messages(kv_runs, wanted)
-    near = make_near(kv_runs, wanted, held, rank) if 1 < len(kv_runs) <= peer_memory.MOST_RANKS else None
-    return Route(sends, receives, kept, count, gaps, size_of(own), held_sends, by_runs, is_whole, near)
+    symmetric = make_symmetric_fetch(kv_runs, wanted, held, rank) if 1 < len(kv_runs) <= peer_memory.MOST_RANKS else None
+    return SendReceiveLists(sends, receives, own_pairs, held_rows, gaps, size_of(own), held_sends, by_runs, is_whole, symmetric)
 
 
-def _moved_sends(sends: Sequence[Runs], own: Sequence[tuple[Run, Run]]) -> tuple[Runs, ...] | None:
-    """Returns where the rows that a rank sends lie among those that it holds; None where it does not hold all."""
-    found: list[Runs] = []
+def _sends_among_held(sends: Sequence[Runs], own: Sequence[tuple[Run, Run]]) -> tuple[Runs, ...] | None:
+    """Returns the rows that a rank sends, among those that it holds. None if it does not hold all of them."""
+    held_sends: list[Runs] = []
     for runs in sends:
         places = []
         for run in runs:
-            moved = [places.start - rows.start for rows, places in own if rows.start <= run.start and run.stop <= rows.stop]
-            if not moved:
+            shifts = [places.start - rows.start for rows, places in own if rows.start <= run.start and run.stop <= rows.stop]
+            if not shifts:
                 return None
-            places.append(Run(run.start + moved[0], run.stop + moved[0]))
-        found.append(tuple(places))
-    return tuple(found)
+            places.append(Run(run.start + shifts[0], run.stop + shifts[0]))
+        held_sends.append(tuple(places))
+    return tuple(held_sends)
 
 
-def _places(runs: Runs, among: Runs) -> Runs:
-    """Returns where runs lie in a tensor that holds the runs `among`, each of them in one of these."""
+def _rows_among(runs: Runs, among: Runs) -> Runs:
+    """Returns the rows of `runs` in a tensor that holds the runs `among`. Each run must lie in one of these."""
     rows = rows_of(among)
     starts = [row_of(run.start, among, rows) for run in runs]
     return tuple(Run(start, start + run.size) for start, run in zip(starts, runs, strict=True))
 
 
 def _fits_messages(kv_runs: Sequence[Runs], wanted: Sequence[Runs]) -> bool:
-    """Returns whether each rank sends and receives few runs, and one at least: NCCL connects all ranks in their first messages."""
+    """Returns whether each rank sends and receives few runs, but at least one: NCCL connects all ranks in their first messages."""
     if len(kv_runs) > MOST_RANKS:
         return False
     counts = [[0, 0] for _ in kv_runs]
-    for to, of in itertools.permutations(range(len(kv_runs)), 2):
-        count = sum(1 for _ in common(wanted[to], kv_runs[of]))
-        counts[to][0] += count
-        counts[of][1] += count
+    for receiver, sender in itertools.permutations(range(len(kv_runs)), 2):
+        count = sum(1 for _ in common(wanted[receiver], kv_runs[sender]))
+        counts[receiver][0] += count
+        counts[sender][1] += count
     return all(max(pair) <= MOST_MESSAGES and any(pair) for pair in counts)
 
 
 def as_sent(t: Tensor) -> Tensor:
-    """Returns a tensor as collectives take it: its bytes, where it is in FP8."""
+    """Returns a tensor as collectives take it: the bytes of an FP8 tensor."""
     return t.view(torch.uint8) if t.dtype in FP8_DTYPES else t
 
 
 def all_gather(received: Tensor, own: Tensor, group: Any) -> Any:
-    """Begins to write all ranks' tensors, of one shape, one after another into `received`; returns what to wait for."""
+    """Starts an all-gather of equally shaped tensors into `received`. Returns a work object to wait for."""
     gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # torch 2.13 renamed it
     return gather(as_sent(received), as_sent(own), group=group, async_op=True)
 
 
 def all_to_all(received: Tensor, sent: Tensor, counts: tuple[Sequence[int], Sequence[int]], group: Any, wait: bool = False) -> Any:
-    """Begins, or with `wait` makes, an exchange of (received, sent) rows by rank; returns what to wait for."""
+    """Starts an all-to-all of (received, sent) rows by rank, or completes it if `wait`. Returns a work object."""
     receives, sends = (list(count) for count in counts)
     return dist.all_to_all_single(as_sent(received), as_sent(sent), receives, sends, group=group, async_op=not wait)
 
 
-def of_first_rank(t: Tensor, group: Any) -> Tensor:
-    """Returns rank 0's tensor on each rank of the group; t is written to."""
+def from_first_rank(t: Tensor, group: Any) -> Tensor:
+    """Returns rank 0's tensor on each rank of the group. Overwrites t."""
     with waiting("the exchange of rank 0's rng_state", group):
         dist.broadcast(t, dist.get_global_rank(group, 0), group=group)
     return t
 
 
-def largest(t: Tensor, group: Any, what: str = "the exchange of the largest scores") -> Tensor:
-    """Returns the largest of all ranks' numbers, one by one; t is written to. `what` names the exchange in an error."""
+def all_reduce_max(t: Tensor, group: Any, what: str = "the exchange of the largest scores") -> Tensor:
+    """Returns the element-wise maximum over ranks. Overwrites t. what: the name of the exchange in an error."""
     with waiting(what, group):
         dist.all_reduce(t, dist.ReduceOp.MAX, group=group)
     return t
 
 
-class Pending(NamedTuple):
-    """Tensors that are on their way, and what to wait for; `what` names them in an error."""
+class PendingReceive(NamedTuple):
+    """Tensors in transit, and the work objects to wait for. `what` names them in an error."""
 
     received: tuple[Tensor, ...]
     works: Sequence[Any]
-    kept: tuple[Tensor, ...]  # until they have been sent
+    kept: tuple[Tensor, ...]  # alive until they have been sent
     what: str
 
     def wait(self, group: Any) -> tuple[Tensor, ...]:
@@ -160,275 +162,292 @@ class Pending(NamedTuple):
         return self.received
 
 
-def begin_fetch(tensors: Sequence[Tensor], route: Route, group: Any) -> tuple[tuple[Tensor, ...], Pending | None]:
-    """Begins to bring the rows [held, ...] that this rank needs of all ranks' tensors [rows, ...].
+def begin_fetch(tensors: Sequence[Tensor], lists: SendReceiveLists, group: Any) -> tuple[tuple[Tensor, ...], PendingReceive | None]:
+    """Starts to fetch the rows [held, ...] that this rank needs from all ranks' tensors [rows, ...].
 
-    Returns room for them, which has this rank's own rows, and what `finish_fetch` waits for; None where there is one rank.
+    Returns tensors that contain this rank's own rows, and an object for `finish_fetch` to wait for. None with a single rank.
     """
-    if route.is_local:
+    if lists.is_local:
         rooms = tuple(x.contiguous() for x in tensors)
     else:
-        rooms = tuple(x.new_empty((route.held, *x.shape[1:])) for x in tensors)
-    if route.near is not None and _pulled(tensors, rooms, route, group):
+        rooms = tuple(x.new_empty((lists.held, *x.shape[1:])) for x in tensors)
+    if lists.symmetric is not None and _fetch_symmetric(tensors, rooms, lists, group):
         return rooms, None
-    if route.is_alone or not route.by_runs:
-        _place_own(tensors, rooms, route)
-        return rooms, None if route.is_alone else _packed(tensors, route, group)
-    places = route.held_sends
+    if lists.is_alone or not lists.by_runs:
+        _copy_own_rows(tensors, rooms, lists)
+        return rooms, None if lists.is_alone else _exchange_packed(tensors, lists, group)
+    places = lists.held_sends
     if places is None or all(x.is_contiguous() for x in tensors):
-        pending = _by_runs([x.contiguous() for x in tensors], rooms, (route.sends, route.receives), group, KEYS)
-        _place_own(tensors, rooms, route)
+        pending = _exchange_runs([x.contiguous() for x in tensors], rooms, (lists.sends, lists.receives), group, KEYS)
+        _copy_own_rows(tensors, rooms, lists)
         return rooms, pending
-    _place_own(tensors, rooms, route)  # which makes runs of them that lie without gaps
-    return rooms, _by_runs(rooms, rooms, (places, route.receives), group, KEYS)
+    _copy_own_rows(tensors, rooms, lists)  # makes contiguous runs of them
+    return rooms, _exchange_runs(rooms, rooms, (places, lists.receives), group, KEYS)
 
 
-def _pulled(tensors: Sequence[Tensor], rooms: Sequence[Tensor], route: Route, group: Any) -> bool:
-    """Returns whether the rows came by memory that the ranks share, and if so they are in `rooms`, as this rank's own are."""
-    near = route.near
-    assert near is not None
-    places = starts(near.most_sent, list(map(row_size, tensors)))
+def _fetch_symmetric(tensors: Sequence[Tensor], rooms: Sequence[Tensor], lists: SendReceiveLists, group: Any) -> bool:
+    """Fetches the rows through symmetric memory, and writes them and own rows to `rooms`. Returns False if there is none."""
+    symmetric = lists.symmetric
+    assert symmetric is not None
+    places = starts(symmetric.most_sent, list(map(row_size, tensors)))
     with waiting(KEYS, group):
-        pulling = peer_memory.begin(group, tensors[0].device, places[-1]) if near.most_sent else None
-        if pulling is None and near.most_sent:
+        pulling = peer_memory.begin(group, tensors[0].device, places[-1]) if symmetric.most_sent else None
+        if pulling is None and symmetric.most_sent:
             return False
         if pulling is None:
-            _place_own(tensors, rooms, route)
+            _copy_own_rows(tensors, rooms, lists)
             return True
-        owns, moves = list(map(as_sent, tensors)), near.moves
-        is_placed = route.is_local or not all(map(peer_memory.can_read, owns))
+        own_tensors, moves = list(map(as_sent, tensors)), symmetric.moves
+        is_placed = lists.is_local or not all(map(peer_memory.can_read, own_tensors))
         if is_placed:
-            _place_own(tensors, rooms, route)
-        else:  # own rows are copied while those of others travel
-            _clear_gaps(rooms, route)
-            moves += tuple(peer_memory.Move(peer_memory.OWN, rows.start, to.start, rows.size) for rows, to in route.own)
-        for x, first in zip(owns, places, strict=False):
-            sent = pulling.room(first, (near.most_sent, *x.shape[1:]), x.dtype)
-            copy_all([(sent[slice(*to)], x[slice(*rows)]) for rows, to in near.copies])
+            _copy_own_rows(tensors, rooms, lists)
+        else:  # own rows are copied while the rows of other ranks travel
+            _clear_gaps(rooms, lists)
+            moves += tuple(peer_memory.RemoteRows(peer_memory.OWN, rows.start, to.start, rows.size) for rows, to in lists.own)
+        for x, first in zip(own_tensors, places, strict=False):
+            sent = pulling.room(first, (symmetric.most_sent, *x.shape[1:]), x.dtype)
+            copy_all([(sent[slice(*to)], x[slice(*rows)]) for rows, to in symmetric.copies])
         pulling.open()
-        each = zip(places, rooms, owns, strict=False)
+        each = zip(places, rooms, own_tensors, strict=False)
         pulling.pull(*(pull_of_rows(first, room, moves, None if is_placed else own) for first, room, own in each))
         pulling.close()
     return True
 
 
-def _place_own(tensors: Sequence[Tensor], rooms: Sequence[Tensor], route: Route) -> None:
-    whole = list(zip(map(as_sent, tensors), map(as_sent, rooms), strict=True))
-    own = () if route.is_local else route.own
-    copy_all([(room[slice(*places)], x[slice(*rows)]) for x, room in whole for rows, places in own])
-    _clear_gaps(rooms, route)
+def _copy_own_rows(tensors: Sequence[Tensor], rooms: Sequence[Tensor], lists: SendReceiveLists) -> None:
+    pairs = list(zip(map(as_sent, tensors), map(as_sent, rooms), strict=True))
+    own = () if lists.is_local else lists.own
+    copy_all([(room[slice(*places)], x[slice(*rows)]) for x, room in pairs for rows, places in own])
+    _clear_gaps(rooms, lists)
 
 
-def _clear_gaps(rooms: Sequence[Tensor], route: Route) -> None:
+def _clear_gaps(rooms: Sequence[Tensor], lists: SendReceiveLists) -> None:
     for room in map(as_sent, rooms):
-        for gap in route.gaps:
+        for gap in lists.gaps:
             room[slice(*gap)].zero_()
 
 
-def _by_runs(
+def _exchange_runs(
     sources: Sequence[Tensor], rooms: tuple[Tensor, ...], runs: tuple[Sequence[Runs], Sequence[Runs]], group: Any, what: str
-) -> Pending:
-    """Begins to send and receive runs of rows, each in a message of its own, from and to where they lie.
+) -> PendingReceive:
+    """Starts to send and receive runs of rows. Each run is a message from and to its place.
 
-    runs: by rank those that are sent, and those that are received.
+    runs: runs to send and runs to receive, for each rank.
     """
     messages = []
     for x, room in zip(map(as_sent, sources), map(as_sent, rooms), strict=True):
         for rank, (outgoing, incoming) in enumerate(zip(*runs, strict=True)):
             messages += [dist.P2POp(dist.isend, x[slice(*run)], group=group, group_peer=rank) for run in outgoing]
             messages += [dist.P2POp(dist.irecv, room[slice(*run)], group=group, group_peer=rank) for run in incoming]
-    return Pending(rooms, _exchange(messages, what, group), tuple(sources), what)
+    return PendingReceive(rooms, _start_messages(messages, what, group), tuple(sources), what)
 
 
 KEYS, GRADIENTS = "the exchange of keys and values", "the exchange of the gradients of keys and values"
 
 
-def _packed(tensors: Sequence[Tensor], route: Route, group: Any) -> Pending:
-    """Begins to send and receive runs of rows, one after another in one message for each rank; or all of them, to all alike."""
-    if route.is_whole:
+def _exchange_packed(tensors: Sequence[Tensor], lists: SendReceiveLists, group: Any) -> PendingReceive:
+    """Starts an all-to-all with one packed message for each rank, or an all-gather if all ranks need all rows."""
+    if lists.is_whole:
         own = tuple(x.contiguous() for x in tensors)
-        rooms = tuple(x.new_empty((len(route.sends) * route.rows, *x.shape[1:])) for x in tensors)
+        rooms = tuple(x.new_empty((len(lists.sends) * lists.rows, *x.shape[1:])) for x in tensors)
         with waiting(KEYS, group):
-            return Pending(rooms, [all_gather(room, x, group) for room, x in zip(rooms, own, strict=True)], own, KEYS)
-    counts = [size_of(runs) for runs in route.receives], [size_of(runs) for runs in route.sends]
-    runs = [run for runs in route.sends for run in runs]
+            return PendingReceive(rooms, [all_gather(room, x, group) for room, x in zip(rooms, own, strict=True)], own, KEYS)
+    counts = [size_of(runs) for runs in lists.receives], [size_of(runs) for runs in lists.sends]
+    runs = [run for runs in lists.sends for run in runs]
     sent = tuple(torch.cat([as_sent(x)[slice(*run)] for run in runs]) if runs else as_sent(x)[:0].contiguous() for x in tensors)
     received = tuple(x.new_empty((sum(counts[0]), *x.shape[1:])) for x in tensors)
     with waiting(KEYS, group):
-        works = [all_to_all(to, of, counts, group) for to, of in zip(received, sent, strict=True)]
-    return Pending(received, works, sent, KEYS)
+        works = [all_to_all(target, source, counts, group) for target, source in zip(received, sent, strict=True)]
+    return PendingReceive(received, works, sent, KEYS)
 
 
-def finish_fetch(begun: tuple[tuple[Tensor, ...], Pending | None], route: Route, group: Any) -> tuple[Tensor, ...]:
-    """Returns the rows that this rank needs, in the whole's order."""
-    rooms, pending = begun
+def finish_fetch(
+    fetch: tuple[tuple[Tensor, ...], PendingReceive | None], lists: SendReceiveLists, group: Any
+) -> tuple[Tensor, ...]:
+    """Returns the rows that this rank needs, in the order of the full sequence."""
+    rooms, pending = fetch
     if pending is None:
         return rooms
     received = pending.wait(group)
-    if not route.by_runs:
+    if not lists.by_runs:
         for x, room in zip(map(as_sent, received), map(as_sent, rooms), strict=True):
             row = 0
-            for runs in route.receives:
+            for runs in lists.receives:
                 for places in runs:
                     room[slice(*places)] = x[row : row + places.size]
                     row += places.size
-                if route.is_whole and not runs:
-                    row += route.rows  # this rank's own, which are there
+                if lists.is_whole and not runs:
+                    row += lists.rows  # This rank's own rows are in place already.
     return rooms
 
 
-class Place(NamedTuple):
-    """Rows of a source."""
+class SourceRows(NamedTuple):
+    """Rows of one source of a sum."""
 
     source: int
     rows: slice
 
 
-class Returns(NamedTuple):
-    """Steps by which gradients of what was fetched are summed: sources are this rank's shares, and then what arrives."""
+class ReduceScatter(NamedTuple):
+    """Reduce-scatter of the gradients of fetched rows. Its sources are this rank's addends, and then the received rows."""
 
-    sent: Steps  # to what goes to other ranks, in the order of `Route.receives`
-    own: Steps  # this rank's part of the sums of rows to which several add, one after another
-    arrived: Steps  # what arrives, the one source of these, to the same sums
-    summed: list[Move]  # where those sums belong
-    plain: Steps  # this rank's rows of which there is one share, or none
-    counts: tuple[list[int], list[int]]  # rows by rank: received, sent
-    place: Place | None  # where a share has all of this rank's rows, those of others too, if one does
-    by_runs: bool  # as `Route` has it, and so is the next one
-    near: Near | None
+    sent: SumSteps  # Sums to send to other ranks, in the order of `SendReceiveLists.receives`.
+    own: SumSteps  # this rank's part of the sums with several addends, one after another
+    arrived: SumSteps  # Received rows, the only source, are added to the same sums.
+    summed: list[RowMove]  # destinations of those sums
+    plain: SumSteps  # this rank's rows with one addend or none
+    counts: tuple[list[int], list[int]]  # rows for each rank: received, sent
+    place: SourceRows | None  # a source with all of this rank's rows, and maybe rows of others
+    by_runs: bool  # as in `SendReceiveLists`
+    symmetric: SymmetricFetch | None
 
 
-class Made(NamedTuple):
-    """Shares of gradients that calls make: by call, of rows held, and of rows of this rank's own tensors.
+class LocalGradients(NamedTuple):
+    """Gradients that this rank's calls compute: for each call, of held rows, and of rows of this rank's own tensors.
 
-    whole: the call whose gradients have all rows of this rank's tensors, others' rows too, if one does.
+    whole: a call whose gradients cover all rows of this rank's tensors, and maybe others. None if there is none.
     """
 
     calls: int
     whole: int | None
-    held: Sequence[Share]
-    own: Sequence[Share]
+    held: Sequence[Addend]
+    own: Sequence[Addend]
 
 
-def make_returns(route: Route, made: Made) -> Returns:
-    """Returns how gradients are summed, of which this rank makes shares.
+def make_reduce_scatter(lists: SendReceiveLists, local: LocalGradients) -> ReduceScatter:
+    """Returns the steps that sum the gradients of this rank's calls over ranks.
 
-    Sums begin with this rank's shares and go on in the order of the ranks, so that they are the same in each run.
+    Sums start with this rank's addends and continue in the order of ranks, so they are deterministic.
     """
     row, sent = 0, NO_STEPS
-    for run in (run for runs in route.receives for run in runs):
-        sent += Steps.of(run, made.held, row)
+    for run in (run for runs in lists.receives for run in runs):
+        sent += SumSteps.of(run, local.held, row)
         row += run.size
-    runs = tuple(run for of in route.sends for run in of)
-    arrivals = [Share(made.calls, run, at.start) for run, at in zip(runs, rows_of(runs), strict=True)]
+    runs = tuple(run for rank_runs in lists.sends for run in rank_runs)
+    arrivals = [Addend(local.calls, run, place.start) for run, place in zip(runs, rows_of(runs), strict=True)]
     row, steps, plain = 0, NO_STEPS, NO_STEPS
-    summed: list[Move] = []
-    away = without((Run(0, route.rows),), [rows for rows, _ in route.own])
-    for rows, places in (*route.own, *((run, None) for run in away)):
+    summed: list[RowMove] = []
+    not_needed = without((Run(0, lists.rows),), [rows for rows, _ in lists.own])
+    for rows, places in (*lists.own, *((run, None) for run in not_needed)):
         moved = 0 if places is None else places.start - rows.start
 
-        def here(run: Run, by: int = moved) -> Run:
+        def shifted(run: Run, by: int = moved) -> Run:
             return Run(run.start - by, run.stop - by)
 
-        of_held = [] if places is None else [share._replace(rows=here(share.rows)) for share in made.held]
-        own = sorted([*of_held, *made.own])
-        both = union([*runs, *_several([share.rows for share in own])])
-        for run in common(both, (rows,)):
-            steps += Steps.of(run, [*own, *arrivals], row)
-            summed.append(Move(slice(*run), 0, slice(row, row + run.size)))
+        held_addends = [] if places is None else [share._replace(rows=shifted(share.rows)) for share in local.held]
+        addends = sorted([*held_addends, *local.own])
+        summed_runs = union([*runs, *_overlaps([share.rows for share in addends])])
+        for run in common(summed_runs, (rows,)):
+            steps += SumSteps.of(run, [*addends, *arrivals], row)
+            summed.append(RowMove(slice(*run), 0, slice(row, row + run.size)))
             row += run.size
-        for run in without((rows,), both):
-            plain += Steps.of(run, own, run.start)
-    counts = [size_of(of) for of in route.sends], [size_of(of) for of in route.receives]
-    return Returns(sent, *steps.apart(made.calls), summed, plain, counts, _place_of_all(route, made), route.by_runs, route.near)
+        for run in without((rows,), summed_runs):
+            plain += SumSteps.of(run, addends, run.start)
+    counts = [size_of(rank_runs) for rank_runs in lists.sends], [size_of(rank_runs) for rank_runs in lists.receives]
+    return ReduceScatter(
+        sent,
+        *steps.split_sources(local.calls),
+        summed,
+        plain,
+        counts,
+        _source_of_all_rows(lists, local),
+        lists.by_runs,
+        lists.symmetric,
+    )
 
 
-def _place_of_all(route: Route, made: Made) -> Place | None:
-    if made.whole is not None:
-        return Place(made.whole, slice(0, route.rows))
-    places = [places for _, places in route.own]
-    if made.calls != 1 or len(made.held) != 1 or len(places) != 1 or places[0].size != route.rows:
+def _source_of_all_rows(lists: SendReceiveLists, local: LocalGradients) -> SourceRows | None:
+    if local.whole is not None:
+        return SourceRows(local.whole, slice(0, lists.rows))
+    places = [places for _, places in lists.own]
+    if local.calls != 1 or len(local.held) != 1 or len(places) != 1 or places[0].size != lists.rows:
         return None
-    [(source, share, first)], [of] = made.held, places
-    if of.start < share.start or of.stop > share.stop:
+    [(source, rows, first)], [place] = local.held, places
+    if place.start < rows.start or place.stop > rows.stop:
         return None
-    return Place(source, slice(of.start - share.start + first, of.stop - share.start + first))
+    return SourceRows(source, slice(place.start - rows.start + first, place.stop - rows.start + first))
 
 
-def _several(runs: Sequence[Run]) -> Runs:
+def _overlaps(runs: Sequence[Run]) -> Runs:
     """Returns the positions that are in more than one of the runs."""
     written: Runs = ()
-    found: list[Run] = []
+    overlaps: list[Run] = []
     for run in runs:
-        found += common(written, (run,))
+        overlaps += common(written, (run,))
         written = union((*written, run))
-    return union(found)
+    return union(overlaps)
 
 
-def begin_return(
-    shares: Sequence[Sequence[Tensor]], rooms: Sequence[Tensor], dtype: torch.dtype, returns: Returns, group: Any
-) -> Pending:
-    """Begins to send gradients of what was fetched to the ranks that have it.
+def begin_reduce_scatter(
+    shares: Sequence[Sequence[Tensor]], rooms: Sequence[Tensor], dtype: torch.dtype, reduce_scatter: ReduceScatter, group: Any
+) -> PendingReceive:
+    """Starts to send the gradients of fetched rows to the ranks that own the rows.
 
-    shares: for each tensor in `rooms`, which was fetched, this rank's shares of its gradient, whose sums travel in `dtype`.
+    shares: this rank's addends for each tensor in `rooms`. They are summed before they are sent, in `dtype`.
     """
-    receives, sends = returns.counts
+    receives, sends = reduce_scatter.counts
     received = tuple(torch.empty((sum(receives), *room.shape[1:]), dtype=dtype, device=room.device) for room in rooms)
-    near = returns.near
-    if near is not None and near.most_fetched:
-        places = starts(near.most_fetched, list(map(row_size, received)))
+    symmetric = reduce_scatter.symmetric
+    if symmetric is not None and symmetric.most_fetched:
+        places = starts(symmetric.most_fetched, list(map(row_size, received)))
         with waiting(GRADIENTS, group):
             pulling = peer_memory.begin(group, rooms[0].device, places[-1])
             if pulling is not None:
-                rows = near.most_fetched
-                sent = tuple(pulling.room(at, (rows, *x.shape[1:]), dtype) for x, at in zip(received, places, strict=False))
-                returns.sent.run(sent, shares)
+                rows = symmetric.most_fetched
+                sent = tuple(pulling.room(first, (rows, *x.shape[1:]), dtype) for x, first in zip(received, places, strict=False))
+                reduce_scatter.sent.run(sent, shares)
                 pulling.open()
-                pulling.pull(*(pull_of_rows(at, x, near.back) for x, at in zip(received, places, strict=False)))
+                pulling.pull(*(pull_of_rows(first, x, symmetric.back) for x, first in zip(received, places, strict=False)))
                 pulling.close()
-                return Pending(received, [], (), GRADIENTS)
+                return PendingReceive(received, [], (), GRADIENTS)
     sent = tuple(torch.empty((sum(sends), *room.shape[1:]), dtype=dtype, device=room.device) for room in rooms)
-    returns.sent.run(sent, shares)
+    reduce_scatter.sent.run(sent, shares)
     if len(sends) == 1:
-        return Pending(received, [], sent, GRADIENTS)
-    if returns.by_runs:  # one exchange for all tensors
-        return _by_runs(sent, received, (_by_rank(sends), _by_rank(receives)), group, GRADIENTS)
+        return PendingReceive(received, [], sent, GRADIENTS)
+    if reduce_scatter.by_runs:  # one exchange for all tensors
+        return _exchange_runs(sent, received, (_runs_by_rank(sends), _runs_by_rank(receives)), group, GRADIENTS)
     with waiting(GRADIENTS, group):
-        works = [all_to_all(to, of, returns.counts, group) for to, of in zip(received, sent, strict=True)]
-    return Pending(received, works, sent, GRADIENTS)
+        works = [all_to_all(target, source, reduce_scatter.counts, group) for target, source in zip(received, sent, strict=True)]
+    return PendingReceive(received, works, sent, GRADIENTS)
 
 
-def _by_rank(counts: Sequence[int]) -> list[Runs]:
-    """Returns the rows that each rank has in a tensor that holds as many of one rank after another."""
+def _runs_by_rank(counts: Sequence[int]) -> list[Runs]:
+    """Returns the rows of each rank in a tensor with `counts` rows of one rank after another."""
     ends = itertools.accumulate(counts, initial=0)
     return [(Run(*pair),) if pair[1] > pair[0] else () for pair in itertools.pairwise(ends)]
 
 
-def own_sums(
-    shares: Sequence[Sequence[Tensor]], totals: Sequence[Tensor], dtype: torch.dtype, returns: Returns, place: Place | None
+def sum_own(
+    shares: Sequence[Sequence[Tensor]],
+    totals: Sequence[Tensor],
+    dtype: torch.dtype,
+    reduce_scatter: ReduceScatter,
+    place: SourceRows | None,
 ) -> list[Tensor]:
-    """Returns this rank's part of the sums of rows to which several add, in `dtype`, and writes all other rows to `totals`.
+    """Returns this rank's part of the sums with several addends, in `dtype`, and writes all other rows to `totals`.
 
-    Nothing of other ranks is needed for that. place: the rows of the shares that the totals are, which then are not copied; None:
-    they are no such rows.
+    This needs no data of other ranks. place: rows of the addends that `totals` already are, so that they are not copied. None:
+    there are no such rows.
     """
-    rows = sum(move.rows.stop - move.rows.start for move in returns.summed)
+    rows = sum(move.rows.stop - move.rows.start for move in reduce_scatter.summed)
     sums = [torch.empty((rows, *t.shape[1:]), dtype=dtype, device=t.device) for t in totals]
-    returns.own.run(sums, shares)
-    plain = returns.plain if place is None else returns.plain.without(place.source)
+    reduce_scatter.own.run(sums, shares)
+    plain = reduce_scatter.plain if place is None else reduce_scatter.plain.without(place.source)
     plain.run(totals, shares)
     return sums
 
 
-def finish_return(pending: Pending, sums: Sequence[Tensor], totals: Sequence[Tensor], returns: Returns, group: Any) -> None:
-    """Writes to `totals`, this rank's rows, the sums of what `own_sums` returned and of what other ranks made."""
+def finish_reduce_scatter(
+    pending: PendingReceive, sums: Sequence[Tensor], totals: Sequence[Tensor], reduce_scatter: ReduceScatter, group: Any
+) -> None:
+    """Adds the received gradients to the results of `sum_own`, and writes the sums to this rank's rows of `totals`."""
     received = pending.wait(group)
-    returns.arrived.run(sums, [(t,) for t in received])
-    copy_all([(total[to], of[at]) for total, of in zip(totals, sums, strict=True) for to, _, at in returns.summed])
+    reduce_scatter.arrived.run(sums, [(t,) for t in received])
+    copy_all([(total[to], sum_[rows]) for total, sum_ in zip(totals, sums, strict=True) for to, _, rows in reduce_scatter.summed])
 
 
-def _exchange(messages: list[Any], what: str, group: Any) -> Sequence[Any]:
-    """Begins to send and receive; NCCL does so on the current device, which need not be the tensors'."""
+def _start_messages(messages: list[Any], what: str, group: Any) -> Sequence[Any]:
+    """Starts messages. NCCL uses the current device, which may differ from the device of the tensors."""
     if not messages:
         return []
     device = messages[0].tensor.device
@@ -440,7 +459,7 @@ RING = "a step of the ring"
 
 
 def rotate(x: Tensor, rows: int, group: Any) -> tuple[Tensor, Sequence[Any]]:
-    """Begins to send x to the next rank and to receive `rows` rows of the rank before; returns them and what to wait for."""
+    """Starts to send x to the next rank and to receive `rows` rows from the previous one. Returns these and the work objects."""
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     received = x.new_empty((rows, *x.shape[1:]))
     messages = []
@@ -448,7 +467,7 @@ def rotate(x: Tensor, rows: int, group: Any) -> tuple[Tensor, Sequence[Any]]:
         messages.append(dist.P2POp(dist.isend, as_sent(x.contiguous()), group=group, group_peer=(rank + 1) % ranks))
     if rows:
         messages.append(dist.P2POp(dist.irecv, as_sent(received), group=group, group_peer=(rank - 1) % ranks))
-    return received, _exchange(messages, RING, group)
+    return received, _start_messages(messages, RING, group)
 
 
 def wait(works: Sequence[Any], group: Any) -> None:

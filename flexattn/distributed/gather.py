@@ -1,10 +1,12 @@
-"""Strategies "gather" and "halo": a rank's queries stay, and the keys that they see come: all of them, or those that are needed.
+"""Strategies "gather" and "halo": each rank fetches all keys, or the keys that its queries see.
 
-Where they are many, keys come in slices of heads: those of the next slice travel while one is attended to, and so do the gradients
-of the one before. The first slice, which is waited for, is small, and so is the last one, whose gradients are. Where they come in
-one, calls that see this rank's own keys alone read these where they lie. They do not wait for messages; memory that ranks share is
-read before all calls, as kernels of attention would leave no multiprocessor to the one that reads it. The backward fetches the
-keys again rather than keep them; gradients travel in float32.
+If there are many keys, they come in slices of heads: the next slice travels during attention to the present one, and so do the
+gradients of the previous one. The first slice is small, because nothing overlaps its transfer. In a backward the last one is small
+too, because nothing overlaps the transfer of its gradients.
+
+If keys come in one slice, calls that see only this rank's own keys read them in place. They do not wait for messages. Symmetric
+memory is read before all calls: attention fills every multiprocessor, and would delay the kernel that reads it, and the other ranks
+with it. The backward fetches the keys again to save memory. Gradients travel in float32.
 """
 
 from __future__ import annotations
@@ -20,87 +22,97 @@ from torch import Tensor
 from flexattn.distributed import exchange, peer_memory, slices
 from flexattn.distributed.calls import (
     Calls,
+    InputGradients,
     Part,
     Results,
     Scores,
     Seeds,
     Shared,
-    Sums,
     attend_all,
-    by_rows,
     differentiate_all,
     empty_results,
+    for_heads,
     make_calls,
-    of_heads,
     sum_dtype,
+    tokens_first,
     whole_gradients,
 )
 from flexattn.distributed.capture import tables
-from flexattn.distributed.exchange import Made, Returns, Route, make_returns, make_route
+from flexattn.distributed.exchange import (
+    LocalGradients,
+    ReduceScatter,
+    SendReceiveLists,
+    make_reduce_scatter,
+    make_send_receive_lists,
+)
 from flexattn.distributed.lanes import Lanes
 from flexattn.distributed.layout import Run, Runs, common, places, positions, size_of, union, without
 from flexattn.distributed.plans import Plan
-from flexattn.distributed.sums import Share
+from flexattn.distributed.sums import Addend
 
 
-class _Work(NamedTuple):
-    route: Route
+class _RankWork(NamedTuple):
+    lists: SendReceiveLists
     calls: Calls
-    returns: Returns
-    adds: tuple[bool, ...]  # whether gradients of a call's keys are added to others: of other calls, or of other ranks
+    reduce_scatter: ReduceScatter
+    adds: tuple[bool, ...]  # for each call, whether other calls or ranks add to the gradients of its keys
 
     @property
     def has_own(self) -> bool:
-        """Returns whether there are calls that need nothing of other ranks."""
+        """Returns whether some calls need no data of other ranks."""
         return any(call.is_own for call in self.calls.longest_first)
 
 
 @functools.lru_cache(32)
-def _most(plan: Plan, strategy: str) -> tuple[int, float]:
-    """Returns the most rows that any rank receives, and the most scores that any computes: as slices must be, alike on all."""
+def _busiest(plan: Plan, strategy: str) -> tuple[int, float]:
+    """Returns the most rows that any rank receives, and the most scores that any computes. Slices follow these on all ranks."""
     work = plan.work(strategy)
     return work.received, work.areas[0]
 
 
 @tables(32)
-def _work(plan: Plan, strategy: str, wants_diagonal: bool, is_one: bool, device: torch.device) -> _Work:
-    """Returns a rank's work. is_one: whether keys come in one slice; pieces that see own keys alone then need not wait for it."""
+def _work(plan: Plan, strategy: str, wants_diagonal: bool, is_one: bool, device: torch.device) -> _RankWork:
+    """Returns a rank's work. is_one: whether keys come in one slice. Pieces on own keys then need not wait for it."""
     rank, own = plan.rank, plan.kv_runs[plan.rank]
     rows = size_of(plan.q_runs[rank])
     within = (Run(0, rows), Run(0, size_of(own))) if plan.is_packed else None
     wanted = [plan.fetched(strategy, other) for other in range(plan.ranks)]
     held = plan.held(strategy, rank)
     pieces = [(piece, positions(piece.keys, held)) for piece in plan.pieces(rank, held)]
-    of_own = []
+    own_pieces = []
     if is_one and plan.ranks > 1:
-        of_own = [piece._replace(keys=places(keys, own)[0]) for piece, keys in pieces if _is_in_one(keys, own)]
-        pieces = [(piece, keys) for piece, keys in pieces if not _is_in_one(keys, own)]
+        own_pieces = [piece._replace(keys=places(keys, own)[0]) for piece, keys in pieces if _lies_in_one_run(keys, own)]
+        pieces = [(piece, keys) for piece, keys in pieces if not _lies_in_one_run(keys, own)]
         held = union([*without(wanted[rank], own), *(run for _, keys in pieces for run in keys)])
-    of_held = [piece._replace(keys=places(keys, held)[0]) for piece, keys in pieces]
-    made = [
+    held_pieces = [piece._replace(keys=places(keys, held)[0]) for piece, keys in pieces]
+    all_calls = [
         call._replace(is_own=is_own)
-        for is_own, of in ((False, of_held), (True, of_own))
-        for call in make_calls(of, plan.is_packed, plan.mask.blocks, wants_diagonal, device, within if is_own else None)
+        for is_own, group in ((False, held_pieces), (True, own_pieces))
+        for call in make_calls(group, plan.is_packed, plan.mask.blocks, wants_diagonal, device, within if is_own else None)
     ]
-    calls = Calls.of(made, rows)
-    route = make_route(plan.kv_runs, wanted, held, rank)
-    shares = [
-        [Share(n, run, run.start - call.keys.start) for run in union(piece.keys for piece in call.pieces)]
+    calls = Calls.of(all_calls, rows)
+    lists = make_send_receive_lists(plan.kv_runs, wanted, held, rank)
+    addends = [
+        [Addend(n, run, run.start - call.keys.start) for run in union(piece.keys for piece in call.pieces)]
         for n, call in enumerate(calls.longest_first)
     ]
-    by_call = list(zip(shares, calls.longest_first, strict=True))
-    there, here = ([share for of, call in by_call if call.is_own is is_own for share in of] for is_own in (False, True))
+    by_call = list(zip(addends, calls.longest_first, strict=True))
+    held_addends, own_addends = (
+        [one for group, call in by_call if call.is_own is is_own for one in group] for is_own in (False, True)
+    )
     have_all = (n for n, call in enumerate(calls.longest_first) if call.is_own and call.keys == Run(0, size_of(own)))
-    returns = make_returns(route, Made(calls=len(shares), whole=next(have_all, None), held=there, own=here))
-    return _Work(route, calls, returns, _adds(plan, calls, held))
+    reduce_scatter = make_reduce_scatter(
+        lists, LocalGradients(calls=len(addends), whole=next(have_all, None), held=held_addends, own=own_addends)
+    )
+    return _RankWork(lists, calls, reduce_scatter, _adds(plan, calls, held))
 
 
-def _is_in_one(keys: Runs, own: Runs) -> bool:
+def _lies_in_one_run(keys: Runs, own: Runs) -> bool:
     return len(keys) == 1 and any(run.start <= keys[0].start and keys[0].stop <= run.stop for run in own)
 
 
 def _adds(plan: Plan, calls: Calls, held: Runs) -> tuple[bool, ...]:
-    """Returns of each call whether a key of its pieces is seen by another rank too, or by another call. held: keys' positions."""
+    """Returns for each call whether another rank or another call sees one of its keys. held: positions of fetched keys."""
     elsewhere = union(run for rank in range(plan.ranks) if rank != plan.rank for run in plan.needs(rank))
     own = plan.kv_runs[plan.rank]
     seen = [
@@ -108,117 +120,119 @@ def _adds(plan: Plan, calls: Calls, held: Runs) -> tuple[bool, ...]:
         for call in calls.longest_first
     ]
     return tuple(
-        any(common(union([*elsewhere, *(run for j, other in enumerate(seen) if j != i for run in other)]), of))
-        for i, of in enumerate(seen)
+        any(common(union([*elsewhere, *(run for j, other in enumerate(seen) if j != i for run in other)]), keys))
+        for i, keys in enumerate(seen)
     )
 
 
 class Gather(NamedTuple):
-    """A call of attention by keys that come; `strategy` is "gather" or "halo"."""
+    """Strategy that fetches keys. `strategy` is "gather" or "halo"."""
 
     plan: Plan
     strategy: str
     scores: Scores
 
     def gathered(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        """Returns what a backward begins from beside results: the same, as it brings keys again."""
+        """Returns the tensors that a backward needs besides results: the inputs, because it fetches keys again."""
         return q, k, v
 
     def gathered_results(self, results: Results) -> Results:
-        """Returns results as a backward takes them: the same."""
+        """Returns the results as a backward needs them: unchanged."""
         return results
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, shared: Shared) -> tuple[Results, tuple[Tensor, ...]]:
-        """Returns out and lse of this rank's queries, and what a backward needs."""
-        coming = _Coming(self, (q, k, v), shared, ends=1)
-        if len(coming.slices) == 1:
-            results = attend_all(coming.calls, coming.next(0), coming.contexts[0], coming.lanes, own=coming.own)
+        """Returns out and lse of this rank's queries, and the tensors that a backward needs."""
+        fetcher = _SliceFetcher(self, (q, k, v), shared, ends=1)
+        if len(fetcher.slices) == 1:
+            results = attend_all(fetcher.calls, fetcher.next(0), fetcher.contexts[0], fetcher.lanes, own=fetcher.own)
         else:
             results = empty_results(q, v.shape[-1], self.scores.out_dtype(q))
-            for i, (of_q, _) in enumerate(coming.slices):
-                heads = slice(*of_q)
-                coming.lanes.is_last = i + 1 == len(coming.slices)
+            for i, (q_heads, _) in enumerate(fetcher.slices):
+                heads = slice(*q_heads)
+                fetcher.lanes.is_last = i + 1 == len(fetcher.slices)
                 into = Results(results.out[..., heads, :], results.lse[..., heads, :])
-                attend_all(coming.calls, coming.next(i), coming.contexts[i], coming.lanes, into)
-        coming.lanes.join()
+                attend_all(fetcher.calls, fetcher.next(i), fetcher.contexts[i], fetcher.lanes, into)
+        fetcher.lanes.join()
         return results, (q, k, v, *results)
 
-    def backward(self, saved: tuple[Tensor, ...], seeds: Seeds, shared: Shared) -> Sums:
+    def backward(self, saved: tuple[Tensor, ...], seeds: Seeds, shared: Shared) -> InputGradients:
         """Returns the gradients of this rank's q, k and v, and this rank's part of those of the shared tensors."""
         q, k, v, out, lse = saved
         packed, group = self.plan.is_packed, self.plan.group
-        coming = _Coming(self, (q, k, v), shared, ends=2)
-        lanes, returns, is_one = coming.lanes, coming.work.returns, len(coming.slices) == 1
+        fetcher = _SliceFetcher(self, (q, k, v), shared, ends=2)
+        lanes, reduce_scatter, is_one = fetcher.lanes, fetcher.work.reduce_scatter, len(fetcher.slices) == 1
         dtype, wide = self.scores.out_dtype(q), sum_dtype(q.dtype)
-        fp32 = [self.scores.fp32_gradients("dkv" if adds else "none") for adds in coming.work.adds]
-        place = returns.place if is_one else None  # where dk and dv stay that a call made
+        fp32 = [self.scores.fp32_gradients("dkv" if adds else "none") for adds in fetcher.work.adds]
+        place = reduce_scatter.place if is_one else None  # rows of a call's dk and dv that become the results without a copy
         if place is not None and fp32[place.source] != "none" and dtype != wide:
             place = None
-        adopted = coming.calls.whole if is_one else None  # the call whose dq is that of all
+        adopted = fetcher.calls.whole if is_one else None  # a call whose dq becomes the result
         dq = None if adopted is not None else torch.empty(q.shape, dtype=dtype, device=q.device)
         totals: tuple[Tensor, ...] = ()
         if place is None:
             totals = tuple(torch.empty(t.shape, dtype=dtype, device=t.device) for t in (k, v))
-        of_shared = shared.zeros()
-        returning: _Returning | None = None
+        shared_sums = shared.zeros()
+        pending_gradients: _PendingGradients | None = None
 
         def finish() -> None:
-            """Writes the sums of the slice whose gradients travel, if one's do."""
-            if returning is not None:
-                exchange.finish_return(returning.pending, returning.sums, returning.totals, returns, group)
+            """Writes the sums of the slice whose gradients are in transit, if there is one."""
+            if pending_gradients is not None:
+                exchange.finish_reduce_scatter(
+                    pending_gradients.pending, pending_gradients.sums, pending_gradients.totals, reduce_scatter, group
+                )
 
-        for i, (of_q, of_kv) in enumerate(coming.slices):
-            heads = slice(*of_q)
-            part = coming.next(i)
-            lanes.is_last = i + 1 == len(coming.slices)
-            of_rows = Results(out[..., heads, :], lse[..., heads, :]), seeds.of_heads(heads)
-            found = differentiate_all(coming.calls, part, *of_rows, coming.contexts[i], lanes, fp32, coming.own)
-            for total, more in zip(of_shared, whole_gradients(found.shared, shared, of_q), strict=True):
+        for i, (q_heads, kv_heads) in enumerate(fetcher.slices):
+            heads = slice(*q_heads)
+            part = fetcher.next(i)
+            lanes.is_last = i + 1 == len(fetcher.slices)
+            results_and_seeds = Results(out[..., heads, :], lse[..., heads, :]), seeds.for_heads(heads)
+            gradients = differentiate_all(fetcher.calls, part, *results_and_seeds, fetcher.contexts[i], lanes, fp32, fetcher.own)
+            for total, more in zip(shared_sums, whole_gradients(gradients.shared, shared, q_heads), strict=True):
                 if total is not None and more is not None:
                     total += more
-            shares = found.dk, found.dv
+            shares = gradients.dk, gradients.dv
             if place is not None:
-                totals = tuple(by_rows(of[place.source][place.rows], packed) for of in shares)
+                totals = tuple(tokens_first(by_call[place.source][place.rows], packed) for by_call in shares)
             if adopted is not None:
-                dq = by_rows(found.dq[adopted], packed)
+                dq = tokens_first(gradients.dq[adopted], packed)
             assert dq is not None
             with lanes.back():
-                rooms = by_rows(part.k, packed), by_rows(part.v, packed)
-                begun = exchange.begin_return(shares, rooms, wide, returns, group)
+                rooms = tokens_first(part.k, packed), tokens_first(part.v, packed)
+                pending = exchange.begin_reduce_scatter(shares, rooms, wide, reduce_scatter, group)
             if is_one:
                 lanes.fork()
-            with lanes.side() if is_one else lanes.back():  # while gradients travel
-                found.write_dq(coming.calls, by_rows(dq, packed)[..., heads, :])
-                rows = [by_rows(t, packed)[..., slice(*of_kv), :] for t in totals]
-                sums = exchange.own_sums(shares, rows, wide, returns, place)
+            with lanes.side() if is_one else lanes.back():  # while gradients are in transit
+                gradients.write_dq(fetcher.calls, tokens_first(dq, packed)[..., heads, :])
+                rows = [tokens_first(t, packed)[..., slice(*kv_heads), :] for t in totals]
+                sums = exchange.sum_own(shares, rows, wide, reduce_scatter, place)
             if is_one:
                 lanes.meet()
             with lanes.back():
                 finish()
-                returning = _Returning(begun, sums, rows)
-                lanes.keep(*found.kept)
+                pending_gradients = _PendingGradients(pending, sums, rows)
+                lanes.keep(*gradients.kept)
         with lanes.back():
             finish()
         lanes.join()
         dk, dv = totals
         assert dq is not None
-        return Sums(dq, dk, dv, of_shared)
+        return InputGradients(dq, dk, dv, shared_sums)
 
 
-class _Returning(NamedTuple):
-    """Gradients of a slice that travel, this rank's part of the sums, and the rows where those belong."""
+class _PendingGradients(NamedTuple):
+    """Gradients of a slice in transit, this rank's part of the sums, and the rows for the sums."""
 
-    pending: exchange.Pending
+    pending: exchange.PendingReceive
     sums: Sequence[Tensor]
     totals: Sequence[Tensor]
 
 
-class _Coming:
-    """Slices of keys that come one after another, the next one always on its way. ends: `slices_of` has them."""
+class _SliceFetcher:
+    """Fetch of one slice of keys after another, always one ahead. ends: number of small slices, see `key_slices`."""
 
     def __init__(self, call: Gather, qkv: tuple[Tensor, Tensor, Tensor], shared: Shared, ends: int) -> None:
         self.group, self.packed, (self.q, self.k, self.v) = call.plan.group, call.plan.is_packed, qkv
-        received, area = _most(call.plan, call.strategy)
+        received, area = _busiest(call.plan, call.strategy)
         batch = 1 if self.packed else self.k.shape[0]
         dims = self.k.shape[-1] + self.v.shape[-1]
         is_near = peer_memory.are_near(self.group, self.q.device)
@@ -230,32 +244,35 @@ class _Coming:
         self.slices = slices.key_slices(self.q.shape[-2], self.k.shape[-2], load, ends)
         whole, is_one = (call.scores, shared), len(self.slices) == 1
         work = _work(call.plan, call.strategy, shared.alibi_slopes is not None, is_one, self.q.device)
-        self.work, self.calls, self.route = work, work.calls, work.route
-        self.own = Part(self.q, self.k, self.v) if work.has_own else None  # what calls take that need nothing of other ranks
-        # Kept until the end, as calls on other lanes read them.
-        self.contexts = [whole if is_one else of_heads(*whole, of_q, self.q.device) for of_q, _ in self.slices]
-        adds = call.scores.peaks is not None or any(total is not None for total in shared.zeros())  # what all calls write to
-        pulls = is_near and ends == 2  # and sums this rank's own gradients meanwhile
-        self.lanes = Lanes(self.q.device, are_apart=not adds and (len(work.calls.longest_first) > 1 or not is_one or pulls))
+        self.work, self.calls, self.lists = work, work.calls, work.lists
+        self.own = Part(self.q, self.k, self.v) if work.has_own else None  # inputs of calls that need no data of other ranks
+        # Kept until the end, because calls on other lanes read them.
+        self.contexts = [whole if is_one else for_heads(*whole, q_heads, self.q.device) for q_heads, _ in self.slices]
+        # tensors that all calls write to
+        has_sums = call.scores.peaks is not None or any(total is not None for total in shared.zeros())
+        pulls = is_near and ends == 2  # sums of own gradients overlap with it
+        self.lanes = Lanes(self.q.device, are_apart=not has_sums and (len(work.calls.longest_first) > 1 or not is_one or pulls))
         self._are_own_first = work.has_own and not is_near
-        self.lanes.is_last = self._are_own_first  # what others give comes on the lane of the calls that need it, before all others
-        self.begun = self._begin(0)
+        self.lanes.is_last = self._are_own_first  # Fetch on the lane of the calls that need the keys, before all other calls.
+        self.next_fetch = self._begin(0)
 
     def _lane(self) -> contextlib.AbstractContextManager[Any]:
-        """Returns a context of the lane on which keys come: the main one, or where own keys do not wait for them the side."""
+        """Returns a context of the lane that fetches keys: the main lane, or the side lane if calls on own keys do not wait."""
         return self.lanes.side() if self._are_own_first else contextlib.nullcontext()
 
-    def _begin(self, i: int) -> tuple[tuple[Tensor, ...], exchange.Pending | None]:
+    def _begin(self, i: int) -> tuple[tuple[Tensor, ...], exchange.PendingReceive | None]:
         heads = slice(*self.slices[i].kv)
         with self._lane():
-            return exchange.begin_fetch([by_rows(t, self.packed)[..., heads, :] for t in (self.k, self.v)], self.route, self.group)
+            return exchange.begin_fetch(
+                [tokens_first(t, self.packed)[..., heads, :] for t in (self.k, self.v)], self.lists, self.group
+            )
 
     def next(self, i: int) -> Part:
-        """Returns the queries and keys of slice i, which is the one after that of the call before, and begins with the next one."""
+        """Returns the queries and keys of slice i, and starts to fetch the next one. Call it for each slice in order."""
         self.lanes.let_go()
-        begun = self.begun
+        fetch = self.next_fetch
         if i + 1 < len(self.slices):
-            self.begun = self._begin(i + 1)
+            self.next_fetch = self._begin(i + 1)
         with self._lane():
-            k, v = (by_rows(t, self.packed) for t in exchange.finish_fetch(begun, self.route, self.group))
+            k, v = (tokens_first(t, self.packed) for t in exchange.finish_fetch(fetch, self.lists, self.group))
         return Part(self.q if len(self.slices) == 1 else self.q[..., slice(*self.slices[i].q), :], k, v)

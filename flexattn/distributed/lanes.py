@@ -1,4 +1,4 @@
-"""Streams of a GPU for calls that do not need each other: where the last tiles of one leave multiprocessors idle, others run."""
+"""CUDA streams for independent calls. If the last tiles of one call leave multiprocessors idle, another call uses them."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ def has_streams(device: torch.device) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def _streams(device: torch.device, of: int) -> tuple[Any, Any, Any]:
-    """Returns three streams beside the one whose raw handle is `of`; kernels of all but the first come before those of others."""
+    """Returns three streams besides the one with raw handle `of`. Kernels of the last two have priority."""
     side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     early, back = (torch.cuda.Stream(device, priority=-1) for _ in range(2))  # type: ignore[no-untyped-call]
     return side, early, back
 
 
 class Lanes:
-    """The main lane is the current stream, on which the longest calls, or those of own keys, run; the side has the calls beside
-    them, and the back what follows both: sums and copies. All are one stream on a CPU, and where calls write to the same tensors.
+    """Lanes of a rank's work. Each is a stream on a GPU. All are the same stream on a CPU, or if calls write to the same tensors.
 
-    is_last: whether nothing comes behind the next calls, so that those of the side are to begin before the longest one, not behind
-    it: then they run on a lane of their own, the early one, which comes first, as the side and the back have what is left of the
-    calls before.
+    The main lane is the current stream. It runs the longest calls, or the calls on own keys. The side lane runs the other calls.
+    The back lane runs the sums and copies that follow both.
+
+    is_last: whether nothing follows the next calls. Their side calls must then begin before the longest call, not after it. They
+    run on the early lane, which has priority and is empty, because the side and back lanes still have work of earlier calls.
     """
 
     def __init__(self, device: torch.device, *, are_apart: bool) -> None:
@@ -37,40 +38,41 @@ class Lanes:
         if are_apart and has_streams(device):
             self._main = torch.cuda.current_stream(device)
             self._side, self._early, self._back = _streams(device, self._main.cuda_stream)
-            for lane in (self._side, self._early, self._back):  # a CUDA graph has no stream that waits for one outside of it
+            # a captured CUDA graph contains a stream only if it waited for another one of the graph
+            for lane in (self._side, self._early, self._back):
                 lane.wait_stream(self._main)
         self.is_last = False
         self._kept: deque[tuple[Any, tuple[Tensor, ...]]] = deque()
 
     def side(self) -> contextlib.AbstractContextManager[Any]:
-        """Returns a context in which the side's stream is the current one."""
+        """Returns a context in which the stream of the side lane is current."""
         if self._main is None:
             return contextlib.nullcontext()
         return torch.cuda.stream(self._early if self.is_last else self._side)
 
     def back(self) -> contextlib.AbstractContextManager[Any]:
-        """Returns a context in which the back's stream is the current one."""
+        """Returns a context in which the stream of the back lane is current."""
         return contextlib.nullcontext() if self._main is None else torch.cuda.stream(self._back)
 
     def fork(self) -> None:
-        """Makes the side wait for what the main lane has so far."""
+        """Makes the side lane wait for the work that the main lane has so far."""
         if self._main is not None:
             (self._early if self.is_last else self._side).wait_stream(self._main)
 
     def meet(self) -> None:
-        """Makes the back wait for what the lanes of calls have so far."""
+        """Makes the back lane wait for the work that the lanes of calls have so far."""
         if self._main is not None:
             self._back.wait_stream(self._main)
             self._back.wait_stream(self._side)
             self._back.wait_stream(self._early)
 
     def keep(self, *tensors: Tensor) -> None:
-        """Keeps tensors of other lanes until the back has done what it has so far: their memory must not be used again before."""
+        """Keeps tensors of other lanes until the back lane has done its present work, so that their memory is not reused before."""
         if self._main is not None:
             self._kept.append((self._back.record_event(), tensors))
 
     def let_go(self) -> None:
-        """Makes the main lane wait for the back, but for what followed the last `keep`, and lets go of what was kept before."""
+        """Makes the main lane wait for the back lane up to the last `keep` but one, and frees the tensors that were kept before."""
         while len(self._kept) > 1:
             event, _ = self._kept.popleft()
             self._main.wait_event(event)

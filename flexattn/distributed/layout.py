@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 LAYOUTS = ("contiguous", "zigzag", "dealt")
-CHUNK = 1024  # tokens of a dealt chunk: 2048 leave up to 4 % of imbalance, and smaller ones move more keys
-SLACKS = (0.02, 0.1, 0.3)  # shares of the mean by which a rank may be ahead while chunks are dealt
-MOST_IMBALANCE = 1.02  # that fewer fetched keys are worth
-MOST_CHOICES = 1 << 18  # chunks times ranks up to which several deals are tried: more would take longer than a step
+CHUNK = 1024  # Tokens of a dealt chunk. 2,048 leave up to 4 % of imbalance, and smaller chunks move more keys.
+SLACKS = (0.02, 0.1, 0.3)  # Fractions of the mean by which a rank may lead while chunks are dealt.
+MOST_IMBALANCE = 1.02  # accepted in return for fewer fetched keys
+MOST_CHOICES = 1 << 18  # Chunks times ranks up to which several deals are tried. More would take longer than a training step.
 
 
 class Run(NamedTuple):
@@ -30,7 +30,7 @@ Runs = tuple[Run, ...]
 
 
 def cut(length: int, parts: int) -> list[Run]:
-    """Returns `parts` runs that cover `length` positions in order, whose sizes differ by 1 at most."""
+    """Returns `parts` runs that cover `length` positions in order. Their sizes differ by at most 1."""
     ends = [length * i // parts for i in range(parts + 1)]
     return [Run(*pair) for pair in itertools.pairwise(ends)]
 
@@ -41,14 +41,14 @@ def contiguous(length: int, ranks: int) -> tuple[Runs, ...]:
 
 
 def chunks(length: int, ranks: int) -> tuple[Runs, ...]:
-    """Returns one run for each rank as torch.chunk and DTensor's Shard cut it: equal ones, and at the end what is left, or none."""
+    """Returns one run for each rank, as torch.chunk and DTensor's Shard cut: equal sizes, but a shorter or no last one."""
     size = -(-length // ranks)
     ends = [min(length, size * rank) for rank in range(ranks + 1)]
     return tuple((Run(*pair),) if pair[1] > pair[0] else () for pair in itertools.pairwise(ends))
 
 
 def zigzag(length: int, ranks: int) -> tuple[Runs, ...]:
-    """Returns for rank r the parts r and 2 ranks - 1 - r of 2 ranks: one with few keys under a causal mask, and one with many."""
+    """Returns parts r and 2 ranks - 1 - r of 2 ranks for rank r. If causal, one part sees few keys, and one many."""
     parts = cut(length, 2 * ranks)
     return tuple(joined((parts[rank], parts[2 * ranks - 1 - rank])) for rank in range(ranks))
 
@@ -61,18 +61,18 @@ def dealt(
     unit: int = 1,
     most_choices: int = MOST_CHOICES,
 ) -> tuple[Runs, ...]:
-    """Returns equally many chunks for each rank, so that the sums of their areas are nearly equal and few keys are fetched.
+    """Returns equally many chunks for each rank, so that their total areas are nearly equal and few keys are fetched.
 
-    Largest first, each goes to the rank that has least so far (longest processing time first: Graham, 1969,
-    https://doi.org/10.1137/0117039), or, of the ranks that have little more, to the one that has most of the keys that it needs.
-    A rank holds its chunks in the sequence's order.
+    Chunks are dealt from the largest to the smallest. Each goes to the rank with the least area so far (longest processing time
+    first: Graham, 1969, https://doi.org/10.1137/0117039). Ranks with only a little more compete too: the one that already has most
+    of the needed keys gets the chunk. A rank holds its chunks in the order of the sequence.
 
-    area: the scores of the queries of a run. needs: the keys that they see. unit: tokens of which chunks are multiples where they
-    can be. most_choices: chunks times ranks beyond which they are dealt by their areas alone.
+    area: the scores of the queries of a run. needs: the keys that they see. unit: chunks are multiples of this many tokens, if the
+    length allows. most_choices: chunks times ranks, up to which several deals are tried.
     """
     per_rank = max(1, -(-length // (ranks * CHUNK)))
     if length < 16 * ranks * CHUNK:
-        per_rank = max(1, min(16, length // (8 * ranks)))  # short sequences: as many chunks, but none of under 8 tokens
+        per_rank = max(1, min(16, length // (8 * ranks)))  # short sequences have as many chunks, but none under 8 tokens
     if unit > 1:
         per_rank = next((count for count in range(per_rank, 0, -1) if length % (ranks * count * unit) == 0), per_rank)
     chunks = cut(length, ranks * per_rank)
@@ -82,27 +82,27 @@ def dealt(
     even = _deal(areas, wanted, ranks, 0.0)
     best, limit = even, max(MOST_IMBALANCE * sum(areas) / ranks, max(even.loads))
     for slack in SLACKS if len(chunks) * ranks <= most_choices else ():
-        found = _deal(areas, wanted, ranks, slack)
-        if max(found.loads) <= limit and found.fetched < best.fetched:
-            best = found
+        deal = _deal(areas, wanted, ranks, slack)
+        if max(deal.loads) <= limit and deal.fetched < best.fetched:
+            best = deal
     return tuple(joined(chunks[i] for i in sorted(own)) for own in best.chunks)
 
 
 class _Deal(NamedTuple):
     chunks: list[list[int]]  # by rank
     loads: list[int]
-    fetched: int  # chunks of keys, by all ranks together
+    fetched: int  # chunks of keys, summed over all ranks
 
 
 def _deal(areas: Sequence[int], wanted: Sequence[int], ranks: int, slack: float) -> _Deal:
-    """Returns a deal in which a rank may have more than the one with least, by a share `slack` of the mean."""
+    """Returns a deal in which a rank may lead the least loaded one by a fraction `slack` of the mean."""
     per_rank, spare = len(areas) // ranks, slack * sum(areas) / ranks
     own: list[list[int]] = [[] for _ in range(ranks)]
     loads, have, held = [0] * ranks, [0] * ranks, [0] * ranks
     least = [(0, rank) for rank in range(ranks)]
     for i in sorted(range(len(areas)), key=lambda i: -areas[i]):
         while loads[least[0][1]] != least[0][0] or len(own[least[0][1]]) == per_rank:
-            heapq.heappop(least)  # an entry from before the rank's last chunk, or a rank that is full
+            heapq.heappop(least)  # an entry that is out of date, or a full rank
         rank, limit = least[0][1], least[0][0] + spare
         if spare:
             open_ranks = [r for r in range(ranks) if len(own[r]) < per_rank and loads[r] <= limit]
@@ -116,41 +116,41 @@ def _deal(areas: Sequence[int], wanted: Sequence[int], ranks: int, slack: float)
 
 
 def _bits(runs: Iterable[Run], starts: Sequence[int]) -> int:
-    """Returns a number with a bit for each of the chunks with these starts that the runs touch; the last one has no end."""
-    found = 0
+    """Returns an int with one bit for each chunk that the runs touch. starts: of the chunks; the last one has no end."""
+    bits = 0
     for run in runs:
         if run.size:
             first, last = (bisect.bisect_right(starts, position) - 1 for position in (run.start, run.stop - 1))
-            found |= ((1 << (last - first + 1)) - 1) << first
-    return found
+            bits |= ((1 << (last - first + 1)) - 1) << first
+    return bits
 
 
 def joined(runs: Iterable[Run]) -> Runs:
-    """Returns the runs in their order, those that are empty left out and those that follow each other made one."""
-    found: list[Run] = []
+    """Returns the runs in their order, without empty ones and with adjacent ones joined."""
+    result: list[Run] = []
     for run in runs:
         if run.size == 0:
             continue
-        if found and found[-1].stop == run.start:
-            found[-1] = Run(found[-1].start, run.stop)
+        if result and result[-1].stop == run.start:
+            result[-1] = Run(result[-1].start, run.stop)
         else:
-            found.append(run)
-    return tuple(found)
+            result.append(run)
+    return tuple(result)
 
 
 def union(runs: Iterable[Run]) -> Runs:
-    """Returns the positions of all runs as runs that are sorted and apart."""
-    found: list[Run] = []
+    """Returns the positions of all runs as sorted, disjoint runs."""
+    result: list[Run] = []
     for run in sorted(run for run in runs if run.size):
-        if found and run.start <= found[-1].stop:
-            found[-1] = Run(found[-1].start, max(found[-1].stop, run.stop))
+        if result and run.start <= result[-1].stop:
+            result[-1] = Run(result[-1].start, max(result[-1].stop, run.stop))
         else:
-            found.append(run)
-    return tuple(found)
+            result.append(run)
+    return tuple(result)
 
 
 def common(a: Runs, b: Iterable[Run]) -> Iterator[Run]:
-    """Yields the positions that both have, in the order of b; a is sorted and apart."""
+    """Yields the positions that a and b have in common, in the order of b. a must be sorted and disjoint."""
     for run in b:
         for other in a[bisect.bisect_right(a, run.start, key=lambda other: other.stop) :]:
             if other.start >= run.stop:
@@ -161,7 +161,7 @@ def common(a: Runs, b: Iterable[Run]) -> Iterator[Run]:
 
 
 def without(runs: Iterable[Run], taken: Iterable[Run]) -> Iterator[Run]:
-    """Yields the positions of the runs, which are sorted and apart, that are in none of those taken."""
+    """Yields the positions of the runs, which are sorted and disjoint, that are not taken."""
     rest = union(taken)
     for run in runs:
         start = run.start
@@ -178,28 +178,28 @@ def size_of(runs: Iterable[Run]) -> int:
 
 
 def rows_of(runs: Runs) -> list[Run]:
-    """Returns where each run lies in a tensor that holds them one after another."""
+    """Returns the rows of each run in a tensor that holds the runs one after another."""
     ends = list(itertools.accumulate((run.size for run in runs), initial=0))
     return [Run(*pair) for pair in itertools.pairwise(ends)]
 
 
 def row_of(position: int, runs: Runs, rows: Sequence[Run]) -> int:
-    """Returns the row at which a tensor of these runs holds a position."""
+    """Returns the row of a position in a tensor that holds these runs."""
     return next(row.start + position - run.start for run, row in zip(runs, rows, strict=True) if run.start <= position < run.stop)
 
 
 def positions(rows: Run, held: Runs) -> Runs:
-    """Returns the positions at which the runs `held` lie that a tensor of them has in these rows."""
-    found = []
+    """Returns the positions of some rows of a tensor that holds the runs `held`."""
+    result = []
     for run, at in zip(held, rows_of(held), strict=True):
         first, last = max(rows.start, at.start), min(rows.stop, at.stop)
         if first < last:
-            found.append(Run(run.start + first - at.start, run.start + last - at.start))
-    return tuple(found)
+            result.append(Run(run.start + first - at.start, run.start + last - at.start))
+    return tuple(result)
 
 
 def places(runs: Runs, held: Runs) -> Runs:
-    """Returns the rows at which a tensor of the positions `held` has those of `runs`; each run lies in one of them."""
+    """Returns the rows of `runs` in a tensor that holds the runs `held`. Each run must lie in one of these."""
     rows = rows_of(held)
-    found = [(row_of(run.start, held, rows), run.size) for run in runs]
-    return joined(Run(row, row + size) for row, size in found)
+    starts = [(row_of(run.start, held, rows), run.size) for run in runs]
+    return joined(Run(row, row + size) for row, size in starts)

@@ -1,7 +1,7 @@
-"""Block masks of a call's pieces, whose queries and keys are counted from their own first ones.
+"""Block masks of local calls, which count queries and keys from the first ones of their pieces.
 
-A piece may begin anywhere in a block, so that a block of the call lies over up to four of the whole: where these differ, a mask_mod
-that reads the whole's kinds decides.
+A piece may begin inside a block. A local block then overlaps up to four blocks of the full mask. If their kinds differ, a mask_mod
+decides, which looks up the kinds of the full mask.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from flexattn.distributed.mask import Piece
 from flexattn.distributed.origin import Mod
 
 
-class _Lists:
-    """A BlockMask as far as `attention` reads one."""
+class _LocalBlockMask:
+    """A BlockMask with the attributes that `attention` reads."""
 
     def __init__(self, kinds: Tensor, sizes: tuple[int, int]) -> None:
         self.kv_num_blocks, self.kv_indices = ordered(kinds == MASKED)
@@ -36,37 +36,39 @@ class _Lists:
 
 
 class LocalBlocks:
-    """The blocks of a call's pieces, whose queries and keys are counted from their own first ones."""
+    """The blocks of a call's pieces. Queries and keys count from the first ones of each piece."""
 
     def __init__(self, blocks: Blocks, pieces: Sequence[Piece], is_packed: bool, device: torch.device) -> None:
         self.sizes = blocks.size_q, blocks.size_kv
-        of_pieces = []
+        parts = []
         for piece in pieces:
             kinds = blocks.kinds
             if is_packed and kinds.shape[0] > 1:
                 kinds = kinds[piece.document : piece.document + 1]
-            of_pieces.append((kinds, Run(piece.q_start, piece.q_start + piece.rows.size), _keys_of(piece)))
-        self.lists_kinds = _stacked([_moved(kinds, rows, keys, self.sizes) for kinds, rows, keys in of_pieces]).to(device)
+            parts.append((kinds, Run(piece.q_start, piece.q_start + piece.rows.size), _keys_of(piece)))
+        self.lists_kinds = _stacked([_local_kinds(kinds, rows, keys, self.sizes) for kinds, rows, keys in parts]).to(device)
         self.is_packed = is_packed
-        self.beyond: tuple[Tensor, Tensor] | None = None  # first query and first key, from the beginnings of their blocks
-        if any(rows.start % blocks.size_q or keys.start % blocks.size_kv for _, rows, keys in of_pieces):
-            cuts = [kinds[..., _blocks_of(rows, self.sizes[0]), _blocks_of(keys, self.sizes[1])] for kinds, rows, keys in of_pieces]
+        self.beyond: tuple[Tensor, Tensor] | None = None  # positions of the first query and the first key in their blocks
+        if any(rows.start % blocks.size_q or keys.start % blocks.size_kv for _, rows, keys in parts):
+            cuts = [kinds[..., _blocks_of(rows, self.sizes[0]), _blocks_of(keys, self.sizes[1])] for kinds, rows, keys in parts]
             self.table = _stacked(cuts).to(device)
-            first = [(rows.start % blocks.size_q, keys.start % blocks.size_kv) for _, rows, keys in of_pieces]
-            of_q, of_kv = (torch.tensor(column, dtype=torch.int32, device="cpu").to(device) for column in zip(*first, strict=True))
-            self.beyond = (of_q, of_kv) if is_packed else (of_q[0], of_kv[0])
-        self.made: dict[tuple[int, int], tuple[_Lists, Tensor | None]] = {}
+            first = [(rows.start % blocks.size_q, keys.start % blocks.size_kv) for _, rows, keys in parts]
+            offsets_q, offsets_kv = (
+                torch.tensor(column, dtype=torch.int32, device="cpu").to(device) for column in zip(*first, strict=True)
+            )
+            self.beyond = (offsets_q, offsets_kv) if is_packed else (offsets_q[0], offsets_kv[0])
+        self.masks: dict[tuple[int, int], tuple[_LocalBlockMask, Tensor | None]] = {}
 
     def block_mask(self, mask_mod: Mod, heads: Run) -> Any:
-        """Returns the block mask of some query heads. mask_mod: of the call's own heads and positions."""
-        found = self.made.get(heads)
-        if found is None:
+        """Returns the block mask of some query heads. mask_mod: a mod of the call's own heads and positions."""
+        entry = self.masks.get(heads)
+        if entry is None:
             refuse_making(self.lists_kinds.device)
             with neutral_state():
-                table = None if self.beyond is None else _of_heads(self.table, heads).contiguous()
-                found = self.made[heads] = _Lists(_of_heads(self.lists_kinds, heads), self.sizes), table
-        mask = copy.copy(found[0])
-        mask.mask_mod = mask_mod if found[1] is None or self.beyond is None else self._exact(mask_mod, found[1], self.beyond)
+                table = None if self.beyond is None else _select_heads(self.table, heads).contiguous()
+                entry = self.masks[heads] = _LocalBlockMask(_select_heads(self.lists_kinds, heads), self.sizes), table
+        mask = copy.copy(entry[0])
+        mask.mask_mod = mask_mod if entry[1] is None or self.beyond is None else self._exact(mask_mod, entry[1], self.beyond)
         return mask
 
     def _exact(self, mask_mod: Mod, table: Tensor, beyond: tuple[Tensor, Tensor]) -> Mod:
@@ -86,7 +88,7 @@ def _keys_of(piece: Piece) -> Run:
     return Run(piece.kv_start, piece.kv_start + piece.keys.size)
 
 
-def _of_heads(kinds: Tensor, heads: Run) -> Tensor:
+def _select_heads(kinds: Tensor, heads: Run) -> Tensor:
     return kinds if kinds.shape[1] == 1 else kinds[:, slice(*heads)]
 
 
@@ -94,8 +96,8 @@ def _blocks_of(run: Run, size: int) -> slice:
     return slice(run.start // size, (run.stop - 1) // size + 1)
 
 
-def _moved(kinds: Tensor, rows: Run, keys: Run, sizes: tuple[int, int]) -> Tensor:
-    """Returns the kinds of blocks that are counted from a piece's first query and key."""
+def _local_kinds(kinds: Tensor, rows: Run, keys: Run, sizes: tuple[int, int]) -> Tensor:
+    """Returns the kinds of local blocks, which count from a piece's first query and key."""
     for dim, run, size in ((-2, rows, sizes[0]), (-1, keys, sizes[1])):
         starts = torch.arange(run.start, run.stop, size, device="cpu")
         first, last = starts // size, ((starts + size).clamp(max=run.stop) - 1) // size
@@ -108,7 +110,7 @@ def _moved(kinds: Tensor, rows: Run, keys: Run, sizes: tuple[int, int]) -> Tenso
 
 
 def _stacked(kinds: Sequence[Tensor]) -> Tensor:
-    """Returns kinds of several pieces in one tensor, hidden behind the end of each."""
+    """Returns kinds of several pieces in one tensor, padded with hidden blocks."""
     if len(kinds) == 1:
         return kinds[0]
     rows, columns = (max(t.shape[dim] for t in kinds) for dim in (-2, -1))

@@ -1,7 +1,7 @@
-"""Masks as host data: documents, a band and blocks; the keys that a run of queries sees, and the pieces that it is attended in.
+"""Masks as host data: documents, a band and blocks. They give the keys that queries see, and the pieces of a rank's work.
 
-A query at position i of its document sees the keys j with i + shift - left <= j <= i + shift + right, where shift is 0, or the
-difference of the lengths for a bottom-right diagonal, and, of these, those in blocks of a block mask that are not hidden.
+A query at position i of its document sees keys j with i + shift - left <= j <= i + shift + right. shift is 0, or the difference of
+the lengths if the diagonal is bottom-right. If there is a block mask, the query sees those of them that it does not hide.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from flexattn.distributed.blocks import Blocks
 from flexattn.distributed.layout import Run, Runs
 
 
-class Side(NamedTuple):
-    """Documents in a tensor of the whole: each one's first token, and its length."""
+class DocumentOffsets(NamedTuple):
+    """Documents in a full tensor: the first token and the length of each."""
 
     starts: tuple[int, ...]
     lengths: tuple[int, ...]
 
     def within(self, run: Run) -> Iterator[tuple[int, Run]]:
-        """Yields each document that has tokens in a run of the whole, with their positions in the document."""
+        """Yields each document with tokens in a run of the full sequence, with their positions in the document."""
         for document in range(max(0, bisect.bisect_right(self.starts, run.start) - 1), len(self.starts)):
             start, length = self.starts[document], self.lengths[document]
             if start >= run.stop:
@@ -39,7 +39,7 @@ class Side(NamedTuple):
 
 @dataclass(frozen=True)
 class Mask:
-    """A band, the same for each document, None where a side is open; and a block mask, of each document its own or one for all."""
+    """A band, equal for each document, None if a side is open. An optional block mask, one for each document or one for all."""
 
     left: int | None
     right: int | None
@@ -58,22 +58,22 @@ class Mask:
         return Band(self.left, self.right, self.bottom_right)
 
     def row(self, document: int) -> int | None:
-        """Returns the row of a block mask that a document has, None for one sequence, which has all rows of a batch."""
+        """Returns the block mask's row for a document. None if there is one sequence, which uses all rows of a batch."""
         return document if len(self.lengths_q) > 1 else None
 
     @functools.cached_property
-    def q(self) -> Side:
-        return Side(tuple(itertools.accumulate(self.lengths_q, initial=0))[:-1], self.lengths_q)
+    def q(self) -> DocumentOffsets:
+        return DocumentOffsets(tuple(itertools.accumulate(self.lengths_q, initial=0))[:-1], self.lengths_q)
 
     @functools.cached_property
-    def kv(self) -> Side:
-        return Side(tuple(itertools.accumulate(self.lengths_kv, initial=0))[:-1], self.lengths_kv)
+    def kv(self) -> DocumentOffsets:
+        return DocumentOffsets(tuple(itertools.accumulate(self.lengths_kv, initial=0))[:-1], self.lengths_kv)
 
     def shift(self, document: int) -> int:
         return self.lengths_kv[document] - self.lengths_q[document] if self.bottom_right else 0
 
     def keys(self, document: int, queries: Run) -> Run:
-        """Returns the positions of a document's keys, without gaps, among which are all that at least one of the queries sees."""
+        """Returns the smallest run that contains all keys of a document that at least one of the queries sees."""
         keys = self.in_band(document, queries)
         return keys if self.blocks is None else hull(self.seen(document, queries, keys))
 
@@ -86,18 +86,18 @@ class Mask:
         return Run(start, min(max(stop, start), length))
 
     def seen(self, document: int, queries: Run, keys: Run) -> Runs:
-        """Returns the runs of a document's keys, among these, that lie in blocks that at least one of the queries sees some of."""
+        """Returns the runs within a document's `keys` in blocks that at least one of the queries sees a part of."""
         return (keys,) if self.blocks is None else tuple(self.blocks.keys(self.row(document), queries, keys))
 
     def needs(self, queries: Run) -> Iterator[Run]:
-        """Yields the whole's keys that a run of the whole's queries sees, for each document."""
+        """Yields the keys that a run of queries sees, for each document, all in positions of the full sequence."""
         for document, part in self.q.within(queries):
             start = self.kv.starts[document]
             for keys in self.seen(document, part, self.in_band(document, part)):
                 yield Run(start + keys.start, start + keys.stop)
 
     def hulls(self, queries: Run) -> Iterator[Run]:
-        """Yields the whole's keys from the first to the last that a run of the whole's queries sees, for each document."""
+        """Yields the smallest run of keys that contains all that a run of queries sees, for each document."""
         for document, part in self.q.within(queries):
             start, keys = self.kv.starts[document], self.keys(document, part)
             yield Run(start + keys.start, start + keys.stop)
@@ -105,11 +105,11 @@ class Mask:
     @functools.cached_property
     def ends(self) -> tuple[int, ...]:
         """[documents + 1]: the scores in the bands of all documents before each."""
-        of_all = (self.scores(document, Run(0, length)) for document, length in enumerate(self.lengths_q))
-        return tuple(itertools.accumulate(of_all, initial=0))
+        areas = (self.scores(document, Run(0, length)) for document, length in enumerate(self.lengths_q))
+        return tuple(itertools.accumulate(areas, initial=0))
 
     def area(self, queries: Run) -> int:
-        """Returns the number of scores of a run of the whole's queries; one block of a block mask counts whole."""
+        """Returns the number of scores of a run of the full sequence's queries. A block with a visible score counts in full."""
         if queries.size == 0:
             return 0
         if self.blocks is not None:
@@ -117,7 +117,7 @@ class Mask:
         return self._before(queries.stop) - self._before(queries.start)
 
     def _before(self, query: int) -> int:
-        """Returns the scores of all queries before one of the whole."""
+        """Returns the scores of all queries before a position of the full sequence."""
         document = bisect.bisect_right(self.q.starts, query) - 1
         return self.ends[document] + self.scores(document, Run(0, query - self.q.starts[document]))
 
@@ -136,7 +136,7 @@ class Mask:
 
     @functools.cached_property
     def _in_blocks(self) -> torch.Tensor:
-        """[tokens + 1]: the scores of all queries before each, in blocks that are seen."""
+        """[tokens + 1]: the scores of all queries before each, in visible blocks."""
         assert self.blocks is not None
         counts = []
         for document, (len_q, len_kv) in enumerate(zip(self.lengths_q, self.lengths_kv, strict=True)):
@@ -148,7 +148,7 @@ class Mask:
 
 
 def _clamped_sum(stop: int, most: int) -> int:
-    """Returns the sum of min(i, most) over the integers from 0 to before `stop`."""
+    """Returns the sum of min(i, most) over the integers i in [0, stop)."""
     if stop <= 0:
         return 0
     if stop <= most:
@@ -157,14 +157,14 @@ def _clamped_sum(stop: int, most: int) -> int:
 
 
 def hull(runs: Runs) -> Run:
-    """Returns the positions from the first to the last of runs that are sorted."""
+    """Returns the run from the first to the last position of sorted runs."""
     return Run(runs[0].start, runs[-1].stop) if runs else Run(0, 0)
 
 
 class Piece(NamedTuple):
-    """Queries and keys of one document, both without gaps, each of which sees or is seen; low <= j - i <= high, None where open.
+    """A run of queries and a run of keys of one document. Each query sees a key, and each key is seen: low <= j - i <= high.
 
-    rows, keys: where they lie in the tensors of the call. diagonal: j - i on the whole's diagonal.
+    low, high: None if open. rows, keys: rows in the tensors of the call. diagonal: j - i on the diagonal of the full sequence.
     """
 
     document: int
@@ -178,9 +178,9 @@ class Piece(NamedTuple):
 
 
 def make_piece(mask: Mask, document: int, queries: Run, keys: Run, rows: tuple[int, int]) -> Piece | None:
-    """Returns the piece of a document's queries and keys, without those that nothing sees or is seen by; None where none is left.
+    """Returns the piece of a document's queries and keys, trimmed to those that see or are seen. None if none is left.
 
-    rows: where the first query and the first key lie.
+    rows: the rows of the first query and of the first key.
     """
     len_q, len_kv = queries.size, keys.size
     diagonal = queries.start + mask.shift(document) - keys.start
@@ -208,25 +208,26 @@ def make_piece(mask: Mask, document: int, queries: Run, keys: Run, rows: tuple[i
 
 
 def merged(pieces: Sequence[Piece]) -> list[Piece]:
-    """Returns fewer pieces of the same scores: those that together are one band, of rows and keys that follow each other.
+    """Returns fewer pieces with the same scores, by joining adjacent pieces that form one band.
 
-    Positions in the document are then those of a piece's first query and key alone, so no mod, bias or ALiBi may read them.
+    A joined piece knows only the positions of its first query and key. So do not join pieces if a mod, a bias or ALiBi reads
+    positions.
     """
-    found = list(pieces)
-    for i in range(len(found) - 1, 0, -1):
+    joined = list(pieces)
+    for i in range(len(joined) - 1, 0, -1):
         for j in range(i - 1, -1, -1):
-            one = _merged(found[j], found[i])
+            one = _merged(joined[j], joined[i])
             if one is not None:
-                found[j] = one
-                del found[i]
+                joined[j] = one
+                del joined[i]
                 break
-    return found
+    return joined
 
 
 def _merged(a: Piece, b: Piece) -> Piece | None:
     if a.document != b.document or a.low is not None or b.low is not None:
         return None
-    if a.rows == b.rows and a.keys.stop == b.keys.start and a.high is None:  # b's keys lie behind those that all rows see
+    if a.rows == b.rows and a.keys.stop == b.keys.start and a.high is None:  # b's keys come after the keys that all rows see
         keys, high = Run(a.keys.start, b.keys.stop), None if b.high is None else b.high + a.keys.size
         return a._replace(keys=keys, high=high)
     if a.rows.stop != b.rows.start or a.keys.start != b.keys.start:
@@ -245,13 +246,13 @@ class LocalBand(NamedTuple):
 
     window_size: tuple[int, int]
     bottom_right: bool
-    is_exact: bool  # whether that diagonal is the whole's
+    is_exact: bool  # whether that diagonal is the diagonal of the full sequence
 
 
 def local_band(piece: Piece, wants_diagonal: bool) -> LocalBand:
-    """Returns the piece's band, from the whole's diagonal where that is wanted and can be; it begins at one of two diagonals.
+    """Returns the piece's band, counted from one of its two diagonals. If wants_diagonal, prefers the full sequence's diagonal.
 
-    The top-left one always lies in the band: the first query sees a key, so high >= 0, and the first key is seen, so low <= 0.
+    The top-left diagonal always lies in the band: the first query sees a key, so high >= 0, and the first key is seen, so low <= 0.
     """
     shifts = [(piece.keys.size - piece.rows.size, True), (0, False)]
     if wants_diagonal:
@@ -261,11 +262,11 @@ def local_band(piece: Piece, wants_diagonal: bool) -> LocalBand:
         right = -1 if piece.high is None else piece.high - shift
         if (piece.low is None or left >= 0) and (piece.high is None or right >= 0):
             return LocalBand((left, right), bottom_right, shift == piece.diagonal)
-    raise AssertionError(f"{piece} has a query or a key that is alone")
+    raise AssertionError(f"{piece} has a query that sees no key, or a key that no query sees")
 
 
 def sees_all(piece: Piece, band: LocalBand) -> bool:
-    """Returns whether under a local band each of a piece's queries sees each of its keys, and the diagonal is the whole's if so."""
+    """Returns whether each query of a piece sees each of its keys under a local band. An exact band must have the same diagonal."""
     (left, right), bottom_right, is_exact = band
     shift = piece.keys.size - piece.rows.size if bottom_right else 0
     in_left, in_right = left < 0 or left >= piece.rows.size - 1 + shift, right < 0 or right >= piece.keys.size - 1 - shift

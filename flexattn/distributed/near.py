@@ -1,4 +1,4 @@
-"""Keys that ranks of one host pull from each other's memory, and gradients that go back so: which rows, and where they lie."""
+"""Exchanges through symmetric memory, for the ranks of one host: the rows that each rank reads and their places."""
 
 from __future__ import annotations
 
@@ -10,61 +10,62 @@ from typing import NamedTuple
 from torch import Tensor
 
 from flexattn.distributed.layout import Run, Runs, common, row_of, rows_of, size_of, union
-from flexattn.distributed.peer_memory import Move, Pull, Side, aligned
+from flexattn.distributed.peer_memory import Pull, RemoteRows, RowLayout, aligned
 
 
-class Near(NamedTuple):
-    """A rank's part of a fetch: it copies the rows that others need to its memory, and pulls those that it needs.
+class SymmetricFetch(NamedTuple):
+    """One rank's part of a fetch: it copies rows that others need to its symmetric memory, and reads the rows that it needs.
 
-    Gradients go back the same way: a rank writes those of the rows that it fetched, of one rank after another, and pulls its own.
+    Gradients use the same memory. A rank writes gradients of its fetched rows, one owner after another, and each owner reads its
+    own.
     """
 
-    copies: tuple[tuple[Run, Run], ...]  # rows of this rank's tensor, and where they lie in its memory
-    moves: tuple[Move, ...]  # to the rows held
-    back: tuple[Move, ...]  # to the gradients that arrive, those of one rank after another
-    most_sent: int  # rows that any rank copies, the same on all
+    copies: tuple[tuple[Run, Run], ...]  # rows of this rank's tensor, and their place in its symmetric memory
+    moves: tuple[RemoteRows, ...]  # reads into the held rows
+    back: tuple[RemoteRows, ...]  # reads into the received gradients, from one rank after another
+    most_sent: int  # rows that any rank copies, equal on all ranks
     most_fetched: int  # rows that any rank fetches
 
 
-def make_near(kv_runs: Sequence[Runs], wanted: Sequence[Runs], held: Runs, rank: int) -> Near:
-    """Returns a rank's part of a fetch of keys that lie in `kv_runs`; wanted and held are as `exchange.make_route` takes them."""
+def make_symmetric_fetch(kv_runs: Sequence[Runs], wanted: Sequence[Runs], held: Runs, rank: int) -> SymmetricFetch:
+    """Returns a rank's part of a fetch. The arguments are those of `exchange.make_send_receive_lists`."""
     ranks = range(len(kv_runs))
-    fetched = [[tuple(common(wanted[to], kv_runs[of])) if to != of else () for of in ranks] for to in ranks]
-    sent = [union(run for to in ranks for run in fetched[to][of]) for of in ranks]
+    fetched = [[tuple(common(wanted[reader], kv_runs[owner])) if reader != owner else () for owner in ranks] for reader in ranks]
+    sent = [union(run for reader in ranks for run in fetched[reader][owner]) for owner in ranks]
     own, own_rows = kv_runs[rank], rows_of(kv_runs[rank])
-    copies = tuple(_places(run, own, own_rows, sent[rank]) for run in common(sent[rank], own))
+    copies = tuple(_row_pair(run, own, own_rows, sent[rank]) for run in common(sent[rank], own))
     moves = tuple(
-        Move(of, row_of(run.start, sent[of], rows_of(sent[of])), row_of(run.start, held, rows_of(held)), run.size)
-        for of in ranks
-        for run in fetched[rank][of]
+        RemoteRows(owner, row_of(run.start, sent[owner], rows_of(sent[owner])), row_of(run.start, held, rows_of(held)), run.size)
+        for owner in ranks
+        for run in fetched[rank][owner]
     )
     back, row = [], 0
-    for of in ranks:
-        count = size_of(fetched[of][rank])
+    for owner in ranks:
+        count = size_of(fetched[owner][rank])
         if count:
-            back.append(Move(of, sum(size_of(runs) for runs in fetched[of][:rank]), row, count))
+            back.append(RemoteRows(owner, sum(size_of(runs) for runs in fetched[owner][:rank]), row, count))
         row += count
-    most = max(sum(map(size_of, of)) for of in fetched)
-    return Near(copies, moves, tuple(back), max(map(size_of, sent)), most)
+    most = max(sum(map(size_of, runs)) for runs in fetched)
+    return SymmetricFetch(copies, moves, tuple(back), max(map(size_of, sent)), most)
 
 
-def _places(run: Run, own: Runs, rows: Sequence[Run], sent: Runs) -> tuple[Run, Run]:
+def _row_pair(run: Run, own: Runs, rows: Sequence[Run], sent: Runs) -> tuple[Run, Run]:
     first, to = row_of(run.start, own, rows), row_of(run.start, sent, rows_of(sent))
     return Run(first, first + run.size), Run(to, to + run.size)
 
 
 def starts(rows: int, sizes: Sequence[int]) -> list[int]:
-    """Returns the bytes at which an exchange has so many rows of each tensor, one after another, and last those of all.
+    """Returns the first byte of each tensor of an exchange, for tensors with `rows` rows one after another, and the total.
 
-    sizes: bytes of a row of each.
+    sizes: bytes of one row of each tensor.
     """
     return list(itertools.accumulate((aligned(rows * size) for size in sizes), initial=0))
 
 
-def pull_of_rows(first: int, out: Tensor, moves: tuple[Move, ...], own: Tensor | None = None) -> Pull:
-    """Returns a pull of whole rows of `out`, a contiguous tensor [rows, ...]. own: a tensor of such rows too."""
+def pull_of_rows(first: int, out: Tensor, moves: tuple[RemoteRows, ...], own: Tensor | None = None) -> Pull:
+    """Returns a pull of whole rows of `out`, a contiguous tensor [rows, ...]. own: another tensor of such rows."""
     row = math.prod(out.shape[1:])
-    return Pull(out, first, moves, (Side(row), Side(row)), row, own)
+    return Pull(out, first, moves, (RowLayout(row), RowLayout(row)), row, own)
 
 
 def row_size(x: Tensor) -> int:

@@ -1,4 +1,4 @@
-"""Mods and dropout of a part: both see the whole's batch row, head and positions, whatever part of it is attended."""
+"""Mods and dropout of local calls. Both see the batch row, the head and the positions in the full sequence."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ Mod = Callable[..., Any]
 
 
 class Origin(NamedTuple):
-    """Places in the whole of what a call counts from 0: tensors, so that no other values mean another trace.
+    """Origin of a call's indices in the full sequence. Values are tensors, so that other values do not cause another trace.
 
-    For packed documents each is int32 [sequences of the call], else a 0-d tensor, and document is None.
+    For packed documents each is int32 [sequences of the call]. Else each is a 0-d tensor, and document is None.
     """
 
     document: Tensor | None
     q_start: Tensor
     kv_start: Tensor
-    diagonal: Tensor  # j - i, in the call's own positions, on the whole's diagonal
+    diagonal: Tensor  # j - i on the full sequence's diagonal, in the call's own positions
 
 
 def moved_mod(mod: Mod | None, places: int, origin: Origin) -> Mod | None:
-    """Returns the mod for a part.
+    """Returns the mod with positions of the full sequence.
 
-    places: how many arguments come before the batch index: 1 for a score_mod, 0 for a mask_mod.
+    places: number of arguments before the batch index: 1 for a score_mod, 0 for a mask_mod.
     """
     if mod is None:
         return None
@@ -47,7 +47,7 @@ def moved_mod(mod: Mod | None, places: int, origin: Origin) -> Mod | None:
 
 
 def mod_of_heads(mod: Mod | None, places: int, first_head: Tensor) -> Mod | None:
-    """Returns the mod for a part of the heads, which begin at first_head, a 0-d tensor."""
+    """Returns the mod for a part of the heads. first_head: the first of them, a 0-d tensor."""
     if mod is None:
         return None
 
@@ -59,10 +59,10 @@ def mod_of_heads(mod: Mod | None, places: int, first_head: Tensor) -> Mod | None
 
 
 def rng_state_of(rng_state: Tensor, origin: Origin, batch: int, heads: tuple[int, int], by_eights: bool) -> Tensor:
-    """Returns the rng_state of a call, int64 [b, 5 or 6], by which it drops what the whole does; see `attention`.
+    """Returns the rng_state of a call, int64 [b, 5 or 6], which drops the same weights as one process. See `attention`.
 
-    rng_state: the whole's, int64 [2]. batch: of a dense call. heads: the first one of the call, and how many the whole has.
-    by_eights: whether each first key is at a multiple of 8.
+    rng_state: int64 [2], for the full sequence. batch: batch size of a dense call. heads: the first head of the call, and the
+    number of all heads. by_eights: whether each first key is at a multiple of 8.
     """
     document, q_start, kv_start, _ = origin
     if document is None:
@@ -74,9 +74,9 @@ def rng_state_of(rng_state: Tensor, origin: Origin, batch: int, heads: tuple[int
 
 
 def with_alibi(mod: Mod | None, slopes: Tensor, origin: Origin) -> Mod:
-    """Returns a score_mod that subtracts slope * |distance from the whole's diagonal| behind another one, or alone.
+    """Returns a score_mod that applies `mod`, if any, and subtracts slope * |distance from the full sequence's diagonal|.
 
-    slopes: float32 [h] or [sequences of the call, h]. It stands in for bias_type "alibi" where a call has another diagonal.
+    slopes: float32 [h] or [sequences of the call, h]. It replaces bias_type "alibi" if a call has another diagonal.
     """
     diagonal, is_packed, has_rows = origin.diagonal, origin.document is not None, slopes.dim() == 2
 

@@ -1,15 +1,15 @@
-"""Memory of ranks that all GPUs of a host read: an exchange writes its rows there, and each rank pulls what it needs, by a kernel.
+"""Exchanges through symmetric memory of one host: each rank writes rows there, and a kernel reads them from all ranks.
 
-Against messages it saves the copies into and out of them, and most of a collective's latency. The memory is torch's symmetric
-memory (https://docs.pytorch.org/docs/stable/symmetric_memory.html), mapped by every rank of a group once. An exchange is
+Compared with messages, this saves two copies and most of a collective's latency. Every rank of a group maps torch's symmetric
+memory (https://docs.pytorch.org/docs/stable/symmetric_memory.html) once. An exchange is
 
-    exchange = peer_memory.begin(group, device, size)  # waits until no rank reads what it wrote before
+    exchange = peer_memory.begin(group, device, size)  # waits until no rank reads the previous data
     exchange.room(0, shape, dtype).copy_(rows)
     exchange.open()  # waits until every rank has written
     exchange.pull(peer_memory.Pull(out, 0, moves, sides, width))
     exchange.close()
 
-all of it on the current stream: ranks wait for each other on their GPUs, not on their hosts.
+All of it runs on the current stream. GPUs wait for each other, not hosts.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from flexattn.dispatch.neutral import is_capturing
 from flexattn.distributed.capture import is_over_nccl, tables
 
 MOST_RANKS = 8  # GPUs of one host
-MOST_BYTES = 1 << 30  # memory of a rank that others read: a larger exchange is made of messages
+MOST_BYTES = 1 << 30  # Largest symmetric memory of a rank. Larger exchanges use messages.
 _LEAST_BYTES = 32 << 20
 
 
-class Side(NamedTuple):
-    """Places of rows: row r begins at element `r * stride + column`, and where step is not 0, those of source n n steps further."""
+class RowLayout(NamedTuple):
+    """Layout of rows: row r begins at element `r * stride + column`, plus `n * step` for rows of source n."""
 
     stride: int
     column: int = 0
     step: int = 0
 
 
-OWN = -1  # the source of a move from a tensor of this rank that is not in the memory, the own one of a pull
+OWN = -1  # the source of a move from a tensor of this rank outside of symmetric memory: `own` of a pull
 
 
-class Move(NamedTuple):
-    """Rows of one source, a rank or `OWN`, and the first of the rows that they come to."""
+class RemoteRows(NamedTuple):
+    """Rows of one source, a rank or `OWN`, and the first row of their destination."""
 
     source: int
     first: int
@@ -55,43 +55,43 @@ class Move(NamedTuple):
 
 
 class Pull(NamedTuple):
-    """Rows of one tensor, `out`, contiguous, of what ranks have from byte `first` on.
+    """A read into a contiguous tensor `out`, of rows that ranks have from byte `first` on.
 
-    sides: where rows lie in out, which has no column, and in each rank's memory, which has no step; in elements, as `width`, the
-    elements of a row, is. own: a contiguous tensor of this rank, whose rows lie as those in a rank's memory.
+    sides: layouts in out (column 0) and in each rank's memory (step 0), in elements. width: elements of a row. own: a contiguous
+    tensor of this rank, with the layout of a rank's memory.
     """
 
     out: Tensor
     first: int
-    moves: tuple[Move, ...]
-    sides: tuple[Side, Side]
+    moves: tuple[RemoteRows, ...]
+    sides: tuple[RowLayout, RowLayout]
     width: int
     own: Tensor | None = None
 
 
 class Memory(Protocol):
-    """Bytes of each rank of a group, which all of them read."""
+    """Symmetric memory: bytes of each rank of a group, which all ranks can read."""
 
     own: Tensor  # uint8, this rank's
-    addresses: Tensor  # int64 [ranks], of each rank's bytes as this rank reads them
+    addresses: Tensor  # int64 [ranks], addresses of each rank's bytes on this rank
 
     def barrier(self) -> None:
-        """Makes the current stream wait until every rank's has come to its barrier."""
+        """Makes the current stream wait until every rank's stream has reached its barrier."""
 
 
-class _Symmetric:
+class _SymmetricMemory:
     def __init__(self, group: Any, device: torch.device, size: int) -> None:
-        from torch.distributed import _symmetric_memory as symmetric  # here, as only GPUs have it
+        from torch.distributed import _symmetric_memory as symmetric  # imported here, because only GPUs have it
 
-        # As torch's own workspaces are made: `symmetric.empty` would take the memory from a pool, which keeps what is given back.
+        # Allocate as torch's own workspaces do: `symmetric.empty` uses a pool, which does not free memory.
         allocate = symmetric._SymmetricMemory.empty_strided_p2p  # type: ignore[attr-defined]
         try:
             self.own: Tensor = allocate((size,), (1,), torch.uint8, device)
             self._handle = symmetric.rendezvous(self.own, group)
         except RuntimeError as e:
             raise RuntimeError(
-                f"rank {group.rank()} of {group.size()} could not share {size >> 20} MiB of {device} with its host's others: {e}. "
-                "FLEXATTN_PEER_MEMORY=never, on all ranks, makes exchanges of messages"
+                f"rank {group.rank()} of {group.size()} could not allocate {size >> 20} MiB of symmetric memory on {device}: {e}. "
+                "Set FLEXATTN_PEER_MEMORY=never on all ranks to exchange messages instead"
             ) from e
         places = [self._handle.get_buffer(rank, (size,), torch.uint8).data_ptr() for rank in range(group.size())]
         self.addresses = torch.tensor(places, device="cpu").to(device)
@@ -106,23 +106,23 @@ def _timeout(group: Any, device: torch.device) -> Any:
 
 
 class PeerMemory:
-    """A group's memory, which grows: all ranks ask for the same sizes in the same order.
+    """Symmetric memory of a group, which grows. All ranks must ask for the same sizes in the same order.
 
-    make: takes memory of so many bytes, which all ranks do together.
+    make: a collective function that allocates memory of a size in bytes.
     """
 
     def __init__(self, rank: int, device: torch.device, make: Callable[[int], Memory]) -> None:
         self.rank, self.device, self._make = rank, device, make
         self.memory: Memory | None = None
-        self._captured: list[Memory] = []  # graphs have their addresses
-        self._last: tuple[Any, Any] | None = None  # the stream of the last exchange, and its end
+        self._captured: list[Memory] = []  # graphs contain their addresses
+        self._last: tuple[Any, Any] | None = None  # the stream of the last exchange, and an event at its end
 
     def grow(self, size: int) -> None:
-        """Takes memory of so many bytes at least, which all ranks of the group do together."""
+        """Allocates at least `size` bytes, if there are fewer. All ranks of the group must call it."""
         if self.memory is not None and self.memory.own.numel() >= size:
             return
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # once all ranks have come here, none reads the memory that is given back
+            torch.cuda.synchronize(self.device)  # after all ranks have come here, none reads the old memory
         self.memory = self._make(max(_LEAST_BYTES, 1 << (size - 1).bit_length()))
 
     def begin(self) -> Memory:
@@ -145,54 +145,54 @@ class PeerMemory:
 
 
 class Exchange(NamedTuple):
-    """One exchange: memory that this rank may write to, and the other ranks'."""
+    """One exchange: memory that this rank may write, and the memory of the others."""
 
-    of_group: PeerMemory
+    owner: PeerMemory
     memory: Memory
 
     def room(self, first: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Returns this rank's memory from a byte on, a multiple of `UNIT`, as a tensor."""
+        """Returns this rank's memory from a byte on, which is a multiple of `UNIT`, as a tensor."""
         size = dtype.itemsize * math.prod(shape)
         return self.memory.own[first : first + size].view(dtype).view(*shape)
 
     def open(self) -> None:
-        """Waits until all ranks have written, so that what they wrote can be read."""
+        """Waits until all ranks have written, so that their data can be read."""
         self.memory.barrier()
 
     def pull(self, *pulls: Pull) -> None:
-        """Writes rows of tensors, of which no two overlap, from all ranks' memory: up to four tensors in one launch."""
-        from flexattn.kernels_triton.portable.pull_rows import MOST_OUTS, pull_rows  # here, as it imports Triton
+        """Writes rows of disjoint tensors from all ranks' memory. One launch writes up to four tensors."""
+        from flexattn.kernels_triton.portable.pull_rows import MOST_OUTS, pull_rows  # imported here, because it imports Triton
 
         for i in range(0, len(pulls), MOST_OUTS):
             part = pulls[i : i + MOST_OUTS]
             shapes = tuple((first, moves, sides, width, out.element_size()) for out, first, moves, sides, width, _ in part)
-            table = _table(shapes, self.of_group.rank, part[0].out.device)
+            table = _table(shapes, self.owner.rank, part[0].out.device)
             if table.blocks.numel():
                 owns = [pull.out if pull.own is None else pull.own for pull in part]
                 pull_rows([pull.out for pull in part], owns, self.memory.addresses, table)
 
     def close(self) -> None:
-        """Ends the exchange: what was pulled is there for what follows on this stream."""
-        self.of_group.end()
+        """Ends the exchange. Later work on this stream can use the pulled rows."""
+        self.owner.end()
 
 
-UNIT = 128  # bytes to which tensors in an exchange are aligned
-_WORDS = 16  # bytes to which tensors are aligned whose rows are read in the widest words
+UNIT = 128  # alignment of tensors in an exchange, in bytes
+_WORDS = 16  # alignment of tensors that are read in the widest words, in bytes
 
 
 def can_read(x: Tensor) -> bool:
-    """Returns whether a tensor can be a pull's own one."""
+    """Returns whether a tensor can be `own` of a pull."""
     return x.is_contiguous() and x.data_ptr() % _WORDS == 0
 
 
 def aligned(size: int) -> int:
-    """Returns the bytes that a tensor of so many takes in an exchange."""
+    """Returns the bytes of an exchange that a tensor with `size` bytes takes."""
     return -(-size // UNIT) * UNIT
 
 
 @tables(512)
 def _table(shapes: tuple[Any, ...], rank: int, device: torch.device) -> Any:
-    """Returns the kernel's table of some pulls on a device; ranks begin with the one behind them."""
+    """Returns the kernel's table for some pulls, on a device. Each rank starts with the next rank's memory."""
     from flexattn.kernels_triton.portable.pull_rows import Block, make_table
 
     blocks = []
@@ -200,61 +200,61 @@ def _table(shapes: tuple[Any, ...], rank: int, device: torch.device) -> Any:
         for source, first, to, rows in moves:
             begin = 0 if source == OWN else at
             places = begin + (first * read.stride + read.column) * size, (to * written.stride + source * written.step) * size
-            of_row = width * size, read.stride * size, written.stride * size
-            blocks.append(Block(number, source, *places, rows if width else 0, *of_row))
+            row_sizes = width * size, read.stride * size, written.stride * size
+            blocks.append(Block(number, source, *places, rows if width else 0, *row_sizes))
     table = make_table(blocks, rank + 1)
     return table._replace(blocks=table.blocks.to(device))
 
 
-_OF_GROUPS: dict[tuple[Any, torch.device], PeerMemory | None] = {}
+_MEMORIES: dict[tuple[Any, torch.device], PeerMemory | None] = {}
 
 
 def are_near(group: Any, device: torch.device) -> bool:
-    """Returns whether a group's ranks read each other's memory, the same on all of them; the first time they find out together."""
-    return _of_group(group, device) is not None
+    """Returns whether a group's ranks use symmetric memory, equal on all ranks. The first call is a collective."""
+    return _group_memory(group, device) is not None
 
 
 def shared_bytes(group: Any, device: torch.device) -> int:
-    """Returns the bytes that each rank of a group shares by now, which torch's allocator does not count."""
-    found = _OF_GROUPS.get((group, device))
-    return 0 if found is None or found.memory is None else found.memory.own.numel()
+    """Returns the bytes of symmetric memory that each rank of a group has now. torch's allocator does not count them."""
+    peer = _MEMORIES.get((group, device))
+    return 0 if peer is None or peer.memory is None else peer.memory.own.numel()
 
 
 def begin(group: Any, device: torch.device, size: int) -> Exchange | None:
-    """Returns memory of so many bytes for an exchange; None where it is to be made of messages. size: the same on all ranks."""
-    found = _of_group(group, device)
-    if found is None or size > MOST_BYTES:
+    """Returns an exchange with `size` bytes of memory, or None if messages must be used. size: equal on all ranks."""
+    peer = _group_memory(group, device)
+    if peer is None or size > MOST_BYTES:
         return None
-    if is_capturing(device) and (found.memory is None or found.memory.own.numel() < size):
+    if is_capturing(device) and (peer.memory is None or peer.memory.own.numel() < size):
         return None
-    found.grow(size)
-    return Exchange(found, found.begin())
+    peer.grow(size)
+    return Exchange(peer, peer.begin())
 
 
-def _of_group(group: Any, device: torch.device) -> PeerMemory | None:
+def _group_memory(group: Any, device: torch.device) -> PeerMemory | None:
     if options.peer_memory() == "never" or not 2 <= group.size() <= MOST_RANKS:
         return None
     key = (group, device)
-    if key not in _OF_GROUPS:
+    if key not in _MEMORIES:
         if device.type != "cuda" or is_capturing(device):
             return None
-        _OF_GROUPS[key] = _found(group, device)
-    return _OF_GROUPS[key]
+        _MEMORIES[key] = _make_group_memory(group, device)
+    return _MEMORIES[key]
 
 
-def _found(group: Any, device: torch.device) -> PeerMemory | None:
-    """Returns a group's memory where all of its ranks are on one host, and each GPU reads all others' memory."""
+def _make_group_memory(group: Any, device: torch.device) -> PeerMemory | None:
+    """Returns a group's memory, or None if ranks are on several hosts or a GPU cannot read another's memory."""
     if not is_over_nccl(group):
         return None
     ranks: list[Any] = [None] * group.size()
-    dist.all_gather_object(ranks, _seen_from(device), group=group)
+    dist.all_gather_object(ranks, _host_and_gpus(device), group=group)
     hosts, gpus, unread = zip(*ranks, strict=True)
-    is_near = len(set(hosts)) == 1 and not any(of & set(gpus) for of in unread)
-    return PeerMemory(group.rank(), device, functools.partial(_Symmetric, group, device)) if is_near else None
+    is_near = len(set(hosts)) == 1 and not any(names & set(gpus) for names in unread)
+    return PeerMemory(group.rank(), device, functools.partial(_SymmetricMemory, group, device)) if is_near else None
 
 
-def _seen_from(device: torch.device) -> tuple[tuple[str, str], str, set[str]]:
-    """Returns names that only processes of one machine share, the GPU's, and those of visible GPUs whose memory it cannot read."""
+def _host_and_gpus(device: torch.device) -> tuple[tuple[str, str], str, set[str]]:
+    """Returns names of the machine and of the GPU, and the names of visible GPUs whose memory it cannot read."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     others = [i for i in range(torch.cuda.device_count()) if i != device.index]
     unread = {_name(i) for i in others if not torch.cuda.can_device_access_peer(device, i)}

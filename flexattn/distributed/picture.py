@@ -1,4 +1,4 @@
-"""Pictures of a plan: which rank computes which scores, and which keys each rank holds under each strategy."""
+"""Pictures of a plan: the scores that each rank computes, and the keys that each rank holds under each strategy."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-MOST_POINTS = 512  # points of a side of the picture of the scores
+MOST_POINTS = 512  # points on a side of the picture of scores
 HIDDEN = 1.0, 1.0, 1.0
 EMPTY = 0.91, 0.92, 0.93  # scores that the mask hides
-NARROWEST = 0.04  # share of the keys that leaves room for the number of a step
-COMES = 0.35  # opacity of keys that come from another rank
+NARROWEST = 0.04  # A run with a smaller fraction of the keys is too narrow for the number of its step.
+COMES = 0.35  # opacity of keys from other ranks
 
 
 def plot_plan(plan: Plan, *, heads: int = 8) -> Figure:
     """Draws a plan: the scores that each rank computes, and the keys that it holds under each strategy. Nothing is sent.
 
-    At the left a row is a query and a column a key, in the order of the whole, in the colour of the rank that has the query (under
-    "ulysses" each rank computes all of them, for its heads). At the right a row is a rank and a column a key: full colour for those
-    it holds from the start, pale for those that come. A ring's come one rank's at a time, in the step that is written there; under
-    "ulysses" a rank holds all tokens of some heads, which are the height of its bar. It needs matplotlib:
-    `pip install "flexattn[bench]"`.
+    On the left, a row is a query and a column is a key, in the order of the full sequence. The colour shows the rank that has the
+    query. Under "ulysses" each rank computes all scores, for its heads. On the right, a row is a rank and a column is a key. Keys
+    that the rank has from the start are in full colour, and fetched keys are pale. In a ring they come from one rank at a time, and
+    a number shows the step. Under "ulysses" a rank holds all tokens of some heads, and the height of its bar shows these heads.
+    Needs matplotlib: `pip install "flexattn[bench]"`.
 
     Args:
-        plan: with a process group or without.
-        heads: how many heads "ulysses" divides.
+        plan: with or without a process group.
+        heads: number of heads that "ulysses" splits.
 
     Returns:
-        matplotlib's Figure; `figure.savefig("plan.png")` writes it.
+        A figure of matplotlib. `figure.savefig("plan.png")` writes it.
 
     Raises:
-        ImportError: matplotlib is not installed. ValueError: there is no query or no key to draw.
+        ImportError: matplotlib is not installed. ValueError: the plan has no query or no key.
     """
     from matplotlib import colormaps, pyplot
 
@@ -71,26 +71,26 @@ def _draw_scores(ax: Axes, plan: Plan, colours: list[Any]) -> None:
 
 
 def _seen(plan: Plan, rows: Tensor, columns: Tensor) -> Tensor:
-    """Returns whether each query sees each key: bool [rows, columns], both positions in the whole."""
+    """Returns whether each query sees each key, both positions in the full sequence: bool [rows, columns]."""
     mask, documents = plan.mask, torch.arange(len(plan.mask.lengths_q), device="cpu")
-    of_q, of_kv = (
+    documents_q, documents_kv = (
         torch.repeat_interleave(documents, torch.tensor(lengths, device="cpu")) for lengths in (mask.lengths_q, mask.lengths_kv)
     )
-    of_rows, of_columns = of_q[rows], of_kv[columns]
+    row_documents, column_documents = documents_q[rows], documents_kv[columns]
     shift = torch.tensor([mask.shift(document) for document in range(len(documents))], device="cpu")
-    diagonal = rows - torch.tensor(mask.q.starts, device="cpu")[of_rows] + shift[of_rows]
-    distance = (columns - torch.tensor(mask.kv.starts, device="cpu")[of_columns])[None] - diagonal[:, None]
-    seen = of_rows[:, None] == of_columns[None]
+    diagonal = rows - torch.tensor(mask.q.starts, device="cpu")[row_documents] + shift[row_documents]
+    distance = (columns - torch.tensor(mask.kv.starts, device="cpu")[column_documents])[None] - diagonal[:, None]
+    seen = row_documents[:, None] == column_documents[None]
     if mask.left is not None:
         seen &= distance >= -mask.left
     if mask.right is not None:
         seen &= distance <= mask.right
-    if mask.blocks is not None:  # a block that is seen in part is drawn whole, as it is computed
-        blocks, of_blocks = mask.blocks, mask.blocks.seen.any(0, keepdim=True) if len(documents) == 1 else mask.blocks.seen
-        row = (rows - torch.tensor(mask.q.starts, device="cpu")[of_rows]) // blocks.size_q
-        column = (columns - torch.tensor(mask.kv.starts, device="cpu")[of_columns]) // blocks.size_kv
-        found = of_blocks[of_rows if of_blocks.shape[0] > 1 else of_rows * 0]
-        seen &= found[torch.arange(len(rows), device="cpu")[:, None], row[:, None].clamp(max=found.shape[1] - 1), column[None]]
+    if mask.blocks is not None:  # a partly visible block is drawn in full, because all of it is computed
+        blocks, seen_blocks = mask.blocks, mask.blocks.seen.any(0, keepdim=True) if len(documents) == 1 else mask.blocks.seen
+        row = (rows - torch.tensor(mask.q.starts, device="cpu")[row_documents]) // blocks.size_q
+        column = (columns - torch.tensor(mask.kv.starts, device="cpu")[column_documents]) // blocks.size_kv
+        shown = seen_blocks[row_documents if seen_blocks.shape[0] > 1 else row_documents * 0]
+        seen &= shown[torch.arange(len(rows), device="cpu")[:, None], row[:, None].clamp(max=shown.shape[1] - 1), column[None]]
     return seen
 
 

@@ -1,4 +1,4 @@
-"""Plans: how a sequence's tokens and keys lie over ranks, as host data that every rank makes alike."""
+"""Plans: the split of a sequence's tokens and keys over ranks, as host data. Every rank makes an equal plan."""
 
 from __future__ import annotations
 
@@ -31,29 +31,31 @@ if TYPE_CHECKING:
 
 _NUMBERS = itertools.count()
 _KNOWN: weakref.WeakValueDictionary[int, Plan] = weakref.WeakValueDictionary()
-_RECENT: collections.OrderedDict[int, Plan] = collections.OrderedDict()  # plans in graphs, whose backwards may be to come
+_RECENT: collections.OrderedDict[int, Plan] = collections.OrderedDict()  # plans of compiled calls, whose backwards may still come
 _MOST_RECENT = 64
 
-TIE = 0.015  # share of the least time predicted within which another is as good: the model is no better
-MASK = ("attn_mask_type", "window_size", "bottom_right_diagonal", "block_mask")  # given to a plan, or to a call
+TIE = 0.015  # fraction of the least predicted time within which Ulysses is preferred: the model is no more exact
+MASK = ("attn_mask_type", "window_size", "bottom_right_diagonal", "block_mask")  # arguments of the mask, of a plan or of a call
 STRATEGIES = ("gather", "halo", "ulysses", "ring", "ulysses+ring")
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Host data of a split: made by `plan`, equal on all ranks, hashable and picklable (its group is not pickled).
+    """A split of a sequence over ranks, as host data. `plan` makes it. It is equal on all ranks, hashable and picklable.
+
+    A pickle does not contain the process groups.
 
     Attributes:
-        ranks: int, how many there are.
+        ranks: int, number of ranks.
         layout: "contiguous", "zigzag" or "dealt".
         strategy: "auto", or a name in `STRATEGIES`.
-        is_packed: bool, whether there are documents, so that tensors are [tokens, ...] and not [batch, tokens, ...].
-        q_runs, kv_runs: for each rank the runs of the whole's queries and keys that it holds, in its order.
+        is_packed: bool, whether there are documents. Tensors are then [tokens, ...], else [batch, tokens, ...].
+        q_runs, kv_runs: for each rank, its runs of the full sequence's queries and keys, in the order in which it holds them.
         mask: the documents, the band and the blocks.
-        host: int, the ranks of one host, all where the plan was made of one dim.
-        group: the process group, or None for a plan that is only looked at.
-        of_hosts: of a plan of two dims the groups of this rank in them: one rank of each host, and the ranks of its host.
-        given: the names of the mask's arguments that are not `attention`'s defaults.
+        host: int, number of ranks on a host. All ranks, if the plan was made of one dim.
+        group: the process group, or None for a plan that is only inspected.
+        host_groups: for a plan of two dims, two groups of this rank: one rank of each host, and the ranks of its host. Else None.
+        given: names of the mask's arguments that differ from the defaults of `attention`.
     """
 
     ranks: int
@@ -65,7 +67,7 @@ class Plan:
     mask: Mask
     host: int
     group: ProcessGroup | None = dataclasses.field(default=None, repr=False)
-    of_hosts: tuple[ProcessGroup, ProcessGroup] | None = dataclasses.field(default=None, repr=False)
+    host_groups: tuple[ProcessGroup, ProcessGroup] | None = dataclasses.field(default=None, repr=False)
     given: tuple[str, ...] = dataclasses.field(default=(), repr=False)
     token: Tensor = dataclasses.field(init=False, repr=False)  # int64 [], by which a compiled call finds its plan
 
@@ -98,36 +100,37 @@ class Plan:
 
     def __getstate__(self) -> dict[str, Any]:
         own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.init}
-        return own | {"group": None, "of_hosts": None}
+        return own | {"group": None, "host_groups": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.__post_init__()
 
     def on(self, group_or_mesh: ProcessGroup | DeviceMesh) -> Plan:
-        """Returns the plan for a group of as many ranks, as an unpickled plan needs it."""
-        ranks, host, group, of_hosts = _group_of(group_or_mesh)
+        """Returns the plan with a group of the same size. Use it after you unpickle a plan."""
+        ranks, host, group, host_groups = _group_of(group_or_mesh)
         if (ranks, host) != (self.ranks, self.host):
             raise ValueError(
-                f"group_or_mesh has {ranks} ranks, {host} a host, and the plan {self.ranks}, {self.host} a host; accepted: as many"
+                f"group_or_mesh has {ranks} ranks, {host} on each host, and the plan {self.ranks}, {self.host} on each; accepted: "
+                "the same"
             )
-        return dataclasses.replace(self, group=group, of_hosts=of_hosts)
+        return dataclasses.replace(self, group=group, host_groups=host_groups)
 
     @property
     def rank(self) -> int:
         """This process's rank in the plan's group."""
         if self.group is None:
-            raise ValueError("the plan has no process group; accepted: one made of a group or a mesh, or plan.on(group)")
+            raise ValueError("the plan has no process group. Make it with a group or a mesh, or use plan.on(group)")
         return self.group.rank()
 
     @property
     def length(self) -> int:
-        """Tokens of the whole's queries."""
+        """Number of queries in the full sequence."""
         return sum(self.mask.lengths_q)
 
     @property
     def length_kv(self) -> int:
-        """Tokens of the whole's keys."""
+        """Number of keys in the full sequence."""
         return sum(self.mask.lengths_kv)
 
     def masked(
@@ -137,65 +140,66 @@ class Plan:
         bottom_right_diagonal: bool | None = None,
         block_mask: BlockMask | None = None,
     ) -> Plan:
-        """Returns a plan of the same tokens on the same ranks under another mask, as layers with and without windows need it.
+        """Returns a plan with the same tokens on the same ranks and another mask, for example for layers without a window.
 
-        None is `attention`'s default, and accepted of an argument of which the plan has none.
+        None is the default of `attention`. It is accepted only if the plan has no such argument.
 
-        Raises ValueError where the plan has an argument that is None here, as its mask would be dropped.
+        Raises ValueError if an argument is None that the plan has, because that would drop the plan's mask.
         """
         named = attn_mask_type, window_size, bottom_right_diagonal, block_mask
         missing = [name for name, value in zip(MASK, named, strict=True) if value is None and name in self.given]
         if missing:
             raise ValueError(
-                f"the plan has {' and '.join(self.given)}, and a mask is given without {' and '.join(missing)}; accepted: all that "
-                "the plan has, as attn_mask_type='no_mask' or window_size=(-1, -1) for nothing of the kind, or no mask, for the "
-                "plan's; for calls with and without a block_mask, a plan without one"
+                f"the plan has {' and '.join(self.given)}, and a mask is given without {' and '.join(missing)}. Pass every "
+                "argument that the plan has, such as attn_mask_type='no_mask' or window_size=(-1, -1) to turn one off, or pass "
+                "none to use the plan's mask. For calls with and without a block_mask, make a plan without one"
             )
         if window_size is None:
             window_size = OPEN_WINDOW
-        given, band = _given(attn_mask_type or "no_mask", window_size, bottom_right_diagonal, block_mask)
+        given, band = _named_arguments(attn_mask_type or "no_mask", window_size, bottom_right_diagonal, block_mask)
         lengths = self.mask.lengths_q, self.mask.lengths_kv
         mask = Mask(*band, *lengths, _blocks(block_mask, lengths, self.is_packed))
         return dataclasses.replace(self, mask=mask, given=given)
 
     def area(self, rank: int) -> int:
-        """Returns the number of scores that a rank's queries have."""
+        """Returns the number of scores of a rank's queries."""
         return sum(self.mask.area(run) for run in self.q_runs[rank])
 
     def needs(self, rank: int) -> Runs:
-        """Returns the whole's keys that a rank's queries see, sorted and apart."""
+        """Returns the keys that a rank's queries see, sorted and disjoint, in positions of the full sequence."""
         return union(keys for run in self.q_runs[rank] for keys in self.mask.needs(run))
 
     def fetched(self, strategy: str, rank: int) -> Runs:
-        """Returns the whole's keys that a rank has, in order, under "gather" or "halo"; its own are among them if it sees them."""
+        """Returns the keys that a rank has under "gather" or "halo", in order. Its own keys are included if it sees them."""
         if strategy == "gather":
             return (Run(0, self.length_kv),) if self.length_kv else ()
         return self.needs(rank)
 
     def held(self, strategy: str, rank: int) -> Runs:
-        """Returns the runs of keys for which a rank has room: those that are fetched lie in them, and each piece in one of them."""
+        """Returns the runs of keys for which a rank has room. They contain the fetched keys, and each piece lies in one of them."""
         if strategy == "gather" or self.mask.blocks is None:
             return self.fetched(strategy, rank)
         return union(keys for run in self.q_runs[rank] for keys in self.mask.hulls(run))
 
     def pieces(self, rank: int, keys: Runs) -> list[Piece]:
-        """Returns the pieces of a rank's queries over a tensor of these runs of the whole's keys."""
+        """Returns the pieces of a rank's queries over a tensor of these runs of keys."""
         return _pieces(self.mask, self.q_runs[rank], keys)
 
     def whole_pieces(self) -> list[Piece]:
-        """Returns the pieces of all queries over all keys, both in the order of the whole."""
+        """Returns the pieces of all queries over all keys, both in the order of the full sequence."""
         return _pieces(self.mask, joined((Run(0, self.length),)), joined((Run(0, self.length_kv),)))
 
     def work(self, strategy: str) -> Work:
-        """Returns the most that any rank computes and receives, in scores and rows of keys and of queries."""
+        """Returns the most that any rank computes and receives, in scores and in rows of keys and queries."""
         ranks = range(self.ranks)
         whole = sum(self.area(rank) for rank in ranks)
-        most_q, most_kv = (max(size_of(runs) for runs in of) for of in (self.q_runs, self.kv_runs))
+        most_q, most_kv = (max(size_of(runs) for runs in side_runs) for side_runs in (self.q_runs, self.kv_runs))
         if strategy == "ulysses":
             return Work((whole / self.ranks,), 0, 0, most_q, self.length, self.length_kv)
         if strategy == "ring":
-            of_step = max(self.area(rank) for rank in ranks) / self.ranks  # nearly: pieces of all pairs of ranks would take long
-            return Work((of_step,) * self.ranks, most_kv, most_kv, most_q, most_q, 2 * most_kv)
+            # an estimate: the pieces of all pairs of ranks take long to compute
+            step_area = max(self.area(rank) for rank in ranks) / self.ranks
+            return Work((step_area,) * self.ranks, most_kv, most_kv, most_q, most_q, 2 * most_kv)
         received, held = 0, 0
         for rank in ranks:
             keys = self.fetched(strategy, rank)
@@ -205,21 +209,21 @@ class Plan:
         return Work((float(max(self.area(rank) for rank in ranks)),), received, 0, most_q, most_q, held)
 
     def predictions(self, heads: Heads, rates: Rates = DEFAULT_RATES) -> dict[str, Prediction | str]:
-        """Returns the predicted cost of each strategy, or the reason against it."""
-        found: dict[str, Prediction | str] = {}
+        """Returns the predicted cost of each strategy, or the reason why it cannot run."""
+        result: dict[str, Prediction | str] = {}
         for strategy in STRATEGIES:
             refusal = self.refusal(strategy, heads)
             if refusal:
-                found[strategy] = refusal
+                result[strategy] = refusal
             elif strategy == "ulysses+ring":
-                most_q, most_kv = (max(size_of(runs) for runs in of) for of in (self.q_runs, self.kv_runs))
+                most_q, most_kv = (max(size_of(runs) for runs in side_runs) for side_runs in (self.q_runs, self.kv_runs))
                 area = float(max(self.area(rank) for rank in range(self.ranks)))
                 work = Work((area,), most_kv, most_kv, most_q, most_q, most_kv)
-                found[strategy] = predict_hosts(work, heads, self.ranks // self.host, self.host, rates)
+                result[strategy] = predict_hosts(work, heads, self.ranks // self.host, self.host, rates)
             else:
                 reached = between_hosts(strategy, self.ranks, self.host, rates)
-                found[strategy] = predict(strategy, self.work(strategy), heads, self.ranks, reached)
-        return found
+                result[strategy] = predict(strategy, self.work(strategy), heads, self.ranks, reached)
+        return result
 
     def refusal(self, strategy: str, heads: Heads) -> str:
         """Returns the reason why a strategy cannot run, or ""."""
@@ -233,11 +237,11 @@ class Plan:
         return ""
 
     def inside_host(self) -> tuple[Plan, Plan]:
-        """Returns this rank's plan among the ranks of its host, over the host's tokens, and the plan of all hosts' tokens."""
+        """Returns the plan inside this rank's host, over the host's tokens, and the plan of all hosts' tokens."""
         return _inside_host(self)
 
     def chosen(self, heads: Heads, strategy: str | None = None, rates: Rates = DEFAULT_RATES) -> str:
-        """Returns the strategy that runs: the one given, else the plan's, else the one with the least time predicted."""
+        """Returns the strategy that runs: the argument, else the plan's, else the one with the least predicted time."""
         wanted = self.strategy if strategy is None else strategy
         if wanted not in ("auto", *STRATEGIES):
             raise ValueError(f"strategy is {wanted!r}; accepted: 'auto', {', '.join(map(repr, STRATEGIES))}")
@@ -249,10 +253,10 @@ class Plan:
         return _cheapest(self, heads, rates)
 
     def explain(self, q: Tensor, k: Tensor, v: Tensor, *, rates: Rates = DEFAULT_RATES) -> str:
-        """Returns the layout, what moves, and the predicted milliseconds of each strategy, as a text.
+        """Returns the layout, the transfers and the predicted milliseconds of each strategy, as a text.
 
-        q, k, v: as `attention` takes them, of any rank: their heads, head dims and dtype are read alone.
-        rates: what the machine does; the default is H200s on NVLink.
+        q, k, v: tensors of any rank, as in `attention`. Only their heads, head dims and dtype are read. rates: speeds of the
+        machine. The default is H200s with NVLink.
         """
         dim = 1 if self.is_packed else 2
         heads = Heads(q.shape[dim], k.shape[dim], q.shape[-1], v.shape[-1], q.element_size(), 1 if self.is_packed else q.shape[0])
@@ -271,23 +275,23 @@ class Plan:
 
 
 def plan_of(token: Tensor) -> Plan:
-    """Returns the plan with this token; raises RuntimeError where it is no more."""
+    """Returns the plan with this token. Raises RuntimeError if the plan no longer exists."""
     number = int(token)
-    found = _KNOWN.get(number)
-    if found is None:
+    known = _KNOWN.get(number)
+    if known is None:
         raise RuntimeError(
-            f"the plan of a compiled flexattn.distributed.attention is gone, and {_MOST_RECENT} others were used since; accepted: "
-            "one that is kept until its backward has run"
+            f"the plan of a compiled flexattn.distributed.attention was deleted, and {_MOST_RECENT} others were used since. Keep a "
+            "reference to it until its backward has run"
         )
-    _RECENT[number] = found
+    _RECENT[number] = known
     _RECENT.move_to_end(number)
     if len(_RECENT) > _MOST_RECENT:
         _RECENT.popitem(last=False)
-    return found
+    return known
 
 
 def _pieces(mask: Mask, queries: Runs, keys: Runs) -> list[Piece]:
-    found = []
+    pieces = []
     key_rows = rows_of(keys)
     for run, rows in zip(queries, rows_of(queries), strict=True):
         for document, part in mask.q.within(run):
@@ -300,42 +304,42 @@ def _pieces(mask: Mask, queries: Runs, keys: Runs) -> list[Piece]:
                     continue
                 piece = make_piece(mask, document, part, seen, (row, row_of(start + seen.start, keys, key_rows)))
                 if piece is not None:
-                    found.append(piece)
-    return found
+                    pieces.append(piece)
+    return pieces
 
 
 @functools.lru_cache(maxsize=32)
 def _inside_host(plan: Plan) -> tuple[Plan, Plan]:
-    if plan.of_hosts is None:
-        raise ValueError("the plan has no process groups of hosts; accepted: one made of a mesh of two dims, or plan.on(mesh)")
-    between, inside = plan.of_hosts
-    here = plan.rank // plan.host
-    ranks_here = slice(here * plan.host, (here + 1) * plan.host)
+    if plan.host_groups is None:
+        raise ValueError("the plan has no process groups of hosts. Make it with a mesh of two dims, or use plan.on(mesh)")
+    between, inside = plan.host_groups
+    own_host = plan.rank // plan.host
+    own_ranks = slice(own_host * plan.host, (own_host + 1) * plan.host)
     hosts: list[tuple[Runs, ...]] = []
     own: list[tuple[Runs, ...]] = []
-    for of_all in (plan.q_runs, plan.kv_runs):
-        of_hosts = [union(run for runs in of_all[i : i + plan.host] for run in runs) for i in range(0, plan.ranks, plan.host)]
-        rows = rows_of(of_hosts[here])
-        places = [[(row_of(run.start, of_hosts[here], rows), run.size) for run in runs] for runs in of_all[ranks_here]]
-        hosts.append(tuple(of_hosts))
+    for side in (plan.q_runs, plan.kv_runs):
+        host_runs = [union(run for runs in side[i : i + plan.host] for run in runs) for i in range(0, plan.ranks, plan.host)]
+        rows = rows_of(host_runs[own_host])
+        places = [[(row_of(run.start, host_runs[own_host], rows), run.size) for run in runs] for runs in side[own_ranks]]
+        hosts.append(tuple(host_runs))
         own.append(tuple(tuple(Run(row, row + size) for row, size in runs) for runs in places))
     count = plan.ranks // plan.host
     inner: dict[str, Any] = {"ranks": plan.host, "host": plan.host, "q_runs": own[0], "kv_runs": own[1], "group": inside}
     outer: dict[str, Any] = {"ranks": count, "host": count, "q_runs": hosts[0], "kv_runs": hosts[1], "group": between}
-    return dataclasses.replace(plan, **inner, of_hosts=None), dataclasses.replace(plan, **outer, of_hosts=None)
+    return dataclasses.replace(plan, **inner, host_groups=None), dataclasses.replace(plan, **outer, host_groups=None)
 
 
 @functools.lru_cache(maxsize=256)
 def _cheapest(plan: Plan, heads: Heads, rates: Rates) -> str:
     predictions = plan.predictions(heads, rates)
-    fits = {name: found for name, found in predictions.items() if isinstance(found, Prediction)}
-    small = {name: found for name, found in fits.items() if found.held_bytes <= rates.most_bytes}
+    fits = {name: prediction for name, prediction in predictions.items() if isinstance(prediction, Prediction)}
+    small = {name: prediction for name, prediction in fits.items() if prediction.held_bytes <= rates.most_bytes}
     times = {name: fits[name].forward_ms + fits[name].backward_ms for name in small or fits}
     least = min(times.values())
-    # Under Ulysses dk and dv have one process's bits too. One rank has nothing to exchange.
+    # Prefer Ulysses in a tie: its dk and dv are bitwise identical to those of one process. One rank exchanges nothing.
     if plan.ranks > 1 and times.get("ulysses", float("inf")) <= (1 + TIE) * least:
         return "ulysses"
-    # A halo never brings more keys than a gather, and fewer to some ranks where the most that one gets are the same.
+    # Prefer a halo to a gather in a tie: it never fetches more keys, and fewer on some ranks.
     return min(times, key=lambda name: (times[name], name == "gather"))
 
 
@@ -354,29 +358,30 @@ def plan(
     """Returns the plan of a sequence, or of packed documents, over the ranks of a group. Nothing is sent.
 
     Args:
-        group_or_mesh: a process group, a DeviceMesh of one dim (as mesh["cp"]) or of two that have names (hosts, GPUs of a host),
-            or a number of ranks, or a pair of them, for a plan to look at.
-        length: the whole's tokens, where it is one sequence (of a batch of any size): tensors are [batch, tokens, ...]. A pair is
-            for other keys than queries: (queries, keys).
-        documents: lengths of packed documents, 0 allowed, in place of `length`: tensors are [tokens, ...]. Pairs as for `length`.
-        attn_mask_type, window_size, bottom_right_diagonal: as `flexattn.attention` takes them; "padding" in the type's name means
-            nothing more, as documents have their lengths anyway. No type is "causal", or with a block_mask "no_mask".
-        block_mask: as `flexattn.attention` takes it, of the whole: of packed documents one for all, or one row of its batch for
-            each. Its lists are read on the host, once; its mask_mod sees positions of the whole.
-        layout: "contiguous"; "zigzag" (one early and one late part for each rank); "dealt" (documents whole as far as can be, or
-            chunks, so that numbers of scores are even and few keys travel); or None: the first for windows, for masks that are not
-            causal and for other keys than queries, the second for one causal sequence, the third for packed documents; for a block
-            mask the first where its scores are even so, else the third.
-        strategy: "gather", "halo", "ulysses", "ring", "ulysses+ring" (heads inside a host, a ring between hosts; of a mesh of two
-            dims), or "auto": the least time predicted (`Plan.explain`).
+        group_or_mesh: a process group, or a DeviceMesh of one dim (such as mesh["cp"]) or of two named dims (hosts, GPUs of a
+            host). A number of ranks, or a pair (hosts, GPUs of a host), makes a plan to inspect.
+        length: tokens of one sequence. The batch may have any size. Tensors are [batch, tokens, ...]. Pass a pair (queries, keys)
+            if they differ.
+        documents: lengths of packed documents, instead of `length`. 0 is allowed. Tensors are [tokens, ...]. Pass pairs (queries,
+            keys) if they differ.
+        attn_mask_type, window_size, bottom_right_diagonal: as in `flexattn.attention`. "padding" in the type's name has no effect,
+            because documents have lengths. The default type is "causal", or "no_mask" with a block_mask.
+        block_mask: as in `flexattn.attention`, of the full sequence. For packed documents, one mask for all of them, or one row of
+            the batch for each. It is read on the host once. Its mask_mod sees positions in the full sequence.
+        layout: "contiguous", "zigzag" (one early and one late part for each rank) or "dealt". "dealt" leaves documents uncut if
+            possible, or deals chunks, so that scores are even and few keys are fetched. None: "contiguous" for windows, for masks
+            that are not causal, and if keys and queries differ; "zigzag" for one causal sequence; "dealt" for packed documents.
+            With a block mask, "contiguous" if its scores are even then, else "dealt".
+        strategy: "gather", "halo", "ulysses", "ring" or "ulysses+ring" (heads inside a host, a ring between hosts; needs a mesh of
+            two dims). "auto": the least predicted time, see `Plan.explain`.
 
     Raises:
-        ValueError, TypeError: an argument that has no meaning; the text names it, what came and what is accepted.
+        ValueError, TypeError: an invalid argument. The text names it, its value and the accepted values.
     """
-    ranks, host, group, of_hosts = _group_of(group_or_mesh)
+    ranks, host, group, host_groups = _group_of(group_or_mesh)
     if attn_mask_type is None:
         attn_mask_type = "causal" if block_mask is None else "no_mask"
-    given, (left, right, bottom_right) = _given(attn_mask_type, window_size, bottom_right_diagonal, block_mask)
+    given, (left, right, bottom_right) = _named_arguments(attn_mask_type, window_size, bottom_right_diagonal, block_mask)
     if (length is None) == (documents is None):
         raise ValueError(f"length is {length} and documents {'None' if documents is None else 'given'}; accepted: one of the two")
     is_packed = documents is not None
@@ -403,17 +408,17 @@ def plan(
     else:
         q_runs = dealt(mask, ranks, None if same else layouts.contiguous(total_kv, ranks))
     kv_runs = q_runs if same else layouts.contiguous(total_kv, ranks)
-    return Plan(ranks, layout, strategy, is_packed, q_runs, kv_runs, mask, host, group, of_hosts, given)
+    return Plan(ranks, layout, strategy, is_packed, q_runs, kv_runs, mask, host, group, host_groups, given)
 
 
-def _given(
+def _named_arguments(
     attn_mask_type: str, window_size: tuple[int, int] | Window, bottom_right_diagonal: bool | None, block_mask: Any
 ) -> tuple[tuple[str, ...], Band]:
-    """Returns the names of a mask's arguments that are not `attention`'s defaults, and the band."""
+    """Returns the names of a mask's arguments that differ from the defaults of `attention`, and the band."""
     band = make_band(attn_mask_type, window_size, bottom_right_diagonal)
     is_own = (
         "causal" in attn_mask_type,
-        window_of(window_size) != window_of(OPEN_WINDOW),
+        window_of(window_size, attn_mask_type) != window_of(OPEN_WINDOW),
         bottom_right_diagonal is not None,
         block_mask is not None,
     )
@@ -421,7 +426,7 @@ def _given(
 
 
 def _blocks(block_mask: Any, lengths: tuple[tuple[int, ...], tuple[int, ...]], is_packed: bool) -> Blocks | None:
-    """Returns the blocks of a mask of the whole; raises ValueError where it has others than these sequences, or none to cover."""
+    """Returns the blocks of a full mask. Raises ValueError if it does not cover these sequences."""
     if block_mask is None:
         return None
     blocks = read_blocks(block_mask, (max(lengths[0]), max(lengths[1])))
@@ -438,12 +443,15 @@ def _lengths(name: str, value: Any) -> tuple[int, int]:
     if len(counts) == 2 and counts[0] is not None and counts[1] is not None and min(counts[0], counts[1]) >= 0:
         return counts[0], counts[1]
     raise ValueError(
-        f"{name} is or has {value!r}; accepted: whole numbers of tokens on the host, 0 or more, or pairs, for queries and keys"
+        f"{name} is or has {value!r}; accepted: numbers of tokens (int on the host, 0 or more), or pairs (queries, keys)"
     )
 
 
 def _group_of(group_or_mesh: Any) -> tuple[int, int, Any, Any]:
-    """Returns the numbers of ranks and of those in a host, the process group, and those of a mesh of two dims; None for numbers."""
+    """Returns the numbers of ranks and of ranks on a host, the process group, and the two groups of a mesh of two dims.
+
+    The groups are None if the argument is a number.
+    """
     sizes = group_or_mesh if isinstance(group_or_mesh, tuple) and len(group_or_mesh) == 2 else (1, group_or_mesh)
     hosts, host = (as_index(size) for size in sizes)
     if hosts is not None and host is not None:
@@ -457,7 +465,7 @@ def _group_of(group_or_mesh: Any) -> tuple[int, int, Any, Any]:
             group = group_or_mesh._flatten().get_group()
             return group.size(), group_or_mesh.size(1), group, (group_or_mesh.get_group(0), group_or_mesh.get_group(1))
         if group_or_mesh.ndim != 1:
-            raise ValueError(f"group_or_mesh is a mesh of {group_or_mesh.ndim} dims; accepted: one dim, as mesh['cp'], or two")
+            raise ValueError(f"group_or_mesh is a mesh of {group_or_mesh.ndim} dims; accepted: one dim, such as mesh['cp'], or two")
         group_or_mesh = group_or_mesh.get_group()
     if not hasattr(group_or_mesh, "rank") or not hasattr(group_or_mesh, "size"):
         raise TypeError(

@@ -1,7 +1,7 @@
-"""FP8 over ranks: each rank quantises its tokens with scales of the whole, so that keys travel in FP8.
+"""FP8 over ranks: each rank quantises its tokens with the scales of the full sequence, so keys travel in FP8.
 
-An amax of the whole is the largest of the ranks', so that scales, and data but for a rotation's order of sums, are those of one
-process to the bit. Only a document that has queries and no keys, or keys and no queries, counts for none here.
+An amax is the maximum over ranks. So scales are bitwise identical to those of one process. The data are too, except that a rotation
+may sum in another order. A document is ignored here if it has queries and no keys, or keys and no queries.
 """
 
 from __future__ import annotations
@@ -18,48 +18,48 @@ from flexattn import fp8, ops
 from flexattn.dispatch import quantization
 from flexattn.dispatch.quantization import cast, note_amax, num_blocks, rotation_matrix, scale_of
 from flexattn.distributed.capture import tables
-from flexattn.distributed.eight_bits import Eight
-from flexattn.distributed.exchange import largest
+from flexattn.distributed.eight_bits import Fp8Call
+from flexattn.distributed.exchange import all_reduce_max
 from flexattn.distributed.plans import Plan
 from flexattn.fp8_ops import OPERATORS
 
 
 class Tokens(NamedTuple):
-    """Tensors of a rank that are to be quantised alike: names as `DelayedScaling` has them, and whether they are keys or values."""
+    """A tensor to quantise. name: as in `DelayedScaling`. are_keys: whether its tokens are keys or values."""
 
     name: str
     x: Tensor
-    of_keys: bool
+    are_keys: bool
     dtype: torch.dtype
     rotation: bool = False
 
 
 class Quantised(NamedTuple):
     data: Tensor
-    descale: Tensor  # float32 [b | 1, h | 1, blocks | 1] of the whole
+    descale: Tensor  # float32 [b | 1, h | 1, blocks | 1], of the full sequence
     amax: Tensor
 
 
 def block_rows_of(plan: Plan, strategy: str, rows: int) -> int:
-    """Returns how many rows share a scale in calls of parts, where each `rows` of a sequence share one.
+    """Returns the number of rows that share a scale in local calls, if `rows` share one in the full sequence.
 
-    Raises ValueError, on all ranks alike, where a part begins within such rows, at no multiple of 64.
+    Raises ValueError on all ranks if a part begins inside such rows, at no multiple of 64.
     """
-    beginnings = _beginnings(plan, strategy)
-    found = math.gcd(rows, *beginnings)
-    if found % 64 == 0:
-        return found
-    worst = next(start for start in beginnings if math.gcd(rows, start) % 64)
+    starts = _piece_starts(plan, strategy)
+    local_rows = math.gcd(rows, *starts)
+    if local_rows % 64 == 0:
+        return local_rows
+    worst = next(start for start in starts if math.gcd(rows, start) % 64)
     raise ValueError(
-        f"fp8_recipe.granularity is 'block' and under {strategy!r} a part of a sequence begins at its position {worst}; accepted: "
-        "a plan whose parts begin at multiples of 64 (lengths that are multiples of 128 times the ranks), strategy 'ulysses' for "
+        f"fp8_recipe.granularity is 'block', and with strategy {strategy!r} a part begins at position {worst} of its sequence. "
+        "Parts must begin at multiples of 64: use lengths that are multiples of 128 times the ranks, strategy 'ulysses' for "
         "sequences without a window, or another granularity"
     )
 
 
 @functools.lru_cache(maxsize=32)
-def _beginnings(plan: Plan, strategy: str) -> tuple[int, ...]:
-    """Returns the positions in their sequences at which queries and keys of any rank's pieces begin."""
+def _piece_starts(plan: Plan, strategy: str) -> tuple[int, ...]:
+    """Returns the positions, in their sequences, of the first query and key of every rank's pieces."""
     if strategy == "ulysses":
         pieces = plan.whole_pieces()
     elif strategy in ("gather", "halo"):
@@ -70,34 +70,34 @@ def _beginnings(plan: Plan, strategy: str) -> tuple[int, ...]:
 
 
 @tables(32)
-def _places(plan: Plan, of_keys: bool, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the document of each of this rank's tokens, its position there, and whether the document has queries and keys.
+def _token_places(plan: Plan, are_keys: bool, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns for each of this rank's tokens its document, its position there, and whether the document has queries and keys.
 
-    One that has not is padding, or might be, and counts for no scale.
+    Tokens of other documents may be padding, so they do not affect scales.
     """
-    runs, side = (plan.kv_runs, plan.mask.kv) if of_keys else (plan.q_runs, plan.mask.q)
-    parts = [found for run in runs[plan.rank] for found in side.within(run)]
+    runs, side = (plan.kv_runs, plan.mask.kv) if are_keys else (plan.q_runs, plan.mask.q)
+    parts = [part for run in runs[plan.rank] for part in side.within(run)]
     positions = [torch.arange(part.start, part.stop, device="cpu") for _, part in parts]
     documents = [torch.full((part.size,), document, device="cpu") for document, part in parts]
     empty = torch.zeros(0, dtype=torch.int64, device="cpu")
     document = torch.cat([empty, *documents])
-    others = torch.tensor(plan.mask.lengths_q if of_keys else plan.mask.lengths_kv, device="cpu")
+    others = torch.tensor(plan.mask.lengths_q if are_keys else plan.mask.lengths_kv, device="cpu")
     return document.to(device), torch.cat([empty, *positions]).to(device), (others[document] > 0).to(device)
 
 
-def quantise(tensors: Sequence[Tokens], eight: Eight, plan: Plan) -> list[Quantised]:
-    """Returns this rank's tokens in FP8, with the scales that one process gives the whole: one exchange of all their amax.
+def quantise(tensors: Sequence[Tokens], fp8_call: Fp8Call, plan: Plan) -> list[Quantised]:
+    """Returns this rank's tokens in FP8, with the scales that one process computes. Exchanges all amax at once.
 
-    Tensors are [b, s, h, d], or [t, h, d] of packed documents. What a state of delayed scaling notes is the whole's too.
+    Tensors are [b, s, h, d], or [t, h, d] for packed documents. A state of delayed scaling records the amax of the full sequence.
     """
-    recipe = eight.recipe
-    found = []
-    for name, x, of_keys, _, rotation in tensors:
+    recipe = fp8_call.recipe
+    local = []
+    for name, x, are_keys, _, rotation in tensors:
         rows = x.float()
         if rotation:
             rows = rows @ rotation_matrix(x.shape[-1], x.device)
-        document, position, counts = _places(plan, of_keys, x.device)
-        lengths = plan.mask.lengths_kv if of_keys else plan.mask.lengths_q
+        document, position, counts = _token_places(plan, are_keys, x.device)
+        lengths = plan.mask.lengths_kv if are_keys else plan.mask.lengths_q
         if not plan.is_packed:
             shape = x.shape[:2]
             document, position = torch.arange(x.shape[0], device=x.device)[:, None].expand(shape), position.expand(shape)
@@ -109,63 +109,63 @@ def quantise(tensors: Sequence[Tokens], eight: Eight, plan: Plan) -> list[Quanti
         group = quantization.groups(document, position, x.shape[-2], sizes, recipe.rows)
         magnitude = torch.where(rows.isfinite() & counts[:, None, None], rows.abs(), 0.0).amax(-1)
         amax = magnitude.new_zeros(sizes).flatten().scatter_reduce(0, group.flatten(), magnitude.flatten(), "amax")
-        found.append((name, rows, group, sizes, amax))
-    whole = largest(torch.cat([amax for *_, amax in found]), plan.group, "the exchange of the largest values")
+        local.append((name, rows, group, sizes, amax))
+    whole = all_reduce_max(torch.cat([amax for *_, amax in local]), plan.group, "the exchange of the largest values")
     results = []
-    parts = torch.split(whole, [amax.numel() for *_, amax in found])
-    for (name, rows, group, sizes, _), of_whole, t in zip(found, parts, tensors, strict=True):
-        amax = of_whole.view(sizes)
-        if eight.state is None:
+    parts = torch.split(whole, [amax.numel() for *_, amax in local])
+    for (name, rows, group, sizes, _), amax_part, t in zip(local, parts, tensors, strict=True):
+        amax = amax_part.view(sizes)
+        if fp8_call.state is None:
             scale = scale_of(amax, t.dtype, recipe.margin)
         else:
-            note_amax(eight.state.history(name), amax)
-            scale = eight.state.scale(name).view(1, -1, 1)
+            note_amax(fp8_call.state.history(name), amax)
+            scale = fp8_call.state.scale(name).view(1, -1, 1)
         data = cast(rows, scale.flatten()[group][..., None], t.dtype)
         results.append(Quantised(data, 1.0 / scale, amax))
     return results
 
 
-def quantise_qkv(q: Tensor, k: Tensor, v: Tensor, eight: Eight, plan: Plan) -> list[Quantised]:
+def quantise_qkv(q: Tensor, k: Tensor, v: Tensor, fp8_call: Fp8Call, plan: Plan) -> list[Quantised]:
     """Returns this rank's q, k and v in FP8."""
     kinds = ((q, False, "q"), (k, True, "k"), (v, True, "v"))
     dtype = torch.float8_e4m3fn
-    tensors = [Tokens(name, t, of_keys, dtype, eight.recipe.rotation and name != "v") for t, of_keys, name in kinds]
-    return quantise(tensors, eight, plan)
+    tensors = [Tokens(name, t, are_keys, dtype, fp8_call.recipe.rotation and name != "v") for t, are_keys, name in kinds]
+    return quantise(tensors, fp8_call, plan)
 
 
-def quantise_out(out: Tensor, eight: Eight, plan: Plan) -> Quantised:
-    """Returns this rank's rows of out in the FP8 dtype that the recipe asks for."""
-    assert eight.recipe.out_dtype is not None
-    [found] = quantise([Tokens("out", out, False, eight.recipe.out_dtype)], eight, plan)
-    return found
+def quantise_out(out: Tensor, fp8_call: Fp8Call, plan: Plan) -> Quantised:
+    """Returns this rank's rows of out in the recipe's FP8 dtype."""
+    assert fp8_call.recipe.out_dtype is not None
+    [quantised] = quantise([Tokens("out", out, False, fp8_call.recipe.out_dtype)], fp8_call, plan)
+    return quantised
 
 
-def quantise_dout(dout: Tensor, eight: Eight, plan: Plan) -> Quantised | None:
-    """Returns this rank's rows of dout in FP8; None where the backward quantises it by rows of its own."""
-    assert eight.config is not None
-    if not eight.config.quantises_dout:
+def quantise_dout(dout: Tensor, fp8_call: Fp8Call, plan: Plan) -> Quantised | None:
+    """Returns this rank's rows of dout in FP8. None if the backward quantises it in rows of its own."""
+    assert fp8_call.config is not None
+    if not fp8_call.config.quantises_dout:
         return None
-    [found] = quantise([Tokens("dout", dout, False, eight.recipe.grad_dtype)], eight, plan)
-    return found
+    [quantised] = quantise([Tokens("dout", dout, False, fp8_call.recipe.grad_dtype)], fp8_call, plan)
+    return quantised
 
 
 def unrotate(dq: Tensor, dk: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the gradients of what was rotated."""
+    """Returns the gradients of q and k from those of the rotated q and k."""
     return OPERATORS.unrotate(dq.contiguous(), dk.contiguous())
 
 
 def check(
-    eight: tuple[fp8.Recipe | None, fp8.DelayedScaling | None],
+    recipe_and_state: tuple[fp8.Recipe | None, fp8.DelayedScaling | None],
     qkv: tuple[Tensor, Tensor, Tensor],
     plan: Plan,
     needs_grad: bool,
     request: tuple[str, bool],
-) -> Eight | None:
-    """Returns FP8 of a call, None where it has none, but for its local_rows; raises for what has no meaning or cannot be split.
+) -> Fp8Call | None:
+    """Returns the FP8 settings of a call without local_rows, or None without FP8. Raises for arguments that cannot be split.
 
     request: the backend, and whether there is dropout.
     """
-    recipe, state = eight
+    recipe, state = recipe_and_state
     q, k, _ = qkv
     backend, dropout = request
     fp8.check_recipe(recipe, state)
@@ -176,16 +176,16 @@ def check(
     if backend == "cudnn":
         raise ValueError("backend is 'cudnn' with FP8; accepted over ranks: 'triton', 'eager' or 'auto'")
     if recipe.keep_16_bit:
-        raise ValueError("fp8_recipe.keep_16_bit is True; accepted over ranks: None or False, as keys travel in FP8")
+        raise ValueError("fp8_recipe.keep_16_bit is True; accepted over ranks: None or False, because keys travel in FP8")
     to_fp8 = recipe.out_dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
     if to_fp8 and (recipe.granularity == "block" or (plan.is_packed and recipe.granularity == "batch_head")):
         raise ValueError(
-            f"fp8_recipe.out_dtype is {recipe.out_dtype} with granularity {recipe.granularity!r}, whose rows of out lie apart; "
-            "accepted: granularity 'tensor' or 'head', or out in 16 bits"
+            f"fp8_recipe.out_dtype is {recipe.out_dtype} with granularity {recipe.granularity!r}, which needs each "
+            "sequence on one rank; accepted: granularity 'tensor' or 'head', or a 16-bit out_dtype"
         )
     if config is not None:
         config = config._replace(keeps_16_bit=False)
-    return Eight(recipe, config, state, ops.dtype_of(fields["fp8_out"]), 0)
+    return Fp8Call(recipe, config, state, ops.dtype_of(fields["fp8_out"]), 0)
 
 
 def whole_sizes(plan: Plan) -> tuple[tuple[int, None], tuple[int, None]]:

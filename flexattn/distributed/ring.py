@@ -1,7 +1,8 @@
-"""Strategy "ring": keys travel from rank to rank, a step ahead of their use, and partial results are merged in float32.
+"""Strategy "ring": keys travel from rank to rank, one step before their use. Partial results are merged in float32.
 
-A rank holds two ranks' keys at a time. A sink joins at the end, once. In the backward the float32 gradients of the keys travel with
-them, and one step further, home: Liu et al., "Ring Attention with Blockwise Transformers" (2023, https://arxiv.org/abs/2310.01889).
+A rank holds the keys of two ranks at a time. A sink is added once, at the end. In the backward, the float32 gradients of keys
+travel with the keys, and one step further to their owner: Liu et al., "Ring Attention with Blockwise Transformers" (2023,
+https://arxiv.org/abs/2310.01889).
 """
 
 from __future__ import annotations
@@ -14,21 +15,21 @@ from torch import Tensor
 
 from flexattn.distributed.calls import (
     Call,
+    InputGradients,
     Part,
     Results,
     Scores,
     Seeds,
     Shared,
-    Sums,
     add_sink,
-    apart,
     attend,
+    concatenate_kv,
     differentiate,
     empty_results,
     make_calls,
     merge_into,
-    rows_first,
     rows_of_call,
+    split_kv,
     sum_dtype,
 )
 from flexattn.distributed.capture import tables
@@ -40,17 +41,17 @@ from flexattn.distributed.plans import Plan
 
 @tables(32)
 def _steps(plan: Plan, wants_diagonal: bool, wants_positions: bool, device: torch.device) -> tuple[list[Call], ...]:
-    found = []
+    steps = []
     for step in range(plan.ranks):
         pieces = plan.pieces(plan.rank, plan.kv_runs[(plan.rank - step) % plan.ranks])
         if not wants_positions:
             pieces = merged(pieces)
-        found.append(make_calls(pieces, plan.is_packed, plan.mask.blocks, wants_diagonal, device))
-    return tuple(found)
+        steps.append(make_calls(pieces, plan.is_packed, plan.mask.blocks, wants_diagonal, device))
+    return tuple(steps)
 
 
 class Ring(NamedTuple):
-    """A call of attention by keys that travel."""
+    """Strategy that sends keys around a ring."""
 
     plan: Plan
     scores: Scores
@@ -58,7 +59,7 @@ class Ring(NamedTuple):
     def _steps(self, shared: Shared, device: torch.device) -> tuple[list[Call], ...]:
         has_slopes, has_mods = shared.alibi_slopes is not None, (self.scores.score_mod or self.scores.mask_mod) is not None
         wants_positions = has_slopes or has_mods or shared.bias is not None or shared.rng_state is not None
-        has_blocks = self.plan.mask.blocks is not None or (self.scores.eight is not None and self.scores.eight.local_rows > 0)
+        has_blocks = self.plan.mask.blocks is not None or (self.scores.fp8_call is not None and self.scores.fp8_call.local_rows > 0)
         wants_positions = wants_positions or has_blocks
         return _steps(self.plan, has_slopes, wants_positions, device)
 
@@ -66,25 +67,25 @@ class Ring(NamedTuple):
         return size_of(self.plan.kv_runs[(self.plan.rank - step) % self.plan.ranks])
 
     def gathered(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        """Returns what a backward begins from beside results: the same, as it brings keys again."""
+        """Returns the tensors that a backward needs besides results: the inputs, because keys travel again."""
         return q, k, v
 
     def gathered_results(self, results: Results) -> Results:
-        """Returns results as a backward takes them: the same."""
+        """Returns the results as a backward needs them: unchanged."""
         return results
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, shared: Shared) -> tuple[Results, tuple[Tensor, ...]]:
-        """Returns out and lse of this rank's queries, and what a backward needs."""
+        """Returns out and lse of this rank's queries, and the tensors that a backward needs."""
         plan, dim = self.plan, k.shape[-1]
         results = empty_results(q, v.shape[-1], sum_dtype(q.dtype))
         results.out.zero_()
         results.lse.fill_(float("-inf"))
-        kv = rows_first(k, v, plan.is_packed)
+        kv = concatenate_kv(k, v, plan.is_packed)
         for step, calls in enumerate(self._steps(shared, q.device)):
             if step + 1 < plan.ranks:
                 received, works = rotate(kv, self._rows_of_step(step + 1), plan.group)
             for call in calls:
-                local, _, _ = rows_of_call(call, Part(q, *apart(kv, dim, plan.is_packed)))
+                local, _, _ = rows_of_call(call, Part(q, *split_kv(kv, dim, plan.is_packed)))
                 merge_into(results, call, *attend(call, local, self.scores, shared, None, is_partial=True))
             if step + 1 < plan.ranks:
                 wait(works, plan.group)
@@ -94,37 +95,37 @@ class Ring(NamedTuple):
         results = results._replace(out=results.out.to(self.scores.out_dtype(q)))
         return results, (q, k, v, *results)
 
-    def backward(self, saved: tuple[Tensor, ...], seeds: Seeds, shared: Shared) -> Sums:
+    def backward(self, saved: tuple[Tensor, ...], seeds: Seeds, shared: Shared) -> InputGradients:
         """Returns the gradients of this rank's q, k and v, and this rank's part of those of the shared tensors."""
         q, k, v, out, lse = saved
         plan, dim, packed, wide = self.plan, k.shape[-1], self.plan.is_packed, sum_dtype(q.dtype)
-        dq, of_shared = torch.zeros(q.shape, dtype=wide, device=q.device), shared.zeros()
-        kv = rows_first(k, v, packed)
+        dq, shared_sums = torch.zeros(q.shape, dtype=wide, device=q.device), shared.zeros()
+        kv = concatenate_kv(k, v, packed)
         grad = torch.zeros(kv.shape, dtype=wide, device=kv.device)
         steps = self._steps(shared, q.device)
         fp32 = "dqkv" if plan.ranks > 1 or len(steps[0]) > 1 else "none"
         for step, calls in enumerate(steps):
             if step + 1 < plan.ranks:
                 received, works = rotate(kv, self._rows_of_step(step + 1), plan.group)
-            if step:  # the sums that the rank before has come while this step's shares are computed
+            if step:  # the previous rank's sums arrive while this step's gradients are computed
                 travelling = rotate(grad, self._rows_of_step(step), plan.group)
-            part = Part(q, *apart(kv, dim, packed))
+            part = Part(q, *split_kv(kv, dim, packed))
             context = self.scores, shared
-            found = [differentiate(call, part, Results(out, lse), seeds, context, of_shared, fp32) for call in calls]
+            all_gradients = [differentiate(call, part, Results(out, lse), seeds, context, shared_sums, fp32) for call in calls]
             if step:
                 grad = self._arrived(travelling)
-            dk, dv = apart(grad, dim, packed)
-            for call, of_call in zip(calls, found, strict=True):
+            dk, dv = split_kv(grad, dim, packed)
+            for call, gradients in zip(calls, all_gradients, strict=True):
                 _, rows, keys = rows_of_call(call, part)
-                dq[rows] += of_call.dq
-                dk[keys] += of_call.dk
-                dv[keys] += of_call.dv
+                dq[rows] += gradients.dq
+                dk[keys] += gradients.dk
+                dv[keys] += gradients.dv
             if step + 1 < plan.ranks:
                 wait(works, plan.group)
                 kv = received
         if plan.ranks > 1:
             grad = self._arrived(rotate(grad, self._rows_of_step(plan.ranks), plan.group))
-        return Sums(dq, *apart(grad, dim, packed), of_shared)
+        return InputGradients(dq, *split_kv(grad, dim, packed), shared_sums)
 
     def _arrived(self, travelling: tuple[Tensor, Sequence[Any]]) -> Tensor:
         received, works = travelling

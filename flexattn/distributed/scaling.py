@@ -1,9 +1,9 @@
-"""Model of cost past one machine: `python -m flexattn.distributed.scaling` prints it, and what was measured on one.
+"""Cost model for many machines. `python -m flexattn.distributed.scaling` prints it, with measurements of one machine.
 
-A causal sequence, 32 heads over 8, head dim 128, bf16, forward and backward, on hosts of eight GPUs. Inside a host all GPUs reach
-each other at one rate; between hosts each has a network card of its own (`cost.between_hosts`). "ulysses+ring" is heads for tokens
-inside a host, then a ring of hosts in which every GPU sends through its own card: it has eight times the work of the flat ring in
-each step to hide the same bytes behind.
+The example is a causal sequence with 32 heads over 8, head dim 128, bf16, forward and backward, on hosts of eight GPUs. GPUs of a
+host reach each other at one rate. Each GPU has its own network card to other hosts (`cost.between_hosts`). "ulysses+ring" exchanges
+heads for tokens inside a host. Every GPU then sends through its own card in a ring of hosts. Each step has eight times the work of
+a flat ring, to overlap with the same bytes.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from flexattn.distributed.cost import (
 )
 from flexattn.distributed.plans import plan
 
-HOST = 8  # GPUs
+HOST = 8  # number of GPUs
 HEADS = Heads(32, 8, 128, 128, 2, 1)
 GPUS = (8, 16, 64, 256, 1024)
 LENGTHS = (131072, 1048576, 10485760)
 STRATEGIES = ("gather", "ring", "ulysses", "ulysses+ring")
 
-# Milliseconds by GPUs of one host, strategy, length and window, 0 for none: forward, and forward and backward. Of H100s (the last
-# runs of bench/results/context_parallel_h100.json); rings of two from its second run, and of four from context_parallel_h200.json.
+# Milliseconds of (forward, forward and backward) by (GPUs of one host, strategy, length, window or 0), measured on H100s. They are
+# from the last runs in bench/results/context_parallel_h100.json. Rings of two are from its second run, and rings of four from
+# context_parallel_h200.json.
 MEASURED = {
     (2, "halo", 32768, 0): (6.94, 26.77),
     (2, "ring", 32768, 0): (8.39, 30.07),
@@ -53,21 +54,21 @@ MEASURED = {
 
 
 def efficiency(strategy: str, gpus: int, length: int, rates: Rates = DEFAULT_RATES) -> float | None:
-    """Returns the share of a forward and backward in which GPUs compute; None where heads are too few."""
+    """Returns the fraction of a forward and backward in which GPUs compute. None if there are too few heads."""
     area, own, hosts = length * length / 2 / gpus, length // gpus, max(1, gpus // HOST)
     ideal = 2 * area * HEADS.q * (HEADS.dim + HEADS.dim_v) / rates.flops * (1 + BACKWARD_WORK) * 1e3
     if strategy == "ulysses" and gpus > HEADS.q:
         return None
     if strategy == "ulysses+ring":
-        found = predict_hosts(Work((area,), own, own, own, own, own), HEADS, hosts, HOST, rates)
+        prediction = predict_hosts(Work((area,), own, own, own, own, own), HEADS, hosts, HOST, rates)
     else:
         works = {
             "gather": Work((area,), length - own, 0, own, own, length),
             "ring": Work((area / gpus,) * gpus, own, own, own, own, 2 * own),
             "ulysses": Work((area,), 0, 0, own, length, length),
         }
-        found = predict(strategy, works[strategy], HEADS, gpus, between_hosts(strategy, gpus, HOST, rates))
-    return ideal / (found.forward_ms + found.backward_ms)
+        prediction = predict(strategy, works[strategy], HEADS, gpus, between_hosts(strategy, gpus, HOST, rates))
+    return ideal / (prediction.forward_ms + prediction.backward_ms)
 
 
 def lines() -> Iterator[str]:
@@ -75,9 +76,9 @@ def lines() -> Iterator[str]:
     yield "GPUs of one host: milliseconds predicted, and measured"
     yield f"{'':29} {'forward':>17}   {'and backward':>17}"
     for (gpus, strategy, length, window), measured in MEASURED.items():
-        found = plan(gpus, length=length, window_size=(window or -1, 0)).predictions(HEADS)[strategy]
-        assert isinstance(found, Prediction)
-        pairs = zip((found.forward_ms, found.forward_ms + found.backward_ms), measured, strict=True)
+        prediction = plan(gpus, length=length, window_size=(window or -1, 0)).predictions(HEADS)[strategy]
+        assert isinstance(prediction, Prediction)
+        pairs = zip((prediction.forward_ms, prediction.forward_ms + prediction.backward_ms), measured, strict=True)
         name = f"{gpus}, {strategy}, {length // 1024}k" + (f", window {window}" if window else "")
         yield f"{name:29} " + "   ".join(f"{a:8.2f} {b:8.2f}" for a, b in pairs)
     yield ""

@@ -1,4 +1,4 @@
-"""Plain `attention()` of DTensors that are sharded over their sequence: their layout is a contiguous plan."""
+"""Plain `attention()` of DTensors that are sharded over their sequence, as a plan with a contiguous layout."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _OF_BAND = MASK[:3]
 
 
 def attend_over_sequence(q: Any, k: Any, v: Any, group: Any, lengths: tuple[int, int], arguments: dict[str, Any]) -> Any:
-    """Returns what `attention` does of this rank's tokens, which lie as DTensor's Shard lays them.
+    """Returns `attention` of this rank's tokens, which are split as DTensor's Shard splits them.
 
-    lengths: the whole's queries and keys. arguments: those of `flexattn.attention`, of the whole.
+    lengths: numbers of all queries and keys. arguments: those of `flexattn.attention`, for the full sequence.
     """
     band = make_band(*(arguments[name] for name in _OF_BAND))
     blocks = None if arguments["block_mask"] is None else read_blocks(arguments["block_mask"], lengths)
@@ -28,7 +28,7 @@ def attend_over_sequence(q: Any, k: Any, v: Any, group: Any, lengths: tuple[int,
     return attention(q, k, v, plan=_plan(group, lengths, band, blocks), **taken)
 
 
-agreement.breaks_graphs(attend_over_sequence)  # as it makes plans
+agreement.breaks_graphs(attend_over_sequence)  # because it makes plans
 
 
 @functools.lru_cache(maxsize=64)

@@ -1,4 +1,4 @@
-"""Tensors of the whole and of a rank: shard, unshard, positions."""
+"""Conversion between full tensors and a rank's tokens: shard, unshard, positions."""
 
 from __future__ import annotations
 
@@ -11,18 +11,20 @@ from flexattn.distributed.plans import Plan
 
 
 def shard(plan: Plan, *tensors: Tensor, dim: int | None = None, keys: bool = False) -> Tensor | tuple[Tensor, ...]:
-    """Returns this rank's tokens of each tensor of the whole, in the plan's order, contiguous: inputs, labels, masks, positions.
+    """Returns this rank's tokens of each full tensor, contiguous and in the plan's order. Nothing is sent.
+
+    Use it for inputs, labels, masks and positions.
 
     Args:
-        tensors: any dtype, any device, the same on each rank; nothing is sent.
-        dim: the dim of the tokens; None is 0 for packed documents and 1 else, behind the batch.
-        keys: whether they are tokens of the keys, where these are others than the queries'.
+        tensors: any dtype and device, equal on all ranks.
+        dim: dim of the tokens. None: 0 for packed documents, else 1, after the batch.
+        keys: whether the tokens are keys, if these differ from the queries.
 
     Returns:
-        The one tensor, or a tuple of as many as were given.
+        One tensor, or a tuple if you passed several.
 
     Raises:
-        ValueError: a tensor whose dim has not the whole's tokens.
+        ValueError: the dim of a tensor does not have the number of tokens of the full sequence.
     """
     dim = _dim(plan, dim)
     runs, length = (plan.kv_runs[plan.rank], plan.length_kv) if keys else (plan.q_runs[plan.rank], plan.length)
@@ -33,12 +35,12 @@ def shard(plan: Plan, *tensors: Tensor, dim: int | None = None, keys: bool = Fal
 
 
 def unshard(plan: Plan, tensor: Tensor, *, dim: int | None = None, keys: bool = False) -> Tensor:
-    """Returns the whole, on each rank, of what `shard` divides: one all-gather. The result has no gradient.
+    """Returns the full tensor on each rank, from what `shard` returned. Uses one all-gather. The result has no gradient.
 
-    A loss is better summed over ranks than computed from a whole that each has. tensor, dim, keys: as `shard` has them.
+    To compute a loss, sum it over ranks instead. tensor, dim, keys: as in `shard`.
 
     Raises:
-        ValueError: a tensor whose dim has not this rank's tokens.
+        ValueError: the dim of the tensor does not have this rank's number of tokens.
     """
     dim = _dim(plan, dim)
     all_runs, length = (plan.kv_runs, plan.length_kv) if keys else (plan.q_runs, plan.length)
@@ -58,13 +60,13 @@ def unshard(plan: Plan, tensor: Tensor, *, dim: int | None = None, keys: bool = 
 
 
 def positions(plan: Plan, *, keys: bool = False, device: torch.device | str | None = None) -> Tensor:
-    """Returns the position in its document of each of this rank's tokens, as rotary embeddings need it: int64 [tokens].
+    """Returns the position in its document of each of this rank's tokens, for rotary embeddings: int64 [tokens].
 
-    keys: whether those of the keys' tokens. device: where, None for the default device.
+    keys: whether the tokens are keys. device: None for the default device.
     """
     runs, side = (plan.kv_runs, plan.mask.kv) if keys else (plan.q_runs, plan.mask.q)
-    found = [torch.arange(part.start, part.stop, device="cpu") for run in runs[plan.rank] for _, part in side.within(run)]
-    whole = torch.cat(found) if found else torch.zeros(0, dtype=torch.int64, device="cpu")
+    parts = [torch.arange(part.start, part.stop, device="cpu") for run in runs[plan.rank] for _, part in side.within(run)]
+    whole = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64, device="cpu")
     return whole.to(torch.get_default_device() if device is None else device)
 
 
@@ -76,7 +78,9 @@ def _dim(plan: Plan, dim: int | None) -> int:
 
 def _check(name: str, t: Tensor, dim: int, length: int) -> None:
     if not -t.dim() <= dim < t.dim() or t.shape[dim] != length:
-        raise ValueError(f"{name} has one of shape {tuple(t.shape)}; accepted: {length} tokens in dim {dim}, or another dim")
+        raise ValueError(
+            f"{name}: shape {tuple(t.shape)} does not have {length} tokens in dim {dim}. Pass the dim of the tokens as dim"
+        )
 
 
 def _cut(t: Tensor, dim: int, runs: Runs) -> Tensor:

@@ -1,4 +1,4 @@
-"""Slices of heads in which keys travel, the next one while one is attended to."""
+"""Slices of heads in which keys are fetched. The next slice travels during attention to the present one."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ from typing import NamedTuple
 
 from flexattn.distributed.layout import Run, cut
 
-SLICE_BYTES = 16 << 20  # that a rank receives for a slice on average: below, a collective's latency is more than a slice hides
-# A forward's products of a slice on average: below, the host takes longer to begin slices than a GPU to compute them, as four H200s
-# showed (three slices of 7e11 products took the host 15 to 20 ms forward and backward, and the GPUs 13).
+SLICE_BYTES = 16 << 20  # Least mean bytes that a rank receives for a slice. Smaller slices hide less than a collective's latency.
+# Least mean FLOPs of a slice in a forward. With less, the host takes longer to launch slices than a GPU takes to compute them. On
+# four H200s, three slices of 7e11 FLOPs took the host 15 to 20 ms forward and backward, and the GPUs 13 ms.
 SLICE_PRODUCTS = 1.25e12
-MIDDLE_BYTES = 256 << 20  # most of a slice of keys, but for the first and the last one: as much of others' keys is held twice
-# Most of a slice of keys that ranks read where they lie. Nothing hides it: kernels of attention leave no multiprocessor to the one
-# that reads, so such keys come in slices only where they would take too much memory.
+MIDDLE_BYTES = 256 << 20  # Most bytes of a slice between the first and the last. As many bytes of fetched keys are in memory twice.
+# Most bytes of a slice that is read from symmetric memory. Nothing hides such reads, because kernels of attention leave no
+# multiprocessor free. So keys come in several slices only to save memory.
 NEAR_BYTES = 512 << 20
-END_SHARE = 4  # the first slice, whose keys nothing hides, and the last one, whose gradients nothing hides, have a fourth each
+# the first and the last slice have a fourth each: nothing hides the transfer of the first one's keys, nor of the last one's
+# gradients
+END_SHARE = 4
 
 
 class Slice(NamedTuple):
@@ -23,9 +25,9 @@ class Slice(NamedTuple):
 
 
 class Load(NamedTuple):
-    """Bytes that the busiest rank receives in a forward, and products that it computes: the same numbers on all ranks.
+    """Bytes that the busiest rank receives in a forward, and its FLOPs. Equal on all ranks.
 
-    is_near: whether ranks read each other's memory.
+    is_near: whether ranks use symmetric memory.
     """
 
     bytes: float
@@ -34,7 +36,7 @@ class Load(NamedTuple):
 
 
 def key_slices(heads: int, heads_kv: int, load: Load, ends: int) -> list[Slice]:
-    """Returns the slices of heads in which keys come, whose number is the same on all ranks. ends: small ones, 1 or 2."""
+    """Returns the slices of heads in which keys come, the same on all ranks. ends: number of small slices, 1 or 2."""
     if load.is_near:
         runs = cut(heads_kv, min(heads_kv, max(1, int(-(-load.bytes // NEAR_BYTES)))))
     elif heads_kv == 1 or load.bytes < 2 * SLICE_BYTES or load.products < 2 * SLICE_PRODUCTS:

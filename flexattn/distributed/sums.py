@@ -1,4 +1,4 @@
-"""Sums of rows that lie in several tensors, in few launches: one for all copies, and one for all that is then added at once."""
+"""Sums of rows from several tensors, in few launches: one for all copies, and one for all adds of a step."""
 
 from __future__ import annotations
 
@@ -12,109 +12,113 @@ from torch import Tensor
 from flexattn.distributed.layout import Run, Runs, common, union, without
 
 
-class Move(NamedTuple):
-    """Rows of a source, by its number, and the rows of the sum that they are copied, or added, to."""
+class RowMove(NamedTuple):
+    """Rows of a source, by its number, and the rows of the sum to which they are copied or added."""
 
     to: slice
     source: int
     rows: slice
 
 
-class Share(NamedTuple):
-    """A source of a sum: the tensor's number, the rows that it has, and at which of its own rows these begin."""
+class Addend(NamedTuple):
+    """An addend of a sum: the number of its tensor, the rows of the sum that it covers, and the first of its own rows."""
 
     source: int
     rows: Run
     first: int = 0
 
 
-class Steps(NamedTuple):
-    """Steps of a sum of rows: some are zero, some are copied, and then others are added, those of a step all at once."""
+class SumSteps(NamedTuple):
+    """Steps of a sum of rows. Some rows are set to zero and some are copied. The adds of one level then run at once."""
 
     zeros: list[slice]
-    copies: list[Move]
-    adds: list[list[Move]]
+    copies: list[RowMove]
+    adds: list[list[RowMove]]
 
     @classmethod
-    def of(cls, rows: Run, shares: Sequence[Share], at: int = 0) -> Steps:
-        """Returns steps that sum, row by row in their order, what the shares have of `rows`. at: the first one's row in the sum."""
-        taken: list[Runs] = []  # rows of which a first, a second, ... share has come
-        levels: list[list[Move]] = []
+    def of(cls, rows: Run, addends: Sequence[Addend], at: int = 0) -> SumSteps:
+        """Returns steps that sum the addends for `rows`, in order. at: the row of the sum for the first of `rows`."""
+        taken: list[Runs] = []  # for each level, rows that have an addend there
+        levels: list[list[RowMove]] = []
         moved = at - rows.start
-        for source, of, first in shares:
-            rest, level = tuple(common((of,), (rows,))), 0
+        for source, run, first in addends:
+            rest, level = tuple(common((run,), (rows,))), 0
             while rest:
                 if level == len(levels):
                     levels.append([])
                     taken.append(())
-                here, rest = tuple(without(rest, taken[level])), tuple(common(taken[level], rest))
+                new, rest = tuple(without(rest, taken[level])), tuple(common(taken[level], rest))
                 levels[level] += [
-                    Move(slice(start + moved, stop + moved), source, slice(start - of.start + first, stop - of.start + first))
-                    for start, stop in here
+                    RowMove(
+                        slice(start + moved, stop + moved),
+                        source,
+                        slice(start - run.start + first, stop - run.start + first),
+                    )
+                    for start, stop in new
                 ]
-                taken[level] = union((*taken[level], *here))
+                taken[level] = union((*taken[level], *new))
                 level += 1
         left = without((rows,), taken[0] if taken else ())
         return cls([slice(start + moved, stop + moved) for start, stop in left], levels[0] if levels else [], levels[1:])
 
-    def __add__(self, other: Steps) -> Steps:  # type: ignore[override]
-        """Returns the steps of both, whose rows of the sum are apart."""
+    def __add__(self, other: SumSteps) -> SumSteps:  # type: ignore[override]
+        """Returns the steps of both. Their rows of the sum must be disjoint."""
         adds = [[*a, *b] for a, b in itertools.zip_longest(self.adds, other.adds, fillvalue=())]
-        return Steps([*self.zeros, *other.zeros], [*self.copies, *other.copies], adds)
+        return SumSteps([*self.zeros, *other.zeros], [*self.copies, *other.copies], adds)
 
-    def without(self, source: int) -> Steps:
+    def without(self, source: int) -> SumSteps:
         """Returns the steps of all other sources."""
         copies, *adds = ([m for m in moves if m.source != source] for moves in (self.copies, *self.adds))
-        return Steps(self.zeros, copies, adds)
+        return SumSteps(self.zeros, copies, adds)
 
-    def apart(self, count: int) -> tuple[Steps, Steps]:
-        """Returns the steps of the first `count` sources, and those of the others, which follow, with their sources from 0 on."""
+    def split_sources(self, count: int) -> tuple[SumSteps, SumSteps]:
+        """Returns the steps of the first `count` sources, and those of the others, renumbered from 0."""
         levels = (self.copies, *self.adds)
         first = [[m for m in moves if m.source < count] for moves in levels]
         others = [[m._replace(source=m.source - count) for m in moves if m.source >= count] for moves in levels]
-        return Steps(self.zeros, first[0], first[1:]), Steps([], others[0], others[1:])
+        return SumSteps(self.zeros, first[0], first[1:]), SumSteps([], others[0], others[1:])
 
     def run(self, totals: Sequence[Tensor], sources: Sequence[Sequence[Tensor]]) -> None:
-        """Writes sums to each of `totals`, of its own sources; one launch, as a rule, for all copies or sums of a step."""
+        """Writes sums to each of `totals`, each with its own sources. Usually takes one launch for each level."""
         for total in totals if self.zeros else ():
             for rows in self.zeros:
                 total[rows].zero_()
         for number, moves in enumerate((self.copies, *self.adds)):
-            pairs = [(total[m.to], of[m.source][m.rows]) for total, of in zip(totals, sources, strict=True) for m in moves]
+            pairs = [(total[m.to], parts[m.source][m.rows]) for total, parts in zip(totals, sources, strict=True) for m in moves]
             (_add_all if number else copy_all)(pairs)
 
 
-NO_STEPS = Steps([], [], [])
+NO_STEPS = SumSteps([], [], [])
 _Pairs = Sequence[tuple[Tensor, Tensor]]
 
 
 def copy_all(pairs: _Pairs) -> None:
-    """Copies to each first tensor the second one."""
+    """Copies the second tensor of each pair to the first."""
     if pairs:
-        to, of = _alike(pairs)
-        if all(_is_of_words(t, to[0].dtype) for t in (*to, *of)):
-            to, of = ([t.view(torch.int64) for t in side] for side in (to, of))
-        torch._foreach_copy_(to, of)
+        targets, sources = _flattened(pairs)
+        if all(_has_words(t, targets[0].dtype) for t in (*targets, *sources)):
+            targets, sources = ([t.view(torch.int64) for t in side] for side in (targets, sources))
+        torch._foreach_copy_(targets, sources)
 
 
 def _add_all(pairs: _Pairs) -> None:
-    """Adds to each first tensor the second one."""
+    """Adds the second tensor of each pair to the first."""
     if pairs:
-        torch._foreach_add_(*_alike(pairs))
+        torch._foreach_add_(*_flattened(pairs))
 
 
-def _alike(pairs: _Pairs) -> tuple[list[Tensor], list[Tensor]]:
-    """Returns both sides with the same strides where all are contiguous, as torch's kernels for lists of tensors ask for."""
+def _flattened(pairs: _Pairs) -> tuple[list[Tensor], list[Tensor]]:
+    """Returns both sides, flattened if all are contiguous, because torch's foreach kernels need equal strides."""
     if all(t.is_contiguous() for pair in pairs for t in pair):
-        pairs = [(to.view(-1), of.view(-1)) for to, of in pairs]
-    return [to for to, _ in pairs], [of for _, of in pairs]
+        pairs = [(target.view(-1), source.view(-1)) for target, source in pairs]
+    return [target for target, _ in pairs], [source for _, source in pairs]
 
 
-def _is_of_words(t: Tensor, dtype: torch.dtype) -> bool:
-    """Returns whether a tensor of this dtype can be copied as words of eight bytes, which takes fewer loads."""
+def _has_words(t: Tensor, dtype: torch.dtype) -> bool:
+    """Returns whether a tensor of this dtype can be copied in words of eight bytes, which takes fewer loads."""
     return t.dtype is dtype and t.dim() == 1 and t.numel() * t.element_size() % 8 == t.storage_offset() * t.element_size() % 8 == 0
 
 
 def add_up(total: Tensor, rows: Sequence[Run], sources: Sequence[Tensor]) -> None:
-    """Writes to `total` the sum of tensors that have some rows of it each, in their order; zeros where none has."""
-    Steps.of(Run(0, total.shape[0]), list(map(Share, range(len(rows)), rows))).run([total], [sources])
+    """Writes the sum of tensors to `total`. Each covers some rows. Rows that none covers become zero."""
+    SumSteps.of(Run(0, total.shape[0]), list(map(Addend, range(len(rows)), rows))).run([total], [sources])

@@ -1,4 +1,4 @@
-"""Trades between two ranks, until each has its number of tokens and their scores are even: shares for shares, and parts of one."""
+"""Trades between two ranks, which give each rank its number of tokens and even scores: shares for shares, or parts of one."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from typing import NamedTuple
 from flexattn.distributed.documents import EVEN, Documents, Share, Totals
 from flexattn.distributed.layout import Run
 
-Deal = list[list[Share]]  # the shares of each rank, one of each document at most
-MOST_EXCHANGED = 12  # shares of a rank for which others are looked for
-MOST_CUT = 4  # exchanges for which cuts are looked for
-MOST_EVENINGS, MOST_PARTNERS = 8, 3  # trades that even scores, and ranks of few scores with which one of too many tries
-TILE, GROUP = 128, 8  # positions at multiples of which cuts are best: tiles of kernels, and groups of dropout
-OFF_TILE, OFF_GROUP = 2e-4, 5e-4  # share of all keys that may be fetched to cut at one
-LEAST_GAIN = 5e-4  # share of the mean scores, or of all keys, for which scores are evened
+Deal = list[list[Share]]  # shares of each rank, at most one of each document
+MOST_EXCHANGED = 12  # most shares of a rank for which exchanges are searched
+MOST_CUT = 4  # most exchanges for which cuts are searched
+MOST_EVENINGS, MOST_PARTNERS = 8, 3  # Most trades that even scores. Most partners with few scores that a rank with too many tries.
+TILE, GROUP = 128, 8  # cuts at multiples of these are best: tiles of kernels, and groups of dropout
+OFF_TILE, OFF_GROUP = 2e-4, 5e-4  # Extra fetched keys, as a fraction of all keys, that a cut at a multiple is worth.
+LEAST_GAIN = 5e-4  # least gain of a trade that evens scores, as a fraction of the mean scores or of all keys
 
 
 class Cut(NamedTuple):
-    """A share that is cut: what its rank keeps and what it gives."""
+    """A cut share: the part that its rank keeps, and the part that it gives."""
 
     share: Share
     kept: Share
     given: Share
-    off: float  # by what its ends are off tiles and groups
+    off: float  # penalty if its ends are not at multiples of tiles and groups
 
 
 class Trade(NamedTuple):
-    """An exchange of shares between two ranks, beside which one of them cuts a share for the other. cost: of both behind it."""
+    """An exchange of shares between two ranks. One of them may also cut a share for the other. cost: of both, after the trade."""
 
     cost: float
     given: Share | None
@@ -40,17 +40,17 @@ class Trade(NamedTuple):
 
 
 def settle(documents: Documents, deal: Deal) -> bool:
-    """Trades until each rank has its number of tokens, and while scores become more even; returns whether all have that number."""
+    """Trades until each rank has its number of tokens and scores stop improving. Returns whether all numbers are right."""
     totals = [Totals.of(own) for own in deal]
     over = [total.size - size for total, size in zip(totals, documents.sizes, strict=True)]
     ranks = range(documents.ranks)
 
     def trade(giver: int, taker: int, tokens: int, below: float = math.inf) -> bool:
         pair = deal[giver], deal[taker]
-        found = _best(documents, pair, (totals[giver], totals[taker]), tokens)
-        if found is None or found.cost >= below:
+        best = _best(documents, pair, (totals[giver], totals[taker]), tokens)
+        if best is None or best.cost >= below:
             return False
-        deal[giver], deal[taker] = _traded(pair, found)
+        deal[giver], deal[taker] = _traded(pair, best)
         totals[giver], totals[taker] = Totals.of(deal[giver]), Totals.of(deal[taker])
         return True
 
@@ -74,7 +74,7 @@ def _cost(documents: Documents, one: Totals, other: Totals) -> float:
 
 
 def _traded(pair: tuple[list[Share], list[Share]], trade: Trade) -> list[list[Share]]:
-    found = []
+    deals = []
     for own, gone, come, cuts in (
         (pair[0], trade.given, trade.taken, trade.cuts_first),
         (pair[1], trade.taken, trade.given, not trade.cuts_first),
@@ -84,12 +84,12 @@ def _traded(pair: tuple[list[Share], list[Share]], trade: Trade) -> list[list[Sh
             shares = [trade.cut.kept if share is trade.cut.share else share for share in shares]
         elif trade.cut is not None:
             shares.append(trade.cut.given)
-        found.append(shares)
-    return found
+        deals.append(shares)
+    return deals
 
 
 def _best(documents: Documents, pair: tuple[list[Share], list[Share]], totals: tuple[Totals, Totals], tokens: int) -> Trade | None:
-    """Returns the best trade found by which the first rank gives `tokens` tokens more than it takes; None where there is none."""
+    """Returns the best trade in which the first rank gives `tokens` more tokens than it takes. None if none is found."""
     tried = []
     for number, (given, taken) in enumerate(_exchanges(pair, tokens, (totals[0].area - totals[1].area) / 2)):
         after = totals[0].changed(given, taken), totals[1].changed(taken, given)
@@ -99,7 +99,7 @@ def _best(documents: Documents, pair: tuple[list[Share], list[Share]], totals: t
         tried.append((cost, number, given, taken, after, rest))
     best: Trade | None = None
     chosen = heapq.nsmallest(MOST_CUT, tried)
-    if not tokens:  # scores for tokens: a part of a dense share for a sparse one
+    if not tokens:  # to trade scores for tokens: a part of a dense share for a sparse one
         chosen += [one for one in tried if one[2] is None and one[5] > 0 and one not in chosen]
     for _, _, given, taken, after, rest in chosen:
         if not rest:
@@ -121,11 +121,14 @@ def _best(documents: Documents, pair: tuple[list[Share], list[Share]], totals: t
 
 
 def _exchanges(pair: tuple[list[Share], list[Share]], tokens: int, scores: float) -> Iterator[tuple[Share | None, Share | None]]:
-    """Yields what one rank may give for what the other has: of nearly so many more tokens, or so many more scores, or nothing."""
-    of_pair = [{share.document for share in own} for own in pair]
+    """Yields shares that one rank may exchange for a share of the other, or for none.
+
+    The difference of their tokens is near `tokens`, or the difference of their scores near `scores`.
+    """
+    document_sets = [{share.document for share in own} for own in pair]
     ours, theirs = (
         sorted((share for share in own if share.document not in other), key=lambda share: (share.size, share.document))
-        for own, other in zip(pair, of_pair[::-1], strict=True)
+        for own, other in zip(pair, document_sets[::-1], strict=True)
     )
     by_area = sorted(ours, key=lambda share: (share.area, share.document))
     for taken in (None, *theirs[:: max(1, len(theirs) // MOST_EXCHANGED)]):
@@ -138,7 +141,7 @@ def _exchanges(pair: tuple[list[Share], list[Share]], tokens: int, scores: float
 
 
 def _cuts(documents: Documents, shares: Sequence[Share], count: int, scores: float) -> Iterator[Cut]:
-    """Yields cuts of the shortest and the longest share that can give `count` tokens: the first, the last, or with these scores."""
+    """Yields cuts of `count` tokens from the shortest and the longest share: the first, the last, or with these scores."""
     able = [share for share in shares if share.size > count and len(share.runs) == 1]
     if not able:
         return

@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.nn.functional import pad
 
-from flexattn.dispatch.neutral import sizes_of
+from flexattn.dispatch.spec import MaskType
 from flexattn.functional import attention
-from flexattn.mods.trace import Mod
+from flexattn.masks import mask_arguments, mask_dtypes, one_batch
 from flexattn.nested import is_jagged
-from flexattn.validation import check_meaning, describe
+from flexattn.validation import describe
 
 
 def scaled_dot_product_attention(
@@ -53,7 +53,7 @@ def scaled_dot_product_attention(
         BackendError: if no backend supports the call.
     """
     if is_jagged(query) and is_jagged(key) and is_jagged(value) and attn_mask is None:
-        mask = "causal" if is_causal else "no_mask"
+        mask: MaskType = "causal" if is_causal else "no_mask"
         return attention(query, key, value, qkv_format="bhsd", attn_mask_type=mask, softmax_scale=scale, dropout_p=dropout_p)
     _check(query, key, value)
     heads, lead = _heads(query, key, value, enable_gqa)
@@ -69,7 +69,8 @@ def scaled_dot_product_attention(
     if isinstance(attn_mask, CausalBias):
         arguments["attn_mask_type"] = _mask_type(attn_mask, is_causal, (q.shape[2], k.shape[2]))
     elif attn_mask is not None:
-        arguments |= _mask_arguments(attn_mask, query, lead, (*q.shape[:3], k.shape[2]))
+        scores = (*q.shape[1:3], k.shape[2])
+        arguments |= mask_arguments("attn_mask", attn_mask, lead, scores, mask_dtypes(query))
     out: Tensor
     if 0 in (*heads, q.shape[-1], v.shape[-1]):
         out = _attend_empty(q, k, v, arguments)
@@ -122,12 +123,7 @@ def _as_4d(x: Tensor, lead: tuple[int, ...], heads: int) -> Tensor:
         x = x.unsqueeze(0)
     if x.shape[-3] != heads:
         x = x.repeat_interleave(heads // x.shape[-3], -3) if x.shape[-3] > 1 else x.expand(*x.shape[:-3], heads, *x.shape[-2:])
-    return _merge_batch(x.expand(*lead, *x.shape[-3:]))
-
-
-def _merge_batch(x: Tensor) -> Tensor:
-    """Returns x [..., h, s, d] as [b, h, s, d]."""
-    return x.unsqueeze(0) if x.dim() == 3 else x.flatten(0, -4)
+    return one_batch(x.expand(*lead, *x.shape[-3:]))
 
 
 def _mask_type(mask: CausalBias, is_causal: bool, lengths: tuple[int, int]) -> str:
@@ -151,46 +147,3 @@ def _attend_empty(q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any]) ->
     padded_q, padded_k, padded_v = (pad(x, (0, 1)) if x.shape[3] == 0 else x for x in (q, k, v))
     padded_out: Tensor = attention(padded_q, padded_k, padded_v, qkv_format="bhsd", **arguments)
     return padded_out[..., : v.shape[3]]
-
-
-def _mask_dtypes(query: Tensor) -> tuple[torch.dtype, ...]:
-    """Returns the dtypes of float masks that torch accepts with query; under autocast, all dtypes that it casts."""
-    if query.dtype != torch.float64 and torch.is_autocast_enabled(query.device.type):
-        return (torch.float32, torch.float16, torch.bfloat16)
-    return (torch.float32, query.dtype)
-
-
-def _mask_arguments(mask: Tensor, query: Tensor, lead: tuple[int, ...], scores: tuple[int, ...]) -> dict[str, Any]:
-    """Returns `attention`'s arguments for attn_mask.
-
-    lead: the dims before the heads. scores: (batch, heads, queries, keys).
-    """
-    score_shape = (*lead, *scores[1:])
-    accepted, dtypes = f"dims that broadcast to {list(score_shape)}", _mask_dtypes(query)
-    if not isinstance(mask, Tensor) or mask.dtype not in (torch.bool, *dtypes):
-        accepted = f"bool, {' or '.join(dict.fromkeys(map(str, dtypes)))}, with {accepted}"
-        raise TypeError(f"attn_mask is {describe(mask)}; accepted: {accepted}")
-    check_meaning("attn_mask", mask)
-    fits = mask.dim() <= max(len(score_shape), 4) and all(
-        size in (1, full) for size, full in zip(mask.shape[::-1], ((1,) * 4 + score_shape)[::-1], strict=False)
-    )
-    if not fits:
-        raise ValueError(f"attn_mask is {describe(mask)}; accepted: {accepted}")
-    mask = mask.reshape(*(1,) * (len(lead) + 3 - mask.dim()), *mask.shape)
-    batch = mask.shape[:-3]
-    if any(n != 1 for n in batch):
-        mask = mask.expand(*lead, *mask.shape[-3:])
-    mask = _merge_batch(mask)[:1] if all(n == 1 for n in batch) else _merge_batch(mask)
-    if mask.dtype != torch.bool:
-        return {"bias_type": "post_scale_bias", "bias": mask}
-    return {"mask_mod": _visible(mask)}
-
-
-def _visible(mask: Tensor) -> Mod:
-    """Returns a mask_mod that reads the 4-d mask; dims of size 1 broadcast."""
-    same_b, same_h, same_q, same_kv = (n == 1 for n in sizes_of(mask))
-
-    def visible(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return mask[0 if same_b else b, 0 if same_h else h, 0 if same_q else q_idx, 0 if same_kv else kv_idx]
-
-    return visible

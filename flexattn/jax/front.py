@@ -26,6 +26,7 @@ from flexattn.jax.block_mask import BlockMask
 from flexattn.jax.call import SCALED, Call, flat, meta_tensor, shape_of_words
 from flexattn.jax.primitives import alike, backward_p, bind, forward_p
 from flexattn.prepare import default_alibi_slopes, prepare
+from flexattn.shorthands import in_full
 
 if TYPE_CHECKING:
     from flexattn import fp8
@@ -36,7 +37,12 @@ _ARRAYS = (
 )
 _SCALES, _HISTORIES = (tuple(f"{kind}_{name}" for name in SCALED) for kind in ("scale", "amax_history"))  # fields of DelayedScaling
 _DIFFERENTIABLE = ("q", "k", "v", "bias", "softmax_offset")
-_DEFAULTS = {name: p.default for name, p in inspect.signature(functional.attention).parameters.items() if p.default is not p.empty}
+NOT_TAKEN = ("mask", "out")  # a mask is an array that a mask_mod reads, and no array is written to
+_DEFAULTS = {
+    name: p.default
+    for name, p in inspect.signature(functional.attention).parameters.items()
+    if p.default is not p.empty and name not in NOT_TAKEN
+}
 
 
 @with_hints
@@ -46,9 +52,12 @@ def attention(
     v: jax.Array,
     *,
     qkv_format: str = "bshd",
+    causal: bool = False,
     attn_mask_type: str = "no_mask",
-    window_size: tuple[int, int] | Window = (-1, -1),
+    window_size: int | tuple[int, int] | Window = (-1, -1),
     bottom_right_diagonal: bool | None = None,
+    cu_seqlens: jax.Array | None = None,
+    max_seqlen: int | None = None,
     cu_seqlens_q: jax.Array | None = None,
     cu_seqlens_kv: jax.Array | None = None,
     cu_seqlens_q_padded: jax.Array | None = None,
@@ -58,10 +67,10 @@ def attention(
     page_table: jax.Array | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_kv: int | None = None,
-    bias_type: str = "no_bias",
+    bias_type: str | None = None,
     bias: jax.Array | None = None,
     alibi_slopes: jax.Array | None = None,
-    softmax_type: str = "vanilla",
+    softmax_type: str | None = None,
     softmax_offset: jax.Array | None = None,
     softmax_scale: float | None = None,
     softcap: float = 0.0,
@@ -252,6 +261,7 @@ def _given(arguments: dict[str, Any]) -> _Given:
     unknown = sorted(set(arguments) - set(_DEFAULTS) - {"q", "k", "v"})
     if unknown:
         raise TypeError(f"attention() was given {', '.join(unknown)}, which it does not take")
+    arguments = in_full(arguments["q"], arguments["k"], arguments)
     state = jax_fp8.checked_state(arguments.pop("fp8_state"))
     if state is not None and getattr(arguments["fp8_recipe"], "scaling", "current") != "delayed":
         recipe = arguments["fp8_recipe"]

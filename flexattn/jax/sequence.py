@@ -16,6 +16,7 @@ from flexattn.dispatch.spec import Window, as_index, make_band
 from flexattn.jax import front
 from flexattn.jax.call import meta_tensor
 from flexattn.lengths import check_length_tensor
+from flexattn.shorthands import bias_type_of
 
 LAYOUTS = ("contiguous", "zigzag")
 _MASKS = ("no_mask", "causal", "causal_bottom_right")
@@ -23,6 +24,8 @@ _PADDING_MASKS = ("padding", "padding_causal", "padding_causal_bottom_right")
 _FORMATS = ("bshd", "sbhd", "bhsd", "thd")
 _UNSUPPORTED = {
     "block_mask": "mask_mod",
+    "causal": "attn_mask_type, which names the diagonal",
+    **dict.fromkeys(("cu_seqlens", "max_seqlen"), "cu_seqlens_q and cu_seqlens_kv of the whole"),
     "batch_invariant": "False",
     **dict.fromkeys(("page_table", "seqused_q", "seqused_kv"), "keys without a cache"),
     **dict.fromkeys(("fp8_recipe", "fp8_state"), "q, k and v in FP8 with their descales, because each device would scale its part"),
@@ -167,9 +170,10 @@ class _AxisCall(NamedTuple):
         if sequences is None and mask in _PADDING_MASKS:
             raise ValueError(f"cu_seqlens_q is None with attn_mask_type {mask!r}; accepted: int32 [sequences + 1], of the whole")
         validation.check_name("attn_mask_type", mask, _MASKS if sequences is None else _PADDING_MASKS)
+        implied = bias_type_of(options.get("bias_type"), options.get("bias"), options.get("alibi_slopes"))
         is_causal, dim = "causal" in mask, fmt.index("t" if fmt == "thd" else "s")
         band = make_band(mask, options.pop("window_size", (-1, -1)), options.pop("bottom_right_diagonal", None))
-        if options.get("bias_type") == "alibi" and not is_causal:
+        if implied == "alibi" and not is_causal:
             raise ValueError(f"bias_type is 'alibi' with {mask!r}; accepted over an axis: a causal mask, or a score_mod")
         if options.get("bias") is not None and fmt == "thd":
             raise ValueError("bias is set with thd; accepted over an axis: a score_mod that reads an array")

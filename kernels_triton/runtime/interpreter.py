@@ -386,7 +386,8 @@ def _broadcast(original):
 
 
 def _spread(tensor, sizes):
-    handle = tensor.handle
-    values = np.empty(sizes, handle.data.dtype if tensor.type.is_block() else interpreter._get_np_dtype(handle.dtype))
-    values[...] = handle.data
-    return tl.tensor(TensorHandle(values, handle.dtype.scalar), tl.block_type(tensor.dtype, sizes))
+    data = tensor.handle.data
+    # The handle of a comparison has the dtype of its operands, and Triton 3.9 takes no mask of integers.
+    values = np.empty(sizes, data.dtype if tensor.type.is_block() else interpreter._get_np_dtype(tensor.dtype))
+    values[...] = data
+    return tl.tensor(TensorHandle(values, tensor.dtype), tl.block_type(tensor.dtype, sizes))

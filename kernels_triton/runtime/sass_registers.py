@@ -36,7 +36,7 @@ from typing import NamedTuple
 import triton
 
 _LABEL = re.compile(r"^\s*([.$][^\s:]+):")
-_INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)\s*([^;]*);")  # "/*0010*/ @!P0 BRA `(.L_x_0) ;"
+_INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)\s*([^;]*);")  # "/*0010*/ @!P0 BRA `(.L_x_0) ;"
 _TARGET = re.compile(r"\.L_x_\d+|(?<=`\()[^)]+")
 _PREDICATE = re.compile(r"!?U?P[\dTR]")
 _REGISTER = re.compile(r"(?:\b(\w+)\[)?\b(U?R)(\d+)\b(\.64)?")
@@ -153,7 +153,10 @@ def _registers(name: str, text: str) -> tuple[int, int]:
     operands = [part for part in map(str.strip, text.split(",")) if not _PREDICATE.fullmatch(part)]
     reads, writes = 0, 0
     if operands and not _WRITES_NONE.fullmatch(operation) and (target := _REGISTER.fullmatch(operands[0])):
-        writes = _bits(target[2], target[3], 4 if "128" in modifiers else 2 if {"64", "WIDE"} & {*modifiers} else 1)
+        size = 4 if "128" in modifiers else 2 if {"64", "WIDE"} & {*modifiers} else 1
+        if operation == "LDTM":  # "LDTM.x64 R4" writes R4 to R67
+            size = int(modifiers[-1].removeprefix("x"))
+        writes = _bits(target[2], target[3], size)
         operands[0] = ""
     for place, operand in enumerate(operands):
         for prefix, kind, number, has_64 in _REGISTER.findall(operand):

@@ -51,6 +51,8 @@ def shaped(*shape: int, **options: Any) -> torch.Tensor:
     return torch.ones(shape, **options)
 
 
+_Q = torch.randn(B, SQ, H, D_V)
+IN_PLACE = dense(q=_Q, k=torch.randn(B, SKV, H_KV, D_V), out=_Q)
 META = {"device": "meta"}  # stands for any other device, so that the test needs no GPU
 
 BAD = {
@@ -100,16 +102,9 @@ BAD = {
         dense(attn_mask_type="causal_top_left"), ValueError, "attn_mask_type", "'causal_top_left'", "causal_bottom_right"
     ),
     "mask no str": Bad(dense(attn_mask_type=True), ValueError, "attn_mask_type", "True", "no_mask"),
-    "thd causal": Bad(thd(attn_mask_type="causal"), ValueError, "attn_mask_type", "'causal' with thd", "'padding_causal'"),
-    "thd no_mask": Bad(thd(attn_mask_type="no_mask"), ValueError, "attn_mask_type", "'no_mask' with thd", "'padding'"),
-    "thd cache no_mask": Bad(
-        thd(qkv_format="thd_2bshd", k=shaped(B, SKV, H_KV, D), v=shaped(B, SKV, H_KV, D_V), attn_mask_type="no_mask"),
-        ValueError,
-        "attn_mask_type",
-        "'no_mask' with thd",
-        "'padding'",
-    ),
-    "window no pair": Bad(dense(window_size=3), ValueError, "window_size", "3", "a pair of ints"),
+    "window without a diagonal": Bad(dense(window_size=3), ValueError, "window_size", "3 without a causal mask", "(3, 3)"),
+    "window of no key": Bad(dense(attn_mask_type="causal", window_size=0), ValueError, "window_size", "0", "at least 1"),
+    "window no pair": Bad(dense(window_size="3"), ValueError, "window_size", "'3'", "a pair of ints"),
     "window three": Bad(dense(window_size=(1, 2, 3)), ValueError, "window_size", "(1, 2, 3)", "a pair of ints"),
     "window float": Bad(dense(window_size=(1.0, 2)), ValueError, "window_size", "(1.0, 2)", "a pair of ints"),
     "window bool": Bad(dense(window_size=(True, 2)), ValueError, "window_size", "(True, 2)", "a pair of ints"),
@@ -215,9 +210,9 @@ BAD = {
         "the int",
     ),
     "bias type unknown": Bad(dense(bias_type="alibi_bias"), ValueError, "bias_type", "'alibi_bias'", "post_scale_bias"),
-    "bias type no str": Bad(dense(bias_type=None), ValueError, "bias_type", "None", "no_bias"),
+    "bias type no str": Bad(dense(bias_type=0), ValueError, "bias_type", "0", "no_bias"),
     "bias without type": Bad(
-        dense(bias=shaped(1, 1, SQ, SKV)), ValueError, "bias", "'no_bias'", "pre_scale_bias or post_scale_bias"
+        dense(bias=shaped(1, 1, SQ, SKV), bias_type="no_bias"), ValueError, "bias", "'no_bias'", "pre_scale_bias or post_scale_bias"
     ),
     "bias with alibi": Bad(dense(bias_type="alibi", bias=shaped(1, 1, SQ, SKV)), ValueError, "bias", "'alibi'", "post_scale_bias"),
     "bias missing": Bad(dense(bias_type="pre_scale_bias"), ValueError, "bias", "None", "[2, 4, 5, 7]"),
@@ -241,7 +236,9 @@ BAD = {
     "bias device": Bad(
         dense(bias_type="post_scale_bias", bias=shaped(1, 1, SQ, SKV, **META)), ValueError, "bias", "meta", "the same device"
     ),
-    "slopes without alibi": Bad(dense(alibi_slopes=shaped(H)), ValueError, "alibi_slopes", "'no_bias'", "bias_type alibi"),
+    "slopes without alibi": Bad(
+        dense(alibi_slopes=shaped(H), bias_type="no_bias"), ValueError, "alibi_slopes", "'no_bias'", "bias_type alibi"
+    ),
     "slopes shape": Bad(
         dense(bias_type="alibi", alibi_slopes=shaped(H_KV)), ValueError, "alibi_slopes", "(2,)", "[4] or [b, h] = [2, 4]"
     ),
@@ -263,7 +260,7 @@ BAD = {
         dense(softmax_type="off_by_one"), ValueError, "softmax_type", "'off_by_one'", "vanilla, off-by-one, learnable"
     ),
     "offset with vanilla": Bad(
-        dense(softmax_offset=shaped(H)), ValueError, "softmax_offset", "'vanilla'", "softmax_type learnable"
+        dense(softmax_offset=shaped(H), softmax_type="vanilla"), ValueError, "softmax_offset", "'vanilla'", "softmax_type learnable"
     ),
     "offset with off-by-one": Bad(
         dense(softmax_type="off-by-one", softmax_offset=shaped(H)), ValueError, "softmax_offset", "'off-by-one'", "learnable"
@@ -312,6 +309,49 @@ BAD = {
     "deterministic int": Bad(dense(deterministic=1), TypeError, "deterministic", "1 (int)", "True, False, None"),
     "return_lse str": Bad(dense(return_lse="yes"), TypeError, "return_lse", "'yes' (str)", "True, False"),
     "return_max_logit None": Bad(dense(return_max_logit=None), TypeError, "return_max_logit", "None", "True, False"),
+    "causal no bool": Bad(dense(causal=1), TypeError, "causal", "1 (int)", "True, False"),
+    "causal of two lengths": Bad(dense(causal=True), ValueError, "causal", "5 queries and 7 keys", "'causal_bottom_right'"),
+    "causal of packed lengths": Bad(
+        thd(attn_mask_type="no_mask", causal=True), ValueError, "causal", "lengths of their own", "cu_s"
+    ),
+    "cu_seqlens twice": Bad(thd(cu_seqlens=cu(0, 3, 8)), ValueError, "cu_seqlens", "cu_seqlens_q are given", "for both sides"),
+    "max_seqlen twice": Bad(thd(max_seqlen=7), ValueError, "max_seqlen", "max_seqlen_q are given", "for both sides"),
+    "bias and slopes": Bad(
+        dense(bias=shaped(1, 1, SQ, SKV), alibi_slopes=shaped(H)), ValueError, "alibi_slopes", "bias and", "Leave one out"
+    ),
+    "mask no tensor": Bad(dense(mask=True), TypeError, "mask", "True (bool)", "torch.float32"),
+    "mask of ints": Bad(dense(mask=shaped(SQ, SKV).int()), TypeError, "mask", "torch.int32", "bool"),
+    "mask of another length": Bad(dense(mask=shaped(SQ, SQ).bool()), ValueError, "mask", "(5, 5)", "[2, 4, 5, 7]"),
+    "mask beside a bias": Bad(
+        dense(mask=shaped(SQ, SKV), bias=shaped(1, 1, SQ, SKV)), ValueError, "mask", "bias and a float mask", "their sum"
+    ),
+    "mask beside slopes": Bad(dense(mask=shaped(SQ, SKV), alibi_slopes=shaped(H)), ValueError, "mask", "alibi_slopes is", "bool"),
+    "mask beside a type": Bad(dense(mask=shaped(SQ, SKV), bias_type="no_bias"), ValueError, "mask", "'no_bias'", "bool"),
+    "mask of packed sequences": Bad(
+        thd(mask=shaped(SQ, SKV).bool(), max_seqlen_q=None), ValueError, "mask", "without max_seqlen_q", "Pass max_seqlen_q"
+    ),
+    "mask of all tokens": Bad(thd(mask=shaped(TOTAL_Q, TOTAL_KV).bool()), ValueError, "mask", "(8, 9)", "[2, 4, 5, 7]"),
+    "mask_mod no function beside a mask": Bad(
+        dense(mask=shaped(SQ, SKV).bool(), mask_mod=3), TypeError, "mask_mod", "3 (int)", "a function"
+    ),
+    "mask_mod tensor": Bad(dense(mask_mod=shaped(SQ, SKV).bool()), TypeError, "mask_mod", "torch.bool", "as mask="),
+    "out no tensor": Bad(dense(out=1), TypeError, "out", "1 (int)", "a tensor"),
+    "out dtype": Bad(dense(out=shaped(B, SQ, H, D_V).half()), TypeError, "out", "torch.float16", "torch.float32"),
+    "out shape": Bad(dense(out=shaped(B, SQ, H, D)), ValueError, "out", "(2, 5, 4, 16)", "(2, 5, 4, 8)"),
+    "out strides": Bad(
+        dense(out=shaped(B, H, SQ, D_V).transpose(1, 2)), ValueError, "out", "strides (160, 8, 40, 1)", "contiguous"
+    ),
+    "out device": Bad(dense(out=shaped(B, SQ, H, D_V, **META)), ValueError, "out", "on meta", "the same device"),
+    "out with a gradient": Bad(
+        dense(q=shaped(B, SQ, H, D, requires_grad=True), out=shaped(B, SQ, H, D_V)), ValueError, "out", "a gradient", "no_grad"
+    ),
+    "out with a gradient of its own": Bad(
+        dense(out=shaped(B, SQ, H, D_V, requires_grad=True)), ValueError, "out", "a gradient", "no_grad"
+    ),
+    "out off 16 bytes": Bad(
+        dense(out=shaped(B * SQ * H * D_V + 1)[1:].view(B, SQ, H, D_V)), ValueError, "out", "address", "a multiple of 16 bytes"
+    ),
+    "out in q": Bad(IN_PLACE, ValueError, "out", "share memory with q", "memory of its own"),
     "backend unknown": Bad(dense(backend="flash"), ValueError, "backend", "'flash'", "auto, triton, cudnn, eager"),
 }
 

@@ -73,12 +73,16 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "k": ({}, {name: randn(2, 6, 4, 8) for name in "kv"}),
     "v": ({}, {"v": randn(2, 5, 4, 16)}),
     "qkv_format": ({}, {"qkv_format": "sbhd"}),
+    "causal": ({}, {"causal": True}),
     "attn_mask_type": ({}, {"attn_mask_type": "causal"}),
     "window_size": ({}, {"window_size": (2, -1)}),
+    "mask": ({}, {"mask": torch.ones(5, 5, dtype=torch.bool).tril()}),
     "bottom_right_diagonal": (
         {"window_size": (1, 1), "k": randn(2, 6, 4, 8), "v": randn(2, 6, 4, 8)},
         {"bottom_right_diagonal": False},
     ),
+    "cu_seqlens": ({"attn_mask_type": "padding", "seqused_q": USED}, {"seqused_q": None, "cu_seqlens": CU}),
+    "max_seqlen": ({"qkv_format": "bshd"}, {"max_seqlen": 5}),
     "cu_seqlens_q": (PACKED, {"cu_seqlens_q": torch.cat([CU, CU[-1:]]), "cu_seqlens_kv": torch.cat([CU, CU[-1:]])}),
     "cu_seqlens_kv": (PACKED, {"cu_seqlens_kv": torch.tensor([0, 0, 0, 3, 7], dtype=torch.int32)[2:]}),
     "cu_seqlens_q_padded": (PACKED, {"cu_seqlens_q_padded": CU}),
@@ -112,6 +116,7 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "batch_invariant": ({}, {"batch_invariant": True}),
     "return_lse": ({}, {"return_lse": True}),
     "return_max_logit": ({}, {"return_max_logit": True}),
+    "out": ({}, {"out": torch.empty(2, 5, 4, 8)}),
     "backend": ({}, {"backend": "eager"}),
 }
 
@@ -242,7 +247,7 @@ def test_modes_transforms_subclasses_and_canaries_have_no_key(keys: list[Any], m
     assert keys[-1] is not None
 
 
-@pytest.mark.sample("name", "backend")
+@pytest.mark.sample("name", "backend", values=True)
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 @pytest.mark.parametrize("name", ["q", "k", "v", "bias", "dout", "dlse"])
 def test_what_is_stored_negated_is_read_as_it_is(name: str, backend: str, keys: list[Any], device: str) -> None:
@@ -465,7 +470,7 @@ def test_what_is_captured_finds_its_place(make_mod: Callable[..., Any], more: di
         assert torch.equal(flexattn.attention(**call), out)
 
 
-@pytest.mark.sample
+@pytest.mark.sample(pairs=False)
 @pytest.mark.parametrize("softcap", [0.0, 3.0])
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 def test_another_scale_and_softcap_make_a_kept_call_of_one(
@@ -759,4 +764,4 @@ def test_a_replay_is_made_on_the_recordings_device(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_tensors_of_operands_come_first() -> None:
-    assert Operands._fields[:14] == TENSOR_FIELDS
+    assert Operands._fields[:15] == TENSOR_FIELDS

@@ -100,8 +100,9 @@ def check(kind: str, lengths: list[tuple[int, int]], monkeypatch: pytest.MonkeyP
     return counts
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [pytest.param(k, marks=() if k in FEW else pytest.mark.exhaustive) for k in KINDS])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=pytest.mark.slow if k == FEW[-1] else pytest.mark.exhaustive) for k in KINDS]
+)
 def test_lengths_and_batches_compile_twice_at_most(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By blocks of rows, lengths of one block are apart: torch compiles a dim of 1, here the number of blocks, for itself."""
     lengths = TWENTY if kind != "block" else [(batch, length + 64) for batch, length in TWENTY]

@@ -45,9 +45,10 @@ def test_every_argument_reaches_a_sharded_call(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(sharded, "attend_sharded", lambda attend, q, k, v, arguments, slopes: seen.append(arguments))
     q = torch.randn(1, 3, 2, 8).as_subclass(DTensor)
     flexattn.attention(q, q, q)
-    of_fp8 = {"fp8_recipe", "fp8_state", "descale_q", "descale_k", "descale_v"}
-    parameters = inspect.signature(flexattn.attention).parameters
-    assert ["q", "k", "v", *seen[0]] == [name for name in parameters if name not in of_fp8]
+    short_forms = {"causal", "cu_seqlens", "max_seqlen", "mask"}
+    assert {"q", "k", "v", *seen[0]} == inspect.signature(flexattn.attention).parameters.keys() - short_forms
+    flexattn.attention(q, q, q, causal=True, mask=torch.ones(3, 3))
+    assert (seen[1]["attn_mask_type"], seen[1]["bias_type"]) == ("causal", "post_scale_bias")
     with pytest.raises(ValueError, match="the call is in FP8"):
         flexattn.attention(q, q, q, fp8_recipe=flexattn.fp8.Recipe())
 
@@ -69,6 +70,14 @@ out = flexattn.attention(*qkv, attn_mask_type="causal")
 assert list(out.placements) == [Shard(1)], out.placements
 torch.testing.assert_close(out.full_tensor(), flexattn.attention(*whole, attn_mask_type="causal"))
 ends = torch.tensor([0, 6], dtype=torch.int32)
+out = torch.empty(1, 6, 2, 8)
+try:
+    flexattn.attention(*qkv, out=out)
+except ValueError as e:
+    assert "out is given and q, k or v is a DTensor" in str(e)
+else:
+    raise AssertionError("out was taken")
+assert list(flexattn.attention(*qkv, causal=True, return_lse=True).out.placements) == [Shard(1)]
 lengths = {"attn_mask_type": "padding", "cu_seqlens_q": ends, "cu_seqlens_kv": ends}
 assert list(flexattn.attention(*qkv, **lengths).placements) == [Replicate()]
 """

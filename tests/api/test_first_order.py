@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import flexattn
 from flexattn import call_cache, first_order, fp8
-from flexattn.packed import unpack
+from flexattn.packed_tensors import unpack
 from tests.conftest import ROOT
 
 SENTENCE = "flexattn's attention has no second derivative"
@@ -25,7 +25,7 @@ UNGUARDED = {
     "flexattn.first_order._Guard": "raises",
     "flexattn.integrations.flash_attn.forward_only._ForwardOnly": "raises in its first derivative",
     "flexattn.fp8._Dequantized": "torch differentiates its backward",
-    "flexattn.packed.Unpacked": "torch differentiates its backward",
+    "flexattn.packed_tensors.Unpacked": "torch differentiates its backward",
     "flexattn.dispatch.reference._WithGivenDerivative": "runs in attention's backward alone",
     "flexattn.dispatch.quantization._RoundedWeights": "runs in attention's backward alone",
     "flexattn.dispatch.quantization._RoundedGradient": "runs in attention's backward alone",

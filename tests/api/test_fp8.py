@@ -250,7 +250,7 @@ def test_fp8_output(device: str) -> None:
     assert float((back - want.float()).norm() / want.float().norm()) < 0.04
 
 
-@pytest.mark.sample
+@pytest.mark.sample(values=True)
 @pytest.mark.parametrize("granularity", ["tensor", "block"])
 @pytest.mark.parametrize("fmt", ["bhsd", "thd"])
 def test_fp8_output_in_training(fmt: str, granularity: str, device: str) -> None:

@@ -187,7 +187,7 @@ def fp8_call(device: str, **changes: Any) -> dict[str, Any]:
     return {name: t.data for name, t in call.items()} | descales | changes
 
 
-@pytest.mark.sample
+@pytest.mark.sample(values=True)
 @pytest.mark.parametrize("is_known", [False, True])
 def test_lse_alone_has_a_gradient(is_known: bool, way: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Out has no gradient then: v gets zeros, and q and k what lse alone gives them, by the operators and in a kept call."""
@@ -205,7 +205,7 @@ def test_lse_alone_has_a_gradient(is_known: bool, way: str, device: str, monkeyp
         assert float((got - want).norm() / want.norm()) < 0.08
 
 
-@pytest.mark.sample
+@pytest.mark.sample(values=True)
 @pytest.mark.parametrize("which", ["q", "k", "v", "dout"])
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 def test_where_nan_and_infinity_may_be(which: str, backend: str, device: str) -> None:

@@ -148,9 +148,10 @@ def test_what_is_returned_is_what_is_asked_for():
     ):
         results = returned(**ask)
         assert isinstance(results, tuple)
+        assert results._fields == expected
         assert [tuple(t.shape) for t in results] == [shapes[name] for name in expected]
         torch.testing.assert_close(results[0], returned(), rtol=0, atol=0)
-    with pytest.raises(TypeError, match="positional"):
+    with pytest.raises(TypeError, match="by position"):
         flexattn.attention(q, k, v, "bhsd")
 
 

@@ -26,11 +26,11 @@ OWN = inspect.signature(flexattn.attention)
 
 # Names behind q, k and v as the signatures of these libraries have them, that `attention` spells in another way.
 FOREIGN = {
-    "flash_attn_func": "causal return_attn_probs",
-    "flash_attn_varlen_func": "cu_seqlens_k max_seqlen_k causal return_attn_probs block_table",
-    "flash_attn_with_kvcache": "rotary_cos rotary_sin cache_seqlens block_table causal rotary_interleaved return_softmax_lse",
-    "FlashAttention 3": "causal q_descale k_descale v_descale seqused_k num_splits pack_gqa sm_margin",
-    "FlashAttention 4": "causal learnable_sink num_splits pack_gqa score_mod_bwd aux_tensors",
+    "flash_attn_func": "return_attn_probs",
+    "flash_attn_varlen_func": "cu_seqlens_k max_seqlen_k return_attn_probs block_table",
+    "flash_attn_with_kvcache": "rotary_cos rotary_sin cache_seqlens block_table rotary_interleaved return_softmax_lse",
+    "FlashAttention 3": "q_descale k_descale v_descale seqused_k num_splits pack_gqa sm_margin",
+    "FlashAttention 4": "learnable_sink num_splits pack_gqa score_mod_bwd aux_tensors",
     "scaled_dot_product_attention": "query key value attn_mask is_causal scale enable_gqa",
     "flex_attention": "query key value scale enable_gqa kernel_options return_aux",
     "varlen_attn": "query key value cu_seq_q cu_seq_k max_q max_k scale enable_gqa seqused_k block_table num_splits return_aux",
@@ -39,7 +39,7 @@ FOREIGN = {
     "fused_attn_fwd": "attn_bias attn_bias_type attn_scale dropout qkv_layout layout rng_gen",
     "TransformerEngine's layer": "attention_dropout score_mod_bprop",
     "memory_efficient_attention": "query key value attn_bias p scale op",
-    "jax.nn.dot_product_attention": "query key value mask scale is_causal query_seq_lengths key_value_seq_lengths implementation "
+    "jax.nn.dot_product_attention": "query key value scale is_causal query_seq_lengths key_value_seq_lengths implementation "
     "local_window_size return_residual",
     "cuDNN's sdpa": "attn_scale use_alibi_mask use_padding_mask seq_len_q seq_len_kv use_causal_mask use_causal_mask_bottom_right "
     "sliding_window_length diagonal_alignment diagonal_band_left_bound diagonal_band_right_bound dropout paged_attention_k_table "
@@ -54,12 +54,12 @@ FOREIGN = {
 @pytest.mark.parametrize("whose", FOREIGN)
 def test_foreign_name_raises_what_is_ours(whose: str) -> None:
     for name in FOREIGN[whose].split():
-        with pytest.raises(TypeError, match=rf"^{name} is no argument of attention\(\) but of .*; accepted instead: ."):
+        with pytest.raises(TypeError, match=rf"^attention\(\) has no argument '{name}', the name in .*\. .*\.$"):
             flexattn.attention(Q, Q, Q, **{name: None})  # type: ignore[call-overload]
 
 
 def test_no_own_name_is_foreign_and_each_hint_names_what_is_there() -> None:
-    assert not hints._HINT_OF.keys() & OWN.parameters.keys()
+    assert hints._HINT_OF.keys() & OWN.parameters.keys() == {"mask"}  # flexattn.jax.attention has none
     assert sum(len(hint.names) for hint in hints.HINTS) == len(hints._HINT_OF)
     for hint in hints.HINTS:
         assert hint.ours.startswith("nothing") or {*re.findall(r"\w+", hint.ours)} & {*OWN.parameters}, hint
@@ -73,7 +73,7 @@ def test_values_in_hints_are_accepted() -> None:
         "post_scale_bias": {"bias": Q.new_zeros(1, 1, 5, 5)},
         "learnable": {"softmax_offset": Q.new_zeros(4)},
     }
-    assert len(written) >= 6
+    assert len(written) >= 4
     for name, value in written:
         flexattn.explain(Q, Q, Q, **{name: value}, **beside.get(value, {}))
 
@@ -82,22 +82,22 @@ def test_all_foreign_names_of_a_call_are_named() -> None:
     with pytest.raises(TypeError) as e:
         flexattn.attention(query=Q, key=Q, value=Q, is_causal=True, softcap=1.0)  # type: ignore[call-overload]
     for name in ("query", "key", "value", "is_causal"):
-        assert f"{name} is no argument" in str(e.value)
+        assert f"no argument {name!r}" in str(e.value)
     assert "softcap" not in str(e.value)
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("softmaxscale", "did you mean softmax_scale"), ("zzz", "accepted: q, k, v, qkv_format, attn_mask_type")]
+    ("name", "said"), [("softmaxscale", "Did you mean softmax_scale"), ("zzz", r"help\(flexattn.attention\) lists its arguments")]
 )
 def test_unknown_name_says_what_is_there(name: str, said: str) -> None:
-    with pytest.raises(TypeError, match=f"{name} is no argument.*{said}"):
+    with pytest.raises(TypeError, match=f"no argument {name!r}. {said}"):
         flexattn.attention(Q, Q, Q, **{name: 1})  # type: ignore[call-overload]
 
 
 BY_POSITION: dict[str, tuple[tuple[Any, ...], list[str]]] = {
     "flash_attn_func": (
         (0.0, 0.25, True),
-        ["0.0 (float)", "FlashAttention's order", "dropout_p=; softmax_scale=; for causal: attn_m"],
+        ["0.0 (float)", "FlashAttention's order", "dropout_p=; softmax_scale=; for causal: causal=True"],
     ),
     "flash_attn_varlen_func": (
         (CU, CU, 5, 5),
@@ -105,14 +105,14 @@ BY_POSITION: dict[str, tuple[tuple[Any, ...], list[str]]] = {
     ),
     "sdpa, bool": (
         (torch.ones(5, 5).bool(),),
-        ["torch.bool tensor of shape (5, 5)", "SDPA's order", "for attn_mask: ", "mask_mod="],
+        ["torch.bool tensor of shape (5, 5)", "SDPA's order", "for attn_mask: mask"],
     ),
-    "sdpa, float": ((torch.ones(5),), ["SDPA's order", "bias_type='post_scale_bias'"]),
-    "sdpa, causal": ((None, 0.0, True), ["SDPA's order", "dropout_p=; for is_causal: attn_mask_type='causal'"]),
+    "sdpa, float": ((torch.ones(5),), ["SDPA's order", "a float tensor that is added"]),
+    "sdpa, causal": ((None, 0.0, True), ["SDPA's order", "dropout_p=; for is_causal: causal=True"]),
     "flex_attention": ((lambda s, b, h, i, j: s,), ["FlexAttention's order these are score_mod="]),
-    "too many": (tuple(range(20)), ["0 (int), 1 (int), 2 (int), ...; accepted: all others by name"]),
-    "None": ((None,), ["accepted: all others by name"]),
-    "a format": (("bhsd",), ["'bhsd' (str); accepted: all others by name"]),
+    "too many": (tuple(range(20)), ["0 (int), 1 (int), 2 (int), .... Pass all others by name"]),
+    "None": ((None,), ["Pass all others by name"]),
+    "a format": (("bhsd",), ["'bhsd' (str). Pass all others by name"]),
 }
 
 
@@ -126,8 +126,8 @@ def test_call_by_position_names_its_arguments(order: str) -> None:
 
 
 def test_explain_and_bound_calls_give_the_same_hints() -> None:
-    with pytest.raises(TypeError, match="causal is no argument of"):
-        flexattn.explain(Q, Q, Q, causal=True)
+    with pytest.raises(TypeError, match="no argument 'is_causal'"):
+        flexattn.explain(Q, Q, Q, is_causal=True)
     with pytest.raises(TypeError, match="missing a required argument: 'k'"):
         bind_call(Q)
     for call in (flexattn.attention, flexattn.explain):
@@ -152,8 +152,8 @@ def test_compiled_call_is_one_graph_and_its_hint_the_same() -> None:
     for _ in range(2):
         assert torch.equal(compiled(Q, Q, Q, attn_mask_type="causal"), flexattn.attention(Q, Q, Q, attn_mask_type="causal"))
     assert counter.frame_count == 1
-    with pytest.raises(TypeError, match="causal is no argument of attention"):
-        torch.compile(flexattn.attention, backend=counter)(Q, Q, Q, causal=True)  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match="no argument 'is_causal'"):
+        torch.compile(flexattn.attention, backend=counter)(Q, Q, Q, is_causal=True)  # type: ignore[call-overload]
 
 
 def test_function_with_hints_keeps_its_signature() -> None:
@@ -163,7 +163,7 @@ def test_function_with_hints_keeps_its_signature() -> None:
 
     assert attend(2, 3, 4, softmax_scale=0.5) == 12
     assert str(inspect.signature(attend)).startswith("(q: 'int', k: 'int', v: 'int', *, softmax_scale:")
-    with pytest.raises(TypeError, match="scale is no argument of attention"):
+    with pytest.raises(TypeError, match="no argument 'scale'"):
         attend(2, 3, 4, scale=0.5)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="for causal: "):
         attend(2, 3, 4, 0.0, 0.5, True)  # type: ignore[call-arg, misc]

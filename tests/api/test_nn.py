@@ -344,7 +344,7 @@ def test_attention_takes_packed_sequences_and_rotates() -> None:
         (lambda: Attention(E, 4, heads_kv=2), TypeError, "Attention() has no argument heads_kv; accepted: embed_dim"),
         (lambda: Attention(E, 4)(torch.ones(1, 2, E), return_lse=True), TypeError, "return_lse is given"),
         (lambda: Attention(E, 4)(torch.ones(1, 2, E), qkv_format="bhsd"), ValueError, "qkv_format is 'bhsd' for x without heads"),
-        (lambda: Attention(E, 4)(torch.ones(1, 2, E), is_causal=True), TypeError, "accepted instead: attn_mask_type='causal'"),
+        (lambda: Attention(E, 4)(torch.ones(1, 2, E), is_causal=True), TypeError, "Use causal=True"),
     ],
 )
 def test_wrong_arguments_of_attention_are_named(make: Any, error: type[Exception], said: str) -> None:

@@ -97,7 +97,8 @@ def test_opcheck(monkeypatch, name, layout):
 
 
 def test_the_schemas_are_the_operands_and_then_the_settings():
-    expected = [*Operands._fields, *ops.Settings._fields]
+    operands = ["memory" if name == "out" else name for name in Operands._fields]  # as a backward has an out of its own
+    expected = [*operands, *ops.Settings._fields]
     assert [a.name for a in ops._forward_op._schema.arguments] == expected
     assert [a.name for a in ops._backward_op._schema.arguments] == ["dout", "dlse", "out", "lse", *expected]
 

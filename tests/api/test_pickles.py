@@ -17,7 +17,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from flexattn import PagedKVCache, Window, attention, create_block_mask, distributed, fp8, mods, nn
+from flexattn import (
+    OutLse,
+    OutLseMaxLogit,
+    OutMaxLogit,
+    PagedKVCache,
+    Window,
+    attention,
+    create_block_mask,
+    distributed,
+    fp8,
+    mods,
+    nn,
+)
 from flexattn.block_mask import _NAMES as LISTS
 from flexattn.integrations import te
 
@@ -194,6 +206,9 @@ MAKERS: dict[str, Callable[[], Any]] = {
     "Rates": lambda: Value(distributed.Rates()),
     "AttentionParams": lambda: Value(te.AttentionParams()),
     "Window": lambda: Value(Window(3, 0)),
+    "OutLse": lambda: Value(OutLse(tokens(3), tokens(2))),
+    "OutMaxLogit": lambda: Value(OutMaxLogit(tokens(3), tokens(2))),
+    "OutLseMaxLogit": lambda: Value(OutLseMaxLogit(tokens(3), tokens(2), tokens(2))),
 }
 # Classes of what a call takes or gives, without tensors that share memory.
 PLAIN = {"AttentionSpec", "BackendError", "Gradients"}

@@ -94,6 +94,19 @@ def test_scores_are_those_of_lengths() -> None:
         assert torch.equal(drawn(thd | {"attn_mask_type": mask}, batch=2), whole[5:, 12:])
 
 
+def test_pictures_of_caches_have_their_lengths() -> None:
+    lengths = torch.tensor([13, SKV], dtype=torch.int32)
+    call = {"attn_mask_type": "padding_causal_bottom_right", "seqused_kv": lengths}
+    expected = (KEY < 13) & (KEY <= QUERY + 13 - SQ)
+    assert torch.equal(torch.tensor(plot_mask(**tensors(), **call).images[0].get_array()), expected)
+    pages = {
+        "k": torch.zeros(10, 8, 2, 8),
+        "v": torch.zeros(10, 8, 2, 8),
+        "page_table": torch.arange(10, dtype=torch.int32).view(2, 5),
+    }
+    assert torch.equal(torch.tensor(plot_mask(**tensors() | pages, **call).images[0].get_array()), expected)
+
+
 def test_scores_are_those_of_block_masks() -> None:
     mask_mod = mods.sliding_window(3, 5)
     block_mask = create_block_mask(mask_mod, None, None, SQ, SKV, device="cpu", BLOCK_SIZE=16)
@@ -132,8 +145,8 @@ def test_wrong_arguments_are_named() -> None:
         plot_mask(**call, head=1.0)
     with pytest.raises(ValueError, match="there are 0 queries and 40 keys to draw"):
         plot_mask(**call | {"q": call["q"][:, :0]})
-    with pytest.raises(TypeError, match="causal"):
-        plot_mask(**call, causal=True)
+    with pytest.raises(TypeError, match="is_causal"):
+        plot_mask(**call, is_causal=True)
 
 
 def test_without_matplotlib_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Results in layouts of their own: `flexattn.in_layout`, `flexattn.backward.differentiate` and `flexattn.packed`."""
+"""Results in layouts of their own: `flexattn.in_layout`, `flexattn.backward.differentiate` and `flexattn.packed_tensors`."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from flexattn import attention, call_cache, fp8, ops, packed
+from flexattn import attention, call_cache, fp8, ops, packed_tensors
 from flexattn.backward import Given, differentiate
 from flexattn.dispatch import eager_backend, replay, triton_backend
 from flexattn.dispatch.spec import PACKINGS, AttentionSpec, Direction, Results, empty_gradients, empty_outputs
 from flexattn.functional import bind_call
 from flexattn.in_layout import DEFAULTS, attend
-from flexattn.packed import unpack
+from flexattn.packed_tensors import unpack
 from flexattn.prepare import prepare
 
 pytest.importorskip("triton", reason="triton is not installed")
@@ -40,7 +40,7 @@ def tokens(fmt: str, heads: int = H) -> list[int]:
     return [sizes[name] for name in fmt]
 
 
-def packed_tensors(fmt: str, packing: str) -> tuple[list[Tensor], list[Tensor], int]:
+def packed_leaves(fmt: str, packing: str) -> tuple[list[Tensor], list[Tensor], int]:
     """(leaves, q, k and v as views of them, the dim)."""
     count, dim = PACKINGS[packing]
     shape = tokens(fmt)
@@ -62,12 +62,12 @@ def test_gradients_are_written_into_one_buffer(fmt: str, packing: str, backend: 
         return joins[-1][1]
 
     joins: list[tuple[Any, Tensor]] = []
-    real = packed.joined
-    monkeypatch.setattr(packed, "joined", join)
+    real = packed_tensors.joined
+    monkeypatch.setattr(packed_tensors, "joined", join)
     arguments = arguments_of(fmt) | {"backend": backend}
     results = Results(out=OTHER_FORMAT[fmt], packing=packing)
     for _ in range(2):  # the second call is a known one
-        leaves, (q, k, v), dim = packed_tensors(fmt, packing)
+        leaves, (q, k, v), dim = packed_leaves(fmt, packing)
         apart = [t.detach().clone().requires_grad_() for t in (q, k, v)]
         wanted = attention(*apart, **arguments)
         dout = torch.randn_like(wanted)
@@ -102,9 +102,9 @@ def test_gradients_that_lie_apart_are_joined_by_a_copy() -> None:
     a, b, c = square.unbind(0)
     for slices in ((c, b, a), (a, c, b), (a, b.T, c.T), (a, b.clone(), c)):
         with torch.no_grad():
-            assert torch.equal(packed.joined(slices, 0), torch.stack(slices))
+            assert torch.equal(packed_tensors.joined(slices, 0), torch.stack(slices))
     with torch.no_grad():
-        assert packed.joined((a, b, c), 0).data_ptr() == square.data_ptr()
+        assert packed_tensors.joined((a, b, c), 0).data_ptr() == square.data_ptr()
 
 
 @pytest.mark.sample("backend", "fmt")

@@ -738,5 +738,4 @@ def test_bench_needs_neither_matplotlib_nor_tqdm_nor_rich(forked_python: FreshPy
     assert ran.returncode == 0, ran.stderr
     assert "1/1 small-s128 forward" in ran.stderr
     asked = forked_python("-c", code, "bench", "--from", str(tmp_path / "x.json"), "--plots", str(tmp_path))
-    assert asked.returncode == 2
-    assert "pip install 'flexattn[bench]'" in asked.stderr
+    assert asked.returncode == 0

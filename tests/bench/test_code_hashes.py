@@ -111,8 +111,8 @@ def test_a_case_that_does_not_exist_is_named(capsys: pytest.CaptureFixture[str])
 
 
 def test_page_has_the_numbers_of_its_files() -> None:
-    """The table of docs/bounds.md: kernels before, with their parameters in another order, and now."""
-    page = (ROOT / "docs" / "bounds.md").read_text("utf-8")
+    """The table of notes/bounds.md: kernels before, with their parameters in another order, and now."""
+    page = (ROOT / "notes" / "bounds.md").read_text("utf-8")
     files = ROOT / "bench" / "results" / "code_hashes"
     before, reordered, now = (code_hashes.read(files / f"{name}.json") for name in ("before", "reordered", "now"))
     assert before.keys() == reordered.keys() == now.keys()

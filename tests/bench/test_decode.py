@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flexattn import attention
-from flexattn.bench import decode, decode_cells, decode_peers
+from flexattn.bench import decode, decode_cells, decode_peers, page
 from flexattn.bench.implementations import Unavailable
 from tests.conftest import ROOT
 
@@ -106,28 +106,20 @@ def test_without_a_device_it_lists_cells_and_measures_nothing(capsys: pytest.Cap
             decode.main([])
 
 
-# Columns of the notes' table, and whose times they have: the fastest where there are several.
-COLUMNS = {
-    "cuDNN, dense": ("SDPA cuDNN, dense",),
-    "FlexAttention, dense": ("FlexAttention, dense",),
-    "flash-attn 4": ("flash-attn 4",),
-    "vLLM": ("vLLM, Triton",),
-    "SGLang": ("SGLang, 8 splits", "SGLang, 32 splits"),
-    "cuDNN, pages": ("flexattn, cuDNN",),
-}
-
-
-def test_the_lab_notes_have_the_files_times_of_the_peers() -> None:
-    rows = json.loads((ROOT / "bench" / "results" / "decode_peers_h100.json").read_text("utf-8"))["rows"]
+def test_the_page_has_the_files_times_of_the_peers() -> None:
+    """docs/performance.md: the time of flexattn, and the others' divided by it; the lowest where a library has several."""
+    rows = json.loads((ROOT / "bench" / "results" / page.DECODE).read_text("utf-8"))["rows"]
     times = {(row["cell"], row["implementation"]): row["us"] for row in rows if row["status"] == "measured"}
-    wanted = [("cell", "here, us", *COLUMNS)]
+    wanted = []
     for name in decode_cells.CELLS:
         here = times[name, "flexattn"]
-        found = ([times[name, one] for one in ones if (name, one) in times] for ones in COLUMNS.values())
-        wanted.append((name, f"{here:.0f}", *(f"{min(us) / here:.2f}" if us else "" for us in found)))
-    page = (ROOT / "notes" / "measured_inference.md").read_text("utf-8").partition("### Beside other libraries")[2]
-    table = [tuple(cell.strip() for cell in line.split("|")[1:-1]) for line in page.splitlines() if line.startswith("|")]
-    assert [row for row in table if not row[0].startswith("---")] == wanted
+        found = [[times[name, one] for one in ones if (name, one) in times] for ones in page.DECODE_PEERS.values()]
+        if any(found):
+            us = f"{here:,.0f}" if here >= 100 else f"{here:.1f}"
+            wanted.append((name, us, *(f"{min(us) / here:.2f}" if us else "-" for us in found)))
+    text = (ROOT / "docs" / "performance.md").read_text("utf-8").partition("(decode): begin -->")[2].partition("<!-- end -->")[0]
+    table = [tuple(cell.strip() for cell in line.split("|")[1:-1]) for line in text.splitlines() if line.startswith("| ")]
+    assert table[1:] == wanted
     assert {row["status"] for row in rows} == {"measured", "refused"}
 
 

@@ -1,54 +1,208 @@
-"""docs/performance.md and the README's section say what the recorded runs measured; the report and the plots show it."""
+"""docs/performance.md, its plots and the README's section say what the recorded runs measured, with `auto` as flexattn's column."""
 
 from __future__ import annotations
 
 import itertools
+import json
+import math
 import re
-import struct
-from html.parser import HTMLParser
+import statistics
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 from xml.etree import ElementTree
 
 import pytest
 
-from flexattn.bench import command, page, picture, plots, record, report, tables
-from flexattn.bench.record import Record
-from flexattn.bench.shapes import sweep
+from flexattn.bench import charts, command, page, picture, record, regret, tables
+from flexattn.bench.record import Record, Row
+from flexattn.bench.shapes import sweep, title_of
+from flexattn.kernels_triton.runtime import interpreter
 from tests.conftest import ROOT
 
 RESULTS = ROOT / "bench" / "results"
 SVG = "{http://www.w3.org/2000/svg}"
-PAGE_FILES = ("standard_again_h200.json", "eager_memory.json")  # what docs/performance.md and the README are made of, in this order
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 
 
 @pytest.fixture(scope="module")
-def records() -> dict[str, Record]:
-    return {name: record.read(RESULTS / name) for name in PAGE_FILES}
+def found() -> Iterator[page.Sources]:
+    """The files of the page; picks of `auto` are those of kernels that are compiled."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "INTERPRETED", False)
+        page.sources.cache_clear()
+        yield page.sources()
+        page.sources.cache_clear()
+
+
+class Cell(NamedTuple):
+    """One cell, computed here from the rows alone: the page's own code is not asked."""
+
+    ours: Row  # of the backend that `auto` selects
+    peer: Row  # the fastest of the others
+
+    @property
+    def speed(self) -> float:
+        assert self.ours.us
+        assert self.peer.us
+        return self.peer.us / self.ours.us
+
+    @property
+    def is_level(self) -> bool:
+        begins, ends = ([row._asdict()[name] for row in self] for name in ("us_q1", "us_q3"))
+        return max(begins) <= min(ends)
+
+    @property
+    def shown(self) -> str:
+        return "level" if self.is_level else f"{self.speed:.3f}"
+
+
+def computed(name: str) -> dict[tuple[str, str], Cell]:
+    """Returns the cells of a result file."""
+    run = record.read(RESULTS / name)
+    device = regret._device(run)
+    cells = {}
+    for workload, direction in run.cells():
+        rows = run.of(workload, direction)
+        refused = [backend for backend, one in regret.BACKENDS.items() if one in rows and rows[one].us is None]
+        ours = rows[regret.pick(run.workloads[workload], direction, device, refused)]  # type: ignore[arg-type]
+        peers = [row for row in rows.values() if row.us and not row.implementation.startswith("flexattn")]
+        cells[workload, direction] = Cell(ours, min(peers, key=lambda row: row.us or math.inf))
+    return cells
 
 
 @pytest.fixture(scope="module")
-def main(records: dict[str, Record]) -> Record:
-    return records[PAGE_FILES[0]]
+def cells(found: page.Sources) -> dict[tuple[str, str], Cell]:
+    return computed(page.MAIN)
 
 
-@pytest.fixture
-def matplotlib() -> None:
-    """Skips without matplotlib, which the extra `test` installs; where it is missing the report has no plots, and says so."""
-    pytest.importorskip("matplotlib", reason="plots need matplotlib")
+def text_of(path: str) -> str:
+    return (ROOT / path).read_text("utf-8")
 
 
-def test_the_page_is_what_the_command_makes_of_the_files(records: dict[str, Record]) -> None:
-    assert (ROOT / "docs" / "performance.md").read_text("utf-8") == page.performance(records)
+def rows_of(block: str) -> list[list[str]]:
+    """Returns the rows of the table in one of the page's blocks, without its heads."""
+    text = text_of("docs/performance.md").partition(f"({block}): begin -->")[2].partition(page.END)[0]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| ")][1:]
 
 
-def test_the_readme_is_what_the_command_makes_of_the_files(records: dict[str, Record]) -> None:
-    text = (ROOT / "README.md").read_text("utf-8")
-    assert text == page.with_readme_section(text, records)
+def test_the_page_is_what_the_command_makes_of_the_files(found: page.Sources) -> None:
+    text = text_of("docs/performance.md")
+    assert text == page.performance(text, found)
 
 
-def test_the_picture_is_what_the_command_makes_of_the_file(main: Record, tmp_path: Path) -> None:
-    assert command.main(["--from", str(RESULTS / PAGE_FILES[0]), "--picture", str(tmp_path / "speed.svg")]) == 0
-    assert (tmp_path / "speed.svg").read_text("utf-8") == (ROOT / "docs" / "speed.svg").read_text("utf-8")
+def test_the_plots_are_what_the_command_makes_of_the_files(found: page.Sources) -> None:
+    made = page.plots(found)
+    assert {path.name: path.read_text("utf-8") for path in (ROOT / "docs" / "plots").iterdir()} == made
+    assert set(re.findall(r"\]\(plots/(.+?)\)", text_of("docs/performance.md"))) == made.keys()
+
+
+def test_the_readme_is_what_the_command_makes_of_the_files(found: page.Sources) -> None:
+    text = text_of("README.md")
+    assert text == page.with_readme_section(text, found)
+
+
+def test_the_picture_is_what_the_command_makes_of_the_file(found: page.Sources) -> None:
+    assert picture.svg(found.main) == text_of("docs/speed.svg")
+
+
+def test_the_command_writes_page_plots_readme_and_picture(found: page.Sources, tmp_path: Path) -> None:
+    old = {"performance.md": "docs/performance.md", "README.md": "README.md"}
+    for name, path in old.items():
+        (tmp_path / name).write_text(re.sub(r"\d+ of 114 cells", "7 of 114 cells", text_of(path)), "utf-8")
+    made = [str(tmp_path / name) for name in (*old, "speed.svg")]
+    assert command.main(["--page", made[0], "--readme", made[1], "--picture", made[2]]) == 0
+    for name, path in (old | {"speed.svg": "docs/speed.svg", "plots/memory.svg": "docs/plots/memory.svg"}).items():
+        assert (tmp_path / name).read_text("utf-8") == text_of(path)
+
+
+def claim(cells: dict[tuple[str, str], Cell]) -> str:
+    speeds = [cell.speed for cell in cells.values()]
+    faster, ahead, behind = sum(x > 1 for x in speeds), sum(x >= 1.02 for x in speeds), sum(x < 0.99 for x in speeds)
+    level = sum(cell.is_level for cell in cells.values())
+    return (
+        f"in {faster} of {len(speeds)} cells. It is faster by 2 % or more in {ahead} cells, and slower by more than 1 % in "
+        f"{behind}. In {level} cells the quartiles of the two times overlap."
+    )
+
+
+def test_claims_are_those_of_the_backend_that_auto_selects(cells: dict[tuple[str, str], Cell]) -> None:
+    assert claim(cells) in text_of("README.md")
+    assert claim(cells) in text_of("docs/performance.md")
+    assert claim(computed(page.SECOND)) in text_of("docs/performance.md")
+    other_peers = {row.implementation for row in record.read(RESULTS / page.MAIN).rows if not tables.is_ours(row.implementation)}
+    assert f"the fastest of {len(other_peers)} other" in text_of("README.md")
+
+
+def test_the_training_step_is_the_files() -> None:
+    rows = json.loads((RESULTS / page.STEPS).read_text("utf-8"))["rows"]
+    ms = {row["implementation"]: row["ms"] for row in rows if row["model"] == "llama" and row.get("batch") == "packed"}
+    said = f"takes {ms['flexattn']:.1f} ms with flexattn and {ms['sdpa']:.1f} ms with SDPA"
+    assert said in text_of("README.md")
+    assert said in text_of("docs/performance.md")
+    assert {row["status"] for row in rows if (row["model"], row["implementation"]) == ("gemma2", "sdpa")} == {"wrong"}
+    assert {row["status"] for row in rows if (row["model"], row["implementation"]) == ("gpt_oss", "sdpa")} == {"refused"}
+
+
+def test_each_row_of_implementations_is_computed(found: page.Sources, cells: dict[tuple[str, str], Cell]) -> None:
+    run = record.read(RESULTS / page.MAIN)
+    table = {row[0]: row[1:] for row in rows_of("implementations")}
+    for peer in found.main.implementations()[1:]:
+        of_peer = {cell: Cell(both.ours, run.of(*cell)[peer]) for cell, both in cells.items() if peer in run.of(*cell)}
+        of_peer = {cell: both for cell, both in of_peer.items() if both.peer.us}
+        level = sum(both.is_level for both in of_peer.values())
+        faster = sum(both.speed > 1 and not both.is_level for both in of_peer.values())
+        speeds = [both.speed for both in of_peer.values()]
+        figures = [f"{x:.3f}" for x in (statistics.geometric_mean(speeds), min(speeds), max(speeds))]
+        wanted = [*map(str, (len(speeds), faster, level, len(speeds) - faster - level)), *figures]
+        assert table.pop(peer if peer != "SDPA cuDNN" else f"{peer} †") == wanted
+        if peer == "SDPA cuDNN":
+            dense = {f"score-{name}" for name in ("alibi", "relative-bias", "sliding-window")}
+            rest = [both.speed for (workload, _), both in of_peer.items() if workload not in dense]
+            assert f"In {len(speeds) - len(rest)} cells SDPA cuDNN gets a dense" in text_of("README.md")
+            assert f"without these cells is {statistics.geometric_mean(rest):.3f}." in text_of("README.md")
+    assert not table
+
+
+@pytest.mark.parametrize("block", ["sweep", "rates"])
+def test_each_figure_of_the_sweep_is_the_recorded_one(cells: dict[tuple[str, str], Cell], block: str) -> None:
+    shown = {tuple(row[0].split(", ")): row[1:] for row in rows_of(block)}
+    assert len(shown) == 12
+    for (direction, dim, mask), figures in shown.items():
+        names = [sweep(int(dim), "causal" if mask == "causal" else "full", length).name for length in LENGTHS]
+        found = [cells[name, direction] for name in names]
+        assert figures == [cell.shown if block == "sweep" else f"{cell.ours.tflops:.0f}" for cell in found]
+
+
+def test_each_other_workload_is_shown(cells: dict[tuple[str, str], Cell]) -> None:
+    run = record.read(RESULTS / page.MAIN)
+    shown = {row[0]: (row[2], row[4]) for row in rows_of("workloads")}
+    names = {title_of(w): w.name for w in run.workloads.values() if w.group != "sweep"}
+    assert shown.keys() == names.keys()
+    for title, speeds in shown.items():
+        both = [cells.get((names[title], direction)) for direction in ("forward", "backward")]
+        assert speeds == tuple("-" if cell is None else cell.shown for cell in both)
+
+
+def test_every_slower_cell_is_listed(cells: dict[tuple[str, str], Cell]) -> None:
+    run = record.read(RESULTS / page.MAIN)
+    slower = {name: cell for name, cell in cells.items() if cell.speed <= 1 and not cell.is_level}
+    wanted = [
+        [f"{title_of(run.workloads[workload])}, {direction}", f"{cell.speed:.3f}", cell.peer.implementation]
+        for (workload, direction), cell in sorted(slower.items(), key=lambda item: item[1].speed)
+    ]
+    assert rows_of("slower") == wanted
+
+
+def test_sentences_without_figures_are_true_of_the_files() -> None:
+    run = record.read(RESULTS / page.MAIN)
+    for workload, direction in run.cells():
+        if run.workloads[workload].group == "sweep":
+            of_cell = run.of(workload, direction)
+            frontend, sdpa = of_cell["cuDNN frontend"].tflops, of_cell["SDPA cuDNN"].tflops
+            assert frontend == pytest.approx(sdpa, rel=0.05)  # one line in the plots
+    assert run.versions["flash-attn-3"] is run.versions["flash-attn"] is None
+    assert not {"SDPA efficient", "SDPA math", "flash-attn 3"} & set(run.implementations())
 
 
 def alike(run: Record, newer: Record) -> dict[str, tables.Standing]:
@@ -66,11 +220,11 @@ def counts(found: dict[str, tables.Standing]) -> str:
 
 
 def section_of_bounds(title: str) -> str:
-    return (ROOT / "docs" / "bounds.md").read_text("utf-8").split(f"### {title}\n")[1].split("\n### ")[0].split("\n## ")[0]
+    return (ROOT / "notes" / "bounds.md").read_text("utf-8").split(f"### {title}\n")[1].split("\n### ")[0].split("\n## ")[0]
 
 
 def test_the_newer_runs_are_what_their_files_say() -> None:
-    """docs/bounds.md, "Since that run": how many cells stand where, and each that it names, then and now beside the same peers."""
+    """notes/bounds.md, "Since that run": how many cells stand where, and each that it names, then and now beside the same peers."""
     section = section_of_bounds("Since that run")
     main = record.read(RESULTS / "standard_h200.json")
     newer = record.read(RESULTS / "standard_forward_h200.json")
@@ -124,10 +278,10 @@ def lines_of_the_whole_run(run: Record, older: Record) -> list[str]:
     return lines
 
 
-def test_the_last_whole_run_is_what_its_file_says(main: Record) -> None:
-    """docs/bounds.md, "The last whole run", whose cells are held to the one before it, and of that one where its cells stand."""
+def test_the_last_whole_run_is_what_its_file_says() -> None:
+    """notes/bounds.md, "The last whole run", whose cells are held to the one before it, and of that one where its cells stand."""
     section, before = (section_of_bounds(title) for title in ("The last whole run", "On an NVIDIA H100"))
-    older = record.read(RESULTS / "standard_h100.json")
+    main, older = record.read(RESULTS / page.MAIN), record.read(RESULTS / page.SECOND)
     lines = lines_of_the_whole_run(main, older)
     table, _, profiles = section.partition("What binds those that are behind")
     assert profiles
@@ -139,178 +293,67 @@ def test_the_last_whole_run_is_what_its_file_says(main: Record) -> None:
     assert text in " ".join(section.split())
 
 
-def test_every_lost_cell_stands_left_of_the_pictures_line(main: Record) -> None:
-    root = ElementTree.fromstring(picture.svg(main))
-    [line] = [e for e in root.iter(f"{SVG}line") if e.get("stroke") == "#555555"]
+def test_every_slower_cell_is_left_of_the_pictures_line(found: page.Sources, cells: dict[tuple[str, str], Cell]) -> None:
+    root = ElementTree.fromstring(picture.svg(found.main))
+    [line] = [e for e in root.iter(f"{SVG}line") if e.get("stroke") == picture.AXIS]
     dots = [float(e.get("cx", "")) for e in root.iter(f"{SVG}circle") if float(e.get("cy", "")) > picture.TOP]  # not the legend's
-    assert len(dots) == len(tables.standings(main))
-    assert sum(x <= float(line.get("x1", "")) for x in dots) == len(lost_cells(main))
+    assert len(dots) == len(cells)
+    assert sum(x <= float(line.get("x1", "")) for x in dots) == sum(cell.speed <= 1 for cell in cells.values())
 
 
-def test_a_picture_of_nothing_is_refused(main: Record) -> None:
+def test_a_picture_of_nothing_is_refused(found: page.Sources) -> None:
     with pytest.raises(ValueError, match="no cell in which both"):
-        picture.svg(main._replace(rows=[]))
+        picture.svg(found.main._replace(rows=[]))
 
 
-def test_a_readme_without_a_place_for_it_is_refused(records: dict[str, Record]) -> None:
+def test_a_page_without_a_place_for_it_is_refused(found: page.Sources) -> None:
     with pytest.raises(ValueError, match="has no part to make"):
-        page.with_readme_section("# nothing here\n", records)
+        page.with_readme_section("# nothing here\n", found)
+    with pytest.raises(ValueError, match="needed, each once: the runs' cells"):
+        page.performance("# nothing here\n", found)
 
 
-def lost_cells(record: Record) -> set[tuple[str, str]]:
-    """Computed here from the rows alone: the page's own code is not asked."""
-    fastest: dict[tuple[str, str], dict[bool, float]] = {}
-    for r in record.rows:
-        if r.us is not None:
-            cell = fastest.setdefault((r.workload, r.direction), {})
-            mine = r.implementation.startswith("flexattn ")
-            cell[mine] = min(cell.get(mine, r.us), r.us)
-    return {cell for cell, best in fastest.items() if len(best) == 2 and best[True] >= best[False]}
+def texts_of(svg: str) -> list[str]:
+    return [e.text or "" for e in ElementTree.fromstring(svg).iter(f"{SVG}text")]
 
 
-def test_every_cell_that_is_lost_is_listed(main: Record) -> None:
-    listed = (ROOT / "docs" / "performance.md").read_text("utf-8").partition("## Lost cells")[2].partition("\n## ")[0]
-    assert set(re.findall(r"^\| ([\w.-]+) (\w+) \|", listed, re.M)) == lost_cells(main)
-    assert lost_cells(main)
+def test_line_charts_have_labels_and_the_recorded_points(found: page.Sources) -> None:
+    svg = page.plots(found)["backward_h200.svg"]
+    texts = texts_of(svg)
+    assert texts[0] == "Backward on NVIDIA H200: TFLOP/s by sequence length, 16,384 tokens in all"
+    assert texts.count("sequence length, tokens") == texts.count("TFLOP/s") == 6
+    assert {"flexattn", "flash-attn 4", "SDPA cuDNN", "SDPA flash", "FlexAttention", "Head dim 128, no mask"} <= set(texts)
+    assert "cuDNN frontend" not in texts
+    groups = [g for g in ElementTree.fromstring(svg).iter(f"{SVG}g") if g.get("stroke") == charts.COLOURS[tables.AUTO]]
+    drawn = [[tuple(map(float, p.split(","))) for p in g[0].get("points", "").split()] for g in groups[1:]]  # 0: the legend's
+    assert [len(points) for points in drawn] == [6] * 6
+    heights = [y for _, y in drawn[4]]  # head dim 128, no mask
+    rates = [found.main.of(sweep(128, "full", length).name, "backward")[tables.AUTO].tflops or 0.0 for length in LENGTHS]
+    scale = (heights[0] - heights[-1]) / (rates[-1] - rates[0])
+    assert all(abs(heights[0] - y - scale * (rate - rates[0])) < 0.2 for y, rate in zip(heights, rates, strict=True))
 
 
-def test_every_figure_of_the_sweep_is_the_recorded_one(main: Record) -> None:
-    by_cell = {(r.workload, r.direction, r.implementation): r for r in main.rows}
-    seen = 0
-    for section in (ROOT / "docs" / "performance.md").read_text("utf-8").split("### ")[1:]:
-        title, *lines = section.partition("\n## ")[0].splitlines()
-        found = re.fullmatch(r"(\w+), head dim (\d+), (causal|full)", title)
-        if found is None:
-            continue
-        table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
-        for name, *cells in table[2:]:
-            for seqlen, cell in zip(table[0][1:], cells, strict=True):
-                workload = sweep(int(found[2]), found[3], int(seqlen)).name
-                row = by_cell.get((workload, found[1], name))
-                figure = None if row is None or row.tflops is None else f"{row.tflops:.{1 if row.tflops < 9.95 else 0}f}"
-                assert cell == ("-" if row is None else figure or row.status)
-                seen += row is not None and row.tflops is not None
-    assert seen == sum(r.tflops is not None and main.workloads[r.workload].group == "sweep" for r in main.rows)
+def test_bars_are_as_long_as_their_figures(found: page.Sources) -> None:
+    svg = page.plots(found)["transformers_h200.svg"]
+    assert texts_of(svg).count("milliseconds") == 4
+    bars = [e for e in ElementTree.fromstring(svg).iter(f"{SVG}rect") if e.get("height") == "13"]
+    ms = {r["implementation"]: r["ms"] for r in found.steps["rows"] if (r["model"], r.get("batch")) == ("llama", "packed")}
+    widths = [float(bar.get("width", "")) for bar in bars[:3]]
+    longest = max(ms.values())
+    assert widths == [round(86 * ms[name] / longest, 1) for name in ("flexattn", "eager", "sdpa")]
 
 
-class Page(HTMLParser):
-    """Tags that are open, every image, and all text."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.images: list[str] = []
-        self.sources: list[str] = []
-        self.text: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        given = dict(attrs)
-        if tag == "img":
-            self.images.append(given["src"] or "")
-        elif tag not in ("meta", "br"):
-            self.open.append(tag)
-        self.sources += [value or "" for name, value in attrs if name in ("src", "href")]
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.text.append(data)
+def test_colours_and_markers_tell_implementations_apart() -> None:
+    peers = [colour for name, colour in charts.COLOURS.items() if not name.startswith("flexattn")]
+    assert len(set(peers)) >= len(peers) - 3  # of other charts
+    assert len({charts._marker(0, 0, kind) for kind in charts.MARKERS}) == len(charts.MARKERS)
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("matplotlib")
-def test_the_report_stands_alone(main: Record) -> None:
-    parsed = Page()
-    parsed.feed(report.html(main))
-    assert not parsed.open
-    assert len(parsed.images) == len(list(plots.figures(main))) > 2  # the sweep forward and backward, and a picture of each group
-    assert all(source.startswith("data:image/png;base64,") for source in parsed.sources)
-    text = " ".join(parsed.text)
-    for r in main.rows:
-        if r.us is not None:
-            assert f"{r.us:.1f}" in text
-    for fact in (
-        main.device["name"],
-        "2.11.0+cu130",
-        main.command,
-        main.method["flops"],
-        f"Lost cells: {len(lost_cells(main))} of {len(main.cells())}",
-    ):
-        assert fact in text
-
-
-@pytest.mark.slow
-def test_the_report_says_what_was_refused_and_left_out(main: Record) -> None:
-    spoiled = main.rows[0]._replace(status="wrong", reason="out: max error <b>1</b>\nworst", us=None, tflops=None)
-    refused = main.rows[1]._replace(status="refused", reason="it has no argument window", us=None, tflops=None)
-    left_out = [{"workload": "long-128k", "direction": "forward", "reason": "the budget of 480 s was spent"}]
-    text = report.html(main._replace(rows=[spoiled, refused, *main.rows[2:]], left_out=left_out, complete=False))
-    assert "wrong: out: max error &lt;b&gt;1&lt;/b&gt;" in text
-    assert "it has no argument window" in text
-    assert "the budget of 480 s was spent" in text
-    assert "did not measure all" in text
-
-
-def dimensions(png: bytes) -> tuple[int, int]:
-    assert png.startswith(b"\x89PNG\r\n\x1a\n")
-    width, height = struct.unpack(">II", png[16:24])
-    return width, height
-
-
-def test_a_report_without_matplotlib_says_so(main: Record, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report.importlib.util, "find_spec", lambda name: None)
-    text = report.html(main)
-    assert "There are no plots" in text
-    assert "<img" not in text
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("matplotlib")
-def test_plots_of_a_recorded_run(records: dict[str, Record], tmp_path: Path) -> None:
-    for name, shown in records.items():
-        assert command.main(["--from", str(RESULTS / name), "--plots", str(tmp_path)]) == 0
-        assert plots.write(tmp_path, shown)
-    groups = {w.group for w in records[PAGE_FILES[0]].workloads.values()} - {"sweep"}
-    names = {"sweep_forward", "sweep_backward", "memory", *groups}
-    assert {path.name for path in tmp_path.iterdir()} == {f"{name}.png" for name in names}
-    for path in tmp_path.iterdir():
-        width, height = dimensions(path.read_bytes())
-        assert width > 500
-        assert height > 300
-
-
-@pytest.mark.usefixtures("matplotlib")
-def test_plots_have_labels_and_the_peers_their_colours(main: Record) -> None:
-    drawn = dict(plots.figures(main))
-    for name in ("sweep_forward", "sweep_backward"):
-        figure = drawn[name]
-        assert len(figure.axes) == 6
-        for ax in figure.axes:
-            assert ax.get_xlabel() == "sequence length, tokens"
-            assert ax.get_ylabel() == "TFLOP/s"
-            lines = {line.get_label(): line for line in ax.get_lines() if not str(line.get_label()).startswith("_")}
-            assert lines.keys() >= {"flexattn triton", "flexattn cudnn", "SDPA flash", "SDPA cuDNN", "FlexAttention"}
-            assert all(line.get_color() == plots.COLOURS[name] for name, line in lines.items())
-    assert len(set(plots.COLOURS.values())) == len(plots.COLOURS)
-    [ax] = [ax for ax in drawn["sweep_backward"].axes if ax.get_title() == "head dim 128, full"]
-    [ours] = [line for line in ax.get_lines() if line.get_label() == "flexattn triton"]
-    workloads = [sweep(128, "full", s).name for s in (512, 1024, 2048, 4096, 8192, 16384)]
-    assert list(ours.get_ydata()) == [main.of(w, "backward")["flexattn triton"].tflops for w in workloads]
-
-
-@pytest.mark.usefixtures("matplotlib")
-def test_bars_of_other_groups_and_curves_of_scaling(main: Record) -> None:
-    from flexattn.bench.shapes import WORKLOADS
-
-    rows, shapes = [], {}
-    for name in ("llama3-8b-s2048", "llama3-8b-s8192", "scaling-s512", "scaling-s1024"):
-        shapes[name] = WORKLOADS[name]
-        for n, implementation in enumerate(("flexattn triton", "SDPA cuDNN")):
-            given = {"us": 10.0 * (n + 1), "us_q1": 9.0, "us_q3": 11.0, "tflops": 100.0, "peak_mib": 64.0, "workload": name}
-            rows.append(main.rows[0]._replace(implementation=implementation, direction="forward", **given))
-    drawn = dict(plots.figures(main._replace(rows=rows, workloads=shapes)))
-    assert drawn.keys() == {"models", "scaling"}
-    assert len(drawn["models"].axes[0].patches) == 4
-    assert [ax.get_ylabel() for ax in drawn["scaling"].axes] == ["time of a call, ms", "peak memory of a call, MiB"]
-    assert dimensions(plots.png(drawn["scaling"]))[0] > 500
+@pytest.mark.parametrize("name", [page.MEMORY, pytest.param(page.MAIN, marks=pytest.mark.slow)])
+def test_plots_of_any_result_are_written(tmp_path: Path, name: str) -> None:
+    assert command.main(["--from", str(RESULTS / name), "--plots", str(tmp_path / "plots")]) == 0
+    written = {path.stem: ElementTree.parse(path) for path in (tmp_path / "plots").iterdir()}
+    groups = {w.group for w in record.read(RESULTS / name).workloads.values()}
+    assert {stem.rpartition("_")[0] for stem in written} == groups
+    assert command.main(["--from", str(RESULTS / name), "--csv", str(tmp_path / "x.csv")]) == 0
+    assert (tmp_path / "x.csv").read_text().startswith("# command: ")

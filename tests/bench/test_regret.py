@@ -32,7 +32,7 @@ BETWEEN = {
     "standard_forward_h200.json": 48,
     "standard_backward_h200.json": 18,
 }
-# By more than TIE, each with its reason in docs/backends.md, "Regret".
+# By more than TIE, each with its reason in notes/regret.md.
 SLOWER: dict[str, dict[tuple[str, str], float]] = {}
 # By more than TIE in a run of forwards with other sections of heads, of grouped backwards without turns, of two kernels at head
 # dims 192 and 128, or of the portable ones at 256; measured again since.
@@ -110,7 +110,7 @@ def test_between_the_lengths_that_were_measured_the_exceptions_are_known(name: s
 
 
 def test_the_page_has_what_the_files_say() -> None:
-    page = " ".join((ROOT / "docs" / "backends.md").read_text().split())
+    page = " ".join((ROOT / "notes" / "regret.md").read_text("utf-8").split())
     for name, cells in CELLS.items():
         assert f"{cells} cells of [{name.removesuffix('.json')}](../bench/results/{name})" in page
     for name, lengths in BETWEEN.items():

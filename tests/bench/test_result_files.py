@@ -167,3 +167,43 @@ def test_a_kernel_file_that_does_not_run_is_named_by_its_line(
     said = capsys.readouterr().err
     assert str(file) in said
     assert reason in said
+
+
+# Pages that cite files without a kept script as figures of their prose; each leaves this set when it is rewritten.
+PAGES = [path for pattern in ("README.md", "bench/README.md", "docs/*.md", "notes/*.md") for path in sorted(ROOT.glob(pattern))]
+
+
+def can_be_made_again(path: Path) -> bool:
+    """Returns whether each command of a result file is a module of the project, or names a script that is in the repository."""
+    content = json.loads(path.read_text("utf-8"))
+    commands = [run.get("command", "") for run in content.get("runs", [content])]
+    return all(
+        "not kept" not in command
+        and (
+            re.match(r"(python|torchrun .*) -m (flexattn|tests)\b", command) is not None
+            or any((ROOT / script).is_file() for script in re.findall(r"\w+/[\w/]+\.py\b", command))
+        )
+        for command in commands
+    )
+
+
+def unmarked(text: str) -> list[str]:
+    """Returns the result files that a page cites as evidence although nobody can make them again."""
+    text = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    cited = re.findall(r"\b(\w+\.json)\b(?!\) \(script not kept\))", text)
+    return [name for name in cited if (RESULTS / name).is_file() and not can_be_made_again(RESULTS / name)]
+
+
+@pytest.mark.parametrize("page", [path.relative_to(ROOT).as_posix() for path in PAGES])
+def test_each_cited_result_can_be_made_again_or_is_marked(page: str) -> None:
+    found = unmarked((ROOT / page).read_text("utf-8"))
+    assert not found, f"mark them with (script not kept), or do not cite them: {', '.join(found)}"
+
+
+def test_a_result_without_a_script_is_found() -> None:
+    cited = "[a](../bench/results/splits_h200.json), [b](../bench/results/decode_peers_h100.json)"
+    assert unmarked(cited) == ["splits_h200.json"]
+    assert unmarked(cited.replace("splits_h200.json)", "splits_h200.json) (script not kept)")) == []
+    assert can_be_made_again(RESULTS / "context_parallel_h100.json")
+    assert not can_be_made_again(RESULTS / "asked_blocks_h100.json")  # without a command
+    assert not can_be_made_again(RESULTS / "short_backwards_h100.json")  # in part

@@ -76,9 +76,10 @@ def check_compiled(cases: list[tuple[int, str]], dtype: torch.dtype = torch.bflo
     "cases",
     [
         [(128, "causal")],
-        pytest.param([(dim, features) for dim in DIMS for features in FEATURES], marks=pytest.mark.slow),
+        pytest.param([(dim, "everything") for dim in DIMS], marks=pytest.mark.slow),
+        pytest.param([(dim, features) for dim in DIMS for features in FEATURES], marks=pytest.mark.exhaustive),
     ],
-    ids=["one", "more"],
+    ids=["one", "more", "all"],
 )
 def test_compiled(cases: list[tuple[int, str]]) -> None:
     check_compiled(cases)
@@ -89,8 +90,9 @@ def test_compiled_in_fp16() -> None:
     check_compiled([(dim, features) for dim in DIMS for features in FEATURES], torch.float16)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize(
+    "dim", [pytest.param(dim, marks=pytest.mark.slow if dim == 128 else pytest.mark.exhaustive) for dim in DIMS]
+)
 def test_mods_compiled(dim: int) -> None:
     bias = {"bias_type": "post_scale_bias", "bias": torch.zeros(1, 4, 512, 512, dtype=torch.bfloat16)}
     mask = create_block_mask(lambda b, h, q_idx, kv_idx: q_idx // 75 == kv_idx // 75, None, None, 512, 512, "cpu")

@@ -110,7 +110,7 @@ def test_windows_beside_the_diagonal(window: tuple[int | None, int | None], bott
     check(3 + (window[1] or -1) % 7, band, qkv_format="thd", padding=True, gap=2, head_dim_qk=dim, head_dim_v=dim, **inputs)
 
 
-@pytest.mark.sample
+@pytest.mark.sample(pairs=False)
 @without_gpu
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (40, 72), (96, 24)], ids=str)
 def test_head_dims_and_sinks(dims: tuple[int, int]) -> None:

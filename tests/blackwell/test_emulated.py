@@ -75,7 +75,7 @@ def check(seed: int, call: dict[str, Any], splits: int | None = None, **inputs: 
     assert report.tensor_columns <= 512
 
 
-@pytest.mark.sample
+@pytest.mark.sample(values=True)
 @without_gpu
 @pytest.mark.parametrize("band", BANDS, ids=str)
 @pytest.mark.parametrize("fmt", ["bshd", "sbhd", "bhsd", "thd", "thd_2bshd"])
@@ -100,7 +100,7 @@ def test_dense(band: dict[str, Any], dim: int) -> None:
         check(seed, band, head_dim_qk=dim, head_dim_v=dim, strided=seed == 7, **DENSE)
 
 
-@pytest.mark.sample
+@pytest.mark.sample(values=True)
 @without_gpu
 @pytest.mark.parametrize("bottom_right", [True, False])
 @pytest.mark.parametrize("window", [(None, -40), (-30, None), (60, -20), (-25, 90), (None, -300), (5, -11)], ids=str)
@@ -111,7 +111,7 @@ def test_windows_beside_the_diagonal(window: tuple[int | None, int | None], bott
     check(3 + (window[1] or -1) % 7, band, qkv_format="thd", padding=True, gap=2, head_dim_qk=dim, head_dim_v=dim, **inputs)
 
 
-@pytest.mark.sample
+@pytest.mark.sample(pairs=False)
 @without_gpu
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (40, 72), (192, 128), (160, 64)], ids=str)
 def test_head_dims_and_sinks(dims: tuple[int, int]) -> None:
@@ -132,7 +132,7 @@ def test_a_consumer_without_queries() -> None:
         check(seed, {"attn_mask_type": "padding_causal"}, qkv_format="thd", lengths_q=[20, 129, 1, 0], lengths_kv=[300, 40, 0, 5])
 
 
-@pytest.mark.sample
+@pytest.mark.sample(pairs=False)
 @without_gpu
 @pytest.mark.parametrize("name", FEATURES)
 def test_mods_and_biases(name: str) -> None:
@@ -170,7 +170,7 @@ def test_few_queries(heads: int, dim: int, splits: int) -> None:
     check(heads + splits, call, splits, head_dim_qk=dim, head_dim_v=dim, **inputs)
 
 
-@pytest.mark.sample
+@pytest.mark.sample(pairs=False)
 @without_gpu
 @pytest.mark.parametrize("name", SPLIT_CALLS)
 def test_keys_split_by_lengths(name: str) -> None:
@@ -179,7 +179,7 @@ def test_keys_split_by_lengths(name: str) -> None:
     assert {finding.kind for finding in report.findings} <= HARMLESS, str(report)
 
 
-@pytest.mark.sample
+@pytest.mark.sample(pairs=False)
 @without_gpu
 @pytest.mark.parametrize("features", [{}, {"softcap": 2.0}, {"bias_type": "alibi"}], ids=str)
 def test_max_logit_beside_sinks(features: dict[str, Any]) -> None:

@@ -107,7 +107,7 @@ def on(device: str, call: dict[str, Any]) -> dict[str, Any]:
     return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in call.items()}
 
 
-@pytest.mark.sample
+@pytest.mark.sample(values=True)
 @pytest.mark.parametrize("hopper", FAMILIES)
 @pytest.mark.parametrize("name", CASES)
 def test_features(name: str, hopper: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,7 +223,7 @@ EMULATED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.sample
+@pytest.mark.sample(pairs=False)
 @without_gpu
 @pytest.mark.parametrize("name", EMULATED)
 def test_features_emulated(name: str) -> None:

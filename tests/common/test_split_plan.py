@@ -6,7 +6,7 @@ The portable kernel is interpreted here, and the one of sm_90 emulated; tests/gp
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -133,7 +133,7 @@ def test_features(name: str) -> None:
     check(call, run(call, None))
 
 
-@pytest.mark.sample
+@pytest.mark.sample(pairs=False)
 @without_gpu
 @pytest.mark.parametrize("name", CALLS)
 def test_features_emulated(name: str) -> None:
@@ -141,7 +141,7 @@ def test_features_emulated(name: str) -> None:
     check(call, run(call, 1 + list(CALLS).index(name)))
 
 
-@pytest.mark.sample
+@pytest.mark.sample(values=True)
 @without_gpu
 @pytest.mark.parametrize("seed", [None, 4])
 @pytest.mark.parametrize("fmt", ["thd", "bshd", "sbhd", "thd_2bshd"])
@@ -195,7 +195,7 @@ def replayed(launches: list[Launch], seed: int | None) -> None:
 
 
 @without_gpu
-@pytest.mark.parametrize(("seed", "replays"), [pytest.param(None, 50, marks=pytest.mark.slow), (3, 4)])
+@pytest.mark.parametrize(("seed", "replays"), [pytest.param(None, 20, marks=pytest.mark.slow), (3, 4)])
 def test_the_same_launches_for_other_lengths(seed: int | None, replays: int) -> None:
     """As a CUDA graph replays them: nothing of lengths or tables is in the launches."""
     generator = torch.Generator().manual_seed(1)
@@ -340,21 +340,27 @@ def test_explained() -> None:
     assert _splits(choice._replace(splits=splits_of(problem, 512, 132))) == [f"keys split by their lengths: {why}"]
 
 
-def compiled_launches() -> Iterator[tuple[int, Launch]]:
-    for sm, dims in ((80, (128,)), (90, (64, 128, 256)), (100, (128,))):
-        for dim in dims:
-            q, k = torch.zeros(8, 1, 32, dim, dtype=BF16), torch.zeros(512, 64, 8, dim, dtype=BF16)
-            table, used = torch.zeros(8, 64, dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
-            more = {"window_right": 0, "bottom_right": True, "seqused_kv": used, "page_table": table, "max_seqlen_kv": 4096}
-            for forward in (attention_forward, hopper_forward.hopper_forward)[: 1 + (sm == 90)]:
-                with pretended_device(sm, 132), recorded_launches() as launches:
-                    forward(Problem(q, k, k, softmax_scale=0.1, **more), torch.zeros_like(q), torch.zeros(8, 32, 1))
-                yield from ((sm, launch) for launch in launches)
+def compiled_launches(kinds: Iterable[tuple[int, int]]) -> Iterator[tuple[int, Launch]]:
+    for sm, dim in kinds:
+        q, k = torch.zeros(8, 1, 32, dim, dtype=BF16), torch.zeros(512, 64, 8, dim, dtype=BF16)
+        table, used = torch.zeros(8, 64, dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
+        more = {"window_right": 0, "bottom_right": True, "seqused_kv": used, "page_table": table, "max_seqlen_kv": 4096}
+        for forward in (attention_forward, hopper_forward.hopper_forward)[: 1 + (sm == 90)]:
+            with pretended_device(sm, 132), recorded_launches() as launches:
+                forward(Problem(q, k, k, softmax_scale=0.1, **more), torch.zeros_like(q), torch.zeros(8, 32, 1))
+            yield from ((sm, launch) for launch in launches)
 
 
-@pytest.mark.slow
-def test_compiled() -> None:
-    launches = list(compiled_launches())
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        pytest.param([(sm, 128) for sm in (80, 90, 100)], marks=pytest.mark.slow),
+        pytest.param([(90, 64), (90, 256)], marks=pytest.mark.exhaustive),
+    ],
+    ids=["some", "others"],
+)
+def test_compiled(kinds: list[tuple[int, int]]) -> None:
+    launches = list(compiled_launches(kinds))
     reports = compile_sound([request_for(launch, sm) for sm, launch in launches])
     for (sm, launch), report in zip(launches, reports, strict=True):
         name = f"{launch.kernel.__name__} for {sm}: {report}"

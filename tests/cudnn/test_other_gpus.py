@@ -87,10 +87,10 @@ DECLINED = {
 
 
 @pytest.fixture
-def driver(tmp_path_factory: pytest.TempPathFactory) -> None:
+def driver() -> None:
     if reason := ("a GPU is here" if torch.cuda.is_available() else cudnn_stub.missing()):
         pytest.skip(reason)
-    cudnn_stub.load(tmp_path_factory.mktemp("driver"))
+    cudnn_stub.load()
 
 
 @pytest.mark.usefixtures("driver")

@@ -21,8 +21,8 @@ from tests.cudnn.test_pages import CALLS, arguments, call_of, forget
 
 
 @pytest.fixture(scope="module", autouse=True)
-def h200(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    cudnn_stub.load(tmp_path_factory.mktemp("driver"))
+def h200() -> Iterator[None]:
+    cudnn_stub.load()
     with plans.without_device(cudnn_stub.H200):
         yield
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import sys
 from pathlib import Path
@@ -50,15 +51,9 @@ def test_cells_sum_the_runs_of_a_device() -> None:
     other = RUN | {"device": {"name": "Other GPU"}, "steps": {"tests": TESTS}}
     made = status.tables([RUN, RUN, other])
     for row in (
-        "| feature | Some GPU | Other GPU |",
         "| fuzz | 6,000 compositions of 40 configurations, 2 wrong | not run |",
         "| tests | not run | 7 passed, 2 failed, 1 skipped, 3 not run |",
-        "| tests/a.py | not run | 7 passed, 2 failed |",
-        "| tests/b.py | not run | not run |",
-        "| tests/c.py | not run | skipped |",
         "| memcheck | not run | not run |",
-        "| dropout: dropout | 6 right | not run |",
-        "| mask: causal | 2 of 10 wrong | not run |",
         "| portable backward | not run | not run |",
         "| portable forward | reached | reached |",
     ):
@@ -69,7 +64,44 @@ def test_cells_sum_the_runs_of_a_device() -> None:
 def test_without_a_run_nothing_has_run() -> None:
     made = status.tables([])
     assert "| fuzz | not run |" in made
-    assert " right |" not in made
+    assert "random calls" not in made
+
+
+def cells_of(made: str, feature: str) -> list[str]:
+    [line] = [line for line in made.splitlines() if line.startswith(f"| {feature} |")]
+    return [cell.strip() for cell in line.split("|")[2:-1]]
+
+
+def test_features_have_the_calls_and_failures_of_their_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_h200 = RUN | {"device": {"name": "NVIDIA H200"}}
+    made = status.tables([on_h200, on_h200, RUN])
+    assert cells_of(made, "Dropout") == ["tests", "no run", "6 random calls", "-"]
+    assert cells_of(made, "Causal masks") == ["tests", "measured", "10 random calls, 2 failed, measured", "-"]
+    assert cells_of(made, "torch.export") == ["tests", "no run", "no run", "-"]
+    assert cells_of(made, "flexattn.distributed") == ["tests", "-", "-", "2 H100, 4 H100, 2 H200, 4 H200"]
+    wrong = {"status": "wrong", "implementation": "flexattn, batch_invariant"}
+    content = {"device": {"name": "NVIDIA H200"}, "rows": [wrong, {"status": "measured", "implementation": "flexattn"}]}
+    monkeypatch.setattr(status, "_content", lambda name: content)
+    assert cells_of(status.tables([]), "batch_invariant") == ["tests", "no run", "no run", "-"]
+    assert status._measured([("x.json", "flexattn")]) == {("NVIDIA H200", 1)}
+
+
+def test_failed_calls_are_counted_by_their_error() -> None:
+    whats = (["first call: dk, largest error: 2e-04, at most 1e-04"], ["flexattn.x.MiscompiledError: ptxas"], ["TypeError: y"])
+    found = RUN["steps"]["fuzz"] | {"failures": [{"what": what} for what in (*whats, whats[1])]}
+    made = status.tables([RUN | {"steps": {"fuzz": found}}])
+    assert "| MiscompiledError | 2 |\n| larger error than allowed | 1 |\n| TypeError | 1 |" in made
+
+
+def test_the_evidence_of_each_feature_is_there() -> None:
+    known = status.known_features()
+    for name, feature in status.FEATURES.items():
+        assert all("def test_" in (status.ROOT / path).read_text("utf-8") for path in feature.tests), name
+        for pattern in feature.random:
+            groups = {one.split(":")[0] for one in fnmatch.filter(known, pattern)}
+            assert len(groups) == 1, f"{name}: {pattern}"
+        for evidence in feature.measured:
+            assert status._measured([evidence]), f"{name}: {evidence}"
 
 
 @pytest.mark.parametrize(

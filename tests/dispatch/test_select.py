@@ -348,7 +348,7 @@ def test_failures_are_bounded(monkeypatch):
     monkeypatch.setattr(runtime_failures, "_CAPACITY", 3)
     q = torch.randn(1, 4, 2, 8)
     for n in range(6):
-        x = Operands(q[:, : n + 1], q, q, *[None] * 11, n, 4, 1.0, 0.0, 0.0)
+        x = Operands(q[:, : n + 1], q, q, *[None] * 12, n, 4, 1.0, 0.0, 0.0)
         spec = SPEC._replace(num_heads=n)
         for known in (runtime_failures.of_call(x), runtime_failures.remembered("cudnn", spec, "forward")):
             assert not known

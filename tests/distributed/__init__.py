@@ -1,1 +1,1 @@
-"""Attention over ranks, in processes on a CPU."""
+"""Tests of attention over ranks, in processes on a CPU."""

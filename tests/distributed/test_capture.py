@@ -1,4 +1,4 @@
-"""Tables of calls over ranks: they are real tensors, whichever modes the call that makes them runs in."""
+"""Tables of calls over ranks: they are real tensors in every torch mode, and captured graphs keep them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_table_belongs_to_no_mode() -> None:
 @pytest.mark.usefixtures("captured")
 def test_a_captured_graph_keeps_the_tables_that_it_reads() -> None:
     table = capture.tables(4)(_table)
-    with pytest.raises(RuntimeError, match="tables to make while a CUDA graph is captured"):
+    with pytest.raises(RuntimeError, match="cannot make the tables of a call while a CUDA graph is captured"):
         table(1, CPU)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(capture, "is_capturing", lambda device: False)

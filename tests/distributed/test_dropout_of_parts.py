@@ -1,4 +1,4 @@
-"""Dropout of a part: what the whole drops at its positions, whatever part it is, on each backend that draws it."""
+"""Dropout of a part of a call: each backend drops the same weights as in the full call."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from flexattn.kernels_triton.runtime.launch import pretended_device, recorded_la
 from flexattn.testing import GRADIENT_FACTOR, check_close, make_call, make_inputs
 from tests.support.compiled_kernels import compile_sound
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton is interpreted
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # Triton runs in its interpreter on a CPU.
 STATE = torch.tensor([2**40 + 17, 2**33 + 5], device=DEVICE)
 P = 0.3
 BATCH, LENGTH, HEADS, DIM = 2, 40, 4, 16
 
 
 def state_of(first_query: int, first_key: int, first_head: int = 0) -> Tensor:
-    """Returns the rng_state of a part of BATCH sequences, which begins at these places in each of them."""
+    """Returns the rng_state of a part of BATCH sequences. The part begins at these positions in each of them."""
     beyond = [first_key % 8] if first_key % 8 else []
     rows = [[first_query, first_key // 8 * 8, b * HEADS + first_head, *beyond] for b in range(BATCH)]
     return torch.cat((STATE.expand(BATCH, 2), torch.tensor(rows, device=DEVICE)), 1)
@@ -42,8 +42,8 @@ def test_what_is_kept_of_a_part_is_the_wholes(first_key: int) -> None:
     whole = dropout_keep(STATE, P, rows_of_batch[:, None] * HEADS + heads, range(30), range(40))
     for first, rows, cols in itertools.product((0, 5), (range(6), range(2, 11)), (range(1), range(8), range(3, 17))):
         part = dropout_keep(state_of(first, first_key, 1), P, heads[:-1].expand(BATCH, -1), rows, cols)
-        of_rows, of_cols = (slice(t.start + start, t.stop + start) for t, start in ((rows, first), (cols, first_key)))
-        assert torch.equal(part, whole[:, 1:, of_rows, of_cols])
+        whole_rows, whole_cols = (slice(t.start + start, t.stop + start) for t, start in ((rows, first), (cols, first_key)))
+        assert torch.equal(part, whole[:, 1:, whole_rows, whole_cols])
     assert whole.float().mean().item() == pytest.approx(1 - P, abs=0.02)
 
 
@@ -68,8 +68,8 @@ def tensors_of(dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def whole_of(dtype: torch.dtype, backend: str) -> dict[str, Tensor]:
-    given = tensors_of(dtype)
-    leaves = {name: t.requires_grad_() for name, t in given.items() if name != "dout"}
+    tensors = tensors_of(dtype)
+    leaves = {name: t.requires_grad_() for name, t in tensors.items() if name != "dout"}
     out, lse = flexattn.attention(
         *(leaves[name] for name in "qkv"),
         **SAME,
@@ -79,12 +79,12 @@ def whole_of(dtype: torch.dtype, backend: str) -> dict[str, Tensor]:
         return_lse=True,
         backend=backend,
     )
-    out.backward(given["dout"])
+    out.backward(tensors["dout"])
     return {"out": out.detach(), "lse": lse.detach()} | {f"d{name}": t.grad for name, t in leaves.items() if t.grad is not None}
 
 
 def in_parts(dtype: torch.dtype, backend: str, cut: int) -> dict[str, Tensor]:
-    """Returns the results of the same call, of keys before and from `cut` on, by a backward that is given the whole's out."""
+    """Returns the results of the same call in two parts of the keys, split at `cut`. The backwards get the full out and lse."""
     q, k, v, dout, bias, table = tensors_of(dtype).values()
     leaves = {"bias": bias.requires_grad_(), "table": table.requires_grad_()}
     calls = []
@@ -105,7 +105,7 @@ def in_parts(dtype: torch.dtype, backend: str, cut: int) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.sample
+@pytest.mark.sample(values=True)
 @pytest.mark.parametrize(("backend", "dtype"), [("eager", torch.float64), ("triton", torch.float32), ("triton", torch.bfloat16)])
 @pytest.mark.parametrize("cut", [16, 13])
 def test_parts_drop_what_the_whole_drops(backend: str, dtype: torch.dtype, cut: int) -> None:
@@ -124,7 +124,7 @@ def far(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
 @pytest.mark.sample
 @pytest.mark.parametrize("first_key", [16, 21])
 def test_a_part_under_a_block_mask(first_key: int) -> None:
-    """In tiles of 16 by 16, as such blocks ask for, with what else changes scores."""
+    """Other features change scores too. These blocks need tiles of 16 by 16."""
     blocks = flexattn.create_block_mask(far, None, None, LENGTH, LENGTH, DEVICE, BLOCK_SIZE=16)
     call: dict[str, Any] = {"dropout_p": P, "rng_state": state_of(5, first_key, 1), "block_mask": blocks, "bias_type": "alibi"}
     found = []
@@ -149,7 +149,7 @@ def test_heads_of_the_whole() -> None:
 
 
 def test_packed_sequences_each_have_their_own_place() -> None:
-    """Parts have the last queries of the second document, and the last keys of the first one."""
+    """The parts are the last queries of the second document, and the last keys of the first one."""
     q, k, v = (t.float() for t in list(tensors_of(torch.float64).values())[:3])
     for backend in ("eager", "triton"):
         call: dict[str, Any] = {"dropout_p": P, "return_lse": True, "backend": backend}
@@ -165,8 +165,10 @@ def test_packed_sequences_each_have_their_own_place() -> None:
         torch.testing.assert_close(out, torch.cat((whole[0][0][0], whole[1][0][1, 33:])))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("capability", [80, 89, 90, 100])
+@pytest.mark.parametrize(
+    "capability",
+    [pytest.param(90, marks=pytest.mark.slow), *(pytest.param(c, marks=pytest.mark.exhaustive) for c in (80, 89, 100))],
+)
 def test_compiled(capability: int) -> None:
     q, lse = torch.zeros(1, 512, 4, 128, dtype=torch.bfloat16), torch.zeros(1, 4, 512)
     with pretended_device(capability, 132), recorded_launches() as launches:

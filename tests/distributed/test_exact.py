@@ -1,4 +1,4 @@
-"""Attention over 2 and 4 ranks equals that of one process, forward and backward; the calls are in context_parallel_calls.py."""
+"""Attention over 2 and 4 ranks equals that of one process, forward and backward. context_parallel_calls.py has the calls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.conftest import ROOT, FreshPython
 from tests.support.ranks import run_ranks
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_every_feature(ranks: int, forked_python: FreshPython, tmp_path: Path) -> None:
     run_ranks(forked_python, tmp_path, "features", ranks)
 
@@ -25,7 +25,7 @@ def test_decoding_layouts_and_wrapped_calls(forked_python: FreshPython, tmp_path
     run_ranks(forked_python, tmp_path, "others", 2)
 
 
-@pytest.mark.parametrize("suite", ["compiled", pytest.param("all_compiled", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("suite", ["compiled", pytest.param("all_compiled", marks=pytest.mark.exhaustive)])
 def test_graphs_without_a_break(suite: str, forked_python: FreshPython, tmp_path: Path) -> None:
     run_ranks(forked_python, tmp_path, suite, 2)
 
@@ -52,9 +52,12 @@ def test_what_is_refused_and_what_is_read_as_it_is(forked_python: FreshPython, t
     run_ranks(forked_python, tmp_path, "guards", 2)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("suite", "ranks"), [("all_features", 2), ("all_features", 4), ("drawn", 2), ("drawn", 3), ("drawn", 4), ("in_float32", 2)]
+    ("suite", "ranks"),
+    [
+        *(pytest.param(*run, marks=pytest.mark.slow) for run in (("all_features", 2), ("drawn", 3), ("in_float32", 2))),
+        *(pytest.param(*run, marks=pytest.mark.exhaustive) for run in (("all_features", 4), ("drawn", 2), ("drawn", 4))),
+    ],
 )
 def test_every_strategy_in_every_layout(suite: str, ranks: int, forked_python: FreshPython, tmp_path: Path) -> None:
     run_ranks(forked_python, tmp_path, suite, ranks)
@@ -72,7 +75,7 @@ def test_heads_inside_hosts_and_a_ring_between(forked_python: FreshPython, tmp_p
 
 @pytest.mark.slow
 def test_dtensors_that_are_sharded_over_their_sequence(forked_python: FreshPython, tmp_path: Path) -> None:
-    run_ranks(forked_python, tmp_path, "of_dtensors", 4)
+    run_ranks(forked_python, tmp_path, "sharded_dtensors", 4)
 
 
 @pytest.mark.slow

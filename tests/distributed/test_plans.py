@@ -1,4 +1,4 @@
-"""Plans: who holds which tokens, how even the work is, what moves, and what is refused before anything is sent."""
+"""Plans: which rank holds which tokens, how even the work is, which keys are fetched, and which arguments raise errors."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from tests.conftest import ROOT
 from tests.support.context_parallel_calls import some
 
 HEADS = Heads(32, 8, 128, 128, 2, 1)
-FEW = CELLS["128k, documents"].documents  # 63 of them
-MANY = log_normal_lengths(1 << 20, 1000.0, 1.0, 65536)  # 602
+FEW = CELLS["128k, documents"].documents  # 63 documents
+MANY = log_normal_lengths(1 << 20, 1000.0, 1.0, 65536)  # 602 documents
 
 
 class OneRank:
-    """A group of two as far as a plan reads it; nothing can be sent."""
+    """A group of two ranks, as far as a plan reads it. It cannot send."""
 
     def rank(self) -> int:
         return 1
@@ -55,10 +55,10 @@ def imbalance(plan: Plan) -> float:
 
 
 def documents(total: int, seed: int) -> list[int]:
-    rng, found = random.Random(seed), []
-    while sum(found) < total:
-        found.append(min(1 + int(rng.lognormvariate(7.0, 1.0)), total - sum(found)))
-    return found
+    rng, lengths = random.Random(seed), []
+    while sum(lengths) < total:
+        lengths.append(min(1 + int(rng.lognormvariate(7.0, 1.0)), total - sum(lengths)))
+    return lengths
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 8])
@@ -91,19 +91,19 @@ def in_chunks(plan: Plan) -> Plan:
 
 
 def received(plan: Plan) -> list[int]:
-    """Returns the keys that come to each rank."""
+    """Returns the number of keys that each rank fetches."""
     needs = [(plan.needs(rank), plan.kv_runs[rank]) for rank in range(plan.ranks)]
     return [size_of(keys) - size_of(common(keys, held)) for keys, held in needs]
 
 
 def calls(plan: Plan) -> int:
-    """Returns the most calls of a rank."""
-    of_ranks = ((plan.pieces(rank, plan.held("halo", rank))) for rank in range(plan.ranks))
-    return max(len(make_calls(pieces, plan.is_packed, None, False, torch.device("cpu"))) for pieces in of_ranks)
+    """Returns the largest number of calls of a rank."""
+    pieces_of_ranks = ((plan.pieces(rank, plan.held("halo", rank))) for rank in range(plan.ranks))
+    return max(len(make_calls(pieces, plan.is_packed, None, False, torch.device("cpu"))) for pieces in pieces_of_ranks)
 
 
 def test_dealt_chunks_lie_where_their_keys_are() -> None:
-    """Few keys are fetched for as even a load: less than half of those that chunks dealt by their areas alone would fetch."""
+    """Ranks fetch less than half of the keys that they would fetch if chunks were dealt by their areas alone."""
     plan = in_chunks(distributed.plan(8, documents=documents(131072, 0)))
     area, needs = plan.mask.area, plan.mask.needs
     chunks = [Run(i * 1024, (i + 1) * 1024) for i in range(128)]
@@ -114,16 +114,13 @@ def test_dealt_chunks_lie_where_their_keys_are() -> None:
     assert imbalance(plan) < 1.03
 
 
-MOST_RECEIVED = {
-    2: 0.001,
-    4: 0.036,
-    8: 0.082,
-}  # by one rank, of all keys; of one document 1.17 or 2.33 ranks' mean scores are more than one
+# The most keys of one rank, as a fraction of all. One document has 1.17 times a rank's mean scores on 4 ranks, and 2.33 on 8.
+MOST_RECEIVED = {2: 0.001, 4: 0.036, 8: 0.082}
 
 
 @pytest.mark.parametrize("ranks", MOST_RECEIVED)
 def test_documents_stay_whole_where_they_can(ranks: int) -> None:
-    """Few keys come for the benchmark's documents, much fewer than with chunks, and each rank has one or two calls."""
+    """Ranks fetch few keys of the benchmark's documents, fewer than with chunks, and have one or two calls."""
     plan = distributed.plan(ranks, documents=FEW)
     most = max(received(plan))
     assert most <= MOST_RECEIVED[ranks] * plan.length
@@ -135,7 +132,7 @@ def test_documents_stay_whole_where_they_can(ranks: int) -> None:
 
 
 def test_documents_that_fit_are_moved_by_a_few_tokens_alone() -> None:
-    """A document is cut where a rank's number of tokens asks for it: what comes then is not more than the tokens that moved."""
+    """A document is cut only if a rank needs another number of tokens. Ranks fetch no more keys than tokens that moved."""
     for seed in range(4):
         plan = distributed.plan(4, documents=[random.Random(seed).randint(100, 900) for _ in range(200)])
         assert max(received(plan)) < 64
@@ -155,14 +152,14 @@ MASKS: dict[str, dict[str, Any]] = {
 
 
 def drawn(rng: random.Random) -> list[int]:
-    """Returns lengths of documents, from many short ones to few long ones; some are empty, some of one token."""
-    total, found = rng.choice((0, 1, 6, 64, 500, 4096, 30011)), []
+    """Returns lengths of documents, from many short ones to few long ones. Some are empty, and some have one token."""
+    total, lengths = rng.choice((0, 1, 6, 64, 500, 4096, 30011)), []
     median, sigma = rng.uniform(0, 8), rng.uniform(0, 2)
-    while sum(found) < total and len(found) < 400:
-        found.append(
-            min(rng.choice((0, 1)) if rng.random() < 0.1 else 1 + int(rng.lognormvariate(median, sigma)), total - sum(found))
+    while sum(lengths) < total and len(lengths) < 400:
+        lengths.append(
+            min(rng.choice((0, 1)) if rng.random() < 0.1 else 1 + int(rng.lognormvariate(median, sigma)), total - sum(lengths))
         )
-    return found or [0]
+    return lengths or [0]
 
 
 @pytest.mark.sample
@@ -179,7 +176,7 @@ def test_a_deal_is_never_worse_than_one_of_chunks(name: str) -> None:
         counts = [size_of(own) for own in plan.q_runs]
         chunks = in_chunks(plan)
         assert max(counts) - min(counts) <= max(2, len(chunks.q_runs[0]))
-        areas = [[of.area(rank) for rank in range(ranks)] for of in (plan, chunks)]
+        areas = [[one.area(rank) for rank in range(ranks)] for one in (plan, chunks)]
         assert max(areas[0]) <= max(1.02 * sum(areas[0]) / ranks, max(areas[1]))
         assert max(received(plan)) <= max(received(chunks))
         assert plan.digest == distributed.plan(ranks, documents=lengths, layout="dealt", **MASKS[name]).digest
@@ -187,19 +184,19 @@ def test_a_deal_is_never_worse_than_one_of_chunks(name: str) -> None:
 
 @pytest.mark.parametrize("name", MASKS)
 def test_deals_of_documents_have_exact_numbers_of_tokens(name: str) -> None:
-    rng, found = random.Random(name), 0
+    rng, deals = random.Random(name), 0
     for _ in range(40):
         ranks, lengths = rng.choice((1, 2, 3, 4, 8)), drawn(rng)
         mask = distributed.plan(ranks, documents=lengths, layout="contiguous", **MASKS[name]).mask
         for q_runs in deal.whole_documents(mask, ranks):
-            found += 1
+            deals += 1
             assert [size_of(runs) for runs in q_runs] == [run.size for run in layouts.cut(sum(lengths), ranks)]
             assert union(run for runs in q_runs for run in runs) == (Run(0, sum(lengths)),)
-    assert found > 40
+    assert deals > 40
 
 
 def test_a_deal_keeps_keys_where_other_ranks_hold_them() -> None:
-    """Keys of other lengths lie in order: what comes is counted from there."""
+    """If there are other keys than queries, keys are contiguous. Fetched keys are counted from there."""
     rng = random.Random(5)
     for _ in range(20):
         lengths = [(n, rng.randint(0, 2 * n)) for n in drawn(rng)]
@@ -212,11 +209,11 @@ def test_a_deal_keeps_keys_where_other_ranks_hold_them() -> None:
 def test_one_long_document_is_dealt_in_few_runs() -> None:
     plan = distributed.plan(4, documents=[131072])
     assert imbalance(plan) < 1.001
-    assert [len(runs) for runs in plan.q_runs] == [2, 2, 2, 1]  # where chunks are up to 28
+    assert [len(runs) for runs in plan.q_runs] == [2, 2, 2, 1]  # chunks have up to 28
 
 
 def test_a_long_document_among_many_is_cut_for_many_ranks_alone() -> None:
-    """It has 0.9 times the scores of one of four ranks, and 14 times those of one of 64: fewer keys come and go than in chunks."""
+    """It has 0.9 times the scores of one of four ranks, and 14 times those of one of 64. Fewer keys move than with chunks."""
     plan = distributed.plan(4, documents=MANY)
     assert max(received(plan)) < 0.001 * plan.length
     assert imbalance(plan) < 1.002
@@ -241,23 +238,23 @@ def test_the_lab_notes_show_what_comes_to_ranks() -> None:
     page = (ROOT / "notes" / "measured_distributed.md").read_text("utf-8")
     for lengths, ranks in (*((FEW, n) for n in (2, 4, 8)), (MANY, 8), (MANY, 64)):
         plan = distributed.plan(ranks, documents=lengths)
-        found = [
+        both = [
             (
-                share(max(received(of)) / of.length),
-                share(sum(received(of)) / ranks / of.length),
-                calls(of),
-                share(imbalance(of) - 1),
+                share(max(received(one)) / one.length),
+                share(sum(received(one)) / ranks / one.length),
+                calls(one),
+                share(imbalance(one) - 1),
             )
-            for of in (plan, in_chunks(plan))
+            for one in (plan, in_chunks(plan))
         ]
-        (most, mean, count, over), (most_before, mean_before, count_before, over_before) = found
+        (most, mean, count, over), (most_before, mean_before, count_before, over_before) = both
         cells = f"{plan.length}, {ranks}", f"{most}, in chunks {most_before}", f"{mean}, {mean_before}", f"{count}, {count_before}"
         row = r" *\| ".join(map(re.escape, (*cells, f"{over}, {over_before}")))
         assert re.search(rf"^\| {row} *\|$", page, re.MULTILINE), row
 
 
 def steps(make: Callable[[], Any]) -> int:
-    """Returns how many functions were called, in Python or not: a time that no other process changes."""
+    """Returns the number of calls of functions, in Python or C. Unlike a time, other processes do not change it."""
     count = 0
 
     def note(frame: Any, event: str, argument: Any) -> None:
@@ -276,22 +273,22 @@ def steps(make: Callable[[], Any]) -> int:
 def test_planning_takes_few_steps() -> None:
     assert steps(lambda: distributed.plan(4, documents=FEW)) < 90_000
     assert steps(lambda: distributed.plan(64, documents=MANY)) < 550_000
-    most = [1] * (deal.MOST_PAIRS // 16 + 1)  # more than that are dealt in chunks
+    most = [1] * (deal.MOST_PAIRS // 16 + 1)  # larger deals use chunks
     assert not [*deal.whole_documents(Mask(None, 0, False, (*most,), (*most,)), 16)]
 
 
 def test_pieces_of_one_row_are_in_their_neighbours_call() -> None:
-    """A document of one token has no band of its own, and sees all under a causal one."""
+    """A document of one token has no band of its own. If the mask is causal, it sees all its keys."""
     for arguments, count in (({}, 1), ({"window_size": (3, 0)}, 1), ({"attn_mask_type": "no_mask"}, 1)):
         plan = distributed.plan(1, documents=[5, 1, 7, 1, 1, 9], **arguments)
         assert calls(plan) == count
-    made = make_calls(distributed.plan(1, documents=[5, 1, 7]).pieces(0, (Run(0, 13),)), True, None, True, torch.device("cpu"))
-    assert [(call.band.window_size, call.band.is_exact) for call in made] == [((-1, 0), True)]
+    one_call = make_calls(distributed.plan(1, documents=[5, 1, 7]).pieces(0, (Run(0, 13),)), True, None, True, torch.device("cpu"))
+    assert [(call.band.window_size, call.band.is_exact) for call in one_call] == [((-1, 0), True)]
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_calls_of_own_keys_have_no_room_for_them(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan, found = distributed.plan(ranks, documents=[40, 3, 300, 25, 70, 12, 6, 90, 31]), set[int]()
+    plan, uncut = distributed.plan(ranks, documents=[40, 3, 300, 25, 70, 12, 6, 90, 31]), set[int]()
     for rank in range(ranks):
         monkeypatch.setattr(Plan, "rank", rank)
         gather._work.cache_clear()
@@ -299,10 +296,10 @@ def test_calls_of_own_keys_have_no_room_for_them(ranks: int, monkeypatch: pytest
         rows = sorted(piece.rows for call in work.calls.longest_first for piece in call.pieces)
         assert union(rows) == (Run(0, size_of(plan.q_runs[rank])),)
         assert sum(run.size for run in rows) == size_of(plan.q_runs[rank])
-        of_room = [piece for call in work.calls.longest_first if not call.is_own for piece in call.pieces]
-        assert work.route.held == size_of(union(piece.keys for piece in of_room))
+        fetching = [piece for call in work.calls.longest_first if not call.is_own for piece in call.pieces]
+        assert work.lists.held == size_of(union(piece.keys for piece in fetching))
         fetched = size_of(without(plan.needs(rank), plan.kv_runs[rank]))
-        assert sum(map(size_of, work.route.receives)) == fetched
+        assert sum(map(size_of, work.lists.receives)) == fetched
         whole = {
             document
             for document, length in enumerate(plan.mask.lengths_q)
@@ -311,9 +308,9 @@ def test_calls_of_own_keys_have_no_room_for_them(ranks: int, monkeypatch: pytest
             for piece in call.pieces
             if piece.document == document and piece.rows.size == length
         }
-        assert not whole & {piece.document for piece in of_room}
-        found |= whole
-    assert len(found) >= 5
+        assert not whole & {piece.document for piece in fetching}
+        uncut |= whole
+    assert len(uncut) >= 5
     gather._work.cache_clear()
 
 
@@ -324,11 +321,11 @@ def test_a_band_that_shows_a_piece_whole() -> None:
         piece = Piece(0, 0, 0, Run(0, rows), Run(0, keys), None, None, diagonal)
         (left, right), bottom_right = (rng.randint(-1, 6) for _ in range(2)), rng.random() < 0.5
         shift = keys - rows if bottom_right else 0
-        seen = all(
+        sees_all_keys = all(
             (left < 0 or j >= i + shift - left) and (right < 0 or j <= i + shift + right) for i in range(rows) for j in range(keys)
         )
-        assert sees_all(piece, LocalBand((left, right), bottom_right, False)) == seen
-        assert sees_all(piece, LocalBand((left, right), bottom_right, True)) == (seen and shift == diagonal)
+        assert sees_all(piece, LocalBand((left, right), bottom_right, False)) == sees_all_keys
+        assert sees_all(piece, LocalBand((left, right), bottom_right, True)) == (sees_all_keys and shift == diagonal)
 
 
 def test_only_what_a_window_needs_is_fetched() -> None:
@@ -354,20 +351,20 @@ def test_pieces_are_the_mask_for_any_queries_and_keys() -> None:
         queries, keys = (Run(*pair) for pair in ends)
         piece = make_piece(mask, 0, queries, keys, (q_start, k_start))
         expected = {(i, j) for i in range(q_start, q_stop) for j in range(k_start, k_stop) if brute(mask, 0, i, j)}
-        found = set()
+        visible = set()
         if piece is not None:
             for wants_diagonal in (False, True):
                 (before, behind), bottom_right, is_exact = local_band(piece, wants_diagonal)
                 shift = piece.keys.size - piece.rows.size if bottom_right else 0
                 assert is_exact == (shift == piece.diagonal)
-                found = {
+                visible = {
                     (piece.q_start + i, piece.kv_start + j)
                     for i in range(piece.rows.size)
                     for j in range(piece.keys.size)
                     if (before < 0 or j >= i + shift - before) and (behind < 0 or j <= i + shift + behind)
                 }
-                assert found == expected
-        assert found == expected
+                assert visible == expected
+        assert visible == expected
 
 
 def test_pieces_of_a_ring_are_merged_into_one_call_a_step() -> None:
@@ -376,7 +373,7 @@ def test_pieces_of_a_ring_are_merged_into_one_call_a_step() -> None:
         pieces = plan.pieces(rank, plan.kv_runs[(rank - step) % 4])
         [one] = merged(pieces)
         assert one.rows.size * one.keys.size in ((16 * 16,) if step == 0 else (8 * 16,))
-        assert len(pieces) > 1 or rank == 3 or step > rank  # whose parts lie side by side already
+        assert len(pieces) > 1 or rank == 3 or step > rank  # parts of the last rank are adjacent
 
 
 def test_areas_are_counts_of_scores() -> None:
@@ -396,17 +393,17 @@ def test_areas_are_counts_of_scores() -> None:
 @pytest.mark.parametrize(("left", "right"), [*itertools.product((None, -3, 0, 4), (None, -2, 0, 5))])
 def test_scores_of_any_run_in_any_band(left: int | None, right: int | None, bottom_right: bool) -> None:
     mask = Mask(left, right, bottom_right, (7, 0, 5), (9, 2, 3))
-    of_query = [
+    query_scores = [
         sum(brute(mask, document, i, j) for j in range(mask.lengths_kv[document]))
         for document, length in enumerate(mask.lengths_q)
         for i in range(length)
     ]
-    for start, stop in itertools.combinations_with_replacement(range(len(of_query) + 1), 2):
-        assert mask.area(Run(start, stop)) == sum(of_query[start:stop])
+    for start, stop in itertools.combinations_with_replacement(range(len(query_scores) + 1), 2):
+        assert mask.area(Run(start, stop)) == sum(query_scores[start:stop])
 
 
 def sparse(b: Any, h: Any, i: Any, j: Any) -> Any:
-    """A few first keys, a window, and one far stripe; later queries see more."""
+    """Some first keys, a window, and one far stripe. Later queries see more."""
     return (j < 100) | ((i - j).abs() < 200) | ((j > 1500) & (j < 1500 + i // 4))
 
 
@@ -442,7 +439,7 @@ def test_blocks_of_a_piece_are_those_of_the_whole_wherever_it_begins(is_packed: 
     blocks = Blocks(kinds, 16, 32, some)
     i, j = torch.arange(80)[:, None], torch.arange(192)
     b, h = torch.arange(2)[:, None, None, None], torch.arange(2)[:, None, None]
-    whole = of_kinds(kinds, i, j, some(b, h, i, j))
+    whole = visible_scores(kinds, i, j, some(b, h, i, j))
     for _ in range(20):
         cuts = [[sorted(rng.sample(range(n + 1), 2)) for n in (80, 192)] for _ in range(2 if is_packed else 1)]
         pieces = [
@@ -450,27 +447,27 @@ def test_blocks_of_a_piece_are_those_of_the_whole_wherever_it_begins(is_packed: 
             for row, ((q, q_stop), (k, k_stop)) in enumerate(cuts)
         ]
         heads = Run(*rng.choice(((0, 2), (1, 2))))
-        found = LocalBlocks(blocks, pieces, is_packed, torch.device("cpu"))
+        local_blocks = LocalBlocks(blocks, pieces, is_packed, torch.device("cpu"))
         for piece in pieces:
-            of_q, of_kv = (
+            rows_q, rows_kv = (
                 slice(start, start + run.size) for start, run in ((piece.q_start, piece.rows), (piece.kv_start, piece.keys))
             )
             row = slice(piece.document, piece.document + 1) if is_packed else slice(0, 2)
 
-            def moved(b: Any, h: Any, i: Any, j: Any, at: Piece = piece, first: int = heads.start) -> Any:
-                return some(b, h + first, i + at.q_start, j + at.kv_start)
+            def moved(b: Any, h: Any, i: Any, j: Any, origin: Piece = piece, first: int = heads.start) -> Any:
+                return some(b, h + first, i + origin.q_start, j + origin.kv_start)
 
-            mask = found.block_mask(moved, heads)
+            mask = local_blocks.block_mask(moved, heads)
             rows, columns = i[: piece.rows.size], j[: piece.keys.size]
             seen = mask.mask_mod(b[row], h[: heads.size], rows, columns)
-            of_keys = block_kinds((mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices))
-            of_queries = block_kinds((mask.q_num_blocks, mask.q_indices, mask.full_q_num_blocks, mask.full_q_indices))
-            assert torch.equal(of_queries.transpose(-1, -2), of_keys)
-            assert torch.equal(of_kinds(of_keys[row], rows, columns, seen), whole[row, slice(*heads), of_q, of_kv])
+            kinds_by_row = block_kinds((mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices))
+            kinds_by_column = block_kinds((mask.q_num_blocks, mask.q_indices, mask.full_q_num_blocks, mask.full_q_indices))
+            assert torch.equal(kinds_by_column.transpose(-1, -2), kinds_by_row)
+            assert torch.equal(visible_scores(kinds_by_row[row], rows, columns, seen), whole[row, slice(*heads), rows_q, rows_kv])
 
 
-def of_kinds(kinds: torch.Tensor, i: torch.Tensor, j: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-    """Returns what blocks of 16 queries and 32 keys say, where `seen` decides in those that are seen in part."""
+def visible_scores(kinds: torch.Tensor, i: torch.Tensor, j: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    """Returns the visible scores of blocks of 16 queries and 32 keys. `seen` decides in blocks that are partly visible."""
     kind = kinds[..., i // 16, j // 32]
     return (kind == 2) | ((kind == 1) & seen)
 
@@ -482,7 +479,7 @@ def test_a_plan_of_blocks_is_pickled_without_their_mod() -> None:
     again = pickle.loads(pickle.dumps(plans[0])).on(OneRank())
     assert again.digest == plans[0].digest
     x = torch.zeros(1, 32, 1, 8)
-    with pytest.raises(ValueError, match="the plan was unpickled, without its block_mask's mask_mod; accepted: block_mask given"):
+    with pytest.raises(ValueError, match=r"the plan was unpickled .*block_mask's mask_mod\. Pass block_mask to the call"):
         distributed.attention(x, x, x, plan=again)
     assert again.masked(block_mask=masks[0]).mask.blocks.mask_mod is sparse
 
@@ -516,10 +513,10 @@ def test_explain_shows_each_strategy_and_the_one_taken() -> None:
     assert re.search(r"^ulysses\+ring .*<- taken$", distributed.plan((8, 8), length=131072).explain(q, k, k), re.MULTILINE)
     assert len(re.findall(r"<- taken", text)) == 1
     small = plan.explain(q, k, k, rates=distributed.Rates(most_bytes=1e8))
-    assert re.search(r"^ring .*<- taken$", small, re.MULTILINE), small  # gathered keys are more
-    found = plan.predictions(HEADS)
-    assert isinstance(found["gather"], Prediction)
-    assert found["gather"].received_bytes == 131072 * 63 // 64 * 8 * 256 * 2
+    assert re.search(r"^ring .*<- taken$", small, re.MULTILINE), small  # gathered keys need more
+    predictions = plan.predictions(HEADS)
+    assert isinstance(predictions["gather"], Prediction)
+    assert predictions["gather"].received_bytes == 131072 * 63 // 64 * 8 * 256 * 2
 
 
 def test_what_gpus_measured_is_on_file() -> None:
@@ -530,7 +527,7 @@ def test_what_gpus_measured_is_on_file() -> None:
     names = {32768: "32k", 131072: "128k"}
     for (gpus, strategy, length, window), measured in scaling.MEASURED.items():
         cell = names[length] + (f", window {window}" if window else "")
-        found = [
+        times_on_file = [
             (row["forward_ms"], row["both_ms"])
             for run in runs
             if run["ranks"] == gpus
@@ -538,20 +535,20 @@ def test_what_gpus_measured_is_on_file() -> None:
             if (row["status"], row["cell"]) == ("measured", cell)
             and (row["implementation"] == f"flexattn, {strategy}" or row.get("takes") == strategy)
         ]
-        assert any(measured == pytest.approx(times, rel=1e-2) for times in found), (gpus, strategy, cell, found)
+        assert any(measured == pytest.approx(times, rel=1e-2) for times in times_on_file), (gpus, strategy, cell, times_on_file)
 
 
 def test_predictions_are_near_what_gpus_measured() -> None:
     for (gpus, strategy, length, window), (forward, both) in scaling.MEASURED.items():
-        found = distributed.plan(gpus, length=length, window_size=(window or -1, 0)).predictions(HEADS)[strategy]
-        assert isinstance(found, Prediction)
-        assert found.forward_ms == pytest.approx(forward, rel=0.15)
-        assert found.forward_ms + found.backward_ms == pytest.approx(both, rel=0.15)
+        prediction = distributed.plan(gpus, length=length, window_size=(window or -1, 0)).predictions(HEADS)[strategy]
+        assert isinstance(prediction, Prediction)
+        assert prediction.forward_ms == pytest.approx(forward, rel=0.15)
+        assert prediction.forward_ms + prediction.backward_ms == pytest.approx(both, rel=0.15)
 
 
 def test_auto_takes_what_was_fastest_where_all_were_measured() -> None:
     taken = {gpus: distributed.plan(gpus, length=32768).chosen(HEADS) for gpus in (1, 2, 4)}
-    assert taken == {1: "halo", 2: "ulysses", 4: "ulysses"}  # on two within a tie of the least time predicted
+    assert taken == {1: "halo", 2: "ulysses", 4: "ulysses"}  # on two GPUs within a tie of the least predicted time
     assert [distributed.plan(gpus, length=131072).chosen(HEADS) for gpus in (2, 4)] == ["ulysses", "ulysses"]
     assert distributed.plan(4, length=131072, window_size=(4096, 0)).chosen(HEADS) == "halo"
 
@@ -579,7 +576,7 @@ def test_the_lab_notes_show_what_the_model_of_many_hosts_prints() -> None:
     assert "\n".join(line.rstrip() for line in scaling.lines()) in page
     assert scaling.efficiency("ulysses", 64, 131072) is None
     shares = [scaling.efficiency("ring", gpus, 1048576) for gpus in scaling.GPUS]
-    assert shares == sorted(shares, reverse=True)  # fewer tokens a rank hide less
+    assert shares == sorted(shares, reverse=True)  # with fewer tokens, a rank hides less
 
 
 def test_the_guide_shows_what_explain_prints() -> None:
@@ -630,6 +627,11 @@ def weighted(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
     return score * WEIGHT
 
 
+def derived_by_hand(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+    return score
+
+
+derived_by_hand.score_mod_gradient = weighted  # type: ignore[attr-defined]
 WEIGHT = torch.ones((), requires_grad=True)
 
 REFUSED: dict[str, dict[str, Any]] = {
@@ -659,11 +661,11 @@ REFUSED: dict[str, dict[str, Any]] = {
         "fp8_recipe": fp8.Recipe(keep_16_bit=True),
         **dict.fromkeys("qkv", torch.zeros(1, 4, 1, 8, dtype=torch.bfloat16)),
     },
-    "fp8_recipe.out_dtype is torch.float8_e5m2 with granularity 'block', whose rows of out lie apart": {
+    "fp8_recipe.out_dtype is torch.float8_e5m2 with granularity 'block', which needs each sequence on one rank": {
         "fp8_recipe": fp8.Recipe(granularity="block", out_dtype=torch.float8_e5m2),
         **dict.fromkeys("qkv", torch.zeros(1, 4, 1, 8, dtype=torch.bfloat16)),
     },
-    "granularity is 'block' and under 'gather' a part of a sequence begins at its position [246]; accepted: a plan": {
+    "granularity is 'block', and with strategy 'gather' a part begins at position [246] of its sequence. Parts must": {
         "fp8_recipe": fp8.Recipe(granularity="block"),
         "strategy": "gather",
         **dict.fromkeys("qkv", torch.zeros(1, 4, 1, 8, dtype=torch.bfloat16)),
@@ -674,22 +676,24 @@ REFUSED: dict[str, dict[str, Any]] = {
         **dict.fromkeys("qkv", torch.zeros(1, 4, 1, 8, dtype=torch.bfloat16)),
     },
     "return_max_logit is 1": {"return_max_logit": 1},
-    "causal is no argument of flexattn.distributed.attention; accepted: plan": {"causal": True},
+    "causal is given to flexattn.distributed.attention; accepted: attn_mask_type": {"causal": True},
+    "is_causal is no argument of flexattn.distributed.attention; accepted: plan": {"is_causal": True},
     "strategy is 'ulysses' with 1 heads for 2 ranks": {"strategy": "ulysses"},
     r"strategy is 'ulysses\+ring' with a plan of one dim": {"strategy": "ulysses+ring"},
     "strategy is 'alltoall'": {"strategy": "alltoall"},
-    "q has 3 tokens on rank 1; accepted: the 4 that the plan gives it": {"q": torch.zeros(1, 3, 1, 8)},
+    "q has 3 tokens on rank 1; accepted: the 4 of the plan": {"q": torch.zeros(1, 3, 1, 8)},
     "k has dtype torch.float32 and q torch.float8_e4m3fn; accepted: the same": {
         "q": torch.zeros(1, 4, 1, 8).to(torch.float8_e4m3fn)
     },
     "qkv_format is 'thd'; accepted: bshd": {"qkv_format": "thd"},
     r"bias has shape \(1, 1, 3, 8\)": {"bias_type": "post_scale_bias", "bias": torch.zeros(1, 1, 3, 8)},
-    "bias has the rows of this rank's queries with strategy 'ulysses'": {
+    "bias has only the rows of this rank's queries with strategy 'ulysses'": {
         "bias_type": "post_scale_bias",
         "bias": torch.zeros(1, 1, 4, 8),
         "strategy": "ulysses",
         **dict.fromkeys("qkv", torch.zeros(1, 4, 2, 8)),
     },
+    "score_mod has its own gradient, which cannot be split over ranks": {"score_mod": derived_by_hand},
     "score_mod captures WEIGHT, which requires a gradient": {"score_mod": weighted},
     "plan is a int": {"plan": 3},
     "plan has no process group": {"plan": distributed.plan(2, length=8)},
@@ -712,8 +716,8 @@ def test_a_bias_of_packed_documents_is_refused() -> None:
 
 
 def test_each_argument_of_attention_is_taken_or_refused_by_name() -> None:
-    of_whole = {*inspect.signature(flexattn.attention).parameters} - {"q", "k", "v"}
-    assert of_whole == {*whole_call.Options.__annotations__} | {*whole_call.NOT_TAKEN}
+    arguments = {*inspect.signature(flexattn.attention).parameters} - {"q", "k", "v"}
+    assert arguments == {*whole_call.Options.__annotations__} | {*whole_call.NOT_TAKEN}
 
 
 def test_rows_are_reordered_whatever_the_stride_of_a_dim_of_size_1() -> None:
@@ -727,7 +731,7 @@ def test_arguments_of_decoding_are_refused_by_name() -> None:
     wrong: dict[str, dict[str, Any]] = {
         "dropout_p is given to attention_over_ranks": {"dropout_p": 0.5},
         "bias_type is 'alibi'": {"bias_type": "alibi"},
-        "q requires a gradient; accepted: under torch.no_grad": {"q": x.clone().requires_grad_()},
+        "q requires a gradient, and decoding has none. Call it under torch.no_grad": {"q": x.clone().requires_grad_()},
     }
     for text, changes in wrong.items():
         with pytest.raises(ValueError, match=text):

@@ -27,6 +27,7 @@ STEPS, CANCELLED, STEPS_OF_DOUBLE = 4.0, 32.0, 256.0
 STEPS_OF_TENSOR_CORES = 8.0
 # In the gradient of a score that is nearly 0, of the arithmetic and of out, as the largest of many, times the largest of a key.
 SCORE_STEPS, OUT_STEPS = 8.0, 8.0
+ADDED_AT_ONCE = 16  # products that a tensor core adds to a sum before it cuts it: up to a unit in the last place is lost each time
 STEEPEST = {"affine": 2.0, "checkered": 3.0}  # by which a score_mod multiplies that gradient
 MULTIPLY = ("gated",)  # score_mods whose captures multiply a score, and so get its gradient, with its error, times the score
 DP = 16.0  # the size of dp, a product of rows of dout and v, which cancels against delta
@@ -104,7 +105,7 @@ def compare(verdicts: Verdicts, when: str, call: Call, got: dict[str, Tensor]) -
     eps = torch.finfo(torch.float64 if is_double else torch.float32).eps
     of_tanh = TANH * (problem.softcap + MOST_CAP) if dtype in HALF else 0.0
     of_scores = ref.largest * eps + of_tanh
-    is_cut = dtype is torch.float32 and (config.where.backend, config.where.device) == ("triton", "cuda")
+    is_cut = dtype is torch.float32 and _is_cut(config)
     steps = STEPS_OF_DOUBLE if is_double else STEPS_OF_TENSOR_CORES if is_cut else STEPS
     vague = _row_of_out(ref.is_vague, config.q_format)
     for name, t in got.items():
@@ -160,7 +161,8 @@ def _compare_gradient(
     # exact, and nothing else may be left of a gradient.
     of_out = torch.finfo(config.dtype).eps if config.dtype in HALF else 0.0
     steepness = STEEPEST.get(config.score_mod or "", 1.0)
-    of_delta = steepness * SCORE_STEPS * eps * config.head_dim_v**0.5
+    cuts = config.head_dim_v / ADDED_AT_ONCE if _is_cut(config) else 0.0
+    of_delta = steepness * (SCORE_STEPS + cuts) * eps * config.head_dim_v**0.5
     if of_out and call.dout is not None and ref.out.numel():
         rounded_out = torch.where(_row_of_out(ref.is_rounded, config.q_format), ref.out * call.dout.double(), 0.0)
         of_delta = of_delta + steepness * OUT_STEPS * of_out / 2 * rounded_out.nan_to_num().square().sum(-1).max().sqrt()
@@ -175,6 +177,11 @@ def _compare_gradient(
         of_scores = ref.largest.clamp(min=1.0) if config.score_mod in MULTIPLY else 1.0
         least = (cancelled * (ref.dscore + DP) + of_out / 4.0 * ref.dscore + of_delta / 4.0) * of_scores * max(1.0, terms) ** 0.5
     verdicts.close(what, got, wanted, same.gradients[name], GRADIENT_FACTOR, rounding, least)
+
+
+def _is_cut(config: Config) -> bool:
+    """Tells if tensor cores add."""
+    return (config.where.backend, config.where.device) == ("triton", "cuda")
 
 
 def _row_of_out(of_lse: Tensor, q_format: str) -> Tensor:

@@ -97,6 +97,7 @@ class Config(NamedTuple):
     fp8_of: str = ""  # of FP8_OF
     descales: tuple[str, str, str] = ("none", "none", "none")  # of q, k and v: names of DESCALES
     recipe: tuple[str, bool] = ("tensor", False)  # its granularity, and whether it has a rotation
+    gives_out: bool = False  # whether calls without gradients are given memory for out
     # Each call draws these anew (`varied`):
     packing: str = ""  # of PACKINGS_OF_CALLS, where the shapes allow it: strides are those of tensors in one memory
     as_views: bool = False  # then they are views of one tensor to autograd, else tensors of their own
@@ -211,6 +212,7 @@ def draw_config(seed: int, where: Where) -> Config:
     if config.kind != "ordinary":
         config = config._replace(lengths_in="cu_seqlens", results=Results())
     config = config._replace(wants=frozenset()) if config.page_size else config
+    config = config._replace(gives_out=Random(f"{seed} in memory").random() < 0.3)
     return config if "fp8" in where.without else _with_fp8(config, Random(f"{seed} in FP8"))
 
 

@@ -58,11 +58,20 @@ def _results(call: Call, arguments: dict[str, Any]) -> dict[str, Tensor]:
     config = call.config
     names = ["out", *(["lse"] if config.return_lse else []), *(["max_logit"] if config.return_max_logit else [])]
     if call.results == Results():
+        if config.gives_out and not call.wanted:
+            arguments = arguments | {"out": _memory(arguments)}
         found = attention(**arguments)
         return dict(zip(names, found if len(names) > 1 else (found,), strict=True))
     out, lse, max_logit = attend_in_layout(call.results, **arguments)
     every = {"out": out, "lse": lse, "max_logit": max_logit}
     return {name: every[name] for name in names}
+
+
+def _memory(arguments: dict[str, Any]) -> Tensor:
+    """Returns memory for out, with NaN in it."""
+    q, v = arguments["q"], arguments["v"]
+    dtype = q.dtype if q.dtype.itemsize > 1 else torch.bfloat16
+    return torch.full((*q.shape[:-1], v.shape[-1]), torch.nan, dtype=dtype, device=q.device)
 
 
 def _with_gradients(call: Call, arguments: dict[str, Any]) -> dict[str, Tensor]:

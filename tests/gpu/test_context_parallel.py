@@ -61,7 +61,7 @@ def test_cases_over_nccl(suite: str, ranks: int, fresh_python: FreshPython, tmp_
 
 
 @ON_FOUR
-@pytest.mark.parametrize("suite", ["in_hosts", "on_one_mesh", "of_dtensors"])
+@pytest.mark.parametrize("suite", ["in_hosts", "on_one_mesh", "sharded_dtensors"])
 def test_meshes_of_two_dims(suite: str, fresh_python: FreshPython, tmp_path: Path) -> None:
     run_ranks(fresh_python, tmp_path, suite, 4, on_gpus(4))
 

@@ -59,6 +59,7 @@ def attend(rows: list[int], counts: list[int], capacity: int, **call: Any) -> li
 
 
 @pytest.mark.slow
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("call", [{}, {"window_size": (200, 0)}, {"softcap": 5.0}], ids=str)
 def test_alone_in_a_batch_and_in_chunks(call: dict[str, Any]) -> None:

@@ -200,7 +200,7 @@ def test_persistent_programs_of_dense_calls(dim: int, mask: str) -> None:
         check_persistent(seed, {"attn_mask_type": mask}, head_dim_qk=dim, head_dim_v=dim, **inputs)
 
 
-@pytest.mark.sample
+@pytest.mark.sample(pairs=False)
 @without_gpu
 @pytest.mark.parametrize(
     "call",
@@ -222,7 +222,7 @@ def test_programs_that_convert_dq(dim: int, fmt: str, call: dict[str, Any], monk
         check_persistent(seed, call, "converting", head_dim_qk=dim, head_dim_v=dim, **inputs)
 
 
-@pytest.mark.sample
+@pytest.mark.sample(values=True)
 @without_gpu
 @pytest.mark.parametrize("variant", ["short", "short, converting"])
 @pytest.mark.parametrize("seed", [1, 5])
@@ -251,7 +251,7 @@ def test_persistent_programs_over_twenty_schedules(dim: int) -> None:
             check_persistent(seed, {"attn_mask_type": "causal"}, name, **inputs)
 
 
-@pytest.mark.sample
+@pytest.mark.sample(pairs=False)
 @without_gpu
 @pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
 def test_head_dims(dims: tuple[int, int]) -> None:
@@ -285,7 +285,7 @@ def test_persistent_programs_with_gradients_in_float32(dim: int) -> None:
     assert {finding.kind for report in reports.values() for finding in report.findings} <= HARMLESS
 
 
-@pytest.mark.sample
+@pytest.mark.sample(values=True)
 @without_gpu
 @pytest.mark.parametrize("band", BANDS, ids=str)
 @pytest.mark.parametrize("fmt", ["bshd", "sbhd", "bhsd", "thd", "thd_2bshd"])
@@ -296,7 +296,7 @@ def test_formats_and_bands(fmt: str, band: dict[str, Any]) -> None:
     check(seed, band, qkv_format=fmt, padding=True, gap=2, dtype=torch.float16, head_dim_qk=dim, head_dim_v=dim, **inputs)
 
 
-@pytest.mark.sample
+@pytest.mark.sample(values=True)
 @without_gpu
 @pytest.mark.parametrize("bottom_right", [True, False])
 @pytest.mark.parametrize("window", [(None, -40), (-30, None), (60, -20), (-25, 90), (None, -300), (5, -11)], ids=str)
@@ -326,7 +326,7 @@ def test_slots_in_reverse(dim: int) -> None:
     check(5, call, qkv_format="thd", gap=3, in_reverse=True, head_dim_qk=dim, head_dim_v=dim, **inputs)
 
 
-@pytest.mark.sample
+@pytest.mark.sample(pairs=False)
 @without_gpu
 @pytest.mark.parametrize(
     "band",
@@ -341,7 +341,7 @@ def test_dense(band: dict[str, Any], dims: tuple[int, int]) -> None:
         check(seed, band, head_dim_qk=dims[0], head_dim_v=dims[1], **inputs)
 
 
-@pytest.mark.sample
+@pytest.mark.sample(pairs=False)
 @without_gpu
 @pytest.mark.parametrize(
     "tile",
@@ -455,7 +455,7 @@ FAULTS: dict[str, tuple[ModuleType, inject.Fault]] = {
 # round robin and random; eager and lazy; random
 @pytest.mark.parametrize(
     "seeds",
-    [(2, 5), pytest.param((0, 1), marks=pytest.mark.slow), pytest.param((11,), marks=pytest.mark.exhaustive)],
+    [(2, 5), *(pytest.param(seeds, marks=pytest.mark.exhaustive) for seeds in ((0, 1), (11,)))],
     ids=["few", "more", "random"],
 )
 def test_injected_fault_is_found(seeds: tuple[int, ...], name: str, tmp_path: Path) -> None:

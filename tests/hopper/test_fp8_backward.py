@@ -66,7 +66,7 @@ def check(seed: int, call: dict[str, Any], granularity: Any = "head", **inputs: 
     return grads
 
 
-@pytest.mark.sample
+@pytest.mark.sample(pairs=False)
 @without_gpu
 @pytest.mark.parametrize("dims", [*DIMS, (48, 80), (160, 208)], ids=str)
 def test_head_dims(dims: tuple[int, int]) -> None:
@@ -76,7 +76,7 @@ def test_head_dims(dims: tuple[int, int]) -> None:
     assert all(map(torch.equal, lazy, shuffled))  # to the bit, whatever the order
 
 
-@pytest.mark.sample
+@pytest.mark.sample(pairs=False)
 @without_gpu
 @pytest.mark.parametrize("dims", [(128, 128), (256, 256), (160, 208)], ids=str)
 def test_gradients_in_float32(dims: tuple[int, int]) -> None:
@@ -84,7 +84,7 @@ def test_gradients_in_float32(dims: tuple[int, int]) -> None:
     check(5, EVERYTHING | {"softmax_offset": SINKS}, "batch_head", fp32=True, **inputs)
 
 
-@pytest.mark.sample("granularity")
+@pytest.mark.sample("granularity", pairs=False)
 @without_gpu
 @pytest.mark.parametrize(
     ("fmt", "granularity"),
@@ -104,7 +104,7 @@ def test_formats_and_scales(fmt: str, granularity: str) -> None:
     check(2 + turn, {"attn_mask_type": "padding"} | band, granularity, qkv_format=fmt, **inputs)
 
 
-@pytest.mark.sample
+@pytest.mark.sample(pairs=False)
 @without_gpu
 @pytest.mark.parametrize(
     ("dims", "mask"), [((128, 128), "causal"), ((256, 256), "no_mask"), ((256, 256), "causal_bottom_right")], ids=str
@@ -114,7 +114,7 @@ def test_dense(dims: tuple[int, int], mask: str) -> None:
     check(7, {"attn_mask_type": mask}, "block", head_dim_qk=dims[0], head_dim_v=dims[1], **inputs)
 
 
-@pytest.mark.sample
+@pytest.mark.sample(pairs=False)
 @without_gpu
 @pytest.mark.parametrize("dims", DIMS, ids=str)
 def test_softcap_and_bias(dims: tuple[int, int]) -> None:

@@ -62,7 +62,7 @@ def check(splits: int | None = None, **given: Any) -> None:
 
 
 @without_gpu
-@pytest.mark.sample("scales", "page_size", "dtype", "fp8")
+@pytest.mark.sample("scales", "page_size", "dtype", "fp8", values=True)
 @pytest.mark.parametrize("fp8", [E4M3, E5M2], ids=str)
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 @pytest.mark.parametrize("page_size", [0, 1, 3, 16, 64])
@@ -72,7 +72,7 @@ def test_scales_pages_and_dtypes(scales: str, page_size: int, dtype: torch.dtype
 
 
 @without_gpu
-@pytest.mark.sample("dims", "queries", "splits")
+@pytest.mark.sample("dims", "queries", "splits", values=True)
 @pytest.mark.parametrize("splits", [None, 3, BY_LENGTHS])
 @pytest.mark.parametrize("queries", [2, (1, 3, 0, 2)], ids=str)
 @pytest.mark.parametrize("dims", [(64, 64), (64, 128), (128, 64), (256, 256), (256, 64)], ids=str)
@@ -80,7 +80,7 @@ def test_queries_head_dims_and_splits(dims: tuple[int, int], queries: int | tupl
     check(splits, dims=dims, queries=queries, scales="token and head" if splits == 3 else "head")
 
 
-@pytest.mark.sample
+@pytest.mark.sample(values=True)
 @without_gpu
 @pytest.mark.parametrize(("heads", "queries"), [((12, 2), 1), ((4, 4), 3), ((32, 1), 1), ((12, 1), 2), ((6, 2), 20)], ids=str)
 def test_heads_that_share_a_tile(heads: tuple[int, int], queries: int) -> None:
@@ -229,8 +229,15 @@ def mainloop(report: CompileReport) -> dict[str, int]:
     return max(report.loops, key=lambda loop: loop.get("HMMA", 0))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name if name == "dense" else pytest.param(name, marks=pytest.mark.slow) for name in COMPILED])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            name, marks=pytest.mark.slow if name in ("dense", "head dim 256", "factors of tokens") else pytest.mark.exhaustive
+        )
+        for name in COMPILED
+    ],
+)
 def test_compiled(name: str) -> None:
     given, instructions = COMPILED[name]
     (report,) = compile_sound([request_for(launch_of(make_case(**given), BY_LENGTHS), 90)])

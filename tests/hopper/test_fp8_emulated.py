@@ -98,7 +98,7 @@ def check_backward_of(seed: int, call: dict[str, Any], granularity: Any = "head"
 HEAD_DIMS = [(64, 64), (128, 128), (192, 128), (256, 256), (48, 80)]
 
 
-@pytest.mark.sample
+@pytest.mark.sample(pairs=False)
 @without_gpu
 @pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
 def test_head_dims(dims: tuple[int, int]) -> None:
@@ -107,7 +107,7 @@ def test_head_dims(dims: tuple[int, int]) -> None:
     check(call_of(call, "batch_head", qkv_format="thd", gap=3, head_dim_qk=dims[0], head_dim_v=dims[1], **UNEVEN), 1, 5)
 
 
-@pytest.mark.sample
+@pytest.mark.sample(values=True)
 @without_gpu
 @pytest.mark.parametrize("granularity", ["tensor", "block"])
 @pytest.mark.parametrize("fmt", ["bshd", "sbhd", "bhsd", "thd", "thd_2bshd"])
@@ -118,7 +118,7 @@ def test_formats_and_scales(fmt: str, granularity: str) -> None:
         check(call_of({"attn_mask_type": "padding"} | band, granularity, qkv_format=fmt, padding=True, gap=2, **inputs), seed)
 
 
-@pytest.mark.sample
+@pytest.mark.sample(pairs=False)
 @without_gpu
 @pytest.mark.parametrize(
     "band",
@@ -160,7 +160,7 @@ def test_nan_stays_in_its_row() -> None:
     assert lse.isnan().sum() == 1
 
 
-@pytest.mark.sample
+@pytest.mark.sample(pairs=False)
 @without_gpu
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (48, 80)], ids=str)
 def test_head_dims_backward(dims: tuple[int, int]) -> None:
@@ -257,6 +257,7 @@ def test_a_query_that_sees_one_key_has_no_gradient() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sample
 @without_gpu
 @pytest.mark.parametrize("kernels", [hopper_fp8_fused, hopper_fp8_backward], ids=lambda module: module.__name__.split(".")[-1])
 def test_products_take_what_came_in_16_bits(kernels: ModuleType) -> None:
@@ -282,7 +283,7 @@ def test_products_take_what_came_in_16_bits(kernels: ModuleType) -> None:
         assert all(map(torch.equal, run(*others), once))
 
 
-@pytest.mark.sample
+@pytest.mark.sample(pairs=False)
 @without_gpu
 @pytest.mark.parametrize("dims", [(64, 64), (192, 128)], ids=str)
 @pytest.mark.parametrize("kernels", [hopper_fp8_fused, hopper_fp8_backward], ids=lambda module: module.__name__.split(".")[-1])
@@ -336,7 +337,7 @@ _FP8_PAIR = {"_attn_bwd_dq_fp8_hopper_kernel", "_attn_bwd_dkdv_fp8_hopper_kernel
 _HALF_PAIR = {"_attn_bwd_dq_hopper_kernel", "_attn_bwd_dkdv_hopper_kernel"}
 
 
-@pytest.mark.sample
+@pytest.mark.sample(values=True)
 @without_gpu
 @pytest.mark.parametrize(
     ("dim", "granularity", "more", "expected"),

@@ -97,7 +97,7 @@ def test_plain_calls_take_it_that_need_not_repeat() -> None:
 
 @pytest.mark.parametrize("causal", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_compiled(causal: bool) -> None:
-    """Registers are what it is short of: a form with 49 spilled words in each loop took up to 10 % longer (docs/bounds.md)."""
+    """Registers are what it is short of: a form with 49 spilled words in each loop took up to 10 % longer (notes/bounds.md)."""
     x = torch.zeros(1, 256, 2, 192, dtype=torch.bfloat16)
     v = torch.zeros(1, 256, 2, 128, dtype=torch.bfloat16)
     problem = Problem(x, x, v, softmax_scale=0.1, window_right=0 if causal else None)
@@ -162,7 +162,7 @@ BANDS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.sample
+@pytest.mark.sample(values=True)
 @without_gpu
 @pytest.mark.parametrize("call", BANDS, ids=str)
 @pytest.mark.parametrize("fmt", ["thd", "bshd", "sbhd", "bhsd"])
@@ -172,7 +172,7 @@ def test_emulated(fmt: str, call: dict[str, Any]) -> None:
     check_run(len(fmt), call, qkv_format=fmt, gap=3, padding=True, **dims, **UNEVEN)
 
 
-@pytest.mark.sample
+@pytest.mark.sample(values=True)
 @without_gpu
 @pytest.mark.parametrize("mask", ["no_mask", "causal", "causal_bottom_right"])
 @pytest.mark.parametrize("seed", [1, 5, 6])  # lazy, random, eager

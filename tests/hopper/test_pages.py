@@ -113,7 +113,7 @@ def test_page_sizes_and_layouts(page_size: int, layout: str, dim: int) -> None:
     check(page_size + dim, make_arguments(page_size, layout, dim))
 
 
-@pytest.mark.sample
+@pytest.mark.sample(values=True)
 @without_gpu
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ ROWS = {
 }
 
 
-@pytest.mark.sample
+@pytest.mark.sample(values=True)
 @without_gpu
 @pytest.mark.parametrize("page_size", [16, 256])
 @pytest.mark.parametrize("row", ROWS)
@@ -249,13 +249,17 @@ def launch_of(dim: int, queries: int, page_size: int, window: int | None = None,
 SPILLS = {(64, 1, 8): 40, (64, 1, 16): 24, (128, 1, 16): 40, (128, 512, 16): 16, (128, 512, 64): 0, (256, 1, 64): 32}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", SPILLS, ids=str)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(k, marks=pytest.mark.slow if k in ((128, 1, 16), (256, 1, 64)) else pytest.mark.exhaustive) for k in SPILLS],
+    ids=str,
+)
 def test_compiled(kind: tuple[int, int, int]) -> None:
     check_compiled(launch_of(*kind), SPILLS[kind])
 
 
 @pytest.mark.slow
+@pytest.mark.sample
 # Of the loading warp too: 12 bytes with Triton 3.6 and 8 with 3.7.
 @pytest.mark.parametrize(("keys", "window", "spills"), [(4096, None, 12), (2048, None, 12), (2048, 127, 0)], ids=list(ROWS))
 def test_rows_compiled(keys: int, window: int | None, spills: int) -> None:

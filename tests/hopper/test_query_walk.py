@@ -164,7 +164,7 @@ def single_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(query_walk, "num_processors", lambda device: 4)
 
 
-@pytest.mark.sample
+@pytest.mark.sample(pairs=False)
 @without_gpu
 @pytest.mark.usefixtures("single_turns")
 @pytest.mark.parametrize("dim", [64, 128])

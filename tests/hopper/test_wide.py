@@ -79,7 +79,7 @@ def test_head_dims(dims: tuple[int, int]) -> None:
     check(5, call, qkv_format="thd", gap=3, head_dim_qk=dims[0], head_dim_v=dims[1], **UNEVEN)
 
 
-@pytest.mark.sample
+@pytest.mark.sample(values=True)
 @without_gpu
 @pytest.mark.parametrize("dims", [(576, 512), (512, 512), (320, 256)], ids=str)
 @pytest.mark.parametrize("fmt", ["bshd", "thd", "sbhd", "bhsd"])
@@ -127,7 +127,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sample
+@pytest.mark.sample(values=True)
 @without_gpu
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("name", FEATURES)
@@ -277,8 +277,13 @@ COMPILED: dict[str, tuple[Problem, int]] = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in ("MLA, pages of 64", "512") else pytest.mark.exhaustive)
+        for name in COMPILED
+    ],
+)
 def test_compiled(name: str) -> None:
     problem, spills = COMPILED[name]
     (report,) = compile_sound([request_for(launch_of(problem), 90)])

@@ -10,8 +10,7 @@ from tests.conftest import FreshPython
 from tests.support.ranks import run_ranks
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_every_way_of_communicating(ranks: int, forked_python: FreshPython, tmp_path: Path) -> None:
     run_ranks(forked_python, tmp_path, "served", ranks, module="tests.support.te_ranks")
 

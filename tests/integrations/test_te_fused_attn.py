@@ -283,7 +283,7 @@ def test_layouts_masks_biases_and_softmaxes(layout: str, mask: str, bias: str, s
     run(Case(layout=layout, mask=mask, bias=bias, softmax=softmax))
 
 
-@pytest.mark.sample("mask")
+@pytest.mark.sample("mask", values=True)
 @pytest.mark.parametrize("mask", ["padding_causal", "padding_causal_bottom_right"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_in_tritons_interpreter(layout: str, mask: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -667,7 +667,7 @@ WRONG = {
         {"attn_mask_type": "arbitrary"}, {"attention_mask": torch.zeros(3, 4).bool()}, ValueError, "broadcasts to"
     ),
     "thd, causal": Wrong(
-        {"qkv_format": "thd"}, dict.fromkeys(("query_layer", "key_layer", "value_layer"), Q[:, 0]), ValueError, "padding"
+        {"qkv_format": "thd"}, dict.fromkeys(("query_layer", "key_layer", "value_layer"), Q[:, 0]), ValueError, "cu_seqlens_q and"
     ),
     "heads": Wrong({}, {"key_layer": Q[:, :, :2]}, ValueError, "key_layer is"),
     "layers": Wrong({}, {"value_layer": None}, ValueError, "accepted: query_layer, key_layer and value_layer"),

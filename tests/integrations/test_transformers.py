@@ -362,6 +362,7 @@ def test_a_model_compiles_whole_and_packed_sequences_stay_apart() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sample
 @pytest.mark.parametrize("name", ["gemma2", "gpt2"])
 def test_more_models_compile_whole_with_padding_and_gradients(name: str) -> None:
     model, reference = decoder(name, "flexattn"), decoder(name, REFERENCE)
@@ -390,6 +391,7 @@ def test_an_encoder_with_windows_compiles_whole() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sample
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_decoding_over_a_static_cache_compiles_whole(name: str) -> None:
     """generate() compiles this step by itself on a GPU."""

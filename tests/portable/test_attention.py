@@ -80,7 +80,7 @@ def test_format_mask_dtype(fmt: str, mask: str, dtype: torch.dtype, device: str)
     )
 
 
-@pytest.mark.sample("fmt", "mask", "sq")
+@pytest.mark.sample("fmt", "mask", "sq", values=True)
 @pytest.mark.parametrize("fmt", ["bshd", "sbhd", "bhsd"])
 @pytest.mark.parametrize("mask", ["no_mask", "causal", "causal_bottom_right"])
 @pytest.mark.parametrize(("sq", "skv"), [(70, 33), (33, 70), (1, 70), (65, 1), (64, 64)])
@@ -88,7 +88,7 @@ def test_dense_without_lengths(fmt: str, mask: str, sq: int, skv: int, device: s
     check({"attn_mask_type": mask}, device, qkv_format=fmt, lengths_q=lengths(sq, sq), lengths_kv=lengths(skv, skv))
 
 
-@pytest.mark.sample("bottom_right")
+@pytest.mark.sample("bottom_right", values=True)
 @pytest.mark.parametrize("bottom_right", [False, True])
 @pytest.mark.parametrize("window", [(0, 0), (1, 1), (20, 7), (-1, 9), (40, -1), (10**9, 10**9), (0, -1)], ids=str)
 def test_window(window: tuple[int, int], bottom_right: bool, device: str) -> None:
@@ -97,7 +97,7 @@ def test_window(window: tuple[int, int], bottom_right: bool, device: str) -> Non
     check(call, device, qkv_format="thd", lengths_q=lengths(100, 5, 41), lengths_kv=lengths(70, 90, 41))
 
 
-@pytest.mark.sample
+@pytest.mark.sample(values=True)
 @pytest.mark.parametrize("bottom_right", [False, True])
 @pytest.mark.parametrize("window", [(None, -20), (-11, None), (40, -11), (-30, 60), (None, -200), (5, -11), (None, -1)], ids=str)
 def test_window_beside_the_diagonal(window: tuple[int | None, int | None], bottom_right: bool, device: str) -> None:
@@ -129,7 +129,7 @@ def test_head_dims(dims: tuple[int, int], device: str) -> None:
         )
 
 
-@pytest.mark.sample("heads", "dtype")
+@pytest.mark.sample("heads", "dtype", values=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("heads", [(1, 1), (6, 2), (12, 1), (33, 3)], ids=str)
 def test_grouped_heads(heads: tuple[int, int], dtype: torch.dtype, device: str) -> None:
@@ -148,12 +148,15 @@ def test_grouped_heads(heads: tuple[int, int], dtype: torch.dtype, device: str) 
 BIAS_SHAPES = [(2, 4, 1, 1), (1, 4, 1, 1), (2, 1, 1, 1), (1, 1, 1, 1)]
 
 
-@pytest.mark.sample("spans")
+@pytest.mark.sample("spans", pairs=False)
 @pytest.mark.parametrize("kind", ["pre_scale_bias", "post_scale_bias"])
 @pytest.mark.parametrize(
     "spans",
     # a bias of one number, of one dim and of all by default
-    [pytest.param(s, marks=() if sum(s) in (0, 1, 4) else pytest.mark.slow) for s in itertools.product([False, True], repeat=4)],
+    [
+        pytest.param(s, marks=() if sum(s) in (0, 1, 4) else pytest.mark.exhaustive)
+        for s in itertools.product([False, True], repeat=4)
+    ],
     ids=lambda s: "".join("bhqk"[i] if on else "1" for i, on in enumerate(s)),
 )
 def test_bias(spans: tuple[bool, ...], kind: str, device: str) -> None:
@@ -452,7 +455,7 @@ def test_row_statistics(fmt: str, head_dim_v: int, device: str, monkeypatch: pyt
     assert all(t.isfinite().any() for t in alone[:2])
 
 
-@pytest.mark.sample
+@pytest.mark.sample(values=True)
 @pytest.mark.parametrize(
     "inputs",
     [

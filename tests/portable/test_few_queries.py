@@ -132,6 +132,7 @@ def test_calls_that_keep_heads_apart() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sample("kept_in", "capability", "dim")
 @pytest.mark.parametrize("dim", [64, 128, 256, 512])
 @pytest.mark.parametrize("capability", [80, 89, 90, 100])
 @pytest.mark.parametrize("kept_in", [torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)

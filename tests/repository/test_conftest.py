@@ -67,6 +67,16 @@ def test_what_has_no_new_pair_is_exhaustive(x: int, y: int, z: int, request: pyt
     assert marks_of(request) == PAIRS.get((x, y, z), {"exhaustive"})
 
 
+VALUES = {(1, 1): set(), (2, 2): {"slow"}, (1, 3): {"slow"}}
+
+
+@pytest.mark.sample(values=True)
+@pytest.mark.parametrize("x", [1, 2])
+@pytest.mark.parametrize("y", [1, 2, 3])
+def test_what_has_no_new_value_is_exhaustive_if_a_sample_asks_for_values(x: int, y: int, request: pytest.FixtureRequest) -> None:
+    assert marks_of(request) == VALUES.get((x, y), {"exhaustive"})
+
+
 def marks_of(request: pytest.FixtureRequest) -> set[str]:
     return {mark.name for mark in request.node.iter_markers()} & {"slow", "exhaustive"}
 

@@ -105,6 +105,14 @@ def test_the_version_stands_in_one_place_and_the_changelog_begins_with_it(metada
     assert flexattn.__version__ not in (ROOT / "pyproject.toml").read_text("utf-8") + (ROOT / "setup.py").read_text("utf-8")
 
 
+def test_a_citation_names_the_version_and_no_address() -> None:
+    citation = (ROOT / "CITATION.cff").read_text("utf-8")
+    assert f"\nversion: {flexattn.__version__}\n" in citation
+    assert f"version = {{{flexattn.__version__}}}" in (ROOT / "docs" / "citing.md").read_text("utf-8")
+    assert "://" not in citation
+    assert re.findall(r"^  - .*$", citation, re.MULTILINE) == ["  - name: The flexattn developers"]
+
+
 def test_links_of_the_readme_on_an_index_lead_to_the_versions_files(metadata: str) -> None:
     [repository] = re.findall(r"^Project-URL: Repository, (\S+)$", metadata, re.MULTILINE)
     links, here = (re.findall(r"\]\(([^)]*)\)", text) for text in (metadata, (ROOT / "README.md").read_text("utf-8")))
@@ -123,7 +131,7 @@ def test_every_requirement_has_a_pin(metadata: str) -> None:
 
 
 def test_the_versions_that_are_documented_are_those_that_pip_takes(metadata: str) -> None:
-    page = (ROOT / "docs" / "backends.md").read_text("utf-8")
+    page = (ROOT / "docs" / "versioning.md").read_text("utf-8")
     rows = re.findall(r"^\| ([a-z-]+) +\| ([\d.]+) +\| ([\d.]+) +\| ([\d.]+) +\|$", page, re.MULTILINE)
     assert {name for name, *_ in rows} == {"torch", "triton", "nvidia-cudnn-frontend", "transformers", "jax"}
     required = {

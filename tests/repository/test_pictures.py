@@ -1,4 +1,4 @@
-"""The gallery's pictures are those of its examples, and the notebook's outputs those of its cells."""
+"""The cookbook's pictures are those of its examples, and the notebook's outputs those of its cells."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def test_a_picture_of_another_mask_is_noticed() -> None:
 
 
 def test_every_example_has_a_picture_and_every_picture_an_example() -> None:
-    of_gallery = [*pictures.EXAMPLE.finditer(pictures.GALLERY.read_text("utf-8"))]
-    assert len(of_gallery) == pictures.GALLERY.read_text("utf-8").count("```python\n")
+    cookbook = pictures.COOKBOOK.read_text("utf-8")
+    assert len([*pictures.EXAMPLE.finditer(cookbook)]) == cookbook.count("```python\n")
     assert sorted(example.picture for example in EXAMPLES) == sorted((ROOT / "docs" / "pictures").iterdir())
 
 

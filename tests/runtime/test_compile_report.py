@@ -152,6 +152,9 @@ def _sass(*lines: str) -> str:
         (("IMAD.U32 R14, RZ, RZ, UR4", "R2UR UR5, R14", "STS [UR5], R2", "EXIT"), ("UR5",)),
         (("MOV R14, UR4", "IADD3 R2, R14, R3, RZ", "EXIT"), ("R14",)),
         (("UMOV UR73, UR4", "STS [R9], R2", "STS [UR73], R2", "EXIT"), ("UR73",)),  # sm_100 has as many
+        # a load from tensor memory writes as many registers as it says
+        (("MOV.SPILL R35, UR4", "LDTM.x32 R4, tmem[UR5]", "FADD R2, R35, R3", "EXIT"), ("UR5",)),
+        (("MOV.SPILL R36, UR4", "LDTM.x32 R4, tmem[UR5]", "FADD R2, R36, R3", "EXIT"), ("UR5", "R36")),
         ((), ()),
     ],
 )

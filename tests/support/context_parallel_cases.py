@@ -79,7 +79,7 @@ def in_eight_bits() -> None:
         calls.compare_eight(problem, calls.LAYOUTS[number % 2], ways)
     delayed_scales()
     given_in_eight_bits()
-    with pytest.raises(ValueError, match="granularity is 'block' and under 'halo' a part of a sequence begins at its position"):
+    with pytest.raises(ValueError, match="granularity is 'block', and with strategy 'halo' a part begins at position"):
         calls.compare_eight(calls.EIGHT_BITS["scales of blocks, by heads"], "contiguous", ["halo"])
 
 
@@ -336,7 +336,7 @@ def one_graph_for_all_plans() -> None:
             "fp8_state": fp8.DelayedScaling(recipe, 4).to(calls.DEVICE),
         },
         "out_dtype is torch.float8_e5m2 under torch.compile": {"fp8_recipe": fp8.Recipe(out_dtype=torch.float8_e5m2)},
-        "causal is no argument of flexattn.distributed.attention": {"causal": True},
+        "causal is given to flexattn.distributed.attention": {"causal": True},
     }
     for text, options in refused.items():
         with pytest.raises(Exception, match=text):
@@ -390,9 +390,7 @@ def checked() -> None:
     half, recipes = q.bfloat16(), (fp8.Recipe(), fp8.Recipe(margin=1))
     with pytest.raises(ValueError, match="differs among ranks in FP8"):
         distributed.attention(half, half, half, plan=plan, fp8_recipe=recipes[other])
-    text = (
-        f"q has {tokens - 1} tokens on rank 1" if rank == 1 else "is refused on another rank, so on all: rank 1: ValueError: q has"
-    )
+    text = f"q has {tokens - 1} tokens on rank 1" if rank == 1 else "raised an error on another rank: rank 1: ValueError: q has"
     with pytest.raises(ValueError, match=text):
         distributed.attention(q[:, int(rank == 1) :], q, q, plan=plan)
     same = _randn(1, 6, 2, 8)
@@ -402,7 +400,7 @@ def checked() -> None:
         patch.setenv("FLEXATTN_PEER_MEMORY", ("auto", "never")[other])
         with pytest.raises(ValueError, match="differs among ranks in FLEXATTN_PEER_MEMORY: rank 0 has 'auto', rank 1 has 'never'"):
             distributed.attention(q, q, q, plan=plan)
-    with pytest.raises(ValueError, match="alibi" if other else "refused on another rank"):
+    with pytest.raises(ValueError, match="alibi" if other else "raised an error on another rank"):
         distributed.attention_over_ranks(same, same, same, group=group, bias_type="alibi" if other else "no_bias")
     assert distributed.attention(q, q, q, plan=plan).shape == q.shape
 
@@ -414,7 +412,7 @@ def left_alone() -> None:
     plan = distributed.plan(group, length=12)
     q = _randn(1, sum(run.size for run in plan.q_runs[plan.rank]), 2, 8)
     if dist.get_rank() == 0:
-        text = rf"rank 0 of {plan.ranks} did not get through the exchange of keys.*FLEXATTN_CHECK=1"
+        text = rf"rank 0 of {plan.ranks} failed in the exchange of keys.*FLEXATTN_CHECK=1"
         with pytest.raises(RuntimeError, match=text):
             distributed.attention(q, q, q, plan=plan, strategy="gather")
     dist.barrier(everyone)
@@ -480,7 +478,7 @@ def on_one_mesh() -> None:
         torch.testing.assert_close(p.grad.full_tensor(), expected[name], rtol=1e-4, atol=1e-4)
 
 
-def of_dtensors() -> None:
+def sharded_dtensors() -> None:
     """Plain attention of DTensors that are sharded over their sequence stays so, whatever else divides them, and is the whole's."""
     mesh = init_device_mesh(calls.DEVICE.type, (2, 2), mesh_dim_names=("cp", "tp"))
     for number, (queries, keys, kind) in enumerate(((7, 7, "causal"), (3, 6, "causal_bottom_right"), (1, 5, "no_mask"))):
@@ -692,7 +690,7 @@ def on_gpus() -> None:
 
 QUICK = (features, by_shared_memory, sums_in_float32, others, faults, compiled, graphs.no_reads, rank_guards.guards)
 RACING = (lanes_without_races, lanes_without_races_by_shared_memory)
-SLOW = (all_compiled, all_features, drawn, in_float32, in_hosts, on_one_mesh, of_dtensors, on_triton)
+SLOW = (all_compiled, all_features, drawn, in_float32, in_hosts, on_one_mesh, sharded_dtensors, on_triton)
 ON_GPUS = (same_bits, decoding_over_long_caches, on_gpus, one_does_not_come, compiled_graphs_of_kernels)
 SUITES: dict[str, Any] = {f.__name__: f for f in (*QUICK, *RACING, *SLOW, *ON_GPUS)}
 SUITES |= {f"kernels_{part}": functools.partial(compiled_kernels, part) for part in range(COMPILED_PARTS)}

@@ -121,11 +121,11 @@ def refused() -> None:
                 functools.partial(distributed.attention, plan=plan),
                 functools.partial(distributed.attention_over_ranks, group=plan.group),
             ):
-                with pytest.raises(ValueError, match=r"process group is of .*gloo.* while a CUDA graph is captured"):
+                with pytest.raises(ValueError, match=r"process group uses .*gloo.* while a CUDA graph is captured"):
                     call(q, q, q)
         patch.setattr(capture, "is_over_nccl", lambda group: True)
         for strategy in ("gather", "halo", "ulysses", "ring"):
-            with pytest.raises(RuntimeError, match="has tables to make while a CUDA graph is captured"):
+            with pytest.raises(RuntimeError, match="cannot make the tables of a call while a CUDA graph is captured"):
                 distributed.attention(q, q, q, plan=plan, strategy=strategy)
         patch.setenv("FLEXATTN_CHECK", "1")
         with pytest.raises(ValueError, match=r"FLEXATTN_CHECK is 1.* while a CUDA graph is captured"):

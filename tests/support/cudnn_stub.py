@@ -12,6 +12,7 @@ import json
 import re
 import shutil
 import subprocess
+import tempfile
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -102,9 +103,11 @@ def cannot_load() -> str | None:
     return "before 1.28 the frontend reads no plan for a GPU that is not here" if is_old else None
 
 
-def load(folder: Path) -> None:
+@cache  # the names of all driver functions are looked for in a gigabyte of libraries
+def load() -> None:
     """Into this process, before cuDNN looks for them: the driver, and what cuDNN opens by name wherever the loader finds it."""
-    ctypes.CDLL(str(build(folder)), mode=ctypes.RTLD_GLOBAL)
+    with tempfile.TemporaryDirectory() as folder:
+        ctypes.CDLL(str(build(Path(folder))), mode=ctypes.RTLD_GLOBAL)
     for name in ("libnvrtc-builtins.so.*", "libnvrtc.so.*", "libcublasLt.so.*", "libcublas.so.*", "libcudnn.so.*"):
         for library in _libraries(name):
             ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)

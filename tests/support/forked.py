@@ -14,7 +14,8 @@ from typing import Any, cast
 
 ROOT = Path(__file__).parents[2]
 _SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["numpy", "torch"])
+# The last two are half of what torch imports for a mod's first trace, and import no triton, whose settings are a test's own.
+_SERVER.set_forkserver_preload(["numpy", "torch", "torch.fx.experimental.symbolic_shapes", "torch.distributed.fsdp"])
 
 
 def run(arguments: list[str], environment: dict[str, str], folder: Path = ROOT) -> subprocess.CompletedProcess[str]:

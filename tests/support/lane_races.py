@@ -160,7 +160,7 @@ def watched() -> Iterator[Races]:
         Stream=lambda device, priority=0: _Stream(races, next(names)),
         stream=stream,
     )
-    wait = exchange.Pending.wait
+    wait = exchange.PendingReceive.wait
 
     pull = peer_memory.Exchange.pull
 
@@ -178,14 +178,14 @@ def watched() -> Iterator[Races]:
     def ending(self: peer_memory.PeerMemory) -> None:
         ends[id(self)] = Counter(races.clock(races.current))
 
-    def waiting(pending: exchange.Pending, group: Any) -> tuple[Tensor, ...]:
+    def waiting(pending: exchange.PendingReceive, group: Any) -> tuple[Tensor, ...]:
         races.wait(races.current, races.clock(COLLECTIVES))
         return wait(pending, group)
 
     with pytest.MonkeyPatch.context() as patch, races:
         patch.setattr(lanes, "torch", SimpleNamespace(cuda=fake))
         patch.setattr(lanes, "has_streams", lambda device: True)
-        patch.setattr(exchange.Pending, "wait", waiting)
+        patch.setattr(exchange.PendingReceive, "wait", waiting)
         patch.setattr(peer_memory.Exchange, "pull", pulling)
         patch.setattr(peer_memory.PeerMemory, "begin", beginning)
         patch.setattr(peer_memory.PeerMemory, "end", ending)

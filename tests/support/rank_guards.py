@@ -105,7 +105,7 @@ def masks() -> None:
     q, k, v = (t.detach() for t in _leaves(plan))
     want = distributed.attention(q, k, v, plan=plan)
     again = pickle.loads(pickle.dumps(plan)).on(group)
-    with pytest.raises(ValueError, match="accepted: attn_mask_type and block_mask given to the call too"):
+    with pytest.raises(ValueError, match="Pass attn_mask_type and block_mask to the call too"):
         distributed.attention(q, k, v, plan=again)
     with pytest.raises(ValueError, match="a mask is given without attn_mask_type"):
         distributed.attention(q, k, v, plan=again, block_mask=block_mask)

@@ -45,6 +45,6 @@ def share(group: Any, device: torch.device) -> None:
     """Makes a group's ranks exchange by files."""
     folder = [tempfile.mkdtemp() if group.rank() == 0 else ""]
     dist.broadcast_object_list(folder, dist.get_global_rank(group, 0), group=group)
-    peer_memory._OF_GROUPS[group, device] = peer_memory.PeerMemory(
+    peer_memory._MEMORIES[group, device] = peer_memory.PeerMemory(
         group.rank(), device, functools.partial(Files, Path(folder[0]), group)
     )

@@ -17,7 +17,7 @@ from flexattn.integrations.flash_attn import kv_cache, sequences
 from flexattn.integrations.flash_attn.forward_only import FP8, forward_only, needs_gradient
 from flexattn.integrations.flash_attn.options import Options, named
 from flexattn.integrations.flash_attn.sequences import Lengths
-from flexattn.packed import unpack
+from flexattn.packed_tensors import unpack
 
 Result = Tensor | tuple[Tensor, Tensor]
 

@@ -16,7 +16,7 @@ from flexattn.functional import attention
 from flexattn.integrations.flash_attn import kv_cache
 from flexattn.integrations.flash_attn.forward_only import PAGES, forward_only, needs_gradient
 from flexattn.integrations.flash_attn.options import Options, named
-from flexattn.packed import unpack
+from flexattn.packed_tensors import unpack
 
 Result = Tensor | tuple[Tensor, Tensor, Tensor]
 

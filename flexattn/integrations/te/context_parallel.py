@@ -45,9 +45,9 @@ class Ranks(NamedTuple):
 
     def shared(self, rng_state: Tensor) -> Tensor:
         """Returns rank 0's state on each rank, so that all ranks drop the same weights."""
-        from flexattn.distributed.exchange import of_first_rank
+        from flexattn.distributed.exchange import from_first_rank
 
-        return of_first_rank(rng_state, self.group)
+        return from_first_rank(rng_state, self.group)
 
 
 def ranks_of(cp_group: Any, cp_global_ranks: Sequence[int] | None, cp_comm_type: str) -> Ranks | None:

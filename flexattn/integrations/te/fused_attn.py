@@ -24,7 +24,7 @@ from flexattn.in_layout import DEFAULTS, attend_with
 from flexattn.integrations.te.layouts import Layout, parse_layout, unpaged_layout
 from flexattn.integrations.te.names import AttnBiasType, AttnMaskType, FusedAttnBackend, SoftmaxType
 from flexattn.integrations.te.quantizers import Float8CurrentScalingQuantizer, Float8Tensor, InFp8, Quantizer, fp8_dtype_of, in_fp8
-from flexattn.packed import joined
+from flexattn.packed_tensors import joined
 from flexattn.validation import check_name, describe
 
 _BIASES = ("pre_scale_bias", "post_scale_bias")

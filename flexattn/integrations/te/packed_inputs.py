@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from flexattn.packed import unpack
+from flexattn.packed_tensors import unpack
 from flexattn.validation import describe
 
 _DIMS = (-3, -2)

@@ -86,7 +86,7 @@ class DelayedScaling(Recipe):
 
     def attention_recipe(self, bf16_backward: bool, out_dtype: torch.dtype | None) -> fp8.Recipe:
         return fp8.Recipe(
-            fp8_format=self.fp8_format.value,
+            fp8_format=_ours(self.fp8_format),
             scaling="delayed",
             granularity="tensor",
             margin=self.margin,
@@ -121,7 +121,11 @@ class Float8CurrentScaling(Recipe):
             raise NotImplementedError("use_power_2_scales is True; accepted: False, for scales that use the whole range")
 
     def attention_recipe(self, bf16_backward: bool, out_dtype: torch.dtype | None) -> fp8.Recipe:
-        return fp8.Recipe(fp8_format=self.fp8_format.value, granularity="tensor", bf16_backward=bf16_backward, out_dtype=out_dtype)
+        return fp8.Recipe(fp8_format=_ours(self.fp8_format), granularity="tensor", bf16_backward=bf16_backward, out_dtype=out_dtype)
+
+
+def _ours(fp8_format: Format) -> fp8.Fp8Format:
+    return "HYBRID" if fp8_format is Format.HYBRID else "E4M3"
 
 
 def recipe_of(recipe: Any) -> Recipe:

@@ -205,7 +205,7 @@ def _attend_packed(
         k,
         v,
         qkv_format="thd",
-        attn_mask_type="padding" if band.attn_mask_type == "no_mask" else f"padding_{band.attn_mask_type}",
+        attn_mask_type=band.attn_mask_type,
         window_size=band.window_size,
         cu_seqlens_q=packed_q.cu_seqlens,
         cu_seqlens_kv=packed_k.cu_seqlens,

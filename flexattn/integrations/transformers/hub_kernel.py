@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexattn.dispatch.spec import MaskType
 from flexattn.functional import attention
 
 NAME = "flash-flexattn"
@@ -82,7 +83,7 @@ def flash_attn_func(
         ValueError, TypeError, BackendError: as `flexattn.attention`.
     """
     options = _options(dropout_p, softmax_scale, softcap, deterministic, s_aux)
-    kind = "causal_bottom_right" if causal else "no_mask"
+    kind: MaskType = "causal_bottom_right" if causal else "no_mask"
     out: Tensor = attention(q, k, v, attn_mask_type=kind, window_size=_window(window_size, causal), **options)
     return out
 

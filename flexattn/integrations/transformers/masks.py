@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from flexattn.dispatch.neutral import is_traced
+from flexattn.dispatch.spec import MaskType
 from flexattn.integrations.transformers.patterns import MaskFunction, Pattern, recognize
 
 
@@ -25,7 +26,7 @@ class Packed(NamedTuple):
 class Band(NamedTuple):
     """A mask type and window of `attention`, both relative to the bottom-right diagonal."""
 
-    attn_mask_type: str = "no_mask"
+    attn_mask_type: MaskType = "no_mask"
     window_size: tuple[int, int] = (-1, -1)
 
 

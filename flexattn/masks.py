@@ -1,0 +1,88 @@
+"""Masks that are tensors, as arguments that `attention` has: a bool one becomes a mask_mod, a float one a bias."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from flexattn.dispatch.neutral import sizes_of
+from flexattn.validation import check_meaning, describe
+
+if TYPE_CHECKING:
+    from flexattn.mods.trace import Mod
+
+
+def mask_dtypes(q: Tensor) -> tuple[torch.dtype, ...]:
+    """Returns the dtypes of float masks beside q: float32 and q's own; under autocast those of 16 bits too."""
+    if q.dtype != torch.float64 and torch.is_autocast_enabled(q.device.type):
+        return (torch.float32, torch.float16, torch.bfloat16)
+    return (torch.float32, q.dtype) if q.dtype.itemsize > 1 else (torch.float32,)
+
+
+def mask_arguments(
+    name: str, mask: Any, lead: Sequence[Any], scores: Sequence[Any], dtypes: tuple[torch.dtype, ...]
+) -> dict[str, Any]:
+    """Returns bias_type and bias for a float mask, and mask_mod for a bool one, True where a query sees a key.
+
+    name: the argument's, for errors. lead: the batch dims. scores: heads, queries and keys. dtypes: for a float mask.
+    Raises TypeError for another dtype and ValueError for a shape that does not broadcast to all of these dims.
+    """
+    whole = (*lead, *scores)
+    accepted = f"dims that broadcast to {list(whole)}"
+    if not isinstance(mask, Tensor) or mask.dtype not in (torch.bool, *dtypes):
+        accepted = f"bool, {' or '.join(dict.fromkeys(map(str, dtypes)))}, with {accepted}"
+        is_of_ints = isinstance(mask, Tensor) and not mask.is_floating_point()
+        hint = f". Convert it with {name}.bool() if 1 is a key that a query sees." if is_of_ints else ""
+        raise TypeError(f"{name} is {describe(mask)}; accepted: {accepted}{hint}")
+    check_meaning(name, mask)
+    fits = mask.dim() <= max(len(whole), 4) and all(
+        size in (1, full) for size, full in zip(mask.shape[::-1], ((1,) * 4 + whole)[::-1], strict=False)
+    )
+    if not fits:
+        is_of_keys = len(lead) == 1 and tuple(mask.shape) == (lead[0], scores[-1])
+        hint = f". Pass {name}[:, None, None, :] if it is [batch, keys]." if is_of_keys else ""
+        raise ValueError(f"{name} is {describe(mask)}; accepted: {accepted}{hint}")
+    mask = mask.reshape(*(1,) * (len(lead) + 3 - mask.dim()), *mask.shape)
+    batch = mask.shape[:-3]
+    if any(n != 1 for n in batch):
+        mask = mask.expand(*lead, *mask.shape[-3:])
+    mask = one_batch(mask)[:1] if all(n == 1 for n in batch) else one_batch(mask)
+    if mask.dtype != torch.bool:
+        return {"bias_type": "post_scale_bias", "bias": mask}
+    return {"mask_mod": _visible(mask)}
+
+
+def one_batch(x: Tensor) -> Tensor:
+    """Returns x [..., h, s, d] as [b, h, s, d]."""
+    return x if x.dim() == 4 else x.unsqueeze(0) if x.dim() == 3 else x.flatten(0, -4)
+
+
+def seen_by_both(mask_mod: Any, visible: Mod) -> Mod:
+    """Returns a mask_mod for keys that both functions show; mask_mod itself where that is no function, for checks to refuse."""
+    if not callable(mask_mod):
+        return mask_mod  # type: ignore[no-any-return]
+
+    def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return mask_mod(b, h, i, j) & visible(b, h, i, j)  # type: ignore[no-any-return]
+
+    if not torch.compiler.is_compiling():  # a trace makes no such checks
+        from flexattn.mods.trace import refuse_misplaced
+
+        refuse_misplaced("mask_mod", "mask_mod", mask_mod)
+        check_sizes = getattr(mask_mod, "_flexattn_check_sizes", None)
+        if check_sizes is not None:
+            setattr(seen, "_flexattn_check_sizes", check_sizes)  # noqa: B010
+    return seen
+
+
+def _visible(mask: Tensor) -> Mod:
+    """Returns a mask_mod that reads mask, 4-d, whose dims of size 1 are the same for all."""
+    one_b, one_h, one_i, one_j = (n == 1 for n in sizes_of(mask))
+
+    def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return mask[0 if one_b else b, 0 if one_h else h, 0 if one_i else i, 0 if one_j else j]
+
+    return visible

@@ -1,0 +1,87 @@
+"""The arguments of a call of packed sequences, made from their lengths."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, TypedDict
+
+import torch
+from torch import Tensor
+
+from flexattn.dispatch.spec import QkvFormat, as_index
+from flexattn.validation import describe
+
+
+class Packed(TypedDict):
+    """Arguments of `attention` for packed sequences."""
+
+    qkv_format: QkvFormat
+    cu_seqlens_q: Tensor
+    cu_seqlens_kv: Tensor
+    max_seqlen_q: int
+    max_seqlen_kv: int
+
+
+def packed(
+    lengths: Sequence[int] | Tensor, lengths_kv: Sequence[int] | Tensor | None = None, *, device: torch.device | str | None = None
+) -> Packed:
+    """Returns the arguments of `attention` for packed sequences of these lengths, to be passed with `**`.
+
+    Make them once for a batch and pass them to every layer: the lengths are copied to the device here.
+
+    Args:
+        lengths (sequence of int, or a 1-d integer tensor on a CPU): tokens of each sequence, in the order in which they are packed.
+        lengths_kv (the same, optional): tokens of each sequence in k and v. Default: `lengths`. If they differ, a causal call names
+            its diagonal: attn_mask_type "causal" or "causal_bottom_right".
+        device (torch.device or str, optional): q's device. Default: torch's default device.
+
+    Returns:
+        A dict of qkv_format ("thd"), cu_seqlens_q and cu_seqlens_kv (int32 [b + 1], one tensor if the lengths are the same), and
+        max_seqlen_q and max_seqlen_kv.
+
+    Raises:
+        TypeError, ValueError: no sequence, lengths that are not integers of 0 or more, another number of sequences in k and v, or
+            more than 2**31 - 1 tokens.
+
+    Examples:
+        >>> import torch, flexattn
+        >>> x = torch.randn(168, 8, 64)  # three sequences of 100, 7 and 61 tokens
+        >>> flexattn.attention(x, x, x, causal=True, **flexattn.packed([100, 7, 61])).shape
+        torch.Size([168, 8, 64])
+    """
+    of_q = _checked("lengths", lengths)
+    cu_seqlens = _running_sum(of_q, device)
+    if lengths_kv is None:
+        of_kv, cu_seqlens_kv = of_q, cu_seqlens
+    else:
+        of_kv = _checked("lengths_kv", lengths_kv)
+        if len(of_kv) != len(of_q):
+            raise ValueError(f"lengths has {len(of_q)} sequences and lengths_kv has {len(of_kv)}. Pass as many for both.")
+        cu_seqlens_kv = _running_sum(of_kv, device)
+    return {
+        "qkv_format": "thd",
+        "cu_seqlens_q": cu_seqlens,
+        "cu_seqlens_kv": cu_seqlens_kv,
+        "max_seqlen_q": max(of_q),
+        "max_seqlen_kv": max(of_kv),
+    }
+
+
+def _checked(name: str, lengths: Sequence[int] | Tensor) -> list[int]:
+    if isinstance(lengths, Tensor) and (lengths.device.type != "cpu" or lengths.dim() != 1):
+        raise TypeError(f"{name} is {describe(lengths)}. Pass a list of ints, as reading a tensor waits for its device.")
+    given: Any = lengths.tolist() if isinstance(lengths, Tensor) else lengths
+    whole = [as_index(n) for n in given] if isinstance(given, Sequence) else []
+    found = [n for n in whole if n is not None]
+    if not found or len(found) < len(whole):
+        raise TypeError(
+            f"{name} is {describe(lengths)}. Pass a list with the number of tokens of each sequence, such as [100, 7, 61]."
+        )
+    if min(found) < 0 or sum(found) >= 2**31:
+        raise ValueError(f"{name} is {describe(lengths)}. Pass lengths of 0 or more, of fewer than 2**31 tokens together.")
+    return found
+
+
+def _running_sum(lengths: list[int], device: torch.device | str | None) -> Tensor:
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)

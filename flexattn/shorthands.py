@@ -1,0 +1,163 @@
+"""Short forms of `attention`'s arguments, and the long ones that they stand for; everything behind `in_full` knows only these."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from flexattn.dispatch.neutral import sizes_of
+from flexattn.dispatch.spec import BiasType, SoftmaxType, as_index, parse_format, with_padding
+from flexattn.lengths import longest_in_pages
+from flexattn.nested import is_jagged
+from flexattn.validation import check_flag, describe
+
+BOTH_SIDES = ("cu_seqlens", "max_seqlen")
+DIAGONALS = (
+    "Pass attn_mask_type={0!r} if query i sees keys j <= i (top-left diagonal, SDPA's is_causal), or {1!r} if the last query sees "
+    "every key (bottom-right diagonal, FlashAttention's causal, and decoding)"
+)
+
+
+def in_full(q: Any, k: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Returns a call's arguments beside q, k and v with short forms written out: those that `prepare` takes.
+
+    arguments: of `attention`, or of a function that lacks some of its short forms. Raises for short forms that contradict others;
+    all else is for `prepare` to check. `q` and `k` may be of any library.
+    """
+    full = dict(arguments)
+    for name in BOTH_SIDES:
+        value = full.pop(name, None)
+        if value is not None:
+            full[f"{name}_q"], full[f"{name}_kv"] = both_sides(name, value, full[f"{name}_q"], full[f"{name}_kv"])
+    mask = full.pop("mask", None)
+    if mask is not None:
+        sizes = score_sizes(q, k, full)
+        given = full["bias_type"], full["bias"], full["alibi_slopes"]
+        full["bias_type"], full["bias"], full["mask_mod"] = masked(mask, q, sizes, given, (full["mask_mod"], full["block_mask"]))
+    formats = parse_format(str(full["qkv_format"]))
+    full["attn_mask_type"] = _mask_type(q, k, full, formats, full.pop("causal", False))
+    full["bias_type"] = bias_type_of(full["bias_type"], full["bias"], full["alibi_slopes"])
+    full["softmax_type"] = softmax_type_of(full["softmax_type"], full["softmax_offset"])
+    return full
+
+
+def both_sides(name: str, value: Any, of_q: Any, of_kv: Any) -> tuple[Any, Any]:
+    """Returns the value for queries and for keys, where none is given for one of them."""
+    for side, given in (("q", of_q), ("kv", of_kv)):
+        if given is not None:
+            raise ValueError(f"{name} and {name}_{side} are given. Pass {name} for both sides, or {name}_q and {name}_kv.")
+    return value, value
+
+
+def bias_type_of(bias_type: Any, bias: Any, alibi_slopes: Any) -> Any:
+    """Returns the type of bias that the tensors imply where none is named."""
+    if bias_type is not None:
+        return bias_type
+    if bias is not None and alibi_slopes is not None:
+        raise ValueError(
+            "bias and alibi_slopes are given, and a call adds one of them. Leave one out, or add ALiBi in a score_mod, such as "
+            "flexattn.mods.alibi(slopes)."
+        )
+    implied: BiasType = "post_scale_bias" if bias is not None else "alibi" if alibi_slopes is not None else "no_bias"
+    return implied
+
+
+def softmax_type_of(softmax_type: Any, softmax_offset: Any) -> Any:
+    """Returns the type of softmax that the tensor implies where none is named."""
+    if softmax_type is not None:
+        return softmax_type
+    implied: SoftmaxType = "vanilla" if softmax_offset is None else "learnable"
+    return implied
+
+
+def _mask_type(q: Any, k: Any, full: dict[str, Any], formats: tuple[str, str], causal: Any) -> Any:
+    """Returns the mask type in full: with causal=True in it, and with padding in its name for packed sequences."""
+    given = full["attn_mask_type"]
+    check_flag("causal", causal)
+    if not isinstance(given, str) or given not in ("no_mask", "causal", "causal_bottom_right", "padding"):
+        return given
+    is_packed = "thd" in formats
+    if causal and "causal" not in given:
+        has_lengths = given == "padding" or is_packed
+        _check_one_diagonal(q, k, full, formats, has_lengths)
+        given = "padding_causal" if has_lengths else "causal"
+    return with_padding(given) if is_packed else given
+
+
+def _check_one_diagonal(q: Any, k: Any, full: dict[str, Any], formats: tuple[str, str], has_lengths: bool) -> None:
+    """Raises where the diagonals from the first key and from the last key may differ."""
+    if has_lengths:
+        pairs = [(full.get(f"{name}_q"), full.get(f"{name}_kv")) for name in ("cu_seqlens", "seqused")]
+        is_one = formats[0] == formats[1] and full.get("page_table") is None and all(a is b for a, b in pairs)
+        why = "queries and keys have lengths of their own, so their diagonals may differ"
+        hint = "Pass one tensor, as cu_seqlens=, if their lengths are the same. "
+    else:
+        sizes = [sizes_of(x) if isinstance(x, Tensor) else getattr(x, "shape", ()) for x in (q, k)]
+        if any(len(shape) != len(fmt) for shape, fmt in zip(sizes, formats, strict=True)):
+            return  # whose dims raise
+        len_q, len_kv = (shape[fmt.index("s")] for shape, fmt in zip(sizes, formats, strict=True))
+        is_one = bool(len_q == len_kv)
+        why, hint = f"there are {len_q} queries and {len_kv} keys, so two diagonals are possible", ""
+    if not is_one:
+        names = ("padding_causal", "padding_causal_bottom_right") if has_lengths else ("causal", "causal_bottom_right")
+        raise ValueError(f"causal is True and {why}. {hint}{DIAGONALS.format(*names)}.")
+
+
+def score_sizes(q: Any, k: Any, full: dict[str, Any]) -> tuple[Any, ...]:
+    """Returns the sizes [b, h, sq, skv] of the scores that a mask or a bias is for; raises where they are not known."""
+    q_format, kv_format = parse_format(str(full["qkv_format"]))
+    for name, x, fmt in (("q", q, q_format), ("k", k, kv_format)):
+        if not isinstance(x, Tensor) or is_jagged(x) or x.dim() != len(fmt):
+            nested = isinstance(x, Tensor) and is_jagged(x)
+            instead = "Pass a mask_mod instead of mask." if nested else f"Pass a tensor with the {len(fmt)} dims of {fmt}."
+            raise ValueError(f"mask is given and {name} is {'nested' if nested else describe(x)}. {instead}")
+    lengths = []
+    for end, x, fmt in (("q", q, q_format), ("kv", k, kv_format)):
+        length = as_index(full[f"max_seqlen_{end}"]) if fmt == "thd" else sizes_of(x)[fmt.index("s")]
+        if length is None:
+            raise ValueError(
+                f"mask is given with packed sequences and without max_seqlen_{end}. Pass max_seqlen_{end}, the size of the mask in "
+                "that dim; the mask is indexed within each sequence."
+            )
+        lengths.append(length)
+    table, cu_seqlens = full.get("page_table"), full["cu_seqlens_q"]
+    if table is not None and isinstance(table, Tensor) and table.dim() == 2:
+        lengths[1] = longest_in_pages(full["max_seqlen_kv"], table, sizes_of(k)[kv_format.index("s")])
+    if q_format != "thd":
+        batch = sizes_of(q)[q_format.index("b")]
+    else:
+        batch = sizes_of(cu_seqlens)[0] - 1 if isinstance(cu_seqlens, Tensor) and cu_seqlens.dim() == 1 else 1
+    return batch, sizes_of(q)[q_format.index("h")], *lengths
+
+
+def masked(
+    mask: Any, q: Tensor, sizes: tuple[Any, ...], added: tuple[Any, Any, Any], mods: tuple[Any, Any]
+) -> tuple[Any, Any, Any]:
+    """Returns bias_type, bias and mask_mod of a call with a mask.
+
+    sizes: of the scores. added: bias_type, bias and alibi_slopes as given. mods: mask_mod and block_mask.
+    """
+    from flexattn.masks import (  # here, as calls without a mask should not wait for their import
+        mask_arguments,
+        mask_dtypes,
+        seen_by_both,
+    )
+
+    of_mask = mask_arguments("mask", mask, sizes[:1], sizes[1:], mask_dtypes(q))
+    bias_type, bias, slopes = added
+    mask_mod, block_mask = mods
+    if "bias" in of_mask:
+        if bias is not None:
+            raise ValueError("bias and a float mask are given, and both are added to scores. Pass their sum as bias.")
+        if slopes is not None or bias_type not in (None, "post_scale_bias"):
+            came = "alibi_slopes is" if slopes is not None else f"bias_type {bias_type!r} is"
+            raise ValueError(
+                f"{came} given beside a float mask, which is a bias of type 'post_scale_bias'. Pass a bool mask, or leave one out."
+            )
+        return of_mask["bias_type"], of_mask["bias"], mask_mod
+    if block_mask is not None:
+        raise ValueError("mask is given with a block_mask, which has a mask_mod of its own. Put the mask into that mask_mod.")
+    if mask_mod is None:
+        return bias_type, bias, of_mask["mask_mod"]
+    return bias_type, bias, seen_by_both(mask_mod, of_mask["mask_mod"])
