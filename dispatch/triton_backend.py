@@ -446,7 +446,7 @@ def mod_source(program: Program, tensors: Sequence[Tensor]) -> str:
 
     mods, of_tables = _lowered(program, layouts([(c.name, c.dtype, c.ndim) for c in program.captures], tensors), False)
     x = of_tables or mods
-    parts = (mods.of_distance, x.of_head, x.score, x.gradient, x.accumulate, x.mask)
+    parts = (mods.per_distance, x.per_head, x.score, x.gradient, x.accumulate, x.mask)
     return "\n".join(source_of(function) for function in parts if function is not None)
 
 
@@ -472,8 +472,8 @@ def _lowered(program: Program, found: tuple[Any, ...], is_fp32: bool) -> tuple[A
 
     graphs = (program.score, program.derivative, program.mask)
     hoisted = hoist(graphs, tabulates=True)
-    mods = _functions(program, found, is_fp32, hoist(graphs, tabulates=False), hoisted.of_distance)
-    return mods, _functions(program, found, is_fp32, hoisted, None) if hoisted.of_distance is not None else None
+    mods = _functions(program, found, is_fp32, hoist(graphs, tabulates=False), hoisted.per_distance)
+    return mods, _functions(program, found, is_fp32, hoisted, None) if hoisted.per_distance is not None else None
 
 
 def _functions(program: Program, found: tuple[Any, ...], is_fp32: bool, hoisted: Any, of_distance: Any) -> Any:
@@ -484,8 +484,8 @@ def _functions(program: Program, found: tuple[Any, ...], is_fp32: bool, hoisted:
     from flexattn.kernels_triton.mods.intervals import lower_intervals
 
     score, derivative, mask = hoisted.graphs
-    num_tables = lowering.num_outputs(hoisted.of_distance)
-    behind = lowering.lower_of_head(hoisted.of_head, num_tables, found, is_fp32)
+    num_tables = lowering.num_outputs(hoisted.per_distance)
+    behind = lowering.lower_per_head(hoisted.per_head, num_tables, found, is_fp32)
     kind = (found, is_fp32, behind)
     with_gradient = (GRADIENT, *ARGUMENTS)
     test = None if program.mask is None else lower_intervals(program.mask, found)
@@ -494,8 +494,8 @@ def _functions(program: Program, found: tuple[Any, ...], is_fp32: bool, hoisted:
         score=score and lowering.lower(score, "score_mod", ARGUMENTS, *kind),
         gradient=derivative and lowering.lower(derivative, "score_mod_gradient", with_gradient, *kind),
         mask=mask and lowering.lower(mask, "mask_mod", ARGUMENTS[1:], *kind),
-        of_head=behind.of_head,
-        of_distance=of_distance and lowering.lower_of_distance(of_distance, found, is_fp32),
+        per_head=behind.per_head,
+        per_distance=of_distance and lowering.lower_per_distance(of_distance, found, is_fp32),
         distance_depends_on=("b" in of_table, "h" in of_table),
         num_tables=num_tables,
         **({} if test is None else test._asdict()),

@@ -1,1 +1,1 @@
-"""Triton kernels and their launchers. They take tensors and plain arguments, and import nothing of the folders above."""
+"""Triton kernels and their launchers, which take tensors and plain arguments and import nothing from the folders above."""

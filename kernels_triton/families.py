@@ -1,7 +1,8 @@
 """The kernel families as values, and the choice among them for one call.
 
-A family is a set of kernels that run one direction of a call. It says whether it can (`unsupported`), whether it should (`slower`),
-with which tile, and how it is launched. `choose` asks those for the call's operands in their order, and launches nothing.
+A family is a set of kernels that run one direction of a call. It states whether it can run a call (`unsupported`) and whether it is
+faster than others (`slower`), its tile, and how it is launched. `choose` tries the families for the call's operands in order, and
+launches nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _NEVER_RAN = "it was compiled and emulated, and never run on a GPU"
 
 
 def _hopper(name: str) -> Any:
-    """Returns a module of kernels for sm_90; importing them takes a third of a second, which other devices need not spend."""
+    """Returns a module of kernels for sm_90. Its import takes a third of a second, so it happens only when it is needed."""
     return importlib.import_module(f"flexattn.kernels_triton.hopper.{name}")
 
 
@@ -39,32 +40,32 @@ class Family(Generic[Call]):
 
     name: str
     direction: Literal["forward", "backward"]
-    unsupported: Callable[[Call], str | None]  # why they cannot run a call; None: they can
-    slower: Callable[[Call], str | None]  # why they were not measured to be faster than those asked later; None: they were
-    tile: Callable[[Call], Any]  # the committed one
-    blocks: Callable[[Any], str]  # how many queries and keys a program takes at a time with a tile
+    unsupported: Callable[[Call], str | None]  # the reason if they cannot run a call; None: they can
+    slower: Callable[[Call], str | None]  # the reason if later families were measured to be faster; None: they were not
+    tile: Callable[[Call], Any]  # the committed tile
+    blocks: Callable[[Any], str]  # queries and keys of a program's iteration, for a tile
     run: Callable[[Call, Any], None]  # launches them with a tile
-    splits: Callable[[Call, Any], Splits] | None = None  # how many parts they take the keys of few queries in; None: always one
-    capability: int | None = None  # the compute capability that they are written for, as 90; None: any
-    has_run: bool = True  # on a GPU; what has not runs where it is asked for alone
+    splits: Callable[[Call, Any], Splits] | None = None  # number of KV splits for few queries; None: always one
+    capability: int | None = None  # compute capability that they are written for, such as 90; None: any
+    has_run: bool = True  # on a GPU; if False, they run only on request
 
 
 class Policy(NamedTuple):
-    """Rules of a choice that are no property of the call."""
+    """Rules of a choice that do not depend on the call."""
 
-    portable_only: str | None = None  # why no family but the portable one may run; None: all may
-    ignores_measurements: bool = False  # FLEXATTN_HOPPER=always: what is slower may run too
-    takes_what_never_ran: bool = False  # FLEXATTN_HOPPER=always: and what was never run on a GPU
+    portable_only: str | None = None  # the reason why only the portable family may run; None: all may
+    ignores_measurements: bool = False  # FLEXATTN_HOPPER=always: slower families may run too
+    takes_what_never_ran: bool = False  # FLEXATTN_HOPPER=always: families that have never run on a GPU may run too
 
 
 class Choice(NamedTuple):
-    """The family that runs a call, and why."""
+    """The family that runs a call, and the reason."""
 
     family: Family[Any]
     tile: Any
     why: str
-    rejected: tuple[tuple[str, str], ...]  # (name, reason) of each family that was asked before it
-    splits: Splits | None = None  # for who explains the choice
+    rejected: tuple[tuple[str, str], ...]  # (name, reason) of each family that was tried before it
+    splits: Splits | None = None  # for an explanation of the choice
 
     @property
     def blocks(self) -> str:
@@ -72,11 +73,11 @@ class Choice(NamedTuple):
 
 
 def choose(call: Call, policy: Policy) -> Choice:
-    """Returns the first family that can run a call and is not slower, of those for its direction and operands."""
+    """Returns the first family that can run a call and is not slower, in the order for its direction and operands."""
     order: Sequence[Family[Any]] = (FORWARDS if isinstance(call, Forward) else BACKWARDS)[call.problem.is_fp8]
     rejected = []
     for family in order[:-1]:
-        reason = policy.portable_only or _not_here(family, call.problem, policy)
+        reason = policy.portable_only or _wrong_device(family, call.problem, policy)
         reason = reason or _beside_diagonal(call.problem, family.name) or family.unsupported(call)
         if reason is None and not policy.ignores_measurements:
             reason = family.slower(call)
@@ -89,32 +90,32 @@ def choose(call: Call, policy: Policy) -> Choice:
     return Choice(portable, portable.tile(call), "the kernels for every GPU and every call", tuple(rejected))
 
 
-def _not_here(family: Family[Any], problem: Problem, policy: Policy) -> str | None:
-    """Returns why a family is not for the problem's device, or not unless it is asked for; None: it is."""
-    own = family.capability
-    if own is not None and own != capability_of(problem.device):
-        return f"compute capability {own // 10}.{own % 10} is needed"
+def _wrong_device(family: Family[Any], problem: Problem, policy: Policy) -> str | None:
+    """Returns the reason if a family does not run on the problem's device, or not without a request; None: it does."""
+    needed_capability = family.capability
+    if needed_capability is not None and needed_capability != capability_of(problem.device):
+        return f"compute capability {needed_capability // 10}.{needed_capability % 10} is needed"
     return None if family.has_run or policy.takes_what_never_ran else f"{_NEVER_RAN}; FLEXATTN_HOPPER=always runs it"
 
 
-# With bands that have not their diagonals in them
+# Families that run bands that do not contain their diagonal
 _EMULATED = ("sm_90", "sm_90 fused", "sm_90 fused 192", "sm_90 two-kernel", "sm_100", "sm_100 fused")
 
 
 def _beside_diagonal(problem: Problem, name: str) -> str | None:
-    """Returns why a family does not run a band that has not its diagonal in it; None for others, and for families that do."""
+    """Returns the reason if the band does not contain its diagonal and the family does not run such bands; otherwise None."""
     sides = (problem.window_left, problem.window_right)
     if name in _EMULATED or all(side is None or side >= 0 for side in sides):
         return None
-    return "a window that ends before its diagonal was not run on it"
+    return "it was not tested with a window that ends before its diagonal"
 
 
 def _unsupported_out(call: Forward) -> str | None:
-    return "its out has 16 bits" if call.out.element_size() > max(2, call.problem.q.element_size()) else None
+    return "it writes out in 16 bits" if call.out.element_size() > max(2, call.problem.q.element_size()) else None
 
 
 def _never(call: Any) -> None:
-    """Returns None, for a family that nothing speaks against."""
+    """Returns None, for a family without any reason against it."""
 
 
 def _blocks(queries: int, keys: int) -> str:
@@ -143,10 +144,11 @@ PORTABLE_FORWARD = Family[Forward](
 
 
 def fits_one_grid(problem: Problem) -> bool:
-    """Returns whether a backward is a call of the kind that one launch for all gradients was measured to be faster for.
+    """Returns whether one launch for all gradients was measured to be faster for such a backward.
 
-    So few programs that all are there at once, of plain calls: then a program need not wait for the kernel before it, and that it
-    makes delta for itself costs no other program anything. Without a mask 512 tokens take 1.14 of two launches' time.
+    The call must be plain, with so few programs that all of them run at once. Then no program waits for a previous kernel, and it
+    costs no other program anything that each computes delta itself. Without a mask, 512 tokens take 1.14 of the time of two
+    launches.
     """
     x = problem
     is_plain = x.q.element_size() == x.k.element_size() == 2 and not (x.is_modified or x.has_lengths or x.dropout_p > 0)
@@ -161,14 +163,15 @@ def fits_one_grid(problem: Problem) -> bool:
 
 
 def _run_portable_backward(call: Backward, tile: Any) -> None:
-    from flexattn.kernels_triton.portable.backward import attention_backward  # here, as a forward should not wait for its import
+    # imported here, so that a forward does not wait for it
+    from flexattn.kernels_triton.portable.backward import attention_backward
 
     dq_tile, dkdv_tile, one_grid = tile
     attention_backward(_with_key_lists(_with_dout(call)), dq_tile, dkdv_tile, one_grid=one_grid)
 
 
 def _with_dout(call: Backward) -> Backward:
-    """The call with dout in FP8, by a pass of its own where that is yet to be made."""
+    """Returns the call with dout in FP8; if dout is not quantised yet, a separate pass does it."""
     x = call.problem
     if not x.dout_is_to_come:
         return call
@@ -190,7 +193,7 @@ def _with_dout(call: Backward) -> Backward:
 
 
 def _portable_backward_tiles(call: Backward) -> tuple[Tile, Tile, bool]:
-    """Returns the tiles of dq and of dk and dv, and whether both are made by one launch."""
+    """Returns the tiles of dq and of dk and dv, and whether one launch computes both."""
     x = call.problem
     return (ONE_GRID, ONE_GRID, True) if fits_one_grid(x) else (x.tile(DQ), x.tile(DKDV), False)
 
@@ -244,8 +247,8 @@ def _fp8_cache_splits(call: Forward, tile: Any) -> Splits:
 
 
 def _unsupported_by_fp8_cache(call: Forward) -> str | None:
-    if not call.problem.descales_kv:  # asked here, as most calls end here and should not wait for the import
-        return "it takes k and v in FP8 beside q in 16 bits"
+    if not call.problem.descales_kv:  # checked here, so that most calls do not wait for the import
+        return "it needs k and v in FP8 with q in 16 bits"
     reason: str | None = _hopper("fp8_cache").unsupported(call.problem, call.out, call.max_logit is not None)
     return _unsupported_out(call) or reason
 
@@ -269,10 +272,10 @@ def _run_fp8_forward(call: Forward, tile: Any) -> None:
     from flexattn.kernels_triton.hopper.quantize import quantize as transpose
 
     x = call.problem
-    of_q, of_k, of_v, *_ = scales_of(x)
+    scale_q, scale_k, scale_v, *_ = scales_of(x)
     v_transposed = empty_transposed(x.v, x.batch, x.v.dtype)
-    transpose(x, "kv", x.v, of_v, transposed=v_transposed)
-    hopper_fp8_forward(x, v_transposed, (of_q, of_k, of_v), call.out, call.lse, tile)
+    transpose(x, "kv", x.v, scale_v, transposed=v_transposed)
+    hopper_fp8_forward(x, v_transposed, (scale_q, scale_k, scale_v), call.out, call.lse, tile)
 
 
 HOPPER_FP8_FORWARD = Family[Forward](
@@ -293,7 +296,7 @@ BLACKWELL_FORWARD = Family[Forward](
     name="sm_100",
     direction="forward",
     unsupported=lambda call: _unsupported_out(call) or _blackwell("conditions").forward_unsupported(call.problem, call.out),
-    slower=_never,  # no measurement speaks for it or against it
+    slower=_never,  # not measured
     tile=lambda call: _blackwell("conditions").forward_tile(call.problem),
     blocks=lambda tile: _blocks(tile.block_m, tile.block_n),
     run=lambda call, tile: _blackwell("forward").blackwell_forward(call.problem, call.out, call.lse, call.max_logit, tile),
@@ -304,11 +307,11 @@ BLACKWELL_FORWARD = Family[Forward](
 
 
 def _unsupported_if_repeated(call: Backward) -> str | None:
-    return "its dq does not repeat to the bit" if call.deterministic else None
+    return "its dq is not deterministic" if call.deterministic else None
 
 
 def _unsupported_in_fp32(call: Backward) -> str | None:
-    return "its dk and dv have 16 bits" if call.dk.element_size() == 4 else None
+    return "it writes dk and dv in 16 bits" if call.dk.element_size() == 4 else None
 
 
 def _unsupported_gradients(call: Backward) -> str | None:
@@ -318,7 +321,7 @@ def _unsupported_gradients(call: Backward) -> str | None:
 
 def _unsupported_in_fp8(call: Backward) -> str | None:
     is_reached = call.dbias is not None or len(call.dcaptures) > 0
-    return "the gradients of a bias and of captures read what the portable backward writes on its way" if is_reached else None
+    return "gradients of a bias and of captures need values that only the portable backward writes" if is_reached else None
 
 
 def _run_backward(launcher: Callable[..., None], call: Backward, tile: Any) -> None:
@@ -331,7 +334,7 @@ def _run_backward(launcher: Callable[..., None], call: Backward, tile: Any) -> N
 def _with_key_lists(call: Backward) -> Backward:
     if call.problem.block_mask is None:
         return call
-    from flexattn.kernels_triton.mods.mask_blocks import with_key_lists  # here, as most calls need not wait for its import
+    from flexattn.kernels_triton.mods.mask_blocks import with_key_lists  # imported here, because most calls do not need it
 
     return call._replace(problem=with_key_lists(call.problem))
 
@@ -437,10 +440,10 @@ HOPPER_FP8_TWO_KERNELS = Family[Backward](
 
 
 def _dequantized(family: Family[Backward]) -> Family[Backward]:
-    """A family for operands in a half type, on what operands in FP8 stand for."""
+    """Runs a 16-bit family on dequantised FP8 operands."""
 
-    def ask(question: Callable[[Backward], Any], call: Backward) -> Any:
-        """Puts a question about the call in a half type, of which no memory is made for that."""
+    def evaluate(question: Callable[[Backward], Any], call: Backward) -> Any:
+        """Calls a family's function with the 16-bit call, on meta tensors."""
         x = call.problem
         problem, dout = _hopper("fp8_backward_operands").in_16_bits(x, call.dout, call.out.dtype, "meta")
         with pretended_device(capability_of(x.device), num_processors(x.device), has_large_l2=has_large_l2(x.device)):
@@ -455,14 +458,14 @@ def _dequantized(family: Family[Backward]) -> Family[Backward]:
     return replace(
         family,
         name=f"{family.name}, dequantized",
-        unsupported=lambda call: _unsupported_in_fp8(call) or ask(family.unsupported, call),
-        slower=lambda call: ask(family.slower, call),
-        tile=lambda call: ask(family.tile, call),
+        unsupported=lambda call: _unsupported_in_fp8(call) or evaluate(family.unsupported, call),
+        slower=lambda call: evaluate(family.slower, call),
+        tile=lambda call: evaluate(family.tile, call),
         run=run,
     )
 
 
-# By whether q, k and v are in FP8, in the order that the families are asked: the portable one takes whatever the others leave.
+# In the order of the choice, by whether q, k and v are in FP8. The portable family runs all calls that the others do not.
 FORWARDS: dict[bool, tuple[Family[Forward], ...]] = {
     False: (HOPPER_FORWARD, HOPPER_WIDE_FORWARD, HOPPER_FP8_CACHE, BLACKWELL_FORWARD, PORTABLE_FORWARD),
     True: (HOPPER_FP8_FORWARD, PORTABLE_FORWARD),

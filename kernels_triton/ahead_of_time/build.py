@@ -1,7 +1,7 @@
-"""Kernels compiled ahead into `store`'s files, several at a time, for a GPU that need not be there.
+"""Kernels compiled ahead of time into `store`'s files, several at a time, for a GPU that need not be present.
 
-`build` compiles in processes of its own, as one process compiles one kernel at a time; the first of them is
-`python -m flexattn.kernels_triton.ahead_of_time.build`.
+`build` compiles in separate processes, because one process compiles one kernel at a time. The first of them is `python -m
+flexattn.kernels_triton.ahead_of_time.build`.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from flexattn.kernels_triton.ahead_of_time.compile_report import CompileError, C
 from flexattn.kernels_triton.runtime import store
 from flexattn.kernels_triton.runtime.launch import Launch, description_of
 
-_DONE = "built"  # what the compiling process prints for each kernel, and then an error's text if there was one
+_DONE = "built"  # printed by the compiling process for each kernel, followed by an error's text if there was one
 
 
 def missing(launches: Sequence[Launch], architecture: int, directory: Path | None = None) -> list[Launch]:
-    """Returns the launches whose kernels are not in the directory (by default where launches look), each kernel once."""
-    where = directory or store.default_directory()
-    found = {description_of(launch, architecture): launch for launch in launches}
-    return [launch for text, launch in found.items() if store.find(where, text) is None]
+    """Returns the launches whose kernels are not in the directory (default: the directory that launches read), each kernel once."""
+    target = directory or store.default_directory()
+    launch_by_text = {description_of(launch, architecture): launch for launch in launches}
+    return [launch for text, launch in launch_by_text.items() if store.find(target, text) is None]
 
 
 def build(
@@ -38,11 +38,11 @@ def build(
     workers: int | None = None,
     advance: Callable[[], object] = lambda: None,
 ) -> None:
-    """Compile the kernels of recorded launches for an architecture (90 for sm_90) into the directory, all cores by default.
+    """Compiles the kernels of recorded launches for an architecture (90 for sm_90) into the directory; default: on all cores.
 
-    advance: called after each. Raises CompileError once all are tried if any failed.
+    advance: called after each kernel. Raises CompileError once all are tried if any failed.
     """
-    where = directory or store.default_directory()
+    target = directory or store.default_directory()
     items = [(request_for(launch, architecture), description_of(launch, architecture)) for launch in launches]
     if not items:
         return
@@ -51,7 +51,7 @@ def build(
     failures = []
     with tempfile.TemporaryDirectory() as folder:
         job = Path(folder, "job")
-        job.write_bytes(pickle.dumps((workers or os.cpu_count(), items, where)))
+        job.write_bytes(pickle.dumps((workers or os.cpu_count(), items, target)))
         command = [sys.executable, "-m", __name__, str(job)]
         with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
@@ -73,17 +73,17 @@ def main(job: str) -> None:
 
 
 def _build(request: CompileRequest, text: str, directory: Path) -> str:
-    """Returns the message of what went wrong, or None."""
+    """Returns the error message, or ""."""
     try:
         _, binary = sound_from(request)
         if binary is None:
             return f"{request.kernel} needs more than its arguments, and only Triton can launch it"
         reason = store.keep(directory, text, binary)
-    except Exception as error:  # one kernel's failure, of whatever kind, must not hide the others
+    except Exception as error:  # one kernel's failure, of any kind, must not hide the others
         return f"{request}: {type(error).__name__}: {error}"
     return "" if reason is None else f"{directory} cannot be written: {reason}"
 
 
 if __name__ == "__main__":
-    # By its full name: what is unpickled must be the classes of the module, not those of __main__.
+    # By its full name, because unpickled objects must have the module's classes, not those of __main__.
     importlib.import_module("flexattn.kernels_triton.ahead_of_time.build").main(*sys.argv[1:])

@@ -1,12 +1,12 @@
-"""Compile Triton kernels for a GPU that need not be there, and read what the compiler made.
+"""Reports on Triton kernels that are compiled for a GPU that need not be present.
 
     request = CompileRequest("flexattn.kernels_triton.portable.forward", "_attn_fwd_kernel",
                              signature={"q_ptr": "*bf16", "seqlen": "i32"}, constexprs={"BLOCK_M": 128},
                              sm=90, num_warps=8, num_stages=2)
     [report] = compile_many([request])
 
-`compile_many` compiles in processes of its own, so that it works in one whose kernels are interpreted (TRITON_INTERPRET=1), where
-they cannot be compiled. `python -m flexattn.kernels_triton.ahead_of_time.compile_report` is that process.
+`compile_many` compiles in separate processes. So it also works in a process whose kernels are interpreted (TRITON_INTERPRET=1) and
+cannot be compiled. `python -m flexattn.kernels_triton.ahead_of_time.compile_report` is the first of these processes.
 """
 
 from __future__ import annotations
@@ -63,26 +63,26 @@ SASS_OPERATION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-
 
 TTGIR_DOT_OPERAND = re.compile(r"tensor<([\dx]+)x[a-z]\w*, #ttg\.dot_op<\{opIdx = ([01]), parent = #\w+, kWidth = (\d+)\}>>")
 TTGIR_RESULTS = re.compile(r"^\s*%[\w:]+(, %[\w:]+)* = ")
-SASS_WAIT_FOR_ALL = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x0")  # "WARPGROUP.DEPBAR.LE gsb0, 0x1" lets one product run on
+SASS_WAIT_FOR_ALL = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x0")  # "WARPGROUP.DEPBAR.LE gsb0, 0x1" lets one product continue
 SASS_LABEL = re.compile(r"^\s*\.(L_x_\d+):")
 SASS_BRANCH = re.compile(r"\bBRA\b.*`\(\.(L_x_\d+)\)")
 
 
 class CompileError(RuntimeError):
-    """Kernels that do not compile: each one's request and the compiler's message."""
+    """Kernels that do not compile: the request of each and the compiler's message."""
 
 
 @dataclass(frozen=True)
 class CompileRequest:
-    """A kernel by name and what it is specialised on: picklable, so that it can go to another process.
+    """A kernel by name and its specialisation, picklable, so that another process can compile it.
 
-    module, kernel: where the @triton.jit function is; the module must be importable in a new process.
-    signature: Triton's type of each argument that is no constexpr: "*bf16" a pointer, "i32", "fp32", "tensordesc<bf16[128, 64]>" a
-        host tensor descriptor (in Gluon with its layout's repr: "tensordesc<bf16[128,64],NVMMASharedLayout(...)>"); a tuple of
+    module, kernel: the @triton.jit function's module and name; the module must be importable in a new process.
+    signature: Triton's type of each argument that is not a constexpr: "*bf16" a pointer, "i32", "fp32", "tensordesc<bf16[128, 64]>"
+        a host tensor descriptor (in Gluon with its layout's repr: "tensordesc<bf16[128,64],NVMMASharedLayout(...)>"); a tuple of
         types for an argument that is a tuple.
     constexprs: the value of each constexpr argument, anything that pickles; a dtype by its name in the language, "tl.bfloat16".
     sm: compute capability, 90 for 9.0.
-    aligned: pointers and integers to take as divisible by 16; None: every pointer.
+    aligned: pointers and integers to treat as divisible by 16; None: every pointer.
     """
 
     module: str
@@ -123,7 +123,7 @@ def _type_name(dtype: torch.dtype) -> str:
 
 
 def _type_of(value: Any) -> Any:
-    """Triton's type of an argument; of the captures of a mod, a tuple, one of each."""
+    """Returns Triton's type of an argument; for a tuple, such as the captures of a mod, a tuple of types."""
     if isinstance(value, torch.Tensor):
         return f"*{_type_name(value.dtype)}"
     if isinstance(value, TensorDescriptor):
@@ -156,28 +156,28 @@ class CompileReport:
     """Figures of one compiled kernel.
 
     registers: 32-bit registers per thread at entry (a warp-specialised kernel moves them later), from the cubin.
-    stack_bytes: local memory per thread for spills and for arrays that found no registers, from the cubin.
-    spill_store_bytes, spill_load_bytes: bytes per thread that ptxas spilled, each spill counted once wherever it is in a loop.
-    shared_bytes: shared memory per block; to compare with SHARED_MEMORY_LIMIT.
-    instructions: how often each SASS operation stands in the code, without its modifiers ("HGMMA", "FFMA", "STL"): static, not
-        executed, counts.
+    stack_bytes: local memory per thread for spills and for arrays that do not fit in registers, from the cubin.
+    spill_store_bytes, spill_load_bytes: bytes per thread that ptxas spilled; each spill counts once even if it is in a loop.
+    shared_bytes: shared memory per block; compare with SHARED_MEMORY_LIMIT.
+    instructions: occurrences of each SASS operation in the code, without its modifiers ("HGMMA", "FFMA", "STL"): static counts,
+        not executed ones.
     loops: the same for each innermost loop, in the order of the code.
-    exposed_exponentials: those of exp2 in innermost loops that stand behind a wait for all products (wgmma's) and so run under none
-        of this warpgroup's: ptxas moves such a wait up to the start of its basic block.
-    idle_barriers: arrays of mbarriers (Gluon's) that are initialised, and that nothing waits for or arrives at. Triton 3.6 and 3.7
-        give their memory to what the partitions of a warp_specialize are handed, with no order between both writes: now and then,
-        and often where processes share a GPU, a partition reads a count where it expects a row.
-    folded_operands: shapes of operands of products whose threads hold more elements along k than there are ("16x16, 8 a thread"):
-        Triton 3.6 and 3.7 then read some twice and others never (triton-lang/triton#10645 and #11691), so any is a wrong result.
-    undefined_registers: uniform registers that some path reads and that nothing on it wrote; any is a defect of ptxas, and results
-        are garbage (`sass_registers` has the whole story).
-    warnings: the lines of ptxas that warn; C7510 and the like say that it serialised wgmma.
-    compile_seconds: wall time of Triton's compiler; next to nothing when its cache on disk knew the kernel.
-    tensor_columns: 32-bit columns of tensor memory that a program takes, on sm_100; to compare with TENSOR_COLUMNS_LIMIT.
-    ptx_digest: of the PTX without what is for debuggers alone, and without the kernel's name.
-    sass_digest: of the SASS instructions with their operands, in their order.
-    operations_digest: of the SASS operations alone, in their order: the same where an argument of a kernel is at another place,
-        or a value in another register.
+    exposed_exponentials: exp2 operations in innermost loops after a wait for all products of wgmma. They overlap with no product
+        of this warpgroup: ptxas moves such a wait to the start of its basic block.
+    idle_barriers: arrays of mbarriers (Gluon's) that are initialised, and that nothing waits for or arrives at. Triton 3.6 and
+        3.7 reuse their memory for the arguments of warp_specialize partitions, without ordering the two writes. Occasionally, and
+        often if processes share a GPU, a partition reads a count instead of a row.
+    folded_operands: shapes of product operands whose threads hold more elements along k than exist ("16x16, 8 a thread"). Triton
+        3.6 and 3.7 then read some twice and others never (triton-lang/triton#10645 and #11691), so each one means wrong results.
+    undefined_registers: uniform registers that some path reads before it writes them. Each one is a defect of ptxas, and results
+        are arbitrary (`sass_registers` explains it).
+    warnings: the lines of ptxas that warn; C7510 and similar codes mean that it serialised wgmma.
+    compile_seconds: wall time of Triton's compiler; almost 0 if its cache on disk has the kernel.
+    tensor_columns: 32-bit columns of tensor memory of a program, on sm_100; compare with TENSOR_COLUMNS_LIMIT.
+    ptx_digest: of the PTX without debug information, and without the kernel's name.
+    sass_digest: of the SASS instructions with their operands, in order.
+    operations_digest: of the SASS operations alone, in order. It does not change if an argument of a kernel is at another place, or
+        a value in another register.
     """
 
     registers: int
@@ -205,7 +205,7 @@ class CompileReport:
 
     @property
     def spill_instructions(self) -> int:
-        """Stores to and loads from local memory in the code."""
+        """Number of stores to and loads from local memory in the code."""
         return _spills(self.instructions)
 
     @property
@@ -224,10 +224,10 @@ def compile_for(
     num_stages: int,
     aligned: Sequence[str] | None = None,
 ) -> CompileReport:
-    """Compile `kernel` in this process, whose kernels must not be interpreted; the arguments are those of `CompileRequest`.
+    """Compiles `kernel` in this process, whose kernels must not be interpreted; for the arguments see `CompileRequest`.
 
-    Raises TypeError for an interpreted kernel, ValueError where signature and constexprs do not name each argument once or
-    aligned names another, and what Triton raises for a kernel that does not compile.
+    Raises TypeError for an interpreted kernel. Raises ValueError if signature and constexprs do not name each argument once, or if
+    aligned names another. Raises Triton's error if a kernel does not compile.
     """
     if not isinstance(kernel, JITFunction):
         raise TypeError(
@@ -273,23 +273,23 @@ def _digest(text: str) -> str:
 
 
 def _without_debug_lines(ptx: str) -> str:
-    """PTX without line numbers, comments, the labels that these need, and the sections for debuggers."""
+    """Returns the PTX without line numbers, comments, the labels that these need, and debug sections."""
     lines = (line.partition("//")[0].rstrip() for line in ptx.partition(".section\t.debug")[0].splitlines())
     return "\n".join(line for line in lines if line.strip() and not DEBUG_LINE.match(line))
 
 
 def folded_operands(ttgir: str) -> tuple[str, ...]:
-    """Returns the operands of products, [..., m, k] or [..., k, n], of which four threads that share a row hold more than k."""
-    found = set()
+    """Returns the product operands, [..., m, k] or [..., k, n], with more than k elements in the four threads of a row."""
+    matches = set()
     for shape, place, held in TTGIR_DOT_OPERAND.findall(ttgir):
         *_, rows, columns = map(int, shape.split("x"))
         if (columns if place == "0" else rows) < 4 * int(held):
-            found.add(f"{shape}, {held} a thread")
-    return tuple(sorted(found))
+            matches.add(f"{shape}, {held} a thread")
+    return tuple(sorted(matches))
 
 
 def _idle_barriers(ttgir: str) -> int:
-    """Number of allocations that nothing uses, themselves or by an index, but initialisations of barriers."""
+    """Returns the number of allocations whose only uses, direct or by an index, initialise barriers."""
     if "ttng.init_barrier" not in ttgir:
         return 0
     lines = ttgir.splitlines()
@@ -301,20 +301,20 @@ def _idle_barriers(ttgir: str) -> int:
 
     idle = 0
     for name in re.findall(r"^\s*(%\w+) = ttg.local_alloc :", ttgir, re.MULTILINE):
-        found = uses(name)
-        for index in re.findall(r"(%\w+) = ttg.memdesc_index ", "\n".join(found)):
-            found = [line for line in found if f"{index} = " not in line] + uses(index)
-        idle += bool(found) and all("ttng.init_barrier" in line for line in found)
+        matches = uses(name)
+        for index in re.findall(r"(%\w+) = ttg.memdesc_index ", "\n".join(matches)):
+            matches = [line for line in matches if f"{index} = " not in line] + uses(index)
+        idle += bool(matches) and all("ttng.init_barrier" in line for line in matches)
     return idle
 
 
 def sound_from(request: CompileRequest) -> tuple[CompiledKernel, store.Binary | None]:
-    """Returns the kernel as `store.sound` does, in this process, whose kernels must not be interpreted."""
+    """Returns the kernel like `store.sound`, in this process, whose kernels must not be interpreted."""
     return store.sound(lambda num_stages: compiled_from(replace(request, num_stages=num_stages)), request.num_stages)
 
 
 def compiled_from(request: CompileRequest) -> CompiledKernel:
-    """The kernel, in this process, whose kernels must not be interpreted."""
+    """Compiles the kernel in this process, whose kernels must not be interpreted."""
     kernel = getattr(importlib.import_module(request.module), request.kernel)
     constexprs = {name: _constant(value) for name, value in request.constexprs.items()}
     source = _source(kernel, request.signature, constexprs, request.aligned)
@@ -324,7 +324,7 @@ def compiled_from(request: CompileRequest) -> CompiledKernel:
 
 
 def _options(kernel: JITFunction[Any], num_warps: int, num_stages: int) -> dict[str, Any]:
-    """Returns the options that a launch compiles the kernel with; debug: the assertions of an `asserting_kernel`."""
+    """Returns the compile options of a launch of the kernel; debug: enables the assertions of an `asserting_kernel`."""
     options = options_of(num_warps, num_stages)
     return options | {"debug": True} if kernel.debug else options
 
@@ -354,11 +354,11 @@ def _spills(instructions: Mapping[str, int]) -> int:
 
 
 def _innermost_loop_lines(sass: str) -> list[list[str]]:
-    """Returns the lines between each branch back and the label it goes to, where no other such stretch lies inside."""
+    """Returns the lines between each backward branch and its label, if no other such range lies inside."""
     lines = sass.splitlines()
-    labels = {found[1]: n for n, line in enumerate(lines) if (found := SASS_LABEL.match(line))}
+    labels = {matches[1]: n for n, line in enumerate(lines) if (matches := SASS_LABEL.match(line))}
     branches = ((n, SASS_BRANCH.search(line)) for n, line in enumerate(lines))
-    loops = [(labels[found[1]], n) for n, found in branches if found and labels.get(found[1], n) < n]
+    loops = [(labels[matches[1]], n) for n, matches in branches if matches and labels.get(matches[1], n) < n]
     innermost = [(a, b) for a, b in loops if not any((a, b) != (c, d) and a <= c and d <= b for c, d in loops)]
     return [lines[a : b + 1] for a, b in innermost]
 
@@ -373,8 +373,8 @@ def _exposed_exponentials(loop: list[str]) -> int:
 
 
 def _compile(source: ASTSource, target: GPUTarget, options: dict[str, Any]) -> tuple[CompiledKernel, str]:
-    """The kernel, and what ptxas said when it was made, which is kept beside it in Triton's cache."""
-    for always in (False, True):  # a kernel may be in the cache without the log
+    """Returns the kernel, and ptxas's output from its compilation, which is stored beside it in Triton's cache."""
+    for always in (False, True):  # Triton's cache may have the kernel without the log
         log = io.StringIO()
         with compiling(), triton.knobs.nvidia.scope(), triton.knobs.compilation.scope(), contextlib.redirect_stdout(log):
             triton.knobs.nvidia.dump_ptxas_log = True
@@ -385,7 +385,7 @@ def _compile(source: ASTSource, target: GPUTarget, options: dict[str, Any]) -> t
             cache.put(log.getvalue(), PTXAS_LOG, binary=False)
         if path := cache.get_file(PTXAS_LOG):
             return compiled, Path(path).read_text()
-    raise RuntimeError(f"triton {triton.__version__} does not print what ptxas says; {__name__} must learn where it goes")
+    raise RuntimeError(f"triton {triton.__version__} does not print the output of ptxas; {__name__} must be adapted to it")
 
 
 def _run(*command: str) -> str:
@@ -393,7 +393,7 @@ def _run(*command: str) -> str:
 
 
 def compile_many(requests: Sequence[CompileRequest], workers: int | None = None) -> list[CompileReport]:
-    """Compile `requests`, `workers` at a time (all cores by default), and return their reports in the same order.
+    """Compiles `requests`, `workers` at a time (all cores by default), and returns their reports in the same order.
 
     Raises CompileError once all are tried if any failed. Triton's cache on disk (TRITON_CACHE_DIR) makes repeats cheap.
     """
@@ -416,7 +416,7 @@ def _run_python(arguments: list[str], environment: dict[str, str]) -> subprocess
 
 
 def checked_answers(requests: Sequence[CompileRequest], answers: Sequence[CompileReport | str], stderr: str) -> list[CompileReport]:
-    """Returns the reports; raises CompileError where an answer is an error's message. stderr: the compiling process's."""
+    """Returns the reports; raises CompileError if an answer is an error message. stderr: of the compiling process."""
     if failures := [f"{request}\n{answer}" for request, answer in zip(requests, answers, strict=True) if isinstance(answer, str)]:
         message = f"{len(failures)} of {len(requests)} kernels do not compile"
         raise CompileError("\n\n".join([message, *failures, stderr[-4000:]]))
@@ -429,26 +429,26 @@ def main(job: str, answer: str) -> None:
 
 
 def answers_to(requests: Sequence[CompileRequest], workers: int | None = None) -> list[CompileReport | str]:
-    """Returns a report or an error's message for each, from processes forked of this one, which need not import torch again."""
+    """Returns a report or an error message for each request, from forked processes, which need not import torch again."""
     with ProcessPoolExecutor(workers or os.cpu_count(), mp_context=multiprocessing.get_context("fork")) as pool:
         futures = [pool.submit(_answer, request) for request in requests]
         return [_outcome(future) for future in futures]
 
 
 def _answer(request: CompileRequest) -> CompileReport | str:
-    """The report, or the message of what went wrong."""
+    """Returns the report, or the error message."""
     try:
         kernel = getattr(importlib.import_module(request.module), request.kernel)
         constexprs = {name: _constant(value) for name, value in request.constexprs.items()}
         return compile_for(
             kernel, request.signature, constexprs, request.sm, request.num_warps, request.num_stages, request.aligned
         )
-    except Exception as error:  # one kernel's failure, of whatever kind, must not hide the others' reports
+    except Exception as error:  # one kernel's failure, of any kind, must not hide the others' reports
         return "\nin which\n".join(f"{type(e).__name__}: {e}" for e in _with_causes(error))
 
 
 def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
-    """An error, and what it came from: Triton's says no more than where, for each function that was being inlined."""
+    """Yields an error and its causes: Triton's error has only a location, for each function that was being inlined."""
     while error is not None:
         yield error
         error = error.__cause__
@@ -470,5 +470,5 @@ def _constant(value: Any) -> Any:
 
 
 if __name__ == "__main__":
-    # By its full name: what is unpickled must be the classes of the module, not those of __main__.
+    # By its full name, because unpickled objects must have the module's classes, not those of __main__.
     importlib.import_module("flexattn.kernels_triton.ahead_of_time.compile_report").main(*sys.argv[1:])

@@ -1,8 +1,8 @@
-"""Backward attention on Blackwell (sm_100) in Gluon, in one kernel: dk and dv of 128 keys a program, and what these add to dq.
+"""Fused backward attention on Blackwell (sm_100) in Gluon: dk and dv of 128 keys a program, and their contributions to dq.
 
-A warp loads by TMA, one issues products, two warpgroups have the softmax's part, and one adds dq to fp32 sums in global memory, in
-whatever order programs come to it: so the last bits of dq vary from run to run. All sums are in tensor memory (FlashAttention-4,
-arXiv 2603.05451). Blocks, bands, masks, mods, the loading warp and the sums of dq are those of the fused backward for sm_90.
+One warp loads by TMA, one issues products, and two warpgroups have the softmax. Another warpgroup adds dq to fp32 sums in global
+memory, in an arbitrary order. So the last bits of dq differ from run to run. All sums are in tensor memory (FlashAttention-4, arXiv
+2603.05451). Blocks, bands, masks, mods, the loading warp and the sums of dq are those of the fused backward for sm_90.
 """
 
 from __future__ import annotations
@@ -36,27 +36,28 @@ from flexattn.kernels_triton.runtime.launch import hopper_kernel, launch
 
 @hopper_kernel
 def _attn_bwd_blackwell_kernel(args: FusedArguments, MODS: gl.constexpr, META: gl.constexpr):
-    of = args.descriptors
-    DTYPE: gl.constexpr = of.q.dtype
+    descriptors = args.descriptors
+    DTYPE: gl.constexpr = descriptors.q.dtype
     BLOCK_M: gl.constexpr = META.BLOCK_M
     Q_STAGES: gl.constexpr = META.Q_STAGES
     DOUT_STAGES: gl.constexpr = META.DOUT_STAGES
     tiles = FusedTiles(
-        q=allocate_tiles(Q_STAGES, of.q),
+        q=allocate_tiles(Q_STAGES, descriptors.q),
         q16=None,
-        dout=allocate_tiles(DOUT_STAGES, of.dout),
+        dout=allocate_tiles(DOUT_STAGES, descriptors.dout),
         dout16=None,
-        k=allocate_tiles(1, of.k),
+        k=allocate_tiles(1, descriptors.k),
         k16=None,
-        v=allocate_tiles(1, of.v),
-        statistics=gl.allocate_shared_memory(gl.float32, [Q_STAGES, 2 * BLOCK_M], of.statistics.layout),
+        v=allocate_tiles(1, descriptors.v),
+        statistics=gl.allocate_shared_memory(gl.float32, [Q_STAGES, 2 * BLOCK_M], descriptors.statistics.layout),
         factors=None,
         ds=gl.allocate_shared_memory(DTYPE, [META.BLOCK_N, BLOCK_M], ds_layout(META.COLUMNS, DTYPE)),
-        dq=allocate_tiles(DQ_STAGES, of.dq),
+        dq=allocate_tiles(DQ_STAGES, descriptors.dq),
     )
     barriers = FusedBarriers(
         q_full=allocate_barriers(Q_STAGES, 1),
-        q_empty=allocate_barriers(Q_STAGES, 1 + CONSUMERS),  # the product with it, and who reads the statistics beside it
+        # released by the product that reads q, and by the consumers, which read the statistics
+        q_empty=allocate_barriers(Q_STAGES, 1 + CONSUMERS),
         dout_full=allocate_barriers(DOUT_STAGES, 1),
         dout_empty=allocate_barriers(DOUT_STAGES, 1),
         dq_full=allocate_barriers(1, 1),
@@ -76,12 +77,12 @@ def _attn_bwd_blackwell_kernel(args: FusedArguments, MODS: gl.constexpr, META: g
             (load_fused, (args, tiles, barriers, block, META)),
         ],
         [4, 4, 1, 1],
-        [168, 96, 80, 80],  # and 168 are left to the first consumer: no role spills more than a register in its loop
+        [168, 96, 80, 80],  # the first consumer gets the remaining 168: no role spills more than one register in its loop
     )
 
 
 def blackwell_backward(call: Backward, tile: BlackwellBackwardTile | None = None) -> None:
-    """Launches the backward, of calls that `backward_unsupported` does not name; the last bits of dq vary from run to run."""
+    """Launches the backward of a call that `backward_unsupported` does not reject; the last bits of dq differ from run to run."""
     x = call.problem
     tile = tile or backward_tile(x)
     meta = BackwardMeta(
@@ -94,7 +95,7 @@ def blackwell_backward(call: Backward, tile: BlackwellBackwardTile | None = None
         DOUT_STAGES=tile.dout_stages,
         DQ_PARTS=cdiv(x.q.shape[-1], DQ_COLUMNS.value),
         DOUT_APART=True,
-        NUMBERS=0,  # a program has one block of keys
+        NUMBERS=0,  # a program has one key block
         K_STAGES=1,
         V_STAGES=1,
         CONVERTED=0,

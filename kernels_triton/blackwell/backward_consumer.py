@@ -27,15 +27,15 @@ from flexattn.kernels_triton.hopper.pipeline import release, wait_full
 
 
 @gluon.jit
-def _write_gradient(total, factor, is_there, tile, META: gl.constexpr):
-    # A sum in tensor memory, or zeros, times factor, in 16 bits to a tile in shared memory
+def _write_gradient(total, factor, has_queries, tile, META: gl.constexpr):
+    # Writes a sum from tensor memory, or zeros, times factor, in 16 bits to a tile in shared memory
     COLUMNS: gl.constexpr = 64  # rows of the swizzle
     PARTS: gl.constexpr = META.DIM // COLUMNS
     LAYOUT: gl.constexpr = row_layout(COLUMNS)
     rows = tile.reshape([LANES, META.DIM])
     for part in gl.static_range(PARTS):
         columns = gl.zeros([LANES, COLUMNS], gl.float32, layout=LAYOUT)
-        if is_there:
+        if has_queries:
             columns = total.slice(part * COLUMNS, COLUMNS).load(LAYOUT) * factor
         rows.slice(part * COLUMNS, COLUMNS, 1).store(columns.to(tile.dtype))
     fence_async_shared()
@@ -56,23 +56,23 @@ def compute_partition(
     rows = block.first_row + gl.arange(0, LANES, layout=gl.SliceLayout(1, SCORES))
     block_columns = gl.arange(0, COLUMNS, layout=QUERIES)
     uncut_from = first_uncut_query(block.first_row, LANES, block.band, META)
-    at, values = first_query_head(block, args.work, scores, MODS, META)
+    position, values = first_query_head(block, args.work, scores, MODS, META)
     iterations = block.num_blocks * group_size
     for n in range(iterations):  # counts the blocks of all query heads
-        row, is_full = query_block(at.n, block.block_range, META)
+        row, is_full = query_block(position.n, block.block_range, META)
         is_cut = cuts_block(row, block.first_row, uncut_from, block.band, META)
-        head = head_at(at, values, block, scores, META)
+        head = head_at(position, values, block, scores, META)
         statistics = tiles.statistics.index(n % META.Q_STAGES)
-        # Statistics come and go with q. That scores are there implies that they are, and dk that they are read; but PTX has it of
-        # a commit alone that products have ended.
+        # Statistics are loaded and released with q. Complete scores imply that they are loaded, and a complete dk that they have
+        # been read. But PTX guarantees only for a commit that products have ended.
         wait_full(barriers.q_full, n, META.Q_STAGES)
         mbarrier.wait(products.scores_full.index(0), n & 1)
         fence_after_sync()
         for part in gl.static_range(PARTS):
             columns = row + FIRST + part * COLUMNS + block_columns
             i, j = columns[None, :], rows[:, None]
-            own = sums.scores.slice(FIRST + part * COLUMNS, COLUMNS)
-            s, factor, cap_tanh, score = logits(own.load(SCORES), i, j, scores.scale, head, MODS, META)
+            score_columns = sums.scores.slice(FIRST + part * COLUMNS, COLUMNS)
+            s, factor, cap_tanh, score = logits(score_columns.load(SCORES), i, j, scores.scale, head, MODS, META)
             place = ScorePlace(rows=rows, columns=columns, row=row, is_cut=is_cut, is_full=is_full)
             p = probabilities(s, factor, place, statistics.slice(FIRST + part * COLUMNS, COLUMNS), head, block, MODS, META)
             weights_over(sums.scores, FIRST + part * COLUMNS, COLUMNS, DTYPE, META.BLOCK_M).store(p.to(DTYPE))
@@ -90,12 +90,12 @@ def compute_partition(
         fence_before_sync()
         mbarrier.arrive(products.ds_full.index(0), count=1)
         release(barriers.q_empty, n, META.Q_STAGES)
-        at, values = next_query_block(at, values, block, args.work, scores, MODS, META)
-    is_there = iterations > 0  # else no query sees the keys
-    mbarrier.wait(products.sums_full.index(0), 0, pred=is_there)
+        position, values = next_query_block(position, values, block, args.work, scores, MODS, META)
+    has_queries = iterations > 0  # False if no query sees the keys
+    mbarrier.wait(products.sums_full.index(0), 0, pred=has_queries)
     fence_after_sync()
     if CONSUMER == 0:  # through the memory of v and k, which no product reads any more
-        _write_gradient(sums.dv, 1.0, is_there, tiles.v.index(0), META)
+        _write_gradient(sums.dv, 1.0, has_queries, tiles.v.index(0), META)
     else:
-        _write_gradient(sums.dk, scores.scale, is_there, tiles.k.index(0), META)
+        _write_gradient(sums.dk, scores.scale, has_queries, tiles.k.index(0), META)
     release(barriers.dkdv_full, 0, 1)

@@ -1,4 +1,4 @@
-"""The warpgroup of the backward for sm_100 that takes dq, block by block, out of tensor memory and adds it to the fp32 sums."""
+"""The warpgroup of the backward for sm_100 that reads dq from tensor memory, block by block, and adds it to the fp32 sums."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ def add_dq(args: FusedArguments, buffers: Buffers, block: Block, META: gl.conste
     barriers, tiles = buffers.barriers, buffers.tiles
     LAYOUT: gl.constexpr = row_layout(DQ_COLUMNS)
     PARTS: gl.constexpr = META.DQ_PARTS
-    n_tile = 0  # counts the tiles that leave
-    at = first_queries(block, args.work)
+    n_tile = 0  # counts the tiles that are stored
+    position = first_queries(block, args.work)
     for iteration in range(block.num_blocks * args.work.group_size):
-        row = query_block(at.n, block.block_range, META)[0]
+        row = query_block(position.n, block.block_range, META)[0]
         mbarrier.wait(barriers.dq_full.index(0), iteration & 1)
         fence_after_sync()
-        # A listed block may lie past the end: no row of this head's.
+        # A listed block may be past the end, with no row of this head.
         if META.BLOCK_SIZE_Q == 0 or row < block.sequence.len_q:
             for part in gl.static_range(PARTS):
                 dq = buffers.sums.dp.slice(part * DQ_COLUMNS, DQ_COLUMNS).load(LAYOUT)
                 tile = tiles.dq.index(n_tile % DQ_STAGES)
-                tma.store_wait(DQ_STAGES - 1)  # the engine has read what was in the tile
+                tma.store_wait(DQ_STAGES - 1)  # the engine has read the tile
                 tile.store(in_order_of_sums(dq))
                 fence_async_shared()
-                reduce_add(args.descriptors.dq, [place_of_sums(row, at.head, args, block, META), part * DQ_COLUMNS], tile)
+                reduce_add(args.descriptors.dq, [place_of_sums(row, position.head, args, block, META), part * DQ_COLUMNS], tile)
                 n_tile += 1
         fence_before_sync()
         mbarrier.arrive(barriers.dq_empty.index(0), count=1)
-        at = next_queries(at, block, args.work)
+        position = next_queries(position, block, args.work)
     tma.store_wait(0)

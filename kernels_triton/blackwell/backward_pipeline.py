@@ -13,8 +13,8 @@ from flexattn.kernels_triton.hopper.fused_consumer import FusedBarriers, FusedTi
 from flexattn.kernels_triton.hopper.pipeline import allocate_barriers
 
 CONSUMERS = gl.constexpr(2)  # warpgroups that share a tile of scores: half of its queries each
-DQ_COLUMNS = gl.constexpr(32)  # columns of dq that leave tensor memory at a time
-DQ_STAGES = gl.constexpr(2)  # tiles of so many columns on their way out
+DQ_COLUMNS = gl.constexpr(32)  # columns of dq that are read from tensor memory at a time
+DQ_STAGES = gl.constexpr(2)  # tiles of these columns on their way out
 
 
 @with_features
@@ -24,11 +24,11 @@ class BackwardMeta(NamedTuple):
     BLOCK_M: int
     BLOCK_N: int
     DIM: int
-    COLUMNS: int  # queries whose scores with a key a thread has at a time
+    COLUMNS: int  # queries of which a thread holds the scores with one key at a time
     Q_STAGES: int
     DOUT_STAGES: int
-    DQ_PARTS: int  # tiles of DQ_COLUMNS columns that dq has
-    DOUT_APART: bool  # this and what follows as in `FusedMeta`
+    DQ_PARTS: int  # tiles of DQ_COLUMNS columns of dq
+    DOUT_APART: bool  # for this and the next four see `FusedMeta`
     NUMBERS: int
     K_STAGES: int
     V_STAGES: int
@@ -36,13 +36,13 @@ class BackwardMeta(NamedTuple):
 
 
 class ProductBarriers(NamedTuple):
-    """Barriers between the warp that issues products and the consumers, of a block of queries but for the last one."""
+    """Barriers between the warp that issues products and the consumers; all but the last are for one query block."""
 
-    scores_full: Any  # scores are there
-    weights_full: Any  # weights are there, in the place of the scores
-    dp_full: Any  # dp is there, and no product reads ds of the block before
-    ds_full: Any  # ds is there, and dp has been read
-    sums_full: Any  # dk and dv are there
+    scores_full: Any  # scores are complete
+    weights_full: Any  # weights have replaced the scores
+    dp_full: Any  # dp is complete, and no product reads ds of the previous block
+    ds_full: Any  # ds is complete, and dp has been read
+    sums_full: Any  # dk and dv are complete
 
 
 class Buffers(NamedTuple):
@@ -54,7 +54,7 @@ class Buffers(NamedTuple):
 
 @gluon.constexpr_function
 def ds_layout(columns, dtype):
-    # ds of a block, of which a consumer stores so many queries at a time: whole rows of the swizzle
+    # Layout of ds of a block; a consumer stores `columns` queries at a time, which are whole rows of the swizzle
     bits = dtype.primitive_bitwidth
     return gl.NVMMASharedLayout(swizzle_byte_width=columns * bits // 8, element_bitwidth=bits, rank=2)
 

@@ -1,12 +1,12 @@
-"""The warp of the backward for sm_100 that issues all products: of scores and dp, and those that dv, dk and dq are sums of.
+"""The warp of the backward for sm_100 that issues all products: of scores and dp, and the products that dv, dk and dq sum.
 
-They run in the order of issue, as in `products`. For a block of queries that is
+They run in the order of issue, as in `products`. For a query block that is
 
-    scores | dq and dk of the block before | dp | dv
+    scores | dq and dk of the previous block | dp | dv
 
-so that the consumers have a block's weights under dq and dk of the block before, and its ds under dv and the next scores. Two tiles
-have two uses: weights lie where their scores were, and dq where dp was. The next scores are issued behind the product that reads
-the weights; dp is issued when dq has left.
+So the consumers compute a block's weights during dq and dk of the previous block, and its ds during dv and the next scores. Two
+tiles have two uses: weights replace their scores, and dq replaces dp. The next scores are issued after the product that reads the
+weights. dp is issued after dq has left tensor memory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from flexattn.kernels_triton.hopper.pipeline import wait_empty, wait_full
 @gluon.jit
 def _issue_scores(n, buffers: Buffers, META: gl.constexpr):
     tiles = buffers.tiles
-    wait_full(buffers.barriers.q_full, n, META.Q_STAGES)  # with the first q comes k
+    wait_full(buffers.barriers.q_full, n, META.Q_STAGES)  # k is loaded with the first q
     k = tiles.k.index(0).reshape([META.BLOCK_N, META.DIM])
     q = tiles.q.index(n % META.Q_STAGES).reshape([META.BLOCK_M, META.DIM])
     tcgen05_mma(k, q.permute([1, 0]), buffers.sums.scores, use_acc=False)
@@ -50,7 +50,7 @@ def _issue_dp_and_dv(n, buffers: Buffers, META: gl.constexpr):
     COLUMNS: gl.constexpr = META.COLUMNS
     PARTS: gl.constexpr = META.BLOCK_M // COLUMNS
     tiles, barriers, sums = buffers.tiles, buffers.barriers, buffers.sums
-    wait_full(barriers.dout_full, n, META.DOUT_STAGES)  # with the first dout comes v
+    wait_full(barriers.dout_full, n, META.DOUT_STAGES)  # v is loaded with the first dout
     wait_empty(barriers.dq_empty, n, 1)
     fence_after_sync()
     v = tiles.v.index(0).reshape([META.BLOCK_N, META.DIM])

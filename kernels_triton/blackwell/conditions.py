@@ -1,4 +1,4 @@
-"""The problems that the kernels for sm_100 take, and with which tile."""
+"""Conditions of the kernels for sm_100: the problems that they support, and their tiles."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from flexattn.kernels_triton.runtime.launch import capability_of
 
 
 def forward_tile(problem: Problem) -> BlackwellTile:
-    """Returns the tile, which no measurement chose; numbers drawn for dropout need registers as modified scores do."""
+    """Returns the tile, which was not measured; random numbers for dropout need registers, like modified scores."""
     d_qk, d_v = problem.q.shape[-1], problem.v.shape[-1]
     tiles = BLACKWELL_MODIFIED if problem.is_modified or problem.dropout_p > 0 else BLACKWELL_FORWARD
     return next(tile for tile in tiles if d_qk <= tile.head_dim_qk and d_v <= tile.head_dim_v)
@@ -35,7 +35,7 @@ def _unsupported_device(problem: Problem) -> str | None:
 
 
 def forward_unsupported(problem: Problem, out: Tensor) -> str | None:
-    """Returns why the forward cannot run this problem; None: it can."""
+    """Returns the reason if the forward cannot run this problem; None: it can."""
     x = problem
     if error := _unsupported_device(x):
         return error
@@ -47,7 +47,7 @@ def forward_unsupported(problem: Problem, out: Tensor) -> str | None:
 
 
 def backward_tile(problem: Problem) -> BlackwellBackwardTile:
-    """Returns the tile; of modified scores half as many at a time, as what a mod or a bias computes stands beside them."""
+    """Returns the tile; modified scores halve its columns, because values of a mod or a bias need registers beside them."""
     x = problem
     width = max(x.q.shape[-1], x.v.shape[-1])
     tile = next(tile for tile in BLACKWELL_BACKWARD if width <= tile.head_dim)
@@ -55,7 +55,7 @@ def backward_tile(problem: Problem) -> BlackwellBackwardTile:
 
 
 def backward_unsupported(problem: Problem, out: Tensor, dout: Tensor) -> str | None:
-    """Returns why the backward cannot run this problem; None: it can."""
+    """Returns the reason if the backward cannot run this problem; None: it can."""
     x = problem
     if error := _unsupported_device(x):
         return error

@@ -1,4 +1,4 @@
-"""A consumer of the forward for sm_100: a warpgroup with the softmax of 128 rows, the rescaling of their sums, their results."""
+"""A consumer of the forward for sm_100: a warpgroup with the softmax of 128 rows, the rescaling of their sums, and the results."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from flexattn.kernels_triton.hopper.tile_scheduler import receive_tile
 
 
 class Carry(NamedTuple):
-    """Statistics of a consumer's rows over the blocks of keys so far; their sums of v are in tensor memory."""
+    """Statistics of a consumer's rows over the key blocks so far; their sums of v are in tensor memory."""
 
     row_max: Any
     row_sum: Any
@@ -43,8 +43,8 @@ class Carry(NamedTuple):
 
 @gluon.jit
 def _rescale_out(out, correction, META: gl.constexpr):
-    # Skipped where no row's maximum rose: the weights of a lazy kernel's rows are hardly ever rescaled.
-    COLUMNS: gl.constexpr = 32  # at a time: with more, registers are spilled
+    # Skipped if no row's maximum rose: a lazy kernel rarely rescales a row.
+    COLUMNS: gl.constexpr = 32  # at a time: with more, registers spill
     PARTS: gl.constexpr = META.V0 // COLUMNS
     LAYOUT: gl.constexpr = row_layout(COLUMNS)
     if gl.max((correction != 1.0).to(gl.int32), 0) > 0:
@@ -70,7 +70,7 @@ def _take_block(
     weights = kept(weights, same.draws, same.b_h, same.m_start, column, META)
     # before out is loaded: there are no registers for both
     forward_weights(buffers.sums, CONSUMER, DTYPE, META.BLOCK_N, META).store(weights.to(DTYPE))
-    if iteration > 0:  # the product with v of the block before has ended where this block's scores are there
+    if iteration > 0:  # this block's scores are complete, so the previous block's product with v has ended
         _rescale_out(buffers.sums.out.index(CONSUMER), correction, META)
     fence_before_sync()
     mbarrier.arrive(products.weights_full.index(CONSUMER), count=1)
@@ -78,37 +78,39 @@ def _take_block(
 
 
 class OutRows(NamedTuple):
-    """Rows of a consumer whose sums are to become its part of out."""
+    """Rows of a consumer, whose sums become its part of out."""
 
     queries: Any
     heads: Any
     lse_row: Any
     rescale: Any
-    is_empty: Any  # they see no key, and what no product wrote may be anything
+    is_empty: Any  # they see no key, and out is undefined because no product wrote it
 
 
 @gluon.jit
-def _store_out(of: OutRows, received: ReceivedTile, CONSUMER: gl.constexpr, args: Arguments, buffers: Buffers, META: gl.constexpr):
+def _store_out(
+    out_rows: OutRows, received: ReceivedTile, CONSUMER: gl.constexpr, args: Arguments, buffers: Buffers, META: gl.constexpr
+):
     # Asynchronous: the last part's store may still be in flight on return.
     QUERIES: gl.constexpr = META.BLOCK_M // META.CONSUMERS // META.GROUP
     PARTS: gl.constexpr = META.OUT_PARTS
     COLUMNS: gl.constexpr = META.V0 // PARTS
     LAYOUT: gl.constexpr = row_layout(COLUMNS)
     tile = received.tile
-    factor = gl.convert_layout(of.rescale, gl.SliceLayout(1, LAYOUT))[:, None]
+    factor = gl.convert_layout(out_rows.rescale, gl.SliceLayout(1, LAYOUT))[:, None]
     for part in gl.static_range(PARTS):
         columns = gl.zeros([LANES, COLUMNS], gl.float32, layout=LAYOUT)
-        if not of.is_empty:
+        if not out_rows.is_empty:
             columns = buffers.sums.out.index(CONSUMER).slice(part * COLUMNS, COLUMNS).load(LAYOUT) * factor
         if META.IS_SPLIT:
-            store_split_rows(columns, part * COLUMNS, received, of.lse_row, of.queries, of.heads, args, META)
+            store_split_rows(columns, part * COLUMNS, received, out_rows.lse_row, out_rows.queries, out_rows.heads, args, META)
         elif META.HEADS < META.GROUP:
-            store_out_rows(columns, part * COLUMNS, received, of.queries, of.heads, args, META)
+            store_out_rows(columns, part * COLUMNS, received, out_rows.queries, out_rows.heads, args, META)
         else:
             token, head = received.start_q + tile.b * args.steps.out.tokens, tile.h + tile.b * args.steps.out.heads
             row = tile.first_row + CONSUMER * QUERIES
             buffer = buffers.tiles.out.index(CONSUMER)
-            tma.store_wait(0)  # what was in the buffer has left it
+            tma.store_wait(0)  # the previous store has read the buffer
             buffer.reshape([LANES, COLUMNS]).store(columns.to(buffer.dtype))
             fence_async_shared()
             store_rows(args.descriptors.out, token, received.band.len_q, row, head, part * COLUMNS, buffer)
@@ -125,14 +127,14 @@ def compute_partition(args: Arguments, buffers: Buffers, CONSUMER: gl.constexpr,
     draws = dropout_state(args.dropout, 0, META)
     n_block = 0
     n_tile = 0
-    n_out = 0  # counts the work tiles with blocks of keys for this consumer
+    n_out = 0  # counts the work tiles in which this consumer has key blocks
     numbers = receive_tile(n_tile, barriers, META)
     while numbers[0] >= 0:
         received = received_tile(numbers, args, META)
         tile, band = received.tile, received.band
         h, b = tile.h, tile.b
         m_start = tile.first_row + CONSUMER * (META.BLOCK_M // META.CONSUMERS // GROUP)
-        _, own_num_blocks, own_range = blocks_of_consumer(m_start, received.num_blocks, received.block_range, band, META)
+        _, num_consumer_blocks, consumer_range = blocks_of_consumer(m_start, received.num_blocks, received.block_range, band, META)
         rows, h_of_rows = rows_and_heads(m_start, h, band.len_q, ROW, META)
         h_of_scores = h
         if GROUP > 1:
@@ -142,12 +144,12 @@ def compute_partition(args: Arguments, buffers: Buffers, CONSUMER: gl.constexpr,
         row_sum = gl.zeros([LANES], gl.float32, layout=ROW)
         if META.HAS_SINK:
             sink = sink_of_rows(tile, h_of_rows, args, META)
-            if not META.HAS_MAX_LOGIT:  # the sink is none
+            if not META.HAS_MAX_LOGIT:  # max_logit excludes the sink
                 row_max = gl.maximum(row_max, sink)
                 row_sum += gl.where(row_max == float("-inf"), 0.0, 1.0)
         same = Invariants(
-            num_blocks=own_num_blocks,
-            block_range=own_range,
+            num_blocks=num_consumer_blocks,
+            block_range=consumer_range,
             m_start=m_start,
             rows=rows,
             block_columns=block_columns,
@@ -160,7 +162,7 @@ def compute_partition(args: Arguments, buffers: Buffers, CONSUMER: gl.constexpr,
             zeros=0,
         )
         carry = Carry(row_max=row_max, row_sum=row_sum, n_block=n_block)
-        for iteration in range(own_num_blocks):
+        for iteration in range(num_consumer_blocks):
             carry = _take_block(iteration, carry, same, buffers, CONSUMER, MODS, META)
         n_block = carry.n_block
         row_max, row_sum = carry.row_max, carry.row_sum
@@ -172,18 +174,18 @@ def compute_partition(args: Arguments, buffers: Buffers, CONSUMER: gl.constexpr,
         lse_row = statistics_row(received, CONSUMER, rows, h_of_rows, args, META)
         row_sum_or_1 = gl.where(row_sum == 0.0, 1.0, row_sum)  # a row that sees nothing: out 0, lse -inf + 0
         store_lse(row_max, row_sum_or_1, lse_row, rows, received, args, META)
-        is_empty = own_num_blocks == 0
-        mbarrier.wait(buffers.products.out_full.index(CONSUMER), n_out & 1, pred=own_num_blocks > 0)
+        is_empty = num_consumer_blocks == 0
+        mbarrier.wait(buffers.products.out_full.index(CONSUMER), n_out & 1, pred=num_consumer_blocks > 0)
         fence_after_sync()
         n_out += gl.where(is_empty, 0, 1)
-        own = OutRows(
+        out_rows = OutRows(
             queries=rows,
             heads=h_of_rows,
             lse_row=lse_row,
             rescale=scaled(1.0 / row_sum_or_1, draws, META) * correction,
             is_empty=is_empty,
         )
-        _store_out(own, received, CONSUMER, args, buffers, META)
+        _store_out(out_rows, received, CONSUMER, args, buffers, META)
         n_tile += 1
         numbers = receive_tile(n_tile, barriers, META)
     tma.store_wait(0)

@@ -1,6 +1,6 @@
-"""Dropout in the forward for sm_100: what `primitives.dropout_keep` keeps, where a thread has a row of weights.
+"""Dropout in the forward for sm_100: the weights that `primitives.dropout_keep` keeps, if one thread has a row of weights.
 
-A row's calls of Philox, one for each eight neighbouring keys, are its thread's own, and so is all that they decide about.
+A thread makes all Philox calls of its row, one for each eight neighbouring keys, and also holds all weights that they decide about.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from flexattn.kernels_triton.hopper.dropout import DropoutState, philox
 
 @gluon.jit
 def kept(weights, state: DropoutState, b_h, queries, keys, META: gl.constexpr):
-    # The weights of LANES rows, the first query of which is `queries`, and of BLOCK_N keys from `keys` on, with 0 for what is
-    # dropped. Rows may be those of GROUP heads, from b_h on, in turn.
+    # Returns the weights with 0 for dropped ones, for LANES rows from query `queries` on and BLOCK_N keys from `keys` on. Rows may
+    # alternate between GROUP heads, from b_h on.
     if META.HAS_DROPOUT:
         COLUMNS: gl.constexpr = META.BLOCK_N
         CALLS: gl.constexpr = row_layout(COLUMNS // 8)

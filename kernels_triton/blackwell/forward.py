@@ -1,7 +1,7 @@
-"""Forward attention on Blackwell (sm_100) in Gluon: a warp that loads by TMA, one that issues products, two warpgroups.
+"""Forward attention on Blackwell (sm_100) in Gluon: one warp loads, one issues products, two warpgroups have the softmax.
 
-Products are tcgen05's: they read q, k and v in shared memory and weights in tensor memory, and leave scores and out there. The two
-consumer warpgroups have 128 queries each, so that the products of one run under the softmax of the other (FlashAttention-4, arXiv
+tcgen05 products read q, k and v from shared memory and weights from tensor memory, and write scores and out to tensor memory. The
+two consumer warpgroups have 128 queries each, so that the products of one overlap the softmax of the other (FlashAttention-4, arXiv
 2603.05451). Work tiles, bands, masks, mods and results are those of the forward for sm_90.
 """
 
@@ -30,16 +30,16 @@ from flexattn.kernels_triton.runtime.launch import hopper_kernel, launch, num_pr
 
 @hopper_kernel
 def _attn_fwd_blackwell_kernel(args: Arguments, MODS: gl.constexpr, META: gl.constexpr):
-    of = args.descriptors
+    descriptors = args.descriptors
     CONSUMERS: gl.constexpr = META.CONSUMERS
     REGISTERS: gl.constexpr = META.REGISTERS
     LOADER_REGISTERS: gl.constexpr = 56
-    q_tiles = allocate_pair(CONSUMERS * META.Q_STAGES, of.q, META)
+    q_tiles = allocate_pair(CONSUMERS * META.Q_STAGES, descriptors.q, META)
     out_tiles = q_tiles.first  # never used
     if not META.IS_SPLIT:
-        out_tiles = allocate_tiles(CONSUMERS, of.out)
-    k_tiles = allocate_key_pair(of.k, META)
-    v_tiles = allocate_blocks(META.STAGES, of.v, META.BLOCK_N)
+        out_tiles = allocate_tiles(CONSUMERS, descriptors.out)
+    k_tiles = allocate_key_pair(descriptors.k, META)
+    v_tiles = allocate_blocks(META.STAGES, descriptors.v, META.BLOCK_N)
     tiles = Tiles(q=q_tiles, k=k_tiles, v=v_tiles, out=out_tiles)
     barriers = allocate_loader_barriers(META)
     products = allocate_product_barriers(CONSUMERS)
@@ -59,7 +59,7 @@ def _attn_fwd_blackwell_kernel(args: Arguments, MODS: gl.constexpr, META: gl.con
 
 
 def tiles_and_room(problem: Problem, tile: BlackwellTile, group: int) -> tuple[int, int]:
-    """(tiles of so many heads, programs that the device has room for), for `number_of_splits`."""
+    """Returns (number of tiles, number of programs that the device runs at once), for `number_of_splits`."""
     return number_of_tiles(problem, tile, group), num_processors(problem.device)
 
 
@@ -72,7 +72,7 @@ def blackwell_forward(
     group: int | None = None,
     splits: int | None = None,
 ) -> None:
-    """Launches the forward, of calls that `forward_unsupported` does not name; group and splits as `hopper_forward` has them."""
+    """Launches the forward of a call that `forward_unsupported` does not reject; for group and splits see `hopper_forward`."""
     x = problem
     tile = tile or forward_tile(x)
     group = heads_of_a_tile(x, tile) if group is None else group

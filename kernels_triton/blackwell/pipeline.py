@@ -13,11 +13,11 @@ from flexattn.kernels_triton.hopper.pipeline import ForwardBarriers, allocate_ba
 
 
 class ProductBarriers(NamedTuple):
-    """Barriers between the warp that issues products and the consumers, one for each of these."""
+    """Barriers between the warp that issues products and the consumers, one for each consumer."""
 
-    scores_full: Any  # a block's scores are there, and the product with v of the block before is
-    weights_full: Any  # the weights are there, and out is rescaled for them
-    out_full: Any  # a work tile's last product with v is there
+    scores_full: Any  # a block's scores are complete, and so is the previous block's product with v
+    weights_full: Any  # the weights are complete, and out is rescaled for them
+    out_full: Any  # a work tile's last product with v is complete
 
 
 class Buffers(NamedTuple):
@@ -29,7 +29,7 @@ class Buffers(NamedTuple):
 
 @gluon.jit
 def allocate_loader_barriers(META: gl.constexpr):
-    # As on sm_90, but one warp releases all stages, when its products have read them, and it too receives work tiles.
+    # As on sm_90, but one warp releases all stages after its products have read them, and it also receives work tiles.
     CONSUMERS: gl.constexpr = META.CONSUMERS
     STAGES: gl.constexpr = META.STAGES
     Q_TILES: gl.constexpr = CONSUMERS * META.Q_STAGES

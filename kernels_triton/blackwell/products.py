@@ -1,9 +1,9 @@
-"""The warp of the forward for sm_100 that issues all products: of q and k, of weights and v.
+"""The warp of the forward for sm_100 that issues all products: of q and k, and of weights and v.
 
-They run in the order of issue. PTX promises that for products of one accumulator alone; kernels of Triton and FlashAttention-4
-rely on it for others too. A consumer's next scores are issued behind the product that reads its weights, whose place they take.
-So while one consumer has its softmax the other one's products run, and a barrier that scores are committed to has seen that
-product too.
+They run in the order of issue. PTX guarantees that only for products of one accumulator; kernels of Triton and FlashAttention-4
+rely on it for others too. A consumer's next scores are issued after the product that reads its weights, because they overwrite
+them. So while one consumer computes its softmax, the other consumer's products run. A barrier that scores are committed to also
+covers that product.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from flexattn.kernels_triton.hopper.tile_scheduler import receive_tile
 
 
 class Share(NamedTuple):
-    """The blocks of a work tile that one consumer's queries see, by their places among all that the tile's see."""
+    """The blocks of a work tile that one consumer's queries see, by their indices among all blocks that the tile's queries see."""
 
     begin: Any
     end: Any
-    before: Any  # blocks that the consumer had in earlier work tiles
+    before: Any  # blocks of the consumer in earlier work tiles
 
 
 @gluon.jit
@@ -41,7 +41,7 @@ def _share_of(CONSUMER: gl.constexpr, before, received, META: gl.constexpr):
 
 @gluon.jit
 def _add_product_with_v(n, n_block, share: Share, CONSUMER: gl.constexpr, buffers: Buffers, META: gl.constexpr):
-    # Of the n-th block of a work tile, the n_block-th of the program
+    # For the n-th block of a work tile, which is the program's n_block-th
     v = buffers.tiles.v.index(n_block % META.STAGES).reshape([META.BLOCK_N, META.V0])
     weights = forward_weights(buffers.sums, CONSUMER, v.dtype, META.BLOCK_N, META)
     mbarrier.wait(buffers.products.weights_full.index(CONSUMER), (share.before + n - share.begin) & 1)
@@ -78,7 +78,7 @@ def product_partition(args: Arguments, buffers: Buffers, META: gl.constexpr):
             mbarrier.wait(barriers.q_full.index(first_slot + consumer), (n_tile // META.Q_STAGES) & 1)
             is_idle = shares[consumer].end == shares[consumer].begin
             mbarrier.arrive(barriers.q_empty.index(first_slot + consumer), count=1, pred=is_idle)
-        for n in range(num_blocks + 1):  # the scores of block n, and the product with v of the block before
+        for n in range(num_blocks + 1):  # the scores of block n, and the previous block's product with v
             if n < num_blocks:
                 wait_full(barriers.k_full, n_block + n, STAGES)
             if n > 0:
@@ -98,5 +98,5 @@ def product_partition(args: Arguments, buffers: Buffers, META: gl.constexpr):
         n_block += num_blocks
         n_tile += 1
         numbers = receive_tile(n_tile, barriers, META)
-    if n_block > 0:  # the last commit has arrived before the program ends
+    if n_block > 0:  # the last commit must arrive before the program ends
         mbarrier.wait(barriers.v_empty.index((n_block - 1) % STAGES), ((n_block - 1) // STAGES) & 1)

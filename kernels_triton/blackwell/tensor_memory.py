@@ -1,7 +1,7 @@
-"""Tensor memory of the kernels for sm_100: where scores, weights and out lie, their layouts, and the products that write them.
+"""Tensor memory of the kernels for sm_100: the tiles of scores, weights and out, their layouts, and the products that write them.
 
-A tile in it has 128 rows, one for each of its lanes, and 32-bit columns, of which there are 512. A warpgroup loads and stores a
-tile so that each thread has a row of its own.
+A tile has 128 rows, one for each lane, and 32-bit columns, of which there are 512. A warpgroup loads and stores a tile so that each
+thread has one row.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from flexattn.kernels_triton.hopper.pairs import Pair
 from flexattn.kernels_triton.runtime.gluon_names import reinterpreted, tensor_rows
 
 LANES = gl.constexpr(128)  # rows of a tile: tcgen05.mma's M
-_WARPS = 4  # a warpgroup's, each of which reaches a quarter of the lanes
+_WARPS = 4  # warps of a warpgroup, each of which accesses a quarter of the lanes
 
 
 @gluon.constexpr_function
 def tile_layout(columns):
-    # The layout of LANES rows of so many columns, 32 bits each or packed
+    # Layout of LANES rows of `columns` columns, 32 bits each or packed
     return TensorMemoryLayout((LANES.value, columns), col_stride=1)
 
 
 @gluon.constexpr_function
 def row_layout(columns):
-    # The layout of such a tile in registers: a row is a thread's
+    # Layout of such a tile in registers: a thread has a row
     return tensor_rows(gl.float32, (LANES.value, columns), tile_layout(columns), _WARPS)
 
 
 class ForwardTiles(NamedTuple):
-    """In tensor memory, by consumer: scores, and the weights that take their place; out."""
+    """In tensor memory, by consumer: scores, and the weights that replace them; out."""
 
     scores: Any
     out: Any
@@ -50,8 +50,10 @@ def allocate_forward_tiles(CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, V0: g
 
 
 class BackwardSums(NamedTuple):
-    """In tensor memory, with keys as rows: scores, and the weights that take their place; dp; dk; dv. Rows of dq, which takes the
-    place of dp, are queries."""
+    """Sums in tensor memory, with keys as rows: scores, and the weights that replace them; dp; dk; dv.
+
+    dq replaces dp, with queries as rows.
+    """
 
     scores: Any
     dp: Any
@@ -70,35 +72,35 @@ def allocate_backward_sums(BLOCK_M: gl.constexpr, DIM: gl.constexpr):
 
 @gluon.jit
 def weights_over(scores, FIRST: gl.constexpr, COLUMNS: gl.constexpr, DTYPE: gl.constexpr, BLOCK_N: gl.constexpr):
-    # Weights in 16 bits, in the first half of the memory of COLUMNS columns of a tile of scores
-    # (from Triton 3.8 on a part of a tile cannot be reinterpreted)
+    # Returns 16-bit weights in the first half of the memory of COLUMNS columns of a tile of scores. The whole tile is
+    # reinterpreted, because Triton 3.8 and later cannot reinterpret a part of one
     return reinterpreted(scores, DTYPE, [LANES, 2 * BLOCK_N], tile_layout(2 * BLOCK_N)).slice(2 * FIRST, COLUMNS)
 
 
 @gluon.jit
 def forward_weights(tiles: ForwardTiles, CONSUMER: gl.constexpr, DTYPE: gl.constexpr, BLOCK_N: gl.constexpr, META: gl.constexpr):
-    # The same of a consumer's scores in the forward
+    # Returns the same for a consumer's scores in the forward
     CONSUMERS: gl.constexpr = META.CONSUMERS
     wide = reinterpreted(tiles.scores, DTYPE, [CONSUMERS, LANES, 2 * BLOCK_N], tile_layout(2 * BLOCK_N))
     return wide.index(CONSUMER).slice(0, BLOCK_N)
 
 
 @gluon.jit
-def multiply_scores(q: Pair, own, k: Pair, stage, scores, META: gl.constexpr):
-    # LANES rows of q by BLOCK_N of k, asynchronously
+def multiply_scores(q: Pair, q_slot, k: Pair, stage, scores, META: gl.constexpr):
+    # Multiplies LANES rows of q by BLOCK_N of k, asynchronously
     QK0: gl.constexpr = META.QK0
     QK1: gl.constexpr = META.QK1
-    q0 = q.first.index(own).reshape([LANES, QK0])
+    q0 = q.first.index(q_slot).reshape([LANES, QK0])
     k0 = k.first.index(stage).reshape([META.BLOCK_N, QK0])
     tcgen05_mma(q0, k0.permute([1, 0]), scores, use_acc=False)
     if QK1 > 0:
-        q1 = q.second.index(own).reshape([LANES, QK1])
+        q1 = q.second.index(q_slot).reshape([LANES, QK1])
         k1 = k.second.index(stage).reshape([META.BLOCK_N, QK1])
         tcgen05_mma(q1, k1.permute([1, 0]), scores, use_acc=True)
 
 
-# Order of two threads' accesses to tensor memory (PTX ISA, "tcgen05.fence"): one fences before it arrives at the barrier that is
-# between them, the other after it has waited there. A commit is a fence itself. Triton 3.6 and 3.7 make none.
+# Orders two threads' accesses to tensor memory (PTX ISA, "tcgen05.fence"): one fences before it arrives at the barrier between
+# them, the other after it has waited there. A commit is itself a fence. Triton 3.6 and 3.7 insert none.
 @gluon.jit
 def fence_before_sync():
     assembly: gl.constexpr = "tcgen05.fence::before_thread_sync; mov.b32 $0, 0;"

@@ -1,3 +1,3 @@
-"""Code that the portable kernels and those for sm_90 share."""
+"""Code that the portable kernels and the Gluon kernels share."""
 
 from __future__ import annotations

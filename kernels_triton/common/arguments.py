@@ -1,6 +1,6 @@
-"""The arguments of kernels in named groups. `Problem` makes each one; `runtime.entry` takes them apart for a launch.
+"""The arguments of kernels in named groups. `Problem` makes each group, and `runtime.entry` flattens it for a launch.
 
-A group that a call has no use for, as the bias of one without a bias, is None, and so are all of its fields.
+A group that a call does not need is None, for example the bias of a call without one, and so are all of its fields.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 from flexattn.kernels_triton.runtime.entry import WidePointer
 
-Pointer = Any  # a tensor, and in a kernel the pointer to its data; or None
+Pointer = Any  # a tensor, or inside a kernel the pointer to its data; or None
 
 
 class Rows(NamedTuple):
-    """A tensor [b, s, h, d] or [total, h, d]. Strides are in units of `Meta.ALIGN`; that of the batch is 0 for the latter."""
+    """A tensor [b, s, h, d] or [total, h, d]. Strides are in units of `Meta.ALIGN`; the batch stride of [total, h, d] is 0."""
 
     ptr: WidePointer
     stride_b: int
@@ -22,7 +22,7 @@ class Rows(NamedTuple):
 
 
 class Channels(NamedTuple):
-    """A copy of a tensor in FP8 with its tokens innermost, as `quantize.transpose_tokens` makes it. Strides are in units of 16."""
+    """An FP8 copy of a tensor with its tokens innermost, from `quantize.transpose_tokens`. Strides are in units of 16."""
 
     ptr: WidePointer
     stride_b: int
@@ -31,29 +31,27 @@ class Channels(NamedTuple):
 
 
 class Lengths(NamedTuple):
-    """The sequences of one side: of the queries or of the keys."""
+    """The sequences of one side, queries or keys."""
 
     cu_seqlens_ptr: Pointer  # int32 [batch + 1]; None: each sequence is num_tokens long
-    cu_seqlens_padded_ptr: Pointer  # likewise, where the slots of the sequences begin; None: one sequence follows another
-    seqused_ptr: (
-        Pointer  # int32 [batch], how many tokens of its slot, or of its row, a sequence uses; None: all that the others say
-    )
+    cu_seqlens_padded_ptr: Pointer  # likewise for the start of each sequence's slot; None: sequences are consecutive
+    seqused_ptr: Pointer  # int32 [batch], tokens that a sequence uses of its slot or row; None: all of them
     batch: int
-    num_tokens: int  # all tokens of [total, h, d], else those of one sequence
+    num_tokens: int  # all tokens of [total, h, d], otherwise of one sequence
     max_seqlen: int
 
 
 class Pages(NamedTuple):
-    """A table of the pages in which the keys of each sequence lie; k and v are then [pages, page_size, h_kv, d]."""
+    """The page table, which locates the keys of each sequence; k and v are then [pages, page_size, h_kv, d]."""
 
-    table_ptr: Pointer  # int32 [batch, columns]; None: k and v lie in no pages
+    table_ptr: Pointer  # int32 [batch, columns]; None: k and v are not in pages
     stride: int  # entries from one row to the next
     page_size: int
     num_pages: int
 
 
 class Band(NamedTuple):
-    """The keys that a query sees: `Problem`'s window, with 0 for a side that is open."""
+    """The keys that a query sees: `Problem`'s window, with 0 for an open side."""
 
     left: int
     right: int
@@ -61,7 +59,7 @@ class Band(NamedTuple):
 
 
 class Bias(NamedTuple):
-    """A bias [b | 1, h | 1, sq | 1, skv | 1]; its strides are 0 where it has one."""
+    """A bias [b | 1, h | 1, sq | 1, skv | 1]; the stride of a dim of size 1 is 0."""
 
     ptr: Pointer
     stride_b: int
@@ -88,31 +86,31 @@ class Scores(NamedTuple):
 
 
 class Head(NamedTuple):
-    """`Scores` of one head of one sequence, inside a kernel: `primitives.head_of` makes it."""
+    """`Scores` of one head of one sequence, inside a kernel, from `primitives.head_of`."""
 
     b: Any
     h: Any
     len_q: Any
     len_kv: Any
-    shift: Any  # the band's diagonal: query i is at key i + shift
+    shift: Any  # the band's diagonal: query i aligns with key i + shift
     softcap: Any
-    bias_ptr: Any  # where the head's bias begins
+    bias_ptr: Any  # pointer to the head's bias
     bias_stride_m: Any
     bias_stride_n: Any
     alibi_slope: Any
-    captures: Any  # and behind them what `Mods.of_head` gives
+    captures: Any  # the captures, then the results of `Mods.per_head`
 
 
 class Dropout(NamedTuple):
-    """The state of the random numbers, and the factors of weights that are kept or dropped."""
+    """The state of the random numbers, the threshold for dropping a weight, and the factor of kept weights."""
 
     rng_state_ptr: Pointer
-    threshold: int  # 32 bits, as an int32: a weight whose number is at least this is kept
-    keep_scale: float  # by which a weight that is kept is multiplied
+    threshold: int  # 32 bits as an int32: a weight is kept if its random number is at least this
+    keep_scale: float  # factor of a kept weight
 
 
 class Scale(NamedTuple):
-    """Factors of a tensor in FP8, fp32 [b | 1, h | 1, blocks | 1], or [b | pages, s, h], where a block is a token."""
+    """Factors of a tensor in FP8, fp32: [b | 1, h | 1, blocks | 1], or [b | pages, s, h] if each token is a block."""
 
     ptr: Pointer
     stride_block: int
@@ -130,7 +128,7 @@ class Scales(NamedTuple):
 
 
 class BlockMaskLists(NamedTuple):
-    """A block mask's lists for the blocks of one side: the blocks of the other side that each sees."""
+    """A block mask's lists for the blocks of one side: the blocks of the other side that each of them sees."""
 
     counts_ptr: Pointer
     indices_ptr: Pointer
@@ -151,7 +149,7 @@ class BlockKinds(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """The inputs of a call, which all of its kernels read."""
+    """The inputs of a call that all of its kernels read."""
 
     q: Rows
     k: Rows
@@ -172,15 +170,15 @@ class Saved(NamedTuple):
     """The forward's results that a backward reads, and the gradient of lse."""
 
     out: Rows
-    lse_ptr: Pointer  # for unbounded logits what `large_rows` leaves of it
+    lse_ptr: Pointer  # for unbounded logits the remainder of lse, from `large_rows`
     dlse_ptr: Pointer  # the gradient of lse; None: 0
 
 
 class Statistics(NamedTuple):
-    """Numbers of each query that the portable backward kernels read: fp32, from `primitives.statistics_row` on."""
+    """Numbers of each query that the portable backward kernels read, fp32; `primitives.statistics_row` gives their index."""
 
     lse_log2_ptr: Pointer  # lse in units of log2, +inf for a row that sees nothing
     delta_ptr: Pointer  # sum(out * dout) - dlse
-    p_scale_ptr: Pointer  # for fp32: what probabilities computed from lse_log2 are to be multiplied with
+    p_scale_ptr: Pointer  # for fp32: the factor that corrects probabilities computed from lse_log2
     large_ptr: Pointer  # for unbounded logits, int32 [1]: whether any lse is large, by `large_rows`
-    large_lse_ptr: Pointer  # and lse
+    large_lse_ptr: Pointer  # for unbounded logits: lse

@@ -1,4 +1,4 @@
-"""Walking the lists of a block mask (`problem.BlockLists`) inside kernels: the tiles that a block sees."""
+"""Iteration over the lists of a block mask (`problem.BlockLists`) inside kernels: the tiles that a block sees."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import triton.language as tl
 
 @triton.jit
 def blocks_before(pointer, count, bound, SIZE: tl.constexpr):
-    # How many of `count` ascending blocks of SIZE begin before `bound`, which most often is after all of them.
+    # Returns how many of `count` ascending blocks of SIZE begin before `bound`. The search tries the last block first, because
+    # usually all do.
     low = count * 0
     high = count
     while low < high:
@@ -23,14 +24,13 @@ def blocks_before(pointer, count, bound, SIZE: tl.constexpr):
 
 @triton.jit
 def list_from(indices_ptr, row, list_length, skipped):
-    # Where a row's list is, but for its first blocks
+    # Returns the pointer to a row's list without its first `skipped` blocks
     return indices_ptr + tl.cast(row, tl.int64) * list_length + skipped
 
 
 @triton.jit
 def cut_list(pointer, count, begin, end, SIZE: tl.constexpr, HAS_BEFORE: tl.constexpr, META: tl.constexpr):
-    # (how many of a list's blocks come before those that have something of begin .. end, how many these are); end is at most the
-    # length
+    # Returns (number of a list's blocks before begin .. end, number of blocks that intersect it); end is at most the length
     skipped = count * 0
     if not META.LISTS_ARE_CUT:
         count = blocks_before(pointer, count, end, SIZE)
@@ -46,10 +46,10 @@ class ListedBlocks(NamedTuple):
     masked_ptr: Any
     num_masked: Any
     full_ptr: Any
-    first_inside: Any  # to `last_inside`, of the full blocks: those that neither the band nor the end cuts
+    first_inside: Any  # first_inside .. last_inside: the full blocks that neither the band nor the end cuts
     last_inside: Any
-    num_tiles: Any  # in all blocks but these
-    num_full_tiles: Any  # in these
+    num_tiles: Any  # tiles of all other blocks
+    num_full_tiles: Any  # tiles of the blocks first_inside .. last_inside
 
 
 @triton.jit
@@ -62,7 +62,7 @@ def load_block_lists(
     HAS_BEFORE: tl.constexpr,
     META: tl.constexpr,
 ):
-    # visible: as `primitives.VisibleRange`
+    # visible: a `primitives.VisibleRange`
     pointer = list_from(lists.indices_ptr, row, lists.length, 0)
     count = tl.load(lists.counts_ptr + row)
     skipped, num_masked = cut_list(pointer, count, visible.begin, visible.end, SIZE, HAS_BEFORE, META)
@@ -88,7 +88,7 @@ def load_block_lists(
 
 
 class TileList(NamedTuple):
-    """Blocks that a loop takes tile by tile: the masked ones, then the full ones but `skipped` of them from `skip_from` on."""
+    """The blocks of a loop over tiles: the masked ones, then the full ones without `skipped` of them from `skip_from` on."""
 
     masked_ptr: Any
     num_masked: Any
@@ -98,29 +98,29 @@ class TileList(NamedTuple):
 
 
 @triton.jit
-def full_tiles(own):
-    # The blocks that are seen whole.
-    return TileList(masked_ptr=own.masked_ptr, num_masked=0, full_ptr=own.full_ptr, skip_from=0, skipped=own.first_inside)
+def full_tiles(blocks):
+    # The fully visible blocks.
+    return TileList(masked_ptr=blocks.masked_ptr, num_masked=0, full_ptr=blocks.full_ptr, skip_from=0, skipped=blocks.first_inside)
 
 
 @triton.jit
-def other_tiles(own):
+def other_tiles(blocks):
     return TileList(
-        masked_ptr=own.masked_ptr,
-        num_masked=own.num_masked,
-        full_ptr=own.full_ptr,
-        skip_from=own.first_inside,
-        skipped=own.last_inside - own.first_inside,
+        masked_ptr=blocks.masked_ptr,
+        num_masked=blocks.num_masked,
+        full_ptr=blocks.full_ptr,
+        skip_from=blocks.first_inside,
+        skipped=blocks.last_inside - blocks.first_inside,
     )
 
 
 @triton.jit
-def all_tiles(own):
-    return TileList(masked_ptr=own.masked_ptr, num_masked=own.num_masked, full_ptr=own.full_ptr, skip_from=0, skipped=0)
+def all_tiles(blocks):
+    return TileList(masked_ptr=blocks.masked_ptr, num_masked=blocks.num_masked, full_ptr=blocks.full_ptr, skip_from=0, skipped=0)
 
 
 class TileRange(NamedTuple):
-    """The tiles that a loop takes: rows `begin` to `end`, or with a block mask tiles number `begin` to `end` of `listed`."""
+    """The tiles of a loop: rows `begin` to `end`, or with a block mask tiles number `begin` to `end` of `listed`."""
 
     begin: Any
     end: Any
@@ -129,7 +129,7 @@ class TileRange(NamedTuple):
 
 @triton.jit
 def listed_tile(t, listed, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    # (where tile t begins, whether its block is full)
+    # Returns (first row of tile t, whether its block is full)
     tiles: tl.constexpr = SIZE // BLOCK
     block = t // tiles
     is_full = block >= listed.num_masked

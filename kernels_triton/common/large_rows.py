@@ -1,9 +1,9 @@
-"""Exact remainders of lse, for rows where it is so large that fp32 holds it too coarsely to make probabilities from it.
+"""Exact remainders of lse, for rows whose lse is so large that fp32 is too coarse to compute probabilities from it.
 
-A probability is exp(logit - lse). An lse of 1e4 is a multiple of 2**-10 and one of -1e9, of a row that a bias hides whole, of 64,
-so that the row's probabilities would sum to anything. Of such rows the backward takes lse off the logits first, which is exact
-where it matters, and then the rest of it: the logarithm of what exp(logit - lse) sums to, for which the keys are gone through here
-once more.
+A probability is exp(logit - lse). An lse of 1e4 is a multiple of 2**-10. In a row that a bias hides completely, an lse of -1e9 is a
+multiple of 64. Then the row's probabilities would have an arbitrary sum. For such rows the backward first subtracts lse from the
+logits, which is exact for the large weights, and then subtracts the remainder: the logarithm of the sum of exp(logit - lse). The
+kernel in this file computes it in a second pass over the keys.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from flexattn.kernels_triton.runtime.launch import kernel, launch
 
 
 class LargeRows(NamedTuple):
-    """lse as a backward reads it; where logits are bounded, lse itself is all there is."""
+    """lse as a backward reads it; if logits are bounded, only `rest` is set, and it is lse itself."""
 
-    rest: Tensor  # as lse: lse, but in a row where it is large what is left of it once it was taken off the logits
-    is_any: Tensor | None  # int32 [1]: 1 if there are such rows
+    remainder: Tensor  # lse, but in a row with a large lse the remainder after lse is subtracted from the logits
+    is_any: Tensor | None  # int32 [1]: 1 if such rows exist
     lse: Tensor | None
 
 
@@ -51,7 +51,7 @@ class Arguments(NamedTuple):
     lists: BlockMaskLists | None  # lists of key blocks
     lse_ptr: Pointer
     rest_ptr: Pointer
-    is_any_ptr: Pointer  # 0 before
+    is_any_ptr: Pointer  # 0 before the launch
 
 
 @kernel
@@ -98,10 +98,10 @@ def _attn_bwd_large_rows_kernel(args: Arguments, IS_PART: tl.constexpr, MODS: tl
         listed = None
         if META.BLOCK_SIZE_Q > 0:
             list_row = b * args.lists.stride_b + h * args.lists.stride_h + first_row // META.BLOCK_SIZE_Q
-            own_lists = load_block_lists(args.lists, list_row, visible, META.BLOCK_SIZE_KV, BLOCK_N, META.HAS_LEFT, META)
-            listed = all_tiles(own_lists)
+            row_lists = load_block_lists(args.lists, list_row, visible, META.BLOCK_SIZE_KV, BLOCK_N, META.HAS_LEFT, META)
+            listed = all_tiles(row_lists)
             begin = 0
-            end = own_lists.num_tiles + own_lists.num_full_tiles
+            end = row_lists.num_tiles + row_lists.num_full_tiles
         for t in tl.range(begin, end, 1 if META.BLOCK_SIZE_Q > 0 else BLOCK_N):
             n = t
             is_full = False
@@ -127,21 +127,21 @@ def _attn_bwd_large_rows_kernel(args: Arguments, IS_PART: tl.constexpr, MODS: tl
             row_sum += tl.sum(tl.exp2((s - shift[:, None]) * LOG2E), 1)
         if META.HAS_SINK:
             row_sum += tl.exp2((load_sink(inputs.softmax_offset_ptr, h, 1.0, META) - shift) * LOG2E)
-    left = tl.where(row_sum == 0.0, 0.0, tl.log2(tl.where(row_sum == 0.0, 1.0, row_sum)) * LN2)
-    tl.store(args.rest_ptr + row + rows, tl.where(shift == 0.0, lse, left), mask=rows < len_q)
+    remainder = tl.where(row_sum == 0.0, 0.0, tl.log2(tl.where(row_sum == 0.0, 1.0, row_sum)) * LN2)
+    tl.store(args.rest_ptr + row + rows, tl.where(shift == 0.0, lse, remainder), mask=rows < len_q)
 
 
 def large_rows(problem: Problem, lse: Tensor) -> LargeRows:
-    """Returns lse as a backward reads it. Of a part of the keys (`Problem.is_part`) nothing is left of a large lse."""
+    """Returns lse as a backward reads it. For a part of the keys (`Problem.is_part`) the remainder of a large lse is 0."""
     x = problem
     if not x.is_unbounded:
         return LargeRows(lse, None, None)
-    if x.block_mask is not None and x.block_mask.kv_num_blocks is None:  # made of the mask_mod, which says it all
+    if x.block_mask is not None and x.block_mask.kv_num_blocks is None:  # made from the mask_mod, which defines the mask completely
         x = x.without_block_mask()
     tile = x.tile(BIAS_GRADIENT)
     meta = x.meta(tile)
-    rest, is_any = torch.empty_like(lse), torch.zeros(1, dtype=torch.int32, device=x.device)
+    remainder, is_any = torch.empty_like(lse), torch.zeros(1, dtype=torch.int32, device=x.device)
     programs = cdiv(x.longest_q, tile.block_m) * x.num_heads * x.batch
-    args = Arguments(inputs=x.inputs(meta), lists=x.lists("kv"), lse_ptr=lse, rest_ptr=rest, is_any_ptr=is_any)
+    args = Arguments(inputs=x.inputs(meta), lists=x.lists("kv"), lse_ptr=lse, rest_ptr=remainder, is_any_ptr=is_any)
     launch(_attn_bwd_large_rows_kernel, programs, x.device, tile, (args, x.is_part, x.mods, meta))
-    return LargeRows(rest, is_any, lse)
+    return LargeRows(remainder, is_any, lse)

@@ -1,8 +1,8 @@
-"""Kernels that begin while the kernel launched before them still runs: programmatic dependent launch, from sm_90 on.
+"""Kernels that begin while the kernel before them still runs: programmatic dependent launch, from sm_90 on.
 
-A kernel that waits here, before it reads or writes any memory, is launched so that its programs may begin early (`Direct`): what a
-launch takes, and what a kernel prepares, is then hidden behind the kernel before. `wait_for_previous` returns once that one has
-ended and all that it wrote can be read, whether it let its successor begin or not (CUDA C++ Programming Guide, "Programmatic
+A kernel that calls `wait_for_previous` before it accesses memory is launched so that its programs may begin early (`Direct`). That
+hides the launch latency and the kernel's setup behind the previous kernel. `wait_for_previous` returns once the previous kernel has
+ended and its writes are visible, even if that kernel never called `let_next_begin` (CUDA C++ Programming Guide, "Programmatic
 Dependent Launch"; PTX ISA, `griddepcontrol`).
 """
 
@@ -28,7 +28,7 @@ def wait_for_previous(OVERLAPS: tl.constexpr):
 
 @triton.jit
 def let_next_begin(OVERLAPS: tl.constexpr):
-    # Once all programs have come here or have ended, the next kernel's may begin wherever there is room for them.
+    # Once all programs have called this or have ended, programs of the next kernel may begin if there is room for them.
     if OVERLAPS:
         assembly: tl.constexpr = "griddepcontrol.launch_dependents; mov.b32 $0, $1;"
         tl.inline_asm_elementwise(assembly, "=r,r", [0], dtype=tl.int32, is_pure=False, pack=1)

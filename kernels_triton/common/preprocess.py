@@ -1,7 +1,7 @@
-"""The kernel before a backward: lse in units of log2, and delta, of each query.
+"""The kernel before a backward, which computes lse in units of log2 and delta of each query.
 
-It reads dout anyway, and so it makes dout in FP8 too, where that comes in 16 bits; and for a fused backward it writes the zeros to
-which dq is added, which a fill of its own would take a launch for.
+It reads dout, so it also quantises dout to FP8 if dout comes in 16 bits. For a fused backward it writes the zeros to which dq is
+added, because a separate fill would cost a launch.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ from flexattn.kernels_triton.common.tiles import cdiv
 from flexattn.kernels_triton.runtime.entry import WidePointer
 from flexattn.kernels_triton.runtime.launch import Tile, kernel, launch
 
-# 32 rows instead of 128, here and where dq is converted, and `place_of_program`: 1 to 2 % less time for backwards of 512 to 2048
-# tokens (bench/results/small_kernels_h200.json).
+# 32 rows instead of 128, here and in the conversion of dq, and `place_of_program` save 1 to 2 % of a backward of 512 to 2048 tokens
+# (bench/results/small_kernels_h200.json).
 _TILE = Tile(32, 64, 4, 1)
-_TILE_OF_FP8 = Tile(128, 64, 8, 1)  # which makes dout in FP8
-_TILE_OF_WIDE_FP8 = Tile(32, 64, 8, 1)  # where a tile that is held would leave room for few programs
+_TILE_OF_FP8 = Tile(128, 64, 8, 1)  # for a program that quantises dout
+_TILE_OF_WIDE_FP8 = Tile(32, 64, 8, 1)  # for wide heads: a larger tile in registers would leave room for few programs
 
 
 @triton.jit
 def place_of_program(blocks, num_heads):
-    # (block, head, batch) of a program of the kernels before and behind a backward's. That begins at the first heads and these
-    # at the last: so each kernel begins with what the one before has left in L2.
+    # Returns (block, head, batch) of a program of the kernels before and after a backward. The backward begins with the first
+    # heads, and these kernels with the last. So each kernel begins with the data that the previous kernel left in L2.
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     return program % blocks, program // blocks % num_heads, program // blocks // num_heads
 
 
 @triton.jit
 def statistics_tile(b, h, num_heads, place_q, tiles, META: tl.constexpr, SIZE: tl.constexpr):
-    # The first tile of a sequence, with this `packed_start`, and head. Each sequence begins a tile of its own, and tile 0 is that
-    # of no query.
+    # Returns the first tile of a head and a sequence with this `packed_start`. Each sequence begins a new tile, and tile 0 belongs
+    # to no query.
     if META.IS_RAGGED_Q:
         return 1 + h * tiles + (place_q + b * SIZE) // SIZE
     else:
@@ -72,19 +72,19 @@ def _load_dout(pointer, offsets, first, len_q, META: tl.constexpr):
 class TiledStatistics(NamedTuple):
     """Memory for the statistics in tiles of SIZE queries: [tiles, 2, SIZE], -lse in units of log2 and -delta.
 
-    For a row that is none, and one that sees nothing, the former is -inf.
+    -lse is -inf for a row that does not exist or sees nothing.
     """
 
     ptr: Pointer
-    tiles: int  # tiles of one head: of all sequences of a packed batch, or of one sequence
-    # The fp32 sums of dq [tiles * SIZE, HEAD_DIM_QK], or None: zeros, once written, in tile 0 and in each tile that has a query.
+    tiles: int  # tiles of one head: of all sequences if they are packed, otherwise of one sequence
+    # fp32 sums of dq [tiles * SIZE, HEAD_DIM_QK], or None. The kernel writes zeros into tile 0 and into each tile that has a query.
     dq_sums_ptr: WidePointer
-    # int32 [b, h], or None: zeros, once written, from which a backward counts the blocks of keys that it added to the sums.
+    # int32 [b, h], or None. The kernel writes zeros, from which a backward counts the key blocks that it has added to the sums.
     dq_arrivals_ptr: Pointer
 
 
 class Quantized(NamedTuple):
-    """dout in FP8, to be written."""
+    """Outputs for dout in FP8."""
 
     rows: Rows
     descale_ptr: Pointer  # [b, h, blocks], contiguous
@@ -95,28 +95,28 @@ class Arguments(NamedTuple):
     saved: Saved
     dout: Rows
     quantized: Quantized | None
-    large_ptr: Pointer  # for unbounded logits, whether any lse is large, by `large_rows`
+    large_ptr: Pointer  # for unbounded logits: whether any lse is large, from `large_rows`
     large_lse_ptr: Pointer
     softmax_offset_ptr: Pointer
     scale_dout: Scale | None
     lengths: Lengths
     num_heads: int
-    lse_log2_ptr: Pointer  # from `statistics_row` on: lse in units of log2, +inf for a row that sees nothing
+    lse_log2_ptr: Pointer  # indexed by `statistics_row`: lse in units of log2, +inf for a row that sees nothing
     delta_ptr: Pointer  # sum(out * dout) - dlse
-    tiled: TiledStatistics | None  # instead, with SIZE > 0
-    dsink_ptr: Pointer  # [h, b * blocks], or None: what each block of queries adds to the gradient of softmax_offset
+    tiled: TiledStatistics | None  # used instead if SIZE > 0
+    dsink_ptr: Pointer  # [h, b * blocks], or None: the contribution of each query block to the gradient of softmax_offset
 
 
 @triton.jit
 def _rows_with_tiles(length, SIZE: tl.constexpr):
-    # The queries of a sequence, to the end of the last tile of statistics that has one
+    # The queries of a sequence, rounded up to whole tiles of statistics
     return tl.cdiv(length, SIZE) * SIZE if SIZE > 0 else length
 
 
 @kernel
 def _attn_bwd_preprocess_kernel(
     args: Arguments,
-    ROWS: tl.constexpr,  # rows of a program, META.BLOCK_M at a time
+    ROWS: tl.constexpr,  # rows of a program, processed META.BLOCK_M at a time
     SIZE: tl.constexpr,
     META: tl.constexpr,
 ):
@@ -132,13 +132,13 @@ def _attn_bwd_preprocess_kernel(
     start_q, len_q = load_sequence(lengths, b, META.IS_RAGGED_Q)
     first_row = block * ROWS
     end = _rows_with_tiles(len_q, SIZE)
-    if SIZE > 0:  # this is known when it is compiled, that at run time
+    if SIZE > 0:  # the first condition is known at compile time, the second at run time
         if tl.program_id(0) == 0:
-            none = tl.arange(0, SIZE)
-            tl.store(tiles_ptr + none, tl.full([SIZE], float("-inf"), tl.float32))
-            tl.store(tiles_ptr + SIZE + none, tl.zeros([SIZE], tl.float32))
-            if args.tiled.dq_sums_ptr is not None:  # a persistent backward counts there
-                tl.store(args.tiled.dq_sums_ptr + none, tl.zeros([SIZE], tl.float32))
+            tile_offsets = tl.arange(0, SIZE)
+            tl.store(tiles_ptr + tile_offsets, tl.full([SIZE], float("-inf"), tl.float32))
+            tl.store(tiles_ptr + SIZE + tile_offsets, tl.zeros([SIZE], tl.float32))
+            if args.tiled.dq_sums_ptr is not None:  # a persistent backward uses it as counters
+                tl.store(args.tiled.dq_sums_ptr + tile_offsets, tl.zeros([SIZE], tl.float32))
         if args.tiled.dq_arrivals_ptr is not None:  # noqa: SIM102
             if block == 0:
                 tl.store(args.tiled.dq_arrivals_ptr + b * num_heads + h, 0)
@@ -174,7 +174,7 @@ def _attn_bwd_preprocess_kernel(
         first = first_row + row
         rows = first + tl.arange(0, BLOCK_M)
         dout0, dout1 = _load_dout(dout_base + row * dout_step, dout_offsets, first, len_q, META)
-        if quantized.rows.ptr is not None:  # what the products read is what delta must be of
+        if quantized.rows.ptr is not None:  # delta must match the dout that the products read
             DTYPE: tl.constexpr = quantized.rows.ptr.dtype.element_ty
             pointer = row_pointer(quantized.rows, b, h, start_q + first, META)
             offsets = row_steps(quantized.rows.stride_s, BLOCK_M, META)[1]
@@ -193,9 +193,9 @@ def _attn_bwd_preprocess_kernel(
             tl.store(pointers, -lse_log2, mask=rows < end)
             tl.store(pointers + SIZE, -delta, mask=rows < end)
         else:
-            own = statistics_row(b, h, num_heads, num_tokens_q, start_q, META)
-            tl.store(args.lse_log2_ptr + own + rows, lse_log2, mask=rows < len_q)
-            tl.store(args.delta_ptr + own + rows, delta, mask=rows < len_q)
+            row_base = statistics_row(b, h, num_heads, num_tokens_q, start_q, META)
+            tl.store(args.lse_log2_ptr + row_base + rows, lse_log2, mask=rows < len_q)
+            tl.store(args.delta_ptr + row_base + rows, delta, mask=rows < len_q)
         if dsink_ptr is not None:
             large = load_large(args.large_ptr, args.large_lse_ptr, num_heads, num_tokens_q, start_q, META)
             p_sink = sink_probability(args.softmax_offset_ptr, lse_log2, large, b, h, rows, len_q, META)
@@ -205,23 +205,23 @@ def _attn_bwd_preprocess_kernel(
 
 
 def new_statistics(problem: Problem, lse: Tensor) -> tuple[Statistics, Tensor]:
-    """Returns (memory that `row_statistics` or the dq kernel fills, lse as `large_rows` leaves it)."""
+    """Returns (memory that `row_statistics` or the dq kernel fills, the remainder of lse from `large_rows`)."""
     x = problem
     num_tokens_q = x.q.shape[-3]
     rows = x.num_heads * (num_tokens_q if x.q.dim() == 3 else x.batch * cdiv(num_tokens_q, 4) * 4)
     lse_log2, delta, p_scale = torch.empty((3, rows), dtype=torch.float32, device=x.device)
-    rest, is_any, own_lse = large_rows(x, lse)
-    statistics = Statistics(lse_log2_ptr=lse_log2, delta_ptr=delta, p_scale_ptr=p_scale, large_ptr=is_any, large_lse_ptr=own_lse)
-    return statistics, rest
+    remainder, is_any, whole_lse = large_rows(x, lse)
+    statistics = Statistics(lse_log2_ptr=lse_log2, delta_ptr=delta, p_scale_ptr=p_scale, large_ptr=is_any, large_lse_ptr=whole_lse)
+    return statistics, remainder
 
 
 def row_statistics(call: Backward) -> Statistics:
     """Returns `new_statistics` with lse_log2 and delta written; writes the gradient of softmax_offset, unless that is None.
 
-    The kernels for the gradients of a bias and of captures read it where no dq kernel of `backward` runs; half types only.
+    The kernels for the gradients of a bias and of captures read it if no dq kernel of `backward` runs; 16-bit types only.
     """
-    statistics, rest = new_statistics(call.problem, call.lse)
-    large = LargeRows(rest=rest, is_any=statistics.large_ptr, lse=statistics.large_lse_ptr)
+    statistics, remainder = new_statistics(call.problem, call.lse)
+    large = LargeRows(remainder=remainder, is_any=statistics.large_ptr, lse=statistics.large_lse_ptr)
     _launch(call, large, statistics)
     return statistics
 
@@ -232,18 +232,18 @@ class Tiled(NamedTuple):
     statistics: Tensor  # negated, in tiles: fp32 [all tiles * 2 * size]
     tiles: int  # tiles of one head
     large: LargeRows
-    dq_sums: Tensor | None  # zeros, fp32 [all tiles * size, head dim], of which only rows of sequences are written
+    dq_sums: Tensor | None  # zeros, fp32 [all tiles * size, head dim], written only in rows of sequences
     dq_arrivals: Tensor | None  # zeros, int32 [b * h]
 
 
 def tiled_statistics(call: Backward, size: int, *, with_dq_sums: bool = False, with_dq_arrivals: bool = False) -> Tiled:
-    """Returns the statistics in tiles of `size` queries, and the sums of dq in such tiles for a backward `with_dq_sums`.
+    """Returns the statistics in tiles of `size` queries and, `with_dq_sums`, memory for the sums of dq in such tiles.
 
-    with_dq_arrivals: whether it counts what it has added.
+    with_dq_arrivals: whether the backward counts the key blocks that it has added.
     """
     x = call.problem
     num_tokens_q, head_dim = x.q.shape[-3], x.q.shape[-1]
-    # tiles of one head: of all sequences of a packed batch, or of one sequence
+    # tiles of one head: of all sequences if they are packed, otherwise of one sequence
     tiles = num_tokens_q // size + x.batch + 1 if x.q.dim() == 3 else cdiv(num_tokens_q, size)
     num_tiles = 1 + tiles * x.num_heads * (1 if x.q.dim() == 3 else x.batch)
     statistics = torch.empty(num_tiles * 2 * size, dtype=torch.float32, device=x.device)
@@ -259,10 +259,10 @@ def _launch(call: Backward, large: LargeRows, target: Statistics | TiledStatisti
     x, out, dout, dsoftmax_offset = call.problem, call.out, call.dout, call.dsoftmax_offset
     quantises, dout8, tile, program_rows = x.dout_is_to_come, dout, _TILE, _TILE.block_m
     if quantises:
-        program_rows = x.scale_rows  # a program makes one scale
+        program_rows = x.scale_rows  # a program computes one scale
         dout, tile = x.copies16[0], _TILE_OF_FP8 if x.v.shape[-1] <= 64 else _TILE_OF_WIDE_FP8
     meta = x.meta(tile, (out, dout, dout8))._replace(IS_FP8=dout.element_size() == 1)
-    if quantises:  # 8 elements a thread for FP8 too, so that it keeps those that it loaded
+    if quantises:  # 8 elements a thread for FP8 too, so that a thread keeps the elements that it loaded
         meta = meta._replace(ALIGN=min(meta.ALIGN, 8))
     blocks = cdiv(cdiv(x.longest_q, size) * size if size else x.longest_q, program_rows)
     dsink = dsoftmax_offset.new_empty((x.num_heads, x.batch * blocks)) if dsoftmax_offset is not None else None
@@ -270,7 +270,7 @@ def _launch(call: Backward, large: LargeRows, target: Statistics | TiledStatisti
     if quantises:
         quantized = Quantized(rows=rows(dout8, meta), descale_ptr=x.descales[3], range_scale=LARGEST[dout8.dtype])
     args = Arguments(
-        saved=Saved(out=rows(out, meta), lse_ptr=large.rest, dlse_ptr=call.dlse),
+        saved=Saved(out=rows(out, meta), lse_ptr=large.remainder, dlse_ptr=call.dlse),
         dout=rows(dout, meta),
         quantized=quantized,
         large_ptr=large.is_any,

@@ -1,7 +1,7 @@
 """Device functions that every kernel shares: addressing, the band, the logits and their derivative, dropout.
 
-Tiles are either [queries, keys] or [keys, queries]; functions that take `i` and `j` (positions within their sequence, shaped to
-broadcast against the tile) work for both.
+Tiles are [queries, keys] or [keys, queries]. Functions with arguments `i` and `j` serve both. These are positions within their
+sequence, in a shape that broadcasts against the tile.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 DROPOUT_ROUNDS = tl.constexpr(7)  # rounds of Philox4x32: the fewest that pass BigCrush (Salmon and others, SC 2011, table 2)
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # the lowest finite fp32 number
-FAR = tl.constexpr(2.0**28 * 0.6931471805599453)  # a logit from which on fp32's numbers are at least 16 apart
-NEAR = tl.constexpr(2.0**22)  # a logit up to which its product with log2(e) is rounded by 1/4 at most
-LARGE = tl.constexpr(8192.0)  # an lse from which on fp32 holds it, and so probabilities made from it, to 2**-11 at best
-FP8_OFFSET = tl.constexpr(8.0)  # added to softmax weights' exponents in FP8: they are at most 2**8, where 448 is the largest
+FAR = tl.constexpr(2.0**28 * 0.6931471805599453)  # from this logit on, neighbouring fp32 numbers are at least 16 apart
+NEAR = tl.constexpr(2.0**22)  # up to this logit, its product with log2(e) is rounded by at most 1/4
+LARGE = tl.constexpr(8192.0)  # from this lse on, fp32 represents it, and so the probabilities computed from it, to 2**-11 at best
+# added to the exponents of softmax weights in FP8: they are at most 2**8, and E4M3 represents up to 448
+FP8_OFFSET = tl.constexpr(8.0)
 
 
 @triton.jit
 def load_sequence(lengths, b, IS_RAGGED: tl.constexpr):
-    # (first row, real tokens). Clamped: whatever the lengths and starts hold, all of it is inside the tensor, and of two sequences
-    # one after the other each is inside its part of a buffer in which they follow one another (`packed_start`).
+    # Returns (first row, real tokens), clamped. Whatever the lengths and starts contain, the result is inside the tensor. If slots
+    # are consecutive, each sequence is also inside its part of a packed buffer (`packed_start`).
     start = 0
     length = lengths.num_tokens
     if IS_RAGGED:
@@ -47,7 +48,8 @@ def load_sequence(lengths, b, IS_RAGGED: tl.constexpr):
 
 @triton.jit
 def packed_start(lengths, b, start):
-    # Where a sequence begins in a kernel's own buffer, in which sequences follow one another, whatever the order of their slots.
+    # Returns the first row of a sequence in a kernel's own buffer. There sequences are consecutive, whatever the order of their
+    # slots.
     if lengths.cu_seqlens_padded_ptr is not None:
         start = tl.minimum(tl.maximum(tl.load(lengths.cu_seqlens_ptr + b), 0), lengths.num_tokens)
     return start
@@ -55,8 +57,9 @@ def packed_start(lengths, b, start):
 
 @triton.jit
 def load_padding(lengths, b, start, length, IS_RAGGED: tl.constexpr):
-    # (front, slot), of rows without a token, which a sequence writes as 0, counted from its start: -start .. front, which only the
-    # first has, and length .. slot. They end where the next slot begins, of whichever sequence: slots may come in any order.
+    # Returns (front, slot), relative to the start of the sequence: the rows without a token for which this sequence writes zeros.
+    # These are -start .. front, which only the first sequence has, and length .. slot. They end at the start of the next slot in
+    # memory, because slots may be in any order.
     front = b * 0 - start
     slot = b * 0 + lengths.num_tokens
     if IS_RAGGED:
@@ -70,11 +73,11 @@ def load_padding(lengths, b, start, length, IS_RAGGED: tl.constexpr):
             first = num_tokens
             for others in range(0, batch, CHUNK):
                 other = others + tl.arange(0, CHUNK)
-                their_start, their_length = load_sequence(lengths, tl.minimum(other, batch - 1), IS_RAGGED)
-                their_start = tl.where(their_length > 0, their_start, num_tokens)
-                first = tl.minimum(first, tl.min(their_start, 0))
-                after = tl.minimum(after, tl.min(tl.where(their_start >= end, their_start, num_tokens), 0))
-            after = tl.where(length > 0, after, end)  # one without tokens has no slot
+                other_start, other_length = load_sequence(lengths, tl.minimum(other, batch - 1), IS_RAGGED)
+                other_start = tl.where(other_length > 0, other_start, num_tokens)
+                first = tl.minimum(first, tl.min(other_start, 0))
+                after = tl.minimum(after, tl.min(tl.where(other_start >= end, other_start, num_tokens), 0))
+            after = tl.where(length > 0, after, end)  # a sequence without tokens has no slot
         else:
             following = tl.load(lengths.cu_seqlens_ptr + tl.minimum(b + 1, batch))
             after = tl.where(b == batch - 1, num_tokens, tl.minimum(tl.maximum(following, end), num_tokens))
@@ -85,9 +88,9 @@ def load_padding(lengths, b, start, length, IS_RAGGED: tl.constexpr):
 
 @triton.jit
 def paged_rows(pages, x, base, b, first, num_rows, META: tl.constexpr):
-    # (pointer, offsets) of BLOCK_N keys of a sequence from `first` on, a multiple of BLOCK_N. base: the first key of page 0. Ids of
-    # pages are clamped: whatever the table holds, they are inside the tensor; and no entry beyond the sequence is read. PAGE_ROWS
-    # keys lie one after the other in a page, so that one entry is read for them.
+    # Returns (pointer, offsets) of BLOCK_N keys of a sequence from `first` on, a multiple of BLOCK_N. base: the first key of page
+    # 0. Page ids are clamped, so they are inside the tensor whatever the table contains, and no entry past the sequence is read.
+    # PAGE_ROWS keys are contiguous in a page, so one entry is read for all of them.
     BLOCK_N: tl.constexpr = META.BLOCK_N
     PAGE_ROWS: tl.constexpr = META.PAGE_ROWS
     table_ptr = pages.table_ptr + tl.cast(b, tl.int64) * pages.stride
@@ -112,15 +115,15 @@ def _clamped(page, pages):
 
 @triton.jit
 def row_pointer(x, b, h, row, META: tl.constexpr):
-    # Strides come divided by ALIGN, so that the compiler knows what they are a multiple of without compiling for their values.
+    # Strides are passed divided by ALIGN, so the compiler knows their divisor without compiling for their values.
     offset = tl.cast(b, tl.int64) * x.stride_b + tl.cast(h, tl.int64) * x.stride_h + tl.cast(row, tl.int64) * x.stride_s
     return x.ptr + offset * META.ALIGN
 
 
 @triton.jit
 def row_steps(stride_s, ROWS: tl.constexpr, META: tl.constexpr):
-    # (elements from one row to the next, where the rows of a tile lie from its first). The latter fit 32 bits unless the stride is
-    # enormous: a tile's address is one 64-bit scalar, which a loop counts up, and a 32-bit register for each of its rows.
+    # Returns (elements from one row to the next, offsets of a tile's rows from its first row). The offsets fit 32 bits unless the
+    # stride is very large. Then a tile's address is one 64-bit scalar, which a loop increments, and a 32-bit register for each row.
     step = tl.cast(stride_s, tl.int64) * META.ALIGN
     rows = tl.arange(0, ROWS)
     if META.WIDE_STRIDES:
@@ -130,7 +133,7 @@ def row_steps(stride_s, ROWS: tl.constexpr, META: tl.constexpr):
 
 @triton.jit
 def queries_of_tile(first_row, META: tl.constexpr):
-    # The query of each row of a forward's tile.
+    # Returns the query of each row of a forward's tile.
     rows = tl.arange(0, META.BLOCK_M)
     if META.GROUP > 1:
         rows = rows // META.GROUP
@@ -139,7 +142,7 @@ def queries_of_tile(first_row, META: tl.constexpr):
 
 @triton.jit
 def heads_of_tile(h, META: tl.constexpr):
-    # The head of each row of a forward's tile, or of all.
+    # Returns the head of each row of a forward's tile, or one head for all rows.
     if META.GROUP > 1:
         return h + _head_in_tile(META)
     else:
@@ -148,7 +151,7 @@ def heads_of_tile(h, META: tl.constexpr):
 
 @triton.jit
 def _head_in_tile(META: tl.constexpr):
-    # Rows of no head repeat the last head's: the same numbers, written to the same places.
+    # Rows that belong to no head repeat the last head: the same numbers, written to the same addresses.
     head = tl.arange(0, META.BLOCK_M) % META.GROUP
     if META.HEADS < META.GROUP:
         head = tl.minimum(head, META.HEADS - 1)
@@ -157,7 +160,7 @@ def _head_in_tile(META: tl.constexpr):
 
 @triton.jit
 def offsets_of_tile(x, META: tl.constexpr):
-    # Where the rows of a forward's tile lie from its first query and head.
+    # Returns the offsets of the rows of a forward's tile from its first query and head.
     if META.GROUP > 1:
         rows = tl.arange(0, META.BLOCK_M).to(tl.int64)
         return (rows // META.GROUP * x.stride_s + _head_in_tile(META).to(tl.int64) * x.stride_h) * META.ALIGN
@@ -167,7 +170,7 @@ def offsets_of_tile(x, META: tl.constexpr):
 
 @triton.jit
 def load_head(bias, alibi, b, h, META: tl.constexpr):
-    # (where a head's bias begins, its ALiBi slope)
+    # Returns (pointer to the head's bias, its ALiBi slope).
     bias_ptr = 0.0  # never used
     if META.HAS_PRE_SCALE_BIAS or META.HAS_POST_SCALE_BIAS:
         bias_ptr = bias.ptr + tl.cast(b, tl.int64) * bias.stride_b + tl.cast(h, tl.int64) * bias.stride_h
@@ -179,16 +182,16 @@ def load_head(bias, alibi, b, h, META: tl.constexpr):
 
 @triton.jit
 def head_values(b, h, captures, MODS: tl.constexpr, META: tl.constexpr):
-    # The values of a head that the mods' functions find behind the captures.
+    # Returns the values of a head that the mods' functions read after the captures.
     values = ()
-    if META.HAS_SCORE_MOD or META.HAS_MASK_MOD:  # noqa: SIM102  # else MODS is None
-        if MODS.of_head is not None:
-            values = MODS.of_head(b, h, captures)
+    if META.HAS_SCORE_MOD or META.HAS_MASK_MOD:  # noqa: SIM102  # otherwise MODS is None
+        if MODS.per_head is not None:
+            values = MODS.per_head(b, h, captures)
     return values
 
 
 @triton.jit
-def behind(captures, values, META: tl.constexpr):
+def with_head_values(captures, values, META: tl.constexpr):
     if META.HAS_SCORE_MOD or META.HAS_MASK_MOD:
         return captures + values
     else:
@@ -197,7 +200,7 @@ def behind(captures, values, META: tl.constexpr):
 
 @triton.jit
 def captures_of_head(b, h, captures, MODS: tl.constexpr, META: tl.constexpr):
-    return behind(captures, head_values(b, h, captures, MODS, META), META)
+    return with_head_values(captures, head_values(b, h, captures, MODS, META), META)
 
 
 @triton.jit
@@ -220,7 +223,8 @@ def head_of(scores, b, h, len_q, len_kv, shift, MODS: tl.constexpr, META: tl.con
 
 @triton.jit
 def shows_block(head, first_q, NUM_Q: tl.constexpr, first_kv, NUM_KV: tl.constexpr, MODS: tl.constexpr):
-    # Whether intervals say that the mask_mod shows all these keys to all these queries: then it need not be asked of each pair.
+    # Returns whether intervals prove that the mask_mod shows all these keys to all these queries, so that no pair needs the
+    # mask_mod.
     q_low, kv_low = tl.cast(first_q, tl.int64), tl.cast(first_kv, tl.int64)
     q_high = tl.maximum(tl.minimum(q_low + NUM_Q, head.len_q) - 1, q_low)
     kv_high = tl.maximum(tl.minimum(kv_low + NUM_KV, head.len_kv) - 1, kv_low)
@@ -246,13 +250,13 @@ class Queries(NamedTuple):
     num_heads: Any
     start: Any
     length: Any
-    num_tokens: Any  # tokens of all sequences, or of each
+    num_tokens: Any  # tokens of all sequences if they are packed, otherwise of each
 
 
 @triton.jit
 def make_row_statistics(dout0, dout1, saved, scale, queries, first_row, META: tl.constexpr):
-    # (lse in units of log2, +inf for a row that sees nothing or is none, sum(out * dout) - dlse), of rows whose dout is given;
-    # scale: that of dout in FP8.
+    # Returns (lse in units of log2, sum(out * dout) - dlse) of rows with their dout. The lse is +inf for a row that sees nothing or
+    # does not exist. scale: of dout in FP8.
     BLOCK_M: tl.constexpr = META.BLOCK_M
     rows = first_row + tl.arange(0, BLOCK_M)
     out_pointer = row_pointer(saved.out, queries.b, queries.h, queries.start + first_row, META)
@@ -274,19 +278,19 @@ def make_row_statistics(dout0, dout1, saved, scale, queries, first_row, META: tl
 
 @triton.jit
 def lse_row(b, h, num_heads, num_tokens_q, start_q, META: tl.constexpr):
-    # Where a sequence's and head's lse begins
+    # Returns the first index of a sequence and head in lse.
     return tl.cast(h if META.IS_RAGGED_Q else b * num_heads + h, tl.int64) * num_tokens_q + start_q
 
 
 @triton.jit
 def large_part(lse):
-    # The part of lse that is taken off the logits before exp2: all where it is large, else 0. See `large_rows`.
+    # Returns the part of lse to subtract from the logits before exp2: all of it if it is large, otherwise 0. See `large_rows`.
     size = tl.abs(lse)
     return tl.where((size >= LARGE) & (size < float("inf")), lse, 0.0)
 
 
 class Large(NamedTuple):
-    """A sequence whose logits are unbounded, as `relative_to_lse` reads it inside a kernel."""
+    """A sequence with unbounded logits, as `relative_to_lse` reads it inside a kernel."""
 
     is_any: Any  # whether any lse of the call is large
     lse_ptr: Any
@@ -319,9 +323,10 @@ def is_any_large(large, META: tl.constexpr):
 
 @triton.jit
 def relative_to_lse(s, minus_lse, large, b, h, i, len_q, META: tl.constexpr):
-    # The logits as they go with minus_lse, in units of log2: in rows whose lse is large relative to it, and minus_lse is of the
-    # rest. A logit next to an edge of rounding may have been rounded otherwise before; no probability is above 1 for that.
-    if META.IS_UNBOUNDED:  # noqa: SIM102  # this is known when it is compiled, that at run time
+    # Returns the logits that belong with minus_lse, in units of log2. In rows with a large lse they are relative to it, and
+    # minus_lse is the remainder. A logit near a rounding boundary may have been rounded differently in the forward; the minimum
+    # keeps its probability at most 1.
+    if META.IS_UNBOUNDED:  # noqa: SIM102  # the first condition is known at compile time, the second at run time
         if large.is_any != 0:
             shift = _load_shift(large, b, h, i, len_q, META)
             s = tl.minimum(s - shift, minus_lse * -LN2)
@@ -341,8 +346,8 @@ def sink_probability(softmax_offset_ptr, lse_log2, large, b, h, rows, len_q, MET
 
 @triton.jit
 def statistics_row(b, h, num_heads, num_tokens_q, start_q, META: tl.constexpr):
-    # Where the statistics of a sequence and head begin in the backward's own buffers, whatever the kernel that left them. Those of
-    # dense tensors begin at multiples of 16 bytes, so that several are loaded at a time.
+    # Returns the first index of a sequence and head in the backward's own statistics, whichever kernel wrote them. For dense
+    # tensors it is a multiple of 16 bytes, so that several elements are loaded at a time.
     if META.IS_RAGGED_Q:
         return tl.cast(h, tl.int64) * num_tokens_q + start_q
     else:
@@ -412,8 +417,8 @@ def load_tile(
     HEAD_DIM: tl.constexpr,
     CHECK_ROWS: tl.constexpr,
 ):
-    # Columns COLUMN .. COLUMN + WIDTH of the rows at `offsets` from `pointer`, which are those from `first` on of their sequence.
-    # 0 past HEAD_DIM and, with CHECK_ROWS, past row num_rows.
+    # Loads columns COLUMN .. COLUMN + WIDTH of the rows at `offsets` from `pointer`. `first` is the first row's number in its
+    # sequence. The result is 0 past HEAD_DIM and, with CHECK_ROWS, from row num_rows on.
     columns = COLUMN + tl.arange(0, WIDTH)
     pointers = pointer + (offsets[:, None] + columns[None, :])
     inside = (first + tl.arange(0, offsets.shape[0]) < num_rows)[:, None]
@@ -430,14 +435,14 @@ def load_tile(
 
 @triton.jit
 def transposed_column(start, b, IS_RAGGED: tl.constexpr):
-    # Where the tokens of a sequence with this `packed_start` begin in a row of a transposed copy: at multiples of 16, a place of
-    # its own for each sequence.
+    # Returns the first column of a sequence with this `packed_start` in a row of a transposed copy. It is a multiple of 16, and
+    # sequences do not overlap.
     return (start + 16 * b) // 16 * 16 if IS_RAGGED else 0
 
 
 @triton.jit
 def transposed_head(copy, b, h, start, IS_RAGGED: tl.constexpr):
-    # One sequence and head of a transposed copy; ptr is at its first channel and token.
+    # Returns one sequence and head of a transposed copy; ptr points to its first channel and token.
     row = (tl.cast(b, tl.int64) * copy.stride_b + tl.cast(h, tl.int64) * copy.stride_h) * 16
     return HeadChannels(ptr=copy.ptr + row + transposed_column(start, b, IS_RAGGED), stride_d=copy.stride_d)
 
@@ -453,8 +458,8 @@ def load_columns(
     HEAD_DIM: tl.constexpr,
     CHECK_ROWS: tl.constexpr,
 ):
-    # As `load_tile`, of ROWS rows of a transposed copy: [WIDTH, ROWS]. Rows are cut 16 at a time, so that 16 bytes are loaded at
-    # a time; the copy has zeros up to there.
+    # Like `load_tile`, for ROWS rows of a transposed copy: [WIDTH, ROWS]. The row mask covers 16 rows at a time, so that 16 bytes
+    # are loaded at a time; the copy has zeros up to there.
     channels = COLUMN + tl.arange(0, WIDTH)
     rows = first + tl.arange(0, ROWS)
     pointers = copy.ptr + (channels.to(tl.int64) * copy.stride_d * 16)[:, None] + rows[None, :]
@@ -471,22 +476,22 @@ def load_columns(
 
 
 def encoded_size(size: int) -> int:
-    """Returns a size or stride as it goes into a tuple that a kernel is launched with: as an odd number above 1.
+    """Returns a size or stride, encoded as an odd number above 1 for a tuple of launch arguments.
 
-    Triton compiles a kernel anew for an integer in a tuple that is 1 or a multiple of 16.
+    Triton specialises a kernel for an integer in a tuple if it is 1 or a multiple of 16.
     """
     return 2 * size + 3
 
 
 @triton.jit
 def read_size(encoded):
-    # The size that `encoded_size` encoded.
+    # Decodes a size from `encoded_size`.
     return (encoded - 3) >> 1
 
 
 @triton.jit
 def load_descale(scale, b, h, row, META: tl.constexpr):
-    # The factor of the block of rows in which `row` lies.
+    # Returns the factor of the block of rows that contains `row`.
     offset = b * scale.stride_b + h * scale.stride_h
     if META.HAS_BLOCK_SCALES:
         offset += row // META.SCALE_ROWS * scale.stride_block
@@ -495,7 +500,7 @@ def load_descale(scale, b, h, row, META: tl.constexpr):
 
 @triton.jit
 def load_token_descales(scale, pages, b, h, first, num_rows, ROWS: tl.constexpr):
-    # The factors of ROWS keys of a sequence and head, dense or in pages, whose ids are clamped; 0 past the sequence's end.
+    # Returns the factors of ROWS keys of a sequence and head, dense or in pages (page ids are clamped); 0 past the sequence's end.
     rows = first + tl.arange(0, ROWS)
     is_row = rows < num_rows
     place = tl.zeros([ROWS], tl.int64) + b
@@ -510,7 +515,8 @@ def load_token_descales(scale, pages, b, h, first, num_rows, ROWS: tl.constexpr)
 
 @triton.jit
 def descaled(qk, descale, softmax_scale, META: tl.constexpr):
-    # (product, scale) that make the scaled score. Only a bias that is added before the scale needs the product to be right.
+    # Returns (product, scale), whose product is the scaled score. Only a bias that is added before the scale needs an exact
+    # product.
     if META.HAS_PRE_SCALE_BIAS:
         return qk * descale, softmax_scale
     else:
@@ -522,7 +528,7 @@ class Products(NamedTuple):
 
     qk: Any
     dp: Any  # the product of dout and v
-    scale: Any  # that makes the scaled score of qk
+    scale: Any  # multiplied with qk, it gives the scaled score
 
 
 @triton.jit
@@ -538,8 +544,8 @@ def descaled_products(qk, dp, inputs, head, h_kv, row, column, META: tl.constexp
 
 @triton.jit
 def to_fp8_rows(x, DTYPE: tl.constexpr):
-    # (x in FP8, what each row is to be multiplied with). A row's largest becomes the dtype's and so is exact: it counts most where
-    # softmax is peaked.
+    # Returns (x in FP8, a factor for each row). A row's largest value becomes the dtype's largest, so it is exact: it matters most
+    # if softmax is peaked.
     TOP: tl.constexpr = 448.0 if tl.float8e4nv == DTYPE else 57344.0
     largest = tl.minimum(tl.maximum(tl.max(tl.abs(x), 1), 2.0**-100), 2.0**100)
     return (x * (TOP / largest)[:, None]).to(DTYPE), largest * (1.0 / TOP)
@@ -556,7 +562,7 @@ def fp8_product(
     HEAD_DIM: tl.constexpr,
     CHECK_ROWS: tl.constexpr,
 ):
-    # x @ y for y in a transposed copy: in an accumulator of its own, for the matrix instruction's keeps some 14 bits.
+    # Returns x @ y for y in a transposed copy, in its own accumulator: the matrix instruction accumulates in about 14 bits.
     y = load_columns(copy, first, num_rows, x.shape[1], COLUMN, WIDTH, HEAD_DIM, CHECK_ROWS)
     return tl.dot(x, tl.trans(y))
 
@@ -597,18 +603,18 @@ def store_zeros(
 
 
 class Padding(NamedTuple):
-    """The rows that a block must write as 0 on its own account, inside a kernel."""
+    """The rows that a block fills with zeros, inside a kernel."""
 
-    begin: Any  # to `end`: all rows of a block without a token, and for the last block what is left of the slot
+    begin: Any  # begin .. end: all rows of a block without a token; for the last block the rest of the slot
     end: Any
-    front_begin: Any  # to `front`: what is before all slots, for the first block of all
+    front_begin: Any  # front_begin .. front: rows before all slots, for the first block of all
     front: Any
-    slot: Any  # within which a block with some tokens masks the rest of its rows itself
+    slot: Any  # a block with some tokens masks its other rows up to here itself
 
 
 @triton.jit
 def padding_rows(lengths, b, start, length, first, is_last, BLOCK: tl.constexpr, IS_RAGGED: tl.constexpr):
-    # The padding of a block that begins at `first`.
+    # Returns the padding of a block that begins at `first`.
     front = b * 0 - start
     slot = b * 0 + length
     if (first + BLOCK > length) | is_last | ((b == 0) & (first == 0)):
@@ -622,14 +628,14 @@ class VisibleRange(NamedTuple):
     """The rows of the other side that a block of rows sees, inside a kernel: all but `end` are multiples of that side's block."""
 
     begin: Any
-    full_begin: Any  # to `full_end` every row sees everything
+    full_begin: Any  # full_begin .. full_end: every row of the block sees all of these
     full_end: Any
     end: Any
 
 
 @triton.jit
 def _visible_range(first, BLOCK: tl.constexpr, STEP: tl.constexpr, length, shift, before, after):
-    # Rows first .. first + BLOCK of one side see, on the other side, row + shift - before .. row + shift + after, None for all.
+    # Rows first .. first + BLOCK of one side see row + shift - before .. row + shift + after of the other side; None: no limit.
     begin = 0
     full_begin = 0
     end = length
@@ -648,7 +654,7 @@ def _visible_range(first, BLOCK: tl.constexpr, STEP: tl.constexpr, length, shift
 
 @triton.jit
 def visible_range_of_keys(first_row, len_kv, shift, band, META: tl.constexpr):
-    # The keys that BLOCK_M queries see.
+    # Returns the keys that BLOCK_M queries see.
     before = band.left if META.HAS_LEFT else None
     after = band.right if META.HAS_RIGHT else None
     return _visible_range(first_row, META.BLOCK_M, META.BLOCK_N, len_kv, shift, before, after)
@@ -656,7 +662,7 @@ def visible_range_of_keys(first_row, len_kv, shift, band, META: tl.constexpr):
 
 @triton.jit
 def visible_range_of_queries(first_column, len_q, shift, band, META: tl.constexpr):
-    # The queries that see BLOCK_N keys.
+    # Returns the queries that see BLOCK_N keys.
     before = band.right if META.HAS_RIGHT else None
     after = band.left if META.HAS_LEFT else None
     return _visible_range(first_column, META.BLOCK_N, META.BLOCK_M, len_q, -shift, before, after)
@@ -664,7 +670,7 @@ def visible_range_of_queries(first_column, len_q, shift, band, META: tl.constexp
 
 @triton.jit
 def visible_keys(i, j, len_kv, shift, band, META: tl.constexpr):
-    # For a tile [queries, keys]. The bounds are found per query, so that an element costs one comparison a side.
+    # For a tile [queries, keys]. The bounds are computed for each query, so an element costs one comparison a side.
     last = len_kv - 1
     if META.HAS_RIGHT:
         last = tl.minimum(last, i + shift + band.right)
@@ -676,8 +682,8 @@ def visible_keys(i, j, len_kv, shift, band, META: tl.constexpr):
 
 @triton.jit
 def visible_queries(i, j, shift, band, META: tl.constexpr):
-    # The same for a tile [keys, queries], per key. Keys and queries past the end need no mask there: what a key past the end
-    # gathers is dropped, and a query past the end has probability 0.
+    # For a tile [keys, queries]; the bounds are computed for each key. Keys and queries past the end need no mask here: results of
+    # a key past the end are not stored, and a query past the end has probability 0.
     visible = i >= j - shift - band.right
     if META.HAS_LEFT:
         in_window = i <= j - shift + band.left
@@ -687,8 +693,8 @@ def visible_queries(i, j, shift, band, META: tl.constexpr):
 
 @triton.jit
 def tanh(x):
-    # 1 - 2 / (1 + e^2x) is exact to 2e-7 absolute, with what rounding x * 2 log2(e) loses of the exponent put back and a division
-    # that rounds; that is no longer small beside x near 0, where the Taylor series is exact.
+    # 1 - 2 / (1 + e^2x) has an absolute error of 2e-7. That needs a correction for the rounding of x * 2 log2(e), and a division
+    # that rounds to nearest. Near 0 the error is not small relative to x, so the Taylor series replaces it.
     exponent = x * (2 * LOG2E)
     power = tl.exp2(exponent)
     lost = tl.where(tl.abs(x) < 20.0, power * (tl.fma(x, 2 * LOG2E, -exponent) * LN2), 0.0)
@@ -700,8 +706,8 @@ def tanh(x):
 
 @triton.jit
 def tanh_in_half(x):
-    # The same to 5e-7 absolute, which a logit of half types does not show, at a third of the instructions: no division, as
-    # 1 / y is the square of 1 / sqrt(y), and no series.
+    # tanh with an absolute error of 5e-7, below the resolution of 16-bit logits, for a third of the instructions: no series, and no
+    # division, because 1 / y is the square of 1 / sqrt(y).
     root = tl.rsqrt(1.0 + tl.exp2(x * (2 * LOG2E)))
     return 1.0 - 2.0 * (root * root)
 
@@ -714,8 +720,8 @@ def load_bias(head, i, j, META: tl.constexpr):
 
 @triton.jit
 def logits(qk, i, j, softmax_scale, head, MODS: tl.constexpr, META: tl.constexpr):
-    # (s, factor, cap_tanh, score): s * factor is the logit in units of log2, before the mask; cap_tanh is the softcap's tanh, and
-    # score what score_mod is given. With nothing to add, s stays the raw product, and the scale is folded into the exponent's
+    # Returns (s, factor, cap_tanh, score). s * factor is the logit in units of log2, before the mask. cap_tanh is the softcap's
+    # tanh, and score is score_mod's input. If nothing is added, s is the raw product, and the scale is folded into the exponent's
     # multiply-add.
     s = qk
     factor = tl.maximum(softmax_scale * LOG2E, 1e-37)  # a masked score is -inf, and -inf * 0 would be NaN
@@ -741,23 +747,24 @@ def logits(qk, i, j, softmax_scale, head, MODS: tl.constexpr, META: tl.constexpr
 
 @triton.jit
 def positive_factor(factor):
-    # As in `logits`, of products in FP8: a NaN among the descales shows in what is made of it.
+    # Like the factor in `logits`, for FP8 products: a NaN among the descales propagates to the result.
     return tl.maximum(factor, 1e-37, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def exponent_factor(row_max):
-    # The factor of a row's logits in exp2: log2(e), but 1 where the row's largest is so far from 0 that the next smaller number
-    # has no weight beside it. row_max * 1 is exact and never overflows; row_max * log2(e) would be rounded by more than
-    # exp2 has room for.
+    # Returns the factor of a row's logits in exp2: log2(e), or 1 if the row's largest logit is very far from 0. Then the next
+    # smaller number has no weight. row_max * 1 is exact and never overflows, but the rounding of row_max * log2(e) could overflow
+    # exp2.
     return tl.where(tl.abs(row_max) < FAR, LOG2E, 1.0)
 
 
 @triton.jit
 def scaled_row_max(row_max, factor, OFFSET: tl.constexpr):
-    # The number that is taken off the product, finite for -inf too, so that exp2(-inf - scaled_max) is 0. Products of equal numbers
-    # are rounded alike, so that weights relative to two maxima differ by a factor of exp2(the one - the other), however coarse the
-    # rounding is. With an OFFSET weights are up to 2**OFFSET, but where the rounding would take them past what FP8 holds.
+    # Returns the number to subtract from the product. It is finite for a row_max of -inf too, so that exp2(-inf - scaled_max) is 0.
+    # Products of equal numbers are rounded equally. So weights relative to two maxima differ by exactly exp2(difference of the
+    # maxima), however coarse the rounding is. With an OFFSET, weights are at most 2**OFFSET. The OFFSET is 0 if rounding could lift
+    # weights above FP8's range.
     scaled_max = tl.maximum(row_max * factor, LOWEST)
     if OFFSET > 0.0:
         scaled_max -= tl.where(tl.abs(row_max) < NEAR, OFFSET, 0.0)
@@ -766,8 +773,9 @@ def scaled_row_max(row_max, factor, OFFSET: tl.constexpr):
 
 @triton.jit
 def log_of_sum(row_max, factor, scaled_max, row_sum):
-    # (lse, what rounding took from it) of rows whose largest logit is row_max, and whose sum of exp2(logit * factor - scaled_max)
-    # is row_sum. An lse of -1e9 is a multiple of 64, and how many keys share it is in the second number alone.
+    # Returns (lse, its rounding error) of rows with the largest logit row_max, and with the sum row_sum of exp2(logit * factor -
+    # scaled_max). For example, fp32 numbers near -1e9 are multiples of 64, so only the second number tells how many keys share such
+    # an lse.
     above = (tl.log2(row_sum) - tl.fma(row_max, factor, -scaled_max)) * LN2
     above = tl.where(row_max == float("-inf"), 0.0, above)
     lse = row_max + above
@@ -776,8 +784,9 @@ def log_of_sum(row_max, factor, scaled_max, row_sum):
 
 @triton.jit
 def dropout_keep(inputs, b, h, first_row, first_column, META: tl.constexpr):
-    # [BLOCK_M, BLOCK_N]: Philox at counter (j // 8, i, b * heads + h, offset), a half of its four words for each of eight
-    # neighbouring columns. A lower half is shifted up; an upper one is compared with what is below it, which changes nothing.
+    # Returns a mask [BLOCK_M, BLOCK_N]. Philox runs at counter (j // 8, i, b * heads + h, offset). Each of eight neighbouring
+    # columns gets a half of one of its four words. A lower half is shifted up. An upper half is compared together with the bits
+    # below it, which does not change the result.
     dropout = inputs.dropout
     state = dropout.rng_state_ptr
     b_h = b * inputs.num_heads + h
@@ -790,8 +799,8 @@ def dropout_keep(inputs, b, h, first_row, first_column, META: tl.constexpr):
     offset = tl.load(state + 1).to(tl.int32)
     if META.ORIGIN > 5:
         first_column += tl.load(state + 5).to(tl.int32)
-    # Triton 3.6 and 3.7 take weights that depend on a join and on a load of bytes, as of a mod's bool table, for numbers of four
-    # bits, and then multiply half of 16 keys twice (triton-lang/triton#10645; `CompileReport.folded_operands`).
+    # If weights depend on a join and on a load of bytes, such as a mod's bool table, Triton 3.6 and 3.7 treat them as 4-bit
+    # numbers. They then multiply half of 16 keys twice (triton-lang/triton#10645; `CompileReport.folded_operands`).
     CAN_JOIN: tl.constexpr = META.BLOCK_M >= 32 and META.BLOCK_N >= 32
     if META.ORIGIN > 5 or not CAN_JOIN:
         numbers = _numbers_of_columns(seed, offset, b_h, first_row, first_column, META)
@@ -815,7 +824,7 @@ def _numbers_of_groups(seed, offset, b_h, first_row, first_column, META: tl.cons
 
 @triton.jit
 def _numbers_of_columns(seed, offset, b_h, first_row, first_column, META: tl.constexpr):
-    # Where a tile may begin inside of a group of eight, or is small: a draw for each number, of which one word is taken.
+    # For a tile that is small or may begin inside of a group of eight: one Philox call for each number, which uses one word of it.
     BLOCK_M: tl.constexpr = META.BLOCK_M
     BLOCK_N: tl.constexpr = META.BLOCK_N
     zero = tl.zeros([BLOCK_M, BLOCK_N], tl.int32)
@@ -830,21 +839,21 @@ def _numbers_of_columns(seed, offset, b_h, first_row, first_column, META: tl.con
 class ScoreTile(NamedTuple):
     """A tile of scores, [queries, keys] or [keys, queries], inside a kernel."""
 
-    i: Any  # queries, as they broadcast against the tile
-    j: Any  # keys
-    keep: Any  # what dropout keeps
-    is_full: Any  # whether the mask_mod need not be asked
-    large: Any  # as `load_large` gives it
+    i: Any  # query positions that broadcast against the tile
+    j: Any  # key positions
+    keep: Any  # True for weights that dropout keeps
+    is_full: Any  # whether the block is full, so that the mask_mod is not needed
+    large: Any  # result of `load_large`
 
 
 class ScoreGradient(NamedTuple):
     """The derivatives of a tile of scores, and the factors of the products that follow, inside a kernel."""
 
     p: Any  # probabilities
-    p_dropped: Any  # the same as they multiplied v
+    p_dropped: Any  # the same after dropout, as they multiply v
     dlogit: Any
     dscore: Any  # the gradient of the scaled score
-    score: Any  # that score_mod was given
+    score: Any  # score_mod's input
 
 
 @triton.jit
@@ -886,7 +895,7 @@ def score_gradient(
 
 @triton.jit
 def through_mods(dlogit, cap_tanh, score, i, j, head, MODS: tl.constexpr, META: tl.constexpr):
-    # From d loss / d logit to d loss / d scaled score, with what `logits` returned.
+    # Returns d loss / d scaled score from d loss / d logit and the results of `logits`.
     dscore = dlogit
     if META.HAS_SCORE_MOD:
         dscore = MODS.gradient(dlogit, score, head.b, head.h, i, j, head.captures)

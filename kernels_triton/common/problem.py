@@ -40,54 +40,56 @@ from flexattn.kernels_triton.runtime.launch import Tile, capability_of
 from flexattn.kernels_triton.runtime.varying import as_number
 
 MASK_BLOCK = 128  # queries, and keys, of a block of the lists that are made from a mask_mod
-_MOST_ROWS = 256  # the most rows of any tile
-_OPEN = 2**30  # a window side is cut to this, so that position + window stays inside int32
-_LARGE_SOFTCAP = 256.0  # times the 5e-7 that `tanh_in_half` is off by: a rounding of fp16, which a logit must not be moved by
+_MOST_ROWS = 256  # maximum rows of a tile
+_OPEN = 2**30  # upper bound of a window side, so that position + window fits int32
+_LARGE_SOFTCAP = 256.0  # above it, the error of `tanh_in_half` (5e-7) times the softcap exceeds a rounding of fp16
 
 
 class Mods(NamedTuple):
-    """The Triton functions of a score_mod, its derivative and a mask_mod, as `lowering` makes them, each with the captures last.
+    """The Triton functions of a score_mod, its derivative and a mask_mod, which `lowering` makes.
 
-    Those of a tile find behind the captures what `of_head` gives.
+    The last argument of each function is the tuple of captures. In a kernel, the results of `per_head` are appended to it.
     """
 
     score: Any = None  # (score, b, h, q_idx, kv_idx) -> the modified score
     gradient: Any = None  # (dscore, score, b, h, q_idx, kv_idx) -> the gradient of the score
     accumulate: Any = None  # (dscore, score, b, h, q_idx, kv_idx, captures, sums, scales, MODE): adds to the captures' gradients
     mask: Any = None  # (b, h, q_idx, kv_idx) -> whether the query sees the key
-    of_head: Any = None  # (b, h) -> a tuple of what the others read once for a head; None: nothing
-    of_distance: Any = None  # (b, h, distance) -> a tuple of what `diagonals` can tabulate; None: nothing, or it is tabulated
-    distance_depends_on: tuple[bool, bool] = (True, True)  # whether it differs by (b, h)
+    per_head: Any = None  # (b, h) -> a tuple of values that the others read once for a head; None: no such values
+    # (b, h, distance) -> a tuple of values that `diagonals` can tabulate; None: no such values, or they are tabulated
+    per_distance: Any = None
+    distance_depends_on: tuple[bool, bool] = (True, True)  # whether the values differ by (b, h)
     num_tables: int = 0
-    mask_of_block: Any = None  # what asks the mask of blocks, and of a block what that reads, as `intervals.BlockTest` has them
+    mask_of_block: Any = None  # the block test and the key and query ranges that it reads, see `intervals.BlockTest`
     ranges_of_q_block: Any = None
     ranges_of_kv_block: Any = None
     num_ranges_of_block: tuple[int, int] = (0, 0)
     can_hide_block: bool = False
     can_show_block: bool = False
     mask_depends_on: tuple[bool, bool] = (True, True)  # whether the mask differs by (b, h)
-    score_is_finite: bool = False  # whether it is for every finite score, in rows past the end too
-    reads_tiles: bool = False  # whether they read a captured tensor once for each query and key
+    score_is_finite: bool = False  # whether a finite score stays finite, in rows past the end too
+    reads_tiles: bool = False  # whether a mod reads a captured tensor once for each query and key
 
 
 class BlockLists(NamedTuple):
-    """A block mask: for each block of queries the blocks of keys that it sees, and the other way round, int32, contiguous.
+    """A block mask: the key blocks that each query block sees, and the query blocks that see each key block; int32, contiguous.
 
-    Counts are [b | 1, h | 1, rows], indices [b | 1, h | 1, rows, columns], of which the first `count` are valid and ascending. A
-    block in the full lists is seen whole, one in the others as far as the mask_mod says; in neither, not at all.
+    Counts are [b | 1, h | 1, rows], indices [b | 1, h | 1, rows, columns]. The first `count` indices of a row are valid and
+    ascending. A block in the full lists is fully visible. In a block of the other lists, the mask_mod decides. A block in neither
+    list is hidden.
     """
 
-    kv_num_blocks: Tensor | None  # None: not made, as a backward in one pass reads the others alone
+    kv_num_blocks: Tensor | None  # None: not made, because a fused backward reads only the lists of query blocks
     kv_indices: Tensor | None
     full_kv_num_blocks: Tensor | None
     full_kv_indices: Tensor | None
-    q_num_blocks: Tensor | None  # the other way round, which only a backward reads
+    q_num_blocks: Tensor | None  # lists of query blocks, one for each key block; only a backward reads them
     q_indices: Tensor | None
     full_q_num_blocks: Tensor | None
     full_q_indices: Tensor | None
     block_size_q: int
     block_size_kv: int
-    is_cut: bool = False  # no block in them is past the end or out of the problem's band
+    is_cut: bool = False  # whether the lists omit all blocks past the end or outside the problem's band
 
     @property
     def heads(self) -> int:
@@ -97,7 +99,7 @@ class BlockLists(NamedTuple):
         return counts.shape[1]
 
     def lists(self, blocks: Literal["kv", "q"]) -> BlockMaskLists:
-        """The lists of blocks of keys, one for each block of queries ("kv"), or those of blocks of queries."""
+        """The lists of key blocks, one for each query block ("kv"), or the lists of query blocks, one for each key block ("q")."""
         counts, indices, full_counts, full_indices = self[:4] if blocks == "kv" else self[4:8]
         stride_b, stride_h = _list_strides(counts)
         return BlockMaskLists(
@@ -123,7 +125,7 @@ class BlockLists(NamedTuple):
 
 
 class Features(NamedTuple):
-    """Constants of a call that every attention kernel is compiled for; `with_features` puts them in front of a kernel's own."""
+    """Constants of a call that every attention kernel is compiled for; `with_features` puts them before a kernel's own."""
 
     IS_RAGGED_Q: bool  # q is [total, h, d]
     IS_RAGGED_KV: bool
@@ -136,58 +138,64 @@ class Features(NamedTuple):
     HAS_ALIBI: bool
     HAS_SOFTCAP: bool
     HAS_EXACT_TANH: bool  # for the softcap, `primitives.tanh`
-    IS_UNBOUNDED: bool  # logits may be of any size, whatever q and k are
+    IS_UNBOUNDED: bool  # logits may have any size, whatever q and k are
     HAS_DROPOUT: bool
-    ORIGIN: int  # columns of an rng_state by which dropout is drawn at positions of a whole; 0: it is not
+    ORIGIN: int  # columns of an rng_state with origins, for dropout at positions of a larger problem; 0: no origins
     HAS_SCORE_MOD: bool
     HAS_MASK_MOD: bool
-    BLOCK_SIZE_Q: int  # queries of the block mask's blocks; 0: there is none
+    BLOCK_SIZE_Q: int  # queries of a block of the block mask; 0: no block mask
     BLOCK_SIZE_KV: int
-    LISTS_ARE_CUT: bool  # the block mask's lists have no block that the band or the end hides
-    PIECE: int  # keys of a KV split that is cut at multiples of it; 0: the splits share the keys that a tile sees
+    LISTS_ARE_CUT: bool  # the block mask's lists omit blocks that the band or the end hides
+    PIECE: int  # keys of a KV split that is cut at multiples of PIECE; 0: the splits share the keys that a tile sees
 
 
-def with_features(own: Any) -> Any:
-    """Returns a NamedTuple class of the fields of `Features` and then those of `own`, a NamedTuple class, under its name.
+def with_features(kernel_fields: Any) -> Any:
+    """Returns a NamedTuple class with the fields of `Features`, then the fields of `kernel_fields`, a NamedTuple class, and its
+    name.
 
-    Flat, so that kernels and what they share read `META.HAS_LEFT`, whatever else a kernel is compiled for.
+    The result is flat, so that kernels and shared functions read `META.HAS_LEFT` whatever else a kernel is compiled for.
     """
-    made: Any = NamedTuple(own.__name__, [*Features.__annotations__.items(), *own.__annotations__.items()])  # type: ignore[misc]
-    made.__module__, made.__qualname__, made.__doc__ = own.__module__, own.__qualname__, own.__doc__  # where pickle finds it
-    return made
+    combined: Any = NamedTuple(kernel_fields.__name__, [*Features.__annotations__.items(), *kernel_fields.__annotations__.items()])  # type: ignore[misc]
+    # pickle finds the class by these
+    combined.__module__, combined.__qualname__, combined.__doc__ = (
+        kernel_fields.__module__,
+        kernel_fields.__qualname__,
+        kernel_fields.__doc__,
+    )
+    return combined
 
 
 @with_features
 class Meta(NamedTuple):
     """Constants that a portable kernel is compiled for.
 
-    A tuple, because Triton writes what a kernel is compiled for as JSON where hooks watch it.
+    It is a tuple because Triton writes a kernel's constants as JSON if hooks watch compilation.
     """
 
     IS_GROUPED: bool  # several query heads share a key head
-    HEADS: int  # query heads of a forward's tile, whose rows are the first query of each, then the second, ..
-    GROUP: int  # rows that a query's heads take: the power of two from HEADS on, so that the last may be rows of no head
-    IS_LATENT: bool  # a forward takes v from the tile of k
-    ASKS_OF_BLOCKS: bool  # a forward asks the mask_mod of a whole block before it asks of each query and key
-    OVERLAPS: bool  # a forward begins while the kernel before it runs, and lets the next begin (`launch_order`)
-    PAGE_ROWS: int  # keys of a block that lie one after the other in a page; 0: they lie in no pages
-    IS_FP8: bool  # q, k, v and dout; p and ds become it
-    IS_KV_FP8: bool  # k and v alone: they are products' operands in q's dtype
-    HAS_TOKEN_SCALES_K: bool  # a factor for each token and head of such k, and of such v
+    HEADS: int  # query heads of a forward's tile; its rows are the first query of each head, then the second, ..
+    GROUP: int  # rows of one query: the next power of two from HEADS; the last rows may belong to no head
+    IS_LATENT: bool  # the forward takes v from the tile of k
+    ASKS_OF_BLOCKS: bool  # the forward applies the mask_mod's block test before it evaluates the mask_mod for each query and key
+    OVERLAPS: bool  # the forward begins while the kernel before it runs, and lets the next one begin (`launch_order`)
+    PAGE_ROWS: int  # keys of a block that are contiguous in a page; 0: no pages
+    IS_FP8: bool  # q, k, v and dout are FP8; p and ds are converted to it
+    IS_KV_FP8: bool  # only k and v are FP8; they are converted to q's dtype for the products
+    HAS_TOKEN_SCALES_K: bool  # k in FP8 has a factor for each token and head
     HAS_TOKEN_SCALES_V: bool
     HAS_BLOCK_SCALES: bool
-    SCALE_ROWS: int  # rows of a block with a scale of its own
-    NORMALIZES: bool  # the backward makes a row's probabilities, from an lse in fp32 too, sum to exactly 1
+    SCALE_ROWS: int  # rows of a block that has its own scale
+    NORMALIZES: bool  # the backward normalises a row's probabilities to sum to exactly 1, although fp32 rounds lse
     HAS_SINK: bool
     HAS_OFFSET: bool
     HEAD_DIM_QK: int
     HEAD_DIM_V: int
-    QK0: int  # head dims are taken in one or two parts, each a power of two
+    QK0: int  # widths of the one or two parts of a head dim, powers of two
     QK1: int
     V0: int
     V1: int
     ALIGN: int  # all strides are multiples of this many elements
-    WIDE_STRIDES: bool  # the rows of one tile may lie 2**31 elements or more apart
+    WIDE_STRIDES: bool  # the rows of one tile may be 2**31 elements or more apart
     PRECISION: str  # precision of a dot product of two fp32 tiles
     BLOCK_M: int
     BLOCK_N: int
@@ -195,12 +203,12 @@ class Meta(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """The inputs of one attention call, as views of whatever layout they have.
+    """The inputs of one attention call, as views with any layout.
 
-    q is [b, sq, h, d_qk], k [b, skv, h_kv, d_qk] and v [b, skv, h_kv, d_v] (views: any strides but a contiguous last dim), or
-    [total, h, d] with `cu_seqlens_*` saying where each sequence lies; q may be of one kind and k, v of the other. The rest is
-    as in `flexattn.attention`, with one band instead of a mask type: query i sees key j iff
-    -window_left <= j - i - shift <= window_right, None leaving a side open, shift = len_kv - len_q with `bottom_right` else 0.
+    q is [b, sq, h, d_qk], k [b, skv, h_kv, d_qk] and v [b, skv, h_kv, d_v], as views with any strides but a contiguous last dim.
+    Packed tensors are [total, h, d], and `cu_seqlens_*` locate each sequence; q may be packed and k, v dense, or the reverse. The
+    other fields are those of `flexattn.attention`, with one band instead of a mask type: query i sees key j if -window_left <= j -
+    i - shift <= window_right. A side that is None is open. shift is len_kv - len_q with `bottom_right`, else 0.
     """
 
     q: Tensor
@@ -215,33 +223,34 @@ class Problem:
     alibi_slopes: Tensor | None = None  # fp32 [h] or [b, h], contiguous
     softcap: float = 0.0
     has_sink: bool = False
-    softmax_offset: Tensor | None = None  # [h], contiguous; None with a sink: 0
+    softmax_offset: Tensor | None = None  # [h], contiguous; None if there is a sink: 0
     dropout_p: float = 0.0
-    rng_state: Tensor | None = None  # int64 [2]; or [b, 5 or 6], with where each sequence begins in a whole
-    cu_seqlens_q: Tensor | None = None  # int32 [b + 1]; None: each sequence is as long as its dim
+    rng_state: Tensor | None = None  # int64 [2]; or [b, 5 or 6] with each sequence's origin in a larger problem
+    cu_seqlens_q: Tensor | None = None  # int32 [b + 1]; None: each sequence has the length of its dim
     cu_seqlens_kv: Tensor | None = None
     cu_seqlens_q_padded: Tensor | None = None
     cu_seqlens_kv_padded: Tensor | None = None
-    seqused_q: Tensor | None = None  # int32 [b], tokens that a sequence uses of its slot or row; None: as many as the others say
+    seqused_q: Tensor | None = None  # int32 [b], tokens that a sequence uses of its slot or row; None: all of them
     seqused_kv: Tensor | None = None
-    page_table: Tensor | None = None  # int32 [b, columns]; k and v are then [pages, page size, h_kv, d]. For a forward alone
-    max_seqlen_q: int = 0  # only for [total, h, d], and of keys for pages; else the sequence dim
+    page_table: Tensor | None = None  # int32 [b, columns]; k and v are then [pages, page size, h_kv, d]; forward only
+    max_seqlen_q: int = 0  # used for [total, h, d], and for keys in pages; otherwise the sequence dim counts
     max_seqlen_kv: int = 0
     mods: Mods | None = None
-    mods_of_tables: Mods | None = None  # the same mods, reading tables; None: there is nothing to tabulate
-    captures: tuple[Any, ...] | None = None  # what the mods read, as `lowering.flatten` gives it
+    mods_of_tables: Mods | None = None  # the same mods with tabulated values; None: no value can be tabulated
+    captures: tuple[Any, ...] | None = None  # the tensors and numbers that the mods read, from `lowering.flatten`
     block_mask: BlockLists | None = None
     # Factors of q, k, v and, for a backward, dout in FP8: fp32 [b | 1, h | 1, blocks | 1].
     descales: tuple[Tensor, ...] = ()
-    # Likewise of k and v, where they are in FP8 and q is not, or [b, s, h, 1] and [pages, page_size, h, 1]; for a forward alone.
+    # Factors of FP8 k and v if q is not FP8: [b | 1, h | 1, 1], [b, s, h, 1], or [pages, page_size, h, 1]; forward only.
     descales_kv: tuple[Tensor, ...] = ()
-    scale_rows: int = 0  # rows of a block with a scale of its own; 0: there is one block
-    copies16: tuple[Tensor, ...] = ()  # for a backward in FP8, where they are at hand: dout, and q and k too, in 16 bits
-    # For a backward: out and lse are of more keys than these, so that no row's probabilities sum to 1. Else they do, with which
-    # fp32, and a large lse (`large_rows`), are made good.
+    scale_rows: int = 0  # rows of a block that has its own scale; 0: one block
+    copies16: tuple[Tensor, ...] = ()  # for an FP8 backward, if available: dout, or dout, q and k, in 16 bits
+    # For a backward: out and lse cover more keys than this problem has, so a row's probabilities do not sum to 1. If False, they
+    # do, and the backward uses that to correct for fp32's rounding and for a large lse (`large_rows`).
     is_part: bool = False
-    is_batch_invariant: bool = False  # a forward's bits of a sequence depend on nothing else of the call
-    dout_is_to_come: bool = False  # dout in FP8 and its descale, one for each scale_rows rows, are yet to be made of copies16[0]
+    is_batch_invariant: bool = False  # whether a sequence's forward is bitwise independent of the rest of the call
+    # dout in FP8 and its descale for each scale_rows rows are not made yet; copies16[0] is their source
+    dout_is_to_come: bool = False
 
     @property
     def is_fp8(self) -> bool:
@@ -263,7 +272,7 @@ class Problem:
     def group_size(self) -> int:
         return self.num_heads // self.num_heads_kv
 
-    # At most all tokens, whatever was asked for; at least 1, so that there is always a block to zero the padding.
+    # Never more than all tokens, and at least 1, so that a block exists to write zeros into the padding.
     @property
     def longest_q(self) -> int:
         return max(1, min(self.max_seqlen_q, self.q.shape[0]) if self.q.dim() == 3 else self.q.shape[1])
@@ -276,17 +285,17 @@ class Problem:
 
     @property
     def num_tokens_kv(self) -> int:
-        """All tokens of [total, h_kv, d], else those that a sequence has room for."""
+        """All tokens of [total, h_kv, d], otherwise the capacity of one sequence."""
         return self.k.shape[-3] if self.page_table is None else self.page_table.shape[1] * self.k.shape[1]
 
     @property
     def num_keys(self) -> int:
-        """Keys of all sequences that there is room for."""
+        """Total key capacity of all sequences."""
         return self.k.shape[:-2].numel() if self.page_table is None else self.batch * self.longest_kv
 
     @property
     def piece(self) -> int:
-        """Keys of a KV split of a batch-invariant call, cut at multiples of it whatever the batch; 0 for any other call."""
+        """Keys of a KV split of a batch-invariant call, which is cut at multiples of it whatever the batch; 0 for other calls."""
         if not self.is_batch_invariant:
             return 0
         piece = SPLIT_PIECE
@@ -296,30 +305,30 @@ class Problem:
 
     @property
     def has_lengths(self) -> bool:
-        """True where the sequences have lengths of their own."""
-        given = (self.cu_seqlens_q, self.cu_seqlens_kv, self.seqused_q, self.seqused_kv)
-        return any(x is not None for x in given)
+        """True if sequences have their own lengths."""
+        optional_tensors = (self.cu_seqlens_q, self.cu_seqlens_kv, self.seqused_q, self.seqused_kv)
+        return any(x is not None for x in optional_tensors)
 
     @property
     def has_padding_q(self) -> bool:
-        """True where rows of q may be no sequence's."""
+        """True if some rows of q may belong to no sequence."""
         return self.cu_seqlens_q is not None or self.seqused_q is not None
 
     @property
     def is_loaded(self) -> bool:
-        """True where other tiles lie beside those of scores: a bias, random numbers, captures, keys in FP8 as 16 bits."""
+        """True if the kernel holds tiles beside the scores: a bias, random numbers, captures, FP8 keys converted to 16 bits."""
         reads_tiles = self.mods is not None and self.mods.reads_tiles
         return self.bias is not None or self.dropout_p > 0 or reads_tiles or bool(self.descales_kv)
 
     @property
     def is_modified(self) -> bool:
-        """True where a logit is more than a scaled score in a band."""
-        given = (self.bias, self.alibi_slopes, self.mods, self.block_mask)
-        return self.softcap > 0 or any(x is not None for x in given)
+        """True if a logit is more than a scaled score in a band."""
+        optional_tensors = (self.bias, self.alibi_slopes, self.mods, self.block_mask)
+        return self.softcap > 0 or any(x is not None for x in optional_tensors)
 
     @property
     def is_unbounded(self) -> bool:
-        """True where logits may be of any size, whatever q and k are: a bias, ALiBi or a score_mod adds to them."""
+        """True if logits may have any size, whatever q and k are: a bias, ALiBi or a score_mod adds to them."""
         return self.bias is not None or self.alibi_slopes is not None or (self.mods is not None and self.mods.score is not None)
 
     @property
@@ -327,21 +336,26 @@ class Problem:
         return self.q.device
 
     def without_block_mask(self) -> Problem:
-        """Returns the problem without it: the same one, where the block mask only leaves out what the mask_mod hides."""
+        """Returns the problem without its block mask. It is the same problem if the block mask only omits blocks that the mask_mod
+        hides.
+        """
         return dataclasses.replace(self, block_mask=None)
 
     @property
     def window(self) -> tuple[int, int]:
-        """(left, right) as the kernels take it: 0 for an open side, which they are compiled for."""
+        """(left, right) as kernel arguments: 0 for an open side, because openness is compiled in."""
         return tuple(min(side, _OPEN) if side is not None else 0 for side in (self.window_left, self.window_right))
 
     @property
     def head_dims(self) -> int:
-        """d_qk + d_v as the tiles hold them: registers and shared memory grow with it."""
+        """d_qk + d_v of the tiles, which include padding; registers and shared memory grow with it."""
         return sum(self._parts(self.q)) + sum(self._parts(self.v))
 
     def asks_of_blocks(self, group: int) -> bool:
-        """Returns whether a forward, of tiles of `group` heads, asks the mask_mod of whole blocks: of few queries without lists."""
+        """Returns whether a forward with tiles of `group` heads applies the mask_mod's block test.
+
+        It does if the queries are few and there is no block mask.
+        """
         mods = self.mods
         if mods is None or self.block_mask is not None or self.longest_q >= MASK_BLOCK or (group > 1 and mods.mask_depends_on[1]):
             return False
@@ -349,9 +363,9 @@ class Problem:
 
     @property
     def is_latent(self) -> bool:
-        """True where v is the first columns of k, in the same memory, as absorbed latent attention (MLA) has them.
+        """True if v is the first columns of k, in the same memory, as in absorbed latent attention (MLA).
 
-        Only of head dims above 256, and where v's columns are those of k's first part: then one tile serves both products.
+        The head dim of k must be above 256 and v's columns must be those of k's first part. Then one tile serves both products.
         """
         k, v = self.k, self.v
         if k.shape[-1] <= 256 or k.is_meta or k.data_ptr() != v.data_ptr() or k.stride() != v.stride():
@@ -359,12 +373,13 @@ class Problem:
         return (self._parts(k)[0], 0) == self._parts(v)
 
     def _parts(self, x: Tensor) -> tuple[int, int]:
-        first, second = split_head_dim(x.shape[-1], 32 if self.is_fp8 else 16)  # an FP8 matrix instruction multiplies 32 at a time
-        # Keys and values that are converted lie in no pipeline, and ptxas miscompiles such tiles in two parts (`sass_registers`).
+        # an FP8 matrix instruction multiplies 32 columns at a time
+        first, second = split_head_dim(x.shape[-1], 32 if self.is_fp8 else 16)
+        # Keys and values that are converted are in no pipeline, and ptxas miscompiles such tiles in two parts (`sass_registers`).
         return (2 * first, 0) if second and self.descales_kv else (first, second)
 
     def tile(self, table: Table, capability: int | None = None) -> Tile:
-        """The committed tile for this problem, on its own device or on one of `capability`."""
+        """Returns the committed tile for this problem, for its own device or for one of `capability`."""
         capability = capability_of(self.device) if capability is None else capability
         tile = select_tile(
             table,
@@ -381,7 +396,7 @@ class Problem:
         return tile if self.block_mask is None else _cut(tile, self.block_mask.block_size_q, self.block_mask.block_size_kv)
 
     def meta(self, tile: Tile, others: Iterable[Tensor] = ()) -> Meta:
-        """Returns the constants of a kernel with this tile that also touches the tensors `others`."""
+        """Returns the constants of a kernel with this tile that also accesses the tensors `others`."""
         qk0, qk1 = self._parts(self.q)
         v0, v1 = self._parts(self.v)
         tensors = (self.q, self.k, self.v, *others)
@@ -476,7 +491,7 @@ class Problem:
 
     @property
     def pages(self) -> Pages | None:
-        """The table of k's and v's pages; None where they lie in none."""
+        """The page table of k and v; None if they are not in pages."""
         table = self.page_table
         if table is None:
             return None
@@ -503,7 +518,7 @@ class Problem:
 
     @property
     def dropout(self) -> Dropout:
-        dropped = round(self.dropout_p * 2**16)  # weights dropped of 2**16
+        dropped = round(self.dropout_p * 2**16)  # dropped weights of every 2**16
         return Dropout(
             rng_state_ptr=self.rng_state,
             threshold=(dropped - 2**16 if dropped >= 2**15 else dropped) << 16,
@@ -512,7 +527,7 @@ class Problem:
 
     @property
     def has_token_scales(self) -> tuple[bool, bool]:
-        """Returns whether k, and whether v, has a factor for each token and head."""
+        """(k, v): True if the tensor has a factor for each token and head."""
         if not self.descales_kv:
             return False, False
         k, v = (descale.dim() == 4 for descale in self.descales_kv)
@@ -520,17 +535,17 @@ class Problem:
 
     @property
     def scales(self) -> Scales | None:
-        """The descales of q, k, v and, for a backward, dout; None where they are not in FP8."""
+        """The descales of q, k, v and, for a backward, dout; None if nothing is FP8."""
         if self.descales_kv:
             k, v = (_scale(descale) for descale in self.descales_kv)
-            return Scales(q=k, k=k, v=v, dout=None)  # q's is never read
+            return Scales(q=k, k=k, v=v, dout=None)  # the kernel does not read q's
         if not self.descales:
             return None
         q, k, v, *dout = (_scale(descale) for descale in self.descales)
         return Scales(q=q, k=k, v=v, dout=dout[0] if dout else None)
 
     def inputs(self, meta: Meta) -> Inputs:
-        """The arguments that the kernels of the call share."""
+        """Returns the arguments that the kernels of the call share."""
         return Inputs(
             q=rows(self.q, meta),
             k=rows(self.k, meta),
@@ -548,11 +563,11 @@ class Problem:
         )
 
     def lists(self, blocks: Literal["kv", "q"]) -> BlockMaskLists | None:
-        """Returns the block mask's lists, of blocks of keys or of queries; None without a block mask."""
+        """Returns the block mask's lists of key blocks or of query blocks; None without a block mask."""
         return None if self.block_mask is None else self.block_mask.lists(blocks)
 
     def kinds(self) -> BlockKinds | None:
-        """Returns the kinds of all blocks of the block mask; None without one."""
+        """Returns the kinds of all blocks of the block mask; None without a block mask."""
         if self.block_mask is None:
             return None
         kinds = self.block_mask.kinds()
@@ -564,15 +579,16 @@ class Forward(NamedTuple):
     """A forward: its problem, and the tensors that it writes."""
 
     problem: Problem
-    out: Tensor  # laid out as the problem's q, with v's head dim
+    out: Tensor  # layout of the problem's q, with v's head dim
     lse: Tensor
-    max_logit: Tensor | None = None  # None: not asked for
+    max_logit: Tensor | None = None  # None: not requested
 
 
 class Backward(NamedTuple):
-    """A backward: its problem, what comes from the forward and the loss, and the gradients that it writes.
+    """A backward: its problem, the tensors from the forward and the loss, and the gradients that it writes.
 
-    dout is laid out as out, in any view with a contiguous last dim; dlse, contiguous, as lse; each gradient as its input.
+    dout has out's layout, as any view with a contiguous last dim. dlse has lse's layout and is contiguous. Each gradient has its
+    input's layout.
     """
 
     problem: Problem
@@ -583,26 +599,26 @@ class Backward(NamedTuple):
     dq: Tensor
     dk: Tensor
     dv: Tensor
-    dsoftmax_offset: Tensor | None = None  # fp32 [h]; it and dbias: None where nobody asks for it
+    dsoftmax_offset: Tensor | None = None  # fp32 [h]; None: not requested, also for dbias
     dbias: Tensor | None = None
     dcaptures: Sequence[Tensor] = ()  # gradients of the captures that need one, contiguous
-    deterministic: bool = False  # every bit is the same from run to run
+    deterministic: bool = False  # gradients are bitwise identical from run to run
 
 
 def rows(x: Tensor, meta: Meta) -> Rows:
-    """A tensor laid out as q, for a kernel that is compiled with `meta`."""
+    """Returns a tensor with q's layout as an argument of a kernel that is compiled with `meta`."""
     stride_b, stride_s, stride_h = row_strides(x, meta)
     return Rows(ptr=x, stride_b=stride_b, stride_s=stride_s, stride_h=stride_h)
 
 
 def _list_strides(counts: Tensor) -> tuple[int, int]:
-    """(batch, head) strides, in rows, of lists with these counts."""
+    """Returns the (batch, head) strides, in rows, of lists with these counts."""
     batch, heads, lists = counts.shape
     return heads * lists if batch > 1 else 0, lists if heads > 1 else 0
 
 
 def _bias(bias: Tensor | None) -> Bias:
-    # Triton 3.6 has no tuples with None that are made in a kernel, as `Head` is of these strides
+    # Triton 3.6 has no tuples with None that are made in a kernel, and `Head` is one that contains these strides
     if bias is None:
         return Bias(ptr=None, stride_b=0, stride_h=0, stride_m=0, stride_n=0)
     stride_b, stride_h, stride_m, stride_n = _strides(bias, 4)
@@ -622,7 +638,7 @@ def _scale(descale: Tensor) -> Scale:
 
 
 def row_strides(x: Tensor, meta: Meta) -> tuple[int, int, int]:
-    """(batch, sequence, head) strides in units of meta.ALIGN; the batch stride of [total, h, d] is 0."""
+    """Returns the (batch, sequence, head) strides in units of meta.ALIGN; the batch stride of [total, h, d] is 0."""
     align = meta.ALIGN
     stride_b, stride_s, stride_h = (0, *_strides(x, 2)) if x.dim() == 3 else _strides(x, 3)
     return stride_b // align, stride_s // align, stride_h // align
@@ -633,10 +649,10 @@ def _strides(x: Tensor, dims: int) -> tuple[int, ...]:
 
 
 def is_loadable(x: Tensor) -> bool:
-    """Returns whether kernels take the rows of x: contiguous ones that, on a GPU, begin at multiples of 8 elements and of 16 bytes.
+    """Returns whether kernels can load the rows of x: contiguous, and on a GPU at multiples of 8 elements and of 16 bytes.
 
-    From others the compiler makes loads that it cannot pipeline, and ptxas 12.8, which Triton 3.6 and 3.7 ship, miscompiles the
-    matrix products of some of these kernels for sm_90 (`sass_registers`). Triton's interpreter, on a CPU, takes any strides.
+    The compiler cannot pipeline loads of other rows. ptxas 12.8, which Triton 3.6 and 3.7 ship, miscompiles the matrix products of
+    some of these kernels for sm_90 (`sass_registers`). Triton's interpreter, on a CPU, accepts any strides.
     """
     if x.stride(-1) != 1:
         return False
@@ -647,13 +663,13 @@ def is_loadable(x: Tensor) -> bool:
 
 
 def _alignment(tensors: Iterable[Tensor], is_fp8: bool) -> int:
-    # 8 elements are 16 bytes of a half type, the widest load there is, and 16 of FP8
+    # 8 elements of a 16-bit type are 16 bytes, the widest load; of FP8 it is 16 elements
     strides = [stride for x in tensors for size, stride in zip(x.shape[:-1], x.stride(), strict=False) if size != 1]
-    divisor = math.gcd(*strides)  # 0 of no strides
+    divisor = math.gcd(*strides)  # 0 if there are no strides
     return 16 if is_fp8 and divisor % 16 == 0 else 8 if divisor % 8 == 0 else 1
 
 
 def _cut(tile: Tile, block_q: int, block_kv: int) -> Tile:
-    """Returns the tile with sides that divide those of a block: at most the largest power of two in each."""
+    """Returns the tile with sides that divide the block's sides: each at most the largest power of two in the block's side."""
     block_m, block_n = (min(side, size & -size) for side, size in ((tile.block_m, block_q), (tile.block_n, block_kv)))
     return tile._replace(block_m=block_m, block_n=block_n)

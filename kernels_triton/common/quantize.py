@@ -32,38 +32,38 @@ SMALLEST_SCALE = tl.constexpr(2.0**-120)
 GOLDEN = tl.constexpr(0x9E3779B1)
 
 _TILE = Tile(64, 32, 4, 1)
-_ELEMENTS = 8192  # elements of a tile that is held at once
-_TILES = 2  # tiles of a program that only finds the amax or only casts
-_ROTATED_ROWS = 256  # rows of a program, which makes the rotation's matrix once
-_COLUMNS = Tile(64, 32, 4, 1)  # tokens that a program of the transposition takes
+_ELEMENTS = 8192  # elements of a tile that a program holds at once
+_TILES = 2  # tiles of a program that only computes the amax or only casts
+_ROTATED_ROWS = 256  # rows of a program, which computes the rotation matrix once
+_COLUMNS = Tile(64, 32, 4, 1)  # tokens of a program of the transposition
 
 
 class _Meta(NamedTuple):
-    """Constants that a pass over a tensor is compiled for; names that `primitives` read are those of `Meta`."""
+    """Constants that a pass over a tensor is compiled for; the names that `primitives` reads are those of `Meta`."""
 
     IS_RAGGED: bool
     HAS_GAPS: bool
     ALIGN: int
     WIDE_STRIDES: bool
     HEAD_DIM: int
-    W0: int  # widths of the one to four parts that the head dim is taken in; 0: there is none
+    W0: int  # widths of the one to four parts of the head dim; 0: no such part
     W1: int
     W2: int
     W3: int
     ROWS: int  # rows of a tile
     ITEM_ROWS: int  # rows of a program
-    BY_BLOCK: bool  # each ITEM_ROWS have a scale
-    ROTATION: int  # how many channels are mixed; 0: none
+    BY_BLOCK: bool  # each ITEM_ROWS rows have a scale
+    ROTATION: int  # number of channels that are mixed; 0: none
 
 
 class TensorArguments(NamedTuple):
-    """One tensor to quantise, and the tensors that are written: data, amax, descale."""
+    """One tensor to quantise, and the output tensors: data, amax, descale."""
 
     x: Rows
     data: Rows
-    scale_ptr: Pointer  # None: from the amax
-    history_ptr: Pointer  # its first row, by heads as scale_ptr, takes the amax too; or None
-    amax_ptr: Pointer  # 0 before, unless each block has one
+    scale_ptr: Pointer  # None: computed from the amax
+    history_ptr: Pointer  # a history with the strides of amax, whose first row also receives it; or None
+    amax_ptr: Pointer  # 0 before the launch, unless each block has one
     descale_ptr: Pointer
     stride_b: int  # strides of amax and descale
     stride_h: int
@@ -74,7 +74,7 @@ class TensorArguments(NamedTuple):
 
 class QuantizeArguments(NamedTuple):
     q: TensorArguments
-    k: TensorArguments | None  # None: q alone
+    k: TensorArguments | None  # None: only q
     v: TensorArguments | None
     lengths_q: Lengths
     lengths_kv: Lengths
@@ -82,16 +82,16 @@ class QuantizeArguments(NamedTuple):
 
 
 class _TileRows(NamedTuple):
-    """Places of the rows of a tile, inside a kernel."""
+    """Locations of the rows of a tile, inside a kernel."""
 
     pointer: Any
-    offsets: Any  # each row's offset from there
-    first: Any  # the number of the first row
-    end: Any  # rows from this number on are not loaded, nor stored
+    offsets: Any  # offset of each row from the pointer
+    first: Any  # number of the first row
+    end: Any  # rows from this number on are neither loaded nor stored
 
 
 class _Parts(NamedTuple):
-    """A value for each part of the head dim, inside a kernel; anything for a part that is not there."""
+    """A value for each part of the head dim, inside a kernel; arbitrary for a part that does not exist."""
 
     x0: Any
     x1: Any
@@ -101,7 +101,7 @@ class _Parts(NamedTuple):
 
 @triton.jit
 def hadamard_tile(ROWS: tl.constexpr, SIZE: tl.constexpr):
-    # Hadamard matrices of SIZE down the diagonal, times sqrt(SIZE).
+    # Returns Hadamard matrices of SIZE along the diagonal, times sqrt(SIZE).
     i = tl.arange(0, ROWS)
     both = i[:, None] & i[None, :] & (SIZE - 1)
     both ^= both >> 4
@@ -114,14 +114,15 @@ def hadamard_tile(ROWS: tl.constexpr, SIZE: tl.constexpr):
 
 @triton.jit
 def rotation_signs(FIRST: tl.constexpr, WIDTH: tl.constexpr):
-    # Signs of channels FIRST .. FIRST + WIDTH: a fixed hash, for without them a constant row would become one outlier.
+    # Returns signs of channels FIRST .. FIRST + WIDTH from a fixed hash. Without them the rotation would turn a constant row into
+    # one outlier.
     i = FIRST + tl.arange(0, WIDTH)
     return tl.where((((i.to(tl.int64) * GOLDEN) >> 15) & 1) == 1, -1.0, 1.0)
 
 
 @triton.jit
 def _mix_parts(parts, SIZE: tl.constexpr):
-    # Multiplies with the rest of a Hadamard matrix of SIZE, once each part of 64 channels has been multiplied with one.
+    # Multiplies by the rest of a Hadamard matrix of SIZE, after each part of 64 channels has been multiplied by one.
     x0, x1, x2, x3 = parts.x0, parts.x1, parts.x2, parts.x3
     if SIZE > 64:
         x0, x1 = x0 + x1, x0 - x1
@@ -134,7 +135,8 @@ def _mix_parts(parts, SIZE: tl.constexpr):
 
 @triton.jit
 def _rotation(FIRST: tl.constexpr, WIDTH: tl.constexpr, DTYPE: tl.constexpr, META: tl.constexpr):
-    # The factor of a part that is rotated; else anything. Signs are exact in every dtype, so the products are too.
+    # Returns the matrix for a part that is rotated; otherwise an arbitrary value. Signs are exact in every dtype, so the products
+    # are too.
     if META.ROTATION > 0 and WIDTH > 0:
         matrix = hadamard_tile(WIDTH, min(META.ROTATION, WIDTH))
         return (rotation_signs(FIRST, WIDTH)[:, None] * matrix).to(DTYPE)
@@ -157,7 +159,7 @@ def _load_part(rows, matrix, COLUMN: tl.constexpr, WIDTH: tl.constexpr, META: tl
     if WIDTH > 0:
         x = load_tile(rows.pointer, rows.offsets, rows.first, rows.end, COLUMN, WIDTH, META.HEAD_DIM, True)
         if META.ROTATION > 0:
-            return tl.dot(x, matrix, input_precision="tf32x3")  # all but the last bits of fp32 count
+            return tl.dot(x, matrix, input_precision="tf32x3")  # almost all bits of fp32 count
         else:
             return x.to(tl.float32)
     else:
@@ -166,7 +168,7 @@ def _load_part(rows, matrix, COLUMN: tl.constexpr, WIDTH: tl.constexpr, META: tl
 
 @triton.jit
 def _load_parts(rows, matrices, META: tl.constexpr):
-    # In fp32, 0 past the end.
+    # Returns the parts in fp32, 0 past the end.
     x0 = _load_part(rows, matrices.x0, 0, META.W0, META)
     x1 = _load_part(rows, matrices.x1, META.W0, META.W1, META)
     x2 = _load_part(rows, matrices.x2, META.W0 + META.W1, META.W2, META)
@@ -187,7 +189,7 @@ def _load_parts(rows, matrices, META: tl.constexpr):
 
 @triton.jit
 def largest_of_rows(x):
-    # The largest of the finite magnitudes in each row.
+    # Returns the largest finite magnitude of each row.
     x = tl.abs(x)
     return tl.max(tl.where(x < float("inf"), x, 0.0), 1)
 
@@ -206,7 +208,7 @@ def _largest_of_parts(largest, parts, META: tl.constexpr):
 
 @triton.jit
 def to_fp8(x, scale, DTYPE: tl.constexpr):
-    # From fp32; what is not finite becomes NaN, the rest saturates.
+    # Converts from fp32: non-finite numbers become NaN, and other numbers saturate.
     return tl.where(tl.abs(x) < float("inf"), x * scale, float("nan")).to(DTYPE)
 
 
@@ -233,8 +235,8 @@ def scale_of(amax, range_scale):
 
 @triton.jit
 def _tile_of(tile, lengths, META: tl.constexpr):
-    # (sequence, block of it). In [total, h, d] those of a sequence begin at tile n // ITEM_ROWS + b, with n tokens before it: as
-    # many as it can need, wherever its slot is.
+    # Returns (sequence, its block). In [total, h, d] the blocks of a sequence begin at tile n // ITEM_ROWS + b, if n tokens are
+    # before it: that leaves enough tiles for each sequence, wherever its slot is.
     num_tokens = lengths.num_tokens
     if META.IS_RAGGED:
         b = tile * 0
@@ -254,7 +256,7 @@ def _tile_of(tile, lengths, META: tl.constexpr):
 
 @triton.jit
 def _quantize_item(item, tensor, lengths, range_scale, FINDS_AMAX: tl.constexpr, CASTS: tl.constexpr, META: tl.constexpr):
-    # ITEM_ROWS rows of a head.
+    # Processes ITEM_ROWS rows of a head.
     ROWS: tl.constexpr = META.ROWS
     num_blocks = tensor.num_blocks
     amax_ptr = tensor.amax_ptr
@@ -263,7 +265,7 @@ def _quantize_item(item, tensor, lengths, range_scale, FINDS_AMAX: tl.constexpr,
     b, block = _tile_of(item // tensor.num_heads, lengths, META)
     start, length = load_sequence(lengths, b, META.IS_RAGGED)
     front, slot = -start, length
-    if not META.HAS_GAPS:  # which are 0 already
+    if not META.HAS_GAPS:  # gaps are 0 already
         front, slot = load_padding(lengths, b, start, length, META.IS_RAGGED)
     first = block * META.ITEM_ROWS
     if (block == 0) | ((block > 0) & (first < slot)):
@@ -276,8 +278,8 @@ def _quantize_item(item, tensor, lengths, range_scale, FINDS_AMAX: tl.constexpr,
         largest = tl.zeros([ROWS], tl.float32)
         if FINDS_AMAX and (META.BY_BLOCK or not CASTS):
             for row in range(0, META.ITEM_ROWS, ROWS):
-                own = _TileRows(pointer=x_base + row * x_step, offsets=x_offsets, first=first + row, end=length)
-                largest = _largest_of_parts(largest, _load_parts(own, matrices, META), META)
+                source_rows = _TileRows(pointer=x_base + row * x_step, offsets=x_offsets, first=first + row, end=length)
+                largest = _largest_of_parts(largest, _load_parts(source_rows, matrices, META), META)
         if CASTS:
             if tensor.scale_ptr is not None:
                 scale = tl.load(tensor.scale_ptr + group)
@@ -289,7 +291,7 @@ def _quantize_item(item, tensor, lengths, range_scale, FINDS_AMAX: tl.constexpr,
                 scale = scale_of(tl.load(amax_ptr + group), range_scale)
             if META.BY_BLOCK:
                 tl.store(descale_ptr + group, tl.div_rn(1.0, scale), mask=block < num_blocks)
-                if block == 0:  # what no row belongs to
+                if block == 0:  # blocks without rows
                     for other in range(tl.maximum(1, tl.cdiv(length, META.ITEM_ROWS)), num_blocks):
                         tl.store(amax_ptr + group + other, 0.0)
                         tl.store(descale_ptr + group + other, 1.0)
@@ -298,19 +300,19 @@ def _quantize_item(item, tensor, lengths, range_scale, FINDS_AMAX: tl.constexpr,
             data_base = row_pointer(tensor.data, b, h, start + first, META)
             data_step, data_offsets = row_steps(tensor.data.stride_s, ROWS, META)
             for row in range(0, META.ITEM_ROWS, ROWS):  # padding is loaded as 0, and stored
-                own = _TileRows(pointer=x_base + row * x_step, offsets=x_offsets, first=first + row, end=length)
-                parts = _load_parts(own, matrices, META)
+                source_rows = _TileRows(pointer=x_base + row * x_step, offsets=x_offsets, first=first + row, end=length)
+                parts = _load_parts(source_rows, matrices, META)
                 target = _TileRows(pointer=data_base + row * data_step, offsets=data_offsets, first=first + row, end=slot)
                 _store_parts(target, parts, scale, META)
                 if FINDS_AMAX and not META.BY_BLOCK:
                     largest = _largest_of_parts(largest, parts, META)
-            if META.IS_RAGGED and not META.HAS_GAPS:  # what is before the first sequence
+            if META.IS_RAGGED and not META.HAS_GAPS:  # rows before the first sequence
                 for row in range(tl.where(block == 0, -start, front), front, ROWS):
-                    none = _TileRows(pointer=x_base + row * x_step, offsets=x_offsets, first=length, end=length)
+                    no_rows = _TileRows(pointer=x_base + row * x_step, offsets=x_offsets, first=length, end=length)
                     target = _TileRows(pointer=data_base + row * data_step, offsets=data_offsets, first=row, end=front)
-                    _store_parts(target, _load_parts(none, matrices, META), scale, META)
+                    _store_parts(target, _load_parts(no_rows, matrices, META), scale, META)
         if FINDS_AMAX and not META.BY_BLOCK:
-            # The bits of numbers that are not negative order as they do, and no order of the maxima changes the largest.
+            # Non-negative floats order like their bits, and a maximum does not depend on the order of the atomics.
             bits = tl.max(largest, 0).to(tl.int32, bitcast=True)
             tl.atomic_max((amax_ptr + group).to(tl.pointer_type(tl.int32)), bits, sem="relaxed")
             if tensor.history_ptr is not None:
@@ -327,7 +329,7 @@ def _quantize_kernel(
     V_META: tl.constexpr,
 ):
     item = tl.program_id(0)
-    if not CASTS:  # backwards: what the amax is found of last is cast first, and may be in L2 yet
+    if not CASTS:  # Reverse order: blocks read last for the amax are cast first, because they are likely still in L2.
         item = tl.num_programs(0) - 1 - item
     if item < args.q.num_items:
         _quantize_item(item, args.q, args.lengths_q, args.range_scale, FINDS_AMAX, CASTS, Q_META)
@@ -340,16 +342,16 @@ def _quantize_kernel(
 
 
 class Source(NamedTuple):
-    """A tensor to quantise, its lengths and scales, and the tensor that its data goes to."""
+    """A tensor to quantise, its lengths and scales, and the tensor for its data."""
 
-    x: Tensor  # [b, s, h, d] or [total, h, d] in any strides with a contiguous last dim
-    data: Tensor  # in FP8, likewise
+    x: Tensor  # [b, s, h, d] or [total, h, d] with any strides but a contiguous last dim
+    data: Tensor  # FP8, the same shape
     cu_seqlens: Tensor | None
     cu_seqlens_padded: Tensor | None
     max_seqlen: int
-    scale: Tensor | None  # fp32 [h | 1]; None: from the amax
-    history: Tensor | None  # fp32 [n, h | 1], contiguous: its first row becomes the larger of it and the amax
-    sizes: tuple[int, int, int]  # [b | 1, h | 1, blocks | 1]: what has a scale of its own
+    scale: Tensor | None  # fp32 [h | 1]; None: computed from the amax
+    history: Tensor | None  # fp32 [n, h | 1], contiguous: its first row becomes the maximum of itself and the amax
+    sizes: tuple[int, int, int]  # [b | 1, h | 1, blocks | 1]: the shape of the scales
     rotation: bool = False
 
     @property
@@ -422,13 +424,13 @@ class Source(NamedTuple):
 
 
 def quantize(sources: Sequence[Source], block_rows: int, margin: int) -> tuple[list[Tensor], Tensor]:
-    """Writes each source's x * scale into its data; returns its descales, fp32 of `sizes`, and all sources' amax, flat.
+    """Writes each source's x * scale into its data; returns its descales, fp32 of `sizes`, and the amax of all sources, flat.
 
-    sources: q, k and v, of which k and v have one side's lengths; or one tensor. All have scales, or none has.
-    block_rows: above 0 each block of that many rows has a scale.
+    sources: q, k and v, if k and v share their lengths; or one tensor. Either all have scales, or none has.
+    block_rows: if above 0, each block of that many rows has a scale.
 
-    One launch finds all amax and one casts; where the scales are known, or a block's own, one does both. NaN and infinity become
-    NaN and count for no amax; rows beyond a sequence's end are 0.
+    One launch computes all amax and a second one casts. If the scales are known, or each block has its own, one launch does both.
+    NaN and infinity become NaN and are ignored by the amax. Rows past a sequence's end are 0.
     """
     first = sources[0]
     descales = [s.x.new_empty(s.sizes, dtype=torch.float32) for s in sources]
@@ -440,12 +442,12 @@ def quantize(sources: Sequence[Source], block_rows: int, margin: int) -> tuple[l
             descale.fill_(1.0)
         return descales, amax
     for source in sources:
-        if source.cu_seqlens_padded is not None:  # slots may be in any order, so no program knows the gaps beside its own
+        if source.cu_seqlens_padded is not None:  # slots may be in any order, so no program knows the gaps next to its slot
             source.data.zero_()
     is_known = first.scale is not None
     metas = [s.meta(block_rows, 1 if is_known else _TILES) for s in sources]
-    of_each = zip(sources, metas, amax.split(counts), descales, strict=True)
-    tensors = [source.arguments(meta, part, descale) for source, meta, part, descale in of_each]
+    arguments_of_each = zip(sources, metas, amax.split(counts), descales, strict=True)
+    tensors = [source.arguments(meta, part, descale) for source, meta, part, descale in arguments_of_each]
     args = QuantizeArguments(
         q=tensors[0],
         k=tensors[1] if len(tensors) > 1 else None,
@@ -464,24 +466,24 @@ def quantize(sources: Sequence[Source], block_rows: int, margin: int) -> tuple[l
 
 def _rotation_tile(x: Tensor) -> Tile:
     capability = capability_of(x.device)
-    in_registers = capability not in (90, 100)  # the operands of matrix instructions, rather than in shared memory
+    in_registers = capability not in (90, 100)  # matrix operands are in registers rather than in shared memory
     num_warps = 8 if x.element_size() > 2 or (in_registers and x.shape[-1] > 128) else 4
     return Tile(64, 32, num_warps, 1 if capability >= 100 else 2)  # with two stages Triton 3.6 and 3.7 fail for sm_100
 
 
 def _widths(head_dim: int, rotation: bool) -> tuple[int, ...]:
-    """The parts, powers of two, that a head dim is taken in: 64 wide where it is rotated and they fit, else one or two."""
+    """Returns the widths of a head dim's parts, powers of two: 64 each if it is rotated and they fit, otherwise one or two."""
     parts = [64] * (head_dim // 64) if rotation and head_dim % 64 == 0 else split_head_dim(head_dim)
     return (*parts, 0, 0, 0)[:4]
 
 
 def _strides(sizes: tuple[int, int, int]) -> tuple[int, int]:
-    """Strides of batch and head in a contiguous tensor of these sizes, 0 where it has one."""
+    """Returns strides of batch and head in a contiguous tensor of these sizes; the stride of a dim of size 1 is 0."""
     return (sizes[1] * sizes[2] if sizes[0] > 1 else 0, sizes[2] if sizes[1] > 1 else 0)
 
 
 class GradientRows(NamedTuple):
-    """The gradient of a rotated tensor, contiguous, and that of the tensor before, to be written."""
+    """The gradient of a rotated tensor, contiguous, and memory for the gradient of the original tensor."""
 
     x_ptr: WidePointer
     out_ptr: WidePointer
@@ -503,7 +505,7 @@ def _store_signed(rows, x, COLUMN: tl.constexpr, WIDTH: tl.constexpr, META: tl.c
 
 @kernel
 def _unrotate_kernel(args: UnrotateArguments, META: tl.constexpr):
-    # The transpose: Hadamard matrices, which are symmetric, and then the signs.
+    # The rotation's transpose: Hadamard matrices, which are symmetric, and then the signs.
     is_q = tl.program_id(0) < args.programs_q
     x_ptr = tl.where(is_q, args.q.x_ptr, args.k.x_ptr)
     out_ptr = tl.where(is_q, args.q.out_ptr, args.k.out_ptr)
@@ -528,9 +530,9 @@ def _unrotate_kernel(args: UnrotateArguments, META: tl.constexpr):
 
 
 def unrotate(dq: Tensor, dk: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the gradients of q and k from those of their rotated forms, times the transpose of `quantize`'s rotation.
+    """Returns the gradients of q and k from the gradients of their rotated forms, times the transpose of `quantize`'s rotation.
 
-    Both are contiguous, with one head dim and dtype.
+    Both are contiguous, with the same head dim and dtype.
     """
     head_dim = dq.shape[-1]
     w0, w1, w2, w3 = _widths(head_dim, True)
@@ -600,7 +602,7 @@ def _transpose_kernel(args: TransposeArguments, META: tl.constexpr):
 
 
 def _channels(copy: Tensor) -> Channels:
-    """Returns the copy that `transpose_tokens` makes, as kernels take it."""
+    """Returns a copy from `transpose_tokens` as a kernel argument."""
     stride_b = 0 if copy.dim() == 3 else copy.stride(0) // 16
     return Channels(ptr=copy, stride_b=stride_b, stride_h=copy.stride(-3) // 16, stride_d=copy.stride(-2) // 16)
 
@@ -608,8 +610,8 @@ def _channels(copy: Tensor) -> Channels:
 def transpose_tokens(x: Tensor, cu_seqlens: Tensor | None, cu_seqlens_padded: Tensor | None, max_seqlen: int) -> Tensor:
     """Returns a copy of FP8 x, [b, s, h, d] or [total, h, d], with the tokens innermost: [b, h, d, columns] or [h, d, columns].
 
-    Every row begins at a multiple of 16 bytes, and so does every sequence within its row, where `transposed_column` says; zeros
-    fill its last 16 bytes, and what lies between sequences beyond that is not written.
+    Every row begins at a multiple of 16 bytes, and so does every sequence within its row, at its `transposed_column`. Zeros fill a
+    sequence's last 16 bytes. Gaps after that are not written.
     """
     ragged = x.dim() == 3
     batch = cu_seqlens.shape[0] - 1 if cu_seqlens is not None else x.shape[0]
@@ -650,14 +652,14 @@ def transpose_tokens(x: Tensor, cu_seqlens: Tensor | None, cu_seqlens_padded: Te
 
 
 def transposed(problem: Problem, name: Literal["q", "k", "v"], x: Tensor | None = None) -> Channels | None:
-    """Returns the transposed copy of a tensor that a kernel in FP8 reads; None where the problem is not in FP8.
+    """Returns the transposed copy of a tensor that an FP8 kernel reads; None if the problem is not in FP8.
 
-    x: what lies as the problem's tensor of that name does, and is copied in its place.
+    x: replaces the problem's tensor of that name, with the same layout.
     """
     if not problem.is_fp8:
         return None
     p = problem
     x = getattr(p, name) if x is None else x
-    of_q = (p.cu_seqlens_q, p.cu_seqlens_q_padded, p.longest_q)
-    lengths = of_q if name == "q" else (p.cu_seqlens_kv, p.cu_seqlens_kv_padded, p.longest_kv)
+    lengths_q = (p.cu_seqlens_q, p.cu_seqlens_q_padded, p.longest_q)
+    lengths = lengths_q if name == "q" else (p.cu_seqlens_kv, p.cu_seqlens_kv_padded, p.longest_kv)
     return _channels(transpose_tokens(x, *lengths))

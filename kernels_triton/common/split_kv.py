@@ -1,9 +1,9 @@
-"""KV splits, for few queries: how many there are, the partial results that each leaves, and the kernel that combines these.
+"""KV splits for few queries: their number, their partial results, and the kernel that combines these.
 
-One program for all keys of a tile leaves most of a device idle where there are few tiles. So each tile's blocks of keys are shared
-out among several programs (Flash-Decoding: Dao, Haziza, Massa, Sizov, 2023), and each leaves, in fp32, out and lse as if there
-were no other keys. How many there are depends on shapes and the device alone, and the parts are added in their order: results
-repeat to the bit. A softmax's sink is the first split's.
+If there are few tiles, one program for all keys of a tile leaves most of a device idle. So several programs share each tile's key
+blocks (Flash-Decoding: Dao, Haziza, Massa, Sizov, 2023). Each writes out and lse in fp32 as if there were no other keys. The number
+of splits depends only on shapes and the device, and parts are combined in a fixed order. So results are bitwise identical from run
+to run. Only the first split adds a softmax sink.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from flexattn.kernels_triton.runtime.entry import WidePointer
 from flexattn.kernels_triton.runtime.launch import Tile, kernel, launch
 
 _TILE = Tile(16, 128, 4, 1)  # splits at a time
-_MOST_ROWS = 2  # programs for each row of q, at most, where padding is written beside the combination of parts
+_MOST_ROWS = 2  # maximum programs per row of q if the combining kernel also writes the padding
 
 
 BY_LENGTHS = 0
-"""Instead of a number of KV splits: as many of each work tile as `split_plan` makes of the lengths."""
+"""Stands for the number of KV splits if `split_plan` splits each work tile by the lengths."""
 
 
 class Splits(NamedTuple):
-    """The number of KV splits, or BY_LENGTHS, and why: "" for more queries than are ever split."""
+    """The number of KV splits, or BY_LENGTHS, and the reason; the reason is "" if there are too many queries for any split."""
 
     count: int
     why: str
@@ -50,9 +50,9 @@ class Splits(NamedTuple):
 def number_of_splits(problem: Problem, tiles: int, programs: int) -> int:
     """Returns the number of KV splits for `tiles` tiles of queries, on a device that runs `programs` programs at once.
 
-    BY_LENGTHS where only the device knows what would be a good number.
+    Returns BY_LENGTHS if a good number depends on lengths that are only on the device.
     """
-    if problem.is_batch_invariant:  # two at least, as a part is rounded otherwise than a whole
+    if problem.is_batch_invariant:  # at least two, because a single part would be rounded differently
         return max(2, cdiv(problem.longest_kv, problem.piece))
     keys = most_keys(problem)
     if problem.longest_q > SPLIT_QUERIES or keys < SPLIT_FROM or problem.q.shape[-3] == 0:
@@ -63,7 +63,7 @@ def number_of_splits(problem: Problem, tiles: int, programs: int) -> int:
 
 
 def _is_split_by_lengths(problem: Problem) -> bool:
-    # A plan takes a launch: the parts of few queries, whose keys are many and of several lengths, are worth it.
+    # A plan costs a launch. It pays off for few queries with many keys in sequences of several lengths.
     x = problem
     has_lengths = x.batch > 1 and (x.cu_seqlens_kv is not None or x.seqused_kv is not None)
     if not has_lengths or x.block_mask is not None or x.longest_q > PLAN_QUERIES:
@@ -83,12 +83,12 @@ def splits_of(problem: Problem, tiles: int, programs: int) -> Splits:
     if keys < SPLIT_FROM:
         return Splits(count, f"SPLIT_FROM is {SPLIT_FROM}, and a tile sees at most {keys} keys")
     if count == BY_LENGTHS:
-        return Splits(count, f"{programs} programs share evenly what {tiles} tiles of up to {keys} keys see")
+        return Splits(count, f"{programs} programs evenly share the work of {tiles} tiles with up to {keys} keys each")
     return Splits(count, f"{tiles} tiles of up to {keys} keys, on a device with room for {programs} programs")
 
 
 def most_keys(problem: Problem) -> int:
-    """Returns the number of keys that a tile of all queries may see, by the band."""
+    """Returns the maximum number of keys that a tile of all queries may see, by the band."""
     x = problem
     keys = x.longest_kv
     if x.window_right is not None:
@@ -102,8 +102,8 @@ def most_keys(problem: Problem) -> int:
 class Parts(NamedTuple):
     """Partial results of the splits, with rows in the order of lse."""
 
-    out: Tensor  # fp32 [splits, rows, width], of which the first columns are v's
-    lse: Tensor  # fp32 [1 or 2, splits, rows]: of unbounded logits what its rounding lost comes second (`primitives.log_of_sum`)
+    out: Tensor  # fp32 [splits, rows, width]; the first columns are v's
+    lse: Tensor  # fp32 [1 or 2, splits, rows]: for unbounded logits, the second is lse's rounding error (`primitives.log_of_sum`)
 
     @classmethod
     def empty(cls, splits: int, lse: Tensor, width: int, is_unbounded: bool) -> Parts:
@@ -117,7 +117,7 @@ class Parts(NamedTuple):
 
 @triton.jit
 def share_of_split(count, split, num_splits):
-    # (a split's first block of `count`, the next split's first). The last splits may have none.
+    # Returns (first block of a split, of `count` blocks, first block of the next). The last splits may be empty.
     share = tl.cdiv(count, num_splits)
     first = tl.minimum(split * share, count)
     return first, tl.minimum(first + share, count)
@@ -125,7 +125,7 @@ def share_of_split(count, split, num_splits):
 
 @triton.jit
 def range_of_split(visible, split, num_splits, STEP: tl.constexpr, PIECE: tl.constexpr):
-    # A split's share of a `primitives.VisibleRange`, or what that has of a piece of the keys.
+    # Returns a split's share of a `primitives.VisibleRange`, or the intersection of the range with a piece of the keys.
     if PIECE > 0:
         end = tl.cdiv(visible.end, STEP) * STEP
         begin = tl.minimum(tl.maximum(visible.begin, split * PIECE), end)
@@ -139,7 +139,7 @@ def range_of_split(visible, split, num_splits, STEP: tl.constexpr, PIECE: tl.con
 
 @triton.jit
 def range_of_blocks(visible, first, end, STEP: tl.constexpr):
-    # Blocks of a `primitives.VisibleRange`, from `first` up to `end`, which may be past its own.
+    # Returns blocks `first` up to `end` of a `primitives.VisibleRange`; `end` may be past its own end.
     rounded_end = visible.begin + tl.cdiv(visible.end - visible.begin, STEP) * STEP
     begin = tl.minimum(visible.begin + first * STEP, rounded_end)
     return _cut_range(visible, begin, tl.minimum(visible.begin + end * STEP, rounded_end))
@@ -147,7 +147,7 @@ def range_of_blocks(visible, first, end, STEP: tl.constexpr):
 
 @triton.jit
 def _cut_range(visible, begin, last):
-    # From `begin` up to `last`, both blocks' beginnings or the last block's end.
+    # Cuts a range to `begin` .. `last`; each is the beginning of a block or the end of the last one.
     full_begin = tl.minimum(tl.maximum(visible.full_begin, begin), last)
     full_end = tl.minimum(tl.maximum(visible.full_end, full_begin), last)
     return VisibleRange(begin=begin, full_begin=full_begin, full_end=full_end, end=tl.minimum(visible.end, last))
@@ -155,17 +155,17 @@ def _cut_range(visible, begin, last):
 
 @triton.jit
 def part_row(split, batch, num_heads, num_tokens_q, META: tl.constexpr):
-    # The first row of a split's part.
+    # Returns the first row of a split's part.
     num_rows = tl.cast(num_heads if META.IS_RAGGED_Q else batch * num_heads, tl.int64) * num_tokens_q
     return split * num_rows
 
 
 class PartPointers(NamedTuple):
-    """`Parts` as the kernels that combine them read them."""
+    """`Parts` as arguments of the kernels that combine them."""
 
     ptr: WidePointer
     lse_ptr: Pointer
-    num_rows: int  # from one part to the next
+    num_rows: int  # rows from one part to the next
     num_splits: int
 
 
@@ -178,33 +178,34 @@ class CombineArguments(NamedTuple):
 
 
 class CombineMeta(NamedTuple):
-    """Constants that the kernel is compiled for; names that `primitives` read are those of `Meta`."""
+    """Constants that the kernel is compiled for; the names that `primitives` reads are those of `Meta`."""
 
     HEAD_DIM: int
     WIDTH: int  # elements of a part's row
-    COLUMNS: int  # the power of two from the head dim on
-    MOST: int  # splits, at most
-    AT_ONCE: int  # splits whose out is held at a time
+    COLUMNS: int  # the head dim, rounded up to a power of two
+    MOST: int  # maximum number of splits
+    AT_ONCE: int  # splits whose out is in registers at a time
     IS_UNBOUNDED: bool
     ALIGN: int
     WIDE_STRIDES: bool
     IS_RAGGED_Q: bool
     OVERLAPS: bool
-    BY_SEQUENCE: bool  # a program is for a query of a sequence, of which the first writes the padding too; else for a row
+    # a program has a query of a sequence, and its first one also writes the padding; otherwise a program has a row
+    BY_SEQUENCE: bool
 
 
 @triton.jit
 def _log_weight(lse, scaled_max, lost_ptr, rows, META: tl.constexpr):
-    # The weight of splits with such an lse, relative to `scaled_max`
+    # Returns the log weight of splits with this lse, relative to `scaled_max`
     relative = lse - scaled_max
-    if META.IS_UNBOUNDED:  # for padding neither number is written
+    if META.IS_UNBOUNDED:  # padding has neither number
         relative += tl.load(lost_ptr + rows, mask=lse > float("-inf"), other=0.0)
     return relative
 
 
 @triton.jit
 def sum_of_parts(parts, row, num_all_rows, META: tl.constexpr):
-    # (out, lse) of the parts of a query, of which the first is in this row, of so many rows of all parts
+    # Returns (out, lse) of the parts of a query. `row` is its row in the first part, num_all_rows the rows of all parts together.
     AT_ONCE: tl.constexpr = META.AT_ONCE
     COLUMNS: tl.constexpr = META.COLUMNS
     num_rows = parts.num_rows
@@ -214,18 +215,18 @@ def sum_of_parts(parts, row, num_all_rows, META: tl.constexpr):
     lost_ptr = parts.lse_ptr + num_all_rows
     lse_of_splits = tl.load(lse_pointers, mask=splits < num_splits, other=float("-inf"))
     largest = tl.max(lse_of_splits, 0)
-    scaled_max = tl.where(largest == float("-inf"), 0.0, largest)  # where a row sees nothing, exp2(-inf - 0) is 0
+    scaled_max = tl.where(largest == float("-inf"), 0.0, largest)  # if a row sees nothing, exp2(-inf - 0) is 0
     rows_of_splits = splits.to(tl.int64) * num_rows + row
     total = tl.sum(tl.exp2(_log_weight(lse_of_splits, scaled_max, lost_ptr, rows_of_splits, META) * LOG2E), 0)
     total = tl.where(total == 0.0, 1.0, total)
     columns = tl.arange(0, COLUMNS)
     out = tl.zeros([COLUMNS], tl.float32)
     for first in range(0, num_splits, AT_ONCE):
-        some = first + tl.arange(0, AT_ONCE)
-        is_split = some < num_splits
-        rows = some.to(tl.int64) * num_rows + row
-        lse_of_some = tl.load(parts.lse_ptr + rows, mask=is_split, other=float("-inf"))
-        weights = tl.exp2(_log_weight(lse_of_some, scaled_max, lost_ptr, rows, META) * LOG2E)
+        split_indices = first + tl.arange(0, AT_ONCE)
+        is_split = split_indices < num_splits
+        rows = split_indices.to(tl.int64) * num_rows + row
+        lse_at_once = tl.load(parts.lse_ptr + rows, mask=is_split, other=float("-inf"))
+        weights = tl.exp2(_log_weight(lse_at_once, scaled_max, lost_ptr, rows, META) * LOG2E)
         inside = is_split[:, None] & (columns < META.HEAD_DIM)[None, :]
         part = tl.load(parts.ptr + (rows * META.WIDTH)[:, None] + columns[None, :], mask=inside, other=0.0)
         out += tl.sum(part * weights[:, None], 0)
@@ -234,7 +235,7 @@ def sum_of_parts(parts, row, num_all_rows, META: tl.constexpr):
 
 @triton.jit
 def store_padding(args, b, h, start, length, lse_ptr, META: tl.constexpr):
-    # 0 in out and -inf in lse, in one head's rows without a token of one sequence
+    # Writes 0 in out and -inf in lse, in one head's rows of one sequence that have no token
     lengths = args.lengths_q
     ROWS: tl.constexpr = META.AT_ONCE
     front, slot = load_padding(lengths, b, start, length, META.IS_RAGGED_Q)
@@ -256,7 +257,7 @@ def _combine_splits_kernel(args: CombineArguments, META: tl.constexpr):
     queries = lengths.max_seqlen if META.BY_SEQUENCE else lengths.num_tokens
     token = row % queries
     h = row // queries % args.num_heads
-    b = row // queries // args.num_heads  # 0 of the rows of packed sequences
+    b = row // queries // args.num_heads  # 0 for rows of packed sequences
     if META.BY_SEQUENCE:
         start, length = load_sequence(lengths, b, META.IS_RAGGED_Q)
         first_row = tl.cast(h if META.IS_RAGGED_Q else b * args.num_heads + h, tl.int64) * lengths.num_tokens + start
@@ -275,7 +276,7 @@ def _combine_splits_kernel(args: CombineArguments, META: tl.constexpr):
 
 
 def combine_splits(problem: Problem, parts: Parts, out: Tensor, lse: Tensor) -> None:
-    """Writes out, laid out as q with v's head dim, and lse from the parts; 0 and -inf in rows that no sequence has a token in."""
+    """Writes out and lse from the parts, and 0 and -inf in rows without a token. out has q's layout with v's head dim."""
     num_splits, num_rows, width = parts.out.shape
     head_dim = out.shape[-1]
     x = problem
@@ -288,7 +289,7 @@ def combine_splits(problem: Problem, parts: Parts, out: Tensor, lse: Tensor) -> 
         out=rows(out, meta),
         lse_ptr=lse,
     )
-    own_meta = CombineMeta(
+    combine_meta = CombineMeta(
         HEAD_DIM=head_dim,
         WIDTH=width,
         COLUMNS=triton.next_power_of_2(head_dim),
@@ -302,6 +303,6 @@ def combine_splits(problem: Problem, parts: Parts, out: Tensor, lse: Tensor) -> 
         BY_SEQUENCE=by_sequence,
     )
     programs = x.batch * x.num_heads * x.longest_q if by_sequence else num_rows
-    launch(_combine_splits_kernel, programs, out.device, _TILE, (args, own_meta))
+    launch(_combine_splits_kernel, programs, out.device, _TILE, (args, combine_meta))
     if x.has_padding_q and not by_sequence:
         zero_padding(x, out, "q", lse)

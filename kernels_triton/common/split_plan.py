@@ -1,15 +1,17 @@
-"""KV splits by the lengths that a call finds on the device: a plan of who takes which keys, and the kernel that combines the parts.
+"""KV splits by lengths on the device: a plan of the keys of each program, and the kernel that combines the parts.
 
-Where sequences have lengths of their own, one number of splits for all leaves programs idle behind the longest. So a kernel counts
-the blocks of keys that each work tile sees, and programs share all of these evenly, one tile after the other (stream-K: Osama,
-Merrill, Cecka, Garland, Owens, 2023, arXiv 2301.03598): a program has whole tiles and at most two pieces of others. Nothing is read
-on the host, and there are no more parts than tiles and programs together. Work tiles are in the order of sequence, block of
-queries, head; those of all heads of a block are an entry of the plan. Neighbouring programs are in different teams, and the heads'
-tiles are in different teams too: all teams go through the same tokens at the same time, whose heads lie side by side in memory, and
-keys that several tiles read come from memory once.
-Each piece has a part of its own: the tile's number in its team plus the program's, neither of which is ever less than the last
-piece's. A tile's parts are added in their order: results repeat to the bit. A kernel may write the result of a tile that it has
-whole, of which there is no part then.
+If sequences have different lengths, one number of splits for all leaves programs idle after the longest ones. So a kernel counts
+the key blocks that each work tile sees. Programs share all blocks evenly, one tile after the other (stream-K: Osama, Merrill,
+Cecka, Garland, Owens, 2023, arXiv 2301.03598). A program computes some tiles alone and at most two pieces of other tiles. The host
+reads no length, and there are at most as many parts as tiles and programs together.
+
+Work tiles are in the order of sequence, query block, head; all heads of a query block are one entry of the plan. Neighbouring
+programs are in different teams, and so are the tiles of neighbouring heads. So all teams process the same tokens at the same time.
+The heads of a token are neighbours in memory, and keys that several tiles read are loaded from memory once.
+
+The index of a piece's part is the tile's number in its team plus the program's number. Each of the two is at least that of the
+piece before, so each piece has its own part. A tile's parts are combined in order, so results are bitwise identical from run to
+run. A kernel that computes a whole tile may write its result directly, without a part.
 """
 
 from __future__ import annotations
@@ -31,23 +33,26 @@ from flexattn.kernels_triton.runtime.launch import Tile, kernel, launch
 
 _PLAN_TILE = Tile(512, 64, 4, 1)  # entries at a time
 _COMBINE_TILE = Tile(16, 128, 4, 1)  # parts at a time
-_WITHOUT_TEAM = 0.05  # share of the programs, at most
+_WITHOUT_TEAM = 0.05  # maximum share of the programs
 ROOM = tl.constexpr(16)
-"""A program's share may be greater by one part in so many, for whole tiles: a part takes memory and another kernel's time."""
+"""A program's share may exceed an even share by one part in ROOM to avoid cutting tiles: a part costs memory and work in the next
+kernel.
+"""
 
 
 class Plan(NamedTuple):
-    """Shares of programs in the blocks of keys of all work tiles."""
+    """Shares of programs in the key blocks of all work tiles."""
 
-    before_ptr: Pointer  # int32 [entries + 2]: blocks of keys of a team's tiles of all entries before each, of all, of a program
-    blocks: int  # blocks of queries of the longest sequence
+    # int32 [entries + 2]: key blocks of a team's tiles before each entry, then their total, then a program's share
+    before_ptr: Pointer
+    blocks: int  # query blocks of the longest sequence
     entries: int  # blocks * batch
-    tiles: int  # work tiles of an entry that a team has
+    tiles: int  # work tiles of an entry in one team
     teams: int
     programs: int  # in each team
-    least: int  # blocks of keys of a program, at least
+    least: int  # minimum key blocks of a program
     num_parts: int
-    part_rows: int  # rows of a work tile's part
+    part_rows: int  # rows of a part
 
     def empty_parts(self, lse: Tensor, width: int, is_unbounded: bool) -> Parts:
         """Returns memory for the parts: out is fp32 [parts, part_rows, width], lse [1 or 2, parts, part_rows]."""
@@ -56,23 +61,23 @@ class Plan(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Blocks `first` up to `end` of those that a work tile sees, inside a kernel."""
+    """Blocks `first` up to `end` of the key blocks that a work tile sees, inside a kernel."""
 
     entry: Any
-    head: Any  # number of the work tile in its entry, of all teams'
-    program: Any  # in its team
+    head: Any  # number of the work tile in its entry, over all teams
+    program: Any  # number in its team
     first: Any
     end: Any
 
 
 class PlannedTile(NamedTuple):
-    """Numbers of heads, queries and keys that a family's kernel takes at a time."""
+    """Numbers of heads, queries and keys of a tile of a family's kernel."""
 
     heads: int
     queries: int
-    seen: int  # queries whose keys are taken for those that the tile sees
+    seen: int  # the tile counts as seeing all keys of so many queries
     keys: int
-    writes_whole: bool  # whether the kernel writes the results of tiles that are not cut
+    writes_whole: bool  # whether the kernel writes results of tiles that are not cut
 
 
 class PlanArguments(NamedTuple):
@@ -122,41 +127,41 @@ def _split_plan_kernel(args: PlanArguments, META: tl.constexpr):
             end = tl.minimum(end, tl.maximum(first_row + META.SEEN + shift + band.right, 0))
         if META.HAS_LEFT:
             begin = tl.maximum(first_row + shift - band.left, 0) // KEYS
-        seen = tl.maximum(tl.cdiv(end, KEYS) - begin, 1)  # where nothing is seen, there is a result to write
+        seen = tl.maximum(tl.cdiv(end, KEYS) - begin, 1)  # at least 1: a tile that sees nothing still has a result to write
         is_tile = is_entry & (first_row < len_q)
         amount = tl.where(is_tile, seen * tiles, 0)
         most = tl.maximum(most, tl.max(tl.where(is_tile, seen, 0), 0))
         tl.store(before_ptr + 1 + entry, total + tl.cumsum(amount, 0), mask=is_entry)
         total += tl.sum(amount, 0)
     tl.store(before_ptr, 0)
-    # Where a little more is a number of tiles of the most keys, these are not cut.
+    # If a slightly larger share is a multiple of the largest tile, use it, so that these tiles are not cut.
     share = tl.maximum(tl.cdiv(total, args.plan.programs), args.plan.least)
-    whole = tl.cdiv(share, most) * most
-    tl.store(before_ptr + entries + 1, tl.where(whole - share <= share // ROOM, whole, share))
+    uncut_share = tl.cdiv(share, most) * most
+    tl.store(before_ptr + entries + 1, tl.where(uncut_share - share <= share // ROOM, uncut_share, share))
 
 
 def _number_of_teams(tiles: int, programs: int) -> int:
-    # The number of an entry's tiles, or a divisor: the largest that leaves few programs without a team.
+    # Returns the number of an entry's tiles or the largest divisor of it that leaves few programs without a team.
     return max(n for n in range(1, tiles + 1) if tiles % n == 0 and programs % n <= _WITHOUT_TEAM * programs)
 
 
 def make_plan(problem: Problem, tile: PlannedTile, programs: int) -> Plan:
-    """Launches the kernel that counts, and returns the plan for so many programs."""
+    """Launches the kernel that counts, and returns the plan for `programs` programs."""
     x = problem
     blocks = cdiv(x.longest_q, tile.queries)
     entries = x.batch * blocks
     groups = x.num_heads // tile.heads
     teams = _number_of_teams(groups, programs)
-    own_tiles, own_programs = groups // teams, programs // teams
+    team_tiles, team_programs = groups // teams, programs // teams
     plan = Plan(
         before_ptr=torch.empty(entries + 2, dtype=torch.int32, device=x.device),
         blocks=blocks,
         entries=entries,
-        tiles=own_tiles,
+        tiles=team_tiles,
         teams=teams,
-        programs=own_programs,
+        programs=team_programs,
         least=max(1, SPLIT_KEYS // tile.keys),
-        num_parts=(entries * own_tiles + own_programs - 1) * teams,
+        num_parts=(entries * team_tiles + team_programs - 1) * teams,
         part_rows=min(tile.queries, x.longest_q) * slots_of_heads(tile.heads),
     )
     args = PlanArguments(lengths_q=x.lengths_q, lengths_kv=x.lengths_kv, band=x.band, plan=plan)
@@ -182,13 +187,13 @@ def first_row_of_part(plan, part):
 
 @triton.jit
 def share_of_program(plan):
-    # (blocks of keys of each program of a team, of all)
+    # Returns (key blocks of each program of a team, key blocks of all)
     return tl.load(plan.before_ptr + plan.entries + 1), tl.load(plan.before_ptr + plan.entries)
 
 
 @triton.jit
 def entry_at(plan, position):
-    # The last entry that begins at a block of keys or before it.
+    # Returns the last entry that begins at this key block or before it.
     low = 0
     high = plan.entries - 1
     while low < high:
@@ -201,7 +206,7 @@ def entry_at(plan, position):
 
 @triton.jit
 def piece_at(plan, pid, position, end, entry):
-    # The piece of a program, whose share ends at `end`, from a block of keys on; of this entry or a later one.
+    # Returns a program's piece from key block `position` on, in this entry or a later one. Its share ends at `end`.
     before = tl.load(plan.before_ptr + entry)
     after = tl.load(plan.before_ptr + entry + 1)
     while after <= position:
@@ -217,13 +222,13 @@ def piece_at(plan, pid, position, end, entry):
 
 @triton.jit
 def part_of_piece(plan, piece):
-    # A team's parts are as far apart as there are teams.
+    # A team's parts are `plan.teams` apart.
     return (piece.entry * plan.tiles + piece.head // plan.teams + piece.program) * plan.teams + piece.head % plan.teams
 
 
 @triton.jit
 def piece_of_part(plan, part):
-    # The piece that leaves this part; of parts that no piece leaves, an empty one.
+    # Returns the piece that writes this part, or an empty piece if none does.
     share, _total = share_of_program(plan)
     tiles = plan.tiles
     team = part % plan.teams
@@ -261,7 +266,7 @@ class PiecesArguments(NamedTuple):
 
 
 class PiecesMeta(NamedTuple):
-    """Constants that the kernel is compiled for; names that `primitives` and `sum_of_parts` read are those of theirs."""
+    """Constants that the kernel is compiled for; the names that `primitives` and `sum_of_parts` read are those of their metas."""
 
     HEAD_DIM: int
     WIDTH: int
@@ -276,7 +281,7 @@ class PiecesMeta(NamedTuple):
     HEADS: int
     GROUP: int
     QUERIES: int
-    FEWEST: int  # parts of a tile that are combined
+    FEWEST: int  # minimum parts of a tile to combine
     OVERLAPS: bool
 
 
@@ -293,7 +298,7 @@ def _combine_pieces_kernel(args: PiecesArguments, META: tl.constexpr):
     b = tl.program_id(0) // longest // num_heads
     start, length = load_sequence(lengths, b, META.IS_RAGGED_Q)
     lse_ptr = args.lse_ptr + tl.cast(h if META.IS_RAGGED_Q else b * num_heads + h, tl.int64) * lengths.num_tokens + start
-    if META.HAS_PADDING:  # noqa: SIM102  # a constant, beside a number of the device
+    if META.HAS_PADDING:  # noqa: SIM102  # the first condition is known at compile time, the second at run time
         if row == 0:
             store_padding(args, b, h, start, length, lse_ptr, META)
     if row < length:
@@ -309,8 +314,8 @@ def _combine_pieces_kernel(args: PiecesArguments, META: tl.constexpr):
             piece = Piece(entry=entry, head=head, program=program, first=0, end=count)
             place = first_row_of_part(plan, part_of_piece(plan, piece)) + row % META.QUERIES * META.GROUP + h % META.HEADS
             num_rows = plan.part_rows * plan.teams
-            own = PartPointers(ptr=parts.ptr, lse_ptr=parts.lse_ptr, num_rows=num_rows, num_splits=num_splits)
-            out, lse = sum_of_parts(own, place, first_row_of_part(plan, plan.num_parts), META)
+            tile_parts = PartPointers(ptr=parts.ptr, lse_ptr=parts.lse_ptr, num_rows=num_rows, num_splits=num_splits)
+            out, lse = sum_of_parts(tile_parts, place, first_row_of_part(plan, plan.num_parts), META)
             columns = tl.arange(0, META.COLUMNS)
             pointer = row_pointer(args.out, b, h, start + row, META)
             tl.store(pointer + columns, out.to(args.out.ptr.dtype.element_ty), mask=columns < META.HEAD_DIM)
@@ -318,7 +323,7 @@ def _combine_pieces_kernel(args: PiecesArguments, META: tl.constexpr):
 
 
 def combine_pieces(problem: Problem, plan: Plan, tile: PlannedTile, parts: Parts, results: tuple[Tensor, Tensor]) -> None:
-    """Writes, of tiles that have parts, out, laid out as q with v's head dim, and lse; 0 and -inf in rows without a token."""
+    """Writes out and lse of tiles that have parts, and 0 and -inf in rows without a token. out has q's layout with v's head dim."""
     x, (out, lse) = problem, results
     head_dim = out.shape[-1]
     meta = x.meta(_COMBINE_TILE, (out,))
@@ -330,7 +335,7 @@ def combine_pieces(problem: Problem, plan: Plan, tile: PlannedTile, parts: Parts
         out=rows(out, meta),
         lse_ptr=lse,
     )
-    own_meta = PiecesMeta(
+    pieces_meta = PiecesMeta(
         HEAD_DIM=head_dim,
         WIDTH=parts.out.shape[-1],
         COLUMNS=triton.next_power_of_2(head_dim),
@@ -347,4 +352,4 @@ def combine_pieces(problem: Problem, plan: Plan, tile: PlannedTile, parts: Parts
         FEWEST=2 if tile.writes_whole else 1,
         OVERLAPS=overlaps(x.device),
     )
-    launch(_combine_pieces_kernel, x.batch * x.num_heads * x.longest_q, out.device, _COMBINE_TILE, (args, own_meta))
+    launch(_combine_pieces_kernel, x.batch * x.num_heads * x.longest_q, out.device, _COMBINE_TILE, (args, pieces_meta))

@@ -1,4 +1,4 @@
-"""Small kernels beside those of sm_90 for batches with lengths: a table of the work tiles, and zeros in the padding."""
+"""Small kernels for batches with lengths that run beside the sm_90 kernels: a table of the work tiles, and zeros in the padding."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from flexattn.kernels_triton.runtime.launch import Tile, kernel, launch
 
 _TILE = Tile(64, 64, 4, 1)
 _PARTS = 4
-_MOST_PROGRAMS = 1024  # about as many as look for padding at once: where there is none, that is all they do
-_CHUNK = tl.constexpr(64)  # blocks that a program finds places for, and sequences that it looks at together
+_MOST_PROGRAMS = 1024  # about as many programs look for padding at once; without padding that is all they do
+_CHUNK = tl.constexpr(64)  # blocks for which a program finds table entries, and sequences that it reads together
 
 
 class Side(NamedTuple):
-    """The queries' or the keys' half of a problem's lengths."""
+    """The lengths of one side of a problem, queries or keys."""
 
     lengths: Lengths
     is_ragged: bool
@@ -58,10 +58,10 @@ def _tile_schedule_kernel(args: TableArguments, META: tl.constexpr):
     capacity = args.capacity
     b = tl.program_id(0) % batch
     block = tl.program_id(0) // batch * CHUNK + tl.arange(0, CHUNK)
-    _own_start, own_length = load_sequence(lengths, b, META.IS_RAGGED)
-    own_blocks = tl.cdiv(own_length, BLOCK)
-    after = block if META.LAST_FIRST else own_blocks - 1 - block  # blocks of its sequence that come after this one
-    before = own_blocks - 1 - after if META.BY_SEQUENCE else tl.zeros([CHUNK], tl.int32)  # entries that come before this one
+    _sequence_start, sequence_length = load_sequence(lengths, b, META.IS_RAGGED)
+    sequence_blocks = tl.cdiv(sequence_length, BLOCK)
+    after = block if META.LAST_FIRST else sequence_blocks - 1 - block  # blocks of its sequence that come after this one
+    before = sequence_blocks - 1 - after if META.BY_SEQUENCE else tl.zeros([CHUNK], tl.int32)  # entries that come before this one
     total = 0
     for first in range(0, batch, CHUNK):
         other = first + tl.arange(0, CHUNK)
@@ -70,26 +70,26 @@ def _tile_schedule_kernel(args: TableArguments, META: tl.constexpr):
         count = tl.where(other < batch, tl.cdiv(length, BLOCK), 0)
         total += tl.sum(count, 0)
         if META.BY_SEQUENCE:
-            is_before = (count > own_blocks) | ((count == own_blocks) & (other < b))
+            is_before = (count > sequence_blocks) | ((count == sequence_blocks) & (other < b))
             before += tl.sum(tl.where(is_before, count, 0), 0)
         else:
             heavier = tl.maximum(count[None, :] - (after + 1)[:, None], 0)
             same = (count[None, :] > after[:, None]) & (other < b)[None, :]
             before += tl.sum(heavier + same.to(tl.int32), 1)
-    # Sequences that overlap, as only wrong cu_seqlens make them, may have more blocks than there is room for.
-    tl.store(table_ptr + 2 + before, b * args.blocks + block, mask=(block < own_blocks) & (before < capacity))
+    # Overlapping sequences, which only wrong cu_seqlens cause, may have more blocks than the table has room for.
+    tl.store(table_ptr + 2 + before, b * args.blocks + block, mask=(block < sequence_blocks) & (before < capacity))
     if tl.program_id(0) == 0:
         tl.store(table_ptr, 0)
         tl.store(table_ptr + 1, tl.minimum(total, capacity))
 
 
 def tile_schedule(problem: Problem, block: int, side: Literal["q", "kv"], *, by_sequence: bool) -> Tensor:
-    """int32: a counter at 0, the number of entries, then b * blocks + n for each block n of `block` tokens that has one.
+    """Returns int32: a counter at 0, the number of entries, then b * blocks + n for each block n of `block` tokens that exists.
 
-    blocks is what the longest sequence has. The blocks to which a causal band gives the most to do come first: the last of queries,
-    the first of keys.
-    by_sequence: one sequence comes after the other, the longest first, so that what its blocks share is in L2 while they run;
-    else those of all sequences come together, the longest ones first and the short ones to fill up the end.
+    `blocks` is the number of blocks of the longest sequence. The blocks with the most work under a causal band come first: the last
+    blocks of queries, the first blocks of keys.
+    by_sequence: sequences follow one another, the longest first, so that data that the blocks of one share stays in L2. If False,
+    blocks of all sequences are sorted by work, and the short ones fill up the end.
     """
     x = side_of(problem, side)
     batch = x.lengths.batch
@@ -109,15 +109,15 @@ class PaddingArguments(NamedTuple):
     out: Rows
     lse_ptr: Pointer
     num_heads: int
-    own_heads: int  # heads of a program, at most
+    program_heads: int  # maximum heads of a program
 
 
 class PaddingMeta(NamedTuple):
-    """Constants that the kernel is compiled for; names that `primitives` read are those of `Meta`."""
+    """Constants that the kernel is compiled for; the names that `primitives` reads are those of `Meta`."""
 
     PARTS: int  # programs that share the padding of one sequence and its heads
     HEAD_DIM: int
-    WIDTH0: int  # widths of the one or two parts that the head dim is taken in
+    WIDTH0: int  # widths of the one or two parts of the head dim
     WIDTH1: int
     IS_RAGGED: bool
     ROWS: int  # rows of a tile
@@ -131,9 +131,9 @@ def _padding_kernel(args: PaddingArguments, META: tl.constexpr):
     PARTS: tl.constexpr = META.PARTS
     lengths = args.lengths
     num_heads = args.num_heads
-    groups = tl.cdiv(num_heads, args.own_heads)
+    groups = tl.cdiv(num_heads, args.program_heads)
     part = tl.program_id(0) % PARTS
-    first_head = tl.program_id(0) // PARTS % groups * args.own_heads
+    first_head = tl.program_id(0) // PARTS % groups * args.program_heads
     b = tl.program_id(0) // PARTS // groups
     start, length = load_sequence(lengths, b, META.IS_RAGGED)
     front, slot = load_padding(lengths, b, start, length, META.IS_RAGGED)
@@ -143,7 +143,7 @@ def _padding_kernel(args: PaddingArguments, META: tl.constexpr):
         share = tl.cdiv(last - first, PARTS)
         begin = first + part * share
         end = tl.minimum(begin + share, last)
-        end_head = tl.minimum(first_head + args.own_heads, num_heads)
+        end_head = tl.minimum(first_head + args.program_heads, num_heads)
         for h in range(first_head, tl.where(begin < end, end_head, first_head)):
             base = row_pointer(args.out, b, h, start, META)
             store_zeros(base, step, offsets, begin, end, META.HEAD_DIM, META.WIDTH0, META.WIDTH1)
@@ -156,18 +156,18 @@ def _padding_kernel(args: PaddingArguments, META: tl.constexpr):
 
 
 def zero_padding(problem: Problem, out: Tensor, side: Literal["q", "kv"], lse: Tensor | None = None) -> None:
-    """out = 0, and lse = -inf, in the rows that no sequence has a token in.
+    """Writes out = 0, and lse = -inf, in the rows without a token.
 
-    out is laid out as q or k, with any head dim.
+    out has the layout of q or k, with any head dim.
     """
     x = side_of(problem, side)
     meta = problem.meta(_TILE, (out,))
     heads, head_dim = out.shape[-2:]
     width0, width1 = split_head_dim(head_dim)
     programs = _PARTS * x.lengths.batch
-    own_heads = max(1, programs * heads // _MOST_PROGRAMS)
-    args = PaddingArguments(lengths=x.lengths, out=rows(out, meta), lse_ptr=lse, num_heads=heads, own_heads=own_heads)
-    own_meta = PaddingMeta(
+    program_heads = max(1, programs * heads // _MOST_PROGRAMS)
+    args = PaddingArguments(lengths=x.lengths, out=rows(out, meta), lse_ptr=lse, num_heads=heads, program_heads=program_heads)
+    padding_meta = PaddingMeta(
         PARTS=_PARTS,
         HEAD_DIM=head_dim,
         WIDTH0=width0,
@@ -177,4 +177,4 @@ def zero_padding(problem: Problem, out: Tensor, side: Literal["q", "kv"], lse: T
         ALIGN=meta.ALIGN,
         WIDE_STRIDES=meta.WIDE_STRIDES,
     )
-    launch(_padding_kernel, programs * cdiv(heads, own_heads), problem.device, _TILE, (args, own_meta))
+    launch(_padding_kernel, programs * cdiv(heads, program_heads), problem.device, _TILE, (args, padding_meta))

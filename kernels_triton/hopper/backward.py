@@ -1,8 +1,8 @@
-"""Backward attention on Hopper (sm_90) in Gluon: one kernel for dq, one for dk and dv, each bitwise repeatable, as `backward` is.
+"""Two-kernel backward attention on Hopper (sm_90) in Gluon: one kernel for dq, one for dk and dv, each bitwise repeatable.
 
-`backward_fused` is faster, but its dq does not repeat to the bit. In both a warp loads by TMA and two warpgroups compute, 64 rows
-of the gradient each (of dk and dv at head dim 256: half of the columns of 64 rows each). What
-`conditions.backward_unsupported` names runs on the portable kernels.
+`backward_fused` is faster, but its dq is not deterministic. In both kernels a warp loads by TMA, and two warpgroups compute 64 rows
+of the gradient each. For dk and dv at head dim 256, each computes half of the columns of 64 rows. Calls that
+`conditions.backward_unsupported` rejects run on the portable kernels.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class DqDescriptors(NamedTuple):
     dout: Any
     k: Pair
     v: Any
-    dq: Pair | None  # None for one in fp32
+    dq: Pair | None  # None if dq is fp32
 
 
 class DqSteps(NamedTuple):
@@ -96,7 +96,7 @@ class DqArguments(NamedTuple):
     scores: Scores
     dropout: Dropout
     lists: BlockMaskLists | None  # lists of key blocks
-    dq32: Fp32Rows | None  # where dq goes in fp32
+    dq32: Fp32Rows | None  # output for dq in fp32
 
 
 class DqTiles(NamedTuple):
@@ -118,7 +118,7 @@ class DqBarriers(NamedTuple):
 
 
 class Exchanges(NamedTuple):
-    """In shared memory, of the last two iterations, what one warpgroup computes for both."""
+    """In shared memory: results of one warpgroup for both, of the last two iterations."""
 
     p: Any
     ds: Any
@@ -126,7 +126,7 @@ class Exchanges(NamedTuple):
 
 @gluon.jit
 def _dq_load(args: DqArguments, tiles: DqTiles, barriers: DqBarriers, block: Block, META: gl.constexpr):
-    of, steps, sequence = args.descriptors, args.steps, block.sequence
+    descriptors, steps, sequence = args.descriptors, args.steps, block.sequence
     b, h, h_kv = block.b, block.h, block.h_kv
     q = origin_of(steps.q, sequence.start_q, h, b)
     dout = origin_of(steps.dout, sequence.start_q, h, b)
@@ -135,28 +135,28 @@ def _dq_load(args: DqArguments, tiles: DqTiles, barriers: DqBarriers, block: Blo
     dq = origin_of(steps.dq, sequence.start_q, h, b)
     len_q, len_kv = sequence.len_q, sequence.len_kv
     full = barriers.q_full.index(0)
-    Q_BYTES: gl.constexpr = pair_bytes(of.q.first.block_type.nbytes, of.q.second.block_type.nbytes, META.QK1)
-    K_BYTES: gl.constexpr = pair_bytes(of.k.first.block_type.nbytes, of.k.second.block_type.nbytes, META.QK1)
-    mbarrier.expect(full, 2 * (Q_BYTES + of.dout.block_type.nbytes))
+    Q_BYTES: gl.constexpr = pair_bytes(descriptors.q.first.block_type.nbytes, descriptors.q.second.block_type.nbytes, META.QK1)
+    K_BYTES: gl.constexpr = pair_bytes(descriptors.k.first.block_type.nbytes, descriptors.k.second.block_type.nbytes, META.QK1)
+    mbarrier.expect(full, 2 * (Q_BYTES + descriptors.dout.block_type.nbytes))
     for consumer in gl.static_range(2):
         row = block.first_row + consumer * ROWS
-        load_pair(of.q, q, len_q, row, full, tiles.q, consumer, META)
-        load_rows(of.dout, dout.token, len_q, row, dout.head, 0, full, tiles.dout.index(consumer))
+        load_pair(descriptors.q, q, len_q, row, full, tiles.q, consumer, META)
+        load_rows(descriptors.dout, dout.token, len_q, row, dout.head, 0, full, tiles.dout.index(consumer))
     for n_block in range(block.num_blocks):
         row = key_block(n_block, block.block_range, META)[0]
         stage = n_block % META.STAGES_SCORES
         full = barriers.k_full.index(stage)
         wait_empty(barriers.k_empty, n_block, META.STAGES_SCORES)
         mbarrier.expect(full, K_BYTES)
-        load_pair(of.k, k, len_kv, row, full, tiles.k, stage, META)
+        load_pair(descriptors.k, k, len_kv, row, full, tiles.k, stage, META)
         stage = n_block % META.STAGES_DP
         wait_empty(barriers.v_empty, n_block, META.STAGES_DP)
-        mbarrier.expect(barriers.v_full.index(stage), of.v.block_type.nbytes)
-        load_rows(of.v, v.token, len_kv, row, v.head, 0, barriers.v_full.index(stage), tiles.v.index(stage))
+        mbarrier.expect(barriers.v_full.index(stage), descriptors.v.block_type.nbytes)
+        load_rows(descriptors.v, v.token, len_kv, row, v.head, 0, barriers.v_full.index(stage), tiles.v.index(stage))
     mbarrier.wait(barriers.dq_full.index(0), 0)
     if args.dq32.ptr is None:
         for consumer in gl.static_range(2):
-            store_pair(of.dq, dq, len_q, block.first_row + consumer * ROWS, tiles.q, consumer, META)
+            store_pair(descriptors.dq, dq, len_q, block.first_row + consumer * ROWS, tiles.q, consumer, META)
     tma.store_wait(0)
 
 
@@ -166,13 +166,13 @@ def _dq_compute(
     tiles: DqTiles,
     barriers: DqBarriers,
     block: Block,
-    own: DqRows,
+    rows: DqRows,
     CONSUMER: gl.constexpr,
     MODS: gl.constexpr,
     META: gl.constexpr,
 ):
     operands = DqOperands(q=tiles.q, dout=tiles.dout, k=tiles.k, v=tiles.v, k16=tiles.k, dq=tiles.q, factors=None)
-    of_consumer = DqConsumerBarriers(
+    consumer_barriers = DqConsumerBarriers(
         q_full=barriers.q_full,
         scores_full=barriers.k_full,
         dp_full=barriers.v_full,
@@ -181,19 +181,19 @@ def _dq_compute(
         ds_empty=barriers.k_empty,
         dq_full=barriers.dq_full,
     )
-    consume_dq(args, operands, of_consumer, block, own, CONSUMER, MODS, META)
+    consume_dq(args, operands, consumer_barriers, block, rows, CONSUMER, MODS, META)
 
 
 @hopper_kernel
 def _attn_bwd_dq_hopper_kernel(args: DqArguments, MODS: gl.constexpr, META: gl.constexpr):
-    of = args.descriptors
+    descriptors = args.descriptors
     SCORES: gl.constexpr = META.STAGES_SCORES
     DP: gl.constexpr = META.STAGES_DP
     tiles = DqTiles(
-        q=allocate_pair(2, of.q, META),
-        dout=allocate_tiles(2, of.dout),
-        k=allocate_pair(SCORES, of.k, META),
-        v=allocate_tiles(DP, of.v),
+        q=allocate_pair(2, descriptors.q, META),
+        dout=allocate_tiles(2, descriptors.dout),
+        k=allocate_pair(SCORES, descriptors.k, META),
+        v=allocate_tiles(DP, descriptors.v),
     )
     barriers = DqBarriers(
         q_full=allocate_barriers(1, 1),
@@ -245,7 +245,7 @@ def _dkdv_compute(
         p=exchanges.p,
         ds=exchanges.ds,
     )
-    of_consumer = DkdvConsumerBarriers(
+    consumer_barriers = DkdvConsumerBarriers(
         kv_full=barriers.kv_full,
         scores_full=barriers.q_full,
         dp_full=barriers.dout_full,
@@ -257,25 +257,25 @@ def _dkdv_compute(
         dkdv_full=barriers.dkdv_full,
     )
     if META.SPLITS_COLUMNS:
-        consume_dkdv_columns(args, operands, of_consumer, block, CONSUMER, MODS, META)
+        consume_dkdv_columns(args, operands, consumer_barriers, block, CONSUMER, MODS, META)
     else:
-        consume_dkdv(args, operands, of_consumer, block, CONSUMER, MODS, META)
+        consume_dkdv(args, operands, consumer_barriers, block, CONSUMER, MODS, META)
 
 
 @hopper_kernel
 def _attn_bwd_dkdv_hopper_kernel(args: DkdvArguments, MODS: gl.constexpr, META: gl.constexpr):
-    of = args.descriptors
-    DTYPE: gl.constexpr = of.dout.dtype
+    descriptors = args.descriptors
+    DTYPE: gl.constexpr = descriptors.dout.dtype
     SCORES: gl.constexpr = META.STAGES_SCORES
     DP: gl.constexpr = META.STAGES_DP
     BLOCK_M: gl.constexpr = META.BLOCK_M
     PARTS: gl.constexpr = 1 if META.SPLITS_COLUMNS else 2
     tiles = DkdvTiles(
-        q=allocate_pair(SCORES, of.q, META),
-        dout=allocate_tiles(DP, of.dout),
-        k=allocate_pair(PARTS, of.k, META),
-        v=allocate_tiles(PARTS, of.v),
-        statistics=gl.allocate_shared_memory(gl.float32, [SCORES, 2 * BLOCK_M], of.statistics.layout),
+        q=allocate_pair(SCORES, descriptors.q, META),
+        dout=allocate_tiles(DP, descriptors.dout),
+        k=allocate_pair(PARTS, descriptors.k, META),
+        v=allocate_tiles(PARTS, descriptors.v),
+        statistics=gl.allocate_shared_memory(gl.float32, [SCORES, 2 * BLOCK_M], descriptors.statistics.layout),
     )
     barriers = DkdvBarriers(
         q_full=allocate_barriers(SCORES, 1),
@@ -305,9 +305,9 @@ def _attn_bwd_dkdv_hopper_kernel(args: DkdvArguments, MODS: gl.constexpr, META: 
 
 
 def hopper_backward(call: Backward, tile: HopperBackwardTile | None = None) -> None:
-    """Launches the two kernels of a backward, of calls that `backward_unsupported` does not name.
+    """Launches the two-kernel backward of a call that `backward_unsupported` does not reject.
 
-    A bias and captures get their gradients by `score_gradients.bias_and_capture_gradients`.
+    `score_gradients.bias_and_capture_gradients` computes the gradients of a bias and of captures.
     """
     x, dout, dq, dk, dv = call.problem, call.dout, call.dq, call.dk, call.dv
     dq32 = fp32_rows(dq)
@@ -317,7 +317,7 @@ def hopper_backward(call: Backward, tile: HopperBackwardTile | None = None) -> N
     tiled = tiled_statistics(call, size)
     shared = shared_arguments(x, tiled) | {"dropout": x.dropout}
     head_dims = sum(widths) + v0
-    # Read again and again of a head: k and v for dq, q and dout for dk and dv (as room for half as many heads).
+    # Operands that a head reads repeatedly: k and v for dq, q and dout for dk and dv (counted twice, to leave room).
     dq_work, programs = backward_work(x, QUERIES, "q", x.longest_kv * 2 * head_dims)
     dq_arguments = DqArguments(
         descriptors=DqDescriptors(

@@ -1,4 +1,4 @@
-"""Programs of a backward: the block of queries or keys that each has, the statistics of its rows, the heads it goes through."""
+"""Programs of a backward: the block of queries or keys of each, the statistics of its rows, and the heads that it visits."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from triton.experimental.gluon import language as gl
 from flexattn.kernels_triton.common.arguments import Head, Scores
 from flexattn.kernels_triton.common.preprocess import statistics_tile
 from flexattn.kernels_triton.common.primitives import (
-    behind,
     head_values,
     is_any_large,
     load_head,
     load_large,
     packed_start,
     relative_to_lse,
+    with_head_values,
 )
 from flexattn.kernels_triton.common.problem import Features, Problem
 from flexattn.kernels_triton.common.tile_schedule import tile_schedule
@@ -59,8 +59,8 @@ def backward_work(
 ) -> tuple[Work, int]:
     """Returns (the order of programs of `rows` queries or keys each, their number).
 
-    bytes_per_head: of what the programs of one head read, or add to, again and again. is_fused: whether they are a fused
-    backward's, whose sections of heads have one size in dense calls (`section_of_one_size`).
+    bytes_per_head: bytes that the programs of one head read, or add to, repeatedly. is_fused: whether they are a fused backward's,
+    which has heads in sections of equal size in dense calls (`section_of_one_size`).
     """
     x = problem
     longest, heads = (x.longest_q, x.num_heads) if side == "q" else (x.longest_kv, x.num_heads_kv)
@@ -83,19 +83,19 @@ def backward_work(
 
 
 class Block(NamedTuple):
-    """One program's block of queries or keys, and the blocks of the other side that it goes through."""
+    """One program's block of queries or keys, and the blocks of the other side that it visits."""
 
     first_row: Any
     b: Any
-    h: Any  # for a block of keys, the first head of its group
+    h: Any  # for a key block, the first head of its group
     h_kv: Any
     sequence: Sequence
     band: SequenceBand
-    large: Any  # `load_large`
-    first_head: Any  # the batch element's, in dropout's count
+    large: Any  # result of `load_large`
+    first_head: Any  # the batch element's first head in dropout's numbering
     num_blocks: Any  # blocks of one head
-    turn: Any  # `query_walk.turn_of_program`; for a block of queries 0
-    block_range: Any  # what `key_block` or `query_block` finds them by
+    turn: Any  # result of `query_walk.turn_of_program`; 0 for a query block
+    block_range: Any  # argument of `key_block` or `query_block`
     first_statistics: Any  # the first tile of the head's statistics
 
 
@@ -134,13 +134,14 @@ def query_block_of_program(args, META: gl.constexpr):
 
 
 def key_block_numbers(features: Features) -> int:
-    """Returns how many integers `find_key_block` finds."""
+    """Returns how many integers `find_key_block` returns."""
     return 3 + 4 * features.HAS_LENGTHS + 4 * (features.BLOCK_SIZE_Q > 0)
 
 
 @gluon.jit
 def find_key_block(t, num_tiles, args, META: gl.constexpr):
-    # What has to be computed and read to find work tile t of a kernel for dk and dv: integers that `key_block` makes a block of
+    # Returns the integers from which `key_block` makes work tile t of a kernel for dk and dv: everything that must be computed and
+    # read
     work = args.work
     n_block, h_kv, b = backward_tile(t, num_tiles, work, work.num_heads // work.group_size, False, META)
     sequence = sequence_of(args.lengths_q, args.lengths_kv, b, META)
@@ -158,7 +159,7 @@ def find_key_block(t, num_tiles, args, META: gl.constexpr):
 
 @gluon.jit
 def key_block(numbers, args, META: gl.constexpr):
-    # numbers: `find_key_block`
+    # numbers: from `find_key_block`
     work = args.work
     first_row, h_kv, b = numbers[:3]
     if META.HAS_LENGTHS:
@@ -206,7 +207,7 @@ class QueryStatistics(NamedTuple):
 
 @gluon.jit
 def load_query_statistics(statistics_ptr, rows, len_q, META: gl.constexpr):
-    # statistics_ptr: where those of the sequence's head begin
+    # statistics_ptr: to the statistics of the sequence's head
     SIZE: gl.constexpr = META.STATISTICS
     pointers = statistics_ptr + (rows // SIZE).to(gl.int64) * (2 * SIZE) + rows % SIZE
     minus_lse = gl.load(pointers, mask=rows < len_q, other=float("-inf"))
@@ -220,16 +221,16 @@ def statistics_of_block(args, block: Block, META: gl.constexpr):
 
 
 class QueryHead(NamedTuple):
-    """Place of a program of dk and dv: one block of queries of one query head of its group."""
+    """Position of a program of dk and dv: one query block of one query head of its group."""
 
-    n: Any  # this and `end` as in `QueryPlace`
+    n: Any  # for this and `end` see `QueryPlace`
     end: Any
     h: Any
     bias_ptr: Any
     alibi_slope: Any
 
 
-# The values that mods read of the head, `head_values`, go beside it: Triton takes no tuple inside another through a loop.
+# The values that mods read for the head, `head_values`, are separate: Triton does not carry nested tuples through a loop.
 @gluon.jit
 def first_query_head(block: Block, work: Work, scores: Scores, MODS: gl.constexpr, META: gl.constexpr):
     bias_ptr, alibi_slope = load_head(scores.bias, scores.alibi, block.b, block.h, META)
@@ -239,64 +240,64 @@ def first_query_head(block: Block, work: Work, scores: Scores, MODS: gl.constexp
 
 
 @gluon.jit
-def next_query_block(at: QueryHead, values, block: Block, work: Work, scores: Scores, MODS: gl.constexpr, META: gl.constexpr):
-    bias_ptr, alibi_slope = at.bias_ptr, at.alibi_slope
-    following = next_queries(QueryPlace(n=at.n, head=at.h - block.h, end=at.end), block, work)
+def next_query_block(position: QueryHead, values, block: Block, work: Work, scores: Scores, MODS: gl.constexpr, META: gl.constexpr):
+    bias_ptr, alibi_slope = position.bias_ptr, position.alibi_slope
+    following = next_queries(QueryPlace(n=position.n, head=position.h - block.h, end=position.end), block, work)
     h = block.h + following.head
-    if h != at.h:
+    if h != position.h:
         bias_ptr, alibi_slope = load_head(scores.bias, scores.alibi, block.b, h, META)
         values = head_values(block.b, h, scores.captures, MODS, META)
     return QueryHead(n=following.n, end=following.end, h=h, bias_ptr=bias_ptr, alibi_slope=alibi_slope), values
 
 
 @gluon.jit
-def head_at(at: QueryHead, values, block: Block, scores: Scores, META: gl.constexpr):
-    # As `primitives.head_of`, of what is read already
+def head_at(position: QueryHead, values, block: Block, scores: Scores, META: gl.constexpr):
+    # Like `primitives.head_of`, from values that are already loaded
     return Head(
         b=block.b,
-        h=at.h,
+        h=position.h,
         len_q=block.sequence.len_q,
         len_kv=block.sequence.len_kv,
         shift=block.band.shift,
         softcap=scores.softcap,
-        bias_ptr=at.bias_ptr,
+        bias_ptr=position.bias_ptr,
         bias_stride_m=scores.bias.stride_m,
         bias_stride_n=scores.bias.stride_n,
-        alibi_slope=at.alibi_slope,
-        captures=behind(scores.captures, values, META),
+        alibi_slope=position.alibi_slope,
+        captures=with_head_values(scores.captures, values, META),
     )
 
 
 class ScorePlace(NamedTuple):
-    """Place of a tile of transposed scores, whose rows are keys and whose columns queries."""
+    """Position of a tile of transposed scores: rows are keys, and columns are queries."""
 
     rows: Any
     columns: Any
     row: Any  # the block's first query
-    is_cut: Any  # `cuts_block`
+    is_cut: Any  # result of `cuts_block`
     is_full: Any  # whether the block mask calls the block full
 
 
 @gluon.jit
-def probabilities(s, factor, at: ScorePlace, statistics, head: Head, block: Block, MODS: gl.constexpr, META: gl.constexpr):
-    # s and factor: transposed, as `logits` makes them. statistics: -lse of the columns' queries, in shared memory
+def probabilities(s, factor, position: ScorePlace, statistics, head: Head, block: Block, MODS: gl.constexpr, META: gl.constexpr):
+    # s and factor: transposed, from `logits`. statistics: -lse of the columns' queries, in shared memory
     COLUMNS: gl.constexpr = gl.SliceLayout(0, s.type.layout)
     len_q = block.sequence.len_q
-    i, j = at.columns[None, :], at.rows[:, None]
-    if at.is_cut | is_any_large(block.large, META):
-        s = mask_queries_and_end(s, at.rows, at.columns, block.band, META)
+    i, j = position.columns[None, :], position.rows[:, None]
+    if position.is_cut | is_any_large(block.large, META):
+        s = mask_queries_and_end(s, position.rows, position.columns, block.band, META)
         if META.IS_UNBOUNDED:
-            of_queries = statistics.load(COLUMNS)
-            s = relative_to_lse(s, of_queries[None, :], block.large, block.b, head.h, i, len_q, META)
-    s = apply_mask_mod(s, i, j, at.is_full, head, MODS, META)
-    s = hide_queries_past_the_end(s, at.row, at.columns, len_q, MODS, META)
+            minus_lse_of_columns = statistics.load(COLUMNS)
+            s = relative_to_lse(s, minus_lse_of_columns[None, :], block.large, block.b, head.h, i, len_q, META)
+    s = apply_mask_mod(s, i, j, position.is_full, head, MODS, META)
+    s = hide_queries_past_the_end(s, position.row, position.columns, len_q, MODS, META)
     minus_lse = statistics.load(COLUMNS)
     return gl.exp2(s * factor + minus_lse[None, :])
 
 
 @gluon.jit
 def last_key_seen_by_all(m_start, band: SequenceBand, META: gl.constexpr):
-    # Blocks of keys that end past it need a mask for the queries from m_start on.
+    # Key blocks that end past it need a mask for the queries from m_start on.
     last = band.len_kv
     if META.HAS_RIGHT:
         last = gl.minimum(band.len_kv, m_start + band.shift + band.right + 1)
@@ -305,8 +306,8 @@ def last_key_seen_by_all(m_start, band: SequenceBand, META: gl.constexpr):
 
 @gluon.jit
 def hides_some_key(column, last, m_start, block: Block, META: gl.constexpr):
-    # True if the band or the sequence's end needs the mask for the block of keys at `column` and the ROWS queries from m_start on.
-    # It is a scalar, so that the other blocks do not pay for masks. last: `last_key_seen_by_all`
+    # Returns whether the band or the sequence's end cuts the key block at `column` for the ROWS queries from m_start on: a scalar,
+    # so that other blocks do not pay for masks. last: from `last_key_seen_by_all`
     is_cut = column + META.BLOCK_N > last
     if META.HAS_LEFT:
         is_cut = is_cut | (column < m_start + ROWS - 1 + block.band.shift - block.band.left)
@@ -315,7 +316,7 @@ def hides_some_key(column, last, m_start, block: Block, META: gl.constexpr):
 
 @gluon.jit
 def hides_some_query(row, n_start, block: Block, META: gl.constexpr):
-    # True if the band or a large lse needs the masks for the block of queries at `row` and the ROWS keys from n_start on
+    # Returns whether the band or a large lse requires masks for the query block at `row` and the ROWS keys from n_start on
     band = block.band
     is_cut = is_any_large(block.large, META)
     if META.HAS_RIGHT:
@@ -327,9 +328,9 @@ def hides_some_query(row, n_start, block: Block, META: gl.constexpr):
 
 @gluon.constexpr_function
 def loops_of(META):
-    """Returns 2 where a kernel has a loop for calls with a large lse and one for all others, of which one runs, else 1.
+    """Returns 2 if a kernel has one loop for calls with a large lse and one for all other calls; otherwise 1. Only one loop runs.
 
-    Without a band the second has no branch but for the last block: one on `large` would cost 8 % of the backward at head dim 64.
-    In FP8 that was not measured.
+    Without a band, the second loop has no branch except for the last block: a branch on `large` would cost 8 % of the backward at
+    head dim 64. It was not measured in FP8.
     """
     return 2 if META.IS_UNBOUNDED and not (META.IS_FP8 or META.HAS_LEFT or META.HAS_RIGHT) else 1

@@ -1,9 +1,10 @@
-"""Fused backward for Hopper (sm_90) in Gluon: one kernel computes the scores once, for dk and dv, which stay, and for dq.
+"""Fused backward for Hopper (sm_90) in Gluon: one kernel computes the scores once, for dq, dk and dv.
 
-A warp loads by TMA and two warpgroups compute, 64 keys each. In a persistent kernel the warp also draws the blocks of keys of its
-program, and loads the k of one while the one before ends. The warpgroups' dq goes tile by tile through shared memory, from where
-a warp of its own has the copy engine add it to fp32 sums in global memory, in whatever order programs come to it: so the last bits
-of dq vary from run to run. Calls that `conditions.fused_unsupported` names, and those that must repeat, run on `backward`.
+A warp loads by TMA and two warpgroups compute, 64 keys each. dk and dv stay in registers. In a persistent kernel the warp also
+draws the key blocks of its program, and loads the next block's k while the previous block ends. The warpgroups' dq passes tile by
+tile through shared memory. From there another warp lets the copy engine add it to fp32 sums in global memory, in an arbitrary
+order. So the last bits of dq differ from run to run. Calls that `conditions.fused_unsupported` rejects, and deterministic calls,
+run on `backward`.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ from flexattn.kernels_triton.runtime.launch import hopper_kernel, launch, num_pr
 
 @hopper_kernel
 def _attn_bwd_fused_hopper_kernel(args: FusedArguments, MODS: gl.constexpr, META: gl.constexpr):
-    of = args.descriptors
-    DTYPE: gl.constexpr = of.q.dtype
+    descriptors = args.descriptors
+    DTYPE: gl.constexpr = descriptors.q.dtype
     BLOCK_M: gl.constexpr = META.BLOCK_M
-    q_tiles = allocate_tiles(STAGES, of.q)
-    dout_tiles = allocate_tiles(STAGES, of.dout)
-    k_tiles = allocate_tiles(2 * META.K_STAGES, of.k)
-    v_tiles = allocate_tiles(2 * META.V_STAGES, of.v)
-    statistics_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, 2 * BLOCK_M], of.statistics.layout)
+    q_tiles = allocate_tiles(STAGES, descriptors.q)
+    dout_tiles = allocate_tiles(STAGES, descriptors.dout)
+    k_tiles = allocate_tiles(2 * META.K_STAGES, descriptors.k)
+    v_tiles = allocate_tiles(2 * META.V_STAGES, descriptors.v)
+    statistics_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, 2 * BLOCK_M], descriptors.statistics.layout)
     EXCHANGE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_M], DTYPE)
     ds_tiles = gl.allocate_shared_memory(DTYPE, [4, 64, BLOCK_M], EXCHANGE)
-    dq_tiles = allocate_tiles(2 * META.DQ_STAGES, of.dq)
+    dq_tiles = allocate_tiles(2 * META.DQ_STAGES, descriptors.dq)
     tiles = FusedTiles(
         q=q_tiles,
         q16=None,
@@ -50,7 +51,7 @@ def _attn_bwd_fused_hopper_kernel(args: FusedArguments, MODS: gl.constexpr, META
         dq=dq_tiles,
     )
     q_empty = allocate_barriers(STAGES, 2)
-    # None may be without a use: Triton would give its memory to what partitions are handed (`CompileReport.idle_barriers`).
+    # No barrier may be unused: Triton would reuse its memory for the arguments of partitions (`CompileReport.idle_barriers`).
     dout_empty = q_empty
     if META.DOUT_APART:
         dout_empty = allocate_barriers(STAGES, 2)
@@ -86,7 +87,7 @@ def _attn_bwd_fused_hopper_kernel(args: FusedArguments, MODS: gl.constexpr, META
 
 
 def fused_backward(call: Backward, tile: HopperFusedTile | None = None) -> None:
-    """Launches the fused backward, of calls that `fused_unsupported` does not name; the last bits of dq vary from run to run."""
+    """Launches the fused backward of a call that `fused_unsupported` does not reject; dq's last bits differ from run to run."""
     x = call.problem
     tile = tile or fused_tile(x)
     prepared = prepare_fused(call, tile)

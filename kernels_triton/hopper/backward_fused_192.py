@@ -1,8 +1,8 @@
-"""Fused backward for Hopper (sm_90) in Gluon for head dims of q and k from 136 to 192, and of v up to 128, as DeepSeek-V3 has.
+"""Fused backward for Hopper (sm_90) in Gluon for head dims of q and k from 136 to 192, and of v up to 128, as in DeepSeek-V3.
 
-One kernel computes the scores once, as `backward_fused` does: for dk and dv, which stay, and for dq, which the copy engine adds to
-fp32 sums in whatever order programs come to it, so that the last bits of dq vary from run to run. It takes plain scores alone;
-calls that `conditions.fused_192_unsupported` names, and those that must repeat, run on `backward`.
+One kernel computes the scores once, like `backward_fused`: for dk and dv, which stay in registers, and for dq. The copy engine adds
+dq to fp32 sums in an arbitrary order, so the last bits of dq differ from run to run. It supports only plain scores. Calls that
+`conditions.fused_192_unsupported` rejects, and deterministic calls, run on `backward`.
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ class Fused192Arguments(NamedTuple):
 
 @hopper_kernel
 def _attn_bwd_fused_192_hopper_kernel(args: Fused192Arguments, MODS: gl.constexpr, META: gl.constexpr):
-    of = args.dkdv.descriptors
-    DTYPE: gl.constexpr = of.dout.dtype
+    descriptors = args.dkdv.descriptors
+    DTYPE: gl.constexpr = descriptors.dout.dtype
     SCORES: gl.constexpr = META.STAGES_SCORES
     DP: gl.constexpr = META.STAGES_DP
     loaded = DkdvTiles(
-        q=allocate_pair(SCORES, of.q, META),
-        dout=allocate_tiles(DP, of.dout),
-        k=allocate_pair(2, of.k, META),
-        v=allocate_tiles(2, of.v),
-        statistics=gl.allocate_shared_memory(gl.float32, [SCORES, 2 * META.BLOCK_M], of.statistics.layout),
+        q=allocate_pair(SCORES, descriptors.q, META),
+        dout=allocate_tiles(DP, descriptors.dout),
+        k=allocate_pair(2, descriptors.k, META),
+        v=allocate_tiles(2, descriptors.v),
+        statistics=gl.allocate_shared_memory(gl.float32, [SCORES, 2 * META.BLOCK_M], descriptors.statistics.layout),
     )
     EXCHANGE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, META.BLOCK_M], DTYPE)
     ds_tiles = gl.allocate_shared_memory(DTYPE, [4, 64, META.BLOCK_M], EXCHANGE)
@@ -91,13 +91,13 @@ def _attn_bwd_fused_192_hopper_kernel(args: Fused192Arguments, MODS: gl.constexp
 
 
 def fused_192_backward(call: Backward, tile: HopperFused192Tile = HOPPER_FUSED_192) -> None:
-    """Launches the backward, of calls that `fused_192_unsupported` does not name; the last bits of dq vary from run to run."""
+    """Launches the backward of a call that `fused_192_unsupported` does not reject; the last bits of dq differ from run to run."""
     x, dq = call.problem, call.dq
     widths, v0, size = split_head_dim(tile.head_dim_qk), tile.head_dim_v, tile.queries
     tiled = tiled_statistics(call, size, with_dq_sums=True)
     dq_sums = tiled.dq_sums
     assert dq_sums is not None
-    bytes_per_head = (4 * (sum(widths) + v0) + 4 * sum(widths)) * max(x.longest_q, x.longest_kv)  # about, as in `fused_launch`
+    bytes_per_head = (4 * (sum(widths) + v0) + 4 * sum(widths)) * max(x.longest_q, x.longest_kv)  # approximate, see `fused_launch`
     work, programs = backward_work(x, KEYS, "kv", bytes_per_head, is_fused=True)
 
     def sums_descriptor(columns: int) -> TensorDescriptor:

@@ -1,4 +1,4 @@
-"""Host side of backwards for sm_90, in 16 bits and in FP8, that share a loader or a consumer: constants, and shared arguments."""
+"""Host side of the sm_90 backwards that share a loader or a consumer, in 16 bits and in FP8: constants, and shared arguments."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from flexattn.kernels_triton.hopper.fp8_backward_operands import is_plain
 
 
 class Stages(NamedTuple):
-    """Stages in shared memory of the operands that come block by block, by the product that they are for.
+    """Stages in shared memory of the operands that are loaded block by block, by the product that reads them.
 
-    For dq: k, v, none, k in 16 bits; for dk and dv: q, dout, dout in 16 bits, q in 16 bits.
+    For dq: k, v, none, k in 16 bits. For dk and dv: q, dout, dout in 16 bits, q in 16 bits.
     """
 
     scores: int
@@ -26,7 +26,7 @@ class Stages(NamedTuple):
 class BackwardMeta(NamedTuple):
     """Constants that a kernel is compiled for, besides `Features`."""
 
-    IS_FP8: bool  # q, k, v and dout, beside copies of q, k and dout in 16 bits
+    IS_FP8: bool  # q, k, v and dout are FP8, with copies of q, k and dout in 16 bits
     IS_PLAIN: bool  # a logit is a scaled score
     BLOCK_M: int
     BLOCK_N: int
@@ -34,11 +34,11 @@ class BackwardMeta(NamedTuple):
     QK0: int
     QK1: int
     V0: int
-    STAGES_SCORES: int  # this and the next three as in `Stages`
+    STAGES_SCORES: int  # for this and the next three see `Stages`
     STAGES_DP: int
     STAGES_P: int
     STAGES_DS: int
-    SHARES_TILES: bool  # gradients leave through tiles of operands that both consumers read
+    SHARES_TILES: bool  # gradients are stored through tiles of operands that both consumers read
     SPLITS_COLUMNS: bool  # the consumers split columns of dk and dv rather than rows
 
 
@@ -55,7 +55,7 @@ def backward_meta(
 ) -> BackwardMeta:
     """Returns the constants of one of the two kernels.
 
-    block: queries and keys of a tile. widths: of the parts of q's and k's head dim. statistics: queries of a tile of these.
+    block: queries and keys of a tile. widths: of the parts of q's and k's head dim. statistics: queries of a tile of statistics.
     """
     x = problem
     return BackwardMeta(

@@ -1,6 +1,6 @@
-"""Named barriers, on which warpgroups wait for each other, and the numbers that each kernel gives its own.
+"""Named barriers, with which warpgroups wait for each other, and their numbers in each kernel.
 
-A kernel's numbers are its own; Triton takes the first few of the sixteen itself.
+Kernels may reuse each other's numbers; Triton uses the first few of the sixteen itself.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from triton.experimental.gluon import language as gl
 BOTH = gl.constexpr(2 * 128)  # threads of two warpgroups
 
 # Forward
-PINGPONG = gl.constexpr(9)  # the first of one for each consumer, which waits at it until the one before has issued its products
+PINGPONG = gl.constexpr(9)  # first of one for each consumer, which waits there until the previous consumer has issued its products
 
-# Fused backward. There are two tiles of ds, for even and odd iterations, and so two barriers for each warpgroup.
-READ = gl.constexpr(5)  # the first of four, by parity of the iteration whose ds was read and by the consumer that has read it
-WRITTEN = gl.constexpr(9)  # the first of four, by parity of the iteration and by the consumer that has written its ds
+# Fused backward. ds has two tiles, for even and odd iterations, and so two barriers for each warpgroup.
+READ = gl.constexpr(5)  # first of four, by parity of the iteration whose ds was read and by the consumer that has read it
+WRITTEN = gl.constexpr(9)  # first of four, by parity of the iteration and by the consumer that has written its ds
 LAST = gl.constexpr(13)
-TURN = gl.constexpr(14)  # the first of two, one of each consumer, which computes p when the other has done so
+TURN = gl.constexpr(14)  # first of two, one for each consumer, which computes p after the other has
 
 # dk and dv, columns split between the warpgroups
 P_WRITTEN = gl.constexpr(9)
@@ -46,7 +46,7 @@ def _barrier_assembly_at(operation, threads):
     return f"bar.{operation} $1, {threads}; mov.b32 $0, 0;"
 
 
-# The same, with a barrier that is known only at run time.
+# The same for a barrier that is known only at run time.
 @gluon.jit
 def named_barrier_sync_at(barrier, THREADS: gl.constexpr):
     assembly: gl.constexpr = _barrier_assembly_at("sync", THREADS)

@@ -1,7 +1,7 @@
-"""Blocks of keys that a tile of queries sees, and blocks of queries that see a tile of keys: by the band, or by a block mask.
+"""Key blocks that a query tile sees, and query blocks that see a key tile: by the band, or by a block mask.
 
-Each is given as (number of blocks, block range). With the band alone the block range is the first block; with a block mask it is a
-`TileList`. `key_block` and `query_block` find a block in it.
+Both are returned as (number of blocks, block range). With only the band, the block range is the first block; with a block mask it
+is a `TileList`. `key_block` and `query_block` return a block of it.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from flexattn.kernels_triton.hopper.masking import SequenceBand
 
 
 class Seen(NamedTuple):
-    """Constants of the blocks that a tile sees: of keys that its queries see, or of queries that see its keys."""
+    """Constants of the blocks that a tile sees: keys that its queries see, or queries that see its keys."""
 
     ARE_KEYS: bool
     TILE: int  # tokens of the tile
     BLOCK: int  # tokens of a block
     MASK_TILE: int  # tokens of the block mask's blocks on the tile's side
-    MASK_BLOCK: int  # and on the other one
-    HAS_BEGIN: bool  # the band hides tokens before those seen
+    MASK_BLOCK: int  # tokens of the block mask's blocks on the other side
+    HAS_BEGIN: bool  # the band may hide tokens before the visible ones
 
 
 @gluon.constexpr_function
@@ -54,8 +54,9 @@ def _queries_seen(META):
 
 @gluon.jit
 def _blocks_in_band(first_row, band: SequenceBand, SEEN: gl.constexpr, META: gl.constexpr):
-    # (first, end) of the blocks that some row of the tile from first_row on may see, or that may see it; first <= end. Queries are
-    # keys with the band mirrored, but from one formula for both the fused backward with a window is other machine code.
+    # Returns (first, end) of the blocks that some row of the tile from first_row on may see, or that may see it; first <= end.
+    # Queries are keys with a mirrored band, but with one formula for both the fused backward with a window gets different machine
+    # code.
     begin = 0
     if SEEN.ARE_KEYS:
         end = gl.cdiv(band.len_kv, SEEN.BLOCK)
@@ -75,16 +76,16 @@ def _blocks_in_band(first_row, band: SequenceBand, SEEN: gl.constexpr, META: gl.
 
 @gluon.jit
 def _row_of_lists(lists: BlockMaskLists, b, h, first_row, SIZE: gl.constexpr):
-    # The list of the block of SIZE tokens that first_row lies in
+    # Returns the list of the block of SIZE tokens that contains first_row
     return b * lists.stride_b + h * lists.stride_h + first_row // SIZE
 
 
 class ListCut(NamedTuple):
-    """The part of a row of a block mask's lists that the band leaves."""
+    """The part of a row of a block mask's lists that intersects the band."""
 
     num_masked: Any
     num_full: Any
-    masked_before: Any  # blocks of the masked list that come before these
+    masked_before: Any  # blocks of the masked list before this part
     full_before: Any
 
 
@@ -105,7 +106,7 @@ def _cut_lists(first_row, b, h, band: SequenceBand, lists: BlockMaskLists, SEEN:
 
 @gluon.jit
 def _blocks_of_lists(cut: ListCut, first_row, b, h, lists: BlockMaskLists, SEEN: gl.constexpr):
-    # (number of blocks, TileList)
+    # Returns (number of blocks, TileList)
     row = _row_of_lists(lists, b, h, first_row, SEEN.MASK_TILE)
     masked_ptr = list_from(lists.indices_ptr, row, lists.length, cut.masked_before)
     full_ptr = list_from(lists.full_indices_ptr, row, lists.length, cut.full_before)
@@ -115,7 +116,7 @@ def _blocks_of_lists(cut: ListCut, first_row, b, h, lists: BlockMaskLists, SEEN:
 
 @gluon.jit
 def _blocks_seen(first_row, b, h, cut, band: SequenceBand, lists: BlockMaskLists, SEEN: gl.constexpr, META: gl.constexpr):
-    # (number of blocks, block range). cut: with a block mask, `_cut_lists`
+    # Returns (number of blocks, block range). cut: with a block mask, the result of `_cut_lists`
     if META.BLOCK_SIZE_Q > 0:
         return _blocks_of_lists(cut, first_row, b, h, lists, SEEN)
     else:
@@ -125,7 +126,7 @@ def _blocks_seen(first_row, b, h, cut, band: SequenceBand, lists: BlockMaskLists
 
 @gluon.jit
 def _block(n, block_range, SEEN: gl.constexpr, META: gl.constexpr):
-    # (first token of the n-th block, whether the block mask calls the block full)
+    # Returns (first token of the n-th block, whether the block mask calls the block full)
     if META.BLOCK_SIZE_Q > 0:
         return listed_tile(n, block_range, SEEN.MASK_BLOCK, SEEN.BLOCK)
     else:
@@ -134,7 +135,7 @@ def _block(n, block_range, SEEN: gl.constexpr, META: gl.constexpr):
 
 @gluon.jit
 def cut_key_lists(first_row, b, h, band: SequenceBand, lists: BlockMaskLists, META: gl.constexpr):
-    # The reads of a block mask that wait for each other; `blocks_by_lists` does the rest.
+    # Makes the reads of a block mask that depend on each other; `blocks_by_lists` does the rest.
     return _cut_lists(first_row, b, h, band, lists, _keys_seen(META), META)
 
 
@@ -146,7 +147,7 @@ def blocks_by_lists(cut: ListCut, first_row, b, h, lists: BlockMaskLists, META: 
 
 @gluon.jit
 def blocks_of_keys(first_row, b, h, band: SequenceBand, lists: BlockMaskLists, META: gl.constexpr, QUERIES: gl.constexpr = 0):
-    # (number of blocks, block range) of the keys that some of BLOCK_M (or QUERIES) queries from first_row on see
+    # Returns (number of blocks, block range) of the keys that some of BLOCK_M (or QUERIES) queries from first_row on see
     SEEN: gl.constexpr = _keys_seen(META, QUERIES)
     cut = ()
     if META.BLOCK_SIZE_Q > 0:
@@ -156,31 +157,32 @@ def blocks_of_keys(first_row, b, h, band: SequenceBand, lists: BlockMaskLists, M
 
 @gluon.jit
 def cut_query_lists(first_row, b, h, band: SequenceBand, lists: BlockMaskLists, META: gl.constexpr):
-    # The reads of a block mask, for `blocks_of_queries`
+    # Makes the reads of a block mask for `blocks_of_queries`
     return _cut_lists(first_row, b, h, band, lists, _queries_seen(META), META)
 
 
 @gluon.jit
 def blocks_of_queries(first_row, b, h, cut, band: SequenceBand, lists: BlockMaskLists, META: gl.constexpr):
-    # (number of blocks, block range) of the queries that see some of BLOCK_N keys from first_row on. cut: `cut_query_lists`
+    # Returns (number of blocks, block range) of the queries that see some of BLOCK_N keys from first_row on. cut: from
+    # `cut_query_lists`
     return _blocks_seen(first_row, b, h, cut, band, lists, _queries_seen(META), META)
 
 
 @gluon.jit
 def key_block(n, block_range, META: gl.constexpr):
-    # (first key of the n-th block, whether the block mask calls the block full)
+    # Returns (first key of the n-th block, whether the block mask calls the block full)
     return _block(n, block_range, _keys_seen(META), META)
 
 
 @gluon.jit
 def query_block(n, block_range, META: gl.constexpr):
-    # (first query of the n-th block, whether the block mask calls the block full)
+    # Returns (first query of the n-th block, whether the block mask calls the block full)
     return _block(n, block_range, _queries_seen(META), META)
 
 
 @gluon.jit
 def blocks_of_split(split, num_splits, num_blocks, block_range, META: gl.constexpr):
-    # (number of blocks, block range) of a split's share of the keys; with a block mask, in whole blocks of that
+    # Returns (number of blocks, block range) of a split's share of the keys; with a block mask, whole blocks of it
     if META.BLOCK_SIZE_Q > 0:
         TILES: gl.constexpr = META.BLOCK_SIZE_KV // META.BLOCK_N
         first, last = share_of_split(num_blocks // TILES, split, num_splits)
@@ -204,8 +206,8 @@ def blocks_of_split(split, num_splits, num_blocks, block_range, META: gl.constex
 
 @gluon.jit
 def blocks_of_consumer(m_start, num_blocks, block_range, band: SequenceBand, META: gl.constexpr):
-    # (blocks to skip first, number of blocks, block range) of the keys that one consumer's queries, from m_start on, see, among
-    # those of the whole work tile. The last blocks come first.
+    # Returns (blocks to skip first, number of blocks, block range) of the keys that one consumer's queries see, from m_start on.
+    # They are a part of the work tile's blocks. Iterations run from the last block down.
     if not META.SKIPS:
         return 0, num_blocks, block_range
     else:

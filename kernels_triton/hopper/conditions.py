@@ -1,6 +1,6 @@
-"""The problems that the kernels for sm_90 take, with which tile, and which of them were measured to be faster there.
+"""Conditions of the kernels for sm_90: the problems that they support, their tiles, and the problems for which they are faster.
 
-For q, k and v in 16 bits; the FP8 kernels have conditions of their own.
+For q, k and v in 16 bits; the FP8 kernels have their own conditions.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from flexattn.kernels_triton.hopper.operands import ROWS
 from flexattn.kernels_triton.hopper.pages import unsupported_pages
 from flexattn.kernels_triton.runtime.launch import capability_of, has_large_l2, num_processors
 
-QUERIES = 128  # queries of a program of dq: two warpgroups'
-KEYS = 128  # keys of a program of the fused backward: two warpgroups'
-# Windows that were measured, of both fused backwards: what the sums of dq cost goes with the tokens, however few keys these see.
+QUERIES = 128  # queries of a program of dq: two warpgroups
+KEYS = 128  # keys of a program of the fused backward: two warpgroups
+# Narrowest measured windows of both fused backwards: the sums of dq cost time for each token, however few keys it sees.
 _NARROWEST, _NARROWEST_192 = 256, 1024
-_WIDE_FROM, _NARROW_UP_TO = 320, 4096  # head dim, tokens: 8192 tokens took the wide forward 1.14 of the portable one's time
+_WIDE_FROM, _NARROW_UP_TO = 320, 4096  # head dim, tokens: with 8192 tokens the wide forward took 1.14 of the portable one's time
 _LITTLE_WORK = "there is too little work for its large tiles"
 _TOO_WIDE = "its accumulators hold head dims up to 128"
 
 
 def mask_class(problem: Problem) -> tuple[Kind, float]:
-    """Returns the mask class, by which a row's shortest length is chosen, and the share of all (query, key) pairs that is seen."""
+    """Returns the mask class, which selects a row's minimum length, and the visible share of all (query, key) pairs."""
     x = problem
     if x.bias is not None or x.block_mask is not None:
         return "loaded", 1.0
@@ -56,7 +56,7 @@ def mask_class(problem: Problem) -> tuple[Kind, float]:
     if x.window_left is not None and x.window_left >= 0:
         return "windowed", min(1.0, (x.window_left + 1) / x.longest_kv)
     is_open = x.window_left is None and x.window_right is None
-    return ("open", 1.0) if is_open else ("causal", 0.5)  # so is a window that begins behind the diagonal
+    return ("open", 1.0) if is_open else ("causal", 0.5)  # also for a window that begins after the diagonal
 
 
 def _shares(problem: Problem) -> list[int]:
@@ -67,31 +67,31 @@ def _shares(problem: Problem) -> list[int]:
 
 
 def heads_of_a_tile(problem: Problem, tile: HopperTile) -> int:
-    """Returns how many query heads of one key head share a tile: above 1 where queries leave half of it empty.
+    """Returns how many query heads of one key head share a tile: more than 1 if queries leave half of the tile empty.
 
-    Of a packed batch the mean counts: a few long sequences among many short ones lose nothing by it.
+    For a packed batch the mean counts: a few long sequences among many short ones lose nothing by sharing.
     """
     x = problem
     queries = x.longest_q if x.q.dim() == 4 else min(x.longest_q, cdiv(x.q.shape[0], max(1, x.batch)))
     if 2 * queries > tile.block_m or x.block_mask is not None:
         return 1
-    # The fewest tiles, and of as many those whose keys are loaded for more heads.
+    # The fewest tiles; among equal numbers, the tiles whose keys are loaded for more heads.
     return min(_shares(x), key=lambda heads: (cdiv(queries * slots_of_heads(heads), tile.block_m) * x.group_size // heads, -heads))
 
 
 def rows_of_a_tile(problem: Problem) -> int:
-    """Returns how many rows, at most, hold all queries of the heads of a tile."""
+    """Returns the maximum number of rows that hold all queries of a tile's heads."""
     x = problem
     return x.longest_q if x.block_mask is not None else x.longest_q * slots_of_heads(_shares(x)[-1])
 
 
 def forward_tile(problem: Problem) -> HopperTile:
-    """Returns the committed tile; numbers drawn for dropout need registers as modified scores do."""
+    """Returns the committed tile; random numbers for dropout need registers, like modified scores."""
     x = problem
     if x.is_batch_invariant:
         return select_hopper_tile(x.q.shape[-1], x.v.shape[-1], is_modified=True)
     is_paged = x.page_table is not None
-    # Of a packed batch the mean, but over pages, where long sequences take the time beside many that have one query.
+    # The mean for a packed batch; but over pages the maximum, because long sequences dominate beside many sequences of one query.
     is_mixed = is_paged and x.longest_q > ROWS.value
     length = x.q.shape[0] // max(1, x.batch) if x.q.dim() == 3 and not is_mixed else max(x.longest_q, x.longest_kv)
     window = NEVER if x.window_left is None or x.window_right is None else x.window_left + 1 + x.window_right
@@ -108,7 +108,7 @@ def forward_tile(problem: Problem) -> HopperTile:
 
 
 def unsupported_block_mask(problem: Problem, tile: tuple[int, int]) -> str | None:
-    """Returns that the blocks of the problem's block mask are no multiples of a tile (queries, keys); None: they are."""
+    """Returns the reason if the blocks of the problem's block mask are not multiples of a tile (queries, keys); None: they are."""
     if problem.block_mask is None:
         return None
     sizes = (problem.block_mask.block_size_q, problem.block_mask.block_size_kv)
@@ -118,22 +118,22 @@ def unsupported_block_mask(problem: Problem, tile: tuple[int, int]) -> str | Non
 
 
 def _flops(problem: Problem) -> float:
-    """Returns about as many operations as a forward has."""
+    """Returns the approximate number of operations of a forward."""
     x = problem
     tokens = x.q.numel() // x.q.shape[-1]  # tokens of all heads
     return 2 * tokens * x.longest_kv * (x.q.shape[-1] + x.v.shape[-1]) * mask_class(x)[1]
 
 
 def slower_by_row(problem: Problem, tile: HopperTile | HopperBackwardTile | HopperFusedTile | HopperFused192Tile) -> str | None:
-    """Returns what the problem lacks, in length or work, to be faster with its row; None: nothing."""
+    """Returns the length or work that the problem lacks to be faster with its row; None: nothing."""
     x = problem
     kind = mask_class(x)[0]
     longest = max(x.longest_q, x.longest_kv)
     needed = {f"{kind}_from": getattr(tile, f"{kind}_from")}
     if x.dropout_p > 0:
         head_dim = tile.head_dim if isinstance(tile, HopperFusedTile) else tile.head_dim_qk
-        own = needed if kind not in ("open", "causal") else {}
-        needed = own | {"HOPPER_DROPOUT_FROM": HOPPER_DROPOUT_FROM[head_dim]}
+        window_need = needed if kind not in ("open", "causal") else {}
+        needed = window_need | {"HOPPER_DROPOUT_FROM": HOPPER_DROPOUT_FROM[head_dim]}
     for name, shortest in needed.items():
         if longest < shortest:
             if shortest == NEVER:
@@ -143,7 +143,7 @@ def slower_by_row(problem: Problem, tile: HopperTile | HopperBackwardTile | Hopp
 
 
 def slower_for_few_keys(problem: Problem, keys: int) -> str | None:
-    """Returns that programs of so many keys each are fewer than the device's multiprocessors; None: they are not."""
+    """Returns the reason if programs of `keys` keys each are fewer than the device's multiprocessors; None: they are not."""
     x = problem
     programs = x.k.numel() // x.k.shape[-1] // keys
     if programs >= num_processors(x.device):
@@ -156,21 +156,21 @@ def _is_wide(problem: Problem) -> bool:
 
 
 def forward_unsupported(problem: Problem, out: Tensor) -> str | None:
-    """Returns why the forward cannot run this problem; None: it can."""
+    """Returns the reason if the forward cannot run this problem; None: it can."""
     if capability_of(problem.device) == 90 and _is_wide(problem):
         return "it takes head dims up to 256"
     return _unsupported_device(problem) or unsupported_operands(problem, out) or _unsupported_tile(problem, forward_tile(problem))
 
 
 def wide_tile(problem: Problem) -> HopperTile:
-    """Returns the committed tile for head dims above 256; where v is columns of k there is room for two stages."""
+    """Returns the committed tile for head dims above 256; if v is columns of k, two stages fit."""
     x = problem
     tile = next(tile for tile in HOPPER_WIDE if x.q.shape[-1] <= tile.head_dim_qk)
     return tile._replace(num_stages=2) if x.is_latent else tile
 
 
 def wide_unsupported(problem: Problem, out: Tensor, has_max_logit: bool) -> str | None:
-    """Returns why the forward for head dims above 256 cannot run this problem; None: it can."""
+    """Returns the reason if the forward for head dims above 256 cannot run this problem; None: it can."""
     if capability_of(problem.device) == 90 and not _is_wide(problem):
         return "it takes head dims above 256"
     if has_max_logit:
@@ -179,7 +179,7 @@ def wide_unsupported(problem: Problem, out: Tensor, has_max_logit: bool) -> str 
 
 
 def wide_slower(problem: Problem) -> str | None:
-    """Returns why the forward for head dims above 256 was not measured to be faster than the portable one; None: it was."""
+    """Returns why to skip the forward for head dims above 256 for the portable one, or None to use it."""
     x = problem
     is_narrow = max(x.q.shape[-1], x.v.shape[-1]) <= _WIDE_FROM
     if is_narrow and 2 * x.longest_q > ROWS.value and max(x.longest_q, x.longest_kv) > _NARROW_UP_TO:
@@ -192,16 +192,18 @@ def _unsupported_device(problem: Problem) -> str | None:
 
 
 def unsupported_operands(problem: Problem, out: Tensor) -> str | None:
-    """Returns why the copy engine or the forwards cannot take this problem's operands, whatever the head dims; None: they can."""
+    """Returns the reason if the copy engine or the forwards cannot handle this problem's operands, for any head dims; None: they
+    can.
+    """
     x = problem
     if x.q.dtype not in DTYPES:
         return f"it takes bf16 and fp16, not {str(x.q.dtype).removeprefix('torch.')}"
     if x.descales_kv:
         return "it takes k and v in q's dtype, and they are in FP8"
     if x.softmax_scale == 0:
-        return "it does not do a softmax_scale of 0"
+        return "it does not support a softmax_scale of 0"
     if x.origin:
-        return "it draws dropout at the call's own positions, and rng_state has those of a whole"
+        return "it draws dropout at the call's own positions, and rng_state has origins in a larger problem"
     if 0 in x.q.shape or 0 in x.k.shape or x.batch == 0:
         return "there is nothing to load"
     errors = (descriptor_error(name, t) for name, t in (("q", x.q), ("k", x.k), ("v", x.v), ("out", out)))
@@ -213,7 +215,7 @@ def _unsupported_tile(problem: Problem, tile: HopperTile) -> str | None:
 
 
 def forward_slower(problem: Problem) -> str | None:
-    """Returns why the forward was not measured to be faster than the portable one for this problem; None: it was."""
+    """Returns why to skip the forward for the portable one, or None to use it."""
     x, tile = problem, forward_tile(problem)
     is_paged = x.page_table is not None
     is_few = 2 * x.longest_q <= tile.block_m and x.block_mask is None
@@ -232,25 +234,25 @@ def forward_slower(problem: Problem) -> str | None:
 
 
 def backward_unsupported_block_mask(problem: Problem, block_n: int, block_m: int, keys: int) -> str | None:
-    """Returns why kernels with such tiles, as `HopperBackwardTile` has them, do not take the block mask; None: they do."""
+    """Returns the reason if kernels with these tiles (see `HopperBackwardTile`) do not support the block mask; None: they do."""
     x = problem
     if x.block_mask is None:
         return None
     if x.group_size > 1 and x.block_mask.heads > 1:
-        return "query heads that share a key head have each a block mask of its own"
+        return "query heads that share a key head each have their own block mask"
     errors = (unsupported_block_mask(x, tile) for tile in ((QUERIES, block_n), (block_m, keys)))
     return next((error for error in errors if error), None)
 
 
 def unsupported_statistics(problem: Problem) -> str | None:
-    """Returns that the copy engine does not reach all statistics of a backward's rows; None: it does."""
+    """Returns the reason if the copy engine cannot address all statistics of a backward's rows; None: it can."""
     x = problem
     is_reached = x.num_heads * (x.q.shape[-3] + 256) * x.batch < 2**29
-    return None if is_reached else "its statistics are more than the copy engine's coordinates reach"
+    return None if is_reached else "its statistics exceed the range of the copy engine's coordinates"
 
 
 def backward_unsupported(problem: Problem, out: Tensor, dout: Tensor) -> str | None:
-    """Returns why the two kernels of a backward cannot run this problem; None: they can."""
+    """Returns the reason if the two-kernel backward cannot run this problem; None: it can."""
     x = problem
     if error := forward_unsupported(x, out) or descriptor_error("dout", dout) or unsupported_statistics(x):
         return error
@@ -265,15 +267,15 @@ def backward_tile(problem: Problem) -> HopperBackwardTile:
 
 
 def backward_slower(problem: Problem) -> str | None:
-    """Returns why the two kernels of a backward were not measured to be faster than the portable ones; None: they were."""
+    """Returns why to skip the two-kernel backward for the portable one, or None to use it."""
     x = problem
     tile = backward_tile(x)
-    # A program of dk and dv does all query heads of its keys: of few key heads there are too few programs.
+    # A program of dk and dv processes all query heads of its keys, so few key heads mean too few programs.
     return slower_for_few_keys(x, tile.keys) or slower_by_row(x, tile)
 
 
 def fused_tile(problem: Problem) -> HopperFusedTile:
-    """Returns the committed tile; numbers drawn for dropout need registers as modified scores do."""
+    """Returns the committed tile; random numbers for dropout need registers, like modified scores."""
     x = problem
     kind = "modified" if x.dropout_p > 0 else mask_class(x)[0]
     length, is_grouped = max(x.longest_q, x.longest_kv), x.group_size > 1
@@ -282,14 +284,16 @@ def fused_tile(problem: Problem) -> HopperFusedTile:
 
 
 def converts_dq(problem: Problem, dq: Tensor, tile: HopperFusedTile) -> bool:
-    """Returns whether the fused backward with this tile converts dq: if it says so, in rows as wide, of sequences of one length."""
+    """Returns whether the fused backward with this tile converts dq: if the tile does, dq's rows have its width, and there are no
+    lengths.
+    """
     x = problem
     is_wide = x.q.shape[-1] == tile.head_dim and not any(n % tile.head_dim for n in dq.stride()[:-1])
     return tile.converts and is_wide and not x.has_lengths
 
 
 def fused_unsupported(problem: Problem, out: Tensor, dout: Tensor) -> str | None:
-    """Returns why the fused backward cannot run this problem; None: it can."""
+    """Returns the reason if the fused backward cannot run this problem; None: it can."""
     x = problem
     if max(x.q.shape[-1], x.v.shape[-1]) > 128:
         return _TOO_WIDE
@@ -297,29 +301,29 @@ def fused_unsupported(problem: Problem, out: Tensor, dout: Tensor) -> str | None
 
 
 def _slower_by_window(problem: Problem, narrowest: int) -> str | None:
-    """Returns that a fused backward was not measured with so narrow a window; None: it was, or there is none."""
+    """Returns the reason if a fused backward was not measured with such a narrow window; None: it was, or there is none."""
     is_narrow = problem.window_left is not None and problem.window_left < narrowest - 1
     return f"windows of fewer than {narrowest} keys were not measured to be faster" if is_narrow else None
 
 
 def fused_192_unsupported(problem: Problem, out: Tensor, dout: Tensor) -> str | None:
-    """Returns why the fused backward for head dims above 128 cannot run this problem; None: it can."""
+    """Returns the reason if the fused backward for head dims above 128 cannot run this problem; None: it can."""
     x, tile = problem, HOPPER_FUSED_192
     if not 128 < x.q.shape[-1] <= tile.head_dim_qk or x.v.shape[-1] > tile.head_dim_v:
         return f"it takes head dims of q and k from 136 to {tile.head_dim_qk}, and of v up to {tile.head_dim_v}"
     if x.is_modified or x.dropout_p > 0:
-        return "it takes scaled scores alone, with a band or without: no bias, mod, softcap, dropout or block mask"
+        return "it supports only scaled scores with an optional band: no bias, mod, softcap, dropout or block mask"
     return backward_unsupported(x, out, dout)
 
 
 def fused_192_slower(problem: Problem) -> str | None:
-    """Returns why the fused backward for head dims above 128 was not measured to be faster than two kernels; None: it was."""
+    """Returns why to skip the fused backward for head dims above 128 for the two-kernel one, or None to use it."""
     x = problem
     return _slower_by_window(x, _NARROWEST_192) or slower_for_few_keys(x, KEYS) or slower_by_row(x, HOPPER_FUSED_192)
 
 
 def fused_slower(problem: Problem) -> str | None:
-    """Returns why the fused backward was not measured to be faster than the others; None: it was."""
+    """Returns why to skip the fused backward, or None to use it."""
     x = problem
     if max(x.q.shape[-1], x.v.shape[-1]) > 128:
         return _TOO_WIDE
@@ -330,20 +334,20 @@ def fused_slower(problem: Problem) -> str | None:
 
 
 def _slower_while_short(problem: Problem) -> str | None:
-    """Returns why the fused backward was not measured to be faster for a short causal call on this device; None: it was."""
+    """Returns why to skip the fused backward for a short causal call on this device, or None to use it."""
     x = problem
     longest = max(x.longest_q, x.longest_kv)
     if mask_class(x)[0] != "causal" or x.dropout_p > 0 or longest >= 1024:
         return None
     if has_large_l2(x.device):
-        least, where = LEAST_CAUSAL_LARGE_L2, "on this device"
+        least, scope = LEAST_CAUSAL_LARGE_L2, "on this device"
     elif x.has_lengths:
-        least, where = LEAST_CAUSAL_PACKED, "on this device in packed batches"
+        least, scope = LEAST_CAUSAL_PACKED, "on this device in packed batches"
     else:
-        least, where = LEAST_CAUSAL, "on this device"
+        least, scope = LEAST_CAUSAL, "on this device"
     tokens = least.tokens if x.group_size == 1 else least.grouped_tokens
     if longest < tokens:
         return (
-            f"{where} it was measured to be faster for causal calls from {tokens} tokens on, and the longest sequence has {longest}"
+            f"{scope} it was measured to be faster for causal calls from {tokens} tokens on, and the longest sequence has {longest}"
         )
     return None if _flops(x) >= least.flops else _LITTLE_WORK

@@ -12,9 +12,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flexattn.kernels_triton.runtime.gluon_names import load_tile, store_tile
 
-# A row of one sequence by TMA, clipped at the sequence's end in hardware: the copy engine compares each coordinate with its extent
-# and adds coordinate times stride modulo 2**64. In the three outer dims the strides cancel but for `start + row`, and the third
-# coordinate reaches its extent just where the row reaches the length. (The idea is that of triton.tools.ragged_tma.)
+# TMA clips a row of one sequence at the sequence's end in hardware: the copy engine compares each coordinate with its extent, and
+# adds coordinate times stride modulo 2**64. In the three outer dims the strides cancel except for `start + row`, and the third
+# coordinate reaches its extent when the row reaches the length. (The idea is from triton.tools.ragged_tma.)
 _FAR = 0x7FFF0000
 _RAGGED = gl.constexpr(2**30)
 _WRAP = 2**34  # elements: 2**30 times this, times 1 or 2 bytes, is 0 modulo 2**64
@@ -24,11 +24,10 @@ FP8_DTYPES = {torch.float8_e4m3fn: gl.float8e4nv, torch.float8_e5m2: gl.float8e5
 
 
 def ragged_descriptor(x: Tensor, rows: int, width: int, heads: int = 1) -> TensorDescriptor:
-    """Tiles of `rows` tokens and `width` columns of one head, or `heads` neighbouring ones, of x, in 16 bits or FP8.
+    """Returns a descriptor for tiles of `rows` tokens and `width` columns of one head, or of `heads` neighbouring ones.
 
-    x: [b, s, h, d] or [total, h, d].
-    The coordinates are those of `load_rows` and `store_rows`, which take the batch as an offset in tokens or heads (`batch_steps`).
-    Heads behind x's last are not there: zeros.
+    x: [b, s, h, d] or [total, h, d], in 16 bits or FP8. The coordinates are those of `load_rows` and `store_rows`, which add the
+    batch as an offset in tokens or heads (`batch_steps`). Heads after x's last one are loaded as zeros.
     """
     stride_s = x.stride(-3) if x.shape[-3] > 1 else 16
     stride_h = x.stride(-2) if x.shape[-2] > 1 else 16
@@ -44,9 +43,9 @@ def ragged_descriptor(x: Tensor, rows: int, width: int, heads: int = 1) -> Tenso
 
 
 def batch_steps(x: Tensor) -> tuple[int, int] | None:
-    """Returns how far apart batch elements are in (tokens, heads), one of them 0; None if a multiple of neither's stride.
+    """Returns the distance of batch elements in (tokens, heads), one of them 0; None if it is a multiple of neither's stride.
 
-    Where there is one head, the batch elements are the descriptor's heads.
+    If there is one head, the batch elements are the descriptor's heads.
     """
     if x.dim() == 3 or x.shape[0] == 1:
         return 0, 0
@@ -59,20 +58,20 @@ def batch_steps(x: Tensor) -> tuple[int, int] | None:
 
 
 def batch_steps_of(*tensors: Tensor) -> list[int]:
-    """`batch_steps` of each, one after the other, as the kernels take them. Raises ValueError for a tensor that has none."""
+    """Returns `batch_steps` of each tensor, one after the other. Raises ValueError for a tensor without them."""
     steps: list[int] = []
     for x in tensors:
-        found = batch_steps(x)
-        if found is None:
+        batch_step = batch_steps(x)
+        if batch_step is None:
             raise ValueError(
                 f"a tensor has strides {x.stride()}; the batch stride must be a multiple of the token or the head stride"
             )
-        steps += found
+        steps += batch_step
     return steps
 
 
 def descriptor_error(name: str, x: Tensor) -> str | None:
-    """Returns why TMA cannot read and write x tile by tile; None: it can."""
+    """Returns the reason if TMA cannot read and write x tile by tile; None: it can."""
     if x.data_ptr() % 16:
         return f"{name} begins at an address that is no multiple of 16 bytes"
     unit = 16 // x.element_size()
@@ -98,23 +97,24 @@ def step_of(x: Tensor) -> Step:
 
 @gluon.jit
 def load_rows(descriptor, start, length, row, head, COLUMN: gl.constexpr, barrier, tile):
-    # Rows row .. of the sequence that begins at token `start`; zeros from row `length` on.
+    # Loads rows from `row` on of the sequence that begins at token `start`; rows from `length` on are zeros.
     load_tile(descriptor, [_RAGGED, start + length, _RAGGED - length + row, head, COLUMN], barrier, tile)
 
 
 @gluon.jit
 def store_rows(descriptor, start, length, row, head, COLUMN: gl.constexpr, tile):
-    # The same rows; what is past row `length` is not written.
+    # Stores the same rows, without those from `length` on.
     store_tile(descriptor, [_RAGGED, start + length, _RAGGED - length + row, head, COLUMN], tile)
 
 
 @gluon.jit
 def finish_additions():
-    # Returns once the sums have what this warp's `reduce_add` added, for all threads of the warp: `tma.store_wait`, which is .read,
-    # waits until tiles have been read. Without .read "writes being made visible to the executing thread" are waited for (PTX ISA,
-    # cp.async.bulk.wait_group), and no fence.proxy.async is needed behind it: "the completion of a cp{.reduce}.async.bulk
-    # operation is followed by an implicit generic-async proxy fence" (Async Proxy). One thread has issued the additions; that they
-    # come before what the others do is bar.warp.sync's, which "also guarantees memory ordering among threads".
+    # Returns once the additions of this warp's `reduce_add` are in the sums, for all threads of the warp. `tma.store_wait` has
+    # .read, and waits only until tiles have been read. Without .read it waits for "writes being made visible to the executing
+    # thread" (PTX ISA, cp.async.bulk.wait_group). No fence.proxy.async is needed after it: "the completion of a
+    # cp{.reduce}.async.bulk operation is followed by an implicit generic-async proxy fence" (Async Proxy). One thread has issued
+    # the additions. bar.warp.sync orders them before the other threads' later accesses: it "also guarantees memory ordering among
+    # threads".
     assembly: gl.constexpr = "cp.async.bulk.wait_group 0; bar.warp.sync -1; mov.b32 $0, 0;"
     gl.inline_asm_elementwise(assembly, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
 
@@ -127,9 +127,10 @@ def statistics_descriptor(statistics: Tensor, size: int) -> TensorDescriptor:
 
 @gluon.jit
 def load_statistics(descriptor, first_tile, row, len_q, barrier, destination, META: gl.constexpr):
-    # Those of the BLOCK_M queries from `row` on, of the head whose tiles begin at first_tile. A listed block may lie past the end,
-    # where the next head's would be: those of no query instead, whose p is 0 whatever a mod makes of the scores.
-    at = (first_tile + row // META.BLOCK_M) * (2 * META.BLOCK_M)
+    # Loads the statistics of BLOCK_M queries from `row` on, for the head whose tiles begin at first_tile. A listed block may be
+    # past the end, at the next head's tiles. Then the tile of no query is loaded instead, whose p is 0 whatever a mod makes of the
+    # scores.
+    index = (first_tile + row // META.BLOCK_M) * (2 * META.BLOCK_M)
     if META.BLOCK_SIZE_Q > 0:
-        at = gl.where(row < len_q, at, 0)
-    load_tile(descriptor, [at], barrier, destination)
+        index = gl.where(row < len_q, index, 0)
+    load_tile(descriptor, [index], barrier, destination)

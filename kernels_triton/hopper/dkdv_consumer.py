@@ -1,7 +1,7 @@
-"""Consumers of the kernels for dk and dv for sm_90, in 16 bits and in FP8: two, which share a block of keys.
+"""Consumers of the kernels for dk and dv for sm_90, in 16 bits and in FP8: two warpgroups, which share a block of keys.
 
-Each has 64 keys, or half of the columns of the gradients of 64. They go through all queries, of all heads of the group, that see
-the keys; scores are transposed.
+Each has 64 keys, or half of the columns of the gradients of 64 keys. They visit all queries, of all heads of the group, that see
+the keys. Scores are transposed.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ class DkdvOperands(NamedTuple):
     dout: Any
     k: Pair
     v: Any
-    q16: Pair  # in 16 bits, for the products with ds and p: q and dout themselves where these are
+    q16: Pair  # in 16 bits, for the products with ds and p; equal to q and dout if these have 16 bits
     dout16: Any
-    dk: Pair  # where they are put at the end
+    dk: Pair  # outputs of the epilogue
     dv: Any
     statistics: Any
-    factors: Any  # in FP8, `fp8.write_factors`
-    p: Any  # where columns are split, what one warpgroup computes for both, of the last two iterations
+    factors: Any  # in FP8, from `fp8.write_factors`
+    p: Any  # if columns are split: results of one warpgroup for both, of the last two iterations
     ds: Any
 
 
 class DkdvConsumerBarriers(NamedTuple):
-    """Barriers of the rings by the product that their tiles are for: of k and q, of v and dout, of p and dout, of ds and q.
+    """Barriers of the rings by the product that reads their tiles: of k and q, of v and dout, of p and dout, of ds and q.
 
-    In 16 bits q and dout have a ring each. In FP8 both have one in FP8 and one in 16 bits, but where columns are split, where q in
-    16 bits has its own. What is waited for, or released, with another one is None.
+    In 16 bits, q and dout have one ring each. In FP8, both share one ring in FP8 and one in 16 bits; if columns are split, q in 16
+    bits has its own ring. A barrier is None if another one covers its wait or release.
     """
 
     kv_full: Any
@@ -101,45 +101,45 @@ def consume_dkdv(
     block_columns = gl.arange(0, BLOCK_M, layout=COLUMNS)
     draws = dropout_state(args.dropout, block.first_head, META)
     mbarrier.wait(barriers.kv_full.index(0), 0)
-    at, values = first_query_head(block, args.work, scores, MODS, META)
+    position, values = first_query_head(block, args.work, scores, MODS, META)
     LOOPS: gl.constexpr = loops_of(META)
     for IS_LARGE in gl.static_range(LOOPS):
         iterations = block.num_blocks * group_size  # counts the blocks of all query heads
         if LOOPS == 2:
             iterations = gl.where(is_any_large(large, META) == (IS_LARGE == 1), iterations, 0)
         for m_block in range(iterations):
-            row, is_full = query_block(at.n, block.block_range, META)
+            row, is_full = query_block(position.n, block.block_range, META)
             columns = row + block_columns
-            own = CONSUMER + opaque_zero(m_block)
+            k_slot = CONSUMER + opaque_zero(m_block)
             stage = m_block % META.STAGES_SCORES
             dout0 = operands.dout.index(m_block % META.STAGES_DP).reshape([BLOCK_M, V0])
             wait_full(barriers.scores_full, m_block, META.STAGES_SCORES)
-            kq = score_product(operands.k, own, operands.q, stage, zeros, BLOCK_M, META)
-            if not META.IS_FP8:  # in which dout comes with q
+            kq = score_product(operands.k, k_slot, operands.q, stage, zeros, BLOCK_M, META)
+            if not META.IS_FP8:  # in FP8, dout is loaded with q
                 wait_full(barriers.dp_full, m_block, META.STAGES_DP)
             dp = warpgroup_mma(
-                operands.v.index(own).reshape([ROWS, V0]), dout0.permute([1, 0]), zeros, use_acc=False, is_async=True
+                operands.v.index(k_slot).reshape([ROWS, V0]), dout0.permute([1, 0]), zeros, use_acc=False, is_async=True
             )
-            drawn = drawn_weights(draws, at.h, row, n_start, BLOCK_M, True, META)
+            drawn = drawn_weights(draws, position.h, row, n_start, BLOCK_M, True, META)
             s_factor = score_factor(operands.factors, stage, COLUMNS, META)
             kq = warpgroup_mma_wait(1, deps=[kq])
             i, j = columns[None, :], rows[:, None]
-            head = head_at(at, values, block, scores, META)
+            head = head_at(position, values, block, scores, META)
             s, factor, cap_tanh, score = product_logits(kq, i, j, head, scores.scale, s_factor, MODS, META)
             if LOOPS == 2:
                 if IS_LARGE == 1:
-                    of_queries = operands.statistics.index(stage).slice(0, BLOCK_M).load(COLUMNS)
-                    s = relative_to_lse(s, of_queries[None, :], large, b, at.h, i, len_q, META)
+                    minus_lse_of_columns = operands.statistics.index(stage).slice(0, BLOCK_M).load(COLUMNS)
+                    s = relative_to_lse(s, minus_lse_of_columns[None, :], large, b, position.h, i, len_q, META)
             elif hides_some_query(row, n_start, block, META):
                 s = mask_queries(s, rows, columns, block.band, META)
                 if META.IS_UNBOUNDED:
-                    of_queries = operands.statistics.index(stage).slice(0, BLOCK_M).load(COLUMNS)
-                    s = relative_to_lse(s, of_queries[None, :], large, b, at.h, i, len_q, META)
+                    minus_lse_of_columns = operands.statistics.index(stage).slice(0, BLOCK_M).load(COLUMNS)
+                    s = relative_to_lse(s, minus_lse_of_columns[None, :], large, b, position.h, i, len_q, META)
             s = apply_mask_mod(s, i, j, is_full, head, MODS, META)
             s = hide_queries_past_the_end(s, row, columns, len_q, MODS, META)
             minus_lse = operands.statistics.index(stage).slice(0, BLOCK_M).load(COLUMNS)
             p = gl.exp2(s * factor + minus_lse[None, :])
-            if META.IS_FP8:  # the product with p runs under ds
+            if META.IS_FP8:  # the product with p overlaps the computation of ds
                 p16 = gl.convert_layout(p.to(DTYPE), P)
                 wait_full(barriers.p_full, m_block, META.STAGES_P)
                 dout16 = operands.dout16.index(m_block % META.STAGES_P).reshape([BLOCK_M, V0])
@@ -176,9 +176,9 @@ def consume_dkdv(
             else:
                 dk, ds = warpgroup_mma_wait(0, deps=[sum_of_q, ds])
             release(barriers.ds_empty, m_block, META.STAGES_DS)
-            at, values = next_query_block(at, values, block, args.work, scores, MODS, META)
+            position, values = next_query_block(position, values, block, args.work, scores, MODS, META)
     if META.SHARES_TILES:
-        named_barrier_sync(LAST, BOTH)  # what is in 16 bits was the other warpgroup's too; now it is no longer needed
+        named_barrier_sync(LAST, BOTH)  # the 16-bit tiles were also read by the other warpgroup, which no longer needs them
     if args.dk32.ptr is not None:
         store_key_gradient(args.dk32, dk * scores.scale, block, CONSUMER * ROWS, 0)
         if QK1 > 0:
@@ -223,35 +223,35 @@ def consume_dkdv_columns(
     block_columns = FIRST + gl.arange(0, HALF, layout=COLUMNS)
     draws = dropout_state(args.dropout, block.first_head, META)
     mbarrier.wait(barriers.kv_full.index(0), 0)
-    at, values = first_query_head(block, args.work, scores, MODS, META)
+    position, values = first_query_head(block, args.work, scores, MODS, META)
     for m_block in range(block.num_blocks * group_size):  # counts the blocks of all query heads
-        row, is_full = query_block(at.n, block.block_range, META)
+        row, is_full = query_block(position.n, block.block_range, META)
         columns = row + block_columns
         zero = opaque_zero(m_block)
         stage = m_block % META.STAGES_SCORES
         q0 = operands.q.first.index(stage).reshape([BLOCK_M, DIM])
         dout0 = operands.dout.index(m_block % META.STAGES_DP).reshape([BLOCK_M, DIM])
         wait_full(barriers.scores_full, m_block, META.STAGES_SCORES)
-        own_q = q0.slice(FIRST, HALF, 0).permute([1, 0])
-        kq = warpgroup_mma(operands.k.first.index(zero).reshape([ROWS, DIM]), own_q, zeros, use_acc=False, is_async=True)
-        if not META.IS_FP8:  # in which dout comes with q
+        q_half = q0.slice(FIRST, HALF, 0).permute([1, 0])
+        kq = warpgroup_mma(operands.k.first.index(zero).reshape([ROWS, DIM]), q_half, zeros, use_acc=False, is_async=True)
+        if not META.IS_FP8:  # in FP8, dout is loaded with q
             wait_full(barriers.dp_full, m_block, META.STAGES_DP)
-        own_dout = dout0.slice(FIRST, HALF, 0).permute([1, 0])
-        dp = warpgroup_mma(operands.v.index(zero).reshape([ROWS, DIM]), own_dout, zeros, use_acc=False, is_async=True)
+        dout_half = dout0.slice(FIRST, HALF, 0).permute([1, 0])
+        dp = warpgroup_mma(operands.v.index(zero).reshape([ROWS, DIM]), dout_half, zeros, use_acc=False, is_async=True)
         minus_lse = operands.statistics.index(stage).slice(FIRST, HALF).load(COLUMNS)
-        drawn = drawn_weights(draws, at.h, row + FIRST, block.first_row, HALF, True, META)
+        drawn = drawn_weights(draws, position.h, row + FIRST, block.first_row, HALF, True, META)
         s_factor = score_factor(operands.factors, stage, COLUMNS, META)
         kq = warpgroup_mma_wait(1, deps=[kq])
         i, j = columns[None, :], rows[:, None]
-        head = head_at(at, values, block, scores, META)
+        head = head_at(position, values, block, scores, META)
         s, factor, cap_tanh, score = product_logits(kq, i, j, head, scores.scale, s_factor, MODS, META)
         if hides_some_query(row, block.first_row, block, META):
             s = mask_queries(s, rows, columns, block.band, META)
-            s = relative_to_lse(s, minus_lse[None, :], large, b, at.h, i, len_q, META)
+            s = relative_to_lse(s, minus_lse[None, :], large, b, position.h, i, len_q, META)
         s = apply_mask_mod(s, i, j, is_full, head, MODS, META)
         s = hide_queries_past_the_end(s, row, columns, len_q, MODS, META)
         p = gl.exp2(s * factor + minus_lse[None, :])
-        buffer = (m_block & 1) * 2  # two, so that one barrier a product is enough
+        buffer = (m_block & 1) * 2  # two, so that one barrier for each product is enough
         operands.p.index(buffer + CONSUMER).store(kept(p, drawn, True, META).to(DTYPE))
         fence_async_shared()
         named_barrier_sync(P_WRITTEN, BOTH)
@@ -289,9 +289,9 @@ def consume_dkdv_columns(
             release(barriers.dp_empty, m_block, META.STAGES_DP)
             dk = warpgroup_mma_wait(0, deps=[sum_of_q])
             release(barriers.ds_empty, m_block, META.STAGES_DS)
-        at, values = next_query_block(at, values, block, args.work, scores, MODS, META)
+        position, values = next_query_block(position, values, block, args.work, scores, MODS, META)
     if META.SHARES_TILES:
-        named_barrier_sync(LAST, BOTH)  # what is in 16 bits was the other warpgroup's too; now it is no longer needed
+        named_barrier_sync(LAST, BOTH)  # the 16-bit tiles were also read by the other warpgroup, which no longer needs them
     if args.dk32.ptr is not None:
         store_key_gradient(args.dk32, dk * scores.scale, block, 0, FIRST_COLUMN)
         store_key_gradient(args.dv32, scaled(dv, draws, META), block, 0, FIRST_COLUMN)

@@ -1,4 +1,4 @@
-"""Arguments of kernels for dk and dv in 16 bits, and the loading warp, which brings k and v of a program, q and dout by blocks."""
+"""Arguments of the 16-bit kernels for dk and dv, and their loading warp: k and v of a program, q and dout block by block."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class DkdvDescriptors(NamedTuple):
     k: Pair
     v: Any
     statistics: Any
-    dk: Pair | None  # None where it and dv are in fp32
+    dk: Pair | None  # None if dk and dv are fp32
     dv: Any
 
 
@@ -62,7 +62,7 @@ class DkdvArguments(NamedTuple):
     scores: Scores
     dropout: Dropout
     lists: BlockMaskLists | None  # lists of query blocks
-    dk32: Fp32Rows | None  # where dk and dv go in fp32
+    dk32: Fp32Rows | None  # outputs for dk and dv in fp32
     dv32: Fp32Rows | None
 
 
@@ -80,14 +80,14 @@ class DkdvBarriers(NamedTuple):
     q_full: Any
     q_empty: Any
     dout_full: Any
-    dout_empty: Any  # None where dout is released with q
+    dout_empty: Any  # None if dout is released with q
     kv_full: Any
     dkdv_full: Any
 
 
 @gluon.jit
 def load_dkdv(args: DkdvArguments, tiles: DkdvTiles, barriers: DkdvBarriers, block: Block, META: gl.constexpr):
-    of, steps, sequence = args.descriptors, args.steps, block.sequence
+    descriptors, steps, sequence = args.descriptors, args.steps, block.sequence
     b, h, h_kv = block.b, block.h, block.h_kv
     PARTS: gl.constexpr = 1 if META.SPLITS_COLUMNS else 2
     q = origin_of(steps.q, sequence.start_q, h, b)
@@ -98,36 +98,36 @@ def load_dkdv(args: DkdvArguments, tiles: DkdvTiles, barriers: DkdvBarriers, blo
     dv = origin_of(steps.dv, sequence.start_kv, h_kv, b)
     len_q, len_kv = sequence.len_q, sequence.len_kv
     full = barriers.kv_full.index(0)
-    K_BYTES: gl.constexpr = pair_bytes(of.k.first.block_type.nbytes, of.k.second.block_type.nbytes, META.QK1)
-    mbarrier.expect(full, PARTS * (K_BYTES + of.v.block_type.nbytes))
+    K_BYTES: gl.constexpr = pair_bytes(descriptors.k.first.block_type.nbytes, descriptors.k.second.block_type.nbytes, META.QK1)
+    mbarrier.expect(full, PARTS * (K_BYTES + descriptors.v.block_type.nbytes))
     for part in gl.static_range(PARTS):
         row = block.first_row + part * ROWS
-        load_pair(of.k, k, len_kv, row, full, tiles.k, part, META)
-        load_rows(of.v, v.token, len_kv, row, v.head, 0, full, tiles.v.index(part))
-    Q_BYTES: gl.constexpr = pair_bytes(of.q.first.block_type.nbytes, of.q.second.block_type.nbytes, META.QK1)
-    at = first_queries(block, args.work)
+        load_pair(descriptors.k, k, len_kv, row, full, tiles.k, part, META)
+        load_rows(descriptors.v, v.token, len_kv, row, v.head, 0, full, tiles.v.index(part))
+    Q_BYTES: gl.constexpr = pair_bytes(descriptors.q.first.block_type.nbytes, descriptors.q.second.block_type.nbytes, META.QK1)
+    position = first_queries(block, args.work)
     for m_block in range(block.num_blocks * args.work.group_size):  # counts the blocks of all query heads
-        row = query_block(at.n, block.block_range, META)[0]
+        row = query_block(position.n, block.block_range, META)[0]
         stage = m_block % META.STAGES_SCORES
         full = barriers.q_full.index(stage)
         wait_empty(barriers.q_empty, m_block, META.STAGES_SCORES)
-        mbarrier.expect(full, Q_BYTES + of.statistics.block_type.nbytes)
-        load_pair(of.q, origin_of_head(q, at.head), len_q, row, full, tiles.q, stage, META)
-        of_head = block.first_statistics + at.head * args.tiles_of_statistics
-        load_statistics(of.statistics, of_head, row, len_q, full, tiles.statistics.index(stage), META)
+        mbarrier.expect(full, Q_BYTES + descriptors.statistics.block_type.nbytes)
+        load_pair(descriptors.q, origin_of_head(q, position.head), len_q, row, full, tiles.q, stage, META)
+        head_statistics = block.first_statistics + position.head * args.tiles_of_statistics
+        load_statistics(descriptors.statistics, head_statistics, row, len_q, full, tiles.statistics.index(stage), META)
         stage = m_block % META.STAGES_DP
         full = barriers.dout_full.index(stage)
         if barriers.dout_empty is not None:
             wait_empty(barriers.dout_empty, m_block, META.STAGES_DP)
-        mbarrier.expect(full, of.dout.block_type.nbytes)
-        load_rows(of.dout, dout.token, len_q, row, dout.head + at.head, 0, full, tiles.dout.index(stage))
-        at = next_queries(at, block, args.work)
+        mbarrier.expect(full, descriptors.dout.block_type.nbytes)
+        load_rows(descriptors.dout, dout.token, len_q, row, dout.head + position.head, 0, full, tiles.dout.index(stage))
+        position = next_queries(position, block, args.work)
     mbarrier.wait(barriers.dkdv_full.index(0), 0)
     if args.dk32.ptr is None:
         for part in gl.static_range(PARTS):
             row = block.first_row + part * ROWS
-            store_pair(of.dk, dk, len_kv, row, tiles.k, part, META)
-            store_rows(of.dv, dv.token, len_kv, row, dv.head, 0, tiles.v.index(part))
+            store_pair(descriptors.dk, dk, len_kv, row, tiles.k, part, META)
+            store_rows(descriptors.dv, dv.token, len_kv, row, dv.head, 0, tiles.v.index(part))
     tma.store_wait(0)
 
 

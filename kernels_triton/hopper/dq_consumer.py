@@ -1,4 +1,4 @@
-"""Consumers of the kernels for dq for sm_90, in 16 bits and in FP8: 64 queries each, and all keys that these see."""
+"""Consumers of the kernels for dq for sm_90, in 16 bits and in FP8: each has 64 queries, and visits all keys that these see."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ class DqOperands(NamedTuple):
     dout: Any
     k: Pair
     v: Any
-    k16: Pair  # in 16 bits, for the product with ds: k itself where that is
-    dq: Pair  # where it is put at the end
-    factors: Any  # in FP8, `fp8.write_factors`
+    k16: Pair  # in 16 bits, for the product with ds; equal to k if k has 16 bits
+    dq: Pair  # output of the epilogue
+    factors: Any  # in FP8, from `fp8.write_factors`
 
 
 class DqConsumerBarriers(NamedTuple):
-    """Barriers of the rings by the product that their tiles are for: of q and k, of dout and v, of ds and k in 16 bits.
+    """Barriers of the rings by the product that reads their tiles: of q and k, of dout and v, of ds and k in 16 bits.
 
-    In 16 bits the first and the last are one ring, in FP8 the first two are; what is waited for with another one is None.
+    In 16 bits, the first and the last are one ring; in FP8, the first two are. A barrier is None if another one covers its wait.
     """
 
     q_full: Any  # barrier of q and dout
@@ -56,7 +56,7 @@ class DqConsumerBarriers(NamedTuple):
 
 
 class DqRows(NamedTuple):
-    """The head of a block of queries, and where the statistics of its sequence begin."""
+    """The head of a block of queries, and a pointer to the statistics of its sequence."""
 
     head: Head
     statistics_ptr: Any
@@ -68,7 +68,7 @@ def consume_dq(
     operands: DqOperands,
     barriers: DqConsumerBarriers,
     block: Block,
-    own: DqRows,
+    query_rows: DqRows,
     CONSUMER: gl.constexpr,
     MODS: gl.constexpr,
     META: gl.constexpr,
@@ -92,7 +92,7 @@ def consume_dq(
     m_start = block.first_row + CONSUMER * ROWS
     rows = m_start + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
     block_columns = gl.arange(0, BLOCK_N, layout=COLUMNS)
-    statistics = load_query_statistics(own.statistics_ptr, rows, len_q, META)
+    statistics = load_query_statistics(query_rows.statistics_ptr, rows, len_q, META)
     minus_lse = statistics.minus_lse
     last = last_key_seen_by_all(m_start, block.band, META)
     draws = dropout_state(args.dropout, block.first_head, META)
@@ -110,7 +110,7 @@ def consume_dq(
             stage16 = n_block % META.STAGES_DS
             wait_full(barriers.scores_full, n_block, META.STAGES_SCORES)
             qk = score_product(operands.q, consumer, operands.k, stage, zeros, BLOCK_N, META)
-            if not META.IS_FP8:  # in which v comes with k
+            if not META.IS_FP8:  # in FP8, v is loaded with k
                 wait_full(barriers.dp_full, n_block, META.STAGES_DP)
             v0 = operands.v.index(n_block % META.STAGES_DP).reshape([BLOCK_N, V0])
             dp = warpgroup_mma(
@@ -121,7 +121,7 @@ def consume_dq(
             dp_factor = dp_factor_of(operands.factors, stage, COLUMNS, META)
             qk = warpgroup_mma_wait(1, deps=[qk])
             i, j = rows[:, None], columns[None, :]
-            s, factor, cap_tanh, score = product_logits(qk, i, j, own.head, softmax_scale, s_factor, MODS, META)
+            s, factor, cap_tanh, score = product_logits(qk, i, j, query_rows.head, softmax_scale, s_factor, MODS, META)
             is_cut = hides_some_key(column, last, m_start, block, META)
             if LOOPS == 1:
                 is_cut = is_cut | is_any_large(large, META)
@@ -131,7 +131,7 @@ def consume_dq(
                     s = relative_to_lse(s, minus_lse[:, None], large, b, h, i, len_q, META)
             if IS_LARGE == 1:
                 s = relative_to_lse(s, minus_lse[:, None], large, b, h, i, len_q, META)
-            s = apply_mask_mod(s, i, j, is_full, own.head, MODS, META)
+            s = apply_mask_mod(s, i, j, is_full, query_rows.head, MODS, META)
             p = gl.exp2(s * factor + minus_lse[:, None])
             if META.IS_FP8:
                 wait_full(barriers.ds_full, n_block, META.STAGES_DS)
@@ -140,7 +140,7 @@ def consume_dq(
             if META.IS_FP8:
                 dp = dp * dp_factor
             dlogit = p * (kept_gradient(dp, drawn, draws, False, META) + statistics.minus_delta[:, None])
-            dscore = through_mods(dlogit, cap_tanh, score, i, j, own.head, MODS, META)
+            dscore = through_mods(dlogit, cap_tanh, score, i, j, query_rows.head, MODS, META)
             ds = gl.convert_layout(dscore.to(DTYPE), DS)
             sum_of_k = warpgroup_mma(ds, operands.k16.first.index(stage16).reshape([BLOCK_N, QK0]), dq, is_async=True)
             if QK1 > 0:
@@ -150,7 +150,7 @@ def consume_dq(
                 dq, ds = warpgroup_mma_wait(0, deps=[sum_of_k, ds])
             release(barriers.ds_empty, n_block, META.STAGES_DS)
     if META.SHARES_TILES:
-        named_barrier_sync(LAST, BOTH)  # k in 16 bits was the other warpgroup's too; now it is no longer needed
+        named_barrier_sync(LAST, BOTH)  # k in 16 bits was also read by the other warpgroup, which no longer needs it
     if args.dq32.ptr is not None:
         start_q = block.sequence.start_q
         store_fp32(args.dq32, dq * softmax_scale, b, h, start_q, len_q, m_start, 0)

@@ -1,16 +1,16 @@
-"""Conversion of dq by the persistent programs of the fused backward for sm_90 that sum it: in parts, drawn as blocks of keys are.
+"""Conversion of dq by the persistent programs of the fused backward for sm_90: in parts, which they draw like key blocks.
 
-A part reads sums that any program may have added to, so it waits until all blocks of keys of its head have been counted. The chain,
-in the terms of PTX's memory consistency model, from an addition to a part's loads:
+A part reads sums that any program may have added to, so it waits until all key blocks of its head have been counted. In the terms
+of PTX's memory consistency model, the chain from an addition to a part's loads is:
 
 - The copy engine's additions are complete, and visible to the warp that issued them, when it counts (`finish_additions`).
-- It counts by an atomic with release semantics at the scope of the GPU, and the warp that has drawn the part reads the count by one
-  with acquire semantics. Each count that makes up the number read precedes that read in observation order, which goes through
-  atomics: so each of these releases synchronizes with the acquire.
-- The part is broadcast through an mbarrier, whose arrive has release and whose wait has acquire semantics within the program
-  (PTX ISA, mbarrier.arrive and mbarrier.try_wait: the default .sem and .scope), so the consumers' loads come after too.
+- It counts by an atomic with release semantics at GPU scope. The warp that has drawn the part reads the count by an atomic with
+  acquire semantics. Each count in the number read precedes that read in observation order, which includes atomics. So each of these
+  releases synchronizes with the acquire.
+- The part is broadcast through an mbarrier. Its arrive has release semantics within the program, and its wait acquire semantics
+  (PTX ISA, mbarrier.arrive and mbarrier.try_wait: the default .sem and .scope). So the consumers' loads come after it too.
 
-The counts are zeros before each launch: the preprocess kernel, which comes before in the same stream, writes them as it does dq's.
+The counts are zeros before each launch: the preprocess kernel, which precedes it in the same stream, writes them like dq's zeros.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from flexattn.kernels_triton.hopper.backward_blocks import Block
 from flexattn.kernels_triton.hopper.descriptors import finish_additions
 from flexattn.kernels_triton.runtime.entry import WidePointer
 
-# Elements of a part: at head dim 128 without a mask parts of twice as many took up to 5 % longer, of half as many up to 3 %
+# Elements of a part. At head dim 128 without a mask, double parts took up to 5 % longer, and half parts up to 3 % longer
 # (bench/results/short_backwards_h100.json).
 PART = 256 * 128
-_STEP = gl.constexpr(64 * 128)  # elements of them that a warpgroup has in registers
+_ELEMENTS_AT_ONCE = gl.constexpr(64 * 128)  # elements of a part that a warpgroup has in registers
 
 
 class SumsOfDq(NamedTuple):
     """The sums of dq of a fused kernel that converts them."""
 
-    arrivals_ptr: Any  # int32 [b, h_kv]: how many blocks of keys have been added
+    arrivals_ptr: Any  # int32 [b, h_kv]: number of key blocks that have been added
     ptr: WidePointer  # fp32 [tiles * BLOCK_M, DIM]
     dq: Rows  # strides are in units of DIM
 
@@ -50,35 +50,36 @@ def sums_of_dq(arrivals: Tensor | None, sums: Tensor, dq: Tensor) -> SumsOfDq:
 
 @triton.jit
 def place_in_sums(rows):
-    # The row of the sums that has row `rows` of dq: of eight, row r is at 2 * (r % 4) + r // 4 (`dq_sums.in_order_of_sums`).
+    # Returns the row of the sums for row `rows` of dq: in each group of eight, row r is at 2 * (r % 4) + r // 4
+    # (`dq_sums.in_order_of_sums`).
     return rows // 8 * 8 + rows % 4 * 2 + rows // 4 % 2
 
 
 @gluon.jit
 def count_block(args, block: Block):
-    # By the warp that has issued the additions of all of the block's tiles of dq
+    # Called by the warp that has issued the additions of all of the block's tiles of dq
     finish_additions()
     heads = args.work.num_heads // args.work.group_size
     gl.atomic_add(args.sums.arrivals_ptr + block.b * heads + block.h_kv, 1, sem="release")
 
 
 class Task(NamedTuple):
-    """A work tile of a kernel that converts dq: a block of keys, or a part of dq."""
+    """A work tile of a kernel that converts dq: a key block, or a part of dq."""
 
     converts: Any
-    index: Any  # its number among its like
+    index: Any  # its index among the key blocks, or among the parts
 
 
 @gluon.jit
 def find_task(t, blocks, args, META: gl.constexpr):
-    # Work tile t, of `blocks` blocks of keys and all parts: those of a section of heads come behind the blocks of the next section,
-    # so that hardly any has to be waited for, and the sums are still in L2.
+    # Returns work tile t, of `blocks` key blocks and all parts. The parts of a section of heads come after the blocks of the next
+    # section. So almost no part waits, and the sums are still in L2.
     work = args.work
-    parts = gl.cdiv(args.lengths_q.max_seqlen, META.CONVERTED) * work.group_size  # those of a key head
+    parts = gl.cdiv(args.lengths_q.max_seqlen, META.CONVERTED) * work.group_size  # parts of a key head
     section_blocks = work.heads_per_l2_section * work.blocks
     section_parts = work.heads_per_l2_section * parts
     last = gl.cdiv(blocks, section_blocks) - 1
-    # Of this section the blocks come before t, and they are the last that do.
+    # The blocks of this section are the last ones before t.
     section = gl.minimum(gl.maximum(t - section_blocks, 0) // (section_blocks + section_parts) + 1, last)
     blocks_before = gl.minimum((section + 1) * section_blocks, blocks)
     parts_before = gl.maximum(section - 1, 0) * section_parts
@@ -93,8 +94,8 @@ def num_tasks(blocks, args, META: gl.constexpr):
 
 @gluon.jit
 def find_part(index, args, META: gl.constexpr):
-    # The integers by which part `index` is broadcast: its first row; -1 - its head, where a block of keys has a head from 0 on; its
-    # batch element
+    # Returns the message of part `index`: its first row; -1 - its head, which tells it from a key block, whose head is at least 0;
+    # its batch element
     parts = gl.cdiv(args.lengths_q.max_seqlen, META.CONVERTED)
     b_h = index // parts
     numbers = (index % parts * META.CONVERTED, -1 - b_h % args.work.num_heads, b_h // args.work.num_heads)
@@ -105,7 +106,8 @@ def find_part(index, args, META: gl.constexpr):
 
 @gluon.jit
 def wait_for_sums(numbers, args):
-    # Until all blocks of keys of a part's head have been added. They were drawn before it, by programs that run: the wait ends.
+    # Waits until all key blocks of a part's head have been added. They were drawn before it, by programs that run, so the wait
+    # ends.
     heads = args.work.num_heads // args.work.group_size
     pointer = args.sums.arrivals_ptr + numbers[2] * heads + (-1 - numbers[1]) // args.work.group_size
     arrived = gl.atomic_add(pointer, 0, sem="acquire")
@@ -115,9 +117,9 @@ def wait_for_sums(numbers, args):
 
 @gluon.jit
 def convert_part(numbers, args, CONSUMER: gl.constexpr, META: gl.constexpr):
-    # A warpgroup's half of a part, `find_part`
+    # Converts a warpgroup's half of a part, from `find_part`
     DIM: gl.constexpr = META.DIM
-    STEP: gl.constexpr = _STEP // DIM
+    STEP: gl.constexpr = _ELEMENTS_AT_ONCE // DIM
     dq = args.sums.dq
     DTYPE: gl.constexpr = dq.ptr.dtype.element_ty
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
@@ -129,8 +131,8 @@ def convert_part(numbers, args, CONSUMER: gl.constexpr, META: gl.constexpr):
     columns = gl.arange(0, DIM, layout=gl.SliceLayout(0, LAYOUT))[None, :]
     for step in range(CONSUMER, META.CONVERTED // STEP, 2):
         rows = first + step * STEP + gl.arange(0, STEP, layout=gl.SliceLayout(1, LAYOUT))
-        is_there = (rows < len_q)[:, None]
+        exists = (rows < len_q)[:, None]
         offsets = place_in_sums(rows) * DIM
-        sums = gl.load(sums_ptr + offsets[:, None] + columns, mask=is_there, other=0.0, cache_modifier=".cg")  # they are in L2
+        sums = gl.load(sums_ptr + offsets[:, None] + columns, mask=exists, other=0.0, cache_modifier=".cg")  # they are in L2
         offsets = rows.to(gl.int64) * dq.stride_s * DIM
-        gl.store(dq_ptr + offsets[:, None] + columns, (sums * args.scores.scale).to(DTYPE), mask=is_there)
+        gl.store(dq_ptr + offsets[:, None] + columns, (sums * args.scores.scale).to(DTYPE), mask=exists)

@@ -1,4 +1,4 @@
-"""dq of the fused backward: fp32 sums in global memory, to which the copy engine adds tiles, and what makes dq of them."""
+"""dq of the fused backward: fp32 sums in global memory, to which the copy engine adds, and their conversion to dq."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _CONVERSION_TILE = Tile(32, 64, 4, 1)
 
 
 class DqRing(NamedTuple):
-    """Tiles of dq in shared memory, two of each stage, one by either consumer, on their way to the sums."""
+    """Tiles of dq in shared memory, two for each stage, one from each consumer, on their way to the sums."""
 
     tiles: Any
     full: Any
@@ -40,8 +40,8 @@ class DqRing(NamedTuple):
 
 @gluon.jit
 def dq_product(ds_tiles, k_tiles, buffer, k_tile, CONSUMER: gl.constexpr, META: gl.constexpr):
-    # This warpgroup's half of a tile of dq, from all 128 keys, whose tiles begin at k_tile: half of the columns of 64 queries, or
-    # of 128 queries 64.
+    # Returns this warpgroup's half of a tile of dq, from all 128 keys, whose tiles begin at k_tile: half of the columns of 64
+    # queries, or 64 of 128 queries.
     COLUMNS: gl.constexpr = META.DIM * META.BLOCK_M // 128
     DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     dq = gl.zeros([ROWS, COLUMNS], gl.float32, layout=DQ)
@@ -58,7 +58,7 @@ def dq_product(ds_tiles, k_tiles, buffer, k_tile, CONSUMER: gl.constexpr, META: 
 
 @gluon.jit
 def in_order_of_sums(dq):
-    # `place_in_sums`: rows of a wgmma that follow one another would be swizzled into the same banks.
+    # See `place_in_sums`: consecutive rows of a wgmma would be swizzled into the same banks.
     ROWS: gl.constexpr = dq.shape[0]
     COLUMNS: gl.constexpr = dq.shape[1]
     return gl.permute(dq.reshape([ROWS // 8, 2, 4, COLUMNS]), [0, 2, 1, 3]).reshape([ROWS, COLUMNS])
@@ -66,7 +66,7 @@ def in_order_of_sums(dq):
 
 @gluon.jit
 def write_dq(dq, ring: DqRing, n, CONSUMER: gl.constexpr, META: gl.constexpr):
-    # n: the iteration whose dq it is
+    # n: the iteration of this dq
     wait_empty(ring.empty, n, META.DQ_STAGES)
     ring.tiles.index(2 * (n % META.DQ_STAGES) + CONSUMER).store(in_order_of_sums(dq))
 
@@ -79,7 +79,7 @@ def hand_over_dq(ring: DqRing, n, META: gl.constexpr):
 
 @gluon.jit
 def place_of_sums(row, head, args, block: Block, META: gl.constexpr):
-    # The first row of the sums that a tile of dq, of the queries from `row` on and the head-th head of a program, is added to
+    # Returns the first row of the sums for a tile of dq, for the queries from `row` on and the head-th head of a program
     return (block.first_statistics + head * args.tiles_of_statistics) * META.BLOCK_M + row
 
 
@@ -88,13 +88,13 @@ def _add_block(args, ring: DqRing, block: Block, before, META: gl.constexpr):
     # before: iterations of the blocks before this one
     descriptor = args.descriptors.dq
     iterations = block.num_blocks * args.work.group_size
-    at = first_queries(block, args.work)
+    position = first_queries(block, args.work)
     for iteration in range(before, before + iterations):
         stage = iteration % META.DQ_STAGES
-        row = query_block(at.n, block.block_range, META)[0]
-        sums_row = place_of_sums(row, at.head, args, block, META)
+        row = query_block(position.n, block.block_range, META)[0]
+        sums_row = place_of_sums(row, position.head, args, block, META)
         wait_full(ring.full, iteration, META.DQ_STAGES)
-        # A listed block may lie past the end: no row of this head's. (The engine has no addition to rows outside of a tensor.)
+        # A listed block may be past the end, with no row of this head. (The engine cannot add to rows outside of a tensor.)
         if META.BLOCK_SIZE_Q == 0 or row < block.sequence.len_q:
             for part in gl.static_range(2):
                 if META.BLOCK_M == ROWS:
@@ -103,12 +103,12 @@ def _add_block(args, ring: DqRing, block: Block, before, META: gl.constexpr):
                     reduce_add(descriptor, [sums_row + part * ROWS, 0], ring.tiles.index(2 * stage + part))
         tma.store_wait(0)  # the engine has read the tile
         release(ring.empty, iteration, META.DQ_STAGES)
-        at = next_queries(at, block, args.work)
+        position = next_queries(position, block, args.work)
 
 
 @gluon.jit
 def add_dq(args, tiles, barriers, block: Block, META: gl.constexpr):
-    # A partition of its own: adds each tile of dq to the sums as it comes. block: of a program that has one
+    # A separate partition, which adds each tile of dq to the sums. block: of a program that has one
     ring = DqRing(tiles=tiles.dq, full=barriers.dq_full, empty=barriers.dq_empty)
     if META.NUMBERS == 0:
         _add_block(args, ring, block, 0, META)
@@ -161,7 +161,7 @@ def _attn_bwd_dq_conversion_kernel(args: ConversionArguments, SIZE: tl.constexpr
 
 
 def convert_dq(problem: Problem, dq_sums: Tensor, tiles: Tensor | None, size: int, dq: Tensor) -> None:
-    """Makes dq of its fp32 sums, which come in tiles of `size` queries as the statistics do."""
+    """Converts dq from its fp32 sums, which are in tiles of `size` queries like the statistics."""
     x = problem
     portable = x.meta(_CONVERSION_TILE, (dq,))
     arguments = ConversionArguments(

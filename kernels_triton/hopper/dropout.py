@@ -1,7 +1,7 @@
-"""Dropout in the Gluon kernels for sm_90: what `primitives.dropout_keep` keeps, known where a product leaves its scores.
+"""Dropout in the Gluon kernels for sm_90: the weights that `primitives.dropout_keep` keeps, in the layout of a product's scores.
 
-One Philox call decides about eight neighbouring keys. A product leaves these with four threads where keys are its columns, with
-eight where they are its rows. So each thread makes the calls of its share, and shuffles hand them on: none is made twice.
+One Philox call decides about eight neighbouring keys. They belong to four threads if keys are the product's columns, and to eight
+if keys are its rows. So each thread makes a share of the calls, and shuffles distribute the bits: no call is made twice.
 """
 
 from __future__ import annotations
@@ -15,16 +15,15 @@ from flexattn.kernels_triton.common.arguments import Dropout
 from flexattn.kernels_triton.common.primitives import DROPOUT_ROUNDS
 
 _ROWS = gl.constexpr(64)
-# Philox4x32, as `tl.philox` has it
+# Philox4x32, with the constants of `tl.philox`
 _FACTOR0 = gl.constexpr(0xD2511F53)
 _FACTOR2 = gl.constexpr(0xCD9E8D57)
 _STEP0 = gl.constexpr(0x9E3779B9)
 _STEP1 = gl.constexpr(0xBB67AE85)
 
 
-# Calls are laid out as [rows, PACK, the rest]; along PACK a thread has all, and packs their eight bits each into one number. Which
-# rows and columns a thread has is what the accumulator of a product says, but for the lanes that would make a call twice: these
-# take another row or column.
+# Calls have the layout [rows, PACK, rest]. One thread has all of PACK, and packs eight bits of each into one number. A thread has
+# the rows and columns of a product's accumulator, except that lanes that would repeat a call take another row or column.
 
 
 @gluon.constexpr_function
@@ -47,8 +46,8 @@ def _calls(columns, keys_are_rows):
 
 @gluon.constexpr_function
 def _handed_on(calls, keys_are_rows, steps):
-    # Packed calls, [rows, rest], with the first of those lanes given back what they took. One at a time is a shuffle, two at once
-    # would go through shared memory.
+    # Layout of packed calls, [rows, rest], after the first of those lanes get back their own rows or columns. One at a time is a
+    # shuffle; two at once would go through shared memory.
     _, _, rest = calls.shape
     lanes = [[row, column] for row, _, column in calls.lane_bases]
     registers = [[row, column] for row, pack, column in calls.reg_bases if pack == 0]
@@ -63,7 +62,7 @@ def _handed_on(calls, keys_are_rows, steps):
 
 @gluon.constexpr_function
 def _weights(columns, keys_are_rows):
-    # The layout of a product's accumulator: [groups, 8, PACK, rest] or [queries, PACK, rest, 4, 2].
+    # Layout of a product's accumulator: [groups, 8, PACK, rest] or [queries, PACK, rest, 4, 2].
     pack = min(4, columns // 16)
     packed = [[0, 0, 1 << n, 0] if keys_are_rows else [0, 1 << n, 0, 0, 0] for n in range(pack.bit_length() - 1)]
     if keys_are_rows:
@@ -81,14 +80,14 @@ def _weights(columns, keys_are_rows):
 
 @gluon.jit
 def _product(x, FACTOR: gl.constexpr):
-    # (lower, upper word), by one multiplication: as numbers of 64 bits the compiler makes it two.
+    # Returns (lower, upper word), by one multiplication: with 64-bit numbers the compiler would make two.
     assembly: gl.constexpr = "{ .reg .b64 p; mul.wide.u32 p, $2, $3; mov.b64 {$0, $1}, p; }"
     return gl.inline_asm_elementwise(assembly, "=r,=r,r,r", [x, FACTOR], dtype=(gl.uint32, gl.uint32), is_pure=True, pack=1)
 
 
 @gluon.jit
 def philox(key0, key1, c0, c1, c2, c3):
-    # Counters that differ along some dims alone have a size of 1 along the others, so that the first rounds are shared.
+    # Counters that differ only in some dims have a size of 1 in the others, so that the first rounds are shared.
     for _ in gl.static_range(DROPOUT_ROUNDS):
         low0, high0 = _product(c0, _FACTOR0)
         low2, high2 = _product(c2, _FACTOR2)
@@ -99,7 +98,7 @@ def philox(key0, key1, c0, c1, c2, c3):
 
 
 class DropoutState(NamedTuple):
-    """The numbers that the functions below draw from, and what a weight that is kept is multiplied with."""
+    """The state that the functions below draw from, and the factor of kept weights."""
 
     key0: Any
     key1: Any
@@ -136,7 +135,7 @@ def _along(layout, dim):
 
 @gluon.jit
 def _places(DIM: gl.constexpr, LAYOUT: gl.constexpr):
-    # 0, 1, .. along one dim of a linear layout, whose others are 1.
+    # Returns 0, 1, .. along one dim of a linear layout; the other dims have size 1.
     x = gl.arange(0, LAYOUT.shape[DIM], layout=_along(LAYOUT, DIM))
     RANK: gl.constexpr = len(LAYOUT.shape)
     for other in gl.static_range(RANK):
@@ -147,8 +146,8 @@ def _places(DIM: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _bits(word, threshold, FIRST: gl.constexpr):
-    # Two bits: the lower half of the word decides about one weight, the upper half about another. (The lower half changes nothing
-    # in the second comparison.)
+    # Returns two bits: the lower half of the word decides about one weight, the upper half about another. (The lower half does not
+    # change the second comparison.)
     return gl.where(word << 16 >= threshold, 1 << FIRST, 0) | gl.where(word >= threshold, 2 << FIRST, 0)
 
 
@@ -156,8 +155,8 @@ def _bits(word, threshold, FIRST: gl.constexpr):
 def drawn_weights(
     state, h, queries, keys, COLUMNS: gl.constexpr, KEYS_ARE_ROWS: gl.constexpr, META: gl.constexpr, GROUP: gl.constexpr = 1
 ):
-    # The weights that are kept of a tile [64, COLUMNS] of scores, from query `queries` and key `keys` on, in a few bits where
-    # `kept` needs them. To be called while a product runs. Rows of queries may be those of GROUP heads, from h on, in turn.
+    # Returns the kept weights of a tile [64, COLUMNS] of scores, as bits in the layout that `kept` needs. The tile begins at query
+    # `queries` and key `keys`. Call it while a product runs. Rows of queries may alternate between GROUP heads, from h on.
     if META.HAS_DROPOUT:
         b_h = state.first_head + h
         threshold = state.threshold
@@ -187,7 +186,7 @@ def drawn_weights(
 
 @gluon.jit
 def kept(x, drawn, KEYS_ARE_ROWS: gl.constexpr, META: gl.constexpr):
-    # x with 0 for what is dropped.
+    # Returns x with 0 for dropped weights.
     if META.HAS_DROPOUT:
         WEIGHTS: gl.constexpr = _weights(x.shape[1], KEYS_ARE_ROWS)
         if KEYS_ARE_ROWS:
@@ -199,7 +198,7 @@ def kept(x, drawn, KEYS_ARE_ROWS: gl.constexpr, META: gl.constexpr):
         bits, mask = gl.broadcast(bits, mask)
         bits = gl.convert_layout(gl.reshape(bits, x.shape), x.type.layout)
         mask = gl.convert_layout(gl.reshape(mask, x.shape), x.type.layout)
-        # Test and choice of one weight after the other: of 64 tests at once the compiler packs the outcomes into registers.
+        # Test and selection of one weight after the other: for 64 tests at once the compiler packs the outcomes into registers.
         assembly: gl.constexpr = (
             "{ .reg .pred p; .reg .b32 b; and.b32 b, $2, $3; setp.ne.b32 p, b, 0; selp.f32 $0, $1, 0f00000000, p; }"
         )
@@ -210,13 +209,13 @@ def kept(x, drawn, KEYS_ARE_ROWS: gl.constexpr, META: gl.constexpr):
 
 @gluon.jit
 def kept_gradient(dp, drawn, state, KEYS_ARE_ROWS: gl.constexpr, META: gl.constexpr):
-    # The gradient of a weight, before the row's delta is taken from it
+    # Returns the gradient of a weight, before the row's delta is subtracted
     return scaled(kept(dp, drawn, KEYS_ARE_ROWS, META), state, META)
 
 
 @gluon.jit
 def scaled(x, state, META: gl.constexpr):
-    # Sums over kept weights, scaled to make up for the dropped ones
+    # Scales sums over kept weights to compensate for the dropped ones
     if META.HAS_DROPOUT:
         x = x * state.keep_scale
     return x

@@ -1,9 +1,9 @@
-"""Forward attention on Hopper (sm_90) in Gluon: a warp that loads by TMA, warpgroups that compute, work handed out as it is done.
+"""Forward attention on Hopper (sm_90) in Gluon: one warp loads by TMA, warpgroups compute, and programs draw work dynamically.
 
-Each consumer warpgroup has 64 queries. It issues the scores of one block of keys and, before it looks at them, the product of the
-block before with v, so that the softmax of one runs under the matrix product of the other; two or three consumers also take turns
-at the matrix unit (FlashAttention-3, arXiv 2407.08608, section 3). Results are those of `portable/forward.py`, which runs
-the calls that `conditions.forward_unsupported` names.
+Each consumer warpgroup has 64 queries. It issues the scores of one block of keys and, before it reads them, the product of the
+previous block with v. So the softmax of one block overlaps the matrix product of the other. Two or three consumers also take turns
+at the tensor cores (FlashAttention-3, arXiv 2407.08608, section 3). Results are those of `portable/forward.py`, which runs the
+calls that `conditions.forward_unsupported` rejects.
 """
 
 from __future__ import annotations
@@ -78,11 +78,11 @@ class Sums(NamedTuple):
     row_max: Any
     row_sum: Any
     acc: Any
-    n_block: Any  # counts the blocks that went through the rings of k and v
+    n_block: Any  # counts the blocks that passed through the rings of k and v
 
 
 class Carry(NamedTuple):
-    """The same between two products with v, of which the second's weights are there already."""
+    """Sums between two products with v; the weights of the second product are already computed."""
 
     weights: Any  # in pairs
     row_max: Any
@@ -102,7 +102,7 @@ def _iterate(
     MODS: gl.constexpr,
     META: gl.constexpr,
 ):
-    # The next block of keys: its scores, and under their softmax the product of the block before with v.
+    # Processes the next block of keys: its scores, and during their softmax the previous block's product with v.
     tiles, barriers = buffers.tiles, buffers.barriers
     DTYPE: gl.constexpr = tiles.v.dtype
     BLOCK_N: gl.constexpr = META.BLOCK_N
@@ -110,7 +110,7 @@ def _iterate(
     V0: gl.constexpr = META.V0
     P: gl.constexpr = gl.DotOperandLayout(0, carry.acc.type.layout, 2)
     n_block = carry.n_block
-    column, is_full = key_block(same.num_blocks - 1 - iteration, same.block_range, META)  # from a list while the products run
+    column, is_full = key_block(same.num_blocks - 1 - iteration, same.block_range, META)  # read from a list while the products run
     # Unpacked before the scores are issued: between the two products ptxas would serialise them (C7513).
     p = unpack_pairs(carry.weights, ROWS, BLOCK_N, P, DTYPE)
     wait_full(barriers.k_full, n_block, STAGES)
@@ -145,8 +145,9 @@ def _run(
     MODS: gl.constexpr,
     META: gl.constexpr,
 ):
-    # A block of keys, with nothing under its softmax; if the next is the span's first, the span too, whose blocks are unmasked or,
-    # with IS_CUT, may be cut. With a branch for that in every iteration ptxas would move the wait for the product with v up to it.
+    # Processes a block of keys, with nothing that overlaps its softmax. If the next block is the span's first, it also processes
+    # the span, whose blocks are unmasked or, with IS_CUT, may be cut. A branch for that in every iteration would make ptxas move
+    # the wait for the product with v to it.
     tiles, barriers = buffers.tiles, buffers.barriers
     DTYPE: gl.constexpr = tiles.v.dtype
     BLOCK_N: gl.constexpr = META.BLOCK_N
@@ -189,7 +190,7 @@ def _run(
 @gluon.jit
 def _store_out(part, COLUMN: gl.constexpr, token, length, row, head, descriptor, tile):
     # Asynchronous: the store may still be in flight on return.
-    tma.store_wait(0)  # what was in the buffer has left it
+    tma.store_wait(0)  # the previous store has read the buffer
     tile.reshape(part.shape).store(part.to(tile.dtype))
     fence_async_shared()
     store_rows(descriptor, token, length, row, head, COLUMN, tile)
@@ -220,7 +221,7 @@ def _compute_partition(args: Arguments, buffers: Buffers, CONSUMER: gl.constexpr
         len_q, len_kv = band.len_q, band.len_kv
         num_blocks, block_range = received.num_blocks, received.block_range
         m_start = tile.first_row + CONSUMER * (ROWS // GROUP)
-        skipped, own_num_blocks, own_range = blocks_of_consumer(m_start, num_blocks, block_range, band, META)
+        skipped, num_consumer_blocks, consumer_range = blocks_of_consumer(m_start, num_blocks, block_range, band, META)
         rows, h_of_rows = rows_and_heads(m_start, h, len_q, ROW_LAYOUT, META)
         h_of_scores = h
         if GROUP > 1:
@@ -230,7 +231,7 @@ def _compute_partition(args: Arguments, buffers: Buffers, CONSUMER: gl.constexpr
         row_sum = sums_of_threads(zeros, BLOCK_N)
         if META.HAS_SINK:
             sink = sink_of_rows(tile, h_of_rows, args, META)
-            if not META.HAS_MAX_LOGIT:  # the sink is none
+            if not META.HAS_MAX_LOGIT:  # max_logit excludes the sink
                 row_max, row_sum = sums_with_sink(row_max, row_sum, sink)
         acc = gl.zeros([ROWS, V0], gl.float32, layout=OUT)
         q_slot = CONSUMER + n_tile % META.Q_STAGES * META.CONSUMERS
@@ -238,8 +239,8 @@ def _compute_partition(args: Arguments, buffers: Buffers, CONSUMER: gl.constexpr
         if META.SKIPS:
             n_block = skip_blocks(skipped, n_block, barriers, CONSUMER, META)
         same = Invariants(
-            num_blocks=own_num_blocks,
-            block_range=own_range,
+            num_blocks=num_consumer_blocks,
+            block_range=consumer_range,
             m_start=m_start,
             rows=rows,
             block_columns=block_columns,
@@ -256,32 +257,32 @@ def _compute_partition(args: Arguments, buffers: Buffers, CONSUMER: gl.constexpr
             if META.BLOCK_SIZE_Q > 0:
                 unmasked = Span(begin=numbers[META.NUMBERS - 2], end=numbers[META.NUMBERS - 1])
             else:
-                unmasked = unmasked_blocks(m_start, ROWS // GROUP, own_num_blocks, own_range, band, META)
-            last = own_num_blocks  # few others follow, and through the same instructions
+                unmasked = unmasked_blocks(m_start, ROWS // GROUP, num_consumer_blocks, consumer_range, band, META)
+            last = num_consumer_blocks  # few other blocks follow, with the same instructions
             if META.HAS_CUT_LOOP:
                 last = unmasked.end
             while sums.iterations < last:
                 sums = _run(sums, unmasked, same, buffers, CONSUMER, False, MODS, META)
         if META.HAS_CUT_LOOP or not META.UNMASKED_LOOP:
             following = sums.iterations + 1
-            if following <= own_num_blocks:
-                rest = Span(begin=following, end=own_num_blocks)
-                sums = _run(sums, rest, same, buffers, CONSUMER, META.HAS_CUT_LOOP, MODS, META)
+            if following <= num_consumer_blocks:
+                remaining = Span(begin=following, end=num_consumer_blocks)
+                sums = _run(sums, remaining, same, buffers, CONSUMER, META.HAS_CUT_LOOP, MODS, META)
         row_max = sums.row_max
         row_sum = gl.convert_layout(gl.sum(sums.row_sum, 1), ROW_LAYOUT)
         acc = sums.acc
         n_block = sums.n_block
-        if own_num_blocks == 0:
+        if num_consumer_blocks == 0:
             mbarrier.arrive(barriers.q_empty.index(q_slot), count=1)
         if META.SKIPS:
-            n_block = skip_blocks(num_blocks - skipped - own_num_blocks, n_block, barriers, CONSUMER, META)
+            n_block = skip_blocks(num_blocks - skipped - num_consumer_blocks, n_block, barriers, CONSUMER, META)
         if META.HAS_MAX_LOGIT:
             report_max_logit(row_max, rows, h_of_rows, len_q, args, META)
             if META.HAS_SINK:
                 row_max, row_sum, correction = sums_with_sink_behind(row_max, row_sum, sink, META)
                 acc = acc * gl.convert_layout(correction, gl.SliceLayout(1, OUT))[:, None]
         lse_row = statistics_row(received, CONSUMER, rows, h_of_rows, args, META)
-        row_sum_or_1 = gl.where(row_sum == 0.0, 1.0, row_sum)  # where a row sees nothing, out is 0 / 1 and lse -inf + 0
+        row_sum_or_1 = gl.where(row_sum == 0.0, 1.0, row_sum)  # if a row sees nothing, out is 0 / 1 and lse -inf + 0
         store_lse(row_max, row_sum_or_1, lse_row, rows, received, args, META)
         rescale = scaled(1.0 / row_sum_or_1, draws, META)
         acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUT))[:, None]
@@ -307,22 +308,23 @@ def _compute_partition(args: Arguments, buffers: Buffers, CONSUMER: gl.constexpr
 
 @hopper_kernel
 def _attn_fwd_hopper_kernel(args: Arguments, MODS: gl.constexpr, META: gl.constexpr):
-    of = args.descriptors
+    descriptors = args.descriptors
     CONSUMERS: gl.constexpr = META.CONSUMERS
     REGISTERS: gl.constexpr = META.REGISTERS
-    LOADER_REGISTERS: gl.constexpr = 32 if META.PAGE_ROWS > 0 else 24  # a page's place takes more than a row's
+    # addressing a page takes more registers than addressing a row
+    LOADER_REGISTERS: gl.constexpr = 32 if META.PAGE_ROWS > 0 else 24
     Q_TILES: gl.constexpr = CONSUMERS * META.Q_STAGES
-    q_tiles = allocate_pair(Q_TILES, of.q, META)
+    q_tiles = allocate_pair(Q_TILES, descriptors.q, META)
     out_tiles = q_tiles.first  # never used
-    if not META.IS_SPLIT and of.out is not None:
-        out_tiles = allocate_tiles(CONSUMERS, of.out)
-    k_tiles = allocate_key_pair(of.k, META)
-    v_tiles = allocate_blocks(META.STAGES, of.v, META.BLOCK_N)
+    if not META.IS_SPLIT and descriptors.out is not None:
+        out_tiles = allocate_tiles(CONSUMERS, descriptors.out)
+    k_tiles = allocate_key_pair(descriptors.k, META)
+    v_tiles = allocate_blocks(META.STAGES, descriptors.v, META.BLOCK_N)
     tiles = Tiles(q=q_tiles, k=k_tiles, v=v_tiles, out=out_tiles)
     barriers = allocate_forward_barriers(META)
     buffers = Buffers(tiles=tiles, barriers=barriers)
     wait_for_previous(META.IS_SPLIT)
-    if CONSUMERS == 2:  # the first consumer is the default partition: it gets the registers that are left, 240
+    if CONSUMERS == 2:  # the first consumer is the default partition: it gets the remaining registers, 240
         gl.warp_specialize(
             [
                 (_compute_partition, (args, buffers, 0, MODS, META)),
@@ -358,7 +360,7 @@ def _attn_fwd_hopper_kernel(args: Arguments, MODS: gl.constexpr, META: gl.conste
 
 
 def tiles_and_room(problem: Problem, tile: HopperTile, group: int) -> tuple[int, int]:
-    """(tiles of so many heads, programs that the device has room for), for `number_of_splits`."""
+    """Returns (number of tiles, number of programs that the device runs at once), for `number_of_splits`."""
     return number_of_tiles(problem, tile, group), num_processors(problem.device)
 
 
@@ -371,10 +373,10 @@ def hopper_forward(
     group: int | None = None,
     splits: int | None = None,
 ) -> None:
-    """Launches the forward, of calls that `forward_unsupported` does not name.
+    """Launches the forward of a call that `forward_unsupported` does not reject.
 
-    group: query heads of a tile, which divide those of a key head; None: `heads_of_a_tile`.
-    splits: parts of the keys, or BY_LENGTHS; None: `number_of_splits`.
+    group: query heads of a tile, a divisor of those of a key head; None: `heads_of_a_tile`.
+    splits: number of KV splits, or BY_LENGTHS; None: `number_of_splits`.
     """
     x = problem
     tile = tile or forward_tile(x)

@@ -1,4 +1,4 @@
-"""The forward's arguments for sm_90: what its kernels are compiled for, what they are given, and their tiles in shared memory."""
+"""The forward's arguments for sm_90: the constants and arguments of its kernels, and their tiles in shared memory."""
 
 from __future__ import annotations
 
@@ -39,33 +39,33 @@ class ForwardMeta(NamedTuple):
     HAS_SINK: bool
     HAS_OFFSET: bool
     HAS_MAX_LOGIT: bool
-    HEADS: int  # query heads of a tile, whose rows are the first query of each, then the second, ..
-    GROUP: int  # rows that a query's heads take: the power of two from HEADS on, so that the last may be rows of no head
-    IS_SPLIT: bool  # the keys, between programs: each leaves a part, as `splits.Parts` has them, or with
-    IS_PLANNED: bool  # as `split_plan` has them
+    HEADS: int  # query heads of a tile; its rows are the first query of each head, then the second, ..
+    GROUP: int  # rows of one query: the next power of two from HEADS; the last rows may belong to no head
+    IS_SPLIT: bool  # KV is split across programs, and each writes a partial result, see `split_kv.Parts`
+    IS_PLANNED: bool  # split points come from `split_plan`
     BLOCK_M: int
     BLOCK_N: int
-    PAGE_ROWS: int  # keys that one copy brings of a page; 0: they lie in no pages
-    QK0: int  # head dims as the tiles hold them, in one or two parts
+    PAGE_ROWS: int  # keys of a page that one copy loads; 0: no pages
+    QK0: int  # head dims of the tiles, in one or two parts
     QK1: int
     V0: int
     STAGES: int
     CONSUMERS: int
-    PINGPONG: bool  # between consumers, at the tensor cores
-    LAZY: bool  # rows are rescaled when their maximum has risen by much
+    PINGPONG: bool  # consumers take turns at the tensor cores
+    LAZY: bool  # rows are rescaled only if their maximum has risen by much
     OUT_PARTS: int
     REGISTERS: int
-    HAS_IDLE: bool  # a tile may leave consumers without queries
-    SKIPS: bool  # consumers skip the blocks of keys that none of their queries sees
+    HAS_IDLE: bool  # some consumers of a tile may have no queries
+    SKIPS: bool  # consumers skip key blocks that none of their queries sees
     Q_STAGES: int
-    UNMASKED_LOOP: bool  # a loop without masks, for blocks of keys that all queries see, among others that may be cut
-    HAS_CUT_LOOP: bool  # a loop with masks, for blocks that may be cut, as are most in a narrow window
-    # Numbers that make a tile: (first query, first head, batch, split), with lengths (first token, queries, keys) too, with a plan
-    # (end of the split, part), and with a block mask what `cut_key_lists` and `_unmasked_blocks` find
+    UNMASKED_LOOP: bool  # separate loop without masks for key blocks that all queries see; other blocks may be cut
+    HAS_CUT_LOOP: bool  # loop with masks for blocks that may be cut, like most blocks in a narrow window
+    # Integers of a tile message: (first query, first head, batch, split). With lengths, (first token, queries, keys) follow; with a
+    # plan, (end of the split, part); with a block mask, the results of `cut_key_lists` and `unmasked_blocks`.
     NUMBERS: int
-    IS_LATENT: bool  # v is the first columns of k, and read from its tiles
-    ASKS_OF_BLOCKS: bool  # the mask_mod is asked of a whole block before it is asked of each query and key
-    WIDTH_V: int  # columns of out, where `Results.out` is it
+    IS_LATENT: bool  # v is the first columns of k, and is read from k's tiles
+    ASKS_OF_BLOCKS: bool  # the mask_mod's block test runs before the mask_mod is evaluated for each query and key
+    WIDTH_V: int  # columns of out, if `Results.out` is set
     ALIGN: int  # strides of `Results.out` are multiples of it
 
 
@@ -73,7 +73,7 @@ class Descriptors(NamedTuple):
     q: Pair
     k: Pair
     v: Any
-    out: Any  # None for one in fp32
+    out: Any  # None if out is fp32
 
 
 class Steps(NamedTuple):
@@ -84,13 +84,14 @@ class Steps(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Results that no descriptor stores."""
+    """Results that are not stored by a descriptor."""
 
     lse_ptr: Any
-    max_logit_ptr: Any  # or None; [h], -inf before
-    parts_ptr: Any  # with IS_SPLIT, where out goes; lse is then of the parts too
-    whole_lse_ptr: Any  # with IS_PLANNED, that of tiles that have no parts
-    # Where registers store it: where HEADS is no power of two, as a copy would write other heads too; in fp32; with a plan
+    max_logit_ptr: Any  # or None; [h], -inf before the launch
+    parts_ptr: Any  # with IS_SPLIT, out of the parts; lse then also belongs to the parts
+    whole_lse_ptr: Any  # with IS_PLANNED, lse of tiles that have no parts
+    # Set if out is stored from registers: if HEADS is no power of two, because a copy would also write other heads; in fp32; with a
+    # plan
     out: Rows | None
 
 
@@ -126,7 +127,7 @@ class Buffers(NamedTuple):
 
 
 def _whole_blocks_of_window(problem: Problem, tile: HopperTile, queries: int) -> float:
-    """Number of blocks of keys, at most, that all queries of a consumer see whole."""
+    """Returns the maximum number of key blocks that all queries of a consumer see completely."""
     x = problem
     if x.window_left is None or x.window_right is None:
         return math.inf
@@ -134,13 +135,13 @@ def _whole_blocks_of_window(problem: Problem, tile: HopperTile, queries: int) ->
 
 
 def number_of_tiles(problem: Problem, tile: HopperTile, group: int) -> int:
-    """Number of tiles of queries, of so many heads each."""
+    """Returns the number of query tiles, each with `group` heads."""
     queries = tile.block_m // slots_of_heads(group)
     return -(-problem.longest_q // queries) * problem.batch * problem.num_heads // group
 
 
 class Cut(NamedTuple):
-    """Answers to two questions: are keys cut into parts, and by a plan?"""
+    """The form of a KV split: are the keys split, and does a plan give the split points?"""
 
     is_split: bool
     is_planned: bool
@@ -149,7 +150,7 @@ class Cut(NamedTuple):
 def forward_meta(
     problem: Problem, tile: HopperTile, group: int, cut: Cut, has_max_logit: bool = False, rows: int = ROWS.value
 ) -> Any:
-    """Returns the `ForwardMeta` of a kernel whose consumers have so many rows each, of `group` heads."""
+    """Returns the `ForwardMeta` of a kernel whose consumers have `rows` rows each, of `group` heads."""
     x = problem
     qk0, qk1 = split_head_dim(tile.head_dim_qk)
     slots = slots_of_heads(group)
@@ -175,7 +176,7 @@ def forward_meta(
         STAGES=tile.num_stages,
         CONSUMERS=tile.block_m // rows,
         PINGPONG=tile.pingpong,
-        LAZY=tile.is_lazy and not has_max_logit and not x.is_batch_invariant,  # one row decides for others of its warpgroup
+        LAZY=tile.is_lazy and not has_max_logit and not x.is_batch_invariant,  # one row decides for the others of its warpgroup
         OUT_PARTS=tile.out_parts,
         REGISTERS=tile.registers,
         HAS_IDLE=has_idle,
@@ -192,12 +193,12 @@ def forward_meta(
 
 
 def with_rows_of(meta: Any, problem: Problem, tile: Tile, out: Tensor) -> Any:
-    """Returns the meta of a kernel whose registers store out."""
+    """Returns the meta of a kernel that stores out from registers."""
     return meta._replace(WIDTH_V=problem.v.shape[-1], ALIGN=problem.meta(tile, (out,)).ALIGN)
 
 
 class SplitKeys(NamedTuple):
-    """The number of parts that keys are cut into, or the plan; None: not so."""
+    """The number of KV splits, or the plan; None: not split that way."""
 
     count: int | None
     plan: Plan | None

@@ -1,4 +1,4 @@
-"""The host side that the forwards of sm_90 and sm_100 in 16 bits share: one launch's arguments, and what comes behind it."""
+"""Host side that the 16-bit forwards of sm_90 and sm_100 share: the arguments of one launch, and the work after it."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from flexattn.kernels_triton.runtime.launch import Tile
 
 
 class Division(NamedTuple):
-    """Numbers by which a call's work is divided."""
+    """Numbers that divide a call's work."""
 
-    rows: int  # a consumer's
+    rows: int  # rows of a consumer
     group: int  # query heads of a tile
-    splits: int  # parts of the keys, or BY_LENGTHS
+    splits: int  # number of KV splits, or BY_LENGTHS
     processors: int
 
 
@@ -46,7 +46,7 @@ class Outputs(NamedTuple):
 
 
 class ForwardLaunch(NamedTuple):
-    """A launch as `launch` takes it, but for the kernel and the device, and what is launched behind it."""
+    """Arguments of `launch` except the kernel and the device, and a function that launches the work after it."""
 
     programs: int
     tile: Tile
@@ -55,7 +55,7 @@ class ForwardLaunch(NamedTuple):
 
 
 def prepare_forward(problem: Problem, outputs: Outputs, tile: HopperTile | BlackwellTile, division: Division) -> ForwardLaunch:
-    """Returns the launch; with a plan the kernel that makes it has been launched."""
+    """Returns the launch; with a plan, also launches the kernel that makes the plan."""
     x = problem
     out, lse, max_logit = outputs
     rows, group, splits, processors = division
@@ -73,17 +73,17 @@ def prepare_forward(problem: Problem, outputs: Outputs, tile: HopperTile | Black
     is_fp32 = out.element_size() == 4
     if plan is not None or ((group < slots or is_fp32) and parts is None):
         meta = with_rows_of(meta, x, launch_tile, out)
-    own_rows, keys = rows // slots, meta.PAGE_ROWS or tile.block_n
+    queries_of_consumer, keys = rows // slots, meta.PAGE_ROWS or tile.block_n
     work = forward_work(x, queries, group, has_table=plan is None and tiles * splits > processors)
     if max_logit is not None:
         max_logit.fill_(float("-inf"))
     arguments = forward_arguments(
         x,
         Descriptors(
-            q=pair_descriptor(x.q, own_rows, (meta.QK0, meta.QK1), slots),
+            q=pair_descriptor(x.q, queries_of_consumer, (meta.QK0, meta.QK1), slots),
             k=pair_descriptor(x.k, keys, (meta.QK0, meta.QK1)),
             v=ragged_descriptor(x.v, keys, tile.head_dim_v),
-            out=None if is_fp32 else ragged_descriptor(out, own_rows, tile.head_dim_v // tile.out_parts, slots),
+            out=None if is_fp32 else ragged_descriptor(out, queries_of_consumer, tile.head_dim_v // tile.out_parts, slots),
         ),
         Steps(q=step_of(x.q), k=step_of(x.k), v=step_of(x.v), out=step_of(out)),
         Results(

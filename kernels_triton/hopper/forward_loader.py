@@ -1,4 +1,4 @@
-"""Loads of the forwards for sm_90, in 16 bits and in FP8, by the warp that produces: q of a work tile, a block of keys."""
+"""Loads of the forwards for sm_90, in 16 bits and in FP8, by the producer warp: q of a work tile, and a block of keys."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class LoadedRows(NamedTuple):
 
 
 @gluon.jit
-def load_queries(of: Pair, tiles: Pair, rows: LoadedRows, n_tile, barriers: ForwardBarriers, META: gl.constexpr):
-    # q of the n_tile-th work tile of this program: a tile for each consumer
-    BYTES: gl.constexpr = pair_bytes(of.first.block_type.nbytes, of.second.block_type.nbytes, META.QK1)
+def load_queries(descriptors: Pair, tiles: Pair, rows: LoadedRows, n_tile, barriers: ForwardBarriers, META: gl.constexpr):
+    # Loads q of the n_tile-th work tile of this program: a tile for each consumer
+    BYTES: gl.constexpr = pair_bytes(descriptors.first.block_type.nbytes, descriptors.second.block_type.nbytes, META.QK1)
     CONSUMERS: gl.constexpr = META.CONSUMERS
     QUERIES: gl.constexpr = META.BLOCK_M // CONSUMERS // META.GROUP
     for consumer in gl.static_range(CONSUMERS):
@@ -32,16 +32,16 @@ def load_queries(of: Pair, tiles: Pair, rows: LoadedRows, n_tile, barriers: Forw
         full = barriers.q_full.index(slot)
         mbarrier.wait(barriers.q_empty.index(slot), ((n_tile // META.Q_STAGES) & 1) ^ 1)
         mbarrier.expect(full, BYTES)
-        load_pair(of, rows.origin, rows.length, row, full, tiles, slot, META)
+        load_pair(descriptors, rows.origin, rows.length, row, full, tiles, slot, META)
 
 
 @gluon.jit
-def load_keys(of: Pair, tiles: Pair, rows: LoadedRows, n_block, barriers: ForwardBarriers, META: gl.constexpr):
-    # k of the n_block-th block of keys of this program
-    BYTES: gl.constexpr = pair_bytes(of.first.block_type.nbytes, of.second.block_type.nbytes, META.QK1)
+def load_keys(descriptors: Pair, tiles: Pair, rows: LoadedRows, n_block, barriers: ForwardBarriers, META: gl.constexpr):
+    # Loads k of the n_block-th key block of this program
+    BYTES: gl.constexpr = pair_bytes(descriptors.first.block_type.nbytes, descriptors.second.block_type.nbytes, META.QK1)
     STAGES: gl.constexpr = META.STAGES
     stage = n_block % STAGES
     full = barriers.k_full.index(stage)
     wait_empty(barriers.k_empty, n_block, STAGES)
     mbarrier.expect(full, BYTES)
-    load_pair(of, rows.origin, rows.length, rows.first, full, tiles, stage, META)
+    load_pair(descriptors, rows.origin, rows.length, rows.first, full, tiles, stage, META)

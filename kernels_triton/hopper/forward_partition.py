@@ -1,4 +1,4 @@
-"""The loading warp of the forward for sm_90 in 16 bits: it draws work tiles, broadcasts them, and brings their q, k and v."""
+"""The loading warp of the 16-bit forward for sm_90: it draws work tiles, broadcasts them, and loads their q, k and v."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ from flexattn.kernels_triton.hopper.tile_scheduler import (
 
 @gluon.jit
 def load_partition(args: Arguments, buffers: Buffers, META: gl.constexpr):
-    of, steps = args.descriptors, args.steps
+    descriptors, steps = args.descriptors, args.steps
     tiles, barriers = buffers.tiles, buffers.barriers
     STAGES: gl.constexpr = META.STAGES
     IS_ALONE: gl.constexpr = not META.IS_PLANNED and args.work.table_ptr is None  # a program has one tile
-    # Over pages a late draw has the counter's address in registers that the pages' ids need; its gain was measured without pages.
+    # A late draw keeps the counter's address in registers that the ids of pages need; its gain was measured without pages.
     DRAWS_EARLY: gl.constexpr = META.PAGE_ROWS > 0 and not IS_ALONE
     if not META.IS_PLANNED:
         amount = num_tiles_of_programs(args, META)
@@ -53,7 +53,7 @@ def load_partition(args: Arguments, buffers: Buffers, META: gl.constexpr):
     n_tile = 0
     t = gl.program_id(0)
     entry = 0
-    if META.IS_PLANNED:  # t counts the blocks of keys of all work tiles
+    if META.IS_PLANNED:  # t counts the key blocks of all work tiles
         share, total = share_of_program(args.plan)
         t = t // args.plan.teams * share
         amount = gl.minimum(t + share, total)
@@ -86,11 +86,11 @@ def load_partition(args: Arguments, buffers: Buffers, META: gl.constexpr):
         h_kv = tile.h // args.work.group_size
         origin = origin_of(steps.q, sequence.start_q, tile.h, tile.b)
         queries = LoadedRows(origin=origin, first=tile.first_row, length=len_q)
-        load_queries(of.q, tiles.q, queries, n_tile, barriers, META)
+        load_queries(descriptors.q, tiles.q, queries, n_tile, barriers, META)
         row = 0
         ids = 0
         if META.PAGE_ROWS > 0:
-            row = len_kv  # where there is no block, ids are read too
+            row = len_kv  # without a block, ids are read too
             if num_blocks > 0:
                 row = key_block(num_blocks - 1, block_range, META)[0]
             ids = page_ids(tile.b, row, len_kv, args.pages, META)
@@ -99,19 +99,21 @@ def load_partition(args: Arguments, buffers: Buffers, META: gl.constexpr):
                 block = KeyBlock(h_kv=h_kv, first=row, length=len_kv, page_size=args.pages.page_size, ids=ids)
                 row = key_block(gl.maximum(num_blocks - 2 - n, 0), block_range, META)[0]
                 ids = page_ids(tile.b, row, len_kv, args.pages, META)
-                load_key_pages(of.k, tiles.k, steps.k, block, n_block, barriers, META)
+                load_key_pages(descriptors.k, tiles.k, steps.k, block, n_block, barriers, META)
                 if not META.IS_LATENT:
-                    load_value_pages(of.v, tiles.v, steps.v, block, n_block, barriers, META)
+                    load_value_pages(descriptors.v, tiles.v, steps.v, block, n_block, barriers, META)
             else:
                 row = key_block(num_blocks - 1 - n, block_range, META)[0]
                 stage = n_block % STAGES
                 origin = origin_of(steps.k, sequence.start_kv, h_kv, tile.b)
-                load_keys(of.k, tiles.k, LoadedRows(origin=origin, first=row, length=len_kv), n_block, barriers, META)
+                load_keys(descriptors.k, tiles.k, LoadedRows(origin=origin, first=row, length=len_kv), n_block, barriers, META)
                 if not META.IS_LATENT:
                     wait_empty(barriers.v_empty, n_block, STAGES)
-                    mbarrier.expect(barriers.v_full.index(stage), of.v.block_type.nbytes)
+                    mbarrier.expect(barriers.v_full.index(stage), descriptors.v.block_type.nbytes)
                     origin = origin_of(steps.v, sequence.start_kv, h_kv, tile.b)
-                    load_rows(of.v, origin.token, len_kv, row, origin.head, 0, barriers.v_full.index(stage), tiles.v.index(stage))
+                    load_rows(
+                        descriptors.v, origin.token, len_kv, row, origin.head, 0, barriers.v_full.index(stage), tiles.v.index(stage)
+                    )
             n_block += 1
         if META.IS_PLANNED:
             t = following
@@ -119,7 +121,7 @@ def load_partition(args: Arguments, buffers: Buffers, META: gl.constexpr):
             t = amount
         elif DRAWS_EARLY:
             t = drawn + gl.num_programs(0)
-        else:  # not before this tile is loaded: what a program has drawn no other takes, however long it is busy
+        else:  # after the loads of this tile: no other program takes a tile that a program has drawn, however long that is busy
             t = gl.atomic_add(args.work.table_ptr, 1, sem="relaxed") + gl.num_programs(0)
         n_tile += 1
     broadcast_end(n_tile, barriers, META)

@@ -1,4 +1,4 @@
-"""Rows of a consumer of the forward for sm_90: their scores in sight, what their sums begin with, and where their results go."""
+"""Rows of a consumer of the forward for sm_90: visible scores, initial values of sums, and the storing of results."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from flexattn.kernels_triton.hopper.softmax import for_threads
 
 
 class Invariants(NamedTuple):
-    """Values that are the same for all blocks of keys that a consumer's queries see."""
+    """Values that are constant for all key blocks that a consumer's queries see."""
 
     num_blocks: Any
-    block_range: Any  # what `key_block` finds them by
+    block_range: Any  # argument of `key_block`
     m_start: Any  # the first of the consumer's queries
     rows: Any
     block_columns: Any
@@ -48,7 +48,7 @@ class Invariants(NamedTuple):
 
 @gluon.jit
 def _mask(s, rows, columns, column, m_start, band: SequenceBand, META: gl.constexpr):
-    # Hides by the band and the sequence's end; a scalar branch, so that blocks which neither cuts do not pay for it.
+    # Masks by the band and the sequence's end; a scalar branch, so that blocks which neither cuts do not pay for it.
     QUERIES: gl.constexpr = META.BLOCK_M // META.CONSUMERS // META.GROUP
     is_cut = column + META.BLOCK_N > band.len_kv
     if META.HAS_RIGHT:
@@ -62,7 +62,7 @@ def _mask(s, rows, columns, column, m_start, band: SequenceBand, META: gl.conste
 
 @gluon.jit
 def visible_scores(qk, column, is_full, same: Invariants, IS_CUT: gl.constexpr, MODS: gl.constexpr, META: gl.constexpr):
-    # (scores of the products with the block of keys at `column`, -inf where hidden; their factor in the exponent)
+    # Returns (scores of the products with the key block at `column`, -inf if hidden; their factor in the exponent)
     columns = column + same.block_columns
     i, j = same.rows[:, None], columns[None, :]
     s, factor, _cap_tanh, _score = logits(qk, i, j, same.scale, same.head, MODS, META)
@@ -80,25 +80,25 @@ def visible_scores(qk, column, is_full, same: Invariants, IS_CUT: gl.constexpr, 
 
 @gluon.jit
 def rows_and_heads(m_start, h, len_q, LAYOUT: gl.constexpr, META: gl.constexpr):
-    # (query, head) of each row of a consumer whose first query is m_start; the heads are one number where there is one
+    # Returns (query, head) of each row of a consumer whose first query is m_start; the heads are one number if there is only one
     GROUP: gl.constexpr = META.GROUP
     ROWS: gl.constexpr = META.BLOCK_M // META.CONSUMERS
     rows = m_start + gl.arange(0, ROWS, layout=LAYOUT)
     if GROUP > 1:
         in_tile = gl.arange(0, ROWS, layout=LAYOUT)
         rows = m_start + in_tile // GROUP
-        own_head = in_tile % GROUP
-        if META.HEADS < GROUP:  # rows of no head are as those past the sequence's end
-            rows = gl.where(own_head < META.HEADS, rows, len_q)
-            own_head = gl.minimum(own_head, META.HEADS - 1)
-        return rows, h + own_head
+        head_in_tile = in_tile % GROUP
+        if META.HEADS < GROUP:  # rows of no head count as rows past the sequence's end
+            rows = gl.where(head_in_tile < META.HEADS, rows, len_q)
+            head_in_tile = gl.minimum(head_in_tile, META.HEADS - 1)
+        return rows, h + head_in_tile
     else:
         return rows, h
 
 
 @gluon.jit
 def sink_of_rows(tile: WorkTile, h_of_rows, args: Arguments, META: gl.constexpr):
-    # The sink's logit, in units of log2 unless logits are unbounded; of split keys the first part's
+    # Returns the sink's logit, in units of log2 unless logits are unbounded; only the first split has it
     sink = 0.0
     if META.HAS_OFFSET:
         sink = gl.load(args.softmax_offset_ptr + h_of_rows).to(gl.float32) * (1.0 if META.IS_UNBOUNDED else LOG2E)
@@ -116,13 +116,13 @@ def sums_with_sink(row_max, row_sum, sink):
 
 @gluon.jit
 def report_max_logit(row_max, rows, h_of_rows, len_q, args: Arguments, META: gl.constexpr):
-    of_head = args.results.max_logit_ptr + (gl.zeros_like(rows) + h_of_rows)
-    gl.atomic_max(of_head, row_max * (1.0 if META.IS_UNBOUNDED else LN2), mask=rows < len_q, sem="relaxed")
+    head_pointers = args.results.max_logit_ptr + (gl.zeros_like(rows) + h_of_rows)
+    gl.atomic_max(head_pointers, row_max * (1.0 if META.IS_UNBOUNDED else LN2), mask=rows < len_q, sem="relaxed")
 
 
 @gluon.jit
 def sums_with_sink_behind(row_max, row_sum, sink, META: gl.constexpr):
-    # The same of rows whose sink is added last, as their maximum is reported without it; and the correction factor of their sums
+    # Adds the sink to rows whose maximum was reported without it; also returns the correction factor of their sums
     seen = row_max
     row_max = gl.maximum(row_max, sink)
     if META.IS_UNBOUNDED:
@@ -139,16 +139,16 @@ def sums_with_sink_behind(row_max, row_sum, sink, META: gl.constexpr):
 
 @gluon.jit
 def statistics_row(received: ReceivedTile, CONSUMER: gl.constexpr, rows, h_of_rows, args: Arguments, META: gl.constexpr):
-    # The place of a sequence's first query, of each row's head, in lse or in a part
+    # Returns the index of a sequence's first query, for each row's head, in lse or in a part
     num_heads = args.work.num_heads
     num_tokens_q = args.lengths_q.num_tokens
     batch = args.lengths_q.batch
     tile = received.tile
     lse_row = (h_of_rows if META.IS_RAGGED_Q else tile.b * num_heads + h_of_rows).to(gl.int64) * num_tokens_q + received.start_q
-    if META.IS_PLANNED:  # to which `rows` are added
+    if META.IS_PLANNED:  # `rows` are added to it
         ROWS: gl.constexpr = META.BLOCK_M // META.CONSUMERS
-        own_row = CONSUMER * ROWS + gl.arange(0, ROWS, layout=rows.type.layout)
-        part_row_of_rows = first_row_of_part(args.plan, tile.part) + own_row - rows
+        row_in_tile = CONSUMER * ROWS + gl.arange(0, ROWS, layout=rows.type.layout)
+        part_row_of_rows = first_row_of_part(args.plan, tile.part) + row_in_tile - rows
         lse_row = gl.where(received.is_whole, lse_row, part_row_of_rows)
     elif META.IS_SPLIT:
         lse_row = lse_row + part_row(tile.split, batch, num_heads, num_tokens_q, META)
@@ -180,7 +180,7 @@ def store_lse(row_max, row_sum_or_1, lse_row, rows, received: ReceivedTile, args
 
 @gluon.jit
 def _store_part(acc, COLUMN: gl.constexpr, lse_row, rows, len_q, args: Arguments, META: gl.constexpr):
-    # In fp32, for which there is no room in shared memory; few of the rows are queries.
+    # Stored in fp32, for which shared memory has no room; few of the rows are queries.
     OUT: gl.constexpr = acc.type.layout
     part_rows = gl.convert_layout((lse_row + rows) * META.V0, gl.SliceLayout(1, OUT))[:, None]
     is_query = gl.convert_layout(rows < len_q, gl.SliceLayout(1, OUT))[:, None]
@@ -190,7 +190,7 @@ def _store_part(acc, COLUMN: gl.constexpr, lse_row, rows, len_q, args: Arguments
 
 @gluon.jit
 def store_out_rows(acc, COLUMN: gl.constexpr, received: ReceivedTile, rows, h_of_rows, args: Arguments, META: gl.constexpr):
-    # The columns of out from COLUMN on from registers, each row with a token and a head of its own
+    # Stores the columns of out from COLUMN on from registers; each row has its own token and head
     LAYOUT: gl.constexpr = acc.type.layout
     ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     out = args.results.out
@@ -205,7 +205,7 @@ def store_out_rows(acc, COLUMN: gl.constexpr, received: ReceivedTile, rows, h_of
 def store_split_rows(
     acc, COLUMN: gl.constexpr, received: ReceivedTile, lse_row, rows, h_of_rows, args: Arguments, META: gl.constexpr
 ):
-    # The part of a split, or out of a tile that is not cut
+    # Stores the part of a split, or out of a tile that is not cut
     if META.IS_PLANNED:
         if received.is_whole:
             store_out_rows(acc, COLUMN, received, rows, h_of_rows, args, META)

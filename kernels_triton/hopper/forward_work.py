@@ -1,4 +1,4 @@
-"""Work tiles of the forward for sm_90: which a program computes, which blocks of keys one sees, and which of these need no mask."""
+"""Work tiles of the forward for sm_90: the tile of a program, the key blocks that a tile sees, and those that need no mask."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from flexattn.kernels_triton.hopper.tile_scheduler import (
     work_tile,
 )
 
-_FEWEST = gl.constexpr(4)  # blocks of keys that are worth a loop of their own: before it and after it a product runs alone
+_FEWEST = gl.constexpr(4)  # minimum key blocks for a separate loop: no other product overlaps its first and last product
 
 
 class WorkTile(NamedTuple):
     first_row: Any
     h: Any  # the first of HEADS heads
     b: Any
-    split: Any  # its number; with a plan its first block of keys
-    split_end: Any  # with a plan, the end of its blocks, and the number of its part
+    split: Any  # number of the split; with a plan, its first key block
+    split_end: Any  # with a plan, the end of its key blocks, and the number of its part
     part: Any
 
 
@@ -43,14 +43,14 @@ class Span(NamedTuple):
 
 
 class ReceivedTile(NamedTuple):
-    """A work tile as a consumer knows it."""
+    """A work tile with the properties that a consumer needs."""
 
     tile: WorkTile
     start_q: Any
     band: SequenceBand
-    num_blocks: Any  # blocks of keys that some of its queries see, of which a split has some
+    num_blocks: Any  # key blocks of the tile, or of its split, that some of its queries see
     block_range: Any
-    is_whole: Any  # with a plan, whether no other program has blocks of this tile
+    is_whole: Any  # with a plan, whether no other program has key blocks of this tile
 
 
 @gluon.jit
@@ -74,7 +74,7 @@ def tile_of_work(t, amount, args: Arguments, META: gl.constexpr):
 
 @gluon.jit
 def planned_tile(t, end, entry, args: Arguments, META: gl.constexpr):
-    # (work tile at block t of all blocks of keys, its entry in the plan)
+    # Returns (work tile at block t of the key blocks of all work tiles, its entry in the plan)
     plan = args.plan
     piece = piece_at(plan, gl.program_id(0), t, end, entry)
     tile = WorkTile(
@@ -90,7 +90,7 @@ def planned_tile(t, end, entry, args: Arguments, META: gl.constexpr):
 
 @gluon.jit
 def _seen_blocks(tile: WorkTile, cut, band: SequenceBand, args: Arguments, META: gl.constexpr):
-    # (number of blocks, block range) of all keys of a tile. cut: of a block mask, `cut_key_lists`
+    # Returns (number of blocks, block range) of all keys of a tile. cut: with a block mask, the result of `cut_key_lists`
     if META.BLOCK_SIZE_Q > 0:
         return blocks_by_lists(cut, tile.first_row, tile.b, tile.h, args.lists, META)
     else:
@@ -100,10 +100,10 @@ def _seen_blocks(tile: WorkTile, cut, band: SequenceBand, args: Arguments, META:
 
 @gluon.jit
 def blocks_of_tile(tile: WorkTile, cut, band: SequenceBand, args: Arguments, META: gl.constexpr):
-    # The same of a tile's split, where there are splits
+    # Returns (number of blocks, block range) of a tile's split, or of all its keys if they are not split
     num_blocks, block_range = _seen_blocks(tile, cut, band, args, META)
     if META.IS_PLANNED:
-        end = gl.minimum(tile.split_end, num_blocks)  # the plan has one where there is none
+        end = gl.minimum(tile.split_end, num_blocks)  # the plan has one block even if the tile sees none
         first = gl.minimum(tile.split, end)
         num_blocks, block_range = end - first, block_range + first
     elif META.IS_SPLIT:
@@ -113,17 +113,18 @@ def blocks_of_tile(tile: WorkTile, cut, band: SequenceBand, args: Arguments, MET
 
 @gluon.jit
 def unmasked_blocks(m_start, QUERIES: gl.constexpr, num_blocks, block_range, band: SequenceBand, META: gl.constexpr):
-    # The blocks of keys, of those of QUERIES from m_start on, of which the last come first, from which no edge or block mask hides
-    # anything, but the first of all; up to 0 if they are few, others follow, and there is a loop for these.
+    # Returns the iterations [begin, end) over key blocks that need no mask for queries [m_start, m_start + QUERIES). Iterations run
+    # from the last key block down, and the first one is always masked. end = 0 if there are too few of these blocks for a separate
+    # loop.
     begin = 1
     end = num_blocks
-    right_end = band.len_kv  # what all queries see ends here, and begins at left_end
+    right_end = band.len_kv  # keys from left_end to right_end are visible to all queries
     left_end = 0
     if META.HAS_RIGHT:
         right_end = gl.minimum(band.len_kv, m_start + band.shift + 1 + band.right)
     if META.HAS_LEFT:
         left_end = gl.maximum(m_start + band.shift + QUERIES - 1 - band.left, 0)
-    if META.BLOCK_SIZE_Q > 0:  # the full ones come first
+    if META.BLOCK_SIZE_Q > 0:  # the full blocks come first in memory order
         end = gl.maximum(num_blocks - gl.maximum(block_range.num_masked, 0) * (META.BLOCK_SIZE_KV // META.BLOCK_N), 1)
         while (begin < end) & (key_block(gl.maximum(num_blocks - 1 - begin, 0), block_range, META)[0] + META.BLOCK_N > right_end):
             begin += 1
@@ -143,7 +144,7 @@ def unmasked_blocks(m_start, QUERIES: gl.constexpr, num_blocks, block_range, ban
 
 @gluon.jit
 def received_tile(numbers, args: Arguments, META: gl.constexpr):
-    # The work tile of the numbers that the loader has broadcast
+    # Returns the work tile of a tile message from the loader
     split_end, part = 0, 0
     if META.IS_PLANNED:
         split_end, part = numbers[7:9]

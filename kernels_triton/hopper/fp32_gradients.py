@@ -1,4 +1,4 @@
-"""Gradients in fp32, for sums over calls: from registers to global memory, where those in 16 bits leave by the copy engine."""
+"""Gradients in fp32, for sums over calls: stored from registers to global memory; 16-bit gradients leave by the copy engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from flexattn.kernels_triton.hopper.backward_blocks import Block
 from flexattn.kernels_triton.runtime.entry import WidePointer
 
-_UNIT = gl.constexpr(4)  # elements: 16 bytes, as `descriptor_error` asks of strides too
+_UNIT = gl.constexpr(4)  # elements: 16 bytes, which `descriptor_error` also requires of strides
 
 
 class Fp32Rows(NamedTuple):
@@ -26,7 +26,7 @@ class Fp32Rows(NamedTuple):
 
 
 def fp32_rows(gradient: Tensor) -> Fp32Rows | None:
-    """Returns a gradient as `store_fp32` takes it; None for one in 16 bits."""
+    """Returns a gradient as an argument of `store_fp32`; None for a 16-bit one."""
     if gradient.dtype is not torch.float32:
         return None
     stride_b, stride_s, stride_h = (stride // _UNIT.value for stride in (0, *gradient.stride())[-4:-1])
@@ -36,20 +36,21 @@ def fp32_rows(gradient: Tensor) -> Fp32Rows | None:
 
 
 @gluon.jit
-def store_fp32(to: Fp32Rows, tile, b, h, start, length, row, COLUMN: gl.constexpr):
-    # Rows row .. of the sequence that begins at token `start`; what is past row `length`, or past the head dim, is not written.
+def store_fp32(target: Fp32Rows, tile, b, h, start, length, row, COLUMN: gl.constexpr):
+    # Stores rows from `row` on of the sequence that begins at token `start`, without rows from `length` on and columns past the
+    # head dim.
     LAYOUT: gl.constexpr = tile.type.layout
     rows = row + gl.arange(0, tile.shape[0], layout=gl.SliceLayout(1, LAYOUT))
     columns = COLUMN + gl.arange(0, tile.shape[1], layout=gl.SliceLayout(0, LAYOUT))
-    first = gl.to_tensor(b).to(gl.int64) * to.stride_b + gl.to_tensor(h).to(gl.int64) * to.stride_h
-    first += gl.to_tensor(start).to(gl.int64) * to.stride_s
-    offsets = (first + rows.to(gl.int64) * to.stride_s) * _UNIT
-    inside = (rows < length)[:, None] & (columns < to.head_dim * _UNIT)[None, :]
-    gl.store(to.ptr + (offsets[:, None] + columns[None, :]), tile, mask=inside)
+    first = gl.to_tensor(b).to(gl.int64) * target.stride_b + gl.to_tensor(h).to(gl.int64) * target.stride_h
+    first += gl.to_tensor(start).to(gl.int64) * target.stride_s
+    offsets = (first + rows.to(gl.int64) * target.stride_s) * _UNIT
+    inside = (rows < length)[:, None] & (columns < target.head_dim * _UNIT)[None, :]
+    gl.store(target.ptr + (offsets[:, None] + columns[None, :]), tile, mask=inside)
 
 
 @gluon.jit
-def store_key_gradient(to: Fp32Rows, tile, block: Block, ROW: gl.constexpr, COLUMN: gl.constexpr):
-    # dk or dv of a block of keys, from its ROW-th on
+def store_key_gradient(target: Fp32Rows, tile, block: Block, ROW: gl.constexpr, COLUMN: gl.constexpr):
+    # Stores dk or dv of a block of keys, from its ROW-th on
     sequence = block.sequence
-    store_fp32(to, tile, block.b, block.h_kv, sequence.start_kv, sequence.len_kv, block.first_row + ROW, COLUMN)
+    store_fp32(target, tile, block.b, block.h_kv, sequence.start_kv, sequence.len_kv, block.first_row + ROW, COLUMN)

@@ -1,9 +1,9 @@
-"""Parts that the FP8 kernels for Hopper (sm_90) share: operands with their scales, transposed tiles, fp8 tiles packed by four.
+"""Shared parts of the FP8 kernels for Hopper (sm_90): operands with their scales, transposed tiles, fp8 tiles packed by four.
 
-FP8 wgmma reads both operands along the dim that is summed over, so what a product with p or ds needs comes transposed: tiles of
-`BLOCK` tokens of one head, [d, BLOCK], which `quantize` writes. A tile has its tokens in an order of its own, in each
-group of 16 the tokens 2t, 2t + 1, 8 + 2t, 9 + 2t for t = 0 .. 3: so the accumulator of one product, packed by four, is the operand
-of the next as it stands, without a shuffle.
+FP8 wgmma reads both operands along the summed dim, so the operand of a product with p or ds must be transposed: tiles of `BLOCK`
+tokens of one head, [d, BLOCK], which `quantize` writes. A tile has a special order of tokens: in each group of 16, the tokens 2t,
+2t + 1, 8 + 2t, 9 + 2t for t = 0 .. 3. So the accumulator of one product, packed by four, is the operand of the next product without
+a shuffle.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.hopper.descriptors import FP8_DTYPES
 
 BLOCK = gl.constexpr(128)
-"""Tokens of a transposed tile. What is past a sequence's end is 0 there."""
+"""Tokens of a transposed tile. Tokens past a sequence's end are 0."""
 
 P_SHIFT = gl.constexpr(8.0)
-"""p is scaled by 2 to this power: at most 256, it uses the range of e4m3, whose largest is 448 and smallest 2**-9."""
+"""p is scaled by 2 to this power: at most 256, it uses the range of E4M3 (maximum 448, minimum 2**-9)."""
 P_SCALE = gl.constexpr(2.0**P_SHIFT.value)
 
 
 class Descale(NamedTuple):
-    """A `Scale` as the kernels take it."""
+    """A `Scale` as a kernel argument."""
 
     ptr: Any
     stride_b: int
@@ -41,10 +41,10 @@ class Descale(NamedTuple):
 
 
 class Scale(NamedTuple):
-    """The numbers that a tensor in FP8 is to be multiplied with: x is about x8 * descale."""
+    """Dequantisation factors of a tensor in FP8: x is about x8 * descale."""
 
-    descale: Tensor  # fp32 [b, h, blocks], positive; h are that tensor's heads; a dim along which it does not vary may be 1
-    block_rows: int = 0  # tokens of a block, counted within each sequence; 0: one block for all
+    descale: Tensor  # fp32 [b, h, blocks], positive; h are that tensor's heads; a dim in which it is constant may be 1
+    block_rows: int = 0  # tokens of a block, counted within each sequence; 0: one block
 
     @property
     def is_blockwise(self) -> bool:
@@ -74,13 +74,13 @@ class BackwardDescales(NamedTuple):
 
 @gluon.jit
 def allocate_factors(STAGES: gl.constexpr):
-    # Two factors for each stage: of the scores and of dp of the block in it
+    # Two factors for each stage: for the scores and for dp of its block
     return gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @gluon.jit
 def write_factor(factors, index, factor):
-    # All lanes write what the arrival of the first one publishes.
+    # All lanes write the value, and the first lane's arrival publishes it.
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     factors.index(index).store(gl.full([1], factor, gl.float32, layout=LANES))
 
@@ -98,7 +98,7 @@ def read_factor(factors, index, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def score_factor(factors, stage, COLUMNS: gl.constexpr, META: gl.constexpr):
-    # The descales of the scores in a stage, and for `IS_PLAIN` their scale in units of log2; of 16-bit operands nothing is read.
+    # Returns the descales of the scores in a stage, with `IS_PLAIN` times their scale in units of log2; 1 for 16-bit operands.
     if META.IS_FP8:
         return read_factor(factors, 2 * stage, COLUMNS)
     else:
@@ -107,7 +107,7 @@ def score_factor(factors, stage, COLUMNS: gl.constexpr, META: gl.constexpr):
 
 @gluon.jit
 def dp_factor_of(factors, stage, COLUMNS: gl.constexpr, META: gl.constexpr):
-    # The descales of dp in a stage
+    # Returns the descales of dp in a stage; 1 for 16-bit operands
     if META.IS_FP8:
         return read_factor(factors, 2 * stage + 1, COLUMNS)
     else:
@@ -116,7 +116,7 @@ def dp_factor_of(factors, stage, COLUMNS: gl.constexpr, META: gl.constexpr):
 
 @gluon.jit
 def product_logits(product, i, j, head: Head, scale, s_factor, MODS: gl.constexpr, META: gl.constexpr):
-    # `logits` of a product of 16-bit numbers, or of FP8 numbers with their `score_factor`
+    # Returns `logits` of a product of 16-bit numbers, or of FP8 numbers with their `score_factor`
     if META.IS_FP8 and not META.IS_PLAIN:
         product = product * s_factor
     s, factor, cap_tanh, score = logits(product, i, j, scale, head, MODS, META)
@@ -126,12 +126,14 @@ def product_logits(product, i, j, head: Head, scale, s_factor, MODS: gl.constexp
 
 
 def scales_of(problem: Problem) -> tuple[Scale, ...]:
-    """Returns the scales of q, k, v and dout, as far as the problem knows them."""
+    """Returns the scales of q, k, v and dout that the problem has."""
     return tuple(Scale(descale, problem.scale_rows) for descale in problem.descales)
 
 
 def scale_error(name: str, scale: Scale, problem: Problem, heads: int, multiple: int) -> str | None:
-    """Returns why the kernels do not take a tensor's scale; None: they do. multiple: of rows, that its blocks must be."""
+    """Returns the reason if the kernels do not support a tensor's scale; None: they do. multiple: required divisor of its blocks'
+    rows.
+    """
     shape = scale.descale.shape
     if scale.descale.dtype is not torch.float32 or len(shape) != 3:
         dtype = str(scale.descale.dtype).removeprefix("torch.")
@@ -144,17 +146,17 @@ def scale_error(name: str, scale: Scale, problem: Problem, heads: int, multiple:
 
 
 def transposed_blocks(batch: int, num_tokens: int, is_ragged: bool) -> int:
-    """Number of transposed tiles of one head: those of a sequence begin at tile place // BLOCK + b, or b * cdiv(s, BLOCK)."""
+    """Returns the number of transposed tiles of one head. A sequence begins at tile place // BLOCK + b, or b * cdiv(s, BLOCK)."""
     return num_tokens // BLOCK.value + batch if is_ragged else batch * triton.cdiv(num_tokens, BLOCK.value)
 
 
 def empty_transposed(x: Tensor, batch: int, dtype: torch.dtype) -> Tensor:
-    """[h, blocks, d, BLOCK] for x, [b, s, h, d] or [total, h, d] with so many sequences."""
+    """Returns memory [h, blocks, d, BLOCK] for x, [b, s, h, d] or [total, h, d] with `batch` sequences."""
     return x.new_empty((x.shape[-2], transposed_blocks(batch, x.shape[-3], x.dim() == 3), x.shape[-1], BLOCK.value), dtype=dtype)
 
 
 def transposed_descriptor(x: Tensor, width: int, tokens: int) -> TensorDescriptor:
-    """Tiles of `width` columns of the head dim and `tokens` tokens of a transposed x, [h, blocks, d, BLOCK]."""
+    """Returns tiles of `width` columns of the head dim and `tokens` tokens of a transposed x, [h, blocks, d, BLOCK]."""
     heads, blocks, head_dim, _ = x.shape
     block = [1, width, tokens]
     layout = gl.NVMMASharedLayout.get_default_for(block, FP8_DTYPES[x.dtype])
@@ -172,18 +174,18 @@ def first_transposed_block(b, place, num_tokens, IS_RAGGED: gl.constexpr):
 
 @gluon.jit
 def load_descale(scale: Descale, b, h, row):
-    # The descale of the block that `row` is in; a tile of descales for a tile of rows.
+    # Returns the descale of the block that contains `row`; a tile of descales for a tile of rows.
     return gl.load(scale.ptr + b * scale.stride_b + h * scale.stride_h + row // scale.block_rows * scale.stride_block)
 
 
 @gluon.jit
 def compute_here(x):
-    # A use of fp32 x, so that it is not put off till after the next product, for which its operands' registers would be kept.
+    # Uses fp32 x, so that its computation is not delayed until after the next product, which would keep its operands' registers.
     gl.inline_asm_elementwise("mov.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)
 
 
 def quads_assembly(to: str) -> str:
-    """PTX that makes "e4m3" or "e5m2" of four fp32 numbers, the first lowest; what is too large saturates."""
+    """Returns PTX that packs four fp32 numbers as "e4m3" or "e5m2", the first lowest; too large numbers saturate."""
     cvt = f"cvt.rn.satfinite.{to}x2.f32"
     return "{ .reg .b16 a, b; " + f"{cvt} a, $2, $1; {cvt} b, $4, $3; " + "mov.b32 $0, {a, b}; }"
 
@@ -192,7 +194,7 @@ _E4M3 = gl.constexpr(quads_assembly("e4m3"))
 _E5M2 = gl.constexpr(quads_assembly("e5m2"))
 
 
-# fp32 [ROWS, COLUMNS] -> int32 [ROWS, COLUMNS // 4], four fp8 each, in the order of the transposed tiles' tokens.
+# Packs fp32 [ROWS, COLUMNS] to int32 [ROWS, COLUMNS // 4], four fp8 each, in the token order of the transposed tiles.
 @gluon.jit
 def pack_quads(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr, DTYPE: gl.constexpr):
     x = gl.permute(gl.reshape(x, [ROWS, COLUMNS // 16, 2, 4, 2]), [0, 1, 3, 2, 4])

@@ -1,8 +1,8 @@
-"""Backward attention in FP8 on Hopper (sm_90) in Gluon: `backward` with scores and dp from FP8 operands.
+"""FP8 backward attention on Hopper (sm_90) in Gluon: `backward` with scores and dp from FP8 operands.
 
-As in `fp8_backward_fused` the products with p and ds are 16-bit, for the reasons that are given there, and q, k and dout are read
-in both forms. One kernel for dq, one for dk and dv, each bitwise repeatable, for head dims up to 256. FP8 tiles are released
-once dp is there, 16-bit tiles at the end of an iteration, so that each has stages of its own.
+The products with p and ds are 16-bit, and q, k and dout are read in both forms, for the reasons in `fp8_backward_fused`. One kernel
+computes dq and one dk and dv, each bitwise repeatable, for head dims up to 256. FP8 tiles are released once dp is complete, and
+16-bit tiles at the end of an iteration, so each form has its own stages.
 """
 
 from __future__ import annotations
@@ -87,16 +87,16 @@ from flexattn.kernels_triton.runtime.launch import Tile, hopper_kernel, launch
 
 
 class Fp8BackwardTile(NamedTuple):
-    """A row for the FP8 backward on sm_90 in two kernels, as `HopperBackwardTile`; no other was timed."""
+    """A row for the FP8 two-kernel backward on sm_90, like `HopperBackwardTile`; no other row was timed."""
 
     head_dim_qk: int
     head_dim_v: int
-    block_n: int  # keys that dq takes at a time
+    block_n: int  # keys of an iteration of dq
     dq_stages: tuple[int, int]  # in shared memory: of k and v in FP8, and of k in 16 bits
-    block_m: int  # queries that dk and dv take at a time
-    # Stages of q and dout in FP8, then in 16 bits of dout and of q; the last two differ only where columns are split.
+    block_m: int  # queries of an iteration of dk and dv
+    # Stages of q and dout in FP8, then of dout and of q in 16 bits; the last two differ only if columns are split.
     dkdv_stages: tuple[int, int, int]
-    splits_columns: bool  # the warpgroups split columns of dk and dv: 64 keys a program instead of 128
+    splits_columns: bool  # the warpgroups split columns of dk and dv: a program has 64 keys instead of 128
 
     @property
     def keys(self) -> int:
@@ -104,39 +104,41 @@ class Fp8BackwardTile(NamedTuple):
         return 64 if self.splits_columns else 128
 
 
-# With 128 keys, or at head dim 128 with 64 queries, modified scores would lack registers, and a block mask may have fewer.
+# With 128 keys, or at head dim 128 with 64 queries, modified scores would lack registers, and a block mask may have smaller blocks.
 FP8_BACKWARD = (
     Fp8BackwardTile(64, 64, 128, (2, 2), 64, (2, 2, 2), False),
     Fp8BackwardTile(64, 64, 64, (2, 2), 64, (2, 2, 2), False),
     Fp8BackwardTile(128, 128, 128, (2, 2), 64, (2, 2, 2), False),
     Fp8BackwardTile(128, 128, 64, (2, 2), 32, (2, 2, 2), False),
     Fp8BackwardTile(192, 128, 64, (2, 2), 32, (2, 2, 2), False),
-    # q in 16 bits has most of an iteration to come in: of all four its second stage is missed least.
+    # q in 16 bits has most of an iteration to be loaded, so one stage costs least for it.
     Fp8BackwardTile(256, 256, 64, (2, 2), 64, (2, 2, 1), True),
 )
 
 
 @gluon.jit
 def _clipped_descale(scale: Descale, b, h, row, length):
-    # A listed block, and a program's own rows, may lie past the end.
+    # A listed block, and a program's own rows, may be past the end.
     return load_descale(scale, b, h, gl.maximum(gl.minimum(row, length - 1), 0))
 
 
 @gluon.jit
 def _dq_load(buffers: DqBuffers, block: Block, args: DqArguments, origins: DqOrigins, META: gl.constexpr):
     tiles, barriers = buffers.tiles, buffers.barriers
-    of = args.descriptors
+    descriptors = args.descriptors
     first_row, b, h, h_kv = block.first_row, block.b, block.h, block.h_kv
     len_q, len_kv = block.sequence.len_q, block.sequence.len_kv
-    Q_BYTES: gl.constexpr = pair_bytes(of.q.first.block_type.nbytes, of.q.second.block_type.nbytes, META.QK1)
-    K_BYTES: gl.constexpr = pair_bytes(of.k.first.block_type.nbytes, of.k.second.block_type.nbytes, META.QK1)
-    K16_BYTES: gl.constexpr = pair_bytes(of.k16.first.block_type.nbytes, of.k16.second.block_type.nbytes, META.QK1)
+    Q_BYTES: gl.constexpr = pair_bytes(descriptors.q.first.block_type.nbytes, descriptors.q.second.block_type.nbytes, META.QK1)
+    K_BYTES: gl.constexpr = pair_bytes(descriptors.k.first.block_type.nbytes, descriptors.k.second.block_type.nbytes, META.QK1)
+    K16_BYTES: gl.constexpr = pair_bytes(
+        descriptors.k16.first.block_type.nbytes, descriptors.k16.second.block_type.nbytes, META.QK1
+    )
     full = barriers.q_full.index(0)
-    mbarrier.expect(full, 2 * (Q_BYTES + of.dout.block_type.nbytes))
+    mbarrier.expect(full, 2 * (Q_BYTES + descriptors.dout.block_type.nbytes))
     for consumer in gl.static_range(2):
         row = first_row + consumer * ROWS
-        load_pair(of.q, origins.q, len_q, row, full, tiles.q, consumer, META)
-        load_rows(of.dout, origins.dout.token, len_q, row, origins.dout.head, 0, full, tiles.dout.index(consumer))
+        load_pair(descriptors.q, origins.q, len_q, row, full, tiles.q, consumer, META)
+        load_rows(descriptors.dout, origins.dout.token, len_q, row, origins.dout.head, 0, full, tiles.dout.index(consumer))
     s_factor = _clipped_descale(args.descales.q, b, h, first_row, len_q)
     dp_factor = _clipped_descale(args.descales.dout, b, h, first_row, len_q)
     if META.IS_PLAIN:
@@ -149,17 +151,17 @@ def _dq_load(buffers: DqBuffers, block: Block, args: DqArguments, origins: DqOri
         full = barriers.full8.index(stage)
         wait_empty(barriers.empty8, n_block, META.STAGES_SCORES)
         write_factors(tiles.factors, stage, s_factor * descale_k, dp_factor * descale_v)
-        mbarrier.expect(full, K_BYTES + of.v.block_type.nbytes)
-        load_pair(of.k, origins.k, len_kv, row, full, tiles.k, stage, META)
-        load_rows(of.v, origins.v.token, len_kv, row, origins.v.head, 0, full, tiles.v.index(stage))
+        mbarrier.expect(full, K_BYTES + descriptors.v.block_type.nbytes)
+        load_pair(descriptors.k, origins.k, len_kv, row, full, tiles.k, stage, META)
+        load_rows(descriptors.v, origins.v.token, len_kv, row, origins.v.head, 0, full, tiles.v.index(stage))
         stage = n_block % META.STAGES_DS
         wait_empty(barriers.empty16, n_block, META.STAGES_DS)
         mbarrier.expect(barriers.full16.index(stage), K16_BYTES)
-        load_pair(of.k16, origins.k16, len_kv, row, barriers.full16.index(stage), tiles.k16, stage, META)
+        load_pair(descriptors.k16, origins.k16, len_kv, row, barriers.full16.index(stage), tiles.k16, stage, META)
     mbarrier.wait(barriers.dq_full.index(0), 0)
     if args.dq32.ptr is None:
         for consumer in gl.static_range(2):
-            store_pair(of.dq, origins.dq, len_q, first_row + consumer * ROWS, tiles.dq, consumer, META)
+            store_pair(descriptors.dq, origins.dq, len_q, first_row + consumer * ROWS, tiles.dq, consumer, META)
     tma.store_wait(0)
 
 
@@ -176,7 +178,7 @@ def _dq_compute(
 ):
     tiles, barriers = buffers.tiles, buffers.barriers
     operands = DqOperands(q=tiles.q, dout=tiles.dout, k=tiles.k, v=tiles.v, k16=tiles.k16, dq=tiles.dq, factors=tiles.factors)
-    of_consumer = DqConsumerBarriers(
+    consumer_barriers = DqConsumerBarriers(
         q_full=barriers.q_full,
         scores_full=barriers.full8,
         dp_full=None,
@@ -185,28 +187,28 @@ def _dq_compute(
         ds_empty=barriers.empty16,
         dq_full=barriers.dq_full,
     )
-    own = DqRows(head=head, statistics_ptr=statistics_ptr)
-    consume_dq(args, operands, of_consumer, block, own, CONSUMER, MODS, META)
+    rows = DqRows(head=head, statistics_ptr=statistics_ptr)
+    consume_dq(args, operands, consumer_barriers, block, rows, CONSUMER, MODS, META)
 
 
 @hopper_kernel
 def _attn_bwd_dq_fp8_hopper_kernel(args: DqArguments, MODS: gl.constexpr, META: gl.constexpr):
     STAGES: gl.constexpr = META.STAGES_SCORES
     STAGES16: gl.constexpr = META.STAGES_DS
-    of, steps = args.descriptors, args.steps
-    q_tiles = allocate_pair(2, of.q, META)
-    k_tiles = allocate_pair(STAGES, of.k, META)
-    k16_tiles = allocate_pair(STAGES16, of.k16, META)
+    descriptors, steps = args.descriptors, args.steps
+    q_tiles = allocate_pair(2, descriptors.q, META)
+    k_tiles = allocate_pair(STAGES, descriptors.k, META)
+    k16_tiles = allocate_pair(STAGES16, descriptors.k16, META)
     dq_tiles = k16_tiles
     if not META.SHARES_TILES and args.dq32.ptr is None:
-        dq_tiles = allocate_pair(2, of.dq, META)
+        dq_tiles = allocate_pair(2, descriptors.dq, META)
     tiles = DqTiles(
         q=q_tiles,
         k=k_tiles,
         k16=k16_tiles,
         dq=dq_tiles,
-        dout=allocate_tiles(2, of.dout),
-        v=allocate_tiles(STAGES, of.v),
+        dout=allocate_tiles(2, descriptors.dout),
+        v=allocate_tiles(STAGES, descriptors.v),
         factors=allocate_factors(STAGES),
     )
     barriers = DqBarriers(
@@ -244,56 +246,69 @@ def _attn_bwd_dq_fp8_hopper_kernel(args: DqArguments, MODS: gl.constexpr, META: 
 @gluon.jit
 def _dkdv_load(buffers: DkdvBuffers, block: Block, args: DkdvArguments, origins: DkdvOrigins, META: gl.constexpr):
     tiles, barriers = buffers.tiles, buffers.barriers
-    of = args.descriptors
+    descriptors = args.descriptors
     first_row, b, h, h_kv = block.first_row, block.b, block.h, block.h_kv
     len_q, len_kv = block.sequence.len_q, block.sequence.len_kv
     PARTS: gl.constexpr = 1 if META.SPLITS_COLUMNS else 2
-    Q_BYTES: gl.constexpr = pair_bytes(of.q.first.block_type.nbytes, of.q.second.block_type.nbytes, META.QK1)
-    Q16_BYTES: gl.constexpr = pair_bytes(of.q16.first.block_type.nbytes, of.q16.second.block_type.nbytes, META.QK1)
-    K_BYTES: gl.constexpr = pair_bytes(of.k.first.block_type.nbytes, of.k.second.block_type.nbytes, META.QK1)
-    BYTES: gl.constexpr = Q_BYTES + of.dout.block_type.nbytes + of.statistics.block_type.nbytes
+    Q_BYTES: gl.constexpr = pair_bytes(descriptors.q.first.block_type.nbytes, descriptors.q.second.block_type.nbytes, META.QK1)
+    Q16_BYTES: gl.constexpr = pair_bytes(
+        descriptors.q16.first.block_type.nbytes, descriptors.q16.second.block_type.nbytes, META.QK1
+    )
+    K_BYTES: gl.constexpr = pair_bytes(descriptors.k.first.block_type.nbytes, descriptors.k.second.block_type.nbytes, META.QK1)
+    BYTES: gl.constexpr = Q_BYTES + descriptors.dout.block_type.nbytes + descriptors.statistics.block_type.nbytes
     full = barriers.kv_full.index(0)
-    mbarrier.expect(full, PARTS * (K_BYTES + of.v.block_type.nbytes))
+    mbarrier.expect(full, PARTS * (K_BYTES + descriptors.v.block_type.nbytes))
     for part in gl.static_range(PARTS):
         row = first_row + part * ROWS
-        load_pair(of.k, origins.k, len_kv, row, full, tiles.k, part, META)
-        load_rows(of.v, origins.v.token, len_kv, row, origins.v.head, 0, full, tiles.v.index(part))
+        load_pair(descriptors.k, origins.k, len_kv, row, full, tiles.k, part, META)
+        load_rows(descriptors.v, origins.v.token, len_kv, row, origins.v.head, 0, full, tiles.v.index(part))
     s_factor = _clipped_descale(args.descales.k, b, h_kv, first_row, len_kv)
     dp_factor = _clipped_descale(args.descales.v, b, h_kv, first_row, len_kv)
     if META.IS_PLAIN:
         s_factor *= args.scores.scale * LOG2E
-    at = first_queries(block, args.work)
+    position = first_queries(block, args.work)
     for m_block in range(block.num_blocks * args.work.group_size):  # counts the blocks of all query heads
-        row = query_block(at.n, block.block_range, META)[0]
-        descale_q = _clipped_descale(args.descales.q, b, h + at.head, row, len_q)
-        descale_dout = _clipped_descale(args.descales.dout, b, h + at.head, row, len_q)
+        row = query_block(position.n, block.block_range, META)[0]
+        descale_q = _clipped_descale(args.descales.q, b, h + position.head, row, len_q)
+        descale_dout = _clipped_descale(args.descales.dout, b, h + position.head, row, len_q)
         stage = m_block % META.STAGES_SCORES
         full = barriers.full8.index(stage)
         wait_empty(barriers.empty8, m_block, META.STAGES_SCORES)
         write_factors(tiles.factors, stage, s_factor * descale_q, dp_factor * descale_dout)
         mbarrier.expect(full, BYTES)
-        load_pair(of.q, origin_of_head(origins.q, at.head), len_q, row, full, tiles.q, stage, META)
-        load_rows(of.dout, origins.dout.token, len_q, row, origins.dout.head + at.head, 0, full, tiles.dout.index(stage))
-        of_head = block.first_statistics + at.head * args.tiles_of_statistics
-        load_statistics(of.statistics, of_head, row, len_q, full, tiles.statistics.index(stage), META)
+        load_pair(descriptors.q, origin_of_head(origins.q, position.head), len_q, row, full, tiles.q, stage, META)
+        load_rows(
+            descriptors.dout, origins.dout.token, len_q, row, origins.dout.head + position.head, 0, full, tiles.dout.index(stage)
+        )
+        head_statistics = block.first_statistics + position.head * args.tiles_of_statistics
+        load_statistics(descriptors.statistics, head_statistics, row, len_q, full, tiles.statistics.index(stage), META)
         stage = m_block % META.STAGES_P
         full = barriers.full16.index(stage)
         wait_empty(barriers.empty16, m_block, META.STAGES_P)
-        mbarrier.expect(full, of.dout16.block_type.nbytes + (0 if META.SPLITS_COLUMNS else Q16_BYTES))
-        load_rows(of.dout16, origins.dout16.token, len_q, row, origins.dout16.head + at.head, 0, full, tiles.dout16.index(stage))
+        mbarrier.expect(full, descriptors.dout16.block_type.nbytes + (0 if META.SPLITS_COLUMNS else Q16_BYTES))
+        load_rows(
+            descriptors.dout16,
+            origins.dout16.token,
+            len_q,
+            row,
+            origins.dout16.head + position.head,
+            0,
+            full,
+            tiles.dout16.index(stage),
+        )
         if META.SPLITS_COLUMNS:
             stage = m_block % META.STAGES_DS
             full = barriers.q16_full.index(stage)
             wait_empty(barriers.q16_empty, m_block, META.STAGES_DS)
             mbarrier.expect(full, Q16_BYTES)
-        load_pair(of.q16, origin_of_head(origins.q16, at.head), len_q, row, full, tiles.q16, stage, META)
-        at = next_queries(at, block, args.work)
+        load_pair(descriptors.q16, origin_of_head(origins.q16, position.head), len_q, row, full, tiles.q16, stage, META)
+        position = next_queries(position, block, args.work)
     mbarrier.wait(barriers.dkdv_full.index(0), 0)
     if args.dk32.ptr is None:
         for part in gl.static_range(PARTS):
             row = first_row + part * ROWS
-            store_pair(of.dk, origins.dk, len_kv, row, tiles.dk, part, META)
-            store_rows(of.dv, origins.dv.token, len_kv, row, origins.dv.head, 0, tiles.dv.index(part))
+            store_pair(descriptors.dk, origins.dk, len_kv, row, tiles.dk, part, META)
+            store_rows(descriptors.dv, origins.dv.token, len_kv, row, origins.dv.head, 0, tiles.dv.index(part))
     tma.store_wait(0)
 
 
@@ -316,7 +331,7 @@ def _dkdv_compute(
         p=tiles.p,
         ds=tiles.ds,
     )
-    of_consumer = DkdvConsumerBarriers(
+    consumer_barriers = DkdvConsumerBarriers(
         kv_full=barriers.kv_full,
         scores_full=barriers.full8,
         dp_full=None,
@@ -328,9 +343,9 @@ def _dkdv_compute(
         dkdv_full=barriers.dkdv_full,
     )
     if META.SPLITS_COLUMNS:
-        consume_dkdv_columns(args, operands, of_consumer, block, CONSUMER, MODS, META)
+        consume_dkdv_columns(args, operands, consumer_barriers, block, CONSUMER, MODS, META)
     else:
-        consume_dkdv(args, operands, of_consumer, block, CONSUMER, MODS, META)
+        consume_dkdv(args, operands, consumer_barriers, block, CONSUMER, MODS, META)
 
 
 @hopper_kernel
@@ -339,19 +354,19 @@ def _attn_bwd_dkdv_fp8_hopper_kernel(args: DkdvArguments, MODS: gl.constexpr, ME
     STAGES16: gl.constexpr = META.STAGES_P
     BLOCK_M: gl.constexpr = META.BLOCK_M
     PARTS: gl.constexpr = 1 if META.SPLITS_COLUMNS else 2
-    of, steps = args.descriptors, args.steps
-    DTYPE: gl.constexpr = of.dout16.dtype
-    q_tiles = allocate_pair(STAGES, of.q, META)
-    q16_tiles = allocate_pair(META.STAGES_DS, of.q16, META)
-    k_tiles = allocate_pair(PARTS, of.k, META)
-    dout_tiles = allocate_tiles(STAGES, of.dout)
-    dout16_tiles = allocate_tiles(STAGES16, of.dout16)
-    v_tiles = allocate_tiles(PARTS, of.v)
+    descriptors, steps = args.descriptors, args.steps
+    DTYPE: gl.constexpr = descriptors.dout16.dtype
+    q_tiles = allocate_pair(STAGES, descriptors.q, META)
+    q16_tiles = allocate_pair(META.STAGES_DS, descriptors.q16, META)
+    k_tiles = allocate_pair(PARTS, descriptors.k, META)
+    dout_tiles = allocate_tiles(STAGES, descriptors.dout)
+    dout16_tiles = allocate_tiles(STAGES16, descriptors.dout16)
+    v_tiles = allocate_tiles(PARTS, descriptors.v)
     dk_tiles, dv_tiles = q16_tiles, dout16_tiles
     if not META.SHARES_TILES and args.dk32.ptr is None:
-        dk_tiles = allocate_pair(PARTS, of.dk, META)
-        dv_tiles = allocate_tiles(PARTS, of.dv)
-    statistics_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, 2 * BLOCK_M], of.statistics.layout)
+        dk_tiles = allocate_pair(PARTS, descriptors.dk, META)
+        dv_tiles = allocate_tiles(PARTS, descriptors.dv)
+    statistics_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, 2 * BLOCK_M], descriptors.statistics.layout)
     factors = allocate_factors(STAGES)
     full16 = allocate_barriers(STAGES16, 1)
     empty16 = allocate_barriers(STAGES16, 2)
@@ -413,7 +428,7 @@ def _attn_bwd_dkdv_fp8_hopper_kernel(args: DkdvArguments, MODS: gl.constexpr, ME
 
 
 def tile_of(problem: Problem) -> Fp8BackwardTile:
-    """The narrowest row that serves the head dims, which are at most 256; of 64 keys where scores are more than a product."""
+    """Returns the narrowest row for the head dims, at most 256; it has 64 keys if scores are modified."""
     x = problem
     most = 64 if x.is_modified or x.bias is not None or x.block_mask is not None else 128
     dim_qk, dim_v = x.q.shape[-1], x.v.shape[-1]
@@ -421,7 +436,7 @@ def tile_of(problem: Problem) -> Fp8BackwardTile:
 
 
 def unsupported(problem: Problem, out: Tensor, dout: Tensor) -> str | None:
-    """Returns why the kernels cannot run this problem's backward; None: they can."""
+    """Returns the reason if the kernels cannot run this problem's backward; None: they can."""
     x = problem
     if max(x.q.shape[-1], x.v.shape[-1]) > 256:
         return "its accumulators hold head dims up to 256"
@@ -430,13 +445,16 @@ def unsupported(problem: Problem, out: Tensor, dout: Tensor) -> str | None:
 
 
 def slower(problem: Problem) -> str | None:
-    """Returns why the two kernels in 16 bits would be slower than others, which this was measured to be faster than
-    (bench/results/fp8_kernels_h200.json), without what those need dequantised; None: they would not."""
+    """Returns the reason if other backwards are faster, or None.
+
+    These kernels were measured to be faster than the 16-bit ones, even without the time for a dequantisation
+    (bench/results/fp8_kernels_h200.json). So only reasons against the 16-bit ones count.
+    """
     return backward_slower(problem)
 
 
 def fp8_backward(call: Backward, tile: Fp8BackwardTile | None = None) -> None:
-    """Launches the two kernels of a backward in FP8, of calls that are not `unsupported`; arguments as of `fp8_fused_backward`."""
+    """Launches the FP8 two-kernel backward of a call that is not `unsupported`; for the arguments see `fp8_fused_backward`."""
     x, dout, dq, dk, dv = call.problem, call.dout, call.dq, call.dk, call.dv
     tile = tile or tile_of(x)
     widths, v0, size = split_head_dim(tile.head_dim_qk), tile.head_dim_v, tile.block_m

@@ -1,4 +1,4 @@
-"""The arguments of the two kernels of the FP8 backward for sm_90, and what they have in shared memory, by name."""
+"""The arguments of the two kernels of the FP8 backward for sm_90, and their data in shared memory, by name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class DqDescriptors(NamedTuple):
     q: Pair
     k: Pair
     k16: Pair
-    dq: Pair | None  # None for one in fp32
+    dq: Pair | None  # None if dq is fp32
     dout: Any
     v: Any
 
@@ -43,9 +43,9 @@ class DqArguments(NamedTuple):
     band: Band
     steps: DqSteps
     scores: Scores
-    dropout: Dropout | None  # there is none
+    dropout: Dropout | None  # None: no dropout
     lists: BlockMaskLists | None  # lists of key blocks
-    dq32: Fp32Rows | None  # where dq goes in fp32
+    dq32: Fp32Rows | None  # output for dq in fp32
 
 
 class DqTiles(NamedTuple):
@@ -89,7 +89,7 @@ class DkdvDescriptors(NamedTuple):
     q: Pair
     q16: Pair
     k: Pair
-    dk: Pair | None  # None where it and dv are in fp32
+    dk: Pair | None  # None if dk and dv are fp32
     dout: Any
     dout16: Any
     v: Any
@@ -119,9 +119,9 @@ class DkdvArguments(NamedTuple):
     band: Band
     steps: DkdvSteps
     scores: Scores
-    dropout: Dropout | None  # there is none
+    dropout: Dropout | None  # None: no dropout
     lists: BlockMaskLists | None  # lists of query blocks
-    dk32: Fp32Rows | None  # where dk and dv go in fp32
+    dk32: Fp32Rows | None  # outputs for dk and dv in fp32
     dv32: Fp32Rows | None
 
 
@@ -138,14 +138,14 @@ class DkdvTiles(NamedTuple):
     dv: Any
     statistics: Any
     factors: Any
-    p: Any  # where columns are split, what the warpgroups exchange
+    p: Any  # exchanged between the warpgroups, if columns are split
     ds: Any
 
 
 class DkdvBarriers(NamedTuple):
     full8: Any  # q and dout in FP8
     empty8: Any
-    full16: Any  # dout in 16 bits, and q unless it has barriers of its own
+    full16: Any  # dout in 16 bits, and q unless it has separate barriers
     empty16: Any
     q16_full: Any
     q16_empty: Any
@@ -159,7 +159,7 @@ class DkdvBuffers(NamedTuple):
 
 
 class DkdvOrigins(NamedTuple):
-    """First rows of a program's heads; for queries those of the first head."""
+    """First rows of a program's heads; for queries, of the first head."""
 
     q: Origin
     q16: Origin

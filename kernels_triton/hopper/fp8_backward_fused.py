@@ -1,9 +1,9 @@
-"""Backward attention in FP8 on Hopper (sm_90) in Gluon, in one kernel: `backward_fused` with scores and dp from FP8 operands.
+"""FP8 fused backward attention on Hopper (sm_90) in Gluon: `backward_fused` with scores and dp from FP8 operands.
 
-The products with p and ds are 16-bit. In FP8 each of theirs would need the largest of a tile's rows, a scale, and a sum of its own
-that is added in fp32, as Hopper adds FP8 products up in some 14 bits: that takes longer than the tensor cores save. So no operand
-has to come transposed, and nothing that was computed here is rounded to FP8. q, k and dout are read in both forms; the half one is
-what the FP8 one stands for.
+The products with p and ds are 16-bit. In FP8, each of them would need the maximum of a tile's rows, a scale, and its own
+accumulator. Hopper accumulates FP8 products in about 14 bits, so each accumulator would be added in fp32. That takes longer than
+the tensor cores save. So no operand needs a transposed copy, and no computed value is rounded to FP8. q, k and dout are read in
+both forms, and the 16-bit form equals the dequantised FP8 form.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from flexattn.kernels_triton.runtime.launch import hopper_kernel, launch, num_pr
 
 
 class Fp8FusedTile(NamedTuple):
-    """A row for the FP8 backward on sm_90 in one kernel: it serves head dims up to `head_dim`, of q and k and of v."""
+    """A row for the FP8 fused backward on sm_90. It serves head dims up to `head_dim`, of q and k and of v."""
 
     head_dim: int
-    queries: int  # queries of an iteration, and of a tile of statistics and of dq
+    queries: int  # queries of an iteration, of a tile of statistics and of a tile of dq
     dq_stages: int  # stages of dq in shared memory
-    is_persistent: bool = False  # this and the next as in `HopperFusedTile`
+    is_persistent: bool = False  # for this and the next see `HopperFusedTile`
     up_to: int = NEVER
 
-    # The order of an iteration's products, as in `HopperFusedTile`
+    # The order of an iteration's products, see `HopperFusedTile`
     dp_first = True
     is_ahead = True
     pingpong = True
@@ -53,8 +53,8 @@ class Fp8FusedTile(NamedTuple):
     converts = False
 
 
-# bench/results/fp8_one_pass_orders_h200.json, fp8_passes_h200.json. With 128 queries modified scores would spill; a block mask may
-# have fewer.
+# bench/results/fp8_one_pass_orders_h200.json, fp8_passes_h200.json. With 128 queries, modified scores would spill; a block mask may
+# have smaller blocks.
 FP8_FUSED = (
     Fp8FusedTile(64, 128, 1, is_persistent=True, up_to=4096),
     Fp8FusedTile(64, 128, 1),
@@ -92,7 +92,7 @@ def _origins(args: FusedArguments, block: Block):
 
 @gluon.jit
 def _load_half(descriptor, origin: Origin, block: Block, full, tiles):
-    # Each warpgroup's half of a block of keys
+    # Each warpgroup loads half of a block of keys
     for part in gl.static_range(2):
         row = block.first_row + part * ROWS
         load_rows(descriptor, origin.token, block.sequence.len_kv, row, origin.head, 0, full, tiles.index(part))
@@ -100,18 +100,18 @@ def _load_half(descriptor, origin: Origin, block: Block, full, tiles):
 
 @gluon.jit
 def _store_gradients(args: FusedArguments, tiles: FusedTiles, barriers: FusedBarriers, block: Block, n_tile):
-    # dk and dv of the n_tile-th block of a program leave through the memory of its k and of its dout in 16 bits; consumers have
-    # written those in fp32.
-    of, steps, sequence = args.descriptors, args.steps, block.sequence
+    # Stores dk and dv of the program's n_tile-th block from the memory of its k and dout in 16 bits. In fp32 the consumers have
+    # written them.
+    descriptors, steps, sequence = args.descriptors, args.steps, block.sequence
     dk = origin_of(steps.dk, sequence.start_kv, block.h_kv, block.b)
     dv = origin_of(steps.dv, sequence.start_kv, block.h_kv, block.b)
     wait_full(barriers.dkdv_full, n_tile, 1)
     if args.dk32.ptr is None:
         for part in gl.static_range(2):
             row = block.first_row + part * ROWS
-            store_rows(of.dk, dk.token, sequence.len_kv, row, dk.head, 0, tiles.k16.index(part))
-            # A tile's first rows are what is needed.
-            store_rows(of.dv, dv.token, sequence.len_kv, row, dv.head, 0, tiles.dout16.index(part).slice(0, ROWS, 2))
+            store_rows(descriptors.dk, dk.token, sequence.len_kv, row, dk.head, 0, tiles.k16.index(part))
+            # The gradient fills only a tile's first rows.
+            store_rows(descriptors.dv, dv.token, sequence.len_kv, row, dv.head, 0, tiles.dout16.index(part).slice(0, ROWS, 2))
     tma.store_wait(0)
 
 
@@ -119,36 +119,38 @@ def _store_gradients(args: FusedArguments, tiles: FusedTiles, barriers: FusedBar
 def _load_block(
     args: FusedArguments, tiles: FusedTiles, barriers: FusedBarriers, block: Block, begun: Begun, previous, META: gl.constexpr
 ):
-    # previous: the numbers of the block before, in a persistent kernel. Its dk and dv are stored here, before k and dout in 16 bits
-    # come to where they lie; what else the first iteration needs is on its way by then. To load more before (the next block of
-    # queries too) took code for which ptxas spilled in the consumers' loops.
-    of = args.descriptors
+    # previous: in a persistent kernel, the message of the previous block. Its dk and dv are stored here, before k and dout in 16
+    # bits overwrite them. The other loads of the first iteration have started by then. Loading more in advance (the next query
+    # block too) made ptxas spill in the consumers' loops.
+    descriptors = args.descriptors
     b, h, h_kv = block.b, block.h, block.h_kv
     len_q, len_kv = block.sequence.len_q, block.sequence.len_kv
     origins = _origins(args, block)
-    Q_BYTES: gl.constexpr = of.q.block_type.nbytes + of.statistics.block_type.nbytes
-    DOUT_BYTES: gl.constexpr = of.dout.block_type.nbytes + of.dout16.block_type.nbytes + of.q16.block_type.nbytes
-    KV_BYTES: gl.constexpr = 2 * (of.k.block_type.nbytes + of.v.block_type.nbytes)
-    K16_BYTES: gl.constexpr = 2 * of.k16.block_type.nbytes
+    Q_BYTES: gl.constexpr = descriptors.q.block_type.nbytes + descriptors.statistics.block_type.nbytes
+    DOUT_BYTES: gl.constexpr = (
+        descriptors.dout.block_type.nbytes + descriptors.dout16.block_type.nbytes + descriptors.q16.block_type.nbytes
+    )
+    KV_BYTES: gl.constexpr = 2 * (descriptors.k.block_type.nbytes + descriptors.v.block_type.nbytes)
+    K16_BYTES: gl.constexpr = 2 * descriptors.k16.block_type.nbytes
     if META.NUMBERS == 0:
         kv_full = barriers.kv_full.index(0)
         mbarrier.expect(kv_full, KV_BYTES + K16_BYTES)
-        _load_half(of.k, origins.k, block, kv_full, tiles.k)
-        _load_half(of.v, origins.v, block, kv_full, tiles.v)
-        _load_half(of.k16, origins.k16, block, kv_full, tiles.k16)
+        _load_half(descriptors.k, origins.k, block, kv_full, tiles.k)
+        _load_half(descriptors.v, origins.v, block, kv_full, tiles.v)
+        _load_half(descriptors.k16, origins.k16, block, kv_full, tiles.k16)
     scale_row = gl.minimum(block.first_row, gl.maximum(len_kv - 1, 0))
     s_factor = load_descale(args.descales.k, b, h_kv, scale_row)
     dp_factor = load_descale(args.descales.v, b, h_kv, scale_row)
     if META.IS_PLAIN:
         s_factor *= args.scores.scale * LOG2E
     iterations = block.num_blocks * args.work.group_size
-    at = first_queries(block, args.work)
+    position = first_queries(block, args.work)
     for m_block in range(iterations):  # counts the blocks of all query heads
-        row = query_block(at.n, block.block_range, META)[0]
+        row = query_block(position.n, block.block_range, META)[0]
         stage = (begun.iterations + m_block) % STAGES
         scale_row = gl.minimum(row, len_q - 1)
-        descale_q = load_descale(args.descales.q, b, h + at.head, scale_row)
-        descale_dout = load_descale(args.descales.dout, b, h + at.head, scale_row)
+        descale_q = load_descale(args.descales.q, b, h + position.head, scale_row)
+        descale_dout = load_descale(args.descales.dout, b, h + position.head, scale_row)
         full = barriers.q_full.index(stage)
         wait_empty(barriers.q_empty, begun.iterations + m_block, STAGES)
         write_factors(tiles.factors, stage, s_factor * descale_q, dp_factor * descale_dout)
@@ -156,28 +158,39 @@ def _load_block(
             mbarrier.expect(full, Q_BYTES)
         else:
             mbarrier.expect(full, Q_BYTES + KV_BYTES)
-        load_rows(of.q, origins.q.token, len_q, row, origins.q.head + at.head, 0, full, tiles.q.index(stage))
-        of_head = block.first_statistics + at.head * args.tiles_of_statistics
-        load_statistics(of.statistics, of_head, row, len_q, full, tiles.statistics.index(stage), META)
+        load_rows(descriptors.q, origins.q.token, len_q, row, origins.q.head + position.head, 0, full, tiles.q.index(stage))
+        head_statistics = block.first_statistics + position.head * args.tiles_of_statistics
+        load_statistics(descriptors.statistics, head_statistics, row, len_q, full, tiles.statistics.index(stage), META)
         if META.NUMBERS > 0:  # noqa: SIM102
             if m_block == 0:
-                # The last q of the block before is read, and its k and v.
+                # The last q of the previous block has been read, and its k and v.
                 wait_empty(barriers.q_empty, begun.iterations + 1, STAGES)
-                _load_half(of.k, origins.k, block, full, tiles.k)
-                _load_half(of.v, origins.v, block, full, tiles.v)
+                _load_half(descriptors.k, origins.k, block, full, tiles.k)
+                _load_half(descriptors.v, origins.v, block, full, tiles.v)
         full = barriers.dout_full.index(stage)
         if META.NUMBERS == 0 or m_block > 0:
             mbarrier.expect(full, DOUT_BYTES)
-        load_rows(of.dout, origins.dout.token, len_q, row, origins.dout.head + at.head, 0, full, tiles.dout.index(stage))
-        load_rows(of.q16, origins.q16.token, len_q, row, origins.q16.head + at.head, 0, full, tiles.q16.index(stage))
+        load_rows(
+            descriptors.dout, origins.dout.token, len_q, row, origins.dout.head + position.head, 0, full, tiles.dout.index(stage)
+        )
+        load_rows(descriptors.q16, origins.q16.token, len_q, row, origins.q16.head + position.head, 0, full, tiles.q16.index(stage))
         if META.NUMBERS > 0:  # noqa: SIM102
             if m_block == 0:
                 if begun.blocks > 0:
                     _store_gradients(args, tiles, barriers, key_block(previous, args, META), begun.blocks - 1)
                 mbarrier.expect(full, DOUT_BYTES + K16_BYTES)
-                _load_half(of.k16, origins.k16, block, full, tiles.k16)
-        load_rows(of.dout16, origins.dout16.token, len_q, row, origins.dout16.head + at.head, 0, full, tiles.dout16.index(stage))
-        at = next_queries(at, block, args.work)
+                _load_half(descriptors.k16, origins.k16, block, full, tiles.k16)
+        load_rows(
+            descriptors.dout16,
+            origins.dout16.token,
+            len_q,
+            row,
+            origins.dout16.head + position.head,
+            0,
+            full,
+            tiles.dout16.index(stage),
+        )
+        position = next_queries(position, block, args.work)
 
 
 @gluon.jit
@@ -198,7 +211,7 @@ def _load(args: FusedArguments, tiles: FusedTiles, barriers: FusedBarriers, bloc
         while t < amount:
             numbers = find_key_block(t, amount, args, META)
             drawn = key_block(numbers, args, META)
-            if (drawn.num_blocks == 0) & (n_tile > 0):  # the consumers write its zeros at once
+            if (drawn.num_blocks == 0) & (n_tile > 0):  # the consumers write its zeros immediately
                 _store_gradients(args, tiles, barriers, key_block(previous, args, META), n_tile - 1)
             broadcast_tile(numbers, n_tile, barriers, META)
             begun = Begun(blocks=n_tile, iterations=iterations)
@@ -206,7 +219,7 @@ def _load(args: FusedArguments, tiles: FusedTiles, barriers: FusedBarriers, bloc
             previous = numbers
             iterations += drawn.num_blocks * work.group_size
             n_tile += 1
-            # Not before the block is loaded: what a program has drawn no other takes, however long it is busy.
+            # After the loads of the block: no other program takes a tile that a program has drawn, however long that is busy.
             t = gl.atomic_add(work.table_ptr, 1, sem="relaxed") + gl.num_programs(0)
         broadcast_end(n_tile, barriers, META)
         if n_tile > 0:
@@ -216,21 +229,21 @@ def _load(args: FusedArguments, tiles: FusedTiles, barriers: FusedBarriers, bloc
 @hopper_kernel
 def _attn_bwd_fused_fp8_hopper_kernel(args: FusedArguments, MODS: gl.constexpr, META: gl.constexpr):
     BLOCK_M: gl.constexpr = META.BLOCK_M
-    of = args.descriptors
-    DTYPE: gl.constexpr = of.k16.dtype
+    descriptors = args.descriptors
+    DTYPE: gl.constexpr = descriptors.k16.dtype
     EXCHANGE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_M], DTYPE)
     tiles = FusedTiles(
-        q=allocate_tiles(STAGES, of.q),
-        q16=allocate_tiles(STAGES, of.q16),
-        dout=allocate_tiles(STAGES, of.dout),
-        dout16=allocate_tiles(STAGES, of.dout16),
-        k=allocate_tiles(2, of.k),
-        k16=allocate_tiles(2, of.k16),
-        v=allocate_tiles(2, of.v),
-        statistics=gl.allocate_shared_memory(gl.float32, [STAGES, 2 * BLOCK_M], of.statistics.layout),
+        q=allocate_tiles(STAGES, descriptors.q),
+        q16=allocate_tiles(STAGES, descriptors.q16),
+        dout=allocate_tiles(STAGES, descriptors.dout),
+        dout16=allocate_tiles(STAGES, descriptors.dout16),
+        k=allocate_tiles(2, descriptors.k),
+        k16=allocate_tiles(2, descriptors.k16),
+        v=allocate_tiles(2, descriptors.v),
+        statistics=gl.allocate_shared_memory(gl.float32, [STAGES, 2 * BLOCK_M], descriptors.statistics.layout),
         factors=allocate_factors(STAGES),
         ds=gl.allocate_shared_memory(DTYPE, [4, 64, BLOCK_M], EXCHANGE),
-        dq=allocate_tiles(2 * META.DQ_STAGES, of.dq),
+        dq=allocate_tiles(2 * META.DQ_STAGES, descriptors.dq),
     )
     kv_full, tile_full, tile_empty, tile_slots, block = None, None, None, None, None
     if META.NUMBERS == 0:
@@ -266,7 +279,7 @@ def _attn_bwd_fused_fp8_hopper_kernel(args: FusedArguments, MODS: gl.constexpr, 
 
 
 def tile_of(problem: Problem) -> Fp8FusedTile:
-    """The first of the narrowest rows for head dims up to 128 and a length; of 64 queries where scores are more than a product."""
+    """Returns the first of the narrowest rows for head dims up to 128 and a length; it has 64 queries if scores are modified."""
     x = problem
     most = 64 if x.is_modified or x.bias is not None or x.block_mask is not None else 128
     width = max(x.q.shape[-1], x.v.shape[-1])
@@ -276,7 +289,7 @@ def tile_of(problem: Problem) -> Fp8FusedTile:
 
 
 def unsupported(problem: Problem, out: Tensor, dout: Tensor) -> str | None:
-    """Returns why the kernel cannot run this problem's backward; None: it can."""
+    """Returns the reason if the kernel cannot run this problem's backward; None: it can."""
     x = problem
     if max(x.q.shape[-1], x.v.shape[-1]) > 128:
         return "its accumulators hold head dims up to 128"
@@ -284,16 +297,18 @@ def unsupported(problem: Problem, out: Tensor, dout: Tensor) -> str | None:
 
 
 def slower(problem: Problem) -> str | None:
-    """Returns why the fused backward in 16 bits would be slower than others: this is faster where that is, as that needs a
-    dequantisation first; None: it would not."""
+    """Returns the reason if other backwards are faster, or None.
+
+    This kernel is faster if the 16-bit fused backward is, because that one needs a dequantisation first.
+    """
     return fused_slower(problem)
 
 
 def fp8_fused_backward(call: Backward, tile: Fp8FusedTile | None = None) -> None:
-    """Launches the fused backward in FP8, of calls that are not `unsupported`.
+    """Launches the FP8 fused backward of a call that is not `unsupported`.
 
-    call: q, k, v and dout in FP8, with the descales of them; dq, dk and dv in 16 bits. The sums of dout with out
-        are of what dout stands for, as dp is: else a query that sees one key would get a gradient.
+    call: q, k, v and dout in FP8, with their descales; dq, dk and dv in 16 bits. The sums of dout with out use the dequantised
+    dout, as dp does. Otherwise a query that sees one key would get a nonzero gradient.
     """
     x = call.problem
     tile = tile or tile_of(x)

@@ -1,4 +1,4 @@
-"""Operands of the FP8 backward kernels for sm_90: scales, copies of q, k and dout in 16 bits, the reasons not to take a call."""
+"""Operands of the FP8 backward kernels for sm_90: scales, copies of q, k and dout in 16 bits, and the reasons to reject a call."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flexattn.kernels_triton.runtime.launch import capability_of
 
 
 def backward_descales(problem: Problem) -> BackwardDescales:
-    """Returns the descales of the problem's four operands, as the kernels take them."""
+    """Returns the descales of the problem's four operands, as kernel arguments."""
     q, k, v, dout = (scale.argument for scale in scales_of(problem))
     return BackwardDescales(q=q, k=k, v=v, dout=dout)
 
@@ -29,15 +29,15 @@ def is_plain(features: Features) -> bool:
 
 
 def copies_in_16_bits(problem: Problem, dout: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns q, k and dout in 16 bits: as the caller gave them where the copy engine reads those, else dequantised."""
+    """Returns q, k and dout in 16 bits: the caller's tensors if the copy engine can read them, otherwise dequantised ones."""
     x = problem
-    given = dict(zip(("dout", "q", "k"), x.copies16, strict=False))
+    copies = dict(zip(("dout", "q", "k"), x.copies16, strict=False))
     scales = scales_of(x)
 
     def copy(name: str, side: Literal["q", "kv"], t: Tensor, scale: Scale) -> Tensor:
-        own = given.get(name)
-        if own is not None and own.dtype is dtype and descriptor_error(name, own) is None:
-            return own
+        passed = copies.get(name)
+        if passed is not None and passed.dtype is dtype and descriptor_error(name, passed) is None:
+            return passed
         return dequantize(x, side, t, scale, torch.empty_like(t, dtype=dtype, memory_format=torch.contiguous_format))
 
     return copy("q", "q", x.q, scales[0]), copy("k", "kv", x.k, scales[1]), copy("dout", "q", dout, scales[3])
@@ -48,7 +48,7 @@ def in_16_bits(
 ) -> tuple[Problem, Tensor]:
     """Returns (the problem, dout) of the same backward for the 16-bit kernels.
 
-    q, k, v and dout are empty until `fill_16_bits` writes them; a dout that came in 16 bits is there already.
+    q, k, v and dout are empty until `fill_16_bits` writes them; a dout that the caller passed in 16 bits is used directly.
 
     device: "meta" to choose a kernel without memory; None: the device of the inputs.
     """
@@ -60,7 +60,7 @@ def in_16_bits(
 
 
 def fill_16_bits(problem: Problem, dout: Tensor, problem16: Problem, dout16: Tensor) -> None:
-    """Dequantises into what `in_16_bits` left empty."""
+    """Dequantises into the empty tensors from `in_16_bits`."""
     targets = [problem16.q, problem16.k, problem16.v]
     if not problem.dout_is_to_come:
         targets.append(dout16)
@@ -70,19 +70,19 @@ def fill_16_bits(problem: Problem, dout: Tensor, problem16: Problem, dout16: Ten
 
 
 def unsupported_operands(problem: Problem, out: Tensor, dout: Tensor) -> str | None:
-    """Returns why neither FP8 backward can run this problem, whatever its head dims and their tiles; None: they can."""
+    """Returns the reason if neither FP8 backward can run this problem, for any head dims and tiles; None: they can."""
     x = problem
     if capability_of(x.device) != 90:
         return "it is written for Hopper, sm_90"
     if out.dtype not in DTYPES:
         return f"its gradients are bf16 or fp16, and out is {str(out.dtype).removeprefix('torch.')}"
-    for has, what in ((x.dropout_p > 0, "dropout"), (x.softmax_scale == 0, "a softmax_scale of 0")):
+    for has, feature in ((x.dropout_p > 0, "dropout"), (x.softmax_scale == 0, "a softmax_scale of 0")):
         if has:
-            return f"it does not do {what} yet"
+            return f"it does not support {feature}"
     if 0 in x.q.shape or 0 in x.k.shape or x.batch == 0:
         return "there is nothing to load"
     if x.num_heads * (x.q.shape[-3] + 256) * x.batch >= 2**29:
-        return "its statistics are more than the copy engine's coordinates reach"
+        return "its statistics exceed the range of the copy engine's coordinates"
     names, heads = ("q", "k", "v", "dout"), (x.num_heads, x.num_heads_kv, x.num_heads_kv, x.num_heads)
     for name, t, scale, h in zip(names, (x.q, x.k, x.v, dout), scales_of(x), heads, strict=True):
         if t.dtype not in FP8_DTYPES:

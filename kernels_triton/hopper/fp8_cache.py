@@ -1,12 +1,12 @@
-"""Forward attention on sm_90 of few queries over keys and values in FP8, in Gluon: a cache's bytes go from memory to registers.
+"""Forward attention on sm_90 of few queries over FP8 keys and values, in Gluon, without shared memory for the cache.
 
-To load keys is nearly all there is to do, so little else is between: each warp loads 32 keys at a time as the operands of mma.sync
-want them, converts them in registers, and has a softmax of its own. Warps meet only when a work tile ends. The next block is loaded
+Loading the keys is almost all of the work, so there are few steps. Each warp loads 32 keys at a time in the operand layout of
+mma.sync, converts them in registers, and has its own softmax. Warps meet only at the end of a work tile. The next block is loaded
 while one is multiplied. A tile is 16 rows: the queries of heads that share a key head.
 
-Products are in fp16, which holds every number of FP8, and q as well, once a row is multiplied by a power of two. Factors of k are
-multiplied with scores. Where v has a factor for each token, weights are multiplied with it, relative to the power of two below the
-largest so far, and sums with that power at the end.
+Products are in fp16, which represents every FP8 number. It also represents q after each row is multiplied by a power of two.
+Factors of k multiply the scores. If v has a factor for each token, it multiplies the weights, relative to the power of two below
+the largest factor so far. That power multiplies the sums at the end.
 """
 
 from __future__ import annotations
@@ -83,10 +83,11 @@ from flexattn.kernels_triton.hopper.fp8_cache_operands import (
 )
 from flexattn.kernels_triton.runtime.launch import Tile, capability_of, hopper_kernel, launch, num_processors
 
-_ROWS = 16  # rows that mma.sync multiplies
-_WARPS = 8  # that registers of a multiprocessor suffice for
+_ROWS = 16  # rows of mma.sync
+_WARPS = 8  # warps that fit in the registers of a multiprocessor
 _HEAD_DIMS = (64, 128, 256)
-_OFFSET = gl.constexpr(14.0)  # added to exponents of weights: times a factor below 2, in fp16 from 2**-24 up to less than 2**16
+# added to exponents of weights: multiplied by a factor below 2, they are in fp16 from 2**-24 up to less than 2**16
+_OFFSET = gl.constexpr(14.0)
 
 
 class _Sequence(NamedTuple):
@@ -102,29 +103,29 @@ class _Queries(NamedTuple):
     """A tile's operand of products, and its rows."""
 
     q: Any
-    factor: Any  # each row's
-    i: Any  # queries, as they broadcast against scores
+    factor: Any  # factor of each row
+    i: Any  # query positions that broadcast against scores
     head: Head
-    descale: Any  # k's, where it is one for the head
+    descale: Any  # k's, if it has one for the head
 
 
 class _Products(NamedTuple):
     """Products of a block of keys with q."""
 
     qk: Any
-    factors_k: Any  # where each token has one
+    factors_k: Any  # if each token has one
     factors_v: Any
     first: Any  # the block's first key
     is_cut: Any  # whether an edge hides some
 
 
 class _Sums(NamedTuple):
-    """The softmax of each warp, or of all, so far."""
+    """The softmax of each warp, or of all warps, so far."""
 
     acc: Any
     row_sum: Any
-    row_max: Any  # in units of log2, but for unbounded logits, whose largest is exact
-    unit: Any  # what acc is to be multiplied with where v's tokens have factors: a power of two for each warp, its bits
+    row_max: Any  # in units of log2; for unbounded logits in natural units, which keeps the maximum exact
+    unit: Any  # factor of acc if v's tokens have factors: the bits of a power of two for each warp
 
 
 class _Results(NamedTuple):
@@ -133,15 +134,15 @@ class _Results(NamedTuple):
     out: Any
     columns: Any
     lse: Any
-    lost: Any  # by its rounding, of unbounded logits
+    lost: Any  # rounding error of lse, for unbounded logits
     i: Any  # queries
     heads: Any
-    is_real: Any  # whether there is such a query
+    is_real: Any  # whether the query exists
 
 
 @gluon.jit
 def _weights(products: _Products, sums: _Sums, queries: _Queries, args: CacheArguments, MODS: gl.constexpr, META: gl.constexpr):
-    # (weights of a block of keys, sums with all but its values)
+    # Returns (weights of a block of keys, sums without its values)
     head, i = queries.head, queries.i
     j = (products.first + keys_of_warps(gl.SliceLayout(1, scores_layout(META.WARPS)), META))[:, None, :]
     qk = products.qk
@@ -165,7 +166,7 @@ def _weights(products: _Products, sums: _Sums, queries: _Queries, args: CacheArg
         p = gl.exp2(gl.fma(s, factor[:, :, None], -scaled_max[:, :, None]))
     else:
         new_max = gl.maximum(sums.row_max, gl.max(s, 2) * factor)
-        scaled_max = gl.where(new_max == float("-inf"), 0.0, new_max)  # where a row has seen nothing yet, exp2(-inf - 0) is 0
+        scaled_max = gl.where(new_max == float("-inf"), 0.0, new_max)  # if a row has seen nothing yet, exp2(-inf - 0) is 0
         correction = gl.exp2(sums.row_max - scaled_max)
         p = gl.exp2(gl.fma(s, factor, _OFFSET - scaled_max[:, :, None]))
     row_sum = sums.row_sum * correction + gl.sum(p, 2)
@@ -228,7 +229,7 @@ def _sums_of_blocks(
 
 @gluon.jit
 def _sums_of_warps(sums: _Sums, META: gl.constexpr):
-    # The softmax of all warps, but for acc, which each has as it goes into the sum
+    # Returns the softmax of all warps; acc stays separate for each warp, scaled for the final sum
     row_max = gl.max(sums.row_max, 0)
     if META.IS_UNBOUNDED:
         factor = exponent_factor(row_max)[None, :]
@@ -244,23 +245,23 @@ def _sums_of_warps(sums: _Sums, META: gl.constexpr):
 
 @gluon.jit
 def _with_sink(row_sum, row_max, sink, META: gl.constexpr):
-    # (row sum, row maximum, correction of what was summed before)
+    # Returns (row sum, row maximum, correction of the earlier sums)
     new_max = gl.maximum(row_max, sink)
     if META.IS_UNBOUNDED:
         factor = exponent_factor(new_max)
         scaled_max = scaled_row_max(new_max, factor, _OFFSET)
         correction = gl.exp2(scaled_row_max(row_max, factor, _OFFSET) - scaled_max)
-        own = gl.exp2(gl.fma(sink, factor, -scaled_max))
+        sink_weight = gl.exp2(gl.fma(sink, factor, -scaled_max))
     else:
         scaled_max = gl.where(new_max == float("-inf"), 0.0, new_max)
         correction = gl.exp2(row_max - scaled_max)
-        own = gl.exp2(sink - scaled_max + _OFFSET)
-    return row_sum * correction + own, new_max, correction
+        sink_weight = gl.exp2(sink - scaled_max + _OFFSET)
+    return row_sum * correction + sink_weight, new_max, correction
 
 
 @gluon.jit
 def _lse(row_sum, row_max, META: gl.constexpr):
-    # (lse, what its rounding lost, of unbounded logits)
+    # Returns (lse, its rounding error for unbounded logits)
     if META.IS_UNBOUNDED:
         factor = exponent_factor(row_max)
         return log_of_sum(row_max, factor, scaled_row_max(row_max, factor, _OFFSET), row_sum)
@@ -298,13 +299,13 @@ def _store_part(results: _Results, work: Work, start_q, args: CacheArguments, ME
 
 @gluon.jit
 def _store_tile(sums: _Sums, buffer, work: Work, start_q, len_q, args: CacheArguments, META: gl.constexpr):
-    # The results of a tile, or its part
+    # Stores the results of a tile, or its part
     HEAD_DIM: gl.constexpr = META.HEAD_DIM_V
     BLOCK_M: gl.constexpr = META.BLOCK_M
     THREADS: gl.constexpr = min(32, HEAD_DIM // 4)  # threads that share a row
     WARPS: gl.constexpr = META.WARPS
-    OF_WARPS: gl.constexpr = gl.BlockedLayout([WARPS, 1, 4], [1, 32 // THREADS, THREADS], [1, WARPS, 1], [2, 1, 0])
-    OUT: gl.constexpr = gl.SliceLayout(0, OF_WARPS)
+    WARPS_LAYOUT: gl.constexpr = gl.BlockedLayout([WARPS, 1, 4], [1, 32 // THREADS, THREADS], [1, WARPS, 1], [2, 1, 0])
+    OUT: gl.constexpr = gl.SliceLayout(0, WARPS_LAYOUT)
     ROW: gl.constexpr = gl.SliceLayout(1, OUT)
     inputs = args.inputs
     row_sum = gl.convert_layout(sums.row_sum, ROW)
@@ -319,13 +320,13 @@ def _store_tile(sums: _Sums, buffer, work: Work, start_q, len_q, args: CacheArgu
         if META.IS_SPLIT:
             sink = gl.where(work.split == 0, sink, float("-inf"))
         row_sum, row_max, rescale = _with_sink(row_sum, row_max, sink, META)
-    row_sum = gl.where(row_sum == 0.0, 1.0, row_sum)  # where a row sees nothing, out is 0 / 1 and lse -inf + 0
+    row_sum = gl.where(row_sum == 0.0, 1.0, row_sum)  # if a row sees nothing, out is 0 / 1 and lse -inf + 0
     rescale = rescale / row_sum
     if not META.HAS_TOKEN_SCALES_V:
         rescale *= load_descale(inputs.scales.v, work.b, work.h // inputs.group_size, 0, META)
     lse, lost = _lse(row_sum, row_max, META)
     results = _Results(
-        out=sum_of_warps(sums.acc, buffer, OF_WARPS, META) * rescale[:, None],
+        out=sum_of_warps(sums.acc, buffer, WARPS_LAYOUT, META) * rescale[:, None],
         columns=gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, OUT))[None, :],
         lse=lse,
         lost=lost,
@@ -346,7 +347,7 @@ def _store_tile(sums: _Sums, buffer, work: Work, start_q, len_q, args: CacheArgu
 
 @gluon.jit
 def _attend(work: Work, buffer, args: CacheArguments, MODS: gl.constexpr, META: gl.constexpr):
-    # A work tile, or its part
+    # Runs a work tile, or its part
     SCORES: gl.constexpr = scores_layout(META.WARPS)
     ROW: gl.constexpr = gl.SliceLayout(2, SCORES)
     WARPS: gl.constexpr = META.WARPS
@@ -359,7 +360,8 @@ def _attend(work: Work, buffer, args: CacheArguments, MODS: gl.constexpr, META: 
     first_row = work.block * (BLOCK_M // META.GROUP)
     visible = visible_range_of_keys(first_row, len_kv, shift, inputs.band, META)
     if META.IS_PLANNED:
-        seen = gl.maximum(gl.cdiv(visible.end - visible.begin, META.BLOCK_N), 1)  # the plan has one where there is none
+        # the plan has one block even if the tile sees none
+        seen = gl.maximum(gl.cdiv(visible.end - visible.begin, META.BLOCK_N), 1)
         work = with_blocks(work, seen)
         visible = range_of_blocks(visible, work.split, work.end, META.BLOCK_N)
     elif META.IS_SPLIT:
@@ -390,9 +392,9 @@ def _attn_fwd_fp8_cache_kernel(args: CacheArguments, MODS: gl.constexpr, META: g
     if META.IS_PLANNED:
         plan = args.plan
         groups = args.inputs.num_heads // META.HEADS
-        program = gl.program_id(0) // groups  # programs of all heads go through the same keys side by side
+        program = gl.program_id(0) // groups  # programs of all heads process the same keys side by side
         share, total = share_of_program(plan)
-        t = program * share  # counts the blocks of keys of all sequences
+        t = program * share  # counts the key blocks of all sequences
         end = gl.minimum(t + share, total)
         entry = entry_at(plan, t)
         while t < end:
@@ -430,10 +432,10 @@ def _attn_fwd_fp8_cache_kernel(args: CacheArguments, MODS: gl.constexpr, META: g
 
 
 def unsupported(problem: Problem, out: Tensor, has_max_logit: bool) -> str | None:
-    """Returns why the kernel cannot run this problem, of k and v in FP8 beside q in 16 bits; None: it can."""
+    """Returns the reason if the kernel cannot run this problem, with k and v in FP8 and q in 16 bits; None: it can."""
     x = problem
     if capability_of(x.device) != 90:
-        return "it was made for Hopper, sm_90"
+        return "it is written for Hopper, sm_90"
     if x.q.dtype not in (torch.bfloat16, torch.float16):
         return f"it takes q in bf16 and fp16, not {str(x.q.dtype).removeprefix('torch.')}"
     if has_max_logit:
@@ -441,9 +443,9 @@ def unsupported(problem: Problem, out: Tensor, has_max_logit: bool) -> str | Non
     if x.dropout_p > 0 or x.block_mask is not None:
         return "it takes neither dropout nor a block mask"
     if x.is_batch_invariant:
-        return "it takes few queries alone, whose bits are then others than among many"
+        return "it supports only few queries, with results that differ bitwise from those among many queries"
     if x.softmax_scale == 0:
-        return "it does not do a softmax_scale of 0"
+        return "it does not support a softmax_scale of 0"
     if 0 in x.q.shape or 0 in x.k.shape or x.batch == 0:
         return "there is nothing to load"
     if x.q.shape[-1] not in _HEAD_DIMS or x.v.shape[-1] not in _HEAD_DIMS:
@@ -452,7 +454,7 @@ def unsupported(problem: Problem, out: Tensor, has_max_logit: bool) -> str | Non
 
 
 def slower(problem: Problem) -> str | None:
-    """Returns why the kernel was not measured to be faster than the portable one for this problem; None: it was."""
+    """Returns why to skip the kernel for the portable one, or None to use it."""
     room = 2 * _ROWS  # keys are loaded once for each tile of so many rows
     needed = problem.longest_q * slots_of_heads(problem.group_size)
     return None if needed <= room else f"the queries of a key head's heads take {needed} rows, and up to {room} it is faster"
@@ -466,16 +468,19 @@ def _unaligned(name: str, x: Tensor) -> str | None:
 
 
 def tile_of(problem: Problem) -> Tile:
-    """Returns the committed tile: 32 keys of each warp, or 16 where there are no registers for more.
+    """Returns the committed tile: 32 keys of each warp, or 16 if registers allow no more.
 
-    At head dim 128 programs of two warps were 7 % faster than of four in two runs on an H200: fewer wait where one ends.
+    At head dim 128, programs of two warps were 7 % faster than programs of four in two runs on an H200: fewer warps wait when one
+    ends.
     """
     widest = max(problem.q.shape[-1], problem.v.shape[-1])
     return Tile(_ROWS, 64, 2, 1) if widest == 128 else Tile(_ROWS, 128 if widest == 64 else 64, 4, 1)
 
 
 def heads_of_a_tile(problem: Problem, tile: Tile) -> int:
-    """Returns how many query heads of one key head share a tile: all of them where it has rows for them, else a power of two."""
+    """Returns how many query heads of one key head share a tile: all of them if the tile has rows for them, otherwise a power of
+    two.
+    """
     x = problem
     room = max(1, tile.block_m // x.longest_q)
     if slots_of_heads(x.group_size) <= room:
@@ -484,7 +489,7 @@ def heads_of_a_tile(problem: Problem, tile: Tile) -> int:
 
 
 def tiles_and_room(problem: Problem, tile: Tile, group: int) -> tuple[int, int]:
-    """Returns (tiles of so many heads, programs that the device runs at once), for `number_of_splits`."""
+    """Returns (number of tiles, number of programs that the device runs at once), for `number_of_splits`."""
     tiles = cdiv(problem.longest_q, tile.block_m // slots_of_heads(group)) * (problem.num_heads // group) * problem.batch
     return tiles, _WARPS // tile.num_warps * num_processors(problem.device)
 
@@ -497,10 +502,10 @@ def fp8_cache_forward(
     group: int | None = None,
     splits: int | None = None,
 ) -> None:
-    """Launches the forward, of calls that `unsupported` does not name. Writes out, laid out as q with v's head dim, and lse.
+    """Launches the forward of a call that `unsupported` does not reject. Writes out, in q's layout with v's head dim, and lse.
 
     group: query heads of a tile; None: `heads_of_a_tile`.
-    splits: parts of the keys, or BY_LENGTHS; None: `number_of_splits`.
+    splits: number of KV splits, or BY_LENGTHS; None: `number_of_splits`.
     """
     x = problem
     tile = tile or tile_of(x)
@@ -508,7 +513,7 @@ def fp8_cache_forward(
     tiles, room = tiles_and_room(x, tile, group)
     splits = number_of_splits(x, tiles, room) if splits is None else splits
     slots = slots_of_heads(group)
-    # Programs of all heads go through the same keys side by side: the plan is one head's, and a part has the rows of all heads.
+    # Programs of all heads process the same keys side by side: the plan is for one head, and a part has the rows of all heads.
     planned = PlannedTile(heads=x.num_heads, queries=tile.block_m // slots, seen=tile.block_m, keys=tile.block_n, writes_whole=True)
     plan, parts, programs = None, None, tiles * splits
     if splits == BY_LENGTHS:
@@ -518,7 +523,7 @@ def fp8_cache_forward(
         parts = plan.empty_parts(lse, out.shape[-1], x.is_unbounded)
     elif splits > 1:
         parts = Parts.empty(splits, lse, out.shape[-1], x.is_unbounded)
-    of_rows = x.meta(tile, (out,))
+    rows_meta = x.meta(tile, (out,))
     page_size = 0 if x.page_table is None else x.k.shape[1]
     meta = CacheMeta(
         **x.features._asdict(),
@@ -542,12 +547,12 @@ def fp8_cache_forward(
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         WARPS=tile.num_warps,
-        ALIGN=of_rows.ALIGN,
+        ALIGN=rows_meta.ALIGN,
     )
     args = CacheArguments(
-        inputs=x.inputs(of_rows)._replace(q=words_of(x.q), k=words_of(x.k), v=words_of(x.v)),
+        inputs=x.inputs(rows_meta)._replace(q=words_of(x.q), k=words_of(x.k), v=words_of(x.v)),
         page_shift=max(0, page_size.bit_length() - 1),
-        out=rows(out, of_rows),
+        out=rows(out, rows_meta),
         lse_ptr=lse,
         parts_ptr=None if parts is None else parts.out,
         parts_lse_ptr=None if parts is None else parts.lse,

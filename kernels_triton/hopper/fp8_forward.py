@@ -1,8 +1,8 @@
-"""Forward attention in FP8 on Hopper (sm_90) in Gluon: `forward` with fp8 operands, all products by QGMMA.
+"""FP8 forward attention on Hopper (sm_90) in Gluon: `forward` with fp8 operands, and all products by QGMMA.
 
-q, k and v come in FP8 with scales per tensor, head, batch or block of rows; v comes transposed (`fp8`), and p is made fp8 in
-the order of v's tokens, so that nothing is transposed or shuffled here. The tensor cores add fp8 products up in about 14 bits: the
-product with v of each block of keys is an accumulator of its own, added in fp32 to the rest by the multiply-add that rescales it.
+q, k and v are FP8 with scales per tensor, head, batch or block of rows. v is transposed (`fp8`), and p is converted to fp8 in the
+order of v's tokens, so nothing is transposed or shuffled here. The tensor cores accumulate fp8 products in about 14 bits. So the
+product of each key block with v has its own accumulator, and the multiply-add that rescales the sums adds it in fp32.
 """
 
 from __future__ import annotations
@@ -81,13 +81,13 @@ from flexattn.kernels_triton.runtime.compiler import FROM_3_9
 from flexattn.kernels_triton.runtime.gluon_names import load_tile
 from flexattn.kernels_triton.runtime.launch import Tile, capability_of, hopper_kernel, launch, num_processors
 
-_COLUMNS = gl.constexpr(8)  # columns of the product that sums p: wgmma's least N, all alike
-_ONE = gl.constexpr(0x38)  # 1 in e4m3
+_COLUMNS = gl.constexpr(8)  # columns of the product that sums p: wgmma's minimum N, all equal
+_ONE = gl.constexpr(0x38)  # 1 in E4M3
 _COPIES = gl.constexpr(FROM_3_9)  # whether each product gets a copy of its operand in registers (Triton pull request 9514)
 
 
 class Fp8Tile(NamedTuple):
-    """A row for the FP8 forward on sm_90, as `HopperTile`."""
+    """A row for the FP8 forward on sm_90, like `HopperTile`."""
 
     head_dim_qk: int
     head_dim_v: int
@@ -96,7 +96,7 @@ class Fp8Tile(NamedTuple):
     num_stages: int  # stages of k and of v in shared memory
     q_stages: int
     registers: int  # registers of a consumer's thread
-    parts: int  # in which v is summed, for want of registers
+    parts: int  # parts in which v is summed, because registers are scarce
 
 
 FP8_FORWARD = (
@@ -112,7 +112,7 @@ SHORTEST = 2048
 
 
 def select_fp8_tile(head_dim_qk: int, head_dim_v: int, *, is_modified: bool = False) -> Fp8Tile:
-    """The narrowest row that serves the head dims, which are at most 256; scores that are modified need registers."""
+    """Returns the narrowest row for the head dims, at most 256; modified scores need registers."""
     tile = next(tile for tile in FP8_FORWARD if head_dim_qk <= tile.head_dim_qk and head_dim_v <= tile.head_dim_v)
     return tile._replace(block_m=128, registers=240) if is_modified else tile
 
@@ -121,7 +121,7 @@ def select_fp8_tile(head_dim_qk: int, head_dim_v: int, *, is_modified: bool = Fa
 class Fp8ForwardMeta(NamedTuple):
     """Constants that a kernel is compiled for, besides `Features`."""
 
-    HAS_IDLE: bool  # this and the next three as in the 16-bit kernel, for what both share
+    HAS_IDLE: bool  # for this and the next three see the 16-bit kernel; shared functions read them
     SKIPS: bool
     GROUP: int
     PINGPONG: bool
@@ -133,7 +133,7 @@ class Fp8ForwardMeta(NamedTuple):
     V_BLOCKWISE: bool
     BLOCK_M: int
     BLOCK_N: int
-    QK0: int  # head dims as the tiles hold them, in one or two parts
+    QK0: int  # head dims of the tiles, in one or two parts
     QK1: int
     V0: int  # columns of a part of v
     PARTS: int
@@ -141,7 +141,8 @@ class Fp8ForwardMeta(NamedTuple):
     Q_STAGES: int
     CONSUMERS: int
     REGISTERS: int
-    NUMBERS: int  # numbers of a tile: (first query, head, batch), with lengths (first token, queries, keys), then three scales
+    # integers of a tile message: (first query, head, batch), with lengths (first token, queries, keys), then three scales
+    NUMBERS: int
 
 
 class Descriptors(NamedTuple):
@@ -179,7 +180,7 @@ class Tiles(NamedTuple):
     k: Pair
     v: Any
     out: Any
-    ones: Any  # which p is summed by
+    ones: Any  # operand of the product that sums p
 
 
 class Buffers(NamedTuple):
@@ -194,10 +195,10 @@ class QuerySequence(NamedTuple):
 
 
 class Invariants(NamedTuple):
-    """Values that are the same for all blocks of keys that a consumer's queries see."""
+    """Values that are constant for all key blocks that a consumer's queries see."""
 
     num_blocks: Any
-    block_range: Any  # what `key_block` finds them by
+    block_range: Any  # argument of `key_block`
     rows: Any
     band: SequenceBand
     head: Head
@@ -205,7 +206,7 @@ class Invariants(NamedTuple):
     h_kv: Any
     descales: Descales
     descale_q: Any
-    descale: Any  # descale of a score, where k has one scale
+    descale: Any  # descale of a score, if k has one scale
     q_slot: Any
     zeros: Any
     no_sum: Any  # zeros in the layout of a part of out
@@ -213,20 +214,20 @@ class Invariants(NamedTuple):
 
 
 class Carry(NamedTuple):
-    """Sums that the loop over blocks of keys carries."""
+    """Sums that the loop over key blocks carries."""
 
     row_max: Any
     row_sum: Any
     acc: Any
     acc1: Any
     descale_v: Any
-    n_block: Any  # counts the blocks that this consumer has taken
+    n_block: Any  # counts the blocks that this consumer has processed
 
 
 @gluon.jit
 def _load_partition(buffers: Buffers, args: Arguments, META: gl.constexpr):
     tiles, barriers = buffers.tiles, buffers.barriers
-    of, steps, work = args.descriptors, args.steps, args.work
+    descriptors, steps, work = args.descriptors, args.steps, args.work
     STAGES: gl.constexpr = META.STAGES
     batch = args.lengths_q.batch
     num_tokens_kv = args.lengths_kv.num_tokens
@@ -252,18 +253,18 @@ def _load_partition(buffers: Buffers, args: Arguments, META: gl.constexpr):
         v_block = h_kv * args.v_blocks + first_transposed_block(b, place_kv, num_tokens_kv, META.IS_RAGGED_KV)
         origin = origin_of(steps.q, sequence.start_q, h, b)
         queries = LoadedRows(origin=origin, first=first_row, length=sequence.len_q)
-        load_queries(of.q, tiles.q, queries, n_tile, barriers, META)
+        load_queries(descriptors.q, tiles.q, queries, n_tile, barriers, META)
         for n in range(num_blocks):
             row = key_block(num_blocks - 1 - n, block_range, META)[0]
             stage = n_block % STAGES
             origin = origin_of(steps.k, sequence.start_kv, h_kv, b)
-            load_keys(of.k, tiles.k, LoadedRows(origin=origin, first=row, length=len_kv), n_block, barriers, META)
+            load_keys(descriptors.k, tiles.k, LoadedRows(origin=origin, first=row, length=len_kv), n_block, barriers, META)
             wait_empty(barriers.v_empty, n_block, STAGES)
-            mbarrier.expect(barriers.v_full.index(stage), of.v.block_type.nbytes)
+            mbarrier.expect(barriers.v_full.index(stage), descriptors.v.block_type.nbytes)
             place = [v_block + row // BLOCK, 0, row % BLOCK]
-            load_tile(of.v, place, barriers.v_full.index(stage), tiles.v.index(stage))
+            load_tile(descriptors.v, place, barriers.v_full.index(stage), tiles.v.index(stage))
             n_block += 1
-        # Not before this tile is loaded: what a program has drawn no other takes, however long it is busy.
+        # After the loads of this tile: no other program takes a tile that a program has drawn, however long that is busy.
         t = gl.atomic_add(work.table_ptr, 1, sem="relaxed") + gl.num_programs(0)
         n_tile += 1
     broadcast_end(n_tile, barriers, META)
@@ -286,7 +287,7 @@ def _logits(qk, columns, descale, same: Invariants, MODS: gl.constexpr, META: gl
 
 
 class Unmasked(NamedTuple):
-    """Blocks of keys, of which the last come first, that no edge cuts: from `begin` up to `end`."""
+    """KV blocks that need no mask, counted from the last one: from `begin` up to `end`."""
 
     begin: Any
     end: Any
@@ -294,11 +295,11 @@ class Unmasked(NamedTuple):
 
 @gluon.jit
 def _unmasked_blocks(m_start, num_blocks, first_block, band: SequenceBand, META: gl.constexpr):
-    # For the queries of one warpgroup. None of a block mask's, as a list skips some.
+    # For the queries of one warpgroup. Empty for a block mask, because a list skips blocks.
     if META.BLOCK_SIZE_Q > 0:
         return Unmasked(begin=num_blocks, end=num_blocks)
     else:
-        right_end = band.len_kv  # what all queries see ends here, and begins at left_end
+        right_end = band.len_kv  # keys from left_end to right_end are visible to all queries
         if META.HAS_RIGHT:
             right_end = gl.maximum(gl.minimum(band.len_kv, m_start + band.shift + 1 + band.right), 0)
         begin = gl.minimum(gl.maximum(first_block + num_blocks - right_end // META.BLOCK_N, 0), num_blocks)
@@ -310,11 +311,11 @@ def _unmasked_blocks(m_start, num_blocks, first_block, band: SequenceBand, META:
 
 
 class Weights(NamedTuple):
-    """The weights of a block of keys, and what they do to the rows."""
+    """The weights of a key block, and their effect on the rows."""
 
     quads: Any
-    row_max: Any  # in units of log2, but of unbounded logits exact
-    correction: Any  # what is summed already is to be multiplied with
+    row_max: Any  # in units of log2, or exact in natural units for unbounded logits
+    correction: Any  # factor of the earlier sums
 
 
 @gluon.jit
@@ -329,7 +330,7 @@ def _softmax(s, row_max, factor, DTYPE: gl.constexpr, META: gl.constexpr):
         return Weights(quads=quads, row_max=new_max, correction=gl.exp2(before - scaled_max))
     else:
         new_max = gl.maximum(row_max, gl.max(s, 1) * factor)
-        scaled_max = gl.maximum(new_max, LOWEST)  # for -inf too exp2(-inf - scaled_max) is 0
+        scaled_max = gl.maximum(new_max, LOWEST)  # for -inf too, exp2(-inf - scaled_max) is 0
         p = gl.exp2(s * factor[:, None] - (scaled_max - P_SHIFT)[:, None])
         quads = pack_quads(p, ROWS, META.BLOCK_N, DTYPE)
         return Weights(quads=quads, row_max=new_max, correction=gl.exp2(row_max - scaled_max))
@@ -337,14 +338,15 @@ def _softmax(s, row_max, factor, DTYPE: gl.constexpr, META: gl.constexpr):
 
 @gluon.jit
 def _once(sums):
-    # One column in each thread, of `_COLUMNS` that are alike
+    # Returns one column in each thread, of `_COLUMNS` equal ones
     one, _ = gl.split(gl.reshape(sums, [ROWS, _COLUMNS // 2, 2]))
     return one
 
 
 @gluon.jit
 def _multiply_ones(p, tiles: Tiles, same: Invariants):
-    # The tensor cores sum p too, by a product with ones: 64 additions a thread less. It is p as the product with v takes it.
+    # The tensor cores also sum p, by a product with ones, which saves 64 additions a thread. It sums the same rounded p as the
+    # product with v.
     p_again = gl.convert_layout(p, gl.DotOperandLayout(0, same.no_row_sum.type.layout, 4))
     return warpgroup_mma(p_again, tiles.ones.permute([1, 0]), same.no_row_sum, use_acc=False, is_async=True)
 
@@ -360,7 +362,7 @@ def _attend(
     MODS: gl.constexpr,
     META: gl.constexpr,
 ):
-    # The blocks of keys from `begin` up to `end`; IS_CUT: an edge or a block mask may hide some of them.
+    # Processes the key blocks from `begin` up to `end`; IS_CUT: an edge or a block mask may hide some of the keys.
     tiles, barriers = buffers.tiles, buffers.barriers
     descale = same.descale
     row_max, row_sum, acc, acc1 = carry.row_max, carry.row_sum, carry.acc, carry.acc1
@@ -370,7 +372,7 @@ def _attend(
     V0: gl.constexpr = META.V0
     OUT: gl.constexpr = same.no_sum.type.layout
     P: gl.constexpr = gl.DotOperandLayout(0, OUT, 4)
-    # Whether the products with p wait for each other: beside all of v's sums there are no registers for two copies of p.
+    # Whether the products with p run one after the other: with all sums of v, there are no registers for two copies of p.
     ONE_BY_ONE: gl.constexpr = _COPIES and META.PARTS == 1 and V0 > 64
     block_columns = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, same.zeros.type.layout))
     for iteration in range(begin, end):
@@ -412,7 +414,7 @@ def _attend(
         if META.PARTS == 2:
             acc = acc * correction[:, None] + sum_here
             compute_here(acc)
-            # Into the same registers: with others there are not enough.
+            # Uses the same registers: with others there are not enough.
             sum_of_v = warpgroup_mma(p, v.slice(V0, V0, 0).permute([1, 0]), sum_here, use_acc=False, is_async=True)
             sum_here = warpgroup_mma_wait(0, deps=[sum_of_v])
         keep_pairs(weights.quads)
@@ -429,12 +431,12 @@ def _attend(
 
 @gluon.jit
 def _tile_sequence(tile, args: Arguments, META: gl.constexpr):
-    # The lengths of a work tile's sequence, as they were broadcast, or as all sequences have them
+    # Returns the lengths of a work tile's sequence, from the message, or those of all sequences
     if META.HAS_LENGTHS:
         return QuerySequence(start_q=tile[3], len_q=tile[4], len_kv=tile[5])
     else:
-        found = sequence_of(args.lengths_q, args.lengths_kv, tile[2], META)
-        return QuerySequence(start_q=found.start_q, len_q=found.len_q, len_kv=found.len_kv)
+        sequence = sequence_of(args.lengths_q, args.lengths_kv, tile[2], META)
+        return QuerySequence(start_q=sequence.start_q, len_q=sequence.len_q, len_kv=sequence.len_kv)
 
 
 @gluon.jit
@@ -472,9 +474,10 @@ def _compute_partition(buffers: Buffers, args: Arguments, CONSUMER: gl.constexpr
         h_kv = h // args.work.group_size
         head = head_of(scores, b, h, len_q, len_kv, band.shift, MODS, META)
         m_start = first_row + CONSUMER * ROWS
-        skipped, own_num_blocks, own_range = blocks_of_consumer(m_start, num_blocks, block_range, band, META)
+        skipped, num_consumer_blocks, consumer_range = blocks_of_consumer(m_start, num_blocks, block_range, band, META)
         rows = m_start + gl.arange(0, ROWS, layout=BY_ROW)
-        row_max = gl.full([ROWS], float("-inf"), gl.float32, layout=BY_ROW)  # in units of log2, but of unbounded logits exact
+        # in units of log2, or exact in natural units for unbounded logits
+        row_max = gl.full([ROWS], float("-inf"), gl.float32, layout=BY_ROW)
         row_sum = _once(no_row_sum)
         if META.Q_BLOCKWISE:
             descale_q = load_descale(args.descales.q, b, h, gl.maximum(gl.minimum(rows, len_q - 1), 0))
@@ -487,22 +490,22 @@ def _compute_partition(buffers: Buffers, args: Arguments, CONSUMER: gl.constexpr
             if META.HAS_OFFSET:
                 sink = gl.load(args.softmax_offset_ptr + h).to(gl.float32) * (1.0 if META.IS_UNBOUNDED else LOG2E)
             row_max = gl.maximum(row_max, sink)
-            own = gl.where(row_max == float("-inf"), 0.0, P_SCALE)
+            sink_weight = gl.where(row_max == float("-inf"), 0.0, P_SCALE)
             if META.IS_UNBOUNDED:
                 factor = exponent_factor(row_max)
-                own = gl.exp2(gl.fma(row_max, factor, -scaled_row_max(row_max, factor, P_SHIFT)))
-            row_sum = row_sum + gl.convert_layout(own, gl.SliceLayout(1, row_sum.type.layout))[:, None]
+                sink_weight = gl.exp2(gl.fma(row_max, factor, -scaled_row_max(row_max, factor, P_SHIFT)))
+            row_sum = row_sum + gl.convert_layout(sink_weight, gl.SliceLayout(1, row_sum.type.layout))[:, None]
         q_slot = CONSUMER + n_tile % META.Q_STAGES * META.CONSUMERS
         mbarrier.wait(barriers.q_full.index(q_slot), (n_tile // META.Q_STAGES) & 1)
         acc = gl.zeros([ROWS, V0], gl.float32, layout=OUT)
         acc1 = gl.zeros([ROWS, V0], gl.float32, layout=OUT)
         if META.SKIPS:
             n_block = skip_blocks(skipped, n_block, barriers, CONSUMER, META)
-        unmasked = _unmasked_blocks(m_start, own_num_blocks, own_range, band, META)
+        unmasked = _unmasked_blocks(m_start, num_consumer_blocks, consumer_range, band, META)
         unmasked_from, unmasked_to = unmasked.begin, unmasked.end
         same = Invariants(
-            num_blocks=own_num_blocks,
-            block_range=own_range,
+            num_blocks=num_consumer_blocks,
+            block_range=consumer_range,
             rows=rows,
             band=band,
             head=head,
@@ -519,22 +522,24 @@ def _compute_partition(buffers: Buffers, args: Arguments, CONSUMER: gl.constexpr
         carry = Carry(row_max=row_max, row_sum=row_sum, acc=acc, acc1=acc1, descale_v=descale_v, n_block=n_block)
         if META.HAS_LEFT:
             done = 0
-            while done < own_num_blocks:  # twice at most: what is after the unmasked blocks goes through the loop for those before
+            while (
+                done < num_consumer_blocks
+            ):  # at most twice: blocks after the unmasked ones use the loop of the blocks before them
                 carry = _attend(done, unmasked_from, carry, same, buffers, True, MODS, META)
                 carry = _attend(unmasked_from, unmasked_to, carry, same, buffers, False, MODS, META)
                 done = unmasked_to
-                unmasked_from = own_num_blocks
-                unmasked_to = own_num_blocks
+                unmasked_from = num_consumer_blocks
+                unmasked_to = num_consumer_blocks
         else:
             carry = _attend(0, unmasked_from, carry, same, buffers, True, MODS, META)
-            carry = _attend(unmasked_from, own_num_blocks, carry, same, buffers, False, MODS, META)
+            carry = _attend(unmasked_from, num_consumer_blocks, carry, same, buffers, False, MODS, META)
         n_block = carry.n_block
         if META.SKIPS:
-            n_block = skip_blocks(num_blocks - skipped - own_num_blocks, n_block, barriers, CONSUMER, META)
+            n_block = skip_blocks(num_blocks - skipped - num_consumer_blocks, n_block, barriers, CONSUMER, META)
         mbarrier.arrive(barriers.q_empty.index(q_slot), count=1)
         lse_row = (h if META.IS_RAGGED_Q else b * args.work.num_heads + h).to(gl.int64) * args.lengths_q.num_tokens + start_q
         row_sum = gl.convert_layout(gl.max(carry.row_sum, 1), BY_ROW)
-        row_sum_or_1 = gl.where(row_sum == 0.0, 1.0, row_sum)  # where a row sees nothing, out is 0 / 1 and lse -inf + 0
+        row_sum_or_1 = gl.where(row_sum == 0.0, 1.0, row_sum)  # if a row sees nothing, out is 0 / 1 and lse -inf + 0
         _store_lse(args.lse_ptr + lse_row, rows, len_q, carry.row_max, row_sum_or_1, META)
         normaliser = gl.convert_layout(carry.descale_v / row_sum_or_1, gl.SliceLayout(1, OUT))[:, None]
         out_tile = tiles.out.index(CONSUMER)
@@ -558,12 +563,12 @@ def _compute_partition(buffers: Buffers, args: Arguments, CONSUMER: gl.constexpr
 def _attn_fwd_fp8_hopper_kernel(args: Arguments, MODS: gl.constexpr, META: gl.constexpr):
     CONSUMERS: gl.constexpr = META.CONSUMERS
     REGISTERS: gl.constexpr = META.REGISTERS
-    of = args.descriptors
-    q_tiles = allocate_pair(CONSUMERS * META.Q_STAGES, of.q, META)
-    out_tiles = allocate_tiles(CONSUMERS, of.out)
-    k_tiles = allocate_pair(META.STAGES, of.k, META)
-    v_tiles = allocate_tiles(META.STAGES, of.v)
-    # As bits: of fp32 ones that are cast, ptxas (CUDA 12.8) leaves two bytes of four to chance.
+    descriptors = args.descriptors
+    q_tiles = allocate_pair(CONSUMERS * META.Q_STAGES, descriptors.q, META)
+    out_tiles = allocate_tiles(CONSUMERS, descriptors.out)
+    k_tiles = allocate_pair(META.STAGES, descriptors.k, META)
+    v_tiles = allocate_tiles(META.STAGES, descriptors.v)
+    # As bits: if fp32 ones are cast, ptxas (CUDA 12.8) leaves two of four bytes undefined.
     ONES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([_COLUMNS, META.BLOCK_N], gl.float8e4nv)
     LINES: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [gl.num_warps(), 1], [1, 0])
     bits = gl.full([_COLUMNS, META.BLOCK_N], _ONE, gl.int8, layout=LINES)
@@ -573,7 +578,7 @@ def _attn_fwd_fp8_hopper_kernel(args: Arguments, MODS: gl.constexpr, META: gl.co
     barriers = allocate_forward_barriers(META)
     tiles = Tiles(q=q_tiles, k=k_tiles, v=v_tiles, out=out_tiles, ones=ones)
     buffers = Buffers(tiles=tiles, barriers=barriers)
-    if CONSUMERS == 2:  # the first consumer is the default partition: it gets the registers that are left, 240
+    if CONSUMERS == 2:  # the first consumer is the default partition: it gets the remaining registers, 240
         gl.warp_specialize(
             [
                 (_compute_partition, (buffers, args, 0, MODS, META)),
@@ -597,20 +602,20 @@ def _attn_fwd_fp8_hopper_kernel(args: Arguments, MODS: gl.constexpr, META: gl.co
 
 
 def unsupported(problem: Problem, out: Tensor, return_max_logit: bool = False) -> str | None:
-    """Returns why the kernel cannot run this problem, with q, k and v in FP8; None: it can."""
+    """Returns the reason if the kernel cannot run this problem, with q, k and v in FP8; None: it can."""
     x = problem
     if capability_of(x.device) != 90:
         return "it is written for Hopper, sm_90"
     for name, tensor in (("q", x.q), ("k", x.k), ("v", x.v)):
         if tensor.dtype not in FP8_DTYPES:
             return f"it takes float8_e4m3fn and float8_e5m2, and {name} is {str(tensor.dtype).removeprefix('torch.')}"
-    for has, what in (
+    for has, feature in (
         (x.dropout_p > 0, "dropout"),
         (return_max_logit, "max_logit"),
         (x.softmax_scale == 0, "a softmax_scale of 0"),
     ):
         if has:
-            return f"it does not do {what} yet"
+            return f"it does not support {feature}"
     if 0 in x.q.shape or 0 in x.k.shape or x.batch == 0:
         return "there is nothing to load"
     tile = tile_of(x)
@@ -624,7 +629,7 @@ def unsupported(problem: Problem, out: Tensor, return_max_logit: bool = False) -
 
 
 def slower(problem: Problem) -> str | None:
-    """Returns why the kernel was not measured to be faster than the portable one for this problem; None: it was."""
+    """Returns why to skip the kernel for the portable one, or None to use it."""
     x = problem
     tokens = x.q.numel() // x.q.shape[-1]  # tokens of all heads
     flops = 2 * tokens * x.longest_kv * (x.q.shape[-1] + x.v.shape[-1]) * (1.0 if x.window_right is None else 0.5)
@@ -650,12 +655,12 @@ def hopper_fp8_forward(
     lse: Tensor,
     tile: Fp8Tile | None = None,
 ) -> None:
-    """Launches the forward in FP8, of calls that are not `unsupported`.
+    """Launches the FP8 forward of a call that is not `unsupported`.
 
-    problem: q and k in FP8; of its v only the shape is read.
-    v_transposed: [h_kv, blocks, d_v, BLOCK], as `quantize` writes it.
+    problem: q and k in FP8; only the shape of its v is read.
+    v_transposed: [h_kv, blocks, d_v, BLOCK], from `quantize`.
     scales: of q, k and v.
-    out: bf16 or fp16, [.., h, d_v] laid out as q or otherwise.
+    out: bf16 or fp16, [.., h, d_v], any layout.
     """
     x = problem
     tile = tile or tile_of(x)

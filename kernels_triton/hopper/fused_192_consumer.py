@@ -1,8 +1,8 @@
 """Consumers of the fused backward for head dims from 136 to 192 for sm_90: dk and dv of 64 keys each, and half of each tile of dq.
 
 dk and dv of 64 keys take 160 registers a thread, which leaves none for dp of 64 queries beside their scores. So a block of 64
-queries has one product of scores, for which k is read once, and what follows comes for 32 queries, and then for the other 32: exp
-too, as the statistics of all 64 would be spilled. dq of the block before comes in two parts, one under each half.
+queries has one product of scores, which reads k once. The later steps process 32 queries, and then the other 32. That includes exp,
+because the statistics of all 64 would spill. dq of the previous block is computed in two parts, one during each half.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from flexattn.kernels_triton.hopper.query_walk import first_queries, next_querie
 from flexattn.kernels_triton.runtime.gluon_names import reduce_add
 
 HALF = gl.constexpr(32)  # half of the queries of a block
-NARROW = gl.constexpr(32)  # columns of the first part of dq that a warpgroup has; of the second it has twice as many
+NARROW = gl.constexpr(32)  # columns of the first part of dq of a warpgroup; the second part has twice as many
 
 
 class Fused192Tiles(NamedTuple):
-    """Tiles in shared memory: what is loaded, ds by parity of the block and consumer, and one tile of dq of each consumer."""
+    """Tiles in shared memory: the loaded ones, ds by parity of the block and consumer, and one tile of dq for each consumer."""
 
     loaded: DkdvTiles
     ds: Any
@@ -56,8 +56,8 @@ class Fused192Tiles(NamedTuple):
 
 @gluon.jit
 def _dq_product(tiles: Fused192Tiles, buffer, IS_FIRST: gl.constexpr, CONSUMER: gl.constexpr, META: gl.constexpr):
-    # A part of dq of 64 queries, from all 128 keys. The first consumer has columns 64 to 95, and then 0 to 63; the second has 96 to
-    # 127, and then those from 128 on, the second part of k.
+    # Returns a part of dq of 64 queries, from all 128 keys. The first consumer has columns 64 to 95, and then 0 to 63. The second
+    # has columns 96 to 127, and then those from 128 on, the second part of k.
     COLUMNS: gl.constexpr = NARROW if IS_FIRST else 2 * NARROW
     FIRST_COLUMN: gl.constexpr = (2 + CONSUMER) * NARROW if IS_FIRST else 0
     DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
@@ -75,7 +75,7 @@ def _dq_product(tiles: Fused192Tiles, buffer, IS_FIRST: gl.constexpr, CONSUMER: 
 
 @gluon.jit
 def _hand_over_dq(dq, ring: DqRing, n, CONSUMER: gl.constexpr):
-    # n: the part's number, of all that a program has
+    # n: the part's number, of all parts of a program
     COLUMNS: gl.constexpr = dq.shape[1]
     wait_empty(ring.empty, n, 1)
     ring.tiles.index(CONSUMER).slice(0, COLUMNS, 1).store(in_order_of_sums(dq))
@@ -85,11 +85,11 @@ def _hand_over_dq(dq, ring: DqRing, n, CONSUMER: gl.constexpr):
 
 @gluon.jit
 def add_dq_192(args, sums, ring: DqRing, block: Block, META: gl.constexpr):
-    # A partition of its own: adds the parts of dq to the sums, whose descriptors are in `sums`, at the columns of `_dq_product`.
-    at = first_queries(block, args.work)
+    # A separate partition, which adds the parts of dq to the sums, with the descriptors in `sums`, at the columns of `_dq_product`.
+    position = first_queries(block, args.work)
     for m_block in range(block.num_blocks * args.work.group_size):
-        row = query_block(at.n, block.block_range, META)[0]
-        sums_row = place_of_sums(row, at.head, args, block, META)
+        row = query_block(position.n, block.block_range, META)[0]
+        sums_row = place_of_sums(row, position.head, args, block, META)
         for part in gl.static_range(2):
             wait_full(ring.full, 2 * m_block + part, 1)
             for consumer in gl.static_range(2):
@@ -100,7 +100,7 @@ def add_dq_192(args, sums, ring: DqRing, block: Block, META: gl.constexpr):
                     reduce_add(sums.wide, [sums_row, consumer * META.QK0], ring.tiles.index(consumer))
             tma.store_wait(0)  # the engine has read the tiles
             release(ring.empty, 2 * m_block + part, 1)
-        at = next_queries(at, block, args.work)
+        position = next_queries(position, block, args.work)
 
 
 @gluon.jit
@@ -113,8 +113,8 @@ def consume_fused_192(
     MODS: gl.constexpr,
     META: gl.constexpr,
 ):
-    # args: a `DkdvArguments`, of plain scores. So that no warpgroup waits for the other in the middle of a block, dq of a block is
-    # computed in the next one, as in `fused_consumer`, by the same barriers.
+    # args: a `DkdvArguments`, of plain scores. dq of a block is computed in the next block, so that no warpgroup waits for the
+    # other in the middle of a block. `fused_consumer` does the same, by the same barriers.
     loaded = tiles.loaded
     scores, group_size = args.scores, args.work.group_size
     DTYPE: gl.constexpr = loaded.dout.dtype
@@ -139,33 +139,33 @@ def consume_fused_192(
     half_columns = gl.arange(0, HALF, layout=COLUMNS)
     uncut_from = first_uncut_query(n_start, ROWS, block.band, META)
     iterations = block.num_blocks * group_size
-    # As if there had been a block of queries before the first, whose ds is 0.
+    # Simulates a query block before the first, whose ds is 0.
     tiles.ds.index(2 + CONSUMER).store(zeros.to(DTYPE))
     fence_async_shared()
     named_barrier_arrive_at(WRITTEN + 2 + CONSUMER, BOTH)
     mbarrier.wait(barriers.kv_full.index(0), 0)
-    at, values = first_query_head(block, args.work, scores, MODS, META)
+    position, values = first_query_head(block, args.work, scores, MODS, META)
     if iterations > 0:
         named_barrier_arrive_at(READ + CONSUMER, BOTH)
     for m_block in range(iterations):  # counts the blocks of all query heads
-        row, is_full = query_block(at.n, block.block_range, META)
+        row, is_full = query_block(position.n, block.block_range, META)
         is_cut = cuts_block(row, n_start, uncut_from, block.band, META)
-        own = CONSUMER + opaque_zero(m_block)
+        k_slot = CONSUMER + opaque_zero(m_block)
         stage = m_block % META.STAGES_SCORES
-        here = (m_block & 1) * 2
+        current = (m_block & 1) * 2
         last = ((m_block + 1) & 1) * 2
-        is_there = m_block + 1 < iterations  # the next one
-        own_v = loaded.v.index(own).reshape([ROWS, V0])
+        has_next = m_block + 1 < iterations  # whether a next iteration exists
+        consumer_v = loaded.v.index(k_slot).reshape([ROWS, V0])
         q_tile = loaded.q.first.index(stage).reshape([BLOCK_M, QK0])
         q1_tile = loaded.q.second.index(stage).reshape([BLOCK_M, QK1])
         dout_tile = loaded.dout.index(stage).reshape([BLOCK_M, V0])
         statistics = loaded.statistics.index(stage)
         wait_full(barriers.q_full, m_block, META.STAGES_SCORES)
-        kq = score_product(loaded.k, own, loaded.q, stage, zeros, BLOCK_M, META)
+        kq = score_product(loaded.k, k_slot, loaded.q, stage, zeros, BLOCK_M, META)
         wait_full(barriers.dout_full, m_block, META.STAGES_DP)
-        dp = warpgroup_mma(own_v, dout_tile.slice(0, HALF, 0).permute([1, 0]), half_zeros, use_acc=False, is_async=True)
+        dp = warpgroup_mma(consumer_v, dout_tile.slice(0, HALF, 0).permute([1, 0]), half_zeros, use_acc=False, is_async=True)
         kq = warpgroup_mma_wait(1, deps=[kq])
-        head = head_at(at, values, block, scores, META)
+        head = head_at(position, values, block, scores, META)
         kq_halves = gl.split(gl.permute(kq.reshape([ROWS, 2, HALF]), [0, 2, 1]))
         for half in gl.static_range(2):
             q = q_tile.slice(half * HALF, HALF, 0)
@@ -182,9 +182,9 @@ def consume_fused_192(
             dp = warpgroup_mma_wait(1, deps=[dp])
             minus_delta = statistics.slice(BLOCK_M + half * HALF, HALF).load(COLUMNS)
             ds = (p * (dp + minus_delta[None, :])).to(DTYPE)
-            if half == 0:  # the other warpgroup's dq of the block before the last has read what is overwritten
-                named_barrier_sync_at(READ + 1 - CONSUMER + here, BOTH)
-            tiles.ds.index(here + CONSUMER).slice(half * HALF, HALF, 1).store(ds)
+            if half == 0:  # the other warpgroup's dq of two blocks ago has read the buffer that is overwritten
+                named_barrier_sync_at(READ + 1 - CONSUMER + current, BOTH)
+            tiles.ds.index(current + CONSUMER).slice(half * HALF, HALF, 1).store(ds)
             ds16 = gl.convert_layout(ds, LEFT)
             sum_of_q = warpgroup_mma(ds16, q, dk, is_async=True)
             sum_of_q1 = warpgroup_mma(ds16, q1, dk1, is_async=True)
@@ -193,21 +193,21 @@ def consume_fused_192(
                 sum_of_k = _dq_product(tiles, last, True, CONSUMER, META)
                 dv, p16, dk, dk1, ds16 = warpgroup_mma_wait(2, deps=[sum_of_dout, p16, sum_of_q, sum_of_q1, ds16])
                 second_dout = dout_tile.slice(HALF, HALF, 0)
-                dp = warpgroup_mma(own_v, second_dout.permute([1, 0]), half_zeros, use_acc=False, is_async=True)
+                dp = warpgroup_mma(consumer_v, second_dout.permute([1, 0]), half_zeros, use_acc=False, is_async=True)
                 dq = warpgroup_mma_wait(1, deps=[sum_of_k])
                 if m_block > 0:
                     _hand_over_dq(dq, tiles.dq, 2 * m_block - 2, CONSUMER)
-        fence_async_shared()  # under the product
-        named_barrier_arrive_at(WRITTEN + CONSUMER + here, BOTH)
+        fence_async_shared()  # during the product
+        named_barrier_arrive_at(WRITTEN + CONSUMER + current, BOTH)
         sum_of_k = _dq_product(tiles, last, False, CONSUMER, META)
         dv, p16, dk, dk1, ds16 = warpgroup_mma_wait(2, deps=[sum_of_dout, p16, sum_of_q, sum_of_q1, ds16])
         release(barriers.q_empty, m_block, META.STAGES_SCORES)
         dq = warpgroup_mma_wait(0, deps=[sum_of_k])
-        if is_there:
+        if has_next:
             named_barrier_arrive_at(READ + CONSUMER + last, BOTH)
         if m_block > 0:
             _hand_over_dq(dq, tiles.dq, 2 * m_block - 1, CONSUMER)
-        at, values = next_query_block(at, values, block, args.work, scores, MODS, META)
+        position, values = next_query_block(position, values, block, args.work, scores, MODS, META)
     last = ((iterations + 1) & 1) * 2
     named_barrier_sync_at(WRITTEN + 1 - CONSUMER + last, BOTH)
     if iterations > 0:
@@ -215,7 +215,7 @@ def consume_fused_192(
             sum_of_k = _dq_product(tiles, last, part == 0, CONSUMER, META)
             dq = warpgroup_mma_wait(0, deps=[sum_of_k])
             _hand_over_dq(dq, tiles.dq, 2 * iterations - 2 + part, CONSUMER)
-    named_barrier_sync(LAST, BOTH)  # k was the other warpgroup's too; now it is no longer needed
+    named_barrier_sync(LAST, BOTH)  # k was also read by the other warpgroup, which no longer needs it
     if args.dk32.ptr is not None:
         store_key_gradient(args.dk32, dk * scores.scale, block, CONSUMER * ROWS, 0)
         store_key_gradient(args.dk32, dk1 * scores.scale, block, CONSUMER * ROWS, QK0)

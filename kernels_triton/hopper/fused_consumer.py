@@ -48,25 +48,25 @@ from flexattn.kernels_triton.hopper.tile_scheduler import Work, receive_tile
 class FusedMeta(NamedTuple):
     """Constants that a fused backward is compiled for, besides `Features`."""
 
-    IS_FP8: bool  # q, k, v and dout, beside copies of q, k and dout in 16 bits
+    IS_FP8: bool  # q, k, v and dout are FP8, with copies of q, k and dout in 16 bits
     IS_PLAIN: bool  # a logit is a scaled score
     BLOCK_M: int
     BLOCK_N: int
     DIM: int
-    DP_FIRST: bool  # this and what follows as in `HopperFusedTile`
+    DP_FIRST: bool  # for this and the next four see `HopperFusedTile`
     IS_AHEAD: bool
     PINGPONG: bool
     DV_WITH_DK: bool
     DOUT_APART: bool
     DQ_STAGES: int  # stages of dq in shared memory
-    NUMBERS: int  # integers by which the blocks of keys of a persistent kernel are broadcast; 0: a program has one block
-    K_STAGES: int  # blocks of keys whose k is in shared memory: 2 of a persistent kernel, else 1
-    V_STAGES: int  # 1, or as K_STAGES
-    CONVERTED: int  # rows of a part of dq that a persistent kernel converts; 0: another kernel does so
+    NUMBERS: int  # integers of a tile message of a persistent kernel; 0: a program has one key block
+    K_STAGES: int  # key blocks whose k is in shared memory: 2 in a persistent kernel, otherwise 1
+    V_STAGES: int  # 1, or K_STAGES
+    CONVERTED: int  # rows of a part of dq that a persistent kernel converts; 0: another kernel converts dq
 
 
 class FusedDescriptors(NamedTuple):
-    """Descriptors of the tensors; q16, k16 and dout16 are None where q, k and dout have 16 bits."""
+    """Descriptors of the tensors; q16, k16 and dout16 are None if q, k and dout have 16 bits."""
 
     q: Any
     q16: Any
@@ -77,7 +77,7 @@ class FusedDescriptors(NamedTuple):
     v: Any
     statistics: Any
     dq: Any  # its fp32 sums
-    dk: Any  # None where it and dv are in fp32
+    dk: Any  # None if dk and dv are fp32
     dv: Any
 
 
@@ -104,17 +104,17 @@ class FusedArguments(NamedTuple):
     band: Band
     steps: FusedSteps
     scores: Scores
-    dropout: Dropout | None  # in FP8 there is none
+    dropout: Dropout | None  # None in FP8
     lists: BlockMaskLists | None  # lists of query blocks
-    sums: SumsOfDq | None  # with META.CONVERTED > 0
-    dk32: Fp32Rows | None  # where dk and dv go in fp32
+    sums: SumsOfDq | None  # if META.CONVERTED > 0
+    dk32: Fp32Rows | None  # outputs for dk and dv in fp32
     dv32: Fp32Rows | None
 
 
 class FusedTiles(NamedTuple):
     """Tiles in shared memory: q, dout and statistics by stage; k, v, ds and dq by stage and consumer.
 
-    q16, k16, dout16 and the factors are None where q, k and dout have 16 bits.
+    q16, k16, dout16 and the factors are None if q, k and dout have 16 bits.
     """
 
     q: Any
@@ -125,7 +125,7 @@ class FusedTiles(NamedTuple):
     k16: Any
     v: Any
     statistics: Any
-    factors: Any  # for each block of queries those of its scores and of its dp
+    factors: Any  # for each query block the factors of its scores and of its dp
     ds: Any
     dq: Any
 
@@ -134,32 +134,32 @@ class FusedBarriers(NamedTuple):
     q_full: Any
     q_empty: Any
     dout_full: Any
-    dout_empty: Any  # used with META.DOUT_APART
+    dout_empty: Any  # used if META.DOUT_APART
     dq_full: Any
     dq_empty: Any
     dkdv_full: Any
-    kv_full: Any = None  # in FP8, of programs with one block: there k and v with the first q and dout were 3 % slower
-    tile_full: Any = None  # this and the others of tiles as in `ForwardBarriers`, in a persistent kernel
+    kv_full: Any = None  # in FP8, for programs with one block: loading k and v with the first q and dout was 3 % slower there
+    tile_full: Any = None  # for this and the other fields of tiles see `ForwardBarriers`; in a persistent kernel
     tile_empty: Any = None
     tile_slots: Any = None
 
 
 class Begun(NamedTuple):
-    """Counts of a program before a block of keys: those of its blocks and their iterations."""
+    """Counts of a program before a key block: of its blocks and their iterations."""
 
     blocks: Any
     iterations: Any
 
 
 @gluon.jit
-def _begin_scores(tiles: FusedTiles, own_k, barriers: FusedBarriers, stage, phase, is_there, META: gl.constexpr):
-    # Scores of the q in a stage, transposed; to be waited for.
+def _begin_scores(tiles: FusedTiles, consumer_k, barriers: FusedBarriers, stage, phase, has_next, META: gl.constexpr):
+    # Issues the scores of the q in a stage, transposed, without a wait for them.
     BLOCK_M: gl.constexpr = META.BLOCK_M
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 32 if META.IS_FP8 else 16])
-    mbarrier.wait(barriers.q_full.index(stage), phase, pred=is_there)
+    mbarrier.wait(barriers.q_full.index(stage), phase, pred=has_next)
     q = tiles.q.index(stage).reshape([BLOCK_M, META.DIM])
     zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, layout=SCORES)
-    return warpgroup_mma(own_k, q.permute([1, 0]), zeros, use_acc=False, is_async=True)
+    return warpgroup_mma(consumer_k, q.permute([1, 0]), zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -182,12 +182,15 @@ def _consume_block(
     MODS: gl.constexpr,
     META: gl.constexpr,
 ):
-    # dk and dv of 64 keys, and half of each tile of dq, to which the other warpgroup's ds adds too. So that neither waits for the
-    # other in the middle of an iteration, dq is computed in the next one. The products of an iteration, and what runs under them:
+    # Computes dk and dv of 64 keys, and half of each tile of dq, to which the other warpgroup's ds also contributes. dq is computed
+    # in the next iteration, so that no warpgroup waits for the other in the middle of one. The products of an iteration, and the
+    # work that overlaps them:
+    #
     #   DP_FIRST   dp | p | dv | ds | dk, dq of the last iteration
     #   else       dq of the last iteration | p | dv, dp | ds | dk
-    # Before all of it come the scores, which IS_AHEAD has begun at the end of the iteration before. In FP8 scores and dp are
-    # products of FP8 tiles, the others of their copies in 16 bits.
+    #
+    # The scores precede all of it; with IS_AHEAD they begin at the end of the previous iteration. In FP8, scores and dp are
+    # products of FP8 tiles, and the others use the 16-bit copies.
     band = block.band
     scores, group_size = args.scores, args.work.group_size
     ring = DqRing(tiles=tiles.dq, full=barriers.dq_full, empty=barriers.dq_empty)
@@ -213,49 +216,49 @@ def _consume_block(
     iterations = block.num_blocks * group_size
     k_tile = 2 * (begun.blocks % META.K_STAGES)
     v_tile = 2 * (begun.blocks % META.V_STAGES)
-    # As if there had been an iteration before the first, whose ds is 0.
+    # Simulates an iteration before the first, whose ds is 0.
     tiles.ds.index(2 + CONSUMER).store(zeros.to(DTYPE))
     fence_async_shared()
     named_barrier_arrive_at(WRITTEN + 2 + CONSUMER, BOTH)
     if META.IS_FP8 and META.NUMBERS == 0:
         mbarrier.wait(barriers.kv_full.index(0), 0)
-    at, values = first_query_head(block, args.work, scores, MODS, META)
+    position, values = first_query_head(block, args.work, scores, MODS, META)
     kq = zeros
     _begin_turns(iterations, CONSUMER, META)
-    if META.IS_AHEAD:  # noqa: SIM102  # this is known when it is compiled, that at run time
+    if META.IS_AHEAD:  # noqa: SIM102  # the first condition is known at compile time, the second at run time
         if iterations > 0:
-            own_k = tiles.k.index(k_tile + opaque_zero(iterations) + CONSUMER).reshape([ROWS, DIM])
+            consumer_k = tiles.k.index(k_tile + opaque_zero(iterations) + CONSUMER).reshape([ROWS, DIM])
             stage = begun.iterations % STAGES
             phase = (begun.iterations // STAGES) & 1
-            first_scores = _begin_scores(tiles, own_k, barriers, stage, phase, iterations > 0, META)
+            first_scores = _begin_scores(tiles, consumer_k, barriers, stage, phase, iterations > 0, META)
             kq = warpgroup_mma_wait(0, deps=[first_scores])
     for m_block in range(iterations):  # counts the blocks of all query heads
-        row, is_full = query_block(at.n, block.block_range, META)
+        row, is_full = query_block(position.n, block.block_range, META)
         columns = row + block_columns
         zero = opaque_zero(m_block)
         n = begun.iterations + m_block
         stage = n % STAGES
         phase = (n // STAGES) & 1
-        here = (m_block & 1) * 2
+        current = (m_block & 1) * 2
         last = ((m_block + 1) & 1) * 2
         dout = tiles.dout.index(stage).reshape([BLOCK_M, DIM])
-        own_k = tiles.k.index(k_tile + zero + CONSUMER).reshape([ROWS, DIM])
-        own_v = tiles.v.index(v_tile + zero + CONSUMER).reshape([ROWS, DIM])
+        consumer_k = tiles.k.index(k_tile + zero + CONSUMER).reshape([ROWS, DIM])
+        consumer_v = tiles.v.index(v_tile + zero + CONSUMER).reshape([ROWS, DIM])
         if META.DP_FIRST:
             if not META.IS_AHEAD:
-                own_scores_product = _begin_scores(tiles, own_k, barriers, stage, phase, True, META)
+                scores_product = _begin_scores(tiles, consumer_k, barriers, stage, phase, True, META)
             mbarrier.wait(barriers.dout_full.index(stage), phase)
-            dp = warpgroup_mma(own_v, dout.permute([1, 0]), zeros, use_acc=False, is_async=True)
+            dp = warpgroup_mma(consumer_v, dout.permute([1, 0]), zeros, use_acc=False, is_async=True)
             if not META.IS_AHEAD:
-                kq = warpgroup_mma_wait(1, deps=[own_scores_product])
+                kq = warpgroup_mma_wait(1, deps=[scores_product])
         else:
             named_barrier_sync_at(WRITTEN + 1 - CONSUMER + last, BOTH)
             sum_of_k = dq_product(tiles.ds, k16_tiles, last, k_tile + zero, CONSUMER, META)
-        drawn = drawn_weights(draws, at.h, row, n_start, BLOCK_M, True, META)
+        drawn = drawn_weights(draws, position.h, row, n_start, BLOCK_M, True, META)
         if META.PINGPONG:
             named_barrier_sync_at(TURN + CONSUMER + zero, BOTH)
         i, j = columns[None, :], rows[:, None]
-        head = head_at(at, values, block, scores, META)
+        head = head_at(position, values, block, scores, META)
         s_factor = score_factor(tiles.factors, stage, COLUMNS, META)
         s, factor, cap_tanh, score = product_logits(kq, i, j, head, scores.scale, s_factor, MODS, META)
         is_cut = cuts_block(row, n_start, uncut_from, band, META)
@@ -263,23 +266,23 @@ def _consume_block(
         minus_lse = tiles.statistics.index(stage).slice(0, BLOCK_M)
         p = probabilities(s, factor, place, minus_lse, head, block, MODS, META)
         p16 = gl.convert_layout(kept(p, drawn, True, META).to(DTYPE), LEFT)
-        is_there = m_block + 1 < iterations  # the next one
+        has_next = m_block + 1 < iterations  # whether a next iteration exists
         if META.PINGPONG:
             if CONSUMER == 0:
                 named_barrier_arrive_at(TURN + 1 + zero, BOTH)
-            elif is_there:
+            elif has_next:
                 named_barrier_arrive_at(TURN + zero, BOTH)
         if not META.DP_FIRST:
-            # Between exp and the wait for dq: ptxas moves a wait for all products up to where its basic block begins, here.
+            # Between exp and the wait for dq: ptxas moves a wait for all products to the start of its basic block, which is here.
             mbarrier.wait(barriers.dout_full.index(stage), phase)
             dq = warpgroup_mma_wait(0, deps=[sum_of_k])
         sum_of_dout = warpgroup_mma(p16, dout16_tiles.index(stage).reshape([BLOCK_M, DIM]), dv, is_async=True)
         if META.DP_FIRST:
             dp = warpgroup_mma_wait(1, deps=[dp])
         else:
-            if m_block > 0:  # under the product; dp then takes the registers of dq
+            if m_block > 0:  # during the product; dp then reuses the registers of dq
                 write_dq(dq, ring, n - 1, CONSUMER, META)
-            dp = warpgroup_mma(own_v, dout.permute([1, 0]), zeros, use_acc=False, is_async=True)
+            dp = warpgroup_mma(consumer_v, dout.permute([1, 0]), zeros, use_acc=False, is_async=True)
             if m_block > 0:
                 hand_over_dq(ring, n - 1, META)
             dv, p16 = warpgroup_mma_wait(1, deps=[sum_of_dout, p16])
@@ -293,46 +296,46 @@ def _consume_block(
         dlogit = p * (kept_gradient(dp, drawn, draws, True, META) + minus_delta[None, :])
         dscore = through_mods(dlogit, cap_tanh, score, i, j, head, MODS, META)
         ds = dscore.to(DTYPE)
-        if META.DP_FIRST:  # the other warpgroup's dq of the iteration before the last has read what is overwritten
-            named_barrier_sync_at(READ + 1 - CONSUMER + here, BOTH)
-        tiles.ds.index(here + CONSUMER).store(ds)
+        if META.DP_FIRST:  # the other warpgroup's dq of two iterations ago has read the buffer that is overwritten
+            named_barrier_sync_at(READ + 1 - CONSUMER + current, BOTH)
+        tiles.ds.index(current + CONSUMER).store(ds)
         ds16 = gl.convert_layout(ds, LEFT)
         if META.DP_FIRST and not META.DV_WITH_DK:
             dv, p16 = warpgroup_mma_wait(0, deps=[sum_of_dout, p16])
             if META.DOUT_APART:
                 release(barriers.dout_empty, n, STAGES)
         sum_of_q = warpgroup_mma(ds16, q16_tiles.index(stage).reshape([BLOCK_M, DIM]), dk, is_async=True)
-        fence_async_shared()  # under the product
-        named_barrier_arrive_at(WRITTEN + CONSUMER + here, BOTH)
+        fence_async_shared()  # during the product
+        named_barrier_arrive_at(WRITTEN + CONSUMER + current, BOTH)
         if META.DP_FIRST:
             named_barrier_sync_at(WRITTEN + 1 - CONSUMER + last, BOTH)
             sum_of_k = dq_product(tiles.ds, k16_tiles, last, k_tile + zero, CONSUMER, META)
-        if META.IS_AHEAD:  # in the last one its own again, for nothing
-            next_stage = gl.where(is_there, (n + 1) % STAGES, stage)
+        if META.IS_AHEAD:  # the last iteration repeats its own scores, without use
+            next_stage = gl.where(has_next, (n + 1) % STAGES, stage)
             next_phase = ((n + 1) // STAGES) & 1
-            next_scores = _begin_scores(tiles, own_k, barriers, next_stage, next_phase, is_there, META)
+            next_scores = _begin_scores(tiles, consumer_k, barriers, next_stage, next_phase, has_next, META)
         SCORES_IN_FLIGHT: gl.constexpr = 1 if META.IS_AHEAD else 0
-        DQ_IN_FLIGHT: gl.constexpr = 2 if META.DP_FIRST else 0  # a product with each warpgroup's keys
+        DQ_IN_FLIGHT: gl.constexpr = 2 if META.DP_FIRST else 0  # one product with each warpgroup's keys
         if META.DP_FIRST and META.DV_WITH_DK:
             dv, p16, dk, ds16 = warpgroup_mma_wait(DQ_IN_FLIGHT + SCORES_IN_FLIGHT, deps=[sum_of_dout, p16, sum_of_q, ds16])
             if META.DOUT_APART:
                 release(barriers.dout_empty, n, STAGES)
         else:
             dk, ds16 = warpgroup_mma_wait(DQ_IN_FLIGHT + SCORES_IN_FLIGHT, deps=[sum_of_q, ds16])
-        if META.IS_AHEAD and META.NUMBERS > 0:  # what the last one reads for nothing is not yet to be overwritten
-            mbarrier.arrive(barriers.q_empty.index(stage), count=1, pred=is_there)
+        if META.IS_AHEAD and META.NUMBERS > 0:  # the last iteration's unused read must end before q is overwritten
+            mbarrier.arrive(barriers.q_empty.index(stage), count=1, pred=has_next)
         else:
             release(barriers.q_empty, n, STAGES)
         if META.DP_FIRST:
             dq = warpgroup_mma_wait(SCORES_IN_FLIGHT, deps=[sum_of_k])
-            if is_there:
+            if has_next:
                 named_barrier_arrive_at(READ + CONSUMER + last, BOTH)
             if m_block > 0:
                 write_dq(dq, ring, n - 1, CONSUMER, META)
                 hand_over_dq(ring, n - 1, META)
         if META.IS_AHEAD:
             kq = warpgroup_mma_wait(0, deps=[next_scores])
-        at, values = next_query_block(at, values, block, args.work, scores, MODS, META)
+        position, values = next_query_block(position, values, block, args.work, scores, MODS, META)
     n = begun.iterations + iterations - 1
     if META.IS_AHEAD and META.NUMBERS > 0:  # noqa: SIM102
         if iterations > 0:
@@ -344,7 +347,8 @@ def _consume_block(
         dq = warpgroup_mma_wait(0, deps=[sum_of_k])
         write_dq(dq, ring, n, CONSUMER, META)
         hand_over_dq(ring, n, META)
-    named_barrier_sync(LAST, BOTH)  # k, and in FP8 dout in 16 bits, were the other warpgroup's too; now they are no longer needed
+    # k, and in FP8 dout in 16 bits, were also read by the other warpgroup, which no longer needs them
+    named_barrier_sync(LAST, BOTH)
     if args.dk32.ptr is not None:
         store_key_gradient(args.dk32, dk * scores.scale, block, CONSUMER * ROWS, 0)
         store_key_gradient(args.dv32, scaled(dv, draws, META), block, CONSUMER * ROWS, 0)

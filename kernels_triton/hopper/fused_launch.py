@@ -1,4 +1,4 @@
-"""Host side of the fused backwards, in 16 bits and in FP8, for sm_90 and sm_100: a kernel's launch, and what follows it."""
+"""Host side of the fused backwards, in 16 bits and in FP8, for sm_90 and sm_100: a kernel's launch, and the steps after it."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from flexattn.kernels_triton.runtime.launch import Tile
 
 
 class FusedLaunch(NamedTuple):
-    """Launch of a fused kernel, and what `finish_fused` needs after it."""
+    """Launch of a fused kernel, and the values that `finish_fused` needs after it."""
 
-    programs: int  # or of a persistent kernel its work tiles
+    programs: int  # programs; for a persistent kernel its work tiles
     tile: Tile
     arguments: tuple[Any, ...]
     dq_sums: Tensor | None  # None: the kernel has converted them
@@ -38,7 +38,7 @@ class FusedLaunch(NamedTuple):
 def prepare_fused(call: Backward, tile: Any) -> FusedLaunch:
     """Returns the launch of a fused backward for sm_90, whose dq, dk and dv are contiguous.
 
-    tile: a `HopperFusedTile`, or an `Fp8FusedTile` where q, k, v and dout are in FP8.
+    tile: a `HopperFusedTile`, or an `Fp8FusedTile` if q, k, v and dout are in FP8.
     """
     x = call.problem
     is_fp8 = x.q.element_size() == 1
@@ -60,14 +60,15 @@ def prepare_fused(call: Backward, tile: Any) -> FusedLaunch:
         V_STAGES=2 if tile.is_persistent and not is_fp8 and tile.head_dim <= 64 else 1,
         CONVERTED=PART // tile.head_dim if converts_dq(x, call.dq, tile) else 0,
     )
-    of_a_warpgroup = (ROWS.value, tile.queries * tile.head_dim // KEYS)
-    return launch_of_fused(call, meta, ROWS.value, of_a_warpgroup)
+    dq_block = (ROWS.value, tile.queries * tile.head_dim // KEYS)
+    return launch_of_fused(call, meta, ROWS.value, dq_block)
 
 
 def launch_of_fused(call: Backward, meta: Any, rows_of_keys: int, dq_block: tuple[int, int]) -> FusedLaunch:
-    """Returns the launch of a fused backward with its constants, a `FusedMeta` or what has its fields as far as they are read here.
+    """Returns the launch of a fused backward with its constants, a `FusedMeta` or a class with the fields that this function
+    reads.
 
-    rows_of_keys: rows that the copy engine brings of k and v at a time. dq_block: rows and columns that it adds to dq's sums.
+    rows_of_keys: rows of k and v that the copy engine loads at a time. dq_block: rows and columns that it adds to dq's sums.
     """
     x, dout, dq, dk, dv = call.problem, call.dout, call.dq, call.dk, call.dv
     is_fp8 = x.q.element_size() == 1
@@ -77,20 +78,21 @@ def launch_of_fused(call: Backward, meta: Any, rows_of_keys: int, dq_block: tupl
     statistics, tiles, large, dq_sums, arrivals = tiled_statistics(call, size, with_dq_sums=True, with_dq_arrivals=converts)
     assert dq_sums is not None
     dq_layout = gl.NVMMASharedLayout.get_default_for(list(dq_block), gl.float32)
-    bytes_per_head = 12 * dim * max(x.longest_q, x.longest_kv)  # about: k, v, q and dout of two bytes, dq of four
+    bytes_per_head = 12 * dim * max(x.longest_q, x.longest_kv)  # approximate: two bytes each of k, v, q and dout, four of dq
     work, programs = backward_work(x, KEYS, "kv", bytes_per_head, is_fused=True)
     if meta.NUMBERS > 0 and not x.has_lengths:  # a persistent kernel
-        work = work._replace(table_ptr=dq_sums.view(torch.int32))  # the first tile, of no query, has room for the counter
+        # the first tile, which belongs to no query, has room for the counter
+        work = work._replace(table_ptr=dq_sums.view(torch.int32))
     q16, k16, dout16 = copies_in_16_bits(x, dout, call.out.dtype) if is_fp8 else (None, None, None)
-    of_queries = {"q": x.q, "q16": q16, "dout": dout, "dout16": dout16}
+    query_tensors = {"q": x.q, "q16": q16, "dout": dout, "dout16": dout16}
     dk32, dv32 = fp32_rows(dk), fp32_rows(dv)
-    of_keys = {"k": x.k, "k16": k16, "v": x.v, "dk": dk, "dv": dv}
-    sizes = dict.fromkeys(of_queries, size) | dict.fromkeys(of_keys, rows_of_keys)
-    tensors = of_queries | of_keys
-    by_engine = tensors if dk32 is None else tensors | {"dk": None, "dv": None}
+    key_tensors = {"k": x.k, "k16": k16, "v": x.v, "dk": dk, "dv": dv}
+    sizes = dict.fromkeys(query_tensors, size) | dict.fromkeys(key_tensors, rows_of_keys)
+    tensors = query_tensors | key_tensors
+    copied_tensors = tensors if dk32 is None else tensors | {"dk": None, "dv": None}
     arguments = FusedArguments(
         descriptors=FusedDescriptors(
-            **{name: None if t is None else ragged_descriptor(t, sizes[name], dim) for name, t in by_engine.items()},
+            **{name: None if t is None else ragged_descriptor(t, sizes[name], dim) for name, t in copied_tensors.items()},
             statistics=statistics_descriptor(statistics, size),
             dq=TensorDescriptor(dq_sums, list(dq_sums.shape), [head_dim, 1], list(dq_block), dq_layout),
         ),
@@ -115,7 +117,7 @@ def launch_of_fused(call: Backward, meta: Any, rows_of_keys: int, dq_block: tupl
 
 
 def finish_fused(call: Backward, launched: FusedLaunch) -> None:
-    """Makes dq of its sums where the kernel has not, and zeros of the gradients between and behind sequences."""
+    """Converts dq from its sums if the kernel has not, and writes zeros into the gradients' rows without a token."""
     x = call.problem
     if launched.dq_sums is not None:
         convert_dq(x, launched.dq_sums, launched.tiles_of_statistics, launched.tile.block_m, call.dq)

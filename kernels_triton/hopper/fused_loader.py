@@ -1,6 +1,6 @@
-"""The loading warp of the fused backward in 16 bits: q, dout and statistics block by block, k and v; dk and dv on their way out.
+"""The loading warp of the 16-bit fused backward: it loads k, v, and blocks of q, dout and statistics, and stores dk and dv.
 
-In a persistent kernel it draws the blocks of keys of its program too. The kernel for sm_100 has it as that for sm_90 does.
+In a persistent kernel it also draws the key blocks of its program. The kernels for sm_90 and sm_100 share it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flexattn.kernels_triton.hopper.tile_scheduler import broadcast_end, broadca
 
 @gluon.jit
 def _load_keys(descriptor, origin: Origin, block: Block, full, BYTES: gl.constexpr, tiles, stage, META: gl.constexpr):
-    # k or v of a block, in boxes of the descriptor's rows, on the barrier of what comes with it: BYTES
+    # Loads k or v of a block, in boxes of the descriptor's rows, on a barrier that also covers other loads of BYTES
     BOX: gl.constexpr = descriptor.block_type.shape[2]
     PARTS: gl.constexpr = META.BLOCK_N // BOX
     mbarrier.expect(full, BYTES + PARTS * descriptor.block_type.nbytes)
@@ -33,72 +33,72 @@ def _load_keys(descriptor, origin: Origin, block: Block, full, BYTES: gl.constex
 
 @gluon.jit
 def _store_gradients(args: FusedArguments, tiles: FusedTiles, barriers: FusedBarriers, block: Block, n_tile, META: gl.constexpr):
-    # dk and dv of the n_tile-th block of a program leave through the memory of its k and v; consumers have written those in fp32.
-    of, steps, sequence = args.descriptors, args.steps, block.sequence
+    # Stores dk and dv of the n_tile-th block of a program from the memory of its k and v. In fp32 the consumers have written them.
+    descriptors, steps, sequence = args.descriptors, args.steps, block.sequence
     dk = origin_of(steps.dk, sequence.start_kv, block.h_kv, block.b)
     dv = origin_of(steps.dv, sequence.start_kv, block.h_kv, block.b)
     wait_full(barriers.dkdv_full, n_tile, META.K_STAGES)
     if args.dk32.ptr is None:
-        BOX: gl.constexpr = of.dk.block_type.shape[2]
+        BOX: gl.constexpr = descriptors.dk.block_type.shape[2]
         PARTS: gl.constexpr = META.BLOCK_N // BOX
         for part in gl.static_range(PARTS):
             row = block.first_row + part * BOX
             k_tile = tiles.k.index(PARTS * (n_tile % META.K_STAGES) + part)
             v_tile = tiles.v.index(PARTS * (n_tile % META.V_STAGES) + part)
-            store_rows(of.dk, dk.token, sequence.len_kv, row, dk.head, 0, k_tile)
-            store_rows(of.dv, dv.token, sequence.len_kv, row, dv.head, 0, v_tile)
+            store_rows(descriptors.dk, dk.token, sequence.len_kv, row, dk.head, 0, k_tile)
+            store_rows(descriptors.dv, dv.token, sequence.len_kv, row, dv.head, 0, v_tile)
 
 
 @gluon.jit
 def _load_block(
     args: FusedArguments, tiles: FusedTiles, barriers: FusedBarriers, block: Block, begun: Begun, previous, META: gl.constexpr
 ):
-    # previous: the numbers of the block before, in a persistent kernel, whose dk and dv are stored here
-    of, steps, sequence = args.descriptors, args.steps, block.sequence
+    # previous: in a persistent kernel, the message of the previous block, whose dk and dv are stored here
+    descriptors, steps, sequence = args.descriptors, args.steps, block.sequence
     b, h, h_kv = block.b, block.h, block.h_kv
     q = origin_of(steps.q, sequence.start_q, h, b)
     dout = origin_of(steps.dout, sequence.start_q, h, b)
     k = origin_of(steps.k, sequence.start_kv, h_kv, b)
     v = origin_of(steps.v, sequence.start_kv, h_kv, b)
     len_q = sequence.len_q
-    Q_BYTES: gl.constexpr = of.q.block_type.nbytes + of.statistics.block_type.nbytes
-    DOUT_BYTES: gl.constexpr = of.dout.block_type.nbytes
+    Q_BYTES: gl.constexpr = descriptors.q.block_type.nbytes + descriptors.statistics.block_type.nbytes
+    DOUT_BYTES: gl.constexpr = descriptors.dout.block_type.nbytes
     Q_STAGES: gl.constexpr = tiles.q.shape[0]
     DOUT_STAGES: gl.constexpr = tiles.dout.shape[0]
     iterations = block.num_blocks * args.work.group_size
-    at = first_queries(block, args.work)
+    position = first_queries(block, args.work)
     for m_block in range(iterations):  # counts the blocks of all query heads
-        row = query_block(at.n, block.block_range, META)[0]
+        row = query_block(position.n, block.block_range, META)[0]
         stage = (begun.iterations + m_block) % Q_STAGES
         full = barriers.q_full.index(stage)
         wait_empty(barriers.q_empty, begun.iterations + m_block, Q_STAGES)
         if m_block == 0:
             if META.V_STAGES > 1:
-                tma.store_wait(0)  # dk and dv of the last but one have left
-            _load_keys(of.k, k, block, full, Q_BYTES, tiles.k, begun.blocks % META.K_STAGES, META)
+                tma.store_wait(0)  # dk and dv of the block before the previous one have been stored
+            _load_keys(descriptors.k, k, block, full, Q_BYTES, tiles.k, begun.blocks % META.K_STAGES, META)
         else:
             mbarrier.expect(full, Q_BYTES)
-        load_rows(of.q, q.token, len_q, row, q.head + at.head, 0, full, tiles.q.index(stage))
-        of_head = block.first_statistics + at.head * args.tiles_of_statistics
-        load_statistics(of.statistics, of_head, row, len_q, full, tiles.statistics.index(stage), META)
+        load_rows(descriptors.q, q.token, len_q, row, q.head + position.head, 0, full, tiles.q.index(stage))
+        head_statistics = block.first_statistics + position.head * args.tiles_of_statistics
+        load_statistics(descriptors.statistics, head_statistics, row, len_q, full, tiles.statistics.index(stage), META)
         stage = (begun.iterations + m_block) % DOUT_STAGES
         full = barriers.dout_full.index(stage)
         if META.DOUT_APART:
             wait_empty(barriers.dout_empty, begun.iterations + m_block, DOUT_STAGES)
         if m_block == 0:
             if META.NUMBERS > 0 and META.V_STAGES == 1:  # noqa: SIM102
-                if begun.blocks > 0:  # its dv leaves through the memory into which v comes
+                if begun.blocks > 0:  # its dv is stored from the memory into which v is loaded
                     _store_gradients(args, tiles, barriers, key_block(previous, args, META), begun.blocks - 1, META)
                     tma.store_wait(0)
-            _load_keys(of.v, v, block, full, DOUT_BYTES, tiles.v, begun.blocks % META.V_STAGES, META)
+            _load_keys(descriptors.v, v, block, full, DOUT_BYTES, tiles.v, begun.blocks % META.V_STAGES, META)
         else:
             mbarrier.expect(full, DOUT_BYTES)
-        load_rows(of.dout, dout.token, len_q, row, dout.head + at.head, 0, full, tiles.dout.index(stage))
+        load_rows(descriptors.dout, dout.token, len_q, row, dout.head + position.head, 0, full, tiles.dout.index(stage))
         if META.V_STAGES > 1:  # noqa: SIM102
-            # The last to be loaded before consumers have begun this block, and so before they can have ended it
+            # The last load before the consumers begin this block, and so before they can end it
             if (begun.blocks > 0) & (m_block == gl.minimum(Q_STAGES, iterations) - 1):
                 _store_gradients(args, tiles, barriers, key_block(previous, args, META), begun.blocks - 1, META)
-        at = next_queries(at, block, args.work)
+        position = next_queries(position, block, args.work)
 
 
 @gluon.jit
@@ -113,7 +113,7 @@ def load_fused(args: FusedArguments, tiles: FusedTiles, barriers: FusedBarriers,
         amount = blocks
         t = gl.program_id(0)
         FIRST_IS_DRAWN: gl.constexpr = META.CONVERTED > 0
-        if FIRST_IS_DRAWN:  # what is waited for may not be left to a program that another kernel keeps from being started
+        if FIRST_IS_DRAWN:  # Draw the first tile too: a program that waits for one not yet resident would deadlock.
             amount = num_tasks(blocks, args, META)
             t = gl.atomic_add(work.table_ptr, 1, sem="relaxed")
         n_tile = 0
@@ -134,7 +134,7 @@ def load_fused(args: FusedArguments, tiles: FusedTiles, barriers: FusedBarriers,
             else:
                 numbers = find_key_block(n_block, blocks, args, META)
                 drawn = key_block(numbers, args, META)
-                if (drawn.num_blocks == 0) & (begun_blocks > 0):  # the consumers write its zeros at once
+                if (drawn.num_blocks == 0) & (begun_blocks > 0):  # the consumers write its zeros immediately
                     _store_gradients(args, tiles, barriers, key_block(previous, args, META), begun_blocks - 1, META)
                     tma.store_wait(0)
                 broadcast_tile(numbers, n_tile, barriers, META)
@@ -143,7 +143,7 @@ def load_fused(args: FusedArguments, tiles: FusedTiles, barriers: FusedBarriers,
                 begun_blocks += 1
                 iterations += drawn.num_blocks * work.group_size
             n_tile += 1
-            # Not before the block is loaded: what a program has drawn no other takes, however long it is busy.
+            # After the loads of the block: no other program takes a tile that a program has drawn, however long that is busy.
             t = gl.atomic_add(work.table_ptr, 1, sem="relaxed")
             if not FIRST_IS_DRAWN:
                 t += gl.num_programs(0)

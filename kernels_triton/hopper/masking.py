@@ -13,11 +13,11 @@ FAR = gl.constexpr(2**30)  # past every query
 
 
 class SequenceBand(NamedTuple):
-    """The band of one sequence, inside a kernel: its lengths, the diagonal, and how far it goes to either side of that."""
+    """The band of one sequence, inside a kernel: its lengths, the diagonal, and its extent to either side of the diagonal."""
 
     len_q: Any
     len_kv: Any
-    shift: Any  # query i is at key i + shift
+    shift: Any  # query i aligns with key i + shift
     left: Any
     right: Any
 
@@ -51,7 +51,8 @@ def mask_queries(s, rows, columns, band: SequenceBand, META: gl.constexpr):
 
 @gluon.jit
 def first_uncut_query(n_start, KEYS: gl.constexpr, band: SequenceBand, META: gl.constexpr):
-    # Blocks of queries that begin before it need `mask_queries_and_end` for the KEYS keys from n_start on.
+    # Returns the first query that needs no mask: query blocks that begin before it need `mask_queries_and_end` for the KEYS keys
+    # from n_start on.
     first = 0
     if META.HAS_RIGHT:
         first = n_start + KEYS - 1 - band.shift - band.right
@@ -60,8 +61,8 @@ def first_uncut_query(n_start, KEYS: gl.constexpr, band: SequenceBand, META: gl.
 
 @gluon.jit
 def cuts_block(row, n_start, uncut_from, band: SequenceBand, META: gl.constexpr):
-    # True if the block of queries at `row` needs `mask_queries_and_end`: a scalar, so that only blocks on an edge pay for the mask.
-    # uncut_from: `first_uncut_query`
+    # Returns whether the query block at `row` needs `mask_queries_and_end`: a scalar, so that only blocks on an edge pay for the
+    # mask. uncut_from: from `first_uncut_query`
     is_cut = row < uncut_from
     if META.HAS_LEFT:
         is_cut = is_cut | (row + META.BLOCK_M > n_start - band.shift + band.left + 1)
@@ -70,7 +71,7 @@ def cuts_block(row, n_start, uncut_from, band: SequenceBand, META: gl.constexpr)
 
 @gluon.jit
 def mask_queries_and_end(s, rows, columns, band: SequenceBand, META: gl.constexpr):
-    # As `mask_queries`, and keys past the sequence's end are hidden too: of rows of zeros p may be inf, and dq is a sum over them.
+    # Like `mask_queries`, but also hides keys past the sequence's end: for rows of zeros p may be inf, and dq sums over them.
     first = gl.zeros_like(rows)
     if META.HAS_RIGHT:
         first = rows - band.shift - band.right
@@ -83,7 +84,7 @@ def mask_queries_and_end(s, rows, columns, band: SequenceBand, META: gl.constexp
 
 @gluon.jit
 def apply_mask_mod(s, i, j, is_full, head: Head, MODS: gl.constexpr, META: gl.constexpr):
-    # -inf where the mask_mod hides. A block that the block mask calls full needs no test.
+    # Writes -inf if the mask_mod hides a score. A block that the block mask calls full needs no test.
     if META.HAS_MASK_MOD:
         if META.BLOCK_SIZE_Q > 0:
             if not is_full:
@@ -95,8 +96,9 @@ def apply_mask_mod(s, i, j, is_full, head: Head, MODS: gl.constexpr, META: gl.co
 
 @gluon.jit
 def hide_queries_past_the_end(s, row, columns, len_q, MODS: gl.constexpr, META: gl.constexpr):
-    # Needed where a score_mod may make the scores of such a query infinite.
-    if META.HAS_SCORE_MOD and not MODS.score_is_finite:  # noqa: SIM102  # this is known when it is compiled, that at run time
+    # Needed if a score_mod may make the scores of such a query infinite.
+    # the first condition is known at compile time, the second at run time
+    if META.HAS_SCORE_MOD and not MODS.score_is_finite:  # noqa: SIM102
         if row + META.BLOCK_M > len_q:
             s = gl.where((columns < len_q)[None, :], s, float("-inf"))
     return s

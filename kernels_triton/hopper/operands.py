@@ -1,4 +1,4 @@
-"""Operands of matrix products: tiles in shared memory, 16-bit pairs in registers, an index that the compiler cannot see through."""
+"""Operands of matrix products: tiles in shared memory, 16-bit pairs in registers, and an index that the compiler cannot analyse."""
 
 from __future__ import annotations
 
@@ -15,18 +15,20 @@ def allocate_tiles(NUM: gl.constexpr, descriptor):
 
 @gluon.jit
 def allocate_blocks(NUM: gl.constexpr, descriptor, ROWS: gl.constexpr):
-    # Tiles of ROWS rows of one head, which the descriptor may bring in parts
+    # Allocates tiles of ROWS rows of one head, which the descriptor may load in parts
     WIDTH: gl.constexpr = descriptor.block_type.shape[4]
     return gl.allocate_shared_memory(descriptor.dtype, [NUM, 1, 1, ROWS, 1, WIDTH], descriptor.layout)
 
 
 @gluon.jit
 def opaque_zero(x):
-    # 0 that LLVM cannot see through: an index with it keeps the descriptors of shared memory from being hoisted into registers.
+    # Returns a 0 that LLVM cannot analyse: an index with it keeps the descriptors of shared memory from being hoisted into
+    # registers.
     return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
-# A 16-bit tile that a loop carries is kept as pairs in 32-bit registers: single elements ptxas splits and merges in each iteration.
+# A 16-bit tile that a loop carries is stored as pairs in 32-bit registers: ptxas splits and merges single elements in each
+# iteration.
 @gluon.jit
 def pack_pairs(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr, DTYPE: gl.constexpr):
     low, high = gl.split(gl.reshape(x, [ROWS, COLUMNS // 2, 2]))
@@ -42,5 +44,5 @@ def unpack_pairs(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.conste
 
 @gluon.jit
 def keep_pairs(x):
-    # A use after the wait for the product that reads x, so that its registers are not taken for something else before.
+    # Uses x after the wait for the product that reads it, so that its registers are not reused before.
     gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)

@@ -1,6 +1,6 @@
-"""Blocks of keys that lie in pages: by the copy engine, a page, or the largest part of one that divides a block, at a time.
+"""Loads of key blocks from pages: the copy engine copies a page, or the largest part of it that divides a block, at a time.
 
-Only the place of a row differs from that in a dense tensor: positions, masks and lengths count through a sequence's pages.
+Only a row's address differs from a dense tensor: positions, masks and lengths count through a sequence's pages.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from flexattn.kernels_triton.hopper.descriptors import Step, batch_steps, load_r
 from flexattn.kernels_triton.hopper.pairs import Pair
 from flexattn.kernels_triton.hopper.pipeline import ForwardBarriers, wait_empty
 
-_FEWEST = 8  # rows of one copy: the period of the swizzle of shared memory
-_LANES = gl.constexpr(32)  # threads of the loading warp, no fewer than copies of a block
+_FEWEST = 8  # minimum rows of one copy: the period of the swizzle of shared memory
+_LANES = gl.constexpr(32)  # threads of the loading warp, at least as many as copies of a block
 _LANE_LAYOUT = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 
 
@@ -30,16 +30,16 @@ class KeyBlock(NamedTuple):
     first: Any
     length: Any
     page_size: Any
-    ids: Any  # `page_ids`
+    ids: Any  # result of `page_ids`
 
 
 def rows_of_a_copy(problem: Problem, block_n: int) -> int:
-    """Returns how many keys one copy brings; 0: the keys lie in no pages."""
+    """Returns how many keys one copy loads; 0: the keys are not in pages."""
     return 0 if problem.page_table is None else math.gcd(problem.k.shape[1], block_n)
 
 
 def unsupported_pages(problem: Problem, block_n: int) -> str | None:
-    """Returns why the copy engine cannot bring a problem's pages; None: it can, or there are none."""
+    """Returns the reason if the copy engine cannot load a problem's pages; None: it can, or there are none."""
     x = problem
     if x.page_table is None:
         return None
@@ -53,8 +53,8 @@ def unsupported_pages(problem: Problem, block_n: int) -> str | None:
 
 @gluon.jit
 def page_ids(b, first, length, pages: Pages, META: gl.constexpr):
-    # Of a sequence's keys from `first` on the page of each copy of a block, in a thread of its own: by one load, for which nothing
-    # waits where it is made a block ahead. A copy past the sequence's end has no entry; ids out of range are clamped.
+    # Returns the page of each copy of the key block at `first`, one in each thread. It takes one load, and nothing waits for it if
+    # it is issued a block ahead. A copy past the sequence's end has no entry of its own; ids out of range are clamped.
     copy = gl.minimum(gl.arange(0, _LANES, layout=_LANE_LAYOUT), META.BLOCK_N // META.PAGE_ROWS - 1)
     last = gl.maximum(length - 1, 0) // pages.page_size
     place = gl.minimum((first + copy * META.PAGE_ROWS) // pages.page_size, last)
@@ -69,7 +69,7 @@ def _page_of_copy(copy: gl.constexpr, ids):
 
 @gluon.jit
 def _load_whole_pages(descriptor, step: Step, block: KeyBlock, COLUMN: gl.constexpr, barrier, tile, META: gl.constexpr):
-    # Each copy brings a page, all of whose keys the sequence has.
+    # Each copy loads a page that is completely inside the sequence.
     ROWS: gl.constexpr = META.PAGE_ROWS
     for copy in gl.static_range(META.BLOCK_N // ROWS):
         page = _page_of_copy(copy, block.ids)
@@ -79,27 +79,27 @@ def _load_whole_pages(descriptor, step: Step, block: KeyBlock, COLUMN: gl.conste
 
 @gluon.jit
 def _load_any_pages(descriptor, step: Step, block: KeyBlock, COLUMN: gl.constexpr, barrier, tile, META: gl.constexpr):
-    # Places in a page are counted on, as a division for each copy takes longer than the copy.
+    # Positions in a page are counted, because a division for each copy takes longer than the copy.
     ROWS: gl.constexpr = META.PAGE_ROWS
     page_size = block.page_size
     first_key = block.first // page_size * page_size
     in_page = block.first - first_key
-    left = block.length - first_key  # keys of the sequence from the page's first on
+    remaining = block.length - first_key  # keys of the sequence from the page's first key on
     for copy in gl.static_range(META.BLOCK_N // ROWS):
         page = _page_of_copy(copy, block.ids)
-        valid = gl.minimum(gl.maximum(left, 0), page_size)
+        valid = gl.minimum(gl.maximum(remaining, 0), page_size)
         rows = tile.slice(copy * ROWS, ROWS, 2)
         load_rows(descriptor, page * step.tokens, valid, in_page, block.h_kv + page * step.heads, COLUMN, barrier, rows)
         in_page += ROWS
         is_over = in_page == page_size
         in_page = gl.where(is_over, 0, in_page)
-        left -= gl.where(is_over, page_size, 0)
+        remaining -= gl.where(is_over, page_size, 0)
 
 
 @gluon.jit
 def load_pages(descriptor, step: Step, block: KeyBlock, COLUMN: gl.constexpr, barrier, tile, META: gl.constexpr):
-    # The loading warp's instructions are what many small copies wait for: whole pages take the fewest. Of wide rows the copies are
-    # large, and those of two ways would not have registers.
+    # Many small copies are bound by the loading warp's instructions, and whole pages need the fewest. With wide rows the copies are
+    # large, and two code paths would lack registers.
     if META.QK0 <= 256 or META.BLOCK_N == META.PAGE_ROWS:
         if (block.page_size == META.PAGE_ROWS) & (block.first + META.BLOCK_N <= block.length):
             _load_whole_pages(descriptor, step, block, COLUMN, barrier, tile, META)
@@ -110,22 +110,24 @@ def load_pages(descriptor, step: Step, block: KeyBlock, COLUMN: gl.constexpr, ba
 
 
 @gluon.jit
-def load_key_pages(of: Pair, tiles: Pair, step: Step, block: KeyBlock, n_block, barriers: ForwardBarriers, META: gl.constexpr):
-    # k of the n_block-th block of keys of this program
+def load_key_pages(
+    descriptors: Pair, tiles: Pair, step: Step, block: KeyBlock, n_block, barriers: ForwardBarriers, META: gl.constexpr
+):
+    # Loads k of the n_block-th key block of this program
     stage = n_block % META.STAGES
     full = barriers.k_full.index(stage)
     wait_empty(barriers.k_empty, n_block, META.STAGES)
     mbarrier.expect(full, 2 * META.BLOCK_N * (META.QK0 + META.QK1))
-    load_pages(of.first, step, block, 0, full, tiles.first.index(stage), META)
+    load_pages(descriptors.first, step, block, 0, full, tiles.first.index(stage), META)
     if META.QK1 > 0:
-        load_pages(of.second, step, block, META.QK0, full, tiles.second.index(stage), META)
+        load_pages(descriptors.second, step, block, META.QK0, full, tiles.second.index(stage), META)
 
 
 @gluon.jit
-def load_value_pages(of, tiles, step: Step, block: KeyBlock, n_block, barriers: ForwardBarriers, META: gl.constexpr):
-    # v of the same block
+def load_value_pages(descriptors, tiles, step: Step, block: KeyBlock, n_block, barriers: ForwardBarriers, META: gl.constexpr):
+    # Loads v of the same block
     stage = n_block % META.STAGES
     full = barriers.v_full.index(stage)
     wait_empty(barriers.v_empty, n_block, META.STAGES)
     mbarrier.expect(full, 2 * META.BLOCK_N * META.V0)
-    load_pages(of, step, block, 0, full, tiles.index(stage), META)
+    load_pages(descriptors, step, block, 0, full, tiles.index(stage), META)

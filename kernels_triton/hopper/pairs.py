@@ -1,4 +1,4 @@
-"""Tiles of a head dim in one or two parts, the second one where QK1 > 0: their loads and stores, and the product of q and k."""
+"""Tiles of a head dim in one or two parts, with a second part if QK1 > 0: their loads and stores, and the product of q and k."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from flexattn.kernels_triton.hopper.operands import ROWS, allocate_blocks, alloc
 
 
 class Pair(NamedTuple):
-    """The descriptors, or the tiles, of both parts; without a second part the first again."""
+    """The descriptors, or the tiles, of both parts; without a second part the first is repeated."""
 
     first: Any
     second: Any
 
 
 class Origin(NamedTuple):
-    """First row of a head of one sequence, as `load_rows` takes it."""
+    """First row of a head of one sequence, as an argument of `load_rows`."""
 
     token: Any
     head: Any
@@ -35,7 +35,7 @@ def origin_of(step: Step, start, h, b):
 
 @gluon.jit
 def origin_of_head(origin: Origin, heads):
-    # The origin `heads` heads further on
+    # Returns the origin `heads` heads later
     return Origin(token=origin.token, head=origin.head + heads)
 
 
@@ -58,14 +58,17 @@ def allocate_key_pair(descriptors: Pair, META: gl.constexpr):
 
 
 def pair_descriptor(x: Tensor, rows: int, widths: tuple[int, int], heads: int = 1) -> Pair:
-    """Returns the descriptors of both parts of x, in tiles of `rows` tokens. widths: of the parts; a second 0: there is one."""
+    """Returns the descriptors of both parts of x, in tiles of `rows` tokens. widths: of the parts; the second is 0 if there is one
+    part.
+    """
     first = ragged_descriptor(x, rows, widths[0], heads)
     return Pair(first=first, second=ragged_descriptor(x, rows, widths[1], heads) if widths[1] else first)
 
 
 @gluon.constexpr_function
 def pair_bytes(first, second, QK1):
-    # Bytes of a tile of both parts. They come as numbers, as Triton 3.6 hands such a function tuples without their fields.
+    # Returns bytes of a tile of both parts. The arguments are numbers, because Triton 3.6 passes tuples to such a function without
+    # fields.
     return first + (second if QK1 > 0 else 0)
 
 
@@ -84,15 +87,15 @@ def store_pair(descriptors: Pair, origin: Origin, length, row, tiles: Pair, slot
 
 
 @gluon.jit
-def score_product(left: Pair, own, right: Pair, stage, zeros, COLUMNS: gl.constexpr, META: gl.constexpr):
-    # ROWS rows of q by COLUMNS of k, or of k by those of q
+def score_product(left: Pair, left_slot, right: Pair, stage, zeros, COLUMNS: gl.constexpr, META: gl.constexpr):
+    # Multiplies ROWS rows of q by COLUMNS of k, or rows of k by columns of q
     QK0: gl.constexpr = META.QK0
     QK1: gl.constexpr = META.QK1
-    left0 = left.first.index(own).reshape([ROWS, QK0])
+    left0 = left.first.index(left_slot).reshape([ROWS, QK0])
     right0 = right.first.index(stage).reshape([COLUMNS, QK0])
     s = warpgroup_mma(left0, right0.permute([1, 0]), zeros, use_acc=False, is_async=True)
     if QK1 > 0:
-        left1 = left.second.index(own).reshape([ROWS, QK1])
+        left1 = left.second.index(left_slot).reshape([ROWS, QK1])
         right1 = right.second.index(stage).reshape([COLUMNS, QK1])
         s = warpgroup_mma(left1, right1.permute([1, 0]), s, is_async=True)
     return s

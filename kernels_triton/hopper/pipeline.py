@@ -21,7 +21,7 @@ def allocate_barriers(NUM: gl.constexpr, COUNT: gl.constexpr):
     return barriers
 
 
-# The n-th tile that goes through a ring of STAGES tiles is in stage n % STAGES, in the phase n // STAGES of its barriers.
+# The n-th tile of a ring of STAGES tiles is in stage n % STAGES, in phase n // STAGES of its barriers.
 @gluon.jit
 def wait_full(full, n, STAGES: gl.constexpr):
     mbarrier.wait(full.index(n % STAGES), (n // STAGES) & 1)
@@ -39,7 +39,7 @@ def release(empty, n, STAGES: gl.constexpr):
 
 @gluon.jit
 def allocate_tile_slots(NUMBERS: gl.constexpr):
-    # Two slots, through which a work tile of so many integers is broadcast
+    # Two slots for tile messages of NUMBERS integers
     return gl.allocate_shared_memory(gl.int32, [2 * NUMBERS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
@@ -50,7 +50,7 @@ class ForwardBarriers(NamedTuple):
     k_empty: Any
     v_full: Any
     v_empty: Any
-    tile_full: Any  # barriers of the two slots through which a work tile is broadcast, and these slots
+    tile_full: Any  # for this and the next two: barriers of the two slots for tile messages, and the slots
     tile_empty: Any
     tile_slots: Any
 
@@ -75,7 +75,7 @@ def allocate_forward_barriers(META: gl.constexpr):
 
 @gluon.jit
 def skip_blocks(count, n_block, barriers: ForwardBarriers, CONSUMER: gl.constexpr, META: gl.constexpr):
-    # A consumer waits for `count` blocks of k and v that its queries do not see, and releases their stages unread.
+    # Waits for `count` blocks of k and v that a consumer's queries do not see, and releases their stages unread.
     for _ in range(count):
         stage = n_block % META.STAGES
         phase = (n_block // META.STAGES) & 1

@@ -1,7 +1,7 @@
-"""Quantisation for the FP8 kernels of sm_90: a tensor is read once and written in FP8, as it lies, transposed, or both.
+"""Quantisation for the FP8 kernels of sm_90: one pass over a tensor writes it in FP8, in its own layout, transposed, or both.
 
-Transposed, it is tiles of `fp8.BLOCK` tokens, [d, BLOCK], in whose rows four tokens that belong together are neighbours:
-they are brought together first, so that what is transposed has 32 bits.
+The transposed form has tiles of `fp8.BLOCK` tokens, [d, BLOCK]. Four tokens that belong together are neighbours in a row. They are
+combined first, so that 32-bit elements are transposed.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class QuantizeMeta(NamedTuple):
     HAS_LENGTHS: bool
     HAS_GAPS: bool
     HEAD_DIM: int
-    WIDTH0: int  # it is taken in one or two parts
+    WIDTH0: int  # widths of the one or two parts of the head dim
     WIDTH1: int
     ALIGN: int  # the strides of x are multiples of it
     ROWS_ALIGN: int
-    IS_FP8: bool  # x is
-    IS_E4M3: bool  # what becomes of it is
+    IS_FP8: bool  # x is FP8
+    IS_E4M3: bool  # the result is E4M3
     IS_INTERPRETED: bool
-    BLOCK_ROWS: int  # that have a scale; 0: all
+    BLOCK_ROWS: int  # rows that share a scale; 0: all
     HAS_ROWS: bool
     HAS_QUADS: bool
 
@@ -53,15 +53,15 @@ class QuantizeArguments(NamedTuple):
     x: Rows
     lengths: Lengths
     descale: Descale
-    out: Rows  # in FP8 as it lies; where there is none, anything; so too the transposed tensor
-    quads_ptr: WidePointer  # by 32 bits
+    out: Rows  # FP8 output in x's layout; arbitrary if not requested, like the transposed output
+    quads_ptr: WidePointer  # in units of 32 bits
     quad_blocks: int
     num_heads: int
     blocks: int
 
 
 class HeadRows(NamedTuple):
-    """One sequence and head of what the kernel reads and writes."""
+    """One sequence and head of the tensors that the kernel reads and writes."""
 
     x_ptr: Any
     x_stride: Any
@@ -73,17 +73,19 @@ class HeadRows(NamedTuple):
 
 
 @triton.jit
-def _load_rows(own: HeadRows, token, length, columns, META: tl.constexpr):
-    # Scaled, in fp32; infinities are NaN. Of FP8, its bits.
+def _load_rows(head_rows: HeadRows, token, length, columns, META: tl.constexpr):
+    # Returns scaled fp32 numbers, with NaN for infinities; for FP8, its bits.
     inside = (token < length)[:, None] & (columns < META.HEAD_DIM)[None, :]
-    x = tl.load(own.x_ptr + token.to(tl.int64)[:, None] * own.x_stride + columns[None, :], mask=inside, other=0.0)
+    x = tl.load(head_rows.x_ptr + token.to(tl.int64)[:, None] * head_rows.x_stride + columns[None, :], mask=inside, other=0.0)
     if META.IS_FP8:
         return x.to(tl.uint8, bitcast=True).to(tl.uint32)
     else:
         if META.BLOCK_ROWS == 0:
-            multiplier = tl.div_rn(1.0, tl.load(own.descale_ptr))
+            multiplier = tl.div_rn(1.0, tl.load(head_rows.descale_ptr))
         else:
-            descale = tl.load(own.descale_ptr + token // META.BLOCK_ROWS * own.descale_stride, mask=token < length, other=1.0)
+            descale = tl.load(
+                head_rows.descale_ptr + token // META.BLOCK_ROWS * head_rows.descale_stride, mask=token < length, other=1.0
+            )
             multiplier = tl.div_rn(1.0, descale)[:, None]
         wide = x.to(tl.float32)
         return tl.where(tl.abs(wide) == float("inf"), float("nan"), wide * multiplier)
@@ -91,7 +93,7 @@ def _load_rows(own: HeadRows, token, length, columns, META: tl.constexpr):
 
 @triton.jit
 def _pack_quads(x0, x1, x2, x3, META: tl.constexpr):
-    # uint32, the first lowest. Saturated. Casts one by one, and shifts, let ptxas crash (12.8 and 12.9).
+    # Returns uint32, the first number lowest, saturated. With single casts and shifts, ptxas crashes (12.8 and 12.9).
     if META.IS_FP8:
         return x0 | (x1 << 8) | (x2 << 16) | (x3 << 24)
     elif META.IS_INTERPRETED:
@@ -105,37 +107,39 @@ def _pack_quads(x0, x1, x2, x3, META: tl.constexpr):
 
 
 @triton.jit
-def _store_rows(quads, K: tl.constexpr, own: HeadRows, token, length, columns, META: tl.constexpr):
+def _store_rows(quads, K: tl.constexpr, head_rows: HeadRows, token, length, columns, META: tl.constexpr):
     DTYPE: tl.constexpr = tl.float8e4nv if META.IS_E4M3 else tl.float8e5
     inside = (token < length)[:, None] & (columns < META.HEAD_DIM)[None, :]
     bits = (quads >> (8 * K)).to(tl.uint8)
     tl.store(
-        own.out_ptr + token.to(tl.int64)[:, None] * own.out_stride + columns[None, :], bits.to(DTYPE, bitcast=True), mask=inside
+        head_rows.out_ptr + token.to(tl.int64)[:, None] * head_rows.out_stride + columns[None, :],
+        bits.to(DTYPE, bitcast=True),
+        mask=inside,
     )
 
 
 @triton.jit
-def _quantize_part(own: HeadRows, row, length, FIRST: tl.constexpr, WIDTH: tl.constexpr, META: tl.constexpr):
-    # Columns FIRST .. FIRST + WIDTH of the head dim
+def _quantize_part(head_rows: HeadRows, row, length, FIRST: tl.constexpr, WIDTH: tl.constexpr, META: tl.constexpr):
+    # Processes columns FIRST .. FIRST + WIDTH of the head dim
     i = tl.arange(0, _QUADS)
     columns = FIRST + tl.arange(0, WIDTH)
     token = row + i // 4 * 16 + i % 4 * 2
     quads = _pack_quads(
-        _load_rows(own, token, length, columns, META),
-        _load_rows(own, token + 1, length, columns, META),
-        _load_rows(own, token + 8, length, columns, META),
-        _load_rows(own, token + 9, length, columns, META),
+        _load_rows(head_rows, token, length, columns, META),
+        _load_rows(head_rows, token + 1, length, columns, META),
+        _load_rows(head_rows, token + 8, length, columns, META),
+        _load_rows(head_rows, token + 9, length, columns, META),
         META,
     )
     if META.HAS_ROWS:
-        _store_rows(quads, 0, own, token, length, columns, META)
-        _store_rows(quads, 1, own, token + 1, length, columns, META)
-        _store_rows(quads, 2, own, token + 8, length, columns, META)
-        _store_rows(quads, 3, own, token + 9, length, columns, META)
+        _store_rows(quads, 0, head_rows, token, length, columns, META)
+        _store_rows(quads, 1, head_rows, token + 1, length, columns, META)
+        _store_rows(quads, 2, head_rows, token + 8, length, columns, META)
+        _store_rows(quads, 3, head_rows, token + 9, length, columns, META)
     if META.HAS_QUADS:
         place = columns[:, None] * _QUADS + i[None, :]
         bits = tl.trans(quads).to(tl.int32, bitcast=True)
-        tl.store(own.quads_ptr + place, bits, mask=(columns < META.HEAD_DIM)[:, None])
+        tl.store(head_rows.quads_ptr + place, bits, mask=(columns < META.HEAD_DIM)[:, None])
 
 
 @kernel
@@ -155,7 +159,7 @@ def _quantize_kernel(args: QuantizeArguments, META: tl.constexpr):
         out_ptr = out.ptr + (b.to(tl.int64) * out.stride_b + h.to(tl.int64) * out.stride_h) * META.ROWS_ALIGN + start * stride_out
         place = packed_start(args.lengths, b, start)
         first = place // TOKENS + b if META.IS_RAGGED else b * tl.cdiv(args.lengths.num_tokens, TOKENS)
-        own = HeadRows(
+        head_rows = HeadRows(
             x_ptr=x_ptr,
             x_stride=stride_x,
             descale_ptr=descale_ptr,
@@ -164,9 +168,9 @@ def _quantize_kernel(args: QuantizeArguments, META: tl.constexpr):
             out_stride=stride_out,
             quads_ptr=args.quads_ptr + (h * args.quad_blocks + first + n).to(tl.int64) * (META.HEAD_DIM * _QUADS),
         )
-        _quantize_part(own, row, length, 0, META.WIDTH0, META)
+        _quantize_part(head_rows, row, length, 0, META.WIDTH0, META)
         if META.WIDTH1 > 0:
-            _quantize_part(own, row, length, META.WIDTH0, META.WIDTH1, META)
+            _quantize_part(head_rows, row, length, META.WIDTH0, META.WIDTH1, META)
 
 
 def quantize(
@@ -177,19 +181,19 @@ def quantize(
     rows: Tensor | None = None,
     transposed: Tensor | None = None,
 ) -> None:
-    """rows = x / descale in FP8, and the same in transposed tiles.
+    """Writes rows = x / descale in FP8, and the same in transposed tiles.
 
-    x: [b, s, h, d] or [total, h, d] with the problem's lengths of queries or of keys, in bf16, fp16 or fp32; or in FP8 already, of
-        which only the transposed tiles are made.
+    x: [b, s, h, d] or [total, h, d] with the problem's lengths of queries or of keys, in bf16, fp16 or fp32. If it is already in
+        FP8, only the transposed tiles are written.
     scale: of x.
-    rows: laid out as x or otherwise. Padding is neither read nor written.
-    transposed: as `fp8.empty_transposed` gives it; what is past a sequence's end in its last tile becomes 0.
+    rows: any layout. Padding is neither read nor written.
+    transposed: from `fp8.empty_transposed`; tokens past a sequence's end in its last tile become 0.
 
     Finite numbers saturate, infinities and NaN become NaN.
     """
-    of_side = side_of(problem, side)
+    side_lengths = side_of(problem, side)
     heads, head_dim = x.shape[-2:]
-    blocks = triton.cdiv(of_side.lengths.max_seqlen, BLOCK.value)
+    blocks = triton.cdiv(side_lengths.lengths.max_seqlen, BLOCK.value)
     out = rows if rows is not None else transposed
     assert out is not None
     meta = problem.meta(_TILE, (x,))
@@ -198,7 +202,7 @@ def quantize(
     quads = out if transposed is None else transposed
     arguments = QuantizeArguments(
         x=rows_of(x, meta),
-        lengths=of_side.lengths,
+        lengths=side_lengths.lengths,
         descale=scale.argument,
         out=Rows(ptr=out, stride_b=0, stride_s=0, stride_h=0) if rows is None else rows_of(rows, rows_meta),
         quads_ptr=quads.view(torch.int32),
@@ -206,10 +210,10 @@ def quantize(
         num_heads=heads,
         blocks=blocks,
     )
-    own_meta = QuantizeMeta(
-        IS_RAGGED=of_side.is_ragged,
+    quantize_meta = QuantizeMeta(
+        IS_RAGGED=side_lengths.is_ragged,
         HAS_LENGTHS=meta.HAS_LENGTHS,
-        HAS_GAPS=of_side.lengths.cu_seqlens_padded_ptr is not None,
+        HAS_GAPS=side_lengths.lengths.cu_seqlens_padded_ptr is not None,
         HEAD_DIM=head_dim,
         WIDTH0=width0,
         WIDTH1=width1,
@@ -222,13 +226,13 @@ def quantize(
         HAS_ROWS=rows is not None,
         HAS_QUADS=transposed is not None,
     )
-    launch(_quantize_kernel, of_side.lengths.batch * blocks * heads, x.device, _TILE, (arguments, own_meta))
+    launch(_quantize_kernel, side_lengths.lengths.batch * blocks * heads, x.device, _TILE, (arguments, quantize_meta))
 
 
 class DequantizeArguments(NamedTuple):
     x: Rows
     lengths: Lengths
-    descale: Descale  # descales of blocks of a multiple of a program's rows
+    descale: Descale  # its blocks are multiples of a program's rows
     out: Rows
     num_heads: int
     blocks: int
@@ -238,7 +242,7 @@ class DequantizeArguments(NamedTuple):
 def _dequantize_kernel(
     args: DequantizeArguments,
     HEAD_DIM: tl.constexpr,
-    D0: tl.constexpr,  # it is taken in one or two parts
+    D0: tl.constexpr,  # widths of the one or two parts of the head dim
     D1: tl.constexpr,
     IS_RAGGED: tl.constexpr,
     META: tl.constexpr,
@@ -262,20 +266,20 @@ def _dequantize_kernel(
 
 
 def dequantize(problem: Problem, side: Literal["q", "kv"], x: Tensor, scale: Scale, out: Tensor) -> Tensor:
-    """out = x * descale, in 16 bits, laid out as x or otherwise; padding is neither read nor written."""
-    of_side = side_of(problem, side)
+    """Writes out = x * descale, in 16 bits and any layout; padding is neither read nor written."""
+    side_lengths = side_of(problem, side)
     heads, head_dim = x.shape[-2:]
     meta = problem.meta(_TILE, (x, out))
     meta = meta._replace(ALIGN=min(meta.ALIGN, 8))  # a thread then stores 16 bytes in a row, rather than every other 16
-    blocks = triton.cdiv(of_side.lengths.max_seqlen, _TILE.block_m)
+    blocks = triton.cdiv(side_lengths.lengths.max_seqlen, _TILE.block_m)
     arguments = DequantizeArguments(
         x=rows_of(x, meta),
-        lengths=of_side.lengths,
+        lengths=side_lengths.lengths,
         descale=scale.argument,
         out=rows_of(out, meta),
         num_heads=heads,
         blocks=blocks,
     )
-    constants = (head_dim, *split_head_dim(head_dim), of_side.is_ragged, meta)
-    launch(_dequantize_kernel, of_side.lengths.batch * blocks * heads, x.device, _TILE, (arguments, *constants))
+    constants = (head_dim, *split_head_dim(head_dim), side_lengths.is_ragged, meta)
+    launch(_dequantize_kernel, side_lengths.lengths.batch * blocks * heads, x.device, _TILE, (arguments, *constants))
     return out

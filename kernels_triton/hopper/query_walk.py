@@ -1,11 +1,13 @@
-"""Order in which a program of dk and dv goes through the blocks of queries of all heads that share its keys.
+"""Order in which a program of dk and dv visits the query blocks of all heads that share its keys.
 
-Head by head, the programs of a causal call drift apart: with few queries to go through, a program is at the last head when another
-is still at the first, and what they read, and add to, of all heads does not fit L2. Where `walk_of_call` says so heads take turns
-instead, of a few blocks each, and programs that begin together begin at the last queries, which all of them go through. Programs
-begin together in every other wave; in the next ones each begins when one of the last wave ends, those with the most to do first, so
-that they are at the same queries at the same time if they begin at their first. Llama 3 70B's backward of 8192 tokens reads and
-writes 0.86 GB of memory that way on an NVIDIA H100, and 7.5 GB head by head (bench/results/query_walks_h100.json).
+If programs of a causal call visit one head after the other, they drift apart. A program with few queries is at the last head while
+another is still at the first. Together they access the data of all heads, which does not fit in L2.
+
+If `walk_of_call` returns a walk, heads take turns of a few blocks each. Programs that begin together start with the last queries,
+which all of them visit. Programs begin together in every other wave. In the next wave each program begins when one of the last wave
+ends, in order of work. They are at the same queries at the same time if they start with their first queries. With turns, Llama 3
+70B's backward of 8192 tokens reads and writes 0.86 GB of memory on an NVIDIA H100. Head by head it is 7.5 GB
+(bench/results/query_walks_h100.json).
 """
 
 from __future__ import annotations
@@ -19,28 +21,29 @@ from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.runtime.launch import num_processors
 
 _TURN = 4  # blocks of queries
-_WHOLE = 2**20  # more than a head has
-_FULL = 0.9  # share of the multiprocessors that a wave has programs for
-_MOST_HEADS = 16  # key heads that are gone through side by side
-_ALL = 2**30  # work tiles
+_WHOLE = 2**20  # more blocks than a head has
+_FULL = 0.9  # minimum share of the multiprocessors that a wave fills
+_MOST_HEADS = 16  # maximum key heads that are visited side by side
+_ALL = 2**30  # more work tiles than a call has
 
 
 class Walk(NamedTuple):
-    """Turns of the heads of a group, and the waves of programs that go through them."""
+    """Turns of the heads of a group, and the waves of programs that visit them."""
 
-    turn: int  # blocks of queries that a head has in its turn
-    wave: int  # programs that begin together; those of every other wave go through the last turns first
+    turn: int  # query blocks of a head's turn
+    wave: int  # programs that begin together; programs of every other wave visit the last turns first
 
 
 def walk_of_call(problem: Problem, blocks: int, section: int, *, is_fused: bool = False) -> tuple[int, Walk | None]:
-    """Returns (key heads whose programs come before those of others, the walk) of a backward with `blocks` blocks of keys a head.
+    """Returns (key heads whose programs precede those of other heads, the walk) of a backward with `blocks` key blocks a head.
 
-    section: as many key heads as L2 has room for. is_fused: of a fused backward. The walk is None in kernels that know no turns:
-    with a key head for each query head, without a causal mask, with a window or a block mask, and in two kernels at head dims above
-    128 in 16 bits, where turns take 3 % longer.
-    Waves of whole heads are best, if they leave few multiprocessors idle. Else, with few heads, programs of all heads come by their
-    length, and a wave is as many as there are multiprocessors. In packed batches of unequal sequences no wave begins together, and
-    all programs go through their sequence's last queries first.
+    section: number of key heads that fit in L2. is_fused: whether the backward is fused. The walk is None if the kernel has no
+    turns: with a key head for each query head, without a causal mask, and with a window or a block mask. It is also None for two
+    kernels at head dims above 128 in 16 bits, because turns take 3 % longer there.
+
+    Waves of whole heads are best, if they leave few multiprocessors idle. Otherwise, with few heads, programs of all heads are
+    ordered by length, and a wave has as many programs as there are multiprocessors. In packed batches of unequal sequences no wave
+    begins together, and all programs visit their sequence's last queries first.
     """
     x = problem
     if x.group_size == 1 or x.window_right is None or x.window_left is not None or x.block_mask is not None:
@@ -51,7 +54,7 @@ def walk_of_call(problem: Problem, blocks: int, section: int, *, is_fused: bool 
         is_uneven = x.num_keys < x.batch * x.longest_kv
         return section, Walk(turn=_TURN if is_uneven else _WHOLE, wave=_ALL)
     heads, processors = x.batch * x.num_heads_kv, num_processors(x.device)
-    size = processors // blocks  # heads whose blocks a wave has programs for
+    size = processors // blocks  # heads whose blocks fill one wave
     if size > 0 and heads % size == 0 and size * blocks >= _FULL * processors:
         return size, Walk(turn=_TURN, wave=size * blocks)
     if size > 0 and heads <= _MOST_HEADS:
@@ -60,24 +63,25 @@ def walk_of_call(problem: Problem, blocks: int, section: int, *, is_fused: bool 
 
 
 class QueryPlace(NamedTuple):
-    """Place of a program: one block of queries of one head."""
+    """Position of a program in its walk: one query block of one head."""
 
-    n: Any  # the block's number, of those that each head has
-    head: Any  # its number in the group
-    end: Any  # behind the last block of the head's turn
+    n: Any  # the block's index among the blocks of one head
+    head: Any  # the head's index in the group
+    end: Any  # end of the head's turn, exclusive
 
 
 @gluon.jit
 def _work_tile(block, head, num_heads, work):
-    # The number of the work tile that has this block of this head, of all batch elements' heads: `swizzle_heads_for_l2` reversed
+    # Returns the number of the work tile with this block and head, over all batch elements' heads: the inverse of
+    # `swizzle_heads_for_l2`
     first_head = head // work.heads_per_l2_section * work.heads_per_l2_section
-    heads_here = gl.minimum(work.heads_per_l2_section, num_heads - first_head)
-    return first_head * work.blocks + block * heads_here + head - first_head
+    heads_in_section = gl.minimum(work.heads_per_l2_section, num_heads - first_head)
+    return first_head * work.blocks + block * heads_in_section + head - first_head
 
 
 @gluon.jit
 def turn_of_program(block, h_kv, b, args):
-    # Blocks of a turn in the program that has this block of keys, below 0 where the last ones come first; 0 without turns
+    # Returns the blocks of a turn in the program with this key block, negative if the last ones come first; 0 without turns
     work = args.work
     if work.walk.turn is None:
         return 0
@@ -89,11 +93,11 @@ def turn_of_program(block, h_kv, b, args):
 
 @gluon.jit
 def first_queries(block, work):
-    # The first place of a program in its block of keys
+    # Returns the first position of a program in its key block
     if work.walk.turn is None:
         return QueryPlace(n=0, head=0, end=block.num_blocks)
     else:
-        # Turns are counted from the end, where they are the same queries for all programs.
+        # Turns are counted from the end, so that they cover the same queries in all programs.
         end = block.num_blocks
         if block.turn > 0:
             end -= gl.maximum(end - 1, 0) // block.turn * block.turn
@@ -101,9 +105,9 @@ def first_queries(block, work):
 
 
 @gluon.jit
-def next_queries(at: QueryPlace, block, work):
-    # The place after `at`. Behind the last one n means nothing, but the head is one of the group.
-    n, head, end = at.n + 1, at.head, at.end
+def next_queries(position: QueryPlace, block, work):
+    # Returns the position after `at`. After the last one, n is meaningless, but the head is one of the group.
+    n, head, end = position.n + 1, position.head, position.end
     if n == end:
         n = 0
         head += 1

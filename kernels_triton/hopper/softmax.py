@@ -1,4 +1,4 @@
-"""The softmax of the forward on sm_90, lazy or not (`HopperTile.is_lazy`)."""
+"""The softmax of the forward on sm_90, with or without lazy rescaling (`HopperTile.is_lazy`)."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from flexattn.kernels_triton.common.primitives import LN2, exponent_factor, scal
 from flexattn.kernels_triton.hopper.dropout import kept
 from flexattn.kernels_triton.hopper.operands import pack_pairs
 
-_RESCALE_THRESHOLD = gl.constexpr(8.0)  # rise of a row's maximum, in units of log2, up to which sums are not rescaled
+_RESCALE_THRESHOLD = gl.constexpr(8.0)  # maximum rise of a row's maximum, in units of log2, without a rescaling of sums
 
 
 @gluon.constexpr_function
 def _rescale_assembly(count):
-    # A thread's part of acc times the correction factors of its two rows, two columns of each after the other. Skipped where all
-    # rows of the warp have a factor of 1.
+    # Multiplies a thread's part of acc by the correction factors of its two rows, which alternate every two columns. It is skipped
+    # if all rows of the warp have a factor of 1.
     lines = [
         "{ .reg .pred p, q;",
         f"setp.neu.f32 p, ${2 * count}, 0f3F800000; setp.neu.f32 q, ${2 * count + 2}, 0f3F800000;",
@@ -45,28 +45,29 @@ def rescaled(acc, correction, META: gl.constexpr):
 
 @gluon.jit
 def _row_maximum(s, COLUMNS: gl.constexpr):
-    # A thread's as a tree, for each step of a chain waits for the one before; then over the four threads that share a row.
+    # The maximum of a thread's elements is a tree, because each step of a chain waits for the previous one. Then the four threads
+    # that share a row combine theirs.
     parts = gl.reshape(s, [s.shape[0], COLUMNS // 32, 4, 4, 2])
-    own = gl.max(gl.max(gl.max(parts, 4), 2), 1)
-    return gl.convert_layout(gl.max(own, 1), gl.SliceLayout(1, s.type.layout))
+    row_max_of_threads = gl.max(gl.max(gl.max(parts, 4), 2), 1)
+    return gl.convert_layout(gl.max(row_max_of_threads, 1), gl.SliceLayout(1, s.type.layout))
 
 
 @gluon.jit
 def sums_of_threads(p, COLUMNS: gl.constexpr):
-    # [rows, 4]: the sums of the four threads that share a row, apart, so that these exchange nothing until the end
+    # Returns [rows, 4]: separate sums of the four threads that share a row, which exchange nothing until the end
     return gl.sum(gl.sum(gl.reshape(p, [p.shape[0], COLUMNS // 8, 4, 2]), 3), 1)
 
 
 @gluon.jit
 def for_threads(x, sums):
-    # x of rows, to go with `sums_of_threads`
+    # Returns x of rows in the layout of `sums_of_threads`
     return gl.convert_layout(x, gl.SliceLayout(1, sums.type.layout))[:, None]
 
 
 @gluon.jit
 def exponentials(s, highest, row_max, scale_log2, META: gl.constexpr):
-    # (weights, row maximum, correction factor of earlier sums). highest: the largest score of each row. The maximum is in units of
-    # log2, but of unbounded logits exact.
+    # Returns (weights, row maximum, correction factor of earlier sums). highest: the largest score of each row. The maximum is in
+    # units of log2, or exact in natural units for unbounded logits.
     if META.IS_UNBOUNDED:
         new_max = highest
         if META.LAZY:
@@ -79,11 +80,11 @@ def exponentials(s, highest, row_max, scale_log2, META: gl.constexpr):
         correction = gl.exp2(scaled_row_max(row_max, factor, 0.0) - scaled_max)
     else:
         new_max = highest * scale_log2
-        if META.LAZY:  # a maximum too small by up to 8 leaves p and its sum up to 2**8 times as large, and out and lse right
+        if META.LAZY:  # a maximum that is too small by up to 8 scales p and its sum by up to 2**8; out and lse stay right
             new_max = gl.where(new_max - row_max > _RESCALE_THRESHOLD, new_max, row_max)
         else:
             new_max = gl.maximum(row_max, new_max)
-        scaled_max = gl.where(new_max == float("-inf"), 0.0, new_max)  # where a row has seen nothing yet, exp2(-inf - 0) is 0
+        scaled_max = gl.where(new_max == float("-inf"), 0.0, new_max)  # if a row has seen nothing yet, exp2(-inf - 0) is 0
         p = gl.exp2(s * scale_log2 - scaled_max[:, None])
         correction = gl.exp2(row_max - scaled_max)
     return p, new_max, correction
@@ -91,7 +92,7 @@ def exponentials(s, highest, row_max, scale_log2, META: gl.constexpr):
 
 @gluon.jit
 def softmax(qk, row_max, row_sum, scale_log2, drawn, DTYPE: gl.constexpr, META: gl.constexpr):
-    # (weights in pairs, row maximum, row sum, correction factor of earlier sums)
+    # Returns (weights in pairs, row maximum, row sum, correction factor of earlier sums)
     p, new_max, correction = exponentials(qk, _row_maximum(qk, META.BLOCK_N), row_max, scale_log2, META)
     row_sum = row_sum * for_threads(correction, row_sum) + sums_of_threads(p, META.BLOCK_N)
     pairs = pack_pairs(kept(p, drawn, False, META), qk.shape[0], META.BLOCK_N, DTYPE)

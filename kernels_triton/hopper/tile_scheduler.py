@@ -1,4 +1,4 @@
-"""Tile scheduler: which work tile a program computes, and next; where the tile's sequence lies; its broadcast to the consumers."""
+"""Tile scheduler: a program's work tiles and their order, the location of a tile's sequence, and messages to the consumers."""
 
 from __future__ import annotations
 
@@ -18,43 +18,44 @@ from flexattn.kernels_triton.hopper.query_walk import Walk
 from flexattn.kernels_triton.runtime.launch import has_large_l2
 
 _MIB = 2**20
-_L2_BYTES = 32 * _MIB  # bytes that are read, or added to, again and again while they are in L2
+_L2_BYTES = 32 * _MIB  # bytes that are read, or added to, repeatedly while they are in L2
 
 
 class Work(NamedTuple):
-    """Work tiles: blocks of a head's queries or keys, and the order in which programs take them."""
+    """Work tiles: blocks of a head's queries or keys, and the order in which programs compute them."""
 
-    table_ptr: Any  # `tile_schedule`'s. Without lengths a persistent kernel has its counter alone, and another kernel None. A
-    # persistent kernel has None too where there is a program for each tile, or a plan
+    # From `tile_schedule`. Without lengths, a persistent kernel has only its counter, and other kernels None. A persistent kernel
+    # also has None if there is a program for each tile, or a plan
+    table_ptr: Any
     num_heads: int
     group_size: int  # query heads that share a key head
     blocks: int  # blocks of the longest sequence
-    heads_per_l2_section: int  # `swizzle_heads_for_l2`
-    walk: Walk | None = None  # for a backward's blocks of keys
+    heads_per_l2_section: int  # see `swizzle_heads_for_l2`
+    walk: Walk | None = None  # for a backward's key blocks
 
 
 def _heads_in_l2(heads: int, bytes_per_head: int, room: int = _L2_BYTES) -> int:
-    """Returns how many of `heads` heads share L2, at least one."""
+    """Returns how many of `heads` heads fit in L2 together, at least one."""
     return min(heads, max(1, room // bytes_per_head))
 
 
 def section_of_one_size(heads: int, most: int) -> int:
-    """Returns the size of sections of `heads` heads, about `most`, of which the last has as few heads less as can be.
+    """Returns a size of sections of `heads` heads, about `most`, whose last section is as full as possible.
 
     A small last section leaves multiprocessors idle: gpt-oss's backward takes 4820 us in sections of 4, 4, 4 and 4 heads, and 5547
-    in sections of 5, 5, 5 and 1. Short calls gain from sections of up to a third more than L2 has room for too
+    in sections of 5, 5, 5 and 1. Short calls also gain from sections of up to a third more than fits in L2
     (bench/results/sections_h200.json).
     """
     return max(range(cdiv(most, 2), min(heads, most * 4 // 3) + 1), key=lambda size: (-(-heads % size), size))
 
 
 def _bytes_of_forward_section(problem: Problem) -> int:
-    """Returns how many bytes of keys and values a forward's section of heads has at most.
+    """Returns the maximum bytes of keys and values of a forward's section of heads.
 
-    Where all tiles are equally long, small sections have all tiles of a head run side by side. At 512 tokens of head dim 128 such a
-    call takes 132 us on an NVIDIA H100, and 201 in sections of 32 MiB, which its 50 MB of L2, in two halves, do not hold
-    (bench/results/forward_sections_h100.json). Under a band large sections have the long tiles of many heads come first, for which
-    16 MiB are best there, and 32 on an NVIDIA H200, which has 60 MB (bench/results/forward_turns_h200.json).
+    If all tiles have equal length, small sections run all tiles of a head side by side. At 512 tokens of head dim 128 such a call
+    takes 132 us on an NVIDIA H100, and 201 us in sections of 32 MiB (bench/results/forward_sections_h100.json). Its 50 MB of L2, in
+    two halves, are too small for those. If there is a band, large sections run the long tiles of many heads first. 16 MiB are best
+    for that on an H100, and 32 on an NVIDIA H200, which has 60 MB (bench/results/forward_turns_h200.json).
     """
     x = problem
     if x.window_left is None and x.window_right is None and x.block_mask is None and not x.has_lengths:
@@ -63,7 +64,7 @@ def _bytes_of_forward_section(problem: Problem) -> int:
 
 
 def query_heads_per_l2_section(problem: Problem) -> int:
-    """Returns how many query heads a persistent forward takes together; with lengths, in all sequences at once."""
+    """Returns how many query heads a persistent forward processes together; with lengths, in all sequences at once."""
     x = problem
     heads, tokens = x.batch * x.num_heads_kv, x.longest_kv
     if x.has_lengths:
@@ -74,7 +75,7 @@ def query_heads_per_l2_section(problem: Problem) -> int:
 
 
 def forward_work(problem: Problem, queries: int, group: int = 1, *, has_table: bool = True) -> Work:
-    """Returns the work tiles of a persistent forward, `queries` of each of `group` heads, whose programs take them as they come."""
+    """Returns the work tiles of a persistent forward, `queries` of each of `group` heads, which programs draw dynamically."""
     x = problem
     if not has_table:
         table = None
@@ -92,13 +93,13 @@ def forward_work(problem: Problem, queries: int, group: int = 1, *, has_table: b
 
 
 def heads_per_l2_section(problem: Problem, heads: int, bytes_per_head: int) -> int:
-    """Returns how many heads a backward takes together; 2 of packed batches (bench/results/packed_orders_h200.json)."""
+    """Returns how many heads a backward processes together; 2 for packed batches (bench/results/packed_orders_h200.json)."""
     x = problem
     return min(heads, 2) if x.has_lengths else _heads_in_l2(heads * x.batch, bytes_per_head)
 
 
 class Sequence(NamedTuple):
-    """Places of the queries and the keys of one sequence, inside a kernel."""
+    """Locations of the queries and the keys of one sequence, inside a kernel."""
 
     start_q: Any
     len_q: Any
@@ -115,17 +116,17 @@ def sequence_of(lengths_q: Lengths, lengths_kv: Lengths, b, META: gl.constexpr):
 
 @gluon.jit
 def swizzle_heads_for_l2(t, length, heads, heads_per_l2_section):
-    # (place in its head's list, head) of work tile t, of `heads` lists of `length` tiles each. Within a section, as many heads as
-    # L2 has room for, the first tiles of all heads come first: they are the longest, and short ones fill up the end.
+    # Returns (index in its head's list, head) of work tile t, for `heads` lists of `length` tiles each. A section has as many heads
+    # as fit in L2, and the first tiles of all its heads come first. They are the longest, and short tiles fill up the end.
     section = t // (heads_per_l2_section * length)
-    rest = t - section * heads_per_l2_section * length
-    heads_here = gl.minimum(heads_per_l2_section, heads - section * heads_per_l2_section)
-    return rest // heads_here, section * heads_per_l2_section + rest % heads_here
+    index_in_section = t - section * heads_per_l2_section * length
+    heads_in_section = gl.minimum(heads_per_l2_section, heads - section * heads_per_l2_section)
+    return index_in_section // heads_in_section, section * heads_per_l2_section + index_in_section % heads_in_section
 
 
 @gluon.jit
 def num_work_tiles(work: Work, num_heads, batch, META: gl.constexpr):
-    # num_heads: of tiles, each of which may hold several query heads
+    # num_heads: of tiles, each of which may contain several query heads
     if META.HAS_LENGTHS and work.table_ptr is not None:
         return gl.load(work.table_ptr + 1) * num_heads
     else:
@@ -134,7 +135,7 @@ def num_work_tiles(work: Work, num_heads, batch, META: gl.constexpr):
 
 @gluon.jit
 def work_tile(t, num_tiles, work: Work, num_heads, batch, META: gl.constexpr):
-    # (first row, head, batch) of work tile t of a persistent forward. The longest come first.
+    # Returns (first row, head, batch) of work tile t of a persistent forward. The longest come first.
     if META.HAS_LENGTHS and work.table_ptr is not None:
         place, head = swizzle_heads_for_l2(t, num_tiles // num_heads, num_heads, work.heads_per_l2_section)
         entry = gl.load(work.table_ptr + 2 + place)
@@ -148,14 +149,14 @@ def work_tile(t, num_tiles, work: Work, num_heads, batch, META: gl.constexpr):
 
 @gluon.jit
 def backward_tile(t, num_tiles, work: Work, num_heads, LAST_FIRST: gl.constexpr, META: gl.constexpr):
-    # (block, head, batch) of work tile t of a backward: of a section of heads the blocks with the most to do first. With lengths
-    # one sequence of a section comes after the other, as `tile_schedule` has them, and where there are fewer blocks than tiles,
-    # a block is past every sequence's end.
+    # Returns (block, head, batch) of work tile t of a backward: in a section of heads, the blocks with the most work come first.
+    # With lengths, the sequences of a section follow one another, in the order of `tile_schedule`. If there are fewer blocks than
+    # tiles, the block of the other tiles is past every sequence's end.
     if META.HAS_LENGTHS:
         t, head = swizzle_heads_for_l2(t, num_tiles // num_heads, num_heads, work.heads_per_l2_section)
-        is_there = t < gl.load(work.table_ptr + 1)
-        entry = gl.where(is_there, gl.load(work.table_ptr + 2 + gl.where(is_there, t, 0)), work.blocks)
-        return gl.where(is_there, entry % work.blocks, work.blocks), head, gl.where(is_there, entry // work.blocks, 0)
+        exists = t < gl.load(work.table_ptr + 1)
+        entry = gl.where(exists, gl.load(work.table_ptr + 2 + gl.where(exists, t, 0)), work.blocks)
+        return gl.where(exists, entry % work.blocks, work.blocks), head, gl.where(exists, entry // work.blocks, 0)
     else:
         block, b_h = swizzle_heads_for_l2(t, work.blocks, num_tiles // work.blocks, work.heads_per_l2_section)
         if LAST_FIRST:
@@ -165,8 +166,8 @@ def backward_tile(t, num_tiles, work: Work, num_heads, LAST_FIRST: gl.constexpr,
 
 @gluon.jit
 def broadcast_tile(tile, n, barriers, META: gl.constexpr):
-    # The producer, which runs ahead, hands the n-th work tile, a tuple of META.NUMBERS integers, to the consumers: they need not
-    # wait for what it read to find the tile.
+    # Sends the n-th work tile, a tuple of META.NUMBERS integers, from the producer to the consumers. The producer runs ahead, so
+    # that consumers do not wait for the reads that locate the tile.
     NUMBERS: gl.constexpr = META.NUMBERS
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     mbarrier.wait(barriers.tile_empty.index(n & 1), ((n >> 1) & 1) ^ 1)
@@ -177,7 +178,7 @@ def broadcast_tile(tile, n, barriers, META: gl.constexpr):
 
 @gluon.jit
 def broadcast_end(n, barriers, META: gl.constexpr):
-    # Instead of an n-th work tile: there is none, its first row is -1.
+    # Sends a message with first row -1 instead of an n-th work tile.
     tile = (-1,)
     for _ in gl.static_range(META.NUMBERS - 1):
         tile = tile + (0,)
@@ -186,7 +187,7 @@ def broadcast_end(n, barriers, META: gl.constexpr):
 
 @gluon.jit
 def receive_tile(n, barriers, META: gl.constexpr):
-    # The n-th work tile, for a partition that the producer broadcasts to
+    # Receives the n-th work tile, for a partition that the producer broadcasts to
     NUMBERS: gl.constexpr = META.NUMBERS
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     mbarrier.wait(barriers.tile_full.index(n & 1), (n >> 1) & 1)

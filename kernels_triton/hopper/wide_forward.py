@@ -1,9 +1,8 @@
-"""Forward attention on sm_90 for head dims above 256, in Gluon: two warpgroups share the columns of out, a warp loads by TMA.
+"""Forward attention on sm_90 for head dims above 256, in Gluon: two warpgroups share the columns of out, and a warp loads by TMA.
 
-A tile is 64 rows, of one or several query heads. Warpgroup 0 computes their scores and weights, and with these the left half of
-out's columns; warpgroup 1 computes the right half, from weights and corrections that the first leaves in shared memory. Where v is
-the first columns of k, in the same memory, as absorbed latent attention (MLA) has it, one tile serves both products, and there is
-room for two of them.
+A tile is 64 rows, of one or several query heads. Warpgroup 0 computes their scores and weights, and the left half of out's columns.
+Warpgroup 1 computes the right half, from weights and corrections that warpgroup 0 writes to shared memory. In absorbed latent
+attention (MLA), v is the first columns of k, in the same memory. Then one tile serves both products, and two such tiles fit.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ from flexattn.kernels_triton.runtime.launch import Tile, hopper_kernel, launch, 
 
 
 class Exchange(NamedTuple):
-    """Tiles that warpgroup 0 leaves for warpgroup 1: both for each block of keys, the factors once more at a tile's end."""
+    """Tiles from warpgroup 0 to warpgroup 1: both for each key block, and the factors again at a tile's end."""
 
     p: Any  # weights
     factor: Any  # [rows]: corrections of earlier sums, at the end the factors of out
@@ -73,7 +72,7 @@ class Exchange(NamedTuple):
 
 @gluon.jit
 def _store_half(acc, COLUMN: gl.constexpr, received: ReceivedTile, args: Arguments, META: gl.constexpr):
-    # The columns of out from COLUMN on
+    # Stores the columns of out from COLUMN on
     tile = received.tile
     len_q = received.band.len_q
     rows, h_of_rows = rows_and_heads(tile.first_row, tile.h, len_q, gl.SliceLayout(1, acc.type.layout), META)
@@ -100,7 +99,7 @@ def _left_partition(args: Arguments, buffers: Buffers, exchange: Exchange, MODS:
     block_columns = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES))
     draws = dropout_state(args.dropout, 0, META)
     n_block = 0
-    n_turn = 0
+    n_exchange = 0
     n_tile = 0
     numbers = receive_tile(n_tile, barriers, META)
     while numbers[0] >= 0:
@@ -141,7 +140,7 @@ def _left_partition(args: Arguments, buffers: Buffers, exchange: Exchange, MODS:
             s, factor = visible_scores(qk, column, is_full, same, True, MODS, META)
             weights, row_max, row_sum, correction = softmax(s, row_max, row_sum, factor, drawn, DTYPE, META)
             p = unpack_pairs(weights, ROWS, BLOCK_N, P, DTYPE)
-            wait_empty(exchange.empty, n_turn, 1)
+            wait_empty(exchange.empty, n_exchange, 1)
             exchange.p.store(p)
             exchange.factor.store(correction)
             fence_async_shared()
@@ -155,15 +154,15 @@ def _left_partition(args: Arguments, buffers: Buffers, exchange: Exchange, MODS:
             keep_pairs(weights)
             release(barriers.v_empty, n_block, STAGES)
             n_block += 1
-            n_turn += 1
+            n_exchange += 1
         release(barriers.q_empty, n_tile, 1)
         row_sum = gl.convert_layout(gl.sum(row_sum, 1), ROW_LAYOUT)
-        row_sum_or_1 = gl.where(row_sum == 0.0, 1.0, row_sum)  # where a row sees nothing, out is 0 / 1 and lse -inf + 0
+        row_sum_or_1 = gl.where(row_sum == 0.0, 1.0, row_sum)  # if a row sees nothing, out is 0 / 1 and lse -inf + 0
         rescale = scaled(1.0 / row_sum_or_1, draws, META)
-        wait_empty(exchange.empty, n_turn, 1)
+        wait_empty(exchange.empty, n_exchange, 1)
         exchange.factor.store(rescale)
         mbarrier.arrive(exchange.full.index(0), count=1)
-        n_turn += 1
+        n_exchange += 1
         store_lse(row_max, row_sum_or_1, statistics_row(received, 0, rows, h_of_rows, args, META), rows, received, args, META)
         acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUT))[:, None]
         _store_half(acc, 0, received, args, META)
@@ -180,14 +179,14 @@ def _right_partition(args: Arguments, buffers: Buffers, exchange: Exchange, META
     HALF: gl.constexpr = META.V0 // 2
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     n_block = 0
-    n_turn = 0
+    n_exchange = 0
     n_tile = 0
     numbers = receive_tile(n_tile, barriers, META)
     while numbers[0] >= 0:
         received = received_tile(numbers, args, META)
         acc = gl.zeros([ROWS, HALF], gl.float32, layout=OUT)
         for _ in range(received.num_blocks):
-            wait_full(exchange.full, n_turn, 1)
+            wait_full(exchange.full, n_exchange, 1)
             acc = rescaled(acc, exchange.factor.load(gl.SliceLayout(1, OUT)), META)
             wait_full(barriers.v_full, n_block, STAGES)
             v = tiles.v.index(n_block % STAGES).reshape([BLOCK_N, V0]).slice(HALF, HALF, 1)
@@ -196,11 +195,11 @@ def _right_partition(args: Arguments, buffers: Buffers, exchange: Exchange, META
             mbarrier.arrive(exchange.empty.index(0), count=1)
             release(barriers.v_empty, n_block, STAGES)
             n_block += 1
-            n_turn += 1
-        wait_full(exchange.full, n_turn, 1)
+            n_exchange += 1
+        wait_full(exchange.full, n_exchange, 1)
         rescale = exchange.factor.load(gl.SliceLayout(1, OUT))
         mbarrier.arrive(exchange.empty.index(0), count=1)
-        n_turn += 1
+        n_exchange += 1
         _store_half(acc * rescale[:, None], HALF, received, args, META)
         n_tile += 1
         numbers = receive_tile(n_tile, barriers, META)
@@ -208,7 +207,7 @@ def _right_partition(args: Arguments, buffers: Buffers, exchange: Exchange, META
 
 @gluon.jit
 def _allocate_wide_barriers(META: gl.constexpr):
-    # Both warpgroups read v, and k where it is v too.
+    # Both warpgroups read v, and so k if it is also v.
     STAGES: gl.constexpr = META.STAGES
     v_full = allocate_barriers(STAGES, 1)
     v_empty = allocate_barriers(STAGES, 2)
@@ -231,15 +230,16 @@ def _allocate_wide_barriers(META: gl.constexpr):
 
 @hopper_kernel
 def _attn_fwd_wide_hopper_kernel(args: Arguments, MODS: gl.constexpr, META: gl.constexpr):
-    of = args.descriptors
+    descriptors = args.descriptors
     REGISTERS: gl.constexpr = META.REGISTERS
-    LOADER_REGISTERS: gl.constexpr = 32 if META.PAGE_ROWS > 0 else 24  # a page's place takes more than a row's
-    q_tiles = allocate_pair(1, of.q, META)
-    k_tiles = allocate_key_pair(of.k, META)
+    # addressing a page takes more registers than addressing a row
+    LOADER_REGISTERS: gl.constexpr = 32 if META.PAGE_ROWS > 0 else 24
+    q_tiles = allocate_pair(1, descriptors.q, META)
+    k_tiles = allocate_key_pair(descriptors.k, META)
     v_tiles = k_tiles.first
     if not META.IS_LATENT:
-        v_tiles = allocate_blocks(META.STAGES, of.v, META.BLOCK_N)
-    DTYPE: gl.constexpr = of.k.first.dtype
+        v_tiles = allocate_blocks(META.STAGES, descriptors.v, META.BLOCK_N)
+    DTYPE: gl.constexpr = descriptors.k.first.dtype
     WEIGHTS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, META.BLOCK_N], DTYPE)
     exchange = Exchange(
         p=gl.allocate_shared_memory(DTYPE, [ROWS, META.BLOCK_N], WEIGHTS),
@@ -247,7 +247,7 @@ def _attn_fwd_wide_hopper_kernel(args: Arguments, MODS: gl.constexpr, META: gl.c
         full=allocate_barriers(1, 1),
         empty=allocate_barriers(1, 1),
     )
-    tiles = Tiles(q=q_tiles, k=k_tiles, v=v_tiles, out=q_tiles.first)  # out leaves from registers
+    tiles = Tiles(q=q_tiles, k=k_tiles, v=v_tiles, out=q_tiles.first)  # out is stored from registers
     buffers = Buffers(tiles=tiles, barriers=_allocate_wide_barriers(META))
     wait_for_previous(META.IS_SPLIT)
     gl.warp_specialize(
@@ -262,7 +262,7 @@ def _attn_fwd_wide_hopper_kernel(args: Arguments, MODS: gl.constexpr, META: gl.c
 
 
 def tiles_and_room(problem: Problem, tile: HopperTile, group: int) -> tuple[int, int]:
-    """(tiles of so many heads, programs that the device has room for), for `number_of_splits`."""
+    """Returns (number of tiles, number of programs that the device runs at once), for `number_of_splits`."""
     return number_of_tiles(problem, tile, group), num_processors(problem.device)
 
 
@@ -274,10 +274,10 @@ def wide_forward(
     group: int | None = None,
     splits: int | None = None,
 ) -> None:
-    """Launches the forward, of calls that `conditions.wide_unsupported` does not name.
+    """Launches the forward of a call that `conditions.wide_unsupported` does not reject.
 
     group: query heads of a tile; None: `heads_of_a_tile`.
-    splits: parts of the keys; None: `number_of_splits`.
+    splits: number of KV splits; None: `number_of_splits`.
     """
     x = problem
     tile = tile or wide_tile(x)
@@ -299,11 +299,13 @@ def wide_forward(
     )
     meta = with_rows_of(meta, x, launch_tile, out)
     keys = meta.PAGE_ROWS or tile.block_n
-    of_k = pair_descriptor(x.k, keys, (meta.QK0, meta.QK1))
-    of_v = of_k.first if x.is_latent else ragged_descriptor(x.v, keys, tile.head_dim_v)
+    k_descriptor = pair_descriptor(x.k, keys, (meta.QK0, meta.QK1))
+    v_descriptor = k_descriptor.first if x.is_latent else ragged_descriptor(x.v, keys, tile.head_dim_v)
     arguments = forward_arguments(
         x,
-        Descriptors(q=pair_descriptor(x.q, ROWS.value // slots, (meta.QK0, meta.QK1), slots), k=of_k, v=of_v, out=None),
+        Descriptors(
+            q=pair_descriptor(x.q, ROWS.value // slots, (meta.QK0, meta.QK1), slots), k=k_descriptor, v=v_descriptor, out=None
+        ),
         Steps(q=step_of(x.q), k=step_of(x.k), v=step_of(x.v), out=None),
         Results(
             out=rows_of(out, meta),

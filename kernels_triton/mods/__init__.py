@@ -1,3 +1,3 @@
-"""From a mod's graph to Triton functions, and what is computed with these ahead of a kernel."""
+"""Lowering of a mod's graph to Triton functions, and block masks and tables that these compute before a kernel."""
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Tables of what a mod computes from q_idx - kv_idx: made in each call, so that a score costs one load of consecutive words.
+"""Tables of a mod's values that depend only on q_idx - kv_idx, computed in each call, so that a score costs one contiguous load.
 
-A relative position bias reads a capture at an index that is computed for each score, or at one that is itself read. There are no
-more distances than queries and keys, and scores for each pair of these.
+A relative position bias reads a capture at an index that is computed for each score, or at an index that is itself read. There are
+only as many distances as queries and keys together, but a score for each pair.
 
-A table lies there four times: as keys follow one another and as queries do, for tiles either way, and both with a second copy one
-word earlier, so that a row of a tile begins at an even word whatever its position (`mod_math.diagonal_pointers`).
+Each table is stored four times: in the order of keys and in the order of queries, for tiles of either orientation. Each order has a
+second copy one word earlier, so that a row of a tile begins at an even word whatever its position (`mod_math.diagonal_pointers`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from flexattn.kernels_triton.mods.mod_math import DiagonalTables
 from flexattn.kernels_triton.runtime.launch import Tile, kernel, launch
 
 _PAST_THE_END = 256  # positions that the tiles at the ends of a sequence may reach, on either side
-_FEWEST_SCORES = 2**24  # below, a launch more costs the host what the device saves
+_FEWEST_SCORES = 2**24  # with fewer, another launch costs the host more than the device saves
 _SCORES_OF_ENTRY = 32
 _BLOCK = 1024
 _TILE = Tile(block_m=_BLOCK, block_n=1, num_warps=4, num_stages=1)
@@ -37,13 +37,13 @@ class DiagonalMeta(NamedTuple):
 
 
 class DiagonalArguments(NamedTuple):
-    captures: Any  # the tensors and numbers that the mods read, a tuple
-    tables_ptr: Pointer  # fp32 [tables, 2, batch, heads, 2, length]: as keys and as queries follow one another; two copies of each
+    captures: Any  # the tuple of tensors and numbers that the mods read
+    tables_ptr: Pointer  # fp32 [tables, 2, batch, heads, 2, length]: the order of keys and of queries, with two copies of each
     batch: int
     heads: int
     blocks: int
     length: int
-    middle_of_keys: int  # where distance 0 lies
+    middle_of_keys: int  # index of distance 0
     middle_of_queries: int
 
 
@@ -54,21 +54,23 @@ def _diagonals_kernel(args: DiagonalArguments, MODS: tl.constexpr, META: tl.cons
     blocks = args.blocks
     length = args.length
     pid = tl.program_id(0)
-    at = pid % blocks * META.BLOCK + tl.arange(0, META.BLOCK)
+    index = pid % blocks * META.BLOCK + tl.arange(0, META.BLOCK)
     h = pid // blocks % heads
     b = pid // blocks // heads % batch
     side = pid // blocks // heads // batch
-    distance = tl.where(side == 0, args.middle_of_keys - at, at - args.middle_of_queries)
-    values = MODS.of_distance(b, h, distance, args.captures)
+    distance = tl.where(side == 0, args.middle_of_keys - index, index - args.middle_of_queries)
+    values = MODS.per_distance(b, h, distance, args.captures)
     TABLES: tl.constexpr = META.TABLES
     for n in tl.static_range(TABLES):
         row = args.tables_ptr + ((tl.cast(n * 2 + side, tl.int64) * batch + b) * heads + h) * (2 * length)
-        tl.store(row + at, values[n], mask=at < length)
-        tl.store(row + length + at - 1, values[n], mask=(at > 0) & (at < length))
+        tl.store(row + index, values[n], mask=index < length)
+        tl.store(row + length + index - 1, values[n], mask=(index > 0) & (index < length))
 
 
 def with_diagonals(problem: Problem) -> Problem:
-    """The problem with tables of what its mods compute from distances, where scores are many; else the problem."""
+    """Returns the problem with tables of values that its mods compute from distances, if it has many scores; otherwise the
+    problem.
+    """
     x = problem
     if x.mods is None or x.mods_of_tables is None:
         return problem
@@ -100,7 +102,7 @@ def with_diagonals(problem: Problem) -> Problem:
     launch(_diagonals_kernel, 2 * batch * heads * blocks, x.device, _TILE, (args, x.mods, meta))
     stride_b, stride_h = (tables.stride(dim) if size > 1 else 0 for dim, size in ((2, batch), (3, heads)))
     assert x.captures is not None
-    own = DiagonalTables(
+    tables_argument = DiagonalTables(
         ptr=tables,
         length=encoded_size(length),
         stride_table=encoded_size(tables.stride(0)),
@@ -110,5 +112,5 @@ def with_diagonals(problem: Problem) -> Problem:
         middle_of_keys=encoded_size(middle_of_keys),
         middle_of_queries=encoded_size(middle_of_queries),
     )
-    captures = (*x.captures, *own)
+    captures = (*x.captures, *tables_argument)
     return dataclasses.replace(problem, mods=x.mods_of_tables, mods_of_tables=None, captures=captures)

@@ -1,8 +1,8 @@
-"""Takes out of a mod's graphs the values that need not be computed for each score.
+"""Extraction of values from a mod's graphs that need not be computed for each score.
 
-What depends on b, h and captures alone becomes a value of a head, which the kernels read before their loops. What depends on the
-two positions by their distance q_idx - kv_idx alone, and reads a capture or is dear, can become a table of all distances
-(`diagonals`), from which a score reads one of consecutive words.
+A value that depends only on b, h and captures becomes a value of a head, which the kernels read before their loops. An expensive
+value, or one that reads a capture, may depend on the two positions only by their distance q_idx - kv_idx. It can become a table
+over all distances (`diagonals`). A score then reads one of consecutive words.
 """
 
 from __future__ import annotations
@@ -13,45 +13,64 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Graph, Node
 
-# No capture is called so. The first two are of an input that stands for a value of a head, or an entry of a table: and its number
+# Prefixes of inputs that stand for a value of a head, or for an entry of a table; a number follows. No capture has such a name
 HEAD, DIAGONAL = "head:", "diagonal:"
-DISTANCE = "distance:"  # q_idx - kv_idx, as the input of what is tabulated
+DISTANCE = "distance:"  # q_idx - kv_idx, as the input of a tabulated value
 VARYING = {"score", "dscore", "q_idx", "kv_idx"}  # the inputs that differ within a tile
 _POSITIONS = {"q_idx", "kv_idx"}
-# An entry of a table costs a score one load; these cost it as much or more.
-# fmt: off
-_DEAR = frozenset((
-    "index", "exp", "exp2", "expm1", "log", "log1p", "log2", "log10", "pow", "sin", "cos", "tan", "sinh", "cosh", "tanh", "erf",
-    "erfc", "sigmoid",
-))
+# A table entry costs a score one load; these operations cost as much or more.
+_EXPENSIVE = frozenset(
+    (
+        "index",
+        "exp",
+        "exp2",
+        "expm1",
+        "log",
+        "log1p",
+        "log2",
+        "log10",
+        "pow",
+        "sin",
+        "cos",
+        "tan",
+        "sinh",
+        "cosh",
+        "tanh",
+        "erf",
+        "erfc",
+        "sigmoid",
+    )
+)
 # fmt: on
 
 
 class Hoisted(NamedTuple):
-    """The graphs with inputs HEAD and DIAGONAL in place of what was taken out, and graphs of that, whose outputs are lists."""
+    """The graphs with inputs HEAD and DIAGONAL for the extracted values, and graphs of these values, whose outputs are lists."""
 
     graphs: tuple[Graph | None, ...]
-    of_head: Graph | None  # takes b, h and captures
-    of_distance: Graph | None  # takes b, h, DISTANCE and captures
+    per_head: Graph | None  # takes b, h and captures
+    per_distance: Graph | None  # takes b, h, DISTANCE and captures
 
 
 def hoist(graphs: Sequence[Graph | None], tabulates: bool) -> Hoisted:
-    """Takes values out of the graphs, those that they share once. tabulates: functions of the distance too."""
-    of_distance = None
+    """Extracts values from the graphs; shared values are extracted once. tabulates: whether functions of the distance are
+    extracted too.
+    """
+    per_distance = None
     graphs = [None if graph is None else _subtracting(graph) for graph in graphs]
     if tabulates:
-        graphs, of_distance = _taken_out(graphs, DIAGONAL, _tabulated)
-    graphs, of_head = _taken_out(graphs, HEAD, _same_for_a_head)
-    return Hoisted(tuple(graphs), of_head, of_distance)
+        graphs, per_distance = _extracted(graphs, DIAGONAL, _tabulated)
+    graphs, per_head = _extracted(graphs, HEAD, _same_for_a_head)
+    return Hoisted(tuple(graphs), per_head, per_distance)
 
 
 def op_of(node: Node) -> str:
-    """The name of a node's op, of any overload."""
+    """Returns the name of a node's op, without its overload."""
     return node.target._qualified_op_name.removeprefix("aten::")  # type: ignore[union-attr, no-any-return]
 
 
 def ancestors(nodes: Iterable[Node]) -> set[Node]:
-    """The nodes, and all that they are computed from."""
+    """Returns the nodes, and all nodes that they are computed from."""
     todo = list(nodes)
     seen = set(todo)
     while todo:
@@ -63,13 +82,13 @@ def ancestors(nodes: Iterable[Node]) -> set[Node]:
 
 
 def inputs_of(node: Node) -> set[str]:
-    """The names of the inputs that a node's value depends on; with an entry of a table come the positions."""
+    """Returns the names of the inputs that a node's value depends on; an entry of a table also depends on the positions."""
     names = {str(x.target) for x in ancestors([node]) if x.op == "placeholder"}
     return names | _POSITIONS if any(name.startswith(DIAGONAL) for name in names) else names
 
 
 def _same_for_a_head(graph: Graph) -> set[Node]:
-    """Returns the nodes with one value for a head, but for whole numbers that are computed in no time."""
+    """Returns the nodes with one value for a head, except for integers without a read, which cost almost nothing to compute."""
     same = set()
     for node in graph.nodes:
         if node.op == "call_function" and op_of(node) != "full" and not inputs_of(node) & VARYING:
@@ -80,21 +99,21 @@ def _same_for_a_head(graph: Graph) -> set[Node]:
 
 
 def _tabulated(graph: Graph) -> set[Node]:
-    """The floats and bools that differ with q_idx - kv_idx alone, and are dear."""
+    """Returns the expensive floats and bools that depend on the positions only by q_idx - kv_idx."""
     along = _along_diagonals(graph)
-    found = set()
+    tabulated = set()
     for node in graph.nodes:
         dtype = node.meta.get("dtype")
         if node.op != "call_function" or along[node] != 0 or not (dtype is torch.bool or dtype.is_floating_point):
             continue
         parts = (x for x in ancestors([node]) if x.op == "call_function" and inputs_of(x) & _POSITIONS)
-        if any(op_of(x) in _DEAR for x in parts):
-            found.add(node)
-    return found
+        if any(op_of(x) in _EXPENSIVE for x in parts):
+            tabulated.add(node)
+    return tabulated
 
 
 def _along_diagonals(graph: Graph) -> dict[Node, int | None]:
-    """Returns for each node the n for which it is n * kv_idx + a function of q_idx - kv_idx and the head; None: there is none."""
+    """Returns n for each node that is n * kv_idx + a function of q_idx - kv_idx and the head, and None for other nodes."""
     along: dict[Node, int | None] = {}
     for node in graph.nodes:
         if node.op == "placeholder":
@@ -103,11 +122,11 @@ def _along_diagonals(graph: Graph) -> dict[Node, int | None]:
         inputs = [along[x] for x in node.all_input_nodes]
         along[node] = 0 if all(n == 0 for n in inputs) else None
         if node.op == "call_function" and None not in inputs and along[node] is None and node.meta["dtype"] is torch.int64:
-            along[node] = _of_sum(op_of(node), [along[x] if isinstance(x, Node) else 0 for x in node.args], node.args)
+            along[node] = _along_sum(op_of(node), [along[x] if isinstance(x, Node) else 0 for x in node.args], node.args)
     return along
 
 
-def _of_sum(op: str, along: Sequence[int | None], args: Sequence[Any]) -> int | None:
+def _along_sum(op: str, along: Sequence[int | None], args: Sequence[Any]) -> int | None:
     x, y = (*along, 0)[:2]
     assert x is not None
     assert y is not None
@@ -121,10 +140,10 @@ def _of_sum(op: str, along: Sequence[int | None], args: Sequence[Any]) -> int | 
 
 
 def _subtracting(graph: Graph) -> Graph:
-    """score + factor * x as score - (-factor) * x, where the factor is a head's.
+    """Rewrites score + factor * x as score - (-factor) * x, if the factor is a value of the head.
 
-    Of two products in a sum the compiler fuses the second into a multiply-add, of those in a difference the first: the scaled
-    score, which is the last to be there.
+    In a sum of two products the compiler fuses the second product into a multiply-add, in a difference the first product. The first
+    product is the scaled score, which is computed last.
     """
     same = _same_for_a_head(graph)
     new, values = Graph(), dict[Node, Node]()
@@ -132,24 +151,24 @@ def _subtracting(graph: Graph) -> Graph:
         if node.op == "output":
             new.output(torch.fx.node.map_arg(node.args[0], values.__getitem__))
             continue
-        factor, rest = _product_added_to_score(node, same)
+        factor, other_factor = _product_added_to_score(node, same)
         if factor is None:
             values[node] = new.node_copy(node, values.__getitem__)
         else:
             score = next(x for x in node.args if "score" in inputs_of(x))
-            aten, own = torch.ops.aten, {"dtype": node.meta["dtype"]}
+            aten, metadata = torch.ops.aten, {"dtype": node.meta["dtype"]}
             negative = new.create_node("call_function", aten.neg, (values[factor],))
-            product = new.create_node("call_function", aten.mul, (negative, values.get(rest, rest)))
+            product = new.create_node("call_function", aten.mul, (negative, values.get(other_factor, other_factor)))
             values[node] = new.create_node("call_function", aten.sub, (values[score], product))
-            for made in (negative, product):
-                made.meta |= own
+            for new_node in (negative, product):
+                new_node.meta |= metadata
         values[node].meta["dtype"] = node.meta["dtype"]
     new.eliminate_dead_code()
     return new
 
 
 def _product_added_to_score(node: Node, same: set[Node]) -> tuple[Node | None, Any]:
-    """(a factor of a product that is added to what depends on the score, the other factor), or None."""
+    """Returns (a factor of a product that is added to a value that depends on the score, the other factor), or (None, None)."""
     if node.op != "call_function" or op_of(node) != "add" or not all(isinstance(x, Node) for x in node.args):
         return None, None
     with_score = ["score" in inputs_of(x) for x in node.args]
@@ -162,19 +181,21 @@ def _product_added_to_score(node: Node, same: set[Node]) -> tuple[Node | None, A
     return factors[0], next(x for x in product.args if x is not factors[0])
 
 
-def _taken_out(
+def _extracted(
     graphs: Sequence[Graph | None], prefix: str, choose: Callable[[Graph], set[Node]]
 ) -> tuple[list[Graph | None], Graph | None]:
-    """The graphs with inputs for the chosen nodes that something else uses, and one that computes these; None: there are none."""
-    apart = Graph()
-    known: dict[Hashable, Node] = {}  # by what a node of it computes
+    """Returns the graphs with inputs for the chosen nodes that other nodes use, and a graph that computes these; None: there are
+    none.
+    """
+    extracted = Graph()
+    known: dict[Hashable, Node] = {}  # by the computation of a node
     outputs: list[Node] = []
-    left: list[Graph | None] = []
+    remaining: list[Graph | None] = []
     for graph in graphs:
         chosen = set() if graph is None else choose(graph)
         edge = {node for node in chosen if any(user not in chosen for user in node.users)}
         if graph is None or not edge:
-            left.append(graph)
+            remaining.append(graph)
             continue
         new, values = Graph(), dict[Node, Node]()
         copy_of = values.__getitem__
@@ -183,7 +204,7 @@ def _taken_out(
                 new.output(torch.fx.node.map_arg(node.args[0], copy_of))
                 continue
             if node in edge:
-                copy = _copied(node, apart, known)
+                copy = _copied(node, extracted, known)
                 outputs += [] if copy in outputs else [copy]
                 name = f"{node.args[0].name}_value" if op_of(node) == "index" else node.name
                 values[node] = new.create_node("placeholder", f"{prefix}{outputs.index(copy)}", name=name)
@@ -191,14 +212,14 @@ def _taken_out(
                 values[node] = new.node_copy(node, copy_of)
             values[node].meta["dtype"] = node.meta["dtype"]
         new.eliminate_dead_code()
-        left.append(new)
+        remaining.append(new)
     if outputs:
-        apart.output(outputs)
-    return left, apart if outputs else None
+        extracted.output(outputs)
+    return remaining, extracted if outputs else None
 
 
 def _copied(node: Node, graph: Graph, known: dict[Hashable, Node]) -> Node:
-    """Returns a copy of a node in another graph, where q_idx is the distance and kv_idx is 0."""
+    """Returns a copy of a node in another graph, with the distance for q_idx and 0 for kv_idx."""
     if node.op == "placeholder" and node.target == "kv_idx":
         new: tuple[Any, ...] = ("call_function", torch.ops.aten.full, ([], 0), {})
     elif node.op == "placeholder":

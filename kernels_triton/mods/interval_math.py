@@ -1,8 +1,8 @@
-"""Interval arithmetic for `intervals`: what its generated functions call.
+"""Interval arithmetic, which the generated functions of `intervals` call.
 
-An interval is two int64 tiles, the least and the largest value; past MOST either way it is open, and its end is OPEN. So nothing
-overflows here, and only a value that is known exactly makes an interval of one. What an open end stands for may be any int64, and
-wrap in the mod: so arithmetic on it gives EVERYTHING, an interval open on both sides.
+An interval is two int64 tiles, the least and the largest value. If an end is past MOST in either direction, it is open, and its
+value is OPEN. So nothing overflows here, and only a value that is known exactly makes an interval of one number. An open end stands
+for any int64 and may wrap in the mod. So arithmetic on it gives EVERYTHING, an interval that is open on both sides.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def equal(low, high, other_low, other_high):
 
 @triton.jit
 def read_one(pointer, offset, inside, known):
-    # Open where one of the indices is not known.
+    # Open if one of the indices is not known.
     value = tl.load(pointer + offset, mask=inside & known, other=0).to(tl.int64)
     low, high = unless_open(known, value, value)
     return widen(low, high)
@@ -101,12 +101,12 @@ def read_one(pointer, offset, inside, known):
 
 @triton.jit
 def read_range(pointer, first, last, size, stride, inside, known, SPAN: tl.constexpr):
-    # The range of the elements first .. last of one dim, at most SPAN; outside of the tensor there is 0. Open where they are more,
-    # where the first counts from the end, or where an index of another dim is not known.
-    at = first[:, None] + tl.arange(0, SPAN)[None, :]
-    is_wanted = at <= last[:, None]
-    exists = is_wanted & (at >= 0) & (at < size) & inside[:, None]
-    values = tl.load(pointer[:, None] + at * stride, mask=exists, other=0).to(tl.int64)
+    # Returns the range of the elements first .. last of one dim, at most SPAN; elements outside of the tensor are 0. It is open if
+    # there are more, if `first` counts from the end, or if an index of another dim is not known.
+    positions = first[:, None] + tl.arange(0, SPAN)[None, :]
+    is_wanted = positions <= last[:, None]
+    exists = is_wanted & (positions >= 0) & (positions < size) & inside[:, None]
+    values = tl.load(pointer[:, None] + positions * stride, mask=exists, other=0).to(tl.int64)
     low = tl.min(tl.where(is_wanted, values, OPEN), 1)
     high = tl.max(tl.where(is_wanted, values, -OPEN), 1)
     low, high = unless_open(known & (first >= 0) & (last - first < SPAN), low, high)

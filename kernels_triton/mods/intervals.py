@@ -1,7 +1,8 @@
-"""From a mask_mod's graph to a Triton function that asks it of a whole block: do all of its queries see all of its keys, may any?
+"""The block test of a mask_mod: a Triton function, made from its graph, that bounds the mask over a whole block.
 
-Integers become intervals and conditions pairs (surely, possibly), so a block that the function hides is hidden, and one that it
-calls full is; where a graph does what is not followed here, the answer is "perhaps".
+It answers two questions: do all queries of a block see all of its keys, and may any query see any key? Integers become intervals,
+and conditions become pairs (surely, possibly). So a block that the function hides is hidden, and a block that it calls full is
+full. If the graph has an operation that is not supported here, the answer is "perhaps".
 """
 
 from __future__ import annotations
@@ -17,35 +18,36 @@ from flexattn.kernels_triton.mods.interval_math import LARGEST_FACTOR
 from flexattn.kernels_triton.mods.lowering import Layout, compile_named
 
 ARGUMENTS = ("b", "h", "q_low", "q_high", "kv_low", "kv_high", "q_ranges", "kv_ranges", "captures")
-OF_BLOCK = ("b", "h", "low", "high", "captures", "SPAN: tl.constexpr")
+BLOCK_ARGUMENTS = ("b", "h", "low", "high", "captures", "SPAN: tl.constexpr")
 _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class _Interval(NamedTuple):
     low: str
     high: str
-    is_point: bool  # the same for all queries and keys of a block
+    is_point: bool  # equal for all queries and keys of a block
 
 
 class _Condition(NamedTuple):
     surely: str
     possibly: str
-    can_hide: bool  # whether it can be shown to be false, so that something depends on it
-    can_show: bool  # whether it can be shown to be true
+    can_hide: bool  # whether it can be proved false, so that the proof can matter
+    can_show: bool  # whether it can be proved true
 
 
 _ANY = _Condition("no", "yes", False, False)
 
 
 class BlockTest(NamedTuple):
-    """Triton functions that ask a mask of whole blocks.
+    """Triton functions that bound a mask over whole blocks.
 
-    mask_of_block: ARGUMENTS -> (all are visible, any may be), of tiles that broadcast against each other: b, h, the first and last
-    positions, and what the other two gave of the block of queries and the block of keys. These: OF_BLOCK -> (low, high, low, high,
-    ...) of what the mask reads of a block of at most SPAN positions; None: nothing.
+    mask_of_block: ARGUMENTS -> (all are visible, any may be), for tiles that broadcast against each other. The arguments are b, h,
+    the first and last positions, and the results of the two other functions.
 
-    num_ranges_of_block: how many pairs that are, of either. can_hide_block, can_show_block: whether a block can be shown to be
-    hidden, and to be visible as a whole.
+    ranges_of_q_block, ranges_of_kv_block: BLOCK_ARGUMENTS -> (low, high, low, high, ...) of the values that the mask reads for a
+    block of at most SPAN positions; None: it reads none. num_ranges_of_block: the number of these pairs for each.
+
+    can_hide_block, can_show_block: whether a block can be proved hidden, and fully visible.
     """
 
     mask_of_block: Any
@@ -57,7 +59,7 @@ class BlockTest(NamedTuple):
 
 
 def lower_intervals(graph: Graph, captures: Sequence[Layout]) -> BlockTest | None:
-    """Returns functions that ask a mask_mod about blocks; None where nothing could ever be shown of one. All is int64."""
+    """Returns functions that bound a mask_mod over blocks; None if nothing can be proved of any block. All integers are int64."""
     lowering = _Lowering(graph, captures)
     result = lowering.result()
     if not isinstance(result, _Condition) or not (result.can_hide or result.can_show):
@@ -66,11 +68,11 @@ def lower_intervals(graph: Graph, captures: Sequence[Layout]) -> BlockTest | Non
     lines.append(f"return no | ({result.surely}), no | ({result.possibly})")
     reads = (lowering.reads["q"], lowering.reads["kv"])
     ranges = [
-        _compiled("ranges_of_block", OF_BLOCK, _Lowering(graph, captures, side).ranges(nodes)) if nodes else None
+        _compiled("ranges_of_block", BLOCK_ARGUMENTS, _Lowering(graph, captures, side).ranges(nodes)) if nodes else None
         for side, nodes in lowering.reads.items()
     ]
-    of_block = _compiled("mask_of_block", ARGUMENTS, lines)
-    return BlockTest(of_block, *ranges, (len(reads[0]), len(reads[1])), result.can_hide, result.can_show)
+    block_test = _compiled("mask_of_block", ARGUMENTS, lines)
+    return BlockTest(block_test, *ranges, (len(reads[0]), len(reads[1])), result.can_hide, result.can_show)
 
 
 def _compiled(name: str, arguments: Sequence[str], lines: Sequence[str]) -> Any:
@@ -79,12 +81,12 @@ def _compiled(name: str, arguments: Sequence[str], lines: Sequence[str]) -> Any:
 
 
 class _Lowering:
-    """side: of which blocks the positions are, where only what is read of them is asked; None: the whole mask is."""
+    """side: the side of the block whose ranges are computed, for positions of that side only; None: the whole mask."""
 
     def __init__(self, graph: Graph, captures: Sequence[Layout], side: str | None = None) -> None:
         self.graph = graph
         self.side = side
-        self.reads: dict[str, list[Node]] = {"q": [], "kv": []}  # what the whole mask reads, made for each block once
+        self.reads: dict[str, list[Node]] = {"q": [], "kv": []}  # reads of the whole mask, computed once for each block
         self.captures = {layout.name: layout for layout in captures}
         self.lines: list[str] = []
         self.values: dict[Node, _Interval | _Condition | Layout | None] = {}
@@ -100,7 +102,7 @@ class _Lowering:
         raise AssertionError("a graph without an output")
 
     def ranges(self, reads: Sequence[Node]) -> list[str]:
-        """The lines of a function that returns what these give, one after the other."""
+        """Returns the lines of a function that returns the ranges of these reads, one after the other."""
         needed = ancestors(reads)
         for node in self.graph.nodes:
             if node in needed:
@@ -138,7 +140,7 @@ class _Lowering:
 
     def _condition(self, x: Any) -> _Condition:
         value = self._operand(x)
-        if isinstance(value, _Interval):  # as logical_and takes an integer
+        if isinstance(value, _Interval):  # for example an integer operand of logical_and
             surely, possibly = self._pair("interval_math.equal", value.low, value.high, "0", "0")
             return _Condition(f"({possibly} == 0)", f"({surely} == 0)", True, True)
         return value if isinstance(value, _Condition) else _ANY
@@ -234,7 +236,7 @@ class _Lowering:
         return self._by_number(op, node, x)
 
     def _by_number(self, op: str, node: Node, x: _Interval) -> _Interval | None:
-        """Products with, and quotients by, a number that is written in the mod."""
+        """Returns products with, and quotients by, a number that is written in the mod."""
         numbers = [arg for arg in node.args if isinstance(arg, int) and abs(arg) <= LARGEST_FACTOR]
         if len(numbers) != 1:
             return None
@@ -262,7 +264,7 @@ class _Lowering:
         return value
 
     def _read(self, node: Node) -> _Interval | _Condition | None:
-        """Returns the range of a capture at indices that are the same for a block, but for one that goes with a position."""
+        """Returns the range of a capture; its indices must be equal for a block, except for one that depends on a position."""
         layout, indices = self.values[node.args[0]], [self._integer(i) for i in node.args[1]]
         if not isinstance(layout, Layout) or layout.dtype not in _INTEGERS:
             return None
@@ -287,8 +289,8 @@ class _Lowering:
         if index is None:
             low, high = self._pair("interval_math.read_one", pointer, offset, inside, known)
         else:
-            along = (index.low, index.high, sizes[moving[0]], strides[moving[0]])
-            low, high = self._pair("interval_math.read_range", f"{pointer} + ({offset})", *along, inside, known, "SPAN")
+            range_arguments = (index.low, index.high, sizes[moving[0]], strides[moving[0]])
+            low, high = self._pair("interval_math.read_range", f"{pointer} + ({offset})", *range_arguments, inside, known, "SPAN")
         if layout.dtype is torch.bool:
             return _Condition(f"({low} != 0)", f"({high} != 0)", True, True)
         return _Interval(low, high, not moving)

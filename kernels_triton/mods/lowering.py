@@ -1,9 +1,9 @@
-"""From a mod's FX graph to the source of one Triton function, which the kernels inline.
+"""Lowering of a mod's FX graph to the source of one Triton function, which the kernels inline.
 
-A graph holds aten ops on scalars; in the function the score is a tile, and q_idx and kv_idx are shaped to broadcast against it, in
-either order. Floating point is float32. Integers mean int64, and are int32 wherever bounds on them show that nothing can overflow.
+A graph has aten ops on scalars. In the function the score is a tile, and q_idx and kv_idx have shapes that broadcast against it, in
+either order. Floating point is float32. Integers mean int64, and are int32 if bounds on them show that nothing can overflow.
 
-    function = lower(graph, "score_mod", captures)   # captures: how each captured tensor lies in memory
+    function = lower(graph, "score_mod", captures)   # captures: the memory layout of each captured tensor
     print(source_of(function))
 """
 
@@ -31,7 +31,7 @@ from flexattn.kernels_triton.mods.hoisting import DIAGONAL, DISTANCE, HEAD, VARY
 from flexattn.kernels_triton.mods.lowering_ops import COMPARISONS, FINITE, INT32, INT64, OPS, Value, bounds_of, function
 from flexattn.kernels_triton.runtime.varying import as_number
 
-POSITION = (0, 2**30)  # no sequence is longer, nor is there room for the tensors that one would need
+POSITION = (0, 2**30)  # no sequence is longer, because its tensors would exceed memory
 _BOUNDS = {
     torch.int8: (-128, 127),
     torch.uint8: (0, 255),
@@ -39,69 +39,73 @@ _BOUNDS = {
     torch.int32: INT32,
     torch.bool: (0, 1),
 }
-TABLE_ENTRIES = len(mod_math.DiagonalTables._fields)  # entries behind the captures, for all tables of a mod
-_MODULES = {"tl": tl, "triton": triton, "mod_math": mod_math, "interval_math": interval_math}  # that a generated source names
-_OF_ACCUMULATION = {"sums": "sums", "scales": "scales", "MODE": "MODE: tl.constexpr"}  # its further parameters
-_RESERVED = {*_MODULES, "captures", *_OF_ACCUMULATION}
+TABLE_ENTRIES = len(mod_math.DiagonalTables._fields)  # entries after the captures, for all tables of a mod
+_MODULES = {"tl": tl, "triton": triton, "mod_math": mod_math, "interval_math": interval_math}  # names in a generated source
+_ACCUMULATION_PARAMETERS = {
+    "sums": "sums",
+    "scales": "scales",
+    "MODE": "MODE: tl.constexpr",
+}  # further parameters of an accumulation
+_RESERVED = {*_MODULES, "captures", *_ACCUMULATION_PARAMETERS}
 
 
 # Sums and products of booleans: a sum in Triton would wrap.
-_OF_BOOLS = {"add": "bitwise_or", "maximum": "bitwise_or", "mul": "bitwise_and", "minimum": "bitwise_and"}
+_BOOLEAN_OPS = {"add": "bitwise_or", "maximum": "bitwise_or", "mul": "bitwise_and", "minimum": "bitwise_and"}
 
 
 class Layout(NamedTuple):
-    """One capture: its place in the tuple of captures, and the properties of its memory that the source depends on."""
+    """One capture: its index in the tuple of captures, and the properties of its memory that the source depends on."""
 
     name: str
     dtype: torch.dtype
     ndim: int  # -1 for a number
-    start: int  # place of its entries in the tuple: the pointer, then sizes and strides, encoded; or the number
+    start: int  # index of its first entry in the tuple: the pointer, then sizes and strides, encoded; or the number
     is_row_contiguous: bool  # neighbours in the last dim are neighbours in memory
     is_wide: bool  # offsets need 64 bits
 
 
 def layouts(captures: Sequence[tuple[str, torch.dtype, int]], tensors: Sequence[Tensor]) -> tuple[Layout, ...]:
     """Returns the layouts of (name, dtype, ndim) with these tensors, in order; numbers have ndim -1 and no tensor."""
-    found, start, left = [], 0, iter(tensors)
+    capture_layouts, start, remaining_tensors = [], 0, iter(tensors)
     for name, dtype, ndim in captures:
         if ndim < 0:
-            found.append(Layout(name, dtype, ndim, start, False, False))
+            capture_layouts.append(Layout(name, dtype, ndim, start, False, False))
             start += 1
             continue
-        t = next(left)
+        t = next(remaining_tensors)
         span = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
-        found.append(Layout(name, t.dtype, ndim, start, ndim > 0 and t.stride(-1) == 1, span >= 2**31))
+        capture_layouts.append(Layout(name, t.dtype, ndim, start, ndim > 0 and t.stride(-1) == 1, span >= 2**31))
         start += 1 + 2 * ndim
-    return tuple(found)
+    return tuple(capture_layouts)
 
 
-def flatten(found: Sequence[Layout], tensors: Sequence[Tensor], numbers: Sequence[float]) -> tuple[Any, ...]:
-    """Returns the tuple of captures that a kernel gets: pointers, sizes and strides, and numbers."""
+def flatten(capture_layouts: Sequence[Layout], tensors: Sequence[Tensor], numbers: Sequence[float]) -> tuple[Any, ...]:
+    """Returns the tuple of captures as a kernel argument: pointers, sizes and strides, and numbers."""
     flat: list[Any] = []
-    left, right = iter(tensors), iter(numbers)
-    for layout in found:
+    remaining_tensors, remaining_numbers = iter(tensors), iter(numbers)
+    for layout in capture_layouts:
         if layout.ndim < 0:
-            flat.append(as_number(next(right)))
+            flat.append(as_number(next(remaining_numbers)))
             continue
-        t = next(left)
+        t = next(remaining_tensors)
         flat.append(t)
         flat += map(primitives.encoded_size, (*t.shape, *t.stride()))
     return tuple(flat)
 
 
 def reads_tiles(graph: Graph | None) -> bool:
-    """Returns whether a graph reads a capture once for each query and key, so that a tile of it lies beside the scores."""
+    """Returns whether a graph reads a capture once for each query and key, so that a tile of it is beside the scores."""
     nodes = [] if graph is None else [node for node in graph.nodes if node.target is torch.ops.aten.index]
     return any({"q_idx", "kv_idx"} <= inputs_of(node) for node in nodes)
 
 
 def dependencies(graph: Graph | None) -> set[str]:
-    """The names of the inputs that a graph's output depends on."""
+    """Returns the names of the inputs that a graph's output depends on."""
     return set() if graph is None else inputs_of(next(node for node in graph.nodes if node.op == "output"))
 
 
 def num_outputs(graph: Graph | None) -> int:
-    """Number of outputs of a graph that has a list of them."""
+    """Returns the number of outputs of a graph whose output is a list."""
     return 0 if graph is None else len(next(node.args[0] for node in graph.nodes if node.op == "output"))
 
 
@@ -111,45 +115,45 @@ def lower(
     arguments: Sequence[str],
     captures: Sequence[Layout],
     is_fp32: bool = True,
-    behind: Behind | None = None,
+    appended: Appended | None = None,
 ) -> Any:
-    """Lowers a graph to a Triton function of (*arguments, captures); `arguments` are the names of its inputs that are no captures.
+    """Lowers a graph to a Triton function of (*arguments, captures); `arguments` are the names of its inputs other than captures.
 
-    is_fp32: for q, k and v in fp32; else tanh is `primitives.tanh_in_half`, as a native softcap's is. behind: what the tuple of
-    captures has beside them. Raises NotImplementedError for an op that is not in `OPS`.
+    is_fp32: True if q, k and v are fp32; otherwise tanh is `primitives.tanh_in_half`, like the built-in softcap's. appended: the
+    entries of the tuple after the captures. Raises NotImplementedError for an op that is not in `OPS`.
     """
-    return compile_named(name, _Lowering(graph, captures, is_fp32, behind).source(name, arguments))
+    return compile_named(name, _Lowering(graph, captures, is_fp32, appended).source(name, arguments))
 
 
 def lower_accumulation(
-    graph: Graph, arguments: Sequence[str], captures: Sequence[Layout], is_fp32: bool = True, behind: Behind | None = None
+    graph: Graph, arguments: Sequence[str], captures: Sequence[Layout], is_fp32: bool = True, appended: Appended | None = None
 ) -> Any:
     """Returns a function of (*arguments, captures, sums, scales, MODE) that adds a derivative to the gradients of captures."""
-    lowering = _Lowering(graph, captures, is_fp32, behind)
+    lowering = _Lowering(graph, captures, is_fp32, appended)
     return compile_named("accumulate", lowering.source("accumulate", arguments, accumulates=True))
 
 
-class Behind(NamedTuple):
-    """Values behind the captures in the tuple that a mod's functions get: its tables, and then those of the head."""
+class Appended(NamedTuple):
+    """Values after the captures in the tuple that a mod's functions get: its tables, and then the values of the head."""
 
-    of_head: Any  # the Triton function (b, h, captures) -> the values, a tuple; None: there are none
-    inputs: dict[str, Value]  # by the names that `hoisting` gave them
+    per_head: Any  # the Triton function (b, h, captures) -> the values, a tuple; None: no values
+    inputs: dict[str, Value]  # by the names from `hoisting`
 
 
-def lower_of_head(graph: Graph | None, num_tables: int, captures: Sequence[Layout], is_fp32: bool = True) -> Behind:
-    """Lowers the values that `hoist` found for a head, and the places of the tables that the functions read."""
+def lower_per_head(graph: Graph | None, num_tables: int, captures: Sequence[Layout], is_fp32: bool = True) -> Appended:
+    """Lowers the values that `hoist` extracted for a head, and the pointers into the tables that the functions read."""
     start = sum(1 if layout.ndim < 0 else 1 + 2 * layout.ndim for layout in captures)
     lowering = _Lowering(graph or Graph(), captures, is_fp32)
     values = lowering.values()
     inputs = {f"{HEAD}{n}": value for n, value in enumerate(values)}
     results = [value.text for value in values]
     for n in range(num_tables):
-        of_sides = [lowering._named(f"{side}{n}") for side in ("keys", "queries")]
-        lowering.lines.append(f"{', '.join(of_sides)} = mod_math.diagonals_of_head(b, h, captures, {start}, {n})")
+        in_orders = [lowering._named(f"{side}{n}") for side in ("keys", "queries")]
+        lowering.lines.append(f"{', '.join(in_orders)} = mod_math.diagonals_of_head(b, h, captures, {start}, {n})")
         inputs[f"{DIAGONAL}{n}"] = Value(f"{len(results)}", "float")
-        results += of_sides
+        results += in_orders
     if not results:
-        return Behind(None, {})
+        return Appended(None, {})
     first = start + (TABLE_ENTRIES if num_tables else 0)
     for name, value in inputs.items():
         if name.startswith(HEAD):
@@ -158,22 +162,24 @@ def lower_of_head(graph: Graph | None, num_tables: int, captures: Sequence[Layou
             n, length = first + int(value.text), start + 1
             text = f"mod_math.read_diagonal(captures[{n}], captures[{n + 1}], captures[{length}], q_idx, kv_idx)"
         inputs[name] = value._replace(text=text)
-    source = lowering.function("of_head", ("b", "h"), [f"({', '.join(results)},)"])
-    return Behind(compile_named("of_head", source), inputs)
+    source = lowering.function("per_head", ("b", "h"), [f"({', '.join(results)},)"])
+    return Appended(compile_named("per_head", source), inputs)
 
 
-def lower_of_distance(graph: Graph, captures: Sequence[Layout], is_fp32: bool = True) -> Any:
-    """A Triton function (b, h, distance, captures) -> a tuple of fp32 tiles: what `hoist` found for a distance."""
+def lower_per_distance(graph: Graph, captures: Sequence[Layout], is_fp32: bool = True) -> Any:
+    """Returns a Triton function (b, h, distance, captures) -> a tuple of fp32 tiles: the values that `hoist` extracted for a
+    distance.
+    """
     lowering = _Lowering(graph, captures, is_fp32)
     results = [lowering._as(value, "float", INT64).text for value in lowering.values()]
-    source = lowering.function("of_distance", ("b", "h", DISTANCE), [f"({', '.join(results)},)"])
-    return compile_named("of_distance", source)
+    source = lowering.function("per_distance", ("b", "h", DISTANCE), [f"({', '.join(results)},)"])
+    return compile_named("per_distance", source)
 
 
 def compile_named(name: str, source: str) -> Any:
-    """The @triton.jit function of a source that begins with `def name`, under a name of its own."""
-    # Triton keeps a compiled kernel under the text of its constants, which of a function in a tuple is the name alone: so the name
-    # says what the function computes, and with which helpers.
+    """Returns the @triton.jit function of a source that begins with `def name`, under a unique name."""
+    # Triton identifies a compiled kernel by the text of its constants, and for a function in a tuple that is only its name. So the
+    # name has a hash of the source and of the helpers that it calls.
     digest = hashlib.sha256((source + _helpers()).encode()).hexdigest()[:16]
     return compile_source(f"{name}_{digest}", source.replace(f"def {name}(", f"def {name}_{digest}(", 1))
 
@@ -187,9 +193,9 @@ _functions: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary(
 
 
 def compile_source(name: str, source: str) -> Any:
-    """The @triton.jit function `name` of a generated source.
+    """Returns the @triton.jit function `name` of a generated source. The name must identify the source.
 
-    Tracebacks and inspect find the source through linecache, for as long as the function lives. A name says what the source is.
+    Tracebacks and inspect find the source through linecache, as long as the function exists.
     """
     function = _functions.get(name)
     if function is not None:
@@ -199,7 +205,7 @@ def compile_source(name: str, source: str) -> Any:
     linecache.cache[file] = entry
     namespace: dict[str, Any] = {**_MODULES, "__name__": __name__}
     exec(compile(source, file, "exec"), namespace)
-    function = _functions[name] = namespace.pop(name)  # which else its own globals would keep alive
+    function = _functions[name] = namespace.pop(name)  # otherwise its own globals would keep it alive
     weakref.finalize(function, _forget_source, file, entry).atexit = False
     return function
 
@@ -210,12 +216,12 @@ def _forget_source(file: str, entry: Any) -> None:
 
 
 def source_of(function: Any) -> str:
-    """The source of a function that `lower` made."""
+    """Returns the source of a function from `lower`."""
     return "".join(linecache.getlines(function.fn.__code__.co_filename))
 
 
 def _whole_tile(value: str) -> str:
-    # Gluon, which inlines mods too, has no tile without a layout: this one takes the score's.
+    # Gluon, which also inlines mods, has no tile without a layout: this one has the score's.
     return f"tl.where(score == score, {value}, {value})"
 
 
@@ -226,9 +232,9 @@ def _kind(dtype: torch.dtype) -> str:
 
 
 class _Lowering:
-    def __init__(self, graph: Graph, captures: Sequence[Layout], is_fp32: bool, behind: Behind | None = None) -> None:
+    def __init__(self, graph: Graph, captures: Sequence[Layout], is_fp32: bool, appended: Appended | None = None) -> None:
         self.graph = graph
-        self.behind = {} if behind is None else behind.inputs
+        self.appended = {} if appended is None else appended.inputs
         self.is_fp32 = is_fp32
         self.captures = {layout.name: layout for layout in captures}
         self.lines: list[str] = []
@@ -238,7 +244,7 @@ class _Lowering:
         self.needed: set[Node] = set()
         self.taken = {*_RESERVED, *(node.name for node in graph.nodes)}
         self.names = {node: self._named(node.name) if node.name in _RESERVED else node.name for node in graph.nodes}
-        for node in graph.nodes:  # a read is named after what it reads
+        for node in graph.nodes:  # a read is named after the tensor that it reads
             if node.op == "call_function" and node.target is torch.ops.aten.index:
                 self.names[node] = self._named(f"{self.names[node.args[0]]}_value")
         # for each pointer the names of its sizes and strides, one for each dim
@@ -246,7 +252,7 @@ class _Lowering:
         self.strides: dict[str, list[str]] = {}
 
     def _named(self, base: str) -> str:
-        """A name that nothing else in the generated function has."""
+        """Returns a name that is unique in the generated function."""
         name, n = base, 2
         while name in self.taken:
             name, n = f"{base}{n}", n + 1
@@ -272,10 +278,10 @@ class _Lowering:
                     self._accumulate(outputs[1:])
                 else:
                     results.append(self._guarded(outputs[0]) if isinstance(outputs, (list, tuple)) else self._result(outputs))
-        return self.function(name, arguments, results, tuple(_OF_ACCUMULATION.values()) if accumulates else ())
+        return self.function(name, arguments, results, tuple(_ACCUMULATION_PARAMETERS.values()) if accumulates else ())
 
     def values(self) -> list[Value]:
-        """The outputs of a graph that has a list of them; none of an empty graph."""
+        """Returns the outputs of a graph whose output is a list; none for an empty graph."""
         self.needed = set(self.graph.nodes)
         outputs: Sequence[Node] = ()
         for node in self.graph.nodes:
@@ -286,9 +292,13 @@ class _Lowering:
         return [self.values_of[node] for node in outputs]
 
     def function(self, name: str, arguments: Sequence[str], results: Sequence[str], more: Sequence[str] = ()) -> str:
-        """The source of a function that has this one's lines."""
-        given = {str(node.target): self.names[node] for node in self.graph.nodes if node.op == "placeholder"}
-        parameters = [*(given.get(argument) or self._named(argument.rstrip(":")) for argument in arguments), "captures", *more]
+        """Returns the source of a function with the lines of this lowering."""
+        placeholder_names = {str(node.target): self.names[node] for node in self.graph.nodes if node.op == "placeholder"}
+        parameters = [
+            *(placeholder_names.get(argument) or self._named(argument.rstrip(":")) for argument in arguments),
+            "captures",
+            *more,
+        ]
         body = [*self.lines, *(f"return {result}" for result in results)]
         return "\n".join(["@triton.jit", f"def {name}({', '.join(parameters)}):", *(f"    {line}" for line in body), ""])
 
@@ -307,15 +317,15 @@ class _Lowering:
                         self.lines.append(f"{part} = mod_math.read_size(captures[{layout.start + 1 + i}])")
             return Value(text, "float" if layout.ndim < 0 else "pointer")
         kind = _kind(node.meta["dtype"])
-        if target in self.behind:
-            given = self.behind[target]
+        if target in self.appended:
+            value = self.appended[target]
             if node in self.needed:
-                self.lines.append(f"{text} = {given.text}" + (" != 0.0" if kind != given.kind else ""))
-            return Value(text, kind, given.bounds)
+                self.lines.append(f"{text} = {value.text}" + (" != 0.0" if kind != value.kind else ""))
+            return Value(text, kind, value.bounds)
         return Value(text, kind, (-POSITION[1], POSITION[1]) if target == DISTANCE else POSITION)
 
     def _result(self, first: Any) -> str:
-        """The one output, as a tile of its own even where the graph ignores the score."""
+        """Returns the only output, as a separate tile even if the graph ignores the score."""
         if first is None:
             return _whole_tile("0.0")
         value = self._operand(first)
@@ -325,7 +335,7 @@ class _Lowering:
         return value.text if depends & {"score", "dscore"} else _whole_tile(value.text)
 
     def _guarded(self, gradient: Any) -> str:
-        """The gradient of the score: 0 where nothing comes in, as where nothing is visible, also if the derivative is infinite."""
+        """Returns the gradient of the score, which is 0 if the incoming gradient is 0, even if the derivative is infinite."""
         text = self._result(gradient)
         return text if gradient is None or _is_finite(gradient) else f"tl.where(dscore == 0.0, 0.0, {text})"
 
@@ -344,7 +354,7 @@ class _Lowering:
         return Value(name, kind, bounds)
 
     def _integer(self, node: Node, text: str, bounds: tuple[int, int]) -> Value:
-        """An integer, as the node's dtype wraps it."""
+        """Assigns an integer, which wraps as the node's dtype does."""
         dtype = node.meta["dtype"]
         low, high = _BOUNDS.get(dtype, INT64)
         if low <= bounds[0] and bounds[1] <= high:
@@ -369,7 +379,7 @@ class _Lowering:
             op = "floor_divide" if node.kwargs["rounding_mode"] == "floor" else "trunc_divide"
         lowered = OPS.get(op)
         if lowered is None:
-            raise NotImplementedError(f"no lowering to Triton of {op}")
+            raise NotImplementedError(f"Triton has no lowering for {op}")
         bounds = (
             bounds_of(op, [operand.bounds if operand.kind == "int" else (0, 1) for operand in operands]) if kind == "int" else INT64
         )
@@ -379,8 +389,8 @@ class _Lowering:
         if op == "div" and isinstance(node.args[1], Node) and not inputs_of(node.args[1]) & VARYING:
             operands[1] = operands[1]._replace(text=f"(1.0 / {operands[1].text})")  # once for a whole tile, outside the loop
             op, lowered = "mul", OPS["mul"]
-        if kind == "bool" and op in _OF_BOOLS:
-            lowered = OPS[_OF_BOOLS[op]]
+        if kind == "bool" and op in _BOOLEAN_OPS:
+            lowered = OPS[_BOOLEAN_OPS[op]]
         text = lowered(kind, *operands)
         if kind == "int":
             return self._integer(node, text, bounds)
@@ -389,7 +399,7 @@ class _Lowering:
         return self._assign(node, text, kind)
 
     def _promoted(self, op: str, kind: str, bounds: tuple[int, int], operands: list[Value]) -> list[Value]:
-        """The operands in the type that the op computes in, which is torch's promotion of theirs."""
+        """Returns the operands in the type that the op computes in, which is torch's promotion of their types."""
         kinds = {operand.kind for operand in operands}
         if op in COMPARISONS:
             kind = "float" if "float" in kinds else ("int" if "int" in kinds else "bool")
@@ -446,7 +456,7 @@ class _Lowering:
         return self._integer(node, text, (bounds[0], bounds[1])) if kind == "int" else self._assign(node, text, kind)
 
     def _accumulate(self, gradients: Sequence[Any]) -> None:
-        """Each addend to where its read was, in a contiguous tensor of the capture's shape."""
+        """Adds each addend at the index of its read, in a contiguous tensor of the capture's shape."""
         wanted = sorted({position for position, _, _ in gradients})
         named = list(self.captures.values())
         for number, (position, indices, value) in enumerate(gradients):
@@ -466,7 +476,7 @@ class _Lowering:
             self.lines.append(f"mod_math.accumulate(sums[{sums}], {scale}, {offset}, {where}, {addend}, {over}, MODE)")
 
     def _indices(self, indices: Sequence[Any], pointer: str, name: str) -> tuple[list[tuple[str, bool]], list[str]]:
-        """(each index and whether it has 64 bits, conditions that all are inside); a negative one counts from the end."""
+        """Returns (each index and whether it has 64 bits, conditions that all are inside); a negative index counts from the end."""
         texts, inside = [], []
         for dim, index in enumerate(indices):
             i = self._operand(index)
@@ -513,7 +523,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def is_finite(graph: Graph | None) -> bool:
-    """Returns whether a graph's first output is finite for every finite score, whatever the tensors that single scores read."""
+    """Returns whether a graph's first output is finite for every finite score, whatever tensors single scores read."""
     if graph is None:
         return True
     outputs = next(node.args[0] for node in graph.nodes if node.op == "output")

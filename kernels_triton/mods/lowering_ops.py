@@ -1,4 +1,4 @@
-"""The ops of a mod's graph as expressions of Triton, and what is known of their results."""
+"""The ops of a mod's graph as expressions of Triton, and bounds on their results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Value(NamedTuple):
 
 
 def bounds_of(op: str, operands: list[tuple[int, int]]) -> tuple[int, int]:
-    """Bounds of an integer op's result from those of its operands: all of int64 where it may leave that and wrap."""
+    """Returns bounds of an integer op's result from bounds of its operands: all of int64 if the result may exceed that and wrap."""
     corners: list[int]
     if op == "where":
         corners = [*operands[1], *operands[2]]
@@ -60,15 +60,37 @@ def bounds_of(op: str, operands: list[tuple[int, int]]) -> tuple[int, int]:
         else:
             corners = [*INT64]
     low, high = min(corners), max(corners)
-    return (low, high) if INT64[0] <= low and high <= INT64[1] else INT64  # what leaves int64 comes back at its other end
+    return (low, high) if INT64[0] <= low and high <= INT64[1] else INT64  # a result past int64 wraps to its other end
 
 
-# These give finite numbers for finite ones.
-# fmt: off
-FINITE = frozenset((
-    "abs", "add", "ceil", "clamp", "cos", "erf", "erfc", "floor", "full", "maximum", "minimum", "mul", "neg", "relu", "round",
-    "sigmoid", "sign", "sin", "sub", "tanh", "_to_copy", "trunc", "where",
-))
+# These ops map finite numbers to finite numbers.
+FINITE = frozenset(
+    (
+        "abs",
+        "add",
+        "ceil",
+        "clamp",
+        "cos",
+        "erf",
+        "erfc",
+        "floor",
+        "full",
+        "maximum",
+        "minimum",
+        "mul",
+        "neg",
+        "relu",
+        "round",
+        "sigmoid",
+        "sign",
+        "sin",
+        "sub",
+        "tanh",
+        "_to_copy",
+        "trunc",
+        "where",
+    )
+)
 # fmt: on
 COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 
@@ -81,8 +103,8 @@ def function(name: str) -> Callable[..., str]:
     return lambda kind, *operands: f"{name}({', '.join(x.text for x in operands)})"
 
 
-def _by_kind(of_floats: str, of_integers: str) -> Callable[..., str]:
-    return lambda kind, *operands: function(of_floats if kind == "float" else of_integers)(kind, *operands)
+def _by_kind(float_function: str, integer_function: str) -> Callable[..., str]:
+    return lambda kind, *operands: function(float_function if kind == "float" else integer_function)(kind, *operands)
 
 
 def _rounded(name: str) -> Callable[..., str]:
@@ -112,14 +134,14 @@ def _fmod(kind: str, x: Value, y: Value) -> str:
 
 
 def _divisor(y: Value) -> str:
-    """A divisor of integers; 1 for 0, by which a quotient has any value, so that its bounds would not hold."""
+    """Returns a divisor of integers; 1 for 0, because a quotient by 0 may have any value, which breaks its bounds."""
     if not y.bounds[0] <= 0 <= y.bounds[1]:
         return y.text
     return "1" if y.is_literal else f"tl.where({y.text} == 0, 1, {y.text})"
 
 
 def _power(kind: str, x: Value, y: Value) -> str:
-    """A small whole power as products, which is exact in sign and for integers."""
+    """Returns a small integer power as products, which are exact in sign and for integers."""
     exponent = float(y.text) if y.is_literal and "(" not in y.text else None
     if exponent is not None and exponent == int(exponent) and 0 <= exponent <= 8:
         n = int(exponent)
@@ -130,7 +152,7 @@ def _power(kind: str, x: Value, y: Value) -> str:
         return f"1.0 / tl.sqrt({x.text})"
     if kind == "int":
         raise NotImplementedError(
-            "no lowering to Triton of an integer to a power that is no number from 0 to 8; convert it to float"
+            "Triton has no lowering for an integer to a power other than a number from 0 to 8; convert the integer to float"
         )
     return f"mod_math.power({x.text}, {y.text})"
 

@@ -1,6 +1,6 @@
-"""A block mask made from a mask_mod on the device, in each call, without a dense mask.
+"""Block masks made from a mask_mod on the device, in each call, without a dense mask.
 
-Whether a block of queries sees a block of keys costs a few instructions of interval arithmetic, not its queries times keys.
+The test whether a block of queries sees a block of keys costs a few instructions of interval arithmetic, not queries times keys.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from flexattn.kernels_triton.common.problem import MASK_BLOCK as BLOCK
 from flexattn.kernels_triton.common.problem import BlockLists, Problem
 from flexattn.kernels_triton.runtime.launch import Tile, kernel, launch
 
-SHORTEST = 8 * BLOCK  # where fewer blocks could be skipped, lists save nothing
-_MOST_ENTRIES = 2**28  # entries of all lists
-_CHUNK = 64  # blocks that a program looks at together
-_READ_TOGETHER = 8  # blocks of which a program reads captures together
+SHORTEST = 8 * BLOCK  # with fewer blocks to skip, lists save nothing
+_MOST_ENTRIES = 2**28  # maximum entries of all lists
+_CHUNK = 64  # blocks that a program tests together
+_READ_TOGETHER = 8  # blocks for which a program reads captures together
 _TILE = Tile(block_m=BLOCK, block_n=BLOCK, num_warps=4, num_stages=1)
 
 
@@ -30,20 +30,20 @@ class ListMeta(NamedTuple):
 
     HAS_LEFT: bool
     HAS_RIGHT: bool
-    OF_QUERIES: bool  # lists of blocks of queries for each block of keys, not the other way round
+    LISTS_QUERIES: bool  # lists of query blocks for each key block, not of key blocks for each query block
     BLOCK: int
     CHUNK: int
-    Q_RANGES: int  # pairs of what the mask reads of a block of queries
+    Q_RANGES: int  # pairs that the mask reads for a block of queries
     KV_RANGES: int
 
 
 class RangeArguments(NamedTuple):
     longest_q: int
     longest_kv: int
-    captures: Any  # the tensors and numbers that the mods read, a tuple
+    captures: Any  # the tuple of tensors and numbers that the mods read
     batch: int
     heads: int
-    blocks: int  # blocks of either side, at most
+    blocks: int  # maximum number of blocks of either side
     ranges_ptr: Pointer  # int64 [2 * (Q_RANGES + KV_RANGES), batch, heads, blocks]
 
 
@@ -86,7 +86,7 @@ def _load_ranges(base, step, block, blocks, FIRST: tl.constexpr, COUNT: tl.const
 
 
 class BlockBand(NamedTuple):
-    """The band of a problem whose diagonal the host knows; 0 for an open side."""
+    """The band of a problem if the host knows its diagonal; 0 for an open side."""
 
     left: int
     right: int
@@ -106,13 +106,13 @@ class ListArguments(NamedTuple):
     longest_q: int
     longest_kv: int
     band: BlockBand
-    captures: Any  # the tensors and numbers that the mods read, a tuple
+    captures: Any  # the tuple of tensors and numbers that the mods read
     batch: int
     heads: int
     rows: int  # blocks that have a list
-    columns: int  # blocks that may be in one
-    blocks: int  # blocks of either side, at most
-    ranges_ptr: Pointer  # what `_block_ranges_kernel` wrote
+    columns: int  # blocks that may be in a list
+    blocks: int  # maximum number of blocks of either side
+    ranges_ptr: Pointer  # result of `_block_ranges_kernel`
     lists: ListPointers
 
 
@@ -144,14 +144,14 @@ def _mask_blocks_kernel(args: ListArguments, MODS: tl.constexpr, META: tl.conste
     count = 0
     full_count = 0
     for column in range(0, columns, CHUNK):
-        others = column + tl.arange(0, CHUNK)
+        other_blocks = column + tl.arange(0, CHUNK)
         first = one + row * BLOCK
-        other_first = others.to(tl.int64) * BLOCK
-        q_low, kv_low = (other_first, first) if META.OF_QUERIES else (first, other_first)
+        other_first = other_blocks.to(tl.int64) * BLOCK
+        q_low, kv_low = (other_first, first) if META.LISTS_QUERIES else (first, other_first)
         # the last block ends with the sequence
         q_high = tl.maximum(tl.minimum(q_low + BLOCK, longest_q) - 1, q_low)
         kv_high = tl.maximum(tl.minimum(kv_low + BLOCK, longest_kv) - 1, kv_low)
-        q_block, kv_block = (others, one + row) if META.OF_QUERIES else (one + row, others)
+        q_block, kv_block = (other_blocks, one + row) if META.LISTS_QUERIES else (one + row, other_blocks)
         q_ranges = _load_ranges(base, step, q_block, blocks, 0, Q_ENDS)
         kv_ranges = _load_ranges(base, step, kv_block, blocks, Q_ENDS, KV_ENDS)
         surely, possibly = MODS.mask_of_block(one + b, one + h, q_low, q_high, kv_low, kv_high, q_ranges, kv_ranges, captures)
@@ -159,13 +159,13 @@ def _mask_blocks_kernel(args: ListArguments, MODS: tl.constexpr, META: tl.conste
             possibly = possibly & (kv_low - q_high - band.shift <= band.right)
         if META.HAS_LEFT:
             possibly = possibly & (q_low + band.shift - kv_high <= band.left)
-        possibly = possibly & (others < columns)
+        possibly = possibly & (other_blocks < columns)
         is_full = (surely & possibly).to(tl.int32)
         is_part = possibly.to(tl.int32) - is_full
         place = list_base + count + tl.cumsum(is_part, 0) - 1
-        tl.store(lists.indices_ptr + place, others, mask=is_part == 1)
+        tl.store(lists.indices_ptr + place, other_blocks, mask=is_part == 1)
         full_place = list_base + full_count + tl.cumsum(is_full, 0) - 1
-        tl.store(lists.full_indices_ptr + full_place, others, mask=is_full == 1)
+        tl.store(lists.full_indices_ptr + full_place, other_blocks, mask=is_full == 1)
         count += tl.sum(is_part, 0)
         full_count += tl.sum(is_full, 0)
     tl.store(lists.counts_ptr + pid, count)
@@ -173,9 +173,9 @@ def _mask_blocks_kernel(args: ListArguments, MODS: tl.constexpr, META: tl.conste
 
 
 def with_mask_blocks(problem: Problem, direction: Literal["forward", "backward", "one pass"]) -> Problem:
-    """Returns the problem with the block mask that its mask_mod implies, where that can hide blocks; else the problem.
+    """Returns the problem with the block mask that its mask_mod implies, if that can hide blocks; otherwise the problem.
 
-    direction: what reads the lists: a backward in one pass needs those of queries alone (`with_key_lists` adds the others).
+    direction: the reader of the lists. A fused backward needs only the lists of query blocks (`with_key_lists` adds the others).
     """
     x = problem
     if x.mods is None or not x.mods.can_hide_block or x.block_mask is not None or x.batch == 0:
@@ -190,24 +190,24 @@ def with_mask_blocks(problem: Problem, direction: Literal["forward", "backward",
         return problem
     lists = _Lists(x, batch, heads, blocks_q, blocks_kv)
     nothing = (None, None, None, None)
-    of_keys = lists.made(of_queries=False) if direction != "one pass" else nothing
-    of_queries = lists.made(of_queries=True) if direction != "forward" else nothing
-    return dataclasses.replace(problem, block_mask=BlockLists(*of_keys, *of_queries, BLOCK, BLOCK, not x.has_lengths))
+    key_lists = lists.make(query_lists=False) if direction != "one pass" else nothing
+    query_lists = lists.make(query_lists=True) if direction != "forward" else nothing
+    return dataclasses.replace(problem, block_mask=BlockLists(*key_lists, *query_lists, BLOCK, BLOCK, not x.has_lengths))
 
 
 def with_key_lists(problem: Problem) -> Problem:
-    """Returns the problem with the lists of keys too, where it has a block mask without them."""
+    """Returns the problem with the lists of key blocks too, if it has a block mask without them."""
     mask = problem.block_mask
     if mask is None or mask.kv_num_blocks is not None:
         return problem
     assert mask.q_num_blocks is not None
     batch, heads, columns = mask.q_num_blocks.shape
     lists = _Lists(problem, batch, heads, triton.cdiv(problem.longest_q, BLOCK), columns)
-    return dataclasses.replace(problem, block_mask=BlockLists(*lists.made(of_queries=False), *mask[4:]))
+    return dataclasses.replace(problem, block_mask=BlockLists(*lists.make(query_lists=False), *mask[4:]))
 
 
 class _Lists:
-    """Makes the lists of blocks of keys and of queries, from the values that the mask reads of each block."""
+    """Makes the lists of key blocks and of query blocks, from the values that the mask reads for each block."""
 
     def __init__(self, x: Problem, batch: int, heads: int, blocks_q: int, blocks_kv: int) -> None:
         assert x.mods is not None
@@ -215,13 +215,13 @@ class _Lists:
         self.blocks = max(blocks_q, blocks_kv)
         ranges_q, ranges_kv = x.mods.num_ranges_of_block
         self.ranges: Tensor | None = None
-        # Blocks that the band hides are left out where the host knows its diagonal; the kernels that read the lists see to the
-        # rest, and to what is past the end of a sequence.
+        # Blocks that the band hides are omitted if the host knows its diagonal. The kernels that read the lists handle other bands,
+        # and positions past the end of a sequence.
         is_known = not x.bottom_right or not x.has_lengths
         self.meta = ListMeta(
             HAS_LEFT=is_known and x.window_left is not None,
             HAS_RIGHT=is_known and x.window_right is not None,
-            OF_QUERIES=False,
+            LISTS_QUERIES=False,
             BLOCK=BLOCK,
             CHUNK=_CHUNK,
             Q_RANGES=ranges_q,
@@ -243,10 +243,10 @@ class _Lists:
             )
             launch(_block_ranges_kernel, programs, x.device, _TILE, (args, x.mods, meta))
 
-    def made(self, of_queries: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Returns (counts, indices, counts of the full, indices of the full), of blocks of keys or of queries."""
+    def make(self, query_lists: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Returns (counts, indices, counts of the full blocks, indices of the full blocks), of key blocks or of query blocks."""
         x = self.x
-        rows, columns = (self.blocks_kv, self.blocks_q) if of_queries else (self.blocks_q, self.blocks_kv)
+        rows, columns = (self.blocks_kv, self.blocks_q) if query_lists else (self.blocks_q, self.blocks_kv)
         shape = (self.batch, self.heads, rows)
         number = self.batch * self.heads * rows
         memory = torch.empty(2 * number * (1 + columns), dtype=torch.int32, device=x.device)
@@ -266,5 +266,5 @@ class _Lists:
             ranges_ptr=self.ranges,
             lists=ListPointers(counts_ptr=counts, indices_ptr=indices, full_counts_ptr=full_counts, full_indices_ptr=full_indices),
         )
-        launch(_mask_blocks_kernel, number, x.device, _TILE, (args, x.mods, self.meta._replace(OF_QUERIES=of_queries)))
+        launch(_mask_blocks_kernel, number, x.device, _TILE, (args, x.mods, self.meta._replace(LISTS_QUERIES=query_lists)))
         return counts.view(shape), indices.view(*shape, columns), full_counts.view(shape), full_indices.view(*shape, columns)

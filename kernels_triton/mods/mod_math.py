@@ -1,4 +1,4 @@
-"""Functions that a lowered mod calls where triton.language has none, or one with another meaning than torch's."""
+"""Functions of lowered mods that triton.language lacks, or has with another meaning than torch's."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ __all__ = ["read_size", "tanh", "tanh_in_half"]
 
 @triton.jit
 def floor_divide(x, y):
-    # rounds down, where Triton's integer division rounds toward zero
+    # rounds down; Triton's integer division rounds toward zero
     quotient = x // y
     return quotient - ((quotient * y != x) & ((x < 0) != (y < 0))).to(quotient.dtype)
 
 
 @triton.jit
 def floor_remainder(x, y):
-    # has the divisor's sign, where Triton's has the dividend's
-    rest = x % y
-    return tl.where((rest != 0) & ((rest < 0) != (y < 0)), rest + y, rest)
+    # has the divisor's sign; Triton's remainder has the dividend's
+    remainder = x % y
+    return tl.where((remainder != 0) & ((remainder < 0) != (y < 0)), remainder + y, remainder)
 
 
 @triton.jit
@@ -44,9 +44,9 @@ def trunc(x):
 @triton.jit
 def round_to_even(x):
     below = tl.floor(x)
-    rest = x - below
+    remainder = x - below
     is_odd = below != 2.0 * tl.floor(below * 0.5)
-    return below + ((rest > 0.5) | ((rest == 0.5) & is_odd)).to(tl.float32)
+    return below + ((remainder > 0.5) | ((remainder == 0.5) & is_odd)).to(tl.float32)
 
 
 @triton.jit
@@ -56,8 +56,8 @@ def sign(x):
 
 @triton.jit
 def exp(x):
-    # e^x as 2^n * e^r with |r| <= ln(2) / 2: tl.exp rounds x * log2(e), which costs a large x its last bits. ln(2) is taken in two
-    # parts, so that r is exact (Cody and Waite, Software Manual for the Elementary Functions, 1980).
+    # e^x as 2^n * e^r with |r| <= ln(2) / 2: tl.exp rounds x * log2(e), which costs a large x its last bits. ln(2) is split into
+    # two parts, so that r is exact (Cody and Waite, Software Manual for the Elementary Functions, 1980).
     n = tl.floor(x * 1.4426950408889634 + 0.5)
     r = tl.fma(n, -1.42860677e-6, tl.fma(n, -0.693145751953125, x))
     r = tl.where(tl.abs(x) == float("inf"), x, r)
@@ -66,7 +66,7 @@ def exp(x):
 
 @triton.jit
 def expm1(x):
-    # Kahan: exact where exp(x) - 1 would cancel, as the rounding of exp(x) is undone by its logarithm.
+    # Kahan's formula: exact if exp(x) - 1 would cancel, because the logarithm undoes the rounding of exp(x).
     e = exp(x)
     small = tl.abs(x) < 0.5
     scaled = (e - 1.0) * x / tl.where(small & (e != 1.0), tl.log(e), 1.0)
@@ -101,14 +101,14 @@ def cosh(x):
 def power(x, y):
     # A negative base has a power only for a whole exponent, whose parity gives the sign.
     magnitude = tl.exp2(y * tl.log2(tl.abs(x)))
-    is_whole = y == tl.floor(y)
-    is_odd = is_whole & (y != 2.0 * tl.floor(y * 0.5))
-    negative = tl.where(is_whole, tl.where(is_odd, -magnitude, magnitude), float("nan"))
+    is_integer = y == tl.floor(y)
+    is_odd = is_integer & (y != 2.0 * tl.floor(y * 0.5))
+    negative = tl.where(is_integer, tl.where(is_odd, -magnitude, magnitude), float("nan"))
     return tl.where(y == 0.0, 1.0, tl.where(x < 0, negative, magnitude))
 
 
 class DiagonalTables(NamedTuple):
-    """The tables of `diagonals` as a mod's functions find them in the tuple of captures; sizes are encoded for `read_size`."""
+    """The tables of `diagonals` in the tuple of captures, for a mod's functions; sizes are encoded for `read_size`."""
 
     ptr: Any
     length: Any
@@ -116,14 +116,14 @@ class DiagonalTables(NamedTuple):
     stride_side: Any
     stride_b: Any
     stride_h: Any
-    middle_of_keys: Any  # where distance 0 lies, in the tables as keys follow one another
+    middle_of_keys: Any  # index of distance 0 in the tables in the order of keys
     middle_of_queries: Any
 
 
 @triton.jit
 def diagonals_of_head(b, h, captures, START: tl.constexpr, N: tl.constexpr):
-    # Returns where distance 0 lies in table N of a head, as keys follow one another, and as queries do. START: where a
-    # `DiagonalTables` begins in the captures.
+    # Returns pointers to distance 0 in table N of a head, in the order of keys and in the order of queries. START: the index of a
+    # `DiagonalTables` in the captures.
     tables = DiagonalTables(
         ptr=captures[START],
         length=captures[START + 1],
@@ -139,23 +139,23 @@ def diagonals_of_head(b, h, captures, START: tl.constexpr, N: tl.constexpr):
         + b * read_size(tables.stride_b).to(tl.int64)
         + h * read_size(tables.stride_h).to(tl.int64)
     )
-    of_keys = tables.ptr + (head + read_size(tables.middle_of_keys))
-    of_queries = tables.ptr + (head + read_size(tables.stride_side) + read_size(tables.middle_of_queries))
-    return of_keys, of_queries
+    in_key_order = tables.ptr + (head + read_size(tables.middle_of_keys))
+    in_query_order = tables.ptr + (head + read_size(tables.stride_side) + read_size(tables.middle_of_queries))
+    return in_key_order, in_query_order
 
 
 @triton.jit
-def read_diagonal(of_keys, of_queries, length, q_idx, kv_idx):
-    # A table's entries for a tile.
+def read_diagonal(in_key_order, in_query_order, length, q_idx, kv_idx):
+    # Returns a table's entries for a tile.
     if q_idx.shape[1] == 1:
-        return tl.load(diagonal_pointers(of_keys, length, q_idx, kv_idx))
+        return tl.load(diagonal_pointers(in_key_order, length, q_idx, kv_idx))
     else:
-        return tl.load(diagonal_pointers(of_queries, length, kv_idx, q_idx))
+        return tl.load(diagonal_pointers(in_query_order, length, kv_idx, q_idx))
 
 
 @triton.jit
 def diagonal_pointers(middle, length, rows, columns):
-    # Odd rows read the second copy, in which all is one word earlier: so each row begins at an even word, and words are read in
+    # Odd rows read the second copy, whose entries are one word earlier. So each row begins at an even word, and words are read in
     # pairs.
     odd = rows & 1
     return tl.multiple_of(middle + (odd * read_size(length) - (rows + odd)), [1, 8]) + columns
@@ -163,8 +163,8 @@ def diagonal_pointers(middle, length, rows, columns):
 
 @triton.jit
 def accumulate(sums, scale_ptr, offset, inside, value, OVER_Q: tl.constexpr, OVER_KV: tl.constexpr, MODE: tl.constexpr):
-    # Adds a tile [queries, keys] of addends to sums[offset], after adding up over the queries, or keys, that all have one offset.
-    # A whole tile is reduced at once: of one axis after the other, Triton 3.7.1 fails to compile for sm_100 (its pass
+    # Adds a tile [queries, keys] of addends to sums[offset], after a sum over the queries, or keys, that share an offset. A whole
+    # tile is reduced at once: with one axis after the other, Triton 3.7.1 fails to compile for sm_100 (its pass
     # tritongpu-optimize-tmem-layouts).
     if OVER_Q and OVER_KV:
         value = tl.sum(value)
@@ -176,7 +176,7 @@ def accumulate(sums, scale_ptr, offset, inside, value, OVER_Q: tl.constexpr, OVE
         tl.atomic_add(sums + offset, value.to(sums.dtype.element_ty), mask=inside & (value != 0.0), sem="relaxed")
     else:
         value = tl.where(inside, value, 0.0)
-        if MODE == "max":  # floats that are not negative, whose bits are in their order
+        if MODE == "max":  # non-negative floats order like their bits
             largest = tl.abs(value)
             if not (OVER_Q and OVER_KV):
                 largest = tl.max(tl.where(largest == largest, largest, float("inf")))

@@ -1,7 +1,7 @@
-"""Backward attention: dq with delta and the sink's gradient, dk with dv, and dbias; their launcher.
+"""Portable backward attention: kernels for dq with delta and the sink's gradient, and for dk with dv; their launcher.
 
-Each output element is summed by one program in a fixed order, so the gradients are bitwise repeatable without atomics and
-without a workspace that grows with sq * skv. The price is that the scores are recomputed in each kernel.
+One program sums each output element in a fixed order. So the gradients are bitwise repeatable, without atomics and without a
+workspace that grows with sq * skv. The cost is that each kernel recomputes the scores.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ from flexattn.kernels_triton.runtime.launch import Tile, kernel, launch
 class _QuerySums(NamedTuple):
     dq0: Any
     dq1: Any
-    row_sum: Any  # the sum of the probabilities
+    row_sum: Any  # sum of the probabilities
 
 
 class _QueryBlock(NamedTuple):
@@ -153,14 +153,14 @@ class DqArguments(NamedTuple):
     saved: Saved
     dout: Rows
     dq: Rows
-    statistics: Statistics  # written here for the other kernels, but for what is of large rows
-    dsink_ptr: Pointer  # [h, b * blocks]: what each block of queries adds to the gradient of softmax_offset
+    statistics: Statistics  # written here for the other kernels, except for the fields of large rows
+    dsink_ptr: Pointer  # [h, b * blocks]: contribution of each query block to the gradient of softmax_offset
     k_t: Channels | None  # in FP8
 
 
 @triton.jit
 def _make_dq(pid, args, MODS: tl.constexpr, META: tl.constexpr):
-    # Program `pid` of those that make dq
+    # Runs program `pid` of the programs of dq
     BLOCK_M: tl.constexpr = META.BLOCK_M
     QK0: tl.constexpr = META.QK0
     QK1: tl.constexpr = META.QK1
@@ -205,7 +205,7 @@ def _make_dq(pid, args, MODS: tl.constexpr, META: tl.constexpr):
     shift = (len_kv - len_q) * inputs.band.bottom_right
     head = head_of(inputs.scores, b, h, len_q, len_kv, shift, MODS, META)
 
-    # q too is on its way before anything is waited for.
+    # The loads of q also start before the first wait.
     q0 = load_tile(q_pointer, q_offsets, first_row, len_q, 0, QK0, META.HEAD_DIM_QK, True)
     q1 = q0
     if QK1 > 0:
@@ -236,10 +236,10 @@ def _make_dq(pid, args, MODS: tl.constexpr, META: tl.constexpr):
     full, rest = None, None
     if META.BLOCK_SIZE_Q > 0:
         list_row = b * args.lists.stride_b + h * args.lists.stride_h + first_row // META.BLOCK_SIZE_Q
-        own_lists = load_block_lists(args.lists, list_row, visible, META.BLOCK_SIZE_KV, META.BLOCK_N, META.HAS_LEFT, META)
-        full, rest = full_tiles(own_lists), other_tiles(own_lists)
-        end, full_end = own_lists.num_tiles, own_lists.num_full_tiles
-    own = _QueryBlock(
+        row_lists = load_block_lists(args.lists, list_row, visible, META.BLOCK_SIZE_KV, META.BLOCK_N, META.HAS_LEFT, META)
+        full, rest = full_tiles(row_lists), other_tiles(row_lists)
+        end, full_end = row_lists.num_tiles, row_lists.num_full_tiles
+    own_block = _QueryBlock(
         head=head,
         h_kv=h_kv,
         first_row=first_row,
@@ -257,19 +257,20 @@ def _make_dq(pid, args, MODS: tl.constexpr, META: tl.constexpr):
         v_offsets=v_offsets,
         k_t=k_t,
     )
-    for phase in tl.static_range(0 if META.HAS_LEFT and META.BLOCK_SIZE_Q == 0 else 1, 3):  # as in the forward
+    for phase in tl.static_range(0 if META.HAS_LEFT and META.BLOCK_SIZE_Q == 0 else 1, 3):  # the phases of the forward
         cut_begin = visible.begin if phase == 0 else (visible.full_begin if phase == 1 else full_end)
         first = 0 if META.BLOCK_SIZE_Q > 0 else cut_begin
         last = visible.full_begin if phase == 0 else (full_end if phase == 1 else end)
-        if phase == 1 or first < last:  # a loop without iterations costs what its pipeline does before the first
+        if phase == 1 or first < last:  # a loop without iterations still costs its pipeline's prologue
             tiles = TileRange(begin=first, end=last, listed=full if phase == 1 else rest)
             sums = _QuerySums(dq0=dq0, dq1=dq1, row_sum=row_sum)
-            sums = _attn_bwd_dq_loop(sums, own, tiles, inputs, MODS, phase != 1, META)
+            sums = _attn_bwd_dq_loop(sums, own_block, tiles, inputs, MODS, phase != 1, META)
             dq0, dq1, row_sum = sums.dq0, sums.dq1, sums.row_sum
     dq_scale = tl.zeros([BLOCK_M], tl.float32) + inputs.scores.scale
     p_sink = sink_probability(inputs.softmax_offset_ptr, lse_log2, large, b, h, rows, len_q, META)
     if META.NORMALIZES:
-        # An lse of 200 is exact only to 1e-5, and so is a probability computed from it: not what fp32 promises.
+        # fp32 represents an lse of 200 only to 1e-5, and so the probabilities computed from it, which is too coarse for fp32
+        # results.
         if META.HAS_SINK:
             row_sum += p_sink
         p_scale = 1.0 / tl.where(row_sum == 0.0, 1.0, row_sum)
@@ -278,7 +279,7 @@ def _make_dq(pid, args, MODS: tl.constexpr, META: tl.constexpr):
         p_sink *= p_scale
     if META.HAS_OFFSET:
         tl.store(args.dsink_ptr + (h * batch + b) * blocks + block, -tl.sum(p_sink * delta, 0))
-    is_real = (rows < len_q)[:, None]  # without lengths what is past the end is not stored
+    is_real = (rows < len_q)[:, None]  # without lengths, rows past the end are not stored
     dq_pointer = row_pointer(args.dq, b, h, start_q + first_row, META)
     dq0 *= dq_scale[:, None]
     if META.HAS_LENGTHS:
@@ -335,7 +336,7 @@ class DkdvArguments(NamedTuple):
     inputs: Inputs
     lists: BlockMaskLists | None  # lists of query blocks
     dout: Rows
-    dk: Rows | None  # with num_splits > 1 one dk and one dv for each split of a group's query heads
+    dk: Rows | None  # if num_splits > 1, one dk and one dv for each split of a group's query heads
     dv: Rows | None
     dk_stride_split: int  # in units of `Meta.ALIGN`
     dv_stride_split: int
@@ -343,16 +344,16 @@ class DkdvArguments(NamedTuple):
     statistics: Statistics
     q_t: Channels | None  # in FP8
     dout_t: Channels | None
-    saved: Saved | None  # what each program makes its own statistics of; None: they are there
+    saved: Saved | None  # inputs from which each program computes the statistics itself; None: they exist
 
 
 @triton.jit
-def _attn_bwd_dkdv_loop(sums, block, own, tiles, args, MODS: tl.constexpr, IS_MASKED: tl.constexpr, META: tl.constexpr):
-    # All score tiles are transposed here, [BLOCK_N, BLOCK_M], so that p and ds are the left operands of the two products.
+def _attn_bwd_dkdv_loop(sums, block, own_block, tiles, args, MODS: tl.constexpr, IS_MASKED: tl.constexpr, META: tl.constexpr):
+    # All score tiles are transposed here, [BLOCK_N, BLOCK_M], so p and ds are the left operands of the two products.
     BLOCK_M: tl.constexpr = META.BLOCK_M
     BLOCK_N: tl.constexpr = META.BLOCK_N
     inputs = args.inputs
-    head = own.head
+    head = own_block.head
     first_column = block.first_column
     len_q = head.len_q
     dk0 = sums.dk0
@@ -360,40 +361,40 @@ def _attn_bwd_dkdv_loop(sums, block, own, tiles, args, MODS: tl.constexpr, IS_MA
     dv0 = sums.dv0
     dv1 = sums.dv1
     j = first_column + tl.arange(0, BLOCK_N)[:, None]
-    q_pointer = own.q_base + tl.cast(tiles.begin, tl.int64) * own.q_step
-    dout_pointer = own.dout_base + tl.cast(tiles.begin, tl.int64) * own.dout_step
+    q_pointer = own_block.q_base + tl.cast(tiles.begin, tl.int64) * own_block.q_step
+    dout_pointer = own_block.dout_base + tl.cast(tiles.begin, tl.int64) * own_block.dout_step
     for t in tl.range(tiles.begin, tiles.end, 1 if META.BLOCK_SIZE_Q > 0 else BLOCK_M):
         m = t
         is_full = False
         if META.BLOCK_SIZE_Q > 0:
             m, is_full = listed_tile(t, tiles.listed, META.BLOCK_SIZE_Q, BLOCK_M)
-            q_pointer = own.q_base + tl.cast(m, tl.int64) * own.q_step
-            dout_pointer = own.dout_base + tl.cast(m, tl.int64) * own.dout_step
+            q_pointer = own_block.q_base + tl.cast(m, tl.int64) * own_block.q_step
+            dout_pointer = own_block.dout_base + tl.cast(m, tl.int64) * own_block.dout_step
         rows = m + tl.arange(0, BLOCK_M)
-        q0 = load_tile(q_pointer, own.q_offsets, m, len_q, 0, META.QK0, META.HEAD_DIM_QK, IS_MASKED)
-        dout0 = load_tile(dout_pointer, own.dout_offsets, m, len_q, 0, META.V0, META.HEAD_DIM_V, IS_MASKED)
+        q0 = load_tile(q_pointer, own_block.q_offsets, m, len_q, 0, META.QK0, META.HEAD_DIM_QK, IS_MASKED)
+        dout0 = load_tile(dout_pointer, own_block.dout_offsets, m, len_q, 0, META.V0, META.HEAD_DIM_V, IS_MASKED)
         if args.saved.lse_ptr is None:
-            first_statistic = own.first_statistic + m
+            first_statistic = own_block.first_statistic + m
             statistics = load_row_statistics(args.statistics, first_statistic, len_q - m, BLOCK_M, IS_MASKED, META)
         else:
             dout_of_v1 = dout0
             if META.V1 > 0:
-                dout_of_v1 = load_tile(dout_pointer, own.dout_offsets, m, len_q, META.V0, META.V1, META.HEAD_DIM_V, IS_MASKED)
-            lse_log2, delta = make_row_statistics(dout0, dout_of_v1, args.saved, None, own.queries, m, META)
+                dout_of_v1 = load_tile(dout_pointer, own_block.dout_offsets, m, len_q, META.V0, META.V1, META.HEAD_DIM_V, IS_MASKED)
+            lse_log2, delta = make_row_statistics(dout0, dout_of_v1, args.saved, None, own_block.queries, m, META)
             statistics = RowStatistics(lse_log2=lse_log2, delta=delta, p_scale=tl.full([1], 1.0, tl.float32))
         kq = tl.dot(block.k0, tl.trans(q0), input_precision=META.PRECISION)
         dp = tl.dot(block.v0, tl.trans(dout0), input_precision=META.PRECISION)
         if META.QK1 > 0:
-            q1 = load_tile(q_pointer, own.q_offsets, m, len_q, META.QK0, META.QK1, META.HEAD_DIM_QK, IS_MASKED)
+            q1 = load_tile(q_pointer, own_block.q_offsets, m, len_q, META.QK0, META.QK1, META.HEAD_DIM_QK, IS_MASKED)
             kq = tl.dot(block.k1, tl.trans(q1), kq, input_precision=META.PRECISION)
         if META.V1 > 0:
-            dout1 = load_tile(dout_pointer, own.dout_offsets, m, len_q, META.V0, META.V1, META.HEAD_DIM_V, IS_MASKED)
+            dout1 = load_tile(dout_pointer, own_block.dout_offsets, m, len_q, META.V0, META.V1, META.HEAD_DIM_V, IS_MASKED)
             dp = tl.dot(block.v1, tl.trans(dout1), dp, input_precision=META.PRECISION)
         products = descaled_products(kq, dp, inputs, head, block.h_kv, m, first_column, META)
         keep = True
         if META.HAS_DROPOUT:
             keep = tl.trans(dropout_keep(inputs, head.b, head.h, m, first_column, META))
-        tile = ScoreTile(i=rows[None, :], j=j, keep=keep, is_full=is_full, large=own.large)
+        tile = ScoreTile(i=rows[None, :], j=j, keep=keep, is_full=is_full, large=own_block.large)
         MASK: tl.constexpr = "queries" if IS_MASKED else "none"
         gradient = score_gradient(products, by_columns(statistics), tile, head, inputs, MODS, MASK, META)
         p = gradient.p_dropped
@@ -403,16 +404,16 @@ def _attn_bwd_dkdv_loop(sums, block, own, tiles, args, MODS: tl.constexpr, IS_MA
                 descale_dout = load_descale(inputs.scales.dout, head.b, head.h, m, META)
                 p, descale_p = to_fp8_rows(p, tl.float8e4nv)
                 descale = (descale_p * descale_dout)[:, None]
-                dv0 += fp8_product(p, own.dout_t, m, len_q, 0, META.V0, META.HEAD_DIM_V, IS_MASKED) * descale
+                dv0 += fp8_product(p, own_block.dout_t, m, len_q, 0, META.V0, META.HEAD_DIM_V, IS_MASKED) * descale
                 if META.V1 > 0:
-                    dv1 += fp8_product(p, own.dout_t, m, len_q, META.V0, META.V1, META.HEAD_DIM_V, IS_MASKED) * descale
+                    dv1 += fp8_product(p, own_block.dout_t, m, len_q, META.V0, META.V1, META.HEAD_DIM_V, IS_MASKED) * descale
             if args.dk.ptr is not None:
                 descale_q = load_descale(inputs.scales.q, head.b, head.h, m, META)
                 ds, descale_ds = to_fp8_rows(ds, dout0.dtype)
                 descale = (descale_ds * descale_q)[:, None]
-                dk0 += fp8_product(ds, own.q_t, m, len_q, 0, META.QK0, META.HEAD_DIM_QK, IS_MASKED) * descale
+                dk0 += fp8_product(ds, own_block.q_t, m, len_q, 0, META.QK0, META.HEAD_DIM_QK, IS_MASKED) * descale
                 if META.QK1 > 0:
-                    dk1 += fp8_product(ds, own.q_t, m, len_q, META.QK0, META.QK1, META.HEAD_DIM_QK, IS_MASKED) * descale
+                    dk1 += fp8_product(ds, own_block.q_t, m, len_q, META.QK0, META.QK1, META.HEAD_DIM_QK, IS_MASKED) * descale
         else:
             if args.dv.ptr is not None:
                 p = p.to(dout0.dtype)
@@ -425,14 +426,14 @@ def _attn_bwd_dkdv_loop(sums, block, own, tiles, args, MODS: tl.constexpr, IS_MA
                 if META.QK1 > 0:
                     dk1 = tl.dot(ds, q1, dk1, input_precision=META.PRECISION)
         if META.BLOCK_SIZE_Q == 0:
-            q_pointer += BLOCK_M * own.q_step
-            dout_pointer += BLOCK_M * own.dout_step
+            q_pointer += BLOCK_M * own_block.q_step
+            dout_pointer += BLOCK_M * own_block.dout_step
     return _KeySums(dk0=dk0, dk1=dk1, dv0=dv0, dv1=dv1)
 
 
 @triton.jit
 def _make_dkdv(pid, args, MODS: tl.constexpr, META: tl.constexpr):
-    # Program `pid` of those that make dk and dv
+    # Runs program `pid` of the programs of dk and dv
     BLOCK_N: tl.constexpr = META.BLOCK_N
     QK0: tl.constexpr = META.QK0
     QK1: tl.constexpr = META.QK1
@@ -503,19 +504,19 @@ def _make_dkdv(pid, args, MODS: tl.constexpr, META: tl.constexpr):
         v1 = load_tile(v_pointer, v_offsets, first_column, len_kv, V0, V1, META.HEAD_DIM_V, True)
         dv1 = tl.zeros([BLOCK_N, V1], tl.float32)
 
-    own_keys = _KeyBlock(h_kv=h_kv, first_column=first_column, k0=k0, k1=k1, v0=v0, v1=v1)
+    key_block = _KeyBlock(h_kv=h_kv, first_column=first_column, k0=k0, k1=k1, v0=v0, v1=v1)
 
     shift = (len_kv - len_q) * inputs.band.bottom_right
     visible = visible_range_of_queries(first_column, len_q, shift, inputs.band, META)
     full_begin, full_end = visible.full_begin, visible.full_end
-    first_head, num_heads_here = h_kv, 1
+    first_head, num_heads_of_split = h_kv, 1
     if META.IS_GROUPED:
         heads_per_split = tl.cdiv(group_size, num_splits)
         first_head = h_kv * group_size + split * heads_per_split
-        num_heads_here = tl.minimum(heads_per_split, group_size - split * heads_per_split)
+        num_heads_of_split = tl.minimum(heads_per_split, group_size - split * heads_per_split)
     large = load_large(statistics.large_ptr, statistics.large_lse_ptr, num_heads, num_tokens_q, start_q, META)
-    for head_here in range(num_heads_here):
-        h = first_head + head_here
+    for head_in_split in range(num_heads_of_split):
+        h = first_head + head_in_split
         first_statistic = statistics_row(b, h, num_heads, num_tokens_q, start_q, META)
         q_base = row_pointer(inputs.q, b, h, start_q, META)
         dout_base = row_pointer(args.dout, b, h, start_q, META)
@@ -524,7 +525,7 @@ def _make_dkdv(pid, args, MODS: tl.constexpr, META: tl.constexpr):
             place_q = packed_start(lengths_q, b, start_q)
             q_t = transposed_head(args.q_t, b, h, place_q, META.IS_RAGGED_Q)
             dout_t = transposed_head(args.dout_t, b, h, place_q, META.IS_RAGGED_Q)
-        own = _HeadRows(
+        own_block = _HeadRows(
             head=head_of(inputs.scores, b, h, len_q, len_kv, shift, MODS, META),
             queries=Queries(b=b, h=h, num_heads=num_heads, start=start_q, length=len_q, num_tokens=num_tokens_q),
             q_base=q_base,
@@ -538,17 +539,17 @@ def _make_dkdv(pid, args, MODS: tl.constexpr, META: tl.constexpr):
             q_t=q_t,
             dout_t=dout_t,
         )
-        # The queries that the right side of the band cuts (causal: the diagonal) and those that its left side or the end cuts, both
-        # by one loop, as each loop more costs the others registers, of which there are too few; and those that see all. With no
-        # right side the latter come first: after a loop that may have been skipped, ptxas serializes wgmma.
+        # One loop has the queries that the right side of the band cuts (causal: the diagonal), and the queries that its left side
+        # or the end cuts, because another loop would cost registers, which are scarce. A second loop has the queries that see all
+        # keys. If there is no right side, the second loop is first: after a loop that may be skipped, ptxas serialises wgmma.
         full, rest = None, None
         num_tiles, num_full_tiles = 0, 0
         if META.BLOCK_SIZE_Q > 0:
             row = b * args.lists.stride_b + h * args.lists.stride_h + first_column // META.BLOCK_SIZE_KV
-            own_lists = load_block_lists(args.lists, row, visible, META.BLOCK_SIZE_Q, META.BLOCK_M, META.HAS_RIGHT, META)
-            full, rest = full_tiles(own_lists), other_tiles(own_lists)
-            num_tiles, num_full_tiles = own_lists.num_tiles, own_lists.num_full_tiles
-        for phase in tl.static_range(FIRST_PHASE, FIRST_PHASE + 2):  # 1 is the one that is cut
+            row_lists = load_block_lists(args.lists, row, visible, META.BLOCK_SIZE_Q, META.BLOCK_M, META.HAS_RIGHT, META)
+            full, rest = full_tiles(row_lists), other_tiles(row_lists)
+            num_tiles, num_full_tiles = row_lists.num_tiles, row_lists.num_full_tiles
+        for phase in tl.static_range(FIRST_PHASE, FIRST_PHASE + 2):  # 1 is the loop with cut blocks
             first_part = 0 if phase == 1 and META.HAS_RIGHT and META.BLOCK_SIZE_Q == 0 else 1
             last_part = 1 + tl.cast(full_end < visible.end, tl.int32) if phase == 1 and META.BLOCK_SIZE_Q == 0 else 2
             for part in range(first_part, last_part):
@@ -563,7 +564,7 @@ def _make_dkdv(pid, args, MODS: tl.constexpr, META: tl.constexpr):
                     part_end = full_end
                 tiles = TileRange(begin=part_begin, end=part_end, listed=rest if phase == 1 else full)
                 sums = _KeySums(dk0=dk0, dk1=dk1, dv0=dv0, dv1=dv1)
-                sums = _attn_bwd_dkdv_loop(sums, own_keys, own, tiles, args, MODS, phase == 1, META)
+                sums = _attn_bwd_dkdv_loop(sums, key_block, own_block, tiles, args, MODS, phase == 1, META)
                 dk0, dk1, dv0, dv1 = sums.dk0, sums.dk1, sums.dv0, sums.dv1
     is_real = (columns < len_kv)[:, None]
     if args.dk.ptr is not None:
@@ -601,7 +602,7 @@ class OneGridArguments(NamedTuple):
 
 @kernel
 def _attn_bwd_one_grid_kernel(args: OneGridArguments, MODS: tl.constexpr, META_DQ: tl.constexpr, META_DKDV: tl.constexpr):
-    # Programs of dq beside those of dk and dv, which have not their statistics to wait for
+    # Programs of dq and of dk with dv in one grid; the latter compute their own statistics
     if tl.program_id(0) < args.programs_of_dq:
         _make_dq(tl.program_id(0), args.dq, MODS, META_DQ)
         return
@@ -611,34 +612,34 @@ def _attn_bwd_one_grid_kernel(args: OneGridArguments, MODS: tl.constexpr, META_D
 def attention_backward(
     call: Backward, tile_dq: Tile | None = None, tile_dkdv: Tile | None = None, *, one_grid: bool = False
 ) -> None:
-    """Writes every gradient of a backward; those of captures are the only ones whose bits may vary from run to run.
+    """Writes every gradient of a backward. Only gradients of captures may differ bitwise from run to run.
 
-    one_grid: whether dq and dk and dv are made by one launch, whose tiles have as many warps and stages: for half types, not FP8,
-        and at most 8 query heads a key head.
+    one_grid: whether one launch computes dq, dk and dv. Both tiles need equal warps and stages. It supports 16-bit types, not FP8,
+    and at most 8 query heads a key head.
     """
     x = call.problem
-    if x.batch == 0:  # no program to write the padding
+    if x.batch == 0:  # no program writes the padding
         for gradient in (call.dq, call.dk, call.dv, call.dbias, call.dsoftmax_offset, *call.dcaptures):
             if gradient is not None:
                 gradient.zero_()
         return
     statistics, lse = new_statistics(x, call.lse)
     tile_dq, tile_dkdv = tile_dq or x.tile(DQ), tile_dkdv or x.tile(DKDV)
-    # A program does all the query heads that share its keys, up to 8 of them, past which there would be too few programs. In fp32
-    # it does one: the shorter sums round less, and there they are what rounds most.
+    # A program processes all query heads that share its keys, up to 8, because more would leave too few programs. In fp32 it
+    # processes one: shorter sums round less, and these sums have the largest rounding error there.
     num_splits = x.group_size if x.q.dtype is torch.float32 else cdiv(x.group_size, 8)
     blocks = cdiv(x.longest_q, tile_dq.block_m)
     offset = call.dsoftmax_offset
     dsink = offset.new_empty((x.num_heads, x.batch * blocks)) if offset is not None else None
-    of_dq, meta_dq = _dq_arguments(call, statistics, lse, dsink, tile_dq)
+    dq_args, meta_dq = _dq_arguments(call, statistics, lse, dsink, tile_dq)
     programs_of_dq = blocks * x.num_heads * x.batch
     programs_of_dkdv = cdiv(x.longest_kv, tile_dkdv.block_n) * num_splits * x.num_heads_kv * x.batch
     if one_grid:
-        of_dkdv, meta = _dkdv_arguments(call, statistics, call.dk, call.dv, tile_dkdv, lse)
-        both = OneGridArguments(dq=of_dq, dkdv=of_dkdv, programs_of_dq=programs_of_dq)
+        dkdv_args, meta = _dkdv_arguments(call, statistics, call.dk, call.dv, tile_dkdv, lse)
+        both = OneGridArguments(dq=dq_args, dkdv=dkdv_args, programs_of_dq=programs_of_dq)
         launch(_attn_bwd_one_grid_kernel, programs_of_dq + programs_of_dkdv, x.device, tile_dq, (both, x.mods, meta_dq, meta))
     else:
-        launch(_attn_bwd_dq_kernel, programs_of_dq, x.device, tile_dq, (of_dq, x.mods, meta_dq))
+        launch(_attn_bwd_dq_kernel, programs_of_dq, x.device, tile_dq, (dq_args, x.mods, meta_dq))
     if offset is not None and dsink is not None:
         torch.sum(dsink, 1, out=offset)
     if not one_grid:
@@ -670,8 +671,8 @@ def _dkdv_arguments(
 ) -> tuple[DkdvArguments, Meta]:
     """Returns the arguments and constants of programs of dk and dv.
 
-    dk, dv: where they go, or where the first of several splits goes, which lie one after another.
-    lse: of which, with `call.out`, each program makes the statistics for itself.
+    dk, dv: the outputs, or those of the first split; splits are contiguous.
+    lse: with `call.out`, each program computes the statistics from it.
     """
     x, out, dout = call.problem, call.out, call.dout
     meta = x.meta(tile, (dout, dk, dv) if lse is None else (dout, dk, dv, out))
@@ -694,7 +695,7 @@ def _dkdv_arguments(
 
 def _launch_dkdv(call: Backward, statistics: Statistics, num_splits: int, programs: int, tile: Tile) -> None:
     x, dk, dv = call.problem, call.dk, call.dv
-    # zeros, as no program may own a row if cu_seqlens is wrong
+    # zeros, because no program may own a row if cu_seqlens is wrong
     dk_parts = dk if num_splits == 1 else torch.zeros((num_splits, *dk.shape), dtype=torch.float32, device=x.device)
     dv_parts = dv if num_splits == 1 else torch.zeros((num_splits, *dv.shape), dtype=torch.float32, device=x.device)
     dk_one, dv_one = (dk, dv) if num_splits == 1 else (dk_parts[0], dv_parts[0])

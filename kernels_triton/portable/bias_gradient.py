@@ -1,4 +1,4 @@
-"""The gradient of a bias of any broadcast shape: each program owns a tile of it, and adds up all scores it was broadcast to."""
+"""The gradient of a bias of any broadcast shape: each program sums one tile of it over all scores that the tile was added to."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from flexattn.kernels_triton.runtime.launch import Tile, kernel, launch, num_pro
 
 
 class BiasParts(NamedTuple):
-    """The gradient of a bias in parts that are yet to be added up: fp32 [num_splits, b, h, q, kv], contiguous."""
+    """The gradient of a bias as partial sums: fp32 [num_splits, b, h, q, kv], contiguous."""
 
     ptr: Pointer
     b: int
@@ -47,7 +47,7 @@ class Arguments(NamedTuple):
     inputs: Inputs
     kinds: BlockKinds | None
     dout: Rows
-    dlse_ptr: Pointer  # or None: 0
+    dlse_ptr: Pointer  # None: 0
     dbias: BiasParts
     statistics: Statistics
 
@@ -72,10 +72,10 @@ def _attn_bwd_dbias_kernel(args: Arguments, SPANS_Q: tl.constexpr, SPANS_KV: tl.
     split = pid // blocks_n // blocks_m % num_splits
     tile_h = pid // blocks_n // blocks_m // num_splits % bias_h
     tile_b = pid // blocks_n // blocks_m // num_splits // bias_h
-    # A number that is added to all scores of a row adds itself to its lse and leaves out as it is, but for a sink. Taken from
-    # that, and not summed up, such a bias has a gradient without the error of a sum that is all but 0.
+    # A number that is added to all scores of a row is also added to its lse. Without a sink it does not change out. So its gradient
+    # is computed from dlse and the sink, because a sum over the keys would be almost 0, with a large rounding error.
     BY_ROWS: tl.constexpr = not SPANS_KV and (META.HAS_POST_SCALE_BIAS or not (META.HAS_SOFTCAP or META.HAS_SCORE_MOD))
-    # what this tile was broadcast over: (batch, head, query block, key block), each 1 where the bias spans that dim
+    # the dims that this tile was broadcast over: (batch, head, query block, key block), each 1 if the bias spans that dim
     over_b = batch // bias_b
     over_h = num_heads // bias_h
     over_m = 1 if SPANS_Q else tl.cdiv(lengths_q.max_seqlen, BLOCK_M)
@@ -87,7 +87,7 @@ def _attn_bwd_dbias_kernel(args: Arguments, SPANS_Q: tl.constexpr, SPANS_KV: tl.
     _k_step, k_offsets = row_steps(inputs.k.stride_s, BLOCK_N, META)
     _v_step, v_offsets = row_steps(inputs.v.stride_s, BLOCK_N, META)
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    total_of_rows = tl.zeros([BLOCK_M], tl.float32)
+    total_by_row = tl.zeros([BLOCK_M], tl.float32)
     for t in range(split, over, num_splits):
         n = tile_n + tl.cast(t % over_n, tl.int32)
         m = tile_m + tl.cast(t // over_n % over_m, tl.int32)
@@ -116,18 +116,18 @@ def _attn_bwd_dbias_kernel(args: Arguments, SPANS_Q: tl.constexpr, SPANS_KV: tl.
             rows = first_row + tl.arange(0, BLOCK_M)
             first_statistic = statistics_row(b, h, num_heads, num_tokens_q, start_q, META)
             statistics = load_row_statistics(args.statistics, first_statistic + first_row, len_q - first_row, BLOCK_M, True, META)
-            of_rows = tl.zeros([BLOCK_M], tl.float32)
+            row_gradient = tl.zeros([BLOCK_M], tl.float32)
             if META.HAS_SINK:
-                of_rows = (
+                row_gradient = (
                     sink_probability(inputs.softmax_offset_ptr, statistics.lse_log2, large, b, h, rows, len_q, META)
                     * statistics.delta
                 )
             if args.dlse_ptr is not None:
                 row = tl.cast(h if META.IS_RAGGED_Q else b * num_heads + h, tl.int64) * num_tokens_q + start_q
-                of_rows += tl.load(args.dlse_ptr + row + rows, mask=rows < len_q, other=0.0)
-            # A row that sees nothing, or is none; beside a sink and no key the two terms cancel but for their rounding.
-            of_rows = tl.where((statistics.lse_log2 == float("inf")) | (len_kv == 0), 0.0, of_rows)
-            total_of_rows += of_rows * inputs.scores.scale if META.HAS_PRE_SCALE_BIAS else of_rows
+                row_gradient += tl.load(args.dlse_ptr + row + rows, mask=rows < len_q, other=0.0)
+            # 0 for a row that sees nothing or does not exist. With a sink and no key, the two terms cancel except for rounding.
+            row_gradient = tl.where((statistics.lse_log2 == float("inf")) | (len_kv == 0), 0.0, row_gradient)
+            total_by_row += row_gradient * inputs.scores.scale if META.HAS_PRE_SCALE_BIAS else row_gradient
         elif is_visible:
             rows = first_row + tl.arange(0, BLOCK_M)
             columns = first_column + tl.arange(0, BLOCK_N)
@@ -167,17 +167,17 @@ def _attn_bwd_dbias_kernel(args: Arguments, SPANS_Q: tl.constexpr, SPANS_KV: tl.
         inside = (row < bias_q)[:, None] & (column < bias_kv)[None, :]
         tl.store(base + row.to(tl.int64)[:, None] * bias_kv + column[None, :], total, mask=inside)
     elif SPANS_Q:
-        tl.store(base + row, tl.sum(total, 1) + total_of_rows, mask=row < bias_q)
+        tl.store(base + row, tl.sum(total, 1) + total_by_row, mask=row < bias_q)
     elif SPANS_KV:
         tl.store(base + column, tl.sum(total, 0), mask=column < bias_kv)
     else:
-        tl.store(base, tl.sum(tl.sum(total, 1) + total_of_rows, 0))
+        tl.store(base, tl.sum(tl.sum(total, 1) + total_by_row, 0))
 
 
 def bias_gradient(
     problem: Problem, statistics: Statistics, dout: Tensor, dlse: Tensor | None, dbias: Tensor, tile: Tile | None = None
 ) -> None:
-    """Writes `dbias`, shaped as the bias, from the `statistics` that the dq kernel wrote; deterministic whatever the bias spans."""
+    """Writes `dbias`, in the bias's shape, from the `statistics` that the dq kernel wrote; deterministic for any shape."""
     x = problem
     if x.bias is None:
         raise ValueError("bias_gradient needs a problem with a bias")
@@ -188,7 +188,7 @@ def bias_gradient(
     over = (x.batch // max(1, bias_b)) * (x.num_heads // bias_h)
     over *= 1 if bias_q > 1 else triton.cdiv(x.longest_q, tile.block_m)
     over *= 1 if bias_kv > 1 else triton.cdiv(x.longest_kv, tile.block_n)
-    # enough programs to fill the device, where the bias itself is too small for that
+    # enough programs to fill the device, if the bias alone is too small for that
     num_splits = max(1, min(over, 2 * num_processors(x.device) // max(1, tiles)))
     parts = torch.empty((num_splits, *x.bias.shape), dtype=torch.float32, device=x.device)
     args = Arguments(

@@ -1,4 +1,4 @@
-"""The gradients of a score_mod's captures: one kernel computes the scores again, and adds to the elements that the mod read."""
+"""The gradients of a score_mod's captures: one kernel recomputes the scores, and adds to the elements that the mod read."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ from flexattn.kernels_triton.common.problem import Problem, rows
 from flexattn.kernels_triton.common.tiles import BIAS_GRADIENT
 from flexattn.kernels_triton.runtime.launch import Tile, kernel, launch
 
-FEW = 2**16  # elements of a capture that millions of scores may read each: n roundings in fp32 are off by some sqrt(n) / 2**25
+# elements of a capture that millions of scores may read each: n roundings in fp32 cause an error of about sqrt(n) / 2**25
+FEW = 2**16
 
 
 class Arguments(NamedTuple):
@@ -42,8 +43,8 @@ class Arguments(NamedTuple):
     lists: BlockMaskLists | None  # lists of key blocks
     dout: Rows
     statistics: Statistics
-    sums: Any  # a tuple: for each capture that needs a gradient a tensor, as MODE says
-    scales: Any  # a tuple: for each of `sums` its unit in mode "fixed", else none
+    sums: Any  # a tuple: for each capture that needs a gradient a tensor, by MODE
+    scales: Any  # a tuple: for each of `sums` its unit in mode "fixed", otherwise empty
 
 
 @kernel
@@ -92,10 +93,10 @@ def _attn_bwd_captures_kernel(args: Arguments, MODE: tl.constexpr, MODS: tl.cons
     listed = None
     if META.BLOCK_SIZE_Q > 0:
         row = b * args.lists.stride_b + h * args.lists.stride_h + first_row // META.BLOCK_SIZE_Q
-        own_lists = load_block_lists(args.lists, row, visible, META.BLOCK_SIZE_KV, BLOCK_N, META.HAS_LEFT, META)
-        listed = all_tiles(own_lists)
+        row_lists = load_block_lists(args.lists, row, visible, META.BLOCK_SIZE_KV, BLOCK_N, META.HAS_LEFT, META)
+        listed = all_tiles(row_lists)
         begin = 0
-        end = own_lists.num_tiles + own_lists.num_full_tiles
+        end = row_lists.num_tiles + row_lists.num_full_tiles
     for t in tl.range(begin, end, 1 if META.BLOCK_SIZE_Q > 0 else BLOCK_N):
         n = t
         is_full = False
@@ -134,10 +135,10 @@ def capture_gradients(
 ) -> None:
     """Writes `gradients`, contiguous, of the captures that need one, from the `statistics` that the dq kernel wrote.
 
-    Memory is linear in the captures. Sums are made by atomics, whose order varies from run to run: in fp32, of captures with few
-    elements in fp64. With `deterministic` they are made in two stages: the largest addend, which no order changes, then int64
-    fixed-point sums with that as their unit, which no order changes either. An addend is rounded to
-    2**-(62 - log2(batch * heads * sq * skv)) of the largest one.
+    Memory is linear in the captures. Atomics compute the sums, so their order varies from run to run. Sums are in fp32, or in fp64
+    for captures with few elements. With `deterministic` there are two stages that do not depend on an order: the largest addend,
+    then int64 fixed-point sums in a unit derived from it. An addend is rounded to 2**-(62 - log2(batch * heads * sq * skv)) of the
+    largest one.
     """
     x = problem
     tile = tile or x.tile(BIAS_GRADIENT)
@@ -161,14 +162,15 @@ def capture_gradients(
         for gradient, total in zip(gradients, sums, strict=True):
             gradient.copy_(total)
         return
-    largest = [torch.zeros(1, dtype=torch.int32, device=x.device) for _ in gradients]  # the bits of a float that is not negative
+    largest = [torch.zeros(1, dtype=torch.int32, device=x.device) for _ in gradients]  # the bits of a non-negative float
     run("max", largest, ())
     room = 62 - max(0, math.ceil(math.log2(x.batch * x.num_heads * x.longest_q * x.longest_kv)))
     _, exponents = torch.frexp(torch.cat(largest).view(torch.float32))
     powers = torch.clamp(room - exponents, max=126)
     scales = torch.ldexp(torch.ones_like(powers, dtype=torch.float32), powers)
     fixed = [torch.zeros(g.shape, dtype=torch.int64, device=x.device) for g in gradients]
-    run("fixed", fixed, [scale.clone() for scale in scales.split(1)])  # each at the beginning of its memory, as plans need it
+    # each at the beginning of its memory, because plans need that
+    run("fixed", fixed, [scale.clone() for scale in scales.split(1)])
     for i, gradient in enumerate(gradients):
         total = fixed[i].to(torch.float64) / scales[i].to(torch.float64)
         is_finite = largest[i][0].view(torch.float32).isfinite()

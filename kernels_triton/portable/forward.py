@@ -1,4 +1,4 @@
-"""Forward attention: one kernel for every format, band, bias and softmax type, and its launcher."""
+"""Portable forward attention: one kernel for every format, band, bias and softmax type, and its launcher."""
 
 from __future__ import annotations
 
@@ -80,9 +80,9 @@ class Arguments(NamedTuple):
     lists: BlockMaskLists | None  # lists of key blocks
     out: Rows
     lse_ptr: Pointer
-    max_logit_ptr: Pointer  # [h, b * blocks * splits] or None: the largest logit that each block of queries saw
-    num_splits: int | None  # parts of the keys, with out and lse as `split_kv.Parts`; None: out and lse are the results, but
-    plan: Plan | None  # with a plan those of `split_plan`
+    max_logit_ptr: Pointer  # [h, b * blocks * splits], the largest logit that each query block saw; or None
+    num_splits: int | None  # number of KV splits, with out and lse in `split_kv.Parts`; None: not split, or split by a plan
+    plan: Plan | None  # device-side split plan, see `split_plan`; None: no plan
     v_t: Channels | None  # in FP8
 
 
@@ -92,7 +92,7 @@ class _Accumulators(NamedTuple):
     acc0: Any
     acc1: Any
     row_sum: Any
-    row_max: Any  # in units of log2, but for unbounded logits, whose largest is exact
+    row_max: Any  # in units of log2; for unbounded logits in natural units, which keeps the maximum exact
 
 
 class _Block(NamedTuple):
@@ -110,7 +110,7 @@ class _Block(NamedTuple):
     v_base: Any
     v_step: Any
     v_offsets: Any
-    v_t: Any  # in FP8: v with its tokens innermost, which the matrix instructions want
+    v_t: Any  # in FP8: v with its tokens innermost, as the matrix instructions need it
 
 
 @triton.jit
@@ -177,9 +177,9 @@ def _attn_fwd_loop(sums, block, tiles, inputs, MODS: tl.constexpr, IS_MASKED: tl
             p = tl.exp2(tl.fma(s, factor[:, None], -scaled_max[:, None]))
         else:
             new_max = tl.maximum(row_max, tl.max(s, 1) * factor)
-            scaled_max = tl.where(new_max == float("-inf"), 0.0, new_max)  # where a row has seen nothing yet, exp2(-inf - 0) is 0
+            scaled_max = tl.where(new_max == float("-inf"), 0.0, new_max)  # if a row has seen nothing yet, exp2(-inf - 0) is 0
             correction = tl.exp2(row_max - scaled_max)
-            scaled_max -= OFFSET  # p, and so row_sum and acc, are scaled to fill the range of e4m3
+            scaled_max -= OFFSET  # p, and so row_sum and acc, are scaled to fill the range of E4M3
             p = tl.exp2(tl.fma(s, factor, -scaled_max[:, None]))
         row_sum = row_sum * correction + tl.sum(p, 1)
         row_max = new_max
@@ -250,7 +250,7 @@ def _attn_fwd_kernel(args: Arguments, MODS: tl.constexpr, META: tl.constexpr):
         part_ptr = out.ptr + rows_before * META.HEAD_DIM_V
         out = Rows(ptr=part_ptr, stride_b=out.stride_b, stride_s=out.stride_s, stride_h=out.stride_h)
         lse_ptr += rows_before
-    block = blocks - 1 - pid % blocks  # under a causal band the last block has the most to do: start with it
+    block = blocks - 1 - pid % blocks  # under a causal band the last block has the most work, so it is first
     h = pid // blocks % groups
     b = pid // blocks // groups
     if plan.before_ptr is not None:
@@ -262,9 +262,9 @@ def _attn_fwd_kernel(args: Arguments, MODS: tl.constexpr, META: tl.constexpr):
         h = piece.head
         b = piece.entry // blocks
     if GROUP > 1:
-        h = h * META.HEADS  # the first of the tile's
+        h = h * META.HEADS  # first head of the tile
     heads = heads_of_tile(h, META)
-    place = (h * batch + b) * blocks + block  # where each block of queries leaves its part
+    place = (h * batch + b) * blocks + block  # index of a query block's partial maximum
     if num_splits is not None:
         place = place * num_splits + split
     if plan.before_ptr is not None:
@@ -280,18 +280,20 @@ def _attn_fwd_kernel(args: Arguments, MODS: tl.constexpr, META: tl.constexpr):
         padding = padding_rows(lengths_q, b, start_q, len_q, first_row, block == blocks - 1, QUERIES, META.IS_RAGGED_Q)
         slot_q = padding.slot
         out_step, row_offsets = row_steps(out.stride_s, BLOCK_M, META)
-        for own in range(META.HEADS):
-            own_h = h + own
-            own_out = row_pointer(out, b, own_h, start_q, META)
-            own_lse = (
-                lse_ptr + tl.cast(own_h if META.IS_RAGGED_Q else b * num_heads + own_h, tl.int64) * lengths_q.num_tokens + start_q
+        for own_block in range(META.HEADS):
+            head_index = h + own_block
+            head_out = row_pointer(out, b, head_index, start_q, META)
+            head_lse = (
+                lse_ptr
+                + tl.cast(head_index if META.IS_RAGGED_Q else b * num_heads + head_index, tl.int64) * lengths_q.num_tokens
+                + start_q
             )
-            for rows_of in tl.static_range(2 if META.IS_RAGGED_Q else 1):
-                first_padding, end_padding = (padding.begin, padding.end) if rows_of == 0 else (padding.front_begin, padding.front)
-                store_zeros(own_out, out_step, row_offsets, first_padding, end_padding, META.HEAD_DIM_V, V0, V1)
+            for side in tl.static_range(2 if META.IS_RAGGED_Q else 1):
+                first_padding, end_padding = (padding.begin, padding.end) if side == 0 else (padding.front_begin, padding.front)
+                store_zeros(head_out, out_step, row_offsets, first_padding, end_padding, META.HEAD_DIM_V, V0, V1)
                 for row in range(first_padding, end_padding, BLOCK_M):
                     hidden = row + tl.arange(0, BLOCK_M)
-                    tl.store(own_lse + hidden, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=hidden < end_padding)
+                    tl.store(head_lse + hidden, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=hidden < end_padding)
         if first_row >= len_q:
             if args.max_logit_ptr is not None:
                 tl.store(args.max_logit_ptr + place, float("-inf"))
@@ -334,14 +336,14 @@ def _attn_fwd_kernel(args: Arguments, MODS: tl.constexpr, META: tl.constexpr):
     full, rest = None, None
     if META.BLOCK_SIZE_Q > 0:
         row = b * args.lists.stride_b + h * args.lists.stride_h + first_row // META.BLOCK_SIZE_Q
-        own_lists = load_block_lists(args.lists, row, visible, META.BLOCK_SIZE_KV, META.BLOCK_N, META.HAS_LEFT, META)
-        full, rest = full_tiles(own_lists), other_tiles(own_lists)
-        end, full_end = own_lists.num_tiles, own_lists.num_full_tiles
+        row_lists = load_block_lists(args.lists, row, visible, META.BLOCK_SIZE_KV, META.BLOCK_N, META.HAS_LEFT, META)
+        full, rest = full_tiles(row_lists), other_tiles(row_lists)
+        end, full_end = row_lists.num_tiles, row_lists.num_full_tiles
         full_begin, rest_begin = 0, 0
         if num_splits is not None:
             full_begin, full_end = share_of_split(full_end, split, num_splits)
             rest_begin, end = share_of_split(end, split, num_splits)
-    own = _Block(
+    own_block = _Block(
         head=head,
         h_kv=h_kv,
         first_row=first_row,
@@ -357,15 +359,15 @@ def _attn_fwd_kernel(args: Arguments, MODS: tl.constexpr, META: tl.constexpr):
         v_t=v_t,
     )
     sums = _Accumulators(acc0=acc0, acc1=acc1, row_sum=row_sum, row_max=row_max)
-    # Phase 0: keys that the left side of the band cuts; 1: keys that every row sees; 2: keys cut by its right side or the end.
-    # With a block mask 1: blocks that are seen whole; 2: all others.
+    # Phase 0: keys that the left side of the band cuts; 1: keys that every row sees; 2: keys that its right side or the end cuts.
+    # With a block mask, 1: full blocks; 2: all other blocks.
     for phase in tl.static_range(0 if META.HAS_LEFT and META.BLOCK_SIZE_Q == 0 else 1, 3):
         tiles = TileRange(
             begin=begin if phase == 0 else (full_begin if phase == 1 else rest_begin),
             end=full_begin if phase == 0 else (full_end if phase == 1 else end),
             listed=full if phase == 1 else rest,
         )
-        sums = _attn_fwd_loop(sums, own, tiles, inputs, MODS, phase != 1, META)
+        sums = _attn_fwd_loop(sums, own_block, tiles, inputs, MODS, phase != 1, META)
     row_max, row_sum = sums.row_max, sums.row_sum
 
     is_real = rows < len_q
@@ -390,11 +392,11 @@ def _attn_fwd_kernel(args: Arguments, MODS: tl.constexpr, META: tl.constexpr):
             row_sum = row_sum * correction + tl.exp2(sink - scaled_max + OFFSET)
         rescale *= correction
         row_max = new_max
-    row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # where a row sees nothing, out is 0 / 1 and lse -inf + 0
+    row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # if a row sees nothing, out is 0 / 1 and lse -inf + 0
     rescale = rescale / row_sum
     if (META.IS_KV_FP8 and not META.HAS_TOKEN_SCALES_V) or (META.IS_FP8 and not META.HAS_BLOCK_SCALES):
         rescale *= load_descale(inputs.scales.v, b, h_kv, 0, META)
-    if plan.before_ptr is not None:  # to which `rows` are added
+    if plan.before_ptr is not None:  # `rows` are added to it
         lse_base = lse_ptr + first_row_of_part(plan, pid) + (rows - first_row) * GROUP + (heads - h) - rows
     if META.IS_UNBOUNDED:
         factor = exponent_factor(row_max)
@@ -420,10 +422,10 @@ def _attn_fwd_kernel(args: Arguments, MODS: tl.constexpr, META: tl.constexpr):
 
 
 def heads_of_a_tile(problem: Problem, tile: Tile, has_max_logit: bool = False) -> int:
-    """Returns how many query heads of one key head share a tile: above 1 where queries leave half of it empty.
+    """Returns how many query heads of one key head share a tile: more than 1 if queries leave half of the tile empty.
 
-    All of them where the tile has rows for them, else a power of two that divides them. Then the keys are loaded once for all that
-    share, which few queries wait for. What is one number for a tile keeps its heads apart.
+    The result is all of them if the tile has rows for them, otherwise a power of two that divides them. Then the keys are loaded
+    once for all these heads, and with few queries loading dominates. Features with one number for a tile exclude sharing.
     """
     x = problem
     if 2 * x.longest_q > tile.block_m or x.is_fp8 or x.dropout_p > 0 or x.block_mask is not None or has_max_logit:
@@ -435,13 +437,13 @@ def heads_of_a_tile(problem: Problem, tile: Tile, has_max_logit: bool = False) -
 
 
 def tiles_and_room(problem: Problem, tile: Tile, group: int) -> tuple[int, int]:
-    """Returns (tiles of so many heads, programs that the device runs at once), for `number_of_splits`."""
+    """Returns (number of tiles, number of programs that the device runs at once), for `number_of_splits`."""
     tiles = -(-problem.longest_q // (tile.block_m // slots_of_heads(group))) * (problem.num_heads // group) * problem.batch
     return tiles, SPLIT_PROGRAMS * num_processors(problem.device)
 
 
 def _v_transposed(problem: Problem) -> Channels | None:
-    from flexattn.kernels_triton.common.quantize import transposed  # here, as calls in 16 bits should not wait for its import
+    from flexattn.kernels_triton.common.quantize import transposed  # imported here, so that calls in 16 bits do not wait for it
 
     return transposed(problem, "v")
 
@@ -454,12 +456,12 @@ def attention_forward(
     tile: Tile | None = None,
     splits: int | None = None,
 ) -> None:
-    """Writes out, laid out as q with v's head dim, lse, fp32 [b, h, sq] or [h, total_q], and max_logit, None or fp32 [h].
+    """Writes out, in q's layout with v's head dim, lse, fp32 [b, h, sq] or [h, total_q], and max_logit, None or fp32 [h].
 
-    splits: parts of the keys, or BY_LENGTHS; None: `number_of_splits`.
+    splits: number of KV splits, or BY_LENGTHS; None: `number_of_splits`.
     """
     x = problem
-    if x.batch == 0:  # no program to write the padding
+    if x.batch == 0:  # no program writes the padding
         out.zero_()
         lse.fill_(float("-inf"))
         if max_logit is not None:
@@ -487,7 +489,7 @@ def attention_forward(
     if max_logit is not None:
         places = tiles // x.num_heads * splits if plan is None else plan.entries + plan.programs
         largest = max_logit.new_empty((x.num_heads, places))
-        if plan is not None:  # not every place is some piece's
+        if plan is not None:  # some entries belong to no piece
             largest.fill_(float("-inf"))
     args = Arguments(
         inputs=x.inputs(meta),

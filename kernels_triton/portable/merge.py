@@ -1,4 +1,4 @@
-"""The merge of attention over two sets of keys, in one kernel: each row of both outs is read once, and nothing else is kept."""
+"""The merge of attention over two sets of keys, in one kernel, which reads each row of both outs once and needs no other memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Arguments(NamedTuple):
     out: Rows
     out_a: Rows
     out_b: Rows
-    lse_ptr: Pointer  # fp32 [b, h, num_tokens], as the two others
+    lse_ptr: Pointer  # fp32 [b, h, num_tokens], like the two others
     lse_a_ptr: Pointer
     lse_b_ptr: Pointer
     num_heads: int
@@ -28,10 +28,10 @@ class Arguments(NamedTuple):
 
 
 class MergeMeta(NamedTuple):
-    """Constants that the kernel is compiled for; names that `primitives` read are those of `Meta`."""
+    """Constants that the kernel is compiled for; the names that `primitives` reads are those of `Meta`."""
 
     HEAD_DIM: int
-    COLUMNS: int  # the power of two from the head dim on
+    COLUMNS: int  # the head dim, rounded up to a power of two
     ROWS: int
     ALIGN: int
     WIDE_STRIDES: bool
@@ -52,7 +52,7 @@ def _merge_kernel(args: Arguments, META: tl.constexpr):
     lse_a = tl.load(args.lse_a_ptr + place, mask=is_row, other=0.0)
     lse_b = tl.load(args.lse_b_ptr + place, mask=is_row, other=0.0)
     largest = tl.maximum(lse_a, lse_b)
-    largest = tl.where(largest == float("-inf"), 0.0, largest)  # no weight is exp(-inf - -inf)
+    largest = tl.where(largest == float("-inf"), 0.0, largest)  # avoids exp(-inf - -inf)
     weight_a = tl.exp(lse_a - largest)
     weight_b = tl.exp(lse_b - largest)
     total = weight_a + weight_b
@@ -73,7 +73,7 @@ def _merge_kernel(args: Arguments, META: tl.constexpr):
 
 
 def merge(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], results: tuple[Tensor, Tensor]) -> None:
-    """Writes out and lse of both sets of keys. Each pair: out [b, s, h, d] in any strides, and lse, fp32 [b, h, s], contiguous."""
+    """Writes out and lse of both sets of keys. Each pair: out [b, s, h, d] with any strides, and lse, contiguous fp32 [b, h, s]."""
     (out_a, lse_a), (out_b, lse_b), (out, lse) = a, b, results
     batch, tokens, heads, head_dim = out.shape
     if out.numel() == 0:

@@ -1,4 +1,4 @@
-"""The gradients that come through the scores beside those of q and k: of a bias, and of the mods' captures."""
+"""The gradients that pass through the scores besides those of q and k: of a bias, and of the mods' captures."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flexattn.kernels_triton.portable.capture_gradient import capture_gradients
 
 
 def bias_and_capture_gradients(call: Backward) -> None:
-    """Writes the part of a backward that is left where other kernels made dq, dk, dv and dsoftmax_offset; not for fp32."""
+    """Writes the rest of a backward if other kernels computed dq, dk, dv and dsoftmax_offset; not for fp32."""
     if call.dbias is not None or call.dcaptures:
         score_gradients(call, row_statistics(call._replace(dsoftmax_offset=None)))
 

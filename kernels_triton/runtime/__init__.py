@@ -1,3 +1,3 @@
-"""Launching: one place that launches, interprets or records a kernel, and what it keeps."""
+"""Launching of kernels: the one place that launches, interprets or records a kernel, and its caches."""
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Options of Triton's compiler, and a pass of LLVM that slows the kernels down.
 
-From version 3.9 on, Triton uses LLVM 24. Its SLP vectorizer joins the sums that a loop carries to one vector at the loop's end. A
-wgmma adds to registers that are then copied before they are ready, so ptxas puts a wait behind each product (C7514). The loop of
-the forward for sm_90 at head dim 128 gets 28 % more instructions. Triton has no option for this pass, and turns it off
-for sm_80 alone.
+From version 3.9 on, Triton uses LLVM 24. Its SLP vectorizer joins the sums that a loop carries into one vector at the loop's end.
+Then the registers of a wgmma's accumulator are copied before they are ready, so ptxas adds a wait after each product (C7514). The
+loop of the forward for sm_90 at head dim 128 gets 28 % more instructions. Triton has no option for this pass, and disables it only
+for sm_80.
 """
 
 from __future__ import annotations
@@ -56,13 +56,16 @@ def compiling() -> Iterator[None]:
 
 
 SHARED_MEMORY_LIMIT: dict[int, int] = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
-"""Bytes of shared memory that one block can have (opt-in), by compute capability: CUDA C++ Programming Guide, "Compute
-Capabilities", technical specifications per compute capability, "Maximum amount of shared memory per thread block"."""
+"""Maximum bytes of shared memory of one block (opt-in), by compute capability.
+
+CUDA C++ Programming Guide, "Compute Capabilities", technical specifications per compute capability, "Maximum amount of shared
+memory per thread block".
+"""
 
 
 def options_of(num_warps: int, num_stages: int) -> dict[str, Any]:
-    """Returns the options of Triton's compiler. All kernels have the same, except for these two numbers.
+    """Returns the options of Triton's compiler. All kernels have the same options, except for these two numbers.
 
-    enable_fp_fusion makes a product and a sum one operation, which rounds once. Not every Triton has this default.
+    enable_fp_fusion fuses a product and a sum into one operation, which rounds once. Not every version of Triton has this default.
     """
     return {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}

@@ -1,9 +1,9 @@
-"""Launches of compiled kernels by the driver's own call: arguments are packed into one buffer, with no step of Triton's.
+"""Launches of compiled kernels by the driver's own call: arguments are packed into one buffer, without any code of Triton.
 
-Triton's launchers look at each argument's type again in each launch. Here that is done once for a compiled kernel, and what is left
-is `struct.pack_into` and `cuLaunchKernelEx`, which is the same in every version of Triton. What a kernel may need beyond that
-(scratch memory, clusters) none of ours does; `Direct.of` gives None for it. A kernel that waits for the one before it
-(`launch_order`) has the launch attribute by which it may begin early.
+Triton's launchers inspect each argument's type in each launch. Here that happens once for a compiled kernel. A launch is then
+`struct.pack_into` and `cuLaunchKernelEx`, and is the same for every version of Triton. The library's kernels need nothing beyond
+that, such as scratch memory or clusters; for such a kernel `Direct.of` returns None. A kernel that waits for the kernel before it
+(`launch_order`) has the launch attribute that lets it begin early.
 """
 
 from __future__ import annotations
@@ -24,26 +24,27 @@ from flexattn.forks import fork_safe
 from flexattn.kernels_triton.runtime.store import Binary
 from flexattn.kernels_triton.runtime.varying import Varying
 
-# C layouts, as cuda.h and Triton's signatures have them
+# C types, by the type names of cuda.h and of Triton's signatures
 _CODES = {"i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u1": "B", "u8": "B", "u16": "H", "u32": "I", "u64": "Q"}
 _CODES |= {"fp32": "f", "f32": "f", "fp64": "d"}
 _CONFIG = "7I4xQQI12x"  # CUlaunchConfig: grid, block, shared memory, stream, attributes, their number; then padding to _PARAMETERS
-_STREAM = 32  # where the stream is in it
-_PARAMETERS = 64  # where the arguments begin: first the tensor maps, which are aligned to 64 bytes
+_STREAM = 32  # offset of the stream in the configuration
+_PARAMETERS = 64  # offset of the arguments: the tensor maps are first, aligned to 64 bytes
 _MAP_BYTES = 128
-_MOST_DESCRIPTORS = 256  # descriptors of a kernel, whose tensor maps are kept
-_MOST_MAPS = 1024  # tensor maps kept of one descriptor, by address: tensors of a deep model's layers lie at hundreds
+_MOST_DESCRIPTORS = 256  # maximum descriptors of a kernel whose tensor maps are cached
+# maximum cached tensor maps of one descriptor, by address: tensors of a deep model's layers have hundreds of addresses
+_MOST_MAPS = 1024
 
 
 class _BeginsEarly(ctypes.Structure):
-    """CUlaunchAttribute: CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, set."""
+    """CUlaunchAttribute with CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION set."""
 
     _fields_ = (("id", ctypes.c_int), ("padding", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60))
 
 
 _BEGINS_EARLY = _BeginsEarly(id=6, value=1)
 
-Path = tuple[int, ...]  # an argument, and where in it
+Path = tuple[int, ...]  # index of an argument, then indices inside of it
 
 
 class LaunchError(RuntimeError):
@@ -55,18 +56,18 @@ def _library() -> Any:
     return ctypes.CDLL("libcuda.so.1")
 
 
-def _check(status: int, what: str) -> None:
+def _check(status: int, action: str) -> None:
     if status:
         text = ctypes.c_char_p()
         _library().cuGetErrorString(status, ctypes.byref(text))
-        raise LaunchError(f"CUDA error {status} in {what}: {(text.value or b'unknown').decode()}")
+        raise LaunchError(f"CUDA error {status} in {action}: {(text.value or b'unknown').decode()}")
 
 
-_MAX_SHARED, _MOST_STATIC = 8, 48 * 1024  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES; what needs no leave
+_MAX_SHARED, _MOST_STATIC = 8, 48 * 1024  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES; the size that needs no attribute
 
 
 def _load(binary: Binary) -> int:
-    """Returns the kernel's handle in the current context, valid for as long as the process lives."""
+    """Returns the kernel's handle in the current context, valid for the lifetime of the process."""
     module, function = ctypes.c_void_p(), ctypes.c_void_p()
     driver = _library()
     _make_current()
@@ -83,7 +84,7 @@ _NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 
 
 def _make_current() -> None:
-    """Gives this thread the context of torch's current device: one of autograd's may have none yet."""
+    """Gives this thread the context of torch's current device: an autograd thread may have none yet."""
     driver, context = _library(), ctypes.c_void_p()
     _check(driver.cuCtxGetCurrent(ctypes.byref(context)), "cuCtxGetCurrent")
     if not context.value:
@@ -96,7 +97,7 @@ def current_device() -> int:
 
 
 def set_to_zero(stream: int, address: int, size: int) -> None:
-    """Sets `size` bytes to 0, in the order of the stream."""
+    """Sets `size` bytes to 0, in stream order."""
     if _zeroed(stream, address, size) == _NO_CONTEXT:
         _make_current()
         _check(_zeroed(stream, address, size), "cuMemsetD8Async")
@@ -110,7 +111,7 @@ def _zeroed(stream: int, address: int, size: int) -> int:
 
 
 class _Base:
-    """Stands for a tensor of which the address is known."""
+    """Stands for a tensor with a known address."""
 
     def __init__(self, address: int) -> None:
         self.address = address
@@ -120,9 +121,9 @@ class _Base:
 
 
 class _Maps:
-    """The tensor maps of one descriptor: encoded once for an address, as nothing else of it varies.
+    """The tensor maps of one descriptor, encoded once for each address, because its other properties do not change.
 
-    By Triton, which mends what some drivers encode wrongly; the map is the last that its object has.
+    Triton encodes them, because it corrects maps that some drivers encode wrongly. The map is the last part of its object.
     """
 
     def __init__(self, descriptor: Any, meta: Any) -> None:
@@ -150,15 +151,15 @@ class _Maps:
 def _has_maps() -> bool:
     """Returns whether Triton's tensor maps are objects of a head and the map, aligned to 64 or 128 bytes.
 
-    Their class is there once Triton's driver is, which nothing has asked for where all kernels so far came from files.
+    Their class exists once Triton's driver does. If all kernels so far came from files, nothing has created the driver yet.
     """
-    triton.runtime.driver.active.utils  # noqa: B018 (it is made when it is first read)
+    triton.runtime.driver.active.utils  # noqa: B018 (the first read creates it)
     kind = getattr(triton_driver, "PyCUtensorMap", None)
     return kind is not None and kind.__basicsize__ in (64 + _MAP_BYTES, 128 + _MAP_BYTES)
 
 
 class _Buffer:
-    """Memory for one launch's configuration and arguments, and the call that reads it; locked, as threads may share it."""
+    """Memory for one launch's configuration and arguments, and the call that reads it; locked, because threads may share it."""
 
     def __init__(self, layout: Direct) -> None:
         self.memory = bytearray(layout.size + _PARAMETERS)
@@ -166,7 +167,7 @@ class _Buffer:
         self.offset = -start % _PARAMETERS
         base = start + self.offset
         self.parameters = (ctypes.c_void_p * len(layout.offsets))(*(base + offset for offset in layout.offsets))
-        # Converted here, once, and not in each call.
+        # Converted once here, not in each call.
         pointers = (base, layout.function, ctypes.addressof(self.parameters))
         self.call = (*map(ctypes.c_void_p.from_param, pointers), None)
         self.lock = fork_safe(threading.Lock())
@@ -175,7 +176,7 @@ class _Buffer:
 class Direct:
     """A compiled kernel on one device.
 
-    Its arguments lie in the buffer in this order: tensor maps, pointers, and all that is no address, the widest first.
+    Its arguments are in the buffer in this order: tensor maps, pointers, then all other values, the widest first.
     """
 
     def __init__(self, binary: Binary) -> None:
@@ -185,16 +186,16 @@ class Direct:
         self.attributes = (ctypes.addressof(_BEGINS_EARLY), 1) if binary.waits else (0, 0)
         self.maps: list[Path] = []
         self.pointers: list[Path] = []
-        others: list[tuple[Path, str, str]] = []  # (where, code, part of a descriptor or "")
-        order: list[tuple[str, int]] = []  # for each parameter of the kernel, its list and its place there
+        others: list[tuple[Path, str, str]] = []  # (path, code, part of a descriptor or "")
+        order: list[tuple[str, int]] = []  # for each parameter of the kernel, its list and its index there
         for path, kind in leaves(binary.signature, ()):
             if kind.startswith("tensordesc"):
                 rank = len(self.metas[len(self.maps)]["block_size"])
                 order.append(("maps", len(self.maps)))
                 for part in range(2 * rank):
                     order.append(("others", len(others)))
-                    of_part = f".shape[{part}]" if part < rank else f".strides[{part - rank}]"
-                    others.append((path, "i" if part < rank else "q", of_part))
+                    part_text = f".shape[{part}]" if part < rank else f".strides[{part - rank}]"
+                    others.append((path, "i" if part < rank else "q", part_text))
                 self.maps.append(path)
             elif kind.startswith("*"):
                 order.append(("pointers", len(self.pointers)))
@@ -204,36 +205,36 @@ class Direct:
                 others.append((path, _CODES[kind], ""))
         widest_first = sorted(range(len(others)), key=lambda i: -struct.calcsize("=" + others[i][1]))
         self.numbers_of = _reader(_place(others[i][0]) + others[i][2] for i in widest_first)
-        # whose addresses a launch takes: of the descriptors, then of the pointers
+        # tensors whose addresses a launch needs: of the descriptors, then of the pointers
         self.tensors_of = _reader([*(f"{_place(path)}.base" for path in self.maps), *map(_place, self.pointers)])
         codes = "".join(others[i][1] for i in widest_first)
         maps_end = _PARAMETERS + _MAP_BYTES * len(self.maps)
         pointers_end = maps_end + 8 * len(self.pointers)
-        of_others, at = {}, pointers_end
+        offset_of_other, at = {}, pointers_end
         for i in widest_first:
-            of_others[i] = at
+            offset_of_other[i] = at
             at += struct.calcsize("=" + others[i][1])
-        self.starts = [of_others[i] for i in widest_first]  # where each of `numbers_of` begins
+        self.starts = [offset_of_other[i] for i in widest_first]  # start of each of `numbers_of`
         self.codes = codes
-        scratch = at + -at % 8  # two null pointers: scratch memory, of which there is none
+        scratch = at + -at % 8  # two null pointers for scratch memory, which does not exist
         self.size = scratch + 16
         starts = {
             "maps": lambda i: _PARAMETERS + _MAP_BYTES * i,
             "pointers": lambda i: maps_end + 8 * i,
-            "others": lambda i: of_others[i],
+            "others": lambda i: offset_of_other[i],
         }
         widths = {"maps": lambda i: _MAP_BYTES, "pointers": lambda i: 8, "others": lambda i: struct.calcsize("=" + others[i][1])}
-        self.offsets = [starts[which](i) for which, i in order] + [scratch, scratch + 8]
-        self.sizes = [widths[which](i) for which, i in order] + [8, 8]
+        self.offsets = [starts[group](i) for group, i in order] + [scratch, scratch + 8]
+        self.sizes = [widths[group](i) for group, i in order] + [8, 8]
         addresses = f"{_MAP_BYTES}s" * len(self.maps) + f"{len(self.pointers)}Q"
-        self.whole = struct.Struct(f"={_CONFIG}{addresses}{codes}")
+        self.layout_struct = struct.Struct(f"={_CONFIG}{addresses}{codes}")
         self.addresses = struct.Struct(f"=QQI12x{addresses}")  # from the stream on
         self.encoders: dict[Any, _Maps] = {}
         self.buffer = _Buffer(self)
 
     @classmethod
     def of(cls, binary: Binary | None) -> Direct | None:
-        """Loads a kernel; None for one with arguments that cannot be handed over here."""
+        """Loads a kernel; None if it has arguments that this class does not support."""
         if binary is None:
             return None
         kinds = [kind for _, kind in leaves(binary.signature, ())]
@@ -251,7 +252,7 @@ class Direct:
         self._pack(self.buffer, programs, stream, (*encoded, *addresses[count:]), arguments, launches=True)
 
     def prepare(self, programs: int, arguments: Sequence[Any]) -> Prepared:
-        """Returns the launch with all but its addresses in place; `tensors_of` says whose addresses those are."""
+        """Returns the launch with everything but its addresses in place; `tensors_of` gives the tensors that have them."""
         return Prepared(self, programs, arguments)
 
     def _maps(self, arguments: Sequence[Any]) -> list[_Maps]:
@@ -270,15 +271,15 @@ class Direct:
     def _pack(
         self, buffer: _Buffer, programs: int, stream: int, addresses: Sequence[Any], arguments: Sequence[Any], launches: bool
     ) -> None:
-        """Fills a buffer, and launches it. addresses: the tensor maps, encoded, and then the pointers."""
+        """Fills a buffer, and launches it if `launches`. addresses: the encoded tensor maps, and then the pointers."""
         config = (programs, 1, 1, self.block, 1, 1, self.shared, stream, *self.attributes)
         others = self.numbers_of(arguments)
         with buffer.lock:
             try:
-                self.whole.pack_into(buffer.memory, buffer.offset, *config, *addresses, *others)
-            except OverflowError:  # a Python float past the largest of the kernel's type
+                self.layout_struct.pack_into(buffer.memory, buffer.offset, *config, *addresses, *others)
+            except OverflowError:  # a Python float above the largest number of the kernel's type
                 others = tuple(ctypes.c_float(x).value if isinstance(x, float) else x for x in others)
-                self.whole.pack_into(buffer.memory, buffer.offset, *config, *addresses, *others)
+                self.layout_struct.pack_into(buffer.memory, buffer.offset, *config, *addresses, *others)
             status = _library().cuLaunchKernelEx(*buffer.call) if launches else 0
             if status == _NO_CONTEXT:
                 _make_current()
@@ -287,7 +288,7 @@ class Direct:
 
 
 class Prepared:
-    """A launch of which all but the stream and the addresses is in its buffer: `launch(stream, addresses)`."""
+    """A launch whose buffer has everything but the stream and the addresses: `launch(stream, addresses)`."""
 
     def __init__(self, direct: Direct, programs: int, arguments: Sequence[Any]) -> None:
         self.direct = direct
@@ -302,16 +303,16 @@ class Prepared:
         self.launch = self._launch_with_maps() if self.maps else self._launcher()
 
     def with_numbers(self, values: Sequence[float]) -> Prepared:
-        """Returns the launch with other numbers in the place of those that vary, in memory of its own."""
-        made = copy.copy(self)
-        made.buffer = buffer = _Buffer(self.direct)
+        """Returns the launch with other values for its varying numbers, in memory of its own."""
+        copied = copy.copy(self)
+        copied.buffer = buffer = _Buffer(self.direct)
         before, size = self.buffer.offset, self.direct.size
         buffer.memory[buffer.offset : buffer.offset + size] = self.buffer.memory[before : before + size]
         for place, start, code in self.varying:
             value = ctypes.c_float(values[place]).value if code == "f" else values[place]
             struct.pack_into(f"={code}", buffer.memory, buffer.offset + start, value)
-        made.launch = made._launch_with_maps() if made.maps else made._launcher()
-        return made
+        copied.launch = copied._launch_with_maps() if copied.maps else copied._launcher()
+        return copied
 
     def _launch_with_maps(self) -> Callable[[int, Sequence[int]], None]:
         maps, plain, count = self.maps, self._launcher(), len(self.maps)
@@ -323,7 +324,7 @@ class Prepared:
         return launch
 
     def _launcher(self) -> Callable[[int, Sequence[Any]], None]:
-        """Returns a closure, whose names are found faster than attributes: it is every call's last step."""
+        """Returns a closure, because its names are faster to read than attributes: it is every call's last step."""
         lock, call, memory, at = self.buffer.lock, self.buffer.call, self.buffer.memory, self.buffer.offset + _STREAM
         pack, driver, name = self.direct.addresses.pack_into, _library().cuLaunchKernelEx, self.direct.name
         attributes, count = self.direct.attributes
@@ -347,7 +348,7 @@ class _Kind(NamedTuple):
 
 
 def leaves(signature: Sequence[Any], path: Path) -> Iterator[_Kind]:
-    """Yields the parts of a signature that are handed to the kernel: where each is among the arguments, and its type."""
+    """Yields the parts of a signature that are passed to the kernel: the path of each among the arguments, and its type."""
     for i, kind in enumerate(signature):
         if isinstance(kind, (tuple, list)):
             yield from leaves(kind, (*path, i))
@@ -368,6 +369,6 @@ def _place(path: Path) -> str:
 
 
 def _reader(expressions: Iterable[str]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """Returns a function from a kernel's arguments to the values of these expressions; compiled, as each launch calls it."""
+    """Returns a function from a kernel's arguments to the values of these expressions; compiled, because each launch calls it."""
     found: Callable[[Sequence[Any]], tuple[Any, ...]] = eval(f"lambda arguments: ({''.join(f'{x}, ' for x in expressions)})")
     return found

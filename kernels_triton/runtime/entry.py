@@ -1,12 +1,12 @@
-"""Kernels whose arguments have names: the flat signature that Triton needs is made of the fields of a NamedTuple.
+"""Kernels whose arguments have names: the fields of a NamedTuple give the flat signature that Triton needs.
 
-Triton compiles a kernel anew for an integer in a tuple that is 1 or a multiple of 16, whatever `do_not_specialize` says (3.6 and
-3.7). So no kernel is launched with a tuple of its numbers. It is written as a function of named groups, and what is launched is a
-generated function with one parameter for each field, which puts the groups together and calls it. That leaves the machine code as
-it is: Triton takes tuples apart before anything is compiled.
+Triton specialises a kernel for an integer in a tuple if it is 1 or a multiple of 16, whatever `do_not_specialize` says (3.6 and
+3.7). So no kernel is launched with a tuple of its numbers. A kernel is written as a function of named groups. The function that is
+launched is generated: it has one parameter for each field, builds the groups and calls the kernel. That does not change the machine
+code, because Triton flattens tuples before it compiles.
 
-The order of the fields does not: it is the order of the parameters, from which ptxas makes another schedule. On an H200 the fused
-backward with a softcap took 5 % longer with the steps of the descriptors before the band, and the softcap before the bias.
+The order of the fields does change it: it is the order of the parameters, and ptxas then schedules differently. On an H200 the
+fused backward with a softcap took 5 % longer if the descriptors' strides preceded the band, and the softcap the bias.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ if typing.TYPE_CHECKING:
 else:
 
     class WidePointer:
-        """Annotates a field for a tensor that is read or written 16 bytes at a time: a kernel is compiled for its alignment."""
+        """Annotates a field for a tensor that is accessed 16 bytes at a time: a kernel is specialised for its alignment."""
 
 
 class Field(NamedTuple):
     """One parameter of the generated function."""
 
-    name: str  # the path of fields to it, joined by "_"
+    name: str  # the field names on the path to it, joined by "_"
     is_wide: bool
 
 
@@ -53,9 +53,9 @@ def _without_none(kind: Any) -> Any:
 
 @functools.cache
 def fields_of(group: type) -> tuple[Field, ...]:
-    """Returns the leaves of a NamedTuple class whose fields may be such classes themselves, or one or None, depth first.
+    """Returns the leaves of a NamedTuple class, depth first; its fields may be such classes themselves, or one or None.
 
-    Raises TypeError where two leaves have one name.
+    Raises TypeError if two leaves have one name.
     """
     found = tuple(_walk(group, ""))
     names = [field.name for field in found]
@@ -77,8 +77,8 @@ def _walk(group: type, path: str) -> Iterator[Field]:
 def flattening(group: type) -> Callable[[Any], tuple[Any, ...]]:
     """Returns a function from an instance of `group` to the values of its leaves, in the order of `fields_of`.
 
-    A group that the instance leaves out, as None, gives None for each of its leaves. The function is generated, as every launch
-    that is not replayed calls it: one assignment for each group takes that group apart.
+    If a group of the instance is None, each of its leaves is None. The function is generated, because every launch that is not
+    replayed calls it: one assignment unpacks each group.
     """
     leaves = ", ".join(field.name for field in fields_of(group))
     source = "\n    ".join(["def flatten(_):", *_assignments(group, ""), f"return ({leaves},)"])
@@ -89,7 +89,7 @@ def flattening(group: type) -> Callable[[Any], tuple[Any, ...]]:
 
 
 def _assignments(group: type, path: str) -> Iterator[str]:
-    """Yields the statements that take apart the variable of a group, "_" and its path, and then those of the groups in it."""
+    """Yields the statements that unpack the variable of a group, "_" and its path, and then the variables of its groups."""
     hints = _hints(group)
     names = [f"{'_' if is_group(kind) else ''}{path}{name}" for name, kind in hints.items()]
     yield f"{', '.join(names)}, = _{path.removesuffix('_')} or {(None,) * len(names)}"
@@ -101,7 +101,7 @@ def _assignments(group: type, path: str) -> Iterator[str]:
 def flat_function(body: Callable[..., None], jit: Callable[..., Any]) -> tuple[Callable[..., None], type]:
     """Returns (the flat function of a kernel, the class of its first argument).
 
-    body: the kernel as it is written: `args`, annotated with a NamedTuple class, and constants, annotated tl.constexpr.
+    body: the kernel as written: `args`, annotated with a NamedTuple class, and constants, annotated tl.constexpr.
     jit: makes a device function of it: triton.jit or gluon.jit.
     """
     first, *constants = inspect.signature(body).parameters
@@ -113,16 +113,16 @@ def flat_function(body: Callable[..., None], jit: Callable[..., Any]) -> tuple[C
     value = _construction(group, "", groups)
     source = f"def {name}({parameters}):\n    body({', '.join([value, *constants])})\n"
     file = f"<flexattn {body.__module__}.{name}>"
-    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)  # where inspect finds it
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)  # inspect finds the source there
     namespace: dict[str, Any] = {"tl": tl, "body": jit(body), "__name__": body.__module__, **groups}
     exec(compile(source, file, "exec"), namespace)
     return namespace[name], group
 
 
 def _construction(group: type, path: str, groups: dict[str, type]) -> str:
-    """Returns the expression that makes a group of the flat parameters, and notes its classes in `groups` by name.
+    """Returns the expression that makes a group from the flat parameters, and adds its classes to `groups` by name.
 
-    Raises TypeError where two different classes have one name.
+    Raises TypeError if two different classes have one name.
     """
     if groups.setdefault(group.__name__, group) is not group:
         raise TypeError(f"two groups of a kernel's arguments are different classes named {group.__name__}; rename one")

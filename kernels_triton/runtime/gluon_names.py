@@ -1,4 +1,4 @@
-"""Names in Gluon that differ between versions of Triton. The kernels import each of them from here alone.
+"""Names in Gluon that differ between versions of Triton. The kernels import each of them only from this file.
 
 | here            | Triton 3.6 and 3.7              | 3.8                                        | 3.9               |
 |-----------------|---------------------------------|--------------------------------------------|-------------------|
@@ -8,7 +8,7 @@
 | `tensor_rows`   | get_tmem_reg_layout             | tensor_memory_descriptor_type's method     | as in 3.8         |
 | `reinterpreted` | a descriptor's _reinterpret     | as in 3.7                                  | its reinterpret   |
 
-The emulator imports nothing of the library. It emulates each of these functions and methods under all of its names.
+The emulator does not import the library. It emulates each of these functions and methods under all of its names.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ reduce_add = getattr(tma, "async_atomic_add", None) or _add_by_builder  # like s
 
 @gluon.constexpr_function
 def tensor_rows(dtype, shape, layout, warps):
-    # The register layout of a tile of tensor memory with this layout. Each thread has a row
+    # Returns the register layout of a tile of tensor memory with this layout. Each thread has a row
     if hasattr(blackwell, "get_tmem_reg_layout"):
         return blackwell.get_tmem_reg_layout(dtype, shape, layout, warps)
     return blackwell.tensor_memory_descriptor_type(dtype, shape, layout, shape).get_reg_layout(warps)
@@ -44,7 +44,7 @@ def tensor_rows(dtype, shape, layout, warps):
 
 @gluon.jit
 def reinterpreted(memory, DTYPE: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
-    # The same bytes of tensor memory as a tile of another type
+    # Returns the same bytes of tensor memory as a tile of another type
     if _HAS_REINTERPRET:
         return memory.reinterpret(DTYPE, SHAPE, LAYOUT)
     else:

@@ -1,8 +1,8 @@
 """Triton's interpreter (TRITON_INTERPRET=1) with right bf16 and fp8: the arithmetic of the compiled kernel, on the CPU.
 
-Triton's interpreter keeps a bf16 or fp8 value as an unsigned integer of its width and mostly computes on that integer: sums and
-products of bf16 are nonsense, casts to bf16 truncate, casts to fp8 lose the carry. It is known and not planned upstream
-(triton-lang/triton issues 10945, 11584 and 11585). `right_arithmetic` mends it for the launches made inside it:
+Triton's interpreter stores a bf16 or fp8 value as an unsigned integer of its width and mostly computes on that integer. So sums and
+products of bf16 are wrong, casts to bf16 truncate, and casts to fp8 lose the carry. This is known upstream, and no fix is planned
+(triton-lang/triton issues 10945, 11584 and 11585). `right_arithmetic` corrects it for launches inside of it:
 
     with right_arithmetic():
         kernel[grid](...)
@@ -25,15 +25,15 @@ from triton._C.libtriton import ir
 from flexattn.forks import fork_safe
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
-"""Whether Triton interprets this process's kernels. It decides when it decorates one, so this is read when kernels are imported."""
+"""Whether Triton interprets this process's kernels. Triton decides when it decorates a kernel, so this is read at import."""
 
-if INTERPRETED:  # Triton's interpreter needs numpy; the compiler does not, and may find none installed
+if INTERPRETED:  # Triton's interpreter needs numpy; the compiler does not, and numpy may not be installed
     import numpy as np
     from triton.language.semantic import TritonSemantic
     from triton.runtime import interpreter
     from triton.runtime.interpreter import InterpreterBuilder, ReduceOps, ScanOps, TensorHandle
 
-    _BUILTIN = tl.core.builtin(lambda: None).__code__  # the code of each function that is marked as one
+    _BUILTIN = tl.core.builtin(lambda: None).__code__  # the code of each function that is marked as a builtin
 
 _TORCH_DTYPES = {"bf16": torch.bfloat16, "fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}  # by tl.dtype.name
 _LARGEST = {"fp8e4nv": 448.0, "fp8e5": 57344.0}  # casts to these saturate
@@ -43,34 +43,38 @@ _numpy_dtypes: dict[str, Any] = {}  # by tl.dtype.name, "" for pointers
 _block_types: dict[tuple[Any, ...], dict[str, Any]] = {}  # attributes of a tl.block_type, by its element type and shape
 _tensor_shapes: dict[tuple[int, ...], tuple[Any, Any]] = {}  # `shape` and `numel` of a tl.tensor, by its shape in integers
 
-_lock = fork_safe(threading.RLock())  # Triton's interpreter has one grid index for all threads, and what is patched is everybody's
+_lock = fork_safe(threading.RLock())  # Triton's interpreter has one grid index for all threads, and patches affect all threads
 _open_contexts = 0
 _undo = ExitStack()
 
 
 @contextmanager
 def right_arithmetic() -> Iterator[None]:
-    """Inside, interpreted kernels compute on bf16 and fp8 (e4m3fn, e5m2) as compiled ones do on sm_90 and later.
+    """Inside, interpreted kernels compute on bf16 and fp8 (e4m3fn, e5m2) as compiled kernels do on sm_90 and later.
 
-    - A cast rounds to nearest even (toward zero where the kernel asks), bit for bit as torch casts. Past its range bf16 becomes
-      infinite; fp8 saturates at 448 (e4m3fn) or 57344 (e5m2), infinities too, as `cvt.rn.satfinite` of the PTX ISA does and torch
-      does not. Not imitated: sm_89 takes fp32 to fp8 through fp16, rounding toward zero on the way.
-    - + - * round the fp32 result once, as torch does, and so does fma, of fp32 operands too; / and % give fp32; comparisons compare
-      values. (Triton compiles none of these for fp8: cast first.)
-    - tl.dot multiplies exactly, and rounds once where the accumulator is fp32, so that a product and its transpose are equal to the
-      bit. fp32 operands are not rounded to tf32.
+    - A cast rounds to nearest even (toward zero if the kernel requests it), bitwise identical to torch's casts. Past its range bf16
+      becomes infinite. fp8 saturates at 448 (e4m3fn) or 57344 (e5m2), infinities too, like `cvt.rn.satfinite` of the PTX ISA and
+      unlike torch. Not imitated: sm_89 converts fp32 to fp8 through fp16, and rounds toward zero on the way.
+    - + - * round the fp32 result once, as torch does, and so does fma, of fp32 operands too. / and % give fp32, and comparisons
+      compare values. (Triton compiles none of these for fp8: cast first.)
+    - tl.dot multiplies exactly. It rounds once if the accumulator is fp32, so a product and its transpose are bitwise equal. fp32
+      operands are not rounded to tf32.
     - tl.sum, tl.cumsum and tl.cumprod over bf16 compute in fp32 and round once, as torch does. A compiled tl.sum rounds after each
-      addition, in an order of its own: cast to fp32 first where that matters.
-    - tl.minimum, tl.maximum and tl.clamp pass over NaN, in fp32 and fp16 too, unless the kernel asks for propagate_nan.
+      addition, in its own order: cast to fp32 first if that matters.
+    - tl.minimum, tl.maximum and tl.clamp ignore NaN, in fp32 and fp16 too, unless the kernel requests propagate_nan.
     - With triton 3.6 and numpy 2.4 or later, loops over run-time bounds work.
-    - A `tl.device_assert` that fails raises AssertionError, as Triton's does only where a variable asks for it.
-    - The assembly that orders launches (`griddepcontrol`) does nothing, as launches run one after another. Other assembly raises.
+    - A `tl.device_assert` that fails raises AssertionError. Triton's does so only if a variable requests it.
+    - The assembly that orders launches (`griddepcontrol`) does nothing, because launches run one after another. Other assembly
+      raises.
 
-    The rest is Triton's own: fp32 and fp16 arithmetic, and atomics, which raise on bf16. Kernels run several times faster: device
-    functions are patched once, a type and a shape are made once and not for every value, no common type is sought where operands
-    have the same, and no sum is made a second time for an overflow check whose result the interpreter drops. The context may be
-    nested; one thread at a time is inside, and when it leaves the interpreter is as it was. Only launches belong in it:
-    triton.language is patched inside. Where nothing is interpreted it does nothing.
+    Everything else is Triton's own, such as fp32 and fp16 arithmetic, and atomics, which raise on bf16.
+
+    Kernels run several times faster. Device functions are patched once. A type and a shape are created once and not for every
+    value. No common type is computed if operands have the same type. No sum is repeated for an overflow check whose result the
+    interpreter drops.
+
+    The context may be nested. One thread at a time is inside, and when it leaves, the interpreter is as before. Put only launches
+    inside, because triton.language is patched there. If nothing is interpreted, the context does nothing.
     """
     global _open_contexts
     if not INTERPRETED:
@@ -89,7 +93,7 @@ def right_arithmetic() -> Iterator[None]:
 
 
 def _install() -> None:
-    # Triton patches triton.language for each launch and again for each call of a device function, which takes longer than most
+    # Triton patches triton.language for each launch and again for each call of a device function. That takes longer than most
     # operations on a tile. Once is enough, before `_patch_lang` is replaced.
     patch_attr, interpreter._patch_attr = interpreter._patch_attr, _patch_attr
     try:
@@ -123,7 +127,7 @@ def _install() -> None:
         else:
             _undo.callback(setattr, owner, name, original)
         setattr(owner, name, _bind(replacement, original))
-    for owner, name, replacement in (  # what runs several times for every operation
+    for owner, name, replacement in (  # functions that run several times for every operation
         (TritonSemantic, "binary_op_type_checking_impl", _check_operands),
         (TritonSemantic, "broadcast_impl_value", _broadcast),
         (InterpreterBuilder, "binary_op", _binary_op),
@@ -141,7 +145,7 @@ def _bind(replacement: Callable[..., Any], original: Callable[..., Any] | None) 
 
 
 def _widen(handle: TensorHandle) -> TensorHandle:
-    """Returns a handle's values in fp32, or the handle itself where its dtype needs no mending."""
+    """Returns a handle's values in fp32, or the handle itself if its dtype is already right."""
     dtype = _TORCH_DTYPES.get(handle.dtype.scalar.name)
     if dtype is None:
         return handle
@@ -161,7 +165,7 @@ def _narrow(values: np.ndarray, dtype: tl.dtype, toward_zero: bool = False) -> T
 
 
 def _narrow_like(operand: TensorHandle, result: TensorHandle) -> TensorHandle:
-    """`result` in `operand`'s dtype, if that is one that `_widen` widened."""
+    """Returns `result` in the dtype of `operand`, if `_widen` widened it."""
     dtype = operand.dtype.scalar
     return _narrow(result.data, dtype) if dtype.name in _TORCH_DTYPES else result
 
@@ -211,8 +215,8 @@ def _create_fma(original, builder, x, y, z):
 def _create_dot(original, builder, a, b, accumulator, *options):
     if accumulator.dtype.scalar.name != "fp32":
         return original(builder, _widen(a), _widen(b), accumulator, *options)
-    # In fp64, for BLAS adds up a product and its transpose in different orders, and kernels count on the two being equal.
-    with np.errstate(invalid="ignore", over="ignore"):  # NaN and infinity are operands like others
+    # In fp64, because BLAS sums a product and its transpose in different orders, and kernels rely on the two being equal.
+    with np.errstate(invalid="ignore", over="ignore"):  # NaN and infinity are valid operands
         exact = np.matmul(_widen(a).data, _widen(b).data, dtype=np.float64) + accumulator.data
         return TensorHandle(exact.astype(np.float32), tl.float32)
 
@@ -234,7 +238,7 @@ def _create_clampf(original, builder, x, low, high, propagate_nans):
 def _create_inline_asm(original, builder, asm, constraints, values, *options):
     if "griddepcontrol" not in asm:
         return original(builder, asm, constraints, values, *options)
-    (value,) = values  # which the assembly returns as it came, as the interpreter runs launches one after another
+    (value,) = values  # the assembly returns it unchanged, because the interpreter runs launches one after another
     return SimpleNamespace(get_result=lambda _: value)
 
 
@@ -255,9 +259,10 @@ def _scan(original, scan, input):
 
 
 def _patch_attr(owner, name, member, builder, scope):
-    """Makes a builtin of the language take the interpreter's semantic; Triton's way copies and checks the keywords of each call."""
+    """Makes a builtin of the language use the interpreter's semantic; Triton's way copies and checks the keywords of each call."""
     semantic = getattr(interpreter, "interpreter_semantic", None) or TritonSemantic(builder)  # triton 3.6 has none to share
-    function = member.__wrapped__ if getattr(member, "__code__", None) is _BUILTIN else member  # which only asks for a semantic
+    # the wrapper only checks for a semantic
+    function = member.__wrapped__ if getattr(member, "__code__", None) is _BUILTIN else member
 
     def builtin(*args, **keywords):
         keywords["_semantic"] = semantic
@@ -270,7 +275,7 @@ def _patch_lang(_original, _fn):
     return interpreter._LangPatchScope()
 
 
-def _get_np_dtype(original):  # Triton's makes a table of all dtypes for each look-up
+def _get_np_dtype(original):  # Triton's function builds a table of all dtypes for each look-up
     def get_np_dtype(dtype):
         key = "" if dtype.is_ptr() or dtype.scalar.is_ptr() else dtype.scalar.name
         found = _numpy_dtypes.get(key)
@@ -282,13 +287,13 @@ def _get_np_dtype(original):  # Triton's makes a table of all dtypes for each lo
 
 
 def _sanitize_overflow(original, semantic, lhs, rhs, binary_op):
-    if semantic.builder.options.debug:  # otherwise device_assert ignores what the check, in int64, has found
+    if semantic.builder.options.debug:  # otherwise device_assert ignores the result of the check, which runs in int64
         original(semantic, lhs, rhs, binary_op)
 
 
 def _device_assert(original, semantic, condition, message, mask):
     holds = condition.handle.data if mask is None else condition.handle.data | ~mask.handle.data
-    assert holds.all(), message  # in every kernel, as nothing here tells which are compiled with assertions
+    assert holds.all(), message  # in every kernel, because the interpreter does not know which kernels are compiled with assertions
 
 
 def _make_block_type(original):
@@ -322,7 +327,7 @@ def _make_tensor(original):
 def _make_handle(original):
     def make_handle(handle, data, dtype, attr=None):
         if attr is not None or (data.itemsize > 1 and not dtype.is_ptr() and data.itemsize * 8 > dtype.primitive_bitwidth):
-            original(handle, data, dtype, {} if attr is None else attr)  # which raises where the data is wider than its type
+            original(handle, data, dtype, {} if attr is None else attr)  # the original raises if the data is wider than its type
         else:
             handle.data, handle.dtype, handle.attr = data, dtype, {}
 
@@ -330,7 +335,7 @@ def _make_handle(original):
 
 
 def _check_operands(original):
-    """Operands of one type are that of their result already, as are a pointer and an offset, and a number beside a tensor."""
+    """Skips Triton's promotion for operands of one type, for a pointer and an offset, and for a number with a tensor."""
 
     def check_operands(semantic, lhs, rhs, allow_lhs_ptr=False, allow_rhs_ptr=False, arithmetic_check=True, div_or_mod=False):
         if type(lhs) is tl.tensor:
@@ -342,7 +347,7 @@ def _check_operands(original):
                 if allow_lhs_ptr and rhs.dtype.name in ("int32", "int64"):
                     return semantic.broadcast_impl_value(lhs, rhs)
             elif dtype is rhs.dtype and not (div_or_mod and dtype.is_floating() and dtype.name != "fp32"):
-                # Triton decides of quotients: those of 16 bits are in fp32, from triton 3.9 on those of 8 too
+                # Triton decides about quotients: in 16 bits they are fp32, from triton 3.9 on also in 8 bits
                 return semantic.broadcast_impl_value(lhs, rhs)
         elif type(rhs) is tl.tensor and arithmetic_check and _becomes(lhs, rhs.dtype):
             return semantic.broadcast_impl_value(_constant(lhs, rhs.dtype), rhs)
@@ -352,7 +357,7 @@ def _check_operands(original):
 
 
 def _becomes(number, dtype):
-    """Tells numbers that a tensor of `dtype` surely takes as its own; of others Triton decides."""
+    """Returns whether a tensor of `dtype` surely takes the number as its own type; otherwise Triton decides."""
     if type(number) is int:
         return -(2**31) <= number < 2**31 and dtype.name in ("int32", "int64", "fp32")
     if type(number) is not float or dtype.name != "fp32":
@@ -374,13 +379,17 @@ def _broadcast(original):
             return (lhs, _spread(rhs, left.shape.values)) if left.is_block() else (lhs, rhs)
         if not left.is_block():
             return _spread(lhs, right.shape.values), rhs
-        own, other = left.shape.values, right.shape.values
-        if own == other:
+        left_sizes, right_sizes = left.shape.values, right.shape.values
+        if left_sizes == right_sizes:
             return lhs, rhs
-        if len(own) != len(other) or any(a != b and a != 1 and b != 1 for a, b in zip(own, other, strict=True)):
+        if len(left_sizes) != len(right_sizes) or any(
+            a != b and a != 1 and b != 1 for a, b in zip(left_sizes, right_sizes, strict=True)
+        ):
             return original(semantic, lhs, rhs)
-        sizes = list(map(max, own, other))
-        return tuple(tensor if have == sizes else _spread(tensor, sizes) for tensor, have in ((lhs, own), (rhs, other)))
+        sizes = list(map(max, left_sizes, right_sizes))
+        return tuple(
+            tensor if have == sizes else _spread(tensor, sizes) for tensor, have in ((lhs, left_sizes), (rhs, right_sizes))
+        )
 
     return broadcast
 

@@ -1,4 +1,4 @@
-"""The one place where kernels are launched, compiled or interpreted."""
+"""The one place that launches, compiles or interprets kernels."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from flexattn.kernels_triton.runtime.direct import Direct
 from flexattn.kernels_triton.runtime.entry import fields_of, flat_function, flattening
 from flexattn.kernels_triton.runtime.varying import Varying, plain
 
-sources.read_by_margin()  # before the first kernel is imported
+sources.read_by_margin()  # must precede the import of the first kernel
 
-INTERPRETER = 0  # the "compute capability" of Triton's interpreter: small tiles, so that small inputs still have several
+INTERPRETER = 0  # the "compute capability" of Triton's interpreter: small tiles, so that small inputs have several
 
 
 class Tile(NamedTuple):
@@ -29,32 +29,32 @@ class Tile(NamedTuple):
     block_n: int  # keys
     num_warps: int
     num_stages: int
-    apart: bool = False  # dk and dv by a launch each: the scores once more, and half the accumulators at a time
+    apart: bool = False  # dk and dv in separate launches: scores are computed twice, with half the accumulators at a time
 
 
 MAX_PROGRAMS = 2**31 - 1  # CUDA C++ Programming Guide, "Compute Capabilities": maximum x-dimension of a grid
 
 
 def kernel(function: Callable[..., None]) -> Any:
-    """`triton.jit` for a function that is launched: compiled for no integer's value and for no small tensor's address.
+    """`triton.jit` for a function that is launched. It specialises for no integer's value, and for no small tensor's address.
 
-    So a new length, batch size, stride or window never compiles it again. Strides come in units of `Meta.ALIGN` instead, and the
-    wide tensors are still told apart by whether they begin at a multiple of 16 bytes.
+    So a new length, batch size, stride or window never recompiles it. Strides are in units of `Meta.ALIGN` instead. For wide
+    tensors the kernel still depends on 16-byte alignment.
 
     function: `def _name_kernel(args: Arguments, MODS: tl.constexpr, META: tl.constexpr)`. `Arguments` is a NamedTuple whose fields
-        may be NamedTuples themselves (`entry`), and `launch` takes one in its place.
+        may be NamedTuples themselves (`entry`), and `launch` takes an instance of it.
     """
     return _launchable(function, triton.jit)
 
 
 def asserting_kernel(function: Callable[..., None]) -> Any:
-    """`kernel` whose tl.device_assert are compiled in: one that fails ends the context with a device-side assertion."""
+    """`kernel` with its tl.device_assert compiled in; a failed assertion ends the context with a device-side assertion."""
     return _launchable(function, functools.partial(triton.jit, debug=True))
 
 
 def hopper_kernel(function: Callable[..., None]) -> Any:
-    """`kernel` in Gluon, where tiles are read and written by descriptors, which are compiled for no address."""
-    from triton.experimental import gluon  # here, as other GPUs' calls should not wait for its import
+    """`kernel` in Gluon: it accesses tiles by descriptors, and is specialised for no address."""
+    from triton.experimental import gluon  # imported here, so that calls on other GPUs do not wait for it
 
     return _launchable(function, gluon.jit)
 
@@ -63,14 +63,14 @@ def _launchable(function: Callable[..., None], jit: Callable[..., Any]) -> Any:
     flat, group = flat_function(function, jit)
     fields = fields_of(group)
     run_time = [field.name for field in fields if not field.is_wide]
-    made = jit(flat, do_not_specialize=run_time, do_not_specialize_on_alignment=run_time)
-    made.group = group  # the class of its first argument as it is written
-    made.wide = frozenset(field.name for field in fields if field.is_wide)  # compiled for whether they begin at 16 bytes
-    return made
+    launchable = jit(flat, do_not_specialize=run_time, do_not_specialize_on_alignment=run_time)
+    launchable.group = group  # the class of its first argument as written
+    launchable.wide = frozenset(field.name for field in fields if field.is_wide)  # specialised for 16-byte alignment
+    return launchable
 
 
 class Launch(NamedTuple):
-    """One launch as it was asked for, enough for `make` to make it and for `compile_report.request_for` to compile its kernel."""
+    """The parameters of one launch: enough for `make` to run it and for `compile_report.request_for` to compile its kernel."""
 
     kernel: Any
     tile: Tile
@@ -90,7 +90,7 @@ class _Pretended(NamedTuple):
 
 
 class _Thread(threading.local):
-    """State of one thread's launches: the device it pretends to have, its recording, its watcher."""
+    """State of one thread's launches: its pretended device, its recording, its watcher."""
 
     def __init__(self) -> None:
         self.pretended: _Pretended | None = None
@@ -103,7 +103,7 @@ _thread = _Thread()
 
 @contextlib.contextmanager
 def _set_here(name: str, value: Any) -> Iterator[None]:
-    """Inside, an attribute of `_thread` is `value`. A backward that is called inside runs in this thread, not in autograd's."""
+    """Sets an attribute of `_thread` to `value` inside. A backward that is called inside runs in this thread, not in autograd's."""
     before = getattr(_thread, name)
     setattr(_thread, name, value)
     try:
@@ -115,30 +115,31 @@ def _set_here(name: str, value: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def pretended_device(capability: int, processors: int, *, has_large_l2: bool = True) -> Iterator[None]:
-    """Inside, to this thread, every tensor is on a GPU with this capability (90 for 9.0) and so many multiprocessors.
+    """Inside, this thread treats every tensor as on a GPU with this capability (90 for 9.0) and number of multiprocessors.
 
-    For launches that are recorded, or made by a driver that does nothing. has_large_l2: as the function of this name.
+    For launches that are recorded, or run by a driver that does nothing. has_large_l2: see the function of this name.
     """
     with _set_here("pretended", _Pretended(capability, processors, has_large_l2)):
         yield
 
 
 def capability_of(device: torch.device) -> int:
-    """The device's compute capability as 10 * major + minor; INTERPRETER for a CPU device."""
+    """Returns the device's compute capability as 10 * major + minor; INTERPRETER for a CPU device."""
     pretended = _thread.pretended
     return _capability_of(device) if pretended is None else pretended.capability
 
 
 def num_processors(device: torch.device) -> int:
-    """Streaming multiprocessors of the device; a few for the interpreter, so that what is split for them is split there too."""
+    """Returns the number of streaming multiprocessors; a few for the interpreter, so that it also splits work."""
     pretended = _thread.pretended
     return _num_processors(device) if pretended is None else pretended.processors
 
 
 def has_large_l2(device: torch.device) -> bool:
-    """Returns whether the L2 cache is as large as an NVIDIA H200's 60 MB, which come with 4.8 TB/s, and not an H100's 50 with 3.35.
+    """Returns whether the L2 cache is as large as an NVIDIA H200's (60 MB, with 4.8 TB/s of memory), not an H100's (50 MB, 3.35
+    TB/s).
 
-    True for other devices than a GPU.
+    True for devices other than GPUs.
     """
     pretended = _thread.pretended
     return _has_large_l2(device) if pretended is None else pretended.has_large_l2
@@ -164,7 +165,7 @@ def _num_processors(device: torch.device) -> int:
 
 @contextlib.contextmanager
 def recorded_launches() -> Iterator[list[Launch]]:
-    """Inside, this thread launches nothing: its launches are put into the list that this gives. Outputs stay as they are."""
+    """Inside, this thread launches nothing: it appends its launches to the list. Outputs are not written."""
     launches: list[Launch] = []
     with _set_here("recording", launches):
         yield launches
@@ -172,9 +173,9 @@ def recorded_launches() -> Iterator[list[Launch]]:
 
 @contextlib.contextmanager
 def watched_launches(watcher: Watcher) -> Iterator[None]:
-    """Inside, this thread's launches are made, and each is told to `watcher`: its kernel, its programs, its arguments.
+    """Inside, this thread reports each launch to `watcher` after running it: its kernel, programs and arguments.
 
-    The kernel is None where it was launched by Triton and can be launched in no other way.
+    The kernel is None if only Triton can launch it.
     """
     before, _thread.watcher = _thread.watcher, watcher
     try:
@@ -187,7 +188,7 @@ _runtime = triton.knobs.runtime
 
 
 def is_plain() -> bool:
-    """Returns whether this thread's launches may bypass Triton, as nobody looks at them: no recording, no profiler's hooks."""
+    """Returns whether this thread's launches may bypass Triton: there is no recording and no profiler hook."""
     if _thread.recording is not None:
         return False
     enter, leave = _runtime.launch_enter_hook, _runtime.launch_exit_hook
@@ -201,7 +202,7 @@ def current_stream(device: torch.device) -> int:
 
 
 def stream_of(device: torch.device) -> Callable[[], int]:
-    """Returns a function that tells the device's current stream."""
+    """Returns a function that returns the device's current stream."""
     return functools.partial(torch._C._cuda_getCurrentRawStream, device.index)
 
 
@@ -210,20 +211,20 @@ def is_current(device: torch.device) -> bool:
 
 
 _MOST_KERNELS = 1024
-_kernels: OrderedDict[Any, Direct | None] = OrderedDict()  # by all that Triton compiles a kernel for
-_stages: OrderedDict[Any, int] = OrderedDict()  # by the same, of the kernels that Triton launches
+_kernels: OrderedDict[Any, Direct | None] = OrderedDict()  # by everything that Triton specialises a kernel for
+_stages: OrderedDict[Any, int] = OrderedDict()  # by the same key, for kernels that Triton launches
 _counts = {"hits": 0, "misses": 0}
 _lock = fork_safe(threading.Lock())
 
 
 def kernel_cache_info() -> dict[str, int]:
-    """Hits and misses of launches since the start or `clear_kernels`, and how many kernels are kept (at most 1024)."""
+    """Returns hits and misses of launches since the start or `clear_kernels`, and the number of cached kernels (at most 1024)."""
     with _lock:
         return {**_counts, "size": len(_kernels)}
 
 
 def clear_kernels() -> None:
-    """Forgets every kernel, so that Triton is asked again; its own caches stay."""
+    """Clears the cache of kernels, but not Triton's own caches."""
     with _lock:
         _kernels.clear()
         _stages.clear()
@@ -231,30 +232,30 @@ def clear_kernels() -> None:
 
 
 def flat_arguments(kernel: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Returns the arguments of the function that is launched, given those of the kernel as it is written."""
+    """Returns the arguments of the flat function that is launched, from the arguments of the kernel as written."""
     return flattening(kernel.group)(arguments[0]) + arguments[1:]
 
 
 def launch(kernel: Any, programs: int, device: torch.device, tile: Tile, arguments: tuple[Any, ...]) -> None:
     """Runs `programs` programs of `kernel` on `device`; none for 0.
 
-    arguments: those of the kernel as it is written, the first a NamedTuple.
+    arguments: of the kernel as written; the first is a NamedTuple.
 
-    Triton compiles and launches a kernel the first time; from then on it is launched by the driver's own call.
+    Triton compiles and launches a kernel the first time. Later launches call the driver directly.
 
-    Raises ValueError for more programs than CUDA has room for.
+    Raises ValueError for more programs than CUDA allows.
     """
     if programs > MAX_PROGRAMS:
         raise ValueError(
             f"the call needs {programs} programs of {kernel.__name__}, and a launch has at most {MAX_PROGRAMS}; pass max_seqlen_q "
-            "and max_seqlen_kv, without which every sequence counts as long as all together, or split the batch"
+            "and max_seqlen_kv (without them every sequence counts as long as all together), or split the batch"
         )
     if programs:
         make(Launch(kernel, tile, flat_arguments(kernel, arguments), programs), device)
 
 
 def make(launch: Launch, device: torch.device) -> None:
-    """Makes a launch, be it one that was recorded: its arguments are flat."""
+    """Runs a launch, for example a recorded one: its arguments are flat."""
     kernel, tile, arguments, programs = launch
     recording = _thread.recording
     if recording is not None:
@@ -275,14 +276,14 @@ _directory: Path | None = None
 
 
 def keep_in(directory: str | None) -> None:
-    """Sets where compiled kernels are looked for and kept from now on; None: beside Triton's own."""
+    """Sets the directory of compiled kernels from now on; None: a folder in Triton's own cache."""
     global _directory
     _directory = Path(directory) if directory is not None else None
 
 
 def _launch(kernel: Any, programs: int, device: torch.device, tile: Tile, arguments: tuple[Any, ...]) -> None:
     parts = _parts_of(kernel)(*arguments)
-    # By the function, as Triton's object is hashed by the sources of all that it calls.
+    # The key has the function, because hashing Triton's object hashes the sources of all that it calls.
     key = (kernel.fn, device, tile.num_warps, tile.num_stages, *parts)
     is_quick = is_plain()
     direct = _kernels.get(key) if is_quick else None
@@ -310,7 +311,7 @@ def _launch(kernel: Any, programs: int, device: torch.device, tile: Tile, argume
 def _find_or_compile(
     kernel: Any, parts: tuple[Any, ...], architecture: int, tile: Tile, arguments: tuple[Any, ...]
 ) -> Direct | None:
-    """Loads a kernel from disk, or compiles and keeps it; None for one that only Triton can launch."""
+    """Loads a kernel from disk, or compiles and stores it; None if only Triton can launch it."""
     text, directory = "", _directory or store.default_directory()
     if store.is_used():
         text = store.description(kernel, parts, compiler.options_of(tile.num_warps, tile.num_stages), architecture)
@@ -324,7 +325,7 @@ def _find_or_compile(
 
 
 def _compile(kernel: Any, tile: Tile, arguments: tuple[Any, ...]) -> tuple[Any, store.Binary | None]:
-    """Returns a kernel as `store.sound` does."""
+    """Returns a kernel like `store.sound`."""
 
     def compile_with(num_stages: int) -> Any:
         with compiler.compiling():
@@ -360,9 +361,9 @@ def _parts_of(kernel: Any) -> Callable[..., tuple[Any, ...]]:
 
 
 def _compiled_parts(params: Sequence[Any]) -> Callable[..., tuple[Any, ...]]:
-    """Returns a function from a kernel's flat arguments to what Triton compiles it for of each, as `_compiled_for` says.
+    """Returns a function from a kernel's flat arguments to the properties that Triton specialises it for, see `_compiled_for`.
 
-    The function is generated, as every launch that is not replayed calls it: what is usual for a parameter costs no call.
+    The function is generated, because every launch that is not replayed calls it: the usual case of a parameter costs no call.
     """
     parts = []
     for p in params:
@@ -385,9 +386,9 @@ def _compiled_parts(params: Sequence[Any]) -> Callable[..., tuple[Any, ...]]:
 
 
 def _compiled_for(argument: Any, compared: tuple[bool, bool]) -> Any:
-    """Returns the properties of an argument that Triton compiles a kernel for: arguments that differ in them share no kernel.
+    """Returns the properties of an argument that Triton specialises a kernel for. Arguments that differ in them share no kernel.
 
-    compared: whether the kernel is compiled for the argument's value, and for whether its address is a multiple of 16 bytes.
+    compared: whether the kernel is specialised for the argument's value, and for whether its address is a multiple of 16 bytes.
     """
     kind = type(argument)
     if argument is None:
@@ -407,7 +408,7 @@ def _compiled_for(argument: Any, compared: tuple[bool, bool]) -> Any:
 
 
 def _compiled_for_in_tuple(part: Any) -> Any:
-    """`_compiled_for` of a part of a tuple, where Triton compiles anew for an integer that is 1 or a multiple of 16."""
+    """`_compiled_for` a part of a tuple: there Triton specialises for an integer if it is 1 or a multiple of 16."""
     if isinstance(part, tuple):
         return tuple(map(_compiled_for_in_tuple, part))
     kind = _compiled_for(part, (False, True))

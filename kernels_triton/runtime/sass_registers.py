@@ -1,26 +1,27 @@
-"""Uniform registers that a kernel's code reads and that nothing wrote: how a defect of ptxas shows.
+"""Uniform registers that a kernel's code reads and never writes, which are the symptom of a defect of ptxas.
 
-ptxas 12.8.93, which Triton 3.6.0 and 3.7.1 ship, loses writes to uniform registers. It happens on sm_90 to the descriptors by
-which wgmma finds its operands in shared memory, of 64 bits and so in two uniform registers each. Where a loop's tiles are not
-pipelined, they lie at the same place in each turn, and LLVM computes their descriptors in front of the loop. A kernel has two such
-loops or three, for keys that all rows see and for those that the band cuts, and tiles of head dims in two parts (96 = 64 + 32) have
-descriptors enough that ptxas moves them about: half of one is then a register that is written in front of another loop alone, which
-may have been skipped, or nowhere. The product reads shared memory wherever the register happens to point: numbers that are wrong
-without a word, NaN, or "an illegal memory access". The PTX is right, ptxas -O1 and -O2 are no help, and ptxas 13.1 compiles the
-same PTX rightly.
+ptxas 12.8.93, which Triton 3.6.0 and 3.7.1 ship, loses writes to uniform registers. On sm_90 this affects the descriptors by which
+wgmma addresses its operands in shared memory. They have 64 bits, so each is in two uniform registers.
 
-If tiles are pipelined, a descriptor depends on the turn's buffer, and LLVM computes none in front of a loop but that of an
-operand of the whole kernel. The defect needs tiles that are not pipelined, of head dims in two parts. There are three kinds:
+If a loop's tiles are not pipelined, they are at the same address in each iteration, and LLVM computes their descriptors before the
+loop. A kernel has two or three such loops, for keys that all rows see and for keys that the band cuts. Tiles of head dims in two
+parts (96 = 64 + 32) have so many descriptors that ptxas moves them between registers. Then half of a descriptor may be in a
+register that is written only before another loop, which may be skipped, or nowhere. The product reads shared memory at an arbitrary
+address: silently wrong numbers, NaN, or "an illegal memory access". The PTX is right, ptxas -O1 and -O2 do not help, and ptxas 13.1
+compiles the same PTX correctly.
 
-- Rows that are loaded element by element, for their strides or their addresses, as Triton does not pipeline loads of fewer than
-  4 bytes. A `Problem` takes no such rows on a GPU.
-- Keys and values that are converted from FP8: they go from the pipeline through registers to one place. A `Problem` takes their
-  head dims in one part.
-- Tiles of one stage: some of backwards, and of forwards with 16 keys at a time. A forward with a bias at head dims 152 and 368
-  reads such registers. With two stages it reads none.
+If tiles are pipelined, a descriptor depends on the iteration's buffer. LLVM then computes only the descriptors of operands of the
+whole kernel before a loop. So the defect needs tiles that are not pipelined, of head dims in two parts. There are three kinds:
 
-`tests/portable/test_sound_kernels.py` draws calls of all head dims and features, and finds no such register in their kernels. A
-kernel that has one all the same is compiled with another number of stages (`store.sound`). If none helps, it is not launched.
+- Rows that are loaded element by element because of their strides or addresses: Triton does not pipeline loads of fewer than 4
+  bytes. A `Problem` rejects such rows on a GPU.
+- Keys and values that are converted from FP8: they go from the pipeline through registers to one address. A `Problem` uses one part
+  for their head dims.
+- Tiles of one stage: some tiles of backwards, and of forwards with 16 keys at a time. A forward with a bias at head dims 152 and
+  368 reads such registers. With two stages it reads none.
+
+`tests/portable/test_sound_kernels.py` draws calls of all head dims and features, and finds no such register in their kernels. If a
+kernel has one anyway, it is compiled with another number of stages (`store.sound`). If none helps, it is not launched.
 """
 
 from __future__ import annotations
@@ -44,47 +45,48 @@ _REGISTER = re.compile(r"(?:\b(\w+)\[)?\b(U?R)(\d+)\b(\.64)?")
 _COPY = re.compile(
     r"(UMOV UR\d+, UR\d+|(MOV(\.SPILL)? R\d+,|IMAD\.(MOV\.)?U32 R\d+, RZ, RZ,) UR\d+|R2UR(\.FILL)? UR\d+, R\d+(\.reuse)?)"
 )
-_ORDINARY = 256  # the bit of R0; there are fewer uniform registers, of which sm_90 has 63
+_ORDINARY = 256  # the bit of R0; there are fewer uniform registers (sm_90 has 63)
 
-# Operations that write no register, and whose first operand is therefore one that they read: what compares, goes to memory, to the
-# tensor cores (of sm_100) or elsewhere. All others write the first operand that is no predicate.
+# Operations that write no register, so their first operand is a register that they read: comparisons, stores, and sends to the
+# tensor cores (of sm_100) or elsewhere. All other operations write their first operand that is not a predicate.
 _WRITES_NONE = re.compile(
     r"\w+SETP\d?|U?PLOP3|FCHK|R2P|UR2UP|UTMA\w+|UBLK\w+|UTC(?!ATOMSWS)\w+|USETMAXREG|BAR|BRXU?|RET|WARPSYNC|NANOSLEEP"
 )
-_ENDS = {"EXIT", "BRA", "BRX", "BRXU", "JMP", "CALL", "RET", "KILL"}  # a path, or go elsewhere, unless under a predicate
-_GOES_ON = {"RET", "BSSY"}  # or ends, whatever it names
+_ENDS = {"EXIT", "BRA", "BRX", "BRXU", "JMP", "CALL", "RET", "KILL"}  # unless under a predicate, they end a path or jump
+_GOES_ON = {"RET", "BSSY"}  # operations that end or continue, whatever label they name
 
 
 class _Instruction(NamedTuple):
-    reads: int  # a bit for each register: uniform ones first, ordinary ones from _ORDINARY
+    reads: int  # a bit for each register: uniform registers first, ordinary ones from _ORDINARY
     writes: int
-    is_copy: bool  # from the one register that it reads to the one that it writes
-    next: tuple[int, ...]  # by place in the code
+    is_copy: bool  # from the one register that it reads to the one register that it writes
+    next: tuple[int, ...]  # indices in the code
 
 
 class MiscompiledError(RuntimeError):
-    """A kernel of which ptxas made wrong code: to launch it would give wrong numbers, or read memory of others."""
+    """A kernel that ptxas miscompiled: a launch could give wrong numbers, or read other memory."""
 
 
 def check_code(name: str, ptx: str, cubin: bytes) -> None:
-    """Raises MiscompiledError for a kernel whose code reads uniform registers that nothing wrote.
+    """Raises MiscompiledError for a kernel whose code reads uniform registers that it never writes.
 
-    Only wgmma is known to be hit, so kernels without it are not searched; nor is any where Triton has no nvdisasm, which it ships.
+    Only wgmma is known to be affected, so other kernels are not checked. Nothing is checked if nvdisasm, which Triton ships, is
+    missing.
     """
     if "wgmma" not in ptx:
         return
     try:
         tool = triton.knobs.nvidia.nvdisasm.path
-    except RuntimeError:  # there is none
+    except RuntimeError:  # nvdisasm is missing
         return
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "kernel.cubin")
         path.write_bytes(cubin)
         sass = subprocess.run([tool, "-c", str(path)], capture_output=True, text=True, check=True).stdout
-    if found := undefined_registers(sass):
+    if registers := undefined_registers(sass):
         raise MiscompiledError(
-            f"ptxas {triton.knobs.nvidia.ptxas.version} made wrong code of {name}, which is therefore not launched: it reads "
-            f"{', '.join(found)}, and nothing writes them; set TRITON_PTXAS_PATH to the ptxas of CUDA 13.1 or later, or pass "
+            f"ptxas {triton.knobs.nvidia.ptxas.version} miscompiles {name}: the code reads "
+            f"{', '.join(registers)} but never writes them; set TRITON_PTXAS_PATH to the ptxas of CUDA 13.1 or later, or pass "
             "backend='eager', and report the call"
         )
 
@@ -92,19 +94,19 @@ def check_code(name: str, ptx: str, cubin: bytes) -> None:
 def undefined_registers(sass: str) -> tuple[str, ...]:
     """Returns the uniform registers that some path through a kernel uses before it writes them, as "UR4", sorted by number.
 
-    sass: of one kernel, as `nvdisasm -c` prints it.
+    sass: the code of one kernel, as printed by `nvdisasm -c`.
 
-    Forward dataflow of the registers that may be undefined (Aho et al., Compilers, 9.2). A copy is no use, but what it writes is
-    then undefined too: ptxas copies pairs of which one half is not yet written, and writes that half in the copy. So a uniform
-    register may be parked in an ordinary one, which is named ("R14") where it is used for something else. A write under a
-    predicate counts as a write: what reads it has the same predicate.
+    The method is forward dataflow of the registers that may be undefined (Aho et al., Compilers, 9.2). A copy does not count as a
+    use, but its target is then undefined too: ptxas copies pairs of which one half is not yet written, and writes that half in the
+    copy. So a uniform register may be parked in an ordinary one. If that is used for something else, it is in the result ("R14"). A
+    write under a predicate counts as a write, because the read has the same predicate.
     """
     code = _instructions(sass)
     if not code:
         return ()
-    undefined = [0] * len(code)  # in front of each instruction, by the paths that are known to reach it
+    undefined = [0] * len(code)  # before each instruction, by the paths that are known to reach it
     undefined[0] = _bits("UR", 0, _ORDINARY)
-    reached, found, todo = {0}, 0, [0]
+    reached, used, todo = {0}, 0, [0]
     while todo:
         place = todo.pop()
         before, (reads, writes, is_copy, following) = undefined[place], code[place]
@@ -112,13 +114,13 @@ def undefined_registers(sass: str) -> tuple[str, ...]:
         if is_copy and before & reads:
             after |= writes
         elif not is_copy:
-            found |= before & reads
+            used |= before & reads
         for other in following:
             if other not in reached or after & ~undefined[other]:
                 reached.add(other)
                 undefined[other] |= after
                 todo.append(other)
-    return tuple(f"UR{n}" if n < _ORDINARY else f"R{n - _ORDINARY}" for n in range(found.bit_length()) if found >> n & 1)
+    return tuple(f"UR{n}" if n < _ORDINARY else f"R{n - _ORDINARY}" for n in range(used.bit_length()) if used >> n & 1)
 
 
 def _instructions(sass: str) -> list[_Instruction]:
@@ -138,7 +140,7 @@ def _instructions(sass: str) -> list[_Instruction]:
         reads, writes = _registers(name, text)
         is_copy = _COPY.fullmatch(f"{name} {text.strip()}") is not None
         code.append(_Instruction(reads, writes, is_copy, tuple(n for n in following if n < len(lines))))
-    starts = sorted(place for label, place in labels.items() if label.startswith("$"))  # functions, which lie behind the kernel
+    starts = sorted(place for label, place in labels.items() if label.startswith("$"))  # functions, which follow the kernel's code
     for place, (_, name, text) in enumerate(lines):
         if name.startswith("CALL") and (called := [labels[label] for label in _TARGET.findall(text) if label.startswith("$")]):
             end = next((start for start in starts if start > called[0]), len(code))
@@ -148,7 +150,7 @@ def _instructions(sass: str) -> list[_Instruction]:
 
 
 def _registers(name: str, text: str) -> tuple[int, int]:
-    """(reads, writes) of an operation with its modifiers, "UIADD3.64", and operands, "UR8, UR16, 0x4, URZ"."""
+    """Returns (reads, writes) of an operation with its modifiers, "UIADD3.64", and operands, "UR8, UR16, 0x4, URZ"."""
     operation, *modifiers = name.split(".")
     operands = [part for part in map(str.strip, text.split(",")) if not _PREDICATE.fullmatch(part)]
     reads, writes = 0, 0
@@ -162,14 +164,16 @@ def _registers(name: str, text: str) -> tuple[int, int]:
         for prefix, kind, number, has_64 in _REGISTER.findall(operand):
             is_number = kind == "UR" and "[" not in operand
             is_pair = has_64 or prefix in ("desc", "gdesc") or (is_number and "64" in modifiers and operation[0] in "US")
-            if operation == "UIMAD" and "WIDE" in modifiers and place == 3:  # the summand, behind two factors
+            if operation == "UIMAD" and "WIDE" in modifiers and place == 3:  # the summand, after two factors
                 is_pair = True
             first, size = int(number), 2 if is_pair else 1
             if prefix == "gdesc" and operation.endswith("GMMA"):
-                # Descriptors of both factors; where the first one is in ordinary registers, of the second, in its usual place.
+                # Descriptors of both factors; if the first factor is in ordinary registers, the second factor's, at its usual
+                # place.
                 first, size = (first, 4) if place == 1 else (first + 2, 2)
             elif operation.startswith("UTMA"):
-                # First the address in shared memory, of a load its barrier's too, and the coordinates; then the descriptor's.
+                # The first operand has the address in shared memory, the barrier of a load, and the coordinates; the second has the
+                # descriptor.
                 size = int(modifiers[0][0]) + (2 if operation == "UTMALDG" else 1) if place == 0 else 2
             reads |= _bits(kind, first, size)
     return reads, writes

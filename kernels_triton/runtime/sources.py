@@ -1,9 +1,9 @@
-"""The source of a function for Triton, found by where its lines begin and end.
+"""The source of a function for Triton, found by the margin of its lines.
 
-`triton.jit` asks `inspect.getsourcelines`, which takes the function apart into tokens, in Python, to find its last line. Of the 120
-to 240 functions that a process's first call imports, that took half of the time of the call. A function of a kernel's file stands
-at the margin, so the next line at the margin ends it. Triton has no hook for that: the `inspect` that its module sees is another
-one, which answers for these functions and passes on everything else.
+`triton.jit` calls `inspect.getsourcelines`, which tokenises the function in Python to find its last line. A process's first call
+imports 120 to 240 functions, and tokenising took half of its time. A function of a kernel's file begins at the margin, so the next
+line at the margin ends it. Triton has no hook for this, so its module gets a replacement for `inspect`. The replacement handles
+these functions and forwards everything else.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 
 from triton.runtime import jit
 
-_OURS = (f"{Path(__file__).parents[1]}/", "<flexattn ")  # files of kernels, and functions that are generated (`entry`)
+_OURS = (f"{Path(__file__).parents[1]}/", "<flexattn ")  # files of kernels, and generated functions (`entry`)
 
 
 class _Inspect:
-    """`inspect`, but for the sources of the package's own functions."""
+    """`inspect`, except for the sources of the package's own functions."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(inspect, name)
@@ -31,7 +31,7 @@ class _Inspect:
 
 
 def lines_of(function: Any) -> tuple[list[str], int] | None:
-    """Returns what `inspect.getsourcelines` does of a function at the margin of one of the package's files; None for any other."""
+    """Returns the result of `inspect.getsourcelines` for a function at the margin of a file of the package; None for others."""
     code = getattr(function, "__code__", None)
     if code is None or hasattr(function, "__wrapped__") or not code.co_filename.startswith(_OURS):
         return None
@@ -45,13 +45,14 @@ def lines_of(function: Any) -> tuple[list[str], int] | None:
         next_one += 1
         if lines[next_one - 1][0] in " \t" and not lines[next_one - 1].isspace():
             end = next_one
-    goes_on = next_one < len(lines) and not (lines[next_one][0].isidentifier() or lines[next_one][0] == "@")  # in brackets
+    # the next line at the margin is in brackets
+    goes_on = next_one < len(lines) and not (lines[next_one][0].isidentifier() or lines[next_one][0] == "@")
     if goes_on or any("".join(lines[first:end]).count(quotes) % 2 for quotes in ('"""', "'''")):
         return None
     return lines[first:end], first + 1
 
 
 def read_by_margin() -> None:
-    """Lets Triton find sources in this way from now on."""
+    """Makes Triton find sources with this module from now on."""
     if not isinstance(jit.inspect, _Inspect):
         jit.inspect = _Inspect()

@@ -1,9 +1,9 @@
-"""Compiled kernels on disk, found without asking Triton: which looks through its whole installation first, in each process.
+"""Compiled kernels on disk, found without Triton, which would first scan its whole installation in each process.
 
-A file is named by a hash of all that decides what a kernel is compiled to: its source with what that calls, what of its arguments
-it is compiled for, the compiler's options, the architecture, Triton's version, and the environment variables that Triton's compiler
-reads. That text stands in the file too, before the binary. So a directory can be copied to a machine that has no compiler. Whom a
-file has to belong to, so that it is read, `flexattn.kept_files` says.
+A file's name is a hash of everything that determines the machine code. That is the source with the functions that it calls, the
+specialised properties of the arguments and the compiler's options. It is also the architecture, Triton's version, and the
+environment variables that Triton's compiler reads. The file contains that text too, before the binary. So a directory can be copied
+to a machine without a compiler. `flexattn.kept_files` defines the owner that a file must have to be read.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ _ELSEWHERE = (
 
 
 class Binary(NamedTuple):
-    """A kernel as the driver loads it, and how its arguments are handed over."""
+    """A kernel as the driver loads it, and the description of its arguments."""
 
     name: str
     signature: list[Any]  # Triton's type of each argument; a list for a tuple
     num_warps: int
     shared: int  # bytes
-    maps: list[Any]  # for each descriptor, what its tensor map is encoded with
-    waits: bool  # for the kernel launched before it (`launch_order`)
+    maps: list[Any]  # for each descriptor, the metadata that its tensor map is encoded with
+    waits: bool  # whether it waits for the kernel launched before it (`launch_order`)
     code: bytes
 
 
 def sound(compile_with: Callable[[int], Any], num_stages: int) -> tuple[Any, Binary | None]:
     """Returns a kernel as Triton compiled it, and its `binary_of`.
 
-    If ptxas makes wrong code of the kernel, other numbers of stages are tried: fewer, then one more if shared memory has room.
+    If ptxas miscompiles the kernel, other numbers of stages are tried: fewer, then one more if shared memory has room.
 
     compile_with: compiles the kernel with a number of stages. Raises MiscompiledError if no number gives right code.
     """
@@ -70,34 +70,34 @@ def sound(compile_with: Callable[[int], Any], num_stages: int) -> tuple[Any, Bin
 
 
 def binary_of(compiled: Any) -> Binary | None:
-    """Returns a compiled kernel as it is kept; None for one that needs scratch memory, clusters or launch attributes.
+    """Returns a compiled kernel as it is stored; None if it needs scratch memory, clusters or launch attributes.
 
-    Raises MiscompiledError for one of which ptxas made wrong code.
+    Raises MiscompiledError if ptxas miscompiled it.
     """
     metadata, (ptx, cubin) = compiled.metadata, (compiled.asm["ptx"], compiled.asm["cubin"])
     check_code(metadata.name, ptx, cubin)
     needs = ("global_scratch_size", "profile_scratch_size", "launch_pdl", "launch_cooperative_grid")
     if metadata.num_ctas != 1 or any(getattr(metadata, name, 0) for name in needs):
         return None
-    signature = json.loads(json.dumps(list(compiled.src.signature.values())))  # tuples as lists, as they come back from a file
+    signature = json.loads(json.dumps(list(compiled.src.signature.values())))  # tuples as lists, because JSON has no tuples
     maps = [dict(meta) if meta is not None else None for meta in getattr(metadata, "tensordesc_meta", None) or ()]
     waits = "griddepcontrol.wait" in ptx
     return Binary(metadata.name, signature, metadata.num_warps, metadata.shared, maps, waits, cubin)
 
 
 def description(kernel: Any, parts: Sequence[Any], options: Mapping[str, Any], architecture: int) -> str:
-    """Returns a text that tells kernels apart; `parts` are the properties of each argument that it is compiled for."""
-    what = (
+    """Returns a text that identifies a kernel; `parts` are the properties of each argument that it is specialised for."""
+    properties = (
         (FILE_FORMAT, triton.__version__, _library_bytes(), architecture, sorted(options.items())),
         (f"{kernel.fn.__module__}.{kernel.fn.__qualname__}", source_key(kernel)),
         tuple(map(_text, parts)),
         sorted((name, value) for name, value in os.environ.items() if name.startswith(_PREFIXES) and name not in _ELSEWHERE),
     )
-    return repr(what)
+    return repr(properties)
 
 
 def is_used() -> bool:
-    """Returns whether kernels on disk may be used: not where Triton is to compile anew, or to dump or override its stages."""
+    """Returns whether kernels on disk may be used: not if Triton must recompile, or dump or override its stages."""
     wishes = triton.knobs.compilation
     return not (wishes.always_compile or wishes.dump_ir or wishes.override)
 
@@ -107,23 +107,23 @@ def default_directory() -> Path:
 
 
 def find(directory: Path, text: str, says: bool = False) -> Binary | None:
-    """Returns the kernel of that `description`; None where there is none, or none that can be read.
+    """Returns the kernel with this `description`; None if no readable file exists.
 
-    says: whether a warning says once for a directory what is wrong with it, where one has been named.
+    says: whether an unusable file causes a warning, once for a directory that the user has named.
     """
     content = kept_files.read(_path(directory, text), _KIND, says)
     if content is None:
         return None
     try:
         head, _, code = content.partition(b"\n")
-        found = json.loads(head)
-        return Binary(*found["binary"], code) if found["text"] == text else None
-    except (ValueError, KeyError, TypeError, RecursionError):  # written by something else
+        saved = json.loads(head)
+        return Binary(*saved["binary"], code) if saved["text"] == text else None
+    except (ValueError, KeyError, TypeError, RecursionError):  # another program wrote the file
         return None
 
 
 def keep(directory: Path, text: str, binary: Binary, says: bool = False) -> str | None:
-    """Writes a kernel's file; returns None, or why it could not be written."""
+    """Writes a kernel's file; returns None, or the reason if it could not be written."""
     head = json.dumps({"text": text, "binary": binary[:-1]}).encode()
     return kept_files.write(_path(directory, text), _KIND, head + b"\n" + binary.code, says)
 
@@ -134,14 +134,14 @@ def _path(directory: Path, text: str) -> Path:
 
 @functools.cache
 def _library_bytes() -> int:
-    """Size of Triton's compiler, as a build of one's own has the version of the release that it began from."""
+    """Returns the size of Triton's compiler: a local build has the version number of the release that it is based on."""
     from triton._C import libtriton
 
     return Path(libtriton.__file__).stat().st_size
 
 
 def _text(part: Any) -> str:
-    """Returns a part as every process writes it: a function of Triton's by its source."""
+    """Returns a text of a part that is equal in every process: for a Triton function, the hash of its source."""
     if isinstance(part, JITCallable):
         return source_key(part)
     if isinstance(part, tuple):

@@ -1,10 +1,10 @@
-"""Numbers of a call that another call of its kind may have others of: found again among the arguments of its launches.
+"""Floats of a call that may change between replays, found again among the arguments of its launches.
 
-A launcher hands such a number to kernels as it came, or asks how it compares with another. `Varying` is a float that notes each
-comparison and its outcome, so that whoever has another value knows whether the launcher would have done the same. Anything else
-that is done with it, as arithmetic, is noted too: then no other value may take its place. What reads a float in C past its methods,
-as the functions of `math` and torch's operators, goes unseen: launchers use none on these numbers, and
-`tests/runtime/test_varying.py` holds that the launches of two values differ in them alone.
+A launcher passes such a number to kernels unchanged, or compares it with another number. `Varying` is a float that records each
+comparison and its outcome. So a caller with another value can check whether the launcher would have done the same. Any other use,
+such as arithmetic, is recorded too, and then no other value may replace the number. Code that reads a float in C and bypasses its
+methods, such as functions of `math` and torch's operators, is not detected. Launchers use none of it on these numbers, and
+`tests/runtime/test_varying.py` checks that the launches of two values differ only in these numbers.
 """
 
 from __future__ import annotations
@@ -12,32 +12,32 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-Note = tuple[str, Any, Any]  # a comparison, with what, and its outcome
+Note = tuple[str, Any, Any]  # a comparison, its other operand, and its outcome
 
 
 class Notes:
-    """Comparisons of one number; `is_used` where something else was done with it."""
+    """Comparisons of one number; `is_used` if it was used in any other way."""
 
     def __init__(self) -> None:
         self.compared: list[Note] = []
         self.is_used = False
 
     def hold(self, value: float) -> bool:
-        """Returns whether a launcher does the same with another value in its place."""
+        """Returns whether a launcher does the same with this value."""
         return not self.is_used and all(getattr(value, name)(other) is outcome for name, other, outcome in self.compared)
 
 
 class Varying(float):
-    """A number of a call, by its place among them."""
+    """A number of a call, with its index among the call's numbers."""
 
     __slots__ = ("notes", "place")
     place: int
     notes: Notes
 
     def __new__(cls, value: float, place: int, notes: Notes) -> Varying:
-        made = super().__new__(cls, value)
-        made.place, made.notes = place, notes
-        return made
+        number = super().__new__(cls, value)
+        number.place, number.notes = place, notes
+        return number
 
 
 _COMPARISONS = ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__")
@@ -77,10 +77,10 @@ for _name in _USES:
 
 
 def as_number(x: float) -> float:
-    """Returns a number as a kernel gets it: an ordinary float, or one that varies as it came."""
+    """Returns a number as a kernel argument: an ordinary float, or a `Varying` unchanged."""
     return x if type(x) is Varying else float(x)
 
 
 def plain(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Returns arguments with ordinary floats, in tuples too."""
+    """Returns the arguments with ordinary floats, in tuples too."""
     return tuple(float.__float__(x) if type(x) is Varying else plain(x) if type(x) is tuple else x for x in arguments)

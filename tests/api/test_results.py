@@ -208,7 +208,7 @@ def test_the_families_of_sm_90_write_float32(recipe: Any, monkeypatch: pytest.Mo
         assert before.family.name.startswith("sm_90")
         if recipe is not None and direction == "forward":
             assert now.family.name == "portable"
-            assert ("sm_90 FP8", "its out has 16 bits") in now.rejected
+            assert ("sm_90 FP8", "it writes out in 16 bits") in now.rejected
         else:
             assert now[:3] == before[:3]
 
@@ -224,7 +224,7 @@ def test_the_families_of_sm_100_write_dq_alone_in_float32(results: Results, monk
         assert choice.family.name == "sm_100 fused"
     else:
         assert choice.family.name == "portable"
-        assert choice.rejected[-1][1] == ("its out has 16 bits" if results.fp32_out else "its dk and dv have 16 bits")
+        assert choice.rejected[-1][1] == ("it writes out in 16 bits" if results.fp32_out else "it writes dk and dv in 16 bits")
 
 
 @pytest.mark.parametrize("backend", ["eager", "triton"])

@@ -151,4 +151,4 @@ def test_only_who_asks_for_it_gets_it(wish: str, more: dict[str, Any], forward: 
     text = explain(spec._replace(deterministic=True), "triton", x).details
     assert "backward: triton (portable)" in text
     if wish == "always":
-        assert "not sm_100 fused: its dq does not repeat to the bit" in text
+        assert "not sm_100 fused: its dq is not deterministic" in text

@@ -482,7 +482,7 @@ def test_a_mod_that_is_none_is_named(arguments: list[str], message: str, capsys)
         ),
         (
             "--q 2,16384,16,128 --mask causal --deterministic",
-            ["backward: triton (sm_90 two-kernel)", "  not sm_90 fused or sm_90 fused 192: its dq does not repeat"],
+            ["backward: triton (sm_90 two-kernel)", "  not sm_90 fused or sm_90 fused 192: its dq is not deterministic"],
         ),
         ("--q 2,4096,16,128 --window 99,0", ["forward: triton (sm_90)", "  not sm_90 fused: windows of fewer than 256"]),
         ("--q 2,16384,16,128 --dtype fp32", ["(portable)", "not sm_90: it takes bf16 and fp16, not float32"]),

@@ -332,7 +332,7 @@ def test_when_it_is_used(problem: Problem, is_by_lengths: bool) -> None:
 
 def test_explained() -> None:
     problem = problem_of(64, 8192)
-    why = "132 programs share evenly what 512 tiles of up to 8192 keys see"
+    why = "132 programs evenly share the work of 512 tiles with up to 8192 keys each"
     assert splits_of(problem, 512, 132) == (BY_LENGTHS, why)
     with pretended_device(80, 132):
         choice = choose(Forward(problem, problem.q, problem.q), Policy(portable_only="a test"))

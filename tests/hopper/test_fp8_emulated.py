@@ -417,7 +417,7 @@ FAULTS_OF_THE_BACKWARD: dict[str, tuple[ModuleType, inject.Fault]] = {
     "dout is read before it has come": (fused_consumer, drop("wait(dout_full)", nth=0)),
     "too few bytes are expected of q": (
         hopper_fp8_fused,
-        with_argument("mbarrier.expect(Q_BYTES)", 1, "of.q.block_type.nbytes", nth=0),
+        with_argument("mbarrier.expect(Q_BYTES)", 1, "descriptors.q.block_type.nbytes", nth=0),
     ),
     "the factors are written before the last ones have been read": (hopper_fp8_fused, drop("wait(q_empty)", nth=0)),
     "q is released before dk has read it": (

@@ -300,7 +300,7 @@ def test_block_masks_that_do_not_fit_are_refused() -> None:
             assert "128 x 128, and the block mask's blocks 64 x 64" in str(conditions.unsupported_block_mask(problem, tile))
         else:
             assert conditions.unsupported_block_mask(problem, tile) is None
-            assert "of its own" in str(conditions.backward_unsupported_block_mask(problem, 64, 64, 64))
+            assert "their own block mask" in str(conditions.backward_unsupported_block_mask(problem, 64, 64, 64))
 
 
 # As a share of a loop's instructions. A bias has its loads in flight for a whole tile, two mods at once need the most, and at

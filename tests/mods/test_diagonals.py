@@ -114,7 +114,7 @@ NO = {
 def test_functions_of_a_distance_are_tabulated(name: str) -> None:
     traced = trace_mods((YES | NO)[name], None)
     found = hoist((traced.program.score, None, None), tabulates=True)
-    assert num_outputs(found.of_distance) == int(name in YES or name == "a whole number")  # of the last, its inner read
+    assert num_outputs(found.per_distance) == int(name in YES or name == "a whole number")  # of the last, its inner read
 
 
 def test_what_a_head_reads_is_read_before_the_loop() -> None:
@@ -125,9 +125,9 @@ def test_what_a_head_reads_is_read_before_the_loop() -> None:
     assert of_tables is None
     for function in (lowered.score, lowered.gradient, lowered.mask):
         assert "tl.load" not in source_of(function)
-    assert source_of(lowered.of_head).count("tl.load") == 2
+    assert source_of(lowered.per_head).count("tl.load") == 2
     nothing = trace_mods(mods.softcap(2.0), None)
-    assert triton_backend._lowered(nothing.program, layouts([("cap", torch.float32, -1)], ()), False)[0].of_head is None
+    assert triton_backend._lowered(nothing.program, layouts([("cap", torch.float32, -1)], ()), False)[0].per_head is None
 
 
 def test_a_product_is_subtracted_from_the_score() -> None:
@@ -150,5 +150,5 @@ def test_tables_are_for_many_scores(device: str) -> None:
 
 def test_the_source_says_it() -> None:
     source = mod_source(YES["a number for a head"])
-    assert source.index("def of_distance_") < source.index("def of_head_") < source.index("def score_mod_")
+    assert source.index("def per_distance_") < source.index("def per_head_") < source.index("def score_mod_")
     assert "mod_math.read_diagonal" in source
