@@ -1,4 +1,4 @@
-"""Integrations, a file or folder per ecosystem, imported only where used; other libraries' spellings are converted only here."""
+"""Integrations with other libraries: one file or folder per ecosystem, imported on use. Other spellings are converted only here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def __dir__() -> list[str]:
     return sorted({module.name for module in pkgutil.iter_modules(__path__)})
 
 
-if not TYPE_CHECKING:  # else any name would pass as one of the package's
+if not TYPE_CHECKING:  # hidden from type checkers, which would otherwise accept any name
 
     def __getattr__(name: str) -> Any:
         if name.startswith("_") or name not in __dir__():

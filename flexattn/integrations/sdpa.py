@@ -1,4 +1,4 @@
-"""torch's scaled_dot_product_attention, argument for argument, run by `flexattn.attention`: with masks, and their gradients.
+"""Stand-in for torch's scaled_dot_product_attention, with the same arguments, run by `flexattn.attention`.
 
 The signature is that of https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.scaled_dot_product_attention.html.
 """
@@ -32,31 +32,32 @@ def scaled_dot_product_attention(
     """Returns attention as torch.nn.functional.scaled_dot_product_attention does; all dims before the last two broadcast.
 
     Args:
-        query: [..., h, sq, d], or [sq, d]; float16, bfloat16, float32 or (on a CPU) float64. Or, with key and value, a jagged
-            nested tensor [b, h, jagged, d].
+        query: [..., h, sq, d], or [sq, d]; float16, bfloat16, float32 or (on a CPU) float64. If query, key and value are jagged
+            nested tensors, they are [b, h, jagged, d].
         key, value: [..., h_kv, skv, d] and [..., h_kv, skv, d_v], of query's dtype.
-        attn_mask: broadcastable to [..., h, sq, skv]: bool, True where the query sees the key, or query's dtype or float32 (under
-            autocast any of 16 or 32 bits), added to the scaled scores. A float mask gets its gradient if it requires one. Or a
-            torch.nn.attention.bias.CausalBias for the lengths of query and key, without is_causal.
-        dropout_p: in [0, 1); applied always, as torch does.
-        is_causal: whether query i sees keys j <= i alone, whatever the lengths, on top of attn_mask.
-        scale: of the scores; None is 1/sqrt(d).
+        attn_mask: broadcastable to [..., h, sq, skv]. A bool mask is True for keys that the query sees. A float mask is added to
+            the scaled scores. Its dtype is query's or float32 (under autocast any of 16 or 32 bits), and it may require a gradient.
+            A torch.nn.attention.bias.CausalBias for the lengths of query and key is accepted without is_causal.
+        dropout_p: dropout probability in [0, 1); always applied, as in torch.
+        is_causal: if True, query i sees keys j <= i, whatever the lengths, on top of attn_mask.
+        scale: scale of the scores. None: 1/sqrt(d).
         enable_gqa: whether query heads share heads of key and value: h is a multiple of h_kv.
 
     Returns:
-        [..., h, sq, d_v] of query's dtype, 0 for a query that sees no key. Tokens lie before heads in memory where query's do.
+        [..., h, sq, d_v] of query's dtype, 0 for a query that sees no key. If tokens precede heads in query's memory, they do in
+        the result's.
 
     Raises:
-        ValueError, TypeError: shapes or dtypes that do not fit together; nested tensors with attn_mask; what `flexattn.attention`
-            raises.
-        BackendError: no backend can run the call.
+        ValueError, TypeError: if shapes or dtypes do not match, or nested tensors come with attn_mask; also as
+            `flexattn.attention`.
+        BackendError: if no backend supports the call.
     """
     if is_jagged(query) and is_jagged(key) and is_jagged(value) and attn_mask is None:
         mask: MaskType = "causal" if is_causal else "no_mask"
         return attention(query, key, value, qkv_format="bhsd", attn_mask_type=mask, softmax_scale=scale, dropout_p=dropout_p)
     _check(query, key, value)
     heads, lead = _heads(query, key, value, enable_gqa)
-    is_alone = query.dim() == key.dim() == value.dim() == 2
+    has_no_batch = query.dim() == key.dim() == value.dim() == 2
     q, k, v = (_as_4d(x, lead, h) for x, h in zip((query, key, value), heads, strict=True))
     if scale is not None and scale < 0:
         q, scale = -q, -scale
@@ -73,40 +74,40 @@ def scaled_dot_product_attention(
     out: Tensor
     if 0 in (*heads, q.shape[-1], v.shape[-1]):
         out = _attend_empty(q, k, v, arguments)
-        return out.reshape(*lead, *(heads[:1] * (not is_alone)), q.shape[2], v.shape[-1])
-    if q.stride(1) < q.stride(2):  # out, and the gradients, are laid out as q is
+        return out.reshape(*lead, *(heads[:1] * (not has_no_batch)), q.shape[2], v.shape[-1])
+    if q.stride(1) < q.stride(2):  # out and the gradients have q's memory layout
         out = attention(*(x.transpose(1, 2) for x in (q, k, v)), **arguments).transpose(1, 2)
     else:
         out = attention(q, k, v, qkv_format="bhsd", **arguments)
     if len(lead) == 1:
         return out
-    return out.flatten(0, 2) if is_alone else out.reshape(*lead, *out.shape[1:]) if lead else out[0]
+    return out.flatten(0, 2) if has_no_batch else out.reshape(*lead, *out.shape[1:]) if lead else out[0]
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor) -> None:
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, Tensor) or x.is_nested or x.dim() < 2:
-            came = "a nested tensor" if isinstance(x, Tensor) and x.is_nested else describe(x)
+            description = "a nested tensor" if isinstance(x, Tensor) and x.is_nested else describe(x)
             raise ValueError(
-                f"{name} is {came}; accepted: a dense tensor [..., tokens, head dim], or three jagged nested tensors without "
-                "attn_mask"
+                f"{name} is {description}; accepted: a dense tensor [..., tokens, head dim], or three jagged nested tensors "
+                "without attn_mask"
             )
 
 
 def _heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[tuple[int, int, int], tuple[int, ...]]:
-    """Returns how many heads query, key and value are to have, and the dims before them, which are the same for all."""
+    """Returns the head counts of query, key and value after broadcasting, and the dims before the heads, the same for all."""
     tensors = (query, key, value)
     num_q, num_k, num_v = (x.shape[-3] if x.dim() > 2 else 1 for x in tensors)
     lead, heads = tuple(query.shape[:-3]), num_q
     if key.shape[:-3] == value.shape[:-3] == lead and num_q == num_k == num_v and query.dim() > 2:  # nothing to broadcast
         return (heads, heads, heads), lead
     shapes = f"query, key and value have shapes {', '.join(str(tuple(x.shape)) for x in tensors)}"
-    broadcast: Any = torch.broadcast_shapes  # which has no types
+    broadcast: Any = torch.broadcast_shapes  # untyped
     try:
         lead = tuple(broadcast(*(x.shape[:-3] for x in tensors)))
         heads = num_q if enable_gqa else broadcast((num_q,), (num_k,), (num_v,))[0]
     except RuntimeError as e:
-        hint = "" if enable_gqa else "; heads of key and value are shared with enable_gqa=True"
+        hint = "" if enable_gqa else "; to share heads of key and value, pass enable_gqa=True"
         raise ValueError(f"{shapes}; accepted: dims before the last two that broadcast{hint}") from e
     if enable_gqa and (min(x.dim() for x in tensors) < 3 or (num_q > 0 and any(n == 0 or num_q % n for n in (num_k, num_v)))):
         raise ValueError(f"{shapes} with enable_gqa; accepted: [..., heads, tokens, head dim], query's heads a multiple of both")
@@ -115,7 +116,7 @@ def _heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple
 
 
 def _as_4d(x: Tensor, lead: tuple[int, ...], heads: int) -> Tensor:
-    """Returns x as [batch, heads, tokens, head dim], without a copy where lead is one dim and no head is to be repeated."""
+    """Returns x as [batch, heads, tokens, head dim], without a copy if lead is one dim and no head must be repeated."""
     if x.shape[:-2] == (*lead, heads) and len(lead) == 1:
         return x
     if x.dim() == 2:
@@ -126,23 +127,23 @@ def _as_4d(x: Tensor, lead: tuple[int, ...], heads: int) -> Tensor:
 
 
 def _mask_type(mask: CausalBias, is_causal: bool, lengths: tuple[int, int]) -> str:
-    """Returns attention's name for torch's causal bias. lengths: of query and key."""
+    """Returns `attention`'s name for torch's causal bias. lengths: of query and key."""
     if is_causal:
         raise ValueError("attn_mask is a CausalBias and is_causal is True; accepted: one of the two")
-    made_for = (mask.seq_len_q, mask.seq_len_kv)
-    if made_for != lengths:
-        raise ValueError(f"attn_mask is a CausalBias for lengths {made_for}; accepted: one for those of query and key, {lengths}")
+    mask_lengths = (mask.seq_len_q, mask.seq_len_kv)
+    if mask_lengths != lengths:
+        raise ValueError(f"attn_mask is a CausalBias for lengths {mask_lengths}; accepted: the lengths of query and key, {lengths}")
     return "causal" if mask.variant == CausalVariant.UPPER_LEFT else "causal_bottom_right"
 
 
 def _attend_empty(q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any]) -> Tensor:
-    """Returns the result [b, h, sq, d_v] of a call without heads or with a head dim of 0, where all scores are 0."""
+    """Returns the result [b, h, sq, d_v] of a call without heads or with head dim 0; all its scores are 0."""
     if q.shape[1] == 0:
         masks = [arguments["bias"]] if "bias" in arguments else []
         out = q.new_zeros(*q.shape[:3], v.shape[3])
         for x in (q, k, v, *masks):
-            out = out + x.sum()  # with a gradient of 0 for each
+            out = out + x.sum()  # a gradient of 0 for each tensor
         return out
-    narrow_q, narrow_k, narrow_v = (pad(x, (0, 1)) if x.shape[3] == 0 else x for x in (q, k, v))
-    wide: Tensor = attention(narrow_q, narrow_k, narrow_v, qkv_format="bhsd", **arguments)
-    return wide[..., : v.shape[3]]
+    padded_q, padded_k, padded_v = (pad(x, (0, 1)) if x.shape[3] == 0 else x for x in (q, k, v))
+    padded_out: Tensor = attention(padded_q, padded_k, padded_v, qkv_format="bhsd", **arguments)
+    return padded_out[..., : v.shape[3]]

@@ -1,12 +1,12 @@
-"""flexattn behind torch's own front doors: scaled_dot_product_attention's flash and memory-efficient backends, and varlen_attn.
+"""flexattn as backend of torch's own functions: scaled_dot_product_attention (flash and memory-efficient backends) and varlen_attn.
 
     from flexattn.integrations import torch_flash
     torch_flash.register()
     torch.nn.attention.activate_flash_attention_impl("flexattn")
 
-From then on what torch would give to FlashAttention, and to its memory-efficient kernels, which take masks, runs here, without a
-change in the code that calls it, until `torch.nn.attention.restore_flash_attention_impl()`. Importing this module changes nothing,
-and neither does `register`.
+After the activation, flexattn runs the calls that torch dispatches to FlashAttention and to its memory-efficient kernels, which
+accept masks. The calling code stays the same. `torch.nn.attention.restore_flash_attention_impl()` ends it. Importing this module
+changes nothing, and neither does `register`.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ NAME = "flexattn"
 
 
 def register() -> None:
-    """Makes flexattn one of torch's flash attention implementations, to be chosen by `activate_flash_attention_impl("flexattn")`.
+    """Adds flexattn to torch's flash attention implementations, for `activate_flash_attention_impl("flexattn")`.
 
     Raises:
-        RuntimeError: this torch has no such choice.
+        RuntimeError: if this torch version has no such registry.
     """
     import torch.nn.attention
 
     if not hasattr(torch.nn.attention, "register_flash_attention_impl"):
         raise RuntimeError(
-            f"torch {torch.__version__} has no torch.nn.attention.register_flash_attention_impl; accepted: torch 2.11 or later; "
-            "call flexattn.attention itself instead"
+            f"torch {torch.__version__} has no torch.nn.attention.register_flash_attention_impl; use torch 2.11 or later, or "
+            "call flexattn.attention directly"
         )
     torch.nn.attention.register_flash_attention_impl(NAME, register_fn=_activate)
 
 
 class _Handle:
-    """Keeps the operators overridden for as long as it is kept."""
+    """Owner of the operator overrides: they last until it is removed."""
 
     def __init__(self, library: Any) -> None:
         self.library: Any = library
@@ -60,13 +60,13 @@ def _activate(key: str = "CUDA") -> _Handle:
         "_scaled_dot_product_efficient_attention": _masked_forward,
         "_scaled_dot_product_efficient_attention_backward": _masked_backward,
     }.items():
-        if hasattr(torch.ops.aten, name):  # the one that writes into a given tensor came with torch 2.13
+        if hasattr(torch.ops.aten, name):  # torch 2.13 added the operator that writes into an existing tensor
             library.impl(name, function, key)
     return _Handle(library)
 
 
 class _Packed(NamedTuple):
-    """Sequences packed one after another, as torch's operators name them; without cum_seq_q there are none."""
+    """Packed sequences, under the names of torch's operators; without cum_seq_q the batch is dense."""
 
     cum_seq_q: Tensor | None
     cum_seq_k: Tensor | None
@@ -87,7 +87,7 @@ def _call(
     window: tuple[int | None, int | None] = (None, None),
     **arguments: Any,
 ) -> tuple[Operands, ops.Settings]:
-    """Returns the call as the operators take it. Windows are counted from the bottom-right diagonal, as FlashAttention does."""
+    """Returns the operands and settings of a call. Windows are relative to the bottom-right diagonal, as in FlashAttention."""
     left, right = (-1 if side is None or side < 0 else side for side in window)
     arguments |= {"window_size": (left, right)}
     if packed.cum_seq_q is not None:
@@ -102,13 +102,13 @@ def _call(
     return bind_call(q, k, v, **arguments)
 
 
-def _run(x: Operands, settings: ops.Settings, trained: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    needs_grad = any(t.requires_grad for t in trained)
+def _run(x: Operands, settings: ops.Settings, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    needs_grad = any(t.requires_grad for t in inputs)
     out, lse, _ = ops._forward_op(*x, *settings._replace(needs_grad=needs_grad))
     return out, lse
 
 
-def _laid_out_as(result: Tensor, x: Tensor) -> Tensor:
+def _with_strides_of(result: Tensor, x: Tensor) -> Tensor:
     """Returns result with the strides of torch.empty_like(x), which torch's own operators promise."""
     if result.stride() == torch.empty_like(x, device="meta").stride():
         return result
@@ -122,16 +122,16 @@ def _rng_state(dropout_p: float, device: torch.device) -> Tensor | None:
 
 
 def _states(rng_state: Tensor | None, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns an operator's results that are no attention: states of its generator, and an empty mask."""
+    """Returns an operator's auxiliary results: the states of its random generator, and an empty mask."""
     if rng_state is None:
         rng_state = torch.zeros(2, dtype=torch.int64, device=q.device)
     return rng_state.view(torch.uint64), torch.zeros((), dtype=torch.uint64, device=q.device), q.new_empty(0)
 
 
-def _refuse(**given: Any) -> None:
-    for name, value in given.items():
+def _refuse(**unsupported: Any) -> None:
+    for name, value in unsupported.items():
         if value:
-            raise RuntimeError(f"flexattn as a flash attention implementation takes no {name}; restore torch's own for this call")
+            raise RuntimeError(f"flexattn as a flash attention implementation has no {name}; restore torch's own for this call")
 
 
 def _forward(
@@ -152,13 +152,13 @@ def _forward(
     seqused_k: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     block_table: Tensor | None = None,
-    num_splits: int | None = None,  # keys are never split, which is what 1 asks for; more would only be a hint
+    num_splits: int | None = None,  # keys are never split, as 1 requests; other values would be hints
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    trained = (query, key, value)
-    is_trained = any(t.requires_grad for t in trained)
+    inputs = (query, key, value)
+    needs_grad = any(t.requires_grad for t in inputs)
     _refuse(return_debug_mask=return_debug_mask, block_table=block_table is not None)
-    _refuse(alibi_slopes_in_training=is_trained and alibi_slopes is not None)  # its backward would not be told of them
-    _refuse(seqused_k_in_training=is_trained and seqused_k is not None)
+    _refuse(alibi_slopes_in_training=needs_grad and alibi_slopes is not None)  # the backward operator does not receive them
+    _refuse(seqused_k_in_training=needs_grad and seqused_k is not None)
     if cum_seq_q is None:
         _refuse(seqused_k_of_a_dense_batch=seqused_k is not None)
     rng_state = _rng_state(dropout_p, query.device)
@@ -175,12 +175,12 @@ def _forward(
         bias_type="no_bias" if alibi_slopes is None else "alibi",
         alibi_slopes=alibi_slopes,
     )
-    out, lse = _run(x, settings, trained)
-    return (_laid_out_as(out, query), lse, *_states(rng_state, query))
+    out, lse = _run(x, settings, inputs)
+    return (_with_strides_of(out, query), lse, *_states(rng_state, query))
 
 
-def _forward_into(out: Tensor, *arguments: Any, **named: Any) -> Tensor:
-    result, lse, *_ = _forward(*arguments, **named)
+def _forward_into(out: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
+    result, lse, *_ = _forward(*arguments, **keywords)
     out.copy_(result)
     return lse
 
@@ -217,11 +217,11 @@ def _backward(
         rng_state=rng_state.view(torch.int64) if dropout_p else None,
     )
     gradients = ops._backward_op(grad_out, None, out, logsumexp, *x, *settings._replace(needs_grad=True))[:3]
-    return tuple(_laid_out_as(g, t) for g, t in zip(gradients, (query, key, value), strict=True))
+    return tuple(_with_strides_of(g, t) for g, t in zip(gradients, (query, key, value), strict=True))
 
 
 def _format(query: Tensor) -> tuple[str, bool]:
-    """Returns the format in which out is laid out as query is, and whether heads and tokens are to be swapped for it."""
+    """Returns the format that gives out query's memory layout, and whether heads and tokens must be swapped for it."""
     swapped = query.stride(1) < query.stride(2)
     return ("bshd" if swapped else "bhsd"), swapped
 
@@ -242,7 +242,7 @@ def _sdpa_forward(
     rng_state = _rng_state(dropout_p, query.device)
     x, settings = _call(q, k, v, **_flash_arguments(fmt, dropout_p, is_causal, scale, rng_state))
     out, lse = _run(x, settings, (query, key, value))
-    out = _laid_out_as(out.transpose(1, 2) if swapped else out, query)
+    out = _with_strides_of(out.transpose(1, 2) if swapped else out, query)
     return (out, lse, None, None, query.shape[2], key.shape[2], *_states(rng_state, query))
 
 
@@ -270,8 +270,8 @@ def _sdpa_backward(
     rng_state = philox_seed.view(torch.int64) if dropout_p else None
     x, settings = _call(q, k, v, **_flash_arguments(fmt, dropout_p, is_causal, scale, rng_state))
     gradients = ops._backward_op(dout, None, result, logsumexp, *x, *settings._replace(needs_grad=True))[:3]
-    given = (query, key, value)
-    return tuple(_laid_out_as(g.transpose(1, 2) if swapped else g, t) for g, t in zip(gradients, given, strict=True))
+    inputs = (query, key, value)
+    return tuple(_with_strides_of(g.transpose(1, 2) if swapped else g, t) for g, t in zip(gradients, inputs, strict=True))
 
 
 def _masked_forward(
@@ -290,9 +290,9 @@ def _masked_forward(
     x, settings = _call(q, k, v, **_sdpa_arguments("bshd", dropout_p, is_causal, scale, rng_state), **_bias(attn_bias))
     out, lse, _ = ops._forward_op(*x, *settings._replace(needs_grad=compute_log_sumexp))
     sq = query.shape[2]
-    kept = -(-sq // 32) * 32 if compute_log_sumexp else 0  # as torch's kernels do, which compiled code counts on
-    padded = lse.new_zeros(*lse.shape[:2], kept)
-    padded[..., :sq].copy_(lse[..., :kept])
+    length = -(-sq // 32) * 32 if compute_log_sumexp else 0  # torch's kernels pad to 32, which compiled code relies on
+    padded = lse.new_zeros(*lse.shape[:2], length)
+    padded[..., :sq].copy_(lse[..., :length])
     seed, offset = torch.zeros(2, dtype=torch.int64, device=query.device) if rng_state is None else rng_state
     return out.transpose(1, 2), padded, seed.clone(), offset.clone()
 
@@ -320,15 +320,15 @@ def _masked_backward(
     settings = settings._replace(needs_grad=True, needs_bias_grad=needs_bias_grad)
     lse = logsumexp[..., : query.shape[2]].contiguous()
     dq, dk, dv, dbias, *_ = ops._backward_op(dout, None, result, lse, *x, *settings)
-    return (*(g.contiguous().transpose(1, 2) for g in (dq, dk, dv)), _aligned(dbias) if needs_bias_grad else None)
+    return (*(g.contiguous().transpose(1, 2) for g in (dq, dk, dv)), _pad_row_stride(dbias) if needs_bias_grad else None)
 
 
 def _bias(attn_bias: Tensor | None) -> dict[str, Any]:
     return {} if attn_bias is None else {"bias_type": "post_scale_bias", "bias": attn_bias}
 
 
-def _aligned(dbias: Tensor) -> Tensor:
-    """Returns dbias in rows whose lengths are multiples of 16, as torch's kernels do, which compiled code counts on."""
+def _pad_row_stride(dbias: Tensor) -> Tensor:
+    """Returns dbias in rows with a stride that is a multiple of 16, like torch's kernels; compiled code relies on it."""
     *outer, columns = dbias.shape
     if columns % 16 == 0:
         return dbias
@@ -336,7 +336,7 @@ def _aligned(dbias: Tensor) -> Tensor:
 
 
 def _sdpa_arguments(fmt: str, dropout_p: float, is_causal: bool, scale: float | None, rng_state: Tensor | None) -> dict[str, Any]:
-    """Returns the arguments of `attention`; the memory-efficient operator's causal mask starts in the top-left corner."""
+    """Returns the arguments of `attention`. The memory-efficient operator's causal mask is aligned to the top-left corner."""
     return {
         "qkv_format": fmt,
         "attn_mask_type": "causal" if is_causal else "no_mask",
@@ -347,9 +347,9 @@ def _sdpa_arguments(fmt: str, dropout_p: float, is_causal: bool, scale: float | 
 
 
 def _flash_arguments(fmt: str, dropout_p: float, is_causal: bool, scale: float | None, rng_state: Tensor | None) -> dict[str, Any]:
-    """Returns the same for the flash operator, whose causal mask ends in the bottom-right corner, as FlashAttention's does.
+    """Returns the arguments for the flash operator, whose causal mask is aligned to the bottom-right corner, like FlashAttention's.
 
-    With unequal lengths torch gives it the causal calls of `torch.nn.attention.bias.causal_lower_right` alone.
+    If lengths differ, torch only dispatches causal calls of `torch.nn.attention.bias.causal_lower_right` to it.
     """
     arguments = _sdpa_arguments(fmt, dropout_p, is_causal, scale, rng_state)
     return arguments | {"attn_mask_type": "causal_bottom_right"} if is_causal else arguments

@@ -1,4 +1,4 @@
-"""flexattn for JAX: `attention` of JAX arrays, with mods written in JAX. Nothing of flexattn imports this, nor JAX, by itself."""
+"""flexattn for JAX: `attention` of JAX arrays, with mods written in JAX. No other module of flexattn imports this one or JAX."""
 
 from __future__ import annotations
 

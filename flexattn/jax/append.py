@@ -1,4 +1,4 @@
-"""`append_kv` of JAX arrays: a function from caches to caches, which XLA computes in place where it may."""
+"""`append_kv` for JAX arrays: a function from caches to caches, which XLA computes in place if possible."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from jax.interpreters import ad, batching
 from torch import Tensor
 
-from flexattn import append as of_torch
+from flexattn import append as torch_append
 from flexattn import validation
 from flexattn.dispatch import append as dispatched
 from flexattn.dispatch import options
@@ -50,24 +50,24 @@ def append_kv(
     descale_k: jax.Array | None = None,
     descale_v: jax.Array | None = None,
 ) -> tuple[jax.Array, ...]:
-    """Returns caches with new keys and values behind those of each sequence; arguments and rules are those of `flexattn.append_kv`.
+    """Returns caches with new keys and values appended to each sequence; arguments and rules are those of `flexattn.append_kv`.
 
-    Nothing that is given changes. In a jitted function whose caches are donated (`jax.jit(step, donate_argnames=...)`), or in a
-    `jax.lax.scan` that carries them, XLA writes the new rows into the same memory, on a GPU by one kernel; elsewhere it copies the
-    caches first.
+    The arguments are unchanged. XLA writes the new rows into the same memory, on a GPU by one kernel, in two cases: if the caches
+    are donated to a jitted function (`jax.jit(step, donate_argnames=...)`), or if a `jax.lax.scan` carries them. Otherwise XLA
+    copies the caches first.
 
     Returns:
-        (k_cache, v_cache), and where descale_k or descale_v has one for each token and head, (k_cache, v_cache, descale_k,
-        descale_v), with those of the new tokens.
+        (k_cache, v_cache). If descale_k or descale_v has a factor for each token and head: (k_cache, v_cache, descale_k,
+        descale_v), including the new tokens' factors.
 
     Raises:
-        ValueError, TypeError: what `flexattn.append_kv` raises, when the call is traced.
-        BackendError: the CUDA device has no kernel for such caches, when it is compiled.
+        ValueError, TypeError: as `flexattn.append_kv`, when the call is traced.
+        BackendError: if the CUDA device has no kernel for such caches, when the call is compiled.
     """
-    given = dict(zip(_ARGUMENTS, (k_cache, v_cache, k_new, v_new, seqused_kv, page_table, cu_seqlens_q, seqused_q), strict=False))
-    given |= {"descale_k": descale_k, "descale_v": descale_v}
+    values = dict(zip(_ARGUMENTS, (k_cache, v_cache, k_new, v_new, seqused_kv, page_table, cu_seqlens_q, seqused_q), strict=False))
+    values |= {"descale_k": descale_k, "descale_v": descale_v}
     arrays = {}
-    for name, value in given.items():
+    for name, value in values.items():
         if value is None and name in _OPTIONAL:
             continue
         if not isinstance(value, (jax.Array, np.ndarray)):
@@ -76,17 +76,17 @@ def append_kv(
     call = AppendCall(str(qkv_format), tuple(arrays))
     metas = [meta_tensor(name, x) for name, x in arrays.items()]
     call.checked(metas)
-    found = dict(zip(call.updated(metas), bind(append_p, [*arrays.values()], call), strict=True))
-    if len(found) == 2:
-        return tuple(found.values())
-    return tuple(found.get(name, given[name]) for name in ("k_cache", "v_cache", "descale_k", "descale_v"))
+    table_factorsed = dict(zip(call.updated(metas), bind(append_p, [*arrays.values()], call), strict=True))
+    if len(table_factorsed) == 2:
+        return tuple(table_factorsed.values())
+    return tuple(table_factorsed.get(name, values[name]) for name in ("k_cache", "v_cache", "descale_k", "descale_v"))
 
 
 class AppendCall(NamedTuple):
-    """All of a call but its arrays."""
+    """A call without its arrays."""
 
     qkv_format: str
-    names: tuple[str, ...]  # the arrays that there are, in the order of _ARGUMENTS
+    names: tuple[str, ...]  # the arrays that are passed, in the order of _ARGUMENTS
 
     @property
     def text(self) -> str:
@@ -94,7 +94,7 @@ class AppendCall(NamedTuple):
         return json.dumps(self, separators=(",", ":"))
 
     def updated(self, arrays: Sequence[Any]) -> list[str]:
-        """Returns the names of what is written: the caches, and descales of each token."""
+        """Returns the names of the updated arrays: the caches, and descales per token."""
         return [
             name
             for name, x in zip(self.names, arrays, strict=True)
@@ -102,51 +102,51 @@ class AppendCall(NamedTuple):
         ]
 
     def checked(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor, dispatched.Appended]:
-        """Returns the caches, and the other tensors; raises for what has no meaning."""
-        given = dict.fromkeys(_ARGUMENTS) | dict(zip(self.names, tensors, strict=True))
-        k_cache, v_cache, k_new, v_new, used, table, cu, used_q, of_k, of_v = given.values()
+        """Returns the caches, and the other tensors; raises if an argument is invalid."""
+        arguments = dict.fromkeys(_ARGUMENTS) | dict(zip(self.names, tensors, strict=True))
+        k_cache, v_cache, k_new, v_new, used, table, cu, used_q, descale_k, descale_v = arguments.values()
         assert k_cache is not None
         assert v_cache is not None
-        x = dispatched.Appended(k_new, v_new, table, used, cu, used_q, parse_format(self.qkv_format), of_k, of_v)  # type: ignore[arg-type]
-        return k_cache, v_cache, of_torch.checked(k_cache, v_cache, x)
+        x = dispatched.Appended(k_new, v_new, table, used, cu, used_q, parse_format(self.qkv_format), descale_k, descale_v)  # type: ignore[arg-type]
+        return k_cache, v_cache, torch_append.checked(k_cache, v_cache, x)
 
 
 def _shapes(call: AppendCall, arrays: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
-    given = dict(zip(call.names, arrays, strict=True))
-    return [jax.ShapeDtypeStruct(given[name].shape, given[name].dtype) for name in call.updated(arrays)]
+    arrays_by_name = dict(zip(call.names, arrays, strict=True))
+    return [jax.ShapeDtypeStruct(arrays_by_name[name].shape, arrays_by_name[name].dtype) for name in call.updated(arrays)]
 
 
 def run(text: bytes, tensors: list[Tensor]) -> list[Tensor]:
-    """Appends, in XLA's memory, and returns what was written."""
+    """Appends, in XLA's memory, and returns the updated tensors."""
     qkv_format, names = json.loads(text)
-    given = dict(zip(names, tensors, strict=True))
-    of_torch.append_kv(**given, qkv_format=qkv_format)
+    tensors_by_name = dict(zip(names, tensors, strict=True))
+    torch_append.append_kv(**tensors_by_name, qkv_format=qkv_format)
     call = AppendCall(qkv_format, tuple(names))
-    return [given[name] for name in call.updated(tensors)]
+    return [tensors_by_name[name] for name in call.updated(tensors)]
 
 
 ffi.register(_NAME, run)
 
 
 def on_host(*arrays: Any, call: AppendCall) -> Any:
-    """Returns what is written, in a trace for a CPU: torch appends in a handler that XLA calls."""
+    """Returns the updated arrays, in a trace for a CPU: torch appends in a handler that XLA calls."""
     shapes = _shapes(call, arrays)
     aliases = {call.names.index(name): i for i, name in enumerate(call.updated(arrays))}
     return jax.ffi.ffi_call(_NAME, shapes, input_output_aliases=aliases)(*arrays, call=call.text)
 
 
 def on_cuda(*arrays: Any, call: AppendCall) -> Any:
-    """Returns what is written, in a trace for a CUDA device: XLA launches the kernel."""
+    """Returns the updated arrays, in a trace for a CUDA device: XLA launches the kernel."""
     signature = tuple((tuple(x.shape), torch_dtype(name, x.dtype)) for name, x in zip(call.names, arrays, strict=True))
     return cuda.run_plan(_plan(call, signature, cuda.needed_device()), arrays)
 
 
 @functools.lru_cache(maxsize=64)
-def _plan(call: AppendCall, signature: tuple[tuple[tuple[int, ...], torch.dtype], ...], on: Device) -> Plan:
+def _plan(call: AppendCall, signature: tuple[tuple[tuple[int, ...], torch.dtype], ...], target: Device) -> Plan:
     metas = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in signature]
     options.check_all()
     k_cache, v_cache, x = call.checked(metas)
-    if reason := dispatched.kernel_error("cuda", on.capability, k_cache.dtype):
+    if reason := dispatched.kernel_error("cuda", target.capability, k_cache.dtype):
         raise BackendError(f"triton cannot append to a cache in {k_cache.dtype}: {reason}; accepted from JAX: a cache in 16 bits")
     updated = [call.names.index(name) for name in call.updated(metas)]
 
@@ -154,42 +154,43 @@ def _plan(call: AppendCall, signature: tuple[tuple[tuple[int, ...], torch.dtype]
         dispatched.append_by_kernel(k_cache, v_cache, x)
         return [metas[i] for i in updated]
 
-    return plans.record(append, metas, on, updated)
+    return plans.record(append, metas, target, updated)
 
 
 def _layout(call: AppendCall, shapes: Sequence[tuple[int, ...]]) -> Layout:
-    """Returns how a call may be split: over heads, and over the batch of a dense cache and dense new rows."""
+    """Returns the layout of a call: heads can be split, and the batch of a dense cache with dense new rows."""
     new_format, cache_format = parse_format(call.qkv_format)
-    given = dict(zip(call.names, shapes, strict=True))
-    has_pages = "page_table" in given
-    of_cache = {"b": "page" if has_pages else "batch", "s": "row", "h": "key_head", "d": "dim"}
-    of_new = {"b": "batch", "s": "token", "t": "token", "h": "key_head", "d": "dim"}
+    shapes_by_name = dict(zip(call.names, shapes, strict=True))
+    has_pages = "page_table" in shapes_by_name
+    cache_factors = {"b": "page" if has_pages else "batch", "s": "row", "h": "key_head", "d": "dim"}
+    new_factors = {"b": "batch", "s": "token", "t": "token", "h": "key_head", "d": "dim"}
 
     def factors(name: str, shape: tuple[int, ...]) -> Factors:
         if name.endswith(("_cache", "_new")):
-            fmt, of = (cache_format, of_cache) if name.endswith("_cache") else (new_format, of_new)
-            return tuple((f"dim_{name[0]}" if letter == "d" else of[letter]) for letter in fmt)
+            fmt, dim_factors = (cache_format, cache_factors) if name.endswith("_cache") else (new_format, new_factors)
+            return tuple((f"dim_{name[0]}" if letter == "d" else dim_factors[letter]) for letter in fmt)
         if name.startswith("descale_"):
             if len(shape) == 3:
-                return tuple(of_cache[letter] for letter in cache_format[:-1])
-            whole: Factors = ("batch", "key_head")[2 - len(shape) :]
-            return tuple(f"one_{name}{i}" if size == 1 else f for i, (size, f) in enumerate(zip(shape, whole, strict=True)))
+                return tuple(cache_factors[letter] for letter in cache_format[:-1])
+            batch_factors: Factors = ("batch", "key_head")[2 - len(shape) :]
+            return tuple(f"one_{name}{i}" if size == 1 else f for i, (size, f) in enumerate(zip(shape, batch_factors, strict=True)))
         if name == "cu_seqlens_q":
             return ("ends",)
-        found: tuple[Factor, ...] = ("batch", "column")
-        return found[: len(shape)]
+        table_factors: tuple[Factor, ...] = ("batch", "column")
+        return table_factors[: len(shape)]
 
-    operands = [factors(*one) for one in given.items()]
+    operands = [factors(*item) for item in shapes_by_name.items()]
     results = [operands[call.names.index(name)] for name in call.updated([jax.ShapeDtypeStruct(s, "int8") for s in shapes])]
-    split = {"key_head"} if has_pages or "cu_seqlens_q" in given else {"key_head", "batch"}
-    heads = given["k_cache"][cache_format.index("h")]
-    return Layout(operands, results, [None] * len(results), {"key_head": heads, "batch": given["seqused_kv"][0]}, frozenset(split))
+    split = {"key_head"} if has_pages or "cu_seqlens_q" in shapes_by_name else {"key_head", "batch"}
+    heads = shapes_by_name["k_cache"][cache_format.index("h")]
+    return Layout(
+        operands, results, [None] * len(results), {"key_head": heads, "batch": shapes_by_name["seqused_kv"][0]}, frozenset(split)
+    )
 
 
 def _no_gradient(*_: Any, **__: Any) -> Any:
     raise NotImplementedError(
-        "append_kv is differentiated, and appending to a cache has no gradient; accepted: jax.lax.stop_gradient of the caches and "
-        "of the new rows"
+        "append_kv has no gradient but is differentiated; accepted: jax.lax.stop_gradient of the caches and of the new rows"
     )
 
 

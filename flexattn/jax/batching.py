@@ -1,7 +1,7 @@
-"""vmap of a call: the mapped axis joins the batch, one call for all; or, where a call's meaning forbids that, a loop.
+"""vmap of a call: the mapped axis joins the batch of a single call, or if the semantics forbid that, a loop runs.
 
-A loop (`jax.lax.map`) is taken where results belong to the whole of a call or depend on the index of a batch: dropout, max_logit,
-FP8, softmax_offset or captures with gradients, mapped captures or offsets, mods that look at b, and caches.
+A loop (`jax.lax.map`) runs if results depend on the whole call or on the batch index: with dropout, max_logit, FP8, caches,
+softmax_offset or captures with gradients, mapped captures or offsets, and mods that read b.
 """
 
 from __future__ import annotations
@@ -16,45 +16,45 @@ from flexattn.dispatch.mod_program import looks_at, parse_program
 from flexattn.dispatch.spec import parse_format
 from flexattn.jax.call import TENSORS, Call
 
-_OF_CACHES = {"seqused_q", "seqused_kv", "page_table"}
+_CACHE_ARGUMENTS = {"seqused_q", "seqused_kv", "page_table"}
 _LENGTHS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
 
 
 def fold_forward(primitive: Any) -> Any:
-    """Returns the rule of the forward."""
+    """Returns the batching rule of the forward."""
 
     def rule(arrays: Sequence[Any], dims: Sequence[Any], *, call: Call) -> tuple[Any, Any]:
         if _needs_loop(call, dims, is_backward=False):
             return loop(primitive, arrays, dims, call)
-        n, operands, folded, _ = _folded(call, arrays, dims)
+        n, operands, folded, _ = _fold(call, arrays, dims)
         out, lse, max_logit = primitive.bind(*operands, call=folded)
         q_format, _ = parse_format(call.settings.qkv_format)
-        max_logit = jnp.broadcast_to(max_logit, (n, *max_logit.shape))  # has no entries here
-        return [_apart(out, q_format, n), _apart_lse(lse, q_format, n), max_logit], [0, 0, 0]
+        max_logit = jnp.broadcast_to(max_logit, (n, *max_logit.shape))  # max_logit is empty
+        return [_split_batch(out, q_format, n), _split_lse(lse, q_format, n), max_logit], [0, 0, 0]
 
     return rule
 
 
 def fold_backward(primitive: Any) -> Any:
-    """Returns the rule of the backward."""
+    """Returns the batching rule of the backward."""
 
     def rule(arrays: Sequence[Any], dims: Sequence[Any], *, call: Call) -> tuple[Any, Any]:
         if _needs_loop(call, dims, is_backward=True):
             return loop(primitive, arrays, dims, call)
         count = call.num_operands
-        n, operands, folded, batch = _folded(call, arrays[:count], dims[:count], _mapped_size(arrays, dims))
+        n, operands, folded, batch = _fold(call, arrays[:count], dims[:count], _mapped_size(arrays, dims))
         q_format, kv_format = parse_format(call.settings.qkv_format)
-        out, lse, dout, *dlse = (_front(x, dim, n) for x, dim in zip(arrays[count:], dims[count:], strict=True))
-        incoming = [_joined(out, q_format), _joined_lse(lse, q_format), _joined(dout, q_format)]
-        incoming += [_joined_lse(x, q_format) for x in dlse]
-        found = primitive.bind(*operands, *incoming, call=folded)
+        out, lse, dout, *dlse = (_move_to_front(x, dim, n) for x, dim in zip(arrays[count:], dims[count:], strict=True))
+        incoming = [_join_batch(out, q_format), _join_lse(lse, q_format), _join_batch(dout, q_format)]
+        incoming += [_join_lse(x, q_format) for x in dlse]
+        results = primitive.bind(*operands, *incoming, call=folded)
         formats = (q_format, kv_format, kv_format)
-        dense = [_apart(x, fmt, n) for x, fmt in zip(found[:3], formats, strict=True)]
-        for dbias in found[3:]:
-            whole = dbias.reshape(n, batch, *dbias.shape[1:])
-            place = call.names().index("bias")
-            own = arrays[place].shape[0 if dims[place] is None else (1 if dims[place] == 0 else 0)]
-            dense.append(whole if own == batch else whole.sum(1, keepdims=True).astype(dbias.dtype))
+        dense = [_split_batch(x, fmt, n) for x, fmt in zip(results[:3], formats, strict=True)]
+        for dbias in results[3:]:
+            split_dbias = dbias.reshape(n, batch, *dbias.shape[1:])
+            index = call.names().index("bias")
+            bias_batch = arrays[index].shape[0 if dims[index] is None else (1 if dims[index] == 0 else 0)]
+            dense.append(split_dbias if bias_batch == batch else split_dbias.sum(1, keepdims=True).astype(dbias.dtype))
         return dense, [0] * len(dense)
 
     return rule
@@ -67,7 +67,7 @@ def _needs_loop(call: Call, dims: Sequence[Any], is_backward: bool) -> bool:
         return True
     if mapped & {"softmax_offset", "mod_tensors", "block_mask", "alibi_slopes"} or ("softmax_offset" in names and is_backward):
         return True
-    if _OF_CACHES & {*names}:
+    if _CACHE_ARGUMENTS & {*names}:
         return True
     if any(fmt == "thd" for fmt in parse_format(settings.qkv_format)) and "bias" in names:
         return True
@@ -78,88 +78,88 @@ def _needs_loop(call: Call, dims: Sequence[Any], is_backward: bool) -> bool:
 
 
 def loop(primitive: Any, arrays: Sequence[Any], dims: Sequence[Any], call: Call) -> tuple[Any, Any]:
-    """Returns the results of a call for each index of the mapped axis, one after another, and that their first axis is that."""
+    """Returns the results of one call per index of the mapped axis, and 0 as their mapped axes."""
     moved = [None if dim is None else jnp.moveaxis(x, dim, 0) for x, dim in zip(arrays, dims, strict=True)]
     mapped = [x for x in moved if x is not None]
 
-    def one(parts: Any) -> Any:
-        left = iter(parts)
-        return primitive.bind(*(x if m is None else next(left) for x, m in zip(arrays, moved, strict=True)), call=call)
+    def run_one(parts: Any) -> Any:
+        remaining = iter(parts)
+        return primitive.bind(*(x if m is None else next(remaining) for x, m in zip(arrays, moved, strict=True)), call=call)
 
-    found = jax.lax.map(one, mapped)
-    return found, [0] * len(found)
+    results = jax.lax.map(run_one, mapped)
+    return results, [0] * len(results)
 
 
 def _mapped_size(arrays: Sequence[Any], dims: Sequence[Any]) -> int:
     return int(next(x.shape[dim] for x, dim in zip(arrays, dims, strict=True) if dim is not None))
 
 
-def _front(x: Any, dim: Any, n: int) -> Any:
-    """Returns x with its mapped axis first, one copy for each where it has none."""
+def _move_to_front(x: Any, dim: Any, n: int) -> Any:
+    """Returns x with its mapped axis first; without a mapped axis, x is broadcast."""
     return jnp.broadcast_to(x, (n, *x.shape)) if dim is None else jnp.moveaxis(x, dim, 0)
 
 
-def _folded(call: Call, arrays: Sequence[Any], dims: Sequence[Any], n: int = 0) -> tuple[int, list[Any], Call, int]:
-    """Returns how many calls are one now, its operands, the call, and the batch that each had."""
+def _fold(call: Call, arrays: Sequence[Any], dims: Sequence[Any], n: int = 0) -> tuple[int, list[Any], Call, int]:
+    """Returns the number of joined calls, the joined operands, the joined call, and the batch of each original call."""
     n = n or _mapped_size(arrays, dims)
-    given: dict[str, tuple[Any, Any]] = dict(zip(call.names(), zip(arrays, dims, strict=True), strict=False))
+    operands_and_dims: dict[str, tuple[Any, Any]] = dict(zip(call.names(), zip(arrays, dims, strict=True), strict=False))
     q_format, kv_format = parse_format(call.settings.qkv_format)
     formats = {"q": q_format, "k": kv_format, "v": kv_format}
-    new = {name: _joined(_front(*given[name], n), fmt) for name, fmt in formats.items()}
-    if "cu_seqlens_q" in given:
-        batch = given["cu_seqlens_q"][0].shape[-1 if given["cu_seqlens_q"][1] != 1 else 0] - 1
+    new = {name: _join_batch(_move_to_front(*operands_and_dims[name], n), fmt) for name, fmt in formats.items()}
+    if "cu_seqlens_q" in operands_and_dims:
+        batch = operands_and_dims["cu_seqlens_q"][0].shape[-1 if operands_and_dims["cu_seqlens_q"][1] != 1 else 0] - 1
         for side, fmt, x in (("q", q_format, "q"), ("kv", kv_format, "k")):
             tokens = new[x].shape[0] // n if fmt == "thd" else 0
-            new |= _joined_lengths(given, side, n, tokens)
+            new |= _join_lengths(operands_and_dims, side, n, tokens)
     else:
-        q, dim = given["q"]
+        q, dim = operands_and_dims["q"]
         shape = [size for i, size in enumerate(q.shape) if i != dim]
         batch = shape[q_format.index("b")]
-    if "bias" in given:
-        bias = _front(*given["bias"], n)
-        if bias.shape[1] != 1 or call.settings.needs_bias_grad or given["bias"][1] is not None:
+    if "bias" in operands_and_dims:
+        bias = _move_to_front(*operands_and_dims["bias"], n)
+        if bias.shape[1] != 1 or call.settings.needs_bias_grad or operands_and_dims["bias"][1] is not None:
             bias = jnp.broadcast_to(bias, (n, batch, *bias.shape[2:]))
             new["bias"] = bias.reshape(n * batch, *bias.shape[2:])
-    if "alibi_slopes" in given and given["alibi_slopes"][0].ndim == 2:
-        new["alibi_slopes"] = jnp.tile(given["alibi_slopes"][0], (n, 1))
+    if "alibi_slopes" in operands_and_dims and operands_and_dims["alibi_slopes"][0].ndim == 2:
+        new["alibi_slopes"] = jnp.tile(operands_and_dims["alibi_slopes"][0], (n, 1))
     present = tuple(name for name in TENSORS if name in new or (name in call.present and name not in _LENGTHS))
-    operands = [new[name] if name in new else given[name][0] for name in present]
+    operands = [new[name] if name in new else operands_and_dims[name][0] for name in present]
     operands += arrays[len(call.present) : call.num_operands]
     return n, operands, call._replace(present=present), batch
 
 
-def _joined_lengths(given: dict[str, tuple[Any, Any]], side: str, n: int, tokens: int) -> dict[str, Any]:
-    """Returns cu_seqlens of n calls as those of one; tokens: of each call in a packed format, else 0."""
+def _join_lengths(operands_and_dims: dict[str, tuple[Any, Any]], side: str, n: int, tokens: int) -> dict[str, Any]:
+    """Returns cu_seqlens of n calls as one array. tokens: number of tokens of each call in a packed format, else 0."""
     name = f"cu_seqlens_{side}"
-    cu = _front(*given[name], n)
+    cu = _move_to_front(*operands_and_dims[name], n)
     lengths = jnp.diff(cu, axis=1).reshape(-1)
-    found = {name: jnp.concatenate([jnp.zeros(1, cu.dtype), jnp.cumsum(lengths, dtype=cu.dtype)])}
+    joined = {name: jnp.concatenate([jnp.zeros(1, cu.dtype), jnp.cumsum(lengths, dtype=cu.dtype)])}
     if tokens:
-        starts = _front(*given[f"{name}_padded"], n) if f"{name}_padded" in given else cu
+        starts = _move_to_front(*operands_and_dims[f"{name}_padded"], n) if f"{name}_padded" in operands_and_dims else cu
         starts = (starts[:, :-1] + tokens * jnp.arange(n, dtype=cu.dtype)[:, None]).reshape(-1)
-        found[f"{name}_padded"] = jnp.concatenate([starts, jnp.full(1, n * tokens, cu.dtype)])
-    return found
+        joined[f"{name}_padded"] = jnp.concatenate([starts, jnp.full(1, n * tokens, cu.dtype)])
+    return joined
 
 
-def _joined(x: Any, fmt: str) -> Any:
-    """Returns [n, *dims of fmt] with n in front of the batch, or of the tokens, and one with it."""
-    at = 0 if fmt == "thd" else fmt.index("b")
-    x = jnp.moveaxis(x, 0, at)
-    return x.reshape(*x.shape[:at], x.shape[at] * x.shape[at + 1], *x.shape[at + 2 :])
+def _join_batch(x: Any, fmt: str) -> Any:
+    """Returns x, [n, *dims of fmt], with n merged into the batch or the tokens."""
+    axis = 0 if fmt == "thd" else fmt.index("b")
+    x = jnp.moveaxis(x, 0, axis)
+    return x.reshape(*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])
 
 
-def _apart(x: Any, fmt: str, n: int) -> Any:
-    at = 0 if fmt == "thd" else fmt.index("b")
-    return jnp.moveaxis(x.reshape(*x.shape[:at], n, x.shape[at] // n, *x.shape[at + 1 :]), at, 0)
+def _split_batch(x: Any, fmt: str, n: int) -> Any:
+    axis = 0 if fmt == "thd" else fmt.index("b")
+    return jnp.moveaxis(x.reshape(*x.shape[:axis], n, x.shape[axis] // n, *x.shape[axis + 1 :]), axis, 0)
 
 
-def _joined_lse(lse: Any, q_format: str) -> Any:
+def _join_lse(lse: Any, q_format: str) -> Any:
     if q_format == "thd":  # [n, h, t]
         return jnp.moveaxis(lse, 0, 1).reshape(lse.shape[1], -1)
     return lse.reshape(-1, *lse.shape[2:])
 
 
-def _apart_lse(lse: Any, q_format: str, n: int) -> Any:
+def _split_lse(lse: Any, q_format: str, n: int) -> Any:
     if q_format == "thd":
         return jnp.moveaxis(lse.reshape(lse.shape[0], n, -1), 1, 0)
     return lse.reshape(n, -1, *lse.shape[1:])

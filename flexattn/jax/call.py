@@ -1,4 +1,4 @@
-"""A call without its arrays: what its primitives carry as text, and the way between JAX arrays and torch tensors."""
+"""A call without its arrays: the text that its primitives carry, and conversions between JAX arrays and torch tensors."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 TENSORS = Operands._fields[: Operands._fields.index("max_seqlen_q")]  # each an array or None
 NUMBERS = ("max_seqlen_q", "max_seqlen_kv", "softmax_scale", "softcap", "dropout_p")
 LISTS = ("mod_tensors", "block_mask", "descales")
-SCALED = ("q", "k", "v", "dout", "out")  # whose scales a call with delayed scaling takes, in this order
+SCALED = ("q", "k", "v", "dout", "out")  # tensors with scales, in the order of a call with delayed scaling
 
 
 def torch_dtype(name: str, dtype: Any) -> torch.dtype:
-    """Returns torch's dtype for JAX's; raises TypeError where it has none that attention takes."""
-    found: torch.dtype | None = DTYPES.get(jnp.dtype(dtype).name)
-    if found is None:
+    """Returns torch's dtype for JAX's; raises TypeError if attention does not support it."""
+    torch_type: torch.dtype | None = DTYPES.get(jnp.dtype(dtype).name)
+    if torch_type is None:
         raise TypeError(f"{name} has dtype {jnp.dtype(dtype).name}; accepted: {', '.join(DTYPES)}")
-    return found
+    return torch_type
 
 
 def jax_dtype(dtype: torch.dtype) -> Any:
@@ -47,22 +47,22 @@ def jax_dtype(dtype: torch.dtype) -> Any:
 
 
 def meta_tensor(name: str, aval: Any) -> Tensor:
-    """Returns a tensor without memory, of an array's shape and dtype; raises ValueError for a size that is a symbol."""
+    """Returns a meta tensor of an array's shape and dtype; raises ValueError if a size is symbolic."""
     if not all(isinstance(size, int) for size in aval.shape):
         raise ValueError(
-            f"{name} has shape {aval.shape}, with sizes that are symbols; accepted: sizes that are numbers, as they decide which "
-            "kernels run: export the function once for each size, or pad to the largest one"
+            f"{name} has shape {aval.shape}, with symbolic sizes; accepted: sizes that are numbers, because they determine the "
+            "kernels: export the function once for each size, or pad to the largest one"
         )
     return torch.empty(tuple(aval.shape), dtype=torch_dtype(name, aval.dtype), device="meta")
 
 
 def shape_of_words(shape: Sequence[int]) -> tuple[int, ...]:
-    """Returns the shape as int64 of an rng_state in words of uint32, as which JAX has it: [2], or [b, 5 or 6] of a part."""
+    """Returns the int64 shape of an rng_state in words of uint32, JAX's form: [2], or [b, 5 or 6] for a part of a sequence."""
     return (*shape[:-1], shape[-1] // 2)
 
 
 class Out8(NamedTuple):
-    """Settings of quantising out."""
+    """Settings for quantising out."""
 
     dtype: str
     granularity: str
@@ -71,21 +71,21 @@ class Out8(NamedTuple):
 
 
 class Call(NamedTuple):
-    """All of a call but its arrays; hashable, and as text the same in every process."""
+    """A call without its arrays; hashable, and with the same text in every process."""
 
     settings: ops.Settings
-    config: QuantizeConfig | None  # how q, k and v are quantised inside the call
-    present: tuple[str, ...]  # which of TENSORS there are
+    config: QuantizeConfig | None  # quantisation of q, k and v inside the call
+    present: tuple[str, ...]  # the TENSORS that are passed
     counts: tuple[int, ...]  # length of each of LISTS
     numbers: tuple[float, ...]  # NUMBERS
     mod_numbers: tuple[float, ...]
-    hopper: str  # FLEXATTN_HOPPER when the call was traced; another value is another program
-    out8: Out8 | None = None  # results are then out, lse, max_logit, and the data, descale and amax of out
-    is_delayed: bool = False  # behind all other operands are scales, and behind all other results amaxes, each [heads | 1]
+    hopper: str  # FLEXATTN_HOPPER at trace time; another value is another program
+    out8: Out8 | None = None  # if set, the results are out, lse, max_logit, and the data, descale and amax of out
+    is_delayed: bool = False  # if True, scales follow all other operands, and amaxes all other results, each [heads | 1]
 
     @classmethod
     def of(cls, x: Operands, settings: ops.Settings, config: QuantizeConfig | None, recipe: Recipe | None) -> Call:
-        """Returns the call that `prepare` gave; recipe: the argument fp8_recipe."""
+        """Returns the call for `prepare`'s results; recipe: the argument fp8_recipe."""
         dtype = None if recipe is None else recipe.out_dtype
         out8 = (
             None
@@ -106,7 +106,7 @@ class Call(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The call as JSON, which `parse` reads."""
+        """The call as JSON, the input of `parse`."""
         return json.dumps(self, separators=(",", ":"))
 
     @property
@@ -114,38 +114,38 @@ class Call(NamedTuple):
         return len(self.present) + sum(self.counts) + (len(SCALED) if self.is_delayed else 0)
 
     def names(self) -> tuple[str, ...]:
-        """Returns the field of each operand."""
+        """Returns each operand's field name."""
         lists = (name for name, count in zip(LISTS, self.counts, strict=True) for _ in range(count))
         return (*self.present, *lists, *(("scales",) * len(SCALED) if self.is_delayed else ()))
 
     def operands(self, tensors: Sequence[Tensor]) -> Operands:
         """Returns the call's operands; tensors: in the order of `flat`."""
-        left = iter(tensors)
-        given: dict[str, Any] = dict.fromkeys(TENSORS) | {name: next(left) for name in self.present}
-        given |= zip(NUMBERS, self.numbers, strict=True)
-        given |= {name: tuple(next(left) for _ in range(n)) for name, n in zip(LISTS, self.counts, strict=True)}
-        return Operands(**given, mod_numbers=self.mod_numbers)
+        remaining = iter(tensors)
+        fields: dict[str, Any] = dict.fromkeys(TENSORS) | {name: next(remaining) for name in self.present}
+        fields |= zip(NUMBERS, self.numbers, strict=True)
+        fields |= {name: tuple(next(remaining) for _ in range(n)) for name, n in zip(LISTS, self.counts, strict=True)}
+        return Operands(**fields, mod_numbers=self.mod_numbers)
 
     def spec(self, x: Operands) -> AttentionSpec:
-        """Returns the spec of the call with operands x, FP8 included, as on x's device."""
+        """Returns the spec of the call with operands x, including FP8, for x's device."""
         planned_x = x if self.config is None else planned(x, self.settings, self.config)
         return ops.make_spec(planned_x, self.settings, None)
 
     def delayed(self, tensors: Sequence[Tensor]) -> Delayed:
-        """Returns the scales among the operands' tensors, and histories of this call alone; with current scaling none."""
+        """Returns the scales among the operands' tensors, with histories for this call only; empty with current scaling."""
         if not self.is_delayed:
             return Delayed()
         scales = tensors[self.num_operands - len(SCALED) : self.num_operands]
         return Delayed(*scales, *(scale.new_zeros(1, scale.shape[0]) for scale in scales))
 
     def quantized(self, x: Operands, delayed: Delayed) -> Operands:
-        """Returns the operands, with q, k and v in FP8 where the call quantises them."""
+        """Returns the operands, with q, k and v in FP8 if the call quantises them."""
         if self.config is None:
             return x
         return quantize_inputs(x, self.settings.qkv_format, self.config, delayed, FUNCTIONS)
 
     def quantized_for_backward(self, x: Operands, delayed: Delayed) -> Operands:
-        """Returns the operands as a backward gets them: with q and k in 16 bits too, where FP8 needs them there."""
+        """Returns the operands of a backward: with q and k in 16 bits too, if FP8 needs them."""
         if self.config is None or self.settings.bf16_backward:
             return x
         in_16_bits = (x.q, x.k) if self.config.keeps_16_bit else ()
@@ -154,40 +154,40 @@ class Call(NamedTuple):
     def forward(
         self, x: Operands, delayed: Delayed, attend: Callable[[Operands], tuple[Tensor, Tensor, Tensor]]
     ) -> tuple[Tensor, ...]:
-        """Returns the results of `attend`, of q, k and v in FP8 where the call quantises them, and those of FP8 behind them."""
+        """Returns the results of `attend`, on q, k and v in FP8 if the call quantises them, followed by FP8's own results."""
         out, lse, max_logit = attend(self.quantized(x, delayed))
-        found = [out, lse, max_logit]
+        results = [out, lse, max_logit]
         if self.out8 is not None:
             fmt, _ = parse_format(self.settings.qkv_format)
             lengths = (x.cu_seqlens_q, x.cu_seqlens_q_padded, x.max_seqlen_q)
             dtype, *kind = self.out8
-            found += FUNCTIONS.quantize(out, *lengths, delayed.scale_out, delayed.history_out, fmt, dtype, *kind, False)
+            results += FUNCTIONS.quantize(out, *lengths, delayed.scale_out, delayed.history_out, fmt, dtype, *kind, False)
         if self.is_delayed:
             histories = (delayed.history_q, delayed.history_k, delayed.history_v, delayed.history_out)
-            found += [history.view(-1) for history in histories if history is not None]
-        return tuple(found)
+            results += [history.view(-1) for history in histories if history is not None]
+        return tuple(results)
 
     def results(self, x: Operands, scales: Sequence[Tensor] = ()) -> list[Tensor]:
-        """Returns room for the results of `forward`; scales: of delayed scaling."""
-        found = list(empty_outputs(self.spec(x), x))
+        """Returns empty tensors for the results of `forward`; scales: scales of delayed scaling."""
+        results = list(empty_outputs(self.spec(x), x))
         if self.out8 is not None:
             fmt, _ = parse_format(self.settings.qkv_format)
-            sizes = amax_sizes(found[0], fmt, x.cu_seqlens_q, x.max_seqlen_q, self.out8.granularity, self.out8.block_rows)
-            found += [found[0].to(DTYPES[self.out8.dtype]), *(found[1].new_empty(sizes) for _ in range(2))]
-        return found + [torch.empty_like(scale) for name, scale in zip(SCALED, scales, strict=False) if name != "dout"]
+            sizes = amax_sizes(results[0], fmt, x.cu_seqlens_q, x.max_seqlen_q, self.out8.granularity, self.out8.block_rows)
+            results += [results[0].to(DTYPES[self.out8.dtype]), *(results[1].new_empty(sizes) for _ in range(2))]
+        return results + [torch.empty_like(scale) for name, scale in zip(SCALED, scales, strict=False) if name != "dout"]
 
     def gradients(self, x: Operands, scales: Sequence[Tensor] = ()) -> list[Tensor]:
-        """Returns room for the gradients that the backward gives: of q, k, v, bias, softmax_offset, captures, as far as wanted.
+        """Returns empty tensors for the backward's gradients: those of q, k, v, bias, softmax_offset and captures that are needed.
 
-        And behind them for the amax of dout, with the scales of delayed scaling.
+        With scales of delayed scaling, the amax of dout follows.
         """
-        found = empty_gradients(self.spec(x), x)
+        empty = empty_gradients(self.spec(x), x)
         offset = None if x.softmax_offset is None else torch.empty_like(x.softmax_offset)
-        given = (found.dq, found.dk, found.dv, found.dbias, offset, *(found.dmod_tensors or ()))
-        return [t for t in given if t is not None] + [torch.empty_like(scale) for scale in scales[SCALED.index("dout") :][:1]]
+        tensors = (empty.dq, empty.dk, empty.dv, empty.dbias, offset, *(empty.dmod_tensors or ()))
+        return [t for t in tensors if t is not None] + [torch.empty_like(scale) for scale in scales[SCALED.index("dout") :][:1]]
 
     def wanted(self) -> list[int]:
-        """Returns the operand that each of `gradients` is the gradient of, but for dout's amax behind them."""
+        """Returns the operand of each of `gradients`, without dout's amax."""
         names = self.names()
         fields = ["q", "k", "v", *(["bias"] if self.settings.needs_bias_grad else []), "softmax_offset"]
         dense = [names.index(name) for name in fields if name in names]
@@ -197,14 +197,14 @@ class Call(NamedTuple):
 
 
 def flat(x: Operands) -> list[Tensor]:
-    """Returns the operands' tensors in the order in which the primitives take them."""
+    """Returns the operands' tensors in the primitives' order."""
     dense = [t for t in (getattr(x, name) for name in TENSORS) if t is not None]
     return dense + [t for name in LISTS for t in getattr(x, name)]
 
 
 @functools.lru_cache(maxsize=256)
 def parse(text: str) -> Call:
-    """Returns the call that a text says."""
+    """Returns the call for a text."""
     settings, config, present, counts, numbers, mod_numbers, hopper, out8, is_delayed = json.loads(text)
     return Call(
         ops.Settings(*settings),
@@ -220,5 +220,5 @@ def parse(text: str) -> Call:
 
 
 def shaped(tensors: Sequence[Tensor]) -> list[jax.ShapeDtypeStruct]:
-    """Returns the shapes and dtypes of tensors as JAX has them."""
+    """Returns the shapes and dtypes of tensors as JAX structs."""
     return [jax.ShapeDtypeStruct(tuple(t.shape), jax_dtype(t.dtype)) for t in tensors]

@@ -1,8 +1,8 @@
 """A launch as jaxlib's custom call for Triton kernels.
 
-jaxlib hands the call's operands, then its results, to the kernel's pointer parameters in their order
-(https://github.com/jax-ml/jax/blob/main/jaxlib/gpu/triton_kernels.cc). So whatever a kernel may write is an operand that is aliased
-to a result. From jaxlib 0.11.1 on it makes tensor maps too, which the kernels for sm_90 need.
+jaxlib passes the call's operands, then its results, to the kernel's pointer parameters in their order
+(https://github.com/jax-ml/jax/blob/main/jaxlib/gpu/triton_kernels.cc). So each array that a kernel may write is an operand that is
+aliased to a result. Since jaxlib 0.11.1 it also creates tensor maps, which the kernels for sm_90 need.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ TARGET = "triton_kernel_call_ffi"
 
 
 class CustomCall(NamedTuple):
-    """A launch's description, and the buffers that its kernel gets.
+    """A launch's description, and the buffers of its kernel.
 
-    A kernel may get what it writes by two parameters. XLA would copy an operand that a call both aliases and reads again, so the
-    second of these parameters comes last: there jaxlib hands over the results, and the one that is aliased is the same memory.
+    A kernel may receive a written array by two parameters. XLA would copy an operand that a call both aliases and reads again, so
+    the second parameter comes last: jaxlib passes the results there, and the aliased result is the same memory.
     """
 
     text: bytes
     operands: tuple[int, ...]
-    again: tuple[int, ...] = ()  # handed over as results, before all other results
+    aliased: tuple[int, ...] = ()  # passed as results, before all other results
     zeroed: frozenset[int] = frozenset()  # set to zero by jaxlib, before the launch
 
 
 class _Argument(NamedTuple):
-    parameters: list[Any]  # jaxlib's
-    numbers: range  # places of these among the kernel's parameters
-    buffer: int | None  # that the first of them points to
+    parameters: list[Any]  # jaxlib's parameters
+    numbers: range  # their indices among the kernel's parameters
+    buffer: int | None  # the buffer that the first parameter points to
     is_pointer: bool
 
 
@@ -48,45 +48,47 @@ def custom_call(step: Kernel, written: frozenset[int], architecture: int, zeros:
         step: the launch.
         written: the buffers that the plan may write.
         architecture: 90 for sm_90.
-        zeros: the bytes of each buffer that has to be zero before the launch. `CustomCall.zeroed` says which of them jaxlib sets
-            to zero: those that the kernel gets by a pointer, not by a tensor map alone.
+        zeros: the size in bytes of each buffer that must be zero before the launch. `CustomCall.zeroed` lists the buffers that
+            jaxlib sets to zero: those that the kernel receives by pointer, and not only by tensor map.
 
-    Raises PlanError for a launch that jaxlib cannot make.
+    Raises PlanError if jaxlib does not support the launch.
     """
     launch, lib = step.launch, _jaxlib()
     compiled, binary = _compiled(launch, architecture)
     if binary is None:
         raise PlanError(f"{launch.kernel.__name__} needs scratch memory, a cluster or attributes of a launch")
     operands: list[_Argument] = []
-    again: list[_Argument] = []
-    for one in _arguments(step, compiled, binary, zeros):
-        is_second = one.buffer in written and any(one.buffer == other.buffer for other in operands)
-        (again if is_second else operands).append(one)
-    if len({one.buffer for one in again}) < len(again):
+    aliased: list[_Argument] = []
+    for argument in _arguments(step, compiled, binary, zeros):
+        is_second = argument.buffer in written and any(argument.buffer == other.buffer for other in operands)
+        (aliased if is_second else operands).append(argument)
+    if len({argument.buffer for argument in aliased}) < len(aliased):
         raise PlanError(
-            f"{launch.kernel.__name__} takes what it may write by three arguments, which XLA's custom call cannot express; such a "
-            "call does not run from JAX on a CUDA device yet"
+            f"{launch.kernel.__name__} receives a written array by three arguments, which XLA's custom call cannot express; such a "
+            "call does not run from JAX on a CUDA device"
         )
     ptx = compiled.asm["ptx"]
-    if again:
-        ptx = _with_parameters_in_order(ptx, [n for one in (*operands, *again) for n in one.numbers])
+    if aliased:
+        ptx = _with_parameters_in_order(ptx, [n for argument in (*operands, *aliased) for n in argument.numbers])
     kernel = lib.TritonKernel(binary.name, binary.num_warps, 1, binary.shared, ptx, "", architecture)
-    parameters = [parameter for one in (*operands, *again) for parameter in one.parameters]
+    parameters = [parameter for argument in (*operands, *aliased) for parameter in argument.parameters]
     call = lib.TritonKernelCall(kernel, launch.programs, 1, 1, parameters)
-    pointed, pointed_again = (tuple(one.buffer for one in some if one.buffer is not None) for some in (operands, again))
-    pointers = {one.buffer for one in (*operands, *again) if one.is_pointer}
-    zeroed = frozenset(place for place in zeros if place in pointers)
-    return CustomCall(zlib.compress(call.to_proto(f"flexattn {binary.name}", b"")), pointed, pointed_again, zeroed)
+    operands_buffers, aliased_buffers = (
+        tuple(argument.buffer for argument in group if argument.buffer is not None) for group in (operands, aliased)
+    )
+    pointers = {argument.buffer for argument in (*operands, *aliased) if argument.is_pointer}
+    zeroed = frozenset(index for index in zeros if index in pointers)
+    return CustomCall(zlib.compress(call.to_proto(f"flexattn {binary.name}", b"")), operands_buffers, aliased_buffers, zeroed)
 
 
 def _arguments(step: Kernel, compiled: Any, binary: Any, zeros: Mapping[int, int]) -> list[_Argument]:
-    """Returns the arguments of a launch that its kernel has parameters for."""
+    """Returns the arguments of a launch that have parameters in its kernel."""
     from flexattn.kernels_triton.runtime.direct import leaves, value_at
 
     lib, arguments = _jaxlib(), step.launch.arguments
-    buffer_of = {id(t): place for t, place in zip(tensors_of(arguments), step.buffers, strict=True)}
+    buffer_of = {id(t): index for t, index in zip(tensors_of(arguments), step.buffers, strict=True)}
     aligned = {path for path, attributes in compiled.src.attrs.items() if ["tt.divisibility", 16] in attributes}
-    found: list[_Argument] = []
+    parsed: list[_Argument] = []
     count, maps = 0, iter(binary.maps)
     for path, kind in leaves(binary.signature, ()):
         value, buffer = value_at(arguments, path), None
@@ -97,13 +99,13 @@ def _arguments(step: Kernel, compiled: Any, binary: Any, zeros: Mapping[int, int
             parameters = [lib.create_array_parameter(zeros.get(buffer, 0), 16 if path in aligned else 0)]
         else:
             parameters = [lib.create_scalar_parameter(float(value) if kind.startswith("fp") else int(value), kind)]
-        found.append(_Argument(parameters, range(count, count + len(parameters)), buffer, kind.startswith("*")))
+        parsed.append(_Argument(parameters, range(count, count + len(parameters)), buffer, kind.startswith("*")))
         count += len(parameters)
-    return found
+    return parsed
 
 
 def _with_parameters_in_order(ptx: str, order: Sequence[int]) -> str:
-    """Returns PTX whose kernel declares its parameters in another order: `order` has their numbers; what it omits stays last.
+    """Returns PTX whose kernel declares its parameters in another order: their indices in `order`, then the others.
 
     Parameters have names, by which the kernel reads them, so only the declarations move
     (https://docs.nvidia.com/cuda/parallel-thread-execution/#kernel-function-parameters).
@@ -122,7 +124,7 @@ def _descriptor(lib: Any, descriptor: Any, meta: Any) -> list[Any]:
 
     if not hasattr(lib, "create_tma_descriptor_parameter"):
         raise NotImplementedError(
-            f"jaxlib {jax.lib.__version__} passes no tensor maps to a kernel, which those for compute capability 9.0 need; "
+            f"jaxlib {jax.lib.__version__} passes no tensor maps, which the kernels for compute capability 9.0 need; "
             "pip install 'jax[cuda13]>=0.11.1', or set FLEXATTN_HOPPER=never for the portable kernels"
         )
     shape, strides = [int(n) for n in descriptor.shape], [int(n) for n in descriptor.strides]
@@ -139,11 +141,11 @@ def _descriptor(lib: Any, descriptor: Any, meta: Any) -> list[Any]:
 
 
 def _jaxlib() -> Any:
-    from jax._src.lib import gpu_triton  # jax has no public name for it; jax-triton and TransformerEngine take it from here too
+    from jax._src.lib import gpu_triton  # no public name exists; jax-triton and TransformerEngine also import it from here
 
     if not hasattr(gpu_triton, "TritonKernel"):
         raise NotImplementedError(
-            "JAX's CUDA plugin is not installed, which describes kernels to XLA; pip install 'jax[cuda13]>=0.11.1'"
+            "JAX's CUDA plugin, which describes kernels to XLA, is not installed; pip install 'jax[cuda13]>=0.11.1'"
         )
     return gpu_triton
 
@@ -155,10 +157,10 @@ def _compiled(launch: Any, architecture: int) -> tuple[Any, Any]:
 
     text = description_of(launch, architecture)
     with _lock:
-        found = _kernels.get(text)
-        if found is None:
-            found = _kernels[text] = sound_from(request_for(launch, architecture))
-        return found
+        entry = _kernels.get(text)
+        if entry is None:
+            entry = _kernels[text] = sound_from(request_for(launch, architecture))
+        return entry
 
 
 _kernels: dict[str, tuple[Any, Any]] = {}

@@ -1,7 +1,7 @@
-"""XLA's C API for handlers, by ctypes: the buffers of a call as torch tensors on its stream, and exceptions as XLA's errors.
+"""XLA's C API for handlers, by ctypes: a call's buffers as torch tensors on its stream, and exceptions as XLA's errors.
 
-XLA calls a handler with a frame (https://github.com/openxla/xla/blob/main/xla/ffi/api/c_api.h): operands, results, and here one
-attribute, a text. XLA's threads wait for Python's lock; JAX does not hold it while they run.
+XLA calls a handler with a frame (https://github.com/openxla/xla/blob/main/xla/ffi/api/c_api.h): operands, results, and a text as
+the only attribute. XLA's threads wait for Python's lock; JAX does not hold it while they run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 Platform = Literal["cpu", "cuda"]
 Run = Callable[[bytes, list[Tensor]], Sequence[Tensor]]
 
-# Names and order are those of the C structs; what is not read here is a pointer without a type.
+# Names and order are those of the C structs; unused fields are untyped pointers.
 _HEAD: Any = (("struct_size", c.c_size_t), ("extension", c.c_void_p))
 
 
@@ -113,7 +113,7 @@ class _Ordinal(c.Structure):
     _fields_ = (*_HEAD, ("context", c.c_void_p), ("value", c.c_int32))
 
 
-_METADATA = 1  # XLA_FFI_Extension_Metadata: XLA asks which version of the API a handler is for
+_METADATA = 1  # XLA_FFI_Extension_Metadata: XLA queries the API version of a handler
 _EXECUTE = 3  # XLA_FFI_ExecutionStage_EXECUTE
 _INTERNAL = 13  # XLA_FFI_Error_Code_INTERNAL
 _DTYPES = {  # XLA_FFI_DataType
@@ -134,46 +134,46 @@ _DTYPES = {  # XLA_FFI_DataType
 
 
 def register(name: str, run: Run) -> None:
-    """Makes `run` what XLA calls for custom calls of this name, on CPUs and on CUDA devices, as `handler` says."""
+    """Registers `run` for custom calls of this name, on CPUs and on CUDA devices; see `handler`."""
     platforms: tuple[tuple[str, Platform], ...] = (("cpu", "cpu"), ("CUDA", "cuda"))
-    for of_jax, platform in platforms:
+    for jax_name, platform in platforms:
         _handlers.append(handler(run, platform))
-        jax.ffi.register_ffi_target(name, capsule(_handlers[-1]), platform=of_jax)
+        jax.ffi.register_ffi_target(name, capsule(_handlers[-1]), platform=jax_name)
 
 
 _handlers: list[Any] = []  # XLA keeps their addresses
 
 
 def capsule(function: Any) -> Any:
-    """Returns a handler as `jax.ffi.register_ffi_target` takes it; the handler must live as long as the process."""
+    """Returns a handler's capsule for `jax.ffi.register_ffi_target`; the handler must live as long as the process."""
     return jax.ffi.pycapsule(c.cast(function, c.c_void_p).value)
 
 
 def handler(run: Run, platform: Platform) -> Any:
-    """Returns a handler that XLA can call on a platform, which writes what `run(text, tensors)` gives into its results.
+    """Returns a handler for XLA on a platform, which writes the tensors of `run(text, tensors)` into its results.
 
-    text: the custom call's only attribute. tensors: its operands, in XLA's own memory; on a CUDA device XLA's stream is torch's
-    current one meanwhile. An exception is printed, and fails the program with its text.
+    text: the custom call's only attribute. tensors: its operands, in XLA's own memory. On a CUDA device, XLA's stream is torch's
+    current stream meanwhile. An exception is printed, and fails the program with its text.
     """
 
     def handle(pointer: Any) -> Any:
         frame = pointer.contents
         try:
-            if _is_asked_for_metadata(frame) or frame.stage != _EXECUTE:
+            if _answers_metadata(frame) or frame.stage != _EXECUTE:
                 return None
             _keep_thread()
             with contextlib.nullcontext(torch.device("cpu")) if platform == "cpu" else _on_cuda(frame) as device:
-                found = run(_text(frame.attributes), _tensors(frame.operands, device))
-                _write(_tensors(frame.results, device), found)
+                outputs = run(_text(frame.attributes), _tensors(frame.operands, device))
+                _write(_tensors(frame.results, device), outputs)
             return None
-        except BaseException as e:  # ctypes would print it, and XLA would go on with results that nobody wrote
+        except BaseException as e:  # ctypes would only print it, and XLA would read results that are not written
             return _failure(frame, e)
 
     return c.CFUNCTYPE(c.c_void_p, c.POINTER(_Frame))(handle)
 
 
-def _is_asked_for_metadata(frame: Any) -> bool:
-    """Returns whether XLA asks about the handler, not for a call, and answers it."""
+def _answers_metadata(frame: Any) -> bool:
+    """Answers a metadata query about the handler; returns False if the frame is a call."""
     if not frame.extension:
         return False
     extension = c.cast(frame.extension, c.POINTER(_MetadataExtension)).contents
@@ -181,7 +181,7 @@ def _is_asked_for_metadata(frame: Any) -> bool:
         return False
     metadata = extension.metadata.contents
     metadata.version.major, metadata.version.minor = 0, _api(frame).version.minor if frame.api else 1
-    metadata.traits = 0  # among others: not to be captured in a CUDA graph
+    metadata.traits = 0  # so the handler is not captured in a CUDA graph
     return True
 
 
@@ -199,49 +199,49 @@ _thread = _Thread()
 def _keep_thread() -> None:
     """Keeps Python's state of XLA's thread until the thread ends.
 
-    Otherwise Python makes one for each call and drops it afterwards, with all thread-locals: cuDNN's handles are among them.
+    Otherwise Python creates one for each call and drops it afterwards, with all thread-locals, such as cuDNN's handles.
     https://docs.python.org/3/c-api/init.html#c.PyGILState_Ensure
     """
     if not _thread.is_kept:
-        c.pythonapi.PyGILState_Ensure()  # which nothing releases
+        c.pythonapi.PyGILState_Ensure()  # never released
         _thread.is_kept = True
 
 
 @contextlib.contextmanager
 def _on_cuda(frame: Any) -> Iterator[torch.device]:
-    """Makes XLA's stream torch's current one, and gives the device."""
-    device = torch.device("cuda", _asked(frame, "ordinal_get", _Ordinal))
-    stream = torch.cuda.ExternalStream(_asked(frame, "stream_get", _Stream) or 0, device)  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(stream):  # the device too
+    """Makes XLA's stream torch's current stream, and yields the device."""
+    device = torch.device("cuda", _query(frame, "ordinal_get", _Ordinal))
+    stream = torch.cuda.ExternalStream(_query(frame, "stream_get", _Stream) or 0, device)  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):  # also sets the device
         yield device
 
 
-def _asked(frame: Any, name: str, kind: Any) -> Any:
-    """Returns what a function of XLA's API tells about the frame's context; kind: the function's struct."""
+def _query(frame: Any, name: str, kind: Any) -> Any:
+    """Returns the result of an XLA API function about the frame's context; kind: the function's struct."""
     api = _api(frame)
     if api.struct_size < getattr(_Api, name).offset + c.sizeof(c.c_void_p):
-        raise RuntimeError(f"jaxlib {jax.lib.__version__} tells a handler no device; pip install 'jax[cuda13]>=0.11.1'")
-    question = kind(c.sizeof(kind), None, frame.context)
-    error = c.CFUNCTYPE(c.c_void_p, c.POINTER(kind))(getattr(api, name))(c.byref(question))
+        raise RuntimeError(f"jaxlib {jax.lib.__version__} does not tell handlers their device; pip install 'jax[cuda13]>=0.11.1'")
+    request = kind(c.sizeof(kind), None, frame.context)
+    error = c.CFUNCTYPE(c.c_void_p, c.POINTER(kind))(getattr(api, name))(c.byref(request))
     if error:
         text = _ErrorGet(c.sizeof(_ErrorGet), None, error)
         c.CFUNCTYPE(None, c.POINTER(_ErrorGet))(api.error_get)(c.byref(text))
         message = c.string_at(text.message).decode(errors="replace") if text.message else "no text"
-        done = _ErrorDestroy(c.sizeof(_ErrorDestroy), None, error)
-        c.CFUNCTYPE(None, c.POINTER(_ErrorDestroy))(api.error_destroy)(c.byref(done))
-        raise RuntimeError(f"XLA refuses {name}: {message}")
-    return question.value
+        destroy = _ErrorDestroy(c.sizeof(_ErrorDestroy), None, error)
+        c.CFUNCTYPE(None, c.POINTER(_ErrorDestroy))(api.error_destroy)(c.byref(destroy))
+        raise RuntimeError(f"XLA's {name} failed: {message}")
+    return request.value
 
 
 class _Memory:
-    """Bytes of a CUDA device, as `torch.as_tensor` takes them without a copy.
+    """Bytes of a CUDA device, for `torch.as_tensor` without a copy.
 
-    https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html; without a stream nothing is waited for.
+    https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html; without a stream there is no synchronisation.
     """
 
     def __init__(self, address: int, size: int) -> None:
-        described = {"data": (address, False), "shape": (size,), "strides": None, "typestr": "|u1", "version": 3}
-        self.__cuda_array_interface__ = described
+        interface = {"data": (address, False), "shape": (size,), "strides": None, "typestr": "|u1", "version": 3}
+        self.__cuda_array_interface__ = interface
 
 
 def _tensor(address: int, device: torch.device) -> Tensor:
@@ -269,16 +269,16 @@ def _text(attributes: Any) -> bytes:
     return c.string_at(text.data, text.size)
 
 
-def _write(results: Sequence[Tensor], found: Sequence[Tensor]) -> None:
-    for i, (to, t) in enumerate(zip(results, found, strict=True)):
-        if (to.shape, to.dtype) != (t.shape, t.dtype):  # which copy_ would broadcast and cast
-            raise RuntimeError(f"result {i} is {t.dtype} {tuple(t.shape)}, where XLA has room for {to.dtype} {tuple(to.shape)}")
-        to.copy_(t)
+def _write(results: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+    for i, (result, t) in enumerate(zip(results, outputs, strict=True)):
+        if (result.shape, result.dtype) != (t.shape, t.dtype):  # copy_ would broadcast and cast
+            raise RuntimeError(f"result {i} is {t.dtype} {tuple(t.shape)} but XLA expects {result.dtype} {tuple(result.shape)}")
+        result.copy_(t)
 
 
 def _failure(frame: Any, e: BaseException) -> Any:
-    """Returns XLA's error of an exception, and prints the exception with its trace."""
-    with contextlib.suppress(Exception):  # as where there is no stderr
+    """Returns XLA's error for an exception, and prints the exception with its traceback."""
+    with contextlib.suppress(Exception):  # for example without stderr
         traceback.print_exception(e, file=sys.stderr)
     try:
         text = f"{type(e).__name__}: {e}"

@@ -1,4 +1,4 @@
-"""FP8 in JAX: out in FP8 with its scales, and delayed scaling as a function of its state. Recipes are `flexattn.fp8.Recipe`."""
+"""FP8 for JAX: out in FP8 with its scales, and delayed scaling as a function of its state. Recipes are `flexattn.fp8.Recipe`."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ __all__ = ["DelayedScaling", "QuantizedTensor", "dequantize", "quantize"]
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedTensor:
-    """x ≈ data * descale: `data` in float8, laid out as x; descale and amax fp32 [b | 1, h | 1, blocks | 1], by the granularity.
+    """x ≈ data * descale: `data` in float8, in x's format; descale and amax fp32 [b | 1, h | 1, blocks | 1], by the granularity.
 
-    `source` is x in 16 bits, given by `attention`, which alone has a gradient: that of data * descale.
+    `source` is x in 16 bits. Only `attention` sets it, and only it has a gradient: that of data * descale.
     """
 
     data: jax.Array
     descale: jax.Array
     amax: jax.Array  # largest magnitude of x's finite values
     source: jax.Array | None = None
-    block_rows: int = 0  # that share a descale, for granularity "block"; else 0
+    block_rows: int = 0  # number of rows that share a descale, for granularity "block"; else 0
 
 
 _NAME = "flexattn_quantize"
@@ -51,19 +51,19 @@ jax.tree_util.register_dataclass(QuantizedTensor, ["data", "descale", "amax", "s
 
 
 class DelayedScaling(NamedTuple):
-    """The scales and the amax history of one attention layer, fp32: `create` makes one, `update` the next step's.
+    """The scales and the amax history of one attention layer, fp32. `create` creates one, `update` the next step's.
 
-    Calls read its scales. What they note is its gradient: `jax.grad` of a loss with respect to a state gives a state whose
-    histories have, in their first row, the amax of q, k, v, dout and, where it is in FP8, out; all else in it is 0. A call that is
-    not differentiated notes nothing.
+    Calls read its scales, and record amaxes as its gradient: `jax.grad` of a loss with respect to a state is a state too. The first
+    row of its histories has the amax of q, k, v, dout and, if it is in FP8, out. Everything else in it is 0. A call that is not
+    differentiated records nothing.
     """
 
-    scale_q: jax.Array  # [heads], or [1] by tensor: what q is multiplied with
+    scale_q: jax.Array  # [heads], or [1] by tensor: q's multiplier
     scale_k: jax.Array
     scale_v: jax.Array
     scale_dout: jax.Array
     scale_out: jax.Array
-    amax_history_q: jax.Array  # [amax_history_len, heads | 1]: this step's, and those before
+    amax_history_q: jax.Array  # [amax_history_len, heads | 1]: this step's amax first, then earlier steps'
     amax_history_k: jax.Array
     amax_history_v: jax.Array
     amax_history_dout: jax.Array
@@ -71,17 +71,17 @@ class DelayedScaling(NamedTuple):
 
     @classmethod
     def create(cls, recipe: fp8.Recipe, num_heads: int, num_heads_kv: int | None = None) -> DelayedScaling:
-        """Returns the state before the first step, whose scales are 1. Takes and raises what `flexattn.fp8.DelayedScaling` does."""
-        made = fp8.DelayedScaling(recipe, num_heads, num_heads_kv, device="cpu")
-        return cls(*(jnp.asarray(getattr(made, name).numpy()) for name in fp8.BUFFERS))
+        """Returns the state before the first step, with scales of 1; arguments and errors are `flexattn.fp8.DelayedScaling`'s."""
+        state = fp8.DelayedScaling(recipe, num_heads, num_heads_kv, device="cpu")
+        return cls(*(jnp.asarray(getattr(state, name).numpy()) for name in fp8.BUFFERS))
 
     def update(self, recipe: fp8.Recipe, noted: DelayedScaling) -> DelayedScaling:
-        """Returns the next step's state: scales follow the history, which moves on by one.
+        """Returns the next step's state: scales follow the history, which advances by one step.
 
-        noted: the state's gradient. One state for several calls of a step, or on several devices, has the sum of what they note:
-        scales are then smaller than they need be. Take the maximum of what each notes where that matters.
+        noted: the state's gradient. If several calls of a step, or several devices, share a state, it has the sum of their amaxes,
+        so scales are smaller than necessary. To avoid that, take the maximum of the gradients of each call.
         """
-        found: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         for name in fp8.TENSORS:
             history = jnp.maximum(getattr(self, f"amax_history_{name}"), getattr(noted, f"amax_history_{name}"))
             amax, before = (
@@ -89,26 +89,26 @@ class DelayedScaling(NamedTuple):
                 getattr(self, f"scale_{name}"),
             )
             dtype = fp8.delayed_dtype(recipe, name)
-            found[f"scale_{name}"] = jnp.where(amax > 0, _scale_of(amax, dtype, recipe.margin), before)
-            found[f"amax_history_{name}"] = jnp.roll(history, 1, 0).at[0].set(0.0)
-        return DelayedScaling(**found)
+            fields[f"scale_{name}"] = jnp.where(amax > 0, _scale_of(amax, dtype, recipe.margin), before)
+            fields[f"amax_history_{name}"] = jnp.roll(history, 1, 0).at[0].set(0.0)
+        return DelayedScaling(**fields)
 
 
 def _scale_of(amax: Any, dtype: torch.dtype, margin: int) -> Any:
-    """Returns what `flexattn.dispatch.quantization.scale_of` does, to the bit."""
+    """Returns the scale for an amax, bitwise identical to `flexattn.dispatch.quantization.scale_of`."""
     scale = jnp.maximum(cuda.quotient(jnp.full_like(amax, LARGEST[dtype] * 2.0**-margin), amax), SMALLEST_SCALE)
     return jnp.where((amax > 0) & (scale <= LARGEST_SCALE), scale, 1.0)
 
 
 def stand_in(recipe: Any, arrays: dict[str, Tensor]) -> Any:
-    """Returns what the checks of `flexattn.attention` take for a state, with tensors in the place of its buffers."""
-    made = fp8.DelayedScaling(recipe, 1, device="meta")
-    made._buffers.update(arrays)
-    return made
+    """Returns a substitute for a state that `flexattn.attention`'s checks accept, with tensors as buffers."""
+    state = fp8.DelayedScaling(recipe, 1, device="meta")
+    state._buffers.update(arrays)
+    return state
 
 
 def checked_state(state: Any) -> DelayedScaling | None:
-    """Returns a state whose fields are arrays; raises TypeError for what is none."""
+    """Returns a state whose fields are arrays; raises TypeError for any other object."""
     if state is None:
         return None
     if not isinstance(state, DelayedScaling):
@@ -128,26 +128,27 @@ def quantize(
 ) -> QuantizedTensor:
     """Returns x in FP8 with current scaling, for `attention`'s descale_q, descale_k and descale_v. Not differentiable.
 
-    Arguments, results and errors are those of `flexattn.fp8.quantize`; on a CUDA device BackendError below compute capability 8.9.
+    Arguments, results and errors are those of `flexattn.fp8.quantize`. On a CUDA device below compute capability 8.9, the call
+    raises BackendError.
     """
-    given = {"x": x, "cu_seqlens": cu_seqlens, "cu_seqlens_padded": cu_seqlens_padded}
-    for name, value in given.items():
+    inputs = {"x": x, "cu_seqlens": cu_seqlens, "cu_seqlens_padded": cu_seqlens_padded}
+    for name, value in inputs.items():
         if not isinstance(value, (jax.Array, np.ndarray)) and (value is not None or name == "x"):
             raise TypeError(f"{name} is {validation.describe(value)}; accepted: a JAX or NumPy array")
-    arrays = {name: jnp.asarray(value) for name, value in given.items() if value is not None}
-    metas = dict.fromkeys(given) | {name: meta_tensor(name, value) for name, value in arrays.items()}
-    made = fp8.Recipe() if recipe is None else recipe
+    arrays = {name: jnp.asarray(value) for name, value in inputs.items() if value is not None}
+    metas = dict.fromkeys(inputs) | {name: meta_tensor(name, value) for name, value in arrays.items()}
+    recipe_in_use = fp8.Recipe() if recipe is None else recipe
     lengths = (metas["cu_seqlens"], metas["cu_seqlens_padded"], max_seqlen)
-    how = fp8.quantize_arguments(metas["x"], made, qkv_format, lengths, torch_dtype("dtype", dtype))  # type: ignore[arg-type]
-    call = QuantizeCall(tuple(arrays), *how[2:3], *how[5:])
+    settings = fp8.quantize_arguments(metas["x"], recipe_in_use, qkv_format, lengths, torch_dtype("dtype", dtype))  # type: ignore[arg-type]
+    call = QuantizeCall(tuple(arrays), *settings[2:3], *settings[5:])
     data, descale, amax = bind(quantize_p, [*map(jax.lax.stop_gradient, arrays.values())], call)
-    return QuantizedTensor(data, descale, amax, block_rows=made.rows)
+    return QuantizedTensor(data, descale, amax, block_rows=recipe_in_use.rows)
 
 
 class QuantizeCall(NamedTuple):
-    """All of a call of `quantize` but its arrays."""
+    """A call of `quantize` without its arrays."""
 
-    names: tuple[str, ...]  # the arrays that there are: x, cu_seqlens, cu_seqlens_padded
+    names: tuple[str, ...]  # the arrays that are passed: x, cu_seqlens, cu_seqlens_padded
     max_seqlen: int
     fmt: str
     dtype: str
@@ -158,9 +159,9 @@ class QuantizeCall(NamedTuple):
 
     def run(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Returns data, descale and amax."""
-        given = dict(zip(self.names, tensors, strict=True))
-        lengths = (given.get("cu_seqlens"), given.get("cu_seqlens_padded"), self.max_seqlen)
-        return fp8_ops.FUNCTIONS.quantize(given["x"], *lengths, None, None, *self[2:])
+        inputs = dict(zip(self.names, tensors, strict=True))
+        lengths = (inputs.get("cu_seqlens"), inputs.get("cu_seqlens_padded"), self.max_seqlen)
+        return fp8_ops.FUNCTIONS.quantize(inputs["x"], *lengths, None, None, *self[2:])
 
 
 def _shapes(call: QuantizeCall, arrays: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
@@ -171,8 +172,8 @@ def _shapes(call: QuantizeCall, arrays: Sequence[Any]) -> list[jax.ShapeDtypeStr
 
 
 def _run(text: bytes, tensors: list[Tensor]) -> tuple[Tensor, ...]:
-    names, *how = json.loads(text)
-    return QuantizeCall(tuple(names), *how).run(tensors)
+    names, *settings = json.loads(text)
+    return QuantizeCall(tuple(names), *settings).run(tensors)
 
 
 ffi.register(_NAME, _run)
@@ -190,15 +191,15 @@ def on_cuda(*arrays: Any, call: QuantizeCall) -> Any:
 
 
 @functools.lru_cache(maxsize=64)
-def _plan(call: QuantizeCall, signature: tuple[tuple[tuple[int, ...], torch.dtype], ...], on: Device) -> Plan:
-    if reason := kernel_error("cuda", on.capability, torch.float8_e4m3fn):
+def _plan(call: QuantizeCall, signature: tuple[tuple[tuple[int, ...], torch.dtype], ...], target: Device) -> Plan:
+    if reason := kernel_error("cuda", target.capability, torch.float8_e4m3fn):
         raise BackendError(f"triton cannot quantise: {reason}")
     metas = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in signature]
-    return plans.record(lambda: call.run(metas), metas, on)
+    return plans.record(lambda: call.run(metas), metas, target)
 
 
-def _whole(call: QuantizeCall, shapes: Sequence[tuple[int, ...]]) -> Layout:
-    """Returns a layout that splits nothing, as scales may be those of all."""
+def _unsplit_layout(call: QuantizeCall, shapes: Sequence[tuple[int, ...]]) -> Layout:
+    """Returns a layout that splits nothing, because scales may depend on all elements."""
     names = (f"dim{i}" for i in itertools.count())
     factors: list[Factors] = [tuple(next(names) for _ in shape) for shape in shapes]
     results: list[Factors] = [factors[0], *(tuple(next(names) for _ in range(3)) for _ in range(2))]
@@ -206,7 +207,7 @@ def _whole(call: QuantizeCall, shapes: Sequence[tuple[int, ...]]) -> Layout:
 
 
 quantize_p, local_quantize_p = primitive(_NAME, _shapes), primitive(f"{_NAME}_of_one_device", _shapes)
-register(quantize_p, local_quantize_p, on_host, on_cuda, _whole)
+register(quantize_p, local_quantize_p, on_host, on_cuda, _unsplit_layout)
 batching.primitive_batchers[quantize_p] = functools.partial(loop, quantize_p)
 
 
@@ -221,10 +222,10 @@ def dequantize(
     """Returns data * descale of an out in FP8, multiplied in float32 and rounded once. Its gradient is that of `source`.
 
     Args:
-        x: what `attention` or `quantize` returned.
+        x: a result of `attention` or `quantize`.
         qkv_format: x's own format, or that of the call.
         cu_seqlens, cu_seqlens_padded: the call's cu_seqlens_q and cu_seqlens_q_padded, for thd with scales for each sequence.
-        dtype: None is that of `source`, and bfloat16 without one.
+        dtype: dtype of the result. None: `source`'s dtype, or bfloat16 without a source.
     """
     fmt, _ = parse_format(str(qkv_format))
     if x.data.ndim != len(fmt):
@@ -234,14 +235,14 @@ def dequantize(
     scale = _scales_of_rows(x, fmt, cu_seqlens, cu_seqlens_padded)
     if x.source is None:
         return (x.data.astype(jnp.float32) * scale).astype(jnp.bfloat16 if dtype is None else dtype)
-    found: jax.Array = _dequantized(x.source, x.data, scale, dtype)
-    return found
+    result: jax.Array = _dequantize(x.source, x.data, scale, dtype)
+    return result
 
 
 def _scales_of_rows(x: QuantizedTensor, fmt: str, cu_seqlens: Any, cu_seqlens_padded: Any) -> Any:
-    """Returns the descale of each row of data, with 1 for its last dim and wherever it is the same."""
+    """Returns the descale of each row of data; its last dim is 1, and so are dims along which it is constant."""
     descale = x.descale  # [b, h, blocks]
-    if descale.size == 0:  # tokens of no sequence, which are 0
+    if descale.size == 0:  # no sequence has tokens, so data is 0
         return jnp.ones((1,) * x.data.ndim, jnp.float32)
     if fmt == "thd":
         if cu_seqlens is None:
@@ -251,7 +252,9 @@ def _scales_of_rows(x: QuantizedTensor, fmt: str, cu_seqlens: Any, cu_seqlens_pa
         position = token - starts[:, None]  # slots may be in any order
         sequence = jnp.argmax((position >= 0) & (position < lengths[:, None]), 0)
         block = jnp.take_along_axis(position, sequence[None], 0)[0] // max(1, x.block_rows)
-        sequence, block = (jnp.clip(at, 0, size - 1) for at, size in ((sequence, descale.shape[0]), (block, descale.shape[2])))
+        sequence, block = (
+            jnp.clip(index, 0, size - 1) for index, size in ((sequence, descale.shape[0]), (block, descale.shape[2]))
+        )
         return descale[sequence, :, block][..., None]
     rows = descale[..., None]  # [b, h, blocks, 1]
     if descale.shape[2] > 1:
@@ -260,17 +263,17 @@ def _scales_of_rows(x: QuantizedTensor, fmt: str, cu_seqlens: Any, cu_seqlens_pa
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _dequantized(source: Any, data: Any, scale: Any, dtype: Any) -> Any:
+def _dequantize(source: Any, data: Any, scale: Any, dtype: Any) -> Any:
     return (data.astype(jnp.float32) * scale).astype(source.dtype if dtype is None else dtype)
 
 
-def _dequantized_forward(source: Any, data: Any, scale: Any, dtype: Any) -> Any:
-    return _dequantized(source, data, scale, dtype), (jnp.zeros((), source.dtype), data, scale)
+def _dequantize_forward(source: Any, data: Any, scale: Any, dtype: Any) -> Any:
+    return _dequantize(source, data, scale, dtype), (jnp.zeros((), source.dtype), data, scale)
 
 
-def _dequantized_backward(dtype: Any, saved: Any, gradient: Any) -> Any:
+def _dequantize_backward(dtype: Any, saved: Any, gradient: Any) -> Any:
     like, data, scale = saved
     return gradient.astype(like.dtype), jnp.zeros_like(data), jnp.zeros_like(scale)
 
 
-_dequantized.defvjp(_dequantized_forward, _dequantized_backward)
+_dequantize.defvjp(_dequantize_forward, _dequantize_backward)

@@ -1,4 +1,4 @@
-"""`attention` of JAX arrays: the same arguments, checks and errors as in torch, and JAX's gradients around two primitives."""
+"""`attention` for JAX arrays: the arguments, checks and errors of torch's version, and JAX's gradients around two primitives."""
 
 from __future__ import annotations
 
@@ -91,33 +91,33 @@ def attention(
     return_max_logit: bool = False,
     backend: str | None = None,
 ) -> Any:
-    """Returns `flexattn.attention` of JAX arrays; arguments, shapes, dtypes, formulas and errors are those, but for what follows.
+    """Returns `flexattn.attention` of JAX arrays. Arguments, shapes, dtypes, formulas and errors are the same, except as below.
 
     Works in jit, grad, vmap, scan and checkpoint. Numbers, names and mods are static, arrays may be traced.
 
     Args:
-        page_table: of a cache, to which `append_kv` writes.
-        rng_state: needed with dropout_p > 0: a key of jax.random (jax.random.key, or its uint32 [2] or [4] words). The same key
-            drops the same weights; draw a new one for each call. Or uint32 [b, 10 or 12], the words of the int64 [b, 5 or 6] that
-            `flexattn.attention` takes for a call that is a part of a whole, two for each number, the lower one first.
-        score_mod, mask_mod: functions in jax.numpy on 0-d arrays, float32 for the score and int32 for the indices. Arrays that they
-            capture are read at computed indices, as slopes[h] or table[h, q_idx - kv_idx], and get gradients. A read outside of an
-            array gives 0, where JAX would give its edge; arithmetic is in float32 and in integers of 64 bits.
-        block_mask: of `flexattn.jax.create_block_mask`.
+        page_table: the pages of each sequence's cache; `append_kv` writes to them.
+        rng_state: a key of jax.random (jax.random.key, or its uint32 [2] or [4] words), required if dropout_p > 0. The same key
+            drops the same weights; use a new one for each call. For a part of a sequence: uint32 [b, 10 or 12], the words of
+            `flexattn.attention`'s int64 [b, 5 or 6], two for each number, the lower one first.
+        score_mod, mask_mod: functions in jax.numpy on 0-d arrays, float32 for the score and int32 for the indices. They may read
+            captured arrays at computed indices, such as slopes[h] or table[h, q_idx - kv_idx]; these receive gradients. A read
+            outside of an array gives 0, unlike in JAX. Arithmetic is in float32 and in integers of 64 bits.
+        block_mask: a result of `flexattn.jax.create_block_mask`.
         fp8_recipe: a `flexattn.fp8.Recipe`.
-        fp8_state: the `flexattn.jax.fp8.DelayedScaling` of a recipe with scaling "delayed", whose gradient is what the call notes.
-        backend: on a CUDA device "auto" and "triton" are Triton's kernels, which XLA launches itself; torch runs "cudnn" and
-            "eager", in a handler that XLA calls. On a CPU "auto" is "eager".
+        fp8_state: the `flexattn.jax.fp8.DelayedScaling` for a recipe with scaling "delayed"; its gradient is the call's amaxes.
+        backend: on a CUDA device, "auto" and "triton" mean Triton's kernels, which XLA launches itself. torch runs "cudnn" and
+            "eager", in a handler that XLA calls. On a CPU "auto" means "eager".
 
     Returns:
-        out, or (out, lse), (out, max_logit) or (out, lse, max_logit) as asked for; out is a `flexattn.jax.fp8.QuantizedTensor`
-        where fp8_recipe asks for FP8. First derivatives of out and lse are there in
-        reverse mode: of q, k, v, bias, softmax_offset and what the mods capture. max_logit has none: its gradient is dropped.
-        `jax.checkpoint` policies know out and lse as "flexattn_out" and "flexattn_lse".
+        out, (out, lse), (out, max_logit) or (out, lse, max_logit), as requested. If fp8_recipe requests an FP8 output, out is a
+        `flexattn.jax.fp8.QuantizedTensor`. out and lse have first derivatives in reverse mode, with respect to q, k, v, bias,
+        softmax_offset and the mods' captures. max_logit has none: its gradient is dropped. `jax.checkpoint` policies know out and
+        lse as "flexattn_out" and "flexattn_lse".
 
     Raises:
-        ValueError, TypeError: what `flexattn.attention` raises for the same arguments, when the call is traced.
-        BackendError: no backend of the platform can run the call, when it is compiled.
+        ValueError, TypeError: as `flexattn.attention`, when the call is traced.
+        BackendError: if no backend of the platform supports the call, when it is compiled.
     """
     out, lse, max_logit = attend(dict(locals()))
     if return_max_logit:
@@ -126,7 +126,7 @@ def attention(
 
 
 def attend(arguments: Mapping[str, Any], names: tuple[str, str] = ("flexattn_out", "flexattn_lse")) -> tuple[Any, Any, Any]:
-    """Returns out, lse and max_logit of a call of `attention`; names: those that `jax.checkpoint` policies know out and lse by."""
+    """Returns out, lse and max_logit of a call of `attention`; names: names of out and lse for `jax.checkpoint` policies."""
     given = _given(_DEFAULTS | {"score_mod_tensors": ()} | dict(arguments))
     out, lse, max_logit, *more = _differentiable(given, names)(given.arrays)
     recipe = given.static["fp8_recipe"]
@@ -137,11 +137,11 @@ def attend(arguments: Mapping[str, Any], names: tuple[str, str] = ("flexattn_out
 
 
 def explain(q: jax.Array, k: jax.Array, v: jax.Array, **arguments: Any) -> explanations.Explanation:
-    """Returns which backend runs a call of `attention`, and why; runs nothing.
+    """Returns the backend that runs a call of `attention`, with the reasons; runs nothing.
 
-    On the CUDA device that calls are compiled for (JAX's first, or that of `compiled_for`), else on a CPU. Every array of floating
-    point counts as one that needs its gradient. Raises what `attention` raises for the arguments, and
-    BackendError where no backend runs the call.
+    The target is the CUDA device for compilation (JAX's first, or that of `compiled_for`), or the CPU if there is none. All
+    floating-point arrays are assumed to need a gradient. Raises the errors of `attention` for the arguments, and BackendError if no
+    backend supports the call.
     """
     given = _given(_DEFAULTS | {"score_mod_tensors": (), "q": q, "k": k, "v": v} | arguments)
     x, settings, config = given.prepare([True] * len(given.arrays))
@@ -163,7 +163,7 @@ def explain(q: jax.Array, k: jax.Array, v: jax.Array, **arguments: Any) -> expla
 
 
 def _planned(decision: Decision, spec: AttentionSpec, direction: Direction) -> Decision:
-    """Returns the decision for Triton's kernels as JAX takes it on a CUDA device."""
+    """Returns the decision for Triton's kernels, in JAX's form for a CUDA device."""
     others = tuple(
         (name, unsupported(name, spec, direction, name) or f"torch would run it; ask for it with backend={name!r}")
         for name in cuda.HOSTED
@@ -172,7 +172,7 @@ def _planned(decision: Decision, spec: AttentionSpec, direction: Direction) -> D
 
 
 class _Given(NamedTuple):
-    """A call as it was given: its arrays, and all else."""
+    """A call's arrays, and its static arguments."""
 
     names: tuple[str, ...]  # names of arrays that are arguments; captures and lists of a block mask follow
     arrays: list[Any]
@@ -182,12 +182,12 @@ class _Given(NamedTuple):
     block_mask: BlockMask | None
 
     def prepare(self, perturbed: Sequence[bool]) -> tuple[Operands, ops.Settings, QuantizeConfig | None]:
-        """Returns the checked call with tensors without memory; perturbed: which arrays need a gradient."""
+        """Returns the checked call with meta tensors; perturbed: whether each array needs a gradient."""
         x, settings, config, _ = self._prepared(perturbed)
         return x, settings, config
 
     def bind(self, perturbed: Sequence[bool]) -> tuple[Call, list[_Source]]:
-        """Returns the call, and for each operand what it is made of."""
+        """Returns the call, and the source of each operand."""
         x, settings, config, places = self._prepared(perturbed)
         sources: list[_Source] = []
         for t in flat(x):
@@ -200,14 +200,14 @@ class _Given(NamedTuple):
         return Call.of(x, settings, config, self.static["fp8_recipe"]), sources
 
     def _lengths(self, x: Operands, side: str) -> _Lengths:
-        """Returns what the cu_seqlens are made of that `prepare` put in the place of seqused, as for a backward."""
+        """Returns the source of the cu_seqlens that `prepare` substituted for seqused, for a backward."""
         used, cu = (self.names.index(name) if (name := f"{of}_{side}") in self.names else None for of in ("seqused", "cu_seqlens"))
         fmt, tensor = parse_format(self.static["qkv_format"])[side == "kv"], x.q if side == "q" else x.k
         dense = (0, 0) if fmt == "thd" else (int(tensor.shape[fmt.index("b")]), int(tensor.shape[fmt.index("s")]))
         return _Lengths(used, cu, *dense)
 
     def noted(self, arrays: Sequence[Any], amaxes: Mapping[str, Any]) -> dict[int, Any]:
-        """Returns the gradients of a state's histories, by the arrays' places; amaxes: of this call, by the tensors' names."""
+        """Returns the gradients of a state's histories, by the arrays' indices; amaxes: this call's, by the tensors' names."""
         found = {}
         for name, history in zip(SCALED, _HISTORIES, strict=True):
             if history in self.names and name in amaxes:
@@ -217,7 +217,7 @@ class _Given(NamedTuple):
 
     def _prepared(self, perturbed: Sequence[bool]) -> tuple[Operands, ops.Settings, QuantizeConfig | None, dict[int, int]]:
         places: dict[int, int] = {}
-        kept: list[Tensor] = []  # so that no storage's address is taken anew
+        kept: list[Tensor] = []  # keeps storages alive, so that their addresses are unique
 
         def stand_in(i: int, name: str, wanted: bool) -> Tensor:
             array = self.arrays[i]
@@ -256,7 +256,7 @@ class _Given(NamedTuple):
 
 
 def _given(arguments: dict[str, Any]) -> _Given:
-    """Returns a call's arrays, in an order, apart from what is static."""
+    """Returns a call's arrays, in a fixed order, apart from its static arguments."""
     arguments = dict(arguments)
     unknown = sorted(set(arguments) - set(_DEFAULTS) - {"q", "k", "v"})
     if unknown:
@@ -316,20 +316,20 @@ def _given(arguments: dict[str, Any]) -> _Given:
 
 def _array(name: str, value: Any) -> Any:
     if isinstance(value, (jax.Array, np.ndarray)):
-        return jnp.asarray(value)  # in the dtype that JAX gives it, as float32 for float64
+        return jnp.asarray(value)  # in JAX's dtype, such as float32 for float64
     raise TypeError(f"{name} is {validation.describe(value)}; accepted: a JAX or NumPy array")
 
 
 def _heads(q: Any, qkv_format: Any) -> int | None:
-    """Returns how many heads q has, or None where its format says nothing and the checks will."""
+    """Returns the number of q's heads, or None if its format is invalid, which the checks report later."""
     fmt = str(qkv_format).partition("_2")[0]
     return int(q.shape[fmt.index("h")]) if "h" in fmt and q.ndim == len(fmt) and q.shape[fmt.index("h")] else None
 
 
 def words_of(key: Any) -> Any:
-    """Returns a key of jax.random as uint32 [4], the words of a seed and an offset; raises TypeError for what is none.
+    """Returns a key of jax.random as uint32 [4], the words of a seed and an offset; raises TypeError if it is not a key.
 
-    The words of a part's rng_state, which has a row for each sequence, stay as they are.
+    The words of a part's rng_state, which has a row for each sequence, are returned unchanged.
     """
     if isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         key = jax.random.key_data(key)
@@ -343,7 +343,7 @@ def words_of(key: Any) -> Any:
             f"uint32 [b, {widths[0]} or {widths[1]}], those of a part of a whole"
         )
     words = jnp.concatenate([jnp.asarray(key), jnp.zeros(4 - key.shape[0], jnp.uint32)])
-    return words & jnp.array([0xFFFFFFFF, 0x7FFFFFFF, 0xFFFFFFFF, 0x7FFFFFFF], jnp.uint32)  # as torch draws them: not negative
+    return words & jnp.array([0xFFFFFFFF, 0x7FFFFFFF, 0xFFFFFFFF, 0x7FFFFFFF], jnp.uint32)  # nonnegative, as in torch
 
 
 def _differentiable(given: _Given, names: tuple[str, str]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
@@ -375,7 +375,7 @@ def _differentiable(given: _Given, names: tuple[str, str]) -> Callable[[Sequence
             for place, noted in given.noted(arrays, amaxes | {"dout": amax}).items():
                 gradients[place] = noted
         for gradient, operand in zip(found, one.wanted(), strict=True):
-            place = sources[operand].place  # what has a gradient is an array as it came
+            place = sources[operand].place  # only unconverted arrays have gradients
             gradient = gradient.reshape(arrays[place].shape).astype(arrays[place].dtype)
             gradients[place] = gradient if gradients[place] is None else gradients[place] + gradient
         return (tuple(gradients),)
@@ -390,14 +390,14 @@ def _differentiable(given: _Given, names: tuple[str, str]) -> Callable[[Sequence
         except NotImplementedError as e:
             if "symbolic_zeros support with shard_map" not in str(e):
                 raise
-            return primal(arrays)  # in a shard_map without jit, whose derivatives come another way
+            return primal(arrays)  # in a shard_map without jit, whose derivatives are computed in another way
         return found
 
     return run
 
 
 class _Same(NamedTuple):
-    """An operand that is one of the call's arrays, in a shape."""
+    """An operand that is one of the call's arrays, reshaped."""
 
     place: int
     shape: tuple[int, ...]
@@ -405,12 +405,12 @@ class _Same(NamedTuple):
     def made(self, arrays: Sequence[Any]) -> Any:
         """Returns the operand."""
         array = jnp.asarray(arrays[self.place])
-        is_words = array.dtype == jnp.uint32  # words of a key, which is int64 [2] to torch
+        is_words = array.dtype == jnp.uint32  # words of a key, which is int64 [2] in torch
         return array if is_words or array.shape == self.shape else array.reshape(self.shape)
 
 
 class _Lengths(NamedTuple):
-    """An operand cu_seqlens that is made as `flexattn.dispatch.pages` makes it, of the arrays seqused and cu_seqlens."""
+    """An operand cu_seqlens that is computed from the arrays seqused and cu_seqlens, as in `flexattn.dispatch.pages`."""
 
     used: int | None
     slots: int | None
@@ -433,6 +433,6 @@ def _operands(arrays: Sequence[Any], sources: Sequence[_Source]) -> list[Any]:
 
 @jax.tree_util.register_static
 class _Static(NamedTuple):
-    """The part of what a forward leaves to its backward that is no array."""
+    """Static part of the forward's residuals for the backward."""
 
     value: tuple[Call, tuple[_Source, ...]]

@@ -1,7 +1,7 @@
-"""A score_mod or mask_mod written in JAX, as the torch function that `flexattn.mods` traces: one lowering for both.
+"""A score_mod or mask_mod written in JAX, converted to a torch function that `flexattn.mods` traces: one lowering for both.
 
-JAX traces the mod on scalars; each equation of its jaxpr becomes a line of a Python function in torch ops, and the arrays that the
-mod captures become arguments of what makes that function. A function's contents are the key of its trace, so equal mods share one.
+JAX traces the mod on scalars. Each equation of its jaxpr becomes a line of a Python function in torch ops. Captured arrays become
+arguments of the factory of that function. The key of a trace is the function's contents, so equal mods share one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from flexattn.jax.call import meta_tensor, torch_dtype
 
 Mod = Callable[..., Any]
-_SCALARS = {"score_mod": 1, "mask_mod": 0, "score_mod_gradient": 2}  # float32 arguments in front of the four indices
+_SCALARS = {"score_mod": 1, "mask_mod": 0, "score_mod_gradient": 2}  # float32 arguments before the four indices
 _NAMES = ("score", "b", "h", "q_idx", "kv_idx")
 _INFIX = {
     "add": "+",
@@ -54,12 +54,12 @@ _CALLS = {
 }
 _NESTED = ("jit", "pjit", "closed_call", "core_call", "remat", "checkpoint", "custom_jvp_call", "custom_vjp_call")
 _ACCEPTED = (
-    "scalar arithmetic of jax.numpy and jax.lax, jnp.where, and reads of captured arrays by one index per dim, as table[h, i]"
+    "scalar arithmetic of jax.numpy and jax.lax, jnp.where, and reads of captured arrays by one index per dim, such as table[h, i]"
 )
 
 
 class Written(NamedTuple):
-    """A mod as a torch function, the JAX arrays that it captures, and the tensors that stand for them."""
+    """A mod as a torch function, its captured JAX arrays, and the tensors that represent them."""
 
     function: Mod
     arrays: tuple[Any, ...]
@@ -67,14 +67,14 @@ class Written(NamedTuple):
 
 
 class Traced(NamedTuple):
-    """The source of a mod's torch function, and the arrays that it captures."""
+    """The source of a mod's torch function, and its captured arrays."""
 
     source: str
     arrays: tuple[Any, ...]
-    gradient: Traced | None  # score_mod_gradient's
+    gradient: Traced | None  # the mod score_mod_gradient
 
     def written(self, stand_ins: Mapping[int, Tensor]) -> Mod:
-        """Returns the function; stand_ins: a tensor for each captured array, by its id."""
+        """Returns the function; stand_ins: a tensor for each captured array, by the array's id."""
         function: Mod = _maker(self.source)(*(stand_ins[id(array)] for array in self.arrays))
         if self.gradient is not None:
             function.score_mod_gradient = self.gradient.written(stand_ins)  # type: ignore[attr-defined]
@@ -82,18 +82,18 @@ class Traced(NamedTuple):
 
     def all_arrays(self) -> list[Any]:
         """Returns the captured arrays, each once."""
-        found = [*self.arrays, *(self.gradient.all_arrays() if self.gradient else ())]
-        return list({id(array): array for array in found}.values())
+        arrays = [*self.arrays, *(self.gradient.all_arrays() if self.gradient else ())]
+        return list({id(array): array for array in arrays}.values())
 
 
 class InTorch(NamedTuple):
-    """A mod in torch already, for doors whose mods are not written in JAX: what makes it, and the JAX arrays that it reads."""
+    """A mod that is already in torch, for callers whose mods are not in JAX: its factory, and the JAX arrays that it reads."""
 
-    make: Callable[[tuple[Tensor, ...]], Mod]  # takes a tensor for each array
+    make: Callable[[tuple[Tensor, ...]], Mod]  # takes one tensor per array
     arrays: tuple[Any, ...]
 
     def written(self, stand_ins: Mapping[int, Tensor]) -> Mod:
-        """Returns the mod; stand_ins: a tensor for each array, by its id."""
+        """Returns the mod; stand_ins: a tensor for each array, by the array's id."""
         return self.make(tuple(stand_ins[id(array)] for array in self.arrays))
 
     def all_arrays(self) -> list[Any]:
@@ -104,12 +104,12 @@ class InTorch(NamedTuple):
 def trace(role: str, mod: Mod | InTorch, explicit: Sequence[Any] | Mapping[str, Any] = ()) -> Traced | InTorch:
     """Returns a mod's torch source; explicit: arrays that score_mod takes after its arguments, or by name.
 
-    Raises TypeError for what is no function, ValueError for what a mod cannot hold, with JAX's name of it.
+    Raises TypeError if the mod is not a function, and ValueError for unsupported operations, with JAX's names of them.
     """
-    return mod if isinstance(mod, InTorch) else _traced(role, mod, explicit)
+    return mod if isinstance(mod, InTorch) else _trace(role, mod, explicit)
 
 
-def _traced(role: str, mod: Mod, explicit: Sequence[Any] | Mapping[str, Any] = ()) -> Traced:
+def _trace(role: str, mod: Mod, explicit: Sequence[Any] | Mapping[str, Any] = ()) -> Traced:
     if not callable(mod):
         raise TypeError(f"{role} is {mod!r} ({type(mod).__name__}); accepted: a function, or None")
     floats = _SCALARS[role]
@@ -126,7 +126,7 @@ def _traced(role: str, mod: Mod, explicit: Sequence[Any] | Mapping[str, Any] = (
     parameters = ", ".join(f"capture_{i}" for i in range(len(writer.arrays)))
     source = f"def make({parameters}):\n    def {role}({', '.join(names)}):\n{body}    return {role}\n"
     gradient = getattr(mod, "score_mod_gradient", None) if role == "score_mod" else None
-    return Traced(source, tuple(writer.arrays), None if gradient is None else _traced("score_mod_gradient", gradient))
+    return Traced(source, tuple(writer.arrays), None if gradient is None else _trace("score_mod_gradient", gradient))
 
 
 @functools.lru_cache(maxsize=256)
@@ -137,7 +137,7 @@ def _maker(source: str) -> Mod:
 
 
 class _Scalar(NamedTuple):
-    """A scalar: an expression, and the value of what is known."""
+    """A scalar: its expression and dtype; is_number tells whether it is a constant."""
 
     text: str
     dtype: torch.dtype
@@ -145,11 +145,11 @@ class _Scalar(NamedTuple):
 
 
 class _Array(NamedTuple):
-    """A captured array, or a part of it: for each of its dims an index, or None where it is whole; and the dims that are left."""
+    """A captured array or a part of it: an index for each of its dims, or None for an unindexed dim; and the remaining dims."""
 
     name: str
     indices: tuple[str | None, ...]
-    left: tuple[int, ...]  # which dim of the captured array each dim of this one is
+    left: tuple[int, ...]  # the captured array's dim for each dim of this one
     dtype: torch.dtype
 
 
@@ -159,30 +159,30 @@ class _Writer:
     def __init__(self, role: str) -> None:
         self.role = role
         self.lines: list[str] = []
-        self.given: list[Any] = []  # what it captures, as it came
+        self.captures: list[Any] = []  # its captures, unconverted
         self.arrays: list[Any] = []
         self.count = 0
 
     def capture(self, value: Any) -> _Array:
-        """Returns a captured array as an argument of the function's maker."""
-        known = next((i for i, one in enumerate(self.given) if one is value), len(self.given))
-        if known == len(self.given):
-            self.given.append(value)
-            self.arrays.append(jnp.asarray(value))  # in the dtype that JAX gives it, where it is NumPy's
-        dtype = torch_dtype(f"what {self.role} captures", self.arrays[known].dtype)
-        return _Array(f"capture_{known}", (None,) * value.ndim, tuple(range(value.ndim)), dtype)
+        """Returns a captured array as an argument of the function's factory."""
+        index = next((i for i, x in enumerate(self.captures) if x is value), len(self.captures))
+        if index == len(self.captures):
+            self.captures.append(value)
+            self.arrays.append(jnp.asarray(value))  # in JAX's dtype, if it is a NumPy array
+        dtype = torch_dtype(f"an array that {self.role} captures", self.arrays[index].dtype)
+        return _Array(f"capture_{index}", (None,) * value.ndim, tuple(range(value.ndim)), dtype)
 
     def scalar(self, value: Any) -> str:
         """Returns the expression of a scalar as a tensor."""
         if isinstance(value, _Array):
-            at = ", ".join(str(i) for i in value.indices)
-            return f"{value.name}[{at}]" if at else value.name
+            text = ", ".join(str(i) for i in value.indices)
+            return f"{value.name}[{text}]" if text else value.name
         return f"torch.full((), {value.text}, dtype={value.dtype})" if value.is_number else value.text
 
     def run(self, jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
-        """Writes a jaxpr's equations; returns its results. arguments: values, or names of the function's own arguments."""
+        """Writes a jaxpr's equations and returns its results. arguments: values, or names of the function's own arguments."""
         env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
-        made = {out: e for e in jaxpr.eqns for out in e.outvars}
+        producers = {out: e for e in jaxpr.eqns for out in e.outvars}
         for var, value in zip(jaxpr.invars, arguments, strict=True):
             env[var] = _Scalar(value, self.kept_dtype(var.aval)) if isinstance(value, str) else value
 
@@ -199,11 +199,13 @@ class _Writer:
                 inner = e.params.get("jaxpr") or e.params.get("call_jaxpr")
                 inner_consts = [self.capture(value) for value in getattr(inner, "consts", ())]
                 values = self.run(getattr(inner, "jaxpr", inner), inner_consts, [read(x) for x in e.invars])
-            elif name == "pvary":  # shard_map adds it, and the value is the same
+            elif name == "pvary":  # shard_map adds it; the value is unchanged
                 values = [read(x) for x in e.invars]
             elif name == "dynamic_slice":
                 table, *indices = e.invars
-                values = [self.part(read(table), [read(_unwrapped(made, i)) for i in indices], e.params["slice_sizes"], table.aval)]
+                values = [
+                    self.part(read(table), [read(_unwrapped(producers, i)) for i in indices], e.params["slice_sizes"], table.aval)
+                ]
             elif name == "slice":
                 values = [self.fixed_part(read(e.invars[0]), e)]
             elif name in ("squeeze", "reshape", "broadcast_in_dim", "transpose"):
@@ -220,7 +222,7 @@ class _Writer:
         return _Scalar(text, dtype, is_number=True)
 
     def kept_dtype(self, aval: Any) -> torch.dtype:
-        """Returns the dtype that a scalar has in a program: float32, int64 or bool."""
+        """Returns a scalar's dtype in a program: float32, int64 or bool."""
         dtype = jnp.dtype(aval.dtype)
         if jnp.issubdtype(dtype, jnp.floating):
             return torch.float32
@@ -230,25 +232,25 @@ class _Writer:
             return torch.bool
         raise self.refusal(f"{dtype.name} numbers")
 
-    def refusal(self, what: str) -> ValueError:
-        return ValueError(f"{self.role} uses {what}, which a mod cannot hold; accepted: {_ACCEPTED}")
+    def refusal(self, feature: str) -> ValueError:
+        return ValueError(f"{self.role} uses {feature}, which mods do not support; accepted: {_ACCEPTED}")
 
     def part(self, table: Any, indices: Sequence[Any], sizes: Sequence[int], aval: Any) -> _Array:
-        """Returns the part of an array that a dynamic_slice takes: one index of a dim, or all of it."""
+        """Returns the part of an array that a dynamic_slice reads: one index of a dim, or the whole dim."""
         if not isinstance(table, _Array):
-            raise self.refusal("dynamic_slice of what it does not capture")
-        at = list(table.indices)
+            raise self.refusal("dynamic_slice of an array that is not captured")
+        new_indices = list(table.indices)
         for dim, (index, size) in enumerate(zip(indices, sizes, strict=True)):
             if size == aval.shape[dim] and size != 1:
                 continue
             if size != 1:
                 raise self.refusal(f"a slice of {size} entries of {aval.shape[dim]}")
-            if at[table.left[dim]] is None:
-                at[table.left[dim]] = self.scalar(index) if not getattr(index, "is_number", False) else index.text
-        return table._replace(indices=tuple(at))
+            if new_indices[table.left[dim]] is None:
+                new_indices[table.left[dim]] = self.scalar(index) if not getattr(index, "is_number", False) else index.text
+        return table._replace(indices=tuple(new_indices))
 
     def fixed_part(self, table: Any, e: Any) -> _Array:
-        """Returns the part that a slice with fixed bounds takes."""
+        """Returns the part of an array that a slice with fixed bounds reads."""
         starts, limits, shape = e.params["start_indices"], e.params["limit_indices"], e.invars[0].aval.shape
         indices = [_Scalar(str(start), torch.int64, is_number=True) for start in starts]
         return (
@@ -258,7 +260,7 @@ class _Writer:
         )
 
     def view(self, name: str, value: Any, e: Any) -> Any:
-        """Returns a value with other dims: those that have one entry come and go."""
+        """Returns a value with other dims; only dims of size 1 are added or removed."""
         shape, new = e.invars[0].aval.shape, e.outvars[0].aval.shape
         if shape == new and name != "transpose":
             return value
@@ -268,51 +270,52 @@ class _Writer:
             return value
         if name == "transpose":
             return value._replace(left=tuple(value.left[dim] for dim in e.params["permutation"]))
-        kept = [dim for dim, n in enumerate(shape) if n != 1]
+        remaining = [dim for dim, n in enumerate(shape) if n != 1]
         if name == "squeeze":
-            gone = {dim % len(shape) for dim in e.params["dimensions"]}
+            removed = {dim % len(shape) for dim in e.params["dimensions"]}
             indices = list(value.indices)
-            for dim in gone:
+            for dim in removed:
                 indices[value.left[dim]] = indices[value.left[dim]] or "0"
-            left = tuple(place for dim, place in enumerate(value.left) if dim not in gone)
+            left = tuple(dim_of_captured for dim, dim_of_captured in enumerate(value.left) if dim not in removed)
             return value._replace(indices=tuple(indices), left=left)
-        if not new and not kept:
+        if not new and not remaining:
             return value._replace(indices=tuple(i or "0" for i in value.indices), left=())
         raise self.refusal(f"{name} of an array from {tuple(shape)} to {tuple(new)}")
 
     def line(self, name: str, values: Sequence[Any], e: Any) -> _Scalar:
-        """Writes one pointwise equation; returns its result."""
+        """Writes one pointwise equation and returns its result."""
         dtype = self.kept_dtype(e.outvars[0].aval)
-        own = [self.kept_dtype(x.aval) for x in e.invars]
-        given = [self.scalar(x) for x in values]
-        if any(isinstance(x, _Array) and x.dtype is not d for x, d in zip(values, own, strict=True)):
-            given = [
+        dtypes = [self.kept_dtype(x.aval) for x in e.invars]
+        texts = [self.scalar(x) for x in values]
+        if any(isinstance(x, _Array) and x.dtype is not d for x, d in zip(values, dtypes, strict=True)):
+            texts = [
                 f"{t}.to({d})" if isinstance(x, _Array) and x.dtype is not d else t
-                for t, x, d in zip(given, values, own, strict=True)
+                for t, x, d in zip(texts, values, dtypes, strict=True)
             ]
         if name in _INFIX or (name == "div" and dtype.is_floating_point):
-            known = [getattr(x, "is_number", False) for x in values]
-            # A number beside a tensor stays one, as the traces of torch mods have it.
+            are_numbers = [getattr(x, "is_number", False) for x in values]
+            # A number stays a number next to a tensor, as in traces of torch mods.
             left, right = (
-                x.text if is_known and not all(known) else t for x, t, is_known in zip(values, given, known, strict=True)
+                x.text if is_known and not all(are_numbers) else t
+                for x, t, is_known in zip(values, texts, are_numbers, strict=True)
             )
             text = f"{left} {_INFIX.get(name, '/')} {right}"
         elif name == "div":
-            text = f"torch.div({given[0]}, {given[1]}, rounding_mode='trunc')"
+            text = f"torch.div({texts[0]}, {texts[1]}, rounding_mode='trunc')"
         elif name == "integer_pow":
-            text = f"torch.pow({given[0]}, {e.params['y']})"
+            text = f"torch.pow({texts[0]}, {e.params['y']})"
         elif name == "convert_element_type":
-            text = given[0] if own[0] is dtype else f"{given[0]}.to({dtype})"
+            text = texts[0] if dtypes[0] is dtype else f"{texts[0]}.to({dtype})"
         elif name == "select_n":
-            if len(values) != 3 or own[0] is not torch.bool:
+            if len(values) != 3 or dtypes[0] is not torch.bool:
                 raise self.refusal("select_n with more than two cases")
-            text = f"torch.where({given[0]}, {given[2]}, {given[1]})"
+            text = f"torch.where({texts[0]}, {texts[2]}, {texts[1]})"
         elif name == "clamp":
-            text = f"torch.minimum(torch.maximum({given[1]}, {given[0]}), {given[2]})"
+            text = f"torch.minimum(torch.maximum({texts[1]}, {texts[0]}), {texts[2]})"
         elif name == "stop_gradient":
-            text = f"{given[0]}.detach()"
+            text = f"{texts[0]}.detach()"
         elif name in _CALLS:
-            text = f"{_CALLS[name]}({', '.join(given)})" if _CALLS[name] else given[0]
+            text = f"{_CALLS[name]}({', '.join(texts)})" if _CALLS[name] else texts[0]
         else:
             raise self.refusal(name)
         self.count += 1
@@ -320,13 +323,13 @@ class _Writer:
         return _Scalar(f"x{self.count}", dtype)
 
 
-def _unwrapped(made: Mapping[Any, Any], x: Any) -> Any:
-    """Returns i of select_n(i < 0, i, i + n), which JAX makes of an index; a read counts negative ones from the end itself."""
-    e = None if isinstance(x, Literal) else made.get(x)
+def _unwrapped(producers: Mapping[Any, Any], x: Any) -> Any:
+    """Returns i of select_n(i < 0, i, i + n), which JAX creates for an index; a read handles negative indices itself."""
+    e = None if isinstance(x, Literal) else producers.get(x)
     if e is None or e.primitive.name != "select_n" or len(e.invars) != 3:
         return x
     test, plain, wrapped = e.invars
-    t, w = (None if isinstance(v, Literal) else made.get(v) for v in (test, wrapped))
+    t, w = (None if isinstance(v, Literal) else producers.get(v) for v in (test, wrapped))
     if t is None or w is None or t.primitive.name != "lt" or w.primitive.name != "add":
         return x
     zero = t.invars[1]
@@ -335,5 +338,5 @@ def _unwrapped(made: Mapping[Any, Any], x: Any) -> Any:
 
 
 def stand_ins(arrays: Sequence[Any]) -> dict[int, Tensor]:
-    """Returns tensors without memory for captured arrays, by id."""
-    return {id(array): meta_tensor("what a mod captures", array) for array in arrays}
+    """Returns meta tensors for captured arrays, by id."""
+    return {id(array): meta_tensor("an array that a mod captures", array) for array in arrays}

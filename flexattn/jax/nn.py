@@ -1,4 +1,4 @@
-"""The signature of `jax.nn.dot_product_attention`, so that a user swaps one line."""
+"""Stand-in for `jax.nn.dot_product_attention`, with the same signature."""
 
 from __future__ import annotations
 
@@ -25,34 +25,34 @@ def dot_product_attention(
     implementation: str | None = None,
     return_residual: bool = False,
 ) -> Any:
-    """Returns `attention` by the arguments of `jax.nn.dot_product_attention`.
+    """Returns `attention` with the arguments of `jax.nn.dot_product_attention`.
 
-    A query that sees no key gets 0, not the mean of v; so do those beyond query_seq_lengths.
+    A query that sees no key gets 0, not the mean of v; so do queries beyond query_seq_lengths.
 
     Args:
         query: [b, sq, h, d] or [sq, h, d].
-        key, value: [b, skv, h_kv, d] or without b, as query; h is a multiple of h_kv.
-        bias: added to the scaled scores, [b, h, sq, skv], where b, h, sq and skv may be 1 and the first ones may be missing; of
-            floats, which is differentiable, or of integers, in any dtype.
-        mask: bool, of such a shape: whether the query sees the key.
-        scale: None is 1/sqrt(d).
-        is_causal: whether query i sees keys j <= i alone.
-        query_seq_lengths, key_value_seq_lengths: int32 [b]: how many tokens of each sequence count.
+        key, value: [b, skv, h_kv, d] or, like query, without b; h is a multiple of h_kv.
+        bias: added to the scaled scores, [b, h, sq, skv]. Each dim may be 1, and the first ones may be missing. A bias of floats is
+            differentiable; integers of any dtype are accepted too.
+        mask: bool, with bias's shapes: whether the query sees the key.
+        scale: scale of the scores. None: 1/sqrt(d).
+        is_causal: if True, query i sees keys j <= i.
+        query_seq_lengths, key_value_seq_lengths: int32 [b], number of valid tokens of each sequence.
         local_window_size: w, or (left, right): query i sees keys i - left to i + right.
-        implementation: None, and flexattn chooses (`flexattn.jax.explain` says what runs), or "cudnn" for backend="cudnn".
-        return_residual: whether to return lse, [b, sq, h] or [sq, h], as well: in the dtype of query and without a gradient, as
-            JAX has it. A query that sees no key has JAX's number, -0.7 times the largest of float32; in float16 that is -inf.
+        implementation: None: flexattn selects a backend (see `flexattn.jax.explain`). "cudnn": backend="cudnn".
+        return_residual: if True, also returns lse, [b, sq, h] or [sq, h], in query's dtype and without a gradient, as in JAX. If a
+            query sees no key, it is -0.7 times the largest float32, as in JAX; in float16 that is -inf.
 
-    Raises ValueError and TypeError as `attention` does.
+    Raises ValueError and TypeError like `attention`.
     """
     if implementation not in (None, "cudnn"):
-        raise ValueError(f"implementation is {implementation!r}; accepted: None, and flexattn chooses a backend, or 'cudnn'")
+        raise ValueError(f"implementation is {implementation!r}; accepted: None, so that flexattn selects a backend, or 'cudnn'")
     single = jnp.ndim(query) == 3
-    given = {"query": query, "key": key, "value": value}
-    for name, x in given.items():
+    arrays = {"query": query, "key": key, "value": value}
+    for name, x in arrays.items():
         if jnp.ndim(x) not in (3, 4):
-            raise ValueError(f"{name} is of shape {jnp.shape(x)}; accepted: an array of 4 dims, or of 3 without the batch")
-    q, k, v = (_four_dims(name, x) for name, x in given.items())
+            raise ValueError(f"{name} has shape {jnp.shape(x)}; accepted: an array of 4 dims, or of 3 without the batch")
+    q, k, v = (_four_dims(name, x) for name, x in arrays.items())
     bias, mask = (None if x is None else _four_dims(name, x) for name, x in (("bias", bias), ("mask", mask)))
     if bias is not None and bias.dtype not in (q.dtype, jnp.float32):
         bias = bias.astype(jnp.float32)
@@ -92,14 +92,14 @@ def dot_product_attention(
 
 
 def _four_dims(name: str, x: Any) -> Any:
-    """Returns an array with dims of size 1 in front, as many as 4 dims need."""
+    """Returns an array with leading dims of size 1, up to 4 dims."""
     if jnp.ndim(x) > 4:
-        raise ValueError(f"{name} is of shape {jnp.shape(x)}; accepted: an array of at most 4 dims")
+        raise ValueError(f"{name} has shape {jnp.shape(x)}; accepted: an array of at most 4 dims")
     return jnp.asarray(x).reshape((1,) * (4 - jnp.ndim(x)) + jnp.shape(x))
 
 
 def _cumulative(name: str, lengths: Any, batch: int, longest: int) -> Any:
-    """Returns lengths as cu_seqlens; all of them whole where there are none."""
+    """Returns lengths as cu_seqlens; None: all sequences have full length."""
     lengths = jnp.full(batch, longest, jnp.int32) if lengths is None else jnp.asarray(lengths, jnp.int32)
     if lengths.shape != (batch,):
         raise ValueError(f"{name} has shape {lengths.shape}; accepted: {(batch,)}, one length for each sequence")
@@ -107,9 +107,9 @@ def _cumulative(name: str, lengths: Any, batch: int, longest: int) -> Any:
 
 
 def reads_mask(mask: Any, sizes: tuple[int, int, int, int]) -> Any:
-    """Returns the mask_mod that reads a mask, whose dims of size 1 stand for all."""
+    """Returns the mask_mod that reads a mask; dims of size 1 broadcast."""
     if any(size not in (1, full) for size, full in zip(mask.shape, sizes, strict=True)):
-        raise ValueError(f"mask has shape {mask.shape}; accepted: {sizes}, where any may be 1 instead")
+        raise ValueError(f"mask has shape {mask.shape}; accepted: {sizes}, where any dim may be 1")
 
     def mask_mod(*indices: Any) -> Any:
         return mask[tuple(0 if size == 1 else index for index, size in zip(indices, mask.shape, strict=True))]

@@ -1,6 +1,6 @@
 """Two primitives, attention forward and backward: their shapes, their rules, and their lowering for each platform.
 
-What is lowered for a platform is a primitive of its own, the call of one device; the outer one may be split over several.
+Each has an inner primitive, the call of one device, which is lowered for a platform. The outer one may be split over devices.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _metas(call: Call, avals: Any) -> Any:
 
 
 def _without_words(names: Any, avals: Any) -> Any:
-    """Returns avals with the rng_state's words in the shape that it has as int64; any dtype will do, as no spec depends on it."""
+    """Returns avals with the rng_state in its int64 shape; its dtype is arbitrary, because no spec depends on it."""
     return [
         jax.ShapeDtypeStruct(shape_of_words(aval.shape), "float32") if name == "rng_state" else aval
         for name, aval in zip(names, avals, strict=True)
@@ -37,12 +37,12 @@ def _without_words(names: Any, avals: Any) -> Any:
 
 
 def forward_shapes(call: Call, avals: Any) -> list[jax.ShapeDtypeStruct]:
-    """Returns the shapes of a forward's results; avals: of the operands."""
+    """Returns the shapes of a forward's results; avals: the operands'."""
     return shaped(call.results(_metas(call, avals), _scales(call, avals)))
 
 
 def backward_shapes(call: Call, avals: Any) -> list[jax.ShapeDtypeStruct]:
-    """Returns the shapes of the gradients; avals: of the operands and what follows them."""
+    """Returns the shapes of the gradients; avals: those of the operands and of the other inputs."""
     return shaped(call.gradients(_metas(call, avals[: call.num_operands]), _scales(call, avals)))
 
 
@@ -61,12 +61,12 @@ def _abstract(shapes: Any) -> Any:
 
 
 def alike(arrays: Sequence[Any]) -> list[Any]:
-    """Returns arrays that all vary over the same axes of a `jax.shard_map`; the gradient of one that did not is a sum over them."""
+    """Returns arrays that all vary over the same axes of a `jax.shard_map`; if one did not, its gradient is a sum over them."""
     varying = [jax.typeof(x).mat.varying for x in arrays]
-    of_all: frozenset[Any] = frozenset().union(*varying)
+    union: frozenset[Any] = frozenset().union(*varying)
     return [
-        jax.lax.pcast(x, tuple(sorted(of_all - own)), to="varying") if own != of_all else x
-        for x, own in zip(arrays, varying, strict=True)
+        jax.lax.pcast(x, tuple(sorted(union - axes)), to="varying") if axes != union else x
+        for x, axes in zip(arrays, varying, strict=True)
     ]
 
 
@@ -81,8 +81,8 @@ def _on_host(name: str, shapes: Any) -> Any:
     def run(*arrays: Any, call: Call) -> Any:
         x = _metas(call, arrays[: call.num_operands])
         spec = with_classes(call.spec(x), x)._replace(device_type="cpu")
-        select(spec.of_backward() if direction == "backward" else spec, direction, call.settings.backend)  # BackendError comes here
-        return _handled(name, shapes, call, arrays)
+        select(spec.of_backward() if direction == "backward" else spec, direction, call.settings.backend)  # raises BackendError
+        return _call_handler(name, shapes, call, arrays)
 
     return run
 
@@ -91,12 +91,12 @@ def _on_cuda(name: str, shapes: Any, planned: Any) -> Any:
     def run(*arrays: Any, call: Call) -> Any:
         if call.settings.backend not in cuda.HOSTED:
             return planned(call, arrays)
-        return _handled(name, shapes, cuda.checked(call, arrays, _direction(name)), arrays)
+        return _call_handler(name, shapes, cuda.checked(call, arrays, _direction(name)), arrays)
 
     return run
 
 
-def _handled(name: str, shapes: Any, call: Call, arrays: Any) -> Any:
+def _call_handler(name: str, shapes: Any, call: Call, arrays: Any) -> Any:
     return jax.ffi.ffi_call(name, shapes(call, arrays))(*arrays, call=call.text)
 
 
@@ -104,35 +104,35 @@ def _direction(name: str) -> Direction:
     return "forward" if name == host.FORWARD else "backward"
 
 
-def _elsewhere(*arrays: Any, call: Any) -> Any:
+def _refuse_platform(*arrays: Any, call: Any) -> Any:
     raise NotImplementedError(
-        "flexattn.jax runs on CUDA devices and on CPUs; accepted: a computation on one of those, as under "
+        "flexattn.jax runs on CUDA devices and on CPUs; accepted: a computation on one of those, for example under "
         "jax.default_device(jax.devices('cpu')[0])"
     )
 
 
 def _no_second_order(*_: Any, **__: Any) -> Any:
     raise NotImplementedError(
-        "attention is differentiated twice, or in forward mode; accepted: first derivatives, by jax.grad or jax.vjp"
+        "attention is differentiated twice, or in forward mode; accepted: first derivatives in reverse mode, by jax.grad or jax.vjp"
     )
 
 
 def primitive(name: str, shapes: Any) -> Any:
-    """Returns a new primitive with a parameter `call`; shapes: of the call and its operands, the results' shapes."""
-    made = Primitive(name)
-    made.multiple_results = True
-    made.def_impl(functools.partial(dispatch.apply_primitive, made))
-    made.def_abstract_eval(_abstract(shapes))
-    return made
+    """Returns a new primitive with a parameter `call`; shapes: a function of the call and its operands to the results' shapes."""
+    new = Primitive(name)
+    new.multiple_results = True
+    new.def_impl(functools.partial(dispatch.apply_primitive, new))
+    new.def_abstract_eval(_abstract(shapes))
+    return new
 
 
-def register(whole: Any, local: Any, on_host: Any, on_cuda: Any, layout_of: Any) -> None:
-    """Registers how a primitive is split over devices into calls of `local`, and how those are lowered for a platform."""
-    mlir.register_lowering(local, mlir.lower_fun(_elsewhere, multiple_results=True))
-    mlir.register_lowering(local, mlir.lower_fun(on_cuda, multiple_results=True), platform="cuda")
-    mlir.register_lowering(local, mlir.lower_fun(on_host, multiple_results=True), platform="cpu")
-    dispatch.prim_requires_devices_during_lowering.add(whole)  # as JAX does for custom_partitioning, which the lowering asks for
-    mlir.register_lowering(whole, mlir.lower_fun(partitioned(local, layout_of), multiple_results=True))
+def register(outer: Any, inner: Any, on_host: Any, on_cuda: Any, layout_of: Any) -> None:
+    """Registers the split of a primitive into calls of `inner` over devices, and the lowering of those for each platform."""
+    mlir.register_lowering(inner, mlir.lower_fun(_refuse_platform, multiple_results=True))
+    mlir.register_lowering(inner, mlir.lower_fun(on_cuda, multiple_results=True), platform="cuda")
+    mlir.register_lowering(inner, mlir.lower_fun(on_host, multiple_results=True), platform="cpu")
+    dispatch.prim_requires_devices_during_lowering.add(outer)  # as JAX does for custom_partitioning, which the lowering uses
+    mlir.register_lowering(outer, mlir.lower_fun(partitioned(inner, layout_of), multiple_results=True))
 
 
 forward_p, backward_p = primitive(host.FORWARD, forward_shapes), primitive(host.BACKWARD, backward_shapes)
@@ -141,11 +141,11 @@ local_forward_p, local_backward_p = (
     for name, shapes in ((host.FORWARD, forward_shapes), (host.BACKWARD, backward_shapes))
 )
 
-for _whole, _local, _name, _shapes, _planned, _fold in (
+for _outer, _inner, _name, _shapes, _planned, _fold in (
     (forward_p, local_forward_p, host.FORWARD, forward_shapes, cuda.forward, fold_forward),
     (backward_p, local_backward_p, host.BACKWARD, backward_shapes, cuda.backward, fold_backward),
 ):
-    _layout_of = functools.partial(layout_of_call, is_backward=_whole is backward_p)
-    register(_whole, _local, _on_host(_name, _shapes), _on_cuda(_name, _shapes, _planned), _layout_of)
-    ad.primitive_jvps[_whole] = _no_second_order
-    batching.primitive_batchers[_whole] = _fold(_whole)
+    _layout_of = functools.partial(layout_of_call, is_backward=_outer is backward_p)
+    register(_outer, _inner, _on_host(_name, _shapes), _on_cuda(_name, _shapes, _planned), _layout_of)
+    ad.primitive_jvps[_outer] = _no_second_order
+    batching.primitive_batchers[_outer] = _fold(_outer)

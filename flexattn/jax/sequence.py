@@ -1,4 +1,4 @@
-"""Attention of a sequence that lies over the devices of a mesh axis: each device's queries stay, and all keys come to it."""
+"""Attention of a sequence that is split over the devices of a mesh axis: queries stay on their device, and keys are gathered."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from flexattn.shorthands import bias_type_of
 
 LAYOUTS = ("contiguous", "zigzag")
 _MASKS = ("no_mask", "causal", "causal_bottom_right")
-_MASKS_OF_LENGTHS = ("padding", "padding_causal", "padding_causal_bottom_right")
+_PADDING_MASKS = ("padding", "padding_causal", "padding_causal_bottom_right")
 _FORMATS = ("bshd", "sbhd", "bhsd", "thd")
-_NOT_TAKEN = {
+_UNSUPPORTED = {
     "block_mask": "mask_mod",
     "causal": "attn_mask_type, which names the diagonal",
     **dict.fromkeys(("cu_seqlens", "max_seqlen"), "cu_seqlens_q and cu_seqlens_kv of the whole"),
     "batch_invariant": "False",
-    **dict.fromkeys(("page_table", "seqused_q", "seqused_kv"), "keys that are no cache"),
-    **dict.fromkeys(("fp8_recipe", "fp8_state"), "q, k and v in FP8 with their descales, as each device would scale its part"),
+    **dict.fromkeys(("page_table", "seqused_q", "seqused_kv"), "keys without a cache"),
+    **dict.fromkeys(("fp8_recipe", "fp8_state"), "q, k and v in FP8 with their descales, because each device would scale its part"),
 }
 
 
 def sequence_order(length: int, devices: int, layout: str = "zigzag") -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Returns the positions of a sequence in the order in which devices hold it: x[:, order] is what a mesh axis then splits.
+    """Returns a sequence's positions in the devices' order: x[:, order] is the array to split over a mesh axis.
 
-    "contiguous" leaves them as they are. "zigzag" gives device i the parts i and 2 devices - 1 - i of 2 devices: under a causal
-    mask, one that sees few keys and one that sees many, so that all have as much to do. numpy.argsort of it is the way back.
+    "contiguous" keeps the order. "zigzag" assigns parts i and 2 devices - 1 - i of 2 devices to device i. This balances the
+    load of a causal mask: one part sees few keys and the other many. numpy.argsort of the result restores the order.
     """
     validation.check_name("layout", layout, LAYOUTS)
     if length % (2 * devices if layout == "zigzag" else devices):
@@ -51,87 +51,87 @@ def sequence_order(length: int, devices: int, layout: str = "zigzag") -> np.ndar
 def attention_over_axis(
     q: jax.Array, k: jax.Array, v: jax.Array, *, axis_name: str, layout: str = "contiguous", **options: Any
 ) -> Any:
-    """Returns attention of this device's queries over the keys of all, as `attention` of the whole sequence has it.
+    """Returns attention of this device's queries over the keys of all devices, like `attention` of the whole sequence.
 
-    Called inside `jax.shard_map(..., check_vma=False)` over the axis, whose devices hold equal parts of each sequence, or of the
-    tokens of packed documents. It is the strategy "gather" of `flexattn.distributed`: keys and values come by all_gather, once for
-    the forward and once more for the backward, which keeps none of them; their gradients are summed in float32 by psum_scatter.
-    Numbers are those of one device up to the order of that sum.
+    Call it inside `jax.shard_map(..., check_vma=False)` over the axis. Its devices hold equal parts of each sequence, or of the
+    tokens of packed documents. This is the strategy "gather" of `flexattn.distributed`: all_gather collects keys and values, once
+    for the forward and again for the backward, and none are stored in between. psum_scatter sums their gradients in float32.
+    Results are those of one device, up to the order of that sum.
 
     Args:
-        q, k, v: this device's tokens, in the order of `sequence_order`: [b, s, h, d] or [t, h, d] as `qkv_format` says, as many
-            tokens of each.
-        axis_name: the mesh axis that tokens are split over. Heads and batch may be split over others.
-        layout: "contiguous" or "zigzag", how the tokens lie on the devices.
-        attn_mask_type, window_size: of the whole: "no_mask", "causal" or "causal_bottom_right", which is the same here; with
-            cu_seqlens_q "padding", "padding_causal" or "padding_causal_bottom_right".
+        q, k, v: this device's tokens, in the order of `sequence_order`: [b, s, h, d] or [t, h, d], according to `qkv_format`, with
+            equally many tokens.
+        axis_name: the mesh axis that splits the tokens. Heads and batch may be split over other axes.
+        layout: "contiguous" or "zigzag", the order of tokens on the devices.
+        attn_mask_type, window_size: mask of the whole sequence: "no_mask", "causal" or "causal_bottom_right", which are equivalent
+            here. With cu_seqlens_q: "padding", "padding_causal" or "padding_causal_bottom_right".
         cu_seqlens_q, cu_seqlens_q_padded: int32 [sequences + 1], of the whole, the same on each device: the lengths of packed
-            documents, or of the sequences of a batch. Keys have the lengths of the queries, so cu_seqlens_kv and
-            cu_seqlens_kv_padded are None or those very arrays.
-        max_seqlen_q: the longest document of the whole, for thd; that of the keys is the same.
+            documents, or of the sequences of a batch. Keys have the queries' lengths, so cu_seqlens_kv and cu_seqlens_kv_padded
+            must be None or the same arrays.
+        max_seqlen_q: the longest document of the whole, for thd; max_seqlen_kv must be equal or None.
         bias: [b, h, s, skv] with the rows of this device's queries and all keys, in the sequence's order; not for thd.
-        bias_type: ALiBi with a causal mask.
-        score_mod, mask_mod: as `attention` takes them; they see the document and the positions of the whole.
-        softmax_offset: the same on each device; shard_map sums the parts of its gradient where it comes in whole, as P().
-        dropout_p, rng_state: one key, the same on each device, drops what one device drops, on any number of them. Where the batch
-            or heads are split over other axes, give those keys of their own, as by jax.random.fold_in of jax.lax.axis_index.
-        descale_q, descale_k, descale_v: of q, k and v in FP8, which travel as they are; without blocks, the same on each device.
-        options: others of `attention`, but for caches, block masks and FP8 recipes.
+        bias_type: ALiBi needs a causal mask.
+        score_mod, mask_mod: as in `attention`; their arguments are the document and the positions in the whole sequence.
+        softmax_offset: the same on each device. If it is replicated, as P(), shard_map sums the parts of its gradient.
+        dropout_p, rng_state: one key, the same on each device. The same weights are dropped as on one device. If the batch or heads
+            are split over other axes, pass a different key on each, for example jax.random.fold_in of jax.lax.axis_index.
+        descale_q, descale_k, descale_v: for q, k and v in FP8, which are sent unchanged; without blocks, the same on each device.
+        options: other arguments of `attention`, except for caches, block masks and FP8 recipes.
 
     Returns:
-        out, or with lse of this device's queries, and with max_logit of all, as `attention` does.
+        out, or a tuple with lse of this device's queries, or with max_logit of all, as in `attention`.
 
     Raises:
-        ValueError, TypeError: an argument that has no meaning, or that cannot be split, when the call is traced.
+        ValueError, TypeError: if an argument is invalid, or cannot be split, when the call is traced.
     """
-    whole = _Whole.of(q, k, axis_name, layout, options)
-    # Named results are kept for the backward and all else is made anew: the keys are fetched again, and attention, whose results
-    # these are, is not.
-    kept = jax.checkpoint_policies.save_only_these_names("flexattn_out", "flexattn_lse")
-    wanted = [name for name in ("return_lse", "return_max_logit") if options.pop(name, False)]
-    options["return_max_logit"] = "return_max_logit" in wanted
-    out, lse, max_logit = jax.checkpoint(functools.partial(whole.attend, options=options), policy=kept)(q, k, v)
+    call = _AxisCall.of(q, k, axis_name, layout, options)
+    # The backward keeps the named results, and recomputes everything else: it gathers the keys again, but does not repeat
+    # attention, because its results are named.
+    policy = jax.checkpoint_policies.save_only_these_names("flexattn_out", "flexattn_lse")
+    requested = [name for name in ("return_lse", "return_max_logit") if options.pop(name, False)]
+    options["return_max_logit"] = "return_max_logit" in requested
+    out, lse, max_logit = jax.checkpoint(functools.partial(call.attend, options=options), policy=policy)(q, k, v)
     results = {"return_lse": lse, "return_max_logit": max_logit}
-    if "return_max_logit" in wanted:
+    if "return_max_logit" in requested:
         results["return_max_logit"] = jax.lax.pmax(jax.lax.stop_gradient(max_logit), axis_name)
-    return (out, *(results[name] for name in wanted)) if wanted else out
+    return (out, *(results[name] for name in requested)) if requested else out
 
 
 class _Sequences(NamedTuple):
-    """Sequences of the whole, whose lengths are known when the program runs: packed documents, or those of a batch."""
+    """Sequences of the whole, with lengths known at run time: packed documents, or the sequences of a batch."""
 
-    starts: Any  # int32 [b]: the first token of each document; 0 for those of a batch
+    starts: Any  # int32 [b]: the first token of each document; 0 for sequences of a batch
     lengths: Any  # int32 [b]
-    longest: int | None = None  # most tokens of a packed document, where the call says so
-    is_padded: bool = False  # whether there are tokens between documents
+    longest: int | None = None  # most tokens of a packed document, if specified
+    is_padded: bool = False  # whether there is padding between documents
 
     @classmethod
-    def of_batch(cls, batch: int, length: int) -> _Sequences:
-        """Returns sequences that are all as long as the whole."""
+    def full_length(cls, batch: int, length: int) -> _Sequences:
+        """Returns sequences that all have the full length."""
         return cls(jnp.zeros(batch, jnp.int32), jnp.full(batch, length, jnp.int32))
 
     @classmethod
     def of(cls, fmt: str, options: dict[str, Any]) -> _Sequences | None:
-        """Returns the sequences that the options have the lengths of, and takes those out; None where there are none."""
+        """Removes the length arguments from the options, and returns their sequences; None if there are none."""
         names = ("cu_seqlens_q", "cu_seqlens_q_padded")
         cu, padded = (options.pop(name, None) for name in names)
-        for name, of_q in zip(names, (cu, padded), strict=True):
+        for name, array_q in zip(names, (cu, padded), strict=True):
             other = name.replace("_q", "_kv")
-            if (of_kv := options.pop(other, None)) is not None and of_kv is not of_q:
+            if (array_kv := options.pop(other, None)) is not None and array_kv is not array_q:
                 raise ValueError(
-                    f"{other} is given, and is not the array {name}; accepted over an axis: None or that array, as keys have the "
-                    "lengths of the queries"
+                    f"{other} is not the array {name}; accepted over an axis: None or that array, because keys have the queries' "
+                    "lengths"
                 )
-        given = [x for x in (options.pop(f"max_seqlen_{side}", None) for side in ("q", "kv")) if x is not None]
-        longest = [as_index(x) for x in given]
+        maxima = [x for x in (options.pop(f"max_seqlen_{side}", None) for side in ("q", "kv")) if x is not None]
+        longest = [as_index(x) for x in maxima]
         if None in longest or len({*longest}) > 1:
-            raise ValueError(f"max_seqlen_q and max_seqlen_kv are {given}; accepted over an axis: one int for both, or None")
+            raise ValueError(f"max_seqlen_q and max_seqlen_kv are {maxima}; accepted over an axis: one int for both, or None")
         if cu is None:
-            if padded is not None or given:
-                raise ValueError("cu_seqlens_q is None beside cu_seqlens_q_padded or max_seqlen_q; accepted: int32 [sequences + 1]")
+            if padded is not None or maxima:
+                raise ValueError("cu_seqlens_q is None but cu_seqlens_q_padded or max_seqlen_q is set; accepted: int32 [b + 1]")
             return None
         if padded is not None and fmt != "thd":
-            raise ValueError(f"cu_seqlens_q_padded is given with format {fmt}; accepted: None, as only thd has gaps")
+            raise ValueError(f"cu_seqlens_q_padded is set with format {fmt}; accepted: None, because only thd has gaps")
         cu, starts = jnp.asarray(cu), jnp.asarray(cu if padded is None else padded)
         for name, x in zip(names, (cu, starts), strict=True):
             check_length_tensor(name, meta_tensor(name, x), 1, torch.device("meta"))
@@ -140,47 +140,47 @@ class _Sequences(NamedTuple):
         return cls(starts[:-1], jnp.diff(cu), longest[0] if longest else None, padded is not None)
 
 
-class _Whole(NamedTuple):
-    """A call whose sequence lies over an axis."""
+class _AxisCall(NamedTuple):
+    """A call whose sequence is split over an axis."""
 
     axis_name: str
     devices: int
     layout: str
-    dim: int  # the tokens' in q, k and v
+    dim: int  # the tokens' dim in q, k and v
     fmt: str
     is_causal: bool
-    window: Window  # with a causal mask its right side ends at the diagonal, or before
-    sequences: _Sequences | None  # None: all as long as the whole
+    window: Window  # with a causal mask, its right side is at most the diagonal
+    sequences: _Sequences | None  # None: all have the full length
 
     @classmethod
-    def of(cls, q: Any, k: Any, axis_name: str, layout: str, options: dict[str, Any]) -> _Whole:
-        """Returns the call, checked, and takes the arguments that it stands for out of the options."""
+    def of(cls, q: Any, k: Any, axis_name: str, layout: str, options: dict[str, Any]) -> _AxisCall:
+        """Returns the checked call, and removes its arguments from the options."""
         for name, value in options.items():
-            if name in _NOT_TAKEN and value is not None and value is not False:
-                raise ValueError(f"{name} is given to attention_over_axis; accepted: {_NOT_TAKEN[name]}")
+            if name in _UNSUPPORTED and value is not None and value is not False:
+                raise ValueError(f"{name} is not supported by attention_over_axis; accepted: {_UNSUPPORTED[name]}")
         validation.check_name("layout", layout, LAYOUTS)
         fmt = options.pop("qkv_format", "bshd")
         validation.check_name("qkv_format", fmt, _FORMATS)
         sequences = _Sequences.of(fmt, options)
         if fmt == "thd" and sequences is None:
             raise ValueError(
-                "cu_seqlens_q is None with thd; accepted: int32 [documents + 1], the cumulative lengths of the whole's"
+                "cu_seqlens_q is None with thd; accepted: int32 [documents + 1], cumulative lengths of the whole's documents"
             )
         mask = options.pop("attn_mask_type", "no_mask")
-        if sequences is None and mask in _MASKS_OF_LENGTHS:
+        if sequences is None and mask in _PADDING_MASKS:
             raise ValueError(f"cu_seqlens_q is None with attn_mask_type {mask!r}; accepted: int32 [sequences + 1], of the whole")
-        validation.check_name("attn_mask_type", mask, _MASKS if sequences is None else _MASKS_OF_LENGTHS)
+        validation.check_name("attn_mask_type", mask, _MASKS if sequences is None else _PADDING_MASKS)
         implied = bias_type_of(options.get("bias_type"), options.get("bias"), options.get("alibi_slopes"))
         is_causal, dim = "causal" in mask, fmt.index("t" if fmt == "thd" else "s")
         band = make_band(mask, options.pop("window_size", (-1, -1)), options.pop("bottom_right_diagonal", None))
         if implied == "alibi" and not is_causal:
             raise ValueError(f"bias_type is 'alibi' with {mask!r}; accepted over an axis: a causal mask, or a score_mod")
         if options.get("bias") is not None and fmt == "thd":
-            raise ValueError("bias is given with thd; accepted over an axis: a score_mod that reads an array")
+            raise ValueError("bias is set with thd; accepted over an axis: a score_mod that reads an array")
         if len(q.shape) != len(fmt) or len(k.shape) != len(fmt) or q.shape[dim] != k.shape[dim]:
             raise ValueError(
-                f"q has shape {tuple(q.shape)} and k {tuple(k.shape)} in {fmt}; accepted over an axis: as many tokens of both on "
-                "each device"
+                f"q has shape {tuple(q.shape)} and k {tuple(k.shape)} in {fmt}; accepted over an axis: equally many tokens of both "
+                "on each device"
             )
         if layout == "zigzag" and q.shape[dim] % 2:
             raise ValueError(f"q has {q.shape[dim]} tokens on each device with layout 'zigzag'; accepted: an even number")
@@ -189,18 +189,18 @@ class _Whole(NamedTuple):
 
     def attend(self, q: Any, k: Any, v: Any, options: dict[str, Any]) -> tuple[Any, Any, Any]:
         """Returns out, lse and max_logit of this device's queries."""
-        keys = [self._in_order(_gathered(x, self.axis_name, self.dim)) for x in (k, v)]
+        keys = [self._in_order(_gather(x, self.axis_name, self.dim)) for x in (k, v)]
         device, length = jax.lax.axis_index(self.axis_name), q.shape[self.dim]
         if self.layout == "contiguous":
             return self._part(q, keys, device * length, options)
         starts = (device * (length // 2), (2 * self.devices - 1 - device) * (length // 2))
-        found = []
+        results = []
         for i, (half, start) in enumerate(zip(jnp.split(q, 2, self.dim), starts, strict=True)):
-            more = dict(options)
+            part_options = dict(options)
             if options.get("bias") is not None and options["bias"].shape[2] > 1:
-                more["bias"] = jnp.split(options["bias"], 2, 2)[i]
-            found.append(self._part(half, keys, start, more))
-        (out, lse, largest), (out_2, lse_2, largest_2) = found
+                part_options["bias"] = jnp.split(options["bias"], 2, 2)[i]
+            results.append(self._part(half, keys, start, part_options))
+        (out, lse, largest), (out_2, lse_2, largest_2) = results
         return jnp.concatenate([out, out_2], self.dim), jnp.concatenate([lse, lse_2], -1), jnp.maximum(largest, largest_2)
 
     def _in_order(self, x: Any) -> Any:
@@ -211,54 +211,54 @@ class _Whole(NamedTuple):
         return jnp.concatenate([*parts[::2], *parts[1::2][::-1]], self.dim)
 
     def _part(self, q: Any, keys: list[Any], start: Any, options: dict[str, Any]) -> tuple[Any, Any, Any]:
-        """Returns the results of queries that begin at `start`, which is known when the program runs."""
+        """Returns the results of queries that begin at `start`, a value known at run time."""
         (k, v), count, total = keys, q.shape[self.dim], keys[0].shape[self.dim]
-        given = {"qkv_format": self.fmt, **options}
+        arguments = {"qkv_format": self.fmt, **options}
         origin = _Origin(start, jnp.zeros((), jnp.int32))
         if self.is_causal or self.sequences is not None:
-            found, more = self._lengths(q, start, total)
-            origin, given = found if self.fmt == "thd" else origin, given | more
+            lengths_origin, length_arguments = self._lengths(q, start, total)
+            origin, arguments = lengths_origin if self.fmt == "thd" else origin, arguments | length_arguments
         elif options.get("bias") is None and None not in self.window:
             left, right = (max(0, side or 0) for side in self.window)
-            if count + left + right < total:  # at any place, so dropout is drawn for each key
+            if count + left + right < total:  # begin is arbitrary, so dropout is drawn for each key
                 begin = jnp.clip(start - left, 0, total - (count + left + right))
                 k, v = (jax.lax.dynamic_slice_in_dim(x, begin, count + left + right, self.dim) for x in keys)
                 origin = _Origin(start, begin, by_eights=False)
-        given |= origin.mods(options, None if self.is_causal else self.window)
-        if given.get("dropout_p") and given.get("rng_state") is not None:  # `attention` says where there is none
+        arguments |= origin.mods(options, None if self.is_causal else self.window)
+        if arguments.get("dropout_p") and arguments.get("rng_state") is not None:  # without one, `attention` raises
             rows = q.shape[self.fmt.index("b")] if self.fmt != "thd" else len(origin.query)
-            given["rng_state"] = origin.words(front.words_of(given["rng_state"]), rows, q.shape[self.fmt.index("h")])
-        return front.attend({"q": q, "k": k, "v": v} | given)
+            arguments["rng_state"] = origin.words(front.words_of(arguments["rng_state"]), rows, q.shape[self.fmt.index("h")])
+        return front.attend({"q": q, "k": k, "v": v} | arguments)
 
     def _lengths(self, q: Any, start: Any, total: int) -> tuple[_Origin, dict[str, Any]]:
-        """Returns where the sequences of queries from `start` on begin, and the arguments that say which tokens they have."""
+        """Returns the origin of the queries from `start` on in their sequences, and the arguments for the sequences' lengths."""
         count = q.shape[self.dim]
-        sequences = self.sequences or _Sequences.of_batch(q.shape[self.fmt.index("b")], total)
-        starts, whole, longest, is_padded = sequences
-        first, stop = (jnp.clip(at - starts, 0, whole) for at in (start, start + count))
-        begin, end = jnp.zeros_like(whole), whole
+        sequences = self.sequences or _Sequences.full_length(q.shape[self.fmt.index("b")], total)
+        starts, full_lengths, longest, is_padded = sequences
+        first, stop = (jnp.clip(token - starts, 0, full_lengths) for token in (start, start + count))
+        begin, end = jnp.zeros_like(full_lengths), full_lengths
         most = total if longest is None else min(longest, total)
         if self.is_causal:
-            end = stop  # keys end with the last query's, so the bottom-right diagonal is the whole's
+            end = stop  # keys end with the last query's key, so the bottom-right diagonal is the whole's
         elif self.fmt == "thd":
             left, right = (None if side is None else max(0, side) for side in self.window)
             if left is not None:
-                begin = jnp.maximum(0, first - left) // 8 * 8  # dropout is drawn for eight keys
+                begin = jnp.maximum(0, first - left) // 8 * 8  # dropout is drawn for groups of eight keys
             if right is not None:
-                end = jnp.minimum(whole, stop + right)
+                end = jnp.minimum(full_lengths, stop + right)
             if left is not None and right is not None:
                 most = min(most, left + count + right + 7)
         end = jnp.where(stop > first, end, begin)
-        found = {"cu_seqlens_q": _cumulative(stop - first), "cu_seqlens_kv": _cumulative(end - begin)}
-        found["attn_mask_type"] = "padding_causal_bottom_right" if self.is_causal else "padding"
+        arguments = {"cu_seqlens_q": _cumulative(stop - first), "cu_seqlens_kv": _cumulative(end - begin)}
+        arguments["attn_mask_type"] = "padding_causal_bottom_right" if self.is_causal else "padding"
         if self.is_causal:
-            found["window_size"] = self.window
+            arguments["window_size"] = self.window
         if self.fmt == "thd":
-            found |= {"max_seqlen_q": count if longest is None else min(longest, count), "max_seqlen_kv": most}
-            found["cu_seqlens_kv_padded"] = jnp.append(starts + begin, total).astype(jnp.int32)
+            arguments |= {"max_seqlen_q": count if longest is None else min(longest, count), "max_seqlen_kv": most}
+            arguments["cu_seqlens_kv_padded"] = jnp.append(starts + begin, total).astype(jnp.int32)
             if is_padded:
-                found["cu_seqlens_q_padded"] = jnp.append(jnp.clip(starts - start, 0, count), count).astype(jnp.int32)
-        return _Origin(first, begin), found
+                arguments["cu_seqlens_q_padded"] = jnp.append(jnp.clip(starts - start, 0, count), count).astype(jnp.int32)
+        return _Origin(first, begin), arguments
 
 
 def _cumulative(lengths: Any) -> Any:
@@ -266,53 +266,55 @@ def _cumulative(lengths: Any) -> Any:
 
 
 class _Origin(NamedTuple):
-    """Positions of a call's first query and first key in their sequence: 0-d where all have the same, else [documents]."""
+    """Positions of a call's first query and first key in their sequence: 0-d if all have the same, else [documents]."""
 
     query: Any
     key: Any
-    by_eights: bool = True  # whether the key's is a multiple of 8
+    by_eights: bool = True  # whether key is a multiple of 8
 
     def mods(self, options: dict[str, Any], window: Window | None) -> dict[str, Any]:
-        """Returns score_mod and mask_mod that see the positions of the whole.
+        """Returns score_mod and mask_mod with positions of the whole sequence as arguments.
 
-        window: that mask_mod has to be as well, as the diagonal depends on the device.
+        window: a window that mask_mod must apply too, because its diagonal depends on the device.
         """
-        found: dict[str, Any] = {}
+        mods: dict[str, Any] = {}
         score_mod, mask_mod = options.get("score_mod"), options.get("mask_mod")
 
-        def moved(b: Any, i: Any, j: Any) -> tuple[Any, Any]:
-            query, key = (at[b] if at.ndim else at for at in (self.query, self.key))
-            return i + query, j + key
+        def shift(b: Any, q_idx: Any, kv_idx: Any) -> tuple[Any, Any]:
+            query, key = (origin[b] if origin.ndim else origin for origin in (self.query, self.key))
+            return q_idx + query, kv_idx + key
 
         if score_mod is not None:
-            found["score_mod"] = lambda s, b, h, i, j, *more, **named: score_mod(s, b, h, *moved(b, i, j), *more, **named)
+            mods["score_mod"] = lambda s, b, h, q_idx, kv_idx, *extra, **named: score_mod(
+                s, b, h, *shift(b, q_idx, kv_idx), *extra, **named
+            )
         left, right = window or (None, None)
         masks: list[Callable[..., Any]] = [] if mask_mod is None else [mask_mod]
-        masks += [lambda b, h, i, j: i - j <= left] if left is not None else []
-        masks += [lambda b, h, i, j: j - i <= right] if right is not None else []
+        masks += [lambda b, h, q_idx, kv_idx: q_idx - kv_idx <= left] if left is not None else []
+        masks += [lambda b, h, q_idx, kv_idx: kv_idx - q_idx <= right] if right is not None else []
         if masks:
-            found["mask_mod"] = lambda b, h, i, j: functools.reduce(
-                jnp.logical_and, [mask(b, h, *moved(b, i, j)) for mask in masks]
+            mods["mask_mod"] = lambda b, h, q_idx, kv_idx: functools.reduce(
+                jnp.logical_and, [mask(b, h, *shift(b, q_idx, kv_idx)) for mask in masks]
             )
-        return found
+        return mods
 
     def words(self, words: Any, rows: int, heads: int) -> Any:
-        """Returns the rng_state of a call that drops what the whole does, as words; words: the whole's, uint32 [4]."""
+        """Returns the rng_state, as words, of a call that drops the same weights as the whole; words: the whole's, uint32 [4]."""
         columns = [self.query, self.key // 8 * 8, jnp.arange(rows) * heads, *([] if self.by_eights else [self.key % 8])]
         both = [x for column in columns for x in (column, jnp.zeros((), jnp.int32))]  # the upper word is 0
-        of_rows = [jnp.broadcast_to(x.astype(jnp.uint32), (rows,)) for x in (*words, *both)]
-        return jnp.stack(of_rows, 1)
+        broadcast = [jnp.broadcast_to(x.astype(jnp.uint32), (rows,)) for x in (*words, *both)]
+        return jnp.stack(broadcast, 1)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _gathered(x: Any, axis_name: str, dim: int) -> Any:
-    """Returns the tokens of all devices, one device's after another's; gradients are summed in float32."""
+def _gather(x: Any, axis_name: str, dim: int) -> Any:
+    """Returns the tokens of all devices, in device order; gradients are summed in float32."""
     return jax.lax.all_gather(x, axis_name, axis=dim, tiled=True)
 
 
-def _scattered(axis_name: str, dim: int, _: None, gradient: Any) -> tuple[Any]:
+def _scatter(axis_name: str, dim: int, _: None, gradient: Any) -> tuple[Any]:
     wide = gradient.astype(jnp.promote_types(gradient.dtype, jnp.float32))
     return (jax.lax.psum_scatter(wide, axis_name, scatter_dimension=dim, tiled=True).astype(gradient.dtype),)
 
 
-_gathered.defvjp(lambda x, axis_name, dim: (_gathered(x, axis_name, dim), None), _scattered)
+_gather.defvjp(lambda x, axis_name, dim: (_gather(x, axis_name, dim), None), _scatter)

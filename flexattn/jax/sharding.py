@@ -1,7 +1,7 @@
 """Automatic sharding: a call on several devices is split over its batch and its key heads.
 
-XLA's partitioner, Shardy, reads a rule that names the factors of every dimension (https://openxla.org/shardy/propagation), and the
-devices then run calls of their own. What belongs to all of a batch or to all heads is reduced over the devices.
+XLA's partitioner, Shardy, reads a rule that names the factors of every dimension (https://openxla.org/shardy/propagation). Each
+device then runs its own call. Results that depend on the whole batch or on all heads are reduced over the devices.
 """
 
 from __future__ import annotations
@@ -26,38 +26,40 @@ Factors = tuple[Factor, ...]
 
 
 class Layout(NamedTuple):
-    """The factors of a call's arrays and results, how the latter are reduced, and which factors may be split."""
+    """The factors of a call's arrays and results, the reductions of results, and the factors that may be split."""
 
     operands: list[Factors]
     results: list[Factors]
-    reductions: list[Callable[[Any, Any], Any] | None]  # over the devices of factors that a result does not have
-    sizes: dict[str, int]  # sizes of key_head and in_group, and of batch where there is one
-    split: frozenset[str]  # factors that devices may divide without another meaning; all others are gathered first
+    reductions: list[Callable[[Any, Any], Any] | None]  # over the devices of factors that a result lacks
+    sizes: dict[str, int]  # sizes of key_head and in_group, and of batch if there is one
+    split: frozenset[str]  # factors that devices may split without changing the result; all others are gathered first
 
 
 def partitioned(primitive: Any, layout_of: Callable[[Any, Sequence[tuple[int, ...]]], Layout]) -> Callable[..., Any]:
-    """Returns a call of the primitive that XLA may split over devices; layout_of: of a call and its arrays' shapes."""
+    """Returns a call of the primitive that XLA may split over devices; layout_of: a function of a call and its arrays' shapes."""
 
     def run(*arrays: Any, call: Any) -> Any:
-        def whole(*arrays: Any) -> Any:
+        def run_whole(*arrays: Any) -> Any:
             return primitive.bind(*arrays, call=call)
 
         layout = layout_of(call, [tuple(x.shape) for x in arrays])
 
-        def partition(mesh: Any, given: Any, results: Any) -> Any:
-            axes = _axes(layout, given)
+        def partition(mesh: Any, operand_infos: Any, results: Any) -> Any:
+            axes = _axes(layout, operand_infos)
 
             def local(*arrays: Any) -> Any:
-                found = whole(*arrays)
+                local_results = run_whole(*arrays)
                 return [
-                    x if reduce is None else _reduced(x, reduce, factors, axes)
-                    for x, reduce, factors in zip(found, layout.reductions, layout.results, strict=True)
+                    x if reduce is None else _reduce(x, reduce, factors, axes)
+                    for x, reduce, factors in zip(local_results, layout.reductions, layout.results, strict=True)
                 ]
 
-            of_results, of_operands = ([_sharding(mesh, f, axes) for f in side] for side in (layout.results, layout.operands))
-            return mesh, local, of_results, tuple(of_operands)
+            result_shardings, operand_shardings = (
+                [_sharding(mesh, f, axes) for f in side] for side in (layout.results, layout.operands)
+            )
+            return mesh, local, result_shardings, tuple(operand_shardings)
 
-        sharded = custom_partitioning(whole)
+        sharded = custom_partitioning(run_whole)
         sharded.def_partition(partition=partition, sharding_rule=_rule(layout))
         return sharded(*arrays)
 
@@ -65,39 +67,39 @@ def partitioned(primitive: Any, layout_of: Callable[[Any, Sequence[tuple[int, ..
 
 
 def _split_factors(call: Call, key_heads: int) -> frozenset[str]:
-    """Returns the factors that a call may be split over without another meaning."""
+    """Returns the factors that a call may be split over without changing the result."""
     names, settings = call.names(), call.settings
     if call.config is not None or call.out8 is not None or "rng_state" in names or "block_mask" in names:
-        return frozenset()  # scales of whole tensors, numbers drawn by positions, lists of whole masks
-    found = {"batch", "key_head", "in_group"}
+        return frozenset()  # these need whole tensors (scales), positions (dropout), or whole masks (lists)
+    factors = {"batch", "key_head", "in_group"}
     program = parse_program(settings.mods)
     if {"cu_seqlens_q", "cu_seqlens_kv"} & {*names} or (program is not None and looks_at(program, "b")):
-        found.discard("batch")
+        factors.discard("batch")
     if program is not None and looks_at(program, "h"):
-        found -= {"key_head", "in_group"}
+        factors -= {"key_head", "in_group"}
     if key_heads > 1:
-        found.discard("in_group")  # split only with one key head, whose gradients are sums over the devices then
-    return frozenset(found)
+        factors.discard("in_group")  # split only with one key head, whose gradients are then sums over the devices
+    return frozenset(factors)
 
 
 def layout_of_call(call: Call, shapes: Sequence[tuple[int, ...]], is_backward: bool) -> Layout:
-    """Returns the layout of attention; shapes: of the operands, and of what follows them in a backward."""
+    """Returns the layout of attention; shapes: those of the operands, and in a backward of the other inputs."""
     q_format, kv_format = parse_format(call.settings.qkv_format)
     fresh = (f"other{i}" for i in itertools.count())
     key_heads = shapes[1][kv_format.index("h")]
     in_group = shapes[0][q_format.index("h")] // key_heads
     heads: Factor = ("key_head", "in_group") if key_heads > 1 and in_group > 1 else "in_group" if in_group > 1 else "key_head"
-    of_q: dict[str, Factor] = {"b": "batch", "s": "query", "t": "query", "h": heads, "d": "dim"}
-    of_kv: dict[str, Factor] = {"b": "batch", "s": "key", "t": "key", "h": "key_head", "d": "dim"}
+    q_factors: dict[str, Factor] = {"b": "batch", "s": "query", "t": "query", "h": heads, "d": "dim"}
+    kv_factors: dict[str, Factor] = {"b": "batch", "s": "key", "t": "key", "h": "key_head", "d": "dim"}
     names, batch = call.names(), shapes[0][q_format.index("b")] if "b" in q_format else 0
     if "page_table" in names:  # all sequences may read all pages
-        of_kv |= {"b": "page", "s": "page_row"}
+        kv_factors |= {"b": "page", "s": "page_row"}
         batch = shapes[names.index("page_table")][0]
-    q, k = tuple(of_q[letter] for letter in q_format), tuple(of_kv[letter] for letter in kv_format)
+    q, k = tuple(q_factors[letter] for letter in q_format), tuple(kv_factors[letter] for letter in kv_format)
     out, v = _with_value_dim(q), _with_value_dim(k)
     lse: Factors = (heads, "query") if q_format == "thd" else ("batch", heads, "query")
-    of_descales: tuple[Factor, ...] = (heads, "key_head", "key_head")
-    descales = iter(of_descales[-names.count("descales") :])  # beside q in 16 bits k and v alone have some
+    descale_factors: tuple[Factor, ...] = (heads, "key_head", "key_head")
+    descales = iter(descale_factors[-names.count("descales") :])  # with q in 16 bits only k and v have descales
 
     def factors(name: str, shape: tuple[int, ...]) -> Factors:
         if name in ("q", "k", "v"):
@@ -114,7 +116,7 @@ def layout_of_call(call: Call, shapes: Sequence[tuple[int, ...]], is_backward: b
             return _broadcast(("batch", next(descales), next(fresh)), shape, fresh)
         return tuple(next(fresh) for _ in shape)
 
-    operands = [factors(*one) for one in zip(names, shapes, strict=False)]
+    operands = [factors(*item) for item in zip(names, shapes, strict=False)]
     sizes, split = {"key_head": key_heads, "in_group": in_group, "batch": batch}, _split_factors(call, key_heads)
     if not is_backward:
         has_max = call.settings.return_max_logit
@@ -127,9 +129,9 @@ def layout_of_call(call: Call, shapes: Sequence[tuple[int, ...]], is_backward: b
         return Layout(operands, results, reductions, sizes, split)
     incoming = [out, lse, out, lse][: len(shapes) - len(operands)]
     gradients = [operands[i] for i in call.wanted()]
-    noted: list[Factors] = [(next(fresh),)] if call.is_delayed else []
+    amaxes: list[Factors] = [(next(fresh),)] if call.is_delayed else []
     return Layout(
-        [*operands, *incoming], [*gradients, *noted], [*(jax.lax.psum for _ in gradients), *(None for _ in noted)], sizes, split
+        [*operands, *incoming], [*gradients, *amaxes], [*(jax.lax.psum for _ in gradients), *(None for _ in amaxes)], sizes, split
     )
 
 
@@ -138,7 +140,7 @@ def _with_value_dim(factors: Factors) -> Factors:
 
 
 def _broadcast(factors: Factors, shape: tuple[int, ...], fresh: Iterator[str]) -> Factors:
-    """Returns the factors of an array that may have 1 in the place of any of them."""
+    """Returns the factors of an array, with new factors for dims of size 1."""
     return tuple(next(fresh) if size == 1 else factor for factor, size in zip(factors, shape, strict=True))
 
 
@@ -146,8 +148,8 @@ def _rule(layout: Layout) -> SdyShardingRule:
     def mapping(factors: Factors) -> ArrayMapping:
         return ArrayMapping(*(CompoundFactor(*factor) if isinstance(factor, tuple) else factor for factor in factors))
 
-    of_all = (name for factors in (*layout.operands, *layout.results) for factor in factors for name in _names(factor))
-    in_order = dict.fromkeys(of_all)  # in the order of the first mention, which Shardy wants
+    all_names = (name for factors in (*layout.operands, *layout.results) for factor in factors for name in _names(factor))
+    in_order = dict.fromkeys(all_names)  # in the order of the first mention, as Shardy requires
     return SdyShardingRule(
         tuple(map(mapping, layout.operands)),
         tuple(map(mapping, layout.results)),
@@ -160,16 +162,16 @@ def _names(factor: Factor) -> tuple[str, ...]:
     return factor if isinstance(factor, tuple) else (factor,)
 
 
-def _axes(layout: Layout, given: Sequence[Any]) -> dict[str, tuple[str, ...]]:
-    """Returns the mesh axes that each factor is split over, as the first array has it that is split so."""
+def _axes(layout: Layout, operand_infos: Sequence[Any]) -> dict[str, tuple[str, ...]]:
+    """Returns the mesh axes over which each factor is split, from the first array that splits it."""
     axes: dict[str, tuple[str, ...]] = {}
-    for factors, one in zip(layout.operands, given, strict=True):
-        if not isinstance(one.sharding, NamedSharding):
+    for factors, info in zip(layout.operands, operand_infos, strict=True):
+        if not isinstance(info.sharding, NamedSharding):
             continue
-        for factor, chosen in zip(factors, one.sharding.spec, strict=False):
+        for factor, chosen in zip(factors, info.sharding.spec, strict=False):
             name, names = _names(factor)[0], () if chosen is None else _names(chosen)
-            parts = math.prod(one.sharding.mesh.shape[axis] for axis in names)
-            taken = {axis for found in axes.values() for axis in found}
+            parts = math.prod(info.sharding.mesh.shape[axis] for axis in names)
+            taken = {axis for chosen_axes in axes.values() for axis in chosen_axes}
             if name in layout.split - axes.keys() and names and layout.sizes[name] % parts == 0 and not taken & set(names):
                 axes[name] = names
     return axes
@@ -179,7 +181,7 @@ def _sharding(mesh: Any, factors: Factors, axes: dict[str, tuple[str, ...]]) -> 
     return NamedSharding(mesh, PartitionSpec(*(axes.get(_names(factor)[0]) for factor in factors)))
 
 
-def _reduced(x: Any, reduce: Callable[[Any, Any], Any], factors: Factors, axes: dict[str, tuple[str, ...]]) -> Any:
-    own = {name for factor in factors for name in _names(factor)}
-    over = tuple(axis for name, found in axes.items() if name not in own for axis in found)
+def _reduce(x: Any, reduce: Callable[[Any, Any], Any], factors: Factors, axes: dict[str, tuple[str, ...]]) -> Any:
+    own_names = {name for factor in factors for name in _names(factor)}
+    over = tuple(axis for name, chosen_axes in axes.items() if name not in own_names for axis in chosen_axes)
     return reduce(x.astype(jnp.float32), over).astype(x.dtype) if over else x

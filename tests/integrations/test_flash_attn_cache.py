@@ -195,7 +195,9 @@ def test_tokens_that_a_row_has_no_room_for_raise(case, function, has_batch_idx):
     before = k_cache.clone()
     some_fit = torch.tensor([4, S - 2], dtype=torch.int32)
     for ends, new, longest in ((S, (k, v), S + 3), (some_fit, (k, v), S + 1), (S + 1, (), S + 1)):
-        with pytest.raises(ValueError, match=f"a sequence of {longest} tokens; accepted: at most {S}, what a row of the cache"):
+        with pytest.raises(
+            ValueError, match=f"a sequence of {longest} tokens; accepted: at most {S}, the size of a row of the cache"
+        ):
             function(q, k_cache, v_cache, *new, cache_seqlens=ends, **rows)
     assert torch.equal(k_cache, before)
 
@@ -238,7 +240,7 @@ def test_an_index_of_no_row_raises_and_reaches_no_other_memory(case, has_table, 
 def test_positions_beyond_the_rotary_tables_raise_and_reach_no_other_memory(case, monkeypatch):
     q, k_cache, v_cache, k, v = case
     given = {"rotary_cos": torch.ones(6, D // 2), "rotary_sin": torch.zeros(6, D // 2), "cache_seqlens": 4, "causal": True}
-    with pytest.raises(ValueError, match="rotary_cos and rotary_sin have 6 rows and a token is at position 6"):
+    with pytest.raises(ValueError, match="rotary_cos and rotary_sin have 6 rows but a token is at position 6"):
         fa.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, **given)
     monkeypatch.setattr(rotary, "are_values_read", lambda values: False)
     assert fa.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, **given).isfinite().all()

@@ -123,7 +123,7 @@ def test_one_batch_of_keys_for_all_queries() -> None:
     dout = make(*out.shape, seed=9)
     for a, b in zip(torch.autograd.grad(out, tensors, dout), torch.autograd.grad(want, tensors, dout), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
-    with pytest.raises(ValueError, match="key 1 and value 1; accepted: the same, or 1"):
+    with pytest.raises(ValueError, match="key 1 and value 1; accepted: equal ones, or 1"):
         flex_attention(*tensors)
 
 
@@ -255,12 +255,12 @@ REFUSED: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
     "both returns": (
         lambda q, k, v: flex_attention(q, k, v, return_lse=True, return_aux=AuxRequest(lse=True)),
         ValueError,
-        "return_lse is True and return_aux is given",
+        "return_lse is True and return_aux is set",
     ),
     "a mask of other lengths": (
         lambda q, k, v: flex_attention(q[:, :, :32], k, v, block_mask=create_block_mask(causal, None, None, SQ, SKV, "cpu", 32)),
         ValueError,
-        "for 50 queries and 70 keys and the call has 32 and 70",
+        "for 50 queries and 70 keys but the call has 32 and 70",
     ),
     "a sliced mask": (lambda q, k, v: flex_attention(q, k, v, block_mask=sliced()), ValueError, "sliced BlockMask"),
     "no mask": (lambda q, k, v: flex_attention(q, k, v, block_mask=causal), TypeError, "block_mask is a function"),

@@ -51,6 +51,7 @@ def test_over_ranks() -> None:
     assert answer(**OVER_RANKS, core_attention_bias_type="post_scale_bias")[2]
     assert answer(**OVER_RANKS, core_attention_bias_type="post_scale_bias", core_attention_bias_shape="111s", cp_comm_type="a2a")[2]
     assert answer(**OVER_RANKS, attention_dropout=0.1)[2]
+    assert answer(**OVER_RANKS, fp8=True) == answer(fp8=True)
     assert spec_of(AttentionParams(**OVER_RANKS, attention_dropout=0.1)).has_origin
     assert not spec_of(AttentionParams(**OVER_RANKS, attention_dropout=0.1, is_training=False)).has_origin
     assert answer(**OVER_RANKS, qkv_layout="thd_thd_thd", max_seqlen_q=100, attn_mask_type="padding")[2]
@@ -78,13 +79,13 @@ def test_on_a_gpu() -> None:
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({**OVER_RANKS, "fp8": True}, "cp_size is 4 with fp8; accepted: 1, or"),
+        ({**OVER_RANKS, "fp8": True, "fp8_output": True}, "cp_size is 4 with fp8_output; accepted: 1, or"),
         ({**OVER_RANKS, "attn_mask_type": "arbitrary"}, "with attn_mask_type 'arbitrary'"),
         ({**OVER_RANKS, "inference_params": object()}, "with inference_params"),
         ({**OVER_RANKS, "core_attention_bias_type": "post_scale_bias", "attn_mask_type": "padding"}, "with a bias and padding"),
         ({**OVER_RANKS, "core_attention_bias_type": "post_scale_bias", "cp_comm_type": "a2a"}, "a bias by cp_comm_type 'a2a'"),
         ({**OVER_RANKS, "num_heads": 2, "num_gqa_groups": 2, "cp_comm_type": "a2a"}, "num_heads 2, fewer than ranks"),
-        ({**OVER_RANKS, "max_seqlen_kv": 124}, "max_seqlen_kv 124, which is no multiple of twice that"),
+        ({**OVER_RANKS, "max_seqlen_kv": 124}, "max_seqlen_kv 124, not a multiple of 2 * cp_size"),
         ({"qkv_layout": "paged_kv_bshd_bshd_bshd"}, "pages, which have no gradients"),
         ({"inference_params": types.SimpleNamespace(is_paged=True, page_size=64)}, "pages, which have no gradients"),
     ],
@@ -102,7 +103,7 @@ def test_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NVTE_UNFUSED_ATTN", "0")
     assert answer() == (False, None, False, None, False, [False, False, False])
     monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
-    with pytest.warns(RuntimeWarning, match="NVTE_FLASH_ATTN is set, which has no effect here"):
+    with pytest.warns(RuntimeWarning, match="NVTE_FLASH_ATTN is set but has no effect"):
         answer()
     monkeypatch.setenv("NVTE_FUSED_ATTN", "yes")
     with pytest.raises(ValueError, match="NVTE_FUSED_ATTN is 'yes'; accepted: 0, 1"):

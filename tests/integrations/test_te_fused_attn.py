@@ -556,11 +556,11 @@ def test_a_bias_and_a_sink_beside_fp8() -> None:
     ("more", "error", "message"),
     [
         ({"qkv_layout": "hsbd"}, ValueError, "qkv_layout is 'hsbd'; accepted: sb3hd, sbh3d"),
-        ({"page_table_k": torch.zeros(1)}, ValueError, "page_table_k is given with a qkv_layout without pages; accepted: None"),
+        ({"page_table_k": torch.zeros(1)}, ValueError, "page_table_k comes with a qkv_layout without pages; accepted: None"),
         (
             {"qkv_scale_inv_format": "bhsd"},
             NotImplementedError,
-            "qkv_scale_inv_format is 'bhsd', which is of MXFP8; accepted: None",
+            "qkv_scale_inv_format is 'bhsd', a format of MXFP8; accepted: None",
         ),
         ({"fused_attention_backend": -1}, ValueError, "fused_attention_backend is No_Backend; accepted"),
         ({"fused_attention_backend": 0}, ValueError, r"fused_attention_backend is 0; accepted: No_Backend \(-1\)"),
@@ -594,13 +594,13 @@ def test_wrong_arguments(more: dict[str, Any], error: type[Exception], message: 
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"aux_ctx_tensors": []}, "aux_ctx_tensors is .*; accepted: the list that fused_attn_fwd gave"),
+        ({"aux_ctx_tensors": []}, "aux_ctx_tensors is .*; accepted: the list that fused_attn_fwd returned"),
         ({"dqkv_layout": "bsh2d"}, "dqkv_layout is 'bsh2d'; accepted"),
         ({"d_o": torch.zeros(BATCH, SQ, HEADS, 8)}, "dout has shape"),
         ({"o_format": "sbhd"}, "out has shape"),
         ({"do_format": "thd"}, "do_format is 'thd'; accepted: bshd, sbhd, bhsd"),
         ({"d_o": torch.zeros(BATCH, SQ, HEADS * 16), "do_format": "sbhd"}, r"d_o has shape .*; accepted: the 4 dims of sbhd"),
-        ({"aux_ctx_tensors": [1, 2]}, "aux_ctx_tensors begins with 1 .*; accepted: the list that fused_attn_fwd gave"),
+        ({"aux_ctx_tensors": [1, 2]}, "aux_ctx_tensors begins with 1 .*; accepted: the list that fused_attn_fwd returned"),
     ],
 )
 def test_wrong_arguments_of_a_backward(more: dict[str, Any], message: str) -> None:
@@ -611,7 +611,7 @@ def test_wrong_arguments_of_a_backward(more: dict[str, Any], message: str) -> No
 
 def test_gradients_of_unequal_shapes_have_no_one_tensor() -> None:
     given = small(qkv_layout="bshd_bshd_bshd", k=torch.randn(BATCH, SQ, 2, 16), v=torch.randn(BATCH, SQ, 2, 16))
-    with pytest.raises(ValueError, match=r"dqkv_layout is 'sbh3d', whose one tensor .* q, k and v are .*as 'sbhd_sbhd_sbhd'"):
+    with pytest.raises(ValueError, match=r"dqkv_layout is 'sbh3d', which packs .* q, k and v have .*such as 'sbhd_sbhd_sbhd'"):
         fused_attn_bwd(**small_backward(given, dqkv_layout="sbh3d"))
 
 

@@ -99,8 +99,12 @@ def test_pages_give_what_rows_give(layout: str, mask: str, backend: str, monkeyp
 
 WRONG = {
     "no table": ({"page_table_v": None}, ValueError, "page_table_v is None .*with a layout paged_kv_.*; accepted: an int32"),
-    "two tables": ({"page_table_v": torch.zeros(3, 3, dtype=torch.int32)}, NotImplementedError, "page_table_v is another tensor"),
-    "no pages": ({"qkv_layout": "bshd_bshd_bshd"}, ValueError, "page_table_k is given with a qkv_layout without pages"),
+    "two tables": (
+        {"page_table_v": torch.zeros(3, 3, dtype=torch.int32)},
+        NotImplementedError,
+        "page_table_v is a different tensor",
+    ),
+    "no pages": ({"qkv_layout": "bshd_bshd_bshd"}, ValueError, "page_table_k comes with a qkv_layout without pages"),
     "mask": ({"attn_mask_type": "causal"}, ValueError, "attn_mask_type is 'causal' with a layout paged_kv_"),
     "table's dtype": (
         {"page_table_k": (long := torch.zeros(3, 3).long()), "page_table_v": long},
@@ -130,7 +134,7 @@ def test_the_answer_for_pages() -> None:
         assert ("cudnn", "forward") in {(name, direction) for name, direction, _ in found.rejected}
         for more, reason in (
             ({"is_training": True}, "in pages, which have no gradients; accepted: is_training=False"),
-            ({"fp8": True}, "in pages, which are not read in FP8; accepted: fp8=False"),
+            ({"fp8": True}, "in pages, which FP8 does not support; accepted: fp8=False"),
             (
                 {"attn_mask_type": "causal", "qkv_layout": "bshd_bshd_bshd", "inference_params": cache},
                 "attn_mask_type is 'causal'; acc",

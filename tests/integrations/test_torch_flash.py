@@ -196,7 +196,7 @@ def test_keys_in_use_are_the_first_of_each_slot(active: None) -> None:
 def test_what_it_does_not_take_is_refused(active: None) -> None:
     q, k, v = qkv(12, 2, 8, heads_kv=2)
     cu = torch.tensor(CU, dtype=torch.int32)
-    with pytest.raises(RuntimeError, match="takes no return_debug_mask"):
+    with pytest.raises(RuntimeError, match="has no return_debug_mask"):
         torch.ops.aten._flash_attention_forward(q, k, v, cu, cu, 7, 7, 0.0, False, True)
     with pytest.raises(RuntimeError, match="alibi_slopes_in_training"):
         torch.ops.aten._flash_attention_forward(q, k, v, cu, cu, 7, 7, 0.0, False, False, alibi_slopes=torch.ones(2))

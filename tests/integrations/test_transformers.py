@@ -86,7 +86,7 @@ def test_a_name_that_transformers_reads_otherwise_is_refused(name: str) -> None:
 
 def test_registering_without_transformers_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(masking_utils, "sdpa_mask", lambda batch_size, cache_position: None)
-    with pytest.raises(ImportError, match=r'describes masks in another way.*pip install "transformers>='):
+    with pytest.raises(ImportError, match=r'version has another mask interface.*pip install "transformers>='):
         register()
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ImportError, match=r'transformers cannot be imported.*pip install "transformers>='):
@@ -229,7 +229,7 @@ def test_a_mask_follows_a_model_to_its_next_device() -> None:
 
 def test_a_mask_for_other_lengths_is_refused() -> None:
     """As where a model adds keys to those that its mask was made for."""
-    with pytest.raises(ValueError, match="made for 24 queries and 23 keys and comes with 24 and 24; accepted: as many"):
+    with pytest.raises(ValueError, match="made for 24 queries and 23 keys but comes with 24 and 24; accepted: equal"):
         _ours(_qkv(), attention_mask(B, S, S - 1))
 
 
@@ -283,20 +283,20 @@ def test_the_result_is_contiguous_as_some_models_view_it() -> None:
 
 def test_wrong_arguments_are_named() -> None:
     qkv = _qkv()
-    with pytest.raises(ValueError, match=r"attention_mask is a tensor \[2, 24\].*registered too"):
+    with pytest.raises(ValueError, match=r"attention_mask is a tensor \[2, 24\].*register the mask function too"):
         _ours(qkv, torch.ones(B, S, dtype=torch.bool))
-    with pytest.raises(ValueError, match=r"attention_mask is a tensor \[2, 1, 24, 23\] beside queries \[2, 4, 24\] and 24 keys"):
+    with pytest.raises(ValueError, match=r"attention_mask is a tensor \[2, 1, 24, 23\] with queries \[2, 4, 24\] and 24 keys"):
         _ours(qkv, torch.ones(B, 1, S, S - 1, dtype=torch.bool))
     with pytest.raises(TypeError, match="attention_mask is a dict; accepted"):
         _ours(qkv, {})
     with pytest.raises(ValueError, match="cu_seq_lens_k is missing; accepted: cu_seq_lens_q and cu_seq_lens_k together"):
         _ours(qkv, cu_seq_lens_q=torch.tensor([0, 2 * S]))
     blocks = create_block_mask(lambda b, h, i, j: j <= i, None, None, S, S, device="cpu")
-    with pytest.raises(ValueError, match="a BlockMask beside cu_seq_lens_q and cu_seq_lens_k; accepted: one of the two"):
+    with pytest.raises(ValueError, match="a BlockMask and comes with cu_seq_lens_q and cu_seq_lens_k; accepted: one of the two"):
         _ours(qkv, blocks, cu_seq_lens_q=torch.tensor([0, 2 * S]), cu_seq_lens_k=torch.tensor([0, 2 * S]))
     with pytest.raises(ValueError, match=r"accepted: the cache of model\.generate_batch\(\)"):
         paged_attention_forward(_Layer(), *qkv, None)
-    with pytest.warns(RuntimeWarning, match="output_attentions=True: flexattn never makes the softmax weights"):
+    with pytest.warns(RuntimeWarning, match="output_attentions=True: flexattn never computes the softmax weights"):
         _ours(qkv, output_attentions=True)
 
 

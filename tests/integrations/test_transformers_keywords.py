@@ -78,7 +78,9 @@ def test_no_keyword_is_both_harmless_and_something_else() -> None:
 @pytest.mark.parametrize("name", [*REFUSED, "kernel_options", "cache_seqlens"])
 def test_a_keyword_that_may_change_the_result_raises_by_name(function: Callable[..., Any], name: str) -> None:
     q = torch.zeros(1, 2, 4, 8)
-    with pytest.raises(TypeError, match=rf'^{name} is given by Identity \(int\): .*accepted: None\. .*attn_implementation="eager"'):
+    with pytest.raises(
+        TypeError, match=rf'^{name} is passed by Identity \(int\): .*accepted: None\. .*attn_implementation="eager"'
+    ):
         function(torch.nn.Identity(), q, q, q, None, **{name: 3})
 
 
@@ -118,5 +120,5 @@ def test_a_model_with_sparse_attention_raises_by_name(name: str) -> None:
     register_both()
     tokens = torch.randint(3, VOCABULARY, (1, 12), generator=torch.Generator().manual_seed(1))
     model = make(transformers.AutoModelForCausalLM, kind(**SPARSE[name]), "flexattn", torch.float32)
-    with torch.no_grad(), pytest.raises(TypeError, match=rf"indices is given by {name}Attention.*sparse attention"):
+    with torch.no_grad(), pytest.raises(TypeError, match=rf"indices is passed by {name}Attention.*sparse attention"):
         model(tokens, use_cache=False)

@@ -255,11 +255,11 @@ REFUSED: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
         "output_dtype is torch.float16",
     ),
     "two dims": (lambda q, k, v: memory_efficient_attention(q[0, 0], k, v), ValueError, "query is"),
-    "three and four dims": (lambda q, k, v: memory_efficient_attention(q, k[0], v), ValueError, "key is .*the same number of dims"),
+    "three and four dims": (lambda q, k, v: memory_efficient_attention(q, k[0], v), ValueError, "key is .*equally many dims"),
     "groups that differ": (
         lambda q, k, v: memory_efficient_attention(*(t.unflatten(2, g) for t, g in ((q, (2, 2)), (k, (1, 4)), (v, (1, 4))))),
         ValueError,
-        "the same groups",
+        "equal groups",
     ),
     "sequences in a batch": (
         lambda q, k, v: memory_efficient_attention(q, k, v, of_sequences()),
@@ -274,7 +274,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
     "overlap": (
         lambda q, k, v: memory_efficient_attention(q[:1], k[:1], v[:1], of_sequences(6, [0, 4, 9], [5, 2])),
         ValueError,
-        "keys 0 to 5 in one sequence and 4 and on",
+        "keys 0 to 5 in one sequence and keys from 4 on",
     ),
 }
 

@@ -347,7 +347,7 @@ REFUSED: dict[str, tuple[dict[str, Any], Any, str]] = {
     "head dim": (
         {"q": WIDE},
         flexattn.BackendError,
-        r"q and k is 600.* 'auto' tries no other backend: torch runs backend='cudnn' and backend='eager'",
+        r"q and k is 600.* 'auto' tries no other backend; for torch's, pass backend='cudnn' or backend='eager'",
     ),
     "no state": ({"fp8_recipe": DELAYED}, ValueError, "fp8_state is None with scaling 'delayed'; accepted: a DelayedScaling"),
     "a state of torch": (

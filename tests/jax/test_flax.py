@@ -65,8 +65,11 @@ def test_dropout_and_dtypes() -> None:
     ("arguments", "text"),
     [
         ({"precision": "highest"}, "precision is 'highest'; accepted: None"),
-        ({"module": 1}, "module is 1; accepted: None, as attention weights"),
-        ({"mask": jnp.ones((3, 1, 9, 9))}, r"mask has shape \(3, 1, 9, 9\); accepted: what broadcasts to .* = \[2, 4, 9, 9\]"),
+        ({"module": 1}, "module is 1; accepted: None, because weights"),
+        (
+            {"mask": jnp.ones((3, 1, 9, 9))},
+            r"mask has shape \(3, 1, 9, 9\); accepted: a shape that broadcasts to .* = \[2, 4, 9, 9\]",
+        ),
         ({"key": jnp.ones((1, 9, 4, 16))}, "with the same batch dims"),
         ({"dropout_rate": 0.5}, "rng_state is None with dropout_p > 0"),
     ],

@@ -46,8 +46,10 @@ def test_the_fuzz_finds_a_wrong_batching_rule(monkeypatch: pytest.MonkeyPatch) -
     )  # fmt: skip
     _, wrong = jax_calls.check(f"{seed}.{seed}", CPU)
     assert not wrong
-    front = batching._front
-    monkeypatch.setattr(batching, "_front", lambda x, dim, n: jax.numpy.broadcast_to(front(x, dim, n)[:1], front(x, dim, n).shape))
+    front = batching._move_to_front
+    monkeypatch.setattr(
+        batching, "_move_to_front", lambda x, dim, n: jax.numpy.broadcast_to(front(x, dim, n)[:1], front(x, dim, n).shape)
+    )
     jax.clear_caches()
     _, wrong = jax_calls.check(f"{seed}.{seed}", CPU)
     jax.clear_caches()

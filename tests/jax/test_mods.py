@@ -164,7 +164,7 @@ def test_block_mask() -> None:
     [
         (lambda s, b, h, i, j: jnp.sum(jnp.ones(3) * s), "score_mod uses broadcast_in_dim to (3,)"),
         (lambda s, b, h, i, j: jnp.stack([s, s]), "score_mod returned arrays of shapes (2,)"),
-        (lambda s, b, h, i, j: jax.lax.lgamma(s), "score_mod uses lgamma, which a mod cannot hold; accepted: scalar arithmetic"),
+        (lambda s, b, h, i, j: jax.lax.lgamma(s), "score_mod uses lgamma, which mods do not support; accepted: scalar arithmetic"),
         (lambda s, b, h, i, j: s + i.astype(jnp.uint32), "score_mod uses uint32 numbers"),
         (3, "score_mod is 3 (int); accepted: a function"),
     ],

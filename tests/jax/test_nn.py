@@ -93,10 +93,10 @@ def test_signature_is_that_of_the_installed_jax() -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"implementation": "xla"}, "implementation is 'xla'; accepted: None, and flexattn chooses a backend, or 'cudnn'"),
+        ({"implementation": "xla"}, "implementation is 'xla'; accepted: None, so that flexattn selects a backend, or 'cudnn'"),
         ({"mask": jnp.ones((1, 1, 9, 11))}, "mask has dtype float32; accepted: bool"),
         ({"mask": jnp.ones((1, 1, 8, 11), bool)}, "mask has shape (1, 1, 8, 11); accepted: (2, 4, 9, 11)"),
-        ({"query": jnp.ones(3)}, "query is of shape (3,); accepted: an array of 4 dims"),
+        ({"query": jnp.ones(3)}, "query has shape (3,); accepted: an array of 4 dims"),
         ({"query_seq_lengths": jnp.ones(3, int)}, "query_seq_lengths has shape (3,); accepted: (2,)"),
     ],
     ids=["implementation", "dtype", "shape", "query", "lengths"],

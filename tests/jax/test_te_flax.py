@@ -117,8 +117,8 @@ def test_signature() -> None:
 @pytest.mark.parametrize(
     ("fields", "call", "text"),
     [
-        ({"head_dim": 8}, {}, "head_dim is 8 and that of the arrays is 16"),
-        ({"num_gqa_groups": 2}, {}, "num_gqa_groups is 2 and that of the arrays is 4"),
+        ({"head_dim": 8}, {}, "head_dim is 8 but the arrays have 16"),
+        ({"num_gqa_groups": 2}, {}, "num_gqa_groups is 2 but the arrays have 4"),
         ({"dtype": jnp.float16}, {}, "dtype is"),
         ({"qkv_layout": "sbhd_sbhd_sbhd"}, {}, "qkv_layout is 'sbhd_sbhd_sbhd'; accepted: bs3hd"),
         ({"attn_bias_type": "no_bias"}, {"bias": jnp.ones((1, 1, S, S))}, "bias is float32"),
@@ -127,7 +127,7 @@ def test_signature() -> None:
         (
             {},
             {"mask": LENGTHS, "sequence_descriptor": te.SequenceDescriptor.from_seqlens(LENGTHS)},
-            "mask is given with a sequence",
+            "mask and sequence_descriptor are both set",
         ),
     ],
     ids=lambda x: "-".join(x) if isinstance(x, dict) else "",

@@ -185,7 +185,7 @@ def asks(graph: Any, score: Any, tensors: Any) -> Any:
         ({"score_mod": asks, "score_mod_tensors": {1: 1.0}}, "score_mod_tensors has the name 1, a int; accepted: str names"),
         (
             {"score_mod": asks, "score_mod_tensors": {"factors": 1.0}},
-            "tensors['factor'], and the names that were given are: 'factors'",
+            "tensors['factor'], which was not passed; accepted: 'factors'",
         ),
         ({"score_mod": asks, "score_mod_tensors": {"factor": "1"}}, "score_mod_tensors['factor'] is a builtins.str; accepted"),
         (
@@ -194,7 +194,7 @@ def asks(graph: Any, score: Any, tensors: Any) -> Any:
         ),
         (
             {"score_mod": asks, "score_mod_bprop_tensors": {"factor": 1.0}},
-            "score_mod_bprop_tensors is given without a score_mod_bprop",
+            "score_mod_bprop_tensors comes without a score_mod_bprop",
         ),
         ({"score_mod": lambda graph, score, tensors: graph.matmul(score, score)}, "a score_mod's graph has no node 'matmul'"),
         ({"score_mod": lambda graph, score, tensors: 1.0}, "returned 1.0; accepted: a tensor of its graph"),

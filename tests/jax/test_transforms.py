@@ -126,7 +126,7 @@ def test_export_of_symbolic_sizes_is_refused(place: int) -> None:
     shape: list[Any] = [2, 12, 2, 16]
     (shape[place],) = jax.export.symbolic_shape("n")
     q = jax.ShapeDtypeStruct(tuple(shape), jnp.float32)
-    with pytest.raises(ValueError, match=r"q has shape \(.*n.*\), with sizes that are symbols; accepted: sizes that are numbers"):
+    with pytest.raises(ValueError, match=r"q has shape \(.*n.*\), with symbolic sizes; accepted: sizes that are numbers"):
         jax.export.export(jax.jit(causal))(q, q, q)
 
 

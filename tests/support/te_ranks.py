@@ -255,10 +255,10 @@ def plans_are_kept() -> None:
     parts = [t.index_select(dim, own) for t in qkv]
     context_parallel._packed_plan.cache_clear()
     first = modules[0](*parts, **call)
-    reads = dict(context_parallel._READ)
+    reads = dict(context_parallel._CACHED_OFFSETS)
     assert torch.equal(modules[1](*parts, **call), first)
     assert context_parallel._packed_plan.cache_info()[:2] == (1, 1)
-    assert all(context_parallel._READ[t] is found for t, found in reads.items())
+    assert all(context_parallel._CACHED_OFFSETS[t] is found for t, found in reads.items())
     for side in ("q", "kv"):
         call[f"cu_seqlens_{side}"].zero_()
     assert not modules[0](*parts, **call).any()

@@ -1,4 +1,4 @@
-"""A stand-in for FlashAttention's packages: the functions of versions 2, 3 and 4, with their signatures, on flexattn.
+"""Stand-in for FlashAttention's packages: the functions of versions 2, 3 and 4, with their signatures, run by flexattn.
 
     from flexattn.integrations import flash_attn
     flash_attn.install()
@@ -37,7 +37,7 @@ __all__ = [
     "install",
 ]
 
-__version__ = "2.8.4"  # FlashAttention 2's, whose signatures these are: other libraries compare it
+__version__ = "2.8.4"  # version of FlashAttention 2 with these signatures; other libraries compare it
 
 
 def _modules() -> dict[str, object]:
@@ -56,30 +56,30 @@ def _modules() -> dict[str, object]:
 
 
 def install(override: bool = False) -> None:
-    """Makes imports of FlashAttention 2, 3 and 4 give this package's modules, in this process.
+    """Redirects imports of FlashAttention 2, 3 and 4 to this package's modules, in this process.
 
     The names are `flash_attn` with `flash_attn_interface` and `bert_padding`; `flash_attn_interface` and `flash_attn_3`; and
     `flash_attn.cute` with `interface` and `block_sparsity`.
 
     Args:
-        override: whether to do so where another FlashAttention is imported or installed.
+        override: if True, hides a FlashAttention that is installed or already imported.
 
     Raises:
-        RuntimeError: there is another FlashAttention, and override is False.
+        RuntimeError: if another FlashAttention is found and override is False.
     """
     modules = _modules()
     packages = [name for name in modules if "." not in name]
     for name in packages:
         loaded = sys.modules.get(name)
-        is_there = loaded is not modules[name] if loaded is not None else importlib.util.find_spec(name) is not None
-        if is_there and not override:
+        is_foreign = loaded is not modules[name] if loaded is not None else importlib.util.find_spec(name) is not None
+        if is_foreign and not override:
             raise RuntimeError(
-                f"another {name} is installed; accepted: none, or install(override=True), which hides it in this process"
+                f"another {name} is installed; uninstall it, or call install(override=True), which hides it in this process"
             )
     for name in [n for n in sys.modules if n.split(".")[0] in packages]:
         del sys.modules[name]
     sys.modules.update(modules)  # type: ignore[arg-type]
-    for name, module in modules.items():  # as importing it does: `import flash_attn.cute.interface` is followed by attributes
+    for name, module in modules.items():  # sets attributes as an import does, for `import flash_attn.cute.interface`
         parent, _, child = name.rpartition(".")
         if parent:
             setattr(modules[parent], child, module)

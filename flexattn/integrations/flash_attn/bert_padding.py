@@ -1,4 +1,4 @@
-"""Removal of a batch's padding, and its return, under FlashAttention's names.
+"""Removal and restoration of a batch's padding, under FlashAttention's names.
 
 The signatures are those of https://github.com/Dao-AILab/flash-attention/blob/main/flash_attn/bert_padding.py.
 """
@@ -17,27 +17,29 @@ def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
 def unpad_input(
     hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
-    """Returns a batch's tokens one after another. Waits for the device, as the lengths say the shapes.
+    """Returns a batch's tokens without padding, packed one after another.
+
+    The call waits for the device, because the lengths determine the results' shapes.
 
     Args:
         hidden_states: [b, s, ...].
-        attention_mask: [b, s], bool or 0 and 1: the tokens that are there.
-        unused_mask: as attention_mask: tokens that keep a place and are not to be attended to.
+        attention_mask: [b, s], bool or 0 and 1: 1 for each token.
+        unused_mask: like attention_mask: 1 for each token that stays in the batch but is not attended to.
 
     Returns:
-        The tokens [total, ...]; their places in [b * s], int64; cu_seqlens, int32 [b + 1]; the longest length; and each sequence's
-        length without the unused tokens, int32 [b].
+        (tokens, indices, cu_seqlens, max_seqlen, lengths). tokens are [total, ...], and indices their positions in [b * s], int64.
+        cu_seqlens is int32 [b + 1]. lengths are the sequences' lengths without the unused tokens, int32 [b].
     """
-    kept = attention_mask if unused_mask is None else attention_mask + unused_mask
-    lengths = kept.sum(-1)
-    indices = kept.flatten().nonzero().flatten()
+    present = attention_mask if unused_mask is None else attention_mask + unused_mask
+    lengths = present.sum(-1)
+    indices = present.flatten().nonzero().flatten()
     cu_seqlens = pad(lengths.cumsum(0), (1, 0)).int()
     tokens = index_first_axis(hidden_states.flatten(0, 1), indices)
     return tokens, indices, cu_seqlens, int(lengths.max()), attention_mask.sum(-1).int()
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """Returns tokens [total, ...] at their places in [batch, seqlen, ...], and zeros elsewhere.
+    """Returns tokens [total, ...] in their padded positions in [batch, seqlen, ...], with zeros elsewhere.
 
     Args:
         hidden_states, indices: `unpad_input`'s first two results.

@@ -1,7 +1,7 @@
 """FlashAttention 4's functions (`flash_attn.cute`) under their own names and signatures, run by `flexattn.attention`.
 
-The signatures are those of https://github.com/Dao-AILab/flash-attention/blob/main/flash_attn/cute/interface.py. Mods take the
-arguments that they take there, and are written in torch operations on 0-d tensors, as `flexattn.attention`'s score_mod.
+The signatures are those of https://github.com/Dao-AILab/flash-attention/blob/main/flash_attn/cute/interface.py. Mods have
+FlashAttention's arguments, and are written in torch operations on 0-d tensors, as for `flexattn.attention`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Mod = Callable[..., Any]
 
 
 class _Extras(NamedTuple):
-    """Arguments that other FlashAttentions have not, under their own names, and the window."""
+    """Arguments that FlashAttention 2 and 3 lack, under their own names, and the window."""
 
     window_size: Window
     learnable_sink: Tensor | None
@@ -37,7 +37,7 @@ class _Extras(NamedTuple):
 
 
 def _mods(extras: _Extras, q: Lengths, k: Lengths) -> dict[str, Mod | None]:
-    """Returns score_mod and mask_mod with the arguments that `attention` gives to its own."""
+    """Returns score_mod and mask_mod with the arguments that `attention` passes."""
     if extras.score_mod is None and extras.mask_mod is None:
         return {"score_mod": None, "mask_mod": None}
     offsets_q, offsets_k, lengths_q, lengths_k = q.cu_seqlens, k.cu_seqlens, q.cumulative().diff(), k.cumulative().diff()
@@ -60,20 +60,20 @@ def _mods(extras: _Extras, q: Lengths, k: Lengths) -> dict[str, Mod | None]:
 
 
 def _window(causal: bool, window_size: Window) -> Window:
-    """Returns the window with a causal mask in it; as in FlashAttention sides whose sum is below 0 are open."""
+    """Returns the window, with the causal mask applied. If the sides' sum is below 0, both are open, as in FlashAttention."""
     left, right = (side if side is None else int(side) for side in window_size)
     right = 0 if causal else right
     return (None, 0 if causal else None) if left is not None and right is not None and left + right < 0 else (left, right)
 
 
 def _masks(options: Options, extras: _Extras, q: Lengths, k: Lengths) -> dict[str, Any]:
-    """Returns masks, windows and mods as `attention` names them."""
+    """Returns masks, windows and mods under `attention`'s names."""
     left, right = _window(options.causal, extras.window_size)
     mods = _mods(extras, q, k)
     if extras.mask_mod is not None and (left, right) != (None, None):
         raise ValueError(
-            f"mask_mod is given with causal {options.causal} and window_size {extras.window_size}; accepted: mask_mod alone, "
-            "beside which FlashAttention ignores the others; write them into mask_mod"
+            f"mask_mod comes with causal {options.causal} and window_size {extras.window_size}, which FlashAttention would "
+            "ignore; accepted: mask_mod alone; write the causal mask or window into mask_mod"
         )
     is_padded = any(x is not None for side in (q, k) for x in (side.cu_seqlens, side.used, side.table))
     result: dict[str, Any] = {**named(options._replace(causal=False), is_padded), **mods}
@@ -88,22 +88,22 @@ def _masks(options: Options, extras: _Extras, q: Lengths, k: Lengths) -> dict[st
         result["window_size"] = (-1 if left is None else left, -1 if right is None else right)
     if extras.block_sparse_tensors is not None:
         lengths = (q.longest, k.longest)
-        result["block_mask"] = block_sparsity.block_mask_of(extras.block_sparse_tensors, result.pop("mask_mod"), lengths)
+        result["block_mask"] = block_sparsity.to_block_mask(extras.block_sparse_tensors, result.pop("mask_mod"), lengths)
     return result
 
 
 def _queries(q: Tensor | None, k: Tensor | None, v: Tensor, qv: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns q, k and qv; qv alone is a call of q qv and k v.
+    """Returns q, k and qv. If only qv is passed, it becomes q, and v becomes k.
 
     Raises:
-        ValueError: q without k, or the reverse, or neither q nor qv.
+        ValueError: if q comes without k or k without q, or if neither q nor qv is passed.
     """
     if q is not None and k is not None:
         return q, k, qv
     if q is k is None and qv is not None:
         return qv, v, None
-    given = ", ".join(f"{name} {'missing' if x is None else 'given'}" for name, x in (("q", q), ("k", k), ("qv", qv)))
-    raise ValueError(f"{given}; accepted: q and k, with or without qv, or qv alone, for scores of qv and v")
+    presence = ", ".join(f"{name} {'missing' if x is None else 'passed'}" for name, x in (("q", q), ("k", k), ("qv", qv)))
+    raise ValueError(f"{presence}; accepted: q and k, with or without qv, or qv alone, for scores of qv and v")
 
 
 def _attend(
@@ -133,13 +133,13 @@ def _attend(
 
 
 def _results(out: Tensor, lse: Tensor, return_lse: bool) -> tuple[Tensor, Tensor | None]:
-    """Returns out, and lse as FlashAttention does: where it is asked for, and, without its gradient, where out has one."""
+    """Returns out and lse. Without return_lse, lse is detached if out has a gradient, and else None, as in FlashAttention."""
     return out, lse if return_lse else lse.detach() if out.requires_grad else None
 
 
 def _refuse(score_mod_bwd: Mod | None, gather_kv_indices: Tensor | None) -> None:
     refuse("score_mod_bwd", score_mod_bwd, "leave it out: the gradient is derived from score_mod")
-    refuse("gather_kv_indices", gather_kv_indices, "say which keys are seen with mask_mod")
+    refuse("gather_kv_indices", gather_kv_indices, "use mask_mod to select the visible keys")
 
 
 def flash_attn_func(
@@ -169,25 +169,27 @@ def flash_attn_func(
 
     Args:
         q, k, v: [b, sq, h, d], [b, sk, h_k, d] and [b, sk, h_k, d_v].
-        qv: [b, sq, h, d_v]: adds qv v^T to q k^T, by one product of head dim d + d_v, for which q, qv, k and v are copied; with q
-            and k None the scores are qv v^T.
-        softmax_scale, causal, softcap, deterministic: as FlashAttention's.
-        window_size: (left, right); None is open, and a negative side ends the window on the other side of the diagonal. Sides whose
-            sum is below 0 are open, as in FlashAttention.
+        qv: [b, sq, h, d_v]: adds qv v^T to q k^T, as one product of head dim d + d_v. q, qv, k and v are copied for it.
+            If q and k are None, the scores are qv v^T.
+        softmax_scale, causal, softcap, deterministic: as in FlashAttention.
+        window_size: (left, right). None is open, and a negative side ends the window on the other side of the diagonal.
+            If the sides' sum is below 0, both are open, as in FlashAttention.
         learnable_sink: float16, bfloat16 or float32 [h]: exp(sink) is added to each softmax denominator. Differentiable.
-        score_mod: score_mod(score, b, h, q_idx, kv_idx, seqlen_info, aux_tensors) in torch operations, with aux_scalars as one more
-            argument where they are given; seqlen_info has offset_q, offset_k, seqlen_q and seqlen_k.
-        mask_mod: mask_mod(b, h, q_idx, kv_idx, seqlen_info, aux_tensors), likewise; without causal and window_size.
-        aux_tensors, aux_scalars: what mods take; gradients reach tensors that require them.
+        score_mod: score_mod(score, b, h, q_idx, kv_idx, seqlen_info, aux_tensors) in torch operations. If aux_scalars are passed,
+            they are one more argument. seqlen_info has offset_q, offset_k, seqlen_q and seqlen_k.
+        mask_mod: mask_mod(b, h, q_idx, kv_idx, seqlen_info, aux_tensors), with the same rules. Not with causal or window_size.
+        aux_tensors, aux_scalars: arguments of the mods. Tensors that require a gradient receive it.
         block_sparse_tensors: a `block_sparsity.BlockSparseTensorsTorch` with block_size.
-        num_splits, pack_gqa, block_sparse_tensors_bwd: without effect: chosen inside; the last one lists the same blocks by keys.
-        gather_kv_indices, score_mod_bwd: None.
-        return_lse: whether to return lse with its gradient: float32 [b, h, sq], or [b, sq, h] with qv; -inf for a query that sees
-            no key. Where out has a gradient lse comes without being asked for, detached.
+        num_splits, pack_gqa: ignored; flexattn chooses them.
+        block_sparse_tensors_bwd: ignored; the backward derives its lists from block_sparse_tensors.
+        gather_kv_indices, score_mod_bwd: must be None.
+        return_lse: if True, returns lse with its gradient: float32 [b, h, sq], or [b, sq, h] with qv; -inf for a query that sees
+            no key. If False and out has a gradient, a detached lse is returned.
 
     Raises:
-        NotImplementedError: an argument that must be None is given.
-        ValueError: mask_mod with causal or a window; q, k or qv missing; block_sparse_tensors without block_size.
+        NotImplementedError: if an argument that must be None is passed.
+        ValueError: if mask_mod comes with causal or a window, if q, k or qv is missing, or if block_sparse_tensors lacks
+            block_size.
         ValueError, TypeError, BackendError: as `flexattn.attention`.
     """
     _refuse(score_mod_bwd, gather_kv_indices)
@@ -231,36 +233,36 @@ def flash_attn_varlen_func(
     seqlen_k_per_split: int | None = None,
     disable_scheduler_metadata: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns attention of sequences with lengths of their own, packed or in a dense batch, and lse or None.
+    """Returns attention of sequences with different lengths, packed or in a dense batch, and lse or None.
 
     Args:
         q: [total_q, h, d] with cu_seqlens_q, else [b, sq, h, d].
         k, v: [total_k, h_k, d] and [total_k, h_k, d_v] with cu_seqlens_k, else [b, sk, h_k, d] and [b, sk, h_k, d_v].
-        cu_seqlens_q, cu_seqlens_k: int32 [b + 1], where each sequence starts, and the end; None for a dense batch.
+        cu_seqlens_q, cu_seqlens_k: int32 [b + 1], the sequences' offsets, and the total. None: a dense batch.
         max_seqlen_q, max_seqlen_k: the longest lengths, or None.
-        seqused_q, seqused_k: int32 [b]: how many tokens of each sequence there are; the others are 0 in out. None is all.
+        seqused_q, seqused_k: int32 [b], number of valid tokens per sequence; out is 0 for the others. None: all are valid.
         qv, softmax_scale, causal, window_size, learnable_sink, softcap, num_splits, pack_gqa, deterministic, score_mod, mask_mod,
             aux_tensors, aux_scalars: as in `flash_attn_func`; mods count positions within their sequence.
         block_sparse_tensors: as in `flash_attn_func`, for a dense batch.
-        min_seqlen_k, scheduler_metadata, seqlen_k_per_split, disable_scheduler_metadata: without effect: chosen inside.
-        page_table: int32 [b, columns], the pages of each sequence, k and v being [pages, page_size, h_k, d] and [pages, page_size,
-            h_k, d_v], without cu_seqlens_k; a backward raises. None for k and v as above.
-        gather_kv_indices, score_mod_bwd: None.
+        min_seqlen_k, scheduler_metadata, seqlen_k_per_split, disable_scheduler_metadata: ignored; flexattn chooses them.
+        page_table: int32 [b, columns], the pages of each sequence. k and v are then [pages, page_size, h_k, d] and [pages,
+            page_size, h_k, d_v], without cu_seqlens_k, and a backward raises. None: no pages.
+        gather_kv_indices, score_mod_bwd: must be None.
         return_lse: as in `flash_attn_func`; lse is float32 [h, total_q] or [b, h, sq], with qv [total_q, h] or [b, sq, h].
 
     Raises:
-        NotImplementedError: an argument that must be None is given.
-        ValueError: mask_mod with causal or a window; q, k or qv missing; block_sparse_tensors without block_size, or of packed
-            sequences.
+        NotImplementedError: if an argument that must be None is passed.
+        ValueError: if mask_mod comes with causal or a window, if q, k or qv is missing, or if block_sparse_tensors lacks
+            block_size or is of packed sequences.
         ValueError, TypeError, BackendError: as `flexattn.attention`.
     """
     _refuse(score_mod_bwd, gather_kv_indices)
     options = Options(0.0, softmax_scale, causal, (-1, -1), softcap, None, deterministic)
     extras = _Extras(window_size, learnable_sink, score_mod, mask_mod, aux_tensors, aux_scalars, block_sparse_tensors)
     queries, keys, qv = _queries(q, k, v, qv)
-    of_q = Lengths(queries, cu_seqlens_q, seqused_q, max_seqlen_q)
-    of_k = Lengths(keys, cu_seqlens_k, seqused_k, max_seqlen_k, page_table)
-    out, lse = _attend(of_q, of_k, (v, qv), options, extras)
+    lengths_q = Lengths(queries, cu_seqlens_q, seqused_q, max_seqlen_q)
+    lengths_k = Lengths(keys, cu_seqlens_k, seqused_k, max_seqlen_k, page_table)
+    out, lse = _attend(lengths_q, lengths_k, (v, qv), options, extras)
     return _results(out, lse, return_lse)
 
 
@@ -274,20 +276,20 @@ def flash_attn_combine(
     virtual_batch_idx: Tensor | None = None,
     return_lse: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns (out, lse) of all keys from results of parts of them. Differentiable where out is None.
+    """Returns (out, lse) over all keys from results over parts of the keys. Differentiable if out is None.
 
     Args:
-        out_partial: [parts, b, sq, h, d_v] or packed [parts, total_q, h, d_v], the results.
-        lse_partial: float32 [parts, b, sq, h] or [parts, total_q, h], their logarithms of softmax denominators.
-        out: out_partial's shape without the parts, where to write; None makes a tensor.
+        out_partial: [parts, b, sq, h, d_v] or packed [parts, total_q, h, d_v], the partial results.
+        lse_partial: float32 [parts, b, sq, h] or [parts, total_q, h], the logarithms of their softmax denominators.
+        out: out_partial's shape without the parts, the result's destination. None: a new tensor.
         out_dtype: out's dtype; None is out_partial's.
-        cu_seqlens, seqused, virtual_batch_idx: without effect: every token is combined, those behind seqused too, whose results
-            FlashAttention leaves undefined.
-        return_lse: whether to return lse; else None stands in its place.
+        cu_seqlens, seqused, virtual_batch_idx: ignored; every token is combined. FlashAttention leaves the results of tokens after
+            seqused undefined.
+        return_lse: if False, None takes the place of lse.
     """
     combined, lse = flash_attn_3.flash_attn_combine(out_partial, lse_partial, out, out_dtype)
     return combined, lse if return_lse else None
 
 
 def get_scheduler_metadata(*_: Any, **__: Any) -> None:
-    """Returns None, which `flash_attn_varlen_func` takes as scheduler_metadata: there is nothing to plan ahead of a call."""
+    """Returns None, which `flash_attn_varlen_func` accepts as scheduler_metadata, because calls need no plan in advance."""

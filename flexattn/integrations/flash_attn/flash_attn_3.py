@@ -23,19 +23,19 @@ Result = Tensor | tuple[Tensor, Tensor]
 
 
 class _Extras(NamedTuple):
-    """The arguments that FlashAttention 2 has not."""
+    """Arguments that FlashAttention 2 lacks."""
 
     qv: Tensor | None = None
     descales: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
     attention_chunk: int = 0
 
     def named(self, groups: int, diagonal: int | Tensor) -> dict[str, Any]:
-        """Returns descales and chunks as `attention` names them; groups are the query heads of a key head."""
-        of_q, of_k, of_v = self.descales
+        """Returns descales and chunks under `attention`'s names; groups is the number of query heads per key head."""
+        descale_q, descale_k, descale_v = self.descales
         return {
-            "descale_q": None if of_q is None else of_q.repeat_interleave(groups, -1),
-            "descale_k": of_k,
-            "descale_v": of_v,
+            "descale_q": None if descale_q is None else descale_q.repeat_interleave(groups, -1),
+            "descale_k": descale_k,
+            "descale_v": descale_v,
             "mask_mod": sequences.chunked(self.attention_chunk, diagonal) if self.attention_chunk else None,
         }
 
@@ -49,7 +49,7 @@ def _attend(q: Lengths, k: Lengths, v: Tensor, options: Options, extras: _Extras
         return forward_only(attend, (q.x, k.x, v), FP8)
     is_padded = any(x is not None for x in (q.cu_seqlens, k.cu_seqlens, q.used, k.used))
     queries, keys = q.x, k.x
-    if extras.qv is not None:  # q k^T + qv v^T is one product of longer rows
+    if extras.qv is not None:  # q k^T + qv v^T is one product of concatenated rows
         queries, keys = torch.cat((queries, extras.qv), -1), torch.cat((keys, v), -1)
     out, lse = attention(
         queries,
@@ -85,15 +85,15 @@ def flash_attn_func(
     """Returns attention of a dense batch.
 
     Args:
-        q, k, v: [b, sq, h, d], [b, sk, h_k, d] and [b, sk, h_k, d_v]; in FP8 they may require a gradient, which a backward refuses.
-        qv: [b, sq, h, d_v]: adds qv v^T to q k^T, by one product of head dim d + d_v, for which q, qv, k and v are copied.
+        q, k, v: [b, sq, h, d], [b, sk, h_k, d] and [b, sk, h_k, d_v]. FP8 tensors may require a gradient, but a backward raises.
+        qv: [b, sq, h, d_v]: adds qv v^T to q k^T, as one product of head dim d + d_v. q, qv, k and v are copied for it.
         q_descale, k_descale, v_descale: float32 [b, h_k], for q, k and v in FP8.
         window_size: (left, right); a side below 0 is open.
-        attention_chunk: above 0 a query sees the keys of its own chunk of so many, counted from key 0.
-        softmax_scale, causal, softcap, deterministic: as FlashAttention's.
-        num_splits, pack_gqa, sm_margin: without effect: chosen inside.
-        return_attn_probs: whether to return (out, softmax_lse); softmax_lse is float32 [b, h, sq], -inf for a
-            query that sees no key.
+        attention_chunk: size of the chunks, counted from key 0; a query sees only the keys of its own chunk. 0: no chunks.
+        softmax_scale, causal, softcap, deterministic: as in FlashAttention.
+        num_splits, pack_gqa, sm_margin: ignored; flexattn chooses them.
+        return_attn_probs: if True, returns (out, softmax_lse). softmax_lse is float32 [b, h, sq], -inf for a query that sees no
+            key.
 
     Raises:
         ValueError, TypeError, BackendError: as `flexattn.attention`.
@@ -119,7 +119,7 @@ def flash_attn_qkvpacked_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
 ) -> Result:
-    """Returns attention of a dense batch, q, k and v in one tensor.
+    """Returns attention of a dense batch with q, k and v in one tensor.
 
     Args:
         qkv: [b, s, 3, h, d], or [b, s, h + 2 * h_k, d] with num_heads_q h.
@@ -128,7 +128,7 @@ def flash_attn_qkvpacked_func(
             return_attn_probs: as in `flash_attn_func`.
 
     Raises:
-        ValueError: qkv has 4 dims and num_heads_q does not leave as many heads to k as to v.
+        ValueError: if qkv has 4 dims and num_heads_q does not leave equally many heads for k and v.
         ValueError, TypeError, BackendError: as `flexattn.attention`.
     """
     if qkv.dim() == 5:
@@ -137,8 +137,8 @@ def flash_attn_qkvpacked_func(
         heads = qkv.shape[2]
         if num_heads_q is None or not 0 < num_heads_q < heads or (heads - num_heads_q) % 2:
             raise ValueError(
-                f"num_heads_q is {num_heads_q} and qkv has {heads} heads; accepted: a number that leaves k and v equally many, or "
-                "qkv [b, s, 3, h, d]"
+                f"num_heads_q is {num_heads_q} and qkv has {heads} heads; accepted: a number that leaves equally many heads for k "
+                "and v, or qkv [b, s, 3, h, d]"
             )
         h_k = (heads - num_heads_q) // 2
         q, k, v = torch.split(qkv, [num_heads_q, h_k, h_k], 2)
@@ -177,22 +177,22 @@ def flash_attn_varlen_func(
 
     Args:
         q, k, v: [total_q, h, d], [total_k, h_k, d] and [total_k, h_k, d_v].
-        cu_seqlens_q, cu_seqlens_k: int32 [b + 1], where each sequence starts, and the end.
+        cu_seqlens_q, cu_seqlens_k: int32 [b + 1], the sequences' offsets, and the total.
         max_seqlen_q, max_seqlen_k: the longest lengths.
-        seqused_q, seqused_k: int32 [b]: how many tokens of each sequence there are; the others are 0 in out. None is all.
+        seqused_q, seqused_k: int32 [b], number of valid tokens per sequence; out is 0 for the others. None: all are valid.
         qv: [total_q, h, d_v], as in `flash_attn_func`.
         softmax_scale, causal, q_descale, k_descale, v_descale, window_size, attention_chunk, softcap, num_splits, pack_gqa,
             deterministic, sm_margin: as in `flash_attn_func`.
-        return_attn_probs: whether to return (out, softmax_lse); softmax_lse is float32 [h, total_q], -inf for
-            a query that sees no key.
+        return_attn_probs: if True, returns (out, softmax_lse). softmax_lse is float32 [h, total_q], -inf for a query that sees no
+            key.
 
     Raises:
         ValueError, TypeError, BackendError: as `flexattn.attention`.
     """
     options = Options(0.0, softmax_scale, causal, window_size, softcap, None, deterministic)
     extras = _Extras(qv, (q_descale, k_descale, v_descale), attention_chunk)
-    of_q, of_k = Lengths(q, cu_seqlens_q, seqused_q, max_seqlen_q), Lengths(k, cu_seqlens_k, seqused_k, max_seqlen_k)
-    out, lse = _attend(of_q, of_k, v, options, extras)
+    lengths_q, lengths_k = Lengths(q, cu_seqlens_q, seqused_q, max_seqlen_q), Lengths(k, cu_seqlens_k, seqused_k, max_seqlen_k)
+    out, lse = _attend(lengths_q, lengths_k, v, options, extras)
     return (out, lse) if return_attn_probs else out
 
 
@@ -229,55 +229,56 @@ def flash_attn_with_kvcache(
     sm_margin: int = 0,
     return_softmax_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns attention over a cache, after k and v were written to it in place. Has no gradient.
+    """Returns attention over a cache, after writing k and v to it in place. Has no gradient.
 
     Args:
         q: [b, sq, h, d], or [total_q, h, d] with cu_seqlens_q.
         k_cache, v_cache: [rows, s, h_k, d] and [rows, s, h_k, d_v].
-        k, v: new tokens [b, n, h_k, d] and [b, n, h_k, d_v], or [total, h_k, d] and [total, h_k, d_v] with cu_seqlens_k_new,
-            written from cache_seqlens on; both or neither.
-        qv: q's shape, with d_v: adds qv v^T to q k^T, for which the whole cache is copied.
-        rotary_cos, rotary_sin: [positions, r / 2], to rotate the first r dims of k and q; all of a sequence's queries at its first
-            position if neither causal nor with a window. Only with k.
-        cache_seqlens: int, or int32 [b]: where each sequence ends in its row before the call; None is s, and not with k.
-        cache_batch_idx: int32 [b], the row of each sequence, which is copied to be read; None is 0, 1, ...
-        cache_leftpad: int32 [b], where each sequence starts in its row; None is 0.
-        page_table: int32 [b, columns], the pages of each sequence, k_cache and v_cache being [pages, page_size, h_k, d] and [pages,
-            page_size, h_k, d_v], in 16 or 32 bits; cache_batch_idx picks rows of it, cache_leftpad is a mask. None for rows.
-        cu_seqlens_q, cu_seqlens_k_new, max_seqlen_q: int32 [b + 1], where each sequence's queries and new tokens start; the
-            longest length of the queries, or None.
-        rotary_seqlens: int32 [b], the position of each sequence's first new token and query; None is cache_seqlens.
-        rotary_interleaved: whether dims 0 and 1, 2 and 3, ... are rotated together, or 0 and r / 2, 1 and r / 2 + 1, ...
+        k, v: new tokens [b, n, h_k, d] and [b, n, h_k, d_v], or [total, h_k, d] and [total, h_k, d_v] with cu_seqlens_k_new.
+            They are written from cache_seqlens on. Pass both or neither.
+        qv: q's shape, with d_v: adds qv v^T to q k^T. The whole cache is copied for it.
+        rotary_cos, rotary_sin: [positions, r / 2], to rotate the first r dims of k and q. Without a causal mask or a window, all
+            queries of a sequence are rotated to its first position. Only with k.
+        cache_seqlens: int, or int32 [b], each sequence's end in its row before the call. None: s; not with k.
+        cache_batch_idx: int32 [b], the row of each sequence. The rows are copied for the read. None: 0, 1, ...
+        cache_leftpad: int32 [b], each sequence's start in its row. None: 0.
+        page_table: int32 [b, columns], the pages of each sequence. k_cache and v_cache are then [pages, page_size, h_k, d] and
+            [pages, page_size, h_k, d_v], in 16 or 32 bits. cache_batch_idx picks rows of the table, and cache_leftpad is applied
+            as a mask. None: rows.
+        cu_seqlens_q, cu_seqlens_k_new: int32 [b + 1], the offsets of each sequence's queries and new tokens.
+        max_seqlen_q: the longest number of queries, or None.
+        rotary_seqlens: int32 [b], the position of each sequence's first new token and query. None: cache_seqlens.
+        rotary_interleaved: if True, dims 0 and 1, 2 and 3, ... are rotated together, else 0 and r / 2, 1 and r / 2 + 1, ...
         softmax_scale, causal, q_descale, k_descale, v_descale, window_size, attention_chunk, softcap: as in `flash_attn_func`.
-        scheduler_metadata, num_splits, pack_gqa, sm_margin: without effect: chosen inside.
-        return_softmax_lse: whether to return (out, softmax_lse, and two empty tensors in the place of partial results); softmax_lse
-            is float32 [b, h, sq], or [h, total_q] with cu_seqlens_q.
+        scheduler_metadata, num_splits, pack_gqa, sm_margin: ignored; flexattn chooses them.
+        return_softmax_lse: if True, returns (out, softmax_lse, and two empty tensors in place of partial results). softmax_lse is
+            float32 [b, h, sq], or [h, total_q] with cu_seqlens_q.
 
     Raises:
-        ValueError: k without v or without cache_seqlens, or the reverse; rotary_cos without rotary_sin or k, or the reverse; more
-            tokens than a row of the table holds, on a CPU or under FLEXATTN_CHECK=1.
+        ValueError: if k, v and cache_seqlens do not come together, or rotary_cos, rotary_sin and k.
+        ValueError: if a sequence outgrows its row (checked on a CPU or under FLEXATTN_CHECK=1).
     """
     kv_cache.check_new(k, v, cache_seqlens)
     b = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     options = Options(0.0, softmax_scale, causal, window_size, softcap)
-    cache = kv_cache.cache_of((k_cache, v_cache), b, cache_seqlens, cache_batch_idx, cache_leftpad, page_table)
+    cache = kv_cache.make_cache((k_cache, v_cache), b, cache_seqlens, cache_batch_idx, cache_leftpad, page_table)
     starts = cache.end if rotary_seqlens is None else rotary_seqlens.long()
-    rotary = kv_cache.rotary_of(rotary_cos, rotary_sin, rotary_interleaved, starts, k)
-    queries = kv_cache.tokens_of(q, cu_seqlens_q)
+    rotary = kv_cache.make_rotary(rotary_cos, rotary_sin, rotary_interleaved, starts, k)
+    queries = kv_cache.make_tokens(q, cu_seqlens_q)
     if rotary is not None:
         queries = queries._replace(values=kv_cache.rotate_queries(queries, rotary, options))
     if k is not None and v is not None:
-        new_k, new_v = (kv_cache.tokens_of(x, cu_seqlens_k_new) for x in (k, v))
+        new_k, new_v = (kv_cache.make_tokens(x, cu_seqlens_k_new) for x in (k, v))
         cache = kv_cache.append(cache, new_k, new_v, rotary)
     if qv is not None:
         queries = queries._replace(values=torch.cat((queries.values, qv.reshape(-1, *qv.shape[-2:])), -1))
         cache = cache._replace(k=torch.cat((k_cache, v_cache), -1))
-    of_q = Lengths(q, cu_seqlens_q, None, max_seqlen_q)
-    starts_q = of_q.cumulative()
+    lengths_q = Lengths(q, cu_seqlens_q, None, max_seqlen_q)
+    starts_q = lengths_q.cumulative()
     extras = _Extras(None, (q_descale, k_descale, v_descale), attention_chunk)
-    more = extras.named(q.shape[-2] // k_cache.shape[-2], cache.end - cache.start - starts_q.diff())
+    extra_arguments = extras.named(q.shape[-2] // k_cache.shape[-2], cache.end - cache.start - starts_q.diff())
     longest = max_seqlen_q if cu_seqlens_q is not None else q.shape[1]
-    out, lse = kv_cache.attend(queries.values, starts_q, longest, cache, options, **more)
+    out, lse = kv_cache.attend(queries.values, starts_q, longest, cache, options, **extra_arguments)
     if cu_seqlens_q is None:
         out, lse = out.view(*q.shape[:2], *out.shape[1:]), lse.view(-1, *q.shape[:2]).transpose(0, 1)
     return (out, lse, out.new_empty(0), lse.new_empty(0)) if return_softmax_lse else out
@@ -286,15 +287,15 @@ def flash_attn_with_kvcache(
 def flash_attn_combine(
     out_partial: Tensor, lse_partial: Tensor, out: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Returns (out, lse) of all keys from results of parts of them. Differentiable where out is None.
+    """Returns (out, lse) over all keys from results over parts of the keys. Differentiable if out is None.
 
     Args:
-        out_partial: [parts, b, sq, h, d_v], the results.
-        lse_partial: float32 [parts, b, sq, h], their logarithms of softmax denominators.
-        out: [b, sq, h, d_v], where to write; None makes a tensor.
+        out_partial: [parts, b, sq, h, d_v], the partial results.
+        lse_partial: float32 [parts, b, sq, h], the logarithms of their softmax denominators.
+        out: [b, sq, h, d_v], the result's destination. None: a new tensor.
         out_dtype: out's dtype; None is out_partial's.
     """
-    largest = lse_partial.amax(0).clamp_min(torch.finfo(lse_partial.dtype).min)  # so that no part without keys makes a nan
+    largest = lse_partial.amax(0).clamp_min(torch.finfo(lse_partial.dtype).min)  # avoids nan if a part has no keys
     weights = (lse_partial - largest).exp()
     total = weights.sum(0)
     combined = (out_partial.to(lse_partial.dtype) * weights[..., None]).sum(0) / total.masked_fill(total == 0.0, 1.0)[..., None]
@@ -304,4 +305,4 @@ def flash_attn_combine(
 
 
 def get_scheduler_metadata(*_: Any, **__: Any) -> None:
-    """Returns None, which `flash_attn_with_kvcache` takes as scheduler_metadata: there is nothing to plan ahead of a call."""
+    """Returns None, which `flash_attn_with_kvcache` accepts as scheduler_metadata, because calls need no plan in advance."""

@@ -24,8 +24,8 @@ Result = Tensor | tuple[Tensor, Tensor, Tensor]
 def _attend(tensors: tuple[Tensor, ...], options: Options, return_attn_probs: bool, packed: dict[str, Any] | None = None) -> Result:
     if return_attn_probs and options.dropout_p > 0.0:
         raise NotImplementedError(
-            f"return_attn_probs is True and dropout_p is {options.dropout_p}; accepted: return_attn_probs with dropout_p 0, which "
-            "gives (out, softmax_lse, an empty S_dmask), as the matrix with dropout is never made; leave return_attn_probs out"
+            f"return_attn_probs is True and dropout_p is {options.dropout_p}, but the matrix with dropout is never computed; "
+            "accepted: dropout_p=0, which returns (out, softmax_lse, an empty S_dmask), or return_attn_probs=False"
         )
     if packed is not None and packed.get("page_table") is not None and needs_gradient(*tensors):
         return forward_only(lambda *x: _attend(x, options, return_attn_probs, packed), tensors, PAGES)
@@ -70,13 +70,13 @@ def flash_attn_func(
 
     Args:
         q, k, v: [b, sq, h, d], [b, sk, h_k, d] and [b, sk, h_k, d_v].
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic: as FlashAttention's; a side of
-            window_size below 0 is open, alibi_slopes is float32 [h] or [b, h].
-        return_attn_probs: whether to return (out, softmax_lse, S_dmask): float32 [b, h, sq], +inf for a query that sees no key;
-            and an empty tensor, as in FlashAttention without dropout.
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic: as in FlashAttention. A side of
+            window_size below 0 is open, and alibi_slopes is float32 [h] or [b, h].
+        return_attn_probs: if True, returns (out, softmax_lse, S_dmask). softmax_lse is float32 [b, h, sq], +inf for a query
+            that sees no key. S_dmask is an empty tensor, as in FlashAttention without dropout.
 
     Raises:
-        NotImplementedError: return_attn_probs with dropout_p above 0.
+        NotImplementedError: if return_attn_probs is True and dropout_p is above 0.
         ValueError, TypeError, BackendError: as `flexattn.attention`.
     """
     options = Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
@@ -95,17 +95,17 @@ def flash_attn_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Result:
-    """Returns attention of a dense batch, k and v in one tensor.
+    """Returns attention of a dense batch with k and v in one tensor.
 
     Args:
         q, kv: [b, sq, h, d] and [b, sk, 2, h_k, d].
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic: as FlashAttention's; a side of
-            window_size below 0 is open, alibi_slopes is float32 [h] or [b, h].
-        return_attn_probs: whether to return (out, softmax_lse, S_dmask): float32 [b, h, sq], +inf for a query that sees no key;
-            and an empty tensor, as in FlashAttention without dropout.
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic: as in FlashAttention. A side of
+            window_size below 0 is open, and alibi_slopes is float32 [h] or [b, h].
+        return_attn_probs: if True, returns (out, softmax_lse, S_dmask). softmax_lse is float32 [b, h, sq], +inf for a query
+            that sees no key. S_dmask is an empty tensor, as in FlashAttention without dropout.
 
     Raises:
-        NotImplementedError: return_attn_probs with dropout_p above 0.
+        NotImplementedError: if return_attn_probs is True and dropout_p is above 0.
         ValueError, TypeError, BackendError: as `flexattn.attention`.
     """
     options = Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
@@ -123,17 +123,17 @@ def flash_attn_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Result:
-    """Returns attention of a dense batch, q, k and v in one tensor.
+    """Returns attention of a dense batch with q, k and v in one tensor.
 
     Args:
         qkv: [b, s, 3, h, d].
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic: as FlashAttention's; a side of
-            window_size below 0 is open, alibi_slopes is float32 [h] or [b, h].
-        return_attn_probs: whether to return (out, softmax_lse, S_dmask): float32 [b, h, s], +inf for a query that sees no key;
-            and an empty tensor, as in FlashAttention without dropout.
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic: as in FlashAttention. A side of
+            window_size below 0 is open, and alibi_slopes is float32 [h] or [b, h].
+        return_attn_probs: if True, returns (out, softmax_lse, S_dmask). softmax_lse is float32 [b, h, s], +inf for a query
+            that sees no key. S_dmask is an empty tensor, as in FlashAttention without dropout.
 
     Raises:
-        NotImplementedError: return_attn_probs with dropout_p above 0.
+        NotImplementedError: if return_attn_probs is True and dropout_p is above 0.
         ValueError, TypeError, BackendError: as `flexattn.attention`.
     """
     options = Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
@@ -162,17 +162,17 @@ def flash_attn_varlen_func(
 
     Args:
         q, k, v: [total_q, h, d], [total_k, h_k, d] and [total_k, h_k, d_v].
-        cu_seqlens_q, cu_seqlens_k: int32 [b + 1], where each sequence starts, and the end.
+        cu_seqlens_q, cu_seqlens_k: int32 [b + 1], the sequences' offsets, and the total.
         max_seqlen_q, max_seqlen_k: the longest lengths.
-        block_table: int32 [b, columns], the pages of each sequence, k and v being [pages, page_size, h_k, d] and [pages, page_size,
-            h_k, d_v]; a backward raises. None for packed k and v.
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic: as FlashAttention's; a side of
-            window_size below 0 is open, alibi_slopes is float32 [h] or [b, h].
-        return_attn_probs: whether to return (out, softmax_lse, S_dmask): float32 [h, total_q], +inf for a query that sees no key;
-            and an empty tensor, as in FlashAttention without dropout.
+        block_table: int32 [b, columns], the pages of each sequence. k and v are then [pages, page_size, h_k, d] and [pages,
+            page_size, h_k, d_v], and a backward raises. None: k and v are packed.
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic: as in FlashAttention. A side of
+            window_size below 0 is open, and alibi_slopes is float32 [h] or [b, h].
+        return_attn_probs: if True, returns (out, softmax_lse, S_dmask). softmax_lse is float32 [h, total_q], +inf for a query
+            that sees no key. S_dmask is an empty tensor, as in FlashAttention without dropout.
 
     Raises:
-        NotImplementedError: return_attn_probs with dropout_p above 0.
+        NotImplementedError: if return_attn_probs is True and dropout_p is above 0.
         ValueError, TypeError, BackendError: as `flexattn.attention`.
     """
     options = Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
@@ -198,19 +198,19 @@ def flash_attn_varlen_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Result:
-    """Returns attention of packed sequences, k and v in one tensor.
+    """Returns attention of packed sequences with k and v in one tensor.
 
     Args:
         q, kv: [total_q, h, d] and [total_k, 2, h_k, d].
-        cu_seqlens_q, cu_seqlens_k: int32 [b + 1], where each sequence starts, and the end.
+        cu_seqlens_q, cu_seqlens_k: int32 [b + 1], the sequences' offsets, and the total.
         max_seqlen_q, max_seqlen_k: the longest lengths.
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic: as FlashAttention's; a side of
-            window_size below 0 is open, alibi_slopes is float32 [h] or [b, h].
-        return_attn_probs: whether to return (out, softmax_lse, S_dmask): float32 [h, total_q], +inf for a query that sees no key;
-            and an empty tensor, as in FlashAttention without dropout.
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic: as in FlashAttention. A side of
+            window_size below 0 is open, and alibi_slopes is float32 [h] or [b, h].
+        return_attn_probs: if True, returns (out, softmax_lse, S_dmask). softmax_lse is float32 [h, total_q], +inf for a query
+            that sees no key. S_dmask is an empty tensor, as in FlashAttention without dropout.
 
     Raises:
-        NotImplementedError: return_attn_probs with dropout_p above 0.
+        NotImplementedError: if return_attn_probs is True and dropout_p is above 0.
         ValueError, TypeError, BackendError: as `flexattn.attention`.
     """
     options = Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
@@ -230,18 +230,17 @@ def flash_attn_varlen_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Result:
-    """Returns attention of packed sequences, q, k and v in one tensor.
+    """Returns attention of packed sequences with q, k and v in one tensor.
 
     Args:
-        qkv: [total, 3, h, d].
-        cu_seqlens, max_seqlen: int32 [b + 1], where each sequence starts, and the end; the longest length.
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic: as FlashAttention's; a side of
-            window_size below 0 is open, alibi_slopes is float32 [h] or [b, h].
-        return_attn_probs: whether to return (out, softmax_lse, S_dmask): float32 [h, total], +inf for a query that sees no key;
-            and an empty tensor, as in FlashAttention without dropout.
+        cu_seqlens, max_seqlen: int32 [b + 1], the sequences' offsets, and the total; the longest length.
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic: as in FlashAttention. A side of
+            window_size below 0 is open, and alibi_slopes is float32 [h] or [b, h].
+        return_attn_probs: if True, returns (out, softmax_lse, S_dmask). softmax_lse is float32 [h, total], +inf for a query
+            that sees no key. S_dmask is an empty tensor, as in FlashAttention without dropout.
 
     Raises:
-        NotImplementedError: return_attn_probs with dropout_p above 0.
+        NotImplementedError: if return_attn_probs is True and dropout_p is above 0.
         ValueError, TypeError, BackendError: as `flexattn.attention`.
     """
     options = Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
@@ -271,38 +270,39 @@ def flash_attn_with_kvcache(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Returns attention over a cache, after k and v were written to it in place. Has no gradient.
+    """Returns attention over a cache, after writing k and v to it in place. Has no gradient.
 
     Args:
         q, k_cache, v_cache: [b, sq, h, d], [rows, s, h_k, d] and [rows, s, h_k, d_v].
-        k, v: new tokens [b, n, h_k, d] and [b, n, h_k, d_v], written from cache_seqlens on; both or neither.
-        rotary_cos, rotary_sin: [positions, r / 2], to rotate the first r dims of k and q, from position cache_seqlens on; all of a
-            sequence's queries at that position if neither causal nor with a window. Only with k.
-        cache_seqlens: int, or int32 [b]: where each sequence ends in its row before the call; None is s, and not with k.
-        cache_batch_idx: int32 [b], the row of each sequence, which is copied to be read; None is 0, 1, ...
-        cache_leftpad: int32 [b], where each sequence starts in its row; None is 0.
-        block_table: int32 [b, columns], the pages of each sequence, k_cache and v_cache being [pages, page_size, h_k, d] and
-            [pages, page_size, h_k, d_v]; cache_batch_idx picks rows of it, cache_leftpad is a mask. None for rows.
+        k, v: new tokens [b, n, h_k, d] and [b, n, h_k, d_v], written from cache_seqlens on. Pass both or neither.
+        rotary_cos, rotary_sin: [positions, r / 2], to rotate the first r dims of k and q, from position cache_seqlens on. Without
+            a causal mask or a window, all queries of a sequence are rotated to that position. Only with k.
+        cache_seqlens: int, or int32 [b], each sequence's end in its row before the call. None: s; not with k.
+        cache_batch_idx: int32 [b], the row of each sequence. The rows are copied for the read. None: 0, 1, ...
+        cache_leftpad: int32 [b], each sequence's start in its row. None: 0.
+        block_table: int32 [b, columns], the pages of each sequence. k_cache and v_cache are then [pages, page_size, h_k, d] and
+            [pages, page_size, h_k, d_v]. cache_batch_idx picks rows of the table, and cache_leftpad is applied as a mask.
+            None: rows.
         softmax_scale, causal, window_size, softcap, alibi_slopes: as in `flash_attn_func`.
-        rotary_interleaved: whether dims 0 and 1, 2 and 3, ... are rotated together, or 0 and r / 2, 1 and r / 2 + 1, ...
-        num_splits: without effect: the number is chosen inside.
-        return_softmax_lse: whether to return (out, softmax_lse); softmax_lse is float32 [b, h, sq], +inf for a query that sees no
+        rotary_interleaved: if True, dims 0 and 1, 2 and 3, ... are rotated together, else 0 and r / 2, 1 and r / 2 + 1, ...
+        num_splits: ignored; flexattn chooses it.
+        return_softmax_lse: if True, returns (out, softmax_lse). softmax_lse is float32 [b, h, sq], +inf for a query that sees no
             key.
 
     Raises:
-        ValueError: k without v or without cache_seqlens, or the reverse; rotary_cos without rotary_sin or k, or the reverse; more
-            tokens than a row of the table holds, on a CPU or under FLEXATTN_CHECK=1.
+        ValueError: if k, v and cache_seqlens do not come together, or rotary_cos, rotary_sin and k.
+        ValueError: if a sequence outgrows its row (checked on a CPU or under FLEXATTN_CHECK=1).
     """
     kv_cache.check_new(k, v, cache_seqlens)
     b, sq = q.shape[:2]
     options = Options(0.0, softmax_scale, causal, window_size, softcap, alibi_slopes)
-    cache = kv_cache.cache_of((k_cache, v_cache), b, cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
-    rotary = kv_cache.rotary_of(rotary_cos, rotary_sin, rotary_interleaved, cache.end, k)
+    cache = kv_cache.make_cache((k_cache, v_cache), b, cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
+    rotary = kv_cache.make_rotary(rotary_cos, rotary_sin, rotary_interleaved, cache.end, k)
     queries = q.flatten(0, 1)
     if rotary is not None:
-        queries = kv_cache.rotate_queries(kv_cache.tokens_of(q, None), rotary, options)
+        queries = kv_cache.rotate_queries(kv_cache.make_tokens(q, None), rotary, options)
     if k is not None and v is not None:
-        cache = kv_cache.append(cache, kv_cache.tokens_of(k, None), kv_cache.tokens_of(v, None), rotary)
+        cache = kv_cache.append(cache, kv_cache.make_tokens(k, None), kv_cache.make_tokens(v, None), rotary)
     cu_seqlens_q = torch.arange(b + 1, dtype=torch.int32, device=q.device) * sq
     out, lse = kv_cache.attend(queries, cu_seqlens_q, sq, cache, options)
     out = out.view(b, sq, *out.shape[1:])

@@ -1,4 +1,4 @@
-"""Calls that FlashAttention runs forward for tensors that require a gradient, though it has no backward of them."""
+"""Forward calls on tensors that require a gradient, for cases without a backward, as in FlashAttention."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T", bound=Tensor | tuple[Tensor, ...])
 
 
 class _ForwardOnly(torch.autograd.Function):
-    """Returns out as it is, and raises NotImplementedError in a backward."""
+    """Identity whose backward raises NotImplementedError."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, why: str, *inputs: Tensor) -> Tensor:
@@ -25,30 +25,27 @@ class _ForwardOnly(torch.autograd.Function):
 
 
 def needs_gradient(*tensors: Tensor) -> bool:
-    """Returns whether a gradient of one of the tensors is wanted."""
+    """Returns whether gradients are enabled and one of the tensors requires one."""
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
 def forward_only(attend: Callable[..., T], tensors: tuple[Tensor, ...], why: str) -> T:
-    """Returns attend(*tensors) of detached tensors; a backward of out, its first or only result, raises.
+    """Returns attend(*tensors), computed on detached tensors. A backward of out, the first or only result, raises.
 
     Args:
         attend: the call.
-        tensors: what it takes.
+        tensors: its arguments.
         why: the text of the NotImplementedError.
     """
     result: Any = attend(*(x.detach() for x in tensors))
     out, *others = result if isinstance(result, tuple) else (result,)
     out = _ForwardOnly.apply(out, why, *tensors)  # type: ignore[no-untyped-call]
-    whole: Any = (out, *others) if isinstance(result, tuple) else out
-    return whole  # type: ignore[no-any-return]
+    results: Any = (out, *others) if isinstance(result, tuple) else out
+    return results  # type: ignore[no-any-return]
 
 
-PAGES = (
-    "a gradient of a call over pages is asked for; accepted: a forward alone, as in FlashAttention, or k and v gathered by "
-    "k[page_table]"
-)
+PAGES = "a call over pages has no backward; accepted: a forward alone, as in FlashAttention, or k and v gathered by k[page_table]"
 FP8 = (
-    "a gradient of q, k and v in FP8 is asked for; accepted: a forward alone, as in FlashAttention; to train give q, k and v in "
-    "float16 or bfloat16, or give such with an fp8_recipe to flexattn.attention"
+    "a call with q, k and v in FP8 has no backward; accepted: a forward alone, as in FlashAttention; to train, pass q, k and v in "
+    "float16 or bfloat16, or pass such tensors with an fp8_recipe to flexattn.attention"
 )

@@ -1,4 +1,4 @@
-"""Attention over a cache of keys and values, after new ones were written to it: shared by FlashAttention 2's and 3's functions."""
+"""Attention over a cache of keys and values, after new ones are written: shared by FlashAttention 2's and 3's functions."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from flexattn.integrations.flash_attn.sequences import Mask
 
 
 class Tokens(NamedTuple):
-    """Tokens of several sequences, one after another: values [t, h, d], and of each its sequence and place in it, int64 [t]."""
+    """Packed tokens of several sequences: values [t, h, d], and each token's sequence and position in it, int64 [t]."""
 
     values: Tensor
     cu_seqlens: Tensor  # int32 [b + 1]
     sequence: Tensor
-    place: Tensor
+    position: Tensor
 
 
 class Cache(NamedTuple):
-    """Keys and values [rows, s, h_k, d], and where each sequence is: in a row, from start to end, int64 [b] each.
+    """Keys and values [rows, s, h_k, d], and each sequence's row, start and end in the row, int64 [b] each.
 
-    With a table, int32 [b, columns], they are pages, and token i of a sequence is in page table[sequence, i // s], at i % s.
+    With a table, int32 [b, columns], the rows are pages: token i of a sequence is in page table[sequence, i // s], at i % s.
     """
 
     k: Tensor
@@ -35,25 +35,25 @@ class Cache(NamedTuple):
     row: Tensor
     start: Tensor
     end: Tensor
-    has_rows: bool  # else row is 0, 1, ...
-    has_starts: bool  # else start is 0
+    has_rows: bool  # if False, row is 0, 1, ...
+    has_starts: bool  # if False, start is 0
     table: Tensor | None
 
 
-def tokens_of(x: Tensor, cu_seqlens: Tensor | None) -> Tokens:
-    """Returns x's tokens: [b, s, h, d], or [t, h, d] with cu_seqlens. Does not wait for the device."""
+def make_tokens(x: Tensor, cu_seqlens: Tensor | None) -> Tokens:
+    """Returns the tokens of x: [b, s, h, d], or [t, h, d] with cu_seqlens. Does not wait for the device."""
     if cu_seqlens is None:
         b, s = x.shape[:2]
         index = torch.arange(b * s, device=x.device)
         starts = torch.arange(b + 1, dtype=torch.int32, device=x.device) * s
         return Tokens(x.flatten(0, 1), starts, index // max(s, 1), index % max(s, 1))
     index = torch.arange(x.shape[0], device=x.device)
-    # Tokens behind the last sequence are the last one's here, and are neither written nor attended to.
+    # Tokens after the last sequence are assigned to it; they are neither written nor attended to.
     sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), index, right=True).clamp_max(max(len(cu_seqlens) - 2, 0))
     return Tokens(x, cu_seqlens, sequence, index - cu_seqlens[sequence])
 
 
-def cache_of(
+def make_cache(
     caches: tuple[Tensor, Tensor],
     b: int,
     seqlens: int | Tensor | None,
@@ -61,15 +61,15 @@ def cache_of(
     leftpad: Tensor | None,
     table: Tensor | None,
 ) -> Cache:
-    """Returns a cache by FlashAttention's arguments, b sequences being attended to.
+    """Returns the cache that FlashAttention's arguments describe, for b sequences.
 
     Args:
         caches: k and v, [rows, s, h_k, d] and [rows, s, h_k, d_v].
-        b: the sequences.
-        seqlens: int, or [b]: where each sequence ends in its row; None is s, or what a row of the table holds.
-        batch_idx: [b], the row of each sequence; None is 0, 1, ... With it rows of caches or of the table are copied to be read.
-        leftpad: [b], where each sequence starts in its row; None is 0.
-        table: int32 [rows, columns], the pages of each row, each of s tokens; None where the caches are rows.
+        b: number of sequences.
+        seqlens: int, or [b], each sequence's end in its row. None: s, or the capacity of a row of the table.
+        batch_idx: [b], the row of each sequence, in the caches or the table. The rows are copied for the read. None: 0, 1, ...
+        leftpad: [b], each sequence's start in its row. None: 0.
+        table: int32 [rows, columns], the pages of each row, each of s tokens. None: the caches are rows.
     """
     k_cache, v_cache = caches
     if batch_idx is not None:
@@ -84,7 +84,7 @@ def cache_of(
 
 
 def _rows(batch_idx: Tensor, rows: int) -> Tensor:
-    """Returns cache_batch_idx, int64, with each index in range; raises ValueError for another one if it is read."""
+    """Returns cache_batch_idx as int64, clamped to the rows. Raises ValueError for an index out of range if it can be read."""
     index = batch_idx.long()
     if are_values_read(index) and bool(((index < 0) | (index >= rows)).any()):
         raise ValueError(f"cache_batch_idx is {index.tolist()}; accepted: 0 to {rows - 1}, as there are {rows} rows")
@@ -92,16 +92,16 @@ def _rows(batch_idx: Tensor, rows: int) -> Tensor:
 
 
 def append(cache: Cache, k: Tokens, v: Tokens, rotary: Rotary | None) -> Cache:
-    """Writes new tokens behind each sequence's end, in place, and returns the cache with its new ends.
+    """Appends new tokens to each sequence, in place, and returns the cache with its new ends.
 
-    Tokens that do not fit raise as `check_room` does, and else are left out.
+    If tokens do not fit, `check_room` raises, or else they are skipped.
     """
-    for name, new, held in (("k", k.values, cache.k), ("v", v.values, cache.v)):
-        if new.dtype != held.dtype:
-            raise TypeError(f"{name} has dtype {new.dtype} and {name}_cache has {held.dtype}; accepted: the same for both")
+    for name, new, cached in (("k", k.values, cache.k), ("v", v.values, cache.v)):
+        if new.dtype != cached.dtype:
+            raise TypeError(f"{name} has dtype {new.dtype} and {name}_cache has {cached.dtype}; accepted: the same for both")
     lengths = k.cu_seqlens.diff()
     check_room(cache, lengths)
-    new_k = k.values if rotary is None else rotate(k.values, rotary, rotary.starts[k.sequence] + k.place)
+    new_k = k.values if rotary is None else rotate(k.values, rotary, rotary.starts[k.sequence] + k.position)
     append_kv(
         cache.k,
         cache.v,
@@ -118,27 +118,27 @@ def append(cache: Cache, k: Tokens, v: Tokens, rotary: Rotary | None) -> Cache:
 def check_room(cache: Cache, new: int | Tensor) -> None:
     """Raises ValueError if a row has no room for a sequence and its new tokens: on a CPU, or under FLEXATTN_CHECK=1.
 
-    Elsewhere the check would wait for the device; tokens beyond a row are neither written nor read there.
+    Elsewhere the check would wait for the device; tokens beyond a row are then neither written nor read.
     """
     if not are_values_read(cache.end):
         return
     columns = 1 if cache.table is None else cache.table.shape[1]
     room, longest = columns * cache.k.shape[1], int((cache.end + new).amax()) if len(cache.end) else 0
     if longest > room:
-        holder = "a row of the cache" if cache.table is None else "a row of the table of pages (block_table, page_table)"
+        holder = "a row of the cache" if cache.table is None else "a row of the page table (block_table, page_table)"
         raise ValueError(
-            f"cache_seqlens and the new tokens make a sequence of {longest} tokens; accepted: at most {room}, what {holder} holds"
+            f"cache_seqlens and the new tokens make a sequence of {longest} tokens; accepted: at most {room}, the size of {holder}"
         )
 
 
 def rotate_queries(q: Tokens, rotary: Rotary, options: Options) -> Tensor:
-    """Returns the queries rotated: each at its own place under a causal mask or a window, else all at their sequence's start."""
+    """Returns rotated queries: each at its own position if there is a causal mask or window, else all at their sequence's start."""
     is_in_order = options.causal or any(side >= 0 for side in options.window_size)
-    return rotate(q.values, rotary, rotary.starts[q.sequence] + (q.place if is_in_order else 0))
+    return rotate(q.values, rotary, rotary.starts[q.sequence] + (q.position if is_in_order else 0))
 
 
 def attend(
-    q: Tensor, cu_seqlens_q: Tensor, max_seqlen_q: int | None, cache: Cache, options: Options, **more: Any
+    q: Tensor, cu_seqlens_q: Tensor, max_seqlen_q: int | None, cache: Cache, options: Options, **extra_arguments: Any
 ) -> tuple[Tensor, Tensor]:
     """Returns out [t, h, d_v] and lse [h, t] of packed queries [t, h, d] over a cache.
 
@@ -146,18 +146,21 @@ def attend(
         q, cu_seqlens_q, max_seqlen_q: the queries, int32 [b + 1], and the longest length or None.
         cache: the cache.
         options: FlashAttention's options.
-        more: other arguments of `attention`.
+        extra_arguments: further arguments of `attention`.
     """
     k, v, b, s = cache.k, cache.v, len(cache.end), cache.k.shape[1]
     check_room(cache, 0)
-    # A sequence ends where its row ends, as behind it another one may begin.
+    # A sequence ends with its row, because another sequence may follow.
     lengths = (cache.end if cache.table is not None else cache.end.clamp_max(s)) - cache.start
     layout: dict[str, Any] = {"qkv_format": "thd_2bshd", "page_table": cache.table}
     if cache.table is not None:
         if cache.has_starts:
-            lengths, more = cache.end, more | {"mask_mod": _after_starts(cache.start, more.get("mask_mod"))}
+            lengths, extra_arguments = (
+                cache.end,
+                extra_arguments | {"mask_mod": _after_starts(cache.start, extra_arguments.get("mask_mod"))},
+            )
     else:
-        # Rows that come twice may not be slots of one packed tensor, as slots must not overlap.
+        # Repeated rows cannot be slots of one packed tensor, because slots must not overlap.
         k, v = (k[cache.row], v[cache.row]) if cache.has_rows else (k[:b], v[:b])
     if cache.has_starts and cache.table is None:
         k, v = k.flatten(0, 1), v.flatten(0, 1)
@@ -174,38 +177,38 @@ def attend(
         return_lse=True,
         **layout,
         **named(options, is_padded=True),
-        **more,
+        **extra_arguments,
     )
     return out, lse
 
 
 def _after_starts(starts: Tensor, mask: Mask | None) -> Mask:
-    """Returns the mask that hides the keys before each sequence's start, and then does as another one that counts from there."""
+    """Returns a mask that hides the keys before each sequence's start and applies another mask to positions after it."""
 
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Any:
-        place = kv_idx - starts[b]
-        return place >= 0 if mask is None else (place >= 0) & mask(b, h, q_idx, place)
+        position = kv_idx - starts[b]
+        return position >= 0 if mask is None else (position >= 0) & mask(b, h, q_idx, position)
 
     return mask_mod
 
 
-def rotary_of(cos: Tensor | None, sin: Tensor | None, is_interleaved: bool, starts: Tensor, k: Tensor | None) -> Rotary | None:
-    """Returns the tables of FlashAttention's arguments, or None without them.
+def make_rotary(cos: Tensor | None, sin: Tensor | None, is_interleaved: bool, starts: Tensor, k: Tensor | None) -> Rotary | None:
+    """Returns the rotary tables, or None if neither is passed.
 
     Raises:
-        ValueError: one table without the other, or tables without k.
+        ValueError: if one table comes without the other, or the tables come without k.
     """
     if cos is None and sin is None:
         return None
     if cos is None or sin is None or k is None:
         raise ValueError(
-            "rotary_cos, rotary_sin or k is missing; accepted: neither rotary_cos nor rotary_sin, or both with k and v, as only "
-            "new tokens are rotated; without new tokens rotate q before the call"
+            "rotary_cos, rotary_sin or k is missing; accepted: neither rotary_cos nor rotary_sin, or both with k and v, because "
+            "only new tokens are rotated; without new tokens, rotate q before the call"
         )
     return Rotary(cos, sin, is_interleaved, starts)
 
 
 def check_new(k: Tensor | None, v: Tensor | None, cache_seqlens: int | Tensor | None) -> None:
-    """Raises ValueError where k, v and cache_seqlens do not come together."""
+    """Raises ValueError if k, v and cache_seqlens do not come together."""
     if (k is None) != (v is None) or (k is not None and cache_seqlens is None):
         raise ValueError("k, v or cache_seqlens is missing; accepted: neither k nor v, or k, v and cache_seqlens together")

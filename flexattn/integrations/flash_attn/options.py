@@ -1,4 +1,4 @@
-"""The arguments that FlashAttention's functions share, from its names to those of `flexattn.attention`."""
+"""Arguments that FlashAttention's functions share, and their conversion to `flexattn.attention`'s names."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Options(NamedTuple):
-    """Arguments that most functions take, after FlashAttention's names; a side of window_size below 0 is open."""
+    """Arguments of most functions, under FlashAttention's names; a side of window_size below 0 is open."""
 
     dropout_p: float = 0.0
     softmax_scale: float | None = None
@@ -20,11 +20,11 @@ class Options(NamedTuple):
 
 
 def named(options: Options, is_padded: bool) -> dict[str, Any]:
-    """Returns the options as `attention` names them.
+    """Returns the options under `attention`'s names.
 
     Args:
         options: the options.
-        is_padded: whether the sequences have lengths of their own.
+        is_padded: whether the sequences have different lengths.
     """
     prefix = "padding_" if is_padded else ""
     left, right = (-1 if side < 0 else int(side) for side in options.window_size)
@@ -44,13 +44,13 @@ def named(options: Options, is_padded: bool) -> dict[str, Any]:
     }
 
 
-def refuse(name: str, came: object, instead: str) -> None:
-    """Raises NotImplementedError for an argument that is given and not served.
+def refuse(name: str, value: object, instead: str) -> None:
+    """Raises NotImplementedError if an unsupported argument is passed.
 
     Args:
-        name: the argument's.
-        came: what was given; None passes.
-        instead: the way out, for the text.
+        name: the argument's name.
+        value: the argument's value; None passes.
+        instead: the alternative, for the error text.
     """
-    if came is not None:
-        raise NotImplementedError(f"{name} is given ({type(came).__name__}) and is not there yet; accepted: None; {instead}")
+    if value is not None:
+        raise NotImplementedError(f"{name} is not supported (got {type(value).__name__}); accepted: None; {instead}")

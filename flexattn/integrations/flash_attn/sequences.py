@@ -1,4 +1,4 @@
-"""Lengths of sequences, from FlashAttention 3's and 4's arguments to those of `attention`, and masks that depend on them."""
+"""Lengths of sequences: FlashAttention 3's and 4's arguments, their conversion to `attention`'s, and masks that depend on them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Any]
 
 
 class Lengths(NamedTuple):
-    """Lengths of q's or k's sequences: [b, s, ...] or, with cu_seqlens, [total, ...]; used cuts each one after its first tokens.
+    """Lengths of q's or k's sequences: [b, s, ...] or, with cu_seqlens, [total, ...]; used is the number of valid tokens.
 
-    With a table, int32 [b, columns], k's x is pages [pages, page_size, ...], and used or cu_seqlens says the lengths; with neither
-    they are what a row of the table holds.
+    With a table, int32 [b, columns], k's x is pages [pages, page_size, ...]. The lengths are used or cu_seqlens, or if both are
+    None, the capacity of a row of the table.
     """
 
     x: Tensor
@@ -30,7 +30,7 @@ class Lengths(NamedTuple):
 
     @property
     def longest(self) -> int:
-        """The number of tokens that there is room for, without cu_seqlens."""
+        """Capacity of a sequence in tokens, without cu_seqlens."""
         return int(self.x.shape[1]) * (1 if self.table is None else self.table.shape[1])
 
     def cumulative(self) -> Tensor:
@@ -43,7 +43,7 @@ class Lengths(NamedTuple):
         return torch.arange(b + 1, dtype=torch.int32, device=self.x.device) * self.longest
 
     def named(self, side: str) -> dict[str, Any]:
-        """Returns the lengths as `attention` names them, side being q or kv."""
+        """Returns the lengths under `attention`'s names; side is q or kv."""
         result: dict[str, Any] = {f"cu_seqlens_{side}": self.cumulative()}
         if self.table is not None:
             result |= {"page_table": self.table, f"max_seqlen_{side}": None if self.max_seqlen is None else int(self.max_seqlen)}
@@ -54,19 +54,19 @@ class Lengths(NamedTuple):
 
 
 def named(q: Lengths, k: Lengths) -> dict[str, Any]:
-    """Returns the formats and lengths of both sides as `attention` names them."""
+    """Returns the formats and lengths of both sides under `attention`'s names."""
     return {"qkv_format": q.format if q.format == k.format else f"{q.format}_2{k.format}"} | q.named("q") | k.named("kv")
 
 
 def diagonals(q: Lengths, k: Lengths) -> int | Tensor:
-    """Returns how many more keys than queries there are: an int where every sequence is whole, else int32 [b]."""
+    """Returns the number of keys minus the number of queries: an int if all sequences have full length, else int32 [b]."""
     if all(side.cu_seqlens is side.used is side.table is None for side in (q, k)):
         return int(k.x.shape[1] - q.x.shape[1])
     return k.cumulative().diff() - q.cumulative().diff()
 
 
 class SequenceInfo(NamedTuple):
-    """A sequence's numbers, under the names that FlashAttention 4's mods read: its first tokens' places and its lengths."""
+    """A sequence's offsets and lengths, under the names that FlashAttention 4's mods read."""
 
     offset_q: Any
     offset_k: Any
@@ -74,28 +74,28 @@ class SequenceInfo(NamedTuple):
     seqlen_k: Any
 
 
-def of_sequence(values: int | Tensor, b: Tensor) -> int | Tensor:
+def select_sequence(values: int | Tensor, b: Tensor) -> int | Tensor:
     """Returns sequence b's value."""
     return values[b] if isinstance(values, Tensor) else values
 
 
 def chunked(chunk: int, diagonal: int | Tensor) -> Mask:
-    """Returns the mask that shows a query the keys of its own chunk, queries being counted from the bottom-right corner."""
+    """Returns a mask that shows a query the keys of its own chunk; queries are aligned to the bottom-right corner."""
 
     def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Any:
-        place = q_idx + of_sequence(diagonal, b)
-        start = place - place % chunk
+        position = q_idx + select_sequence(diagonal, b)
+        start = position - position % chunk
         return (kv_idx >= start) & (kv_idx < start + chunk)
 
     return mask
 
 
 def band(left: int | None, right: int | None, diagonal: int | Tensor) -> Mask:
-    """Returns a window's mask, whose sides may be negative and, where None, open."""
+    """Returns a window's mask. Sides may be negative; None is open."""
 
     def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Any:
-        distance = kv_idx - q_idx - of_sequence(diagonal, b)
-        seen = distance >= distance if left is None else distance >= -left
-        return seen if right is None else seen & (distance <= right)
+        distance = kv_idx - q_idx - select_sequence(diagonal, b)
+        visible = distance >= distance if left is None else distance >= -left
+        return visible if right is None else visible & (distance <= right)
 
     return mask

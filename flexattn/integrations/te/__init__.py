@@ -1,4 +1,4 @@
-"""TransformerEngine's attention under its own names, over this library's kernels; TransformerEngine need not be installed."""
+"""TransformerEngine's attention under its own names, run by flexattn's kernels; TransformerEngine need not be installed."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""TransformerEngine's questions about backends, answered by the rules that calls run by, with the reasons.
+"""TransformerEngine's backend queries, answered by the rules that select a call's backend, with the reasons.
 
-Flash attention does not exist here, "fused" is a Triton or cuDNN kernel, and "unfused" is the eager backend.
+Flash attention is never available, "fused" is a Triton or cuDNN kernel, and "unfused" is the eager backend.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from flexattn.warn import warn_once
 FUSED = ("triton", "cudnn")
 UNFUSED = ("eager",)
 _BIAS_SHAPES = ("bhss", "1hss", "b1ss", "11ss", "111s")
-# Variables that TransformerEngine chooses by and that have nothing to say here.
+# Variables that select TransformerEngine's backends and have no effect in flexattn.
 _IGNORED = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN_BACKEND", "NVTE_FUSED_ATTN_USE_FAv2_BWD", "NVTE_APPLY_QK_LAYER_SCALING")
-_SOME_PAGE = 64  # tokens
-_OF_MODEL_CONFIG = {
+_DEFAULT_PAGE_SIZE = 64  # tokens
+_MODEL_CONFIG_NAMES = {
     "core_attention_bias_type": "attn_bias_type",
     "core_attention_bias_shape": "bias_shape",
     "attention_dropout": "dropout_p",
@@ -34,7 +34,7 @@ _OF_MODEL_CONFIG = {
 
 
 class Environment(NamedTuple):
-    """TransformerEngine's environment variables, as far as they are read.
+    """TransformerEngine's environment variables that flexattn reads.
 
     allows_fused: NVTE_FUSED_ATTN is not 0. allows_unfused: NVTE_UNFUSED_ATTN is not 0. is_deterministic:
     NVTE_ALLOW_NONDETERMINISTIC_ALGO is 0.
@@ -46,13 +46,13 @@ class Environment(NamedTuple):
 
 
 def environment() -> Environment:
-    """Returns what the variables say now; warns once of those that are set and have no effect here.
+    """Returns the variables' current values, and warns once about set variables that have no effect.
 
-    Raises ValueError for a value that is no whole number.
+    Raises ValueError if a value is neither 0 nor 1.
     """
     for name in _IGNORED:
         if name in os.environ:
-            warn_once(name, f"{name} is set, which has no effect here: flexattn chooses its kernels itself (docs/te.md)")
+            warn_once(name, f"{name} is set but has no effect: flexattn selects its kernels itself (docs/te.md)")
     return Environment(_flag("NVTE_FUSED_ATTN"), _flag("NVTE_UNFUSED_ATTN"), not _flag("NVTE_ALLOW_NONDETERMINISTIC_ALGO"))
 
 
@@ -67,10 +67,11 @@ def _flag(name: str) -> bool:
 class AttentionParams:
     """A call of DotProductAttention without its tensors, in TransformerEngine's fields and with its defaults.
 
-    Lengths are tokens; `core_attention_bias_shape` is one of bhss, 1hss, b1ss, 11ss, 111s. These are accepted and do not decide
-    anything here: qkv_type, batch_size, alibi_slopes_shape, pad_between_seqs, fp8_meta, num_splits, fp8_output,
-    checkpoint_core_attention, has_score_mod, has_score_mod_bprop (a score_mod is judged when it is called: `flexattn.explain`).
-    With context_parallel and a cp_size above 1, lengths are those of the whole, and the answer is for the call of one part.
+    Lengths are tokens; `core_attention_bias_shape` is one of bhss, 1hss, b1ss, 11ss, 111s. These fields are accepted and ignored:
+    qkv_type, batch_size, alibi_slopes_shape, pad_between_seqs, fp8_meta, num_splits, checkpoint_core_attention, has_score_mod,
+    has_score_mod_bprop (`flexattn.explain` checks a score_mod).
+    If context_parallel is True and cp_size is above 1, lengths are those of the whole sequence. The answer is then for the call of
+    one part, and fp8_output is unsupported. Otherwise fp8_output is ignored.
     """
 
     qkv_type: Any = torch.Tensor
@@ -111,9 +112,9 @@ class AttentionParams:
 
 
 class Answer(NamedTuple):
-    """Result of `get_attention_backend`, and the reasons for it.
+    """Result of `get_attention_backend`, with the reasons.
 
-    rejected: (kind or backend, direction or "", reason) of each that cannot run it.
+    rejected: (kind or backend, direction or "", reason) for each backend that cannot run the call.
     """
 
     use_fused_attention: bool
@@ -133,54 +134,54 @@ Backends = tuple[bool, None, bool, FusedAttnBackend | None, bool, list[bool]]
 
 
 def get_attention_backend(attention_params: AttentionParams) -> Backends:
-    """Returns which kind of backend runs a call, as TransformerEngine's function of this name does.
+    """Returns the kind of backend that runs a call, as TransformerEngine's function of the same name does.
 
-    It runs and builds nothing; cuDNN's answer is as far as is known before its plan is built. `explain_attention_backend` has the
-    reasons. The device is the current CUDA device, or the CPU where there is none.
+    Nothing is run or built, so cuDNN's answer is preliminary: its plan is not built. `explain_attention_backend` returns the
+    reasons. The device is the current CUDA device, or the CPU if there is none.
 
     Returns:
         (use_flash_attention, flash_attention_backend, use_fused_attention, fused_attention_backend, use_unfused_attention,
-        available_backends): the first False and the second None always; available_backends is [flash, fused, unfused], of which the
-        first that is available is used.
+        available_backends). The first is always False and the second None. available_backends is [flash, fused, unfused]; the
+        first available kind is used.
 
     Raises:
-        ValueError, TypeError: parameters that have no meaning; the text names them.
+        ValueError, TypeError: if a parameter is invalid; the text names it.
     """
-    found = explain_attention_backend(attention_params)
-    available = [False, found.has_fused, found.has_unfused]
-    return False, None, found.use_fused_attention, found.fused_attention_backend, found.use_unfused_attention, available
+    answer = explain_attention_backend(attention_params)
+    available = [False, answer.has_fused, answer.has_unfused]
+    return False, None, answer.use_fused_attention, answer.fused_attention_backend, answer.use_unfused_attention, available
 
 
 def is_fused_attn_available(config: Any, dtype: torch.dtype, qkv_layout: str = "bshd_bshd_bshd", is_training: bool = True) -> bool:
-    """Returns whether a fused kernel runs a configuration, as the function of this name in TransformerEngine's tests does.
+    """Returns whether a fused kernel runs a configuration, like the function of the same name in TransformerEngine's tests.
 
-    config: an `AttentionParams`, or an object with some of its fields as attributes, as TransformerEngine's ModelConfig, whose
-    attn_bias_type, bias_shape and dropout_p are read too.
+    config: an `AttentionParams`, or an object with some of its fields as attributes, such as TransformerEngine's ModelConfig,
+    whose attn_bias_type, bias_shape and dropout_p are read too.
     """
     names = [field.name for field in dataclasses.fields(AttentionParams)]
-    given = {name: getattr(config, name) for name in names if hasattr(config, name)}
-    given |= {name: getattr(config, other) for name, other in _OF_MODEL_CONFIG.items() if hasattr(config, other)}
-    given |= {"qkv_dtype": dtype, "qkv_layout": qkv_layout, "is_training": is_training}
-    return get_attention_backend(AttentionParams(**given))[2]
+    fields = {name: getattr(config, name) for name in names if hasattr(config, name)}
+    fields |= {name: getattr(config, other) for name, other in _MODEL_CONFIG_NAMES.items() if hasattr(config, other)}
+    fields |= {"qkv_dtype": dtype, "qkv_layout": qkv_layout, "is_training": is_training}
+    return get_attention_backend(AttentionParams(**fields))[2]
 
 
 def explain_attention_backend(attention_params: AttentionParams) -> Answer:
-    """Returns what `get_attention_backend` decides, with the reason against each backend that cannot run the call; print it.
+    """Returns `get_attention_backend`'s decision, with the reason against each backend that cannot run the call. Print it.
 
-    Raises what `get_attention_backend` raises.
+    Raises the same errors as `get_attention_backend`.
     """
     if not isinstance(attention_params, AttentionParams):
         raise TypeError(f"attention_params is {type(attention_params).__name__}; accepted: an AttentionParams")
     p, variables = attention_params, environment()
     spec = spec_of(p, variables.is_deterministic)
-    rejected = [("every backend", "", reason) for reason in _lacking(p)]
+    rejected = [("every backend", "", reason) for reason in _unsupported_features(p)]
     directions: tuple[Direction, ...] = ("forward", "backward") if p.is_training else ("forward",)
     has: dict[str, bool] = {}
     for kind, names in (("fused", FUSED), ("unfused", UNFUSED)):
         reasons = {(name, d): unsupported(name, spec, d, name) for name in names for d in directions}
         rejected += [(name, d, reason) for (name, d), reason in reasons.items() if reason is not None]
         by_direction = [{name for name in names if reasons[name, d] is None} for d in directions]
-        # Backends drop other weights than one another, so that both directions of a call with dropout run on one.
+        # Each backend has its own dropout mask, so both directions of a call with dropout must run on the same backend.
         has[kind] = bool(set.intersection(*by_direction)) if spec.dropout else all(by_direction)
     has["unfused"] &= not (p.cuda_graph and spec.padding)
     if p.cuda_graph and spec.padding:
@@ -192,62 +193,64 @@ def explain_attention_backend(attention_params: AttentionParams) -> Answer:
         if not allowed:
             rejected.append((kind, "", f"{name} is 0"))
             has[kind] = False
-    if _lacking(p):
+    if _unsupported_features(p):
         has = dict.fromkeys(has, False)
-    kind_of_fused = FusedAttnBackend.FP8 if p.fp8 else FusedAttnBackend.F16_arbitrary_seqlen
+    fused_kind = FusedAttnBackend.FP8 if p.fp8 else FusedAttnBackend.F16_arbitrary_seqlen
     use_fused = has["fused"]
     use_unfused = has["unfused"] and not use_fused
-    return Answer(use_fused, use_unfused, kind_of_fused if use_fused else None, has["fused"], has["unfused"], tuple(rejected))
+    return Answer(use_fused, use_unfused, fused_kind if use_fused else None, has["fused"], has["unfused"], tuple(rejected))
 
 
-def _lacking(p: AttentionParams) -> list[str]:
-    """Returns what a call asks for that nothing here has."""
-    found = []
+def _unsupported_features(p: AttentionParams) -> list[str]:
+    """Returns errors for features of a call that no backend supports."""
+    errors = []
     if p.context_parallel and p.cp_size > 1:
-        found += _lacking_over_ranks(p)
-    if _page_size_of(p):
+        errors += _unsupported_over_ranks(p)
+    if _page_size(p):
         if p.is_training:
-            found.append("keys and values are in pages, which have no gradients; accepted: is_training=False")
+            errors.append("keys and values are in pages, which have no gradients; accepted: is_training=False")
         if p.fp8:
-            found.append("keys and values are in pages, which are not read in FP8; accepted: fp8=False")
+            errors.append("keys and values are in pages, which FP8 does not support; accepted: fp8=False")
         if "padding" not in p.attn_mask_type:
-            found.append(
+            errors.append(
                 f"k and v are in pages and attn_mask_type is {p.attn_mask_type!r}; accepted: a type with padding in its name"
             )
-    return found
+    return errors
 
 
-def _lacking_over_ranks(p: AttentionParams) -> list[str]:
-    """Returns what a call over ranks asks for that context parallelism does not serve."""
+def _unsupported_over_ranks(p: AttentionParams) -> list[str]:
+    """Returns errors for features that context parallelism does not support."""
     check_name("cp_comm_type", p.cp_comm_type, tuple(STRATEGIES))
     has_bias = p.core_attention_bias_type in ("pre_scale_bias", "post_scale_bias")
     is_dense = parse_layout(p.qkv_layout).q_format != "thd"
     exchanges_heads = p.cp_comm_type.startswith("a2a")
     lengths = {"max_seqlen_q": p.max_seqlen_q, "max_seqlen_kv": p.max_seqlen_kv} if is_dense else {}
-    asked = {
+    requests = {
         f"attn_mask_type {p.attn_mask_type!r}": p.attn_mask_type == "arbitrary",
         "inference_params": p.inference_params is not None,
-        "fp8": p.fp8,
+        "fp8_output": p.fp8_output,
         "a bias and padding": has_bias and (not is_dense or "padding" in p.attn_mask_type),
         f"a bias by cp_comm_type {p.cp_comm_type!r}": has_bias and exchanges_heads and p.core_attention_bias_shape != "111s",
         f"num_heads {p.num_heads}, fewer than ranks": p.cp_comm_type == "a2a" and p.num_heads < p.cp_size,
-    } | {f"{name} {length}, which is no multiple of twice that": length % (2 * p.cp_size) != 0 for name, length in lengths.items()}
+    } | {f"{name} {length}, not a multiple of 2 * cp_size": length % (2 * p.cp_size) != 0 for name, length in lengths.items()}
     return [
-        f"cp_size is {p.cp_size} with {what}; accepted: 1, or a call without it" for what, is_asked in asked.items() if is_asked
+        f"cp_size is {p.cp_size} with {feature}; accepted: 1, or a call without it"
+        for feature, is_requested in requests.items()
+        if is_requested
     ]
 
 
-def _page_size_of(p: AttentionParams) -> int:
-    """Returns the tokens of a page, those of `_SOME_PAGE` where the layout alone tells of pages, and 0 without any."""
+def _page_size(p: AttentionParams) -> int:
+    """Returns the tokens of a page: `_DEFAULT_PAGE_SIZE` if only the layout indicates pages, and 0 without pages."""
     if getattr(p.inference_params, "is_paged", False):
         return int(p.inference_params.page_size)
-    return _SOME_PAGE if parse_layout(p.qkv_layout).is_paged else 0
+    return _DEFAULT_PAGE_SIZE if parse_layout(p.qkv_layout).is_paged else 0
 
 
 def spec_of(p: AttentionParams, is_deterministic: bool = False) -> AttentionSpec:
-    """Returns the spec by which a call of these parameters runs, but for its score_mod and its arbitrary mask.
+    """Returns the spec of a call with these parameters, without its score_mod and its arbitrary mask.
 
-    Raises ValueError for names that are not accepted, and for thd without a padding mask.
+    Raises ValueError for unknown names, and for thd without a padding mask.
     """
     check_name("attn_mask_type", p.attn_mask_type, (*AttnMaskType, "arbitrary"))
     check_name("core_attention_bias_type", p.core_attention_bias_type, tuple(AttnBiasType))
@@ -266,10 +269,10 @@ def spec_of(p: AttentionParams, is_deterministic: bool = False) -> AttentionSpec
         check_name("core_attention_bias_shape", shape, _BIAS_SHAPES)
         bias_dims = tuple(size != "1" for size in str(shape))
     is_cuda = torch.cuda.is_available()
-    of_fp8 = Fp8((False, False, False), 0, p.qkv_dtype, torch.float8_e4m3fn, bf16_backward=False)
+    fp8 = Fp8((False, False, False), 0, p.qkv_dtype, torch.float8_e4m3fn, bf16_backward=False)
     return AttentionSpec(
         q_format=layout.q_format,
-        kv_format="bshd" if _page_size_of(p) else layout.kv_format,
+        kv_format="bshd" if _page_size(p) else layout.kv_format,
         dtype=torch.float8_e4m3fn if p.fp8 else p.qkv_dtype,
         num_heads=p.num_heads,
         num_heads_kv=p.num_gqa_groups,
@@ -278,7 +281,7 @@ def spec_of(p: AttentionParams, is_deterministic: bool = False) -> AttentionSpec
         padding="padding" in mask,
         band=make_band(mask, (left, 0 if is_causal else right), diagonal),
         bias_type=p.core_attention_bias_type,
-        bias_dims=bias_dims,  # type: ignore[arg-type]  # four of them
+        bias_dims=bias_dims,  # type: ignore[arg-type]  # a tuple of four
         softmax_type=p.softmax_type,
         softcap=False,
         dropout=p.is_training and p.attention_dropout > 0,
@@ -291,8 +294,8 @@ def spec_of(p: AttentionParams, is_deterministic: bool = False) -> AttentionSpec
         length_q=length_class(p.max_seqlen_q),
         length_kv=length_class(p.max_seqlen_kv),
         dropout_in_sixteenths=p.attention_dropout * 16 % 1 == 0,
-        fp8=of_fp8 if p.fp8 else None,
-        page_size=_page_size_of(p),
+        fp8=fp8 if p.fp8 else None,
+        page_size=_page_size(p),
         has_origin=p.is_training and p.attention_dropout > 0 and p.context_parallel and p.cp_size > 1,
     )
 

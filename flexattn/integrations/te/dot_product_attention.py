@@ -1,4 +1,4 @@
-"""TransformerEngine's `DotProductAttention`, argument for argument, over `flexattn.attention`."""
+"""Stand-in for TransformerEngine's `DotProductAttention`, with the same arguments, run by `flexattn.attention`."""
 
 from __future__ import annotations
 
@@ -30,31 +30,31 @@ FORMATS = ("sbhd", "bshd", "thd")
 
 
 class DotProductAttention(torch.nn.Module):
-    """softmax(q k^T * softmax_scale) v as a module, with TransformerEngine's arguments and the meaning that they have there.
+    """Module for softmax(q k^T * softmax_scale) v, with TransformerEngine's arguments and semantics.
 
-    Where something differs, docs/te.md says so.
+    docs/te.md lists the differences.
 
     Args:
         num_attention_heads: query heads of all ranks of tp_group.
-        kv_channels: the head dim of q, k and v, or (of q and k, of v).
-        num_gqa_groups: heads of k and v; None: as many as of q.
-        attention_dropout: the probability, in training mode, that a weight is dropped.
+        kv_channels: head dim of q, k and v, or a pair (of q and k, of v).
+        num_gqa_groups: heads of k and v. None: num_attention_heads.
+        attention_dropout: dropout probability of a weight, in training mode.
         qkv_format: "sbhd", "bshd" or "thd".
-        attn_mask_type: one of `AttnMaskType`, with "," for "_" if so wished, or "arbitrary".
-        window_size: (left, right), inclusive, -1 for open; None: the widest that the mask type has.
-        bottom_right_diagonal: of windows and ALiBi with no_mask and padding; None is True.
-        sequence_parallel, tp_size, get_rng_state_tracker, tp_group: of tensor parallelism: this rank has num_attention_heads //
-            tp_size heads, and without sequence_parallel draws the seed of dropout inside the tracker's `fork()`.
-        layer_number: this layer's, for the cache of `InferenceParams`.
-        attention_type: "self" or "cross"; accepted, and without effect.
-        cp_group, cp_global_ranks, cp_stream, cp_comm_type: as `set_context_parallel_group` takes them.
-        softmax_scale: None is 1 / sqrt(head dim of q and k).
-        softmax_type: "vanilla", "off-by-one", or "learnable", which makes a parameter softmax_offset, [h], of zeros.
-        return_max_logit: whether `forward` returns (out, max_logit).
-        name: accepted, and without effect.
+        attn_mask_type: one of `AttnMaskType`, optionally with "," in place of "_", or "arbitrary".
+        window_size: (left, right), inclusive; -1 is open. None: the widest window that the mask type allows.
+        bottom_right_diagonal: whether windows and ALiBi with no_mask and padding are aligned bottom-right. None: True.
+        sequence_parallel, tp_size, get_rng_state_tracker, tp_group: tensor parallelism. This rank has num_attention_heads //
+            tp_size heads. Without sequence_parallel, the dropout seed is drawn inside the tracker's `fork()`.
+        layer_number: this layer's number in the cache of `InferenceParams`.
+        attention_type: "self" or "cross"; ignored.
+        cp_group, cp_global_ranks, cp_stream, cp_comm_type: as in `set_context_parallel_group`.
+        softmax_scale: scale of the scores. None: 1 / sqrt(head dim of q and k).
+        softmax_type: "vanilla", "off-by-one" or "learnable", which adds a parameter softmax_offset, [h], initially zeros.
+        return_max_logit: if True, `forward` returns (out, max_logit).
+        name: ignored.
 
     Raises:
-        ValueError, TypeError: an argument that has no meaning.
+        ValueError, TypeError: if an argument is invalid.
     """
 
     softmax_offset: Tensor | None
@@ -104,7 +104,7 @@ class DotProductAttention(torch.nn.Module):
         if num_attention_heads % groups or groups % ranks:
             raise ValueError(
                 f"num_attention_heads is {num_attention_heads}, num_gqa_groups {groups} and tp_size {ranks}; accepted: heads that "
-                "are a multiple of the groups, and groups that are one of the ranks"
+                "are a multiple of the groups, and groups that are a multiple of the ranks"
             )
         self.head_dim_qk, self.head_dim_v = dims
         self.num_heads, self.num_heads_kv = num_attention_heads // ranks, groups // ranks
@@ -132,7 +132,7 @@ class DotProductAttention(torch.nn.Module):
         self.get_rng_state_tracker = None if sequence_parallel else get_rng_state_tracker
         self._last_recipe: Recipe | None = None  # recipe of the last forward
         self._scaling = LayerScaling(self.num_heads, self.num_heads_kv)
-        device = "cuda" if torch.cuda.is_available() else "cpu"  # as TransformerEngine's modules, which are made on the GPU
+        device = "cuda" if torch.cuda.is_available() else "cpu"  # on the GPU by default, as in TransformerEngine's modules
         if softmax_type == "off-by-one":
             self.register_buffer("softmax_offset", torch.zeros(self.num_heads, device=device), persistent=False)
         elif softmax_type == "learnable":
@@ -144,22 +144,22 @@ class DotProductAttention(torch.nn.Module):
     def set_context_parallel_group(
         self, cp_group: Any, cp_global_ranks: list[int] | None, cp_stream: Any, cp_comm_type: str = "p2p"
     ) -> None:
-        """Sets the ranks that sequences lie over; None or a group of one rank: each rank has whole sequences.
+        """Sets the ranks that share sequences. None or a group of one rank: each rank has whole sequences.
 
-        Then `forward` takes this rank's tokens: of 2 * n chunks of a sequence, for n ranks, those with numbers r and 2 * n - 1 - r,
-        one after the other. With thd each sequence is cut so by itself, with its padding; cu_seqlens are those of the whole, and
-        read on the host, once for each tensor. A bias has the rows of this rank's queries, and all keys.
+        `forward` then takes this rank's tokens. Rank r of n has chunks r and 2 * n - 1 - r of a sequence's 2 * n chunks. With thd
+        each sequence is cut by itself, with its padding. cu_seqlens are those of the whole sequences, and are read on the host,
+        once for each tensor. A bias has the rows of this rank's queries, and all keys.
 
         Args:
-            cp_group: a process group; for "a2a+p2p" a list of two, of a2a and of p2p.
-            cp_global_ranks: for "a2a+p2p" the global ranks of all, ascending, those of an a2a group one after another; else without
-                effect.
-            cp_stream: accepted, and without effect: collectives have streams of their own.
-            cp_comm_type: "p2p", keys travel in a ring; "all_gather", all keys come; "a2a", heads are exchanged for tokens;
-                "a2a+p2p", heads inside of an a2a group, and a ring between.
+            cp_group: a process group; for "a2a+p2p" a list [a2a group, p2p group].
+            cp_global_ranks: for "a2a+p2p" all global ranks, ascending, the ranks of an a2a group one after another; otherwise
+                ignored.
+            cp_stream: ignored; collectives use their own streams.
+            cp_comm_type: "p2p" sends keys around a ring. "all_gather" gathers all keys. "a2a" exchanges heads for tokens.
+                "a2a+p2p" exchanges heads within an a2a group, and sends keys around a ring between the groups.
 
         Raises:
-            ValueError, TypeError: an argument that has no meaning; the text names it, what came and what is accepted.
+            ValueError, TypeError: if an argument is invalid; the text names it, its value and the accepted values.
         """
         self._ranks = context_parallel.ranks_of(cp_group, cp_global_ranks, cp_comm_type)
         self.cp_group, self.cp_global_ranks, self.cp_stream, self.cp_comm_type = cp_group, cp_global_ranks, cp_stream, cp_comm_type
@@ -198,44 +198,46 @@ class DotProductAttention(torch.nn.Module):
         kv_layer: Tensor | None = None,
         qkv_interleave_dim: int = -3,
     ) -> Any:
-        """Returns attention's output with its heads merged, [..., h * d_v], in q's format; with return_max_logit (out, max_logit).
+        """Returns attention's output with merged heads, [..., h * d_v], in q's format, or (out, max_logit) with return_max_logit.
 
-        b is the batch, h the query heads of this rank, sq and skv the tokens of a sequence, t those of all sequences.
+        b is the batch, h the query heads of this rank, sq and skv the tokens of a sequence, t the tokens of all sequences.
 
         Args:
-            query_layer, key_layer, value_layer: [sq, b, h, d], [b, sq, h, d] or [t, h, d], as the format says, in float16, bfloat16
-                or float32; or FP8 tensors with one scale each, outside of autograd.
-            attention_mask: bool, True for what is hidden: [b, 1, 1, s] or a pair of them with a padding type and no cu_seqlens, or
-                what broadcasts to [b, h, sq, skv] with "arbitrary".
-            qkv_format, attn_mask_type, window_size, bottom_right_diagonal: None is the constructor's.
+            query_layer, key_layer, value_layer: [sq, b, h, d], [b, sq, h, d] or [t, h, d], according to the format. They are
+                float16, bfloat16 or float32; or FP8 tensors with one scale each, outside of autograd.
+            attention_mask: bool, True for hidden keys. With a padding type and no cu_seqlens: [b, 1, 1, s], or a pair of them.
+                With "arbitrary": broadcastable to [b, h, sq, skv].
+            qkv_format, attn_mask_type, window_size, bottom_right_diagonal: None: the constructor's value.
             cu_seqlens_q, cu_seqlens_kv: int32 [b + 1], with a padding type.
-            cu_seqlens_q_padded, cu_seqlens_kv_padded: int32 [b + 1], thd only, where each sequence begins.
-            max_seqlen_q, max_seqlen_kv: thd only, at least the longest sequence; None: the tokens of all, which waits for nothing.
-            checkpoint_core_attention: True computes attention anew in the backward, with the same weights dropped.
+            cu_seqlens_q_padded, cu_seqlens_kv_padded: int32 [b + 1], thd only, the sequences' start offsets.
+            max_seqlen_q, max_seqlen_kv: thd only, at least the longest sequence. None: the total of tokens, which avoids a wait
+                for the device.
+            checkpoint_core_attention: if True, the backward recomputes attention, with the same weights dropped.
             core_attention_bias_type: "no_bias", "pre_scale_bias", "post_scale_bias" or "alibi".
-            core_attention_bias: [b, h, sq, skv], where any dim may be 1. Differentiable.
-            alibi_slopes: float32 [h] or [b, h]; None takes those of Press et al. (2022).
-            fast_zero_fill, num_splits: accepted, and without effect.
-            inference_params: the cache of keys and values; with a padding type, of which padding_causal is taken as
+            core_attention_bias: [b, h, sq, skv]; any dim may be 1. Differentiable.
+            alibi_slopes: float32 [h] or [b, h]. None: the slopes of Press et al. (2022).
+            fast_zero_fill, num_splits: ignored.
+            inference_params: the cache of keys and values, with a padding type; padding_causal means
                 padding_causal_bottom_right.
-            pad_between_seqs: whether the padded offsets count; None: where they are others than the plain ones.
-            fp8_output: True gives out in FP8, a `flexattn.fp8.QuantizedTensor`, of FP8 tensors or in an `autocast` with fp8_dpa or
-                fp8_mha.
-            bf16_backward: True runs the backward of attention in FP8 on 16-bit tensors.
-            score_mod, score_mod_bprop, score_mod_tensors, score_mod_bprop_tensors: as `TEScoreMod` takes them.
-            qkv_layer: q, k and v in one tensor, with a dim of 3 at qkv_interleave_dim, -3 or -2. kv_layer: k and v in one, with a
-                dim of 2, beside query_layer. Their gradients are one tensor, made without a copy.
+            pad_between_seqs: whether the padded offsets are used. None: if they are not the same tensor as the plain offsets.
+            fp8_output: if True, out is in FP8, a `flexattn.fp8.QuantizedTensor`. Needs FP8 tensors, or an `autocast` with fp8_dpa
+                or fp8_mha.
+            bf16_backward: if True, the backward of attention in FP8 runs on 16-bit tensors.
+            score_mod, score_mod_bprop, score_mod_tensors, score_mod_bprop_tensors: as in `TEScoreMod`.
+            qkv_layer: q, k and v in one tensor, with a dim of 3 at qkv_interleave_dim, -3 or -2.
+            kv_layer: k and v in one tensor, with a dim of 2, passed with query_layer. The gradient of a packed tensor is one
+                tensor, computed without a copy.
 
         Raises:
-            ValueError, TypeError: an argument that has no meaning; the text names it, what came and what is accepted.
-            BackendError: no kernel can run the call; the text gives the reasons.
+            ValueError, TypeError: if an argument is invalid; the text names it, its value and the accepted values.
+            BackendError: if no kernel supports the call; the text gives the reasons.
         """
         fmt = self.qkv_format if qkv_format is None else qkv_format
         check_name("qkv_format", fmt, FORMATS)
         check_name("core_attention_bias_type", core_attention_bias_type, tuple(AttnBiasType))
         layers = {"query_layer": query_layer, "key_layer": key_layer, "value_layer": value_layer}
         q, k, v, packing = separate({**layers, "qkv_layer": qkv_layer, "kv_layer": kv_layer}, qkv_interleave_dim, fmt)
-        q, k, v, of_fp8 = _in_fp8((q, k, v))
+        q, k, v, fp8_arguments = _in_fp8((q, k, v))
         self._check_shapes((q, k, v), fmt)
         mask_type = self.attn_mask_type if attn_mask_type is None else mask_type_of(attn_mask_type)
         lengths = _Lengths(cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv)
@@ -245,24 +247,24 @@ class DotProductAttention(torch.nn.Module):
                 {
                     "attn_mask_type 'arbitrary'": mask_type == ARBITRARY,
                     "inference_params": inference_params is not None,
-                    "FP8 tensors, which each rank would have scaled by its own": bool(of_fp8),
+                    "FP8 tensors, which each rank would scale by itself": bool(fp8_arguments),
                     "fp8_output": fp8_output,
                     "a core_attention_bias and padding": core_attention_bias is not None and "padding" in mask_type,
                 },
             )
         if inference_params is not None:
             if packing:
-                raise ValueError("inference_params is given with a packed tensor; accepted: query_layer, key_layer and value_layer")
+                raise ValueError("inference_params comes with a packed tensor; accepted: query_layer, key_layer and value_layer")
             if inference_params.is_paged:
                 named = dict(zip(layers, (q, k, v), strict=True)) | {"core_attention_bias": core_attention_bias}
-                _check_pages(named | {"softmax_offset": self.softmax_offset}, bool(of_fp8) or active_recipe() is not None)
+                _check_pages(named | {"softmax_offset": self.softmax_offset}, bool(fp8_arguments) or active_recipe() is not None)
             k, v, fmt, mask_type, lengths = self._with_cache(inference_params, (k, v), fmt, mask_type)
-        wanted = self.bottom_right_diagonal if bottom_right_diagonal is None else bottom_right_diagonal
+        diagonal = self.bottom_right_diagonal if bottom_right_diagonal is None else bottom_right_diagonal
         arguments: dict[str, Any] = {
             "qkv_format": fmt,
             "attn_mask_type": "no_mask" if mask_type == ARBITRARY else mask_type,
             "window_size": window_of(mask_type, self.window_size if window_size is None else window_size),
-            "bottom_right_diagonal": diagonal_of(mask_type, wanted),
+            "bottom_right_diagonal": diagonal_of(mask_type, diagonal),
             "bias_type": core_attention_bias_type,
             "bias": core_attention_bias,
             "alibi_slopes": alibi_slopes,
@@ -271,7 +273,7 @@ class DotProductAttention(torch.nn.Module):
             "return_max_logit": self.return_max_logit,
             "deterministic": True if self.deterministic else None,
             "backend": _backend(),
-            **(of_fp8 or self._fp8(q, fp8_output, bf16_backward)),
+            **(fp8_arguments or self._fp8(q, fp8_output, bf16_backward)),
         }
         if self.softmax_type == "learnable":
             arguments["softmax_offset"] = self.softmax_offset
@@ -279,13 +281,13 @@ class DotProductAttention(torch.nn.Module):
             arguments["page_table"] = inference_params.page_table(k.device)
         if "padding" in mask_type:
             sizes = _sizes(q, k, fmt, 1 if self._ranks is None else self._ranks.size)
-            arguments |= _lengths_given(lengths, attention_mask, sizes, fmt, pad_between_seqs)
+            arguments |= _length_arguments(lengths, attention_mask, sizes, fmt, pad_between_seqs)
         elif mask_type == ARBITRARY:
             arguments["mask_mod"] = mask_mod_of(attention_mask, _score_shape(q, k, fmt))
         if score_mod is not None:
             arguments["score_mod"] = TEScoreMod(score_mod, score_mod_bprop, score_mod_tensors, score_mod_bprop_tensors)
-        elif any(given is not None for given in (score_mod_bprop, score_mod_tensors, score_mod_bprop_tensors)):
-            raise ValueError("score_mod is None and a bprop, or tensors, are given for it; accepted: a score_mod beside them")
+        elif any(x is not None for x in (score_mod_bprop, score_mod_tensors, score_mod_bprop_tensors)):
+            raise ValueError("score_mod is None but its bprop or tensors are set; accepted: a score_mod with them")
         if self.training and self.attention_dropout > 0:
             state = self._seed(q.device)
             if self._ranks is not None:
@@ -300,21 +302,21 @@ class DotProductAttention(torch.nn.Module):
             out, max_logit = checkpoint(run, q, k, v, use_reentrant=False, preserve_rng_state=False)  # dropout has its own seed
         else:
             out, max_logit = run(q, k, v)
-        if of_fp8 and fp8_output:
+        if fp8_arguments and fp8_output:
             out = _with_one_scale(out)
         return (out, max_logit) if self.return_max_logit else out
 
     def get_extra_state(self) -> Tensor:
-        """Returns the scales and amax histories of delayed scaling as bytes, uint8; none where there are none."""
+        """Returns the scales and amax histories of delayed scaling as bytes, uint8; empty if there are none."""
         return self._scaling.to_bytes()
 
     def set_extra_state(self, state: Any) -> None:
-        """Takes what `get_extra_state` gave; with anything else, as TransformerEngine's own, the scales begin anew."""
+        """Loads `get_extra_state`'s result; any other state, such as TransformerEngine's own, resets the scales."""
         self._scaling.from_bytes(state)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
-        state_dict.setdefault(f"{prefix}_extra_state", None)  # which older checkpoints do not have
-        for part in ("flash_attention", "fused_attention", "unfused_attention"):  # parts of older modules of TransformerEngine's
+        state_dict.setdefault(f"{prefix}_extra_state", None)  # older checkpoints lack it
+        for part in ("flash_attention", "fused_attention", "unfused_attention"):  # parts of older TransformerEngine modules
             state_dict.pop(f"{prefix}{part}._extra_state", None)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
@@ -328,23 +330,23 @@ class DotProductAttention(torch.nn.Module):
                 raise ValueError(f"{name} is {describe(t)}; accepted in {fmt}: {len(fmt)} dims, the last two {(heads, dim)}")
 
     @staticmethod
-    def _check_ranks(ranks: context_parallel.Ranks, asked: dict[str, bool]) -> None:
-        """Raises NotImplementedError for what context parallelism does not serve, before anything is drawn, kept or sent."""
-        for what, is_asked in asked.items():
-            if is_asked:
+    def _check_ranks(ranks: context_parallel.Ranks, requests: dict[str, bool]) -> None:
+        """Raises NotImplementedError for features that context parallelism lacks, before random numbers or communication."""
+        for feature, is_requested in requests.items():
+            if is_requested:
                 raise NotImplementedError(
-                    f"cp_group has {ranks.size} ranks in a call with {what}; accepted: a group of one rank, or a call without it"
+                    f"cp_group has {ranks.size} ranks in a call with {feature}; accepted: a group of one rank, or a call without it"
                 )
 
     def _with_cache(
         self, params: InferenceParams, new: tuple[Tensor, Tensor], fmt: str, mask_type: str
     ) -> tuple[Tensor, Tensor, str, str, _Lengths]:
         if self.layer_number is None:
-            raise ValueError("layer_number is None with inference_params; accepted: the number of this layer, in the constructor")
+            raise ValueError("layer_number is None with inference_params; pass this layer's number to the constructor")
         if "padding" not in mask_type:
             raise ValueError(
-                f"attn_mask_type is {mask_type!r} with inference_params; accepted: a type with padding in its name, as sequences "
-                "have lengths of their own"
+                f"attn_mask_type is {mask_type!r} with inference_params; accepted: a type with padding in its name, because "
+                "sequences have different lengths"
             )
         step = params.step(self.layer_number, *new, fmt)
         mask_type = "padding_causal_bottom_right" if mask_type == "padding_causal" else mask_type
@@ -357,8 +359,8 @@ class DotProductAttention(torch.nn.Module):
             return ops.new_rng_state(device)
 
     def _fp8(self, q: Tensor, fp8_output: bool, bf16_backward: bool) -> dict[str, Any]:
-        """Returns the arguments for FP8 of a call on 16-bit tensors."""
-        # A checkpoint of torch's computes again outside of the autocast: as the layer's last forward did.
+        """Returns the FP8 arguments of a call on 16-bit tensors."""
+        # torch's checkpoint recomputes outside of the autocast, so a recomputation uses the recipe of the layer's last forward.
         recipe = active_recipe() or (self._last_recipe if is_recomputed() else None)
         if not is_recomputed():
             self._last_recipe = recipe
@@ -368,9 +370,9 @@ class DotProductAttention(torch.nn.Module):
             return {}
         if q.dtype not in (torch.float16, torch.bfloat16):
             raise ValueError(f"query_layer has dtype {q.dtype} with attention in FP8; accepted: float16, bfloat16")
-        made = recipe.attention_recipe(bf16_backward, torch.float8_e4m3fn if fp8_output else None)
-        state = self._scaling.state_for(made, q.device, self.training) if made.scaling == "delayed" else None
-        return {"fp8_recipe": made, "fp8_state": state}
+        fp8_recipe = recipe.attention_recipe(bf16_backward, torch.float8_e4m3fn if fp8_output else None)
+        state = self._scaling.state_for(fp8_recipe, q.device, self.training) if fp8_recipe.scaling == "delayed" else None
+        return {"fp8_recipe": fp8_recipe, "fp8_state": state}
 
 
 class _Lengths(NamedTuple):
@@ -383,45 +385,45 @@ class _Lengths(NamedTuple):
 
 
 def _check_pages(tensors: Mapping[str, Tensor | None], is_fp8: bool) -> None:
-    """Raises NotImplementedError for a call over pages in FP8, or with a tensor that requires a gradient."""
+    """Raises NotImplementedError if a call over pages is in FP8 or has a tensor that requires a gradient."""
     if is_fp8:
         raise NotImplementedError(
-            "inference_params has is_paged=True in an autocast with fp8_dpa or fp8_mha, or with FP8 tensors; accepted: 16, 32 bits"
+            "inference_params has is_paged=True in an autocast with fp8_dpa or fp8_mha, or FP8 tensors; accepted: 16 or 32 bits"
         )
     for name, t in tensors.items():
         if torch.is_grad_enabled() and t is not None and t.requires_grad:
             raise NotImplementedError(
-                f"{name} requires a gradient, and inference_params has is_paged=True, which is read forward alone; accepted: a "
-                "call under torch.no_grad()"
+                f"{name} requires a gradient but inference_params has is_paged=True, which has no backward; accepted: a call under "
+                "torch.no_grad()"
             )
 
 
 def _in_fp8(qkv: tuple[Any, Any, Any]) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
-    """Returns q, k and v as plain tensors, and the arguments for FP8 where they are FP8 tensors."""
-    found = {name: in_fp8(t, name) for name, t in zip(("query_layer", "key_layer", "value_layer"), qkv, strict=True)}
-    there = [t for t in found.values() if t is not None]
-    if not there:
+    """Returns q, k and v as plain tensors, and the FP8 arguments if they are FP8 tensors."""
+    tensors_by_name = {name: in_fp8(t, name) for name, t in zip(("query_layer", "key_layer", "value_layer"), qkv, strict=True)}
+    fp8_tensors = [t for t in tensors_by_name.values() if t is not None]
+    if not fp8_tensors:
         return *qkv, {}
-    if len(there) < len(qkv):
-        names = ", ".join(name for name, t in found.items() if t is not None)
-        raise ValueError(f"{names} in FP8 and the others not; accepted: all of query_layer, key_layer and value_layer, or none")
-    dtype = getattr(qkv[0], "dtype", torch.bfloat16)  # that an FP8 tensor stands for
+    if len(fp8_tensors) < len(qkv):
+        names = ", ".join(name for name, t in tensors_by_name.items() if t is not None)
+        raise ValueError(f"only {names} in FP8; accepted: all of query_layer, key_layer and value_layer, or none")
+    dtype = getattr(qkv[0], "dtype", torch.bfloat16)  # the dtype that an FP8 tensor represents
     recipe = fp8.Recipe(out_dtype=dtype if dtype in (torch.float16, torch.bfloat16) else torch.bfloat16)
-    descales = dict(zip(("descale_q", "descale_k", "descale_v"), (t.descale for t in there), strict=True))
-    return there[0].data, there[1].data, there[2].data, {"fp8_recipe": recipe, **descales}
+    descales = dict(zip(("descale_q", "descale_k", "descale_v"), (t.descale for t in fp8_tensors), strict=True))
+    return fp8_tensors[0].data, fp8_tensors[1].data, fp8_tensors[2].data, {"fp8_recipe": recipe, **descales}
 
 
 def _with_one_scale(out: Tensor) -> fp8.QuantizedTensor:
-    """Returns out in FP8; padding is 0 in it, so that its amax is that of the tokens."""
-    found = fp8.quantize(out.reshape(1, -1, 1, out.shape[-1]), fp8.Recipe(granularity="tensor"))
-    return found._replace(data=found.data.view(out.shape))
+    """Returns out in FP8; padding is 0, so that the amax is the tokens' amax."""
+    quantized = fp8.quantize(out.reshape(1, -1, 1, out.shape[-1]), fp8.Recipe(granularity="tensor"))
+    return quantized._replace(data=quantized.data.view(out.shape))
 
 
 def _backend() -> str | None:
-    """Returns the backend that NVTE_FUSED_ATTN and NVTE_UNFUSED_ATTN leave, None for any."""
+    """Returns the backend that NVTE_FUSED_ATTN and NVTE_UNFUSED_ATTN select, or None for any."""
     allowed = environment()
     if not allowed.allows_fused and not allowed.allows_unfused:
-        raise ValueError("NVTE_FUSED_ATTN and NVTE_UNFUSED_ATTN are 0; accepted: one of them 1, or not set")
+        raise ValueError("NVTE_FUSED_ATTN and NVTE_UNFUSED_ATTN are 0; accepted: at least one of them 1 or unset")
     return None if allowed.allows_fused else "eager"
 
 
@@ -435,17 +437,17 @@ def _score_shape(q: Tensor, k: Tensor, fmt: str) -> tuple[int, int, int, int]:
 
 
 def _sizes(q: Tensor, k: Tensor, fmt: str, ranks: int) -> tuple[int, int, int] | None:
-    """Returns (b, sq, skv) of dense tensors, of the whole where they lie over ranks; None for thd."""
+    """Returns (b, sq, skv) of dense tensors, over all ranks if they share sequences; None for thd."""
     q_format, kv_format = parse_format(fmt)
     if "thd" in (q_format, kv_format):
         return None
     return q.shape[q_format.index("b")], q.shape[q_format.index("s")] * ranks, k.shape[kv_format.index("s")] * ranks
 
 
-def _lengths_given(
+def _length_arguments(
     lengths: _Lengths, attention_mask: Any, sizes: tuple[int, int, int] | None, fmt: str, pad_between_seqs: bool | None
 ) -> dict[str, Any]:
-    """Returns the arguments for lengths of `flexattn.attention`, with a padding mask type; sizes: (b, sq, skv), None for thd."""
+    """Returns `flexattn.attention`'s length arguments for a padding mask type; sizes: (b, sq, skv), None for thd."""
     formats = parse_format(fmt)
     cu_seqlens = [lengths.cu_seqlens_q, lengths.cu_seqlens_kv]
     if cu_seqlens[0] is None or cu_seqlens[1] is None:
@@ -455,25 +457,25 @@ def _lengths_given(
                 f"cu_seqlens_q or cu_seqlens_kv is None with a padding mask type and {fmt}; accepted: int32 tensors [b + 1]{also}"
             )
         cu_seqlens = list(lengths_of(attention_mask, sizes[0], sizes[1:]))
-    made: dict[str, Any] = {"cu_seqlens_q": cu_seqlens[0], "cu_seqlens_kv": cu_seqlens[1]}
+    arguments: dict[str, Any] = {"cu_seqlens_q": cu_seqlens[0], "cu_seqlens_kv": cu_seqlens[1]}
     padded = (lengths.cu_seqlens_q_padded, lengths.cu_seqlens_kv_padded)
-    each = zip(("q", "kv"), formats, cu_seqlens, padded, (lengths.max_seqlen_q, lengths.max_seqlen_kv), strict=True)
-    for side, side_format, plain, starts, longest in each:
+    sides = zip(("q", "kv"), formats, cu_seqlens, padded, (lengths.max_seqlen_q, lengths.max_seqlen_kv), strict=True)
+    for side, side_format, plain, starts, longest in sides:
         if side_format != "thd":
             continue
-        made[f"max_seqlen_{side}"] = longest
+        arguments[f"max_seqlen_{side}"] = longest
         has_gaps = starts is not None and starts is not plain if pad_between_seqs is None else pad_between_seqs
         if has_gaps:
             if starts is None:
                 raise ValueError(
-                    f"pad_between_seqs is True and cu_seqlens_{side}_padded is None; accepted: int32 [b + 1], where each begins"
+                    f"pad_between_seqs is True but cu_seqlens_{side}_padded is None; accepted: int32 [b + 1], the start offsets"
                 )
-            made[f"cu_seqlens_{side}_padded"] = starts
-    return made
+            arguments[f"cu_seqlens_{side}_padded"] = starts
+    return arguments
 
 
 def _attend(results: Results, arguments: dict[str, Any], q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, Tensor | None]:
-    """Returns out with its heads merged, and max_logit in q's dtype, None where it is not asked for."""
+    """Returns out with merged heads, and max_logit in q's dtype, or None if it is not requested."""
     out, _, max_logit = attend(results, q, k, v, return_lse=False, **arguments)
     if isinstance(out, fp8.QuantizedTensor):
         source = None if out.source is None else out.source.flatten(-2)

@@ -1,8 +1,8 @@
-"""Pointwise nodes of cuDNN frontend's graphs, versions 1.28 to 1.32: their operands, their parameters, and what each computes.
+"""Pointwise nodes of cuDNN frontend's graphs, versions 1.28 to 1.32: their operands, parameters and formulas.
 
-Names and orders are those of `cudnn.pygraph`. A `_backward` node takes the gradient of a result (`loss`) and the input that the
-result was computed from. Formulas of nodes with parameters are those of cuDNN frontend's own code generator
-(`cudnn/gemm/frost/epilogue_codegen.py`); `relu` with a `lower_clip` other than 0 was not compared with cuDNN on a GPU yet.
+Names and orders are those of `cudnn.pygraph`. A `_backward` node's operands are the gradient of a result (`loss`) and the input of
+the forward node. Formulas of nodes with parameters are those of cuDNN frontend's own code generator
+(`cudnn/gemm/frost/epilogue_codegen.py`). `relu` with a `lower_clip` other than 0 is not compared with cuDNN on a GPU.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor
 
 from flexattn.mods.tracer import MisusedType
 
-ON_EVERY_NODE = ("name", "compute_data_type")  # accepted, and without effect: arithmetic is the kernel's
+ON_EVERY_NODE = ("name", "compute_data_type")  # accepted and ignored: the kernel chooses the arithmetic
 
 
 class Node(NamedTuple):
-    """A pointwise node: compute(*operands, *parameters) in torch; parameters are numbers, None where they were left out."""
+    """A pointwise node: compute(*operands, *parameters) in torch. Parameters are numbers, or None if they are left out."""
 
     compute: Callable[..., Tensor]
     operands: tuple[str, ...]
@@ -32,29 +32,29 @@ class Node(NamedTuple):
         return (*self.operands, *self.parameters, *ON_EVERY_NODE)
 
 
-def bind(name: str, given: Sequence[Any], named: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
+def bind(name: str, positional: Sequence[Any], named: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
     """Returns the operands and the parameters of a call of node `name`.
 
     Raises:
-        TypeError: arguments that the node does not take, has twice, or lacks.
+        TypeError: if an argument is unknown, comes twice, or is missing.
     """
     node = NODES[name]
     by_position = node.accepted if node.parameters else node.operands  # as in cuDNN frontend's own signatures
-    if len(given) > len(by_position):
+    if len(positional) > len(by_position):
         raise MisusedType(
-            f"{name} was given {len(given)} arguments by position; accepted: {_listed(by_position)}, and by name also "
-            f"{_listed(ON_EVERY_NODE)}"
+            f"{name} got {len(positional)} positional arguments; accepted: {_join(by_position)}, and by name also "
+            f"{_join(ON_EVERY_NODE)}"
         )
-    bound = dict(zip(by_position, given, strict=False))
+    bound = dict(zip(by_position, positional, strict=False))
     for keyword, value in named.items():
         if keyword not in node.accepted:
-            raise MisusedType(f"{name} was given {keyword}={value!r}, which it does not take; accepted: {_listed(node.accepted)}")
+            raise MisusedType(f"{name} got an unknown argument {keyword}={value!r}; accepted: {_join(node.accepted)}")
         if keyword in bound:
-            raise MisusedType(f"{name} was given {keyword} twice, by position and by name; accepted: one of the two")
+            raise MisusedType(f"{name} got {keyword} twice, by position and by name; accepted: one of the two")
         bound[keyword] = value
-    for wanted in (*node.operands, *node.required):
-        if bound.get(wanted) is None:
-            raise MisusedType(f"{name} was given no {wanted}; accepted: {_listed(node.accepted)}")
+    for required in (*node.operands, *node.required):
+        if bound.get(required) is None:
+            raise MisusedType(f"{name} got no {required}; accepted: {_join(node.accepted)}")
     parameters = [bound.get(parameter) for parameter in node.parameters]
     for parameter, value in zip(node.parameters, parameters, strict=True):
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -63,12 +63,12 @@ def bind(name: str, given: Sequence[Any], named: Mapping[str, Any]) -> tuple[lis
     return [bound[operand] for operand in node.operands], parameters
 
 
-def _listed(names: Sequence[str]) -> str:
+def _join(names: Sequence[str]) -> str:
     return ", ".join(names)
 
 
 def _relu(x: Tensor, negative_slope: Any, lower_clip: Any, upper_clip: Any) -> Tensor:
-    """Returns max(x, lower_clip or 0), or with a slope max(max(x, 0) + slope * min(x, 0), lower_clip); then min with upper_clip."""
+    """Returns max(x, lower_clip or 0), or with a slope max(max(x, 0) + slope * min(x, 0), lower_clip), clipped to upper_clip."""
     if negative_slope is None and lower_clip is None:
         result = torch.relu(x)
     elif negative_slope is None:
@@ -80,7 +80,7 @@ def _relu(x: Tensor, negative_slope: Any, lower_clip: Any, upper_clip: Any) -> T
 
 
 def _relu_backward(g: Tensor, x: Tensor, negative_slope: Any, lower_clip: Any, upper_clip: Any) -> Tensor:
-    """Returns g where lower_clip (0) < x < upper_clip, elsewhere g * negative_slope (0)."""
+    """Returns g if lower_clip (0) < x < upper_clip, else g * negative_slope (0)."""
     inside = x > (0 if lower_clip is None else lower_clip)
     inside = inside if upper_clip is None else torch.logical_and(inside, x < upper_clip)
     return torch.where(inside, g, torch.zeros_like(g) if negative_slope is None else g * negative_slope)
@@ -147,16 +147,16 @@ _UNARY: dict[str, Callable[..., Tensor]] = {
     "softplus": lambda x: torch.nn.functional.softplus(x),
     "logical_not": lambda x: torch.logical_not(_as_mask(x)),
 }
-_OF_A_AND_B: dict[str, Callable[..., Tensor]] = {
+_BINARY_A_B: dict[str, Callable[..., Tensor]] = {
     **{name: getattr(torch, name) for name in ("add", "sub", "mul", "div")},
     "add_square": lambda a, b: a + b * b,
     "logical_and": lambda a, b: torch.logical_and(_as_mask(a), _as_mask(b)),
     "logical_or": lambda a, b: torch.logical_or(_as_mask(a), _as_mask(b)),
 }
-_OF_TWO_INPUTS: dict[str, Callable[..., Tensor]] = {
+_BINARY_INPUTS: dict[str, Callable[..., Tensor]] = {
     "max": torch.maximum,
     "min": torch.minimum,
-    "mod": torch.fmod,  # has the sign of the first
+    "mod": torch.fmod,  # has the sign of the first operand
     "pow": torch.pow,
 }
 _COMPARISONS = {f"cmp_{name}": getattr(torch, name if name != "neq" else "ne") for name in ("eq", "neq", "gt", "ge", "lt", "le")}
@@ -172,8 +172,8 @@ _CLIPS = ("negative_slope", "lower_clip", "upper_clip")
 
 NODES: dict[str, Node] = {
     **{name: Node(compute, ("input",)) for name, compute in _UNARY.items()},
-    **{name: Node(compute, ("a", "b")) for name, compute in _OF_A_AND_B.items()},
-    **{name: Node(compute, ("input0", "input1")) for name, compute in _OF_TWO_INPUTS.items()},
+    **{name: Node(compute, ("a", "b")) for name, compute in _BINARY_A_B.items()},
+    **{name: Node(compute, ("input0", "input1")) for name, compute in _BINARY_INPUTS.items()},
     **{name: Node(compute, ("input", "comparison")) for name, compute in _COMPARISONS.items()},
     **{name: Node(compute, ("loss", "input")) for name, compute in _BACKWARDS.items()},
     "bias": Node(torch.add, ("input", "bias")),

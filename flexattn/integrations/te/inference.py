@@ -1,4 +1,4 @@
-"""The cache of keys and values for generation, under the names of TransformerEngine's `InferenceParams`, with pages or without."""
+"""Cache of keys and values for generation, under the names of TransformerEngine's `InferenceParams`, with or without pages."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ FORMATS = ("bshd", "sbhd", "thd")
 
 
 class Stepped(NamedTuple):
-    """Keys and values in the cache after a step, and what attention over them needs.
+    """Keys and values in the cache after a step, and the other arguments of attention over them.
 
-    k, v: [b, max_sequence_length, h_kv, d], views of the cache, of the sequences in the step; or all pages, [total_num_pages,
-    page_size, h_kv, d]. cu_seqlens_q, cu_seqlens_kv: int32 [b + 1], of the new tokens and of all; the same memory in each step.
-    max_seqlen_q: the most new tokens of a sequence, in a CUDA graph the most that any step may have. max_seqlen_kv: the tokens that
-    the cache has room for in one sequence. qkv_format: of q and the cache.
+    k, v: [b, max_sequence_length, h_kv, d], views of the cache, for the step's sequences; or all pages, [total_num_pages,
+    page_size, h_kv, d]. cu_seqlens_q, cu_seqlens_kv: int32 [b + 1], for the new tokens and for all tokens, at the same addresses
+    in each step. max_seqlen_q: the most new tokens of a sequence, in a CUDA graph the most in any step. max_seqlen_kv: the cache's
+    capacity for one sequence in tokens. qkv_format: the format of q and the cache.
     """
 
     k: Tensor
@@ -36,34 +36,34 @@ class Stepped(NamedTuple):
     qkv_format: str
 
 
-class _OnDevice:
-    """Lengths and pages of a step on a device. They lie in the same memory in each step, as a captured CUDA graph needs it."""
+class _DeviceState:
+    """Lengths and pages of a step on a device. Their addresses are the same in each step, as a captured CUDA graph requires."""
 
     def __init__(self, rows: int, columns: int, device: torch.device) -> None:
         sizes = [rows, rows + 1, rows + 1, rows * columns]
-        self._whole = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
-        self._seqused, self._cu_seqlens_q, self._cu_seqlens_kv, table = torch.split(self._whole, sizes)
+        self._buffer = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
+        self._seqused, self._cu_seqlens_q, self._cu_seqlens_kv, table = torch.split(self._buffer, sizes)
         self._table = table.view(rows, columns)
 
     def write(self, seqused: list[int], new: list[int], pages: list[list[int]]) -> None:
-        """Takes each sequence's tokens before the step, its new ones and its pages. Rows without a sequence get none."""
+        """Writes each sequence's tokens before the step, its new tokens and its pages. Unused rows have none."""
         rows, columns = self._table.shape
-        more = [0] * (rows - len(new))
-        before, counts = seqused + more, new + more
+        unused = [0] * (rows - len(new))
+        before, counts = seqused + unused, new + unused
         totals = [length + count for length, count in zip(before, counts, strict=True)]
         numbers = [*before, 0, *itertools.accumulate(counts), 0, *itertools.accumulate(totals)]
         for row in pages:
             numbers += row + [0] * (columns - len(row))
-        numbers += [0] * (len(self._whole) - len(numbers))
-        made = torch.tensor(numbers, dtype=torch.int32, device="cpu")
-        self._whole.copy_(made.pin_memory() if self._whole.is_cuda else made, non_blocking=True)
+        numbers += [0] * (len(self._buffer) - len(numbers))
+        host_numbers = torch.tensor(numbers, dtype=torch.int32, device="cpu")
+        self._buffer.copy_(host_numbers.pin_memory() if self._buffer.is_cuda else host_numbers, non_blocking=True)
 
     def seqused(self, batch: int) -> Tensor:
-        """Returns the tokens of each sequence before the step, int32 [b]."""
+        """Returns the number of tokens of each sequence before the step, int32 [b]."""
         return self._seqused[:batch]
 
     def cu_seqlens(self, batch: int) -> tuple[Tensor, Tensor]:
-        """Returns offsets of the new tokens and of all, int32 [b + 1] each."""
+        """Returns cumulative lengths of the new tokens and of all tokens, int32 [b + 1] each."""
         return self._cu_seqlens_q[: batch + 1], self._cu_seqlens_kv[: batch + 1]
 
     def page_table(self, batch: int) -> Tensor:
@@ -72,29 +72,30 @@ class _OnDevice:
 
 
 class InferenceParams:
-    """Keys and values of the tokens so far, of each layer: [max_batch_size, max_sequence_length, h_kv, d], or with is_paged
-    [total_num_pages, page_size, h_kv, d], of which each sequence has as many as its tokens need.
+    """Cache of each layer's keys and values: [max_batch_size, max_sequence_length, h_kv, d], or with is_paged
+    [total_num_pages, page_size, h_kv, d], with pages assigned to each sequence on demand.
 
-    Call `pre_step` once for a step, with its sequences and their new tokens, and then each layer's attention, which calls `step`.
-    Sequences that a step does not name are finished: others move up in the cache, or may have their pages.
+    Call `pre_step` once per step, with its sequences and their new tokens, and then each layer's attention, which calls `step`.
+    A sequence that a step leaves out is finished: other sequences move up in the cache, or take over its pages.
 
-    A CUDA graph may hold the layers of a step: lengths and pages lie in the same memory in each step. Allocate the memory of all
-    layers before the capture, and call `pre_step` before each replay, with as many sequences as were captured.
+    A CUDA graph may contain the layers of a step, because lengths and pages stay at the same addresses. Allocate the memory of all
+    layers before the capture, and call `pre_step` before each replay, with the captured number of sequences.
 
     Args:
-        max_batch_size: sequences at once.
-        max_sequence_length: tokens of a sequence, those of its prompt and those that follow.
-        num_heads_kv, head_dim_k, dtype: of the keys.
-        head_dim_v: of the values; None: as of the keys.
-        is_paged: whether the cache is in pages.
-        total_num_pages, page_size: of a paged cache, and without effect for another. page_size divides max_sequence_length.
-            total_num_pages, where TransformerEngine wants pages for max_batch_size * max_sequence_length tokens, may be fewer.
-        max_ctx_len: accepted, and without effect: thd needs no room of its own here.
-        qkv_format: of q and of new keys and values: "bshd", "sbhd" or "thd".
-        custom_cache_manager: None.
+        max_batch_size: maximum number of sequences.
+        max_sequence_length: maximum number of tokens of a sequence, including its prompt.
+        num_heads_kv, head_dim_k, dtype: heads, head dim and dtype of the keys.
+        head_dim_v: head dim of the values. None: head_dim_k.
+        is_paged: whether the cache is paged.
+        total_num_pages, page_size: size of a paged cache; ignored otherwise. page_size must divide max_sequence_length.
+            TransformerEngine requires pages for max_batch_size * max_sequence_length tokens; flexattn accepts fewer.
+        max_ctx_len: ignored; thd needs no extra memory.
+        qkv_format: format of q and of new keys and values: "bshd", "sbhd" or "thd".
+        custom_cache_manager: must be None.
 
     Raises:
-        NotImplementedError: a cache manager. ValueError, TypeError: numbers that have no meaning.
+        NotImplementedError: if custom_cache_manager is set.
+        ValueError, TypeError: if a number is invalid.
     """
 
     def __init__(
@@ -113,13 +114,13 @@ class InferenceParams:
         custom_cache_manager: Any = None,
     ) -> None:
         if custom_cache_manager is not None:
-            raise NotImplementedError("custom_cache_manager is given; accepted: None, the caches that is_paged says")
+            raise NotImplementedError("custom_cache_manager is not supported; accepted: None, and is_paged to select the cache")
         check_count("max_batch_size", max_batch_size, 1, "an int of at least 1, sequences at once")
         check_count("max_sequence_length", max_sequence_length, 1, "an int of at least 1, tokens of a sequence")
         for name, count in (("num_heads_kv", num_heads_kv), ("head_dim_k", head_dim_k)):
             check_count(name, count, 1, "an int of at least 1, of the keys")
         if not isinstance(dtype, torch.dtype):
-            raise TypeError(f"dtype is {describe(dtype)}; accepted: that of the keys, as torch.bfloat16")
+            raise TypeError(f"dtype is {describe(dtype)}; accepted: the keys' dtype, such as torch.bfloat16")
         check_name("qkv_format", qkv_format, FORMATS)
         self.max_batch_size, self.max_sequence_length = max_batch_size, max_sequence_length
         self.num_heads_kv, self.head_dim_k, self.dtype = num_heads_kv, head_dim_k, dtype
@@ -130,13 +131,13 @@ class InferenceParams:
         self.cache: dict[int, tuple[Tensor, Tensor]] = {}
         self.sequences: OrderedDict[Hashable, int] = OrderedDict()
         self._new: list[int] = []
-        self._on_devices: dict[torch.device, _OnDevice] = {}
+        self._device_states: dict[torch.device, _DeviceState] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_on_devices": {}}  # they are made again of the numbers above
+        return vars(self) | {"_device_states": {}}  # derived from the numbers above
 
     def allocate_memory(self, layer_number: int, device: torch.device | str | None = None) -> None:
-        """Allocates the cache of a layer, of zeros; device None: the current CUDA device, or the CPU where there is none.
+        """Allocates the cache of a layer, filled with zeros. device None: the current CUDA device, or the CPU if there is none.
 
         Raises RuntimeError while a CUDA graph is captured, whose replays would write the zeros again.
         """
@@ -149,28 +150,28 @@ class InferenceParams:
         self.cache[layer_number] = k, v
 
     def reset(self) -> None:
-        """Forgets all sequences; the memory stays, and what is in it is not read."""
+        """Removes all sequences. The memory stays allocated, and its contents are not read."""
         self.sequences.clear()
         if self.pages is not None:
             self.pages.reset()
         self._new = []
 
     def get_seqlens_pre_step(self) -> Tensor:
-        """Returns the tokens that each sequence of the step had before it, int32 [b], on the CPU."""
+        """Returns the number of tokens of each sequence before the step, int32 [b], on the CPU."""
         return torch.tensor(self._before(), dtype=torch.int32, device="cpu")
 
     @property
     def max_seqlen_q(self) -> int:
-        """The most new tokens that a sequence of the step has."""
+        """The largest number of new tokens of a sequence in the step."""
         return max(self._new, default=0)
 
     def pre_step(self, step_dict: Mapping[Hashable, int]) -> None:
-        """Begins a step: sequence id -> new tokens, in the order of the batch. Sequences that are not named are finished.
+        """Begins a step: sequence id -> new tokens, in the order of the batch. Sequences that are left out are finished.
 
         Raises:
-            ValueError: more sequences, or more tokens of one or of all, than there is room for; nothing has changed then.
-            TypeError: a number of tokens that is no int.
-            RuntimeError: a CUDA graph is being captured, whose replays would repeat this step's numbers.
+            ValueError: if there is no room for the sequences or tokens. The state is then unchanged.
+            TypeError: if a number of tokens is not an int.
+            RuntimeError: if a CUDA graph is being captured, because its replays would repeat this step's numbers.
         """
         refuse_capture("InferenceParams.pre_step")
         if len(step_dict) > self.max_batch_size:
@@ -188,23 +189,23 @@ class InferenceParams:
             self.pages.take(totals)
         if self.pages is None:
             before = {name: row for row, name in enumerate(self.sequences)}
-            self._move([before.get(name, row) for row, name in enumerate(totals)])  # a new sequence's row may hold anything
+            self._move([before.get(name, row) for row, name in enumerate(totals)])  # a new sequence's row has undefined contents
         self.sequences = totals
         self._new = list(step_dict.values())
-        for on_device in self._on_devices.values():
-            self._write(on_device)
+        for device_state in self._device_states.values():
+            self._write(device_state)
 
     def step(self, layer_number: int, new_k: Tensor, new_v: Tensor, qkv_format: str) -> Stepped:
-        """Puts a layer's new keys and values behind those in the cache.
+        """Appends a layer's new keys and values to the cache.
 
         Args:
-            layer_number: any number; a layer that is new is given memory.
+            layer_number: any number; a new layer's memory is allocated.
             new_k, new_v: in qkv_format, [b, s, h_kv, d] with each sequence's new tokens first, [s, b, h_kv, d], or
-                [t, h_kv, d] with those of all sequences one after another. b: the sequences of the step.
-            qkv_format: their format, and q's.
+                [t, h_kv, d] with all sequences packed. b is the number of sequences in the step.
+            qkv_format: the format of new_k, new_v and q.
 
         Raises:
-            ValueError: tensors that do not fit the step or the cache.
+            ValueError: if the tensors do not fit the step or the cache.
         """
         check_name("qkv_format", qkv_format, FORMATS)
         if layer_number not in self.cache:
@@ -212,59 +213,59 @@ class InferenceParams:
         caches = self.cache[layer_number]
         batch, total = len(self._new), sum(self._new)
         if not batch:
-            raise ValueError("the step has no sequences; call pre_step with those of this step and their new tokens first")
-        on_device = self._on(new_k.device)
+            raise ValueError("the step has no sequences; first call pre_step with this step's sequences and their new tokens")
+        device_state = self._state_on(new_k.device)
         for name, cache, new in (("new_k", caches[0], new_k), ("new_v", caches[1], new_v)):
-            sizes = tuple(new.shape[-2:]) == tuple(cache.shape[-2:])
+            has_sizes = tuple(new.shape[-2:]) == tuple(cache.shape[-2:])
             if qkv_format == "thd":
                 fits = new.dim() == 3 and new.shape[0] >= total
             else:
                 rows, tokens = new.shape[:2] if qkv_format == "bshd" else (new.shape[1], new.shape[0])
                 fits = new.dim() == 4 and rows == batch and tokens >= self.max_seqlen_q
-            if not (sizes and fits and new.dtype is cache.dtype):
+            if not (has_sizes and fits and new.dtype is cache.dtype):
                 raise ValueError(
                     f"{name} is {describe(new)}; accepted in {qkv_format}: {total} new tokens of {batch} sequences, at most "
                     f"{self.max_seqlen_q} of one, with heads and head dim {tuple(cache.shape[-2:])}, in {cache.dtype}"
                 )
         fmt = "bshd" if qkv_format == "bshd" else f"{qkv_format}_2bshd"
         k, v = caches if self.pages is not None else (cache[:batch] for cache in caches)
-        cu_seqlens_q, cu_seqlens_kv = on_device.cu_seqlens(batch)
+        cu_seqlens_q, cu_seqlens_kv = device_state.cu_seqlens(batch)
         with torch.no_grad():
             append_kv(
                 k,
                 v,
                 new_k,
                 new_v,
-                seqused_kv=on_device.seqused(batch),
-                page_table=None if self.pages is None else on_device.page_table(batch),
+                seqused_kv=device_state.seqused(batch),
+                page_table=None if self.pages is None else device_state.page_table(batch),
                 qkv_format=fmt,
                 cu_seqlens_q=cu_seqlens_q,
             )
-        # A captured graph would keep this step's number.
+        # A captured graph would keep this step's number, so it gets the maximum.
         longest = self.max_sequence_length if is_capturing() else self.max_seqlen_q
         return Stepped(k, v, cu_seqlens_q, cu_seqlens_kv, longest, self.max_sequence_length, fmt)
 
     def page_table(self, device: torch.device | str) -> Tensor:
-        """Returns the pages of the step's sequences, int32 [b, max_sequence_length / page_size], 0 behind those of each.
+        """Returns the pages of the step's sequences, int32 [b, max_sequence_length / page_size], 0 after each sequence's last page.
 
-        Raises ValueError for a cache without pages.
+        Raises ValueError if the cache has no pages.
         """
         if self.pages is None:
-            raise ValueError("is_paged is False, and page_table was asked for; accepted: a cache with is_paged=True")
-        return self._on(torch.device(device)).page_table(len(self._new))
+            raise ValueError("page_table needs pages but is_paged is False; accepted: a cache with is_paged=True")
+        return self._state_on(torch.device(device)).page_table(len(self._new))
 
     def convert_paged_to_nonpaged(self, layer_number: int) -> tuple[Tensor, Tensor]:
-        """Returns copies of a layer's keys and values in rows, [b, max_sequence_length, h_kv, d], of the step's sequences.
+        """Returns copies of a layer's keys and values in rows, [b, max_sequence_length, h_kv, d], for the step's sequences.
 
-        What lies behind a sequence's tokens may be anything. Raises ValueError for a cache without pages, KeyError for a layer
-        that has no memory yet.
+        Values after a sequence's tokens are undefined. Raises ValueError if the cache has no pages, and KeyError if the layer has
+        no memory yet.
         """
         k, v = self.cache[layer_number]
         table = self.page_table(k.device).long()
         return k[table].flatten(1, 2), v[table].flatten(1, 2)
 
     def _move(self, rows: list[int]) -> None:
-        """Moves rows of all layers: row i becomes what row rows[i] was."""
+        """Permutes the rows of all layers: row i becomes the old row rows[i]."""
         if rows == list(range(len(rows))):
             return
         sources = {device: torch.tensor(rows, device=device) for device in {k.device for k, _ in self.cache.values()}}
@@ -274,21 +275,21 @@ class InferenceParams:
                     cache[: len(rows)] = cache.index_select(0, sources[cache.device])
 
     def _before(self) -> list[int]:
-        """Returns the tokens that each sequence of the step had before it."""
+        """Returns the number of tokens of each sequence before the step."""
         return [total - new for total, new in zip(self.sequences.values(), self._new, strict=True)]
 
-    def _on(self, device: torch.device) -> _OnDevice:
-        found = self._on_devices.get(device)
-        if found is None:
+    def _state_on(self, device: torch.device) -> _DeviceState:
+        state = self._device_states.get(device)
+        if state is None:
             columns = 0 if self.pages is None else self.pages.columns
             with making_state("the first InferenceParams.step on a device"):
-                found = _OnDevice(self.max_batch_size, columns, device)
-                self._write(found)
-            self._on_devices[device] = found
-        return found
+                state = _DeviceState(self.max_batch_size, columns, device)
+                self._write(state)
+            self._device_states[device] = state
+        return state
 
-    def _write(self, on_device: _OnDevice) -> None:
-        on_device.write(self._before(), self._new, [] if self.pages is None else self.pages.of(self.sequences))
+    def _write(self, device_state: _DeviceState) -> None:
+        device_state.write(self._before(), self._new, [] if self.pages is None else self.pages.of(self.sequences))
 
 
 def _pages(max_sequence_length: int, total_num_pages: Any, page_size: Any) -> Pages:

@@ -1,4 +1,4 @@
-"""Delayed scaling of one attention layer: its state, how it goes from step to step, and as bytes in a checkpoint."""
+"""Delayed scaling of one attention layer: its state, its steps, and its bytes in a checkpoint."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from flexattn.warn import warn_once
 
 
 def is_recomputed() -> bool:
-    """Returns whether a backward runs in this thread: what a checkpoint computes again is to be as it was in the forward."""
+    """Returns whether a backward runs in this thread, so that a forward is a checkpoint's recomputation."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 class LayerScaling:
-    """Keeper of a layer's `flexattn.fp8.DelayedScaling`, which is made at the first call in FP8.
+    """Owner of a layer's `flexattn.fp8.DelayedScaling`, which is created at the first call in FP8.
 
-    It is no submodule, as its buffers would be keys of the layer's state_dict that TransformerEngine's checkpoints do not have.
+    It is not a submodule, because TransformerEngine's checkpoints lack the keys that its buffers would add to the state_dict.
     """
 
     def __init__(self, num_heads: int, num_heads_kv: int) -> None:
         self.heads = (num_heads, num_heads_kv)
         self.state: fp8.DelayedScaling | None = None
-        self.loaded: dict[str, Tensor] | None = None  # tensors of a checkpoint, until there is a state
-        self.step = 0  # to which the scales belong
+        self.loaded: dict[str, Tensor] | None = None  # tensors of a checkpoint, until a state exists
+        self.step = 0  # step of the scales
 
     def state_for(self, recipe: fp8.Recipe, device: torch.device, is_training: bool) -> fp8.DelayedScaling:
-        """Returns the state for a call; in training it goes to the next step in each new outermost autocast."""
+        """Returns the state for a call. In training, each new outermost autocast advances it by a step."""
         state, step = self.state, current_step()
         if state is None or state.recipe != recipe or state.scale("q").device != device:
             before = self.loaded if state is None else state.state_dict()
@@ -49,7 +49,7 @@ class LayerScaling:
         return state
 
     def to_bytes(self) -> Tensor:
-        """Returns scales and amax histories as bytes, uint8; none where there is no state."""
+        """Returns scales and amax histories as bytes, uint8; empty if there is no state."""
         content = self.loaded if self.state is None else self.state.state_dict()
         if content is None:
             return torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -58,7 +58,7 @@ class LayerScaling:
         return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
 
     def from_bytes(self, state: Any) -> None:
-        """Takes what `to_bytes` gave; with anything else, as TransformerEngine's own, the scales begin anew."""
+        """Loads `to_bytes`'s result; any other state, such as TransformerEngine's own, resets the scales."""
         self.state, self.loaded = None, None
         if isinstance(state, io.BytesIO):
             content = state.getvalue()
@@ -66,11 +66,11 @@ class LayerScaling:
             content = state.cpu().numpy().tobytes() if isinstance(state, Tensor) else b""
         if not content:
             return
-        found = None
+        tensors = None
         if content.startswith(b"PK"):  # written by torch.save; other bytes are another library's
-            with contextlib.suppress(pickle.UnpicklingError, RuntimeError):  # objects that are no tensors, or cut off
-                found = torch.load(io.BytesIO(content), weights_only=True)
-        if isinstance(found, dict) and set(found) == set(fp8.BUFFERS):
-            self.loaded = found
+            with contextlib.suppress(pickle.UnpicklingError, RuntimeError):  # objects other than tensors, or truncated bytes
+                tensors = torch.load(io.BytesIO(content), weights_only=True)
+        if isinstance(tensors, dict) and set(tensors) == set(fp8.BUFFERS):
+            self.loaded = tensors
         else:
-            warn_once("extra state", "the FP8 state of a checkpoint is not flexattn's; its scales of attention begin at 1")
+            warn_once("extra state", "a checkpoint's FP8 state is not flexattn's; its attention scales start at 1")

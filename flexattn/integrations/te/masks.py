@@ -1,4 +1,4 @@
-"""TransformerEngine's rules for mask types, windows and mask tensors, as arguments of `flexattn.attention`.
+"""TransformerEngine's rules for mask types, windows and mask tensors, and their conversion to `flexattn.attention`'s arguments.
 
 The rules are those of `check_set_window_size` and `get_cu_seqlens` in `transformer_engine/pytorch/attention/dot_product_attention/
 utils.py`, and of DotProductAttention's documentation.
@@ -24,60 +24,60 @@ Window = tuple[int, int]
 
 
 def mask_type_of(name: Any) -> str:
-    """Returns a mask type in its usual spelling: "causal,padding", "padding,causal" and "causal_padding" are "padding_causal".
+    """Returns a mask type in its standard spelling: "causal,padding", "padding,causal" and "causal_padding" are "padding_causal".
 
-    Raises ValueError for a name that is none of `MASK_TYPES`.
+    Raises ValueError if the name is not in `MASK_TYPES`.
     """
-    usual = str(name).replace(",", "_")
-    usual = "padding_causal" if usual == "causal_padding" else usual
-    if not isinstance(name, str) or usual not in MASK_TYPES:
+    standard = str(name).replace(",", "_")
+    standard = "padding_causal" if standard == "causal_padding" else standard
+    if not isinstance(name, str) or standard not in MASK_TYPES:
         check_name("attn_mask_type", name, MASK_TYPES)
-    return usual
+    return standard
 
 
 def window_of(attn_mask_type: str, window_size: Any) -> Window:
-    """Returns the window (left, right), -1 for open, that a mask type gives one that is asked for.
+    """Returns the window (left, right), -1 for open, that results from a mask type and a requested window.
 
     A causal type has 0 on its right: None and (-1, 0) are (-1, 0), and (-1, -1) or (left, right) with left >= 0 become (left, 0)
-    with a warning. Another type takes None for (-1, -1), and (-1, 0) becomes (-1, -1) with a warning.
+    with a warning. With another type None means (-1, -1), and (-1, 0) becomes (-1, -1) with a warning.
 
-    Raises ValueError, where TransformerEngine has an AssertionError, for any other side below 0.
+    Raises ValueError for any other side below 0; TransformerEngine raises an AssertionError.
     """
     is_causal = "causal" in attn_mask_type
     if window_size is None:
         return (-1, 0) if is_causal else (-1, -1)
     sides = [as_index(side) for side in window_size] if isinstance(window_size, (tuple, list)) else []
-    whole = [side for side in sides if side is not None]
-    if len(sides) != 2 or len(whole) != 2:
+    ints = [side for side in sides if side is not None]
+    if len(sides) != 2 or len(ints) != 2:
         raise ValueError(f"window_size is {window_size!r}; accepted: None, or a pair of ints (left, right), -1 for open")
-    left, right = whole
+    left, right = ints
     if is_causal and right != 0 and (left >= 0 or (left, right) == (-1, -1)):
-        return _warned(attn_mask_type, (left, right), (left, 0))
+        return _warn_replaced(attn_mask_type, (left, right), (left, 0))
     if not is_causal and (left, right) == (-1, 0):
-        return _warned(attn_mask_type, (left, right), (-1, -1))
+        return _warn_replaced(attn_mask_type, (left, right), (-1, -1))
     if (is_causal and (left < -1 or right != 0)) or (not is_causal and (left, right) != (-1, -1) and min(left, right) < 0):
         accepted = "(-1, 0), or (left, 0) with left >= 0" if is_causal else "(-1, -1), or (left, right) with both >= 0"
         raise ValueError(f"window_size is {(left, right)} with attn_mask_type {attn_mask_type!r}; accepted: {accepted}")
     return left, right
 
 
-def _warned(attn_mask_type: str, given: Window, used: Window) -> Window:
+def _warn_replaced(attn_mask_type: str, requested: Window, used: Window) -> Window:
     if not torch.compiler.is_compiling():
-        warnings.warn(f"window_size is {given} with attn_mask_type {attn_mask_type!r}, and is taken as {used}", stacklevel=4)
+        warnings.warn(f"window_size is {requested} with attn_mask_type {attn_mask_type!r}; {used} is used instead", stacklevel=4)
     return used
 
 
 def diagonal_of(attn_mask_type: str, bottom_right_diagonal: bool | None) -> bool | None:
-    """Returns the argument bottom_right_diagonal of `flexattn.attention`: None where the type's name says it, True for None."""
+    """Returns `flexattn.attention`'s bottom_right_diagonal: None if the type's name determines it; None means True otherwise."""
     if "causal" in attn_mask_type:
         return None
     return True if bottom_right_diagonal is None else bool(bottom_right_diagonal)
 
 
 def lengths_of(attention_mask: Any, batch: int, sizes: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Returns cu_seqlens_q and cu_seqlens_kv, int32 [b + 1], of a padding mask: the running sums of the tokens that are not hidden.
+    """Returns cu_seqlens_q and cu_seqlens_kv, int32 [b + 1], of a padding mask: cumulative counts of the visible tokens.
 
-    Hidden tokens must be the last of their sequence, which is checked where it costs nothing: on a CPU, and with FLEXATTN_CHECK=1.
+    Hidden tokens must be the last of their sequence. This is only checked on a CPU and with FLEXATTN_CHECK=1, to avoid a wait.
 
     Args:
         attention_mask: bool [b, 1, 1, s], True for a hidden token; or a pair of them, for the queries and for the keys.
@@ -85,14 +85,14 @@ def lengths_of(attention_mask: Any, batch: int, sizes: tuple[int, int]) -> tuple
         sizes: the tokens of a row of q, and of k.
 
     Raises:
-        ValueError, TypeError: a mask of another shape or dtype, one mask for queries and keys of different lengths, and hidden
-        tokens before others.
+        ValueError, TypeError: if the mask has another shape or dtype, or if hidden tokens precede visible tokens.
+        ValueError: if one mask is for queries and keys of different lengths.
     """
     if isinstance(attention_mask, (tuple, list)) and len(attention_mask) == 2:
         masks = attention_mask
     else:
         masks = (attention_mask, attention_mask)
-    found = []
+    cumulative = []
     for name, mask, size in zip(("queries", "keys"), masks, sizes, strict=True):
         if not isinstance(mask, Tensor) or mask.dtype is not torch.bool or tuple(mask.shape) != (batch, 1, 1, size):
             raise ValueError(
@@ -102,25 +102,25 @@ def lengths_of(attention_mask: Any, batch: int, sizes: tuple[int, int]) -> tuple
         rows = mask[:, 0, 0]
         if are_values_read(mask) and bool((rows[:, :-1] & ~rows[:, 1:]).any()):
             raise ValueError(
-                f"attention_mask hides tokens of the {name} that lie before others of their sequence; accepted: the last ones "
-                "(for others, attn_mask_type 'arbitrary' and a mask [b, 1, sq, skv])"
+                f"attention_mask hides tokens of the {name} before visible ones; accepted: hidden tokens at the end of a "
+                "sequence (for others, use attn_mask_type 'arbitrary' and a mask [b, 1, sq, skv])"
             )
         ends = (~rows).sum(1, dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        found.append(torch.nn.functional.pad(ends, (1, 0)))
+        cumulative.append(torch.nn.functional.pad(ends, (1, 0)))
         if masks[0] is masks[1]:
-            return found[0], found[0]
-    return found[0], found[1]
+            return cumulative[0], cumulative[0]
+    return cumulative[0], cumulative[1]
 
 
 def mask_mod_of(attention_mask: Any, shape: tuple[int, int, int, int]) -> Callable[..., Tensor]:
     """Returns the mask_mod of a mask for attn_mask_type "arbitrary".
 
     Args:
-        attention_mask: bool, True for a hidden pair, of up to four dims that broadcast to `shape`.
+        attention_mask: bool, True for a hidden pair, with up to four dims that broadcast to `shape`.
         shape: (b, h, sq, skv).
 
     Raises:
-        ValueError, TypeError: a mask of another dtype or shape.
+        ValueError, TypeError: if the mask has another dtype or shape.
     """
     if not isinstance(attention_mask, Tensor) or attention_mask.dtype is not torch.bool or attention_mask.dim() > 4:
         raise ValueError(f"attention_mask is {describe(attention_mask)}; accepted: a bool tensor that broadcasts to {shape}")
@@ -130,7 +130,7 @@ def mask_mod_of(attention_mask: Any, shape: tuple[int, int, int, int]) -> Callab
         raise ValueError(f"attention_mask has shape {tuple(attention_mask.shape)}; accepted: one that broadcasts to {shape}")
     has_b, has_h, has_q, has_kv = spans
 
-    def is_seen(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    def is_visible(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return ~hidden[b if has_b else 0, h if has_h else 0, q_idx if has_q else 0, kv_idx if has_kv else 0]
 
-    return is_seen
+    return is_visible

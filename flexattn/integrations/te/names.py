@@ -1,4 +1,4 @@
-"""TransformerEngine's names for formats, layouts, masks and backends, with the values that its C interface gives them.
+"""TransformerEngine's names for formats, layouts, masks and backends, with their values in its C interface.
 
 The values are those of `transformer_engine/fused_attn.h`, and of the FP8 tensor indices in `transformer_engine_torch`.
 """
@@ -57,14 +57,14 @@ AttnMaskType = {
 }
 SoftmaxType = {"vanilla": 0, "off-by-one": 1, "learnable": 2}
 
-META_QKV, META_O, META_S = 2, 3, 8  # places of the forward's FP8 tensors: GEMM1_OUTPUT, GEMM2_INPUT, GEMM3_OUTPUT
-META_DQKV, META_DO, META_DP = 0, 3, 5  # places of the backward's: GRAD_OUTPUT1, GRAD_INPUT2, GRAD_INPUT3
+META_QKV, META_O, META_S = 2, 3, 8  # indices of the forward's FP8 tensors: GEMM1_OUTPUT, GEMM2_INPUT, GEMM3_OUTPUT
+META_DQKV, META_DO, META_DP = 0, 3, 5  # indices of the backward's: GRAD_OUTPUT1, GRAD_INPUT2, GRAD_INPUT3
 
 
 class FusedAttnBackend(enum.IntEnum):
-    """Kinds of fused attention by TransformerEngine's numbers; `FusedAttnBackend["FP8"]` finds one by its name.
+    """Kinds of fused attention by TransformerEngine's numbers; `FusedAttnBackend["FP8"]` is a member by name.
 
-    Here a kind only says in what q, k and v come: 16 bits (or float32), or FP8. Which kernels run is the library's own choice
+    A kind only determines the dtype of q, k and v: 16 bits (or float32), or FP8. flexattn selects the kernels itself
     (docs/backends.md).
     """
 
@@ -74,18 +74,18 @@ class FusedAttnBackend(enum.IntEnum):
 
     @classmethod
     def cast(cls, value: Any) -> FusedAttnBackend:
-        """Returns the member for a member, a number, a name, or an enum of another library with such a value or name.
+        """Returns the member for a member, a number, a name, or another library's enum with such a value or name.
 
-        Raises ValueError for anything else, F16_max512_seqlen (0) of older versions included.
+        Raises ValueError for anything else, including F16_max512_seqlen (0) of older versions.
         """
         if isinstance(value, str):
-            found = cls.__members__.get(value)
+            member = cls.__members__.get(value)
         else:
             try:
-                found = next((member for member in cls if member == int(value)), None)
+                member = next((kind for kind in cls if kind == int(value)), None)
             except (TypeError, ValueError):
-                found = cls.__members__.get(str(getattr(value, "name", "")).removeprefix("NVTE_"))
-        if found is None:
-            accepted = ", ".join(f"{member.name} ({member.value})" for member in cls)
+                member = cls.__members__.get(str(getattr(value, "name", "")).removeprefix("NVTE_"))
+        if member is None:
+            accepted = ", ".join(f"{kind.name} ({kind.value})" for kind in cls)
             raise ValueError(f"fused_attention_backend is {value!r}; accepted: {accepted}")
-        return found
+        return member

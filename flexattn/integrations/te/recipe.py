@@ -1,7 +1,7 @@
-"""FP8 recipes and the context that switches FP8 on, under TransformerEngine's names, as far as attention is concerned.
+"""FP8 recipes and the context that enables FP8, under TransformerEngine's names, for attention only.
 
 The names and defaults are those of `transformer_engine.common.recipe`, and of `fp8_autocast` and `autocast` in
-`transformer_engine.pytorch`. Attention runs in FP8 where the recipe has fp8_dpa or fp8_mha.
+`transformer_engine.pytorch`. Attention runs in FP8 if the recipe has fp8_dpa or fp8_mha.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Recipe:
         return self.fp8_dpa or self.fp8_mha
 
     def attention_recipe(self, bf16_backward: bool, out_dtype: torch.dtype | None) -> fp8.Recipe:
-        """Returns the recipe that `flexattn.attention` takes, with one scale for each tensor."""
+        """Returns the recipe for `flexattn.attention`, with one scale for each tensor."""
         raise NotImplementedError
 
     def _check(self) -> None:
@@ -54,17 +54,17 @@ class DelayedScaling(Recipe):
     """Scales from the amax of earlier steps.
 
     Args:
-        margin: scales are 2**margin smaller than what fills the range.
+        margin: scales are 2**margin smaller than the largest that avoid overflow.
         fp8_format: Format.HYBRID or Format.E4M3.
-        amax_history_len: steps that are remembered.
-        amax_compute_algo: "max" or "most_recent"; a function is not taken.
-        scaling_factor_compute_algo: None; a function is not taken.
-        override_linear_precision: accepted, and without effect: it is of linear layers.
-        reduce_amax: accepted, and without effect: each rank has scales of its own.
-        fp8_dpa, fp8_mha: attention in FP8; with fp8_mha its output is in FP8 too where `fp8_output` asks for it.
+        amax_history_len: number of steps in the amax history.
+        amax_compute_algo: "max" or "most_recent"; functions are not supported.
+        scaling_factor_compute_algo: must be None; functions are not supported.
+        override_linear_precision: ignored, because it is for linear layers.
+        reduce_amax: ignored; each rank has its own scales, except in context parallelism.
+        fp8_dpa, fp8_mha: attention in FP8. With fp8_mha the output is in FP8 too if `fp8_output` is True.
 
     Raises:
-        ValueError, TypeError: a field that is not accepted.
+        ValueError, TypeError: if a field is invalid.
     """
 
     margin: int = 0
@@ -82,7 +82,7 @@ class DelayedScaling(Recipe):
         check_count("amax_history_len", self.amax_history_len, 1, "an int of at least 1")
         check_name("amax_compute_algo", self.amax_compute_algo, fp8.ALGORITHMS)
         if self.scaling_factor_compute_algo is not None:
-            raise ValueError("scaling_factor_compute_algo is given; accepted: None, fp8_max / amax * 2**-margin")
+            raise ValueError("scaling_factor_compute_algo is not supported; accepted: None, for fp8_max / amax * 2**-margin")
 
     def attention_recipe(self, bf16_backward: bool, out_dtype: torch.dtype | None) -> fp8.Recipe:
         return fp8.Recipe(
@@ -102,12 +102,12 @@ class Float8CurrentScaling(Recipe):
     """Scales from each tensor's own amax.
 
     Args:
-        use_power_2_scales: False.
+        use_power_2_scales: must be False.
         fp8_format: Format.HYBRID or Format.E4M3.
-        fp8_dpa, fp8_mha: as of `DelayedScaling`.
+        fp8_dpa, fp8_mha: as in `DelayedScaling`.
 
     Raises:
-        ValueError: a field that is not accepted. NotImplementedError: use_power_2_scales.
+        ValueError: if a field is invalid. NotImplementedError: if use_power_2_scales is True.
     """
 
     use_power_2_scales: bool = False
@@ -118,7 +118,7 @@ class Float8CurrentScaling(Recipe):
     def __post_init__(self) -> None:
         self._check()
         if self.use_power_2_scales:
-            raise NotImplementedError("use_power_2_scales is True; accepted: False, scales that fill the range")
+            raise NotImplementedError("use_power_2_scales is True; accepted: False, for scales that use the whole range")
 
     def attention_recipe(self, bf16_backward: bool, out_dtype: torch.dtype | None) -> fp8.Recipe:
         return fp8.Recipe(fp8_format=_ours(self.fp8_format), granularity="tensor", bf16_backward=bf16_backward, out_dtype=out_dtype)
@@ -129,10 +129,10 @@ def _ours(fp8_format: Format) -> fp8.Fp8Format:
 
 
 def recipe_of(recipe: Any) -> Recipe:
-    """Returns one of the recipes above for it, or for one of TransformerEngine's own, by its class's name and fields.
+    """Returns the recipe, or its equivalent for one of TransformerEngine's own recipes, by its class's name and fields.
 
-    Raises NotImplementedError for a recipe of another kind, as MXFP8BlockScaling, that has attention in FP8; one that has not is
-    no matter of attention, and becomes `Float8CurrentScaling()`. TypeError: no recipe.
+    Raises NotImplementedError for a recipe of another kind, such as MXFP8BlockScaling, with attention in FP8. If it has no
+    attention in FP8, it becomes `Float8CurrentScaling()`. Raises TypeError if the object is not a recipe.
     """
     if isinstance(recipe, Recipe):
         return recipe
@@ -142,41 +142,41 @@ def recipe_of(recipe: Any) -> Recipe:
     kinds: dict[str, Any] = {"DelayedScaling": DelayedScaling, "Float8CurrentScaling": Float8CurrentScaling}
     if name in kinds:
         kind = kinds[name]
-        given = {field.name: getattr(recipe, field.name, field.default) for field in dataclasses.fields(kind)}
-        given["fp8_format"] = Format[recipe.fp8_format.name]
-        made: Recipe = kind(**given)
-        return made
+        fields = {field.name: getattr(recipe, field.name, field.default) for field in dataclasses.fields(kind)}
+        fields["fp8_format"] = Format[recipe.fp8_format.name]
+        converted: Recipe = kind(**fields)
+        return converted
     if getattr(recipe, "fp8_dpa", False) or getattr(recipe, "fp8_mha", False):
         raise NotImplementedError(f"recipe is a {name} with attention in FP8; accepted: DelayedScaling, Float8CurrentScaling")
     return Float8CurrentScaling()
 
 
-_OTHERS = ("MXFP8BlockScaling", "Float8BlockScaling", "NVFP4BlockScaling", "CustomRecipe")
+_UNSUPPORTED = ("MXFP8BlockScaling", "Float8BlockScaling", "NVFP4BlockScaling", "CustomRecipe")
 
 
 def __getattr__(name: str) -> Any:
-    if name in _OTHERS:
-        raise ImportError(f"there is no recipe {name} for attention; accepted: DelayedScaling, Float8CurrentScaling")
+    if name in _UNSUPPORTED:
+        raise ImportError(f"recipe {name} is not supported for attention; accepted: DelayedScaling, Float8CurrentScaling")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 class _Active(threading.local):
     recipe: Recipe | None = None
-    depth: int = 0  # enabled contexts around
-    step: int = 0  # how many outermost ones were entered
+    depth: int = 0  # number of enabled contexts around
+    step: int = 0  # number of outermost contexts entered
 
 
 _active = _Active()
 
 
 def active_recipe() -> Recipe | None:
-    """Returns the recipe of the innermost context in this thread, None outside of one and where it has no attention in FP8."""
+    """Returns the recipe of this thread's innermost context. None outside of contexts, and if it has no attention in FP8."""
     recipe = _active.recipe
     return recipe if recipe is not None and recipe.has_attention else None
 
 
 def current_step() -> int:
-    """Returns a number that is another in each outermost context of this thread: delayed scaling goes one step on with it."""
+    """Returns a number that changes with each outermost context of this thread; delayed scaling then advances by a step."""
     return _active.step
 
 
@@ -184,22 +184,22 @@ def current_step() -> int:
 def autocast(
     enabled: bool = True, calibrating: bool = False, recipe: Any = None, amax_reduction_group: Any = None, _graph: bool = False
 ) -> Iterator[None]:
-    """Inside, modules run in FP8 as the recipe says; None is `DelayedScaling()`, in which attention stays in 16 bits.
+    """Context in which modules run in FP8 with a recipe. None: `DelayedScaling()`, in which attention stays in 16 bits.
 
-    enabled: False switches FP8 off inside. _graph: accepted, and without effect.
+    enabled: if False, FP8 is off inside. _graph: ignored.
 
     Raises:
-        NotImplementedError: calibrating, a group of more than one rank to reduce amax over, and recipes of other kinds.
-        TypeError: no recipe.
+        NotImplementedError: if calibrating is True, amax_reduction_group has more than one rank, or the recipe is of another kind.
+        TypeError: if the object is not a recipe.
     """
     if calibrating:
-        raise NotImplementedError("calibrating is True; accepted: False, as no amax is collected without FP8")
+        raise NotImplementedError("calibrating is True; accepted: False, because no amax is collected without FP8")
     if amax_reduction_group is not None and torch.distributed.get_world_size(amax_reduction_group) > 1:
         raise NotImplementedError(
-            "amax_reduction_group has more than one rank; accepted: None, as each rank has scales of its own here"
+            "amax_reduction_group has more than one rank; accepted: None, because each rank has its own scales"
         )
-    before, found = _active.recipe, recipe_of(DelayedScaling() if recipe is None else recipe) if enabled else None
-    _active.recipe = found
+    before, new_recipe = _active.recipe, recipe_of(DelayedScaling() if recipe is None else recipe) if enabled else None
+    _active.recipe = new_recipe
     _active.step += _active.depth == 0 and enabled
     _active.depth += enabled
     try:
@@ -211,7 +211,7 @@ def autocast(
 
 @contextlib.contextmanager
 def with_recipe(recipe: Recipe | None) -> Iterator[None]:
-    """Inside, the active recipe is this one, in the step that it is; for what a checkpoint computes again."""
+    """Context in which this recipe is active, without a new step; for a checkpoint's recomputation."""
     before, _active.recipe = _active.recipe, recipe
     try:
         yield
@@ -220,21 +220,21 @@ def with_recipe(recipe: Recipe | None) -> Iterator[None]:
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = True, **kwargs: Any) -> Any:
-    """Returns function(*args, **kwargs), whose activations are not kept but computed again in the backward, in the same FP8.
+    """Returns function(*args, **kwargs). The backward recomputes its activations, with the same FP8 recipe.
 
-    TransformerEngine's `checkpoint` over that of torch.utils. distribute_saved_activations, get_rng_state_tracker and tp_group are
-    accepted as False and None.
+    This is TransformerEngine's `checkpoint`, based on torch.utils.checkpoint. distribute_saved_activations must be False, and
+    get_rng_state_tracker and tp_group None.
 
-    Raises NotImplementedError for others.
+    Raises NotImplementedError for other values.
     """
-    for name, without in (("distribute_saved_activations", False), ("get_rng_state_tracker", None), ("tp_group", None)):
-        if kwargs.pop(name, without) is not without:
-            raise NotImplementedError(f"{name} is given; accepted: {without}, as activations are not distributed over ranks")
+    for name, default in (("distribute_saved_activations", False), ("get_rng_state_tracker", None), ("tp_group", None)):
+        if kwargs.pop(name, default) is not default:
+            raise NotImplementedError(f"{name} is not supported; accepted: {default}, because activations stay on their rank")
     recipe = _active.recipe
 
-    def run(*given: Any, **named: Any) -> Any:
+    def run(*inputs: Any, **keywords: Any) -> Any:
         with with_recipe(recipe):
-            return function(*given, **named)
+            return function(*inputs, **keywords)
 
     return torch.utils.checkpoint.checkpoint(run, *args, use_reentrant=use_reentrant, **kwargs)
 
@@ -242,5 +242,5 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = T
 def fp8_autocast(
     enabled: bool = True, calibrating: bool = False, fp8_recipe: Any = None, fp8_group: Any = None, _graph: bool = False
 ) -> contextlib.AbstractContextManager[None]:
-    """Returns `autocast` under the names that its arguments had before."""
+    """Returns `autocast`, under the older names of its arguments."""
     return autocast(enabled, calibrating, fp8_recipe, fp8_group, _graph)

@@ -1,4 +1,4 @@
-"""The graph and the tensors that TransformerEngine's callbacks are given: what they call is computed in torch, and so traced."""
+"""Graph and tensors that TransformerEngine's callbacks receive: their calls are computed in torch, and so traced."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flexattn.integrations.te.graph_nodes import NODES, bind
 from flexattn.mods.tracer import MisusedName, MisusedNode, MisusedType
 
 AXES = ("b", "h", "q_idx", "kv_idx")
-_DESCRIBED = (
+_ATTRIBUTES = (
     *("uid", "name", "dim", "stride", "data_type", "is_virtual", "output", "is_pass_by_value"),
     *("ragged_offset", "ragged_offset_multiplier", "reordering_type"),
 )
@@ -20,40 +20,40 @@ _DEFAULTS: dict[str, Any] = {"name": "", "uid": 0, "dim": [], "stride": [], "is_
 
 
 class GraphTensor:
-    """A tensor of the graph: a node's result, the score, an index, or one of the tensors given beside the callbacks.
+    """A tensor of the graph: a node's result, the score, an index, or one of the tensors passed with the callbacks.
 
-    It has the `set_` and `get_` methods of cuDNN frontend's tensors. What is set is kept, returned by the `get_` of that name, and
-    changes nothing else: layouts and types are the kernel's. As in a graph that is not built yet, `get_dim` of a computed tensor is
-    [] and `get_data_type` None where nothing was set.
+    It has the `set_` and `get_` methods of cuDNN frontend's tensors. A value that is set is returned by the `get_` of that name,
+    and has no other effect: the kernel determines layouts and types. If nothing is set, `get_dim` of a computed tensor is [] and
+    `get_data_type` None, as in a graph that is not built yet.
     """
 
-    is_trace_state = True  # kept on a user's object between the callbacks, it is no capture
+    is_trace_state = True  # not a capture, although it is kept on a user's object between the callbacks
 
     def __init__(self, value: Any, dim: Sequence[int] | None = None) -> None:
         self.value = value
-        self.described: dict[str, Any] = {} if dim is None else {"dim": list(dim), "is_virtual": False}
+        self.attributes: dict[str, Any] = {} if dim is None else {"dim": list(dim), "is_virtual": False}
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         verb, _, attribute = name.partition("_")
-        if verb in ("set", "get") and attribute in _DESCRIBED:
+        if verb in ("set", "get") and attribute in _ATTRIBUTES:
             return self._setter(attribute) if verb == "set" else self._getter(attribute)
-        raise AttributeError(f"a tensor of a score_mod's graph has no {name!r}; it has set_ and get_ of: {', '.join(_DESCRIBED)}")
+        raise AttributeError(f"a tensor of a score_mod's graph has no {name!r}; it has set_ and get_ of: {', '.join(_ATTRIBUTES)}")
 
     def _setter(self, attribute: str) -> Callable[[Any], GraphTensor]:
         def keep(value: Any) -> GraphTensor:
-            self.described[attribute] = value
+            self.attributes[attribute] = value
             return self
 
         return keep
 
     def _getter(self, attribute: str) -> Callable[[], Any]:
-        return lambda: self.described.get(attribute, _DEFAULTS.get(attribute))
+        return lambda: self.attributes.get(attribute, _DEFAULTS.get(attribute))
 
 
 class ScoreGraph:
-    """The graph that a callback is given: a method for each of cuDNN frontend's pointwise nodes, `gen_index` and `tensor_scalar`.
+    """The graph that a callback receives: a method for each pointwise node of cuDNN frontend, `gen_index` and `tensor_scalar`.
 
-    `like`: a 0-d tensor of the trace, on which numbers become tensors.
+    like: a 0-d tensor of the trace, used to convert numbers to tensors.
     """
 
     def __init__(self, indices: tuple[Tensor, ...], like: Any = None) -> None:
@@ -61,25 +61,25 @@ class ScoreGraph:
         self._like = like
 
     def gen_index(self, input: GraphTensor, axis: int, name: str = "", compute_data_type: Any = None) -> GraphTensor:
-        """Returns the position in the batch (axis 0), among the heads (1), queries (2) or keys (3), as an integer."""
+        """Returns the position in the batch (axis 0), or among the heads (1), queries (2) or keys (3), as an integer."""
         if isinstance(axis, bool) or not isinstance(axis, int) or not 0 <= axis < len(self._indices):
             raise MisusedType(f"axis of gen_index is {axis!r}; accepted: 0 (batch), 1 (heads), 2 (queries) or 3 (keys)")
         return GraphTensor(self._indices[axis])
 
     def tensor_scalar(self, value: float | int, scalar_type: Any = None, name: str = "") -> GraphTensor:
-        """Returns a number as a tensor; scalar_type says in cuDNN when the number is known, and changes nothing here."""
+        """Returns a number as a tensor. scalar_type is ignored; in cuDNN it tells when the number is known."""
         return GraphTensor(self._operand("tensor_scalar", "value", value))
 
     def __getattr__(self, name: str) -> Callable[..., GraphTensor]:
         if name not in NODES:
             raise MisusedNode(
-                f"a score_mod's graph has no node {name!r}; it has: {', '.join(sorted(NODES))}, gen_index, tensor_scalar; what "
-                "else a score needs can be written as a score_mod in torch, which reads tensors at any computed index"
+                f"a score_mod's graph has no node {name!r}; it has: {', '.join(sorted(NODES))}, gen_index, tensor_scalar; for "
+                "other operations, write the score_mod in torch, which reads tensors at any computed index"
             )
 
-        def node(*given: Any, **named: Any) -> GraphTensor:
-            operands, parameters = bind(name, given, named)
-            values = [self._operand(name, of, x) for of, x in zip(NODES[name].operands, operands, strict=True)]
+        def node(*positional: Any, **named: Any) -> GraphTensor:
+            operands, parameters = bind(name, positional, named)
+            values = [self._operand(name, operand, x) for operand, x in zip(NODES[name].operands, operands, strict=True)]
             return GraphTensor(NODES[name].compute(*values, *parameters))
 
         return node
@@ -87,7 +87,7 @@ class ScoreGraph:
     def _operand(self, node: str, operand: str, x: Any) -> Any:
         if isinstance(x, GraphTensor):
             return x.value
-        if isinstance(x, Tensor) and x.dim() == 0:  # a number of a closure, as a trace has it
+        if isinstance(x, Tensor) and x.dim() == 0:  # a number of a closure, in a trace
             return x
         if isinstance(x, (bool, int, float)):
             return as_tensor(x, self._like)
@@ -97,15 +97,15 @@ class ScoreGraph:
 
 
 class Tensors(dict[str, GraphTensor]):
-    """The tensors that a callback is given by name."""
+    """The tensors that a callback receives, by name."""
 
     def __missing__(self, name: str) -> GraphTensor:
-        given = ", ".join(map(repr, self)) or "none"
-        raise MisusedName(f"the callback asks for tensors[{name!r}], and the names that were given are: {given}")
+        names = ", ".join(map(repr, self)) or "none"
+        raise MisusedName(f"the callback reads tensors[{name!r}], which was not passed; accepted: {names}")
 
 
 def read_tensors(tensors: Mapping[str, Any], indices: tuple[Any, ...], like: Any) -> dict[str, GraphTensor]:
-    """Returns the tensors at one score's position: [b, h, sq, skv], or the last of these dims, with 1 where one is broadcast."""
+    """Returns the tensors at one score's position: [b, h, sq, skv], or the last of these dims; a dim of 1 is broadcast."""
     read: dict[str, GraphTensor] = {}
     for name, t in tensors.items():
         if not isinstance(t, Tensor):
@@ -113,13 +113,13 @@ def read_tensors(tensors: Mapping[str, Any], indices: tuple[Any, ...], like: Any
         elif t.dim() == 0:
             read[name] = GraphTensor(t, (1, 1, 1, 1))
         else:
-            at = tuple(index if size > 1 else 0 for index, size in zip(indices[-t.dim() :], t.shape, strict=True))
-            read[name] = GraphTensor(t[at], (*(1 for _ in range(4 - t.dim())), *t.shape))
+            position = tuple(index if size > 1 else 0 for index, size in zip(indices[-t.dim() :], t.shape, strict=True))
+            read[name] = GraphTensor(t[position], (*(1 for _ in range(4 - t.dim())), *t.shape))
     return read if torch.compiler.is_dynamo_compiling() else Tensors(read)
 
 
 def as_tensor(number: Any, like: Any) -> Tensor:
-    """Returns a number as a 0-d tensor of the trace that `like` is of."""
+    """Returns a number as a 0-d tensor of the trace of `like`."""
     if isinstance(number, Tensor):
         return number
     dtype = torch.float32 if isinstance(number, float) else torch.bool if isinstance(number, bool) else torch.int64

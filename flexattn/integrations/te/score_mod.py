@@ -1,9 +1,9 @@
-"""TransformerEngine's score_mod: callbacks that build a cuDNN graph, run here as any other score_mod, on every backend.
+"""TransformerEngine's score_mod: callbacks that build a cuDNN graph, run like any other score_mod, on every backend.
 
     from flexattn.integrations.te import TEScoreMod
     out = attention(q, k, v, score_mod=TEScoreMod(score_mod, score_mod_bprop, score_mod_tensors={"cap": cap}))
 
-The callbacks get a graph with the names of cuDNN frontend's pointwise nodes. What they call is recorded as torch ops, and traced.
+The callbacks receive a graph with the names of cuDNN frontend's pointwise nodes. Their calls are recorded as torch ops, and traced.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from flexattn.mods.tracer import MisusedType
 
 Callback = Callable[..., Any]
 Value = Tensor | float | int | bool
-LIMIT = 1e-5  # share of the largest gradient that check_bprop grants to rounding in fp64 with float32 constants
+LIMIT = 1e-5  # rounding error that check_bprop allows, relative to the largest gradient, in fp64 with float32 constants
 
 
 class TEScoreMod:
@@ -34,21 +34,22 @@ class TEScoreMod:
     The form is that of TransformerEngine's pull requests 2984 (PyTorch) and 2985 (JAX).
 
     Args:
-        score_mod: score_mod(graph, score, tensors) -> the modified score. A bound method may keep what it computed on its object.
-        score_mod_bprop: score_mod_bprop(graph, dP, tensors) -> the gradient of the score, or None: it is derived. It may use what
-            score_mod kept on the object. It is run as it is given; `check_bprop` compares it with the derived one.
+        score_mod: score_mod(graph, score, tensors) -> the modified score. A bound method may store results on its object.
+        score_mod_bprop: score_mod_bprop(graph, dP, tensors) -> the gradient of the score. None: the gradient is derived. It may
+            use results that score_mod stored on the object. It is not checked; `check_bprop` compares it with the derived gradient.
         score_mod_tensors: name -> a number of Python or NumPy, or a tensor of up to 4 dims, broadcast from the right against
-            [b, h, sq, skv]: [skv] has a value for each key, [sq, skv] for each query and key, [h, sq, skv] for each head too, and a
-            dim of 1 is broadcast. A tensor of one element on the CPU is a number that is read in each call, as cuDNN passes it by
-            value. Without a bprop tensors that require gradients get them.
-        score_mod_bprop_tensors: the same for the bprop; None: score_mod_tensors.
+            [b, h, sq, skv]: [skv] has a value for each key, [sq, skv] for each query and key, [h, sq, skv] for each head too. A
+            dim of 1 is broadcast. A CPU tensor of one element is a number that is read in each call, because cuDNN passes it by
+            value. Without a bprop, tensors that require gradients receive them.
+        score_mod_bprop_tensors: the same for the bprop. None: score_mod_tensors.
 
     Raises:
-        TypeError: callbacks that are not callable, tensors that are no dict of tensors and numbers by names. ValueError: a
-            bprop_tensors without a bprop, a tensor of more than 4 dims, or one that requires a gradient beside a bprop.
+        TypeError: if a callback is not callable, or the tensors are not a dict from names to tensors and numbers.
+        ValueError: if bprop tensors come without a bprop, or a tensor has more than 4 dims.
+        ValueError: if there is a bprop, and a tensor requires a gradient.
     """
 
-    _flexattn_reads = ("forward", "bprop", "tensors", "tensors_of_bprop")  # all that a call of it depends on: see captures
+    _flexattn_reads = ("forward", "bprop", "tensors", "tensors_of_bprop")  # everything that a call depends on: see captures
 
     def __init__(
         self,
@@ -62,22 +63,22 @@ class TEScoreMod:
                 raise TypeError(f"{name} is {callback!r}; accepted: a function of (graph, tensor, tensors)")
         if score_mod_bprop_tensors is not None and score_mod_bprop is None:
             raise ValueError(
-                "score_mod_bprop_tensors is given without a score_mod_bprop; accepted: None, as the derived one has none"
+                "score_mod_bprop_tensors comes without a score_mod_bprop; accepted: None, because the derived gradient has none"
             )
         self.forward = score_mod
         self.bprop = score_mod_bprop
-        # names on the object that it is bound to
+        # Names of attributes of the object that score_mod is bound to.
         self.attributes = tuple(getattr(getattr(score_mod, "__self__", None), "__dict__", ()))
-        self.tensors = _readable("score_mod_tensors", score_mod_tensors)
+        self.tensors = _check_tensors("score_mod_tensors", score_mod_tensors)
         self.tensors_of_bprop = (
-            self.tensors if score_mod_bprop_tensors is None else _readable("score_mod_bprop_tensors", score_mod_bprop_tensors)
+            self.tensors if score_mod_bprop_tensors is None else _check_tensors("score_mod_bprop_tensors", score_mod_bprop_tensors)
         )
         if score_mod_bprop is not None:
             for name, tensor in self.tensors.items():
                 if isinstance(tensor, Tensor) and tensor.requires_grad:
                     raise ValueError(
-                        f"score_mod_tensors[{name!r}] requires a gradient, and score_mod_bprop gives it none; detach it, or leave "
-                        "score_mod_bprop out, and the backward is derived for the tensors too"
+                        f"score_mod_tensors[{name!r}] requires a gradient, which score_mod_bprop does not compute; detach it, or "
+                        "leave score_mod_bprop out, so that the gradient is derived"
                     )
 
     def __call__(self, score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -86,29 +87,29 @@ class TEScoreMod:
 
     @property
     def score_mod_gradient(self) -> Callback | None:
-        """Returns the gradient of the score as the bprop gives it, for `flexattn.mods.trace.trace_mods`; None without a bprop."""
+        """The bprop's gradient of the score, for `flexattn.mods.trace.trace_mods`; None without a bprop."""
         return self._gradient if self.bprop is not None else None
 
     def _gradient(self, dscore: Any, score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         forward, bprop = self._on_a_copy()
         indices = (b, h, q_idx, kv_idx)
-        self._run("score_mod", forward, score, self.tensors, indices)  # for what it keeps on its object
+        self._run("score_mod", forward, score, self.tensors, indices)  # it may store results on its object
         return self._run("score_mod_bprop", bprop, dscore, self.tensors_of_bprop, indices)
 
     def _flexattn_state(self) -> dict[str, Any]:
-        """Returns the attributes with the numbers that tensors on the CPU hold at this moment in their place."""
+        """Returns the attributes, with CPU tensors replaced by their current numbers."""
         state = vars(self)
         tensors = {name: _by_value(t) for name, t in self.tensors.items()}
-        same = self.tensors_of_bprop is self.tensors
-        of_bprop = tensors if same else {name: _by_value(t) for name, t in self.tensors_of_bprop.items()}
-        return {**state, "tensors": tensors, "tensors_of_bprop": of_bprop}
+        is_shared = self.tensors_of_bprop is self.tensors
+        bprop_tensors = tensors if is_shared else {name: _by_value(t) for name, t in self.tensors_of_bprop.items()}
+        return {**state, "tensors": tensors, "tensors_of_bprop": bprop_tensors}
 
     def _on_a_copy(self) -> tuple[Callback, Any]:
-        """Binds both callbacks to one copy of their object, so that a trace leaves nothing behind on it."""
+        """Returns both callbacks, bound to one copy of their object, so that a trace does not change the object."""
         owner = getattr(self.forward, "__self__", None)
         if not isinstance(self.forward, types.MethodType):
             return self.forward, self.bprop
-        if torch.compiler.is_dynamo_compiling():  # which knows no copy.copy
+        if torch.compiler.is_dynamo_compiling():  # Dynamo does not support copy.copy
             clone = object.__new__(type(owner))
             for name in self.attributes:
                 setattr(clone, name, getattr(owner, name))
@@ -126,31 +127,31 @@ class TEScoreMod:
         return result.value
 
     def _flexattn_check_sizes(self, *sizes: int | None) -> None:
-        """Raises ValueError where a tensor does not fit a call's (b, h, sq, skv), so that it has no value for some score.
+        """Raises ValueError if a tensor does not fit a call's (b, h, sq, skv), so that it lacks a value for some score.
 
-        None: a size that is not known. A tensor for longer sequences is read from its beginning.
+        None: an unknown size. If a tensor is for longer sequences, its first values are read.
         """
         for argument, tensors in (("score_mod_tensors", self.tensors), ("score_mod_bprop_tensors", self.tensors_of_bprop)):
             for name, t in tensors.items():
                 if not isinstance(t, Tensor):
                     continue
-                for axis, size, wanted in zip(("b", "h", "sq", "skv")[4 - t.dim() :], t.shape, sizes[4 - t.dim() :], strict=True):
-                    is_longer = axis in ("sq", "skv") and wanted is not None and size > wanted
-                    if wanted is not None and size not in (1, wanted) and not is_longer:
+                for axis, size, expected in zip(("b", "h", "sq", "skv")[4 - t.dim() :], t.shape, sizes[4 - t.dim() :], strict=True):
+                    is_longer = axis in ("sq", "skv") and expected is not None and size > expected
+                    if expected is not None and size not in (1, expected) and not is_longer:
                         raise ValueError(
-                            f"{argument}[{name!r}] has shape {tuple(t.shape)}, with {size} for {axis}, and the call has {wanted}; "
-                            f"accepted: 1 or {wanted} there{'' if axis in ('b', 'h') else ', or more'}"
+                            f"{argument}[{name!r}] has shape {tuple(t.shape)}, with {size} for {axis}, but the call has {expected}"
+                            f"; accepted: 1 or {expected}{'' if axis in ('b', 'h') else ', or more'}"
                         )
 
     def check_bprop(self, samples: int = 1000) -> None:
         """Compares score_mod_bprop with the derived gradient, at `samples` scores and positions, in fp64.
 
         Raises:
-            ValueError: where they differ most, with both values; or there is no bprop.
+            ValueError: if they differ, with both values at the largest difference; or if there is no bprop.
         """
         if self.bprop is None:
-            raise ValueError("check_bprop compares a score_mod_bprop with the derived one; this score_mod was given none")
-        given = trace_mods(self, None, needs_grad=True)
+            raise ValueError("check_bprop compares a score_mod_bprop with the derived gradient; pass a score_mod_bprop")
+        explicit = trace_mods(self, None, needs_grad=True)
         derived = trace_mods(self.__call__, None, needs_grad=True)
         generator = torch.Generator("cpu").manual_seed(0)
         values = {
@@ -159,7 +160,7 @@ class TEScoreMod:
         for name, size in zip(AXES, self._sizes(), strict=True):
             values[name] = torch.randint(0, size if size > 1 else 64, (samples,), generator=generator, device="cpu")
         results = []
-        for traced in (given, derived):
+        for traced in (explicit, derived):
             assert traced.program.derivative is not None
             captures = traced.program.inputs([t.detach().cpu() for t in traced.tensors], traced.numbers)
             result = evaluate(traced.program.derivative, {**values, **captures}, torch.float64)[0]
@@ -167,15 +168,15 @@ class TEScoreMod:
         difference = (results[0] - results[1]).abs().nan_to_num(nan=torch.inf)
         worst = int(difference.argmax())
         if difference[worst] > LIMIT * max(1.0, float(results[1].abs().max())):
-            at = ", ".join(f"{name} = {values[name][worst].item():.6g}" for name in ("score", *AXES))
+            position = ", ".join(f"{name} = {values[name][worst].item():.6g}" for name in ("score", *AXES))
             raise ValueError(
                 f"score_mod_bprop gives {results[0][worst].item():.6g} and the derivative of score_mod is "
-                f"{results[1][worst].item():.6g}, for dP = {values['dscore'][worst].item():.6g} at {at}; "
+                f"{results[1][worst].item():.6g}, for dP = {values['dscore'][worst].item():.6g} at {position}; "
                 f"{int((difference > LIMIT).sum())} of {samples} samples differ"
             )
 
     def _sizes(self) -> list[int]:
-        """Returns the largest size of b, h, sq and skv that a tensor has; 1 where all are broadcast."""
+        """Returns the largest size of b, h, sq and skv in the tensors; 1 if all are broadcast."""
         sizes = [1, 1, 1, 1]
         for t in (*self.tensors.values(), *self.tensors_of_bprop.values()):
             if isinstance(t, Tensor):
@@ -184,8 +185,8 @@ class TEScoreMod:
         return sizes
 
 
-def _readable(argument: str, tensors: Any) -> dict[str, Value]:
-    """Returns the tensors and numbers by name, tensors of one element as 0-d ones."""
+def _check_tensors(argument: str, tensors: Any) -> dict[str, Value]:
+    """Returns the checked tensors and numbers by name, with tensors of one element as 0-d tensors."""
     if tensors is None:
         return {}
     accepted = "a dict from names to tensors and numbers"
@@ -199,7 +200,7 @@ def _readable(argument: str, tensors: Any) -> dict[str, Value]:
             if t.dim() > 4 and t.numel() != 1:
                 raise ValueError(
                     f"{argument}[{name!r}] has shape {tuple(t.shape)}; accepted: up to 4 dims, [b, h, sq, skv] or the last of "
-                    "these, with 1 where one is broadcast"
+                    "these, with 1 for a broadcast dim"
                 )
             readable[name] = t.reshape(()) if t.numel() == 1 else t
         elif type(t) in (bool, int, float):
@@ -208,21 +209,21 @@ def _readable(argument: str, tensors: Any) -> dict[str, Value]:
             readable[name] = t.item()
         else:
             raise TypeError(
-                f"{argument}[{name!r}] is a {type(t).__module__}.{type(t).__name__}; accepted: {accepted}; torch.from_numpy makes "
-                "a tensor of an array"
+                f"{argument}[{name!r}] is a {type(t).__module__}.{type(t).__name__}; accepted: {accepted}; to convert an array, "
+                "call torch.from_numpy"
             )
     return readable
 
 
 def _by_value(t: Value) -> Value:
-    """Returns the number that a tensor without dims holds on the CPU; anything else as it is."""
+    """Returns the number in a 0-d CPU tensor; other values are returned unchanged."""
     if not isinstance(t, Tensor) or type(t) not in (Tensor, torch.nn.Parameter):
         return t
     if t.dim() or t.device.type != "cpu" or t.requires_grad or not t.dtype.is_floating_point or is_jit_traced():
         return t
     if not torch._C._len_torch_dispatch_stack() and not torch._C._is_torch_function_mode_enabled():
         return float(t.item())
-    with neutral_state():  # within a trace, whose modes know no values
+    with neutral_state():  # within a trace, whose modes hide values
         return float(t.item())
 
 

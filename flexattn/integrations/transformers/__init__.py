@@ -1,4 +1,4 @@
-"""flexattn as an attention implementation of Hugging Face transformers.
+"""flexattn as an attention implementation for Hugging Face transformers.
 
     from flexattn.integrations import transformers as flexattn_transformers
     flexattn_transformers.register()
@@ -19,18 +19,18 @@ __all__ = ["attention_forward", "attention_mask", "paged_attention_forward", "re
 
 
 def register(name: str = "flexattn") -> None:
-    """Adds this library to transformers as `attn_implementation=name`, and as `"paged|" + name` for continuous batching.
+    """Registers flexattn in transformers as `attn_implementation=name`, and as `"paged|" + name` for continuous batching.
 
-    The attention and the mask function go in together: with one alone transformers makes no masks, and says nothing. Registering
-    again is harmless. After https://huggingface.co/docs/transformers/attention_interface.
+    This registers the attention function and the mask function together: with only one of them transformers creates no masks, and
+    does not warn. Repeated registration is harmless. See https://huggingface.co/docs/transformers/attention_interface.
 
     Args:
-        name: without "flash", by which transformers looks for FlashAttention itself, and without "/", ":" and "|", by which it
-            looks for kernels on the Hub and for paged attention; none of transformers' own names.
+        name: a name without "flash", which means FlashAttention in transformers, and without "/", ":" and "|", which mean kernels
+            of the Hub and paged attention. It must not be one of transformers' own names.
 
     Raises:
-        ImportError: transformers is not installed, or too old.
-        ValueError: a name that transformers would take for something else.
+        ImportError: if transformers is not installed, or too old.
+        ValueError: if transformers would interpret the name in another way.
     """
     needed = 'flexattn.integrations.transformers needs transformers 5.17 or later; pip install "transformers>=5.17"'
     try:
@@ -38,13 +38,13 @@ def register(name: str = "flexattn") -> None:
     except ImportError as error:
         raise ImportError(f"transformers cannot be imported: {error}; {needed}") from error
     if "q_length" not in inspect.signature(masking_utils.sdpa_mask).parameters:
-        raise ImportError(f"this transformers describes masks in another way; {needed}")
+        raise ImportError(f"this transformers version has another mask interface; {needed}")
 
-    taken = ("eager", "sdpa", "flex_attention")
-    if not name or name in taken or "flash" in name or set(name) & set("/:|"):
+    reserved = ("eager", "sdpa", "flex_attention")
+    if not name or name in reserved or "flash" in name or set(name) & set("/:|"):
         raise ValueError(
-            f"name is {name!r}, which transformers reads in its own way; accepted: a name without 'flash', '/', ':' and '|' that "
-            f"is none of {', '.join(taken)}, as 'flexattn'"
+            f"name is {name!r}, which transformers interprets in its own way; accepted: a name without 'flash', '/', ':' and '|', "
+            f"other than {', '.join(reserved)}, such as 'flexattn'"
         )
     AttentionInterface.register(name, attention_forward)
     AttentionMaskInterface.register(name, attention_mask)

@@ -1,4 +1,4 @@
-"""The attention function of transformers' AttentionInterface: names converted, masks of `masks` put into arguments."""
+"""Attention function for transformers' AttentionInterface: converts names, and masks of `masks`, to `attention`'s arguments."""
 
 from __future__ import annotations
 
@@ -43,42 +43,43 @@ def attention_forward(
     https://github.com/huggingface/transformers/blob/v5.17.0/src/transformers/integrations/flash_attention.py.
 
     Args:
-        module: the layer's attention; its is_causal stands in where `is_causal` is None.
-        query: [b, h, sq, d], of any strides. float16, bfloat16 or float32 (float64 on a CPU). Under autocast in its dtype.
-        key: [b, h_kv, skv, d]; heads are not to be repeated.
+        module: the layer's attention; its is_causal is used if `is_causal` is None.
+        query: [b, h, sq, d], with any strides. float16, bfloat16 or float32 (float64 on a CPU). If autocast is on, in its dtype.
+        key: [b, h_kv, skv, d], without repeated heads.
         value: [b, h_kv, skv, d_v].
-        attention_mask: what `masks.attention_mask` made; or bool (True: seen) or float (added to the scores, differentiable)
-            [b, h, sq, skv], where the first two may be 1 instead, and keys beyond skv are not read; or a BlockMask. All but the
-            first kind are the whole mask: is_causal and sliding_window add nothing.
-        dropout: the probability that a softmax weight is dropped.
-        scaling: factor of the scores; None is 1/sqrt(d).
-        sliding_window: tokens that a query sees, itself included, read where attention_mask is None; both sides each where it is
-            not causal.
-        softcap: c turns each score s into c * tanh(s / c); None and 0 leave it.
-        is_causal: query i sees the keys j <= i + skv - sq, read where attention_mask is None.
+        attention_mask: a result of `masks.attention_mask`; or bool (True: visible) or float (added to the scores, differentiable)
+            [b, h, sq, skv]; or a BlockMask. b and h may be 1, and keys beyond skv are not read. A tensor or BlockMask is the whole
+            mask: is_causal and sliding_window are then ignored.
+        dropout: dropout probability of a softmax weight.
+        scaling: scale of the scores. None: 1/sqrt(d).
+        sliding_window: number of tokens that a query sees, including itself, on each side if the mask is not causal. Only used if
+            attention_mask is None.
+        softcap: c changes each score s to c * tanh(s / c). None and 0: no softcap.
+        is_causal: query i sees the keys j <= i + skv - sq. Only used if attention_mask is None.
         s_aux: [h], logits of attention sinks. Differentiable.
-        position_bias: [b, h, sq, skv] or 1 in place of any, added to the scores. Differentiable.
-        cu_seq_lens_q, cu_seq_lens_k: [sequences + 1], integers: where packed sequences start among the tokens of all rows. They
-            are kept apart on top of attention_mask.
+        position_bias: [b, h, sq, skv], added to the scores; any dim may be 1. Differentiable.
+        cu_seq_lens_q, cu_seq_lens_k: integers [sequences + 1], offsets of packed sequences among the tokens of all rows. Sequences
+            are separated in addition to attention_mask.
         max_length_q, max_length_k: the longest of them, ints or 0-d tensors.
-        deterministic: whether gradients are to be bitwise identical from run to run; None and False leave it to torch's setting.
-        output_attentions: True warns, once, as the weights are never made.
+        deterministic: if True, gradients are bitwise identical from run to run. None and False: torch's setting.
+        output_attentions: if True, warns once, because the softmax weights are never computed.
         keywords: names of `keywords.HARMLESS`, with any value, and any name with None.
 
     Returns:
-        (out, None), out [b, sq, h, d_v], contiguous, in the dtype of query.
+        (out, None), out [b, sq, h, d_v], contiguous, in query's dtype.
 
     Raises:
-        TypeError: attention_mask is of another kind, or a keyword may change the result, such as the `indices` of sparse attention.
-        ValueError: attention_mask is for fewer keys, or has no four dims; one of cu_seq_lens_q and cu_seq_lens_k is missing, or
-            both come with a BlockMask; or what `flexattn.attention` refuses.
+        TypeError: if attention_mask is of another kind, or a keyword may change the result, such as the `indices` of sparse
+            attention.
+        ValueError: if attention_mask is for fewer keys, or does not have four dims; also as `flexattn.attention`.
+        ValueError: if only one of cu_seq_lens_q and cu_seq_lens_k is passed, or both come with a BlockMask.
     """
     check_keywords(module, keywords)
     if output_attentions:
         warn_once(
             "transformers output_attentions",
-            "output_attentions=True: flexattn never makes the softmax weights, and returns None for them; "
-            'use attn_implementation="eager" where they are needed',
+            "output_attentions=True: flexattn never computes the softmax weights, and returns None for them; "
+            'to get them, use attn_implementation="eager"',
         )
     arguments: dict[str, Any] = {"softmax_scale": scaling, "softcap": softcap or 0.0, "dropout_p": dropout}
     if deterministic:
@@ -86,24 +87,24 @@ def attention_forward(
     if s_aux is not None:
         arguments |= {"softmax_type": "learnable", "softmax_offset": s_aux}
     if attention_mask is None:
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        masked = Masked(_band(causal, sliding_window))
+        is_causal_mask = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        mask_arguments = _MaskArguments(_band(is_causal_mask, sliding_window))
     else:
-        masked = _read(attention_mask, query, key)
-    if masked.keys is not None:
-        key, value = key[:, :, : masked.keys], value[:, :, : masked.keys]
-    bias = _sum(masked.bias, position_bias, key.shape[2])
+        mask_arguments = _read(attention_mask, query, key)
+    if mask_arguments.keys is not None:
+        key, value = key[:, :, : mask_arguments.keys], value[:, :, : mask_arguments.keys]
+    bias = _add_biases(mask_arguments.bias, position_bias, key.shape[2])
     if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
-        if masked.block_mask is not None:
+        if mask_arguments.block_mask is not None:
             raise ValueError(
-                "attention_mask is a BlockMask beside cu_seq_lens_q and cu_seq_lens_k; accepted: one of the two; a mask_mod of the "
-                "BlockMask can keep sequences apart"
+                "attention_mask is a BlockMask and comes with cu_seq_lens_q and cu_seq_lens_k; accepted: one of the two; to "
+                "separate sequences, use the mask_mod of the BlockMask"
             )
-        masked = masked._replace(packed=_packed(cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k))
-    if masked.packed is not None:
-        if masked.mask_mod is None and bias is None:
-            return _attend_packed(query, key, value, masked.band, masked.packed, arguments), None
-        masked = masked._replace(mask_mod=_apart(masked.packed, masked.mask_mod, query, key))
+        mask_arguments = mask_arguments._replace(packed=_packed(cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k))
+    if mask_arguments.packed is not None:
+        if mask_arguments.mask_mod is None and bias is None:
+            return _attend_packed(query, key, value, mask_arguments.band, mask_arguments.packed, arguments), None
+        mask_arguments = mask_arguments._replace(mask_mod=_separate(mask_arguments.packed, mask_arguments.mask_mod, query, key))
     if bias is not None:
         arguments |= {"bias_type": "post_scale_bias", "bias": bias}
     out: Tensor = attention(
@@ -111,22 +112,22 @@ def attention_forward(
         key,
         value,
         qkv_format="bhsd",
-        attn_mask_type=masked.band.attn_mask_type,
-        window_size=masked.band.window_size,
-        mask_mod=masked.mask_mod,
-        block_mask=masked.block_mask,
+        attn_mask_type=mask_arguments.band.attn_mask_type,
+        window_size=mask_arguments.band.window_size,
+        mask_mod=mask_arguments.mask_mod,
+        block_mask=mask_arguments.block_mask,
         **arguments,
     )
-    return out.transpose(1, 2).contiguous(), None  # some models view it
+    return out.transpose(1, 2).contiguous(), None  # some models call view() on it
 
 
-class Masked(NamedTuple):
-    """A mask in the arguments of `attention`; all of them hold together."""
+class _MaskArguments(NamedTuple):
+    """A mask as arguments of `attention`; a key is visible if all of them show it."""
 
     band: Band = Band()
     mask_mod: MaskFunction | None = None
     packed: tuple[Packed, Packed] | None = None  # for the queries and for the keys
-    keys: int | None = None  # how many to keep; None: all
+    keys: int | None = None  # number of keys to use; None: all
     bias: Tensor | None = None
     block_mask: BlockMask | None = None
 
@@ -136,40 +137,40 @@ def _band(causal: bool, sliding_window: int | None) -> Band:
     return Band("causal_bottom_right", (left, 0)) if causal else Band("no_mask", (left, left))
 
 
-def _read(mask: Tensor | Visible | BlockMask, query: Tensor, key: Tensor) -> Masked:
+def _read(mask: Tensor | Visible | BlockMask, query: Tensor, key: Tensor) -> _MaskArguments:
     if isinstance(mask, Visible):
         if mask.shape[2:] != (query.shape[2], key.shape[2]):
             raise ValueError(
-                f"attention_mask was made for {mask.shape[2]} queries and {mask.shape[3]} keys and comes with {query.shape[2]} and "
-                f"{key.shape[2]}; accepted: as many; this model adds to its mask or its keys by itself, and can be run with "
+                f"attention_mask was made for {mask.shape[2]} queries and {mask.shape[3]} keys but comes with {query.shape[2]} and "
+                f"{key.shape[2]}; accepted: equal numbers; if this model extends its mask or its keys by itself, use "
                 'attn_implementation="eager"'
             )
         packed = None if mask.packed is None else (mask.packed, mask.packed)
-        return Masked(mask.band, mask.mask_mod, packed, keys=mask.keys)
+        return _MaskArguments(mask.band, mask.mask_mod, packed, keys=mask.keys)
     if isinstance(mask, BlockMask):
-        return Masked(block_mask=mask)
+        return _MaskArguments(block_mask=mask)
     if not isinstance(mask, Tensor):
         raise TypeError(
-            f"attention_mask is a {type(mask).__name__}; accepted: what flexattn's attention_mask made, a tensor of four dims, a "
-            "BlockMask, or None"
+            f"attention_mask is a {type(mask).__name__}; accepted: the result of flexattn's attention_mask, a tensor of four dims, "
+            "a BlockMask, or None"
         )
     (b, h, sq), skv = query.shape[:3], key.shape[2]
     shape = tuple(mask.shape)
     if len(shape) != 4 or shape[0] not in (1, b) or shape[1] not in (1, h) or shape[2] not in (1, sq) or shape[3] < skv:
         raise ValueError(
-            f"attention_mask is a tensor {list(shape)} beside queries {[b, h, sq]} and {skv} keys; accepted: [b, h, sq, skv] "
-            "with 1 in place of b, h and sq, or more keys; transformers makes such masks of a two-dimensional one where the mask "
-            "function is registered too, as flexattn.integrations.transformers.register() does"
+            f"attention_mask is a tensor {list(shape)} with queries {[b, h, sq]} and {skv} keys; accepted: [b, h, sq, skv], with 1 "
+            "for b, h or sq, or more keys; if the mask is two-dimensional, register the mask function too, as "
+            "flexattn.integrations.transformers.register() does"
         )
     if mask.dtype != torch.bool:
-        return Masked(bias=mask[..., :skv])
-    of_batch, of_heads, of_queries = (int(size > 1) for size in shape[:3])
-    return Masked(
-        mask_mod=lambda b, h, q_idx, kv_idx: mask[b * of_batch, h * of_heads, q_idx * of_queries, kv_idx],
+        return _MaskArguments(bias=mask[..., :skv])
+    has_batch, has_heads, has_queries = (int(size > 1) for size in shape[:3])
+    return _MaskArguments(
+        mask_mod=lambda b, h, q_idx, kv_idx: mask[b * has_batch, h * has_heads, q_idx * has_queries, kv_idx],
     )
 
 
-def _sum(mask: Tensor | None, position_bias: Tensor | None, keys: int) -> Tensor | None:
+def _add_biases(mask: Tensor | None, position_bias: Tensor | None, keys: int) -> Tensor | None:
     if position_bias is None:
         return mask
     position_bias = position_bias[..., :keys]
@@ -185,11 +186,11 @@ def _packed(
     if cu_seq_lens_q is None or cu_seq_lens_k is None:
         missing = "cu_seq_lens_q" if cu_seq_lens_q is None else "cu_seq_lens_k"
         raise ValueError(f"{missing} is missing; accepted: cu_seq_lens_q and cu_seq_lens_k together, or neither")
-    return _of(cu_seq_lens_q, max_length_q), _of(cu_seq_lens_k, max_length_k)
+    return _packed_side(cu_seq_lens_q, max_length_q), _packed_side(cu_seq_lens_k, max_length_k)
 
 
-def _of(cu_seq_lens: Tensor, max_length: int | Tensor | None) -> Packed:
-    if isinstance(max_length, Tensor):  # cannot be read while a graph is made; the number of tokens stands in
+def _packed_side(cu_seq_lens: Tensor, max_length: int | Tensor | None) -> Packed:
+    if isinstance(max_length, Tensor):  # not readable while a graph is made; None means the number of tokens
         max_length = None if is_traced() else int(max_length)
     return Packed(cu_seq_lens.to(torch.int32), max_length)
 
@@ -198,7 +199,7 @@ def _attend_packed(
     query: Tensor, key: Tensor, value: Tensor, band: Band, packed: tuple[Packed, Packed], arguments: dict[str, Any]
 ) -> Tensor:
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-    of_q, of_k = packed
+    packed_q, packed_k = packed
     out: Tensor = attention(
         q,
         k,
@@ -206,24 +207,24 @@ def _attend_packed(
         qkv_format="thd",
         attn_mask_type=band.attn_mask_type,
         window_size=band.window_size,
-        cu_seqlens_q=of_q.cu_seqlens,
-        cu_seqlens_kv=of_k.cu_seqlens,
-        max_seqlen_q=of_q.max_seqlen,
-        max_seqlen_kv=of_k.max_seqlen,
+        cu_seqlens_q=packed_q.cu_seqlens,
+        cu_seqlens_kv=packed_k.cu_seqlens,
+        max_seqlen_q=packed_q.max_seqlen,
+        max_seqlen_kv=packed_k.max_seqlen,
         **arguments,
     )
     return out.view(query.shape[0], query.shape[2], *out.shape[1:])
 
 
-def _apart(packed: tuple[Packed, Packed], mask_mod: MaskFunction | None, query: Tensor, key: Tensor) -> MaskFunction:
-    """Returns a mask that keeps packed sequences apart, on top of mask_mod."""
-    of_q, of_k = (
+def _separate(packed: tuple[Packed, Packed], mask_mod: MaskFunction | None, query: Tensor, key: Tensor) -> MaskFunction:
+    """Returns a mask that separates packed sequences, in addition to mask_mod."""
+    sequence_q, sequence_k = (
         torch.bucketize(torch.arange(x.shape[0] * x.shape[2], device=x.device), p.cu_seqlens[1:], right=True).view(x.shape[0], -1)
         for x, p in zip((query, key), packed, strict=True)
     )
 
     def visible(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        same = of_q[b, q_idx] == of_k[b, kv_idx]
-        return same if mask_mod is None else same & mask_mod(b, h, q_idx, kv_idx)
+        is_same_sequence = sequence_q[b, q_idx] == sequence_k[b, kv_idx]
+        return is_same_sequence if mask_mod is None else is_same_sequence & mask_mod(b, h, q_idx, kv_idx)
 
     return visible

@@ -1,7 +1,7 @@
-"""FlashAttention's functions as transformers calls them in a kernel of the Hub, and the folder that makes such a kernel of them.
+"""FlashAttention's functions with transformers' signature for kernels of the Hub, and the folder of such a kernel.
 
-For models that ask whether FlashAttention is on, as some vision towers do, and for `attn_implementation="<org>/flash-flexattn"`;
-any other model is better off with `flexattn.integrations.transformers.register`.
+They are for models that check whether FlashAttention is on, such as some vision towers, and for
+`attn_implementation="<org>/flash-flexattn"`. For any other model, use `flexattn.integrations.transformers.register`.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ __all__ = ["flash_attn_func", "flash_attn_varlen_func"]
 
 
 def write(folder: str | Path, backend: str = "cuda") -> Path:
-    """Writes the files of a kernel into a folder, and returns it.
+    """Writes the files of a kernel into a folder, and returns the folder.
 
-    For use from there: `LOCAL_KERNELS="<org>/flash-flexattn=<folder>"` in the environment, and
+    To use it, set `LOCAL_KERNELS="<org>/flash-flexattn=<folder>"` in the environment, and
     `attn_implementation="<org>/flash-flexattn"`. The layout is that of https://github.com/huggingface/kernels, kernels 0.16.
 
     Args:
-        folder: where `build/torch-universal` is made.
-        backend: the device that the kernel says it is for, "cuda" or "cpu".
+        folder: parent of `build/torch-universal`.
+        backend: device in the kernel's metadata, "cuda" or "cpu".
 
     Raises:
-        ValueError: another backend.
+        ValueError: if the backend is another.
     """
     if backend not in ("cuda", "cpu"):
         raise ValueError(f"backend is {backend!r}; accepted: 'cuda' or 'cpu'")
     build = Path(folder) / "build" / "torch-universal"
     build.mkdir(parents=True, exist_ok=True)
     (build / "__init__.py").write_text(_SOURCE, "utf-8")
-    about: dict[str, Any] = {"id": "flexattn", "name": NAME, "version": 1, "license": "Apache-2.0", "python-depends": []}
-    (build / "metadata.json").write_text(json.dumps(about | {"backend": {"type": backend}}, indent=1) + "\n", "utf-8")
+    metadata: dict[str, Any] = {"id": "flexattn", "name": NAME, "version": 1, "license": "Apache-2.0", "python-depends": []}
+    (build / "metadata.json").write_text(json.dumps(metadata | {"backend": {"type": backend}}, indent=1) + "\n", "utf-8")
     return Path(folder)
 
 
@@ -60,7 +60,7 @@ def flash_attn_func(
     deterministic: bool = False,
     s_aux: Tensor | None = None,
 ) -> Tensor:
-    """FlashAttention's dense function with the sinks that transformers gives some kernels; it drops what a signature does not name.
+    """FlashAttention's dense function, with sinks; transformers passes only arguments that the signature has.
 
     After https://github.com/Dao-AILab/flash-attention/blob/main/flash_attn/flash_attn_interface.py.
 
@@ -68,19 +68,19 @@ def flash_attn_func(
         q: [b, sq, h, d], float16, bfloat16 or float32.
         k: [b, skv, h_kv, d].
         v: [b, skv, h_kv, d_v].
-        dropout_p: the probability that a softmax weight is dropped.
-        softmax_scale: None is 1/sqrt(d).
-        causal: query i sees the keys j <= i + skv - sq.
-        window_size: (left, right) in tokens, a negative number or None for open; right is 0 where causal.
-        softcap: c turns each score s into c * tanh(s / c); 0 leaves it.
-        deterministic: whether gradients are to be equal from run to run.
+        dropout_p: dropout probability of a softmax weight.
+        softmax_scale: scale of the scores. None: 1/sqrt(d).
+        causal: if True, query i sees the keys j <= i + skv - sq.
+        window_size: (left, right) in tokens, a negative number or None for open; right is 0 if causal.
+        softcap: c changes each score s to c * tanh(s / c). 0: no softcap.
+        deterministic: if True, gradients are bitwise identical from run to run.
         s_aux: [h], logits of attention sinks.
 
     Returns:
         out [b, sq, h, d_v].
 
     Raises:
-        ValueError: what `flexattn.attention` refuses.
+        ValueError, TypeError, BackendError: as `flexattn.attention`.
     """
     options = _options(dropout_p, softmax_scale, softcap, deterministic, s_aux)
     kind: MaskType = "causal_bottom_right" if causal else "no_mask"
@@ -104,17 +104,18 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     s_aux: Tensor | None = None,
 ) -> Tensor:
-    """FlashAttention's function of packed sequences, as `flash_attn_func`; q is [t_q, h, d], k [t_k, h_kv, d], v [t_k, h_kv, d_v].
+    """FlashAttention's function of packed sequences. q is [t_q, h, d], k [t_k, h_kv, d], v [t_k, h_kv, d_v].
 
     Args:
-        cu_seqlens_q, cu_seqlens_k: [sequences + 1], integers: where the sequences start, and the number of tokens.
+        cu_seqlens_q, cu_seqlens_k: integers [sequences + 1], the sequences' offsets, and the number of tokens.
         max_seqlen_q, max_seqlen_k: the longest of them, ints or 0-d tensors.
+        dropout_p, softmax_scale, causal, window_size, softcap, deterministic, s_aux: as in `flash_attn_func`.
 
     Returns:
         out [t_q, h, d_v].
 
     Raises:
-        ValueError: what `flexattn.attention` refuses.
+        ValueError, TypeError, BackendError: as `flexattn.attention`.
     """
     options = _options(dropout_p, softmax_scale, softcap, deterministic, s_aux)
     out: Tensor = attention(

@@ -1,4 +1,4 @@
-"""Keywords that transformers' models give to an attention function, and the check that raises for all others."""
+"""Keywords that transformers' models pass to an attention function, and the check that raises for unknown ones."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-# Keywords that change no result of an attention function. transformers' own functions read none of them either.
+# Keywords that do not change an attention function's result. transformers' own functions ignore them too.
 HARMLESS = frozenset(
     {
-        # Positions are in the rotated queries and keys, and the mask function has told packed sequences apart by them.
+        # Queries and keys are already rotated by position, and the mask function has separated packed sequences.
         "position_ids",
         "position_embeddings",
         "cache_position",
-        # The layer writes its keys to the cache before it calls the attention function, and hands over all keys that it holds.
+        # The layer writes its keys to the cache before it calls the attention function, and passes all cached keys.
         "use_cache",
         "past_key_values",
         "cache",
@@ -25,8 +25,8 @@ HARMLESS = frozenset(
         "output_router_logits",
         "num_items_in_batch",  # the loss divides by it
         "logits_indices",  # continuous batching picks these tokens' logits
-        "logits_processor_args",  # continuous batching chooses tokens by them
-        # Some models hand these inputs of embeddings, towers and other stacks on to every layer below them.
+        "logits_processor_args",  # continuous batching selects tokens by them
+        # Some models pass these inputs of embeddings, towers and other stacks to every layer below.
         "input_ids",
         "inputs_embeds",
         "token_type_ids",
@@ -35,14 +35,14 @@ HARMLESS = frozenset(
         "decoder_input_ids",
         "decoder_inputs_embeds",
         "decoder_position_ids",
-        "decoder_attention_mask",  # the model has made the mask of it
+        "decoder_attention_mask",  # the model has already made a mask of it
         "query_length",  # a feed-forward layer splits its tokens by it
-        # Convolutions and state-space layers of hybrid models tell packed sequences apart by it; attention uses its mask.
+        # Convolutions and state-space layers of hybrid models separate packed sequences by it; attention uses its mask.
         "seq_idx",
     }
 )
 
-# Keywords that change the result and that flexattn does not have.
+# Keywords that change the result and that flexattn does not support.
 REFUSED = {
     "indices": "the keys that each query selects (sparse attention); without them attention would be dense",
     "block_indices": "the blocks of keys that each query selects (sparse attention); without them attention would be dense",
@@ -51,18 +51,18 @@ REFUSED = {
 
 
 def check_keywords(module: torch.nn.Module, keywords: Mapping[str, Any], harmless: frozenset[str] = HARMLESS) -> None:
-    """Raises TypeError for a keyword that may change the result. A keyword that is None passes.
+    """Raises TypeError if a keyword may change the result. A keyword that is None passes.
 
     Args:
         module: the layer that calls, for the error message.
-        keywords: all keywords that the attention function has no parameter for.
+        keywords: all keywords for which the attention function has no parameter.
         harmless: names that pass with any value.
     """
     for name, value in keywords.items():
         if name in harmless or value is None:
             continue
-        why = REFUSED.get(name, "a keyword that flexattn does not know, which may change the result")
+        reason = REFUSED.get(name, "an unknown keyword, which may change the result")
         raise TypeError(
-            f"{name} is given by {type(module).__name__} ({type(value).__name__}): {why}; accepted: None. Run this model with "
+            f"{name} is passed by {type(module).__name__} ({type(value).__name__}): {reason}; accepted: None. Run this model with "
             'attn_implementation="eager"'
         )

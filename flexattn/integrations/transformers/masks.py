@@ -1,7 +1,7 @@
-"""The mask function of transformers' AttentionMaskInterface: what it makes is linear in the number of tokens.
+"""Mask function for transformers' AttentionMaskInterface; its results take memory linear in the number of tokens.
 
 transformers describes a mask by a function of indices, a mask of padding, and lengths. sdpa and eager evaluate them for every query
-and key. Here the result is a `Visible`, which keeps the function for the kernels, or a row of booleans for one query.
+and key. flexattn returns a `Visible`, which keeps the function for the kernels, or a row of booleans for one query.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from flexattn.integrations.transformers.patterns import MaskFunction, Pattern, r
 
 
 class Packed(NamedTuple):
-    """Sequences one after another, rows included: int32 [sequences + 1] and the longest of them."""
+    """Packed sequences, over all rows: int32 [sequences + 1], and the longest length."""
 
     cu_seqlens: Tensor
     max_seqlen: int | None
 
 
 class Band(NamedTuple):
-    """A mask type and window of `attention`, both counted from the bottom-right diagonal."""
+    """A mask type and window of `attention`, both relative to the bottom-right diagonal."""
 
     attn_mask_type: MaskType = "no_mask"
     window_size: tuple[int, int] = (-1, -1)
 
 
 class Visible:
-    """Keys that the queries of a batch see, in the arguments of `attention`.
+    """Keys that the queries of a batch see, as arguments of `attention`.
 
-    `attention_forward` alone reads it. transformers hands it on as it does a mask of four dims; a model that computes with it, or
-    takes it apart, gets an error, as it is neither a tensor nor a BlockMask.
+    Only `attention_forward` reads it. transformers passes it on like a mask of four dims. A model that computes with it, or indexes
+    it, gets an error, because it is neither a tensor nor a BlockMask.
 
     Args:
         shape: (b, 1, queries, keys).
-        keys: how many of the keys to keep, from the first.
-        band: keys outside it are hidden, counted among those kept.
-        shown: keys for which this function of indices is false are hidden too; None: none are.
-        padding: bool [b, keys or more], false for keys that are hidden too; None: none are.
-        packed: keys of other sequences are hidden too; None: there are none, or `shown` says it.
+        keys: number of keys to use, from the first.
+        band: visible band, relative to the keys in use.
+        shown: function of indices, False for keys that are also hidden. None: no such function.
+        padding: bool [b, keys or more], False for keys that are also hidden. None: no padding.
+        packed: packed sequences; keys of other sequences are also hidden. None: one sequence per row, or `shown` separates them.
     """
 
     ndim = 4
@@ -65,7 +65,7 @@ class Visible:
 
     @property
     def mask_mod(self) -> MaskFunction | None:
-        """Function of indices that is false for keys hidden by `shown` or by padding; None: there are none."""
+        """Function of indices that is False for keys hidden by `shown` or by padding. None: no such keys."""
         shown, padding = self.shown, self.padding
         if padding is None:
             return shown
@@ -74,12 +74,12 @@ class Visible:
         return lambda b, h, q_idx, kv_idx: shown(b, h, q_idx, kv_idx) & padding[b, kv_idx]
 
     def to(self, device: torch.device | str | int, **options: Any) -> Visible:
-        """Returns the mask with its tensors on another device, as models in parts on several GPUs ask for; `shown` stays as it is.
+        """Returns the mask with its tensors on another device, for models split over several GPUs; `shown` is unchanged.
 
-        Raises TypeError for anything but a device: that is asked by a model that computes with its mask.
+        Raises TypeError for anything but a device, because only models that compute with their mask pass that.
         """
         if not isinstance(device, (torch.device, str, int)) or options.keys() - {"non_blocking", "copy"}:
-            raise TypeError(f"attention_mask.to({device!r}): {_APART}")
+            raise TypeError(f"attention_mask.to({device!r}): {_NOT_A_TENSOR}")
         padding = None if self.padding is None else self.padding.to(device, **options)
         packed = None
         if self.packed is not None:
@@ -87,20 +87,20 @@ class Visible:
         return Visible(self.shape, self.keys, self.band, self.shown, padding, packed)
 
     def contiguous(self) -> Visible:
-        """Returns the mask itself; transformers asks it of any mask that generate() makes ahead of a call."""
+        """Returns the mask itself; transformers calls it on any mask that generate() makes in advance."""
         return self
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise AttributeError(f"attention_mask.{name}: {_APART}")
+        raise AttributeError(f"attention_mask.{name}: {_NOT_A_TENSOR}")
 
     def __getitem__(self, index: Any) -> Any:
-        raise TypeError(f"attention_mask[{index!r}]: {_APART}")
+        raise TypeError(f"attention_mask[{index!r}]: {_NOT_A_TENSOR}")
 
 
-_APART = (
-    "this model computes with its mask, and flexattn's is no tensor but what its attention function reads; "
+_NOT_A_TENSOR = (
+    "this model computes with its mask, but flexattn's mask is not a tensor; only its attention function reads it; "
     'accepted: attn_implementation="eager" for this model'
 )
 
@@ -124,36 +124,37 @@ def attention_mask(
     config: Any = None,
     **unknown: Any,
 ) -> Tensor | Visible:
-    """Mask of one kind of layers in the form that `attention_forward` takes, for transformers' AttentionMaskInterface.
+    """Mask of one kind of layers in `attention_forward`'s form, for transformers' AttentionMaskInterface.
 
     After transformers.masking_utils.sdpa_mask,
     https://github.com/huggingface/transformers/blob/v5.17.0/src/transformers/masking_utils.py.
 
     Args:
-        batch_size, q_length, kv_length: of the queries and keys that attention will get.
+        batch_size, q_length, kv_length: batch, number of queries and number of keys of the attention call.
         q_offset, kv_offset: position of the first query and of the first key; q_offset is a 0-d tensor with a static cache.
-        mask_function: mask_function(b, h, q_position, kv_position) -> whether the query sees the key; None is causal.
-        attention_mask: bool [b, tokens so far], False where a token is padding; None: there is none; or what this function made,
-            which comes back where generate() made it ahead of the call.
-        allow_is_causal_skip, allow_is_bidirectional_skip: whether an implementation may do without a plain mask. Where not, the
-            model is about to compute with it, and gets a bool tensor [b, 1, q_length, kv_length].
-        local_size: the window of a mask with one.
-        use_vmap: whether mask_function takes 0-d positions alone.
-        allow_torch_fix: not read; it has no effect in transformers either.
-        device: of the mask.
-        dtype, config: not read; mask_function says all that the mask depends on, and a bool tensor has its own dtype.
+        mask_function: mask_function(b, h, q_position, kv_position) -> whether the query sees the key. None: causal.
+        attention_mask: bool [b, tokens so far], False for padding. None: no padding. A result of this function, which generate()
+            may compute in advance, is returned unchanged.
+        allow_is_causal_skip, allow_is_bidirectional_skip: whether an implementation may skip a plain mask. If not, the model
+            computes with the mask, and receives a bool tensor [b, 1, q_length, kv_length].
+        local_size: the window of a mask with a window.
+        use_vmap: whether mask_function only accepts 0-d positions.
+        allow_torch_fix: ignored, as in transformers.
+        device: device of the mask.
+        dtype, config: ignored; mask_function determines the mask, and its dtype is bool.
         unknown: raises, unless all are None.
 
     Returns:
-        A `Visible`, or a bool tensor [b, 1, q_length, kv_length] (one query that does not see all keys, or as said above).
+        A `Visible`, or a bool tensor [b, 1, q_length, kv_length]. It is a tensor if a single query does not see all keys, or if the
+        model computes with the mask.
 
     Raises:
-        TypeError: an argument that is not known.
+        TypeError: if an argument is unknown.
     """
-    if given := sorted(name for name, value in unknown.items() if value is not None):
+    if unknown_names := sorted(name for name, value in unknown.items() if value is not None):
         raise TypeError(
-            f"attention_mask() has no argument {', '.join(given)}, which may change the mask; accepted: the arguments of "
-            'transformers.masking_utils.sdpa_mask; run this model with attn_implementation="eager"'
+            f"attention_mask() has no argument {', '.join(unknown_names)}, which may change the mask; accepted: the arguments of "
+            'transformers.masking_utils.sdpa_mask; otherwise run this model with attn_implementation="eager"'
         )
     from transformers.masking_utils import causal_mask_function, prepare_padding_mask, sdpa_mask
 
@@ -170,9 +171,9 @@ def attention_mask(
     if isinstance(q_offset, int):
         pattern = recognize(mask_function)
         if pattern is None and torch.compiler.is_compiling() and allow_is_bidirectional_skip and local_size is not None:
-            pattern = Pattern(local_size, local_size)  # no other mask allows both; Dynamo does not show its abs()
+            pattern = Pattern(local_size, local_size)  # only this mask allows both; Dynamo hides its abs()
         if pattern is not None:
-            keys = _keys(pattern, q_length, kv_length, q_offset - kv_offset)
+            keys = _usable_keys(pattern, q_length, kv_length, q_offset - kv_offset)
     is_tensor = q_length == 1
     if pattern is not None and keys is not None:
         if padding is not None and not is_traced() and padding[:, :keys].all():
@@ -180,10 +181,10 @@ def attention_mask(
         skips = allow_is_causal_skip if pattern.is_causal else allow_is_bidirectional_skip
         is_tensor = not (skips or use_vmap or pattern.sequences is not None) or (is_tensor and padding is not None)
         if not is_tensor:
-            return _say(pattern, shape, keys, padding)
+            return _to_visible(pattern, shape, keys, padding)
     if not is_tensor:
-        return Visible(shape, kv_length, Band(), _shifted(mask_function, q_offset, kv_offset), padding)
-    made: Tensor = sdpa_mask(
+        return Visible(shape, kv_length, Band(), _from_positions(mask_function, q_offset, kv_offset), padding)
+    dense_mask: Tensor = sdpa_mask(
         batch_size,
         q_length,
         kv_length,
@@ -196,13 +197,13 @@ def attention_mask(
         use_vmap=use_vmap,
         device=device,
     )
-    return made
+    return dense_mask
 
 
-def _keys(pattern: Pattern, q_length: int, kv_length: int, offset: int) -> int | None:
-    """Returns how many keys to keep for the diagonal, `offset` keys before the first query's, to end in the bottom-right corner.
+def _usable_keys(pattern: Pattern, q_length: int, kv_length: int, offset: int) -> int | None:
+    """Returns the number of keys to use, so that the mask's diagonal ends in the bottom-right corner.
 
-    None: no number of keys does that and hides none that the pattern shows.
+    offset: index of the first query's key. None: every such number hides keys that the pattern shows.
     """
     if pattern.left is None and pattern.right is None:
         return kv_length
@@ -212,26 +213,26 @@ def _keys(pattern: Pattern, q_length: int, kv_length: int, offset: int) -> int |
     return None
 
 
-def _say(pattern: Pattern, shape: tuple[int, int, int, int], keys: int, padding: Tensor | None) -> Visible:
-    """Returns a pattern over the first keys in the arguments of `attention`."""
+def _to_visible(pattern: Pattern, shape: tuple[int, int, int, int], keys: int, padding: Tensor | None) -> Visible:
+    """Returns a pattern over the first keys as arguments of `attention`."""
     left = -1 if pattern.left is None or pattern.left >= keys - 1 else pattern.left
     right = -1 if pattern.right is None else pattern.right
     band = Band("causal_bottom_right" if pattern.is_causal else "no_mask", (left, right))
-    if pattern.sequences is not None:  # transformers looks for these only where there is no padding
+    if pattern.sequences is not None:  # transformers only looks for sequences without padding
         return Visible(shape, keys, band, packed=_packed(pattern.sequences.expand(shape[0], -1)))
     return Visible(shape, keys, band, padding=padding)
 
 
 def _packed(ids: Tensor) -> Packed:
-    """Returns where sequences start among all rows' tokens, from the numbers [b, s] that tell them apart; waits for the device."""
+    """Returns the offsets of sequences among all rows' tokens, from sequence ids [b, s]; waits for the device."""
     starts = torch.ones_like(ids, dtype=torch.bool)
     starts[:, 1:] = ids[:, 1:] != ids[:, :-1]
     cu_seqlens = torch.nn.functional.pad(starts.flatten().nonzero()[:, 0], (0, 1), value=ids.numel()).to(torch.int32)
     return Packed(cu_seqlens, None if is_traced() else int(cu_seqlens.diff().max()))
 
 
-def _shifted(mask_function: MaskFunction, q_offset: int | Tensor, kv_offset: int) -> MaskFunction:
-    """Returns mask_function of indices, which begin at 0, in place of positions."""
+def _from_positions(mask_function: MaskFunction, q_offset: int | Tensor, kv_offset: int) -> MaskFunction:
+    """Returns mask_function as a function of indices, which start at 0, instead of positions."""
     if isinstance(q_offset, int) and q_offset == 0 and kv_offset == 0:
         return mask_function
     return lambda b, h, q_idx, kv_idx: mask_function(b, h, q_idx + q_offset, kv_idx + kv_offset)

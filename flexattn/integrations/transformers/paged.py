@@ -1,4 +1,4 @@
-"""Attention of transformers' continuous batching: keys of many requests in pages, gathered by its cache and attended to packed."""
+"""Attention for transformers' continuous batching: its cache gathers the keys of many requests from pages, packed."""
 
 from __future__ import annotations
 
@@ -39,25 +39,26 @@ def paged_attention_forward(
 
     Args:
         module: the layer's attention, with its layer_idx.
-        query: [1, h, t, d]: the new tokens of all requests, one after another.
+        query: [1, h, t, d]: the new tokens of all requests, packed.
         key: [1, h_kv, t, d].
         value: [1, h_kv, t, d_v].
-        attention_mask: None; cu_seq_lens say it.
-        scaling, softcap, s_aux, sliding_window: as `attention_forward` takes them.
-        dropout: 0, as generation drops nothing.
+        attention_mask: must be None, because cu_seq_lens determine the mask.
+        scaling, softcap, s_aux, sliding_window: as in `attention_forward`.
+        dropout: must be 0, because generation has no dropout.
         is_causal: True or None.
-        cache, read_index, write_index: store the new keys, and gather all keys of the requests; the indices are lists of tensors.
-        cu_seq_lens_q, cu_seq_lens_k: [requests + 1], integers; for keys a dict by layer type if the model has two.
-        max_seqlen_q, max_seqlen_k: the longest of them, ints or 0-d tensors; for keys a dict likewise.
-        block_table: None; transformers gives one to FlashAttention alone.
+        cache, read_index, write_index: the cache, which stores the new keys and gathers all keys of the requests, and the lists
+            of index tensors for it.
+        cu_seq_lens_q, cu_seq_lens_k: integers [requests + 1]; for keys a dict by layer type if the model has two.
+        max_seqlen_q, max_seqlen_k: the longest of them, ints or 0-d tensors; for keys possibly a dict by layer type.
+        block_table: must be None; transformers only passes one to FlashAttention.
         keywords: names of `keywords.HARMLESS`, with any value, and any name with None.
 
     Returns:
         (out, None), out [1, t, h, d_v].
 
     Raises:
-        ValueError: there is no paged cache; a mask, a block_table, dropout or is_causal=False.
-        TypeError: a keyword may change the result.
+        ValueError: if there is no paged cache, or if a mask, a block_table, dropout or is_causal=False is passed.
+        TypeError: if a keyword may change the result.
     """
     check_keywords(module, keywords)
     if dropout or is_causal is False:
@@ -68,11 +69,11 @@ def paged_attention_forward(
             f"paged attention came with cache {type(cache).__name__}, attention_mask {type(attention_mask).__name__} and "
             f"block_table {type(block_table).__name__}; accepted: the cache of model.generate_batch() with its lengths "
             "and indices, and None for the other two; for "
-            "any other call give attn_implementation without 'paged|'"
+            "any other call pass attn_implementation without 'paged|'"
         )
     window = sliding_window if sliding_window is not None else getattr(module, "sliding_window", None)
     kind = "sliding_attention" if window else "full_attention"
-    of_k, longest_k = (of[kind] if isinstance(of, dict) else of for of in (cu_seq_lens_k, max_seqlen_k))
+    offsets_k, longest_k = (x[kind] if isinstance(x, dict) else x for x in (cu_seq_lens_k, max_seqlen_k))
     k, v = cache.update(
         key_states=key,
         value_states=value,
@@ -89,7 +90,7 @@ def paged_attention_forward(
         attn_mask_type="padding_causal_bottom_right",
         window_size=(window - 1 if window else -1, 0),
         cu_seqlens_q=cu_seq_lens_q.to(torch.int32),
-        cu_seqlens_kv=of_k.to(torch.int32),
+        cu_seqlens_kv=offsets_k.to(torch.int32),
         max_seqlen_q=int(max_seqlen_q),
         max_seqlen_kv=int(longest_k),
         softmax_scale=scaling,

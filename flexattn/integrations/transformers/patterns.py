@@ -1,6 +1,6 @@
-"""Mask functions of transformers, recognised: the few patterns that a call of `attention` can say without a mask function.
+"""Recognised mask functions of transformers: the few patterns that `attention` supports without a mask function.
 
-Any other mask function is run as it is, so a pattern that is not recognised costs time and never changes a number.
+Any other mask function runs unchanged, so a pattern that is not recognised costs time but never changes a result.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ MaskFunction = Callable[..., Any]
 
 
 class Pattern(NamedTuple):
-    """Conjunction of masks: query i sees keys i - left to i + right (None: open) of its own sequence (None: there is one)."""
+    """Conjunction of masks: query i sees keys i - left to i + right (None: open) of its own sequence (None: only one)."""
 
     left: int | None = None
     right: int | None = None
-    sequences: Tensor | None = None  # [b, s], numbers that tell the sequences of a row apart
+    sequences: Tensor | None = None  # [b, s], sequence ids of each row's tokens
 
     @property
     def is_causal(self) -> bool:
@@ -28,10 +28,10 @@ class Pattern(NamedTuple):
 
 
 def recognize(mask_function: MaskFunction) -> Pattern | None:
-    """Returns the pattern of a mask function put together by transformers.masking_utils, None for any other function."""
+    """Returns the pattern of a mask function composed by transformers.masking_utils, or None for any other function."""
     from transformers import masking_utils
 
-    if torch.compiler.is_compiling():  # Dynamo does not show what a function captures
+    if torch.compiler.is_compiling():  # Dynamo hides a function's captures
         if mask_function is masking_utils.causal_mask_function:
             return Pattern(right=0)
         return Pattern() if mask_function is masking_utils.bidirectional_mask_function else None
@@ -51,7 +51,7 @@ def recognize(mask_function: MaskFunction) -> Pattern | None:
                 return None
             sequences = ids
             continue
-        left, right = _smaller(left, new_left), _smaller(right, new_right)
+        left, right = _min(left, new_left), _min(right, new_right)
     return Pattern(left, right, sequences)
 
 
@@ -65,12 +65,12 @@ def _conjuncts(mask_function: MaskFunction, and_masks: MaskFunction) -> Iterator
 
 
 def _captured(function: MaskFunction, factory: MaskFunction, name: str) -> Any:
-    """Returns what `function` captures as `name` where `factory` made it, else None."""
+    """Returns the value that `function` captures as `name`, if `factory` made the function, else None."""
     code = getattr(function, "__code__", None)
     if code is None or code not in factory.__code__.co_consts:
         return None
     return inspect.getclosurevars(function).nonlocals.get(name)
 
 
-def _smaller(a: int | None, b: int | None) -> int | None:
+def _min(a: int | None, b: int | None) -> int | None:
     return b if a is None else a if b is None else min(a, b)

@@ -1,4 +1,4 @@
-"""TransformerEngine's attention for JAX under its own names, over `flexattn.jax.attention`.
+"""TransformerEngine's attention for JAX under its own names, run by `flexattn.jax.attention`.
 
 TransformerEngine need not be installed. `flexattn.jax.te.flax` has its flax module.
 """

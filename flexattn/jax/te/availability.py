@@ -1,4 +1,4 @@
-"""TransformerEngine's question whether there is a kernel, answered by `flexattn.jax.explain`."""
+"""TransformerEngine's query for kernels, answered by `flexattn.jax.explain`."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def is_fused_attn_kernel_available(
     head_dim_v: int,
     window_size: tuple[int, int] | None = None,
 ) -> bool:
-    """Returns whether `fused_attn` runs such calls and their gradients where JAX compiles for: its first CUDA device, or a CPU.
+    """Returns whether `fused_attn` supports such calls and their gradients on JAX's target: its first CUDA device, or a CPU.
 
-    Dtypes are JAX's; dropout counts if is_training. Runs nothing.
+    Dtypes are JAX's. dropout_probability is only used if is_training is True. Nothing is run.
 
     Source of the signature: https://github.com/NVIDIA/TransformerEngine/blob/main/transformer_engine/jax/attention.py
 
-    Raises ValueError for what is no member of its enumeration, and for a window that is none.
+    Raises ValueError if an argument is not a member of its enumeration, or if the window is invalid.
     """
     kind = member(AttnMaskType, "attn_mask_type", attn_mask_type)
     layout = member(QKVLayout, "qkv_layout", qkv_layout)
@@ -46,10 +46,10 @@ def is_fused_attn_kernel_available(
         member(AttnBiasType, "attn_bias_type", attn_bias_type),
     )
     rows = Rows(1, (q_max_seqlen, kv_max_seqlen), layout.is_thd(), kind, window_of(window_size, kind))
-    one = () if layout.is_thd() else (1,)
-    kv = (*one, kv_max_seqlen, kv_num_heads)
+    batch_dim = () if layout.is_thd() else (1,)
+    kv = (*batch_dim, kv_max_seqlen, kv_num_heads)
     arrays = {
-        "q": jax.ShapeDtypeStruct((*one, q_max_seqlen, q_num_heads, head_dim_qk), q_dtype),
+        "q": jax.ShapeDtypeStruct((*batch_dim, q_max_seqlen, q_num_heads, head_dim_qk), q_dtype),
         "k": jax.ShapeDtypeStruct((*kv, head_dim_qk), kv_dtype),
         "v": jax.ShapeDtypeStruct((*kv, head_dim_v), kv_dtype),
     }
@@ -68,11 +68,11 @@ def is_fused_attn_kernel_available(
         arrays["rng_state"] = jax.ShapeDtypeStruct((2,), jnp.uint32)
         arguments["dropout_p"] = dropout_probability
 
-    def ask(given: dict[str, Any]) -> None:
-        explain(**given, **arguments)
+    def run_explain(operands: dict[str, Any]) -> None:
+        explain(**operands, **arguments)
 
     try:
-        jax.eval_shape(ask, arrays)
+        jax.eval_shape(run_explain, arrays)
     except (BackendError, ValueError, TypeError):
         return False
     return True

@@ -1,4 +1,4 @@
-"""TransformerEngine's flax module `DotProductAttention`, over `flexattn.jax.te.fused_attn`."""
+"""Stand-in for TransformerEngine's flax module `DotProductAttention`, run by `flexattn.jax.te.fused_attn`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _STRATEGIES = {
 
 
 class _FusedDotProductAttention(nn.Module):  # type: ignore[misc]
-    """Owner of the sink's parameter, named as in TransformerEngine, so that its parameters can be loaded."""
+    """Owner of the sink's parameter, named as in TransformerEngine, so that its checkpoints can be loaded."""
 
     @nn.compact  # type: ignore[untyped-decorator]
     def __call__(self, heads: int) -> Any:
@@ -35,21 +35,22 @@ class _FusedDotProductAttention(nn.Module):  # type: ignore[misc]
 
 
 class DotProductAttention(nn.Module):  # type: ignore[misc]
-    """Attention by the fields and arguments of `transformer_engine.jax.flax.DotProductAttention`.
+    """Attention with the fields and arguments of `transformer_engine.jax.flax.DotProductAttention`.
 
     Source: https://github.com/NVIDIA/TransformerEngine/blob/main/transformer_engine/jax/flax/transformer.py
 
     Fields:
-        head_dim, num_attention_heads, num_gqa_groups: of the queries; key heads, None for as many. All are those of the arrays.
-        attention_dropout, dropout_rng_name: share of the softmax weights that are dropped, and the rng that says which.
-        attn_mask_type, attn_bias_type, softmax_type, qkv_layout: names, as "causal", "post_scale_bias" (None: by whether there is a
-            bias), "learnable" (with a parameter float32 [1, h, 1, 1]), "bs3hd".
-        scale_factor: factor of q k^T, None for 1/sqrt(head_dim).
-        transpose_batch_sequence: whether arrays are [s, b, ...], which a layout's name does not say; None is False.
-        score_mod, score_mod_bprop: as `fused_attn`.
-        float32_logits: without effect, as scores are float32 always. dtype: None, or that of the arrays.
+        head_dim, num_attention_heads, num_gqa_groups: head dim and heads of the queries, and heads of the keys (None:
+            num_attention_heads). All must match the arrays.
+        attention_dropout, dropout_rng_name: dropout probability of a softmax weight, and the name of its rng.
+        attn_mask_type, attn_bias_type, softmax_type, qkv_layout: names, such as "causal", "post_scale_bias" (None: no_bias or
+            post_scale_bias, according to bias), "learnable" (with a parameter float32 [1, h, 1, 1]), "bs3hd".
+        scale_factor: scale of q k^T. None: 1/sqrt(head_dim).
+        transpose_batch_sequence: whether arrays are [s, b, ...], which a layout's name does not say. None: False.
+        score_mod, score_mod_bprop: as in `fused_attn`.
+        float32_logits: ignored; scores are always float32. dtype: None, or the arrays' dtype.
         window_size, max_segments_per_seq, context_parallel_causal_load_balanced, context_parallel_axis, context_parallel_strategy,
-            context_checkpoint_name: as `fused_attn`.
+            context_checkpoint_name: as in `fused_attn`.
     """
 
     head_dim: int
@@ -91,25 +92,25 @@ class DotProductAttention(nn.Module):  # type: ignore[misc]
         """Returns attention, [b, sq, h, d_v] or, transposed, [sq, b, h, d_v].
 
         Args:
-            query, key, value: arrays as qkv_layout says: with q, k and v in one array query is it, and key and value are not read;
-                with k and v in one key is it, and value is not read.
-            sequence_descriptor, bias, score_mod_tensors, score_mod_bprop_tensors: as `fused_attn`.
-            deterministic: whether nothing is dropped.
+            query, key, value: arrays according to qkv_layout. If q, k and v share one array, it is query, and key and value are not
+                read. If k and v share one array, it is key, and value is not read.
+            sequence_descriptor, bias, score_mod_tensors, score_mod_bprop_tensors: as in `fused_attn`.
+            deterministic: if True, there is no dropout.
             mask: an older name of sequence_descriptor.
 
-        Raises what `fused_attn` raises; ValueError for names and fields that are not accepted.
+        Raises the errors of `fused_attn`, and ValueError for invalid names and fields.
         """
         if mask is not None:
             if sequence_descriptor is not None:
-                raise ValueError("mask is given with a sequence_descriptor; accepted: one of the two")
+                raise ValueError("mask and sequence_descriptor are both set; accepted: one of the two")
             sequence_descriptor = mask
-        layout = _named(QKVLayout, "qkv_layout", self.qkv_layout)
-        given = (query,) if layout.is_qkvpacked() else (query, key) if layout.is_kvpacked() else (query, key, value)
-        turned = tuple(jnp.swapaxes(x, 0, 1) if self.transpose_batch_sequence and x is not None else x for x in given)
-        q, k, v = separate(turned, layout)
+        layout = _member(QKVLayout, "qkv_layout", self.qkv_layout)
+        arrays = (query,) if layout.is_qkvpacked() else (query, key) if layout.is_kvpacked() else (query, key, value)
+        transposed = tuple(jnp.swapaxes(x, 0, 1) if self.transpose_batch_sequence and x is not None else x for x in arrays)
+        q, k, v = separate(transposed, layout)
         self._check_fields(q, k)
         kind = "NO_BIAS" if bias is None else "POST_SCALE_BIAS"
-        bias_type = _named(AttnBiasType, "attn_bias_type", kind if self.attn_bias_type is None else self.attn_bias_type)
+        bias_type = _member(AttnBiasType, "attn_bias_type", kind if self.attn_bias_type is None else self.attn_bias_type)
         if bias is not None and bias.dtype not in (q.dtype, jnp.float32):
             bias = bias.astype(q.dtype)
         softmax_type = AttnSoftmaxType.from_str(self.softmax_type)
@@ -146,16 +147,16 @@ class DotProductAttention(nn.Module):  # type: ignore[misc]
 
     def _check_fields(self, q: Any, k: Any) -> None:
         heads_kv = self.num_attention_heads if self.num_gqa_groups is None else self.num_gqa_groups
-        for field, value, found in (
+        for field, value, actual in (
             ("head_dim", self.head_dim, q.shape[3]),
             ("num_attention_heads", self.num_attention_heads, q.shape[2]),
             ("num_gqa_groups", heads_kv, k.shape[2]),
             ("dtype", self.dtype, None if self.dtype is None else q.dtype),
         ):
-            if value != found:
-                raise ValueError(f"{field} is {value} and that of the arrays is {found}; accepted: the same")
+            if value != actual:
+                raise ValueError(f"{field} is {value} but the arrays have {actual}; accepted: equal values")
 
 
-def _named(kind: Any, field: str, name: str) -> Any:
-    check_name(field, str(name).lower(), tuple(one.lower() for one in kind.__members__))
+def _member(kind: Any, field: str, name: str) -> Any:
+    check_name(field, str(name).lower(), tuple(known.lower() for known in kind.__members__))
     return kind[str(name).upper()]

@@ -1,4 +1,4 @@
-"""TransformerEngine's `fused_attn` for JAX: its signature, over `flexattn.jax.attention`."""
+"""Stand-in for TransformerEngine's `fused_attn` for JAX, with its signature, run by `flexattn.jax.attention`."""
 
 from __future__ import annotations
 
@@ -43,39 +43,39 @@ def fused_attn(
     score_mod_tensors: Mapping[str, Any] | None = None,
     score_mod_bprop_tensors: Mapping[str, Any] | None = None,
 ) -> jax.Array:
-    """Returns attention by the arguments of TransformerEngine's `transformer_engine.jax.attention.fused_attn`.
+    """Returns attention with the arguments of TransformerEngine's `transformer_engine.jax.attention.fused_attn`.
 
-    Works wherever `flexattn.jax.attention` does: jit, grad, vmap, scan, checkpoint, shard_map. A score_mod goes with every other
-    argument, where TransformerEngine takes it with none.
+    Works in all transforms of `flexattn.jax.attention`: jit, grad, vmap, scan, checkpoint, shard_map. A score_mod combines with
+    every other argument; TransformerEngine allows none.
 
     Source of the signature: https://github.com/NVIDIA/TransformerEngine/blob/main/transformer_engine/jax/attention.py and, for
     score_mod, https://github.com/NVIDIA/TransformerEngine/pull/2985.
 
     Args:
-        qkv: (qkv [b, s, 3, h, d],), (q [b, sq, h, d], kv [b, skv, 2, h_kv, d]) or (q, k [b, skv, h_kv, d], v [b, skv, h_kv, d_v]),
-            as qkv_layout says; of the dtypes that `attention` takes.
-        bias: [b, h, sq, skv] by places in the rows of q and k, where any dim may be 1, of q's dtype or float32, with a bias type;
-            else None. Differentiable.
-        sequence_descriptor: where sequences lie, read with a mask type that has PADDING in its name, as in TransformerEngine; None
-            otherwise. Or a mask [b, 1, sq, skv], 1 for a hidden pair.
-        seed: a key of jax.random, or the integers of one or several, whose first two count; None without dropout.
-        scaling_factor: factor of q k^T.
-        dropout_probability: probability that a softmax weight is dropped, if is_training.
-        max_segments_per_seq: at least 1, and without effect: nothing is sized by it.
-        window_size: (left, right), negative for open, None for both; with a causal type right is 0 or open.
-        context_checkpoint_name: name that `jax.checkpoint` policies know the result and what the backward needs beside it by.
+        qkv: (qkv,), (q, kv) or (q, k, v), according to qkv_layout, in the dtypes of `attention`. qkv is [b, s, 3, h, d], q
+            [b, sq, h, d], kv [b, skv, 2, h_kv, d], k [b, skv, h_kv, d] and v [b, skv, h_kv, d_v].
+        bias: [b, h, sq, skv], by positions in the rows of q and k; any dim may be 1. In q's dtype or float32, with a bias type;
+            otherwise None. Differentiable.
+        sequence_descriptor: positions of the sequences, used if the mask type has PADDING in its name, as in TransformerEngine;
+            otherwise None. Or a mask [b, 1, sq, skv], 1 for a hidden pair.
+        seed: a key of jax.random, or the integers of one or several keys, of which the first two are used. None without dropout.
+        scaling_factor: scale of q k^T.
+        dropout_probability: dropout probability of a softmax weight, if is_training is True.
+        max_segments_per_seq: at least 1, otherwise ignored.
+        window_size: (left, right), negative for open. None: both open. With a causal type right must be 0 or open.
+        context_checkpoint_name: name of the result, and of the backward's other inputs, for `jax.checkpoint` policies.
         softmax_offset: float32 [1, h, 1, 1] with LEARNABLE_SOFTMAX. Differentiable.
-        score_mod, score_mod_bprop: callbacks (graph, score or dscore, tensors) that call cuDNN frontend's pointwise nodes.
-            Positions that they ask for are those in the rows of q and k.
+        score_mod, score_mod_bprop: callbacks (graph, score or dscore, tensors) that call cuDNN frontend's pointwise nodes. Their
+            positions are those in the rows of q and k.
         score_mod_tensors, score_mod_bprop_tensors: name -> array of up to 4 dims that broadcasts to [b, h, sq, skv], or a Python
-            or NumPy number, for these two. Without a score_mod_bprop arrays get gradients; with one, asking for them raises.
-        context_parallel_strategy, context_parallel_causal_load_balanced, context_parallel_axis, stripe_size: their defaults.
+            or NumPy number, for the callbacks. Without a score_mod_bprop, arrays receive gradients; with one, these raise.
+        context_parallel_strategy, context_parallel_causal_load_balanced, context_parallel_axis, stripe_size: must be the defaults.
 
     Returns [b, sq, h, d_v] in q's dtype. Padding, and a query that sees no key, get 0.
 
     Raises:
-        ValueError, TypeError: an argument without meaning, or that does not go with another; the text names it.
-        NotImplementedError: context parallelism.
+        ValueError, TypeError: if an argument is invalid, or does not combine with another; the text names it.
+        NotImplementedError: for context parallelism.
         BackendError: as `attention`.
     """
     _refuse_context_parallelism(
@@ -90,9 +90,9 @@ def fused_attn(
         raise ValueError(f"max_segments_per_seq is {describe(max_segments_per_seq)}; accepted: an int of at least 1")
     if (bias is None) != (bias_type is AttnBiasType.NO_BIAS):
         accepted = "None" if bias_type is AttnBiasType.NO_BIAS else "an array [b, h, sq, skv]"
-        raise ValueError(f"bias is {_named(bias)} with attn_bias_type {bias_type.name}; accepted: {accepted}")
+        raise ValueError(f"bias is {_describe(bias)} with attn_bias_type {bias_type.name}; accepted: {accepted}")
     rows = Rows(q.shape[0], (q.shape[1], k.shape[1]), layout.is_thd(), kind, window_of(window_size, kind))
-    sequences = sequences_of(sequence_descriptor, rows, has_places=bias is not None or score_mod is not None)
+    sequences = sequences_of(sequence_descriptor, rows, has_positions=bias is not None or score_mod is not None)
     arguments = sequences.arguments | {
         "q": q,
         "k": k,
@@ -115,7 +115,7 @@ def fused_attn(
             ("score_mod_bprop_tensors", score_mod_bprop_tensors),
         ):
             if value is not None:
-                raise ValueError(f"{name} is given without a score_mod; accepted: None, or a score_mod beside it")
+                raise ValueError(f"{name} comes without a score_mod; accepted: None, or a score_mod with it")
     if not sequences.is_packed:
         return attend(arguments, (context_checkpoint_name,) * 2)[0]
     arguments |= {name: x.reshape(-1, *x.shape[2:]) for name, x in (("q", q), ("k", k), ("v", v))}
@@ -124,11 +124,11 @@ def fused_attn(
 
 
 def separate(qkv: Any, layout: QKVLayout) -> tuple[Any, Any, Any]:
-    """Returns q, k and v of the arrays that a layout has; raises ValueError, TypeError for other counts and shapes."""
+    """Returns q, k and v from the arrays of a layout; raises ValueError or TypeError for other counts and shapes."""
     names = ("qkv",) if layout.is_qkvpacked() else ("q", "kv") if layout.is_kvpacked() else ("q", "k", "v")
     if not isinstance(qkv, (tuple, list)) or len(qkv) != len(names):
-        came = f"a {type(qkv).__name__}" + (f" of {len(qkv)}" if isinstance(qkv, (tuple, list)) else "")
-        raise ValueError(f"qkv is {came} with qkv_layout {layout.name}; accepted: ({', '.join(names)})")
+        description = f"a {type(qkv).__name__}" + (f" of {len(qkv)}" if isinstance(qkv, (tuple, list)) else "")
+        raise ValueError(f"qkv is {description} with qkv_layout {layout.name}; accepted: ({', '.join(names)})")
     for name, x in zip(names, qkv, strict=True):
         if not isinstance(x, (jax.Array, np.ndarray)):
             raise TypeError(f"{name} of qkv is {describe(x)}; accepted: a JAX or NumPy array")
@@ -144,27 +144,27 @@ def separate(qkv: Any, layout: QKVLayout) -> tuple[Any, Any, Any]:
 
 
 def _refuse_context_parallelism(strategy: Any, is_balanced: Any, axis: Any, stripe_size: Any) -> None:
-    given = {
+    non_defaults = {
         "context_parallel_strategy": None if getattr(strategy, "name", strategy) == "DEFAULT" else strategy,
         "context_parallel_causal_load_balanced": is_balanced or None,
         "context_parallel_axis": axis or None,
         "stripe_size": stripe_size,
     }
-    for name, value in given.items():
+    for name, value in non_defaults.items():
         if value is not None:
             raise NotImplementedError(
-                f"{name} is {value!r}, and sequences are not split over devices; accepted: its default (batch and heads may be "
+                f"{name} is {value!r}, but sequences are not split over devices; accepted: its default (batch and heads may be "
                 "split: docs/jax.md, Devices)"
             )
 
 
 def window_of(window_size: Any, kind: AttnMaskType) -> tuple[int, int]:
-    """Returns (left, right), -1 for open; raises ValueError for what is no window of the mask type."""
+    """Returns (left, right), -1 for open; raises ValueError for a window that the mask type does not support."""
     sides = (-1, -1) if window_size is None else tuple(window_size) if isinstance(window_size, (tuple, list)) else ()
-    whole = [as_index(side) for side in sides]
-    if len(whole) != 2 or None in whole:
+    ints = [as_index(side) for side in sides]
+    if len(ints) != 2 or None in ints:
         raise ValueError(f"window_size is {window_size!r}; accepted: None, or a pair of ints (left, right), negative for open")
-    left, right = (max(side, -1) for side in whole if side is not None)
+    left, right = (max(side, -1) for side in ints if side is not None)
     if kind.is_causal() and right > 0:
         raise ValueError(f"window_size is {(left, right)} with attn_mask_type {kind.name}; accepted: 0, or open, on the right")
     return left, right
@@ -174,24 +174,24 @@ def _offset(kind: AttnSoftmaxType, offset: Any, heads: int) -> Any:
     """Returns the offset of each head, [h], or None."""
     if kind is not AttnSoftmaxType.LEARNABLE_SOFTMAX:
         if offset is not None:
-            raise ValueError(f"softmax_offset is given with softmax_type {kind.name}; accepted: None")
+            raise ValueError(f"softmax_offset is set with softmax_type {kind.name}; accepted: None")
         return None
     if offset is None or jnp.shape(offset) != (1, heads, 1, 1) or offset.dtype != jnp.float32:
-        raise ValueError(f"softmax_offset is {_named(offset)} with {kind.name}; accepted: float32 {(1, heads, 1, 1)}")
+        raise ValueError(f"softmax_offset is {_describe(offset)} with {kind.name}; accepted: float32 {(1, heads, 1, 1)}")
     return jnp.asarray(offset).reshape(heads)
 
 
 def _words(seed: Any) -> Any:
-    """Returns the first two words of a seed, as a key of jax.random has them."""
+    """Returns the first two words of a seed, as in a key of jax.random."""
     if isinstance(seed, jax.Array) and jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
         seed = jax.random.key_data(seed)
     if not isinstance(seed, (jax.Array, np.ndarray)) or not jnp.issubdtype(seed.dtype, jnp.integer) or seed.size < 2:
         raise ValueError(
-            f"seed is {_named(seed)} with dropout; accepted: a key of jax.random, or an array of two uint32 or more, as of "
+            f"seed is {_describe(seed)} with dropout; accepted: a key of jax.random, or an array of at least two uint32, such as "
             "jax.random.key_data(key)"
         )
     return jnp.asarray(seed).reshape(-1)[:2].astype(jnp.uint32)
 
 
-def _named(x: Any) -> str:
+def _describe(x: Any) -> str:
     return f"{x.dtype} {x.shape}" if hasattr(x, "dtype") and hasattr(x, "shape") else describe(x)

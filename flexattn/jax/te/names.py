@@ -23,7 +23,7 @@ class AttnBiasType(Enum):
 
 
 class AttnMaskType(Enum):
-    """Kinds of masks: causal or not, from which diagonal, and whether sequences have lengths of their own."""
+    """Kinds of masks: causal or not, the diagonal's alignment, and whether sequences have different lengths."""
 
     NO_MASK = names.AttnMaskType["no_mask"]
     PADDING_MASK = names.AttnMaskType["padding"]
@@ -33,11 +33,11 @@ class AttnMaskType(Enum):
     PADDING_CAUSAL_BOTTOM_RIGHT_MASK = names.AttnMaskType["padding_causal_bottom_right"]
 
     def is_causal(self) -> bool:
-        """Returns whether queries see no later keys."""
+        """Returns whether later keys are hidden."""
         return "CAUSAL" in self.name
 
     def is_padding(self) -> bool:
-        """Returns whether sequences have lengths of their own."""
+        """Returns whether sequences have different lengths."""
         return "PADDING" in self.name
 
     def is_bottom_right(self) -> bool:
@@ -46,7 +46,7 @@ class AttnMaskType(Enum):
 
 
 class AttnSoftmaxType(Enum):
-    """Kinds of softmax: nothing else in the denominator, 1 as well, or exp of an offset for each head."""
+    """Kinds of softmax, by the extra term of the denominator: none, 1, or exp of an offset for each head."""
 
     VANILLA_SOFTMAX = names.SoftmaxType["vanilla"]
     OFF_BY_ONE_SOFTMAX = names.SoftmaxType["off-by-one"]
@@ -54,15 +54,15 @@ class AttnSoftmaxType(Enum):
 
     @classmethod
     def from_str(cls, softmax_type: str) -> AttnSoftmaxType:
-        """Returns the member for "vanilla", "off_by_one" (or "off-by-one") or "learnable"; ValueError for another name."""
-        found = cls.__members__.get(f"{str(softmax_type).replace('-', '_').upper()}_SOFTMAX")
-        if found is None:
+        """Returns the member for "vanilla", "off_by_one" (or "off-by-one") or "learnable"; raises ValueError for another name."""
+        result = cls.__members__.get(f"{str(softmax_type).replace('-', '_').upper()}_SOFTMAX")
+        if result is None:
             raise ValueError(f"softmax_type is {softmax_type!r}; accepted: 'vanilla', 'off_by_one', 'learnable'")
-        return found
+        return result
 
 
 class QKVFormat(Enum):
-    """Dims of q, k and v. THD has those of BSHD, and several sequences in a row."""
+    """Dims of q, k and v. THD has the dims of BSHD, with several sequences per row."""
 
     SBHD = names.QKVFormat["sbhd"]
     BSHD = names.QKVFormat["bshd"]
@@ -72,7 +72,7 @@ class QKVFormat(Enum):
 class QKVLayout(Enum):
     """Layouts of q, k and v: all in one array, [b, s, 3, h, d], k and v in one, [b, s, 2, h, d], or three arrays.
 
-    T3HD, THD_T2HD and THD_THD_THD have those shapes too, with several sequences in a row.
+    T3HD, THD_T2HD and THD_THD_THD have the same shapes, with several sequences per row.
     """
 
     BS3HD = names.QKVLayout["bs3hd"]
@@ -83,7 +83,7 @@ class QKVLayout(Enum):
     THD_THD_THD = names.QKVLayout["thd_thd_thd"]
 
     def get_qkv_format(self) -> QKVFormat:
-        """Returns the format of each of q, k and v."""
+        """Returns the format of q, k and v."""
         return QKVFormat.THD if self.is_thd() else QKVFormat.BSHD
 
     def is_qkvpacked(self) -> bool:
@@ -116,7 +116,7 @@ class QKVLayout(Enum):
 
 
 class CPStrategy(Enum):
-    """Ways to split sequences over devices, of which only DEFAULT without a mesh axis is served."""
+    """Strategies to split sequences over devices; only DEFAULT without a mesh axis is supported."""
 
     DEFAULT = 0
     ALL_GATHER = 1
@@ -124,24 +124,24 @@ class CPStrategy(Enum):
 
 
 def member(kind: type[E], argument: str, value: Any) -> E:
-    """Returns the member for a member, or for one of that name of TransformerEngine's own enumeration.
+    """Returns the member for a member, or for a member of the same name of TransformerEngine's own enumeration.
 
     Raises ValueError for anything else.
     """
     if isinstance(value, kind):
         return value
-    found = kind.__members__.get(str(getattr(value, "name", "")))
-    if found is None:
+    result = kind.__members__.get(str(getattr(value, "name", "")))
+    if result is None:
         raise ValueError(f"{argument} is {describe(value)}; accepted: a {kind.__name__}: {', '.join(kind.__members__)}")
-    return found
+    return result
 
 
-_OURS = {AttnBiasType: names.AttnBiasType, AttnMaskType: names.AttnMaskType, AttnSoftmaxType: names.SoftmaxType}
+_NAMES = {AttnBiasType: names.AttnBiasType, AttnMaskType: names.AttnMaskType, AttnSoftmaxType: names.SoftmaxType}
 
 
 def name_of(value: AttnBiasType | AttnMaskType | AttnSoftmaxType) -> str:
-    """Returns the name that `flexattn.jax.attention` has for a member."""
-    return next(name for name, number in _OURS[type(value)].items() if number == value.value)
+    """Returns `flexattn.jax.attention`'s name for a member."""
+    return next(name for name, number in _NAMES[type(value)].items() if number == value.value)
 
 
 _MASK_TYPES = {
@@ -156,7 +156,7 @@ _MASK_TYPES = {
 
 
 def canonicalize_attn_mask_type(attn_mask_type: str) -> AttnMaskType:
-    """Returns the member for a mask type's name, as "padding_causal" or "causal_padding"; ValueError for another name."""
+    """Returns the member for a mask type's name, such as "padding_causal" or "causal_padding"; raises ValueError for others."""
     if attn_mask_type not in _MASK_TYPES:
         raise ValueError(f"attn_mask_type is {attn_mask_type!r}; accepted: {', '.join(_MASK_TYPES)}")
     return _MASK_TYPES[attn_mask_type]

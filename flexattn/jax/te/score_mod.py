@@ -1,4 +1,4 @@
-"""TransformerEngine's score_mod callbacks in JAX: recorded by the recorder of `flexattn.integrations.te`, with arrays for tensors.
+"""TransformerEngine's score_mod callbacks in JAX: recorded like those of `flexattn.integrations.te`, with arrays as tensors.
 
 The form is that of TransformerEngine's pull request 2985, https://github.com/NVIDIA/TransformerEngine/pull/2985.
 """
@@ -20,20 +20,20 @@ Callback = Callable[..., Any]
 
 
 class _Tensors(NamedTuple):
-    """A dict of callbacks' tensors, taken apart: numbers are part of the call, arrays its operands."""
+    """A dict of callbacks' tensors, split: numbers are part of the call, arrays are its operands."""
 
-    values: dict[Any, Any]  # numbers, and None where there is an array
+    values: dict[Any, Any]  # numbers, and None for each array
     arrays: dict[Any, Any]
 
     def joined(self, tensors: dict[Any, Tensor]) -> dict[Any, Any]:
-        """Returns the dict with tensors in the place of the arrays, in the order in which it was given."""
+        """Returns the dict with tensors in place of the arrays, in the original order."""
         return self.values | tensors
 
 
 def split(argument: str, tensors: Any) -> _Tensors:
-    """Returns the arrays of a dict of callbacks' tensors, of 0 to 4 dims, apart from its Python and NumPy numbers.
+    """Splits a dict of callbacks' tensors into arrays, of 0 to 4 dims, and Python and NumPy numbers.
 
-    Raises TypeError for what is no dict, and for a name that is no str.
+    Raises TypeError if it is not a dict, or if a name is not a str.
     """
     if tensors is None:
         return _Tensors({}, {})
@@ -46,39 +46,41 @@ def split(argument: str, tensors: Any) -> _Tensors:
     return _Tensors({name: None if name in arrays else x for name, x in tensors.items()}, arrays)
 
 
-def recorded(score_mod: Callback, score_mod_bprop: Callback | None, tensors: Any, tensors_of_bprop: Any) -> InTorch:
+def recorded(score_mod: Callback, score_mod_bprop: Callback | None, tensors: Any, bprop_tensors: Any) -> InTorch:
     """Returns callbacks as a score_mod of `flexattn.jax.attention`.
 
-    Equal callbacks with tensors of equal shapes are one program, whatever objects they are: the program is what they record.
+    Equal callbacks with tensors of equal shapes share a program, even if they are different objects.
 
     Args:
         score_mod: score_mod(graph, score, tensors) -> the modified score.
-        score_mod_bprop: score_mod_bprop(graph, dscore, tensors) -> the gradient of the score; None: it is derived.
-        tensors: name -> array or number, for score_mod. Arrays, [b, h, sq, skv] or the last of these dims, with 1 where one is
-            broadcast, may be traced. They get gradients where score_mod_bprop is None.
-        tensors_of_bprop: the same for score_mod_bprop.
+        score_mod_bprop: score_mod_bprop(graph, dscore, tensors) -> the gradient of the score. None: the gradient is derived.
+        tensors: name -> array or number, for score_mod. Arrays, [b, h, sq, skv] or the last of these dims, with 1 for a broadcast
+            dim, may be traced. If score_mod_bprop is None, they receive gradients.
+        bprop_tensors: the same for score_mod_bprop.
 
     Raises:
-        TypeError, ValueError: what `flexattn.integrations.te.TEScoreMod` raises; ValueError where a gradient of one of the tensors
-            is asked for beside a score_mod_bprop, when the call is traced.
+        TypeError, ValueError: as `flexattn.integrations.te.TEScoreMod`; ValueError if a gradient of one of the tensors is needed
+            although there is a score_mod_bprop, when the call is traced.
     """
-    if tensors_of_bprop and score_mod_bprop is None:
-        raise ValueError("score_mod_bprop_tensors is given without a score_mod_bprop; accepted: None, as the derived one has none")
-    forward, backward = split("score_mod_tensors", tensors), split("score_mod_bprop_tensors", tensors_of_bprop)
+    if bprop_tensors and score_mod_bprop is None:
+        raise ValueError(
+            "score_mod_bprop_tensors comes without a score_mod_bprop; accepted: None, because the derived gradient has none"
+        )
+    forward, backward = split("score_mod_tensors", tensors), split("score_mod_bprop_tensors", bprop_tensors)
 
     def make(stand_ins: tuple[Tensor, ...]) -> TEScoreMod:
         count = len(forward.arrays)
-        of_forward = dict(zip(forward.arrays, stand_ins[:count], strict=True))
-        of_backward = dict(zip(backward.arrays, stand_ins[count:], strict=True))
+        forward_tensors = dict(zip(forward.arrays, stand_ins[:count], strict=True))
+        backward_tensors = dict(zip(backward.arrays, stand_ins[count:], strict=True))
         if score_mod_bprop is None:
-            return TEScoreMod(score_mod, None, forward.joined(of_forward))
-        for argument, given in (("score_mod_tensors", of_forward), ("score_mod_bprop_tensors", of_backward)):
-            for name, t in given.items():
+            return TEScoreMod(score_mod, None, forward.joined(forward_tensors))
+        for argument, tensors_of_role in (("score_mod_tensors", forward_tensors), ("score_mod_bprop_tensors", backward_tensors)):
+            for name, t in tensors_of_role.items():
                 if t.requires_grad:
                     raise ValueError(
-                        f"{argument}[{name!r}] is differentiated, and score_mod_bprop gives it no gradient; accepted: "
-                        "jax.lax.stop_gradient of it, or no score_mod_bprop, and the backward is derived for it too"
+                        f"{argument}[{name!r}] is differentiated, but score_mod_bprop does not compute its gradient; accepted: "
+                        "jax.lax.stop_gradient of it, or no score_mod_bprop, so that the gradient is derived"
                     )
-        return TEScoreMod(score_mod, score_mod_bprop, forward.joined(of_forward), backward.joined(of_backward))
+        return TEScoreMod(score_mod, score_mod_bprop, forward.joined(forward_tensors), backward.joined(backward_tensors))
 
     return InTorch(make, (*forward.arrays.values(), *backward.arrays.values()))

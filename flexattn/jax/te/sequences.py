@@ -1,7 +1,7 @@
-"""TransformerEngine's SequenceDescriptor, and what it says as arguments of `flexattn.jax.attention`: lengths, or a mask.
+"""TransformerEngine's SequenceDescriptor, and its conversion to arguments of `flexattn.jax.attention`: lengths, or a mask.
 
-Lengths become cu_seqlens. Segment ids and positions become a mask of their own values, which is exact for any of them: in any
-order, with gaps, or striped.
+Lengths become cu_seqlens. Segment ids and positions become a mask that reads them, which is exact for any values: in any order,
+with gaps, or striped.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ Pair = tuple[Any, Any]
 
 @jax.tree_util.register_pytree_node_class
 class SequenceDescriptor:
-    """Places of sequences in the rows of q, and of k and v; one of the three `from_` methods makes it. A pytree of eight arrays.
+    """Positions of sequences in the rows of q, and of k and v. Create one by one of the three `from_` methods.
 
-    Each attribute is a pair, for the queries and for the keys, of arrays of size 0 where it is not given.
+    It is a pytree of eight arrays. Each attribute is a pair, for the queries and for the keys; if it is unset, arrays of size 0.
 
     Source: https://github.com/NVIDIA/TransformerEngine/blob/main/transformer_engine/jax/attention.py
     """
@@ -35,11 +35,11 @@ class SequenceDescriptor:
         segment_ids: Pair | None = None,
         segment_pos: Pair | None = None,
     ) -> None:
-        def given(pair: Pair | None) -> Pair:
+        def or_empty(pair: Pair | None) -> Pair:
             return (jnp.zeros(0), jnp.zeros(0)) if pair is None else pair
 
-        self.seqlens, self.seq_offsets = given(seqlens), given(seq_offsets)
-        self.segment_ids, self.segment_pos = given(segment_ids), given(segment_pos)
+        self.seqlens, self.seq_offsets = or_empty(seqlens), or_empty(seq_offsets)
+        self.segment_ids, self.segment_pos = or_empty(segment_ids), or_empty(segment_pos)
 
     def tree_flatten(self) -> tuple[Any, None]:
         """Returns the arrays, for `jax.tree_util`."""
@@ -47,43 +47,43 @@ class SequenceDescriptor:
 
     @classmethod
     def tree_unflatten(cls, _: None, children: Any) -> SequenceDescriptor:
-        """Returns a descriptor of what `tree_flatten` gave."""
+        """Returns a descriptor from `tree_flatten`'s arrays."""
         return cls(*children)
 
     @classmethod
     def from_seqlens(cls, seqlens: Any) -> SequenceDescriptor:
-        """Returns a descriptor of one sequence in each row, its first tokens.
+        """Returns a descriptor of one sequence per row, its first tokens.
 
         Args:
-            seqlens: integers [b], or a pair of them: of the queries, and of the keys.
+            seqlens: integers [b], or a pair of them, for the queries and for the keys.
 
-        Raises TypeError for what is no array, ValueError for a tuple of another length.
+        Raises TypeError if an argument is not an array, and ValueError for a tuple of another length.
         """
         return cls(seqlens=_pair("seqlens", seqlens))
 
     @classmethod
     def from_seqlens_and_offsets(cls, seqlens: Any, seq_offsets: Any) -> SequenceDescriptor:
-        """Returns a descriptor of several sequences in each row, for layouts with T in their name.
+        """Returns a descriptor of several sequences per row, for layouts with T in their name.
 
         Args:
-            seqlens: integers [b, n], or a pair of them: lengths of a row's sequences, below 1 where there is none. Sequence i of
-                the queries sees sequence i of the keys.
-            seq_offsets: integers [b, n] or more, or a pair of them: where in its row each of these sequences begins. What is
-                beyond n, or belongs to no sequence, is not read.
+            seqlens: integers [b, n], or a pair of them: lengths of a row's sequences; below 1: no sequence. Sequence i of the
+                queries sees sequence i of the keys.
+            seq_offsets: integers [b, n] or more columns, or a pair of them: each sequence's start in its row. Columns beyond n, and
+                those without a sequence, are not read.
 
-        Raises TypeError for what is no array, ValueError for a tuple of another length.
+        Raises TypeError if an argument is not an array, and ValueError for a tuple of another length.
         """
         return cls(seqlens=_pair("seqlens", seqlens), seq_offsets=_pair("seq_offsets", seq_offsets))
 
     @classmethod
     def from_segment_ids_and_pos(cls, segment_ids: Any, segment_pos: Any = None) -> SequenceDescriptor:
-        """Returns a descriptor by token: which sequence of its row it belongs to, and its position there.
+        """Returns a descriptor by token: its sequence in the row, and its position in the sequence.
 
         Args:
-            segment_ids: integers [b, s], or a pair of them, of the queries and of the keys; 0 is padding.
-            segment_pos: integers [b, s] or [s], or a pair of them; must be given, as in TransformerEngine.
+            segment_ids: integers [b, s], or a pair of them, for the queries and for the keys; 0 is padding.
+            segment_pos: integers [b, s] or [s], or a pair of them; required, as in TransformerEngine.
 
-        Raises TypeError for what is no array, ValueError for a tuple of another length, or no segment_pos.
+        Raises TypeError if an argument is not an array, and ValueError for a tuple of another length, or without segment_pos.
         """
         if segment_pos is None:
             raise ValueError(
@@ -95,15 +95,15 @@ class SequenceDescriptor:
 def _pair(name: str, value: Any) -> Pair:
     if isinstance(value, tuple):
         if len(value) != 2:
-            raise ValueError(f"{name} is a tuple of {len(value)}; accepted: an array, or a pair: of the queries, and of the keys")
+            raise ValueError(f"{name} is a tuple of {len(value)}; accepted: an array, or a pair, for the queries and for the keys")
         return value
     if not isinstance(value, (jax.Array, np.ndarray)):
-        raise TypeError(f"{name} is {describe(value)}; accepted: an array, or a pair: of the queries, and of the keys")
+        raise TypeError(f"{name} is {describe(value)}; accepted: an array, or a pair, for the queries and for the keys")
     return value, value
 
 
 class Rows(NamedTuple):
-    """A call as its mask sees it: its rows, and TransformerEngine's words for the mask."""
+    """A call's properties that determine its mask: its rows, and TransformerEngine's mask type and window."""
 
     batch: int
     sizes: tuple[int, int]  # tokens of a row of q, and of k
@@ -113,7 +113,7 @@ class Rows(NamedTuple):
 
     @property
     def band(self) -> dict[str, Any]:
-        """Mask type and window as arguments of `attention`; for a mask, without the padding that lengths must be given for."""
+        """Mask type and window as arguments of `attention`, without padding, because a mask replaces the lengths."""
         name = name_of(self.kind).removeprefix("padding_").replace("padding", "no_mask")
         return {
             "attn_mask_type": name,
@@ -123,46 +123,46 @@ class Rows(NamedTuple):
 
     @property
     def padded_band(self) -> dict[str, Any]:
-        """Mask type and window beside lengths."""
+        """Mask type and window for a call with lengths."""
         return self.band | {"attn_mask_type": name_of(self.kind)}
 
 
 class Sequences(NamedTuple):
-    """Arguments of `attention` for the sequences of a call; is_packed: as those of all rows, one after another, in thd."""
+    """Arguments of `attention` for the sequences of a call; is_packed: whether all rows are packed in thd."""
 
     arguments: dict[str, Any]
     is_packed: bool = False
 
 
-def sequences_of(descriptor: SequenceDescriptor | Any, rows: Rows, has_places: bool) -> Sequences:
-    """Returns the arguments that say what a descriptor, a mask, or None says of a call's rows.
+def sequences_of(descriptor: SequenceDescriptor | Any, rows: Rows, has_positions: bool) -> Sequences:
+    """Returns the arguments that a descriptor, a mask or None means for a call's rows.
 
-    has_places: whether the call has a bias or a score_mod, which know tokens by their places in the rows; offsets become a mask
-        then.
+    has_places: whether the call has a bias or a score_mod, which depend on tokens' positions in the rows; offsets then become a
+        mask.
 
     Raises:
-        ValueError: a descriptor that does not belong to the layout and the mask type, or has other shapes than the rows.
+        ValueError: if the descriptor does not match the layout, the mask type or the rows' shapes.
     """
     if rows.is_thd and not rows.kind.is_padding():
         raise ValueError(f"attn_mask_type is {rows.kind.name} with a THD layout; accepted: a type with PADDING in its name")
     if descriptor is not None and not isinstance(descriptor, SequenceDescriptor):
         return Sequences(_by_mask(descriptor, rows))
-    has = () if descriptor is None else tuple(name for name in vars(descriptor) if getattr(descriptor, name)[0].size)
+    fields = () if descriptor is None else tuple(name for name in vars(descriptor) if getattr(descriptor, name)[0].size)
     if not rows.kind.is_padding():
         return Sequences(rows.band)
     assert descriptor is None or isinstance(descriptor, SequenceDescriptor)
-    if descriptor is not None and "segment_ids" in has:
+    if descriptor is not None and "segment_ids" in fields:
         return Sequences(_by_segments(descriptor.segment_ids, descriptor.segment_pos, rows))
-    if descriptor is None or ("seq_offsets" in has) != rows.is_thd or "seqlens" not in has:
+    if descriptor is None or ("seq_offsets" in fields) != rows.is_thd or "seqlens" not in fields:
         accepted = "from_seqlens_and_offsets" if rows.is_thd else "from_seqlens"
-        came = "None" if descriptor is None else f"a SequenceDescriptor with {', '.join(has) or 'nothing'}"
+        description = "None" if descriptor is None else f"a SequenceDescriptor with {', '.join(fields) or 'nothing'}"
         raise ValueError(
-            f"sequence_descriptor is {came}, with attn_mask_type {rows.kind.name} and a {'THD' if rows.is_thd else 'BSHD'} layout; "
-            f"accepted: SequenceDescriptor.{accepted}(...) or .from_segment_ids_and_pos(...)"
+            f"sequence_descriptor is {description}, with attn_mask_type {rows.kind.name} and a {'THD' if rows.is_thd else 'BSHD'} "
+            f"layout; accepted: SequenceDescriptor.{accepted}(...) or .from_segment_ids_and_pos(...)"
         )
     if rows.is_thd:
-        sides = _placed(descriptor.seqlens, descriptor.seq_offsets, rows)
-        if has_places:
+        sides = _lengths_and_offsets(descriptor.seqlens, descriptor.seq_offsets, rows)
+        if has_positions:
             return Sequences(_by_segments(*_tokens(sides, rows), rows))
         return Sequences(_packed(sides, rows), is_packed=True)
     arguments = rows.padded_band
@@ -179,35 +179,35 @@ def _integers(name: str, x: Any, shape: tuple[int, ...]) -> Any:
 
 
 def _cumulative(lengths: Any) -> Any:
-    """Returns 0 and the running sum of lengths; those below 0 count as 0."""
+    """Returns 0 and the cumulative sum of lengths; negative lengths count as 0."""
     return jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(jnp.maximum(lengths, 0), dtype=jnp.int32)])
 
 
-def _placed(seqlens: Pair, seq_offsets: Pair, rows: Rows) -> list[Pair]:
+def _lengths_and_offsets(seqlens: Pair, seq_offsets: Pair, rows: Rows) -> list[Pair]:
     """Returns lengths and offsets, [b, n] each, for the queries and for the keys."""
     count = seqlens[0].shape[-1] if seqlens[0].ndim else 0
     sides = []
     for lengths, offsets in zip(seqlens, seq_offsets, strict=True):
         lengths = _integers("seqlens", lengths, (rows.batch, count))
-        beyond = max(count, offsets.shape[-1] if offsets.ndim else 0)
-        sides.append((lengths, _integers("seq_offsets", offsets, (rows.batch, beyond))[:, :count]))
+        columns = max(count, offsets.shape[-1] if offsets.ndim else 0)
+        sides.append((lengths, _integers("seq_offsets", offsets, (rows.batch, columns))[:, :count]))
     return sides
 
 
 def _tokens(sides: Sequence[Pair], rows: Rows) -> tuple[Pair, Pair]:
-    """Returns segment ids and positions of sequences by offsets."""
-    ids, places = [], []
+    """Returns segment ids and positions from sequences' offsets."""
+    ids, positions = [], []
     for (lengths, offsets), size in zip(sides, rows.sizes, strict=True):
-        behind = jnp.arange(size, dtype=jnp.int32) - offsets[..., None]  # [b, n, s]: tokens since each sequence began
-        is_inside = (behind >= 0) & (behind < lengths[..., None])
+        position = jnp.arange(size, dtype=jnp.int32) - offsets[..., None]  # [b, n, s]: tokens since each sequence's start
+        is_inside = (position >= 0) & (position < lengths[..., None])
         which = jnp.argmax(is_inside, 1)[:, None]
         ids.append(jnp.where(is_inside.any(1), which[:, 0] + 1, 0).astype(jnp.int32))
-        places.append(jnp.take_along_axis(behind, which, 1)[:, 0])
-    return (ids[0], ids[1]), (places[0], places[1])
+        positions.append(jnp.take_along_axis(position, which, 1)[:, 0])
+    return (ids[0], ids[1]), (positions[0], positions[1])
 
 
 def _packed(sides: Sequence[Pair], rows: Rows) -> dict[str, Any]:
-    """Returns arguments for the rows' sequences as those of one row after another."""
+    """Returns arguments for all rows' sequences, packed one after another."""
     arguments = rows.padded_band | {"max_seqlen_q": rows.sizes[0], "max_seqlen_kv": rows.sizes[1]}
     for side, (lengths, offsets), size in zip(("q", "kv"), sides, rows.sizes, strict=True):
         starts = jnp.where(lengths > 0, offsets + size * jnp.arange(rows.batch, dtype=jnp.int32)[:, None], 0)
@@ -217,28 +217,28 @@ def _packed(sides: Sequence[Pair], rows: Rows) -> dict[str, Any]:
 
 
 def _by_segments(segment_ids: Pair, segment_pos: Pair, rows: Rows) -> dict[str, Any]:
-    """Returns arguments with the mask of ids and positions: a query sees the keys of its own id, as far as the band reaches."""
-    ids, places = [], []
-    for one, pos, size in zip(segment_ids, segment_pos, rows.sizes, strict=True):
+    """Returns arguments with a mask of ids and positions: a query sees keys of its own id that are within the band."""
+    ids, positions = [], []
+    for row_ids, pos, size in zip(segment_ids, segment_pos, rows.sizes, strict=True):
         shape = (rows.batch, size)
-        ids.append(_integers("segment_ids", one, shape))
-        place = jnp.broadcast_to(_integers("segment_pos", pos, shape if pos.ndim == 2 else (size,)), shape)
-        places.append(place - _run_lengths(ids[-1]) if rows.kind.is_bottom_right() else place)
-    (ids_q, ids_kv), (place_q, place_kv) = ids, places
+        ids.append(_integers("segment_ids", row_ids, shape))
+        position = jnp.broadcast_to(_integers("segment_pos", pos, shape if pos.ndim == 2 else (size,)), shape)
+        positions.append(position - _run_lengths(ids[-1]) if rows.kind.is_bottom_right() else position)
+    (ids_q, ids_kv), (position_q, position_kv) = ids, positions
     (left, right), is_causal = rows.window, rows.kind.is_causal()
 
-    def mask_mod(b: Any, h: Any, i: Any, j: Any) -> Any:
-        behind = place_q[b, i] - place_kv[b, j]  # how far the key lies before the diagonal
-        seen = (ids_q[b, i] == ids_kv[b, j]) & (ids_q[b, i] != 0)
-        seen = seen & (behind >= 0) if is_causal else seen
-        seen = seen & (behind <= left) if left >= 0 else seen
-        return seen & (behind >= -right) if right >= 0 and not is_causal else seen
+    def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        distance = position_q[b, q_idx] - position_kv[b, kv_idx]  # distance of the key before the diagonal
+        is_visible = (ids_q[b, q_idx] == ids_kv[b, kv_idx]) & (ids_q[b, q_idx] != 0)
+        is_visible = is_visible & (distance >= 0) if is_causal else is_visible
+        is_visible = is_visible & (distance <= left) if left >= 0 else is_visible
+        return is_visible & (distance >= -right) if right >= 0 and not is_causal else is_visible
 
     return {"attn_mask_type": "no_mask", "mask_mod": mask_mod}
 
 
 def _run_lengths(ids: Any) -> Any:
-    """Returns for each token of [b, s] how many of its neighbours, itself included, have its id without another in between."""
+    """Returns for each token of [b, s] the length of its run of equal ids."""
     begins = jnp.concatenate([jnp.zeros((ids.shape[0], 1), bool), ids[:, 1:] != ids[:, :-1]], 1)
     run = jnp.cumsum(begins, 1)
     counts = jax.vmap(lambda row: jnp.bincount(row, length=ids.shape[1]))(run)
@@ -246,7 +246,7 @@ def _run_lengths(ids: Any) -> Any:
 
 
 def _by_mask(mask: Any, rows: Rows) -> dict[str, Any]:
-    """Returns arguments with a mask, True for a hidden pair, as TransformerEngine took one before it had descriptors."""
+    """Returns arguments for a mask, True for a hidden pair, as in TransformerEngine before it had descriptors."""
     shape = (rows.batch, 1, *rows.sizes)
     if not isinstance(mask, (jax.Array, np.ndarray)):
         raise TypeError(f"sequence_descriptor is {describe(mask)}; accepted: a SequenceDescriptor, a mask {shape}, or None")
@@ -258,8 +258,8 @@ def _by_mask(mask: Any, rows: Rows) -> dict[str, Any]:
         raise ValueError(f"sequence_descriptor is a mask of shape {mask.shape}; accepted: {shape}, True or 1 for a hidden pair")
     if rows.kind.is_bottom_right():
         raise ValueError(
-            f"sequence_descriptor is a mask with attn_mask_type {rows.kind.name}, whose diagonal depends on lengths that a mask "
-            "does not say; accepted: SequenceDescriptor.from_seqlens(...)"
+            f"sequence_descriptor is a mask with attn_mask_type {rows.kind.name}, whose diagonal depends on lengths; accepted: "
+            "SequenceDescriptor.from_seqlens(...)"
         )
     hidden = jnp.asarray(mask) != 0
-    return rows.band | {"mask_mod": lambda b, h, i, j: ~hidden[b, 0, i, j]}
+    return rows.band | {"mask_mod": lambda b, h, q_idx, kv_idx: ~hidden[b, 0, q_idx, kv_idx]}
