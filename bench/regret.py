@@ -59,7 +59,7 @@ def pick(workload: Workload, direction: Direction, device: Device, refused: Sequ
     if backend != "triton":
         return BACKENDS[backend]
     if direction == "backward":
-        spec = spec.of_backward()
+        spec = spec.for_backward()
     with pretended_device(device.architecture, device.processors, has_large_l2=device.has_large_l2):
         choice = triton_backend.choice_of(spec, x, direction)
     return PORTABLE if choice is not None and choice.family.name == "portable" else TRITON

@@ -74,7 +74,7 @@ class Explanation(NamedTuple):
         spec, parts = self.spec, [_Part("forward", self.spec, self.forward, self.forward_kernels, self.forward_provisional)]
         if self.backward is not None:
             kernels, provisional = self.backward_kernels, self.backward_provisional
-            parts.append(_Part("backward", spec.of_backward(), self.backward, kernels, provisional))
+            parts.append(_Part("backward", spec.for_backward(), self.backward, kernels, provisional))
         return parts
 
 
@@ -128,8 +128,8 @@ def explain(spec: AttentionSpec, request: str, x: Operands | None = None) -> Exp
     ValueError that names an environment variable.
     """
     options.check_all()
-    failures = () if x is None else runtime_failures.of_call(x)
-    backward = select(spec.of_backward(), "backward", request, failures) if spec.needs_grad else None
+    failures = () if x is None else runtime_failures.failures_of(x)
+    backward = select(spec.for_backward(), "backward", request, failures) if spec.needs_grad else None
     forward = select(spec, "forward", request, failures)
 
     def kernels(direction: Direction, decision: Decision | None) -> Choice | None:
@@ -160,7 +160,7 @@ def _provisional(spec: AttentionSpec, x: Operands | None, direction: Direction, 
         return None
     if x is None:
         return f"{decision.backend} answers for shapes, which a spec does not have; give explain the call's q, k and v"
-    if direction == "backward" and spec.of_backward() is not spec:
+    if direction == "backward" and spec.for_backward() is not spec:
         return f"the forward makes its operands, so that {decision.backend} is asked when it runs"
     return backend.provisional(spec, x, direction)
 

@@ -47,7 +47,7 @@ def remember_call(x: Operands, request: Request, reason: str) -> None:
         _keep(_by_shape, shape, (*{**before, request: reason}.items(),))
 
 
-def of_call(x: Operands) -> Failures:
+def failures_of(x: Operands) -> Failures:
     """Returns the failures, in both directions, of calls whose operands have the same shapes."""
     return _by_shape.get(shape_of(x), ()) if _by_shape else ()
 

@@ -102,7 +102,7 @@ def _decide(spec: AttentionSpec, direction: Direction, request: str, failures: F
 
     request: "auto" or a backend's name. "auto" selects the first backend in the order of `heuristics` that can run the spec. A
         named backend never falls back.
-    failures: earlier failures of backends on calls of the same shapes (`runtime_failures.of_call`).
+    failures: earlier failures of backends on calls of the same shapes (`runtime_failures.failures_of`).
     generation: a number that changes when the cache is cleared, so that decisions from before are not returned after.
 
     Raises:

@@ -349,7 +349,7 @@ class AttentionSpec(NamedTuple):
         """Returns the dtype of out and of the gradients of q, k and v."""
         return self.dtype if self.fp8 is None else self.fp8.out_dtype
 
-    def of_backward(self) -> AttentionSpec:
+    def for_backward(self) -> AttentionSpec:
         """Returns the spec of the backward."""
         return self if self.fp8 is None or not self.fp8.bf16_backward else self._replace(dtype=self.fp8.out_dtype, fp8=None)
 

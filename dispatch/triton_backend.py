@@ -251,7 +251,7 @@ def choice_of(spec: AttentionSpec, x: Operands, direction: Direction) -> Choice 
     from flexattn.kernels_triton.families import choose
     from flexattn.kernels_triton.runtime.launch import has_large_l2
 
-    if direction == "backward" and spec.of_backward() is not spec:
+    if direction == "backward" and spec.for_backward() is not spec:
         return None
     is_large, x = has_large_l2(x.q.device), x.on_meta()
     with torch.no_grad(), recorded_on(spec, has_large_l2=is_large):

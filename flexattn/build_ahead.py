@@ -33,7 +33,7 @@ def explain_built(spec: AttentionSpec, request: str, x: Operands) -> Explanation
     while True:
         before = explain(spec, request, x)
         for direction in reversed(directions_of(spec)):  # the backward first, as a call does
-            if direction == "forward" or spec.of_backward() is spec:
+            if direction == "forward" or spec.for_backward() is spec:
                 ops.run(spec, direction, request, x, functools.partial(_build, spec, x, direction), warns=False)
         after = explain(spec, request, x)
         if (after.forward, after.backward) == (before.forward, before.backward):  # else a refusal moved one of them
@@ -61,7 +61,7 @@ def recorded(spec: AttentionSpec, x: Operands, directions: Sequence[Direction]) 
                 raise ValueError(f"there is no kernel to build: {reason}")
             if direction == "forward":
                 triton_backend.forward(spec, x)
-            elif spec.of_backward() is spec:  # else it takes other operands than these, and is compiled when it is first run
+            elif spec.for_backward() is spec:  # else it takes other operands than these, and is compiled when it is first run
                 out, lse, _ = empty_outputs(spec, x)
                 triton_backend.backward(spec, x, out, lse, dout_like(spec, x, out), None)
     return list({description_of(one, 10 * major + minor): one for one in launches}.values())

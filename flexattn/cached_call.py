@@ -298,7 +298,7 @@ class CachedCall:
 
     def backward_spec(self, inputs: Sequence[Any]) -> AttentionSpec:
         """Returns the spec of a backward; inputs: its own."""
-        return self.spec.of_backward()._replace(needs_lse_grad=inputs[-1] is not None)
+        return self.spec.for_backward()._replace(needs_lse_grad=inputs[-1] is not None)
 
     def _run_backward(self, inputs: Sequence[Any], spec: AttentionSpec) -> Gradients:
         incoming = ops.Incoming(*inputs[-4:])

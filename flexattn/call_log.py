@@ -84,7 +84,7 @@ class _Log:
     def observe(self, direction: Direction, spec: AttentionSpec, request: str, x: Operands) -> None:
         """Counts a direction of a call that ran."""
         shapes = tuple((t.shape, t.stride()) for t in (x.q, x.k, x.v))
-        key = (direction, spec, request, shapes, x.max_seqlen_q, x.max_seqlen_kv, runtime_failures.of_call(x))
+        key = (direction, spec, request, shapes, x.max_seqlen_q, x.max_seqlen_kv, runtime_failures.failures_of(x))
         with _lock:
             call = self._known.get(key)
         if call is None:

@@ -223,7 +223,7 @@ def run(
 ) -> T:
     """Returns `call` of the selected backend; where that refuses after all, of the next one, until none is left: BackendError."""
     options.check_all()
-    failures = runtime_failures.of_call(x)
+    failures = runtime_failures.failures_of(x)
     while True:
         decision = select(spec, direction, request, failures)
         name = decision.backend
@@ -249,7 +249,7 @@ def backend_of(spec: AttentionSpec, direction: Direction, request: str, x: Opera
 
 def backend_name(spec: AttentionSpec, direction: Direction, request: str, x: Operands) -> str:
     """Returns its name."""
-    return select(spec, direction, request, runtime_failures.of_call(x)).backend
+    return select(spec, direction, request, runtime_failures.failures_of(x)).backend
 
 
 def _mismatch(name: str, spec: AttentionSpec, direction: Direction, device: torch.device) -> str | None:
@@ -290,8 +290,8 @@ def check_logits(spec: AttentionSpec, backend: Backend, x: Operands, lse: Tensor
 def run_forward(spec: AttentionSpec, request: str, x: Operands) -> tuple[Tensor, Tensor, Tensor]:
     """Runs the forward on the backend that is selected: the implementation of the forward operator."""
     check_operands(spec, x)
-    if spec.needs_grad and spec.of_backward() is not spec:
-        select(spec.of_backward(), "backward", request, runtime_failures.of_call(x))
+    if spec.needs_grad and spec.for_backward() is not spec:
+        select(spec.for_backward(), "backward", request, runtime_failures.failures_of(x))
     elif spec.needs_grad:  # a call without a backward fails here, not after its forward
         run(spec, "backward", request, x, lambda backend: _ask(backend, spec, x, "backward"), warns=False)
 

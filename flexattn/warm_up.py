@@ -92,7 +92,7 @@ def _compile(todo: Sequence[_Call], progress: bool, workers: int | None) -> None
     with torch.no_grad():
         for spec, request, x in todo:
             of_triton = [
-                d for d in directions_of(spec) if select(spec, d, request, runtime_failures.of_call(x)).backend == "triton"
+                d for d in directions_of(spec) if select(spec, d, request, runtime_failures.failures_of(x)).backend == "triton"
             ]
             if spec.capability is not None and of_triton:
                 launches.setdefault(spec.capability, []).extend(recorded(spec, x, of_triton))

@@ -133,7 +133,7 @@ def checked(call: Call, arrays: Sequence[Any], direction: Direction) -> Call:
     spec = _spec_on(target, call, call.operands(_metas(_signature(call, arrays))[: call.num_operands]))
     if spec.needs_grad or direction == "backward":  # a call without a backward fails before its forward runs
         with_dlse = direction == "backward" and len(arrays) > call.num_operands + len(("out", "lse", "dout"))
-        check(spec.of_backward()._replace(needs_lse_grad=with_dlse), call.settings.backend, "backward")
+        check(spec.for_backward()._replace(needs_lse_grad=with_dlse), call.settings.backend, "backward")
     if direction == "forward":
         check(spec, call.settings.backend, "forward")
     return call

@@ -151,7 +151,7 @@ def explain(q: jax.Array, k: jax.Array, v: jax.Array, **arguments: Any) -> expla
         return explanations.explain(spec._replace(device_type="cpu"), settings.backend, x)
     on_cuda = spec._replace(device_type="cuda", capability=device.capability)
     for direction in explanations.directions_of(on_cuda):
-        cuda.check(on_cuda if direction == "forward" else on_cuda.of_backward(), settings.backend, direction)
+        cuda.check(on_cuda if direction == "forward" else on_cuda.for_backward(), settings.backend, direction)
     if settings.backend in cuda.HOSTED:
         return explanations.explain(on_cuda, settings.backend, x)
     found = explanations.explain(on_cuda, "triton", x)

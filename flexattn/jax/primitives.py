@@ -81,7 +81,7 @@ def _on_host(name: str, shapes: Any) -> Any:
     def run(*arrays: Any, call: Call) -> Any:
         x = _metas(call, arrays[: call.num_operands])
         spec = with_classes(call.spec(x), x)._replace(device_type="cpu")
-        select(spec.of_backward() if direction == "backward" else spec, direction, call.settings.backend)  # raises BackendError
+        select(spec.for_backward() if direction == "backward" else spec, direction, call.settings.backend)  # raises BackendError
         return _call_handler(name, shapes, call, arrays)
 
     return run

@@ -391,7 +391,7 @@ def test_canary_and_warm_up_know_fp8(direction: Any, device: str) -> None:
         assert found.backward is not None
         x, settings = bind_call(**call)
         spec = spec_to_run(x, settings)
-        spec = spec.of_backward() if direction == "backward" else spec
+        spec = spec.for_backward() if direction == "backward" else spec
         assert canary.mismatch("triton", spec, direction, torch.device(device)) is None
 
 

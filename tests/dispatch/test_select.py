@@ -350,11 +350,11 @@ def test_failures_are_bounded(monkeypatch):
     for n in range(6):
         x = Operands(q[:, : n + 1], q, q, *[None] * 12, n, 4, 1.0, 0.0, 0.0)
         spec = SPEC._replace(num_heads=n)
-        for known in (runtime_failures.of_call(x), runtime_failures.remembered("cudnn", spec, "forward")):
+        for known in (runtime_failures.failures_of(x), runtime_failures.remembered("cudnn", spec, "forward")):
             assert not known
         runtime_failures.remember_call(x, ("cudnn", spec, "forward"), "no")
         runtime_failures.remember("cudnn", spec, "forward", "no")
-        assert runtime_failures.of_call(x) == ((("cudnn", spec, "forward"), "no"),)
+        assert runtime_failures.failures_of(x) == ((("cudnn", spec, "forward"), "no"),)
         assert runtime_failures.remembered("cudnn", spec, "forward") == "no"
     assert len(runtime_failures._by_shape) == len(runtime_failures._by_request) == 3
 

@@ -104,7 +104,7 @@ def launches(spec: AttentionSpec, x: Operands, has_backward: bool) -> list[launc
         triton_backend.forward(spec, x)
         if has_backward:
             out, lse, _ = empty_outputs(spec, x)
-            triton_backend.backward(spec.of_backward(), x, out, lse, dout_like(spec, x, out), None)
+            triton_backend.backward(spec.for_backward(), x, out, lse, dout_like(spec, x, out), None)
     return found
 
 
