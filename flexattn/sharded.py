@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from flexattn.dispatch.spec import parse_format
-from flexattn.mods.captures import find_captures
+from flexattn.mods.trace import find_all_captures
 from flexattn.ops import new_rng_state
 from flexattn.warn import warn_once
 
@@ -164,7 +164,7 @@ def _refuse(kinds: list[str], arguments: dict[str, Any]) -> None:
             raise ValueError(
                 f"{name} is given with DTensors that are sharded, under torch.compile; accepted: eager mode, or local tensors"
             )
-        found = find_captures(arguments[name])
+        found = find_all_captures(name, arguments[name])
         if found.key is None:
             raise ValueError(
                 f"{name} is given with DTensors that are sharded, and the tensors that it reads cannot be known: {found.unkeyed}; "

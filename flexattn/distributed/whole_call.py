@@ -23,7 +23,7 @@ from flexattn.distributed.plans import MASK, Plan
 from flexattn.distributed.ring import Ring
 from flexattn.distributed.ulysses import Ulysses
 from flexattn.first_order import first_order, refuse_batched
-from flexattn.mods.captures import find_captures
+from flexattn.mods.trace import find_all_captures
 from flexattn.ops import new_rng_state
 from flexattn.prepare import default_alibi_slopes
 
@@ -337,7 +337,7 @@ def _check_mod(name: str, mod: Any, sizes: tuple[int, int, Plan]) -> None:
         check_sizes(batch, heads, max(plan.mask.lengths_q), max(plan.mask.lengths_kv))
     if not torch.is_grad_enabled():
         return
-    found = find_captures(mod)
+    found = find_all_captures(name, mod)
     if found.key is None:
         raise ValueError(
             f"{name} reads tensors that cannot be known: {found.unkeyed}; accepted: a function whose captures are tensors, "

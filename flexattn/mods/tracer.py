@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map
 
 from flexattn.dispatch.mod_program import ARGUMENTS, GRADIENT, Capture, read_dtype
 from flexattn.dispatch.neutral import neutral_state, sizes_of
-from flexattn.mods.captures import Captures, find_captures, with_floats
+from flexattn.mods.captures import Captures, copied, find_captures
 from flexattn.mods.graph import INTEGERS, normalised, place_of
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -48,7 +48,7 @@ class Trace(NamedTuple):
     captures: tuple[Capture, ...]
     used: tuple[tuple[bool, int], ...]  # for each capture: (is a float, its position among the floats or tensors that were found)
     looked_at: tuple[int, ...]  # the tensors, by position among those found, whose shapes the mod looked at
-    is_settled: bool  # all that it read was found, and is still what it was
+    unsettled: str  # why the trace does not hold for other calls with the same key, or ""
 
 
 class NeedsValueError(ValueError):
@@ -153,7 +153,7 @@ def trace(
     names = _distinct([name for name, _ in (*found.tensors, *found.floats)])
     captures = [_capture(role, name, t, has_gradients) for name, (_, t) in zip(names, found.tensors, strict=False)]
     captures += [Capture(name, torch.float32, -1, False) for name in names[len(found.tensors) :]]
-    before = found.key is not None and find_captures(mod, lift=False).key
+    before = find_captures(mod, lift=False).key
 
     with neutral_state(), fake_mode() as fakes, torch.no_grad():
         recorder = Recorder()
@@ -165,7 +165,7 @@ def trace(
             for name, (_, t), shape in zip(names, found.tensors, shapes, strict=False)
         ]
         numbers = [recorder.input(name, (), torch.float32) for name in names[len(found.tensors) :]]
-        run = with_floats(mod, iter(numbers)) if numbers else mod
+        run, why_unsettled = (mod, lambda: found.unkeyed) if found.key is None else copied(mod, numbers)
         watch = _Watch(role, recorder, fakes, names)
         watch.stand_in([t for _, t in found.tensors], stand_ins)
         try:
@@ -188,7 +188,13 @@ def trace(
                 f"{role} cannot be traced{_place_of(e) or watch.place()}: {type(e).__name__}: {e}; accepted: a function of "
                 f"{', '.join(ARGUMENTS_OF[role])}{_AND_TENSORS.get(role, '')}, in torch ops on 0-d tensors"
             ) from e
-    is_settled = not watch.met and before == (found.key is not None and find_captures(mod, lift=False).key)
+    unsettled = why_unsettled()
+    if found.key is not None and unsettled:  # the mod itself is run, in which its changes are kept
+        return trace(role, mod, Captures(None, unsettled, found.tensors, (), ()), shapes)
+    if watch.met:
+        unsettled = unsettled or "it reads a tensor that was not found beforehand"
+    elif before != find_captures(mod, lift=False).key or found.key != find_captures(mod, lift=bool(found.floats)).key:
+        unsettled = unsettled or "it changes what it depends on"
     captures += [_capture(role, name, t, has_gradients) for name, t in watch.met]
     whole = found._replace(tensors=(*found.tensors, *watch.met))
     own_shapes += [sizes_of(t) for _, t in watch.met]
@@ -206,7 +212,7 @@ def trace(
             kept.append(capture)
             positions.append((capture.is_number, seen[capture.is_number]))
         seen[capture.is_number] += 1
-    return Trace(graph, tuple(kept), tuple(positions), tuple(looked_at), is_settled), whole
+    return Trace(graph, tuple(kept), tuple(positions), tuple(looked_at), unsettled), whole
 
 
 def fake_mode() -> FakeTensorMode:

@@ -29,7 +29,7 @@ from torch import Tensor
 from flexattn import attention
 from flexattn.mods.captures import find_captures
 from flexattn.mods.trace import cache_info, clear_cache
-from flexattn.mods.walk import Scope, Walk
+from flexattn.mods.captures import _Walk
 
 Q = torch.randn(1, 9, 2, 8, generator=torch.Generator().manual_seed(0))
 Mask = Callable[..., Any]
