@@ -307,7 +307,7 @@ def _scores(q: Tensor, plan: Plan, options: dict[str, Any]) -> tuple[Scores, Sha
     validation.check_mod_arguments(score_mod, mask_mod, tensors)
     for name, mod in (("score_mod", score_mod), ("mask_mod", mask_mod)):
         if mod is not None:
-            _check_mod(name, mod, (batch, heads, plan))
+            _check_mod(name, mod, tensors if name == "score_mod" else (), (batch, heads, plan))
     names = tuple(tensors) if isinstance(tensors, Mapping) else None
     values = tuple(tensors.values() if isinstance(tensors, Mapping) else tensors)
     scores = Scores(
@@ -327,7 +327,7 @@ def _scores(q: Tensor, plan: Plan, options: dict[str, Any]) -> tuple[Scores, Sha
     return scores, Shared(bias, slopes, offset, rng_state if dropout_p > 0 else None, (), values)
 
 
-def _check_mod(name: str, mod: Any, sizes: tuple[int, int, Plan]) -> None:
+def _check_mod(name: str, mod: Any, tensors: Any, sizes: tuple[int, int, Plan]) -> None:
     """Raises for a mod that cannot be split: with a gradient of its own, or with captured tensors that require one."""
     batch, heads, plan = sizes
     if getattr(mod, "score_mod_gradient", None) is not None:
@@ -337,7 +337,7 @@ def _check_mod(name: str, mod: Any, sizes: tuple[int, int, Plan]) -> None:
         check_sizes(batch, heads, max(plan.mask.lengths_q), max(plan.mask.lengths_kv))
     if not torch.is_grad_enabled():
         return
-    found = find_all_captures(name, mod)
+    found = find_all_captures(name, mod, tensors)
     if found.key is None:
         raise ValueError(
             f"{name} reads tensors that cannot be known: {found.unkeyed}; accepted: a function whose captures are tensors, "

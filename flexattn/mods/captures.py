@@ -48,6 +48,7 @@ class Captures(NamedTuple):
     tensors: tuple[tuple[str, Tensor], ...]
     floats: tuple[tuple[str, float], ...]
     values: tuple[str, ...]  # bits of the floats
+    has_special: bool = False  # only a trace shows whether special methods are called, which may read more
 
 
 class Unkeyed(Exception):
@@ -92,7 +93,7 @@ class _Walk:
         # By address: how many came before, whether it may be copied, and when it is done the copy and whether it differs.
         self.seen: dict[int, tuple[int, bool, tuple[Any, bool] | None]] = {}
         self.alive: list[Any] = []  # so that no address is taken anew
-        self.num_replaced = 0
+        self.num_replaced, self.has_special = 0, False
         self.copies: list[_Read] = []  # contents of copies
         self.reports: list[type] = []  # classes whose special methods are called on copies
         # Places that were read, for a memo:
@@ -250,7 +251,7 @@ class _Walk:
                 raise Unkeyed(f"{min(self.names & _READ_ALL)} of a torch.nn.Module may read all of it")
         if special and not may_copy:
             raise Unkeyed(f"{name} is a {_named(kind)}, which has special methods, in a value that is not copied")
-        self.num_replaced += bool(special)
+        self.num_replaced, self.has_special = self.num_replaced + bool(special), self.has_special or bool(special)
         self.reads.append(_read(lambda: (type(value), value.__dict__)))
         found = [(n, part) for place in places for n in sorted(self.names) if (part := self.entry(place, n)) is not ABSENT]
 
@@ -267,7 +268,7 @@ class _Walk:
     def class_keys(self, name: str, kind: type) -> tuple[list[Hashable], set[str]]:
         """Returns keys of what the class of an object can be asked for by name, and its special methods."""
         owners = [owner for owner in kind.__mro__ if owner not in _ROOT_CLASSES]
-        if type(kind) not in (type, abc.ABCMeta) or any(map(_is_of_c, owners)) or not (owners and kind.__dictoffset__):
+        if type(kind) not in (type, abc.ABCMeta) or any(map(_is_of_c, owners)) or not kind.__dictoffset__:
             raise Unkeyed(f"{name} is a {_named(kind)}, whose contents are not followed")
         self.reads.append(_read(lambda: (*kind.__mro__, *[x for owner in owners for x in (*vars(owner), *vars(owner).values())])))
         asked = self.names if issubclass(kind, torch.nn.Module) else {"__call__", *self.names}
@@ -294,6 +295,8 @@ _TAKE_APART: dict[type, Callable[[_Walk, str, Any, bool], _Parts]] = {
 def _digest(items: list[Any], is_lifted: bool = False) -> Hashable | None:
     """Returns the key of many ints, bools or floats at once, as a visit of each takes microseconds; None for other items."""
     kinds = set(map(type, items)) if len(items) > _MOST_VISITED else set()
+    if kinds == {float} and is_lifted and len(items) > _MOST_INPUTS:
+        raise _TooManyFloats
     if kinds == {float} and not is_lifted:
         return (float, array.array("d", items).tobytes())
     return (*kinds, tuple(items)) if kinds in ({int}, {bool}) else None
@@ -399,7 +402,7 @@ def find_captures(function: Any, lift: bool = True, tensors_too: bool = True) ->
     except (Unkeyed, RecursionError, ValueError) as e:  # ValueError: a variable that has no value
         return Captures(None, str(e), (), (), ())
     values = tuple(value.hex() for _, value in walk.floats)
-    captures = Captures(key, "", tuple(walk.tensors), tuple(walk.floats), values)
+    captures = Captures(key, "", tuple(walk.tensors), tuple(walk.floats), values, walk.has_special)
     if can_remember and walk.is_all_known:
         function.__dict__[MEMO] = None  # so that its name is among the attributes
         function.__dict__[MEMO] = _Memo(function, walk, captures)

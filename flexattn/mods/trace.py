@@ -138,9 +138,10 @@ def _facts(values: Sequence[tuple[bool, Any]], num_of_score: int) -> tuple[Fact,
 runs_as_it_is(trace_mods)
 
 
-def find_all_captures(role: str, mod: Mod) -> Captures:
-    """Returns `find_captures` of a mod after a trace, which finds out whether the mod reads more than the names in its code say."""
-    _traced(role, mod, ())
+def find_all_captures(role: str, mod: Mod, explicit: Sequence[Tensor] | Mapping[str, Tensor] = ()) -> Captures:
+    """Returns `find_captures` of a mod. If its objects have special methods, a trace shows before whether they are called."""
+    if find_captures(mod).has_special:
+        _traced(role, mod, explicit)
     return find_captures(mod)
 
 

@@ -224,9 +224,9 @@ def watched_visits() -> Iterator[list[str]]:
     visits: list[str] = []
     visit = captures._Walk.visit
 
-    def watched(self: Any, name: str, *arguments: Any) -> Any:
+    def watched(self: Any, name: str, *arguments: Any, **named: Any) -> Any:
         visits.append(name)
-        return visit(self, name, *arguments)
+        return visit(self, name, *arguments, **named)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(captures._Walk, "visit", watched)
