@@ -1,9 +1,9 @@
 """Captures of a mod: a key that is equal only if the same graph would be traced, and the tensors and floats that are its inputs.
 
-A trace is used again only if its key is equal, so the key must have each value that decides how the mod is traced. Python code gets a
-value from an argument, a constant, a variable of a function around it, a global or builtin, an attribute or item of another value,
-or a call. A walk from the mod visits all of these. Any value that it does not know ends it with `Unkeyed`: the mod then has no key,
-and is traced in each call. The key is made from contents, so a lambda that is made in each call finds the trace of the last one.
+A trace is used again only if its key is equal, so the key must have each value that decides how the mod is traced. Python code gets
+a value from an argument, a constant, a variable of a function around it, a global or builtin, an attribute or item of another
+value, or a call. A walk from the mod visits all of these. Any value that it does not know ends it with `Unkeyed`: the mod then has
+no key, and is traced in each call. Keys are made from contents: a lambda made in each call finds the trace of the last one.
 
 - Function: the walk visits its code, variables, globals and defaults. A mod can only call functions that it can read, so the walk
   meets these too. `names` finds the names in the code, and the functions of C and torch that read nothing but their arguments.
@@ -72,7 +72,8 @@ _CONSTANTS = frozenset((int, bool, str, bytes, type(None), type(...), type(ABSEN
 _PLAIN_TENSORS = frozenset((Tensor, torch.nn.Parameter, torch.nn.Buffer))
 _ROOT_CLASSES = frozenset((object, typing.Generic, typing.Protocol, abc.ABC, torch.nn.Module))
 _OF_C = (types.WrapperDescriptorType, types.MethodDescriptorType, types.ClassMethodDescriptorType, types.MemberDescriptorType)
-_NOT_CALLED = frozenset("__new__ __init__ __post_init__ __class_getitem__ __annotate__ __annotate_func__".split())  # of an object
+_CONSTRUCTORS = frozenset(("__new__", "__init__", "__post_init__"))
+_NOT_CALLED = _CONSTRUCTORS | {"__class_getitem__", "__annotate__", "__annotate_func__"}  # if an object is there already
 _READ_ALL = frozenset(name for name in vars(torch.nn.Module) if not (is_special(name) or hasattr(Tensor, name))) - {"forward"}
 _LAZY = frozenset(("torch", "numpy"))  # packages that import their parts when they are asked for
 
@@ -213,7 +214,10 @@ class _Walk:
         parts = (value.func, *value.args, *[self.entry(value.keywords, key) for key in value.keywords])
         names = (name, *[f"{name}_{i}" for i in range(len(value.args))], *[f"{name}_{key}" for key in value.keywords])
         end = 1 + len(value.args)
-        remake: _Remake = lambda new: functools.partial(*new[:end], **dict(zip(value.keywords, new[end:], strict=True)))  # noqa: E731
+
+        def remake(news: list[Any]) -> Any:
+            return functools.partial(news[0], *news[1:end], **dict(zip(value.keywords, news[end:], strict=True)))
+
         return (end, *value.keywords), names, parts, remake
 
     def container(self, name: str, value: Any, may_copy: bool) -> _Parts:
@@ -227,7 +231,7 @@ class _Walk:
 
         def remake(news: list[Any]) -> Any:
             new = dict(zip(keys, news, strict=True)) if kind is dict else kind(news)
-            self.copies.append(_read(lambda: [*new, *new.values()] if kind is dict else new))
+            self.copies.append(_read(lambda: (*new, *new.values()) if kind is dict else tuple(new)))
             return new
 
         return token, [f"{name}_{key}" for key in keys or range(len(items))], items, remake
@@ -265,6 +269,13 @@ class _Walk:
         names = [n for n, _ in found]
         return (*names, *sorted(special), *keys), names, [part for _, part in found], remake
 
+    def class_as_value(self, name: str, kind: Any, may_copy: bool) -> _Parts:
+        """Takes a class apart that may be called: with its constructors and the special methods of its objects."""
+        keys, special = self.class_keys(name, kind)
+        owners = [vars(owner) for owner in kind.__mro__ if owner not in _ROOT_CLASSES]
+        members = [(attr, owner[attr]) for owner in owners for attr in sorted(special | _CONSTRUCTORS) if attr in owner]
+        return (kind, *keys), [attr for attr, _ in members], [member for _, member in members], None
+
     def class_keys(self, name: str, kind: type) -> tuple[list[Hashable], set[str]]:
         """Returns keys of what the class of an object can be asked for by name, and its special methods."""
         owners = [owner for owner in kind.__mro__ if owner not in _ROOT_CLASSES]
@@ -274,11 +285,11 @@ class _Walk:
         asked = self.names if issubclass(kind, torch.nn.Module) else {"__call__", *self.names}
         keys: list[Hashable] = []
         special = set()
-        for owner, (attr, member) in ((owner, item) for owner in owners for item in vars(owner).items()):
+        for at, attr, member in [(at, *item) for at, owner in enumerate(owners) for item in vars(owner).items()]:
             opened = (member.fget, member.fset, member.fdel) if type(member) is property else member
             is_followed = type(opened) in (types.FunctionType, types.GetSetDescriptorType) or not hasattr(type(opened), "__get__")
             if attr in asked and is_followed:
-                keys.append((owners.index(owner), attr, type(member), self.visit(attr, opened, may_copy=False)[0]))
+                keys.append((at, attr, type(member), self.visit(attr, opened, may_copy=False)[0]))
             elif type(member) is types.FunctionType and is_special(attr):
                 special |= {attr} - _NOT_CALLED
             elif (attr in asked or (is_special(attr) and attr not in _NOT_CALLED)) and (not is_followed or callable(member)):
@@ -286,10 +297,9 @@ class _Walk:
         return keys, special
 
 
-_TAKE_APART: dict[type, Callable[[_Walk, str, Any, bool], _Parts]] = {
-    **{types.FunctionType: _Walk.function, types.MethodType: _Walk.method, types.ModuleType: _Walk.module},
-    **{functools.partial: _Walk.partial, tuple: _Walk.container, list: _Walk.container, dict: _Walk.container},
-}
+_TAKE_APART: dict[type, Callable[[_Walk, str, Any, bool], _Parts]] = dict.fromkeys((tuple, list, dict), _Walk.container)
+_TAKE_APART |= {types.FunctionType: _Walk.function, types.MethodType: _Walk.method, types.ModuleType: _Walk.module}
+_TAKE_APART |= {functools.partial: _Walk.partial, type: _Walk.class_as_value}
 
 
 def _digest(items: list[Any], is_lifted: bool = False) -> Hashable | None:
@@ -324,7 +334,7 @@ def _is_of_c(kind: type) -> bool:
 
 
 def _copy(value: Any, kind: type, attributes: Mapping[str, Any]) -> Any:
-    copy = object.__new__(kind)
+    copy: Any = object.__new__(kind)
     object.__getattribute__(copy, "__dict__").update(vars(value), **attributes)
     return copy
 
@@ -334,7 +344,12 @@ def _reporting_class(kind: type, special: set[str], reports: list[type]) -> type
 
     def reporting(attr: str) -> Callable[..., Any]:
         method = getattr(kind, attr)
-        return lambda *args, **kwargs: (reports.append(kind), method(*args, **kwargs))[1]
+
+        def report(*args: Any, **kwargs: Any) -> Any:
+            reports.append(kind)
+            return method(*args, **kwargs)
+
+        return report
 
     body = {"__module__": kind.__module__, "__hash__": kind.__hash__, **{attr: reporting(attr) for attr in special}}
     if "__del__" in special:  # a copy owns nothing
@@ -349,15 +364,14 @@ class _Memo:
         self.function = weakref.ref(function)  # functools.wraps copies attributes
         self.captures, self.cells, self.entries, self.reads = captures, walk.cells, walk.entries, walk.reads
         self.tensors = [(t, t.dtype, t.dim(), t.requires_grad) for _, t in captures.tensors]
-        known = [(None if f is function else f, f) for f in walk.functions]  # None: the function itself
-        self.functions = [
+        placed: list[tuple[Any, Any]] = [(None if f is function else f, f) for f in walk.functions]  # None: the function itself
+        self.functions: list[Any] = [
             (place, f.__code__, f.__defaults__, f.__kwdefaults__, len(f.__dict__))
-            for place, f in known
+            for place, f in placed
             if type(f) is types.FunctionType
         ]
-        self.partials = [
-            (place, f.func, f.args, len(f.keywords), [*vars(f)]) for place, f in known if type(f) is functools.partial
-        ]
+        partials = [(place, f) for place, f in placed if type(f) is functools.partial]
+        self.partials: list[Any] = [(place, f.func, f.args, len(f.keywords), [*vars(f)]) for place, f in partials]
         self.has_grad, self.num_reports = torch.is_grad_enabled(), _num_reports
 
     def __reduce__(self) -> Any:
@@ -368,11 +382,13 @@ class _Memo:
         if self.function() is not function or torch.is_grad_enabled() is not self.has_grad or _num_reports != self.num_reports:
             return False
         for known, code, defaults, keywords, size in self.functions:
-            f = known or function
-            if f.__code__ is not code or f.__defaults__ is not defaults or f.__kwdefaults__ is not keywords or len(f.__dict__) != size:
+            f: Any = known or function
+            if f.__code__ is not code or f.__defaults__ is not defaults or f.__kwdefaults__ is not keywords:
+                return False
+            if len(f.__dict__) != size:  # MEMO alone, or nothing
                 return False
         for known, inner, args, size, names in self.partials:
-            p = known or function
+            p: Any = known or function
             if p.func is not inner or p.args is not args or len(p.keywords) != size or [*vars(p)] != names:
                 return False
         for cell, value in self.cells:
@@ -437,7 +453,7 @@ def _function_of(mod: Any) -> Any:
         if state.get("_compiled_call_impl") or any(hooks for name, hooks in state.items() if name.endswith("_hooks")):
             raise Unkeyed(f"{_named(type(mod))} is a module with hooks, or compiled")
         return mod.forward
-    call = getattr(type(mod), "__call__", None)
+    call = getattr(type(mod), "__call__", None)  # noqa: B004
     return types.MethodType(call, mod) if type(call) is types.FunctionType else mod
 
 

@@ -63,9 +63,14 @@ def is_special(name: str) -> bool:
 
 
 # Builtins that read nothing but their arguments, by operators alone: not getattr, vars, globals, eval, type, id or hash.
-_BUILTINS = """abs all any ascii bin bool bytes callable chr complex dict divmod enumerate filter float format frozenset hex int
-    isinstance issubclass iter len list map max min next object oct ord pow print range repr reversed round set slice sorted str sum
-    tuple zip NotImplemented""".split()
+# fmt: off
+_BUILTINS = (
+    "abs", "all", "any", "ascii", "bin", "bool", "bytes", "callable", "chr", "complex", "dict", "divmod", "enumerate",
+    "filter", "float", "format", "frozenset", "hex", "int", "isinstance", "issubclass", "iter", "len", "list", "map", "max",
+    "min", "next", "object", "oct", "ord", "pow", "print", "range", "repr", "reversed", "round", "set", "slice", "sorted",
+    "str", "sum", "super", "tuple", "zip", "NotImplemented",
+)
+# fmt: on
 _BY_NAME = (operator.attrgetter, operator.methodcaller)  # they read attributes whose names are texts
 _OTHERS = (functools.partial, functools.reduce, typing.cast, importlib.import_module, Tensor, torch.get_default_dtype)
 _TORCH_TYPES = (torch.Size, torch.device, torch.dtype, torch.finfo, torch.iinfo)
@@ -83,7 +88,7 @@ def _listed() -> dict[int, Any]:
 
 
 def is_pure(value: Any) -> bool:
-    """Returns whether a function or class reads nothing but its arguments: some builtins, math, torch's functions, cuDNN's names."""
+    """Returns whether a function or class reads nothing but its arguments: builtins, math, torch, names of cuDNN."""
     kind = type(value)
     if id(value) in _listed() or (kind is types.FunctionType and any(value.__globals__ is known for known in _TORCH_PYTHON)):
         return True

@@ -165,7 +165,7 @@ def trace(
             for name, (_, t), shape in zip(names, found.tensors, shapes, strict=False)
         ]
         numbers = [recorder.input(name, (), torch.float32) for name in names[len(found.tensors) :]]
-        run, why_unsettled = (mod, lambda: found.unkeyed) if found.key is None else copied(mod, numbers)
+        run, why_unsettled = copied(mod, numbers) if found.key is not None else (mod, lambda: found.unkeyed)
         watch = _Watch(role, recorder, fakes, names)
         watch.stand_in([t for _, t in found.tensors], stand_ins)
         try:

@@ -28,9 +28,8 @@ import torch
 from torch import Tensor
 
 from flexattn import attention
-from flexattn.mods.captures import find_captures
+from flexattn.mods.captures import _Walk, find_captures
 from flexattn.mods.trace import cache_info, clear_cache
-from flexattn.mods.captures import _Walk
 
 Q = torch.randn(1, 9, 2, 8, generator=torch.Generator().manual_seed(0))
 Mask = Callable[..., Any]
@@ -714,7 +713,13 @@ CACHED = frozenset(
     (
         *("global", "nonlocal", "default", "keyword default", "a list", "a tuple in a list", "a dict", "a dict of floats"),
         *("a dataclass", "a frozen dataclass", "an argparse.Namespace", "one of two objects", "an object in a helper"),
-        *("a class's attribute through an object", "another base", "another class", "an abstract base", "a float in a method's globals"),
+        *(
+            "a class's attribute through an object",
+            "another base",
+            "another class",
+            "an abstract base",
+            "a float in a method's globals",
+        ),
         *("a property", "a replaced __dict__", "__call__", "a module in a helper", "a tensor's method"),
         *("bytes", "a str", "a partial", "itertools", "a generator expression", "a torch module's attribute"),
     )
