@@ -93,6 +93,7 @@ class _Walk:
         self.floats: list[tuple[str, float]] = []
         # By address: how many came before, whether it may be copied, and when it is done the copy and whether it differs.
         self.seen: dict[int, tuple[int, bool, tuple[Any, bool] | None]] = {}
+        self.cyclic: set[int] = set()  # addresses that are met again before they are done
         self.alive: list[Any] = []  # so that no address is taken anew
         self.num_replaced, self.has_special = 0, False
         self.copies: list[_Read] = []  # contents of copies
@@ -141,9 +142,11 @@ class _Walk:
             return ("pure", value), value
         if id(value) in self.seen:
             number, could_copy, done = self.seen[id(value)]
-            new, is_replaced = done or (value, True)
-            if is_replaced and (done is None or could_copy is not may_copy):
-                raise Unkeyed(f"{name} is reached from itself, or in two ways of which one cannot be copied")
+            if done is None:
+                self.cyclic.add(id(value))
+            new, is_replaced = done or (value, False)
+            if is_replaced and could_copy is not may_copy:
+                raise Unkeyed(f"{name} is reached in two ways, of which one cannot be copied")
             return ("seen", number), new
         number, before = len(self.seen), self.num_replaced
         self.seen[id(value)] = number, may_copy, None
@@ -151,6 +154,8 @@ class _Walk:
         token, names, parts, remake = _TAKE_APART.get(kind, _Walk.object)(self, name, value, may_copy)
         visited = [self.visit(*part, may_copy and remake is not None) for part in zip(names, parts, strict=True)]
         new, is_replaced = value, self.num_replaced > before
+        if is_replaced and id(value) in self.cyclic:
+            raise Unkeyed(f"{name} is reached from itself, and has a part that is copied")
         if is_replaced and remake is not None and self.numbers is not None:
             new = remake([part for _, part in visited])
         self.seen[id(value)] = number, may_copy, (new, is_replaced)

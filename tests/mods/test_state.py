@@ -707,19 +707,14 @@ def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         del torch.Tensor.window_of_a_test
 
 
-# The other cases are traced in each call: they read values of C, attributes by names that are text, classes by their names, or call
-# special methods. Each case here is traced once.
+# These are traced once. The others are traced in each call: they read values of C or attributes by names that are text, or call
+# special methods.
 CACHED = frozenset(
     (
         *("global", "nonlocal", "default", "keyword default", "a list", "a tuple in a list", "a dict", "a dict of floats"),
         *("a dataclass", "a frozen dataclass", "an argparse.Namespace", "one of two objects", "an object in a helper"),
-        *(
-            "a class's attribute through an object",
-            "another base",
-            "another class",
-            "an abstract base",
-            "a float in a method's globals",
-        ),
+        *("a class's attribute through an object", "another base", "another class", "an abstract base", "super()"),
+        *("a class's attribute", "a base's attribute", "a nested class", "a float in a method's globals"),
         *("a property", "a replaced __dict__", "__call__", "a module in a helper", "a tensor's method"),
         *("bytes", "a str", "a partial", "itertools", "a generator expression", "a torch module's attribute"),
     )
