@@ -72,8 +72,8 @@ _CONSTANTS = frozenset((int, bool, str, bytes, type(None), type(...), type(ABSEN
 _PLAIN_TENSORS = frozenset((Tensor, torch.nn.Parameter, torch.nn.Buffer))
 _ROOT_CLASSES = frozenset((object, typing.Generic, typing.Protocol, abc.ABC, torch.nn.Module))
 _OF_C = (types.WrapperDescriptorType, types.MethodDescriptorType, types.ClassMethodDescriptorType, types.MemberDescriptorType)
-_CONSTRUCTORS = frozenset(("__new__", "__init__", "__post_init__"))
-_NOT_CALLED = _CONSTRUCTORS | {"__class_getitem__", "__annotate__", "__annotate_func__"}  # if an object is there already
+_OF_CLASSES = frozenset(("__new__", "__init__", "__post_init__", "__class_getitem__"))  # no operator on an object calls these
+_NOT_CALLED = _OF_CLASSES | {"__annotate__", "__annotate_func__"}
 _READ_ALL = frozenset(name for name in vars(torch.nn.Module) if not (is_special(name) or hasattr(Tensor, name))) - {"forward"}
 _LAZY = frozenset(("torch", "numpy"))  # packages that import their parts when they are asked for
 
@@ -139,6 +139,9 @@ class _Walk:
         if isinstance(value, Tensor):
             return self.tensor_key(name, value), value
         if is_pure(value):
+            if kind is types.FunctionType:
+                self.refuse_attributes(name, value.__dict__)
+                self.functions.append(value)
             return ("pure", value), value
         if id(value) in self.seen:
             number, could_copy, done = self.seen[id(value)]
@@ -202,7 +205,8 @@ class _Walk:
 
     def method(self, name: str, method: Any, may_copy: bool) -> _Parts:
         function, owner = method.__func__, method.__self__
-        if hasattr(type(owner), "_flexattn_reads"):
+        kind = vars(type(owner))
+        if "_flexattn_reads" in kind and kind.get(function.__name__) is function:
             return function.__name__, (name,), (owner,), lambda news: types.MethodType(function, *news)
         return "", (name, name), (function, owner), lambda news: types.MethodType(*news)
 
@@ -243,7 +247,7 @@ class _Walk:
 
     def object(self, name: str, value: Any, may_copy: bool) -> _Parts:
         kind = type(value)
-        if hasattr(kind, "_flexattn_reads"):  # a class of this library, which says what decides what it does
+        if "_flexattn_reads" in vars(kind):  # a class of this library, which says what decides what it does
             self.is_all_known, reads = False, kind._flexattn_reads
             state = value._flexattn_state()
             return "", reads, [state[n] for n in reads], lambda news: _copy(value, kind, dict(zip(reads, news, strict=True)))
@@ -252,16 +256,17 @@ class _Walk:
         if kind in _reporting:
             raise Unkeyed(f"{name} is a {_named(kind)}, whose special methods a mod calls")
         keys, special = self.class_keys(name, kind)
-        places = [vars(value)]
+        stores: tuple[str, ...] = ("__dict__",)
         if isinstance(value, torch.nn.Module):
             special |= {"__call__", "__repr__", "__dir__"}
-            places += [value._parameters, value._buffers, value._modules]
+            stores = ("__dict__", "_parameters", "_buffers", "_modules")
             if self.names & _READ_ALL:
                 raise Unkeyed(f"{min(self.names & _READ_ALL)} of a torch.nn.Module may read all of it")
         if special and not may_copy:
             raise Unkeyed(f"{name} is a {_named(kind)}, which has special methods, in a value that is not copied")
         self.num_replaced, self.has_special = self.num_replaced + bool(special), self.has_special or bool(special)
-        self.reads.append(_read(lambda: (type(value), value.__dict__)))
+        self.reads.append(_read(lambda: (type(value), *[getattr(value, store) for store in stores])))
+        places = [getattr(value, store) for store in stores]
         found = [(n, part) for place in places for n in sorted(self.names) if (part := self.entry(place, n)) is not ABSENT]
 
         def remake(news: list[Any]) -> Any:
@@ -276,9 +281,11 @@ class _Walk:
 
     def class_as_value(self, name: str, kind: Any, may_copy: bool) -> _Parts:
         """Takes a class apart that may be called: with its constructors and the special methods of its objects."""
+        if issubclass(kind, torch.nn.Module):
+            raise Unkeyed(f"{name} is a class of torch.nn.Module, whose objects may be called")
         keys, special = self.class_keys(name, kind)
         owners = [vars(owner) for owner in kind.__mro__ if owner not in _ROOT_CLASSES]
-        members = [(attr, owner[attr]) for owner in owners for attr in sorted(special | _CONSTRUCTORS) if attr in owner]
+        members = [(attr, owner[attr]) for owner in owners for attr in sorted(special | _OF_CLASSES) if attr in owner]
         return (kind, *keys), [attr for attr, _ in members], [member for _, member in members], None
 
     def class_keys(self, name: str, kind: type) -> tuple[list[Hashable], set[str]]:
@@ -292,12 +299,12 @@ class _Walk:
         special = set()
         for at, attr, member in [(at, *item) for at, owner in enumerate(owners) for item in vars(owner).items()]:
             opened = (member.fget, member.fset, member.fdel) if type(member) is property else member
-            is_followed = type(opened) in (types.FunctionType, types.GetSetDescriptorType) or not hasattr(type(opened), "__get__")
-            if attr in asked and is_followed:
+            is_plain = type(member) in (types.FunctionType, types.GetSetDescriptorType) or not hasattr(type(member), "__get__")
+            if attr in asked and (is_plain or type(member) is property):
                 keys.append((at, attr, type(member), self.visit(attr, opened, may_copy=False)[0]))
             elif type(member) is types.FunctionType and is_special(attr):
                 special |= {attr} - _NOT_CALLED
-            elif (attr in asked or (is_special(attr) and attr not in _NOT_CALLED)) and (not is_followed or callable(member)):
+            elif (attr in asked or (is_special(attr) and attr not in _NOT_CALLED)) and (not is_plain or callable(member)):
                 raise Unkeyed(f"{attr} of {_named(kind)} is a {_named(type(member))}")
         return keys, special
 
@@ -455,7 +462,7 @@ def _function_of(mod: Any) -> Any:
     """Returns the function that a call of an object calls."""
     if isinstance(mod, torch.nn.Module):
         state = {**vars(torch.nn.modules.module), **vars(mod)}
-        if state.get("_compiled_call_impl") or any(hooks for name, hooks in state.items() if name.endswith("_hooks")):
+        if state.get("_compiled_call_impl") or any(x for name, x in state.items() if "ward" in name and name.endswith("_hooks")):
             raise Unkeyed(f"{_named(type(mod))} is a module with hooks, or compiled")
         return mod.forward
     call = getattr(type(mod), "__call__", None)  # noqa: B004

@@ -36,7 +36,7 @@ _OF_ATTRIBUTES = frozenset(("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "DELETE_AT
 _HIDDEN = {"MATCH_CLASS": "a class pattern", "IMPORT_NAME": "an import"}
 # Attributes that lead to frames, or read attributes whose names are texts; all other __names__ do so too.
 _REFLECTIVE = frozenset(("gi_frame", "cr_frame", "ag_frame", "tb_frame", "f_back", "f_locals", "mro", "format", "format_map"))
-_SPOKEN = frozenset(("__call__", "__getitem__", "__len__", "__iter__", "__abs__", "__add__", "__mul__", "__neg__"))
+_SPOKEN = frozenset(("__call__", "__init__", "__getitem__", "__len__", "__iter__", "__abs__", "__add__", "__mul__", "__neg__"))
 _CUDNN = (("importlib", "import_module"), {None, "cudnn"})  # names and constants of a function that imports it, and does no more
 
 

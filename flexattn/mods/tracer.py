@@ -153,7 +153,7 @@ def trace(
     names = _distinct([name for name, _ in (*found.tensors, *found.floats)])
     captures = [_capture(role, name, t, has_gradients) for name, (_, t) in zip(names, found.tensors, strict=False)]
     captures += [Capture(name, torch.float32, -1, False) for name in names[len(found.tensors) :]]
-    before = find_captures(mod, lift=False).key
+    before = find_captures(mod, lift=False)
 
     with neutral_state(), fake_mode() as fakes, torch.no_grad():
         recorder = Recorder()
@@ -193,7 +193,7 @@ def trace(
         return trace(role, mod, Captures(None, unsettled, found.tensors, (), ()), shapes)
     if watch.met:
         unsettled = unsettled or "it reads a tensor that was not found beforehand"
-    elif before != find_captures(mod, lift=False).key or found.key != find_captures(mod, lift=bool(found.floats)).key:
+    elif not _is_same(before, find_captures(mod, lift=False)) or found.key != find_captures(mod, lift=bool(found.floats)).key:
         unsettled = unsettled or "it changes what it depends on"
     captures += [_capture(role, name, t, has_gradients) for name, t in watch.met]
     whole = found._replace(tensors=(*found.tensors, *watch.met))
@@ -213,6 +213,11 @@ def trace(
             positions.append((capture.is_number, seen[capture.is_number]))
         seen[capture.is_number] += 1
     return Trace(graph, tuple(kept), tuple(positions), tuple(looked_at), unsettled), whole
+
+
+def _is_same(before: Captures, after: Captures) -> bool:
+    tensors = zip(before.tensors, after.tensors, strict=False)
+    return before.key == after.key and all(a is b for (_, a), (_, b) in tensors)
 
 
 def fake_mode() -> FakeTensorMode:

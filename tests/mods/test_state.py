@@ -579,6 +579,106 @@ def caught() -> Case:
     return reads(read), lambda n: setattr(x, "window", n)
 
 
+def counter_of_floats() -> Case:
+    """Changes what it reads, on a copy if its floats are inputs."""
+    state = Plain()
+    state.window, state.calls = 2, 0.0  # type: ignore[attr-defined]
+
+    def read() -> Any:
+        state.calls += 1.0  # type: ignore[attr-defined]
+        return state.window if state.calls > 0.0 else 0  # type: ignore[attr-defined]
+
+    return reads(read), lambda n: setattr(state, "window", n)
+
+
+def made_in_the_mod(body: Callable[[Any], Any], more: str = "") -> Callable[[], Case]:
+    """A class that is called, or asked for an item, where the mod runs."""
+
+    def case() -> Case:
+        scope: dict[str, Any] = {"WINDOW": 2}
+        exec(METHODS + more, scope)
+        kind = scope["Config"]
+        return reads(lambda: body(kind)), lambda n: scope.update(WINDOW=n)
+
+    return case
+
+
+METHODS = """
+class Config:
+    def __init__(self): self.window = WINDOW
+    def __getitem__(self, at): return WINDOW
+"""
+
+
+def special_method_added_later() -> Case:
+    class Config:
+        pass
+
+    x = Config()
+    Config.other = 5  # type: ignore[attr-defined]
+
+    def change(n: int) -> None:
+        if n == 5:
+            Config.__eq__ = lambda self, other: True  # type: ignore[assignment,method-assign]
+        elif "__eq__" in vars(Config):
+            del Config.__eq__
+
+    return reads(lambda: 5 if x == 0 else 2), change
+
+
+def keyword_of_a_partial() -> Case:
+    get = functools.partial(lambda window: window, window=2)
+    return reads(lambda: get()), lambda n: get.keywords.update(window=n)
+
+
+def default_of_a_helper() -> Case:
+    def get(window: int = 2) -> int:
+        return window
+
+    return reads(lambda: get()), lambda n: setattr(get, "__defaults__", (n,))
+
+
+def caught_attribute_of_a_function() -> Case:
+    def get() -> Any:
+        try:
+            return get.window  # type: ignore[attr-defined]
+        except AttributeError:
+            return 2
+
+    return reads(get), lambda n: setattr(get, "window", n)
+
+
+def replaced_store_of_a_torch_module() -> Case:
+    layer = torch.nn.Module()
+    layer._buffers = {"window": 2}  # type: ignore[dict-item]
+    return reads(lambda: layer.window), lambda n: setattr(layer, "_buffers", {"window": n})
+
+
+def caught_special_method() -> Case:
+    class Config:
+        size = 2
+
+        def __len__(self) -> int:
+            return self.size
+
+    x = Config()
+
+    def read() -> Any:
+        try:
+            return len(x)
+        except BaseException:
+            return 0
+
+    return reads(read), lambda n: setattr(x, "size", n)
+
+
+def special_property() -> Case:
+    values = {"window": 2}
+    Config = type("Config", (), {"__dict__": property(lambda self: {"window": 1}), "__getattr__": lambda self, name: values[name]})
+    x = Config()
+    return reads(lambda: x.window), lambda n: values.update(window=n)
+
+
 def numpy_scalar(kind: Any) -> Callable[[], Case]:
     return container(lambda: {"window": kind(2)}, lambda x: x["window"], lambda x, n: x.update(window=kind(n)))
 
@@ -679,6 +779,17 @@ CASES: dict[str, Callable[[], Case]] = {
     "ContextVar": context_variable,
     "a patched function": patched_library,
     "a counter": counter,
+    "a counter of floats": counter_of_floats,
+    "a class that is called": made_in_the_mod(lambda kind: kind().window),
+    "an object made in the mod": made_in_the_mod(lambda kind: kind()[0]),
+    "__class_getitem__": made_in_the_mod(lambda kind: kind[0], "    def __class_getitem__(cls, at): return WINDOW\n"),
+    "a special method added later": special_method_added_later,
+    "a partial's keyword": keyword_of_a_partial,
+    "a helper's default": default_of_a_helper,
+    "a function's attribute that is not there at first": caught_attribute_of_a_function,
+    "a replaced store of a torch module": replaced_store_of_a_torch_module,
+    "a special method whose errors are caught": caught_special_method,
+    "a special property": special_property,
     "an iterator": iterator,
     "itertools": container(lambda: [2], lambda x: next(itertools.chain(x)), lambda x, n: operator.setitem(x, 0, n)),
     "a numpy array": container(lambda: np.array([2]), lambda x: int(x[0]), lambda x, n: operator.setitem(x, 0, n)),
@@ -717,6 +828,8 @@ CACHED = frozenset(
         *("a class's attribute", "a base's attribute", "a nested class", "a float in a method's globals"),
         *("a property", "a replaced __dict__", "__call__", "a module in a helper", "a tensor's method"),
         *("bytes", "a str", "a partial", "itertools", "a generator expression", "a torch module's attribute"),
+        *("a special method added later", "a partial's keyword", "a helper's default", "a replaced store of a torch module"),
+        *("a function's attribute that is not there at first", "a class that is called", "an object made in the mod"),
     )
 )
 
