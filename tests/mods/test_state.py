@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from flexattn import attention
+from flexattn.integrations.te import TEScoreMod
 from flexattn.mods.captures import _Walk, find_captures
 from flexattn.mods.trace import cache_info, clear_cache
 
@@ -610,6 +611,19 @@ class Config:
 """
 
 
+def reached_in_two_ways() -> Case:
+    """A float of an object that is copied in one way, and not in the other."""
+    a, module = Plain(), types.ModuleType("settings")  # variables of a function are sorted by their names
+    a.window, module.held = 2.0, a  # type: ignore[attr-defined]
+    return reads(lambda: a.window * 0.5 + module.held.window * 0.5), lambda n: setattr(a, "window", float(n))
+
+
+def reached_from_itself() -> Case:
+    x = Plain()
+    x.window, x.held = 2.0, x  # type: ignore[attr-defined]
+    return reads(lambda: x.window * 0.5 + x.held.window * 0.5), lambda n: setattr(x, "window", float(n))
+
+
 def special_method_added_later() -> Case:
     class Config:
         pass
@@ -783,6 +797,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "a class that is called": made_in_the_mod(lambda kind: kind().window),
     "an object made in the mod": made_in_the_mod(lambda kind: kind()[0]),
     "__class_getitem__": made_in_the_mod(lambda kind: kind[0], "    def __class_getitem__(cls, at): return WINDOW\n"),
+    "an object reached in two ways": reached_in_two_ways,
+    "an object reached from itself": reached_from_itself,
     "a special method added later": special_method_added_later,
     "a partial's keyword": keyword_of_a_partial,
     "a helper's default": default_of_a_helper,
@@ -870,6 +886,23 @@ def test_ordinary_mods_are_traced_once_and_others_in_each_call(kind: str) -> Non
     assert [name in text for text in said] == ([] if kind in CACHED else [True]), said
     if kind in CACHED:
         assert find_captures(mod).key == find_captures(mod).key is not None
+
+
+def test_a_subclass_of_a_class_of_the_library_is_followed() -> None:
+    """What a call of the class itself reads is known without a walk."""
+
+    class Scaled(TEScoreMod):
+        factor = 1
+
+        def __call__(self, score: Any, *others: Any) -> Any:
+            return score * self.factor
+
+    mod = Scaled(lambda graph, score, tensors: score)
+    for factor in (1, 3, 1):
+        mod.factor = factor
+        want = attention(Q, Q, Q, softmax_scale=factor / math.sqrt(8))
+        for _ in range(2):
+            torch.testing.assert_close(attention(Q, Q, Q, score_mod=mod), want)
 
 
 def test_a_walk_ends_where_there_is_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
