@@ -77,7 +77,7 @@ _NOT_CALLED = _OF_CLASSES | {"__annotate__", "__annotate_func__"}
 _READ_ALL = frozenset(name for name in vars(torch.nn.Module) if not (is_special(name) or hasattr(Tensor, name))) - {"forward"}
 _LAZY = frozenset(("torch", "numpy"))  # packages that import their parts when they are asked for
 
-_reporting: weakref.WeakSet[type] = weakref.WeakSet()  # classes whose special methods a mod has called
+_unkeyed: weakref.WeakSet[Any] = weakref.WeakSet()  # classes whose special methods a mod has called, and code that changed copies
 _num_reports = 0
 
 
@@ -96,7 +96,8 @@ class _Walk:
         self.cyclic: set[int] = set()  # addresses that are met again before they are done
         self.alive: list[Any] = []  # so that no address is taken anew
         self.num_replaced, self.has_special = 0, False
-        self.copies: list[_Read] = []  # contents of copies
+        self.code: Any = None  # of the first function
+        self.copies: list[tuple[Any, _Read]] = []  # contents of copies, and the code or class that has no key if a mod changes them
         self.reports: list[type] = []  # classes whose special methods are called on copies
         # Places that were read, for a memo:
         self.is_all_known = True  # no other place was read
@@ -183,6 +184,9 @@ class _Walk:
         found = names_of(code)
         if found.hidden:
             raise Unkeyed(f"{function.__qualname__} uses {found.hidden}, which reads what no name in the code says")
+        if code in _unkeyed:
+            raise Unkeyed(f"{function.__qualname__} changes what it depends on")
+        self.code = self.code or code
         self.names |= found.attributes
         self.refuse_attributes(function.__qualname__, function.__dict__)
         self.functions.append(function)
@@ -198,7 +202,7 @@ class _Walk:
             new_cells = tuple(map(types.CellType, news[: len(cells)]))
             new = types.FunctionType(code, scope, function.__name__, news[-2], new_cells)
             new.__kwdefaults__ = news[-1]
-            self.copies.append(_read(lambda: (*[c.cell_contents for c in new_cells], *scope.values())))
+            self.copies.append((code, _read(lambda: (*[c.cell_contents for c in new_cells], *scope.values()))))
             return new
 
         return code, (*code.co_freevars, *found.globals, "default", "default"), parts, remake
@@ -240,7 +244,7 @@ class _Walk:
 
         def remake(news: list[Any]) -> Any:
             new = dict(zip(keys, news, strict=True)) if kind is dict else kind(news)
-            self.copies.append(_read(lambda: (*new, *new.values()) if kind is dict else tuple(new)))
+            self.copies.append((self.code, _read(lambda: (*new, *new.values()) if kind is dict else tuple(new))))
             return new
 
         return token, [f"{name}_{key}" for key in keys or range(len(items))], items, remake
@@ -253,8 +257,8 @@ class _Walk:
             return "", reads, [state[n] for n in reads], lambda news: _copy(value, kind, dict(zip(reads, news, strict=True)))
         if getattr(kind, "is_trace_state", False):  # no trace depends on it
             return "", (), (), None
-        if kind in _reporting:
-            raise Unkeyed(f"{name} is a {_named(kind)}, whose special methods a mod calls")
+        if kind in _unkeyed:
+            raise Unkeyed(f"{name} is a {_named(kind)}, whose special methods a mod calls, or which it changes")
         keys, special = self.class_keys(name, kind)
         stores: tuple[str, ...] = ("__dict__",)
         if isinstance(value, torch.nn.Module):
@@ -273,7 +277,7 @@ class _Walk:
             changed = {n: new for (n, part), new in zip(found, news, strict=True) if new is not part}
             new = _copy(value, _reporting_class(kind, special, self.reports) if special else kind, changed)
             contents = object.__getattribute__(new, "__dict__")
-            self.copies.append(_read(lambda: (*contents, *contents.values())))
+            self.copies.append((kind, _read(lambda: (*contents, *contents.values()))))
             return new
 
         names = [n for n, _ in found]
@@ -478,11 +482,12 @@ def copied(function: Any, numbers: Sequence[Any]) -> tuple[Any, Callable[[], str
 
     def why_unsettled() -> str:
         global _num_reports
-        if walk.reports:
-            _reporting.update(walk.reports)
+        changed = [owner for owner, read in walk.copies if not _are_same([read])]
+        if walk.reports or changed:
+            _unkeyed.update([*walk.reports, *changed])
             _num_reports += 1
-            return f"it calls special methods of {_named(walk.reports[0])}"
-        return "" if _are_same(walk.copies) else "it changes what it depends on"
+        reported = f"it calls special methods of {_named(walk.reports[0])}" if walk.reports else ""
+        return reported or ("it changes what it depends on" if changed else "")
 
     return new, why_unsettled
 

@@ -167,6 +167,7 @@ def trace(
         numbers = [recorder.input(name, (), torch.float32) for name in names[len(found.tensors) :]]
         run, why_unsettled = copied(mod, numbers) if found.key is not None else (mod, lambda: found.unkeyed)
         watch = _Watch(role, recorder, fakes, names)
+        watch.numbers = numbers
         watch.stand_in([t for _, t in found.tensors], stand_ins)
         try:
             with recorder, watch:
@@ -292,6 +293,7 @@ class _Watch(TorchFunctionMode):
         self.stand_in_of: dict[int, Tensor] = {}
         self.position: dict[int, int] = {}  # by stand-in or view of one: the tensor that it stands for
         self.num_tensors = 0
+        self.numbers: Sequence[Tensor] = ()  # stand-ins of floats
         self.met: list[tuple[str, Tensor]] = []  # tensors that were not found before
         self.looked_at: set[int] = set()
         self.line: tuple[str, int] | None = None
@@ -340,6 +342,8 @@ class _Watch(TorchFunctionMode):
             func, args, kwargs = torch.full, ((), args[0]), {"dtype": dtype}
         if func is torch.Tensor.__getitem__:
             func, kwargs = self._item, {}
+        if name.endswith("_") and not name.startswith("_") and any(args[0] is number for number in self.numbers):
+            func = getattr(Tensor, name[:-1])  # x += y gives a float x another value, and does not change the float
         out = self._marked(func, args, kwargs)
         if isinstance(out, Tensor) and out.dim() > 0 and len(of) == 1:  # a view, whose shape says the same
             self.recorder.alive.append(out)

@@ -444,7 +444,7 @@ class Frozen:
 
 
 def handed_to_a_helper() -> Case:
-    x = Plain()
+    a = Plain()  # before the helpers, as variables of a function are sorted by their names
 
     def helper(settings: Any) -> Any:
         return settings.window
@@ -452,7 +452,7 @@ def handed_to_a_helper() -> Case:
     def middle(settings: Any) -> Any:
         return helper(settings)
 
-    return reads(lambda: middle(x)), lambda n: setattr(x, "window", n)
+    return reads(lambda: middle(a)), lambda n: setattr(a, "window", n)
 
 
 def module_handed_to_a_helper() -> Case:
@@ -582,33 +582,30 @@ def caught() -> Case:
 
 def counter_of_floats() -> Case:
     """Changes what it reads, on a copy if its floats are inputs."""
-    state = Plain()
-    state.window, state.calls = 2, 0.0  # type: ignore[attr-defined]
+
+    class Config:  # which has no key from then on
+        window, calls = 2, 0.0
+
+    state = Config()
+    state.calls = 0.0
 
     def read() -> Any:
-        state.calls += 1.0  # type: ignore[attr-defined]
-        return state.window if state.calls > 0.0 else 0  # type: ignore[attr-defined]
+        state.calls += 1.0
+        return state.window + state.calls * 0.0
 
     return reads(read), lambda n: setattr(state, "window", n)
 
 
-def made_in_the_mod(body: Callable[[Any], Any], more: str = "") -> Callable[[], Case]:
+def made_in_the_mod(body: Callable[[Any], Any], method: str) -> Callable[[], Case]:
     """A class that is called, or asked for an item, where the mod runs."""
 
     def case() -> Case:
         scope: dict[str, Any] = {"WINDOW": 2}
-        exec(METHODS + more, scope)
+        exec(f"class Config:\n    def {method} WINDOW", scope)
         kind = scope["Config"]
         return reads(lambda: body(kind)), lambda n: scope.update(WINDOW=n)
 
     return case
-
-
-METHODS = """
-class Config:
-    def __init__(self): self.window = WINDOW
-    def __getitem__(self, at): return WINDOW
-"""
 
 
 def reached_in_two_ways() -> Case:
@@ -687,10 +684,9 @@ def caught_special_method() -> Case:
 
 
 def special_property() -> Case:
-    values = {"window": 2}
-    Config = type("Config", (), {"__dict__": property(lambda self: {"window": 1}), "__getattr__": lambda self, name: values[name]})
-    x = Config()
-    return reads(lambda: x.window), lambda n: values.update(window=n)
+    x = type("Config", (), {"__dict__": property(lambda self: {"window": 1})})()
+    x.window = 2
+    return reads(lambda: x.window), lambda n: setattr(x, "window", n)
 
 
 def numpy_scalar(kind: Any) -> Callable[[], Case]:
@@ -794,9 +790,9 @@ CASES: dict[str, Callable[[], Case]] = {
     "a patched function": patched_library,
     "a counter": counter,
     "a counter of floats": counter_of_floats,
-    "a class that is called": made_in_the_mod(lambda kind: kind().window),
-    "an object made in the mod": made_in_the_mod(lambda kind: kind()[0]),
-    "__class_getitem__": made_in_the_mod(lambda kind: kind[0], "    def __class_getitem__(cls, at): return WINDOW\n"),
+    "a class that is called": made_in_the_mod(lambda kind: kind().window, "__init__(self): self.window ="),
+    "an object made in the mod": made_in_the_mod(lambda kind: kind()[0], "__getitem__(self, at): return"),
+    "__class_getitem__": made_in_the_mod(lambda kind: kind[0], "__class_getitem__(cls, at): return"),
     "an object reached in two ways": reached_in_two_ways,
     "an object reached from itself": reached_from_itself,
     "a special method added later": special_method_added_later,
