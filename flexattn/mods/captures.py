@@ -65,6 +65,8 @@ _Read = tuple[Callable[[], Sequence[Any]], Sequence[Any]]  # reads some places, 
 
 ABSENT: Any = type("Absent", (), {})()  # stands for an attribute or global that is not there
 MEMO = "_flexattn_captures"  # attribute of a function, so that the memo goes when the function goes
+_WITH_MEMO = (types.FunctionType, functools.partial)
+_has_grad = torch.is_grad_enabled  # looked up once: each look into torch takes 20 ns of each call
 _MOST_INPUTS = 1000  # floats that are inputs of a program: a trace takes a millisecond for each
 _MOST_VISITED = 64  # numbers of a container that get a key one by one
 _OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -379,7 +381,8 @@ class _Memo:
     def __init__(self, function: Any, walk: _Walk, captures: Captures) -> None:
         self.function = weakref.ref(function)  # functools.wraps copies attributes
         self.captures, self.cells, self.entries, self.reads = captures, walk.cells, walk.entries, walk.reads
-        self.tensors = [(t, t.dtype, t.dim(), t.requires_grad) for _, t in captures.tensors]
+        self.tensors = [t for _, t in captures.tensors]
+        self.kinds = [(t, t.dtype, t.dim(), t.requires_grad) for t in self.tensors]
         placed: list[tuple[Any, Any]] = [(None if f is function else f, f) for f in walk.functions]  # None: the function itself
         self.functions: list[Any] = [
             (place, f.__code__, f.__defaults__, f.__kwdefaults__, len(f.__dict__))
@@ -395,7 +398,7 @@ class _Memo:
 
     def holds(self, function: Any, tensors_too: bool) -> bool:
         """Returns whether each place that was read still has the object that was there."""
-        if self.function() is not function or torch.is_grad_enabled() is not self.has_grad or _num_reports != self.num_reports:
+        if self.function() is not function or _has_grad() is not self.has_grad or _num_reports != self.num_reports:
             return False
         for known, code, defaults, keywords, size in self.functions:
             f: Any = known or function
@@ -413,8 +416,11 @@ class _Memo:
         for get, name, value in self.entries:
             if get(name, ABSENT) is not value:
                 return False
-        for t, dtype, dims, needs_grad in self.tensors:
-            if t.__dict__ or (tensors_too and (t.dtype is not dtype or t.dim() != dims or t.requires_grad is not needs_grad)):
+        for t in self.tensors:
+            if t.__dict__:
+                return False
+        for t, dtype, dims, needs_grad in self.kinds if tensors_too else ():
+            if t.dtype is not dtype or t.dim() != dims or t.requires_grad is not needs_grad:
                 return False
         return not self.reads or _are_same(self.reads)
 
@@ -425,7 +431,7 @@ def find_captures(function: Any, lift: bool = True, tensors_too: bool = True) ->
     Without `tensors_too` the key may say of a tensor what it was before its dtype, dims or requires_grad were changed in place: for
     callers that check these themselves.
     """
-    can_remember = lift and type(function) in (types.FunctionType, functools.partial)
+    can_remember = lift and type(function) in _WITH_MEMO
     memo = function.__dict__.get(MEMO) if can_remember else None
     try:
         if memo is not None and memo.holds(function, tensors_too):
