@@ -41,7 +41,7 @@ from flexattn.mods.names import is_pure, is_special, names_of
 
 
 class Captures(NamedTuple):
-    """key: None if something that may be read has no key, which `unkeyed` says. Names are for generated code and errors."""
+    """key: None if a value that may be read has no key; `unkeyed` names it. Names are for generated code and errors."""
 
     key: Hashable | None
     unkeyed: str
@@ -60,8 +60,8 @@ class _TooManyFloats(Exception):
 
 
 _Remake = Callable[[list[Any]], Any]  # makes a copy of a value from other parts
-_Parts = tuple[Hashable, Sequence[str], Sequence[Any], _Remake | None]  # what is in a key beside the parts, their names, the parts
-_Read = tuple[Callable[[], Sequence[Any]], Sequence[Any]]  # reads some places, and what was there
+_Parts = tuple[Hashable, Sequence[str], Sequence[Any], _Remake | None]  # part of the key, names, parts
+_Read = tuple[Callable[[], Sequence[Any]], Sequence[Any]]  # reads some places, and their objects
 
 ABSENT: Any = type("Absent", (), {})()  # stands for an attribute or global that is not there
 MEMO = "_flexattn_captures"  # attribute of a function, so that the memo goes when the function goes
@@ -84,7 +84,7 @@ _num_reports = 0
 
 
 class _Walk:
-    """Visits what a mod can read. numbers: what replaces the floats, if the walk is to make a copy of the mod.
+    """Visits what a mod can read. numbers: replace the floats, if the walk makes a copy of the mod.
 
     names: attributes that any code asks for, which grow with the functions that are met: then there must be another walk.
     """
@@ -253,7 +253,7 @@ class _Walk:
 
     def object(self, name: str, value: Any, may_copy: bool) -> _Parts:
         kind = type(value)
-        if "_flexattn_reads" in vars(kind):  # a class of this library, which says what decides what it does
+        if "_flexattn_reads" in vars(kind):  # a class of this library, which lists its captures
             self.is_all_known, reads = False, kind._flexattn_reads
             state = value._flexattn_state()
             return "", reads, [state[n] for n in reads], lambda news: _copy(value, kind, dict(zip(reads, news, strict=True)))
@@ -295,7 +295,7 @@ class _Walk:
         return (kind, *keys), [attr for attr, _ in members], [member for _, member in members], None
 
     def class_keys(self, name: str, kind: type) -> tuple[list[Hashable], set[str]]:
-        """Returns keys of what the class of an object can be asked for by name, and its special methods."""
+        """Returns keys of the members of a class whose names are in the code, and its special methods."""
         owners = [owner for owner in kind.__mro__ if owner not in _ROOT_CLASSES]
         if type(kind) not in (type, abc.ABCMeta) or any(map(_is_of_c, owners)) or not kind.__dictoffset__:
             raise Unkeyed(f"{name} is a {_named(kind)}, whose contents are not followed")
@@ -358,7 +358,7 @@ def _copy(value: Any, kind: type, attributes: Mapping[str, Any]) -> Any:
 
 
 def _reporting_class(kind: type, special: set[str], reports: list[type]) -> type:
-    """Returns a subclass whose special methods add their class to `reports`, and do what those of the class do."""
+    """Returns a subclass whose special methods add their class to `reports`, and then call those of the class."""
 
     def reporting(attr: str) -> Callable[..., Any]:
         method = getattr(kind, attr)
@@ -426,9 +426,9 @@ class _Memo:
 
 
 def find_captures(function: Any, lift: bool = True, tensors_too: bool = True) -> Captures:
-    """Returns what `function` depends on; without `lift`, floats are part of the key too.
+    """Returns the captures of `function`; without `lift`, floats are part of the key too.
 
-    Without `tensors_too` the key may say of a tensor what it was before its dtype, dims or requires_grad were changed in place: for
+    Without `tensors_too`, the key may have the dtype, dims and requires_grad that a tensor had before it was changed in place: for
     callers that check these themselves.
     """
     can_remember = lift and type(function) in _WITH_MEMO
