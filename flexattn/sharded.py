@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.utils._pytree import tree_map
 
 from flexattn.dispatch.spec import parse_format
-from flexattn.mods.captures import find_captures
+from flexattn.mods.trace import find_all_captures
 from flexattn.ops import new_rng_state
 from flexattn.warn import warn_once
 
@@ -168,7 +169,8 @@ def _refuse(kinds: list[str], arguments: dict[str, Any]) -> None:
             raise ValueError(
                 f"{name} is given with DTensors that are sharded, under torch.compile; accepted: eager mode, or local tensors"
             )
-        found = find_captures(arguments[name])
+        explicit = arguments["score_mod_tensors"] if name == "score_mod" else ()
+        found = find_all_captures(name, arguments[name], tree_map(_on_meta, explicit))
         if found.key is None:
             raise ValueError(
                 f"{name} is given with DTensors that are sharded, and the tensors that it reads cannot be known: {found.unkeyed}; "
@@ -181,6 +183,10 @@ def _refuse(kinds: list[str], arguments: dict[str, Any]) -> None:
                     + ("is sharded" if isinstance(t, DTensor) else "requires a gradient, of which each rank would have a part")
                     + "; accepted beside DTensors: plain tensors without a gradient, and any in score_mod_tensors"
                 )
+
+
+def _on_meta(t: Tensor) -> Tensor:
+    return torch.empty(t.shape, dtype=t.dtype, device="meta")
 
 
 def _common_rng_state(device: torch.device, mesh: Any) -> DTensor:

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from flexattn.dispatch.options import check_values, peer_memory
 from flexattn.distributed.exchange import waiting
-from flexattn.mods.captures import find_captures, runs_as_it_is
+from flexattn.mods.captures import find_captures
+from flexattn.mods.eager import runs_as_it_is
 
 
 def breaks_graphs(function: Any) -> None:

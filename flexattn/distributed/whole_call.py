@@ -24,7 +24,7 @@ from flexattn.distributed.plans import MASK, Plan
 from flexattn.distributed.ring import Ring
 from flexattn.distributed.ulysses import Ulysses
 from flexattn.first_order import first_order, refuse_batched
-from flexattn.mods.captures import find_captures
+from flexattn.mods.trace import find_all_captures
 from flexattn.ops import new_rng_state
 from flexattn.outputs import chosen
 from flexattn.prepare import default_alibi_slopes
@@ -295,7 +295,7 @@ def _scores(q: Tensor, plan: Plan, options: dict[str, Any]) -> tuple[Scores, Sha
     validation.check_mod_arguments(score_mod, mask_mod, tensors)
     for name, mod in (("score_mod", score_mod), ("mask_mod", mask_mod)):
         if mod is not None:
-            _check_mod(name, mod, (batch, heads, plan))
+            _check_mod(name, mod, tensors if name == "score_mod" else (), (batch, heads, plan))
     names = tuple(tensors) if isinstance(tensors, Mapping) else None
     values = tuple(tensors.values() if isinstance(tensors, Mapping) else tensors)
     scores = Scores(
@@ -315,7 +315,7 @@ def _scores(q: Tensor, plan: Plan, options: dict[str, Any]) -> tuple[Scores, Sha
     return scores, Shared(bias, slopes, offset, rng_state if dropout_p > 0 else None, (), values)
 
 
-def _check_mod(name: str, mod: Any, sizes: tuple[int, int, Plan]) -> None:
+def _check_mod(name: str, mod: Any, tensors: Any, sizes: tuple[int, int, Plan]) -> None:
     """Raises for a mod that cannot be split, because its captured tensors require a gradient."""
     batch, heads, plan = sizes
     check_sizes = getattr(mod, "_flexattn_check_sizes", None)
@@ -323,7 +323,7 @@ def _check_mod(name: str, mod: Any, sizes: tuple[int, int, Plan]) -> None:
         check_sizes(batch, heads, max(plan.mask.lengths_q), max(plan.mask.lengths_kv))
     if not torch.is_grad_enabled():
         return
-    captures = find_captures(mod)
+    captures = find_all_captures(name, mod, tensors)
     if captures.key is None:
         raise ValueError(
             f"the tensors that {name} reads cannot be determined: {captures.unkeyed}. Use a function that captures only tensors, "

@@ -1,162 +1,501 @@
-"""Captures of a callable: a key that is equal only where the same graph would be traced, and the values that are its inputs.
+"""Captures of a mod: a key that is equal only if the same graph would be traced, and the tensors and floats that are its inputs.
 
-Tensors and floats are inputs: their values are in no key. All else that the callable can read is in the key, by its contents and
-never by an address: closures, defaults, globals, the attributes that its code names of objects, classes and modules, and what
-those reach. Functions are followed where they are Python, and believed where `mod_code.is_pure` lists them. Whatever is left, as an
-object of a C type or a function that takes an attribute's name as a string, is not guessed at: there is no key, and `unkeyed` says
-why.
+A trace is used again only if its key is equal, so the key must have each value that decides how the mod is traced. Python code gets
+a value from an argument, a constant, a variable of a function around it, a global or builtin, an attribute or item of another
+value, or a call. A walk from the mod visits all of these. Any value that it does not know ends it with `Unkeyed`: the mod then has
+no key, and is traced in each call. Keys are made from contents: a lambda made in each call finds the trace of the last one.
+
+- Function: the walk visits its code, variables, globals and defaults. A mod can only call functions that it can read, so the walk
+  meets these too. `names` finds the names in the code, and the functions of C and torch that read nothing but their arguments.
+- Module, object or class of an object: the walk visits each attribute whose name is in any code that the walk has met.
+- Tuple, list or dict: the walk visits all items.
+- Special methods of an object, such as __len__: Python calls them without a name in the code, and most are never called. The mod is
+  traced on copies of its objects, whose special methods report their calls (`copied`). With equal reads a mod takes the same way
+  through its code, so a trace without a report holds for each call with the same key. After a report the object has no key.
+- Writes: if a copy or the key is not the same after the trace as before, the trace is not kept.
+
+Values of floats are not in the key: in the copy of a mod each float is an input of the trace. A float in a module or class, which
+has no copy, is in the key. If Python needs the value of a float, `trace` asks for a key with the values of all floats. Shapes are
+not in the key either: `trace` notes which of them the mod looks at.
+
+A function remembers its captures and the places that were read (`_Memo`). The walk is made again if one of them has another object.
 """
 
 from __future__ import annotations
 
+import abc
+import array
 import functools
+import operator
 import types
+import typing
 import weakref
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flexattn.mods.walk import ABSENT, MEMO, Scope, TooManyFloats, Unkeyed, Walk
+from flexattn.mods.eager import runs_as_it_is
+from flexattn.mods.names import is_pure, is_special, names_of
 
 
 class Captures(NamedTuple):
-    """key: None, and nothing else known, where something that may be read has no key; `unkeyed` says what.
-
-    Names are for generated code and errors.
-    """
+    """key: None if a value that may be read has no key; `unkeyed` names it. Names are for generated code and errors."""
 
     key: Hashable | None
     unkeyed: str
     tensors: tuple[tuple[str, Tensor], ...]
-    floats: tuple[tuple[str, float], ...]  # empty if floats are part of the key, as more than 1000 are
+    floats: tuple[tuple[str, float], ...]
     values: tuple[str, ...]  # bits of the floats
+    has_special: bool = False  # only a trace shows whether special methods are called, which may read more
+
+
+class Unkeyed(Exception):
+    """Ends a walk at a value that has no key."""
+
+
+class _TooManyFloats(Exception):
+    """Ends a walk that would make inputs of more than _MOST_INPUTS floats."""
+
+
+_Remake = Callable[[list[Any]], Any]  # makes a copy of a value from other parts
+_Parts = tuple[Hashable, Sequence[str], Sequence[Any], _Remake | None]  # part of the key, names, parts
+_Read = tuple[Callable[[], Sequence[Any]], Sequence[Any]]  # reads some places, and their objects
+
+ABSENT: Any = type("Absent", (), {})()  # stands for an attribute or global that is not there
+MEMO = "_flexattn_captures"  # attribute of a function, so that the memo goes when the function goes
+_WITH_MEMO = (types.FunctionType, functools.partial)
+_has_grad = torch.is_grad_enabled  # looked up once: each look into torch takes 20 ns of each call
+_MOST_INPUTS = 1000  # floats that are inputs of a program: a trace takes a millisecond for each
+_MOST_VISITED = 64  # numbers of a container that get a key one by one
+_OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+_CONSTANTS = frozenset((int, bool, str, bytes, type(None), type(...), type(ABSENT), *_OF_TORCH))
+_PLAIN_TENSORS = frozenset((Tensor, torch.nn.Parameter, torch.nn.Buffer))
+_ROOT_CLASSES = frozenset((object, typing.Generic, typing.Protocol, abc.ABC, torch.nn.Module))
+_OF_C = (types.WrapperDescriptorType, types.MethodDescriptorType, types.ClassMethodDescriptorType, types.MemberDescriptorType)
+_OF_CLASSES = frozenset(("__new__", "__init__", "__post_init__", "__class_getitem__"))  # no operator on an object calls these
+_NOT_CALLED = _OF_CLASSES | {"__annotate__", "__annotate_func__"}
+_READ_ALL = frozenset(name for name in vars(torch.nn.Module) if not (is_special(name) or hasattr(Tensor, name))) - {"forward"}
+_LAZY = frozenset(("torch", "numpy"))  # packages that import their parts when they are asked for
+
+_unkeyed: weakref.WeakSet[Any] = weakref.WeakSet()  # classes whose special methods a mod has called, and code that changed copies
+_num_reports = 0
+
+
+class _Walk:
+    """Visits what a mod can read. numbers: replace the floats, if the walk makes a copy of the mod.
+
+    names: attributes that any code asks for, which grow with the functions that are met: then there must be another walk.
+    """
+
+    def __init__(self, root: Any, names: set[str], lift: bool, numbers: Iterator[Any] | None) -> None:
+        self.root, self.names, self.lift, self.numbers = root, names, lift, numbers
+        self.tensors: list[tuple[str, Tensor]] = []
+        self.floats: list[tuple[str, float]] = []
+        # By address: how many came before, whether it may be copied, and when it is done the copy and whether it differs.
+        self.seen: dict[int, tuple[int, bool, tuple[Any, bool] | None]] = {}
+        self.cyclic: set[int] = set()  # addresses that are met again before they are done
+        self.alive: list[Any] = []  # so that no address is taken anew
+        self.num_replaced, self.has_special = 0, False
+        self.code: Any = None  # of the first function
+        self.copies: list[tuple[Any, _Read]] = []  # contents of copies, and the code or class that has no key if a mod changes them
+        self.reports: list[type] = []  # classes whose special methods are called on copies
+        # Places that were read, for a memo:
+        self.is_all_known = True  # no other place was read
+        self.entries: list[tuple[Callable[..., Any], str, Any]] = []  # `get` of a dict, name, value
+        self.cells: list[tuple[types.CellType, Any]] = []
+        self.functions: list[Any] = []
+        self.reads: list[_Read] = []
+
+    def visit_all(self) -> tuple[Hashable, Any]:
+        """Returns the key of the mod and its copy; in the key are attributes of Tensor that are not torch's."""
+        key, new = self.visit(getattr(self.root, "__name__", "mod"), self.root)
+        members = [(name, self.entry(vars(Tensor), name)) for name in sorted(self.names)]
+        others = [(name, member) for name, member in members if member is not ABSENT and not is_pure(member)]
+        return (key, *[(name, self.visit(name, member, may_copy=False)[0]) for name, member in others]), new
+
+    def entry(self, mapping: Mapping[str, Any], name: str) -> Any:
+        """Returns mapping[name], or ABSENT."""
+        value = mapping.get(name, ABSENT)
+        self.entries.append((mapping.get, name, value))
+        return value
+
+    def refuse_attributes(self, name: str, attributes: Mapping[str, Any]) -> None:
+        """Raises Unkeyed if a value whose attributes are not visited has one that is asked for."""
+        if attributes and not self.names.isdisjoint(attributes):
+            raise Unkeyed(f"{name} has an attribute {min(self.names.intersection(attributes))} of its own")
+
+    def visit(self, name: str, value: Any, may_copy: bool = True) -> tuple[Hashable, Any]:
+        """Returns the key of a value, and its copy, or the value itself if nothing in it is replaced."""
+        kind: Any = type(value)
+        if kind in _CONSTANTS:
+            return (kind, value), value
+        if kind is float:
+            if not (self.lift and may_copy):
+                return (kind, value.hex()), value
+            if len(self.floats) == _MOST_INPUTS:
+                raise _TooManyFloats
+            self.num_replaced += 1
+            self.floats.append((name, value))
+            return (kind,), value if self.numbers is None else next(self.numbers)
+        if isinstance(value, Tensor):
+            return self.tensor_key(name, value), value
+        if is_pure(value):
+            if kind is types.FunctionType:
+                self.refuse_attributes(name, value.__dict__)
+                self.functions.append(value)
+            return ("pure", value), value
+        if id(value) in self.seen:
+            number, could_copy, done = self.seen[id(value)]
+            if done is None:
+                self.cyclic.add(id(value))
+            new, is_replaced = done or (value, False)
+            if is_replaced and could_copy is not may_copy:
+                raise Unkeyed(f"{name} is reached in two ways, of which one cannot be copied")
+            return ("seen", number), new
+        number, before = len(self.seen), self.num_replaced
+        self.seen[id(value)] = number, may_copy, None
+        self.alive.append(value)
+        token, names, parts, remake = _TAKE_APART.get(kind, _Walk.object)(self, name, value, may_copy)
+        visited = [self.visit(*part, may_copy and remake is not None) for part in zip(names, parts, strict=True)]
+        new, is_replaced = value, self.num_replaced > before
+        if is_replaced and id(value) in self.cyclic:
+            raise Unkeyed(f"{name} is reached from itself, and has a part that is copied")
+        if is_replaced and remake is not None and self.numbers is not None:
+            new = remake([part for _, part in visited])
+        self.seen[id(value)] = number, may_copy, (new, is_replaced)
+        return (kind, token, *[key for key, _ in visited]), new
+
+    def tensor_key(self, name: str, value: Tensor) -> Hashable:
+        kind = type(value)
+        if id(value) in self.seen:
+            return (Tensor, self.seen[id(value)][0])
+        self.seen[id(value)] = len(self.tensors), False, (value, False)
+        self.tensors.append((name, value))
+        self.refuse_attributes(name, getattr(value, "__dict__", {}))
+        for owner in () if kind in _PLAIN_TENSORS else kind.__mro__[: kind.__mro__.index(Tensor)]:
+            self.is_all_known = False
+            self.refuse_attributes(f"{name}, a {kind.__name__},", vars(owner))
+        return (Tensor, len(self.tensors) - 1, value.dtype, value.dim(), value.requires_grad and torch.is_grad_enabled())
+
+    # Values taken apart, by their type:
+
+    def function(self, _: str, function: Any, may_copy: bool) -> _Parts:
+        code, known, builtins, cells = function.__code__, function.__globals__, function.__builtins__, function.__closure__ or ()
+        found = names_of(code)
+        if found.hidden:
+            raise Unkeyed(f"{function.__qualname__} uses {found.hidden}, which reads what no name in the code says")
+        if code in _unkeyed:
+            raise Unkeyed(f"{function.__qualname__} changes what it depends on")
+        self.code = self.code or code
+        self.names |= found.attributes
+        self.refuse_attributes(function.__qualname__, function.__dict__)
+        self.functions.append(function)
+        self.is_all_known = self.is_all_known and function.__dict__.keys() <= {MEMO}
+        values = [self.entry(known, name) for name in found.globals]
+        values = [self.entry(builtins, n) if x is ABSENT else x for n, x in zip(found.globals, values, strict=True)]
+        parts = (*[c.cell_contents for c in cells], *values, function.__defaults__, function.__kwdefaults__)
+        self.cells += zip(cells, parts, strict=False)
+
+        def remake(news: list[Any]) -> Any:
+            named = zip(found.globals, news[len(cells) :], strict=False)
+            scope = {**known, **{name: new for name, new in named if new is not ABSENT}}
+            new_cells = tuple(map(types.CellType, news[: len(cells)]))
+            new = types.FunctionType(code, scope, function.__name__, news[-2], new_cells)
+            new.__kwdefaults__ = news[-1]
+            self.copies.append((code, _read(lambda: (*[c.cell_contents for c in new_cells], *scope.values()))))
+            return new
+
+        return code, (*code.co_freevars, *found.globals, "default", "default"), parts, remake
+
+    def method(self, name: str, method: Any, may_copy: bool) -> _Parts:
+        function, owner = method.__func__, method.__self__
+        kind = vars(type(owner))
+        if "_flexattn_reads" in kind and kind.get(function.__name__) is function:
+            return function.__name__, (name,), (owner,), lambda news: types.MethodType(function, *news)
+        return "", (name, name), (function, owner), lambda news: types.MethodType(*news)
+
+    def module(self, _: str, module: Any, may_copy: bool) -> _Parts:
+        found = {name: self.entry(vars(module), name) for name in sorted(self.names)}
+        missing = [name for name, value in found.items() if value is ABSENT]
+        if missing and "__getattr__" in vars(module) and module.__name__.partition(".")[0] not in _LAZY:
+            raise Unkeyed(f"the module {module.__name__} may make {missing[0]} when it is asked for")
+        return (module.__name__, *found), [*found], [*found.values()], None
+
+    def partial(self, name: str, value: Any, may_copy: bool) -> _Parts:
+        self.refuse_attributes(name, vars(value))
+        self.functions.append(value)
+        parts = (value.func, *value.args, *[self.entry(value.keywords, key) for key in value.keywords])
+        names = (name, *[f"{name}_{i}" for i in range(len(value.args))], *[f"{name}_{key}" for key in value.keywords])
+        end = 1 + len(value.args)
+
+        def remake(news: list[Any]) -> Any:
+            return functools.partial(news[0], *news[1:end], **dict(zip(value.keywords, news[end:], strict=True)))
+
+        return (end, *value.keywords), names, parts, remake
+
+    def container(self, name: str, value: Any, may_copy: bool) -> _Parts:
+        kind: Any = type(value)
+        self.is_all_known = self.is_all_known and kind is tuple
+        keys, items = ([*value], [*value.values()]) if kind is dict else ([], [*value])
+        digests = _digest(keys), _digest(items, is_lifted=self.lift and may_copy)
+        if digests[1] is not None and (digests[0] is not None or not keys):
+            return digests, (), (), None
+        token = tuple(self.visit(name, key, may_copy=False)[0] for key in keys)
+
+        def remake(news: list[Any]) -> Any:
+            new = dict(zip(keys, news, strict=True)) if kind is dict else kind(news)
+            self.copies.append((self.code, _read(lambda: (*new, *new.values()) if kind is dict else tuple(new))))
+            return new
+
+        return token, [f"{name}_{key}" for key in keys or range(len(items))], items, remake
+
+    def object(self, name: str, value: Any, may_copy: bool) -> _Parts:
+        kind = type(value)
+        if "_flexattn_reads" in vars(kind):  # a class of this library, which lists its captures
+            self.is_all_known, reads = False, kind._flexattn_reads
+            state = value._flexattn_state()
+            return "", reads, [state[n] for n in reads], lambda news: _copy(value, kind, dict(zip(reads, news, strict=True)))
+        if getattr(kind, "is_trace_state", False):  # no trace depends on it
+            return "", (), (), None
+        if kind in _unkeyed:
+            raise Unkeyed(f"{name} is a {_named(kind)}, whose special methods a mod calls, or which it changes")
+        keys, special = self.class_keys(name, kind)
+        stores: tuple[str, ...] = ("__dict__",)
+        if isinstance(value, torch.nn.Module):
+            special |= {"__call__", "__repr__", "__dir__"}
+            stores = ("__dict__", "_parameters", "_buffers", "_modules")
+            if self.names & _READ_ALL:
+                raise Unkeyed(f"{min(self.names & _READ_ALL)} of a torch.nn.Module may read all of it")
+        if special and not may_copy:
+            raise Unkeyed(f"{name} is a {_named(kind)}, which has special methods, in a value that is not copied")
+        self.num_replaced, self.has_special = self.num_replaced + bool(special), self.has_special or bool(special)
+        self.reads.append(_read(lambda: (type(value), *[getattr(value, store) for store in stores])))
+        places = [getattr(value, store) for store in stores]
+        found = [(n, part) for place in places for n in sorted(self.names) if (part := self.entry(place, n)) is not ABSENT]
+
+        def remake(news: list[Any]) -> Any:
+            changed = {n: new for (n, part), new in zip(found, news, strict=True) if new is not part}
+            new = _copy(value, _reporting_class(kind, special, self.reports) if special else kind, changed)
+            contents = object.__getattribute__(new, "__dict__")
+            self.copies.append((kind, _read(lambda: (*contents, *contents.values()))))
+            return new
+
+        names = [n for n, _ in found]
+        return (*names, *sorted(special), *keys), names, [part for _, part in found], remake
+
+    def class_as_value(self, name: str, kind: Any, may_copy: bool) -> _Parts:
+        """Takes a class apart that may be called: with its constructors and the special methods of its objects."""
+        if issubclass(kind, torch.nn.Module):
+            raise Unkeyed(f"{name} is a class of torch.nn.Module, whose objects may be called")
+        keys, special = self.class_keys(name, kind)
+        owners = [vars(owner) for owner in kind.__mro__ if owner not in _ROOT_CLASSES]
+        members = [(attr, owner[attr]) for owner in owners for attr in sorted(special | _OF_CLASSES) if attr in owner]
+        return (kind, *keys), [attr for attr, _ in members], [member for _, member in members], None
+
+    def class_keys(self, name: str, kind: type) -> tuple[list[Hashable], set[str]]:
+        """Returns keys of the members of a class whose names are in the code, and its special methods."""
+        owners = [owner for owner in kind.__mro__ if owner not in _ROOT_CLASSES]
+        if type(kind) not in (type, abc.ABCMeta) or any(map(_is_of_c, owners)) or not kind.__dictoffset__:
+            raise Unkeyed(f"{name} is a {_named(kind)}, whose contents are not followed")
+        self.reads.append(_read(lambda: (*kind.__mro__, *[x for owner in owners for x in (*vars(owner), *vars(owner).values())])))
+        asked = self.names if issubclass(kind, torch.nn.Module) else {"__call__", *self.names}
+        keys: list[Hashable] = []
+        special = set()
+        for at, attr, member in [(at, *item) for at, owner in enumerate(owners) for item in vars(owner).items()]:
+            opened = (member.fget, member.fset, member.fdel) if type(member) is property else member
+            is_plain = type(member) in (types.FunctionType, types.GetSetDescriptorType) or not hasattr(type(member), "__get__")
+            if attr in asked and (is_plain or type(member) is property):
+                keys.append((at, attr, type(member), self.visit(attr, opened, may_copy=False)[0]))
+            elif type(member) is types.FunctionType and is_special(attr):
+                special |= {attr} - _NOT_CALLED
+            elif (attr in asked or (is_special(attr) and attr not in _NOT_CALLED)) and (not is_plain or callable(member)):
+                raise Unkeyed(f"{attr} of {_named(kind)} is a {_named(type(member))}")
+        return keys, special
+
+
+_TAKE_APART: dict[type, Callable[[_Walk, str, Any, bool], _Parts]] = dict.fromkeys((tuple, list, dict), _Walk.container)
+_TAKE_APART |= {types.FunctionType: _Walk.function, types.MethodType: _Walk.method, types.ModuleType: _Walk.module}
+_TAKE_APART |= {functools.partial: _Walk.partial, type: _Walk.class_as_value}
+
+
+def _digest(items: list[Any], is_lifted: bool = False) -> Hashable | None:
+    """Returns the key of many ints, bools or floats at once, as a visit of each takes microseconds; None for other items."""
+    kinds = set(map(type, items)) if len(items) > _MOST_VISITED else set()
+    if kinds == {float} and is_lifted and len(items) > _MOST_INPUTS:
+        raise _TooManyFloats
+    if kinds == {float} and not is_lifted:
+        return (float, array.array("d", items).tobytes())
+    return (*kinds, tuple(items)) if kinds in ({int}, {bool}) else None
+
+
+def _read(places: Callable[[], Sequence[Any]]) -> _Read:
+    return places, tuple(places())
+
+
+def _are_same(reads: Sequence[_Read]) -> bool:
+    for places, then in reads:
+        now = places()
+        if len(now) != len(then) or not all(map(operator.is_, now, then)):
+            return False
+    return True
+
+
+def _named(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _is_of_c(kind: type) -> bool:
+    """Returns whether objects of a class may hold more than their attributes."""
+    return not kind.__flags__ & 1 << 9 or any(type(member) in _OF_C for member in vars(kind).values())
+
+
+def _copy(value: Any, kind: type, attributes: Mapping[str, Any]) -> Any:
+    copy: Any = object.__new__(kind)
+    object.__getattribute__(copy, "__dict__").update(vars(value), **attributes)
+    return copy
+
+
+def _reporting_class(kind: type, special: set[str], reports: list[type]) -> type:
+    """Returns a subclass whose special methods add their class to `reports`, and then call those of the class."""
+
+    def reporting(attr: str) -> Callable[..., Any]:
+        method = getattr(kind, attr)
+
+        def report(*args: Any, **kwargs: Any) -> Any:
+            reports.append(kind)
+            return method(*args, **kwargs)
+
+        return report
+
+    body = {"__module__": kind.__module__, "__hash__": kind.__hash__, **{attr: reporting(attr) for attr in special}}
+    if "__del__" in special:  # a copy owns nothing
+        body["__del__"] = lambda self: None
+    return types.new_class(kind.__name__, (kind,), {}, lambda namespace: namespace.update(body))
 
 
 class _Memo:
-    """Result of a walk through a function, and where it was read: while all of that is still there, the walk is not repeated.
+    """Captures of a function, and the places that were read. Nothing in it leads back to the function, which would not die then."""
 
-    It holds nothing that leads back to the function, which else would live until the garbage collector finds the cycle.
-    """
-
-    def __init__(self, function: Any, walk: Walk, captures: Captures) -> None:
-        self.function: Any = weakref.ref(function)  # functools.wraps copies attributes
-        self.captures = captures
-        self.is_partial = type(function) is functools.partial
-        if not self.is_partial:
-            self.code, self.defaults, self.keywords = function.__code__, function.__defaults__, function.__kwdefaults__
-        self.cells, self.entries = walk.cells, walk.entries
-        self.tensors = [(t, t.dtype, t.dim(), t.requires_grad) for _, t in captures.tensors]
-        self.is_grad_enabled = torch.is_grad_enabled()
-        functions = [known for known in walk.functions if known[0] is not function]
-        self.others = functions, walk.objects, walk.classes, walk.shapes, walk.empty
-        self.has_others = any(self.others)
+    def __init__(self, function: Any, walk: _Walk, captures: Captures) -> None:
+        self.function = weakref.ref(function)  # functools.wraps copies attributes
+        self.captures, self.cells, self.entries, self.reads = captures, walk.cells, walk.entries, walk.reads
+        self.tensors = [t for _, t in captures.tensors]
+        self.kinds = [(t, t.dtype, t.dim(), t.requires_grad) for t in self.tensors]
+        placed: list[tuple[Any, Any]] = [(None if f is function else f, f) for f in walk.functions]  # None: the function itself
+        self.functions: list[Any] = [
+            (place, f.__code__, f.__defaults__, f.__kwdefaults__, len(f.__dict__))
+            for place, f in placed
+            if type(f) is types.FunctionType
+        ]
+        partials = [(place, f) for place, f in placed if type(f) is functools.partial]
+        self.partials: list[Any] = [(place, f.func, f.args, len(f.keywords), [*vars(f)]) for place, f in partials]
+        self.has_grad, self.num_reports = torch.is_grad_enabled(), _num_reports
 
     def __reduce__(self) -> Any:
         return type(None), ()  # a copy of the function has none
 
     def holds(self, function: Any, tensors_too: bool) -> bool:
-        if self.function() is not function or torch.is_grad_enabled() is not self.is_grad_enabled:
+        """Returns whether each place that was read still has the object that was there."""
+        if self.function() is not function or _has_grad() is not self.has_grad or _num_reports != self.num_reports:
             return False
-        if not self.is_partial and (
-            function.__code__ is not self.code
-            or function.__defaults__ is not self.defaults
-            or function.__kwdefaults__ is not self.keywords
-        ):
-            return False
-        try:
-            for cell, value in self.cells:
-                if cell.cell_contents is not value:
-                    return False
-        except ValueError:  # not bound
-            return False
-        for owner, name, value in self.entries:
-            if owner.get(name, ABSENT) is not value:
+        for known, code, defaults, keywords, size in self.functions:
+            f: Any = known or function
+            if f.__code__ is not code or f.__defaults__ is not defaults or f.__kwdefaults__ is not keywords:
                 return False
-        if self.has_others and not self._hold_others():
-            return False
-        if tensors_too:
-            for t, dtype, dims, requires_grad in self.tensors:
-                if t.dtype is not dtype or t.dim() != dims or t.requires_grad is not requires_grad:
-                    return False
-        return True
-
-    def _hold_others(self) -> bool:
-        functions, objects, classes, shapes, empty = self.others
-        for known, code, defaults, keywords in functions:
-            if known.__code__ is not code or known.__defaults__ is not defaults or known.__kwdefaults__ is not keywords:
+            if len(f.__dict__) != size:  # MEMO alone, or nothing
                 return False
-        for known, kind, attributes in objects:
-            if type(known) is not kind or known.__dict__ is not attributes:
+        for known, inner, args, size, names in self.partials:
+            p: Any = known or function
+            if p.func is not inner or p.args is not args or len(p.keywords) != size or [*vars(p)] != names:
                 return False
-        for kind, owners in classes:
-            if kind.__mro__ is not owners:
+        for cell, value in self.cells:
+            if cell.cell_contents is not value:
                 return False
-        for mapping, names in shapes:
-            if tuple(mapping) != names:
+        for get, name, value in self.entries:
+            if get(name, ABSENT) is not value:
                 return False
-        return not any(empty)
+        for t in self.tensors:
+            if t.__dict__:
+                return False
+        for t, dtype, dims, needs_grad in self.kinds if tensors_too else ():
+            if t.dtype is not dtype or t.dim() != dims or t.requires_grad is not needs_grad:
+                return False
+        return not self.reads or _are_same(self.reads)
 
 
 def find_captures(function: Any, lift: bool = True, tensors_too: bool = True) -> Captures:
-    """Returns what `function` depends on; without `lift`, floats are part of the key too.
+    """Returns the captures of `function`; without `lift`, floats are part of the key too.
 
-    Without `tensors_too` the key may say of a tensor what it was before its dtype, dims or requires_grad were changed in place: for
+    Without `tensors_too`, the key may have the dtype, dims and requires_grad that a tensor had before it was changed in place: for
     callers that check these themselves.
     """
-    can_remember = lift and type(function) in (types.FunctionType, functools.partial)
-    if can_remember:
-        memo = function.__dict__.get(MEMO)
-        if memo is not None and memo.holds(function, tensors_too):
-            found: Captures = memo.captures
-            return found
+    can_remember = lift and type(function) in _WITH_MEMO
+    memo = function.__dict__.get(MEMO) if can_remember else None
     try:
-        walk, key, _ = _walked(function, lift, None)
-    except TooManyFloats:
-        return find_captures(function, lift=False)
-    except Unkeyed as e:
+        if memo is not None and memo.holds(function, tensors_too):
+            return memo.captures  # type: ignore[no-any-return]
+        walk, key, _ = _walked(function, lift)
+    except (Unkeyed, RecursionError, ValueError) as e:  # ValueError: a variable that has no value
         return Captures(None, str(e), (), (), ())
-    if lift and walk.is_tied:  # it cannot be rebuilt with other floats
-        return find_captures(function, lift=False)
     values = tuple(value.hex() for _, value in walk.floats)
-    captures = Captures(key, "", tuple(walk.tensors), tuple(walk.floats), values)
-    if can_remember and walk.is_all_read:
+    captures = Captures(key, "", tuple(walk.tensors), tuple(walk.floats), values, walk.has_special)
+    if can_remember and walk.is_all_known:
+        function.__dict__[MEMO] = None  # so that its name is among the attributes
         function.__dict__[MEMO] = _Memo(function, walk, captures)
     return captures
 
 
-def with_floats(function: Any, values: Iterator[Any]) -> Any:
-    """Returns `function` with each of its floats, in the order of `find_captures`, replaced; the function itself is not touched."""
-    return _walked(function, True, values)[2]
-
-
-def _walked(function: Any, lift: bool, values: Iterator[Any] | None) -> tuple[Walk, Hashable, Any]:
-    """Returns a walk that began with all names of the code that it meets, its key, and what replaces the function."""
-    name = getattr(function, "__name__", "mod")
-    scope = Scope()
-    walks = []  # they keep alive what they met, so that no address is taken anew
+def _walked(function: Any, lift: bool, numbers: Sequence[Any] | None = None) -> tuple[_Walk, Hashable, Any]:
+    """Returns a walk that knew all names from its beginning, the key of the mod and its copy."""
+    root = _function_of(function)
+    inner = getattr(root, "func", getattr(root, "__func__", root))
+    names = {*names_of(inner.__code__).attributes} if type(inner) is types.FunctionType else set()
     while True:
-        scope.begin()
-        walk = Walk(lift, scope, None)
-        key, _ = walk.visit_all(name, function)
-        walks.append(walk)
-        if not scope.has_grown:
+        num_names = len(names)
+        walk = _Walk(root, names, lift, None)
+        try:
+            key, new = walk.visit_all()
+        except _TooManyFloats:
+            lift = False
+            continue
+        if num_names == len(names):
             break
-    if values is None:
-        return walk, key, function
-    walk = Walk(lift, scope, values)
-    return (walk, *walk.visit_all(name, function))
+    if numbers is not None:
+        walk = _Walk(root, names, lift, iter(numbers))
+        key, new = walk.visit_all()
+    return walk, key, new
 
 
-def runs_as_it_is(function: Any) -> None:
-    """Keeps torch.compile away from a function and all that it calls, behind a graph break, at no cost.
+def _function_of(mod: Any) -> Any:
+    """Returns the function that a call of an object calls."""
+    if isinstance(mod, torch.nn.Module):
+        state = {**vars(torch.nn.modules.module), **vars(mod)}
+        if state.get("_compiled_call_impl") or any(x for name, x in state.items() if "ward" in name and name.endswith("_hooks")):
+            raise Unkeyed(f"{_named(type(mod))} is a module with hooks, or compiled")
+        return mod.forward
+    call = getattr(type(mod), "__call__", None)  # noqa: B004
+    return types.MethodType(call, mod) if type(call) is types.FunctionType else mod
 
-    What torch.compiler.disable does takes a microsecond in each call.
+
+def copied(function: Any, numbers: Sequence[Any]) -> tuple[Any, Callable[[], str]]:
+    """Returns a copy of `function` with `numbers` in place of its floats, in the order of `find_captures`.
+
+    After a trace of the copy, the function beside it returns why the trace does not hold for other calls, or "".
     """
-    dynamo = torch._C._dynamo.eval_frame
-    skip = dynamo._FrameExecStrategy(dynamo._FrameAction.SKIP, dynamo._FrameAction.SKIP)
-    dynamo.set_code_exec_strategy(function.__code__, skip)
+    walk, _, new = _walked(function, bool(numbers), numbers)
+
+    def why_unsettled() -> str:
+        global _num_reports
+        changed = [owner for owner, read in walk.copies if not _are_same([read])]
+        if walk.reports or changed:
+            _unkeyed.update([*walk.reports, *changed])
+            _num_reports += 1
+        reported = f"it calls special methods of {_named(walk.reports[0])}" if walk.reports else ""
+        return reported or ("it changes what it depends on" if changed else "")
+
+    return new, why_unsettled
 
 
 runs_as_it_is(find_captures)

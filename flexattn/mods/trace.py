@@ -24,7 +24,8 @@ from flexattn.dispatch.mod_program import ARGUMENTS, Capture, Program, encode_gr
 from flexattn.dispatch.neutral import sizes_of
 from flexattn.forks import fork_safe
 from flexattn.mods.bands import Fact, Fill, Masks, fill_of
-from flexattn.mods.captures import Captures, find_captures, runs_as_it_is
+from flexattn.mods.captures import Captures, find_captures
+from flexattn.mods.eager import runs_as_it_is
 from flexattn.mods.tracer import NeedsValueError, trace
 from flexattn.warn import warn_once
 
@@ -137,6 +138,13 @@ def _facts(values: Sequence[tuple[bool, Any]], num_of_score: int) -> tuple[Fact,
 runs_as_it_is(trace_mods)
 
 
+def find_all_captures(role: str, mod: Mod, explicit: Sequence[Tensor] | Mapping[str, Tensor] = ()) -> Captures:
+    """Returns `find_captures` of a mod. If its objects have special methods, a trace shows before whether they are called."""
+    if find_captures(mod).has_special:
+        _traced(role, mod, explicit)
+    return find_captures(mod)
+
+
 def mod_source(
     score_mod: Mod | None = None, mask_mod: Mod | None = None, score_mod_tensors: Sequence[Tensor] | Mapping[str, Tensor] = ()
 ) -> str:
@@ -241,18 +249,17 @@ def _new_trace(role: str, mod: Mod, whole: Mod) -> tuple[_Trace, Captures]:
         traced, met = trace(role, whole, found)
     text = json.dumps(encode_graph(traced.graph), separators=(",", ":"))
     new = _Trace(text, traced.captures, traced.used, traced.looked_at)
-    unkeyed = found.unkeyed or "it changes what it depends on, or reads a tensor that was not found beforehand"
     with _lock:
         _counts["traces"] += 1
-        if key is not None and traced.is_settled:
+        if not traced.unsettled:
             _keep(_looked_at, key, new.looked_at)
             _keep(_traces, (key, _sizes(found, new.looked_at)), new)
-    if (key is None or not traced.is_settled) and not torch.compiler.is_compiling():
+    if traced.unsettled and not torch.compiler.is_compiling():
         name = _name(mod)
         warn_once(
-            f"{role} {name} {unkeyed}",
+            f"{role} {name} {traced.unsettled}",
             f"{role} {name} is traced again in each call, which takes milliseconds, as what it depends on cannot be known: "
-            f"{unkeyed}. Use tensors, numbers, functions, and attributes by their names, of objects of plain classes.",
+            f"{traced.unsettled}. Use tensors, numbers, functions, and attributes by their names, of objects of plain classes.",
         )
     return new, met
 

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map
 
 from flexattn.dispatch.mod_program import ARGUMENTS, GRADIENT, Capture, read_dtype
 from flexattn.dispatch.neutral import neutral_state, sizes_of
-from flexattn.mods.captures import Captures, find_captures, with_floats
+from flexattn.mods.captures import Captures, copied, find_captures
 from flexattn.mods.graph import INTEGERS, normalised, place_of
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -48,7 +48,7 @@ class Trace(NamedTuple):
     captures: tuple[Capture, ...]
     used: tuple[tuple[bool, int], ...]  # for each capture: (is a float, its position among the floats or tensors that were found)
     looked_at: tuple[int, ...]  # the tensors, by position among those found, whose shapes the mod looked at
-    is_settled: bool  # all that it read was found, and is still what it was
+    unsettled: str  # why the trace does not hold for other calls with the same key, or ""
 
 
 class NeedsValueError(ValueError):
@@ -153,7 +153,7 @@ def trace(
     names = _distinct([name for name, _ in (*found.tensors, *found.floats)])
     captures = [_capture(role, name, t, has_gradients) for name, (_, t) in zip(names, found.tensors, strict=False)]
     captures += [Capture(name, torch.float32, -1, False) for name in names[len(found.tensors) :]]
-    before = found.key is not None and find_captures(mod, lift=False).key
+    before = find_captures(mod, lift=False)
 
     with neutral_state(), fake_mode() as fakes, torch.no_grad():
         recorder = Recorder()
@@ -165,8 +165,9 @@ def trace(
             for name, (_, t), shape in zip(names, found.tensors, shapes, strict=False)
         ]
         numbers = [recorder.input(name, (), torch.float32) for name in names[len(found.tensors) :]]
-        run = with_floats(mod, iter(numbers)) if numbers else mod
+        run, why_unsettled = copied(mod, numbers) if found.key is not None else (mod, lambda: found.unkeyed)
         watch = _Watch(role, recorder, fakes, names)
+        watch.numbers = numbers
         watch.stand_in([t for _, t in found.tensors], stand_ins)
         try:
             with recorder, watch:
@@ -188,7 +189,13 @@ def trace(
                 f"{role} cannot be traced{_place_of(e) or watch.place()}: {type(e).__name__}: {e}; accepted: a function of "
                 f"{', '.join(ARGUMENTS_OF[role])}{_AND_TENSORS.get(role, '')}, in torch ops on 0-d tensors"
             ) from e
-    is_settled = not watch.met and before == (found.key is not None and find_captures(mod, lift=False).key)
+    unsettled = why_unsettled()
+    if found.key is not None and unsettled:  # the mod itself is run, in which its changes are kept
+        return trace(role, mod, Captures(None, unsettled, found.tensors, (), ()), shapes)
+    if watch.met:
+        unsettled = unsettled or "it reads a tensor that was not found beforehand"
+    elif not _is_same(before, find_captures(mod, lift=False)) or found.key != find_captures(mod, lift=bool(found.floats)).key:
+        unsettled = unsettled or "it changes what it depends on"
     captures += [_capture(role, name, t, has_gradients) for name, t in watch.met]
     whole = found._replace(tensors=(*found.tensors, *watch.met))
     own_shapes += [sizes_of(t) for _, t in watch.met]
@@ -206,7 +213,12 @@ def trace(
             kept.append(capture)
             positions.append((capture.is_number, seen[capture.is_number]))
         seen[capture.is_number] += 1
-    return Trace(graph, tuple(kept), tuple(positions), tuple(looked_at), is_settled), whole
+    return Trace(graph, tuple(kept), tuple(positions), tuple(looked_at), unsettled), whole
+
+
+def _is_same(before: Captures, after: Captures) -> bool:
+    tensors = zip(before.tensors, after.tensors, strict=False)
+    return before.key == after.key and all(a is b for (_, a), (_, b) in tensors)
 
 
 def fake_mode() -> FakeTensorMode:
@@ -281,6 +293,7 @@ class _Watch(TorchFunctionMode):
         self.stand_in_of: dict[int, Tensor] = {}
         self.position: dict[int, int] = {}  # by stand-in or view of one: the tensor that it stands for
         self.num_tensors = 0
+        self.numbers: Sequence[Tensor] = ()  # stand-ins of floats
         self.met: list[tuple[str, Tensor]] = []  # tensors that were not found before
         self.looked_at: set[int] = set()
         self.line: tuple[str, int] | None = None
@@ -329,6 +342,8 @@ class _Watch(TorchFunctionMode):
             func, args, kwargs = torch.full, ((), args[0]), {"dtype": dtype}
         if func is torch.Tensor.__getitem__:
             func, kwargs = self._item, {}
+        if name.endswith("_") and not name.startswith("_") and any(args[0] is number for number in self.numbers):
+            func = getattr(Tensor, name[:-1])  # x += y gives a float x another value, and does not change the float
         out = self._marked(func, args, kwargs)
         if isinstance(out, Tensor) and out.dim() > 0 and len(of) == 1:  # a view, whose shape says the same
             self.recorder.alive.append(out)

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 import flexattn
-from flexattn.mods import walk
-from flexattn.mods.captures import Captures, find_captures
+from flexattn.mods import captures
+from flexattn.mods.captures import MEMO, Captures, find_captures
 from flexattn.mods.trace import trace_mods
-from flexattn.mods.walk import MEMO
 
 SOURCE = """
 def inner(score):
@@ -223,14 +222,14 @@ def test_many_captured_numbers_are_constants_whose_key_is_made_at_once(make: Any
 def watched_visits() -> Iterator[list[str]]:
     """Yields the names of the values that walks visit one by one."""
     visits: list[str] = []
-    visit = walk.Walk.visit
+    visit = captures._Walk.visit
 
-    def watched(self: Any, name: str, *arguments: Any) -> Any:
+    def watched(self: Any, name: str, *arguments: Any, **named: Any) -> Any:
         visits.append(name)
-        return visit(self, name, *arguments)
+        return visit(self, name, *arguments, **named)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(walk.Walk, "visit", watched)
+        patch.setattr(captures._Walk, "visit", watched)
         yield visits
 
 

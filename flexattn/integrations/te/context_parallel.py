@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from flexattn.dispatch.neutral import is_capturing
 from flexattn.dispatch.spec import Band, as_bshd, make_band
 from flexattn.first_order import first_order
-from flexattn.mods.captures import runs_as_it_is
+from flexattn.mods.eager import runs_as_it_is
 from flexattn.validation import check_name, describe
 
 if TYPE_CHECKING:
