@@ -144,7 +144,7 @@ def masked(
         seen_by_both,
     )
 
-    of_mask = mask_arguments("mask", mask, sizes[:1], sizes[1:], mask_dtypes(q))
+    of_mask = mask_arguments("mask", mask, sizes[:1], sizes[1:], mask_dtypes(q), q.device)
     bias_type, bias, slopes = added
     mask_mod, block_mask = mods
     if "bias" in of_mask:
