@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -31,15 +31,8 @@ def mask_arguments(
     Raises TypeError for another dtype, and ValueError for another device or a shape that does not broadcast to all of these dims.
     """
     whole = (*lead, *scores)
-    accepted = f"dims that broadcast to {list(whole)}"
-    kinds = f"bool, {' or '.join(dict.fromkeys(map(str, dtypes)))}, with {accepted}"
-    if not isinstance(mask, Tensor):
-        hint = ". Pass a function as mask_mod=." if callable(mask) else ""
-        raise TypeError(f"{name} is {describe(mask)}; accepted: a tensor of {kinds}{hint}")
-    if mask.dtype not in (torch.bool, *dtypes):
-        is_of_ints = not mask.is_floating_point() and not mask.is_complex()
-        hint = f"{name}.bool() if 1 is a key that a query sees" if is_of_ints else f"{name}.to({dtypes[0]})"
-        raise TypeError(f"{name} is {describe(mask)}; accepted: {kinds}. Convert it with {hint}.")
+    if not isinstance(mask, Tensor) or mask.dtype not in (torch.bool, *dtypes):
+        _refuse_kind(name, mask, whole, dtypes)
     check_tensor(name, mask, (mask.dtype,), device)
     fits = mask.dim() <= max(len(whole), 4) and all(
         size in (1, full) for size, full in zip(mask.shape[::-1], ((1,) * 4 + whole)[::-1], strict=False)
@@ -50,7 +43,7 @@ def mask_arguments(
             hint = f". Pass {name}[:, None, None, :] if it is [batch, keys]."
         elif len(lead) == 1 and tuple(mask.shape) == (lead[0], *scores[1:]):
             hint = f". Pass {name}[:, None] if it is [batch, queries, keys]."
-        raise ValueError(f"{name} is {describe(mask)}; accepted: {accepted}{hint}")
+        raise ValueError(f"{name} is {describe(mask)}; accepted: {_accepted(whole)}{hint}")
     mask = mask.reshape(*(1,) * (len(lead) + 3 - mask.dim()), *mask.shape)
     batch = mask.shape[:-3]
     if any(n != 1 for n in batch):
@@ -59,6 +52,21 @@ def mask_arguments(
     if mask.dtype != torch.bool:
         return {"bias_type": "post_scale_bias", "bias": mask}
     return {"mask_mod": _visible(mask)}
+
+
+def _refuse_kind(name: str, mask: Any, whole: Sequence[Any], dtypes: tuple[torch.dtype, ...]) -> NoReturn:
+    kinds = f"bool, {' or '.join(dict.fromkeys(map(str, dtypes)))}, with {_accepted(whole)}"
+    if not isinstance(mask, Tensor):
+        hint = ". Pass a function as mask_mod=." if callable(mask) else ""
+        raise TypeError(f"{name} is {describe(mask)}; accepted: a tensor of {kinds}{hint}")
+    is_of_ints = not mask.is_floating_point() and not mask.is_complex()
+    hint = f"{name}.bool() if 1 is a key that a query sees" if is_of_ints else f"{name}.to({dtypes[0]})"
+    raise TypeError(f"{name} is {describe(mask)}; accepted: {kinds}. Convert it with {hint}.")
+
+
+def _accepted(whole: Sequence[Any]) -> str:
+    """Returns the words for the dims of a mask."""
+    return f"dims that broadcast to {list(whole)}"
 
 
 def one_batch(x: Tensor) -> Tensor:

@@ -199,6 +199,30 @@ def test_a_short_form_compiles_to_one_graph(name: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
+@pytest.mark.parametrize(
+    "short",
+    [
+        lambda n: {"causal": True},
+        lambda n: {"causal": True, "window_size": 3},
+        lambda n: {"mask": torch.ones(n, n, dtype=torch.bool).tril()},
+        lambda n: {"mask": tokens(2, 1, 1, n)},
+        lambda n: {"mask": tokens(2, 1, n, n) > 0, "causal": True},
+        lambda n: {"causal": True, **flexattn.packed([n - 3, 3])},
+    ],
+    ids=["causal", "window", "bool mask", "float mask", "causal and a mask", "packed"],
+)
+def test_a_new_length_compiles_no_more_than_once(short: Callable[[int], dict[str, Any]]) -> None:
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounter()
+    compiled = torch.compile(attention, fullgraph=True, backend=counter)
+    for n in (16, 21, 18, 33, 40):
+        given = short(n)
+        lead = () if "qkv_format" in given else (2,)
+        q, k, v = (tokens(*lead, n, heads, 8, seed=heads) for heads in (4, 2, 2))
+        assert torch.equal(compiled(q, k, v, **given), attention(q, k, v, **given))
+    assert counter.frame_count == 2
+
+
 def test_a_float_mask_gets_its_gradient() -> None:
     q, k, v = leaves(DENSE, DENSE)
     mask = tokens(4, 1, 16).requires_grad_()
