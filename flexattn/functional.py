@@ -178,8 +178,8 @@ def attention(
             without a visible key, and mask no block that is fully visible. It may be for more queries and keys than there are.
 
     Args: Packed and padded sequences
-        cu_seqlens (Tensor, optional): cu_seqlens_q and cu_seqlens_kv in one. `flexattn.packed` makes the arguments of a packed
-        call. max_seqlen (int, optional): max_seqlen_q and max_seqlen_kv in one.
+        cu_seqlens (Tensor, optional): cu_seqlens_q and cu_seqlens_kv in one. `flexattn.packed` makes those of a packed call.
+        max_seqlen (int, optional): max_seqlen_q and max_seqlen_kv in one.
         cu_seqlens_q, cu_seqlens_kv (Tensor, optional): int32 [b + 1], contiguous, on q's device: 0, then the running sum of the
             sequences' lengths. In a dense format sequence i is the first cu_seqlens[i + 1] - cu_seqlens[i] tokens of row i.
         max_seqlen_q, max_seqlen_kv (int, optional): longest sequence of a packed call, or of pages. A longer sequence raises on a

@@ -60,8 +60,8 @@ HINTS = (
     Hint(
         ("attention_mask",),
         "transformers and TransformerEngine",
-        "mask, a bool tensor whose True is a key that a query sees (TransformerEngine's True is hidden: mask=~m), or a float tensor "
-        "that is added to scores; for padding mask=m.bool()[:, None, None, :], or attn_mask_type='padding' and seqused_kv",
+        "mask, a bool tensor whose True is a key that a query sees (TransformerEngine's True is hidden: mask=~m), or a float "
+        "tensor that is added to scores; for padding mask=m.bool()[:, None, None, :], or attn_mask_type='padding' and seqused_kv",
     ),
     Hint(
         ("lengths", "seqlens", "seq_lens", "seqlen"),
