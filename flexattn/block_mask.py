@@ -37,7 +37,7 @@ def create_block_mask(
     H: int | None,
     Q_LEN: int,
     KV_LEN: int,
-    device: torch.device | str = "cuda",
+    device: torch.device | str | None = None,
     BLOCK_SIZE: int | tuple[int, int] = 128,
 ) -> BlockMask:
     """torch's BlockMask of `mask_mod`: which blocks of keys each block of queries sees, and which of them it sees whole.
@@ -50,7 +50,7 @@ def create_block_mask(
         mask_mod: mask_mod(b, h, q_idx, kv_idx) -> whether the query sees the key, as `attention` takes it.
         B, H: batch and query heads; None or 1 where the mask is the same for all.
         Q_LEN, KV_LEN: the longest sequences that it is to be used with.
-        device: of the lists, and of what mask_mod captures.
+        device: of the lists, and of what mask_mod captures. Default: "cuda", or "cpu" if there is no GPU.
         BLOCK_SIZE: queries and keys of a block, multiples of 16; large powers of two run fastest.
 
     Raises:
@@ -79,6 +79,8 @@ def create_block_mask(
     rows, columns = -(-Q_LEN // size_q), -(-KV_LEN // size_kv)
     traced = trace_mods(None, mask_mod)
     graph = traced.program.mask
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     kinds = torch.zeros(batch, heads, rows, columns, dtype=torch.int8, device=device)
     captures = traced.program.inputs(traced.tensors, traced.numbers)
     b, h = (torch.arange(n, device=device) for n in (batch, heads))

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.autograd.profiler import record_function
 
 from flexattn import ops
@@ -34,7 +35,7 @@ from flexattn.dispatch.select import Backend, backend_module, select
 from flexattn.dispatch.spec import AttentionSpec, Direction, Gradients, Operands, batch_size, dqkv_of
 from flexattn.first_order import first_order
 from flexattn.likeness import Likeness, likeness_of
-from flexattn.validation import check_floor
+from flexattn.validation import check_floor, extent, is_shared, refuse_shared
 
 if TYPE_CHECKING:
     from flexattn.dispatch.cpu_attention import KeptBackward, KeptForward
@@ -92,6 +93,8 @@ class CachedCall:
         self.template = x._replace(**nothing, mod_tensors=(), block_mask=(), descales=x.descales if of_fp8 is None else ())
         self.sources = tuple(sources)
         self.has_dropout = x.dropout_p > 0.0
+        self.out_place = names.index("out") if x.out is not None else None
+        self.extents: tuple[int, ...] = ()  # bytes that each input spans, where out is given
         # True where the arguments and captures are the inputs, in that order.
         is_in_place = all(s is None or type(s) is int for s in sources) and list(sources[len(names) :]) == list(
             range(len(names), len(sources))
@@ -177,10 +180,21 @@ class CachedCall:
             if returns_lse or self.settings.return_max_logit:
                 return _apply((self, tensors, addresses, returns_lse), *self.leaves(tensors))
             return _apply((self, tensors, addresses, None), *self.leaves(tensors)), None, None
+        if self.out_place is not None:
+            self._check_out(tensors, addresses, self.out_place)
         results = self.forward(tensors, addresses)
         if self.looks_at_lse:
             check_floor(results[1])
         return results if self.of_fp8 is None else self.of_fp8.outputs(results)
+
+    def _check_out(self, tensors: Sequence[Any], addresses: Sequence[int], place: int) -> None:
+        """Raises for memory for out that another input may share, which no key says, and tells autograd that it is written."""
+        self.extents = self.extents or tuple(map(extent, tensors))
+        begin, size = addresses[place], self.extents[place]
+        for i, (first, bytes_of) in enumerate(zip(addresses, self.extents, strict=True)):
+            if first < begin + size and i != place and is_shared(begin, size, first, bytes_of):
+                refuse_shared(self.names[i] if i < len(self.names) else "mod_tensors")
+        increment_version(tensors[place])  # as kernels write without its knowledge
 
     def inputs(self, key: CallKey) -> Sequence[Tensor | None]:
         """Returns what `backward` takes first for a call with this key, where no forward saved it."""

@@ -58,8 +58,20 @@ HINTS = (
         "a float tensor that is added to scores",
     ),
     Hint(
-        ("mask", "attention_mask"),
-        "jax.nn, transformers and TransformerEngine",
+        ("attention_mask",),
+        "transformers and TransformerEngine",
+        "mask, a bool tensor whose True is a key that a query sees (TransformerEngine's True is hidden: mask=~m), or a float "
+        "tensor that is added to scores; for padding mask=m.bool()[:, None, None, :], or attn_mask_type='padding' and seqused_kv",
+    ),
+    Hint(
+        ("lengths", "seqlens", "seq_lens", "seqlen"),
+        "other code",
+        "**flexattn.packed(lengths) for packed sequences; for padded ones seqused_q and seqused_kv, int32 [b], with an "
+        "attn_mask_type with padding in its name",
+    ),
+    Hint(
+        ("mask",),
+        "jax.nn",
         "attn_mask_type='padding' and the lengths, cu_seqlens_q and cu_seqlens_kv, for padding; else a mask_mod, True for a key "
         "that a query sees (TransformerEngine's True is hidden), or bias, which is added",
     ),
@@ -215,6 +227,8 @@ def _of_order(positional: Sequence[Any], own: inspect.Signature) -> str:
             f"{line} That position is dropout_p in FlashAttention and attn_mask in SDPA. Pass arguments by name, for example "
             "causal=True."
         )
+    if len(positional) == 1 and isinstance(positional[0], Mapping):
+        return f"{line} Pass its items by name: attention(q, k, v, **arguments), as **flexattn.packed(lengths)."
     whose, order = _order_of(positional)
     given = [name for name, value in zip(order, positional, strict=False) if value is not None]
     if len(positional) > len(order) or not given:

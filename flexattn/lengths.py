@@ -155,7 +155,8 @@ def check_length_tensor(name: str, t: Tensor | None, more: int, device: torch.de
         return []
     given: Any = t
     if isinstance(given, (list, tuple)):
-        raise TypeError(f"{name} is {describe(t)}; accepted: a tensor, int32 on q's device. flexattn.packed(lengths) makes it.")
+        how = "flexattn.packed(lengths)" if more else "torch.tensor(lengths, dtype=torch.int32, device=q.device)"
+        raise TypeError(f"{name} is {describe(t)}; accepted: a tensor, int32 on q's device. {how} makes it.")
     check_tensor(name, t, (torch.int32,), device)
     if t.dim() != 1 or t.shape[0] < more or not t.is_contiguous():
         raise ValueError(f"{name} is {describe(t)}; accepted: a contiguous tensor of shape [batch{' + 1' if more else ''}]")

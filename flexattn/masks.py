@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from flexattn.dispatch.neutral import sizes_of
-from flexattn.validation import check_meaning, describe
+from flexattn.validation import check_tensor, describe
 
 if TYPE_CHECKING:
     from flexattn.mods.trace import Mod
@@ -23,28 +23,27 @@ def mask_dtypes(q: Tensor) -> tuple[torch.dtype, ...]:
 
 
 def mask_arguments(
-    name: str, mask: Any, lead: Sequence[Any], scores: Sequence[Any], dtypes: tuple[torch.dtype, ...]
+    name: str, mask: Any, lead: Sequence[Any], scores: Sequence[Any], dtypes: tuple[torch.dtype, ...], device: torch.device
 ) -> dict[str, Any]:
     """Returns bias_type and bias for a float mask, and mask_mod for a bool one, True where a query sees a key.
 
     name: the argument's, for errors. lead: the batch dims. scores: heads, queries and keys. dtypes: for a float mask.
-    Raises TypeError for another dtype and ValueError for a shape that does not broadcast to all of these dims.
+    Raises TypeError for another dtype, and ValueError for another device or a shape that does not broadcast to all of these dims.
     """
     whole = (*lead, *scores)
-    accepted = f"dims that broadcast to {list(whole)}"
     if not isinstance(mask, Tensor) or mask.dtype not in (torch.bool, *dtypes):
-        accepted = f"bool, {' or '.join(dict.fromkeys(map(str, dtypes)))}, with {accepted}"
-        is_of_ints = isinstance(mask, Tensor) and not mask.is_floating_point()
-        hint = f". Convert it with {name}.bool() if 1 is a key that a query sees." if is_of_ints else ""
-        raise TypeError(f"{name} is {describe(mask)}; accepted: {accepted}{hint}")
-    check_meaning(name, mask)
+        _refuse_kind(name, mask, whole, dtypes)
+    check_tensor(name, mask, (mask.dtype,), device)
     fits = mask.dim() <= max(len(whole), 4) and all(
         size in (1, full) for size, full in zip(mask.shape[::-1], ((1,) * 4 + whole)[::-1], strict=False)
     )
     if not fits:
-        is_of_keys = len(lead) == 1 and tuple(mask.shape) == (lead[0], scores[-1])
-        hint = f". Pass {name}[:, None, None, :] if it is [batch, keys]." if is_of_keys else ""
-        raise ValueError(f"{name} is {describe(mask)}; accepted: {accepted}{hint}")
+        hint = ""
+        if len(lead) == 1 and tuple(mask.shape) == (lead[0], scores[-1]):
+            hint = f". Pass {name}[:, None, None, :] if it is [batch, keys]."
+        elif len(lead) == 1 and tuple(mask.shape) == (lead[0], *scores[1:]):
+            hint = f". Pass {name}[:, None] if it is [batch, queries, keys]."
+        raise ValueError(f"{name} is {describe(mask)}; accepted: {_accepted(whole)}{hint}")
     mask = mask.reshape(*(1,) * (len(lead) + 3 - mask.dim()), *mask.shape)
     batch = mask.shape[:-3]
     if any(n != 1 for n in batch):
@@ -53,6 +52,21 @@ def mask_arguments(
     if mask.dtype != torch.bool:
         return {"bias_type": "post_scale_bias", "bias": mask}
     return {"mask_mod": _visible(mask)}
+
+
+def _refuse_kind(name: str, mask: Any, whole: Sequence[Any], dtypes: tuple[torch.dtype, ...]) -> NoReturn:
+    kinds = f"bool, {' or '.join(dict.fromkeys(map(str, dtypes)))}, with {_accepted(whole)}"
+    if not isinstance(mask, Tensor):
+        hint = ". Pass a function as mask_mod=." if callable(mask) else ""
+        raise TypeError(f"{name} is {describe(mask)}; accepted: a tensor of {kinds}{hint}")
+    is_of_ints = not mask.is_floating_point() and not mask.is_complex()
+    hint = f"{name}.bool() if 1 is a key that a query sees" if is_of_ints else f"{name}.to({dtypes[0]})"
+    raise TypeError(f"{name} is {describe(mask)}; accepted: {kinds}. Convert it with {hint}.")
+
+
+def _accepted(whole: Sequence[Any]) -> str:
+    """Returns the words for the dims of a mask."""
+    return f"dims that broadcast to {list(whole)}"
 
 
 def one_batch(x: Tensor) -> Tensor:

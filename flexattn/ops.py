@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.autograd.graph import increment_version
 
 from flexattn import registered  # noqa: F401 (the operators are there with it)
 from flexattn.dispatch import options, runtime_failures
@@ -32,7 +33,7 @@ from flexattn.dispatch.spec import (
     with_classes,
 )
 from flexattn.lengths import check_values
-from flexattn.validation import check_descale_values, check_floor
+from flexattn.validation import check_apart, check_descale_values, check_floor
 from flexattn.warn import warn_once
 
 if TYPE_CHECKING:
@@ -332,7 +333,10 @@ def attention_forward_implementation(*call: Any) -> tuple[Tensor, Tensor, Tensor
 
 
 def attention_forward_out_implementation(*call: Any) -> tuple[Tensor, Tensor]:
+    x, _ = _split(call)
+    check_apart(x)  # a compiled call's memory was not known before
     _, lse, max_logit = attention_forward_implementation(*call)
+    increment_version(x.out)
     return lse, max_logit
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flexattn.dispatch.spec import QkvFormat, as_index
-from flexattn.validation import describe
+from flexattn.validation import check_device, describe
 
 
 class Packed(TypedDict):
@@ -31,7 +31,7 @@ def packed(
     Make them once for a batch and pass them to every layer: the lengths are copied to the device here.
 
     Args:
-        lengths (sequence of int, or a 1-d integer tensor on a CPU): tokens of each sequence, in the order in which they are packed.
+        lengths (sequence of int, or a 1-d integer array or tensor on a CPU): tokens of each sequence, in the order in which they are packed.
         lengths_kv (the same, optional): tokens of each sequence in k and v. Default: `lengths`. If they differ, a causal call names
             its diagonal: attn_mask_type "causal" or "causal_bottom_right".
         device (torch.device or str, optional): q's device. Default: torch's default device.
@@ -50,6 +50,7 @@ def packed(
         >>> flexattn.attention(x, x, x, causal=True, **flexattn.packed([100, 7, 61])).shape
         torch.Size([168, 8, 64])
     """
+    check_device("device", device)
     of_q = _checked("lengths", lengths)
     cu_seqlens = _running_sum(of_q, device)
     if lengths_kv is None:
@@ -70,8 +71,9 @@ def packed(
 
 def _checked(name: str, lengths: Sequence[int] | Tensor) -> list[int]:
     if isinstance(lengths, Tensor) and (lengths.device.type != "cpu" or lengths.dim() != 1):
-        raise TypeError(f"{name} is {describe(lengths)}. Pass a list of ints, as reading a tensor waits for its device.")
-    given: Any = lengths.tolist() if isinstance(lengths, Tensor) else lengths
+        hint = "a list of ints, or a 1-d tensor on the CPU, as reading a tensor waits for its device"
+        raise TypeError(f"{name} is {describe(lengths)}. Pass {hint}.")
+    given: Any = lengths.tolist() if hasattr(lengths, "tolist") else lengths
     whole = [as_index(n) for n in given] if isinstance(given, Sequence) else []
     found = [n for n in whole if n is not None]
     if not found or len(found) < len(whole):

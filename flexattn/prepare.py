@@ -183,7 +183,7 @@ def prepare(
     lengths.check_kept_keys(k, q, needs_grad, fp8_recipe is not None)
     if out is not None:
         of_fp8 = fp8_settings.get("fp8_out")
-        validation.check_out(out, q, k, v, ops.dtype_of(of_fp8) if of_fp8 else q.dtype, needs_grad)
+        validation.check_out(out, q, v, ops.dtype_of(of_fp8) if of_fp8 else q.dtype, needs_grad)
         if getattr(fp8_recipe, "out_dtype", None) in validation.FP8_DTYPES:
             raise ValueError("out is given and fp8_recipe.out_dtype is an FP8 dtype. Leave out out, or use a 16-bit out_dtype.")
     x = Operands(
@@ -221,6 +221,7 @@ def prepare(
             (descale_q, descale_k, descale_v),
         ),
     )
+    validation.check_apart(x)
     if needs_grad or q.dtype in validation.FP8_DTYPES or config is not None:
         x = with_cu_seqlens(x, (q_format, kv_format))
     if results.packing and config is not None and config.rotation:

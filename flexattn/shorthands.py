@@ -89,7 +89,8 @@ def _check_one_diagonal(q: Any, k: Any, full: dict[str, Any], formats: tuple[str
     """Raises where the diagonals from the first key and from the last key may differ."""
     if has_lengths:
         pairs = [(full.get(f"{name}_q"), full.get(f"{name}_kv")) for name in ("cu_seqlens", "seqused")]
-        is_one = formats[0] == formats[1] and full.get("page_table") is None and all(a is b for a, b in pairs)
+        if formats[0] == formats[1] and full.get("page_table") is None and all(a is b for a, b in pairs):
+            return
         why = "queries and keys have lengths of their own, so their diagonals may differ"
         hint = "Pass one tensor, as cu_seqlens=, if their lengths are the same. "
     else:
@@ -97,11 +98,11 @@ def _check_one_diagonal(q: Any, k: Any, full: dict[str, Any], formats: tuple[str
         if any(len(shape) != len(fmt) for shape, fmt in zip(sizes, formats, strict=True)):
             return  # whose dims raise
         len_q, len_kv = (shape[fmt.index("s")] for shape, fmt in zip(sizes, formats, strict=True))
-        is_one = bool(len_q == len_kv)
+        if len_q == len_kv:
+            return  # before a text has the lengths, which would make torch.compile take them for constants
         why, hint = f"there are {len_q} queries and {len_kv} keys, so two diagonals are possible", ""
-    if not is_one:
-        names = ("padding_causal", "padding_causal_bottom_right") if has_lengths else ("causal", "causal_bottom_right")
-        raise ValueError(f"causal is True and {why}. {hint}{DIAGONALS.format(*names)}.")
+    names = ("padding_causal", "padding_causal_bottom_right") if has_lengths else ("causal", "causal_bottom_right")
+    raise ValueError(f"causal is True and {why}. {hint}{DIAGONALS.format(*names)}.")
 
 
 def score_sizes(q: Any, k: Any, full: dict[str, Any]) -> tuple[Any, ...]:
@@ -144,7 +145,7 @@ def masked(
         seen_by_both,
     )
 
-    of_mask = mask_arguments("mask", mask, sizes[:1], sizes[1:], mask_dtypes(q))
+    of_mask = mask_arguments("mask", mask, sizes[:1], sizes[1:], mask_dtypes(q), q.device)
     bias_type, bias, slopes = added
     mask_mod, block_mask = mods
     if "bias" in of_mask:

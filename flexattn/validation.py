@@ -9,7 +9,7 @@ from __future__ import annotations
 import numbers
 import reprlib
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -237,7 +237,7 @@ def check_softmax_offset(softmax_type: str, offset: Tensor | None, q: Tensor, he
         raise ValueError(f"softmax_offset has shape {tuple(offset.shape)}; accepted: [h] = [{heads}]")
 
 
-def check_out(out: Any, q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, needs_grad: bool) -> None:
+def check_out(out: Any, q: Tensor, v: Tensor, dtype: torch.dtype, needs_grad: bool) -> None:
     """Raises for memory that a forward cannot write out into."""
     check_tensor("out", out, (dtype,), q.device)
     shape = (*q.shape[:-1], v.shape[-1])
@@ -249,19 +249,37 @@ def check_out(out: Any, q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, nee
         return
     if out.data_ptr() % 16:
         raise ValueError(f"out begins at address {out.data_ptr():#x}. Pass a tensor that begins at a multiple of 16 bytes.")
-    begin, end = _span(out)
-    for name, t in (("q", q), ("k", k), ("v", v)):
-        first, last = _span(t)
-        if begin < last and first < end and out.untyped_storage()._cdata == t.untyped_storage()._cdata:
-            raise ValueError(f"out may share memory with {name}. Pass memory of its own.")
 
 
-def _span(t: Tensor) -> tuple[int, int]:
-    """Returns the addresses at which a tensor's elements begin and end."""
-    if t.numel() == 0:
-        return 0, 0
+def check_apart(x: Operands) -> None:
+    """Raises for an out that may share memory with another tensor of its call."""
+    out, plain = x.out, (Tensor, torch.nn.Parameter)
+    if out is None or torch.compiler.is_compiling() or type(out) not in plain or out.device.type not in ("cpu", "cuda"):
+        return
+    begin, size = out.data_ptr(), extent(out)
+    for name, value in x._asdict().items():
+        for t in value if isinstance(value, (tuple, list)) else (value,):
+            if name != "out" and type(t) in plain and t.device == out.device and is_shared(begin, size, t.data_ptr(), extent(t)):
+                refuse_shared(name)
+
+
+def refuse_shared(name: str) -> NoReturn:
+    """name: of one of `Operands`' fields."""
+    name = {"bias": "bias or mask", "mod_tensors": "a tensor that a mod captures"}.get(name, name)
+    raise ValueError(f"out may share memory with {name}. Pass memory of its own.")
+
+
+def is_shared(a: int, bytes_a: int, b: int, bytes_b: int) -> bool:
+    """Returns whether two ranges of addresses, each a first one and a size, overlap."""
+    return b < a + bytes_a and a < b + bytes_b and bytes_a > 0 and bytes_b > 0
+
+
+def extent(t: Tensor | None) -> int:
+    """Returns the number of bytes from a tensor's first element to the end of its last; 0 for None."""
+    if t is None or t.numel() == 0:
+        return 0
     last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
-    return t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()
+    return (last + 1) * t.element_size()
 
 
 def check_rng_state(rng_state: Tensor | None, q: Tensor, batch: int | None = None) -> None:

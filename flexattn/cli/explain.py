@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=positive, default=8, metavar="N", help="sequences, for thd (default: %(default)s)")
     parser.add_argument("--max-seqlen", type=positive, metavar="N", help="the longest sequence, for thd (default: all tokens)")
     parser.add_argument("--mask", default="no_mask", choices=MASK_TYPES, help="attn_mask_type (default: %(default)s)")
-    parser.add_argument("--window", type=_numbers, default=(-1, -1), metavar="L,R", help="window_size (default: -1,-1)")
+    parser.add_argument("--window", type=_window, default=(-1, -1), metavar="L,R", help="window_size, or N (default: -1,-1)")
     parser.add_argument("--dtype", default="bf16", choices=DTYPES, help="dtype of q, k and v (default: %(default)s)")
     parser.add_argument("--bias", default="no_bias", choices=BIAS_TYPES, help="bias_type (default: %(default)s)")
     parser.add_argument("--bias-shape", type=_shape, metavar="B,H,SQ,SKV", help="shape of bias (default: 1,h,sq,skv)")
@@ -221,6 +221,11 @@ def _numbers(text: str) -> tuple[int, ...]:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
         raise argparse.ArgumentTypeError(f"it is {text!r}; accepted: integers with commas between them") from None
+
+
+def _window(text: str) -> int | tuple[int, ...]:
+    sides = _numbers(text)
+    return sides if len(sides) > 1 else sides[0]
 
 
 _CAPABILITY = re.compile(r"(?:sm_?)?(\d{1,2}?)(?:\.?(\d))?[af]?")

@@ -70,7 +70,7 @@ def scaled_dot_product_attention(
         arguments["attn_mask_type"] = _mask_type(attn_mask, is_causal, (q.shape[2], k.shape[2]))
     elif attn_mask is not None:
         scores = (*q.shape[1:3], k.shape[2])
-        arguments |= mask_arguments("attn_mask", attn_mask, lead, scores, mask_dtypes(query))
+        arguments |= mask_arguments("attn_mask", attn_mask, lead, scores, mask_dtypes(query), query.device)
     out: Tensor
     if 0 in (*heads, q.shape[-1], v.shape[-1]):
         out = _attend_empty(q, k, v, arguments)

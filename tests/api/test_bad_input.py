@@ -160,6 +160,13 @@ BAD = {
     "thd without lengths": Bad(thd(cu_seqlens_kv=None), ValueError, "cu_seqlens_kv", "None", "int32 tensor [batch + 1]"),
     "lengths without padding": Bad(padded(attn_mask_type="causal"), ValueError, "cu_seqlens_q", "'causal'", "with padding"),
     "cu int64": Bad(thd(cu_seqlens_q=cu(0, 3, 8, dtype=torch.int64)), TypeError, "cu_seqlens_q", "torch.int64", "torch.int32"),
+    "seqused list": Bad(
+        dense(attn_mask_type="padding", seqused_kv=[3, 4]),
+        TypeError,
+        "seqused_kv",
+        "[3, 4] (list)",
+        "torch.tensor(lengths, dtype=torch.int32, device=q.device) makes it",
+    ),
     "cu list": Bad(thd(cu_seqlens_q=[0, 3, 8]), TypeError, "cu_seqlens_q", "[0, 3, 8] (list)", "a tensor"),
     "cu too short": Bad(thd(cu_seqlens_q=cu(0, 8)), ValueError, "cu_seqlens_q", "is 1", "one batch size"),
     "cu too long for dense": Bad(padded(cu_seqlens_kv=cu(0, 3, 8, 9)), ValueError, "cu_seqlens_kv", "is 3", "one batch size"),

@@ -229,6 +229,11 @@ def test_errors_name_what_does_not_fit(device: str) -> None:
         flexattn.create_block_mask(causal(device), None, None, 64, 64, device, 24)
 
 
+def test_the_default_device_is_one_that_is_there(device: str) -> None:
+    mask = flexattn.create_block_mask(causal(device), None, None, 64, 64)
+    assert mask.kv_indices.device.type == device
+
+
 def test_kinds_of_blocks(device: str) -> None:
     mask = flexattn.create_block_mask(causal(device), None, None, 128, 96, device, 32)
     lists = block_lists(mask, 1, 1, 128, 96, mask.kv_indices.device)

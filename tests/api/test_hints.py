@@ -87,10 +87,16 @@ def test_all_foreign_names_of_a_call_are_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("softmaxscale", "Did you mean softmax_scale"), ("zzz", r"help\(flexattn.attention\) lists its arguments")]
+    ("name", "said"),
+    [
+        ("softmaxscale", "Did you mean softmax_scale"),
+        ("zzz", r"help\(flexattn.attention\) lists its arguments"),
+        ("attention_mask", "the name in transformers and TransformerEngine. Use mask, a bool tensor whose True is a key"),
+        ("lengths", r"the name in other code. Use \*\*flexattn.packed\(lengths\)"),
+    ],
 )
 def test_unknown_name_says_what_is_there(name: str, said: str) -> None:
-    with pytest.raises(TypeError, match=f"no argument {name!r}. {said}"):
+    with pytest.raises(TypeError, match=f"no argument {name!r}[.,] {said}"):
         flexattn.attention(Q, Q, Q, **{name: 1})  # type: ignore[call-overload]
 
 
@@ -112,6 +118,7 @@ BY_POSITION: dict[str, tuple[tuple[Any, ...], list[str]]] = {
     "flex_attention": ((lambda s, b, h, i, j: s,), ["FlexAttention's order these are score_mod="]),
     "too many": (tuple(range(20)), ["0 (int), 1 (int), 2 (int), .... Pass all others by name"]),
     "None": ((None,), ["Pass all others by name"]),
+    "packed": ((flexattn.packed([5, 5]),), ["(dict). Pass its items by name: attention(q, k, v, **arguments)"]),
     "a format": (("bhsd",), ["'bhsd' (str). Pass all others by name"]),
 }
 

@@ -104,6 +104,62 @@ def test_a_view_of_a_larger_buffer_is_memory_too() -> None:
     assert buffer[4:].isnan().all()
 
 
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+def test_memory_of_an_input_is_refused_by_each_call(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A warm call is found by a key that says nothing of memory that tensors share."""
+    if backend == "triton":
+        pytest.importorskip("triton", reason="triton is not installed")
+        replay_on_cpus(monkeypatch)
+    call_cache.clear_cache()
+    call = base(v=tokens(2, 17, 4, 16), backend=backend)
+    memory = torch.zeros(5, 17, 4, 16)
+    with torch.no_grad():
+        for _ in range(3):
+            attention(**call, out=torch.empty(2, 17, 4, 16))
+            for name in ("q", "k", "v"):
+                part = memory[:2].copy_(call[name])
+                with pytest.raises(ValueError, match=f"out may share memory with {name}"):
+                    attention(**call | {name: part}, out=memory[1:3])
+                assert torch.equal(part, call[name])
+                attention(**call | {name: part}, out=memory[2:4])
+
+
+def test_memory_of_another_input_is_refused() -> None:
+    memory = torch.zeros(2, 17, 4, 8)
+    table, out = memory.view(-1)[-4:], torch.empty(2, 17, 4, 8)
+    packed = {name: t.flatten(0, 1) for name, t in base().items()} | flexattn.packed([17, 17])
+    lengths = memory.view(torch.int32).view(-1)[:3].copy_(packed["cu_seqlens_q"])
+    others = {
+        "softmax_offset": base(softmax_offset=table),
+        "bias or mask": base(mask=memory.view(-1)[:17]),
+        "a tensor that a mod captures": base(score_mod=lambda score, b, h, i, j: score + table[h]),
+        "cu_seqlens_q": packed | {"cu_seqlens_q": lengths},
+    }
+    with torch.no_grad():
+        for name, call in others.items():
+            call_cache.clear_cache()
+            for _ in range(3):
+                attention(**call, out=out.view(call["q"].shape[:-1] + (8,)))
+                with pytest.raises(ValueError, match=f"out may share memory with {name}"):
+                    attention(**call, out=memory.view(call["q"].shape[:-1] + (8,)))
+
+
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+def test_autograd_knows_of_the_write(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that an operator saved for its backward makes that backward raise."""
+    if backend == "triton":
+        pytest.importorskip("triton", reason="triton is not installed")
+        replay_on_cpus(monkeypatch)
+    call_cache.clear_cache()
+    weight = torch.ones(2, 17, 4, 8, requires_grad=True)
+    for _ in range(3):
+        out = torch.zeros(2, 17, 4, 8)
+        product = weight * out
+        attention(**base(backend=backend), out=out)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.sum().backward()
+
+
 def test_a_compiled_call_writes_there() -> None:
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 from collections.abc import Callable
 from typing import Any, get_args
 
@@ -198,6 +199,30 @@ def test_a_short_form_compiles_to_one_graph(name: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
+@pytest.mark.parametrize(
+    "short",
+    [
+        lambda n: {"causal": True},
+        lambda n: {"causal": True, "window_size": 3},
+        lambda n: {"mask": torch.ones(n, n, dtype=torch.bool).tril()},
+        lambda n: {"mask": tokens(2, 1, 1, n)},
+        lambda n: {"mask": tokens(2, 1, n, n) > 0, "causal": True},
+        lambda n: {"causal": True, **flexattn.packed([n - 3, 3])},
+    ],
+    ids=["causal", "window", "bool mask", "float mask", "causal and a mask", "packed"],
+)
+def test_a_new_length_compiles_no_more_than_once(short: Callable[[int], dict[str, Any]]) -> None:
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounter()
+    compiled = torch.compile(attention, fullgraph=True, backend=counter)
+    for n in (16, 21, 18, 33, 40):
+        given = short(n)
+        lead = () if "qkv_format" in given else (2,)
+        q, k, v = (tokens(*lead, n, heads, 8, seed=heads) for heads in (4, 2, 2))
+        assert torch.equal(compiled(q, k, v, **given), attention(q, k, v, **given))
+    assert counter.frame_count == 2
+
+
 def test_a_float_mask_gets_its_gradient() -> None:
     q, k, v = leaves(DENSE, DENSE)
     mask = tokens(4, 1, 16).requires_grad_()
@@ -224,6 +249,12 @@ def test_a_mask_under_autocast_may_be_of_16_bits() -> None:
         ),
         ({"mask": SEEN, "mask_mod": mods.causal}, "mask_mod is mods.causal itself"),
         ({"mask": SEEN, "mask_mod": mods.document(torch.zeros(2, 5).int())}, "document_ids has shape (2, 5)"),
+        ({"mask": lambda b, h, i, j: i >= j}, "Pass a function as mask_mod=."),
+        ({"mask": SEEN.tolist()}, "(list); accepted: a tensor of bool, torch.float32, with dims that broadcast to [2, 4, 16, 16]"),
+        ({"mask": SEEN.double()}, "Convert it with mask.to(torch.float32)."),
+        ({"mask": SEEN.expand(2, 16, 16)}, "Pass mask[:, None] if it is [batch, queries, keys]."),
+        ({"mask": SEEN.to_sparse()}, "mask has layout torch.sparse_coo"),
+        ({"mask": SEEN.to("meta")}, "mask is on meta and q is on cpu"),
         ({"cu_seqlens": CU, "cu_seqlens_kv": CU}, "cu_seqlens and cu_seqlens_kv are given"),
     ],
 )
@@ -280,6 +311,7 @@ def test_packed_makes_the_arguments_of_a_packed_call() -> None:
     assert all(torch.equal(made[n], by_hand[n]) if isinstance(by_hand[n], Tensor) else made[n] == by_hand[n] for n in made)  # type: ignore[literal-required]
     assert made["cu_seqlens_q"] is made["cu_seqlens_kv"]
     assert flexattn.packed(torch.tensor(LENGTHS))["max_seqlen_q"] == 10
+    assert flexattn.packed(array.array("i", LENGTHS))["max_seqlen_q"] == 10
     two = flexattn.packed([1, 2], [4, 3], device="meta")
     assert (two["max_seqlen_q"], two["max_seqlen_kv"], two["cu_seqlens_kv"].device.type) == (2, 4, "meta")
 
@@ -295,6 +327,7 @@ def test_packed_makes_the_arguments_of_a_packed_call() -> None:
         (lambda: flexattn.packed([2**31]), ValueError, "fewer than 2**31 tokens"),
         (lambda: flexattn.packed([1], [1, 2]), ValueError, "lengths has 1 sequences and lengths_kv has 2"),
         (lambda: flexattn.packed(torch.ones(2, device="meta")), TypeError, "reading a tensor waits"),
+        (lambda: flexattn.packed([1], device="gpu"), ValueError, "device is 'gpu'; accepted: a torch.device"),
     ],
 )
 def test_packed_names_wrong_lengths(make: Callable[[], Any], error: type[Exception], said: str) -> None:

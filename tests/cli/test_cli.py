@@ -60,6 +60,7 @@ def test_explain_describes_the_call_that_was_asked_about(capsys):
         ("--mask padding", "padding"),
         ("--mask padding_causal", "padding_causal"),
         ("--mask causal_bottom_right --window 9,-1", "causal_bottom_right, window (9, 0)"),
+        ("--mask causal --window 4", "causal, window (3, 0)"),
         ("--window 3,4", "no_mask, window (3, 4)"),
         ("--window -1,4", "no_mask, window (-1, 4)"),
         ("--mask padding --window 3,4", "padding, window (3, 4)"),
@@ -166,7 +167,7 @@ def test_a_capability_is_the_same_in_every_spelling(text, capability):
         ("--q 2,64,8,64 --capability Hopper", "--capability: it is 'Hopper'; accepted: a compute capability, as 9.0"),
         ("--q 2,64,8,64 --capability sm_9.0.1", "--capability"),
         ("--q 2,64,8,64 --capability -90", "--capability"),
-        ("--q 2,64,8,64 --window 3", "window_size is (3,)"),
+        ("--q 2,64,8,64 --window 3", "window_size is 3 without a causal mask"),
         ("--q 2,64,8", "q"),
     ],
 )
