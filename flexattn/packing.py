@@ -31,7 +31,8 @@ def packed(
     Make them once for a batch and pass them to every layer: the lengths are copied to the device here.
 
     Args:
-        lengths (sequence of int, or a 1-d integer array or tensor on a CPU): tokens of each sequence, in the order in which they are packed.
+        lengths (sequence of int, or a 1-d integer tensor or numpy array on a CPU): tokens of each sequence, in the order in which
+            they are packed.
         lengths_kv (the same, optional): tokens of each sequence in k and v. Default: `lengths`. If they differ, a causal call names
             its diagonal: attn_mask_type "causal" or "causal_bottom_right".
         device (torch.device or str, optional): q's device. Default: torch's default device.

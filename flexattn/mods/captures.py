@@ -98,7 +98,7 @@ class _Walk:
         self.cyclic: set[int] = set()  # addresses that are met again before they are done
         self.alive: list[Any] = []  # so that no address is taken anew
         self.num_replaced, self.has_special = 0, False
-        self.code: Any = None  # of the first function
+        self.code: Any = None  # code of the first function
         self.copies: list[tuple[Any, _Read]] = []  # contents of copies, and the code or class that has no key if a mod changes them
         self.reports: list[type] = []  # classes whose special methods are called on copies
         # Places that were read, for a memo:
@@ -227,7 +227,7 @@ class _Walk:
         self.refuse_attributes(name, vars(value))
         self.functions.append(value)
         parts = (value.func, *value.args, *[self.entry(value.keywords, key) for key in value.keywords])
-        names = (name, *[f"{name}_{i}" for i in range(len(value.args))], *[f"{name}_{key}" for key in value.keywords])
+        names = (name, *[f"{name}_{i}" for i in range(len(value.args))], *value.keywords)
         end = 1 + len(value.args)
 
         def remake(news: list[Any]) -> Any:

@@ -398,7 +398,12 @@ def _checked(semantic: object, lhs: object, rhs: object, options: dict[str, bool
         results = semantic.binary_op_type_checking_impl(lhs, rhs, **options)
     except Exception as error:
         return type(error), str(error)
-    return [(x.type, x.dtype, x.handle.dtype, [s.value for s in x.shape], *_bytes(x.handle.data)) for x in results]
+    return [(x.type, x.dtype, [s.value for s in x.shape], *_content(x)) for x in results]
+
+
+def _content(x: tl.tensor) -> tuple[object, ...]:
+    """The handle's dtype and bytes. In Triton the handle of a comparison has the dtype of its operands: here only its truth counts."""
+    return _bytes(x.handle.data.astype(bool)) if x.dtype == tl.int1 else (x.handle.dtype, *_bytes(x.handle.data))
 
 
 def _bytes(data: np.ndarray) -> tuple[object, ...]:

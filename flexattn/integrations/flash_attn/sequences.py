@@ -65,13 +65,14 @@ def diagonals(q: Lengths, k: Lengths) -> int | Tensor:
     return k.cumulative().diff() - q.cumulative().diff()
 
 
-class SequenceInfo(NamedTuple):
-    """A sequence's offsets and lengths, under the names that FlashAttention 4's mods read."""
+class SequenceInfo:
+    """A sequence's offsets and lengths, under the names that FlashAttention 4's mods read.
 
-    offset_q: Any
-    offset_k: Any
-    seqlen_q: Any
-    seqlen_k: Any
+    A plain class, because a mod that makes a named tuple is traced in each call.
+    """
+
+    def __init__(self, offset_q: Any, offset_k: Any, seqlen_q: Any, seqlen_k: Any) -> None:
+        self.offset_q, self.offset_k, self.seqlen_q, self.seqlen_k = offset_q, offset_k, seqlen_q, seqlen_k
 
 
 def select_sequence(values: int | Tensor, b: Tensor) -> int | Tensor:
