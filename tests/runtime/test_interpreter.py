@@ -402,7 +402,7 @@ def _checked(semantic: object, lhs: object, rhs: object, options: dict[str, bool
 
 
 def _content(x: tl.tensor) -> tuple[object, ...]:
-    """The handle's dtype and bytes. In Triton the handle of a comparison has the dtype of its operands: here only its truth counts."""
+    """The handle's dtype and bytes; of a comparison only its truth, because Triton gives it the dtype of its operands."""
     return _bytes(x.handle.data.astype(bool)) if x.dtype == tl.int1 else (x.handle.dtype, *_bytes(x.handle.data))
 
 
