@@ -391,7 +391,7 @@ def page() -> str:
     for title, group in GROUPS.items():
         lines += ["", f"## {title}"]
         for name, (wrong, right, _) in group.items():
-            text = textwrap.wrap(text_of(wrong), 110, break_long_words=False, break_on_hyphens=False)
+            text = textwrap.wrap(text_of(wrong), 84, break_long_words=False, break_on_hyphens=False)
             calls = [f"{wrong}  # wrong".replace("'", '"'), f"{right}  # right".replace("'", '"')]
             lines += ["", f"### {name}", "", "```py", *calls, "```", "", "```text", *text, "```"]
     return "\n".join(lines) + "\n"
