@@ -117,11 +117,8 @@ class _Recording:
     def append(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
         written = tuple(self.written(x) for x in args)
         self.nodes.append((function, written, tuple((name, self.written(x)) for name, x in kwargs.items())))
-        # On meta tensors, so that a mod which branches on the result's dtype or shape takes the branch that it takes eagerly.
-        if function is Tensor.__getitem__:
-            tensor, index = args
-            args = (tensor, _first(index) if not isinstance(index, tuple) else tuple(_first(part) for part in index))
-        self.values.append(function(*_on_meta(args), **{name: _on_meta(x) for name, x in kwargs.items()}))
+        # Its dtype is not known here; this one cannot occur in a mod.
+        self.values.append(torch.zeros((), dtype=torch.complex64, device="meta"))
         return self.values[-1]
 
     def written(self, x: Any) -> tuple[Any, ...]:
@@ -164,21 +161,6 @@ class _Recording:
             if isinstance(x, slice) and self.is_on((x.start, x.stop, x.step)):
                 return True
         return False
-
-
-def _first(index: Any) -> Any:
-    """Returns 0 in the place of a tensor, whose value is not known and does not change the result's dtype or shape."""
-    return 0 if isinstance(index, Tensor) else index
-
-
-def _on_meta(x: Any) -> Any:
-    if isinstance(x, Tensor):
-        return x.detach().to("meta")
-    if isinstance(x, (tuple, list)):
-        return type(x)([_on_meta(item) for item in x])
-    if isinstance(x, slice):
-        return slice(_on_meta(x.start), _on_meta(x.stop), _on_meta(x.step))
-    return x
 
 
 def _position(tensors: Sequence[Tensor], x: Tensor) -> int:

@@ -309,7 +309,7 @@ def refused() -> None:
         ("cp_group is a list of 2 with cp_comm_type 'p2p'", {"cp_group": [dist.group.WORLD] * 2}, {}),
         ("cp_group has 1 process group", {"cp_group": [dist.group.WORLD], "cp_comm_type": "a2a+p2p"}, {}),
         ("cp_global_ranks is None with cp_group", {"cp_group": [dist.group.WORLD] * 2, "cp_comm_type": "a2a+p2p"}, {}),
-        ("cp_group is or has a str", {"cp_group": "world"}, {}),
+        ("cp_group is or contains a str", {"cp_group": "world"}, {}),
     ]
     for text, of_module, of_call in cases:
         with pytest.raises((NotImplementedError, TypeError, ValueError), match=text):
