@@ -38,7 +38,7 @@ def test_small_blocks_are_refused(block_size: tuple[int, int], enough: tuple[int
 
 @pytest.mark.slow
 def test_a_call_with_small_blocks_has_another_backend() -> None:
-    with pytest.raises(BackendError, match="multiples of 32"):
+    with pytest.raises(BackendError, match="must be a multiple of 32"):
         attend((16, 16), "triton")
     assert attend((16, 16), None).isfinite().all()
 
