@@ -145,10 +145,10 @@ def masked(
         seen_by_both,
     )
 
-    of_mask = mask_arguments("mask", mask, sizes[:1], sizes[1:], mask_dtypes(q), q.device)
+    mask_options = mask_arguments("mask", mask, sizes[:1], sizes[1:], mask_dtypes(q), q.device)
     bias_type, bias, slopes = added
     mask_mod, block_mask = mods
-    if "bias" in of_mask:
+    if "bias" in mask_options:
         if bias is not None:
             raise ValueError("bias and a float mask are given, and both are added to scores. Pass their sum as bias.")
         if slopes is not None or bias_type not in (None, "post_scale_bias"):
@@ -156,9 +156,9 @@ def masked(
             raise ValueError(
                 f"{came} given beside a float mask, which is a bias of type 'post_scale_bias'. Pass a bool mask, or leave one out."
             )
-        return of_mask["bias_type"], of_mask["bias"], mask_mod
+        return mask_options["bias_type"], mask_options["bias"], mask_mod
     if block_mask is not None:
         raise ValueError("mask is given with a block_mask, which has a mask_mod of its own. Put the mask into that mask_mod.")
     if mask_mod is None:
-        return bias_type, bias, of_mask["mask_mod"]
-    return bias_type, bias, seen_by_both(mask_mod, of_mask["mask_mod"])
+        return bias_type, bias, mask_options["mask_mod"]
+    return bias_type, bias, seen_by_both(mask_mod, mask_options["mask_mod"])

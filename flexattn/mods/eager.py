@@ -10,7 +10,7 @@ import torch
 def runs_as_it_is(function: Any) -> None:
     """Keeps torch.compile away from a function and all that it calls, behind a graph break, at no cost.
 
-    What torch.compiler.disable does takes a microsecond in each call.
+    torch.compiler.disable would cost a microsecond in each call.
     """
     dynamo = torch._C._dynamo.eval_frame
     skip = dynamo._FrameExecStrategy(dynamo._FrameAction.SKIP, dynamo._FrameAction.SKIP)

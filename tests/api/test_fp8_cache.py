@@ -47,7 +47,7 @@ SCALES = {
 
 
 def wide(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """What data in FP8 stands for."""
+    """Returns the values that data in FP8 stands for."""
     if scale is None:
         return x.to(dtype)
     sizes = (1,) * (2 - scale.dim()) + tuple(scale.shape)

@@ -67,7 +67,7 @@ def with_bias(graph: Any, score: Any, tensors: Any) -> Any:
 
 
 def test_arrays_get_gradients_beside_masks_and_a_bias() -> None:
-    """What TransformerEngine does not combine: the callback's scores, then the bias, then segments and a window."""
+    """A combination that TransformerEngine lacks: the callback's scores, then the bias, then segments and a window."""
     b, s, h, d = 2, 12, 4, 16
     inputs = [normal(i, b, s, n, d) for i, n in enumerate((h, 2, 2))]
     bias, tensor, factor = normal(3, 1, h, s, s), normal(4, h, 1, s), normal(5, b, h, s, s)

@@ -885,7 +885,7 @@ def test_ordinary_mods_are_traced_once_and_others_in_each_call(kind: str) -> Non
 
 
 def test_a_subclass_of_a_class_of_the_library_is_followed() -> None:
-    """What a call of the class itself reads is known without a walk."""
+    """The captures of the class's own call are known without a walk."""
 
     class Scaled(TEScoreMod):
         factor = 1

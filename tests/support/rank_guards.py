@@ -58,7 +58,7 @@ def batched_gradients() -> None:
 
 
 def negated() -> None:
-    """What is stored negated is sent as it is read: operands, tensors that all ranks have, and both gradients that come in."""
+    """Tensors that are stored negated are sent as they are read: operands, tensors that all ranks have, and both gradients that come in."""
     plan = distributed.plan(dist.group.WORLD, length=LENGTH)
     q, k, v = (t.detach() for t in _leaves(plan))
     bias = torch.linspace(-1, 1, LENGTH * LENGTH, dtype=torch.float64, device=calls.DEVICE).view(1, 1, LENGTH, LENGTH)
