@@ -98,7 +98,7 @@ def test_case(name: str, emulated: cudnn_emulator.EmulatedPlans) -> None:
             for what, got, ref, eager in zip(("dq", "dk", "dv"), grads, exact[:3], budget.gradients, strict=True):
                 check_close(what, got, ref, eager, factor=GRADIENT_FACTOR)
     else:
-        with pytest.raises(PlanNotSupported, match="backward (supports|does not support)"):
+        with pytest.raises(PlanNotSupported, match=r"backward (supports|does not support)"):
             backward(case, out8, told8.descale, lse, torch.float32)
     assert all(sdpa.strides_out[2] % 16 == 0 for sdpa in emulated.asked)
 

@@ -58,7 +58,7 @@ def batched_gradients() -> None:
 
 
 def negated() -> None:
-    """Tensors that are stored negated are sent as they are read: operands, tensors that all ranks have, and both gradients that come in."""
+    """Negated tensors are sent as they are read: operands, tensors that all ranks have, and both incoming gradients."""
     plan = distributed.plan(dist.group.WORLD, length=LENGTH)
     q, k, v = (t.detach() for t in _leaves(plan))
     bias = torch.linspace(-1, 1, LENGTH * LENGTH, dtype=torch.float64, device=calls.DEVICE).view(1, 1, LENGTH, LENGTH)
