@@ -83,7 +83,7 @@ def test_every_outcome_is_counted(tmp_path: Path, forked_python: FreshPython) ->
     assert found["do not apply"] == {"calls FlashAttention's C++ operator": 1}
     assert [*found["failures"]] == ["test_flash_attn.py::test_fails"]
     assert set(found["reasons"]) == {
-        "return_attn_probs is True and dropout_p is 0.5",
+        "return_attn_probs is True and dropout_p is 0.5, but the matrix with dropout is never computed",
         "passes `gone`, which FlashAttention's function does not take any more",
         "uses `_inner`, which is private to FlashAttention",
         "skips itself, without a reason",
