@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.blackwell import fence_async_shar
 
 from flexattn.kernels_triton.blackwell.backward_pipeline import CONSUMERS, Buffers
 from flexattn.kernels_triton.blackwell.tensor_memory import LANES, fence_after_sync, fence_before_sync, row_layout, weights_over
-from flexattn.kernels_triton.common.primitives import logits, through_mods
+from flexattn.kernels_triton.common.scores import logits, through_mods
 from flexattn.kernels_triton.hopper.backward_blocks import (
     Block,
     ScorePlace,

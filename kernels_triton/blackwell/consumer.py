@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.blackwell import fence_async_shar
 from flexattn.kernels_triton.blackwell.dropout import kept
 from flexattn.kernels_triton.blackwell.pipeline import Buffers
 from flexattn.kernels_triton.blackwell.tensor_memory import LANES, fence_after_sync, fence_before_sync, forward_weights, row_layout
-from flexattn.kernels_triton.common.primitives import head_of
+from flexattn.kernels_triton.common.heads import head_of
 from flexattn.kernels_triton.hopper.block_ranges import blocks_of_consumer, key_block
 from flexattn.kernels_triton.hopper.descriptors import store_rows
 from flexattn.kernels_triton.hopper.dropout import dropout_state, scaled

@@ -1,4 +1,4 @@
-"""Dropout in the forward for sm_100: the weights that `primitives.dropout_keep` keeps, if one thread has a row of weights.
+"""Dropout in the forward for sm_100: the weights that `dropout.dropout_keep` keeps, if one thread has a row of weights.
 
 A thread makes all Philox calls of its row, one for each eight neighbouring keys, and also holds all weights that they decide about.
 """

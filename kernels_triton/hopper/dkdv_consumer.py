@@ -12,7 +12,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from flexattn.kernels_triton.common.primitives import is_any_large, relative_to_lse, through_mods
+from flexattn.kernels_triton.common.lse_rows import is_any_large, relative_to_lse
+from flexattn.kernels_triton.common.scores import through_mods
 from flexattn.kernels_triton.hopper.backward_blocks import (
     Block,
     first_query_head,

@@ -9,7 +9,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from flexattn.kernels_triton.common.arguments import Head
-from flexattn.kernels_triton.common.primitives import is_any_large, relative_to_lse, through_mods
+from flexattn.kernels_triton.common.lse_rows import is_any_large, relative_to_lse
+from flexattn.kernels_triton.common.scores import through_mods
 from flexattn.kernels_triton.hopper.backward_blocks import (
     Block,
     hides_some_key,

@@ -11,10 +11,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 
+from flexattn.kernels_triton.common.addressing import row_pointer, row_steps
 from flexattn.kernels_triton.common.arguments import Lengths, Rows
+from flexattn.kernels_triton.common.copies import packed_start
 from flexattn.kernels_triton.common.preprocess import place_of_program, statistics_tile
-from flexattn.kernels_triton.common.primitives import load_sequence, load_tile, packed_start, row_pointer, row_steps, store_tile
 from flexattn.kernels_triton.common.problem import Problem, rows
+from flexattn.kernels_triton.common.sequences import load_sequence
+from flexattn.kernels_triton.common.tile_memory import load_tile, store_tile
 from flexattn.kernels_triton.hopper.backward_blocks import Block, key_block
 from flexattn.kernels_triton.hopper.block_ranges import query_block
 from flexattn.kernels_triton.hopper.dq_parts import count_block, place_in_sums

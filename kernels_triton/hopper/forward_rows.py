@@ -7,17 +7,11 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from flexattn.kernels_triton.common.addressing import row_pointer
 from flexattn.kernels_triton.common.arguments import Head
-from flexattn.kernels_triton.common.primitives import (
-    LN2,
-    LOG2E,
-    exponent_factor,
-    log_of_sum,
-    logits,
-    row_pointer,
-    scaled_row_max,
-    shows_block,
-)
+from flexattn.kernels_triton.common.exponents import LN2, LOG2E, exponent_factor, log_of_sum, scaled_row_max
+from flexattn.kernels_triton.common.heads import shows_block
+from flexattn.kernels_triton.common.scores import logits
 from flexattn.kernels_triton.common.split_kv import part_row
 from flexattn.kernels_triton.common.split_plan import (
     first_row_of_part,

@@ -18,8 +18,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flexattn.kernels_triton.common.arguments import Head
-from flexattn.kernels_triton.common.primitives import logits
 from flexattn.kernels_triton.common.problem import Problem
+from flexattn.kernels_triton.common.scores import logits
 from flexattn.kernels_triton.hopper.descriptors import FP8_DTYPES
 
 BLOCK = gl.constexpr(128)

@@ -15,7 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from flexattn.kernels_triton.common.primitives import LOG2E
+from flexattn.kernels_triton.common.exponents import LOG2E
 from flexattn.kernels_triton.common.problem import Backward, Problem
 from flexattn.kernels_triton.common.tiles import NEVER
 from flexattn.kernels_triton.hopper.backward_blocks import Block, find_key_block, key_block, key_block_of_program

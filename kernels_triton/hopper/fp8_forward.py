@@ -15,19 +15,19 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from flexattn.kernels_triton.common.arguments import Band, BlockMaskLists, Head, Lengths, Scores
-from flexattn.kernels_triton.common.primitives import (
+from flexattn.kernels_triton.common.copies import packed_start
+from flexattn.kernels_triton.common.exponents import (
     LN2,
     LOG2E,
     LOWEST,
     exponent_factor,
-    head_of,
     log_of_sum,
-    logits,
-    packed_start,
     positive_factor,
     scaled_row_max,
 )
+from flexattn.kernels_triton.common.heads import head_of
 from flexattn.kernels_triton.common.problem import Problem, with_features
+from flexattn.kernels_triton.common.scores import logits
 from flexattn.kernels_triton.common.tile_schedule import zero_padding
 from flexattn.kernels_triton.common.tiles import HOPPER_FLOPS, split_head_dim
 from flexattn.kernels_triton.hopper.block_ranges import blocks_of_consumer, blocks_of_keys, key_block

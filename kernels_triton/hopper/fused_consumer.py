@@ -9,8 +9,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from flexattn.kernels_triton.common.arguments import Band, BlockMaskLists, Dropout, Lengths, Scores
-from flexattn.kernels_triton.common.primitives import through_mods
 from flexattn.kernels_triton.common.problem import with_features
+from flexattn.kernels_triton.common.scores import through_mods
 from flexattn.kernels_triton.hopper.backward_blocks import (
     Block,
     LargeLse,

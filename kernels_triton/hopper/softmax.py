@@ -5,7 +5,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flexattn.kernels_triton.common.primitives import LN2, exponent_factor, scaled_row_max
+from flexattn.kernels_triton.common.exponents import LN2, exponent_factor, scaled_row_max
 from flexattn.kernels_triton.hopper.dropout import kept
 from flexattn.kernels_triton.hopper.operands import pack_pairs
 
