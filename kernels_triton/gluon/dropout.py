@@ -1,4 +1,4 @@
-"""Dropout in the Gluon kernels for sm_90: the weights that `dropout.dropout_keep` keeps, in the layout of a product's scores.
+"""Dropout in Gluon: the weights that `common.dropout.dropout_keep` keeps, in the layout of a product's scores.
 
 One Philox call decides about eight neighbouring keys. They belong to four threads if keys are the product's columns, and to eight
 if keys are its rows. So each thread makes a share of the calls, and shuffles distribute the bits: no call is made twice.

@@ -14,7 +14,7 @@ from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.common.sequences import load_sequence
 from flexattn.kernels_triton.common.tile_schedule import tile_schedule
 from flexattn.kernels_triton.common.tiles import cdiv
-from flexattn.kernels_triton.hopper.query_walk import Walk
+from flexattn.kernels_triton.gluon.query_walk import Walk
 from flexattn.kernels_triton.runtime.launch import has_large_l2
 
 _MIB = 2**20

@@ -1,4 +1,4 @@
-"""Rows of a consumer of the forward for sm_90: visible scores, initial values of sums, and the storing of results."""
+"""Rows of a consumer of the forward: visible scores, initial values of sums, and the storing of results."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from flexattn.kernels_triton.common.split_kv import part_row
 from flexattn.kernels_triton.common.split_plan import (
     first_row_of_part,
 )
-from flexattn.kernels_triton.hopper.dropout import DropoutState
-from flexattn.kernels_triton.hopper.forward_arguments import Arguments
-from flexattn.kernels_triton.hopper.forward_work import ReceivedTile, WorkTile
-from flexattn.kernels_triton.hopper.masking import SequenceBand, apply_mask_mod, mask_keys
-from flexattn.kernels_triton.hopper.softmax import for_threads
+from flexattn.kernels_triton.gluon.dropout import DropoutState
+from flexattn.kernels_triton.gluon.forward_arguments import Arguments
+from flexattn.kernels_triton.gluon.forward_work import ReceivedTile, WorkTile
+from flexattn.kernels_triton.gluon.masking import SequenceBand, apply_mask_mod, mask_keys
+from flexattn.kernels_triton.gluon.softmax import for_threads
 
 
 class Invariants(NamedTuple):
