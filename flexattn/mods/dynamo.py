@@ -184,7 +184,7 @@ def _on_meta(x: Any) -> Any:
 
 
 def _is_read(function: Any) -> bool:
-    return getattr(function, "__name__", "") == "__getitem__"
+    return getattr(function, "__name__", "") in ("__getitem__", "getitem")
 
 
 def _position(tensors: Sequence[Tensor], x: Tensor) -> int:
