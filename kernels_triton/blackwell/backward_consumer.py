@@ -12,6 +12,7 @@ from triton.experimental.gluon.language.nvidia.blackwell import fence_async_shar
 from flexattn.kernels_triton.blackwell.backward_pipeline import CONSUMERS, Buffers
 from flexattn.kernels_triton.blackwell.tensor_memory import LANES, fence_after_sync, fence_before_sync, row_layout, weights_over
 from flexattn.kernels_triton.common.scores import logits, through_mods
+from flexattn.kernels_triton.gluon import pipeline
 from flexattn.kernels_triton.gluon.backward_blocks import (
     Block,
     ScorePlace,
@@ -23,7 +24,7 @@ from flexattn.kernels_triton.gluon.backward_blocks import (
 from flexattn.kernels_triton.gluon.block_ranges import query_block
 from flexattn.kernels_triton.gluon.fused_arguments import FusedArguments
 from flexattn.kernels_triton.gluon.masking import cuts_block, first_uncut_query
-from flexattn.kernels_triton.gluon.pipeline import release, wait_full
+from flexattn.kernels_triton.gluon.pipeline import Stage
 
 
 @gluon.jit
@@ -62,10 +63,11 @@ def compute_partition(
         row, is_full = query_block(position.n, block.block_range, META)
         is_cut = cuts_block(row, block.first_row, uncut_from, block.band, META)
         head = head_at(position, values, block, scores, META)
-        statistics = tiles.statistics.index(n % META.Q_STAGES)
+        q_stage = Stage(n, META.Q_STAGES)
+        statistics = tiles.statistics.index(pipeline.index(q_stage))
         # Statistics are loaded and released with q. Complete scores imply that they are loaded, and a complete dk that they have
         # been read. But PTX guarantees only for a commit that products have ended.
-        wait_full(barriers.q_full, n, META.Q_STAGES)
+        pipeline.wait_full(barriers.q_full, q_stage)
         mbarrier.wait(products.scores_full.index(0), n & 1)
         fence_after_sync()
         for part in gl.static_range(PARTS):
@@ -89,7 +91,7 @@ def compute_partition(
         fence_async_shared()
         fence_before_sync()
         mbarrier.arrive(products.ds_full.index(0), count=1)
-        release(barriers.q_empty, n, META.Q_STAGES)
+        pipeline.release(barriers.q_empty, q_stage)
         position, values = next_query_block(position, values, block, args.work, scores, MODS, META)
     has_queries = iterations > 0  # False if no query sees the keys
     mbarrier.wait(products.sums_full.index(0), 0, pred=has_queries)
@@ -98,4 +100,4 @@ def compute_partition(
         _write_gradient(sums.dv, 1.0, has_queries, tiles.v.index(0), META)
     else:
         _write_gradient(sums.dk, scores.scale, has_queries, tiles.k.index(0), META)
-    release(barriers.dkdv_full, 0, 1)
+    pipeline.release(barriers.dkdv_full, Stage(0, 1))

@@ -8,10 +8,12 @@ from triton.experimental.gluon.language.nvidia.blackwell import fence_async_shar
 
 from flexattn.kernels_triton.blackwell.backward_pipeline import DQ_COLUMNS, DQ_STAGES, Buffers
 from flexattn.kernels_triton.blackwell.tensor_memory import fence_after_sync, fence_before_sync, row_layout
+from flexattn.kernels_triton.gluon import pipeline
 from flexattn.kernels_triton.gluon.backward_blocks import Block
 from flexattn.kernels_triton.gluon.block_ranges import query_block
 from flexattn.kernels_triton.gluon.dq_sums import in_order_of_sums, place_of_sums
 from flexattn.kernels_triton.gluon.fused_arguments import FusedArguments
+from flexattn.kernels_triton.gluon.pipeline import Stage
 from flexattn.kernels_triton.gluon.query_walk import first_queries, next_queries
 from flexattn.kernels_triton.runtime.gluon_names import reduce_add
 
@@ -31,7 +33,7 @@ def add_dq(args: FusedArguments, buffers: Buffers, block: Block, META: gl.conste
         if META.BLOCK_SIZE_Q == 0 or row < block.sequence.len_q:
             for part in gl.static_range(PARTS):
                 dq = buffers.sums.dp.slice(part * DQ_COLUMNS, DQ_COLUMNS).load(LAYOUT)
-                tile = tiles.dq.index(n_tile % DQ_STAGES)
+                tile = tiles.dq.index(pipeline.index(Stage(n_tile, DQ_STAGES)))
                 tma.store_wait(DQ_STAGES - 1)  # the engine has read the tile
                 tile.store(in_order_of_sums(dq))
                 fence_async_shared()

@@ -17,17 +17,19 @@ from triton.experimental.gluon.language.nvidia.blackwell import mbarrier, tcgen0
 
 from flexattn.kernels_triton.blackwell.backward_pipeline import Buffers
 from flexattn.kernels_triton.blackwell.tensor_memory import fence_after_sync, weights_over
+from flexattn.kernels_triton.gluon import pipeline
 from flexattn.kernels_triton.gluon.backward_blocks import Block
 from flexattn.kernels_triton.gluon.fused_arguments import FusedArguments
-from flexattn.kernels_triton.gluon.pipeline import wait_empty, wait_full
+from flexattn.kernels_triton.gluon.pipeline import Stage
 
 
 @gluon.jit
 def _issue_scores(n, buffers: Buffers, META: gl.constexpr):
     tiles = buffers.tiles
-    wait_full(buffers.barriers.q_full, n, META.Q_STAGES)  # k is loaded with the first q
+    stage = Stage(n, META.Q_STAGES)
+    pipeline.wait_full(buffers.barriers.q_full, stage)  # k is loaded with the first q
     k = tiles.k.index(0).reshape([META.BLOCK_N, META.DIM])
-    q = tiles.q.index(n % META.Q_STAGES).reshape([META.BLOCK_M, META.DIM])
+    q = tiles.q.index(pipeline.index(stage)).reshape([META.BLOCK_M, META.DIM])
     tcgen05_mma(k, q.permute([1, 0]), buffers.sums.scores, use_acc=False)
     tcgen05_commit(buffers.products.scores_full.index(0))
 
@@ -40,9 +42,10 @@ def _issue_dq_and_dk(n, buffers: Buffers, META: gl.constexpr):
     k = tiles.k.index(0).reshape([META.BLOCK_N, META.DIM])
     tcgen05_mma(tiles.ds.permute([1, 0]), k, sums.dp.slice(0, META.DIM), use_acc=False)
     tcgen05_commit(barriers.dq_full.index(0))
-    q = tiles.q.index(n % META.Q_STAGES).reshape([META.BLOCK_M, META.DIM])
+    index = pipeline.index(Stage(n, META.Q_STAGES))
+    q = tiles.q.index(index).reshape([META.BLOCK_M, META.DIM])
     tcgen05_mma(tiles.ds, q, sums.dk, use_acc=n > 0)
-    tcgen05_commit(barriers.q_empty.index(n % META.Q_STAGES))
+    tcgen05_commit(barriers.q_empty.index(index))
 
 
 @gluon.jit
@@ -50,11 +53,12 @@ def _issue_dp_and_dv(n, buffers: Buffers, META: gl.constexpr):
     COLUMNS: gl.constexpr = META.COLUMNS
     PARTS: gl.constexpr = META.BLOCK_M // COLUMNS
     tiles, barriers, sums = buffers.tiles, buffers.barriers, buffers.sums
-    wait_full(barriers.dout_full, n, META.DOUT_STAGES)  # v is loaded with the first dout
-    wait_empty(barriers.dq_empty, n, 1)
+    stage = Stage(n, META.DOUT_STAGES)
+    pipeline.wait_full(barriers.dout_full, stage)  # v is loaded with the first dout
+    pipeline.wait_empty(barriers.dq_empty, Stage(n, 1))
     fence_after_sync()
     v = tiles.v.index(0).reshape([META.BLOCK_N, META.DIM])
-    dout = tiles.dout.index(n % META.DOUT_STAGES).reshape([META.BLOCK_M, META.DIM])
+    dout = tiles.dout.index(pipeline.index(stage)).reshape([META.BLOCK_M, META.DIM])
     tcgen05_mma(v, dout.permute([1, 0]), sums.dp, use_acc=False)
     tcgen05_commit(buffers.products.dp_full.index(0))
     mbarrier.wait(buffers.products.weights_full.index(0), n & 1)
@@ -62,7 +66,7 @@ def _issue_dp_and_dv(n, buffers: Buffers, META: gl.constexpr):
     for part in gl.static_range(PARTS):
         weights = weights_over(sums.scores, part * COLUMNS, COLUMNS, dout.dtype, META.BLOCK_M)
         tcgen05_mma(weights, dout.slice(part * COLUMNS, COLUMNS, 0), sums.dv, use_acc=n + part > 0)
-    tcgen05_commit(barriers.dout_empty.index(n % META.DOUT_STAGES))
+    tcgen05_commit(barriers.dout_empty.index(pipeline.index(stage)))
 
 
 @gluon.jit

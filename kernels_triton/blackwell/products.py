@@ -16,10 +16,11 @@ from triton.experimental.gluon.language.nvidia.blackwell import mbarrier, tcgen0
 
 from flexattn.kernels_triton.blackwell.pipeline import Buffers
 from flexattn.kernels_triton.blackwell.tensor_memory import fence_after_sync, forward_weights, multiply_scores
+from flexattn.kernels_triton.gluon import pipeline
 from flexattn.kernels_triton.gluon.block_ranges import blocks_of_consumer
 from flexattn.kernels_triton.gluon.forward_arguments import Arguments
 from flexattn.kernels_triton.gluon.forward_work import received_tile
-from flexattn.kernels_triton.gluon.pipeline import wait_full
+from flexattn.kernels_triton.gluon.pipeline import Stage
 from flexattn.kernels_triton.gluon.tile_scheduler import receive_tile
 
 
@@ -42,7 +43,7 @@ def _share_of(CONSUMER: gl.constexpr, before, received, META: gl.constexpr):
 @gluon.jit
 def _add_product_with_v(n, n_block, share: Share, CONSUMER: gl.constexpr, buffers: Buffers, META: gl.constexpr):
     # For the n-th block of a work tile, which is the program's n_block-th
-    v = buffers.tiles.v.index(n_block % META.STAGES).reshape([META.BLOCK_N, META.V0])
+    v = buffers.tiles.v.index(pipeline.index(Stage(n_block, META.STAGES))).reshape([META.BLOCK_N, META.V0])
     weights = forward_weights(buffers.sums, CONSUMER, v.dtype, META.BLOCK_N, META)
     mbarrier.wait(buffers.products.weights_full.index(CONSUMER), (share.before + n - share.begin) & 1)
     fence_after_sync()
@@ -54,7 +55,9 @@ def _add_product_with_v(n, n_block, share: Share, CONSUMER: gl.constexpr, buffer
 @gluon.jit
 def _issue_scores(n, n_block, share: Share, q_slot, CONSUMER: gl.constexpr, buffers: Buffers, META: gl.constexpr):
     tiles = buffers.tiles
-    multiply_scores(tiles.q, q_slot, tiles.k, n_block % META.STAGES, buffers.sums.scores.index(CONSUMER), META)
+    multiply_scores(
+        tiles.q, q_slot, tiles.k, pipeline.index(Stage(n_block, META.STAGES)), buffers.sums.scores.index(CONSUMER), META
+    )
     tcgen05_commit(buffers.products.scores_full.index(CONSUMER))
     if n == share.end - 1:
         tcgen05_commit(buffers.barriers.q_empty.index(q_slot))
@@ -73,16 +76,17 @@ def product_partition(args: Arguments, buffers: Buffers, META: gl.constexpr):
         received = received_tile(numbers, args, META)
         num_blocks = received.num_blocks
         shares = (_share_of(0, before0, received, META), _share_of(1, before1, received, META))
-        first_slot = n_tile % META.Q_STAGES * CONSUMERS
+        q_stage = Stage(n_tile, META.Q_STAGES)
+        first_slot = pipeline.index(q_stage) * CONSUMERS
         for consumer in gl.static_range(CONSUMERS):
-            mbarrier.wait(barriers.q_full.index(first_slot + consumer), (n_tile // META.Q_STAGES) & 1)
+            mbarrier.wait(barriers.q_full.index(first_slot + consumer), pipeline.phase(q_stage))
             is_idle = shares[consumer].end == shares[consumer].begin
             mbarrier.arrive(barriers.q_empty.index(first_slot + consumer), count=1, pred=is_idle)
         for n in range(num_blocks + 1):  # the scores of block n, and the previous block's product with v
             if n < num_blocks:
-                wait_full(barriers.k_full, n_block + n, STAGES)
+                pipeline.wait_full(barriers.k_full, Stage(n_block + n, STAGES))
             if n > 0:
-                wait_full(barriers.v_full, n_block + n - 1, STAGES)
+                pipeline.wait_full(barriers.v_full, Stage(n_block + n - 1, STAGES))
             for consumer in gl.static_range(CONSUMERS):
                 share = shares[consumer]
                 if (n > share.begin) & (n <= share.end):
@@ -90,13 +94,13 @@ def product_partition(args: Arguments, buffers: Buffers, META: gl.constexpr):
                 if (n >= share.begin) & (n < share.end):
                     _issue_scores(n, n_block + n, share, first_slot + consumer, consumer, buffers, META)
             if n < num_blocks:
-                tcgen05_commit(barriers.k_empty.index((n_block + n) % STAGES))
+                tcgen05_commit(barriers.k_empty.index(pipeline.index(Stage(n_block + n, STAGES))))
             if n > 0:
-                tcgen05_commit(barriers.v_empty.index((n_block + n - 1) % STAGES))
+                tcgen05_commit(barriers.v_empty.index(pipeline.index(Stage(n_block + n - 1, STAGES))))
         before0 += shares[0].end - shares[0].begin
         before1 += shares[1].end - shares[1].begin
         n_block += num_blocks
         n_tile += 1
         numbers = receive_tile(n_tile, barriers, META)
     if n_block > 0:  # the last commit must arrive before the program ends
-        mbarrier.wait(barriers.v_empty.index((n_block - 1) % STAGES), ((n_block - 1) // STAGES) & 1)
+        pipeline.wait_full(barriers.v_empty, Stage(n_block - 1, STAGES))

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from flexattn.kernels_triton.common.addressing import row_pointer, row_steps
 from flexattn.kernels_triton.common.arguments import Lengths, Rows
@@ -18,11 +18,12 @@ from flexattn.kernels_triton.common.preprocess import place_of_program, statisti
 from flexattn.kernels_triton.common.problem import Problem, rows
 from flexattn.kernels_triton.common.sequences import load_sequence
 from flexattn.kernels_triton.common.tile_memory import load_tile, store_tile
+from flexattn.kernels_triton.gluon import pipeline
 from flexattn.kernels_triton.gluon.backward_blocks import Block, key_block
 from flexattn.kernels_triton.gluon.block_ranges import query_block
 from flexattn.kernels_triton.gluon.dq_parts import count_block, place_in_sums
 from flexattn.kernels_triton.gluon.operands import ROWS
-from flexattn.kernels_triton.gluon.pipeline import release, wait_empty, wait_full
+from flexattn.kernels_triton.gluon.pipeline import Stage
 from flexattn.kernels_triton.gluon.query_walk import first_queries, next_queries
 from flexattn.kernels_triton.gluon.tile_scheduler import receive_tile
 from flexattn.kernels_triton.runtime.entry import WidePointer
@@ -52,14 +53,15 @@ def in_order_of_sums(dq):
 @gluon.jit
 def write_dq(dq, ring: DqRing, n, CONSUMER: gl.constexpr, META: gl.constexpr):
     # n: the iteration of this dq
-    wait_empty(ring.empty, n, META.DQ_STAGES)
-    ring.tiles.index(2 * (n % META.DQ_STAGES) + CONSUMER).store(in_order_of_sums(dq))
+    stage = Stage(n, META.DQ_STAGES)
+    pipeline.wait_empty(ring.empty, stage)
+    ring.tiles.index(2 * pipeline.index(stage) + CONSUMER).store(in_order_of_sums(dq))
 
 
 @gluon.jit
 def hand_over_dq(ring: DqRing, n, META: gl.constexpr):
     fence_async_shared()
-    mbarrier.arrive(ring.full.index(n % META.DQ_STAGES), count=1)
+    pipeline.release(ring.full, Stage(n, META.DQ_STAGES))
 
 
 @gluon.jit
@@ -75,19 +77,20 @@ def _add_block(args, ring: DqRing, block: Block, before, META: gl.constexpr):
     iterations = block.num_blocks * args.work.group_size
     position = first_queries(block, args.work)
     for iteration in range(before, before + iterations):
-        stage = iteration % META.DQ_STAGES
+        stage = Stage(iteration, META.DQ_STAGES)
+        index = pipeline.index(stage)
         row = query_block(position.n, block.block_range, META)[0]
         sums_row = place_of_sums(row, position.head, args, block, META)
-        wait_full(ring.full, iteration, META.DQ_STAGES)
+        pipeline.wait_full(ring.full, stage)
         # A listed block may be past the end, with no row of this head. (The engine cannot add to rows outside of a tensor.)
         if META.BLOCK_SIZE_Q == 0 or row < block.sequence.len_q:
             for part in gl.static_range(2):
                 if META.BLOCK_M == ROWS:
-                    reduce_add(descriptor, [sums_row, part * (META.DIM // 2)], ring.tiles.index(2 * stage + part))
+                    reduce_add(descriptor, [sums_row, part * (META.DIM // 2)], ring.tiles.index(2 * index + part))
                 else:
-                    reduce_add(descriptor, [sums_row + part * ROWS, 0], ring.tiles.index(2 * stage + part))
+                    reduce_add(descriptor, [sums_row + part * ROWS, 0], ring.tiles.index(2 * index + part))
         tma.store_wait(0)  # the engine has read the tile
-        release(ring.empty, iteration, META.DQ_STAGES)
+        pipeline.release(ring.empty, stage)
         position = next_queries(position, block, args.work)
 
 

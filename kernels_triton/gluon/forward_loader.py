@@ -8,8 +8,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from flexattn.kernels_triton.gluon import pipeline
 from flexattn.kernels_triton.gluon.pairs import Origin, Pair, load_pair, pair_bytes
-from flexattn.kernels_triton.gluon.pipeline import ForwardBarriers, wait_empty
+from flexattn.kernels_triton.gluon.pipeline import ForwardBarriers, Stage
 
 
 class LoadedRows(NamedTuple):
@@ -26,11 +27,12 @@ def load_queries(descriptors: Pair, tiles: Pair, rows: LoadedRows, n_tile, barri
     BYTES: gl.constexpr = pair_bytes(descriptors.first.block_type.nbytes, descriptors.second.block_type.nbytes, META.QK1)
     CONSUMERS: gl.constexpr = META.CONSUMERS
     QUERIES: gl.constexpr = META.BLOCK_M // CONSUMERS // META.GROUP
+    q_stage = Stage(n_tile, META.Q_STAGES)
     for consumer in gl.static_range(CONSUMERS):
         row = rows.first + consumer * QUERIES
-        slot = consumer + n_tile % META.Q_STAGES * CONSUMERS
+        slot = consumer + pipeline.index(q_stage) * CONSUMERS
         full = barriers.q_full.index(slot)
-        mbarrier.wait(barriers.q_empty.index(slot), ((n_tile // META.Q_STAGES) & 1) ^ 1)
+        mbarrier.wait(barriers.q_empty.index(slot), pipeline.phase(q_stage) ^ 1)
         mbarrier.expect(full, BYTES)
         load_pair(descriptors, rows.origin, rows.length, row, full, tiles, slot, META)
 
@@ -39,9 +41,9 @@ def load_queries(descriptors: Pair, tiles: Pair, rows: LoadedRows, n_tile, barri
 def load_keys(descriptors: Pair, tiles: Pair, rows: LoadedRows, n_block, barriers: ForwardBarriers, META: gl.constexpr):
     # Loads k of the n_block-th key block of this program
     BYTES: gl.constexpr = pair_bytes(descriptors.first.block_type.nbytes, descriptors.second.block_type.nbytes, META.QK1)
-    STAGES: gl.constexpr = META.STAGES
-    stage = n_block % STAGES
-    full = barriers.k_full.index(stage)
-    wait_empty(barriers.k_empty, n_block, STAGES)
+    stage = Stage(n_block, META.STAGES)
+    index = pipeline.index(stage)
+    full = barriers.k_full.index(index)
+    pipeline.wait_empty(barriers.k_empty, stage)
     mbarrier.expect(full, BYTES)
-    load_pair(descriptors, rows.origin, rows.length, rows.first, full, tiles, stage, META)
+    load_pair(descriptors, rows.origin, rows.length, rows.first, full, tiles, index, META)

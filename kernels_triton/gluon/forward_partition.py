@@ -10,6 +10,7 @@ from flexattn.kernels_triton.common.split_plan import (
     entry_at,
     share_of_program,
 )
+from flexattn.kernels_triton.gluon import pipeline
 from flexattn.kernels_triton.gluon.block_ranges import (
     cut_key_lists,
     key_block,
@@ -29,9 +30,7 @@ from flexattn.kernels_triton.gluon.pages import KeyBlock, load_key_pages, load_v
 from flexattn.kernels_triton.gluon.pairs import (
     origin_of,
 )
-from flexattn.kernels_triton.gluon.pipeline import (
-    wait_empty,
-)
+from flexattn.kernels_triton.gluon.pipeline import Stage
 from flexattn.kernels_triton.gluon.tile_scheduler import (
     broadcast_end,
     broadcast_tile,
@@ -104,15 +103,16 @@ def load_partition(args: Arguments, buffers: Buffers, META: gl.constexpr):
                     load_value_pages(descriptors.v, tiles.v, steps.v, block, n_block, barriers, META)
             else:
                 row = key_block(num_blocks - 1 - n, block_range, META)[0]
-                stage = n_block % STAGES
+                stage = Stage(n_block, STAGES)
+                index = pipeline.index(stage)
                 origin = origin_of(steps.k, sequence.start_kv, h_kv, tile.b)
                 load_keys(descriptors.k, tiles.k, LoadedRows(origin=origin, first=row, length=len_kv), n_block, barriers, META)
                 if not META.IS_LATENT:
-                    wait_empty(barriers.v_empty, n_block, STAGES)
-                    mbarrier.expect(barriers.v_full.index(stage), descriptors.v.block_type.nbytes)
+                    pipeline.wait_empty(barriers.v_empty, stage)
+                    mbarrier.expect(barriers.v_full.index(index), descriptors.v.block_type.nbytes)
                     origin = origin_of(steps.v, sequence.start_kv, h_kv, tile.b)
                     load_rows(
-                        descriptors.v, origin.token, len_kv, row, origin.head, 0, barriers.v_full.index(stage), tiles.v.index(stage)
+                        descriptors.v, origin.token, len_kv, row, origin.head, 0, barriers.v_full.index(index), tiles.v.index(index)
                     )
             n_block += 1
         if META.IS_PLANNED:

@@ -9,13 +9,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from flexattn.kernels_triton.gluon import pipeline
 from flexattn.kernels_triton.gluon.backward_blocks import Block, find_key_block, key_block
 from flexattn.kernels_triton.gluon.block_ranges import query_block
 from flexattn.kernels_triton.gluon.descriptors import load_rows, load_statistics, store_rows
 from flexattn.kernels_triton.gluon.dq_parts import find_part, find_task, num_tasks, wait_for_sums
 from flexattn.kernels_triton.gluon.fused_arguments import Begun, FusedArguments, FusedBarriers, FusedTiles
 from flexattn.kernels_triton.gluon.pairs import Origin, origin_of
-from flexattn.kernels_triton.gluon.pipeline import wait_empty, wait_full
+from flexattn.kernels_triton.gluon.pipeline import Stage
 from flexattn.kernels_triton.gluon.query_walk import first_queries, next_queries
 from flexattn.kernels_triton.gluon.tile_scheduler import broadcast_end, broadcast_tile, num_work_tiles
 
@@ -37,14 +38,14 @@ def _store_gradients(args: FusedArguments, tiles: FusedTiles, barriers: FusedBar
     descriptors, steps, sequence = args.descriptors, args.steps, block.sequence
     dk = origin_of(steps.dk, sequence.start_kv, block.h_kv, block.b)
     dv = origin_of(steps.dv, sequence.start_kv, block.h_kv, block.b)
-    wait_full(barriers.dkdv_full, n_tile, META.K_STAGES)
+    pipeline.wait_full(barriers.dkdv_full, Stage(n_tile, META.K_STAGES))
     if args.dk32.ptr is None:
         BOX: gl.constexpr = descriptors.dk.block_type.shape[2]
         PARTS: gl.constexpr = META.BLOCK_N // BOX
         for part in gl.static_range(PARTS):
             row = block.first_row + part * BOX
-            k_tile = tiles.k.index(PARTS * (n_tile % META.K_STAGES) + part)
-            v_tile = tiles.v.index(PARTS * (n_tile % META.V_STAGES) + part)
+            k_tile = tiles.k.index(PARTS * pipeline.index(Stage(n_tile, META.K_STAGES)) + part)
+            v_tile = tiles.v.index(PARTS * pipeline.index(Stage(n_tile, META.V_STAGES)) + part)
             store_rows(descriptors.dk, dk.token, sequence.len_kv, row, dk.head, 0, k_tile)
             store_rows(descriptors.dv, dv.token, sequence.len_kv, row, dv.head, 0, v_tile)
 
@@ -69,31 +70,33 @@ def _load_block(
     position = first_queries(block, args.work)
     for m_block in range(iterations):  # counts the blocks of all query heads
         row = query_block(position.n, block.block_range, META)[0]
-        stage = (begun.iterations + m_block) % Q_STAGES
-        full = barriers.q_full.index(stage)
-        wait_empty(barriers.q_empty, begun.iterations + m_block, Q_STAGES)
+        q_stage = Stage(begun.iterations + m_block, Q_STAGES)
+        q_index = pipeline.index(q_stage)
+        full = barriers.q_full.index(q_index)
+        pipeline.wait_empty(barriers.q_empty, q_stage)
         if m_block == 0:
             if META.V_STAGES > 1:
                 tma.store_wait(0)  # dk and dv of the block before the previous one have been stored
-            _load_keys(descriptors.k, k, block, full, Q_BYTES, tiles.k, begun.blocks % META.K_STAGES, META)
+            _load_keys(descriptors.k, k, block, full, Q_BYTES, tiles.k, pipeline.index(Stage(begun.blocks, META.K_STAGES)), META)
         else:
             mbarrier.expect(full, Q_BYTES)
-        load_rows(descriptors.q, q.token, len_q, row, q.head + position.head, 0, full, tiles.q.index(stage))
+        load_rows(descriptors.q, q.token, len_q, row, q.head + position.head, 0, full, tiles.q.index(q_index))
         head_statistics = block.first_statistics + position.head * args.tiles_of_statistics
-        load_statistics(descriptors.statistics, head_statistics, row, len_q, full, tiles.statistics.index(stage), META)
-        stage = (begun.iterations + m_block) % DOUT_STAGES
-        full = barriers.dout_full.index(stage)
+        load_statistics(descriptors.statistics, head_statistics, row, len_q, full, tiles.statistics.index(q_index), META)
+        dout_stage = Stage(begun.iterations + m_block, DOUT_STAGES)
+        dout_index = pipeline.index(dout_stage)
+        full = barriers.dout_full.index(dout_index)
         if META.DOUT_APART:
-            wait_empty(barriers.dout_empty, begun.iterations + m_block, DOUT_STAGES)
+            pipeline.wait_empty(barriers.dout_empty, dout_stage)
         if m_block == 0:
             if META.NUMBERS > 0 and META.V_STAGES == 1:  # noqa: SIM102
                 if begun.blocks > 0:  # its dv is stored from the memory into which v is loaded
                     _store_gradients(args, tiles, barriers, key_block(previous, args, META), begun.blocks - 1, META)
                     tma.store_wait(0)
-            _load_keys(descriptors.v, v, block, full, DOUT_BYTES, tiles.v, begun.blocks % META.V_STAGES, META)
+            _load_keys(descriptors.v, v, block, full, DOUT_BYTES, tiles.v, pipeline.index(Stage(begun.blocks, META.V_STAGES)), META)
         else:
             mbarrier.expect(full, DOUT_BYTES)
-        load_rows(descriptors.dout, dout.token, len_q, row, dout.head + position.head, 0, full, tiles.dout.index(stage))
+        load_rows(descriptors.dout, dout.token, len_q, row, dout.head + position.head, 0, full, tiles.dout.index(dout_index))
         if META.V_STAGES > 1:  # noqa: SIM102
             # The last load before the consumers begin this block, and so before they can end it
             if (begun.blocks > 0) & (m_block == gl.minimum(Q_STAGES, iterations) - 1):

@@ -14,9 +14,10 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from flexattn.kernels_triton.common.arguments import Pages
 from flexattn.kernels_triton.common.problem import Problem
+from flexattn.kernels_triton.gluon import pipeline
 from flexattn.kernels_triton.gluon.descriptors import Step, batch_steps, load_rows
 from flexattn.kernels_triton.gluon.pairs import Pair
-from flexattn.kernels_triton.gluon.pipeline import ForwardBarriers, wait_empty
+from flexattn.kernels_triton.gluon.pipeline import ForwardBarriers, Stage
 
 _FEWEST = 8  # minimum rows of one copy: the period of the swizzle of shared memory
 _LANES = gl.constexpr(32)  # threads of the loading warp, at least as many as copies of a block
@@ -114,20 +115,22 @@ def load_key_pages(
     descriptors: Pair, tiles: Pair, step: Step, block: KeyBlock, n_block, barriers: ForwardBarriers, META: gl.constexpr
 ):
     # Loads k of the n_block-th key block of this program
-    stage = n_block % META.STAGES
-    full = barriers.k_full.index(stage)
-    wait_empty(barriers.k_empty, n_block, META.STAGES)
+    stage = Stage(n_block, META.STAGES)
+    index = pipeline.index(stage)
+    full = barriers.k_full.index(index)
+    pipeline.wait_empty(barriers.k_empty, stage)
     mbarrier.expect(full, 2 * META.BLOCK_N * (META.QK0 + META.QK1))
-    load_pages(descriptors.first, step, block, 0, full, tiles.first.index(stage), META)
+    load_pages(descriptors.first, step, block, 0, full, tiles.first.index(index), META)
     if META.QK1 > 0:
-        load_pages(descriptors.second, step, block, META.QK0, full, tiles.second.index(stage), META)
+        load_pages(descriptors.second, step, block, META.QK0, full, tiles.second.index(index), META)
 
 
 @gluon.jit
 def load_value_pages(descriptors, tiles, step: Step, block: KeyBlock, n_block, barriers: ForwardBarriers, META: gl.constexpr):
     # Loads v of the same block
-    stage = n_block % META.STAGES
-    full = barriers.v_full.index(stage)
-    wait_empty(barriers.v_empty, n_block, META.STAGES)
+    stage = Stage(n_block, META.STAGES)
+    index = pipeline.index(stage)
+    full = barriers.v_full.index(index)
+    pipeline.wait_empty(barriers.v_empty, stage)
     mbarrier.expect(full, 2 * META.BLOCK_N * META.V0)
-    load_pages(descriptors, step, block, 0, full, tiles.index(stage), META)
+    load_pages(descriptors, step, block, 0, full, tiles.index(index), META)

@@ -21,20 +21,37 @@ def allocate_barriers(NUM: gl.constexpr, COUNT: gl.constexpr):
     return barriers
 
 
-# The n-th tile of a ring of STAGES tiles is in stage n % STAGES, in phase n // STAGES of its barriers.
-@gluon.jit
-def wait_full(full, n, STAGES: gl.constexpr):
-    mbarrier.wait(full.index(n % STAGES), (n // STAGES) & 1)
+class Stage(NamedTuple):
+    """The stage of a ring's `count`-th tile. `index` and `phase` are computed at each use, so that no register keeps them."""
+
+    count: Any
+    stages: Any  # of the ring
 
 
 @gluon.jit
-def wait_empty(empty, n, STAGES: gl.constexpr):
-    mbarrier.wait(empty.index(n % STAGES), ((n // STAGES) & 1) ^ 1)
+def index(stage: Stage):
+    return stage.count % stage.stages
 
 
 @gluon.jit
-def release(empty, n, STAGES: gl.constexpr):
-    mbarrier.arrive(empty.index(n % STAGES), count=1)
+def phase(stage: Stage):
+    # Returns the parity that the stage's full barrier completes with this tile
+    return (stage.count // stage.stages) & 1
+
+
+@gluon.jit
+def wait_full(full, stage: Stage):
+    mbarrier.wait(full.index(index(stage)), phase(stage))
+
+
+@gluon.jit
+def wait_empty(empty, stage: Stage):
+    mbarrier.wait(empty.index(index(stage)), phase(stage) ^ 1)
+
+
+@gluon.jit
+def release(empty, stage: Stage):
+    mbarrier.arrive(empty.index(index(stage)), count=1)
 
 
 @gluon.jit
@@ -77,14 +94,15 @@ def allocate_forward_barriers(META: gl.constexpr):
 def skip_blocks(count, n_block, barriers: ForwardBarriers, CONSUMER: gl.constexpr, META: gl.constexpr):
     # Waits for `count` blocks of k and v that a consumer's queries do not see, and releases their stages unread.
     for _ in range(count):
-        stage = n_block % META.STAGES
-        phase = (n_block // META.STAGES) & 1
-        mbarrier.wait(barriers.k_full.index(stage), phase)
-        mbarrier.arrive(barriers.k_empty.index(stage), count=1)
+        stage = Stage(n_block, META.STAGES)
+        slot = index(stage)
+        parity = phase(stage)
+        mbarrier.wait(barriers.k_full.index(slot), parity)
+        release(barriers.k_empty, stage)
         if META.PINGPONG:
             named_barrier_sync(PINGPONG + CONSUMER, BOTH)
             named_barrier_arrive(PINGPONG + (CONSUMER + 1) % META.CONSUMERS, BOTH)
-        mbarrier.wait(barriers.v_full.index(stage), phase)
-        mbarrier.arrive(barriers.v_empty.index(stage), count=1)
+        mbarrier.wait(barriers.v_full.index(slot), parity)
+        release(barriers.v_empty, stage)
         n_block += 1
     return n_block

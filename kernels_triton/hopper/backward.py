@@ -20,6 +20,7 @@ from flexattn.kernels_triton.common.preprocess import tiled_statistics
 from flexattn.kernels_triton.common.problem import Backward
 from flexattn.kernels_triton.common.tile_schedule import zero_padding
 from flexattn.kernels_triton.common.tiles import HopperBackwardTile, split_head_dim
+from flexattn.kernels_triton.gluon import pipeline
 from flexattn.kernels_triton.gluon.backward_blocks import (
     Block,
     LargeLse,
@@ -47,7 +48,7 @@ from flexattn.kernels_triton.gluon.pairs import (
     pair_descriptor,
     store_pair,
 )
-from flexattn.kernels_triton.gluon.pipeline import allocate_barriers, wait_empty
+from flexattn.kernels_triton.gluon.pipeline import Stage, allocate_barriers
 from flexattn.kernels_triton.gluon.tile_scheduler import Work
 from flexattn.kernels_triton.hopper.backward_launch import Stages, backward_meta, shared_arguments
 from flexattn.kernels_triton.hopper.conditions import backward_tile
@@ -145,15 +146,17 @@ def _dq_load(args: DqArguments, tiles: DqTiles, barriers: DqBarriers, block: Blo
         load_rows(descriptors.dout, dout.token, len_q, row, dout.head, 0, full, tiles.dout.index(consumer))
     for n_block in range(block.num_blocks):
         row = key_block(n_block, block.block_range, META)[0]
-        stage = n_block % META.STAGES_SCORES
-        full = barriers.k_full.index(stage)
-        wait_empty(barriers.k_empty, n_block, META.STAGES_SCORES)
+        k_stage = Stage(n_block, META.STAGES_SCORES)
+        k_index = pipeline.index(k_stage)
+        full = barriers.k_full.index(k_index)
+        pipeline.wait_empty(barriers.k_empty, k_stage)
         mbarrier.expect(full, K_BYTES)
-        load_pair(descriptors.k, k, len_kv, row, full, tiles.k, stage, META)
-        stage = n_block % META.STAGES_DP
-        wait_empty(barriers.v_empty, n_block, META.STAGES_DP)
-        mbarrier.expect(barriers.v_full.index(stage), descriptors.v.block_type.nbytes)
-        load_rows(descriptors.v, v.token, len_kv, row, v.head, 0, barriers.v_full.index(stage), tiles.v.index(stage))
+        load_pair(descriptors.k, k, len_kv, row, full, tiles.k, k_index, META)
+        v_stage = Stage(n_block, META.STAGES_DP)
+        v_index = pipeline.index(v_stage)
+        pipeline.wait_empty(barriers.v_empty, v_stage)
+        mbarrier.expect(barriers.v_full.index(v_index), descriptors.v.block_type.nbytes)
+        load_rows(descriptors.v, v.token, len_kv, row, v.head, 0, barriers.v_full.index(v_index), tiles.v.index(v_index))
     mbarrier.wait(barriers.dq_full.index(0), 0)
     if args.dq32.ptr is None:
         for consumer in gl.static_range(2):

@@ -14,6 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from flexattn.kernels_triton.common.lse_rows import is_any_large, relative_to_lse
 from flexattn.kernels_triton.common.scores import through_mods
+from flexattn.kernels_triton.gluon import pipeline
 from flexattn.kernels_triton.gluon.backward_blocks import (
     Block,
     first_query_head,
@@ -29,7 +30,7 @@ from flexattn.kernels_triton.gluon.fp32_gradients import store_key_gradient
 from flexattn.kernels_triton.gluon.masking import apply_mask_mod, hide_queries_past_the_end, mask_queries
 from flexattn.kernels_triton.gluon.operands import ROWS, opaque_zero
 from flexattn.kernels_triton.gluon.pairs import Pair
-from flexattn.kernels_triton.gluon.pipeline import release, wait_full
+from flexattn.kernels_triton.gluon.pipeline import Stage
 from flexattn.kernels_triton.hopper.fp8 import dp_factor_of, product_logits, score_factor
 from flexattn.kernels_triton.hopper.products import score_product
 
@@ -113,44 +114,48 @@ def consume_dkdv(
             row, is_full = query_block(position.n, block.block_range, META)
             columns = row + block_columns
             k_slot = CONSUMER + opaque_zero(m_block)
-            stage = m_block % META.STAGES_SCORES
-            dout0 = operands.dout.index(m_block % META.STAGES_DP).reshape([BLOCK_M, V0])
-            wait_full(barriers.scores_full, m_block, META.STAGES_SCORES)
-            kq = score_product(operands.k, k_slot, operands.q, stage, zeros, BLOCK_M, META)
+            scores_stage = Stage(m_block, META.STAGES_SCORES)
+            index = pipeline.index(scores_stage)
+            dp_stage = Stage(m_block, META.STAGES_DP)
+            p_stage = Stage(m_block, META.STAGES_P)
+            ds_stage = Stage(m_block, META.STAGES_DS)
+            dout0 = operands.dout.index(pipeline.index(dp_stage)).reshape([BLOCK_M, V0])
+            pipeline.wait_full(barriers.scores_full, scores_stage)
+            kq = score_product(operands.k, k_slot, operands.q, index, zeros, BLOCK_M, META)
             if not META.IS_FP8:  # in FP8, dout is loaded with q
-                wait_full(barriers.dp_full, m_block, META.STAGES_DP)
+                pipeline.wait_full(barriers.dp_full, dp_stage)
             dp = warpgroup_mma(
                 operands.v.index(k_slot).reshape([ROWS, V0]), dout0.permute([1, 0]), zeros, use_acc=False, is_async=True
             )
             drawn = drawn_weights(draws, position.h, row, n_start, BLOCK_M, True, META)
-            s_factor = score_factor(operands.factors, stage, COLUMNS, META)
+            s_factor = score_factor(operands.factors, index, COLUMNS, META)
             kq = warpgroup_mma_wait(1, deps=[kq])
             i, j = columns[None, :], rows[:, None]
             head = head_at(position, values, block, scores, META)
             s, factor, cap_tanh, score = product_logits(kq, i, j, head, scores.scale, s_factor, MODS, META)
             if LOOPS == 2:
                 if IS_LARGE == 1:
-                    minus_lse_of_columns = operands.statistics.index(stage).slice(0, BLOCK_M).load(COLUMNS)
+                    minus_lse_of_columns = operands.statistics.index(index).slice(0, BLOCK_M).load(COLUMNS)
                     s = relative_to_lse(s, minus_lse_of_columns[None, :], large, b, position.h, i, len_q, META)
             elif hides_some_query(row, n_start, block, META):
                 s = mask_queries(s, rows, columns, block.band, META)
                 if META.IS_UNBOUNDED:
-                    minus_lse_of_columns = operands.statistics.index(stage).slice(0, BLOCK_M).load(COLUMNS)
+                    minus_lse_of_columns = operands.statistics.index(index).slice(0, BLOCK_M).load(COLUMNS)
                     s = relative_to_lse(s, minus_lse_of_columns[None, :], large, b, position.h, i, len_q, META)
             s = apply_mask_mod(s, i, j, is_full, head, MODS, META)
             s = hide_queries_past_the_end(s, row, columns, len_q, MODS, META)
-            minus_lse = operands.statistics.index(stage).slice(0, BLOCK_M).load(COLUMNS)
+            minus_lse = operands.statistics.index(index).slice(0, BLOCK_M).load(COLUMNS)
             p = gl.exp2(s * factor + minus_lse[None, :])
             if META.IS_FP8:  # the product with p overlaps the computation of ds
                 p16 = gl.convert_layout(p.to(DTYPE), P)
-                wait_full(barriers.p_full, m_block, META.STAGES_P)
-                dout16 = operands.dout16.index(m_block % META.STAGES_P).reshape([BLOCK_M, V0])
+                pipeline.wait_full(barriers.p_full, p_stage)
+                dout16 = operands.dout16.index(pipeline.index(p_stage)).reshape([BLOCK_M, V0])
                 sum_of_dout = warpgroup_mma(p16, dout16, dv, is_async=True)
-            minus_delta = operands.statistics.index(stage).slice(BLOCK_M, BLOCK_M).load(COLUMNS)
+            minus_delta = operands.statistics.index(index).slice(BLOCK_M, BLOCK_M).load(COLUMNS)
             if META.IS_FP8:
-                dp_factor = dp_factor_of(operands.factors, stage, COLUMNS, META)
+                dp_factor = dp_factor_of(operands.factors, index, COLUMNS, META)
                 dp = warpgroup_mma_wait(1, deps=[dp])
-                release(barriers.dp_empty, m_block, META.STAGES_DP)
+                pipeline.release(barriers.dp_empty, dp_stage)
                 dp = dp * dp_factor
             else:
                 dp = warpgroup_mma_wait(0, deps=[dp])
@@ -159,16 +164,16 @@ def consume_dkdv(
             ds = gl.convert_layout(dscore.to(DTYPE), DS)
             if not META.IS_FP8:
                 p16 = gl.convert_layout(kept(p, drawn, True, META).to(DTYPE), P)
-                dout16 = operands.dout16.index(m_block % META.STAGES_P).reshape([BLOCK_M, V0])
+                dout16 = operands.dout16.index(pipeline.index(p_stage)).reshape([BLOCK_M, V0])
                 sum_of_dout = warpgroup_mma(p16, dout16, dv, is_async=True)
-            stage16 = m_block % META.STAGES_DS
-            sum_of_q = warpgroup_mma(ds, operands.q16.first.index(stage16).reshape([BLOCK_M, QK0]), dk, is_async=True)
+            index16 = pipeline.index(ds_stage)
+            sum_of_q = warpgroup_mma(ds, operands.q16.first.index(index16).reshape([BLOCK_M, QK0]), dk, is_async=True)
             if QK1 > 0:
-                sum_of_q1 = warpgroup_mma(ds, operands.q16.second.index(stage16).reshape([BLOCK_M, QK1]), dk1, is_async=True)
+                sum_of_q1 = warpgroup_mma(ds, operands.q16.second.index(index16).reshape([BLOCK_M, QK1]), dk1, is_async=True)
             PRODUCTS: gl.constexpr = 2 if QK1 > 0 else 1  # with ds
             if not META.IS_FP8:
                 dv, p16 = warpgroup_mma_wait(PRODUCTS, deps=[sum_of_dout, p16])
-                release(barriers.dp_empty, m_block, META.STAGES_DP)
+                pipeline.release(barriers.dp_empty, dp_stage)
             if META.IS_FP8 and QK1 > 0:
                 dv, dk, dk1, p16, ds = warpgroup_mma_wait(0, deps=[sum_of_dout, sum_of_q, sum_of_q1, p16, ds])
             elif META.IS_FP8:
@@ -177,7 +182,7 @@ def consume_dkdv(
                 dk, dk1, ds = warpgroup_mma_wait(0, deps=[sum_of_q, sum_of_q1, ds])
             else:
                 dk, ds = warpgroup_mma_wait(0, deps=[sum_of_q, ds])
-            release(barriers.ds_empty, m_block, META.STAGES_DS)
+            pipeline.release(barriers.ds_empty, ds_stage)
             position, values = next_query_block(position, values, block, args.work, scores, MODS, META)
     if META.SHARES_TILES:
         named_barrier_sync(LAST, BOTH)  # the 16-bit tiles were also read by the other warpgroup, which no longer needs them
@@ -230,19 +235,23 @@ def consume_dkdv_columns(
         row, is_full = query_block(position.n, block.block_range, META)
         columns = row + block_columns
         zero = opaque_zero(m_block)
-        stage = m_block % META.STAGES_SCORES
-        q0 = operands.q.first.index(stage).reshape([BLOCK_M, DIM])
-        dout0 = operands.dout.index(m_block % META.STAGES_DP).reshape([BLOCK_M, DIM])
-        wait_full(barriers.scores_full, m_block, META.STAGES_SCORES)
+        scores_stage = Stage(m_block, META.STAGES_SCORES)
+        index = pipeline.index(scores_stage)
+        dp_stage = Stage(m_block, META.STAGES_DP)
+        p_stage = Stage(m_block, META.STAGES_P)
+        ds_stage = Stage(m_block, META.STAGES_DS)
+        q0 = operands.q.first.index(index).reshape([BLOCK_M, DIM])
+        dout0 = operands.dout.index(pipeline.index(dp_stage)).reshape([BLOCK_M, DIM])
+        pipeline.wait_full(barriers.scores_full, scores_stage)
         q_half = q0.slice(FIRST, HALF, 0).permute([1, 0])
         kq = warpgroup_mma(operands.k.first.index(zero).reshape([ROWS, DIM]), q_half, zeros, use_acc=False, is_async=True)
         if not META.IS_FP8:  # in FP8, dout is loaded with q
-            wait_full(barriers.dp_full, m_block, META.STAGES_DP)
+            pipeline.wait_full(barriers.dp_full, dp_stage)
         dout_half = dout0.slice(FIRST, HALF, 0).permute([1, 0])
         dp = warpgroup_mma(operands.v.index(zero).reshape([ROWS, DIM]), dout_half, zeros, use_acc=False, is_async=True)
-        minus_lse = operands.statistics.index(stage).slice(FIRST, HALF).load(COLUMNS)
+        minus_lse = operands.statistics.index(index).slice(FIRST, HALF).load(COLUMNS)
         drawn = drawn_weights(draws, position.h, row + FIRST, block.first_row, HALF, True, META)
-        s_factor = score_factor(operands.factors, stage, COLUMNS, META)
+        s_factor = score_factor(operands.factors, index, COLUMNS, META)
         kq = warpgroup_mma_wait(1, deps=[kq])
         i, j = columns[None, :], rows[:, None]
         head = head_at(position, values, block, scores, META)
@@ -257,13 +266,13 @@ def consume_dkdv_columns(
         operands.p.index(buffer + CONSUMER).store(kept(p, drawn, True, META).to(DTYPE))
         fence_async_shared()
         named_barrier_sync(P_WRITTEN, BOTH)
-        minus_delta = operands.statistics.index(stage).slice(BLOCK_M + FIRST, HALF).load(COLUMNS)
-        dp_factor = dp_factor_of(operands.factors, stage, COLUMNS, META)
+        minus_delta = operands.statistics.index(index).slice(BLOCK_M + FIRST, HALF).load(COLUMNS)
+        dp_factor = dp_factor_of(operands.factors, index, COLUMNS, META)
         dp = warpgroup_mma_wait(0, deps=[dp])
         if META.IS_FP8:
-            release(barriers.dp_empty, m_block, META.STAGES_DP)
-            wait_full(barriers.p_full, m_block, META.STAGES_P)
-        dout16 = operands.dout16.index(m_block % META.STAGES_P).reshape([BLOCK_M, DIM])
+            pipeline.release(barriers.dp_empty, dp_stage)
+            pipeline.wait_full(barriers.p_full, p_stage)
+        dout16 = operands.dout16.index(pipeline.index(p_stage)).reshape([BLOCK_M, DIM])
         sum_of_dout = dv
         for half in gl.static_range(2):
             part = dout16.slice(half * HALF, HALF, 0).slice(FIRST_COLUMN, HALF_DIM, 1)
@@ -276,21 +285,21 @@ def consume_dkdv_columns(
         fence_async_shared()
         named_barrier_sync(DS_WRITTEN, BOTH)
         if META.IS_FP8:
-            wait_full(barriers.ds_full, m_block, META.STAGES_DS)
-        q16 = operands.q16.first.index(m_block % META.STAGES_DS).reshape([BLOCK_M, DIM])
+            pipeline.wait_full(barriers.ds_full, ds_stage)
+        q16 = operands.q16.first.index(pipeline.index(ds_stage)).reshape([BLOCK_M, DIM])
         sum_of_q = dk
         for half in gl.static_range(2):
             part = q16.slice(half * HALF, HALF, 0).slice(FIRST_COLUMN, HALF_DIM, 1)
             sum_of_q = warpgroup_mma(operands.ds.index(buffer + half), part, sum_of_q, is_async=True)
         if META.IS_FP8:
             dv, dk = warpgroup_mma_wait(0, deps=[sum_of_dout, sum_of_q])
-            release(barriers.ds_empty, m_block, META.STAGES_DS)
-            release(barriers.p_empty, m_block, META.STAGES_P)
+            pipeline.release(barriers.ds_empty, ds_stage)
+            pipeline.release(barriers.p_empty, p_stage)
         else:
             dv = warpgroup_mma_wait(2, deps=[sum_of_dout])
-            release(barriers.dp_empty, m_block, META.STAGES_DP)
+            pipeline.release(barriers.dp_empty, dp_stage)
             dk = warpgroup_mma_wait(0, deps=[sum_of_q])
-            release(barriers.ds_empty, m_block, META.STAGES_DS)
+            pipeline.release(barriers.ds_empty, ds_stage)
         position, values = next_query_block(position, values, block, args.work, scores, MODS, META)
     if META.SHARES_TILES:
         named_barrier_sync(LAST, BOTH)  # the 16-bit tiles were also read by the other warpgroup, which no longer needs them

@@ -11,6 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from flexattn.kernels_triton.common.arguments import Band, BlockMaskLists, Dropout, Lengths, Scores
 from flexattn.kernels_triton.common.preprocess import Tiled
 from flexattn.kernels_triton.common.problem import Backward
+from flexattn.kernels_triton.gluon import pipeline
 from flexattn.kernels_triton.gluon.backward_blocks import Block, LargeLse
 from flexattn.kernels_triton.gluon.block_ranges import query_block
 from flexattn.kernels_triton.gluon.descriptors import (
@@ -25,7 +26,7 @@ from flexattn.kernels_triton.gluon.descriptors import (
 from flexattn.kernels_triton.gluon.fp32_gradients import Fp32Rows, fp32_rows
 from flexattn.kernels_triton.gluon.operands import ROWS
 from flexattn.kernels_triton.gluon.pairs import Pair, load_pair, origin_of, origin_of_head, pair_bytes, pair_descriptor, store_pair
-from flexattn.kernels_triton.gluon.pipeline import wait_empty
+from flexattn.kernels_triton.gluon.pipeline import Stage
 from flexattn.kernels_triton.gluon.query_walk import first_queries, next_queries
 from flexattn.kernels_triton.gluon.tile_scheduler import Work
 from flexattn.kernels_triton.hopper.backward_launch import shared_arguments
@@ -108,19 +109,21 @@ def load_dkdv(args: DkdvArguments, tiles: DkdvTiles, barriers: DkdvBarriers, blo
     position = first_queries(block, args.work)
     for m_block in range(block.num_blocks * args.work.group_size):  # counts the blocks of all query heads
         row = query_block(position.n, block.block_range, META)[0]
-        stage = m_block % META.STAGES_SCORES
-        full = barriers.q_full.index(stage)
-        wait_empty(barriers.q_empty, m_block, META.STAGES_SCORES)
+        q_stage = Stage(m_block, META.STAGES_SCORES)
+        q_index = pipeline.index(q_stage)
+        full = barriers.q_full.index(q_index)
+        pipeline.wait_empty(barriers.q_empty, q_stage)
         mbarrier.expect(full, Q_BYTES + descriptors.statistics.block_type.nbytes)
-        load_pair(descriptors.q, origin_of_head(q, position.head), len_q, row, full, tiles.q, stage, META)
+        load_pair(descriptors.q, origin_of_head(q, position.head), len_q, row, full, tiles.q, q_index, META)
         head_statistics = block.first_statistics + position.head * args.tiles_of_statistics
-        load_statistics(descriptors.statistics, head_statistics, row, len_q, full, tiles.statistics.index(stage), META)
-        stage = m_block % META.STAGES_DP
-        full = barriers.dout_full.index(stage)
+        load_statistics(descriptors.statistics, head_statistics, row, len_q, full, tiles.statistics.index(q_index), META)
+        dout_stage = Stage(m_block, META.STAGES_DP)
+        dout_index = pipeline.index(dout_stage)
+        full = barriers.dout_full.index(dout_index)
         if barriers.dout_empty is not None:
-            wait_empty(barriers.dout_empty, m_block, META.STAGES_DP)
+            pipeline.wait_empty(barriers.dout_empty, dout_stage)
         mbarrier.expect(full, descriptors.dout.block_type.nbytes)
-        load_rows(descriptors.dout, dout.token, len_q, row, dout.head + position.head, 0, full, tiles.dout.index(stage))
+        load_rows(descriptors.dout, dout.token, len_q, row, dout.head + position.head, 0, full, tiles.dout.index(dout_index))
         position = next_queries(position, block, args.work)
     mbarrier.wait(barriers.dkdv_full.index(0), 0)
     if args.dk32.ptr is None:

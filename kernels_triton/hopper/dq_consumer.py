@@ -11,6 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from flexattn.kernels_triton.common.arguments import Head
 from flexattn.kernels_triton.common.lse_rows import is_any_large, relative_to_lse
 from flexattn.kernels_triton.common.scores import through_mods
+from flexattn.kernels_triton.gluon import pipeline
 from flexattn.kernels_triton.gluon.backward_blocks import (
     Block,
     hides_some_key,
@@ -25,7 +26,7 @@ from flexattn.kernels_triton.gluon.fp32_gradients import store_fp32
 from flexattn.kernels_triton.gluon.masking import apply_mask_mod, mask_keys
 from flexattn.kernels_triton.gluon.operands import ROWS, opaque_zero
 from flexattn.kernels_triton.gluon.pairs import Pair
-from flexattn.kernels_triton.gluon.pipeline import release, wait_full
+from flexattn.kernels_triton.gluon.pipeline import Stage
 from flexattn.kernels_triton.hopper.fp8 import dp_factor_of, product_logits, score_factor
 from flexattn.kernels_triton.hopper.products import score_product
 
@@ -108,19 +109,22 @@ def consume_dq(
             column, is_full = key_block(n_block, block.block_range, META)
             columns = column + block_columns
             consumer = CONSUMER + opaque_zero(n_block)
-            stage = n_block % META.STAGES_SCORES
-            stage16 = n_block % META.STAGES_DS
-            wait_full(barriers.scores_full, n_block, META.STAGES_SCORES)
-            qk = score_product(operands.q, consumer, operands.k, stage, zeros, BLOCK_N, META)
+            scores_stage = Stage(n_block, META.STAGES_SCORES)
+            dp_stage = Stage(n_block, META.STAGES_DP)
+            ds_stage = Stage(n_block, META.STAGES_DS)
+            index = pipeline.index(scores_stage)
+            index16 = pipeline.index(ds_stage)
+            pipeline.wait_full(barriers.scores_full, scores_stage)
+            qk = score_product(operands.q, consumer, operands.k, index, zeros, BLOCK_N, META)
             if not META.IS_FP8:  # in FP8, v is loaded with k
-                wait_full(barriers.dp_full, n_block, META.STAGES_DP)
-            v0 = operands.v.index(n_block % META.STAGES_DP).reshape([BLOCK_N, V0])
+                pipeline.wait_full(barriers.dp_full, dp_stage)
+            v0 = operands.v.index(pipeline.index(dp_stage)).reshape([BLOCK_N, V0])
             dp = warpgroup_mma(
                 operands.dout.index(consumer).reshape([ROWS, V0]), v0.permute([1, 0]), zeros, use_acc=False, is_async=True
             )
             drawn = drawn_weights(draws, h, m_start, column, BLOCK_N, False, META)
-            s_factor = score_factor(operands.factors, stage, COLUMNS, META)
-            dp_factor = dp_factor_of(operands.factors, stage, COLUMNS, META)
+            s_factor = score_factor(operands.factors, index, COLUMNS, META)
+            dp_factor = dp_factor_of(operands.factors, index, COLUMNS, META)
             qk = warpgroup_mma_wait(1, deps=[qk])
             i, j = rows[:, None], columns[None, :]
             s, factor, cap_tanh, score = product_logits(qk, i, j, query_rows.head, softmax_scale, s_factor, MODS, META)
@@ -136,21 +140,21 @@ def consume_dq(
             s = apply_mask_mod(s, i, j, is_full, query_rows.head, MODS, META)
             p = gl.exp2(s * factor + minus_lse[:, None])
             if META.IS_FP8:
-                wait_full(barriers.ds_full, n_block, META.STAGES_DS)
+                pipeline.wait_full(barriers.ds_full, ds_stage)
             dp = warpgroup_mma_wait(0, deps=[dp])
-            release(barriers.dp_empty, n_block, META.STAGES_DP)
+            pipeline.release(barriers.dp_empty, dp_stage)
             if META.IS_FP8:
                 dp = dp * dp_factor
             dlogit = p * (kept_gradient(dp, drawn, draws, False, META) + statistics.minus_delta[:, None])
             dscore = through_mods(dlogit, cap_tanh, score, i, j, query_rows.head, MODS, META)
             ds = gl.convert_layout(dscore.to(DTYPE), DS)
-            sum_of_k = warpgroup_mma(ds, operands.k16.first.index(stage16).reshape([BLOCK_N, QK0]), dq, is_async=True)
+            sum_of_k = warpgroup_mma(ds, operands.k16.first.index(index16).reshape([BLOCK_N, QK0]), dq, is_async=True)
             if QK1 > 0:
-                sum_of_k1 = warpgroup_mma(ds, operands.k16.second.index(stage16).reshape([BLOCK_N, QK1]), dq1, is_async=True)
+                sum_of_k1 = warpgroup_mma(ds, operands.k16.second.index(index16).reshape([BLOCK_N, QK1]), dq1, is_async=True)
                 dq, dq1, ds = warpgroup_mma_wait(0, deps=[sum_of_k, sum_of_k1, ds])
             else:
                 dq, ds = warpgroup_mma_wait(0, deps=[sum_of_k, ds])
-            release(barriers.ds_empty, n_block, META.STAGES_DS)
+            pipeline.release(barriers.ds_empty, ds_stage)
     if META.SHARES_TILES:
         named_barrier_sync(LAST, BOTH)  # k in 16 bits was also read by the other warpgroup, which no longer needs it
     if args.dq32.ptr is not None:

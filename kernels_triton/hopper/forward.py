@@ -22,6 +22,7 @@ from flexattn.kernels_triton.common.split_kv import number_of_splits
 from flexattn.kernels_triton.common.tiles import (
     HopperTile,
 )
+from flexattn.kernels_triton.gluon import pipeline
 from flexattn.kernels_triton.gluon.barriers import BOTH, PINGPONG, named_barrier_arrive, named_barrier_sync
 from flexattn.kernels_triton.gluon.block_ranges import (
     blocks_of_consumer,
@@ -54,12 +55,7 @@ from flexattn.kernels_triton.gluon.forward_rows import (
 from flexattn.kernels_triton.gluon.forward_work import Span, received_tile, unmasked_blocks
 from flexattn.kernels_triton.gluon.operands import ROWS, allocate_blocks, allocate_tiles, keep_pairs, unpack_pairs
 from flexattn.kernels_triton.gluon.pairs import allocate_key_pair, allocate_pair
-from flexattn.kernels_triton.gluon.pipeline import (
-    allocate_forward_barriers,
-    release,
-    skip_blocks,
-    wait_full,
-)
+from flexattn.kernels_triton.gluon.pipeline import Stage, allocate_forward_barriers, skip_blocks
 from flexattn.kernels_triton.gluon.softmax import rescaled, softmax, sums_of_threads
 from flexattn.kernels_triton.gluon.tile_scheduler import (
     receive_tile,
@@ -104,30 +100,31 @@ def _iterate(
     tiles, barriers = buffers.tiles, buffers.barriers
     DTYPE: gl.constexpr = tiles.v.dtype
     BLOCK_N: gl.constexpr = META.BLOCK_N
-    STAGES: gl.constexpr = META.STAGES
     V0: gl.constexpr = META.V0
     P: gl.constexpr = gl.DotOperandLayout(0, carry.acc.type.layout, 2)
     n_block = carry.n_block
     column, is_full = key_block(same.num_blocks - 1 - iteration, same.block_range, META)  # read from a list while the products run
     # Unpacked before the scores are issued: between the two products ptxas would serialise them (C7513).
     p = unpack_pairs(carry.weights, ROWS, BLOCK_N, P, DTYPE)
-    wait_full(barriers.k_full, n_block, STAGES)
+    k_stage = Stage(n_block, META.STAGES)
+    pipeline.wait_full(barriers.k_full, k_stage)
     if META.PINGPONG:
         named_barrier_sync(PINGPONG + CONSUMER, BOTH)
-    product = score_product(tiles.q, same.q_slot, tiles.k, n_block % STAGES, same.zeros, BLOCK_N, META)
-    wait_full(barriers.v_full, n_block - 1, STAGES)
-    v = tiles.v.index((n_block - 1) % STAGES).reshape([BLOCK_N, V0])
+    product = score_product(tiles.q, same.q_slot, tiles.k, pipeline.index(k_stage), same.zeros, BLOCK_N, META)
+    v_stage = Stage(n_block - 1, META.STAGES)
+    pipeline.wait_full(barriers.v_full, v_stage)
+    v = tiles.v.index(pipeline.index(v_stage)).reshape([BLOCK_N, V0])
     sum_of_v = warpgroup_mma(p, v, carry.acc, is_async=True)
     if META.PINGPONG:
         named_barrier_arrive(PINGPONG + (CONSUMER + 1) % META.CONSUMERS, BOTH)
     drawn = drawn_weights(same.draws, same.b_h, same.m_start, column, BLOCK_N, False, META, META.GROUP)
     qk = warpgroup_mma_wait(1, deps=[product])
-    release(barriers.k_empty, n_block, STAGES)
+    pipeline.release(barriers.k_empty, k_stage)
     s, factor = visible_scores(qk, column, is_full, same, IS_CUT, MODS, META)
     weights, row_max, row_sum, correction = softmax(s, carry.row_max, carry.row_sum, factor, drawn, DTYPE, META)
     acc = warpgroup_mma_wait(0, deps=[sum_of_v])
     keep_pairs(carry.weights)
-    release(barriers.v_empty, n_block - 1, STAGES)
+    pipeline.release(barriers.v_empty, v_stage)
     acc = rescaled(acc, correction, META)
     return Carry(weights=weights, row_max=row_max, row_sum=row_sum, acc=acc, n_block=n_block + 1)
 
@@ -149,20 +146,20 @@ def _run(
     tiles, barriers = buffers.tiles, buffers.barriers
     DTYPE: gl.constexpr = tiles.v.dtype
     BLOCK_N: gl.constexpr = META.BLOCK_N
-    STAGES: gl.constexpr = META.STAGES
     P: gl.constexpr = gl.DotOperandLayout(0, sums.acc.type.layout, 2)
     iteration = sums.iterations
     n_block = sums.n_block
-    wait_full(barriers.k_full, n_block, STAGES)
+    k_stage = Stage(n_block, META.STAGES)
+    pipeline.wait_full(barriers.k_full, k_stage)
     if META.PINGPONG:
         named_barrier_sync(PINGPONG + CONSUMER, BOTH)
-    product = score_product(tiles.q, same.q_slot, tiles.k, n_block % STAGES, same.zeros, BLOCK_N, META)
+    product = score_product(tiles.q, same.q_slot, tiles.k, pipeline.index(k_stage), same.zeros, BLOCK_N, META)
     if META.PINGPONG:
         named_barrier_arrive(PINGPONG + (CONSUMER + 1) % META.CONSUMERS, BOTH)
     column, is_full = key_block(same.num_blocks - 1 - iteration, same.block_range, META)
     drawn = drawn_weights(same.draws, same.b_h, same.m_start, column, BLOCK_N, False, META, META.GROUP)
     qk = warpgroup_mma_wait(0, deps=[product])
-    release(barriers.k_empty, n_block, STAGES)
+    pipeline.release(barriers.k_empty, k_stage)
     s, factor = visible_scores(qk, column, is_full, same, True, MODS, META)
     weights, row_max, row_sum, correction = softmax(s, sums.row_max, sums.row_sum, factor, drawn, DTYPE, META)
     acc = sums.acc
@@ -175,13 +172,14 @@ def _run(
         carry = _iterate(following, carry, same, buffers, CONSUMER, IS_CUT, MODS, META)
     mbarrier.arrive(barriers.q_empty.index(same.q_slot), count=1, pred=end == same.num_blocks)
     n_block = carry.n_block
-    wait_full(barriers.v_full, n_block - 1, STAGES)
+    v_stage = Stage(n_block - 1, META.STAGES)
+    pipeline.wait_full(barriers.v_full, v_stage)
     p = unpack_pairs(carry.weights, ROWS, BLOCK_N, P, DTYPE)
-    v = tiles.v.index((n_block - 1) % STAGES).reshape([BLOCK_N, META.V0])
+    v = tiles.v.index(pipeline.index(v_stage)).reshape([BLOCK_N, META.V0])
     sum_of_v = warpgroup_mma(p, v, carry.acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=[sum_of_v])
     keep_pairs(carry.weights)
-    release(barriers.v_empty, n_block - 1, STAGES)
+    pipeline.release(barriers.v_empty, v_stage)
     return Sums(iterations=end, row_max=carry.row_max, row_sum=carry.row_sum, acc=acc, n_block=n_block)
 
 
@@ -232,8 +230,9 @@ def _compute_partition(args: Arguments, buffers: Buffers, CONSUMER: gl.constexpr
             if not META.HAS_MAX_LOGIT:  # max_logit excludes the sink
                 row_max, row_sum = sums_with_sink(row_max, row_sum, sink)
         acc = gl.zeros([ROWS, V0], gl.float32, layout=OUT)
-        q_slot = CONSUMER + n_tile % META.Q_STAGES * META.CONSUMERS
-        mbarrier.wait(barriers.q_full.index(q_slot), (n_tile // META.Q_STAGES) & 1)
+        q_stage = Stage(n_tile, META.Q_STAGES)
+        q_slot = CONSUMER + pipeline.index(q_stage) * META.CONSUMERS
+        mbarrier.wait(barriers.q_full.index(q_slot), pipeline.phase(q_stage))
         if META.SKIPS:
             n_block = skip_blocks(skipped, n_block, barriers, CONSUMER, META)
         same = Invariants(

@@ -22,6 +22,7 @@ from flexattn.kernels_triton.common.preprocess import tiled_statistics
 from flexattn.kernels_triton.common.problem import Backward, Problem
 from flexattn.kernels_triton.common.tile_schedule import zero_padding
 from flexattn.kernels_triton.common.tiles import split_head_dim
+from flexattn.kernels_triton.gluon import pipeline
 from flexattn.kernels_triton.gluon.backward_blocks import (
     Block,
     backward_work,
@@ -53,7 +54,7 @@ from flexattn.kernels_triton.gluon.pairs import (
     pair_descriptor,
     store_pair,
 )
-from flexattn.kernels_triton.gluon.pipeline import allocate_barriers, wait_empty
+from flexattn.kernels_triton.gluon.pipeline import Stage, allocate_barriers
 from flexattn.kernels_triton.gluon.query_walk import first_queries, next_queries
 from flexattn.kernels_triton.hopper.backward_launch import Stages, backward_meta, shared_arguments
 from flexattn.kernels_triton.hopper.conditions import backward_slower
@@ -150,17 +151,19 @@ def _dq_load(buffers: DqBuffers, block: Block, args: DqArguments, origins: DqOri
         row = key_block(n_block, block.block_range, META)[0]
         descale_k = _clipped_descale(args.descales.k, b, h_kv, row, len_kv)
         descale_v = _clipped_descale(args.descales.v, b, h_kv, row, len_kv)
-        stage = n_block % META.STAGES_SCORES
-        full = barriers.full8.index(stage)
-        wait_empty(barriers.empty8, n_block, META.STAGES_SCORES)
-        write_factors(tiles.factors, stage, s_factor * descale_k, dp_factor * descale_v)
+        stage8 = Stage(n_block, META.STAGES_SCORES)
+        index8 = pipeline.index(stage8)
+        full = barriers.full8.index(index8)
+        pipeline.wait_empty(barriers.empty8, stage8)
+        write_factors(tiles.factors, index8, s_factor * descale_k, dp_factor * descale_v)
         mbarrier.expect(full, K_BYTES + descriptors.v.block_type.nbytes)
-        load_pair(descriptors.k, origins.k, len_kv, row, full, tiles.k, stage, META)
-        load_rows(descriptors.v, origins.v.token, len_kv, row, origins.v.head, 0, full, tiles.v.index(stage))
-        stage = n_block % META.STAGES_DS
-        wait_empty(barriers.empty16, n_block, META.STAGES_DS)
-        mbarrier.expect(barriers.full16.index(stage), K16_BYTES)
-        load_pair(descriptors.k16, origins.k16, len_kv, row, barriers.full16.index(stage), tiles.k16, stage, META)
+        load_pair(descriptors.k, origins.k, len_kv, row, full, tiles.k, index8, META)
+        load_rows(descriptors.v, origins.v.token, len_kv, row, origins.v.head, 0, full, tiles.v.index(index8))
+        stage16 = Stage(n_block, META.STAGES_DS)
+        index16 = pipeline.index(stage16)
+        pipeline.wait_empty(barriers.empty16, stage16)
+        mbarrier.expect(barriers.full16.index(index16), K16_BYTES)
+        load_pair(descriptors.k16, origins.k16, len_kv, row, barriers.full16.index(index16), tiles.k16, index16, META)
     mbarrier.wait(barriers.dq_full.index(0), 0)
     if args.dq32.ptr is None:
         for consumer in gl.static_range(2):
@@ -274,20 +277,22 @@ def _dkdv_load(buffers: DkdvBuffers, block: Block, args: DkdvArguments, origins:
         row = query_block(position.n, block.block_range, META)[0]
         descale_q = _clipped_descale(args.descales.q, b, h + position.head, row, len_q)
         descale_dout = _clipped_descale(args.descales.dout, b, h + position.head, row, len_q)
-        stage = m_block % META.STAGES_SCORES
-        full = barriers.full8.index(stage)
-        wait_empty(barriers.empty8, m_block, META.STAGES_SCORES)
-        write_factors(tiles.factors, stage, s_factor * descale_q, dp_factor * descale_dout)
+        stage8 = Stage(m_block, META.STAGES_SCORES)
+        index8 = pipeline.index(stage8)
+        full = barriers.full8.index(index8)
+        pipeline.wait_empty(barriers.empty8, stage8)
+        write_factors(tiles.factors, index8, s_factor * descale_q, dp_factor * descale_dout)
         mbarrier.expect(full, BYTES)
-        load_pair(descriptors.q, origin_of_head(origins.q, position.head), len_q, row, full, tiles.q, stage, META)
+        load_pair(descriptors.q, origin_of_head(origins.q, position.head), len_q, row, full, tiles.q, index8, META)
         load_rows(
-            descriptors.dout, origins.dout.token, len_q, row, origins.dout.head + position.head, 0, full, tiles.dout.index(stage)
+            descriptors.dout, origins.dout.token, len_q, row, origins.dout.head + position.head, 0, full, tiles.dout.index(index8)
         )
         head_statistics = block.first_statistics + position.head * args.tiles_of_statistics
-        load_statistics(descriptors.statistics, head_statistics, row, len_q, full, tiles.statistics.index(stage), META)
-        stage = m_block % META.STAGES_P
-        full = barriers.full16.index(stage)
-        wait_empty(barriers.empty16, m_block, META.STAGES_P)
+        load_statistics(descriptors.statistics, head_statistics, row, len_q, full, tiles.statistics.index(index8), META)
+        stage16 = Stage(m_block, META.STAGES_P)
+        index16 = pipeline.index(stage16)
+        full = barriers.full16.index(index16)
+        pipeline.wait_empty(barriers.empty16, stage16)
         mbarrier.expect(full, descriptors.dout16.block_type.nbytes + (0 if META.SPLITS_COLUMNS else Q16_BYTES))
         load_rows(
             descriptors.dout16,
@@ -297,14 +302,15 @@ def _dkdv_load(buffers: DkdvBuffers, block: Block, args: DkdvArguments, origins:
             origins.dout16.head + position.head,
             0,
             full,
-            tiles.dout16.index(stage),
+            tiles.dout16.index(index16),
         )
         if META.SPLITS_COLUMNS:
-            stage = m_block % META.STAGES_DS
-            full = barriers.q16_full.index(stage)
-            wait_empty(barriers.q16_empty, m_block, META.STAGES_DS)
+            stage16 = Stage(m_block, META.STAGES_DS)
+            index16 = pipeline.index(stage16)
+            full = barriers.q16_full.index(index16)
+            pipeline.wait_empty(barriers.q16_empty, stage16)
             mbarrier.expect(full, Q16_BYTES)
-        load_pair(descriptors.q16, origin_of_head(origins.q16, position.head), len_q, row, full, tiles.q16, stage, META)
+        load_pair(descriptors.q16, origin_of_head(origins.q16, position.head), len_q, row, full, tiles.q16, index16, META)
         position = next_queries(position, block, args.work)
     mbarrier.wait(barriers.dkdv_full.index(0), 0)
     if args.dk32.ptr is None:

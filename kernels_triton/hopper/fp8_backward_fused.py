@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from flexattn.kernels_triton.common.exponents import LOG2E
 from flexattn.kernels_triton.common.problem import Backward, Problem
 from flexattn.kernels_triton.common.tiles import NEVER
+from flexattn.kernels_triton.gluon import pipeline
 from flexattn.kernels_triton.gluon.backward_blocks import Block, find_key_block, key_block, key_block_of_program
 from flexattn.kernels_triton.gluon.block_ranges import query_block
 from flexattn.kernels_triton.gluon.conditions import KEYS, unsupported_block_mask
@@ -27,7 +28,7 @@ from flexattn.kernels_triton.gluon.fused_arguments import Begun, FusedArguments,
 from flexattn.kernels_triton.gluon.fused_launch import finish_fused
 from flexattn.kernels_triton.gluon.operands import ROWS, allocate_tiles
 from flexattn.kernels_triton.gluon.pairs import Origin, origin_of
-from flexattn.kernels_triton.gluon.pipeline import STAGES, allocate_barriers, allocate_tile_slots, wait_empty, wait_full
+from flexattn.kernels_triton.gluon.pipeline import STAGES, Stage, allocate_barriers, allocate_tile_slots
 from flexattn.kernels_triton.gluon.query_walk import first_queries, next_queries
 from flexattn.kernels_triton.gluon.tile_scheduler import broadcast_end, broadcast_tile, num_work_tiles
 from flexattn.kernels_triton.hopper.conditions import fused_slower
@@ -108,7 +109,7 @@ def _store_gradients(args: FusedArguments, tiles: FusedTiles, barriers: FusedBar
     descriptors, steps, sequence = args.descriptors, args.steps, block.sequence
     dk = origin_of(steps.dk, sequence.start_kv, block.h_kv, block.b)
     dv = origin_of(steps.dv, sequence.start_kv, block.h_kv, block.b)
-    wait_full(barriers.dkdv_full, n_tile, 1)
+    pipeline.wait_full(barriers.dkdv_full, Stage(n_tile, 1))
     if args.dk32.ptr is None:
         for part in gl.static_range(2):
             row = block.first_row + part * ROWS
@@ -150,33 +151,34 @@ def _load_block(
     position = first_queries(block, args.work)
     for m_block in range(iterations):  # counts the blocks of all query heads
         row = query_block(position.n, block.block_range, META)[0]
-        stage = (begun.iterations + m_block) % STAGES
+        stage = Stage(begun.iterations + m_block, STAGES)
+        index = pipeline.index(stage)
         scale_row = gl.minimum(row, len_q - 1)
         descale_q = load_descale(args.descales.q, b, h + position.head, scale_row)
         descale_dout = load_descale(args.descales.dout, b, h + position.head, scale_row)
-        full = barriers.q_full.index(stage)
-        wait_empty(barriers.q_empty, begun.iterations + m_block, STAGES)
-        write_factors(tiles.factors, stage, s_factor * descale_q, dp_factor * descale_dout)
+        full = barriers.q_full.index(index)
+        pipeline.wait_empty(barriers.q_empty, stage)
+        write_factors(tiles.factors, index, s_factor * descale_q, dp_factor * descale_dout)
         if META.NUMBERS == 0 or m_block > 0:
             mbarrier.expect(full, Q_BYTES)
         else:
             mbarrier.expect(full, Q_BYTES + KV_BYTES)
-        load_rows(descriptors.q, origins.q.token, len_q, row, origins.q.head + position.head, 0, full, tiles.q.index(stage))
+        load_rows(descriptors.q, origins.q.token, len_q, row, origins.q.head + position.head, 0, full, tiles.q.index(index))
         head_statistics = block.first_statistics + position.head * args.tiles_of_statistics
-        load_statistics(descriptors.statistics, head_statistics, row, len_q, full, tiles.statistics.index(stage), META)
+        load_statistics(descriptors.statistics, head_statistics, row, len_q, full, tiles.statistics.index(index), META)
         if META.NUMBERS > 0:  # noqa: SIM102
             if m_block == 0:
                 # The last q of the previous block has been read, and its k and v.
-                wait_empty(barriers.q_empty, begun.iterations + 1, STAGES)
+                pipeline.wait_empty(barriers.q_empty, Stage(begun.iterations + 1, STAGES))
                 _load_half(descriptors.k, origins.k, block, full, tiles.k)
                 _load_half(descriptors.v, origins.v, block, full, tiles.v)
-        full = barriers.dout_full.index(stage)
+        full = barriers.dout_full.index(index)
         if META.NUMBERS == 0 or m_block > 0:
             mbarrier.expect(full, DOUT_BYTES)
         load_rows(
-            descriptors.dout, origins.dout.token, len_q, row, origins.dout.head + position.head, 0, full, tiles.dout.index(stage)
+            descriptors.dout, origins.dout.token, len_q, row, origins.dout.head + position.head, 0, full, tiles.dout.index(index)
         )
-        load_rows(descriptors.q16, origins.q16.token, len_q, row, origins.q16.head + position.head, 0, full, tiles.q16.index(stage))
+        load_rows(descriptors.q16, origins.q16.token, len_q, row, origins.q16.head + position.head, 0, full, tiles.q16.index(index))
         if META.NUMBERS > 0:  # noqa: SIM102
             if m_block == 0:
                 if begun.blocks > 0:
@@ -191,7 +193,7 @@ def _load_block(
             origins.dout16.head + position.head,
             0,
             full,
-            tiles.dout16.index(stage),
+            tiles.dout16.index(index),
         )
         position = next_queries(position, block, args.work)
 

@@ -30,6 +30,7 @@ from flexattn.kernels_triton.common.problem import Problem, with_features
 from flexattn.kernels_triton.common.scores import logits
 from flexattn.kernels_triton.common.tile_schedule import zero_padding
 from flexattn.kernels_triton.common.tiles import HOPPER_FLOPS, split_head_dim
+from flexattn.kernels_triton.gluon import pipeline
 from flexattn.kernels_triton.gluon.block_ranges import blocks_of_consumer, blocks_of_keys, key_block
 from flexattn.kernels_triton.gluon.conditions import unsupported_block_mask
 from flexattn.kernels_triton.gluon.descriptors import FP8_DTYPES, Step, descriptor_error, ragged_descriptor, step_of, store_rows
@@ -37,14 +38,7 @@ from flexattn.kernels_triton.gluon.forward_loader import LoadedRows, load_keys, 
 from flexattn.kernels_triton.gluon.masking import SequenceBand, apply_mask_mod, band_of_sequence, mask_keys
 from flexattn.kernels_triton.gluon.operands import ROWS, keep_pairs
 from flexattn.kernels_triton.gluon.pairs import Pair, allocate_pair, allocate_tiles, origin_of, pair_descriptor
-from flexattn.kernels_triton.gluon.pipeline import (
-    ForwardBarriers,
-    allocate_forward_barriers,
-    release,
-    skip_blocks,
-    wait_empty,
-    wait_full,
-)
+from flexattn.kernels_triton.gluon.pipeline import ForwardBarriers, Stage, allocate_forward_barriers, skip_blocks
 from flexattn.kernels_triton.gluon.tile_scheduler import (
     Work,
     broadcast_end,
@@ -250,13 +244,14 @@ def _load_partition(buffers: Buffers, args: Arguments, META: gl.constexpr):
         load_queries(descriptors.q, tiles.q, queries, n_tile, barriers, META)
         for n in range(num_blocks):
             row = key_block(num_blocks - 1 - n, block_range, META)[0]
-            stage = n_block % STAGES
+            stage = Stage(n_block, STAGES)
+            index = pipeline.index(stage)
             origin = origin_of(steps.k, sequence.start_kv, h_kv, b)
             load_keys(descriptors.k, tiles.k, LoadedRows(origin=origin, first=row, length=len_kv), n_block, barriers, META)
-            wait_empty(barriers.v_empty, n_block, STAGES)
-            mbarrier.expect(barriers.v_full.index(stage), descriptors.v.block_type.nbytes)
+            pipeline.wait_empty(barriers.v_empty, stage)
+            mbarrier.expect(barriers.v_full.index(index), descriptors.v.block_type.nbytes)
             place = [v_block + row // BLOCK, 0, row % BLOCK]
-            load_tile(descriptors.v, place, barriers.v_full.index(stage), tiles.v.index(stage))
+            load_tile(descriptors.v, place, barriers.v_full.index(index), tiles.v.index(index))
             n_block += 1
         # After the loads of this tile: no other program takes a tile that a program has drawn, however long that is busy.
         t = gl.atomic_add(work.table_ptr, 1, sem="relaxed") + gl.num_programs(0)
@@ -370,7 +365,8 @@ def _attend(
     ONE_BY_ONE: gl.constexpr = _COPIES and META.PARTS == 1 and V0 > 64
     block_columns = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, same.zeros.type.layout))
     for iteration in range(begin, end):
-        stage = n_block % META.STAGES
+        stage = Stage(n_block, META.STAGES)
+        index = pipeline.index(stage)
         column, is_full = key_block(same.num_blocks - 1 - iteration, same.block_range, META)
         ratio = 1.0
         if META.K_BLOCKWISE:
@@ -379,10 +375,10 @@ def _attend(
             next_descale_v = load_descale(same.descales.v, same.head.b, same.h_kv, column)
             ratio = descale_v / next_descale_v
             descale_v = next_descale_v
-        wait_full(barriers.k_full, n_block, META.STAGES)
-        product = score_product(tiles.q, same.q_slot, tiles.k, stage, same.zeros, BLOCK_N, META)
+        pipeline.wait_full(barriers.k_full, stage)
+        product = score_product(tiles.q, same.q_slot, tiles.k, index, same.zeros, BLOCK_N, META)
         qk = warpgroup_mma_wait(0, deps=[product])
-        release(barriers.k_empty, n_block, META.STAGES)
+        pipeline.release(barriers.k_empty, stage)
         columns = column + block_columns
         scored = _logits(qk, columns, descale, same, MODS, META)
         s = scored.s
@@ -394,8 +390,8 @@ def _attend(
         correction_of_sums = gl.convert_layout(weights.correction, gl.SliceLayout(1, row_sum.type.layout))
         correction = gl.convert_layout(weights.correction * ratio, gl.SliceLayout(1, OUT))
         p = unpack_quads(weights.quads, ROWS, BLOCK_N, P, DTYPE)
-        wait_full(barriers.v_full, n_block, META.STAGES)
-        v = tiles.v.index(stage).reshape([META.PARTS * V0, BLOCK_N])
+        pipeline.wait_full(barriers.v_full, stage)
+        v = tiles.v.index(index).reshape([META.PARTS * V0, BLOCK_N])
         if ONE_BY_ONE:
             sum_of_p = warpgroup_mma_wait(0, deps=[_multiply_ones(p, tiles, same)])
         sum_of_v = warpgroup_mma(p, v.slice(0, V0, 0).permute([1, 0]), same.no_sum, use_acc=False, is_async=True)
@@ -412,7 +408,7 @@ def _attend(
             sum_of_v = warpgroup_mma(p, v.slice(V0, V0, 0).permute([1, 0]), sum_here, use_acc=False, is_async=True)
             sum_here = warpgroup_mma_wait(0, deps=[sum_of_v])
         keep_pairs(weights.quads)
-        release(barriers.v_empty, n_block, META.STAGES)
+        pipeline.release(barriers.v_empty, stage)
         if META.PARTS == 2:
             acc1 = acc1 * correction[:, None] + sum_here
             compute_here(acc1)
@@ -489,8 +485,9 @@ def _compute_partition(buffers: Buffers, args: Arguments, CONSUMER: gl.constexpr
                 factor = exponent_factor(row_max)
                 sink_weight = gl.exp2(gl.fma(row_max, factor, -scaled_row_max(row_max, factor, P_SHIFT)))
             row_sum = row_sum + gl.convert_layout(sink_weight, gl.SliceLayout(1, row_sum.type.layout))[:, None]
-        q_slot = CONSUMER + n_tile % META.Q_STAGES * META.CONSUMERS
-        mbarrier.wait(barriers.q_full.index(q_slot), (n_tile // META.Q_STAGES) & 1)
+        q_stage = Stage(n_tile, META.Q_STAGES)
+        q_slot = CONSUMER + pipeline.index(q_stage) * META.CONSUMERS
+        mbarrier.wait(barriers.q_full.index(q_slot), pipeline.phase(q_stage))
         acc = gl.zeros([ROWS, V0], gl.float32, layout=OUT)
         acc1 = gl.zeros([ROWS, V0], gl.float32, layout=OUT)
         if META.SKIPS:

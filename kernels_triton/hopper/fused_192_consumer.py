@@ -13,6 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
+from flexattn.kernels_triton.gluon import pipeline
 from flexattn.kernels_triton.gluon.backward_blocks import (
     Block,
     ScorePlace,
@@ -35,7 +36,7 @@ from flexattn.kernels_triton.gluon.dq_sums import DqRing, in_order_of_sums, plac
 from flexattn.kernels_triton.gluon.fp32_gradients import store_key_gradient
 from flexattn.kernels_triton.gluon.masking import cuts_block, first_uncut_query
 from flexattn.kernels_triton.gluon.operands import ROWS, opaque_zero
-from flexattn.kernels_triton.gluon.pipeline import release, wait_empty, wait_full
+from flexattn.kernels_triton.gluon.pipeline import Stage
 from flexattn.kernels_triton.gluon.query_walk import first_queries, next_queries
 from flexattn.kernels_triton.hopper.dkdv_loader import DkdvBarriers, DkdvTiles
 from flexattn.kernels_triton.hopper.fp8 import product_logits
@@ -77,7 +78,7 @@ def _dq_product(tiles: Fused192Tiles, buffer, IS_FIRST: gl.constexpr, CONSUMER: 
 def _hand_over_dq(dq, ring: DqRing, n, CONSUMER: gl.constexpr):
     # n: the part's number, of all parts of a program
     COLUMNS: gl.constexpr = dq.shape[1]
-    wait_empty(ring.empty, n, 1)
+    pipeline.wait_empty(ring.empty, Stage(n, 1))
     ring.tiles.index(CONSUMER).slice(0, COLUMNS, 1).store(in_order_of_sums(dq))
     fence_async_shared()
     mbarrier.arrive(ring.full.index(0), count=1)
@@ -91,7 +92,7 @@ def add_dq_192(args, sums, ring: DqRing, block: Block, META: gl.constexpr):
         row = query_block(position.n, block.block_range, META)[0]
         sums_row = place_of_sums(row, position.head, args, block, META)
         for part in gl.static_range(2):
-            wait_full(ring.full, 2 * m_block + part, 1)
+            pipeline.wait_full(ring.full, Stage(2 * m_block + part, 1))
             for consumer in gl.static_range(2):
                 if part == 0:
                     tile = ring.tiles.index(consumer).slice(0, NARROW, 1)
@@ -99,7 +100,7 @@ def add_dq_192(args, sums, ring: DqRing, block: Block, META: gl.constexpr):
                 else:
                     reduce_add(sums.wide, [sums_row, consumer * META.QK0], ring.tiles.index(consumer))
             tma.store_wait(0)  # the engine has read the tiles
-            release(ring.empty, 2 * m_block + part, 1)
+            pipeline.release(ring.empty, Stage(2 * m_block + part, 1))
         position = next_queries(position, block, args.work)
 
 
@@ -151,18 +152,19 @@ def consume_fused_192(
         row, is_full = query_block(position.n, block.block_range, META)
         is_cut = cuts_block(row, n_start, uncut_from, block.band, META)
         k_slot = CONSUMER + opaque_zero(m_block)
-        stage = m_block % META.STAGES_SCORES
+        q_stage = Stage(m_block, META.STAGES_SCORES)
+        index = pipeline.index(q_stage)
         current = (m_block & 1) * 2
         last = ((m_block + 1) & 1) * 2
         has_next = m_block + 1 < iterations  # whether a next iteration exists
         consumer_v = loaded.v.index(k_slot).reshape([ROWS, V0])
-        q_tile = loaded.q.first.index(stage).reshape([BLOCK_M, QK0])
-        q1_tile = loaded.q.second.index(stage).reshape([BLOCK_M, QK1])
-        dout_tile = loaded.dout.index(stage).reshape([BLOCK_M, V0])
-        statistics = loaded.statistics.index(stage)
-        wait_full(barriers.q_full, m_block, META.STAGES_SCORES)
-        kq = score_product(loaded.k, k_slot, loaded.q, stage, zeros, BLOCK_M, META)
-        wait_full(barriers.dout_full, m_block, META.STAGES_DP)
+        q_tile = loaded.q.first.index(index).reshape([BLOCK_M, QK0])
+        q1_tile = loaded.q.second.index(index).reshape([BLOCK_M, QK1])
+        dout_tile = loaded.dout.index(index).reshape([BLOCK_M, V0])
+        statistics = loaded.statistics.index(index)
+        pipeline.wait_full(barriers.q_full, q_stage)
+        kq = score_product(loaded.k, k_slot, loaded.q, index, zeros, BLOCK_M, META)
+        pipeline.wait_full(barriers.dout_full, Stage(m_block, META.STAGES_DP))
         dp = warpgroup_mma(consumer_v, dout_tile.slice(0, HALF, 0).permute([1, 0]), half_zeros, use_acc=False, is_async=True)
         kq = warpgroup_mma_wait(1, deps=[kq])
         head = head_at(position, values, block, scores, META)
@@ -201,7 +203,7 @@ def consume_fused_192(
         named_barrier_arrive_at(WRITTEN + CONSUMER + current, BOTH)
         sum_of_k = _dq_product(tiles, last, False, CONSUMER, META)
         dv, p16, dk, dk1, ds16 = warpgroup_mma_wait(2, deps=[sum_of_dout, p16, sum_of_q, sum_of_q1, ds16])
-        release(barriers.q_empty, m_block, META.STAGES_SCORES)
+        pipeline.release(barriers.q_empty, q_stage)
         dq = warpgroup_mma_wait(0, deps=[sum_of_k])
         if has_next:
             named_barrier_arrive_at(READ + CONSUMER + last, BOTH)

@@ -7,6 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from flexattn.kernels_triton.common.scores import through_mods
+from flexattn.kernels_triton.gluon import pipeline
 from flexattn.kernels_triton.gluon.backward_blocks import (
     Block,
     ScorePlace,
@@ -34,19 +35,19 @@ from flexattn.kernels_triton.gluon.fp32_gradients import store_key_gradient
 from flexattn.kernels_triton.gluon.fused_arguments import Begun, FusedArguments, FusedBarriers, FusedTiles
 from flexattn.kernels_triton.gluon.masking import cuts_block, first_uncut_query
 from flexattn.kernels_triton.gluon.operands import ROWS, opaque_zero
-from flexattn.kernels_triton.gluon.pipeline import STAGES, release
+from flexattn.kernels_triton.gluon.pipeline import STAGES, Stage
 from flexattn.kernels_triton.gluon.tile_scheduler import receive_tile
 from flexattn.kernels_triton.hopper.fp8 import dp_factor_of, product_logits, score_factor
 from flexattn.kernels_triton.hopper.products import dq_product
 
 
 @gluon.jit
-def _begin_scores(tiles: FusedTiles, consumer_k, barriers: FusedBarriers, stage, phase, has_next, META: gl.constexpr):
+def _begin_scores(tiles: FusedTiles, consumer_k, barriers: FusedBarriers, index, phase, has_next, META: gl.constexpr):
     # Issues the scores of the q in a stage, transposed, without a wait for them.
     BLOCK_M: gl.constexpr = META.BLOCK_M
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 32 if META.IS_FP8 else 16])
-    mbarrier.wait(barriers.q_full.index(stage), phase, pred=has_next)
-    q = tiles.q.index(stage).reshape([BLOCK_M, META.DIM])
+    mbarrier.wait(barriers.q_full.index(index), phase, pred=has_next)
+    q = tiles.q.index(index).reshape([BLOCK_M, META.DIM])
     zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, layout=SCORES)
     return warpgroup_mma(consumer_k, q.permute([1, 0]), zeros, use_acc=False, is_async=True)
 
@@ -103,8 +104,8 @@ def _consume_block(
     uncut_from = first_uncut_query(n_start, ROWS, band, META)
     draws = dropout_state(args.dropout, block.first_head, META)
     iterations = block.num_blocks * group_size
-    k_tile = 2 * (begun.blocks % META.K_STAGES)
-    v_tile = 2 * (begun.blocks % META.V_STAGES)
+    k_tile = 2 * pipeline.index(Stage(begun.blocks, META.K_STAGES))
+    v_tile = 2 * pipeline.index(Stage(begun.blocks, META.V_STAGES))
     # Simulates an iteration before the first, whose ds is 0.
     tiles.ds.index(2 + CONSUMER).store(zeros.to(DTYPE))
     fence_async_shared()
@@ -117,26 +118,28 @@ def _consume_block(
     if META.IS_AHEAD:  # noqa: SIM102  # the first condition is known at compile time, the second at run time
         if iterations > 0:
             consumer_k = tiles.k.index(k_tile + opaque_zero(iterations) + CONSUMER).reshape([ROWS, DIM])
-            stage = begun.iterations % STAGES
-            phase = (begun.iterations // STAGES) & 1
-            first_scores = _begin_scores(tiles, consumer_k, barriers, stage, phase, iterations > 0, META)
+            stage = Stage(begun.iterations, STAGES)
+            index = pipeline.index(stage)
+            phase = pipeline.phase(stage)
+            first_scores = _begin_scores(tiles, consumer_k, barriers, index, phase, iterations > 0, META)
             kq = warpgroup_mma_wait(0, deps=[first_scores])
     for m_block in range(iterations):  # counts the blocks of all query heads
         row, is_full = query_block(position.n, block.block_range, META)
         columns = row + block_columns
         zero = opaque_zero(m_block)
         n = begun.iterations + m_block
-        stage = n % STAGES
-        phase = (n // STAGES) & 1
+        stage = Stage(n, STAGES)
+        index = pipeline.index(stage)
+        phase = pipeline.phase(stage)
         current = (m_block & 1) * 2
         last = ((m_block + 1) & 1) * 2
-        dout = tiles.dout.index(stage).reshape([BLOCK_M, DIM])
+        dout = tiles.dout.index(index).reshape([BLOCK_M, DIM])
         consumer_k = tiles.k.index(k_tile + zero + CONSUMER).reshape([ROWS, DIM])
         consumer_v = tiles.v.index(v_tile + zero + CONSUMER).reshape([ROWS, DIM])
         if META.DP_FIRST:
             if not META.IS_AHEAD:
-                scores_product = _begin_scores(tiles, consumer_k, barriers, stage, phase, True, META)
-            mbarrier.wait(barriers.dout_full.index(stage), phase)
+                scores_product = _begin_scores(tiles, consumer_k, barriers, index, phase, True, META)
+            mbarrier.wait(barriers.dout_full.index(index), phase)
             dp = warpgroup_mma(consumer_v, dout.permute([1, 0]), zeros, use_acc=False, is_async=True)
             if not META.IS_AHEAD:
                 kq = warpgroup_mma_wait(1, deps=[scores_product])
@@ -148,11 +151,11 @@ def _consume_block(
             named_barrier_sync_at(TURN + CONSUMER + zero, BOTH)
         i, j = columns[None, :], rows[:, None]
         head = head_at(position, values, block, scores, META)
-        s_factor = score_factor(tiles.factors, stage, COLUMNS, META)
+        s_factor = score_factor(tiles.factors, index, COLUMNS, META)
         s, factor, cap_tanh, score = product_logits(kq, i, j, head, scores.scale, s_factor, MODS, META)
         is_cut = cuts_block(row, n_start, uncut_from, band, META)
         place = ScorePlace(rows=rows, columns=columns, row=row, is_cut=is_cut, is_full=is_full)
-        minus_lse = tiles.statistics.index(stage).slice(0, BLOCK_M)
+        minus_lse = tiles.statistics.index(index).slice(0, BLOCK_M)
         p = probabilities(s, factor, place, minus_lse, head, block, MODS, META)
         p16 = gl.convert_layout(kept(p, drawn, True, META).to(DTYPE), LEFT)
         has_next = m_block + 1 < iterations  # whether a next iteration exists
@@ -163,9 +166,9 @@ def _consume_block(
                 named_barrier_arrive_at(TURN + zero, BOTH)
         if not META.DP_FIRST:
             # Between exp and the wait for dq: ptxas moves a wait for all products to the start of its basic block, which is here.
-            mbarrier.wait(barriers.dout_full.index(stage), phase)
+            mbarrier.wait(barriers.dout_full.index(index), phase)
             dq = warpgroup_mma_wait(0, deps=[sum_of_k])
-        sum_of_dout = warpgroup_mma(p16, dout16_tiles.index(stage).reshape([BLOCK_M, DIM]), dv, is_async=True)
+        sum_of_dout = warpgroup_mma(p16, dout16_tiles.index(index).reshape([BLOCK_M, DIM]), dv, is_async=True)
         if META.DP_FIRST:
             dp = warpgroup_mma_wait(1, deps=[dp])
         else:
@@ -175,13 +178,13 @@ def _consume_block(
             if m_block > 0:
                 hand_over_dq(ring, n - 1, META)
             dv, p16 = warpgroup_mma_wait(1, deps=[sum_of_dout, p16])
-        minus_delta = tiles.statistics.index(stage).slice(BLOCK_M, BLOCK_M).load(COLUMNS)
+        minus_delta = tiles.statistics.index(index).slice(BLOCK_M, BLOCK_M).load(COLUMNS)
         if not META.DP_FIRST:
             dp = warpgroup_mma_wait(0, deps=[dp])
             if META.DOUT_APART:
-                release(barriers.dout_empty, n, STAGES)
+                pipeline.release(barriers.dout_empty, stage)
         if META.IS_FP8:
-            dp = dp * dp_factor_of(tiles.factors, stage, COLUMNS, META)
+            dp = dp * dp_factor_of(tiles.factors, index, COLUMNS, META)
         dlogit = p * (kept_gradient(dp, drawn, draws, True, META) + minus_delta[None, :])
         dscore = through_mods(dlogit, cap_tanh, score, i, j, head, MODS, META)
         ds = dscore.to(DTYPE)
@@ -192,29 +195,30 @@ def _consume_block(
         if META.DP_FIRST and not META.DV_WITH_DK:
             dv, p16 = warpgroup_mma_wait(0, deps=[sum_of_dout, p16])
             if META.DOUT_APART:
-                release(barriers.dout_empty, n, STAGES)
-        sum_of_q = warpgroup_mma(ds16, q16_tiles.index(stage).reshape([BLOCK_M, DIM]), dk, is_async=True)
+                pipeline.release(barriers.dout_empty, stage)
+        sum_of_q = warpgroup_mma(ds16, q16_tiles.index(index).reshape([BLOCK_M, DIM]), dk, is_async=True)
         fence_async_shared()  # during the product
         named_barrier_arrive_at(WRITTEN + CONSUMER + current, BOTH)
         if META.DP_FIRST:
             named_barrier_sync_at(WRITTEN + 1 - CONSUMER + last, BOTH)
             sum_of_k = dq_product(tiles.ds, k16_tiles, last, k_tile + zero, CONSUMER, META)
         if META.IS_AHEAD:  # the last iteration repeats its own scores, without use
-            next_stage = gl.where(has_next, (n + 1) % STAGES, stage)
-            next_phase = ((n + 1) // STAGES) & 1
-            next_scores = _begin_scores(tiles, consumer_k, barriers, next_stage, next_phase, has_next, META)
+            next_stage = Stage(n + 1, STAGES)
+            next_index = gl.where(has_next, pipeline.index(next_stage), index)
+            next_phase = pipeline.phase(next_stage)
+            next_scores = _begin_scores(tiles, consumer_k, barriers, next_index, next_phase, has_next, META)
         SCORES_IN_FLIGHT: gl.constexpr = 1 if META.IS_AHEAD else 0
         DQ_IN_FLIGHT: gl.constexpr = 2 if META.DP_FIRST else 0  # one product with each warpgroup's keys
         if META.DP_FIRST and META.DV_WITH_DK:
             dv, p16, dk, ds16 = warpgroup_mma_wait(DQ_IN_FLIGHT + SCORES_IN_FLIGHT, deps=[sum_of_dout, p16, sum_of_q, ds16])
             if META.DOUT_APART:
-                release(barriers.dout_empty, n, STAGES)
+                pipeline.release(barriers.dout_empty, stage)
         else:
             dk, ds16 = warpgroup_mma_wait(DQ_IN_FLIGHT + SCORES_IN_FLIGHT, deps=[sum_of_q, ds16])
         if META.IS_AHEAD and META.NUMBERS > 0:  # the last iteration's unused read must end before q is overwritten
-            mbarrier.arrive(barriers.q_empty.index(stage), count=1, pred=has_next)
+            mbarrier.arrive(barriers.q_empty.index(index), count=1, pred=has_next)
         else:
-            release(barriers.q_empty, n, STAGES)
+            pipeline.release(barriers.q_empty, stage)
         if META.DP_FIRST:
             dq = warpgroup_mma_wait(SCORES_IN_FLIGHT, deps=[sum_of_k])
             if has_next:
@@ -228,7 +232,7 @@ def _consume_block(
     n = begun.iterations + iterations - 1
     if META.IS_AHEAD and META.NUMBERS > 0:  # noqa: SIM102
         if iterations > 0:
-            release(barriers.q_empty, n, STAGES)
+            pipeline.release(barriers.q_empty, Stage(n, STAGES))
     last = ((iterations + 1) & 1) * 2
     named_barrier_sync_at(WRITTEN + 1 - CONSUMER + last, BOTH)
     if iterations > 0:
@@ -248,7 +252,7 @@ def _consume_block(
         else:
             tiles.v.index(v_tile + CONSUMER).reshape([ROWS, DIM]).store(scaled(dv, draws, META).to(DTYPE))
     fence_async_shared()
-    release(barriers.dkdv_full, begun.blocks, META.K_STAGES)
+    pipeline.release(barriers.dkdv_full, Stage(begun.blocks, META.K_STAGES))
 
 
 @gluon.jit

@@ -22,6 +22,7 @@ from flexattn.kernels_triton.common.split_kv import BY_LENGTHS, Parts, combine_s
 from flexattn.kernels_triton.common.split_plan import PlannedTile, combine_pieces, make_plan
 from flexattn.kernels_triton.common.tile_schedule import zero_padding
 from flexattn.kernels_triton.common.tiles import HopperTile, slots_of_heads
+from flexattn.kernels_triton.gluon import pipeline
 from flexattn.kernels_triton.gluon.block_ranges import key_block
 from flexattn.kernels_triton.gluon.conditions import heads_of_a_tile
 from flexattn.kernels_triton.gluon.descriptors import ragged_descriptor, step_of
@@ -55,7 +56,7 @@ from flexattn.kernels_triton.gluon.forward_rows import (
 from flexattn.kernels_triton.gluon.forward_work import ReceivedTile, received_tile
 from flexattn.kernels_triton.gluon.operands import ROWS, allocate_blocks, keep_pairs, unpack_pairs
 from flexattn.kernels_triton.gluon.pairs import allocate_key_pair, allocate_pair, pair_descriptor
-from flexattn.kernels_triton.gluon.pipeline import ForwardBarriers, allocate_barriers, release, wait_empty, wait_full
+from flexattn.kernels_triton.gluon.pipeline import ForwardBarriers, Stage, allocate_barriers
 from flexattn.kernels_triton.gluon.softmax import rescaled, softmax, sums_of_threads
 from flexattn.kernels_triton.gluon.tile_scheduler import forward_work, receive_tile
 from flexattn.kernels_triton.hopper.conditions import wide_tile
@@ -130,38 +131,39 @@ def _left_partition(args: Arguments, buffers: Buffers, exchange: Exchange, MODS:
         if META.HAS_SINK:
             row_max, row_sum = sums_with_sink(row_max, row_sum, sink_of_rows(tile, h_of_rows, args, META))
         acc = gl.zeros([ROWS, HALF], gl.float32, layout=OUT)
-        wait_full(barriers.q_full, n_tile, 1)
+        pipeline.wait_full(barriers.q_full, Stage(n_tile, 1))
         for iteration in range(received.num_blocks):
             column, is_full = key_block(same.num_blocks - 1 - iteration, same.block_range, META)
-            wait_full(barriers.k_full, n_block, STAGES)
-            product = score_product(tiles.q, 0, tiles.k, n_block % STAGES, zeros, BLOCK_N, META)
+            stage = Stage(n_block, STAGES)
+            pipeline.wait_full(barriers.k_full, stage)
+            product = score_product(tiles.q, 0, tiles.k, pipeline.index(stage), zeros, BLOCK_N, META)
             drawn = drawn_weights(draws, same.b_h, same.m_start, column, BLOCK_N, False, META, META.GROUP)
             qk = warpgroup_mma_wait(0, deps=[product])
             if not META.IS_LATENT:
-                release(barriers.k_empty, n_block, STAGES)
+                pipeline.release(barriers.k_empty, stage)
             s, factor = visible_scores(qk, column, is_full, same, True, MODS, META)
             weights, row_max, row_sum, correction = softmax(s, row_max, row_sum, factor, drawn, DTYPE, META)
             p = unpack_pairs(weights, ROWS, BLOCK_N, P, DTYPE)
-            wait_empty(exchange.empty, n_exchange, 1)
+            pipeline.wait_empty(exchange.empty, Stage(n_exchange, 1))
             exchange.p.store(p)
             exchange.factor.store(correction)
             fence_async_shared()
             mbarrier.arrive(exchange.full.index(0), count=1)
             acc = rescaled(acc, correction, META)
             if not META.IS_LATENT:
-                wait_full(barriers.v_full, n_block, STAGES)
-            v = tiles.v.index(n_block % STAGES).reshape([BLOCK_N, V0]).slice(0, HALF, 1)
+                pipeline.wait_full(barriers.v_full, stage)
+            v = tiles.v.index(pipeline.index(stage)).reshape([BLOCK_N, V0]).slice(0, HALF, 1)
             sum_of_v = warpgroup_mma(p, v, acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[sum_of_v])
             keep_pairs(weights)
-            release(barriers.v_empty, n_block, STAGES)
+            pipeline.release(barriers.v_empty, stage)
             n_block += 1
             n_exchange += 1
-        release(barriers.q_empty, n_tile, 1)
+        pipeline.release(barriers.q_empty, Stage(n_tile, 1))
         row_sum = gl.convert_layout(gl.sum(row_sum, 1), ROW_LAYOUT)
         row_sum_or_1 = gl.where(row_sum == 0.0, 1.0, row_sum)  # if a row sees nothing, out is 0 / 1 and lse -inf + 0
         rescale = scaled(1.0 / row_sum_or_1, draws, META)
-        wait_empty(exchange.empty, n_exchange, 1)
+        pipeline.wait_empty(exchange.empty, Stage(n_exchange, 1))
         exchange.factor.store(rescale)
         mbarrier.arrive(exchange.full.index(0), count=1)
         n_exchange += 1
@@ -188,17 +190,18 @@ def _right_partition(args: Arguments, buffers: Buffers, exchange: Exchange, META
         received = received_tile(numbers, args, META)
         acc = gl.zeros([ROWS, HALF], gl.float32, layout=OUT)
         for _ in range(received.num_blocks):
-            wait_full(exchange.full, n_exchange, 1)
+            pipeline.wait_full(exchange.full, Stage(n_exchange, 1))
             acc = rescaled(acc, exchange.factor.load(gl.SliceLayout(1, OUT)), META)
-            wait_full(barriers.v_full, n_block, STAGES)
-            v = tiles.v.index(n_block % STAGES).reshape([BLOCK_N, V0]).slice(HALF, HALF, 1)
+            stage = Stage(n_block, STAGES)
+            pipeline.wait_full(barriers.v_full, stage)
+            v = tiles.v.index(pipeline.index(stage)).reshape([BLOCK_N, V0]).slice(HALF, HALF, 1)
             sum_of_v = warpgroup_mma(exchange.p, v, acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[sum_of_v])
             mbarrier.arrive(exchange.empty.index(0), count=1)
-            release(barriers.v_empty, n_block, STAGES)
+            pipeline.release(barriers.v_empty, stage)
             n_block += 1
             n_exchange += 1
-        wait_full(exchange.full, n_exchange, 1)
+        pipeline.wait_full(exchange.full, Stage(n_exchange, 1))
         rescale = exchange.factor.load(gl.SliceLayout(1, OUT))
         mbarrier.arrive(exchange.empty.index(0), count=1)
         n_exchange += 1
