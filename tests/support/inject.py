@@ -17,6 +17,8 @@ from typing import NamedTuple, TypeVar
 
 from triton.experimental.gluon._runtime import GluonJITFunction
 
+from tests.support import syntax
+
 # Kernels wait and arrive by the pipeline's functions, or by the barrier and its phase.
 _WAITS = ("mbarrier.wait", "wait_full", "wait_empty")
 _SPELLINGS = {"wait": _WAITS, "arrive": ("mbarrier.arrive", "release")}
@@ -116,7 +118,7 @@ def assign(name: str, value: str, *, within: str = "", nth: int | None = None) -
     def change(tree: ast.Module) -> None:
         found = [
             node
-            for function in _functions(tree, within)
+            for function in _scopes(tree, within)
             for node in ast.walk(function)
             if (isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name)
             or (isinstance(node, ast.AugAssign) and ast.unparse(node.target) == name)
@@ -166,14 +168,14 @@ def _shared(part: ModuleType, other: ModuleType) -> list[str]:
     return [name for name in found if vars(part).get(name) is vars(other)[name]]
 
 
-def _functions(tree: ast.Module, within: str) -> list[ast.AST]:
-    found = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == within]
-    assert found or not within, f"there is no function {within}"
-    return [*found] if within else [tree]
+def _scopes(tree: ast.Module, within: str) -> list[syntax.Scope]:
+    found = syntax.scopes(tree, within)
+    assert found, f"there is no function {within}"
+    return found
 
 
 def _find(tree: ast.Module, call: str, within: str, nth: int | None) -> _Place:
-    places = [place for function in _functions(tree, within) for place in _places(function) if _calls(place.statement, call)]
+    places = [place for function in _scopes(tree, within) for place in _places(function) if _calls(place.statement, call)]
     places.sort(key=lambda place: getattr(place.statement, "lineno", 0))
     return _one(places, f"statements with {call}", within, nth)
 
