@@ -17,6 +17,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from triton.experimental.gluon._runtime import GluonJITFunction
 
+from tests.support import syntax
+
 # Kernels wait and arrive by the pipeline's functions, or by the barrier and its phase.
 _WAITS = ("mbarrier.wait", "wait_full", "wait_empty")
 _SPELLINGS = {"wait": _WAITS, "arrive": ("mbarrier.arrive", "release")}
@@ -120,7 +122,7 @@ def assign(name: str, value: str, *, within: str = "", nth: int | None = None) -
     def change(tree: ast.Module) -> None:
         found = [
             node
-            for function in _functions(tree, within)
+            for function in _scopes(tree, within)
             for node in ast.walk(function)
             if (isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name)
             or (isinstance(node, ast.AugAssign) and ast.unparse(node.target) == name)
@@ -169,14 +171,14 @@ def _shared(part: ModuleType, other: ModuleType) -> dict[str, Any]:
     return {name: value for name, value in vars(part).items() if value is other or any(value is function for function in functions)}
 
 
-def _functions(tree: ast.Module, within: str) -> list[ast.AST]:
-    found = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == within]
-    assert found or not within, f"there is no function {within}"
-    return [*found] if within else [tree]
+def _scopes(tree: ast.Module, within: str) -> list[syntax.Scope]:
+    found = syntax.scopes(tree, within)
+    assert found, f"there is no function {within}"
+    return found
 
 
 def _find(tree: ast.Module, call: str, within: str, nth: int | None) -> _Place:
-    places = [place for function in _functions(tree, within) for place in _places(function) if _calls(place.statement, call)]
+    places = [place for function in _scopes(tree, within) for place in _places(function) if _calls(place.statement, call)]
     places.sort(key=lambda place: getattr(place.statement, "lineno", 0))
     return _one(places, f"statements with {call}", within, nth)
 
