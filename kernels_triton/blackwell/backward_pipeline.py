@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flexattn.kernels_triton.blackwell.tensor_memory import BackwardSums
-from flexattn.kernels_triton.common.problem import with_features
+from flexattn.kernels_triton.common.features import with_features
 from flexattn.kernels_triton.gluon.fused_arguments import FusedBarriers, FusedTiles
 from flexattn.kernels_triton.gluon.pipeline import allocate_barriers
 

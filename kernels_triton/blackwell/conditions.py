@@ -16,10 +16,10 @@ from flexattn.kernels_triton.gluon.conditions import (
     backward_unsupported_block_mask,
     unsupported_block_mask,
     unsupported_operands,
+    unsupported_pages,
     unsupported_statistics,
 )
 from flexattn.kernels_triton.gluon.descriptors import descriptor_error
-from flexattn.kernels_triton.gluon.pages import unsupported_pages
 from flexattn.kernels_triton.runtime.launch import capability_of
 
 

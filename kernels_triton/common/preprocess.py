@@ -24,6 +24,7 @@ from flexattn.kernels_triton.common.quantize import LARGEST, largest_of_rows, sc
 from flexattn.kernels_triton.common.row_statistics import Queries, make_row_statistics, statistics_row
 from flexattn.kernels_triton.common.sequences import load_sequence
 from flexattn.kernels_triton.common.sinks import sink_probability
+from flexattn.kernels_triton.common.statistics_tiles import place_of_program, statistics_tile
 from flexattn.kernels_triton.common.tile_memory import load_tile, store_tile
 from flexattn.kernels_triton.common.tiles import cdiv
 from flexattn.kernels_triton.runtime.entry import WidePointer
@@ -34,24 +35,6 @@ from flexattn.kernels_triton.runtime.launch import Tile, kernel, launch
 _TILE = Tile(32, 64, 4, 1)
 _TILE_OF_FP8 = Tile(128, 64, 8, 1)  # for a program that quantises dout
 _TILE_OF_WIDE_FP8 = Tile(32, 64, 8, 1)  # for wide heads: a larger tile in registers would leave room for few programs
-
-
-@triton.jit
-def place_of_program(blocks, num_heads):
-    # Returns (block, head, batch) of a program of the kernels before and after a backward. The backward begins with the first
-    # heads, and these kernels with the last. So each kernel begins with the data that the previous kernel left in L2.
-    program = tl.num_programs(0) - 1 - tl.program_id(0)
-    return program % blocks, program // blocks % num_heads, program // blocks // num_heads
-
-
-@triton.jit
-def statistics_tile(b, h, num_heads, place_q, tiles, META: tl.constexpr, SIZE: tl.constexpr):
-    # Returns the first tile of a head and a sequence with this `packed_start`. Each sequence begins a new tile, and tile 0 belongs
-    # to no query.
-    if META.IS_RAGGED_Q:
-        return 1 + h * tiles + (place_q + b * SIZE) // SIZE
-    else:
-        return 1 + (b * num_heads + h) * tiles
 
 
 @triton.jit

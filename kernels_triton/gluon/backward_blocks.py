@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -12,9 +11,7 @@ from flexattn.kernels_triton.common.arguments import Head, Scores
 from flexattn.kernels_triton.common.copies import packed_start
 from flexattn.kernels_triton.common.heads import head_values, load_head, with_head_values
 from flexattn.kernels_triton.common.lse_rows import is_any_large, load_large, relative_to_lse
-from flexattn.kernels_triton.common.preprocess import statistics_tile
-from flexattn.kernels_triton.common.problem import Features, Problem
-from flexattn.kernels_triton.common.tile_schedule import tile_schedule
+from flexattn.kernels_triton.common.statistics_tiles import statistics_tile
 from flexattn.kernels_triton.gluon.block_ranges import ListCut, blocks_of_keys, blocks_of_queries, cut_query_lists
 from flexattn.kernels_triton.gluon.masking import (
     SequenceBand,
@@ -24,21 +21,8 @@ from flexattn.kernels_triton.gluon.masking import (
     mask_queries_and_end,
 )
 from flexattn.kernels_triton.gluon.operands import ROWS
-from flexattn.kernels_triton.gluon.query_walk import (
-    QueryPlace,
-    first_queries,
-    next_queries,
-    turn_of_program,
-    walk_of_call,
-)
-from flexattn.kernels_triton.gluon.tile_scheduler import (
-    Sequence,
-    Work,
-    backward_tile,
-    heads_per_l2_section,
-    section_of_one_size,
-    sequence_of,
-)
+from flexattn.kernels_triton.gluon.query_walk import QueryPlace, first_queries, next_queries, turn_of_program
+from flexattn.kernels_triton.gluon.tile_scheduler import Sequence, Work, backward_tile, sequence_of
 
 
 class LargeLse(NamedTuple):
@@ -46,34 +30,6 @@ class LargeLse(NamedTuple):
 
     is_any_ptr: Any
     lse_ptr: Any
-
-
-def backward_work(
-    problem: Problem, rows: int, side: Literal["q", "kv"], bytes_per_head: int, *, is_fused: bool = False
-) -> tuple[Work, int]:
-    """Returns (the order of programs of `rows` queries or keys each, their number).
-
-    bytes_per_head: bytes that the programs of one head read, or add to, repeatedly. is_fused: whether they are a fused backward's,
-    which has heads in sections of equal size in dense calls (`section_of_one_size`).
-    """
-    x = problem
-    longest, heads = (x.longest_q, x.num_heads) if side == "q" else (x.longest_kv, x.num_heads_kv)
-    blocks = triton.cdiv(longest, rows)
-    table = None if not x.has_lengths else tile_schedule(x, rows, side, by_sequence=True)
-    section, walk = heads_per_l2_section(x, heads, bytes_per_head), None
-    if is_fused and not x.has_lengths:
-        section = section_of_one_size(x.batch * heads, section)
-    if side == "kv":
-        section, walk = walk_of_call(x, blocks, section, is_fused=is_fused)
-    work = Work(
-        table_ptr=table,
-        num_heads=x.num_heads,
-        group_size=x.group_size,
-        blocks=blocks,
-        heads_per_l2_section=section,
-        walk=walk,
-    )
-    return work, (blocks * x.batch if table is None else table.shape[0] - 2) * heads
 
 
 class Block(NamedTuple):
@@ -125,11 +81,6 @@ def query_block_of_program(args, META: gl.constexpr):
         block_range=block_range,
         first_statistics=statistics_tile(b, h, work.num_heads, place_q, args.tiles_of_statistics, META, META.STATISTICS),
     )
-
-
-def key_block_numbers(features: Features) -> int:
-    """Returns how many integers `find_key_block` returns."""
-    return 3 + 4 * features.HAS_LENGTHS + 4 * (features.BLOCK_SIZE_Q > 0)
 
 
 @gluon.jit

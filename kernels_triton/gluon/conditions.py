@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 from torch import Tensor
 
 from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.common.tiles import HopperFusedTile, HopperTile, cdiv, slots_of_heads
-from flexattn.kernels_triton.gluon.descriptors import DTYPES, descriptor_error
+from flexattn.kernels_triton.gluon.descriptors import DTYPES, batch_steps, descriptor_error
 from flexattn.kernels_triton.gluon.operands import ROWS
 
 QUERIES = 128  # queries of a program of dq: two warpgroups
@@ -93,3 +95,24 @@ def converts_dq(problem: Problem, dq: Tensor, tile: HopperFusedTile) -> bool:
     x = problem
     is_wide = x.q.shape[-1] == tile.head_dim and not any(n % tile.head_dim for n in dq.stride()[:-1])
     return tile.converts and is_wide and not x.has_lengths
+
+
+_FEWEST = 8  # minimum rows of one copy: the period of the swizzle of shared memory
+
+
+def rows_of_a_copy(problem: Problem, block_n: int) -> int:
+    """Returns how many keys one copy loads; 0: the keys are not in pages."""
+    return 0 if problem.page_table is None else math.gcd(problem.k.shape[1], block_n)
+
+
+def unsupported_pages(problem: Problem, block_n: int) -> str | None:
+    """Returns the reason if the copy engine cannot load a problem's pages; None: it can, or there are none."""
+    x = problem
+    if x.page_table is None:
+        return None
+    if rows_of_a_copy(x, block_n) < _FEWEST:
+        return f"its copies take {_FEWEST} keys of a page or more, and pages have {x.k.shape[1]}: no multiple of {_FEWEST}"
+    steps = (batch_steps(t) or (0, 0) for t in (x.k, x.v))
+    if max(max(step) for step in steps) * x.k.shape[0] >= 2**31:
+        return f"it counts the rows of all {x.k.shape[0]} pages in 32 bits, and there are 2**31 or more"
+    return None

@@ -23,7 +23,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flexattn.kernels_triton.common.arguments import Rows
-from flexattn.kernels_triton.common.preprocess import statistics_tile
+from flexattn.kernels_triton.common.statistics_tiles import statistics_tile
 from flexattn.kernels_triton.gluon.backward_blocks import Block
 from flexattn.kernels_triton.gluon.descriptors import finish_additions
 from flexattn.kernels_triton.runtime.entry import WidePointer

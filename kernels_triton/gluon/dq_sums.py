@@ -4,34 +4,19 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import triton
-import triton.language as tl
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from flexattn.kernels_triton.common.addressing import row_pointer, row_steps
-from flexattn.kernels_triton.common.arguments import Lengths, Rows
-from flexattn.kernels_triton.common.copies import packed_start
-from flexattn.kernels_triton.common.preprocess import place_of_program, statistics_tile
-from flexattn.kernels_triton.common.problem import Problem, rows
-from flexattn.kernels_triton.common.sequences import load_sequence
-from flexattn.kernels_triton.common.tile_memory import load_tile, store_tile
 from flexattn.kernels_triton.gluon import pipeline
 from flexattn.kernels_triton.gluon.backward_blocks import Block, key_block
 from flexattn.kernels_triton.gluon.block_ranges import query_block
-from flexattn.kernels_triton.gluon.dq_parts import count_block, place_in_sums
+from flexattn.kernels_triton.gluon.dq_parts import count_block
 from flexattn.kernels_triton.gluon.operands import ROWS
 from flexattn.kernels_triton.gluon.pipeline import Stage
 from flexattn.kernels_triton.gluon.query_walk import first_queries, next_queries
 from flexattn.kernels_triton.gluon.tile_scheduler import receive_tile
-from flexattn.kernels_triton.runtime.entry import WidePointer
 from flexattn.kernels_triton.runtime.gluon_names import reduce_add
-from flexattn.kernels_triton.runtime.launch import Tile, kernel, launch
-from flexattn.kernels_triton.runtime.varying import as_number
-
-_CONVERSION_TILE = Tile(32, 64, 4, 1)
 
 
 class DqRing(NamedTuple):
@@ -113,57 +98,3 @@ def add_dq(args, tiles, barriers, block: Block, META: gl.constexpr):
                     count_block(args, drawn)
             n_tile += 1
             numbers = receive_tile(n_tile, barriers, META)
-
-
-class ConversionArguments(NamedTuple):
-    sums_ptr: WidePointer  # fp32 [tiles * SIZE, HEAD_DIM_QK]
-    dq: Rows
-    lengths_q: Lengths
-    scale: float
-    num_heads: int
-    tiles_of_statistics: Any  # tiles of one head
-
-
-@kernel
-def _attn_bwd_dq_conversion_kernel(args: ConversionArguments, SIZE: tl.constexpr, META: tl.constexpr):
-    BLOCK_M: tl.constexpr = META.BLOCK_M
-    HEAD_DIM: tl.constexpr = META.HEAD_DIM_QK
-    blocks = tl.cdiv(args.lengths_q.max_seqlen, BLOCK_M)
-    block, h, b = place_of_program(blocks, args.num_heads)
-    start_q, len_q = load_sequence(args.lengths_q, b, META.IS_RAGGED_Q)
-    first_row = block * BLOCK_M
-    if first_row >= len_q:
-        return
-    place_q = packed_start(args.lengths_q, b, start_q)
-    first_tile = statistics_tile(b, h, args.num_heads, place_q, args.tiles_of_statistics, META, SIZE)
-    rows = tl.arange(0, BLOCK_M)
-    sums = args.sums_ptr + tl.cast(first_tile * SIZE + first_row, tl.int64) * HEAD_DIM
-    sum_offsets = place_in_sums(rows) * HEAD_DIM
-    dq_pointer = row_pointer(args.dq, b, h, start_q + first_row, META)
-    _, dq_offsets = row_steps(args.dq.stride_s, BLOCK_M, META)
-    dq0 = load_tile(sums, sum_offsets, first_row, len_q, 0, META.QK0, HEAD_DIM, True)
-    store_tile(dq_pointer, dq0 * args.scale, dq_offsets, first_row, len_q, 0, META.QK0, HEAD_DIM)
-    if META.QK1 > 0:
-        dq1 = load_tile(sums, sum_offsets, first_row, len_q, META.QK0, META.QK1, HEAD_DIM, True)
-        store_tile(dq_pointer, dq1 * args.scale, dq_offsets, first_row, len_q, META.QK0, META.QK1, HEAD_DIM)
-
-
-def convert_dq(problem: Problem, dq_sums: Tensor, tiles: Tensor | None, size: int, dq: Tensor) -> None:
-    """Converts dq from its fp32 sums, which are in tiles of `size` queries like the statistics."""
-    x = problem
-    portable = x.meta(_CONVERSION_TILE, (dq,))
-    arguments = ConversionArguments(
-        sums_ptr=dq_sums,
-        dq=rows(dq, portable),
-        lengths_q=x.lengths_q,
-        scale=as_number(x.softmax_scale),
-        num_heads=x.num_heads,
-        tiles_of_statistics=tiles,
-    )
-    launch(
-        _attn_bwd_dq_conversion_kernel,
-        triton.cdiv(x.longest_q, _CONVERSION_TILE.block_m) * x.num_heads * x.batch,
-        x.device,
-        _CONVERSION_TILE,
-        (arguments, size, portable),
-    )

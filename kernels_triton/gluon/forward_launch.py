@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from flexattn.kernels_triton.common.plan_pieces import Plan
 from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.common.problem import rows as rows_of
-from flexattn.kernels_triton.common.split_kv import BY_LENGTHS, Parts, combine_splits
+from flexattn.kernels_triton.common.split_kv import BY_LENGTHS, combine_splits
 from flexattn.kernels_triton.common.split_plan import PlannedTile, combine_pieces, make_plan
+from flexattn.kernels_triton.common.split_ranges import Parts
 from flexattn.kernels_triton.common.tile_schedule import zero_padding
-from flexattn.kernels_triton.common.tiles import BlackwellTile, HopperTile, slots_of_heads
+from flexattn.kernels_triton.common.tiles import BlackwellTile, HopperTile, slots_of_heads, split_head_dim
+from flexattn.kernels_triton.gluon.conditions import rows_of_a_copy
 from flexattn.kernels_triton.gluon.descriptors import ragged_descriptor, step_of
-from flexattn.kernels_triton.gluon.forward_arguments import (
-    Cut,
-    Descriptors,
-    Results,
-    SplitKeys,
-    Steps,
-    forward_arguments,
-    forward_meta,
-    number_of_tiles,
-    with_rows_of,
-)
+from flexattn.kernels_triton.gluon.forward_arguments import Arguments, Descriptors, ForwardMeta, Results, Steps
+from flexattn.kernels_triton.gluon.operands import ROWS
 from flexattn.kernels_triton.gluon.pairs import pair_descriptor
-from flexattn.kernels_triton.gluon.tile_scheduler import forward_work
+from flexattn.kernels_triton.gluon.tile_scheduler import Work
+from flexattn.kernels_triton.gluon.work_order import forward_work
 from flexattn.kernels_triton.runtime.launch import Tile
 
 
@@ -107,3 +103,104 @@ def prepare_forward(problem: Problem, outputs: Outputs, tile: HopperTile | Black
 
     programs = processors if plan is not None else min(processors, tiles * splits)
     return ForwardLaunch(programs, launch_tile, (arguments, x.mods, meta), finish)
+
+
+def _whole_blocks_of_window(problem: Problem, tile: HopperTile, queries: int) -> float:
+    """Returns the maximum number of key blocks that all queries of a consumer see completely."""
+    x = problem
+    if x.window_left is None or x.window_right is None:
+        return math.inf
+    return (x.window_left + x.window_right + 2 - queries) // tile.block_n
+
+
+def number_of_tiles(problem: Problem, tile: HopperTile, group: int) -> int:
+    """Returns the number of query tiles, each with `group` heads."""
+    queries = tile.block_m // slots_of_heads(group)
+    return -(-problem.longest_q // queries) * problem.batch * problem.num_heads // group
+
+
+class Cut(NamedTuple):
+    """The form of a KV split: are the keys split, and does a plan give the split points?"""
+
+    is_split: bool
+    is_planned: bool
+
+
+def forward_meta(
+    problem: Problem, tile: HopperTile, group: int, cut: Cut, has_max_logit: bool = False, rows: int = ROWS.value
+) -> Any:
+    """Returns the `ForwardMeta` of a kernel whose consumers have `rows` rows each, of `group` heads."""
+    x = problem
+    qk0, qk1 = split_head_dim(tile.head_dim_qk)
+    slots = slots_of_heads(group)
+    has_lengths = x.has_lengths
+    is_banded = x.window_left is not None or x.window_right is not None
+    is_narrow = x.block_mask is None and _whole_blocks_of_window(x, tile, rows // slots) < 2
+    has_idle = has_lengths or x.longest_q * slots <= tile.block_m - rows
+    return ForwardMeta(
+        HAS_SINK=x.has_sink,
+        HAS_OFFSET=x.softmax_offset is not None,
+        HAS_MAX_LOGIT=has_max_logit,
+        **x.features._asdict(),
+        HEADS=group,
+        GROUP=slots,
+        IS_SPLIT=cut.is_split,
+        IS_PLANNED=cut.is_planned,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        PAGE_ROWS=rows_of_a_copy(x, tile.block_n),
+        QK0=qk0,
+        QK1=qk1,
+        V0=tile.head_dim_v,
+        STAGES=tile.num_stages,
+        CONSUMERS=tile.block_m // rows,
+        PINGPONG=tile.pingpong,
+        LAZY=tile.is_lazy and not has_max_logit and not x.is_batch_invariant,  # one row decides for the others of its warpgroup
+        OUT_PARTS=tile.out_parts,
+        REGISTERS=tile.registers,
+        HAS_IDLE=has_idle,
+        SKIPS=x.block_mask is None and (has_idle or is_banded),
+        Q_STAGES=tile.q_stages,
+        UNMASKED_LOOP=(is_banded and not is_narrow) or x.block_mask is not None,
+        HAS_CUT_LOOP=is_narrow or x.block_mask is not None,
+        NUMBERS=4 + 3 * has_lengths + 2 * cut.is_planned + 6 * (x.block_mask is not None),
+        IS_LATENT=False,
+        ASKS_OF_BLOCKS=x.asks_of_blocks(group),
+        WIDTH_V=0,
+        ALIGN=1,
+    )
+
+
+def with_rows_of(meta: Any, problem: Problem, tile: Tile, out: Tensor) -> Any:
+    """Returns the meta of a kernel that stores out from registers."""
+    return meta._replace(WIDTH_V=problem.v.shape[-1], ALIGN=problem.meta(tile, (out,)).ALIGN)
+
+
+class SplitKeys(NamedTuple):
+    """The number of KV splits, or the plan; None: not split that way."""
+
+    count: int | None
+    plan: Plan | None
+
+
+def forward_arguments(
+    problem: Problem, descriptors: Descriptors, steps: Steps, results: Results, work: Work, split: SplitKeys
+) -> Arguments:
+    """Returns a kernel's arguments."""
+    x = problem
+    return Arguments(
+        descriptors=descriptors,
+        steps=steps,
+        results=results,
+        work=work,
+        num_splits=split.count,
+        plan=split.plan,
+        lengths_q=x.lengths_q,
+        lengths_kv=x.lengths_kv,
+        pages=x.pages,
+        band=x.band,
+        scores=x.scores,
+        softmax_offset_ptr=x.softmax_offset,
+        dropout=x.dropout,
+        lists=x.lists("kv"),
+    )

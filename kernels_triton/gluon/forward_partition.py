@@ -6,10 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from flexattn.kernels_triton.common.split_plan import (
-    entry_at,
-    share_of_program,
-)
+from flexattn.kernels_triton.common.plan_pieces import entry_at, share_of_program
 from flexattn.kernels_triton.gluon import pipeline
 from flexattn.kernels_triton.gluon.block_ranges import (
     cut_key_lists,

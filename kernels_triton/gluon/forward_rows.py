@@ -11,11 +11,9 @@ from flexattn.kernels_triton.common.addressing import row_pointer
 from flexattn.kernels_triton.common.arguments import Head
 from flexattn.kernels_triton.common.exponents import LN2, LOG2E, exponent_factor, log_of_sum, scaled_row_max
 from flexattn.kernels_triton.common.heads import shows_block
+from flexattn.kernels_triton.common.plan_pieces import first_row_of_part
 from flexattn.kernels_triton.common.scores import logits
-from flexattn.kernels_triton.common.split_kv import part_row
-from flexattn.kernels_triton.common.split_plan import (
-    first_row_of_part,
-)
+from flexattn.kernels_triton.common.split_ranges import part_row
 from flexattn.kernels_triton.gluon.dropout import DropoutState
 from flexattn.kernels_triton.gluon.forward_arguments import Arguments
 from flexattn.kernels_triton.gluon.forward_work import ReceivedTile, WorkTile

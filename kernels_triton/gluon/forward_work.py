@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flexattn.kernels_triton.common.split_plan import part_of_piece, piece_at
+from flexattn.kernels_triton.common.plan_pieces import part_of_piece, piece_at
 from flexattn.kernels_triton.gluon.block_ranges import (
     ListCut,
     blocks_by_lists,

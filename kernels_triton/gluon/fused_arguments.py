@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from flexattn.kernels_triton.common.arguments import Band, BlockMaskLists, Dropout, Lengths, Scores
-from flexattn.kernels_triton.common.problem import with_features
+from flexattn.kernels_triton.common.features import with_features
 from flexattn.kernels_triton.gluon.backward_blocks import LargeLse
 from flexattn.kernels_triton.gluon.descales import BackwardDescales
 from flexattn.kernels_triton.gluon.descriptors import Step

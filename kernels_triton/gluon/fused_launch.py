@@ -14,14 +14,15 @@ from flexattn.kernels_triton.common.preprocess import tiled_statistics
 from flexattn.kernels_triton.common.problem import Backward
 from flexattn.kernels_triton.common.tile_schedule import zero_padding
 from flexattn.kernels_triton.common.tiles import cdiv
-from flexattn.kernels_triton.gluon.backward_blocks import LargeLse, backward_work
+from flexattn.kernels_triton.gluon.backward_blocks import LargeLse
 from flexattn.kernels_triton.gluon.conditions import KEYS
 from flexattn.kernels_triton.gluon.descales import BackwardDescales
 from flexattn.kernels_triton.gluon.descriptors import ragged_descriptor, statistics_descriptor, step_of
+from flexattn.kernels_triton.gluon.dq_conversion import convert_dq
 from flexattn.kernels_triton.gluon.dq_parts import sums_of_dq
-from flexattn.kernels_triton.gluon.dq_sums import convert_dq
 from flexattn.kernels_triton.gluon.fp32_gradients import fp32_rows
 from flexattn.kernels_triton.gluon.fused_arguments import FusedArguments, FusedDescriptors, FusedSteps
+from flexattn.kernels_triton.gluon.work_order import backward_work
 from flexattn.kernels_triton.runtime.launch import Tile
 
 

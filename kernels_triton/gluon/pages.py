@@ -5,7 +5,6 @@ Only a row's address differs from a dense tensor: positions, masks and lengths c
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 from triton.experimental import gluon
@@ -13,13 +12,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from flexattn.kernels_triton.common.arguments import Pages
-from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.gluon import pipeline
-from flexattn.kernels_triton.gluon.descriptors import Step, batch_steps, load_rows
+from flexattn.kernels_triton.gluon.descriptors import Step, load_rows
 from flexattn.kernels_triton.gluon.pairs import Pair
 from flexattn.kernels_triton.gluon.pipeline import ForwardBarriers, Stage
 
-_FEWEST = 8  # minimum rows of one copy: the period of the swizzle of shared memory
 _LANES = gl.constexpr(32)  # threads of the loading warp, at least as many as copies of a block
 _LANE_LAYOUT = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 
@@ -32,24 +29,6 @@ class KeyBlock(NamedTuple):
     length: Any
     page_size: Any
     ids: Any  # result of `page_ids`
-
-
-def rows_of_a_copy(problem: Problem, block_n: int) -> int:
-    """Returns how many keys one copy loads; 0: the keys are not in pages."""
-    return 0 if problem.page_table is None else math.gcd(problem.k.shape[1], block_n)
-
-
-def unsupported_pages(problem: Problem, block_n: int) -> str | None:
-    """Returns the reason if the copy engine cannot load a problem's pages; None: it can, or there are none."""
-    x = problem
-    if x.page_table is None:
-        return None
-    if rows_of_a_copy(x, block_n) < _FEWEST:
-        return f"its copies take {_FEWEST} keys of a page or more, and pages have {x.k.shape[1]}: no multiple of {_FEWEST}"
-    steps = (batch_steps(t) or (0, 0) for t in (x.k, x.v))
-    if max(max(step) for step in steps) * x.k.shape[0] >= 2**31:
-        return f"it counts the rows of all {x.k.shape[0]} pages in 32 bits, and there are 2**31 or more"
-    return None
 
 
 @gluon.jit

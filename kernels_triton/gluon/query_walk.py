@@ -17,49 +17,12 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flexattn.kernels_triton.common.problem import Problem
-from flexattn.kernels_triton.runtime.launch import num_processors
-
-_TURN = 4  # blocks of queries
-_WHOLE = 2**20  # more blocks than a head has
-_FULL = 0.9  # minimum share of the multiprocessors that a wave fills
-_MOST_HEADS = 16  # maximum key heads that are visited side by side
-_ALL = 2**30  # more work tiles than a call has
-
 
 class Walk(NamedTuple):
     """Turns of the heads of a group, and the waves of programs that visit them."""
 
     turn: int  # query blocks of a head's turn
     wave: int  # programs that begin together; programs of every other wave visit the last turns first
-
-
-def walk_of_call(problem: Problem, blocks: int, section: int, *, is_fused: bool = False) -> tuple[int, Walk | None]:
-    """Returns (key heads whose programs precede those of other heads, the walk) of a backward with `blocks` key blocks a head.
-
-    section: number of key heads that fit in L2. is_fused: whether the backward is fused. The walk is None if the kernel has no
-    turns: with a key head for each query head, without a causal mask, and with a window or a block mask. It is also None for two
-    kernels at head dims above 128 in 16 bits, because turns take 3 % longer there.
-
-    Waves of whole heads are best, if they leave few multiprocessors idle. Otherwise, with few heads, programs of all heads are
-    ordered by length, and a wave has as many programs as there are multiprocessors. In packed batches of unequal sequences no wave
-    begins together, and all programs visit their sequence's last queries first.
-    """
-    x = problem
-    if x.group_size == 1 or x.window_right is None or x.window_left is not None or x.block_mask is not None:
-        return section, None
-    if not is_fused and x.q.shape[-1] > 128 and x.q.element_size() > 1:
-        return section, None
-    if x.has_lengths:
-        is_uneven = x.num_keys < x.batch * x.longest_kv
-        return section, Walk(turn=_TURN if is_uneven else _WHOLE, wave=_ALL)
-    heads, processors = x.batch * x.num_heads_kv, num_processors(x.device)
-    size = processors // blocks  # heads whose blocks fill one wave
-    if size > 0 and heads % size == 0 and size * blocks >= _FULL * processors:
-        return size, Walk(turn=_TURN, wave=size * blocks)
-    if size > 0 and heads <= _MOST_HEADS:
-        return heads, Walk(turn=_TURN, wave=processors)
-    return section, Walk(turn=_WHOLE, wave=_ALL)
 
 
 class QueryPlace(NamedTuple):

@@ -4,21 +4,13 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from flexattn.kernels_triton.common.arguments import Lengths
-from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.common.sequences import load_sequence
-from flexattn.kernels_triton.common.tile_schedule import tile_schedule
-from flexattn.kernels_triton.common.tiles import cdiv
 from flexattn.kernels_triton.gluon.query_walk import Walk
-from flexattn.kernels_triton.runtime.launch import has_large_l2
-
-_MIB = 2**20
-_L2_BYTES = 32 * _MIB  # bytes that are read, or added to, repeatedly while they are in L2
 
 
 class Work(NamedTuple):
@@ -32,70 +24,6 @@ class Work(NamedTuple):
     blocks: int  # blocks of the longest sequence
     heads_per_l2_section: int  # see `swizzle_heads_for_l2`
     walk: Walk | None = None  # for a backward's key blocks
-
-
-def _heads_in_l2(heads: int, bytes_per_head: int, room: int = _L2_BYTES) -> int:
-    """Returns how many of `heads` heads fit in L2 together, at least one."""
-    return min(heads, max(1, room // bytes_per_head))
-
-
-def section_of_one_size(heads: int, most: int) -> int:
-    """Returns a size of sections of `heads` heads, about `most`, whose last section is as full as possible.
-
-    A small last section leaves multiprocessors idle: gpt-oss's backward takes 4820 us in sections of 4, 4, 4 and 4 heads, and 5547
-    in sections of 5, 5, 5 and 1. Short calls also gain from sections of up to a third more than fits in L2
-    (bench/results/sections_h200.json).
-    """
-    return max(range(cdiv(most, 2), min(heads, most * 4 // 3) + 1), key=lambda size: (-(-heads % size), size))
-
-
-def _bytes_of_forward_section(problem: Problem) -> int:
-    """Returns the maximum bytes of keys and values of a forward's section of heads.
-
-    If all tiles have equal length, small sections run all tiles of a head side by side. At 512 tokens of head dim 128 such a call
-    takes 132 us on an NVIDIA H100, and 201 us in sections of 32 MiB (bench/results/forward_sections_h100.json). Its 50 MB of L2, in
-    two halves, are too small for those. If there is a band, large sections run the long tiles of many heads first. 16 MiB are best
-    for that on an H100, and 32 on an NVIDIA H200, which has 60 MB (bench/results/forward_turns_h200.json).
-    """
-    x = problem
-    if x.window_left is None and x.window_right is None and x.block_mask is None and not x.has_lengths:
-        return 8 * _MIB
-    return 32 * _MIB if has_large_l2(x.device) else 16 * _MIB
-
-
-def query_heads_per_l2_section(problem: Problem) -> int:
-    """Returns how many query heads a persistent forward processes together; with lengths, in all sequences at once."""
-    x = problem
-    heads, tokens = x.batch * x.num_heads_kv, x.longest_kv
-    if x.has_lengths:
-        heads, tokens = x.num_heads_kv, x.num_keys
-    bytes_per_head = tokens * (x.q.shape[-1] + x.v.shape[-1]) * x.k.element_size()
-    section = _heads_in_l2(heads, bytes_per_head, _bytes_of_forward_section(x))
-    return (section if x.has_lengths else section_of_one_size(heads, section)) * x.group_size
-
-
-def forward_work(problem: Problem, queries: int, group: int = 1, *, has_table: bool = True) -> Work:
-    """Returns the work tiles of a persistent forward, `queries` of each of `group` heads, which programs draw dynamically."""
-    x = problem
-    if not has_table:
-        table = None
-    elif not x.has_lengths:
-        table = torch.zeros(1, dtype=torch.int32, device=x.device)
-    else:
-        table = tile_schedule(x, queries, "q", by_sequence=False)
-    return Work(
-        table_ptr=table,
-        num_heads=x.num_heads,
-        group_size=x.group_size,
-        blocks=cdiv(x.longest_q, queries),
-        heads_per_l2_section=query_heads_per_l2_section(x) // group,
-    )
-
-
-def heads_per_l2_section(problem: Problem, heads: int, bytes_per_head: int) -> int:
-    """Returns how many heads a backward processes together; 2 for packed batches (bench/results/packed_orders_h200.json)."""
-    x = problem
-    return min(heads, 2) if x.has_lengths else _heads_in_l2(heads * x.batch, bytes_per_head)
 
 
 class Sequence(NamedTuple):

@@ -24,7 +24,6 @@ from flexattn.kernels_triton.gluon import pipeline
 from flexattn.kernels_triton.gluon.backward_blocks import (
     Block,
     LargeLse,
-    backward_work,
     key_block_of_program,
     query_block_of_program,
     statistics_of_block,
@@ -50,6 +49,7 @@ from flexattn.kernels_triton.gluon.pairs import (
 )
 from flexattn.kernels_triton.gluon.pipeline import Stage, allocate_barriers
 from flexattn.kernels_triton.gluon.tile_scheduler import Work
+from flexattn.kernels_triton.gluon.work_order import backward_work
 from flexattn.kernels_triton.hopper.backward_launch import Stages, backward_meta, shared_arguments
 from flexattn.kernels_triton.hopper.conditions import backward_tile
 from flexattn.kernels_triton.hopper.dkdv_consumer import (

@@ -37,11 +37,11 @@ from flexattn.kernels_triton.gluon.conditions import (
     rows_of_a_tile,
     unsupported_block_mask,
     unsupported_operands,
+    unsupported_pages,
     unsupported_statistics,
 )
 from flexattn.kernels_triton.gluon.descriptors import descriptor_error
 from flexattn.kernels_triton.gluon.operands import ROWS
-from flexattn.kernels_triton.gluon.pages import unsupported_pages
 from flexattn.kernels_triton.runtime.launch import capability_of, has_large_l2, num_processors
 
 # Narrowest measured windows of both fused backwards: the sums of dq cost time for each token, however few keys it sees.

@@ -31,13 +31,8 @@ from flexattn.kernels_triton.gluon.block_ranges import (
 from flexattn.kernels_triton.gluon.conditions import heads_of_a_tile
 from flexattn.kernels_triton.gluon.descriptors import store_rows
 from flexattn.kernels_triton.gluon.dropout import drawn_weights, dropout_state, scaled
-from flexattn.kernels_triton.gluon.forward_arguments import (
-    Arguments,
-    Buffers,
-    Tiles,
-    number_of_tiles,
-)
-from flexattn.kernels_triton.gluon.forward_launch import Division, Outputs, prepare_forward
+from flexattn.kernels_triton.gluon.forward_arguments import Arguments, Buffers, Tiles
+from flexattn.kernels_triton.gluon.forward_launch import Division, Outputs, number_of_tiles, prepare_forward
 from flexattn.kernels_triton.gluon.forward_partition import load_partition
 from flexattn.kernels_triton.gluon.forward_rows import (
     Invariants,

@@ -23,13 +23,7 @@ from flexattn.kernels_triton.common.problem import Backward, Problem
 from flexattn.kernels_triton.common.tile_schedule import zero_padding
 from flexattn.kernels_triton.common.tiles import split_head_dim
 from flexattn.kernels_triton.gluon import pipeline
-from flexattn.kernels_triton.gluon.backward_blocks import (
-    Block,
-    backward_work,
-    key_block_of_program,
-    query_block_of_program,
-    statistics_of_block,
-)
+from flexattn.kernels_triton.gluon.backward_blocks import Block, key_block_of_program, query_block_of_program, statistics_of_block
 from flexattn.kernels_triton.gluon.block_ranges import key_block, query_block
 from flexattn.kernels_triton.gluon.conditions import QUERIES, backward_unsupported_block_mask
 from flexattn.kernels_triton.gluon.descales import Descale
@@ -56,6 +50,7 @@ from flexattn.kernels_triton.gluon.pairs import (
 )
 from flexattn.kernels_triton.gluon.pipeline import Stage, allocate_barriers
 from flexattn.kernels_triton.gluon.query_walk import first_queries, next_queries
+from flexattn.kernels_triton.gluon.work_order import backward_work
 from flexattn.kernels_triton.hopper.backward_launch import Stages, backward_meta, shared_arguments
 from flexattn.kernels_triton.hopper.conditions import backward_slower
 from flexattn.kernels_triton.hopper.dkdv_consumer import (

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from flexattn.kernels_triton.common.problem import Features, Problem
+from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.gluon.conditions import KEYS
 from flexattn.kernels_triton.gluon.descales import BackwardDescales
 from flexattn.kernels_triton.gluon.descriptors import DTYPES, FP8_DTYPES, descriptor_error
@@ -21,12 +21,6 @@ def backward_descales(problem: Problem) -> BackwardDescales:
     """Returns the descales of the problem's four operands, as kernel arguments."""
     q, k, v, dout = (scale.argument for scale in scales_of(problem))
     return BackwardDescales(q=q, k=k, v=v, dout=dout)
-
-
-def is_plain(features: Features) -> bool:
-    """Returns whether a logit is a scaled score and nothing else."""
-    x = features
-    return not (x.HAS_PRE_SCALE_BIAS or x.HAS_POST_SCALE_BIAS or x.HAS_ALIBI or x.HAS_SOFTCAP or x.HAS_SCORE_MOD)
 
 
 def copies_in_16_bits(problem: Problem, dout: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

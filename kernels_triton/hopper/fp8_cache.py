@@ -26,28 +26,13 @@ from flexattn.kernels_triton.common.exponents import LN2, LOG2E, exponent_factor
 from flexattn.kernels_triton.common.fp8_tiles import descaled, load_descale
 from flexattn.kernels_triton.common.heads import head_of
 from flexattn.kernels_triton.common.launch_order import wait_for_previous
+from flexattn.kernels_triton.common.plan_pieces import entry_at, first_row_of_part, part_of_piece, piece_at, share_of_program
 from flexattn.kernels_triton.common.problem import Problem, rows
 from flexattn.kernels_triton.common.scores import logits
 from flexattn.kernels_triton.common.sequences import load_sequence
-from flexattn.kernels_triton.common.split_kv import (
-    BY_LENGTHS,
-    Parts,
-    combine_splits,
-    number_of_splits,
-    part_row,
-    range_of_blocks,
-    range_of_split,
-)
-from flexattn.kernels_triton.common.split_plan import (
-    PlannedTile,
-    combine_pieces,
-    entry_at,
-    first_row_of_part,
-    make_plan,
-    part_of_piece,
-    piece_at,
-    share_of_program,
-)
+from flexattn.kernels_triton.common.split_kv import BY_LENGTHS, combine_splits, number_of_splits
+from flexattn.kernels_triton.common.split_plan import PlannedTile, combine_pieces, make_plan
+from flexattn.kernels_triton.common.split_ranges import Parts, part_row, range_of_blocks, range_of_split
 from flexattn.kernels_triton.common.tile_schedule import zero_padding
 from flexattn.kernels_triton.common.tiles import cdiv, slots_of_heads
 from flexattn.kernels_triton.hopper.fp8_cache_operands import (

@@ -16,8 +16,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from flexattn.kernels_triton.common.arguments import Inputs, Pointer, Rows, Scale
-from flexattn.kernels_triton.common.problem import with_features
-from flexattn.kernels_triton.common.split_plan import Plan
+from flexattn.kernels_triton.common.features import with_features
+from flexattn.kernels_triton.common.plan_pieces import Plan
 from flexattn.kernels_triton.runtime.entry import WidePointer
 
 
@@ -35,7 +35,7 @@ class CacheMeta(NamedTuple):
     IS_PAGED: bool
     IS_POWER: bool  # a page's size is a power of two
     RUN: int  # maximum contiguous keys of a warp's block: in one page if there are pages
-    IS_SPLIT: bool  # KV is split across programs, and each writes a partial result, see `split_kv.Parts`
+    IS_SPLIT: bool  # KV is split across programs, and each writes a partial result, see `split_ranges.Parts`
     IS_PLANNED: bool  # split points come from `split_plan`, for all heads together
     SLOTS: int  # rows of such a part for a query: the number of heads, rounded up to a power of two
     HEADS: int  # query heads of a tile; its rows are the first query of each head, then the second, ..
@@ -53,7 +53,7 @@ class CacheArguments(NamedTuple):
     page_shift: int  # logarithm of a page's size, if that is a power of two
     out: Rows
     lse_ptr: Pointer
-    parts_ptr: WidePointer  # `split_kv.Parts`, if keys are split
+    parts_ptr: WidePointer  # `split_ranges.Parts`, if keys are split
     parts_lse_ptr: Pointer
     num_splits: int | None  # number of KV splits
     plan: Plan | None  # the plan of the parts, instead of num_splits

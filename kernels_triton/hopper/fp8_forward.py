@@ -25,8 +25,9 @@ from flexattn.kernels_triton.common.exponents import (
     positive_factor,
     scaled_row_max,
 )
+from flexattn.kernels_triton.common.features import with_features
 from flexattn.kernels_triton.common.heads import head_of
-from flexattn.kernels_triton.common.problem import Problem, with_features
+from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.common.scores import logits
 from flexattn.kernels_triton.common.tile_schedule import zero_padding
 from flexattn.kernels_triton.common.tiles import HOPPER_FLOPS, split_head_dim
@@ -43,12 +44,12 @@ from flexattn.kernels_triton.gluon.tile_scheduler import (
     Work,
     broadcast_end,
     broadcast_tile,
-    forward_work,
     num_work_tiles,
     receive_tile,
     sequence_of,
     work_tile,
 )
+from flexattn.kernels_triton.gluon.work_order import forward_work
 from flexattn.kernels_triton.hopper.fp8 import (
     BLOCK,
     P_SCALE,

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from flexattn.kernels_triton.common.features import is_plain
 from flexattn.kernels_triton.common.problem import Backward
-from flexattn.kernels_triton.gluon.backward_blocks import key_block_numbers
 from flexattn.kernels_triton.gluon.conditions import KEYS, converts_dq
 from flexattn.kernels_triton.gluon.dq_parts import PART
 from flexattn.kernels_triton.gluon.fused_arguments import FusedMeta
 from flexattn.kernels_triton.gluon.fused_launch import Fp8Operands, FusedLaunch, launch_of_fused
 from flexattn.kernels_triton.gluon.operands import ROWS
-from flexattn.kernels_triton.hopper.fp8_backward_operands import backward_descales, copies_in_16_bits, is_plain
+from flexattn.kernels_triton.gluon.work_order import key_block_numbers
+from flexattn.kernels_triton.hopper.fp8_backward_operands import backward_descales, copies_in_16_bits
 
 
 def prepare_fused(call: Backward, tile: Any) -> FusedLaunch:

@@ -18,8 +18,9 @@ from flexattn.kernels_triton.common.heads import head_of
 from flexattn.kernels_triton.common.launch_order import wait_for_previous
 from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.common.problem import rows as rows_of
-from flexattn.kernels_triton.common.split_kv import BY_LENGTHS, Parts, combine_splits, number_of_splits
+from flexattn.kernels_triton.common.split_kv import BY_LENGTHS, combine_splits, number_of_splits
 from flexattn.kernels_triton.common.split_plan import PlannedTile, combine_pieces, make_plan
+from flexattn.kernels_triton.common.split_ranges import Parts
 from flexattn.kernels_triton.common.tile_schedule import zero_padding
 from flexattn.kernels_triton.common.tiles import HopperTile, slots_of_heads
 from flexattn.kernels_triton.gluon import pipeline
@@ -27,15 +28,10 @@ from flexattn.kernels_triton.gluon.block_ranges import key_block
 from flexattn.kernels_triton.gluon.conditions import heads_of_a_tile
 from flexattn.kernels_triton.gluon.descriptors import ragged_descriptor, step_of
 from flexattn.kernels_triton.gluon.dropout import drawn_weights, dropout_state, scaled
-from flexattn.kernels_triton.gluon.forward_arguments import (
-    Arguments,
-    Buffers,
+from flexattn.kernels_triton.gluon.forward_arguments import Arguments, Buffers, Descriptors, Results, Steps, Tiles
+from flexattn.kernels_triton.gluon.forward_launch import (
     Cut,
-    Descriptors,
-    Results,
     SplitKeys,
-    Steps,
-    Tiles,
     forward_arguments,
     forward_meta,
     number_of_tiles,
@@ -58,7 +54,8 @@ from flexattn.kernels_triton.gluon.operands import ROWS, allocate_blocks, keep_p
 from flexattn.kernels_triton.gluon.pairs import allocate_key_pair, allocate_pair, pair_descriptor
 from flexattn.kernels_triton.gluon.pipeline import ForwardBarriers, Stage, allocate_barriers
 from flexattn.kernels_triton.gluon.softmax import rescaled, softmax, sums_of_threads
-from flexattn.kernels_triton.gluon.tile_scheduler import forward_work, receive_tile
+from flexattn.kernels_triton.gluon.tile_scheduler import receive_tile
+from flexattn.kernels_triton.gluon.work_order import forward_work
 from flexattn.kernels_triton.hopper.conditions import wide_tile
 from flexattn.kernels_triton.hopper.products import score_product
 from flexattn.kernels_triton.runtime.launch import Tile, hopper_kernel, launch, num_processors

@@ -35,28 +35,14 @@ from flexattn.kernels_triton.common.fp8_tiles import descaled, fp8_product, load
 from flexattn.kernels_triton.common.heads import head_of, shows_block
 from flexattn.kernels_triton.common.launch_order import let_next_begin, overlaps, wait_for_previous
 from flexattn.kernels_triton.common.padding import padding_rows, store_zeros
+from flexattn.kernels_triton.common.plan_pieces import Plan, first_row_of_part, piece_of_part
 from flexattn.kernels_triton.common.problem import Problem, rows
 from flexattn.kernels_triton.common.scores import logits
 from flexattn.kernels_triton.common.sequences import load_sequence
 from flexattn.kernels_triton.common.sinks import load_sink
-from flexattn.kernels_triton.common.split_kv import (
-    BY_LENGTHS,
-    Parts,
-    combine_splits,
-    number_of_splits,
-    part_row,
-    range_of_blocks,
-    range_of_split,
-    share_of_split,
-)
-from flexattn.kernels_triton.common.split_plan import (
-    Plan,
-    PlannedTile,
-    combine_pieces,
-    first_row_of_part,
-    make_plan,
-    piece_of_part,
-)
+from flexattn.kernels_triton.common.split_kv import BY_LENGTHS, combine_splits, number_of_splits
+from flexattn.kernels_triton.common.split_plan import PlannedTile, combine_pieces, make_plan
+from flexattn.kernels_triton.common.split_ranges import Parts, part_row, range_of_blocks, range_of_split, share_of_split
 from flexattn.kernels_triton.common.tile_memory import load_tile, store_tile
 from flexattn.kernels_triton.common.tiles import FORWARD, SPLIT_PROGRAMS, slots_of_heads
 from flexattn.kernels_triton.portable.shared_heads import heads_of_tile, offsets_of_tile, queries_of_tile
@@ -69,7 +55,7 @@ class Arguments(NamedTuple):
     out: Rows
     lse_ptr: Pointer
     max_logit_ptr: Pointer  # [h, b * blocks * splits], the largest logit that each query block saw; or None
-    num_splits: int | None  # number of KV splits, with out and lse in `split_kv.Parts`; None: not split, or split by a plan
+    num_splits: int | None  # number of KV splits, with out and lse in `split_ranges.Parts`; None: not split, or split by a plan
     plan: Plan | None  # device-side split plan, see `split_plan`; None: no plan
     v_t: Channels | None  # in FP8
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from flexattn import attention, fp8
 from flexattn.kernels_triton.common.problem import Problem
-from flexattn.kernels_triton.common.split_kv import Parts, number_of_splits, splits_of
+from flexattn.kernels_triton.common.split_kv import number_of_splits, splits_of
+from flexattn.kernels_triton.common.split_ranges import Parts
 from flexattn.kernels_triton.portable.forward import attention_forward
 
 H, H_KV, D, D_V = 4, 2, 16, 32

@@ -11,8 +11,9 @@ import triton
 import triton.language as tl
 
 from flexattn.dispatch import triton_backend
-from flexattn.kernels_triton.common.preprocess import place_of_program, tiled_statistics
+from flexattn.kernels_triton.common.preprocess import tiled_statistics
 from flexattn.kernels_triton.common.problem import Backward, Problem
+from flexattn.kernels_triton.common.statistics_tiles import place_of_program
 from flexattn.testing import make_call, make_inputs
 from tests.support.hopper_fp8_calls import E4M3, moved
 
