@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
     from flexattn.kernels_triton.ahead_of_time.compile_report import CompileReport, CompileRequest
-    from flexattn.kernels_triton.runtime.launch import Tile
+    from flexattn.kernels_triton.runtime.device import Tile
 
     Compile = Callable[[Sequence[CompileRequest]], list[CompileReport]]
 

@@ -42,7 +42,7 @@ def prepare(kernel: str, workload: Workload, tensors: Tensors) -> tuple[Callable
     from flexattn.kernels_triton.hopper import fp8_forward as hopper_fp8_forward
     from flexattn.kernels_triton.hopper.fp8 import Scale, empty_transposed
     from flexattn.kernels_triton.hopper.quantize import quantize
-    from flexattn.kernels_triton.runtime.launch import pretended_device
+    from flexattn.kernels_triton.runtime.device import pretended_device
 
     x, settings = bind_call(*tensors[:3], **arguments_of(workload, tensors))
     spec = ops.spec_to_run(x, settings)

@@ -17,7 +17,8 @@ from flexattn.bench.shapes import Workload
 
 if TYPE_CHECKING:
     from flexattn.kernels_triton.common.problem import Problem
-    from flexattn.kernels_triton.runtime.launch import Launch, Tile
+    from flexattn.kernels_triton.runtime.device import Tile
+    from flexattn.kernels_triton.runtime.launch import Launch
 
 TRITON, CUDNN, EAGER, SCORE_MOD = "flexattn triton", "flexattn cudnn", "flexattn eager", "flexattn score_mod"
 PORTABLE = "flexattn portable"

@@ -16,7 +16,7 @@ NEEDED = ("triton", "numpy")  # modules that the playground says itself how to i
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from flexattn.kernels_triton.runtime.launch import Tile
+    from flexattn.kernels_triton.runtime.device import Tile
 
 
 def load(path: Path) -> ModuleType:

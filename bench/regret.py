@@ -50,7 +50,7 @@ def pick(workload: Workload, direction: Direction, device: Device, refused: Sequ
 
     refused: backends that cannot run the workload, as a file has it of a machine with all of them.
     """
-    from flexattn.kernels_triton.runtime.launch import pretended_device
+    from flexattn.kernels_triton.runtime.device import pretended_device
 
     x, settings = bind_call(**_call(workload))
     spec = ops.spec_to_run(x, settings)._replace(device_type="cuda", capability=device.capability)

@@ -14,7 +14,7 @@ from flexattn.bench.tiles import parse_tile, tile_name
 
 if TYPE_CHECKING:
     from flexattn.kernels_triton.common.tiles import Row
-    from flexattn.kernels_triton.runtime.launch import Tile
+    from flexattn.kernels_triton.runtime.device import Tile
 
 KINDS = {("", "vanilla"): "plain", ("relative_bias", "vanilla"): "bias", ("", "learnable"): "sink"}  # heuristics.KINDS
 TIE = 0.02  # share of a time by which runs of one tile differ on one device; within it nothing is replaced

@@ -155,14 +155,14 @@ def install(capability: tuple[int, int] = (9, 0), processors: int = 132) -> Any:
 
     from flexattn import ops
     from flexattn.dispatch import triton_backend
-    from flexattn.kernels_triton.runtime import direct, launch
+    from flexattn.kernels_triton.runtime import device, direct, launch
 
     triton_backend.device_error = lambda device_type, capability: None  # type: ignore[assignment]
     ops._capability = lambda device: capability  # type: ignore[assignment]
     launch.current_stream, launch.stream_of, launch.is_current = lambda device: 0, lambda device: int, lambda device: True
     direct.current_device = lambda: 0
-    launch._capability_of = lambda device: 10 * capability[0] + capability[1]  # type: ignore[assignment]
-    launch._num_processors = lambda device: processors  # type: ignore[assignment]
+    device._capability_of = lambda device: 10 * capability[0] + capability[1]  # type: ignore[assignment]
+    device._num_processors = lambda device: processors  # type: ignore[assignment]
     return library
 
 

@@ -22,7 +22,7 @@ from flexattn.bench.shapes import Workload
 from flexattn.bench.tiles import tile_name
 
 if TYPE_CHECKING:
-    from flexattn.kernels_triton.runtime.launch import Tile
+    from flexattn.kernels_triton.runtime.device import Tile
 
 
 PASSED, WRONG, REFUSED = 0, 1, 2  # exit statuses of the playground

@@ -20,7 +20,7 @@ from flexattn.bench.subject import PASSED, WRONG, Subject, alone, check, record_
 from flexattn.bench.tiles import candidates, tile_name
 
 if TYPE_CHECKING:
-    from flexattn.kernels_triton.runtime.launch import Tile
+    from flexattn.kernels_triton.runtime.device import Tile
 
 
 def prune(subject: Subject, tiles: Sequence[Tile]) -> dict[Tile, list[str]]:

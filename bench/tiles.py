@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from flexattn.kernels_triton.runtime.launch import Tile
+    from flexattn.kernels_triton.runtime.device import Tile
 
 FIELDS = ("block_m", "block_n", "num_warps", "num_stages", "apart")
 SPACE: dict[str, Mapping[str, Sequence[int]]] = {
@@ -24,7 +24,7 @@ def tile_name(tile: Tile) -> str:
 
 def parse_tile(name: str) -> Tile:
     """The inverse of `tile_name`. Raises ValueError."""
-    from flexattn.kernels_triton.runtime.launch import Tile
+    from flexattn.kernels_triton.runtime.device import Tile
 
     fields = name.split("x")
     try:

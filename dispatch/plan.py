@@ -25,7 +25,7 @@ class Device(NamedTuple):
 
     capability: tuple[int, int]
     processors: int  # streaming multiprocessors.
-    has_large_l2: bool = True  # see `runtime.launch.has_large_l2`.
+    has_large_l2: bool = True  # see `runtime.device.has_large_l2`.
 
     @property
     def architecture(self) -> int:
@@ -99,7 +99,8 @@ def record(run: Callable[[], Sequence[Tensor]], inputs: Sequence[Tensor], device
     Raises PlanError if two inputs share memory, if a kernel's tensor does not begin at the start of a buffer, or if a tensor of
     torch's operators has gaps.
     """
-    from flexattn.kernels_triton.runtime.launch import pretended_device, redirected_launches
+    from flexattn.kernels_triton.runtime.device import pretended_device
+    from flexattn.kernels_triton.runtime.launch import redirected_launches
 
     if len({storage_of(t) for t in inputs}) < len(inputs):
         raise PlanError("two inputs of a call share their memory; pass tensors that do not share memory")

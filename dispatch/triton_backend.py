@@ -127,7 +127,7 @@ def device_error(device_type: str, capability: tuple[int, int] | None) -> str | 
 def can_quantize(x: Tensor) -> bool:
     """Returns whether `quantize` and `unrotate` run on x's device. If x has no memory, the device is the pretended GPU."""
     if x.is_meta:
-        from flexattn.kernels_triton.runtime.launch import capability_of
+        from flexattn.kernels_triton.runtime.device import capability_of
 
         return capability_of(x.device) >= 89
     return _can_quantize(x.device)
@@ -249,7 +249,7 @@ def choice_of(spec: AttentionSpec, x: Operands, direction: Direction) -> Choice 
     """
     from flexattn.dispatch.quantization import dout_like
     from flexattn.kernels_triton.families import choose
-    from flexattn.kernels_triton.runtime.launch import has_large_l2
+    from flexattn.kernels_triton.runtime.device import has_large_l2
 
     if direction == "backward" and spec.for_backward() is not spec:
         return None
@@ -272,7 +272,8 @@ def recorded_on(spec: AttentionSpec, *, has_large_l2: bool = True) -> Iterator[l
 
     has_large_l2: see `pretended_device`.
     """
-    from flexattn.kernels_triton.runtime.launch import pretended_device, recorded_launches
+    from flexattn.kernels_triton.runtime.device import pretended_device
+    from flexattn.kernels_triton.runtime.launch import recorded_launches
 
     major, minor = spec.capability or (0, 0)
     pretended = pretended_device(10 * major + minor, _PROCESSORS, has_large_l2=has_large_l2)

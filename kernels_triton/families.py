@@ -16,7 +16,7 @@ from flexattn.kernels_triton.common.problem import Backward, Forward, Problem
 from flexattn.kernels_triton.common.split_kv import Splits, splits_of
 from flexattn.kernels_triton.common.tiles import DKDV, DQ, FORWARD, ONE_GRID, cdiv
 from flexattn.kernels_triton.portable import forward as portable_forward
-from flexattn.kernels_triton.runtime.launch import Tile, capability_of, has_large_l2, num_processors, pretended_device
+from flexattn.kernels_triton.runtime.device import Tile, capability_of, has_large_l2, num_processors, pretended_device
 
 _NEVER_RAN = "it was compiled and emulated, and never run on a GPU"
 

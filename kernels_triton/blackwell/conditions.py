@@ -20,7 +20,7 @@ from flexattn.kernels_triton.gluon.conditions import (
     unsupported_statistics,
 )
 from flexattn.kernels_triton.gluon.descriptors import descriptor_error
-from flexattn.kernels_triton.runtime.launch import capability_of
+from flexattn.kernels_triton.runtime.device import capability_of
 
 
 def forward_tile(problem: Problem) -> BlackwellTile:

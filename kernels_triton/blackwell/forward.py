@@ -25,7 +25,8 @@ from flexattn.kernels_triton.gluon.forward_launch import Division, Outputs, numb
 from flexattn.kernels_triton.gluon.forward_partition import load_partition
 from flexattn.kernels_triton.gluon.operands import allocate_blocks, allocate_tiles
 from flexattn.kernels_triton.gluon.pairs import allocate_key_pair, allocate_pair
-from flexattn.kernels_triton.runtime.launch import hopper_kernel, launch, num_processors
+from flexattn.kernels_triton.runtime.device import num_processors
+from flexattn.kernels_triton.runtime.launch import hopper_kernel, launch
 
 
 @hopper_kernel

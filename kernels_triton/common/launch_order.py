@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from flexattn.kernels_triton.runtime.launch import capability_of
+from flexattn.kernels_triton.runtime.device import capability_of
 
 
 def overlaps(device: torch.device) -> bool:

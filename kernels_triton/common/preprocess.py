@@ -27,8 +27,9 @@ from flexattn.kernels_triton.common.sinks import sink_probability
 from flexattn.kernels_triton.common.statistics_tiles import place_of_program, statistics_tile
 from flexattn.kernels_triton.common.tile_memory import load_tile, store_tile
 from flexattn.kernels_triton.common.tiles import cdiv
+from flexattn.kernels_triton.runtime.device import Tile
 from flexattn.kernels_triton.runtime.entry import WidePointer
-from flexattn.kernels_triton.runtime.launch import Tile, kernel, launch
+from flexattn.kernels_triton.runtime.launch import kernel, launch
 
 # 32 rows instead of 128, here and in the conversion of dq, and `place_of_program` save 1 to 2 % of a backward of 512 to 2048 tokens
 # (bench/results/small_kernels_h200.json).

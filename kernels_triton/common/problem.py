@@ -37,7 +37,7 @@ from flexattn.kernels_triton.common.tiles import (
     select_tile,
     split_head_dim,
 )
-from flexattn.kernels_triton.runtime.launch import Tile, capability_of
+from flexattn.kernels_triton.runtime.device import Tile, capability_of
 from flexattn.kernels_triton.runtime.varying import as_number
 
 MASK_BLOCK = 128  # queries, and keys, of a block of the lists that are made from a mask_mod

@@ -18,8 +18,9 @@ from flexattn.kernels_triton.common.problem import Problem, rows
 from flexattn.kernels_triton.common.sequences import load_sequence
 from flexattn.kernels_triton.common.tile_memory import load_tile, store_tile
 from flexattn.kernels_triton.common.tiles import split_head_dim
+from flexattn.kernels_triton.runtime.device import Tile, capability_of
 from flexattn.kernels_triton.runtime.entry import WidePointer
-from flexattn.kernels_triton.runtime.launch import Tile, capability_of, kernel, launch
+from flexattn.kernels_triton.runtime.launch import kernel, launch
 
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 LARGEST_SCALE = tl.constexpr(2.0**120)

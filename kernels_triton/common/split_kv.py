@@ -24,8 +24,9 @@ from flexattn.kernels_triton.common.sequences import load_sequence
 from flexattn.kernels_triton.common.split_ranges import Parts
 from flexattn.kernels_triton.common.tile_schedule import zero_padding
 from flexattn.kernels_triton.common.tiles import HOPPER_BYTES, PLAN_QUERIES, SPLIT_FROM, SPLIT_KEYS, SPLIT_MOST, SPLIT_QUERIES, cdiv
+from flexattn.kernels_triton.runtime.device import Tile
 from flexattn.kernels_triton.runtime.entry import WidePointer
-from flexattn.kernels_triton.runtime.launch import Tile, kernel, launch
+from flexattn.kernels_triton.runtime.launch import kernel, launch
 
 _TILE = Tile(16, 128, 4, 1)  # splits at a time
 _MOST_ROWS = 2  # maximum programs per row of q if the combining kernel also writes the padding

@@ -32,7 +32,8 @@ from flexattn.kernels_triton.common.sequences import load_sequence
 from flexattn.kernels_triton.common.split_kv import PartPointers, store_padding, sum_of_parts
 from flexattn.kernels_triton.common.split_ranges import Parts
 from flexattn.kernels_triton.common.tiles import SPLIT_KEYS, cdiv, slots_of_heads
-from flexattn.kernels_triton.runtime.launch import Tile, kernel, launch
+from flexattn.kernels_triton.runtime.device import Tile
+from flexattn.kernels_triton.runtime.launch import kernel, launch
 
 _PLAN_TILE = Tile(512, 64, 4, 1)  # entries at a time
 _COMBINE_TILE = Tile(16, 128, 4, 1)  # parts at a time

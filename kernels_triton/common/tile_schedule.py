@@ -14,7 +14,8 @@ from flexattn.kernels_triton.common.padding import load_padding, store_zeros
 from flexattn.kernels_triton.common.problem import Problem, rows
 from flexattn.kernels_triton.common.sequences import load_sequence
 from flexattn.kernels_triton.common.tiles import cdiv, split_head_dim
-from flexattn.kernels_triton.runtime.launch import Tile, kernel, launch
+from flexattn.kernels_triton.runtime.device import Tile
+from flexattn.kernels_triton.runtime.launch import kernel, launch
 
 _TILE = Tile(64, 64, 4, 1)
 _PARTS = 4

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, NamedTuple
 
-from flexattn.kernels_triton.runtime.launch import INTERPRETER, Tile
+from flexattn.kernels_triton.runtime.device import INTERPRETER, Tile
 
 
 def slots_of_heads(heads: int) -> int:
@@ -560,7 +560,7 @@ class HopperFusedTile(NamedTuple):
     is_persistent: bool = False
     up_to: int = NEVER
     # True: persistent programs draw parts of dq too, and convert them once all blocks of keys have been added, without a separate
-    # kernel. For calls that `gluon.conditions.converts_dq` accepts. At 128 it is 2 to 7 % faster without a mask, and up to 7 % slower
+    # kernel. For calls that `converts_dq` accepts. At 128 it is 2 to 7 % faster without a mask, and up to 7 % slower
     # with one and at 64 (bench/results/short_backwards_h100.json).
     converts: bool = False
     # See `HopperTile`, but also faster than `HOPPER_BACKWARD` (bench/results/lengths_h200.json).

@@ -16,8 +16,9 @@ from flexattn.kernels_triton.common.sequences import load_sequence
 from flexattn.kernels_triton.common.statistics_tiles import place_of_program, statistics_tile
 from flexattn.kernels_triton.common.tile_memory import load_tile, store_tile
 from flexattn.kernels_triton.gluon.dq_parts import place_in_sums
+from flexattn.kernels_triton.runtime.device import Tile
 from flexattn.kernels_triton.runtime.entry import WidePointer
-from flexattn.kernels_triton.runtime.launch import Tile, kernel, launch
+from flexattn.kernels_triton.runtime.launch import kernel, launch
 from flexattn.kernels_triton.runtime.varying import as_number
 
 _CONVERSION_TILE = Tile(32, 64, 4, 1)

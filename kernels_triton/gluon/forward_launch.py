@@ -23,7 +23,7 @@ from flexattn.kernels_triton.gluon.operands import ROWS
 from flexattn.kernels_triton.gluon.pairs import pair_descriptor
 from flexattn.kernels_triton.gluon.tile_scheduler import Work
 from flexattn.kernels_triton.gluon.work_order import forward_work
-from flexattn.kernels_triton.runtime.launch import Tile
+from flexattn.kernels_triton.runtime.device import Tile
 
 
 class Division(NamedTuple):

@@ -23,7 +23,7 @@ from flexattn.kernels_triton.gluon.dq_parts import sums_of_dq
 from flexattn.kernels_triton.gluon.fp32_gradients import fp32_rows
 from flexattn.kernels_triton.gluon.fused_arguments import FusedArguments, FusedDescriptors, FusedSteps
 from flexattn.kernels_triton.gluon.work_order import backward_work
-from flexattn.kernels_triton.runtime.launch import Tile
+from flexattn.kernels_triton.runtime.device import Tile
 
 
 class Fp8Operands(NamedTuple):

@@ -25,7 +25,7 @@ class Stage(NamedTuple):
     """The stage of a ring's `count`-th tile. `index` and `phase` are computed at each use, so that no register keeps them."""
 
     count: Any
-    stages: Any  # of the ring
+    stages: Any  # number of stages of the ring
 
 
 @gluon.jit

@@ -13,7 +13,7 @@ from flexattn.kernels_triton.common.tile_schedule import tile_schedule
 from flexattn.kernels_triton.common.tiles import cdiv
 from flexattn.kernels_triton.gluon.query_walk import Walk
 from flexattn.kernels_triton.gluon.tile_scheduler import Work
-from flexattn.kernels_triton.runtime.launch import has_large_l2, num_processors
+from flexattn.kernels_triton.runtime.device import has_large_l2, num_processors
 
 _MIB = 2**20
 

@@ -66,7 +66,8 @@ from flexattn.kernels_triton.hopper.dkdv_loader import (
     load_dkdv,
 )
 from flexattn.kernels_triton.hopper.dq_consumer import DqConsumerBarriers, DqOperands, DqRows, consume_dq
-from flexattn.kernels_triton.runtime.launch import Tile, hopper_kernel, launch
+from flexattn.kernels_triton.runtime.device import Tile
+from flexattn.kernels_triton.runtime.launch import hopper_kernel, launch
 
 
 class DqDescriptors(NamedTuple):

@@ -23,7 +23,8 @@ from flexattn.kernels_triton.gluon.pipeline import STAGES, allocate_barriers, al
 from flexattn.kernels_triton.hopper.conditions import fused_tile
 from flexattn.kernels_triton.hopper.fused_consumer import consume_fused
 from flexattn.kernels_triton.hopper.fused_launch import prepare_fused
-from flexattn.kernels_triton.runtime.launch import hopper_kernel, launch, num_processors
+from flexattn.kernels_triton.runtime.device import num_processors
+from flexattn.kernels_triton.runtime.launch import hopper_kernel, launch
 
 
 @hopper_kernel

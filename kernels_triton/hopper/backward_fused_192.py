@@ -38,7 +38,8 @@ from flexattn.kernels_triton.hopper.fused_192_consumer import (
     add_dq_192,
     consume_fused_192,
 )
-from flexattn.kernels_triton.runtime.launch import Tile, hopper_kernel, launch
+from flexattn.kernels_triton.runtime.device import Tile
+from flexattn.kernels_triton.runtime.launch import hopper_kernel, launch
 
 
 class DqSums(NamedTuple):

@@ -42,7 +42,7 @@ from flexattn.kernels_triton.gluon.conditions import (
 )
 from flexattn.kernels_triton.gluon.descriptors import descriptor_error
 from flexattn.kernels_triton.gluon.operands import ROWS
-from flexattn.kernels_triton.runtime.launch import capability_of, has_large_l2, num_processors
+from flexattn.kernels_triton.runtime.device import capability_of, has_large_l2, num_processors
 
 # Narrowest measured windows of both fused backwards: the sums of dq cost time for each token, however few keys it sees.
 _NARROWEST, _NARROWEST_192 = 256, 1024

@@ -57,7 +57,8 @@ from flexattn.kernels_triton.gluon.tile_scheduler import (
 )
 from flexattn.kernels_triton.hopper.conditions import forward_tile
 from flexattn.kernels_triton.hopper.products import score_product
-from flexattn.kernels_triton.runtime.launch import hopper_kernel, launch, num_processors
+from flexattn.kernels_triton.runtime.device import num_processors
+from flexattn.kernels_triton.runtime.launch import hopper_kernel, launch
 
 
 class Sums(NamedTuple):

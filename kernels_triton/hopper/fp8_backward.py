@@ -82,7 +82,8 @@ from flexattn.kernels_triton.hopper.fp8_backward_operands import (
     copies_in_16_bits,
     unsupported_operands,
 )
-from flexattn.kernels_triton.runtime.launch import Tile, hopper_kernel, launch
+from flexattn.kernels_triton.runtime.device import Tile
+from flexattn.kernels_triton.runtime.launch import hopper_kernel, launch
 
 
 class Fp8BackwardTile(NamedTuple):

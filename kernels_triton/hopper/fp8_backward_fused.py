@@ -36,7 +36,8 @@ from flexattn.kernels_triton.hopper.fp8 import allocate_factors, load_descale, w
 from flexattn.kernels_triton.hopper.fp8_backward_operands import unsupported_operands
 from flexattn.kernels_triton.hopper.fused_consumer import consume_fused
 from flexattn.kernels_triton.hopper.fused_launch import prepare_fused
-from flexattn.kernels_triton.runtime.launch import hopper_kernel, launch, num_processors
+from flexattn.kernels_triton.runtime.device import num_processors
+from flexattn.kernels_triton.runtime.launch import hopper_kernel, launch
 
 
 class Fp8FusedTile(NamedTuple):

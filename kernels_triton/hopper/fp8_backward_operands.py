@@ -14,7 +14,7 @@ from flexattn.kernels_triton.gluon.descales import BackwardDescales
 from flexattn.kernels_triton.gluon.descriptors import DTYPES, FP8_DTYPES, descriptor_error
 from flexattn.kernels_triton.hopper.fp8 import Scale, scale_error, scales_of
 from flexattn.kernels_triton.hopper.quantize import dequantize
-from flexattn.kernels_triton.runtime.launch import capability_of
+from flexattn.kernels_triton.runtime.device import capability_of
 
 
 def backward_descales(problem: Problem) -> BackwardDescales:

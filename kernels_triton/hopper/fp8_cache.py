@@ -58,7 +58,8 @@ from flexattn.kernels_triton.hopper.fp8_cache_operands import (
     with_blocks,
     words_of,
 )
-from flexattn.kernels_triton.runtime.launch import Tile, capability_of, hopper_kernel, launch, num_processors
+from flexattn.kernels_triton.runtime.device import Tile, capability_of, num_processors
+from flexattn.kernels_triton.runtime.launch import hopper_kernel, launch
 
 _ROWS = 16  # rows of mma.sync
 _WARPS = 8  # warps that fit in the registers of a multiprocessor

@@ -67,8 +67,9 @@ from flexattn.kernels_triton.hopper.fp8 import (
 )
 from flexattn.kernels_triton.hopper.products import score_product
 from flexattn.kernels_triton.runtime.compiler import FROM_3_9
+from flexattn.kernels_triton.runtime.device import Tile, capability_of, num_processors
 from flexattn.kernels_triton.runtime.gluon_names import load_tile
-from flexattn.kernels_triton.runtime.launch import Tile, capability_of, hopper_kernel, launch, num_processors
+from flexattn.kernels_triton.runtime.launch import hopper_kernel, launch
 
 _COLUMNS = gl.constexpr(8)  # columns of the product that sums p: wgmma's minimum N, all equal
 _ONE = gl.constexpr(0x38)  # 1 in E4M3

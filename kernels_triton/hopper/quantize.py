@@ -24,9 +24,10 @@ from flexattn.kernels_triton.common.tile_schedule import side_of
 from flexattn.kernels_triton.common.tiles import split_head_dim
 from flexattn.kernels_triton.gluon.descales import Descale
 from flexattn.kernels_triton.hopper.fp8 import BLOCK, Scale, quads_assembly
+from flexattn.kernels_triton.runtime.device import Tile
 from flexattn.kernels_triton.runtime.entry import WidePointer
 from flexattn.kernels_triton.runtime.interpreter import INTERPRETED
-from flexattn.kernels_triton.runtime.launch import Tile, kernel, launch
+from flexattn.kernels_triton.runtime.launch import kernel, launch
 
 _TILE = Tile(64, 64, 4, 1)
 _QUADS = tl.constexpr(BLOCK.value // 4)

@@ -58,7 +58,8 @@ from flexattn.kernels_triton.gluon.tile_scheduler import receive_tile
 from flexattn.kernels_triton.gluon.work_order import forward_work
 from flexattn.kernels_triton.hopper.conditions import wide_tile
 from flexattn.kernels_triton.hopper.products import score_product
-from flexattn.kernels_triton.runtime.launch import Tile, hopper_kernel, launch, num_processors
+from flexattn.kernels_triton.runtime.device import Tile, num_processors
+from flexattn.kernels_triton.runtime.launch import hopper_kernel, launch
 
 
 class Exchange(NamedTuple):

@@ -20,7 +20,8 @@ from flexattn.kernels_triton.common.arguments import Pointer
 from flexattn.kernels_triton.common.encoded_sizes import encoded_size
 from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.mods.mod_math import DiagonalTables
-from flexattn.kernels_triton.runtime.launch import Tile, kernel, launch
+from flexattn.kernels_triton.runtime.device import Tile
+from flexattn.kernels_triton.runtime.launch import kernel, launch
 
 _PAST_THE_END = 256  # positions that the tiles at the ends of a sequence may reach, on either side
 _FEWEST_SCORES = 2**24  # with fewer, another launch costs the host more than the device saves

@@ -16,7 +16,8 @@ from torch import Tensor
 from flexattn.kernels_triton.common.arguments import Pointer
 from flexattn.kernels_triton.common.problem import MASK_BLOCK as BLOCK
 from flexattn.kernels_triton.common.problem import BlockLists, Problem
-from flexattn.kernels_triton.runtime.launch import Tile, kernel, launch
+from flexattn.kernels_triton.runtime.device import Tile
+from flexattn.kernels_triton.runtime.launch import kernel, launch
 
 SHORTEST = 8 * BLOCK  # with fewer blocks to skip, lists save nothing
 _MOST_ENTRIES = 2**28  # maximum entries of all lists

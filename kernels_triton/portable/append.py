@@ -13,7 +13,8 @@ from flexattn.kernels_triton.common.addressing import row_pointer
 from flexattn.kernels_triton.common.arguments import Pages, Pointer, Rows, Scale
 from flexattn.kernels_triton.common.quantize import LARGEST, SMALLEST_SCALE
 from flexattn.kernels_triton.common.tiles import cdiv
-from flexattn.kernels_triton.runtime.launch import Tile, kernel, launch
+from flexattn.kernels_triton.runtime.device import Tile
+from flexattn.kernels_triton.runtime.launch import kernel, launch
 
 _TILE = Tile(8, 16, 4, 1)  # 8 tokens, so that a decoding step of 64 sequences is several programs for each head
 _MOST = 2**31 - 1  # maximum rows of a sequence: positions have 32 bits

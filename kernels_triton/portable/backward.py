@@ -49,7 +49,8 @@ from flexattn.kernels_triton.common.sinks import sink_probability
 from flexattn.kernels_triton.common.tile_memory import load_tile, store_tile
 from flexattn.kernels_triton.common.tiles import DKDV, DQ, cdiv
 from flexattn.kernels_triton.portable.score_gradients import score_gradients
-from flexattn.kernels_triton.runtime.launch import Tile, kernel, launch
+from flexattn.kernels_triton.runtime.device import Tile
+from flexattn.kernels_triton.runtime.launch import kernel, launch
 
 
 class _QuerySums(NamedTuple):

@@ -23,7 +23,8 @@ from flexattn.kernels_triton.common.sequences import load_sequence
 from flexattn.kernels_triton.common.sinks import sink_probability
 from flexattn.kernels_triton.common.tile_memory import load_tile
 from flexattn.kernels_triton.common.tiles import BIAS_GRADIENT
-from flexattn.kernels_triton.runtime.launch import Tile, kernel, launch, num_processors
+from flexattn.kernels_triton.runtime.device import Tile, num_processors
+from flexattn.kernels_triton.runtime.launch import kernel, launch
 
 
 class BiasParts(NamedTuple):

@@ -26,7 +26,8 @@ from flexattn.kernels_triton.common.scores import ScoreTile, score_gradient
 from flexattn.kernels_triton.common.sequences import load_sequence
 from flexattn.kernels_triton.common.tile_memory import load_tile
 from flexattn.kernels_triton.common.tiles import BIAS_GRADIENT
-from flexattn.kernels_triton.runtime.launch import Tile, kernel, launch
+from flexattn.kernels_triton.runtime.device import Tile
+from flexattn.kernels_triton.runtime.launch import kernel, launch
 
 # elements of a capture that millions of scores may read each: n roundings in fp32 cause an error of about sqrt(n) / 2**25
 FEW = 2**16

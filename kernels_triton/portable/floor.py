@@ -9,7 +9,8 @@ from torch import Tensor
 
 from flexattn.kernels_triton.common.arguments import Pointer
 from flexattn.kernels_triton.common.tiles import cdiv
-from flexattn.kernels_triton.runtime.launch import Tile, asserting_kernel, launch
+from flexattn.kernels_triton.runtime.device import Tile
+from flexattn.kernels_triton.runtime.launch import asserting_kernel, launch
 
 _TILE = Tile(2048, 1, 4, 1)  # rows of a program; no keys
 

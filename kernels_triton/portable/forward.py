@@ -46,7 +46,8 @@ from flexattn.kernels_triton.common.split_ranges import Parts, part_row, range_o
 from flexattn.kernels_triton.common.tile_memory import load_tile, store_tile
 from flexattn.kernels_triton.common.tiles import FORWARD, SPLIT_PROGRAMS, slots_of_heads
 from flexattn.kernels_triton.portable.shared_heads import heads_of_tile, offsets_of_tile, queries_of_tile
-from flexattn.kernels_triton.runtime.launch import Tile, kernel, launch, num_processors
+from flexattn.kernels_triton.runtime.device import Tile, num_processors
+from flexattn.kernels_triton.runtime.launch import kernel, launch
 
 
 class Arguments(NamedTuple):

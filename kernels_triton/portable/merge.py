@@ -11,7 +11,8 @@ from torch import Tensor
 from flexattn.kernels_triton.common.addressing import row_pointer, row_steps
 from flexattn.kernels_triton.common.arguments import Pointer, Rows
 from flexattn.kernels_triton.common.tiles import cdiv
-from flexattn.kernels_triton.runtime.launch import Tile, kernel, launch
+from flexattn.kernels_triton.runtime.device import Tile
+from flexattn.kernels_triton.runtime.launch import kernel, launch
 
 _TILE = Tile(16, 64, 4, 1)
 

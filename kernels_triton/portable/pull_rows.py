@@ -11,7 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from flexattn.kernels_triton.common.arguments import Pointer
-from flexattn.kernels_triton.runtime.launch import Tile, kernel, launch
+from flexattn.kernels_triton.runtime.device import Tile
+from flexattn.kernels_triton.runtime.launch import kernel, launch
 
 _TILE = Tile(1, 1, 4, 1)
 _WORDS = 4096  # words of a program: 32 KiB, all in flight at once

@@ -14,23 +14,11 @@ import torch
 import triton
 
 from flexattn.forks import fork_safe
-from flexattn.kernels_triton.runtime import compiler, interpreter, sources, store
+from flexattn.kernels_triton.runtime import compiler, interpreter, store
+from flexattn.kernels_triton.runtime.device import Tile, capability_of, set_here, thread
 from flexattn.kernels_triton.runtime.direct import Direct
 from flexattn.kernels_triton.runtime.entry import fields_of, flat_function, flattening
 from flexattn.kernels_triton.runtime.varying import Varying, plain
-
-sources.read_by_margin()  # must precede the import of the first kernel
-
-INTERPRETER = 0  # the "compute capability" of Triton's interpreter: small tiles, so that small inputs have several
-
-
-class Tile(NamedTuple):
-    block_m: int  # queries
-    block_n: int  # keys
-    num_warps: int
-    num_stages: int
-    apart: bool = False  # dk and dv in separate launches: scores are computed twice, with half the accumulators at a time
-
 
 MAX_PROGRAMS = 2**31 - 1  # CUDA C++ Programming Guide, "Compute Capabilities": maximum x-dimension of a grid
 
@@ -81,91 +69,9 @@ class Launch(NamedTuple):
 Watcher = Callable[[Direct | None, int, tuple[Any, ...]], None]
 
 
-class _Pretended(NamedTuple):
-    """The arguments of `pretended_device`."""
-
-    capability: int
-    processors: int
-    has_large_l2: bool
-
-
-class _Thread(threading.local):
-    """State of one thread's launches: its pretended device, its recording, its watcher."""
-
-    def __init__(self) -> None:
-        self.pretended: _Pretended | None = None
-        self.recording: Callable[[Launch], None] | None = None
-        self.watcher: Watcher | None = None
-
-
-_thread = _Thread()
-
-
-@contextlib.contextmanager
-def _set_here(name: str, value: Any) -> Iterator[None]:
-    """Sets an attribute of `_thread` to `value` inside. A backward that is called inside runs in this thread, not in autograd's."""
-    before = getattr(_thread, name)
-    setattr(_thread, name, value)
-    try:
-        with torch.autograd.set_multithreading_enabled(False):
-            yield
-    finally:
-        setattr(_thread, name, before)
-
-
-@contextlib.contextmanager
-def pretended_device(capability: int, processors: int, *, has_large_l2: bool = True) -> Iterator[None]:
-    """Inside, this thread treats every tensor as on a GPU with this capability (90 for 9.0) and number of multiprocessors.
-
-    For launches that are recorded, or run by a driver that does nothing. has_large_l2: see the function of this name.
-    """
-    with _set_here("pretended", _Pretended(capability, processors, has_large_l2)):
-        yield
-
-
-def capability_of(device: torch.device) -> int:
-    """Returns the device's compute capability as 10 * major + minor; INTERPRETER for a CPU device."""
-    pretended = _thread.pretended
-    return _capability_of(device) if pretended is None else pretended.capability
-
-
-def num_processors(device: torch.device) -> int:
-    """Returns the number of streaming multiprocessors; a few for the interpreter, so that it also splits work."""
-    pretended = _thread.pretended
-    return _num_processors(device) if pretended is None else pretended.processors
-
-
-def has_large_l2(device: torch.device) -> bool:
-    """Returns whether the L2 cache is as large as an NVIDIA H200's (60 MB, with 4.8 TB/s of memory), not an H100's (50 MB, 3.35
-    TB/s).
-
-    True for devices other than GPUs.
-    """
-    pretended = _thread.pretended
-    return _has_large_l2(device) if pretended is None else pretended.has_large_l2
-
-
-@functools.lru_cache(maxsize=64)
-def _has_large_l2(device: torch.device) -> bool:
-    return device.type != "cuda" or torch.cuda.get_device_properties(device).L2_cache_size >= 56 * 2**20
-
-
-@functools.lru_cache(maxsize=64)
-def _capability_of(device: torch.device) -> int:
-    if device.type != "cuda":
-        return INTERPRETER
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
-
-
-@functools.lru_cache(maxsize=64)
-def _num_processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-
-
 def redirected_launches(take: Callable[[Launch], None]) -> contextlib.AbstractContextManager[None]:
     """Inside, this thread launches nothing: it passes its launches to `take`. Outputs are not written."""
-    return _set_here("recording", take)
+    return set_here("recording", take)
 
 
 @contextlib.contextmanager
@@ -182,11 +88,11 @@ def watched_launches(watcher: Watcher) -> Iterator[None]:
 
     The kernel is None if only Triton can launch it.
     """
-    before, _thread.watcher = _thread.watcher, watcher
+    before, thread.watcher = thread.watcher, watcher
     try:
         yield
     finally:
-        _thread.watcher = before
+        thread.watcher = before
 
 
 _runtime = triton.knobs.runtime
@@ -194,7 +100,7 @@ _runtime = triton.knobs.runtime
 
 def is_plain() -> bool:
     """Returns whether this thread's launches may bypass Triton: there is no recording and no profiler hook."""
-    if _thread.recording is not None:
+    if thread.recording is not None:
         return False
     enter, leave = _runtime.launch_enter_hook, _runtime.launch_exit_hook
     if (enter is not None and getattr(enter, "calls", True)) or (leave is not None and getattr(leave, "calls", True)):
@@ -262,7 +168,7 @@ def launch(kernel: Any, programs: int, device: torch.device, tile: Tile, argumen
 def make(launch: Launch, device: torch.device) -> None:
     """Runs a launch, for example a recorded one: its arguments are flat."""
     kernel, tile, arguments, programs = launch
-    recording = _thread.recording
+    recording = thread.recording
     if recording is not None:
         recording(launch)
         return
@@ -308,7 +214,7 @@ def _launch(kernel: Any, programs: int, device: torch.device, tile: Tile, argume
         options = compiler.options_of(tile.num_warps, _sound_stages(kernel, key, tile, values))
         with compiler.compiling():
             kernel[(programs,)](*values, **options)
-    watcher = _thread.watcher
+    watcher = thread.watcher
     if watcher is not None:
         watcher(direct, programs, arguments)
 

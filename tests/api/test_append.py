@@ -15,7 +15,8 @@ from flexattn import append_kv, attention
 from flexattn.dispatch import triton_backend
 from flexattn.kernels_triton.ahead_of_time.compile_report import request_for
 from flexattn.kernels_triton.portable import append as kernels
-from flexattn.kernels_triton.runtime.launch import pretended_device, recorded_launches
+from flexattn.kernels_triton.runtime.device import pretended_device
+from flexattn.kernels_triton.runtime.launch import recorded_launches
 from tests.support.compiled_kernels import compile_sound
 from tests.support.pages import LAYOUTS, Pool, make_pool
 

@@ -14,7 +14,8 @@ from flexattn.dispatch import triton_backend
 from flexattn.functional import bind_call
 from flexattn.kernels_triton.ahead_of_time.compile_report import request_for
 from flexattn.kernels_triton.portable import append as kernels
-from flexattn.kernels_triton.runtime.launch import pretended_device, recorded_launches
+from flexattn.kernels_triton.runtime.device import pretended_device
+from flexattn.kernels_triton.runtime.launch import recorded_launches
 from flexattn.testing import check_close
 from tests.api.test_append import BEFORE, NEW, Case, int32, starts_of
 from tests.support.compiled_kernels import compile_sound

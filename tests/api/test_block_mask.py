@@ -18,7 +18,8 @@ from flexattn.kernels_triton.common import tiles as configs
 from flexattn.kernels_triton.common.problem import Backward, BlockLists
 from flexattn.kernels_triton.portable.backward import attention_backward
 from flexattn.kernels_triton.portable.forward import attention_forward
-from flexattn.kernels_triton.runtime.launch import pretended_device, recorded_launches
+from flexattn.kernels_triton.runtime.device import pretended_device
+from flexattn.kernels_triton.runtime.launch import recorded_launches
 from flexattn.mods.trace import trace_mods
 from flexattn.testing import make_call, make_inputs
 from tests.mods.test_score_mod_triton import HEADS, LOOP_SPILLS, check, lengths, rand

@@ -23,7 +23,7 @@ from flexattn.bench.record import Row
 from flexattn.bench.shapes import WORKLOADS
 from flexattn.bench.tiles import SPACE, candidates, parse_tile, tile_name, with_options
 from flexattn.kernels_triton.ahead_of_time.compile_report import CompileReport
-from flexattn.kernels_triton.runtime.launch import Tile
+from flexattn.kernels_triton.runtime.device import Tile
 from tests.conftest import ROOT
 from tests.repository.test_docs import printed_as_shown
 

@@ -16,7 +16,7 @@ from flexattn.dispatch import heuristics
 from flexattn.dispatch.spec import AttentionSpec, length_class
 from flexattn.kernels_triton.common import tiles as configs
 from flexattn.kernels_triton.common.tiles import DKDV, DQ, FORWARD
-from flexattn.kernels_triton.runtime.launch import Tile
+from flexattn.kernels_triton.runtime.device import Tile
 from tests.conftest import ROOT
 
 RESULTS = ROOT / "bench" / "results"

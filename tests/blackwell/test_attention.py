@@ -19,7 +19,8 @@ from flexattn.kernels_triton.blackwell.forward import blackwell_forward
 from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.common.tiles import BLACKWELL_FORWARD
 from flexattn.kernels_triton.runtime import interpreter
-from flexattn.kernels_triton.runtime.launch import Launch, pretended_device, recorded_launches
+from flexattn.kernels_triton.runtime.device import pretended_device
+from flexattn.kernels_triton.runtime.launch import Launch, recorded_launches
 from flexattn.ops import spec_to_run
 from flexattn.testing import make_call, make_inputs
 from tests.hopper.test_attention import FEATURES, cumulative

@@ -24,7 +24,8 @@ from flexattn.kernels_triton.blackwell import conditions
 from flexattn.kernels_triton.blackwell.backward import blackwell_backward
 from flexattn.kernels_triton.common.problem import Backward, Problem
 from flexattn.kernels_triton.common.tiles import BLACKWELL_BACKWARD
-from flexattn.kernels_triton.runtime.launch import Launch, pretended_device, recorded_launches
+from flexattn.kernels_triton.runtime.device import pretended_device
+from flexattn.kernels_triton.runtime.launch import Launch, recorded_launches
 from flexattn.mods.trace import trace_mods
 from flexattn.testing import make_call, make_inputs
 from tests.blackwell.test_attention import CODE, LOOP_SPILLS

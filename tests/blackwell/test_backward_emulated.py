@@ -21,7 +21,7 @@ from flexattn.kernels_triton.blackwell import backward as blackwell_backward
 from flexattn.kernels_triton.blackwell import backward_consumer, backward_dq, backward_products, conditions
 from flexattn.kernels_triton.common.problem import Backward
 from flexattn.kernels_triton.mods.diagonals import with_diagonals
-from flexattn.kernels_triton.runtime.launch import pretended_device
+from flexattn.kernels_triton.runtime.device import pretended_device
 from flexattn.testing import (
     GRADIENT_FACTOR,
     check_close,

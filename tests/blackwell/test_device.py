@@ -16,7 +16,7 @@ from flexattn.dispatch.spec import AttentionSpec, Operands
 from flexattn.kernels_triton.blackwell import backward as blackwell_backward
 from flexattn.kernels_triton.blackwell import forward as blackwell_forward
 from flexattn.kernels_triton.families import Policy
-from flexattn.kernels_triton.runtime.launch import capability_of, pretended_device
+from flexattn.kernels_triton.runtime.device import capability_of, pretended_device
 from flexattn.testing import (
     GRADIENT_FACTOR,
     Inputs,

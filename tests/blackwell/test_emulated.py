@@ -22,7 +22,7 @@ from flexattn.functional import bind_call
 from flexattn.kernels_triton.blackwell import conditions, consumer, pipeline, products
 from flexattn.kernels_triton.blackwell import forward as blackwell_forward
 from flexattn.kernels_triton.common.split_kv import BY_LENGTHS
-from flexattn.kernels_triton.runtime.launch import pretended_device
+from flexattn.kernels_triton.runtime.device import pretended_device
 from flexattn.mods.trace import trace_mods
 from flexattn.ops import spec_to_run
 from flexattn.testing import check_close, make_call, make_inputs, reference_attention

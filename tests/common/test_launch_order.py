@@ -17,7 +17,8 @@ from flexattn.kernels_triton.ahead_of_time.compile_report import compiled_from, 
 from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.portable.forward import attention_forward
 from flexattn.kernels_triton.runtime import store
-from flexattn.kernels_triton.runtime.launch import pretended_device, recorded_launches
+from flexattn.kernels_triton.runtime.device import pretended_device
+from flexattn.kernels_triton.runtime.launch import recorded_launches
 
 q, k = torch.zeros(8, 1, 4, 64, dtype=torch.bfloat16), torch.zeros(8, 4096, 2, 64, dtype=torch.bfloat16)
 problem = Problem(q, k, k, softmax_scale=0.1, seqused_kv=torch.zeros(8, dtype=torch.int32))

@@ -34,7 +34,8 @@ from flexattn.kernels_triton.gluon import forward_launch, forward_rows, forward_
 from flexattn.kernels_triton.hopper import forward as hopper_forward
 from flexattn.kernels_triton.mods import mask_blocks
 from flexattn.kernels_triton.portable import forward as forward_kernels
-from flexattn.kernels_triton.runtime.launch import Launch, capability_of, pretended_device, recorded_launches
+from flexattn.kernels_triton.runtime.device import capability_of, pretended_device
+from flexattn.kernels_triton.runtime.launch import Launch, recorded_launches
 from flexattn.mods.trace import trace_mods
 from flexattn.testing import GRADIENT_FACTOR, check_close, make_call, make_inputs, reference_attention, reference_gradients
 from tests.hopper.test_emulated import HARMLESS, without_gpu

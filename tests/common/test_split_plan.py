@@ -29,7 +29,8 @@ from flexattn.kernels_triton.common.tiles import PLAN_QUERIES, SPLIT_FROM
 from flexattn.kernels_triton.families import PORTABLE_FORWARD, Policy, choose
 from flexattn.kernels_triton.hopper import forward as hopper_forward
 from flexattn.kernels_triton.portable.forward import attention_forward
-from flexattn.kernels_triton.runtime.launch import Launch, make, pretended_device, recorded_launches
+from flexattn.kernels_triton.runtime.device import pretended_device
+from flexattn.kernels_triton.runtime.launch import Launch, make, recorded_launches
 from flexattn.testing import check_close, make_call, make_inputs, reference_attention
 from tests.hopper.test_emulated import HARMLESS, without_gpu
 from tests.support.compiled_kernels import compile_sound

@@ -9,7 +9,7 @@ from torch import Tensor
 import flexattn
 from flexattn.dispatch.triton_backend import _loadable
 from flexattn.kernels_triton.common.problem import Problem
-from flexattn.kernels_triton.runtime.launch import Tile
+from flexattn.kernels_triton.runtime.device import Tile
 
 GPU = torch.cuda.is_available()
 

@@ -20,7 +20,8 @@ def meta(*shape: int) -> torch.Tensor:
 
 def launched(*tensors: torch.Tensor) -> None:
     """Launches a kernel that gets these tensors."""
-    from flexattn.kernels_triton.runtime.launch import Launch, Tile, make
+    from flexattn.kernels_triton.runtime.device import Tile
+    from flexattn.kernels_triton.runtime.launch import Launch, make
 
     class Anything:
         __name__ = "anything"
@@ -45,7 +46,7 @@ def test_plan_of_a_call() -> None:
 
 @pytest.mark.parametrize("is_large", [True, False])
 def test_a_plan_is_for_a_device_with_a_large_l2_or_a_small_one(is_large: bool) -> None:
-    from flexattn.kernels_triton.runtime.launch import has_large_l2
+    from flexattn.kernels_triton.runtime.device import has_large_l2
 
     found = []
 

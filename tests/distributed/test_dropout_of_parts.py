@@ -19,7 +19,8 @@ from flexattn.kernels_triton.common.problem import Backward, Problem
 from flexattn.kernels_triton.hopper.conditions import forward_unsupported
 from flexattn.kernels_triton.portable.backward import attention_backward as portable_backward
 from flexattn.kernels_triton.portable.forward import attention_forward
-from flexattn.kernels_triton.runtime.launch import pretended_device, recorded_launches
+from flexattn.kernels_triton.runtime.device import pretended_device
+from flexattn.kernels_triton.runtime.launch import recorded_launches
 from flexattn.testing import GRADIENT_FACTOR, check_close, make_call, make_inputs
 from tests.support.compiled_kernels import compile_sound
 

@@ -9,7 +9,7 @@ import torch
 
 from flexattn import attention, fp8
 from flexattn.dispatch import triton_backend
-from flexattn.kernels_triton.runtime.launch import capability_of
+from flexattn.kernels_triton.runtime.device import capability_of
 from tests.common.test_large_logits import CASES, call_of, features_of, run
 from tests.support.large_logits import Rounding, check, make_case
 

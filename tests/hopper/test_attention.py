@@ -40,7 +40,8 @@ from flexattn.kernels_triton.hopper import backward_fused as fused_kernels
 from flexattn.kernels_triton.hopper import backward_fused_192 as fused_192_kernels
 from flexattn.kernels_triton.hopper import conditions
 from flexattn.kernels_triton.hopper import forward as forward_kernels
-from flexattn.kernels_triton.runtime.launch import Launch, capability_of, pretended_device, recorded_launches
+from flexattn.kernels_triton.runtime.device import capability_of, pretended_device
+from flexattn.kernels_triton.runtime.launch import Launch, recorded_launches
 from flexattn.testing import (
     GRADIENT_FACTOR,
     check_close,

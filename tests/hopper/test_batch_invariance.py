@@ -17,7 +17,7 @@ from flexattn.kernels_triton.common import problem as problems
 from flexattn.kernels_triton.common.split_kv import number_of_splits
 from flexattn.kernels_triton.hopper import conditions
 from flexattn.kernels_triton.hopper import forward as hopper_forward
-from flexattn.kernels_triton.runtime.launch import pretended_device
+from flexattn.kernels_triton.runtime.device import pretended_device
 from tests.hopper.test_emulated import HARMLESS, without_gpu
 
 LENGTHS = (300, 150, 600)

@@ -20,7 +20,8 @@ from flexattn.kernels_triton.hopper import quantize as hopper_fp8_quantize
 from flexattn.kernels_triton.hopper.fp8 import Scale, empty_transposed
 from flexattn.kernels_triton.hopper.fp8_forward import hopper_fp8_forward, select_fp8_tile
 from flexattn.kernels_triton.hopper.quantize import dequantize, quantize
-from flexattn.kernels_triton.runtime.launch import Launch, capability_of, recorded_launches
+from flexattn.kernels_triton.runtime.device import capability_of
+from flexattn.kernels_triton.runtime.launch import Launch, recorded_launches
 from flexattn.testing import make_call, make_dout, make_inputs
 from tests.support import fp8_calls
 from tests.support.compiled_kernels import TRITON, check_loops, compile_sound

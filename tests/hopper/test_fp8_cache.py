@@ -23,7 +23,8 @@ from flexattn.kernels_triton.common.problem import Forward
 from flexattn.kernels_triton.common.split_kv import BY_LENGTHS
 from flexattn.kernels_triton.families import HOPPER_FP8_CACHE
 from flexattn.kernels_triton.hopper import fp8_cache, fp8_cache_operands
-from flexattn.kernels_triton.runtime.launch import Launch, pretended_device, recorded_launches
+from flexattn.kernels_triton.runtime.device import pretended_device
+from flexattn.kernels_triton.runtime.launch import Launch, recorded_launches
 from flexattn.testing import check_close
 from tests.hopper.test_emulated import without_gpu
 from tests.support.compiled_kernels import TRITON, compile_sound

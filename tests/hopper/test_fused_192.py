@@ -16,7 +16,8 @@ from flexattn.kernels_triton.ahead_of_time.compile_report import SHARED_MEMORY_L
 from flexattn.kernels_triton.common.problem import Backward, Problem
 from flexattn.kernels_triton.families import Policy, choose
 from flexattn.kernels_triton.hopper import backward_fused_192, conditions, dkdv_loader, fused_192_consumer
-from flexattn.kernels_triton.runtime.launch import pretended_device, recorded_launches
+from flexattn.kernels_triton.runtime.device import pretended_device
+from flexattn.kernels_triton.runtime.launch import recorded_launches
 from flexattn.testing import (
     GRADIENT_FACTOR,
     check_close,

@@ -23,7 +23,8 @@ from flexattn.kernels_triton.common.tiles import HOPPER_PAGED, NARROW_WINDOW, Ho
 from flexattn.kernels_triton.gluon import pages
 from flexattn.kernels_triton.hopper import conditions
 from flexattn.kernels_triton.hopper import forward as hopper_forward
-from flexattn.kernels_triton.runtime.launch import Launch, pretended_device, recorded_launches
+from flexattn.kernels_triton.runtime.device import pretended_device
+from flexattn.kernels_triton.runtime.launch import Launch, recorded_launches
 from flexattn.testing import check_close, reference_attention
 from tests.hopper.test_emulated import HARMLESS, SINKS, without_gpu
 from tests.support.compiled_kernels import compile_sound

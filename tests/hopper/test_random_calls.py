@@ -20,7 +20,7 @@ from flexattn.kernels_triton.hopper import backward_fused as hopper_fused
 from flexattn.kernels_triton.hopper import conditions, wide_forward
 from flexattn.kernels_triton.hopper import forward as hopper_forward
 from flexattn.kernels_triton.mods import mask_blocks
-from flexattn.kernels_triton.runtime.launch import pretended_device
+from flexattn.kernels_triton.runtime.device import pretended_device
 from tests.fuzz.calls import Call
 from tests.fuzz.check import Verdicts, compare
 from tests.fuzz.config import FEATURES, HALF, Where, draw_config

@@ -24,7 +24,8 @@ from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.common.split_kv import BY_LENGTHS
 from flexattn.kernels_triton.hopper import conditions, wide_forward
 from flexattn.kernels_triton.mods import mask_blocks
-from flexattn.kernels_triton.runtime.launch import Launch, pretended_device, recorded_launches
+from flexattn.kernels_triton.runtime.device import pretended_device
+from flexattn.kernels_triton.runtime.launch import Launch, recorded_launches
 from flexattn.mods.trace import trace_mods
 from flexattn.testing import check_close, make_call, make_inputs, reference_attention
 from tests.hopper.test_emulated import HARMLESS, SINKS, UNEVEN, without_gpu

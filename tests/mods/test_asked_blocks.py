@@ -15,7 +15,8 @@ from flexattn.kernels_triton.ahead_of_time.compile_report import request_for
 from flexattn.kernels_triton.hopper.forward import hopper_forward
 from flexattn.kernels_triton.mods import mask_blocks
 from flexattn.kernels_triton.portable.forward import attention_forward
-from flexattn.kernels_triton.runtime.launch import Launch, pretended_device, recorded_launches
+from flexattn.kernels_triton.runtime.device import pretended_device
+from flexattn.kernels_triton.runtime.launch import Launch, recorded_launches
 from flexattn.mods.trace import trace_mods
 from flexattn.testing import check_close, make_call, make_inputs, reference_attention
 from tests.support.compiled_kernels import compile_sound

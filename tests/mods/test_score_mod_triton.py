@@ -434,7 +434,7 @@ from flexattn import create_block_mask
 from flexattn.block_mask import block_lists
 from flexattn.dispatch import eager_backend, triton_backend
 from flexattn.kernels_triton.portable.backward import attention_backward
-from flexattn.kernels_triton.runtime.launch import Tile
+from flexattn.kernels_triton.runtime.device import Tile
 from flexattn.kernels_triton.portable.forward import attention_forward
 from flexattn.kernels_triton.runtime.compiler import options_of
 from flexattn.kernels_triton.runtime.launch import recorded_launches

@@ -15,7 +15,7 @@ from flexattn.kernels_triton.common.preprocess import new_statistics, row_statis
 from flexattn.kernels_triton.common.problem import Backward
 from flexattn.kernels_triton.portable import backward as backward_kernels
 from flexattn.kernels_triton.portable import forward as forward_kernels
-from flexattn.kernels_triton.runtime.launch import Tile
+from flexattn.kernels_triton.runtime.device import Tile
 from flexattn.testing import (
     GRADIENT_FACTOR,
     check_close,

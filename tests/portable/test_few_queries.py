@@ -13,7 +13,8 @@ from flexattn.kernels_triton.ahead_of_time.compile_report import request_for
 from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.common.tiles import FORWARD
 from flexattn.kernels_triton.portable.forward import attention_forward, heads_of_a_tile
-from flexattn.kernels_triton.runtime.launch import pretended_device, recorded_launches
+from flexattn.kernels_triton.runtime.device import pretended_device
+from flexattn.kernels_triton.runtime.launch import recorded_launches
 from flexattn.mods.trace import trace_mods
 from flexattn.testing import check_close, make_call, make_inputs, reference_attention
 from tests.support.compiled_kernels import compile_sound

@@ -10,7 +10,8 @@ from triton.runtime.errors import InterpreterError
 
 from flexattn.kernels_triton.ahead_of_time.compile_report import request_for
 from flexattn.kernels_triton.portable import floor as kernels
-from flexattn.kernels_triton.runtime.launch import pretended_device, recorded_launches
+from flexattn.kernels_triton.runtime.device import pretended_device
+from flexattn.kernels_triton.runtime.launch import recorded_launches
 from flexattn.validation import FLOOR
 from tests.support.compiled_kernels import compile_sound
 

@@ -13,7 +13,8 @@ from flexattn.dispatch.quantization import Unquantized
 from flexattn.dispatch.spec import Operands, Results, as_bshd, parse_format
 from flexattn.kernels_triton.ahead_of_time.compile_report import SHARED_MEMORY_LIMIT, request_for
 from flexattn.kernels_triton.common.quantize import transpose_tokens, unrotate
-from flexattn.kernels_triton.runtime.launch import pretended_device, recorded_launches
+from flexattn.kernels_triton.runtime.device import pretended_device
+from flexattn.kernels_triton.runtime.launch import recorded_launches
 from flexattn.mods.trace import trace_mods
 from flexattn.testing import Inputs, make_dout, make_inputs
 from tests.support.compiled_kernels import compile_sound

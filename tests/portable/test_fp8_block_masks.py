@@ -11,7 +11,8 @@ from flexattn.dispatch import eager_backend, triton_backend
 from flexattn.dispatch.select import BackendError
 from flexattn.dispatch.spec import Direction, Fp8
 from flexattn.kernels_triton.ahead_of_time.compile_report import request_for
-from flexattn.kernels_triton.runtime.launch import pretended_device, recorded_launches
+from flexattn.kernels_triton.runtime.device import pretended_device
+from flexattn.kernels_triton.runtime.launch import recorded_launches
 from tests.dispatch.test_head_dims import spec_of
 from tests.support.compiled_kernels import compile_sound
 

@@ -13,7 +13,8 @@ import flexattn
 from flexattn.dispatch import triton_backend
 from flexattn.kernels_triton.ahead_of_time.compile_report import request_for
 from flexattn.kernels_triton.portable import merge as kernels
-from flexattn.kernels_triton.runtime.launch import pretended_device, recorded_launches
+from flexattn.kernels_triton.runtime.device import pretended_device
+from flexattn.kernels_triton.runtime.launch import recorded_launches
 from tests.support.compiled_kernels import compile_sound
 
 SHAPES = {"bshd": (2, 21, 3, 40), "sbhd": (21, 2, 3, 40), "bhsd": (2, 3, 21, 40), "thd": (37, 3, 40)}

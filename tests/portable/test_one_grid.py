@@ -16,8 +16,9 @@ from flexattn.kernels_triton.common.problem import Backward, Problem
 from flexattn.kernels_triton.common.tiles import ONE_GRID
 from flexattn.kernels_triton.families import PORTABLE_BACKWARD, fits_one_grid
 from flexattn.kernels_triton.portable import backward as kernels
+from flexattn.kernels_triton.runtime.device import Tile
 from flexattn.kernels_triton.runtime.interpreter import INTERPRETED
-from flexattn.kernels_triton.runtime.launch import Launch, Tile, recorded_launches
+from flexattn.kernels_triton.runtime.launch import Launch, recorded_launches
 from flexattn.testing import (
     GRADIENT_FACTOR,
     check_close,

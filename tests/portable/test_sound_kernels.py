@@ -20,7 +20,8 @@ from flexattn.kernels_triton.ahead_of_time.compile_report import CompileRequest,
 from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.common.tiles import DKDV, FORWARD, split_head_dim
 from flexattn.kernels_triton.runtime import store
-from flexattn.kernels_triton.runtime.launch import pretended_device, recorded_launches
+from flexattn.kernels_triton.runtime.device import pretended_device
+from flexattn.kernels_triton.runtime.launch import recorded_launches
 from flexattn.kernels_triton.runtime.sass_registers import check_code
 from tests.fuzz.calls import Call
 from tests.fuzz.config import FEATURES, HALF, Where, draw_config

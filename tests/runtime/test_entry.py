@@ -10,8 +10,9 @@ import triton
 import triton.language as tl
 
 from flexattn.kernels_triton.ahead_of_time.compile_report import request_for
+from flexattn.kernels_triton.runtime.device import Tile
 from flexattn.kernels_triton.runtime.entry import Field, WidePointer, fields_of, flattening
-from flexattn.kernels_triton.runtime.launch import Tile, kernel, launch, recorded_launches
+from flexattn.kernels_triton.runtime.launch import kernel, launch, recorded_launches
 from tests.support.compiled_kernels import compile_beside
 
 TILE = Tile(16, 16, 1, 1)

@@ -19,7 +19,7 @@ class NoGpu:
 driver.set_active(NoGpu())
 
 from flexattn.kernels_triton.portable.backward import attention_backward
-from flexattn.kernels_triton.runtime.launch import Tile
+from flexattn.kernels_triton.runtime.device import Tile
 from flexattn.kernels_triton.portable.forward import attention_forward
 from flexattn.kernels_triton.runtime.compiler import options_of
 from flexattn.kernels_triton.runtime.launch import recorded_launches

@@ -13,6 +13,7 @@ from torch import Tensor
 from flexattn.dispatch import triton_backend
 from flexattn.dispatch.recorder import tensors_of
 from flexattn.kernels_triton.runtime import direct, interpreter, launch
+from flexattn.kernels_triton.runtime.device import thread
 
 
 def tensor_at(address: int, like: Tensor) -> Tensor:
@@ -62,8 +63,8 @@ def replay_on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def watched_make(made: launch.Launch, device: torch.device) -> None:
         make(made, device)
-        if launch._thread.recording is None and launch._thread.watcher is not None:
-            launch._thread.watcher(Interpreted(made), made.programs, made.arguments)
+        if thread.recording is None and thread.watcher is not None:
+            thread.watcher(Interpreted(made), made.programs, made.arguments)
 
     monkeypatch.setattr(launch, "make", watched_make)
     monkeypatch.setattr(launch, "stream_of", lambda device: int)
