@@ -30,7 +30,7 @@ from flexattn.kernels_triton.gluon.forward_rows import (
 )
 from flexattn.kernels_triton.gluon.forward_work import ReceivedTile, received_tile
 from flexattn.kernels_triton.gluon.softmax import exponentials
-from flexattn.kernels_triton.gluon.tile_scheduler import receive_tile
+from flexattn.kernels_triton.gluon.tile_scheduler import is_tile, receive_tile
 
 
 class Carry(NamedTuple):
@@ -129,7 +129,7 @@ def compute_partition(args: Arguments, buffers: Buffers, CONSUMER: gl.constexpr,
     n_tile = 0
     n_out = 0  # counts the work tiles in which this consumer has key blocks
     numbers = receive_tile(n_tile, barriers, META)
-    while numbers[0] >= 0:
+    while is_tile(numbers):
         received = received_tile(numbers, args, META)
         tile, band = received.tile, received.band
         h, b = tile.h, tile.b

@@ -21,7 +21,7 @@ from flexattn.kernels_triton.gluon.block_ranges import blocks_of_consumer
 from flexattn.kernels_triton.gluon.forward_arguments import Arguments
 from flexattn.kernels_triton.gluon.forward_work import received_tile
 from flexattn.kernels_triton.gluon.pipeline import Stage
-from flexattn.kernels_triton.gluon.tile_scheduler import receive_tile
+from flexattn.kernels_triton.gluon.tile_scheduler import is_tile, receive_tile
 
 
 class Share(NamedTuple):
@@ -72,7 +72,7 @@ def product_partition(args: Arguments, buffers: Buffers, META: gl.constexpr):
     n_tile = 0
     before0, before1 = 0, 0
     numbers = receive_tile(n_tile, barriers, META)
-    while numbers[0] >= 0:
+    while is_tile(numbers):
         received = received_tile(numbers, args, META)
         num_blocks = received.num_blocks
         shares = (_share_of(0, before0, received, META), _share_of(1, before1, received, META))

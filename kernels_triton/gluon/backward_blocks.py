@@ -83,44 +83,74 @@ def query_block_of_program(args, META: gl.constexpr):
     )
 
 
+class KeyBlockMessage(NamedTuple):
+    """A key block as the loader broadcasts it: everything that must be computed and read. Fields without use are not sent."""
+
+    first_row: Any
+    h_kv: Any
+    b: Any
+    sequence: Any  # a `Sequence`, if there are lengths
+    cut: Any  # a `ListCut`, with a block mask
+
+
+@gluon.jit
+def _pack_key_block(message: KeyBlockMessage, META: gl.constexpr):
+    # Returns the integers that `_unpack_key_block` reads (`work_order.key_block_numbers`)
+    numbers = (message.first_row, message.h_kv, message.b)
+    if META.HAS_LENGTHS:
+        sequence = message.sequence
+        numbers = numbers + (sequence.start_q, sequence.len_q, sequence.start_kv, sequence.len_kv)
+    if META.BLOCK_SIZE_Q > 0:
+        cut = message.cut
+        numbers = numbers + (cut.num_masked, cut.num_full, cut.masked_before, cut.full_before)
+    return numbers
+
+
+@gluon.jit
+def _unpack_key_block(numbers, META: gl.constexpr):
+    first_row, h_kv, b = numbers[:3]
+    rest = numbers[3:]
+    sequence = ()
+    if META.HAS_LENGTHS:
+        start_q, len_q, start_kv, len_kv = rest[:4]
+        sequence = Sequence(start_q=start_q, len_q=len_q, start_kv=start_kv, len_kv=len_kv)
+        rest = rest[4:]
+    cut = ()
+    if META.BLOCK_SIZE_Q > 0:
+        num_masked, num_full, masked_before, full_before = rest
+        cut = ListCut(num_masked=num_masked, num_full=num_full, masked_before=masked_before, full_before=full_before)
+    return KeyBlockMessage(first_row=first_row, h_kv=h_kv, b=b, sequence=sequence, cut=cut)
+
+
 @gluon.jit
 def find_key_block(t, num_tiles, args, META: gl.constexpr):
-    # Returns the integers from which `key_block` makes work tile t of a kernel for dk and dv: everything that must be computed and
-    # read
+    # Returns the message from which `key_block` makes work tile t of a kernel for dk and dv
     work = args.work
     n_block, h_kv, b = backward_tile(t, num_tiles, work, work.num_heads // work.group_size, False, META)
     sequence = sequence_of(args.lengths_q, args.lengths_kv, b, META)
     len_kv = sequence.len_kv
     first_row = gl.minimum(n_block * META.BLOCK_N, len_kv)
-    numbers = (first_row, h_kv, b)
-    if META.HAS_LENGTHS:
-        numbers = numbers + (sequence.start_q, sequence.len_q, sequence.start_kv, len_kv)
+    cut = ()
     if META.BLOCK_SIZE_Q > 0:
         band = band_of_sequence(args.band, sequence.len_q, len_kv)
         cut = cut_query_lists(first_row, b, h_kv * work.group_size, band, args.lists, META)
-        numbers = numbers + (cut.num_masked, cut.num_full, cut.masked_before, cut.full_before)
-    return numbers
+    return _pack_key_block(KeyBlockMessage(first_row=first_row, h_kv=h_kv, b=b, sequence=sequence, cut=cut), META)
 
 
 @gluon.jit
 def key_block(numbers, args, META: gl.constexpr):
     # numbers: from `find_key_block`
     work = args.work
-    first_row, h_kv, b = numbers[:3]
+    message = _unpack_key_block(numbers, META)
+    first_row, h_kv, b = message.first_row, message.h_kv, message.b
     if META.HAS_LENGTHS:
-        start_q, len_q, start_kv, len_kv = numbers[3:7]
-        sequence = Sequence(start_q=start_q, len_q=len_q, start_kv=start_kv, len_kv=len_kv)
+        sequence = message.sequence
     else:
         sequence = sequence_of(args.lengths_q, args.lengths_kv, b, META)
     len_kv = sequence.len_kv
     band = band_of_sequence(args.band, sequence.len_q, len_kv)
     h = h_kv * work.group_size
-    cut = ()
-    if META.BLOCK_SIZE_Q > 0:
-        LISTED: gl.constexpr = 7 if META.HAS_LENGTHS else 3
-        num_masked, num_full, masked_before, full_before = numbers[LISTED : LISTED + 4]
-        cut = ListCut(num_masked=num_masked, num_full=num_full, masked_before=masked_before, full_before=full_before)
-    num_blocks, block_range = blocks_of_queries(first_row, b, h, cut, band, args.lists, META)
+    num_blocks, block_range = blocks_of_queries(first_row, b, h, message.cut, band, args.lists, META)
     place_q = packed_start(args.lengths_q, b, sequence.start_q)
     return Block(
         first_row=first_row,

@@ -92,10 +92,29 @@ def num_tasks(blocks, args, META: gl.constexpr):
     return blocks + args.lengths_q.batch * args.work.num_heads * gl.cdiv(args.lengths_q.max_seqlen, META.CONVERTED)
 
 
+class Part(NamedTuple):
+    """A part of dq, in a message whose second integer is below 0: -1 - h. There a key block has its head."""
+
+    first_row: Any
+    h: Any
+    b: Any
+
+
+@gluon.jit
+def is_key_block(numbers):
+    # Returns whether a message has a key block, and not a part of dq
+    return numbers[1] >= 0
+
+
+@gluon.jit
+def _unpack_part(numbers):
+    first_row, minus_h, b = numbers[:3]
+    return Part(first_row=first_row, h=-1 - minus_h, b=b)
+
+
 @gluon.jit
 def find_part(index, args, META: gl.constexpr):
-    # Returns the message of part `index`: its first row; -1 - its head, which tells it from a key block, whose head is at least 0;
-    # its batch element
+    # Returns the message of part `index`, which `_unpack_part` reads
     parts = gl.cdiv(args.lengths_q.max_seqlen, META.CONVERTED)
     b_h = index // parts
     numbers = (index % parts * META.CONVERTED, -1 - b_h % args.work.num_heads, b_h // args.work.num_heads)
@@ -109,7 +128,8 @@ def wait_for_sums(numbers, args):
     # Waits until all key blocks of a part's head have been added. They were drawn before it, by programs that run, so the wait
     # ends.
     heads = args.work.num_heads // args.work.group_size
-    pointer = args.sums.arrivals_ptr + numbers[2] * heads + (-1 - numbers[1]) // args.work.group_size
+    part = _unpack_part(numbers)
+    pointer = args.sums.arrivals_ptr + part.b * heads + part.h // args.work.group_size
     arrived = gl.atomic_add(pointer, 0, sem="acquire")
     while arrived < args.work.blocks:
         arrived = gl.atomic_add(pointer, 0, sem="acquire")
@@ -123,14 +143,15 @@ def convert_part(numbers, args, CONSUMER: gl.constexpr, META: gl.constexpr):
     dq = args.sums.dq
     DTYPE: gl.constexpr = dq.ptr.dtype.element_ty
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
-    first, h, b = numbers[0], -1 - numbers[1], numbers[2]
+    part = _unpack_part(numbers)
+    h, b = part.h, part.b
     len_q = args.lengths_q.max_seqlen
     tile = statistics_tile(b, h, args.work.num_heads, 0, args.tiles_of_statistics, META, META.BLOCK_M)
     sums_ptr = args.sums.ptr + (tile * META.BLOCK_M).to(gl.int64) * DIM
     dq_ptr = dq.ptr + (b.to(gl.int64) * dq.stride_b + h.to(gl.int64) * dq.stride_h) * DIM
     columns = gl.arange(0, DIM, layout=gl.SliceLayout(0, LAYOUT))[None, :]
     for step in range(CONSUMER, META.CONVERTED // STEP, 2):
-        rows = first + step * STEP + gl.arange(0, STEP, layout=gl.SliceLayout(1, LAYOUT))
+        rows = part.first_row + step * STEP + gl.arange(0, STEP, layout=gl.SliceLayout(1, LAYOUT))
         exists = (rows < len_q)[:, None]
         offsets = place_in_sums(rows) * DIM
         sums = gl.load(sums_ptr + offsets[:, None] + columns, mask=exists, other=0.0, cache_modifier=".cg")  # they are in L2

@@ -11,11 +11,11 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from flexattn.kernels_triton.gluon import pipeline
 from flexattn.kernels_triton.gluon.backward_blocks import Block, key_block
 from flexattn.kernels_triton.gluon.block_ranges import query_block
-from flexattn.kernels_triton.gluon.dq_parts import count_block
+from flexattn.kernels_triton.gluon.dq_parts import count_block, is_key_block
 from flexattn.kernels_triton.gluon.operands import ROWS
 from flexattn.kernels_triton.gluon.pipeline import Stage
 from flexattn.kernels_triton.gluon.query_walk import first_queries, next_queries
-from flexattn.kernels_triton.gluon.tile_scheduler import receive_tile
+from flexattn.kernels_triton.gluon.tile_scheduler import is_tile, receive_tile
 from flexattn.kernels_triton.runtime.gluon_names import reduce_add
 
 
@@ -89,8 +89,8 @@ def add_dq(args, tiles, barriers, block: Block, META: gl.constexpr):
         n_tile = 0
         before = 0
         numbers = receive_tile(n_tile, barriers, META)
-        while numbers[0] >= 0:
-            if META.CONVERTED == 0 or numbers[1] >= 0:
+        while is_tile(numbers):
+            if META.CONVERTED == 0 or is_key_block(numbers):
                 drawn = key_block(numbers, args, META)
                 _add_block(args, ring, drawn, before, META)
                 before += drawn.num_blocks * args.work.group_size

@@ -16,8 +16,10 @@ from flexattn.kernels_triton.gluon.descriptors import load_rows
 from flexattn.kernels_triton.gluon.forward_arguments import Arguments, Buffers
 from flexattn.kernels_triton.gluon.forward_loader import LoadedRows, load_keys, load_queries
 from flexattn.kernels_triton.gluon.forward_work import (
+    TileMessage,
     blocks_of_tile,
     num_tiles_of_programs,
+    pack_tile,
     planned_tile,
     tile_of_work,
     unmasked_blocks,
@@ -65,20 +67,26 @@ def load_partition(args: Arguments, buffers: Buffers, META: gl.constexpr):
         sequence = sequence_of(args.lengths_q, args.lengths_kv, tile.b, META)
         len_q, len_kv = sequence.len_q, sequence.len_kv
         band = band_of_sequence(args.band, len_q, len_kv)
-        numbers = (tile.first_row, tile.h, tile.b, tile.split)
-        if META.HAS_LENGTHS:
-            numbers = numbers + (sequence.start_q, len_q, len_kv)
-        if META.IS_PLANNED:
-            numbers = numbers + (tile.split_end, tile.part)
-        cut = ()
+        cut, unmasked = (), ()
         if META.BLOCK_SIZE_Q > 0:
             cut = cut_key_lists(tile.first_row, tile.b, tile.h, band, args.lists, META)
         num_blocks, block_range = blocks_of_tile(tile, cut, band, args, META)
         if META.BLOCK_SIZE_Q > 0:
             unmasked = unmasked_blocks(tile.first_row, META.BLOCK_M, num_blocks, block_range, band, META)
-            numbers = numbers + (cut.num_masked, cut.num_full, cut.masked_before, cut.full_before)
-            numbers = numbers + (unmasked.begin, unmasked.end)
-        broadcast_tile(numbers, n_tile, barriers, META)
+        message = TileMessage(
+            first_row=tile.first_row,
+            h=tile.h,
+            b=tile.b,
+            split=tile.split,
+            start_q=sequence.start_q,
+            len_q=len_q,
+            len_kv=len_kv,
+            split_end=tile.split_end,
+            part=tile.part,
+            cut=cut,
+            unmasked=unmasked,
+        )
+        broadcast_tile(pack_tile(message, META), n_tile, barriers, META)
         h_kv = tile.h // args.work.group_size
         origin = origin_of(steps.q, sequence.start_q, tile.h, tile.b)
         queries = LoadedRows(origin=origin, first=tile.first_row, length=len_q)

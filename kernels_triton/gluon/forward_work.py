@@ -51,6 +51,7 @@ class ReceivedTile(NamedTuple):
     num_blocks: Any  # key blocks of the tile, or of its split, that some of its queries see
     block_range: Any
     is_whole: Any  # with a plan, whether no other program has key blocks of this tile
+    unmasked: Any  # with a block mask, the `Span` of iterations that need no mask
 
 
 @gluon.jit
@@ -142,30 +143,96 @@ def unmasked_blocks(m_start, QUERIES: gl.constexpr, num_blocks, block_range, ban
     return Span(begin=begin, end=end)
 
 
+class TileMessage(NamedTuple):
+    """A work tile as the loader broadcasts it. Fields that no consumer of a kernel reads are not sent."""
+
+    first_row: Any
+    h: Any
+    b: Any
+    split: Any
+    start_q: Any  # this and the next two: if there are lengths
+    len_q: Any
+    len_kv: Any
+    split_end: Any  # this and the next: with a plan
+    part: Any
+    cut: Any  # this and the next, a `ListCut` and a `Span`: with a block mask
+    unmasked: Any
+
+
+@gluon.jit
+def pack_tile(message: TileMessage, META: gl.constexpr):
+    # Returns the META.NUMBERS integers that `unpack_tile` reads
+    numbers = (message.first_row, message.h, message.b, message.split)
+    if META.HAS_LENGTHS:
+        numbers = numbers + (message.start_q, message.len_q, message.len_kv)
+    if META.IS_PLANNED:
+        numbers = numbers + (message.split_end, message.part)
+    if META.BLOCK_SIZE_Q > 0:
+        cut, unmasked = message.cut, message.unmasked
+        numbers = numbers + (cut.num_masked, cut.num_full, cut.masked_before, cut.full_before)
+        numbers = numbers + (unmasked.begin, unmasked.end)
+    return numbers
+
+
+@gluon.jit
+def unpack_tile(numbers, META: gl.constexpr):
+    first_row, h, b, split = numbers[:4]
+    rest = numbers[4:]
+    start_q, len_q, len_kv = 0, 0, 0
+    if META.HAS_LENGTHS:
+        start_q, len_q, len_kv = rest[:3]
+        rest = rest[3:]
+    split_end, part = 0, 0
+    if META.IS_PLANNED:
+        split_end, part = rest[:2]
+        rest = rest[2:]
+    cut, unmasked = (), ()
+    if META.BLOCK_SIZE_Q > 0:
+        num_masked, num_full, masked_before, full_before, begin, end = rest
+        cut = ListCut(num_masked=num_masked, num_full=num_full, masked_before=masked_before, full_before=full_before)
+        unmasked = Span(begin=begin, end=end)
+    return TileMessage(
+        first_row=first_row,
+        h=h,
+        b=b,
+        split=split,
+        start_q=start_q,
+        len_q=len_q,
+        len_kv=len_kv,
+        split_end=split_end,
+        part=part,
+        cut=cut,
+        unmasked=unmasked,
+    )
+
+
 @gluon.jit
 def received_tile(numbers, args: Arguments, META: gl.constexpr):
     # Returns the work tile of a tile message from the loader
-    split_end, part = 0, 0
-    if META.IS_PLANNED:
-        split_end, part = numbers[7:9]
-    tile = WorkTile(first_row=numbers[0], h=numbers[1], b=numbers[2], split=numbers[3], split_end=split_end, part=part)
-    if META.HAS_LENGTHS:
-        start_q, len_q, len_kv = numbers[4:7]
-    else:
+    message = unpack_tile(numbers, META)
+    tile = WorkTile(
+        first_row=message.first_row,
+        h=message.h,
+        b=message.b,
+        split=message.split,
+        split_end=message.split_end,
+        part=message.part,
+    )
+    start_q, len_q, len_kv = message.start_q, message.len_q, message.len_kv
+    if not META.HAS_LENGTHS:
         sequence = sequence_of(args.lengths_q, args.lengths_kv, tile.b, META)
         start_q, len_q, len_kv = sequence.start_q, sequence.len_q, sequence.len_kv
     band = band_of_sequence(args.band, len_q, len_kv)
-    LISTED: gl.constexpr = META.NUMBERS - 6
-    cut = ()
-    if META.BLOCK_SIZE_Q > 0:
-        cut = ListCut(
-            num_masked=numbers[LISTED],
-            num_full=numbers[LISTED + 1],
-            masked_before=numbers[LISTED + 2],
-            full_before=numbers[LISTED + 3],
-        )
-    num_blocks, block_range = blocks_of_tile(tile, cut, band, args, META)
+    num_blocks, block_range = blocks_of_tile(tile, message.cut, band, args, META)
     is_whole = True
     if META.IS_PLANNED:
-        is_whole = num_blocks == _seen_blocks(tile, cut, band, args, META)[0]
-    return ReceivedTile(tile=tile, start_q=start_q, band=band, num_blocks=num_blocks, block_range=block_range, is_whole=is_whole)
+        is_whole = num_blocks == _seen_blocks(tile, message.cut, band, args, META)[0]
+    return ReceivedTile(
+        tile=tile,
+        start_q=start_q,
+        band=band,
+        num_blocks=num_blocks,
+        block_range=block_range,
+        is_whole=is_whole,
+        unmasked=message.unmasked,
+    )

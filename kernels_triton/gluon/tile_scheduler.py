@@ -105,6 +105,12 @@ def broadcast_tile(tile, n, barriers, META: gl.constexpr):
 
 
 @gluon.jit
+def is_tile(numbers):
+    # Returns whether a message has a work tile, and not the end
+    return numbers[0] >= 0
+
+
+@gluon.jit
 def broadcast_end(n, barriers, META: gl.constexpr):
     # Sends a message with first row -1 instead of an n-th work tile.
     tile = (-1,)

@@ -53,6 +53,7 @@ from flexattn.kernels_triton.gluon.pairs import allocate_key_pair, allocate_pair
 from flexattn.kernels_triton.gluon.pipeline import Stage, allocate_forward_barriers, skip_blocks
 from flexattn.kernels_triton.gluon.softmax import rescaled, softmax, sums_of_threads
 from flexattn.kernels_triton.gluon.tile_scheduler import (
+    is_tile,
     receive_tile,
 )
 from flexattn.kernels_triton.hopper.conditions import forward_tile
@@ -206,7 +207,7 @@ def _compute_partition(args: Arguments, buffers: Buffers, CONSUMER: gl.constexpr
     n_block = 0
     n_tile = 0
     numbers = receive_tile(n_tile, barriers, META)
-    while numbers[0] >= 0:
+    while is_tile(numbers):
         received = received_tile(numbers, args, META)
         tile, band = received.tile, received.band
         h, b = tile.h, tile.b
@@ -248,7 +249,7 @@ def _compute_partition(args: Arguments, buffers: Buffers, CONSUMER: gl.constexpr
         sums = Sums(iterations=0, row_max=row_max, row_sum=row_sum, acc=acc, n_block=n_block)
         if META.UNMASKED_LOOP:
             if META.BLOCK_SIZE_Q > 0:
-                unmasked = Span(begin=numbers[META.NUMBERS - 2], end=numbers[META.NUMBERS - 1])
+                unmasked = received.unmasked
             else:
                 unmasked = unmasked_blocks(m_start, ROWS // GROUP, num_consumer_blocks, consumer_range, band, META)
             last = num_consumer_blocks  # few other blocks follow, with the same instructions

@@ -44,6 +44,7 @@ from flexattn.kernels_triton.gluon.tile_scheduler import (
     Work,
     broadcast_end,
     broadcast_tile,
+    is_tile,
     num_work_tiles,
     receive_tile,
     sequence_of,
@@ -214,6 +215,44 @@ class Carry(NamedTuple):
     n_block: Any  # counts the blocks that this consumer has processed
 
 
+class TileMessage(NamedTuple):
+    """A work tile as the loader broadcasts it."""
+
+    first_row: Any
+    h: Any
+    b: Any
+    sequence: Any  # a `QuerySequence`, sent if there are lengths
+    descale_q: Any  # this and the next two: factors of the tensor's first block
+    descale_k: Any
+    descale_v: Any
+
+
+@gluon.jit
+def _pack_tile(message: TileMessage, META: gl.constexpr):
+    # Returns the META.NUMBERS integers that `_unpack_tile` reads
+    numbers = (message.first_row, message.h, message.b)
+    if META.HAS_LENGTHS:
+        numbers = numbers + (message.sequence.start_q, message.sequence.len_q, message.sequence.len_kv)
+    return numbers + (message.descale_q, message.descale_k, message.descale_v)
+
+
+@gluon.jit
+def _unpack_tile(numbers, args: Arguments, META: gl.constexpr):
+    first_row, h, b = numbers[:3]
+    rest = numbers[3:]
+    if META.HAS_LENGTHS:
+        start_q, len_q, len_kv = rest[:3]
+        sequence = QuerySequence(start_q=start_q, len_q=len_q, len_kv=len_kv)
+        rest = rest[3:]
+    else:
+        both = sequence_of(args.lengths_q, args.lengths_kv, b, META)
+        sequence = QuerySequence(start_q=both.start_q, len_q=both.len_q, len_kv=both.len_kv)
+    descale_q, descale_k, descale_v = rest
+    return TileMessage(
+        first_row=first_row, h=h, b=b, sequence=sequence, descale_q=descale_q, descale_k=descale_k, descale_v=descale_v
+    )
+
+
 @gluon.jit
 def _load_partition(buffers: Buffers, args: Arguments, META: gl.constexpr):
     tiles, barriers = buffers.tiles, buffers.barriers
@@ -229,13 +268,13 @@ def _load_partition(buffers: Buffers, args: Arguments, META: gl.constexpr):
         first_row, h, b = work_tile(t, amount, work, work.num_heads, batch, META)
         sequence = sequence_of(args.lengths_q, args.lengths_kv, b, META)
         h_kv = h // work.group_size
-        numbers = (first_row, h, b)
-        if META.HAS_LENGTHS:
-            numbers = numbers + (sequence.start_q, sequence.len_q, sequence.len_kv)
         descale_q = load_descale(args.descales.q, b, h, 0).to(gl.int32, bitcast=True)
         descale_k = load_descale(args.descales.k, b, h_kv, 0).to(gl.int32, bitcast=True)
         descale_v = load_descale(args.descales.v, b, h_kv, 0).to(gl.int32, bitcast=True)
-        broadcast_tile(numbers + (descale_q, descale_k, descale_v), n_tile, barriers, META)
+        message = TileMessage(
+            first_row=first_row, h=h, b=b, sequence=sequence, descale_q=descale_q, descale_k=descale_k, descale_v=descale_v
+        )
+        broadcast_tile(_pack_tile(message, META), n_tile, barriers, META)
         len_kv = sequence.len_kv
         band = band_of_sequence(args.band, sequence.len_q, len_kv)
         num_blocks, block_range = blocks_of_keys(first_row, b, h, band, args.lists, META)
@@ -422,16 +461,6 @@ def _attend(
 
 
 @gluon.jit
-def _tile_sequence(tile, args: Arguments, META: gl.constexpr):
-    # Returns the lengths of a work tile's sequence, from the message, or those of all sequences
-    if META.HAS_LENGTHS:
-        return QuerySequence(start_q=tile[3], len_q=tile[4], len_kv=tile[5])
-    else:
-        sequence = sequence_of(args.lengths_q, args.lengths_kv, tile[2], META)
-        return QuerySequence(start_q=sequence.start_q, len_q=sequence.len_q, len_kv=sequence.len_kv)
-
-
-@gluon.jit
 def _store_lse(lse_ptr, rows, len_q, row_max, row_sum_or_1, META: gl.constexpr):
     # row_sum_or_1: 1 for a row that sees nothing
     if META.IS_UNBOUNDED:
@@ -456,10 +485,11 @@ def _compute_partition(buffers: Buffers, args: Arguments, CONSUMER: gl.constexpr
     no_row_sum = gl.zeros([ROWS, _COLUMNS], gl.float32, layout=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _COLUMNS, 32]))
     n_block = 0
     n_tile = 0
-    tile = receive_tile(n_tile, barriers, META)
-    while tile[0] >= 0:
-        first_row, h, b = tile[0], tile[1], tile[2]
-        sequence = _tile_sequence(tile, args, META)
+    numbers = receive_tile(n_tile, barriers, META)
+    while is_tile(numbers):
+        message = _unpack_tile(numbers, args, META)
+        first_row, h, b = message.first_row, message.h, message.b
+        sequence = message.sequence
         start_q, len_q, len_kv = sequence.start_q, sequence.len_q, sequence.len_kv
         band = band_of_sequence(args.band, len_q, len_kv)
         num_blocks, block_range = blocks_of_keys(first_row, b, h, band, args.lists, META)
@@ -474,9 +504,9 @@ def _compute_partition(buffers: Buffers, args: Arguments, CONSUMER: gl.constexpr
         if META.Q_BLOCKWISE:
             descale_q = load_descale(args.descales.q, b, h, gl.maximum(gl.minimum(rows, len_q - 1), 0))
         else:
-            descale_q = gl.zeros([ROWS], gl.float32, layout=BY_ROW) + tile[META.NUMBERS - 3].to(gl.float32, bitcast=True)
-        descale_v = tile[META.NUMBERS - 1].to(gl.float32, bitcast=True)
-        descale = descale_q * tile[META.NUMBERS - 2].to(gl.float32, bitcast=True)
+            descale_q = gl.zeros([ROWS], gl.float32, layout=BY_ROW) + message.descale_q.to(gl.float32, bitcast=True)
+        descale_v = message.descale_v.to(gl.float32, bitcast=True)
+        descale = descale_q * message.descale_k.to(gl.float32, bitcast=True)
         if META.HAS_SINK:
             sink = 0.0
             if META.HAS_OFFSET:
@@ -548,7 +578,7 @@ def _compute_partition(buffers: Buffers, args: Arguments, CONSUMER: gl.constexpr
             args.descriptors.out, start_q + b * args.steps.out.tokens, len_q, m_start, h + b * args.steps.out.heads, 0, out_tile
         )
         n_tile += 1
-        tile = receive_tile(n_tile, barriers, META)
+        numbers = receive_tile(n_tile, barriers, META)
     tma.store_wait(0)
 
 

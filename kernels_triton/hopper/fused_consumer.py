@@ -28,7 +28,7 @@ from flexattn.kernels_triton.gluon.barriers import (
     named_barrier_sync_at,
 )
 from flexattn.kernels_triton.gluon.block_ranges import query_block
-from flexattn.kernels_triton.gluon.dq_parts import convert_part
+from flexattn.kernels_triton.gluon.dq_parts import convert_part, is_key_block
 from flexattn.kernels_triton.gluon.dq_sums import DqRing, hand_over_dq, write_dq
 from flexattn.kernels_triton.gluon.dropout import drawn_weights, dropout_state, kept, kept_gradient, scaled
 from flexattn.kernels_triton.gluon.fp32_gradients import store_key_gradient
@@ -36,7 +36,7 @@ from flexattn.kernels_triton.gluon.fused_arguments import Begun, FusedArguments,
 from flexattn.kernels_triton.gluon.masking import cuts_block, first_uncut_query
 from flexattn.kernels_triton.gluon.operands import ROWS, opaque_zero
 from flexattn.kernels_triton.gluon.pipeline import STAGES, Stage
-from flexattn.kernels_triton.gluon.tile_scheduler import receive_tile
+from flexattn.kernels_triton.gluon.tile_scheduler import is_tile, receive_tile
 from flexattn.kernels_triton.hopper.fp8 import dp_factor_of, product_logits, score_factor
 from flexattn.kernels_triton.hopper.products import dq_product
 
@@ -273,8 +273,8 @@ def consume_fused(
         blocks = 0
         iterations = 0
         numbers = receive_tile(n_tile, barriers, META)
-        while numbers[0] >= 0:
-            if META.CONVERTED == 0 or numbers[1] >= 0:
+        while is_tile(numbers):
+            if META.CONVERTED == 0 or is_key_block(numbers):
                 drawn = key_block(numbers, args, META)
                 begun = Begun(blocks=blocks, iterations=iterations)
                 _consume_block(args, tiles, barriers, drawn, begun, CONSUMER, MODS, META)

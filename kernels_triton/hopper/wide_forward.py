@@ -54,7 +54,7 @@ from flexattn.kernels_triton.gluon.operands import ROWS, allocate_blocks, keep_p
 from flexattn.kernels_triton.gluon.pairs import allocate_key_pair, allocate_pair, pair_descriptor
 from flexattn.kernels_triton.gluon.pipeline import ForwardBarriers, Stage, allocate_barriers
 from flexattn.kernels_triton.gluon.softmax import rescaled, softmax, sums_of_threads
-from flexattn.kernels_triton.gluon.tile_scheduler import receive_tile
+from flexattn.kernels_triton.gluon.tile_scheduler import is_tile, receive_tile
 from flexattn.kernels_triton.gluon.work_order import forward_work
 from flexattn.kernels_triton.hopper.conditions import wide_tile
 from flexattn.kernels_triton.hopper.products import score_product
@@ -103,7 +103,7 @@ def _left_partition(args: Arguments, buffers: Buffers, exchange: Exchange, MODS:
     n_exchange = 0
     n_tile = 0
     numbers = receive_tile(n_tile, barriers, META)
-    while numbers[0] >= 0:
+    while is_tile(numbers):
         received = received_tile(numbers, args, META)
         tile, band = received.tile, received.band
         rows, h_of_rows = rows_and_heads(tile.first_row, tile.h, band.len_q, ROW_LAYOUT, META)
@@ -184,7 +184,7 @@ def _right_partition(args: Arguments, buffers: Buffers, exchange: Exchange, META
     n_exchange = 0
     n_tile = 0
     numbers = receive_tile(n_tile, barriers, META)
-    while numbers[0] >= 0:
+    while is_tile(numbers):
         received = received_tile(numbers, args, META)
         acc = gl.zeros([ROWS, HALF], gl.float32, layout=OUT)
         for _ in range(received.num_blocks):
