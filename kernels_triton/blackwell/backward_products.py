@@ -30,7 +30,7 @@ def _issue_scores(n, buffers: Buffers, META: gl.constexpr):
     pipeline.wait_full(buffers.barriers.q_full, stage)  # k is loaded with the first q
     k = tiles.k.index(0).reshape([META.BLOCK_N, META.DIM])
     q = tiles.q.index(pipeline.index(stage)).reshape([META.BLOCK_M, META.DIM])
-    tcgen05_mma(k, q.permute([1, 0]), buffers.sums.scores, use_acc=False)
+    tcgen05_mma(k, q.permute([1, 0]), buffers.sums.scores, use_acc=False)  # S = K Q^T
     tcgen05_commit(buffers.products.scores_full.index(0))
 
 
@@ -40,11 +40,11 @@ def _issue_dq_and_dk(n, buffers: Buffers, META: gl.constexpr):
     mbarrier.wait(buffers.products.ds_full.index(0), n & 1)
     fence_after_sync()
     k = tiles.k.index(0).reshape([META.BLOCK_N, META.DIM])
-    tcgen05_mma(tiles.ds.permute([1, 0]), k, sums.dp.slice(0, META.DIM), use_acc=False)
+    tcgen05_mma(tiles.ds.permute([1, 0]), k, sums.dp.slice(0, META.DIM), use_acc=False)  # dQ = dS^T K
     tcgen05_commit(barriers.dq_full.index(0))
     index = pipeline.index(Stage(n, META.Q_STAGES))
     q = tiles.q.index(index).reshape([META.BLOCK_M, META.DIM])
-    tcgen05_mma(tiles.ds, q, sums.dk, use_acc=n > 0)
+    tcgen05_mma(tiles.ds, q, sums.dk, use_acc=n > 0)  # dK += dS Q
     tcgen05_commit(barriers.q_empty.index(index))
 
 
@@ -59,13 +59,13 @@ def _issue_dp_and_dv(n, buffers: Buffers, META: gl.constexpr):
     fence_after_sync()
     v = tiles.v.index(0).reshape([META.BLOCK_N, META.DIM])
     dout = tiles.dout.index(pipeline.index(stage)).reshape([META.BLOCK_M, META.DIM])
-    tcgen05_mma(v, dout.permute([1, 0]), sums.dp, use_acc=False)
+    tcgen05_mma(v, dout.permute([1, 0]), sums.dp, use_acc=False)  # dP = V dO^T
     tcgen05_commit(buffers.products.dp_full.index(0))
     mbarrier.wait(buffers.products.weights_full.index(0), n & 1)
     fence_after_sync()
     for part in gl.static_range(PARTS):
         weights = weights_over(sums.scores, part * COLUMNS, COLUMNS, dout.dtype, META.BLOCK_M)
-        tcgen05_mma(weights, dout.slice(part * COLUMNS, COLUMNS, 0), sums.dv, use_acc=n + part > 0)
+        tcgen05_mma(weights, dout.slice(part * COLUMNS, COLUMNS, 0), sums.dv, use_acc=n + part > 0)  # dV += P dO
     tcgen05_commit(barriers.dout_empty.index(pipeline.index(stage)))
 
 

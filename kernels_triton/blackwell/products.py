@@ -47,7 +47,7 @@ def _add_product_with_v(n, n_block, share: Share, CONSUMER: gl.constexpr, buffer
     weights = forward_weights(buffers.sums, CONSUMER, v.dtype, META.BLOCK_N, META)
     mbarrier.wait(buffers.products.weights_full.index(CONSUMER), (share.before + n - share.begin) & 1)
     fence_after_sync()
-    tcgen05_mma(weights, v, buffers.sums.out.index(CONSUMER), use_acc=n > share.begin)
+    tcgen05_mma(weights, v, buffers.sums.out.index(CONSUMER), use_acc=n > share.begin)  # O += P V
     if n == share.end - 1:
         tcgen05_commit(buffers.products.out_full.index(CONSUMER))
 
@@ -55,9 +55,9 @@ def _add_product_with_v(n, n_block, share: Share, CONSUMER: gl.constexpr, buffer
 @gluon.jit
 def _issue_scores(n, n_block, share: Share, q_slot, CONSUMER: gl.constexpr, buffers: Buffers, META: gl.constexpr):
     tiles = buffers.tiles
-    multiply_scores(
-        tiles.q, q_slot, tiles.k, pipeline.index(Stage(n_block, META.STAGES)), buffers.sums.scores.index(CONSUMER), META
-    )
+    stage = Stage(n_block, META.STAGES)
+    scores = buffers.sums.scores.index(CONSUMER)
+    multiply_scores(tiles.q, q_slot, tiles.k, pipeline.index(stage), scores, META)  # S = Q K^T
     tcgen05_commit(buffers.products.scores_full.index(CONSUMER))
     if n == share.end - 1:
         tcgen05_commit(buffers.barriers.q_empty.index(q_slot))

@@ -121,18 +121,18 @@ def consume_dkdv(
             ds_stage = Stage(m_block, META.STAGES_DS)
             dout0 = operands.dout.index(pipeline.index(dp_stage)).reshape([BLOCK_M, V0])
             pipeline.wait_full(barriers.scores_full, scores_stage)
-            kq = score_product(operands.k, k_slot, operands.q, index, zeros, BLOCK_M, META)
+            raw_s = score_product(operands.k, k_slot, operands.q, index, zeros, BLOCK_M, META)  # S = K Q^T
             if not META.IS_FP8:  # in FP8, dout is loaded with q
                 pipeline.wait_full(barriers.dp_full, dp_stage)
-            dp = warpgroup_mma(
+            dp = warpgroup_mma(  # dP = V dO^T
                 operands.v.index(k_slot).reshape([ROWS, V0]), dout0.permute([1, 0]), zeros, use_acc=False, is_async=True
             )
             drawn = drawn_weights(draws, position.h, row, n_start, BLOCK_M, True, META)
             s_factor = score_factor(operands.factors, index, COLUMNS, META)
-            kq = warpgroup_mma_wait(1, deps=[kq])
+            raw_s = warpgroup_mma_wait(1, deps=[raw_s])
             i, j = columns[None, :], rows[:, None]
             head = head_at(position, values, block, scores, META)
-            s, factor, cap_tanh, score = product_logits(kq, i, j, head, scores.scale, s_factor, MODS, META)
+            s, factor, cap_tanh, score = product_logits(raw_s, i, j, head, scores.scale, s_factor, MODS, META)
             if LOOPS == 2:
                 if IS_LARGE == 1:
                     minus_lse_of_columns = operands.statistics.index(index).slice(0, BLOCK_M).load(COLUMNS)
@@ -150,7 +150,7 @@ def consume_dkdv(
                 p16 = gl.convert_layout(p.to(DTYPE), P)
                 pipeline.wait_full(barriers.p_full, p_stage)
                 dout16 = operands.dout16.index(pipeline.index(p_stage)).reshape([BLOCK_M, V0])
-                sum_of_dout = warpgroup_mma(p16, dout16, dv, is_async=True)
+                dv = warpgroup_mma(p16, dout16, dv, is_async=True)  # dV += P dO
             minus_delta = operands.statistics.index(index).slice(BLOCK_M, BLOCK_M).load(COLUMNS)
             if META.IS_FP8:
                 dp_factor = dp_factor_of(operands.factors, index, COLUMNS, META)
@@ -165,23 +165,24 @@ def consume_dkdv(
             if not META.IS_FP8:
                 p16 = gl.convert_layout(kept(p, drawn, True, META).to(DTYPE), P)
                 dout16 = operands.dout16.index(pipeline.index(p_stage)).reshape([BLOCK_M, V0])
-                sum_of_dout = warpgroup_mma(p16, dout16, dv, is_async=True)
+                dv = warpgroup_mma(p16, dout16, dv, is_async=True)  # dV += P dO
             index16 = pipeline.index(ds_stage)
-            sum_of_q = warpgroup_mma(ds, operands.q16.first.index(index16).reshape([BLOCK_M, QK0]), dk, is_async=True)
+            dk = warpgroup_mma(ds, operands.q16.first.index(index16).reshape([BLOCK_M, QK0]), dk, is_async=True)  # dK += dS Q
             if QK1 > 0:
-                sum_of_q1 = warpgroup_mma(ds, operands.q16.second.index(index16).reshape([BLOCK_M, QK1]), dk1, is_async=True)
+                # dK += dS Q
+                dk1 = warpgroup_mma(ds, operands.q16.second.index(index16).reshape([BLOCK_M, QK1]), dk1, is_async=True)
             PRODUCTS: gl.constexpr = 2 if QK1 > 0 else 1  # with ds
             if not META.IS_FP8:
-                dv, p16 = warpgroup_mma_wait(PRODUCTS, deps=[sum_of_dout, p16])
+                dv, p16 = warpgroup_mma_wait(PRODUCTS, deps=[dv, p16])
                 pipeline.release(barriers.dp_empty, dp_stage)
             if META.IS_FP8 and QK1 > 0:
-                dv, dk, dk1, p16, ds = warpgroup_mma_wait(0, deps=[sum_of_dout, sum_of_q, sum_of_q1, p16, ds])
+                dv, dk, dk1, p16, ds = warpgroup_mma_wait(0, deps=[dv, dk, dk1, p16, ds])
             elif META.IS_FP8:
-                dv, dk, p16, ds = warpgroup_mma_wait(0, deps=[sum_of_dout, sum_of_q, p16, ds])
+                dv, dk, p16, ds = warpgroup_mma_wait(0, deps=[dv, dk, p16, ds])
             elif QK1 > 0:
-                dk, dk1, ds = warpgroup_mma_wait(0, deps=[sum_of_q, sum_of_q1, ds])
+                dk, dk1, ds = warpgroup_mma_wait(0, deps=[dk, dk1, ds])
             else:
-                dk, ds = warpgroup_mma_wait(0, deps=[sum_of_q, ds])
+                dk, ds = warpgroup_mma_wait(0, deps=[dk, ds])
             pipeline.release(barriers.ds_empty, ds_stage)
             position, values = next_query_block(position, values, block, args.work, scores, MODS, META)
     if META.SHARES_TILES:
@@ -244,18 +245,20 @@ def consume_dkdv_columns(
         dout0 = operands.dout.index(pipeline.index(dp_stage)).reshape([BLOCK_M, DIM])
         pipeline.wait_full(barriers.scores_full, scores_stage)
         q_half = q0.slice(FIRST, HALF, 0).permute([1, 0])
-        kq = warpgroup_mma(operands.k.first.index(zero).reshape([ROWS, DIM]), q_half, zeros, use_acc=False, is_async=True)
+        # S = K Q^T
+        raw_s = warpgroup_mma(operands.k.first.index(zero).reshape([ROWS, DIM]), q_half, zeros, use_acc=False, is_async=True)
         if not META.IS_FP8:  # in FP8, dout is loaded with q
             pipeline.wait_full(barriers.dp_full, dp_stage)
         dout_half = dout0.slice(FIRST, HALF, 0).permute([1, 0])
+        # dP = V dO^T
         dp = warpgroup_mma(operands.v.index(zero).reshape([ROWS, DIM]), dout_half, zeros, use_acc=False, is_async=True)
         minus_lse = operands.statistics.index(index).slice(FIRST, HALF).load(COLUMNS)
         drawn = drawn_weights(draws, position.h, row + FIRST, block.first_row, HALF, True, META)
         s_factor = score_factor(operands.factors, index, COLUMNS, META)
-        kq = warpgroup_mma_wait(1, deps=[kq])
+        raw_s = warpgroup_mma_wait(1, deps=[raw_s])
         i, j = columns[None, :], rows[:, None]
         head = head_at(position, values, block, scores, META)
-        s, factor, cap_tanh, score = product_logits(kq, i, j, head, scores.scale, s_factor, MODS, META)
+        s, factor, cap_tanh, score = product_logits(raw_s, i, j, head, scores.scale, s_factor, MODS, META)
         if hides_some_query(row, block.first_row, block, META):
             s = mask_queries(s, rows, columns, block.band, META)
             s = relative_to_lse(s, minus_lse[None, :], large, b, position.h, i, len_q, META)
@@ -273,10 +276,9 @@ def consume_dkdv_columns(
             pipeline.release(barriers.dp_empty, dp_stage)
             pipeline.wait_full(barriers.p_full, p_stage)
         dout16 = operands.dout16.index(pipeline.index(p_stage)).reshape([BLOCK_M, DIM])
-        sum_of_dout = dv
         for half in gl.static_range(2):
             part = dout16.slice(half * HALF, HALF, 0).slice(FIRST_COLUMN, HALF_DIM, 1)
-            sum_of_dout = warpgroup_mma(operands.p.index(buffer + half), part, sum_of_dout, is_async=True)
+            dv = warpgroup_mma(operands.p.index(buffer + half), part, dv, is_async=True)  # dV += P dO
         if META.IS_FP8:
             dp = dp * dp_factor
         dlogit = p * (kept_gradient(dp, drawn, draws, True, META) + minus_delta[None, :])
@@ -287,18 +289,17 @@ def consume_dkdv_columns(
         if META.IS_FP8:
             pipeline.wait_full(barriers.ds_full, ds_stage)
         q16 = operands.q16.first.index(pipeline.index(ds_stage)).reshape([BLOCK_M, DIM])
-        sum_of_q = dk
         for half in gl.static_range(2):
             part = q16.slice(half * HALF, HALF, 0).slice(FIRST_COLUMN, HALF_DIM, 1)
-            sum_of_q = warpgroup_mma(operands.ds.index(buffer + half), part, sum_of_q, is_async=True)
+            dk = warpgroup_mma(operands.ds.index(buffer + half), part, dk, is_async=True)  # dK += dS Q
         if META.IS_FP8:
-            dv, dk = warpgroup_mma_wait(0, deps=[sum_of_dout, sum_of_q])
+            dv, dk = warpgroup_mma_wait(0, deps=[dv, dk])
             pipeline.release(barriers.ds_empty, ds_stage)
             pipeline.release(barriers.p_empty, p_stage)
         else:
-            dv = warpgroup_mma_wait(2, deps=[sum_of_dout])
+            dv = warpgroup_mma_wait(2, deps=[dv])
             pipeline.release(barriers.dp_empty, dp_stage)
-            dk = warpgroup_mma_wait(0, deps=[sum_of_q])
+            dk = warpgroup_mma_wait(0, deps=[dk])
             pipeline.release(barriers.ds_empty, ds_stage)
         position, values = next_query_block(position, values, block, args.work, scores, MODS, META)
     if META.SHARES_TILES:

@@ -115,19 +115,19 @@ def consume_dq(
             index = pipeline.index(scores_stage)
             index16 = pipeline.index(ds_stage)
             pipeline.wait_full(barriers.scores_full, scores_stage)
-            qk = score_product(operands.q, consumer, operands.k, index, zeros, BLOCK_N, META)
+            raw_s = score_product(operands.q, consumer, operands.k, index, zeros, BLOCK_N, META)  # S = Q K^T
             if not META.IS_FP8:  # in FP8, v is loaded with k
                 pipeline.wait_full(barriers.dp_full, dp_stage)
             v0 = operands.v.index(pipeline.index(dp_stage)).reshape([BLOCK_N, V0])
-            dp = warpgroup_mma(
+            dp = warpgroup_mma(  # dP = dO V^T
                 operands.dout.index(consumer).reshape([ROWS, V0]), v0.permute([1, 0]), zeros, use_acc=False, is_async=True
             )
             drawn = drawn_weights(draws, h, m_start, column, BLOCK_N, False, META)
             s_factor = score_factor(operands.factors, index, COLUMNS, META)
             dp_factor = dp_factor_of(operands.factors, index, COLUMNS, META)
-            qk = warpgroup_mma_wait(1, deps=[qk])
+            raw_s = warpgroup_mma_wait(1, deps=[raw_s])
             i, j = rows[:, None], columns[None, :]
-            s, factor, cap_tanh, score = product_logits(qk, i, j, query_rows.head, softmax_scale, s_factor, MODS, META)
+            s, factor, cap_tanh, score = product_logits(raw_s, i, j, query_rows.head, softmax_scale, s_factor, MODS, META)
             is_cut = hides_some_key(column, last, m_start, block, META)
             if LOOPS == 1:
                 is_cut = is_cut | is_any_large(large, META)
@@ -148,12 +148,13 @@ def consume_dq(
             dlogit = p * (kept_gradient(dp, drawn, draws, False, META) + statistics.minus_delta[:, None])
             dscore = through_mods(dlogit, cap_tanh, score, i, j, query_rows.head, MODS, META)
             ds = gl.convert_layout(dscore.to(DTYPE), DS)
-            sum_of_k = warpgroup_mma(ds, operands.k16.first.index(index16).reshape([BLOCK_N, QK0]), dq, is_async=True)
+            dq = warpgroup_mma(ds, operands.k16.first.index(index16).reshape([BLOCK_N, QK0]), dq, is_async=True)  # dQ += dS K
             if QK1 > 0:
-                sum_of_k1 = warpgroup_mma(ds, operands.k16.second.index(index16).reshape([BLOCK_N, QK1]), dq1, is_async=True)
-                dq, dq1, ds = warpgroup_mma_wait(0, deps=[sum_of_k, sum_of_k1, ds])
+                # dQ += dS K
+                dq1 = warpgroup_mma(ds, operands.k16.second.index(index16).reshape([BLOCK_N, QK1]), dq1, is_async=True)
+                dq, dq1, ds = warpgroup_mma_wait(0, deps=[dq, dq1, ds])
             else:
-                dq, ds = warpgroup_mma_wait(0, deps=[sum_of_k, ds])
+                dq, ds = warpgroup_mma_wait(0, deps=[dq, ds])
             pipeline.release(barriers.ds_empty, ds_stage)
     if META.SHARES_TILES:
         named_barrier_sync(LAST, BOTH)  # k in 16 bits was also read by the other warpgroup, which no longer needs it

@@ -107,19 +107,19 @@ def _iterate(
     pipeline.wait_full(barriers.k_full, k_stage)
     if META.PINGPONG:
         named_barrier_sync(PINGPONG + CONSUMER, BOTH)
-    product = score_product(tiles.q, same.q_slot, tiles.k, pipeline.index(k_stage), same.zeros, BLOCK_N, META)
+    s = score_product(tiles.q, same.q_slot, tiles.k, pipeline.index(k_stage), same.zeros, BLOCK_N, META)  # S = Q K^T
     v_stage = Stage(n_block - 1, META.STAGES)
     pipeline.wait_full(barriers.v_full, v_stage)
     v = tiles.v.index(pipeline.index(v_stage)).reshape([BLOCK_N, V0])
-    sum_of_v = warpgroup_mma(p, v, carry.acc, is_async=True)
+    acc = warpgroup_mma(p, v, carry.acc, is_async=True)  # O += P V
     if META.PINGPONG:
         named_barrier_arrive(PINGPONG + (CONSUMER + 1) % META.CONSUMERS, BOTH)
     drawn = drawn_weights(same.draws, same.b_h, same.m_start, column, BLOCK_N, False, META, META.GROUP)
-    qk = warpgroup_mma_wait(1, deps=[product])
+    s = warpgroup_mma_wait(1, deps=[s])
     pipeline.release(barriers.k_empty, k_stage)
-    s, factor = visible_scores(qk, column, is_full, same, IS_CUT, MODS, META)
+    s, factor = visible_scores(s, column, is_full, same, IS_CUT, MODS, META)
     weights, row_max, row_sum, correction = softmax(s, carry.row_max, carry.row_sum, factor, drawn, DTYPE, META)
-    acc = warpgroup_mma_wait(0, deps=[sum_of_v])
+    acc = warpgroup_mma_wait(0, deps=[acc])
     keep_pairs(carry.weights)
     pipeline.release(barriers.v_empty, v_stage)
     acc = rescaled(acc, correction, META)
@@ -150,14 +150,14 @@ def _run(
     pipeline.wait_full(barriers.k_full, k_stage)
     if META.PINGPONG:
         named_barrier_sync(PINGPONG + CONSUMER, BOTH)
-    product = score_product(tiles.q, same.q_slot, tiles.k, pipeline.index(k_stage), same.zeros, BLOCK_N, META)
+    s = score_product(tiles.q, same.q_slot, tiles.k, pipeline.index(k_stage), same.zeros, BLOCK_N, META)  # S = Q K^T
     if META.PINGPONG:
         named_barrier_arrive(PINGPONG + (CONSUMER + 1) % META.CONSUMERS, BOTH)
     column, is_full = key_block(same.num_blocks - 1 - iteration, same.block_range, META)
     drawn = drawn_weights(same.draws, same.b_h, same.m_start, column, BLOCK_N, False, META, META.GROUP)
-    qk = warpgroup_mma_wait(0, deps=[product])
+    s = warpgroup_mma_wait(0, deps=[s])
     pipeline.release(barriers.k_empty, k_stage)
-    s, factor = visible_scores(qk, column, is_full, same, True, MODS, META)
+    s, factor = visible_scores(s, column, is_full, same, True, MODS, META)
     weights, row_max, row_sum, correction = softmax(s, sums.row_max, sums.row_sum, factor, drawn, DTYPE, META)
     acc = sums.acc
     if META.UNMASKED_LOOP:
@@ -173,8 +173,8 @@ def _run(
     pipeline.wait_full(barriers.v_full, v_stage)
     p = unpack_pairs(carry.weights, ROWS, BLOCK_N, P, DTYPE)
     v = tiles.v.index(pipeline.index(v_stage)).reshape([BLOCK_N, META.V0])
-    sum_of_v = warpgroup_mma(p, v, carry.acc, is_async=True)
-    acc = warpgroup_mma_wait(0, deps=[sum_of_v])
+    acc = warpgroup_mma(p, v, carry.acc, is_async=True)  # O += P V
+    acc = warpgroup_mma_wait(0, deps=[acc])
     keep_pairs(carry.weights)
     pipeline.release(barriers.v_empty, v_stage)
     return Sums(iterations=end, row_max=carry.row_max, row_sum=carry.row_sum, acc=acc, n_block=n_block)

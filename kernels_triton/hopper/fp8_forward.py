@@ -417,11 +417,11 @@ def _attend(
             ratio = descale_v / next_descale_v
             descale_v = next_descale_v
         pipeline.wait_full(barriers.k_full, stage)
-        product = score_product(tiles.q, same.q_slot, tiles.k, index, same.zeros, BLOCK_N, META)
-        qk = warpgroup_mma_wait(0, deps=[product])
+        s = score_product(tiles.q, same.q_slot, tiles.k, index, same.zeros, BLOCK_N, META)  # S = Q K^T
+        s = warpgroup_mma_wait(0, deps=[s])
         pipeline.release(barriers.k_empty, stage)
         columns = column + block_columns
-        scored = _logits(qk, columns, descale, same, MODS, META)
+        scored = _logits(s, columns, descale, same, MODS, META)
         s = scored.s
         if IS_CUT:
             s = mask_keys(s, same.rows, columns, same.band, META)
@@ -434,27 +434,27 @@ def _attend(
         pipeline.wait_full(barriers.v_full, stage)
         v = tiles.v.index(index).reshape([META.PARTS * V0, BLOCK_N])
         if ONE_BY_ONE:
-            sum_of_p = warpgroup_mma_wait(0, deps=[_multiply_ones(p, tiles, same)])
-        sum_of_v = warpgroup_mma(p, v.slice(0, V0, 0).permute([1, 0]), same.no_sum, use_acc=False, is_async=True)
+            p_sums = warpgroup_mma_wait(0, deps=[_multiply_ones(p, tiles, same)])
+        pv = warpgroup_mma(p, v.slice(0, V0, 0).permute([1, 0]), same.no_sum, use_acc=False, is_async=True)  # P V of this block
         if ONE_BY_ONE:
-            sum_here = warpgroup_mma_wait(0, deps=[sum_of_v])
+            pv = warpgroup_mma_wait(0, deps=[pv])
         else:
-            sum_of_p = _multiply_ones(p, tiles, same)
-            sum_here, sum_of_p = warpgroup_mma_wait(0, deps=[sum_of_v, sum_of_p])
-        row_sum = row_sum * correction_of_sums[:, None] + _once(sum_of_p)
+            p_sums = _multiply_ones(p, tiles, same)
+            pv, p_sums = warpgroup_mma_wait(0, deps=[pv, p_sums])
+        row_sum = row_sum * correction_of_sums[:, None] + _once(p_sums)
         if META.PARTS == 2:
-            acc = acc * correction[:, None] + sum_here
+            acc = acc * correction[:, None] + pv
             compute_here(acc)
             # Uses the same registers: with others there are not enough.
-            sum_of_v = warpgroup_mma(p, v.slice(V0, V0, 0).permute([1, 0]), sum_here, use_acc=False, is_async=True)
-            sum_here = warpgroup_mma_wait(0, deps=[sum_of_v])
+            pv = warpgroup_mma(p, v.slice(V0, V0, 0).permute([1, 0]), pv, use_acc=False, is_async=True)  # P V of this block
+            pv = warpgroup_mma_wait(0, deps=[pv])
         keep_pairs(weights.quads)
         pipeline.release(barriers.v_empty, stage)
         if META.PARTS == 2:
-            acc1 = acc1 * correction[:, None] + sum_here
+            acc1 = acc1 * correction[:, None] + pv
             compute_here(acc1)
         else:
-            acc = acc * correction[:, None] + sum_here
+            acc = acc * correction[:, None] + pv
             compute_here(acc)
         n_block += 1
     return Carry(row_max=row_max, row_sum=row_sum, acc=acc, acc1=acc1, descale_v=descale_v, n_block=n_block)

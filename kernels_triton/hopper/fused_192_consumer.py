@@ -163,24 +163,25 @@ def consume_fused_192(
         dout_tile = loaded.dout.index(index).reshape([BLOCK_M, V0])
         statistics = loaded.statistics.index(index)
         pipeline.wait_full(barriers.q_full, q_stage)
-        kq = score_product(loaded.k, k_slot, loaded.q, index, zeros, BLOCK_M, META)
+        raw_s = score_product(loaded.k, k_slot, loaded.q, index, zeros, BLOCK_M, META)  # S = K Q^T
         pipeline.wait_full(barriers.dout_full, Stage(m_block, META.STAGES_DP))
+        # dP = V dO^T
         dp = warpgroup_mma(consumer_v, dout_tile.slice(0, HALF, 0).permute([1, 0]), half_zeros, use_acc=False, is_async=True)
-        kq = warpgroup_mma_wait(1, deps=[kq])
+        raw_s = warpgroup_mma_wait(1, deps=[raw_s])
         head = head_at(position, values, block, scores, META)
-        kq_halves = gl.split(gl.permute(kq.reshape([ROWS, 2, HALF]), [0, 2, 1]))
+        s_halves = gl.split(gl.permute(raw_s.reshape([ROWS, 2, HALF]), [0, 2, 1]))
         for half in gl.static_range(2):
             q = q_tile.slice(half * HALF, HALF, 0)
             q1 = q1_tile.slice(half * HALF, HALF, 0)
             dout = dout_tile.slice(half * HALF, HALF, 0)
             columns = row + half * HALF + half_columns
             i, j = columns[None, :], rows[:, None]
-            half_of_kq = gl.convert_layout(kq_halves[half], HALF_SCORES)
-            s, factor, _, _ = product_logits(half_of_kq, i, j, head, scores.scale, None, MODS, META)
+            half_of_s = gl.convert_layout(s_halves[half], HALF_SCORES)
+            s, factor, _, _ = product_logits(half_of_s, i, j, head, scores.scale, None, MODS, META)
             place = ScorePlace(rows=rows, columns=columns, row=row, is_cut=is_cut, is_full=is_full)
             p = probabilities(s, factor, place, statistics.slice(half * HALF, HALF), head, block, MODS, META)
             p16 = gl.convert_layout(p.to(DTYPE), LEFT)
-            sum_of_dout = warpgroup_mma(p16, dout, dv, is_async=True)
+            dv = warpgroup_mma(p16, dout, dv, is_async=True)  # dV += P dO
             dp = warpgroup_mma_wait(1, deps=[dp])
             minus_delta = statistics.slice(BLOCK_M + half * HALF, HALF).load(COLUMNS)
             ds = (p * (dp + minus_delta[None, :])).to(DTYPE)
@@ -188,23 +189,23 @@ def consume_fused_192(
                 named_barrier_sync_at(READ + 1 - CONSUMER + current, BOTH)
             tiles.ds.index(current + CONSUMER).slice(half * HALF, HALF, 1).store(ds)
             ds16 = gl.convert_layout(ds, LEFT)
-            sum_of_q = warpgroup_mma(ds16, q, dk, is_async=True)
-            sum_of_q1 = warpgroup_mma(ds16, q1, dk1, is_async=True)
+            dk = warpgroup_mma(ds16, q, dk, is_async=True)  # dK += dS Q
+            dk1 = warpgroup_mma(ds16, q1, dk1, is_async=True)  # dK += dS Q
             if half == 0:
                 named_barrier_sync_at(WRITTEN + 1 - CONSUMER + last, BOTH)
-                sum_of_k = _dq_product(tiles, last, True, CONSUMER, META)
-                dv, p16, dk, dk1, ds16 = warpgroup_mma_wait(2, deps=[sum_of_dout, p16, sum_of_q, sum_of_q1, ds16])
+                dq = _dq_product(tiles, last, True, CONSUMER, META)  # dQ = dS^T K, of the last block
+                dv, p16, dk, dk1, ds16 = warpgroup_mma_wait(2, deps=[dv, p16, dk, dk1, ds16])
                 second_dout = dout_tile.slice(HALF, HALF, 0)
-                dp = warpgroup_mma(consumer_v, second_dout.permute([1, 0]), half_zeros, use_acc=False, is_async=True)
-                dq = warpgroup_mma_wait(1, deps=[sum_of_k])
+                dp = warpgroup_mma(consumer_v, second_dout.permute([1, 0]), half_zeros, use_acc=False, is_async=True)  # dP = V dO^T
+                dq = warpgroup_mma_wait(1, deps=[dq])
                 if m_block > 0:
                     _hand_over_dq(dq, tiles.dq, 2 * m_block - 2, CONSUMER)
         fence_async_shared()  # during the product
         named_barrier_arrive_at(WRITTEN + CONSUMER + current, BOTH)
-        sum_of_k = _dq_product(tiles, last, False, CONSUMER, META)
-        dv, p16, dk, dk1, ds16 = warpgroup_mma_wait(2, deps=[sum_of_dout, p16, sum_of_q, sum_of_q1, ds16])
+        dq = _dq_product(tiles, last, False, CONSUMER, META)  # dQ = dS^T K, of the last block
+        dv, p16, dk, dk1, ds16 = warpgroup_mma_wait(2, deps=[dv, p16, dk, dk1, ds16])
         pipeline.release(barriers.q_empty, q_stage)
-        dq = warpgroup_mma_wait(0, deps=[sum_of_k])
+        dq = warpgroup_mma_wait(0, deps=[dq])
         if has_next:
             named_barrier_arrive_at(READ + CONSUMER + last, BOTH)
         if m_block > 0:
@@ -214,8 +215,8 @@ def consume_fused_192(
     named_barrier_sync_at(WRITTEN + 1 - CONSUMER + last, BOTH)
     if iterations > 0:
         for part in gl.static_range(2):
-            sum_of_k = _dq_product(tiles, last, part == 0, CONSUMER, META)
-            dq = warpgroup_mma_wait(0, deps=[sum_of_k])
+            dq = _dq_product(tiles, last, part == 0, CONSUMER, META)  # dQ = dS^T K, of the last block
+            dq = warpgroup_mma_wait(0, deps=[dq])
             _hand_over_dq(dq, tiles.dq, 2 * iterations - 2 + part, CONSUMER)
     named_barrier_sync(LAST, BOTH)  # k was also read by the other warpgroup, which no longer needs it
     if args.dk32.ptr is not None:

@@ -113,7 +113,7 @@ def _consume_block(
     if META.IS_FP8 and META.NUMBERS == 0:
         mbarrier.wait(barriers.kv_full.index(0), 0)
     position, values = first_query_head(block, args.work, scores, MODS, META)
-    kq = zeros
+    raw_s = zeros
     _begin_turns(iterations, CONSUMER, META)
     if META.IS_AHEAD:  # noqa: SIM102  # the first condition is known at compile time, the second at run time
         if iterations > 0:
@@ -121,8 +121,8 @@ def _consume_block(
             stage = Stage(begun.iterations, STAGES)
             index = pipeline.index(stage)
             phase = pipeline.phase(stage)
-            first_scores = _begin_scores(tiles, consumer_k, barriers, index, phase, iterations > 0, META)
-            kq = warpgroup_mma_wait(0, deps=[first_scores])
+            raw_s = _begin_scores(tiles, consumer_k, barriers, index, phase, iterations > 0, META)  # S = K Q^T
+            raw_s = warpgroup_mma_wait(0, deps=[raw_s])
     for m_block in range(iterations):  # counts the blocks of all query heads
         row, is_full = query_block(position.n, block.block_range, META)
         columns = row + block_columns
@@ -138,21 +138,21 @@ def _consume_block(
         consumer_v = tiles.v.index(v_tile + zero + CONSUMER).reshape([ROWS, DIM])
         if META.DP_FIRST:
             if not META.IS_AHEAD:
-                scores_product = _begin_scores(tiles, consumer_k, barriers, index, phase, True, META)
+                raw_s = _begin_scores(tiles, consumer_k, barriers, index, phase, True, META)  # S = K Q^T
             mbarrier.wait(barriers.dout_full.index(index), phase)
-            dp = warpgroup_mma(consumer_v, dout.permute([1, 0]), zeros, use_acc=False, is_async=True)
+            dp = warpgroup_mma(consumer_v, dout.permute([1, 0]), zeros, use_acc=False, is_async=True)  # dP = V dO^T
             if not META.IS_AHEAD:
-                kq = warpgroup_mma_wait(1, deps=[scores_product])
+                raw_s = warpgroup_mma_wait(1, deps=[raw_s])
         else:
             named_barrier_sync_at(WRITTEN + 1 - CONSUMER + last, BOTH)
-            sum_of_k = dq_product(tiles.ds, k16_tiles, last, k_tile + zero, CONSUMER, META)
+            dq = dq_product(tiles.ds, k16_tiles, last, k_tile + zero, CONSUMER, META)  # dQ = dS^T K, of the last iteration
         drawn = drawn_weights(draws, position.h, row, n_start, BLOCK_M, True, META)
         if META.PINGPONG:
             named_barrier_sync_at(TURN + CONSUMER + zero, BOTH)
         i, j = columns[None, :], rows[:, None]
         head = head_at(position, values, block, scores, META)
         s_factor = score_factor(tiles.factors, index, COLUMNS, META)
-        s, factor, cap_tanh, score = product_logits(kq, i, j, head, scores.scale, s_factor, MODS, META)
+        s, factor, cap_tanh, score = product_logits(raw_s, i, j, head, scores.scale, s_factor, MODS, META)
         is_cut = cuts_block(row, n_start, uncut_from, band, META)
         place = ScorePlace(rows=rows, columns=columns, row=row, is_cut=is_cut, is_full=is_full)
         minus_lse = tiles.statistics.index(index).slice(0, BLOCK_M)
@@ -167,17 +167,17 @@ def _consume_block(
         if not META.DP_FIRST:
             # Between exp and the wait for dq: ptxas moves a wait for all products to the start of its basic block, which is here.
             mbarrier.wait(barriers.dout_full.index(index), phase)
-            dq = warpgroup_mma_wait(0, deps=[sum_of_k])
-        sum_of_dout = warpgroup_mma(p16, dout16_tiles.index(index).reshape([BLOCK_M, DIM]), dv, is_async=True)
+            dq = warpgroup_mma_wait(0, deps=[dq])
+        dv = warpgroup_mma(p16, dout16_tiles.index(index).reshape([BLOCK_M, DIM]), dv, is_async=True)  # dV += P dO
         if META.DP_FIRST:
             dp = warpgroup_mma_wait(1, deps=[dp])
         else:
             if m_block > 0:  # during the product; dp then reuses the registers of dq
                 write_dq(dq, ring, n - 1, CONSUMER, META)
-            dp = warpgroup_mma(consumer_v, dout.permute([1, 0]), zeros, use_acc=False, is_async=True)
+            dp = warpgroup_mma(consumer_v, dout.permute([1, 0]), zeros, use_acc=False, is_async=True)  # dP = V dO^T
             if m_block > 0:
                 hand_over_dq(ring, n - 1, META)
-            dv, p16 = warpgroup_mma_wait(1, deps=[sum_of_dout, p16])
+            dv, p16 = warpgroup_mma_wait(1, deps=[dv, p16])
         minus_delta = tiles.statistics.index(index).slice(BLOCK_M, BLOCK_M).load(COLUMNS)
         if not META.DP_FIRST:
             dp = warpgroup_mma_wait(0, deps=[dp])
@@ -193,41 +193,41 @@ def _consume_block(
         tiles.ds.index(current + CONSUMER).store(ds)
         ds16 = gl.convert_layout(ds, LEFT)
         if META.DP_FIRST and not META.DV_WITH_DK:
-            dv, p16 = warpgroup_mma_wait(0, deps=[sum_of_dout, p16])
+            dv, p16 = warpgroup_mma_wait(0, deps=[dv, p16])
             if META.DOUT_APART:
                 pipeline.release(barriers.dout_empty, stage)
-        sum_of_q = warpgroup_mma(ds16, q16_tiles.index(index).reshape([BLOCK_M, DIM]), dk, is_async=True)
+        dk = warpgroup_mma(ds16, q16_tiles.index(index).reshape([BLOCK_M, DIM]), dk, is_async=True)  # dK += dS Q
         fence_async_shared()  # during the product
         named_barrier_arrive_at(WRITTEN + CONSUMER + current, BOTH)
         if META.DP_FIRST:
             named_barrier_sync_at(WRITTEN + 1 - CONSUMER + last, BOTH)
-            sum_of_k = dq_product(tiles.ds, k16_tiles, last, k_tile + zero, CONSUMER, META)
+            dq = dq_product(tiles.ds, k16_tiles, last, k_tile + zero, CONSUMER, META)  # dQ = dS^T K, of the last iteration
         if META.IS_AHEAD:  # the last iteration repeats its own scores, without use
             next_stage = Stage(n + 1, STAGES)
             next_index = gl.where(has_next, pipeline.index(next_stage), index)
             next_phase = pipeline.phase(next_stage)
-            next_scores = _begin_scores(tiles, consumer_k, barriers, next_index, next_phase, has_next, META)
+            next_raw_s = _begin_scores(tiles, consumer_k, barriers, next_index, next_phase, has_next, META)  # S = K Q^T
         SCORES_IN_FLIGHT: gl.constexpr = 1 if META.IS_AHEAD else 0
         DQ_IN_FLIGHT: gl.constexpr = 2 if META.DP_FIRST else 0  # one product with each warpgroup's keys
         if META.DP_FIRST and META.DV_WITH_DK:
-            dv, p16, dk, ds16 = warpgroup_mma_wait(DQ_IN_FLIGHT + SCORES_IN_FLIGHT, deps=[sum_of_dout, p16, sum_of_q, ds16])
+            dv, p16, dk, ds16 = warpgroup_mma_wait(DQ_IN_FLIGHT + SCORES_IN_FLIGHT, deps=[dv, p16, dk, ds16])
             if META.DOUT_APART:
                 pipeline.release(barriers.dout_empty, stage)
         else:
-            dk, ds16 = warpgroup_mma_wait(DQ_IN_FLIGHT + SCORES_IN_FLIGHT, deps=[sum_of_q, ds16])
+            dk, ds16 = warpgroup_mma_wait(DQ_IN_FLIGHT + SCORES_IN_FLIGHT, deps=[dk, ds16])
         if META.IS_AHEAD and META.NUMBERS > 0:  # the last iteration's unused read must end before q is overwritten
             mbarrier.arrive(barriers.q_empty.index(index), count=1, pred=has_next)
         else:
             pipeline.release(barriers.q_empty, stage)
         if META.DP_FIRST:
-            dq = warpgroup_mma_wait(SCORES_IN_FLIGHT, deps=[sum_of_k])
+            dq = warpgroup_mma_wait(SCORES_IN_FLIGHT, deps=[dq])
             if has_next:
                 named_barrier_arrive_at(READ + CONSUMER + last, BOTH)
             if m_block > 0:
                 write_dq(dq, ring, n - 1, CONSUMER, META)
                 hand_over_dq(ring, n - 1, META)
         if META.IS_AHEAD:
-            kq = warpgroup_mma_wait(0, deps=[next_scores])
+            raw_s = warpgroup_mma_wait(0, deps=[next_raw_s])
         position, values = next_query_block(position, values, block, args.work, scores, MODS, META)
     n = begun.iterations + iterations - 1
     if META.IS_AHEAD and META.NUMBERS > 0:  # noqa: SIM102
@@ -236,8 +236,8 @@ def _consume_block(
     last = ((iterations + 1) & 1) * 2
     named_barrier_sync_at(WRITTEN + 1 - CONSUMER + last, BOTH)
     if iterations > 0:
-        sum_of_k = dq_product(tiles.ds, k16_tiles, last, k_tile, CONSUMER, META)
-        dq = warpgroup_mma_wait(0, deps=[sum_of_k])
+        dq = dq_product(tiles.ds, k16_tiles, last, k_tile, CONSUMER, META)  # dQ = dS^T K, of the last iteration
+        dq = warpgroup_mma_wait(0, deps=[dq])
         write_dq(dq, ring, n, CONSUMER, META)
         hand_over_dq(ring, n, META)
     # k, and in FP8 dout in 16 bits, were also read by the other warpgroup, which no longer needs them

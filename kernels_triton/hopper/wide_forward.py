@@ -134,12 +134,12 @@ def _left_partition(args: Arguments, buffers: Buffers, exchange: Exchange, MODS:
             column, is_full = key_block(same.num_blocks - 1 - iteration, same.block_range, META)
             stage = Stage(n_block, STAGES)
             pipeline.wait_full(barriers.k_full, stage)
-            product = score_product(tiles.q, 0, tiles.k, pipeline.index(stage), zeros, BLOCK_N, META)
+            s = score_product(tiles.q, 0, tiles.k, pipeline.index(stage), zeros, BLOCK_N, META)  # S = Q K^T
             drawn = drawn_weights(draws, same.b_h, same.m_start, column, BLOCK_N, False, META, META.GROUP)
-            qk = warpgroup_mma_wait(0, deps=[product])
+            s = warpgroup_mma_wait(0, deps=[s])
             if not META.IS_LATENT:
                 pipeline.release(barriers.k_empty, stage)
-            s, factor = visible_scores(qk, column, is_full, same, True, MODS, META)
+            s, factor = visible_scores(s, column, is_full, same, True, MODS, META)
             weights, row_max, row_sum, correction = softmax(s, row_max, row_sum, factor, drawn, DTYPE, META)
             p = unpack_pairs(weights, ROWS, BLOCK_N, P, DTYPE)
             pipeline.wait_empty(exchange.empty, Stage(n_exchange, 1))
@@ -151,8 +151,8 @@ def _left_partition(args: Arguments, buffers: Buffers, exchange: Exchange, MODS:
             if not META.IS_LATENT:
                 pipeline.wait_full(barriers.v_full, stage)
             v = tiles.v.index(pipeline.index(stage)).reshape([BLOCK_N, V0]).slice(0, HALF, 1)
-            sum_of_v = warpgroup_mma(p, v, acc, is_async=True)
-            acc = warpgroup_mma_wait(0, deps=[sum_of_v])
+            acc = warpgroup_mma(p, v, acc, is_async=True)  # O += P V, half of the columns
+            acc = warpgroup_mma_wait(0, deps=[acc])
             keep_pairs(weights)
             pipeline.release(barriers.v_empty, stage)
             n_block += 1
@@ -193,8 +193,8 @@ def _right_partition(args: Arguments, buffers: Buffers, exchange: Exchange, META
             stage = Stage(n_block, STAGES)
             pipeline.wait_full(barriers.v_full, stage)
             v = tiles.v.index(pipeline.index(stage)).reshape([BLOCK_N, V0]).slice(HALF, HALF, 1)
-            sum_of_v = warpgroup_mma(exchange.p, v, acc, is_async=True)
-            acc = warpgroup_mma_wait(0, deps=[sum_of_v])
+            acc = warpgroup_mma(exchange.p, v, acc, is_async=True)  # O += P V, half of the columns
+            acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(exchange.empty.index(0), count=1)
             pipeline.release(barriers.v_empty, stage)
             n_block += 1

@@ -32,7 +32,7 @@ from flexattn.kernels_triton.common.tiles import (
     select_hopper_tile,
 )
 from flexattn.kernels_triton.families import Policy
-from flexattn.kernels_triton.gluon import dq_sums, tile_scheduler
+from flexattn.kernels_triton.gluon import dq_sums, work_order
 from flexattn.kernels_triton.gluon.descriptors import batch_steps, batch_steps_of, descriptor_error
 from flexattn.kernels_triton.gluon.work_order import query_heads_per_l2_section, section_of_one_size
 from flexattn.kernels_triton.hopper import backward as backward_kernels
@@ -465,7 +465,7 @@ def test_sections_of_heads_fit_l2(monkeypatch: pytest.MonkeyPatch) -> None:
     assert query_heads_per_l2_section(causal) == 32
     five = dense[:5]  # 80 heads: two sections of 40, and not two of 32 and one of 16
     assert query_heads_per_l2_section(Problem(five, five, five, softmax_scale=0.1, window_right=0)) == 40
-    monkeypatch.setattr(tile_scheduler, "has_large_l2", lambda device: False)
+    monkeypatch.setattr(work_order, "has_large_l2", lambda device: False)
     assert query_heads_per_l2_section(causal) == 16
 
 

@@ -29,13 +29,13 @@ from flexattn.kernels_triton.common.tiles import (
     select_hopper_tile,
 )
 from flexattn.kernels_triton.gluon import (
-    backward_blocks,
     dq_parts,
     dq_sums,
     forward_loader,
     forward_partition,
     fused_loader,
     tile_scheduler,
+    work_order,
 )
 from flexattn.kernels_triton.hopper import backward as hopper_backward
 from flexattn.kernels_triton.hopper import backward_fused as hopper_fused
@@ -215,7 +215,7 @@ def test_programs_that_convert_dq(dim: int, fmt: str, call: dict[str, Any], monk
     """A section or several, whose parts of dq come behind the blocks of the next, or behind all."""
     inputs = {"lengths_q": [300] * 2, "lengths_kv": [330] * 2, "num_heads": 4, "num_heads_kv": 2, "qkv_format": fmt}
     for seed, heads in ((1, 1), (5, 3), (6, 4)):  # lazy and two random ones
-        monkeypatch.setattr(backward_blocks, "section_of_one_size", lambda most, _, heads=heads: min(heads, most))
+        monkeypatch.setattr(work_order, "section_of_one_size", lambda most, _, heads=heads: min(heads, most))
         check_persistent(seed, call, "converting", head_dim_qk=dim, head_dim_v=dim, **inputs)
 
 
@@ -384,7 +384,7 @@ FAULTS: dict[str, tuple[ModuleType, inject.Fault]] = {
     "dq: k is read before it has come": (dq_consumer, drop("wait(scores_full)")),
     "dq: k is released before dq has read it": (
         dq_consumer,
-        move("arrive(ds_empty)", before="warpgroup_mma_wait([sum_of_k, ds])"),
+        move("arrive(ds_empty)", before="warpgroup_mma_wait([dq, ds])"),
     ),
     "dk and dv: q is read before it has come": (dkdv_consumer, drop("wait(scores_full)", within="consume_dkdv")),
     "dk and dv: the gradients are stored without a fence": (
@@ -407,7 +407,7 @@ FAULTS: dict[str, tuple[ModuleType, inject.Fault]] = {
     ),
     "one pass, two tiles of dq: ds is released before dq has read it": (
         fused_consumer,
-        move("named_barrier_arrive_at(READ, last)", before="warpgroup_mma_wait(SCORES_IN_FLIGHT, sum_of_k)"),
+        move("named_barrier_arrive_at(READ, last)", before="warpgroup_mma_wait(SCORES_IN_FLIGHT, dq)"),
     ),
     "one pass: dq is added before it is written": (dq_sums, drop("wait(full)")),
     "one pass: dq is overwritten before it is added": (dq_sums, drop("tma.store_wait()")),
@@ -415,7 +415,7 @@ FAULTS: dict[str, tuple[ModuleType, inject.Fault]] = {
     "one pass: k is overwritten while the other warpgroup multiplies by it": (fused_consumer, drop("named_barrier_sync(LAST)")),
     "one pass: q is released before dk has read it": (
         fused_consumer,
-        move("release(q_empty)", before="warpgroup_mma_wait([sum_of_q, ds16])", nth=0),
+        move("release(q_empty)", before="warpgroup_mma_wait([dk, ds16])", nth=0),
     ),
     "persistent: a block is drawn twice": (fused_loader, assign("t", "0", within="load_fused", nth=3)),
     "persistent: a block is left out": (fused_loader, with_argument("gl.atomic_add(work.table_ptr)", 1, "2", nth=1)),

@@ -379,19 +379,19 @@ def test_a_bias_that_needs_a_gradient_is_left_to_the_portable_kernels() -> None:
 FAULTS = {
     "k is read before it has come": drop("wait(k_full)"),
     "v is read before it has come": drop("wait(v_full)"),
-    "v is released before the product has read it": move("arrive(v_empty)", before="warpgroup_mma_wait(sum_of_v, sum_of_p)"),
-    "the sum of v is read while it runs": with_argument("warpgroup_mma_wait(sum_of_v, sum_of_p)", 0, "2"),
-    "the sum of p is read while it runs": with_argument("warpgroup_mma_wait(sum_of_v, sum_of_p)", 0, "1"),
+    "v is released before the product has read it": move("arrive(v_empty)", before="warpgroup_mma_wait(pv, p_sums)"),
+    "the sum of v is read while it runs": with_argument("warpgroup_mma_wait(pv, p_sums)", 0, "2"),
+    "the sum of p is read while it runs": with_argument("warpgroup_mma_wait(pv, p_sums)", 0, "1"),
     "the ones are written without a fence": drop("fence_async_shared()", within="_attn_fwd_fp8_hopper_kernel"),
     "out is stored without a fence": drop("fence_async_shared()", within="_compute_partition"),
     "the loader waits for the wrong phase of v": wrong_phase("wait(v_empty)"),
     "too few bytes are expected of v": with_argument("mbarrier.expect(v_full)", 1, "{} // 2"),
-    "acc is not rescaled": assign("acc", "acc + sum_here", within="_attend", nth=-1),
+    "acc is not rescaled": assign("acc", "acc + pv", within="_attend", nth=-1),
     "the scale of v of the block before": assign("ratio", "1.0", nth=-1),
     "a block that the end cuts is taken for a whole one": with_argument(
         "gl.maximum(right_end // META.BLOCK_N)", 0, "first_block + num_blocks - gl.cdiv(right_end, META.BLOCK_N)"
     ),
-    "d 256: v is released between its halves": move("arrive(v_empty)", before="warpgroup_mma(sum_here)"),
+    "d 256: v is released between its halves": move("arrive(v_empty)", before="warpgroup_mma(pv)"),
 }
 
 
@@ -422,7 +422,7 @@ FAULTS_OF_THE_BACKWARD: dict[str, tuple[ModuleType, inject.Fault]] = {
     "the factors are written before the last ones have been read": (hopper_fp8_fused, drop("wait(q_empty)", nth=0)),
     "q is released before dk has read it": (
         fused_consumer,
-        move("release(q_empty)", before="warpgroup_mma_wait([sum_of_q, ds16])", nth=0),
+        move("release(q_empty)", before="warpgroup_mma_wait([dk, ds16])", nth=0),
     ),
     "ds is read without a fence": (fused_consumer, drop("fence_async_shared()", nth=1)),
     "dq is summed before the other half of ds is there": (
@@ -432,7 +432,7 @@ FAULTS_OF_THE_BACKWARD: dict[str, tuple[ModuleType, inject.Fault]] = {
     "ds is overwritten while the other warpgroup reads it": (fused_consumer, drop("named_barrier_sync_at(READ)")),
     "ds is released before dq has read it": (
         fused_consumer,
-        move("named_barrier_arrive_at(READ, last)", before="warpgroup_mma_wait(SCORES_IN_FLIGHT, sum_of_k)"),
+        move("named_barrier_arrive_at(READ, last)", before="warpgroup_mma_wait(SCORES_IN_FLIGHT, dq)"),
     ),
     "dv takes the place of dout while the other warpgroup multiplies by it": (fused_consumer, drop("named_barrier_sync(LAST)")),
     "persistent: a block is drawn twice": (hopper_fp8_fused, assign("t", "gl.atomic_add(work.table_ptr, 1)", nth=1)),

@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from flexattn import emulator
 from flexattn.dispatch import triton_backend
 from flexattn.kernels_triton.common.problem import Problem
-from flexattn.kernels_triton.gluon import query_walk
+from flexattn.kernels_triton.gluon import work_order
 from flexattn.kernels_triton.gluon.query_walk import Walk, first_queries, next_queries, turn_of_program
 from flexattn.kernels_triton.gluon.tile_scheduler import Work, swizzle_heads_for_l2
 from flexattn.kernels_triton.gluon.work_order import walk_of_call
@@ -51,12 +51,12 @@ def problem_of(batch: int, tokens: int, heads: tuple[int, int], dim: int = 128, 
 def test_waves(
     batch: int, tokens: int, heads: tuple[int, int], expected: tuple[int, Walk | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(query_walk, "num_processors", lambda device: 132)
+    monkeypatch.setattr(work_order, "num_processors", lambda device: 132)
     assert walk_of_call(problem_of(batch, tokens, heads, window_right=0), tokens // 128, 6) == expected
 
 
 def test_calls_without_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(query_walk, "num_processors", lambda device: 132)
+    monkeypatch.setattr(work_order, "num_processors", lambda device: 132)
     call = (1, 8192, (64, 8))
     assert walk_of_call(problem_of(*call), 64, 6) == (6, None)
     assert walk_of_call(problem_of(*call, window_right=0, window_left=1023), 64, 6) == (6, None)
@@ -161,8 +161,8 @@ CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.fixture
 def single_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(query_walk, "_TURN", 1)
-    monkeypatch.setattr(query_walk, "num_processors", lambda device: 4)
+    monkeypatch.setattr(work_order, "_TURN", 1)
+    monkeypatch.setattr(work_order, "num_processors", lambda device: 4)
 
 
 @pytest.mark.sample(pairs=False)
@@ -194,8 +194,8 @@ def test_fp8_emulated(name: str) -> None:
 @pytest.mark.parametrize("turn", [1, 3])
 @pytest.mark.parametrize("name", CALLS)
 def test_on_a_gpu(name: str, turn: int, dim: int, launches: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(query_walk, "_TURN", turn)
-    monkeypatch.setattr(query_walk, "num_processors", lambda device: 4)
+    monkeypatch.setattr(work_order, "_TURN", turn)
+    monkeypatch.setattr(work_order, "num_processors", lambda device: 4)
     call, inputs = CALLS[name]
     check_on_gpu(launches, call, num_heads=4, head_dim_qk=dim, head_dim_v=dim, **inputs)
 

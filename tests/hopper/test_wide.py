@@ -219,7 +219,7 @@ FAULTS: dict[str, Fault] = {
         "release(barriers.v_empty)", before="warpgroup_mma(exchange.p)", within="_right_partition"
     ),
     "v's left half is released before it is read": move(
-        "release(barriers.v_empty)", before="warpgroup_mma_wait([sum_of_v])", within="_left_partition"
+        "release(barriers.v_empty)", before="warpgroup_mma_wait([acc])", within="_left_partition"
     ),
     "q is released before its last scores": move("release(barriers.q_empty)", before="gl.full()", within="_left_partition"),
     "both halves are the left one": with_argument("_store_half(HALF)", 1, "0"),
