@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from torch import Tensor
 
 from flexattn import ops, validation
-from flexattn.call_options import DEFAULTS, ArrayOptions, taking
+from flexattn.call_options import ALIASES, DEFAULTS, ArrayOptions, taking
 from flexattn.dispatch import explain as explanations
 from flexattn.dispatch.philox import ORIGIN
 from flexattn.dispatch.select import Decision, unsupported
@@ -33,7 +33,11 @@ if TYPE_CHECKING:
 
 _ARRAYS = (
     *("q", "k", "v"),
-    *(name for name, hint in ArrayOptions.__annotations__.items() if "Array |" in hint.__forward_arg__ and name != "rng_state"),
+    *(
+        name
+        for name, hint in ArrayOptions.__annotations__.items()
+        if hint.__forward_arg__ == "Array | None" and name not in (*ALIASES, "rng_state")
+    ),
 )
 _SCALES, _HISTORIES = (tuple(f"{kind}_{name}" for name in SCALED) for kind in ("scale", "amax_history"))  # fields of DelayedScaling
 _DIFFERENTIABLE = ("q", "k", "v", "bias", "softmax_offset")
