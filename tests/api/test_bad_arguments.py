@@ -114,8 +114,8 @@ MODS = {
     "too many indices": Bad(
         attend(score_mod=lambda score, b, h, i, j: score + ONES[i, j]),
         ValueError,
-        "2 indices of a tensor with 1",
-        "accepted: one for each",
+        "indexes a tensor of 1 dims with 2 indices",
+        "accepted: at most one for each",
     ),
     "capture elsewhere": Bad(
         attend(score_mod=lambda score, b, h, i, j: score + META[i]),
@@ -250,7 +250,7 @@ NAMED_MODS = {
     "cap 0": Bad(make(mods.softcap, 0.0), ValueError, "cap is 0.0 (float)", "accepted: a number above 0"),
     "cap text": Bad(make(mods.softcap, "x"), ValueError, "cap is 'x' (str)", "accepted: a number above 0"),
     "cap 1-d": Bad(make(mods.softcap, ONES), ValueError, "cap is a torch.float32 tensor of shape (4,)", "or a 0-d tensor"),
-    "both of none": Bad(mods.both, TypeError, "mods.both() was given no mask_mod", "accepted: at least one"),
+    "both of none": Bad(mods.both, TypeError, "mods.both() has no mask_mod", "accepted: at least one"),
     "either of text": Bad(
         make(mods.either, mods.causal(), "x"), TypeError, "mask_mods[1] of mods.either() is 'x'", "accepted: a function"
     ),

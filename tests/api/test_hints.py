@@ -262,9 +262,9 @@ def test_mods_are_there_after_import_flexattn() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"mask_mod": mods.causal}, "mask_mod is mods.causal itself; accepted: what it returns, mods.causal()"),
-        ({"mask_mod": mods.sliding_window}, "what it returns, mods.sliding_window(left, right)"),
-        ({"score_mod": mods.softcap}, "score_mod is mods.softcap itself"),
+        ({"mask_mod": mods.causal}, "mask_mod is the function mods.causal itself; accepted: its result, mods.causal()"),
+        ({"mask_mod": mods.sliding_window}, "accepted: its result, mods.sliding_window(left, right)"),
+        ({"score_mod": mods.softcap}, "score_mod is the function mods.softcap itself"),
         ({"score_mod": mods.causal()}, "score_mod is a mask_mod of flexattn.mods; accepted: a score_mod; pass this as mask_mod"),
         ({"mask_mod": mods.softcap(2.0)}, "mask_mod is a score_mod of flexattn.mods"),
         (
