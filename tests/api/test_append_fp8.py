@@ -389,7 +389,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "heads": ({"descale_v": torch.ones(3)}, r"descale_v has shape \(3,\); accepted: .* = \[2, 2\], .* \[2, 4, 2\]"),
     "tokens": ({"descale_k": torch.ones(2, 2, 4)}, r"descale_k has shape \(2, 2, 4\)"),
     "gradient": ({"descale_k": torch.ones((), requires_grad=True)}, "descale_k requires a gradient"),
-    "one row for all": ({"descale_v": torch.ones(()).expand(2, 4, 2)}, "descale_v has .* several rows are one in memory"),
+    "one row for all": ({"descale_v": torch.ones(()).expand(2, 4, 2)}, "descale_v has .* several rows share memory"),
 }
 
 

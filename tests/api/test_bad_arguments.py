@@ -304,7 +304,7 @@ FP8 = {
     "quantize dtype": Bad(make(quantize, X, dtype=torch.int8), ValueError, "dtype is torch.int8", "accepted: torch.float8_e4m3fn"),
     "quantize format": Bad(make(quantize, X, qkv_format="xyz"), ValueError, "qkv_format is 'xyz'", "accepted: bshd"),
     "quantize two formats": Bad(
-        make(quantize, X, qkv_format="thd_2bshd"), ValueError, "qkv_format is 'thd_2bshd'", "accepted: x's own"
+        make(quantize, X, qkv_format="thd_2bshd"), ValueError, "qkv_format is 'thd_2bshd'", "accepted: the format of x"
     ),
     "quantize thd": Bad(
         make(quantize, X[0], qkv_format="thd"), ValueError, "cu_seqlens is None with thd", "accepted: an int32 tensor"
@@ -390,7 +390,7 @@ OTHERS = {
     "explain None": Bad(make(flexattn.explain, None), TypeError, "q is None (NoneType)", "accepted: a tensor"),
     "explain q alone": Bad(make(flexattn.explain, X), TypeError, "k is None (NoneType)", "accepted: a tensor"),
     "explain mod": Bad(lambda: flexattn.explain(**dense(score_mod=3)), TypeError, "score_mod is 3 (int)", "accepted: a function"),
-    "warmup int": Bad(make(flexattn.warmup, 1), TypeError, "warmup() was given a int", "accepted: a dict of attention's arguments"),
+    "warmup int": Bad(make(flexattn.warmup, 1), TypeError, "warmup() got a int", "accepted: a dict of attention's arguments"),
     "warmup call": Bad(
         lambda: flexattn.warmup(dense(attn_mask_type="x")), ValueError, "attn_mask_type is 'x'", "accepted: no_mask, padding"
     ),
