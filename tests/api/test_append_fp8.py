@@ -362,7 +362,7 @@ def test_one_graph_under_compile() -> None:
 
 
 WRONG_DESCALES: dict[str, tuple[Any, str]] = {
-    "layers": ([], "descales has 0 layers and pools 1"),
+    "layers": ([], "descales has 0 layers and pools has 1"),
     "sequences": ([(torch.ones(4, 2), torch.ones(2))], r"descale_k of layer 0 has shape \(4, 2\); accepted: .* or \[3, 5, 2\]"),
     "dtype": ([(torch.ones(2).half(), torch.ones(2))], "descale_k of layer 0 has dtype torch.float16"),
 }

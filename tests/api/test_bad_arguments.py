@@ -290,7 +290,10 @@ FP8 = {
         attend_quantized(descale_q=torch.ones(5)), ValueError, "descale_q has shape (5,)", "accepted: [], [h], [b, h]"
     ),
     "descale gradient": Bad(
-        attend_quantized(descale_q=torch.ones(4, requires_grad=True)), ValueError, "descale_q requires a gradient", "detach it"
+        attend_quantized(descale_q=torch.ones(4, requires_grad=True)),
+        ValueError,
+        "descale_q requires a gradient",
+        "detached descale",
     ),
     "quantize list": Bad(make(quantize, [1.0]), TypeError, "x is [1.0] (list)", "accepted: a tensor"),
     "quantize float64": Bad(make(quantize, X.double()), TypeError, "x has dtype torch.float64", "accepted: torch.float16"),

@@ -183,7 +183,7 @@ MASKS = {
     "A mod that is not made": Mistake(
         "attention(q, k, v, score_mod=flexattn.mods.softcap)",
         "attention(q, k, v, score_mod=flexattn.mods.softcap(30.0))",
-        "score_mod is mods.softcap itself",
+        "score_mod is the function mods.softcap itself",
     ),
     "One query with a causal mask": Mistake(
         "attention(q[:, :1], k, v, attn_mask_type='causal')",
