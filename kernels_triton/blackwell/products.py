@@ -55,9 +55,8 @@ def _add_product_with_v(n, n_block, share: Share, CONSUMER: gl.constexpr, buffer
 @gluon.jit
 def _issue_scores(n, n_block, share: Share, q_slot, CONSUMER: gl.constexpr, buffers: Buffers, META: gl.constexpr):
     tiles = buffers.tiles
-    stage = Stage(n_block, META.STAGES)
-    scores = buffers.sums.scores.index(CONSUMER)
-    multiply_scores(tiles.q, q_slot, tiles.k, pipeline.index(stage), scores, META)  # S = Q K^T
+    index = pipeline.index(Stage(n_block, META.STAGES))
+    multiply_scores(tiles.q, q_slot, tiles.k, index, buffers.sums.scores.index(CONSUMER), META)  # S = Q K^T
     tcgen05_commit(buffers.products.scores_full.index(CONSUMER))
     if n == share.end - 1:
         tcgen05_commit(buffers.barriers.q_empty.index(q_slot))

@@ -57,3 +57,42 @@ def named_barrier_sync_at(barrier, THREADS: gl.constexpr):
 def named_barrier_arrive_at(barrier, THREADS: gl.constexpr):
     assembly: gl.constexpr = _barrier_assembly_at("arrive", THREADS)
     gl.inline_asm_elementwise(assembly, "=r,r", [barrier], dtype=gl.int32, is_pure=False, pack=1)
+
+
+# The consumers of a forward take turns: each waits until the previous one has issued its products.
+@gluon.jit
+def wait_for_turn(CONSUMER: gl.constexpr):
+    named_barrier_sync(PINGPONG + CONSUMER, BOTH)
+
+
+@gluon.jit
+def pass_turn(CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr):
+    named_barrier_arrive(PINGPONG + (CONSUMER + 1) % CONSUMERS, BOTH)
+
+
+# The consumers of a fused backward exchange ds. A slot has one tile of each.
+@gluon.jit
+def ds_slot(iteration):
+    return (iteration & 1) * 2
+
+
+@gluon.jit
+def announce_written(slot, CONSUMER: gl.constexpr):
+    named_barrier_arrive_at(WRITTEN + CONSUMER + slot, BOTH)
+
+
+@gluon.jit
+def wait_written(slot, CONSUMER: gl.constexpr):
+    # Waits until the other consumer has written its tile
+    named_barrier_sync_at(WRITTEN + 1 - CONSUMER + slot, BOTH)
+
+
+@gluon.jit
+def announce_read(slot, CONSUMER: gl.constexpr):
+    named_barrier_arrive_at(READ + CONSUMER + slot, BOTH)
+
+
+@gluon.jit
+def wait_read(slot, CONSUMER: gl.constexpr):
+    # Waits until the other consumer has read this one's tile
+    named_barrier_sync_at(READ + 1 - CONSUMER + slot, BOTH)

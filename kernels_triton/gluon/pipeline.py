@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from flexattn.kernels_triton.gluon.barriers import BOTH, PINGPONG, named_barrier_arrive, named_barrier_sync
+from flexattn.kernels_triton.gluon.barriers import pass_turn, wait_for_turn
 
 STAGES = gl.constexpr(2)  # stages of q and of dout in the fused backward
 
@@ -100,8 +100,8 @@ def skip_blocks(count, n_block, barriers: ForwardBarriers, CONSUMER: gl.constexp
         mbarrier.wait(barriers.k_full.index(slot), parity)
         release(barriers.k_empty, stage)
         if META.PINGPONG:
-            named_barrier_sync(PINGPONG + CONSUMER, BOTH)
-            named_barrier_arrive(PINGPONG + (CONSUMER + 1) % META.CONSUMERS, BOTH)
+            wait_for_turn(CONSUMER)
+            pass_turn(CONSUMER, META.CONSUMERS)
         mbarrier.wait(barriers.v_full.index(slot), parity)
         release(barriers.v_empty, stage)
         n_block += 1

@@ -23,7 +23,7 @@ from flexattn.kernels_triton.common.tiles import (
     HopperTile,
 )
 from flexattn.kernels_triton.gluon import pipeline
-from flexattn.kernels_triton.gluon.barriers import BOTH, PINGPONG, named_barrier_arrive, named_barrier_sync
+from flexattn.kernels_triton.gluon.barriers import pass_turn, wait_for_turn
 from flexattn.kernels_triton.gluon.block_ranges import (
     blocks_of_consumer,
     key_block,
@@ -106,14 +106,14 @@ def _iterate(
     k_stage = Stage(n_block, META.STAGES)
     pipeline.wait_full(barriers.k_full, k_stage)
     if META.PINGPONG:
-        named_barrier_sync(PINGPONG + CONSUMER, BOTH)
+        wait_for_turn(CONSUMER)
     s = score_product(tiles.q, same.q_slot, tiles.k, pipeline.index(k_stage), same.zeros, BLOCK_N, META)  # S = Q K^T
     v_stage = Stage(n_block - 1, META.STAGES)
     pipeline.wait_full(barriers.v_full, v_stage)
     v = tiles.v.index(pipeline.index(v_stage)).reshape([BLOCK_N, V0])
     acc = warpgroup_mma(p, v, carry.acc, is_async=True)  # O += P V
     if META.PINGPONG:
-        named_barrier_arrive(PINGPONG + (CONSUMER + 1) % META.CONSUMERS, BOTH)
+        pass_turn(CONSUMER, META.CONSUMERS)
     drawn = drawn_weights(same.draws, same.b_h, same.m_start, column, BLOCK_N, False, META, META.GROUP)
     s = warpgroup_mma_wait(1, deps=[s])
     pipeline.release(barriers.k_empty, k_stage)
@@ -149,10 +149,10 @@ def _run(
     k_stage = Stage(n_block, META.STAGES)
     pipeline.wait_full(barriers.k_full, k_stage)
     if META.PINGPONG:
-        named_barrier_sync(PINGPONG + CONSUMER, BOTH)
+        wait_for_turn(CONSUMER)
     s = score_product(tiles.q, same.q_slot, tiles.k, pipeline.index(k_stage), same.zeros, BLOCK_N, META)  # S = Q K^T
     if META.PINGPONG:
-        named_barrier_arrive(PINGPONG + (CONSUMER + 1) % META.CONSUMERS, BOTH)
+        pass_turn(CONSUMER, META.CONSUMERS)
     column, is_full = key_block(same.num_blocks - 1 - iteration, same.block_range, META)
     drawn = drawn_weights(same.draws, same.b_h, same.m_start, column, BLOCK_N, False, META, META.GROUP)
     s = warpgroup_mma_wait(0, deps=[s])
@@ -203,7 +203,7 @@ def _compute_partition(args: Arguments, buffers: Buffers, CONSUMER: gl.constexpr
     GROUP: gl.constexpr = META.GROUP
     draws = dropout_state(args.dropout, 0, META)
     if META.PINGPONG and CONSUMER == META.CONSUMERS - 1:
-        named_barrier_arrive(PINGPONG, BOTH)  # consumer 0 begins
+        pass_turn(CONSUMER, META.CONSUMERS)  # consumer 0 begins
     n_block = 0
     n_tile = 0
     numbers = receive_tile(n_tile, barriers, META)
@@ -297,7 +297,7 @@ def _compute_partition(args: Arguments, buffers: Buffers, CONSUMER: gl.constexpr
         numbers = receive_tile(n_tile, barriers, META)
     tma.store_wait(0)
     if META.PINGPONG and CONSUMER == 0:
-        named_barrier_sync(PINGPONG, BOTH)
+        wait_for_turn(CONSUMER)
 
 
 @hopper_kernel

@@ -25,11 +25,12 @@ from flexattn.kernels_triton.gluon.backward_blocks import (
 from flexattn.kernels_triton.gluon.barriers import (
     BOTH,
     LAST,
-    READ,
-    WRITTEN,
-    named_barrier_arrive_at,
+    announce_read,
+    announce_written,
+    ds_slot,
     named_barrier_sync,
-    named_barrier_sync_at,
+    wait_read,
+    wait_written,
 )
 from flexattn.kernels_triton.gluon.block_ranges import query_block
 from flexattn.kernels_triton.gluon.dq_sums import DqRing, in_order_of_sums, place_of_sums
@@ -143,19 +144,19 @@ def consume_fused_192(
     # Simulates a query block before the first, whose ds is 0.
     tiles.ds.index(2 + CONSUMER).store(zeros.to(DTYPE))
     fence_async_shared()
-    named_barrier_arrive_at(WRITTEN + 2 + CONSUMER, BOTH)
+    announce_written(2, CONSUMER)
     mbarrier.wait(barriers.kv_full.index(0), 0)
     position, values = first_query_head(block, args.work, scores, MODS, META)
     if iterations > 0:
-        named_barrier_arrive_at(READ + CONSUMER, BOTH)
+        announce_read(0, CONSUMER)
     for m_block in range(iterations):  # counts the blocks of all query heads
         row, is_full = query_block(position.n, block.block_range, META)
         is_cut = cuts_block(row, n_start, uncut_from, block.band, META)
         k_slot = CONSUMER + opaque_zero(m_block)
         q_stage = Stage(m_block, META.STAGES_SCORES)
         index = pipeline.index(q_stage)
-        current = (m_block & 1) * 2
-        last = ((m_block + 1) & 1) * 2
+        current = ds_slot(m_block)
+        last = ds_slot(m_block + 1)
         has_next = m_block + 1 < iterations  # whether a next iteration exists
         consumer_v = loaded.v.index(k_slot).reshape([ROWS, V0])
         q_tile = loaded.q.first.index(index).reshape([BLOCK_M, QK0])
@@ -186,13 +187,13 @@ def consume_fused_192(
             minus_delta = statistics.slice(BLOCK_M + half * HALF, HALF).load(COLUMNS)
             ds = (p * (dp + minus_delta[None, :])).to(DTYPE)
             if half == 0:  # the other warpgroup's dq of two blocks ago has read the buffer that is overwritten
-                named_barrier_sync_at(READ + 1 - CONSUMER + current, BOTH)
+                wait_read(current, CONSUMER)
             tiles.ds.index(current + CONSUMER).slice(half * HALF, HALF, 1).store(ds)
             ds16 = gl.convert_layout(ds, LEFT)
             dk = warpgroup_mma(ds16, q, dk, is_async=True)  # dK += dS Q
             dk1 = warpgroup_mma(ds16, q1, dk1, is_async=True)  # dK += dS Q
             if half == 0:
-                named_barrier_sync_at(WRITTEN + 1 - CONSUMER + last, BOTH)
+                wait_written(last, CONSUMER)
                 dq = _dq_product(tiles, last, True, CONSUMER, META)  # dQ = dS^T K, of the last block
                 dv, p16, dk, dk1, ds16 = warpgroup_mma_wait(2, deps=[dv, p16, dk, dk1, ds16])
                 second_dout = dout_tile.slice(HALF, HALF, 0)
@@ -201,18 +202,18 @@ def consume_fused_192(
                 if m_block > 0:
                     _hand_over_dq(dq, tiles.dq, 2 * m_block - 2, CONSUMER)
         fence_async_shared()  # during the product
-        named_barrier_arrive_at(WRITTEN + CONSUMER + current, BOTH)
+        announce_written(current, CONSUMER)
         dq = _dq_product(tiles, last, False, CONSUMER, META)  # dQ = dS^T K, of the last block
         dv, p16, dk, dk1, ds16 = warpgroup_mma_wait(2, deps=[dv, p16, dk, dk1, ds16])
         pipeline.release(barriers.q_empty, q_stage)
         dq = warpgroup_mma_wait(0, deps=[dq])
         if has_next:
-            named_barrier_arrive_at(READ + CONSUMER + last, BOTH)
+            announce_read(last, CONSUMER)
         if m_block > 0:
             _hand_over_dq(dq, tiles.dq, 2 * m_block - 1, CONSUMER)
         position, values = next_query_block(position, values, block, args.work, scores, MODS, META)
-    last = ((iterations + 1) & 1) * 2
-    named_barrier_sync_at(WRITTEN + 1 - CONSUMER + last, BOTH)
+    last = ds_slot(iterations + 1)
+    wait_written(last, CONSUMER)
     if iterations > 0:
         for part in gl.static_range(2):
             dq = _dq_product(tiles, last, part == 0, CONSUMER, META)  # dQ = dS^T K, of the last block

@@ -20,12 +20,15 @@ from flexattn.kernels_triton.gluon.backward_blocks import (
 from flexattn.kernels_triton.gluon.barriers import (
     BOTH,
     LAST,
-    READ,
     TURN,
-    WRITTEN,
+    announce_read,
+    announce_written,
+    ds_slot,
     named_barrier_arrive_at,
     named_barrier_sync,
     named_barrier_sync_at,
+    wait_read,
+    wait_written,
 )
 from flexattn.kernels_triton.gluon.block_ranges import query_block
 from flexattn.kernels_triton.gluon.dq_parts import convert_part, is_key_block
@@ -56,7 +59,7 @@ def _begin_scores(tiles: FusedTiles, consumer_k, barriers: FusedBarriers, index,
 def _begin_turns(iterations, CONSUMER: gl.constexpr, META: gl.constexpr):
     if iterations > 0:
         if META.DP_FIRST:
-            named_barrier_arrive_at(READ + CONSUMER, BOTH)
+            announce_read(0, CONSUMER)
         if META.PINGPONG and CONSUMER == 1:
             named_barrier_arrive_at(TURN, BOTH)  # the first warpgroup begins
 
@@ -109,7 +112,7 @@ def _consume_block(
     # Simulates an iteration before the first, whose ds is 0.
     tiles.ds.index(2 + CONSUMER).store(zeros.to(DTYPE))
     fence_async_shared()
-    named_barrier_arrive_at(WRITTEN + 2 + CONSUMER, BOTH)
+    announce_written(2, CONSUMER)
     if META.IS_FP8 and META.NUMBERS == 0:
         mbarrier.wait(barriers.kv_full.index(0), 0)
     position, values = first_query_head(block, args.work, scores, MODS, META)
@@ -131,8 +134,8 @@ def _consume_block(
         stage = Stage(n, STAGES)
         index = pipeline.index(stage)
         phase = pipeline.phase(stage)
-        current = (m_block & 1) * 2
-        last = ((m_block + 1) & 1) * 2
+        current = ds_slot(m_block)
+        last = ds_slot(m_block + 1)
         dout = tiles.dout.index(index).reshape([BLOCK_M, DIM])
         consumer_k = tiles.k.index(k_tile + zero + CONSUMER).reshape([ROWS, DIM])
         consumer_v = tiles.v.index(v_tile + zero + CONSUMER).reshape([ROWS, DIM])
@@ -144,7 +147,7 @@ def _consume_block(
             if not META.IS_AHEAD:
                 raw_s = warpgroup_mma_wait(1, deps=[raw_s])
         else:
-            named_barrier_sync_at(WRITTEN + 1 - CONSUMER + last, BOTH)
+            wait_written(last, CONSUMER)
             dq = dq_product(tiles.ds, k16_tiles, last, k_tile + zero, CONSUMER, META)  # dQ = dS^T K, of the last iteration
         drawn = drawn_weights(draws, position.h, row, n_start, BLOCK_M, True, META)
         if META.PINGPONG:
@@ -189,7 +192,7 @@ def _consume_block(
         dscore = through_mods(dlogit, cap_tanh, score, i, j, head, MODS, META)
         ds = dscore.to(DTYPE)
         if META.DP_FIRST:  # the other warpgroup's dq of two iterations ago has read the buffer that is overwritten
-            named_barrier_sync_at(READ + 1 - CONSUMER + current, BOTH)
+            wait_read(current, CONSUMER)
         tiles.ds.index(current + CONSUMER).store(ds)
         ds16 = gl.convert_layout(ds, LEFT)
         if META.DP_FIRST and not META.DV_WITH_DK:
@@ -198,9 +201,9 @@ def _consume_block(
                 pipeline.release(barriers.dout_empty, stage)
         dk = warpgroup_mma(ds16, q16_tiles.index(index).reshape([BLOCK_M, DIM]), dk, is_async=True)  # dK += dS Q
         fence_async_shared()  # during the product
-        named_barrier_arrive_at(WRITTEN + CONSUMER + current, BOTH)
+        announce_written(current, CONSUMER)
         if META.DP_FIRST:
-            named_barrier_sync_at(WRITTEN + 1 - CONSUMER + last, BOTH)
+            wait_written(last, CONSUMER)
             dq = dq_product(tiles.ds, k16_tiles, last, k_tile + zero, CONSUMER, META)  # dQ = dS^T K, of the last iteration
         if META.IS_AHEAD:  # the last iteration repeats its own scores, without use
             next_stage = Stage(n + 1, STAGES)
@@ -222,7 +225,7 @@ def _consume_block(
         if META.DP_FIRST:
             dq = warpgroup_mma_wait(SCORES_IN_FLIGHT, deps=[dq])
             if has_next:
-                named_barrier_arrive_at(READ + CONSUMER + last, BOTH)
+                announce_read(last, CONSUMER)
             if m_block > 0:
                 write_dq(dq, ring, n - 1, CONSUMER, META)
                 hand_over_dq(ring, n - 1, META)
@@ -233,8 +236,8 @@ def _consume_block(
     if META.IS_AHEAD and META.NUMBERS > 0:  # noqa: SIM102
         if iterations > 0:
             pipeline.release(barriers.q_empty, Stage(n, STAGES))
-    last = ((iterations + 1) & 1) * 2
-    named_barrier_sync_at(WRITTEN + 1 - CONSUMER + last, BOTH)
+    last = ds_slot(iterations + 1)
+    wait_written(last, CONSUMER)
     if iterations > 0:
         dq = dq_product(tiles.ds, k16_tiles, last, k_tile, CONSUMER, META)  # dQ = dS^T K, of the last iteration
         dq = warpgroup_mma_wait(0, deps=[dq])

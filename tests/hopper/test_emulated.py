@@ -394,20 +394,20 @@ FAULTS: dict[str, tuple[ModuleType, inject.Fault]] = {
     "one pass: q is read before it has come": (fused_consumer, drop("wait(q_full)")),
     "one pass, two tiles of dq: dq is summed before the other half of ds is there": (
         fused_consumer,
-        drop("named_barrier_sync_at(WRITTEN)", within="_consume_block", nth=1),
+        drop("wait_written(last)", within="_consume_block", nth=1),
     ),
     "one pass, causal: dq is summed before the other half of ds is there": (
         fused_consumer,
-        drop("named_barrier_sync_at(WRITTEN)", within="_consume_block", nth=0),
+        drop("wait_written(last)", within="_consume_block", nth=0),
     ),
     "one pass: ds is read without a fence": (fused_consumer, drop("fence_async_shared()", within="_consume_block", nth=1)),
     "one pass, two tiles of dq: ds is overwritten before the other warpgroup's dq has read it": (
         fused_consumer,
-        drop("named_barrier_sync_at(READ)"),
+        drop("wait_read(current)"),
     ),
     "one pass, two tiles of dq: ds is released before dq has read it": (
         fused_consumer,
-        move("named_barrier_arrive_at(READ, last)", before="warpgroup_mma_wait(SCORES_IN_FLIGHT, dq)"),
+        move("announce_read(last)", before="warpgroup_mma_wait(SCORES_IN_FLIGHT, dq)"),
     ),
     "one pass: dq is added before it is written": (dq_sums, drop("wait(full)")),
     "one pass: dq is overwritten before it is added": (dq_sums, drop("tma.store_wait()")),

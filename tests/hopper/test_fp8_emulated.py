@@ -427,12 +427,12 @@ FAULTS_OF_THE_BACKWARD: dict[str, tuple[ModuleType, inject.Fault]] = {
     "ds is read without a fence": (fused_consumer, drop("fence_async_shared()", nth=1)),
     "dq is summed before the other half of ds is there": (
         fused_consumer,
-        drop("named_barrier_sync_at(WRITTEN)", within="_consume_block", nth=1),
+        drop("wait_written(last)", within="_consume_block", nth=1),
     ),
-    "ds is overwritten while the other warpgroup reads it": (fused_consumer, drop("named_barrier_sync_at(READ)")),
+    "ds is overwritten while the other warpgroup reads it": (fused_consumer, drop("wait_read(current)")),
     "ds is released before dq has read it": (
         fused_consumer,
-        move("named_barrier_arrive_at(READ, last)", before="warpgroup_mma_wait(SCORES_IN_FLIGHT, dq)"),
+        move("announce_read(last)", before="warpgroup_mma_wait(SCORES_IN_FLIGHT, dq)"),
     ),
     "dv takes the place of dout while the other warpgroup multiplies by it": (fused_consumer, drop("named_barrier_sync(LAST)")),
     "persistent: a block is drawn twice": (hopper_fp8_fused, assign("t", "gl.atomic_add(work.table_ptr, 1)", nth=1)),

@@ -203,13 +203,13 @@ FAULTS: dict[str, tuple[Any, inject.Fault]] = {
     "k is read before it has come": (fused_192_consumer, drop("mbarrier.wait(kv_full)")),
     "dq is summed before the other half of ds is there": (
         fused_192_consumer,
-        drop("named_barrier_sync_at(WRITTEN)", within="consume_fused_192", nth=0),
+        drop("wait_written(last)", within="consume_fused_192", nth=0),
     ),
-    "ds is overwritten before the other warpgroup's dq has read it": (fused_192_consumer, drop("named_barrier_sync_at(READ)")),
+    "ds is overwritten before the other warpgroup's dq has read it": (fused_192_consumer, drop("wait_read(current)")),
     "ds is released before dq has read it": (
         fused_192_consumer,
         move(
-            "named_barrier_arrive_at(READ, last)",
+            "announce_read(last)",
             before="warpgroup_mma_wait(1, dq)",
             within="consume_fused_192",
         ),
