@@ -6,27 +6,14 @@ records a call on tensors with memory, so that torch can repeat it.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map_only
 
-from flexattn.dispatch.replay import Watch
-
-_aten = torch.ops.aten
-_ALLOCATIONS = frozenset(
-    (
-        _aten.empty.memory_format,
-        _aten.empty_strided.default,
-        _aten.empty_like.default,
-        _aten.new_empty.default,
-        _aten.new_empty_strided.default,
-    )
-)
-_ZEROS = frozenset((_aten.zeros.default, _aten.zeros_like.default, _aten.new_zeros.default, _aten.zero_.default))
+from flexattn.dispatch import recorder
+from flexattn.dispatch.recorder import Launched, Recorder, first_byte, storage_of
 
 
 class PlanError(NotImplementedError):
@@ -104,35 +91,6 @@ class Plan(NamedTuple):
         return frozenset(range(len(self.buffers))) - frozenset(i for i in self.inputs if i is not None) | self.updated
 
 
-class _Watch(Watch):  # type: ignore[no-untyped-call]
-    """Records torch's operators, each with the number of launches before it."""
-
-    def __init__(self, launches: list[Any]) -> None:
-        super().__init__()
-        self.launches = launches
-        self.events: list[Any] = []  # (launches before, func, arguments, keywords, results).
-        self.alive: list[Any] = []  # tensors that must live, so that no storage's address is reused.
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        self.alive.append((args, kwargs, out))
-        if func not in _ALLOCATIONS and not _is_view(func, args, out):
-            self.events.append((len(self.launches), func, args, kwargs, out))
-        return out
-
-
-def _is_view(func: Any, args: Sequence[Any], out: Any) -> bool:
-    if func._schema.is_mutable or not args or not isinstance(args[0], Tensor):
-        return False
-    storage = _storage(args[0])
-    return all(isinstance(t, Tensor) and _storage(t) == storage for t in (out if isinstance(out, (tuple, list)) else (out,)))
-
-
-def _storage(t: Tensor) -> int:
-    return t.untyped_storage()._cdata  # type: ignore[no-any-return]
-
-
 def record(run: Callable[[], Sequence[Tensor]], inputs: Sequence[Tensor], device: Device, updated: Sequence[int] = ()) -> Plan:
     """Returns the plan of `run`, a function of the inputs, which are contiguous tensors on the meta device.
 
@@ -141,49 +99,52 @@ def record(run: Callable[[], Sequence[Tensor]], inputs: Sequence[Tensor], device
     Raises PlanError if two inputs share memory, if a kernel's tensor does not begin at the start of a buffer, or if a tensor of
     torch's operators has gaps.
     """
-    from flexattn.kernels_triton.runtime.launch import pretended_device, recorded_launches
+    from flexattn.kernels_triton.runtime.launch import pretended_device, redirected_launches
 
-    if len({_storage(t) for t in inputs}) < len(inputs):
+    if len({storage_of(t) for t in inputs}) < len(inputs):
         raise PlanError("two inputs of a call share their memory; pass tensors that do not share memory")
+    recorded = Recorder(inputs)
     pretended = pretended_device(device.architecture, device.processors, has_large_l2=device.has_large_l2)
-    with torch.no_grad(), pretended, recorded_launches() as launches:
-        watch = _Watch(launches)
-        with watch:
-            results = list(run())
-    ops = [event[1:] for event in watch.events]
-    tensors = [*inputs, *results, *(t for launch in launches for t in tensors_of(launch.arguments))]
-    tensors += [t for op in ops if op[0] not in _ZEROS for t in tree_flatten(op)[0] if isinstance(t, Tensor)]
-    memory = _Memory(tensors)
-    steps: list[Zero | Op | Kernel] = []
-    count = 0
-    for before, func, args, kwargs, out in [*watch.events, (len(launches), None, (), {}, ())]:
-        steps += (Kernel(x, tuple(memory.start_of(t, x) for t in tensors_of(x.arguments))) for x in launches[count:before])
-        count = before
-        if func in _ZEROS:
-            steps += map(Zero, memory.parts_of(out))
-        elif func is not None:
-            in_memory = functools.partial(tree_map_only, Tensor, memory.view_of)
-            outs = out if isinstance(out, (tuple, list)) else (out,)
-            steps.append(Op(func, in_memory(tuple(args)), in_memory(kwargs), tuple(memory.view_of(t) for t in outs)))
+    with torch.no_grad(), pretended, redirected_launches(recorded.on_planned_launch), recorded:
+        results = [recorded.slot(t) for t in run()]
+    if recorded.trouble:
+        raise PlanError(f"{recorded.trouble}, which is no tensor; such a call has no plan")
+    tensors = recorded.tensors
+    steps = [step for step in recorded.steps if not isinstance(step, recorder.Op) or not (step.allocates or recorded.is_view(step))]
+    used = [*range(len(inputs)), *results]
+    for step in steps:
+        if isinstance(step, Launched):
+            used += step.tensors
+        elif isinstance(step, recorder.Op) and not step.sets_to_zero:
+            used += [*step.slots, *(i for i in step.outs if i is not None)]
+    memory = _Memory([tensors[i] for i in used])
     places = tuple(memory.view_of(t).buffer for t in inputs)
-    writes = frozenset(place for i in updated if (place := places[i]) is not None)
-    return Plan(tuple(memory.buffers), places, tuple(steps), tuple(memory.view_of(t) for t in results), writes)
+    return Plan(
+        buffers=tuple(memory.buffers),
+        inputs=places,
+        steps=tuple(part for step in steps for part in _parts(step, tensors, memory)),
+        results=tuple(memory.view_of(tensors[i]) for i in results),
+        updated=frozenset(place for i in updated if (place := places[i]) is not None),
+    )
 
 
-def tensors_of(arguments: Sequence[Any]) -> Iterator[Tensor]:
-    """Yields the tensors in a launch's flat arguments in order, including those in descriptors and tuples."""
-    for x in arguments:
-        if isinstance(x, Tensor):
-            yield x
-        elif hasattr(x, "block_shape"):  # a descriptor.
-            yield x.base
-        elif isinstance(x, tuple):
-            yield from tensors_of(x)
+def _parts(step: recorder.Step, tensors: Sequence[Tensor], memory: _Memory) -> Iterator[Zero | Op | Kernel]:
+    """Yields the steps of a plan for a recorded step: one for each buffer that it sets to 0, or itself."""
+    if isinstance(step, Launched):
+        yield Kernel(step.target, tuple(memory.start_of(tensors[i], step.target) for i in step.tensors))
+        return
+    assert isinstance(step, recorder.Op)  # cuDNN does not run here.
+    outs = [tensors[i] for i in step.outs if i is not None]
+    if step.sets_to_zero:
+        yield from map(Zero, memory.parts_of(outs[0]))
+    else:
+        views = {i: memory.view_of(tensors[i]) for i in step.slots}
+        yield Op(step.func, *step.arguments(views), tuple(map(memory.view_of, outs)))
 
 
 def _extent(t: Tensor) -> tuple[int, int]:
     """Returns the first byte of a tensor in its storage, and the byte after its last one. t must have elements."""
-    begin = int(t.storage_offset()) * t.element_size()
+    begin = first_byte(t)
     last = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
     return begin, begin + (int(last) + 1) * t.element_size()
 
@@ -197,7 +158,7 @@ class _Memory:
         extents_by_storage: dict[int, list[tuple[int, int, torch.dtype]]] = {}
         for t in tensors:
             if t.numel():
-                extents_by_storage.setdefault(_storage(t), []).append((*_extent(t), t.dtype))
+                extents_by_storage.setdefault(storage_of(t), []).append((*_extent(t), t.dtype))
         for storage, extents in extents_by_storage.items():
             parts: list[tuple[int, int, torch.dtype]] = []
             for begin, end, dtype in sorted(extents, key=lambda extent: (extent[0], -extent[1])):
@@ -213,12 +174,12 @@ class _Memory:
     def _place(self, t: Tensor) -> tuple[int, int]:
         """Returns the buffer of a tensor, and the tensor's first byte in it."""
         begin, _ = _extent(t)
-        return next((buffer, begin - first) for first, end, buffer in self.parts[_storage(t)] if first <= begin < end)
+        return next((buffer, begin - first) for first, end, buffer in self.parts[storage_of(t)] if first <= begin < end)
 
     def parts_of(self, t: Tensor) -> Iterator[View]:
         """Yields the parts of a contiguous tensor that are in buffers, as flat views. Other parts are used by no other tensor."""
         begin, end = _extent(t) if t.numel() else (0, 0)
-        for first, last, place in self.parts.get(_storage(t), ()):
+        for first, last, place in self.parts.get(storage_of(t), ()):
             low, high, dtype = max(begin, first), min(end, last), self.buffers[place].dtype
             if low < high:
                 yield View(place, (low - first) // dtype.itemsize, ((high - low) // dtype.itemsize,), dtype)

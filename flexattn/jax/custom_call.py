@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from flexattn.dispatch.plan import Kernel, PlanError, tensors_of
+from flexattn.dispatch.plan import Kernel, PlanError
+from flexattn.dispatch.recorder import tensors_of
 from flexattn.forks import fork_safe
 
 TARGET = "triton_kernel_call_ffi"

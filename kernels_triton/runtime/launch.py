@@ -94,7 +94,7 @@ class _Thread(threading.local):
 
     def __init__(self) -> None:
         self.pretended: _Pretended | None = None
-        self.recording: list[Launch] | None = None
+        self.recording: Callable[[Launch], None] | None = None
         self.watcher: Watcher | None = None
 
 
@@ -163,11 +163,16 @@ def _num_processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
+def redirected_launches(take: Callable[[Launch], None]) -> contextlib.AbstractContextManager[None]:
+    """Inside, this thread launches nothing: it passes its launches to `take`. Outputs are not written."""
+    return _set_here("recording", take)
+
+
 @contextlib.contextmanager
 def recorded_launches() -> Iterator[list[Launch]]:
     """Inside, this thread launches nothing: it appends its launches to the list. Outputs are not written."""
     launches: list[Launch] = []
-    with _set_here("recording", launches):
+    with redirected_launches(launches.append):
         yield launches
 
 
@@ -259,7 +264,7 @@ def make(launch: Launch, device: torch.device) -> None:
     kernel, tile, arguments, programs = launch
     recording = _thread.recording
     if recording is not None:
-        recording.append(launch)
+        recording(launch)
         return
     if interpreter.INTERPRETED:
         with interpreter.right_arithmetic():

@@ -20,6 +20,7 @@ import flexattn
 from flexattn import call_cache, functional
 from flexattn.cached_call import TENSOR_FIELDS, CachedCall
 from flexattn.dispatch import cpu_attention, eager_backend, replay
+from flexattn.dispatch.recorder import Recorder
 from flexattn.dispatch.select import forget_rejections, select
 from flexattn.dispatch.spec import Operands
 from flexattn.kernels_triton.runtime import direct, launch
@@ -649,7 +650,7 @@ def some_ops(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 @pytest.fixture
 def recorded() -> replay.Recording:
     inputs = (torch.zeros(3, 2), torch.zeros(3))
-    recorder = replay._Recorder(inputs)
+    recorder = Recorder(inputs)
     with recorder:
         results = some_ops(*inputs)
     return replay.Recording(recorder, [recorder.slot(t) for t in results], torch.device("cpu"))
@@ -672,7 +673,7 @@ def test_ops_in_place_are_made_again_on_the_tensors_of_the_call() -> None:
         made = torch.empty(2).copy_(x).mul_(counts)
         return x.sub_(y), made
 
-    recorder = replay._Recorder(inputs)
+    recorder = Recorder(inputs)
     with recorder:
         results = ops(*inputs)
     played = replay.Recording(recorder, [recorder.slot(t) for t in results], torch.device("cpu"))
@@ -697,13 +698,13 @@ def test_a_launch_gets_the_addresses_of_views(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(launch, "stream_of", lambda device: int)
     monkeypatch.setattr(launch, "is_plain", lambda: True)
     inputs = (torch.zeros(4, 3), None, torch.zeros(5))
-    recorder = replay._Recorder(inputs)
+    recorder = Recorder(inputs)
     with recorder:
         made = torch.empty(3, 4)
         rows = torch.empty(2)
-        recorder.launched(Kernel(), 1, (made[1], inputs[0][2], made, CONSTANT[2:]))
-        recorder.launched(Kernel(), 1, (inputs[2][1:],))
-        recorder.launched(Kernel(), 1, (inputs[0].t(), made[2], rows))
+        recorder.on_launch(Kernel(), 1, (made[1], inputs[0][2], made, CONSTANT[2:]))
+        recorder.on_launch(Kernel(), 1, (inputs[2][1:],))
+        recorder.on_launch(Kernel(), 1, (inputs[0].t(), made[2], rows))
     played = replay.Recording(recorder, [recorder.slot(made), None, recorder.slot(inputs[2])], torch.device("cpu"))
     x, y = torch.ones(4, 3), torch.ones(5)
     got, nothing, same = played.replay((x, None, y), (x.data_ptr(), 0, y.data_ptr()))
@@ -724,12 +725,12 @@ def test_zeros_are_written_where_a_view_begins(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(launch, "stream_of", lambda device: int)
     monkeypatch.setattr(launch, "is_plain", lambda: True)
     monkeypatch.setattr(direct, "set_to_zero", lambda stream, address, size: seen.append((address, size)))
-    recorder = replay._Recorder(())
+    recorder = Recorder(())
     with recorder:
         made = torch.empty(3, 4)
         made[1].zero_()
         made[:, 1].zero_()
-        recorder.launched(kernel, 1, (made,))
+        recorder.on_launch(kernel, 1, (made,))
     (played,) = replay.Recording(recorder, [recorder.slot(made)], torch.device("cpu")).replay((), ())
     assert seen == [(played.data_ptr() + 16, 16)]
 
@@ -752,9 +753,9 @@ def test_a_replay_is_made_on_the_recordings_device(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "device", on)
     monkeypatch.setattr(launch, "stream_of", lambda device: int)
     x = torch.ones(3)
-    recorder = replay._Recorder((x,))
+    recorder = Recorder((x,))
     with recorder:
-        recorder.launched(kernel, 1, (x,))
+        recorder.on_launch(kernel, 1, (x,))
     played = replay.Recording(recorder, [recorder.slot(x)], torch.device("cuda", 1))
     for current[0] in (0, 1, 2):
         before = current[0]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from flexattn import call_cache
 from flexattn.dispatch import replay
+from flexattn.dispatch.recorder import Recorder
 from tests.support.replayed import replay_on_cpus
 from tests.support.storages import CASES, PLACES, Sizes, apart, check_replay, dense, slices
 
@@ -59,7 +60,7 @@ def test_a_view_is_found_by_the_operator_that_made_it() -> None:
     """Views of views, of the second of two inputs in one storage, and by an operator whose schema tells of no alias."""
     memory = torch.zeros(2, 6)
     x, y = memory[0], memory[1]
-    recorder = replay._Recorder((x, y))
+    recorder = Recorder((x, y))
     with recorder:
         whole = y.view(2, 3)
         row = whole[1]

@@ -60,6 +60,7 @@ BACKENDS = (
     "dispatch.reference",
     "dispatch.canary",
     "dispatch.describe",
+    "dispatch.recorder",
     "dispatch.replay",
 )
 OF_FEW_CALLS = (

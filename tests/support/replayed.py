@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flexattn.dispatch import triton_backend
-from flexattn.dispatch.plan import tensors_of
+from flexattn.dispatch.recorder import tensors_of
 from flexattn.kernels_triton.runtime import direct, interpreter, launch
 
 
