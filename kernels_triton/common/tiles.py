@@ -321,16 +321,15 @@ HOPPER_FORWARD: dict[str, HopperTile] = {
         pingpong=False,
         is_lazy=True,
     ),
-    # Registers for values beside the scores: a bias, mods, random numbers.
-    "d64_modified": HopperTile(head_dim_qk=64, head_dim_v=64, block_m=128, block_n=128, num_stages=2, registers=240),
+    # Registers for values beside the scores: a bias, mods, random numbers. Over pages a single warp finds the pages beside two
+    # consumers; with more it would be a warpgroup.
+    "d64_two_consumers": HopperTile(head_dim_qk=64, head_dim_v=64, block_m=128, block_n=128, num_stages=2, registers=240),
     # For calls in which loading keys is the only work, and rows without queries are overhead.
     "d64_few_rows": HopperTile(
         head_dim_qk=64, head_dim_v=64, block_m=128, block_n=128, num_stages=3, registers=240, q_stages=2, pingpong=False
     ),
     # A tile with more queries processes more keys that few of them see.
     "d64_narrow": _NARROW_64,
-    # A single warp finds the pages beside two consumers; with more it would be a warpgroup.
-    "d64_paged_long": HopperTile(head_dim_qk=64, head_dim_v=64, block_m=128, block_n=128, num_stages=2, registers=240),
     "d64_paged_short": HopperTile(
         head_dim_qk=64,
         head_dim_v=64,

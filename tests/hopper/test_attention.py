@@ -187,7 +187,7 @@ TILES: dict[int | str, str] = {
     64: "d64_long",
     "64: 256x64": "d64_short",
     "64: narrow window": "d64_narrow",
-    "64: 128x128": "d64_modified",
+    "64: 128x128": "d64_two_consumers",
     "64: few rows": "d64_few_rows",
     128: "d128_long",
     "128: 128x128": "d128",

@@ -135,7 +135,7 @@ def test_features(call: dict[str, Any], splits: int) -> None:
 
 
 ROWS = {
-    "long": HOPPER_FORWARD["d64_paged_long"],
+    "long": HOPPER_FORWARD["d64_two_consumers"],
     "short": HOPPER_FORWARD["d64_paged_short"],
     "narrow window": HOPPER_FORWARD["d64_paged_narrow"],
 }
