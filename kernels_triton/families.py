@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from flexattn.kernels_triton.common import crossovers
-from flexattn.kernels_triton.common.crossovers import Facts
+from flexattn.kernels_triton.common.crossovers import Facts, Rule
 from flexattn.kernels_triton.common.facts import facts_of
 from flexattn.kernels_triton.common.problem import Backward, Forward, Problem
 from flexattn.kernels_triton.common.split_kv import Splits, splits_of
@@ -69,6 +69,7 @@ class Choice(NamedTuple):
     tile: Any
     why: str
     rejected: tuple[tuple[str, str], ...]  # (name, reason) of each family that was tried before it
+    rule: Rule | None = None  # the measurement behind it
     splits: Splits | None = None  # for an explanation of the choice
 
     @property
@@ -83,13 +84,13 @@ def choose(call: Call, policy: Policy) -> Choice:
     for family in order[:-1]:
         reason = policy.portable_only or _wrong_device(family, call.problem, policy)
         reason = reason or _beside_diagonal(call.problem, family.name) or family.unsupported(call)
-        why = "FLEXATTN_HOPPER=always" if family.has_run else f"FLEXATTN_HOPPER=always; {_NEVER_RAN}"
+        why, rule = "FLEXATTN_HOPPER=always" if family.has_run else f"FLEXATTN_HOPPER=always; {_NEVER_RAN}", None
         if reason is None and not policy.ignores_measurements:
             use, facts = family.rules or family.name, family.facts(call)
             reason = crossovers.slower(use, facts)
-            why = f"the fastest in benchmarks of such calls ({crossovers.deciding(use, facts)})"
+            why, rule = "the fastest in benchmarks of such calls", crossovers.deciding(use, facts)
         if reason is None:
-            return Choice(family, family.tile(call), why, tuple(rejected))
+            return Choice(family, family.tile(call), why, tuple(rejected), rule)
         rejected.append((family.name, reason))
     portable = order[-1]
     return Choice(portable, portable.tile(call), "the kernels for every GPU and every call", tuple(rejected))
@@ -217,7 +218,7 @@ HOPPER_FORWARD = Family[Forward](
     blocks=lambda tile: _blocks(tile.block_m, tile.block_n),
     run=lambda call, tile: _hopper("forward").hopper_forward(call.problem, call.out, call.lse, call.max_logit, tile),
     splits=lambda call, tile: _gluon_splits(_hopper("forward"), call, tile),
-    facts=lambda call: _hopper("conditions").forward_facts(call.problem, _hopper("conditions").forward_tile(call.problem)),
+    facts=lambda call: _hopper("conditions").forward_facts(call.problem),
     capability=90,
 )
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
+from math import inf
 from typing import Any
 
 Facts = Mapping[str, Any]
@@ -78,17 +79,26 @@ class Rule:
         return tuple((name, wanted) for name, wanted in given if wanted is not None)
 
     @cached_property
+    def words(self) -> tuple[tuple[str, tuple[Any, ...]], ...]:
+        """The columns of the rule's calls that are no ranges, with the values that are accepted."""
+        words = ((name, wanted) for name, wanted in self._calls if name not in _RANGES)
+        return tuple((name, wanted if isinstance(wanted, tuple) else (wanted,)) for name, wanted in words)
+
+    @cached_property
+    def ranges(self) -> tuple[tuple[str, float, float], ...]:
+        """The columns of the rule's calls that are ranges, with the smallest and the largest value."""
+        ranges = ((name, *wanted) for name, wanted in self._calls if name in _RANGES)
+        return tuple((name, -inf if first is None else first, inf if last is None else last) for name, first, last in ranges)
+
+    @cached_property
     def _minimums(self) -> tuple[tuple[str, int], ...]:
         given = ((name, getattr(self, f"{name}_from")) for name in _MINIMUM_COLUMNS)
         return tuple((name, least) for name, least in given if least is not None)
 
-    def is_for(self, facts: Facts) -> bool:
-        """Returns whether the rule decides for a call, if no earlier rule does."""
-        return all(_holds(name, wanted, facts[name]) for name, wanted in self._calls)
-
     def differences(self, facts: Facts) -> tuple[str, ...]:
         """Returns the columns in which a call differs from the rule's calls."""
-        return tuple(name for name, wanted in self._calls if not _holds(name, wanted, facts[name]))
+        words = (name for name, words in self.words if facts[name] not in words)
+        return (*words, *(name for name, first, last in self.ranges if not first <= facts[name] <= last))
 
     def shortfall(self, facts: Facts) -> str | None:
         """Returns the first minimum that a call does not reach, in words; None: it reaches all of them."""
@@ -104,7 +114,7 @@ class Rule:
 
     def __str__(self) -> str:
         columns = [_column(name, wanted) for name, wanted in self._calls]
-        columns += [f"{_text(least)} {UNITS[name]} or more" for name, least in self._minimums]
+        columns += [f"{name} >= {_text(least)}" for name, least in self._minimums]
         return "; ".join(filter(None, (", ".join(columns), ", ".join(self.files))))
 
 
@@ -122,13 +132,6 @@ _MINIMUM_COLUMNS = tuple(UNITS)
 _NOT_CALLS = {"use", "tile", "gain", "source", *(f"{name}_from" for name in UNITS)}
 _CALL_COLUMNS = tuple(field.name for field in fields(Rule) if field.name not in _NOT_CALLS)
 _RANGES = {field.name for field in fields(Rule) if str(field.type).startswith("Range")}
-
-
-def _holds(name: str, wanted: Any, value: Any) -> bool:
-    if name in _RANGES:
-        smallest, largest = wanted
-        return (smallest is None or value >= smallest) and (largest is None or value <= largest)
-    return value in wanted if isinstance(wanted, tuple) else bool(value == wanted)
 
 
 def _column(name: str, wanted: Any) -> str:
@@ -154,7 +157,7 @@ def slower(use: str, facts: Facts) -> str | None:
     rule = deciding(use, facts)
     if rule is not None:
         missing = rule.shortfall(facts)
-        return None if missing is None else f"{missing} ({rule})"
+        return None if missing is None else f"{missing} (rule: {rule})"
     unmeasured = "no benchmark shows it to be faster for such a call"
     nearest = min(RULES.get(use, ()), key=lambda rule: _distance(rule, facts), default=None)
     if nearest is None:
@@ -165,19 +168,40 @@ def slower(use: str, facts: Facts) -> str | None:
     )
 
 
-def _distance(rule: Rule, facts: Facts) -> int:
+def _distance(rule: Rule, facts: Facts) -> float:
     """Returns how far a call is from a rule's calls: another number is nearest, then another mask."""
-    return sum(1 if name in _RANGES else 2 if name == "mask" else 3 for name in rule.differences(facts))
+    differing = rule.differences(facts)
+    words = sum(2 if name == "mask" else 3 for name in differing if name not in _RANGES)
+    return words + sum(_gap(getattr(rule, name), facts[name]) for name in differing if name in _RANGES)
+
+
+def _gap(wanted: Range, value: float) -> float:
+    """Returns 1 for a value that is nearly in the range, up to 2 for one that is far from it."""
+    smallest, largest = wanted
+    bound = largest if largest is not None and value > largest else smallest
+    return 2 - min(value, bound or 0) / max(value, bound or 0, 1)
 
 
 def deciding(use: str, facts: Facts) -> Rule | None:
     """Returns the first rule for a call that says whether `use` is faster; None: there is none."""
-    return next((rule for rule in RULES.get(use, ()) if rule.is_for(facts)), None)
+    return _first(RULES.get(use, ()), facts)
+
+
+def _first(rules: Iterable[Rule], facts: Facts) -> Rule | None:
+    for rule in rules:  # the choice reads a hundred rules, so this calls nothing for most of them
+        for name, words in rule.words:
+            if facts[name] not in words:
+                break
+        else:
+            if all(first <= facts[name] <= last for name, first, last in rule.ranges):
+                return rule
+    return None
 
 
 def fastest_tile(use: str, facts: Facts) -> str:
     """Returns the name of the fastest tile of `use` for a call, or "" if no rule names one."""
-    return next((rule.tile for rule in TILES[use] if rule.is_for(facts)), "")
+    rule = _first(TILES[use], facts)
+    return "" if rule is None else rule.tile
 
 
 _STANDARD = ("standard_h200.json", "lengths_h200.json")

@@ -6,12 +6,11 @@ For q, k and v in 16 bits; the FP8 kernels have their own conditions.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from torch import Tensor
 
 from flexattn.kernels_triton.common.crossovers import fastest_tile
-from flexattn.kernels_triton.common.facts import facts_of
+from flexattn.kernels_triton.common.facts import ProblemFacts, facts_of
 from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.common.tiles import (
     HOPPER_FORWARD,
@@ -61,18 +60,21 @@ def rows_of_a_tile(problem: Problem) -> int:
     return x.longest_q if x.block_mask is not None else x.longest_q * slots_of_heads(_shares(x)[-1])
 
 
-def forward_facts(problem: Problem, tile: HopperTile | None = None) -> dict[str, Any]:
-    """Returns the columns of a forward for `crossovers`; `decode` only with its tile."""
-    x = problem
-    facts = facts_of(x)
-    # Over pages the maximum, because long sequences dominate beside many sequences of one query.
-    is_mixed = facts["paged"] and x.longest_q > ROWS.value
-    has_mean = x.q.dim() == 3 and not is_mixed
-    facts["mean_tokens"] = x.q.shape[0] // max(1, x.batch) if has_mean else facts["tokens"]
-    facts["rows"] = rows_of_a_tile(x)
-    if tile is not None:
-        facts["decode"] = _decode(x, tile)
+def forward_facts(problem: Problem) -> ProblemFacts:
+    """Returns the columns of a forward in `crossovers`."""
+    facts = _tile_facts(problem)
+    facts["decode"] = _decode(problem, HOPPER_FORWARD[fastest_tile("sm_90", facts)])
     return facts
+
+
+def _tile_facts(problem: Problem) -> ProblemFacts:
+    """Returns the columns that select a tile."""
+    x = problem
+    # Over pages the maximum, because long sequences dominate beside many sequences of one query.
+    is_mixed = x.page_table is not None and x.longest_q > ROWS.value
+    has_mean = x.q.dim() == 3 and not is_mixed
+    mean_tokens = x.q.shape[0] // max(1, x.batch) if has_mean else max(x.longest_q, x.longest_kv)
+    return facts_of(x, mean_tokens=mean_tokens, rows=rows_of_a_tile(x))
 
 
 def _decode(problem: Problem, tile: HopperTile) -> str:
@@ -88,7 +90,7 @@ def _decode(problem: Problem, tile: HopperTile) -> str:
 
 def forward_tile(problem: Problem) -> HopperTile:
     """Returns the committed tile."""
-    return HOPPER_FORWARD[fastest_tile("sm_90", forward_facts(problem))]
+    return HOPPER_FORWARD[fastest_tile("sm_90", _tile_facts(problem))]
 
 
 def unsupported_block_mask(problem: Problem, tile: tuple[int, int]) -> str | None:

@@ -58,9 +58,9 @@ def test_every_family_that_another_follows_has_rules() -> None:
     ("change", "reason"),
     [
         ({}, None),
-        ({"tokens": 2047}, "it is faster from 2048 tokens of the longest sequence on, and this call has 2047 (head_dim 64, "),
-        ({"flops": 2.0**35}, "it is faster from 2**36 FLOPs on, and this call has 3.44e+10 ("),
-        ({"mean_tokens": 100}, "such a call; the nearest rule is for mean_tokens 2048 or more, and this call has 100"),
+        ({"tokens": 2047}, "it is faster from 2048 tokens of the longest sequence on, and this call has 2047 (rule: head_dim 64, "),
+        ({"flops": 2.0**35}, "it is faster from 2**36 FLOPs on, and this call has 3.44e+10 (rule: "),
+        ({"mean_tokens": 100}, "such a call; the nearest rule is for mean_tokens 512 or more, and this call has 100"),
         ({"mask": "modified"}, "such a call; the nearest rule is for mask open or causal, and this call has modified"),
         ({"decode": "shared", "keys": 900}, "it is faster from 1024 keys of the longest sequence on, and this call has 900"),
     ],
@@ -75,4 +75,4 @@ def test_the_table_waits_for_no_library() -> None:
     """Backends are chosen with it, and Triton is imported only if it runs the call."""
     tree = ast.parse((ROOT / "kernels_triton" / "common" / "crossovers.py").read_text())
     modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    assert modules == {"__future__", "collections.abc", "dataclasses", "functools", "typing"}
+    assert modules == {"__future__", "collections.abc", "dataclasses", "functools", "math", "typing"}

@@ -81,7 +81,7 @@ def launches_of(row: HopperTile, features: str, dtype: torch.dtype = torch.bfloa
         forward_kernels.hopper_forward(problem, out, lse, tile=row)
         backward_kernels.hopper_backward(backward)
         if max(head_dims) <= 128:
-            name = crossovers.fastest_tile("sm_90 fused", facts_of(problem) | {"tokens": 2048, "packed": True})
+            name = crossovers.fastest_tile("sm_90 fused", facts_of(problem, tokens=2048, packed=True))
             short = dataclasses.replace(HOPPER_FUSED[name], is_persistent=True)
             for variant in (conditions.fused_tile(problem), short, dataclasses.replace(short, converts=True)):
                 fused_kernels.fused_backward(backward, variant)
@@ -286,10 +286,7 @@ def test_the_copy_engine_takes_tensors_by_their_strides() -> None:
 def slower(family: str, problem: Problem) -> str | None:
     """Returns why another family is faster for a problem, on an H200."""
     with pretended_device(90, 132):
-        facts = facts_of(problem)
-        if family == "sm_90":
-            facts = conditions.forward_facts(problem, conditions.forward_tile(problem))
-        return crossovers.slower(family, facts)
+        return crossovers.slower(family, conditions.forward_facts(problem) if family == "sm_90" else facts_of(problem))
 
 
 def test_only_what_was_measured_to_be_faster_leaves_the_portable_kernel() -> None:
