@@ -22,8 +22,8 @@ from flexattn.kernels_triton.ahead_of_time.compile_report import SHARED_MEMORY_L
 from flexattn.kernels_triton.common import split_kv as splits
 from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.common.tiles import HOPPER_FORWARD, SPLIT_KEYS, SPLIT_MOST, HopperTile
+from flexattn.kernels_triton.gluon import forward_launch, forward_rows, forward_work
 from flexattn.kernels_triton.hopper import forward as hopper_forward
-from flexattn.kernels_triton.hopper import forward_launch, forward_rows, forward_work
 from flexattn.kernels_triton.mods import mask_blocks
 from flexattn.kernels_triton.portable import forward as forward_kernels
 from flexattn.kernels_triton.runtime.launch import Launch, capability_of, pretended_device, recorded_launches

@@ -22,21 +22,18 @@ from flexattn.dispatch import triton_backend
 from flexattn.dispatch.spec import Window, as_bshd
 from flexattn.kernels_triton.common.problem import Backward
 from flexattn.kernels_triton.common.tiles import HOPPER_FORWARD, HOPPER_FUSED, HopperTile
-from flexattn.kernels_triton.hopper import backward as hopper_backward
-from flexattn.kernels_triton.hopper import (
+from flexattn.kernels_triton.gluon import (
     backward_blocks,
-    conditions,
-    dkdv_consumer,
-    dq_consumer,
     dq_parts,
     dq_sums,
     forward_loader,
     forward_partition,
-    fused_consumer,
     fused_loader,
     tile_scheduler,
 )
+from flexattn.kernels_triton.hopper import backward as hopper_backward
 from flexattn.kernels_triton.hopper import backward_fused as hopper_fused
+from flexattn.kernels_triton.hopper import conditions, dkdv_consumer, dq_consumer, fused_consumer
 from flexattn.kernels_triton.hopper import forward as hopper_forward
 from flexattn.testing import (
     GRADIENT_FACTOR,
