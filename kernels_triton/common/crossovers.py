@@ -32,7 +32,7 @@ class Rule:
     use: str  # the kernel family, the backend or the form of a split that is faster
     tile: str = ""  # the fastest tile of `use`, by its name in `tiles.py`; "": the rule says that `use` is faster than others
     # The calls that the rule is for
-    head_dim: int | tuple[int, ...] | None = None  # 64, 128 and 256: of q, k and v at most; 192: at most 192 and 128; 512: wider
+    head_dim: int | tuple[int, ...] | None = None  # the widest of q, k and v; 192: at most 192 and 128; 512: above 256
     mask: str | tuple[str, ...] | None = None  # see `facts.mask_class`
     dropout: bool | None = None
     bias: bool | None = None
@@ -41,19 +41,19 @@ class Rule:
     grouped: bool | None = None  # several query heads share a key head
     gpu: str | None = None  # the measured GPU whose L2 cache is like the device's: "H100" or "H200"
     decode: str | None = None  # few queries: "shared" if heads share a tile or keys are in pages, otherwise "alone"; "no": many
-    tokens: Range | None = None  # of the longest sequence, of queries or of keys
+    tokens: Range | None = None  # the longest sequence, in queries or in keys
     mean_tokens: Range | None = None  # the mean of a packed batch, otherwise the same
-    queries: Range | None = None  # of the longest sequence
+    queries: Range | None = None  # the longest sequence of queries
     query_rows: Range | None = None  # rows of a tile for all queries of the heads that share a key head
     rows: Range | None = None  # rows of a tile for all queries of the heads that can share a tile
     width: Range | None = None  # the larger head dim
     window: Range | None = None  # keys that a query sees
-    bytes: Range | None = None  # of k and v
+    bytes: Range | None = None  # size of k and v
     blocks_per_sm: Range | None = None  # blocks of 64 queries and of 64 keys of all heads, for each multiprocessor
     has_left: bool | None = None  # the band has a left side
     is_full_width: bool | None = None  # q's head dim is `head_dim`
     batch_invariant: bool | None = None
-    element_size: int | None = None  # bytes, of q and of k
+    element_size: int | None = None  # bytes of an element of q and k
     capability: int | None = None  # the device's compute capability: 90 for 9.0
     # Columns of a choice among backends, see `dispatch/heuristics.py`
     direction: str | None = None
@@ -64,9 +64,9 @@ class Rule:
     kind: str | None = None
     # The minimum for `use` to be faster
     tokens_from: int | None = None
-    keys_from: int | None = None  # of the longest sequence
+    keys_from: int | None = None  # the longest sequence of keys
     window_left_from: int | None = None  # keys to the left of the diagonal that a query sees
-    flops_from: int | None = None  # of a forward, approximately: with less work, large tiles leave much of the device idle
+    flops_from: int | None = None  # a forward's, approximately: with less work, large tiles leave much of the device idle
     bytes_from: int | None = None
     keys_per_sm_from: int | None = None  # keys of all key heads: fewer mean too few programs
     # The measurement

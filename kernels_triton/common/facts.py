@@ -58,7 +58,7 @@ def _head_dim(x: Problem) -> int:
 
 
 def _flops(x: Problem) -> float:
-    queries = x.q.numel() // x.q.shape[-1]  # of all heads
+    queries = x.q.numel() // x.q.shape[-1]  # counted for each head
     return 2 * queries * x.longest_kv * (x.q.shape[-1] + x.v.shape[-1]) * _visible_share(x)
 
 
