@@ -90,7 +90,7 @@ def choose(call: Call, policy: Policy) -> Choice:
         reason = policy.portable_only or _wrong_device(family, call.problem, policy)
         reason = reason or _beside_diagonal(call.problem, family.name) or family.unsupported(call)
         why, rule = "FLEXATTN_HOPPER=always" if family.has_run else f"FLEXATTN_HOPPER=always; {_NEVER_RAN}", None
-        if reason is None and not policy.ignores_measurements:
+        if reason is None and family.has_run and not policy.ignores_measurements:
             use, facts = family.rules or family.name, family.facts(call)
             reason = crossovers.slower(use, facts)
             why, rule = "the fastest in benchmarks of such calls", crossovers.deciding(use, facts)
