@@ -43,7 +43,7 @@ def the_emulator() -> ModuleType:
     """Returns flexattn.emulator, which a checkout has and the wheel has not. Raises ImportError if it is not there."""
     if importlib.util.find_spec("flexattn.emulator") is None:
         raise ImportError(
-            "flexattn.emulator is not in the wheel. Clone the repository, run pip install -e '.[bench]' in it, and repeat the command there"
+            "flexattn.emulator is not in the wheel. Run pip install -e '.[bench]' and the command in a clone of the repository"
         )
     return importlib.import_module("flexattn.emulator")
 
@@ -92,7 +92,8 @@ def judge(kernel: str, workload: Workload, seeds: Iterable[int]) -> Verdict:
             check(results)
         return report
 
-    return emulator.judge(run, seeds, f"{KERNELS[kernel]} on {small}")
+    verdict: Verdict = emulator.judge(run, seeds, f"{KERNELS[kernel]} on {small}")
+    return verdict
 
 
 Results = dict[str, Tensor]

@@ -317,4 +317,4 @@ def test_without_a_checkout_the_playground_says_where_the_emulator_is(
     monkeypatch.setitem(sys.modules, "flexattn.emulator", None)
     with pytest.raises(SystemExit):
         play.main(["forward", "--emulate", "--shape", "sweep-d64-causal-s512"])
-    assert "flexattn.emulator is not in the wheel. Clone the repository" in capsys.readouterr().err
+    assert "flexattn.emulator is not in the wheel. Run pip install" in capsys.readouterr().err
