@@ -193,8 +193,8 @@ def emit(records: Mapping[str, Record]) -> str:
         if not lines and not rules:
             ours = [n for n in record.implementations() if is_ours(n)]
             raise ValueError(
-                f"{name} supports no row: it has neither the tiles of a sweep (`play --sweep --out`) nor cells in which {CUDNN} was "
-                f"faster than {TRITON}; its implementations of flexattn: {', '.join(ours) or 'none'}"
+                f"{name} supports no row: it has neither the tiles of a sweep (`play --sweep --out`) nor cells in which {CUDNN} "
+                f"was faster than {TRITON}; its implementations of flexattn: {', '.join(ours) or 'none'}"
             )
         tiles += lines
         preferences += rules
