@@ -144,7 +144,7 @@ class CachedCall:
         return made
 
     def differs_in_numbers_alone(self, other: CachedCall) -> bool:
-        """Returns whether another call, whose key is this one's but for the floats that mods capture, was prepared alike."""
+        """Returns whether another call, whose key without numbers is the same, was prepared in the same way."""
         return (
             (self.spec, self.settings, self.names, self.block_arguments)
             == (other.spec, other.settings, other.names, other.block_arguments)
@@ -154,22 +154,16 @@ class CachedCall:
             and self.of_fp8 is other.of_fp8 is None
         )
 
-    def take_recordings(self, of: CachedCall) -> None:
-        """Makes the recordings of a call that differs in its numbers alone this one's, as far as they hold for these."""
-        self.has_run = of.has_run
-        self.recording = self._varied(of.recording)
+    def take_recordings(self, other: CachedCall) -> None:
+        """Derives recordings from a call that differs only in its numbers."""
+        numbers = self.numbers
+        self.has_run = other.has_run
+        self.recording = None if other.recording is None else other.recording.with_numbers(numbers)
         self.is_final = self.recording is not None
         with lock:
-            backwards = list(of.backwards.items())
-        varied = ((key, self._varied(found)) for key, found in backwards)
-        self.backwards, self.replayed = OrderedDict((key, found) for key, found in varied if found is not None), None
-
-    def _varied(self, found: Any) -> Recording | None:
-        """Returns a recording with this call's numbers; None where others than those it was made with do not tell what it does."""
-        if found is None or isinstance(found, str) or not found.can_vary or found.notes is None:
-            return None
-        numbers = self.numbers
-        return found.with_numbers(numbers) if all(notes.hold(x) for notes, x in zip(found.notes, numbers, strict=True)) else None
+            backwards = list(other.backwards.items())
+        derived = ((key, None if isinstance(found, str) else found.with_numbers(numbers)) for key, found in backwards)
+        self.backwards, self.replayed = OrderedDict((key, found) for key, found in derived if found is not None), None
 
     def run(self, key: CallKey, returns_lse: bool) -> Any:
         """Returns out, lse and max_logit of a call with this key; lse is not differentiable unless it is returned."""
@@ -345,16 +339,15 @@ class CachedCall:
         also: Any = None if self.of_fp8 is None else self.of_fp8.quantizer_beside(backend)
         if self.launches_check and backend_module("triton") is not backend:
             also = triton_backend
-        numbers, notes = self._varying(backend)
-        results, recording = record(
+        return record(
             backend,
-            lambda: self._results(tensors, lambda x: backend.forward(self.spec, _with_numbers(x, numbers))),
+            lambda: self._results(tensors, lambda x: backend.forward(self.spec, x)),
             tensors,
             tuple,
             self.device,
             also,
+            self._numbers_of_launches(backend),
         )
-        return results, _with_notes(recording, notes)
 
     def _gradients(
         self, inputs: Sequence[Any], attend: Callable[[Operands, Tensor], Gradients], by_operators: bool = False
@@ -375,17 +368,13 @@ class CachedCall:
         out, lse, _, dlse = inputs[-4:]
 
         def run() -> Gradients:
-            return self._gradients(inputs, lambda x, dout: backend.backward(spec, _with_numbers(x, numbers), out, lse, dout, dlse))
+            return self._gradients(inputs, lambda x, dout: backend.backward(spec, x, out, lse, dout, dlse))
 
-        numbers, notes = self._varying(backend)
-        gradients, recording = record(backend, run, inputs, _flat_gradients, self.device, also)
-        return gradients, _with_notes(recording, notes)
+        return record(backend, run, inputs, _flat_gradients, self.device, also, self._numbers_of_launches(backend))
 
-    def _varying(self, backend: Backend) -> tuple[tuple[float, ...], Any]:
-        """Returns the numbers, found again in a recording where there are notes on them: where all in it is Triton's."""
-        if self.of_fp8 is not None or backend is not backend_module("triton"):
-            return self.numbers, None
-        return triton_backend.varying(self.numbers)
+    def _numbers_of_launches(self, backend: Backend) -> tuple[float, ...] | None:
+        """Returns the numbers if launches have them by name, as the Triton backend's do without FP8."""
+        return self.numbers if self.of_fp8 is None and backend is backend_module("triton") else None
 
     def _operator_gradients(self, inputs: Sequence[Any]) -> Gradients:
         """Returns the gradients by the operators, for modes and traces to see."""
@@ -453,12 +442,6 @@ _SEEN, _NEVER = "seen", "never"  # for a backward without a recording: the next 
 def _with_numbers(x: Operands, numbers: Sequence[float]) -> Operands:
     scale, softcap, *of_mods = numbers
     return x._replace(softmax_scale=scale, softcap=softcap, mod_numbers=tuple(of_mods))
-
-
-def _with_notes(recording: Recording | None, notes: Any) -> Recording | None:
-    if recording is not None:
-        recording.notes = notes
-    return recording
 
 
 def _flat_gradients(gradients: Gradients) -> tuple[Tensor | None, ...]:

@@ -44,31 +44,36 @@ fork_safe(lock)
 MOST_CALLS = 1024
 _MOST_RECENT = 4  # calls in _recent that differ in their tensors alone
 
-_calls: OrderedDict[Hashable, CachedCall] = OrderedDict()
+# By a key without its numbers: the calls by their numbers (see `_split`).
+_Numbers = tuple[float | None, float | None, Any]  # softmax_scale, softcap and the bits of the floats that mods capture
+_calls: OrderedDict[Hashable, dict[_Numbers, CachedCall]] = OrderedDict()
+_size = 0  # calls in _calls
 # Those that were found last, by all of a key but what it says of tensors, which a `Likeness` compares in one go.
 _Recent = tuple[tuple[Likeness, Hashable, CachedCall], ...]
 _recent: dict[Hashable, _Recent] = {}
 # The entry of `_recent` that was used last: comparing takes less than hashing.
 _latest: tuple[Hashable, _Recent] = None, ()
-# Those that were kept last, by all of a key but softmax_scale and softcap.
-_families: dict[Hashable, CachedCall] = {}
-# Likewise, by all of a key but the floats that mods capture.
-_of_mods: dict[Hashable | None, CachedCall] = {}
 
 
 def cache_info() -> dict[str, int]:
     """Hits and misses since the start or `clear_cache` (no lock: near enough with threads), recordings made, the size."""
     with lock:
-        return {**counts, "size": len(_calls)}
+        return {**counts, "size": _size}
+
+
+def kept_calls() -> list[CachedCall]:
+    """Returns all calls in the cache."""
+    with lock:
+        return [call for siblings in _calls.values() for call in siblings.values()]
 
 
 def clear_cache() -> None:
     """Forgets every call and the counts."""
+    global _size
     with lock:
         _calls.clear()
+        _size = 0
         _forget_recent()
-        _families.clear()
-        _of_mods.clear()
         counts.update(hits=0, misses=0, recordings=0)
 
 
@@ -159,10 +164,8 @@ def _look_up_all(
     if len(set(ids)) < len(ids):
         parts.append(same_tensors(ids))
     whole = tuple(parts)
-    known = _calls.get(whole)
+    known = _find(whole)
     key = make_key((whole, tensors, num_arguments, addresses, block_mask))
-    if known is None:
-        known = _with_other_numbers(whole)
     if known is None or known.is_checked:  # such a call is prepared again, for what that checks, and then found by `new_call`
         return key, None
     known.is_used = True
@@ -182,28 +185,40 @@ def _look_up_all(
 _LARGEST, _SMALLEST = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
 
 
-def _family(whole: tuple[Any, ...]) -> Hashable | None:
-    """Returns the part of a key that calls with other numbers share; None where it has none, or some that a check may refuse.
+def _split(whole: Any) -> tuple[Hashable, _Numbers]:
+    """Returns a key without its numbers, and the numbers.
 
-    The ranges are those of `validation.check_scalars`, in which any number passes. Whether there is a softcap is in the spec.
+    What remains of softmax_scale and softcap is whether each is 0, on which the spec and the choice of kernels depend. Numbers that
+    `validation.check_scalars` may refuse, and calls that have none, stay in the key whole. Their numbers are None.
     """
-    kinds, counts, (scale, softcap, *others), *rest = whole[0]
+    kinds, counts, others, state, window, of_mods, values = whole[0]
+    scale, softcap = others[:2]
     if type(scale) is not float or type(softcap) is not float:
-        return None
+        return ((kinds, counts, others, state, window, of_mods), *whole[1:]), (None, None, values)
     if not (0.0 <= scale <= _LARGEST and (softcap == 0.0 or _SMALLEST <= softcap <= _LARGEST)):
-        return None
-    return (softcap == 0.0, *others, kinds, counts, *rest, *whole[1:])
+        return ((kinds, counts, others, state, window, of_mods), *whole[1:]), (None, None, values)
+    others = (scale == 0.0, softcap == 0.0, *others[2:])
+    return ((kinds, counts, others, state, window, of_mods), *whole[1:]), (scale, softcap, values)
 
 
-def _with_other_numbers(whole: tuple[Any, ...]) -> CachedCall | None:
-    """Returns a call, kept from now on, made of one whose key differs in softmax_scale and softcap alone; None without one."""
-    family = _family(whole)
-    kept = None if family is None else _families.get(family)
-    if kept is None:
+def _find(whole: Hashable) -> CachedCall | None:
+    """Returns the call with a key. A call that differs from a kept one only in softmax_scale and softcap is made of that one."""
+    kind, numbers = _split(whole)
+    siblings = _calls.get(kind)
+    found = None if siblings is None else siblings.get(numbers)
+    if siblings is None or found is not None:
+        return found
+    scale, softcap, values = numbers
+    if scale is None or softcap is None:
         return None
-    made = kept.with_numbers(*whole[0][2][:2])
-    _keep(whole, made)
-    return made
+    with lock:
+        others = list(siblings.items())
+    for (*_, same_values), other in reversed(others):
+        if same_values == values:
+            found = other.with_numbers(scale, softcap)
+            _keep(kind, numbers, found)
+            return found
+    return None
 
 
 def new_call(
@@ -215,7 +230,9 @@ def new_call(
     the descales.
     """
     is_checked = options.check_values()
-    kept = _calls.get(key.parts) if is_checked else None
+    kind, numbers = _split(key.parts)
+    siblings = _calls.get(kind, {})
+    kept = siblings.get(numbers) if is_checked else None
     if kept is not None:
         kept.is_used = True
         counts["hits"] += 1
@@ -239,48 +256,48 @@ def new_call(
             sources.append(x.alibi_slopes)
         else:
             return None  # it was copied or moved on the way
-    kind = CachedCall
+    cls = CachedCall
     if is_checked:
-        from flexattn.checked_call import CheckedCall as kind  # here, as few processes check
-    made = kind(x, settings, names, sources, of_fp8)
-    of_other_floats = _of_mods.get(_without_values(key.parts))
-    if of_other_floats is not None and of_other_floats.differs_in_numbers_alone(made):
-        made.take_recordings(of_other_floats)
+        from flexattn.checked_call import CheckedCall as cls  # here, as few processes check
+    made = cls(x, settings, names, sources, of_fp8)
+    with lock:
+        latest = next(reversed(siblings.values()), None)
+    if latest is not None and latest.differs_in_numbers_alone(made):
+        made.take_recordings(latest)
     return made
-
-
-def _without_values(whole: Any) -> Hashable | None:
-    """Returns the part of a key that calls with other floats captured by their mods share; None where none are captured."""
-    *rest, values = whole[0]
-    return (*rest, *whole[1:]) if values is not None and any(values) else None
 
 
 def remember(key: CallKey, call: CachedCall) -> None:
     """Keeps a call that ran without an error."""
     whole: Any = key.parts
-    if call.is_checked and _calls.get(whole) is call:
+    kind, numbers = _split(whole)
+    if call.is_checked and _calls.get(kind, {}).get(numbers) is call:
         return
     kinds, _, _, _, window, _, _ = whole[0]
     if any(isinstance(part, type) and issubclass(part, Tensor) for part in (*kinds, *(window or ()))):
         return  # a number in a tensor: the key would have the object, whatever it holds by then
-    _keep(whole, call)
+    _keep(kind, numbers, call)
 
 
-def _keep(whole: tuple[Any, ...], call: CachedCall) -> None:
-    family, of_mods = _family(whole), _without_values(whole)
+def _keep(kind: Hashable, numbers: _Numbers, call: CachedCall) -> None:
+    global _size
     with lock:
         counts["misses"] += 1
-        _calls[whole] = call
-        if len(_calls) > MOST_CALLS:
+        siblings = _calls.setdefault(kind, {})
+        _size += numbers not in siblings
+        siblings[numbers] = call
+        _calls.move_to_end(kind)
+        if _size > MOST_CALLS:
             _forget_recent()
-            _families.clear()
-            _of_mods.clear()
-        while len(_calls) > MOST_CALLS:  # drops the oldest that was not used since it was last looked at
-            parts, oldest = _calls.popitem(last=False)
+        while _size > MOST_CALLS:  # drops the oldest that was not used since it was last looked at
+            first, siblings = next(iter(_calls.items()))
+            numbers, oldest = next(iter(siblings.items()))
+            del siblings[numbers]
             if oldest.is_used:
                 oldest.is_used = False
-                _calls[parts] = oldest
-        if family is not None:
-            _families[family] = call
-        if of_mods is not None:
-            _of_mods[of_mods] = call
+                siblings[numbers] = oldest
+                _calls.move_to_end(first)
+            else:
+                _size -= 1
+                if not siblings:
+                    del _calls[first]

@@ -356,7 +356,7 @@ def test_a_backward_is_kept_for_the_strides_of_dout() -> None:
     for dout in (first, first.transpose(1, 2).contiguous().transpose(1, 2)):
         for _ in range(3):
             flexattn.attention(**call).backward(dout)
-    (kept,) = [one for one in call_cache._calls.values() if one is not None]
+    (kept,) = [one for one in call_cache.kept_calls() if one is not None]
     assert len(kept.backwards) == 2
 
 
@@ -516,7 +516,7 @@ def test_only_calls_that_differ_in_numbers_alone_share_recordings() -> None:
     def kept(**more: Any) -> CachedCall:
         call_cache.clear_cache()
         flexattn.attention(**base() | more)
-        (call,) = call_cache._calls.values()
+        (call,) = call_cache.kept_calls()
         return call
 
     one = kept(score_mod=scaled(0.5), softmax_scale=0.5)
@@ -534,17 +534,23 @@ def test_a_mod_with_another_float_finds_recordings() -> None:
         for _ in range(3):
             found = flexattn.attention(**base(), score_mod=scaled(factor))
         torch.testing.assert_close(found, flexattn.attention(**base(), softmax_scale=8**-0.5 * factor))
-    assert len(call_cache._of_mods) == 1
+    assert len(call_cache._calls) == 2  # with the mod and without
+    assert call_cache.cache_info()["size"] == 6
 
 
 def test_calls_of_another_number_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(call_cache, "MOST_CALLS", 3)
     for n in range(1, 20):
         flexattn.attention(**{name: randn(2, n, 4, 8) for name in "qkv"}, softmax_scale=0.1, score_mod=scaled(0.5))
-    assert call_cache.cache_info()["size"] <= 3
-    for kept in (call_cache._families, call_cache._of_mods):
-        assert 0 < len(kept) <= 3
-        assert all(call in call_cache._calls.values() for call in kept.values())
+        assert call_cache.cache_info()["size"] == len(call_cache.kept_calls()) <= 3
+    assert all(call_cache._calls.values())
+    call_cache.clear_cache()
+    call = {name: randn(2, 3, 4, 8) for name in "qkv"}
+    for n in range(1, 20):
+        flexattn.attention(**call, softmax_scale=0.1 + n)
+        flexattn.attention(**call, softmax_scale=0.1)
+        assert call_cache.cache_info()["size"] == len(call_cache.kept_calls()) <= 3
+    assert call_cache.cache_info()["hits"] == 37  # each call is made of a kept one, or is the one in use
 
 
 def test_at_most_so_many_are_kept_and_those_in_use_stay(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,7 +49,7 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def kept() -> CachedCall:
-    (call,) = call_cache._calls.values()
+    (call,) = call_cache.kept_calls()
     return call
 
 
@@ -196,7 +196,7 @@ def test_another_scale_is_compared(compared: list[str]) -> None:
     for scale in (0.5, 0.5, 0.5, 0.25, 0.25):
         flexattn.attention(q, q, q, softmax_scale=scale, backend="triton")
     assert compared == ["forward"] * 2
-    assert {type(call) for call in call_cache._calls.values()} == {CheckedCall}
+    assert {type(call) for call in call_cache.kept_calls()} == {CheckedCall}
 
 
 @pytest.mark.parametrize(("factor", "direction"), [(1e6, "forward"), (1e3, "backward")])

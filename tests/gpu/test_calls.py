@@ -146,7 +146,7 @@ def test_a_wrong_replay_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     call_cache.clear_cache()
     for seed in range(3):
         run(*make_arguments(name, seed))
-    (kept,) = call_cache._calls.values()
+    (kept,) = call_cache.kept_calls()
     recording: Any = kept.recording
     replay, others = recording.replay, make_arguments(name, 9)[0]
 

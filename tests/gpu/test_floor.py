@@ -42,7 +42,7 @@ def steps_of(**call: Any) -> list[str]:
     qkv = inputs()
     for _ in range(3):
         attention(*qkv, **call)
-    (kept,) = call_cache._calls.values()
+    (kept,) = call_cache.kept_calls()
     assert isinstance(kept.recording, Recording)
     return [kind for kind, _, _ in kept.recording.steps]
 
