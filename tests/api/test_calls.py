@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import flexattn
 from flexattn import call_cache, functional
-from flexattn.cached_call import TENSOR_FIELDS, CachedCall
+from flexattn.cached_call import TENSOR_FIELDS, CachedCall, Runs
 from flexattn.dispatch import cpu_attention, eager_backend, replay
 from flexattn.dispatch.recorder import Recorder
 from flexattn.dispatch.select import forget_rejections, select
@@ -595,6 +595,38 @@ def test_a_retained_graph_of_the_first_call_is_played_too(monkeypatch: pytest.Mo
     for _ in range(2):
         torch.autograd.grad(flexattn.attention(**call), leaves, dout)
     assert played == ["backward"] * 3 + ["forward", "backward"]
+
+
+def test_a_run_is_recorded_once_and_then_settled() -> None:
+    """Whether it has a recording then, or none; another call with other numbers does not try again what cannot be recorded."""
+
+    class Recorded:
+        can_vary = True
+
+        def can_replay(self) -> bool:
+            return True
+
+        def replay(self, tensors: Any, addresses: Any) -> tuple[str]:
+            return ("replayed",)
+
+        def with_numbers(self, numbers: Any) -> Any:
+            return self if self.can_vary else None
+
+    def several(runs: Runs, recording: Any) -> list[str]:
+        found = []
+        for _ in range(4):
+            found += runs.run((), (), lambda _: ("computed",), lambda _: (("recorded",), recording))
+        return found
+
+    recording: Any = Recorded()
+    with_it, without = Runs(), Runs()
+    assert several(with_it, recording) == ["computed", "recorded", "replayed", "replayed"]
+    assert several(without, None) == ["computed", "recorded", "computed", "computed"]
+    assert several(with_it.with_numbers((1.0, 0.0)), None) == ["replayed"] * 4
+    assert several(without.with_numbers((1.0, 0.0)), None) == ["computed"] * 4
+    recording.can_vary = False
+    assert several(with_it.with_numbers((1.0, 0.0)), None) == ["recorded", *["computed"] * 3]
+    assert several(Runs().with_numbers((1.0, 0.0)), None) == ["computed", "recorded", "computed", "computed"]
 
 
 def test_a_profiler_sees_the_operators() -> None:

@@ -107,8 +107,8 @@ NUMBERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 APART: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "a scale of 0": ({"softmax_scale": 0.5}, {"softmax_scale": 0.0}),
-    "no softcap": ({"softcap": 3.0}, {"softcap": 0.0}),
-    "a large softcap": ({"softcap": 3.0}, {"softcap": 300.0}),
+    "no softcap": ({"softmax_scale": 0.5, "softcap": 3.0}, {"softmax_scale": 0.5, "softcap": 0.0}),
+    "a large softcap": ({"softmax_scale": 0.5, "softcap": 3.0}, {"softmax_scale": 0.5, "softcap": 300.0}),
 }
 
 

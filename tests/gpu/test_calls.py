@@ -147,7 +147,7 @@ def test_a_wrong_replay_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     for seed in range(3):
         run(*make_arguments(name, seed))
     (kept,) = call_cache.kept_calls()
-    recording: Any = kept.recording
+    recording: Any = kept.forwards.recording
     replay, others = recording.replay, make_arguments(name, 9)[0]
 
     def wrong(tensors: Any, addresses: Any) -> Any:

@@ -43,8 +43,8 @@ def steps_of(**call: Any) -> list[str]:
     for _ in range(3):
         attention(*qkv, **call)
     (kept,) = call_cache.kept_calls()
-    assert isinstance(kept.recording, Recording)
-    return [kind for kind, _, _ in kept.recording.steps]
+    assert isinstance(kept.forwards.recording, Recording)
+    return [kind for kind, _, _ in kept.forwards.recording.steps]
 
 
 @pytest.mark.parametrize("backend", ["triton", "cudnn"])

@@ -69,6 +69,7 @@ OF_FEW_CALLS = (
     "backward",
     "block_mask",
     "call_options",
+    "call_recording",
     "dispatch.append",
     "dispatch.explain",
     "dispatch.heuristics",
