@@ -114,11 +114,23 @@ class _Recording:
             for name in ARGUMENTS_OF[role]
         ]
 
-    def append(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+    def append(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Records an operation on values of the recording, and returns the stand-in of its result.
+
+        A stand-in has the dtype and shape of its result, so that a mod which reads them takes the same branch as without
+        torch.compile. A result that is no tensor, such as the number of dims, is returned as it is.
+        """
         written = tuple(self.written(x) for x in args)
-        self.nodes.append((function, written, tuple((name, self.written(x)) for name, x in kwargs.items())))
-        # Its dtype is not known here; this one cannot occur in a mod.
-        self.values.append(torch.zeros((), dtype=torch.complex64, device="meta"))
+        node = function, written, tuple((name, self.written(x)) for name, x in kwargs.items())
+        if _is_read(function):  # meta tensors have no entries for an index
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            args = args[0], tuple(0 if isinstance(part, Tensor) else part for part in index)
+        result = function(*_on_meta(args), **{name: _on_meta(x) for name, x in kwargs.items()})
+        if not isinstance(result, Tensor):
+            return result
+        self.nodes.append(node)
+        # A new tensor, as values are told apart by identity, and an operation in place returns its argument.
+        self.values.append(torch.zeros(result.shape, dtype=result.dtype, device="meta"))
         return self.values[-1]
 
     def written(self, x: Any) -> tuple[Any, ...]:
@@ -161,6 +173,18 @@ class _Recording:
             if isinstance(x, slice) and self.is_on((x.start, x.stop, x.step)):
                 return True
         return False
+
+
+def _on_meta(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        return torch.empty(x.shape, dtype=x.dtype, device="meta")
+    if isinstance(x, (tuple, list)):
+        return type(x)([_on_meta(item) for item in x])
+    return x
+
+
+def _is_read(function: Any) -> bool:
+    return getattr(function, "__name__", "") in ("__getitem__", "getitem")
 
 
 def _position(tensors: Sequence[Tensor], x: Tensor) -> int:
@@ -241,8 +265,7 @@ def _stand_in(dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool) -
 
 def _replayed(nodes: Any, output: Any, tensors: tuple[Tensor, ...]) -> Mod:
     """Rebuilds a callable mod from a recording, which stands in its closure, so that `trace_mods` can trace it."""
-    is_read = {function: getattr(function, "__name__", "") == "__getitem__" for function, _, _ in nodes}
-    steps = tuple((operator.getitem if is_read[function] else function, *given) for function, *given in nodes)
+    steps = tuple((operator.getitem if _is_read(function) else function, *given) for function, *given in nodes)
 
     def mod(*scalars: Any) -> Any:
         return _replay(steps, output, scalars, tensors)

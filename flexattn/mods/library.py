@@ -155,7 +155,8 @@ def _check_sizes(
 
 def _checking_parts(mod: Any) -> Mod:
     """Returns a combination of mask_mods, told to make their checks."""
-    checks = [check for part in mod.keywords["mask_mods"] if (check := getattr(part, "_flexattn_check_sizes", None)) is not None]
+    checks = [getattr(part, "_flexattn_check_sizes", None) for part in mod.keywords["mask_mods"]]
+    checks = [check for check in checks if check is not None]
     if checks and not torch.compiler.is_compiling():
         setattr(mod, "_flexattn_check_sizes", functools.partial(_check_all, checks))  # noqa: B010
     return mod  # type: ignore[no-any-return]

@@ -338,7 +338,6 @@ def test_what_mods_do_is_written_down_as_it_is(name):
     [
         (lambda s, b, h, i, j: s if i > j else -s, "Data-dependent branching"),
         (lambda s, b, h, i, j: s * i.item(), "item"),
-        (lambda s, b, h, i, j: s + (i * 2).to((s * 2).dtype), "no kernel can run"),
         (lambda s, b, h, i, j: s.T, "does not show|makes a tensor of its own|no kernel can run"),
         (lambda s, b, h, i, j: [s], "returned"),
     ],
@@ -348,6 +347,38 @@ def test_what_a_mod_cannot_do_is_an_error_and_no_wrong_result(score_mod, text):
     compiled = torch.compile(call(score_mod=score_mod), fullgraph=True, backend="eager")
     with pytest.raises(Exception, match=text):
         compiled(*(t.detach() for t in tensors(2, 5)))
+
+
+TABLE = torch.tensor([0.5, 0.25, 2.0, 1.5])
+
+
+def by_dtype(s, b, h, i, j):
+    return s * TABLE[h] if (s * 2).dtype == torch.float32 and (i + j).dtype == torch.int64 else -s
+
+
+def by_dtype_of_an_entry(s, b, h, i, j):
+    row = TABLE[:, None][h]
+    return s + row[0] if (row.dtype, row.ndim, row.shape[0]) == (torch.float32, 1, 1) else -s
+
+
+def by_kind(s, b, h, i, j):
+    return s * 2 if torch.is_floating_point(s * 2) and (i * 2).dim() == 0 and not (i < j).is_floating_point() else -s
+
+
+def by_dtype_in_place(s, b, h, i, j):
+    x = s * 1
+    x += TABLE[h]
+    return x if x.dtype == torch.float32 else -s
+
+
+@pytest.mark.parametrize(
+    "score_mod", [by_dtype, by_dtype_of_an_entry, by_kind, by_dtype_in_place, lambda s, b, h, i, j: s + (i * 2).to((s * 2).dtype)]
+)
+def test_a_mod_takes_the_branch_of_its_results_dtype_and_shape(score_mod):
+    torch.compiler.reset()
+    leaves = [t.detach() for t in tensors(2, 5)]
+    compiled = torch.compile(call(score_mod=score_mod), fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(*leaves), call(score_mod=score_mod)(*leaves))
 
 
 def test_a_builtin_of_a_tensor_is_computed_or_refused():
