@@ -104,7 +104,7 @@ class Layout:
 
 
 class Saved:
-    """What a forward saves for a backward, and where the gradients go: to the leaves, the inputs that are differentiable."""
+    """The tensors that a forward saves for a backward, and the leaves: the inputs that the backward returns gradients of."""
 
     def __init__(self, x: Operands, layout: Layout, fp8: Fp8Steps | None) -> None:
         names = layout.names

@@ -595,6 +595,15 @@ def test_a_retained_graph_of_the_first_call_is_played_too(monkeypatch: pytest.Mo
     for _ in range(2):
         torch.autograd.grad(flexattn.attention(**call), leaves, dout)
     assert played == ["backward"] * 3 + ["forward", "backward"]
+    forget_rejections()  # after it, another backend may be chosen
+    torch.autograd.grad(out, leaves, dout, retain_graph=True)
+    monkeypatch.setenv("FLEXATTN_HOPPER", "never")
+    torch.autograd.grad(out, leaves, dout, retain_graph=True)
+    assert len(played) == 5
+    monkeypatch.delenv("FLEXATTN_HOPPER")
+    for _ in range(2):
+        torch.autograd.grad(out, leaves, dout, retain_graph=True)
+    assert len(played) == 6
 
 
 def test_a_run_is_recorded_once_and_then_settled() -> None:
