@@ -97,9 +97,11 @@ class Recording:
         self.stream: Callable[[], int] = lambda: 0
         self.set_to_zero: Callable[[int, int, int], None] = lambda stream, address, size: None
         self.can_replay: Callable[[], bool] = lambda: True
+        self.choices: Callable[[Sequence[float]], Any] = tuple  # all that launchers ask about numbers
         if has_launches:
-            from flexattn.kernels_triton.runtime import direct, launch
+            from flexattn.kernels_triton.runtime import call_numbers, direct, launch
 
+            self.choices = call_numbers.choices
             self.stream, self.can_replay, self.set_to_zero = launch.stream_of(device), launch.is_plain, direct.set_to_zero
         self.names = self._names()
         self.code = _compiled("\n    ".join(["def replay(inputs, addresses):", *self._lines()]))
@@ -111,9 +113,7 @@ class Recording:
         """Returns the recording of a call that differs only in its numbers, or None if it cannot be derived from this one."""
         if self.numbers is None:
             return None
-        from flexattn.kernels_triton.runtime.call_numbers import choices
-
-        if len(numbers) != len(self.numbers) or choices(numbers) != choices(self.numbers):
+        if len(numbers) != len(self.numbers) or self.choices(numbers) != self.choices(self.numbers):
             return None
         recording = copy.copy(self)
         recording.numbers = numbers

@@ -141,7 +141,8 @@ def _look_up_all(
 ) -> tuple[CallKey | None, CachedCall | None]:
     """`look_up` among all calls, by what the key says of each tensor; rest: the key's part for all else."""
     global _latest
-    parts: list[Any] = [rest]
+    rest_without, numbers = _split(rest)
+    parts: list[Any] = [rest_without]
     addresses, together, ids = [], 0, []
     for t in tensors:
         if t is None:
@@ -163,8 +164,8 @@ def _look_up_all(
         parts.append("v lies in k")  # which kernels load but once
     if len(set(ids)) < len(ids):
         parts.append(same_tensors(ids))
-    whole = tuple(parts)
-    known = _find(whole)
+    whole = tuple(parts), numbers
+    known = _find(*whole)
     key = make_key((whole, tensors, num_arguments, addresses, block_mask))
     if known is None or known.is_checked:  # such a call is prepared again, for what that checks, and then found by `new_call`
         return key, None
@@ -185,25 +186,28 @@ def _look_up_all(
 _LARGEST, _SMALLEST = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
 
 
-def _split(whole: Any) -> tuple[Hashable, _Numbers]:
-    """Returns a key without its numbers, and the numbers.
+def _split(rest: tuple[Any, ...]) -> tuple[Hashable, _Numbers]:
+    """Returns the part of a key for all but tensors without its numbers, and the numbers.
 
     What remains of softmax_scale and softcap is whether each is 0, on which the spec and the choice of kernels depend. Numbers that
     `validation.check_scalars` may refuse, and calls that have none, stay in the key whole. Their numbers are None.
     """
-    kinds, counts, others, state, window, of_mods, values = whole[0]
+    kinds, counts, others, state, window, of_mods, values = rest
     scale, softcap = others[:2]
-    if type(scale) is not float or type(softcap) is not float:
-        return ((kinds, counts, others, state, window, of_mods), *whole[1:]), (None, None, values)
-    if not (0.0 <= scale <= _LARGEST and (softcap == 0.0 or _SMALLEST <= softcap <= _LARGEST)):
-        return ((kinds, counts, others, state, window, of_mods), *whole[1:]), (None, None, values)
-    others = (scale == 0.0, softcap == 0.0, *others[2:])
-    return ((kinds, counts, others, state, window, of_mods), *whole[1:]), (scale, softcap, values)
+    if (
+        type(scale) is float
+        and type(softcap) is float
+        and 0.0 <= scale <= _LARGEST
+        and (softcap == 0.0 or _SMALLEST <= softcap <= _LARGEST)
+    ):
+        others = scale == 0.0, softcap == 0.0, others[2:]
+    else:
+        scale = softcap = None
+    return (kinds, counts, others, state, window, of_mods), (scale, softcap, values)
 
 
-def _find(whole: Hashable) -> CachedCall | None:
+def _find(kind: Hashable, numbers: _Numbers) -> CachedCall | None:
     """Returns the call with a key. A call that differs from a kept one only in softmax_scale and softcap is made of that one."""
-    kind, numbers = _split(whole)
     siblings = _calls.get(kind)
     found = None if siblings is None else siblings.get(numbers)
     if siblings is None or found is not None:
@@ -212,13 +216,11 @@ def _find(whole: Hashable) -> CachedCall | None:
     if scale is None or softcap is None:
         return None
     with lock:
-        others = list(siblings.items())
-    for (*_, same_values), other in reversed(others):
-        if same_values == values:
-            found = other.with_numbers(scale, softcap)
-            _keep(kind, numbers, found)
-            return found
-    return None
+        other = next((call for (*_, x), call in reversed(siblings.items()) if x == values), None)
+    if other is not None:
+        found = other.with_numbers(scale, softcap)
+        _keep(kind, numbers, found)
+    return found
 
 
 def new_call(
@@ -230,7 +232,7 @@ def new_call(
     the descales.
     """
     is_checked = options.check_values()
-    kind, numbers = _split(key.parts)
+    kind, numbers = key.parts
     siblings = _calls.get(kind, {})
     kept = siblings.get(numbers) if is_checked else None
     if kept is not None:
@@ -269,11 +271,11 @@ def new_call(
 
 def remember(key: CallKey, call: CachedCall) -> None:
     """Keeps a call that ran without an error."""
-    whole: Any = key.parts
-    kind, numbers = _split(whole)
+    kind: Any
+    kind, numbers = key.parts
     if call.is_checked and _calls.get(kind, {}).get(numbers) is call:
         return
-    kinds, _, _, _, window, _, _ = whole[0]
+    kinds, _, _, _, window, _ = kind[0]
     if any(isinstance(part, type) and issubclass(part, Tensor) for part in (*kinds, *(window or ()))):
         return  # a number in a tensor: the key would have the object, whatever it holds by then
     _keep(kind, numbers, call)

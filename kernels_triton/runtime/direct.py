@@ -217,7 +217,7 @@ class Direct:
         floats = sorted((others[i][0], offset_of_other[i], others[i][1]) for i in widest_first if others[i][1] in "fd")
         paths = call_numbers.places(names, (path for path, *_ in floats))
         slots = {path: (start, code) for path, start, code in floats}
-        self.numbers = [(place, path, *slots[path]) for place, path in paths]  # the call's: (index, path, start, code) of each
+        self.numbers = [(place, *slots[path]) for place, path in paths]  # the call's: (index, start in the buffer, code)
         scratch = at + -at % 8  # two null pointers for scratch memory, which does not exist
         self.size = scratch + 16
         starts = {
@@ -300,12 +300,13 @@ class Prepared:
         addresses = [t.data_ptr() for t in direct.tensors_of(arguments)]
         encoded = [m.at(address) for m, address in zip(self.maps, addresses[:count], strict=True)]
         direct._pack(self.buffer, programs, 0, (*encoded, *addresses[count:]), arguments, launches=False)
-        self.numbers = [(place, value_at(arguments, path)) for place, path, *_ in direct.numbers]
         self.launch = self._launch_with_maps() if self.maps else self._launcher()
 
     def has_numbers(self, numbers: Sequence[float]) -> bool:
         """Returns whether the arguments that are named as numbers of a call have the values of these."""
-        return all(place < len(numbers) and value == numbers[place] for place, value in self.numbers)
+        memory, at = self.buffer.memory, self.buffer.offset
+        found = ((place, struct.unpack_from(f"={code}", memory, at + start)[0], code) for place, start, code in self.direct.numbers)
+        return all(place < len(numbers) and value == _rounded(numbers[place], code) for place, value, code in found)
 
     def with_numbers(self, numbers: Sequence[float]) -> Prepared:
         """Returns the launch of a call with other numbers, in memory of its own."""
@@ -313,10 +314,8 @@ class Prepared:
         copied.buffer = buffer = _Buffer(self.direct)
         before, size = self.buffer.offset, self.direct.size
         buffer.memory[buffer.offset : buffer.offset + size] = self.buffer.memory[before : before + size]
-        copied.numbers = [(place, numbers[place]) for place, _ in self.numbers]
-        for place, _, start, code in self.direct.numbers:
-            value = ctypes.c_float(numbers[place]).value if code == "f" else numbers[place]
-            struct.pack_into(f"={code}", buffer.memory, buffer.offset + start, value)
+        for place, start, code in self.direct.numbers:
+            struct.pack_into(f"={code}", buffer.memory, buffer.offset + start, _rounded(numbers[place], code))
         copied.launch = copied._launch_with_maps() if copied.maps else copied._launcher()
         return copied
 
@@ -346,6 +345,11 @@ class Prepared:
                 _check(status, f"the launch of {name}")
 
         return launch
+
+
+def _rounded(number: float, code: str) -> float:
+    """Returns a number as the kernel gets it: in float32 for the code "f", infinite past the largest."""
+    return ctypes.c_float(number).value if code == "f" else number
 
 
 class _Kind(NamedTuple):
