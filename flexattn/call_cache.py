@@ -164,8 +164,11 @@ def _look_up_all(
         parts.append("v lies in k")  # which kernels load but once
     if len(set(ids)) < len(ids):
         parts.append(same_tensors(ids))
-    whole = tuple(parts), numbers
-    known = _find(*whole)
+    whole = kind, numbers = tuple(parts), numbers
+    siblings = _calls.get(kind)
+    known = None if siblings is None else siblings.get(numbers)
+    if known is None and siblings is not None:
+        known = _with_other_numbers(kind, numbers, siblings)
     key = make_key((whole, tensors, num_arguments, addresses, block_mask))
     if known is None or known.is_checked:  # such a call is prepared again, for what that checks, and then found by `new_call`
         return key, None
@@ -176,8 +179,8 @@ def _look_up_all(
     if known.likeness is not None:
         with lock:
             others = [entry for entry in _recent.get(rest, ()) if entry[2] is not known]
-            _recent[rest] = ((known.likeness, whole, known), *others[: _MOST_RECENT - 1])
-            _latest = rest, _recent[rest]
+            recent = _recent[rest] = ((known.likeness, whole, known), *others[: _MOST_RECENT - 1])
+            _latest = rest, recent
             if len(_recent) > MOST_CALLS:
                 _forget_recent()
     return key, known
@@ -206,21 +209,18 @@ def _split(rest: tuple[Any, ...]) -> tuple[Hashable, _Numbers]:
     return (kinds, counts, others, state, window, of_mods), (scale, softcap, values)
 
 
-def _find(kind: Hashable, numbers: _Numbers) -> CachedCall | None:
-    """Returns the call with a key. A call that differs from a kept one only in softmax_scale and softcap is made of that one."""
-    siblings = _calls.get(kind)
-    found = None if siblings is None else siblings.get(numbers)
-    if siblings is None or found is not None:
-        return found
+def _with_other_numbers(kind: Hashable, numbers: _Numbers, siblings: dict[_Numbers, CachedCall]) -> CachedCall | None:
+    """Returns a call, kept from now on, made of one that differs only in softmax_scale and softcap; None without one."""
     scale, softcap, values = numbers
     if scale is None or softcap is None:
         return None
     with lock:
         other = next((call for (*_, x), call in reversed(siblings.items()) if x == values), None)
-    if other is not None:
-        found = other.with_numbers(scale, softcap)
-        _keep(kind, numbers, found)
-    return found
+    if other is None:
+        return None
+    made = other.with_numbers(scale, softcap)
+    _keep(kind, numbers, made)
+    return made
 
 
 def new_call(
