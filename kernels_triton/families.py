@@ -31,6 +31,11 @@ def _blackwell(name: str) -> Any:
     return importlib.import_module(f"flexattn.kernels_triton.blackwell.{name}")
 
 
+def _gluon(name: str) -> Any:
+    """Returns a module that kernels in Gluon share, imported like those for sm_90."""
+    return importlib.import_module(f"flexattn.kernels_triton.gluon.{name}")
+
+
 Call = TypeVar("Call", Forward, Backward)
 
 
@@ -210,7 +215,7 @@ PORTABLE_BACKWARD = Family[Backward](
 
 
 def _gluon_splits(kernels: Any, call: Forward, tile: Any) -> Splits:
-    group = _hopper("conditions").heads_of_a_tile(call.problem, tile)
+    group = _gluon("conditions").heads_of_a_tile(call.problem, tile)
     return splits_of(call.problem, *kernels.tiles_and_room(call.problem, tile, group))
 
 
@@ -315,7 +320,7 @@ def _unsupported_in_fp32(call: Backward) -> str | None:
 
 
 def _unsupported_gradients(call: Backward) -> str | None:
-    errors = (_hopper("descriptors").descriptor_error(name, t) for name, t in (("dq", call.dq), ("dk", call.dk), ("dv", call.dv)))
+    errors = (_gluon("descriptors").descriptor_error(name, t) for name, t in (("dq", call.dq), ("dk", call.dk), ("dv", call.dv)))
     return next((error for error in errors if error), None)
 
 
@@ -340,7 +345,7 @@ def _with_key_lists(call: Backward) -> Backward:
 
 
 def _blocks_of_fused(tile: Any) -> str:
-    return _blocks(tile.queries, _hopper("conditions").KEYS)
+    return _blocks(tile.queries, _gluon("conditions").KEYS)
 
 
 def _blocks_of_two_kernels(tile: Any) -> str:

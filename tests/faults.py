@@ -1,6 +1,9 @@
 """Mutation run: each fault of faults.json is put into a copy of the checkout, and the tests named beside it must fail.
 
-    python tests/faults.py --processes 2 --kept outcomes.json --record
+    python -m tests.faults --processes 2 --kept outcomes.json --record
+
+A fault is an edit by syntax (tests/support/syntax.py): the code `old` becomes `new`. If the file has `old` more than once, `where`
+names the function or class. Layout and comments do not matter.
 
 A fault that no test kills is a hole in the tests, or changes no result; `survives_because` says why it is accepted. `--record`
 writes the first test that fails into faults.json as `found_by`, if it passes without the fault; tests/conftest.py runs these tests
@@ -32,6 +35,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.support import syntax
+
 ROOT = Path(__file__).parent.parent
 LIST = Path(__file__).with_suffix(".json")
 LIMIT_S = 300  # for the tests of one fault
@@ -39,7 +44,7 @@ DIED = " (the process died of signal "
 
 
 class Fault(NamedTuple):
-    """One edit of one file: `old`, which stands there exactly once, becomes `new`."""
+    """One edit of one file: the code `old`, which is there once, becomes `new`."""
 
     says: str  # the defect that a user would have
     file: str
@@ -48,6 +53,7 @@ class Fault(NamedTuple):
     tests: Sequence[str]  # arguments of pytest
     survives_because: str = ""
     found_by: str = ""  # the first of the tests that failed in the last recorded run
+    where: str = ""  # the function or class that has `old`, such as "f" or "Class.method"; "" if the file has it once
 
 
 class Outcome(NamedTuple):
@@ -82,7 +88,15 @@ def test_files(tests: Sequence[str]) -> list[str]:
 def digest(checkout: Path, fault: Fault) -> str:
     """Digest of an edit, of the file that it is in, and of the names of its tests."""
     source = (checkout / fault.file).read_text()
-    return hashlib.sha256(json.dumps([fault.file, source, fault.old, fault.new, *fault.tests]).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([fault.file, source, fault.where, fault.old, fault.new, *fault.tests]).encode()).hexdigest()
+
+
+def edit(source: str, fault: Fault) -> str:
+    """Returns the source with the fault. Raises ValueError if its place is not found once."""
+    try:
+        return syntax.replaced(source, fault.old, fault.new, fault.where)
+    except ValueError as e:
+        raise ValueError(f"{fault.file}: {fault.says}: {e}") from e
 
 
 @contextlib.contextmanager
@@ -90,11 +104,10 @@ def injected(checkout: Path, fault: Fault) -> Iterator[None]:
     """Inside, the checkout has the fault."""
     path = checkout / fault.file
     source = path.read_text()
-    if source.count(fault.old) != 1:
-        raise ValueError(f"{fault.file} has the text of {fault.says!r} {source.count(fault.old)} times; accepted: once")
+    edited = edit(source, fault)
     compiled = Path(importlib.util.cache_from_source(str(path)))  # by size and second, which the edit may leave as they are
     try:
-        path.write_text(source.replace(fault.old, fault.new))
+        path.write_text(edited)
         compiled.unlink(missing_ok=True)
         yield
     finally:

@@ -25,12 +25,12 @@ from flexattn.kernels_triton.blackwell.conditions import backward_tile
 from flexattn.kernels_triton.blackwell.tensor_memory import LANES, allocate_backward_sums
 from flexattn.kernels_triton.common.problem import Backward
 from flexattn.kernels_triton.common.tiles import BlackwellBackwardTile, cdiv
-from flexattn.kernels_triton.hopper.backward_blocks import key_block_of_program
-from flexattn.kernels_triton.hopper.fused_consumer import FusedArguments, FusedBarriers, FusedTiles
-from flexattn.kernels_triton.hopper.fused_launch import finish_fused, launch_of_fused
-from flexattn.kernels_triton.hopper.fused_loader import load_fused
-from flexattn.kernels_triton.hopper.operands import allocate_tiles
-from flexattn.kernels_triton.hopper.pipeline import allocate_barriers
+from flexattn.kernels_triton.gluon.backward_blocks import key_block_of_program
+from flexattn.kernels_triton.gluon.fused_arguments import FusedArguments, FusedBarriers, FusedTiles
+from flexattn.kernels_triton.gluon.fused_launch import finish_fused, launch_of_fused
+from flexattn.kernels_triton.gluon.fused_loader import load_fused
+from flexattn.kernels_triton.gluon.operands import allocate_tiles
+from flexattn.kernels_triton.gluon.pipeline import allocate_barriers
 from flexattn.kernels_triton.runtime.launch import hopper_kernel, launch
 
 

@@ -11,8 +11,8 @@ from triton.experimental.gluon.language.nvidia.blackwell import fence_async_shar
 
 from flexattn.kernels_triton.blackwell.backward_pipeline import CONSUMERS, Buffers
 from flexattn.kernels_triton.blackwell.tensor_memory import LANES, fence_after_sync, fence_before_sync, row_layout, weights_over
-from flexattn.kernels_triton.common.primitives import logits, through_mods
-from flexattn.kernels_triton.hopper.backward_blocks import (
+from flexattn.kernels_triton.common.scores import logits, through_mods
+from flexattn.kernels_triton.gluon.backward_blocks import (
     Block,
     ScorePlace,
     first_query_head,
@@ -20,10 +20,10 @@ from flexattn.kernels_triton.hopper.backward_blocks import (
     next_query_block,
     probabilities,
 )
-from flexattn.kernels_triton.hopper.block_ranges import query_block
-from flexattn.kernels_triton.hopper.fused_consumer import FusedArguments
-from flexattn.kernels_triton.hopper.masking import cuts_block, first_uncut_query
-from flexattn.kernels_triton.hopper.pipeline import release, wait_full
+from flexattn.kernels_triton.gluon.block_ranges import query_block
+from flexattn.kernels_triton.gluon.fused_arguments import FusedArguments
+from flexattn.kernels_triton.gluon.masking import cuts_block, first_uncut_query
+from flexattn.kernels_triton.gluon.pipeline import release, wait_full
 
 
 @gluon.jit

@@ -8,11 +8,11 @@ from triton.experimental.gluon.language.nvidia.blackwell import fence_async_shar
 
 from flexattn.kernels_triton.blackwell.backward_pipeline import DQ_COLUMNS, DQ_STAGES, Buffers
 from flexattn.kernels_triton.blackwell.tensor_memory import fence_after_sync, fence_before_sync, row_layout
-from flexattn.kernels_triton.hopper.backward_blocks import Block
-from flexattn.kernels_triton.hopper.block_ranges import query_block
-from flexattn.kernels_triton.hopper.dq_sums import in_order_of_sums, place_of_sums
-from flexattn.kernels_triton.hopper.fused_consumer import FusedArguments
-from flexattn.kernels_triton.hopper.query_walk import first_queries, next_queries
+from flexattn.kernels_triton.gluon.backward_blocks import Block
+from flexattn.kernels_triton.gluon.block_ranges import query_block
+from flexattn.kernels_triton.gluon.dq_sums import in_order_of_sums, place_of_sums
+from flexattn.kernels_triton.gluon.fused_arguments import FusedArguments
+from flexattn.kernels_triton.gluon.query_walk import first_queries, next_queries
 from flexattn.kernels_triton.runtime.gluon_names import reduce_add
 
 

@@ -9,8 +9,8 @@ from triton.experimental.gluon import language as gl
 
 from flexattn.kernels_triton.blackwell.tensor_memory import BackwardSums
 from flexattn.kernels_triton.common.problem import with_features
-from flexattn.kernels_triton.hopper.fused_consumer import FusedBarriers, FusedTiles
-from flexattn.kernels_triton.hopper.pipeline import allocate_barriers
+from flexattn.kernels_triton.gluon.fused_arguments import FusedBarriers, FusedTiles
+from flexattn.kernels_triton.gluon.pipeline import allocate_barriers
 
 CONSUMERS = gl.constexpr(2)  # warpgroups that share a tile of scores: half of its queries each
 DQ_COLUMNS = gl.constexpr(32)  # columns of dq that are read from tensor memory at a time

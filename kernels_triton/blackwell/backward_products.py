@@ -17,9 +17,9 @@ from triton.experimental.gluon.language.nvidia.blackwell import mbarrier, tcgen0
 
 from flexattn.kernels_triton.blackwell.backward_pipeline import Buffers
 from flexattn.kernels_triton.blackwell.tensor_memory import fence_after_sync, weights_over
-from flexattn.kernels_triton.hopper.backward_blocks import Block
-from flexattn.kernels_triton.hopper.fused_consumer import FusedArguments
-from flexattn.kernels_triton.hopper.pipeline import wait_empty, wait_full
+from flexattn.kernels_triton.gluon.backward_blocks import Block
+from flexattn.kernels_triton.gluon.fused_arguments import FusedArguments
+from flexattn.kernels_triton.gluon.pipeline import wait_empty, wait_full
 
 
 @gluon.jit

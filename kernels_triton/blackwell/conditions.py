@@ -12,14 +12,14 @@ from flexattn.kernels_triton.common.tiles import (
     BlackwellBackwardTile,
     BlackwellTile,
 )
-from flexattn.kernels_triton.hopper.conditions import (
+from flexattn.kernels_triton.gluon.conditions import (
     backward_unsupported_block_mask,
     unsupported_block_mask,
     unsupported_operands,
     unsupported_statistics,
 )
-from flexattn.kernels_triton.hopper.descriptors import descriptor_error
-from flexattn.kernels_triton.hopper.pages import unsupported_pages
+from flexattn.kernels_triton.gluon.descriptors import descriptor_error
+from flexattn.kernels_triton.gluon.pages import unsupported_pages
 from flexattn.kernels_triton.runtime.launch import capability_of
 
 

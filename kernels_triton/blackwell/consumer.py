@@ -11,12 +11,12 @@ from triton.experimental.gluon.language.nvidia.blackwell import fence_async_shar
 from flexattn.kernels_triton.blackwell.dropout import kept
 from flexattn.kernels_triton.blackwell.pipeline import Buffers
 from flexattn.kernels_triton.blackwell.tensor_memory import LANES, fence_after_sync, fence_before_sync, forward_weights, row_layout
-from flexattn.kernels_triton.common.primitives import head_of
-from flexattn.kernels_triton.hopper.block_ranges import blocks_of_consumer, key_block
-from flexattn.kernels_triton.hopper.descriptors import store_rows
-from flexattn.kernels_triton.hopper.dropout import dropout_state, scaled
-from flexattn.kernels_triton.hopper.forward_arguments import Arguments
-from flexattn.kernels_triton.hopper.forward_rows import (
+from flexattn.kernels_triton.common.heads import head_of
+from flexattn.kernels_triton.gluon.block_ranges import blocks_of_consumer, key_block
+from flexattn.kernels_triton.gluon.descriptors import store_rows
+from flexattn.kernels_triton.gluon.dropout import dropout_state, scaled
+from flexattn.kernels_triton.gluon.forward_arguments import Arguments
+from flexattn.kernels_triton.gluon.forward_rows import (
     Invariants,
     report_max_logit,
     rows_and_heads,
@@ -28,9 +28,9 @@ from flexattn.kernels_triton.hopper.forward_rows import (
     sums_with_sink_behind,
     visible_scores,
 )
-from flexattn.kernels_triton.hopper.forward_work import ReceivedTile, received_tile
-from flexattn.kernels_triton.hopper.softmax import exponentials
-from flexattn.kernels_triton.hopper.tile_scheduler import receive_tile
+from flexattn.kernels_triton.gluon.forward_work import ReceivedTile, received_tile
+from flexattn.kernels_triton.gluon.softmax import exponentials
+from flexattn.kernels_triton.gluon.tile_scheduler import receive_tile
 
 
 class Carry(NamedTuple):

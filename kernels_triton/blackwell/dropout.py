@@ -1,4 +1,4 @@
-"""Dropout in the forward for sm_100: the weights that `primitives.dropout_keep` keeps, if one thread has a row of weights.
+"""Dropout in the forward for sm_100: the weights that `common.dropout.dropout_keep` keeps, if one thread has a row of weights.
 
 A thread makes all Philox calls of its row, one for each eight neighbouring keys, and also holds all weights that they decide about.
 """
@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flexattn.kernels_triton.blackwell.tensor_memory import LANES, row_layout
-from flexattn.kernels_triton.hopper.dropout import DropoutState, philox
+from flexattn.kernels_triton.gluon.dropout import DropoutState, philox
 
 
 @gluon.jit

@@ -19,12 +19,12 @@ from flexattn.kernels_triton.common.launch_order import wait_for_previous
 from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.common.split_kv import number_of_splits
 from flexattn.kernels_triton.common.tiles import BlackwellTile
-from flexattn.kernels_triton.hopper.conditions import heads_of_a_tile
-from flexattn.kernels_triton.hopper.forward_arguments import Arguments, Tiles, number_of_tiles
-from flexattn.kernels_triton.hopper.forward_launch import Division, Outputs, prepare_forward
-from flexattn.kernels_triton.hopper.forward_partition import load_partition
-from flexattn.kernels_triton.hopper.operands import allocate_blocks, allocate_tiles
-from flexattn.kernels_triton.hopper.pairs import allocate_key_pair, allocate_pair
+from flexattn.kernels_triton.gluon.conditions import heads_of_a_tile
+from flexattn.kernels_triton.gluon.forward_arguments import Arguments, Tiles, number_of_tiles
+from flexattn.kernels_triton.gluon.forward_launch import Division, Outputs, prepare_forward
+from flexattn.kernels_triton.gluon.forward_partition import load_partition
+from flexattn.kernels_triton.gluon.operands import allocate_blocks, allocate_tiles
+from flexattn.kernels_triton.gluon.pairs import allocate_key_pair, allocate_pair
 from flexattn.kernels_triton.runtime.launch import hopper_kernel, launch, num_processors
 
 

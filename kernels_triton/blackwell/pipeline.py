@@ -8,8 +8,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flexattn.kernels_triton.blackwell.tensor_memory import ForwardTiles
-from flexattn.kernels_triton.hopper.forward_arguments import Tiles
-from flexattn.kernels_triton.hopper.pipeline import ForwardBarriers, allocate_barriers, allocate_tile_slots
+from flexattn.kernels_triton.gluon.forward_arguments import Tiles
+from flexattn.kernels_triton.gluon.pipeline import ForwardBarriers, allocate_barriers, allocate_tile_slots
 
 
 class ProductBarriers(NamedTuple):

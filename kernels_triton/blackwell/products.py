@@ -16,11 +16,11 @@ from triton.experimental.gluon.language.nvidia.blackwell import mbarrier, tcgen0
 
 from flexattn.kernels_triton.blackwell.pipeline import Buffers
 from flexattn.kernels_triton.blackwell.tensor_memory import fence_after_sync, forward_weights, multiply_scores
-from flexattn.kernels_triton.hopper.block_ranges import blocks_of_consumer
-from flexattn.kernels_triton.hopper.forward_arguments import Arguments
-from flexattn.kernels_triton.hopper.forward_work import received_tile
-from flexattn.kernels_triton.hopper.pipeline import wait_full
-from flexattn.kernels_triton.hopper.tile_scheduler import receive_tile
+from flexattn.kernels_triton.gluon.block_ranges import blocks_of_consumer
+from flexattn.kernels_triton.gluon.forward_arguments import Arguments
+from flexattn.kernels_triton.gluon.forward_work import received_tile
+from flexattn.kernels_triton.gluon.pipeline import wait_full
+from flexattn.kernels_triton.gluon.tile_scheduler import receive_tile
 
 
 class Share(NamedTuple):

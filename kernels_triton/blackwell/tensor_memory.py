@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
     tcgen05_mma,
 )
 
-from flexattn.kernels_triton.hopper.pairs import Pair
+from flexattn.kernels_triton.gluon.pairs import Pair
 from flexattn.kernels_triton.runtime.gluon_names import reinterpreted, tensor_rows
 
 LANES = gl.constexpr(128)  # rows of a tile: tcgen05.mma's M

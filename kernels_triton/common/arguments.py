@@ -86,7 +86,7 @@ class Scores(NamedTuple):
 
 
 class Head(NamedTuple):
-    """`Scores` of one head of one sequence, inside a kernel, from `primitives.head_of`."""
+    """`Scores` of one head of one sequence, inside a kernel, from `heads.head_of`."""
 
     b: Any
     h: Any
@@ -175,7 +175,7 @@ class Saved(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """Numbers of each query that the portable backward kernels read, fp32; `primitives.statistics_row` gives their index."""
+    """Numbers of each query that the portable backward kernels read, fp32; `row_statistics.statistics_row` gives their index."""
 
     lse_log2_ptr: Pointer  # lse in units of log2, +inf for a row that sees nothing
     delta_ptr: Pointer  # sum(out * dout) - dlse

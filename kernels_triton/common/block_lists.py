@@ -62,7 +62,7 @@ def load_block_lists(
     HAS_BEFORE: tl.constexpr,
     META: tl.constexpr,
 ):
-    # visible: a `primitives.VisibleRange`
+    # visible: a `band.VisibleRange`
     pointer = list_from(lists.indices_ptr, row, lists.length, 0)
     count = tl.load(lists.counts_ptr + row)
     skipped, num_masked = cut_list(pointer, count, visible.begin, visible.end, SIZE, HAS_BEFORE, META)

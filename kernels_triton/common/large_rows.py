@@ -14,26 +14,19 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from flexattn.kernels_triton.common.addressing import row_pointer, row_steps
 from flexattn.kernels_triton.common.arguments import BlockMaskLists, Inputs, Pointer
+from flexattn.kernels_triton.common.band import visible_keys, visible_range_of_keys
 from flexattn.kernels_triton.common.block_lists import all_tiles, listed_tile, load_block_lists
-from flexattn.kernels_triton.common.primitives import (
-    LN2,
-    LOG2E,
-    descaled,
-    head_of,
-    large_part,
-    load_descale,
-    load_sequence,
-    load_sink,
-    load_tile,
-    logits,
-    lse_row,
-    row_pointer,
-    row_steps,
-    visible_keys,
-    visible_range_of_keys,
-)
+from flexattn.kernels_triton.common.exponents import LN2, LOG2E
+from flexattn.kernels_triton.common.fp8_tiles import descaled, load_descale
+from flexattn.kernels_triton.common.heads import head_of
+from flexattn.kernels_triton.common.lse_rows import large_part, lse_row
 from flexattn.kernels_triton.common.problem import Problem
+from flexattn.kernels_triton.common.scores import logits
+from flexattn.kernels_triton.common.sequences import load_sequence
+from flexattn.kernels_triton.common.sinks import load_sink
+from flexattn.kernels_triton.common.tile_memory import load_tile
 from flexattn.kernels_triton.common.tiles import BIAS_GRADIENT, cdiv
 from flexattn.kernels_triton.runtime.launch import kernel, launch
 

@@ -13,24 +13,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flexattn.kernels_triton.common.addressing import row_pointer, row_steps
 from flexattn.kernels_triton.common.arguments import Lengths, Pointer, Rows, Saved, Scale, Statistics
+from flexattn.kernels_triton.common.copies import packed_start
 from flexattn.kernels_triton.common.large_rows import LargeRows, large_rows
-from flexattn.kernels_triton.common.primitives import (
-    Queries,
-    load_large,
-    load_sequence,
-    load_tile,
-    make_row_statistics,
-    packed_start,
-    row_pointer,
-    row_steps,
-    sink_probability,
-    statistics_row,
-    store_tile,
-    store_zeros,
-)
+from flexattn.kernels_triton.common.lse_rows import load_large
+from flexattn.kernels_triton.common.padding import store_zeros
 from flexattn.kernels_triton.common.problem import Backward, Problem, rows
 from flexattn.kernels_triton.common.quantize import LARGEST, largest_of_rows, scale_of, to_fp8
+from flexattn.kernels_triton.common.row_statistics import Queries, make_row_statistics, statistics_row
+from flexattn.kernels_triton.common.sequences import load_sequence
+from flexattn.kernels_triton.common.sinks import sink_probability
+from flexattn.kernels_triton.common.tile_memory import load_tile, store_tile
 from flexattn.kernels_triton.common.tiles import cdiv
 from flexattn.kernels_triton.runtime.entry import WidePointer
 from flexattn.kernels_triton.runtime.launch import Tile, kernel, launch

@@ -136,7 +136,7 @@ class Features(NamedTuple):
     IS_BIAS_CONTIGUOUS: bool  # neighbouring keys are neighbours in memory
     HAS_ALIBI: bool
     HAS_SOFTCAP: bool
-    HAS_EXACT_TANH: bool  # for the softcap, `primitives.tanh`
+    HAS_EXACT_TANH: bool  # for the softcap, `tanh.tanh`
     IS_UNBOUNDED: bool  # logits may have any size, whatever q and k are
     HAS_DROPOUT: bool
     ORIGIN: int  # columns of an rng_state with origins, for dropout at positions of a larger problem; 0: no origins

@@ -10,18 +10,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flexattn.kernels_triton.common.addressing import row_pointer, row_steps
 from flexattn.kernels_triton.common.arguments import Channels, Lengths, Pointer, Rows
-from flexattn.kernels_triton.common.primitives import (
-    load_padding,
-    load_sequence,
-    load_tile,
-    packed_start,
-    row_pointer,
-    row_steps,
-    store_tile,
-    transposed_column,
-)
+from flexattn.kernels_triton.common.copies import packed_start, transposed_column
+from flexattn.kernels_triton.common.padding import load_padding
 from flexattn.kernels_triton.common.problem import Problem, rows
+from flexattn.kernels_triton.common.sequences import load_sequence
+from flexattn.kernels_triton.common.tile_memory import load_tile, store_tile
 from flexattn.kernels_triton.common.tiles import split_head_dim
 from flexattn.kernels_triton.runtime.entry import WidePointer
 from flexattn.kernels_triton.runtime.launch import Tile, capability_of, kernel, launch
@@ -39,7 +34,7 @@ _COLUMNS = Tile(64, 32, 4, 1)  # tokens of a program of the transposition
 
 
 class _Meta(NamedTuple):
-    """Constants that a pass over a tensor is compiled for; the names that `primitives` reads are those of `Meta`."""
+    """Constants that a pass over a tensor is compiled for; shared functions read some by their names in `Meta`."""
 
     IS_RAGGED: bool
     HAS_GAPS: bool

@@ -14,19 +14,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flexattn.kernels_triton.common.addressing import row_pointer, row_steps
 from flexattn.kernels_triton.common.arguments import Lengths, Pointer, Rows
+from flexattn.kernels_triton.common.band import VisibleRange
+from flexattn.kernels_triton.common.exponents import LN2, LOG2E
 from flexattn.kernels_triton.common.launch_order import overlaps, wait_for_previous
-from flexattn.kernels_triton.common.primitives import (
-    LN2,
-    LOG2E,
-    VisibleRange,
-    load_padding,
-    load_sequence,
-    row_pointer,
-    row_steps,
-    store_zeros,
-)
+from flexattn.kernels_triton.common.padding import load_padding, store_zeros
 from flexattn.kernels_triton.common.problem import Problem, rows
+from flexattn.kernels_triton.common.sequences import load_sequence
 from flexattn.kernels_triton.common.tile_schedule import zero_padding
 from flexattn.kernels_triton.common.tiles import HOPPER_BYTES, PLAN_QUERIES, SPLIT_FROM, SPLIT_KEYS, SPLIT_MOST, SPLIT_QUERIES, cdiv
 from flexattn.kernels_triton.runtime.entry import WidePointer
@@ -103,7 +98,7 @@ class Parts(NamedTuple):
     """Partial results of the splits, with rows in the order of lse."""
 
     out: Tensor  # fp32 [splits, rows, width]; the first columns are v's
-    lse: Tensor  # fp32 [1 or 2, splits, rows]: for unbounded logits, the second is lse's rounding error (`primitives.log_of_sum`)
+    lse: Tensor  # fp32 [1 or 2, splits, rows]: for unbounded logits, the second is lse's rounding error (`exponents.log_of_sum`)
 
     @classmethod
     def empty(cls, splits: int, lse: Tensor, width: int, is_unbounded: bool) -> Parts:
@@ -125,7 +120,7 @@ def share_of_split(count, split, num_splits):
 
 @triton.jit
 def range_of_split(visible, split, num_splits, STEP: tl.constexpr, PIECE: tl.constexpr):
-    # Returns a split's share of a `primitives.VisibleRange`, or the intersection of the range with a piece of the keys.
+    # Returns a split's share of a `band.VisibleRange`, or the intersection of the range with a piece of the keys.
     if PIECE > 0:
         end = tl.cdiv(visible.end, STEP) * STEP
         begin = tl.minimum(tl.maximum(visible.begin, split * PIECE), end)
@@ -139,7 +134,7 @@ def range_of_split(visible, split, num_splits, STEP: tl.constexpr, PIECE: tl.con
 
 @triton.jit
 def range_of_blocks(visible, first, end, STEP: tl.constexpr):
-    # Returns blocks `first` up to `end` of a `primitives.VisibleRange`; `end` may be past its own end.
+    # Returns blocks `first` up to `end` of a `band.VisibleRange`; `end` may be past its own end.
     rounded_end = visible.begin + tl.cdiv(visible.end - visible.begin, STEP) * STEP
     begin = tl.minimum(visible.begin + first * STEP, rounded_end)
     return _cut_range(visible, begin, tl.minimum(visible.begin + end * STEP, rounded_end))
@@ -178,7 +173,7 @@ class CombineArguments(NamedTuple):
 
 
 class CombineMeta(NamedTuple):
-    """Constants that the kernel is compiled for; the names that `primitives` reads are those of `Meta`."""
+    """Constants that the kernel is compiled for; shared functions read some by their names in `Meta`."""
 
     HEAD_DIM: int
     WIDTH: int  # elements of a part's row

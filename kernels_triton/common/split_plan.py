@@ -23,10 +23,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flexattn.kernels_triton.common.addressing import row_pointer
 from flexattn.kernels_triton.common.arguments import Band, Lengths, Pointer, Rows
 from flexattn.kernels_triton.common.launch_order import let_next_begin, overlaps, wait_for_previous
-from flexattn.kernels_triton.common.primitives import load_sequence, row_pointer
 from flexattn.kernels_triton.common.problem import Problem, rows
+from flexattn.kernels_triton.common.sequences import load_sequence
 from flexattn.kernels_triton.common.split_kv import PartPointers, Parts, store_padding, sum_of_parts
 from flexattn.kernels_triton.common.tiles import SPLIT_KEYS, cdiv, slots_of_heads
 from flexattn.kernels_triton.runtime.launch import Tile, kernel, launch
@@ -266,7 +267,7 @@ class PiecesArguments(NamedTuple):
 
 
 class PiecesMeta(NamedTuple):
-    """Constants that the kernel is compiled for; the names that `primitives` and `sum_of_parts` read are those of their metas."""
+    """Constants that the kernel is compiled for; shared functions read some by their names in `Meta`."""
 
     HEAD_DIM: int
     WIDTH: int

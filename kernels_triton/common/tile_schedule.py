@@ -8,9 +8,11 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from flexattn.kernels_triton.common.addressing import row_pointer, row_steps
 from flexattn.kernels_triton.common.arguments import Lengths, Pointer, Rows
-from flexattn.kernels_triton.common.primitives import load_padding, load_sequence, row_pointer, row_steps, store_zeros
+from flexattn.kernels_triton.common.padding import load_padding, store_zeros
 from flexattn.kernels_triton.common.problem import Problem, rows
+from flexattn.kernels_triton.common.sequences import load_sequence
 from flexattn.kernels_triton.common.tiles import cdiv, split_head_dim
 from flexattn.kernels_triton.runtime.launch import Tile, kernel, launch
 
@@ -113,7 +115,7 @@ class PaddingArguments(NamedTuple):
 
 
 class PaddingMeta(NamedTuple):
-    """Constants that the kernel is compiled for; the names that `primitives` reads are those of `Meta`."""
+    """Constants that the kernel is compiled for; shared functions read some by their names in `Meta`."""
 
     PARTS: int  # programs that share the padding of one sequence and its heads
     HEAD_DIM: int

@@ -15,12 +15,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from flexattn.kernels_triton.common.arguments import Band, BlockMaskLists, Dropout, Lengths, Scores
+from flexattn.kernels_triton.common.heads import head_of
 from flexattn.kernels_triton.common.preprocess import tiled_statistics
-from flexattn.kernels_triton.common.primitives import head_of
 from flexattn.kernels_triton.common.problem import Backward
 from flexattn.kernels_triton.common.tile_schedule import zero_padding
 from flexattn.kernels_triton.common.tiles import HopperBackwardTile, split_head_dim
-from flexattn.kernels_triton.hopper.backward_blocks import (
+from flexattn.kernels_triton.gluon.backward_blocks import (
     Block,
     LargeLse,
     backward_work,
@@ -28,15 +28,29 @@ from flexattn.kernels_triton.hopper.backward_blocks import (
     query_block_of_program,
     statistics_of_block,
 )
-from flexattn.kernels_triton.hopper.backward_launch import Stages, backward_meta, shared_arguments
-from flexattn.kernels_triton.hopper.block_ranges import key_block
-from flexattn.kernels_triton.hopper.conditions import QUERIES, backward_tile
-from flexattn.kernels_triton.hopper.descriptors import (
+from flexattn.kernels_triton.gluon.block_ranges import key_block
+from flexattn.kernels_triton.gluon.conditions import QUERIES
+from flexattn.kernels_triton.gluon.descriptors import (
     Step,
     load_rows,
     ragged_descriptor,
     step_of,
 )
+from flexattn.kernels_triton.gluon.fp32_gradients import Fp32Rows, fp32_rows
+from flexattn.kernels_triton.gluon.operands import ROWS, allocate_tiles
+from flexattn.kernels_triton.gluon.pairs import (
+    Pair,
+    allocate_pair,
+    load_pair,
+    origin_of,
+    pair_bytes,
+    pair_descriptor,
+    store_pair,
+)
+from flexattn.kernels_triton.gluon.pipeline import allocate_barriers, wait_empty
+from flexattn.kernels_triton.gluon.tile_scheduler import Work
+from flexattn.kernels_triton.hopper.backward_launch import Stages, backward_meta, shared_arguments
+from flexattn.kernels_triton.hopper.conditions import backward_tile
 from flexattn.kernels_triton.hopper.dkdv_consumer import (
     DkdvConsumerBarriers,
     DkdvOperands,
@@ -51,19 +65,6 @@ from flexattn.kernels_triton.hopper.dkdv_loader import (
     load_dkdv,
 )
 from flexattn.kernels_triton.hopper.dq_consumer import DqConsumerBarriers, DqOperands, DqRows, consume_dq
-from flexattn.kernels_triton.hopper.fp32_gradients import Fp32Rows, fp32_rows
-from flexattn.kernels_triton.hopper.operands import ROWS, allocate_tiles
-from flexattn.kernels_triton.hopper.pairs import (
-    Pair,
-    allocate_pair,
-    load_pair,
-    origin_of,
-    pair_bytes,
-    pair_descriptor,
-    store_pair,
-)
-from flexattn.kernels_triton.hopper.pipeline import allocate_barriers, wait_empty
-from flexattn.kernels_triton.hopper.tile_scheduler import Work
 from flexattn.kernels_triton.runtime.launch import Tile, hopper_kernel, launch
 
 

@@ -13,14 +13,16 @@ from triton.experimental.gluon import language as gl
 
 from flexattn.kernels_triton.common.problem import Backward
 from flexattn.kernels_triton.common.tiles import HopperFusedTile
-from flexattn.kernels_triton.hopper.backward_blocks import key_block_of_program
+from flexattn.kernels_triton.gluon.backward_blocks import key_block_of_program
+from flexattn.kernels_triton.gluon.dq_sums import add_dq
+from flexattn.kernels_triton.gluon.fused_arguments import FusedArguments, FusedBarriers, FusedTiles
+from flexattn.kernels_triton.gluon.fused_launch import finish_fused
+from flexattn.kernels_triton.gluon.fused_loader import load_fused
+from flexattn.kernels_triton.gluon.operands import allocate_tiles
+from flexattn.kernels_triton.gluon.pipeline import STAGES, allocate_barriers, allocate_tile_slots
 from flexattn.kernels_triton.hopper.conditions import fused_tile
-from flexattn.kernels_triton.hopper.dq_sums import add_dq
-from flexattn.kernels_triton.hopper.fused_consumer import FusedArguments, FusedBarriers, FusedTiles, consume_fused
-from flexattn.kernels_triton.hopper.fused_launch import finish_fused, prepare_fused
-from flexattn.kernels_triton.hopper.fused_loader import load_fused
-from flexattn.kernels_triton.hopper.operands import allocate_tiles
-from flexattn.kernels_triton.hopper.pipeline import STAGES, allocate_barriers, allocate_tile_slots
+from flexattn.kernels_triton.hopper.fused_consumer import consume_fused
+from flexattn.kernels_triton.hopper.fused_launch import prepare_fused
 from flexattn.kernels_triton.runtime.launch import hopper_kernel, launch, num_processors
 
 

@@ -16,9 +16,13 @@ from flexattn.kernels_triton.common.preprocess import tiled_statistics
 from flexattn.kernels_triton.common.problem import Backward
 from flexattn.kernels_triton.common.tile_schedule import zero_padding
 from flexattn.kernels_triton.common.tiles import HOPPER_FUSED_192, HopperFused192Tile, split_head_dim
-from flexattn.kernels_triton.hopper.backward_blocks import backward_work, key_block_of_program
+from flexattn.kernels_triton.gluon.backward_blocks import backward_work, key_block_of_program
+from flexattn.kernels_triton.gluon.conditions import KEYS
+from flexattn.kernels_triton.gluon.dq_sums import DqRing, convert_dq
+from flexattn.kernels_triton.gluon.operands import ROWS, allocate_tiles
+from flexattn.kernels_triton.gluon.pairs import allocate_pair
+from flexattn.kernels_triton.gluon.pipeline import allocate_barriers
 from flexattn.kernels_triton.hopper.backward_launch import Stages, backward_meta
-from flexattn.kernels_triton.hopper.conditions import KEYS
 from flexattn.kernels_triton.hopper.dkdv_loader import (
     DkdvArguments,
     DkdvBarriers,
@@ -26,16 +30,12 @@ from flexattn.kernels_triton.hopper.dkdv_loader import (
     arguments_of_dkdv,
     load_dkdv,
 )
-from flexattn.kernels_triton.hopper.dq_sums import DqRing, convert_dq
 from flexattn.kernels_triton.hopper.fused_192_consumer import (
     NARROW,
     Fused192Tiles,
     add_dq_192,
     consume_fused_192,
 )
-from flexattn.kernels_triton.hopper.operands import ROWS, allocate_tiles
-from flexattn.kernels_triton.hopper.pairs import allocate_pair
-from flexattn.kernels_triton.hopper.pipeline import allocate_barriers
 from flexattn.kernels_triton.runtime.launch import Tile, hopper_kernel, launch
 
 

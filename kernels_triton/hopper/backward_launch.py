@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from flexattn.kernels_triton.common.preprocess import Tiled
 from flexattn.kernels_triton.common.problem import Problem, with_features
-from flexattn.kernels_triton.hopper.backward_blocks import LargeLse
+from flexattn.kernels_triton.gluon.backward_blocks import LargeLse
 from flexattn.kernels_triton.hopper.fp8_backward_operands import is_plain
 
 

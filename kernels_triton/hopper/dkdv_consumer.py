@@ -12,8 +12,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from flexattn.kernels_triton.common.primitives import is_any_large, relative_to_lse, through_mods
-from flexattn.kernels_triton.hopper.backward_blocks import (
+from flexattn.kernels_triton.common.lse_rows import is_any_large, relative_to_lse
+from flexattn.kernels_triton.common.scores import through_mods
+from flexattn.kernels_triton.gluon.backward_blocks import (
     Block,
     first_query_head,
     head_at,
@@ -21,15 +22,16 @@ from flexattn.kernels_triton.hopper.backward_blocks import (
     loops_of,
     next_query_block,
 )
-from flexattn.kernels_triton.hopper.barriers import BOTH, DS_WRITTEN, LAST, P_WRITTEN, named_barrier_sync
-from flexattn.kernels_triton.hopper.block_ranges import query_block
-from flexattn.kernels_triton.hopper.dropout import drawn_weights, dropout_state, kept, kept_gradient, scaled
+from flexattn.kernels_triton.gluon.barriers import BOTH, DS_WRITTEN, LAST, P_WRITTEN, named_barrier_sync
+from flexattn.kernels_triton.gluon.block_ranges import query_block
+from flexattn.kernels_triton.gluon.dropout import drawn_weights, dropout_state, kept, kept_gradient, scaled
+from flexattn.kernels_triton.gluon.fp32_gradients import store_key_gradient
+from flexattn.kernels_triton.gluon.masking import apply_mask_mod, hide_queries_past_the_end, mask_queries
+from flexattn.kernels_triton.gluon.operands import ROWS, opaque_zero
+from flexattn.kernels_triton.gluon.pairs import Pair
+from flexattn.kernels_triton.gluon.pipeline import release, wait_full
 from flexattn.kernels_triton.hopper.fp8 import dp_factor_of, product_logits, score_factor
-from flexattn.kernels_triton.hopper.fp32_gradients import store_key_gradient
-from flexattn.kernels_triton.hopper.masking import apply_mask_mod, hide_queries_past_the_end, mask_queries
-from flexattn.kernels_triton.hopper.operands import ROWS, opaque_zero
-from flexattn.kernels_triton.hopper.pairs import Pair, score_product
-from flexattn.kernels_triton.hopper.pipeline import release, wait_full
+from flexattn.kernels_triton.hopper.products import score_product
 
 
 class DkdvOperands(NamedTuple):

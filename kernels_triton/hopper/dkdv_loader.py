@@ -11,10 +11,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from flexattn.kernels_triton.common.arguments import Band, BlockMaskLists, Dropout, Lengths, Scores
 from flexattn.kernels_triton.common.preprocess import Tiled
 from flexattn.kernels_triton.common.problem import Backward
-from flexattn.kernels_triton.hopper.backward_blocks import Block, LargeLse
-from flexattn.kernels_triton.hopper.backward_launch import shared_arguments
-from flexattn.kernels_triton.hopper.block_ranges import query_block
-from flexattn.kernels_triton.hopper.descriptors import (
+from flexattn.kernels_triton.gluon.backward_blocks import Block, LargeLse
+from flexattn.kernels_triton.gluon.block_ranges import query_block
+from flexattn.kernels_triton.gluon.descriptors import (
     Step,
     load_rows,
     load_statistics,
@@ -23,12 +22,13 @@ from flexattn.kernels_triton.hopper.descriptors import (
     step_of,
     store_rows,
 )
-from flexattn.kernels_triton.hopper.fp32_gradients import Fp32Rows, fp32_rows
-from flexattn.kernels_triton.hopper.operands import ROWS
-from flexattn.kernels_triton.hopper.pairs import Pair, load_pair, origin_of, origin_of_head, pair_bytes, pair_descriptor, store_pair
-from flexattn.kernels_triton.hopper.pipeline import wait_empty
-from flexattn.kernels_triton.hopper.query_walk import first_queries, next_queries
-from flexattn.kernels_triton.hopper.tile_scheduler import Work
+from flexattn.kernels_triton.gluon.fp32_gradients import Fp32Rows, fp32_rows
+from flexattn.kernels_triton.gluon.operands import ROWS
+from flexattn.kernels_triton.gluon.pairs import Pair, load_pair, origin_of, origin_of_head, pair_bytes, pair_descriptor, store_pair
+from flexattn.kernels_triton.gluon.pipeline import wait_empty
+from flexattn.kernels_triton.gluon.query_walk import first_queries, next_queries
+from flexattn.kernels_triton.gluon.tile_scheduler import Work
+from flexattn.kernels_triton.hopper.backward_launch import shared_arguments
 
 
 class DkdvDescriptors(NamedTuple):

@@ -9,23 +9,25 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from flexattn.kernels_triton.common.arguments import Head
-from flexattn.kernels_triton.common.primitives import is_any_large, relative_to_lse, through_mods
-from flexattn.kernels_triton.hopper.backward_blocks import (
+from flexattn.kernels_triton.common.lse_rows import is_any_large, relative_to_lse
+from flexattn.kernels_triton.common.scores import through_mods
+from flexattn.kernels_triton.gluon.backward_blocks import (
     Block,
     hides_some_key,
     last_key_seen_by_all,
     load_query_statistics,
     loops_of,
 )
-from flexattn.kernels_triton.hopper.barriers import BOTH, LAST, named_barrier_sync
-from flexattn.kernels_triton.hopper.block_ranges import key_block
-from flexattn.kernels_triton.hopper.dropout import drawn_weights, dropout_state, kept_gradient
+from flexattn.kernels_triton.gluon.barriers import BOTH, LAST, named_barrier_sync
+from flexattn.kernels_triton.gluon.block_ranges import key_block
+from flexattn.kernels_triton.gluon.dropout import drawn_weights, dropout_state, kept_gradient
+from flexattn.kernels_triton.gluon.fp32_gradients import store_fp32
+from flexattn.kernels_triton.gluon.masking import apply_mask_mod, mask_keys
+from flexattn.kernels_triton.gluon.operands import ROWS, opaque_zero
+from flexattn.kernels_triton.gluon.pairs import Pair
+from flexattn.kernels_triton.gluon.pipeline import release, wait_full
 from flexattn.kernels_triton.hopper.fp8 import dp_factor_of, product_logits, score_factor
-from flexattn.kernels_triton.hopper.fp32_gradients import store_fp32
-from flexattn.kernels_triton.hopper.masking import apply_mask_mod, mask_keys
-from flexattn.kernels_triton.hopper.operands import ROWS, opaque_zero
-from flexattn.kernels_triton.hopper.pairs import Pair, score_product
-from flexattn.kernels_triton.hopper.pipeline import release, wait_full
+from flexattn.kernels_triton.hopper.products import score_product
 
 
 class DqOperands(NamedTuple):

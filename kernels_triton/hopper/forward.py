@@ -15,30 +15,30 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
+from flexattn.kernels_triton.common.heads import head_of
 from flexattn.kernels_triton.common.launch_order import wait_for_previous
-from flexattn.kernels_triton.common.primitives import head_of
 from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.common.split_kv import number_of_splits
 from flexattn.kernels_triton.common.tiles import (
     HopperTile,
 )
-from flexattn.kernels_triton.hopper.barriers import BOTH, PINGPONG, named_barrier_arrive, named_barrier_sync
-from flexattn.kernels_triton.hopper.block_ranges import (
+from flexattn.kernels_triton.gluon.barriers import BOTH, PINGPONG, named_barrier_arrive, named_barrier_sync
+from flexattn.kernels_triton.gluon.block_ranges import (
     blocks_of_consumer,
     key_block,
 )
-from flexattn.kernels_triton.hopper.conditions import forward_tile, heads_of_a_tile
-from flexattn.kernels_triton.hopper.descriptors import store_rows
-from flexattn.kernels_triton.hopper.dropout import drawn_weights, dropout_state, scaled
-from flexattn.kernels_triton.hopper.forward_arguments import (
+from flexattn.kernels_triton.gluon.conditions import heads_of_a_tile
+from flexattn.kernels_triton.gluon.descriptors import store_rows
+from flexattn.kernels_triton.gluon.dropout import drawn_weights, dropout_state, scaled
+from flexattn.kernels_triton.gluon.forward_arguments import (
     Arguments,
     Buffers,
     Tiles,
     number_of_tiles,
 )
-from flexattn.kernels_triton.hopper.forward_launch import Division, Outputs, prepare_forward
-from flexattn.kernels_triton.hopper.forward_partition import load_partition
-from flexattn.kernels_triton.hopper.forward_rows import (
+from flexattn.kernels_triton.gluon.forward_launch import Division, Outputs, prepare_forward
+from flexattn.kernels_triton.gluon.forward_partition import load_partition
+from flexattn.kernels_triton.gluon.forward_rows import (
     Invariants,
     report_max_logit,
     rows_and_heads,
@@ -51,23 +51,21 @@ from flexattn.kernels_triton.hopper.forward_rows import (
     sums_with_sink_behind,
     visible_scores,
 )
-from flexattn.kernels_triton.hopper.forward_work import Span, received_tile, unmasked_blocks
-from flexattn.kernels_triton.hopper.operands import ROWS, allocate_blocks, allocate_tiles, keep_pairs, unpack_pairs
-from flexattn.kernels_triton.hopper.pairs import (
-    allocate_key_pair,
-    allocate_pair,
-    score_product,
-)
-from flexattn.kernels_triton.hopper.pipeline import (
+from flexattn.kernels_triton.gluon.forward_work import Span, received_tile, unmasked_blocks
+from flexattn.kernels_triton.gluon.operands import ROWS, allocate_blocks, allocate_tiles, keep_pairs, unpack_pairs
+from flexattn.kernels_triton.gluon.pairs import allocate_key_pair, allocate_pair
+from flexattn.kernels_triton.gluon.pipeline import (
     allocate_forward_barriers,
     release,
     skip_blocks,
     wait_full,
 )
-from flexattn.kernels_triton.hopper.softmax import rescaled, softmax, sums_of_threads
-from flexattn.kernels_triton.hopper.tile_scheduler import (
+from flexattn.kernels_triton.gluon.softmax import rescaled, softmax, sums_of_threads
+from flexattn.kernels_triton.gluon.tile_scheduler import (
     receive_tile,
 )
+from flexattn.kernels_triton.hopper.conditions import forward_tile
+from flexattn.kernels_triton.hopper.products import score_product
 from flexattn.kernels_triton.runtime.launch import hopper_kernel, launch, num_processors
 
 

@@ -8,7 +8,7 @@ a shuffle.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -18,9 +18,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flexattn.kernels_triton.common.arguments import Head
-from flexattn.kernels_triton.common.primitives import logits
 from flexattn.kernels_triton.common.problem import Problem
-from flexattn.kernels_triton.hopper.descriptors import FP8_DTYPES
+from flexattn.kernels_triton.common.scores import logits
+from flexattn.kernels_triton.gluon.descales import Descale
+from flexattn.kernels_triton.gluon.descriptors import FP8_DTYPES
 
 BLOCK = gl.constexpr(128)
 """Tokens of a transposed tile. Tokens past a sequence's end are 0."""
@@ -28,16 +29,6 @@ BLOCK = gl.constexpr(128)
 P_SHIFT = gl.constexpr(8.0)
 """p is scaled by 2 to this power: at most 256, it uses the range of E4M3 (maximum 448, minimum 2**-9)."""
 P_SCALE = gl.constexpr(2.0**P_SHIFT.value)
-
-
-class Descale(NamedTuple):
-    """A `Scale` as a kernel argument."""
-
-    ptr: Any
-    stride_b: int
-    stride_h: int
-    stride_block: int
-    block_rows: int  # at least 1
 
 
 class Scale(NamedTuple):
@@ -63,13 +54,6 @@ class Descales(NamedTuple):
     q: Descale
     k: Descale
     v: Descale
-
-
-class BackwardDescales(NamedTuple):
-    q: Descale
-    k: Descale
-    v: Descale
-    dout: Descale
 
 
 @gluon.jit

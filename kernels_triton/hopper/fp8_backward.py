@@ -16,22 +16,23 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from flexattn.kernels_triton.common.arguments import Head
+from flexattn.kernels_triton.common.exponents import LOG2E
+from flexattn.kernels_triton.common.heads import head_of
 from flexattn.kernels_triton.common.preprocess import tiled_statistics
-from flexattn.kernels_triton.common.primitives import LOG2E, head_of
 from flexattn.kernels_triton.common.problem import Backward, Problem
 from flexattn.kernels_triton.common.tile_schedule import zero_padding
 from flexattn.kernels_triton.common.tiles import split_head_dim
-from flexattn.kernels_triton.hopper.backward_blocks import (
+from flexattn.kernels_triton.gluon.backward_blocks import (
     Block,
     backward_work,
     key_block_of_program,
     query_block_of_program,
     statistics_of_block,
 )
-from flexattn.kernels_triton.hopper.backward_launch import Stages, backward_meta, shared_arguments
-from flexattn.kernels_triton.hopper.block_ranges import key_block, query_block
-from flexattn.kernels_triton.hopper.conditions import QUERIES, backward_slower, backward_unsupported_block_mask
-from flexattn.kernels_triton.hopper.descriptors import (
+from flexattn.kernels_triton.gluon.block_ranges import key_block, query_block
+from flexattn.kernels_triton.gluon.conditions import QUERIES, backward_unsupported_block_mask
+from flexattn.kernels_triton.gluon.descales import Descale
+from flexattn.kernels_triton.gluon.descriptors import (
     load_rows,
     load_statistics,
     ragged_descriptor,
@@ -39,6 +40,23 @@ from flexattn.kernels_triton.hopper.descriptors import (
     step_of,
     store_rows,
 )
+from flexattn.kernels_triton.gluon.fp32_gradients import fp32_rows
+from flexattn.kernels_triton.gluon.operands import ROWS
+from flexattn.kernels_triton.gluon.pairs import (
+    Pair,
+    allocate_pair,
+    allocate_tiles,
+    load_pair,
+    origin_of,
+    origin_of_head,
+    pair_bytes,
+    pair_descriptor,
+    store_pair,
+)
+from flexattn.kernels_triton.gluon.pipeline import allocate_barriers, wait_empty
+from flexattn.kernels_triton.gluon.query_walk import first_queries, next_queries
+from flexattn.kernels_triton.hopper.backward_launch import Stages, backward_meta, shared_arguments
+from flexattn.kernels_triton.hopper.conditions import backward_slower
 from flexattn.kernels_triton.hopper.dkdv_consumer import (
     DkdvConsumerBarriers,
     DkdvOperands,
@@ -46,7 +64,7 @@ from flexattn.kernels_triton.hopper.dkdv_consumer import (
     consume_dkdv_columns,
 )
 from flexattn.kernels_triton.hopper.dq_consumer import DqConsumerBarriers, DqOperands, DqRows, consume_dq
-from flexattn.kernels_triton.hopper.fp8 import Descale, allocate_factors, load_descale, write_factors
+from flexattn.kernels_triton.hopper.fp8 import allocate_factors, load_descale, write_factors
 from flexattn.kernels_triton.hopper.fp8_backward_arguments import (
     DkdvArguments,
     DkdvBarriers,
@@ -68,21 +86,6 @@ from flexattn.kernels_triton.hopper.fp8_backward_operands import (
     copies_in_16_bits,
     unsupported_operands,
 )
-from flexattn.kernels_triton.hopper.fp32_gradients import fp32_rows
-from flexattn.kernels_triton.hopper.operands import ROWS
-from flexattn.kernels_triton.hopper.pairs import (
-    Pair,
-    allocate_pair,
-    allocate_tiles,
-    load_pair,
-    origin_of,
-    origin_of_head,
-    pair_bytes,
-    pair_descriptor,
-    store_pair,
-)
-from flexattn.kernels_triton.hopper.pipeline import allocate_barriers, wait_empty
-from flexattn.kernels_triton.hopper.query_walk import first_queries, next_queries
 from flexattn.kernels_triton.runtime.launch import Tile, hopper_kernel, launch
 
 

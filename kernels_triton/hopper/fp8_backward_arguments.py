@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from flexattn.kernels_triton.common.arguments import Band, BlockMaskLists, Dropout, Lengths, Scores
-from flexattn.kernels_triton.hopper.backward_blocks import LargeLse
-from flexattn.kernels_triton.hopper.descriptors import Step
-from flexattn.kernels_triton.hopper.fp8 import BackwardDescales
-from flexattn.kernels_triton.hopper.fp32_gradients import Fp32Rows
-from flexattn.kernels_triton.hopper.pairs import Origin, Pair
-from flexattn.kernels_triton.hopper.tile_scheduler import Work
+from flexattn.kernels_triton.gluon.backward_blocks import LargeLse
+from flexattn.kernels_triton.gluon.descales import BackwardDescales
+from flexattn.kernels_triton.gluon.descriptors import Step
+from flexattn.kernels_triton.gluon.fp32_gradients import Fp32Rows
+from flexattn.kernels_triton.gluon.pairs import Origin, Pair
+from flexattn.kernels_triton.gluon.tile_scheduler import Work
 
 
 class DqDescriptors(NamedTuple):

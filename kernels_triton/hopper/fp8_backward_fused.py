@@ -15,23 +15,26 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from flexattn.kernels_triton.common.primitives import LOG2E
+from flexattn.kernels_triton.common.exponents import LOG2E
 from flexattn.kernels_triton.common.problem import Backward, Problem
 from flexattn.kernels_triton.common.tiles import NEVER
-from flexattn.kernels_triton.hopper.backward_blocks import Block, find_key_block, key_block, key_block_of_program
-from flexattn.kernels_triton.hopper.block_ranges import query_block
-from flexattn.kernels_triton.hopper.conditions import KEYS, fused_slower, unsupported_block_mask
-from flexattn.kernels_triton.hopper.descriptors import load_rows, load_statistics, store_rows
-from flexattn.kernels_triton.hopper.dq_sums import add_dq
+from flexattn.kernels_triton.gluon.backward_blocks import Block, find_key_block, key_block, key_block_of_program
+from flexattn.kernels_triton.gluon.block_ranges import query_block
+from flexattn.kernels_triton.gluon.conditions import KEYS, unsupported_block_mask
+from flexattn.kernels_triton.gluon.descriptors import load_rows, load_statistics, store_rows
+from flexattn.kernels_triton.gluon.dq_sums import add_dq
+from flexattn.kernels_triton.gluon.fused_arguments import Begun, FusedArguments, FusedBarriers, FusedTiles
+from flexattn.kernels_triton.gluon.fused_launch import finish_fused
+from flexattn.kernels_triton.gluon.operands import ROWS, allocate_tiles
+from flexattn.kernels_triton.gluon.pairs import Origin, origin_of
+from flexattn.kernels_triton.gluon.pipeline import STAGES, allocate_barriers, allocate_tile_slots, wait_empty, wait_full
+from flexattn.kernels_triton.gluon.query_walk import first_queries, next_queries
+from flexattn.kernels_triton.gluon.tile_scheduler import broadcast_end, broadcast_tile, num_work_tiles
+from flexattn.kernels_triton.hopper.conditions import fused_slower
 from flexattn.kernels_triton.hopper.fp8 import allocate_factors, load_descale, write_factors
 from flexattn.kernels_triton.hopper.fp8_backward_operands import unsupported_operands
-from flexattn.kernels_triton.hopper.fused_consumer import Begun, FusedArguments, FusedBarriers, FusedTiles, consume_fused
-from flexattn.kernels_triton.hopper.fused_launch import finish_fused, prepare_fused
-from flexattn.kernels_triton.hopper.operands import ROWS, allocate_tiles
-from flexattn.kernels_triton.hopper.pairs import Origin, origin_of
-from flexattn.kernels_triton.hopper.pipeline import STAGES, allocate_barriers, allocate_tile_slots, wait_empty, wait_full
-from flexattn.kernels_triton.hopper.query_walk import first_queries, next_queries
-from flexattn.kernels_triton.hopper.tile_scheduler import broadcast_end, broadcast_tile, num_work_tiles
+from flexattn.kernels_triton.hopper.fused_consumer import consume_fused
+from flexattn.kernels_triton.hopper.fused_launch import prepare_fused
 from flexattn.kernels_triton.runtime.launch import hopper_kernel, launch, num_processors
 
 

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from flexattn.kernels_triton.common.problem import Features, Problem
-from flexattn.kernels_triton.hopper.conditions import KEYS
-from flexattn.kernels_triton.hopper.descriptors import DTYPES, FP8_DTYPES, descriptor_error
-from flexattn.kernels_triton.hopper.fp8 import BackwardDescales, Scale, scale_error, scales_of
+from flexattn.kernels_triton.gluon.conditions import KEYS
+from flexattn.kernels_triton.gluon.descales import BackwardDescales
+from flexattn.kernels_triton.gluon.descriptors import DTYPES, FP8_DTYPES, descriptor_error
+from flexattn.kernels_triton.hopper.fp8 import Scale, scale_error, scales_of
 from flexattn.kernels_triton.hopper.quantize import dequantize
 from flexattn.kernels_triton.runtime.launch import capability_of
 

@@ -19,24 +19,16 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from flexattn.kernels_triton.common.addressing import row_pointer
 from flexattn.kernels_triton.common.arguments import Head
+from flexattn.kernels_triton.common.band import visible_keys, visible_range_of_keys
+from flexattn.kernels_triton.common.exponents import LN2, LOG2E, exponent_factor, log_of_sum, scaled_row_max
+from flexattn.kernels_triton.common.fp8_tiles import descaled, load_descale
+from flexattn.kernels_triton.common.heads import head_of
 from flexattn.kernels_triton.common.launch_order import wait_for_previous
-from flexattn.kernels_triton.common.primitives import (
-    LN2,
-    LOG2E,
-    descaled,
-    exponent_factor,
-    head_of,
-    load_descale,
-    load_sequence,
-    log_of_sum,
-    logits,
-    row_pointer,
-    scaled_row_max,
-    visible_keys,
-    visible_range_of_keys,
-)
 from flexattn.kernels_triton.common.problem import Problem, rows
+from flexattn.kernels_triton.common.scores import logits
+from flexattn.kernels_triton.common.sequences import load_sequence
 from flexattn.kernels_triton.common.split_kv import (
     BY_LENGTHS,
     Parts,

@@ -15,25 +15,46 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from flexattn.kernels_triton.common.arguments import Band, BlockMaskLists, Head, Lengths, Scores
-from flexattn.kernels_triton.common.primitives import (
+from flexattn.kernels_triton.common.copies import packed_start
+from flexattn.kernels_triton.common.exponents import (
     LN2,
     LOG2E,
     LOWEST,
     exponent_factor,
-    head_of,
     log_of_sum,
-    logits,
-    packed_start,
     positive_factor,
     scaled_row_max,
 )
+from flexattn.kernels_triton.common.heads import head_of
 from flexattn.kernels_triton.common.problem import Problem, with_features
+from flexattn.kernels_triton.common.scores import logits
 from flexattn.kernels_triton.common.tile_schedule import zero_padding
 from flexattn.kernels_triton.common.tiles import HOPPER_FLOPS, split_head_dim
-from flexattn.kernels_triton.hopper.block_ranges import blocks_of_consumer, blocks_of_keys, key_block
-from flexattn.kernels_triton.hopper.conditions import unsupported_block_mask
-from flexattn.kernels_triton.hopper.descriptors import FP8_DTYPES, Step, descriptor_error, ragged_descriptor, step_of, store_rows
-from flexattn.kernels_triton.hopper.forward_loader import LoadedRows, load_keys, load_queries
+from flexattn.kernels_triton.gluon.block_ranges import blocks_of_consumer, blocks_of_keys, key_block
+from flexattn.kernels_triton.gluon.conditions import unsupported_block_mask
+from flexattn.kernels_triton.gluon.descriptors import FP8_DTYPES, Step, descriptor_error, ragged_descriptor, step_of, store_rows
+from flexattn.kernels_triton.gluon.forward_loader import LoadedRows, load_keys, load_queries
+from flexattn.kernels_triton.gluon.masking import SequenceBand, apply_mask_mod, band_of_sequence, mask_keys
+from flexattn.kernels_triton.gluon.operands import ROWS, keep_pairs
+from flexattn.kernels_triton.gluon.pairs import Pair, allocate_pair, allocate_tiles, origin_of, pair_descriptor
+from flexattn.kernels_triton.gluon.pipeline import (
+    ForwardBarriers,
+    allocate_forward_barriers,
+    release,
+    skip_blocks,
+    wait_empty,
+    wait_full,
+)
+from flexattn.kernels_triton.gluon.tile_scheduler import (
+    Work,
+    broadcast_end,
+    broadcast_tile,
+    forward_work,
+    num_work_tiles,
+    receive_tile,
+    sequence_of,
+    work_tile,
+)
 from flexattn.kernels_triton.hopper.fp8 import (
     BLOCK,
     P_SCALE,
@@ -49,34 +70,7 @@ from flexattn.kernels_triton.hopper.fp8 import (
     transposed_descriptor,
     unpack_quads,
 )
-from flexattn.kernels_triton.hopper.masking import SequenceBand, apply_mask_mod, band_of_sequence, mask_keys
-from flexattn.kernels_triton.hopper.operands import ROWS, keep_pairs
-from flexattn.kernels_triton.hopper.pairs import (
-    Pair,
-    allocate_pair,
-    allocate_tiles,
-    origin_of,
-    pair_descriptor,
-    score_product,
-)
-from flexattn.kernels_triton.hopper.pipeline import (
-    ForwardBarriers,
-    allocate_forward_barriers,
-    release,
-    skip_blocks,
-    wait_empty,
-    wait_full,
-)
-from flexattn.kernels_triton.hopper.tile_scheduler import (
-    Work,
-    broadcast_end,
-    broadcast_tile,
-    forward_work,
-    num_work_tiles,
-    receive_tile,
-    sequence_of,
-    work_tile,
-)
+from flexattn.kernels_triton.hopper.products import score_product
 from flexattn.kernels_triton.runtime.compiler import FROM_3_9
 from flexattn.kernels_triton.runtime.gluon_names import load_tile
 from flexattn.kernels_triton.runtime.launch import Tile, capability_of, hopper_kernel, launch, num_processors

@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from flexattn.kernels_triton.hopper.backward_blocks import (
+from flexattn.kernels_triton.gluon.backward_blocks import (
     Block,
     ScorePlace,
     first_query_head,
@@ -21,7 +21,7 @@ from flexattn.kernels_triton.hopper.backward_blocks import (
     next_query_block,
     probabilities,
 )
-from flexattn.kernels_triton.hopper.barriers import (
+from flexattn.kernels_triton.gluon.barriers import (
     BOTH,
     LAST,
     READ,
@@ -30,16 +30,16 @@ from flexattn.kernels_triton.hopper.barriers import (
     named_barrier_sync,
     named_barrier_sync_at,
 )
-from flexattn.kernels_triton.hopper.block_ranges import query_block
+from flexattn.kernels_triton.gluon.block_ranges import query_block
+from flexattn.kernels_triton.gluon.dq_sums import DqRing, in_order_of_sums, place_of_sums
+from flexattn.kernels_triton.gluon.fp32_gradients import store_key_gradient
+from flexattn.kernels_triton.gluon.masking import cuts_block, first_uncut_query
+from flexattn.kernels_triton.gluon.operands import ROWS, opaque_zero
+from flexattn.kernels_triton.gluon.pipeline import release, wait_empty, wait_full
+from flexattn.kernels_triton.gluon.query_walk import first_queries, next_queries
 from flexattn.kernels_triton.hopper.dkdv_loader import DkdvBarriers, DkdvTiles
-from flexattn.kernels_triton.hopper.dq_sums import DqRing, in_order_of_sums, place_of_sums
 from flexattn.kernels_triton.hopper.fp8 import product_logits
-from flexattn.kernels_triton.hopper.fp32_gradients import store_key_gradient
-from flexattn.kernels_triton.hopper.masking import cuts_block, first_uncut_query
-from flexattn.kernels_triton.hopper.operands import ROWS, opaque_zero
-from flexattn.kernels_triton.hopper.pairs import score_product
-from flexattn.kernels_triton.hopper.pipeline import release, wait_empty, wait_full
-from flexattn.kernels_triton.hopper.query_walk import first_queries, next_queries
+from flexattn.kernels_triton.hopper.products import score_product
 from flexattn.kernels_triton.runtime.gluon_names import reduce_add
 
 HALF = gl.constexpr(32)  # half of the queries of a block

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from flexattn.kernels_triton.common.arguments import Band, BlockMaskLists, Dropout, Lengths, Scores
-from flexattn.kernels_triton.common.primitives import through_mods
-from flexattn.kernels_triton.common.problem import with_features
-from flexattn.kernels_triton.hopper.backward_blocks import (
+from flexattn.kernels_triton.common.scores import through_mods
+from flexattn.kernels_triton.gluon.backward_blocks import (
     Block,
-    LargeLse,
     ScorePlace,
     first_query_head,
     head_at,
@@ -21,7 +16,7 @@ from flexattn.kernels_triton.hopper.backward_blocks import (
     next_query_block,
     probabilities,
 )
-from flexattn.kernels_triton.hopper.barriers import (
+from flexattn.kernels_triton.gluon.barriers import (
     BOTH,
     LAST,
     READ,
@@ -31,124 +26,18 @@ from flexattn.kernels_triton.hopper.barriers import (
     named_barrier_sync,
     named_barrier_sync_at,
 )
-from flexattn.kernels_triton.hopper.block_ranges import query_block
-from flexattn.kernels_triton.hopper.descriptors import Step
-from flexattn.kernels_triton.hopper.dq_parts import SumsOfDq, convert_part
-from flexattn.kernels_triton.hopper.dq_sums import DqRing, dq_product, hand_over_dq, write_dq
-from flexattn.kernels_triton.hopper.dropout import drawn_weights, dropout_state, kept, kept_gradient, scaled
-from flexattn.kernels_triton.hopper.fp8 import BackwardDescales, dp_factor_of, product_logits, score_factor
-from flexattn.kernels_triton.hopper.fp32_gradients import Fp32Rows, store_key_gradient
-from flexattn.kernels_triton.hopper.masking import cuts_block, first_uncut_query
-from flexattn.kernels_triton.hopper.operands import ROWS, opaque_zero
-from flexattn.kernels_triton.hopper.pipeline import STAGES, release
-from flexattn.kernels_triton.hopper.tile_scheduler import Work, receive_tile
-
-
-@with_features
-class FusedMeta(NamedTuple):
-    """Constants that a fused backward is compiled for, besides `Features`."""
-
-    IS_FP8: bool  # q, k, v and dout are FP8, with copies of q, k and dout in 16 bits
-    IS_PLAIN: bool  # a logit is a scaled score
-    BLOCK_M: int
-    BLOCK_N: int
-    DIM: int
-    DP_FIRST: bool  # for this and the next four see `HopperFusedTile`
-    IS_AHEAD: bool
-    PINGPONG: bool
-    DV_WITH_DK: bool
-    DOUT_APART: bool
-    DQ_STAGES: int  # stages of dq in shared memory
-    NUMBERS: int  # integers of a tile message of a persistent kernel; 0: a program has one key block
-    K_STAGES: int  # key blocks whose k is in shared memory: 2 in a persistent kernel, otherwise 1
-    V_STAGES: int  # 1, or K_STAGES
-    CONVERTED: int  # rows of a part of dq that a persistent kernel converts; 0: another kernel converts dq
-
-
-class FusedDescriptors(NamedTuple):
-    """Descriptors of the tensors; q16, k16 and dout16 are None if q, k and dout have 16 bits."""
-
-    q: Any
-    q16: Any
-    dout: Any
-    dout16: Any
-    k: Any
-    k16: Any
-    v: Any
-    statistics: Any
-    dq: Any  # its fp32 sums
-    dk: Any  # None if dk and dv are fp32
-    dv: Any
-
-
-class FusedSteps(NamedTuple):
-    q: Step
-    q16: Step | None
-    dout: Step
-    dout16: Step | None
-    k: Step
-    k16: Step | None
-    v: Step
-    dk: Step
-    dv: Step
-
-
-class FusedArguments(NamedTuple):
-    descriptors: FusedDescriptors
-    tiles_of_statistics: int  # tiles of one head
-    large: LargeLse
-    work: Work
-    descales: BackwardDescales | None  # descales of q, k, v and dout in FP8
-    lengths_q: Lengths
-    lengths_kv: Lengths
-    band: Band
-    steps: FusedSteps
-    scores: Scores
-    dropout: Dropout | None  # None in FP8
-    lists: BlockMaskLists | None  # lists of query blocks
-    sums: SumsOfDq | None  # if META.CONVERTED > 0
-    dk32: Fp32Rows | None  # outputs for dk and dv in fp32
-    dv32: Fp32Rows | None
-
-
-class FusedTiles(NamedTuple):
-    """Tiles in shared memory: q, dout and statistics by stage; k, v, ds and dq by stage and consumer.
-
-    q16, k16, dout16 and the factors are None if q, k and dout have 16 bits.
-    """
-
-    q: Any
-    q16: Any
-    dout: Any
-    dout16: Any
-    k: Any
-    k16: Any
-    v: Any
-    statistics: Any
-    factors: Any  # for each query block the factors of its scores and of its dp
-    ds: Any
-    dq: Any
-
-
-class FusedBarriers(NamedTuple):
-    q_full: Any
-    q_empty: Any
-    dout_full: Any
-    dout_empty: Any  # used if META.DOUT_APART
-    dq_full: Any
-    dq_empty: Any
-    dkdv_full: Any
-    kv_full: Any = None  # in FP8, for programs with one block: loading k and v with the first q and dout was 3 % slower there
-    tile_full: Any = None  # for this and the other fields of tiles see `ForwardBarriers`; in a persistent kernel
-    tile_empty: Any = None
-    tile_slots: Any = None
-
-
-class Begun(NamedTuple):
-    """Counts of a program before a key block: of its blocks and their iterations."""
-
-    blocks: Any
-    iterations: Any
+from flexattn.kernels_triton.gluon.block_ranges import query_block
+from flexattn.kernels_triton.gluon.dq_parts import convert_part
+from flexattn.kernels_triton.gluon.dq_sums import DqRing, hand_over_dq, write_dq
+from flexattn.kernels_triton.gluon.dropout import drawn_weights, dropout_state, kept, kept_gradient, scaled
+from flexattn.kernels_triton.gluon.fp32_gradients import store_key_gradient
+from flexattn.kernels_triton.gluon.fused_arguments import Begun, FusedArguments, FusedBarriers, FusedTiles
+from flexattn.kernels_triton.gluon.masking import cuts_block, first_uncut_query
+from flexattn.kernels_triton.gluon.operands import ROWS, opaque_zero
+from flexattn.kernels_triton.gluon.pipeline import STAGES, release
+from flexattn.kernels_triton.gluon.tile_scheduler import receive_tile
+from flexattn.kernels_triton.hopper.fp8 import dp_factor_of, product_logits, score_factor
+from flexattn.kernels_triton.hopper.products import dq_product
 
 
 @gluon.jit

@@ -1,38 +1,17 @@
-"""Host side of the fused backwards, in 16 bits and in FP8, for sm_90 and sm_100: a kernel's launch, and the steps after it."""
+"""Host side of the fused backwards for sm_90, in 16 bits and in FP8: the constants of a launch."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
-from torch import Tensor
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-from flexattn.kernels_triton.common.preprocess import tiled_statistics
 from flexattn.kernels_triton.common.problem import Backward
-from flexattn.kernels_triton.common.tile_schedule import zero_padding
-from flexattn.kernels_triton.common.tiles import cdiv
-from flexattn.kernels_triton.hopper.backward_blocks import LargeLse, backward_work, key_block_numbers
-from flexattn.kernels_triton.hopper.conditions import KEYS, converts_dq
-from flexattn.kernels_triton.hopper.descriptors import ragged_descriptor, statistics_descriptor, step_of
-from flexattn.kernels_triton.hopper.dq_parts import PART, sums_of_dq
-from flexattn.kernels_triton.hopper.dq_sums import convert_dq
+from flexattn.kernels_triton.gluon.backward_blocks import key_block_numbers
+from flexattn.kernels_triton.gluon.conditions import KEYS, converts_dq
+from flexattn.kernels_triton.gluon.dq_parts import PART
+from flexattn.kernels_triton.gluon.fused_arguments import FusedMeta
+from flexattn.kernels_triton.gluon.fused_launch import Fp8Operands, FusedLaunch, launch_of_fused
+from flexattn.kernels_triton.gluon.operands import ROWS
 from flexattn.kernels_triton.hopper.fp8_backward_operands import backward_descales, copies_in_16_bits, is_plain
-from flexattn.kernels_triton.hopper.fp32_gradients import fp32_rows
-from flexattn.kernels_triton.hopper.fused_consumer import FusedArguments, FusedDescriptors, FusedMeta, FusedSteps
-from flexattn.kernels_triton.hopper.operands import ROWS
-from flexattn.kernels_triton.runtime.launch import Tile
-
-
-class FusedLaunch(NamedTuple):
-    """Launch of a fused kernel, and the values that `finish_fused` needs after it."""
-
-    programs: int  # programs; for a persistent kernel its work tiles
-    tile: Tile
-    arguments: tuple[Any, ...]
-    dq_sums: Tensor | None  # None: the kernel has converted them
-    tiles_of_statistics: Tensor | None
 
 
 def prepare_fused(call: Backward, tile: Any) -> FusedLaunch:
@@ -61,67 +40,8 @@ def prepare_fused(call: Backward, tile: Any) -> FusedLaunch:
         CONVERTED=PART // tile.head_dim if converts_dq(x, call.dq, tile) else 0,
     )
     dq_block = (ROWS.value, tile.queries * tile.head_dim // KEYS)
-    return launch_of_fused(call, meta, ROWS.value, dq_block)
 
+    def fp8_operands() -> Fp8Operands:
+        return Fp8Operands(backward_descales(x), copies_in_16_bits(x, call.dout, call.out.dtype))
 
-def launch_of_fused(call: Backward, meta: Any, rows_of_keys: int, dq_block: tuple[int, int]) -> FusedLaunch:
-    """Returns the launch of a fused backward with its constants, a `FusedMeta` or a class with the fields that this function
-    reads.
-
-    rows_of_keys: rows of k and v that the copy engine loads at a time. dq_block: rows and columns that it adds to dq's sums.
-    """
-    x, dout, dq, dk, dv = call.problem, call.dout, call.dq, call.dk, call.dv
-    is_fp8 = x.q.element_size() == 1
-    dim, size = meta.DIM, meta.BLOCK_M
-    head_dim = x.q.shape[-1]
-    converts = meta.CONVERTED > 0
-    statistics, tiles, large, dq_sums, arrivals = tiled_statistics(call, size, with_dq_sums=True, with_dq_arrivals=converts)
-    assert dq_sums is not None
-    dq_layout = gl.NVMMASharedLayout.get_default_for(list(dq_block), gl.float32)
-    bytes_per_head = 12 * dim * max(x.longest_q, x.longest_kv)  # approximate: two bytes each of k, v, q and dout, four of dq
-    work, programs = backward_work(x, KEYS, "kv", bytes_per_head, is_fused=True)
-    if meta.NUMBERS > 0 and not x.has_lengths:  # a persistent kernel
-        # the first tile, which belongs to no query, has room for the counter
-        work = work._replace(table_ptr=dq_sums.view(torch.int32))
-    q16, k16, dout16 = copies_in_16_bits(x, dout, call.out.dtype) if is_fp8 else (None, None, None)
-    query_tensors = {"q": x.q, "q16": q16, "dout": dout, "dout16": dout16}
-    dk32, dv32 = fp32_rows(dk), fp32_rows(dv)
-    key_tensors = {"k": x.k, "k16": k16, "v": x.v, "dk": dk, "dv": dv}
-    sizes = dict.fromkeys(query_tensors, size) | dict.fromkeys(key_tensors, rows_of_keys)
-    tensors = query_tensors | key_tensors
-    copied_tensors = tensors if dk32 is None else tensors | {"dk": None, "dv": None}
-    arguments = FusedArguments(
-        descriptors=FusedDescriptors(
-            **{name: None if t is None else ragged_descriptor(t, sizes[name], dim) for name, t in copied_tensors.items()},
-            statistics=statistics_descriptor(statistics, size),
-            dq=TensorDescriptor(dq_sums, list(dq_sums.shape), [head_dim, 1], list(dq_block), dq_layout),
-        ),
-        steps=FusedSteps(**{name: None if t is None else step_of(t) for name, t in tensors.items()}),
-        tiles_of_statistics=tiles,
-        large=LargeLse(is_any_ptr=large.is_any, lse_ptr=large.lse),
-        work=work,
-        descales=backward_descales(x) if is_fp8 else None,
-        lengths_q=x.lengths_q,
-        lengths_kv=x.lengths_kv,
-        band=x.band,
-        scores=x.scores,
-        dropout=None if is_fp8 else x.dropout,
-        lists=x.lists("q"),
-        sums=sums_of_dq(arrivals, dq_sums, dq) if converts else None,
-        dk32=dk32,
-        dv32=dv32,
-    )
-    if converts:
-        programs += cdiv(x.longest_q, meta.CONVERTED) * x.num_heads * x.batch
-    return FusedLaunch(programs, Tile(size, KEYS, 4, 2), (arguments, x.mods, meta), None if converts else dq_sums, tiles)
-
-
-def finish_fused(call: Backward, launched: FusedLaunch) -> None:
-    """Converts dq from its sums if the kernel has not, and writes zeros into the gradients' rows without a token."""
-    x = call.problem
-    if launched.dq_sums is not None:
-        convert_dq(x, launched.dq_sums, launched.tiles_of_statistics, launched.tile.block_m, call.dq)
-    if x.has_lengths:
-        zero_padding(x, call.dq, "q")
-        zero_padding(x, call.dk, "kv")
-        zero_padding(x, call.dv, "kv")
+    return launch_of_fused(call, meta, ROWS.value, dq_block, fp8_operands if is_fp8 else None)

@@ -13,13 +13,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flexattn.kernels_triton.common.addressing import row_pointer, row_steps
 from flexattn.kernels_triton.common.arguments import Lengths, Rows
-from flexattn.kernels_triton.common.primitives import load_sequence, load_tile, packed_start, row_pointer, row_steps, store_tile
+from flexattn.kernels_triton.common.copies import packed_start
 from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.common.problem import rows as rows_of
+from flexattn.kernels_triton.common.sequences import load_sequence
+from flexattn.kernels_triton.common.tile_memory import load_tile, store_tile
 from flexattn.kernels_triton.common.tile_schedule import side_of
 from flexattn.kernels_triton.common.tiles import split_head_dim
-from flexattn.kernels_triton.hopper.fp8 import BLOCK, Descale, Scale, quads_assembly
+from flexattn.kernels_triton.gluon.descales import Descale
+from flexattn.kernels_triton.hopper.fp8 import BLOCK, Scale, quads_assembly
 from flexattn.kernels_triton.runtime.entry import WidePointer
 from flexattn.kernels_triton.runtime.interpreter import INTERPRETED
 from flexattn.kernels_triton.runtime.launch import Tile, kernel, launch

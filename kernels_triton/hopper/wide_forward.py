@@ -14,19 +14,19 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
+from flexattn.kernels_triton.common.heads import head_of
 from flexattn.kernels_triton.common.launch_order import wait_for_previous
-from flexattn.kernels_triton.common.primitives import head_of
 from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.common.problem import rows as rows_of
 from flexattn.kernels_triton.common.split_kv import BY_LENGTHS, Parts, combine_splits, number_of_splits
 from flexattn.kernels_triton.common.split_plan import PlannedTile, combine_pieces, make_plan
 from flexattn.kernels_triton.common.tile_schedule import zero_padding
 from flexattn.kernels_triton.common.tiles import HopperTile, slots_of_heads
-from flexattn.kernels_triton.hopper.block_ranges import key_block
-from flexattn.kernels_triton.hopper.conditions import heads_of_a_tile, wide_tile
-from flexattn.kernels_triton.hopper.descriptors import ragged_descriptor, step_of
-from flexattn.kernels_triton.hopper.dropout import drawn_weights, dropout_state, scaled
-from flexattn.kernels_triton.hopper.forward_arguments import (
+from flexattn.kernels_triton.gluon.block_ranges import key_block
+from flexattn.kernels_triton.gluon.conditions import heads_of_a_tile
+from flexattn.kernels_triton.gluon.descriptors import ragged_descriptor, step_of
+from flexattn.kernels_triton.gluon.dropout import drawn_weights, dropout_state, scaled
+from flexattn.kernels_triton.gluon.forward_arguments import (
     Arguments,
     Buffers,
     Cut,
@@ -40,8 +40,8 @@ from flexattn.kernels_triton.hopper.forward_arguments import (
     number_of_tiles,
     with_rows_of,
 )
-from flexattn.kernels_triton.hopper.forward_partition import load_partition
-from flexattn.kernels_triton.hopper.forward_rows import (
+from flexattn.kernels_triton.gluon.forward_partition import load_partition
+from flexattn.kernels_triton.gluon.forward_rows import (
     Invariants,
     rows_and_heads,
     sink_of_rows,
@@ -52,12 +52,14 @@ from flexattn.kernels_triton.hopper.forward_rows import (
     sums_with_sink,
     visible_scores,
 )
-from flexattn.kernels_triton.hopper.forward_work import ReceivedTile, received_tile
-from flexattn.kernels_triton.hopper.operands import ROWS, allocate_blocks, keep_pairs, unpack_pairs
-from flexattn.kernels_triton.hopper.pairs import allocate_key_pair, allocate_pair, pair_descriptor, score_product
-from flexattn.kernels_triton.hopper.pipeline import ForwardBarriers, allocate_barriers, release, wait_empty, wait_full
-from flexattn.kernels_triton.hopper.softmax import rescaled, softmax, sums_of_threads
-from flexattn.kernels_triton.hopper.tile_scheduler import forward_work, receive_tile
+from flexattn.kernels_triton.gluon.forward_work import ReceivedTile, received_tile
+from flexattn.kernels_triton.gluon.operands import ROWS, allocate_blocks, keep_pairs, unpack_pairs
+from flexattn.kernels_triton.gluon.pairs import allocate_key_pair, allocate_pair, pair_descriptor
+from flexattn.kernels_triton.gluon.pipeline import ForwardBarriers, allocate_barriers, release, wait_empty, wait_full
+from flexattn.kernels_triton.gluon.softmax import rescaled, softmax, sums_of_threads
+from flexattn.kernels_triton.gluon.tile_scheduler import forward_work, receive_tile
+from flexattn.kernels_triton.hopper.conditions import wide_tile
+from flexattn.kernels_triton.hopper.products import score_product
 from flexattn.kernels_triton.runtime.launch import Tile, hopper_kernel, launch, num_processors
 
 

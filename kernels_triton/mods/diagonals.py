@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from flexattn.kernels_triton.common.arguments import Pointer
-from flexattn.kernels_triton.common.primitives import encoded_size
+from flexattn.kernels_triton.common.encoded_sizes import encoded_size
 from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.mods.mod_math import DiagonalTables
 from flexattn.kernels_triton.runtime.launch import Tile, kernel, launch

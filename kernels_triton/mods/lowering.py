@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.utils._pytree import tree_leaves
 
-from flexattn.kernels_triton.common import primitives
+from flexattn.kernels_triton.common import encoded_sizes, exponents, tanh
 from flexattn.kernels_triton.mods import interval_math, mod_math
 from flexattn.kernels_triton.mods.hoisting import DIAGONAL, DISTANCE, HEAD, VARYING, ancestors, inputs_of, op_of
 from flexattn.kernels_triton.mods.lowering_ops import COMPARISONS, FINITE, INT32, INT64, OPS, Value, bounds_of, function
@@ -88,7 +88,7 @@ def flatten(capture_layouts: Sequence[Layout], tensors: Sequence[Tensor], number
             continue
         t = next(remaining_tensors)
         flat.append(t)
-        flat += map(primitives.encoded_size, (*t.shape, *t.stride()))
+        flat += map(encoded_sizes.encoded_size, (*t.shape, *t.stride()))
     return tuple(flat)
 
 
@@ -118,7 +118,7 @@ def lower(
 ) -> Any:
     """Lowers a graph to a Triton function of (*arguments, captures); `arguments` are the names of its inputs other than captures.
 
-    is_fp32: True if q, k and v are fp32; otherwise tanh is `primitives.tanh_in_half`, like the built-in softcap's. appended: the
+    is_fp32: True if q, k and v are fp32; otherwise tanh is `tanh.tanh_in_half`, like the built-in softcap's. appended: the
     entries of the tuple after the captures. Raises NotImplementedError for an op that is not in `OPS`.
     """
     return compile_named(name, _Lowering(graph, captures, is_fp32, appended).source(name, arguments))
@@ -185,7 +185,7 @@ def compile_named(name: str, source: str) -> Any:
 
 @functools.cache
 def _helpers() -> str:
-    return "".join(inspect.getsource(module) for module in (mod_math, interval_math, primitives))
+    return "".join(inspect.getsource(module) for module in (mod_math, interval_math, encoded_sizes, exponents, tanh))
 
 
 _functions: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from flexattn.kernels_triton.common.primitives import read_size, tanh, tanh_in_half
+from flexattn.kernels_triton.common.encoded_sizes import read_size
+from flexattn.kernels_triton.common.tanh import tanh, tanh_in_half
 
 __all__ = ["read_size", "tanh", "tanh_in_half"]
 

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flexattn.kernels_triton.common.addressing import row_pointer
 from flexattn.kernels_triton.common.arguments import Pages, Pointer, Rows, Scale
-from flexattn.kernels_triton.common.primitives import row_pointer
 from flexattn.kernels_triton.common.quantize import LARGEST, SMALLEST_SCALE
 from flexattn.kernels_triton.common.tiles import cdiv
 from flexattn.kernels_triton.runtime.launch import Tile, kernel, launch

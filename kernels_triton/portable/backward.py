@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flexattn.kernels_triton.common.addressing import row_pointer, row_steps
 from flexattn.kernels_triton.common.arguments import (
     BlockMaskLists,
     Channels,
@@ -23,39 +24,29 @@ from flexattn.kernels_triton.common.arguments import (
     Saved,
     Statistics,
 )
+from flexattn.kernels_triton.common.band import visible_range_of_keys, visible_range_of_queries
 from flexattn.kernels_triton.common.block_lists import TileRange, full_tiles, listed_tile, load_block_lists, other_tiles
+from flexattn.kernels_triton.common.copies import packed_start, transposed_head
+from flexattn.kernels_triton.common.dropout import dropout_keep
+from flexattn.kernels_triton.common.fp8_tiles import descaled_products, fp8_product, load_descale, to_fp8_rows
+from flexattn.kernels_triton.common.heads import head_of
+from flexattn.kernels_triton.common.lse_rows import load_large
+from flexattn.kernels_triton.common.padding import padding_rows, store_zeros
 from flexattn.kernels_triton.common.preprocess import new_statistics
-from flexattn.kernels_triton.common.primitives import (
-    Queries,
-    RowStatistics,
-    ScoreTile,
-    by_columns,
-    descaled_products,
-    dropout_keep,
-    fp8_product,
-    head_of,
-    load_descale,
-    load_large,
-    load_row_statistics,
-    load_sequence,
-    load_tile,
-    make_row_statistics,
-    packed_start,
-    padding_rows,
-    row_pointer,
-    row_steps,
-    score_gradient,
-    sink_probability,
-    statistics_row,
-    store_tile,
-    store_zeros,
-    to_fp8_rows,
-    transposed_head,
-    visible_range_of_keys,
-    visible_range_of_queries,
-)
 from flexattn.kernels_triton.common.problem import Backward, Meta, rows
 from flexattn.kernels_triton.common.quantize import transposed
+from flexattn.kernels_triton.common.row_statistics import (
+    Queries,
+    RowStatistics,
+    by_columns,
+    load_row_statistics,
+    make_row_statistics,
+    statistics_row,
+)
+from flexattn.kernels_triton.common.scores import ScoreTile, score_gradient
+from flexattn.kernels_triton.common.sequences import load_sequence
+from flexattn.kernels_triton.common.sinks import sink_probability
+from flexattn.kernels_triton.common.tile_memory import load_tile, store_tile
 from flexattn.kernels_triton.common.tiles import DKDV, DQ, cdiv
 from flexattn.kernels_triton.portable.score_gradients import score_gradients
 from flexattn.kernels_triton.runtime.launch import Tile, kernel, launch

@@ -11,26 +11,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flexattn.kernels_triton.common.addressing import row_pointer, row_steps
 from flexattn.kernels_triton.common.arguments import BlockMaskLists, Inputs, Rows
+from flexattn.kernels_triton.common.band import visible_range_of_keys
 from flexattn.kernels_triton.common.block_lists import all_tiles, listed_tile, load_block_lists
+from flexattn.kernels_triton.common.dropout import dropout_keep
+from flexattn.kernels_triton.common.fp8_tiles import descaled_products
+from flexattn.kernels_triton.common.heads import head_of
+from flexattn.kernels_triton.common.lse_rows import load_large
 from flexattn.kernels_triton.common.preprocess import Statistics
-from flexattn.kernels_triton.common.primitives import (
-    ScoreTile,
-    by_rows,
-    descaled_products,
-    dropout_keep,
-    head_of,
-    load_large,
-    load_row_statistics,
-    load_sequence,
-    load_tile,
-    row_pointer,
-    row_steps,
-    score_gradient,
-    statistics_row,
-    visible_range_of_keys,
-)
 from flexattn.kernels_triton.common.problem import Problem, rows
+from flexattn.kernels_triton.common.row_statistics import by_rows, load_row_statistics, statistics_row
+from flexattn.kernels_triton.common.scores import ScoreTile, score_gradient
+from flexattn.kernels_triton.common.sequences import load_sequence
+from flexattn.kernels_triton.common.tile_memory import load_tile
 from flexattn.kernels_triton.common.tiles import BIAS_GRADIENT
 from flexattn.kernels_triton.runtime.launch import Tile, kernel, launch
 

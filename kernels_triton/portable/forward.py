@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flexattn.kernels_triton.common.addressing import paged_rows, row_pointer, row_steps
 from flexattn.kernels_triton.common.arguments import (
     BlockMaskLists,
     Channels,
@@ -17,42 +18,27 @@ from flexattn.kernels_triton.common.arguments import (
     Pointer,
     Rows,
 )
+from flexattn.kernels_triton.common.band import visible_keys, visible_range_of_keys
 from flexattn.kernels_triton.common.block_lists import TileRange, full_tiles, listed_tile, load_block_lists, other_tiles
-from flexattn.kernels_triton.common.launch_order import let_next_begin, overlaps, wait_for_previous
-from flexattn.kernels_triton.common.primitives import (
+from flexattn.kernels_triton.common.copies import packed_start, transposed_head
+from flexattn.kernels_triton.common.dropout import dropout_keep
+from flexattn.kernels_triton.common.exponents import (
     FP8_OFFSET,
     LN2,
     LOG2E,
-    descaled,
-    dropout_keep,
     exponent_factor,
-    fp8_product,
-    head_of,
-    heads_of_tile,
-    load_descale,
-    load_sequence,
-    load_sink,
-    load_tile,
-    load_token_descales,
     log_of_sum,
-    logits,
-    offsets_of_tile,
-    packed_start,
-    padding_rows,
-    paged_rows,
     positive_factor,
-    queries_of_tile,
-    row_pointer,
-    row_steps,
     scaled_row_max,
-    shows_block,
-    store_tile,
-    store_zeros,
-    transposed_head,
-    visible_keys,
-    visible_range_of_keys,
 )
+from flexattn.kernels_triton.common.fp8_tiles import descaled, fp8_product, load_descale, load_token_descales
+from flexattn.kernels_triton.common.heads import head_of, shows_block
+from flexattn.kernels_triton.common.launch_order import let_next_begin, overlaps, wait_for_previous
+from flexattn.kernels_triton.common.padding import padding_rows, store_zeros
 from flexattn.kernels_triton.common.problem import Problem, rows
+from flexattn.kernels_triton.common.scores import logits
+from flexattn.kernels_triton.common.sequences import load_sequence
+from flexattn.kernels_triton.common.sinks import load_sink
 from flexattn.kernels_triton.common.split_kv import (
     BY_LENGTHS,
     Parts,
@@ -71,7 +57,9 @@ from flexattn.kernels_triton.common.split_plan import (
     make_plan,
     piece_of_part,
 )
+from flexattn.kernels_triton.common.tile_memory import load_tile, store_tile
 from flexattn.kernels_triton.common.tiles import FORWARD, SPLIT_PROGRAMS, slots_of_heads
+from flexattn.kernels_triton.portable.shared_heads import heads_of_tile, offsets_of_tile, queries_of_tile
 from flexattn.kernels_triton.runtime.launch import Tile, kernel, launch, num_processors
 
 

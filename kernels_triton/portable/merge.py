@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flexattn.kernels_triton.common.addressing import row_pointer, row_steps
 from flexattn.kernels_triton.common.arguments import Pointer, Rows
-from flexattn.kernels_triton.common.primitives import row_pointer, row_steps
 from flexattn.kernels_triton.common.tiles import cdiv
 from flexattn.kernels_triton.runtime.launch import Tile, kernel, launch
 
@@ -28,7 +28,7 @@ class Arguments(NamedTuple):
 
 
 class MergeMeta(NamedTuple):
-    """Constants that the kernel is compiled for; the names that `primitives` reads are those of `Meta`."""
+    """Constants that the kernel is compiled for; shared functions read some by their names in `Meta`."""
 
     HEAD_DIM: int
     COLUMNS: int  # the head dim, rounded up to a power of two

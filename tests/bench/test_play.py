@@ -131,7 +131,7 @@ def test_what_does_not_run_says_why(own_file: Callable[[str, str], Path], capsys
         (["--dump", "ptx,elf"], "--dump elf; accepted: ttir,"),
         (["--kernel-file", "no_such.py"], "no_such.py: there is no such file"),
         (["--kernel-file", "bench/tiles.py"], "has no attention_forward; begin with a copy of kernels_triton/portable/forward.py"),
-        (["--kernel-file", "kernels_triton/common/primitives.py"], "has no attention_forward"),
+        (["--kernel-file", "kernels_triton/common/addressing.py"], "has no attention_forward"),
         (["--kernel-file", "README.md"], "accepted: a Python file"),
     ],
 )

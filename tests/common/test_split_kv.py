@@ -30,8 +30,8 @@ from flexattn.kernels_triton.common.tiles import (
     HopperTile,
     select_hopper_tile,
 )
+from flexattn.kernels_triton.gluon import forward_launch, forward_rows, forward_work
 from flexattn.kernels_triton.hopper import forward as hopper_forward
-from flexattn.kernels_triton.hopper import forward_launch, forward_rows, forward_work
 from flexattn.kernels_triton.mods import mask_blocks
 from flexattn.kernels_triton.portable import forward as forward_kernels
 from flexattn.kernels_triton.runtime.launch import Launch, capability_of, pretended_device, recorded_launches

@@ -32,13 +32,14 @@ from flexattn.kernels_triton.common.tiles import (
     select_hopper_tile,
 )
 from flexattn.kernels_triton.families import Policy
+from flexattn.kernels_triton.gluon import dq_sums, tile_scheduler
+from flexattn.kernels_triton.gluon.descriptors import batch_steps, batch_steps_of, descriptor_error
+from flexattn.kernels_triton.gluon.tile_scheduler import query_heads_per_l2_section, section_of_one_size
 from flexattn.kernels_triton.hopper import backward as backward_kernels
 from flexattn.kernels_triton.hopper import backward_fused as fused_kernels
 from flexattn.kernels_triton.hopper import backward_fused_192 as fused_192_kernels
-from flexattn.kernels_triton.hopper import conditions, dq_sums, tile_scheduler
+from flexattn.kernels_triton.hopper import conditions
 from flexattn.kernels_triton.hopper import forward as forward_kernels
-from flexattn.kernels_triton.hopper.descriptors import batch_steps, batch_steps_of, descriptor_error
-from flexattn.kernels_triton.hopper.tile_scheduler import query_heads_per_l2_section, section_of_one_size
 from flexattn.kernels_triton.runtime.launch import Launch, capability_of, pretended_device, recorded_launches
 from flexattn.testing import (
     GRADIENT_FACTOR,

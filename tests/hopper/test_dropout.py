@@ -22,11 +22,12 @@ from flexattn.dispatch.spec import AttentionSpec, Operands, as_bshd
 from flexattn.kernels_triton.ahead_of_time.compile_report import request_for
 from flexattn.kernels_triton.common.arguments import Dropout
 from flexattn.kernels_triton.common.problem import Backward, Problem
+from flexattn.kernels_triton.gluon import conditions as gluon_conditions
+from flexattn.kernels_triton.gluon.dropout import drawn_weights, dropout_state, kept
 from flexattn.kernels_triton.hopper import backward as hopper_backward
 from flexattn.kernels_triton.hopper import backward_fused as hopper_fused
 from flexattn.kernels_triton.hopper import conditions
 from flexattn.kernels_triton.hopper import forward as hopper_forward
-from flexattn.kernels_triton.hopper.dropout import drawn_weights, dropout_state, kept
 from flexattn.kernels_triton.runtime.launch import Launch, recorded_launches
 from flexattn.testing import (
     GRADIENT_FACTOR,
@@ -187,7 +188,7 @@ GROUPS = dict(zip(FEATURES, (4, 8, 2, 6, 7, 5, 4, 1), strict=True))
 def test_heads_share_a_tile_emulated(name: str) -> None:
     spec, x = make_case(name, "cpu")
     problem = triton_backend.to_problem(spec, x)
-    assert conditions.heads_of_a_tile(problem, conditions.forward_tile(problem)) == GROUPS[name]
+    assert gluon_conditions.heads_of_a_tile(problem, conditions.forward_tile(problem)) == GROUPS[name]
     seed = 1 + FEATURES.index(name)
     with emulated(seed, hopper_forward) as reports:
         results = forward(spec, x)

@@ -28,21 +28,18 @@ from flexattn.kernels_triton.common.tiles import (
     select_hopper_fused_tile,
     select_hopper_tile,
 )
-from flexattn.kernels_triton.hopper import backward as hopper_backward
-from flexattn.kernels_triton.hopper import (
+from flexattn.kernels_triton.gluon import (
     backward_blocks,
-    conditions,
-    dkdv_consumer,
-    dq_consumer,
     dq_parts,
     dq_sums,
     forward_loader,
     forward_partition,
-    fused_consumer,
     fused_loader,
     tile_scheduler,
 )
+from flexattn.kernels_triton.hopper import backward as hopper_backward
 from flexattn.kernels_triton.hopper import backward_fused as hopper_fused
+from flexattn.kernels_triton.hopper import conditions, dkdv_consumer, dq_consumer, fused_consumer
 from flexattn.kernels_triton.hopper import forward as hopper_forward
 from flexattn.testing import (
     GRADIENT_FACTOR,

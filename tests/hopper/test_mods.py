@@ -21,9 +21,11 @@ from flexattn.dispatch.spec import AttentionSpec, Operands, as_bshd
 from flexattn.kernels_triton.ahead_of_time.compile_report import request_for
 from flexattn.kernels_triton.common.problem import Backward
 from flexattn.kernels_triton.common.tiles import persistent
+from flexattn.kernels_triton.gluon import conditions as gluon_conditions
+from flexattn.kernels_triton.gluon import forward_work
 from flexattn.kernels_triton.hopper import backward as hopper_backward
 from flexattn.kernels_triton.hopper import backward_fused as hopper_fused
-from flexattn.kernels_triton.hopper import conditions, forward_work
+from flexattn.kernels_triton.hopper import conditions
 from flexattn.kernels_triton.hopper import forward as hopper_forward
 from flexattn.kernels_triton.mods import diagonals
 from flexattn.kernels_triton.mods.diagonals import with_diagonals
@@ -297,10 +299,10 @@ def test_block_masks_that_do_not_fit_are_refused() -> None:
         problem = triton_backend.to_problem(spec, x)
         tile = (128, 128)
         if direction == "forward":
-            assert "128 x 128, and the block mask's blocks 64 x 64" in str(conditions.unsupported_block_mask(problem, tile))
+            assert "128 x 128, and the block mask's blocks 64 x 64" in str(gluon_conditions.unsupported_block_mask(problem, tile))
         else:
-            assert conditions.unsupported_block_mask(problem, tile) is None
-            assert "their own block mask" in str(conditions.backward_unsupported_block_mask(problem, 64, 64, 64))
+            assert gluon_conditions.unsupported_block_mask(problem, tile) is None
+            assert "their own block mask" in str(gluon_conditions.backward_unsupported_block_mask(problem, 64, 64, 64))
 
 
 # As a share of a loop's instructions. A bias has its loads in flight for a whole tile, two mods at once need the most, and at

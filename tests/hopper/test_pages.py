@@ -20,7 +20,8 @@ from flexattn.functional import bind_call
 from flexattn.kernels_triton.ahead_of_time.compile_report import request_for
 from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.common.tiles import HOPPER_PAGED, NARROW_WINDOW, HopperTile, select_hopper_tile
-from flexattn.kernels_triton.hopper import conditions, pages
+from flexattn.kernels_triton.gluon import pages
+from flexattn.kernels_triton.hopper import conditions
 from flexattn.kernels_triton.hopper import forward as hopper_forward
 from flexattn.kernels_triton.runtime.launch import Launch, pretended_device, recorded_launches
 from flexattn.testing import check_close, reference_attention

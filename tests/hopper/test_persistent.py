@@ -15,6 +15,7 @@ from flexattn import attention
 from flexattn.dispatch import triton_backend
 from flexattn.kernels_triton.common.problem import Backward, Problem
 from flexattn.kernels_triton.common.tiles import persistent
+from flexattn.kernels_triton.gluon import conditions as gluon_conditions
 from flexattn.kernels_triton.hopper import backward_fused, conditions
 from flexattn.kernels_triton.runtime.launch import recorded_launches
 from flexattn.testing import make_call, make_dout, make_inputs
@@ -65,11 +66,11 @@ def test_rows_of_dq_as_wide_as_the_tile_are_converted() -> None:
     problem = Problem(x, x, x, softmax_scale=0.1)
     tile = persistent(conditions.fused_tile(problem), converts=True)
     for dq in (x, x.transpose(1, 2), torch.empty_like(x.expand(3, 2, 64, 4, 128))[0]):
-        assert conditions.converts_dq(problem, dq, tile)
-    assert not conditions.converts_dq(problem, x, persistent(tile, converts=False))
-    assert not conditions.converts_dq(problem, torch.empty((2, 64, 4, 136), device="meta")[..., :128], tile)
-    assert not conditions.converts_dq(Problem(narrow, narrow, x, softmax_scale=0.1), narrow, tile)
-    assert not conditions.converts_dq(Problem(x, x, x, softmax_scale=0.1, seqused_q=lengths), x, tile)
+        assert gluon_conditions.converts_dq(problem, dq, tile)
+    assert not gluon_conditions.converts_dq(problem, x, persistent(tile, converts=False))
+    assert not gluon_conditions.converts_dq(problem, torch.empty((2, 64, 4, 136), device="meta")[..., :128], tile)
+    assert not gluon_conditions.converts_dq(Problem(narrow, narrow, x, softmax_scale=0.1), narrow, tile)
+    assert not gluon_conditions.converts_dq(Problem(x, x, x, softmax_scale=0.1, seqused_q=lengths), x, tile)
 
 
 def test_the_kernel_that_converts_is_the_last() -> None:

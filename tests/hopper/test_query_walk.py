@@ -12,9 +12,9 @@ from triton.experimental.gluon import language as gl
 from flexattn import emulator
 from flexattn.dispatch import triton_backend
 from flexattn.kernels_triton.common.problem import Problem
-from flexattn.kernels_triton.hopper import query_walk
-from flexattn.kernels_triton.hopper.query_walk import Walk, first_queries, next_queries, turn_of_program, walk_of_call
-from flexattn.kernels_triton.hopper.tile_scheduler import Work, swizzle_heads_for_l2
+from flexattn.kernels_triton.gluon import query_walk
+from flexattn.kernels_triton.gluon.query_walk import Walk, first_queries, next_queries, turn_of_program, walk_of_call
+from flexattn.kernels_triton.gluon.tile_scheduler import Work, swizzle_heads_for_l2
 from flexattn.testing import make_call, make_dout, make_inputs
 from tests.hopper.test_attention import FUSED, SPLIT, on_hopper
 from tests.hopper.test_attention import check as check_on_gpu

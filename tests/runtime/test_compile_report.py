@@ -30,7 +30,7 @@ from flexattn.kernels_triton.ahead_of_time.compile_report import (
     compile_many,
     folded_operands,
 )
-from flexattn.kernels_triton.hopper.pipeline import allocate_barriers
+from flexattn.kernels_triton.gluon.pipeline import allocate_barriers
 from flexattn.kernels_triton.runtime import compiler, launch, store
 from flexattn.kernels_triton.runtime.launch import Tile
 from flexattn.kernels_triton.runtime.sass_registers import MiscompiledError, undefined_registers

@@ -13,14 +13,19 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from triton.experimental.gluon._runtime import GluonJITFunction
+
+from tests.support import syntax
 
 # Kernels wait and arrive by the pipeline's functions, or by the barrier and its phase.
 _WAITS = ("mbarrier.wait", "wait_full", "wait_empty")
 _SPELLINGS = {"wait": _WAITS, "arrive": ("mbarrier.arrive", "release")}
+_MODULE = "pipeline."  # that they may be called by
 _OTHER_PHASE = {"wait_full": "wait_empty", "wait_empty": "wait_full"}
+
+_KERNELS = "flexattn.kernels_triton."
 
 _Found = TypeVar("_Found")
 Fault = Callable[[ast.Module], None]
@@ -86,8 +91,9 @@ def wrong_phase(wait: str, *, within: str = "", nth: int | None = None) -> Fault
     def change(tree: ast.Module) -> None:
         found = _call_in(_find(tree, wait, within, nth).statement, wait)
         name = ast.unparse(found.func)
-        if name in _OTHER_PHASE:
-            found.func = ast.Name(_OTHER_PHASE[name], ast.Load())
+        function = name.removeprefix(_MODULE)
+        if function in _OTHER_PHASE:
+            found.func = ast.parse(name.replace(function, _OTHER_PHASE[function]), mode="eval").body
         else:
             found.args[1] = ast.BinOp(found.args[1], ast.BitXor(), ast.Constant(1))
 
@@ -116,7 +122,7 @@ def assign(name: str, value: str, *, within: str = "", nth: int | None = None) -
     def change(tree: ast.Module) -> None:
         found = [
             node
-            for function in _functions(tree, within)
+            for function in _scopes(tree, within)
             for node in ast.walk(function)
             if (isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name)
             or (isinstance(node, ast.AugAssign) and ast.unparse(node.target) == name)
@@ -146,34 +152,33 @@ def kernels_with(
     kernels: Sequence[ModuleType], module: ModuleType, faults: Fault | Sequence[Fault], folder: Path
 ) -> tuple[ModuleType, ...]:
     """Returns the kernels' modules, copies where they have the faults: one of them, or all that take from a part they share."""
-    package = module.__name__.rpartition(".")[0]
-    parts = [part for name, part in sorted(sys.modules.items()) if name.rpartition(".")[0] == package]
+    parts = [part for name, part in sorted(sys.modules.items()) if name.startswith(_KERNELS)]
     copies = {module: copy_with(module, faults, folder)}
     while taking := [part for part in parts if part not in copies and any(_shared(part, other) for other in copies)]:
         copies |= {part: copy_with(part, [], folder) for part in taking}
     for part, copy in copies.items():
         for other, wrong in copies.items():
-            for name in _shared(part, other) if part is not other else ():
-                setattr(copy, name, getattr(wrong, name))
+            for name, value in _shared(part, other).items() if part is not other else ():
+                setattr(copy, name, wrong if value is other else getattr(wrong, value.__name__))
     return tuple(copies.get(kernel, kernel) for kernel in kernels)
 
 
-def _shared(part: ModuleType, other: ModuleType) -> list[str]:
-    """Returns the names of the device functions of another part that this one has imported."""
-    found = [
-        name for name, value in vars(other).items() if isinstance(value, GluonJITFunction) and value.__module__ == other.__name__
+def _shared(part: ModuleType, other: ModuleType) -> dict[str, Any]:
+    """Returns the names of a part that are another part, or one of its device functions."""
+    functions = [
+        value for value in vars(other).values() if isinstance(value, GluonJITFunction) and value.__module__ == other.__name__
     ]
-    return [name for name in found if vars(part).get(name) is vars(other)[name]]
+    return {name: value for name, value in vars(part).items() if value is other or any(value is function for function in functions)}
 
 
-def _functions(tree: ast.Module, within: str) -> list[ast.AST]:
-    found = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == within]
-    assert found or not within, f"there is no function {within}"
-    return [*found] if within else [tree]
+def _scopes(tree: ast.Module, within: str) -> list[syntax.Scope]:
+    found = syntax.scopes(tree, within)
+    assert found, f"there is no function {within}"
+    return found
 
 
 def _find(tree: ast.Module, call: str, within: str, nth: int | None) -> _Place:
-    places = [place for function in _functions(tree, within) for place in _places(function) if _calls(place.statement, call)]
+    places = [place for function in _scopes(tree, within) for place in _places(function) if _calls(place.statement, call)]
     places.sort(key=lambda place: getattr(place.statement, "lineno", 0))
     return _one(places, f"statements with {call}", within, nth)
 
@@ -206,7 +211,10 @@ def _calls(statement: ast.stmt, call: str) -> list[ast.Call]:
         node
         for node in ast.walk(statement)
         if isinstance(node, ast.Call)
-        and (ast.unparse(node.func) in names or (isinstance(node.func, ast.Attribute) and node.func.attr == name))
+        and (
+            ast.unparse(node.func).removeprefix(_MODULE) in names
+            or (isinstance(node.func, ast.Attribute) and node.func.attr == name)
+        )
         and {ast.unparse(argument) for argument in wanted.args} <= _mentioned(node)
     ]
 

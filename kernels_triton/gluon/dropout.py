@@ -1,4 +1,4 @@
-"""Dropout in the Gluon kernels for sm_90: the weights that `primitives.dropout_keep` keeps, in the layout of a product's scores.
+"""Dropout in Gluon: the weights that `common.dropout.dropout_keep` keeps, in the layout of a product's scores.
 
 One Philox call decides about eight neighbouring keys. They belong to four threads if keys are the product's columns, and to eight
 if keys are its rows. So each thread makes a share of the calls, and shuffles distribute the bits: no call is made twice.
@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flexattn.kernels_triton.common.arguments import Dropout
-from flexattn.kernels_triton.common.primitives import DROPOUT_ROUNDS
+from flexattn.kernels_triton.common.dropout import DROPOUT_ROUNDS
 
 _ROWS = gl.constexpr(64)
 # Philox4x32, with the constants of `tl.philox`

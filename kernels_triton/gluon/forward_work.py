@@ -1,4 +1,4 @@
-"""Work tiles of the forward for sm_90: the tile of a program, the key blocks that a tile sees, and those that need no mask."""
+"""Work tiles of the forward: the tile of a program, the key blocks that a tile sees, and those that need no mask."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flexattn.kernels_triton.common.split_plan import part_of_piece, piece_at
-from flexattn.kernels_triton.hopper.block_ranges import (
+from flexattn.kernels_triton.gluon.block_ranges import (
     ListCut,
     blocks_by_lists,
     blocks_of_keys,
     blocks_of_split,
     key_block,
 )
-from flexattn.kernels_triton.hopper.forward_arguments import Arguments
-from flexattn.kernels_triton.hopper.masking import SequenceBand, band_of_sequence
-from flexattn.kernels_triton.hopper.tile_scheduler import (
+from flexattn.kernels_triton.gluon.forward_arguments import Arguments
+from flexattn.kernels_triton.gluon.masking import SequenceBand, band_of_sequence
+from flexattn.kernels_triton.gluon.tile_scheduler import (
     num_work_tiles,
     sequence_of,
     work_tile,

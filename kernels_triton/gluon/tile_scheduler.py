@@ -10,11 +10,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from flexattn.kernels_triton.common.arguments import Lengths
-from flexattn.kernels_triton.common.primitives import load_sequence
 from flexattn.kernels_triton.common.problem import Problem
+from flexattn.kernels_triton.common.sequences import load_sequence
 from flexattn.kernels_triton.common.tile_schedule import tile_schedule
 from flexattn.kernels_triton.common.tiles import cdiv
-from flexattn.kernels_triton.hopper.query_walk import Walk
+from flexattn.kernels_triton.gluon.query_walk import Walk
 from flexattn.kernels_triton.runtime.launch import has_large_l2
 
 _MIB = 2**20

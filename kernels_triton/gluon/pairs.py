@@ -1,4 +1,4 @@
-"""Tiles of a head dim in one or two parts, with a second part if QK1 > 0: their loads and stores, and the product of q and k."""
+"""Tiles of a head dim in one or two parts, with a second part if QK1 > 0: their loads and stores."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
-from flexattn.kernels_triton.hopper.descriptors import Step, load_rows, ragged_descriptor, store_rows
-from flexattn.kernels_triton.hopper.operands import ROWS, allocate_blocks, allocate_tiles
+from flexattn.kernels_triton.gluon.descriptors import Step, load_rows, ragged_descriptor, store_rows
+from flexattn.kernels_triton.gluon.operands import allocate_blocks, allocate_tiles
 
 
 class Pair(NamedTuple):
@@ -84,18 +83,3 @@ def store_pair(descriptors: Pair, origin: Origin, length, row, tiles: Pair, slot
     store_rows(descriptors.first, origin.token, length, row, origin.head, 0, tiles.first.index(slot))
     if META.QK1 > 0:
         store_rows(descriptors.second, origin.token, length, row, origin.head, META.QK0, tiles.second.index(slot))
-
-
-@gluon.jit
-def score_product(left: Pair, left_slot, right: Pair, stage, zeros, COLUMNS: gl.constexpr, META: gl.constexpr):
-    # Multiplies ROWS rows of q by COLUMNS of k, or rows of k by columns of q
-    QK0: gl.constexpr = META.QK0
-    QK1: gl.constexpr = META.QK1
-    left0 = left.first.index(left_slot).reshape([ROWS, QK0])
-    right0 = right.first.index(stage).reshape([COLUMNS, QK0])
-    s = warpgroup_mma(left0, right0.permute([1, 0]), zeros, use_acc=False, is_async=True)
-    if QK1 > 0:
-        left1 = left.second.index(left_slot).reshape([ROWS, QK1])
-        right1 = right.second.index(stage).reshape([COLUMNS, QK1])
-        s = warpgroup_mma(left1, right1.permute([1, 0]), s, is_async=True)
-    return s

@@ -1,4 +1,4 @@
-"""The forward's arguments for sm_90: the constants and arguments of its kernels, and their tiles in shared memory."""
+"""The forward's constants and arguments, and its tiles in shared memory."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from flexattn.kernels_triton.common.tiles import (
     slots_of_heads,
     split_head_dim,
 )
-from flexattn.kernels_triton.hopper.descriptors import Step
-from flexattn.kernels_triton.hopper.operands import ROWS
-from flexattn.kernels_triton.hopper.pages import rows_of_a_copy
-from flexattn.kernels_triton.hopper.pairs import (
+from flexattn.kernels_triton.gluon.descriptors import Step
+from flexattn.kernels_triton.gluon.operands import ROWS
+from flexattn.kernels_triton.gluon.pages import rows_of_a_copy
+from flexattn.kernels_triton.gluon.pairs import (
     Pair,
 )
-from flexattn.kernels_triton.hopper.pipeline import (
+from flexattn.kernels_triton.gluon.pipeline import (
     ForwardBarriers,
 )
-from flexattn.kernels_triton.hopper.tile_scheduler import (
+from flexattn.kernels_triton.gluon.tile_scheduler import (
     Work,
 )
 from flexattn.kernels_triton.runtime.launch import Tile

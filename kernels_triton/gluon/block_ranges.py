@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 from flexattn.kernels_triton.common.arguments import BlockMaskLists
 from flexattn.kernels_triton.common.block_lists import TileList, cut_list, list_from, listed_tile
 from flexattn.kernels_triton.common.split_kv import share_of_split
-from flexattn.kernels_triton.hopper.masking import SequenceBand
+from flexattn.kernels_triton.gluon.masking import SequenceBand
 
 
 class Seen(NamedTuple):

@@ -1,4 +1,4 @@
-"""Loads of the forwards for sm_90, in 16 bits and in FP8, by the producer warp: q of a work tile, and a block of keys."""
+"""Loads of the forwards, in 16 bits and in FP8, by the producer warp: q of a work tile, and a block of keys."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from flexattn.kernels_triton.hopper.pairs import Origin, Pair, load_pair, pair_bytes
-from flexattn.kernels_triton.hopper.pipeline import ForwardBarriers, wait_empty
+from flexattn.kernels_triton.gluon.pairs import Origin, Pair, load_pair, pair_bytes
+from flexattn.kernels_triton.gluon.pipeline import ForwardBarriers, wait_empty
 
 
 class LoadedRows(NamedTuple):

@@ -1,4 +1,4 @@
-"""The loading warp of the 16-bit forward for sm_90: it draws work tiles, broadcasts them, and loads their q, k and v."""
+"""The loading warp of the 16-bit forward: it draws work tiles, broadcasts them, and loads their q, k and v."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from flexattn.kernels_triton.common.split_plan import (
     entry_at,
     share_of_program,
 )
-from flexattn.kernels_triton.hopper.block_ranges import (
+from flexattn.kernels_triton.gluon.block_ranges import (
     cut_key_lists,
     key_block,
 )
-from flexattn.kernels_triton.hopper.descriptors import load_rows
-from flexattn.kernels_triton.hopper.forward_arguments import Arguments, Buffers
-from flexattn.kernels_triton.hopper.forward_loader import LoadedRows, load_keys, load_queries
-from flexattn.kernels_triton.hopper.forward_work import (
+from flexattn.kernels_triton.gluon.descriptors import load_rows
+from flexattn.kernels_triton.gluon.forward_arguments import Arguments, Buffers
+from flexattn.kernels_triton.gluon.forward_loader import LoadedRows, load_keys, load_queries
+from flexattn.kernels_triton.gluon.forward_work import (
     blocks_of_tile,
     num_tiles_of_programs,
     planned_tile,
     tile_of_work,
     unmasked_blocks,
 )
-from flexattn.kernels_triton.hopper.masking import band_of_sequence
-from flexattn.kernels_triton.hopper.pages import KeyBlock, load_key_pages, load_value_pages, page_ids
-from flexattn.kernels_triton.hopper.pairs import (
+from flexattn.kernels_triton.gluon.masking import band_of_sequence
+from flexattn.kernels_triton.gluon.pages import KeyBlock, load_key_pages, load_value_pages, page_ids
+from flexattn.kernels_triton.gluon.pairs import (
     origin_of,
 )
-from flexattn.kernels_triton.hopper.pipeline import (
+from flexattn.kernels_triton.gluon.pipeline import (
     wait_empty,
 )
-from flexattn.kernels_triton.hopper.tile_scheduler import (
+from flexattn.kernels_triton.gluon.tile_scheduler import (
     broadcast_end,
     broadcast_tile,
     sequence_of,

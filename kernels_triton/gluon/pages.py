@@ -14,9 +14,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from flexattn.kernels_triton.common.arguments import Pages
 from flexattn.kernels_triton.common.problem import Problem
-from flexattn.kernels_triton.hopper.descriptors import Step, batch_steps, load_rows
-from flexattn.kernels_triton.hopper.pairs import Pair
-from flexattn.kernels_triton.hopper.pipeline import ForwardBarriers, wait_empty
+from flexattn.kernels_triton.gluon.descriptors import Step, batch_steps, load_rows
+from flexattn.kernels_triton.gluon.pairs import Pair
+from flexattn.kernels_triton.gluon.pipeline import ForwardBarriers, wait_empty
 
 _FEWEST = 8  # minimum rows of one copy: the period of the swizzle of shared memory
 _LANES = gl.constexpr(32)  # threads of the loading warp, at least as many as copies of a block

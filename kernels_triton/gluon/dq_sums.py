@@ -9,19 +9,22 @@ import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+from flexattn.kernels_triton.common.addressing import row_pointer, row_steps
 from flexattn.kernels_triton.common.arguments import Lengths, Rows
+from flexattn.kernels_triton.common.copies import packed_start
 from flexattn.kernels_triton.common.preprocess import place_of_program, statistics_tile
-from flexattn.kernels_triton.common.primitives import load_sequence, load_tile, packed_start, row_pointer, row_steps, store_tile
 from flexattn.kernels_triton.common.problem import Problem, rows
-from flexattn.kernels_triton.hopper.backward_blocks import Block, key_block
-from flexattn.kernels_triton.hopper.block_ranges import query_block
-from flexattn.kernels_triton.hopper.dq_parts import count_block, place_in_sums
-from flexattn.kernels_triton.hopper.operands import ROWS
-from flexattn.kernels_triton.hopper.pipeline import release, wait_empty, wait_full
-from flexattn.kernels_triton.hopper.query_walk import first_queries, next_queries
-from flexattn.kernels_triton.hopper.tile_scheduler import receive_tile
+from flexattn.kernels_triton.common.sequences import load_sequence
+from flexattn.kernels_triton.common.tile_memory import load_tile, store_tile
+from flexattn.kernels_triton.gluon.backward_blocks import Block, key_block
+from flexattn.kernels_triton.gluon.block_ranges import query_block
+from flexattn.kernels_triton.gluon.dq_parts import count_block, place_in_sums
+from flexattn.kernels_triton.gluon.operands import ROWS
+from flexattn.kernels_triton.gluon.pipeline import release, wait_empty, wait_full
+from flexattn.kernels_triton.gluon.query_walk import first_queries, next_queries
+from flexattn.kernels_triton.gluon.tile_scheduler import receive_tile
 from flexattn.kernels_triton.runtime.entry import WidePointer
 from flexattn.kernels_triton.runtime.gluon_names import reduce_add
 from flexattn.kernels_triton.runtime.launch import Tile, kernel, launch
@@ -35,24 +38,6 @@ class DqRing(NamedTuple):
     tiles: Any
     full: Any
     empty: Any
-
-
-@gluon.jit
-def dq_product(ds_tiles, k_tiles, buffer, k_tile, CONSUMER: gl.constexpr, META: gl.constexpr):
-    # Returns this warpgroup's half of a tile of dq, from all 128 keys, whose tiles begin at k_tile: half of the columns of 64
-    # queries, or 64 of 128 queries.
-    COLUMNS: gl.constexpr = META.DIM * META.BLOCK_M // 128
-    DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
-    dq = gl.zeros([ROWS, COLUMNS], gl.float32, layout=DQ)
-    for part in gl.static_range(2):
-        ds = ds_tiles.index(buffer + part)
-        k = k_tiles.index(k_tile + part).reshape([ROWS, META.DIM])
-        if META.BLOCK_M == ROWS:
-            k = k.slice(CONSUMER * COLUMNS, COLUMNS, 1)
-        else:
-            ds = ds.slice(CONSUMER * ROWS, ROWS, 1)
-        dq = warpgroup_mma(ds.permute([1, 0]), k, dq, use_acc=part > 0, is_async=True)
-    return dq
 
 
 @gluon.jit

@@ -1,4 +1,4 @@
-"""Conversion of dq by the persistent programs of the fused backward for sm_90: in parts, which they draw like key blocks.
+"""Conversion of dq by the persistent programs of a fused backward: in parts, which they draw like key blocks.
 
 A part reads sums that any program may have added to, so it waits until all key blocks of its head have been counted. In the terms
 of PTX's memory consistency model, the chain from an addition to a part's loads is:
@@ -24,8 +24,8 @@ from triton.experimental.gluon import language as gl
 
 from flexattn.kernels_triton.common.arguments import Rows
 from flexattn.kernels_triton.common.preprocess import statistics_tile
-from flexattn.kernels_triton.hopper.backward_blocks import Block
-from flexattn.kernels_triton.hopper.descriptors import finish_additions
+from flexattn.kernels_triton.gluon.backward_blocks import Block
+from flexattn.kernels_triton.gluon.descriptors import finish_additions
 from flexattn.kernels_triton.runtime.entry import WidePointer
 
 # Elements of a part. At head dim 128 without a mask, double parts took up to 5 % longer, and half parts up to 3 % longer

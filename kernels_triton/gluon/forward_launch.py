@@ -13,8 +13,8 @@ from flexattn.kernels_triton.common.split_kv import BY_LENGTHS, Parts, combine_s
 from flexattn.kernels_triton.common.split_plan import PlannedTile, combine_pieces, make_plan
 from flexattn.kernels_triton.common.tile_schedule import zero_padding
 from flexattn.kernels_triton.common.tiles import BlackwellTile, HopperTile, slots_of_heads
-from flexattn.kernels_triton.hopper.descriptors import ragged_descriptor, step_of
-from flexattn.kernels_triton.hopper.forward_arguments import (
+from flexattn.kernels_triton.gluon.descriptors import ragged_descriptor, step_of
+from flexattn.kernels_triton.gluon.forward_arguments import (
     Cut,
     Descriptors,
     Results,
@@ -25,8 +25,8 @@ from flexattn.kernels_triton.hopper.forward_arguments import (
     number_of_tiles,
     with_rows_of,
 )
-from flexattn.kernels_triton.hopper.pairs import pair_descriptor
-from flexattn.kernels_triton.hopper.tile_scheduler import forward_work
+from flexattn.kernels_triton.gluon.pairs import pair_descriptor
+from flexattn.kernels_triton.gluon.tile_scheduler import forward_work
 from flexattn.kernels_triton.runtime.launch import Tile
 
 

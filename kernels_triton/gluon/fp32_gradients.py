@@ -9,7 +9,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flexattn.kernels_triton.hopper.backward_blocks import Block
+from flexattn.kernels_triton.gluon.backward_blocks import Block
 from flexattn.kernels_triton.runtime.entry import WidePointer
 
 _UNIT = gl.constexpr(4)  # elements: 16 bytes, which `descriptor_error` also requires of strides

@@ -9,15 +9,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from flexattn.kernels_triton.hopper.backward_blocks import Block, find_key_block, key_block
-from flexattn.kernels_triton.hopper.block_ranges import query_block
-from flexattn.kernels_triton.hopper.descriptors import load_rows, load_statistics, store_rows
-from flexattn.kernels_triton.hopper.dq_parts import find_part, find_task, num_tasks, wait_for_sums
-from flexattn.kernels_triton.hopper.fused_consumer import Begun, FusedArguments, FusedBarriers, FusedTiles
-from flexattn.kernels_triton.hopper.pairs import Origin, origin_of
-from flexattn.kernels_triton.hopper.pipeline import wait_empty, wait_full
-from flexattn.kernels_triton.hopper.query_walk import first_queries, next_queries
-from flexattn.kernels_triton.hopper.tile_scheduler import broadcast_end, broadcast_tile, num_work_tiles
+from flexattn.kernels_triton.gluon.backward_blocks import Block, find_key_block, key_block
+from flexattn.kernels_triton.gluon.block_ranges import query_block
+from flexattn.kernels_triton.gluon.descriptors import load_rows, load_statistics, store_rows
+from flexattn.kernels_triton.gluon.dq_parts import find_part, find_task, num_tasks, wait_for_sums
+from flexattn.kernels_triton.gluon.fused_arguments import Begun, FusedArguments, FusedBarriers, FusedTiles
+from flexattn.kernels_triton.gluon.pairs import Origin, origin_of
+from flexattn.kernels_triton.gluon.pipeline import wait_empty, wait_full
+from flexattn.kernels_triton.gluon.query_walk import first_queries, next_queries
+from flexattn.kernels_triton.gluon.tile_scheduler import broadcast_end, broadcast_tile, num_work_tiles
 
 
 @gluon.jit

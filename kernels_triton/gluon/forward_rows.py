@@ -1,4 +1,4 @@
-"""Rows of a consumer of the forward for sm_90: visible scores, initial values of sums, and the storing of results."""
+"""Rows of a consumer of the forward: visible scores, initial values of sums, and the storing of results."""
 
 from __future__ import annotations
 
@@ -7,26 +7,20 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from flexattn.kernels_triton.common.addressing import row_pointer
 from flexattn.kernels_triton.common.arguments import Head
-from flexattn.kernels_triton.common.primitives import (
-    LN2,
-    LOG2E,
-    exponent_factor,
-    log_of_sum,
-    logits,
-    row_pointer,
-    scaled_row_max,
-    shows_block,
-)
+from flexattn.kernels_triton.common.exponents import LN2, LOG2E, exponent_factor, log_of_sum, scaled_row_max
+from flexattn.kernels_triton.common.heads import shows_block
+from flexattn.kernels_triton.common.scores import logits
 from flexattn.kernels_triton.common.split_kv import part_row
 from flexattn.kernels_triton.common.split_plan import (
     first_row_of_part,
 )
-from flexattn.kernels_triton.hopper.dropout import DropoutState
-from flexattn.kernels_triton.hopper.forward_arguments import Arguments
-from flexattn.kernels_triton.hopper.forward_work import ReceivedTile, WorkTile
-from flexattn.kernels_triton.hopper.masking import SequenceBand, apply_mask_mod, mask_keys
-from flexattn.kernels_triton.hopper.softmax import for_threads
+from flexattn.kernels_triton.gluon.dropout import DropoutState
+from flexattn.kernels_triton.gluon.forward_arguments import Arguments
+from flexattn.kernels_triton.gluon.forward_work import ReceivedTile, WorkTile
+from flexattn.kernels_triton.gluon.masking import SequenceBand, apply_mask_mod, mask_keys
+from flexattn.kernels_triton.gluon.softmax import for_threads
 
 
 class Invariants(NamedTuple):

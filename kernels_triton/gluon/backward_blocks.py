@@ -9,35 +9,29 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flexattn.kernels_triton.common.arguments import Head, Scores
+from flexattn.kernels_triton.common.copies import packed_start
+from flexattn.kernels_triton.common.heads import head_values, load_head, with_head_values
+from flexattn.kernels_triton.common.lse_rows import is_any_large, load_large, relative_to_lse
 from flexattn.kernels_triton.common.preprocess import statistics_tile
-from flexattn.kernels_triton.common.primitives import (
-    head_values,
-    is_any_large,
-    load_head,
-    load_large,
-    packed_start,
-    relative_to_lse,
-    with_head_values,
-)
 from flexattn.kernels_triton.common.problem import Features, Problem
 from flexattn.kernels_triton.common.tile_schedule import tile_schedule
-from flexattn.kernels_triton.hopper.block_ranges import ListCut, blocks_of_keys, blocks_of_queries, cut_query_lists
-from flexattn.kernels_triton.hopper.masking import (
+from flexattn.kernels_triton.gluon.block_ranges import ListCut, blocks_of_keys, blocks_of_queries, cut_query_lists
+from flexattn.kernels_triton.gluon.masking import (
     SequenceBand,
     apply_mask_mod,
     band_of_sequence,
     hide_queries_past_the_end,
     mask_queries_and_end,
 )
-from flexattn.kernels_triton.hopper.operands import ROWS
-from flexattn.kernels_triton.hopper.query_walk import (
+from flexattn.kernels_triton.gluon.operands import ROWS
+from flexattn.kernels_triton.gluon.query_walk import (
     QueryPlace,
     first_queries,
     next_queries,
     turn_of_program,
     walk_of_call,
 )
-from flexattn.kernels_triton.hopper.tile_scheduler import (
+from flexattn.kernels_triton.gluon.tile_scheduler import (
     Sequence,
     Work,
     backward_tile,
@@ -252,7 +246,7 @@ def next_query_block(position: QueryHead, values, block: Block, work: Work, scor
 
 @gluon.jit
 def head_at(position: QueryHead, values, block: Block, scores: Scores, META: gl.constexpr):
-    # Like `primitives.head_of`, from values that are already loaded
+    # Like `heads.head_of`, from values that are already loaded
     return Head(
         b=block.b,
         h=position.h,

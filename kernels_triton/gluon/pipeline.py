@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from flexattn.kernels_triton.hopper.barriers import BOTH, PINGPONG, named_barrier_arrive, named_barrier_sync
+from flexattn.kernels_triton.gluon.barriers import BOTH, PINGPONG, named_barrier_arrive, named_barrier_sync
 
 STAGES = gl.constexpr(2)  # stages of q and of dout in the fused backward
 

@@ -1,13 +1,13 @@
-"""The softmax of the forward on sm_90, with or without lazy rescaling (`HopperTile.is_lazy`)."""
+"""The softmax of a block of keys, with or without lazy rescaling (`HopperTile.is_lazy`)."""
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flexattn.kernels_triton.common.primitives import LN2, exponent_factor, scaled_row_max
-from flexattn.kernels_triton.hopper.dropout import kept
-from flexattn.kernels_triton.hopper.operands import pack_pairs
+from flexattn.kernels_triton.common.exponents import LN2, exponent_factor, scaled_row_max
+from flexattn.kernels_triton.gluon.dropout import kept
+from flexattn.kernels_triton.gluon.operands import pack_pairs
 
 _RESCALE_THRESHOLD = gl.constexpr(8.0)  # maximum rise of a row's maximum, in units of log2, without a rescaling of sums
 

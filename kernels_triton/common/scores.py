@@ -1,0 +1,118 @@
+"""From products to logits, and their derivatives.
+
+Tiles are [queries, keys] or [keys, queries]. Functions with arguments `i` and `j` serve both. These are positions within their
+sequence, in a shape that broadcasts against the tile.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from flexattn.kernels_triton.common.band import visible_keys, visible_queries
+from flexattn.kernels_triton.common.exponents import LOG2E
+from flexattn.kernels_triton.common.lse_rows import relative_to_lse
+from flexattn.kernels_triton.common.tanh import tanh, tanh_in_half
+
+
+@triton.jit
+def load_bias(head, i, j, META: tl.constexpr):
+    offsets = i.to(tl.int64) * head.bias_stride_m + (j if META.IS_BIAS_CONTIGUOUS else j.to(tl.int64) * head.bias_stride_n)
+    return tl.load(head.bias_ptr + offsets, mask=(i < head.len_q) & (j < head.len_kv), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def logits(qk, i, j, softmax_scale, head, MODS: tl.constexpr, META: tl.constexpr):
+    # Returns (s, factor, cap_tanh, score). s * factor is the logit in units of log2, before the mask. cap_tanh is the softcap's
+    # tanh, and score is score_mod's input. If nothing is added, s is the raw product, and the scale is folded into the exponent's
+    # multiply-add.
+    s = qk
+    factor = tl.maximum(softmax_scale * LOG2E, 1e-37)  # a masked score is -inf, and -inf * 0 would be NaN
+    cap_tanh = 0.0
+    score = qk
+    if META.HAS_PRE_SCALE_BIAS or META.HAS_POST_SCALE_BIAS or META.HAS_ALIBI or META.HAS_SOFTCAP or META.HAS_SCORE_MOD:
+        factor = LOG2E
+        if META.HAS_PRE_SCALE_BIAS:
+            s += load_bias(head, i, j, META)
+        s *= softmax_scale
+        if META.HAS_SOFTCAP:
+            cap_tanh = tanh(s / head.softcap) if META.HAS_EXACT_TANH else tanh_in_half(s * (1.0 / head.softcap))
+            s = head.softcap * cap_tanh
+        score = s
+        if META.HAS_SCORE_MOD:
+            s = MODS.score(score, head.b, head.h, i, j, head.captures)
+        if META.HAS_POST_SCALE_BIAS:
+            s += load_bias(head, i, j, META)
+        if META.HAS_ALIBI:
+            s -= head.alibi_slope * tl.abs(j - i - head.shift).to(tl.float32)
+    return s, factor, cap_tanh, score
+
+
+class ScoreTile(NamedTuple):
+    """A tile of scores, [queries, keys] or [keys, queries], inside a kernel."""
+
+    i: Any  # query positions that broadcast against the tile
+    j: Any  # key positions
+    keep: Any  # True for weights that dropout keeps
+    is_full: Any  # whether the block is full, so that the mask_mod is not needed
+    large: Any  # result of `load_large`
+
+
+class ScoreGradient(NamedTuple):
+    """The derivatives of a tile of scores, and the factors of the products that follow, inside a kernel."""
+
+    p: Any  # probabilities
+    p_dropped: Any  # the same after dropout, as they multiply v
+    dlogit: Any
+    dscore: Any  # the gradient of the scaled score
+    score: Any  # score_mod's input
+
+
+@triton.jit
+def score_gradient(
+    products,
+    statistics,
+    tile,
+    head,
+    inputs,
+    MODS: tl.constexpr,
+    MASK: tl.constexpr,  # "none", "keys" for a tile [queries, keys], "queries" for a tile [keys, queries]
+    META: tl.constexpr,
+):
+    i = tile.i
+    j = tile.j
+    keep_scale = inputs.dropout.keep_scale
+    dp = products.dp
+    s, factor, cap_tanh, score = logits(products.qk, i, j, products.scale, head, MODS, META)
+    s = relative_to_lse(s, -statistics.lse_log2, tile.large, head.b, head.h, i, head.len_q, META)
+    p = tl.exp2(tl.fma(s, factor, -statistics.lse_log2))
+    if META.NORMALIZES:
+        p *= statistics.p_scale
+    if MASK == "keys":
+        p = tl.where(visible_keys(i, j, head.len_kv, head.shift, inputs.band, META), p, 0.0)
+    elif MASK == "queries" and (META.HAS_LEFT or META.HAS_RIGHT):
+        p = tl.where(visible_queries(i, j, head.shift, inputs.band, META), p, 0.0)
+    if MASK != "none" and META.HAS_SCORE_MOD and not MODS.score_is_finite:  # for a query past the end
+        p = tl.where(i < head.len_q, p, 0.0)
+    if META.HAS_MASK_MOD and (MASK != "none" or META.BLOCK_SIZE_Q == 0):
+        p = tl.where(MODS.mask(head.b, head.h, i, j, head.captures) | tile.is_full, p, 0.0)
+    p_dropped = p
+    if META.HAS_DROPOUT:
+        p_dropped = tl.where(tile.keep, p * keep_scale, 0.0)
+        dp = tl.where(tile.keep, dp * keep_scale, 0.0)
+    dlogit = p * (dp - statistics.delta)
+    dscore = through_mods(dlogit, cap_tanh, score, i, j, head, MODS, META)
+    return ScoreGradient(p=p, p_dropped=p_dropped, dlogit=dlogit, dscore=dscore, score=score)
+
+
+@triton.jit
+def through_mods(dlogit, cap_tanh, score, i, j, head, MODS: tl.constexpr, META: tl.constexpr):
+    # Returns d loss / d scaled score from d loss / d logit and the results of `logits`.
+    dscore = dlogit
+    if META.HAS_SCORE_MOD:
+        dscore = MODS.gradient(dlogit, score, head.b, head.h, i, j, head.captures)
+    if META.HAS_SOFTCAP:
+        dscore *= 1 - cap_tanh * cap_tanh
+    return dscore

@@ -1,0 +1,95 @@
+"""Conditions that kernels in Gluon share: operands and block masks that they support, and query heads that share a tile."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from flexattn.kernels_triton.common.problem import Problem
+from flexattn.kernels_triton.common.tiles import HopperFusedTile, HopperTile, cdiv, slots_of_heads
+from flexattn.kernels_triton.gluon.descriptors import DTYPES, descriptor_error
+from flexattn.kernels_triton.gluon.operands import ROWS
+
+QUERIES = 128  # queries of a program of dq: two warpgroups
+KEYS = 128  # keys of a program of the fused backward: two warpgroups
+
+
+def shares(problem: Problem) -> list[int]:
+    """Returns how many query heads of one key head may share a warpgroup's rows: a power of two that divides them, or all."""
+    size = problem.group_size
+    power = min(size & -size, ROWS.value)
+    return [power, size] if slots_of_heads(size) <= ROWS.value else [power]
+
+
+def heads_of_a_tile(problem: Problem, tile: HopperTile) -> int:
+    """Returns how many query heads of one key head share a tile: more than 1 if queries leave half of the tile empty.
+
+    For a packed batch the mean counts: a few long sequences among many short ones lose nothing by sharing.
+    """
+    x = problem
+    queries = x.longest_q if x.q.dim() == 4 else min(x.longest_q, cdiv(x.q.shape[0], max(1, x.batch)))
+    if 2 * queries > tile.block_m or x.block_mask is not None:
+        return 1
+    # The fewest tiles; among equal numbers, the tiles whose keys are loaded for more heads.
+    return min(shares(x), key=lambda heads: (cdiv(queries * slots_of_heads(heads), tile.block_m) * x.group_size // heads, -heads))
+
+
+def rows_of_a_tile(problem: Problem) -> int:
+    """Returns the maximum number of rows that hold all queries of a tile's heads."""
+    x = problem
+    return x.longest_q if x.block_mask is not None else x.longest_q * slots_of_heads(shares(x)[-1])
+
+
+def unsupported_block_mask(problem: Problem, tile: tuple[int, int]) -> str | None:
+    """Returns the reason if the blocks of the problem's block mask are not multiples of a tile (queries, keys); None: they are."""
+    if problem.block_mask is None:
+        return None
+    sizes = (problem.block_mask.block_size_q, problem.block_mask.block_size_kv)
+    if all(size % block == 0 for size, block in zip(sizes, tile, strict=True)):
+        return None
+    return f"its tiles are {tile[0]} x {tile[1]}, and the block mask's blocks {sizes[0]} x {sizes[1]}: no multiples"
+
+
+def unsupported_operands(problem: Problem, out: Tensor) -> str | None:
+    """Returns the reason if the copy engine or the forwards cannot handle this problem's operands, for any head dims; None: they
+    can.
+    """
+    x = problem
+    if x.q.dtype not in DTYPES:
+        return f"it takes bf16 and fp16, not {str(x.q.dtype).removeprefix('torch.')}"
+    if x.descales_kv:
+        return "it takes k and v in q's dtype, and they are in FP8"
+    if x.softmax_scale == 0:
+        return "it does not support a softmax_scale of 0"
+    if x.origin:
+        return "it draws dropout at the call's own positions, and rng_state has origins in a larger problem"
+    if 0 in x.q.shape or 0 in x.k.shape or x.batch == 0:
+        return "there is nothing to load"
+    errors = (descriptor_error(name, t) for name, t in (("q", x.q), ("k", x.k), ("v", x.v), ("out", out)))
+    return next((error for error in errors if error), None)
+
+
+def backward_unsupported_block_mask(problem: Problem, block_n: int, block_m: int, keys: int) -> str | None:
+    """Returns the reason if kernels with these tiles (see `HopperBackwardTile`) do not support the block mask; None: they do."""
+    x = problem
+    if x.block_mask is None:
+        return None
+    if x.group_size > 1 and x.block_mask.heads > 1:
+        return "query heads that share a key head each have their own block mask"
+    errors = (unsupported_block_mask(x, tile) for tile in ((QUERIES, block_n), (block_m, keys)))
+    return next((error for error in errors if error), None)
+
+
+def unsupported_statistics(problem: Problem) -> str | None:
+    """Returns the reason if the copy engine cannot address all statistics of a backward's rows; None: it can."""
+    x = problem
+    is_reached = x.num_heads * (x.q.shape[-3] + 256) * x.batch < 2**29
+    return None if is_reached else "its statistics exceed the range of the copy engine's coordinates"
+
+
+def converts_dq(problem: Problem, dq: Tensor, tile: HopperFusedTile) -> bool:
+    """Returns whether the fused backward with this tile converts dq: if the tile does, dq's rows have its width, and there are no
+    lengths.
+    """
+    x = problem
+    is_wide = x.q.shape[-1] == tile.head_dim and not any(n % tile.head_dim for n in dq.stride()[:-1])
+    return tile.converts and is_wide and not x.has_lengths

@@ -1,0 +1,22 @@
+"""Scales of tensors in FP8 as arguments of kernels."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class Descale(NamedTuple):
+    """A `Scale` as a kernel argument."""
+
+    ptr: Any
+    stride_b: int
+    stride_h: int
+    stride_block: int
+    block_rows: int  # at least 1
+
+
+class BackwardDescales(NamedTuple):
+    q: Descale
+    k: Descale
+    v: Descale
+    dout: Descale

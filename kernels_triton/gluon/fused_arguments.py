@@ -1,0 +1,121 @@
+"""The fused backward's constants, arguments, tiles in shared memory and barriers, by name."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from flexattn.kernels_triton.common.arguments import Band, BlockMaskLists, Dropout, Lengths, Scores
+from flexattn.kernels_triton.common.problem import with_features
+from flexattn.kernels_triton.gluon.backward_blocks import LargeLse
+from flexattn.kernels_triton.gluon.descales import BackwardDescales
+from flexattn.kernels_triton.gluon.descriptors import Step
+from flexattn.kernels_triton.gluon.dq_parts import SumsOfDq
+from flexattn.kernels_triton.gluon.fp32_gradients import Fp32Rows
+from flexattn.kernels_triton.gluon.tile_scheduler import Work
+
+
+@with_features
+class FusedMeta(NamedTuple):
+    """Constants that a fused backward is compiled for, besides `Features`."""
+
+    IS_FP8: bool  # q, k, v and dout are FP8, with copies of q, k and dout in 16 bits
+    IS_PLAIN: bool  # a logit is a scaled score
+    BLOCK_M: int
+    BLOCK_N: int
+    DIM: int
+    DP_FIRST: bool  # for this and the next four see `HopperFusedTile`
+    IS_AHEAD: bool
+    PINGPONG: bool
+    DV_WITH_DK: bool
+    DOUT_APART: bool
+    DQ_STAGES: int  # stages of dq in shared memory
+    NUMBERS: int  # integers of a tile message of a persistent kernel; 0: a program has one key block
+    K_STAGES: int  # key blocks whose k is in shared memory: 2 in a persistent kernel, otherwise 1
+    V_STAGES: int  # 1, or K_STAGES
+    CONVERTED: int  # rows of a part of dq that a persistent kernel converts; 0: another kernel converts dq
+
+
+class FusedDescriptors(NamedTuple):
+    """Descriptors of the tensors; q16, k16 and dout16 are None if q, k and dout have 16 bits."""
+
+    q: Any
+    q16: Any
+    dout: Any
+    dout16: Any
+    k: Any
+    k16: Any
+    v: Any
+    statistics: Any
+    dq: Any  # its fp32 sums
+    dk: Any  # None if dk and dv are fp32
+    dv: Any
+
+
+class FusedSteps(NamedTuple):
+    q: Step
+    q16: Step | None
+    dout: Step
+    dout16: Step | None
+    k: Step
+    k16: Step | None
+    v: Step
+    dk: Step
+    dv: Step
+
+
+class FusedArguments(NamedTuple):
+    descriptors: FusedDescriptors
+    tiles_of_statistics: int  # tiles of one head
+    large: LargeLse
+    work: Work
+    descales: BackwardDescales | None  # descales of q, k, v and dout in FP8
+    lengths_q: Lengths
+    lengths_kv: Lengths
+    band: Band
+    steps: FusedSteps
+    scores: Scores
+    dropout: Dropout | None  # None in FP8
+    lists: BlockMaskLists | None  # lists of query blocks
+    sums: SumsOfDq | None  # if META.CONVERTED > 0
+    dk32: Fp32Rows | None  # outputs for dk and dv in fp32
+    dv32: Fp32Rows | None
+
+
+class FusedTiles(NamedTuple):
+    """Tiles in shared memory: q, dout and statistics by stage; k, v, ds and dq by stage and consumer.
+
+    q16, k16, dout16 and the factors are None if q, k and dout have 16 bits.
+    """
+
+    q: Any
+    q16: Any
+    dout: Any
+    dout16: Any
+    k: Any
+    k16: Any
+    v: Any
+    statistics: Any
+    factors: Any  # for each query block the factors of its scores and of its dp
+    ds: Any
+    dq: Any
+
+
+class FusedBarriers(NamedTuple):
+    q_full: Any
+    q_empty: Any
+    dout_full: Any
+    dout_empty: Any  # used if META.DOUT_APART
+    dq_full: Any
+    dq_empty: Any
+    dkdv_full: Any
+    kv_full: Any = None  # in FP8, for programs with one block: loading k and v with the first q and dout was 3 % slower there
+    tile_full: Any = None  # for this and the other fields of tiles see `ForwardBarriers`; in a persistent kernel
+    tile_empty: Any = None
+    tile_slots: Any = None
+
+
+class Begun(NamedTuple):
+    """Counts of a program before a key block: of its blocks and their iterations."""
+
+    blocks: Any
+    iterations: Any
