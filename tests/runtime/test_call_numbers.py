@@ -16,12 +16,12 @@ from flexattn.dispatch import triton_backend
 from flexattn.dispatch.quantization import dout_like
 from flexattn.dispatch.spec import AttentionSpec, Operands, empty_outputs
 from flexattn.functional import bind_call
-from flexattn.kernels_triton.common.arguments import Scores
-from flexattn.kernels_triton.hopper.dq_sums import ConversionArguments
 from flexattn.kernels_triton.runtime import call_numbers, direct, entry, interpreter, launch
 from flexattn.kernels_triton.runtime.store import Binary
 from tests import structure
 from tests.support.replayed import float_paths
+
+NUMBERS = {"Scores": ("scale", "softcap"), "ConversionArguments": ("scale",)}  # fields of groups of arguments
 
 
 def kernels() -> Iterator[Any]:
@@ -40,7 +40,7 @@ def numbers_of(group: type, path: str = "") -> Iterator[tuple[str, int]]:
             yield from numbers_of(kind, f"{path}{name}_")
         elif name == "captures":
             yield f"{path}{name}", 2
-        elif (group is Scores and name in ("scale", "softcap")) or (group is ConversionArguments and name == "scale"):
+        elif name in NUMBERS.get(group.__name__, ()):
             yield f"{path}{name}", ("scale", "softcap").index(name)
 
 
