@@ -1,13 +1,15 @@
-"""Cache of calls: one look-up leads from the arguments of attention() to what runs them.
+"""Cache of calls: one look-up leads from the arguments of attention() to a `CachedCall` that runs them.
 
-The key is everything that the checks, the spec and the choice of a backend read of a call: each tensor's type, shape, strides,
-dtype, device, alignment and whether it requires a gradient; each other argument with its type; the graphs of the mods; and the
-state around it (grad mode, the backend asked for, the environment variables, torch's switches, failures of backends). An equal key
-means that the checks passed before, and that the choice is the same. Calls with tensor subclasses, modes, transforms, tracing,
-or FLEXATTN_CANARY have no key: they go by the operators (`autograd`). Under FLEXATTN_CHECK calls are kept, and prepared each time.
+The checks, the spec and the choice of a backend read only parts of a call, and the key has all of them. These are each tensor's
+type, shape, strides, dtype, device, alignment and whether it requires a gradient. They are each other argument with its type, the
+graphs of the mods, and the state around the call: grad mode, the backend asked for, the environment variables, torch's switches,
+failures of backends. If a key is known, the checks passed before, and the choice is the same. Calls with tensor subclasses, modes,
+transforms, tracing, or FLEXATTN_CANARY have no key, and run by the operators (`autograd`). Under FLEXATTN_CHECK, calls are kept,
+and prepared each time.
 
-A look-up first compares a call with those of late that differ from it in their tensors alone, all tensors at once (`likeness`), and
-only then makes the whole key. At most 1024 calls are kept; those in use stay.
+There are two caches. `_recent` has the calls that were found last. A look-up first compares a call with those that may differ from
+it only in their tensors, all tensors at once (`likeness`). Only if none is like it, the look-up makes the whole key and searches
+`_calls`, which has all calls. At most 1024 calls are kept, and those in use stay.
 """
 
 from __future__ import annotations
@@ -44,14 +46,14 @@ fork_safe(lock)
 MOST_CALLS = 1024
 _MOST_RECENT = 4  # calls in _recent that differ in their tensors alone
 
-# By a key without its numbers: the calls by their numbers (see `_split`).
+# For each key without its numbers: the calls by their numbers (see `_split`).
 _Numbers = tuple[float | None, float | None, Any]  # softmax_scale, softcap and the bits of the floats that mods capture
 _calls: OrderedDict[Hashable, dict[_Numbers, CachedCall]] = OrderedDict()
 _size = 0  # calls in _calls
-# Those that were found last, by all of a key but what it says of tensors, which a `Likeness` compares in one go.
+# Calls that were found last, by the part of the key for all but tensors. A `Likeness` compares the tensors.
 _Recent = tuple[tuple[Likeness, Hashable, CachedCall], ...]
 _recent: dict[Hashable, _Recent] = {}
-# The entry of `_recent` that was used last: comparing takes less than hashing.
+# The entry of `_recent` that was used last, because a comparison takes less time than a hash.
 _latest: tuple[Hashable, _Recent] = None, ()
 
 
@@ -68,7 +70,7 @@ def kept_calls() -> list[CachedCall]:
 
 
 def clear_cache() -> None:
-    """Forgets every call and the counts."""
+    """Drops all calls and the counts."""
     global _size
     with lock:
         _calls.clear()
@@ -89,11 +91,11 @@ def look_up(
     window_size: Any,
     mods: tuple[Any, Any, Any, Any] | None,
 ) -> tuple[CallKey | None, CachedCall | None]:
-    """Returns the key of a call, None where it has none, and the call that was kept with it, if any.
+    """Returns the key of a call, or None if it has none, and the call that was kept with it, if any.
 
     tensors: q, k and v, and then nothing or the other fields of `Operands` that are tensors, and those of FP8 or of a backward.
-    others: all arguments that are no tensors and no mods, but window_size. Floats that come first are softmax_scale and softcap:
-    a call with other ones may be made of a kept one. mods: score_mod, mask_mod, score_mod_tensors and block_mask, or None.
+    others: all other arguments, except for mods and window_size. softmax_scale and softcap come first if the call has them: a call
+    with other ones may be made of a kept one. mods: score_mod, mask_mod, score_mod_tensors and block_mask, or None.
     """
     global _latest
     try:
@@ -105,7 +107,7 @@ def look_up(
             sides = (window_size,) if type(window_size) is int else window_size
             window = (*sides, type(window_size), *map(type, sides))
         num_arguments = len(tensors)
-        block_mask, of_mods, values = None, None, None
+        block_mask, mod_parts, values = None, None, None
         if mods is not None:
             score_mod, mask_mod, explicit, block_mask = mods
             if explicit:
@@ -117,11 +119,11 @@ def look_up(
             captured = captured_by(score_mod, mask_mod, block_mask)
             if captured is None:
                 return None, None
-            tensors, of_mods, values = (*tensors, *captured.tensors), captured.parts, captured.values
+            tensors, mod_parts, values = (*tensors, *captured.tensors), captured.parts, captured.values
         # The types come first, so that others are compared with values of their own types alone.
-        rest = (tuple(map(type, others)), (num_arguments, len(tensors)), others, state, window, of_mods, values)
-        of_latest, recent = _latest
-        if of_latest != rest:
+        rest = (tuple(map(type, others)), (num_arguments, len(tensors)), others, state, window, mod_parts, values)
+        latest, recent = _latest
+        if latest != rest:
             recent = _recent.get(rest, ())
             if recent:
                 _latest = rest, recent
@@ -132,14 +134,14 @@ def look_up(
                 counts["hits"] += 1
                 return make_key((whole, tensors, num_arguments, addresses, block_mask)), known
         return _look_up_all(rest, tensors, num_arguments, block_mask)
-    except (TypeError, ValueError, RuntimeError, AttributeError):  # no such key; the checks of an ordinary call say what is wrong
+    except (TypeError, ValueError, RuntimeError, AttributeError):  # there is no such key, and the checks of the call name the error
         return None, None
 
 
 def _look_up_all(
     rest: tuple[Any, ...], tensors: tuple[Tensor | None, ...], num_arguments: int, block_mask: Any
 ) -> tuple[CallKey | None, CachedCall | None]:
-    """`look_up` among all calls, by what the key says of each tensor; rest: the key's part for all else."""
+    """`look_up` among all calls, by the whole key. rest: its part for all but tensors."""
     global _latest
     rest_without, numbers = _split(rest)
     parts: list[Any] = [rest_without]
@@ -152,7 +154,7 @@ def _look_up_all(
         if type(t) not in PLAIN or t.is_neg():
             return None, None
         address = t.data_ptr()
-        if not address and (t.is_meta or t.numel()):  # a trace's tensor, or one that stands for zeros
+        if not address and (t.is_meta or t.numel()):  # a tensor of a trace, or one that stands for zeros
             return None, None
         together |= address
         addresses.append(address)
@@ -161,7 +163,7 @@ def _look_up_all(
     if together & 15:
         parts.append(low_bits(addresses))
     if addresses[1] == addresses[2]:
-        parts.append("v lies in k")  # which kernels load but once
+        parts.append("v lies in k")  # kernels load it once
     if len(set(ids)) < len(ids):
         parts.append(same_tensors(ids))
     whole = kind, numbers = tuple(parts), numbers
@@ -170,7 +172,7 @@ def _look_up_all(
     if known is None and siblings is not None:
         known = _with_other_numbers(kind, numbers, siblings)
     key = make_key((whole, tensors, num_arguments, addresses, block_mask))
-    if known is None or known.is_checked:  # such a call is prepared again, for what that checks, and then found by `new_call`
+    if known is None or known.is_checked:  # a checked call is prepared again for its checks, and then found by `new_call`
         return key, None
     known.is_used = True
     counts["hits"] += 1
@@ -195,7 +197,7 @@ def _split(rest: tuple[Any, ...]) -> tuple[Hashable, _Numbers]:
     What remains of softmax_scale and softcap is whether each is 0, on which the spec and the choice of kernels depend. Numbers that
     `validation.check_scalars` may refuse, and calls that have none, stay in the key whole. Their numbers are None.
     """
-    kinds, counts, others, state, window, of_mods, values = rest
+    kinds, counts, others, state, window, mod_parts, values = rest
     scale, softcap = others[:2]
     if (
         type(scale) is float
@@ -206,7 +208,7 @@ def _split(rest: tuple[Any, ...]) -> tuple[Hashable, _Numbers]:
         others = scale == 0.0, softcap == 0.0, others[2:]
     else:
         scale = softcap = None
-    return (kinds, counts, others, state, window, of_mods), (scale, softcap, values)
+    return (kinds, counts, others, state, window, mod_parts), (scale, softcap, values)
 
 
 def _with_other_numbers(kind: Hashable, numbers: _Numbers, siblings: dict[_Numbers, CachedCall]) -> CachedCall | None:
@@ -224,12 +226,12 @@ def _with_other_numbers(kind: Hashable, numbers: _Numbers, siblings: dict[_Numbe
 
 
 def new_call(
-    key: CallKey, x: Operands, settings: ops.Settings, alibi_slopes: Tensor | None, of_fp8: Fp8Steps | None = None
+    key: CallKey, x: Operands, settings: ops.Settings, alibi_slopes: Tensor | None, fp8: Fp8Steps | None = None
 ) -> CachedCall | None:
-    """Returns a call to be kept, or under FLEXATTN_CHECK one that was; None where its operands are not the arguments as they were.
+    """Returns a call to be kept, or under FLEXATTN_CHECK one that was kept; None if its operands are not the unchanged arguments.
 
-    alibi_slopes: the argument; the slopes that stand in for None are the same each time. of_fp8: FP8's part of the call, which has
-    the descales.
+    alibi_slopes: the argument. The slopes that replace None are the same each time. fp8: FP8's part of the call, which has the
+    descales.
     """
     is_checked = options.check_values()
     kind, numbers = key.parts
@@ -239,14 +241,14 @@ def new_call(
         kept.is_used = True
         counts["hits"] += 1
         return kept
-    known = {*TENSOR_FIELDS, "mod_tensors", "block_mask"} | ({"descales"} if of_fp8 is not None else set())
+    known = {*TENSOR_FIELDS, "mod_tensors", "block_mask"} | ({"descales"} if fp8 is not None else set())
     others = (value for name, value in x._asdict().items() if name not in known)
     if any(isinstance(leaf, Tensor) for value in others for leaf in (value if isinstance(value, (tuple, list)) else (value,))):
-        return None  # a tensor that `CachedCall.operands` would not put in its place
+        return None  # `CachedCall.operands` would not put such a tensor in its place
     if x.alibi_slopes is not None and (x.alibi_slopes.is_inference() or is_capturing(x.q.device)):
-        return None  # a captured graph's slopes are not for later calls
+        return None  # later calls may not use slopes of a captured graph
     position = {id(t): i for i, t in reversed(list(enumerate(key.tensors))) if t is not None}
-    has_own = x.alibi_slopes is not None or x.dropout_p > 0.0  # slopes and seeds that are no arguments
+    has_own = x.alibi_slopes is not None or x.dropout_p > 0.0  # slopes and seeds may be no arguments
     names = TENSOR_FIELDS if has_own else TENSOR_FIELDS[: key.num_arguments]
     sources: list[int | Tensor | None] = []
     for name, t in zip((*names, *("mod" for _ in x.mod_tensors)), (*x[: len(names)], *x.mod_tensors), strict=True):
@@ -261,7 +263,7 @@ def new_call(
     cls = CachedCall
     if is_checked:
         from flexattn.checked_call import CheckedCall as cls  # here, as few processes check
-    made = cls(x, settings, names, sources, of_fp8)
+    made = cls(x, settings, names, sources, fp8)
     with lock:
         latest = next(reversed(siblings.values()), None)
     if latest is not None and latest.differs_in_numbers_alone(made):
@@ -270,14 +272,14 @@ def new_call(
 
 
 def remember(key: CallKey, call: CachedCall) -> None:
-    """Keeps a call that ran without an error."""
+    """Adds a call that ran without an error to the cache."""
     kind: Any
     kind, numbers = key.parts
     if call.is_checked and _calls.get(kind, {}).get(numbers) is call:
         return
     kinds, _, _, _, window, _ = kind[0]
     if any(isinstance(part, type) and issubclass(part, Tensor) for part in (*kinds, *(window or ()))):
-        return  # a number in a tensor: the key would have the object, whatever it holds by then
+        return  # the number may change in the tensor, and the key has only the object
     _keep(kind, numbers, call)
 
 
@@ -291,7 +293,7 @@ def _keep(kind: Hashable, numbers: _Numbers, call: CachedCall) -> None:
         _calls.move_to_end(kind)
         if _size > MOST_CALLS:
             _forget_recent()
-        while _size > MOST_CALLS:  # drops the oldest that was not used since it was last looked at
+        while _size > MOST_CALLS:  # drops the oldest call that was not used since it was last looked at
             first, siblings = next(iter(_calls.items()))
             numbers, oldest = next(iter(siblings.items()))
             del siblings[numbers]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def record_forward(call: CachedCall, tensors: Sequence[Any]) -> tuple[Sequence[Any], Replay | None]:
-    """Returns the results of a forward, and what replays it; None if nothing can. tensors: as `CachedCall.forward` takes them."""
+    """Returns the results of a forward, and its recording or None if there is none. tensors: of `CachedCall.forward`."""
     if _is_torchs(call, tensors, call.spec, "forward"):
         kept = cpu_attention.KeptForward(call.spec, call.operands(tensors), call.compute_forward)
         return kept.replay(tensors, ()), kept
@@ -36,7 +36,7 @@ def record_forward(call: CachedCall, tensors: Sequence[Any]) -> tuple[Sequence[A
 
 
 def record_backward(call: CachedCall, inputs: Sequence[Any]) -> tuple[Sequence[Any], Replay | None]:
-    """Returns the flat gradients of a backward, and what replays it. inputs: as `CachedCall.backward` takes them."""
+    """Returns the flat gradients of a backward, and its recording or None if there is none. inputs: of `CachedCall.backward`."""
     spec = call.backward_spec(inputs)
     out, lse, _, dlse = inputs[-4:]
     if dlse is None and _is_torchs(call, inputs, spec, "backward"):
@@ -54,7 +54,7 @@ def record_backward(call: CachedCall, inputs: Sequence[Any]) -> tuple[Sequence[A
 def _record(
     call: CachedCall, backend: Backend, run: Callable[[], Any], how: tuple[Sequence[Any], Any, Backend | None]
 ) -> tuple[Any, replay.Recording | None] | None:
-    """Returns what `replay.record` does; None if the backend cannot be recorded, or fails, after which another one is asked.
+    """Returns a result and its recording like `replay.record`, or None if the backend cannot be recorded, or fails.
 
     how: the inputs, a function from a result to its tensors, and a backend that runs beside this one.
     """
