@@ -194,8 +194,8 @@ _LARGEST, _SMALLEST = torch.finfo(torch.float32).max, torch.finfo(torch.float32)
 def _split(rest: tuple[Any, ...]) -> tuple[Hashable, _Numbers]:
     """Returns the part of a key for all but tensors without its numbers, and the numbers.
 
-    What remains of softmax_scale and softcap is whether each is 0, on which the spec and the choice of kernels depend. Numbers that
-    `validation.check_scalars` may refuse, and calls that have none, stay in the key whole. Their numbers are None.
+    The part still has whether softmax_scale and softcap are 0, because the spec and the choice of kernels depend on it. If a number
+    is not a float in the range that `validation.check_scalars` accepts, both stay in the part, and are None among the numbers.
     """
     kinds, counts, others, state, window, mod_parts, values = rest
     scale, softcap = others[:2]
