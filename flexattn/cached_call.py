@@ -155,13 +155,13 @@ class Runs:
     """The state of one direction of a call, for tensors with the same strides.
 
     new: it has not run. computed: it ran once, step by step, and the next run is recorded. settled: the recording was tried; if
-    there is one, later runs replay it, otherwise they are computed.
+    there is one, later runs replay it, otherwise they are computed. is_alone: no recording with these numbers serves other ones.
     """
 
-    __slots__ = ("recording", "stage")
+    __slots__ = ("is_alone", "recording", "stage")
 
-    def __init__(self, recording: Replay | None = None, stage: Stage = "new") -> None:
-        self.recording, self.stage = recording, stage
+    def __init__(self, recording: Replay | None = None, stage: Stage = "new", is_alone: bool = False) -> None:
+        self.recording, self.stage, self.is_alone = recording, stage, is_alone
 
     def run(
         self,
@@ -183,11 +183,14 @@ class Runs:
         return compute(tensors)
 
     def with_numbers(self, numbers: Sequence[float]) -> Runs:
-        """Returns the state of a call that differs only in its numbers."""
-        if self.recording is None:
-            return Runs(None, self.stage)
-        recording = self.recording.with_numbers(numbers)
-        return Runs(recording, "computed" if recording is None else "settled")
+        """Returns the state of a call that differs only in its numbers.
+
+        A recording takes longer than a run. So if numbers change in each call, and no recording serves other ones, none is made.
+        """
+        if self.recording is not None:
+            recording = self.recording.with_numbers(numbers)
+            return Runs(None, "new", is_alone=True) if recording is None else Runs(recording, "settled")
+        return Runs(None, "new" if self.is_alone and self.stage != "settled" else self.stage, self.is_alone)
 
 
 class CachedCall:

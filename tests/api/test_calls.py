@@ -634,7 +634,15 @@ def test_a_run_is_recorded_once_and_then_settled() -> None:
     assert several(with_it.with_numbers((1.0, 0.0)), None) == ["replayed"] * 4
     assert several(without.with_numbers((1.0, 0.0)), None) == ["computed"] * 4
     recording.can_vary = False
-    assert several(with_it.with_numbers((1.0, 0.0)), None) == ["recorded", *["computed"] * 3]
+    alone = with_it.with_numbers((1.0, 0.0))
+    assert several(alone, recording) == ["computed", "recorded", "replayed", "replayed"]
+    for _ in range(5):  # numbers that change in each call
+        alone = alone.with_numbers((1.0, 0.0))
+        assert alone.run((), (), lambda _: ("computed",), lambda _: (("recorded",), recording)) == ("computed",)
+    recording.can_vary = True
+    computed = Runs()
+    assert computed.run((), (), lambda _: ("computed",), lambda _: (("recorded",), recording)) == ("computed",)
+    assert several(computed.with_numbers((1.0, 0.0)), recording) == ["recorded", *["replayed"] * 3]
     assert several(Runs().with_numbers((1.0, 0.0)), None) == ["computed", "recorded", "computed", "computed"]
 
 
