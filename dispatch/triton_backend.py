@@ -375,14 +375,6 @@ def quantises_unrecorded(device: torch.device) -> bool:
     return _can_quantize(device) and not can_be_recorded()
 
 
-def varying(numbers: Sequence[float]) -> tuple[tuple[float, ...], Any]:
-    """Returns a call's numbers, wrapped so that its launches show them, and notes of their uses (see `runtime.varying`)."""
-    from flexattn.kernels_triton.runtime.varying import Notes, Varying
-
-    notes = [Notes() for _ in numbers]
-    return tuple(Varying(x, place, notes[place]) for place, x in enumerate(numbers)), notes
-
-
 def watched(watcher: Callable[..., None]) -> AbstractContextManager[None]:
     from flexattn.kernels_triton.runtime.launch import watched_launches
 

@@ -22,7 +22,7 @@ PLAIN = frozenset((Tensor, torch.nn.Parameter))
 class CallKey(NamedTuple):
     """Key of a call, and what the call has beside it."""
 
-    parts: Hashable
+    parts: tuple[Hashable, Any]  # the key without its numbers, and the numbers
     tensors: tuple[Tensor | None, ...]  # Operands' fields, all or q, k and v; those of FP8 or a backward; captures of mods
     num_arguments: int  # number of tensors before those that are captured
     addresses: Sequence[int]
