@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flexattn import fp8, validation
-from flexattn.call_options import BOTH_SIDES, CommonOptions, LengthOptions, ReturnOptions
+from flexattn.call_options import BOTH_SIDES, CacheOptions, CommonOptions, LengthOptions, ReturnOptions
 from flexattn.dispatch.context import requested_backend
 from flexattn.dispatch.options import check_values
 from flexattn.dispatch.spec import BIAS_TYPES, SOFTMAX_TYPES, as_bshd, from_bshd
@@ -49,7 +49,7 @@ NOT_TAKEN = {
     "causal": "attn_mask_type, which names the diagonal, of the plan or of this call",
     "mask": "a mask_mod that reads it, or bias",
     "out": "None, because results of parts are merged into a new tensor",
-    **dict.fromkeys(("page_table", "seqused_q", "seqused_kv"), "keys without pages. attention_over_ranks decodes with a cache"),
+    **dict.fromkeys(CacheOptions.__annotations__, "keys without pages. attention_over_ranks decodes with a cache"),
 }
 
 
