@@ -165,6 +165,11 @@ ALIASES = (*BOTH_SIDES, "mask")  # options that `shorthands.without_aliases` wri
 _TORCH = {"Array": "Tensor", "Blocks": "BlockMask", "State": "fp8.DelayedScaling"}
 
 
+def without_defaults(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments that do not have their defaults."""
+    return {name: value for name, value in arguments.items() if value is not DEFAULTS[name]}
+
+
 def taking(options: Any, types: Mapping[str, str] = _TORCH) -> Callable[[F], F]:
     """Decorates a function that takes `**options`, so that its signature shows each of them with its type and default.
 

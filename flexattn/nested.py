@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from flexattn.call_options import Arguments, CacheOptions, Fp8Options, LengthOptions
+from flexattn.call_options import Arguments, CacheOptions, Fp8Options, LengthOptions, without_defaults
 from flexattn.dispatch.spec import with_padding
 
 _LENGTHS = (*(name for name in LengthOptions.__annotations__ if name.startswith("cu_seqlens")), *CacheOptions.__annotations__)
@@ -21,7 +21,7 @@ def attend_nested(attend: Callable[..., Any], q: Any, k: Any, v: Any, arguments:
     Raises what `packed_call` raises.
     """
     values, packed = packed_call((q, k, v), arguments)
-    result = attend(*values, **packed)
+    result = attend(*values, **without_defaults(packed))
     out, *others = result if isinstance(result, tuple) else (result,)
     is_bhsd = arguments["qkv_format"] == "bhsd"
     q = q.transpose(1, 2) if is_bhsd else q
