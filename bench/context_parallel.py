@@ -1,19 +1,18 @@
-"""Attention over the GPUs of one host (context parallelism): each strategy beside one GPU and torch's context_parallel.
+"""Attention over the GPUs of one host (context parallelism): each strategy, one GPU, and torch's context_parallel.
 
     torchrun --standalone --nproc-per-node 2 -m flexattn.bench.context_parallel --out context_parallel.json
 
-32 heads over 8, head dim 128, bf16, causal. Each rank's out, dq, dk and dv are compared with one GPU's before anything is timed. A
-time is the median of calls that are queued one after the other, the slowest rank's of each; efficiency is one GPU's time, the mean
-of all ranks' before and after, over the number of ranks times that. GPUs are warm before anything is timed. Memory is the peak of a
-forward and backward beside what was there before. "In a graph", of "auto" alone and only where it is asked for, are the same calls
-captured in a CUDA graph for each direction and replayed. Shared memory is what ranks keep for each other to read, beside the peak;
-with FLEXATTN_PEER_MEMORY=never there is none. Links are the bytes that each rank receives. Without GPUs it runs over gloo at toy
-sizes, as a check of itself.
+The calls have 32 heads over 8, head dim 128, bf16, causal. Before anything is timed, each rank's out, dq, dk and dv are compared
+with one GPU's, and the GPUs are warmed. A time is the median over queued calls of the slowest rank's time. Efficiency is one GPU's
+time over the number of ranks times their time; one GPU's time is the mean of all ranks' before and after. Memory is the peak of
+a forward and backward above the memory held before. With --graphs, "auto" is also captured in a CUDA graph for each direction and
+replayed. Shared memory is the memory that ranks keep for each other to read, in addition to the peak; with
+FLEXATTN_PEER_MEMORY=never there is none. Links count the bytes that each rank receives. If there is no GPU, the program runs over
+gloo at toy sizes, to check itself.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import datetime
 import functools
@@ -33,7 +32,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flexattn import attention, distributed
-from flexattn.bench import ring_flash_attn
+from flexattn.bench import record, ring_flash_attn
+from flexattn.bench.harness import Row, Run, make_parser, quartiles
 from flexattn.bench.shapes import log_normal_lengths
 from flexattn.distributed import peer_memory
 from flexattn.distributed.cost import Heads
@@ -412,10 +412,9 @@ class Comparison:
                 return row | {"status": "wrong"}
             times = self._times(steps)
             row["status"] = "measured"
-            for direction, found in times.items():
-                slowest = found.amax(0).tolist()
-                q1, median, q3 = statistics.quantiles(slowest, n=4)
-                row |= {f"{direction}_ms": median, f"{direction}_ms_q1": q1, f"{direction}_ms_q3": q3}
+            for direction, by_rank in times.items():
+                slowest = by_rank.amax(0).tolist()
+                row |= quartiles(slowest, f"{direction}_ms")
             row["peak_mib"] = None if way.is_captured else ranks.peak_mib(steps.both)
             row["shared_mib"] = ranks.shared_mib()
             if row["both_ms"] < HOST_MATTERS_MS:
@@ -498,58 +497,52 @@ def line_of(row: dict[str, Any]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--out", type=Path, help="where rank 0 writes the JSON, after every row")
-    parser.add_argument("--cells", help="names of cells, with ';' between them; all others are left out")
-    parser.add_argument("--only", help="names of implementations, with ';' between them; all others are left out")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="no implementation is begun past them")
-    parser.add_argument("--timed-seconds", type=float, default=SECONDS, help="of the timed calls of one direction, three at least")
-    parser.add_argument("--no-links", action="store_true", help="leaves out what measures the links")
-    parser.add_argument("--graphs", action="store_true", help="measures also what auto takes in a CUDA graph, over NCCL")
-    parser.add_argument("--trace", type=Path, help="where each rank writes the kernels of each of our calls, and nothing is timed")
+    parser = make_parser(__doc__)
+    parser.add_argument("--cells", help="names of the cells to measure, with ';' between them")
+    parser.add_argument("--only", help="names of the implementations to measure, with ';' between them")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="after this time, start no further implementation")
+    parser.add_argument(
+        "--timed-seconds", type=float, default=SECONDS, help="seconds of timed calls in a direction, at least 3 calls"
+    )
+    parser.add_argument("--no-links", action="store_true", help="do not measure the links")
+    parser.add_argument("--graphs", action="store_true", help="measure auto in a CUDA graph too, over NCCL")
+    parser.add_argument("--trace", type=Path, help="write the kernels of each flexattn call here, for each rank, and time nothing")
     options = parser.parse_args(argv)
     started = time.perf_counter()
     cells = {name: CELLS[name] for name in options.cells.split(";")} if options.cells else CELLS
     only = options.only.split(";") if options.only else None
     if "RANK" not in os.environ:
         parser.error("no RANK; torchrun runs this: torchrun --standalone --nproc-per-node 2 -m flexattn.bench.context_parallel")
-    from flexattn.bench import record
-
     ranks = Ranks(options.timed_seconds)
-    arguments = sys.argv[1:] if argv is None else argv
     versions: dict[str, Any] = record.versions()
     if ranks.on_gpu:
         versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-    content: dict[str, Any] = {
-        "command": record.command_line("flexattn.bench.context_parallel", arguments, options.out).replace(
-            "python", f"torchrun --standalone --nproc-per-node {ranks.count}", 1
-        ),
-        "started": record.now(),
+    facts: dict[str, Any] = {
         "ranks": ranks.count,
-        "device": record.device_facts(),
         "versions": versions,
         "settings": {name: value for name, value in os.environ.items() if name.startswith(SETTINGS)},
-        "method": __doc__,
         "cells": {name: (cell if ranks.on_gpu else small(cell))._asdict() for name, cell in cells.items()},
         "links": [],
-        "rows": [],
     }
+    run = Run("flexattn.bench.context_parallel", __doc__, options.out, argv, **facts)
+    run.content["command"] = run.content["command"].replace("python", f"torchrun --standalone --nproc-per-node {ranks.count}", 1)
+    if ranks.rank > 0:
+        run.out = None  # rank 0 writes
 
-    def keep() -> None:
-        if ranks.rank == 0 and options.out is not None:
-            options.out.write_text(json.dumps(content, indent=1) + "\n")
-
-    def say(row: dict[str, Any]) -> None:
-        content["rows"].append(row)
-        keep()
+    def show(row: Row) -> None:
         if ranks.rank == 0:
             print(f"{row['cell']:18} {row['implementation']:42} {line_of(row)}", flush=True)
 
+    def say(row: Row) -> None:
+        run.rows.append(row)
+        run.write()
+        show(row)
+
     if not options.no_links and options.trace is None:
-        content["links"] = links(ranks)
-        keep()
+        run.content["links"] = links(ranks)
+        run.write()
         if ranks.rank == 0:
-            for link in content["links"]:
+            for link in run.content["links"]:
                 print(f"{link['link']} {link['mib']} MiB: {link['us']:.0f} us, {link['received_gb_s']:.0f} GB/s", flush=True)
     for name, cell in cells.items():
         if ranks.said_by_any(time.perf_counter() - started > options.seconds):
@@ -567,14 +560,14 @@ def main(argv: list[str] | None = None) -> int:
             options.trace.with_name(file).write_text(json.dumps(traces))
             continue
         say({"cell": name, **comparison.row})
-        made: dict[str, list[Implementation] | str] = {
+        candidates: dict[str, list[Implementation] | str] = {
             called: [way] for called, way in ours(cell, comparison.whole, ranks.group, options.graphs).items()
         }
-        for called, ways in (made | peers(cell, ranks)).items():
+        for called, ways in (candidates | peers(cell, ranks)).items():
             if only is not None and called not in only:
                 continue
             if isinstance(ways, str):
-                row: dict[str, Any] = {"status": "refused", "reason": ways}
+                row: Row = {"status": "refused", "reason": ways}
             elif ranks.said_by_any(time.perf_counter() - started > options.seconds):
                 row = {"status": "left out", "reason": "the time was over"}
             else:
@@ -583,16 +576,16 @@ def main(argv: list[str] | None = None) -> int:
             if ranks.on_gpu:
                 torch.cuda.empty_cache()
         comparison.measure_one()
-        for row in content["rows"]:
+        for row in run.rows:
             if row["cell"] == name:
                 row |= comparison.row if row["implementation"] == "one GPU" else comparison.compared(row)
-                if ranks.rank == 0 and row["status"] == "measured":
-                    print(f"{name:18} {row['implementation']:42} {line_of(row)}", flush=True)
-        keep()
+                if row["status"] == "measured":
+                    show(row)
+        run.write()
     dist.barrier()
     sys.stdout.flush()
     dist.destroy_process_group()
-    return int(any(row["status"] == "wrong" for row in content["rows"]))
+    return run.status()
 
 
 if __name__ == "__main__":

@@ -1,23 +1,20 @@
-"""Fused backwards on sm_90: a program for each block of keys beside persistent programs that draw them, and other variants.
+"""Fused backwards on sm_90: one program for each block of keys, persistent programs that draw blocks, and other variants.
 
     python -m flexattn.bench.fused_programs --out fused_programs.json [--only PATTERN ...]
 
-A time is the median of replays of a CUDA graph of the whole backward with L2 emptied before, the kernels taking turns. Gradients
-of calls of up to 4096 tokens are held to the reference; of all calls dk and dv of all variants must have the same bits, and repeat,
-and what is not written would be NaN. "converting" are persistent programs that convert dq too, where no kernel does so after them.
-Needs a GPU of compute capability 9.0.
+A time is the median of replays of a CUDA graph of the whole backward after L2 is emptied; the kernels alternate. Gradients of up to
+4096 tokens are checked against the reference. For all lengths, dk and dv of all variants must be bitwise identical and repeatable,
+and an element that is not written would be NaN. The variant "converting" has persistent programs that also convert dq, so that no
+kernel does it after them. Needs a GPU of compute capability 9.0.
 """
 
 from __future__ import annotations
 
-import argparse
 import fnmatch
 import functools
-import json
 import statistics
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,20 +22,21 @@ from torch import Tensor
 
 from flexattn.bench.check import Checker
 from flexattn.bench.decode import FLUSH_BYTES, captured, time_replays
+from flexattn.bench.harness import Run, in_turns, make_parser
 from flexattn.bench.implementations import problem_of
 from flexattn.bench.inputs import make_tensors
 from flexattn.bench.shapes import CAUSAL, DOCUMENTS, SWEEP_SEQLENS, Workload, dense, ragged, select
 
 ROUNDS, CALLS = 7, 4  # turns of each, and replays in each
 OTHERS = ("two kernels", "portable")
-MOST_BESIDE = 512  # tokens of calls that the other kernels are timed on too
-MOST_CHECKED = 4096  # tokens
-BETWEEN = (641, 777, 897)  # tokens of calls in the midst of which the rows begin
+MOST_BESIDE = 512  # the most tokens of calls on which the other kernels are timed too
+MOST_CHECKED = 4096  # the most tokens of calls that are checked against the reference
+BETWEEN = (641, 777, 897)  # lengths around the thresholds of the rows
 WINDOW = {**CAUSAL, "window_size": (1023, 0)}
 
 
 def workloads() -> Iterator[Workload]:
-    """Yields the lengths of the standard run at head dims 64 and 128, and some between, then what else the kernel takes."""
+    """Yields the lengths of the standard run at head dims 64 and 128, some lengths between, and other kinds of calls."""
     for dim in (64, 128):
         for mask in ("causal", "full"):
             yield from select([f"sweep-d{dim}-{mask}-s{length}" for length in SWEEP_SEQLENS])
@@ -57,7 +55,7 @@ def workloads() -> Iterator[Workload]:
 
 
 def backwards_of(workload: Workload) -> dict[str, Callable[[], dict[str, Tensor]]]:
-    """The whole backward of the workload by each kernel; what is not written is NaN, but in a graph."""
+    """Returns the whole backward of the workload by each kernel. Elements that are not written are NaN, except in a graph."""
     from flexattn.kernels_triton.common.problem import Backward
     from flexattn.kernels_triton.common.tiles import persistent
     from flexattn.kernels_triton.hopper.backward import hopper_backward
@@ -94,67 +92,52 @@ def backwards_of(workload: Workload) -> dict[str, Callable[[], dict[str, Tensor]
 
 
 def check(workload: Workload, backwards: dict[str, Callable[[], dict[str, Tensor]]]) -> str:
-    """Returns "measured", or "wrong: " and why."""
+    """Returns "measured", or "wrong: " and the reason."""
     variants = [name for name in backwards if name not in OTHERS]
     first = backwards["one block"]()
     largest = float(first["dq"].float().abs().amax())
     checker = Checker(workload, make_tensors(workload, "cuda")) if workload.seqlen_q <= MOST_CHECKED else None
     for name in variants + variants:
-        found = backwards[name]()
+        gradients = backwards[name]()
         for gradient in ("dk", "dv"):
-            if not torch.equal(found[gradient], first[gradient]):
+            if not torch.equal(gradients[gradient], first[gradient]):
                 return f"wrong: {gradient} of {name} has other bits"
-        apart = float((found["dq"].float() - first["dq"].float()).abs().amax())
+        apart = float((gradients["dq"].float() - first["dq"].float()).abs().amax())
         if not apart <= largest * 2.0**-6:
             return f"wrong: dq of {name} is {apart} off, of {largest}"
         if checker is not None and name in ("persistent", "converting"):
             try:
-                checker.check("backward", found)
+                checker.check("backward", gradients)
             except AssertionError as e:
                 return f"wrong: {name}: {e}"
     return "measured"
 
 
 def measure(workload: Workload, flush: Tensor) -> dict[str, Any]:
-    """Returns the times in microseconds, and that of a program for each block over each."""
+    """Returns the times in microseconds, and the time of "one block" over each."""
     backwards = backwards_of(workload)
     status = check(workload, backwards)
     graphs = {name: captured(backward) for name, backward in backwards.items()}
-    times: dict[str, list[float]] = {name: [] for name in graphs}
     for graph in graphs.values():
         time_replays(graph, flush, 2)
-    for turn in range(ROUNDS):
-        for name in list(graphs) if turn % 2 == 0 else reversed(list(graphs)):
-            times[name] += time_replays(graphs[name], flush, CALLS)
-    us = {name: statistics.median(found) for name, found in times.items()}
+    times = in_turns(graphs, ROUNDS, lambda name: time_replays(graphs[name], flush, CALLS))
+    us = {name: statistics.median(samples) for name, samples in times.items()}
     return {"status": status, "us": us, "speed": {name: us["one block"] / took for name, took in us.items()}}
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--only", nargs="+", default=["*"], metavar="PATTERN", help="cells whose name matches one, as 'sweep-*'")
-    parser.add_argument("--out", type=Path, help="where the JSON is written, after every cell")
+    parser = make_parser(__doc__)
+    parser.add_argument("--only", nargs="+", default=["*"], metavar="PATTERN", help="measure cells whose name matches a pattern")
     options = parser.parse_args(argv)
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-        parser.error("no CUDA device of compute capability 9.0, for which the kernel is")
-    from flexattn.bench import record
-
-    facts = {
-        "command": record.command_line("flexattn.bench.fused_programs", sys.argv[1:], options.out),
-        "started": record.now(),
-        "device": record.device_facts(),
-        "versions": record.versions(),
-        "method": __doc__,
-    }
+        parser.error("no CUDA device of compute capability 9.0, which the kernel needs")
+    run = Run("flexattn.bench.fused_programs", __doc__, options.out, argv)
     flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
-    rows: list[dict[str, Any]] = []
     for workload in workloads():
         if any(fnmatch.fnmatchcase(workload.name, only) for only in options.only):
-            rows.append({"cell": workload.name, "shape": str(workload), **measure(workload, flush)})
-            print(workload.name, {key: rows[-1][key] for key in ("status", "us", "speed")}, flush=True)
-            if options.out is not None:
-                options.out.write_text(json.dumps(facts | {"rows": rows}, indent=1) + "\n")
-    return int(any(row["status"] != "measured" for row in rows))
+            figures = measure(workload, flush)
+            run.add({"cell": workload.name, "shape": str(workload), **figures}, f"{workload.name} {figures}")
+    return int(any(row["status"] != "measured" for row in run.rows))
 
 
 if __name__ == "__main__":

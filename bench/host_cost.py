@@ -1,12 +1,12 @@
-"""Host time of a warm call, with and without autograd, beside its peers; and where it goes.
+"""Host time of a warm call, with and without autograd, compared with other libraries, and the time of each part.
 
     python -m flexattn host_cost
     python -m flexattn host_cost --out bench/results/host_cost.json
 
-The problems are so small that the GPU waits for the host: the time between two calls is then the host's. Each figure is the median
-over rounds of calls, the implementations taking turns; between rounds the device is waited for. Results are checked against the
-reference before anything is timed. Without a GPU a driver that does nothing stands for CUDA's (`stub_driver`): what is left is the
-Python of a call, and of the peers only SDPA, on the CPU and with nothing to compute.
+The problems are so small that the GPU waits for the host, so the time between two calls is the host's. Each figure is the median
+over rounds of calls. The implementations alternate, and each round begins after the device is idle. Results are checked against the
+reference before anything is timed. If there is no GPU, a driver that does nothing replaces CUDA's (`stub_driver`). The figures are
+then the Python of a call, and the only peer is SDPA, on the CPU with almost nothing to compute.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ import functools
 import json
 import os
 import platform
-import shlex
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -30,15 +28,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from flexattn.bench.harness import Row, Run, in_turns, quartiles
 from flexattn.cli import Parser, program
 
 HEADS, HEAD_DIM = 8, 64
 CALLS, ROUNDS, WARM_UPS = 50, 40, 5
 MEASURES = "microseconds of the host for one call, without waiting for the device; median over rounds, with quartiles"
-DIRECTIONS = ("forward", "recorded", "both", "retained")  # no gradient; recorded for a backward; with it; it alone, graph retained
+# A forward without a gradient, a forward that autograd records, a forward and its backward, a backward whose graph is retained.
+DIRECTIONS = ("forward", "recorded", "both", "retained")
 KINDS = ("bshd", "bshd padded", "thd", "score_mod", "sm_90", "fp8", "fp8 delayed", "te", "te module")  # te: TransformerEngine's
-
-Row = dict[str, Any]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -46,45 +44,34 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="write the figures here, as JSON")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="default: all")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="default: %(default)s")
-    parser.add_argument("--no-flex", action="store_true", help="leave out FlexAttention, which torch.compile takes a while for")
+    parser.add_argument("--no-flex", action="store_true", help="do not measure FlexAttention, which torch.compile compiles slowly")
     args = parser.parse_args(argv)
     has_gpu = torch.cuda.is_available()
     if not has_gpu:
         from flexattn.bench import stub_driver
 
         if stub_driver.compiler() is None:
-            parser.exit(1, "without a GPU a C compiler (gcc, cc) is needed, for a driver that does nothing; install one\n")
+            parser.exit(1, "no C compiler (gcc, cc) for a driver that does nothing, and no GPU; install a compiler\n")
         stub_driver.install()
     from flexattn.dispatch.describe import versions
 
     device = torch.cuda.get_device_name() if has_gpu else f"no GPU, a driver that does nothing; {_processor()}"
     print(f"{device}, {versions()}\n{MEASURES}")
-    rows: list[Row] = []
+    facts = {"device": device, "python": platform.python_version(), "versions": versions(), "measures": MEASURES}
+    run = Run("flexattn host_cost", __doc__, args.out, argv, **facts)
     for kind in args.kinds:
         for row in measure(kind, has_gpu, args.rounds, has_gpu and not args.no_flex):
-            rows.append(row)
-            quartiles = f"({row['low']:.1f} to {row['high']:.1f})"
-            print(f"{row['call']:12} {row['direction']:9} {row['implementation']:26} {row['us']:8.1f}  {quartiles}", flush=True)
-    where = stages(has_gpu)
-    print("\nwhere the microseconds of a bshd forward without gradients go:")
-    for name, us in where.items():
+            times = f"{row['us']:8.1f}  ({row['low']:.1f} to {row['high']:.1f})"
+            run.add(row, f"{row['call']:12} {row['direction']:9} {row['implementation']:26} {times}")
+    run.content["stages"] = parts = stages(has_gpu)
+    print("\nmicroseconds of the parts of a bshd forward without gradients:")
+    for name, us in parts.items():
         print(f"{name:60} {us:8.2f}")
-    starts = cold_start(has_gpu)
-    print("\na new process, ms; the kernel is the portable forward's, and the GPU is there already:")
+    run.content["cold start, ms"] = starts = cold_start(has_gpu)
+    print("\na new process, ms; the kernel is the portable forward's, and the GPU is initialized:")
     for name, ms in starts.items():
         print(f"{name:60} {ms:8.0f}")
-    if args.out is not None:
-        record = {
-            "command": f"python -m flexattn host_cost {shlex.join(argv if argv is not None else sys.argv[1:])}",
-            "device": device,
-            "python": platform.python_version(),
-            "versions": versions(),
-            "measures": MEASURES,
-            "rows": rows,
-            "stages": where,
-            "cold start, ms": starts,
-        }
-        args.out.write_text(json.dumps(record, indent=1) + "\n")
+    run.write()
     return 0
 
 
@@ -97,7 +84,7 @@ def _processor() -> str:
 
 
 def measure(kind: str, has_gpu: bool, rounds: int, has_flex: bool) -> Iterator[Row]:
-    """The rows of one kind of call: each implementation that takes it, in each direction."""
+    """Yields the rows of one kind of call: each implementation that supports it, in each direction."""
     from flexattn import attention, fp8
     from flexattn.testing import check_close, make_call, make_inputs, reference_attention
 
@@ -118,7 +105,7 @@ def measure(kind: str, has_gpu: bool, rounds: int, has_flex: bool) -> Iterator[R
         recipe = others["fp8_recipe"] = fp8.Recipe(scaling="delayed" if kind == "fp8 delayed" else "current")
         others["fp8_state"] = fp8.DelayedScaling(recipe, HEADS, device=device) if kind == "fp8 delayed" else None
     attends = implementations(kind, others, mask, tensors, has_gpu, has_flex)
-    directions = DIRECTIONS[:1] if kind == "te" else DIRECTIONS  # as they make no graph
+    directions = DIRECTIONS[:1] if kind == "te" else DIRECTIONS  # TransformerEngine's functions record no graph
     if has_gpu:
         spec, x = make_call(inputs, attn_mask_type=mask)
         exact, budget = reference_attention(spec, x)[0], reference_attention(spec, x, dtype=spec.dtype)[0]
@@ -128,17 +115,22 @@ def measure(kind: str, has_gpu: bool, rounds: int, has_flex: bool) -> Iterator[R
             if kind != "score_mod":
                 check_close("out", attend(*tensors), exact, budget)
     for direction in directions:
-        given = tensors if direction == "forward" else leaves
-        timed: dict[str, Callable[[], Any]] = {name: functools.partial(attend, *given) for name, attend in attends.items()}
+        qkv = tensors if direction == "forward" else leaves
+        timed: dict[str, Callable[[], Any]] = {name: functools.partial(attend, *qkv) for name, attend in attends.items()}
         if direction == "both":
             timed = {name: functools.partial(_both, call, leaves, dout) for name, call in timed.items()}
         elif direction == "retained":
             timed = _retained(timed, leaves, dout)
-        for name, found in _times(timed, rounds).items():
-            low, us, high = statistics.quantiles(found, n=4)
-            yield {"call": kind, "direction": direction, "implementation": name, "us": us, "low": low, "high": high}
+        for name, samples in _times(timed, rounds).items():
+            yield _row(kind, direction, name, samples)
     if has_gpu and kind == "bshd":
         yield from _frontend(rounds)
+
+
+def _row(kind: str, direction: str, name: str, samples: list[float]) -> Row:
+    us = quartiles(samples)
+    times = {"us": us["us"], "low": us["us_q1"], "high": us["us_q3"]}
+    return {"call": kind, "direction": direction, "implementation": name, **times}
 
 
 def _alibi(slopes: Tensor) -> Callable[..., Tensor]:
@@ -183,7 +175,7 @@ def implementations(
         attends["SDPA"] = lambda q, k, v: scaled_dot_product_attention(
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True
         ).transpose(1, 2)
-        if not has_gpu:  # torch's part of a call, of which the computing is next to nothing
+        if not has_gpu:  # the call is so small that computing takes almost no time
             attends["SDPA"] = lambda q, k, v: scaled_dot_product_attention(
                 q[:1, :1].transpose(1, 2), k[:1, :1].transpose(1, 2), v[:1, :1].transpose(1, 2), is_causal=True
             ).transpose(1, 2)
@@ -191,7 +183,7 @@ def implementations(
 
 
 def _te(tensors: list[Tensor]) -> dict[str, Callable[..., Any]]:
-    """TransformerEngine's functions on the same problem, by flexattn's kernels: the forward, and backwards, in FP8 too."""
+    """Returns TransformerEngine's functions on the same problem, run by flexattn: the forward, and backwards, also in FP8."""
     from flexattn.dispatch.context import attention_backend
     from flexattn.integrations.te import Float8CurrentScalingQuantizer, FusedAttnBackend, fused_attn_bwd, fused_attn_fwd
 
@@ -222,16 +214,16 @@ def _te(tensors: list[Tensor]) -> dict[str, Callable[..., Any]]:
 
     quantize = Float8CurrentScalingQuantizer(torch.float8_e4m3fn)
     in_fp8: dict[str, Any] = {name: quantize(t) for name, t in zip("qkv", tensors, strict=True)}
-    kind_of_fp8: dict[str, Any] = {**kind, "fused_attention_backend": FusedAttnBackend.FP8}
+    fp8_kind: dict[str, Any] = {**kind, "fused_attention_backend": FusedAttnBackend.FP8}
     with attention_backend("triton"):
-        out_of_fp8, aux_of_fp8 = fused_attn_fwd(True, **in_fp8, **lengths, **kind_of_fp8, **layout)
-    of_fp8: dict[str, Any] = {"o": out_of_fp8, "aux_ctx_tensors": aux_of_fp8, "do_format": "bshd", "dqkv_layout": "bs3hd"}
-    of_fp8 |= {**in_fp8, **lengths, **kind_of_fp8, **layout}
+        fp8_out, fp8_aux = fused_attn_fwd(True, **in_fp8, **lengths, **fp8_kind, **layout)
+    fp8_results: dict[str, Any] = {"o": fp8_out, "aux_ctx_tensors": fp8_aux, "do_format": "bshd", "dqkv_layout": "bs3hd"}
+    fp8_results |= {**in_fp8, **lengths, **fp8_kind, **layout}
 
     def backward_in_fp8(d_o: Any) -> Callable[..., Any]:
         def backward(q: Tensor, k: Tensor, v: Tensor) -> Any:
             with attention_backend("triton"):
-                fused_attn_bwd(d_o=d_o, **of_fp8)
+                fused_attn_bwd(d_o=d_o, **fp8_results)
                 return out
 
         return backward
@@ -245,7 +237,7 @@ def _te(tensors: list[Tensor]) -> dict[str, Callable[..., Any]]:
 
 
 def _te_module() -> Callable[..., Tensor]:
-    """TransformerEngine's module on the same problem, by flexattn's kernels; its out has the heads apart again."""
+    """Returns TransformerEngine's module on the same problem, run by flexattn; its out is viewed in q's shape."""
     from flexattn.dispatch.context import attention_backend
     from flexattn.integrations.te import DotProductAttention
 
@@ -264,10 +256,10 @@ def _both(forward: Callable[[], Tensor], leaves: list[Tensor], dout: Tensor) -> 
 
 
 def _retained(forwards: dict[str, Callable[[], Tensor]], leaves: list[Tensor], dout: Tensor) -> dict[str, Callable[[], Any]]:
-    """Backwards over a graph that stays: that of a call like earlier ones, and of ours that of the first of its kind too.
+    """Returns backwards over a retained graph: of a repeated call, and for flexattn also of the first call of its kind.
 
-    FlexAttention is left out: torch.compile's backward takes no retained graph, as it reuses the buffers that the forward saved
-    ("donated buffers").
+    FlexAttention is not measured: torch.compile's backward cannot retain its graph, because it reuses the buffers that the forward
+    saved ("donated buffers").
     """
     from flexattn import call_cache
 
@@ -291,22 +283,23 @@ def _set_family(implementation: str) -> None:
 
 
 def _times(timed: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
-    times: dict[str, list[float]] = {name: [] for name in timed}
     wait: Callable[[], Any] = torch.cuda.synchronize if torch.cuda.is_available() else int
-    for round_number in range(WARM_UPS + rounds):
-        for name, function in timed.items():
-            _set_family(name)
-            wait()
-            began = time.perf_counter()
-            for _ in range(CALLS):
-                function()
-            if round_number >= WARM_UPS:
-                times[name].append((time.perf_counter() - began) / CALLS * 1e6)
-    return times
+
+    def turn(name: str) -> list[float]:
+        _set_family(name)
+        function = timed[name]
+        wait()
+        began = time.perf_counter()
+        for _ in range(CALLS):
+            function()
+        return [(time.perf_counter() - began) / CALLS * 1e6]
+
+    in_turns(timed, WARM_UPS, turn)
+    return in_turns(timed, rounds, turn)
 
 
 def _frontend(rounds: int) -> Iterator[Row]:
-    """cuDNN's own Python, executing a graph that is there, with memory that is there."""
+    """Yields rows of cuDNN's Python frontend: it executes an existing graph with allocated memory."""
     from flexattn.bench.cudnn_frontend import CUDNN_FRONTEND, prepare_cudnn
     from flexattn.bench.implementations import Unavailable
     from flexattn.bench.inputs import make_tensors
@@ -319,13 +312,11 @@ def _frontend(rounds: int) -> Iterator[Row]:
         except Unavailable as e:
             print(f"{CUDNN_FRONTEND}: {e}")
             return
-        found = _times({CUDNN_FRONTEND: prepared.timed}, rounds)[CUDNN_FRONTEND]
-        low, us, high = statistics.quantiles(found, n=4)
-        yield {"call": "bshd", "direction": direction, "implementation": CUDNN_FRONTEND, "us": us, "low": low, "high": high}
+        yield _row("bshd", direction, CUDNN_FRONTEND, _times({CUDNN_FRONTEND: prepared.timed}, rounds)[CUDNN_FRONTEND])
 
 
 def stages(has_gpu: bool) -> dict[str, float]:
-    """Microseconds of the parts of one call, each alone, the least of many rounds; the last two are other calls."""
+    """Returns the microseconds of each part of one call, the least of many rounds. The last entry is another call."""
     import flexattn
     from flexattn import call_cache, call_key
     from flexattn.dispatch import options

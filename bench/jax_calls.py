@@ -1,28 +1,24 @@
-"""flexattn from JAX beside JAX's own attention and beside flexattn from torch, in one run.
+"""flexattn from JAX, compared with JAX's attention and with flexattn from torch, in one run.
 
     python -m flexattn.bench.jax_calls --out jax_calls.json
 
-Every result is checked before anything is timed. A time is the wall time of calls that are enqueued one after another, divided by
-their number, from the first's start until the last is done: the implementations take turns, and the median of their turns counts. A
-kernel time is the sum of what CUPTI records of their kernels, copies and fills, divided by their number, likewise in turns. The
-host's time of a call is that of returning from one whose kernels are done long before the next. Needs a GPU, and JAX with its CUDA
-plugin.
+Every result is checked before anything is timed. A time is the wall time of several enqueued calls, from the start of the first to
+the end of the last, divided by their number. The implementations alternate, and the median of their turns counts. A kernel time is
+the sum of the kernels, copies and fills that CUPTI records, divided by the number of calls, also in turns. The host's time is the
+time until a call returns, if its kernels end long before the next call. Needs a GPU, and JAX with its CUDA plugin.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
 import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # before JAX reads it: torch needs memory too
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # set before JAX reads it: torch needs memory too
 
 import torch
 import torch.utils.dlpack
@@ -30,14 +26,15 @@ from torch import Tensor
 
 from flexattn.bench import record
 from flexattn.bench.check import Checker
+from flexattn.bench.harness import Row, Run, in_turns, make_parser, need_gpu, quartiles
 from flexattn.bench.inputs import Tensors, make_tensors
 from flexattn.bench.shapes import Workload, dense, select
 
 SHAPES = (*(f"sweep-*-s{seqlen}" for seqlen in (1024, 4096, 16384)), "llama3-8b-s8192", "deepseek-v3-s4096")
 DIRECTIONS = ("forward", "both")
-TURNS, TURN_US, CALLS = 12, 20_000, (4, 20)  # calls of a turn: what takes so long, at least and at most
+TURNS, TURN_US, CALLS = 12, 20_000, (4, 20)  # turns, time of a turn, and the least and most calls of a turn
 PROFILED_TURNS = 6
-LONGEST_OF_XLA = 1024  # whose attention keeps all scores
+LONGEST_OF_XLA = 1024  # XLA's attention stores all scores
 HOST_SHAPE = dense("host", "host", 1, 128, (16, 16), (64, 64), attn_mask_type="causal")
 HOST_CALLS = 300
 
@@ -51,7 +48,7 @@ def to_jax(t: Tensor) -> Any:
 
 
 def jax_call(attend: Callable[..., Any], tensors: Tensors, direction: str) -> Call:
-    """Returns a compiled call: of out, or of out and the gradients of q, k and v."""
+    """Returns a compiled call that returns out, or out and the gradients of q, k and v."""
     import jax
 
     if direction == "forward":
@@ -89,21 +86,21 @@ def calls_of(workload: Workload, tensors: Tensors, direction: str) -> dict[str, 
     masked: dict[str, Any] = {"attn_mask_type": workload.attn_mask_type}
     ours = functools.partial(flexattn.jax.attention, **masked)
     theirs = functools.partial(jax.nn.dot_product_attention, is_causal=workload.is_causal)
-    made = {
+    calls = {
         "flexattn.jax": jax_call(ours, tensors, direction),
         "flexattn in torch": torch_call(workload, tensors, direction),
         "jax.nn, cudnn": jax_call(functools.partial(theirs, implementation="cudnn"), tensors, direction),
     }
     if workload.seqlen_kv <= LONGEST_OF_XLA:
-        made["jax.nn, xla"] = jax_call(functools.partial(theirs, implementation="xla"), tensors, direction)
-    return made
+        calls["jax.nn, xla"] = jax_call(functools.partial(theirs, implementation="xla"), tensors, direction)
+    return calls
 
 
 def results_of(call: Call) -> dict[str, Tensor]:
     names = ("out", "dq", "dk", "dv")
-    found = [x.detach() if isinstance(x, Tensor) else torch.utils.dlpack.from_dlpack(x) for x in call()]
+    results = [x.detach() if isinstance(x, Tensor) else torch.utils.dlpack.from_dlpack(x) for x in call()]
     torch.cuda.synchronize()
-    return dict(zip(names, found, strict=False))
+    return dict(zip(names, results, strict=False))
 
 
 def wait(result: Any) -> None:
@@ -114,7 +111,7 @@ def wait(result: Any) -> None:
 
 
 def turn(call: Call, calls: int) -> float:
-    """Returns the microseconds of one of so many calls."""
+    """Returns the microseconds of a call, as the mean of `calls` calls."""
     wait(call())
     began = time.perf_counter()
     for _ in range(calls):
@@ -124,66 +121,58 @@ def turn(call: Call, calls: int) -> float:
 
 
 def kernel_turn(call: Call, calls: int) -> float:
-    """Returns the microseconds of one of so many calls' kernels, copies and fills, without what lies between them."""
+    """Returns the microseconds of a call's kernels, copies and fills, without gaps, as the mean of `calls` calls."""
     from torch.profiler import ProfilerActivity, profile
 
     wait(call())
-    with profile(activities=[ProfilerActivity.CUDA]) as found:
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         for _ in range(calls):
             last = call()
         wait(last)
-    return float(sum(event.device_time for event in found.events())) / calls
+    return float(sum(event.device_time for event in profiler.events())) / calls
 
 
-def in_turns(
-    calls: dict[str, Call], numbers: dict[str, int], turns: int, one: Callable[[Call, int], float]
-) -> dict[str, list[float]]:
-    """Returns what `one` gives for each call, in every turn; nobody always follows the same one, since they warm the GPU."""
-    found: dict[str, list[float]] = {name: [] for name in calls}
-    names = [*calls]
-    for i in range(turns):
-        for name in names[i % len(names) :] + names[: i % len(names)]:
-            found[name].append(one(calls[name], numbers[name]))
-    return found
+def calls_of_turn(call: Call) -> int:
+    """Returns the number of calls that take TURN_US, within CALLS."""
+    return min(CALLS[1], max(CALLS[0], int(TURN_US / turn(call, CALLS[0]))))
 
 
-def measure(workload: Workload, direction: str) -> list[dict[str, Any]]:
-    """Returns a row for each implementation that runs and is right, and for one that does not with its reason."""
+def measure(workload: Workload, direction: str) -> list[Row]:
+    """Returns a row for each implementation, with its times, or with the reason if it is refused or wrong."""
     tensors = make_tensors(workload, "cuda")
     checker = Checker(workload, tensors)
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     timed: dict[str, Call] = {}
     ours: Mapping[str, Tensor] = {}
     for name, call in calls_of(workload, tensors, direction).items():
-        row: dict[str, Any] = {"implementation": name, "workload": workload.name, "direction": direction}
+        row: Row = {"implementation": name, "workload": workload.name, "direction": direction}
         try:
-            found = results_of(call)
-        except Exception as e:  # whatever keeps a peer from running is its row in the table
+            results = results_of(call)
+        except Exception as e:  # any error of a peer becomes its row in the table
             rows.append(row | {"status": "refused", "reason": f"{type(e).__name__}: {str(e).splitlines()[0][:300]}"})
             continue
         try:
-            checker.check(direction, found)
+            checker.check(direction, results)
         except AssertionError as e:
             rows.append(row | {"status": "wrong", "reason": str(e)[:500]})
             continue
         if name == "flexattn.jax":
-            ours = found
+            ours = results
         if name == "flexattn in torch" and ours:
-            row["equal to flexattn.jax"] = {which: torch.equal(t, ours[which]) for which, t in found.items()}
+            row["equal to flexattn.jax"] = {which: torch.equal(t, ours[which]) for which, t in results.items()}
         rows.append(row | {"status": "measured"})
         timed[name] = call
-    numbers = {name: min(CALLS[1], max(CALLS[0], int(TURN_US / turn(call, CALLS[0])))) for name, call in timed.items()}
-    times, kernels = in_turns(timed, numbers, TURNS, turn), in_turns(timed, numbers, PROFILED_TURNS, kernel_turn)
+    numbers = {name: calls_of_turn(call) for name, call in timed.items()}
+    times = in_turns(timed, TURNS, lambda name: [turn(timed[name], numbers[name])])
+    kernels = in_turns(timed, PROFILED_TURNS, lambda name: [kernel_turn(timed[name], numbers[name])])
     for row in rows:
         if row["status"] == "measured":
-            name = row["implementation"]
-            row["us_q1"], row["us"], row["us_q3"] = statistics.quantiles(times[name], n=4)
-            row["kernels_us_q1"], row["kernels_us"], row["kernels_us_q3"] = statistics.quantiles(kernels[name], n=4)
+            row |= quartiles(times[row["implementation"]]) | quartiles(kernels[row["implementation"]], "kernels_us")
     return rows
 
 
 def host_times() -> dict[str, float]:
-    """Returns the microseconds until a small call returns, and those of a sum of two arrays."""
+    """Returns the microseconds until a small call returns, and until the sum of two arrays returns."""
     import jax
 
     tensors = make_tensors(HOST_SHAPE, "cuda")
@@ -191,57 +180,36 @@ def host_times() -> dict[str, float]:
     q, k = map(to_jax, tensors[:2])
     total = jax.jit(lambda q, k: [q + k])
     calls["q + k"] = lambda: total(q, k)
-    found: dict[str, list[float]] = {name: [] for name in calls}
-    for i in range(HOST_CALLS):
-        for name, call in calls.items():
-            began = time.perf_counter()
-            result = call()
-            spent = time.perf_counter() - began
-            wait(result)
-            if i >= HOST_CALLS // 10:
-                found[name].append(spent * 1e6)
-    return {name: statistics.median(us) for name, us in found.items()}
+
+    def one(name: str) -> list[float]:
+        began = time.perf_counter()
+        result = calls[name]()
+        spent = time.perf_counter() - began
+        wait(result)
+        return [spent * 1e6]
+
+    in_turns(calls, HOST_CALLS // 10, one)  # warms up
+    return {name: statistics.median(us) for name, us in in_turns(calls, HOST_CALLS, one).items()}
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = make_parser(__doc__)
     parser.add_argument("--shapes", nargs="+", default=SHAPES, help="names or patterns of bench's shapes, not packed ones")
-    parser.add_argument("--out", type=Path, help="where the JSON is written")
     options = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        parser.error("no CUDA device; jax_calls measures device time")
-    rows = []
-    host = host_times()
-    print("host, us:", {name: round(us, 1) for name, us in host.items()}, flush=True)
+    need_gpu(parser)
+    import jax
+
+    versions = record.versions() | {"jax": jax.__version__}
+    run = Run("flexattn.bench.jax_calls", __doc__, options.out, argv, versions=versions, host_us=host_times())
+    print("host, us:", {name: round(us, 1) for name, us in run.content["host_us"].items()}, flush=True)
     for workload in select(options.shapes):
         for direction in DIRECTIONS:
             for row in measure(workload, direction):
-                rows.append(row)
-                what = (
-                    f"{row['us']:9.1f} us, kernels {row['kernels_us']:9.1f}"
-                    if row["status"] == "measured"
-                    else f"{row['status']:>30}"
-                )
+                times = f"{row['us']:9.1f} us, kernels {row['kernels_us']:9.1f}" if "us" in row else f"{row['status']:>30}"
                 more = row.get("reason", row.get("equal to flexattn.jax", ""))
-                print(f"{what} {row['workload']:26} {direction:8} {row['implementation']:18} {more}", flush=True)
+                run.add(row, f"{times} {row['workload']:26} {direction:8} {row['implementation']:18} {more}")
             torch.cuda.empty_cache()
-            if options.out is not None:  # after each, as a run may be cut short
-                options.out.write_text(json.dumps(_result(options.out, host, rows), indent=1) + "\n")
-    return int(any(row["status"] == "wrong" for row in rows))
-
-
-def _result(out: Path, host: dict[str, float], rows: list[dict[str, Any]]) -> dict[str, Any]:
-    import jax
-
-    return {
-        "command": record.command_line("flexattn.bench.jax_calls", sys.argv[1:], out),
-        "started": record.now(),
-        "device": record.device_facts(),
-        "versions": record.versions() | {"jax": jax.__version__},
-        "method": __doc__,
-        "host_us": host,
-        "rows": rows,
-    }
+    return run.status()
 
 
 if __name__ == "__main__":

@@ -1,29 +1,27 @@
-"""Models of Hugging Face transformers on flexattn, timed beside transformers' own attention implementations in one run.
+"""Models of Hugging Face transformers on flexattn, compared with transformers' attention implementations in one run.
 
     python -m flexattn.bench.transformers_models --out transformers.json
 
-A training step (forward and backward, bfloat16) of two layers of each model, over one sequence, over packed sequences and over a
-padded batch, and the peak memory of the step. Before it is timed, each implementation's logits are compared with eager's in
-float32, at a small size, where they may be off by `WORST` times what eager in bfloat16 is off. Needs a GPU, and transformers 5.17
-or later.
+The program measures a training step (forward and backward, bfloat16) of two layers of each model and its peak memory, over one
+sequence, packed sequences and a padded batch. Before the timing, a small model's logits are compared with eager's in float32; their
+error may be `WORST` times that of eager in bfloat16. Needs a GPU, and transformers 5.17 or later.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import itertools
-import json
-import statistics
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-# Those of a group take turns by model. FlexAttention's, which is compiled for minutes, comes when the others are on file.
+from flexattn.bench import record
+from flexattn.bench.harness import Run, make_parser, need_gpu, quartiles
+
+# The implementations of a group alternate by model. FlexAttention compiles for minutes, so it comes after the others.
 GROUPS = (("eager", "sdpa", "flexattn"), ("flex_attention",))
 IMPLEMENTATIONS = tuple(itertools.chain(*GROUPS))
 BATCHES = ("one sequence", "packed", "left-padded")
@@ -38,8 +36,8 @@ LARGE = SIZES | {
     "head_dim": 128,
 }
 SMALL = SIZES | {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16}
-SHARP = {"initializer_range": 0.2, "sliding_window": 64}  # scores that a softcap, a window or a sink changes
-EXPERTS = {"num_local_experts": 1, "num_experts_per_tok": 1}  # one, as rounding may choose another of several
+SHARP = {"initializer_range": 0.2, "sliding_window": 64}  # scores large enough that a softcap, a window or a sink changes them
+EXPERTS = {"num_local_experts": 1, "num_experts_per_tok": 1}  # one: rounding may choose another one of several experts
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "mistral": ("MistralConfig", {"sliding_window": 1024}),
@@ -49,14 +47,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class Batch(NamedTuple):
-    """Arguments of a model, and which of its logits count."""
+    """Arguments of a model, and the mask of the logits that count."""
 
     inputs: dict[str, Tensor]
     kept: Tensor
 
 
 def batches(tokens: int, device: torch.device) -> dict[str, Batch]:
-    """Returns the same tokens as one sequence, as six packed sequences, and as four rows, two of which begin with padding."""
+    """Returns the same tokens as one sequence, as six packed sequences, and as four rows, two of them with padding in front."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, SIZES["vocab_size"], (1, tokens), generator=generator).to(device)
     lengths = [tokens * n // 64 for n in (24, 2, 12, 4, 15)]
@@ -73,7 +71,7 @@ def batches(tokens: int, device: torch.device) -> dict[str, Batch]:
 
 
 def build(model: str, sizes: dict[str, Any], implementation: str, dtype: torch.dtype, device: torch.device) -> Any:
-    """Returns a model with the same random weights for every implementation and dtype."""
+    """Returns a model. Its random weights are the same for every implementation and dtype."""
     import transformers
 
     name, settings = MODELS[model]
@@ -81,28 +79,28 @@ def build(model: str, sizes: dict[str, Any], implementation: str, dtype: torch.d
     entries = settings | {key: value for key, value in sizes.items() if key != "sliding_window" or key in settings} | scalar
     torch.manual_seed(1)
     config = getattr(transformers, name)(**entries)
-    made = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
-    for key, weight in made.named_parameters():
+    subject = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
+    for key, weight in subject.named_parameters():
         if key.endswith("sinks"):
             torch.nn.init.normal_(weight)
-    return made.to(device, dtype)
+    return subject.to(device, dtype)
 
 
 def logits_of(model: Any, batch: Batch) -> Tensor:
-    """Logits of the tokens that count, float32 [tokens, vocabulary]."""
+    """Returns the logits that count, float32 [tokens, vocabulary]."""
     with torch.no_grad():
         logits: Tensor = model(**batch.inputs, use_cache=False).logits[batch.kept].float()
     return logits
 
 
 def step(model: Any, batch: Batch) -> None:
-    """Makes a forward and a backward, and forgets the gradients."""
+    """Runs a forward and a backward, and drops the gradients."""
     model(**batch.inputs, use_cache=False).logits.float().square().mean().backward()
     model.zero_grad(set_to_none=True)
 
 
 def time_steps(model: Any, batch: Batch) -> dict[str, float]:
-    """Returns milliseconds of steps (median and quartiles) and the peak memory of one in GiB, what was held before it included."""
+    """Returns the milliseconds of steps (median and quartiles) and the peak memory in GiB, including the model's."""
     for _ in range(WARM_UPS):
         step(model, batch)
     torch.cuda.synchronize()
@@ -115,21 +113,20 @@ def time_steps(model: Any, batch: Batch) -> dict[str, float]:
         end.record()
         end.synchronize()
         ms.append(start.elapsed_time(end))
-    q1, median, q3 = statistics.quantiles(ms, n=4)
-    return {"ms": median, "ms_q1": q1, "ms_q3": q3, "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
+    return {**quartiles(ms, "ms"), "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
 
 
 def errors(model: str, implementation: str, tokens: int, device: torch.device, names: Sequence[str] = BATCHES) -> dict[str, float]:
-    """Returns for each batch the largest error of the logits in bfloat16, over eager's; right is eager in float32."""
+    """Returns for each batch the largest error of the logits in bfloat16 over that of eager, against eager in float32."""
     exact = build(model, SMALL | SHARP, "eager", torch.float32, device).eval()
     plain, subject = (build(model, SMALL | SHARP, name, torch.bfloat16, device).eval() for name in ("eager", implementation))
-    found = {}
+    ratios = {}
     for name in names:
         batch = batches(tokens, device)[name]
         wanted = logits_of(exact, batch)
         off, plainly_off = ((logits_of(run, batch) - wanted).abs().max().item() for run in (subject, plain))
-        found[name] = off / plainly_off
-    return found
+        ratios[name] = off / plainly_off
+    return ratios
 
 
 class Chosen(NamedTuple):
@@ -142,10 +139,10 @@ class Chosen(NamedTuple):
 
 
 def measure(chosen: Chosen, device: torch.device) -> Iterator[dict[str, Any]]:
-    """Yields a row for each model, implementation and batch, measured, wrong or refused."""
+    """Yields a row for each model, implementation and batch, with the status measured, wrong or refused."""
     for group, model in itertools.product(GROUPS, chosen.models):
         for implementation in (name for name in group if name in chosen.implementations):
-            torch._dynamo.reset()  # a few shapes are compiled for one function; of more, FlexAttention keeps all scores
+            torch._dynamo.reset()  # Dynamo compiles few shapes of a function; past that limit FlexAttention stores all scores
             row: dict[str, Any] = {"model": model, "implementation": implementation}
             try:
                 off = errors(model, implementation, 512, device, chosen.batches)
@@ -172,37 +169,23 @@ def measure(chosen: Chosen, device: torch.device) -> Iterator[dict[str, Any]]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--out", type=Path, help="where the JSON is written, after every row")
-    parser.add_argument("--tokens", type=int, default=8192, help="of a step, a multiple of 64")
+    parser = make_parser(__doc__)
+    parser.add_argument("--tokens", type=int, default=8192, help="tokens of a step, a multiple of 64")
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--implementations", nargs="+", choices=IMPLEMENTATIONS, default=IMPLEMENTATIONS)
     parser.add_argument("--batches", nargs="+", choices=BATCHES, default=BATCHES)
     options = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        parser.error("no CUDA device; transformers_models measures device time")
-    from flexattn.bench import record
+    need_gpu(parser)
     from flexattn.integrations.transformers import register
 
     register()
-    result = {
-        "command": record.command_line("flexattn.bench.transformers_models", sys.argv[1:], options.out),
-        "started": record.now(),
-        "device": record.device_facts(),
-        "versions": record.versions(),
-        "transformers": record.installed("transformers"),
-        "method": __doc__,
-        "tokens": options.tokens,
-    }
-    rows = []
+    facts = {"transformers": record.installed("transformers"), "tokens": options.tokens}
+    run = Run("flexattn.bench.transformers_models", __doc__, options.out, argv, **facts)
     chosen = Chosen(options.tokens, options.models, options.implementations, options.batches)
     for row in measure(chosen, torch.device("cuda")):
-        rows.append(row)
-        what = f"{row['ms']:8.1f} ms {row['peak_gib']:5.1f} GiB" if row["status"] == "measured" else row["status"]
-        print(f"{what:22} {row['model']:8} {row['implementation']:15} {row.get('batch', '')} {row.get('reason', '')}", flush=True)
-        if options.out is not None:
-            options.out.write_text(json.dumps(result | {"rows": rows}, indent=1) + "\n")
-    return int(any(row["status"] == "wrong" and row["implementation"] == "flexattn" for row in rows))
+        times = f"{row['ms']:8.1f} ms {row['peak_gib']:5.1f} GiB" if row["status"] == "measured" else row["status"]
+        run.add(row, f"{times:22} {row['model']:8} {row['implementation']:15} {row.get('batch', '')} {row.get('reason', '')}")
+    return run.status("flexattn")
 
 
 if __name__ == "__main__":

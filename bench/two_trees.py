@@ -1,10 +1,9 @@
-"""Two checkouts of the library timed against each other in one run: did a change cost anything, and where?
+"""Two checkouts of the library timed against each other in one run, to find the cost of a change.
 
     python -m flexattn.bench.two_trees --other ../before --out two_trees.json
 
-Each checkout has a process of its own, which makes the same inputs, checks each result against its own eager backend, and then
-times calls when it is told to; the two take turns. Only `attention()` is asked for, so any two versions can be compared. Needs a
-GPU.
+Each checkout runs in a separate process, which makes the same inputs and checks each result against its eager backend. The two
+processes time calls in turns. The program calls only `attention()`, so it can compare any two versions. Needs a GPU.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 from collections.abc import Callable
@@ -22,7 +20,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-FLUSH_BYTES = 2**28  # written before each call, several times: empties L2, and hides what the host takes to enqueue the call
+FLUSH_BYTES = 2**28  # written before each call, several times: empties L2, and hides the host's time to enqueue the call
 FLUSHES = 6
 ROUNDS, CALLS = 7, 12  # turns of each checkout, and calls in each
 WORST = 2.0**-4  # share of a result's largest number: far above rounding in bf16 and FP8, far below a wrong result
@@ -33,7 +31,7 @@ Case = dict[str, Any]
 def case(
     b: int, s: int, h: int, d: int, dtype: str = "bfloat16", h_kv: int | None = None, sq: int | None = None, **more: Any
 ) -> Case:
-    """Shapes and arguments of one case; `bias`, `mod`, `fp8` and `d_v` name what `calls_of` makes."""
+    """Returns shapes and arguments of one case; `calls_of` reads `bias`, `mod`, `fp8` and `d_v`."""
     return {"b": b, "s": s, "h": h, "d": d, "dtype": dtype, "h_kv": h_kv or h, "sq": sq or s, **more}
 
 
@@ -64,56 +62,55 @@ CASES: dict[str, Case] = {
 
 
 def calls_of(one: Case) -> dict[str, Callable[[str], Any]]:
-    """The forward and the backward of a case, each as call(backend) -> its results."""
+    """Returns the forward and the backward of a case, each as call(backend) -> results."""
     import flexattn
     from flexattn import fp8
 
     torch.manual_seed(0)
-    made = dict(one)
-    b, s, h, d, h_kv, sq = (made.pop(name) for name in ("b", "s", "h", "d", "h_kv", "sq"))
-    dtype = getattr(torch, made.pop("dtype"))
-    d_v = made.pop("d_v", d)
+    arguments = dict(one)
+    b, s, h, d, h_kv, sq = (arguments.pop(name) for name in ("b", "s", "h", "d", "h_kv", "sq"))
+    dtype = getattr(torch, arguments.pop("dtype"))
+    d_v = arguments.pop("d_v", d)
     q, k, v = (
         torch.randn(b, length, heads, dim, device="cuda", dtype=dtype).requires_grad_()
         for length, heads, dim in ((sq, h, d), (s, h_kv, d), (s, h_kv, d_v))
     )
-    bias, mod, is_fp8 = made.pop("bias", None), made.pop("mod", None), made.pop("fp8", False)
+    bias, mod, is_fp8 = arguments.pop("bias", None), arguments.pop("mod", None), arguments.pop("fp8", False)
     if bias is not None:
-        made["bias"] = torch.randn(bias, device="cuda", dtype=dtype)
+        arguments["bias"] = torch.randn(bias, device="cuda", dtype=dtype)
     if is_fp8:
-        made["fp8_recipe"] = fp8.Recipe()
+        arguments["fp8_recipe"] = fp8.Recipe()
     slopes, table = torch.rand(h, device="cuda"), torch.randn(2 * s, device="cuda")
     if mod == "slope":
-        made["score_mod"] = lambda score, b, h, q_idx, kv_idx: score - slopes[h] * (q_idx - kv_idx)
+        arguments["score_mod"] = lambda score, b, h, q_idx, kv_idx: score - slopes[h] * (q_idx - kv_idx)
     if mod == "table":
-        made["score_mod"] = lambda score, b, h, q_idx, kv_idx: score + table[q_idx - kv_idx + s]
+        arguments["score_mod"] = lambda score, b, h, q_idx, kv_idx: score + table[q_idx - kv_idx + s]
     dout = torch.randn(b, sq, h, d_v, device="cuda", dtype=dtype)
     leaves = [q, k, v]
 
     def forward(backend: Any) -> list[Tensor]:
         with torch.no_grad():
-            return [flexattn.attention(q, k, v, **made, backend=backend)]
+            return [flexattn.attention(q, k, v, **arguments, backend=backend)]
 
     graphs: dict[str, Tensor] = {}
 
     def backward(backend: Any) -> list[Tensor]:
         if backend not in graphs:
-            graphs[backend] = flexattn.attention(q, k, v, **made, backend=backend)
+            graphs[backend] = flexattn.attention(q, k, v, **arguments, backend=backend)
         return list(torch.autograd.grad(graphs[backend], leaves, dout, retain_graph=True))
 
     return {"forward": forward} if sq == 1 else {"forward": forward, "backward": backward}
 
 
 def error_of(call: Callable[[str], list[Tensor]]) -> float:
-    """The largest error against the eager backend, as a share of the largest number there."""
+    """Returns the largest error against the eager backend, as a share of the eager backend's largest number."""
     pairs = list(zip(call("triton"), call("eager"), strict=True))
     return max(((got.float() - ref.float()).abs().amax() / ref.float().abs().amax()).item() for got, ref in pairs)
 
 
 def time_calls(call: Callable[[str], Any], flush: Tensor) -> list[float]:
-    """Microseconds of device time of CALLS calls."""
-    made = [torch.cuda.Event(enable_timing=True) for _ in range(2 * CALLS)]  # type: ignore[no-untyped-call]
-    events = list(zip(made[::2], made[1::2], strict=True))
+    """Returns the device time of CALLS calls in microseconds. The other checkout may lack `harness`, so it is not imported."""
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(CALLS)]  # type: ignore[no-untyped-call]
     for start, end in events:
         for _ in range(FLUSHES):
             flush.zero_()
@@ -125,7 +122,7 @@ def time_calls(call: Callable[[str], Any], flush: Tensor) -> list[float]:
 
 
 def serve() -> None:
-    """A checkout's process: reads requests, one JSON line each, and answers each with one."""
+    """Runs in a checkout's process: reads requests, one JSON line each, and answers each with one line."""
     flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
     calls: dict[str, Callable[[str], Any]] = {}
     for line in sys.stdin:
@@ -147,7 +144,7 @@ class Checkout:
 
     def __init__(self, root: Path) -> None:
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        # Run as text, in the checkout's folder: what it imports is the checkout's, and not what lies beside this file.
+        # The source runs as text in the checkout's folder, so that imports find the checkout instead of this file's folder.
         source = f"import sys; exec(compile(open({str(Path(__file__).resolve())!r}).read(), 'two_trees', 'exec'))"
         command = [sys.executable, "-c", source, "--serve"]
         self.process = subprocess.Popen(
@@ -168,7 +165,9 @@ class Checkout:
 
 
 def compare(this: Checkout, other: Checkout, name: str) -> list[dict[str, Any]]:
-    """Rows of one case: median and quartiles of both, in microseconds, and this checkout's time over the other's."""
+    """Returns rows of one case: median and quartiles of both checkouts in microseconds, and this one's time over the other's."""
+    from flexattn.bench.harness import quartiles
+
     checkouts = {"this": this, "other": other}
     for checkout in checkouts.values():
         checkout.ask(prepare=name)
@@ -182,8 +181,7 @@ def compare(this: Checkout, other: Checkout, name: str) -> list[dict[str, Any]]:
                 times[which] += checkouts[which].answer()
         row: dict[str, Any] = {"case": name, "direction": direction}
         for which, us in times.items():
-            q1, median, q3 = statistics.quantiles(us, n=4)
-            row[which] = {"us": median, "us_q1": q1, "us_q3": q3, "error": errors[which][direction]}
+            row[which] = {**quartiles(us), "error": errors[which][direction]}
         row["ratio"] = row["this"]["us"] / row["other"]["us"]
         row["status"] = "measured" if errors["this"][direction] < WORST else "wrong"
         rows.append(row)
@@ -204,29 +202,15 @@ def main() -> int:
         parser.error(f"--other is {options.other}; accepted: the root of a checkout, with a folder flexattn")
     if not torch.cuda.is_available():
         parser.error("no CUDA device; two_trees measures device time")
-    from flexattn.bench import record
+    from flexattn.bench.harness import Run
 
     this, other = Checkout(Path(__file__).resolve().parent.parent), Checkout(options.other)
-    rows: list[dict[str, Any]] = []
-    result = {
-        "command": record.command_line("flexattn.bench.two_trees", sys.argv[1:], options.out),
-        "started": record.now(),
-        "device": record.device_facts(),
-        "versions": record.versions(),
-        "method": __doc__,
-        "rows": rows,
-    }
+    run = Run("flexattn.bench.two_trees", __doc__, options.out)
     for name in CASES:
         if options.only in name:
-            rows += compare(this, other, name)
-            for row in rows[-2:]:
-                if row["case"] == name:
-                    print(
-                        f"{row['status']:8} {row['ratio']:6.3f} {row['this']['us']:9.1f} us {row['direction']:8} {name}", flush=True
-                    )
-            if options.out is not None:
-                options.out.write_text(json.dumps(result, indent=1) + "\n")
-    return int(any(row["status"] == "wrong" for row in rows))
+            for row in compare(this, other, name):
+                run.add(row, f"{row['status']:8} {row['ratio']:6.3f} {row['this']['us']:9.1f} us {row['direction']:8} {name}")
+    return run.status()
 
 
 if __name__ == "__main__":

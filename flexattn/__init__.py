@@ -1,4 +1,4 @@
-"""Fused attention for PyTorch: Triton kernels, cuDNN graphs, one reference, and a dispatcher that says what it chose and why."""
+"""Fused attention for PyTorch: Triton kernels, cuDNN graphs, one reference, and a dispatcher that explains its choice."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ __all__ = [
     "warmup",
 ]
 
-# Names whose module is imported when they are first used. Most processes never use them, and commands not even `attention`.
+# Names whose module is imported when they are first used. Most processes use few of them; commands may not use `attention`.
 _LATER = {
     "BackendError": "dispatch.select",
     "Gradients": "backward",
@@ -84,23 +84,23 @@ _LATER = {
     "plot_mask": "plot",
     "warmup": "warm_up",
 }
-# Likewise, but not for `import *`, which would import all of torch.distributed, and JAX, which need not be installed.
+# Modules that are imported when they are first used. `import *` omits them: torch.distributed is large, and JAX is optional.
 _MODULES = ("distributed", "integrations", "jax", "testing")
 
 
 def __dir__() -> list[str]:
-    """Returns what users call: no module that happens to be imported."""
-    there = [name for name in _MODULES if name != "jax" or importlib.util.find_spec("jax") is not None]
-    return sorted({*__all__, *there, *(name for name in globals() if name.startswith("__"))})
+    """Returns the public names, without modules that happen to be imported."""
+    available = [name for name in _MODULES if name != "jax" or importlib.util.find_spec("jax") is not None]
+    return sorted({*__all__, *available, *(name for name in globals() if name.startswith("__"))})
 
 
-if not TYPE_CHECKING:  # else any name would pass as one of the package's
+if not TYPE_CHECKING:  # else mypy would accept any name of the package
 
     def __getattr__(name: str) -> Any:
         module = name if name in _MODULES else _LATER.get(name)
         if module is None:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        found = importlib.import_module(f"{__name__}.{module}")
+        value = importlib.import_module(f"{__name__}.{module}")
         if name != module:
-            found = globals()[name] = getattr(found, name)
-        return found
+            value = globals()[name] = getattr(value, name)
+        return value

@@ -16,21 +16,21 @@ from flexattn.cli import program
 
 class Command(NamedTuple):
     module: str  # with a function `main(arguments)` that returns the exit status
-    does: str
+    summary: str
 
 
 USERS = {
     "demo": Command("flexattn.cli.demo", "attend to a packed batch of documents and check the results against a reference"),
     "explain": Command("flexattn.cli.explain", "say which kernels run a call, given by its shapes, and why"),
-    "doctor": Command("flexattn.cli.doctor", "list what is installed, what is missing, and how to get it"),
-    "bench": Command("flexattn.bench.command", "measure attention beside other libraries, on your shapes"),
-    "fp8": Command("flexattn.bench.fp8", "measure how exact FP8 attention is, by recipe"),
-    "build": Command("flexattn.cli.build", "compile the Triton kernels of a call ahead, for a GPU that need not be here"),
+    "doctor": Command("flexattn.cli.doctor", "list installed and missing packages, and how to get them"),
+    "bench": Command("flexattn.bench.command", "compare attention with other libraries, on your shapes"),
+    "fp8": Command("flexattn.bench.fp8", "measure the errors of FP8 attention, by recipe"),
+    "build": Command("flexattn.cli.build", "compile the Triton kernels of a call ahead, also for a GPU that is not here"),
 }
 DEVELOPERS = {
     "play": Command("flexattn.bench.play", "check, compile and time a kernel, with other tiles or from your own file"),
-    "host_cost": Command("flexattn.bench.host_cost", "measure what a warm call costs the host, and where the time goes"),
-    "code_hashes": Command("flexattn.bench.code_hashes", "hash the code of the kernels, to see which a change leaves as they are"),
+    "host_cost": Command("flexattn.bench.host_cost", "measure the host time of a warm call, and each part of it"),
+    "code_hashes": Command("flexattn.bench.code_hashes", "hash the code of the kernels, to see which kernels a change affects"),
 }
 COMMANDS = USERS | DEVELOPERS
 
@@ -45,8 +45,8 @@ commands for developers of flexattn and of kernels:
 {developers}
 
 examples:
-  {program} doctor                                       is all there, and what does attention() run on?
-  {program} explain --q 2,4096,32,128 --mask causal      what runs this call?
+  {program} doctor                                       is anything missing, and which backend runs?
+  {program} explain --q 2,4096,32,128 --mask causal      which kernels run this call?
   {program} bench --shapes 'llama3-8b-*' --peers 'SDPA*'
 
 `{program} COMMAND --help` lists the options of a command."""
@@ -77,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
 def help_text() -> str:
     """Returns the text of --help."""
     users, developers = (
-        "\n".join(f"  {name:12} {command.does}" for name, command in group.items()) for group in (USERS, DEVELOPERS)
+        "\n".join(f"  {name:12} {command.summary}" for name, command in group.items()) for group in (USERS, DEVELOPERS)
     )
     return HELP.format(program=program(), users=users, developers=developers)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexattn import registered  # noqa: F401 (the operators are there with it)
+from flexattn import registered  # noqa: F401 (registers the operators)
 from flexattn.dispatch import options
 from flexattn.dispatch.append import Appended, append
 from flexattn.dispatch.spec import parse_format
@@ -30,51 +30,50 @@ def append_kv(
     descale_k: Tensor | None = None,
     descale_v: Tensor | None = None,
 ) -> None:
-    """Writes new keys and values behind those of each sequence in a cache, in place, which `attention` then reads.
+    """Appends new keys and values to each sequence of a cache, in place. `attention` then reads the cache.
 
-    Row i of sequence b's new ones goes to position seqused_kv[b] + i. So a step of decoding appends with the lengths before it, and
-    attends with `seqused_kv` the lengths after it:
+    New row i of sequence b goes to position seqused_kv[b] + i. A step of decoding appends with the lengths before the step, and
+    attends with the lengths after it:
 
         append_kv(k_cache, v_cache, k, v, seqused_kv=lengths, page_table=table)
         out = attention(q, k_cache, v_cache, seqused_kv=lengths + new, page_table=table, ...)
 
-    Nothing is read back from the device, and shapes alone decide what is launched: a CUDA graph that has captured the call writes
-    where lengths and tables say at each replay. On GPUs from compute capability 8.0 on one Triton kernel does it, elsewhere torch
-    ops do. Rows that do not fit, by a length below 0, a position beyond the cache or the table, or a page id out of range, are not
-    written, and neither is anything else; with FLEXATTN_CHECK=1 they raise, at the cost of a transfer from the device. Where two
-    sequences append to one page's row, either may remain.
+    The call reads nothing from the device, and shapes alone decide the launches. If a CUDA graph has captured the call, each replay
+    writes to the positions given by the current lengths and tables. GPUs of compute capability 8.0 or later run one Triton kernel;
+    other devices run torch ops. A row is skipped if its length is below 0, its position is beyond the cache or the table, or its
+    page id is out of range. With FLEXATTN_CHECK=1 such a row raises, at the cost of a transfer from the device. If two sequences
+    append to the same row of a page, either may remain.
 
-    A cache in FP8 gets new rows divided by its descales, in float32, and rounded to the nearest number of its dtype. What is beyond
-    the largest one, infinities included, becomes that (448 in E4M3, 57344 in E5M2: Micikevicius et al., "FP8 Formats for Deep
-    Learning", https://arxiv.org/abs/2209.05433); a NaN stays one.
+    If the cache is in FP8, new rows are divided by its descales in float32 and rounded to the nearest number of its dtype. Larger
+    values, including infinities, saturate (448 in E4M3, 57344 in E5M2: Micikevicius et al., "FP8 Formats for Deep Learning",
+    https://arxiv.org/abs/2209.05433). NaN stays NaN.
 
-    The arguments are those of `attention`, whose queries the new rows belong to; FlashAttention's `flash_attn_with_kvcache`
+    The arguments are those of the `attention` call with the same queries. FlashAttention's `flash_attn_with_kvcache`
     (https://github.com/Dao-AILab/flash-attention) takes the same new rows as its k and v.
 
     Args:
         k_cache, v_cache: [b, s, h_kv, d] and [b, s, h_kv, d_v] in the second format of qkv_format, or with a page_table pools
             [pages, page_size, h_kv, d]; any strides with a contiguous last dim. Written to.
         k_new, v_new: [b, s_new, h_kv, d] or [total, h_kv, d], and d_v, in the first format of qkv_format, any strides with a
-            contiguous last dim; of the caches' dtype, or of another floating dtype of 16 or 32 bits, from which they are rounded.
-            Rows that are in FP8 already are copied, and their tensor takes no descale.
-        seqused_kv: int32 [b]: how many rows each sequence has before.
-        page_table: int32 [b, columns]: rows n * page_size and on of sequence b are in page page_table[b, n]. Ids in columns that
-            nothing is appended to are not read.
+            contiguous last dim. Their dtype is the caches' or another floating dtype of 16 or 32 bits, from which they are rounded.
+            If they are in FP8, their rows are copied, and no descale is accepted.
+        seqused_kv: int32 [b]: the number of rows of each sequence before the call.
+        page_table: int32 [b, columns]: page page_table[b, n] holds the rows of sequence b that start at row n * page_size. Columns
+            without new rows are not read.
         qkv_format: the format of k_new and v_new, then that of the caches: "bshd", "thd_2bshd", "bhsd", "bshd_2bhsd", and so on.
-        cu_seqlens_q: int32 [b + 1]. For thd where each sequence's new rows begin and end; for other formats, where given, their
-            differences are how many of a row's tokens are appended.
-        seqused_q: int32 [b]: how many of its slot, or of its row, each sequence appends; None: all.
-        descale_k, descale_v: float32, for caches in float8_e4m3fn or float8_e5m2: what their numbers are multiplied with.
+        cu_seqlens_q: int32 [b + 1]. For thd, the bounds of each sequence's new rows; for other formats, if given, their differences
+            are the numbers of appended tokens.
+        seqused_q: int32 [b]: the number of tokens that each sequence appends of its slot or row; None: all.
+        descale_k, descale_v: float32 factors of the numbers in the caches, if these are in float8_e4m3fn or float8_e5m2.
 
-            - [], [h_kv] or [b, h_kv], where any dim may be 1 instead, positive and finite: given, and as `attention` takes them.
-              None is 1.
-            - The dims of k_cache without the last, as [pages, page_size, h_kv]: one for each token and head. Those of the new
-              tokens are computed, the largest finite absolute value of each head's row over the largest number of the cache's
-              dtype (1 where that is 0, or below 2**-120), and written.
+            - [], [h_kv] or [b, h_kv], any dim of which may be 1, positive and finite: an input, as for `attention`. None is 1.
+            - The dims of k_cache without the last, such as [pages, page_size, h_kv]: one for each token and head. The call computes
+              and writes the descales of the new tokens: the largest finite absolute value of each head's row, divided by the
+              largest number of the cache's dtype (1 if that is 0, or below 2**-120).
 
     Raises:
-        ValueError, TypeError: arguments that do not fit together, named; a new row or a cache that requires a gradient, while
-            gradients are recorded, as appending has none.
+        ValueError, TypeError: arguments do not fit together; the text names them. A new row or a cache requires a gradient while
+            gradients are recorded, because appending has no gradient.
     """
     formats = parse_format(str(qkv_format))
     x = checked(
@@ -88,17 +87,17 @@ def _is_by_token(descale: Tensor | None) -> bool:
 
 
 def checked(k_cache: Tensor, v_cache: Tensor, x: Appended) -> Appended:
-    """Returns a call's tensors, with descales that are written where those belong; raises for what has no meaning."""
+    """Returns a call's checked tensors, with descales that the call writes in the fields for them."""
     _check(k_cache, v_cache, x)
-    given, written = zip(*((None, d) if _is_by_token(d) else (d, None) for d in (x.descale_k, x.descale_v)), strict=True)
-    return Appended(*x[:7], *given, *written)
+    read, written = zip(*((None, d) if _is_by_token(d) else (d, None) for d in (x.descale_k, x.descale_v)), strict=True)
+    return Appended(*x[:7], *read, *written)
 
 
 def _check(k_cache: Tensor, v_cache: Tensor, x: Appended) -> None:
     new_format, cache_format = x.formats
     if cache_format == "thd":
         raise ValueError(
-            "qkv_format has 'thd' for the caches; accepted: 'bshd', 'bhsd' or, without pages, 'sbhd', with room behind each "
+            "qkv_format has 'thd' for the caches; accepted: 'bshd', 'bhsd' or, without pages, 'sbhd', with room after each "
             f"sequence, as in '{new_format}_2bshd'"
         )
     check_tensor("k_cache", k_cache, (*DTYPES, *FP8_DTYPES), None)
@@ -128,43 +127,43 @@ def _check(k_cache: Tensor, v_cache: Tensor, x: Appended) -> None:
 
 
 def _check_written(name: str, t: Tensor) -> None:
-    """Raises where several elements of a tensor that is written to are one in memory, so that a row would be written everywhere."""
+    """Raises if several elements of a tensor share one place in memory: a write to one row would change others."""
     if 0 in t.stride() and any(stride == 0 and size > 1 for stride, size in zip(t.stride(), t.shape, strict=True)):
         raise ValueError(
-            f"{name} has shape {tuple(t.shape)} and strides {t.stride()}, so that several rows are one in memory; accepted: memory "
-            f"of its own for each row, as in {name}.contiguous()"
+            f"{name} has shape {tuple(t.shape)} and strides {t.stride()}, so several rows share memory; accepted: separate memory "
+            f"for each row, as in {name}.contiguous()"
         )
 
 
-def _check_descale(name: str, cache: Tensor, new: Tensor, descale: Tensor, of: tuple[int, str]) -> None:
-    """Raises where the descale of "k" or "v" does not fit; `of` is the batch size and the cache's format."""
-    batch, fmt = of
+def _check_descale(name: str, cache: Tensor, new: Tensor, descale: Tensor, layout: tuple[int, str]) -> None:
+    """Raises if the descale of "k" or "v" does not fit. layout: the batch size and the cache's format."""
+    batch, fmt = layout
     for source, dtype in ((f"{name}_cache", cache.dtype), (f"{name}_new", new.dtype)):
         if (dtype in FP8_DTYPES) == (source == f"{name}_new"):
-            accepted = "None, or a cache in FP8" if source == f"{name}_cache" else "None, as such rows are copied, or 16 or 32 bits"
+            accepted = "None, or a cache in FP8" if source == f"{name}_cache" else "None (FP8 rows are copied), or 16 or 32 bits"
             raise ValueError(f"descale_{name} is given with {source} in {dtype}; accepted: {accepted}")
     check_tensor(f"descale_{name}", descale, (torch.float32,), cache.device)
-    heads, of_tokens = cache.shape[fmt.index("h")], tuple(cache.shape[:-1])
+    heads, token_shape = cache.shape[fmt.index("h")], tuple(cache.shape[:-1])
     sizes = (1,) * (2 - descale.dim()) + tuple(descale.shape)
-    given = len(sizes) == 2 and all(size in (1, most) for size, most in zip(sizes, (batch, heads), strict=True))
-    if not given and tuple(descale.shape) != of_tokens:
+    is_input = len(sizes) == 2 and all(size in (1, most) for size, most in zip(sizes, (batch, heads), strict=True))
+    if not is_input and tuple(descale.shape) != token_shape:
         raise ValueError(
-            f"descale_{name} has shape {tuple(descale.shape)}; accepted: [], [h] or [b, h] = {[batch, heads]}, where any may be 1 "
-            f"instead, or the cache's dims but the last, {list(of_tokens)}, where one for each token and head is written"
+            f"descale_{name} has shape {tuple(descale.shape)}; accepted: [], [h] or [b, h] = {[batch, heads]}, any of which may be "
+            f"1, or the cache's dims but the last, {list(token_shape)}, for descales of each token and head that the call writes"
         )
-    if not given:
+    if not is_input:
         _check_written(f"descale_{name}", descale)
     if torch.is_grad_enabled() and descale.requires_grad:
         raise ValueError(f"descale_{name} requires a gradient, and appending has none; accepted: descale_{name}.detach()")
 
 
 def _sources_of(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
-    """Returns the dtypes that are rounded to a cache of `dtype`."""
+    """Returns the dtypes of rows that a cache of `dtype` accepts."""
     return (dtype,) if dtype is torch.float64 else (dtype, *(other for other in DTYPES if other not in (dtype, torch.float64)))
 
 
 def _check_sizes(caches: tuple[Tensor, Tensor], x: Appended) -> None:
-    """Raises unless k is to v as the caches are to each other, and the new rows have the caches' heads and head dims."""
+    """Raises unless k and v have equal shapes up to the head dim, and the new rows have the caches' heads and head dims."""
     new_format, cache_format = x.formats
     for (kind, k), (_, v), fmt in (
         (("k_cache", caches[0]), ("v_cache", caches[1]), cache_format),
@@ -172,8 +171,8 @@ def _check_sizes(caches: tuple[Tensor, Tensor], x: Appended) -> None:
     ):
         if k.shape[:-1] != v.shape[:-1]:
             raise ValueError(
-                f"{kind} has shape {tuple(k.shape)} and its values {tuple(v.shape)} in {fmt}; accepted: the same but for the last "
-                "dim"
+                f"{kind} has shape {tuple(k.shape)} and its values have {tuple(v.shape)} in {fmt}; accepted: equal shapes, except "
+                "for the last dim"
             )
     for name, cache, new in (("k_new", caches[0], x.k_new), ("v_new", caches[1], x.v_new)):
         sizes = cache.shape[cache_format.index("h")], cache.shape[-1]
@@ -185,7 +184,7 @@ def _check_sizes(caches: tuple[Tensor, Tensor], x: Appended) -> None:
 
 
 def _check_lengths(k_cache: Tensor, x: Appended) -> int:
-    """Returns the batch size; raises where lengths are missing or of wrong types, or tell of other batch sizes."""
+    """Returns the batch size. Raises if lengths are missing, have wrong types, or imply different batch sizes."""
     (new_format, cache_format), device = x.formats, k_cache.device
     check_tensor("seqused_kv", x.seqused_kv, (torch.int32,), device)
     batches = check_length_tensor("seqused_kv", x.seqused_kv, 0, device)
@@ -193,7 +192,7 @@ def _check_lengths(k_cache: Tensor, x: Appended) -> int:
     batches += check_length_tensor("cu_seqlens_q", x.cu_seqlens_q, 1, device)
     if new_format == "thd" and x.cu_seqlens_q is None:
         raise ValueError(
-            "cu_seqlens_q is None with new rows in thd; accepted: an int32 tensor [batch + 1], where each sequence begins"
+            "cu_seqlens_q is None with new rows in thd; accepted: an int32 tensor [batch + 1], the start of each sequence"
         )
     if new_format != "thd":
         batches.append(("the batch of k_new", x.k_new.shape[new_format.index("b")]))
@@ -206,40 +205,38 @@ def _check_lengths(k_cache: Tensor, x: Appended) -> int:
 
 
 def _check_values(k_cache: Tensor, x: Appended) -> None:
-    """Raises ValueError, under FLEXATTN_CHECK=1, for lengths and page ids by which a row would be left out, and for wrong descales.
+    """Raises ValueError if a length or a page id would skip a row, or if a descale is wrong. Only FLEXATTN_CHECK=1 runs this check.
 
-    Waits for them.
+    It waits for the device.
     """
     for name, descale in (("descale_k", x.descale_k), ("descale_v", x.descale_v)):
         if descale is not None and not bool(((descale > 0) & descale.isfinite()).all()):
-            raise ValueError(
-                f"{name} has a value that is not positive and finite; accepted: what the cache's numbers are multiplied with"
-            )
+            raise ValueError(f"{name} has a value that is not positive and finite; accepted: the factors of the cache's numbers")
     new_format, cache_format = x.formats
     used = x.seqused_kv.tolist()
     slots = [x.k_new.shape[new_format.index("s")]] * len(used) if new_format != "thd" else []
     if x.cu_seqlens_q is not None:
         ends = x.cu_seqlens_q.tolist()
         check_cumulative("cu_seqlens_q", ends, x.k_new.shape[0] if new_format == "thd" else None)
-        given, rooms = [after - before for before, after in pairwise(ends)], slots
-        for i, (count, room) in enumerate(zip(given, rooms, strict=False)):
+        lengths, rooms = [after - before for before, after in pairwise(ends)], slots
+        for i, (count, room) in enumerate(zip(lengths, rooms, strict=False)):
             if count > room:
                 raise ValueError(
                     f"cu_seqlens_q[{i + 1}] - cu_seqlens_q[{i}] is {count}; accepted: at most {room}, the rows of k_new"
                 )
-        slots = given
+        slots = lengths
     counts = slots if x.seqused_q is None else x.seqused_q.tolist()
     rows = k_cache.shape[cache_format.index("s")]
     capacity = rows if x.page_table is None else rows * x.page_table.shape[1]
     spans = []
     for i, (before, count, slot) in enumerate(zip(used, counts, slots, strict=True)):
         if not 0 <= count <= slot:
-            raise ValueError(f"seqused_q[{i}] is {count}; accepted: 0 to {slot}, what the sequence has in k_new")
+            raise ValueError(f"seqused_q[{i}] is {count}; accepted: 0 to {slot}, the sequence's rows in k_new")
         spans.append((before, before + count) if count else (0, 0))
         if count and not 0 <= before <= capacity - count:
-            where = "the cache's rows" if x.page_table is None else "columns * page_size"
+            limit = "the cache's rows" if x.page_table is None else "columns * page_size"
             raise ValueError(
-                f"seqused_kv[{i}] is {before} with {count} new rows; accepted: 0 to {capacity - count}, so that they fit {where}, "
+                f"seqused_kv[{i}] is {before} with {count} new rows; accepted: 0 to {capacity - count}, so that they fit {limit}, "
                 f"{capacity}"
             )
     if x.page_table is not None:
@@ -247,8 +244,8 @@ def _check_values(k_cache: Tensor, x: Appended) -> None:
 
 
 def append_kv_implementation(k_cache: Tensor, v_cache: Tensor, *call: Any) -> None:
-    given = [*call[:6], parse_format(call[6]), *call[7:]]  # without those at the end that have their default
-    x = Appended(*given)
+    fields = [*call[:6], parse_format(call[6]), *call[7:]]  # trailing arguments with default values may be missing
+    x = Appended(*fields)
     options.check_all()
     if options.check_values():
         _check_values(k_cache, x)
@@ -258,4 +255,4 @@ def append_kv_implementation(k_cache: Tensor, v_cache: Tensor, *call: Any) -> No
 
 
 def append_kv_fake(*call: Any) -> None:
-    """Does nothing: the operator returns nothing, and what it writes has a shape already."""
+    """Does nothing: the operator returns nothing, and the tensors that it writes already have shapes."""

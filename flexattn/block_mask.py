@@ -1,4 +1,4 @@
-"""Block masks: torch's `BlockMask`, made here without a dense mask, and taken apart for the kernels."""
+"""Block masks: creates torch's `BlockMask` without a dense mask, and turns one into lists for the kernels."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
     from flexattn.mods.trace import Mod
 
-MOST_AT_ONCE = 1 << 24  # elements of the mask that exist at a time
+MOST_AT_ONCE = 1 << 24  # elements of the mask in memory at a time
 _NAME = "_flexattn_lists"
-_OF_KEYS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
-_NAMES = (*_OF_KEYS, *(name.replace("kv_", "q_") for name in _OF_KEYS))
+_KEY_LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+_NAMES = (*_KEY_LISTS, *(name.replace("kv_", "q_") for name in _KEY_LISTS))
 
 
 class BlockLists(NamedTuple):
-    """A block mask's tensors, in the order in which the operators take them, and its block size (queries, keys)."""
+    """A block mask's tensors in the operators' order, and its block size (queries, keys)."""
 
     tensors: tuple[Tensor, ...]
     block_size: tuple[int, int]
@@ -40,22 +40,22 @@ def create_block_mask(
     device: torch.device | str | None = None,
     BLOCK_SIZE: int | tuple[int, int] = 128,
 ) -> BlockMask:
-    """torch's BlockMask of `mask_mod`: which blocks of keys each block of queries sees, and which of them it sees whole.
+    """Creates torch's BlockMask of `mask_mod`: lists of the key blocks that each query block sees in part, and in full.
 
-    As `torch.nn.attention.flex_attention.create_block_mask`, and the result can be given to FlexAttention too, but the mask is
-    computed a few blocks at a time: memory is that of the lists, O(blocks). Not needed for masks that `attn_mask_type`,
-    `window_size` and `cu_seqlens` can say.
+    The function equals `torch.nn.attention.flex_attention.create_block_mask`, and FlexAttention accepts the result, but it computes
+    the mask a few blocks at a time: memory is that of the lists, O(blocks). You do not need a block mask if `attn_mask_type`,
+    `window_size` and `cu_seqlens` can express the mask.
 
     Args:
-        mask_mod: mask_mod(b, h, q_idx, kv_idx) -> whether the query sees the key, as `attention` takes it.
-        B, H: batch and query heads; None or 1 where the mask is the same for all.
-        Q_LEN, KV_LEN: the longest sequences that it is to be used with.
-        device: of the lists, and of what mask_mod captures. Default: "cuda", or "cpu" if there is no GPU.
+        mask_mod: mask_mod(b, h, q_idx, kv_idx) -> whether the query sees the key, as for `attention`.
+        B, H: batch size and number of query heads; None or 1 if the mask is the same for all.
+        Q_LEN, KV_LEN: lengths of the longest sequences that the mask is for.
+        device: device of the lists and of mask_mod's captures. Default: "cuda", or "cpu" if there is no GPU.
         BLOCK_SIZE: queries and keys of a block, multiples of 16; large powers of two run fastest.
 
     Raises:
-        ValueError, TypeError: a size that is no multiple of 16, a negative length, a mask_mod that cannot be traced.
-        RuntimeError: a call under torch.jit.trace.
+        ValueError, TypeError: a size is not a multiple of 16, a length is negative, or mask_mod cannot be traced.
+        RuntimeError: the call is under torch.jit.trace.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -63,14 +63,14 @@ def create_block_mask(
 
     if is_jit_traced():
         raise RuntimeError(
-            "create_block_mask is called under torch.jit.trace, which cannot record torch's BlockMask; accepted: a mask made "
+            "create_block_mask is called under torch.jit.trace, which cannot record torch's BlockMask; accepted: a mask created "
             "before the trace, or mask_mod"
         )
     if not callable(mask_mod):
         raise TypeError(f"mask_mod is {describe(mask_mod)}; accepted: a function of b, h, q_idx and kv_idx")
     for name, value in (("B", B), ("H", H)):
         if value is not None:
-            check_count(name, value, 1, "an int of at least 1, or None where the mask is the same for all")
+            check_count(name, value, 1, "an int of at least 1, or None if the mask is the same for all")
     for name, value in (("Q_LEN", Q_LEN), ("KV_LEN", KV_LEN)):
         check_count(name, value, 0, "an int, the longest sequence that the mask is for")
     check_device("device", device)
@@ -91,50 +91,50 @@ def create_block_mask(
             j = torch.arange(column * size_kv, min(KV_LEN, (column + step) * size_kv), device=device)
             inputs = {"b": b[:, None, None, None], "h": h[:, None, None], "q_idx": i[:, None], "kv_idx": j, **captures}
             visible = torch.ones((), dtype=torch.bool, device=device) if graph is None else evaluate(graph, inputs, torch.float32)
-            seen = visible.expand(batch, heads, len(i), len(j)).sum(2)  # by each key's column
-            of_block = torch.zeros(batch, heads, -(-len(j) // size_kv), dtype=torch.int64, device=device)
-            block = (j // size_kv - column).expand_as(seen)
-            of_block.scatter_add_(-1, block, seen)
-            most = torch.zeros_like(of_block).scatter_add_(-1, block, torch.full_like(seen, len(i)))
-            kinds[:, :, row, column : column + step] = (of_block > 0).to(torch.int8) + (of_block == most).to(torch.int8)
+            by_key = visible.expand(batch, heads, len(i), len(j)).sum(2)  # queries that see each key
+            by_block = torch.zeros(batch, heads, -(-len(j) // size_kv), dtype=torch.int64, device=device)
+            block = (j // size_kv - column).expand_as(by_key)
+            by_block.scatter_add_(-1, block, by_key)
+            most = torch.zeros_like(by_block).scatter_add_(-1, block, torch.full_like(by_key, len(i)))
+            kinds[:, :, row, column : column + step] = (by_block > 0).to(torch.int8) + (by_block == most).to(torch.int8)
     return BlockMask.from_kv_blocks(
         *ordered(kinds == 1), *ordered(kinds == 2), (size_q, size_kv), mask_mod, seq_lengths=(Q_LEN, KV_LEN)
     )
 
 
 class Kept:
-    """Value made of a block mask's tensors, current as long as these are unchanged. A copy of the mask has none."""
+    """Value derived from a block mask's tensors. It is current if they are unchanged. A copy of the mask has none."""
 
-    def __init__(self, given: Sequence[Tensor | None], value: Any) -> None:
+    def __init__(self, tensors: Sequence[Tensor | None], value: Any) -> None:
         self.value = value
-        # A tensor made in inference mode has no version that tells of changes.
-        self.given = [(t, None if t is None or t.is_inference() else t._version) for t in given]
+        # A tensor created in inference mode has no version counter.
+        self.sources = [(t, None if t is None or t.is_inference() else t._version) for t in tensors]
 
     def __reduce__(self) -> Any:
-        return type(None), ()  # versions begin anew in a copy
+        return type(None), ()  # the versions of copied tensors start again
 
-    def is_current(self, given: Sequence[Tensor | None]) -> bool:
-        """Returns whether a mask's tensors are the ones that the value was made of, and hold what they held."""
-        # Compares the tensors themselves, which are kept: a new one may get a freed one's address.
+    def is_current(self, tensors: Sequence[Tensor | None]) -> bool:
+        """Returns whether a mask's tensors are the sources of the value, with unchanged content."""
+        # Compares the tensors themselves, which are kept alive: a new tensor may get the address of a freed one.
         return all(
             t is known and (t is None or (not t.is_inference() and t._version == version))
-            for t, (known, version) in zip(given, self.given, strict=True)
+            for t, (known, version) in zip(tensors, self.sources, strict=True)
         )
 
 
 def block_lists(block_mask: Any, batch: int, heads: int, longest_q: int, longest_kv: int, device: torch.device) -> BlockLists:
-    """Returns a BlockMask as the operators take it, each list ascending, kept on the mask for later calls.
+    """Returns the lists of a BlockMask for the operators, each ascending, and caches them on the mask.
 
-    While a CUDA graph is captured the lists are made anew, so that replays follow changes of the mask's tensors. Raises TypeError
-    for anything but a BlockMask, ValueError if it does not fit batch, heads, lengths or device.
+    While a CUDA graph is captured, the lists are computed again, so that replays follow changes of the mask's tensors. Raises
+    TypeError if block_mask is not a BlockMask, and ValueError if it does not fit batch, heads, lengths or device.
     """
-    given, block_size = checked_tensors(block_mask, batch, heads, (longest_q, longest_kv), device)
+    tensors, block_size = checked_tensors(block_mask, batch, heads, (longest_q, longest_kv), device)
     if not may_keep():
-        return _lists(given, block_size)
+        return _lists(tensors, block_size)
     kept: Kept | None = getattr(block_mask, _NAME, None)
-    if kept is None or not kept.is_current(given):
+    if kept is None or not kept.is_current(tensors):
         with neutral_state():
-            kept = Kept(given, _lists(given, block_size))
+            kept = Kept(tensors, _lists(tensors, block_size))
         object.__setattr__(block_mask, _NAME, kept)
     lists: BlockLists = kept.value
     return lists
@@ -143,7 +143,7 @@ def block_lists(block_mask: Any, batch: int, heads: int, longest_q: int, longest
 def checked_tensors(
     block_mask: Any, batch: int, heads: int, longest: tuple[int, int], device: torch.device
 ) -> tuple[list[Tensor | None], tuple[int, int]]:
-    """Returns the tensors of a BlockMask and its block size; raises what `block_lists` does."""
+    """Returns the tensors of a BlockMask and its block size. Raises the errors of `block_lists`."""
     if not all(hasattr(block_mask, name) for name in (*_NAMES, "BLOCK_SIZE", "mask_mod")):
         raise TypeError(
             f"block_mask is a {type(block_mask).__name__}; accepted: a BlockMask of torch or of create_block_mask, or None"
@@ -162,51 +162,53 @@ def checked_tensors(
             f"block_mask is for batch {sizes[0]}, {sizes[1]} heads, {lengths[0]} queries and {lengths[1]} keys; accepted for this "
             f"call: batch 1 or {batch}, 1 or {heads} heads, at least {longest_q} queries and {longest_kv} keys"
         )
-    given = [getattr(block_mask, name) for name in _NAMES]
-    if given[4] is None:
+    tensors = [getattr(block_mask, name) for name in _NAMES]
+    if tensors[4] is None:
         raise ValueError("block_mask has no lists of query blocks (q_indices); accepted: one made with compute_q_blocks=True")
-    _check_shapes(given, _NAMES, -(-longest_kv // size_kv))
+    _check_shapes(tensors, _NAMES, -(-longest_kv // size_kv))
     if options.check_values() and not is_traced() and not is_capturing():
-        _check_values(given, _NAMES)
-    return given, (size_q, size_kv)
+        _check_values(tensors, _NAMES)
+    return tensors, (size_q, size_kv)
 
 
-def _check_shapes(given: Sequence[Tensor | None], names: Sequence[str], columns: int) -> None:
-    """Raises ValueError unless the lists have one shape for each side, and one for each of so many blocks of keys."""
+def _check_shapes(tensors: Sequence[Tensor | None], names: Sequence[str], columns: int) -> None:
+    """Raises ValueError unless the lists of each side have equal shapes, and at least `columns` blocks of keys have a list."""
     for i in range(0, 8, 2):
-        counts, indices, like = given[i], given[i + 1], given[i // 4 * 4]
+        counts, indices, like = tensors[i], tensors[i + 1], tensors[i // 4 * 4]
         if counts is None or indices is None:  # no full blocks
             continue
         assert like is not None
-        other = given[i // 4 * 4 + 1]
+        other = tensors[i // 4 * 4 + 1]
         if counts.shape != like.shape or indices.shape[:-1] != like.shape or (other is not None and indices.shape != other.shape):
             raise ValueError(
-                f"block_mask.{names[i]} has shape {tuple(counts.shape)} and {names[i + 1]} {tuple(indices.shape)}, beside "
+                f"block_mask.{names[i]} has shape {tuple(counts.shape)} and {names[i + 1]} {tuple(indices.shape)}, with "
                 f"{names[i // 4 * 4]} of {tuple(like.shape)}; accepted: [b, h, blocks] and one dim more, the same for both"
             )
-    rows, of_queries = given[0], given[4]
-    if rows is not None and of_queries is not None and (of_queries.shape[:2] != rows.shape[:2] or of_queries.shape[2] < columns):
+    rows, query_counts = tensors[0], tensors[4]
+    if rows is None or query_counts is None:
+        return
+    if query_counts.shape[:2] != rows.shape[:2] or query_counts.shape[2] < columns:
         raise ValueError(
-            f"block_mask.q_num_blocks has shape {tuple(of_queries.shape)}, and the call has {columns} blocks of keys; accepted: "
+            f"block_mask.q_num_blocks has shape {tuple(query_counts.shape)}, and the call has {columns} blocks of keys; accepted: "
             f"{[*rows.shape[:2], columns]} or more of them"
         )
 
 
-def _check_values(given: Sequence[Tensor | None], names: Sequence[str]) -> None:
-    """Raises ValueError, under FLEXATTN_CHECK=1, for a count or index that is out of range or a block that is listed twice."""
+def _check_values(tensors: Sequence[Tensor | None], names: Sequence[str]) -> None:
+    """Raises ValueError if a count or index is out of range or a block is listed twice. Only FLEXATTN_CHECK=1 runs this check."""
     for i in range(0, 8, 4):
         seen: Tensor | int = 0
-        for counts, indices, name in zip(given[i : i + 4 : 2], given[i + 1 : i + 4 : 2], names[i : i + 4 : 2], strict=True):
+        for counts, indices, name in zip(tensors[i : i + 4 : 2], tensors[i + 1 : i + 4 : 2], names[i : i + 4 : 2], strict=True):
             if counts is None or indices is None:
                 continue
             columns = indices.shape[-1]
             if counts.numel() and not 0 <= (worst := _farthest(counts)) <= columns:
-                raise ValueError(f"block_mask.{name} has a count of {worst}; accepted: 0 to {columns}, the blocks there are")
+                raise ValueError(f"block_mask.{name} has a count of {worst}; accepted: 0 to {columns}, the number of blocks")
             valid = torch.arange(columns, device=indices.device) < counts[..., None]
             listed = torch.where(valid, indices, 0)
             if listed.numel() and not 0 <= (worst := _farthest(listed)) < columns:
                 name = name.replace("num_blocks", "indices")
-                raise ValueError(f"block_mask.{name} has an index of {worst}; accepted: 0 to {columns - 1}, the blocks there are")
+                raise ValueError(f"block_mask.{name} has an index of {worst}; accepted: 0 to {columns - 1}, one of the blocks")
             seen = seen + torch.zeros_like(listed).scatter_add_(-1, listed.long(), valid.to(listed.dtype))
         if isinstance(seen, Tensor) and bool((seen > 1).any()):
             block = int((seen > 1).nonzero()[0, -1])
@@ -219,30 +221,30 @@ def _farthest(values: Tensor) -> int:
     return low if low < 0 else high
 
 
-def _lists(given: Sequence[Tensor | None], block_size: tuple[int, int]) -> BlockLists:
+def _lists(sources: Sequence[Tensor | None], block_size: tuple[int, int]) -> BlockLists:
     tensors: list[Tensor] = []
     for i in range(0, 8, 2):
-        num_blocks, indices = given[i], given[i + 1]
+        num_blocks, indices = sources[i], sources[i + 1]
         if num_blocks is None or indices is None:  # no full blocks
-            partial, indices = given[i - 2], given[i - 1]
+            partial, indices = sources[i - 2], sources[i - 1]
             assert partial is not None
             assert indices is not None
             num_blocks = torch.zeros_like(partial)
-        # The kernels trust both: entries out of range are clamped here, where it costs nothing in later calls.
+        # The kernels check neither: entries out of range are clamped here, once, so later calls pay nothing.
         counts = num_blocks.clamp(0, indices.shape[-1]).to(torch.int32).contiguous()
         tensors += [counts, _ascending(counts, indices)]
     return BlockLists(tuple(tensors), block_size)
 
 
-def _block_size(given: int | tuple[int, int]) -> tuple[int, int]:
-    size = tuple(given) if isinstance(given, (tuple, list)) else (given, given)
+def _block_size(value: int | tuple[int, int]) -> tuple[int, int]:
+    size = tuple(value) if isinstance(value, (tuple, list)) else (value, value)
     if len(size) != 2 or any(not isinstance(n, int) or n < 16 or n % 16 for n in size):
-        raise ValueError(f"BLOCK_SIZE is {given!r}; accepted: a multiple of 16, or a pair of them for queries and keys")
+        raise ValueError(f"BLOCK_SIZE is {value!r}; accepted: a multiple of 16, or a pair of them for queries and keys")
     return size[0], size[1]
 
 
 def ordered(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns how many entries of the last dim are chosen, and the indices with those first, ascending; int32."""
+    """Returns the number of chosen entries in the last dim, and the indices with the chosen ones first, ascending; int32."""
     order = torch.argsort(chosen.to(torch.int8), dim=-1, descending=True, stable=True)
     return chosen.sum(-1, dtype=torch.int32), order.to(torch.int32)
 

@@ -1,4 +1,4 @@
-"""Kernels and plans of a call, built with nothing launched, for a GPU that need not be here."""
+"""Builds the kernels and plans of a call without a launch, for a GPU that may be on another machine."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from flexattn.progress import progress_bar
 
 
 def explain_built(spec: AttentionSpec, request: str, x: Operands) -> Explanation:
-    """Returns what `explain` says of a call once what would run it is built, as far as this machine can build it.
+    """Builds the kernels or plans of a call, as far as this machine can, and returns its `explain`.
 
-    Triton kernels are compiled into the directory that launches look in; cuDNN plans are built, or read from disk. Where cuDNN
-    refuses one, the next backend is decided on and built.
+    Triton kernels are compiled into the directory in which launches search. cuDNN plans are built, or read from disk. If cuDNN
+    refuses a plan, the next backend is selected and built.
 
     Raises:
-        BackendError: as the call would.
+        BackendError: no backend can run the call.
         CompileError: a Triton kernel does not compile.
-        What else building raises that is no answer about the call, as MemoryError and torch.OutOfMemoryError.
+        MemoryError, torch.OutOfMemoryError, and other errors of building that say nothing about the call.
     """
     x = with_rng_state(x)
     while True:
         before = explain(spec, request, x)
-        for direction in reversed(directions_of(spec)):  # the backward first, as a call does
+        for direction in reversed(directions_of(spec)):  # the backward first, like a call
             if direction == "forward" or spec.for_backward() is spec:
                 ops.run(spec, direction, request, x, functools.partial(_build, spec, x, direction), warns=False)
         after = explain(spec, request, x)
-        if (after.forward, after.backward) == (before.forward, before.backward):  # else a refusal moved one of them
+        if (after.forward, after.backward) == (before.forward, before.backward):  # else a refusal changed a backend
             return after._replace(is_built=True)
 
 
@@ -49,7 +49,7 @@ def _build(spec: AttentionSpec, x: Operands, direction: Direction, backend: Back
 
 
 def recorded(spec: AttentionSpec, x: Operands, directions: Sequence[Direction]) -> list[Any]:
-    """Returns a call's launches, one of each kernel, with nothing launched; raises ValueError where the Triton backend has none."""
+    """Returns a call's launches, one of each kernel, without running any. Raises ValueError if the Triton backend cannot run it."""
     from flexattn.kernels_triton.runtime.launch import description_of
 
     x = with_rng_state(x)
@@ -61,7 +61,7 @@ def recorded(spec: AttentionSpec, x: Operands, directions: Sequence[Direction]) 
                 raise ValueError(f"there is no kernel to build: {reason}")
             if direction == "forward":
                 triton_backend.forward(spec, x)
-            elif spec.for_backward() is spec:  # else it takes other operands than these, and is compiled when it is first run
+            elif spec.for_backward() is spec:  # else the backward has other operands, and is compiled when it first runs
                 out, lse, _ = empty_outputs(spec, x)
                 triton_backend.backward(spec, x, out, lse, dout_like(spec, x, out), None)
     return list({description_of(one, 10 * major + minor): one for one in launches}.values())
@@ -72,14 +72,14 @@ def build_missing(
     capability: tuple[int, int],
     directory: str | os.PathLike[str] | None,
     workers: int | None = None,
-    what: str = "",
+    title: str = "",
     wanted: bool = True,
 ) -> int:
-    """Returns how many were not in the directory and are now; a bar on stderr shows the progress."""
+    """Builds the kernels that are missing in the directory and returns their number. A bar on stderr shows the progress."""
     from flexattn.kernels_triton.ahead_of_time.build import build, missing
 
-    architecture, where = 10 * capability[0] + capability[1], Path(directory) if directory is not None else None
-    left = missing(launches, architecture, where)
-    with progress_bar(len(left), what, "kernel", wanted) as advance:
-        build(left, architecture, where, workers, advance)
+    architecture, folder = 10 * capability[0] + capability[1], Path(directory) if directory is not None else None
+    left = missing(launches, architecture, folder)
+    with progress_bar(len(left), title, "kernel", wanted) as advance:
+        build(left, architecture, folder, workers, advance)
     return len(left)

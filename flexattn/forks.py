@@ -12,9 +12,9 @@ _locks: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def fork_safe(lock: _L) -> _L:
-    """Returns the lock, which is made free in each child of `os.fork()`: the child lacks the thread that could release it.
+    """Returns the lock, and frees it in each child of `os.fork()`, which lacks the thread that could release it.
 
-    The data that such a lock guards must be consistent after each statement, as caches are.
+    The guarded data must be consistent after each statement, like a cache.
     """
     _locks.add(lock)
     return lock
@@ -22,7 +22,7 @@ def fork_safe(lock: _L) -> _L:
 
 def _free() -> None:
     for lock in list(_locks):
-        lock._at_fork_reinit()  # as the standard library does with its own
+        lock._at_fork_reinit()  # the standard library calls this for its locks
 
 
 if hasattr(os, "register_at_fork"):

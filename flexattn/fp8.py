@@ -1,7 +1,7 @@
-"""Attention in FP8: what a recipe says, quantised tensors with their scales, and the state of delayed scaling.
+"""Attention in FP8: recipes, quantised tensors with their scales, and the state of delayed scaling.
 
-TransformerEngine's words: a tensor x is held as `data` = x * scale in float8, and x ≈ data * `descale`; a scale is
-fp8_max / amax * 2**-margin, of the amax that is found now ("current") or was found in earlier steps ("delayed").
+The terms are TransformerEngine's: `data` = x * scale in float8 stores a tensor x, and x ≈ data * `descale`. A scale is
+fp8_max / amax * 2**-margin, with the amax of this step ("current") or of earlier steps ("delayed").
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ALGORITHMS = ("max", "most_recent")
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 TENSORS = ("q", "k", "v", "dout", "out")
 BUFFERS = tuple(f"{kind}_{name}" for kind in ("scale", "amax_history") for name in TENSORS)  # buffers of a DelayedScaling
-MOST_MARGIN = 14  # with more, a tensor's largest value would be below E4M3's normal numbers
+MOST_MARGIN = 14  # with a larger margin, a tensor's largest value would be below E4M3's normal numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,26 +37,27 @@ class Recipe:
     """Settings of FP8 in `attention`; frozen and hashable. A field that would have no effect raises.
 
     Args:
-        fp8_format: "E4M3", or "HYBRID": dout and, inside the backward, the gradient of the scores are E5M2, of more range and half
-            the precision.
-        scaling: "current": scales from the tensors' own amax; "delayed": from the amax of earlier steps, which a `DelayedScaling`
-            given as `fp8_state` keeps. What is beyond the range saturates.
-        granularity: what has a scale of its own: "tensor", "head", "batch_head" or "block" (rows of each sequence and head).
-            Delayed scaling is by "tensor" or "head". With current scaling and no margin, dout has a scale for each 128 rows of a
-            head on compute capability 9.0, whatever this says: the kernel that reads it first makes it.
-        block_rows: rows of a block, a multiple of 64; None: 128. For granularity "block".
-        margin: scales are 2**margin smaller than what fills the range; from -14, with which all but the smallest values saturate,
-            to 14, with which the largest is just a normal number of E4M3.
-        amax_history_len, amax_compute_algo: of delayed scaling: how many steps are remembered (None: 16), and whether the "max"
-            (None) or the "most_recent" of them makes the scale.
-        rotation: q and k are multiplied with one orthogonal matrix, a Hadamard matrix with signs, which leaves q k^T as it is and
-            spreads outliers over all channels; of a head dim that is no power of two, within blocks as long as the largest in it.
-        bf16_backward: the backward runs on the 16-bit q, k, v and dout, without FP8.
-        keep_16_bit: q and k are kept for a backward in FP8 as they came too, for its products that have 16-bit operands anyway: two
-            bytes more for each of their elements until then, and no pass that dequantises them. None: on compute capability 9.0,
-            whose kernels read them, and without rotation.
-        out_dtype: bfloat16, float16 or a float8 dtype: `attention` then returns a `QuantizedTensor` in out's place. None: that of
-            q, and bfloat16 for q in FP8.
+        fp8_format: "E4M3", or "HYBRID": dout and the gradient of the scores inside the backward are in E5M2, which has more range
+            and half the precision.
+        scaling: "current": scales come from the amax of the tensors; "delayed": scales come from the amax of earlier steps, which
+            the `DelayedScaling` passed as `fp8_state` stores. Values beyond the range saturate.
+        granularity: the unit that has its own scale: "tensor", "head", "batch_head" or "block" (rows of each sequence and head).
+            Delayed scaling accepts "tensor" and "head". On compute capability 9.0, current scaling without a margin always scales
+            each 128 rows of a head of dout, because the first kernel that reads dout computes these scales.
+        block_rows: rows of a block if granularity is "block", a multiple of 64; None: 128.
+        margin: scales are 2**margin smaller than those that fill the range. At -14 all but the smallest values saturate; at 14 the
+            largest value is just a normal number of E4M3.
+        amax_history_len, amax_compute_algo: for delayed scaling, the number of steps in the history (None: 16), and whether the
+            "max" (None) or the "most_recent" of them gives the scale.
+        rotation: multiply q and k with one orthogonal matrix, a Hadamard matrix with signs, which does not change q k^T and spreads
+            outliers over all channels. If the head dim is not a power of two, the matrix acts within blocks of the largest one in
+            it.
+        bf16_backward: run the backward on the 16-bit q, k, v and dout, without FP8.
+        keep_16_bit: keep the 16-bit q and k for a backward in FP8, which has products with 16-bit operands. That takes two more
+            bytes for each of their elements until the backward, and saves a pass that dequantises them. None: True on compute
+            capability 9.0, whose kernels read them, and without rotation.
+        out_dtype: bfloat16, float16 or a float8 dtype, with which `attention` returns a `QuantizedTensor` as out. None: q's dtype,
+            or bfloat16 if q is in FP8.
     """
 
     fp8_format: Fp8Format = "E4M3"
@@ -85,8 +86,8 @@ class Recipe:
             raise TypeError(f"keep_16_bit is {describe(self.keep_16_bit)}; accepted: None, True, False")
         if self.keep_16_bit and (self.rotation or self.bf16_backward):
             other = "rotation" if self.rotation else "bf16_backward"
-            raise ValueError(f"keep_16_bit is True with {other}, and has no effect there; accepted: None, False")
-        margins = f"an int from {-MOST_MARGIN} to {MOST_MARGIN}, the power of two that scales are smaller by"
+            raise ValueError(f"keep_16_bit is True with {other}, and has no effect with it; accepted: None, False")
+        margins = f"an int from {-MOST_MARGIN} to {MOST_MARGIN}, the power of two that divides scales"
         if isinstance(self.margin, bool) or not isinstance(self.margin, int):
             raise TypeError(f"margin is {describe(self.margin)}; accepted: {margins}")
         if abs(self.margin) > MOST_MARGIN:
@@ -126,55 +127,55 @@ class Recipe:
         return torch.float8_e5m2 if self.fp8_format == "HYBRID" else torch.float8_e4m3fn
 
     def keeps_16_bit(self, device: torch.device) -> bool:
-        """Returns whether q and k are kept in 16 bits too, for a backward in FP8 on the device."""
+        """Returns whether a forward also keeps q and k in 16 bits, for a backward in FP8 on the device."""
         if self.keep_16_bit is not None:
             return self.keep_16_bit
         return not (self.rotation or self.bf16_backward) and _reads_16_bit(device)
 
     def quantises_dout(self, device: torch.device, backend: str) -> bool:
-        """Returns whether dout is quantised before the backward, rather than in it with a scale for each BLOCK_ROWS rows."""
+        """Returns whether dout is quantised before the backward. If not, the backward does it, with a scale per BLOCK_ROWS rows."""
         return (
             self.scaling == "delayed" or chooses_scales(self.margin, self.rows) or backend == "cudnn" or not _reads_16_bit(device)
         )
 
     @property
     def rows(self) -> int:
-        """Rows of a block; 0 where there is one block."""
+        """Rows of a block; 0 if granularity is not "block"."""
         return (self.block_rows or BLOCK_ROWS) if self.granularity == "block" else 0
 
 
 _DEFAULTS = tuple(
     (field.name, field.default) for field in dataclasses.fields(Recipe)
-)  # as Dynamo does not trace dataclasses.fields
+)  # computed here because Dynamo does not trace dataclasses.fields
 
 
 def chooses_scales(margin: int, rows: int) -> bool:
-    """Returns whether a recipe of this margin and these rows of a block asks for other scales of dout than a kernel's own."""
+    """Returns whether a recipe with this margin and block size needs other scales of dout than the kernel would compute."""
     return margin != 0 or rows not in (0, BLOCK_ROWS)
 
 
 class QuantizedTensor(NamedTuple):
-    """x ≈ data * descale: `data` in float8, laid out as x; descale and amax fp32 [b | 1, h | 1, blocks | 1], by the granularity."""
+    """x ≈ data * descale. `data` is float8 in x's layout; descale and amax are fp32 [b | 1, h | 1, blocks | 1], by granularity."""
 
     data: Tensor
     descale: Tensor
     amax: Tensor  # largest magnitude of x's finite values
-    source: Tensor | None = None  # x in 16 bits, given by `attention` in training; its gradient is that of data * descale
-    block_rows: int = 0  # that share a descale, for granularity "block"; else 0
+    source: Tensor | None = None  # x in 16 bits, from `attention` in training; its gradient is that of data * descale
+    block_rows: int = 0  # rows that share a descale if granularity is "block", else 0
 
 
 class DelayedScaling(torch.nn.Module):
     """The amax history and the scales of one attention layer, as buffers: `deepcopy`, `pickle`, `state_dict` and `to` apply.
 
-    They are float32 and stay so: casts of the module, or of a model that holds it, move them to another device at most, and what
-    `load_state_dict` brings in another dtype is converted.
+    The buffers stay float32. If the module or its model is cast, they only move to another device; if `load_state_dict` loads
+    another dtype, it is converted.
 
-    Every call notes its amax, which the scales follow when `update` is called: once a step, after the backward. So a forward that
-    activation checkpointing repeats finds the scales that it had.
+    Every call records its amax. The scales follow when `update` is called: once a step, after the backward. If activation
+    checkpointing repeats a forward, it therefore finds the same scales.
 
     Args:
-        recipe: with scaling "delayed".
-        num_heads, num_heads_kv: heads of q and dout, and of k and v (None: as q's).
+        recipe: a recipe with scaling "delayed".
+        num_heads, num_heads_kv: heads of q and dout, and of k and v (None: same as q).
     """
 
     def __init__(
@@ -183,14 +184,14 @@ class DelayedScaling(torch.nn.Module):
         super().__init__()
         _check_is_recipe(recipe)
         if recipe.scaling != "delayed":
-            raise ValueError(f"recipe.scaling is {recipe.scaling!r}; accepted: 'delayed', as current scaling keeps nothing")
+            raise ValueError(f"recipe.scaling is {recipe.scaling!r}; accepted: 'delayed' (current scaling has no state)")
         check_count("num_heads", num_heads, 1, "an int of at least 1, the heads of q")
         if num_heads_kv is not None:
             check_count("num_heads_kv", num_heads_kv, 1, "an int of at least 1, the heads of k and v, or None for those of q")
         check_device("device", device)
         self.recipe = recipe
         all_heads = (num_heads, num_heads if num_heads_kv is None else num_heads_kv)
-        with torch.inference_mode(False):  # calls outside of it change an inference tensor no more
+        with torch.inference_mode(False):  # calls outside of inference mode cannot change an inference tensor
             for name in TENSORS:
                 for kind, shape in _shapes(recipe, name, all_heads).items():
                     fill = 1.0 if kind == "scale" else 0.0
@@ -212,27 +213,27 @@ class DelayedScaling(torch.nn.Module):
             for name in BUFFERS:
                 t = self._buffers[name]
                 if t is not None:
-                    self._buffers[name] = t.to(torch.float32).contiguous()  # with assign=True it is the checkpoint's
+                    self._buffers[name] = t.to(torch.float32).contiguous()  # with assign=True, t is the checkpoint's tensor
 
     def scale(self, name: str) -> Tensor:
-        """fp32 [heads], or [1] by tensor: what a tensor is multiplied with; 1 before the first `update`."""
+        """Returns the factor that quantises a tensor, fp32 [heads], or [1] by granularity "tensor"; 1 before the first `update`."""
         check_name("name", name, TENSORS)
-        found: Tensor = getattr(self, f"scale_{name}")
-        return found
+        scale: Tensor = getattr(self, f"scale_{name}")
+        return scale
 
     def history(self, name: str) -> Tensor:
-        """fp32 [amax_history_len, heads | 1]: a tensor's amax in this step, so far, and in those before."""
+        """Returns a tensor's amax history, fp32 [amax_history_len, heads | 1]: row 0 is this step so far, then earlier steps."""
         check_name("name", name, TENSORS)
-        found: Tensor = getattr(self, f"amax_history_{name}")
-        return found
+        history: Tensor = getattr(self, f"amax_history_{name}")
+        return history
 
     def note(self, name: str, amax: Tensor) -> None:
-        """Notes a tensor's amax of this step, [1, heads | 1, 1]; the largest counts."""
+        """Records a tensor's amax, [1, heads | 1, 1], in this step; the largest of a step counts."""
         note_amax(self.history(name), amax)
 
     @torch.no_grad()
     def update(self) -> None:
-        """Goes to the next step: makes scales from the history, which moves on by one."""
+        """Ends the step: computes the scales from the history, and shifts the history by one."""
         for name in TENSORS:
             history = self.history(name)
             amax = history.amax(0) if self.recipe.amax_compute_algo != "most_recent" else history[0]
@@ -243,7 +244,7 @@ class DelayedScaling(torch.nn.Module):
 
 
 def delayed_dtype(recipe: Recipe, name: str) -> torch.dtype:
-    """Returns the float8 dtype that the scale of one of TENSORS is for."""
+    """Returns the float8 dtype of one of TENSORS under delayed scaling."""
     if name == "out":
         return recipe.out_dtype if recipe.out_dtype in FP8_DTYPES else torch.float8_e4m3fn
     return recipe.grad_dtype if name == "dout" else torch.float8_e4m3fn
@@ -259,42 +260,42 @@ def quantize(
     max_seqlen: int | None = None,
     dtype: torch.dtype = torch.float8_e4m3fn,
 ) -> QuantizedTensor:
-    """x in FP8 with current scaling, for `attention`'s descale_q, descale_k and descale_v. Not differentiable.
+    """Quantises x to FP8 with current scaling, for `attention` with descale_q, descale_k or descale_v. Not differentiable.
 
     Args:
         x: float16, bfloat16 or float32, in one of `attention`'s formats.
-        recipe: granularity, block_rows, margin and rotation count; with rotation, quantise both q and k by it and not v.
-        qkv_format: x's own format.
-        cu_seqlens, cu_seqlens_padded, max_seqlen: x's, as `attention` takes them; tokens beyond each length are 0 and count for no
-            amax.
+        recipe: its granularity, block_rows, margin and rotation apply. With rotation, quantise both q and k with it, but not v.
+        qkv_format: the format of x.
+        cu_seqlens, cu_seqlens_padded, max_seqlen: the lengths of x, as for `attention`. Tokens beyond a length become 0 and do not
+            count for the amax.
         dtype: float8_e4m3fn or float8_e5m2.
 
-    NaN and infinite elements become NaN and count for no amax; where no other is left, or all are 0, the scale is 1.
+    NaN and infinite elements become NaN and do not count for the amax. If no other elements are left, or all are 0, the scale is 1.
 
     Raises:
-        ValueError, TypeError: arguments that have no meaning; the text names them.
+        ValueError, TypeError: an argument has no meaning; the text names it.
     """
-    made = Recipe() if recipe is None else recipe
-    how = quantize_arguments(x, made, qkv_format, (cu_seqlens, cu_seqlens_padded, max_seqlen), dtype)
+    recipe = Recipe() if recipe is None else recipe
+    how = quantize_arguments(x, recipe, qkv_format, (cu_seqlens, cu_seqlens_padded, max_seqlen), dtype)
     data, descale, amax = fp8_ops.quantize(x.detach(), *how)
-    return QuantizedTensor(data, descale, amax, block_rows=made.rows)
+    return QuantizedTensor(data, descale, amax, block_rows=recipe.rows)
 
 
 def quantize_arguments(
     x: Tensor, recipe: Any, qkv_format: Any, lengths: tuple[Tensor | None, Tensor | None, int | None], dtype: Any
 ) -> tuple[Any, ...]:
-    """Returns what the operator takes behind x, checked; lengths: cu_seqlens, cu_seqlens_padded and max_seqlen of `quantize`."""
+    """Returns the operator's checked arguments after x. lengths: cu_seqlens, cu_seqlens_padded and max_seqlen of `quantize`."""
     _check_is_recipe(recipe)
     if recipe.scaling != "current":
-        raise ValueError("recipe.scaling is 'delayed'; accepted: 'current', as quantize keeps no history")
+        raise ValueError("recipe.scaling is 'delayed'; accepted: 'current', because quantize has no history")
     for name, default in (("fp8_format", "E4M3"), ("bf16_backward", False), ("keep_16_bit", None), ("out_dtype", None)):
         if getattr(recipe, name) != default:
-            raise ValueError(f"recipe.{name} is {getattr(recipe, name)!r}, which quantize has no use for; accepted: {default!r}")
+            raise ValueError(f"recipe.{name} is {getattr(recipe, name)!r}, which quantize does not use; accepted: {default!r}")
     if dtype not in FP8_DTYPES:
         raise ValueError(f"dtype is {dtype}; accepted: {', '.join(map(str, FP8_DTYPES))}")
     fmt, kv_format = parse_format(str(qkv_format))
     if fmt != kv_format:
-        raise ValueError(f"qkv_format is {qkv_format!r}; accepted: x's own, one of bshd, sbhd, bhsd, thd")
+        raise ValueError(f"qkv_format is {qkv_format!r}; accepted: the format of x, one of bshd, sbhd, bhsd, thd")
     cu_seqlens, cu_seqlens_padded, max_seqlen = lengths
     longest = check_lengths_of(x, fmt, cu_seqlens, cu_seqlens_padded, max_seqlen)
     how = (str(dtype).removeprefix("torch."), recipe.granularity, recipe.rows, recipe.margin, recipe.rotation)
@@ -331,23 +332,23 @@ def dequantize(
     cu_seqlens_padded: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """data * descale, laid out as data; of an output of `attention` in training it is differentiable.
+    """Returns data * descale in the layout of data. Differentiable if x is an output of `attention` in training.
 
     Args:
-        x: of `quantize`, or `attention`'s output.
-        recipe: the one that x was made by; where x is scaled by blocks, its granularity and block_rows must be x's. What was
-            rotated stays so.
-        qkv_format, cu_seqlens, cu_seqlens_padded: x's own, as given when it was made.
-        dtype: None: that of x.source, or bfloat16 without one. The product is made in float32 (float64 for float64) and rounded
-            once.
+        x: the result of `quantize`, or an output of `attention`.
+        recipe: the recipe that quantised x. If x is scaled by blocks, granularity and block_rows must match. A rotated x stays
+            rotated.
+        qkv_format, cu_seqlens, cu_seqlens_padded: the arguments that quantised x.
+        dtype: dtype of the result. None: the dtype of x.source, or bfloat16 if there is no source. The product is computed in
+            float32 (float64 for float64) and rounded once.
 
     Raises:
-        ValueError: a format, recipe or lengths that are not those of x; the text names them.
+        ValueError: format, recipe or lengths do not match x; the text names them.
     """
     recipe = Recipe() if recipe is None else recipe
     _check_is_recipe(recipe)
     if not isinstance(x, QuantizedTensor):
-        raise TypeError(f"x is {describe(x)}; accepted: a QuantizedTensor, of quantize or of attention")
+        raise TypeError(f"x is {describe(x)}; accepted: a QuantizedTensor from quantize or attention")
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}; accepted: None, {', '.join(map(str, DTYPES))}")
     for name, cu in (("cu_seqlens", cu_seqlens), ("cu_seqlens_padded", cu_seqlens_padded)):
@@ -355,7 +356,7 @@ def dequantize(
             raise TypeError(f"{name} is {describe(cu)}; accepted: an int32 tensor [batch + 1], or None")
     fmt, kv_format = parse_format(str(qkv_format))
     if fmt != kv_format:
-        raise ValueError(f"qkv_format is {qkv_format!r}; accepted: x's own, one of bshd, sbhd, bhsd, thd")
+        raise ValueError(f"qkv_format is {qkv_format!r}; accepted: the format of x, one of bshd, sbhd, bhsd, thd")
     if x.data.dim() != len(fmt):
         raise ValueError(f"x.data has shape {tuple(x.data.shape)}; accepted: the {len(fmt)} dims of {fmt}")
     blocks = x.descale.shape[2]
@@ -370,7 +371,7 @@ def dequantize(
     heads = x.data.shape[fmt.index("h")]
     if x.descale.shape[0] not in (1, batch) or x.descale.shape[1] not in (1, heads):
         raise ValueError(
-            f"x.descale has shape {tuple(x.descale.shape)}; accepted: [{batch} | 1, {heads} | 1, blocks], as x.data has"
+            f"x.descale has shape {tuple(x.descale.shape)}; accepted: [{batch} | 1, {heads} | 1, blocks], to match x.data"
         )
     if dtype is None:
         dtype = torch.bfloat16 if x.source is None else x.source.dtype
@@ -381,7 +382,7 @@ def dequantize(
 
 
 def check_unpacked(q: Any, k: Any, v: Any) -> None:
-    """Raises TypeError where q, k or v is a QuantizedTensor."""
+    """Raises TypeError if q, k or v is a QuantizedTensor."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if isinstance(x, QuantizedTensor):
             raise TypeError(
@@ -396,7 +397,7 @@ def _check_is_recipe(recipe: Any) -> None:
 
 
 def check_recipe(recipe: Any, state: Any) -> None:
-    """Raises unless both have their types, and a state comes with delayed scaling and nothing else."""
+    """Raises if recipe or state has a wrong type, or unless a state is given exactly if scaling is delayed."""
     if recipe is not None and not isinstance(recipe, Recipe):
         raise TypeError(f"fp8_recipe is {describe(recipe)}; accepted: a flexattn.fp8.Recipe, or None")
     is_delayed = recipe is not None and recipe.scaling == "delayed"
@@ -419,39 +420,39 @@ def quantize_config(
     dropout: bool,
     backend: str,
 ) -> tuple[fp8_ops.QuantizeConfig | None, dict[str, Any]]:
-    """Returns how q, k and v are quantised, None where they come in FP8 or stay in 16 bits, and the FP8 fields of `Settings`."""
-    given = q.dtype in FP8_DTYPES
-    if recipe is None and not given:
+    """Returns the config to quantise q, k and v (None if they are in FP8 or stay in 16 bits), and the FP8 fields of `Settings`."""
+    is_quantized = q.dtype in FP8_DTYPES
+    if recipe is None and not is_quantized:
         return None, {}
     if state is not None:
         _check_state(state, recipe, q, heads)
     recipe = Recipe() if recipe is None else recipe
     to_fp8 = recipe.out_dtype in FP8_DTYPES
-    if needs_grad and given:
+    if needs_grad and is_quantized:
         raise ValueError(
             "an argument requires a gradient and q, k and v are FP8, which are for inference; accepted: q, k and v in float16 or "
             "bfloat16 with an fp8_recipe, or torch.no_grad()"
         )
     if needs_grad and recipe.out_dtype not in (None, q.dtype, *FP8_DTYPES):
         raise ValueError(
-            f"fp8_recipe.out_dtype is {recipe.out_dtype} where a gradient is asked for; accepted: None, q's dtype, {q.dtype}, or a "
+            f"fp8_recipe.out_dtype is {recipe.out_dtype} and a gradient is needed; accepted: None, q's dtype, {q.dtype}, or a "
             "float8 dtype"
         )
-    out_dtype = (torch.bfloat16 if given else q.dtype) if recipe.out_dtype is None or to_fp8 else recipe.out_dtype
+    out_dtype = (torch.bfloat16 if is_quantized else q.dtype) if recipe.out_dtype is None or to_fp8 else recipe.out_dtype
     fields = {
         "fp8_out": str(out_dtype).removeprefix("torch."),
         "fp8_grad": str(recipe.grad_dtype).removeprefix("torch."),
         "fp8_block_rows": recipe.rows,
         "bf16_backward": recipe.bf16_backward and needs_grad,
     }
-    if given:
+    if is_quantized:
         used = {"out_dtype"} | ({"granularity", "block_rows"} if recipe.granularity == "block" or to_fp8 else set())
         used |= {"scaling", "margin", "amax_history_len", "amax_compute_algo"} if to_fp8 else set()
         for name, default in _DEFAULTS:
             if name not in used and getattr(recipe, name) != default:
                 raise ValueError(
-                    f"fp8_recipe.{name} is {getattr(recipe, name)!r}, which has no effect where q, k and v are FP8 already; "
-                    f"accepted: {default!r}"
+                    f"fp8_recipe.{name} is {getattr(recipe, name)!r}, which has no effect if q, k and v are in FP8; accepted: "
+                    f"{default!r}"
                 )
         return None, fields
     if q.dtype not in (torch.float16, torch.bfloat16):
@@ -467,7 +468,7 @@ def quantize_config(
 
 
 def _reads_16_bit(device: torch.device) -> bool:
-    """Returns whether a backward in FP8 has use for q, k and dout in 16 bits."""
+    """Returns whether a backward in FP8 on the device reads q, k and dout in 16 bits."""
     return ops._capability(device) == (9, 0)
 
 
@@ -497,13 +498,13 @@ def _check_state(state: DelayedScaling, recipe: Recipe | None, q: Tensor, heads:
 
 
 def _shapes(recipe: Recipe, name: str, heads: tuple[int, int]) -> dict[str, tuple[int, ...]]:
-    """Shapes of a tensor's buffers in a DelayedScaling. heads: the numbers of q, and of k and v."""
+    """Returns the shapes of a tensor's buffers in a DelayedScaling. heads: numbers of heads of q, and of k and v."""
     count = 1 if recipe.granularity == "tensor" else heads[1] if name in ("k", "v") else heads[0]
     return {"amax_history": (recipe.amax_history_len or 16, count), "scale": (count,)}
 
 
 def state_tensors(state: DelayedScaling | None) -> tuple[Tensor, ...] | None:
-    """Returns what a call reads and writes of a state, in the order of BUFFERS; None where that may not be all."""
+    """Returns the tensors that a call reads and writes of a state, in the order of BUFFERS; None if there may be more."""
     if state is None:
         return ()
     if type(state) is not DelayedScaling or not all(name in state._buffers for name in BUFFERS):
@@ -514,10 +515,10 @@ def state_tensors(state: DelayedScaling | None) -> tuple[Tensor, ...] | None:
 def quantize_out(
     out: Tensor, x: Operands, settings: Settings, recipe: Recipe, delayed: fp8_ops.Delayed, passes: fp8_ops.Passes
 ) -> QuantizedTensor:
-    """Returns out in the FP8 dtype that the recipe asks for, by its scaling.
+    """Returns out in the FP8 dtype and with the scaling of the recipe.
 
-    The 16-bit out stays beside it in training: the backward has it anyway, for its sums with dout, and FP8's rounding would spoil
-    those.
+    In training the result also holds the 16-bit out: the backward keeps it for its sums with dout, which FP8's rounding would
+    spoil.
     """
     fmt, _ = parse_format(settings.qkv_format)
     dtype = str(recipe.out_dtype).removeprefix("torch.")

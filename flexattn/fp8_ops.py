@@ -1,4 +1,4 @@
-"""The operators that quantise, and what they add to a call on 16-bit tensors in FP8."""
+"""The operators that quantise, and the steps that they add to an FP8 call on 16-bit tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ quantize = _operators.quantize.default
 
 
 class State(Protocol):
-    """Scales and histories of delayed scaling, by the names of tensors."""
+    """Scales and histories of delayed scaling, by tensor name."""
 
     def scale(self, name: str) -> Tensor: ...
 
@@ -26,19 +26,19 @@ class State(Protocol):
 
 
 class QuantizeConfig(NamedTuple):
-    """Static settings of quantising q, k, v and dout inside a call, in types that an operator's schema has."""
+    """Static settings for quantising q, k, v and dout inside a call, in types of an operator's schema."""
 
     granularity: str
     block_rows: int
     margin: int
     rotation: bool
     grad_dtype: str  # dtype of dout
-    keeps_16_bit: bool  # q and k, for the backward
-    quantises_dout: bool  # before the backward, with scales like q's; else the backward does, by blocks of rows
+    keeps_16_bit: bool  # keep q and k in 16 bits for the backward
+    quantises_dout: bool  # quantise dout before the backward, with scales like q's; else the backward does it by blocks of rows
 
 
 class Delayed(NamedTuple):
-    """Scales and histories of delayed scaling, in the order of `fp8.BUFFERS`; None with current scaling."""
+    """Scales and histories of delayed scaling, in the order of `fp8.BUFFERS`; None for current scaling."""
 
     scale_q: Tensor | None = None
     scale_k: Tensor | None = None
@@ -53,7 +53,7 @@ class Delayed(NamedTuple):
 
 
 def delayed_of(state: State | None) -> Delayed:
-    """Returns the tensors of a state."""
+    """Returns the tensors of a state, or a Delayed of None if there is no state."""
     if state is None:
         return Delayed()
     names = ("q", "k", "v", "dout", "out")
@@ -83,8 +83,8 @@ def quantize_implementation(
     dtype: str,
     *kind: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    of_x = Unquantized(x, fmt, cu_seqlens, cu_seqlens_padded, max_seqlen, scale, _Kind(*kind).rotation, history)
-    (data,), (descale,), amax = _run([of_x], ops.dtype_of(dtype), _Kind(*kind))
+    unquantized = Unquantized(x, fmt, cu_seqlens, cu_seqlens_padded, max_seqlen, scale, _Kind(*kind).rotation, history)
+    (data,), (descale,), amax = _run([unquantized], ops.dtype_of(dtype), _Kind(*kind))
     return data, descale, amax.view(descale.shape)
 
 
@@ -117,7 +117,7 @@ class _QuantizeQkv(NamedTuple):
         return _Kind(self.granularity, self.block_rows, self.margin, self.rotation)
 
     def unquantized(self) -> list[Unquantized]:
-        """Returns q, k and v with what quantising them needs."""
+        """Returns q, k and v with the arguments for quantising them."""
         q_format, kv_format = parse_format(self.qkv_format)
         queries = (q_format, self.ends_q, self.starts_q, self.longest_q)
         keys = (kv_format, self.ends_kv, self.starts_kv, self.longest_kv)
@@ -129,8 +129,8 @@ class _QuantizeQkv(NamedTuple):
 
 
 def quantize_qkv_implementation(*call: Any) -> tuple[Tensor, ...]:
-    given = _QuantizeQkv(*call)
-    data, descales, _ = _run(given.unquantized(), torch.float8_e4m3fn, given.kind)
+    arguments = _QuantizeQkv(*call)
+    data, descales, _ = _run(arguments.unquantized(), torch.float8_e4m3fn, arguments.kind)
     return *data, *descales
 
 
@@ -150,15 +150,15 @@ def quantize_fake(
     dtype: str,
     *kind: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    of_x = Unquantized(x, fmt, cu_seqlens, cu_seqlens_padded, max_seqlen, scale)
-    data, descale = _empty(of_x, ops.dtype_of(dtype), _Kind(*kind))
+    unquantized = Unquantized(x, fmt, cu_seqlens, cu_seqlens_padded, max_seqlen, scale)
+    data, descale = _empty(unquantized, ops.dtype_of(dtype), _Kind(*kind))
     return data, descale, torch.empty_like(descale)
 
 
 def quantize_qkv_fake(*call: Any) -> tuple[Tensor, ...]:
-    given = _QuantizeQkv(*call)
-    found = [_empty(t, torch.float8_e4m3fn, given.kind) for t in given.unquantized()]
-    return *(data for data, _ in found), *(descale for _, descale in found)
+    arguments = _QuantizeQkv(*call)
+    results = [_empty(t, torch.float8_e4m3fn, arguments.kind) for t in arguments.unquantized()]
+    return *(data for data, _ in results), *(descale for _, descale in results)
 
 
 def unrotate_implementation(dq: Tensor, dk: Tensor) -> tuple[Tensor, Tensor]:
@@ -173,7 +173,7 @@ def unrotate_fake(dq: Tensor, dk: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Passes(NamedTuple):
-    """The passes over memory that FP8 adds to a call: as operators, which modes and traces see, or as the functions behind them."""
+    """The passes over memory that FP8 adds to a call, as operators, which modes and traces record, or as plain functions."""
 
     quantize_qkv: Callable[..., tuple[Tensor, ...]]
     quantize: Callable[..., tuple[Tensor, Tensor, Tensor]]
@@ -185,10 +185,10 @@ FUNCTIONS = Passes(quantize_qkv_implementation, quantize_implementation, unrotat
 
 
 def planned(x: Operands, settings: ops.Settings, config: QuantizeConfig) -> Operands:
-    """Returns the call as its kernels would get it, for `explain` and `warmup`: q, k, v and descales with arbitrary values."""
+    """Returns the operands that the kernels would get, for `explain` and `warmup`: q, k, v and descales have arbitrary values."""
     q_format, kv_format = parse_format(settings.qkv_format)
-    of_q, of_kv = (x.q, q_format, x.cu_seqlens_q, x.max_seqlen_q), (x.k, kv_format, x.cu_seqlens_kv, x.max_seqlen_kv)
-    sides = [of_q, of_kv, of_kv, of_q][: 4 if config.quantises_dout else 3]
+    q_side, kv_side = (x.q, q_format, x.cu_seqlens_q, x.max_seqlen_q), (x.k, kv_format, x.cu_seqlens_kv, x.max_seqlen_kv)
+    sides = [q_side, kv_side, kv_side, q_side][: 4 if config.quantises_dout else 3]
     sizes = (quantization.amax_sizes(*side, config.granularity, config.block_rows) for side in sides)
     q, k, v = (torch.empty_like(t, dtype=torch.float8_e4m3fn, requires_grad=False) for t in (x.q, x.k, x.v))
     return x._replace(q=q, k=k, v=v, descales=[x.q.new_ones(size, dtype=torch.float32) for size in sizes])
@@ -213,9 +213,9 @@ def gradients(
     passes: Passes,
     attend: Callable[[Operands, Tensor], Gradients],
 ) -> Gradients:
-    """Returns the gradients of a call in FP8: `attend`, with dout quantised before it and dq and dk rotated back behind it.
+    """Returns the gradients of a call in FP8: quantises dout, runs `attend`, and rotates dq and dk back.
 
-    x: in FP8, with q and k in 16 bits too where they were kept.
+    x: operands in FP8, plus q and k in 16 bits if the forward kept them.
     """
     if config.quantises_dout:
         kind = (config.granularity, config.block_rows, config.margin, False)
@@ -223,8 +223,8 @@ def gradients(
         scale, history = delayed.scale_dout, delayed.history_dout
         dout8, descale, _ = passes.quantize(dout, *x.packing("q"), scale, history, fmt, config.grad_dtype, *kind)
         x, dout = x._replace(descales=[*x.descales, descale], copies16=[dout, *x.copies16]), dout8
-    found = attend(x, dout)
+    results = attend(x, dout)
     if not config.rotation:
-        return found
-    dq, dk = passes.unrotate(found.dq, found.dk)
-    return found._replace(dq=dq, dk=dk)
+        return results
+    dq, dk = passes.unrotate(results.dq, results.dk)
+    return results._replace(dq=dq, dk=dk)

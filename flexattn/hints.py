@@ -1,4 +1,4 @@
-"""Foreign names for arguments of `attention`, and the errors that say ours. Read only once a call is known to be wrong.
+"""Other libraries' names for arguments of `attention`, and errors with the names here. Used only after a call has failed.
 
 The names are those of the signatures of
 
@@ -29,8 +29,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 class Hint(NamedTuple):
     names: tuple[str, ...]
-    of: str  # whose they are
-    ours: str  # what to do instead
+    libraries: str  # the libraries that have these names
+    ours: str  # the replacement
 
 
 HINTS = (
@@ -155,7 +155,7 @@ HINTS = (
     Hint(
         ("enable_gqa", "num_splits", "pack_gqa", "sm_margin", "kernel_options", "op", "implementation"),
         "SDPA, FlashAttention 3, FlexAttention, xformers and jax.nn",
-        "nothing: leave it out, it is chosen inside (`backend` asks for a backend)",
+        "nothing: omit it, attention() decides it (`backend` selects a backend)",
     ),
     Hint(
         ("rng_gen", "generator", "seed"),
@@ -167,78 +167,78 @@ HINTS = (
 )
 _HINT_OF = {name: hint for hint in HINTS for name in hint.names}
 
-# The order behind q, k and v, of functions that are called by position.
+# The arguments after q, k and v of functions that are called by position.
 _FLASH = ("dropout_p", "softmax_scale", "causal", "window_size", "softcap", "alibi_slopes", "deterministic", "return_attn_probs")
 _FLASH_VARLEN = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", *_FLASH)
 _SDPA = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 _FLEX = ("score_mod", "block_mask", "scale", "enable_gqa", "return_lse", "kernel_options")
 
 
-def refuse_foreign(own: inspect.Signature, positional: Sequence[Any], named: Mapping[str, Any]) -> None:
-    """Raises a TypeError for arguments that a function like `attention` does not have: whose each is, and what is ours.
+def refuse_foreign(signature: inspect.Signature, positional: Sequence[Any], named: Mapping[str, Any]) -> None:
+    """Raises TypeError if a function like `attention` does not have an argument, with the library of each name and the replacement.
 
-    own: the function's signature. positional: what came behind q, k and v. named: what came by name, its own arguments or not.
+    signature: the function's signature. positional: arguments after q, k and v by position. named: all arguments by name.
     """
-    lines = [_line(name, own) for name in named if name not in own.parameters]
+    lines = [_line(name, signature) for name in named if name not in signature.parameters]
     if positional:
-        lines.insert(0, _of_order(positional, own))
+        lines.insert(0, _positional_line(positional, signature))
     if lines:
         raise TypeError(" ".join(lines)) from None
 
 
 def with_hints(function: F) -> F:
-    """Wraps a function like `attention` so that arguments that it does not have raise what `refuse_foreign` does.
+    """Wraps a function like `attention`, so that an unknown argument raises the error of `refuse_foreign`.
 
-    For functions that are traced: the arguments are bound before each call. The signature stays.
+    It suits traced functions, because it binds the arguments before each call. The signature stays.
     """
-    own = inspect.signature(function)
+    signature = inspect.signature(function)
 
     @functools.wraps(function)
     def call(*positional: Any, **named: Any) -> Any:
         try:
-            own.bind(*positional, **named)
+            signature.bind(*positional, **named)
         except TypeError:
-            refuse_foreign(own, positional[3:], named)
+            refuse_foreign(signature, positional[3:], named)
             raise
         return function(*positional, **named)
 
     return call  # type: ignore[return-value]
 
 
-def _line(name: str, own: inspect.Signature) -> str:
+def _line(name: str, signature: inspect.Signature) -> str:
     hint = _HINT_OF.get(name)
     if hint is not None:
         ours = hint.ours.removeprefix("nothing: ")
         use = f"Use {ours}" if ours == hint.ours else ours[0].upper() + ours[1:]
-        return f"attention() has no argument {name!r}, the name in {hint.of}. {use}."
-    near = difflib.get_close_matches(name, own.parameters, n=3, cutoff=0.5)
+        return f"attention() has no argument {name!r}, the name in {hint.libraries}. {use}."
+    near = difflib.get_close_matches(name, signature.parameters, n=3, cutoff=0.5)
     if near:
         *others, last = near
         return f"attention() has no argument {name!r}. Did you mean {', '.join(others)}{' or ' if others else ''}{last}?"
     return f"attention() has no argument {name!r}. help(flexattn.attention) lists its arguments."
 
 
-def _of_order(positional: Sequence[Any], own: inspect.Signature) -> str:
-    """Returns the line of a call by position: whose order it seems to be, by its first argument's type, and each name here."""
-    came = ", ".join(map(describe, positional[:3])) + (", ..." if len(positional) > 3 else "")
-    line = f"attention() takes q, k and v by position, and behind them came {came}."
+def _positional_line(positional: Sequence[Any], signature: inspect.Signature) -> str:
+    """Returns the line for a call by position: the library whose order it seems to be, and the name of each argument here."""
+    values = ", ".join(map(describe, positional[:3])) + (", ..." if len(positional) > 3 else "")
+    line = f"attention() takes q, k and v by position, and got {values} after them."
     if len(positional) == 1 and isinstance(positional[0], bool):
         return (
             f"{line} That position is dropout_p in FlashAttention and attn_mask in SDPA. Pass arguments by name, for example "
             "causal=True."
         )
     if len(positional) == 1 and isinstance(positional[0], Mapping):
-        return f"{line} Pass its items by name: attention(q, k, v, **arguments), as **flexattn.packed(lengths)."
-    whose, order = _order_of(positional)
-    given = [name for name, value in zip(order, positional, strict=False) if value is not None]
-    if len(positional) > len(order) or not given:
+        return f"{line} Pass its items by name: attention(q, k, v, **arguments), such as **flexattn.packed(lengths)."
+    library, order = _order_of(positional)
+    names = [name for name, value in zip(order, positional, strict=False) if value is not None]
+    if len(positional) > len(order) or not names:
         return f"{line} Pass all others by name."
-    here = [f"for {name}: {ours}" if (ours := _ours(name)) else f"{name}=" for name in given]
-    return f"{line} In {whose} order these are {'; '.join(here)}. Pass them by name."
+    replacements = [f"for {name}: {ours}" if (ours := _ours(name)) else f"{name}=" for name in names]
+    return f"{line} In {library} order these are {'; '.join(replacements)}. Pass them by name."
 
 
 def _ours(name: str) -> str:
-    """Returns what is ours for another library's parameter; "" where that has our name."""
+    """Returns the replacement of another library's parameter; "" if the name is the same here."""
     if name == "causal":
         return "causal=True for as many queries as keys, else attn_mask_type='causal_bottom_right'"
     return _HINT_OF[name].ours if name in _HINT_OF else ""

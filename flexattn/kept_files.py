@@ -1,8 +1,8 @@
-"""Files of compiled code, kept between processes: whole, private, and never a reason for a call to fail.
+"""Files of compiled code, kept between processes: complete, private, and never a reason for a call to fail.
 
-A file begins with a line that names its kind and version and has the sha256 digest of the rest. It is read only where nobody else
-can have written it: it and its folder belong to this user or to root, and neither their group nor everybody can write them, or they
-are on a file system that is mounted read-only. A symbolic link in a file's place is not followed; a folder may be one.
+The first line of a file has its kind, its version, and the sha256 digest of the rest. A file is read only if nobody else can have
+written it. One of two conditions is enough: the file system is mounted read-only, or the file and its folder belong to this user or
+to root and neither their group nor others can write them. A symbolic link to a file is not followed; a link to a folder is.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from pathlib import Path
 from flexattn.warn import warn_once
 
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0)
-_PLAIN = os.O_CLOEXEC | _NO_LINK | os.O_NONBLOCK if os.name == "posix" else 0  # a named pipe is not waited for
-_HEAD = 200  # bytes that a first line has at most
+_PLAIN = os.O_CLOEXEC | _NO_LINK | os.O_NONBLOCK if os.name == "posix" else 0  # does not wait for a named pipe
+_HEAD = 200  # the most bytes of a first line
 
 
 class _Unusable(Exception):
-    """Reason why a file or folder is not read or written."""
+    """Reason not to read or write a file or folder."""
 
 
 class _Distrusted(_Unusable):
-    """Reason that a file or folder may have been written by somebody else."""
+    """Reason to assume that another user may have written a file or folder."""
 
 
 def read(path: Path, kind: str, says: bool) -> bytes | None:
-    """Returns the content of a file that `write` wrote with the same `kind`; None where there is none, or none to be trusted.
+    """Returns the content of a file that `write` wrote with the same `kind`; None if there is no such file or it is not trusted.
 
-    Raises nothing for whatever is in the file's place. A RuntimeWarning says once for each folder who else could have written it
-    and, if `says`, what else is wrong: as a user who named the folder wants to know.
+    The function never raises. If another user could have written the file, a RuntimeWarning says so once for each folder. If
+    `says`, it reports all other problems too, for a user who named the folder.
     """
     try:
         with _folder(path.parent) as folder:
@@ -48,11 +48,11 @@ def read(path: Path, kind: str, says: bool) -> bytes | None:
 
 
 def write(path: Path, kind: str, content: bytes, says: bool) -> str | None:
-    """Writes a file at once, as other processes may read it. Returns None, or why it could not; `says` is that of `read`.
+    """Writes a file atomically, because other processes may read it. Returns None, or the reason for a failure.
 
-    The folder is made where it is missing, for this user alone, as the file is.
+    A missing folder is created. Only this user may read or write the folder and the file. says: as for `read`.
     """
-    import secrets  # here, as few processes write a file, and all that launch a kernel read one
+    import secrets  # a late import: few processes write a file, but each that launches a kernel reads one
 
     head = f"flexattn {kind} {hashlib.sha256(content).hexdigest()}\n".encode()
     part = f".{path.name}.{os.getpid()}.{threading.get_ident()}.{secrets.token_hex(8)}"
@@ -76,15 +76,15 @@ def write(path: Path, kind: str, content: bytes, says: bool) -> str | None:
 
 
 def let_all_read(folder: Path, suffix: str) -> None:
-    """Makes files that are to be shipped readable for whoever runs the image that they are put into.
+    """Makes the files with this suffix readable for all users, so that an image can ship them.
 
-    The folder too is opened to readers, unless it holds anything else.
+    The folder becomes readable too if it holds no other files.
     """
-    found = list(folder.iterdir())
-    ours = [path for path in found if path.suffix == suffix and path.is_file() and not path.is_symlink()]
+    paths = list(folder.iterdir())
+    ours = [path for path in paths if path.suffix == suffix and path.is_file() and not path.is_symlink()]
     for path in ours:
         path.chmod(0o644)
-    if len(ours) == len(found):
+    if len(ours) == len(paths):
         folder.chmod(0o755)
 
 
@@ -114,18 +114,18 @@ def _content(path: Path, folder: int, kind: str) -> bytes:
 
 
 def _check(descriptor: int, name: str) -> None:
-    """Raises _Distrusted for a file or folder that another user than root could have written."""
+    """Raises _Distrusted if a user other than this one and root could have written a file or folder."""
     if os.fstatvfs(descriptor).f_flag & os.ST_RDONLY:
         return
-    found = os.fstat(descriptor)
-    if found.st_uid not in (os.geteuid(), 0):
+    status = os.fstat(descriptor)
+    if status.st_uid not in (os.geteuid(), 0):
         raise _Distrusted(
-            f"{name} belongs to user {found.st_uid}, neither to this one ({os.geteuid()}) nor to root; copy or chown it"
+            f"{name} belongs to user {status.st_uid}, neither to this one ({os.geteuid()}) nor to root; copy or chown it"
         )
-    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise _Distrusted(f"{name} can be written by others (mode {stat.S_IMODE(found.st_mode):o}); chmod go-w it")
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise _Distrusted(f"{name} can be written by others (mode {stat.S_IMODE(status.st_mode):o}); chmod go-w it")
 
 
-def _say(path: Path, kind: str, what: str, e: Exception) -> None:
+def _say(path: Path, kind: str, action: str, e: Exception) -> None:
     folder, name = path.parent, kind.partition(" ")[0]
-    warn_once(f"{folder} {name} {what} {type(e)}", f"compiled {name}s are not {what} in {folder}, but made anew: {e}")
+    warn_once(f"{folder} {name} {action} {type(e)}", f"compiled {name}s are not {action} in {folder}, but compiled again: {e}")

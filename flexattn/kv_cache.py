@@ -1,4 +1,4 @@
-"""`PagedKVCache`: pages of keys and values, and which sequence has which of them."""
+"""`PagedKVCache`: pages of keys and values, and the table that assigns them to sequences."""
 
 from __future__ import annotations
 
@@ -17,41 +17,41 @@ _VIEWS = ("page_table", "seqused_before", "seqused_kv", "cu_seqlens_q")  # a pic
 
 
 class OutOfPagesError(RuntimeError):
-    """A `PagedKVCache` has too few free pages, or no free row, for what was asked; nothing was changed."""
+    """A `PagedKVCache` has too few free pages or no free row for a request. The cache is unchanged."""
 
 
 class PagedKVCache:
-    """Keeps the keys and values of sequences that join, grow, share prefixes and leave, in pages of tensors that the caller made.
+    """Keys and values of sequences that join, grow, share prefixes and leave, in pages of tensors that the caller allocates.
 
-    Each sequence has a row of the page table and is called by its number. Which pages it has, and its length, are Python ints on
-    the host; `step` copies the tables to the device, once for all layers. The device tensors are the same ones from step to step,
-    so that a CUDA graph that has captured `append` and `attention(**cache.arguments())` reads the new tables at each replay.
+    Each sequence is identified by its number, which is its row of the page table. Its pages and its length are Python ints on the
+    host; `step` copies the tables to the device, once for all layers. The device tensors stay the same from step to step. If a CUDA
+    graph has captured `append` and `attention(**cache.arguments())`, each replay reads the new tables.
 
     A step of a model: `step({sequence: new tokens})`, then in each layer `append(layer, k, v)` and
-    `attention(q, *cache.pools[layer], **cache.arguments())`. Tokens of a step are packed ([total, h, d]), those of the lowest
-    sequence first; prefill in chunks and decoding go together in one call.
+    `attention(q, *cache.pools[layer], **cache.arguments())`. Tokens of a step are packed ([total, h, d]) in the order of sequence
+    numbers. One call can hold both chunks of prefill and decoding.
 
-    Prefixes are shared by whole pages, as in vLLM's PagedAttention (Kwon et al., 2023, https://arxiv.org/abs/2309.06180).
+    Sequences share the whole pages of a prefix, as in vLLM's PagedAttention (Kwon et al., 2023, https://arxiv.org/abs/2309.06180).
 
     Args:
-        pools: k and v of each layer, [pages, page_size, h_kv, d] (or d_v for v), in any strides with a contiguous last dim: as many
-            pages of as many tokens in all of them.
+        pools: k and v of each layer, [pages, page_size, h_kv, d] (or d_v for v), in any strides with a contiguous last dim. The
+            number of pages and their size are the same in all pools.
         max_sequences: rows of the page table.
-        max_length: the most tokens of a sequence; up to a multiple of the page size.
+        max_length: the most tokens of a sequence, rounded up to a multiple of the page size.
         kv_format: "bshd", or "bhsd" for pools [pages, h_kv, page_size, d].
-        descales: for pools in FP8, descale_k and descale_v of each layer, float32, as `append_kv` and `attention` take them: []
-            or [h_kv], or the dims of the pool without the last, which `append` then writes. None: 1.
+        descales: if pools are in FP8, float32 descale_k and descale_v of each layer, as for `append_kv` and `attention`: [] or
+            [h_kv], or the dims of the pool without the last, which `append` then writes. None: 1.
 
     Attributes:
-        pools, descales: as given.
+        pools, descales: the arguments.
         page_size, max_length: ints.
-        page_table: int32 [max_sequences, columns] on the device, as of the last `step`. Rows of no sequence, and columns beyond a
-            sequence's pages, hold what they held.
+        page_table: int32 [max_sequences, columns] on the device, as of the last `step`. Rows without a sequence, and columns after
+            a sequence's last page, keep their old values.
         seqused_before, seqused_kv: int32 [max_sequences] on the device: tokens of each sequence before and after the last `step`.
-        cu_seqlens_q: int32 [max_sequences + 1] on the device: where each sequence's tokens of the last `step` begin.
+        cu_seqlens_q: int32 [max_sequences + 1] on the device: the start of each sequence's tokens in the last `step`.
 
     Raises:
-        ValueError, TypeError: pools that do not fit together.
+        ValueError, TypeError: pools do not fit together.
     """
 
     def __init__(
@@ -78,17 +78,17 @@ class PagedKVCache:
         columns = -(-max_length // self.page_size)
         self.max_length = columns * self.page_size
         self._free_pages = list(range(num_pages - 1, -1, -1))
-        self._shares = [0] * num_pages  # sequences that have each page
+        self._shares = [0] * num_pages  # number of sequences that use each page
         self._pages: list[list[int] | None] = [None] * max_sequences
         self._lengths = [0] * max_sequences
         self._new = [0] * max_sequences
-        with torch.inference_mode(False):  # calls outside of it write to no inference tensor
+        with torch.inference_mode(False):  # calls outside of inference mode cannot write to an inference tensor
             self._table = torch.zeros(max_sequences, columns, dtype=torch.int32, device="cpu")
             self._on_device = torch.zeros(max_sequences * (columns + 3) + 1, dtype=torch.int32, device=device)
         self._share()
 
     def _share(self) -> None:
-        """Makes the attributes on the device views of one tensor, which `step` writes in one copy."""
+        """Makes the device attributes views of one tensor, so that `step` writes them with one copy."""
         rows, columns = self._table.shape
         table, *lengths = torch.split(self._on_device, [rows * columns, rows, rows, rows + 1])
         self.page_table = table.view(rows, columns)
@@ -103,46 +103,46 @@ class PagedKVCache:
 
     @property
     def free_pages(self) -> int:
-        """Pages that no sequence has."""
+        """Number of pages that no sequence uses."""
         return len(self._free_pages)
 
     @property
     def sequences(self) -> list[int]:
-        """Numbers of the sequences that are there, ascending."""
+        """Numbers of the current sequences, ascending."""
         return [n for n, pages in enumerate(self._pages) if pages is not None]
 
     def length(self, sequence: int) -> int:
-        """Returns the tokens of a sequence, those of the last `step` included."""
+        """Returns the number of tokens of a sequence, including those of the last `step`."""
         self._pages_of(sequence)
         return self._lengths[sequence]
 
     def add(self) -> int:
-        """Returns the number of a new sequence without tokens; raises OutOfPagesError where there are max_sequences already."""
+        """Returns the number of a new sequence without tokens. Raises OutOfPagesError if max_sequences sequences exist."""
         for sequence, pages in enumerate(self._pages):
             if pages is None:
                 self._pages[sequence], self._lengths[sequence] = [], 0
                 return sequence
         raise OutOfPagesError(
-            f"all {len(self._pages)} rows of the page table have a sequence; free one, or set max_sequences higher"
+            f"all {len(self._pages)} rows of the page table are in use; free a sequence, or set max_sequences higher"
         )
 
     def reserve(self, sequence: int, tokens: int) -> None:
-        """Takes the pages that a sequence needs for so many tokens beyond its own, as `step` does for those that are new.
+        """Reserves the pages that a sequence needs to grow by `tokens` tokens. `step` does this for its new tokens.
 
-        Raises OutOfPagesError where too few are free, ValueError for more than max_length tokens.
+        Raises OutOfPagesError if too few pages are free, and ValueError if the sequence would exceed max_length tokens.
         """
         self._take({sequence: tokens})
 
     def step(self, new: Mapping[int, int]) -> None:
-        """Begins a step: gives each sequence its new tokens, and copies tables and lengths to the device.
+        """Begins a step: extends each sequence by its new tokens, and copies tables and lengths to the device.
 
         Args:
-            new: how many tokens each sequence appends in this step. Sequences that are not named have none.
+            new: sequence -> number of tokens that it appends in this step. Other sequences append none.
 
         Raises:
-            OutOfPagesError: too few pages are free; nothing was changed.
-            ValueError, TypeError: a sequence that is not there, or would have more than max_length tokens.
-            RuntimeError: a CUDA graph is being captured, whose replays would copy these tables again.
+            OutOfPagesError: too few pages are free; the cache is unchanged.
+            ValueError, TypeError: a sequence does not exist, or would have more than max_length tokens.
+            RuntimeError: a CUDA graph is being captured; its replays would copy these tables again.
         """
         neutral.refuse_capture("PagedKVCache.step")
         self._take(new)
@@ -150,13 +150,13 @@ class PagedKVCache:
         before = list(self._lengths)
         self._lengths = [length + count for length, count in zip(before, self._new, strict=True)]
         lengths = torch.tensor([*before, *self._lengths, 0, *accumulate(self._new)], dtype=torch.int32, device="cpu")
-        made = torch.cat((self._table.flatten(), lengths))  # new for each step: a copy may still wait for the device
+        tables = torch.cat((self._table.flatten(), lengths))  # a new tensor for each step: the last copy may still be pending
         if self._on_device.is_cuda:
-            made = made.pin_memory()
-        self._on_device.copy_(made, non_blocking=True)
+            tables = tables.pin_memory()
+        self._on_device.copy_(tables, non_blocking=True)
 
     def append(self, layer: int, k_new: Tensor, v_new: Tensor) -> None:
-        """Writes a layer's keys and values of the step's tokens, [total, h_kv, d], by `append_kv`; later rows are left out."""
+        """Writes a layer's keys and values of the step's tokens, [total, h_kv, d], by `append_kv`, which ignores further rows."""
         append_kv(
             *self.pools[layer],
             k_new,
@@ -169,7 +169,7 @@ class PagedKVCache:
         )
 
     def arguments(self, layer: int | None = None, *, longest: int | None = None) -> dict[str, Any]:
-        """Returns what `attention` takes beside q, [total, h, d], and a layer's pools: a causal call over the step's tokens.
+        """Returns the arguments of `attention` after q, [total, h, d], and a layer's pools: a causal call over the step's tokens.
 
         Args:
             layer: index of the layer whose descales are included. None is accepted if the cache has no descales.
@@ -177,8 +177,8 @@ class PagedKVCache:
                 its replays compute no query beyond it. None: the most of the last `step`; while a graph is captured, all rows of q.
 
         Raises:
-            ValueError: no layer, and a cache with descales; `longest` is less than the new tokens of a sequence in the last step.
-            TypeError: `longest` is no int.
+            ValueError: `layer` is None and the cache has descales; `longest` is less than a sequence's new tokens in the last step.
+            TypeError: `longest` is not an int.
         """
         if layer is None and self.descales is not None:
             raise ValueError(f"layer is None, and the descales of each layer differ; accepted: 0 to {len(self.pools) - 1}")
@@ -198,25 +198,25 @@ class PagedKVCache:
         }
 
     def fork(self, sequence: int, length: int | None = None) -> int:
-        """Returns the number of a new sequence that begins as another one does, without its keys being computed again.
+        """Returns the number of a new sequence that begins with the tokens of `sequence`, without computing their keys again.
 
-        Whole pages are shared. The last one, where it is filled in part, is copied in all layers, so this belongs between steps,
-        when all layers have appended. The copy does not wait for the device.
+        Both sequences share the full pages. A page that is only partly filled is copied in all layers, so call this between steps,
+        after all layers have appended. The copy does not wait for the device.
 
         Args:
-            length: tokens to begin with; None: all.
+            length: number of tokens to begin with; None: all.
 
         Raises:
-            OutOfPagesError: no free row, or no page for the copy; nothing was changed.
-            ValueError: a sequence that is not there, or a length that it has not.
-            RuntimeError: a CUDA graph is being captured, whose replays would copy these pages again.
+            OutOfPagesError: no row or no page for the copy is free; the cache is unchanged.
+            ValueError: the sequence does not exist, or is shorter than `length`.
+            RuntimeError: a CUDA graph is being captured; its replays would copy these pages again.
         """
         neutral.refuse_capture("PagedKVCache.fork")
-        pages, own = self._pages_of(sequence), self._lengths[sequence]
-        count = own if length is None else length
-        check_count("length", count, 0, f"0 to {own}, the sequence's length, or None")
-        if count > own:
-            raise ValueError(f"length is {count}; accepted: 0 to {own}, the sequence's length, or None")
+        pages, most = self._pages_of(sequence), self._lengths[sequence]
+        count = most if length is None else length
+        check_count("length", count, 0, f"0 to {most}, the sequence's length, or None")
+        if count > most:
+            raise ValueError(f"length is {count}; accepted: 0 to {most}, the sequence's length, or None")
         whole, rest = divmod(count, self.page_size)
         if rest and not self._free_pages:
             raise OutOfPagesError(f"no page is free for a copy of the last one of sequence {sequence}; free a sequence")
@@ -228,13 +228,13 @@ class PagedKVCache:
             self._give(forked, to)
             for pair in (*self.pools, *(self.descales or ())):
                 for x in pair:
-                    if x.dim() > 1:  # a descale of fewer dims is none of tokens
+                    if x.dim() > 1:  # a descale of fewer dims has no token dim
                         x[to].copy_(x[pages[whole]])
         self._lengths[forked] = count
         return forked
 
     def free(self, sequence: int) -> None:
-        """Gives back a sequence's row, and those of its pages that no other sequence shares."""
+        """Releases a sequence's row, and each of its pages if no other sequence shares it."""
         for page in self._pages_of(sequence):
             self._shares[page] -= 1
             if self._shares[page] == 0:
@@ -248,18 +248,18 @@ class PagedKVCache:
         known = isinstance(sequence, int) and 0 <= sequence < len(self._pages)
         pages = self._pages[sequence] if known else None
         if pages is None:
-            raise ValueError(f"sequence is {describe(sequence)}; accepted: one that add() or fork() gave, now {self.sequences}")
+            raise ValueError(f"sequence is {describe(sequence)}; accepted: a number from add() or fork(), now {self.sequences}")
         return pages
 
     def _give(self, sequence: int, page: int) -> None:
-        """Makes a page the next one of a sequence."""
+        """Appends a page to a sequence."""
         pages = self._pages_of(sequence)
         self._table[sequence, len(pages)] = page
         self._shares[page] += 1
         pages.append(page)
 
     def _take(self, new: Mapping[int, int]) -> None:
-        """Takes the pages that sequences need for so many more tokens: for all of them, or none."""
+        """Reserves pages for new tokens of sequences. If too few pages are free, no sequence gets any."""
         needed = {}
         for sequence, count in new.items():
             pages = self._pages_of(sequence)
@@ -267,8 +267,8 @@ class PagedKVCache:
             length = self._lengths[sequence] + count
             if length > self.max_length:
                 raise ValueError(
-                    f"sequence {sequence} would have {length} tokens; accepted: at most {self.max_length}, what a row of the page "
-                    "table holds; set max_length higher"
+                    f"sequence {sequence} would have {length} tokens; accepted: at most {self.max_length}, the capacity of a row "
+                    "of the page table; set max_length higher"
                 )
             needed[sequence] = max(0, -(-length // self.page_size) - len(pages))
         if sum(needed.values()) > len(self._free_pages):
@@ -282,33 +282,35 @@ class PagedKVCache:
 
 
 def _shape_of_pages(pools: Sequence[tuple[Tensor, Tensor]], kv_format: str) -> tuple[tuple[int, int], torch.device]:
-    """Returns (pages, tokens of a page), and the device; raises where pools differ in them."""
-    found: tuple[tuple[int, int], torch.device] | None = None
+    """Returns (pages, tokens of a page) and the device. Raises if pools differ in any of the three."""
+    common: tuple[tuple[int, int], torch.device] | None = None
     for layer, pool in enumerate(pools):
         for kind, x in zip("kv", pool, strict=True):
             name = f"{kind} of pools[{layer}]"
             check_tensor(name, x, (*DTYPES, *FP8_DTYPES), None)
             if x.dim() != 4 or 0 in x.shape or (x.stride(-1) != 1 and x.shape[-1] != 1):
                 raise ValueError(f"{name} is {describe(x)}; accepted: the dims of {kv_format}, none empty, the last contiguous")
-            own = (x.shape[0], x.shape[kv_format.index("s")]), x.device
-            found = found or own
-            if own != found:
+            (pages, size), device = form = (x.shape[0], x.shape[kv_format.index("s")]), x.device
+            common = common or form
+            if form != common:
                 raise ValueError(
-                    f"{name} has {own[0][0]} pages of {own[0][1]} tokens on {own[1]}, and the first pool {found[0][0]} of "
-                    f"{found[0][1]} on {found[1]}; accepted: the same in all layers, for k and v"
+                    f"{name} has {pages} pages of {size} tokens on {device}, and the first pool has {common[0][0]} of "
+                    f"{common[0][1]} on {common[1]}; accepted: the same in all layers, for k and v"
                 )
-    assert found is not None
-    return found
+    assert common is not None
+    return common
 
 
 def _check_descales(
     pools: Sequence[tuple[Tensor, Tensor]], descales: Sequence[tuple[Tensor, Tensor]] | None, kv_format: str
 ) -> None:
-    """Raises where descales are not those of as many layers in FP8, for all sequences in common."""
+    """Raises unless there is one pair of descales for each layer, of an accepted shape, and all pools are in FP8."""
     if descales is None:
         return
     if len(descales) != len(pools):
-        raise ValueError(f"descales has {len(descales)} layers and pools {len(pools)}; accepted: descale_k and descale_v of each")
+        raise ValueError(
+            f"descales has {len(descales)} layers and pools has {len(pools)}; accepted: descale_k and descale_v of each layer"
+        )
     for layer, (pool, pair) in enumerate(zip(pools, descales, strict=True)):
         for kind, x, descale in zip("kv", pool, pair, strict=True):
             name = f"descale_{kind} of layer {layer}"

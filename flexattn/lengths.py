@@ -15,14 +15,14 @@ from flexattn.warn import warn_once
 
 
 class Side(NamedTuple):
-    """One side of a call, queries or keys: a tensor of it, and its lengths as they were given."""
+    """One side of a call, queries or keys: its tensor and its lengths as passed."""
 
     x: Tensor
     fmt: str
     cu_seqlens: Tensor | None
     cu_seqlens_padded: Tensor | None
     seqused: Tensor | None = None
-    page_table: Tensor | None = None  # for keys alone
+    page_table: Tensor | None = None  # for keys only
 
     @classmethod
     def of(cls, end: Literal["q", "kv"], x: Tensor, fmt: str, lengths: Mapping[str, Any]) -> Side:
@@ -36,30 +36,30 @@ class Side(NamedTuple):
 
 
 def check_lengths(attn_mask_type: str, q: Side, k: Side, also_missing: Sequence[str] = ()) -> int:
-    """Returns the batch size; raises where the tensors and their lengths disagree about it, or lengths are missing.
+    """Returns the batch size. Raises if tensors and lengths imply different ones, or if lengths are missing.
 
-    also_missing: names of other arguments that a packed call lacks, which one error names with the rest.
+    also_missing: names of other missing arguments of a packed call, which the same error names.
     """
     padding = "padding" in attn_mask_type
     if padding:
         _check_all_given(attn_mask_type, q, k, also_missing)
     batches: list[tuple[str, int]] = []
-    for end, of, side in (("q", "q", q), ("kv", "k", k)):
-        batches += check_page_table(side.page_table, of, side.x, side.fmt)
+    for end, tensor, side in (("q", "q", q), ("kv", "k", k)):
+        batches += check_page_table(side.page_table, tensor, side.x, side.fmt)
         if side.fmt != "thd":
             if side.page_table is None:
-                batches.append((f"the batch of {of}", side.x.shape[side.fmt.index("b")]))
+                batches.append((f"the batch of {tensor}", side.x.shape[side.fmt.index("b")]))
             if side.cu_seqlens_padded is not None:
                 raise ValueError(
-                    f"cu_seqlens_{end}_padded is given with format {side.fmt}; accepted: None, as only thd has gaps between "
-                    f"sequences (a dense format's lengths are in cu_seqlens_{end})"
+                    f"cu_seqlens_{end}_padded is given with format {side.fmt}; accepted: None, because only thd has gaps between "
+                    f"sequences (cu_seqlens_{end} has a dense format's lengths)"
                 )
         if padding:
             _check_given(end, side)
             batches += _check_tensors(end, side, q.x.device)
             continue
-        for name, given in ((f"cu_seqlens_{end}", side.cu_seqlens), (f"seqused_{end}", side.seqused)):
-            if given is not None:
+        for name, lengths in ((f"cu_seqlens_{end}", side.cu_seqlens), (f"seqused_{end}", side.seqused)):
+            if lengths is not None:
                 raise ValueError(
                     f"{name} is given with attn_mask_type {attn_mask_type!r}; accepted: None, or a mask type with padding in "
                     f"its name. Pass attn_mask_type={with_padding(attn_mask_type)!r}, which reads the lengths."
@@ -67,35 +67,35 @@ def check_lengths(attn_mask_type: str, q: Side, k: Side, also_missing: Sequence[
         if side.page_table is not None:
             raise ValueError(
                 f"page_table is given with attn_mask_type {attn_mask_type!r}; accepted: a mask type with padding in its name, and "
-                "seqused_kv, as the last page of a sequence may be in part empty"
+                "seqused_kv, because the last page of a sequence may be partly empty"
             )
     return check_one_batch(batches)
 
 
 def check_page_table(table: Tensor | None, name: str, x: Tensor, fmt: str) -> list[tuple[str, int]]:
-    """Returns the batch size that a page table tells, by its source; raises where it, or x, the pool of keys, does not fit.
+    """Returns [(source, batch size)] of a page table, or []. Raises if the table or x, the pool of keys, does not fit.
 
-    name: of x in errors, "k" or "k_cache".
+    name: name of x in errors, "k" or "k_cache".
     """
     if table is None:
         return []
     if fmt not in ("bshd", "bhsd"):
         raise ValueError(
             f"page_table is given with {name} and {name.replace('k', 'v', 1)} in {fmt}; accepted: pages [pages, page_size, h_kv, "
-            "d] (bshd) or [pages, h_kv, page_size, d] (bhsd), as qkv_format 'thd_2bshd' says"
+            "d] (bshd) or [pages, h_kv, page_size, d] (bhsd), as in qkv_format 'thd_2bshd'"
         )
     check_tensor("page_table", table, (torch.int32,), x.device)
     if table.dim() != 2 or (table.shape[1] > 1 and table.stride(1) != 1):
-        raise ValueError(f"page_table is {describe(table)}; accepted: int32 [b, columns], with the entries of a row side by side")
+        raise ValueError(f"page_table is {describe(table)}; accepted: int32 [b, columns], with contiguous rows")
     if 0 in x.shape or table.shape[1] == 0:
         raise ValueError(
-            f"{name} is {describe(x)} and page_table {describe(table)}; accepted: at least one page, of one token, and one column"
+            f"{name} is {describe(x)} and page_table {describe(table)}; accepted: at least one page, one token and one column"
         )
     return [("the rows of page_table", table.shape[0])]
 
 
 def check_one_batch(batches: list[tuple[str, int]]) -> int:
-    """Returns the batch size that all of (source, batch size) agree about, or raises."""
+    """Returns the common batch size of all (source, batch size); raises if they differ."""
     source, batch = batches[0]
     for name, size in batches[1:]:
         if size != batch:
@@ -104,15 +104,15 @@ def check_one_batch(batches: list[tuple[str, int]]) -> int:
 
 
 def _check_all_given(attn_mask_type: str, q: Side, k: Side, also_missing: Sequence[str]) -> None:
-    """Raises one error for all lengths that are missing, and one for all that have another dtype."""
+    """Raises one error for all missing lengths, and one for all lengths of dtype int64."""
     missing, int64 = [], []
     for end, side, other in (("q", q, k), ("kv", k, q)):
-        of_dense = side.has_lengths or (side.page_table is None and (other.seqused is not None or other.page_table is not None))
-        if side.cu_seqlens is None and (side.fmt == "thd" or not of_dense):
+        is_complete = side.has_lengths or (side.page_table is None and (other.seqused is not None or other.page_table is not None))
+        if side.cu_seqlens is None and (side.fmt == "thd" or not is_complete):
             missing.append(f"cu_seqlens_{end}")
-        given = ((f"cu_seqlens_{end}", side.cu_seqlens), (f"seqused_{end}", side.seqused))
-        int64 += [name for name, t in given if isinstance(t, Tensor) and t.dtype is torch.int64]
-    of = "qkv_format 'thd'" if "thd" in (q.fmt, k.fmt) else f"attn_mask_type {attn_mask_type!r}"
+        lengths = ((f"cu_seqlens_{end}", side.cu_seqlens), (f"seqused_{end}", side.seqused))
+        int64 += [name for name, t in lengths if isinstance(t, Tensor) and t.dtype is torch.int64]
+    cause = "qkv_format 'thd'" if "thd" in (q.fmt, k.fmt) else f"attn_mask_type {attn_mask_type!r}"
     wrong = f"{_listed(int64)} {'have' if len(int64) > 1 else 'has'} dtype torch.int64" if int64 else ""
     if missing:
         names = [*missing, *also_missing]
@@ -122,8 +122,8 @@ def _check_all_given(attn_mask_type: str, q: Side, k: Side, also_missing: Sequen
         if also_missing:
             how += f", and an int for {_listed(also_missing)}"
         raise ValueError(
-            f"{_listed(names)} {'are' if len(names) > 1 else 'is'} None with {of}{' and ' + wrong if wrong else ''}. Pass {how}; "
-            "flexattn.packed([3, 5]) makes the arguments of a packed call."
+            f"{_listed(names)} {'are' if len(names) > 1 else 'is'} None with {cause}{' and ' + wrong if wrong else ''}. Pass "
+            f"{how}; flexattn.packed([3, 5]) makes the arguments of a packed call."
         )
     if wrong:
         raise TypeError(f"{wrong}; accepted: torch.int32. Convert with .to(torch.int32), once for all layers.")
@@ -134,20 +134,20 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _check_given(end: str, side: Side) -> None:
-    """Raises where a side's lengths are given twice."""
+    """Raises if a side's lengths are given twice."""
     name, used = f"cu_seqlens_{end}", f"seqused_{end}"
     if side.fmt == "thd":
         if side.seqused is not None and side.cu_seqlens_padded is not None:
             raise ValueError(
-                f"{used} and {name}_padded are given; accepted: one of them: the slots in {name} and how much of each is used in "
-                f"{used}, or the lengths in {name} and where the slots begin in {name}_padded"
+                f"{used} and {name}_padded are given; accepted: one of them: the slots in {name} and the used length of each in "
+                f"{used}, or the lengths in {name} and the starts of the slots in {name}_padded"
             )
     elif side.cu_seqlens is not None and side.seqused is not None:
         raise ValueError(f"{name} and {used} are given with format {side.fmt}; accepted: one of them, the sequences' lengths")
 
 
 def _check_tensors(end: str, side: Side, device: torch.device) -> list[tuple[str, int]]:
-    """Returns the batch size that each tensor of lengths tells, by its source."""
+    """Returns [(source, batch size)] of a side's tensors of lengths."""
     return [
         *check_length_tensor(f"cu_seqlens_{end}", side.cu_seqlens, 1, device),
         *check_length_tensor(f"cu_seqlens_{end}_padded", side.cu_seqlens_padded, 1, device),
@@ -156,11 +156,11 @@ def _check_tensors(end: str, side: Side, device: torch.device) -> list[tuple[str
 
 
 def check_length_tensor(name: str, t: Tensor | None, more: int, device: torch.device) -> list[tuple[str, int]]:
-    """Returns the batch size that a tensor of lengths, of `more` entries than that, tells, by its source; [] for None."""
+    """Returns [(source, batch size)] of a tensor of lengths with `more` entries than sequences; [] for None."""
     if t is None:
         return []
-    given: Any = t
-    if isinstance(given, (list, tuple)):
+    value: Any = t
+    if isinstance(value, (list, tuple)):
         how = "flexattn.packed(lengths)" if more else "torch.tensor(lengths, dtype=torch.int32, device=q.device)"
         raise TypeError(f"{name} is {describe(t)}; accepted: a tensor, int32 on q's device. {how} makes it.")
     check_tensor(name, t, (torch.int32,), device)
@@ -170,70 +170,70 @@ def check_length_tensor(name: str, t: Tensor | None, more: int, device: torch.de
 
 
 def check_pages(page_table: Tensor | None, is_fp8: bool, needs_grad: bool) -> None:
-    """Raises for calls that cannot read pages."""
+    """Raises if a call cannot read pages."""
     if page_table is None:
         return
     if is_fp8:
         raise ValueError("page_table is given with q, k and v in FP8, or an fp8_recipe; accepted with pages: 16 or 32 bits")
     if needs_grad:
         raise ValueError(
-            "page_table is given and a gradient is asked for; accepted: a forward alone, as under torch.no_grad(), or k and v "
-            "gathered by k[page_table]"
+            "page_table is given and a gradient is needed; accepted: a forward only, as under torch.no_grad(), or k and v gathered "
+            "by k[page_table]"
         )
 
 
 def check_kept_keys(k: Tensor, q: Tensor, needs_grad: bool, has_recipe: bool) -> None:
-    """Raises for calls that cannot read keys and values in FP8 beside queries in another dtype."""
+    """Raises if a call cannot read keys and values in FP8 with queries in another dtype."""
     if k.dtype == q.dtype:
         return
     if has_recipe:
         raise ValueError(f"fp8_recipe is given with k and v in {k.dtype}; accepted: None, or q, k and v in 16 bits")
     if needs_grad:
         raise ValueError(
-            f"k and v are in {k.dtype} beside q in {q.dtype}, and a gradient is asked for; accepted: a forward alone, as under "
+            f"k and v are in {k.dtype} with q in {q.dtype}, and a gradient is needed; accepted: a forward only, as under "
             "torch.no_grad()"
         )
 
 
 def longest_in_pages(value: Any, page_table: Tensor, page_size: int) -> int:
-    """Returns the length that a call over pages plans for: max_seqlen_kv, at most what a row of the table can hold."""
+    """Returns the planned length of a call over pages: max_seqlen_kv, but at most the capacity of a row of the table."""
     capacity = page_table.shape[1] * page_size
-    given = as_index(value)
-    if value is not None and given is None:
+    longest = as_index(value)
+    if value is not None and longest is None:
         raise TypeError(f"max_seqlen_kv is {describe(value)}; accepted: an int or None, which is {capacity}, columns * page_size")
-    if given is None:
+    if longest is None:
         return capacity
-    if given < 0:
-        raise ValueError(f"max_seqlen_kv is {given}; accepted: an int of at least the longest sequence, or None")
-    return min(given, capacity)
+    if longest < 0:
+        raise ValueError(f"max_seqlen_kv is {longest}; accepted: an int of at least the longest sequence, or None")
+    return min(longest, capacity)
 
 
 def resolve_max_seqlen(argument: str, value: Any, x: Tensor, fmt: str, bias_size: int | None = None) -> int:
-    """Returns the length that a call plans for: a dense format's sequence dim; for thd the argument, else the number of tokens.
+    """Returns the planned length of a call: a dense format's sequence dim, or for thd the argument, or the number of tokens.
 
-    bias_size: of a bias in that dim; None: there is no bias.
+    bias_size: size of the bias in that dim; None: there is no bias.
     """
     if value is not None:
-        given, value = value, as_index(value)
+        passed, value = value, as_index(value)
         if value is None:
-            hint = f"; {NOT_READ}; keep the lengths on the host as well" if isinstance(given, Tensor) else ""
-            raise TypeError(f"{argument} is {describe(given)}; accepted: an int or None{hint}")
+            hint = f"; {NOT_READ}; keep the lengths on the host as well" if isinstance(passed, Tensor) else ""
+            raise TypeError(f"{argument} is {describe(passed)}; accepted: an int or None{hint}")
     if fmt != "thd":
         length = x.shape[fmt.index("s")]
         if value is not None and value != length:
             raise ValueError(
-                f"{argument} is {value} and the sequence dim is {length}; accepted with format {fmt}: None or that length"
+                f"{argument} is {value} and the sequence dim is {length}; accepted with format {fmt}: None or {length}"
             )
         return length
     if value is None:
         if bias_size is not None:
-            raise ValueError(f"{argument} is None with a bias and thd; accepted: the int that is in the bias' shape")
+            raise ValueError(f"{argument} is None with a bias and thd; accepted: the int in the bias' shape")
         if not torch.compiler.is_compiling():
             warn_once(
                 argument,
-                f"{argument} is None with thd, and finding it would wait for the device, so the total number of tokens stands in "
-                "for it: the kernels' grid is sized for batch x total tokens, and those beyond each sequence's end exit at once. "
-                f"Pass {argument} (an int, at least the longest sequence) to launch only what is needed.",
+                f"{argument} is None with thd, and finding it would wait for the device, so the total number of tokens replaces "
+                "it: the kernels' grid is sized for batch x total tokens, and programs beyond a sequence's end exit at once. Pass "
+                f"{argument} (an int, at least the longest sequence) to launch only the programs that are needed.",
             )
         return x.shape[0]
     if value < 0:
@@ -241,14 +241,14 @@ def resolve_max_seqlen(argument: str, value: Any, x: Tensor, fmt: str, bias_size
     longest: int = value
     if torch.compiler.is_compiling():
         return longest
-    # No sequence is longer than all tokens. Up to a power of two, so that a number that stays as it is does not follow their total.
+    # No sequence is longer than all tokens. Their total is rounded up to a power of two, to keep a constant argument constant.
     return min(longest, max(length_class(x.shape[0]), bias_size or 0))
 
 
 def check_lengths_of(
     x: Tensor, fmt: str, cu_seqlens: Tensor | None, cu_seqlens_padded: Tensor | None, max_seqlen: int | None
 ) -> int:
-    """Returns the longest sequence of one tensor in format `fmt`; raises where its lengths do not fit it."""
+    """Returns the longest sequence of one tensor in format `fmt`. Raises if the lengths do not fit the tensor."""
     check_tensor("x", x, (torch.float16, torch.bfloat16, torch.float32), None)
     if x.dim() != len(fmt):
         raise ValueError(f"x has shape {tuple(x.shape)}; accepted: the {len(fmt)} dims of {fmt}")
@@ -259,7 +259,9 @@ def check_lengths_of(
             f"cu_seqlens is None with {'thd' if fmt == 'thd' else 'cu_seqlens_padded'}; accepted: an int32 tensor [batch + 1]"
         )
     if cu_seqlens_padded is not None and fmt != "thd":
-        raise ValueError(f"cu_seqlens_padded is given with format {fmt}; accepted: None, as only thd has gaps between sequences")
+        raise ValueError(
+            f"cu_seqlens_padded is given with format {fmt}; accepted: None, because only thd has gaps between sequences"
+        )
     for name, cu in (("cu_seqlens", cu_seqlens), ("cu_seqlens_padded", cu_seqlens_padded)):
         if cu is None or cu_seqlens is None:
             continue
@@ -271,11 +273,11 @@ def check_lengths_of(
 
 
 def check_values(spec: AttentionSpec, x: Operands, is_strict: bool) -> None:
-    """Raises ValueError for lengths that pass the end of their tensor or the longest length that the call plans for.
+    """Raises ValueError if a length passes the end of its tensor or the planned length.
 
-    Reads the tensors of lengths, and the table of pages, and waits for them.
+    The check reads the tensors of lengths and the page table, and waits for them.
 
-    is_strict: whether lengths that decrease or do not begin with 0, slots that overlap and page ids out of range raise too.
+    is_strict: also raise if cu_seqlens decrease or do not begin with 0, slots overlap, or a page id is out of range.
     """
     values = x._asdict()
     sides = (
@@ -304,8 +306,8 @@ def _checked_lengths(end: str, side: Side, max_seqlen: int, is_strict: bool) -> 
         for i, length in enumerate(lengths):
             most = min(max_seqlen, slots[i]) if slots else max_seqlen
             if length > most or (is_strict and length < 0):
-                of = f"the slot of {slots[i]} and {room}" if slots else room
-                raise ValueError(f"seqused_{end}[{i}] is {length}; accepted: 0 to {most}, what fits {of}")
+                limit = f"the slot of {slots[i]} and {room}" if slots else room
+                raise ValueError(f"seqused_{end}[{i}] is {length}; accepted: 0 to {most}, by {limit}")
         return lengths
     for i, length in enumerate(lengths):
         if length > max_seqlen:
@@ -314,21 +316,21 @@ def _checked_lengths(end: str, side: Side, max_seqlen: int, is_strict: bool) -> 
 
 
 def check_page_ids(page_table: Tensor, spans: list[tuple[int, int]], pages: int, page_size: int) -> None:
-    """Raises unless the rows of each sequence, from a first one up to an end, are in pages that there are."""
+    """Raises unless the rows of each span (first, end) are in existing pages."""
     for i, (row, (first, end)) in enumerate(zip(page_table.tolist(), spans, strict=True)):
         for n in range(first // page_size, -(-end // page_size)):
             if not 0 <= row[n] < pages:
-                raise ValueError(f"page_table[{i}, {n}] is {row[n]}; accepted: 0 to {pages - 1}, as there are {pages} pages")
+                raise ValueError(f"page_table[{i}, {n}] is {row[n]}; accepted: 0 to {pages - 1}, because there are {pages} pages")
 
 
 def _check_slots(name: str, starts: list[int], lengths: list[int], total: int) -> None:
-    """Raises unless each sequence, in whatever order, has all of its tokens in the tensor and in no other's slot."""
+    """Raises unless each sequence, in any order, lies in the tensor and does not overlap another one."""
     last, free_from = -1, 0
     for start, i in sorted((start, i) for i, (start, length) in enumerate(zip(starts, lengths, strict=False)) if length):
         end = start + lengths[i]
         if start < 0 or end > total:
             raise ValueError(
-                f"{name}[{i}] is {start}, where a sequence of {lengths[i]} tokens begins; accepted: 0 to {total - lengths[i]}, so "
+                f"{name}[{i}] is {start}, the start of a sequence of {lengths[i]} tokens; accepted: 0 to {total - lengths[i]}, so "
                 f"that it ends within the total number of tokens, {total}"
             )
         if start < free_from:
@@ -340,7 +342,7 @@ def _check_slots(name: str, starts: list[int], lengths: list[int], total: int) -
 
 
 def check_cumulative(name: str, values: list[int], total: int | None, is_strict: bool = True) -> None:
-    """Raises ValueError for a value beyond total, and if strict for a first one other than 0 and for values that decrease."""
+    """Raises ValueError if a value exceeds total or, if strict, the first value is not 0 or values decrease."""
     if is_strict and values[0] != 0:
         raise ValueError(f"{name}[0] is {values[0]}; accepted: 0")
     for i, (before, after) in enumerate(pairwise(values), start=1):

@@ -1,4 +1,4 @@
-"""Masks that are tensors, as arguments that `attention` has: a bool one becomes a mask_mod, a float one a bias."""
+"""Turns mask tensors into other arguments of `attention`: a bool tensor into a mask_mod, a float tensor into a bias."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def mask_dtypes(q: Tensor) -> tuple[torch.dtype, ...]:
-    """Returns the dtypes of float masks beside q: float32 and q's own; under autocast those of 16 bits too."""
+    """Returns the accepted dtypes of float masks: float32 and q's dtype, and under autocast all dtypes of 16 bits."""
     if q.dtype != torch.float64 and torch.is_autocast_enabled(q.device.type):
         return (torch.float32, torch.float16, torch.bfloat16)
     return (torch.float32, q.dtype) if q.dtype.itemsize > 1 else (torch.float32,)
@@ -25,10 +25,10 @@ def mask_dtypes(q: Tensor) -> tuple[torch.dtype, ...]:
 def mask_arguments(
     name: str, mask: Any, lead: Sequence[Any], scores: Sequence[Any], dtypes: tuple[torch.dtype, ...], device: torch.device
 ) -> dict[str, Any]:
-    """Returns bias_type and bias for a float mask, and mask_mod for a bool one, True where a query sees a key.
+    """Returns bias_type and bias for a float mask, and mask_mod for a bool mask, which is True if a query sees a key.
 
-    name: the argument's, for errors. lead: the batch dims. scores: heads, queries and keys. dtypes: for a float mask.
-    Raises TypeError for another dtype, and ValueError for another device or a shape that does not broadcast to all of these dims.
+    name: name of the argument in errors. lead: the batch dims. scores: heads, queries and keys. dtypes: accepted for a float mask.
+    Raises TypeError if the dtype is wrong, and ValueError if the device is or the shape does not broadcast to all of these dims.
     """
     whole = (*lead, *scores)
     if not isinstance(mask, Tensor) or mask.dtype not in (torch.bool, *dtypes):
@@ -65,7 +65,7 @@ def _refuse_kind(name: str, mask: Any, whole: Sequence[Any], dtypes: tuple[torch
 
 
 def _accepted(whole: Sequence[Any]) -> str:
-    """Returns the words for the dims of a mask."""
+    """Returns the words for the accepted dims of a mask."""
     return f"dims that broadcast to {list(whole)}"
 
 
@@ -75,14 +75,14 @@ def one_batch(x: Tensor) -> Tensor:
 
 
 def seen_by_both(mask_mod: Any, visible: Mod) -> Mod:
-    """Returns a mask_mod for keys that both functions show; mask_mod itself where that is no function, for checks to refuse."""
+    """Returns a mask_mod for keys that both functions show. If mask_mod is not a function, it is returned for later checks."""
     if not callable(mask_mod):
         return mask_mod  # type: ignore[no-any-return]
 
     def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return mask_mod(b, h, i, j) & visible(b, h, i, j)  # type: ignore[no-any-return]
 
-    if not torch.compiler.is_compiling():  # a trace makes no such checks
+    if not torch.compiler.is_compiling():  # a compiled call skips these checks
         from flexattn.mods.trace import refuse_misplaced
 
         refuse_misplaced("mask_mod", "mask_mod", mask_mod)
@@ -93,7 +93,7 @@ def seen_by_both(mask_mod: Any, visible: Mod) -> Mod:
 
 
 def _visible(mask: Tensor) -> Mod:
-    """Returns a mask_mod that reads mask, 4-d, whose dims of size 1 are the same for all."""
+    """Returns a mask_mod that reads a 4-d mask; dims of size 1 broadcast."""
     one_b, one_h, one_i, one_j = (n == 1 for n in sizes_of(mask))
 
     def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:

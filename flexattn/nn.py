@@ -1,4 +1,4 @@
-"""Modules: `Attention`, projections around `flexattn.attention`, and `MultiheadAttention`, in the place of torch.nn's."""
+"""Modules: `Attention`, projections around `flexattn.attention`, and `MultiheadAttention`, which replaces torch.nn's."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Rotate = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def _refuse_scripts(module: nn.Module) -> nn.Module:
-    """Raises NotImplementedError for torch.jit.script, which calls it on each module that it compiles."""
+    """Raises NotImplementedError. torch.jit.script calls this function on each module that it compiles."""
     name = type(module).__name__
-    torchs = ", or script a torch.nn.MultiheadAttention, which takes this layer's state_dict"
-    hint = torchs if isinstance(module, nn.MultiheadAttention) else ""
+    hint = ", or script a torch.nn.MultiheadAttention, which loads this layer's state_dict"
+    hint = hint if isinstance(module, nn.MultiheadAttention) else ""
     raise NotImplementedError(f"torch.jit.script cannot compile flexattn.nn.{name}; use torch.compile or torch.export{hint}")
 
 
@@ -31,18 +31,18 @@ class Attention(nn.Module):
     """Attention layer: projections of q, k, v and the result, and `flexattn.attention` between them, with all of its arguments.
 
     Args:
-        embed_dim: the width of what comes in and goes out.
+        embed_dim: width of the input and of the result.
         num_heads: heads of q.
-        num_kv_heads: heads of k and v, of which num_heads is a multiple; None: num_heads.
-        head_dim: of q, k and v; None: embed_dim // num_heads.
-        bias: whether the four projections have one.
-        dropout_p: the probability, in training mode, that a weight is dropped.
-        factory: device and dtype of the parameters, as torch.nn.Linear takes them.
+        num_kv_heads: heads of k and v; num_heads is a multiple of it. None: num_heads.
+        head_dim: head dim of q, k and v. None: embed_dim // num_heads.
+        bias: whether the four projections have a bias.
+        dropout_p: probability of dropping a weight in training mode.
+        factory: device and dtype of the parameters, as for torch.nn.Linear.
 
-    Its parameters are those of q_proj, k_proj, v_proj and o_proj, each a torch.nn.Linear, with the names that Llama's weights have.
+    The projections q_proj, k_proj, v_proj and o_proj are torch.nn.Linear modules with the names of Llama's weights.
 
     Raises:
-        ValueError: sizes that do not fit together.
+        ValueError: sizes do not fit together.
     """
 
     def __init__(
@@ -77,31 +77,31 @@ class Attention(nn.Module):
     __prepare_scriptable__ = _refuse_scripts
 
     def forward(self, x: Tensor, context: Tensor | None = None, *, rotate: Rotate | None = None, **arguments: Any) -> Tensor:
-        """Returns the layer's result for the queries of x over the keys and values of context (of x where that is None).
+        """Returns the layer's result for the queries of x over the keys and values of context, or of x if context is None.
 
         Args:
             x: [b, sq, embed_dim]; [sq, b, embed_dim] with qkv_format "sbhd"; [t_q, embed_dim] with "thd".
-            context: likewise, with lengths of its own.
-            rotate: rotate(q, k) -> (q, k), between the projections and attention, for rotary positions or norms; q and k are
-                [b, s, heads, head_dim], or as qkv_format says.
-            arguments: of `flexattn.attention`, but those that the layer gives itself: q, k, v, dropout_p, return_lse and
+            context: a tensor of the same layout, whose lengths may differ.
+            rotate: rotate(q, k) -> (q, k), called between the projections and attention, for rotary positions or norms. q and k
+                are [b, s, heads, head_dim], or in qkv_format if that differs.
+            arguments: arguments of `flexattn.attention`, except those that the layer sets: q, k, v, dropout_p, return_lse and
                 return_max_logit.
 
         Returns:
-            Of x's shape.
+            A tensor of x's shape.
 
         Raises:
-            TypeError: an argument that the layer gives itself.
-            ValueError, TypeError, BackendError: what `flexattn.attention` raises.
+            TypeError: an argument that the layer sets.
+            ValueError, TypeError, BackendError: errors of `flexattn.attention`.
         """
-        if own := {"dropout_p", "return_lse", "return_max_logit"} & arguments.keys():
-            raise TypeError(f"{', '.join(sorted(own))} is given to Attention.forward(), which decides it; accepted: all others")
+        if reserved := {"dropout_p", "return_lse", "return_max_logit"} & arguments.keys():
+            raise TypeError(f"{', '.join(sorted(reserved))} is given to Attention.forward(), which sets it; accepted: all others")
         if "bhsd" in str(arguments.get("qkv_format", "bshd")):
             raise ValueError(f"qkv_format is {arguments['qkv_format']!r} for x without heads; accepted: bshd, sbhd or thd")
         context = x if context is None else context
         q, k, v = (
-            project(given).unflatten(-1, (-1, self.head_dim))
-            for project, given in ((self.q_proj, x), (self.k_proj, context), (self.v_proj, context))
+            project(source).unflatten(-1, (-1, self.head_dim))
+            for project, source in ((self.q_proj, x), (self.k_proj, context), (self.v_proj, context))
         )
         if rotate is not None:
             q, k = rotate(q, k)
@@ -112,8 +112,8 @@ class Attention(nn.Module):
 class MultiheadAttention(nn.MultiheadAttention):
     """torch.nn.MultiheadAttention, with its constructor, parameters, state_dict and forward, run by `flexattn.attention`.
 
-    The arguments are those of https://docs.pytorch.org/docs/stable/generated/torch.nn.MultiheadAttention.html. It is a subclass, so
-    that what asks for one by isinstance finds it.
+    The arguments are those of https://docs.pytorch.org/docs/stable/generated/torch.nn.MultiheadAttention.html. The class is a
+    subclass, so an isinstance check for torch's class accepts it.
     """
 
     def forward(
@@ -127,28 +127,28 @@ class MultiheadAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns (out, weights); weights is None unless need_weights.
+        """Returns (out, weights). weights is None unless need_weights is True.
 
-        L are the queries, S the keys, n the batch, which may be absent.
+        L is the number of queries, S the number of keys, n the batch size. The batch dim may be absent.
 
         Args:
             query: [L, n, embed_dim], or [n, L, embed_dim] with batch_first, or [L, embed_dim].
-            key: as query, with S tokens of kdim.
-            value: as key, of vdim.
-            key_padding_mask: [n, S], or [S] without a batch: bool, True for a key that is hidden, or floating point, added.
-            need_weights: with True, which is torch's default, torch's own forward runs, as the weights of a fused call are never
-                made; a warning says so once.
-            attn_mask: [L, S] or [n * num_heads, L, S]: bool, True for a key that is hidden, or floating point, added to the scaled
-                scores, with a gradient where it requires one.
+            key: same layout as query, with S tokens of kdim.
+            value: same layout as key, with tokens of vdim.
+            key_padding_mask: [n, S], or [S] without a batch: bool, True if a key is hidden, or floating point, added to the scores.
+            need_weights: if True (torch's default), torch's forward runs, because a fused call never computes the weights; a
+                warning says so once.
+            attn_mask: [L, S] or [n * num_heads, L, S]: bool, True if a key is hidden, or floating point, added to the scaled
+                scores. It gets a gradient if it requires one.
             average_attn_weights: whether weights are [n, L, S], or [n, num_heads, L, S].
-            is_causal: says that attn_mask is the causal one, which then is not read; without attn_mask query i sees keys j <= i.
-                Not so with add_bias_kv or add_zero_attn, whose keys every query sees: there attn_mask itself is taken.
+            is_causal: declares that attn_mask is the causal mask, which is then not read; without attn_mask, query i sees keys
+                j <= i. With add_bias_kv or add_zero_attn, attn_mask is read, because every query sees their keys.
 
         Returns:
-            out of query's shape. A query that sees no key gets out_proj's bias.
+            out of query's shape. If a query sees no key, its row is out_proj's bias.
 
         Raises:
-            ValueError, TypeError: shapes or dtypes that do not fit together; nested tensors; what `flexattn.attention` raises.
+            ValueError, TypeError: shapes or dtypes do not fit together; a tensor is nested; errors of `flexattn.attention`.
             BackendError: no backend can run the call.
         """
         self._check(query, key, value)
@@ -162,9 +162,9 @@ class MultiheadAttention(nn.MultiheadAttention):
             if not torch.compiler.is_compiling():
                 warn_once(
                     "need_weights",
-                    "need_weights is True, torch's default: the weights need torch's own attention, and memory quadratic in the "
-                    "lengths; give need_weights=False to MultiheadAttention where they are not used",
-                    of_caller=True,
+                    "need_weights is True, torch's default: the weights need torch's attention, and memory quadratic in the "
+                    "lengths; pass need_weights=False to MultiheadAttention if you do not use them",
+                    at_caller=True,
                 )
             named = {"average_attn_weights": average_attn_weights, "is_causal": is_causal}
             return super().forward(query, key, value, key_padding_mask, True, attn_mask, **named)
@@ -193,12 +193,12 @@ class MultiheadAttention(nn.MultiheadAttention):
     __prepare_scriptable__ = _refuse_scripts
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """Raises for query, key and value that do not fit the layer, or each other."""
+        """Raises if query, key and value do not fit the layer or each other."""
         widths = {"query": self.embed_dim, "key": self.kdim, "value": self.vdim}
         for (name, width), x in zip(widths.items(), (query, key, value), strict=True):
             if not isinstance(x, Tensor) or x.is_nested:
                 came = describe(x) if not isinstance(x, Tensor) else "a nested tensor"
-                raise TypeError(f"{name} is {came}; accepted: a dense tensor, padded where a key_padding_mask says")
+                raise TypeError(f"{name} is {came}; accepted: a dense tensor; hide padding with key_padding_mask")
             if x.dim() not in (2, 3) or x.dim() != query.dim() or x.shape[-1] != width:
                 raise ValueError(f"{name} is {describe(x)}; accepted: 2 or 3 dims, as many as query's, the last of size {width}")
         if key.shape[:-1] != value.shape[:-1]:
@@ -210,15 +210,15 @@ class MultiheadAttention(nn.MultiheadAttention):
             )
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-        """Returns q, k and v with their heads as the dim before the last; those of one input by one product."""
+        """Returns q, k and v with the heads as the dim before the last. One matrix product projects each distinct input."""
         heads = (self.num_heads, self.head_dim)
         if self._qkv_same_embed_dim and key is value:
             weight, bias = self.in_proj_weight, self.in_proj_bias
             if query is key:
                 return _split(F.linear(query, weight, bias), 3, *heads).unbind(-3)
-            of_q, of_kv = slice(self.embed_dim), slice(self.embed_dim, None)
-            q = F.linear(query, weight[of_q], None if bias is None else bias[of_q])
-            kv = F.linear(key, weight[of_kv], None if bias is None else bias[of_kv])
+            q_rows, kv_rows = slice(self.embed_dim), slice(self.embed_dim, None)
+            q = F.linear(query, weight[q_rows], None if bias is None else bias[q_rows])
+            kv = F.linear(key, weight[kv_rows], None if bias is None else bias[kv_rows])
             return _split(q, *heads), *_split(kv, 2, *heads).unbind(-3)
         if self._qkv_same_embed_dim:
             weights = self.in_proj_weight.chunk(3)
@@ -229,7 +229,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         return tuple(_split(F.linear(x, w, b), *heads) for x, w, b in zip(inputs, weights, biases, strict=True))
 
     def _with_extra_keys(self, x: Tensor, added: Tensor | None, seq_dim: int) -> Tensor:
-        """Returns k or v with the learned token of add_bias_kv and the zero token of add_zero_attn behind its own."""
+        """Appends the learned token of add_bias_kv and the zero token of add_zero_attn to k or v."""
         shape = [*x.shape]
         shape[seq_dim] = 1
         parts = [x]
@@ -241,14 +241,14 @@ class MultiheadAttention(nn.MultiheadAttention):
 
 
 def _split(x: Tensor, *sizes: int) -> Tensor:
-    """Returns x with its last dim as dims of these sizes."""
+    """Splits the last dim of x into dims of these sizes."""
     return x.view(*x.shape[:-1], *sizes)
 
 
 def _mask_arguments(
     key_padding_mask: Tensor | None, attn_mask: Tensor | None, is_batched: bool, sizes: tuple[int, int, int, int], extra: int
 ) -> dict[str, Any]:
-    """Returns attention's arguments for the two masks. sizes: batch, heads, queries, keys. extra: keys behind them, seen by all."""
+    """Returns attention's arguments for the two masks. sizes: batch, heads, queries, keys. extra: appended keys, never hidden."""
     batch, heads, len_q, len_kv = sizes
     padding_shapes = [(batch, len_kv) if is_batched else (len_kv,)]
     pair_shapes = [(len_q, len_kv), (batch * heads, len_q, len_kv)]
@@ -259,13 +259,13 @@ def _mask_arguments(
         if mask is None:
             continue
         if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
-            raise TypeError(f"{name} is {describe(mask)}; accepted: bool, True for hidden, or floating point, added to the scores")
+            raise TypeError(f"{name} is {describe(mask)}; accepted: bool, True if hidden, or floating point, added to the scores")
         check_meaning(name, mask)
         if tuple(mask.shape) not in shapes:
             raise ValueError(f"{name} is {describe(mask)}; accepted: shape {' or '.join(map(str, shapes))}")
         if name == "key_padding_mask":
             mask = mask.view(batch, 1, 1, len_kv)
-        else:  # all sizes are said, as a tensor without elements has no size to infer
+        else:  # explicit sizes: view cannot infer one if the tensor is empty
             mask = mask.view(*((batch, heads) if mask.dim() == 3 else (1, 1)), len_q, len_kv)
         if extra:
             mask = F.pad(mask, (0, extra))
@@ -282,13 +282,13 @@ def _mask_arguments(
 
 
 def _visible(keys: Tensor | None, pairs: Tensor | None) -> Mod:
-    """Returns the mask_mod of what is hidden: keys [b, 1, 1, S], and pairs [b, h, L, S], of which b and h may be 1."""
+    """Returns the mask_mod for hidden keys [b, 1, 1, S] and hidden pairs [b, h, L, S], whose b and h may be 1."""
     if pairs is None:
         assert keys is not None
-        of_batch = keys
+        padding = keys
 
         def key_is_visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            return ~of_batch[b, 0, 0, j]
+            return ~padding[b, 0, 0, j]
 
         return key_is_visible
     one_b, one_h = pairs.shape[0] == 1, pairs.shape[1] == 1

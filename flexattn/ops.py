@@ -1,7 +1,7 @@
 """The two operators, `flexattn::attention_forward` and `flexattn::attention_backward`.
 
-What a call carries is flat in their schemas (`registered`): first the `Operands`, then the `Settings`. Each runs the backend that
-`select` gives for its own direction.
+Their schemas (`registered`) list the fields of a call: first the `Operands`, then the `Settings`. Each operator runs the backend
+that `select` returns for its direction.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
-from flexattn import registered  # noqa: F401 (the operators are there with it)
+from flexattn import registered  # noqa: F401 (registers the operators)
 from flexattn.dispatch import options, runtime_failures
 from flexattn.dispatch.neutral import is_capturing
 from flexattn.dispatch.runtime_failures import RuntimeFailure
@@ -42,11 +42,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Observer = Callable[[Direction, AttentionSpec, str, Operands], object]
 
-observers: tuple[Observer, ...] = ()  # called with the direction, spec, request and operands of what ran
+observers: tuple[Observer, ...] = ()  # called after each run with its direction, spec, request and operands
 
 
 class Settings(NamedTuple):
-    """Static settings of a call, in types that an operator's schema has."""
+    """Static settings of a call, in types of an operator's schema."""
 
     qkv_format: str
     padding: bool
@@ -64,17 +64,17 @@ class Settings(NamedTuple):
     has_floor: bool = False  # every lse must be above validation.FLOOR
     block_size_q: int = 0  # queries of a block of the block mask
     block_size_kv: int = 0
-    fp8_out: str = ""  # for q, k and v in FP8: the dtype of out and the gradients, as "bfloat16"
+    fp8_out: str = ""  # dtype of out and the gradients if q, k and v are in FP8, such as "bfloat16"
     fp8_grad: str = ""  # dtype of dout
     fp8_block_rows: int = 0
     bf16_backward: bool = False
-    is_part: bool = False  # for a backward alone: out and lse are of more keys than k and v have
-    out_format: str = ""  # these four: `Results`
+    is_part: bool = False  # for a backward only: out and lse cover more keys than k and v have
+    out_format: str = ""  # this and the next three fields: see `Results`
     dq_format: str = ""
     dkv_format: str = ""
     dqkv_packing: str = ""
     batch_invariant: bool = False
-    fp32_gradients: str = "none"  # this and the next one too
+    fp32_gradients: str = "none"  # this and the next field: see `Results`
     fp32_out: bool = False
 
 
@@ -84,7 +84,7 @@ _forward_out_op = _operators.attention_forward_out.default
 
 
 class Incoming(NamedTuple):
-    """Inputs of a backward beside the operands: the forward's results and their gradients."""
+    """Inputs of a backward in addition to the operands: the forward's results and their gradients."""
 
     out: Tensor
     lse: Tensor
@@ -93,7 +93,7 @@ class Incoming(NamedTuple):
 
 
 def attend(x: Operands, settings: Settings) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns out, lse and max_logit of a call by a forward operator."""
+    """Runs a forward operator and returns out, lse and max_logit."""
     if x.out is None:
         return _forward_op(*x, *settings)  # type: ignore[no-any-return]
     lse, max_logit = _forward_out_op(*x, *settings)
@@ -101,7 +101,7 @@ def attend(x: Operands, settings: Settings) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def gradients(x: Operands, settings: Settings, incoming: Incoming) -> Gradients:
-    """Returns the gradients of a call by the backward operator."""
+    """Runs the backward operator and returns the gradients of a call."""
     out, lse, dout, dlse = incoming
     *stored, dbias, doffset, dmods = _backward_op(dout, dlse, out, lse, *x, *settings)
     dq, dk, dv = results_of(settings).views((stored[0], stored[1], stored[2]), parse_format(settings.qkv_format))
@@ -110,23 +110,23 @@ def gradients(x: Operands, settings: Settings, incoming: Incoming) -> Gradients:
 
 
 def results_of(settings: Settings) -> Results:
-    """Returns where the results of a call lie."""
+    """Returns the layouts and dtypes of a call's results."""
     formats = settings.out_format, settings.dq_format, settings.dkv_format, settings.dqkv_packing
     return Results(*formats, settings.fp32_gradients, settings.fp32_out)
 
 
 def settings_of_backward(settings: Settings) -> Settings:
-    """Returns the settings that the backward runs by: those of a call without FP8 where it multiplies in 16 bits."""
+    """Returns the settings of the backward: without FP8 if it multiplies in 16 bits."""
     return settings._replace(fp8_out="", fp8_grad="", fp8_block_rows=0, bf16_backward=False) if settings.bf16_backward else settings
 
 
 def new_rng_state(device: torch.device) -> Tensor:
-    """Returns a seed and offset drawn from torch's generator of the device."""
+    """Draws a seed and offset from torch's generator of the device."""
     return torch.randint(0, 2**63 - 1, (2,), dtype=torch.int64, device=device)
 
 
 def refuse_transforms(x: Operands) -> None:
-    """Raises RuntimeError where one of the tensors belongs to a transform, which the operators would silently not see."""
+    """Raises RuntimeError if one of the tensors belongs to a transform, because the operators would silently ignore it."""
     if forward_ad._current_level < 0 and not torch._C._are_functorch_transforms_active():
         return
     for t in (*x[:_NUM_TENSORS], *x.mod_tensors, *x.block_mask):
@@ -134,7 +134,7 @@ def refuse_transforms(x: Operands) -> None:
             continue
         if torch._C._functorch.is_batchedtensor(t):
             raise RuntimeError(
-                "attention() has no rule for torch.vmap; give it a tensor with one batch dim for all: reshape the mapped dim into b"
+                "attention() has no rule for torch.vmap; pass a tensor with one batch dim: reshape the mapped dim into b"
             )
         if torch._C._functorch.is_functorch_wrapped_tensor(t):
             raise RuntimeError(
@@ -148,17 +148,17 @@ def refuse_transforms(x: Operands) -> None:
 def _program_of(mods: str) -> Program | None:
     if not mods:
         return None
-    from flexattn.dispatch.mod_program import parse_program  # here, as calls without mods should not wait for its import
+    from flexattn.dispatch.mod_program import parse_program  # a late import: calls without mods should not wait for it
 
     return parse_program(mods)
 
 
 @functools.cache
 def dtype_of(name: str) -> torch.dtype:
-    """The dtype that "float8_e4m3fn" and the like name; for what an operator's schema carries as a str."""
-    found = getattr(torch, name)
-    assert isinstance(found, torch.dtype)
-    return found
+    """Returns the dtype of a name such as "float8_e4m3fn", because an operator's schema carries it as a str."""
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
 
 
 def make_spec(x: Operands, settings: Settings, capability: tuple[int, int] | None) -> AttentionSpec:
@@ -203,7 +203,7 @@ def _fp8(x: Operands, settings: Settings) -> Fp8:
 
 
 def spec_to_run(x: Operands, settings: Settings) -> AttentionSpec:
-    """Returns the spec of a call on its device, which `explain` asks about and the operators run."""
+    """Returns the spec of a call on its device, for `explain` and the operators."""
     return with_classes(make_spec(x, settings, _capability(x.q.device)), x)
 
 
@@ -222,7 +222,7 @@ def _split(call: tuple[Any, ...]) -> tuple[Operands, Settings]:
 def run(
     spec: AttentionSpec, direction: Direction, request: str, x: Operands, call: Callable[[Backend], T], warns: bool = True
 ) -> T:
-    """Returns `call` of the selected backend; where that refuses after all, of the next one, until none is left: BackendError."""
+    """Returns `call` of a selected backend. If it fails at run time, tries the next one. Raises BackendError if none is left."""
     options.check_all()
     failures = runtime_failures.failures_of(x)
     while True:
@@ -230,7 +230,7 @@ def run(
         name = decision.backend
         if options.canary() and x.q.device.type != "meta" and (wrong := _mismatch(name, spec, direction, x.q.device)):
             mark_unsupported(name, spec, direction, wrong)
-            from flexattn.dispatch.describe import describe  # here, as few processes have anything to tell
+            from flexattn.dispatch.describe import describe  # a late import: few processes need it
 
             warn_once(f"{wrong} {spec}", f"the {direction} will not run on {name}: {wrong} ({describe(spec)})")
             continue
@@ -249,18 +249,18 @@ def backend_of(spec: AttentionSpec, direction: Direction, request: str, x: Opera
 
 
 def backend_name(spec: AttentionSpec, direction: Direction, request: str, x: Operands) -> str:
-    """Returns its name."""
+    """Returns the name of the backend that will run a call."""
     return select(spec, direction, request, runtime_failures.failures_of(x)).backend
 
 
 def _mismatch(name: str, spec: AttentionSpec, direction: Direction, device: torch.device) -> str | None:
-    from flexattn.dispatch import canary  # here, as importing flexattn should not import the reference
+    from flexattn.dispatch import canary  # a late import: importing flexattn should not import the reference
 
     return canary.mismatch(name, spec, direction, device)
 
 
 def _ask(backend: Backend, spec: AttentionSpec, x: Operands, direction: Direction) -> None:
-    """Raises RuntimeFailure where building what the call will run tells that it cannot."""
+    """Raises RuntimeFailure if the backend cannot build the call."""
     if not backend.SUPPORT_IS_FINAL:
         backend.prepare(spec, x, direction)
 
@@ -271,29 +271,29 @@ def _check_lengths(spec: AttentionSpec, x: Operands) -> None:
 
 
 def check_operands(spec: AttentionSpec, x: Operands) -> None:
-    """Raises ValueError for lengths and page ids that do not fit, on a CPU or under FLEXATTN_CHECK=1, and then for descales too."""
+    """Raises ValueError if lengths or page ids do not fit, on a CPU or under FLEXATTN_CHECK=1, which also checks descales."""
     _check_lengths(spec, x)
     if (spec.fp8 is not None or spec.kv_dtype is not None) and options.check_values():
         check_descale_values(x)
 
 
 def check_logits(spec: AttentionSpec, backend: Backend, x: Operands, lse: Tensor, direction: Direction) -> None:
-    """Raises ValueError under FLEXATTN_CHECK=1 for logits that are too large for a backend; not while a graph is captured.
+    """Raises ValueError if logits are too large for a backend. Only FLEXATTN_CHECK=1 runs this check, outside of graph captures.
 
-    It reads lse, so no recording contains it: runs that are recorded or replayed call it beside them.
+    The check reads lse, so no recording contains it: it is called separately after a run is recorded or replayed.
     """
     if options.check_values() and backend is backend_module("triton") and not is_capturing():
-        from flexattn.dispatch.large_logits import check_logits as check  # here, as few processes check values
+        from flexattn.dispatch.large_logits import check_logits as check  # a late import: few processes check values
 
         check(spec, x, lse, direction)
 
 
 def run_forward(spec: AttentionSpec, request: str, x: Operands) -> tuple[Tensor, Tensor, Tensor]:
-    """Runs the forward on the backend that is selected: the implementation of the forward operator."""
+    """Runs the forward on the selected backend; the forward operator's implementation."""
     check_operands(spec, x)
     if spec.needs_grad and spec.for_backward() is not spec:
         select(spec.for_backward(), "backward", request, runtime_failures.failures_of(x))
-    elif spec.needs_grad:  # a call without a backward fails here, not after its forward
+    elif spec.needs_grad:  # a call whose backward is not supported fails here, not after its forward
         run(spec, "backward", request, x, lambda backend: _ask(backend, spec, x, "backward"), warns=False)
 
     def forward(backend: Backend) -> tuple[Tensor, Tensor, Tensor]:
@@ -308,8 +308,8 @@ def run_forward(spec: AttentionSpec, request: str, x: Operands) -> tuple[Tensor,
 
 
 def run_backward(spec: AttentionSpec, request: str, x: Operands, incoming: Incoming) -> Gradients:
-    """Runs the backward on the backend that is selected: the implementation of the backward operator."""
-    if spec.is_part:  # else the forward has checked them
+    """Runs the backward on the selected backend; the backward operator's implementation."""
+    if spec.is_part:  # else the forward has checked the lengths
         _check_lengths(spec, x)
 
     def backward(backend: Backend) -> Gradients:
@@ -334,9 +334,9 @@ def attention_forward_implementation(*call: Any) -> tuple[Tensor, Tensor, Tensor
 
 def attention_forward_out_implementation(*call: Any) -> tuple[Tensor, Tensor]:
     x, _ = _split(call)
-    check_apart(x)  # a compiled call's memory was not known before
+    check_apart(x)  # a compiled call's memory is known only now
     _, lse, max_logit = attention_forward_implementation(*call)
-    assert x.out is not None  # this operator is called with out alone
+    assert x.out is not None  # this operator is called only if there is an out
     increment_version(x.out)
     return lse, max_logit
 
@@ -351,7 +351,7 @@ def attention_backward_implementation(dout: Tensor, dlse: Tensor | None, out: Te
 
 def attention_forward_fake(*call: Any) -> tuple[Tensor, Tensor, Tensor]:
     x, settings = _split(call)
-    # Without descales, as their number of blocks would be guarded.
+    # Without descales: torch.compile would guard their number of blocks.
     return empty_outputs(make_spec(x._replace(descales=()), settings, None), x)
 
 

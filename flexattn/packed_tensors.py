@@ -1,4 +1,4 @@
-"""Packed tensors as views, whose gradients come back as one tensor without a copy where they were written into one."""
+"""Slices of a packed tensor as views, whose gradients form one tensor without a copy if they lie in one buffer."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch import Tensor
 
 
 def unpack(packed: Tensor, dim: int) -> tuple[Tensor, ...]:
-    """Returns the slices of a tensor along `dim` as views: q, k and v, or k and v, that lie in one tensor.
+    """Returns the slices of a tensor along `dim` as views: q, k and v, or k and v, of one tensor.
 
-    Differentiable. The gradient of `packed` is made without a copy where those of the slices are views that lie in one tensor as
-    the slices do, which they are of a call with a packing among its `Results`; else they are copied together, as torch.stack does.
+    Differentiable. If the gradients of the slices lie in one tensor in the same way, the gradient of `packed` is that tensor,
+    without a copy. A call with a packing in its `Results` returns such gradients. All others are copied as by torch.stack.
     """
     return Unpacked.apply(packed, dim) if packed.requires_grad else packed.unbind(dim)  # type: ignore[no-untyped-call]
 
 
 class Unpacked(torch.autograd.Function):
-    """`unpack` with its gradient."""
+    """Autograd function of `unpack`."""
 
     @staticmethod
     def forward(ctx: Any, packed: Tensor, dim: int) -> tuple[Tensor, ...]:
@@ -29,18 +29,18 @@ class Unpacked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, None]:
-        given = next((t for t in gradients if t is not None), None)
-        if given is None:
+        like = next((t for t in gradients if t is not None), None)
+        if like is None:
             return None, None
-        return joined([torch.zeros_like(given) if t is None else t for t in gradients], ctx.dim), None
+        return joined([torch.zeros_like(like) if t is None else t for t in gradients], ctx.dim), None
 
 
 def joined(slices: Sequence[Tensor], dim: int) -> Tensor:
-    """Returns the tensor whose slices along `dim` are given: as a view of what they lie in, or by a copy."""
+    """Returns the tensor with these slices along `dim`: a view if the slices lie in one storage, else a copy."""
     first = slices[0]
-    if torch.compiler.is_compiling() or torch.is_grad_enabled():  # a trace has no storages, and a view here would have no graph
+    if torch.compiler.is_compiling() or torch.is_grad_enabled():  # a trace has no storages, and as_strided would lose the graph
         return torch.stack(tuple(slices), dim)
-    at = dim if dim >= 0 else first.dim() + 1 + dim
+    axis = dim if dim >= 0 else first.dim() + 1 + dim
     storage, strides = first.untyped_storage()._cdata, first.stride()
     step = slices[1].storage_offset() - first.storage_offset()
     is_one = step > 0 and all(
@@ -52,5 +52,5 @@ def joined(slices: Sequence[Tensor], dim: int) -> Tensor:
     )
     if not is_one:
         return torch.stack(tuple(slices), dim)
-    shape = (*first.shape[:at], len(slices), *first.shape[at:])
-    return first.as_strided(shape, (*strides[:at], step, *strides[at:]), first.storage_offset())
+    shape = (*first.shape[:axis], len(slices), *first.shape[axis:])
+    return first.as_strided(shape, (*strides[:axis], step, *strides[axis:]), first.storage_offset())

@@ -1,4 +1,4 @@
-"""The arguments of a call of packed sequences, made from their lengths."""
+"""The arguments of a call with packed sequences, computed from their lengths."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def packed(
 ) -> Packed:
     """Returns the arguments of `attention` for packed sequences of these lengths, to be passed with `**`.
 
-    Make them once for a batch and pass them to every layer: the lengths are copied to the device here.
+    Call this once for a batch and pass the result to every layer, because each call copies the lengths to the device.
 
     Args:
         lengths (sequence of int, or a 1-d integer tensor or numpy array on a CPU): tokens of each sequence, in the order in which
@@ -52,38 +52,40 @@ def packed(
         torch.Size([168, 8, 64])
     """
     check_device("device", device)
-    of_q = _checked("lengths", lengths)
-    cu_seqlens = _running_sum(of_q, device)
+    lengths_q = _checked("lengths", lengths)
+    cu_seqlens = _running_sum(lengths_q, device)
     if lengths_kv is None:
-        of_kv, cu_seqlens_kv = of_q, cu_seqlens
+        key_lengths, cu_seqlens_kv = lengths_q, cu_seqlens
     else:
-        of_kv = _checked("lengths_kv", lengths_kv)
-        if len(of_kv) != len(of_q):
-            raise ValueError(f"lengths has {len(of_q)} sequences and lengths_kv has {len(of_kv)}. Pass as many for both.")
-        cu_seqlens_kv = _running_sum(of_kv, device)
+        key_lengths = _checked("lengths_kv", lengths_kv)
+        if len(key_lengths) != len(lengths_q):
+            raise ValueError(
+                f"lengths has {len(lengths_q)} sequences and lengths_kv has {len(key_lengths)}. Pass as many for both."
+            )
+        cu_seqlens_kv = _running_sum(key_lengths, device)
     return {
         "qkv_format": "thd",
         "cu_seqlens_q": cu_seqlens,
         "cu_seqlens_kv": cu_seqlens_kv,
-        "max_seqlen_q": max(of_q),
-        "max_seqlen_kv": max(of_kv),
+        "max_seqlen_q": max(lengths_q),
+        "max_seqlen_kv": max(key_lengths),
     }
 
 
 def _checked(name: str, lengths: Sequence[int] | Tensor) -> list[int]:
     if isinstance(lengths, Tensor) and (lengths.device.type != "cpu" or lengths.dim() != 1):
-        hint = "a list of ints, or a 1-d tensor on the CPU, as reading a tensor waits for its device"
+        hint = "a list of ints, or a 1-d tensor on the CPU, because reading a tensor waits for its device"
         raise TypeError(f"{name} is {describe(lengths)}. Pass {hint}.")
-    given: Any = lengths.tolist() if hasattr(lengths, "tolist") else lengths
-    whole = [as_index(n) for n in given] if isinstance(given, Sequence) else []
-    found = [n for n in whole if n is not None]
-    if not found or len(found) < len(whole):
+    values: Any = lengths.tolist() if hasattr(lengths, "tolist") else lengths
+    indices = [as_index(n) for n in values] if isinstance(values, Sequence) else []
+    counts = [n for n in indices if n is not None]
+    if not counts or len(counts) < len(indices):
         raise TypeError(
             f"{name} is {describe(lengths)}. Pass a list with the number of tokens of each sequence, such as [100, 7, 61]."
         )
-    if min(found) < 0 or sum(found) >= 2**31:
+    if min(counts) < 0 or sum(counts) >= 2**31:
         raise ValueError(f"{name} is {describe(lengths)}. Pass lengths of 0 or more, of fewer than 2**31 tokens together.")
-    return found
+    return counts
 
 
 def _running_sum(lengths: list[int], device: torch.device | str | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Pictures of a call's mask: the keys that each query sees, and what the call makes of their scores."""
+"""Pictures of a call's mask: the keys that each query sees, and the scores that the call changes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
     from flexattn.dispatch.reference import Sequences
 
-MOST_POINTS = 512  # points of a side of a picture
-MOST_AT_ONCE = 1 << 22  # scores that exist at a time
+MOST_POINTS = 512  # the most points of a picture's side
+MOST_AT_ONCE = 1 << 22  # scores in memory at a time
 HIDDEN, SEEN, EDGE = "#e3e7ea", "#3949ab", "#90a4ae"
 NEG_INF = float("-inf")
 
@@ -25,17 +25,17 @@ NEG_INF = float("-inf")
 def plot_mask(
     q: Tensor, k: Tensor, v: Tensor, *, batch: int | None = None, head: int = 0, ax: Axes | None = None, **call: Any
 ) -> Axes:
-    """Draws the keys that each query of a call of `attention` sees: a row for a query, a column for a key. Nothing is attended to.
+    """Draws the keys that each query of an `attention` call sees: a row for a query, a column for a key. No attention is computed.
 
-    Hidden keys are grey. Seen ones have one colour, or, where score_mod, a bias or ALiBi changes scores by place, the colour of
-    what they make of a score of 0; the values in q and k play no part. It needs matplotlib: `pip install "flexattn[bench]"`. Of
-    more than 512 queries or keys every second, third or so is drawn.
+    Hidden keys are grey. Visible keys have one colour. If score_mod, a bias or ALiBi changes scores by position, the colour is
+    their result for a score of 0; the values in q and k have no effect. The function needs matplotlib:
+    `pip install "flexattn[bench]"`. If there are more than 512 queries or keys, it draws every second, third, and so on.
 
     Args:
         q, k, v: as for `attention`.
-        batch: the sequence to draw. None is the first one, or where queries and keys are packed ("thd") all of them.
+        batch: the sequence to draw. None: the first one, or all of them if queries and keys are packed ("thd").
         head: the query head to draw.
-        ax: matplotlib's Axes to draw into. None makes a figure.
+        ax: matplotlib's Axes to draw into. None creates a figure.
         call: the other arguments of `attention`.
 
     Returns:
@@ -43,7 +43,7 @@ def plot_mask(
 
     Raises:
         ImportError: matplotlib is not installed.
-        ValueError, TypeError: as `attention`; batch or head is out of range; there is no query or no key to draw.
+        ValueError, TypeError: errors of `attention`; batch or head is out of range; there is no query or no key to draw.
 
     Examples:
         >>> import torch
@@ -52,7 +52,7 @@ def plot_mask(
         >>> ax = plot_mask(q, k, v, attn_mask_type="causal", window_size=(16, 0))
         >>> ax = plot_mask(q, k, v, mask_mod=mods.natten_2d(8, 8, 3))
     """
-    from flexattn.dispatch.pages import without_pages  # which importing flexattn does without
+    from flexattn.dispatch.pages import without_pages  # a late import: importing flexattn should not import it
 
     x, settings = bind_call(q, k, v, **call)
     spec, x = without_pages(ops.spec_to_run(x, settings), x)
@@ -60,7 +60,7 @@ def plot_mask(
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"{name} is a {type(value).__name__}; accepted: an int, from 0 to {count - 1}")
         if not 0 <= value < count:
-            raise ValueError(f"{name} is {value}; accepted: from 0 to {count - 1}, as the call has {count}")
+            raise ValueError(f"{name} is {value}; accepted: from 0 to {count - 1}, because the call has {count}")
     rows, columns = _tokens(spec, x, batch)
     if not rows or not columns:
         raise ValueError(f"there are {len(rows)} queries and {len(columns)} keys to draw; accepted: at least one of each")
@@ -80,8 +80,11 @@ def plot_mask(
 
 @torch.no_grad()
 def scores_of_zero(spec: AttentionSpec, x: Operands, batch: int | None, head: int) -> Tensor:
-    """Returns what a call makes of scores of 0, by the reference's arithmetic: float64 [rows, columns], -inf for hidden keys."""
-    from flexattn.dispatch.reference import Differentiable, masked_logits, slice_block  # which importing flexattn does without
+    """Returns the modified scores of a call if all scores are 0: float64 [rows, columns], -inf for hidden keys.
+
+    The arithmetic is the reference's.
+    """
+    from flexattn.dispatch.reference import Differentiable, masked_logits, slice_block  # a late import, as above
 
     rows, columns = _tokens(spec, x, batch)
     zeros = [t.new_zeros((), dtype=torch.float64).expand(*t.shape[:-1], 1) for t in (x.q, x.k, x.v)]
@@ -89,27 +92,27 @@ def scores_of_zero(spec: AttentionSpec, x: Operands, batch: int | None, head: in
     scores = whole.q.new_full((len(rows), len(columns)), NEG_INF)
     for sequences in _sequences(spec, x, batch):
         queries, start = range(len(sequences.q)), sequences.kv.start
-        of_rows = [place for place, token in enumerate(rows) if token in sequences.q]
-        of_columns = [place for place, token in enumerate(columns) if token in sequences.kv]
-        wanted = torch.tensor([rows[place] - sequences.q.start for place in of_rows], dtype=torch.int64, device=x.q.device)
+        row_places = [place for place, token in enumerate(rows) if token in sequences.q]
+        column_places = [place for place, token in enumerate(columns) if token in sequences.kv]
+        wanted = torch.tensor([rows[place] - sequences.q.start for place in row_places], dtype=torch.int64, device=x.q.device)
         step = max(1, MOST_AT_ONCE // max(1, spec.num_heads * len(queries) * columns.step))
-        for first in range(0, len(of_columns) if of_rows else 0, step):
-            places = of_columns[first : first + step]
+        for first in range(0, len(column_places) if row_places else 0, step):
+            places = column_places[first : first + step]
             keys = range(columns[places[0]] - start, columns[places[-1]] - start + 1)
             block = slice_block(spec, whole, sequences, queries, keys)
             logits = masked_logits(spec, x, sequences, queries, keys, block)[0, head]
-            scores[of_rows, places[0] : places[-1] + 1] = logits[wanted, :: columns.step]
+            scores[row_places, places[0] : places[-1] + 1] = logits[wanted, :: columns.step]
     return scores
 
 
 def _sequences(spec: AttentionSpec, x: Operands, batch: int | None) -> list[Sequences]:
     from flexattn.dispatch.reference import split_sequences
 
-    found = split_sequences(spec, x)
+    sequences = split_sequences(spec, x)
     if spec.padding:
-        return found if _is_whole(spec, batch) else [found[batch or 0]]
+        return sequences if _is_whole(spec, batch) else [sequences[batch or 0]]
     one = batch or 0
-    return [found[0]._replace(batch=range(one, one + 1))]
+    return [sequences[0]._replace(batch=range(one, one + 1))]
 
 
 def _is_whole(spec: AttentionSpec, batch: int | None) -> bool:
@@ -117,15 +120,15 @@ def _is_whole(spec: AttentionSpec, batch: int | None) -> bool:
 
 
 def _tokens(spec: AttentionSpec, x: Operands, batch: int | None) -> tuple[range, range]:
-    """Returns the queries and the keys to draw, as their numbers along the token dim."""
-    found = []
+    """Returns the queries and the keys to draw, as positions in the token dim."""
+    sides = []
     for side, fmt, t in (("q", spec.q_format, x.q), ("kv", spec.kv_format, x.k)):
         if fmt == "thd" and not _is_whole(spec, batch):
             tokens: range = getattr(_sequences(spec, x, batch)[0], side)
         else:
             tokens = range(t.shape[fmt.index("t" if fmt == "thd" else "s")])
-        found.append(tokens[:: max(1, -(-len(tokens) // MOST_POINTS))])
-    return found[0], found[1]
+        sides.append(tokens[:: max(1, -(-len(tokens) // MOST_POINTS))])
+    return sides[0], sides[1]
 
 
 def _draw(ax: Axes, scores: Tensor, rows: range, columns: range) -> None:

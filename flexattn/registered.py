@@ -1,7 +1,7 @@
-"""The operators of one process, `torch.ops.flexattn.*`: registered when flexattn is imported, with torch alone.
+"""Registers the operators of one process, `torch.ops.flexattn.*`, when flexattn is imported. It imports only torch.
 
-A graph that torch.export wrote, or that AOTInductor compiled, finds them by name once flexattn is imported. The module that has an
-implementation is imported when that first runs, as few processes run all. Those over ranks are in `distributed.compiled`.
+A graph from torch.export or AOTInductor finds the operators by name if flexattn is imported. The module of an implementation is
+imported when that first runs, because few processes run all of them. `distributed.compiled` has the operators over ranks.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _CALL = """Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? alibi_slopes, Ten
 _LENGTHS = "Tensor? cu_seqlens{0}, Tensor? cu_seqlens{0}_padded, SymInt max_seqlen{0}"
 _KIND = "str granularity, int block_rows, int margin, bool rotation"
 
-# By name: the schema, and the module that has its implementation and its shapes as `<name>_implementation` and `<name>_fake`.
+# name -> (schema, module). The module defines `<name>_implementation` and, for shapes alone, `<name>_fake`.
 _OPERATORS = {
     "attention_forward": (f"({_CALL}) -> (Tensor out, Tensor lse, Tensor max_logit)", "flexattn.ops"),
-    "attention_forward_out": (  # which writes out into memory that the caller gave
+    "attention_forward_out": (  # writes out into the caller's memory
         f"({_CALL.replace('Tensor? memory', 'Tensor(a!) memory')}) -> (Tensor lse, Tensor max_logit)",
         "flexattn.ops",
     ),
@@ -71,5 +71,5 @@ for _name, (_schema, _module) in _OPERATORS.items():
     _library.define(f"{_name}{_schema}")
     for _key in ("CPU", "CUDA"):
         _library.impl(_name, _later(_module, f"{_name}_implementation"), _key)
-    # By which fake tensors go too. `register_fake` would look for its caller among the files of all modules: 2 ms.
+    # Fake tensors use this key too. `register_fake` would search for its caller in the files of all modules: 2 ms.
     _library.impl(_name, _later(_module, f"{_name}_fake"), "Meta")

@@ -1,7 +1,7 @@
-"""The checks of attention()'s arguments, in the order in which they are made; `lengths` has those of the sequences' lengths.
+"""The checks of attention()'s arguments, in call order. `lengths` checks the lengths of sequences.
 
-Each needs types, shapes, dtypes and devices only, so none waits for a device and torch.compile traces them all away; those that
-read values, `check_descale_values` and `lengths.check_values`, run where FLEXATTN_CHECK=1 asks for it.
+A check reads only types, shapes, dtypes and devices, so none waits for a device, and torch.compile removes them all. The checks of
+values, `check_descale_values` and `lengths.check_values`, run only if FLEXATTN_CHECK=1.
 """
 
 from __future__ import annotations
@@ -31,12 +31,10 @@ if TYPE_CHECKING:
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
-CACHED_FOR = (torch.float16, torch.bfloat16, torch.float32)  # dtypes of q beside keys and values in FP8
+CACHED_FOR = (torch.float16, torch.bfloat16, torch.float32)  # dtypes of q with keys and values in FP8
 DEVICES = ("cpu", "cuda", "meta")
 DIMS = {"b": "batch", "s": "sequence", "h": "heads", "d": "head dim", "t": "total tokens"}
-NOT_READ = (
-    "of a tensor only a 0-d one on a CPU, without a gradient and outside of torch.compile, is read, as that waits for nothing"
-)
+NOT_READ = "a tensor is read only if that waits for nothing: a 0-d tensor on a CPU, without a gradient, outside of torch.compile"
 MAX_DROPOUT = 1 - 2**-16  # an element is kept iff its 16 random bits reach dropout_p * 2**16
 
 
@@ -51,9 +49,9 @@ def check_flag(argument: str, value: object, *, optional: bool = False) -> None:
 
 
 def check_number(argument: str, value: Any, limit: float, accepted: str) -> float:
-    """Returns the value, of any real type or a 0-d tensor's on a CPU, as a Python number; raises unless 0 <= value <= limit.
+    """Returns a real number or a 0-d tensor on a CPU as a Python number; raises unless 0 <= value <= limit.
 
-    A tensor on another device is refused, as reading it would wait, and so is one whose gradient would be lost.
+    A tensor on another device is refused, because reading it would wait. A tensor that requires a gradient would lose it.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
         if isinstance(value, Tensor):
@@ -80,11 +78,11 @@ def check_device(argument: str, device: Any) -> None:
     try:
         torch.device("cpu" if device is None else device)
     except (RuntimeError, TypeError) as e:
-        raise ValueError(f"{argument} is {device!r}; accepted: a torch.device, or its name, as 'cuda' or 'cuda:1'") from e
+        raise ValueError(f"{argument} is {device!r}; accepted: a torch.device, or its name, such as 'cuda' or 'cuda:1'") from e
 
 
 def check_mod_arguments(score_mod: Any, mask_mod: Any, tensors: Any) -> None:
-    """Raises TypeError for mods of wrong types; what they compute is checked by the trace."""
+    """Raises TypeError if a mod has a wrong type. The trace checks the computation of a mod."""
     for name, mod in (("score_mod", score_mod), ("mask_mod", mask_mod)):
         if mod is not None and not callable(mod):
             hint = ""
@@ -93,39 +91,38 @@ def check_mod_arguments(score_mod: Any, mask_mod: Any, tensors: Any) -> None:
                 if name == "score_mod":
                     hint = ". Pass a tensor that is added to scores as bias=, [b, h, sq, skv]"
             raise TypeError(f"{name} is {describe(mod)}; accepted: a function, or None{hint}")
-    accepted = "a list or tuple of tensors, or a dict of them by the names of score_mod's arguments"
+    accepted = "a list or tuple of tensors, or a dict from names of score_mod's arguments to tensors"
     if not isinstance(tensors, (list, tuple, Mapping)):
         raise TypeError(f"score_mod_tensors is {describe(tensors)}; accepted: {accepted}")
     if score_mod is None and tensors:
         raise ValueError("score_mod_tensors is given without a score_mod; accepted: (), or a score_mod that takes them")
     for key, t in dict(tensors if isinstance(tensors, Mapping) else enumerate(tensors)).items():
         if not isinstance(t, Tensor):
-            raise TypeError(
-                f"score_mod_tensors[{key!r}] is {describe(t)}; accepted: {accepted} (score_mod captures numbers as such)"
-            )
+            raise TypeError(f"score_mod_tensors[{key!r}] is {describe(t)}; accepted: {accepted} (score_mod can capture numbers)")
         check_meaning(f"score_mod_tensors[{key!r}]", t)
 
 
 def warn_of_one_query(attn_mask_type: str, max_q: Any, max_kv: Any) -> None:
-    """Warns once where one query sees the first key alone though there are more, as decoding with the wrong diagonal does."""
+    """Warns once if the only query sees just the first of several keys: the usual result of decoding with the wrong diagonal."""
     if attn_mask_type not in ("causal", "padding_causal") or torch.compiler.is_compiling():
         return
     if isinstance(max_q, int) and isinstance(max_kv, int) and max_q == 1 and max_kv > 1:
         warn_once(
             "one query",
-            f"attn_mask_type is {attn_mask_type!r} with one query and {max_kv} keys: it counts from the first key, which is all "
-            f"that the query sees; where it is the last of the sequence, as in decoding, use {attn_mask_type + '_bottom_right'!r}",
-            of_caller=True,
+            f"attn_mask_type is {attn_mask_type!r} with one query and {max_kv} keys: it counts from the first key, so the query "
+            "sees only that one; if the query is the last of the sequence, as in decoding, use "
+            f"{attn_mask_type + '_bottom_right'!r}",
+            at_caller=True,
         )
 
 
-MANY_HEADS = 129  # models with a head of keys for each of queries have up to 128, some with v padded to the head dim of k
+MANY_HEADS = 129  # models without GQA have up to 128 heads, some with v padded to the head dim of k
 
 
 def warn_of_swapped_dims(q: Tensor, k: Tensor, v: Tensor, formats: tuple[str, str]) -> None:
-    """Warns once if tensors in bshd look like [batch, heads, sequence, head dim]: more heads than tokens, and very many.
+    """Warns once if tensors in bshd look like [batch, heads, sequence, head dim]: more heads than tokens, and very many heads.
 
-    Short prompts and steps of decoding have more heads than tokens too, but fewer heads, or one query, or more keys than queries.
+    Short prompts and steps of decoding also have more heads than tokens, but fewer heads, one query, or more keys than queries.
     """
     if formats != ("bshd", "bshd") or torch.compiler.is_compiling():
         return
@@ -135,7 +132,7 @@ def warn_of_swapped_dims(q: Tensor, k: Tensor, v: Tensor, formats: tuple[str, st
             "swapped dims",
             f"q and k have {heads} heads and {sq} and {skv} tokens in qkv_format 'bshd'; if these are [batch, heads, seq, dim], "
             "pass qkv_format='bhsd'",
-            of_caller=True,
+            at_caller=True,
         )
 
 
@@ -146,7 +143,7 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, q_format: str, kv_format: str) ->
         if x.dtype != q.dtype and not is_kept:
             raise TypeError(
                 f"{name} has dtype {x.dtype} and q has {q.dtype}; accepted: the same for q, k and v, or k and v both in one FP8 "
-                f"dtype beside q in 16 or 32 bits. Convert with {name}.to(q.dtype), or call under autocast."
+                f"dtype with q in 16 or 32 bits. Convert with {name}.to(q.dtype), or call under autocast."
             )
         if x.dim() != len(fmt):
             dims = ", ".join(DIMS[dim] for dim in fmt)
@@ -173,13 +170,13 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, q_format: str, kv_format: str) ->
     heads, heads_kv = q.shape[q_format.index("h")], k.shape[kv_format.index("h")]
     if heads % heads_kv != 0:
         raise ValueError(
-            f"q has {heads} heads and k and v have {heads_kv}, as shape {tuple(q.shape)} is {q_format} and {tuple(k.shape)} is "
-            f"{kv_format}; accepted: a multiple of the heads of k and v (qkv_format says which dim has them)"
+            f"q has {heads} heads and k and v have {heads_kv}, because shape {tuple(q.shape)} is {q_format} and {tuple(k.shape)} "
+            f"is {kv_format}; accepted: a multiple of the heads of k and v (qkv_format names the dim of heads)"
         )
 
 
 def bias_size(bias: Any, dim: int) -> int | None:
-    """Size of a bias in one of its four dims; None without one."""
+    """Returns the size of a bias in one of its four dims; None if there is no bias."""
     if bias is None:
         return None
     return bias.shape[dim] if isinstance(bias, Tensor) and bias.dim() == 4 else 0
@@ -205,7 +202,7 @@ def check_bias(bias_type: str, bias: Tensor | None, q: Tensor, shape: tuple[int,
     if bias.dim() != 4 or any(size not in (full, 1) for size, full in zip(bias.shape, shape, strict=True)):
         hint = ". Add dims of size 1 in front, such as bias[None, None], or pass it as mask=." if bias.dim() < 4 else ""
         raise ValueError(
-            f"bias has shape {tuple(bias.shape)}; accepted: [b, h, sq, skv] = {list(shape)}, where any may be 1 instead{hint}"
+            f"bias has shape {tuple(bias.shape)}; accepted: [b, h, sq, skv] = {list(shape)}, any of which may be 1{hint}"
         )
 
 
@@ -218,9 +215,7 @@ def check_alibi_slopes(bias_type: str, slopes: Tensor | None, q: Tensor, batch: 
     if tuple(slopes.shape) not in ((heads,), (batch, heads)):
         raise ValueError(f"alibi_slopes has shape {tuple(slopes.shape)}; accepted: [h] = [{heads}] or [b, h] = [{batch}, {heads}]")
     if slopes.requires_grad and torch.is_grad_enabled():
-        raise ValueError(
-            "alibi_slopes requires a gradient; accepted: slopes that do not (detach them), as they are not differentiable"
-        )
+        raise ValueError("alibi_slopes requires a gradient; accepted: detached slopes, because they are not differentiable")
 
 
 def check_softmax_offset(softmax_type: str, offset: Tensor | None, q: Tensor, heads: int) -> None:
@@ -238,13 +233,13 @@ def check_softmax_offset(softmax_type: str, offset: Tensor | None, q: Tensor, he
 
 
 def check_out(out: Any, q: Tensor, v: Tensor, dtype: torch.dtype, needs_grad: bool) -> None:
-    """Raises for memory that a forward cannot write out into."""
+    """Raises if a forward cannot write its result into `out`."""
     check_tensor("out", out, (dtype,), q.device)
     shape = (*q.shape[:-1], v.shape[-1])
     if tuple(out.shape) != shape or not out.is_contiguous():
-        raise ValueError(f"out is {describe(out)}; accepted: contiguous, of shape {shape}, that of q with v's head dim")
+        raise ValueError(f"out is {describe(out)}; accepted: contiguous, of shape {shape}, which is q's shape with v's head dim")
     if needs_grad or (out.requires_grad and torch.is_grad_enabled()):
-        raise ValueError("out is given and a gradient is needed. Call attention() under torch.no_grad(), or leave out out.")
+        raise ValueError("out is given and a gradient is needed. Call attention() under torch.no_grad(), or do not pass out.")
     if torch.compiler.is_compiling() or out.is_meta or type(out) not in (Tensor, torch.nn.Parameter):
         return
     if out.data_ptr() % 16:
@@ -252,7 +247,7 @@ def check_out(out: Any, q: Tensor, v: Tensor, dtype: torch.dtype, needs_grad: bo
 
 
 def check_apart(x: Operands) -> None:
-    """Raises for an out that may share memory with another tensor of its call."""
+    """Raises if `out` may share memory with another tensor of the call."""
     out, plain = x.out, (Tensor, torch.nn.Parameter)
     if out is None or torch.compiler.is_compiling() or type(out) not in plain or out.device.type not in ("cpu", "cuda"):
         return
@@ -264,13 +259,13 @@ def check_apart(x: Operands) -> None:
 
 
 def refuse_shared(name: str) -> NoReturn:
-    """name: of one of `Operands`' fields."""
+    """Raises ValueError. name: a field of `Operands` that may share memory with `out`."""
     name = {"bias": "bias or mask", "mod_tensors": "a tensor that a mod captures"}.get(name, name)
-    raise ValueError(f"out may share memory with {name}. Pass memory of its own.")
+    raise ValueError(f"out may share memory with {name}. Pass separate memory.")
 
 
 def is_shared(a: int, bytes_a: int, b: int, bytes_b: int) -> bool:
-    """Returns whether two ranges of addresses, each a first one and a size, overlap."""
+    """Returns whether two ranges of addresses overlap. Each range is an address and a size in bytes."""
     return b < a + bytes_a and a < b + bytes_b and bytes_a > 0 and bytes_b > 0
 
 
@@ -283,28 +278,32 @@ def extent(t: Tensor | None) -> int:
 
 
 def check_rng_state(rng_state: Tensor | None, q: Tensor, batch: int | None = None) -> None:
-    """Raises for an rng_state of another dtype, device or shape; batch: of a call that may be a part of a whole, else None."""
+    """Raises if rng_state has a wrong dtype, device or shape. batch: the batch size if the call may be part of a larger one."""
     if rng_state is not None:
-        from flexattn.dispatch.philox import ORIGIN  # here, as few calls give one
+        from flexattn.dispatch.philox import ORIGIN  # a late import: few calls have an rng_state
 
         check_tensor("rng_state", rng_state, (torch.int64,), q.device)
-        is_of_part = batch is not None and tuple(rng_state.shape) in ((batch, len(ORIGIN)), (batch, len(ORIGIN) + 1))
-        if not (is_of_part or tuple(rng_state.shape) == (2,)) or not rng_state.is_contiguous():
+        is_by_sequence = batch is not None and tuple(rng_state.shape) in ((batch, len(ORIGIN)), (batch, len(ORIGIN) + 1))
+        if not (is_by_sequence or tuple(rng_state.shape) == (2,)) or not rng_state.is_contiguous():
             also = "" if batch is None else f", or [b, 5 or 6] with b = {batch}: {', '.join(ORIGIN)} of each sequence in a whole"
             raise ValueError(
                 f"rng_state is {describe(rng_state)}; accepted: a contiguous tensor of shape [2], the Philox seed and offset{also}"
             )
-        on = rng_state.device.type
-        is_read = is_of_part and not torch.compiler.is_compiling() and (on == "cpu" or (on != "meta" and options.check_values()))
+        device_type = rng_state.device.type
+        is_read = (
+            is_by_sequence
+            and not torch.compiler.is_compiling()
+            and (device_type == "cpu" or (device_type != "meta" and options.check_values()))
+        )
         if is_read and bool((rng_state[:, 3] % 8).any() | (rng_state[:, 5:] // 8).any() | (rng_state[:, 2:] < 0).any()):
             raise ValueError(
-                f"rng_state has first keys {reprlib.repr(rng_state[:, 3].tolist())}; accepted: places of 0 or more, and in this "
-                "column multiples of 8, with what is beyond that, 0 to 7, in a sixth column"
+                f"rng_state has first keys {reprlib.repr(rng_state[:, 3].tolist())}; accepted: positions of 0 or more, multiples "
+                "of 8 in this column, with the remainder, 0 to 7, in a sixth column"
             )
 
 
 def check_mod_tensors(captures: Sequence[Capture], tensors: Sequence[Tensor], q: Tensor) -> tuple[Tensor, ...]:
-    """Returns the captured tensors on q's device: a 0-d tensor on the CPU is moved there, any other must be there."""
+    """Returns the captured tensors on q's device. A 0-d tensor on the CPU is moved; any other must be on the device."""
     names = [capture.name for capture in captures if not capture.is_number]
     checked = []
     for name, t in zip(names, tensors, strict=True):
@@ -319,7 +318,7 @@ def check_mod_tensors(captures: Sequence[Capture], tensors: Sequence[Tensor], q:
 
 
 def check_scalars(softmax_scale: Any, softcap: Any, dropout_p: Any) -> tuple[float | None, float, float]:
-    """Returns the three as Python numbers; raises where one is out of range."""
+    """Returns the three arguments as Python numbers; raises if one is out of range."""
     largest = torch.finfo(torch.float32).max
     if softmax_scale is not None:
         accepted = "a finite Python number, at least 0, or None for 1/sqrt(head dim)"
@@ -327,49 +326,51 @@ def check_scalars(softmax_scale: Any, softcap: Any, dropout_p: Any) -> tuple[flo
     softcap = check_number("softcap", softcap, largest, "a finite Python number, at least 0 (0 for none)")
     smallest = torch.finfo(torch.float32).tiny
     if 0.0 < softcap < smallest:
-        raise ValueError(f"softcap is {softcap}; accepted: 0 for none, or at least {smallest:.3g}, whose inverse float32 holds")
+        raise ValueError(
+            f"softcap is {softcap}; accepted: 0 for none, or at least {smallest:.3g}, so that float32 holds its inverse"
+        )
     dropout_p = check_number("dropout_p", dropout_p, MAX_DROPOUT, "a Python number in [0, 1), at most 1 - 2**-16")
     return softmax_scale, softcap, dropout_p
 
 
 def check_backward(x: Operands, qkv_format: str, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> None:
-    """Raises where the results of a forward, or their gradients, do not fit a call whose own arguments are checked."""
+    """Raises if the results of a forward or their gradients do not fit the call. The call's arguments are already checked."""
     q, q_format = x.q, parse_format(qkv_format)[0]
     shape = (*q.shape[:-1], x.v.shape[-1])
     for name, t in (("out", out), ("dout", dout)):
         check_tensor(name, t, (q.dtype,), q.device)
         if t.shape != shape:
-            raise ValueError(f"{name} has shape {tuple(t.shape)}; accepted: {tuple(shape)}, that of q with v's head dim")
+            raise ValueError(f"{name} has shape {tuple(t.shape)}; accepted: {tuple(shape)}, which is q's shape with v's head dim")
     statistics = torch.float64 if q.dtype is torch.float64 else torch.float32
-    of_rows = (q.shape[1], q.shape[0]) if q_format == "thd" else tuple(q.shape[q_format.index(dim)] for dim in "bhs")
+    statistics_shape = (q.shape[1], q.shape[0]) if q_format == "thd" else tuple(q.shape[q_format.index(dim)] for dim in "bhs")
     for name, statistic in (("lse", lse), ("dlse", dlse)):
         if statistic is None and name == "dlse":
             continue
         check_tensor(name, statistic, (statistics,), q.device)
         assert statistic is not None
-        if statistic.shape != of_rows:
+        if statistic.shape != statistics_shape:
             dims = "[h, t_q]" if q_format == "thd" else "[b, h, sq]"
-            raise ValueError(f"{name} has shape {tuple(statistic.shape)}; accepted: {of_rows}, {dims}")
+            raise ValueError(f"{name} has shape {tuple(statistic.shape)}; accepted: {statistics_shape}, {dims}")
 
 
 def checked_results(results: Results, q: Tensor, k: Tensor, v: Tensor, formats: tuple[str, str]) -> Results:
-    """Returns the formats of results with "" for those that are q's, or k's and v's; raises ValueError where they cannot be had."""
+    """Returns results with "" for each format that equals the operand's. Raises ValueError if results are not possible."""
     if results == Results():
         return results
-    own = {"out": formats[0], "dq": formats[0], "dkv": formats[1]}
-    for name, fmt in own.items():
+    defaults = {"out": formats[0], "dq": formats[0], "dkv": formats[1]}
+    for name, fmt in defaults.items():
         wanted = getattr(results, name)
         accepted = [known for known in FORMATS if (known == "thd") == (fmt == "thd")]
         if wanted and wanted not in accepted:
-            raise ValueError(f"the format of {name} is {wanted!r}, of a tensor in {fmt}; accepted: {', '.join(accepted)}")
-    out, dq, dkv = ("" if getattr(results, name) == fmt else getattr(results, name) for name, fmt in own.items())
+            raise ValueError(f"the format of {name} is {wanted!r} for a tensor in {fmt}; accepted: {', '.join(accepted)}")
+    out, dq, dkv = ("" if getattr(results, name) == fmt else getattr(results, name) for name, fmt in defaults.items())
     results = results._replace(out=out, dq=dq, dkv=dkv)
     if q.dtype.itemsize >= 4:
         results = results._replace(fp32="none", fp32_out=False)
     if not results.packing:
         return results
     if results.fp32 != "none":
-        raise ValueError(f"{results.fp32} is to be in float32 in a buffer that gradients share; accepted: gradients apart")
+        raise ValueError(f"{results.fp32} is to be in float32 in a buffer that gradients share; accepted: separate gradients")
     check_name("the packing of dq, dk and dv", results.packing, tuple(PACKINGS))
     shared = (q, k, v) if PACKINGS[results.packing][0] == 3 else (k, v)
     shapes = [tuple(t.shape) for t in shared]
@@ -378,13 +379,13 @@ def checked_results(results: Results, q: Tensor, k: Tensor, v: Tensor, formats: 
         names = "q, k and v" if len(shared) == 3 else "k and v"
         raise ValueError(
             f"{names} have shapes {', '.join(map(str, shapes))} in {formats[0]} and {formats[1]}, and their gradients cannot share "
-            "a buffer; accepted: equal shapes and formats, or gradients apart"
+            "a buffer; accepted: equal shapes and formats, or separate gradients"
         )
     return results
 
 
 def check_merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, qkv_format: str) -> str:
-    """Returns q's format; raises unless the four tensors of merge_attention() fit it and each other."""
+    """Returns q's format. Raises unless the four tensors of merge_attention() fit it and each other."""
     fmt, _ = parse_format(str(qkv_format))
     check_tensor("out_a", out_a, DTYPES, None)
     check_tensor("out_b", out_b, (out_a.dtype,), out_a.device)
@@ -412,11 +413,11 @@ def check_fp8(
     block_rows: int,
     descales: tuple[Tensor | None, Tensor | None, Tensor | None],
 ) -> tuple[Tensor, ...]:
-    """Returns the descales of what is in FP8 of q, k and v, as [b | 1, h | 1, blocks | 1]: all three, those of k and v, or none.
+    """Returns the descales of q, k and v in FP8 as [b | 1, h | 1, blocks | 1]: all three, those of k and v, or none.
 
-    Those of each token and head of keys and values in FP8 beside other queries come as the dims of k, the last of them 1.
+    If keys and values in FP8 have a descale for each token and head, its shape is k's with a last dim of 1.
 
-    lengths: of q and of k and v, what the call plans for, and max_seqlen as it was given: blocks may be as many as either has.
+    lengths: for q and for k and v, (the planned length, max_seqlen as passed). The number of blocks may be that of either.
     """
     checked = []
     for name, descale, x, fmt, length in zip(
@@ -433,30 +434,30 @@ def check_fp8(
         if descale is None:
             checked.append(as_scales(None, q.device))
             continue
-        from flexattn.dispatch.quantization import num_blocks  # here, as calls without FP8 should not wait for its import
+        from flexattn.dispatch.quantization import num_blocks  # a late import: calls without FP8 should not wait for it
 
         check_tensor(f"descale_{name}", descale, (torch.float32,), q.device)
-        may_be_of_tokens = k.dtype != q.dtype and fmt != "thd"  # the kernels find those of dense tensors and of pages alone
-        is_of_tokens = may_be_of_tokens and tuple(descale.shape) == tuple(x.shape[:-1])
+        may_be_by_token = k.dtype != q.dtype and fmt != "thd"  # kernels read descales by token only of dense tensors and pages
+        is_by_token = may_be_by_token and tuple(descale.shape) == tuple(x.shape[:-1])
         heads = x.shape[fmt.index("h")]
         blocks = [num_blocks(n, block_rows) if block_rows else 1 for n in map(as_index, length) if n is not None]
         sizes = _scale_sizes(descale)
         fits = len(sizes) == 3 and all(
             size in full or size == 1 for size, full in zip(sizes, ([batch], [heads], blocks), strict=True)
         )
-        if not fits and not is_of_tokens:
+        if not fits and not is_by_token:
             hint = "" if block_rows else " (blocks: give an fp8_recipe with granularity 'block')"
             if k.dtype != q.dtype:
                 hint = ""
-            if may_be_of_tokens:
+            if may_be_by_token:
                 hint = f", or {list(x.shape[:-1])}, one for each token and head"
             raise ValueError(
                 f"descale_{name} has shape {tuple(descale.shape)}; accepted: [], [h], [b, h] or [b, h, blocks] = "
-                f"{[batch, heads, blocks[0]]}, where any may be 1 instead{hint}"
+                f"{[batch, heads, blocks[0]]}, any of which may be 1{hint}"
             )
         if descale.requires_grad and torch.is_grad_enabled():
             raise ValueError(
-                f"descale_{name} requires a gradient; accepted: a descale that does not (detach it), as none is differentiable"
+                f"descale_{name} requires a gradient; accepted: a detached descale, because descales are not differentiable"
             )
         checked.append(as_cache_scales(descale, x) if k.dtype != q.dtype else as_scales(descale, q.device))
     return tuple(checked)
@@ -470,9 +471,9 @@ def as_scales(descale: Tensor | None, device: torch.device) -> Tensor:
 
 
 def as_cache_scales(descale: Tensor | None, cache: Tensor) -> Tensor:
-    """Returns a descale of keys or values in FP8 beside other queries: as `as_scales`, or the cache's dims, the last of them 1."""
-    is_of_tokens = descale is not None and cache.dim() == 4 and descale.shape == cache.shape[:-1]
-    return descale[..., None] if descale is not None and is_of_tokens else as_scales(descale, cache.device)
+    """Returns a descale of an FP8 cache with 16-bit or 32-bit queries: as `as_scales`, or the cache's dims with a last dim of 1."""
+    is_by_token = descale is not None and cache.dim() == 4 and descale.shape == cache.shape[:-1]
+    return descale[..., None] if descale is not None and is_by_token else as_scales(descale, cache.device)
 
 
 def _scale_sizes(descale: Tensor) -> tuple[int, ...]:
@@ -480,28 +481,28 @@ def _scale_sizes(descale: Tensor) -> tuple[int, ...]:
 
 
 def check_descale_values(x: Operands) -> None:
-    """Raises ValueError, under FLEXATTN_CHECK=1, for a descale that is not positive and finite.
+    """Raises ValueError if a descale is not positive and finite. Only FLEXATTN_CHECK=1 runs this check.
 
-    Reads one flag of each in one transfer, and waits for it.
+    It transfers one flag for each descale, all at once, and waits for them.
     """
     names = "qkv" if x.k.dtype == x.q.dtype else "kv"
-    # Those of tokens are left out: where there is no token they may be anything.
-    of_blocks = {name: descale for name, descale in zip(names, x.descales, strict=False) if descale.dim() == 3}
-    if not of_blocks:
+    # Descales by token are not checked: rows without a token may hold any value.
+    by_block = {name: descale for name, descale in zip(names, x.descales, strict=False) if descale.dim() == 3}
+    if not by_block:
         return
-    is_right = [(descale > 0) & descale.isfinite() for descale in of_blocks.values()]
+    is_right = [(descale > 0) & descale.isfinite() for descale in by_block.values()]
     are_all = torch.stack([right.all() for right in is_right]).tolist()
-    for (name, descale), right, is_all in zip(of_blocks.items(), is_right, are_all, strict=True):
+    for (name, descale), right, is_all in zip(by_block.items(), is_right, are_all, strict=True):
         if not is_all:
             b, h, block = (~right).nonzero()[0].tolist()
             raise ValueError(
                 f"descale_{name} is {descale[b, h, block].item()} at [{b}, {h}, {block}] of [b, h, blocks]; accepted: positive and "
-                "finite, as fp8.quantize gives them (with an fp8_state they are 1 / scale)"
+                "finite values, as from fp8.quantize (with an fp8_state they are 1 / scale)"
             )
 
 
 def describe(value: object) -> str:
-    """Returns a value as an error names it: a tensor by what can be wrong with it, all else by its type and value."""
+    """Returns the words for a value in an error: dtype, shape, strides and device of a tensor, else the value and its type."""
     if not isinstance(value, Tensor):
         return f"{reprlib.repr(value)} ({type(value).__name__})"
     strides = "" if value.layout is not torch.strided or value.is_contiguous() else f" with strides {value.stride()}"
@@ -509,7 +510,7 @@ def describe(value: object) -> str:
 
 
 def check_meaning(name: str, x: Tensor) -> None:
-    """Raises TypeError for a tensor whose elements are not its value, such as torch's CausalBias.
+    """Raises TypeError if a tensor's elements are not its value, as in torch's CausalBias.
 
     Such a class overrides torch's functions but not its operators, so torch.library and kernels would read its memory.
     """
@@ -521,7 +522,7 @@ def check_meaning(name: str, x: Tensor) -> None:
         return
     raise TypeError(
         f"{name} is a {kind.__name__}, whose elements may not be its value; accepted: a torch.Tensor; instead of torch's "
-        "CausalBias give attn_mask_type 'causal' or 'causal_bottom_right', and convert any other class to a tensor first"
+        "CausalBias pass attn_mask_type 'causal' or 'causal_bottom_right', and convert any other class to a tensor first"
     )
 
 
@@ -532,7 +533,7 @@ def check_tensor(name: str, x: object, dtypes: tuple[torch.dtype, ...], device: 
     if x.is_nested or x.layout is not torch.strided:
         nested = "is nested and " if x.is_nested else ""
         raise TypeError(
-            f"{name} {nested}has layout {x.layout}; accepted: a plain torch.strided tensor (uneven lengths are packed as thd)"
+            f"{name} {nested}has layout {x.layout}; accepted: a plain torch.strided tensor (pack uneven lengths as thd)"
         )
     if x.dtype not in dtypes:
         raise TypeError(f"{name} has dtype {x.dtype}; accepted: {', '.join(dict.fromkeys(map(str, dtypes)))}")
@@ -542,27 +543,27 @@ def check_tensor(name: str, x: object, dtypes: tuple[torch.dtype, ...], device: 
         raise ValueError(f"{name} is on {x.device} and q is on {device}; accepted: the same device for both. Move it there first.")
 
 
-MASKING = -1e8  # the largest finite score that is taken for a mask
-FLOOR = 0.99 * MASKING  # greater than any such score by 1e6: far more than 104, where exp is 0 in float32, and than lse's rounding
+MASKING = -1e8  # the largest finite score that counts as a mask
+FLOOR = 0.99 * MASKING  # above each masking score by 1e6, which exceeds lse's rounding and 104, past which exp is 0 in float32
 _BELOW_FLOOR = (
-    f"a score_mod masks with a finite score of {MASKING:.0e} or less, and a query has no score above {FLOOR:.2e} among those that "
-    "it sees, so what is masked would have a weight; mask with -inf, or with a number above -1e8"
+    f"a score_mod masks with a finite score of {MASKING:.0e} or less, and a query has no score above {FLOOR:.2e} among the keys "
+    "that it sees, so masked keys would have a weight; mask with -inf, or with a number above -1e8"
 )
 
 
 def check_floor(lse: Tensor) -> None:
-    """Checks that finite scores which mask, such as -1e9, did: that every query has a greater one.
+    """Checks that finite masking scores, such as -1e9, have no weight: each query has a much greater score.
 
-    `flexattn.mods.bands` takes such a mask for a band where that gives the same: where lse, the logarithm of the sum of what a
-    query sees, exceeds it by so much that exp of the difference is 0. So lse tells, and no pass over the scores is needed. Raises
-    ValueError where one is not above FLOOR; on a GPU, for which nothing waits, a device-side assertion fails.
+    `flexattn.mods.bands` turns such a mask into a band, which is exact if each query's lse exceeds the masking score by so much
+    that exp of the difference is 0. The check therefore reads lse and needs no pass over the scores. It raises ValueError if an lse
+    is not above FLOOR. On a GPU nothing waits: a device-side assertion fails.
     """
     if lse.numel() == 0:
         return
     if triton_backend.can_check_floor(lse.device):
         triton_backend.check_floor(lse, FLOOR, _BELOW_FLOOR)
         return
-    is_low = (lse <= FLOOR).any()  # not NaN, as of a NaN in q
+    is_low = (lse <= FLOOR).any()  # false for NaN, which a NaN in q causes
     if is_low.device.type != "cpu":
         torch._assert_async(~is_low, _BELOW_FLOOR)
     elif is_low:

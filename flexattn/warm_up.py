@@ -1,4 +1,4 @@
-"""Compiling and building ahead, so that no first call of a training step or a request pays for it."""
+"""Compiles and builds ahead, so that the first call of a training step or a request does not wait for it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flexattn.dispatch.spec import AttentionSpec, Direction, Operands
 from flexattn.functional import bind_call
 from flexattn.progress import progress_bar
 
-LENGTH = 128  # length of a spec's sequences where its length class is not known
+LENGTH = 128  # length of a spec's sequences if its length class is not known
 
 
 def warmup(
@@ -26,25 +26,24 @@ def warmup(
     """Compiles the Triton kernels and builds the cuDNN plans that calls will run, in each direction that they need.
 
     Triton kernels do not depend on batch size or lengths. A cuDNN plan depends on both: packed sequences (thd) share plans for
-    rounded-up sizes, dense formats have one for each shape (the first 8 of a kind) and then share likewise; docs/backends.md
-    says how. A plan takes 0.3 to 0.5 s; with FLEXATTN_PLANS set to a directory it is kept there, and the next process loads it in
-    milliseconds. A kernel takes about a second. Several that are not on disk (FLEXATTN_KERNELS says where) are compiled at a time,
-    in processes of their own; plans are built one after another.
+    rounded-up sizes; a dense format gets one for each of the first 8 shapes of a configuration, then shares them too. See
+    docs/cudnn.md. Building a plan takes 0.3 to 0.5 s. If FLEXATTN_PLANS is set to a directory, plans are saved there, and the next
+    process loads them in milliseconds. A kernel takes about a second. Kernels that are not on disk (in FLEXATTN_KERNELS) are
+    compiled in parallel processes; plans are built one after another.
 
     Args:
-        calls: each either the arguments of `attention`, as a dict, with tensors of the shapes, dtypes and strides that will come
-            (their values do not matter; they are not changed), or an `AttentionSpec`, which stands for one sequence of its length
-            class, on the current device.
-        backend: for specs: what `attention` takes. Arguments say it themselves.
-        progress: whether to show a bar on stderr for several kernels or calls, if tqdm is installed.
-        workers: how many kernels are compiled at a time; None: one for each core.
+        calls: each call is a dict of `attention`'s arguments or an `AttentionSpec`. The tensors of a dict have the shapes, dtypes
+            and strides of later calls; their values do not matter and do not change. A spec stands for one sequence of its length
+            class on the current device.
+        backend: the argument of `attention`, for specs. A dict has its own.
+        progress: whether to show a bar on stderr if there are several kernels or calls and tqdm is installed.
+        workers: number of kernels to compile at a time; None: one for each core.
 
     Returns:
-        What `explain` says of each call, now that what cuDNN itself refuses is known.
+        The `explain` of each call, which includes the refusals of cuDNN that only building shows.
 
     Raises:
-        ValueError, TypeError: what `attention` raises for the same arguments.
-        BackendError: likewise.
+        ValueError, TypeError, BackendError: errors of `attention` for the same arguments.
     """
     todo = [_resolved(call, backend) for call in calls]
     _compile(todo, progress, workers)
@@ -68,37 +67,35 @@ def _resolved(call: AttentionSpec | Mapping[str, Any], backend: str | None) -> _
     if isinstance(call, AttentionSpec):
         if call.mods is not None or call.block_size is not None:
             raise ValueError(
-                "warmup() was given an AttentionSpec with a mod or a block mask, whose tensors it does not hold; accepted: a dict "
-                "of attention's arguments"
+                "warmup() got an AttentionSpec with a mod or a block mask, which lacks their tensors; accepted: a dict of "
+                "attention's arguments"
             )
         device = torch.device("cuda", torch.cuda.current_device()) if call.device_type == "cuda" else torch.device("cpu")
         x = sample_operands(call, device, [call.length_q or LENGTH], [call.length_kv or LENGTH])
         return _Call(call, requested_backend(backend), x)
     if not isinstance(call, Mapping):
-        raise TypeError(
-            f"warmup() was given a {type(call).__name__}; accepted: a dict of attention's arguments, or an AttentionSpec"
-        )
+        raise TypeError(f"warmup() got a {type(call).__name__}; accepted: a dict of attention's arguments, or an AttentionSpec")
     x, settings = bind_call(**call)
     return _Call(ops.spec_to_run(x, settings), settings.backend, with_rng_state(x))
 
 
 def _compile(todo: Sequence[_Call], progress: bool, workers: int | None) -> None:
-    """Compiles the Triton kernels that are not on disk, several at a time; a single one is left to its preparation."""
+    """Compiles the Triton kernels that are not on disk, several at a time. `_prepare` compiles a single one."""
     if not triton_backend.can_be_recorded():
         return
-    from flexattn.build_ahead import build_missing, recorded  # here, as importing flexattn should be quick
+    from flexattn.build_ahead import build_missing, recorded  # a late import: importing flexattn should be quick
 
     launches: dict[tuple[int, int], list[Any]] = {}
     with torch.no_grad():
         for spec, request, x in todo:
-            of_triton = [
+            directions = [
                 d for d in directions_of(spec) if select(spec, d, request, runtime_failures.failures_of(x)).backend == "triton"
             ]
-            if spec.capability is not None and of_triton:
-                launches.setdefault(spec.capability, []).extend(recorded(spec, x, of_triton))
-    for capability, found in launches.items():
-        if len(found) > 1:
-            build_missing(found, capability, options.kernel_directory(), workers, "flexattn.warmup", progress)
+            if spec.capability is not None and directions:
+                launches.setdefault(spec.capability, []).extend(recorded(spec, x, directions))
+    for capability, kernels in launches.items():
+        if len(kernels) > 1:
+            build_missing(kernels, capability, options.kernel_directory(), workers, "flexattn.warmup", progress)
 
 
 def _prepare(spec: AttentionSpec, direction: Direction, request: str, x: Operands) -> None:

@@ -1,4 +1,4 @@
-"""Warnings of flexattn: each comes once, as calls repeat."""
+"""Warnings of flexattn: each appears once, because calls repeat."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ _warned: set[str] = set()
 _lock = fork_safe(threading.Lock())
 
 
-def warn_once(key: str, message: str, *, of_caller: bool = False) -> None:
-    """Gives a RuntimeWarning the first time that `key` comes in the process, in whichever thread.
+def warn_once(key: str, message: str, *, at_caller: bool = False) -> None:
+    """Issues a RuntimeWarning if `key` is new in this process, in any thread.
 
-    of_caller: the warning is about the code that called flexattn, and names its line; else that of flexattn that warns.
+    at_caller: the warning names the line that called flexattn. If False, it names the line in flexattn that warns.
     """
     with _lock:
         if key in _warned:
             return
         _warned.add(key)
-    warnings.warn(message, RuntimeWarning, stacklevel=_levels_to_caller() if of_caller else 2)
+    warnings.warn(message, RuntimeWarning, stacklevel=_levels_to_caller() if at_caller else 2)
 
 
 def _levels_to_caller() -> int:
-    """Returns the `stacklevel` in `warn_once` of the first frame outside of flexattn, and of torch, whose modules call ours."""
+    """Returns the `stacklevel` in `warn_once` of the first frame outside of flexattn and torch, whose modules call ours."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("flexattn", "torch"):
         level, frame = level + 1, frame.f_back

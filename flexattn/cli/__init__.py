@@ -1,4 +1,4 @@
-"""The commands of `flexattn`, which is `python -m flexattn` too."""
+"""The commands of `flexattn`, which is also `python -m flexattn`."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any, NoReturn
 
 
 def program(command: str = "") -> str:
-    """Returns how the user spells a command, for its usage and errors."""
+    """Returns a command as the user types it, for usage and errors."""
     is_script = os.path.basename(sys.argv[0]) in ("flexattn", "flexattn.exe")
     return " ".join(["flexattn" if is_script else "python -m flexattn", *([command] if command else [])])
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors say where the options are listed, and do not list them."""
+    """A parser whose errors point to --help instead of listing the options."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        # That of Python 3.14, for which the value of "--window -1,4" is no option.
+        # The pattern of Python 3.14, which does not read the value of "--window -1,4" as an option.
         self._negative_number_matcher = re.compile(r"-\.?\d")
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\n`{self.prog} --help` lists the options and what they take\n")
+        self.exit(2, f"{self.prog}: error: {message}\n`{self.prog} --help` lists the options and their values\n")

@@ -1,4 +1,4 @@
-"""`python -m flexattn build`: the Triton kernels of a call, compiled for a GPU that need not be here into a directory to ship."""
+"""`python -m flexattn build`: compiles the Triton kernels of a call into a directory to ship, if needed for an absent GPU."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Builds what is missing and says what there is; raises ValueError for what the Triton backend does not run."""
+    """Builds the missing kernels and prints the result. Raises ValueError if the Triton backend cannot run the call."""
     x, _, spec = question.parse(args)
     if spec.capability is None:
-        raise ValueError("--capability says for which GPU; give it, as 9.0, where there is none")
+        raise ValueError("--capability is missing, and this machine has no GPU; pass the GPU's, such as 9.0")
     launches = recorded(spec, x, ("forward", "backward") if spec.needs_grad else ("forward",))
-    made = build_missing(launches, spec.capability, args.out, args.workers, "flexattn build")
+    built = build_missing(launches, spec.capability, args.out, args.workers, "flexattn build")
     kept_files.let_all_read(args.out, ".kernel")
     names = sorted({launch.kernel.fn.__name__ for launch in launches})
-    print(f"{made} built, {len(launches) - made} there already, in {args.out}: {', '.join(names)}")  # noqa: T201
+    print(f"{built} built, {len(launches) - built} there already, in {args.out}: {', '.join(names)}")  # noqa: T201
     return 0

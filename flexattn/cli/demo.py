@@ -41,13 +41,13 @@ class Settings(NamedTuple):
     num_heads_kv: int
     head_dim: int
     dtype: torch.dtype
-    repeats: int  # timed runs, of which the fastest counts; 0: none is timed
+    repeats: int  # timed runs, of which the fastest counts; 0: no timing
 
 
 LLAMA_3_8B = Settings(65536, 4096, 32, 8, 128, torch.bfloat16, 10)
-# A CPU runs the eager backend, whose times say nothing of the kernels.
+# A CPU runs the eager backend, whose times say nothing about the kernels.
 SMALL = Settings(6144, 1024, 4, 2, 64, torch.float32, 0)
-TINY = Settings(160, 40, 4, 2, 32, torch.float32, 0)  # Triton's interpreter takes seconds for what a GPU does in microseconds
+TINY = Settings(160, 40, 4, 2, 32, torch.float32, 0)  # Triton's interpreter is about a million times slower than a GPU
 
 
 class Batch(NamedTuple):
@@ -97,16 +97,16 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def run(tokens: int | None, backend: str) -> int:
-    """Runs the demo, prints what it finds, and returns the exit status: 1 if a result is too far from the reference."""
+    """Runs the demo, prints its results, and returns the exit status: 1 if a result is too far from the reference."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     interpret = device == "cpu" and "triton" not in sys.modules
     if interpret:
         os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported
-    from rich.console import Console  # here, as --help does without it
+    from rich.console import Console  # a late import: --help does not need it
 
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False, markup=False)
-    where = torch.cuda.get_device_name() if device == "cuda" else f"CPU, threads: {torch.get_num_threads()}"
-    console.print(f"flexattn {flexattn.__version__} · torch {torch.__version__.partition('+')[0]} · {where}\n")
+    device_name = torch.cuda.get_device_name() if device == "cuda" else f"CPU, threads: {torch.get_num_threads()}"
+    console.print(f"flexattn {flexattn.__version__} · torch {torch.__version__.partition('+')[0]} · {device_name}\n")
 
     settings = LLAMA_3_8B if device == "cuda" else TINY if backend == "triton" else SMALL
     batch = make_batch(settings._replace(tokens=tokens or settings.tokens), device)
@@ -124,7 +124,7 @@ def run(tokens: int | None, backend: str) -> int:
 
 
 def documents() -> list[list[int]]:
-    """Token ids of each source file of the package, and of each page of documentation where the package is a checkout."""
+    """Returns the token ids of each source file of the package, and of each documentation page if the package is a checkout."""
     package = Path(flexattn.__file__).parent
     folders = [package, *sorted(p for p in package.iterdir() if p.is_dir())]
     files = [p for folder in folders for p in sorted(folder.glob("*.py"))]
@@ -135,16 +135,16 @@ def documents() -> list[list[int]]:
 
 
 def make_batch(settings: Settings, device: str) -> Batch:
-    """Packs documents, in a fixed random order, each that still fits, and makes q, k and v of them by random projections."""
+    """Packs documents in a fixed random order, skips each that does not fit, and projects them randomly to q, k and v."""
     generator = torch.Generator().manual_seed(0)
-    found = documents()
-    # Documents are cut in the same proportion, so that they stay as uneven as they are; at least four fit.
+    sources = documents()
+    # All documents are cut in the same proportion, so that they stay uneven; at least four fit.
     longest = min(settings.longest, max(1, settings.tokens // 4))
-    share = min(1.0, longest / max(len(document) for document in found))
+    share = min(1.0, longest / max(len(document) for document in sources))
     packed: list[list[int]] = []
     room = settings.tokens
-    for i in torch.randperm(len(found), generator=generator, device="cpu").tolist():
-        document = found[i][: max(1, int(share * len(found[i])))]
+    for i in torch.randperm(len(sources), generator=generator, device="cpu").tolist():
+        document = sources[i][: max(1, int(share * len(sources[i])))]
         if len(document) <= room:
             packed.append(document)
             room -= len(document)
@@ -174,13 +174,13 @@ def forward_backward(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, **call: Any)
 
 
 def run_and_check(console: Console, batch: Batch, backend: str) -> bool:
-    """Says which backend runs the batch and why, runs it, and compares the results with the reference."""
+    """Prints the backend of the batch and the reason, runs the batch, and compares the results with the reference."""
     call = batch.call() | {"backend": backend}
     console.print(f"{flexattn.explain(batch.q, batch.k, batch.v, **call)}\n", soft_wrap=True)
     with console.status("forward and backward"):
         results = forward_backward(batch.q, batch.k, batch.v, batch.dout, **call)
 
-    # Documents are independent, so a few are enough; heads are too, and a group at a time bounds the reference's quadratic memory.
+    # Documents are independent, so a few are enough. Heads are too: one group at a time bounds the reference's quadratic memory.
     by_length = sorted(range(len(batch.lengths)), key=batch.lengths.__getitem__)
     checked = sorted({by_length[0], by_length[len(by_length) // 2], by_length[-1]})
     num_heads_kv = batch.k.shape[1]
@@ -190,10 +190,10 @@ def run_and_check(console: Console, batch: Batch, backend: str) -> bool:
     for i, head_kv in with_bar(steps, "against the reference", console):
         start = sum(batch.lengths[:i])
         rows = slice(start, start + batch.lengths[i])
-        of_q = rows, slice(head_kv * group, (head_kv + 1) * group)
-        of_kv = rows, slice(head_kv, head_kv + 1)
-        document = batch.q[of_q].detach(), batch.k[of_kv].detach(), batch.v[of_kv].detach(), batch.dout[of_q]
-        ours = Results(results.out[of_q], results.dq[of_q], results.dk[of_kv], results.dv[of_kv])
+        q_part = rows, slice(head_kv * group, (head_kv + 1) * group)
+        kv_part = rows, slice(head_kv, head_kv + 1)
+        document = batch.q[q_part].detach(), batch.k[kv_part].detach(), batch.v[kv_part].detach(), batch.dout[q_part]
+        ours = Results(results.out[q_part], results.dq[q_part], results.dk[kv_part], results.dv[kv_part])
         pieces.append((ours, reference(*document, torch.float64), reference(*document, batch.q.dtype)))
 
     lengths = ", ".join(str(batch.lengths[i]) for i in checked)
@@ -262,13 +262,13 @@ def compare_with_padding(console: Console, batch: Batch, backend: str, repeats: 
 
 
 def flops(batch: Batch, lengths: list[int]) -> float:
-    """Floating-point operations of forward and backward, counted as FlashAttention does: a causal mask halves the square."""
+    """Returns the floating-point operations of forward and backward. As in FlashAttention, a causal mask halves the square."""
     _, num_heads, head_dim = batch.q.shape
     return sum(4 * num_heads * head_dim * n * n / 2 for n in lengths) * (1 + BACKWARD_FLOPS)
 
 
 def least_times(functions: Sequence[Callable[[], object]], rounds: Iterable[int]) -> list[float]:
-    """Returns the least time of each function in seconds; they take turns, so that a busy machine slows all of them."""
+    """Returns the least time of each function in seconds. The functions alternate, so that a busy machine slows all of them."""
     least = [float("inf")] * len(functions)
     for n in rounds:
         for i, function in enumerate(functions):
@@ -282,10 +282,10 @@ def least_times(functions: Sequence[Callable[[], object]], rounds: Iterable[int]
     return least
 
 
-def with_bar(steps: Sequence[T], what: str, console: Console) -> Iterable[T]:
+def with_bar(steps: Sequence[T], title: str, console: Console) -> Iterable[T]:
     from rich.progress import track
 
-    return track(steps, what, console=console, transient=True, disable=not console.is_terminal)
+    return track(steps, title, console=console, transient=True, disable=not console.is_terminal)
 
 
 def synchronize() -> None:

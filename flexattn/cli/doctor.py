@@ -1,6 +1,6 @@
-"""`python -m flexattn doctor`: a list of all that flexattn can use, of what is missing, and of the backend that attention() uses.
+"""`python -m flexattn doctor`: lists the packages and devices that flexattn can use, those that are missing, and the backend.
 
-No probe can fail the list: an error in a probe is one of its lines.
+If a probe fails, the list has a line with its error.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ _WORDS = set(options.VARIABLES) - {"FLEXATTN_PLANS", "FLEXATTN_KERNELS"}  # vari
 
 
 class Finding(NamedTuple):
-    what: str
-    found: str
+    subject: str
+    state: str
     verdict: str = OK
-    remedy: str = ""  # a command, or what to change
+    remedy: str = ""  # a command, or a change to make
 
 
 def main(arguments: Sequence[str]) -> int:
     parser = Parser(
         prog=program("doctor"),
-        description="Lists what is installed of all that flexattn can use, from where, how to get what is missing, and what "
-        "attention() runs on. It always succeeds.",
+        description="Lists the packages and devices that flexattn can use, their location, commands that install missing ones, and "
+        "the backend of attention(). It always succeeds.",
     )
     parser.add_argument("--report", action="store_true", help="print it as Markdown for a bug report, without paths and names")
     args = parser.parse_args(arguments)
@@ -51,14 +51,15 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def run(is_report: bool = False) -> int:
-    """Prints what was found, as a table if rich is installed, or as Markdown for a bug report; returns 0."""
+    """Prints the findings, as a table if rich is installed, or as Markdown for a bug report; returns 0."""
     findings = report()
     if is_report:
         print(markdown(findings))  # noqa: T201
         return 0
     if importlib.util.find_spec("rich") is None:
         for finding in findings:
-            print(f"{finding.what}: {finding.found} [{finding.verdict}]" + (f"\n    {finding.remedy}" if finding.remedy else ""))  # noqa: T201
+            remedy = f"\n    {finding.remedy}" if finding.remedy else ""
+            print(f"{finding.subject}: {finding.state} [{finding.verdict}]{remedy}")  # noqa: T201
     else:
         _print_table(findings)
     print(outcome())  # noqa: T201
@@ -74,33 +75,36 @@ def _print_table(findings: Sequence[Finding]) -> None:
     for finding in findings:
         remedy = f"\n{finding.remedy}" if finding.remedy else ""
         table.add_row(
-            finding.what, finding.found + remedy, finding.verdict, style=None if finding.verdict == OK else colours[finding.verdict]
+            finding.subject,
+            finding.state + remedy,
+            finding.verdict,
+            style=None if finding.verdict == OK else colours[finding.verdict],
         )
     Console().print(table)
 
 
 def outcome() -> str:
-    """Returns one line: what attention() does here with an ordinary call."""
+    """Returns one line about the backend of an ordinary call on this machine."""
     try:
         x = torch.empty(1, 2048, 16, 128, dtype=torch.bfloat16, device="meta", requires_grad=True)
         call, settings = bind_call(x, x, x, attn_mask_type="causal")
         capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
         device_type = "cpu" if capability is None else "cuda"
         spec = ops.spec_to_run(call, settings)._replace(device_type=device_type, capability=capability)
-        found = explain(spec, requested_backend(None), call)
-    except Exception as e:  # as a backend that an environment variable names
+        explanation = explain(spec, requested_backend(None), call)
+    except Exception as e:  # for example if an environment variable names an unusable backend
         return f"attention() raises {type(e).__name__} here: {' '.join(str(e).splitlines()[:2])}"
-    if found.forward.backend != "eager":
-        return f"attention() runs on: {found.runs_on}, on {torch.cuda.get_device_name()}."
+    if explanation.forward.backend != "eager":
+        return f"attention() runs on: {explanation.runs_on}, on {torch.cuda.get_device_name()}."
     if capability is None:
         return "attention() runs on: eager. Correct, but slow: no NVIDIA GPU was found."
-    reason = next((reason for name, reason in found.forward.rejected if name == "triton"), found.forward.why)
+    reason = next((reason for name, reason in explanation.forward.rejected if name == "triton"), explanation.forward.why)
     return f"attention() runs on: eager. Correct, but slow: {reason}."
 
 
 def markdown(findings: Sequence[Finding]) -> str:
-    """Returns a table in Markdown that says neither where files are nor whose machine it is."""
-    rows = [f"| {f.what} | {_anonymous(f.found)} | {f.verdict} |" for f in findings]
+    """Returns a table in Markdown without the paths of files and the names of users and machines."""
+    rows = [f"| {f.subject} | {_anonymous(f.state)} | {f.verdict} |" for f in findings]
     return "\n".join(["| what | found | |", "|---|---|---|", *rows, "", _anonymous(outcome())])
 
 
@@ -110,8 +114,8 @@ _PUBLIC = re.compile(r"site-packages.*|[^/\\]*\.so[.\d]*$")  # the end of a path
 
 
 def _anonymous(text: str) -> str:
-    """Returns a text in one line, without the folders of paths, the values of variables that name some, and names of people."""
-    text = _SETTING.sub(lambda found: found[0] if found[1] in _WORDS else f"{found[1]} (set)", " ".join(text.split()))
+    """Returns a text in one line, without folders, values of variables that name folders, and names of users and machines."""
+    text = _SETTING.sub(lambda match: match[0] if match[1] in _WORDS else f"{match[1]} (set)", " ".join(text.split()))
     home = os.path.expanduser("~")
     for name in (home, os.path.basename(home), os.environ.get("USER", ""), platform.node()):
         text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", "...", text) if len(name) > 1 else text
@@ -120,18 +124,18 @@ def _anonymous(text: str) -> str:
 
 
 def report() -> list[Finding]:
-    """Returns all findings, in the order in which one thing needs another."""
+    """Returns all findings. A dependency comes before the packages that need it."""
     findings: list[Finding] = []
-    for what, probe in PROBES.items():
-        findings += _guarded(what, probe)
+    for subject, probe in PROBES.items():
+        findings += _guarded(subject, probe)
     return findings
 
 
-def _guarded(what: str, probe: Callable[[], list[Finding]]) -> list[Finding]:
+def _guarded(subject: str, probe: Callable[[], list[Finding]]) -> list[Finding]:
     try:
         return probe()
-    except Exception as e:  # the report must come on a broken machine too
-        return [Finding(what, f"the probe failed: {type(e).__name__}: {e}", NOTE)]
+    except Exception as e:  # a broken machine needs a report too
+        return [Finding(subject, f"the probe failed: {type(e).__name__}: {e}", NOTE)]
 
 
 def _python() -> list[Finding]:
@@ -158,8 +162,8 @@ def _gpu() -> list[Finding]:
         return [*findings, Finding("GPU", "torch sees none", MISSING, remedy)]
     for index in range(torch.cuda.device_count()):
         p = torch.cuda.get_device_properties(index)
-        found = f"{p.name}, sm_{p.major}{p.minor}, {p.multi_processor_count} SMs, {p.total_memory / 2**30:.0f} GiB"
-        findings.append(Finding(f"GPU {index}", found))
+        state = f"{p.name}, sm_{p.major}{p.minor}, {p.multi_processor_count} SMs, {p.total_memory / 2**30:.0f} GiB"
+        findings.append(Finding(f"GPU {index}", state))
     return findings
 
 
@@ -190,21 +194,21 @@ def _cudnn() -> list[Finding]:
 
 
 def _libraries() -> list[Finding]:
-    """Reports which libcudnn the process has loaded, and others that it might: two versions mixed fail when a graph is built."""
+    """Reports the loaded libcudnn and all others on disk, because a mix of two versions fails when a graph is built."""
     loaded = sorted({line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libcudnn.so" in line})
     patterns = [str(Path(folder) / "nvidia" / "cudnn" / "lib" / "libcudnn.so*") for folder in sys.path]
     patterns += [str(Path(folder) / "libcudnn.so*") for folder in os.environ.get("LD_LIBRARY_PATH", "").split(":") if folder]
     patterns += ["/usr/lib/*-linux-gnu/libcudnn.so*", "/usr/local/cuda*/lib64/libcudnn.so*"]
-    there = sorted({os.path.realpath(path) for pattern in patterns for path in glob.glob(pattern)})
+    on_disk = sorted({os.path.realpath(path) for pattern in patterns for path in glob.glob(pattern)})
     findings = [Finding("libcudnn loaded", ", ".join(loaded) or "none yet")]
-    if len({os.path.dirname(path) for path in (*there, *map(os.path.realpath, loaded))}) > 1:
+    if len({os.path.dirname(path) for path in (*on_disk, *map(os.path.realpath, loaded))}) > 1:
         remedy = "keep one: pip uninstall the others, or set LD_LIBRARY_PATH to the folder of one"
-        findings.append(Finding("libcudnn on disk", ", ".join(there), NOTE, remedy))
+        findings.append(Finding("libcudnn on disk", ", ".join(on_disk), NOTE, remedy))
     return findings
 
 
 def _frontends() -> list[Finding]:
-    """Reports packages that bring the same module twice: which one is imported is then chance."""
+    """Reports packages that install the same module. If there are two, Python may import either."""
     findings = []
     for module in ("triton", "cudnn"):
         owners = sorted(set(importlib.metadata.packages_distributions().get(module, ())))
@@ -215,7 +219,7 @@ def _frontends() -> list[Finding]:
 
 
 def _backends() -> list[Finding]:
-    """Reports whether each fused backend can run on the first device at all."""
+    """Reports whether each fused backend can run on the first device."""
     if not torch.cuda.is_available():
         return []
     capability = torch.cuda.get_device_capability(0)

@@ -1,4 +1,4 @@
-"""Score and mask modifications: those that the field knows by name, and the way from any to a program."""
+"""Score and mask modifications: common ones, and the path from any mod to a program."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""Masks and bands hidden in a mod's graph: scores that are -inf become a mask, and a mask on kv_idx - q_idx becomes a band.
+"""Finds masks and bands in a mod's graph: scores of -inf become a mask, and a mask on kv_idx - q_idx becomes a band.
 
-So a causal or window mask costs what attn_mask_type and window_size cost, however it is written: blocks outside are never visited.
+A causal or window mask that is written as a mod is therefore as fast as attn_mask_type and window_size: kernels skip all blocks
+outside the band.
 
-A finite score that masks, such as -1e9, hides exactly where every query sees a key whose score is greater by 104 or more: exp of
-the difference is then 0 in float32. `flexattn.validation.check_floor` holds calls to that.
+A finite masking score, such as -1e9, hides a key exactly if every query sees another key whose score is greater by at least 104:
+exp of the difference is then 0 in float32. `flexattn.validation.check_floor` checks that condition.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from flexattn.validation import MASKING
 
 
 class Fill(enum.IntEnum):
-    """Effect of a number on the score that it replaces; in place of a gradient, ZERO passes none on."""
+    """Effect of a number that replaces a score. If ZERO replaces a gradient, it passes none on."""
 
     NONE = 0
     ZERO = 1
@@ -32,24 +33,23 @@ class Fill(enum.IntEnum):
 
 
 class Masks(enum.IntEnum):
-    """Scores hidden by a mod that may become a band, and be left out of the program."""
+    """The hidden scores that may become a band and leave the program."""
 
     NONE = 0
     EXACT = 1  # -inf
-    OPEN_LEFT = 2  # and a finite score, where the band is open to the left, so that every query sees key 0
-    # And a finite score under any band, as each query has a key at its own position; under a mask that shows it that key too.
-    ALL = 3
+    OPEN_LEFT = 2  # also a finite score if the band is open to the left, because every query then sees key 0
+    ALL = 3  # also a finite score under any band, and under any mask that shows each query the key at its own position
 
 
 class Fact(NamedTuple):
-    """Fact of a captured value in this call: what it does as a fill, and the position of the same value in score_mod's captures."""
+    """Effect of a captured value as a fill in this call, and the position of the same value in score_mod's captures (-1: none)."""
 
     fill: Fill
     same_as: int = -1
 
 
 class Implied(NamedTuple):
-    """Band and remaining mask: query i sees the keys i - left to i + right (None: open) that `rest` lets through (None: all)."""
+    """Band and remaining mask: query i sees the keys from i - left to i + right (None: open) that `rest` shows (None: all)."""
 
     left: int | None
     right: int | None
@@ -57,11 +57,11 @@ class Implied(NamedTuple):
 
 
 class Split(NamedTuple):
-    """A graph without its outermost selects: where `visible` is false (None: nowhere) there is a fill in place of `graph`."""
+    """A graph without its outermost selects: a fill replaces `graph` if `visible` is false (None: never)."""
 
     graph: Graph
     visible: Graph | None
-    is_finite: bool  # some of the fills are MASKING
+    is_finite: bool  # at least one fill is MASKING
 
 
 class _Range(NamedTuple):
@@ -71,17 +71,17 @@ class _Range(NamedTuple):
     high: int | None
 
 
-_LARGEST = 2**29  # largest factor or constant: nothing made of such leaves int64 and wraps, and no window is over LARGEST_WINDOW
+_LARGEST = 2**29  # largest factor or constant: no result overflows int64, and no window exceeds LARGEST_WINDOW
 _NOT = ("logical_not", "bitwise_not")
 _AND = ("bitwise_and", "logical_and")
 _OR = ("bitwise_or", "logical_or")
 
 
 class _Affine(NamedTuple):
-    """The expression of_q * q_idx + of_kv * kv_idx + constant."""
+    """The expression q_factor * q_idx + kv_factor * kv_idx + constant."""
 
-    of_q: int
-    of_kv: int
+    q_factor: int
+    kv_factor: int
     constant: int
 
 
@@ -96,35 +96,35 @@ def fill_of(value: float) -> Fill:
 def split_hidden(score: Graph, fills: Mapping[str, Fill]) -> Split:
     """Splits a score_mod into a score_mod and the mask_mod that it holds: torch.where(visible, x, -inf) into x and visible.
 
-    fills: those of the captured numbers, by name.
+    fills: the effects of the captured numbers, by name.
     """
     return _split(score, fills, (Fill.MASKING, Fill.HIDING))
 
 
 def split_blocked(gradient: Graph, fills: Mapping[str, Fill]) -> Split:
-    """Splits the gradient of a score likewise: torch.where(visible, x, 0) into x and visible."""
+    """Splits the gradient of a score: torch.where(visible, x, 0) into x and visible."""
     return _split(gradient, fills, (Fill.ZERO,))
 
 
 def _split(graph: Graph, fills: Mapping[str, Fill], wanted: tuple[Fill, ...]) -> Split:
-    result, terms, found = output_of(graph), [], set()
+    result, terms, kinds = output_of(graph), [], set()
     while result.op == "call_function" and op_name(result) == "where":
         condition, x, y = cast("tuple[Node, Node, Node]", result.args)
         if condition.meta["dtype"] is not torch.bool:
             break
         if _fill(y, fills) in wanted:
-            found.add(_fill(y, fills))
+            kinds.add(_fill(y, fills))
             terms.append((condition, False))
             result = x
         elif _fill(x, fills) in wanted:
-            found.add(_fill(x, fills))
+            kinds.add(_fill(x, fills))
             terms.append((condition, True))
             result = y
         else:
             break
     if not terms or _fill(result, fills) in wanted:
         return Split(graph, None, False)
-    return Split(with_output(graph, result), _all_of(graph, terms), Fill.MASKING in found)
+    return Split(with_output(graph, result), _all_of(graph, terms), Fill.MASKING in kinds)
 
 
 def _fill(x: Any, fills: Mapping[str, Fill]) -> Fill:
@@ -135,7 +135,7 @@ def _fill(x: Any, fills: Mapping[str, Fill]) -> Fill:
     return Fill.NONE
 
 
-# Ops by which a usual score does not become a mask's: they grow no faster than what they are given.
+# Ops that do not turn a usual score into a masking one: their results grow no faster than their operands.
 _STEADY = frozenset(
     (
         *("add", "sub", "mul", "div", "neg", "abs", "clamp", "maximum", "minimum", "relu", "floor", "ceil", "round", "trunc"),
@@ -145,31 +145,31 @@ _STEADY = frozenset(
 
 
 def is_near_its_score(score: Graph, fills: Mapping[str, Fill], tensors: frozenset[str]) -> bool:
-    """Returns whether a modified score is about as large as its score, so that it is no mask's for a usual one.
+    """Returns whether a modified score is about as large as its score: a usual score then stays above every masking value.
 
-    Chosen scores, and what reads one of the captured `tensors`, may be masks as well.
+    The answer is False if the graph selects between scores or reads one of the captured `tensors`, because either may mask.
     """
-    of_score: set[Node] = set()
+    scores: set[Node] = set()
     for node in score.nodes:
         if node.op == "placeholder":
             if node.users and (node.target in tensors or fills.get(str(node.target)) in (Fill.MASKING, Fill.HIDING)):
                 return False
             if node.target == "score":
-                of_score.add(node)
+                scores.add(node)
         elif node.op == "call_function":
             op = op_name(node)
-            num_scores = sum(x in of_score for x in node.args if isinstance(x, Node))
-            if op not in _STEADY or (op in ("mul", "div") and num_scores > 1) or (op == "div" and node.args[1] in of_score):
+            num_scores = sum(x in scores for x in node.args if isinstance(x, Node))
+            if op not in _STEADY or (op in ("mul", "div") and num_scores > 1) or (op == "div" and node.args[1] in scores):
                 return False
             if op == "full" and not abs(float(cast(float, node.args[1]))) < -MASKING:
                 return False
             if num_scores:
-                of_score.add(node)
+                scores.add(node)
     return True
 
 
 def is_linear(gradient: Graph) -> bool:
-    """Returns whether a gradient is 0 wherever that of the modified score is, as a product with it."""
+    """Returns whether a gradient is linear in the gradient of the modified score, and so is 0 when that is 0."""
     depends: set[Node] = set()
     linear: set[Node] = set()
     for node in gradient.nodes:
@@ -182,12 +182,12 @@ def is_linear(gradient: Graph) -> bool:
             continue
         depends.add(node)
         op, args = op_name(node), node.args
-        of_depending = [x for x in args if isinstance(x, Node) and x in depends]
-        fits = all(x in linear for x in of_depending)
+        operands = [x for x in args if isinstance(x, Node) and x in depends]
+        fits = all(x in linear for x in operands)
         if op == "mul":
-            fits = fits and len(of_depending) == 1
+            fits = fits and len(operands) == 1
         elif op == "div":
-            fits = fits and of_depending == [args[0]] and not node.kwargs
+            fits = fits and operands == [args[0]] and not node.kwargs
         elif op in ("add", "sub"):
             fits = fits and all(x in linear or _is_zero(x) for x in args)
         elif op == "where":
@@ -204,7 +204,7 @@ def _is_zero(x: Any) -> bool:
 
 
 def conjunction(a: Graph, b: Graph) -> Graph:
-    """Returns the mask that lets through what both do; their captures keep their names."""
+    """Returns the mask that shows the keys that both masks show; captures keep their names."""
     graph = Graph()
     inputs: dict[str, Node] = {}
     results = []
@@ -225,13 +225,13 @@ def conjunction(a: Graph, b: Graph) -> Graph:
     return _placeholders_first(graph)
 
 
-def is_identity(graph: Graph, of: str = "score") -> bool:
+def is_identity(graph: Graph, argument: str = "score") -> bool:
     result = output_of(graph)
-    return result.op == "placeholder" and result.target == of
+    return result.op == "placeholder" and result.target == argument
 
 
 def implied_band(mask: Graph) -> Implied:
-    """Returns the band that a mask_mod's top-level conjunction implies, and the mask that is left of it."""
+    """Returns the band that a mask_mod's top-level conjunction implies, and the remaining mask."""
     left: int | None = None
     right: int | None = None
     others: list[tuple[Node, bool]] = []
@@ -268,7 +268,7 @@ def shows_itself(mask: Graph) -> bool:
 
 
 def _on_the_diagonal(term: Any) -> bool | None:
-    """Returns whether a term holds where kv_idx is q_idx; None where that is not known."""
+    """Returns whether a term holds when kv_idx equals q_idx; None if that is unknown."""
     if not isinstance(term, Node) or term.op != "call_function":
         return None
     op = op_name(term)
@@ -276,21 +276,21 @@ def _on_the_diagonal(term: Any) -> bool | None:
         return bool(term.args[1])
     inside = _parts(term, _NOT)
     if inside:
-        found = _on_the_diagonal(inside[0])
-        return None if found is None else not found
+        answer = _on_the_diagonal(inside[0])
+        return None if answer is None else not answer
     for ops, decides in ((_AND, False), (_OR, True)):
         parts = _parts(term, ops)
         if parts:
-            of_parts = [_on_the_diagonal(part) for part in parts]
-            return decides if decides in of_parts else None if None in of_parts else not decides
+            answers = [_on_the_diagonal(part) for part in parts]
+            return decides if decides in answers else None if None in answers else not decides
     if op not in _COMPARED:
         return None
     x, y = term.args
     if any(isinstance(arg, Node) and arg.meta["dtype"].is_floating_point for arg in (x, y)):
         return None  # NaN is not equal to itself
-    of_x, of_y = _affine(x), _affine(y)
-    if of_x is not None and of_y is not None and of_x.of_q + of_x.of_kv == of_y.of_q + of_y.of_kv:
-        return _COMPARED[op](of_x.constant, of_y.constant)
+    x_terms, y_terms = _affine(x), _affine(y)
+    if x_terms is not None and y_terms is not None and x_terms.q_factor + x_terms.kv_factor == y_terms.q_factor + y_terms.kv_factor:
+        return _COMPARED[op](x_terms.constant, y_terms.constant)
     return _COMPARED[op](0, 0) if _same_on_the_diagonal(x, y) else None
 
 
@@ -298,7 +298,7 @@ _COMPARED: dict[str, Callable[[int, int], bool]] = {name: getattr(operator, name
 
 
 def _same_on_the_diagonal(x: Any, y: Any) -> bool:
-    """Returns whether two values are computed alike where kv_idx is q_idx, and so are equal."""
+    """Returns whether two values are equal when kv_idx equals q_idx, because the same ops compute both."""
     if isinstance(x, (tuple, list)) and isinstance(y, (tuple, list)):
         return len(x) == len(y) and all(map(_same_on_the_diagonal, x, y))
     if not (isinstance(x, Node) and isinstance(y, Node)):
@@ -318,7 +318,7 @@ def _same_on_the_diagonal(x: Any, y: Any) -> bool:
 
 
 def _all_of(mask: Graph, terms: Sequence[tuple[Node, bool]]) -> Graph:
-    """Returns the mask that lets through what all terms do; each with whether it is negated."""
+    """Returns the mask that shows a key if all terms do. terms: (node, whether it is negated)."""
     parts = [_negated(with_output(mask, term)) if is_negated else with_output(mask, term) for term, is_negated in terms]
     return functools.reduce(conjunction, parts)
 
@@ -334,7 +334,7 @@ def _negated(mask: Graph) -> Graph:
 
 
 def _parts(term: Node, ops: tuple[str, ...]) -> tuple[Node, ...]:
-    """Returns the operands of a term that is one of these ops on truth values; () for another."""
+    """Returns the operands of a term if it is one of these ops on truth values, else ()."""
     if term.op != "call_function" or op_name(term) not in ops:
         return ()
     is_logical = all(isinstance(x, Node) and x.meta["dtype"] is torch.bool for x in term.args)
@@ -342,11 +342,11 @@ def _parts(term: Node, ops: tuple[str, ...]) -> tuple[Node, ...]:
 
 
 def _distances(term: Node) -> _Range | None:
-    """Returns the distances for which a term holds; None where it is no range of them."""
+    """Returns the distances kv_idx - q_idx for which a term holds; None if they are not one range."""
     inside = _parts(term, _NOT)
     if inside:
-        of_inside = _distances(inside[0])
-        return None if of_inside is None else _complement(of_inside)
+        inner = _distances(inside[0])
+        return None if inner is None else _complement(inner)
     for ops, combined in ((_AND, _intersection), (_OR, _union)):
         parts = _parts(term, ops)
         if parts:
@@ -365,7 +365,7 @@ def _intersection(a: _Range, b: _Range) -> _Range:
 
 
 def _union(a: _Range, b: _Range) -> _Range | None:
-    """Returns the distances in either range, None where there is a gap between the two."""
+    """Returns the distances in either range; None if there is a gap between the two."""
     for x, y in ((a, b), (b, a)):
         if _is_empty(x):
             return y
@@ -380,7 +380,7 @@ def _is_empty(x: _Range) -> bool:
 
 
 def _complement(x: _Range) -> _Range | None:
-    """Returns the distances outside of a range that is open on one side."""
+    """Returns the distances outside of a range; None if the range is not open on exactly one side."""
     if x.low is None and x.high is not None:
         return _Range(x.high + 1, None)
     if x.high is None and x.low is not None:
@@ -405,11 +405,11 @@ def _bounds(term: Node) -> list[tuple[str, int]]:
 
 
 def _bounds_between(larger: Any, smaller: Any, strict: int, sign: int = 1) -> list[tuple[str, int]]:
-    """Returns the bound that larger - sign * smaller >= strict is, in a list, or []."""
+    """Returns the bound expressed by larger - sign * smaller >= strict, in a list; [] if it is not a bound."""
     x, y = _affine(larger), _affine(smaller)
     if x is None or y is None:
         return []
-    q, kv, constant = x.of_q - sign * y.of_q, x.of_kv - sign * y.of_kv, x.constant - sign * y.constant - strict
+    q, kv, constant = x.q_factor - sign * y.q_factor, x.kv_factor - sign * y.kv_factor, x.constant - sign * y.constant - strict
     return [("right" if q == 1 else "left", constant)] if (q, kv) in ((1, -1), (-1, 1)) else []
 
 
@@ -443,7 +443,7 @@ def output_of(graph: Graph) -> Node:
 
 
 def with_output(graph: Graph, result: Any) -> Graph:
-    """Returns a copy that returns another of its nodes, without nodes and captures that this does not need."""
+    """Returns a copy of the graph that returns `result`, without the nodes and captures that `result` does not need."""
     new = Graph()
     copies: dict[Node, Node] = {}
     for node in graph.nodes:

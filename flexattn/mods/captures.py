@@ -187,7 +187,7 @@ class _Walk:
         if found.hidden:
             raise Unkeyed(f"{function.__qualname__} uses {found.hidden}, which reads what no name in the code says")
         if code in _unkeyed:
-            raise Unkeyed(f"{function.__qualname__} changes what it depends on")
+            raise Unkeyed(f"{function.__qualname__} changes its own dependencies")
         self.code = self.code or code
         self.names |= found.attributes
         self.refuse_attributes(function.__qualname__, function.__dict__)
@@ -493,7 +493,7 @@ def copied(function: Any, numbers: Sequence[Any]) -> tuple[Any, Callable[[], str
             _unkeyed.update([*walk.reports, *changed])
             _num_reports += 1
         reported = f"it calls special methods of {_named(walk.reports[0])}" if walk.reports else ""
-        return reported or ("it changes what it depends on" if changed else "")
+        return reported or ("it changes its own dependencies" if changed else "")
 
     return new, why_unsettled
 

@@ -15,9 +15,9 @@ from flexattn.mods.tracer import Recorder, fake_mode
 
 
 def derive(score: Graph, captures: Sequence[Capture]) -> Graph:
-    """Derives the gradient of the score, and of each read of a capture that needs one, from that of score_mod's result.
+    """Derives the gradients of the score and of each read of a capture that requires one, from the gradient of score_mod's result.
 
-    torch's autograd on the graph gives it, traced in turn. Outputs as `Program` says.
+    torch's autograd runs on the graph and is traced in turn. `Program` describes the outputs.
     """
     reads = [node for node in score.nodes if node.op == "call_function" and op_name(node) == "index"]
     wants = {capture.name: capture.needs_grad for capture in captures}
@@ -47,7 +47,7 @@ def derive(score: Graph, captures: Sequence[Capture]) -> Graph:
                 gradients = tuple(torch.zeros((), dtype=torch.float32, device="cpu") for _ in wanted)
         traced = recorder.finish([*gradients])
 
-    # The forward's graph stays for the indices of the reads; what of it the derivative does not need is dropped.
+    # The forward's graph stays for the indices of the reads; nodes that the derivative does not need are removed below.
     graph, inputs = new_graph((*ARGUMENTS, GRADIENT), captures)
     copies: dict[Node, Node] = {}
     for node in score.nodes:

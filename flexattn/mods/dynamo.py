@@ -1,8 +1,8 @@
 """Mods under torch.compile: Dynamo runs a mod once on stand-ins for scalars, and the operations on them are recorded.
 
-A recording is plain data, so it can leave the trace and go through `trace_mods` as any other mod. The tensors on it stay
-in the graph, wherever the mod has them from: globals, closures, attributes, or computed in the compiled function itself.
-Dynamo guards all else that the mod read.
+A recording is plain data, so it can leave the trace and go through `trace_mods` like any other mod. Its tensors stay in the graph,
+even if the mod reads them from globals, closures or attributes, or if the compiled function computes them. Dynamo guards all other
+objects that the mod read.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ def _import_module(name: str, package: str | None = None) -> Any:
     return sys.modules[_imported(name, package)]
 
 
-# Dynamo traces `import cudnn` but not importlib's function for the same, which TransformerEngine's own callbacks call.
-with contextlib.suppress(ValueError):  # another library has told it already
+# Dynamo traces `import cudnn`, but not importlib.import_module, which TransformerEngine's callbacks call.
+with contextlib.suppress(ValueError):  # raised if another library has registered a substitute
     torch._dynamo.decorators.substitute_in_graph(importlib.import_module)(_import_module)
 
 
 class Text(NamedTuple):
-    """The parts of a Program that a call reads."""
+    """The fields of a Program that a call reads."""
 
     text: str
     captures: tuple[Capture, ...]
@@ -68,7 +68,7 @@ def record_mods(
     masks: Masks,
     q: Tensor,
 ) -> Recorded:
-    """Does what `trace_mods` does, for Dynamo to trace. A number that changes between calls becomes a 0-d tensor on q's device."""
+    """Same as `trace_mods`, but traceable by Dynamo. If a number changes between calls, it becomes a 0-d tensor on q's device."""
     gradient = getattr(score_mod, "score_mod_gradient", None)
     named = dict(score_mod_tensors) if isinstance(score_mod_tensors, Mapping) else {}
     listed = () if isinstance(score_mod_tensors, Mapping) else tuple(score_mod_tensors)
@@ -78,7 +78,7 @@ def record_mods(
         if mod is None:
             continue
         recording = _Recording(role, q)
-        # Within a checkpoint Dynamo takes a mode that is entered for a side effect, which is over when it is left.
+        # Within a checkpoint, Dynamo counts entering a mode as a side effect, although it ends when the mode is left.
         result = _disable_side_effect_safety_checks_for_current_subtracer(
             _run, recording, mod, *((listed, named) if role == "score_mod" else ((), {}))
         )
@@ -90,8 +90,9 @@ def record_mods(
         tuple(facts), tuple(_forms(recording, ()) for recording in recordings), needs_grad, int(masks), is_grad
     )
     forms = tuple(_forms(recording, looked_at[i]) for i, recording in enumerate(recordings))
-    made = _program(tuple(facts), forms, needs_grad, int(masks), is_grad)
-    text, captures, flags, is_empty, left, right, has_floor, positions = made
+    text, captures, flags, is_empty, left, right, has_floor, positions = _program(
+        tuple(facts), forms, needs_grad, int(masks), is_grad
+    )
     program = Text(text, tuple(Capture(*capture) for capture in captures), flags, is_empty)
     return Recorded(program, tuple(recordings[i].tensors[n] for i, n in positions), (), left, right, has_floor)
 
@@ -102,13 +103,13 @@ def _run(recording: _Recording, mod: Mod, listed: tuple[Tensor, ...], named: dic
 
 
 class _Recording:
-    """Operations of one mod: the tensors among their arguments, and a tensor of no memory for each result and each scalar given."""
+    """Operations of one mod: the tensors among their arguments, and a meta tensor for each scalar argument and each result."""
 
     def __init__(self, role: str, q: Tensor) -> None:
         self.q = q
         self.nodes: list[tuple[Any, ...]] = []
         self.tensors: list[Tensor] = []
-        # On meta, so that what is computed from one in any way but on the recording is refused for its device.
+        # On meta: if the mod computes from one of these without the recording, torch refuses the device.
         self.values = [
             torch.zeros((), dtype=torch.float32 if name in ("score", GRADIENT) else torch.int64, device="meta")
             for name in ARGUMENTS_OF[role]
@@ -118,7 +119,7 @@ class _Recording:
         """Records an operation on values of the recording, and returns the stand-in of its result.
 
         A stand-in has the dtype and shape of its result, so that a mod which reads them takes the same branch as without
-        torch.compile. A result that is no tensor, such as the number of dims, is returned as it is.
+        torch.compile. If the result is not a tensor, such as the number of dims, it is returned unchanged.
         """
         written = tuple(self.written(x) for x in args)
         node = function, written, tuple((name, self.written(x)) for name, x in kwargs.items())
@@ -129,7 +130,7 @@ class _Recording:
         if not isinstance(result, Tensor):
             return result
         self.nodes.append(node)
-        # A new tensor, as values are told apart by identity, and an operation in place returns its argument.
+        # A new tensor: values are compared by identity, and an in-place operation returns its argument.
         self.values.append(torch.zeros(result.shape, dtype=result.dtype, device="meta"))
         return self.values[-1]
 
@@ -145,7 +146,7 @@ class _Recording:
             if has_static_value(x):
                 return ("float", x.hex())
             dtype = torch.float64 if self.q.dtype is torch.float64 else torch.float32
-            # A product, as torch.compile keeps a float that changes as an input only where it meets a tensor in arithmetic.
+            # A product: torch.compile keeps a changing float as an input only if it meets a tensor in arithmetic.
             return ("tensor", self._capture(torch.ones((), dtype=dtype, device=self.q.device) * x))
         if isinstance(x, int) and not isinstance(x, bool) and not has_static_value(x):
             return ("tensor", self._capture(torch.full((), x, dtype=torch.int64, device=self.q.device)))
@@ -156,7 +157,7 @@ class _Recording:
         if x.device.type == "meta" and self.q.device.type != "meta":
             raise ValueError(
                 "a score_mod or mask_mod computes with a score or an index in a way that torch.compile does not show; use the "
-                "function of torch, as torch.abs(x) for abs(x)"
+                "function of torch, such as torch.abs(x) for abs(x)"
             )
         if position < 0:
             self.tensors.append(x)
@@ -164,7 +165,7 @@ class _Recording:
         return position
 
     def is_on(self, values: Any) -> bool:
-        """Returns whether a result of the recording is among the values, however deep."""
+        """Returns whether a result of the recording is among the values, at any depth."""
         for x in values:
             if isinstance(x, Tensor) and _position(self.values, x) >= 0:
                 return True
@@ -209,7 +210,7 @@ class _Recorder(TorchFunctionMode):
 
 
 def _forms(recording: _Recording, looked_at: tuple[int, ...]) -> tuple[Any, ...]:
-    """Returns dtype, shape and need of a gradient of each tensor; a size that changes is fixed only where the mod looks at it."""
+    """Returns dtype, shape and requires_grad of each tensor. A size that changes is fixed only if the mod reads that shape."""
     forms = []
     for n, t in enumerate(recording.tensors):
         shape = []
@@ -224,16 +225,16 @@ def _forms(recording: _Recording, looked_at: tuple[int, ...]) -> tuple[Any, ...]
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _shapes_looked_at(*recordings: Any) -> tuple[tuple[int, ...], ...]:
-    """Returns for each recording the tensors whose shapes decide what the mod does."""
+    """Returns for each recording the positions of the tensors whose shapes the mod depends on."""
     traced, tensors = _traced(*recordings)
-    return tuple(tuple(n for n, t in enumerate(of_recording) if any(t is x for x in traced.looked_at)) for of_recording in tensors)
+    return tuple(tuple(n for n, t in enumerate(part) if any(t is x for x in traced.looked_at)) for part in tensors)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _program(*recordings: Any) -> tuple[Any, ...]:
-    """Returns the program of the recordings, the band beside it, whether that has a floor, and which of their tensors it takes."""
-    traced, of_recordings = _traced(*recordings)
-    places = {id(t): (i, n) for i, tensors in enumerate(of_recordings) for n, t in enumerate(tensors)}
+    """Returns the fields of the recordings' program, its band, whether the band has a floor, and the tensors that it reads."""
+    traced, stand_ins = _traced(*recordings)
+    places = {id(t): (i, n) for i, tensors in enumerate(stand_ins) for n, t in enumerate(tensors)}
     program = traced.program
     return (
         program.text,
@@ -250,8 +251,8 @@ def _program(*recordings: Any) -> tuple[Any, ...]:
 def _traced(facts: Any, forms: Any, needs_grad: bool, masks: int, is_grad: bool) -> tuple[Any, list[list[Tensor]]]:
     mods: dict[str, Any] = {}
     tensors = []
-    for (role, nodes, output), of_recording in zip(facts, forms, strict=True):
-        tensors.append([_stand_in(dtype, shape, grad) for dtype, shape, grad in of_recording])
+    for (role, nodes, output), tensor_forms in zip(facts, forms, strict=True):
+        tensors.append([_stand_in(dtype, shape, grad) for dtype, shape, grad in tensor_forms])
         mods[role] = _replayed(nodes, output, tuple(tensors[-1]))
     if "score_mod_gradient" in mods:
         mods["score_mod"].score_mod_gradient = mods["score_mod_gradient"]
@@ -264,8 +265,8 @@ def _stand_in(dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool) -
 
 
 def _replayed(nodes: Any, output: Any, tensors: tuple[Tensor, ...]) -> Mod:
-    """Rebuilds a callable mod from a recording, which stands in its closure, so that `trace_mods` can trace it."""
-    steps = tuple((operator.getitem if _is_read(function) else function, *given) for function, *given in nodes)
+    """Returns a function that replays a recording held in its closure, so that `trace_mods` can trace it."""
+    steps = tuple((operator.getitem if _is_read(function) else function, *arguments) for function, *arguments in nodes)
 
     def mod(*scalars: Any) -> Any:
         return _replay(steps, output, scalars, tensors)

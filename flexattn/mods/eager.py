@@ -1,4 +1,4 @@
-"""Functions that torch.compile leaves alone."""
+"""Functions that torch.compile does not trace."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def runs_as_it_is(function: Any) -> None:
-    """Keeps torch.compile away from a function and all that it calls, behind a graph break, at no cost.
+    """Keeps torch.compile from tracing a function and its callees, by a graph break, without cost in eager mode.
 
     torch.compiler.disable would cost a microsecond in each call.
     """

@@ -1,4 +1,4 @@
-"""From a mod's traced FX graph to a program's graph: one vocabulary of ops, every read of a captured tensor one index per dim."""
+"""Turns a mod's traced FX graph into a program's graph: one vocabulary of ops, and one index per dim in each read of a capture."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def place_of(line: tuple[str, int]) -> str:
     return f" at {line[0]}:{line[1]}" + (f", `{text}`" if text else "")
 
 
-_OUTSIDE = -(2**62)  # an index that is outside of every tensor, counted from its end too
+_OUTSIDE = -(2**62)  # an index that is outside of every tensor, even if counted from its end
 
 
 class _Free(NamedTuple):
-    """A dim of a capture that has no index yet: the view's dim that it is, and the slice of it that the view shows."""
+    """A dim of a capture that has no index yet: its number in the view, and the slice of it that the view shows."""
 
     dim: int
     start: int = 0
@@ -49,7 +49,7 @@ class _Free(NamedTuple):
 
 
 class _View(NamedTuple):
-    """A captured tensor seen through views: for each of its dims an index, or what is left of it."""
+    """A captured tensor read through views: an index for each of its dims, or a `_Free` if the dim has no index yet."""
 
     capture: Node
     at: tuple[Any, ...]
@@ -79,7 +79,7 @@ def normalised(role: str, traced: Graph, arguments: Sequence[str], captures: Seq
             wanted = torch.bool if role == "mask_mod" else torch.float32
             graph.output(as_dtype(graph, result, wanted))
         else:
-            raise ValueError(f"{role} makes a tensor of its own{_line_of(node)}; make it before the call and capture it")
+            raise ValueError(f"{role} creates a tensor{_line_of(node)}; create it before the call and capture it")
     graph.eliminate_dead_code()
     return graph
 
@@ -98,7 +98,7 @@ def converted(role: str, graph: Graph, node: Node, values: Mapping[Node, Any]) -
     dtype = torch.float32 if result.dtype is torch.float64 else result.dtype
     if name == "copy_":
         return as_dtype(graph, args[1], dtype)
-    if name.endswith("_"):  # in place on a value that is not used again but as this op's result
+    if name.endswith("_"):  # in place; only the result of this op is used afterwards
         name = name[:-1]
     if name in ("alias", "detach", "clone", "lift_fresh_copy", "view", "expand", "squeeze", "unsqueeze", "view_of", "reshape"):
         if result.dim() == 0:
@@ -106,7 +106,7 @@ def converted(role: str, graph: Graph, node: Node, values: Mapping[Node, Any]) -
         _refuse(role, node, name, "a mod works on scalars")
     if name in ("scalar_tensor", "full", "full_like", "zeros", "ones", "empty", "zeros_like", "ones_like"):
         if result.dim() != 0:
-            _refuse(role, node, name, "a mod works on scalars; make the tensor before the call and capture it")
+            _refuse(role, node, name, "a mod works on scalars; create the tensor before the call and capture it")
         fill = args[-1] if name in ("scalar_tensor", "full", "full_like") else float("ones" in name)
         return _constant(graph, fill, dtype)
     if name in ("_to_copy", "convert_element_type", "to"):
@@ -125,7 +125,7 @@ def converted(role: str, graph: Graph, node: Node, values: Mapping[Node, Any]) -
         alpha = kwargs["alpha"]
         args = (args[0], call(graph, "mul", (_node(graph, args[1], dtype), alpha), dtype))
     kwargs = {key: x for key, x in kwargs.items() if key == "rounding_mode" and x is not None}
-    if name == "ne" and _is_truth(args[0]) and args[1] in (0, False):  # as masks whose type is not known yet are written
+    if name == "ne" and _is_truth(args[0]) and args[1] in (0, False):  # mask != 0, which callers write if the dtype is unknown
         return args[0]
     if name == "where":
         args = (args[0], *(_node(graph, x, dtype) for x in args[1:]))
@@ -146,11 +146,11 @@ def _is_truth(x: Any) -> bool:
 
 
 def cancel_factors(graph: Graph) -> None:
-    """Turns x * c * y / c into x * y for a c that is one for a whole head; autograd leaves such pairs, as of c * tanh(x / c)."""
+    """Turns x * c * y / c into x * y if c is constant in a head. Autograd leaves such pairs, for example of c * tanh(x / c)."""
     varying = _varying(graph)
     for root in reversed([node for node in graph.nodes if _is_product(node)]):
         if not root.users or any(_is_product(user) for user in root.users):
-            continue  # gone, or part of a longer product
+            continue  # removed before, or part of a longer product
         above: list[Any] = []
         below: list[Any] = []
         _factors(root, root, above, below)
@@ -181,7 +181,7 @@ def _is_product(node: Node) -> bool:
 
 
 def _factors(root: Node, x: Any, above: list[Any], below: list[Any]) -> None:
-    """Returns the factors and divisors of a product, through the products that nothing else uses."""
+    """Appends the factors and divisors of a product, and of inner products if nothing else uses them."""
     if isinstance(x, Node) and _is_product(x) and (x is root or len(x.users) == 1):
         left, right = x.args
         _factors(root, left, above, below)
@@ -205,21 +205,21 @@ def _varying(graph: Graph) -> set[Node]:
 
 
 def _viewed(role: str, graph: Graph, node: Node, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Returns a captured tensor, not fully indexed yet, as it is after one more op."""
+    """Returns a captured tensor that is not fully indexed yet after one more op."""
     view: _View = args[0]
-    given = cast(Node, node.args[0]).meta["val"]
+    fake = cast(Node, node.args[0]).meta["val"]
     at = list(view.at)
     free = {
         entry.dim: i for i, entry in enumerate(at) if isinstance(entry, _Free)
-    }  # dim of the view -> dim of the capture; none: new
+    }  # dim of the view -> dim of the capture; a new dim has no entry
     if name == "index":
         removed = {dim: index for dim, index in enumerate(args[1]) if index is not None}
     elif name == "select":
         removed = {args[1] % view.ndim: args[2]}
     elif name == "slice":
         dim = (args[1] if len(args) > 1 else 0) % view.ndim
-        chosen = range(given.shape[dim])[slice(*(*args[2:], None, None)[:3])]
-        if dim in free and len(chosen) < given.shape[dim]:
+        chosen = range(fake.shape[dim])[slice(*(*args[2:], None, None)[:3])]
+        if dim in free and len(chosen) < fake.shape[dim]:
             shown = at[free[dim]]
             at[free[dim]] = _Free(dim, shown.start + chosen.start * shown.step, shown.step * chosen.step, len(chosen))
         return view._replace(at=tuple(at))
@@ -259,7 +259,10 @@ def _viewed(role: str, graph: Graph, node: Node, name: str, args: Sequence[Any],
 
 
 def _in_slice(graph: Graph, index: Any, shown: _Free) -> Any:
-    """Returns the capture's index for one into a slice; outside of the slice one outside of the capture, where a read gives 0."""
+    """Returns the capture's index for an index into a slice. If that is outside the slice, the result is outside the capture.
+
+    A read outside the capture gives 0.
+    """
     length = shown.length
     if length is None:
         return index
@@ -267,23 +270,23 @@ def _in_slice(graph: Graph, index: Any, shown: _Free) -> Any:
         index = index.args[1]
     if not isinstance(index, Node):
         if not -length <= index < length:
-            raise IndexError(f"an index within the slice, which has {length} entries, and not {index}")
+            raise IndexError(f"an index within the slice of {length} entries instead of {index}")
         return shown.start + index % length * shown.step
 
-    def whole(op: str, *args: Any) -> Node:
+    def integer(op: str, *args: Any) -> Node:
         return call(graph, op, args, torch.int64)
 
     def holds(op: str, *args: Any) -> Node:
         return call(graph, op, args, torch.bool)
 
-    index = whole("where", holds("lt", index, 0), whole("add", index, length), index)
+    index = integer("where", holds("lt", index, 0), integer("add", index, length), index)
     inside = holds("bitwise_and", holds("ge", index, 0), holds("lt", index, length))
-    at = whole("add", whole("mul", index, shown.step), shown.start)
-    return whole("where", inside, at, _node(graph, _OUTSIDE, torch.int64))
+    at = integer("add", integer("mul", index, shown.step), shown.start)
+    return integer("where", inside, at, _node(graph, _OUTSIDE, torch.int64))
 
 
 def _settled(graph: Graph, view: _View) -> Any:
-    """Returns a read of the capture once no dim is left, else the view."""
+    """Returns a read of the capture if every dim has an index, else the view."""
     if view.ndim > 0:
         return view
     return call(graph, "index", (view.capture, list(view.at)), view.capture.meta["dtype"])

@@ -1,4 +1,4 @@
-"""One program of a call's mods from their graphs: captures by one name each, masks as bands, the backward derived or given."""
+"""Joins the graphs of a call's mods into one program: unique capture names, masks as bands, a derived or explicit backward."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from flexattn.mods.same import is_same, is_same_gradient, softcap_of
 
 
 class Joined(NamedTuple):
-    """Program of a call's mods, the positions of the captures that it takes, and the band beside it."""
+    """Program of a call's mods, the positions of the captures that it reads, and the band that the program leaves out."""
 
     program: Program
     kept: tuple[int, ...]
     left: int | None
     right: int | None
-    has_floor: bool  # the band is exact only where every query's lse is above `validation.FLOOR`
+    has_floor: bool  # the band is exact only if every query's lse is above `validation.FLOOR`
 
 
 class _Mods(NamedTuple):
     score: Graph | None
     mask: Graph | None
-    given: Graph | None  # the gradient of the score
+    gradient: Graph | None  # the explicit gradient of the score (score_mod_gradient)
     has_floor: bool = False
 
 
@@ -49,7 +49,7 @@ class _Known(NamedTuple):
     masks: Masks
     fills: Mapping[str, Fill]
     tensors: frozenset[str]
-    same: Mapping[str, str]  # a capture of the gradient's: the one of the score's that has its value
+    same: Mapping[str, str]  # capture of the gradient: the score's capture with the same value
 
 
 @functools.lru_cache(maxsize=256)
@@ -60,24 +60,24 @@ def join(
     masks: Masks,
     facts: tuple[Fact, ...],
 ) -> Joined:
-    """Returns one program for both mods, whose captures follow one another, each with a name of its own; and the band beside it.
+    """Returns one program for all mods, with the captures of one mod after those of the other under unique names, and its band.
 
-    graphs: each mod's as text, with its captures. roles: what each is, of "score_mod", "mask_mod" and "score_mod_gradient". facts:
-    of all captures, in their order.
+    graphs: the text and the captures of each mod. roles: "score_mod", "mask_mod" or "score_mod_gradient" for each mod. facts: one
+    for each capture, in the same order.
     """
-    taken: set[str] = {*ARGUMENTS, GRADIENT}
+    used_names: set[str] = {*ARGUMENTS, GRADIENT}
     captures: list[Capture] = []
     by_role: dict[str, Graph] = {}
-    for role, (text, of_graph) in zip(roles, graphs, strict=True):
+    for role, (text, graph_captures) in zip(roles, graphs, strict=True):
         names = {}
-        for capture in of_graph:
+        for capture in graph_captures:
             name, n = capture.name, 2
-            while name in taken:
+            while name in used_names:
                 name, n = f"{capture.name}_{n}", n + 1
-            taken.add(name)
+            used_names.add(name)
             names[capture.name] = name
         by_role[role] = _renamed(cast(Graph, decode_graph(json.loads(text))), names)
-        captures += [capture._replace(name=names[capture.name]) for capture in of_graph]
+        captures += [capture._replace(name=names[capture.name]) for capture in graph_captures]
     named = list(zip(captures, facts, strict=True))
     same = {capture.name: captures[fact.same_as].name for capture, fact in named if fact.same_as >= 0}
     mods = _Mods(by_role.get("score_mod"), by_role.get("mask_mod"), by_role.get("score_mod_gradient"))
@@ -95,11 +95,11 @@ def join(
     if score is not None:
         score, position, name = softcap_of(score, captures)
         if name:
-            same = {of: name if known == captures[position].name else known for of, known in same.items()}
+            same = {gradient_name: name if known == captures[position].name else known for gradient_name, known in same.items()}
             captures[position] = captures[position]._replace(name=name)
     read = {name for graph in (score, mods.mask) if graph is not None for name in _read(graph)}
-    of_program = [capture for capture in captures if capture.needs_grad or capture.name in read]
-    derivative, is_given = _derivative(score, mods.given, of_program, needs_grad, same)
+    program_captures = [capture for capture in captures if capture.needs_grad or capture.name in read]
+    derivative, is_given = _derivative(score, mods.gradient, program_captures, needs_grad, same)
     if is_given and derivative is not None:
         read |= _read(derivative)
     kept = tuple(i for i, capture in enumerate(captures) if capture.needs_grad or capture.name in read)
@@ -108,34 +108,34 @@ def join(
 
 
 def _derivative(
-    score: Graph | None, given: Graph | None, captures: list[Capture], needs_grad: bool, same: Mapping[str, str]
+    score: Graph | None, gradient: Graph | None, captures: list[Capture], needs_grad: bool, same: Mapping[str, str]
 ) -> tuple[Graph | None, bool]:
-    """Returns the gradient of the score and of captures, and whether it is the given one: not where that is the derived one too."""
+    """Returns the gradient of the score and of captures, and whether it is explicit: False if the derived gradient is the same."""
     captures_need_it = any(capture.needs_grad for capture in captures)
     if score is None or not (needs_grad or captures_need_it):
         return None, False
-    if given is not None and captures_need_it:
-        return _listed(given), True
+    if gradient is not None and captures_need_it:
+        return _listed(gradient), True
     derived = derive(score, captures)
-    if given is None or is_same_gradient(given, derived, same):
+    if gradient is None or is_same_gradient(gradient, derived, same):
         return derived, False
-    return _listed(given), True
+    return _listed(gradient), True
 
 
 def _unmasked(mods: _Mods, known: _Known) -> _Mods:
-    """Returns the mods with what the score hides in the mask, where the results are the same."""
-    score, mask, given, _ = mods
+    """Moves scores that score_mod hides to the mask if the results stay the same."""
+    score, mask, gradient, _ = mods
     if score is None:
         return mods
     split = split_hidden(score, known.fills)
     if split.visible is None:
         return mods
-    if given is not None:
-        # What is hidden has no weight, so its gradient is 0, and stays 0 under a linear bprop.
-        blocked = split_blocked(given, known.fills)
+    if gradient is not None:
+        # A hidden score has no weight, so its gradient is 0, and stays 0 if the explicit gradient is linear.
+        blocked = split_blocked(gradient, known.fills)
         if blocked.visible is not None and _is_same_mask(split.visible, blocked.visible, known.same):
-            given = blocked.graph
-        elif not is_linear(given):
+            gradient = blocked.graph
+        elif not is_linear(gradient):
             return mods
     if split.is_finite:
         band = implied_band(split.visible)
@@ -146,21 +146,21 @@ def _unmasked(mods: _Mods, known: _Known) -> _Mods:
             return mods
         if not is_near_its_score(split.graph, known.fills, known.tensors):
             return mods
-    return _Mods(split.graph, split.visible if mask is None else conjunction(split.visible, mask), given, split.is_finite)
+    return _Mods(split.graph, split.visible if mask is None else conjunction(split.visible, mask), gradient, split.is_finite)
 
 
 def _is_same_mask(a: Graph, b: Graph, names: Mapping[str, str]) -> bool:
-    """Returns whether two masks let the same keys through; names: what captures of b are called in a."""
-    of_a, of_b = implied_band(a), implied_band(b)
-    if of_a[:2] != of_b[:2] or (of_a.rest is None) is not (of_b.rest is None):
+    """Returns whether two masks show the same keys. names: the name in `a` for each capture of `b`."""
+    band_a, band_b = implied_band(a), implied_band(b)
+    if band_a[:2] != band_b[:2] or (band_a.rest is None) is not (band_b.rest is None):
         return False
-    return of_a.rest is None or is_same(of_a.rest, cast(Graph, of_b.rest), names)
+    return band_a.rest is None or is_same(band_a.rest, cast(Graph, band_b.rest), names)
 
 
 def _without_identity(mods: _Mods) -> _Mods:
-    if mods.score is None or not is_identity(mods.score) or not (mods.given is None or is_identity(mods.given, GRADIENT)):
+    if mods.score is None or not is_identity(mods.score) or not (mods.gradient is None or is_identity(mods.gradient, GRADIENT)):
         return mods
-    return mods._replace(score=None, given=None)
+    return mods._replace(score=None, gradient=None)
 
 
 def _read(graph: Graph) -> set[str]:
@@ -168,7 +168,7 @@ def _read(graph: Graph) -> set[str]:
 
 
 def _listed(gradient: Graph) -> Graph:
-    """Returns a graph with its output in a list, as the outputs of a derivative are."""
+    """Puts a graph's output in a list, which is the form of a derivative's outputs."""
     output = next(node for node in gradient.nodes if node.op == "output")
     output.args = ([output.args[0]],)
     return gradient

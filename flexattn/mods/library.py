@@ -1,7 +1,7 @@
-"""Mods that the field knows by name: each function gives a mask_mod or a score_mod for `attention`, and an example of writing one.
+"""Common mods: each function returns a mask_mod or a score_mod for `attention`. Their source is also an example of a mod.
 
-Masks (for `mask_mod`, or `create_block_mask`): causal, sliding_window, dilated_sliding_window, document, prefix_lm, natten_2d, and
-their combinations by both and either. Scores (for `score_mod`): softcap, alibi, relative_bias.
+Masks (for `mask_mod` or `create_block_mask`): causal, sliding_window, dilated_sliding_window, document, prefix_lm and natten_2d.
+`both` and `either` combine masks. Scores (for `score_mod`): softcap, alibi, relative_bias.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ __all__ = [
 
 
 def causal() -> Mod:
-    """mask_mod: a query sees the keys up to its own position."""
+    """mask_mod: a query sees the keys up to and including its position."""
     return _causal
 
 
 def sliding_window(left: int, right: int) -> Mod:
-    """mask_mod: a query sees `left` keys before its own position and `right` after it, and the one at it."""
+    """mask_mod: a query sees the key at its position, `left` keys before it and `right` keys after it."""
     _check_counts(left=left, right=right)
     return functools.partial(_sliding_window, left=left, right=right)
 
@@ -51,7 +51,7 @@ def dilated_sliding_window(window: int, dilation: int) -> Mod:
 
 
 def document(document_ids: Tensor) -> Mod:
-    """mask_mod: a query sees the keys of its own document. document_ids: integers, [s], or [b, s] for each batch entry its own."""
+    """mask_mod: a query sees the keys of its document. document_ids: integers, [s], or [b, s] if batch entries differ."""
     _check_tensor("document_ids", document_ids)
     if document_ids.dim() not in (1, 2) or document_ids.is_floating_point():
         raise ValueError(
@@ -62,7 +62,7 @@ def document(document_ids: Tensor) -> Mod:
 
 
 def prefix_lm(prefix_lengths: Tensor) -> Mod:
-    """mask_mod: causal, but the first prefix_lengths[b] keys are seen by every query. prefix_lengths: integers, [b]."""
+    """mask_mod: causal, but every query also sees the first prefix_lengths[b] keys. prefix_lengths: integers, [b]."""
     _check_tensor("prefix_lengths", prefix_lengths)
     if prefix_lengths.dim() != 1 or prefix_lengths.is_floating_point():
         raise ValueError(
@@ -74,8 +74,8 @@ def prefix_lm(prefix_lengths: Tensor) -> Mod:
 def natten_2d(height: int, width: int, kernel_size: int) -> Mod:
     """mask_mod: neighbourhood attention (Hassani et al., "Neighborhood Attention Transformer", 2023) in an image, row by row.
 
-    A query sees the kernel_size x kernel_size keys around it, moved inward at the borders so that there are as many for each query.
-    kernel_size is odd and at most height and width.
+    A query sees the kernel_size x kernel_size keys around it. At a border the square moves inward, so that each query sees the
+    same number of keys. kernel_size is odd and at most height and width.
     """
     _check_counts(height=height, width=width, kernel_size=kernel_size)
     if kernel_size % 2 == 0 or not 1 <= kernel_size <= min(height, width):
@@ -86,13 +86,13 @@ def natten_2d(height: int, width: int, kernel_size: int) -> Mod:
 
 
 def both(*mask_mods: Mod) -> Mod:
-    """mask_mod: what all of the masks let a query see."""
+    """mask_mod: a query sees a key if all of the masks show it."""
     _check_masks("both", mask_mods)
     return _checking_parts(functools.partial(_both, mask_mods=mask_mods))
 
 
 def either(*mask_mods: Mod) -> Mod:
-    """mask_mod: what any of the masks lets a query see."""
+    """mask_mod: a query sees a key if any of the masks shows it."""
     _check_masks("either", mask_mods)
     return _checking_parts(functools.partial(_either, mask_mods=mask_mods))
 
@@ -115,9 +115,9 @@ def alibi(slopes: Tensor) -> Mod:
 def relative_bias(table: Tensor, *, bidirectional: bool = True, max_distance: int = 128) -> Mod:
     """score_mod: T5's relative position bias (Raffel et al., 2020, section 2.1): + table[bucket(kv_idx - q_idx), h].
 
-    table: [buckets, h], gets a gradient. The first half of the buckets (of each direction's, if bidirectional) is for one distance
-    each, the others widen logarithmically up to max_distance, past which all share the last. The buckets are those of the
-    transformers library's T5.
+    table: [buckets, h], gets a gradient. If bidirectional, each direction has half of the buckets. The first half of a direction's
+    buckets holds one distance each; the others widen logarithmically up to max_distance, and all larger distances share the last.
+    The buckets equal those of T5 in the transformers library.
     """
     _check_tensor("table", table)
     check_flag("bidirectional", bidirectional)
@@ -129,12 +129,12 @@ def relative_bias(table: Tensor, *, bidirectional: bool = True, max_distance: in
     return _reading(mod, "table", table, "-h")
 
 
-# Checks of a call's sizes, which `attention` asks a mod for where it has them: past its end a tensor has no value to read.
+# Checks of a call's sizes. `attention` calls them if a mod has any: a read past the end of a tensor has no value.
 
 
 def _reading(mod: Mod, name: str, tensor: Tensor, axes: str) -> Mod:
-    """Returns a mod, told to refuse calls for which a tensor that it reads is too small; axes says by what each dim is read."""
-    if not torch.compiler.is_compiling():  # a trace, which makes no such checks, cannot follow this
+    """Attaches a check to a mod, which refuses a call if `tensor` is too small for it. axes: the index of each dim, as a letter."""
+    if not torch.compiler.is_compiling():  # Dynamo cannot trace this, and a compiled call makes no such checks
         setattr(mod, "_flexattn_check_sizes", functools.partial(_check_sizes, name, tuple(tensor.shape), axes))  # noqa: B010
     return mod
 
@@ -142,19 +142,22 @@ def _reading(mod: Mod, name: str, tensor: Tensor, axes: str) -> Mod:
 def _check_sizes(
     name: str, shape: tuple[int, ...], axes: str, batch: int, heads: int, longest_q: int | None, longest_kv: int | None
 ) -> None:
-    """Raises ValueError where a dim is smaller than what reads it: b, h or a position s; a length is None where it is not known."""
+    """Raises ValueError if a dim has fewer entries than the call has sequences (b), heads (h) or positions (s).
+
+    A length is None if it is not known.
+    """
     sizes = {"b": ("sequences", batch), "h": ("heads", heads), "s": ("positions", max(longest_q or 0, longest_kv or 0))}
     for dim, axis in enumerate(axes):
-        what, size = sizes.get(axis, ("", 0))
+        unit, size = sizes.get(axis, ("", 0))
         if shape[dim] < size:
             raise ValueError(
-                f"{name} has shape {shape}, with {shape[dim]} {what} in dim {dim}, and the call has {size}; accepted: at least "
+                f"{name} has shape {shape}, with {shape[dim]} {unit} in dim {dim}, and the call has {size}; accepted: at least "
                 f"{size} there"
             )
 
 
 def _checking_parts(mod: Any) -> Mod:
-    """Returns a combination of mask_mods, told to make their checks."""
+    """Attaches the checks of all parts to a combination of mask_mods."""
     checks = [getattr(part, "_flexattn_check_sizes", None) for part in mod.keywords["mask_mods"]]
     checks = [check for check in checks if check is not None]
     if checks and not torch.compiler.is_compiling():
@@ -167,7 +170,7 @@ def _check_all(checks: list[Any], *sizes: Any) -> None:
         check(*sizes)
 
 
-# The mods themselves: functions of the module and no closures, so that what keeps one can be pickled.
+# The mods themselves: functions of the module, not closures, so that an object that holds one can be pickled.
 
 
 def _causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -229,18 +232,18 @@ def _relative_bias(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, table: T
 
 
 def _t5_buckets(num_buckets: int, bidirectional: bool, max_distance: int) -> Tensor:
-    """int32 [2 * max_distance + 1]: the bucket of each kv_idx - q_idx from -max_distance on. In fp64, as logarithms decide."""
+    """int32 [2 * max_distance + 1]: the bucket of each kv_idx - q_idx, starting at -max_distance. The logarithms are in fp64."""
     relative = torch.arange(-max_distance, max_distance + 1, device="cpu")
-    of_side = num_buckets // 2 if bidirectional else num_buckets
-    offset = (relative > 0) * of_side if bidirectional else torch.zeros_like(relative)
+    side_buckets = num_buckets // 2 if bidirectional else num_buckets
+    offset = (relative > 0) * side_buckets if bidirectional else torch.zeros_like(relative)
     distance = relative.abs() if bidirectional else (-relative).clamp(min=0)
-    exact = of_side // 2
+    exact = side_buckets // 2
     if not 1 <= exact < max_distance:
         raise ValueError(
             f"table has {num_buckets} buckets and max_distance is {max_distance}; accepted: fewer exact buckets than distances"
         )
-    widening = torch.log(distance.clamp(min=1).double() / exact) / math.log(max_distance / exact) * (of_side - exact)
-    bucket = torch.where(distance < exact, distance, (exact + (widening + 1e-9).long()).clamp(max=of_side - 1))
+    widening = torch.log(distance.clamp(min=1).double() / exact) / math.log(max_distance / exact) * (side_buckets - exact)
+    bucket = torch.where(distance < exact, distance, (exact + (widening + 1e-9).long()).clamp(max=side_buckets - 1))
     return (bucket + offset).to(torch.int32)
 
 
@@ -257,7 +260,7 @@ def _check_tensor(name: str, value: Any) -> None:
 
 def _check_masks(name: str, mask_mods: tuple[Any, ...]) -> None:
     if not mask_mods:
-        raise TypeError(f"mods.{name}() was given no mask_mod; accepted: at least one")
+        raise TypeError(f"mods.{name}() has no mask_mod; accepted: at least one")
     for i, mask_mod in enumerate(mask_mods):
         if not callable(mask_mod):
             raise TypeError(f"mask_mods[{i}] of mods.{name}() is {describe(mask_mod)}; accepted: a function of b, h, q_idx, kv_idx")

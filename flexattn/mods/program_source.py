@@ -1,6 +1,6 @@
-"""Mods as functions again, from a program: their source, in torch's functions, is what the program's graph says.
+"""Turns a program back into mods: Python functions whose source calls the torch functions of the program's graph.
 
-A function of plain source is known by it: `trace_mods` keeps one trace for equal programs.
+If two programs are equal, their functions have the same source, and `trace_mods` caches one trace for both.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from flexattn.mods.trace import Mod
 def mods_of(program: Program, tensors: Sequence[Tensor]) -> tuple[Mod | None, Mod | None]:
     """Returns (score_mod, mask_mod) of a program whose captures are these tensors.
 
-    score_mod takes all of them behind its five arguments, as score_mod_tensors; mask_mod has them.
+    score_mod takes all tensors after its five arguments, as score_mod_tensors; mask_mod holds them.
     """
     score, mask = _functions(program)
     if mask is None:
@@ -51,8 +51,8 @@ def _function(name: str, graph: Graph, arguments: Sequence[str]) -> Mod:
             lines.append(f"    {names[node]} = {_called(node, names)}")
     space: dict[str, Any] = {"torch": torch, "inf": math.inf, "nan": math.nan}
     exec("\n".join([*lines, f"    return {result}"]), space)  # its ops are all among OPS
-    found: Mod = space[name]
-    return found
+    mod: Mod = space[name]
+    return mod
 
 
 def _called(node: Node, names: dict[Node, str]) -> str:

@@ -1,4 +1,4 @@
-"""Graphs of mods compared by what they compute, and softcap in the form of `flexattn.mods.softcap`, whoever wrote it."""
+"""Compares graphs of mods by their computation, and brings every softcap to the form of `flexattn.mods.softcap`."""
 
 from __future__ import annotations
 
@@ -16,26 +16,29 @@ _COMMUTATIVE = ("add", "mul", "maximum", "minimum", "bitwise_and", "bitwise_or",
 
 
 def is_same(a: Graph, b: Graph, names: Mapping[str, str]) -> bool:
-    """Returns whether two graphs compute the same by the same ops, but for the order of commutative ones' operands.
+    """Returns whether two graphs compute the same by the same ops, up to the order of operands if an op is commutative.
 
-    names: what captures of b are called in a.
+    names: the name in `a` for each capture of `b`.
     """
     known: dict[Hashable, int] = {}
     return _number(a, {}, known) == _number(b, names, known)
 
 
-def is_same_gradient(given: Graph, derived: Graph, names: Mapping[str, str]) -> bool:
-    """Returns whether a given gradient is the derived one, but for factors x * c / c; names: what its captures are called there."""
+def is_same_gradient(explicit: Graph, derived: Graph, names: Mapping[str, str]) -> bool:
+    """Returns whether an explicit gradient equals the derived one, up to factors x * c / c.
+
+    names: the name in `derived` for each capture of `explicit`.
+    """
     result: Any = next(node.args[0] for node in derived.nodes if node.op == "output")[0]
     if result is None:
         return False
-    plain = with_output(given, output_of(given))
+    plain = with_output(explicit, output_of(explicit))
     cancel_factors(plain)
     return is_same(with_output(derived, result), plain, names)
 
 
 def _number(graph: Graph, names: Mapping[str, str], known: dict[Hashable, int]) -> int:
-    """Returns a number for what the graph returns, the same for what computes the same."""
+    """Returns a number for the graph's output; two outputs have the same number if they compute the same."""
     numbers: dict[Node, int] = {}
 
     def written(x: Any) -> Hashable:
@@ -61,9 +64,9 @@ def _number(graph: Graph, names: Mapping[str, str], known: dict[Hashable, int]) 
 
 
 def softcap_of(score: Graph, captures: Sequence[Capture]) -> tuple[Graph, int, str]:
-    """Returns c * tanh(score / c), with c a captured number, as `flexattn.mods.softcap(c)` is traced.
+    """Returns the trace of `flexattn.mods.softcap(c)` if `score` is c * tanh(score / c) with a captured number c.
 
-    With it the position of c among the captures, and its name in the graph: "" for any other score, which is returned as it is.
+    The position of c among the captures and its name in the graph follow. Any other score is returned unchanged, with -1 and "".
     """
     result = output_of(score)
     if not _is_call(result, "mul"):

@@ -1,6 +1,7 @@
-"""Tracing: a mod is run once on scalars without values, and the torch ops that it calls become a graph of a program's ops.
+"""Traces a mod: it runs once on scalars without values, and the torch ops that it calls become a graph of a program's ops.
 
-Nothing here is process-wide: unlike torch.fx's tracers it patches no function, so other threads may compile and trace meanwhile.
+The tracer changes nothing process-wide. torch.fx's tracers patch functions; this one does not, so other threads may compile and
+trace at the same time.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from flexattn.mods.graph import INTEGERS, normalised, place_of
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _HERE = os.path.dirname(__file__)
-# Files whose frames are not the mod's own:
+# Files whose frames do not belong to the mod:
 _NOT_THE_MOD = (
     *(os.path.join(_HERE, name) for name in ("tracer.py", "trace.py", "dynamo.py")),
     *(os.path.join(os.path.dirname(_HERE), "integrations") + os.sep, _TORCH, "<"),
@@ -38,25 +39,25 @@ _aten = torch.ops.aten
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _AND_TENSORS = {"score_mod": " (and of score_mod_tensors)"}
 ARGUMENTS_OF = {"score_mod": ARGUMENTS, "mask_mod": ARGUMENTS[1:], "score_mod_gradient": (GRADIENT, *ARGUMENTS)}
-ANY_SIZE = 4099  # stands in for a size that changes from call to call, where the mod does not look at it
+ANY_SIZE = 4099  # stands in for a size that changes from call to call, if the mod does not read it
 
 
 class Trace(NamedTuple):
-    """Graph of a mod, as `graph.normalised` gives it, and what it takes of the captures that were found."""
+    """Graph of a mod, as `graph.normalised` returns it, and the captures that it uses."""
 
     graph: Graph
     captures: tuple[Capture, ...]
-    used: tuple[tuple[bool, int], ...]  # for each capture: (is a float, its position among the floats or tensors that were found)
-    looked_at: tuple[int, ...]  # the tensors, by position among those found, whose shapes the mod looked at
+    used: tuple[tuple[bool, int], ...]  # for each capture: (is a float, its position among the captured floats or tensors)
+    looked_at: tuple[int, ...]  # positions of the captured tensors whose shapes the mod read
     unsettled: str  # why the trace does not hold for other calls with the same key, or ""
 
 
 class NeedsValueError(ValueError):
-    """Raised where a mod asks for a value that is known only when a kernel runs."""
+    """Raised if a mod asks for a value that is known only when a kernel runs."""
 
 
 class Misuse(Exception):
-    """Base of a mod's own errors that keep their type through a trace; `place` is ` at file:line: text` once that is known."""
+    """Base of errors of a mod that keep their type through a trace. `place` is ` at file:line: text` when the line is known."""
 
     place = ""
 
@@ -69,25 +70,25 @@ class Misuse(Exception):
 
 
 class MisusedType(Misuse, TypeError):
-    """Raised for arguments that a node of a graph does not take."""
+    """Raised if a node of a graph does not accept an argument."""
 
 
 class MisusedName(Misuse, KeyError, ValueError):
-    """Raised for a name that was not given."""
+    """Raised if a name is not among the tensors of the call."""
 
 
 class MisusedNode(Misuse, AttributeError, ValueError):
-    """Raised for a node that a graph does not have."""
+    """Raised if a graph does not have a node."""
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Writes down the aten ops that are run on fake tensors, decomposed into those that a program has where they can be."""
+    """Records the aten ops that run on fake tensors, decomposed into ops of a program if a decomposition exists."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.graph = Graph()
         self.nodes: dict[int, Node] = {}
-        self.alive: list[Any] = []  # so that no address is taken anew
+        self.alive: list[Any] = []  # keeps results alive, so that no address is reused
         self.is_paused = False
 
     def input(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -110,7 +111,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         decomposition = _decompositions().get(func)
         if decomposition is None and func.namespace == "aten" and not func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CPU):
-            decomposition = func.decompose  # as autograd does, and its own formulas leave to it
+            decomposition = func.decompose  # autograd does the same, and its formulas rely on that
         if decomposition is not None:
             with self:
                 out = decomposition(*args, **kwargs)
@@ -135,16 +136,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not isinstance(x, Tensor):
             return x
         if id(x) not in self.nodes:
-            self._note(x, self.graph.create_node("get_attr", "tensor"))  # made from numbers, which a program has no op for
+            self._note(x, self.graph.create_node("get_attr", "tensor"))  # made from numbers; a program has no op for that
         return self.nodes[id(x)]
 
 
 def trace(
     role: str, mod: Callable[..., Any], found: Captures, shapes: Sequence[Sequence[int]] | None = None
 ) -> tuple[Trace, Captures]:
-    """Returns the mod's graph, and `found` with the tensors that were met besides. shapes: to be taken instead of the tensors' own.
+    """Returns the mod's graph, and `found` plus the tensors that only the run showed. shapes: replace the shapes of the tensors.
 
-    Raises ValueError for what cannot be traced, with the line of the mod that it is about and what to use instead.
+    Raises ValueError if the mod cannot be traced, with the line of the mod and a replacement.
     """
     own_shapes = [sizes_of(t) for _, t in found.tensors]
     if shapes is None:
@@ -190,18 +191,19 @@ def trace(
                 f"{', '.join(ARGUMENTS_OF[role])}{_AND_TENSORS.get(role, '')}, in torch ops on 0-d tensors"
             ) from e
     unsettled = why_unsettled()
-    if found.key is not None and unsettled:  # the mod itself is run, in which its changes are kept
+    if found.key is not None and unsettled:  # run the mod itself instead of a copy, so that its changes persist
         return trace(role, mod, Captures(None, unsettled, found.tensors, (), ()), shapes)
     if watch.met:
-        unsettled = unsettled or "it reads a tensor that was not found beforehand"
+        unsettled = unsettled or "it reads a tensor that was not found before the trace"
     elif not _is_same(before, find_captures(mod, lift=False)) or found.key != find_captures(mod, lift=bool(found.floats)).key:
-        unsettled = unsettled or "it changes what it depends on"
+        unsettled = unsettled or "it changes its own dependencies"
     captures += [_capture(role, name, t, has_gradients) for name, t in watch.met]
     whole = found._replace(tensors=(*found.tensors, *watch.met))
     own_shapes += [sizes_of(t) for _, t in watch.met]
     looked_at = sorted(watch.looked_at)
-    if any(tuple(shapes[i]) != own_shapes[i] for i in looked_at if i < len(shapes)):  # symbolic ones: torch.export is told that
-        return trace(role, mod, found, [[int(size) for size in shape] for shape in own_shapes[: len(shapes)]])  # they are fixed
+    if any(tuple(shapes[i]) != own_shapes[i] for i in looked_at if i < len(shapes)):
+        # Symbolic sizes that the mod read: int() tells torch.export that they are fixed.
+        return trace(role, mod, found, [[int(size) for size in shape] for shape in own_shapes[: len(shapes)]])
     graph = normalised(role, traced, ARGUMENTS_OF[role], captures)
     used = {node.target for node in graph.nodes if node.op == "placeholder" and node.users}
     for node in list(graph.nodes):
@@ -228,9 +230,10 @@ def fake_mode() -> FakeTensorMode:
 
 @functools.cache
 def _imported() -> None:
-    """Lets torch import what its first fake tensors need: it keeps an error of that, and so all frames that led there.
+    """Makes torch import the modules of its first fake tensor in a thread of its own.
 
-    In a thread those hold nothing; in a call they would keep its tensors for ever.
+    If such an import fails, torch keeps the error and all frames below it. A call's frames would keep its tensors alive forever;
+    the thread's frames hold none.
     """
     thread = threading.Thread(target=FakeTensorMode)
     thread.start()
@@ -248,7 +251,7 @@ def _capture(role: str, name: str, tensor: Tensor, has_gradients: bool) -> Captu
 
 @functools.cache
 def _decompositions() -> dict[Any, Callable[..., Any]]:
-    """Returns decompositions that take every pointwise op to those of a program."""
+    """Returns decompositions of every pointwise op into ops of a program."""
     more = (
         *(_aten.gelu, _aten.elu, _aten.leaky_relu, _aten.hardtanh, _aten.copysign, _aten.hypot, _aten.masked_fill, _aten.where),
         *(_aten.tanh_backward, _aten.sigmoid_backward, _aten.gelu_backward, _aten.threshold_backward, _aten.isfinite),
@@ -257,7 +260,7 @@ def _decompositions() -> dict[Any, Callable[..., Any]]:
 
 
 def _distinct(names: Sequence[str], others: Sequence[str] = ()) -> list[str]:
-    """Returns identifiers like the names, no two alike, and none like an argument's or one of `others`."""
+    """Returns identifiers made of the names, all different from each other, from the arguments and from `others`."""
     taken = {*ARGUMENTS, GRADIENT, *others}
     distinct = []
     for name in names:
@@ -271,7 +274,7 @@ def _distinct(names: Sequence[str], others: Sequence[str] = ()) -> list[str]:
     return distinct
 
 
-# Attributes of a tensor that say nothing of its shape, besides how many dims it has, which is in the key.
+# Attributes of a tensor that depend on no size. They may depend on its number of dims, which is in the key.
 _SHAPELESS = frozenset(
     ("__getitem__", "dim", "detach", "permute", "transpose", "swapaxes", "swapdims", "t", "unsqueeze", "is_floating_point", "clone")
 )
@@ -282,7 +285,7 @@ _VALUES = frozenset(
 
 
 class _Watch(TorchFunctionMode):
-    """Mode for the run of a mod: puts stand-ins for its captures, keeps indices symbolic, and notes the line of the mod."""
+    """Mode for the run of a mod: replaces captures by stand-ins, keeps indices symbolic, and notes the line of the mod."""
 
     def __init__(self, role: str, recorder: Recorder, fakes: FakeTensorMode, names: Sequence[str]) -> None:
         super().__init__()
@@ -291,10 +294,10 @@ class _Watch(TorchFunctionMode):
         self.fakes = fakes
         self.names = list(names)
         self.stand_in_of: dict[int, Tensor] = {}
-        self.position: dict[int, int] = {}  # by stand-in or view of one: the tensor that it stands for
+        self.position: dict[int, int] = {}  # id of a stand-in or of a view of one: position of the tensor that it replaces
         self.num_tensors = 0
         self.numbers: Sequence[Tensor] = ()  # stand-ins of floats
-        self.met: list[tuple[str, Tensor]] = []  # tensors that were not found before
+        self.met: list[tuple[str, Tensor]] = []  # tensors that `find_captures` did not find
         self.looked_at: set[int] = set()
         self.line: tuple[str, int] | None = None
 
@@ -306,7 +309,7 @@ class _Watch(TorchFunctionMode):
             self.num_tensors += 1
 
     def known(self, x: Any) -> Any:
-        """Returns the stand-in of a tensor that is none of the trace's."""
+        """Returns the stand-in of a tensor that does not belong to the trace."""
         if not isinstance(x, Tensor) or (type(x) is FakeTensor and x.fake_mode is self.fakes):
             return x
         if id(x) not in self.stand_in_of:
@@ -318,7 +321,7 @@ class _Watch(TorchFunctionMode):
         return self.stand_in_of[id(x)]
 
     def place(self) -> str:
-        """Returns ' at file:line: text' for the line that the mod is at."""
+        """Returns ' at file:line: text' for the current line of the mod."""
         return "" if self.line is None else place_of(self.line)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -334,20 +337,20 @@ class _Watch(TorchFunctionMode):
             raise ValueError(f"{self.role} writes to a tensor{self.place()}; a mod can only read: return the new score instead")
         args, kwargs = tree_map(self.known, (args, kwargs))
         attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else ""
-        of = {self.position[id(t)] for t in torch.utils._pytree.tree_leaves((args, kwargs)) if id(t) in self.position}
+        read = {self.position[id(t)] for t in torch.utils._pytree.tree_leaves((args, kwargs)) if id(t) in self.position}
         if not (name in _SHAPELESS or attribute in _SHAPELESS_ATTRIBUTES):
-            self.looked_at |= of
+            self.looked_at |= read
         if func is torch.tensor and isinstance(args[0], (bool, int, float)):
             dtype = kwargs.get("dtype") or {bool: torch.bool, int: torch.int64, float: torch.float32}[type(args[0])]
             func, args, kwargs = torch.full, ((), args[0]), {"dtype": dtype}
         if func is torch.Tensor.__getitem__:
             func, kwargs = self._item, {}
         if name.endswith("_") and not name.startswith("_") and any(args[0] is number for number in self.numbers):
-            func = getattr(Tensor, name[:-1])  # x += y gives a float x another value, and does not change the float
+            func = getattr(Tensor, name[:-1])  # x += y binds the name x to a new float, and does not change the old one
         out = self._marked(func, args, kwargs)
-        if isinstance(out, Tensor) and out.dim() > 0 and len(of) == 1:  # a view, whose shape says the same
+        if isinstance(out, Tensor) and out.dim() > 0 and len(read) == 1:  # a view: reading its shape reads the tensor's shape
             self.recorder.alive.append(out)
-            self.position[id(out)] = next(iter(of))
+            self.position[id(out)] = next(iter(read))
         return out
 
     def _marked(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -384,14 +387,14 @@ class _Watch(TorchFunctionMode):
             elif isinstance(part, int) and not isinstance(part, bool):
                 indices.append(torch.full((), part, dtype=torch.int64, device="cpu"))
             else:
-                what = f"a {part.dtype} tensor of {part.dim()} dims" if isinstance(part, Tensor) else repr(part)
+                shown = f"a {part.dtype} tensor of {part.dim()} dims" if isinstance(part, Tensor) else repr(part)
                 raise ValueError(
-                    f"{self.role} indexes with {what}{self.place()}; accepted: integers and 0-d integer tensors, as in t[h, q_idx]"
+                    f"{self.role} indexes with {shown}{self.place()}; accepted: integers and 0-d integer tensors, as in t[h, q_idx]"
                 )
         if len(indices) > tensor.dim():
             raise ValueError(
-                f"{self.role} takes {len(indices)} indices of a tensor with {tensor.dim()} dims{self.place()}; accepted: one for "
-                "each dim at most"
+                f"{self.role} indexes a tensor of {tensor.dim()} dims with {len(indices)} indices{self.place()}; accepted: at most "
+                "one for each dim"
             )
         return tensor if all(i is None for i in indices) else _aten.index.Tensor(tensor, indices)
 

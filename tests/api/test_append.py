@@ -274,7 +274,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "last dim": ({"k_new": torch.zeros(5, 2, 16)[..., ::2]}, "k_new is a torch.float32 tensor of shape .* the last contiguous"),
     "heads": ({"k_new": torch.zeros(5, 1, 8), "v_new": torch.zeros(5, 1, 8)}, "accepted: the cache's 2 heads of 8 elements"),
     "head dim": ({"v_new": torch.zeros(5, 2, 4)}, "v_new has shape .* accepted: the cache's 2 heads of 8 elements"),
-    "tokens": ({"v_new": torch.zeros(4, 2, 8)}, "accepted: the same but for the last dim"),
+    "tokens": ({"v_new": torch.zeros(4, 2, 8)}, "accepted: equal shapes, except for the last dim"),
     "no starts": ({"cu_seqlens_q": None}, "cu_seqlens_q is None with new rows in thd"),
     "starts": ({"cu_seqlens_q": int32(0, 2, 4, 5)}, "the length of cu_seqlens_q less one is 3"),
     "two lengths": (
@@ -289,11 +289,11 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "gradient": ({"k_new": torch.zeros(5, 2, 8, requires_grad=True)}, "k_new requires a gradient"),
     "one page for all": (
         {"k_cache": torch.zeros(1, 4, 2, 8).expand(9, -1, -1, -1)},
-        "k_cache has .* several rows are one in memory",
+        "k_cache has .* several rows share memory",
     ),
     "one head for all": (
         {"v_cache": torch.zeros(9, 4, 1, 8).expand(-1, -1, 2, -1)},
-        "v_cache has .* several rows are one in memory",
+        "v_cache has .* several rows share memory",
     ),
 }
 

@@ -362,7 +362,7 @@ def test_one_graph_under_compile() -> None:
 
 
 WRONG_DESCALES: dict[str, tuple[Any, str]] = {
-    "layers": ([], "descales has 0 layers and pools 1"),
+    "layers": ([], "descales has 0 layers and pools has 1"),
     "sequences": ([(torch.ones(4, 2), torch.ones(2))], r"descale_k of layer 0 has shape \(4, 2\); accepted: .* or \[3, 5, 2\]"),
     "dtype": ([(torch.ones(2).half(), torch.ones(2))], "descale_k of layer 0 has dtype torch.float16"),
 }
@@ -389,7 +389,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "heads": ({"descale_v": torch.ones(3)}, r"descale_v has shape \(3,\); accepted: .* = \[2, 2\], .* \[2, 4, 2\]"),
     "tokens": ({"descale_k": torch.ones(2, 2, 4)}, r"descale_k has shape \(2, 2, 4\)"),
     "gradient": ({"descale_k": torch.ones((), requires_grad=True)}, "descale_k requires a gradient"),
-    "one row for all": ({"descale_v": torch.ones(()).expand(2, 4, 2)}, "descale_v has .* several rows are one in memory"),
+    "one row for all": ({"descale_v": torch.ones(()).expand(2, 4, 2)}, "descale_v has .* several rows share memory"),
 }
 
 

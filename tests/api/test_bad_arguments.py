@@ -114,8 +114,8 @@ MODS = {
     "too many indices": Bad(
         attend(score_mod=lambda score, b, h, i, j: score + ONES[i, j]),
         ValueError,
-        "2 indices of a tensor with 1",
-        "accepted: one for each",
+        "indexes a tensor of 1 dims with 2 indices",
+        "accepted: at most one for each",
     ),
     "capture elsewhere": Bad(
         attend(score_mod=lambda score, b, h, i, j: score + META[i]),
@@ -250,7 +250,7 @@ NAMED_MODS = {
     "cap 0": Bad(make(mods.softcap, 0.0), ValueError, "cap is 0.0 (float)", "accepted: a number above 0"),
     "cap text": Bad(make(mods.softcap, "x"), ValueError, "cap is 'x' (str)", "accepted: a number above 0"),
     "cap 1-d": Bad(make(mods.softcap, ONES), ValueError, "cap is a torch.float32 tensor of shape (4,)", "or a 0-d tensor"),
-    "both of none": Bad(mods.both, TypeError, "mods.both() was given no mask_mod", "accepted: at least one"),
+    "both of none": Bad(mods.both, TypeError, "mods.both() has no mask_mod", "accepted: at least one"),
     "either of text": Bad(
         make(mods.either, mods.causal(), "x"), TypeError, "mask_mods[1] of mods.either() is 'x'", "accepted: a function"
     ),
@@ -290,7 +290,10 @@ FP8 = {
         attend_quantized(descale_q=torch.ones(5)), ValueError, "descale_q has shape (5,)", "accepted: [], [h], [b, h]"
     ),
     "descale gradient": Bad(
-        attend_quantized(descale_q=torch.ones(4, requires_grad=True)), ValueError, "descale_q requires a gradient", "detach it"
+        attend_quantized(descale_q=torch.ones(4, requires_grad=True)),
+        ValueError,
+        "descale_q requires a gradient",
+        "detached descale",
     ),
     "quantize list": Bad(make(quantize, [1.0]), TypeError, "x is [1.0] (list)", "accepted: a tensor"),
     "quantize float64": Bad(make(quantize, X.double()), TypeError, "x has dtype torch.float64", "accepted: torch.float16"),
@@ -304,7 +307,7 @@ FP8 = {
     "quantize dtype": Bad(make(quantize, X, dtype=torch.int8), ValueError, "dtype is torch.int8", "accepted: torch.float8_e4m3fn"),
     "quantize format": Bad(make(quantize, X, qkv_format="xyz"), ValueError, "qkv_format is 'xyz'", "accepted: bshd"),
     "quantize two formats": Bad(
-        make(quantize, X, qkv_format="thd_2bshd"), ValueError, "qkv_format is 'thd_2bshd'", "accepted: x's own"
+        make(quantize, X, qkv_format="thd_2bshd"), ValueError, "qkv_format is 'thd_2bshd'", "accepted: the format of x"
     ),
     "quantize thd": Bad(
         make(quantize, X[0], qkv_format="thd"), ValueError, "cu_seqlens is None with thd", "accepted: an int32 tensor"
@@ -390,7 +393,7 @@ OTHERS = {
     "explain None": Bad(make(flexattn.explain, None), TypeError, "q is None (NoneType)", "accepted: a tensor"),
     "explain q alone": Bad(make(flexattn.explain, X), TypeError, "k is None (NoneType)", "accepted: a tensor"),
     "explain mod": Bad(lambda: flexattn.explain(**dense(score_mod=3)), TypeError, "score_mod is 3 (int)", "accepted: a function"),
-    "warmup int": Bad(make(flexattn.warmup, 1), TypeError, "warmup() was given a int", "accepted: a dict of attention's arguments"),
+    "warmup int": Bad(make(flexattn.warmup, 1), TypeError, "warmup() got a int", "accepted: a dict of attention's arguments"),
     "warmup call": Bad(
         lambda: flexattn.warmup(dense(attn_mask_type="x")), ValueError, "attn_mask_type is 'x'", "accepted: no_mask, padding"
     ),

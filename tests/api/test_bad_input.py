@@ -202,12 +202,12 @@ BAD = {
     ),
     "max_seqlen tensor of floats": Bad(thd(max_seqlen_q=torch.tensor(5.0)), TypeError, "max_seqlen_q", "float32 tensor", "an int"),
     "max_seqlen tensor of bools": Bad(thd(max_seqlen_q=torch.tensor(True)), TypeError, "max_seqlen_q", "bool tensor", "an int"),
-    "max_seqlen tensor of one": Bad(thd(max_seqlen_q=torch.tensor([5])), TypeError, "max_seqlen_q", "shape (1,)", "a 0-d one"),
+    "max_seqlen tensor of one": Bad(thd(max_seqlen_q=torch.tensor([5])), TypeError, "max_seqlen_q", "shape (1,)", "a 0-d tensor"),
     "max_seqlen numpy float": Bad(thd(max_seqlen_q=np.float64(5)), TypeError, "max_seqlen_q", "float64", "an int or None"),
     "max_seqlen numpy bool": Bad(thd(max_seqlen_q=np.bool_(True)), TypeError, "max_seqlen_q", "bool", "an int or None"),
     "max_seqlen negative": Bad(thd(max_seqlen_q=-1), ValueError, "max_seqlen_q", "-1", "longest sequence"),
     "max_seqlen dense": Bad(
-        dense(max_seqlen_q=6), ValueError, "max_seqlen_q", "6 and the sequence dim is 5", "None or that length"
+        dense(max_seqlen_q=6), ValueError, "max_seqlen_q", "6 and the sequence dim is 5", "accepted with format"
     ),
     "max_seqlen missing": Bad(
         thd(max_seqlen_kv=None, bias_type="post_scale_bias", bias=shaped(1, 1, 5, 7)),
@@ -293,11 +293,11 @@ BAD = {
     "scale learnable": Bad(
         dense(softmax_scale=torch.tensor(0.1, requires_grad=True)), TypeError, "softmax_scale", "tensor of shape ()", "a gradient"
     ),
-    "scale tensor of one": Bad(dense(softmax_scale=torch.tensor([0.1])), TypeError, "softmax_scale", "shape (1,)", "a 0-d one"),
+    "scale tensor of one": Bad(dense(softmax_scale=torch.tensor([0.1])), TypeError, "softmax_scale", "shape (1,)", "a 0-d tensor"),
     "scale tensor negative": Bad(dense(softmax_scale=torch.tensor(-0.5)), ValueError, "softmax_scale", "-0.5", "at least 0"),
     "scale bool": Bad(dense(softmax_scale=True), TypeError, "softmax_scale", "True (bool)", "number"),
     "scale numpy nan": Bad(dense(softmax_scale=np.float32("nan")), ValueError, "softmax_scale", "nan", "finite"),
-    "softcap complex": Bad(dense(softcap=torch.tensor(1j)), TypeError, "softcap", "complex64", "a 0-d one"),
+    "softcap complex": Bad(dense(softcap=torch.tensor(1j)), TypeError, "softcap", "complex64", "a 0-d tensor"),
     "dropout numpy": Bad(dense(dropout_p=np.float32(1)), ValueError, "dropout_p", "1.0", "[0, 1)"),
     "softcap negative": Bad(dense(softcap=-30.0), ValueError, "softcap", "-30.0", "at least 0"),
     "softcap nan": Bad(dense(softcap=math.nan), ValueError, "softcap", "nan", "finite"),
@@ -358,7 +358,7 @@ BAD = {
     "out off 16 bytes": Bad(
         dense(out=shaped(B * SQ * H * D_V + 1)[1:].view(B, SQ, H, D_V)), ValueError, "out", "address", "a multiple of 16 bytes"
     ),
-    "out in q": Bad(IN_PLACE, ValueError, "out", "share memory with q", "memory of its own"),
+    "out in q": Bad(IN_PLACE, ValueError, "out", "share memory with q", "separate memory"),
     "backend unknown": Bad(dense(backend="flash"), ValueError, "backend", "'flash'", "auto, triton, cudnn, eager"),
 }
 
@@ -430,7 +430,7 @@ WRONG_VALUES = {
     ),
     "padded past the total": (
         thd(cu_seqlens_kv_padded=cu(0, 8, 9)),
-        "cu_seqlens_kv_padded[1] is 8, where a sequence of 2 tokens begins; accepted: 0 to 7",
+        "cu_seqlens_kv_padded[1] is 8, the start of a sequence of 2 tokens; accepted: 0 to 7",
     ),
     "padded before the first": (thd(cu_seqlens_q_padded=cu(-1, 3, 8)), "cu_seqlens_q_padded[0] is -1"),
     "longer than its slot": (

@@ -30,7 +30,7 @@ NAMES = {
     "`True` by position": Mistake(
         "attention(q, k, v, True)",
         "attention(q, k, v, causal=True)",
-        "TypeError: attention() takes q, k and v by position, and behind them came True (bool). That position is dropout_p in "
+        "TypeError: attention() takes q, k and v by position, and got True (bool) after them. That position is dropout_p in "
         "FlashAttention and attn_mask in SDPA. Pass arguments by name, for example causal=True.",
     ),
     "FlashAttention by position": Mistake(
@@ -173,7 +173,7 @@ MASKS = {
     "A bias with two dims": Mistake(
         "attention(q, k, v, bias=torch.zeros(16, 16))",
         "attention(q, k, v, bias=torch.zeros(1, 1, 16, 16))",
-        "accepted: [b, h, sq, skv] = [2, 4, 16, 16], where any may be 1 instead",
+        "accepted: [b, h, sq, skv] = [2, 4, 16, 16], any of which may be 1",
     ),
     "A mod that branches": Mistake(
         "attention(q, k, v, score_mod=lambda score, b, h, i, j: score if i > j else -score)",
@@ -183,7 +183,7 @@ MASKS = {
     "A mod that is not made": Mistake(
         "attention(q, k, v, score_mod=flexattn.mods.softcap)",
         "attention(q, k, v, score_mod=flexattn.mods.softcap(30.0))",
-        "score_mod is mods.softcap itself",
+        "score_mod is the function mods.softcap itself",
     ),
     "One query with a causal mask": Mistake(
         "attention(q[:, :1], k, v, attn_mask_type='causal')",
@@ -224,7 +224,7 @@ SHAPES = {
     "`out` with a gradient": Mistake(
         "attention(q.requires_grad_(), k, v, out=torch.empty_like(q))",
         "attention(q, k, v, out=torch.empty_like(q))",
-        "ValueError: out is given and a gradient is needed. Call attention() under torch.no_grad(), or leave out out.",
+        "ValueError: out is given and a gradient is needed. Call attention() under torch.no_grad(), or do not pass out.",
     ),
 }
 
@@ -278,7 +278,7 @@ PACKED = {
     "Pages with a gradient": Mistake(
         "attention(q.requires_grad_(), pages, pages, page_table=table, seqused_kv=used, attn_mask_type='padding')",
         "attention(q, pages, pages, page_table=table, seqused_kv=used, attn_mask_type='padding')",
-        "ValueError: page_table is given and a gradient is asked for",
+        "ValueError: page_table is given and a gradient is needed",
     ),
 }
 

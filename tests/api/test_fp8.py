@@ -479,7 +479,7 @@ def test_nothing_is_accepted_and_ignored(device: str) -> None:
         ("fp8_state is None", call | {"fp8_recipe": delayed}),
         ("fp8_state is given", call | {"fp8_state": fp8.DelayedScaling(delayed, 4, 2, device)}),
         ("made for 3 heads", call | {"fp8_recipe": delayed, "fp8_state": fp8.DelayedScaling(delayed, 3, 2, device)}),
-        ("out_dtype is torch.float16 where a gradient", call | {"fp8_recipe": fp8.Recipe(out_dtype=torch.float16)}),
+        ("out_dtype is torch.float16 and a gradient is needed", call | {"fp8_recipe": fp8.Recipe(out_dtype=torch.float16)}),
         ("rotation is True, which has no effect", call | eight | {"fp8_recipe": fp8.Recipe(rotation=True)}),
         ("margin is 1, which has no effect", call | eight | {"fp8_recipe": fp8.Recipe(margin=1)}),
         ("which are for inference", call | {"q": eight["q"].requires_grad_(), "k": eight["k"], "v": eight["v"]}),

@@ -149,7 +149,7 @@ def test_wrong_arguments() -> None:
             **packed,
         )
     assert "each token" not in str(refused.value)
-    with pytest.raises(ValueError, match="a gradient is asked for; accepted: a forward alone"):
+    with pytest.raises(ValueError, match="a gradient is needed; accepted: a forward only"):
         attention(q.requires_grad_(), k, v)
     with pytest.raises(ValueError, match=r"fp8_recipe is given with k and v in torch.float8_e4m3fn"):
         attention(q.detach().bfloat16(), k, v, fp8_recipe=flexattn.fp8.Recipe())

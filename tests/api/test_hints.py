@@ -116,10 +116,10 @@ BY_POSITION: dict[str, tuple[tuple[Any, ...], list[str]]] = {
     "sdpa, float": ((torch.ones(5),), ["SDPA's order", "a float tensor that is added"]),
     "sdpa, causal": ((None, 0.0, True), ["SDPA's order", "dropout_p=; for is_causal: causal=True"]),
     "flex_attention": ((lambda s, b, h, i, j: s,), ["FlexAttention's order these are score_mod="]),
-    "too many": (tuple(range(20)), ["0 (int), 1 (int), 2 (int), .... Pass all others by name"]),
+    "too many": (tuple(range(20)), ["0 (int), 1 (int), 2 (int), ... after them. Pass all others by name"]),
     "None": ((None,), ["Pass all others by name"]),
-    "packed": ((flexattn.packed([5, 5]),), ["(dict). Pass its items by name: attention(q, k, v, **arguments)"]),
-    "a format": (("bhsd",), ["'bhsd' (str). Pass all others by name"]),
+    "packed": ((flexattn.packed([5, 5]),), ["(dict) after them. Pass its items by name: attention(q, k, v, **arguments)"]),
+    "a format": (("bhsd",), ["'bhsd' (str) after them. Pass all others by name"]),
 }
 
 
@@ -262,9 +262,9 @@ def test_mods_are_there_after_import_flexattn() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"mask_mod": mods.causal}, "mask_mod is mods.causal itself; accepted: what it returns, mods.causal()"),
-        ({"mask_mod": mods.sliding_window}, "what it returns, mods.sliding_window(left, right)"),
-        ({"score_mod": mods.softcap}, "score_mod is mods.softcap itself"),
+        ({"mask_mod": mods.causal}, "mask_mod is the function mods.causal itself; accepted: its result, mods.causal()"),
+        ({"mask_mod": mods.sliding_window}, "accepted: its result, mods.sliding_window(left, right)"),
+        ({"score_mod": mods.softcap}, "score_mod is the function mods.softcap itself"),
         ({"score_mod": mods.causal()}, "score_mod is a mask_mod of flexattn.mods; accepted: a score_mod; pass this as mask_mod"),
         ({"mask_mod": mods.softcap(2.0)}, "mask_mod is a score_mod of flexattn.mods"),
         (
@@ -282,7 +282,7 @@ def test_mod_in_the_wrong_place_is_named(arguments: dict[str, Any], said: str) -
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: mods.both(mods.causal), "mask_mods[0] of mods.both() is mods.causal itself"),
+        (lambda: mods.both(mods.causal), "mask_mods[0] of mods.both() is the function mods.causal itself"),
         (lambda: mods.either(mods.causal(), mods.softcap(2.0)), "mask_mods[1] of mods.either() is a score_mod"),
         (lambda: mods.alibi(4), "slopes is 4 (int); accepted: a tensor"),
         (lambda: mods.document([0, 1]), "document_ids is [0, 1] (list); accepted: a tensor"),

@@ -126,5 +126,5 @@ def test_a_block_mask_is_made_before_a_trace() -> None:
         block_mask = create_block_mask(lambda b, h, q_idx, kv_idx: kv_idx <= q_idx, None, None, TOKENS, TOKENS, "cpu", 16)
         return attention(x, x, x, block_mask=block_mask)
 
-    with pytest.raises(RuntimeError, match=r"under torch.jit.trace.*accepted: a mask made before the trace, or mask_mod"):
+    with pytest.raises(RuntimeError, match=r"under torch.jit.trace.*accepted: a mask created before the trace, or mask_mod"):
         torch.jit.trace(call, (inputs(0),), check_trace=False)

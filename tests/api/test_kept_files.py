@@ -149,7 +149,7 @@ def test_what_cannot_be_written_is_said_once_and_leaves_nothing(tmp_path: Path, 
     folder.parent.mkdir()
     UNWRITABLE[name](folder)
     before = {path: path.lstat().st_mode for path in tmp_path.rglob("*")}
-    with pytest.warns(RuntimeWarning, match="compiled kernels are not written in .*made anew") as said:
+    with pytest.warns(RuntimeWarning, match="compiled kernels are not written in .*compiled again") as said:
         reasons = [kept_files.write(folder / "file", KIND, CONTENT, says=True) for _ in range(2)]
     assert all(reasons)
     assert len(said) == 1

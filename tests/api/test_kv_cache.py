@@ -230,7 +230,7 @@ def test_sequences_that_are_not_there() -> None:
     n = cache.add()
     cache.step({n: 5})
     for use in (cache.free, cache.length, cache.fork):
-        with pytest.raises(ValueError, match=r"sequence is 1 \(int\); accepted: one that add\(\) or fork\(\) gave, now \[0\]"):
+        with pytest.raises(ValueError, match=r"sequence is 1 \(int\); accepted: a number from add\(\) or fork\(\), now \[0\]"):
             use(1)
     with pytest.raises(ValueError, match="length is 6; accepted: 0 to 5"):
         cache.fork(n, 6)

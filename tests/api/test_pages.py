@@ -232,7 +232,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "other batch": ({"seqused_kv": torch.zeros(3, dtype=torch.int32)}, "the length of seqused_kv is 3"),
     "dtype of lengths": ({"seqused_kv": torch.zeros(4)}, "seqused_kv has dtype torch.float32"),
     "format": ({"qkv_format": "sbhd"}, "page_table is given with k and v in sbhd"),
-    "gradient": ({"q": torch.ones(4, 3, HEADS, DIM, requires_grad=True)}, "a gradient is asked for"),
+    "gradient": ({"q": torch.ones(4, 3, HEADS, DIM, requires_grad=True)}, "a gradient is needed"),
     "negative": ({"max_seqlen_kv": -3}, "max_seqlen_kv is -3"),
     "no number": ({"max_seqlen_kv": "many"}, "max_seqlen_kv is 'many'"),
 }

@@ -137,7 +137,7 @@ def test_the_picture_has_the_scores() -> None:
 
 def test_wrong_arguments_are_named() -> None:
     call = tensors()
-    with pytest.raises(ValueError, match="batch is 2; accepted: from 0 to 1, as the call has 2"):
+    with pytest.raises(ValueError, match="batch is 2; accepted: from 0 to 1, because the call has 2"):
         plot_mask(**call, batch=2)
     with pytest.raises(ValueError, match="head is -1; accepted: from 0 to 3"):
         plot_mask(**call, head=-1)

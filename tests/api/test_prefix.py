@@ -92,7 +92,7 @@ def test_one_graph_under_compile() -> None:
         ({"prefix_length": 40}, "prefix_length is 40; accepted"),
         ({"prefix_length": 0}, "prefix_length is 0; accepted"),
         ({"prefix_row": 4}, "prefix_row is 4; accepted: 0 to 3"),
-        ({"window_size": (5, 0)}, "window_size given; accepted beside lengths and pages"),
+        ({"window_size": (5, 0)}, "window_size given; accepted with lengths and pages"),
         (
             {"attn_mask_type": "padding_causal"},
             "attn_mask_type is 'padding_causal'; accepted: padding, padding_causal_bottom_right",
@@ -113,9 +113,9 @@ def test_values_are_checked_where_asked(monkeypatch: pytest.MonkeyPatch) -> None
     attention_with_prefix(*tensors, prefix_length=PREFIX, **arguments)
     short = arguments["seqused_kv"].clone()
     short[3] = PREFIX + 5
-    with pytest.raises(ValueError, match=r"seqused_kv\[3\] has 4 tokens too few for 9 queries behind the prefix"):
+    with pytest.raises(ValueError, match=r"seqused_kv\[3\] is 4 tokens too small for 9 queries after the prefix"):
         attention_with_prefix(*tensors, prefix_length=PREFIX, **(arguments | {"seqused_kv": short}))
     table = arguments["page_table"].clone()
     table[1, 2] = table[3, 4]
-    with pytest.raises(ValueError, match=r"page_table\[1\] does not begin as page_table\[0\]"):
+    with pytest.raises(ValueError, match=r"page_table\[1\] does not begin like page_table\[0\]"):
         attention_with_prefix(*tensors, prefix_length=PREFIX, **(arguments | {"page_table": table}))

@@ -273,9 +273,9 @@ def test_room_is_made_once_for_each_result() -> None:
         (Results(packing="3hd"), 2, "bshd", r"q, k and v have shapes .*accepted: equal shapes and formats"),
         (Results(packing="3hd", dq="sbhd"), H, "bshd", "accepted: equal shapes and formats"),
         (Results(packing="hd3"), H, "bshd", "packing of dq, dk and dv is 'hd3'; accepted: 3hd, h3d, hd_2hd, hd_h2d"),
-        (Results(out="thd"), H, "bshd", "the format of out is 'thd', of a tensor in bshd; accepted: bshd, sbhd, bhsd"),
-        (Results(dkv="bshd"), H, "thd", "the format of dkv is 'bshd', of a tensor in thd; accepted: thd"),
-        (Results(packing="h3d", fp32="dkv"), H, "bshd", "dkv is to be in float32 in a buffer .*accepted: gradients apart"),
+        (Results(out="thd"), H, "bshd", "the format of out is 'thd' for a tensor in bshd; accepted: bshd, sbhd, bhsd"),
+        (Results(dkv="bshd"), H, "thd", "the format of dkv is 'bshd' for a tensor in thd; accepted: thd"),
+        (Results(packing="h3d", fp32="dkv"), H, "bshd", "dkv is to be in float32 in a buffer .*accepted: separate gradients"),
         (Results(fp32_out=True), 2, "bshd", "out is to be in float32 and a gradient is asked for; accepted: no gradient"),
     ],
 )

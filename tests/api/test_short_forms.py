@@ -247,7 +247,7 @@ def test_a_mask_under_autocast_may_be_of_16_bits() -> None:
             {"mask": SEEN, "block_mask": flexattn.create_block_mask(mods.causal(), None, None, 16, 16, "cpu", 16)},
             "mask is given with a block_mask",
         ),
-        ({"mask": SEEN, "mask_mod": mods.causal}, "mask_mod is mods.causal itself"),
+        ({"mask": SEEN, "mask_mod": mods.causal}, "mask_mod is the function mods.causal itself"),
         ({"mask": SEEN, "mask_mod": mods.document(torch.zeros(2, 5).int())}, "document_ids has shape (2, 5)"),
         ({"mask": lambda b, h, i, j: i >= j}, "Pass a function as mask_mod=."),
         ({"mask": SEEN.tolist()}, "(list); accepted: a tensor of bool, torch.float32, with dims that broadcast to [2, 4, 16, 16]"),

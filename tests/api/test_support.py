@@ -53,8 +53,8 @@ BIAS_DIMS = ("bhss", "1hss", "b1ss", "11ss", "111s")
 NEG_INF = float("-inf")
 
 NO_FP64 = "the kernels support fp16, bf16 and fp32, not float64"
-NO_GRADIENT = "page_table is given and a gradient is asked for"
-NO_FP8_GRADIENT = "beside q in torch.bfloat16, and a gradient is asked for"
+NO_GRADIENT = "page_table is given and a gradient is needed"
+NO_FP8_GRADIENT = "with q in torch.bfloat16, and a gradient is needed"
 OTHER_BITS = "the rounding of torch's matrix products may depend on the batch"
 NO_HEAD_DIM = "the kernels support multiples of 8 up to"
 

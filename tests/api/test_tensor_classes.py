@@ -77,7 +77,7 @@ def test_a_class_that_gives_its_elements_a_meaning_is_refused_by_name(name: str)
 @pytest.mark.parametrize("make", [causal_upper_left, causal_lower_right])
 def test_torchs_causal_bias_is_no_bias(make: Callable[[int, int], Tensor]) -> None:
     bias = make(S, S)[None]
-    with pytest.raises(TypeError, match=r"bias is a CausalBias.*give attn_mask_type 'causal' or 'causal_bottom_right'"):
+    with pytest.raises(TypeError, match=r"bias is a CausalBias.*pass attn_mask_type 'causal' or 'causal_bottom_right'"):
         attention(X, X, X, bias_type="post_scale_bias", bias=bias)
 
 

@@ -181,7 +181,7 @@ def test_wrong_sizes_are_named(capsys, command, arguments, said):
 
 def test_doctor_names_a_setting_that_is_not_accepted(monkeypatch):
     monkeypatch.setenv("FLEXATTN_HOPPER", "ALWAYS")
-    said = [finding.found for finding in doctor.report() if finding.what == "settings"]
+    said = [finding.state for finding in doctor.report() if finding.subject == "settings"]
     assert "the environment variable FLEXATTN_HOPPER is 'ALWAYS'" in said
 
 
@@ -232,7 +232,7 @@ def test_doctor_gives_no_advice_to_run_the_doctor(monkeypatch):
     frontend = pytest.importorskip("cudnn", reason="cudnn is not installed")
     cudnn.library_error.cache_clear()
     monkeypatch.setattr(frontend, "backend_version", lambda: 1 // 0)
-    said = [finding for finding in doctor.report() if finding.what == "cuDNN library"]
+    said = [finding for finding in doctor.report() if finding.subject == "cuDNN library"]
     cudnn.library_error.cache_clear()
     assert [finding.remedy for finding in said] == ["pip install nvidia-cudnn-cu13"]
 
@@ -266,7 +266,7 @@ def test_the_list_of_commands(capsys):
         for name, command in command_line.COMMANDS.items():
             group = users if name in ("demo", "explain", "doctor", "bench", "fp8", "build") else developers
             assert f"\n  {name} " in group
-            assert command.does in group
+            assert command.summary in group
     assert command_line.main(["--version"]) == 0
     assert capsys.readouterr().out == f"{flexattn.__version__}\n"
     assert command_line.main([]) == 2
@@ -306,7 +306,7 @@ def test_each_command_explains_itself_and_what_is_wrong(name, monkeypatch, capsy
         assert e.value.code == 2
         said = capsys.readouterr().err
         assert said.startswith(f"{program} {name}: error: ")
-        assert said.endswith(f"`{program} {name} --help` lists the options and what they take\n")
+        assert said.endswith(f"`{program} {name} --help` lists the options and their values\n")
 
 
 WITHOUT_TORCH = """
@@ -367,9 +367,9 @@ def test_doctor_finds_two_cudnns(monkeypatch, tmp_path):
         folder.mkdir(parents=True)
         (folder / "libcudnn.so.9").touch()
         monkeypatch.syspath_prepend(str(tmp_path / name))
-    (finding,) = [finding for finding in doctor._libraries() if finding.what == "libcudnn on disk"]
+    (finding,) = [finding for finding in doctor._libraries() if finding.subject == "libcudnn on disk"]
     assert finding.verdict == doctor.NOTE
-    assert all(str(tmp_path / name) in finding.found for name in ("a", "b"))
+    assert all(str(tmp_path / name) in finding.state for name in ("a", "b"))
     assert "pip uninstall" in finding.remedy
 
 

@@ -208,5 +208,5 @@ def test_states_of_another_shape_are_refused(state: Tensor) -> None:
 @pytest.mark.parametrize("row", [(1, 2, 0, 9, 0), (1, 2, 0, 8, 0, 8), (1, 2, -1, 8, 0)])
 def test_places_that_no_draw_begins_at_are_refused(row: tuple[int, ...]) -> None:
     q, k, v, *_ = (t.cpu() for t in tensors_of(torch.float32).values())
-    with pytest.raises(ValueError, match="accepted: places of 0 or more, and in this column multiples of 8, with what is beyond"):
+    with pytest.raises(ValueError, match="accepted: positions of 0 or more, multiples of 8 in this column, with the remainder"):
         flexattn.attention(q, k, v, dropout_p=P, rng_state=torch.tensor([row] * BATCH))

@@ -237,11 +237,11 @@ def called(callback: Any, tensors: Any = None) -> Tensor:
         (lambda: called(post_scale_bias, {"bias": torch.zeros(2, 3)}), r"with 2 for sq, but the call has 4"),
         (
             lambda: attention(*[torch.zeros(1, 4, 1, 8)] * 3, score_mod=takes_three, score_mod_tensors={"x": scalar(1.0)}),
-            "score_mod takes_three takes three arguments",
+            "score_mod takes_three has three arguments",
         ),
         (
             lambda: attention(*[torch.zeros(1, 4, 1, 8)] * 3, score_mod=takes_three),
-            r"score_mod takes_three takes three arguments \(graph.*TEScoreMod\(score_mod, score_mod_bprop, score_mod_tensors\)",
+            r"score_mod takes_three has three arguments \(graph.*TEScoreMod\(score_mod, score_mod_bprop, score_mod_tensors\)",
         ),
     ],
 )

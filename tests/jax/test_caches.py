@@ -103,7 +103,7 @@ def test_keys_in_fp8_beside_other_queries() -> None:
 
 def test_what_has_no_gradient_says_so() -> None:
     given = {n: to_jax(x) if isinstance(x, Tensor) else x for n, x in paged().items()}
-    with pytest.raises(ValueError, match="page_table is given and a gradient is asked for"):
+    with pytest.raises(ValueError, match="page_table is given and a gradient is needed"):
         jax.grad(lambda q: fj.attention(**(given | {"q": q})).sum())(given["q"])
     with pytest.raises(NotImplementedError, match="append_kv has no gradient"):
         jax.grad(lambda x: fj.append_kv(x, x, x, x, seqused_kv=jnp.zeros(1, jnp.int32))[0].sum())(jnp.ones((1, 4, 2, 8)))

@@ -136,7 +136,7 @@ def test_slices_end_where_they_end(name: str, backend: str, device: str) -> None
 def test_a_number_outside_of_a_slice_is_refused(device: str) -> None:
     t = torch.randn(8, device=device)
     q = torch.randn(1, 5, HEADS, DIM, device=device)
-    with pytest.raises(ValueError, match=r"index within the slice, which has 4 entries, and not 6"):
+    with pytest.raises(ValueError, match=r"index within the slice of 4 entries instead of 6"):
         attention(q, q, q, score_mod=lambda s, b, h, i, j: s + t[:4][6])
 
 

@@ -178,7 +178,7 @@ class Errors:
         (lambda score, b, h, q_idx, kv_idx: score + Errors.table.exp()[h, 0], ["exp", "index the captured tensor first"]),
         (lambda score, b, h, q_idx, kv_idx: score + Errors.table.view(-1)[h], ["view", "reshape it before the call"]),
         (lambda score, b, h, q_idx, kv_idx: score + Errors.table[h], ["returns a tensor|scalars"]),
-        (lambda score, b, h, q_idx, kv_idx: score + Errors.table[h, 0, 1], ["3 indices of a tensor with 2 dims"]),
+        (lambda score, b, h, q_idx, kv_idx: score + Errors.table[h, 0, 1], ["indexes a tensor of 2 dims with 3 indices"]),
         (lambda score, b, h, q_idx, kv_idx: score + Errors.table[h, q_idx * 0.5], ["indexes with a torch.float32 tensor"]),
         (lambda score, b, h, q_idx, kv_idx: (score, score), ["returned", "accepted: a 0-d tensor or a number"]),
         (lambda score, b, h, q_idx: score, ["cannot be traced", "TypeError"]),

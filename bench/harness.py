@@ -1,0 +1,100 @@
+"""The frame of a benchmark program with rows of its own: options, facts of the run, alternating calls, and the result file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from flexattn.bench import record
+
+K = TypeVar("K", bound=Hashable)
+Row = dict[str, Any]
+
+
+def make_parser(method: str | None) -> argparse.ArgumentParser:
+    """Returns a parser with --out, described by the first line of a program's docstring."""
+    parser = argparse.ArgumentParser(description=method.splitlines()[0] if method else None)
+    parser.add_argument("--out", type=Path, metavar="FILE.json", help="write the result here, after every row")
+    return parser
+
+
+def need_gpu(parser: argparse.ArgumentParser) -> None:
+    """Ends the program with an error if there is no CUDA device."""
+    if not torch.cuda.is_available():
+        parser.error("no CUDA device; this program measures device time")
+
+
+class Run:
+    """A run of a program: `content` has its facts and its rows, and becomes the result file.
+
+    module: name after `python -m` of the command. method: the program's docstring. facts: further keys of the result file.
+    """
+
+    def __init__(
+        self, module: str, method: str | None, out: Path | None, arguments: Sequence[str] | None = None, **facts: Any
+    ) -> None:
+        self.out = out
+        self.rows: list[Row] = []
+        self.content: dict[str, Any] = {
+            "command": record.command_line(module, sys.argv[1:] if arguments is None else arguments, out),
+            "started": record.now(),
+            "device": record.device_facts(),
+            "versions": record.versions(),
+            "method": method,
+            **facts,
+            "rows": self.rows,
+        }
+
+    def add(self, row: Row, line: str) -> None:
+        """Prints and writes a row as soon as it is measured, because a run may be cut short."""
+        self.rows.append(row)
+        print(line, flush=True)
+        self.write()
+
+    def write(self) -> None:
+        if self.out is not None:
+            self.out.write_text(json.dumps(self.content, indent=1) + "\n")
+
+    def status(self, implementation: str | None = None) -> int:
+        """Returns the exit status: 1 if a result is wrong, of this implementation if it is named."""
+        rows = (row for row in self.rows if implementation in (None, row.get("implementation")))
+        return int(any(row.get("status") == "wrong" for row in rows))
+
+
+def in_turns(keys: Iterable[K], rounds: int, turn: Callable[[K], Iterable[float]]) -> dict[K, list[float]]:
+    """Returns the samples of `turn(key)` for each key over all rounds.
+
+    The keys alternate, and the first one changes from round to round, because each call warms the GPU for its successor.
+    """
+    order = list(keys)
+    samples: dict[K, list[float]] = {key: [] for key in order}
+    for n in range(rounds):
+        first = n % len(order) if order else 0
+        for key in order[first:] + order[:first]:
+            samples[key] += turn(key)
+    return samples
+
+
+def quartiles(samples: Sequence[float], name: str = "us") -> dict[str, float]:
+    """Returns the median of samples as `name`, and the quartiles as `name`_q1 and `name`_q3."""
+    q1, median, q3 = statistics.quantiles(samples, n=4)
+    return {name: median, f"{name}_q1": q1, f"{name}_q3": q3}
+
+
+def event_times(call: Callable[[], object], calls: int, before: Callable[[], object]) -> list[float]:
+    """Returns the device time of each call in microseconds. before: enqueued ahead of each call and not timed."""
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(calls)]  # type: ignore[no-untyped-call]
+    for start, end in events:
+        before()
+        start.record()
+        call()
+        end.record()
+    torch.cuda.synchronize()
+    return [1e3 * start.elapsed_time(end) for start, end in events]
