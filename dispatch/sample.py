@@ -60,12 +60,8 @@ def sample_operands(
         if spec.bias_type == "alibi"
         else None,
         softmax_offset=normal(spec.num_heads) if spec.softmax_type == "learnable" else None,
-        **sides,
+        **(dict.fromkeys(("seqused_q", "seqused_kv", "page_table", "out")) | sides),
         rng_state=_rng_state(spec, seed, batch).to(device) if spec.dropout else None,
-        seqused_q=None,
-        seqused_kv=None,
-        page_table=None,
-        out=None,
         softmax_scale=SCALE * spec.head_dim_qk**-0.5,
         softcap=SOFTCAP if spec.softcap else 0.0,
         dropout_p=DROPOUT if spec.dropout else 0.0,
