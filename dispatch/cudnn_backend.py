@@ -476,26 +476,13 @@ def _problem(spec: AttentionSpec, x: Operands, direction: Direction, is_bucketed
     from flexattn.kernels_cudnn.problem import Problem
 
     x = with_cu_seqlens(x, (spec.q_format, spec.kv_format))
+    views = {"q": as_bshd(x.q, spec.q_format), "k": as_bshd(x.k, spec.kv_format), "v": as_bshd(x.v, spec.kv_format)}
     problem = Problem(
-        q=as_bshd(x.q, spec.q_format),
-        k=as_bshd(x.k, spec.kv_format),
-        v=as_bshd(x.v, spec.kv_format),
-        softmax_scale=x.softmax_scale,
+        **(x.shared_with(Problem) | views),
         window_left=spec.band.left,
         window_right=spec.band.right,
         bottom_right=spec.band.bottom_right,
-        bias=x.bias,
         has_sink=spec.softmax_type != "vanilla",
-        softmax_offset=x.softmax_offset,
-        dropout_p=x.dropout_p,
-        rng_state=x.rng_state,
-        cu_seqlens_q=x.cu_seqlens_q,
-        cu_seqlens_kv=x.cu_seqlens_kv,
-        cu_seqlens_q_padded=x.cu_seqlens_q_padded,
-        cu_seqlens_kv_padded=x.cu_seqlens_kv_padded,
-        max_seqlen_q=x.max_seqlen_q,
-        max_seqlen_kv=x.max_seqlen_kv,
-        page_table=x.page_table,
         is_bucketed=_is_bucketed(spec, x) if is_bucketed is None else is_bucketed,
     )
     if spec.mods is None or problem.is_empty:
