@@ -23,7 +23,7 @@ def visited(run: Callable[[], Any], root: Path) -> list[tuple[str, str]]:
     def note(frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
         path = code.co_filename.removeprefix(f"{root}{os.sep}")
-        if event == "call" and path != code.co_filename and not path.startswith("tests"):
+        if event == "call" and path != code.co_filename and not path.startswith(("tests", ".")):  # ".": .venv, in the checkout
             found.append((path.removeprefix("flexattn/") if (root / path).resolve() != root / path else path, code.co_name))
 
     before = sys.getprofile()
