@@ -354,16 +354,16 @@ def prepare(spec: AttentionSpec, x: Operands, direction: Direction) -> None:
         runtime_failures.shape_of(x),
         *map(_is_aligned, (x.q, x.k, x.v, x.bias, *x.mod_tensors)),
     )
-    if key in _prepared:
+    if key in prepared_calls:
         return
     with _failures():
         sdpa = _sdpa(spec, x, direction, _is_bucketed(spec, x))
         if sdpa is None:
             return
         PLANS.get(sdpa, device, options.plan_directory())
-    if len(_prepared) >= _MOST_PREPARED:
-        _prepared.clear()
-    _prepared.add(key)
+    if len(prepared_calls) >= _MOST_PREPARED:
+        prepared_calls.clear()
+    prepared_calls.add(key)
 
 
 def cannot_build(spec: AttentionSpec, x: Operands) -> str | None:
@@ -440,13 +440,13 @@ def can_be_recorded() -> bool:
 def forget_failures() -> None:
     """Forgets a missing cuDNN, refused plans, and the calls whose plans are known to be built."""
     library_error.cache_clear()
-    _prepared.clear()
+    prepared_calls.clear()
     plans = sys.modules.get("flexattn.kernels_cudnn.plans")  # if it is not imported, no plan has failed.
     if plans is not None:
         plans.PLANS.forget_failures()
 
 
-_prepared: set[Any] = set()  # calls whose plan is built. Each forward prepares its backward, so this check must be fast.
+prepared_calls: set[Any] = set()  # calls whose plan is built. Each forward prepares its backward, so this check must be fast.
 _MOST_PREPARED = 4096
 
 
@@ -493,7 +493,7 @@ def _problem(spec: AttentionSpec, x: Operands, direction: Direction, is_bucketed
     return dataclasses.replace(problem, mods=result.mods, mod_inputs=inputs)
 
 
-_exact_shapes: OrderedDict[AttentionSpec, set[tuple[torch.Size, torch.Size, int]]] = OrderedDict()
+exact_shapes: OrderedDict[AttentionSpec, set[tuple[torch.Size, torch.Size, int]]] = OrderedDict()
 _MOST_SPECS = 1024
 _shapes_lock = fork_safe(threading.Lock())
 
@@ -520,15 +520,15 @@ def _is_bucketed(spec: AttentionSpec, x: Operands, takes_slot: bool = True) -> b
         return False
     family = spec._replace(length_q=0, length_kv=0, needs_grad=False, needs_lse_grad=False, return_max_logit=False)
     shape = (x.q.shape, x.k.shape, x.max_seqlen_kv if spec.page_size else 0)
-    known = _exact_shapes.get(family, ())
+    known = exact_shapes.get(family, ())
     if shape in known:
         return False
     if not takes_slot:
         return len(known) >= EXACT_SHAPES
     with _shapes_lock:
-        shapes = _exact_shapes.setdefault(family, set())
-        while len(_exact_shapes) > _MOST_SPECS:
-            _exact_shapes.popitem(last=False)
+        shapes = exact_shapes.setdefault(family, set())
+        while len(exact_shapes) > _MOST_SPECS:
+            exact_shapes.popitem(last=False)
         if len(shapes) < EXACT_SHAPES:
             shapes.add(shape)
         return shape not in shapes
