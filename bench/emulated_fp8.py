@@ -24,8 +24,8 @@ _DTYPE = torch.float8_e4m3fn
 
 def _quantized(spec: AttentionSpec, x: Operands, t: Tensor, side: str) -> tuple[Tensor, Tensor]:
     """(data, descale)."""
-    of_q = (spec.q_format, x.cu_seqlens_q, x.cu_seqlens_q_padded, x.max_seqlen_q)
-    of_kv = (spec.kv_format, x.cu_seqlens_kv, x.cu_seqlens_kv_padded, x.max_seqlen_kv)
+    of_q = (spec.q_format, *x.packing("q"))
+    of_kv = (spec.kv_format, *x.packing("kv"))
     whole = quantization.Unquantized(t, *(of_q if side == "q" else of_kv), scale=None)
     (data,), (descale,), _ = quantization.quantize([whole], _DTYPE, "head", 0, 0)
     return data, descale

@@ -340,7 +340,7 @@ def stages(has_gpu: bool) -> dict[str, float]:
     key, call = original(*seen[0])
     assert key is not None
     assert call is not None
-    recording, likeness = call.recording, call.likeness
+    recording, likeness = call.forwards.recording, call.likeness
     assert isinstance(recording, Recording)
     assert likeness is not None
     (prepared,) = recording.prepared

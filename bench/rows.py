@@ -35,11 +35,11 @@ class Swept(NamedTuple):
     head_dims: int  # d_qk + d_v, as the tiles hold them
     slot: str  # field of the row: "tile", "loaded", "open" or "short"
     committed: Tile
-    times: Mapping[Tile, float]  # us, the geometric mean over the slot's workloads where all were measured
+    times: Mapping[Tile, float]  # us, the geometric mean over the slot's workloads that all tiles were measured on
 
     @property
     def best(self) -> Tile:
-        """The fastest tile; the committed one where nothing measured beside it is faster by more than TIE."""
+        """The fastest tile, or the committed one if no other is faster by more than TIE."""
         fastest = min(self.times, key=lambda tile: self.times[tile])
         known = self.times.get(self.committed)
         return self.committed if known is not None and known <= self.times[fastest] * (1 + TIE) else fastest
@@ -56,7 +56,7 @@ class Swept(NamedTuple):
 
 
 def slot_of(workload: Workload) -> str:
-    """Returns the name of the tile of a row that the workload runs with, where the row has it."""
+    """Returns the field of a row that has the workload's tile."""
     from flexattn.kernels_triton.common.tiles import SHORT
 
     band = band_of(workload)
@@ -68,7 +68,7 @@ def slot_of(workload: Workload) -> str:
 
 
 def swept(record: Record) -> list[Swept]:
-    """Yields each kernel, width and slot of a sweep's record; nothing of another record."""
+    """Returns each kernel, width and slot of a sweep's record; empty for another record."""
     import torch
 
     from flexattn.kernels_triton.common.tiles import split_head_dim
@@ -83,17 +83,17 @@ def swept(record: Record) -> list[Swept]:
             times.setdefault(key, {}).setdefault(parse_tile(tile), {})[row.workload] = row.us
     major, minor = record.device.get("capability", (0, 0))
     found = []
-    for (kernel, element_size, width, slot), of_tiles in times.items():
-        common = set.intersection(*(set(of_workload) for of_workload in of_tiles.values()))
+    for (kernel, element_size, width, slot), tiles in times.items():
+        common = set.intersection(*(set(workloads) for workloads in tiles.values()))
         if common:
-            means = {tile: geometric_mean(of_workload[name] for name in common) for tile, of_workload in of_tiles.items()}
+            means = {tile: geometric_mean(workloads[name] for name in common) for tile, workloads in tiles.items()}
             committed = committed_tile(kernel, record.workloads[min(common)], 10 * major + minor)
             found.append(Swept(kernel, 10 * major + minor, element_size, width, slot, committed, means))
     return found
 
 
 def tile_rows(name: str, record: Record) -> list[str]:
-    """A line for each kernel and width that was swept: the row of `tiles.py`, and what speaks for each of its tiles."""
+    """Returns a line for each kernel and width of a sweep: the row of `tiles.py`, and the times behind each of its tiles."""
     from flexattn.kernels_triton.common.tiles import DKDV, DQ, FORWARD
 
     tables = {"forward": FORWARD, "dq": DQ, "dkdv": DKDV}
@@ -123,7 +123,7 @@ def _tile_code(tile: Tile) -> str:
 
 
 def contradictions(name: str, record: Record) -> list[str]:
-    """The committed tiles that the record speaks against: another is faster by more than TIE, or they were not measured."""
+    """Returns the committed tiles that a record contradicts: another is faster by more than TIE, or they were not measured."""
     return [f"{name}: {found.kernel} {found.head_dims} {found.why}" for found in swept(record) if found.best != found.committed]
 
 
@@ -136,8 +136,8 @@ def _rule_code(rule: Rule) -> str:
 def faster_rows(name: str, record: Record) -> list[Rule]:
     """Returns the calls for which cuDNN is preferred: one rule for each kind of plain call and run of neighbouring length classes.
 
-    That is where it was faster by more than TIE in a cell, and loses less in its worst cell of the class than Triton in its own.
-    Triton comes first by default, so a class of which neither is so, or that was not measured, has no row.
+    A class has a rule if cuDNN was faster by more than TIE in a cell, and loses less in its worst cell than Triton in its own.
+    Triton comes first by default, so other classes have no rule.
     """
     from flexattn.kernels_triton.common.crossovers import Rule
 
@@ -156,16 +156,16 @@ def faster_rows(name: str, record: Record) -> list[Rule]:
         ratios.setdefault(key, {}).setdefault(1 << (w.seqlen_kv - 1).bit_length(), []).append(triton / cudnn)
     major, minor = record.device.get("capability", (0, 0))
     found = []
-    for (direction, dtype, head_dims, mask, layout, kind), of_class in ratios.items():
+    for (direction, dtype, head_dims, mask, layout, kind), classes in ratios.items():
         runs: list[list[int]] = [[]]
-        for length in sorted(of_class):
-            triton_loses, cudnn_loses = max(of_class[length]), max(1 / ratio for ratio in of_class[length])
+        for length in sorted(classes):
+            triton_loses, cudnn_loses = max(classes[length]), max(1 / ratio for ratio in classes[length])
             if triton_loses > max(1 + TIE, cudnn_loses):
                 runs[-1].append(length)
             else:
                 runs.append([])
         for run in filter(None, runs):
-            factor = round(geometric_mean(ratio for length in run for ratio in of_class[length]), 2)
+            factor = round(geometric_mean(ratio for length in run for ratio in classes[length]), 2)
             rule = Rule(
                 use="cudnn",
                 direction=direction,
@@ -185,18 +185,18 @@ def faster_rows(name: str, record: Record) -> list[Rule]:
 
 
 def emit(records: Mapping[str, Record]) -> str:
-    """The rows, as source lines. Raises ValueError where a file supports none."""
+    """Returns the rows as source lines. Raises ValueError if a file supports none."""
     tiles: list[str] = []
     preferences: list[str] = []
     for name, record in records.items():
-        of_tiles, of_backends = tile_rows(name, record), [_rule_code(rule) for rule in faster_rows(name, record)]
-        if not of_tiles and not of_backends:
+        lines, rules = tile_rows(name, record), [_rule_code(rule) for rule in faster_rows(name, record)]
+        if not lines and not rules:
             ours = [n for n in record.implementations() if is_ours(n)]
             raise ValueError(
-                f"{name} supports no row: it has neither the tiles of a sweep (`play --sweep --out`) nor cells where {CUDNN} was "
-                f"faster than {TRITON}; its implementations of flexattn: {', '.join(ours) or 'none'}"
+                f"{name} supports no row: it has neither the tiles of a sweep (`play --sweep --out`) nor cells in which {CUDNN} "
+                f"was faster than {TRITON}; its implementations of flexattn: {', '.join(ours) or 'none'}"
             )
-        tiles += of_tiles
-        preferences += of_backends
+        tiles += lines
+        preferences += rules
     text = ["kernels_triton/common/tiles.py:", *tiles] if tiles else []
     return "\n".join([*text, *(["kernels_triton/common/crossovers.py:", *preferences] if preferences else [])])

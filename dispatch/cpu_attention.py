@@ -97,10 +97,19 @@ def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: T
     return Gradients(*spec.results.stored((dq, dk, dv), (spec.q_format, spec.kv_format), spec.out_dtype), None, None, None)
 
 
-class KeptForward:
-    """The forward of a cached call that `takes` accepts, with its shapes analysed once. It is used as a `Recording`."""
+class _Kept:
+    """One direction of a cached call that `takes` accepts, with its shapes analysed once. It is used as a `Recording`."""
 
-    can_vary = False  # it contains the call's numbers.
+    def can_replay(self) -> bool:
+        """Returns True."""
+        return True
+
+    def with_numbers(self, numbers: Sequence[float]) -> None:
+        """Returns None: torch's operator gets the call's numbers as arguments, so each call needs its own."""
+
+
+class KeptForward(_Kept):
+    """The forward of a cached call."""
 
     def __init__(self, spec: AttentionSpec, x: Operands, otherwise: Callable[[Sequence[Any]], Sequence[Any]]) -> None:
         """otherwise: computes the call from the same tensors if an element of the result is not finite."""
@@ -108,9 +117,6 @@ class KeptForward:
         self.is_causal, self.scale = bool(_causal(spec, x)), x.softmax_scale
         self.to_bhsd = _orders(spec, "bhsd")
         self.to_q = tuple("bhsd".index(dim) for dim in spec.q_format)
-
-    def can_replay(self) -> bool:
-        return True
 
     def replay(self, tensors: Sequence[Any], addresses: Sequence[int]) -> Sequence[Any]:
         """Returns out, lse and None for max_logit. tensors: q, k, v, then only None."""
@@ -121,10 +127,8 @@ class KeptForward:
         return _contiguous(bhsd.permute(self.to_q)), _contiguous(lse), None
 
 
-class KeptBackward:
-    """The backward of a cached call, as `KeptForward` for the forward."""
-
-    can_vary = False
+class KeptBackward(_Kept):
+    """The backward of a cached call."""
 
     def __init__(self, spec: AttentionSpec, x: Operands, otherwise: Callable[[Sequence[Any]], Sequence[Any]]) -> None:
         """otherwise: computes the backward from the same tensors if an lse is large."""
@@ -133,9 +137,6 @@ class KeptBackward:
         self.to_bhsd = _orders(spec, "bhsd")
         formats = (spec.q_format, spec.kv_format, spec.kv_format)
         self.from_bhsd = [tuple("bhsd".index(dim) for dim in fmt) for fmt in formats]
-
-    def can_replay(self) -> bool:
-        return True
 
     def replay(self, tensors: Sequence[Any], addresses: Sequence[int]) -> Sequence[Any]:
         """Returns the gradients of q, k and v, and None twice. tensors: the forward's, then out, lse, dout and None."""

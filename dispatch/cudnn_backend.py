@@ -354,16 +354,16 @@ def prepare(spec: AttentionSpec, x: Operands, direction: Direction) -> None:
         runtime_failures.shape_of(x),
         *map(_is_aligned, (x.q, x.k, x.v, x.bias, *x.mod_tensors)),
     )
-    if key in _prepared:
+    if key in prepared_calls:
         return
     with _failures():
         sdpa = _sdpa(spec, x, direction, _is_bucketed(spec, x))
         if sdpa is None:
             return
         PLANS.get(sdpa, device, options.plan_directory())
-    if len(_prepared) >= _MOST_PREPARED:
-        _prepared.clear()
-    _prepared.add(key)
+    if len(prepared_calls) >= _MOST_PREPARED:
+        prepared_calls.clear()
+    prepared_calls.add(key)
 
 
 def cannot_build(spec: AttentionSpec, x: Operands) -> str | None:
@@ -440,13 +440,13 @@ def can_be_recorded() -> bool:
 def forget_failures() -> None:
     """Forgets a missing cuDNN, refused plans, and the calls whose plans are known to be built."""
     library_error.cache_clear()
-    _prepared.clear()
+    prepared_calls.clear()
     plans = sys.modules.get("flexattn.kernels_cudnn.plans")  # if it is not imported, no plan has failed.
     if plans is not None:
         plans.PLANS.forget_failures()
 
 
-_prepared: set[Any] = set()  # calls whose plan is built. Each forward prepares its backward, so this check must be fast.
+prepared_calls: set[Any] = set()  # calls whose plan is built. Each forward prepares its backward, so this check must be fast.
 _MOST_PREPARED = 4096
 
 
@@ -476,26 +476,13 @@ def _problem(spec: AttentionSpec, x: Operands, direction: Direction, is_bucketed
     from flexattn.kernels_cudnn.problem import Problem
 
     x = with_cu_seqlens(x, (spec.q_format, spec.kv_format))
+    views = {"q": as_bshd(x.q, spec.q_format), "k": as_bshd(x.k, spec.kv_format), "v": as_bshd(x.v, spec.kv_format)}
     problem = Problem(
-        q=as_bshd(x.q, spec.q_format),
-        k=as_bshd(x.k, spec.kv_format),
-        v=as_bshd(x.v, spec.kv_format),
-        softmax_scale=x.softmax_scale,
+        **(x.shared_with(Problem) | views),
         window_left=spec.band.left,
         window_right=spec.band.right,
         bottom_right=spec.band.bottom_right,
-        bias=x.bias,
         has_sink=spec.softmax_type != "vanilla",
-        softmax_offset=x.softmax_offset,
-        dropout_p=x.dropout_p,
-        rng_state=x.rng_state,
-        cu_seqlens_q=x.cu_seqlens_q,
-        cu_seqlens_kv=x.cu_seqlens_kv,
-        cu_seqlens_q_padded=x.cu_seqlens_q_padded,
-        cu_seqlens_kv_padded=x.cu_seqlens_kv_padded,
-        max_seqlen_q=x.max_seqlen_q,
-        max_seqlen_kv=x.max_seqlen_kv,
-        page_table=x.page_table,
         is_bucketed=_is_bucketed(spec, x) if is_bucketed is None else is_bucketed,
     )
     if spec.mods is None or problem.is_empty:
@@ -506,7 +493,7 @@ def _problem(spec: AttentionSpec, x: Operands, direction: Direction, is_bucketed
     return dataclasses.replace(problem, mods=result.mods, mod_inputs=inputs)
 
 
-_exact_shapes: OrderedDict[AttentionSpec, set[tuple[torch.Size, torch.Size, int]]] = OrderedDict()
+exact_shapes: OrderedDict[AttentionSpec, set[tuple[torch.Size, torch.Size, int]]] = OrderedDict()
 _MOST_SPECS = 1024
 _shapes_lock = fork_safe(threading.Lock())
 
@@ -533,15 +520,15 @@ def _is_bucketed(spec: AttentionSpec, x: Operands, takes_slot: bool = True) -> b
         return False
     family = spec._replace(length_q=0, length_kv=0, needs_grad=False, needs_lse_grad=False, return_max_logit=False)
     shape = (x.q.shape, x.k.shape, x.max_seqlen_kv if spec.page_size else 0)
-    known = _exact_shapes.get(family, ())
+    known = exact_shapes.get(family, ())
     if shape in known:
         return False
     if not takes_slot:
         return len(known) >= EXACT_SHAPES
     with _shapes_lock:
-        shapes = _exact_shapes.setdefault(family, set())
-        while len(_exact_shapes) > _MOST_SPECS:
-            _exact_shapes.popitem(last=False)
+        shapes = exact_shapes.setdefault(family, set())
+        while len(exact_shapes) > _MOST_SPECS:
+            exact_shapes.popitem(last=False)
         if len(shapes) < EXACT_SHAPES:
             shapes.add(shape)
         return shape not in shapes

@@ -13,7 +13,7 @@ from flexattn.dispatch.spec import AttentionSpec, Band, Operands, misses_diagona
 
 
 def describe(spec: AttentionSpec, x: Operands | None = None) -> str:
-    """Returns one line with all that sets a call apart: the shapes of its tensors or, of a spec alone, its heads and lengths."""
+    """Returns a call in one line: the shapes of its tensors or, if only the spec is known, heads and lengths."""
     formats = spec.q_format if spec.q_format == spec.kv_format else f"{spec.q_format}_2{spec.kv_format}"
     parts = [formats, str(spec.dtype).removeprefix("torch."), *(_sizes(spec) if x is None else _shapes(x)), *_mask(spec)]
     if spec.bias_type != "no_bias":

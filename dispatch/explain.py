@@ -1,4 +1,4 @@
-"""The backend that runs a spec, why, and what the others lack."""
+"""The backend that runs a spec, the reason, and the reasons against the other backends."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ class Explanation(NamedTuple):
     request: str
     forward: Decision
     backward: Decision | None  # None: the call asks for no gradient
-    # The Triton backend's choice among its kernels, where it runs a direction of a call whose tensors are known.
+    # The Triton backend's choice among its kernels, if it runs the direction and the call's tensors are known
     forward_kernels: Choice | None = None
     backward_kernels: Choice | None = None
-    failures: Failures = ()  # failures of calls of these very shapes, by the backends that were asked to run one
-    # What is not known yet and may move a direction to another backend; None where nothing is.
+    failures: Failures = ()  # failed calls of the same shapes, by backend
+    # The reason if a direction may still move to another backend; None: it cannot
     forward_provisional: str | None = None
     backward_provisional: str | None = None
-    is_built: bool = False  # what runs the call was built for the answer
+    is_built: bool = False  # the kernels or plans were built for the answer
 
     @property
     def is_final(self) -> bool:
-        """True where the call will run as said: no build that has not been tried yet can change it."""
+        """True if the call will run as explained, and no build that has not been tried yet can change it."""
         return self.forward_provisional is None and self.backward_provisional is None
 
     @property
@@ -46,13 +46,13 @@ class Explanation(NamedTuple):
         return f"{forward} (forward)" + (f", {backward} (backward)" if backward else "")
 
     def runs(self, direction: Direction) -> str:
-        """Returns the backend of one direction, and of Triton the kernels: "triton / sm_90"."""
+        """Returns the backend of one direction, with the kernels if it is Triton: "triton / sm_90"."""
         (name,) = (part.runs_on(" / ") for part in self._parts() if part.direction == direction)
         return name
 
     @property
     def details(self) -> str:
-        """All that is known of the choice: the reason against each other backend and kernel family, tiles, and versions."""
+        """The whole explanation: the reason against each other backend and kernel family, the rule, tiles, and versions."""
         lines = [f"runs on: {self.runs_on}", f"{describe(self.spec)}; backend={self.request!r}", f"with {versions()}"]
         for part in self._parts():
             is_built = self.is_built and part.spec is self.spec
@@ -64,11 +64,11 @@ class Explanation(NamedTuple):
     def __str__(self) -> str:
         request = "" if self.request == "auto" else f"; backend={self.request!r}"
         found = {part.direction: part.reasons() for part in self._parts()}
-        of_all = [line for line in found["forward"] if line in found.get("backward", found["forward"])]
-        of_one = [
-            line.replace(":", f" ({direction}):", 1) for direction, lines in found.items() for line in lines if line not in of_all
+        shared = [line for line in found["forward"] if line in found.get("backward", found["forward"])]
+        single = [
+            line.replace(":", f" ({direction}):", 1) for direction, lines in found.items() for line in lines if line not in shared
         ]
-        return "\n".join([f"runs on: {self.runs_on}", f"call: {describe(self.spec)}{request}", *of_all, *of_one])
+        return "\n".join([f"runs on: {self.runs_on}", f"call: {describe(self.spec)}{request}", *shared, *single])
 
     def _parts(self) -> list[_Part]:
         spec, parts = self.spec, [_Part("forward", self.spec, self.forward, self.forward_kernels, self.forward_provisional)]
@@ -88,14 +88,14 @@ class _Part(NamedTuple):
     provisional: str | None
 
     def runs_on(self, form: str = "") -> str:
-        """Returns "triton (sm_90)", or with a separator for form "triton / sm_90"."""
+        """Returns "triton (sm_90)", or "triton / sm_90" if `form` is the separator."""
         name = self.decision.backend
         if self.kernels is None:
             return name
         return f"{name}{form}{self.kernels.family.name}" if form else f"{name} ({self.kernels.family.name})"
 
     def reasons(self) -> list[str]:
-        """Returns why the backend and the kernels run it, and why those that come before them do not."""
+        """Returns the reason for the backend and the kernels, and the reasons against earlier ones."""
         decision, kernels = self.decision, self.kernels
         lines = [f"{decision.backend}: {decision.why}", *self.notes(False)]
         lines += [f"not {name}: {reason}" for name, reason in decision.rejected]
@@ -116,7 +116,7 @@ class _Part(NamedTuple):
         return lines + others
 
     def notes(self, is_built: bool) -> list[str]:
-        """Returns how final the answer is, and whether results of such a call were checked."""
+        """Returns whether the answer is final, and whether results of such a call were checked."""
         backend = backend_module(self.decision.backend)
         unproved = None if backend.SUPPORT_IS_FINAL else backend.not_run_yet(self.spec)
         final = ["final: what runs it is built"] if is_built else []
@@ -124,10 +124,10 @@ class _Part(NamedTuple):
 
 
 def explain(spec: AttentionSpec, request: str, x: Operands | None = None) -> Explanation:
-    """Returns what `select` decides for a spec in each direction, and the kernels that run these operands.
+    """Returns the decision of `select` in each direction, and the kernels that run these operands.
 
-    Raises what the call would raise: the BackendError, of the backward first as the call asks that before it runs anything, or the
-    ValueError that names an environment variable.
+    Raises the errors of the call. A BackendError of the backward comes first, because the call checks the backward before it runs
+    anything. A ValueError names an environment variable with a wrong value.
     """
     options.check_all()
     failures = () if x is None else runtime_failures.failures_of(x)
@@ -157,7 +157,7 @@ def directions_of(spec: AttentionSpec) -> tuple[Direction, ...]:
 
 
 def _provisional(spec: AttentionSpec, x: Operands | None, direction: Direction, decision: Decision | None) -> str | None:
-    """Returns what is not known yet of the backend that was decided on; None where it will run the call."""
+    """Returns the reason if another backend may still run the call; None: the choice is final."""
     if decision is None or (backend := backend_module(decision.backend)).SUPPORT_IS_FINAL:
         return None
     if x is None:
@@ -174,7 +174,7 @@ def _rejected(kernels: Choice, prefix: str = "") -> list[str]:
 
 
 def _splits(kernels: Choice) -> list[str]:
-    """Returns what there is to say about few queries."""
+    """Returns a line about the splits of the keys if queries are few."""
     if kernels.splits is None or not kernels.splits.why:
         return []
     count = kernels.splits.count

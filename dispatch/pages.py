@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -32,20 +34,16 @@ def with_cu_seqlens(x: Operands, formats: tuple[str, str]) -> Operands:
     """
     if x.seqused_q is None and x.seqused_kv is None and x.page_table is None:
         return x
-    cu_q, padded_q = _cumulative(x.q, formats[0], x.cu_seqlens_q, x.cu_seqlens_q_padded, x.seqused_q)
+    packings = {"q": _cumulative(x.q, formats[0], *x.packing("q")[:2], x.seqused_q)}
     if x.page_table is not None and x.seqused_kv is not None:
         lengths = x.seqused_kv.clamp(0, x.max_seqlen_kv)
-        cu_kv, padded_kv = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)), None
+        packings["kv"] = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)), None
     else:
-        cu_kv, padded_kv = _cumulative(x.k, formats[1], x.cu_seqlens_kv, x.cu_seqlens_kv_padded, x.seqused_kv)
-    return x._replace(
-        cu_seqlens_q=cu_q,
-        cu_seqlens_kv=cu_kv,
-        cu_seqlens_q_padded=padded_q,
-        cu_seqlens_kv_padded=padded_kv,
-        seqused_q=None,
-        seqused_kv=None,
-    )
+        packings["kv"] = _cumulative(x.k, formats[1], *x.packing("kv")[:2], x.seqused_kv)
+    fields: dict[str, Any] = {"seqused_q": None, "seqused_kv": None}
+    for end, packing in packings.items():
+        fields[f"cu_seqlens_{end}"], fields[f"cu_seqlens_{end}_padded"] = packing
+    return x._replace(**fields)
 
 
 def _cumulative(

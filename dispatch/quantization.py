@@ -93,7 +93,7 @@ def cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 def dequantize(spec: AttentionSpec, x: Operands, dtype: torch.dtype) -> Operands:
     """Returns the operands with q, k and v dequantised to `dtype`, as far as they are in FP8."""
     if spec.kv_dtype is not None:
-        lengths = (x.cu_seqlens_kv, x.cu_seqlens_kv_padded)
+        lengths = x.packing("kv")[:2]
         wide = torch.float64 if dtype is torch.float64 else torch.float32
         k, v = (
             (t.to(wide) * d.to(wide)).to(dtype) if d.dim() == 4 else dequantize_one(t, d, spec.kv_format, *lengths, 0, dtype)
@@ -107,12 +107,13 @@ def dequantize(spec: AttentionSpec, x: Operands, dtype: torch.dtype) -> Operands
     return x._replace(q=q, k=k, v=v)
 
 
-def dequantize_side(spec: AttentionSpec, x: Operands, side: str, data: Tensor, descale: Tensor, dtype: torch.dtype) -> Tensor:
+def dequantize_side(
+    spec: AttentionSpec, x: Operands, side: Literal["q", "kv"], data: Tensor, descale: Tensor, dtype: torch.dtype
+) -> Tensor:
     """Returns a dequantised tensor. side: "q" for a tensor laid out as q or dout, "kv" for one laid out as k or v."""
     assert spec.fp8 is not None
     fmt = spec.q_format if side == "q" else spec.kv_format
-    lengths = (x.cu_seqlens_q, x.cu_seqlens_q_padded) if side == "q" else (x.cu_seqlens_kv, x.cu_seqlens_kv_padded)
-    return dequantize_one(data, descale, fmt, *lengths, spec.fp8.block_rows, dtype)
+    return dequantize_one(data, descale, fmt, *x.packing(side)[:2], spec.fp8.block_rows, dtype)
 
 
 def dout_of(spec: AttentionSpec, x: Operands, dout: Tensor, dtype: torch.dtype) -> Tensor:
@@ -120,10 +121,10 @@ def dout_of(spec: AttentionSpec, x: Operands, dout: Tensor, dtype: torch.dtype) 
     assert spec.fp8 is not None
     if dout.element_size() == 1:
         return dequantize_side(spec, x, "q", dout, x.descales[3], dtype)
-    lengths = (x.cu_seqlens_q, x.cu_seqlens_q_padded)
-    source = Unquantized(dout, spec.q_format, *lengths, x.max_seqlen_q, None)
+    packing = x.packing("q")
+    source = Unquantized(dout, spec.q_format, *packing, None)
     (data,), (descale,), _ = quantize([source], spec.fp8.grad_dtype, "block", BLOCK_ROWS, 0)
-    return dequantize_one(data, descale, spec.q_format, *lengths, BLOCK_ROWS, dtype)
+    return dequantize_one(data, descale, spec.q_format, *packing[:2], BLOCK_ROWS, dtype)
 
 
 def dout_like(spec: AttentionSpec, x: Operands, out: Tensor) -> Tensor:

@@ -260,16 +260,16 @@ def split_sequences(spec: AttentionSpec, x: Operands) -> list[Sequences]:
     q_total, kv_total = x.q.shape[_token_dim(spec.q_format)], x.k.shape[_token_dim(spec.kv_format)]
     if not spec.padding:
         return [Sequences(range(batch_size(spec, x)), range(q_total), range(kv_total))]
-    assert x.cu_seqlens_q is not None
-    assert x.cu_seqlens_kv is not None
-    q_slots = x.cu_seqlens_q if x.cu_seqlens_q_padded is None else x.cu_seqlens_q_padded
-    kv_slots = x.cu_seqlens_kv if x.cu_seqlens_kv_padded is None else x.cu_seqlens_kv_padded
-    cu_q, cu_kv, cu_q_slots, cu_kv_slots = torch.stack([x.cu_seqlens_q, x.cu_seqlens_kv, q_slots, kv_slots]).tolist()
+    (cu_q, padded_q, _), (cu_kv, padded_kv, _) = x.packing("q"), x.packing("kv")
+    assert cu_q is not None
+    assert cu_kv is not None
+    tables = [cu_q, cu_kv, cu_q if padded_q is None else padded_q, cu_kv if padded_kv is None else padded_kv]
+    q_ends, kv_ends, q_starts, kv_starts = torch.stack(tables).tolist()
     return [
         Sequences(
             range(b, b + 1),
-            _tokens(spec.q_format, q_total, cu_q[b : b + 2], cu_q_slots[b], x.max_seqlen_q),
-            _tokens(spec.kv_format, kv_total, cu_kv[b : b + 2], cu_kv_slots[b], x.max_seqlen_kv),
+            _tokens(spec.q_format, q_total, q_ends[b : b + 2], q_starts[b], x.max_seqlen_q),
+            _tokens(spec.kv_format, kv_total, kv_ends[b : b + 2], kv_starts[b], x.max_seqlen_kv),
         )
         for b in range(batch_size(spec, x))
     ]

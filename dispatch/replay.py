@@ -32,9 +32,15 @@ class _Zero(NamedTuple):
 class Recording:
     """The steps that `record` recorded. `replay` is thread-safe, because each launch's buffer has a lock."""
 
-    def __init__(self, recorder: Recorder, results: Sequence[int | None], device: torch.device) -> None:
+    def __init__(
+        self,
+        recorder: Recorder,
+        results: Sequence[int | None],
+        device: torch.device,
+        numbers: Sequence[float] | None = None,
+    ) -> None:
+        """numbers: the call's numbers (`runtime.call_numbers`) if only launches use them, otherwise None."""
         self.device = device
-        self.notes: Any = None  # notes on the numbers that vary, to make a recording with other numbers.
         tensors = recorder.tensors
         roots = [recorder.root(i) for i in range(len(tensors))]
         needed = {i for i in results if i is not None}  # slots that are needed as tensors.
@@ -79,8 +85,9 @@ class Recording:
         replayed.reverse()
         self.prepared = [target for kind, target, _ in replayed if kind is _LAUNCH]
         self.steps = tuple((kind, None if kind is _LAUNCH else target, details) for kind, target, details in replayed)
-        # Torch's operators and cuDNN's plans may contain a call's numbers, so numbers cannot vary if there are any.
-        self.can_vary = all(kind in (_ALLOCATE, _VIEW, _ZERO, _LAUNCH) for kind, *_ in replayed)
+        # Torch's operators and cuDNN's plans may contain a call's numbers, which only launches have by name.
+        has_names = numbers is not None and all(kind is not _CALL for kind, *_ in replayed)
+        self.numbers = numbers if has_names and all(launch.has_numbers(numbers) for launch in self.prepared) else None
         self.num_inputs = len(recorder.inputs)
         not_constant = {*recorder.inputs, *recorder.made}
         constants = [i for i in range(len(tensors)) if i not in not_constant and (i in needed or i in addressed)]
@@ -90,9 +97,11 @@ class Recording:
         self.stream: Callable[[], int] = lambda: 0
         self.set_to_zero: Callable[[int, int, int], None] = lambda stream, address, size: None
         self.can_replay: Callable[[], bool] = lambda: True
+        self.choices: Callable[[Sequence[float]], Any] = tuple  # all that launchers ask about numbers
         if has_launches:
-            from flexattn.kernels_triton.runtime import direct, launch
+            from flexattn.kernels_triton.runtime import call_numbers, direct, launch
 
+            self.choices = call_numbers.choices
             self.stream, self.can_replay, self.set_to_zero = launch.stream_of(device), launch.is_plain, direct.set_to_zero
         self.names = self._names()
         self.code = _compiled("\n    ".join(["def replay(inputs, addresses):", *self._lines()]))
@@ -100,10 +109,15 @@ class Recording:
         # do not call it: a watcher must see the launches, so Triton has to make them.
         self.replay = self._player()
 
-    def with_numbers(self, values: Sequence[float]) -> Recording:
-        """Returns the recording with other values for the numbers that vary. Call it only if `can_vary` is true."""
+    def with_numbers(self, numbers: Sequence[float]) -> Recording | None:
+        """Returns the recording of a call that differs only in its numbers, or None if it cannot be derived from this one."""
+        if self.numbers is None:
+            return None
+        if len(numbers) != len(self.numbers) or self.choices(numbers) != self.choices(self.numbers):
+            return None
         recording = copy.copy(self)
-        recording.prepared = [prepared.with_numbers(values) for prepared in self.prepared]
+        recording.numbers = numbers
+        recording.prepared = [prepared.with_numbers(numbers) for prepared in self.prepared]
         recording.replay = recording._player()
         return recording
 
@@ -188,6 +202,7 @@ def record(
     results_of: Callable[[R], Sequence[Tensor | None]],
     device: torch.device,
     also: Backend | None = None,
+    numbers: Sequence[float] | None = None,
 ) -> tuple[R, Recording | None]:
     """Returns the result of `call`, a run of the backend, and its recording, or None if a recording cannot contain the run.
 
@@ -195,6 +210,7 @@ def record(
         tensors stay equal.
     results_of: returns the tensors of a result, in a fixed order.
     also: another backend that runs a part of the call.
+    numbers: the call's numbers if a recording with other numbers may be derived, see `Recording.with_numbers`.
     """
     recorder = Recorder(inputs)
     with (
@@ -206,7 +222,7 @@ def record(
     results = [None if t is None else recorder.slot_of.get(id(t), -1) for t in results_of(result)]
     if recorder.trouble or -1 in results or all(isinstance(step, Op) for step in recorder.steps):
         return result, None
-    recording = Recording(recorder, results, device)
+    recording = Recording(recorder, results, device, numbers)
     input_storages = {storage_of(t) for t in inputs if t is not None}
     if any(storage_of(t) in input_storages for t in recording.constants.values()):
         return result, None  # no operator made this part of an input (such as `x.data`), so its base tensor is unknown.

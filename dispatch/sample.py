@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,6 +46,11 @@ def sample_operands(
     if spec.bias_dims is not None:
         full = (batch, spec.num_heads, longest_q, longest_kv)
         bias = normal(*(size if spans else 1 for size, spans in zip(full, spec.bias_dims, strict=True)), dtype=spec.dtype)
+    sides: dict[str, Any] = dict.fromkeys(("seqused_q", "seqused_kv", "page_table", "out"))
+    for end, fmt, lengths in (("q", spec.q_format, lengths_q), ("kv", spec.kv_format, lengths_kv)):
+        sides[f"cu_seqlens_{end}"] = offsets(lengths) if spec.padding else None
+        sides[f"cu_seqlens_{end}_padded"] = starts(fmt, lengths)
+        sides[f"max_seqlen_{end}"] = max(lengths)
     return Operands(
         q=tokens(spec.q_format, lengths_q, spec.num_heads, spec.head_dim_qk),
         k=tokens(spec.kv_format, lengths_kv, spec.num_heads_kv, spec.head_dim_qk),
@@ -54,17 +60,8 @@ def sample_operands(
         if spec.bias_type == "alibi"
         else None,
         softmax_offset=normal(spec.num_heads) if spec.softmax_type == "learnable" else None,
-        cu_seqlens_q=offsets(lengths_q) if spec.padding else None,
-        cu_seqlens_kv=offsets(lengths_kv) if spec.padding else None,
-        cu_seqlens_q_padded=starts(spec.q_format, lengths_q),
-        cu_seqlens_kv_padded=starts(spec.kv_format, lengths_kv),
+        **sides,
         rng_state=_rng_state(spec, seed, batch).to(device) if spec.dropout else None,
-        seqused_q=None,
-        seqused_kv=None,
-        page_table=None,
-        out=None,
-        max_seqlen_q=longest_q,
-        max_seqlen_kv=longest_kv,
         softmax_scale=SCALE * spec.head_dim_qk**-0.5,
         softcap=SOFTCAP if spec.softcap else 0.0,
         dropout_p=DROPOUT if spec.dropout else 0.0,

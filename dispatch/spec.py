@@ -6,9 +6,10 @@ This file turns mask types, windows and alignments into a `Band` and lengths. No
 from __future__ import annotations
 
 import difflib
+import functools
 import numbers
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import torch
@@ -359,6 +360,14 @@ def length_class(length: int) -> int:
     return 1 << (length - 1).bit_length() if length > 0 else 0
 
 
+class Packing(NamedTuple):
+    """The places of the sequences of queries or of keys."""
+
+    cu_seqlens: Tensor | None
+    cu_seqlens_padded: Tensor | None
+    max_seqlen: int
+
+
 class Operands(NamedTuple):
     """The values that vary from call to call and never cause a rebuild: tensors, lengths and scalar inputs."""
 
@@ -390,9 +399,25 @@ class Operands(NamedTuple):
     descales: Sequence[Tensor] = ()
     copies16: Sequence[Tensor] = ()  # 16-bit originals for a backward in FP8: dout if it comes in FP8, then q and k if kept.
 
+    def packing(self, end: Literal["q", "kv"]) -> Packing:
+        """Returns the places of one side's sequences."""
+        names = (f"cu_seqlens_{end}", f"cu_seqlens_{end}_padded", f"max_seqlen_{end}")
+        return Packing(*(getattr(self, name) for name in names))
+
+    def shared_with(self, kind: type) -> dict[str, Any]:
+        """Returns the values that are fields of a dataclass too, by name."""
+        names, values_of = _shared_fields(kind)
+        return dict(zip(names, values_of(self), strict=True))
+
     def on_meta(self) -> Operands:
         """Returns the operands with their tensors on the meta device, in the same strides."""
         return Operands._make(map(_on_meta, self))
+
+
+@functools.lru_cache
+def _shared_fields(kind: Any) -> tuple[tuple[str, ...], Callable[[Operands], tuple[Any, ...]]]:
+    names = tuple(name for name in kind.__dataclass_fields__ if name in Operands._fields)
+    return names, operator.attrgetter(*names)
 
 
 class Gradients(NamedTuple):

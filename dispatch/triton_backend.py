@@ -376,14 +376,6 @@ def quantises_unrecorded(device: torch.device) -> bool:
     return _can_quantize(device) and not can_be_recorded()
 
 
-def varying(numbers: Sequence[float]) -> tuple[tuple[float, ...], Any]:
-    """Returns a call's numbers, wrapped so that its launches show them, and notes of their uses (see `runtime.varying`)."""
-    from flexattn.kernels_triton.runtime.varying import Notes, Varying
-
-    notes = [Notes() for _ in numbers]
-    return tuple(Varying(x, place, notes[place]) for place, x in enumerate(numbers)), notes
-
-
 def watched(watcher: Callable[..., None]) -> AbstractContextManager[None]:
     from flexattn.kernels_triton.runtime.launch import watched_launches
 
@@ -397,40 +389,29 @@ def to_problem(spec: AttentionSpec, x: Operands) -> Problem:
     launch.keep_in(options.kernel_directory())
     mods = {} if spec.mods is None else _mods(spec.mods, x)
     copy_formats = (spec.q_format, spec.q_format, spec.kv_format)
+    loadable: dict[str, Any] = {
+        "q": as_bshd(_loadable(x.q), spec.q_format),
+        "k": as_bshd(_loadable(x.k), spec.kv_format),
+        "v": as_bshd(_loadable(x.v), spec.kv_format),
+        "alibi_slopes": x.alibi_slopes.contiguous() if x.alibi_slopes is not None else None,
+        "softmax_offset": x.softmax_offset.contiguous() if x.softmax_offset is not None else None,
+        "block_mask": None if spec.block_size is None else _block_lists(x.block_mask, spec.block_size),
+        "descales": () if spec.kv_dtype else tuple(descale.contiguous() for descale in x.descales),
+        "copies16": tuple(as_bshd(_loadable(t), fmt) for t, fmt in zip(x.copies16, copy_formats, strict=False)),
+    }
     return Problem(
-        q=as_bshd(_loadable(x.q), spec.q_format),
-        k=as_bshd(_loadable(x.k), spec.kv_format),
-        v=as_bshd(_loadable(x.v), spec.kv_format),
-        softmax_scale=x.softmax_scale,
+        **(x.shared_with(Problem) | loadable),
         window_left=spec.band.left,
         window_right=spec.band.right,
         bottom_right=spec.band.bottom_right,
-        bias=x.bias,
         bias_is_pre_scale=spec.bias_type == "pre_scale_bias",
-        alibi_slopes=x.alibi_slopes.contiguous() if x.alibi_slopes is not None else None,
-        softcap=x.softcap,
         has_sink=spec.softmax_type != "vanilla",
-        softmax_offset=x.softmax_offset.contiguous() if x.softmax_offset is not None else None,
-        dropout_p=x.dropout_p,
-        rng_state=x.rng_state,
-        cu_seqlens_q=x.cu_seqlens_q,
-        cu_seqlens_kv=x.cu_seqlens_kv,
-        cu_seqlens_q_padded=x.cu_seqlens_q_padded,
-        cu_seqlens_kv_padded=x.cu_seqlens_kv_padded,
-        seqused_q=x.seqused_q,
-        seqused_kv=x.seqused_kv,
-        page_table=x.page_table,
-        max_seqlen_q=x.max_seqlen_q,
-        max_seqlen_kv=x.max_seqlen_kv,
         **mods,
-        block_mask=None if spec.block_size is None else _block_lists(x.block_mask, spec.block_size),
-        descales=() if spec.kv_dtype else tuple(descale.contiguous() for descale in x.descales),
         descales_kv=tuple(
             as_bshd(descale, spec.kv_format) if descale.dim() == 4 else descale.contiguous() for descale in x.descales
         )
         if spec.kv_dtype
         else (),
-        copies16=tuple(as_bshd(_loadable(t), fmt) for t, fmt in zip(x.copies16, copy_formats, strict=False)),
         scale_rows=0 if spec.fp8 is None else _scale_rows(spec.fp8),
         is_part=spec.is_part,
         is_batch_invariant=spec.batch_invariant,

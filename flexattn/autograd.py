@@ -1,6 +1,6 @@
-"""Autograd around the operators, for calls that a mode, a trace or a tensor subclass sees; `call_cache` has that of cached calls.
+"""Autograd around the operators, for calls that a mode, a trace or a tensor subclass sees. `cached_call` has that of cached calls.
 
-FP8 is composed into it: q, k and v are quantised, attention runs, and what a backward in FP8 needs is saved.
+In FP8, q, k and v are quantised before attention runs, and the quantised tensors are saved for the backward.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def gradients(
 ) -> Gradients:
     """Returns the gradients of a call by the operators.
 
-    x: for a backward in FP8 with q, k and v in FP8, and with q and k in 16 bits too where they were kept. delayed: dout's.
+    x: for a backward in FP8, q, k and v are in FP8, and q and k are also in 16 bits if they were kept. delayed: dout's.
     """
     if config is None or settings.bf16_backward:
         return ops.gradients(x, ops.settings_of_backward(settings), incoming)
@@ -57,7 +57,7 @@ def _quantized(x: Operands, settings: ops.Settings, config: QuantizeConfig | Non
 
 
 def _distinct(x: Operands) -> Operands:
-    """Replaces tensors by views under Dynamo, which refuses a Function that gets one twice, as self-attention's cu_seqlens."""
+    """Replaces tensors by views under Dynamo, which refuses a Function that gets one twice, such as cu_seqlens."""
     if not torch.compiler.is_compiling():
         return x
     fields = (t.view_as(t) if isinstance(t, Tensor) else t for t in x)
@@ -66,10 +66,10 @@ def _distinct(x: Operands) -> Operands:
 
 
 def _flat(x: Operands, settings: ops.Settings, config: QuantizeConfig | None, delayed: Delayed) -> tuple[Any, ...]:
-    """Returns the call with each tensor of its lists as an argument of its own, as autograd wants them."""
+    """Returns the call with each tensor of its lists as a separate argument, because autograd does not look into lists."""
     call = (*x._replace(mod_tensors=(), block_mask=()), *settings, len(x.mod_tensors), len(x.block_mask))
-    of_fp8 = () if config is None else (*config, *delayed._replace(scale_out=None, history_out=None))
-    return (*call, *x.mod_tensors, *x.block_mask, *of_fp8)
+    quantisation = () if config is None else (*config, *delayed._replace(scale_out=None, history_out=None))
+    return (*call, *x.mod_tensors, *x.block_mask, *quantisation)
 
 
 def _unflat(call: tuple[Any, ...]) -> tuple[Operands, ops.Settings, QuantizeConfig | None, Delayed]:
@@ -101,7 +101,7 @@ class Attention(torch.autograd.Function):
         ctx.save_for_backward(out, lse, scale_dout, *kept[:_NUM_TENSORS], *itertools.chain(*lists))
         ctx.ends = list(itertools.accumulate(map(len, lists)))
         ctx.rest = x._replace(mod_tensors=(), block_mask=())[_NUM_TENSORS:], settings, config
-        ctx.history = delayed.history_dout  # which is not saved, as it changes
+        ctx.history = delayed.history_dout  # it is not saved, because it changes
         ctx.num_arguments = len(call)
         return out, lse, max_logit
 
@@ -120,6 +120,6 @@ class Attention(torch.autograd.Function):
         found = gradients(x, settings, config, delayed, ops.Incoming(out, lse, dout, dlse))
         named = dict(zip(_DIFFERENTIABLE, found[:-1], strict=True))
         flags, left = ops.captures_with_gradients(settings.mods), iter(found.dmod_tensors or ())
-        of_mods = [next(left) if needs_grad else None for needs_grad in flags]
-        first = (*(named.get(name) for name in Operands._fields), *(None,) * (len(ops.Settings._fields) + 2), *of_mods)
+        dmods = [next(left) if needs_grad else None for needs_grad in flags]
+        first = (*(named.get(name) for name in Operands._fields), *(None,) * (len(ops.Settings._fields) + 2), *dmods)
         return (*first, *(None,) * (ctx.num_arguments - len(first)))

@@ -1,19 +1,18 @@
-"""A kept call: what calls with one key share, and how they run, forward and backward; `flexattn.call_cache` finds it.
+"""A kept call: what calls with one key share, and how they run, forward and backward. `flexattn.call_cache` finds it.
 
-The first call with a key is computed step by step. The second is recorded (`dispatch.replay`) where its backend's kernels can be,
-and later ones are replayed. Backwards likewise, also those over one graph that is retained. A call of another softmax_scale or
-softcap is made of a kept one, recordings included.
+In each direction, the first run is computed step by step. The second is recorded (`call_recording`) if its backend supports it.
+Later runs are replayed, also those over one retained graph. A call with another softmax_scale or softcap is made of a kept one,
+with its recordings.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -30,9 +29,8 @@ from flexattn.call_key import (
     same_tensors,
 )
 from flexattn.dispatch import options, triton_backend
-from flexattn.dispatch.runtime_failures import RuntimeFailure
-from flexattn.dispatch.select import Backend, backend_module, select
-from flexattn.dispatch.spec import AttentionSpec, Direction, Gradients, Operands, batch_size, dqkv_of
+from flexattn.dispatch.select import Backend, select
+from flexattn.dispatch.spec import AttentionSpec, Gradients, Operands, batch_size, dqkv_of
 from flexattn.first_order import first_order
 from flexattn.likeness import Likeness, likeness_of
 from flexattn.validation import check_floor, extent, is_shared, refuse_shared
@@ -42,165 +40,41 @@ if TYPE_CHECKING:
     from flexattn.dispatch.replay import Recording
     from flexattn.fp8_steps import Fp8Steps
 
-_MOST_BACKWARDS = 8  # backwards kept for one call, by the strides of what comes in
+    Replay = Recording | KeptForward | KeptBackward
+
+_MOST_BACKWARDS = 8  # backwards kept for one call, by the strides of their tensors
 TENSOR_FIELDS = Operands._fields[: Operands._fields.index("max_seqlen_q")]  # they come first
 NUM_TENSORS = len(TENSOR_FIELDS)
 _RNG_STATE = TENSOR_FIELDS.index("rng_state")
+_DIFFERENTIABLE = ("q", "k", "v", "bias", "softmax_offset")  # in the order of Gradients
 
 lock = threading.Lock()  # on what calls keep, and on the cache of them
 counts = {"hits": 0, "misses": 0, "recordings": 0}
 
 
-class CachedCall:
-    """Everything that calls with one key share: the spec, and a recording for each direction once there is one.
+class Layout:
+    """The tensors of a call: how they are made from the arguments, and their places among a backend's operands.
 
-    The inputs of its forward are its operands' tensors, then those of FP8's part; those of its backward are the saved ones of both,
-    then out, lse, dout and dlse.
+    The inputs of a forward are the operands' tensors by `names`, then those that mods capture, then those of a block mask.
     """
 
-    is_checked = False  # True under FLEXATTN_CHECK=1
-
-    def __init__(
-        self,
-        x: Operands,
-        settings: ops.Settings,
-        names: Sequence[str],
-        sources: Sequence[int | Tensor | None],
-        of_fp8: Fp8Steps | None,
-    ) -> None:
-        """names: the operands' tensors that the call has or may have."""
-        planned = x
-        if of_fp8 is not None and of_fp8.config is not None:
-            from flexattn.fp8_ops import planned as planned_of  # here, as calls without FP8 should not wait for its import
-
-            planned = planned_of(x, settings, of_fp8.config)
-        self.spec = ops.spec_to_run(planned, settings)
-        self.needs_grad = settings.needs_grad
-        self.of_fp8 = of_fp8
-        self.settings = settings
-        # By a kernel, which is recorded with the others; or by a look at the results, after each forward.
-        self.launches_check = settings.has_floor and triton_backend.can_check_floor(x.q.device)
-        self.looks_at_lse = settings.has_floor and not self.launches_check
-        self.backend = settings.backend
+    def __init__(self, x: Operands, names: Sequence[str], sources: Sequence[int | Tensor | None], spec: AttentionSpec) -> None:
+        """names: the operands' tensors that the call has or may have. sources: of each input, its place among the arguments."""
+        self.names, self.sources = tuple(names), tuple(sources)
         self.device = x.q.device
-        self.is_used = False
-        self.likeness: Likeness | None = None  # known from the second call on
-        self.has_run = False
-        self.names = tuple(names)
-        self.num_mods = len(x.mod_tensors)
-        # Without tensors, so that nothing of a user's is kept alive.
-        nothing: dict[str, Any] = dict.fromkeys(TENSOR_FIELDS)
-        self.template = x._replace(**nothing, mod_tensors=(), block_mask=(), descales=x.descales if of_fp8 is None else ())
-        self.sources = tuple(sources)
+        self.num_mods, self.num_inputs = len(x.mod_tensors), len(names) + len(x.mod_tensors) + len(x.block_mask)
         self.has_dropout = x.dropout_p > 0.0
-        self.out_place = names.index("out") if x.out is not None else None
-        self.extents: tuple[int, ...] = ()  # bytes that each input spans, where out is given
-        # True where the arguments and captures are the inputs, in that order.
+        self.block_arguments = (batch_size(spec, x), spec.num_heads, x.max_seqlen_q, x.max_seqlen_kv) if x.block_mask else ()
         is_in_place = all(s is None or type(s) is int for s in sources) and list(sources[len(names) :]) == list(
             range(len(names), len(sources))
         )
+        # True if the arguments and captures are the inputs, in that order.
         self.is_as_given = is_in_place and not (self.has_dropout or x.block_mask)
-        self.block_arguments = (len(x.block_mask) > 0) and _block_arguments(self.spec, x)
-        differentiable = ("q", "k", "v", "bias", "softmax_offset")
-        leaves = [i for i, name in enumerate(names) if name in differentiable and getattr(x, name) is not None]
-        self.gradients = [differentiable.index(names[i]) for i in leaves]  # their places among Gradients
-        # Each argument of a Function costs time: of the captures only those that need a gradient are leaves.
-        self.captured_leaves = [i for i, t in enumerate(x.mod_tensors) if t.requires_grad]
-        self.leaves = itemgetter(*leaves, *(len(names) + i for i in self.captured_leaves))
-        blocks = len(x.block_mask)
-        self.num_inputs = len(names) + self.num_mods + blocks
-        is_given = [getattr(x, name) is not None for name in names] + [True] * (self.num_mods + blocks)
-        if self.has_dropout:
-            is_given[_RNG_STATE] = True  # drawn for each call where it is not an argument
-        num_results = 3 if of_fp8 is None else of_fp8.num_results
-        places = [num_results + i if is_there else None for i, is_there in enumerate(is_given)]
-        self.history_place = None
-        self.is_recordable = True  # unless its backends cannot be recorded
-        if of_fp8 is not None:
-            self.history_place = of_fp8.history_place(self.num_inputs)
-            self.is_recordable = of_fp8.can_be_recorded
-            places = of_fp8.saved_places(places, num_results + self.num_inputs)
-        self.num_saved = len(places)
-        self.given = [i for i, place in enumerate(places) if place is not None]
-        # Picks out, lse and what else a backward needs from (*results, *inputs).
-        self.saved = itemgetter(0, 1, *(place for place in places if place is not None))
-        self.recording: Recording | KeptForward | None = None
-        self.is_final = False  # True once recording was tried
-        self.backwards: OrderedDict[Hashable, Recording | KeptBackward | str] = OrderedDict()
-        # The first that was replayed, found again by its inputs' likeness and what else is in its key.
-        self.replayed: tuple[Hashable, Likeness, Recording | KeptBackward] | None = None
+        self.out_place = names.index("out") if x.out is not None else None
+        self.extents: tuple[int, ...] = ()  # bytes that each input spans, if out is given
 
-    @property
-    def numbers(self) -> tuple[float, ...]:
-        """softmax_scale, softcap and the floats that mods capture: what no kernel is chosen or compiled for."""
-        x = self.template
-        return (x.softmax_scale, x.softcap, *x.mod_numbers)
-
-    def with_numbers(self, scale: float, softcap: float) -> CachedCall:
-        """Returns the call with another softmax_scale and softcap, with the recordings of this one that hold for them."""
-        made = copy.copy(self)
-        made.template = self.template._replace(softmax_scale=scale, softcap=softcap)
-        made.take_recordings(self)
-        return made
-
-    def differs_in_numbers_alone(self, other: CachedCall) -> bool:
-        """Returns whether another call, whose key is this one's but for the floats that mods capture, was prepared alike."""
-        return (
-            (self.spec, self.settings, self.names, self.block_arguments)
-            == (other.spec, other.settings, other.names, other.block_arguments)
-            and len(self.numbers) == len(other.numbers)
-            and _with_numbers(self.template, other.numbers) == other.template
-            and all(a is b or (type(a) is type(b) is int and a == b) for a, b in zip(self.sources, other.sources, strict=True))
-            and self.of_fp8 is other.of_fp8 is None
-        )
-
-    def take_recordings(self, of: CachedCall) -> None:
-        """Makes the recordings of a call that differs in its numbers alone this one's, as far as they hold for these."""
-        self.has_run = of.has_run
-        self.recording = self._varied(of.recording)
-        self.is_final = self.recording is not None
-        with lock:
-            backwards = list(of.backwards.items())
-        varied = ((key, self._varied(found)) for key, found in backwards)
-        self.backwards, self.replayed = OrderedDict((key, found) for key, found in varied if found is not None), None
-
-    def _varied(self, found: Any) -> Recording | None:
-        """Returns a recording with this call's numbers; None where others than those it was made with do not tell what it does."""
-        if found is None or isinstance(found, str) or not found.can_vary or found.notes is None:
-            return None
-        numbers = self.numbers
-        return found.with_numbers(numbers) if all(notes.hold(x) for notes, x in zip(found.notes, numbers, strict=True)) else None
-
-    def run(self, key: CallKey, returns_lse: bool) -> Any:
-        """Returns out, lse and max_logit of a call with this key; lse is not differentiable unless it is returned."""
-        tensors, addresses = key.tensors, key.addresses
-        if not self.is_as_given:
-            tensors, addresses = self._inputs(key)
-        if self.needs_grad:
-            if returns_lse or self.settings.return_max_logit:
-                return _apply((self, tensors, addresses, returns_lse), *self.leaves(tensors))
-            return _apply((self, tensors, addresses, None), *self.leaves(tensors)), None, None
-        if self.out_place is not None:
-            self._check_out(tensors, addresses, self.out_place)
-        results = self.forward(tensors, addresses)
-        if self.looks_at_lse:
-            check_floor(results[1])
-        return results if self.of_fp8 is None else self.of_fp8.outputs(results)
-
-    def _check_out(self, tensors: Sequence[Any], addresses: Sequence[int], place: int) -> None:
-        """Raises for memory for out that another input may share, which no key says, and tells autograd that it is written."""
-        self.extents = self.extents or tuple(map(extent, tensors))
-        begin, size = addresses[place], self.extents[place]
-        for i, (first, bytes_of) in enumerate(zip(addresses, self.extents, strict=True)):
-            if first < begin + size and i != place and is_shared(begin, size, first, bytes_of):
-                refuse_shared(self.names[i] if i < len(self.names) else "mod_tensors")
-        increment_version(tensors[place])  # as kernels write without its knowledge
-
-    def inputs(self, key: CallKey) -> Sequence[Tensor | None]:
-        """Returns what `backward` takes first for a call with this key, where no forward saved it."""
-        return (key.tensors if self.is_as_given else self._inputs(key)[0])[: self.num_inputs]
-
-    def _inputs(self, key: CallKey) -> tuple[tuple[Tensor | None, ...], list[int]]:
+    def assemble(self, key: CallKey) -> tuple[tuple[Tensor | None, ...], list[int]]:
+        """Returns the inputs of a forward, and their addresses, if the arguments are not the inputs."""
         given = key.tensors
         tensors: list[Any] = [given[s] if type(s) is int else s for s in self.sources]
         if self.has_dropout:
@@ -213,179 +87,320 @@ class CachedCall:
         tensors += given[len(TENSOR_FIELDS) : key.num_arguments]
         return tuple(tensors), [0 if t is None else t.data_ptr() for t in tensors]
 
+    def named(self, tensors: Sequence[Any]) -> dict[str, Any]:
+        """Returns the fields of the operands that are tensors."""
+        mod_tensors = tuple(tensors[len(self.names) : self.num_inputs])
+        lists = {"mod_tensors": mod_tensors[: self.num_mods], "block_mask": mod_tensors[self.num_mods :]}
+        return dict(zip(self.names, tensors, strict=False)) | lists
+
+    def check_out(self, tensors: Sequence[Any], addresses: Sequence[int], place: int) -> None:
+        """Raises for an out in the memory of another input, which no key has, and tells autograd that out is written."""
+        self.extents = self.extents or tuple(map(extent, tensors))
+        begin, size = addresses[place], self.extents[place]
+        for i, (first, bytes_of) in enumerate(zip(addresses, self.extents, strict=True)):
+            if first < begin + size and i != place and is_shared(begin, size, first, bytes_of):
+                refuse_shared(self.names[i] if i < len(self.names) else "mod_tensors")
+        increment_version(tensors[place])  # as kernels write without its knowledge
+
+
+class Saved:
+    """The tensors that a forward saves for a backward, and the leaves: the inputs that the backward returns gradients of."""
+
+    def __init__(self, x: Operands, layout: Layout, fp8: Fp8Steps | None) -> None:
+        names = layout.names
+        leaves = [i for i, name in enumerate(names) if name in _DIFFERENTIABLE and getattr(x, name) is not None]
+        self.gradients = [_DIFFERENTIABLE.index(names[i]) for i in leaves]  # their places among Gradients
+        # Each argument of a Function costs time, so a captured tensor is a leaf only if it needs a gradient.
+        self.captured_leaves = [i for i, t in enumerate(x.mod_tensors) if t.requires_grad]
+        self.leaves = itemgetter(*leaves, *(len(names) + i for i in self.captured_leaves))
+        is_given = [getattr(x, name) is not None for name in names] + [True] * (layout.num_inputs - len(names))
+        if layout.has_dropout:
+            is_given[_RNG_STATE] = True  # if it is not an argument, it is drawn for each call
+        num_results = 3 if fp8 is None else fp8.num_results
+        places = [num_results + i if is_there else None for i, is_there in enumerate(is_given)]
+        self.history_place = None
+        if fp8 is not None:
+            self.history_place = fp8.history_place(layout.num_inputs)
+            places = fp8.saved_places(places, num_results + layout.num_inputs)
+        self.count = len(places)
+        self.given = [i for i, place in enumerate(places) if place is not None]
+        # Picks out, lse and all else that a backward needs from (*results, *inputs).
+        self.pick = itemgetter(0, 1, *(place for place in places if place is not None))
+
+    def restore(self, tensors: list[Any], history: Tensor | None) -> list[Any]:
+        """Returns the first inputs of a backward from the saved tensors behind out and lse. history: dout's, of delayed scaling."""
+        if len(tensors) < self.count:
+            given, tensors = tensors, [None] * self.count
+            for i, t in zip(self.given, given, strict=True):
+                tensors[i] = t
+        if history is not None:
+            tensors[-1] = history
+        return tensors
+
+    def for_leaves(self, gradients: Gradients, spec: AttentionSpec) -> tuple[Tensor | None, ...]:
+        """Returns the gradients of a Function's arguments: the leaves, behind the first argument."""
+        dense: tuple[Any, ...] = gradients
+        if not self.captured_leaves:
+            return (None, *[dense[i] for i in self.gradients])
+        captured = iter(gradients.dmod_tensors or ())
+        flags = spec.mods.tensor_needs_grad if spec.mods else ()
+        dmods = [next(captured) if needs_grad else None for needs_grad in flags]
+        return (None, *[dense[i] for i in self.gradients], *[dmods[i] for i in self.captured_leaves])
+
+
+Stage = Literal["new", "computed", "settled"]
+
+
+class Runs:
+    """The state of one direction of a call, for tensors with the same strides.
+
+    new: it has not run. computed: it ran once, step by step, and the next run is recorded. settled: the recording was tried; if
+    there is one, later runs replay it, otherwise they are computed. is_alone: no recording with these numbers serves other ones.
+    """
+
+    __slots__ = ("is_alone", "recording", "stage")
+
+    def __init__(self, recording: Replay | None = None, stage: Stage = "new", is_alone: bool = False) -> None:
+        self.recording, self.stage, self.is_alone = recording, stage, is_alone
+
+    def run(
+        self,
+        tensors: Sequence[Any],
+        addresses: Sequence[int],
+        compute: Callable[[Sequence[Any]], Sequence[Any]],
+        record: Callable[[Sequence[Any]], tuple[Sequence[Any], Replay | None]],
+    ) -> Sequence[Any]:
+        """Returns the flat results for these tensors. record: like `compute`, also returns what replays it, or None."""
+        recording = self.recording
+        if recording is not None and recording.can_replay():
+            return recording.replay(tensors, addresses)
+        if self.stage == "computed":
+            self.stage = "settled"  # first, so that another thread does not record too
+            results, self.recording = record(tensors)
+            return results
+        if self.stage == "new":
+            self.stage = "computed"
+        return compute(tensors)
+
+    def with_numbers(self, numbers: Sequence[float]) -> Runs:
+        """Returns the state of a call that differs only in its numbers.
+
+        A recording takes longer than a run. So if numbers change in each call, and no recording serves other ones, none is made.
+        """
+        if self.recording is not None:
+            recording = self.recording.with_numbers(numbers)
+            return Runs(None, "new", is_alone=True) if recording is None else Runs(recording, "settled")
+        return Runs(None, "new" if self.is_alone and self.stage != "settled" else self.stage, self.is_alone)
+
+
+class CachedCall:
+    """Everything that calls with one key share: the spec, the layout of their tensors, and a recording for each direction.
+
+    The inputs of its forward are those of `layout`, then those of FP8's part. The inputs of its backward are the saved ones of
+    both, then out, lse, dout and dlse.
+    """
+
+    is_checked = False  # True under FLEXATTN_CHECK=1
+
+    def __init__(
+        self,
+        x: Operands,
+        settings: ops.Settings,
+        names: Sequence[str],
+        sources: Sequence[int | Tensor | None],
+        fp8: Fp8Steps | None,
+    ) -> None:
+        planned = x
+        if fp8 is not None and fp8.config is not None:
+            from flexattn.fp8_ops import planned as planned_of  # here, as calls without FP8 should not wait for its import
+
+            planned = planned_of(x, settings, fp8.config)
+        self.spec = ops.spec_to_run(planned, settings)
+        self.settings, self.fp8 = settings, fp8
+        self.layout = Layout(x, names, sources, self.spec)
+        self.saved = Saved(x, self.layout, fp8)
+        # Without tensors, so that nothing of a user's is kept alive.
+        nothing: dict[str, Any] = dict.fromkeys(TENSOR_FIELDS)
+        self.template = x._replace(**nothing, mod_tensors=(), block_mask=(), descales=x.descales if fp8 is None else ())
+        # By a kernel, which is recorded with the others; or by a look at the results, after each forward.
+        self.launches_check = settings.has_floor and triton_backend.can_check_floor(x.q.device)
+        self.looks_at_lse = settings.has_floor and not self.launches_check
+        self.is_recordable = fp8 is None or fp8.can_be_recorded  # unless its backends cannot be recorded
+        self.is_used = False  # found since the cache last looked for calls to drop
+        self.likeness: Likeness | None = None  # known from the second call on
+        self.forwards = Runs()
+        self.backwards: OrderedDict[Hashable, Runs] = OrderedDict()
+        # The backward that was replayed first, found again by its inputs' likeness and all else that is in its key.
+        self.replayed: tuple[Hashable, Likeness, Runs] | None = None
+
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """softmax_scale, softcap and the floats that mods capture: no kernel is compiled for their values."""
+        x = self.template
+        return (x.softmax_scale, x.softcap, *x.mod_numbers)
+
+    def with_numbers(self, scale: float, softcap: float) -> CachedCall:
+        """Returns the call with another softmax_scale and softcap, with the recordings of this one that hold for them."""
+        made = copy.copy(self)
+        made.template = self.template._replace(softmax_scale=scale, softcap=softcap)
+        made.take_recordings(self)
+        return made
+
+    def differs_in_numbers_alone(self, other: CachedCall) -> bool:
+        """Returns whether another call, whose key without numbers is the same, was prepared in the same way."""
+        a, b = self.layout, other.layout
+        scale, softcap, *mod_numbers = other.numbers
+        template = self.template._replace(softmax_scale=scale, softcap=softcap, mod_numbers=tuple(mod_numbers))
+        return (
+            (self.spec, self.settings, a.names, a.block_arguments) == (other.spec, other.settings, b.names, b.block_arguments)
+            and len(self.numbers) == len(other.numbers)
+            and template == other.template
+            and all(x is y or (type(x) is type(y) is int and x == y) for x, y in zip(a.sources, b.sources, strict=True))
+            and self.fp8 is other.fp8 is None
+        )
+
+    def take_recordings(self, other: CachedCall) -> None:
+        """Derives recordings from those of a call that differs only in its numbers."""
+        numbers = self.numbers
+        with lock:
+            backwards = list(other.backwards.items())
+        self.forwards = other.forwards.with_numbers(numbers)
+        self.backwards = OrderedDict((key, runs.with_numbers(numbers)) for key, runs in backwards)
+        self.replayed = None
+
+    def run(self, key: CallKey, returns_lse: bool) -> Any:
+        """Returns out, lse and max_logit of a call with this key; lse is not differentiable unless it is returned."""
+        layout = self.layout
+        tensors, addresses = key.tensors, key.addresses
+        if not layout.is_as_given:
+            tensors, addresses = layout.assemble(key)
+        if self.settings.needs_grad:
+            if returns_lse or self.settings.return_max_logit:
+                return _apply((self, tensors, addresses, returns_lse), *self.saved.leaves(tensors))
+            return _apply((self, tensors, addresses, None), *self.saved.leaves(tensors)), None, None
+        if layout.out_place is not None:
+            layout.check_out(tensors, addresses, layout.out_place)
+        results = self.forward(tensors, addresses)
+        if self.looks_at_lse:
+            check_floor(results[1])
+        return results if self.fp8 is None else self.fp8.outputs(results)
+
+    def inputs(self, key: CallKey) -> Sequence[Tensor | None]:
+        """Returns the first inputs of `backward` for a call with this key, if no forward saved them."""
+        layout = self.layout
+        return (key.tensors if layout.is_as_given else layout.assemble(key)[0])[: layout.num_inputs]
+
     def operands(self, tensors: Sequence[Tensor | None]) -> Operands:
-        named: dict[str, Any] = dict(zip(self.names, tensors, strict=False))
-        mod_tensors: Any = tuple(tensors[len(self.names) : self.num_inputs])
-        named |= {"mod_tensors": mod_tensors[: self.num_mods], "block_mask": mod_tensors[self.num_mods :]}
-        return self.template._replace(**named)
+        """Returns the operands with these inputs."""
+        return self.template._replace(**self.layout.named(tensors))
 
     def forward(self, tensors: Sequence[Tensor | None], addresses: Sequence[int]) -> Sequence[Any]:
-        """Returns out, lse, max_logit, and then what FP8's part gives."""
+        """Returns out, lse, max_logit, and then the results of FP8's part."""
         if is_profiled():  # a profiler sees the call as an operator
             with record_function("flexattn::attention_forward"):
                 return self._forward(tensors, addresses)
-        recording = self.recording
-        if recording is not None and recording.can_replay():
+        recording = self.forwards.recording
+        if recording is not None and recording.can_replay():  # here too, as most calls end here
             return recording.replay(tensors, addresses)
         return self._forward(tensors, addresses)
 
     def _forward(self, tensors: Sequence[Tensor | None], addresses: Sequence[int]) -> Sequence[Any]:
-        recording = self.recording
-        if recording is not None and recording.can_replay():
-            return recording.replay(tensors, addresses)
-        if recording is None and self.has_run and not self.is_final:
-            self.is_final = True
-            if self._is_torchs(tensors, self.spec, "forward"):
-                from flexattn.dispatch.cpu_attention import KeptForward
+        return self.forwards.run(tensors, addresses, self.compute_forward, self._record_forward)
 
-                self.recording = KeptForward(self.spec, self.operands(tensors), self._run_forward)
-                return self.recording.replay(tensors, addresses)
-            if self.is_recordable and self._forward_backend(tensors).can_be_recorded():
-                with contextlib.suppress(RuntimeFailure):  # then `run_forward` asks another backend
-                    results, self.recording = self._record_forward(tensors)
-                    counts["recordings"] += self.recording is not None
-                    return results
-        self.has_run = True
-        return self._run_forward(tensors)
+    def _record_forward(self, tensors: Sequence[Any]) -> tuple[Sequence[Any], Replay | None]:
+        from flexattn.call_recording import record_forward  # here, as a first call should not wait for its import
 
-    def _run_forward(self, tensors: Sequence[Tensor | None]) -> Sequence[Any]:
-        return self._results(tensors, lambda x: ops.run_forward(self.spec, self.backend, x))
+        return record_forward(self, tensors)
 
-    def _is_torchs(self, tensors: Sequence[Any], spec: AttentionSpec, direction: Direction) -> bool:
-        """Returns whether torch's own operator for CPUs computes the call in a direction."""
-        if self.device.type != "cpu" or self.of_fp8 is not None:
-            return False
-        from flexattn.dispatch.cpu_attention import can_be_kept  # here, as importing flexattn imports no backend
+    def compute_forward(self, tensors: Sequence[Any]) -> Sequence[Any]:
+        """Returns the results of `forward`, computed step by step."""
+        return self.results(tensors, lambda x: ops.run_forward(self.spec, self.settings.backend, x))
 
+    def results(self, tensors: Sequence[Any], attend: Callable[[Operands], tuple[Any, ...]]) -> tuple[Any, ...]:
+        """Returns the results of `forward`, from `attend` on the operands that a backend takes."""
+        x, fp8 = self.operands(tensors), self.fp8
+        out, lse, max_logit, *more = attend(x) if fp8 is None else fp8.forward(x, tensors[self.layout.num_inputs :], attend)
+        if self.launches_check:
+            check_floor(lse)
+        return out, lse, max_logit if self.spec.return_max_logit else None, *more
+
+    def forward_backend(self, tensors: Sequence[Any]) -> Backend:
+        """Returns the backend that runs the forward."""
         x = self.operands(tensors)
-        return can_be_kept(spec, x) and ops.backend_name(spec, direction, self.backend, x) == "eager"
+        if self.fp8 is not None:
+            x = self.fp8.as_run(x, tensors[self.layout.num_inputs :])
+        return ops.backend_of(self.spec, "forward", self.settings.backend, x)
 
     def backward(self, inputs: Sequence[Any]) -> Gradients:
-        """Returns the gradients, by the recording where there is one; inputs: what is saved, and then out, lse, dout and dlse."""
+        """Returns the gradients, replayed if there is a recording. inputs: the saved ones, then out, lse, dout and dlse."""
         # Tensors saved for a backward may come back with other strides, as from a hook that moved it to a CPU and back. Shapes are
         # the call's, and autograd sees to it that dout's and dlse's are.
         state = (select.generation, options.snapshot(), inputs[-1] is None)
         if self.replayed is not None:
-            known, like, replayed = self.replayed
-            places = like.addresses(inputs) if known == state and replayed.can_replay() else None
-            if places is not None:
-                return self._as_gradients(replayed.replay(inputs, places))
-        parts: list[Any] = [state]
-        addresses, together, ids = [], 0, []
-        for t in inputs:
-            if t is None:
-                addresses.append(0)
-                parts.append(None)
-            else:
-                address = t.data_ptr()
-                together |= address
-                addresses.append(address)
-                ids.append(id(t))
-                parts.append(t.stride())
-        if together & 15:
-            parts.append(low_bits(addresses))
-        if len(set(ids)) < len(ids):
-            parts.append(same_tensors(ids))
-        key = tuple(parts)
+            known, like, runs = self.replayed
+            recording = runs.recording
+            if recording is not None and known == state and recording.can_replay():
+                places = like.addresses(inputs)
+                if places is not None:
+                    return self._as_gradients(recording.replay(inputs, places))
+        key, addresses = _backward_key(state, inputs)
         found = self.backwards.get(key)
-        if found is not None and not isinstance(found, str) and found.can_replay():
-            likeness = likeness_of(inputs) if self.replayed is None else None
+        runs = self._keep(key) if found is None else found
+        if runs.recording is not None and self.replayed is None and runs.recording.can_replay():
+            likeness = likeness_of(inputs)
             if likeness is not None:
-                self.replayed = state, likeness, found
-            return self._as_gradients(found.replay(inputs, addresses))
-        spec = self.backward_spec(inputs)
-        if found is _SEEN and inputs[-1] is None and self._is_torchs(inputs, spec, "backward"):
-            from flexattn.dispatch.cpu_attention import KeptBackward
+                self.replayed = state, likeness, runs
+        return self._as_gradients(runs.run(inputs, addresses, self.compute_backward, self._record_backward))
 
-            kept = KeptBackward(spec, self.operands(inputs), lambda tensors: _flat_gradients(self._run_backward(tensors, spec)))
-            self._keep(key, kept)
-            return self._as_gradients(kept.replay(inputs, addresses))
-        if found is _SEEN and self.is_recordable and self._backward_backend(inputs, spec).can_be_recorded():
-            with contextlib.suppress(RuntimeFailure):
-                gradients, recording = self._record_backward(inputs, spec)
-                self._keep(key, _NEVER if recording is None else recording)
-                counts["recordings"] += recording is not None
-                return self._with_views(gradients)
-        if found is None:
-            self._keep(key, _SEEN)
-        return self._with_views(self._run_backward(inputs, spec))
+    def _keep(self, key: Hashable) -> Runs:
+        with lock:
+            runs = self.backwards.setdefault(key, Runs())
+            while len(self.backwards) > _MOST_BACKWARDS:
+                self.backwards.popitem(last=False)
+        return runs
+
+    def _record_backward(self, inputs: Sequence[Any]) -> tuple[Sequence[Any], Replay | None]:
+        from flexattn.call_recording import record_backward  # here, as a first call should not wait for its import
+
+        return record_backward(self, inputs)
+
+    def compute_backward(self, inputs: Sequence[Any]) -> Sequence[Any]:
+        """Returns the flat gradients of `backward`, computed step by step."""
+        spec, backend, incoming = self.backward_spec(inputs), self.settings.backend, ops.Incoming(*inputs[-4:])
+        attend = lambda x, dout: ops.run_backward(spec, backend, x, incoming._replace(dout=dout))  # noqa: E731
+        return flat_gradients(self.gradients(inputs, attend))
 
     def backward_spec(self, inputs: Sequence[Any]) -> AttentionSpec:
         """Returns the spec of a backward; inputs: its own."""
         return self.spec.for_backward()._replace(needs_lse_grad=inputs[-1] is not None)
 
-    def _run_backward(self, inputs: Sequence[Any], spec: AttentionSpec) -> Gradients:
-        incoming = ops.Incoming(*inputs[-4:])
-        return self._gradients(inputs, lambda x, dout: ops.run_backward(spec, self.backend, x, incoming._replace(dout=dout)))
+    def backward_backend(self, inputs: Sequence[Any], spec: AttentionSpec) -> Backend:
+        """Returns the backend that runs the backward."""
+        x = self.operands(inputs)
+        if self.fp8 is not None:
+            x = self.fp8.backward_as_run(x, inputs[self.layout.num_inputs : -4], inputs[-2])
+        return ops.backend_of(spec, "backward", self.settings.backend, x)
+
+    def gradients(
+        self, inputs: Sequence[Any], attend: Callable[[Operands, Tensor], Gradients], by_operators: bool = False
+    ) -> Gradients:
+        """Returns the gradients of `backward`, from `attend` on the operands and the dout that a backend takes."""
+        x, dout = self.operands(inputs), inputs[-2]
+        if self.fp8 is None:
+            return attend(x, dout)
+        from flexattn.fp8_ops import FUNCTIONS, OPERATORS
+
+        passes = OPERATORS if by_operators else FUNCTIONS
+        return self.fp8.backward(x, inputs[self.layout.num_inputs : -4], dout, passes, attend)
 
     def _as_gradients(self, flat: Sequence[Any]) -> Gradients:
+        """Returns the gradients with dq, dk and dv apart."""
         dq, dk, dv, dbias, doffset, *dmod_tensors = flat
-        return self._with_views(Gradients(dq, dk, dv, dbias, doffset, tuple(dmod_tensors) or None))
-
-    def _with_views(self, gradients: Gradients) -> Gradients:
-        """Returns gradients with dq, dk and dv apart, of what a backend gives."""
+        gradients = Gradients(dq, dk, dv, dbias, doffset, tuple(dmod_tensors) or None)
         if not self.settings.dqkv_packing:
             return gradients
         dq, dk, dv = dqkv_of(self.spec, gradients)
         return gradients._replace(dq=dq, dk=dk, dv=dv)
-
-    def _results(self, tensors: Sequence[Any], attend: Callable[[Operands], tuple[Any, ...]]) -> tuple[Any, ...]:
-        """Returns what `forward` does, from `attend` on the operands that a backend takes."""
-        x = self.operands(tensors)
-        of_fp8 = self.of_fp8
-        out, lse, max_logit, *more = attend(x) if of_fp8 is None else of_fp8.forward(x, tensors[self.num_inputs :], attend)
-        if self.launches_check:
-            check_floor(lse)
-        return out, lse, max_logit if self.spec.return_max_logit else None, *more
-
-    def _record_forward(self, tensors: Sequence[Tensor | None]) -> tuple[Sequence[Any], Recording | None]:
-        from flexattn.dispatch.replay import record  # here, as a first call should not wait for its import
-
-        backend = self._forward_backend(tensors)
-        also: Any = None if self.of_fp8 is None else self.of_fp8.quantizer_beside(backend)
-        if self.launches_check and backend_module("triton") is not backend:
-            also = triton_backend
-        numbers, notes = self._varying(backend)
-        results, recording = record(
-            backend,
-            lambda: self._results(tensors, lambda x: backend.forward(self.spec, _with_numbers(x, numbers))),
-            tensors,
-            tuple,
-            self.device,
-            also,
-        )
-        return results, _with_notes(recording, notes)
-
-    def _gradients(
-        self, inputs: Sequence[Any], attend: Callable[[Operands, Tensor], Gradients], by_operators: bool = False
-    ) -> Gradients:
-        """Returns what `backward` does, from `attend` on the operands and the dout that a backend takes."""
-        x, dout = self.operands(inputs), inputs[-2]
-        if self.of_fp8 is None:
-            return attend(x, dout)
-        from flexattn.fp8_ops import FUNCTIONS, OPERATORS
-
-        return self.of_fp8.backward(x, inputs[self.num_inputs : -4], dout, OPERATORS if by_operators else FUNCTIONS, attend)
-
-    def _record_backward(self, inputs: Sequence[Any], spec: AttentionSpec) -> tuple[Gradients, Recording | None]:
-        from flexattn.dispatch.replay import record
-
-        backend = self._backward_backend(inputs, spec)
-        also = None if self.of_fp8 is None else self.of_fp8.quantizer_beside(backend)
-        out, lse, _, dlse = inputs[-4:]
-
-        def run() -> Gradients:
-            return self._gradients(inputs, lambda x, dout: backend.backward(spec, _with_numbers(x, numbers), out, lse, dout, dlse))
-
-        numbers, notes = self._varying(backend)
-        gradients, recording = record(backend, run, inputs, _flat_gradients, self.device, also)
-        return gradients, _with_notes(recording, notes)
-
-    def _varying(self, backend: Backend) -> tuple[tuple[float, ...], Any]:
-        """Returns the numbers, found again in a recording where there are notes on them: where all in it is Triton's."""
-        if self.of_fp8 is not None or backend is not backend_module("triton"):
-            return self.numbers, None
-        return triton_backend.varying(self.numbers)
 
     def _operator_gradients(self, inputs: Sequence[Any]) -> Gradients:
         """Returns the gradients by the operators, for modes and traces to see."""
@@ -394,23 +409,16 @@ class CachedCall:
         def attend(x: Operands, dout: Tensor) -> Gradients:
             return ops.gradients(x, settings, incoming._replace(dout=dout))
 
-        return self._gradients(inputs, attend, by_operators=True)
+        return self.gradients(inputs, attend, by_operators=True)
 
     def leaf_gradients(
         self, saved: Sequence[Any], dout: Tensor | None, dlse: Tensor | None, history: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         """Returns the gradients of a Function's arguments, the leaves behind the first. history: dout's, of delayed scaling."""
         out, lse, *tensors = saved
-        if len(tensors) < self.num_saved:
-            given: list[Any] = tensors
-            tensors = [None] * self.num_saved
-            for i, t in zip(self.given, given, strict=True):
-                tensors[i] = t
-        if history is not None:
-            tensors[-1] = history
         if dout is None:  # only lse was used
             dout = torch.zeros_like(out)
-        inputs = (*tensors, out, lse, dout, dlse)
+        inputs = (*self.saved.restore(tensors, history), out, lse, dout, dlse)
         is_direct = not torch.compiler.is_compiling() and is_ordinary() and options.snapshot() is not None
         is_stored = type(dout) in PLAIN and not dout.is_neg() and (dlse is None or (type(dlse) in PLAIN and not dlse.is_neg()))
         if not (is_direct and is_stored):
@@ -420,53 +428,33 @@ class CachedCall:
                 gradients = self.backward(inputs)
         else:
             gradients = self.backward(inputs)
-        dense: tuple[Any, ...] = gradients
-        if not self.captured_leaves:
-            return (None, *[dense[i] for i in self.gradients])
-        of_captures = iter(gradients.dmod_tensors or ())
-        flags = self.spec.mods.tensor_needs_grad if self.spec.mods else ()
-        of_mods = [next(of_captures) if needs_grad else None for needs_grad in flags]
-        return (None, *[dense[i] for i in self.gradients], *[of_mods[i] for i in self.captured_leaves])
-
-    def _forward_backend(self, tensors: Sequence[Any]) -> Backend:
-        x = self.operands(tensors)
-        if self.of_fp8 is not None:
-            x = self.of_fp8.as_run(x, tensors[self.num_inputs :])
-        return ops.backend_of(self.spec, "forward", self.backend, x)
-
-    def _backward_backend(self, inputs: Sequence[Any], spec: AttentionSpec) -> Backend:
-        x = self.operands(inputs)
-        if self.of_fp8 is not None:
-            x = self.of_fp8.backward_as_run(x, inputs[self.num_inputs : -4], inputs[-2])
-        return ops.backend_of(spec, "backward", self.backend, x)
-
-    def _keep(self, key: Hashable, found: Recording | KeptBackward | str) -> None:
-        with lock:
-            self.backwards[key] = found
-            while len(self.backwards) > _MOST_BACKWARDS:
-                self.backwards.popitem(last=False)
+        return self.saved.for_leaves(gradients, self.spec)
 
 
-_SEEN, _NEVER = "seen", "never"  # for a backward without a recording: the next one is recorded, or none can be
+def _backward_key(state: Hashable, inputs: Sequence[Any]) -> tuple[Hashable, list[int]]:
+    """Returns all that a backward's launches depend on beside the call's key, and the addresses of its inputs."""
+    parts: list[Any] = [state]
+    addresses, together, ids = [], 0, []
+    for t in inputs:
+        if t is None:
+            addresses.append(0)
+            parts.append(None)
+        else:
+            address = t.data_ptr()
+            together |= address
+            addresses.append(address)
+            ids.append(id(t))
+            parts.append(t.stride())
+    if together & 15:
+        parts.append(low_bits(addresses))
+    if len(set(ids)) < len(ids):
+        parts.append(same_tensors(ids))
+    return tuple(parts), addresses
 
 
-def _with_numbers(x: Operands, numbers: Sequence[float]) -> Operands:
-    scale, softcap, *of_mods = numbers
-    return x._replace(softmax_scale=scale, softcap=softcap, mod_numbers=tuple(of_mods))
-
-
-def _with_notes(recording: Recording | None, notes: Any) -> Recording | None:
-    if recording is not None:
-        recording.notes = notes
-    return recording
-
-
-def _flat_gradients(gradients: Gradients) -> tuple[Tensor | None, ...]:
+def flat_gradients(gradients: Gradients) -> tuple[Tensor | None, ...]:
+    """Returns the gradients as one tuple, those of captured tensors last."""
     return (*gradients[:-1], *(gradients.dmod_tensors or ()))
-
-
-def _block_arguments(spec: AttentionSpec, x: Operands) -> tuple[int, int, int, int]:
-    return batch_size(spec, x), spec.num_heads, x.max_seqlen_q, x.max_seqlen_kv
 
 
 class CachedAttention(torch.autograd.Function):
@@ -483,9 +471,9 @@ class CachedAttention(torch.autograd.Function):
         if call.looks_at_lse:
             check_floor(results[1])
         ctx.call = call
-        ctx.save_for_backward(*call.saved((*results, *tensors)))
-        if call.history_place is not None:
-            ctx.history = tensors[call.history_place]  # which is not saved, as it changes
+        ctx.save_for_backward(*call.saved.pick((*results, *tensors)))
+        if call.saved.history_place is not None:
+            ctx.history = tensors[call.saved.history_place]  # which is not saved, as it changes
         if returns_lse is None:
             return results[0]
         ctx.set_materialize_grads(False)
@@ -500,7 +488,7 @@ class CachedAttention(torch.autograd.Function):
         ctx: Any, saved: Sequence[Any], dout: Tensor | None, dlse: Tensor | None = None, _: None = None
     ) -> tuple[Tensor | None, ...]:
         call: CachedCall = ctx.call
-        return call.leaf_gradients(saved, dout, dlse, None if call.history_place is None else ctx.history)
+        return call.leaf_gradients(saved, dout, dlse, None if call.saved.history_place is None else ctx.history)
 
 
 # As its `apply`, without what that does for torch.func's transforms, under which no call has a key.

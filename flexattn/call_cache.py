@@ -1,13 +1,15 @@
-"""Cache of calls: one look-up leads from the arguments of attention() to what runs them.
+"""Cache of calls: one look-up leads from the arguments of attention() to a `CachedCall` that runs them.
 
-The key is everything that the checks, the spec and the choice of a backend read of a call: each tensor's type, shape, strides,
-dtype, device, alignment and whether it requires a gradient; each other argument with its type; the graphs of the mods; and the
-state around it (grad mode, the backend asked for, the environment variables, torch's switches, failures of backends). An equal key
-means that the checks passed before, and that the choice is the same. Calls with tensor subclasses, modes, transforms, tracing,
-or FLEXATTN_CANARY have no key: they go by the operators (`autograd`). Under FLEXATTN_CHECK calls are kept, and prepared each time.
+The checks, the spec and the choice of a backend read only parts of a call, and the key has all of them. These are each tensor's
+type, shape, strides, dtype, device, alignment and whether it requires a gradient. They are each other argument with its type, the
+graphs of the mods, and the state around the call: grad mode, the backend asked for, the environment variables, torch's switches,
+failures of backends. If a key is known, the checks passed before, and the choice is the same. Calls with tensor subclasses, modes,
+transforms, tracing, or FLEXATTN_CANARY have no key, and run by the operators (`autograd`). Under FLEXATTN_CHECK, calls are kept,
+and prepared each time.
 
-A look-up first compares a call with those of late that differ from it in their tensors alone, all tensors at once (`likeness`), and
-only then makes the whole key. At most 1024 calls are kept; those in use stay.
+There are two caches. `_recent` has the calls that were found last. A look-up first compares a call with those that may differ from
+it only in their tensors, all tensors at once (`likeness`). Only if none is like it, the look-up makes the whole key and searches
+`_calls`, which has all calls. At most 1024 calls are kept, and those in use stay.
 """
 
 from __future__ import annotations
@@ -44,31 +46,36 @@ fork_safe(lock)
 MOST_CALLS = 1024
 _MOST_RECENT = 4  # calls in _recent that differ in their tensors alone
 
-_calls: OrderedDict[Hashable, CachedCall] = OrderedDict()
-# Those that were found last, by all of a key but what it says of tensors, which a `Likeness` compares in one go.
+# For each key without its numbers: the calls by their numbers (see `_split`).
+_Numbers = tuple[float | None, float | None, Any]  # softmax_scale, softcap and the bits of the floats that mods capture
+_calls: OrderedDict[Hashable, dict[_Numbers, CachedCall]] = OrderedDict()
+_size = 0  # calls in _calls
+# Calls that were found last, by the part of the key for all but tensors. A `Likeness` compares the tensors.
 _Recent = tuple[tuple[Likeness, Hashable, CachedCall], ...]
 _recent: dict[Hashable, _Recent] = {}
-# The entry of `_recent` that was used last: comparing takes less than hashing.
+# The entry of `_recent` that was used last, because a comparison takes less time than a hash.
 _latest: tuple[Hashable, _Recent] = None, ()
-# Those that were kept last, by all of a key but softmax_scale and softcap.
-_families: dict[Hashable, CachedCall] = {}
-# Likewise, by all of a key but the floats that mods capture.
-_of_mods: dict[Hashable | None, CachedCall] = {}
 
 
 def cache_info() -> dict[str, int]:
     """Hits and misses since the start or `clear_cache` (no lock: near enough with threads), recordings made, the size."""
     with lock:
-        return {**counts, "size": len(_calls)}
+        return {**counts, "size": _size}
+
+
+def kept_calls() -> list[CachedCall]:
+    """Returns all calls in the cache."""
+    with lock:
+        return [call for siblings in _calls.values() for call in siblings.values()]
 
 
 def clear_cache() -> None:
-    """Forgets every call and the counts."""
+    """Drops all calls and the counts."""
+    global _size
     with lock:
         _calls.clear()
+        _size = 0
         _forget_recent()
-        _families.clear()
-        _of_mods.clear()
         counts.update(hits=0, misses=0, recordings=0)
 
 
@@ -84,11 +91,11 @@ def look_up(
     window_size: Any,
     mods: tuple[Any, Any, Any, Any] | None,
 ) -> tuple[CallKey | None, CachedCall | None]:
-    """Returns the key of a call, None where it has none, and the call that was kept with it, if any.
+    """Returns the key of a call, or None if it has none, and the call that was kept with it, if any.
 
     tensors: q, k and v, and then nothing or the other fields of `Operands` that are tensors, and those of FP8 or of a backward.
-    others: all arguments that are no tensors and no mods, but window_size. Floats that come first are softmax_scale and softcap:
-    a call with other ones may be made of a kept one. mods: score_mod, mask_mod, score_mod_tensors and block_mask, or None.
+    others: all other arguments, except for mods and window_size. softmax_scale and softcap come first if the call has them: a call
+    with other ones may be made of a kept one. mods: score_mod, mask_mod, score_mod_tensors and block_mask, or None.
     """
     global _latest
     try:
@@ -100,7 +107,7 @@ def look_up(
             sides = (window_size,) if type(window_size) is int else window_size
             window = (*sides, type(window_size), *map(type, sides))
         num_arguments = len(tensors)
-        block_mask, of_mods, values = None, None, None
+        block_mask, mod_parts, values = None, None, None
         if mods is not None:
             score_mod, mask_mod, explicit, block_mask = mods
             if explicit:
@@ -112,11 +119,11 @@ def look_up(
             captured = captured_by(score_mod, mask_mod, block_mask)
             if captured is None:
                 return None, None
-            tensors, of_mods, values = (*tensors, *captured.tensors), captured.parts, captured.values
+            tensors, mod_parts, values = (*tensors, *captured.tensors), captured.parts, captured.values
         # The types come first, so that others are compared with values of their own types alone.
-        rest = (tuple(map(type, others)), (num_arguments, len(tensors)), others, state, window, of_mods, values)
-        of_latest, recent = _latest
-        if of_latest != rest:
+        rest = (tuple(map(type, others)), (num_arguments, len(tensors)), others, state, window, mod_parts, values)
+        latest, recent = _latest
+        if latest != rest:
             recent = _recent.get(rest, ())
             if recent:
                 _latest = rest, recent
@@ -127,16 +134,17 @@ def look_up(
                 counts["hits"] += 1
                 return make_key((whole, tensors, num_arguments, addresses, block_mask)), known
         return _look_up_all(rest, tensors, num_arguments, block_mask)
-    except (TypeError, ValueError, RuntimeError, AttributeError):  # no such key; the checks of an ordinary call say what is wrong
+    except (TypeError, ValueError, RuntimeError, AttributeError):  # there is no such key, and the checks of the call name the error
         return None, None
 
 
 def _look_up_all(
     rest: tuple[Any, ...], tensors: tuple[Tensor | None, ...], num_arguments: int, block_mask: Any
 ) -> tuple[CallKey | None, CachedCall | None]:
-    """`look_up` among all calls, by what the key says of each tensor; rest: the key's part for all else."""
+    """`look_up` among all calls, by the whole key. rest: its part for all but tensors."""
     global _latest
-    parts: list[Any] = [rest]
+    rest_without, numbers = _split(rest)
+    parts: list[Any] = [rest_without]
     addresses, together, ids = [], 0, []
     for t in tensors:
         if t is None:
@@ -146,7 +154,7 @@ def _look_up_all(
         if type(t) not in PLAIN or t.is_neg():
             return None, None
         address = t.data_ptr()
-        if not address and (t.is_meta or t.numel()):  # a trace's tensor, or one that stands for zeros
+        if not address and (t.is_meta or t.numel()):  # a tensor of a trace, or one that stands for zeros
             return None, None
         together |= address
         addresses.append(address)
@@ -155,15 +163,16 @@ def _look_up_all(
     if together & 15:
         parts.append(low_bits(addresses))
     if addresses[1] == addresses[2]:
-        parts.append("v lies in k")  # which kernels load but once
+        parts.append("v lies in k")  # kernels load it once
     if len(set(ids)) < len(ids):
         parts.append(same_tensors(ids))
-    whole = tuple(parts)
-    known = _calls.get(whole)
+    whole = kind, numbers = tuple(parts), numbers
+    siblings = _calls.get(kind)
+    known = None if siblings is None else siblings.get(numbers)
+    if known is None and siblings is not None:
+        known = _with_other_numbers(kind, numbers, siblings)
     key = make_key((whole, tensors, num_arguments, addresses, block_mask))
-    if known is None:
-        known = _with_other_numbers(whole)
-    if known is None or known.is_checked:  # such a call is prepared again, for what that checks, and then found by `new_call`
+    if known is None or known.is_checked:  # a checked call is prepared again for its checks, and then found by `new_call`
         return key, None
     known.is_used = True
     counts["hits"] += 1
@@ -172,8 +181,8 @@ def _look_up_all(
     if known.likeness is not None:
         with lock:
             others = [entry for entry in _recent.get(rest, ()) if entry[2] is not known]
-            _recent[rest] = ((known.likeness, whole, known), *others[: _MOST_RECENT - 1])
-            _latest = rest, _recent[rest]
+            recent = _recent[rest] = ((known.likeness, whole, known), *others[: _MOST_RECENT - 1])
+            _latest = rest, recent
             if len(_recent) > MOST_CALLS:
                 _forget_recent()
     return key, known
@@ -182,52 +191,64 @@ def _look_up_all(
 _LARGEST, _SMALLEST = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
 
 
-def _family(whole: tuple[Any, ...]) -> Hashable | None:
-    """Returns the part of a key that calls with other numbers share; None where it has none, or some that a check may refuse.
+def _split(rest: tuple[Any, ...]) -> tuple[Hashable, _Numbers]:
+    """Returns the part of a key for all but tensors without its numbers, and the numbers.
 
-    The ranges are those of `validation.check_scalars`, in which any number passes. Whether there is a softcap is in the spec.
+    The part still has whether softmax_scale and softcap are 0, because the spec and the choice of kernels depend on it. If a number
+    is not a float in the range that `validation.check_scalars` accepts, both stay in the part, and are None among the numbers.
     """
-    kinds, counts, (scale, softcap, *others), *rest = whole[0]
-    if type(scale) is not float or type(softcap) is not float:
-        return None
-    if not (0.0 <= scale <= _LARGEST and (softcap == 0.0 or _SMALLEST <= softcap <= _LARGEST)):
-        return None
-    return (softcap == 0.0, *others, kinds, counts, *rest, *whole[1:])
+    kinds, counts, others, state, window, mod_parts, values = rest
+    scale, softcap = others[:2]
+    if (
+        type(scale) is float
+        and type(softcap) is float
+        and 0.0 <= scale <= _LARGEST
+        and (softcap == 0.0 or _SMALLEST <= softcap <= _LARGEST)
+    ):
+        others = scale == 0.0, softcap == 0.0, others[2:]
+    else:
+        scale = softcap = None
+    return (kinds, counts, others, state, window, mod_parts), (scale, softcap, values)
 
 
-def _with_other_numbers(whole: tuple[Any, ...]) -> CachedCall | None:
-    """Returns a call, kept from now on, made of one whose key differs in softmax_scale and softcap alone; None without one."""
-    family = _family(whole)
-    kept = None if family is None else _families.get(family)
-    if kept is None:
+def _with_other_numbers(kind: Hashable, numbers: _Numbers, siblings: dict[_Numbers, CachedCall]) -> CachedCall | None:
+    """Returns a call, kept from now on, made of one that differs only in softmax_scale and softcap; None without one."""
+    scale, softcap, values = numbers
+    if scale is None or softcap is None:
         return None
-    made = kept.with_numbers(*whole[0][2][:2])
-    _keep(whole, made)
+    with lock:
+        other = next((call for (*_, x), call in reversed(siblings.items()) if x == values), None)
+    if other is None:
+        return None
+    made = other.with_numbers(scale, softcap)
+    _keep(kind, numbers, made)
     return made
 
 
 def new_call(
-    key: CallKey, x: Operands, settings: ops.Settings, alibi_slopes: Tensor | None, of_fp8: Fp8Steps | None = None
+    key: CallKey, x: Operands, settings: ops.Settings, alibi_slopes: Tensor | None, fp8: Fp8Steps | None = None
 ) -> CachedCall | None:
-    """Returns a call to be kept, or under FLEXATTN_CHECK one that was; None where its operands are not the arguments as they were.
+    """Returns a call to be kept, or under FLEXATTN_CHECK one that was kept; None if its operands are not the unchanged arguments.
 
-    alibi_slopes: the argument; the slopes that stand in for None are the same each time. of_fp8: FP8's part of the call, which has
-    the descales.
+    alibi_slopes: the argument. The slopes that replace None are the same each time. fp8: FP8's part of the call, which has the
+    descales.
     """
     is_checked = options.check_values()
-    kept = _calls.get(key.parts) if is_checked else None
+    kind, numbers = key.parts
+    siblings = _calls.get(kind, {})
+    kept = siblings.get(numbers) if is_checked else None
     if kept is not None:
         kept.is_used = True
         counts["hits"] += 1
         return kept
-    known = {*TENSOR_FIELDS, "mod_tensors", "block_mask"} | ({"descales"} if of_fp8 is not None else set())
+    known = {*TENSOR_FIELDS, "mod_tensors", "block_mask"} | ({"descales"} if fp8 is not None else set())
     others = (value for name, value in x._asdict().items() if name not in known)
     if any(isinstance(leaf, Tensor) for value in others for leaf in (value if isinstance(value, (tuple, list)) else (value,))):
-        return None  # a tensor that `CachedCall.operands` would not put in its place
+        return None  # `CachedCall.operands` would not put such a tensor in its place
     if x.alibi_slopes is not None and (x.alibi_slopes.is_inference() or is_capturing(x.q.device)):
-        return None  # a captured graph's slopes are not for later calls
+        return None  # later calls may not use slopes of a captured graph
     position = {id(t): i for i, t in reversed(list(enumerate(key.tensors))) if t is not None}
-    has_own = x.alibi_slopes is not None or x.dropout_p > 0.0  # slopes and seeds that are no arguments
+    has_own = x.alibi_slopes is not None or x.dropout_p > 0.0  # slopes and seeds may be no arguments
     names = TENSOR_FIELDS if has_own else TENSOR_FIELDS[: key.num_arguments]
     sources: list[int | Tensor | None] = []
     for name, t in zip((*names, *("mod" for _ in x.mod_tensors)), (*x[: len(names)], *x.mod_tensors), strict=True):
@@ -239,48 +260,48 @@ def new_call(
             sources.append(x.alibi_slopes)
         else:
             return None  # it was copied or moved on the way
-    kind = CachedCall
+    cls = CachedCall
     if is_checked:
-        from flexattn.checked_call import CheckedCall as kind  # here, as few processes check
-    made = kind(x, settings, names, sources, of_fp8)
-    of_other_floats = _of_mods.get(_without_values(key.parts))
-    if of_other_floats is not None and of_other_floats.differs_in_numbers_alone(made):
-        made.take_recordings(of_other_floats)
+        from flexattn.checked_call import CheckedCall as cls  # here, as few processes check
+    made = cls(x, settings, names, sources, fp8)
+    with lock:
+        latest = next(reversed(siblings.values()), None)
+    if latest is not None and latest.differs_in_numbers_alone(made):
+        made.take_recordings(latest)
     return made
 
 
-def _without_values(whole: Any) -> Hashable | None:
-    """Returns the part of a key that calls with other floats captured by their mods share; None where none are captured."""
-    *rest, values = whole[0]
-    return (*rest, *whole[1:]) if values is not None and any(values) else None
-
-
 def remember(key: CallKey, call: CachedCall) -> None:
-    """Keeps a call that ran without an error."""
-    whole: Any = key.parts
-    if call.is_checked and _calls.get(whole) is call:
+    """Adds a call that ran without an error to the cache."""
+    kind: Any
+    kind, numbers = key.parts
+    if call.is_checked and _calls.get(kind, {}).get(numbers) is call:
         return
-    kinds, _, _, _, window, _, _ = whole[0]
+    kinds, _, _, _, window, _ = kind[0]
     if any(isinstance(part, type) and issubclass(part, Tensor) for part in (*kinds, *(window or ()))):
-        return  # a number in a tensor: the key would have the object, whatever it holds by then
-    _keep(whole, call)
+        return  # the number may change in the tensor, and the key has only the object
+    _keep(kind, numbers, call)
 
 
-def _keep(whole: tuple[Any, ...], call: CachedCall) -> None:
-    family, of_mods = _family(whole), _without_values(whole)
+def _keep(kind: Hashable, numbers: _Numbers, call: CachedCall) -> None:
+    global _size
     with lock:
         counts["misses"] += 1
-        _calls[whole] = call
-        if len(_calls) > MOST_CALLS:
+        siblings = _calls.setdefault(kind, {})
+        _size += numbers not in siblings
+        siblings[numbers] = call
+        _calls.move_to_end(kind)
+        if _size > MOST_CALLS:
             _forget_recent()
-            _families.clear()
-            _of_mods.clear()
-        while len(_calls) > MOST_CALLS:  # drops the oldest that was not used since it was last looked at
-            parts, oldest = _calls.popitem(last=False)
+        while _size > MOST_CALLS:  # drops the oldest call that was not used since it was last looked at
+            first, siblings = next(iter(_calls.items()))
+            numbers, oldest = next(iter(siblings.items()))
+            del siblings[numbers]
             if oldest.is_used:
                 oldest.is_used = False
-                _calls[parts] = oldest
-        if family is not None:
-            _families[family] = call
-        if of_mods is not None:
-            _of_mods[of_mods] = call
+                siblings[numbers] = oldest
+                _calls.move_to_end(first)
+            else:
+                _size -= 1
+                if not siblings:
+                    del _calls[first]

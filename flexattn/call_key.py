@@ -22,7 +22,7 @@ PLAIN = frozenset((Tensor, torch.nn.Parameter))
 class CallKey(NamedTuple):
     """Key of a call, and what the call has beside it."""
 
-    parts: Hashable
+    parts: tuple[Hashable, Any]  # the key without its numbers, and the numbers
     tensors: tuple[Tensor | None, ...]  # Operands' fields, all or q, k and v; those of FP8 or a backward; captures of mods
     num_arguments: int  # number of tensors before those that are captured
     addresses: Sequence[int]
@@ -39,7 +39,7 @@ class Split:
     split stands for their names.
     """
 
-    __slots__ = ("all_tensors", "fp8", "has_aliases", "is_known", "mods", "others", "returns_more", "tensors", "window")
+    __slots__ = ("all_tensors", "fp8", "is_known", "is_odd", "mods", "others", "returns_more", "tensors", "window")
 
     def __init__(self, names: tuple[str, ...]) -> None:
         given = {*names}
@@ -52,7 +52,8 @@ class Split:
         numbers = ("softmax_scale", "softcap")  # first, as `call_cache` takes a call of other numbers for one of a family
         apart = {*TENSOR_OPTIONS, *mods, *fp8, *numbers, "window_size"}
         self.is_known = given <= DEFAULTS.keys()  # whether `attention` has all of the names
-        self.has_aliases = not given.isdisjoint(ALIASES)  # whether `shorthands.without_aliases` has to come first
+        # whether a name is unknown, or `shorthands.without_aliases` has to come first
+        self.is_odd = not self.is_known or not given.isdisjoint(ALIASES)
         self.returns_more = not given.isdisjoint(ReturnOptions.__annotations__)  # whether the call may ask for lse or max_logit
         self.all_tensors = pick("q", "k", "v", *TENSOR_OPTIONS)
         # q, k and v, and if the options have any other tensor, all

@@ -29,6 +29,20 @@ Blocks = TypeVar("Blocks")
 State = TypeVar("State")
 
 
+class FormatOptions(TypedDict, total=False):
+    """The format of q, k and v."""
+
+    qkv_format: QkvFormat
+
+
+class ShortOptions(TypedDict, Generic[Array], total=False):
+    """Short forms of other arguments."""
+
+    causal: bool
+    cu_seqlens: Array | None
+    max_seqlen: int | None
+
+
 class ScoreOptions(TypedDict, Generic[Array], total=False):
     """Masks, bias, softmax and dropout."""
 
@@ -76,31 +90,44 @@ class Fp8Options(TypedDict, Generic[Array, State], total=False):
     descale_v: Array | None
 
 
-class RunOptions(TypedDict, total=False):
-    """The format of tensors, and how a call runs."""
+class CacheOptions(TypedDict, Generic[Array], total=False):
+    """Lengths and pages of a KV cache."""
 
-    qkv_format: QkvFormat
+    seqused_q: Array | None
+    seqused_kv: Array | None
+    page_table: Array | None
+
+
+class RunOptions(TypedDict, total=False):
+    """The way in which a call runs."""
+
     deterministic: bool | None
     backend: BackendName | None
 
 
-class BackwardOptions(RunOptions, ScoreOptions[Array], LengthOptions[Array], ModOptions[Array, Blocks], total=False):
+class BackwardOptions(FormatOptions, ScoreOptions[Array], ModOptions[Array, Blocks], LengthOptions[Array], RunOptions, total=False):
     """Arguments that a forward and its `attention_backward` share."""
 
 
-class CommonOptions(RunOptions, ScoreOptions[Array], ModOptions[Array, Blocks], Fp8Options[Array, State], total=False):
+class CommonOptions(
+    FormatOptions, ScoreOptions[Array], ModOptions[Array, Blocks], Fp8Options[Array, State], RunOptions, total=False
+):
     """Arguments that `attention` and `distributed.attention` both have. Each of them documents its own."""
 
 
-class ArrayOptions(CommonOptions[Array, Blocks, State], LengthOptions[Array], total=False):
+class ArrayOptions(
+    FormatOptions,
+    ShortOptions[Array],
+    ScoreOptions[Array],
+    ModOptions[Array, Blocks],
+    LengthOptions[Array],
+    CacheOptions[Array],
+    Fp8Options[Array, State],
+    RunOptions,
+    total=False,
+):
     """Arguments of `attention` for PyTorch and for JAX."""
 
-    causal: bool
-    cu_seqlens: Array | None
-    max_seqlen: int | None
-    seqused_q: Array | None
-    seqused_kv: Array | None
-    page_table: Array | None
     batch_invariant: bool
 
 
@@ -136,6 +163,11 @@ TENSOR_OPTIONS = Operands._fields[3 : Operands._fields.index("max_seqlen_q")]  #
 BOTH_SIDES = ("cu_seqlens", "max_seqlen")
 ALIASES = (*BOTH_SIDES, "mask")  # options that `shorthands.without_aliases` writes as others
 _TORCH = {"Array": "Tensor", "Blocks": "BlockMask", "State": "fp8.DelayedScaling"}
+
+
+def without_defaults(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments that do not have their defaults."""
+    return {name: value for name, value in arguments.items() if value is not DEFAULTS[name]}
 
 
 def taking(options: Any, types: Mapping[str, str] = _TORCH) -> Callable[[F], F]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flexattn import ops
-from flexattn.cached_call import CachedCall
+from flexattn.cached_call import CachedCall, flat_gradients
 from flexattn.dispatch.describe import describe
 from flexattn.dispatch.neutral import is_capturing
 from flexattn.dispatch.select import backend_module
@@ -39,13 +39,13 @@ class CheckedCall(CachedCall):
         """Runs the call as a `CachedCall` does. Raises ValueError for wrong values and RuntimeError for a wrong replay."""
         x = self.operands(tensors)
         ops.check_operands(self.spec, x)
-        again = self._drawn(tensors) if self.recording is not None else None
+        again = self._drawn(tensors) if self.forwards.recording is not None else None
         results = super().forward(tensors, addresses)
-        if self.recording is not None:  # else `ops` has checked them
-            ops.check_logits(self.spec, self._forward_backend(tensors), x, results[1], "forward")
+        if self.forwards.recording is not None:  # else `ops` has checked them
+            ops.check_logits(self.spec, self.forward_backend(tensors), x, results[1], "forward")
         if again is not None:
-            is_exact = self._forward_backend(tensors) is backend_module("triton")
-            self._compare("forward", (*results, *tensors[self.num_inputs :]), again, self._run_forward, is_exact)
+            is_exact = self.forward_backend(tensors) is backend_module("triton")
+            self._compare("forward", (*results, *tensors[self.layout.num_inputs :]), again, self.compute_forward, is_exact)
         return results
 
     def backward(self, inputs: Sequence[Any]) -> Gradients:
@@ -54,23 +54,23 @@ class CheckedCall(CachedCall):
         spec = self.backward_spec(inputs)
         gradients = super().backward(inputs)
         if self._has_recorded_backward():
-            ops.check_logits(spec, self._backward_backend(inputs, spec), self.operands(inputs), inputs[-3], "backward")
+            ops.check_logits(spec, self.backward_backend(inputs, spec), self.operands(inputs), inputs[-3], "backward")
         if again is not None:
 
             def run(x: Sequence[Any]) -> Sequence[Any]:
-                return _flat(self._with_views(self._run_backward(x, spec)))
+                return flat_gradients(self._as_gradients(self.compute_backward(x)))
 
-            self._compare("backward", (*_flat(gradients), *inputs[self.num_inputs :]), again, run, False)
+            self._compare("backward", (*flat_gradients(gradients), *inputs[self.layout.num_inputs :]), again, run, False)
         return gradients
 
     def _has_recorded_backward(self) -> bool:
-        return any(not isinstance(found, str) for found in self.backwards.values())
+        return any(runs.recording is not None for runs in self.backwards.values())
 
     def _drawn(self, inputs: Sequence[Any]) -> list[tuple[Any, ...]] | None:
         """Returns the inputs of two more runs if this run is drawn, else None. FP8 buffers and out are copied."""
-        if is_capturing(self.device) or _draw() >= SHARE:
+        if is_capturing(self.layout.device) or _draw() >= SHARE:
             return None
-        read = [i < self.num_inputs and self.names[i : i + 1] != ("out",) for i in range(len(inputs))]
+        read = [i < self.layout.num_inputs and self.layout.names[i : i + 1] != ("out",) for i in range(len(inputs))]
         return [tuple(t if t is None or is_read else t.clone() for t, is_read in zip(inputs, read, strict=True)) for _ in range(2)]
 
     def _compare(
@@ -82,7 +82,7 @@ class CheckedCall(CachedCall):
         is_exact: bool,
     ) -> None:
         """Raises RuntimeError if a replay's results, or the buffers behind its operands, differ from unrecorded runs."""
-        first, second = ((*run(inputs), *inputs[self.num_inputs :]) for inputs in again)
+        first, second = ((*run(inputs), *inputs[self.layout.num_inputs :]) for inputs in again)
         for n, (got, want, other) in enumerate(zip(replayed, first, second, strict=True)):
             if got is want is None:
                 continue
@@ -96,10 +96,6 @@ class CheckedCall(CachedCall):
                     f"call: {describe(self.spec)}; q, k and v of {q}, {k} and {v}. Please report this. Until then, run "
                     "flexattn.call_cache.clear_cache() before each call, so that it is not replayed"
                 )
-
-
-def _flat(gradients: Gradients) -> tuple[Tensor | None, ...]:
-    return (*gradients[:-1], *(gradients.dmod_tensors or ()))
 
 
 def _wrong(got: Tensor, want: Tensor, other: Tensor, is_exact: bool) -> str:

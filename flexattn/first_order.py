@@ -36,22 +36,22 @@ def first_order(backward: Backward) -> Backward:
                 return backward(ctx, saved, *incoming)
             with torch.no_grad():
                 gradients = backward(ctx, saved, *incoming)
-        except RuntimeError:  # which the address of a batched tensor raises, and an operator that gets one
+        except RuntimeError:  # raised by the address of a batched tensor, and by operators that get one
             refuse_batched(*incoming)
             raise
-        return guarded(gradients, saved[0], *incoming)  # by out's node autograd finds every input
+        return guarded(gradients, saved[0], *incoming)  # autograd finds every input by the node of out
 
     return wrapper
 
 
 def guarded(gradients: Sequence[Tensor | None], *sources: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Returns the gradients, tied to the graphs of what they were made from so that a derivative of them raises RuntimeError."""
+    """Returns the gradients, tied to the graphs of their sources, so that a derivative of them raises RuntimeError."""
     tied: tuple[Tensor | None, ...] = _Guard.apply(len(gradients), *gradients, *sources)  # type: ignore[no-untyped-call]
     return tied
 
 
 def refuse_batched(*gradients: Tensor | None) -> None:
-    """Raises RuntimeError where a gradient is batched: by torch.vmap, or by what torch.autograd has of its own."""
+    """Raises RuntimeError if a gradient is batched, by torch.vmap or by torch.autograd."""
     if torch.compiler.is_compiling():
         return
     functorch = torch._C._functorch

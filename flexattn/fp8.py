@@ -521,8 +521,7 @@ def quantize_out(
     spoil.
     """
     fmt, _ = parse_format(settings.qkv_format)
-    lengths = (x.cu_seqlens_q, x.cu_seqlens_q_padded, x.max_seqlen_q)
     dtype = str(recipe.out_dtype).removeprefix("torch.")
     kind = (fmt, dtype, recipe.granularity, recipe.rows, recipe.margin, False)
-    data, descale, amax = passes.quantize(out.detach(), *lengths, delayed.scale_out, delayed.history_out, *kind)
+    data, descale, amax = passes.quantize(out.detach(), *x.packing("q"), delayed.scale_out, delayed.history_out, *kind)
     return QuantizedTensor(data, descale, amax, out if out.requires_grad else None, recipe.rows)

@@ -94,12 +94,12 @@ class _QuantizeQkv(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
-    cu_seqlens_q: Tensor | None
-    cu_seqlens_q_padded: Tensor | None
-    max_seqlen_q: int
-    cu_seqlens_kv: Tensor | None
-    cu_seqlens_kv_padded: Tensor | None
-    max_seqlen_kv: int
+    ends_q: Tensor | None
+    starts_q: Tensor | None
+    longest_q: int
+    ends_kv: Tensor | None
+    starts_kv: Tensor | None
+    longest_kv: int
     scale_q: Tensor | None
     scale_k: Tensor | None
     scale_v: Tensor | None
@@ -119,12 +119,12 @@ class _QuantizeQkv(NamedTuple):
     def unquantized(self) -> list[Unquantized]:
         """Returns q, k and v with the arguments for quantising them."""
         q_format, kv_format = parse_format(self.qkv_format)
-        kv_side = (kv_format, self.cu_seqlens_kv, self.cu_seqlens_kv_padded, self.max_seqlen_kv)
-        q_side = (q_format, self.cu_seqlens_q, self.cu_seqlens_q_padded, self.max_seqlen_q)
+        queries = (q_format, self.ends_q, self.starts_q, self.longest_q)
+        keys = (kv_format, self.ends_kv, self.starts_kv, self.longest_kv)
         return [
-            Unquantized(self.q, *q_side, self.scale_q, self.rotation, self.history_q),
-            Unquantized(self.k, *kv_side, self.scale_k, self.rotation, self.history_k),
-            Unquantized(self.v, *kv_side, self.scale_v, False, self.history_v),
+            Unquantized(self.q, *queries, self.scale_q, self.rotation, self.history_q),
+            Unquantized(self.k, *keys, self.scale_k, self.rotation, self.history_k),
+            Unquantized(self.v, *keys, self.scale_v, False, self.history_v),
         ]
 
 
@@ -196,12 +196,11 @@ def planned(x: Operands, settings: ops.Settings, config: QuantizeConfig) -> Oper
 
 def quantize_inputs(x: Operands, qkv_format: str, config: QuantizeConfig, delayed: Delayed, passes: Passes) -> Operands:
     """Returns the call with q, k and v in FP8 and their descales."""
-    q_side = (x.cu_seqlens_q, x.cu_seqlens_q_padded, x.max_seqlen_q)
-    kv_side = (x.cu_seqlens_kv, x.cu_seqlens_kv_padded, x.max_seqlen_kv)
+    packings = (*x.packing("q"), *x.packing("kv"))
     scales = (delayed.scale_q, delayed.scale_k, delayed.scale_v)
     histories = (delayed.history_q, delayed.history_k, delayed.history_v)
     kind = (config.granularity, config.block_rows, config.margin, config.rotation)
-    q, k, v, *descales = passes.quantize_qkv(x.q, x.k, x.v, *q_side, *kv_side, *scales, *histories, qkv_format, *kind)
+    q, k, v, *descales = passes.quantize_qkv(x.q, x.k, x.v, *packings, *scales, *histories, qkv_format, *kind)
     return x._replace(q=q, k=k, v=v, descales=descales)
 
 
@@ -219,11 +218,10 @@ def gradients(
     x: operands in FP8, plus q and k in 16 bits if the forward kept them.
     """
     if config.quantises_dout:
-        lengths = (x.cu_seqlens_q, x.cu_seqlens_q_padded, x.max_seqlen_q)
         kind = (config.granularity, config.block_rows, config.margin, False)
         fmt, _ = parse_format(qkv_format)
         scale, history = delayed.scale_dout, delayed.history_dout
-        dout8, descale, _ = passes.quantize(dout, *lengths, scale, history, fmt, config.grad_dtype, *kind)
+        dout8, descale, _ = passes.quantize(dout, *x.packing("q"), scale, history, fmt, config.grad_dtype, *kind)
         x, dout = x._replace(descales=[*x.descales, descale], copies16=[dout, *x.copies16]), dout8
     results = attend(x, dout)
     if not config.rotation:

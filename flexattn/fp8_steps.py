@@ -1,4 +1,4 @@
-"""FP8's part of a cached call: quantising before attention and behind it, in both directions."""
+"""FP8's part of a cached call: quantisation before and after attention, in both directions."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _BACKWARD = ("out", "lse", "max_logit", "q", "k", "v", "descale_q", "descale_k",
 class Fp8Steps:
     """Composes the steps of a call in FP8 around `attend`, which runs attention on operands that a backend takes.
 
-    Such a call has tensors behind its operands (`more`): the descales that q, k and v came with and the buffers of a
-    `DelayedScaling`; for a backward in FP8 the descales of q, k and v, q and k in 16 bits, and dout's scale and history. A call
-    whose keys and values alone are in FP8, as in a cache, may have none.
+    Such a call has tensors behind its operands (`more`): the descale arguments of q, k and v and the buffers of a `DelayedScaling`.
+    A backward in FP8 has the descales of q, k and v, q and k in 16 bits, and dout's scale and history. If only keys and values are
+    in FP8, as in a cache, there may be none.
     """
 
     def __init__(
         self, config: QuantizeConfig | None, recipe: fp8.Recipe | None, settings: ops.Settings, device: torch.device
     ) -> None:
-        """config: how q, k and v are quantised; None where they come in FP8."""
+        """config: how q, k and v are quantised, or None if they are in FP8."""
         self.config, self.recipe, self.settings, self.device = config, recipe, settings, device
         self.is_delayed = recipe is not None and recipe.scaling == "delayed"
         self.quantizes_out = recipe is not None and recipe.out_dtype in validation.FP8_DTYPES
@@ -40,7 +40,7 @@ class Fp8Steps:
         self.can_be_recorded = not (runs_kernels and triton_backend.quantises_unrecorded(device))
 
     def forward(self, x: Operands, more: Sequence[Any], attend: Callable[[Operands], tuple[Any, ...]]) -> tuple[Any, ...]:
-        """Returns out, lse, max_logit; then the descale and amax of an out in FP8, or what a backward needs of q, k and v."""
+        """Returns out, lse, max_logit; then the descale and amax of an out in FP8, or q, k, v and descales for a backward."""
         delayed = Delayed(*more[_DESCALES:]) if self.is_delayed else Delayed()
         if self.config is None:
             x = self._with_descales(x, more)
@@ -56,7 +56,7 @@ class Fp8Steps:
         return out, lse, max_logit
 
     def outputs(self, results: Sequence[Any]) -> tuple[Any, Tensor, Tensor | None]:
-        """Returns out, lse and max_logit of what `forward` gave, out as a QuantizedTensor where it is in FP8."""
+        """Returns out, lse and max_logit from the results of `forward`. If out is in FP8, it is a QuantizedTensor."""
         out, lse, max_logit, *more = results
         if self.quantizes_out:
             assert self.recipe is not None
@@ -76,9 +76,9 @@ class Fp8Steps:
         return fp8_ops.gradients(x, self.settings.qkv_format, self.config, delayed, dout, passes, attend)
 
     def saved_places(self, places: Sequence[int | None], first: int) -> list[int | None]:
-        """Returns where each tensor of a backward stands in (*results, *inputs of the forward), None for one that is not saved.
+        """Returns the place of each tensor of a backward in (*results, *inputs of the forward), or None if it is not saved.
 
-        places: those of the operands. first: the place of the first tensor in `more`.
+        places: of the operands. first: the place of the first tensor in `more`.
         """
         if not self.has_backward or self.config is None:
             return list(places)
@@ -89,29 +89,29 @@ class Fp8Steps:
         return [*qkv, *places[3:], *descales, *copies, scale, None]
 
     def history_place(self, first: int) -> int | None:
-        """Returns where dout's history stands among the forward's inputs; it is not saved, as it changes."""
+        """Returns the place of dout's history among the forward's inputs. It is not saved, because it changes."""
         if not (self.has_backward and self.is_delayed):
             return None
         return first + _DESCALES + fp8.BUFFERS.index("amax_history_dout")
 
     def as_run(self, x: Operands, more: Sequence[Any]) -> Operands:
-        """Returns operands as the forward's backend gets them, but for the values of what is quantised first."""
+        """Returns operands like those of the forward's backend. The values of quantised tensors are missing."""
         if self.config is None:
             return self._with_descales(x, more)
         planned = fp8_ops.planned(x, self.settings, self.config)
         return planned._replace(descales=planned.descales[:_DESCALES])
 
     def backward_as_run(self, x: Operands, more: Sequence[Any], dout: Tensor) -> Operands:
-        """Returns operands as the backward's backend gets them, but for the value of dout's descale."""
+        """Returns operands like those of the backward's backend. The value of dout's descale is missing."""
         if not self.has_backward or self.config is None:
             return x
         descales, copies = list(more[:_DESCALES]), _copies(more)
-        if self.config.quantises_dout:  # dout's descale is laid out as q's
+        if self.config.quantises_dout:  # dout's descale has the layout of q's
             descales, copies = [*descales, descales[0]], [dout, *copies]
         return x._replace(descales=descales, copies16=copies)
 
     def quantizer_beside(self, backend: Backend) -> Backend | None:
-        """Returns the backend that quantises beside another one; None where that is the same, or where torch's ops do it."""
+        """Returns the backend that quantises beside another one, or None if that is the same or if torch's operators quantise."""
         triton: Any = triton_backend
         return triton if backend is not triton and triton_backend.can_be_recorded() else None
 
@@ -123,18 +123,18 @@ class Fp8Steps:
 
 
 class BackwardSteps(Fp8Steps):
-    """FP8's part of a backward alone, whose q, k and v came in FP8: nothing is quantised around it.
+    """FP8's part of a separate backward. Its q, k and v are in FP8, so nothing is quantised around it.
 
-    Behind the operands it has the descales of q, k and v, then dout's and dout in 16 bits, which are None where dout is in 16 bits.
+    Behind the operands it has the descales of q, k and v, then dout's and dout in 16 bits, which are None if dout is in 16 bits.
     """
 
     def __init__(self, settings: ops.Settings, device: torch.device) -> None:
         super().__init__(None, None, settings, device)
 
     def operands(self, x: Operands, more: Sequence[Any]) -> Operands:
-        """Returns operands as a backend takes them."""
-        *of_inputs, descale_dout, dout16 = more
-        descales = [validation.as_scales(t, self.device) for t in of_inputs]
+        """Returns operands in the form that a backend takes."""
+        *given, descale_dout, dout16 = more
+        descales = [validation.as_scales(t, self.device) for t in given]
         if descale_dout is None:
             return x._replace(descales=descales)
         return x._replace(descales=[*descales, descale_dout], copies16=[dout16])
@@ -146,7 +146,7 @@ class BackwardSteps(Fp8Steps):
         return attend(self.operands(x, more), dout)
 
     def backward_as_run(self, x: Operands, more: Sequence[Any], dout: Tensor) -> Operands:
-        """Returns what `operands` does."""
+        """Returns the operands, see `operands`."""
         return self.operands(x, more)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from flexattn import call_cache, ops, validation
 from flexattn.cached_call import NUM_TENSORS
 from flexattn.call_key import CONSTANTS, CallKey, split_of
-from flexattn.call_options import DEFAULTS, Arguments, taking
+from flexattn.call_options import DEFAULTS, NO_TENSORS, Arguments, taking
 from flexattn.dispatch import triton_backend
 from flexattn.dispatch.context import requested_backend
 from flexattn.dispatch.spec import AttentionSpec, Operands, from_bshd
@@ -250,18 +250,24 @@ def attention(
         >>> attention(q, k, v, mask=seen).shape
         torch.Size([2, 128, 8, 64])
     """
-    key, is_eager = None, not torch.compiler.is_compiling()
-    if is_eager:
+    key = None
+    if torch.compiler.is_compiling():
+        if positional or any(name not in DEFAULTS for name in options):
+            _refuse_foreign(positional, options)
+    else:
         split = split_of(tuple(options))
-    if positional or not (split.is_known if is_eager else all(name in DEFAULTS for name in options)):
-        _refuse_foreign(positional, options)
-    if is_eager:
-        if split.has_aliases:
+        if positional or split.is_odd:
+            if positional or not split.is_known:
+                _refuse_foreign(positional, options)
             options = without_aliases(q, k, options)
             split = split_of(tuple(options))
         values = [*CONSTANTS, split, q, k, v, *options.values()]
         if split.fp8 is None:  # as `split.parts` does, which would cost each call more time
-            mods = None if split.mods is None else split.mods_of(values)
+            mods = None
+            if split.mods is not None:
+                mods = split.mods(values)
+                if mods[0] is mods[1] is mods[3] is None and mods[2] is NO_TENSORS:
+                    mods = None
             key, call = call_cache.look_up(split.tensors(values), split.others(values), split.window(values), mods)
         else:
             parts = split.parts(values)

@@ -1,7 +1,7 @@
 """Comparison of a call's tensors with those of an earlier call, all at once: torch.compile's guards do it in C++.
 
 A key of these tensors (`flexattn.call_cache`) takes a Python object for each shape, stride, dtype and device, and then the hash of
-them all; the comparison takes none. It says no more than the key would: True only where all that the key says is equal.
+them all. The comparison takes none. It is as strict as the key: it is true only if all parts of the key for tensors are equal.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Addresses = Callable[[Sequence[Tensor | None]], Sequence[int] | None]
 class Likeness:
     """Compares tensors with those of a call; made by `likeness_of`. It keeps none of them alive.
 
-    addresses: a function from tensors, as many as the call's, to their addresses, 0 for None; None for all where the tensors are
+    addresses: a function from tensors, as many as the call's, to their addresses, 0 for None. It returns None if the tensors are
     not like the call's.
     """
 
@@ -34,15 +34,15 @@ class Likeness:
         sources = tuple(None if t is None else first.setdefault(id(t), i) for i, t in enumerate(tensors))
         given = [tensors[i] for i in first.values()]
         check = _Guards(*given, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-        self.addresses = _comparison(sources)(check)
+        self.addresses = _comparison(sources, tensors[1].data_ptr() == tensors[2].data_ptr())(check)  # type: ignore[union-attr]
 
 
 @functools.lru_cache(maxsize=1024)
-def _comparison(sources: tuple[int | None, ...]) -> Callable[[Callable[..., bool]], Addresses]:
-    """Returns a function from the check of the tensors that are distinct to `Likeness.addresses`.
+def _comparison(sources: tuple[int | None, ...], is_v_in_k: bool) -> Callable[[Callable[..., bool]], Addresses]:
+    """Returns a function from the check of the distinct tensors to `Likeness.addresses`.
 
-    sources: for each tensor the position of the first that is the same one; None for None. q, k and v come first. The function is
-    generated, as every call runs it: with a loop over the tensors it takes twice the time.
+    sources: for each tensor the position of its first occurrence, or None for None. q, k and v come first. is_v_in_k: k and v begin
+    at one address. The function is generated, because every call runs it, and a loop over the tensors takes twice the time.
     """
     distinct = sorted({i for i in sources if i is not None})
     others = [f"t{i} is not {'None' if first is None else f't{first}'}" for i, first in enumerate(sources) if first != i]
@@ -50,7 +50,7 @@ def _comparison(sources: tuple[int | None, ...]) -> Callable[[Callable[..., bool
     conditions = [
         f"({' | '.join(addresses)}) & 15",
         f"not ({' and '.join(addresses)})",
-        f"a{sources[1]} == a{sources[2]}",
+        f"a{sources[1]} {'!=' if is_v_in_k else '=='} a{sources[2]}",
     ]
     lines = [
         f"{', '.join(f't{i}' for i in range(len(sources)))}, = tensors",
@@ -70,9 +70,9 @@ def _comparison(sources: tuple[int | None, ...]) -> Callable[[Callable[..., bool
 def likeness_of(tensors: Sequence[Tensor | None]) -> Likeness | None:
     """Returns a comparison with the tensors of a call; q, k and v come first.
 
-    None for tensors that it has no words for: off a multiple of 16 bytes, empty, v in k's memory; and where torch has no guards.
+    None if a tensor is empty or off a multiple of 16 bytes, and if torch has no guards.
     """
-    if _Guards is None or tensors[1] is tensors[2]:
+    if _Guards is None:
         return None
     made = Likeness(tensors)
     return made if made.addresses(tensors) is not None else None

@@ -8,10 +8,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from flexattn.call_options import TENSOR_OPTIONS, Arguments, Fp8Options
+from flexattn.call_options import Arguments, CacheOptions, Fp8Options, LengthOptions, without_defaults
 from flexattn.dispatch.spec import with_padding
 
-_LENGTHS = tuple(name for name in TENSOR_OPTIONS if name.startswith(("cu_seqlens", "seqused", "page_table")))
+_LENGTHS = (*(name for name in LengthOptions.__annotations__ if name.startswith("cu_seqlens")), *CacheOptions.__annotations__)
 _JAGGED_DIM = {"bshd": 1, "bhsd": 2}
 
 
@@ -21,7 +21,7 @@ def attend_nested(attend: Callable[..., Any], q: Any, k: Any, v: Any, arguments:
     Raises what `packed_call` raises.
     """
     values, packed = packed_call((q, k, v), arguments)
-    result = attend(*values, **packed)
+    result = attend(*values, **without_defaults(packed))
     out, *others = result if isinstance(result, tuple) else (result,)
     is_bhsd = arguments["qkv_format"] == "bhsd"
     q = q.transpose(1, 2) if is_bhsd else q

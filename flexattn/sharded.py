@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.utils._pytree import tree_map
 
-from flexattn.call_options import Arguments, Fp8Options, LengthOptions
+from flexattn.call_options import Arguments, Fp8Options, LengthOptions, without_defaults
 from flexattn.dispatch.spec import parse_format
 from flexattn.mods.trace import find_all_captures
 from flexattn.ops import new_rng_state
@@ -94,7 +94,7 @@ def attend_sharded(
         group, sizes = mesh.get_group(kinds.index("sequence")), (q.shape[s_q], k.shape[s_kv])
         results = _over_sequence.attend_over_sequence(*parts, group, sizes, arguments)
     else:
-        results = attend(*parts, **arguments)
+        results = attend(*parts, **without_defaults(arguments))
 
     def whole(x: Tensor, of_heads: int, of_batch: int | None, of_sequence: int | None = None) -> Tensor:
         dims = {"heads": of_heads, "batch": of_batch, "sequence": of_sequence}

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flexattn.block_mask import BlockLists
+from flexattn.call_options import DEFAULTS, ScoreOptions
 from flexattn.dispatch.reference import reference_attention, reference_gradients
 from flexattn.dispatch.spec import AttentionSpec, Operands, as_bshd, make_band, parse_format
 from flexattn.mods.trace import Traced
@@ -42,6 +43,7 @@ FORWARD_FACTOR = 2.0  # a fused kernel rounds in other places than eager code, n
 GRADIENT_FACTOR = 3.0  # and a gradient rounds twice: in the recomputed weights and in the products with them
 ROUNDING_STEPS = 4.0  # roundings of got's own dtype, granted where same-dtype eager happens to be exact
 NAN = float("nan")
+_OPERANDS = Operands._fields[: Operands._fields.index("mod_tensors")]
 
 
 class Inputs(NamedTuple):
@@ -82,7 +84,7 @@ def make_inputs(
     Args:
         lengths_q, lengths_kv: real tokens of each sequence (lengths_kv as lengths_q when None).
         padding: give cu_seqlens for dense formats too; without it all lengths of a dense format must be equal. thd always has them.
-        gap: padding tokens after each sequence of thd (cu_seqlens_q_padded and the other are given then), or after the longest of a
+        gap: padding tokens after each sequence of thd (whose starts are given then), or after the longest of a
             dense format.
         in_reverse: the slots of thd lie the other way round, the first sequence's last, and each gap before its sequence.
         outliers: one element in 64 is 16 times as large, as in the activations of trained models.
@@ -133,17 +135,17 @@ def make_inputs(
         starts = [sum(slots[b + 1 :]) + gap for b in range(len(slots))]
         return torch.tensor([*starts, sum(slots)], dtype=torch.int32, device=device)
 
+    sides: dict[str, Any] = {}
+    for end, fmt, lengths in (("q", q_format, lengths_q), ("kv", kv_format, lengths_kv)):
+        sides[f"cu_seqlens_{end}"] = offsets(lengths) if has_lengths else None
+        sides[f"cu_seqlens_{end}_padded"] = padded(fmt, lengths)
+        sides[f"max_seqlen_{end}"] = max(lengths, default=0) if fmt == "thd" else None
     return Inputs(
         q=tokens(q_format, lengths_q, num_heads, head_dim_qk),
         k=tokens(kv_format, lengths_kv, num_heads_kv, head_dim_qk),
         v=tokens(kv_format, lengths_kv, num_heads_kv, head_dim_v),
         qkv_format=qkv_format,
-        cu_seqlens_q=offsets(lengths_q) if has_lengths else None,
-        cu_seqlens_kv=offsets(lengths_kv) if has_lengths else None,
-        cu_seqlens_q_padded=padded(q_format, lengths_q),
-        cu_seqlens_kv_padded=padded(kv_format, lengths_kv),
-        max_seqlen_q=max(lengths_q, default=0) if q_format == "thd" else None,
-        max_seqlen_kv=max(lengths_kv, default=0) if kv_format == "thd" else None,
+        **sides,
     )
 
 
@@ -169,32 +171,26 @@ def make_dlse(inputs: Inputs, seed: int = 2) -> Tensor:
 def make_call(
     inputs: Inputs,
     *,
-    attn_mask_type: str | None = None,
-    window_size: tuple[int, int] = (-1, -1),
-    bottom_right_diagonal: bool | None = None,
-    bias_type: str = "no_bias",
-    bias: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    softmax_type: str = "vanilla",
-    softmax_offset: Tensor | None = None,
-    softmax_scale: float | None = None,
-    softcap: float = 0.0,
-    dropout_p: float = 0.0,
-    rng_state: Tensor | None = None,
     mods: Traced | None = None,
     blocks: BlockLists | None = None,
     deterministic: bool = False,
     return_max_logit: bool = True,
+    **options: Any,
 ) -> tuple[AttentionSpec, Operands]:
-    """Returns what a backend gets for `attention(**inputs._asdict(), ...)`, for tests of one backend. Nothing is validated.
+    """Returns the spec and the operands of `attention(**inputs._asdict(), ...)`, for tests of one backend. Nothing is validated.
 
-    The arguments mean what they mean to `attention`; `mods` is what `flexattn.mods.trace.trace_mods` gives, `blocks` what
-    `flexattn.block_mask.block_lists` does; attn_mask_type None is padding where there are cu_seqlens, else no_mask.
+    options: `ScoreOptions`, with the same meaning as for `attention`. `mods` is a result of `flexattn.mods.trace.trace_mods`, and
+    `blocks` one of `flexattn.block_mask.block_lists`. The default attn_mask_type is padding if there are cu_seqlens, else no_mask.
     Every gradient is asked for.
     """
+    if not options.keys() <= ScoreOptions.__annotations__.keys():
+        raise TypeError(f"make_call() was given {', '.join(options)}; accepted: {', '.join(ScoreOptions.__annotations__)}")
     q, k, v = inputs.q, inputs.k, inputs.v
     q_format, kv_format = parse_format(inputs.qkv_format)
     padding = inputs.cu_seqlens_q is not None
+    types = {"bias_type": "no_bias", "softmax_type": "vanilla", "attn_mask_type": "padding" if padding else "no_mask"}
+    full = DEFAULTS | types | inputs._asdict() | {name: value for name, value in options.items() if value is not None}
+    bias, rng_state, scale = full["bias"], full["rng_state"], full["softmax_scale"]
     sq = inputs.max_seqlen_q if inputs.max_seqlen_q is not None else q.shape[q_format.index("s")]
     skv = inputs.max_seqlen_kv if inputs.max_seqlen_kv is not None else k.shape[kv_format.index("s")]
     bias_dims = None if bias is None else tuple(size != 1 for size in bias.shape)
@@ -208,12 +204,12 @@ def make_call(
         head_dim_qk=q.shape[-1],
         head_dim_v=v.shape[-1],
         padding=padding,
-        band=make_band(attn_mask_type or ("padding" if padding else "no_mask"), window_size, bottom_right_diagonal),
-        bias_type=bias_type,
-        bias_dims=bias_dims,  # type: ignore[arg-type]  # a bias has four dims
-        softmax_type=softmax_type,
-        softcap=softcap != 0.0,
-        dropout=dropout_p != 0.0,
+        band=make_band(full["attn_mask_type"], full["window_size"], full["bottom_right_diagonal"]),
+        bias_type=full["bias_type"],
+        bias_dims=bias_dims,
+        softmax_type=full["softmax_type"],
+        softcap=full["softcap"] != 0.0,
+        dropout=full["dropout_p"] != 0.0,
         return_max_logit=return_max_logit,
         needs_grad=True,
         needs_bias_grad=bias is not None,
@@ -224,27 +220,9 @@ def make_call(
         block_size=None if blocks is None else blocks.block_size,
         has_origin=rng_state is not None and rng_state.dim() == 2,
     )
+    sizes = {"max_seqlen_q": sq, "max_seqlen_kv": skv, "softmax_scale": q.shape[-1] ** -0.5 if scale is None else scale}
     operands = Operands(
-        q=q,
-        k=k,
-        v=v,
-        bias=bias,
-        alibi_slopes=alibi_slopes,
-        softmax_offset=softmax_offset,
-        cu_seqlens_q=inputs.cu_seqlens_q,
-        cu_seqlens_kv=inputs.cu_seqlens_kv,
-        cu_seqlens_q_padded=inputs.cu_seqlens_q_padded,
-        cu_seqlens_kv_padded=inputs.cu_seqlens_kv_padded,
-        rng_state=rng_state,
-        seqused_q=None,
-        seqused_kv=None,
-        page_table=None,
-        out=None,
-        max_seqlen_q=sq,
-        max_seqlen_kv=skv,
-        softmax_scale=q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
-        softcap=softcap,
-        dropout_p=dropout_p,
+        **({name: full[name] for name in _OPERANDS} | sizes),
         mod_tensors=() if mods is None else mods.tensors,
         mod_numbers=() if mods is None else mods.numbers,
         block_mask=() if blocks is None else blocks.tensors,

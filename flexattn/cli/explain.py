@@ -101,7 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def answer(args: argparse.Namespace) -> explanations.Explanation:
-    """Returns what `flexattn.explain` says of the call; raises ValueError and TypeError as it does, and BackendError."""
+    """Returns `flexattn.explain` of the call; raises its ValueError, TypeError and BackendError."""
     x, settings, spec = parse(args)
     return (explain_built if args.build else explanations.explain)(spec, settings.backend, x)
 
@@ -120,7 +120,7 @@ def parse(args: argparse.Namespace) -> tuple[Operands, ops.Settings, AttentionSp
 
 
 def draw(args: argparse.Namespace) -> None:
-    """Draws what the call hides and adds to scores; raises ImportError without matplotlib, ValueError for a kind of file."""
+    """Draws the mask and the bias; raises ImportError without matplotlib, and ValueError if the kind of file is unknown."""
     call = {name: value for name, value in _call(args).items() if name in DRAWN or name.startswith("max_seqlen")}
     tensors = {name: torch.zeros(*call[name].shape[:-1], 8, device="cpu") for name in "qkv"}  # a mask knows no head dim
     if "cu_seqlens_q" in call:
@@ -178,7 +178,7 @@ def _call(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def source(args: argparse.Namespace) -> str:
-    """Returns what --source prints; raises ValueError where no mod is given."""
+    """Returns the text of --source; raises ValueError if no mod is given."""
     if args.score_mod is None and args.mask_mod is None:
         raise ValueError("--source is for mods: give --score-mod or --mask-mod, as package.module:function")
     return mod_source(args.score_mod, args.mask_mod)

@@ -28,22 +28,20 @@ from flexattn.distributed.origin import Mod, Origin, mod_of_heads, moved_mod, rn
 from flexattn.distributed.sums import copy_all
 from flexattn.functional import merge_attention
 
+COMMON = ("softmax_scale", "softcap", "dropout_p", "deterministic", "backend")
+
 
 @dataclass(frozen=True)
 class Scores:
     """Arguments of a call that are not tensors and are equal for all parts. Fields have the names of `attention`'s arguments."""
 
-    softmax_scale: float | None = None
-    softcap: float = 0.0
+    common: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # `COMMON`, which local calls take unchanged
     score_mod: Mod | None = None
     mask_mod: Mod | None = None
     tensor_names: tuple[str, ...] | None = None  # if score_mod_tensors is a mapping
     bias_type: str = "no_bias"
     softmax_type: str = "vanilla"
-    deterministic: bool | None = None
-    backend: str | None = None
     has_own_rows: bool = False  # whether bias has only the rows of this rank's queries
-    dropout_p: float = 0.0
     heads: tuple[int, int] = (0, 0)  # the call's first head in the full tensors, and the number of all heads
     heads_kv: int = 0  # number of all key heads
     fp8_call: Fp8Call | None = None  # None: no FP8
@@ -56,20 +54,10 @@ class Scores:
     def mod_tensors(self, tensors: Sequence[Tensor]) -> Sequence[Tensor] | Mapping[str, Tensor]:
         return list(tensors) if self.tensor_names is None else dict(zip(self.tensor_names, tensors, strict=True))
 
-    def common(self) -> dict[str, Any]:
-        """Returns the arguments that every local call takes unchanged."""
-        return {
-            "softmax_scale": self.softmax_scale,
-            "softcap": self.softcap,
-            "dropout_p": self.dropout_p,
-            "deterministic": self.deterministic,
-            "backend": self.backend,
-        }
-
     @property
     def gives_fp32(self) -> bool:
         """Returns whether the requested backend can return partial results in float32."""
-        return requested_backend(self.backend) != "cudnn"
+        return requested_backend(self.common.get("backend")) != "cudnn"
 
     def fp32_gradients(self, wanted: str) -> str:
         """Returns `wanted`, the partial gradients that are summed, or "none" if the backend cannot return float32."""
@@ -252,7 +240,8 @@ def arguments_of(call: Call, scores: Scores, shared: Shared, q: Tensor) -> dict[
     if call.blocks is not None and mask_mod is not None:
         block_mask = call.blocks.block_mask(mask_mod, Run(first, first + q.shape[-2]))
         mask_mod = None
-    return scores.common() | {
+    return {
+        **scores.common,
         "qkv_format": "bshd" if call.packing is None else "thd",
         "attn_mask_type": "no_mask" if call.packing is None else "padding",
         "window_size": call.band.window_size,

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from flexattn import fp8, validation
-from flexattn.call_options import BOTH_SIDES, CommonOptions, LengthOptions, ReturnOptions
+from flexattn.call_options import BOTH_SIDES, DEFAULTS, CacheOptions, CommonOptions, LengthOptions, ReturnOptions
 from flexattn.dispatch.context import requested_backend
 from flexattn.dispatch.options import check_values
 from flexattn.dispatch.spec import BIAS_TYPES, SOFTMAX_TYPES, as_bshd, from_bshd
 from flexattn.distributed import agreement, capture, exchange, quantise
 from flexattn.distributed.agreement import digest_of, numbers_of
-from flexattn.distributed.calls import InputGradients, Results, Scores, Seeds, Shared, offset_gradient, sum_dtype
+from flexattn.distributed.calls import COMMON, InputGradients, Results, Scores, Seeds, Shared, offset_gradient, sum_dtype
 from flexattn.distributed.cost import Heads
 from flexattn.distributed.gather import Gather
 from flexattn.distributed.layout import size_of
@@ -49,7 +49,7 @@ NOT_TAKEN = {
     "causal": "attn_mask_type, which names the diagonal, of the plan or of this call",
     "mask": "a mask_mod that reads it, or bias",
     "out": "None, because results of parts are merged into a new tensor",
-    **dict.fromkeys(("page_table", "seqused_q", "seqused_kv"), "keys without pages. attention_over_ranks decodes with a cache"),
+    **dict.fromkeys(CacheOptions.__annotations__, "keys without pages. attention_over_ranks decodes with a cache"),
 }
 
 
@@ -113,7 +113,7 @@ class CheckedCall:
             t.requires_grad for t in (q, k, v, *shared[:3], *shared.mod_tensors) if t is not None
         )
         recipe_and_state = options.get("fp8_recipe"), options.get("fp8_state")
-        request = requested_backend(scores.backend), scores.dropout_p > 0
+        request = requested_backend(scores.common["backend"]), scores.common["dropout_p"] > 0
         fp8_call = quantise.check(recipe_and_state, (q, k, v), plan, needs_grad, request)
         descales = options.get("descale_q"), options.get("descale_k"), options.get("descale_v")
         rows = 0 if fp8_call is None else fp8_call.recipe.rows
@@ -172,8 +172,8 @@ class CheckedCall:
         return self.plan_facts | {
             "dtype": str(self.qkv[0].dtype),
             "qkv_format": self.qkv_format,
-            "softmax and bias": (scores.softmax_scale, scores.softcap, scores.bias_type, scores.softmax_type),
-            "dropout": (scores.dropout_p, shared.rng_state is None),
+            "softmax and bias": (*map(scores.common.get, ("softmax_scale", "softcap")), scores.bias_type, scores.softmax_type),
+            "dropout": (scores.common["dropout_p"], shared.rng_state is None),
             "mods": (scores.score_mod is not None, scores.mask_mod is not None, len(shared.mod_tensors)),
             "gradients": tuple(bool(t.requires_grad) for t in self.inputs() if t is not None) if torch.is_grad_enabled() else (),
             "shapes of shared tensors": _shapes(self.inputs()[3:], scores.has_own_rows),
@@ -187,7 +187,7 @@ class CheckedCall:
         }
 
     def run(self) -> Any:
-        if self.scores.dropout_p > 0 and self.shared.rng_state is None:
+        if self.scores.common["dropout_p"] > 0 and self.shared.rng_state is None:
             state = exchange.from_first_rank(new_rng_state(self.qkv[0].device), self.plan.group)
             self.shared = self.shared._replace(rng_state=state)
         inputs = [None if t is None else t.resolve_neg() for t in self.inputs()]  # a collective sends memory as it is
@@ -262,8 +262,8 @@ def _scores(q: Tensor, plan: Plan, options: dict[str, Any]) -> tuple[Scores, Sha
     validation.check_name("bias_type", bias_type, BIAS_TYPES)
     validation.check_name("softmax_type", softmax_type, SOFTMAX_TYPES)
     validation.check_flag("deterministic", options.get("deterministic"), optional=True)
-    numbers = (options.get(name, default) for name, default in (("softmax_scale", None), ("softcap", 0.0), ("dropout_p", 0.0)))
-    scale, softcap, dropout_p = validation.check_scalars(*numbers)
+    full = DEFAULTS | options
+    _, _, dropout_p = numbers = validation.check_scalars(*(full[name] for name in COMMON[:3]))
     rng_state = options.get("rng_state")
     validation.check_rng_state(rng_state, q)
     bias, slopes, offset = (options.get(name) for name in ("bias", "alibi_slopes", "softmax_offset"))
@@ -296,17 +296,13 @@ def _scores(q: Tensor, plan: Plan, options: dict[str, Any]) -> tuple[Scores, Sha
     names = tuple(tensors) if isinstance(tensors, Mapping) else None
     values = tuple(tensors.values() if isinstance(tensors, Mapping) else tensors)
     scores = Scores(
-        softmax_scale=scale,
-        softcap=softcap,
+        common={name: full[name] for name in COMMON} | dict(zip(COMMON, numbers, strict=False)),
         score_mod=score_mod,
         mask_mod=mask_mod,
         tensor_names=names,
         bias_type=bias_type,
         softmax_type=softmax_type,
-        deterministic=options.get("deterministic"),
-        backend=options.get("backend"),
         has_own_rows=has_own_rows,
-        dropout_p=dropout_p,
         heads=(0, heads),
     )
     return scores, Shared(bias, slopes, offset, rng_state if dropout_p > 0 else None, (), values)

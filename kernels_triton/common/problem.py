@@ -37,13 +37,12 @@ from flexattn.kernels_triton.common.tiles import (
     select_tile,
     split_head_dim,
 )
+from flexattn.kernels_triton.runtime.call_numbers import LARGE_SOFTCAP
 from flexattn.kernels_triton.runtime.device import Tile, capability_of
-from flexattn.kernels_triton.runtime.varying import as_number
 
 MASK_BLOCK = 128  # queries, and keys, of a block of the lists that are made from a mask_mod
 _MOST_ROWS = 256  # maximum rows of a tile
 _OPEN = 2**30  # upper bound of a window side, so that position + window fits int32
-_LARGE_SOFTCAP = 256.0  # above it, the error of `tanh_in_half` (5e-7) times the softcap exceeds a rounding of fp16
 
 
 class Mods(NamedTuple):
@@ -411,7 +410,7 @@ class Problem:
             IS_BIAS_CONTIGUOUS=self.bias is not None and _strides(self.bias, 4)[3] == 1,
             HAS_ALIBI=self.alibi_slopes is not None,
             HAS_SOFTCAP=self.softcap > 0,
-            HAS_EXACT_TANH=self.q.dtype is torch.float32 or self.softcap > _LARGE_SOFTCAP,
+            HAS_EXACT_TANH=self.q.dtype is torch.float32 or self.softcap > LARGE_SOFTCAP,
             IS_UNBOUNDED=self.is_unbounded,
             HAS_DROPOUT=self.dropout_p > 0,
             ORIGIN=self.origin,
@@ -465,8 +464,8 @@ class Problem:
     @property
     def scores(self) -> Scores:
         return Scores(
-            scale=as_number(self.softmax_scale),
-            softcap=as_number(self.softcap),
+            scale=float(self.softmax_scale),
+            softcap=float(self.softcap),
             bias=_bias(self.bias),
             alibi=_alibi(self.alibi_slopes),
             captures=self.captures,

@@ -19,7 +19,6 @@ from flexattn.kernels_triton.gluon.dq_parts import place_in_sums
 from flexattn.kernels_triton.runtime.device import Tile
 from flexattn.kernels_triton.runtime.entry import WidePointer
 from flexattn.kernels_triton.runtime.launch import kernel, launch
-from flexattn.kernels_triton.runtime.varying import as_number
 
 _CONVERSION_TILE = Tile(32, 64, 4, 1)
 
@@ -65,7 +64,7 @@ def convert_dq(problem: Problem, dq_sums: Tensor, tiles: Tensor | None, size: in
         sums_ptr=dq_sums,
         dq=rows(dq, portable),
         lengths_q=x.lengths_q,
-        scale=as_number(x.softmax_scale),
+        scale=float(x.softmax_scale),
         num_heads=x.num_heads,
         tiles_of_statistics=tiles,
     )

@@ -29,7 +29,6 @@ from flexattn.kernels_triton.common import encoded_sizes, exponents, tanh
 from flexattn.kernels_triton.mods import interval_math, mod_math
 from flexattn.kernels_triton.mods.hoisting import DIAGONAL, DISTANCE, HEAD, VARYING, ancestors, inputs_of, op_of
 from flexattn.kernels_triton.mods.lowering_ops import COMPARISONS, FINITE, INT32, INT64, OPS, Value, bounds_of, function
-from flexattn.kernels_triton.runtime.varying import as_number
 
 POSITION = (0, 2**30)  # no sequence is longer, because its tensors would exceed memory
 _BOUNDS = {
@@ -85,7 +84,7 @@ def flatten(capture_layouts: Sequence[Layout], tensors: Sequence[Tensor], number
     remaining_tensors, remaining_numbers = iter(tensors), iter(numbers)
     for layout in capture_layouts:
         if layout.ndim < 0:
-            flat.append(as_number(next(remaining_numbers)))
+            flat.append(float(next(remaining_numbers)))
             continue
         t = next(remaining_tensors)
         flat.append(t)

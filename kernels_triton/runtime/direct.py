@@ -21,8 +21,9 @@ import triton
 from triton.backends.nvidia import driver as triton_driver
 
 from flexattn.forks import fork_safe
+from flexattn.kernels_triton.runtime import call_numbers
+from flexattn.kernels_triton.runtime.call_numbers import Path
 from flexattn.kernels_triton.runtime.store import Binary
-from flexattn.kernels_triton.runtime.varying import Varying
 
 # C types, by the type names of cuda.h and of Triton's signatures
 _CODES = {"i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u1": "B", "u8": "B", "u16": "H", "u32": "I", "u64": "Q"}
@@ -43,8 +44,6 @@ class _BeginsEarly(ctypes.Structure):
 
 
 _BEGINS_EARLY = _BeginsEarly(id=6, value=1)
-
-Path = tuple[int, ...]  # index of an argument, then indices inside of it
 
 
 class LaunchError(RuntimeError):
@@ -179,7 +178,8 @@ class Direct:
     Its arguments are in the buffer in this order: tensor maps, pointers, then all other values, the widest first.
     """
 
-    def __init__(self, binary: Binary) -> None:
+    def __init__(self, binary: Binary, names: Sequence[str]) -> None:
+        """names: the names of the kernel's flat arguments."""
         self.name, self.signature, self.metas = binary.name, binary.signature, binary.maps
         self.block, self.shared = 32 * binary.num_warps, binary.shared
         self.function = _load(binary)
@@ -214,8 +214,10 @@ class Direct:
         for i in widest_first:
             offset_of_other[i] = at
             at += struct.calcsize("=" + others[i][1])
-        self.starts = [offset_of_other[i] for i in widest_first]  # start of each of `numbers_of`
-        self.codes = codes
+        floats = sorted((others[i][0], offset_of_other[i], others[i][1]) for i in widest_first if others[i][1] in "fd")
+        paths = call_numbers.places(names, (path for path, *_ in floats))
+        slots = {path: (start, code) for path, start, code in floats}
+        self.numbers = [(place, *slots[path]) for place, path in paths]  # the call's: (index, start in the buffer, code)
         scratch = at + -at % 8  # two null pointers for scratch memory, which does not exist
         self.size = scratch + 16
         starts = {
@@ -233,7 +235,7 @@ class Direct:
         self.buffer = _Buffer(self)
 
     @classmethod
-    def of(cls, binary: Binary | None) -> Direct | None:
+    def of(cls, binary: Binary | None, names: Sequence[str]) -> Direct | None:
         """Loads a kernel; None if it has arguments that this class does not support."""
         if binary is None:
             return None
@@ -243,7 +245,7 @@ class Direct:
         descriptors = sum(kind.startswith("tensordesc") for kind in kinds)
         if descriptors and (len(binary.maps) != descriptors or None in binary.maps or not _has_maps()):
             return None
-        return cls(binary)
+        return cls(binary, names)
 
     def launch(self, programs: int, stream: int, arguments: Sequence[Any]) -> None:
         count = len(self.maps)
@@ -298,19 +300,22 @@ class Prepared:
         addresses = [t.data_ptr() for t in direct.tensors_of(arguments)]
         encoded = [m.at(address) for m, address in zip(self.maps, addresses[:count], strict=True)]
         direct._pack(self.buffer, programs, 0, (*encoded, *addresses[count:]), arguments, launches=False)
-        numbers = zip(direct.numbers_of(arguments), direct.starts, direct.codes, strict=True)
-        self.varying = [(x.place, start, code) for x, start, code in numbers if type(x) is Varying]
         self.launch = self._launch_with_maps() if self.maps else self._launcher()
 
-    def with_numbers(self, values: Sequence[float]) -> Prepared:
-        """Returns the launch with other values for its varying numbers, in memory of its own."""
+    def has_numbers(self, numbers: Sequence[float]) -> bool:
+        """Returns whether the arguments that are named as numbers of a call have the values of these."""
+        memory, at = self.buffer.memory, self.buffer.offset
+        found = ((place, struct.unpack_from(f"={code}", memory, at + start)[0], code) for place, start, code in self.direct.numbers)
+        return all(place < len(numbers) and value == _rounded(numbers[place], code) for place, value, code in found)
+
+    def with_numbers(self, numbers: Sequence[float]) -> Prepared:
+        """Returns the launch of a call with other numbers, in memory of its own."""
         copied = copy.copy(self)
         copied.buffer = buffer = _Buffer(self.direct)
         before, size = self.buffer.offset, self.direct.size
         buffer.memory[buffer.offset : buffer.offset + size] = self.buffer.memory[before : before + size]
-        for place, start, code in self.varying:
-            value = ctypes.c_float(values[place]).value if code == "f" else values[place]
-            struct.pack_into(f"={code}", buffer.memory, buffer.offset + start, value)
+        for place, start, code in self.direct.numbers:
+            struct.pack_into(f"={code}", buffer.memory, buffer.offset + start, _rounded(numbers[place], code))
         copied.launch = copied._launch_with_maps() if copied.maps else copied._launcher()
         return copied
 
@@ -340,6 +345,11 @@ class Prepared:
                 _check(status, f"the launch of {name}")
 
         return launch
+
+
+def _rounded(number: float, code: str) -> float:
+    """Returns a number as the kernel gets it: in float32 for the code "f", infinite past the largest."""
+    return ctypes.c_float(number).value if code == "f" else number
 
 
 class _Kind(NamedTuple):

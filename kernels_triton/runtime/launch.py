@@ -18,7 +18,6 @@ from flexattn.kernels_triton.runtime import compiler, interpreter, store
 from flexattn.kernels_triton.runtime.device import Tile, capability_of, set_here, thread
 from flexattn.kernels_triton.runtime.direct import Direct
 from flexattn.kernels_triton.runtime.entry import fields_of, flat_function, flattening
-from flexattn.kernels_triton.runtime.varying import Varying, plain
 
 MAX_PROGRAMS = 2**31 - 1  # CUDA C++ Programming Guide, "Compute Capabilities": maximum x-dimension of a grid
 
@@ -199,7 +198,7 @@ def _launch(kernel: Any, programs: int, device: torch.device, tile: Tile, argume
     is_quick = is_plain()
     direct = _kernels.get(key) if is_quick else None
     if direct is None and is_quick and key not in _kernels:
-        direct = _find_or_compile(kernel, parts, capability_of(device), tile, plain(arguments))
+        direct = _find_or_compile(kernel, parts, capability_of(device), tile, arguments)
         with _lock:
             _counts["misses"] += 1
             _kernels[key] = direct
@@ -210,10 +209,9 @@ def _launch(kernel: Any, programs: int, device: torch.device, tile: Tile, argume
     if direct is not None:
         direct.launch(programs, current_stream(device), arguments)
     else:
-        values = plain(arguments)
-        options = compiler.options_of(tile.num_warps, _sound_stages(kernel, key, tile, values))
+        options = compiler.options_of(tile.num_warps, _sound_stages(kernel, key, tile, arguments))
         with compiler.compiling():
-            kernel[(programs,)](*values, **options)
+            kernel[(programs,)](*arguments, **options)
     watcher = thread.watcher
     if watcher is not None:
         watcher(direct, programs, arguments)
@@ -228,11 +226,11 @@ def _find_or_compile(
         text = store.description(kernel, parts, compiler.options_of(tile.num_warps, tile.num_stages), architecture)
         found = store.find(directory, text, says=_directory is not None)
         if found is not None:
-            return Direct.of(found)
+            return Direct.of(found, kernel.arg_names)
     _, binary = _compile(kernel, tile, arguments)
     if binary is not None and text:
         store.keep(directory, text, binary, says=_directory is not None)
-    return Direct.of(binary)
+    return Direct.of(binary, kernel.arg_names)
 
 
 def _compile(kernel: Any, tile: Tile, arguments: tuple[Any, ...]) -> tuple[Any, store.Binary | None]:
@@ -307,7 +305,7 @@ def _compiled_for(argument: Any, compared: tuple[bool, bool]) -> Any:
     by_value, by_address = compared
     if isinstance(argument, torch.Tensor):
         return (argument.dtype, argument.data_ptr() % 16 == 0) if by_address else argument.dtype
-    if (kind is float or kind is Varying) and not by_value:
+    if kind is float and not by_value:
         return float
     if kind is int and not by_value:
         return "i32" if -(2**31) <= argument < 2**31 else "i64" if argument < 2**63 else "u64"

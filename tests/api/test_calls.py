@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import flexattn
 from flexattn import call_cache, functional
-from flexattn.cached_call import TENSOR_FIELDS, CachedCall
+from flexattn.cached_call import TENSOR_FIELDS, CachedCall, Runs
 from flexattn.dispatch import cpu_attention, eager_backend, replay
 from flexattn.dispatch.recorder import Recorder
 from flexattn.dispatch.select import forget_rejections, select
@@ -356,7 +356,7 @@ def test_a_backward_is_kept_for_the_strides_of_dout() -> None:
     for dout in (first, first.transpose(1, 2).contiguous().transpose(1, 2)):
         for _ in range(3):
             flexattn.attention(**call).backward(dout)
-    (kept,) = [one for one in call_cache._calls.values() if one is not None]
+    (kept,) = [one for one in call_cache.kept_calls() if one is not None]
     assert len(kept.backwards) == 2
 
 
@@ -516,7 +516,7 @@ def test_only_calls_that_differ_in_numbers_alone_share_recordings() -> None:
     def kept(**more: Any) -> CachedCall:
         call_cache.clear_cache()
         flexattn.attention(**base() | more)
-        (call,) = call_cache._calls.values()
+        (call,) = call_cache.kept_calls()
         return call
 
     one = kept(score_mod=scaled(0.5), softmax_scale=0.5)
@@ -534,17 +534,23 @@ def test_a_mod_with_another_float_finds_recordings() -> None:
         for _ in range(3):
             found = flexattn.attention(**base(), score_mod=scaled(factor))
         torch.testing.assert_close(found, flexattn.attention(**base(), softmax_scale=8**-0.5 * factor))
-    assert len(call_cache._of_mods) == 1
+    assert len(call_cache._calls) == 2  # with the mod and without
+    assert call_cache.cache_info()["size"] == 6
 
 
 def test_calls_of_another_number_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(call_cache, "MOST_CALLS", 3)
     for n in range(1, 20):
         flexattn.attention(**{name: randn(2, n, 4, 8) for name in "qkv"}, softmax_scale=0.1, score_mod=scaled(0.5))
-    assert call_cache.cache_info()["size"] <= 3
-    for kept in (call_cache._families, call_cache._of_mods):
-        assert 0 < len(kept) <= 3
-        assert all(call in call_cache._calls.values() for call in kept.values())
+        assert call_cache.cache_info()["size"] == len(call_cache.kept_calls()) <= 3
+    assert all(call_cache._calls.values())
+    call_cache.clear_cache()
+    call = {name: randn(2, 3, 4, 8) for name in "qkv"}
+    for n in range(1, 20):
+        flexattn.attention(**call, softmax_scale=0.1 + n)
+        flexattn.attention(**call, softmax_scale=0.1)
+        assert call_cache.cache_info()["size"] == len(call_cache.kept_calls()) <= 3
+    assert call_cache.cache_info()["hits"] == 37  # each call is made of a kept one, or is the one in use
 
 
 def test_at_most_so_many_are_kept_and_those_in_use_stay(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -589,6 +595,55 @@ def test_a_retained_graph_of_the_first_call_is_played_too(monkeypatch: pytest.Mo
     for _ in range(2):
         torch.autograd.grad(flexattn.attention(**call), leaves, dout)
     assert played == ["backward"] * 3 + ["forward", "backward"]
+    forget_rejections()  # after it, another backend may be chosen
+    torch.autograd.grad(out, leaves, dout, retain_graph=True)
+    monkeypatch.setenv("FLEXATTN_HOPPER", "never")
+    torch.autograd.grad(out, leaves, dout, retain_graph=True)
+    assert len(played) == 5
+    monkeypatch.delenv("FLEXATTN_HOPPER")
+    for _ in range(2):
+        torch.autograd.grad(out, leaves, dout, retain_graph=True)
+    assert len(played) == 6
+
+
+def test_a_run_is_recorded_once_and_then_settled() -> None:
+    """Whether it has a recording then, or none; another call with other numbers does not try again what cannot be recorded."""
+
+    class Recorded:
+        can_vary = True
+
+        def can_replay(self) -> bool:
+            return True
+
+        def replay(self, tensors: Any, addresses: Any) -> tuple[str]:
+            return ("replayed",)
+
+        def with_numbers(self, numbers: Any) -> Any:
+            return self if self.can_vary else None
+
+    def several(runs: Runs, recording: Any) -> list[str]:
+        found = []
+        for _ in range(4):
+            found += runs.run((), (), lambda _: ("computed",), lambda _: (("recorded",), recording))
+        return found
+
+    recording: Any = Recorded()
+    with_it, without = Runs(), Runs()
+    assert several(with_it, recording) == ["computed", "recorded", "replayed", "replayed"]
+    assert several(without, None) == ["computed", "recorded", "computed", "computed"]
+    assert several(with_it.with_numbers((1.0, 0.0)), None) == ["replayed"] * 4
+    assert several(without.with_numbers((1.0, 0.0)), None) == ["computed"] * 4
+    recording.can_vary = False
+    alone = with_it.with_numbers((1.0, 0.0))
+    assert several(alone, recording) == ["computed", "recorded", "replayed", "replayed"]
+    for _ in range(5):  # numbers that change in each call
+        alone = alone.with_numbers((1.0, 0.0))
+        assert alone.run((), (), lambda _: ("computed",), lambda _: (("recorded",), recording)) == ("computed",)
+    recording.can_vary = True
+    computed = Runs()
+    assert computed.run((), (), lambda _: ("computed",), lambda _: (("recorded",), recording)) == ("computed",)
+    assert several(computed.with_numbers((1.0, 0.0)), recording) == ["recorded", *["replayed"] * 3]
+    assert several(Runs().with_numbers((1.0, 0.0)), None) == ["computed", "recorded", "computed", "computed"]
 
 
 def test_a_profiler_sees_the_operators() -> None:

@@ -23,19 +23,26 @@ from flexattn.kernels_triton.common.problem import Backward
 from flexattn.kernels_triton.mods.diagonals import with_diagonals
 from flexattn.kernels_triton.runtime.device import pretended_device
 from flexattn.testing import (
-    GRADIENT_FACTOR,
-    check_close,
     make_call,
     make_dlse,
     make_dout,
     make_inputs,
     reference_attention,
-    reference_gradients,
 )
-from tests.hopper.test_emulated import BANDS, EVERYTHING, SEEDS, SINKS, UNEVEN, without_gpu
 from tests.hopper.test_mods import BANDS as BANDS_OF_MASKS
 from tests.hopper.test_mods import BLOCK_MASKS, FEATURES, blocks_of, large_scores_past_the_end
 from tests.support import inject
+from tests.support.gluon_calls import (
+    BANDS,
+    EVERYTHING,
+    SEEDS,
+    SINKS,
+    UNEVEN,
+    check_gradients,
+    gradient_memory,
+    wanted_gradients,
+    without_gpu,
+)
 from tests.support.inject import call_instead, drop, kernels_with, move, with_argument, wrong_phase
 
 HARMLESS = {"tma-out-of-bounds"}  # a tile may lie past its sequence's end
@@ -48,23 +55,16 @@ def run(seed: int, call: dict[str, Any], kernels: ModuleType = blackwell_backwar
     spec, x = make_call(given, return_max_logit=False, **call)
     out, lse = reference_attention(spec, x)[:2]
     dout, dlse = make_dout(given), make_dlse(given)
-    rows, of_rows = (as_bshd(t, spec.q_format) for t in (out.to(spec.dtype), dout))
-    gradients = [torch.full_like(t, float("nan"), memory_format=torch.contiguous_format) for t in (x.q, x.k, x.v)]
-    views = [as_bshd(t, fmt) for t, fmt in zip(gradients, (spec.q_format, spec.kv_format, spec.kv_format), strict=True)]
-    doffset = torch.empty(spec.num_heads) if x.softmax_offset is not None else None
+    rows, dout_rows = (as_bshd(t, spec.q_format) for t in (out.to(spec.dtype), dout))
+    memory = gradient_memory(spec, x)
     with emulated(seed, kernels) as reports:
         problem = with_diagonals(triton_backend.to_problem(spec, x))
         with pretended_device(100, 148):
-            assert conditions.backward_unsupported(problem, rows, of_rows) is None
-        kernels.blackwell_backward(Backward(problem, rows, lse.float(), of_rows, dlse, *views, doffset))
+            assert conditions.backward_unsupported(problem, rows, dout_rows) is None
+        kernels.blackwell_backward(Backward(problem, rows, lse.float(), dout_rows, dlse, *memory.views, memory.doffset))
     report = reports["_attn_bwd_blackwell_kernel"]
     if not report.bugs:
-        wanted = reference_gradients(spec, x, dout, dlse)
-        budgets = reference_gradients(spec, x, dout, dlse, dtype=spec.dtype)
-        for name, got, want, budget in zip(("dq", "dk", "dv"), gradients, wanted, budgets, strict=False):
-            check_close(name, got, want, budget, factor=GRADIENT_FACTOR)
-        if doffset is not None:
-            check_close("dsoftmax_offset", doffset, wanted[4], budgets[4], factor=GRADIENT_FACTOR)
+        check_gradients(memory, wanted_gradients(spec, x, dout, dlse))
     return report
 
 

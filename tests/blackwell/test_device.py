@@ -30,8 +30,8 @@ from flexattn.testing import (
 )
 from tests.hopper.test_attention import BANDS, UNEVEN
 from tests.hopper.test_dropout import dropped
-from tests.hopper.test_emulated import without_gpu
 from tests.hopper.test_mods import FEATURES
+from tests.support.gluon_calls import without_gpu
 
 HAS_BLACKWELL = torch.cuda.is_available() and capability_of(torch.device("cuda")) == 100
 on_blackwell = pytest.mark.skipif(

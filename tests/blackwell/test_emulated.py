@@ -17,7 +17,7 @@ from flexattn import create_block_mask, emulator
 from flexattn.bench.emulated import emulated
 from flexattn.block_mask import block_lists
 from flexattn.dispatch import triton_backend
-from flexattn.dispatch.spec import AttentionSpec, Operands, Window, as_bshd
+from flexattn.dispatch.spec import AttentionSpec, Operands, Window, as_bshd, empty_outputs
 from flexattn.functional import bind_call
 from flexattn.kernels_triton.blackwell import conditions, consumer, pipeline, products
 from flexattn.kernels_triton.blackwell import forward as blackwell_forward
@@ -25,14 +25,14 @@ from flexattn.kernels_triton.common.split_kv import BY_LENGTHS
 from flexattn.kernels_triton.runtime.device import pretended_device
 from flexattn.mods.trace import trace_mods
 from flexattn.ops import spec_to_run
-from flexattn.testing import check_close, make_call, make_inputs, reference_attention
+from flexattn.testing import make_call, make_inputs
 from tests.common.test_split_plan import CALLS as SPLIT_CALLS
 from tests.common.test_split_plan import paged
 from tests.hopper.test_dropout import dropped
-from tests.hopper.test_emulated import BANDS, EVERYTHING, SEEDS, SINKS, UNEVEN, without_gpu
 from tests.hopper.test_mods import FEATURES
 from tests.hopper.test_pages import make_arguments
 from tests.support import inject
+from tests.support.gluon_calls import BANDS, EVERYTHING, SEEDS, SINKS, UNEVEN, check_results, without_gpu
 from tests.support.inject import drop, kernels_with, move, with_argument, wrong_phase
 
 HARMLESS = {"tma-out-of-bounds"}  # a tile may lie past its sequence's end
@@ -45,21 +45,14 @@ def run(
     """Returns the emulator's report; without a bug in it, out and lse are held to the oracle."""
     with emulated(seed, kernels) as reports:
         problem = triton_backend.to_problem(spec, x)
-        out = torch.full((*x.q.shape[:-1], x.v.shape[-1]), float("nan"), dtype=x.q.dtype)
-        shape = (spec.num_heads, x.q.shape[0]) if spec.q_format == "thd" else (problem.batch, spec.num_heads, problem.q.shape[1])
-        lse = torch.full(shape, float("nan"))
+        out, lse, max_logit = empty_outputs(spec, x)
         rows = as_bshd(out, spec.q_format)
         with pretended_device(100, 148):
             assert conditions.forward_unsupported(problem, rows) is None
-        max_logit = torch.full((spec.num_heads,), float("nan")) if spec.return_max_logit else None
-        kernels.blackwell_forward(problem, rows, lse, max_logit, splits=splits)
+        kernels.blackwell_forward(problem, rows, lse, max_logit if spec.return_max_logit else None, splits=splits)
     report = reports["_attn_fwd_blackwell_kernel"]
     if not report.bugs:
-        exact, budget = reference_attention(spec, x), reference_attention(spec, x, dtype=spec.dtype)
-        check_close("out", out, exact[0], budget[0])
-        check_close("lse", lse, exact[1], budget[1])
-        if max_logit is not None:
-            check_close("max_logit", max_logit, exact[2], budget[2])
+        check_results(spec, x, out, lse, max_logit if spec.return_max_logit else None)
     return report
 
 

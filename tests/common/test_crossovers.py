@@ -11,6 +11,7 @@ from flexattn.dispatch.spec import BACKENDS
 from flexattn.kernels_triton import families
 from flexattn.kernels_triton.common import crossovers
 from flexattn.kernels_triton.common.crossovers import CROSSOVERS, RULES, TILES, UNLIMITED, Rule
+from flexattn.kernels_triton.common.facts import COLUMNS
 from flexattn.kernels_triton.common.tiles import HOPPER_FORWARD, HOPPER_FUSED
 from flexattn.kernels_triton.hopper.fp8_backward_fused import FP8_FUSED
 from tests.conftest import ROOT
@@ -47,6 +48,13 @@ def test_every_tile_has_a_rule_and_the_last_rule_holds_for_all_calls() -> None:
         for head_dim in {rule.head_dim for rule in TILES[use]}:
             *_, last = (rule for rule in TILES[use] if rule.head_dim == head_dim)
             assert last == Rule(use=use, tile=last.tile, head_dim=head_dim, source=last.source)
+
+
+def test_every_column_of_a_rule_for_kernels_is_known() -> None:
+    known = COLUMNS.keys() | {"rows", "mean_tokens", "decode"}
+    for rule in CROSSOVERS:
+        if rule.use not in BACKENDS:
+            assert {name for name, *_ in (*rule.words, *rule.ranges)} <= known, rule
 
 
 def test_every_family_that_another_follows_has_rules() -> None:

@@ -31,8 +31,8 @@ from flexattn.kernels_triton.portable.forward import attention_forward
 from flexattn.mods.trace import trace_mods
 from flexattn.testing import GRADIENT_FACTOR, Inputs, check_close, make_call, make_inputs
 from tests.common.test_split_kv import split_in
-from tests.hopper.test_emulated import without_gpu
 from tests.support.fp8_calls import BLOCK_ROWS, make_fp8_call
+from tests.support.gluon_calls import without_gpu
 from tests.support.hopper_fp8_calls import backward_of, fp8_call, run_backward, run_forward
 from tests.support.large_logits import HEADS, HEADS_KV, SLOPES, Case, Rounding, check, make_case
 

@@ -50,7 +50,7 @@ def test_what_follows_the_plan_waits_for_it_where_it_can(fresh_python: Any) -> N
 @pytest.mark.parametrize("waits", [False, True])
 def test_a_kernel_that_waits_is_launched_with_the_attribute(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(direct, "_load", lambda binary: 1)
-    made = direct.Direct(store.Binary("kernel", ["i32"], 4, 0, [], waits, b""))
+    made = direct.Direct(store.Binary("kernel", ["i32"], 4, 0, [], waits, b""), ["n"])
     made._pack(made.buffer, 5, 7, (), (3,), launches=False)
     grid, stream, attributes, count = struct.unpack_from("=I28xQQI", made.buffer.memory, made.buffer.offset)
     assert (grid, stream, count) == (5, 7, int(waits))

@@ -17,7 +17,7 @@ from torch import Tensor
 import flexattn
 from flexattn.bench.emulated import emulated
 from flexattn.dispatch import triton_backend
-from flexattn.dispatch.spec import AttentionSpec, Operands, as_bshd
+from flexattn.dispatch.spec import AttentionSpec, Operands, as_bshd, empty_outputs
 from flexattn.kernels_triton.ahead_of_time.compile_report import SHARED_MEMORY_LIMIT, request_for
 from flexattn.kernels_triton.common import split_kv as splits
 from flexattn.kernels_triton.common.problem import Problem
@@ -30,9 +30,9 @@ from flexattn.kernels_triton.runtime.device import capability_of, pretended_devi
 from flexattn.kernels_triton.runtime.launch import Launch, recorded_launches
 from flexattn.mods.trace import trace_mods
 from flexattn.testing import GRADIENT_FACTOR, check_close, make_call, make_inputs, reference_attention, reference_gradients
-from tests.hopper.test_emulated import HARMLESS, without_gpu
 from tests.support.compiled_kernels import compile_sound
 from tests.support.fp8_calls import make_fp8_call
+from tests.support.gluon_calls import HARMLESS, without_gpu
 from tests.support.inject import Fault, assign, copy_with, drop, kernels_with, with_argument
 
 LEAST_KEYS, MOST_QUERIES = 1024, 128  # from the rules for splits
@@ -179,9 +179,7 @@ def forward_emulated(seed: int, module: Any, call: dict[str, Any], tile: HopperT
     given = make_inputs(**{"dtype": BF16, "head_dim_qk": 128, "head_dim_v": 128, "num_heads": 4, "num_heads_kv": 2, **inputs})
     spec, x = make_call(given, **call)
     problem = mask_blocks.with_mask_blocks(triton_backend.to_problem(spec, x), "forward")
-    out = torch.full((*x.q.shape[:-1], x.v.shape[-1]), float("nan"), dtype=x.q.dtype)
-    shape = (spec.num_heads, x.q.shape[0]) if spec.q_format == "thd" else (problem.batch, spec.num_heads, problem.q.shape[1])
-    lse, max_logit = torch.full(shape, float("nan")), torch.full((spec.num_heads,), float("nan"))
+    out, lse, max_logit = empty_outputs(spec._replace(return_max_logit=True), x)
     with emulated(seed, module) as reports:
         module.hopper_forward(
             problem, as_bshd(out, spec.q_format), lse, max_logit if spec.return_max_logit else None, tile, splits=3

@@ -31,8 +31,8 @@ from flexattn.kernels_triton.portable.forward import attention_forward
 from flexattn.kernels_triton.runtime.device import pretended_device
 from flexattn.kernels_triton.runtime.launch import Launch, make, recorded_launches
 from flexattn.testing import check_close, make_call, make_inputs, reference_attention
-from tests.hopper.test_emulated import HARMLESS, without_gpu
 from tests.support.compiled_kernels import compile_sound
+from tests.support.gluon_calls import HARMLESS, without_gpu
 from tests.support.pages import make_pool
 
 BF16 = torch.bfloat16

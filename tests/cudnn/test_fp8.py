@@ -45,7 +45,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> cudnn_emulator.EmulatedPlans:
         monkeypatch.setattr(module, "execute", cudnn_emulator.execute)
         monkeypatch.setattr(module, "PLANS", plans)
     monkeypatch.setattr(plans_module, "PLANS", plans)  # where `prepare` asks
-    cudnn_backend._prepared.clear()
+    cudnn_backend.prepared_calls.clear()
     return plans
 
 

@@ -45,10 +45,10 @@ def emulated(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) ->
     monkeypatch.setattr(cudnn_emulator, "reads_ragged_padding", request.param)
     monkeypatch.setattr(attention, "_reads_no_page_padding", lambda: not request.param)
     monkeypatch.setattr(cudnn_emulator, "reads_page_padding", request.param)
-    for kept in (cudnn_backend._exact_shapes, cudnn_backend._prepared):
+    for kept in (cudnn_backend.exact_shapes, cudnn_backend.prepared_calls):
         kept.clear()
     yield plans
-    for kept in (cudnn_backend._exact_shapes, cudnn_backend._prepared):
+    for kept in (cudnn_backend.exact_shapes, cudnn_backend.prepared_calls):
         kept.clear()
 
 

@@ -68,7 +68,7 @@ def builds(score_mod: Any = None, mask_mod: Any = None, direction: Direction = "
     """(builds, hits) of the cache once this call is prepared too."""
     case = Case(lambda sq, skv, device: (score_mod, mask_mod))
     spec, x = on_h200(case, Shape("bshd", "equal", call))
-    cudnn_backend._prepared.clear()  # so that each time the cache is asked
+    cudnn_backend.prepared_calls.clear()  # so that each time the cache is asked
     assert cudnns_answer(spec, x, direction) is None
     return PLANS.counters.builds, PLANS.counters.hits
 
@@ -116,7 +116,7 @@ def test_a_stream_of_shapes_stops_building_unless_a_table_is_read() -> None:
     exact = cudnn_backend.EXACT_SHAPES
     for mod, expected in ((capped(2.0), exact + 1), (lambda score, b, h, i, j: score + table[i, j], exact + 4)):
         PLANS.clear()
-        cudnn_backend._exact_shapes.clear()
+        cudnn_backend.exact_shapes.clear()
         for step in range(exact + 4):
             case = Case(lambda sq, skv, device, mod=mod: (mod, None))
             shape = Shape("bshd", "these", {})

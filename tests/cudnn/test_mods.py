@@ -34,10 +34,10 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[cudnn_emulator.Emulate
     monkeypatch.setattr(attention, "PLANS", plans)
     monkeypatch.setattr(plans_module, "PLANS", plans)  # where `prepare` asks
     monkeypatch.setattr(attention, "_reads_ragged_padding", lambda: True)
-    for kept in (cudnn_backend._exact_shapes, cudnn_backend._prepared):
+    for kept in (cudnn_backend.exact_shapes, cudnn_backend.prepared_calls):
         kept.clear()
     yield plans
-    for kept in (cudnn_backend._exact_shapes, cudnn_backend._prepared):
+    for kept in (cudnn_backend.exact_shapes, cudnn_backend.prepared_calls):
         kept.clear()
 
 

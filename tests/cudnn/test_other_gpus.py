@@ -59,9 +59,9 @@ def test_triton_comes_first_and_cudnn_says_that_it_was_not_run(capability: tuple
 
 @pytest.mark.parametrize("capability", [(9, 0), *OTHERS], ids=str)
 def test_dense_calls_share_plans_for_packed_ones_only_where_these_have_a_backward(capability: tuple[int, int]) -> None:
-    cudnn_backend._exact_shapes.clear()
+    cudnn_backend.exact_shapes.clear()
     shared = [cudnn_backend._is_bucketed(*call_of(capability, length=n)) for n in range(200, 200 + cudnn_backend.EXACT_SHAPES + 1)]
-    cudnn_backend._exact_shapes.clear()
+    cudnn_backend.exact_shapes.clear()
     assert any(shared) == (capability[0] in (9, 10))
 
 

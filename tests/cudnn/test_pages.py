@@ -53,8 +53,8 @@ def emulated(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) ->
 
 
 def forget() -> None:
-    cudnn_backend._exact_shapes.clear()
-    cudnn_backend._prepared.clear()
+    cudnn_backend.exact_shapes.clear()
+    cudnn_backend.prepared_calls.clear()
 
 
 def int32(*numbers: int) -> Tensor:

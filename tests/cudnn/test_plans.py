@@ -48,8 +48,8 @@ def nothing_kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def forget() -> None:
     PLANS.clear()
-    cudnn_backend._exact_shapes.clear()
-    cudnn_backend._prepared.clear()
+    cudnn_backend.exact_shapes.clear()
+    cudnn_backend.prepared_calls.clear()
 
 
 def call_of(fmt: str = "bshd", *, inputs: dict[str, Any] | None = None, **call: Any) -> tuple[AttentionSpec, Operands]:
@@ -192,7 +192,7 @@ def test_a_build_that_our_rules_exclude_is_never_tried(monkeypatch: pytest.Monke
 def prepared(fmt: str = "thd", direction: Direction = "forward", **kwargs: Any) -> plans.Counters:
     mask = "padding_causal" if fmt == "thd" else "causal"
     spec, x = call_of(fmt, **({"attn_mask_type": mask} | kwargs))
-    cudnn_backend._prepared.clear()  # so that each time the cache is asked
+    cudnn_backend.prepared_calls.clear()  # so that each time the cache is asked
     cudnn_backend.prepare(spec, x, direction)
     return PLANS.counters
 
@@ -366,7 +366,7 @@ def test_what_is_explained_as_final_is_a_plan() -> None:
     before = explain(spec, "cudnn", x)
     assert not before.is_final
     assert PLANS.inspect() == [], "explaining builds nothing unless it is asked to"
-    assert cudnn_backend._exact_shapes == {}
+    assert cudnn_backend.exact_shapes == {}
     answer = explain_built(spec, "cudnn", x)
     assert answer.is_final
     assert [plan.sdpa.direction for plan in PLANS.inspect()] == ["backward", "forward"]

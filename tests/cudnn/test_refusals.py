@@ -52,7 +52,7 @@ def build(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[BaseException |
     def forget() -> None:
         forget_rejections()
         PLANS.clear()
-        cudnn_backend._exact_shapes.clear()
+        cudnn_backend.exact_shapes.clear()
 
     forget()
     with plans.without_device("a device that is described"):

@@ -33,10 +33,10 @@ def emulated(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) ->
     monkeypatch.setattr(plans_module, "PLANS", plans)
     monkeypatch.setattr(attention, "_reads_ragged_padding", lambda: request.param)
     monkeypatch.setattr(cudnn_emulator, "reads_ragged_padding", request.param)
-    for kept in (cudnn_backend._exact_shapes, cudnn_backend._prepared):
+    for kept in (cudnn_backend.exact_shapes, cudnn_backend.prepared_calls):
         kept.clear()
     yield plans
-    for kept in (cudnn_backend._exact_shapes, cudnn_backend._prepared):
+    for kept in (cudnn_backend.exact_shapes, cudnn_backend.prepared_calls):
         kept.clear()
 
 

@@ -263,7 +263,7 @@ def test_a_cudnn_whose_packed_backward_is_wrong_has_exact_plans_alone(monkeypatc
     spec = spec._replace(device_type="cuda", capability=(9, 0))
     for version, is_bucketed in ((91799, False), (91800, True), (91501, False)):
         monkeypatch.setattr(cudnn_backend, "_version", lambda version=version: version)
-        monkeypatch.setattr(cudnn_backend, "_exact_shapes", OrderedDict())
+        monkeypatch.setattr(cudnn_backend, "exact_shapes", OrderedDict())
         monkeypatch.setattr(cudnn_backend, "EXACT_SHAPES", 0)
         assert cudnn_backend._is_bucketed(spec, x) is is_bucketed
 

@@ -172,9 +172,9 @@ def test_kept_calls(fmt: str, mask: str) -> None:
             torch.testing.assert_close(a, b.float(), rtol=1e-4, atol=1e-5)
             assert a.is_contiguous()
         assert torch.equal(out, attention(*(t.detach() for t in leaves), **call))
-    kept = [call for call in call_cache._calls.values() if isinstance(call.recording, cpu_attention.KeptForward)]
+    kept = [call for call in call_cache.kept_calls() if isinstance(call.forwards.recording, cpu_attention.KeptForward)]
     assert len(kept) == 2  # with gradients and without
-    assert any(isinstance(made, cpu_attention.KeptBackward) for call in kept for made in call.backwards.values())
+    assert any(isinstance(runs.recording, cpu_attention.KeptBackward) for call in kept for runs in call.backwards.values())
 
 
 def test_kept_calls_leave_to_others_what_is_not_finite() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from flexattn import call_cache
+from flexattn import attention, call_cache
 from flexattn.dispatch import replay
 from flexattn.dispatch.recorder import Recorder
-from tests.support.replayed import replay_on_cpus
+from tests.support.replayed import allocate_only, replay_on_cpus
 from tests.support.storages import CASES, PLACES, Sizes, apart, check_replay, dense, slices
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="beside a GPU calls on a CPU are not replayed; see tests/gpu")
@@ -94,3 +94,76 @@ def test_a_part_of_an_input_that_no_operator_made_is_not_recorded(is_hidden: boo
     backend: Any = SimpleNamespace(watched=watched)
     _, recording = replay.record(backend, call, (x,), lambda out: (out,), torch.device("cpu"))
     assert (recording is None) == is_hidden
+
+
+def scaled(factor: float, offset: float) -> Callable[..., Tensor]:
+    return lambda score, b, h, q_idx, kv_idx: score * factor + offset * (kv_idx - q_idx)
+
+
+NUMBERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "softmax_scale": ({"softmax_scale": 0.5}, {"softmax_scale": 0.125}),
+    "softcap": ({"softmax_scale": 0.5, "softcap": 3.0}, {"softmax_scale": 0.25, "softcap": 1.5}),
+    "captured": ({"score_mod": scaled(0.5, 0.25)}, {"score_mod": scaled(0.25, -0.5)}),
+}
+APART: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "a scale of 0": ({"softmax_scale": 0.5}, {"softmax_scale": 0.0}),
+    "no softcap": ({"softmax_scale": 0.5, "softcap": 3.0}, {"softmax_scale": 0.5, "softcap": 0.0}),
+    "a large softcap": ({"softmax_scale": 0.5, "softcap": 3.0}, {"softmax_scale": 0.5, "softcap": 300.0}),
+}
+
+
+@pytest.mark.parametrize("name", [*NUMBERS, *APART])
+def test_a_call_with_other_numbers_replays_recordings_with_its_own(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both directions are replayed in its first call, unless launchers choose otherwise for its numbers."""
+    allocate_only(monkeypatch)
+    before, after = (NUMBERS | APART)[name]
+    leaves = [torch.randn(1, 20, 2, 16, requires_grad=True) for _ in "qkv"]
+
+    def results(numbers: dict[str, Any]) -> list[Tensor]:
+        out = attention(*leaves, attn_mask_type="causal", backend="triton", **numbers)
+        return [out, *torch.autograd.grad(out.square().sum(), leaves)]
+
+    want = results(after)
+    call_cache.clear_cache()
+    for _ in range(3):
+        first = results(before)
+    assert call_cache.cache_info()["recordings"] == 2
+    for _ in range(3):
+        for a, b in zip(results(after), want, strict=True):
+            assert torch.equal(a, b)
+    assert call_cache.cache_info()["recordings"] == (2 if name in NUMBERS else 4)
+    for a, b in zip(results(before), first, strict=True):
+        assert torch.equal(a, b)
+    assert not torch.equal(first[0], want[0])
+
+
+@pytest.mark.parametrize("numbers", [None, (0.5, 0.0), (0.5, 0.0, 2.0)])
+def test_numbers_that_launches_do_not_have_by_name_are_not_replaced(numbers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launch has another softmax_scale than the call, or torch's operators run too, which may contain it."""
+    allocate_only(monkeypatch)
+    x = torch.ones(3)
+    watchers: list[Any] = []
+
+    def watched(watcher: Any) -> AbstractContextManager[None]:
+        watchers.append(watcher)
+        return nullcontext()
+
+    def kernel(scale: float) -> Any:
+        prepared = SimpleNamespace(launch=lambda stream, addresses: None, has_numbers=lambda numbers: numbers[0] == scale)
+        return SimpleNamespace(tensors_of=list, prepare=lambda programs, arguments: prepared)
+
+    def recorded(scale: float, also: Callable[[Tensor], Tensor]) -> replay.Recording:
+        def call() -> Tensor:
+            out = torch.empty(2)
+            watchers[-1](kernel(scale), 1, (x, out))
+            return also(out)
+
+        backend: Any = SimpleNamespace(watched=watched)
+        _, recording = replay.record(backend, call, (x,), lambda out: (out,), torch.device("cpu"), None, numbers)
+        assert recording is not None
+        return recording
+
+    assert recorded(0.5, lambda out: out).numbers == numbers
+    assert recorded(0.25, lambda out: out).numbers is None
+    assert recorded(0.5, lambda out: out * 2).numbers is None
+    assert recorded(0.25, lambda out: out).with_numbers((0.5, 0.0)) is None

@@ -146,8 +146,8 @@ def test_a_wrong_replay_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     call_cache.clear_cache()
     for seed in range(3):
         run(*make_arguments(name, seed))
-    (kept,) = call_cache._calls.values()
-    recording: Any = kept.recording
+    (kept,) = call_cache.kept_calls()
+    recording: Any = kept.forwards.recording
     replay, others = recording.replay, make_arguments(name, 9)[0]
 
     def wrong(tensors: Any, addresses: Any) -> Any:
@@ -197,6 +197,25 @@ def test_without_gradients_and_under_inference_mode() -> None:
             assert torch.equal(first, out)
         assert out.is_inference()
     assert call_cache.cache_info()["recordings"] == 1
+
+
+@pytest.mark.parametrize("hopper", ["never", "always"])
+@pytest.mark.parametrize("name", CASES)
+def test_another_scale_gives_the_bits_of_an_ordinary_call(name: str, hopper: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first run is a replay with its numbers, or if the recording has torch's operators or FP8, an ordinary run."""
+    monkeypatch.setenv("FLEXATTN_HOPPER", hopper)
+    arguments, leaves = make_arguments(name, 0)
+    others = [arguments | {"softmax_scale": scale} for scale in (0.05, 0.2)]
+    others += [one | {"softcap": 3.0} for one in others if "softcap" in arguments]
+    wanted = [ordinary(one, leaves) for one in others]
+    call_cache.clear_cache()
+    for _ in range(3):
+        run(arguments | {"softmax_scale": 0.1}, leaves)
+    for _ in range(3):
+        for one, want in zip(others, wanted, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(run(one, leaves), want, strict=True))
+    if not name.startswith("fp8") and name != "everything":
+        assert call_cache.cache_info()["recordings"] == 2, call_cache.cache_info()
 
 
 def test_threads_share_tapes() -> None:

@@ -367,8 +367,8 @@ def test_a_stream_of_shapes_stops_building(fmt: str) -> None:
     from flexattn.kernels_cudnn.plans import PLANS
 
     PLANS.clear()
-    cudnn_backend._exact_shapes.clear()
-    cudnn_backend._prepared.clear()
+    cudnn_backend.exact_shapes.clear()
+    cudnn_backend.prepared_calls.clear()
     builds = []
     for step in range(30):
         batch, length = 1 + step % 4, 140 + 7 * step

@@ -171,8 +171,8 @@ def test_a_stream_of_shapes_with_mods_stops_building() -> None:
     from flexattn.kernels_cudnn.plans import PLANS
 
     PLANS.clear()
-    cudnn_backend._exact_shapes.clear()
-    cudnn_backend._prepared.clear()
+    cudnn_backend.exact_shapes.clear()
+    cudnn_backend.prepared_calls.clear()
     builds = []
     for step in range(20):
         length = 140 + 7 * step

@@ -42,9 +42,9 @@ def steps_of(**call: Any) -> list[str]:
     qkv = inputs()
     for _ in range(3):
         attention(*qkv, **call)
-    (kept,) = call_cache._calls.values()
-    assert isinstance(kept.recording, Recording)
-    return [kind for kind, _, _ in kept.recording.steps]
+    (kept,) = call_cache.kept_calls()
+    assert isinstance(kept.forwards.recording, Recording)
+    return [kind for kind, _, _ in kept.forwards.recording.steps]
 
 
 @pytest.mark.parametrize("backend", ["triton", "cudnn"])

@@ -18,7 +18,7 @@ from flexattn.kernels_triton.common.split_kv import number_of_splits
 from flexattn.kernels_triton.hopper import conditions
 from flexattn.kernels_triton.hopper import forward as hopper_forward
 from flexattn.kernels_triton.runtime.device import pretended_device
-from tests.hopper.test_emulated import HARMLESS, without_gpu
+from tests.support.gluon_calls import HARMLESS, without_gpu
 
 LENGTHS = (300, 150, 600)
 HEADS, HEADS_KV, DIM = 4, 2, 64

@@ -18,7 +18,7 @@ from flexattn import emulator
 from flexattn.bench.emulated import emulated
 from flexattn.dispatch import triton_backend
 from flexattn.dispatch.philox import dropout_keep
-from flexattn.dispatch.spec import AttentionSpec, Operands, as_bshd
+from flexattn.dispatch.spec import AttentionSpec, Operands, as_bshd, empty_outputs
 from flexattn.kernels_triton.ahead_of_time.compile_report import request_for
 from flexattn.kernels_triton.common.arguments import Dropout
 from flexattn.kernels_triton.common.problem import Backward, Problem
@@ -39,9 +39,9 @@ from flexattn.testing import (
     reference_gradients,
 )
 from tests.hopper.test_attention import choose_persistent, on_hopper
-from tests.hopper.test_emulated import HARMLESS, SINKS, UNEVEN, without_gpu
 from tests.hopper.test_emulated import check as check_emulated
 from tests.support.compiled_kernels import compile_sound
+from tests.support.gluon_calls import HARMLESS, SINKS, UNEVEN, without_gpu
 
 DIMS = [(64, 64), (128, 128), (192, 128), (256, 256)]
 
@@ -113,9 +113,7 @@ def test_dropout_emulated(dims: tuple[int, int]) -> None:
 def forward(spec: AttentionSpec, x: Operands, group: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse, max_logit), launched as they are."""
     problem = triton_backend.to_problem(spec, x)
-    out = torch.full((*x.q.shape[:-1], x.v.shape[-1]), float("nan"), dtype=x.q.dtype, device=x.q.device)
-    shape = (spec.num_heads, x.q.shape[0]) if spec.q_format == "thd" else (problem.batch, spec.num_heads, problem.q.shape[1])
-    lse, max_logit = (torch.full(size, float("nan"), device=x.q.device) for size in (shape, (spec.num_heads,)))
+    out, lse, max_logit = empty_outputs(spec._replace(return_max_logit=True), x)
     hopper_forward.hopper_forward(problem, as_bshd(out, spec.q_format), lse, max_logit, group=group)
     return out, lse, max_logit
 

@@ -19,7 +19,7 @@ from flexattn.bench import play
 from flexattn.bench.emulated import KERNELS as KERNELS_PLAYED
 from flexattn.bench.emulated import emulated
 from flexattn.dispatch import triton_backend
-from flexattn.dispatch.spec import Window, as_bshd
+from flexattn.dispatch.spec import Window, as_bshd, empty_outputs
 from flexattn.kernels_triton.common.problem import Backward
 from flexattn.kernels_triton.common.tiles import HOPPER_FORWARD, HOPPER_FUSED, HopperTile
 from flexattn.kernels_triton.gluon import (
@@ -36,22 +36,28 @@ from flexattn.kernels_triton.hopper import backward_fused as hopper_fused
 from flexattn.kernels_triton.hopper import conditions, dkdv_consumer, dq_consumer, fused_consumer
 from flexattn.kernels_triton.hopper import forward as hopper_forward
 from flexattn.testing import (
-    GRADIENT_FACTOR,
-    check_close,
     make_call,
     make_dlse,
     make_dout,
     make_inputs,
-    reference_attention,
-    reference_gradients,
 )
 from tests.support import inject
+from tests.support.gluon_calls import (
+    BANDS,
+    EVERYTHING,
+    HARMLESS,
+    SEEDS,
+    SINKS,
+    UNEVEN,
+    check_gradients,
+    check_results,
+    gradient_memory,
+    is_wide,
+    wanted_gradients,
+    without_gpu,
+)
 from tests.support.inject import assign, drop, kernels_with, move, with_argument, wrong_phase
 
-# A tile may lie past its sequence's end; `keep_pairs` keeps the packed registers of p, which the emulator does not follow; half of
-# the columns of 64 are half of a swizzled row, which tests/hopper/test_attention.py holds to the oracle on a GPU.
-HARMLESS = {"tma-out-of-bounds", "wgmma-register-operand", "slice-in-swizzle"}
-SEEDS = range(20)
 KERNELS = (hopper_forward, hopper_backward, hopper_fused)
 VARIANTS = {  # of the fused backward
     "persistent": lambda tile: replace(tile, is_persistent=True),
@@ -61,7 +67,6 @@ VARIANTS = {  # of the fused backward
     "short, converting": lambda _: HOPPER_FUSED["d128_converting"],
 }
 BACKWARDS = ("hopper_backward", "fused_backward")
-without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU what is beside the Gluon kernels runs there")
 
 
 def run(
@@ -79,43 +84,29 @@ def run(
     spec, x = make_call(given, **call, return_max_logit=False)
     with emulated(seed, *kernels) as reports:
         problem = triton_backend.to_problem(spec, x)
+        out, lse, _ = empty_outputs(spec, x)
         wide = torch.float32 if fp32 else x.q.dtype
-        out = torch.full((*x.q.shape[:-1], x.v.shape[-1]), float("nan"), dtype=x.q.dtype if backwards else wide)
-        shape = (spec.num_heads, x.q.shape[0]) if spec.q_format == "thd" else (problem.batch, spec.num_heads, problem.q.shape[1])
-        lse = torch.full(shape, float("nan"))
+        out = out if backwards else out.to(wide)
         rows = as_bshd(out, spec.q_format)
         forward.hopper_forward(problem, rows, lse)
         if any(report.bugs for report in reports.values()):
             return reports
-        exact, same_dtype = reference_attention(spec, x), reference_attention(spec, x, dtype=spec.dtype)
-        for name, got, want, budget in zip(("out", "lse"), (out, lse), exact, same_dtype, strict=False):
-            check_close(name, got, want, budget)
+        check_results(spec, x, out, lse)
         if not backwards:
             assert not fp32 or is_wide(out, x.q.dtype)
             return reports
         dout, dlse = make_dout(given), make_dlse(given)
-        wanted = reference_gradients(spec, x, dout, dlse)
-        budgets = reference_gradients(spec, x, dout, dlse, dtype=spec.dtype)
+        wanted = wanted_gradients(spec, x, dout, dlse)
         for name in backwards if max(spec.head_dim_qk, spec.head_dim_v) <= 128 else backwards[:1]:
             backward = split.hopper_backward if name == "hopper_backward" else fused.fused_backward
             tile = {"tile": VARIANTS[name](conditions.fused_tile(problem))} if name in VARIANTS else {}
-            gradients = [torch.full(t.shape, float("nan"), dtype=wide) for t in (x.q, x.k, x.v)]
-            views = [as_bshd(t, fmt) for t, fmt in zip(gradients, (spec.q_format, spec.kv_format, spec.kv_format), strict=True)]
-            doffset = torch.empty(spec.num_heads) if x.softmax_offset is not None else None
-            backward(Backward(problem, rows, lse, as_bshd(dout, spec.q_format), dlse, *views, doffset), **tile)
+            memory = gradient_memory(spec, x, wide)
+            backward(Backward(problem, rows, lse, as_bshd(dout, spec.q_format), dlse, *memory.views, memory.doffset), **tile)
             if any(report.bugs for report in reports.values()):
                 return reports
-            for name, got, want, budget in zip(("dq", "dk", "dv"), gradients, wanted, budgets, strict=False):
-                check_close(name, got, want, budget, factor=GRADIENT_FACTOR)
-                assert not fp32 or is_wide(got, x.q.dtype)
-            if doffset is not None:
-                check_close("dsoftmax_offset", doffset, wanted[4], budgets[4], factor=GRADIENT_FACTOR)
+            check_gradients(memory, wanted)
+            assert not fp32 or all(is_wide(t, x.q.dtype) for t in memory.gradients)
     return reports
-
-
-def is_wide(t: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Returns whether most numbers of t that are not 0 have more bits than dtype."""
-    return bool((t != t.to(dtype))[t != 0].float().mean() > 0.9)
 
 
 def check(seed: int, call: dict[str, Any], **inputs: Any) -> None:
@@ -125,16 +116,6 @@ def check(seed: int, call: dict[str, Any], **inputs: Any) -> None:
         assert {finding.kind for finding in report.findings} <= HARMLESS, f"{name}, seed {seed}: {report}"
 
 
-# An empty sequence on each side, queries that see no key, more queries than keys and fewer, blocks that are not full.
-UNEVEN = {"lengths_q": [100, 0, 140, 1], "lengths_kv": [150, 40, 70, 0], "num_heads": 4, "num_heads_kv": 2}
-EVERYTHING = {"attn_mask_type": "padding_causal_bottom_right", "window_size": (90, 0), "softmax_type": "learnable"}
-SINKS = torch.tensor([0.5, -2.0, 1.0, 0.0])
-BANDS: list[dict[str, Any]] = [
-    {"attn_mask_type": "padding"},
-    {"attn_mask_type": "padding_causal"},
-    {"attn_mask_type": "padding_causal_bottom_right"},
-    {"attn_mask_type": "padding", "window_size": (60, 20)},
-]
 HEAD_DIMS = [(64, 64), (128, 128), (192, 128), (256, 256), (40, 72)]
 
 

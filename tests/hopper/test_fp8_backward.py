@@ -25,13 +25,13 @@ from flexattn.kernels_triton.mods.diagonals import with_diagonals
 from flexattn.kernels_triton.mods.mask_blocks import with_key_lists, with_mask_blocks
 from flexattn.kernels_triton.runtime.launch import Launch, recorded_launches
 from flexattn.testing import make_call, make_dout, make_inputs
-from tests.hopper.test_emulated import EVERYTHING, HARMLESS, SEEDS, SINKS, UNEVEN, is_wide, without_gpu
 from tests.hopper.test_fp8 import BANDS, FEATURES, HEAD_DIMS, on_hopper
 from tests.hopper.test_fp8 import UNEVEN as UNEVEN_AND_LONG
 from tests.hopper.test_mods import FEATURES as MODS
 from tests.hopper.test_mods import HEADS, LOOP_SPILLS, make_case
 from tests.support import fp8_calls, inject
 from tests.support.compiled_kernels import compile_sound
+from tests.support.gluon_calls import EVERYTHING, HARMLESS, SEEDS, SINKS, UNEVEN, is_wide, without_gpu
 from tests.support.hopper_fp8_calls import E4M3, E5M2, backward_of, check_backward, fp8_call, run_backward
 from tests.support.inject import drop, kernels_with, move, with_argument
 

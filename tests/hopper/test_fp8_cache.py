@@ -26,9 +26,9 @@ from flexattn.kernels_triton.hopper import fp8_cache, fp8_cache_operands
 from flexattn.kernels_triton.runtime.device import pretended_device
 from flexattn.kernels_triton.runtime.launch import Launch, recorded_launches
 from flexattn.testing import check_close
-from tests.hopper.test_emulated import without_gpu
 from tests.support.compiled_kernels import TRITON, compile_sound
 from tests.support.fp8_caches import BF16, E4M3, SCALES, Case, exact, make_case
+from tests.support.gluon_calls import without_gpu
 from tests.support.inject import Fault, assign, kernels_with, with_argument
 
 FP16, E5M2 = torch.float16, torch.float8_e5m2

@@ -26,8 +26,8 @@ from flexattn.kernels_triton.hopper import fp8_backward_fused as hopper_fp8_fuse
 from flexattn.kernels_triton.hopper import fp8_forward as hopper_fp8_forward
 from flexattn.mods.trace import trace_mods
 from flexattn.testing import make_call, make_dout, make_inputs
-from tests.hopper.test_emulated import BANDS, EVERYTHING, HARMLESS, SEEDS, SINKS, UNEVEN, is_wide, without_gpu
 from tests.support import fp8_calls, inject
+from tests.support.gluon_calls import BANDS, EVERYTHING, HARMLESS, SEEDS, SINKS, UNEVEN, is_wide, without_gpu
 from tests.support.hopper_fp8_calls import (
     E4M3,
     E5M2,

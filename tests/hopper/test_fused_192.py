@@ -21,22 +21,29 @@ from flexattn.kernels_triton.hopper import backward_fused_192, conditions, dkdv_
 from flexattn.kernels_triton.runtime.device import pretended_device
 from flexattn.kernels_triton.runtime.launch import recorded_launches
 from flexattn.testing import (
-    GRADIENT_FACTOR,
-    check_close,
     make_call,
     make_dlse,
     make_dout,
     make_inputs,
     reference_attention,
-    reference_gradients,
 )
 from tests.hopper.test_attention import FUSED_192, check, check_bits_but_for_dq, on_hopper
 from tests.hopper.test_attention import launches as launches
-from tests.hopper.test_emulated import EVERYTHING, HARMLESS, SINKS, UNEVEN, is_wide, without_gpu
 from tests.hopper.test_query_walk import CALLS as WALKS
 from tests.hopper.test_query_walk import single_turns as single_turns
 from tests.support import inject
 from tests.support.compiled_kernels import compile_sound
+from tests.support.gluon_calls import (
+    EVERYTHING,
+    HARMLESS,
+    SINKS,
+    UNEVEN,
+    check_gradients,
+    gradient_memory,
+    is_wide,
+    wanted_gradients,
+    without_gpu,
+)
 from tests.support.inject import drop, kernels_with, move, with_argument, wrong_phase
 
 KERNEL = "_attn_bwd_fused_192_hopper_kernel"
@@ -135,23 +142,15 @@ def run(
     spec, x = make_call(given, **call, return_max_logit=False)
     out, lse = reference_attention(spec, x, dtype=spec.dtype)[:2]
     dout, dlse = make_dout(given), make_dlse(given)
-    wanted = reference_gradients(spec, x, dout, dlse)
-    budgets = reference_gradients(spec, x, dout, dlse, dtype=spec.dtype)
-    gradients = [torch.full(t.shape, float("nan"), dtype=torch.float32 if fp32 else t.dtype) for t in (x.q, x.k, x.v)]
-    formats = (spec.q_format, spec.kv_format, spec.kv_format)
-    views = [as_bshd(t, fmt) for t, fmt in zip(gradients, formats, strict=True)]
-    doffset = torch.empty(spec.num_heads) if x.softmax_offset is not None else None
+    memory = gradient_memory(spec, x, torch.float32 if fp32 else None)
     rows, dout_rows = (as_bshd(t.to(spec.dtype), spec.q_format) for t in (out, dout))
     with emulated(seed, kernels) as reports:
         problem = triton_backend.to_problem(spec, x)
-        kernels.fused_192_backward(Backward(problem, rows, lse.float(), dout_rows, dlse, *views, doffset))
+        kernels.fused_192_backward(Backward(problem, rows, lse.float(), dout_rows, dlse, *memory.views, memory.doffset))
     report = reports[KERNEL]
     if not report.bugs:
-        for name, got, want, budget in zip(("dq", "dk", "dv"), gradients, wanted, budgets, strict=False):
-            check_close(name, got, want, budget, factor=GRADIENT_FACTOR)
-            assert not fp32 or is_wide(got, spec.dtype)
-        if doffset is not None:
-            check_close("dsoftmax_offset", doffset, wanted[4], budgets[4], factor=GRADIENT_FACTOR)
+        check_gradients(memory, wanted_gradients(spec, x, dout, dlse))
+        assert not fp32 or all(is_wide(t, spec.dtype) for t in memory.gradients)
     return report
 
 

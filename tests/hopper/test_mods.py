@@ -18,7 +18,7 @@ from flexattn import create_block_mask, mods
 from flexattn.bench.emulated import emulated
 from flexattn.block_mask import block_lists
 from flexattn.dispatch import triton_backend
-from flexattn.dispatch.spec import AttentionSpec, Operands, as_bshd
+from flexattn.dispatch.spec import AttentionSpec, Operands, as_bshd, empty_outputs
 from flexattn.kernels_triton.ahead_of_time.compile_report import request_for
 from flexattn.kernels_triton.common.problem import Backward
 from flexattn.kernels_triton.gluon import conditions as gluon_conditions
@@ -42,8 +42,8 @@ from flexattn.testing import (
     reference_gradients,
 )
 from tests.hopper.test_attention import on_hopper
-from tests.hopper.test_emulated import HARMLESS, without_gpu
 from tests.support.compiled_kernels import compile_sound
+from tests.support.gluon_calls import HARMLESS, gradient_memory, without_gpu
 
 HEADS = 4
 
@@ -136,15 +136,12 @@ BACKWARDS: dict[str, Callable[[Backward], None]] = {
 def run(given: Inputs, spec: AttentionSpec, x: Operands, backwards: Sequence[str] = tuple(BACKWARDS)) -> dict[str, Tensor]:
     """Returns the kernels' results of a call, launched as they are; the gradients of each backward that takes the head dims."""
     problem = with_diagonals(triton_backend.to_problem(spec, x))
-    out = torch.full((*x.q.shape[:-1], x.v.shape[-1]), float("nan"), dtype=x.q.dtype, device=x.q.device)
-    shape = (spec.num_heads, x.q.shape[0]) if spec.q_format == "thd" else (problem.batch, spec.num_heads, problem.q.shape[1])
-    lse = torch.full(shape, float("nan"), device=x.q.device)
+    out, lse, _ = empty_outputs(spec, x)
     rows = as_bshd(out, spec.q_format)
     hopper_forward.hopper_forward(problem, rows, lse)
     results = {"out": out, "lse": lse}
     for name in backwards if max(spec.head_dim_qk, spec.head_dim_v) <= 128 else backwards[:1]:
-        gradients = [torch.full_like(t, float("nan"), memory_format=torch.contiguous_format) for t in (x.q, x.k, x.v)]
-        views = [as_bshd(t, fmt) for t, fmt in zip(gradients, (spec.q_format, spec.kv_format, spec.kv_format), strict=True)]
+        gradients, views, _ = gradient_memory(spec, x)
         BACKWARDS[name](Backward(problem, rows, lse, as_bshd(make_dout(given), spec.q_format), None, *views))
         results |= {f"{name} {of}": t for of, t in zip(("dq", "dk", "dv"), gradients, strict=True)}
     return results

@@ -27,8 +27,8 @@ from flexattn.kernels_triton.runtime.device import pretended_device
 from flexattn.kernels_triton.runtime.launch import Launch, recorded_launches
 from flexattn.testing import check_close, reference_attention
 from tests.hopper.test_attention import slower
-from tests.hopper.test_emulated import HARMLESS, SINKS, without_gpu
 from tests.support.compiled_kernels import compile_sound
+from tests.support.gluon_calls import HARMLESS, SINKS, without_gpu
 from tests.support.inject import assign, drop, kernels_with, with_argument
 from tests.support.pages import LAYOUTS, make_pool
 from tests.support.trees import tree

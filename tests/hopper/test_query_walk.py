@@ -20,8 +20,9 @@ from flexattn.testing import make_call, make_dout, make_inputs
 from tests.hopper.test_attention import FUSED, SPLIT, on_hopper
 from tests.hopper.test_attention import check as check_on_gpu
 from tests.hopper.test_attention import launches as launches
-from tests.hopper.test_emulated import check, check_persistent, without_gpu
+from tests.hopper.test_emulated import check, check_persistent
 from tests.hopper.test_fp8_emulated import check_backward_of
+from tests.support.gluon_calls import without_gpu
 
 TURN = 4
 WHOLE = Walk(turn=2**20, wave=2**30)  # one head after the other

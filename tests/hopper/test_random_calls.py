@@ -24,7 +24,7 @@ from flexattn.kernels_triton.runtime.device import pretended_device
 from tests.fuzz.calls import Call
 from tests.fuzz.check import Verdicts, compare
 from tests.fuzz.config import FEATURES, HALF, Where, draw_config
-from tests.hopper.test_emulated import HARMLESS, without_gpu
+from tests.support.gluon_calls import HARMLESS, without_gpu
 
 WHERE = Where("triton", "cpu", HALF, (64, 128, 128, 40, 96, 192, 256), (270, 300), 2, frozenset(FEATURES))
 WIDE = WHERE._replace(head_dims=(320, 512, 264), longest=(130, 200))

@@ -28,8 +28,8 @@ from flexattn.kernels_triton.runtime.device import pretended_device
 from flexattn.kernels_triton.runtime.launch import Launch, recorded_launches
 from flexattn.mods.trace import trace_mods
 from flexattn.testing import check_close, make_call, make_inputs, reference_attention
-from tests.hopper.test_emulated import HARMLESS, SINKS, UNEVEN, without_gpu
 from tests.support.compiled_kernels import compile_sound
+from tests.support.gluon_calls import HARMLESS, SINKS, UNEVEN, without_gpu
 from tests.support.inject import Fault, drop, kernels_with, move, with_argument, wrong_phase
 from tests.support.pages import LAYOUTS, make_pool
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flexattn.dispatch import triton_backend
+from flexattn.dispatch.spec import empty_outputs
 from flexattn.kernels_triton.ahead_of_time.compile_report import request_for
 from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.common.tiles import FORWARD
@@ -18,6 +19,7 @@ from flexattn.kernels_triton.runtime.launch import recorded_launches
 from flexattn.mods.trace import trace_mods
 from flexattn.testing import check_close, make_call, make_inputs, reference_attention
 from tests.support.compiled_kernels import compile_sound
+from tests.support.gluon_calls import as_bshd
 
 HEADS = 8
 SLOPES = torch.tensor([0.9, 0.6, 0.4, 0.3, 0.2, 0.1, 0.05, 0.01])
@@ -62,11 +64,8 @@ def check(inputs: Any, splits: int | None, call: dict[str, Any], group: int, hea
     spec, x = make_call(inputs, **given, return_max_logit=False)
     problem = triton_backend.to_problem(spec, x)
     assert heads_of_a_tile(problem, problem.tile(FORWARD)) == group
-    out = torch.full((*x.q.shape[:-1], x.v.shape[-1]), float("nan"), dtype=x.q.dtype)
-    rows = {"bshd": out, "sbhd": out.transpose(0, 1), "bhsd": out.transpose(1, 2), "thd": out}[spec.q_format]
-    shape = (heads, x.q.shape[0]) if spec.q_format == "thd" else (problem.batch, heads, problem.q.shape[1])
-    lse = torch.full(shape, float("nan"))
-    attention_forward(problem, rows, lse, splits=splits)
+    out, lse, _ = empty_outputs(spec, x)
+    attention_forward(problem, as_bshd(out, spec.q_format), lse, splits=splits)
     exact, budget = (reference_attention(spec, x, dtype=dtype) for dtype in (torch.float64, spec.dtype))
     check_close("out", out, exact[0], budget[0])
     check_close("lse", lse, exact[1], budget[1])

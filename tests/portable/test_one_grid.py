@@ -28,6 +28,7 @@ from flexattn.testing import (
     reference_gradients,
 )
 from tests.support.compiled_kernels import TRITON, compile_sound
+from tests.support.gluon_calls import gradient_memory
 
 SPILLED = 80  # bytes; hardly any in a loop
 LOOP_SPILLS = 0.001 if TRITON < (3, 9) else 0.002  # ptxas 13.4, which Triton 3.9 has, spills a register more there
@@ -65,9 +66,7 @@ def test_gradients(call: dict[str, Any], inputs: dict[str, Any], monkeypatch: py
     monkeypatch.setattr(kernels, "launch", lambda kernel, *more: (launched.append(kernel.__name__), launch(kernel, *more)))
     found = []
     for _ in range(2):
-        gradients = [torch.full_like(t, float("nan"), memory_format=torch.contiguous_format) for t in (x.q, x.k, x.v)]
-        views = [as_bshd(t, fmt) for t, fmt in zip(gradients, (spec.q_format, spec.kv_format, spec.kv_format), strict=True)]
-        doffset = torch.full((4,), float("nan"), device=DEVICE) if x.softmax_offset is not None else None
+        gradients, views, doffset = gradient_memory(spec, x)
         problem = triton_backend.to_problem(spec, x)
         rows = (as_bshd(out, spec.q_format), lse, as_bshd(dout, spec.q_format), dlse)
         kernels.attention_backward(Backward(problem, *rows, *views, doffset), TILE, TILE, one_grid=True)

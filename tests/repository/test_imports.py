@@ -68,6 +68,7 @@ OF_FEW_CALLS = (
     "autograd",
     "backward",
     "block_mask",
+    "call_recording",
     "dispatch.append",
     "dispatch.explain",
     "dispatch.heuristics",

@@ -152,7 +152,7 @@ for hopper in ("never", "always"):
         played = logged(lambda: (thread.start(), thread.join()))
         info = call_cache.cache_info()
         assert info["recordings"] >= before["recordings"], info
-        recordings = [c for c in call_cache._calls.values() if c.recording]
+        recordings = [c for c in call_cache.kept_calls() if c.forwards.recording]
         other = call | {"softmax_scale": 0.3} | ({"softcap": 5.0} if "softcap" in call else {})
         factor *= 1.5  # which a mod captures
         call_cache.look_up = lambda *_: (None, None)

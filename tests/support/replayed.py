@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from flexattn.dispatch import triton_backend
 from flexattn.dispatch.recorder import tensors_of
-from flexattn.kernels_triton.runtime import direct, interpreter, launch
+from flexattn.kernels_triton.runtime import call_numbers, direct, interpreter, launch
 from flexattn.kernels_triton.runtime.device import thread
+
+_MAKERS = ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (Tensor, "new_empty"), (Tensor, "new_empty_strided"))
+_ORIGINALS = [(owner, name, getattr(owner, name)) for owner, name in _MAKERS]
+
+
+def allocate_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes recordings as outside tests, where nothing fills new memory."""
+    for owner, name, make in _ORIGINALS:
+        monkeypatch.setattr(owner, name, make)
 
 
 def tensor_at(address: int, like: Tensor) -> Tensor:
@@ -39,12 +49,42 @@ class Interpreted:
         self.made = self.made._replace(arguments=_replaced(arguments, iter([t.to("meta") for t in self.tensors_of(arguments)])))
         return self
 
+    @property
+    def numbers(self) -> dict[call_numbers.Path, int]:
+        """The paths of arguments that are numbers of the call, and the index of each number."""
+        paths = call_numbers.places(self.made.kernel.arg_names, float_paths(self.made.arguments))
+        return {path: place for place, path in paths}
+
+    def has_numbers(self, numbers: Sequence[float]) -> bool:
+        """Returns whether the arguments that are named as numbers of the call have these values."""
+        return all(numbers[place] == direct.value_at(self.made.arguments, path) for path, place in self.numbers.items())
+
+    def with_numbers(self, numbers: Sequence[float]) -> Interpreted:
+        """Returns a launch of its own with other numbers in the arguments that are named as such."""
+        places = self.numbers
+
+        def replaced(x: Any, path: call_numbers.Path) -> Any:
+            if type(x) is tuple:
+                return tuple(replaced(part, (*path, i)) for i, part in enumerate(x))
+            return numbers[places[path]] if path in places else x
+
+        return Interpreted(self.made._replace(arguments=replaced(self.made.arguments, ())))
+
     def launch(self, stream: int, addresses: Sequence[int]) -> None:
         found = tuple(tensors_of(self.made.arguments))
         tensors = (tensor_at(address, like) for address, like in zip(addresses, found, strict=True))
         kernel, _, arguments, programs = self.made
         with interpreter.right_arithmetic():
             kernel[(programs,)](*_replaced(arguments, tensors))
+
+
+def float_paths(arguments: Any, path: call_numbers.Path = ()) -> Iterator[call_numbers.Path]:
+    """Yields the path of each float in a launch's arguments."""
+    if type(arguments) is float:
+        yield path
+    elif isinstance(arguments, tuple):
+        for i, part in enumerate(arguments):
+            yield from float_paths(part, (*path, i))
 
 
 def _replaced(arguments: Any, tensors: Any) -> Any:
@@ -62,7 +102,8 @@ def replay_on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     make = launch.make
 
     def watched_make(made: launch.Launch, device: torch.device) -> None:
-        make(made, device)
+        with _disable_current_modes():  # the interpreter's own operators are no part of the call
+            make(made, device)
         if thread.recording is None and thread.watcher is not None:
             thread.watcher(Interpreted(made), made.programs, made.arguments)
 

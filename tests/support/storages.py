@@ -149,7 +149,8 @@ def together(tensors: Tensors, device: str = "cpu") -> Tensors:
 
 
 def reversed_together(tensors: Tensors, device: str = "cpu") -> Tensors:
-    return together(dict(reversed(tensors.items())), device)
+    placed = together(dict(reversed(tensors.items())), device)
+    return {name: placed[name] for name in tensors}  # a call with its arguments in another order has another key
 
 
 def slices(tensors: Tensors, device: str = "cpu") -> Tensors:
