@@ -40,7 +40,7 @@ KERNELS = {
 
 @contextmanager
 def emulated(seed: int, *modules: ModuleType) -> Iterator[dict[str, Report]]:
-    """Inside, what these modules launch in Gluon runs in the emulator, the rest as ever; the reports, by kernel, fill up."""
+    """Within this context, Gluon launches of these modules run in the emulator. The reports, by kernel, fill up."""
     from triton.experimental.gluon._runtime import GluonJITFunction
 
     from flexattn import emulator
@@ -64,9 +64,9 @@ def emulated(seed: int, *modules: ModuleType) -> Iterator[dict[str, Report]]:
 
 
 def judge(kernel: str, workload: Workload, seeds: Iterable[int]) -> Verdict:
-    """Returns the emulator's verdict on one of KERNELS on the workload, shortened; results are held to the reference.
+    """Returns the emulator's verdict on one of KERNELS on the shortened workload. Results are compared with the reference.
 
-    Raises ValueError for a workload that the kernel does not take.
+    Raises ValueError if the kernel does not support the workload.
     """
     from flexattn import emulator
 
@@ -134,7 +134,7 @@ def _prepare(kernel: str, small: Workload, tensors: Tensors) -> Prepared:
             hopper_forward.hopper_forward(problem, out, lse)
         return out, lse
 
-    saved = functools.cache(forward)  # for a backward, whose forward is not what is judged
+    saved = functools.cache(forward)  # for a backward, whose forward is not under test
 
     def launch() -> Results:
         if direction == "forward":
