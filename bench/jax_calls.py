@@ -83,7 +83,8 @@ def calls_of(workload: Workload, tensors: Tensors, direction: str) -> dict[str, 
 
     import flexattn.jax
 
-    ours = functools.partial(flexattn.jax.attention, attn_mask_type=workload.attn_mask_type)
+    masked: dict[str, Any] = {"attn_mask_type": workload.attn_mask_type}
+    ours = functools.partial(flexattn.jax.attention, **masked)
     theirs = functools.partial(jax.nn.dot_product_attention, is_causal=workload.is_causal)
     calls = {
         "flexattn.jax": jax_call(ours, tensors, direction),

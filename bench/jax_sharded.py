@@ -45,7 +45,8 @@ def calls_of(workload: Workload, arrays: tuple[Any, ...], direction: str) -> dic
 
     devices = jax.devices()
     mesh = jax.make_mesh((len(devices),), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-    attend = functools.partial(flexattn.jax.attention, attn_mask_type=workload.attn_mask_type)
+    masked: dict[str, Any] = {"attn_mask_type": workload.attn_mask_type}
+    attend = functools.partial(flexattn.jax.attention, **masked)
     count = len(arrays) if direction == "both" else 3
 
     def run(attend: Any) -> Any:

@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flexattn import call_cache, fp8, ops, validation
+from flexattn.call_key import CONSTANTS, split_of
+from flexattn.call_options import BackwardOptions, taking
 from flexattn.dispatch.spec import (
     FP32_GRADIENTS,
-    OPEN_WINDOW,
-    BackendName,
-    BiasType,
     Fp32Gradients,
-    MaskType,
     Operands,
-    QkvFormat,
     Results,
-    SoftmaxType,
-    Window,
     dense_in,
     parse_format,
 )
@@ -33,8 +27,7 @@ from flexattn.shorthands import in_full
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
-
-    from flexattn.mods.trace import Mod
+    from typing_extensions import Unpack
 
 
 class Gradients(NamedTuple):
@@ -51,6 +44,7 @@ class Gradients(NamedTuple):
     dcaptures: tuple[tuple[Tensor, Tensor], ...]  # (tensor, its gradient) of each that the mods capture and that requires one
 
 
+@taking(BackwardOptions)
 def attention_backward(
     dout: Tensor,
     q: Tensor,
@@ -60,32 +54,8 @@ def attention_backward(
     lse: Tensor,
     *,
     dlse: Tensor | None = None,
-    qkv_format: QkvFormat = "bshd",
-    attn_mask_type: MaskType = "no_mask",
-    window_size: int | tuple[int, int] | Window = OPEN_WINDOW,
-    bottom_right_diagonal: bool | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_kv: Tensor | None = None,
-    cu_seqlens_q_padded: Tensor | None = None,
-    cu_seqlens_kv_padded: Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_kv: int | None = None,
-    bias_type: BiasType | None = None,
-    bias: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    softmax_type: SoftmaxType | None = None,
-    softmax_offset: Tensor | None = None,
-    softmax_scale: float | None = None,
-    softcap: float = 0.0,
-    dropout_p: float = 0.0,
-    rng_state: Tensor | None = None,
-    score_mod: Mod | None = None,
-    mask_mod: Mod | None = None,
-    score_mod_tensors: Sequence[Tensor] | Mapping[str, Tensor] = (),
-    block_mask: BlockMask | None = None,
-    deterministic: bool | None = None,
-    backend: BackendName | None = None,
     fp32_gradients: Fp32Gradients = "none",
+    **options: Unpack[BackwardOptions[Tensor, BlockMask]],
 ) -> Gradients:
     """Returns the gradients of `attention` from what its forward gave; k and v may be a part of those that out and lse are of.
 
@@ -121,51 +91,10 @@ def attention_backward(
             is accepted. FP8 and DTensors are refused.
         BackendError: no backend can run the call, or the one that was named cannot; the text gives each one's reason.
     """
-    arguments = {
-        "qkv_format": qkv_format,
-        "attn_mask_type": attn_mask_type,
-        "window_size": window_size,
-        "bottom_right_diagonal": bottom_right_diagonal,
-        "cu_seqlens_q": cu_seqlens_q,
-        "cu_seqlens_kv": cu_seqlens_kv,
-        "cu_seqlens_q_padded": cu_seqlens_q_padded,
-        "cu_seqlens_kv_padded": cu_seqlens_kv_padded,
-        "max_seqlen_q": max_seqlen_q,
-        "max_seqlen_kv": max_seqlen_kv,
-        "bias_type": bias_type,
-        "bias": bias,
-        "alibi_slopes": alibi_slopes,
-        "softmax_type": softmax_type,
-        "softmax_offset": softmax_offset,
-        "softmax_scale": softmax_scale,
-        "softcap": softcap,
-        "dropout_p": dropout_p,
-        "rng_state": rng_state,
-        "score_mod": score_mod,
-        "mask_mod": mask_mod,
-        "score_mod_tensors": score_mod_tensors,
-        "block_mask": block_mask,
-        "deterministic": deterministic,
-        "backend": backend,
-    }
+    if not options.keys() <= BackwardOptions.__annotations__.keys():
+        inspect.signature(attention_backward).bind(dout, q, k, v, out, lse, **options)  # raises
     validation.check_name("fp32_gradients", fp32_gradients, FP32_GRADIENTS)
-    return differentiate(Results(fp32=fp32_gradients), Given(dout, q, k, v, out, lse, dlse), arguments)
-
-
-_PARAMETERS = inspect.signature(attention_backward).parameters
-_OPTIONS = {name: p.default for name, p in _PARAMETERS.items() if p.kind is p.KEYWORD_ONLY}
-DEFAULTS = in_full(None, None, {name: value for name, value in _OPTIONS.items() if name not in ("dlse", "fp32_gradients")})
-_OPERANDS = (
-    *("bias", "alibi_slopes", "softmax_offset", "cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"),
-    "rng_state",
-)
-_NOT_THERE = (None, None, None, None)  # the operands that a backward has not: seqused_q, seqused_kv, page_table and out
-_operands_of = itemgetter(*_OPERANDS)
-_others_of = itemgetter(
-    *("qkv_format", "attn_mask_type", "bottom_right_diagonal", "max_seqlen_q", "max_seqlen_kv", "bias_type", "softmax_type"),
-    *("softmax_scale", "softcap", "dropout_p", "deterministic", "backend"),
-)
-_mods_of = itemgetter("score_mod", "mask_mod", "score_mod_tensors", "block_mask")
+    return differentiate(Results(fp32=fp32_gradients), Given(dout, q, k, v, out, lse, dlse), options)
 
 
 class Given(NamedTuple):
@@ -191,11 +120,11 @@ class GivenInFp8(NamedTuple):
     is_part: bool  # whether out and lse may be of more keys than k and v have
 
 
-def differentiate(results: Results, given: Given, arguments: dict[str, Any], in_fp8: GivenInFp8 | None = None) -> Gradients:
-    """Returns what `attention_backward` does, with out and the gradients where `results` says; in_fp8: of q, k and v in FP8.
+def differentiate(results: Results, given: Given, options: Mapping[str, Any], in_fp8: GivenInFp8 | None = None) -> Gradients:
+    """Returns what `attention_backward` does, with out and the gradients as `results` says. in_fp8: given if q, k and v are in FP8.
 
-    arguments: all others that `attention_backward` takes. out and dout have q's dims, whatever their strides. In FP8 nothing is
-    checked beyond a forward's arguments.
+    options: those of `attention_backward`. out and dout have q's dims, in any strides. In FP8 nothing is checked beyond a
+    forward's arguments.
     """
     dout, q, k, v, out, lse, dlse = given
     more: tuple[Tensor | None, ...] = ()
@@ -205,20 +134,17 @@ def differentiate(results: Results, given: Given, arguments: dict[str, Any], in_
         more = (*in_fp8.descales, in_fp8.descale_dout, in_fp8.dout16)
     key, call = None, None
     if not torch.compiler.is_compiling():
-        operands = _operands_of(arguments)
-        mods: Any = _mods_of(arguments)
-        if mods[0] is mods[1] is mods[3] is None and not mods[2]:
-            mods = None
+        split = split_of(tuple(options))
+        values = [*CONSTANTS, split, q, k, v, *options.values()]
         kind = None if in_fp8 is None else (in_fp8.recipe, in_fp8.grad_dtype, in_fp8.is_part)
-        others = ("backward", results, kind, *_others_of(arguments))
-        key, call = call_cache.look_up(
-            (q, k, v, *operands, *_NOT_THERE, *more, out, lse, dout, dlse), others, arguments["window_size"], mods
-        )
+        others = ("backward", results, kind, *split.others(values))
+        tensors = (*split.all_tensors(values), *more, out, lse, dout, dlse)
+        key, call = call_cache.look_up(tensors, others, split.window(values), split.mods_of(values))
     is_new = call is None
     if call is None:
-        of_fp8 = _NOT_OF_BACKWARD if in_fp8 is None else _NOT_OF_BACKWARD | _named(in_fp8)
+        arguments = in_full(q, k, {**options, **_named(in_fp8), "return_lse": True})
         with torch.enable_grad():  # for what the mods capture
-            x, settings, _ = prepare(q, k, v, **in_full(q, k, arguments), **of_fp8, is_backward=True, results=results)
+            x, settings, _ = prepare(q, k, v, arguments, is_backward=True, results=results)
         steps = None
         if in_fp8 is None:
             _check(x, settings, out, lse, dout, dlse)
@@ -244,21 +170,17 @@ def differentiate(results: Results, given: Given, arguments: dict[str, Any], in_
     captured = [t for t, needs_grad in zip(x.mod_tensors, flags, strict=True) if needs_grad]
     gradients: Sequence[Tensor | None] = (*found[:-1], *(found.dmod_tensors or ()))
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        bias, softmax_offset = arguments["bias"], arguments["softmax_offset"]
-        gradients = guarded(gradients, dout, dlse, out, lse, q, k, v, bias, softmax_offset, *captured)
+        bias_and_offset = options.get("bias"), options.get("softmax_offset")
+        gradients = guarded(gradients, dout, dlse, out, lse, q, k, v, *bias_and_offset, *captured)
     dense, of_captures = gradients[: len(found) - 1], gradients[len(found) - 1 :]
     return Gradients(*dense, tuple(zip(captured, of_captures, strict=True)))  # type: ignore[call-arg, arg-type]
 
 
-def _named(in_fp8: GivenInFp8) -> dict[str, Any]:
+def _named(in_fp8: GivenInFp8 | None) -> dict[str, Any]:
+    """Returns the arguments of a forward in FP8."""
+    if in_fp8 is None:
+        return {}
     return {"fp8_recipe": in_fp8.recipe, **dict(zip(("descale_q", "descale_k", "descale_v"), in_fp8.descales, strict=True))}
-
-
-_NOT_OF_BACKWARD: dict[str, Any] = {
-    **dict.fromkeys(("fp8_recipe", "fp8_state", "descale_q", "descale_k", "descale_v")),
-    "return_lse": True,
-    "return_max_logit": False,
-}
 
 
 def _check_kinds(*qkv: Any) -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from flexattn.call_options import ALIASES, DEFAULTS, NO_TENSORS, TENSOR_OPTIONS, Fp8Options, ModOptions, ReturnOptions
 from flexattn.dispatch import context, options
 from flexattn.dispatch.neutral import is_ordinary as is_ordinary
 from flexattn.dispatch.select import select
+from flexattn.dispatch.spec import OPEN_WINDOW
 
 PLAIN = frozenset((Tensor, torch.nn.Parameter))
 
@@ -24,6 +27,66 @@ class CallKey(NamedTuple):
     num_arguments: int  # number of tensors before those that are captured
     addresses: Sequence[int]
     block_mask: Any
+
+
+Values = list[Any]
+
+
+class Split:
+    """Picks the parts of a key from a call's values. `split_of` returns the one for the names of a call's options.
+
+    The values are [*CONSTANTS, split, q, k, v, *options.values()]. So the key has only the options that the call passes, and the
+    split stands for their names.
+    """
+
+    __slots__ = ("all_tensors", "fp8", "has_aliases", "is_known", "mods", "others", "returns_more", "tensors", "window")
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        given = {*names}
+        places = {name: place for place, name in enumerate(("", "q", "k", "v", *names), len(CONSTANTS))}
+
+        def pick(*wanted: str) -> Any:
+            return operator.itemgetter(*(places.get(name, _ABSENT.get(name, 0)) for name in wanted))
+
+        mods, fp8 = tuple(ModOptions.__annotations__), tuple(Fp8Options.__annotations__)
+        numbers = ("softmax_scale", "softcap")  # first, as `call_cache` takes a call of other numbers for one of a family
+        apart = {*TENSOR_OPTIONS, *mods, *fp8, *numbers, "window_size"}
+        self.is_known = given <= DEFAULTS.keys()  # whether `attention` has all of the names
+        self.has_aliases = not given.isdisjoint(ALIASES)  # whether `shorthands.without_aliases` has to come first
+        self.returns_more = not given.isdisjoint(ReturnOptions.__annotations__)  # whether the call may ask for lse or max_logit
+        self.all_tensors = pick("q", "k", "v", *TENSOR_OPTIONS)
+        # q, k and v, and if the options have any other tensor, all
+        self.tensors = pick("q", "k", "v") if given.isdisjoint(TENSOR_OPTIONS) else self.all_tensors
+        self.others = pick(*numbers, "", *(name for name in names if name not in apart))
+        self.window = pick("window_size")
+        self.mods = None if given.isdisjoint(mods) else pick(*mods)
+        self.fp8 = None if given.isdisjoint(fp8) else pick(*fp8)
+
+    def parts(self, values: Values) -> tuple[Any, Any, Any, Any] | None:
+        """Returns the arguments of `call_cache.look_up`; None if the state of an FP8 call has no key."""
+        tensors, others = self.tensors(values), self.others(values)
+        if self.fp8 is not None:
+            recipe, state, *descales = self.fp8(values)
+            if not (recipe is state is None and all(descale is None for descale in descales)):
+                from flexattn.fp8 import state_tensors  # here, as calls without FP8 should not wait for its import
+
+                of_state = state_tensors(state)
+                if of_state is None:
+                    return None
+                tensors = (*self.all_tensors(values), *descales, *of_state)
+                others += (recipe, state is None or state.recipe is recipe or state.recipe)
+        return tensors, others, self.window(values), None if self.mods is None else self.mods_of(values)
+
+    def mods_of(self, values: Values) -> tuple[Any, Any, Any, Any] | None:
+        """Returns score_mod, mask_mod, score_mod_tensors and block_mask; None if all have their defaults."""
+        mods: Any = None if self.mods is None else self.mods(values)
+        is_plain = mods is None or (mods[0] is mods[1] is mods[3] is None and mods[2] is NO_TENSORS)
+        return None if is_plain else mods
+
+
+CONSTANTS = (None, DEFAULTS["softcap"], NO_TENSORS, OPEN_WINDOW)
+_ABSENT = {"softcap": 1, "score_mod_tensors": 2, "window_size": 3}  # places of the constants for options that are absent; else 0
+split_of = functools.lru_cache(maxsize=1024)(Split)
 
 
 make_key = functools.partial(tuple.__new__, CallKey)  # a NamedTuple's own constructor takes twice the time

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -12,37 +11,20 @@ from torch import Tensor
 
 from flexattn import call_cache, ops, validation
 from flexattn.cached_call import NUM_TENSORS
-from flexattn.call_key import CallKey
+from flexattn.call_key import CONSTANTS, CallKey, split_of
+from flexattn.call_options import DEFAULTS, Arguments, taking
 from flexattn.dispatch import triton_backend
 from flexattn.dispatch.context import requested_backend
-from flexattn.dispatch.spec import (
-    OPEN_WINDOW,
-    AttentionSpec,
-    BackendName,
-    BiasType,
-    MaskType,
-    Operands,
-    QkvFormat,
-    SoftmaxType,
-    Window,
-    from_bshd,
-)
-from flexattn.nested import attend_nested, is_jagged, packed_call
+from flexattn.dispatch.spec import AttentionSpec, Operands, from_bshd
 from flexattn.outputs import OutLse, OutLseMaxLogit, OutMaxLogit, chosen
-from flexattn.prepare import default_alibi_slopes, prepare
-from flexattn.shorthands import both_sides, in_full, masked, score_sizes
+from flexattn.prepare import Prepared, default_alibi_slopes, prepare
+from flexattn.shorthands import in_full, is_jagged, without_aliases
 
 if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import BlockMask
     from typing_extensions import Unpack
 
-    from flexattn import fp8, fp8_ops
     from flexattn.call_options import Options
     from flexattn.dispatch.explain import Explanation
-    from flexattn.mods.trace import Mod
-
-
-NO_TENSORS: tuple[Tensor, ...] = ()  # the default of score_mod_tensors, known by identity
 
 
 @overload
@@ -93,53 +75,13 @@ def attention(
 ) -> Any: ...
 
 
+@taking(Arguments)
 def attention(
     q: Tensor = None,  # type: ignore[assignment]  # so that a call of query=, key= and value= comes to the hints
     k: Tensor = None,  # type: ignore[assignment]
     v: Tensor = None,  # type: ignore[assignment]
     *positional: Any,
-    qkv_format: QkvFormat = "bshd",
-    causal: bool = False,
-    attn_mask_type: MaskType = "no_mask",
-    window_size: int | tuple[int, int] | Window = OPEN_WINDOW,
-    mask: Tensor | None = None,
-    bottom_right_diagonal: bool | None = None,
-    cu_seqlens: Tensor | None = None,
-    max_seqlen: int | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_kv: Tensor | None = None,
-    cu_seqlens_q_padded: Tensor | None = None,
-    cu_seqlens_kv_padded: Tensor | None = None,
-    seqused_q: Tensor | None = None,
-    seqused_kv: Tensor | None = None,
-    page_table: Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_kv: int | None = None,
-    bias_type: BiasType | None = None,
-    bias: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    softmax_type: SoftmaxType | None = None,
-    softmax_offset: Tensor | None = None,
-    softmax_scale: float | None = None,
-    softcap: float = 0.0,
-    dropout_p: float = 0.0,
-    rng_state: Tensor | None = None,
-    score_mod: Mod | None = None,
-    mask_mod: Mod | None = None,
-    score_mod_tensors: Sequence[Tensor] | Mapping[str, Tensor] = NO_TENSORS,
-    block_mask: BlockMask | None = None,
-    fp8_recipe: fp8.Recipe | None = None,
-    fp8_state: fp8.DelayedScaling | None = None,
-    descale_q: Tensor | None = None,
-    descale_k: Tensor | None = None,
-    descale_v: Tensor | None = None,
-    deterministic: bool | None = None,
-    batch_invariant: bool = False,
-    return_lse: bool = False,
-    return_max_logit: bool = False,
-    out: Tensor | None = None,
-    backend: BackendName | None = None,
-    **foreign: Any,
+    **options: Any,
 ) -> Any:
     """Returns softmax(q k^T * softmax_scale) v, fused, with any combination of the options below.
 
@@ -308,131 +250,42 @@ def attention(
         >>> attention(q, k, v, mask=seen).shape
         torch.Size([2, 128, 8, 64])
     """
-    if positional or foreign:
-        _refuse_foreign(positional, foreign)
-    if cu_seqlens is not None:
-        cu_seqlens_q, cu_seqlens_kv = both_sides("cu_seqlens", cu_seqlens, cu_seqlens_q, cu_seqlens_kv)
-    if max_seqlen is not None:
-        max_seqlen_q, max_seqlen_kv = both_sides("max_seqlen", max_seqlen, max_seqlen_q, max_seqlen_kv)
-    if mask is not None:
-        lengths = {"max_seqlen_q": max_seqlen_q, "max_seqlen_kv": max_seqlen_kv, "cu_seqlens_q": cu_seqlens_q}
-        sizes = score_sizes(q, k, {"qkv_format": qkv_format, "page_table": page_table, **lengths})
-        bias_type, bias, mask_mod = masked(mask, q, sizes, (bias_type, bias, alibi_slopes), (mask_mod, block_mask))
-    key, call = None, None
-    # Comparisons with None one by one, as a chain takes twice the time.
-    is_fp8 = (
-        fp8_recipe is not None or fp8_state is not None or descale_q is not None or descale_k is not None or descale_v is not None
-    )
-    if not torch.compiler.is_compiling():
-        tensors: tuple[Tensor | None, ...] = (q, k, v)
-        if (
-            is_fp8
-            or bias is not None
-            or alibi_slopes is not None
-            or softmax_offset is not None
-            or rng_state is not None
-            or cu_seqlens_q is not None
-            or cu_seqlens_kv is not None
-            or cu_seqlens_q_padded is not None
-            or cu_seqlens_kv_padded is not None
-            or seqused_q is not None
-            or seqused_kv is not None
-            or page_table is not None
-            or out is not None
-        ):
-            tensors += (bias, alibi_slopes, softmax_offset, cu_seqlens_q, cu_seqlens_kv)
-            tensors += (cu_seqlens_q_padded, cu_seqlens_kv_padded, rng_state, seqused_q, seqused_kv, page_table, out)
-        # In parts, as each object costs time: what is None or False in most calls stays out where it is so in all of it.
-        others: tuple[Any, ...] = (softmax_scale, softcap, dropout_p, qkv_format, attn_mask_type, bias_type, softmax_type, backend)
-        is_usual = bottom_right_diagonal is None and deterministic is None and max_seqlen_q is None and max_seqlen_kv is None
-        if not is_usual or batch_invariant is not False or return_lse is not False or return_max_logit is not False:
-            others += (bottom_right_diagonal, deterministic, max_seqlen_q, max_seqlen_kv)
-            others += (batch_invariant, return_lse, return_max_logit)
-        if causal is not False:
-            others += (causal,)
-        mods = None
-        if score_mod is not None or mask_mod is not None or block_mask is not None or score_mod_tensors is not NO_TENSORS:
-            mods = (score_mod, mask_mod, score_mod_tensors, block_mask)
-        of_state: tuple[Tensor, ...] | None = ()
-        if fp8_state is not None:
-            from flexattn.fp8 import state_tensors  # here, as calls without FP8 should not wait for its import
-
-            of_state = state_tensors(fp8_state)
-        if is_fp8 and of_state is not None:
-            tensors += (descale_q, descale_k, descale_v, *of_state)
-            others += (fp8_recipe, fp8_state is None or fp8_state.recipe is fp8_recipe or fp8_state.recipe)
-        if of_state is not None:
-            key, call = call_cache.look_up(tensors, others, window_size, mods)
+    key, is_eager = None, not torch.compiler.is_compiling()
+    if is_eager:
+        split = split_of(tuple(options))
+    if positional or not (split.is_known if is_eager else all(name in DEFAULTS for name in options)):
+        _refuse_foreign(positional, options)
+    if is_eager:
+        if split.has_aliases:
+            options = without_aliases(q, k, options)
+            split = split_of(tuple(options))
+        values = [*CONSTANTS, split, q, k, v, *options.values()]
+        if split.fp8 is None:  # as `split.parts` does, which would cost each call more time
+            mods = None if split.mods is None else split.mods_of(values)
+            key, call = call_cache.look_up(split.tensors(values), split.others(values), split.window(values), mods)
+        else:
+            parts = split.parts(values)
+            key, call = (None, None) if parts is None else call_cache.look_up(*parts)
         if key is not None and call is not None:
+            if not split.returns_more:
+                return call.run(key, False)[0]
+            return_lse, return_max_logit = options.get("return_lse", False), options.get("return_max_logit", False)
             out, lse, max_logit = call.run(key, return_lse)
-            if return_lse or return_max_logit:
-                return chosen(out, lse, max_logit, return_lse, return_max_logit)
-            return out
-    arguments: dict[str, Any] = {
-        "qkv_format": qkv_format,
-        "causal": causal,
-        "attn_mask_type": attn_mask_type,
-        "window_size": window_size,
-        "bottom_right_diagonal": bottom_right_diagonal,
-        "cu_seqlens_q": cu_seqlens_q,
-        "cu_seqlens_kv": cu_seqlens_kv,
-        "cu_seqlens_q_padded": cu_seqlens_q_padded,
-        "cu_seqlens_kv_padded": cu_seqlens_kv_padded,
-        "seqused_q": seqused_q,
-        "seqused_kv": seqused_kv,
-        "page_table": page_table,
-        "max_seqlen_q": max_seqlen_q,
-        "max_seqlen_kv": max_seqlen_kv,
-        "bias_type": bias_type,
-        "bias": bias,
-        "alibi_slopes": alibi_slopes,
-        "softmax_type": softmax_type,
-        "softmax_offset": softmax_offset,
-        "softmax_scale": softmax_scale,
-        "softcap": softcap,
-        "dropout_p": dropout_p,
-        "rng_state": rng_state,
-        "score_mod": score_mod,
-        "mask_mod": mask_mod,
-        "score_mod_tensors": score_mod_tensors,
-        "block_mask": block_mask,
-        "fp8_recipe": fp8_recipe,
-        "fp8_state": fp8_state,
-        "descale_q": descale_q,
-        "descale_k": descale_k,
-        "descale_v": descale_v,
-        "deterministic": deterministic,
-        "batch_invariant": batch_invariant,
-        "return_lse": return_lse,
-        "return_max_logit": return_max_logit,
-        "out": out,
-        "backend": backend,
-    }
-    arguments = in_full(q, k, arguments)
+            return chosen(out, lse, max_logit, return_lse, return_max_logit)
+    arguments: Arguments = in_full(q, k, options)
     if is_jagged(q) and is_jagged(k) and is_jagged(v):
+        from flexattn.nested import attend_nested  # here, as few calls have nested tensors
+
         return attend_nested(attention, q, k, v, arguments)
     if _is_dtensor(q) or _is_dtensor(k) or _is_dtensor(v):
-        if is_fp8:
-            raise ValueError("q, k or v is a DTensor and the call is in FP8; accepted: local tensors, whose amax is their own")
         from flexattn.sharded import attend_sharded  # here, as importing torch.distributed.tensor takes long
 
         return attend_sharded(attention, q, k, v, arguments, default_alibi_slopes)
-    prepared = prepare(q, k, v, **arguments)
-    found = run_first(key, prepared, alibi_slopes, fp8_recipe, fp8_state, return_lse)
-    return chosen(*found, return_lse, return_max_logit)
+    out, lse, max_logit = run_first(key, prepare(q, k, v, arguments), arguments)
+    return chosen(out, lse, max_logit, arguments["return_lse"], arguments["return_max_logit"])
 
 
-def _own_signature() -> inspect.Signature:
-    """Returns `attention`'s signature as callers are to see it: q, k and v are needed, and what only becomes a hint is left out."""
-    signature = inspect.signature(attention)
-    catch_all = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    own = [p for p in signature.parameters.values() if p.kind not in catch_all]
-    return signature.replace(parameters=[p.replace(default=p.empty) if p.kind is p.POSITIONAL_OR_KEYWORD else p for p in own])
-
-
-# Python has no other way without a wrapper, which would cost each call more than two empty collections do.
-SIGNATURE = _own_signature()
-attention.__signature__ = SIGNATURE  # type: ignore[attr-defined]
+SIGNATURE = inspect.signature(attention)
 
 
 def _refuse_foreign(positional: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -441,28 +294,22 @@ def _refuse_foreign(positional: tuple[Any, ...], named: dict[str, Any]) -> None:
     refuse_foreign(SIGNATURE, positional, named)
 
 
-def run_first(
-    key: CallKey | None,
-    prepared: tuple[Operands, ops.Settings, fp8_ops.QuantizeConfig | None],
-    alibi_slopes: Tensor | None,
-    fp8_recipe: fp8.Recipe | None,
-    fp8_state: fp8.DelayedScaling | None,
-    return_lse: bool,
-) -> tuple[Any, Tensor, Tensor | None]:
-    """Returns out, lse and max_logit of a call that `prepare` gave; max_logit is None only where it was not asked for.
+def run_first(key: CallKey | None, prepared: Prepared, arguments: Arguments) -> tuple[Any, Tensor, Tensor | None]:
+    """Returns out, lse and max_logit of a call that is not kept yet. max_logit is None if the call does not ask for it.
 
-    key: the call's, or None. alibi_slopes, fp8_recipe, fp8_state, return_lse: the arguments.
+    key: the call's key, if it has one. arguments: the arguments that were prepared.
     """
     x, settings, config = prepared
-    to_fp8 = fp8_recipe is not None and fp8_recipe.out_dtype in validation.FP8_DTYPES
+    recipe, return_lse = arguments["fp8_recipe"], arguments["return_lse"]
+    to_fp8 = recipe is not None and recipe.out_dtype in validation.FP8_DTYPES
     if key is not None and not (to_fp8 and settings.needs_grad):
-        of_fp8 = None
-        has_fp8_keys = x.k.dtype in validation.FP8_DTYPES and x.q.dtype not in validation.FP8_DTYPES and fp8_recipe is None
+        steps = None
+        has_fp8_keys = x.k.dtype in validation.FP8_DTYPES and x.q.dtype not in validation.FP8_DTYPES and recipe is None
         if has_fp8_keys or (settings.fp8_out and key.num_arguments > NUM_TENSORS):  # with descales among them
             from flexattn.fp8_steps import Fp8Steps  # here, as calls without FP8 should not wait for its import
 
-            of_fp8 = Fp8Steps(config, fp8_recipe, settings, x.q.device)
-        call = call_cache.new_call(key, x, settings, alibi_slopes, of_fp8)
+            steps = Fp8Steps(config, recipe, settings, x.q.device)
+        call = call_cache.new_call(key, x, settings, arguments["alibi_slopes"], steps)
         if call is not None:
             results = call.run(key, return_lse)
             call_cache.remember(key, call)
@@ -471,12 +318,12 @@ def run_first(
         x = x._replace(rng_state=ops.new_rng_state(x.q.device))
     from flexattn import autograd, fp8_ops  # here, as cached calls should not wait for their import
 
-    delayed = fp8_ops.delayed_of(fp8_state)
+    delayed = fp8_ops.delayed_of(arguments["fp8_state"])
     out, lse, max_logit = autograd.attention(x, settings, config, delayed)
-    if fp8_recipe is not None and to_fp8:
+    if recipe is not None and to_fp8:
         from flexattn.fp8 import quantize_out
 
-        return quantize_out(out, x, settings, fp8_recipe, delayed, fp8_ops.OPERATORS), lse, max_logit
+        return quantize_out(out, x, settings, recipe, delayed, fp8_ops.OPERATORS), lse, max_logit
     return out, lse, max_logit
 
 
@@ -584,9 +431,13 @@ def bind_call(*arguments: Any, **named: Any) -> tuple[Operands, ops.Settings]:
         raise
     call.apply_defaults()
     given = dict(call.arguments)
-    qkv = {name: given.pop(name) for name in ("q", "k", "v")}
-    given = qkv | in_full(qkv["q"], qkv["k"], given)
-    x, settings, config = prepare(**(packed_call(given) if all(map(is_jagged, qkv.values())) else given))
+    qkv = given.pop("q"), given.pop("k"), given.pop("v")
+    options: Arguments = in_full(*qkv[:2], given)
+    if all(map(is_jagged, qkv)):
+        from flexattn.nested import packed_call
+
+        qkv, options = packed_call(qkv, options)
+    x, settings, config = prepare(*qkv, options)
     if config is None:
         return x, settings
     from flexattn.fp8_ops import planned

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,12 @@ class Side(NamedTuple):
     cu_seqlens_padded: Tensor | None
     seqused: Tensor | None = None
     page_table: Tensor | None = None  # for keys only
+
+    @classmethod
+    def of(cls, end: Literal["q", "kv"], x: Tensor, fmt: str, lengths: Mapping[str, Any]) -> Side:
+        """Returns a side of a call. lengths: arguments of `attention`."""
+        cu_seqlens, padded = lengths[f"cu_seqlens_{end}"], lengths[f"cu_seqlens_{end}_padded"]
+        return cls(x, fmt, cu_seqlens, padded, lengths[f"seqused_{end}"], lengths["page_table"] if end == "kv" else None)
 
     @property
     def has_lengths(self) -> bool:
@@ -273,9 +279,10 @@ def check_values(spec: AttentionSpec, x: Operands, is_strict: bool) -> None:
 
     is_strict: also raise if cu_seqlens decrease or do not begin with 0, slots overlap, or a page id is out of range.
     """
+    values = x._asdict()
     sides = (
-        ("q", Side(x.q, spec.q_format, x.cu_seqlens_q, x.cu_seqlens_q_padded, x.seqused_q), x.max_seqlen_q),
-        ("kv", Side(x.k, spec.kv_format, x.cu_seqlens_kv, x.cu_seqlens_kv_padded, x.seqused_kv, x.page_table), x.max_seqlen_kv),
+        ("q", Side.of("q", x.q, spec.q_format, values), x.max_seqlen_q),
+        ("kv", Side.of("kv", x.k, spec.kv_format, values), x.max_seqlen_kv),
     )
     for end, side, max_seqlen in sides:
         lengths = _checked_lengths(end, side, max_seqlen, is_strict)

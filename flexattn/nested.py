@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from flexattn.call_options import TENSOR_OPTIONS, Arguments, Fp8Options
 from flexattn.dispatch.spec import with_padding
 
-_OWN = (
-    *("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"),
-    *("seqused_q", "seqused_kv", "page_table", "out"),
-)
-_FP8 = ("fp8_recipe", "fp8_state", "descale_q", "descale_k", "descale_v")
+_LENGTHS = tuple(name for name in TENSOR_OPTIONS if name.startswith(("cu_seqlens", "seqused", "page_table")))
 _JAGGED_DIM = {"bshd": 1, "bhsd": 2}
 
 
-def attend_nested(attend: Callable[..., Any], q: Any, k: Any, v: Any, arguments: dict[str, Any]) -> Any:
-    """Returns attend(q, k, v, **arguments), where q, k and v are jagged nested tensors; out is one with q's sequences.
+def attend_nested(attend: Callable[..., Any], q: Any, k: Any, v: Any, arguments: Arguments) -> Any:
+    """Returns attend(q, k, v, **arguments) for jagged nested tensors q, k and v; out is one with q's sequences.
 
     Raises what `packed_call` raises.
     """
-    result = attend(**packed_call(arguments | {"q": q, "k": k, "v": v}))
+    values, packed = packed_call((q, k, v), arguments)
+    result = attend(*values, **packed)
     out, *others = result if isinstance(result, tuple) else (result,)
     is_bhsd = arguments["qkv_format"] == "bhsd"
     q = q.transpose(1, 2) if is_bhsd else q
@@ -34,40 +32,33 @@ def attend_nested(attend: Callable[..., Any], q: Any, k: Any, v: Any, arguments:
     return type(result)(out, *others) if others else out
 
 
-def packed_call(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of a call of packed sequences that does what one of nested q, k and v does.
+def packed_call(qkv: tuple[Any, Any, Any], arguments: Arguments) -> tuple[tuple[Any, Any, Any], Arguments]:
+    """Returns q, k, v and the arguments of the call of packed sequences that equals a call of nested q, k and v.
 
-    Raises ValueError for FP8, a format other than "bshd" and "bhsd", a jagged dim that is not that format's s, and for lengths that
-    are given.
+    Raises ValueError for FP8, for a format other than "bshd" and "bhsd", for a jagged dim that is not the format's s, and for
+    lengths as arguments.
     """
-    if any(arguments.get(name) is not None for name in _FP8):
+    packed: dict[str, Any] = {**arguments}
+    if any(packed[name] is not None for name in Fp8Options.__annotations__):
         raise ValueError("q, k and v are nested and the call is in FP8; accepted: their values() as thd, with their offsets()")
     fmt = arguments["qkv_format"]
-    given = [name for name in _OWN if arguments[name] is not None]
+    given = [name for name in (*_LENGTHS, "out") if packed[name] is not None]
     if given:
         why = "a nested result is a new tensor" if given[0] == "out" else "nested tensors say their own lengths"
         raise ValueError(f"{given[0]} is given and q, k and v are nested; accepted: None, as {why}")
-    tensors = {name: arguments[name] for name in ("q", "k", "v")}
-    for name, x in tensors.items():
+    for name, x in zip("qkv", qkv, strict=True):
         if fmt not in _JAGGED_DIM or x.dim() != 4 or x._ragged_idx != _JAGGED_DIM[fmt]:
             raise ValueError(
                 f"{name} is nested with shape {tuple(x.shape)} and qkv_format is {fmt!r}; accepted: [batch, jagged, heads, head "
                 'dim] with "bshd" and [batch, heads, jagged, head dim] with "bhsd"'
             )
-    if fmt == "bhsd":
-        tensors = {name: x.transpose(1, 2) for name, x in tensors.items()}
-    mask = with_padding(str(arguments["attn_mask_type"]))
-    packed = arguments | {name: x.values() for name, x in tensors.items()} | {"qkv_format": "thd", "attn_mask_type": mask}
-    for side, x in (("q", tensors["q"]), ("kv", tensors["k"])):
+    q, k, v = (x.transpose(1, 2) for x in qkv) if fmt == "bhsd" else qkv
+    packed |= {"qkv_format": "thd", "attn_mask_type": with_padding(str(arguments["attn_mask_type"]))}
+    for side, x in (("q", q), ("kv", k)):
         packed |= {f"cu_seqlens_{side}{ending}": starts for ending, starts in _starts(x).items()}
         if packed[f"max_seqlen_{side}"] is None:  # what x knows without a look at its offsets, if it does
             packed[f"max_seqlen_{side}"] = x._maybe_max_seqlen
-    return packed
-
-
-def is_jagged(x: Any) -> bool:
-    """Returns whether x is a jagged nested tensor; quick where it is a plain one."""
-    return type(x) is not Tensor and isinstance(x, Tensor) and x.layout == torch.jagged
+    return (q.values(), k.values(), v.values()), cast("Arguments", packed)
 
 
 def _starts(x: Any) -> dict[str, Tensor]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flexattn import lengths, ops, validation
+from flexattn.call_options import TENSOR_OPTIONS
 from flexattn.dispatch import options
 from flexattn.dispatch.context import requested_backend
 from flexattn.dispatch.neutral import fixed_sizes, keep
@@ -21,18 +22,42 @@ from flexattn.dispatch.spec import (
     Band,
     Operands,
     Results,
-    Window,
     make_band,
     misses_diagonal,
     parse_format,
 )
 
 if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import BlockMask
-
-    from flexattn import fp8, fp8_ops
+    from flexattn import fp8_ops
+    from flexattn.block_mask import BlockLists
+    from flexattn.call_options import Arguments
     from flexattn.mods.dynamo import Recorded
     from flexattn.mods.trace import Mod, Traced
+
+
+class Prepared(NamedTuple):
+    """A call that is checked and can run."""
+
+    x: Operands
+    settings: ops.Settings
+    config: fp8_ops.QuantizeConfig | None  # how to quantise q, k and v, if the call does
+
+
+class _Sizes(NamedTuple):
+    batch: int
+    heads: int
+    heads_kv: int
+    max_q: int
+    max_kv: int
+
+
+class _Mods(NamedTuple):
+    """Traced mods, the band that they leave, and the lists of a block mask."""
+
+    traced: Traced | Recorded | None
+    band: Band
+    blocks: BlockLists | None
+    needs_grad: bool
 
 
 @fixed_sizes
@@ -40,211 +65,119 @@ def prepare(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    arguments: Arguments,
     *,
-    qkv_format: str,
-    attn_mask_type: str,
-    window_size: tuple[int, int] | Window,
-    bottom_right_diagonal: bool | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_kv: Tensor | None,
-    cu_seqlens_q_padded: Tensor | None,
-    cu_seqlens_kv_padded: Tensor | None,
-    max_seqlen_q: int | None,
-    max_seqlen_kv: int | None,
-    bias_type: str,
-    bias: Tensor | None,
-    alibi_slopes: Tensor | None,
-    softmax_type: str,
-    softmax_offset: Tensor | None,
-    softmax_scale: float | None,
-    softcap: float,
-    dropout_p: float,
-    rng_state: Tensor | None,
-    score_mod: Mod | None,
-    mask_mod: Mod | None,
-    score_mod_tensors: Sequence[Tensor] | Mapping[str, Tensor],
-    block_mask: BlockMask | None,
-    fp8_recipe: fp8.Recipe | None,
-    fp8_state: fp8.DelayedScaling | None,
-    descale_q: Tensor | None,
-    descale_k: Tensor | None,
-    descale_v: Tensor | None,
-    deterministic: bool | None,
-    return_lse: bool,
-    return_max_logit: bool,
-    backend: str | None,
-    seqused_q: Tensor | None = None,  # these five are a forward's alone
-    seqused_kv: Tensor | None = None,
-    page_table: Tensor | None = None,
-    out: Tensor | None = None,
-    batch_invariant: bool = False,
     is_backward: bool = False,
     results: Results = Results(),  # noqa: B008  # immutable
     can_check_floor: bool = True,
-) -> tuple[Operands, ops.Settings, fp8_ops.QuantizeConfig | None]:
-    """Returns a call's tensors and settings, checked, and how q, k and v are to be quantised, or None.
+) -> Prepared:
+    """Returns a checked call.
 
-    is_backward: True where a backward is all that will run, which wants gradients of q, k and v whatever they require; then call it
-    with grad mode on. results: the formats in memory of out and the gradients. can_check_floor: whether lse can be looked at where
-    the call runs; else a finite score that masks is computed as it is written, and never becomes a band.
+    arguments: all arguments of `attention`, as `in_full` returns them. is_backward: True if only a backward will run, which
+    computes the gradients of q, k and v whether they require one or not; grad mode must be on. results: the formats in memory of
+    out and the gradients. can_check_floor: whether lse can be read where the call runs. If False, a finite score that masks is
+    computed as it is written, and never becomes a band.
     """
-    q_format, kv_format = parse_format(str(qkv_format))
+    arguments = arguments.copy()
+    formats = q_format, kv_format = parse_format(str(arguments["qkv_format"]))
     if isinstance(q, Tensor) and q.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = _autocast(q, dtype), _autocast(k, dtype), _autocast(v, dtype)
-        bias = _autocast(bias, dtype, torch.float32)  # float32 is accepted beside any dtype of q, and is more exact
-    validation.check_name("bias_type", bias_type, BIAS_TYPES)
-    validation.check_name("softmax_type", softmax_type, SOFTMAX_TYPES)
-    validation.check_flag("bottom_right_diagonal", bottom_right_diagonal, optional=True)
-    validation.check_flag("deterministic", deterministic, optional=True)
-    validation.check_flag("batch_invariant", batch_invariant)
-    validation.check_flag("return_lse", return_lse)
-    validation.check_flag("return_max_logit", return_max_logit)
-    softmax_scale, softcap, dropout_p = validation.check_scalars(softmax_scale, softcap, dropout_p)
-    band = make_band(attn_mask_type, window_size, bottom_right_diagonal)
-    given: tuple[Any, ...] = (q, k, v)
-    if fp8_recipe is not None or fp8_state is not None or any(isinstance(x, tuple) for x in given):
+        # float32 is accepted with any dtype of q, and is more exact
+        arguments["bias"] = _autocast(arguments["bias"], dtype, torch.float32)
+    _check_names_and_numbers(arguments)
+    band = make_band(arguments["attn_mask_type"], arguments["window_size"], arguments["bottom_right_diagonal"])
+    recipe, state = arguments["fp8_recipe"], arguments["fp8_state"]
+    if recipe is not None or state is not None or any(isinstance(x, tuple) for x in (q, k, v)):
         from flexattn.fp8 import check_recipe, check_unpacked  # here, as calls without FP8 should not wait for its import
 
         check_unpacked(q, k, v)
-        check_recipe(fp8_recipe, fp8_state)
+        check_recipe(recipe, state)
     validation.check_qkv(q, k, v, q_format, kv_format)
-    results = validation.checked_results(results, q, k, v, (q_format, kv_format))
-    heads = q.shape[q_format.index("h")]
-    batch = lengths.check_lengths(
-        attn_mask_type,
-        lengths.Side(q, q_format, cu_seqlens_q, cu_seqlens_q_padded, seqused_q),
-        lengths.Side(k, kv_format, cu_seqlens_kv, cu_seqlens_kv_padded, seqused_kv, page_table),
-        [
-            name
-            for name, value, fmt in (("max_seqlen_q", max_seqlen_q, q_format), ("max_seqlen_kv", max_seqlen_kv, kv_format))
-            if bias is not None and fmt == "thd" and value is None
-        ],
-    )
-    max_q = lengths.resolve_max_seqlen("max_seqlen_q", max_seqlen_q, q, q_format, validation.bias_size(bias, 2))
-    if page_table is None:
-        max_kv = lengths.resolve_max_seqlen("max_seqlen_kv", max_seqlen_kv, k, kv_format, validation.bias_size(bias, 3))
-    else:
-        max_kv = lengths.longest_in_pages(max_seqlen_kv, page_table, k.shape[kv_format.index("s")])
-    validation.warn_of_one_query(attn_mask_type, max_q, max_kv)
-    validation.warn_of_swapped_dims(q, k, v, (q_format, kv_format))
-    validation.check_bias(bias_type, bias, q, (batch, heads, max_q, max_kv))
-    validation.check_alibi_slopes(bias_type, alibi_slopes, q, batch, heads)
-    validation.check_softmax_offset(softmax_type, softmax_offset, q, heads)
-    validation.check_rng_state(rng_state, q, batch)
-    if bias_type == "alibi" and alibi_slopes is None:
-        alibi_slopes = default_alibi_slopes(heads, q)
-    needs_grad = is_backward or (
-        torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, bias, softmax_offset) if t is not None)
-    )
-    mods, blocks = None, None
-    if block_mask is not None:
-        if mask_mod is not None:
-            raise ValueError("mask_mod is given with a block_mask, which has one of its own; accepted: one of the two")
-        from flexattn.block_mask import block_lists  # here, as calls without a block mask should not wait for its import
-
-        blocks = block_lists(block_mask, batch, heads, max_q, max_kv, q.device)
-        mask_mod = block_mask.mask_mod
-    validation.check_mod_arguments(score_mod, mask_mod, score_mod_tensors)
-    if (score_mod is not None or mask_mod is not None) and not torch.compiler.is_compiling():
-        # Sequences with lengths may be shorter than any number on the host says.
-        known_q, known_kv = (None, None) if "padding" in attn_mask_type else (max_q, max_kv)
-        for mod in (score_mod, mask_mod):
-            check_sizes = getattr(mod, "_flexattn_check_sizes", None)
-            if check_sizes is not None:
-                check_sizes(batch, heads, known_q, known_kv)
-    if score_mod is not None or mask_mod is not None:
-        # A band that the mods imply can join one on the same diagonal. ALiBi measures from the band's, so there it stays as it is;
-        # and a block mask's full blocks are not masked.
-        is_open = band.left is None and band.right is None
-        masks = 0
-        if bias_type != "alibi" and blocks is None and (is_open or not band.bottom_right):
-            is_plain = bias_type == "no_bias" and "padding" not in attn_mask_type and mask_mod is None and not return_max_logit
-            masks = _masks(band, max_q, max_kv) if is_plain and can_check_floor else 1
-        mods = _trace_mods(score_mod, mask_mod, score_mod_tensors, needs_grad, masks, q)
-        if mods.left is not None or mods.right is not None:
-            band = Band(_narrower(band.left, mods.left), _narrower(band.right, mods.right), bottom_right=False)
-        mods = mods._replace(tensors=validation.check_mod_tensors(mods.program.captures, mods.tensors, q))
-        needs_grad = needs_grad or any(mods.program.tensor_needs_grad)
+    results = validation.checked_results(results, q, k, v, formats)
+    sizes = _checked_sizes(q, k, formats, arguments)
+    validation.warn_of_swapped_dims(q, k, v, formats)
+    _check_scores(q, sizes, arguments)
+    bias, out = arguments["bias"], arguments["out"]
+    tensors = (q, k, v, bias, arguments["softmax_offset"])
+    needs_grad = is_backward or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors if t is not None))
+    mods = _prepared_mods(q, sizes, band, arguments, needs_grad, can_check_floor)
+    needs_grad, traced = mods.needs_grad, mods.traced
     if results.fp32_out and needs_grad:
         raise ValueError(
             "out is to be in float32 and a gradient is asked for; accepted: no gradient, as a backward takes out in q's dtype"
         )
-    request = requested_backend(backend)
-    of_heads = (heads, k.shape[kv_format.index("h")])
+    request = requested_backend(arguments["backend"])
+    dropout_p = arguments["dropout_p"]
     config: fp8_ops.QuantizeConfig | None = None
     fp8_settings: dict[str, Any] = {}
-    if fp8_recipe is not None or q.dtype in validation.FP8_DTYPES:
+    is_fp8 = q.dtype in validation.FP8_DTYPES
+    if recipe is not None or is_fp8:
         from flexattn.fp8 import quantize_config
 
         trains = needs_grad and not is_backward
-        config, fp8_settings = quantize_config(fp8_recipe, fp8_state, q, of_heads, trains, dropout_p > 0, request)
-    lengths.check_pages(page_table, config is not None or q.dtype in validation.FP8_DTYPES, needs_grad)
-    lengths.check_kept_keys(k, q, needs_grad, fp8_recipe is not None)
+        config, fp8_settings = quantize_config(recipe, state, q, (sizes.heads, sizes.heads_kv), trains, dropout_p > 0, request)
+    lengths.check_pages(arguments["page_table"], config is not None or is_fp8, needs_grad)
+    lengths.check_kept_keys(k, q, needs_grad, recipe is not None)
     if out is not None:
-        of_fp8 = fp8_settings.get("fp8_out")
-        validation.check_out(out, q, v, ops.dtype_of(of_fp8) if of_fp8 else q.dtype, needs_grad)
-        if getattr(fp8_recipe, "out_dtype", None) in validation.FP8_DTYPES:
+        fp8_out = fp8_settings.get("fp8_out")
+        validation.check_out(out, q, v, ops.dtype_of(fp8_out) if fp8_out else q.dtype, needs_grad)
+        if getattr(recipe, "out_dtype", None) in validation.FP8_DTYPES:
             raise ValueError("out is given and fp8_recipe.out_dtype is an FP8 dtype. Leave out out, or use a 16-bit out_dtype.")
+    given: Mapping[str, Any] = arguments
+    scale = arguments["softmax_scale"]
+    blocks = mods.blocks
     x = Operands(
         q=q,
         k=k,
         v=v,
-        bias=bias,
-        alibi_slopes=alibi_slopes,
-        softmax_offset=softmax_offset,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_kv=cu_seqlens_kv,
-        cu_seqlens_q_padded=cu_seqlens_q_padded,
-        cu_seqlens_kv_padded=cu_seqlens_kv_padded,
-        rng_state=rng_state if dropout_p > 0.0 else None,
-        seqused_q=seqused_q,
-        seqused_kv=seqused_kv,
-        page_table=page_table,
-        out=out,
-        max_seqlen_q=max_q,
-        max_seqlen_kv=max_kv,
-        softmax_scale=1.0 / math.sqrt(operator.index(q.shape[-1])) if softmax_scale is None else float(softmax_scale),
-        softcap=float(softcap),
+        **{name: given[name] for name in TENSOR_OPTIONS},
+        max_seqlen_q=sizes.max_q,
+        max_seqlen_kv=sizes.max_kv,
+        softmax_scale=1.0 / math.sqrt(operator.index(q.shape[-1])) if scale is None else float(scale),
+        softcap=float(arguments["softcap"]),
         dropout_p=float(dropout_p),
-        mod_tensors=() if mods is None else mods.tensors,
-        mod_numbers=() if mods is None else mods.numbers,
+        mod_tensors=() if traced is None else traced.tensors,
+        mod_numbers=() if traced is None else traced.numbers,
         block_mask=() if blocks is None else blocks.tensors,
         descales=validation.check_fp8(
             q,
             k,
             q_format,
             kv_format,
-            batch,
-            ((max_q, max_seqlen_q), (max_kv, max_seqlen_kv)),
-            0 if fp8_recipe is None else fp8_recipe.rows,
-            (descale_q, descale_k, descale_v),
+            sizes.batch,
+            ((sizes.max_q, arguments["max_seqlen_q"]), (sizes.max_kv, arguments["max_seqlen_kv"])),
+            0 if recipe is None else recipe.rows,
+            (arguments["descale_q"], arguments["descale_k"], arguments["descale_v"]),
         ),
     )
+    if dropout_p == 0.0:
+        x = x._replace(rng_state=None)
     validation.check_apart(x)
-    if needs_grad or q.dtype in validation.FP8_DTYPES or config is not None:
-        x = with_cu_seqlens(x, (q_format, kv_format))
+    if needs_grad or is_fp8 or config is not None:
+        x = with_cu_seqlens(x, formats)
     if results.packing and config is not None and config.rotation:
         raise ValueError("fp8_recipe.rotation is True and the gradients share a buffer; accepted: rotation False")
-    out_dtype = None if fp8_recipe is None else fp8_recipe.out_dtype
+    out_dtype = None if recipe is None else recipe.out_dtype
     if results.out and out_dtype in validation.FP8_DTYPES:
         raise ValueError(f"fp8_recipe.out_dtype is {out_dtype} and out is to lie in {results.out}; accepted: a 16-bit dtype there")
+    deterministic = arguments["deterministic"]
     settings = ops.Settings(
-        qkv_format=qkv_format,
-        padding="padding" in attn_mask_type,
-        window_left=band.left,
-        window_right=band.right,
-        bottom_right=band.bottom_right,
-        bias_type=bias_type,
-        softmax_type=softmax_type,
-        return_max_logit=return_max_logit,
+        qkv_format=arguments["qkv_format"],
+        padding="padding" in arguments["attn_mask_type"],
+        window_left=mods.band.left,
+        window_right=mods.band.right,
+        bottom_right=mods.band.bottom_right,
+        bias_type=given["bias_type"],
+        softmax_type=given["softmax_type"],
+        return_max_logit=arguments["return_max_logit"],
         needs_grad=needs_grad,
         needs_bias_grad=torch.is_grad_enabled() and bias is not None and bias.requires_grad,
         deterministic=torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
         backend=request,
         is_part=is_backward,
-        mods="" if mods is None or mods.program.is_empty else mods.program.text,
-        has_floor=mods is not None and mods.has_floor,
+        mods="" if traced is None or traced.program.is_empty else traced.program.text,
+        has_floor=traced is not None and traced.has_floor,
         block_size_q=0 if blocks is None else blocks.block_size[0],
         block_size_kv=0 if blocks is None else blocks.block_size[1],
         out_format=results.out,
@@ -253,10 +186,92 @@ def prepare(
         dqkv_packing=results.packing,
         fp32_gradients=results.fp32,
         fp32_out=results.fp32_out,
-        batch_invariant=not is_backward and (batch_invariant or options.batch_invariant()),
+        batch_invariant=not is_backward and (arguments["batch_invariant"] or options.batch_invariant()),
         **fp8_settings,
     )
-    return x, settings, config
+    return Prepared(x, settings, config)
+
+
+def _check_names_and_numbers(arguments: Arguments) -> None:
+    """Raises for invalid names, flags and numbers. The numbers become Python's own."""
+    validation.check_name("bias_type", arguments["bias_type"], BIAS_TYPES)
+    validation.check_name("softmax_type", arguments["softmax_type"], SOFTMAX_TYPES)
+    validation.check_flag("bottom_right_diagonal", arguments["bottom_right_diagonal"], optional=True)
+    validation.check_flag("deterministic", arguments["deterministic"], optional=True)
+    validation.check_flag("batch_invariant", arguments["batch_invariant"])
+    validation.check_flag("return_lse", arguments["return_lse"])
+    validation.check_flag("return_max_logit", arguments["return_max_logit"])
+    numbers = validation.check_scalars(arguments["softmax_scale"], arguments["softcap"], arguments["dropout_p"])
+    arguments["softmax_scale"], arguments["softcap"], arguments["dropout_p"] = numbers
+
+
+def _checked_sizes(q: Tensor, k: Tensor, formats: tuple[str, str], arguments: Arguments) -> _Sizes:
+    """Returns the sizes of a call. Raises if its tensors and lengths disagree."""
+    (q_format, kv_format), mask_type, bias = formats, arguments["attn_mask_type"], arguments["bias"]
+    table, max_seqlen_q, max_seqlen_kv = arguments["page_table"], arguments["max_seqlen_q"], arguments["max_seqlen_kv"]
+    missing = [
+        name
+        for name, value, fmt in (("max_seqlen_q", max_seqlen_q, q_format), ("max_seqlen_kv", max_seqlen_kv, kv_format))
+        if bias is not None and fmt == "thd" and value is None
+    ]
+    sides = lengths.Side.of("q", q, q_format, arguments), lengths.Side.of("kv", k, kv_format, arguments)
+    batch = lengths.check_lengths(mask_type, *sides, missing)
+    max_q = lengths.resolve_max_seqlen("max_seqlen_q", max_seqlen_q, q, q_format, validation.bias_size(bias, 2))
+    if table is None:
+        max_kv = lengths.resolve_max_seqlen("max_seqlen_kv", max_seqlen_kv, k, kv_format, validation.bias_size(bias, 3))
+    else:
+        max_kv = lengths.longest_in_pages(max_seqlen_kv, table, k.shape[kv_format.index("s")])
+    validation.warn_of_one_query(mask_type, max_q, max_kv)
+    return _Sizes(batch, q.shape[q_format.index("h")], k.shape[kv_format.index("h")], max_q, max_kv)
+
+
+def _check_scores(q: Tensor, sizes: _Sizes, arguments: Arguments) -> None:
+    """Raises for an invalid bias, sink or state of dropout. The default slopes of ALiBi become an argument."""
+    batch, heads, slopes = sizes.batch, sizes.heads, arguments["alibi_slopes"]
+    bias_type, softmax_type = str(arguments["bias_type"]), str(arguments["softmax_type"])
+    validation.check_bias(bias_type, arguments["bias"], q, (batch, heads, sizes.max_q, sizes.max_kv))
+    validation.check_alibi_slopes(bias_type, slopes, q, batch, heads)
+    validation.check_softmax_offset(softmax_type, arguments["softmax_offset"], q, heads)
+    validation.check_rng_state(arguments["rng_state"], q, batch)
+    if bias_type == "alibi" and slopes is None:
+        arguments["alibi_slopes"] = default_alibi_slopes(heads, q)
+
+
+def _prepared_mods(q: Tensor, sizes: _Sizes, band: Band, arguments: Arguments, needs_grad: bool, can_check_floor: bool) -> _Mods:
+    """Returns the traced mods of a call, if it has any. needs_grad: whether another tensor of the call needs a gradient."""
+    score_mod, mask_mod, tensors = arguments["score_mod"], arguments["mask_mod"], arguments["score_mod_tensors"]
+    batch, heads, _, max_q, max_kv = sizes
+    block_mask, blocks = arguments["block_mask"], None
+    if block_mask is not None:
+        if mask_mod is not None:
+            raise ValueError("mask_mod is given with a block_mask, which has one of its own; accepted: one of the two")
+        from flexattn.block_mask import block_lists  # here, as calls without a block mask should not wait for its import
+
+        blocks = block_lists(block_mask, batch, heads, max_q, max_kv, q.device)
+        mask_mod = block_mask.mask_mod
+    validation.check_mod_arguments(score_mod, mask_mod, tensors)
+    if score_mod is None and mask_mod is None:
+        return _Mods(None, band, blocks, needs_grad)
+    has_padding, bias_type = "padding" in arguments["attn_mask_type"], arguments["bias_type"]
+    if not torch.compiler.is_compiling():
+        # Sequences with lengths may be shorter than any number on the host says.
+        known_q, known_kv = (None, None) if has_padding else (max_q, max_kv)
+        for mod in (score_mod, mask_mod):
+            check_sizes = getattr(mod, "_flexattn_check_sizes", None)
+            if check_sizes is not None:
+                check_sizes(batch, heads, known_q, known_kv)
+    # A band that the mods imply can join one on the same diagonal. ALiBi measures from the band's, so there it stays as it is;
+    # and a block mask's full blocks are not masked.
+    is_open = band.left is None and band.right is None
+    masks = 0
+    if bias_type != "alibi" and blocks is None and (is_open or not band.bottom_right):
+        is_plain = bias_type == "no_bias" and not has_padding and mask_mod is None and not arguments["return_max_logit"]
+        masks = _masks(band, max_q, max_kv) if is_plain and can_check_floor else 1
+    traced = _trace_mods(score_mod, mask_mod, tensors, needs_grad, masks, q)
+    if traced.left is not None or traced.right is not None:
+        band = Band(_narrower(band.left, traced.left), _narrower(band.right, traced.right), bottom_right=False)
+    traced = traced._replace(tensors=validation.check_mod_tensors(traced.program.captures, traced.tensors, q))
+    return _Mods(traced, band, blocks, needs_grad or any(traced.program.tensor_needs_grad))
 
 
 def _autocast(x: Any, dtype: torch.dtype, *kept: torch.dtype) -> Any:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.utils._pytree import tree_map
 
+from flexattn.call_options import Arguments, Fp8Options, LengthOptions
 from flexattn.dispatch.spec import parse_format
 from flexattn.mods.trace import find_all_captures
 from flexattn.ops import new_rng_state
@@ -27,14 +28,17 @@ _OF_ROWS = ("cu_seqlens_q", "cu_seqlens_kv", "seqused_q", "seqused_kv", "page_ta
 
 
 def attend_sharded(
-    attend: Callable[..., Any], q: Any, k: Any, v: Any, arguments: dict[str, Any], default_slopes: Callable[[int, Tensor], Tensor]
+    attend: Callable[..., Any], q: Any, k: Any, v: Any, options: Arguments, default_slopes: Callable[[int, Tensor], Tensor]
 ) -> Any:
-    """Returns attend(q, k, v, **arguments), where at least one of q, k and v is a DTensor.
+    """Returns attend(q, k, v, **options), where at least one of q, k and v is a DTensor.
 
     A mesh dim over which q is sharded by heads or by batch stays so, where heads, key heads and batch can be divided by it; so does
     one over which it is sharded by sequence, in a dense call. Over any other every rank gets all. k, v and
     what has heads or a batch follow q. Plain tensors count as the same on every rank.
     """
+    arguments: dict[str, Any] = {**options}
+    if any(arguments[name] is not None for name in Fp8Options.__annotations__):
+        raise ValueError("q, k or v is a DTensor and the call is in FP8; accepted: local tensors, whose amax is their own")
     if arguments["out"] is not None:
         raise ValueError("out is given and q, k or v is a DTensor. Leave out out, or pass local tensors.")
     mesh = next(t.device_mesh for t in (q, k, v) if isinstance(t, DTensor))
@@ -73,7 +77,7 @@ def attend_sharded(
         arguments[name] = _rows(local(arguments[name], None, None), kinds, mesh, batch)
     for name in ("seqused_q", "seqused_kv"):
         arguments[name] = local(arguments[name], None, 0)
-    for name in ("cu_seqlens_q_padded", "cu_seqlens_kv_padded", "rng_state"):
+    for name in (*(name for name in LengthOptions.__annotations__ if name.endswith("_padded")), "rng_state"):
         arguments[name] = local(arguments[name], None, None)
     first_head, first_row = (_first(kinds, mesh, kind, size) for kind, size in (("heads", heads), ("batch", batch)))
     given = arguments["score_mod_tensors"]

@@ -2,44 +2,52 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from flexattn.call_options import ALIASES, BOTH_SIDES, DEFAULTS
 from flexattn.dispatch.neutral import sizes_of
 from flexattn.dispatch.spec import BiasType, SoftmaxType, as_index, parse_format, with_padding
 from flexattn.lengths import longest_in_pages
-from flexattn.nested import is_jagged
 from flexattn.validation import check_flag, describe
 
-BOTH_SIDES = ("cu_seqlens", "max_seqlen")
 DIAGONALS = (
     "Pass attn_mask_type={0!r} if query i sees keys j <= i (top-left diagonal, SDPA's is_causal), or {1!r} if the last query sees "
     "every key (bottom-right diagonal, FlashAttention's causal, and decoding)"
 )
 
 
-def in_full(q: Any, k: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Returns a call's arguments beside q, k and v with short forms written out: those that `prepare` takes.
+def in_full(q: Any, k: Any, arguments: Mapping[str, Any]) -> Any:
+    """Returns all arguments besides q, k and v without short forms: the `Arguments` that `prepare` takes.
 
-    arguments: of `attention`, or of a function that lacks some of its short forms. Raises for short forms that contradict others;
-    all else is for `prepare` to check. `q` and `k` may be of any library.
+    arguments: arguments of `attention`. Those that are missing have their defaults. Raises for short forms that contradict other
+    arguments; `prepare` checks everything else. `q` and `k` may be arrays of any library.
     """
-    full = dict(arguments)
-    for name in BOTH_SIDES:
-        value = full.pop(name, None)
-        if value is not None:
-            full[f"{name}_q"], full[f"{name}_kv"] = both_sides(name, value, full[f"{name}_q"], full[f"{name}_kv"])
-    mask = full.pop("mask", None)
-    if mask is not None:
-        sizes = score_sizes(q, k, full)
-        given = full["bias_type"], full["bias"], full["alibi_slopes"]
-        full["bias_type"], full["bias"], full["mask_mod"] = masked(mask, q, sizes, given, (full["mask_mod"], full["block_mask"]))
+    full = DEFAULTS | without_aliases(q, k, arguments)
+    for name in ALIASES:
+        del full[name]
     formats = parse_format(str(full["qkv_format"]))
-    full["attn_mask_type"] = _mask_type(q, k, full, formats, full.pop("causal", False))
+    full["attn_mask_type"] = _mask_type(q, k, full, formats, full.pop("causal"))
     full["bias_type"] = bias_type_of(full["bias_type"], full["bias"], full["alibi_slopes"])
     full["softmax_type"] = softmax_type_of(full["softmax_type"], full["softmax_offset"])
     return full
+
+
+def without_aliases(q: Any, k: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options with cu_seqlens, max_seqlen and mask written as other options."""
+    given = dict(options)
+    for name in BOTH_SIDES:
+        value = given.pop(name, None)
+        if value is not None:
+            sides = f"{name}_q", f"{name}_kv"
+            given.update(zip(sides, both_sides(name, value, *map(given.get, sides)), strict=True))
+    mask = given.pop("mask", None)
+    if mask is not None:
+        given.update(masked(q, mask, score_sizes(q, k, DEFAULTS | given), DEFAULTS | given))
+    return given
 
 
 def both_sides(name: str, value: Any, of_q: Any, of_kv: Any) -> tuple[Any, Any]:
@@ -132,12 +140,10 @@ def score_sizes(q: Any, k: Any, full: dict[str, Any]) -> tuple[Any, ...]:
     return batch, sizes_of(q)[q_format.index("h")], *lengths
 
 
-def masked(
-    mask: Any, q: Tensor, sizes: tuple[Any, ...], added: tuple[Any, Any, Any], mods: tuple[Any, Any]
-) -> tuple[Any, Any, Any]:
+def masked(q: Tensor, mask: Any, sizes: tuple[Any, ...], full: Mapping[str, Any]) -> dict[str, Any]:
     """Returns bias_type, bias and mask_mod of a call with a mask.
 
-    sizes: of the scores. added: bias_type, bias and alibi_slopes as given. mods: mask_mod and block_mask.
+    sizes: the sizes of the scores. full: the other arguments.
     """
     from flexattn.masks import (  # here, as calls without a mask should not wait for their import
         mask_arguments,
@@ -146,19 +152,21 @@ def masked(
     )
 
     mask_options = mask_arguments("mask", mask, sizes[:1], sizes[1:], mask_dtypes(q), q.device)
-    bias_type, bias, slopes = added
-    mask_mod, block_mask = mods
+    bias_type, mask_mod = full["bias_type"], full["mask_mod"]
     if "bias" in mask_options:
-        if bias is not None:
+        if full["bias"] is not None:
             raise ValueError("bias and a float mask are given, and both are added to scores. Pass their sum as bias.")
-        if slopes is not None or bias_type not in (None, "post_scale_bias"):
-            came = "alibi_slopes is" if slopes is not None else f"bias_type {bias_type!r} is"
+        if full["alibi_slopes"] is not None or bias_type not in (None, "post_scale_bias"):
+            came = "alibi_slopes is" if full["alibi_slopes"] is not None else f"bias_type {bias_type!r} is"
             raise ValueError(
                 f"{came} given beside a float mask, which is a bias of type 'post_scale_bias'. Pass a bool mask, or leave one out."
             )
-        return mask_options["bias_type"], mask_options["bias"], mask_mod
-    if block_mask is not None:
+        return mask_options
+    if full["block_mask"] is not None:
         raise ValueError("mask is given with a block_mask, which has a mask_mod of its own. Put the mask into that mask_mod.")
-    if mask_mod is None:
-        return bias_type, bias, mask_options["mask_mod"]
-    return bias_type, bias, seen_by_both(mask_mod, mask_options["mask_mod"])
+    return mask_options if mask_mod is None else {"mask_mod": seen_by_both(mask_mod, mask_options["mask_mod"])}
+
+
+def is_jagged(x: Any) -> bool:
+    """Returns whether x is a jagged nested tensor. Quick if it is a plain one."""
+    return type(x) is not Tensor and isinstance(x, Tensor) and x.layout == torch.jagged

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -15,8 +16,8 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("flexattn", "dispatch", "kernels_triton", "kernels_cudnn", "bench", "emulator", "tests")
-KERNELS = ("kernel", "hopper_kernel")  # decorators of what is launched
-DEVICE = ("jit", *KERNELS)
+KERNEL = re.compile(r"(\w+_)?kernel")  # decorators of functions that are launched
+DEVICE = re.compile(rf"jit|{KERNEL.pattern}")
 MOST_PARAMETERS = 8
 FEW_UNDERSCORES = 3
 UNCLEAR = ("What ", "Of ", "Whether ", "As that of ", "That ", "Those ", "Where ", "How ", "Which ")
@@ -53,12 +54,12 @@ def modules(checkout: Path) -> list[Module]:
 def device_functions(module: Module) -> Iterator[ast.FunctionDef]:
     """Functions that Triton or Gluon compiles."""
     for node in ast.walk(module.tree):
-        if isinstance(node, ast.FunctionDef) and any(_name(x) in DEVICE for x in node.decorator_list):
+        if isinstance(node, ast.FunctionDef) and any(DEVICE.fullmatch(_name(x)) for x in node.decorator_list):
             yield node
 
 
 def has_kernel(module: Module) -> bool:
-    return any(_name(x) in KERNELS for node in device_functions(module) for x in node.decorator_list)
+    return any(KERNEL.fullmatch(_name(x)) for node in device_functions(module) for x in node.decorator_list)
 
 
 def _name(node: ast.expr) -> str:

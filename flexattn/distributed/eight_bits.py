@@ -68,4 +68,4 @@ def differentiate(
     if dout8 is not None:
         descale_dout, dout16, operands = descales[3], operands.dout, operands._replace(dout=dout8)
     in_fp8 = GivenInFp8(fp8_call.part_recipe, grad_dtype, descales[:3], descale_dout, dout16, is_part=True)
-    return backward.differentiate(Results(fp32=fp32), operands, backward.DEFAULTS | arguments, in_fp8)
+    return backward.differentiate(Results(fp32=fp32), operands, arguments, in_fp8)

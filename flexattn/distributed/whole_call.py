@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from flexattn import fp8, validation
-from flexattn.call_options import CommonOptions
+from flexattn.call_options import BOTH_SIDES, CommonOptions, LengthOptions, ReturnOptions
 from flexattn.dispatch.context import requested_backend
 from flexattn.dispatch.options import check_values
 from flexattn.dispatch.spec import BIAS_TYPES, SOFTMAX_TYPES, as_bshd, from_bshd
@@ -30,25 +30,22 @@ from flexattn.outputs import chosen
 from flexattn.prepare import default_alibi_slopes
 from flexattn.shorthands import bias_type_of, softmax_type_of
 
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask  # noqa: F401  # a base class names it in a string
 
-class Options(CommonOptions, total=False):
+if TYPE_CHECKING:
+    pass
+
+
+class Options(CommonOptions["Tensor", "BlockMask", "fp8.DelayedScaling"], ReturnOptions, total=False):
     """Arguments of attention over ranks. Those of `flexattn.attention` have the same meaning, for the full sequence."""
-
-    return_lse: bool
-    return_max_logit: bool
 
 
 NUM_DESCALES = 3  # for q, k and v
 _OFFSET = 5  # index of softmax_offset in `CheckedCall.inputs`
 NOT_TAKEN = {
     "batch_invariant": "False, because results depend on how the plan splits a sequence",
-    **dict.fromkeys(
-        (
-            *("cu_seqlens", "max_seqlen", "cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv"),
-            *("cu_seqlens_q_padded", "cu_seqlens_kv_padded"),
-        ),
-        "lengths on the host, as `documents` of the plan",
-    ),
+    **dict.fromkeys((*BOTH_SIDES, *LengthOptions.__annotations__), "lengths on the host, as `documents` of the plan"),
     "causal": "attn_mask_type, which names the diagonal, of the plan or of this call",
     "mask": "a mask_mod that reads it, or bias",
     "out": "None, because results of parts are merged into a new tensor",

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from flexattn.dispatch.spec import MaskType
 from flexattn.functional import attention
 from flexattn.masks import mask_arguments, mask_dtypes, one_batch
-from flexattn.nested import is_jagged
+from flexattn.shorthands import is_jagged
 from flexattn.validation import describe
 
 

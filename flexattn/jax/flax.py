@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from flexattn.dispatch.spec import BackendName
 from flexattn.jax.front import attention
 from flexattn.jax.nn import reads_mask
 
@@ -28,7 +29,7 @@ def dot_product_attention(
     *,
     is_causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
-    backend: str | None = None,
+    backend: BackendName | None = None,
 ) -> jax.Array:
     """Returns `attention` with the arguments of `flax.linen.dot_product_attention` and `flax.nnx.dot_product_attention`.
 

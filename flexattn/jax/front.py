@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,11 +12,12 @@ import torch
 from jax.ad_checkpoint import checkpoint_name
 from torch import Tensor
 
-from flexattn import functional, ops, validation
+from flexattn import ops, validation
+from flexattn.call_options import ALIASES, DEFAULTS, ArrayOptions, taking
 from flexattn.dispatch import explain as explanations
 from flexattn.dispatch.philox import ORIGIN
 from flexattn.dispatch.select import Decision, unsupported
-from flexattn.dispatch.spec import AttentionSpec, Direction, Operands, Window, parse_format
+from flexattn.dispatch.spec import AttentionSpec, Direction, Operands, parse_format
 from flexattn.fp8_ops import QuantizeConfig, planned
 from flexattn.hints import with_hints
 from flexattn.jax import cuda, mods
@@ -29,67 +29,32 @@ from flexattn.prepare import default_alibi_slopes, prepare
 from flexattn.shorthands import in_full
 
 if TYPE_CHECKING:
-    from flexattn import fp8
+    from typing_extensions import Unpack
 
 _ARRAYS = (
-    *("q", "k", "v", "bias", "alibi_slopes", "softmax_offset", "cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded"),
-    *("cu_seqlens_kv_padded", "seqused_q", "seqused_kv", "page_table", "descale_q", "descale_k", "descale_v"),
+    *("q", "k", "v"),
+    *(
+        name
+        for name, hint in ArrayOptions.__annotations__.items()
+        if hint.__forward_arg__ == "Array | None" and name not in (*ALIASES, "rng_state")
+    ),
 )
 _SCALES, _HISTORIES = (tuple(f"{kind}_{name}" for name in SCALED) for kind in ("scale", "amax_history"))  # fields of DelayedScaling
 _DIFFERENTIABLE = ("q", "k", "v", "bias", "softmax_offset")
 NOT_TAKEN = ("mask", "out")  # a mask is an array that a mask_mod reads, and no array is written to
-_DEFAULTS = {
-    name: p.default
-    for name, p in inspect.signature(functional.attention).parameters.items()
-    if p.default is not p.empty and name not in NOT_TAKEN
-}
+_TYPES = {"Array": "jax.Array", "Blocks": "BlockMask", "State": "jax_fp8.DelayedScaling"}
 
 
 @with_hints
+@taking(ArrayOptions, _TYPES)
 def attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
     *,
-    qkv_format: str = "bshd",
-    causal: bool = False,
-    attn_mask_type: str = "no_mask",
-    window_size: int | tuple[int, int] | Window = (-1, -1),
-    bottom_right_diagonal: bool | None = None,
-    cu_seqlens: jax.Array | None = None,
-    max_seqlen: int | None = None,
-    cu_seqlens_q: jax.Array | None = None,
-    cu_seqlens_kv: jax.Array | None = None,
-    cu_seqlens_q_padded: jax.Array | None = None,
-    cu_seqlens_kv_padded: jax.Array | None = None,
-    seqused_q: jax.Array | None = None,
-    seqused_kv: jax.Array | None = None,
-    page_table: jax.Array | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_kv: int | None = None,
-    bias_type: str | None = None,
-    bias: jax.Array | None = None,
-    alibi_slopes: jax.Array | None = None,
-    softmax_type: str | None = None,
-    softmax_offset: jax.Array | None = None,
-    softmax_scale: float | None = None,
-    softcap: float = 0.0,
-    dropout_p: float = 0.0,
-    rng_state: jax.Array | None = None,
-    score_mod: mods.Mod | None = None,
-    mask_mod: mods.Mod | None = None,
-    score_mod_tensors: Sequence[jax.Array] | Mapping[str, jax.Array] = (),
-    block_mask: BlockMask | None = None,
-    fp8_recipe: fp8.Recipe | None = None,
-    fp8_state: jax_fp8.DelayedScaling | None = None,
-    descale_q: jax.Array | None = None,
-    descale_k: jax.Array | None = None,
-    descale_v: jax.Array | None = None,
-    deterministic: bool | None = None,
-    batch_invariant: bool = False,
     return_lse: bool = False,
     return_max_logit: bool = False,
-    backend: str | None = None,
+    **options: Unpack[ArrayOptions[jax.Array, BlockMask, jax_fp8.DelayedScaling]],
 ) -> Any:
     """Returns `flexattn.attention` of JAX arrays. Arguments, shapes, dtypes, formulas and errors are the same, except as below.
 
@@ -119,7 +84,8 @@ def attention(
         ValueError, TypeError: as `flexattn.attention`, when the call is traced.
         BackendError: if no backend of the platform supports the call, when it is compiled.
     """
-    out, lse, max_logit = attend(dict(locals()))
+    returned = {"return_lse": return_lse, "return_max_logit": return_max_logit}
+    out, lse, max_logit = attend({"q": q, "k": k, "v": v, **returned, **options})
     if return_max_logit:
         return (out, lse, max_logit) if return_lse else (out, max_logit)
     return (out, lse) if return_lse else out
@@ -127,7 +93,7 @@ def attention(
 
 def attend(arguments: Mapping[str, Any], names: tuple[str, str] = ("flexattn_out", "flexattn_lse")) -> tuple[Any, Any, Any]:
     """Returns out, lse and max_logit of a call of `attention`; names: names of out and lse for `jax.checkpoint` policies."""
-    given = _given(_DEFAULTS | {"score_mod_tensors": ()} | dict(arguments))
+    given = _given(arguments)
     out, lse, max_logit, *more = _differentiable(given, names)(given.arrays)
     recipe = given.static["fp8_recipe"]
     if getattr(recipe, "out_dtype", None) in validation.FP8_DTYPES:
@@ -143,7 +109,7 @@ def explain(q: jax.Array, k: jax.Array, v: jax.Array, **arguments: Any) -> expla
     floating-point arrays are assumed to need a gradient. Raises the errors of `attention` for the arguments, and BackendError if no
     backend supports the call.
     """
-    given = _given(_DEFAULTS | {"score_mod_tensors": (), "q": q, "k": k, "v": v} | arguments)
+    given = _given({"q": q, "k": k, "v": v} | arguments)
     x, settings, config = given.prepare([True] * len(given.arrays))
     x = x if config is None else planned(x, settings, config)
     spec, device = ops.spec_to_run(x, settings), cuda.device()
@@ -242,26 +208,26 @@ class _Given(NamedTuple):
         of_captures = {
             id(array): stand_in(first + i, "what a mod captures", perturbed[first + i]) for i, array in enumerate(self.captures)
         }
-        functions: dict[str, Any] = {role: traced.written(of_captures) for role, traced in self.traced.items()}
         first += len(self.captures)
+        qkv = tensors.pop("q"), tensors.pop("k"), tensors.pop("v")
+        options: Any = self.static | tensors | {role: traced.written(of_captures) for role, traced in self.traced.items()}
+        lists = []
+        if self.block_mask is not None:
+            lists = [stand_in(first + i, "block_mask", False) for i in range(len(self.arrays) - first)]
+            options |= {"block_mask": self.block_mask.stand_in(lists, options["mask_mod"]), "mask_mod": None}
         with torch.enable_grad():
-            if self.block_mask is None:
-                x, settings, config = prepare(**(self.static | tensors | functions), can_check_floor=False)
-            else:
-                lists = [stand_in(first + i, "block_mask", False) for i in range(len(self.arrays) - first)]
-                functions["block_mask"] = self.block_mask.stand_in(lists, functions.pop("mask_mod"))
-                x, settings, config = prepare(**(self.static | tensors | functions), can_check_floor=False)
-                x = x._replace(block_mask=tuple(lists))
+            x, settings, config = prepare(*qkv, options, can_check_floor=False)
+        if lists:
+            x = x._replace(block_mask=tuple(lists))
         return x, settings, config, places
 
 
-def _given(arguments: dict[str, Any]) -> _Given:
+def _given(given: Mapping[str, Any]) -> _Given:
     """Returns a call's arrays, in a fixed order, apart from its static arguments."""
-    arguments = dict(arguments)
-    unknown = sorted(set(arguments) - set(_DEFAULTS) - {"q", "k", "v"})
+    unknown = sorted(given.keys() - (DEFAULTS.keys() - {*NOT_TAKEN}) - {"q", "k", "v"})
     if unknown:
         raise TypeError(f"attention() was given {', '.join(unknown)}, which it does not take")
-    arguments = in_full(arguments["q"], arguments["k"], arguments)
+    arguments: dict[str, Any] = in_full(given["q"], given["k"], given)
     state = jax_fp8.checked_state(arguments.pop("fp8_state"))
     if state is not None and getattr(arguments["fp8_recipe"], "scaling", "current") != "delayed":
         recipe = arguments["fp8_recipe"]

@@ -67,7 +67,7 @@ def dot_product_attention(
         window = (local_window_size,) * 2 if isinstance(local_window_size, int) else tuple(local_window_size)
         if min(window) < -1:
             raise ValueError(f"local_window_size is {local_window_size}; accepted: numbers of 0 or more, or -1 for open")
-    kind = f"{'padding_' if lengths else ''}causal" if is_causal else ("padding" if lengths else "no_mask")
+    kind: Any = f"{'padding_' if lengths else ''}causal" if is_causal else ("padding" if lengths else "no_mask")
     out, lse = attention(
         q,
         k,
@@ -80,7 +80,7 @@ def dot_product_attention(
         softmax_scale=scale,
         mask_mod=None if mask is None else reads_mask(mask, (batch, q.shape[2], q.shape[1], k.shape[1])),
         return_lse=True,
-        backend=implementation,
+        backend="cudnn" if implementation else None,
         **lengths,
     )
     hidden = jnp.asarray(-0.7 * jnp.finfo(jnp.float32).max, jnp.float32)

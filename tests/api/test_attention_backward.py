@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 import flexattn
-from flexattn import attention_backward, backward, call_cache, ops
+from flexattn import attention_backward, call_cache, ops
 from flexattn.dispatch import cudnn_backend
 from flexattn.dispatch.describe import describe
 from flexattn.dispatch.reference import reference_gradients
 from flexattn.dispatch.spec import FP32_GRADIENTS, Results
 from flexattn.functional import bind_call
 from flexattn.prepare import prepare
+from flexattn.shorthands import in_full
 from flexattn.testing import GRADIENT_FACTOR, check_close
 
 BACKENDS = ("eager", "triton")
@@ -396,8 +397,7 @@ def test_compiled_with_gradients_in_float32() -> None:
     for got, want in zip(torch.compile(run, backend="aot_eager", fullgraph=True)(**call), wanted, strict=True):
         assert torch.equal(got, want)
         assert got.dtype is want.dtype
-    others = backward.DEFAULTS | backward._NOT_OF_BACKWARD
-    x, settings, _ = prepare(*(call[name] for name in "qkv"), **others, is_backward=True, results=Results(fp32="dq"))
+    x, settings, _ = prepare(*(call[name] for name in "qkv"), in_full(None, None, {}), is_backward=True, results=Results(fp32="dq"))
     given = call["dout"], None, call["out"], call["lse"]
     torch.library.opcheck(ops._backward_op, (*given, *x, *settings), test_utils=("test_schema", "test_faketensor"))
 

@@ -42,15 +42,15 @@ def test_every_argument_reaches_a_sharded_call(monkeypatch: pytest.MonkeyPatch) 
         pass
 
     seen: list[dict[str, Any]] = []
-    monkeypatch.setattr(sharded, "attend_sharded", lambda attend, q, k, v, arguments, slopes: seen.append(arguments))
     q = torch.randn(1, 3, 2, 8).as_subclass(DTensor)
+    with pytest.raises(ValueError, match="the call is in FP8"):
+        flexattn.attention(q, q, q, fp8_recipe=flexattn.fp8.Recipe())
+    monkeypatch.setattr(sharded, "attend_sharded", lambda attend, q, k, v, arguments, slopes: seen.append(arguments))
     flexattn.attention(q, q, q)
     short_forms = {"causal", "cu_seqlens", "max_seqlen", "mask"}
     assert {"q", "k", "v", *seen[0]} == inspect.signature(flexattn.attention).parameters.keys() - short_forms
     flexattn.attention(q, q, q, causal=True, mask=torch.ones(3, 3))
     assert (seen[1]["attn_mask_type"], seen[1]["bias_type"]) == ("causal", "post_scale_bias")
-    with pytest.raises(ValueError, match="the call is in FP8"):
-        flexattn.attention(q, q, q, fp8_recipe=flexattn.fp8.Recipe())
 
 
 SHARDED_SEQUENCE = """

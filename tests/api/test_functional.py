@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import inspect
 import math
+import re
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor
 
 import flexattn
 from flexattn import functional
-from flexattn.call_options import Options
+from flexattn.call_options import DEFAULTS, TENSOR_OPTIONS
 from flexattn.testing import (
     GRADIENT_FACTOR,
     Inputs,
@@ -126,11 +127,18 @@ def test_examples_of_the_docstring_hold():
     assert found.failed == 0
 
 
-def test_overloads_take_what_the_function_takes():
-    """With the same annotations; those that decide what is returned stand in each overload."""
-    parameters = inspect.signature(functional.attention).parameters.values()
-    own = {p.name: p.annotation for p in parameters if p.kind is p.KEYWORD_ONLY and not p.name.startswith("return_")}
-    assert {name: hint.__forward_arg__ for name, hint in Options.__annotations__.items()} == own
+def test_signature_and_docstring_have_the_arguments_of_the_one_list():
+    """With their types and defaults. "Default" in the text of an argument stands for a default that depends on the call."""
+    parameters = inspect.signature(functional.attention).parameters
+    assert list(parameters) == ["q", "k", "v", *DEFAULTS]
+    assert {parameters[name].annotation for name in TENSOR_OPTIONS} == {"Tensor | None"}
+    assert not any(re.search("Array|Blocks|State", p.annotation) for p in parameters.values())
+    entry = re.compile(r"^        (\w+(?:, \w+)*) \((.*?)\): ", re.MULTILINE)
+    documented = {name: kind for names, kind in entry.findall(functional.attention.__doc__) for name in names.split(", ")}
+    assert documented.keys() == parameters.keys()
+    for name, default in DEFAULTS.items():
+        shown = f'"{default}"' if isinstance(default, str) else default
+        assert documented[name].endswith(", optional" if default is None else f", default {shown}"), name
 
 
 def test_what_is_returned_is_what_is_asked_for():

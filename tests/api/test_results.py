@@ -14,16 +14,16 @@ from flexattn.backward import Given, differentiate
 from flexattn.dispatch import eager_backend, replay, triton_backend
 from flexattn.dispatch.spec import PACKINGS, AttentionSpec, Direction, Results, empty_gradients, empty_outputs
 from flexattn.functional import bind_call
-from flexattn.in_layout import DEFAULTS, attend
+from flexattn.in_layout import attend
 from flexattn.packed_tensors import unpack
 from flexattn.prepare import prepare
+from flexattn.shorthands import in_full
 
 pytest.importorskip("triton", reason="triton is not installed")
 
 from flexattn.kernels_triton.families import Policy
 
 B, S, H, D = 2, 9, 4, 16
-OTHERS = {name: DEFAULTS[name] for name in DEFAULTS if not name.startswith(("fp8", "descale", "return"))}
 OTHER_FORMAT = {"bshd": "sbhd", "sbhd": "bshd", "bhsd": "bshd", "thd": ""}
 
 
@@ -84,7 +84,7 @@ def test_gradients_are_written_into_one_buffer(fmt: str, packing: str, backend: 
         assert gradient.is_contiguous()
         assert {t.untyped_storage().data_ptr() for t in slices} == {joined.untyped_storage().data_ptr()}
         assert gradient.data_ptr() == slices[0].data_ptr()
-        alone = differentiate(results, Given(dout, *(t.detach() for t in (q, k, v, out, lse))), OTHERS | arguments)
+        alone = differentiate(results, Given(dout, *(t.detach() for t in (q, k, v, out, lse))), arguments)
         for name, want in zip(("dq", "dk", "dv"), dqkv, strict=True):
             torch.testing.assert_close(getattr(alone, name), want)
         assert alone.dk.untyped_storage().data_ptr() == alone.dv.untyped_storage().data_ptr()
@@ -131,7 +131,7 @@ def test_formats_in_memory(fmt: str, backend: str) -> None:
 )
 def test_the_fakes_know_the_strides(results: Results) -> None:
     q, k, v = (torch.randn(B, S, H, D) for _ in range(3))
-    x, settings, _ = prepare(q, k, v, **(DEFAULTS | {"backend": "eager"}), is_backward=True, results=results)
+    x, settings, _ = prepare(q, k, v, in_full(q, k, {"backend": "eager"}), is_backward=True, results=results)
     call, checks = (*x, *settings), ("test_schema", "test_faketensor")
     torch.library.opcheck(ops._forward_op, call, test_utils=checks)
     out, lse, _ = ops._forward_op(*call)
@@ -255,7 +255,7 @@ def test_a_family_refuses_gradients_that_it_cannot_write(monkeypatch: pytest.Mon
 def test_room_is_made_once_for_each_result() -> None:
     x, settings, _ = prepare(
         *(torch.empty(B, S, H, D, device="meta") for _ in range(3)),
-        **DEFAULTS,
+        in_full(None, None, {}),
         is_backward=True,
         results=Results("sbhd", packing="h3d"),
     )

@@ -68,7 +68,6 @@ OF_FEW_CALLS = (
     "autograd",
     "backward",
     "block_mask",
-    "call_options",
     "dispatch.append",
     "dispatch.explain",
     "dispatch.heuristics",
@@ -78,9 +77,10 @@ OF_FEW_CALLS = (
     "fp8",
     "hints",
     "mods",
+    "nested",
     "sharded",
 )
-FRONT_DOORS = ("call_options", "kv_cache", "nn", "plot", "prefix", "warm_up")
+FRONT_DOORS = ("kv_cache", "nn", "plot", "prefix", "warm_up")
 TOOLS = ("emulator", "bench", "cli", "integrations", "testing")
 LATER = tuple(f"flexattn.{name}" for name in ("kernels_", *BACKENDS, *OF_FEW_CALLS, *FRONT_DOORS, *TOOLS))
 MOST = 27  # modules of the package that an import reads, each from a file of its own

@@ -12,7 +12,6 @@ from tests import structure
 
 
 @functools.cache
-@functools.cache
 def modules() -> list[structure.Module]:
     return structure.modules(structure.ROOT)
 

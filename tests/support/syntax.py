@@ -65,6 +65,14 @@ def replaced(source: str, old: str, new: str, where: str = "") -> str:
     return (before + text.encode() + after).decode()
 
 
+def is_fragment(text: str) -> bool:
+    """Whether a text is code that can be found by syntax."""
+    try:
+        return bool(_statements(text) or not text)
+    except ValueError:
+        return False
+
+
 @functools.lru_cache(4)  # several faults of a file come one after another
 def _parsed(source: str) -> ast.Module:
     return ast.parse(source)

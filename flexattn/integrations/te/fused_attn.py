@@ -20,7 +20,7 @@ from flexattn.call_key import PLAIN
 from flexattn.dispatch.context import requested_backend
 from flexattn.dispatch.neutral import may_keep, neutral_state
 from flexattn.dispatch.spec import FORMATS, OPEN_WINDOW, PACKINGS, Results, as_index, in_format
-from flexattn.in_layout import DEFAULTS, attend_with
+from flexattn.in_layout import attend_with
 from flexattn.integrations.te.layouts import Layout, parse_layout, unpaged_layout
 from flexattn.integrations.te.names import AttnBiasType, AttnMaskType, FusedAttnBackend, SoftmaxType
 from flexattn.integrations.te.quantizers import Float8CurrentScalingQuantizer, Float8Tensor, InFp8, Quantizer, fp8_dtype_of, in_fp8
@@ -29,7 +29,6 @@ from flexattn.validation import check_name, describe
 
 _BIASES = ("pre_scale_bias", "post_scale_bias")
 _BOTTOM_RIGHT = ("causal_bottom_right", "padding_causal_bottom_right")
-_BACKWARD_ARGUMENTS = [name for name in DEFAULTS if not name.startswith(("fp8_", "descale_", "return_"))]
 
 
 def fused_attn_fwd(
@@ -121,7 +120,7 @@ def fused_attn_fwd(
     page_table = _page_table(call, page_table_k, page_table_v)
     arguments = call.arguments.copy()
     arguments["softmax_scale"] = attn_scale
-    arguments["return_max_logit"] = return_max_logit
+    arguments["return_lse"], arguments["return_max_logit"] = True, return_max_logit
     if call.has_bias:
         arguments["bias"] = attn_bias
     if call.has_offset and softmax_offset is not None:
@@ -143,7 +142,7 @@ def fused_attn_fwd(
         arguments |= {"dropout_p": dropout, "rng_state": rng_state, "backend": _dropout_backend(q.device)}
     else:
         rng_state = _no_dropout(q)
-    with _without_graph(q, k, v, arguments["bias"], arguments["softmax_offset"]):
+    with _without_graph(q, k, v, arguments.get("bias"), arguments.get("softmax_offset")):
         out, lse, max_logit = attend_with(call.results, q, k, v, arguments)
         assert lse is not None
         result: Any = in_format(out, call.layout.q_format, o_format)
@@ -246,14 +245,13 @@ def fused_attn_bwd(
         arguments |= {"dropout_p": dropout, "rng_state": rng_state, "backend": _dropout_backend(stats.device)}
     with torch.no_grad():
         lse = stats.squeeze(-1).transpose(0, 1) if layout.q_format == "thd" else stats.squeeze(-1)
-        backward_arguments = {name: arguments[name] for name in _BACKWARD_ARGUMENTS}
         if call.kind is FusedAttnBackend.FP8:
             qkv = _all_in_fp8(q=q, k=k, v=v)
             incoming = _fp8_incoming(o, d_o, lse, _check_fake_dtype(fake_dtype), (o_format, do_format, layout.q_format))
-            gradients = _fp8_gradients(results, qkv, incoming, backward_arguments, fake_dtype)
+            gradients = _fp8_gradients(results, qkv, incoming, arguments, fake_dtype)
         else:
             out, dout = in_format(o, o_format, layout.q_format), in_format(d_o, do_format, layout.q_format)
-            gradients = differentiate(results, Given(dout, q, k, v, out, lse), backward_arguments)
+            gradients = differentiate(results, Given(dout, q, k, v, out, lse), arguments)
         dq = in_format(gradients.dq, layout.q_format, gradient_layout.q_format)
         dk, dv = (in_format(t, layout.kv_format, gradient_layout.kv_format) for t in (gradients.dk, gradients.dv))
         dqkv = (dq, dk, dv) if dqkv_quantizer is None else _quantized((dq, dk, dv), gradient_layout.packing, dqkv_quantizer)
@@ -289,14 +287,13 @@ def _static_call(
     check_name("softmax_type", softmax_type, tuple(SoftmaxType))
     layout = parse_layout(qkv_layout)
     check_name("o_format", o_format, _formats_like(layout.q_format))
-    arguments = DEFAULTS | {
+    arguments = {
         "qkv_format": layout.qkv_format,
         "attn_mask_type": mask_type,
         "window_size": OPEN_WINDOW if window == OPEN_WINDOW else window,
         "bottom_right_diagonal": mask_type in _BOTTOM_RIGHT if diagonal is None else diagonal,
         "bias_type": bias_type,
         "softmax_type": softmax_type,
-        "return_lse": True,
     }
     has_bias, has_offset = bias_type in _BIASES, softmax_type == "learnable"
     return _Call(kind, layout, Results(out=o_format), arguments, has_bias, has_offset, "padding" in mask_type)

@@ -1,0 +1,102 @@
+"""Targets of tests/targets.py: each measure finds its example, and the targets that were reached hold."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from tests import structure, targets
+
+NAMES = {f"x{i}" for i in range(targets.MANY)}
+PARAMETERS = ", ".join(sorted(NAMES))
+KEYWORDS = ", ".join(f"{name}={name}" for name in sorted(NAMES))
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        f"def f(*, {PARAMETERS}): ...",
+        f"f({KEYWORDS})",
+        f"f(*{sorted(NAMES)})",
+        f"({PARAMETERS})",
+        f"dict({KEYWORDS})",
+        f"'{' '.join(sorted(NAMES))}'.split()",
+        "class Call:\n" + "".join(f"    {name}: int\n" for name in sorted(NAMES)),
+        " or ".join(f"{name} is None" for name in sorted(NAMES)),
+        "{" + ", ".join(f"'{name}': 0" for name in sorted(NAMES)) + "}",
+    ],
+)
+def test_a_listing_is_found_once(code: str) -> None:
+    assert targets.listings(ast.parse(code), NAMES) == 1
+    assert targets.listings(ast.parse(code.replace("x0", "y")), NAMES) == 0
+
+
+def test_arguments_of_attention_are_those_of_its_signature_and_typed_dicts() -> None:
+    text = "from typing import TypedDict\n\nclass Options(TypedDict):\n    bias: int\n\ndef attention(q, k, v, *, mask): ...\n"
+    module = structure.Module("flexattn.functional", Path("flexattn/functional.py"), text, ast.parse(text))
+    assert targets.arguments_of_attention([module]) == {"bias", "mask"}
+    assert targets.arguments_of_attention([module._replace(path=Path("flexattn/jax/front.py"))]) == set()
+
+
+@pytest.mark.parametrize("code", ["n % STAGES", "(n // META.KV_STAGES) & 1"])
+def test_stage_arithmetic_is_found(code: str) -> None:
+    assert sum(map(targets.is_stage_arithmetic, ast.walk(ast.parse(code)))) == 1
+
+
+def test_a_read_by_position_is_found() -> None:
+    assert sum(map(targets.is_read_by_position, ast.walk(ast.parse("numbers[4] + numbers[META.NUMBERS - 2] + rows[0]")))) == 2
+
+
+TEXT = '''
+"""Returns a row.
+
+Args:
+    a: the first row
+    b: the second row, if `where` is code
+"""
+x = 1  # of a
+y = 2  # of b
+# A comment of
+# two lines.
+z = 3  # noqa: E501
+'''
+
+
+def test_units_of_prose_are_not_joined() -> None:
+    rows = ["Args:", "a: the first row", "b: the second row, if Code is code"]
+    assert sorted(targets.prose(TEXT)) == sorted(["Returns a row.", *rows, "of a", "of b", "A comment of two lines."])
+
+
+def test_rates_of_words_and_sentences() -> None:
+    text = f'"""{"If the row is empty, it is what it was. " * 2}Where it is {"very " * 25}long, it is cut."""\n'
+    rates = targets.rates([text])
+    assert [round(value) for value in rates.values()] == [round(2000 / 52), round(3000 / 52), 33, 33]
+
+
+def test_files_that_mypy_does_not_check_are_known(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text(
+        'packages = [\n    "flexattn",\n]\n[[tool.mypy.overrides]]\nmodule = ["flexattn.kernels_triton.*"]\nignore_errors = true\n'
+        '[[tool.mypy.overrides]]\nmodule = ["jax.*"]\nignore_missing_imports = true\n'
+    )
+    kernel = structure.Module("flexattn.kernels_triton.x", Path("kernels_triton/x.py"), "", ast.parse(""))
+    front = structure.Module("flexattn.front", Path("flexattn/front.py"), "", ast.parse(""))
+    assert [targets.is_unchecked(module, tmp_path) for module in (kernel, front)] == [True, False]
+    assert targets.is_unchecked(front._replace(text="# mypy: ignore-errors\n"), tmp_path)
+    assert [targets.is_in_wheel(module, tmp_path) for module in (kernel, front)] == [False, True]
+
+
+def test_a_missed_target_is_named() -> None:
+    held = next(target for target in targets.TARGETS if target.holds and target.most is not None)
+    assert targets.missed({held.name: held.most or 0}) == []
+    assert targets.missed({held.name: (held.most or 0) + 1}) == [f"{held.name}: {(held.most or 0) + 1:g}"]
+    assert f"| {held.name} | {(held.most or 0) + 1:,.5g} |" in targets.table({"now": {held.name: (held.most or 0) + 1}})
+
+
+@pytest.mark.slow
+def test_targets_that_were_reached_hold() -> None:
+    values = targets.measured(targets.ROOT) | targets.called(targets.ROOT)
+    unmeasured = {target.name for target in targets.TARGETS} - set(values)
+    assert all("JAX" in name for name in unmeasured)  # which may not be installed
+    assert targets.missed(values) == []
