@@ -83,9 +83,7 @@ def draw(seed: int, where: Where) -> Plan:
     many = transform in OVER_INSTANCES
     count = len(jax.devices()) if transform == "shard_map" else rng.choice([2, 3]) if many else 1
     names = [*DIFFERENTIABLE, *config.captures]
-    mapped = rng.choice(
-        [{"all"}, {"all"}, {"q"}, {"bias", "softmax_offset"}, {name for name in differentiable if rng.random() < 0.5}]
-    )
+    mapped = rng.choice([{"all"}, {"all"}, {"q"}, {"bias", "softmax_offset"}, {name for name in names if rng.random() < 0.5}])
     return Plan(config, transform, count, frozenset(mapped))
 
 
