@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import ModuleType
@@ -38,14 +39,23 @@ KERNELS = {
 """Every Gluon kernel but the forward for head dims above 256, which no workload has, by what `play --emulate` calls it."""
 
 
+def the_emulator() -> ModuleType:
+    """Returns flexattn.emulator, which a checkout has and the wheel has not. Raises ImportError if it is not there."""
+    if importlib.util.find_spec("flexattn.emulator") is None:
+        raise ImportError(
+            "flexattn.emulator is not in the wheel. Run pip install -e '.[bench]' and the command in a clone of the repository"
+        )
+    return importlib.import_module("flexattn.emulator")
+
+
 @contextmanager
 def emulated(seed: int, *modules: ModuleType) -> Iterator[dict[str, Report]]:
     """Within this context, Gluon launches of these modules run in the emulator. The reports, by kernel, fill up."""
     from triton.experimental.gluon._runtime import GluonJITFunction
 
-    from flexattn import emulator
     from flexattn.kernels_triton.runtime.launch import flat_arguments, launch
 
+    emulator = the_emulator()
     reports: dict[str, Report] = {}
 
     def launch_emulated(kernel: Any, programs: int, device: torch.device, tile: Any, arguments: tuple[Any, ...]) -> None:
@@ -68,8 +78,7 @@ def judge(kernel: str, workload: Workload, seeds: Iterable[int]) -> Verdict:
 
     Raises ValueError if the kernel does not support the workload.
     """
-    from flexattn import emulator
-
+    emulator = the_emulator()
     small = workload.shortened(LONGEST)
     tensors = make_tensors(small, "cpu")
     prepare = _prepare_fp8 if kernel.startswith("fp8-") else _prepare
@@ -83,7 +92,8 @@ def judge(kernel: str, workload: Workload, seeds: Iterable[int]) -> Verdict:
             check(results)
         return report
 
-    return emulator.judge(run, seeds, f"{KERNELS[kernel]} on {small}")
+    verdict: Verdict = emulator.judge(run, seeds, f"{KERNELS[kernel]} on {small}")
+    return verdict
 
 
 Results = dict[str, Tensor]

@@ -10,6 +10,7 @@ kernel does it after them. Needs a GPU of compute capability 9.0.
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 import functools
 import statistics
@@ -57,7 +58,6 @@ def workloads() -> Iterator[Workload]:
 def backwards_of(workload: Workload) -> dict[str, Callable[[], dict[str, Tensor]]]:
     """Returns the whole backward of the workload by each kernel. Elements that are not written are NaN, except in a graph."""
     from flexattn.kernels_triton.common.problem import Backward
-    from flexattn.kernels_triton.common.tiles import persistent
     from flexattn.kernels_triton.hopper.backward import hopper_backward
     from flexattn.kernels_triton.hopper.backward_fused import fused_backward
     from flexattn.kernels_triton.hopper.conditions import fused_tile
@@ -71,7 +71,8 @@ def backwards_of(workload: Workload) -> dict[str, Callable[[], dict[str, Tensor]
     shape = (workload.num_heads, q.shape[0]) if workload.is_ragged else (q.shape[0], workload.num_heads, q.shape[1])
     lse = torch.empty(shape, dtype=torch.float32, device="cuda")
     hopper_forward(x, out, lse)
-    row = fused_tile(x)._replace(is_persistent=False, converts=False)
+    row = dataclasses.replace(fused_tile(x), is_persistent=False, converts=False)
+    persistent = dataclasses.replace(row, is_persistent=True)
 
     def backward(run: Callable[..., None]) -> dict[str, Tensor]:
         is_captured = torch.cuda.is_current_stream_capturing()
@@ -83,8 +84,8 @@ def backwards_of(workload: Workload) -> dict[str, Callable[[], dict[str, Tensor]
     memory = [torch.empty_like(t) for t in (q, k, v)]
     runs: dict[str, Callable[..., None]] = {
         "one block": functools.partial(fused_backward, tile=row),
-        "persistent": functools.partial(fused_backward, tile=persistent(row)),
-        "converting": functools.partial(fused_backward, tile=persistent(row, converts=True)),
+        "persistent": functools.partial(fused_backward, tile=persistent),
+        "converting": functools.partial(fused_backward, tile=dataclasses.replace(persistent, converts=True)),
     }
     if workload.seqlen_q <= MOST_BESIDE:
         runs |= dict(zip(OTHERS, (hopper_backward, attention_backward), strict=True))

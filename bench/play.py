@@ -161,18 +161,17 @@ def emulate(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     """Prints the emulator's verdict."""
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # the emulator multiplies small tiles, which threads only slow down
     os.environ["TRITON_INTERPRET"] = "1"
-    from flexattn import emulator
     from flexattn.bench import emulated
 
     if bool(args.kernel) == bool(args.emulate):
         parser.error("--emulate takes a kernel's name before it, or FILE.py:RUN after it")
     try:
         if args.emulate:
-            verdict = emulator.judge_by_name(args.emulate, range(args.seeds))
+            verdict = emulated.the_emulator().judge_by_name(args.emulate, range(args.seeds))
         else:
             [workload] = select(args.shape)
             verdict = emulated.judge(args.kernel, workload, range(args.seeds))
-    except ValueError as e:
+    except (ImportError, ValueError) as e:
         parser.error(str(e))
     print(verdict)
     return PASSED if verdict.is_clean else WRONG

@@ -1,7 +1,11 @@
-"""Rows that a result file supports: tiles for `kernels_triton/common/tiles.py`, preferences for `dispatch/heuristics.py`."""
+"""Rows that a result file supports: tiles for `kernels_triton/common/tiles.py`, and rules for backends in `crossovers.py`.
+
+Rules among kernel families are written by hand: a record names an implementation, and "flexattn triton" may be any family.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,6 +17,7 @@ from flexattn.bench.tables import geometric_mean, is_ours
 from flexattn.bench.tiles import parse_tile, tile_name
 
 if TYPE_CHECKING:
+    from flexattn.kernels_triton.common.crossovers import Rule
     from flexattn.kernels_triton.common.tiles import Row
     from flexattn.kernels_triton.runtime.launch import Tile
 
@@ -88,7 +93,7 @@ def swept(record: Record) -> list[Swept]:
 
 
 def tile_rows(name: str, record: Record) -> list[str]:
-    """A line for each kernel and width that was swept: the row of `configs.py`, and what speaks for each of its tiles."""
+    """A line for each kernel and width that was swept: the row of `tiles.py`, and what speaks for each of its tiles."""
     from flexattn.kernels_triton.common.tiles import DKDV, DQ, FORWARD
 
     tables = {"forward": FORWARD, "dq": DQ, "dkdv": DKDV}
@@ -122,35 +127,20 @@ def contradictions(name: str, record: Record) -> list[str]:
     return [f"{name}: {found.kernel} {found.head_dims} {found.why}" for found in swept(record) if found.best != found.committed]
 
 
-class Faster(NamedTuple):
-    """cuDNN faster than Triton, as a row `Measured(...)` of `dispatch/heuristics.py` says it: its fields, in its order."""
-
-    backend: str
-    direction: str
-    capability: tuple[int, int]
-    dtypes: tuple[str, ...]
-    head_dims: tuple[int, int]  # (d_qk, d_v)
-    mask: str  # "full", "causal" or "window"
-    layout: str  # "dense", "decode" or "packed"
-    lengths: tuple[int, int]  # the smallest and the largest length class (the power of two that is at least the length)
-    factor: float  # Triton's time over cuDNN's, geometric mean
-    source: str
-    kind: str = "plain"  # or "bias", "sink"
-
-    def __str__(self) -> str:
-        return f"Measured({', '.join(map(_quoted, self if self.kind != 'plain' else self[:-1]))}),"
+def _rule_code(rule: Rule) -> str:
+    given = {field.name: getattr(rule, field.name) for field in dataclasses.fields(rule)}
+    columns = (f"{name}={value!r}" for name, value in given.items() if value not in ("", (), None))
+    return f"Rule({', '.join(columns)}),".replace("'", '"')
 
 
-def _quoted(value: object) -> str:
-    return repr(value).replace("'", '"')
-
-
-def faster_rows(name: str, record: Record) -> list[Faster]:
-    """Returns the calls for which cuDNN is preferred: one row for each kind of plain call and run of neighbouring length classes.
+def faster_rows(name: str, record: Record) -> list[Rule]:
+    """Returns the calls for which cuDNN is preferred: one rule for each kind of plain call and run of neighbouring length classes.
 
     That is where it was faster by more than TIE in a cell, and loses less in its worst cell of the class than Triton in its own.
     Triton comes first by default, so a class of which neither is so, or that was not measured, has no row.
     """
+    from flexattn.kernels_triton.common.crossovers import Rule
+
     ratios: dict[tuple[str, str, tuple[int, int], str, str, str], dict[int, list[float]]] = {}
     for workload, direction in record.cells():
         w, rows = record.workloads[workload], record.of(workload, direction)
@@ -160,7 +150,7 @@ def faster_rows(name: str, record: Record) -> list[Faster]:
             continue
         if w.seqlen_q not in (1, w.seqlen_kv):  # a row has one length
             continue
-        mask = "window" if w.window_size != (-1, -1) else "causal" if w.is_causal else "full"
+        mask = "windowed" if w.window_size != (-1, -1) else "causal" if w.is_causal else "open"
         layout = "packed" if w.is_ragged else "decode" if w.seqlen_q == 1 else "dense"
         key = direction, w.dtype, (w.head_dim_qk, w.head_dim_v), mask, layout, kind
         ratios.setdefault(key, {}).setdefault(1 << (w.seqlen_kv - 1).bit_length(), []).append(triton / cudnn)
@@ -176,8 +166,21 @@ def faster_rows(name: str, record: Record) -> list[Faster]:
                 runs.append([])
         for run in filter(None, runs):
             factor = round(geometric_mean(ratio for length in run for ratio in of_class[length]), 2)
-            what = direction, (major, minor), (dtype,), head_dims, mask, layout
-            found.append(Faster("cudnn", *what, (run[0], run[-1]), factor, name, kind))
+            rule = Rule(
+                use="cudnn",
+                direction=direction,
+                capability=10 * major + minor,
+                dtype=dtype,
+                head_dim_qk=head_dims[0],
+                head_dim_v=head_dims[1],
+                mask=mask,
+                layout=layout,
+                kind=kind,
+                tokens=(run[0], run[-1]),
+                gain=factor,
+                source=name,
+            )
+            found.append(rule)
     return found
 
 
@@ -186,7 +189,7 @@ def emit(records: Mapping[str, Record]) -> str:
     tiles: list[str] = []
     preferences: list[str] = []
     for name, record in records.items():
-        of_tiles, of_backends = tile_rows(name, record), [str(row) for row in faster_rows(name, record)]
+        of_tiles, of_backends = tile_rows(name, record), [_rule_code(rule) for rule in faster_rows(name, record)]
         if not of_tiles and not of_backends:
             ours = [n for n in record.implementations() if is_ours(n)]
             raise ValueError(
@@ -196,4 +199,4 @@ def emit(records: Mapping[str, Record]) -> str:
         tiles += of_tiles
         preferences += of_backends
     text = ["kernels_triton/common/tiles.py:", *tiles] if tiles else []
-    return "\n".join([*text, *(["dispatch/heuristics.py:", *preferences] if preferences else [])])
+    return "\n".join([*text, *(["kernels_triton/common/crossovers.py:", *preferences] if preferences else [])])

@@ -110,7 +110,9 @@ class _Part(NamedTuple):
         why, *others = reasons(self.spec, self.direction, self.decision, failures)
         kernels, lines = self.kernels, [why, *self.notes(is_built)]
         if kernels is not None:
-            lines += [f"{kernels.family.name}: {kernels.why}", *_rejected(kernels), f"tile: {kernels.blocks}", *_splits(kernels)]
+            rule = f"; rule: {kernels.rule}" if kernels.rule is not None else ""
+            lines += [f"{kernels.family.name}: {kernels.why}{rule}", *_rejected(kernels), f"tile: {kernels.blocks}"]
+            lines += _splits(kernels)
         return lines + others
 
     def notes(self, is_built: bool) -> list[str]:

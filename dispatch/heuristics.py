@@ -1,16 +1,24 @@
-"""The backend that "auto" prefers if several can run a call: an order for each kind of device, and measured exceptions."""
+"""The backend that "auto" prefers if several can run a call: an order for each kind of device, and the exceptions that the rules of
+`kernels_triton/common/crossovers.py` name.
+
+A rule for a backend applies only to its kind: plain attention, attention with a bias of [1, h, sq, skv] without a gradient, or with
+a learnable sink. Specs with ALiBi, softcap, dropout, mods, max_logit or deterministic keep the default order.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from flexattn.dispatch.spec import AttentionSpec, Direction
+
+if TYPE_CHECKING:
+    from flexattn.kernels_triton.common.crossovers import Facts
 
 
 class Preference(NamedTuple):
     order: tuple[str, ...]
     why: str
-    source: str | None  # the file in bench/results behind it, or None if no file shows a faster backend.
+    source: str | None  # the file in bench/results behind it, or None if no file shows a faster backend
 
 
 DEFAULTS = {
@@ -28,69 +36,30 @@ DEFAULTS = {
 WITHOUT_CUDNN_IN_FP8 = "auto does not select cuDNN in FP8, because cuDNN returns its results in FP8"
 
 
-class Measured(NamedTuple):
-    """One result: for these specs, `backend` was `factor` times as fast as the first backend in the default order.
-
-    A row applies only to its kind: plain attention, attention with a bias of [1, h, sq, skv] without a gradient, or with a
-    learnable sink. Specs with ALiBi, softcap, dropout, mods, max_logit or deterministic keep the default order. `lengths` are the
-    `length_class`es of queries and keys, which are equal. For a decode, they are the keys' classes.
-    """
-
-    backend: str
-    direction: Direction
-    capability: tuple[int, int]
-    dtypes: tuple[str, ...]  # such as "bfloat16".
-    head_dims: tuple[int, int]  # d_qk and d_v.
-    mask: str  # one of MASKS.
-    layout: str  # one of LAYOUTS.
-    lengths: tuple[int, int]  # the smallest and the largest length class, both included.
-    factor: float
-    source: str  # the file in bench/results.
-    kind: str = "plain"  # one of KINDS.
-
-
-MASKS = ("full", "causal", "window")
 LAYOUTS = ("dense", "decode", "padded", "packed")
 KINDS = ("plain", "bias", "sink")
 
-# The output of `python -m flexattn bench --emit-rows`, with a line for each result. If no row applies to a spec, it keeps the
-# default order, and `explain` says that no benchmark shows another backend to be faster.
-MEASURED: tuple[Measured, ...] = (
-    Measured(
-        "cudnn",
-        "forward",
-        (9, 0),
-        ("bfloat16",),
-        (128, 128),
-        "causal",
-        "dense",
-        (4096, 4096),
-        1.21,
-        "standard_forward_h200.json",
-        "bias",
-    ),
-)
-
 
 def mask_of(spec: AttentionSpec) -> str:
-    """Returns the mask of MEASURED, on any diagonal: "causal" if the left side is open, "window" for any other band."""
+    """Returns the mask, on any diagonal: "causal" if the left side is open, "windowed" for any other band, "open" for none."""
     left, right, _ = spec.band
     if left is None and right is None:
-        return "full"
-    return "causal" if left is None and right == 0 else "window"
+        return "open"
+    return "causal" if left is None and right == 0 else "windowed"
 
 
-def layout_of(spec: AttentionSpec) -> str:
-    """Returns "packed" for thd, "padded" if a dense format has lengths, "decode" for one query each, else "dense"."""
-    if "thd" in (spec.q_format, spec.kv_format):
-        return "packed"
-    if spec.padding:
-        return "padded"
-    return "decode" if spec.length_q == 1 else "dense"
+def layout_of(spec: AttentionSpec) -> str | None:
+    """Returns the layout from LAYOUTS; None if queries and keys are of different lengths, except for a decode."""
+    is_packed = "thd" in (spec.q_format, spec.kv_format)
+    if spec.length_q == 1 and not is_packed and not spec.padding:
+        return "decode"
+    if spec.length_q != spec.length_kv:
+        return None
+    return "packed" if is_packed else "padded" if spec.padding else "dense"
 
 
 def kind_of(spec: AttentionSpec) -> str | None:
-    """Returns a spec's kind from KINDS, or None if no row of MEASURED can apply to it."""
+    """Returns a spec's kind from KINDS, or None if no rule can apply to it."""
     features = (spec.softcap, spec.dropout, spec.return_max_logit, spec.deterministic, spec.needs_lse_grad, spec.needs_bias_grad)
     if any(features) or spec.mods is not None or spec.block_size is not None:
         return None
@@ -100,31 +69,34 @@ def kind_of(spec: AttentionSpec) -> str | None:
     return "bias" if is_bias and spec.softmax_type == "vanilla" else None
 
 
-def applies(row: Measured, spec: AttentionSpec, direction: Direction) -> bool:
-    """Returns whether a row applies to `spec`."""
-    smallest, largest = row.lengths
-    return (
-        row.direction == direction
-        and row.capability == spec.capability
-        and str(spec.dtype).removeprefix("torch.") in row.dtypes
-        and row.head_dims == (spec.head_dim_qk, spec.head_dim_v)
-        and row.mask == mask_of(spec)
-        and row.layout == layout_of(spec)
-        and (row.layout == "decode" or spec.length_q == spec.length_kv)
-        and smallest <= spec.length_kv <= largest
-        and row.kind == kind_of(spec)
-    )
+def facts_of(spec: AttentionSpec, direction: Direction) -> Facts:
+    """Returns the columns of a spec in the rules for backends. `tokens` is a `length_class`."""
+    major, minor = spec.capability or (0, 0)
+    return {
+        "direction": direction,
+        "capability": 10 * major + minor,
+        "dtype": str(spec.dtype).removeprefix("torch."),
+        "head_dim_qk": spec.head_dim_qk,
+        "head_dim_v": spec.head_dim_v,
+        "mask": mask_of(spec),
+        "layout": layout_of(spec),
+        "tokens": spec.length_kv,
+        "kind": kind_of(spec),
+    }
 
 
 def preference(spec: AttentionSpec, direction: Direction) -> Preference:
-    """Returns the order of backends for a spec: that of the first row of MEASURED that applies, else the default."""
-    default = DEFAULTS.get(spec.device_type, DEFAULTS["cuda"])
-    row = next((row for row in MEASURED if applies(row, spec, direction)), None)
-    if row is None and spec.fp8 is not None:
+    """Returns the order of backends for a spec: a backend with a rule for it first, otherwise the default."""
+    from flexattn.kernels_triton.common.crossovers import deciding
+
+    default, facts = DEFAULTS.get(spec.device_type, DEFAULTS["cuda"]), facts_of(spec, direction)
+    rules = ((backend, deciding(backend, facts)) for backend in default.order)
+    backend, rule = next(((backend, rule) for backend, rule in rules if rule is not None), (None, None))
+    if backend is None or rule is None:
+        if spec.fp8 is None:
+            return default
         order = tuple(name for name in default.order if name != "cudnn")
         return Preference(order, f"{default.why}; {WITHOUT_CUDNN_IN_FP8}", default.source)
-    if row is None:
-        return default
-    order = (row.backend, *(name for name in default.order if name != row.backend))
-    first = next(name for name in default.order if name != row.backend)
-    return Preference(order, f"{row.backend} was measured {row.factor:.2f} times as fast as {first} for such a call", row.source)
+    first, *others = (name for name in default.order if name != backend)
+    why = f"{backend} was measured {rule.gain:.2f} times as fast as {first} for such a call"
+    return Preference((backend, first, *others), why, ", ".join(rule.files))

@@ -1,8 +1,8 @@
 """The kernel families as values, and the choice among them for one call.
 
-A family is a set of kernels that run one direction of a call. It states whether it can run a call (`unsupported`) and whether it is
-faster than others (`slower`), its tile, and how it is launched. `choose` tries the families for the call's operands in order, and
-launches nothing.
+A family is a set of kernels that run one direction of a call. It states whether it can run a call (`unsupported`), its tile, and
+how it is launched. `common/crossovers.py` says whether it is faster than the families after it. `choose` tries the families for the
+call's operands in order, and launches nothing.
 """
 
 from __future__ import annotations
@@ -12,9 +12,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
+from flexattn.kernels_triton.common import crossovers
+from flexattn.kernels_triton.common.crossovers import Facts, Rule
+from flexattn.kernels_triton.common.facts import facts_of
 from flexattn.kernels_triton.common.problem import Backward, Forward, Problem
 from flexattn.kernels_triton.common.split_kv import Splits, splits_of
-from flexattn.kernels_triton.common.tiles import DKDV, DQ, FORWARD, ONE_GRID, cdiv
+from flexattn.kernels_triton.common.tiles import DKDV, DQ, FORWARD, ONE_GRID
 from flexattn.kernels_triton.portable import forward as portable_forward
 from flexattn.kernels_triton.runtime.launch import Tile, capability_of, has_large_l2, num_processors, pretended_device
 
@@ -46,11 +49,12 @@ class Family(Generic[Call]):
     name: str
     direction: Literal["forward", "backward"]
     unsupported: Callable[[Call], str | None]  # the reason if they cannot run a call; None: they can
-    slower: Callable[[Call], str | None]  # the reason if later families were measured to be faster; None: they were not
     tile: Callable[[Call], Any]  # the committed tile
     blocks: Callable[[Any], str]  # queries and keys of a program's iteration, for a tile
     run: Callable[[Call, Any], None]  # launches them with a tile
     splits: Callable[[Call, Any], Splits] | None = None  # number of KV splits for few queries; None: always one
+    facts: Callable[[Call], Facts] = lambda call: facts_of(call.problem)  # the columns of a call in `crossovers`
+    rules: str = ""  # `use` of the rules in `crossovers`, if it is not the name
     capability: int | None = None  # compute capability that they are written for, such as 90; None: any
     has_run: bool = True  # on a GPU; if False, they run only on request
 
@@ -70,6 +74,7 @@ class Choice(NamedTuple):
     tile: Any
     why: str
     rejected: tuple[tuple[str, str], ...]  # (name, reason) of each family that was tried before it
+    rule: Rule | None = None  # the measurement behind it
     splits: Splits | None = None  # for an explanation of the choice
 
     @property
@@ -84,12 +89,13 @@ def choose(call: Call, policy: Policy) -> Choice:
     for family in order[:-1]:
         reason = policy.portable_only or _wrong_device(family, call.problem, policy)
         reason = reason or _beside_diagonal(call.problem, family.name) or family.unsupported(call)
-        if reason is None and not policy.ignores_measurements:
-            reason = family.slower(call)
+        why, rule = "FLEXATTN_HOPPER=always" if family.has_run else f"FLEXATTN_HOPPER=always; {_NEVER_RAN}", None
+        if reason is None and family.has_run and not policy.ignores_measurements:
+            use, facts = family.rules or family.name, family.facts(call)
+            reason = crossovers.slower(use, facts)
+            why, rule = "the fastest in benchmarks of such calls", crossovers.deciding(use, facts)
         if reason is None:
-            why = "FLEXATTN_HOPPER=always" if policy.ignores_measurements else "the fastest in benchmarks of such calls"
-            why = why if family.has_run else f"FLEXATTN_HOPPER=always; {_NEVER_RAN}"
-            return Choice(family, family.tile(call), why, tuple(rejected))
+            return Choice(family, family.tile(call), why, tuple(rejected), rule)
         rejected.append((family.name, reason))
     portable = order[-1]
     return Choice(portable, portable.tile(call), "the kernels for every GPU and every call", tuple(rejected))
@@ -140,31 +146,16 @@ PORTABLE_FORWARD = Family[Forward](
     name="portable",
     direction="forward",
     unsupported=_never,
-    slower=_never,
     tile=lambda call: call.problem.tile(FORWARD),
-    blocks=lambda tile: _blocks(*tile[:2]),
+    blocks=lambda tile: _blocks(tile.block_m, tile.block_n),
     run=_run_portable_forward,
     splits=_portable_splits,
 )
 
 
 def fits_one_grid(problem: Problem) -> bool:
-    """Returns whether one launch for all gradients was measured to be faster for such a backward.
-
-    The call must be plain, with so few programs that all of them run at once. Then no program waits for a previous kernel, and it
-    costs no other program anything that each computes delta itself. Without a mask, 512 tokens take 1.14 of the time of two
-    launches.
-    """
-    x = problem
-    is_plain = x.q.element_size() == x.k.element_size() == 2 and not (x.is_modified or x.has_lengths or x.dropout_p > 0)
-    is_dense = is_plain and x.group_size == 1 and x.window_left is None
-    longest = max(x.longest_q, x.longest_kv)
-    if not is_dense or max(x.q.shape[-1], x.v.shape[-1]) > 64 or capability_of(x.device) != 90:
-        return False
-    if longest > (256 if x.window_right is None else 512):
-        return False
-    programs = (cdiv(x.longest_q, ONE_GRID.block_m) + cdiv(x.longest_kv, ONE_GRID.block_n)) * x.num_heads * x.batch
-    return 0 < programs <= 2 * num_processors(x.device)
+    """Returns whether one launch for all gradients was measured to be faster for such a backward."""
+    return crossovers.fastest_tile("portable", facts_of(problem)) == "one_grid"
 
 
 def _run_portable_backward(call: Backward, tile: Any) -> None:
@@ -203,13 +194,18 @@ def _portable_backward_tiles(call: Backward) -> tuple[Tile, Tile, bool]:
     return (ONE_GRID, ONE_GRID, True) if fits_one_grid(x) else (x.tile(DQ), x.tile(DKDV), False)
 
 
+def _portable_backward_blocks(tiles: tuple[Tile, Tile, bool]) -> str:
+    dq, dkdv, is_one_grid = tiles
+    text = f"dq {_blocks(dq.block_m, dq.block_n)}, dk and dv {_blocks(dkdv.block_m, dkdv.block_n)}"
+    return f"{text}, in one launch" if is_one_grid else text
+
+
 PORTABLE_BACKWARD = Family[Backward](
     name="portable",
     direction="backward",
     unsupported=_never,
-    slower=_never,
     tile=_portable_backward_tiles,
-    blocks=lambda tile: f"dq {_blocks(*tile[0][:2])}, dk and dv {_blocks(*tile[1][:2])}{', in one launch' if tile[2] else ''}",
+    blocks=_portable_backward_blocks,
     run=_run_portable_backward,
 )
 
@@ -223,11 +219,11 @@ HOPPER_FORWARD = Family[Forward](
     name="sm_90",
     direction="forward",
     unsupported=lambda call: _hopper("conditions").forward_unsupported(call.problem, call.out),
-    slower=lambda call: _hopper("conditions").forward_slower(call.problem),
     tile=lambda call: _hopper("conditions").forward_tile(call.problem),
     blocks=lambda tile: _blocks(tile.block_m, tile.block_n),
     run=lambda call, tile: _hopper("forward").hopper_forward(call.problem, call.out, call.lse, call.max_logit, tile),
     splits=lambda call, tile: _gluon_splits(_hopper("forward"), call, tile),
+    facts=lambda call: _hopper("conditions").forward_facts(call.problem),
     capability=90,
 )
 
@@ -236,7 +232,6 @@ HOPPER_WIDE_FORWARD = Family[Forward](
     name="sm_90 wide",
     direction="forward",
     unsupported=lambda call: _hopper("conditions").wide_unsupported(call.problem, call.out, call.max_logit is not None),
-    slower=lambda call: _hopper("conditions").wide_slower(call.problem),
     tile=lambda call: _hopper("conditions").wide_tile(call.problem),
     blocks=lambda tile: _blocks(tile.block_m, tile.block_n),
     run=lambda call, tile: _hopper("wide_forward").wide_forward(call.problem, call.out, call.lse, tile),
@@ -262,7 +257,6 @@ HOPPER_FP8_CACHE = Family[Forward](
     name="sm_90 FP8 cache",
     direction="forward",
     unsupported=_unsupported_by_fp8_cache,
-    slower=lambda call: _hopper("fp8_cache").slower(call.problem),
     tile=lambda call: _hopper("fp8_cache").tile_of(call.problem),
     blocks=lambda tile: _blocks(tile.block_m, tile.block_n),
     run=lambda call, tile: _hopper("fp8_cache").fp8_cache_forward(call.problem, call.out, call.lse, tile),
@@ -289,7 +283,6 @@ HOPPER_FP8_FORWARD = Family[Forward](
     unsupported=lambda call: (
         _unsupported_out(call) or _hopper("fp8_forward").unsupported(call.problem, call.out, call.max_logit is not None)
     ),
-    slower=lambda call: _hopper("fp8_forward").slower(call.problem),
     tile=lambda call: _hopper("fp8_forward").tile_of(call.problem),
     blocks=lambda tile: _blocks(tile.block_m, tile.block_n),
     run=_run_fp8_forward,
@@ -301,7 +294,6 @@ BLACKWELL_FORWARD = Family[Forward](
     name="sm_100",
     direction="forward",
     unsupported=lambda call: _unsupported_out(call) or _blackwell("conditions").forward_unsupported(call.problem, call.out),
-    slower=_never,  # not measured
     tile=lambda call: _blackwell("conditions").forward_tile(call.problem),
     blocks=lambda tile: _blocks(tile.block_m, tile.block_n),
     run=lambda call, tile: _blackwell("forward").blackwell_forward(call.problem, call.out, call.lse, call.max_logit, tile),
@@ -360,7 +352,6 @@ HOPPER_FUSED = Family[Backward](
         or _hopper("conditions").fused_unsupported(call.problem, call.out, call.dout)
         or _unsupported_gradients(call)
     ),
-    slower=lambda call: _hopper("conditions").fused_slower(call.problem),
     tile=lambda call: _hopper("conditions").fused_tile(call.problem),
     blocks=_blocks_of_fused,
     run=lambda call, tile: _run_backward(_hopper("backward_fused").fused_backward, call, tile),
@@ -375,7 +366,6 @@ HOPPER_FUSED_192 = Family[Backward](
         or _hopper("conditions").fused_192_unsupported(call.problem, call.out, call.dout)
         or _unsupported_gradients(call)
     ),
-    slower=lambda call: _hopper("conditions").fused_192_slower(call.problem),
     tile=lambda call: _hopper("conditions").HOPPER_FUSED_192,
     blocks=_blocks_of_fused,
     run=lambda call, tile: _run_backward(_hopper("backward_fused_192").fused_192_backward, call, tile),
@@ -391,7 +381,6 @@ BLACKWELL_FUSED = Family[Backward](
         or _blackwell("conditions").backward_unsupported(call.problem, call.out, call.dout)
         or _unsupported_gradients(call)
     ),
-    slower=_never,
     tile=lambda call: _blackwell("conditions").backward_tile(call.problem),
     blocks=lambda tile: _blocks(tile.block_m, tile.block_n),
     run=lambda call, tile: _run_backward(_blackwell("backward").blackwell_backward, call, tile),
@@ -405,7 +394,6 @@ HOPPER_TWO_KERNELS = Family[Backward](
     unsupported=lambda call: (
         _hopper("conditions").backward_unsupported(call.problem, call.out, call.dout) or _unsupported_gradients(call)
     ),
-    slower=lambda call: _hopper("conditions").backward_slower(call.problem),
     tile=lambda call: _hopper("conditions").backward_tile(call.problem),
     blocks=_blocks_of_two_kernels,
     run=lambda call, tile: _run_backward(_hopper("backward").hopper_backward, _with_key_lists(call), tile),
@@ -421,10 +409,10 @@ HOPPER_FP8_FUSED = Family[Backward](
         or _hopper("fp8_backward_fused").unsupported(call.problem, call.out, call.dout)
         or _unsupported_gradients(call)
     ),
-    slower=lambda call: _hopper("fp8_backward_fused").slower(call.problem),
     tile=lambda call: _hopper("fp8_backward_fused").tile_of(call.problem),
     blocks=_blocks_of_fused,
     run=lambda call, tile: _run_backward(_hopper("fp8_backward_fused").fp8_fused_backward, call, tile),
+    rules="sm_90 fused",  # faster if the 16-bit kernel is, because that one needs a dequantisation first
     capability=90,
 )
 
@@ -436,10 +424,11 @@ HOPPER_FP8_TWO_KERNELS = Family[Backward](
         or _hopper("fp8_backward").unsupported(call.problem, call.out, call.dout)
         or _unsupported_gradients(call)
     ),
-    slower=lambda call: _hopper("fp8_backward").slower(call.problem),
     tile=lambda call: _hopper("fp8_backward").tile_of(call.problem),
     blocks=_blocks_of_two_kernels,
     run=lambda call, tile: _run_backward(_hopper("fp8_backward").fp8_backward, _with_key_lists(call), tile),
+    # Faster than the 16-bit kernels, even without the time for a dequantisation (bench/results/fp8_kernels_h200.json)
+    rules="sm_90 two-kernel",
     capability=90,
 )
 
@@ -464,8 +453,9 @@ def _dequantized(family: Family[Backward]) -> Family[Backward]:
         family,
         name=f"{family.name}, dequantized",
         unsupported=lambda call: _unsupported_in_fp8(call) or evaluate(family.unsupported, call),
-        slower=lambda call: evaluate(family.slower, call),
         tile=lambda call: evaluate(family.tile, call),
+        facts=lambda call: evaluate(family.facts, call),
+        rules=family.rules or family.name,
         run=run,
     )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from flexattn.kernels_triton.common.problem import Problem
@@ -43,7 +45,11 @@ def forward_unsupported(problem: Problem, out: Tensor) -> str | None:
     if x.q.shape[-1] > widest.head_dim_qk or x.v.shape[-1] > widest.head_dim_v:
         return f"it takes head dims up to {widest.head_dim_qk} of q and k, and up to {widest.head_dim_v} of v"
     tile = forward_tile(x)
-    return unsupported_operands(x, out) or unsupported_block_mask(x, tile[2:4]) or unsupported_pages(x, tile.block_n)
+    return (
+        unsupported_operands(x, out)
+        or unsupported_block_mask(x, (tile.block_m, tile.block_n))
+        or unsupported_pages(x, tile.block_n)
+    )
 
 
 def backward_tile(problem: Problem) -> BlackwellBackwardTile:
@@ -51,7 +57,7 @@ def backward_tile(problem: Problem) -> BlackwellBackwardTile:
     x = problem
     width = max(x.q.shape[-1], x.v.shape[-1])
     tile = next(tile for tile in BLACKWELL_BACKWARD if width <= tile.head_dim)
-    return tile._replace(columns=tile.columns // 2) if x.is_modified else tile
+    return replace(tile, columns=tile.columns // 2) if x.is_modified else tile
 
 
 def backward_unsupported(problem: Problem, out: Tensor, dout: Tensor) -> str | None:

@@ -28,7 +28,7 @@ from flexattn.kernels_triton.common.arguments import (
 from flexattn.kernels_triton.common.tiles import (
     FORWARD,
     LATENT,
-    NEVER,
+    SHORT,
     SPLIT_MOST,
     SPLIT_PIECE,
     Table,
@@ -389,7 +389,7 @@ class Problem:
             is_whole=not (self._parts(self.q)[1] or self._parts(self.v)[1]),
             is_loaded=self.is_loaded,
             is_open=self.window_left is None and self.window_right is None and not self.is_batch_invariant,
-            length=NEVER if self.is_batch_invariant else max(self.longest_q, self.longest_kv),
+            length=SHORT + 1 if self.is_batch_invariant else max(self.longest_q, self.longest_kv),
         )
         if self.has_block_scales:
             tile = _cut(tile, self.scale_rows, self.scale_rows)

@@ -17,13 +17,15 @@ from torch import Tensor
 from flexattn.kernels_triton.common.addressing import row_pointer, row_steps
 from flexattn.kernels_triton.common.arguments import Lengths, Pointer, Rows
 from flexattn.kernels_triton.common.band import VisibleRange
+from flexattn.kernels_triton.common.crossovers import Facts, deciding, slower
 from flexattn.kernels_triton.common.exponents import LN2, LOG2E
+from flexattn.kernels_triton.common.facts import key_bytes
 from flexattn.kernels_triton.common.launch_order import overlaps, wait_for_previous
 from flexattn.kernels_triton.common.padding import load_padding, store_zeros
 from flexattn.kernels_triton.common.problem import Problem, rows
 from flexattn.kernels_triton.common.sequences import load_sequence
 from flexattn.kernels_triton.common.tile_schedule import zero_padding
-from flexattn.kernels_triton.common.tiles import HOPPER_BYTES, PLAN_QUERIES, SPLIT_FROM, SPLIT_KEYS, SPLIT_MOST, SPLIT_QUERIES, cdiv
+from flexattn.kernels_triton.common.tiles import SPLIT_KEYS, SPLIT_MOST, cdiv
 from flexattn.kernels_triton.runtime.entry import WidePointer
 from flexattn.kernels_triton.runtime.launch import Tile, kernel, launch
 
@@ -49,21 +51,29 @@ def number_of_splits(problem: Problem, tiles: int, programs: int) -> int:
     """
     if problem.is_batch_invariant:  # at least two, because a single part would be rounded differently
         return max(2, cdiv(problem.longest_kv, problem.piece))
-    keys = most_keys(problem)
-    if problem.longest_q > SPLIT_QUERIES or keys < SPLIT_FROM or problem.q.shape[-3] == 0:
+    if _unsplit(problem) is not None:
         return 1
     if _is_split_by_lengths(problem):
         return BY_LENGTHS
-    return max(1, min(programs // tiles, keys // SPLIT_KEYS, SPLIT_MOST))
+    return max(1, min(programs // tiles, most_keys(problem) // SPLIT_KEYS, SPLIT_MOST))
+
+
+def _unsplit(problem: Problem) -> str | None:
+    """Returns the reason if one program for each tile is faster or there are no queries, otherwise None."""
+    return "there are no queries" if problem.q.shape[-3] == 0 else slower("split keys", _split_facts(problem))
+
+
+def _split_facts(problem: Problem) -> Facts:
+    """Returns the columns of the rules for splits."""
+    return {"queries": problem.longest_q, "keys": most_keys(problem), "bytes": key_bytes(problem)}
 
 
 def _is_split_by_lengths(problem: Problem) -> bool:
-    # A plan costs a launch. It pays off for few queries with many keys in sequences of several lengths.
     x = problem
     has_lengths = x.batch > 1 and (x.cu_seqlens_kv is not None or x.seqused_kv is not None)
-    if not has_lengths or x.block_mask is not None or x.longest_q > PLAN_QUERIES:
+    if not has_lengths or x.block_mask is not None:
         return False
-    return x.num_keys * x.num_heads_kv * (x.k.shape[-1] + x.v.shape[-1]) * x.k.element_size() >= HOPPER_BYTES
+    return slower("split plan", _split_facts(x)) is None
 
 
 def splits_of(problem: Problem, tiles: int, programs: int) -> Splits:
@@ -71,12 +81,10 @@ def splits_of(problem: Problem, tiles: int, programs: int) -> Splits:
     count, keys = number_of_splits(problem, tiles, programs), most_keys(problem)
     if problem.is_batch_invariant:
         return Splits(count, f"pieces of {problem.piece} keys, as in any batch")
-    if problem.longest_q > SPLIT_QUERIES:
+    if deciding("split keys", _split_facts(problem)) is None:
         return Splits(count, "")
-    if problem.q.shape[-3] == 0:
-        return Splits(count, "there are no queries")
-    if keys < SPLIT_FROM:
-        return Splits(count, f"SPLIT_FROM is {SPLIT_FROM}, and a tile sees at most {keys} keys")
+    if (reason := _unsplit(problem)) is not None:
+        return Splits(count, reason)
     if count == BY_LENGTHS:
         return Splits(count, f"{programs} programs evenly share the work of {tiles} tiles with up to {keys} keys each")
     return Splits(count, f"{tiles} tiles of up to {keys} keys, on a device with room for {programs} programs")

@@ -7,8 +7,8 @@ computes dq and one dk and dv, each bitwise repeatable, for head dims up to 256.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -56,7 +56,6 @@ from flexattn.kernels_triton.gluon.pairs import (
 from flexattn.kernels_triton.gluon.pipeline import allocate_barriers, wait_empty
 from flexattn.kernels_triton.gluon.query_walk import first_queries, next_queries
 from flexattn.kernels_triton.hopper.backward_launch import Stages, backward_meta, shared_arguments
-from flexattn.kernels_triton.hopper.conditions import backward_slower
 from flexattn.kernels_triton.hopper.dkdv_consumer import (
     DkdvConsumerBarriers,
     DkdvOperands,
@@ -89,17 +88,18 @@ from flexattn.kernels_triton.hopper.fp8_backward_operands import (
 from flexattn.kernels_triton.runtime.launch import Tile, hopper_kernel, launch
 
 
-class Fp8BackwardTile(NamedTuple):
-    """A row for the FP8 two-kernel backward on sm_90, like `HopperBackwardTile`; no other row was timed."""
+@dataclass(frozen=True, kw_only=True)
+class Fp8BackwardTile:
+    """A tile of the FP8 two-kernel backward on sm_90, like `HopperBackwardTile`; no other tile was timed."""
 
     head_dim_qk: int
     head_dim_v: int
     block_n: int  # keys of an iteration of dq
-    dq_stages: tuple[int, int]  # in shared memory: of k and v in FP8, and of k in 16 bits
+    dq_stages: tuple[int, int] = (2, 2)  # in shared memory: of k and v in FP8, and of k in 16 bits
     block_m: int  # queries of an iteration of dk and dv
     # Stages of q and dout in FP8, then of dout and of q in 16 bits; the last two differ only if columns are split.
-    dkdv_stages: tuple[int, int, int]
-    splits_columns: bool  # the warpgroups split columns of dk and dv: a program has 64 keys instead of 128
+    dkdv_stages: tuple[int, int, int] = (2, 2, 2)
+    splits_columns: bool = False  # the warpgroups split columns of dk and dv: a program has 64 keys instead of 128
 
     @property
     def keys(self) -> int:
@@ -109,13 +109,13 @@ class Fp8BackwardTile(NamedTuple):
 
 # With 128 keys, or at head dim 128 with 64 queries, modified scores would lack registers, and a block mask may have smaller blocks.
 FP8_BACKWARD = (
-    Fp8BackwardTile(64, 64, 128, (2, 2), 64, (2, 2, 2), False),
-    Fp8BackwardTile(64, 64, 64, (2, 2), 64, (2, 2, 2), False),
-    Fp8BackwardTile(128, 128, 128, (2, 2), 64, (2, 2, 2), False),
-    Fp8BackwardTile(128, 128, 64, (2, 2), 32, (2, 2, 2), False),
-    Fp8BackwardTile(192, 128, 64, (2, 2), 32, (2, 2, 2), False),
+    Fp8BackwardTile(head_dim_qk=64, head_dim_v=64, block_n=128, block_m=64),
+    Fp8BackwardTile(head_dim_qk=64, head_dim_v=64, block_n=64, block_m=64),
+    Fp8BackwardTile(head_dim_qk=128, head_dim_v=128, block_n=128, block_m=64),
+    Fp8BackwardTile(head_dim_qk=128, head_dim_v=128, block_n=64, block_m=32),
+    Fp8BackwardTile(head_dim_qk=192, head_dim_v=128, block_n=64, block_m=32),
     # q in 16 bits has most of an iteration to be loaded, so one stage costs least for it.
-    Fp8BackwardTile(256, 256, 64, (2, 2), 64, (2, 2, 1), True),
+    Fp8BackwardTile(head_dim_qk=256, head_dim_v=256, block_n=64, block_m=64, dkdv_stages=(2, 2, 1), splits_columns=True),
 )
 
 
@@ -445,15 +445,6 @@ def unsupported(problem: Problem, out: Tensor, dout: Tensor) -> str | None:
         return "its accumulators hold head dims up to 256"
     tile = tile_of(x)
     return unsupported_operands(x, out, dout) or backward_unsupported_block_mask(x, tile.block_n, tile.block_m, tile.keys)
-
-
-def slower(problem: Problem) -> str | None:
-    """Returns the reason if other backwards are faster, or None.
-
-    These kernels were measured to be faster than the 16-bit ones, even without the time for a dequantisation
-    (bench/results/fp8_kernels_h200.json). So only reasons against the 16-bit ones count.
-    """
-    return backward_slower(problem)
 
 
 def fp8_backward(call: Backward, tile: Fp8BackwardTile | None = None) -> None:

@@ -8,16 +8,18 @@ both forms, and the 16-bit form equals the dequantised FP8 form.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from flexattn.kernels_triton.common.crossovers import fastest_tile
 from flexattn.kernels_triton.common.exponents import LOG2E
+from flexattn.kernels_triton.common.facts import facts_of
 from flexattn.kernels_triton.common.problem import Backward, Problem
-from flexattn.kernels_triton.common.tiles import NEVER
 from flexattn.kernels_triton.gluon.backward_blocks import Block, find_key_block, key_block, key_block_of_program
 from flexattn.kernels_triton.gluon.block_ranges import query_block
 from flexattn.kernels_triton.gluon.conditions import KEYS, unsupported_block_mask
@@ -30,7 +32,6 @@ from flexattn.kernels_triton.gluon.pairs import Origin, origin_of
 from flexattn.kernels_triton.gluon.pipeline import STAGES, allocate_barriers, allocate_tile_slots, wait_empty, wait_full
 from flexattn.kernels_triton.gluon.query_walk import first_queries, next_queries
 from flexattn.kernels_triton.gluon.tile_scheduler import broadcast_end, broadcast_tile, num_work_tiles
-from flexattn.kernels_triton.hopper.conditions import fused_slower
 from flexattn.kernels_triton.hopper.fp8 import allocate_factors, load_descale, write_factors
 from flexattn.kernels_triton.hopper.fp8_backward_operands import unsupported_operands
 from flexattn.kernels_triton.hopper.fused_consumer import consume_fused
@@ -38,32 +39,31 @@ from flexattn.kernels_triton.hopper.fused_launch import prepare_fused
 from flexattn.kernels_triton.runtime.launch import hopper_kernel, launch, num_processors
 
 
-class Fp8FusedTile(NamedTuple):
-    """A row for the FP8 fused backward on sm_90. It serves head dims up to `head_dim`, of q and k and of v."""
+@dataclass(frozen=True, kw_only=True)
+class Fp8FusedTile:
+    """A tile of the FP8 fused backward on sm_90. It serves head dims up to `head_dim`, of q and k and of v."""
 
     head_dim: int
     queries: int  # queries of an iteration, of a tile of statistics and of a tile of dq
     dq_stages: int  # stages of dq in shared memory
-    is_persistent: bool = False  # for this and the next see `HopperFusedTile`
-    up_to: int = NEVER
+    is_persistent: bool = False  # see `HopperFusedTile`
 
     # The order of an iteration's products, see `HopperFusedTile`
-    dp_first = True
-    is_ahead = True
-    pingpong = True
-    dv_with_dk = False
-    dout_apart = False
-    converts = False
+    dp_first: ClassVar[bool] = True
+    is_ahead: ClassVar[bool] = True
+    pingpong: ClassVar[bool] = True
+    dv_with_dk: ClassVar[bool] = False
+    dout_apart: ClassVar[bool] = False
+    converts: ClassVar[bool] = False
 
 
-# bench/results/fp8_one_pass_orders_h200.json, fp8_passes_h200.json. With 128 queries, modified scores would spill; a block mask may
-# have smaller blocks.
-FP8_FUSED = (
-    Fp8FusedTile(64, 128, 1, is_persistent=True, up_to=4096),
-    Fp8FusedTile(64, 128, 1),
-    Fp8FusedTile(64, 64, 2),
-    Fp8FusedTile(128, 64, 1),
-)
+FP8_FUSED = {
+    "d64_persistent": Fp8FusedTile(head_dim=64, queries=128, dq_stages=1, is_persistent=True),
+    "d64": Fp8FusedTile(head_dim=64, queries=128, dq_stages=1),
+    "d64_modified": Fp8FusedTile(head_dim=64, queries=64, dq_stages=2),
+    "d128": Fp8FusedTile(head_dim=128, queries=64, dq_stages=1),
+}
+"""Tiles by name; `crossovers` selects one for a call."""
 
 
 class Origins(NamedTuple):
@@ -282,13 +282,8 @@ def _attn_bwd_fused_fp8_hopper_kernel(args: FusedArguments, MODS: gl.constexpr, 
 
 
 def tile_of(problem: Problem) -> Fp8FusedTile:
-    """Returns the first of the narrowest rows for head dims up to 128 and a length; it has 64 queries if scores are modified."""
-    x = problem
-    most = 64 if x.is_modified or x.bias is not None or x.block_mask is not None else 128
-    width = max(x.q.shape[-1], x.v.shape[-1])
-    length = max(x.longest_q, x.longest_kv) if x.group_size == 1 else NEVER
-    rows = (tile for tile in FP8_FUSED if width <= tile.head_dim and tile.queries <= most)
-    return next(tile for tile in rows if length <= tile.up_to)
+    """Returns the committed tile, for head dims up to 128."""
+    return FP8_FUSED[fastest_tile("sm_90 FP8 fused", facts_of(problem))]
 
 
 def unsupported(problem: Problem, out: Tensor, dout: Tensor) -> str | None:
@@ -297,14 +292,6 @@ def unsupported(problem: Problem, out: Tensor, dout: Tensor) -> str | None:
     if max(x.q.shape[-1], x.v.shape[-1]) > 128:
         return "its accumulators hold head dims up to 128"
     return unsupported_operands(x, out, dout) or unsupported_block_mask(x, (tile_of(x).queries, KEYS))
-
-
-def slower(problem: Problem) -> str | None:
-    """Returns the reason if other backwards are faster, or None.
-
-    This kernel is faster if the 16-bit fused backward is, because that one needs a dequantisation first.
-    """
-    return fused_slower(problem)
 
 
 def fp8_fused_backward(call: Backward, tile: Fp8FusedTile | None = None) -> None:

@@ -445,13 +445,6 @@ def unsupported(problem: Problem, out: Tensor, has_max_logit: bool) -> str | Non
     return _unaligned("q", x.q) or _unaligned("k", x.k) or _unaligned("v", x.v)
 
 
-def slower(problem: Problem) -> str | None:
-    """Returns why to skip the kernel for the portable one, or None to use it."""
-    room = 2 * _ROWS  # keys are loaded once for each tile of so many rows
-    needed = problem.longest_q * slots_of_heads(problem.group_size)
-    return None if needed <= room else f"the queries of a key head's heads take {needed} rows, and up to {room} it is faster"
-
-
 def _unaligned(name: str, x: Tensor) -> str | None:
     steps = [stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1]
     if x.stride(-1) == 1 and all(step * x.element_size() % 16 == 0 for step in steps) and (x.is_meta or x.data_ptr() % 16 == 0):

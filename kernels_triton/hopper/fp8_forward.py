@@ -7,6 +7,7 @@ product of each key block with v has its own accumulator, and the multiply-add t
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -29,7 +30,7 @@ from flexattn.kernels_triton.common.heads import head_of
 from flexattn.kernels_triton.common.problem import Problem, with_features
 from flexattn.kernels_triton.common.scores import logits
 from flexattn.kernels_triton.common.tile_schedule import zero_padding
-from flexattn.kernels_triton.common.tiles import HOPPER_FLOPS, split_head_dim
+from flexattn.kernels_triton.common.tiles import split_head_dim
 from flexattn.kernels_triton.gluon.block_ranges import blocks_of_consumer, blocks_of_keys, key_block
 from flexattn.kernels_triton.gluon.conditions import unsupported_block_mask
 from flexattn.kernels_triton.gluon.descriptors import FP8_DTYPES, Step, descriptor_error, ragged_descriptor, step_of, store_rows
@@ -80,8 +81,9 @@ _ONE = gl.constexpr(0x38)  # 1 in E4M3
 _COPIES = gl.constexpr(FROM_3_9)  # whether each product gets a copy of its operand in registers (Triton pull request 9514)
 
 
-class Fp8Tile(NamedTuple):
-    """A row for the FP8 forward on sm_90, like `HopperTile`."""
+@dataclass(frozen=True, kw_only=True)
+class Fp8Tile:
+    """A tile of the FP8 forward on sm_90, like `HopperTile`."""
 
     head_dim_qk: int
     head_dim_v: int
@@ -94,21 +96,17 @@ class Fp8Tile(NamedTuple):
 
 
 FP8_FORWARD = (
-    Fp8Tile(64, 64, 192, 128, 3, 2, 160, 1),
-    Fp8Tile(128, 128, 192, 128, 3, 2, 160, 1),
-    Fp8Tile(192, 128, 192, 128, 2, 2, 160, 2),
-    Fp8Tile(256, 256, 128, 128, 2, 1, 240, 2),
+    Fp8Tile(head_dim_qk=64, head_dim_v=64, block_m=192, block_n=128, num_stages=3, q_stages=2, registers=160, parts=1),
+    Fp8Tile(head_dim_qk=128, head_dim_v=128, block_m=192, block_n=128, num_stages=3, q_stages=2, registers=160, parts=1),
+    Fp8Tile(head_dim_qk=192, head_dim_v=128, block_m=192, block_n=128, num_stages=2, q_stages=2, registers=160, parts=2),
+    Fp8Tile(head_dim_qk=256, head_dim_v=256, block_m=128, block_n=128, num_stages=2, q_stages=1, registers=240, parts=2),
 )
-
-
-SHORTEST = 2048
-"""Tokens of the longest sequence from which it was measured (bench/results/fp8_hopper_h200.json, beside bf16)."""
 
 
 def select_fp8_tile(head_dim_qk: int, head_dim_v: int, *, is_modified: bool = False) -> Fp8Tile:
     """Returns the narrowest row for the head dims, at most 256; modified scores need registers."""
     tile = next(tile for tile in FP8_FORWARD if head_dim_qk <= tile.head_dim_qk and head_dim_v <= tile.head_dim_v)
-    return tile._replace(block_m=128, registers=240) if is_modified else tile
+    return replace(tile, block_m=128, registers=240) if is_modified else tile
 
 
 @with_features
@@ -619,20 +617,7 @@ def unsupported(problem: Problem, out: Tensor, return_max_logit: bool = False) -
         scale_error(name, scale, x, h, 1 if name == "q" else tile.block_n)
         for name, scale, h in zip("qkv", scales_of(x)[:3], heads, strict=True)
     ]
-    return next((error for error in errors if error), None) or unsupported_block_mask(x, tile[2:4])
-
-
-def slower(problem: Problem) -> str | None:
-    """Returns why to skip the kernel for the portable one, or None to use it."""
-    x = problem
-    tokens = x.q.numel() // x.q.shape[-1]  # tokens of all heads
-    flops = 2 * tokens * x.longest_kv * (x.q.shape[-1] + x.v.shape[-1]) * (1.0 if x.window_right is None else 0.5)
-    longest = max(x.longest_q, x.longest_kv)
-    if x.is_modified or x.window_left is not None:
-        return "modified scores and windows were not measured"
-    if longest < SHORTEST:
-        return f"it was measured from {SHORTEST} tokens, and the longest sequence has {longest}"
-    return None if flops >= HOPPER_FLOPS else "there is too little work for its large tiles"
+    return next((error for error in errors if error), None) or unsupported_block_mask(x, (tile.block_m, tile.block_n))
 
 
 def tile_of(problem: Problem) -> Fp8Tile:

@@ -309,3 +309,12 @@ def test_the_walk_has_a_wrong_and_a_right_change_and_what_it_changed() -> None:
     assert "Not timed: it is wrong." in wrong
     assert "right: within the budget of the tests" in right
     assert "6 kernels, 1 differ" in in_place
+
+
+def test_without_a_checkout_the_playground_says_where_the_emulator_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "flexattn.emulator", None)
+    with pytest.raises(SystemExit):
+        play.main(["forward", "--emulate", "--shape", "sweep-d64-causal-s512"])
+    assert "flexattn.emulator is not in the wheel. Run pip install" in capsys.readouterr().err

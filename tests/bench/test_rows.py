@@ -10,11 +10,13 @@ import torch
 from flexattn.bench import record, rows
 from flexattn.bench.counts import band_of
 from flexattn.bench.record import Record, Row
-from flexattn.bench.rows import Faster, contradictions, emit, faster_rows, swept, tile_rows
+from flexattn.bench.rows import contradictions, emit, faster_rows, swept, tile_rows
 from flexattn.bench.shapes import WORKLOADS, Workload, sweep
 from flexattn.dispatch import heuristics
 from flexattn.dispatch.spec import AttentionSpec, length_class
+from flexattn.kernels_triton.common import crossovers
 from flexattn.kernels_triton.common import tiles as configs
+from flexattn.kernels_triton.common.crossovers import Rule
 from flexattn.kernels_triton.common.tiles import DKDV, DQ, FORWARD
 from flexattn.kernels_triton.runtime.launch import Tile
 from tests.conftest import ROOT
@@ -89,6 +91,12 @@ def test_only_workloads_where_all_were_measured_count() -> None:
     assert {t: round(us) for t, us in found.times.items()} == {tile: 100, Tile(128, 64, 8, 3): 120}
 
 
+def rule(direction: str, mask: str, tokens: tuple[int, int], gain: float, source: str = "x.json", **more: Any) -> Rule:
+    columns = {"capability": 90, "dtype": "bfloat16", "head_dim_qk": 128, "head_dim_v": 128, "layout": "dense", "kind": "plain"}
+    measured: dict[str, Any] = {"mask": mask, "tokens": tokens, "gain": gain, "source": source}
+    return Rule(use="cudnn", direction=direction, **columns | measured | more)  # type: ignore[arg-type]
+
+
 def both(workload: Workload, triton: float, cudnn: float, direction: str = "forward") -> list[tuple[str, Workload, str, float]]:
     return [("flexattn triton", workload, direction, triton), ("flexattn cudnn", workload, direction, cudnn)]
 
@@ -111,28 +119,28 @@ def test_rows_of_heuristics_where_cudnn_was_faster() -> None:
         *both(WORKLOADS["gpt-oss-full-s8192"], 300.0, 100.0),  # with a sink: a row of its own
         ("flexattn triton", sweep(64, "full", 512), "forward", 5.0),  # the other did not run it
     ]
-    kind = (9, 0), ("bfloat16",), (128, 128)
     assert faster_rows("x.json", recorded(measured)) == [
-        Faster("cudnn", "forward", *kind, "causal", "dense", (2048, 4096), 1.55, "x.json"),
-        Faster("cudnn", "forward", *kind, "causal", "dense", (16384, 16384), 1.2, "x.json"),
-        Faster("cudnn", "forward", *kind, "full", "dense", (8192, 8192), 1.01, "x.json"),
-        Faster("cudnn", "backward", *kind, "causal", "dense", (4096, 4096), 2.0, "x.json"),
-        Faster("cudnn", "forward", *kind, "causal", "packed", (8192, 8192), 1.3, "x.json"),
-        Faster("cudnn", "forward", *kind, "window", "dense", (8192, 8192), 1.1, "x.json"),
-        Faster("cudnn", "forward", (9, 0), ("bfloat16",), (64, 64), "causal", "dense", (8192, 8192), 3.0, "x.json", "sink"),
+        rule("forward", "causal", (2048, 4096), 1.55),
+        rule("forward", "causal", (16384, 16384), 1.2),
+        rule("forward", "open", (8192, 8192), 1.01),
+        rule("backward", "causal", (4096, 4096), 2.0),
+        rule("forward", "causal", (8192, 8192), 1.3, layout="packed"),
+        rule("forward", "windowed", (8192, 8192), 1.1),
+        rule("forward", "causal", (8192, 8192), 3.0, kind="sink", head_dim_qk=64, head_dim_v=64),
     ]
     assert emit({"x.json": recorded(measured)}).splitlines()[:2] == [
-        "dispatch/heuristics.py:",
-        'Measured("cudnn", "forward", (9, 0), ("bfloat16",), (128, 128), "causal", "dense", (2048, 4096), 1.55, "x.json"),',
+        "kernels_triton/common/crossovers.py:",
+        'Rule(use="cudnn", mask="causal", tokens=(2048, 4096), capability=90, direction="forward", dtype="bfloat16", '
+        'head_dim_qk=128, head_dim_v=128, layout="dense", kind="plain", gain=1.55, source="x.json"),',
     ]
 
 
 def test_every_committed_preference_is_its_files() -> None:
-    """Each row of heuristics that cites a file in bench/results is one that the file supports, word for word."""
-    for row in getattr(heuristics, "MEASURED", ()):
-        name = row.source.removeprefix("bench/results/")
-        supported = [tuple(found) for found in faster_rows(name, record.read(RESULTS / name))]
-        assert tuple(row._replace(source=name)) in supported, f"{row} is not what {name} says: {supported}"
+    """Each rule for a backend is one that its file supports, word for word."""
+    for committed in crossovers.RULES["cudnn"]:
+        (name,) = committed.files
+        supported = faster_rows(name, record.read(RESULTS / name))
+        assert committed in supported, f"{committed!r} is not what {name} says: {supported}"
 
 
 def spec_of(w: Workload, direction: str) -> AttentionSpec:
@@ -183,8 +191,8 @@ def test_the_dispatcher_prefers_what_was_fastest() -> None:
 
 
 def test_a_preference_that_its_file_does_not_support_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    planted = Faster("cudnn", "forward", (9, 0), ("bfloat16",), (64, 64), "full", "dense", (512, 512), 9.0, "rates_h200.json")
-    monkeypatch.setattr(heuristics, "MEASURED", (planted,), raising=False)
+    planted = rule("forward", "open", (512, 512), 9.0, "rates_h200.json", head_dim_qk=64, head_dim_v=64)
+    monkeypatch.setitem(crossovers.RULES, "cudnn", (planted,))
     with pytest.raises(AssertionError, match=r"is not what rates_h200\.json says"):
         test_every_committed_preference_is_its_files()
 

@@ -21,15 +21,7 @@ from flexattn.dispatch.spec import AttentionSpec, Operands, as_bshd
 from flexattn.kernels_triton.ahead_of_time.compile_report import SHARED_MEMORY_LIMIT, request_for
 from flexattn.kernels_triton.common import split_kv as splits
 from flexattn.kernels_triton.common.problem import Problem
-from flexattn.kernels_triton.common.tiles import (
-    HOPPER_FORWARD,
-    SPLIT_FROM,
-    SPLIT_KEYS,
-    SPLIT_MOST,
-    SPLIT_QUERIES,
-    HopperTile,
-    select_hopper_tile,
-)
+from flexattn.kernels_triton.common.tiles import HOPPER_FORWARD, SPLIT_KEYS, SPLIT_MOST, HopperTile
 from flexattn.kernels_triton.gluon import forward_launch, forward_rows, forward_work
 from flexattn.kernels_triton.hopper import forward as hopper_forward
 from flexattn.kernels_triton.mods import mask_blocks
@@ -42,6 +34,7 @@ from tests.support.compiled_kernels import compile_sound
 from tests.support.fp8_calls import make_fp8_call
 from tests.support.inject import Fault, assign, copy_with, drop, kernels_with, with_argument
 
+LEAST_KEYS, MOST_QUERIES = 1024, 128  # from the rules for splits
 GPU = torch.cuda.is_available()
 HAS_HOPPER = GPU and capability_of(torch.device("cuda")) == 90
 FAMILIES = ("never", "always") if HAS_HOPPER else ("never",)
@@ -236,7 +229,7 @@ def test_features_emulated(name: str) -> None:
 @without_gpu
 @pytest.mark.parametrize(
     "tile",
-    [HOPPER_FORWARD[0], select_hopper_tile(64, 64, rows=1), HOPPER_FORWARD[6]],
+    [HOPPER_FORWARD["d64_long"], HOPPER_FORWARD["d64_few_rows"], HOPPER_FORWARD["d256"]],
     ids=lambda tile: f"{tile.head_dim_qk}: {tile.block_m}",
 )
 def test_rows_emulated(tile: HopperTile) -> None:
@@ -270,9 +263,9 @@ def problem_of(sq: int, skv: int, heads: int = 32, dim: int = 128, dtype: torch.
         (problem_of(1, 65536), 67, 1),  # 134 would be more than fit
         (problem_of(1, 65536), 1, 128),
         (problem_of(1, 4096), 1, 4096 // SPLIT_KEYS),
-        (problem_of(1, SPLIT_FROM), 8, SPLIT_FROM // SPLIT_KEYS),
-        (problem_of(1, SPLIT_FROM - 1), 8, 1),
-        (problem_of(SPLIT_QUERIES + 1, 65536), 8, 1),
+        (problem_of(1, LEAST_KEYS), 8, LEAST_KEYS // SPLIT_KEYS),
+        (problem_of(1, LEAST_KEYS - 1), 8, 1),
+        (problem_of(MOST_QUERIES + 1, 65536), 8, 1),
         (problem_of(16, 65536, window_right=0), 8, 1),  # on the top left diagonal they see 16 keys
         (problem_of(16, 65536, window_right=0, bottom_right=True), 8, 16),
         (problem_of(1, 65536, window_left=2047, window_right=0, bottom_right=True), 8, 16),
@@ -282,7 +275,7 @@ def test_how_many_splits(problem: Problem, tiles: int, count: int) -> None:
     found = splits.splits_of(problem, tiles, programs=132)
     assert found.count == splits.number_of_splits(problem, tiles, programs=132) == count
     assert found.count <= SPLIT_MOST
-    assert bool(found.why) == (problem.longest_q <= SPLIT_QUERIES)
+    assert bool(found.why) == (problem.longest_q <= MOST_QUERIES)
 
 
 def test_what_is_launched() -> None:

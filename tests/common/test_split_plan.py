@@ -25,7 +25,6 @@ from flexattn.kernels_triton.common import split_plan
 from flexattn.kernels_triton.common.problem import Forward, Problem
 from flexattn.kernels_triton.common.split_kv import BY_LENGTHS, number_of_splits, splits_of
 from flexattn.kernels_triton.common.split_plan import PlannedTile, make_plan
-from flexattn.kernels_triton.common.tiles import PLAN_QUERIES, SPLIT_FROM
 from flexattn.kernels_triton.families import PORTABLE_FORWARD, Policy, choose
 from flexattn.kernels_triton.hopper import forward as hopper_forward
 from flexattn.kernels_triton.portable.forward import attention_forward
@@ -40,6 +39,7 @@ HEADS, HEADS_KV, CAPACITY = 4, 2, 500
 LENGTHS_Q, LENGTHS_KV = (1, 3, 0, 1, 2), (0, 380, 20, 1, 490)  # of which three programs cut two tiles
 SINKS = torch.tensor([-3.0, 0.0, 2.5, float("-inf")])
 
+LEAST_KEYS, MOST_QUERIES = 1024, 16  # from the rules for splits
 Call = tuple[AttentionSpec, Operands]
 
 
@@ -315,15 +315,15 @@ def problem_of(batch: int, capacity: int, queries: int = 1, **more: Any) -> Prob
     ("problem", "is_by_lengths"),
     [
         (problem_of(64, 8192), True),
-        (problem_of(64, 8192, PLAN_QUERIES), True),
-        (problem_of(64, 8192, PLAN_QUERIES + 1), False),
+        (problem_of(64, 8192, MOST_QUERIES), True),
+        (problem_of(64, 8192, MOST_QUERIES + 1), False),
         (problem_of(64, 8192, seqused_kv=None), False),  # all are as long as the cache
         (problem_of(1, 131072), False),  # one number is right for one sequence
-        (problem_of(64, SPLIT_FROM - 1), False),
+        (problem_of(64, LEAST_KEYS - 1), False),
         (problem_of(64, 8192, window_left=99, window_right=0, bottom_right=True), False),  # no tile sees enough
         (problem_of(64, 8192, is_batch_invariant=True), False),
-        (problem_of(2, SPLIT_FROM), True),
-        (dataclasses.replace(problem_of(2, SPLIT_FROM), k=torch.empty(2, SPLIT_FROM, 4, 128, dtype=BF16, device="meta")), False),
+        (problem_of(2, LEAST_KEYS), True),
+        (dataclasses.replace(problem_of(2, LEAST_KEYS), k=torch.empty(2, LEAST_KEYS, 4, 128, dtype=BF16, device="meta")), False),
     ],
 )
 def test_when_it_is_used(problem: Problem, is_by_lengths: bool) -> None:

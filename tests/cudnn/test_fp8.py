@@ -13,7 +13,7 @@ import flexattn
 from flexattn import ops
 from flexattn.dispatch import canary, cudnn_backend
 from flexattn.dispatch.context import attention_backend
-from flexattn.dispatch.heuristics import MEASURED, preference
+from flexattn.dispatch.heuristics import preference
 from flexattn.dispatch.runtime_failures import RuntimeFailure
 from flexattn.dispatch.spec import AttentionSpec, Fp8, Operands, as_bshd, empty_outputs
 from flexattn.integrations.te import Float8CurrentScalingQuantizer, fused_attn_bwd, fused_attn_fwd
@@ -24,6 +24,7 @@ from flexattn.kernels_cudnn.fp8 import Descales, GradientScales, fp8_call
 from flexattn.kernels_cudnn.fp8_rules import RULES, Fp8Call, fp8_error
 from flexattn.kernels_cudnn.plans import PlanNotSupported
 from flexattn.kernels_cudnn.problem import without_data
+from flexattn.kernels_triton.common import crossovers
 from flexattn.testing import (
     GRADIENT_FACTOR,
     check_close,
@@ -354,8 +355,8 @@ def test_auto_leaves_fp8_to_triton_so_that_a_16_bit_gradient_never_comes_to_cudn
     for capability in ((8, 9), (9, 0), (10, 0), (12, 0)):
         for direction in ("forward", "backward"):
             assert "cudnn" not in preference(spec._replace(capability=capability), direction).order
-    assert not [row for row in MEASURED if any("float8" in dtype for dtype in row.dtypes)], (
-        "a row would put cuDNN into auto's order"
+    assert not [rule for rule in crossovers.RULES["cudnn"] if "float8" in str(rule.dtype)], (
+        "a rule would put cuDNN into auto's order"
     )
     out, lse, _ = cudnn_backend.forward(spec, x)
     with pytest.raises(ValueError, match=r"dout is torch.bfloat16, and cuDNN's FP8 backward needs dout in FP8 with a descale"):

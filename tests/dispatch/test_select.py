@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -18,7 +19,7 @@ from flexattn import ops
 from flexattn.dispatch import context, heuristics, options, runtime_failures
 from flexattn.dispatch.context import attention_backend, requested_backend
 from flexattn.dispatch.explain import explain
-from flexattn.dispatch.heuristics import DEFAULTS, Measured
+from flexattn.dispatch.heuristics import DEFAULTS
 from flexattn.dispatch.runtime_failures import RuntimeFailure
 from flexattn.dispatch.select import BackendError, Decision, backend_module, forget_rejections, mark_unsupported, reasons, select
 from flexattn.dispatch.spec import (
@@ -36,7 +37,8 @@ from flexattn.dispatch.spec import (
     Results,
     length_class,
 )
-from tests.conftest import ROOT
+from flexattn.kernels_triton.common import crossovers
+from flexattn.kernels_triton.common.crossovers import Rule
 
 DIRECTIONS: tuple[Direction, Direction] = ("forward", "backward")
 
@@ -185,7 +187,20 @@ def test_every_backend_has_a_place_in_every_order():
 
 
 PLAIN = ON_CUDA._replace(dtype=torch.bfloat16, head_dim_qk=128, head_dim_v=128, length_q=4096, length_kv=4096)
-ROW = Measured("cudnn", "forward", (9, 0), ("bfloat16",), (128, 128), "causal", "dense", (2048, 8192), 1.25, "a_file.json")
+RULE = Rule(
+    use="cudnn",
+    direction="forward",
+    capability=90,
+    dtype="bfloat16",
+    head_dim_qk=128,
+    head_dim_v=128,
+    mask="causal",
+    layout="dense",
+    kind="plain",
+    tokens=(2048, 8192),
+    gain=1.25,
+    source="a_file.json",
+)
 
 
 @pytest.mark.parametrize(
@@ -214,7 +229,7 @@ ROW = Measured("cudnn", "forward", (9, 0), ("bfloat16",), (128, 128), "causal", 
 )
 def test_a_measured_row_holds_for_what_was_measured(monkeypatch, refuse, change, chosen):
     refuse()
-    monkeypatch.setattr(heuristics, "MEASURED", (ROW,))
+    monkeypatch.setitem(crossovers.RULES, "cudnn", (RULE,))
     spec = PLAIN._replace(**change)
     forward = select(spec, "forward", "auto")
     assert forward.backend == chosen
@@ -226,7 +241,7 @@ def test_a_measured_row_holds_for_what_was_measured(monkeypatch, refuse, change,
 
 def test_a_row_for_decoding_is_for_one_query_alone(monkeypatch, refuse):
     refuse()
-    monkeypatch.setattr(heuristics, "MEASURED", (ROW._replace(layout="decode"),))
+    monkeypatch.setitem(crossovers.RULES, "cudnn", (replace(RULE, layout="decode"),))
     assert select(PLAIN._replace(length_q=1), "forward", "auto").backend == "cudnn"
     assert select(PLAIN, "forward", "auto").backend == "triton"
     assert select(PLAIN._replace(length_q=1, length_kv=16384), "forward", "auto").backend == "triton"
@@ -234,7 +249,7 @@ def test_a_row_for_decoding_is_for_one_query_alone(monkeypatch, refuse):
 
 def test_a_row_for_a_sink_is_for_a_learnable_one(monkeypatch, refuse):
     refuse()
-    monkeypatch.setattr(heuristics, "MEASURED", (ROW._replace(kind="sink"),))
+    monkeypatch.setitem(crossovers.RULES, "cudnn", (replace(RULE, kind="sink"),))
     assert select(PLAIN._replace(softmax_type="learnable"), "forward", "auto").backend == "cudnn"
     assert select(PLAIN._replace(softmax_type="off-by-one"), "forward", "auto").backend == "triton"
     assert select(PLAIN, "forward", "auto").backend == "triton"
@@ -242,7 +257,7 @@ def test_a_row_for_a_sink_is_for_a_learnable_one(monkeypatch, refuse):
 
 def test_a_row_for_a_bias_is_for_that_bias_alone(monkeypatch, refuse):
     refuse()
-    monkeypatch.setattr(heuristics, "MEASURED", (ROW._replace(kind="bias"),))
+    monkeypatch.setitem(crossovers.RULES, "cudnn", (replace(RULE, kind="bias"),))
     biased = PLAIN._replace(bias_type="post_scale_bias", bias_dims=(False, True, True, True))
     assert select(biased, "forward", "auto").backend == "cudnn"
     for other in (
@@ -256,20 +271,19 @@ def test_a_row_for_a_bias_is_for_that_bias_alone(monkeypatch, refuse):
 
 def test_a_measured_row_does_not_make_a_backend_able(monkeypatch, refuse):
     refuse("cudnn")
-    monkeypatch.setattr(heuristics, "MEASURED", (ROW,))
+    monkeypatch.setitem(crossovers.RULES, "cudnn", (RULE,))
     decision = select(PLAIN, "forward", "auto")
     assert (decision.backend, decision.rejected) == ("triton", (("cudnn", "cudnn lacks wings; give it wings"),))
 
 
-def test_every_measured_row_has_its_result_file_and_can_apply():
-    for row in heuristics.MEASURED:
-        assert (ROOT / "bench" / "results" / row.source).exists(), row
-        assert row.backend in BACKENDS
-        assert row.mask in heuristics.MASKS
-        assert row.layout in heuristics.LAYOUTS
-        assert row.kind in heuristics.KINDS
-        assert all(length_class(length) == length for length in row.lengths), row
-        assert row.factor > 1.0, f"{row}: a row is for a backend that is faster than the default"
+def test_every_rule_for_a_backend_has_its_result_file_and_can_apply():
+    for rule in (rule for rule in crossovers.CROSSOVERS if rule.use in BACKENDS):
+        assert rule.files
+        assert rule.mask in ("open", "causal", "windowed")
+        assert rule.layout in heuristics.LAYOUTS
+        assert rule.kind in heuristics.KINDS
+        assert all(length_class(length) == length for length in rule.tokens), rule
+        assert rule.gain > 1.0, f"{rule}: a rule is for a backend that is faster than the default"
 
 
 def test_lengths_are_told_apart_by_magnitude_alone():

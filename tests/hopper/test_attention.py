@@ -6,6 +6,7 @@ backend through them.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
@@ -16,21 +17,13 @@ import torch
 from flexattn.dispatch import triton_backend
 from flexattn.dispatch.spec import Gradients
 from flexattn.kernels_triton.ahead_of_time.compile_report import SHARED_MEMORY_LIMIT, request_for
+from flexattn.kernels_triton.common import crossovers
 from flexattn.kernels_triton.common import preprocess as statistics
 from flexattn.kernels_triton.common import tile_schedule as tile_schedule_module
+from flexattn.kernels_triton.common.facts import facts_of
 from flexattn.kernels_triton.common.problem import Backward, Problem
 from flexattn.kernels_triton.common.tile_schedule import tile_schedule, zero_padding
-from flexattn.kernels_triton.common.tiles import (
-    HOPPER_FEW_ROWS,
-    HOPPER_FORWARD,
-    HOPPER_NARROW_WINDOWS,
-    NARROW_WINDOW,
-    HopperTile,
-    persistent,
-    select_hopper_backward_tile,
-    select_hopper_fused_tile,
-    select_hopper_tile,
-)
+from flexattn.kernels_triton.common.tiles import HOPPER_FORWARD, HOPPER_FUSED, HopperTile, select_hopper_backward_tile
 from flexattn.kernels_triton.families import Policy
 from flexattn.kernels_triton.gluon import dq_sums, tile_scheduler
 from flexattn.kernels_triton.gluon.descriptors import batch_steps, batch_steps_of, descriptor_error
@@ -74,7 +67,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 def launches_of(row: HopperTile, features: str, dtype: torch.dtype = torch.bfloat16, others: bool = False) -> dict[str, Launch]:
     """The kernels' launches by name, as on the device: the forward's with this row, the others' with its head dims; or those of the
     kernels beside them."""
-    head_dims = d_qk, d_v = row[:2]
+    head_dims = d_qk, d_v = row.head_dim_qk, row.head_dim_v
     is_ragged = features == "everything"
     shape = (256, 4) if is_ragged else (2, 256, 4)  # queries for each consumer
     q, k = (torch.zeros(*shape, d_qk, dtype=dtype) for _ in "qk")
@@ -89,8 +82,9 @@ def launches_of(row: HopperTile, features: str, dtype: torch.dtype = torch.bfloa
         forward_kernels.hopper_forward(problem, out, lse, tile=row)
         backward_kernels.hopper_backward(backward)
         if max(head_dims) <= 128:
-            short = persistent(select_hopper_fused_tile(d_qk, d_v, conditions.mask_class(problem)[0], 2048))
-            for variant in (conditions.fused_tile(problem), short, short._replace(converts=True)):
+            name = crossovers.fastest_tile("sm_90 fused", facts_of(problem, tokens=2048, packed=True))
+            short = dataclasses.replace(HOPPER_FUSED[name], is_persistent=True)
+            for variant in (conditions.fused_tile(problem), short, dataclasses.replace(short, converts=True)):
                 fused_kernels.fused_backward(backward, variant)
     if others:
         return {x.kernel.__name__: x for x in launches if "hopper" not in x.kernel.__name__}
@@ -189,13 +183,24 @@ SOME.sort(key=lambda case: case[1] != 128)  # one of each kernel first
 SOME += [("fused", 64, "everything"), ("converting", 128, "open"), ("fwd", "64: narrow window", "window")]
 
 
+# Names of the forward's tiles, by the row of a case
+TILES: dict[int | str, str] = {
+    64: "d64_long",
+    "64: 256x64": "d64_short",
+    "64: narrow window": "d64_narrow",
+    "64: 128x128": "d64_two_consumers",
+    "64: few rows": "d64_few_rows",
+    128: "d128_long",
+    "128: 128x128": "d128",
+    192: "d192",
+    256: "d256",
+}
+
+
 def check_compiled(cases: list[tuple[str, int | str, str]], dtype: torch.dtype = torch.bfloat16) -> None:
-    rows: dict[int | str, HopperTile] = {row.head_dim_qk: row for row in reversed(HOPPER_FORWARD)}
-    rows |= {f"{row.head_dim_qk}: {row.block_m}x{row.block_n}": row for row in HOPPER_FORWARD}
-    rows |= {f"{head_dim}: few rows": select_hopper_tile(head_dim, head_dim, rows=1) for head_dim in HOPPER_FEW_ROWS}
-    narrow: dict[str, Any] = {"kind": "windowed", "window": NARROW_WINDOW}
-    rows |= {f"{head_dim}: narrow window": select_hopper_tile(head_dim, head_dim, **narrow) for head_dim in HOPPER_NARROW_WINDOWS}
-    requests = [request_for(launches_of(rows[row], features, dtype)[kernel], 90) for kernel, row, features in cases]
+    tiles = [HOPPER_FORWARD[TILES[row]] for _, row, _ in cases]
+    launches = (launches_of(tile, features, dtype) for tile, (_, _, features) in zip(tiles, cases, strict=True))
+    requests = [request_for(launch[kernel], 90) for launch, (kernel, _, _) in zip(launches, cases, strict=True)]
     for case, report in zip(cases, compile_sound(requests), strict=True):
         spills = [loop.get("STL", 0) + loop.get("LDL", 0) for loop in report.loops if "HGMMA" in loop]
         assert sum(spills) <= LOOP_SPILLS.get(case, 0), f"{case}: {spills}, {report}"
@@ -208,7 +213,7 @@ def check_compiled(cases: list[tuple[str, int | str, str]], dtype: torch.dtype =
         assert {"UTMALDG", "UTMASTG"} <= report.instructions.keys(), case
         assert ("UTMAREDG" in report.instructions) == (case[0] in FUSED_VARIANTS), case
         loops = [loop for loop in report.loops if "HGMMA" in loop]
-        consumers = rows[case[1]].block_m // 64 if case[0] == "fwd" else 2
+        consumers = HOPPER_FORWARD[TILES[case[1]]].block_m // 64 if case[0] == "fwd" else 2
         code = sum(report.instructions.values())
         assert code <= CODE, f"{case}: {code} instructions"
         expected = LOOP_INSTRUCTIONS[case]
@@ -223,8 +228,7 @@ def test_compiled(cases: list[tuple[str, int | str, str]]) -> None:
 
 @pytest.mark.slow
 def test_kernels_launched_beside_them_compile_without_spills() -> None:
-    (row, *_) = (row for row in HOPPER_FORWARD if row.head_dim_qk == 128)
-    launches = launches_of(row, "everything", others=True)
+    launches = launches_of(HOPPER_FORWARD["d128_long"], "everything", others=True)
     assert {"_tile_schedule_kernel", "_padding_kernel", "_attn_bwd_dq_conversion_kernel"} < launches.keys()
     for name, report in zip(launches, compile_sound([request_for(x, 90) for x in launches.values()]), strict=True):
         assert report.spill_store_bytes == report.stack_bytes == 0, f"{name}: {report}"
@@ -280,11 +284,17 @@ def test_the_copy_engine_takes_tensors_by_their_strides() -> None:
         batch_steps_of(x, uneven)
 
 
-def test_only_what_was_measured_to_be_faster_leaves_the_portable_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conditions, "num_processors", lambda device: 132)
+def slower(family: str, problem: Problem) -> str | None:
+    """Returns why another family is faster for a problem, on an H200."""
+    with pretended_device(90, 132):
+        return crossovers.slower(family, conditions.forward_facts(problem) if family == "sm_90" else facts_of(problem))
+
+
+def test_only_what_was_measured_to_be_faster_leaves_the_portable_kernel() -> None:
+    families = {"forward": "sm_90", "backward": "sm_90 two-kernel", "fused": "sm_90 fused"}
 
     def faster(kernel: str, problem: Problem) -> bool:
-        return getattr(conditions, f"{kernel}_slower")(problem) is None
+        return slower(families[kernel], problem) is None
 
     assert faster("forward", problem_of((16, 1024, 16, 128)))
     assert faster("forward", problem_of((16, 1024, 16, 128), window_right=0))
@@ -348,7 +358,8 @@ def test_only_what_was_measured_to_be_faster_leaves_the_portable_kernel(monkeypa
         assert faster("forward", Problem(q, k[:, :keys], k[:, :keys], softmax_scale=0.1)) == share
     assert not faster("forward", Problem(q[:1], k[:1, :1024], k[:1, :1024], softmax_scale=0.1))  # too little to load
     for d_qk, d_v in itertools.product(range(8, 257, 8), repeat=2):
-        for tile in (select_hopper_tile(d_qk, d_v), select_hopper_backward_tile(d_qk, d_v)):
+        q, v = (torch.empty(1, 64, 1, dim, dtype=torch.bfloat16, device="meta") for dim in (d_qk, d_v))
+        for tile in (conditions.forward_tile(Problem(q, q, v, softmax_scale=0.1)), select_hopper_backward_tile(d_qk, d_v)):
             assert d_qk <= tile.head_dim_qk
             assert d_v <= tile.head_dim_v
 
@@ -370,25 +381,23 @@ def test_only_what_was_measured_to_be_faster_leaves_the_portable_kernel(monkeypa
     ],
 )
 def test_short_causal_backwards_go_with_the_memory(
-    length: int, num_heads_kv: int, has_large_l2: bool, is_packed: bool, is_faster: bool, monkeypatch: pytest.MonkeyPatch
+    length: int, num_heads_kv: int, has_large_l2: bool, is_packed: bool, is_faster: bool
 ) -> None:
-    monkeypatch.setattr(conditions, "num_processors", lambda device: 132)
-    monkeypatch.setattr(conditions, "has_large_l2", lambda device: has_large_l2)
     q, k = (torch.empty((48, length, heads, 128), dtype=torch.bfloat16, device="meta") for heads in (16, num_heads_kv))
     lengths = {"seqused_kv": torch.empty(48, dtype=torch.int32, device="meta")} if is_packed else {}
     problem = Problem(q, k, k, softmax_scale=0.1, window_right=0, **lengths)
-    assert (conditions.fused_slower(problem) is None) == is_faster
+    with pretended_device(90, 132, has_large_l2=has_large_l2):
+        assert (crossovers.slower("sm_90 fused", facts_of(problem)) is None) == is_faster
     assert conditions.fused_tile(problem).is_persistent == (num_heads_kv == 16 and length >= 384)
     narrow = Problem(q[..., :64], k[..., :64], k[..., :64], softmax_scale=0.1, window_right=0, **lengths)
     assert conditions.fused_tile(narrow).is_persistent == (length >= 384)
 
 
-def test_little_work_counts_where_memory_is_slower(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conditions, "num_processors", lambda device: 132)
+def test_little_work_counts_where_memory_is_slower() -> None:
     small = problem_of((8, 768, 16, 128), window_right=0)
-    assert conditions.fused_slower(small) is None
-    monkeypatch.setattr(conditions, "has_large_l2", lambda device: False)
-    assert conditions.fused_slower(small) == "there is too little work for its large tiles"
+    assert slower("sm_90 fused", small) is None
+    with pretended_device(90, 132, has_large_l2=False):
+        assert "from 2**35 FLOPs on" in str(crossovers.slower("sm_90 fused", facts_of(small)))
 
 
 @pytest.mark.parametrize(
@@ -405,12 +414,12 @@ def test_the_fused_backward_is_for_what_need_not_repeat(
     """Both families run anything here, and the two kernels alone are measured to be faster."""
     seen = []
     monkeypatch.setattr(triton_backend, "policy_of", lambda spec: policy)
-    for module, kernel, run, slower in (
-        (fused_kernels, "fused", "fused_backward", "it is slower"),
-        (backward_kernels, "backward", "hopper_backward", None),
+    monkeypatch.setattr(crossovers, "slower", lambda use, facts: None if use == "sm_90 two-kernel" else "it is slower")
+    for module, kernel, run in (
+        (fused_kernels, "fused", "fused_backward"),
+        (backward_kernels, "backward", "hopper_backward"),
     ):
         monkeypatch.setattr(conditions, f"{kernel}_unsupported", lambda *_: None)
-        monkeypatch.setattr(conditions, f"{kernel}_slower", lambda *_, slower=slower: slower)
         label = "fused" if kernel == "fused" else "two kernels"
         monkeypatch.setattr(module, run, lambda *_, label=label, **__: seen.append(label))
     spec, x = make_call(make_inputs(lengths_q=[8]), deterministic=deterministic)
@@ -642,8 +651,8 @@ def test_bits_of_fused_repeat_but_for_dq(
 
 def choose_persistent(monkeypatch: pytest.MonkeyPatch, *, converts: bool = False) -> None:
     """Gives the fused backward persistent programs, whatever the call."""
-    chosen = conditions.fused_tile
-    monkeypatch.setattr(conditions, "fused_tile", lambda problem: persistent(chosen(problem), converts=converts))
+    chosen, form = conditions.fused_tile, {"is_persistent": True, "converts": converts}
+    monkeypatch.setattr(conditions, "fused_tile", lambda problem: dataclasses.replace(chosen(problem), **form))
 
 
 @on_hopper

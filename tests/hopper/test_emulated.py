@@ -5,6 +5,7 @@ An injected fault must be found on every schedule that is tried.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,14 +21,7 @@ from flexattn.bench.emulated import emulated
 from flexattn.dispatch import triton_backend
 from flexattn.dispatch.spec import Window, as_bshd
 from flexattn.kernels_triton.common.problem import Backward
-from flexattn.kernels_triton.common.tiles import (
-    HOPPER_FORWARD,
-    NARROW_WINDOW,
-    HopperTile,
-    persistent,
-    select_hopper_fused_tile,
-    select_hopper_tile,
-)
+from flexattn.kernels_triton.common.tiles import HOPPER_FORWARD, HOPPER_FUSED, HopperTile
 from flexattn.kernels_triton.gluon import (
     backward_blocks,
     dq_parts,
@@ -60,11 +54,11 @@ HARMLESS = {"tma-out-of-bounds", "wgmma-register-operand", "slice-in-swizzle"}
 SEEDS = range(20)
 KERNELS = (hopper_forward, hopper_backward, hopper_fused)
 VARIANTS = {  # of the fused backward
-    "persistent": persistent,
-    "converting": lambda tile: persistent(tile, converts=True),
-    "two tiles of dq": lambda tile: tile._replace(dq_stages=2),
-    "short": lambda _: select_hopper_fused_tile(128, 128, "open", 1024),
-    "short, converting": lambda _: select_hopper_fused_tile(128, 128, "open", 1024, has_lengths=False),
+    "persistent": lambda tile: replace(tile, is_persistent=True),
+    "converting": lambda tile: replace(tile, is_persistent=True, converts=True),
+    "two tiles of dq": lambda tile: replace(tile, dq_stages=2),
+    "short": lambda _: HOPPER_FUSED["d128_persistent"],
+    "short, converting": lambda _: HOPPER_FUSED["d128_converting"],
 }
 BACKWARDS = ("hopper_backward", "fused_backward")
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU what is beside the Gluon kernels runs there")
@@ -342,7 +336,7 @@ def test_dense(band: dict[str, Any], dims: tuple[int, int]) -> None:
 @without_gpu
 @pytest.mark.parametrize(
     "tile",
-    (*HOPPER_FORWARD[:3], *HOPPER_FORWARD[4:5], select_hopper_tile(64, 64, kind="windowed", window=NARROW_WINDOW)),
+    [HOPPER_FORWARD[name] for name in ("d64_long", "d64_short", "d64_two_consumers", "d128", "d64_narrow")],
     ids=lambda tile: f"{tile.head_dim_qk}: {tile.block_m}x{tile.block_n}",
 )
 def test_forward_rows(tile: HopperTile, monkeypatch: pytest.MonkeyPatch) -> None:

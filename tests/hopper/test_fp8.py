@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -135,7 +136,7 @@ def launches_of(head_dims: tuple[int, int], features: str) -> dict[str, Launch]:
         if max(head_dims) <= 128:
             for is_persistent, dtype in FUSED.values():
                 grads = (torch.zeros_like(t, dtype=dtype) for t in (q, k, v))
-                tile = hopper_fp8_fused.tile_of(problem)._replace(is_persistent=is_persistent)
+                tile = replace(hopper_fp8_fused.tile_of(problem), is_persistent=is_persistent)
                 hopper_fp8_fused.fp8_fused_backward(Backward(problem, out, lse, dout8, None, *grads), tile)
         quantize(problem, "kv", v, scale, v8, v_transposed)
     names = [x.kernel.__name__.removeprefix("_attn_").removeprefix("bwd_").removesuffix("_hopper_kernel") for x in launches]
@@ -354,7 +355,7 @@ def test_persistent_programs(granularity: Any, band: dict[str, Any], dims: tuple
     given = make_inputs("thd", dtype=torch.bfloat16, padding=True, gap=13, **heads, **UNEVEN)
     fp8 = fp8_call(*make_call(given, **{"attn_mask_type": "padding", **band}, return_max_logit=False), granularity)
     backward = backward_of(fp8, make_dout(given), granularity)
-    tile = hopper_fp8_fused.tile_of(backward.problem)._replace(is_persistent=True)
+    tile = replace(hopper_fp8_fused.tile_of(backward.problem), is_persistent=True)
     check_backward(backward, run_backward(backward, "cuda", tile=tile))
 
 
@@ -368,9 +369,9 @@ def test_persistent_programs_of_dense_calls(sq: int, skv: int, mask: str, dim: i
     given = make_inputs(dtype=torch.bfloat16, lengths_q=[sq] * 3, lengths_kv=[skv] * 3, **heads)
     backward = backward_of(fp8_call(*make_call(given, attn_mask_type=mask, return_max_logit=False)), make_dout(given))
     tile = hopper_fp8_fused.tile_of(backward.problem)
-    _, *once = run_backward(backward, "cuda", tile=tile._replace(is_persistent=False))
+    _, *once = run_backward(backward, "cuda", tile=replace(tile, is_persistent=False))
     for _ in range(3):
-        gradients = run_backward(backward, "cuda", tile=tile._replace(is_persistent=True))
+        gradients = run_backward(backward, "cuda", tile=replace(tile, is_persistent=True))
         check_backward(backward, gradients)
         assert all(map(torch.equal, gradients[1:], once))
 

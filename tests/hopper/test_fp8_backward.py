@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -148,7 +149,7 @@ def test_a_query_that_sees_one_key_has_no_gradient(dims: tuple[int, int]) -> Non
     ],
 )
 def test_other_numbers_of_slots(row: int, dq_stages: tuple[int, int], dkdv_stages: tuple[int, int, int]) -> None:
-    tile = FP8_BACKWARD[row]._replace(dq_stages=dq_stages, dkdv_stages=dkdv_stages)
+    tile = replace(FP8_BACKWARD[row], dq_stages=dq_stages, dkdv_stages=dkdv_stages)
     inputs = {"lengths_q": [300], "lengths_kv": [280], "num_heads": 2, "num_heads_kv": 1}
     check(8 + row, {"attn_mask_type": "causal"}, tile=tile, head_dim_qk=tile.head_dim_qk, head_dim_v=tile.head_dim_v, **inputs)
 

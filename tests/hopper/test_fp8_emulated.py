@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -79,7 +80,7 @@ def backward(
     with emulated(seed, kernels) as reports:
         tile = None
         if hasattr(kernels, "fp8_fused_backward"):
-            tile = hopper_fp8_fused.tile_of(wanted.problem)._replace(is_persistent=is_persistent)
+            tile = replace(hopper_fp8_fused.tile_of(wanted.problem), is_persistent=is_persistent)
         grads = run_backward(wanted, kernels=kernels, tile=tile, fp32=fp32)
     (report,) = reports.values()
     if not report.bugs:

@@ -13,6 +13,8 @@ from flexattn.bench.emulated import emulated
 from flexattn.dispatch import triton_backend
 from flexattn.dispatch.spec import Window, as_bshd
 from flexattn.kernels_triton.ahead_of_time.compile_report import SHARED_MEMORY_LIMIT, request_for
+from flexattn.kernels_triton.common import crossovers
+from flexattn.kernels_triton.common.facts import facts_of
 from flexattn.kernels_triton.common.problem import Backward, Problem
 from flexattn.kernels_triton.families import Policy, choose
 from flexattn.kernels_triton.hopper import backward_fused_192, conditions, dkdv_loader, fused_192_consumer
@@ -69,21 +71,25 @@ def family_of(problem: Problem, policy: Policy | None = None, *, deterministic: 
         ((192, 128), {"softcap": 30.0}, "only scaled scores"),
         ((192, 128), {"dropout_p": 0.1}, "only scaled scores"),
         ((192, 128), {"alibi_slopes": torch.ones(16)}, "only scaled scores"),
-        ((192, 128), {"shape": (2, 8192, 16), "window_left": 511, "window_right": 0}, "windows of fewer than 1024 keys"),
+        (
+            (192, 128),
+            {"shape": (2, 8192, 16), "window_left": 511, "window_right": 0},
+            "from 1023 keys left of the diagonal on",
+        ),
         (
             (192, 128),
             {"window_left": 1023, "window_right": 0},
-            "it is faster from 8192 tokens on (windowed_from of its tile), and the longest sequence has 4096",
+            "it is faster from 8192 tokens of the longest sequence on, and this call has 4096",
         ),
-        ((192, 128), {"shape": (16, 512, 16)}, "from 1024 tokens on (open_from of its tile), and the longest sequence has 512"),
-        ((192, 128), {"shape": (1, 4096, 2)}, "too few for this device"),
+        ((192, 128), {"shape": (16, 512, 16)}, "from 1024 tokens of the longest sequence on, and this call has 512"),
+        ((192, 128), {"shape": (1, 4096, 2)}, "from 128 keys of all heads for each multiprocessor on, and this call has 62"),
     ],
 )
 def test_other_calls_have_a_reason(dims: tuple[int, int], more: dict[str, Any], reason: str) -> None:
     x = problem_of(dims, **more)
     assert family_of(x)[0] != "sm_90 fused 192"
     with pretended_device(90, 132):
-        assert reason in str(conditions.fused_192_unsupported(x, x.v, x.v) or conditions.fused_192_slower(x))
+        assert reason in str(conditions.fused_192_unsupported(x, x.v, x.v) or crossovers.slower("sm_90 fused 192", facts_of(x)))
 
 
 def test_plain_calls_take_it_that_need_not_repeat() -> None:

@@ -5,6 +5,7 @@ Compiled ahead of time and held to gates, emulated against the oracle over sched
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,7 +21,6 @@ from flexattn.dispatch import triton_backend
 from flexattn.dispatch.spec import AttentionSpec, Operands, as_bshd
 from flexattn.kernels_triton.ahead_of_time.compile_report import request_for
 from flexattn.kernels_triton.common.problem import Backward
-from flexattn.kernels_triton.common.tiles import persistent
 from flexattn.kernels_triton.gluon import conditions as gluon_conditions
 from flexattn.kernels_triton.gluon import forward_work
 from flexattn.kernels_triton.hopper import backward as hopper_backward
@@ -123,7 +123,7 @@ def make_case(device: str, features: dict[str, Any], **inputs: Any) -> tuple[Inp
 
 
 def _run_persistent(call: Backward) -> None:
-    hopper_fused.fused_backward(call, persistent(conditions.fused_tile(call.problem)))
+    hopper_fused.fused_backward(call, dataclasses.replace(conditions.fused_tile(call.problem), is_persistent=True))
 
 
 BACKWARDS: dict[str, Callable[[Backward], None]] = {

@@ -19,12 +19,13 @@ from flexattn.emulator import Report
 from flexattn.functional import bind_call
 from flexattn.kernels_triton.ahead_of_time.compile_report import request_for
 from flexattn.kernels_triton.common.problem import Problem
-from flexattn.kernels_triton.common.tiles import HOPPER_PAGED, NARROW_WINDOW, HopperTile, select_hopper_tile
+from flexattn.kernels_triton.common.tiles import HOPPER_FORWARD, HopperTile
 from flexattn.kernels_triton.gluon import pages
 from flexattn.kernels_triton.hopper import conditions
 from flexattn.kernels_triton.hopper import forward as hopper_forward
 from flexattn.kernels_triton.runtime.launch import Launch, pretended_device, recorded_launches
 from flexattn.testing import check_close, reference_attention
+from tests.hopper.test_attention import slower
 from tests.hopper.test_emulated import HARMLESS, SINKS, without_gpu
 from tests.support.compiled_kernels import compile_sound
 from tests.support.inject import assign, drop, kernels_with, with_argument
@@ -135,9 +136,9 @@ def test_features(call: dict[str, Any], splits: int) -> None:
 
 
 ROWS = {
-    "long": HOPPER_PAGED[0],
-    "short": HOPPER_PAGED[1],
-    "narrow window": select_hopper_tile(64, 64, kind="windowed", window=NARROW_WINDOW, is_paged=True),
+    "long": HOPPER_FORWARD["d64_two_consumers"],
+    "short": HOPPER_FORWARD["d64_paged_short"],
+    "narrow window": HOPPER_FORWARD["d64_paged_narrow"],
 }
 
 
@@ -220,21 +221,18 @@ def test_prefill_at_head_dim_64(keys: int, window: int | None, row: str, decodin
     """Sequences of one query beside a long one do not decide, though there are more of them."""
     problem = problem_of(64, 512, 16, window, keys, decoding)
     assert conditions.forward_tile(problem) == ROWS[row]
-    with pretended_device(90, 132):
-        assert conditions.forward_slower(problem) is None
+    assert slower("sm_90", problem) is None
 
 
 @pytest.mark.parametrize("keys", [128, 255])
 def test_short_prefill_at_head_dim_64_is_the_portable_kernels(keys: int) -> None:
-    with pretended_device(90, 132):
-        reason = conditions.forward_slower(problem_of(64, 128, 1, keys=keys))
-    assert reason == "no benchmark shows it to be faster for such a call (causal_from of its tile)"
+    reason = slower("sm_90", problem_of(64, 128, 1, keys=keys))
+    assert f"from 256 tokens of the longest sequence on, and this call has {keys}" in str(reason)
 
 
 @pytest.mark.parametrize(("dim", "window", "is_slower"), [(64, 128, True), (64, 1024, False), (64, None, False), (128, 128, False)])
 def test_windows_of_few_queries_at_head_dim_64_are_the_portable_kernels(dim: int, window: int | None, is_slower: bool) -> None:
-    with pretended_device(90, 132):
-        reason = conditions.forward_slower(problem_of(dim, 1, 16, window))
+    reason = slower("sm_90", problem_of(dim, 1, 16, window))
     assert (reason is not None) == is_slower, reason
 
 

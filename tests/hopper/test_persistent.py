@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,18 +15,16 @@ import torch
 from flexattn import attention
 from flexattn.dispatch import triton_backend
 from flexattn.kernels_triton.common.problem import Backward, Problem
-from flexattn.kernels_triton.common.tiles import persistent
 from flexattn.kernels_triton.gluon import conditions as gluon_conditions
 from flexattn.kernels_triton.hopper import backward_fused, conditions
 from flexattn.kernels_triton.runtime.launch import recorded_launches
 from flexattn.testing import make_call, make_dout, make_inputs
 from tests.conftest import FreshPython
-from tests.hopper.test_attention import BANDS, CONVERTING, FUSED, UNEVEN, check, choose_persistent, on_hopper
+from tests.hopper.test_attention import BANDS, CONVERTING, FUSED, UNEVEN, check, choose_persistent, on_hopper, slower
 from tests.hopper.test_attention import launches as launches
 
 
-def test_persistent_programs_are_chosen_by_mask_length_and_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conditions, "num_processors", lambda device: 132)
+def test_persistent_programs_are_chosen_by_mask_length_and_groups() -> None:
     lengths = (256, 512, 1024, 2048, 4096, 8192, 16384)
     window = {"window_left": 1023, "window_right": 0}
     for dim, more, chosen in (
@@ -57,17 +56,17 @@ def test_persistent_programs_are_chosen_by_mask_length_and_groups(monkeypatch: p
                 assert other.is_persistent == (length in chosen)
     short = torch.empty((32, 512, 32, 64), dtype=torch.bfloat16, device="meta")
     grouped = short[:, :, :8]
-    assert "1024 tokens" in str(conditions.fused_slower(Problem(short, grouped, grouped, softmax_scale=0.1)))
+    assert "from 1024 tokens" in str(slower("sm_90 fused", Problem(short, grouped, grouped, softmax_scale=0.1)))
 
 
 def test_rows_of_dq_as_wide_as_the_tile_are_converted() -> None:
     x = torch.empty((2, 64, 4, 128), dtype=torch.bfloat16, device="meta")
     narrow, lengths = x[..., :-8], torch.empty(2, dtype=torch.int32, device="meta")
     problem = Problem(x, x, x, softmax_scale=0.1)
-    tile = persistent(conditions.fused_tile(problem), converts=True)
+    tile = replace(conditions.fused_tile(problem), is_persistent=True, converts=True)
     for dq in (x, x.transpose(1, 2), torch.empty_like(x.expand(3, 2, 64, 4, 128))[0]):
         assert gluon_conditions.converts_dq(problem, dq, tile)
-    assert not gluon_conditions.converts_dq(problem, x, persistent(tile, converts=False))
+    assert not gluon_conditions.converts_dq(problem, x, replace(tile, converts=False))
     assert not gluon_conditions.converts_dq(problem, torch.empty((2, 64, 4, 136), device="meta")[..., :128], tile)
     assert not gluon_conditions.converts_dq(Problem(narrow, narrow, x, softmax_scale=0.1), narrow, tile)
     assert not gluon_conditions.converts_dq(Problem(x, x, x, softmax_scale=0.1, seqused_q=lengths), x, tile)
@@ -79,7 +78,8 @@ def test_the_kernel_that_converts_is_the_last() -> None:
     backward = Backward(problem, x, lse, x, None, *(torch.zeros_like(x) for _ in range(3)))
     for converts, names in ((True, CONVERTING), (False, FUSED)):
         with recorded_launches() as launches:
-            backward_fused.fused_backward(backward, persistent(conditions.fused_tile(problem), converts=converts))
+            tile = replace(conditions.fused_tile(problem), is_persistent=True, converts=converts)
+            backward_fused.fused_backward(backward, tile)
         assert [launch.kernel.__name__ for launch in launches] == names
 
 
@@ -110,10 +110,10 @@ def test_persistent_programs_of_dense_calls(
 
 
 ORDER = """
+from dataclasses import replace
 import torch
 from flexattn.kernels_triton.ahead_of_time.compile_report import compiled_from, request_for
 from flexattn.kernels_triton.common.problem import Backward, Problem
-from flexattn.kernels_triton.common.tiles import persistent
 from flexattn.kernels_triton.hopper import backward_fused, conditions
 from flexattn.kernels_triton.runtime.launch import recorded_launches
 
@@ -121,7 +121,8 @@ x, lse = torch.zeros(2, 256, 4, 128, dtype=torch.bfloat16), torch.zeros(2, 4, 25
 problem = Problem(x, x, x, softmax_scale=0.1)
 backward = Backward(problem, x, lse, x, None, *(torch.zeros_like(x) for _ in range(3)))
 with recorded_launches() as launches:
-    backward_fused.fused_backward(backward, persistent(conditions.fused_tile(problem), converts=True))
+    tile = replace(conditions.fused_tile(problem), is_persistent=True, converts=True)
+    backward_fused.fused_backward(backward, tile)
 print(compiled_from(request_for(launches[1], 90)).asm["ptx"])
 """
 STEPS = re.compile(

@@ -10,14 +10,13 @@ import torch
 
 from flexattn.dispatch import triton_backend
 from flexattn.dispatch.spec import as_bshd
-from flexattn.kernels_triton import families
 from flexattn.kernels_triton.ahead_of_time.compile_report import request_for
 from flexattn.kernels_triton.common.problem import Backward, Problem
 from flexattn.kernels_triton.common.tiles import ONE_GRID
 from flexattn.kernels_triton.families import PORTABLE_BACKWARD, fits_one_grid
 from flexattn.kernels_triton.portable import backward as kernels
 from flexattn.kernels_triton.runtime.interpreter import INTERPRETED
-from flexattn.kernels_triton.runtime.launch import Launch, Tile, recorded_launches
+from flexattn.kernels_triton.runtime.launch import Launch, Tile, pretended_device, recorded_launches
 from flexattn.testing import (
     GRADIENT_FACTOR,
     check_close,
@@ -81,9 +80,7 @@ def test_gradients(call: dict[str, Any], inputs: dict[str, Any], monkeypatch: py
             assert torch.equal(got, again)
 
 
-def test_short_plain_calls_have_one_grid(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(families, "capability_of", lambda device: 90)
-    monkeypatch.setattr(families, "num_processors", lambda device: 132)
+def test_short_plain_calls_have_one_grid() -> None:
 
     def problem(shape: tuple[int, ...], heads_kv: int = 0, dtype: torch.dtype = torch.bfloat16, **more: Any) -> Problem:
         q = torch.empty(shape, dtype=dtype, device="meta")
@@ -105,13 +102,15 @@ def test_short_plain_calls_have_one_grid(monkeypatch: pytest.MonkeyPatch) -> Non
         (dataclasses.replace(short, softcap=3.0), False),
         (dataclasses.replace(short, dropout_p=0.1), False),
     ):
-        assert fits_one_grid(x) == fits, x
-    tile = PORTABLE_BACKWARD.tile(_backward_of(short))
+        with pretended_device(90, 132):
+            assert fits_one_grid(x) == fits, x
+    with pretended_device(90, 132):
+        tile = PORTABLE_BACKWARD.tile(_backward_of(short))
     assert tile == (ONE_GRID, ONE_GRID, True)
     assert PORTABLE_BACKWARD.blocks(tile).endswith("dk and dv 64 queries x 64 keys, in one launch")
-    monkeypatch.setattr(families, "capability_of", lambda device: 100)
-    assert not fits_one_grid(short)
-    assert not PORTABLE_BACKWARD.tile(_backward_of(short))[2]
+    with pretended_device(100, 132):
+        assert not fits_one_grid(short)
+        assert not PORTABLE_BACKWARD.tile(_backward_of(short))[2]
 
 
 def _backward_of(x: Problem) -> Backward:

@@ -16,7 +16,7 @@ import pytest
 import flexattn
 from tests.conftest import ROOT, FreshPython
 
-PACKAGE_FOLDERS = ("flexattn", "dispatch", "kernels_triton", "kernels_cudnn", "bench", "emulator")
+PACKAGE_FOLDERS = ("flexattn", "dispatch", "kernels_triton", "kernels_cudnn", "bench")  # the emulator is for checkouts
 
 IMPORTED_AS = {"nvidia-cudnn-frontend": "cudnn", "import-linter": "importlinter", "pytest-xdist": "xdist"}
 CUDNN_LIBRARIES = ("nvidia-cudnn-cu13", "nvidia-cublas", "nvidia-cuda-nvrtc")

@@ -23,7 +23,7 @@ KEYWORDS = ", ".join(f"{name}={name}" for name in sorted(NAMES))
         f"({PARAMETERS})",
         f"dict({KEYWORDS})",
         f"'{' '.join(sorted(NAMES))}'.split()",
-        "class Call:\n" + "".join(f"    {name}: int\n" for name in sorted(NAMES)),
+        "class Options:\n" + "".join(f"    {name}: int\n" for name in sorted(NAMES)),
         " or ".join(f"{name} is None" for name in sorted(NAMES)),
         "{" + ", ".join(f"'{name}': 0" for name in sorted(NAMES)) + "}",
     ],

@@ -1,0 +1,437 @@
+"""The calls for which one kernel was measured to be faster than another: one table, and the functions that read it.
+
+`CROSSOVERS` has a rule in each row. Its first columns say which calls the rule is for, and the columns that end in `_from` say what
+such a call needs. The first rule for a call decides: `use` is faster than the families after it if the call has all that the rule
+asks for. A call without a rule was not measured, or was measured to be slower. A rule with a `tile` says which tile is fastest.
+
+This file has no other import, so a choice among backends does not wait for Triton. `facts_of` makes the facts of a call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from functools import cached_property
+from math import inf
+from typing import Any
+
+Facts = Mapping[str, Any]
+"""The columns of a call by name, such as {"head_dim": 128, "tokens": 4096}; `window_left` is UNLIMITED without a window."""
+
+UNLIMITED = 2**31
+"""Longer than any sequence."""
+
+Range = tuple[int | None, int | None]
+"""The smallest and the largest value, both included; None: no limit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """A row of the table. A column that is None holds for every call, and a column with a tuple of words for each of them."""
+
+    use: str  # the kernel family, the backend or the form of a split that is faster
+    tile: str = ""  # the fastest tile of `use`, by its name in `tiles.py`; "": the rule says that `use` is faster than others
+    # The calls that the rule is for
+    head_dim: int | tuple[int, ...] | None = None  # the widest of q, k and v; 192: at most 192 and 128; 512: above 256
+    mask: str | tuple[str, ...] | None = None  # see `facts.mask_class`
+    dropout: bool | None = None
+    bias: bool | None = None
+    paged: bool | None = None
+    packed: bool | None = None  # sequences have their own lengths
+    grouped: bool | None = None  # several query heads share a key head
+    gpu: str | None = None  # the measured GPU whose L2 cache is like the device's: "H100" or "H200"
+    decode: str | None = None  # few queries: "shared" if heads share a tile or keys are in pages, otherwise "alone"; "no": many
+    tokens: Range | None = None  # the longest sequence, in queries or in keys
+    mean_tokens: Range | None = None  # the mean of a packed batch, otherwise the same
+    queries: Range | None = None  # the longest sequence of queries
+    query_rows: Range | None = None  # rows of a tile for all queries of the heads that share a key head
+    rows: Range | None = None  # rows of a tile for all queries of the heads that can share a tile
+    width: Range | None = None  # the larger head dim
+    window: Range | None = None  # keys that a query sees
+    bytes: Range | None = None  # size of k and v
+    blocks_per_sm: Range | None = None  # blocks of 64 queries and of 64 keys of all heads, for each multiprocessor
+    has_left: bool | None = None  # the band has a left side
+    is_full_width: bool | None = None  # q's head dim is `head_dim`
+    batch_invariant: bool | None = None
+    element_size: int | None = None  # bytes of an element of q and k
+    capability: int | None = None  # the device's compute capability: 90 for 9.0
+    # Columns of a choice among backends, see `dispatch/heuristics.py`
+    direction: str | None = None
+    dtype: str | None = None
+    head_dim_qk: int | None = None
+    head_dim_v: int | None = None
+    layout: str | None = None
+    kind: str | None = None
+    # The minimum for `use` to be faster
+    tokens_from: int | None = None
+    keys_from: int | None = None  # the longest sequence of keys
+    window_left_from: int | None = None  # keys to the left of the diagonal that a query sees
+    flops_from: int | None = None  # a forward's, approximately: with less work, large tiles leave much of the device idle
+    bytes_from: int | None = None
+    keys_per_sm_from: int | None = None  # keys of all key heads: fewer mean too few programs
+    # The measurement
+    gain: float | None = None  # the time of the next choice divided by the time of `use`, the geometric mean
+    source: str | tuple[str, ...] = ()  # files in bench/results; (): the run was not kept
+
+    @cached_property
+    def _calls(self) -> tuple[tuple[str, Any], ...]:
+        given = ((name, getattr(self, name)) for name in _CALL_COLUMNS)
+        return tuple((name, wanted) for name, wanted in given if wanted is not None)
+
+    @cached_property
+    def words(self) -> tuple[tuple[str, tuple[Any, ...]], ...]:
+        """The columns of the rule's calls that are no ranges, with the values that are accepted."""
+        words = ((name, wanted) for name, wanted in self._calls if name not in _RANGES)
+        return tuple((name, wanted if isinstance(wanted, tuple) else (wanted,)) for name, wanted in words)
+
+    @cached_property
+    def ranges(self) -> tuple[tuple[str, float, float], ...]:
+        """The columns of the rule's calls that are ranges, with the smallest and the largest value."""
+        ranges = ((name, *wanted) for name, wanted in self._calls if name in _RANGES)
+        return tuple((name, -inf if first is None else first, inf if last is None else last) for name, first, last in ranges)
+
+    @cached_property
+    def _minimums(self) -> tuple[tuple[str, int], ...]:
+        given = ((name, getattr(self, f"{name}_from")) for name in _MINIMUM_COLUMNS)
+        return tuple((name, least) for name, least in given if least is not None)
+
+    def differences(self, facts: Facts) -> tuple[str, ...]:
+        """Returns the columns in which a call differs from the rule's calls."""
+        words = (name for name, words in self.words if facts[name] not in words)
+        return (*words, *(name for name, first, last in self.ranges if not first <= facts[name] <= last))
+
+    def shortfall(self, facts: Facts) -> str | None:
+        """Returns the first minimum that a call does not reach, in words; None: it reaches all of them."""
+        for name, least in self._minimums:
+            if facts[name] < least:
+                return f"it is faster from {_text(least)} {UNITS[name]} on, and this call has {_text(facts[name])}"
+        return None
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The files of the measurement."""
+        return (self.source,) if isinstance(self.source, str) else self.source
+
+    def __str__(self) -> str:
+        columns = [_column(name, wanted) for name, wanted in self._calls]
+        columns += [f"{name} >= {_text(least)}" for name, least in self._minimums]
+        return "; ".join(filter(None, (", ".join(columns), ", ".join(self.files))))
+
+
+UNITS = {
+    "window_left": "keys left of the diagonal",
+    "keys_per_sm": "keys of all heads for each multiprocessor",
+    "tokens": "tokens of the longest sequence",
+    "keys": "keys of the longest sequence",
+    "flops": "FLOPs",
+    "bytes": "bytes of k and v",
+}
+"""The minimums of a rule, in the order in which they are checked."""
+
+_MINIMUM_COLUMNS = tuple(UNITS)
+_NOT_CALLS = {"use", "tile", "gain", "source", *(f"{name}_from" for name in UNITS)}
+_CALL_COLUMNS = tuple(field.name for field in fields(Rule) if field.name not in _NOT_CALLS)
+_RANGES = {field.name for field in fields(Rule) if str(field.type).startswith("Range")}
+
+
+def _column(name: str, wanted: Any) -> str:
+    """Returns a column and its value in words: "mask open or causal", "tokens 256 or more"."""
+    if name not in _RANGES:
+        return f"{name} {' or '.join(map(_text, wanted)) if isinstance(wanted, tuple) else _text(wanted)}"
+    smallest, largest = wanted
+    if smallest is None:
+        return f"{name} up to {_text(largest)}"
+    return f"{name} {_text(smallest)} " + ("or more" if largest is None else f"to {_text(largest)}")
+
+
+def _text(value: Any) -> str:
+    """Returns a value in words: 2**36 for a large power of two."""
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    is_large = isinstance(value, int) and value >= 2**20
+    return f"2**{value.bit_length() - 1}" if is_large and not value & (value - 1) else str(value)
+
+
+def slower(use: str, facts: Facts) -> str | None:
+    """Returns why later families are faster for a call than `use`, with the rule that it misses; None: `use` is faster."""
+    rule = deciding(use, facts)
+    if rule is not None:
+        missing = rule.shortfall(facts)
+        return None if missing is None else f"{missing} (rule: {rule})"
+    unmeasured = "no benchmark shows it to be faster for such a call"
+    nearest = min(RULES.get(use, ()), key=lambda rule: _distance(rule, facts), default=None)
+    if nearest is None:
+        return unmeasured
+    first = nearest.differences(facts)[0]
+    return (
+        f"{unmeasured}; the nearest rule is for {_column(first, getattr(nearest, first))}, and this call has {_text(facts[first])}"
+    )
+
+
+def _distance(rule: Rule, facts: Facts) -> float:
+    """Returns how far a call is from a rule's calls: another number is nearest, then another mask."""
+    differing = rule.differences(facts)
+    words = sum(2 if name == "mask" else 3 for name in differing if name not in _RANGES)
+    return words + sum(_gap(getattr(rule, name), facts[name]) for name in differing if name in _RANGES)
+
+
+def _gap(wanted: Range, value: float) -> float:
+    """Returns 1 for a value that is nearly in the range, up to 2 for one that is far from it."""
+    smallest, largest = wanted
+    bound = largest if largest is not None and value > largest else smallest
+    return 2 - min(value, bound or 0) / max(value, bound or 0, 1)
+
+
+def deciding(use: str, facts: Facts) -> Rule | None:
+    """Returns the first rule for a call that says whether `use` is faster; None: there is none."""
+    return _first(RULES.get(use, ()), facts)
+
+
+def _first(rules: Iterable[Rule], facts: Facts) -> Rule | None:
+    for rule in rules:  # the choice reads a hundred rules, so this calls nothing for most of them
+        for name, words in rule.words:
+            if facts[name] not in words:
+                break
+        else:
+            if all(first <= facts[name] <= last for name, first, last in rule.ranges):
+                return rule
+    return None
+
+
+def fastest_tile(use: str, facts: Facts) -> str:
+    """Returns the name of the fastest tile of `use` for a call, or "" if no rule names one."""
+    rule = _first(TILES[use], facts)
+    return "" if rule is None else rule.tile
+
+
+_STANDARD = ("standard_h200.json", "lengths_h200.json")
+_DECODE = ("decode_h200.json", "splits_h200.json")
+_DROPOUT = "dropout_h200.json"
+_SHORT_CAUSAL = ("short_causal_h200.json", "short_causal_h100.json")
+_FUSED_192 = ("fused_192_h200.json", "fused_192_h100.json")
+_FUSED_TILES = ("fused_programs_h100.json", "fused_variants_h100.json")
+
+# fmt: off
+CROSSOVERS: tuple[Rule, ...] = (
+    # --- sm_90: the forward of a half type, head dims up to 256. First few queries, as in decoding: loading the keys is their work.
+    # At head dim 64 and with 64 sequences the portable kernel takes 19 us instead of 26 for windows of 128 keys, and 67 instead of
+    # 76 for 1000. At wider heads it takes 1.2 to 1.5 times as long.
+    Rule(use="sm_90", decode="shared", paged=True, head_dim=64,
+         keys_from=1024, window_left_from=1024, bytes_from=2**22, source="few_queries_windows_h100.json"),
+    # 1024 keys of 8 heads in pages take 14.2 us instead of 17.9. The portable kernel reads pages at half its speed.
+    Rule(use="sm_90", decode="shared", paged=True, head_dim=128,
+         keys_from=1024, window_left_from=0, bytes_from=2**22, source="overlap_h200.json"),
+    Rule(use="sm_90", decode="shared", paged=True, head_dim=192,
+         keys_from=4096, window_left_from=0, bytes_from=2**22, source="overlap_h200.json"),
+    Rule(use="sm_90", decode="shared", paged=True, head_dim=256,
+         keys_from=8192, window_left_from=0, bytes_from=2**22, source="overlap_h200.json"),
+    # With fewer bytes of dense keys, both families are bound by the latency of two launches (16 us).
+    Rule(use="sm_90", decode="shared", head_dim=(64, 128), keys_from=1024, window_left_from=0, bytes_from=2**23, source=_DECODE),
+    Rule(use="sm_90", decode="shared", head_dim=192, keys_from=4096, window_left_from=0, bytes_from=2**23, source=_DECODE),
+    Rule(use="sm_90", decode="shared", head_dim=256, keys_from=8192, window_left_from=0, bytes_from=2**23, source=_DECODE),
+    # 64 sequences of 2048 keys and 32 heads of their own take 518 us instead of 597; fewer bytes were not measured.
+    Rule(use="sm_90", decode="alone", bytes=(2**30, None), head_dim=(64, 128),
+         keys_from=1024, window_left_from=0, source="decode_paged_h200.json"),
+    Rule(use="sm_90", decode="alone", bytes=(2**30, None), head_dim=192,
+         keys_from=4096, window_left_from=0, source="decode_paged_h200.json"),
+    Rule(use="sm_90", decode="alone", bytes=(2**30, None), head_dim=256,
+         keys_from=8192, window_left_from=0, source="decode_paged_h200.json"),
+    # Head dim 64 over pages: calls of 1024 tokens and more take 0.58 to 0.72 of the portable kernel's time. 512 tokens with 31
+    # sequences of one query each take 0.27, and windows of 128 keys 0.61 to 0.65.
+    Rule(use="sm_90", head_dim=64, paged=True, dropout=True, mask=("open", "causal", "windowed"),
+         tokens_from=1024, flops_from=2**29, source="paged_prefill_h100.json"),
+    Rule(use="sm_90", head_dim=64, paged=True, mask=("open", "causal", "windowed"),
+         tokens_from=256, flops_from=2**29, source="paged_prefill_h100.json"),
+    # Head dim 64
+    Rule(use="sm_90", head_dim=64, dropout=True, mask=("open", "causal"), tokens_from=1024, flops_from=2**36, source=_DROPOUT),
+    Rule(use="sm_90", head_dim=64, dropout=False, mask=("open", "causal"), mean_tokens=(2048, None),
+         tokens_from=2048, flops_from=2**36, source=_STANDARD),
+    Rule(use="sm_90", head_dim=64, dropout=False, mask="open", mean_tokens=(256, None),
+         tokens_from=256, flops_from=2**35, source=_STANDARD),
+    Rule(use="sm_90", head_dim=64, dropout=False, mask="causal", mean_tokens=(512, None),
+         tokens_from=512, flops_from=2**35, source=_STANDARD),
+    Rule(use="sm_90", head_dim=64, dropout=False, mask="windowed", mean_tokens=(2048, None),
+         tokens_from=2048, flops_from=2**35, source=_STANDARD),
+    Rule(use="sm_90", head_dim=64, mask="loaded", tokens_from=1024, flops_from=2**36, source="modified_scores_h200.json"),
+    # Head dim 128
+    Rule(use="sm_90", head_dim=128, dropout=True, mask=("open", "causal"), tokens_from=512, flops_from=2**31, source=_DROPOUT),
+    Rule(use="sm_90", head_dim=128, mask=("open", "causal"), mean_tokens=(4096, None),
+         tokens_from=4096, flops_from=2**31, source=_STANDARD),
+    Rule(use="sm_90", head_dim=128, mask=("open", "causal"), tokens_from=256, flops_from=2**31, source=_STANDARD),
+    Rule(use="sm_90", head_dim=128, mask="windowed", mean_tokens=(2048, None),
+         tokens_from=2048, flops_from=2**31, source=_STANDARD),
+    Rule(use="sm_90", head_dim=128, mask=("modified", "loaded"), mean_tokens=(1024, None),
+         tokens_from=1024, flops_from=2**31, source="modified_scores_h200.json"),
+    # Head dims 192 and 128. The run without a mask was not kept, and modified scores were measured at 128.
+    Rule(use="sm_90", head_dim=192, dropout=True, mask=("open", "causal", "modified", "loaded"),
+         tokens_from=4096, flops_from=2**31, source=_DROPOUT),
+    Rule(use="sm_90", head_dim=192, mask=("open", "causal"), tokens_from=512, flops_from=2**31),
+    Rule(use="sm_90", head_dim=192, mask=("modified", "loaded"),
+         tokens_from=1024, flops_from=2**31, source="modified_scores_h200.json"),
+    # Head dim 256
+    Rule(use="sm_90", head_dim=256, dropout=True, mask=("open", "causal", "modified", "loaded"),
+         tokens_from=4096, flops_from=2**29, source=_DROPOUT),
+    Rule(use="sm_90", head_dim=256, mask=("open", "causal"), tokens_from=256, flops_from=2**29, source=_STANDARD),
+    Rule(use="sm_90", head_dim=256, mask=("modified", "loaded"),
+         tokens_from=1024, flops_from=2**29, source="modified_scores_h200.json"),
+    # --- sm_90 wide: head dims above 256, beside the portable forward. Its tiles have 512 columns, so narrower heads waste some:
+    # with 8192 tokens at 320 it took 1.14 of the time.
+    Rule(use="sm_90 wide", width=(321, None), source="wide_heads_h200.json"),
+    Rule(use="sm_90 wide", queries=(None, 32), source="wide_heads_h200.json"),
+    Rule(use="sm_90 wide", tokens=(None, 4096), source="wide_heads_h200.json"),
+    # --- sm_90 FP8 cache: keys are loaded once for each tile of so many rows.
+    Rule(use="sm_90 FP8 cache", query_rows=(None, 32)),
+    # --- sm_90 FP8: beside bf16; modified scores and windows were not measured.
+    Rule(use="sm_90 FP8", mask=("open", "causal"), tokens_from=2048, flops_from=2**36, source="fp8_hopper_h200.json"),
+    # --- sm_90 fused: the backward in one kernel, beside two kernels, head dims up to 128. The sums of dq cost time for each token,
+    # however few keys it sees, so narrow windows are slower. A bias was not measured. A program has 128 keys.
+    Rule(use="sm_90 fused", head_dim=64, dropout=True, mask=("open", "causal"),
+         tokens_from=1024, flops_from=2**36, window_left_from=255, keys_per_sm_from=128, source=_DROPOUT),
+    Rule(use="sm_90 fused", head_dim=128, dropout=True, mask=("open", "causal"),
+         tokens_from=512, flops_from=2**36, window_left_from=255, keys_per_sm_from=128, source=_DROPOUT),
+    Rule(use="sm_90 fused", head_dim=64, mask="open", grouped=True,
+         tokens_from=1024, flops_from=2**36, keys_per_sm_from=128, source="lengths_h200.json"),
+    Rule(use="sm_90 fused", head_dim=(64, 128), mask="open",
+         tokens_from=512, flops_from=2**36, keys_per_sm_from=128, source="lengths_h200.json"),
+    # 1 to 11 % less time at 384 tokens, and 9 to 21 % at 512. Packed batches of up to 384 to 640 tokens take 6 to 29 % less.
+    Rule(use="sm_90 fused", head_dim=(64, 128), mask="causal", tokens=(None, 1023), gpu="H200",
+         tokens_from=384, flops_from=2**33, window_left_from=255, keys_per_sm_from=128,
+         source=("short_causal_h200.json", "short_backwards_more_h200.json")),
+    # 641 tokens take up to 2 % more time, with grouped heads 3 to 6 % less. If the longest sequence of a packed batch has 640
+    # tokens, head dim 128 takes 2 to 8 % more time, and head dim 64 takes 2 to 13 % less.
+    Rule(use="sm_90 fused", head_dim=(64, 128), mask="causal", tokens=(None, 1023), packed=False, grouped=True, gpu="H100",
+         tokens_from=640, flops_from=2**35, window_left_from=255, keys_per_sm_from=128, source="short_causal_h100.json"),
+    Rule(use="sm_90 fused", head_dim=(64, 128), mask="causal", tokens=(None, 1023), gpu="H100",
+         tokens_from=704, flops_from=2**35, window_left_from=255, keys_per_sm_from=128,
+         source=("short_causal_h100.json", "short_backwards_more_h100.json")),
+    Rule(use="sm_90 fused", head_dim=(64, 128), mask="causal",
+         tokens_from=1024, flops_from=2**36, window_left_from=255, keys_per_sm_from=128, source="lengths_h200.json"),
+    Rule(use="sm_90 fused", head_dim=(64, 128), mask="windowed",
+         tokens_from=2048, flops_from=2**36, window_left_from=255, keys_per_sm_from=128, source="lengths_h200.json"),
+    Rule(use="sm_90 fused", head_dim=(64, 128), mask=("modified", "loaded"), bias=False,
+         tokens_from=1024, flops_from=2**36, window_left_from=255, keys_per_sm_from=128, source="one_pass_modified_h200.json"),
+    # --- sm_90 fused 192: 7 to 19 % less time than two kernels from 1024 tokens on an H200, and from 2048 on an H100. On an H100,
+    # 1024 causal tokens take 2 % more.
+    Rule(use="sm_90 fused 192", mask=("open", "causal"),
+         tokens_from=1024, flops_from=2**36, window_left_from=1023, keys_per_sm_from=128, source=_FUSED_192),
+    Rule(use="sm_90 fused 192", mask="windowed",
+         tokens_from=8192, flops_from=2**36, window_left_from=1023, keys_per_sm_from=128, source=_FUSED_192),
+    # --- sm_90 two-kernel: the backward in two kernels, beside the portable one. A program of dk and dv has all query heads of
+    # its 128 keys, 64 at head dim 256. 16384 tokens in short sequences have little work under a causal mask, but many programs.
+    Rule(use="sm_90 two-kernel", head_dim=64, dropout=True, mask=("open", "causal"),
+         tokens_from=1024, flops_from=2**36, keys_per_sm_from=128, source=_DROPOUT),
+    Rule(use="sm_90 two-kernel", head_dim=64, mask=("causal", "modified"),
+         tokens_from=2048, flops_from=2**36, keys_per_sm_from=128, source=_STANDARD),
+    Rule(use="sm_90 two-kernel", head_dim=128, mask=("open", "causal"),
+         tokens_from=512, flops_from=2**36, keys_per_sm_from=128, source=_STANDARD),
+    Rule(use="sm_90 two-kernel", head_dim=(64, 128), mask="windowed",
+         tokens_from=8192, flops_from=2**36, keys_per_sm_from=128, source=_STANDARD),
+    Rule(use="sm_90 two-kernel", head_dim=(64, 128), mask=("modified", "loaded"),
+         tokens_from=1024, flops_from=2**36, keys_per_sm_from=128, source="modified_scores_h200.json"),
+    # 9 to 19 % less time than the portable kernels at 256 to 512 tokens on an H200, 2 to 14 % on an H100.
+    Rule(use="sm_90 two-kernel", head_dim=192, dropout=True, mask=("open", "causal", "modified", "loaded"),
+         tokens_from=4096, flops_from=2**33, keys_per_sm_from=128, source=_DROPOUT),
+    Rule(use="sm_90 two-kernel", head_dim=192, mask=("open", "causal"),
+         tokens_from=256, flops_from=2**33, keys_per_sm_from=128, source=_FUSED_192),
+    Rule(use="sm_90 two-kernel", head_dim=192, mask=("modified", "loaded"),
+         tokens_from=1024, flops_from=2**33, keys_per_sm_from=128, source="modified_scores_h200.json"),
+    Rule(use="sm_90 two-kernel", head_dim=192, mask="windowed",
+         tokens_from=8192, flops_from=2**33, keys_per_sm_from=128, source=_STANDARD),
+    # 21 to 49 % less time than the portable kernels at 256 to 512 tokens.
+    Rule(use="sm_90 two-kernel", head_dim=256, dropout=True, mask=("open", "causal", "modified", "loaded"),
+         tokens_from=4096, flops_from=2**34, keys_per_sm_from=64, source=_DROPOUT),
+    Rule(use="sm_90 two-kernel", head_dim=256, mask=("open", "causal"),
+         tokens_from=256, flops_from=2**34, keys_per_sm_from=64,
+         source=("short_backwards_more_h200.json", "short_backwards_more_h100.json")),
+    Rule(use="sm_90 two-kernel", head_dim=256, mask=("modified", "loaded"),
+         tokens_from=1024, flops_from=2**34, keys_per_sm_from=64, source="modified_scores_h200.json"),
+    # --- Splits of the keys of few queries between programs, beside one program for each tile. With more queries it was measured
+    # only without a split, and with fewer keys, combining the parts costs as much as the split saves.
+    Rule(use="split keys", queries=(None, 128), keys_from=1024, source="splits_h200.json"),
+    # A plan by the lengths on the device costs a launch, beside a fixed number of splits.
+    Rule(use="split plan", queries=(None, 16), bytes_from=2**23, source="splits_h200.json"),
+    # --- Backends, beside the Triton kernels: the output of `python -m flexattn bench --emit-rows`.
+    Rule(use="cudnn", mask="causal", tokens=(4096, 4096), capability=90, direction="forward", dtype="bfloat16", head_dim_qk=128,
+         head_dim_v=128, layout="dense", kind="bias", gain=1.21, source="standard_forward_h200.json"),
+    # --- Tiles of the sm_90 forward. Few rows: 64 sequences of 8192 keys take 252 us instead of 402.
+    Rule(use="sm_90", tile="d64_two_consumers", head_dim=64, batch_invariant=True),
+    Rule(use="sm_90", tile="d64_few_rows", head_dim=64, rows=(None, 128), source="few_queries_h200.json"),
+    Rule(use="sm_90", tile="d64_two_consumers", head_dim=64, paged=False, dropout=True),
+    Rule(use="sm_90", tile="d64_two_consumers", head_dim=64, mask=("modified", "loaded")),
+    Rule(use="sm_90", tile="d64_two_consumers", head_dim=64, paged=True, mask="open", mean_tokens=(2048, None),
+         source="paged_prefill_h100.json"),
+    Rule(use="sm_90", tile="d64_two_consumers", head_dim=64, paged=True, mask="causal", mean_tokens=(4096, None),
+         source="paged_prefill_h100.json"),
+    Rule(use="sm_90", tile="d64_paged_narrow", head_dim=64, paged=True, mask="windowed",
+         mean_tokens=(256, None), window=(None, 256), source="paged_prefill_h100.json"),
+    Rule(use="sm_90", tile="d64_paged_short", head_dim=64, paged=True, mean_tokens=(256, None), source="paged_prefill_h100.json"),
+    Rule(use="sm_90", tile="d64_two_consumers", head_dim=64, paged=True),
+    Rule(use="sm_90", tile="d64_long", head_dim=64, mask=("open", "causal"), mean_tokens=(2048, None), source=_STANDARD),
+    Rule(use="sm_90", tile="d64_short", head_dim=64, mask="open", mean_tokens=(256, None), source=_STANDARD),
+    Rule(use="sm_90", tile="d64_short", head_dim=64, mask="causal", mean_tokens=(512, None), source=_STANDARD),
+    # 4 to 5 % less time with windows of 128 keys, 3 % less with 256.
+    Rule(use="sm_90", tile="d64_narrow", head_dim=64, mask="windowed", mean_tokens=(2048, None), window=(None, 256),
+         source="windows_h100.json"),
+    Rule(use="sm_90", tile="d64_short", head_dim=64, mask="windowed", mean_tokens=(2048, None), source=_STANDARD),
+    Rule(use="sm_90", tile="d64_two_consumers", head_dim=64),
+    Rule(use="sm_90", tile="d128_long", head_dim=128, batch_invariant=True),
+    Rule(use="sm_90", tile="d128_long", head_dim=128, mask=("open", "causal"), mean_tokens=(4096, None), source=_STANDARD),
+    Rule(use="sm_90", tile="d128_long", head_dim=128, mask="windowed", mean_tokens=(2048, None), source=_STANDARD),
+    Rule(use="sm_90", tile="d128_long", head_dim=128, mask=("modified", "loaded"), mean_tokens=(1024, None), source=_STANDARD),
+    Rule(use="sm_90", tile="d128", head_dim=128),
+    Rule(use="sm_90", tile="d192", head_dim=192),
+    Rule(use="sm_90", tile="d256", head_dim=256),
+    # --- Tiles of the fused backward. Persistent programs take 2 to 7 % less time; with heads that share key heads they take less
+    # only in short calls at head dim 64, and at 128 without a mask. In longer calls at 128 without a mask, one tile of dq in shared
+    # memory is 2 to 5 % faster than they are. If they convert dq, they take 2 to 7 % less time at 128 without a mask, and up to 7 %
+    # more with one and at 64.
+    Rule(use="sm_90 fused", tile="d64_modified", head_dim=64, dropout=True),
+    Rule(use="sm_90 fused", tile="d64_modified", head_dim=64, mask=("modified", "loaded")),
+    Rule(use="sm_90 fused", tile="d64_persistent", head_dim=64, mask="causal", tokens=(384, 1023),
+         source=_SHORT_CAUSAL),
+    Rule(use="sm_90 fused", tile="d64_persistent", head_dim=64, mask="open", grouped=False, tokens=(512, 4096),
+         source=_FUSED_TILES),
+    Rule(use="sm_90 fused", tile="d64_persistent", head_dim=64, mask="causal", grouped=False, tokens=(1024, 8192),
+         source=_FUSED_TILES),
+    Rule(use="sm_90 fused", tile="d64_persistent", head_dim=64, mask="windowed", grouped=False, tokens=(2048, 8192),
+         source=_FUSED_TILES),
+    Rule(use="sm_90 fused", tile="d64", head_dim=64),
+    Rule(use="sm_90 fused", tile="d128", head_dim=128, dropout=True),
+    Rule(use="sm_90 fused", tile="d128_converting", head_dim=128, mask="open", grouped=False, packed=False, is_full_width=True,
+         tokens=(512, 4096), source=("short_backwards_h100.json", "small_kernels_h100.json", "small_kernels_h200.json")),
+    Rule(use="sm_90 fused", tile="d128_persistent", head_dim=128, mask="open", tokens=(512, 4096),
+         source=("small_kernels_h100.json", "small_kernels_h200.json")),
+    Rule(use="sm_90 fused", tile="d128_open", head_dim=128, mask="open", source="one_pass_orders_h200.json"),
+    Rule(use="sm_90 fused", tile="d128_persistent", head_dim=128, mask="causal", grouped=False, tokens=(384, 1023),
+         source=_SHORT_CAUSAL),
+    Rule(use="sm_90 fused", tile="d128_persistent", head_dim=128, mask="causal", grouped=False, tokens=(1024, 8192),
+         source=_FUSED_TILES),
+    Rule(use="sm_90 fused", tile="d128_persistent", head_dim=128, mask="windowed", grouped=False, tokens=(2048, 8192),
+         source=_FUSED_TILES),
+    Rule(use="sm_90 fused", tile="d128", head_dim=128),
+    # --- Tiles of the FP8 fused backward. With 128 queries, modified scores would spill, and a block mask may have smaller blocks.
+    Rule(use="sm_90 FP8 fused", tile="d64_modified", head_dim=64, mask=("modified", "loaded")),
+    Rule(use="sm_90 FP8 fused", tile="d64_persistent", head_dim=64, grouped=False, tokens=(None, 4096),
+         source="fp8_passes_h200.json"),
+    Rule(use="sm_90 FP8 fused", tile="d64", head_dim=64, source="fp8_one_pass_orders_h200.json"),
+    Rule(use="sm_90 FP8 fused", tile="d128", head_dim=128, source="fp8_one_pass_orders_h200.json"),
+    # --- The portable backward in one launch instead of two, if all programs run at once. Then no program waits for a previous
+    # kernel, and it costs no other program anything that each computes delta itself. Without a mask, 512 tokens take 1.14 of the
+    # time of two launches.
+    Rule(use="portable", tile="one_grid", capability=90, element_size=2, head_dim=64, mask="open", dropout=False, packed=False,
+         grouped=False, tokens=(None, 256), blocks_per_sm=(1, 2), source="short_backwards_h100.json"),
+    Rule(use="portable", tile="one_grid", capability=90, element_size=2, head_dim=64, mask="causal", has_left=False, dropout=False,
+         packed=False, grouped=False, tokens=(None, 512), blocks_per_sm=(1, 2), source="short_backwards_h100.json"),
+)
+# fmt: on
+
+
+def _by_use(rules: Iterable[Rule]) -> dict[str, tuple[Rule, ...]]:
+    found: dict[str, tuple[Rule, ...]] = {}
+    for rule in rules:
+        found[rule.use] = (*found.get(rule.use, ()), rule)
+    return found
+
+
+RULES = _by_use(rule for rule in CROSSOVERS if not rule.tile)
+TILES = _by_use(rule for rule in CROSSOVERS if rule.tile)

@@ -1,0 +1,78 @@
+"""The table of crossovers: its sources, its names, and the words of a rule that a call misses."""
+
+from __future__ import annotations
+
+import ast
+from typing import Any
+
+import pytest
+
+from flexattn.dispatch.spec import BACKENDS
+from flexattn.kernels_triton import families
+from flexattn.kernels_triton.common import crossovers
+from flexattn.kernels_triton.common.crossovers import CROSSOVERS, RULES, TILES, UNLIMITED, Rule
+from flexattn.kernels_triton.common.tiles import HOPPER_FORWARD, HOPPER_FUSED
+from flexattn.kernels_triton.hopper.fp8_backward_fused import FP8_FUSED
+from tests.conftest import ROOT
+
+FAMILIES = [family for table in (families.FORWARDS, families.BACKWARDS) for order in table.values() for family in order]
+CALL = {
+    "head_dim": 64,
+    "mask": "causal",
+    "dropout": False,
+    "tokens": 2048,
+    "mean_tokens": 2048,
+    "flops": 2.0**37,
+    "paged": False,
+    "decode": "no",
+    "bytes": 2**20,
+    "window_left": UNLIMITED,
+}
+
+
+@pytest.mark.parametrize("rule", CROSSOVERS, ids=str)
+def test_a_rule_names_what_exists(rule: Rule) -> None:
+    assert all((ROOT / "bench" / "results" / name).is_file() for name in rule.files)
+    names = {family.rules or family.name for family in FAMILIES}
+    if rule.tile:
+        tiles = {"sm_90": HOPPER_FORWARD, "sm_90 fused": HOPPER_FUSED, "sm_90 FP8 fused": FP8_FUSED, "portable": {"one_grid": None}}
+        assert rule.tile in tiles[rule.use]
+    else:
+        assert rule.use in {*names, *BACKENDS, "split keys", "split plan"}
+
+
+def test_every_tile_has_a_rule_and_the_last_rule_holds_for_all_calls() -> None:
+    for use, tiles in (("sm_90", HOPPER_FORWARD), ("sm_90 fused", HOPPER_FUSED), ("sm_90 FP8 fused", FP8_FUSED)):
+        assert {rule.tile for rule in TILES[use]} == tiles.keys()
+        for head_dim in {rule.head_dim for rule in TILES[use]}:
+            *_, last = (rule for rule in TILES[use] if rule.head_dim == head_dim)
+            assert last == Rule(use=use, tile=last.tile, head_dim=head_dim, source=last.source)
+
+
+def test_every_family_that_another_follows_has_rules() -> None:
+    measured = {family.rules or family.name for family in FAMILIES if family.has_run} - {"portable"}
+    assert measured == RULES.keys() - {*BACKENDS, "split keys", "split plan"}
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, None),
+        ({"tokens": 2047}, "it is faster from 2048 tokens of the longest sequence on, and this call has 2047 (rule: head_dim 64, "),
+        ({"flops": 2.0**35}, "it is faster from 2**36 FLOPs on, and this call has 3.44e+10 (rule: "),
+        ({"mean_tokens": 100}, "such a call; the nearest rule is for mean_tokens 512 or more, and this call has 100"),
+        ({"mask": "modified"}, "such a call; the nearest rule is for mask open or causal, and this call has modified"),
+        ({"decode": "shared", "keys": 900}, "it is faster from 1024 keys of the longest sequence on, and this call has 900"),
+    ],
+    ids=str,
+)
+def test_a_miss_is_in_words(change: dict[str, Any], reason: str | None) -> None:
+    found = crossovers.slower("sm_90", CALL | change)
+    assert found is None if reason is None else reason in str(found)
+
+
+def test_the_table_waits_for_no_library() -> None:
+    """Backends are chosen with it, and Triton is imported only if it runs the call."""
+    tree = ast.parse((ROOT / "kernels_triton" / "common" / "crossovers.py").read_text())
+    modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert modules == {"__future__", "collections.abc", "dataclasses", "functools", "math", "typing"}
