@@ -100,7 +100,7 @@ def line_chart(title: str, panels: Sequence[Panel], x_label: str, y_label: str, 
     """Returns up to three plots in a row, all with one scale: x by powers of two."""
     columns, plot_width, plot_height, row, top = _columns(panels), 170, 150, 216, 74
     names = list(dict.fromkeys(name for p in panels for name in p.lines))
-    points = [point for p in panels for of_name in p.lines.values() for point in of_name]
+    points = [point for p in panels for line in p.lines.values() for point in line]
     xs = sorted({x for x, _ in points})
     ys = [y for _, y in points]
     low, high = (
@@ -190,8 +190,8 @@ def figures(record: Record, leave_out: Iterable[str] = ()) -> Iterator[tuple[str
     for direction in dict.fromkeys(direction for _, direction in record.cells()):
         panels = [
             Panel(f"Head dim {d}, {_mask(mask)}", _lines(record, [w.name for w in panel(record, d, mask)], direction, _tflops))
-            for of_direction, d, mask in sorted(sweep_panels(record), key=lambda p: (p[2], p[1]))
-            if of_direction == direction
+            for panel_direction, d, mask in sorted(sweep_panels(record), key=lambda p: (p[2], p[1]))
+            if panel_direction == direction
         ]
         if any(p.lines for p in panels):
             title = f"{direction.capitalize()} on {device}: TFLOP/s by sequence length, 16,384 tokens in all"

@@ -42,7 +42,7 @@ class Error(NamedTuple):
 
 
 class Checker:
-    """Compares the results of one workload, whose reference is computed when first needed."""
+    """Compares the results of one workload with the reference, which is computed when it is first needed."""
 
     def __init__(self, workload: Workload, tensors: Tensors) -> None:
         self.workload = workload
@@ -114,7 +114,7 @@ class Checker:
         return found
 
     def check(self, direction: str, results: Mapping[str, Tensor]) -> None:
-        """Raises AssertionError, with the worst elements, where a result is further from the reference than CHECK allows."""
+        """Raises AssertionError with the worst elements if a result differs from the reference by more than CHECK allows."""
         for name in RESULTS[direction]:
             ref, eager = (kind[name] for kind in (self._forward if name == "out" else self._backward))
             factor = FORWARD_FACTOR if name == "out" else GRADIENT_FACTOR

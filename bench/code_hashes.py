@@ -1,11 +1,11 @@
-"""`python -m flexattn code_hashes`: hashes of the PTX and SASS of every kernel that a list of calls launches, and what changed.
+"""`python -m flexattn code_hashes`: hashes of the PTX and SASS of every kernel that a list of calls launches, and their changes.
 
     python -m flexattn code_hashes --out before.json                        in one checkout
     python -m flexattn code_hashes --compare before.json                    in another
-    python -m flexattn code_hashes --compare before.json --with now.json    of two files, with nothing compiled
+    python -m flexattn code_hashes --compare before.json --with now.json    of two files, without compiling
 
-A change that moves source about leaves all of them as they are, and so does another name of a kernel or of an argument. One that
-only gives a kernel's arguments another order leaves the operations. Needs no GPU.
+If a change only moves source or renames a kernel or an argument, all hashes stay the same. If it only reorders a kernel's
+arguments, the hashes of the operations stay the same. Needs no GPU.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Case(NamedTuple):
 
 
 def cases() -> Iterator[Case]:
-    """Every row of the tile tables, and every feature on one row of the portable kernels and of those for sm_90."""
+    """Yields a case for every row of the tile tables, and for every feature on one row of the portable and of the sm_90 kernels."""
     both, dims = ("never", "always"), tuple(DIMS)
     for hopper in both:
         yield from (Case(90, hopper, "bf16", dim, "causal") for dim in dims)
@@ -102,7 +102,7 @@ def launches_of(case: Case) -> list[Any]:
 
 
 class Code(NamedTuple):
-    """Digests and figures of one compiled kernel, as `compile_report.CompileReport` has them."""
+    """Digests and figures of one compiled kernel, from `compile_report.CompileReport`."""
 
     kernel: str  # the function's name
     ptx: str
@@ -146,7 +146,7 @@ def _figures(code: Code) -> tuple[int, int]:
 
 
 def hashes(only: str, workers: int | None) -> dict[str, Code]:
-    """Returns the compiled code by "case: number of the kernel in the call", of cases whose name has `only` in it."""
+    """Returns the compiled code by "case: number of the kernel in the call" for cases whose name contains `only`."""
     from flexattn.kernels_triton.ahead_of_time.compile_report import CompileRequest, compile_many, request_for
 
     requests: dict[str, CompileRequest] = {}
@@ -175,7 +175,7 @@ def hashes(only: str, workers: int | None) -> dict[str, Code]:
 
 
 def differences(before: Mapping[str, Code], after: Mapping[str, Code]) -> list[Difference]:
-    """Returns one for each kernel whose code is another, or which one side lacks."""
+    """Returns a difference for each kernel whose code changed or that only one side has."""
     found = []
     for case in sorted(before.keys() | after.keys()):
         old, new = before.get(case), after.get(case)
@@ -187,7 +187,7 @@ def differences(before: Mapping[str, Code], after: Mapping[str, Code]) -> list[D
 
 
 def summary(compared: int, found: Sequence[Difference]) -> str:
-    """Returns the last line of a comparison: how many kernels there are, and how many differ in which way."""
+    """Returns the last line of a comparison: the number of kernels, and the number of differences of each kind."""
     counts = Counter(x.kind for x in found)
     return ", ".join([f"{compared} kernels", f"{len(found)} differ", *(f"{n} {kind}" for kind, n in counts.most_common())])
 

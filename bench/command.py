@@ -1,4 +1,4 @@
-"""`python -m flexattn bench`: attention measured beside its peers, on your shapes, every result checked before it is timed."""
+"""`python -m flexattn bench`: compares attention with other libraries, on your shapes, and checks every result before timing it."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The exit status is 1 where a result was wrong, or flexattn's own first backend refused."""
+    """Runs the command. The exit status is 1 if a result is wrong or flexattn's first backend refuses a shape."""
     parser = make_parser()
     args = parser.parse_args(arguments)
     try:
@@ -133,7 +133,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _plan(args: argparse.Namespace, arguments: Sequence[str]) -> Plan:
-    """Raises ValueError for what names nothing."""
+    """Returns the plan of the options. Raises ValueError if a name matches nothing."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     workloads = select(args.shapes or [args.preset or DEFAULT_PRESET[device]])
     if args.seqlens:
@@ -174,7 +174,7 @@ def _compile_in_processes(plan: Plan, args: argparse.Namespace, most: float) -> 
 
 
 def _implementations(args: argparse.Namespace, device: str) -> list[Implementation]:
-    """Returns those asked for. Raises ValueError for a name that names none."""
+    """Returns the chosen implementations. Raises ValueError if a pattern matches none."""
     everyone = {i.name: i for i in (*ours(device), *peers(args.flex_mode))}
     chosen: dict[str, Implementation] = {}
     for patterns, prefix in ((args.backends, "flexattn "), (args.peers, "")):
@@ -197,7 +197,7 @@ def _printer() -> Callable[[str], object]:
 
 
 def _show(records: dict[str, record.Record], args: argparse.Namespace) -> int:
-    """Prints the tables, and writes the pages that were asked for."""
+    """Prints the tables, and writes the files that the options name."""
     for name, shown in records.items():
         print("\n".join(["", *([name, tables.headline(shown)] if args.source else []), _ceilings(shown)]))
         print("\n\n".join(["", *(t.text() for t in tables.tables(shown, with_share=True)), tables.verdict(shown)]))

@@ -17,7 +17,7 @@ class Pair(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """B's time over A's: below 1 where B is faster."""
+        """B's time over A's: below 1 if B is faster."""
         assert self.a.us is not None
         assert self.b.us is not None
         return self.b.us / self.a.us
@@ -31,7 +31,7 @@ class Pair(NamedTuple):
 
 
 def pairs(a: Record, b: Record) -> list[Pair]:
-    """In A's order. A workload must be the same in both, whatever its name, or it is left out."""
+    """Returns the pairs in A's order. If a name stands for different workloads in A and B, its rows are omitted."""
     known = {(r.implementation, r.workload, r.direction): r for r in b.rows if r.us is not None}
     found = []
     for row in a.rows:
@@ -42,9 +42,9 @@ def pairs(a: Record, b: Record) -> list[Pair]:
 
 
 def compare(a: Record, b: Record, names: Sequence[str] = ("A", "B")) -> str:
-    """A table of every pair, and the geometric mean of each implementation's ratios.
+    """Returns a table of every pair, and the geometric mean of each implementation's ratios.
 
-    Raises ValueError where the two have nothing in common.
+    Raises ValueError if the two records have no pair.
     """
     both = pairs(a, b)
     if not both:

@@ -1,4 +1,4 @@
-"""The compiler's output for a kernel, for a GPU that need not be there: reports, the gates a tile must pass, and dumps."""
+"""The compiler's output for a kernel, if needed for an absent GPU: reports, the gates that a tile must pass, and dumps."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MATRIX_INSTRUCTION = {80: "HMMA", 86: "HMMA", 89: "HMMA", 90: "HGMMA", 100: "UTC
 
 
 def requests(kernel: str, launchers: Launchers, workload: Workload, arch: int) -> list[CompileRequest]:
-    """Returns requests that compile the kernel as these launchers launch it; two where dk and dv have a kernel each."""
+    """Returns requests that compile the kernel for these launchers; two requests if dk and dv have separate kernels."""
     from flexattn.kernels_triton.ahead_of_time.compile_report import request_for
 
     small = workload.shortened(32)
@@ -77,7 +77,7 @@ def _alone(group: Sequence[CompileRequest], compile_many: Compile) -> list[Compi
 
 
 class Compiler:
-    """A process that compiles beside this one, forked before Triton is imported: there it compiles, and here it interprets."""
+    """A second process that compiles. It is forked before Triton is imported, because Triton interprets in this process."""
 
     def __init__(self) -> None:
         assert "triton" not in sys.modules
@@ -88,7 +88,7 @@ class Compiler:
         theirs.close()
 
     def compile_many(self, requests: Sequence[CompileRequest]) -> list[CompileReport]:
-        """Returns what `compile_report.compile_many` does, without the seconds that a new process takes to import torch."""
+        """Returns the reports of `compile_report.compile_many`, without the seconds in which a new process imports torch."""
         from flexattn.kernels_triton.ahead_of_time.compile_report import CompileError, checked_answers
 
         self._pipe.send((list(sys.path), pickle.dumps(list(requests))))
@@ -105,7 +105,7 @@ class Compiler:
 
 
 def _serve(pipe: Connection, other_end: Connection) -> None:
-    """Compiles the requests that come through `pipe`, until the other end, of which the fork has a copy, is closed."""
+    """Compiles the requests from `pipe` until its other end is closed. The fork's copy of that end is closed first."""
     other_end.close()
     os.environ.pop("TRITON_INTERPRET", None)
     with tempfile.TemporaryFile() as log:
@@ -150,14 +150,14 @@ def complaints(kernel: str, tile: Tile, arch: int, made: Sequence[CompileReport]
 
 
 def dump(asked: Sequence[CompileRequest], kinds: Sequence[str], folder: Path) -> list[Path]:
-    """Writes the kernels' intermediate code, `<kernel>.<kind>` (and `<kernel>.1.<kind>` of a second launch), and says where."""
+    """Writes the kernels' intermediate code to `<kernel>.<kind>` (`<kernel>.1.<kind>` for a second launch); returns the paths."""
     from flexattn.kernels_triton.ahead_of_time.compile_report import compile_many
 
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for n, request in enumerate(asked):
         with tempfile.TemporaryDirectory() as scratch:
-            with environment({"TRITON_CACHE_DIR": scratch}):  # Triton keeps every stage beside the kernel
+            with environment({"TRITON_CACHE_DIR": scratch}):  # Triton saves every stage with the kernel
                 compile_many([request], workers=1)
             for kind in kinds:
                 [source] = Path(scratch).rglob(f"{request.kernel}.{'cubin' if kind == 'sass' else kind}")

@@ -79,18 +79,18 @@ CELLS: dict[str, Cell] = {
 
 
 def small(cell: Cell) -> Cell:
-    """Returns a cell of the same kind that a CPU computes."""
+    """Returns a cell of the same kind that is small enough for a CPU."""
     documents = tuple(n // 512 for n in cell.documents)
     return Cell(sum(documents) if documents else cell.length // 512, cell.window // 512, documents, 4, 2, 16)
 
 
 class Whole(NamedTuple):
-    """Tensors of a cell's whole, the same on each rank, and its arguments."""
+    """Tensors of a cell before they are divided, the same on each rank, and the arguments."""
 
     qkv: tuple[Tensor, Tensor, Tensor]
     dout: Tensor
-    of_one: dict[str, Any]  # arguments of `attention`
-    of_plan: dict[str, Any]
+    arguments: dict[str, Any]  # arguments of `attention`
+    plan_arguments: dict[str, Any]
 
 
 def make_whole(cell: Cell, device: torch.device) -> Whole:
@@ -103,13 +103,13 @@ def make_whole(cell: Cell, device: torch.device) -> Whole:
     qkv = (normal(cell.heads), normal(cell.heads_kv), normal(cell.heads_kv))
     window = {"window_size": (cell.window or -1, 0 if cell.window else -1)}
     if not cell.documents:
-        of_one: dict[str, Any] = {"attn_mask_type": "causal", **window}
-        return Whole(qkv, normal(cell.heads), of_one, {"length": cell.length, **of_one})
+        arguments: dict[str, Any] = {"attn_mask_type": "causal", **window}
+        return Whole(qkv, normal(cell.heads), arguments, {"length": cell.length, **arguments})
     ends = torch.tensor((0, *cell.documents), device=device).cumsum(0, dtype=torch.int32)
     lengths = {"cu_seqlens_q": ends, "cu_seqlens_kv": ends}
     most = {"max_seqlen_q": max(cell.documents), "max_seqlen_kv": max(cell.documents)}
-    of_one = {"qkv_format": "thd", "attn_mask_type": "padding_causal", **window, **lengths, **most}
-    return Whole(qkv, normal(cell.heads), of_one, {"documents": cell.documents, "attn_mask_type": "causal", **window})
+    arguments = {"qkv_format": "thd", "attn_mask_type": "padding_causal", **window, **lengths, **most}
+    return Whole(qkv, normal(cell.heads), arguments, {"documents": cell.documents, "attn_mask_type": "causal", **window})
 
 
 def both(call: Call, qkv: tuple[Tensor, ...], dout: Tensor) -> tuple[Tensor, ...]:
@@ -120,7 +120,7 @@ def both(call: Call, qkv: tuple[Tensor, ...], dout: Tensor) -> tuple[Tensor, ...
 
 
 class Ranks:
-    """This process among those of torchrun."""
+    """This process as a rank of torchrun."""
 
     def __init__(self, seconds: float = SECONDS) -> None:
         self.seconds = seconds
@@ -130,9 +130,9 @@ class Ranks:
             torch.cuda.set_device(self.device)
         else:
             self.device = torch.device("cpu")
-        of_gpu: dict[str, Any] = {"device_id": self.device} if self.on_gpu else {}
+        options: dict[str, Any] = {"device_id": self.device} if self.on_gpu else {}
         if not dist.is_initialized():
-            dist.init_process_group("nccl" if self.on_gpu else "gloo", timeout=datetime.timedelta(seconds=90), **of_gpu)
+            dist.init_process_group("nccl" if self.on_gpu else "gloo", timeout=datetime.timedelta(seconds=90), **options)
         self.group: Any = dist.group.WORLD
         self.rank, self.count = dist.get_rank(), dist.get_world_size()
 
@@ -184,11 +184,11 @@ class Ranks:
         return float(self.gathered([(torch.cuda.max_memory_allocated() - before) / 2**20]).max())
 
     def shared_mib(self) -> float:
-        """Returns the memory of a rank that others read, which is kept from call to call: the most that calls so far took."""
+        """Returns the memory of a rank that others read, in MiB. It is kept between calls: the most that any call needed."""
         return peer_memory.shared_bytes(dist.group.WORLD, self.device) / 2**20
 
     def host_us(self, call: Callable[[], Any]) -> float:
-        """Returns the median time until a call returns, with nothing in the device's queue; the slowest rank's."""
+        """Returns the median time until a call returns if the device's queue is empty, of the slowest rank."""
         times = []
         for _ in range(3):
             self.synchronize()
@@ -210,7 +210,7 @@ class Implementation(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """A forward, and a forward and backward, which returns out, dq, dk and dv, as they are timed."""
+    """The two timed steps: a forward, and a forward and backward that returns out, dq, dk and dv."""
 
     forward: Callable[[], Any]
     both: Callable[[], tuple[Tensor, ...]]
@@ -224,23 +224,23 @@ class Steps(NamedTuple):
         return cls(forward, lambda: both(call, qkv, dout))
 
     def captured(self) -> Steps:
-        """Returns the same in CUDA graphs, whose results are in the same memory each time."""
+        """Returns the same steps in CUDA graphs, which write their results to the same memory each time."""
         return Steps(_replaying(self.forward), _replaying(self.both))
 
 
 def capture_step(step: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """Returns a graph of a call over ranks, behind three calls on another stream, and what its replays write."""
-    beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    beside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(beside):
+    """Captures a call over ranks in a graph, after three calls on another stream; returns the graph and its results."""
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
         for _ in range(3):
             step()
-    torch.cuda.current_stream().wait_stream(beside)
+    torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
     dist.barrier()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's own threads go on
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's threads keep running
         results = step()
     return graph, results
 
@@ -256,8 +256,8 @@ def _replaying(step: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def ours(cell: Cell, whole: Whole, group: Any, graphs: bool = False) -> dict[str, Implementation]:
-    """Returns our calls by name: each strategy, what auto takes, and, where asked for, that in a CUDA graph."""
-    plan = distributed.plan(group, **whole.of_plan)
+    """Returns flexattn's calls by name: each strategy, the choice of auto, and, if `graphs`, that choice in a CUDA graph."""
+    plan = distributed.plan(group, **whole.plan_arguments)
     heads = Heads(cell.heads, cell.heads_kv, cell.head_dim, cell.head_dim, DTYPE.itemsize, 1)
     found = {}
     for strategy in ("auto", *STRATEGIES):
@@ -270,7 +270,7 @@ def ours(cell: Cell, whole: Whole, group: Any, graphs: bool = False) -> dict[str
 
 
 def _sdpa(kernel: str, grouped: bool) -> Call:
-    """Returns SDPA of [1, s, h, d] by one of torch's kernels; not grouped: of keys repeated for each query head."""
+    """Returns SDPA of [1, s, h, d] by one of torch's kernels. If not grouped, keys are repeated for each query head."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     chosen = SDPBackend.FLASH_ATTENTION if kernel == "flash" else SDPBackend.CUDNN_ATTENTION
@@ -300,7 +300,7 @@ def _torch_context(length: int, ranks: Ranks, how: str) -> Iterator[None]:
 
 
 def peers(cell: Cell, ranks: Ranks) -> dict[str, list[Implementation] | str]:
-    """Returns others' calls by name, each with the ways to ask for it, or the reason against it."""
+    """Returns the peers' calls by name: the ways to call each, or the reason that it cannot run."""
     found: dict[str, list[Implementation] | str] = {}
     if cell.documents:
         return found | dict.fromkeys(PEERS, "takes no packed documents") | {RING_FLASH_ATTN: "takes only lengths that ranks divide"}
@@ -316,7 +316,7 @@ def peers(cell: Cell, ranks: Ranks) -> dict[str, list[Implementation] | str]:
         ]
     try:
         zigzag = ring_flash_attn.zigzag()
-    except Exception as e:  # whatever its import raises is the reason
+    except Exception as e:  # any error of the import is the reason
         found[RING_FLASH_ATTN] = f"cannot be imported: {type(e).__name__}: {e}"
     else:
         found[RING_FLASH_ATTN] = [Implementation(functools.partial(zigzag, causal=True), plan)]
@@ -324,7 +324,7 @@ def peers(cell: Cell, ranks: Ranks) -> dict[str, list[Implementation] | str]:
 
 
 def _errors(got: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> list[float]:
-    """Returns by result the error in the Euclidean norm, without a copy of all in fp32."""
+    """Returns the error of each result in the Euclidean norm, in chunks, without a whole copy in fp32."""
     found = []
     for a, b in zip(got, wanted, strict=True):
         sums = [0.0, 0.0]
@@ -336,17 +336,17 @@ def _errors(got: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> list[float]:
 
 
 class Comparison:
-    """A cell on these ranks: one GPU's results and times, to which implementations are held."""
+    """A cell on these ranks, with one GPU's results and times for comparison."""
 
     def __init__(self, cell: Cell, ranks: Ranks) -> None:
         self.cell, self.ranks, self.whole = cell, ranks, make_whole(cell, ranks.device)
-        one = functools.partial(attention, **self.whole.of_one)
+        one = functools.partial(attention, **self.whole.arguments)
         self.results = both(one, self.whole.qkv, self.whole.dout)
         warm = time.perf_counter() + (WARM_SECONDS if ranks.on_gpu else 0.0)
         while time.perf_counter() < warm:
             both(one, self.whole.qkv, self.whole.dout)
             ranks.synchronize()
-        area = distributed.plan(1, **self.whole.of_plan).area(0)
+        area = distributed.plan(1, **self.whole.plan_arguments).area(0)
         flops = 4 * area * cell.heads * cell.head_dim
         self.row: dict[str, Any] = {"implementation": "one GPU", "ranks": 1, "status": "measured", "scores": area}
         self.one, self.flops = one, flops
@@ -354,7 +354,7 @@ class Comparison:
         self.row["peak_mib"] = ranks.peak_mib(lambda: both(one, self.whole.qkv, self.whole.dout))
 
     def measure_one(self) -> None:
-        """Measures one GPU, once more where it was already."""
+        """Measures one GPU. A second call adds to the times of the first."""
         for direction, times in self._times(Steps.of(self.one, self.whole.qkv, self.whole.dout)).items():
             by_rank = [statistics.median(of.tolist()) for of in times]
             taken = [*self.row.get(f"{direction}_ms_by_rank", []), by_rank]
@@ -364,7 +364,7 @@ class Comparison:
             self.row[f"{direction}_tflops"] = products * self.flops / mean * 1e-9
 
     def compared(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Returns a row with its efficiencies."""
+        """Adds the efficiencies to a row."""
         for direction in ("forward", "both"):
             if row["status"] == "measured" and row["ranks"] > 1:
                 row[f"{direction}_efficiency"] = self.row[f"{direction}_ms"] / (row["ranks"] * row[f"{direction}_ms"])
@@ -374,7 +374,7 @@ class Comparison:
         return {"forward": self.ranks.milliseconds(steps.forward), "both": self.ranks.milliseconds(steps.both)}
 
     def tried(self, ways: list[Implementation]) -> dict[str, Any]:
-        """Returns what was measured of the first of the ways that runs, or the reason why none does."""
+        """Returns the measurement of the first way that runs, or the reason if none does."""
         row: dict[str, Any] = {}
         for way in ways:
             row, reason = self.measured(way), ""
@@ -452,7 +452,7 @@ class Comparison:
 
 
 def links(ranks: Ranks) -> list[dict[str, Any]]:
-    """Returns a row for each collective and size: the time, and the bytes that a rank receives in a second."""
+    """Returns a row for each collective and size: the time, and the bytes per second that a rank receives."""
     rows: list[dict[str, Any]] = []
     for mib in LINK_MIB if ranks.on_gpu else (1,):
         n = mib * 2**20 // DTYPE.itemsize // ranks.count * ranks.count

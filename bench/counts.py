@@ -104,5 +104,5 @@ def roofline(work: Work, matmul_tflops: float, copy_gb_s: float) -> Roofline:
 
 
 def largest_matrix_bytes(workload: Workload) -> int:
-    """Bytes of the scores of all heads and sequences in fp32: what an implementation that materialises them needs at least."""
+    """Returns the bytes of all scores in fp32: the least memory of an implementation that stores them."""
     return 4 * workload.num_heads * sum(q * kv for q, kv in zip(workload.lengths_q, workload.lengths_kv, strict=True))

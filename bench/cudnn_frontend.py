@@ -1,4 +1,4 @@
-"""cuDNN by its own Python frontend, as its samples drive it: one graph for each shape, built beforehand, executed on its own."""
+"""cuDNN through its Python frontend, as in its samples: one graph for each shape, built before the timed executions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CUDNN_FRONTEND = "cuDNN frontend"
 
 
 def prepare_cudnn(workload: Workload, tensors: Tensors, direction: str) -> Prepared:
-    """bshd memory by its strides. Raises Unavailable for what this harness does not ask of it."""
+    """Prepares a call on bshd memory. Raises Unavailable if this harness does not build a graph for the workload."""
     if workload.is_ragged or workload.score or workload.softmax_type != "vanilla":
         raise Unavailable("this harness drives the frontend for dense batches with a band only; flexattn cudnn takes the rest")
     try:
@@ -25,7 +25,7 @@ def prepare_cudnn(workload: Workload, tensors: Tensors, direction: str) -> Prepa
         raise Unavailable(f"nvidia-cudnn-frontend is not installed ({e})") from e
     handle = cudnn.create_handle()
     cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream().cuda_stream)
-    q, k, v, dout = (t.transpose(1, 2) for t in tensors[:4])  # cuDNN's dims are (b, h, s, d), whatever the strides
+    q, k, v, dout = (t.transpose(1, 2) for t in tensors[:4])  # cuDNN's dims are (b, h, s, d), with any strides
     out = torch.empty_like(tensors.dout).transpose(1, 2)
     stats = torch.empty(*q.shape[:3], 1, dtype=torch.float32, device=q.device)
     forward = _forward_graph(cudnn, handle, workload, (q, k, v), out, stats if direction != "forward" else None)

@@ -9,19 +9,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-GARBAGE = 2147480000  # in the entries of the page table that no length reaches
-MEAN_KEYS = 2048  # where lengths are log-normal
+GARBAGE = 2147480000  # value of the entries of the page table that no length reaches
+MEAN_KEYS = 2048  # mean of the log-normal lengths
 LATENT = 512  # columns of a latent cache that are v
 SOFTCAP = 30.0
 WINDOW = 128  # keys that a query sees, itself among them
 DTYPE = torch.bfloat16
-EXACT_BYTES = 2**28  # keys in fp64 that `exact` has at a time
+EXACT_BYTES = 2**28  # bytes of keys in fp64 that `exact` holds at a time
 
 Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class Cell(NamedTuple):
-    """A step of serving: sequences with `keys` in the cache, the last `queries` of which attend."""
+    """A step of serving: sequences with `keys` in the cache; the last `queries` of them attend."""
 
     queries: tuple[int, ...]
     keys: tuple[int, ...]
@@ -81,7 +81,7 @@ CELLS: dict[str, Cell] = {
 
 
 class Step(NamedTuple):
-    """The tensors of a cell: packed queries, keys and values, and the arguments that say which are whose."""
+    """The tensors of a cell: packed queries, keys and values, and the arguments that assign them to sequences."""
 
     q: Tensor  # [total, h, d]
     k: Tensor  # [pages, page_size, h_kv, d], or dense [b, longest, h_kv, d]
@@ -90,7 +90,7 @@ class Step(NamedTuple):
 
 
 def exact(dense: Step, cell: Cell) -> Tensor:
-    """Returns out in fp64 by the eager backend, as many sequences of one length at a time as EXACT_BYTES have room for."""
+    """Returns out in fp64 by the eager backend, for several sequences of one length at a time, within EXACT_BYTES."""
     from flexattn import attention
 
     one, scales = torch.ones(1, device=dense.q.device), [dense.where.get(name) for name in ("descale_k", "descale_v")]
@@ -124,7 +124,7 @@ def _options(cell: Cell, lengths: Tensor) -> dict[str, Any]:
     nodes = torch.rand(len(cell.keys), own, own, device=device) < 0.5
 
     def tree(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        node = j - (lengths[b] - own)  # a key of the step itself is seen where the tree says so, or is the query's own
+        node = j - (lengths[b] - own)  # a key of this step is visible if the tree has the edge, or if it is the query's
         return (node < 0) | (node == i) | nodes[b, i, node.clamp(0, own - 1)]
 
     found: dict[str, dict[str, Any]] = {
@@ -138,7 +138,7 @@ def _options(cell: Cell, lengths: Tensor) -> dict[str, Any]:
 
 
 def _page_table(cell: Cell) -> tuple[int, Tensor]:
-    """Returns the number of pages, and int32 [b, columns], pages in a random order, those of a shared prefix once."""
+    """Returns the number of pages, and int32 [b, columns]: pages in a random order. Sequences share the pages of a prefix."""
     used = [-(-n // cell.page) for n in cell.keys]
     shared = cell.prefix // cell.page
     pages = shared + sum(count - shared for count in used)
@@ -189,7 +189,7 @@ def make_steps(cell: Cell, device: str = "cuda") -> tuple[Step, Step]:
 
 
 def bytes_of(cell: Cell) -> int:
-    """Bytes that a call must move: q and out, and each key and value once."""
+    """Returns the bytes that a call must move: q and out, and each key and value once."""
     d_v = LATENT if cell.is_latent else cell.head_dim
     columns = cell.head_dim if cell.is_latent else cell.head_dim + d_v
     window = WINDOW if "window" in cell.more else max(cell.keys)
@@ -199,7 +199,7 @@ def bytes_of(cell: Cell) -> int:
 
 
 def flops_of(cell: Cell) -> int:
-    """Operations of the two products, where no window hides keys."""
+    """Returns the operations of the two products, if no window hides keys."""
     d_v = LATENT if cell.is_latent else cell.head_dim
     pairs = sum(n * m - n * (n - 1) // 2 for n, m in zip(cell.queries, cell.keys, strict=True))
     return 2 * pairs * cell.heads * (cell.head_dim + d_v)

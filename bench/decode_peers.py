@@ -1,8 +1,8 @@
-"""The peers of `flexattn.bench.decode`, each over the cache that it is made for; one that is missing, or refuses, says why.
+"""The peers of `flexattn.bench.decode`, each over its kind of cache. A missing or refusing peer has the reason in its row.
 
-SDPA and FlexAttention read a dense cache, flash-attn 4 and vLLM's unified kernel pages by a page table, SGLang's decoding kernel
-tokens by a list of their places. What a serving engine makes once a step, as that list or a BlockMask, is made beforehand and not
-timed. Peers get page tables without numbers out of range, and caches without NaN, as not all of them bear those.
+SDPA and FlexAttention read a dense cache. flash-attn 4 and vLLM's unified kernel read pages by a page table. SGLang's decoding
+kernel reads tokens by a list of positions. The program prepares this list, or a BlockMask, before the timing, because a serving
+engine does so once a step. Peers get page tables with valid entries and caches without NaN, because not all of them accept others.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _clean(t: Tensor) -> Tensor:
 
 
 def _pages(cell: Cell, paged: Step) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the pools of k and v, and the page table, without what is there to be harmful."""
+    """Returns the pools of k and v and the page table, without NaN and entries out of range."""
     _needs(not cell.is_fp8, "its caches in FP8 have one scale for a whole tensor")
     table = paged.where["page_table"]
     return _clean(paged.k), _clean(paged.v), table.where(table != GARBAGE, 0)
@@ -124,7 +124,7 @@ def _flex_attention(cell: Cell, paged: Step, dense: Step) -> Call:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if offset is None:
             return cast(Tensor, flex_attention(q, k, v, **options))
-        # A sink is what the weights lose to it: exp(lse) / (exp(lse) + exp(offset)) of the output is left.
+        # A sink takes a share of the weights: exp(lse) / (exp(lse) + exp(offset)) of the output is left.
         out, aux = flex_attention(q, k, v, **options, return_aux=AuxRequest(lse=True))
         return cast(Tensor, (out * torch.sigmoid(aux.lse - offset[:, None])[..., None]).to(q.dtype))
 
@@ -144,7 +144,7 @@ def _flash_attn_4(cell: Cell, paged: Step, dense: Step) -> Call:
         "page_table": table,
         "causal": True,
         "softcap": SOFTCAP if cell.more == "softcap" else 0.0,
-        "num_splits": 1 if torch.cuda.get_device_capability()[0] == 9 else 0,  # it splits on Blackwell alone, there by a heuristic
+        "num_splits": 1 if torch.cuda.get_device_capability()[0] == 9 else 0,  # it splits only on Blackwell, by a heuristic
     }
     if "window" in cell.more:
         options["window_size"] = (WINDOW - 1, 0)

@@ -50,7 +50,7 @@ def the_emulator() -> ModuleType:
 
 @contextmanager
 def emulated(seed: int, *modules: ModuleType) -> Iterator[dict[str, Report]]:
-    """Inside, what these modules launch in Gluon runs in the emulator, the rest as ever; the reports, by kernel, fill up."""
+    """Within this context, Gluon launches of these modules run in the emulator. The reports, by kernel, fill up."""
     from triton.experimental.gluon._runtime import GluonJITFunction
 
     from flexattn.kernels_triton.runtime.launch import flat_arguments, launch
@@ -74,9 +74,9 @@ def emulated(seed: int, *modules: ModuleType) -> Iterator[dict[str, Report]]:
 
 
 def judge(kernel: str, workload: Workload, seeds: Iterable[int]) -> Verdict:
-    """Returns the emulator's verdict on one of KERNELS on the workload, shortened; results are held to the reference.
+    """Returns the emulator's verdict on one of KERNELS on the shortened workload. Results are compared with the reference.
 
-    Raises ValueError for a workload that the kernel does not take.
+    Raises ValueError if the kernel does not support the workload.
     """
     emulator = the_emulator()
     small = workload.shortened(LONGEST)
@@ -144,7 +144,7 @@ def _prepare(kernel: str, small: Workload, tensors: Tensors) -> Prepared:
             hopper_forward.hopper_forward(problem, out, lse)
         return out, lse
 
-    saved = functools.cache(forward)  # for a backward, whose forward is not what is judged
+    saved = functools.cache(forward)  # for a backward, whose forward is not under test
 
     def launch() -> Results:
         if direction == "forward":

@@ -1,4 +1,4 @@
-"""The FP8 kernels for sm_90 in the emulator: operands with a scale for each head, held to the oracle on what they stand for."""
+"""The FP8 kernels for sm_90 in the emulator: operands with a scale for each head, checked by the oracle on dequantised values."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ _DTYPE = torch.float8_e4m3fn
 
 def _quantized(spec: AttentionSpec, x: Operands, t: Tensor, side: str) -> tuple[Tensor, Tensor]:
     """(data, descale)."""
-    of_q = (spec.q_format, *x.packing("q"))
-    of_kv = (spec.kv_format, *x.packing("kv"))
-    whole = quantization.Unquantized(t, *(of_q if side == "q" else of_kv), scale=None)
+    q_side = (spec.q_format, *x.packing("q"))
+    kv_side = (spec.kv_format, *x.packing("kv"))
+    whole = quantization.Unquantized(t, *(q_side if side == "q" else kv_side), scale=None)
     (data,), (descale,), _ = quantization.quantize([whole], _DTYPE, "head", 0, 0)
     return data, descale
 
 
 def prepare(kernel: str, workload: Workload, tensors: Tensors) -> tuple[Callable[[], dict[str, Tensor]], Callable[..., None]]:
-    """(what launches the kernel and those before it, and gives their results by name; what raises AssertionError for wrong ones).
+    """Returns (launch, check). launch() runs the kernel and its predecessors; check(results) raises AssertionError if one is wrong.
 
-    Raises ValueError for a workload that the kernel does not take.
+    Raises ValueError if the kernel does not support the workload.
     """
     from flexattn.kernels_triton.common.problem import Backward
     from flexattn.kernels_triton.hopper import fp8_backward as hopper_fp8_backward
@@ -46,8 +46,8 @@ def prepare(kernel: str, workload: Workload, tensors: Tensors) -> tuple[Callable
 
     x, settings = bind_call(*tensors[:3], **arguments_of(workload, tensors))
     spec = ops.spec_to_run(x, settings)
-    of_sides = ((x.q, "q"), (x.k, "kv"), (x.v, "kv"), (tensors.dout, "q"))
-    (q, k, v, dout8), descales = zip(*(_quantized(spec, x, t, side) for t, side in of_sides), strict=True)
+    sides = ((x.q, "q"), (x.k, "kv"), (x.v, "kv"), (tensors.dout, "q"))
+    (q, k, v, dout8), descales = zip(*(_quantized(spec, x, t, side) for t, side in sides), strict=True)
     spec = spec._replace(dtype=_DTYPE, fp8=Fp8((False, True, False), 0, tensors.q.dtype, _DTYPE, False))
     x = x._replace(q=q, k=k, v=v, descales=descales[:3])
     problem = dataclasses.replace(problem_of(workload, tensors), q=q, k=k, v=v, descales=descales[:3])

@@ -29,13 +29,15 @@ BATCH, HEADS, HEADS_KV, HEAD_DIM = 1, 4, 2, 128
 
 # Sizes of the model that is trained: a byte-level transformer.
 WIDTH, LAYERS, MODEL_HEADS, CONTEXT, MODEL_BATCH = 128, 2, 2, 128, 8
-LAST = 20  # steps whose mean loss is compared
+LAST = 20  # the last steps, whose mean loss is compared
 
 
 def make_tensors(kind: str, length: int, device: torch.device, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q, k, v and dout in bfloat16, [b, s, h, d]: standard normal; or q and k with four channels of each head 10 to 60 times as
-    large, then brought to rows of root mean square 1, as behind a QK norm; or rotated by their positions, with slow channels that
-    hardly vary, as RoPE leaves them."""
+    """Returns q, k, v and dout in bfloat16, [b, s, h, d].
+
+    kind: standard normal; q and k with four channels of each head 10 to 60 times as large, normalised to rows of root mean square 1
+    as after a QK norm; or q and k rotated by position as by RoPE, so that slow channels hardly vary.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def normal(heads: int) -> Tensor:
@@ -74,7 +76,7 @@ def attend(tensors: tuple[Tensor, ...], recipe: fp8.Recipe | None, dtype: torch.
 
 
 def accuracy(length: int, device: torch.device, backend: str) -> Iterator[tuple[str, str, list[tuple[float, float]]]]:
-    """(input, recipe, of out, dq, dk and dv: root mean square and largest error, relative to those of the result in fp64)."""
+    """Yields (input, recipe, errors). The errors of out, dq, dk and dv are root mean square and largest, relative to fp64's."""
     for kind in INPUTS:
         tensors = make_tensors(kind, length, device)
         exact = attend(tensors, None, torch.float64, "eager")

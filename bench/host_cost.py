@@ -345,7 +345,7 @@ def stages(has_gpu: bool) -> dict[str, float]:
     assert likeness is not None
     (prepared,) = recording.prepared
     places = next(how for kind, _, how in recording.steps if kind == "launch")
-    addresses = [q.data_ptr()] * len(places)  # what it writes is as large as q, or smaller
+    addresses = [q.data_ptr()] * len(places)  # outputs are at most as large as q
     shapes = [how for kind, _, how in recording.steps if kind == "allocate"]
     wait: Callable[[], Any] = torch.cuda.synchronize if has_gpu else int
 
@@ -404,9 +404,10 @@ print(json.dumps(times))
 
 
 def cold_start(has_gpu: bool) -> dict[str, float]:
-    """Milliseconds of what a process does once; the least of three processes, but for the one whose disk knows no kernel.
+    """Returns the milliseconds of the steps that a process runs once: the least of several processes.
 
-    Python's bytecode is on disk, as pip leaves it there; what the import takes without is a line of its own.
+    A line without a kernel on disk comes from a single process. Python's bytecode is on disk, as after pip; the import without
+    bytecode is a separate line.
     """
     imports = ("import torch", "import flexattn, after it", "import triton, which the first call needs")
     names = (*imports, "first call", "the same call again, which is recorded", "a call of another batch size")

@@ -1,4 +1,4 @@
-"""flexattn's own backends and launchers, as what is measured: they prepare a workload, or raise with the reason why not."""
+"""flexattn's backends and launchers as implementations: each prepares a workload, or raises Unavailable with the reason."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ KERNELS = {
 
 
 class Unavailable(Exception):
-    """An implementation that is not there, or does not do what a workload asks; the text is its cell in the table."""
+    """Raised if an implementation is missing or does not support a workload; the text is its cell in the table."""
 
 
 class Prepared(NamedTuple):
@@ -45,7 +45,7 @@ class Implementation(NamedTuple):
     version: str
     prepare: Callable[[Workload, Tensors, str], Prepared]
     compiles: bool = False  # kernels, when first run, into a cache on disk
-    is_of_mods: bool = False  # only asked for what scores and masks are written as functions for
+    is_of_mods: bool = False  # runs only workloads whose scores and masks are written as functions
 
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -55,7 +55,7 @@ Layout = Callable[[Tensor], Tensor]
 def differentiable(
     attend: Callable[[Workload, Tensors], Attend], to_layout: Layout = lambda t: t, from_layout: Layout = lambda t: t
 ) -> Callable[[Workload, Tensors, str], Prepared]:
-    """Returns how to prepare a differentiable function of q, k and v, all in a layout of its own."""
+    """Returns a `prepare` function for a differentiable function of q, k and v in any layout."""
 
     def prepare(workload: Workload, tensors: Tensors, direction: str) -> Prepared:
         call = attend(workload, tensors)
@@ -90,7 +90,7 @@ def _attention(backend: str, workload: Workload, tensors: Tensors) -> Attend:
 
 
 def _attention_with_mods(workload: Workload, tensors: Tensors) -> Attend:
-    """attention() with the workload's score and mask as functions; of a packed batch as one sequence, whose blocks it finds."""
+    """Returns attention() with the workload's score and mask as functions. A packed batch is one sequence with a document mask."""
     arguments: dict[str, Any] = {"score_mod": score_mod_of(workload, tensors), "backend": "triton"}
     arguments["mask_mod"] = mask_mod_of(workload, tensors)
     if not workload.is_ragged:
@@ -105,7 +105,7 @@ def _only(out: Tensor | tuple[Tensor, ...]) -> Tensor:
 
 
 def _without_hopper(prepare: Callable[[Workload, Tensors, str], Prepared]) -> Callable[[Workload, Tensors, str], Prepared]:
-    """The same with FLEXATTN_HOPPER=never, which is read in each call."""
+    """Returns `prepare` with FLEXATTN_HOPPER=never, which each call reads."""
 
     def never(call: Callable[[], Any]) -> Callable[[], Any]:
         def run() -> Any:
@@ -122,7 +122,7 @@ def _without_hopper(prepare: Callable[[Workload, Tensors, str], Prepared]) -> Ca
 
 
 def ours(device: str) -> list[Implementation]:
-    """Each backend by its name, which never falls back: its own reason is the cell where it cannot run."""
+    """Returns each backend by name, without fallbacks: if it cannot run, its reason is the cell."""
     version = flexattn.__version__
     backends = {TRITON: "triton", CUDNN: "cudnn"} if device == "cuda" else {EAGER: "eager"}
     found = [
@@ -139,7 +139,7 @@ def ours(device: str) -> list[Implementation]:
 
 
 class Launchers(NamedTuple):
-    """Our launchers, or a developer's own in their place, and the tiles to use instead of the committed ones, by KERNELS' names."""
+    """The library's or a developer's launchers, and the tiles that replace the committed ones, by KERNELS' names."""
 
     forward: Callable[..., None]
     backward: Callable[..., None]
@@ -154,7 +154,7 @@ def committed_launchers(tiles: Mapping[str, Tile]) -> Launchers:
 
 
 def problem_of(workload: Workload, tensors: Tensors) -> Problem:
-    """The workload as the launchers take it; dense and packed alike."""
+    """Returns the problem of a dense or packed workload for the launchers."""
     from flexattn.kernels_triton.common.problem import Problem
 
     band = band_of(workload)
@@ -180,7 +180,7 @@ def problem_of(workload: Workload, tensors: Tensors) -> Problem:
 
 
 def with_launchers(launchers: Launchers, workload: Workload, tensors: Tensors, direction: str) -> Prepared:
-    """A whole forward or backward by these launchers; their outputs are allocated in each call, as in attention()'s."""
+    """Prepares a whole forward or backward by these launchers, which allocate their outputs in each call, like attention()."""
     from flexattn.kernels_triton.common.problem import Backward
 
     q, k, v, dout = tensors[:4]
@@ -208,7 +208,7 @@ def with_launchers(launchers: Launchers, workload: Workload, tensors: Tensors, d
 
 
 def recorded(prepared: Callable[[], Prepared], kernel: str | None = None) -> list[Launch]:
-    """The launches of `kernel` (None: of all) that preparing and timing would make; nothing runs."""
+    """Returns the launches of `kernel` (None: of all kernels) without running any."""
     from flexattn.kernels_triton.runtime.launch import recorded_launches
 
     with recorded_launches() as launches:
@@ -217,7 +217,7 @@ def recorded(prepared: Callable[[], Prepared], kernel: str | None = None) -> lis
 
 
 def one_kernel(kernel: str, launchers: Launchers, workload: Workload, tensors: Tensors, direction: str) -> Prepared:
-    """One kernel alone: the results are a whole call's; what is timed are its own launches, on what the others left for it."""
+    """Prepares one kernel: the results are the whole call's; only its launches are timed, on the other kernels' results."""
     from flexattn.kernels_triton.runtime.launch import make
 
     whole = with_launchers(launchers, workload, tensors, direction)
@@ -229,7 +229,7 @@ def one_kernel(kernel: str, launchers: Launchers, workload: Workload, tensors: T
             make(x, tensors.q.device)
 
     @functools.cache
-    def fill() -> None:  # the statistics that one kernel leaves for the next, in the recorded launches' own buffers
+    def fill() -> None:  # the statistics that one kernel writes for the next, in the buffers of the recorded launches
         run(every)
 
     def timed() -> None:
@@ -240,7 +240,7 @@ def one_kernel(kernel: str, launchers: Launchers, workload: Workload, tensors: T
 
 
 def committed_tile(kernel: str, workload: Workload, capability: int) -> Tile:
-    """Returns the tables' tile for a kernel, whatever the device."""
+    """Returns the tables' tile for a kernel and capability, on any device."""
     from flexattn.kernels_triton.common.tiles import DKDV, DQ, FORWARD, select_tile, split_head_dim
 
     band, parts = band_of(workload), [split_head_dim(dim) for dim in (workload.head_dim_qk, workload.head_dim_v)]

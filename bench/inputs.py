@@ -1,4 +1,4 @@
-"""The tensors of a workload, and what flexattn and its peers are told about them."""
+"""The tensors of a workload, and the arguments of flexattn and its peers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class Tensors(NamedTuple):
-    """q, k, v, dout: [b, s, h, d], or [total, h, d] for thd; standard normal. The others are None where the workload has none."""
+    """q, k, v, dout: [b, s, h, d], or [total, h, d] for thd; standard normal. The others are None if the workload has none."""
 
     q: Tensor
     k: Tensor
@@ -114,9 +114,9 @@ def score_mod_of(workload: Workload, tensors: Tensors) -> ScoreMod | None:
 
 
 def mask_mod_of(workload: Workload, tensors: Tensors) -> MaskMod | None:
-    """Its band, and for a packed batch its documents, as FlexAttention's users write them; None where everything is visible.
+    """Returns the band, and the documents of a packed batch, as a mask_mod of FlexAttention; None if everything is visible.
 
-    A packed batch is one sequence there, [1, h, total, d], and a diagonal keeps its place in each document of equal lengths.
+    A packed batch is one sequence, [1, h, total, d]. A diagonal stays in place in a document if its lengths of q and k are equal.
     """
     left, right, bottom_right = band_of(workload)
     shift = workload.seqlen_kv - workload.seqlen_q if bottom_right and not workload.is_ragged else 0

@@ -111,7 +111,7 @@ def measure(workload: Workload, direction: str) -> list[Row]:
         row: dict[str, Any] = {"workload": workload.name, "shape": str(workload), "direction": direction, "divided": name}
         try:
             row["differs from one GPU"] = off = differences(name, workload, call(), one)
-        except Exception as e:  # whatever keeps a way from running is its row in the table
+        except Exception as e:  # any error of a division becomes its row in the table
             rows.append(row | {"status": "refused", "reason": f"{type(e).__name__}: {str(e)[:500]}"})
             continue
         rows.append(row | {"status": "measured" if max(off.values()) < CLOSE else "wrong"})

@@ -1,4 +1,4 @@
-"""A developer's own copy of a kernel file, loaded beside the library's."""
+"""A developer's copy of a kernel file, loaded in addition to the library's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from flexattn.bench.implementations import KERNELS, Launchers, committed_launchers
 
-NEEDED = ("triton", "numpy")  # modules that the playground says itself how to install
+NEEDED = ("triton", "numpy")  # modules for which the playground prints how to install them
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -48,9 +48,9 @@ def load(path: Path) -> ModuleType:
 
 
 def launchers(kernel: str, path: Path | None, tiles: Mapping[str, Tile]) -> Launchers:
-    """The library's launchers, with the file's own in place of the one that runs `kernel`.
+    """Returns the library's launchers, with the file's launcher for `kernel`.
 
-    Raises what `load` raises, and ValueError for a file without that launcher.
+    Raises the errors of `load`, and ValueError if the file does not have that launcher.
     """
     library = committed_launchers(tiles)
     if path is None:

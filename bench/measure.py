@@ -33,7 +33,7 @@ MEMORY = (
 )
 
 WARM_UPS = 3
-HEAD_START = 2.0  # how long the device is kept busy before a call, in times of what the host takes to enqueue it
+HEAD_START = 2.0  # time for which the device is kept busy before a call, in multiples of the host's time to enqueue it
 HOST_SHARE = 0.3  # share of the budget, spent before the calls are timed on the device
 ROUNDS = {"cuda": (5, 200), "cpu": (3, 20)}  # at least, at most
 FLUSH_BYTES = 2**30  # several times any L2
@@ -53,10 +53,10 @@ Timer = Callable[[Calls], dict[str, Samples]]
 
 
 def time_on_device(calls: Calls, budget_ms: float) -> dict[str, Samples]:
-    """All calls taking turns, in about `budget_ms` of device time for each of them.
+    """Times all calls in turns, with about `budget_ms` of device time for each.
 
-    A call is enqueued while the device is still busy with what was put before it, so that the host's time does not count: L2 is
-    emptied by writing FLUSH_BYTES, as many times over as that takes.
+    A call is enqueued while the device is still busy, so the host's time does not count: before it, L2 is emptied by writing
+    FLUSH_BYTES, repeatedly if the host needs longer.
     """
     host = _host_times(calls, budget_ms)
     flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
@@ -89,12 +89,12 @@ def time_on_device(calls: Calls, budget_ms: float) -> dict[str, Samples]:
 
 
 def _events(count: int) -> list[tuple[torch.cuda.Event, torch.cuda.Event]]:
-    made = [torch.cuda.Event(enable_timing=True) for _ in range(2 * count)]  # type: ignore[no-untyped-call]
-    return list(zip(made[::2], made[1::2], strict=True))
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * count)]  # type: ignore[no-untyped-call]
+    return list(zip(events[::2], events[1::2], strict=True))
 
 
 def _host_times(calls: Calls, budget_ms: float) -> dict[str, list[float]]:
-    """Milliseconds until each call returned, with nothing before it in the device's queue; the calls take turns."""
+    """Returns the milliseconds until each call returns, if the device's queue is empty; the calls alternate."""
     times: dict[str, list[float]] = {name: [] for name in calls}
 
     def one_round() -> float:
@@ -117,7 +117,7 @@ def _host_times(calls: Calls, budget_ms: float) -> dict[str, list[float]]:
 
 
 def time_on_cpu(calls: Calls, budget_ms: float) -> dict[str, Samples]:
-    """The same without a device: a call is over when it returns."""
+    """Times all calls in turns without a device: a call is over when it returns."""
     times: dict[str, list[float]] = {name: [] for name in calls}
 
     def one_round() -> float:
@@ -142,7 +142,7 @@ def _rounds(device: str, affordable: float) -> int:
 
 
 def peak_bytes(call: Callable[[], object]) -> int:
-    """Returns the memory that MEMORY defines; CUDA only."""
+    """Returns the bytes that MEMORY defines; CUDA only."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -153,7 +153,7 @@ def peak_bytes(call: Callable[[], object]) -> int:
 
 
 def measure_ceilings(timer: Timer, device: str) -> Ceilings:
-    """The rates of a matrix product (bf16; on a CPU fp32) and of a copy: the two ceilings of the roofline."""
+    """Measures the two ceilings of the roofline: a matrix product (bf16; fp32 on a CPU) and a copy."""
     size, dtype = MATMUL_SIZE[device], torch.bfloat16 if device == "cuda" else torch.float32
     a, b = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
     source = torch.ones(COPY_BYTES[device], dtype=torch.int8, device=device)
@@ -179,7 +179,7 @@ def measure(
     ceilings: Ceilings | None,
     timer: Timer | None,
 ) -> list[Row]:
-    """A row for each candidate. Only those whose results pass the check are given to `timer`; without one they are only checked."""
+    """Returns a row for each candidate. `timer` gets a candidate if its results pass the check; None: only check."""
     rows: dict[str, Row] = {}
     timed: dict[str, Callable[[], object]] = {}
     for candidate in candidates:
@@ -190,7 +190,7 @@ def measure(
             try:
                 prepared = candidate.prepare(workload, tensors, direction)
                 results = prepared.results()
-            except Exception as e:  # whatever keeps a peer from running is its row in the table
+            except Exception as e:  # any error of a peer becomes its row in the table
                 rows[name] = rows[name]._replace(status="refused", reason=_reason(e, [str(w.message) for w in said]))
                 continue
         try:
@@ -218,20 +218,20 @@ def measure(
             roofline_share=tflops / roofline(work, ceilings.matmul_tflops, ceilings.copy_gb_s).attainable_tflops,
             host_us=statistics.median(samples.host_ms) * 1e3 if samples.host_ms else None,
             host_us_p99=statistics.quantiles(samples.host_ms, n=100, method="inclusive")[-1] * 1e3 if samples.host_ms else None,
-            peak_mib=memory[name] / 2**20 if memory.get(name) else None,  # 0: its outputs and workspace were there before
+            peak_mib=memory[name] / 2**20 if memory.get(name) else None,  # 0: outputs and workspace were allocated before
         )
     return list(rows.values())
 
 
-NOISE = re.compile(r"\(Triggered internally at [^)]*\)|Exception raised from .*", re.DOTALL)  # where in torch's sources
+NOISE = re.compile(r"\(Triggered internally at [^)]*\)|Exception raised from .*", re.DOTALL)  # positions in torch's sources
 A_PATH = re.compile(r"(?<![\w.])(?:/[\w.+@-]+)+/([\w.+@-]+)")  # a path on one machine: its last part is enough
-SAYS_NOTHING = re.compile(r"(not used because:?|has been runtime disabled\.?)\s*$")  # what backends say that were not asked for
+SAYS_NOTHING = re.compile(r"(not used because:?|has been runtime disabled\.?)\s*$")  # the words of backends that were not selected
 
 
 def _reason(e: Exception, warned: Sequence[str]) -> str:
-    """One line: what was raised, and what was warned of before."""
+    """Returns one line with the error and the warnings before it."""
     head = str(e) if isinstance(e, Unavailable) else f"{type(e).__name__}: {e}"
     if isinstance(e, BackendError):
-        _, head, *_ = str(e).splitlines()  # what the backend itself says; the others' reasons follow
+        _, head, *_ = str(e).splitlines()  # the backend's reason; the others' reasons follow
     texts = [" ".join(A_PATH.sub(r"\1", NOISE.sub("", text)).split()) for text in [head, *warned]]
     return "; ".join(text[:300] for text in dict.fromkeys(texts) if not SAYS_NOTHING.search(text))

@@ -1,10 +1,10 @@
-"""Peak extra memory of one forward and backward on a CPU: the eager backend beside attention that materialises its scores.
+"""Peak extra memory of one forward and backward on a CPU: the eager backend, and attention that stores its scores.
 
     python -m flexattn.bench.memory --out bench/results/eager_memory.json
 
-Extra is the process's largest resident size during the call less its size just before it, so out and the gradients count.
-Each number comes from a fresh process, after a small call of the same kind has loaded what torch loads once. Linux only. On a GPU
-`python -m flexattn bench --preset scaling` has the same, beside the peers, from torch's allocator.
+Extra memory is the process's largest resident size during the call minus its size just before, so out and the gradients count. Each
+number comes from a new process, after a small call of the same kind has loaded torch's modules. Linux only. On a GPU
+`python -m flexattn bench --preset scaling` measures the same for the peers too, with torch's allocator.
 """
 
 from __future__ import annotations
@@ -60,17 +60,17 @@ VARIANTS = {EAGER: _eager, MATERIALISED: _materialised}
 
 
 def extra_bytes(variant: str, shape: Workload) -> int:
-    """In a process where nothing else has run."""
+    """Returns the extra bytes of a call, in a process that has run nothing else."""
     VARIANTS[variant](workload(WARM_UP_SEQLEN, shape.num_heads, shape.head_dim_qk, shape.is_causal))()
     call = VARIANTS[variant](shape)
-    resident_pages = int(Path("/proc/self/statm").read_text().split()[1])  # maxrss would hide what import had freed
+    resident_pages = int(Path("/proc/self/statm").read_text().split()[1])  # maxrss would include memory that the imports have freed
     before = resident_pages * resource.getpagesize()
     call()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
 
 
 def measure(variant: str, shape: Workload) -> float:
-    """MiB, from a process of its own."""
+    """Returns the extra MiB of a call, measured in a new process."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return round(pool.submit(extra_bytes, variant, shape).result() / 2**20, 1)
 

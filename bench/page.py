@@ -67,13 +67,13 @@ class Sources(NamedTuple):
 
 @functools.cache
 def sources() -> Sources:
-    """Raises OSError outside of a checkout, which alone has the files."""
+    """Reads the result files. Raises OSError outside of a checkout, because only a checkout has them."""
     main, second = (regret.with_auto(record.read(RESULTS / name)) for name in (MAIN, SECOND))
     decode, steps = (json.loads((RESULTS / name).read_text("utf-8")) for name in (DECODE, STEPS))
     return Sources(main, second, record.read(RESULTS / MEMORY), decode, steps)
 
 
-# ---- what the page and the README say of a run
+# ---- texts of the page and the README about a run
 
 
 def claim(found: Record) -> str:
@@ -123,7 +123,7 @@ def _has_dense_mask(found: Record, s: Standing) -> bool:
 
 
 def dense_mask_note(found: Record) -> str:
-    """Returns what the mean of a peer is without the cells in which it gets a dense mask."""
+    """Returns the mean of a peer without the cells in which it gets a dense mask."""
     notes = []
     for peer in _peers(found):
         every = standings(found, peer)
@@ -148,7 +148,7 @@ def readme_section(found: Sources) -> str:
 
 
 def with_readme_section(text: str, found: Sources) -> str:
-    """The README with the part between its two marks made anew. Raises ValueError where it has no marks."""
+    """Returns the README with a new part between its two marks. Raises ValueError if it has no marks."""
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
@@ -224,9 +224,9 @@ def sweep_table(found: Record) -> Table:
     """Returns the speed in each cell of the sweep."""
     every, rows = _cells(found), []
     for direction, head_dim, mask in sweep_panels(found):
-        of_length = {w.seqlen_q: every.get((w.name, direction)) for w in panel(found, head_dim, mask)}
+        length_of = {w.seqlen_q: every.get((w.name, direction)) for w in panel(found, head_dim, mask)}
         title = f"{direction}, {head_dim}, {'causal' if mask == 'causal' else 'no mask'}"
-        rows.append((title, [_speed(of_length.get(s)) for s in SWEEP_SEQLENS]))
+        rows.append((title, [_speed(length_of.get(s)) for s in SWEEP_SEQLENS]))
     return Table("", [f"{s:,}" for s in SWEEP_SEQLENS], rows)
 
 
@@ -234,9 +234,9 @@ def rates_table(found: Record) -> Table:
     """Returns the TFLOP/s of `auto` in each cell of the sweep."""
     rows = []
     for direction, head_dim, mask in sweep_panels(found):
-        of_length = {w.seqlen_q: found.of(w.name, direction).get(AUTO) for w in panel(found, head_dim, mask)}
+        length_of = {w.seqlen_q: found.of(w.name, direction).get(AUTO) for w in panel(found, head_dim, mask)}
         title = f"{direction}, {head_dim}, {'causal' if mask == 'causal' else 'no mask'}"
-        rows.append((title, [figure(of_length.get(s)) for s in SWEEP_SEQLENS]))
+        rows.append((title, [figure(length_of.get(s)) for s in SWEEP_SEQLENS]))
     return Table("", [f"{s:,}" for s in SWEEP_SEQLENS], rows)
 
 
@@ -259,7 +259,7 @@ def slower_table(found: Record) -> Table:
 
 
 def decode_table(decode: Mapping[str, Any]) -> Table:
-    """Returns flexattn's microseconds, and the speed beside each peer."""
+    """Returns flexattn's microseconds, and its speed relative to each peer."""
     rows = [
         (cell, [_microseconds(ours), *(f"{us[peer] / ours:.2f}" if peer in us else "-" for peer in DECODE_PEERS)])
         for cell, us in _decode_times(decode).items()
@@ -273,7 +273,7 @@ def _microseconds(us: float) -> str:
 
 
 def host_table(found: Record) -> Table:
-    """Returns the median time of the host for calls whose device time is short."""
+    """Returns the median time of the host for calls with a short device time."""
     names = [name for name in found.implementations() if name not in ("SDPA flash", "varlen_attn")]
     rows = []
     for name, direction in found.cells():
@@ -288,18 +288,18 @@ def memory_table(found: Record) -> Table:
     """Returns the peak memory of a call at head dim 128 with a causal mask, the least and the most over the lengths."""
     rows = []
     for name in found.implementations():
-        of_direction = []
+        rows_of_direction = []
         for direction in ("forward", "backward"):
             cells = [found.of(w.name, direction).get(name) for w in panel(found, 128, "causal")]
-            if mib := [row.peak_mib for row in cells if row is not None and row.peak_mib]:  # 0: what it needs was there before
+            if mib := [row.peak_mib for row in cells if row is not None and row.peak_mib]:  # 0: its memory was allocated before
                 low, high = f"{min(mib):.0f}", f"{max(mib):.0f}"
-                of_direction.append(low if low == high else f"{low} to {high}")
-        rows += [(name_of(name), of_direction)] if of_direction else []
+                rows_of_direction.append(low if low == high else f"{low} to {high}")
+        rows += [(name_of(name), rows_of_direction)] if rows_of_direction else []
     return Table("", ["forward, MiB", "backward, MiB"], rows)
 
 
 def refused_table(found: Record) -> Table:
-    """Returns what each implementation does not run or gets wrong."""
+    """Returns the workloads that each implementation refuses or computes wrongly."""
     reasons: dict[tuple[str, str], int] = {}
     for name, reason, cells in refusals(found):
         key = name, reason.partition(": ")[2].partition(";")[0]
@@ -309,7 +309,7 @@ def refused_table(found: Record) -> Table:
 
 
 def _plain(text: str) -> str:
-    """Without what Markdown would take for its own."""
+    """Returns the text without characters that Markdown would interpret."""
     return text.replace("|", "\\|").replace("<", "&lt;").replace("_", "\\_")
 
 
@@ -370,7 +370,7 @@ BLOCKS: dict[str, Callable[[Sources], str]] = {
 
 
 def performance(text: str, found: Sources) -> str:
-    """Returns the page with each of its blocks made anew. Raises ValueError for a block that is missing or unknown."""
+    """Returns the page with each of its blocks replaced. Raises ValueError if a block is missing or unknown."""
     names = re.findall(BLOCK, text)
     if sorted(name for name, _ in names) != sorted(BLOCKS):
         raise ValueError(f"the page has blocks {', '.join(name for name, _ in names)}; needed, each once: {', '.join(BLOCKS)}")
@@ -385,7 +385,7 @@ BLOCK = re.compile(f"^{re.escape(_begin('NAME')).replace('NAME', '(.+?)')}$(.*?)
 
 
 def write(path: Path) -> None:
-    """Rewrites the page's blocks, and its plots in a folder beside it."""
+    """Rewrites the page's blocks, and its plots in the folder next to it."""
     found = sources()
     folder = path.parent / PLOTS
     folder.mkdir(exist_ok=True)

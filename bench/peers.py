@@ -1,4 +1,4 @@
-"""The peers, each in the layout and with the options that suit it best; one that is missing, or refuses, says why."""
+"""The peers, each in its best layout and with its best options. A missing or refusing peer has the reason in its row."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LARGEST_MATH_BYTES = 2**30  # bytes of scores that SDPA math may materialise
 
 
 def contiguous_bhsd(t: Tensor) -> Tensor:
-    """bshd, or a packed batch as one sequence."""
+    """Returns contiguous bhsd memory of bshd, or of a packed batch as one sequence."""
     return (t[None] if t.dim() == 3 else t).transpose(1, 2).contiguous()
 
 
@@ -68,7 +68,7 @@ def needs_dense_mask(workload: Workload) -> bool:
 
 
 def _dense_mask(workload: Workload, tensors: Tensors) -> Tensor:
-    """Band and bias in one matrix, [1, h | 1, sq, skv]: bool, or q's dtype with -inf where nothing is visible."""
+    """Returns band and bias in one matrix, [1, h | 1, sq, skv]: bool, or q's dtype with -inf for hidden keys."""
     left, right, bottom_right = band_of(workload)
     i = torch.arange(workload.seqlen_q, device=tensors.q.device)[:, None]
     j = torch.arange(workload.seqlen_kv, device=tensors.q.device)
@@ -125,7 +125,7 @@ def _flex_attention(mode: str, workload: Workload, tensors: Tensors) -> Attend:
         options: dict[str, Any] = {"score_mod": score_mod, "block_mask": block_mask, "enable_gqa": workload.group_size > 1}
         if offset is None:
             return cast(Tensor, flex_attention(q, k, v, **options))
-        # A sink is what the weights lose to it: exp(lse) / (exp(lse) + exp(offset)) of the output is left.
+        # A sink takes a share of the weights: exp(lse) / (exp(lse) + exp(offset)) of the output is left.
         out, aux = flex_attention(q, k, v, **options, return_aux=AuxRequest(lse=True))
         return cast(Tensor, (out * torch.sigmoid(aux.lse - offset[:, None])[..., None]).to(q.dtype))
 
@@ -133,7 +133,7 @@ def _flex_attention(mode: str, workload: Workload, tensors: Tensors) -> Attend:
 
 
 def import_peer(name: str, package: str) -> ModuleType:
-    """Returns a module of a package that may be missing, which raises Unavailable."""
+    """Imports a module of an optional package. Raises Unavailable if the package is missing."""
     try:
         return importlib.import_module(name)
     except ImportError as e:
@@ -142,7 +142,7 @@ def import_peer(name: str, package: str) -> ModuleType:
 
 def _flash_attn(module_name: str, package: str, workload: Workload, tensors: Tensors) -> Attend:
     """flash-attn 2, 3 and 4 under their different names; their causal masks are bottom-right."""
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # so that 4 keeps on disk what it compiles
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # flash-attn 4 then caches compiled kernels on disk
     module = import_peer(module_name, package)
     function = getattr(module, "flash_attn_varlen_func" if workload.is_ragged else "flash_attn_func")
     left, right, bottom_right = band_of(workload)
@@ -170,9 +170,9 @@ def _flash_attn(module_name: str, package: str, workload: Workload, tensors: Ten
 
 
 def peers(flex_mode: str = FLEX_MODE) -> list[Implementation]:
-    """All of them; one that is not installed is Unavailable when it is prepared."""
+    """Returns all peers. If one is not installed, preparing it raises Unavailable."""
     torch_version = f"torch {torch.__version__}"
-    of_cudnn = f"{torch_version}, cuDNN {cudnn_version()}"
+    cudnn_versions = f"{torch_version}, cuDNN {cudnn_version()}"
 
     def back_to_tokens(workload: Workload) -> Callable[[Tensor], Tensor]:
         return lambda t: t.transpose(1, 2)[0] if workload.is_ragged else t.transpose(1, 2)
@@ -191,13 +191,13 @@ def peers(flex_mode: str = FLEX_MODE) -> list[Implementation]:
     return [
         sdpa("SDPA flash", "FLASH_ATTENTION", bhsd_view),
         sdpa("SDPA efficient", "EFFICIENT_ATTENTION", contiguous_bhsd),
-        sdpa("SDPA cuDNN", "CUDNN_ATTENTION", contiguous_bhsd, of_cudnn),
+        sdpa("SDPA cuDNN", "CUDNN_ATTENTION", contiguous_bhsd, cudnn_versions),
         sdpa("SDPA math", "MATH", contiguous_bhsd),
         Implementation("varlen_attn", torch_version, differentiable(_varlen)),
         Implementation(FLEX, f"{torch_version}, mode {flex_mode}", flex, compiles=True),
-        Implementation(CUDNN_FRONTEND, f"{installed('nvidia-cudnn-frontend')}, {of_cudnn.partition(', ')[2]}", prepare_cudnn),
+        Implementation(CUDNN_FRONTEND, f"{installed('nvidia-cudnn-frontend')}, {cudnn_versions.partition(', ')[2]}", prepare_cudnn),
         flash("flash-attn 2", "flash_attn", "flash-attn"),
         flash("flash-attn 3", "flash_attn_interface", "flash-attn-3"),
-        flash("flash-attn 3 forward", "fa3_fwd_interface", "fa3-fwd"),  # a wheel of its forward alone
+        flash("flash-attn 3 forward", "fa3_fwd_interface", "fa3-fwd"),  # a wheel with only its forward
         flash("flash-attn 4", "flash_attn.cute", "flash-attn-4", compiles=True),
     ]

@@ -17,7 +17,7 @@ AXIS = "#555555"
 
 
 def svg(record: Record) -> str:
-    """Returns the picture. Raises ValueError where the run has no cell with both flexattn and a peer."""
+    """Returns the picture. Raises ValueError if the run has no cell with both flexattn and a peer."""
     rows = _rows(record)
     if not rows:
         raise ValueError("the result has no cell in which both flexattn and a peer were measured")
@@ -72,7 +72,7 @@ def _legend() -> list[str]:
 
 
 def _dot(x: float, y: float, direction: str) -> str:
-    """A dot for a forward, a ring for a backward: told apart without colour too."""
+    """Returns a dot for a forward and a ring for a backward, which differ without colour too."""
     colour = COLOURS.get(direction, "#000000")
     fill = "none" if direction == "backward" else colour
     return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{fill}" fill-opacity="0.7" stroke="{colour}" stroke-width="1.5"/>'

@@ -1,4 +1,4 @@
-"""`python -m flexattn play`: a kernel with other tiles, or your own, checked, compiled, and on a GPU timed beside the library's."""
+"""`python -m flexattn play`: checks and compiles a kernel with other tiles, or your own, and compares times on a GPU."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """0 where the kernel is right, 1 where it is wrong (it is never timed then), 2 where it could not be run."""
+    """Runs the command. The exit status is 0 if the kernel is right, 1 if it is wrong (and not timed), 2 if it cannot run."""
     parser = make_parser()
     args = parser.parse_args(arguments)
     if unknown := set(args.dump) - set(compiled.DUMPS):
@@ -129,7 +129,7 @@ def main(arguments: Sequence[str]) -> int:
     if not torch.cuda.is_available() and "triton" not in sys.modules:
         torch.set_num_threads(1)  # the other cores are for the compiler
         compiler = None if args.sweep else compiled.Compiler()
-        os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported; what is compiled is compiled in other processes
+        os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported; other processes compile
     try:
         return run(parser, args, record.command_line("flexattn play", arguments, args.out), compiler)
     finally:
@@ -210,7 +210,7 @@ def _own_arch() -> int | None:
 
 
 def play(subject: Subject, args: argparse.Namespace, command: str, compiler: compiled.Compiler | None = None) -> int:
-    """Checks and compiles at the same time, and where there is a GPU times; prints each as it is known."""
+    """Checks and compiles at the same time, times if there is a GPU, and prints each result when it is known."""
     kernel, workload, _, tile, committed, arch = subject
     on_gpu = torch.cuda.is_available()
     checked = workload if on_gpu else small_enough(workload, tile)
@@ -230,7 +230,7 @@ def play(subject: Subject, args: argparse.Namespace, command: str, compiler: com
                 compiled.reports, list(asked.values()), compile_many=None if compiler is None else compiler.compile_many
             )
             errors, failure = check(subject, checked, "cuda" if on_gpu else "cpu")
-        except Exception as e:  # whatever a developer's kernel raises is the answer
+        except Exception as e:  # any error of a developer's kernel is the answer
             print(f"it does not run: {type(e).__name__}: {e}")
             return REFUSED
     print(error_table(errors))
@@ -295,7 +295,7 @@ def roofline_text(subject: Subject, ceilings: Ceilings | None) -> str:
 
 
 def time_beside(subject: Subject, args: argparse.Namespace, command: str) -> int:
-    """Times the kernel alone and its whole call, beside the committed ones and the peers. CUDA only."""
+    """Times the kernel and its whole call, the committed ones, and the peers. CUDA only."""
     kernel, workload, _, _, committed, _ = subject
     direction, _ = KERNELS[kernel]
     tensors = make_tensors(workload, "cuda")

@@ -1,4 +1,4 @@
-"""A result file: what was measured, of what, on what, with which versions and by which command. One schema for everything.
+"""A result file: measurements with their workloads, device, versions and command, in one schema.
 
 {"schema": 1, "command": ..., "started": ..., "device": {...}, "versions": {...}, "ceilings": {...}, "method": {...},
  "workloads": {name: {...}}, "rows": [...], "left_out": [...], "complete": true}
@@ -28,7 +28,7 @@ PACKAGES = ("triton", "nvidia-cudnn-frontend", "flash-attn", "flash-attn-3", "fa
 
 
 class Ceilings(NamedTuple):
-    """Rates measured in the same run; None where the recording of an older run has none."""
+    """Rates measured in the same run; None if an older run has no such rate."""
 
     matmul_tflops: float
     matmul_size: int  # the product is square
@@ -38,7 +38,7 @@ class Ceilings(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One implementation in one workload and direction. What is None was not measured, and `reason` says why."""
+    """One implementation in one workload and direction. A field is None if it was not measured; `reason` has the cause."""
 
     implementation: str
     version: str
@@ -53,7 +53,7 @@ class Row(NamedTuple):
     tflops: float | None = None
     gb_s: float | None = None
     share: float | None = None  # share of the matrix product's TFLOP/s
-    roofline_share: float | None = None  # share of what the ceilings allow at the workload's FLOP per byte
+    roofline_share: float | None = None  # share of the rate that the ceilings allow at the workload's FLOP per byte
     host_us: float | None = None  # median of the host's time to enqueue the call
     host_us_p99: float | None = None
     peak_mib: float | None = None
@@ -72,11 +72,11 @@ class Record(NamedTuple):
     complete: bool = True  # False: the run was still going, or was killed
 
     def of(self, workload: str, direction: str) -> dict[str, Row]:
-        """The rows of one cell, by implementation."""
+        """Returns the rows of one cell, by implementation."""
         return {r.implementation: r for r in self.rows if (r.workload, r.direction) == (workload, direction)}
 
     def cells(self) -> list[tuple[str, str]]:
-        """(workload, direction), in the order they were measured."""
+        """Returns (workload, direction) of each cell, in the order of measurement."""
         return list(dict.fromkeys((r.workload, r.direction) for r in self.rows))
 
     def implementations(self) -> list[str]:
@@ -113,7 +113,7 @@ def versions() -> dict[str, str | None]:
 
 
 def installed(package: str) -> str | None:
-    """Its version, or None where it is not installed."""
+    """Returns the version of a package, or None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -121,7 +121,7 @@ def installed(package: str) -> str | None:
 
 
 def command_line(module: str, arguments: Sequence[str], out: Path | None) -> str:
-    """The command as a record keeps it: with the result where results are kept, and not where it was on one machine."""
+    """Returns the command for a record. If it names the result file, the path is the one in bench/results."""
     kept = [f"bench/results/{out.name}" if out is not None and argument == str(out) else argument for argument in arguments]
     return f"python -m {module} {shlex.join(kept)}".rstrip()
 
@@ -131,7 +131,7 @@ def now() -> str:
 
 
 def write(path: Path, record: Record) -> None:
-    """Replaces `path` at once, so that a reader, or a run that is killed, never leaves half a file."""
+    """Replaces `path` atomically, so that no reader sees half a file, even if the run is killed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     content = {"schema": SCHEMA, **record._asdict()}
     content["workloads"] = {name: w._asdict() for name, w in record.workloads.items()}
@@ -142,7 +142,7 @@ def write(path: Path, record: Record) -> None:
 
 
 def _json(content: Mapping[str, Any]) -> str:
-    """One line for each workload and row: short, and a change of one shows as one."""
+    """Returns JSON with one line for each workload and row, so that the diff of a change is short."""
     parts = []
     for key, value in content.items():
         if key == "workloads":
@@ -157,10 +157,10 @@ def _json(content: Mapping[str, Any]) -> str:
 
 
 def read(path: Path) -> Record:
-    """The record in a result file.
+    """Returns the record in a result file.
 
-    Raises ValueError, naming the file and what is wrong with it, for one that this version did not write: no result file, one of
-    another version, of a wrong type or number, or with a row twice.
+    Raises ValueError with the file and the cause if this version did not write it: it is not a result file, has another version,
+    a wrong type or number, or a row twice.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
@@ -223,7 +223,7 @@ def _plain(value: Any, kind: type, name: str) -> Any:
 
 
 def _typed(kind: Any, fields: Any, name: str) -> Any:
-    """A NamedTuple of `fields`, which must be its own and of their types."""
+    """Returns a NamedTuple of `fields`, whose names and types must match."""
     _plain(fields, dict, f"fields of {name}")
     hints = get_type_hints(kind)
     if unknown := sorted(fields.keys() - hints.keys()):
@@ -257,7 +257,7 @@ def _is(value: Any, hint: Any) -> bool:
 
 
 def write_csv(path: Path, record: Record) -> None:
-    """Every row with its shape; how it was made stands above, in lines that begin with #."""
+    """Writes every row with its shape, after lines that begin with # and have the run's facts."""
     with path.open("w", newline="") as file:
         for name in ("command", "started", "device", "versions", "ceilings", "method"):
             file.write(f"# {name}: {json.dumps(getattr(record, name))}\n")

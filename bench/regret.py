@@ -1,10 +1,10 @@
-"""Time that backend "auto" loses: its pick beside the fastest of flexattn's backends, in every cell that a result file has.
+"""Time that backend "auto" loses: its pick compared with the fastest of flexattn's backends, in every cell of a result file.
 
     python -m flexattn bench --regret bench/results/standard_h200.json
 
-The dispatcher is asked as it is now, for the device of the file, which need not be here; nothing runs. Where it picks the triton
-backend it also says which of its kernel families runs, and the portable one was measured apart. Between two neighbouring lengths
-of the same kind of call a pick is judged only where the same implementation was fastest at both: any other answer is "unknown".
+The current dispatcher picks for the device of the file, which may be absent; nothing runs. If the pick is the triton backend, its
+kernel family counts too, because the portable family was measured separately. Between two neighbouring lengths of the same kind of
+call, a pick is judged only if the same implementation was fastest at both; otherwise the answer is "unknown".
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from flexattn.functional import bind_call
 
 BACKENDS = {"triton": TRITON, "cudnn": CUDNN, "eager": EAGER}
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
-BETWEEN = (1.25, 1.5, 1.75)  # lengths asked for between two neighbours, as shares of the shorter one; made odd
+BETWEEN = (1.25, 1.5, 1.75)  # lengths between two neighbours, as shares of the shorter one, rounded to odd numbers
 
 
 class Regret(NamedTuple):
-    """One cell, or a length between two. ratio: None where nothing measured says how long the pick takes."""
+    """One cell, or a length between two. ratio: None if no measurement gives the pick's time."""
 
     workload: str
     direction: str
@@ -46,9 +46,9 @@ class Regret(NamedTuple):
 
 
 def pick(workload: Workload, direction: Direction, device: Device, refused: Sequence[str] = ()) -> str:
-    """Returns the implementation that `auto` runs on such a device, by the name that results have for it.
+    """Returns the implementation that `auto` runs on such a device, by its name in results.
 
-    refused: backends that cannot run the workload, as a file has it of a machine with all of them.
+    refused: backends that cannot run the workload, from a file of a machine with all backends.
     """
     from flexattn.kernels_triton.runtime.device import pretended_device
 
@@ -74,7 +74,7 @@ def _call(workload: Workload) -> dict[str, object]:
 
 
 def _times(record: Record, name: str, direction: Direction) -> tuple[str, dict[str, float]]:
-    """Returns the pick of a cell, and the microseconds there of flexattn's own backends and families."""
+    """Returns the pick of a cell, and the microseconds of flexattn's backends and families in it."""
     names = (TRITON, PORTABLE, CUDNN, EAGER)
     rows = record.of(name, direction)
     times = {n: row.us for n, row in rows.items() if n in names and row.us is not None}
@@ -86,7 +86,7 @@ def _times(record: Record, name: str, direction: Direction) -> tuple[str, dict[s
 
 
 def with_auto(record: Record) -> Record:
-    """Returns a record whose own rows are, in each cell, the one that `auto` selects, under the name AUTO."""
+    """Returns a record in which flexattn's only row of each cell is the one that `auto` selects, under the name AUTO."""
     rows = []
     for name, direction in record.cells():
         picked = record.of(name, direction)[_times(record, name, direction)[0]]  # type: ignore[arg-type]
@@ -124,7 +124,7 @@ def with_length(workload: Workload, length: int) -> Workload:
 
 
 def _kind(workload: Workload) -> tuple[object, ...] | None:
-    """Returns what workloads of other lengths have in common; None for one that is ragged, or whose queries are few."""
+    """Returns a key that is equal for workloads that differ only in length; None if it is ragged or has few queries."""
     if workload.is_ragged or workload.seqlen_q != workload.seqlen_kv:
         return None
     return (workload.batch * workload.seqlen_q, *workload._replace(name="", group="", lengths_q=(), lengths_kv=()))
@@ -157,7 +157,7 @@ def between(record: Record) -> list[Regret]:
 def _interpolated(workload: Workload, direction: Direction, picked: str, ends: Sequence[Mapping[str, float]], at: float) -> Regret:
     """Returns the regret of a length between two, `at` of the way by the logarithm of the length.
 
-    Unknown where the pick was not measured at both ends, or none is fastest at both; within TIE all are.
+    It is unknown if the pick was not measured at both ends, or if no implementation is fastest at both. Within TIE all are fastest.
     """
     fast = [{name for name, us in times.items() if us <= min(times.values()) * (1 + TIE)} for times in ends]
     fastest = " or ".join(sorted(fast[0] & fast[1]))

@@ -32,13 +32,13 @@ class Plan(NamedTuple):
     implementations: Sequence[Implementation]
     device: str
     budget_ms: float  # device time for each implementation in each cell
-    budget_s: float  # for the whole run; what does not fit is left out, and says so
+    budget_s: float  # seconds of the whole run; the record names cells that do not fit
     only_check: bool = False
     out: Path | None = None
 
 
 def run(plan: Plan, show: Callable[[str], object] = print, timer: Timer | None = None) -> Record:
-    """Measures the plan's cells in order; a cell's rows are shown, and the file is written, as soon as they are there."""
+    """Measures the plan's cells in order. After each cell its rows are shown and the file is written."""
     began = time.monotonic()
     timer = timer or functools.partial(time_on_device if plan.device == "cuda" else time_on_cpu, budget_ms=plan.budget_ms)
     ceilings = None if plan.only_check else measure_ceilings(timer, plan.device)
@@ -74,11 +74,11 @@ def run(plan: Plan, show: Callable[[str], object] = print, timer: Timer | None =
                 rows += new
                 for row in new:
                     if row.status == "refused" and (row.implementation, row.reason) in refused:
-                        continue  # it said so before
+                        continue  # the same reason was shown before
                     refused.add((row.implementation, row.reason))
                     show(line(row))
                 advance(f"{workload.name} {direction}")
-                if plan.out is not None:  # after each cell, so that what was measured outlives an interruption
+                if plan.out is not None:  # after each cell, so that an interruption loses no measurement
                     record.write(plan.out, so_far)
             del tensors, checker
             if plan.device == "cuda":
@@ -90,7 +90,7 @@ def run(plan: Plan, show: Callable[[str], object] = print, timer: Timer | None =
 
 
 def _by_workload(cells: Iterable[tuple[Workload, str]]) -> Iterator[tuple[Workload, list[str]]]:
-    """Both directions of a workload together, as they share tensors, reference and compiled kernels."""
+    """Yields each workload with its directions, because they share tensors, reference and compiled kernels."""
     grouped: dict[str, tuple[Workload, list[str]]] = {}
     for workload, direction in cells:
         grouped.setdefault(workload.name, (workload, []))[1].append(direction)
@@ -124,7 +124,7 @@ def shortened(reason: str) -> str:
 
 @contextlib.contextmanager
 def progress(total: int, unit: str = "cell") -> Iterator[Callable[[str], object]]:
-    """A bar where tqdm is installed and a terminal is there; else each step's name as it ends."""
+    """Shows a bar if tqdm is installed and the output is a terminal, else the name of each step as it ends."""
     try:
         from tqdm import tqdm
     except ImportError:
@@ -141,21 +141,21 @@ def progress(total: int, unit: str = "cell") -> Iterator[Callable[[str], object]
 
 
 def compile_only(plan: Plan) -> None:
-    """Runs what compiles kernels once in each cell, so that the caches on disk have them; nothing is recorded."""
+    """Runs each compiling implementation once in each cell, to fill the caches on disk. Nothing is recorded."""
     compiling = [i for i in plan.implementations if i.compiles]
     for workload in plan.workloads:
         tensors = make_tensors(workload, plan.device)
         directions = [d for d in plan.directions if d in workload.directions]
         asked = [i for i in compiling if workload.group == MODS or not i.is_of_mods]
         for direction, implementation in itertools.product(directions, asked):
-            with contextlib.suppress(Exception):  # the run itself says why, in the cell
+            with contextlib.suppress(Exception):  # the run shows the reason in the cell
                 implementation.prepare(workload, tensors, direction).results()
 
 
 def compile_in_processes(arguments: Sequence[str], names: Sequence[str], processes: int, seconds: float) -> float:
-    """`compile_only` of the workloads, in so many processes at once; the seconds that it took.
+    """Runs `compile_only` of the workloads in several processes at once, and returns the seconds.
 
-    One process compiles one kernel after another, and most of a first run is spent so.
+    A single process compiles one kernel after another, which is most of the time of a first run.
     """
     began = time.monotonic()
     environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1"}

@@ -1,4 +1,4 @@
-"""The workloads, by name: shapes that the field measures, as data. `PRESETS` has the selections of `bench --preset`."""
+"""The workloads, by name: commonly measured shapes, as data. `PRESETS` has the selections of `bench --preset`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ SCORES = ("", "softcap", "alibi", "relative_bias")
 
 
 class Workload(NamedTuple):
-    """One attention call, without its numbers.
+    """One attention call, without its tensors.
 
     lengths_q, lengths_kv: tokens of each sequence; thd packs them, bshd needs them equal.
-    score: what is done to each scaled score: "softcap" (50 * tanh(s / 50), Gemma 2's), "alibi", "relative_bias" (a table's entry
+    score: modification of each scaled score: "softcap" (50 * tanh(s / 50), Gemma 2's), "alibi", "relative_bias" (a table's entry
         for each head and distance), or "".
     """
 
@@ -40,7 +40,7 @@ class Workload(NamedTuple):
 
     @property
     def directions(self) -> tuple[str, ...]:
-        """Directions that a workload has: a decoding step has no backward."""
+        """Directions of the workload. A decoding step has no backward."""
         return DIRECTIONS if self.seqlen_q > 1 else DIRECTIONS[:1]
 
     @property
@@ -65,7 +65,7 @@ class Workload(NamedTuple):
         return "causal" in self.attn_mask_type
 
     def __str__(self) -> str:
-        """The shape in one line, in the words of `attention`'s arguments."""
+        """Returns the shape in one line, in terms of `attention`'s arguments."""
         heads = f"h{self.num_heads}" + (f"/{self.num_heads_kv}" if self.group_size > 1 else "")
         dims = f"d{self.head_dim_qk}" + (f"/{self.head_dim_v}" if self.head_dim_v != self.head_dim_qk else "")
         if self.is_ragged:
@@ -80,7 +80,7 @@ class Workload(NamedTuple):
         return " ".join([*parts, *filter(None, [self.score])])
 
     def shortened(self, longest: int, most_sequences: int = 2, most_heads: int = 2) -> Workload:
-        """The same kind of call, small enough for Triton's interpreter: fewer and shorter sequences, fewer heads."""
+        """Returns a call of the same kind, small enough for Triton's interpreter: fewer and shorter sequences, fewer heads."""
         group = min(self.group_size, most_heads)
 
         def cut(lengths: tuple[int, ...]) -> tuple[int, ...]:
@@ -101,21 +101,21 @@ class Workload(NamedTuple):
 def dense(
     name: str, group: str, batch: int, seqlen: int, heads: tuple[int, int], dims: tuple[int, int], **more: object
 ) -> Workload:
-    """`batch` sequences of `seqlen`; heads are (query, key) heads, dims (d_qk, d_v)."""
+    """Returns a workload of `batch` sequences of `seqlen` tokens. heads: (query, key) heads. dims: (d_qk, d_v)."""
     lengths = (seqlen,) * batch
     return Workload(name, group, lengths, lengths, *heads, *dims, **more)  # type: ignore[arg-type]
 
 
 def ragged(name: str, lengths: Sequence[int], heads: tuple[int, int], dims: tuple[int, int], group: str = "ragged") -> Workload:
-    """Sequences packed one after another, causal within each."""
+    """Returns a workload of packed sequences, causal within each."""
     lengths = tuple(lengths)
     return Workload(name, group, lengths, lengths, *heads, *dims, attn_mask_type="padding_causal", qkv_format="thd")
 
 
 def evened(ragged: Workload) -> Workload:
-    """The dense batch to hold a packed one to: about its tokens and its scores, in sequences of one length.
+    """Returns a dense batch to compare with a packed one: about the same tokens and scores, in sequences of one length.
 
-    That is sum(n**2) / sum(n), what a token's sequence has on average, to the nearest 128.
+    This length is sum(n**2) / sum(n), the mean over tokens of their sequence's length, rounded to a multiple of 128.
     """
     tokens = sum(ragged.lengths_q)
     seqlen = 128 * round(sum(n * n for n in ragged.lengths_q) / tokens / 128)
@@ -130,14 +130,14 @@ MASKS = {"causal": "causal", "full": "no_mask"}
 
 
 def sweep(head_dim: int, mask: str, seqlen: int) -> Workload:
-    """FlashAttention's benchmark: 16384 tokens, heads * head dim = 2048 (flash-attention, README, "Performance")."""
+    """Returns a cell of FlashAttention's benchmark: 16384 tokens, heads * head dim = 2048 (its README, "Performance")."""
     name = f"sweep-d{head_dim}-{mask}-s{seqlen}"
     heads = SWEEP_WIDTH // head_dim
     return dense(name, "sweep", SWEEP_TOKENS // seqlen, seqlen, (heads, heads), (head_dim, head_dim), attn_mask_type=MASKS[mask])
 
 
 def odd(head_dim: int, mask: str, seqlen: int) -> Workload:
-    """`sweep` at a length that is no multiple of a block, between those of which the choice of kernels was measured."""
+    """Returns `sweep` at a length that is not a multiple of a block and lies between lengths that decide the choice of kernels."""
     return sweep(head_dim, mask, seqlen)._replace(name=f"odd-d{head_dim}-{mask}-s{seqlen}", group="odd")
 
 
@@ -152,7 +152,7 @@ DOCUMENTS = (
 
 
 def log_normal_lengths(tokens: int = 32768, median: float = 512.0, sigma: float = 1.2, longest: int = 8192) -> tuple[int, ...]:
-    """Lengths drawn from a log-normal distribution until they fill `tokens`; the same ones on every machine."""
+    """Returns lengths from a log-normal distribution that fill `tokens`, the same on every machine."""
     generator = random.Random(0)
     lengths: list[int] = []
     while room := tokens - sum(lengths):
@@ -167,7 +167,7 @@ RAGGED = tuple(
 )
 CAUSAL = {"attn_mask_type": "causal"}
 MODS = "score_mods"
-"""The group of what FlexAttention is for: here flexattn is also given its scores and masks as functions."""
+"""The group of scores and masks that FlexAttention is made for. flexattn also runs them written as functions."""
 SCALING_SEQLENS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 
 WORKLOADS: dict[str, Workload] = {
@@ -181,14 +181,14 @@ WORKLOADS: dict[str, Workload] = {
         ),  # 128 key positions in the released model; 1024 in cuDNN's benchmark of it
         dense("gpt-oss-full-s8192", "models", 2, 8192, (64, 8), (64, 64), **CAUSAL, softmax_type="learnable"),
         dense("deepseek-v3-s4096", "models", 1, 4096, (128, 128), (192, 128), **CAUSAL),
-        # A quarter of Llama-3-8B's heads, as tensor parallelism over four GPUs leaves each.
+        # A quarter of Llama-3-8B's heads: the share of a GPU under tensor parallelism over four.
         dense("long-128k", "long", 1, 131072, (8, 2), (128, 128), **CAUSAL),
         *RAGGED,
         *map(evened, RAGGED),
-        # One query for each of 64 sequences against a cache; no mask is needed, as it sees all of it.
+        # One query for each of 64 sequences against a cache. It sees all keys, so no mask is needed.
         *(Workload(f"decode-kv{n}", "decode", (1,) * 64, (n,) * 64, 32, 8, 128, 128) for n in (2048, 8192)),
         *(dense(f"small-s{s}", "small", 1, s, (16, 16), (64, 64), **CAUSAL) for s in (128, 256, 512)),
-        # What FlexAttention is for, with Llama-3-8B's dims.
+        # Scores and masks that FlexAttention is made for, with Llama-3-8B's dims.
         *(
             dense(f"score-{score.replace('_', '-')}", MODS, 4, 4096, (16, 16), (128, 128), **CAUSAL, score=score)
             for score in SCORES[1:]
@@ -198,7 +198,7 @@ WORKLOADS: dict[str, Workload] = {
         ragged("score-document-mask", DOCUMENTS, (16, 16), (128, 128), MODS),
         *(sweep(d, mask, s) for d in SWEEP_HEAD_DIMS for mask in MASKS for s in SWEEP_SEQLENS),
         *(odd(d, mask, s) for d in SWEEP_HEAD_DIMS for mask in MASKS for s in ODD_SEQLENS),
-        # Fixed tokens, so that what grows with s is the work, and what should not grow is the memory.
+        # A fixed number of tokens: work grows with s, and memory should not grow.
         *(dense(f"scaling-s{s}", "scaling", 131072 // s, s, (8, 8), (64, 64), **CAUSAL) for s in SCALING_SEQLENS),
     )
 }
@@ -262,9 +262,9 @@ PRESETS: dict[str, tuple[str, ...]] = {
 
 
 def select(patterns: Iterable[str]) -> list[Workload]:
-    """The workloads that the names, patterns ("sweep-d64-*") or presets name, each once, in the order asked for.
+    """Returns the workloads of names, patterns ("sweep-d64-*") or presets, each once, in the order of the arguments.
 
-    Raises ValueError for a pattern that names none.
+    Raises ValueError if a pattern matches none.
     """
     chosen: dict[str, Workload] = {}
     for pattern in (p for name in patterns for p in PRESETS.get(name, (name,))):

@@ -1,8 +1,8 @@
-"""A CUDA driver that does nothing, for machines without a GPU: what is then timed, or looked at, is the host's part alone.
+"""A CUDA driver that does nothing, for machines without a GPU: measurements then show only the host's part.
 
-`install()` compiles it (with gcc or cc), and lets flexattn run its Triton kernels with tensors on the CPU that stand for ones on
-a GPU: they are compiled for it and "launched", and nothing is computed. It keeps what each launch was given, in `launches()`. For a
-process of its own: there is no way back. It says nothing about what a real driver takes.
+`install()` compiles the driver (with gcc or cc). flexattn then compiles and "launches" its Triton kernels with CPU tensors in place
+of GPU tensors, and nothing is computed. `launches()` has the arguments of each launch. Use it in a separate process, because it
+cannot be uninstalled. It does not show the time of a real driver.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def build(directory: Path) -> Path:
 
 
 def install(capability: tuple[int, int] = (9, 0), processors: int = 132) -> Any:
-    """From here on this process has a GPU, as far as flexattn's Triton kernels know. Returns the library."""
+    """Makes flexattn's Triton kernels believe that this process has a GPU. Returns the driver's library."""
     if os.environ.get("TRITON_INTERPRET", "0") != "0":
         raise RuntimeError("TRITON_INTERPRET is set, under which Triton compiles nothing; unset it")
     directory = Path(tempfile.mkdtemp(prefix="flexattn-stub-"))
@@ -142,7 +142,7 @@ def install(capability: tuple[int, int] = (9, 0), processors: int = 132) -> Any:
             self.get_current_stream: Callable[[int], int] = lambda device: 0
 
         @functools.cached_property
-        def utils(self) -> Any:  # as Triton's driver, which fills in its module's names when it is first asked for
+        def utils(self) -> Any:  # like Triton's driver, which sets its module's names when it is first used
             return nvidia.CudaUtils()
 
         def get_current_target(self) -> Any:
@@ -167,7 +167,7 @@ def install(capability: tuple[int, int] = (9, 0), processors: int = 132) -> Any:
 
 
 def logs(library: Any, on: bool) -> None:
-    """Keep what launches are given, or no longer; the last 64."""
+    """Starts or stops recording the arguments of launches (the last 64)."""
     ctypes.c_uint.in_dll(library, "stub_logs").value = on
     ctypes.c_uint.in_dll(library, "stub_count").value = 0
 
@@ -184,7 +184,7 @@ def knows(library: Any, function: int, sizes: list[int]) -> None:
 
 
 def launches(library: Any) -> list[Launched]:
-    """Returns the arguments of the launches since `logs`, of those kernels that were given to `knows`."""
+    """Returns the arguments of the launches since `logs`, for the kernels that were passed to `knows`."""
     log = (_Launch * 64).in_dll(library, "stub_log")
     found = []
     for entry in log[: count(library)]:

@@ -29,7 +29,7 @@ PASSED, WRONG, REFUSED = 0, 1, 2  # exit statuses of the playground
 
 
 class Subject(NamedTuple):
-    """One kernel on one workload, as the playground runs it."""
+    """One kernel on one workload in the playground."""
 
     kernel: str
     workload: Workload
@@ -47,12 +47,12 @@ class Subject(NamedTuple):
 
 
 def small_enough(workload: Workload, tile: Tile) -> Workload:
-    """Few heads and sequences, and long enough for three blocks each way, the last of them cut."""
+    """Returns the workload with few heads and sequences, long enough for three blocks each way, the last of them partial."""
     return workload.shortened(2 * max(tile.block_m, tile.block_n) + 3)
 
 
 def check(subject: Subject, workload: Workload, device: str) -> tuple[list[Error], str | None]:
-    """(errors of each result, what is wrong with them, if anything)."""
+    """Returns (errors of each result, the failure if there is one)."""
     direction, _ = KERNELS[subject.kernel]
     tensors = make_tensors(workload, device)
     checker = Checker(workload, tensors)
@@ -66,13 +66,13 @@ def check(subject: Subject, workload: Workload, device: str) -> tuple[list[Error
 
 
 def alone(subject: Subject, name: str) -> Implementation:
-    """The kernel by itself, with the subject's launchers and tile."""
+    """Returns the kernel as an implementation, with the subject's launchers and tile."""
     prepare = functools.partial(one_kernel, subject.kernel, subject.launchers)
     return Implementation(name, flexattn.__version__, prepare)
 
 
 def record_facts(command: str, ceilings: Ceilings | None, method: dict[str, str], workloads: Sequence[Workload]) -> dict[str, Any]:
-    """Returns the facts of how a record was made."""
+    """Returns the facts of a record: command, device, versions, method and workloads."""
     return {
         "command": command,
         "started": record.now(),

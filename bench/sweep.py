@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def prune(subject: Subject, tiles: Sequence[Tile]) -> dict[Tile, list[str]]:
-    """For each tile what speaks against it, once compiled for the subject's architecture; nothing runs."""
+    """Returns the complaints about each tile after compiling it for the subject's architecture. Nothing runs."""
     groups = [compiled.requests(subject.kernel, subject.with_tile(t).launchers, subject.workload, subject.arch) for t in tiles]
     with progress(len(groups), "tile") as advance:
 
@@ -39,7 +39,7 @@ def prune(subject: Subject, tiles: Sequence[Tile]) -> dict[Tile, list[str]]:
 def sweep(
     subjects: Sequence[Subject], options: Mapping[str, Sequence[int] | None], budget_ms: float, out: Path | None, command: str
 ) -> int:
-    """Prunes, then checks (without a GPU in the interpreter) and on a GPU times what is left, and proposes."""
+    """Prunes tiles, checks the others (in the interpreter if there is no GPU), times them on a GPU, and proposes one."""
     first = subjects[0]
     tiles = candidates(first.kernel, first.committed, options)
     print(f"{first.kernel}: {len(tiles)} tiles on {', '.join(s.workload.name for s in subjects)}, compiled for sm_{first.arch}")

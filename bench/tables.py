@@ -11,7 +11,7 @@ from flexattn.bench.shapes import MASKS, SWEEP_HEAD_DIMS, SWEEP_SEQLENS, Workloa
 
 
 class Table(NamedTuple):
-    """A grid of figures: what one title, one row name and one column name have in common."""
+    """A grid of figures with a title, row names and column names."""
 
     title: str
     columns: Sequence[str]
@@ -34,7 +34,7 @@ class Table(NamedTuple):
 
 
 def figure(row: Row | None, with_share: bool = False) -> str:
-    """TFLOP/s, or why there are none."""
+    """Returns the TFLOP/s, or the status if there are none."""
     if row is None:
         return "-"
     if row.tflops is None:
@@ -70,7 +70,7 @@ def sweep_tables(record: Record, with_share: bool = False) -> list[Table]:
 
 
 def sweep_panels(record: Record) -> list[tuple[str, int, str]]:
-    """(direction, head dim, mask) of the sweep, as far as the record has it."""
+    """Returns (direction, head dim, mask) of the sweep's cells that the record has."""
     directions = dict.fromkeys(direction for _, direction in record.cells())
     return [
         (direction, head_dim, mask)
@@ -97,7 +97,7 @@ def group_tables(record: Record, with_share: bool = False) -> list[Table]:
 
 
 def host_tables(record: Record) -> list[Table]:
-    """The host's time to enqueue a call, where calls are small enough for it to matter."""
+    """Returns the host's time to enqueue a call, if calls are so small that it matters."""
     found = []
     for group, direction, names in _groups(record):
         if group in ("small", "decode"):
@@ -128,14 +128,16 @@ TURNED_OVER = 0.9  # share of an implementation's highest rate from which on ari
 
 
 def scaling_tables(record: Record) -> list[Table]:
-    """Growth of memory at fixed tokens (1 is O(s) in all: as much for one long sequence as for many short ones), and where the
-    rate has turned over."""
+    """Returns tables of memory growth at fixed tokens, and of the length at which the rate turns over.
+
+    A growth of 1 means O(s): one long sequence takes as much memory as many short ones.
+    """
     found = []
     for title, direction, names in _by_length(record):
         rows = []
         for implementation in record.implementations():
-            of_length = [(record.workloads[name].seqlen_q, record.of(name, direction).get(implementation)) for name in names]
-            measured = [(s, r.tflops, r.peak_mib) for s, r in of_length if r is not None and r.tflops is not None]
+            length_of = [(record.workloads[name].seqlen_q, record.of(name, direction).get(implementation)) for name in names]
+            measured = [(s, r.tflops, r.peak_mib) for s, r in length_of if r is not None and r.tflops is not None]
             if len(measured) > 1:
                 best = max(tflops for _, tflops, _ in measured)
                 turned = next(s for s, tflops, _ in measured if tflops >= TURNED_OVER * best)
@@ -147,11 +149,11 @@ def scaling_tables(record: Record) -> list[Table]:
     return found
 
 
-MEMORY_PANEL = 128, "causal"  # the part of the sweep whose memory is shown; its tokens are fixed
+MEMORY_PANEL = 128, "causal"  # the part of the sweep with a memory table; its tokens are fixed
 
 
 def _by_length(record: Record) -> list[tuple[str, str, list[str]]]:
-    """(title, direction, workloads) of what differs in length alone, as far as there are rows."""
+    """Returns (title, direction, workloads) of workloads that differ only in length, if there are rows."""
     found = [(f"{d}, {group}", d, names) for group, d, names in _groups(record) if group in ("scaling", "memory")]
     for direction, head_dim, mask in sweep_panels(record):
         if (head_dim, mask) == MEMORY_PANEL:
@@ -161,7 +163,7 @@ def _by_length(record: Record) -> list[tuple[str, str, list[str]]]:
 
 
 def _groups(record: Record) -> list[tuple[str, str, list[str]]]:
-    """(group, direction, its workloads), as far as there are rows."""
+    """Returns (group, direction, workloads) of each group that has rows."""
     found = []
     for group in dict.fromkeys(w.group for w in record.workloads.values()):
         for direction in dict.fromkeys(d for _, d in record.cells()):
@@ -173,7 +175,7 @@ def _groups(record: Record) -> list[tuple[str, str, list[str]]]:
 def _rows(
     record: Record, direction: str, names: Sequence[str], show: Callable[[Row], str], has: Callable[[Row], bool]
 ) -> list[tuple[str, list[str]]]:
-    """One for each implementation with anything to show; a cell without is its status, or "-" where there is no row."""
+    """Returns a line for each implementation that has a figure. Other cells show the status, or "-" if there is no row."""
     cells = {name: record.of(name, direction) for name in names}
     rows = []
     for implementation in record.implementations():
@@ -194,7 +196,7 @@ def name_of(implementation: str) -> str:
 
 
 class Standing(NamedTuple):
-    """One cell as flexattn stands in it."""
+    """The comparison of flexattn with a peer in one cell."""
 
     workload: str
     direction: str
@@ -209,7 +211,7 @@ class Standing(NamedTuple):
 
     @property
     def speed(self) -> float:
-        """The peer's time over ours: above 1 where flexattn is faster."""
+        """The peer's time over flexattn's: above 1 if flexattn is faster."""
         assert self.ours.us is not None
         assert self.peer.us is not None
         return self.peer.us / self.ours.us
@@ -220,7 +222,7 @@ def is_ours(name: str) -> bool:
 
 
 def standings(record: Record, peer: str | None = None, ours: str | None = None) -> list[Standing]:
-    """Every cell where both flexattn (or its implementation `ours`) and a peer (or the one named) were measured."""
+    """Returns the cells in which flexattn (or its implementation `ours`) and a peer (or the named one) were measured."""
     found = []
     for workload, direction in record.cells():
         rows = [r for r in record.of(workload, direction).values() if r.us is not None]
@@ -242,7 +244,7 @@ def geometric_mean(values: Iterable[float]) -> float:
 
 
 def standing_table(record: Record) -> Table | None:
-    """Peers down, flexattn's implementations across; None where the record has none of one or the other."""
+    """Returns a table with peers as rows and flexattn's implementations as columns; None if the record lacks either."""
     ours = [name for name in record.implementations() if standings(record, ours=name)]
     columns = [*ours, "the fastest of them"] if len(ours) > 1 else ours
     rows = []

@@ -61,11 +61,11 @@ TARGETS = [
     Target("warm call over two ranks: functions", most=80),
     Target("warm call of JAX outside of jit: files", most=10),
     Target("warm call of JAX outside of jit: functions"),
-    Target("functions named slower", most=1),
-    Target("files of dispatch and kernels_triton that cite a result file (thresholds)", most=1),
+    Target("functions named slower", most=1, holds=True),
+    Target("files of dispatch and kernels_triton whose constants cite a result file (thresholds)", most=1),
     Target("longest chain of imports in kernels_triton", most=10),
-    Target("files that import common/primitives.py", most=0),
-    Target("modules of hopper that blackwell imports", most=0),
+    Target("files that import common/primitives.py", most=0, holds=True),
+    Target("modules of hopper that blackwell imports", most=0, holds=True),
     Target("lines of the largest function on the host", most=150),
     Target("lines of the largest device function", most=120),
     Target("stage arithmetic in device functions (n % STAGES, n // STAGES)", most=6),
@@ -73,7 +73,7 @@ TARGETS = [
     Target("lines that mypy does not check", most=9_000),
     Target("uses of Any in source", most=1_200),
     Target("source: if, when per 1,000 words of comments and docstrings", least=3.5, holds=True),
-    Target("source: where, what per 1,000 words of comments and docstrings", most=3),
+    Target("source: where, what per 1,000 words of comments and docstrings", most=3, holds=True),
     Target("source: % of sentences with more than 25 words", most=5, holds=True),
     Target("source: % of sentences that open with a late subject", most=1, holds=True),
     Target("tests: if, when per 1,000 words of comments and docstrings", least=3.5),
@@ -95,7 +95,7 @@ def measured(root: Path) -> dict[str, float]:
     blackwell = {other for name, others in graph.items() if name.startswith(f"{KERNELS}.blackwell") for other in others}
     inside = {id(node) for _, function in device for node in ast.walk(function)}
     host = [node for m in source for node in ast.walk(m.tree) if isinstance(node, ast.FunctionDef) and id(node) not in inside]
-    thresholds = [m for m in source if m.path.parts[0] in ("dispatch", "kernels_triton") and cites(m.text, result_files(root))]
+    thresholds = [m for m in source if m.path.parts[0] in ("dispatch", "kernels_triton") and cites(m, result_files(root))]
     callers = [
         m for m in source if m.path.parts[0] == "dispatch" or (m.path.parts[0] == "flexattn" and m.path.parts[1] not in DOORS)
     ]
@@ -110,7 +110,7 @@ def measured(root: Path) -> dict[str, float]:
             bool(re.search(rf"\b{ONE_ARGUMENT}\b", module.text)) for module in callers
         ),
         "functions named slower": sum(bool(re.search(r"(^|_)slower$", function.name)) for function in host),
-        "files of dispatch and kernels_triton that cite a result file (thresholds)": len(thresholds),
+        "files of dispatch and kernels_triton whose constants cite a result file (thresholds)": len(thresholds),
         "longest chain of imports in kernels_triton": structure.depth(graph, KERNELS),
         "files that import common/primitives.py": sum(PRIMITIVES in others for others in graph.values()),
         "modules of hopper that blackwell imports": sum(other.startswith(f"{KERNELS}.hopper") for other in blackwell),
@@ -232,8 +232,18 @@ def result_files(root: Path) -> tuple[str, ...]:
     return tuple(path.stem for path in sorted((root / "bench" / "results").glob("*.json")))
 
 
-def cites(text: str, results: tuple[str, ...]) -> bool:
-    return any(re.search(rf"\b{re.escape(name)}\b", text) for name in results)
+def cites(module: structure.Module, results: tuple[str, ...]) -> bool:
+    """Whether a constant of a module, or the comment above it, names a result file, as a threshold does that was measured."""
+    lines = module.text.splitlines()
+    for node in module.tree.body:
+        if isinstance(node, (ast.Assign, ast.AnnAssign)):
+            first = node.lineno - 1
+            while first and lines[first - 1].startswith("#"):
+                first -= 1
+            text = "\n".join(lines[first : node.end_lineno])
+            if any(re.search(rf"\b{re.escape(name)}\b", text) for name in results):
+                return True
+    return False
 
 
 def text_edits(root: Path) -> int:

@@ -1,3 +1,3 @@
-"""Tests of what users call: `flexattn` itself."""
+"""Tests of the public functions of `flexattn`."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""append_kv: rows behind those of dense caches and of pages, the operator that writes them, and what it refuses."""
+"""append_kv: new rows in dense caches and in pages, the operator that writes them, and its refusals."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WAYS = ("triton", "torch")
 
 @pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The kernel, and the torch ops that stand in for it."""
+    """Yields the kernel, and the torch ops that replace it."""
     if request.param == "torch":
         monkeypatch.setattr(triton_backend, "device_error", lambda *_: "not here")
     return request.param
@@ -63,7 +63,7 @@ class Case:
         return k, v
 
     def rows(self, fill: float = float("nan")) -> tuple[Tensor, Tensor]:
-        """New rows, [b, longest, h_kv, d], with `fill` behind them."""
+        """Returns new rows, [b, longest, h_kv, d], with `fill` after them."""
         found = []
         for x in (self.k, self.v):
             dense = torch.full((len(self.new), max(*self.new, 1), *x.shape[2:]), fill, dtype=x.dtype)
@@ -73,7 +73,7 @@ class Case:
         return found[0], found[1]
 
     def caches(self) -> tuple[Tensor, Tensor]:
-        """Dense caches with the rows before; NaN behind them."""
+        """Returns dense caches with the earlier rows, and NaN after them."""
         found = []
         for x in (self.k, self.v):
             cache = torch.full_like(x, float("nan"))
@@ -83,7 +83,7 @@ class Case:
         return found[0], found[1]
 
     def pool(self, page_size: int, layout: str) -> tuple[Pool, Pool]:
-        """Pages with room for all tokens, of which those before are there; and with all of them there."""
+        """Returns pages with room for all tokens that hold the earlier ones, and pages that hold all of them."""
         full = make_pool(self.k, self.v, self.after, page_size, layout)
         k, v = (x.clone() for x in (full.k, full.v))
         for pages in (k, v):
@@ -208,30 +208,30 @@ def test_starts_that_have_no_meaning_write_within_the_caches(cu: tuple[int, int,
     page_size=st.integers(1, 40),
     lengths=st.lists(st.tuples(st.integers(0, 90), st.integers(0, 20)), min_size=1, max_size=5),
     layout=st.sampled_from(LAYOUTS),
-    of_kernel=st.booleans(),
+    by_kernel=st.booleans(),
 )
-def test_append_then_attend_is_dense(page_size: int, lengths: list[tuple[int, int]], layout: str, of_kernel: bool) -> None:
+def test_append_then_attend_is_dense(page_size: int, lengths: list[tuple[int, int]], layout: str, by_kernel: bool) -> None:
     """The bits of the same keys in dense tensors."""
     case = Case(*zip(*lengths, strict=True))  # type: ignore[arg-type]
     case.v = case.k[..., :DIM_V].contiguous()
     pool, _ = case.pool(page_size, layout)
     with pytest.MonkeyPatch.context() as patch:
-        if not of_kernel:
+        if not by_kernel:
             patch.setattr(triton_backend, "device_error", lambda *_: "not here")
         starts = starts_of(case.new)
-        of_pages: dict[str, Any] = {"qkv_format": f"thd_2{pool.fmt}", "page_table": pool.page_table, "cu_seqlens_q": starts}
-        append_kv(pool.k, pool.v, *case.packed(), seqused_kv=pool.seqused, **of_pages)
+        page_arguments: dict[str, Any] = {"qkv_format": f"thd_2{pool.fmt}", "page_table": pool.page_table, "cu_seqlens_q": starts}
+        append_kv(pool.k, pool.v, *case.packed(), seqused_kv=pool.seqused, **page_arguments)
     q = normal(sum(case.new), HEADS, DIM, seed=2)
     call: dict[str, Any] = {"attn_mask_type": "padding_causal_bottom_right", "max_seqlen_q": max(case.new), "backend": "eager"}
     call |= {"seqused_kv": int32(*case.after)}
-    found = attention(q, pool.k, pool.v, max_seqlen_kv=max(*case.after, 1), **of_pages, **call)
+    found = attention(q, pool.k, pool.v, max_seqlen_kv=max(*case.after, 1), **page_arguments, **call)
     wanted = attention(q, case.k, case.v, qkv_format="thd_2bshd", cu_seqlens_q=starts, **call)
     assert not found.isnan().any()
     assert torch.equal(found, wanted)
 
 
 def test_operator() -> None:
-    """The schema says what is written, the fake and functionalisation agree with it."""
+    """The schema marks the written tensors, and the fake and functionalisation agree with it."""
     case = Case()
     pool, _ = case.pool(16, "bshd")
     operator = torch.ops.flexattn.append_kv.default
@@ -255,12 +255,12 @@ def test_one_graph_under_compile(layout: str) -> None:
         return attention(q, k, v, seqused_kv=used + call["cu_seqlens_q"].diff(), **call)  # type: ignore[no-any-return]
 
     q = normal(sum(NEW), HEADS, DIM)
-    of_compiled = [x.clone() for x in (pool.k, pool.v)]
+    compiled_caches = [x.clone() for x in (pool.k, pool.v)]
     new = case.packed()
-    found = torch.compile(step, backend="aot_eager", fullgraph=True)(*of_compiled, pool.seqused, q, *new)
+    found = torch.compile(step, backend="aot_eager", fullgraph=True)(*compiled_caches, pool.seqused, q, *new)
     assert torch.equal(found, step(pool.k, pool.v, pool.seqused, q, *new))
-    same(of_compiled[0], full.k)
-    same(of_compiled[1], full.v)
+    same(compiled_caches[0], full.k)
+    same(compiled_caches[1], full.v)
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {

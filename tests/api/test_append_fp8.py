@@ -1,4 +1,4 @@
-"""append_kv into caches in FP8: each bit of data and scales, what attention() reads of them, and what is refused."""
+"""append_kv into caches in FP8: each bit of data and scales, the attention() that reads them, and refusals."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ KINDS = ("none", "one", "head", "sequence", "token")
 
 @pytest.fixture(params=("triton", "torch"))
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The kernel, and the torch ops that stand in for it."""
+    """Yields the kernel, and the torch ops that replace it."""
     if request.param == "torch":
         monkeypatch.setattr(triton_backend, "device_error", lambda *_: "not here")
     return request.param
@@ -46,7 +46,7 @@ def descales_of(kind: str, cache: Tensor, batch: int) -> Tensor | None:
 
 
 def quantised(row: Tensor, descale: float | None, dtype: torch.dtype) -> tuple[Tensor, float]:
-    """A head's row of a token, and its descale: the given one, or with None what makes its largest finite number the dtype's."""
+    """Returns a head's row of a token and its descale: the given one, or the one that maps the row to the dtype's range."""
     wide = row.float()
     if descale is None:
         amax = max((abs(x) for x in wide.tolist() if abs(x) < float("inf")), default=0.0)
@@ -57,7 +57,7 @@ def quantised(row: Tensor, descale: float | None, dtype: torch.dtype) -> tuple[T
 
 
 def hostile(case: Case) -> None:
-    """Outliers, what is not finite, rows of zeros, and rows too small for a scale, among the new tokens."""
+    """Returns new tokens with outliers, non-finite numbers, rows of zeros, and rows too small for a scale."""
     for x in (case.k, case.v):
         new = x[0, case.before[0]]
         new[0, 0] = 3e4
@@ -67,7 +67,7 @@ def hostile(case: Case) -> None:
 
 
 def expected(case: Case, which: str, cache: Tensor, descale: Tensor | None, places: Any) -> tuple[Tensor, Tensor | None]:
-    """The cache [n, s, h, d] after new rows, each by itself, and its descales, from those before."""
+    """Returns the cache [n, s, h, d] and its descales after new rows, computed row by row."""
     rows, by_token = getattr(case, which), descale is not None and descale.dim() == 3
     cache, descale = cache.clone(), None if descale is None else descale.clone()
     for b, count in enumerate(case.new):
@@ -124,21 +124,21 @@ def test_pages(kind: str, fp8: torch.dtype, way: str) -> None:
         descale_k=descales[0],
         descale_v=descales[1],
     )
-    for cache, descale, (data, of_data) in zip(caches, before, wanted, strict=True):
+    for cache, descale, (data, wanted_descale) in zip(caches, before, wanted, strict=True):
         same(as_bshd(cache), data)
-        same(descale, of_data)
+        same(descale, wanted_descale)
 
 
 @pytest.mark.parametrize("fmt", ["bshd", "bhsd", "sbhd"])
 def test_dense_caches(fmt: str, way: str) -> None:
-    """Scales of k by token, in the cache's format and in wider strides; of v by sequence. What does not fit is left out."""
+    """k has scales by token, in the cache's format and in wider strides; v by sequence. Rows that do not fit are skipped."""
     case = Case(BEFORE, (1, 2, 20, 9))
     to = {"bshd": (0, 1, 2, 3), "bhsd": (0, 2, 1, 3), "sbhd": (1, 0, 2, 3)}[fmt]
     caches = [x.to(E4M3) for x in case.caches()]
     descale_k = torch.full((*caches[0].shape[:-1], 2), -7.0)[..., 1]
     descale_v = descales_of("sequence", caches[1], len(NEW))
     fit = Case(BEFORE, (1, 2, 20, 9))
-    fit.new = (1, 2, 20, 0)  # the last sequence says that it has more rows than there are
+    fit.new = (1, 2, 20, 0)  # the last sequence claims more rows than the cache has
 
     def places(b: int, row: int) -> tuple[int, int]:
         return b, row
@@ -176,7 +176,7 @@ def test_rows_in_fp8_are_copied(way: str) -> None:
 @pytest.mark.parametrize("kind", KINDS[:4])
 @pytest.mark.parametrize("fp8", [E4M3, E5M2], ids=str)
 def test_what_attention_reads(kind: str, fp8: torch.dtype) -> None:
-    """Decoding from what was appended, from the first token on, is attention of the numbers that the cache stands for."""
+    """Decoding from appended rows, starting with the first token, equals attention on the dequantised cache."""
     batch, tokens = 3, 21
     generator = torch.Generator().manual_seed(0)
     k, v = (torch.randn(batch, tokens, HEADS_KV, DIM, generator=generator) for _ in "kv")
@@ -205,7 +205,7 @@ def test_what_attention_reads(kind: str, fp8: torch.dtype) -> None:
 @pytest.mark.parametrize("layout", ["bshd", "bhsd", "dense", "one head"])
 @pytest.mark.parametrize("fp8", [E4M3, E5M2], ids=str)
 def test_what_attention_reads_with_descales_of_tokens(layout: str, fp8: torch.dtype) -> None:
-    """Descales that append_kv wrote; NaN in those, and in the rows, of tokens that are not there."""
+    """append_kv wrote the descales. Descales and rows of missing tokens are NaN."""
     batch, tokens, heads = 3, 21, 1 if layout == "one head" else HEADS_KV
     generator = torch.Generator().manual_seed(0)
     k, v = (
@@ -328,7 +328,7 @@ def operands() -> tuple[Any, ...]:
 
 
 def test_operator() -> None:
-    """The schema says what is written, scales of tokens too; the fake and functionalisation agree with it."""
+    """The schema marks the written tensors, including scales by token; the fake and functionalisation agree with it."""
     k, v, *others = operands()
     operator = torch.ops.flexattn.append_kv.default
     own = torch.zeros(k.shape[:-1])

@@ -1,4 +1,4 @@
-"""attention_backward(): gradients of parts of the keys, by the out and lse of all of them, add up to those of the whole."""
+"""attention_backward(): gradients for parts of the keys, with out and lse of all keys, add up to the undivided gradients."""
 
 from __future__ import annotations
 
@@ -237,7 +237,7 @@ def errors_of_sums(backend: str, dtype: torch.dtype) -> Errors:
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_sums_of_gradients_in_float32_are_as_exact_as_the_whole(backend: str, dtype: torch.dtype) -> None:
-    """And those of rounded ones are not."""
+    """Sums of rounded parts are not equal."""
     rounded, kept, whole = errors_of_sums(backend, dtype)
     for name in "qkv":
         assert kept[name] <= 1.02 * whole[name], (name, kept, whole)
@@ -332,7 +332,7 @@ def test_packed_sequences(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_whole_is_a_part_too_with_dropout(backend: str) -> None:
-    """The bits of rng_state drop what the forward dropped; gradients are those that autograd gives."""
+    """rng_state drops the same weights as the forward; gradients equal autograd's."""
     tensors = {name: t.requires_grad_() for name, t in qkv(torch.float32).items()}
     same = {"dropout_p": 0.25, "rng_state": torch.tensor([11, 5], device=DEVICE), "backend": backend}
     out, lse = flexattn.attention(**tensors, **same, return_lse=True)
@@ -348,7 +348,7 @@ def test_the_whole_is_a_part_too_with_dropout(backend: str) -> None:
 
 
 def test_a_function_of_ones_own_is_made_of_it() -> None:
-    """Follows a ring: the forward without a graph, merged, and gradients asked for with grad mode off."""
+    """Runs a ring: the forward without a graph, merged, and gradients with grad mode off."""
 
     class Halves(torch.autograd.Function):
         @staticmethod

@@ -1,4 +1,4 @@
-"""Wrong arguments of all that is public beside attention's own (test_bad_input.py): which, what came, what is accepted."""
+"""Wrong arguments of public functions other than attention (test_bad_input.py): errors name the argument and accepted values."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from flexattn.block_mask import block_lists
 
 
 def block_mask(device: str = "cpu", **changes: Any) -> Any:
-    """Returns a mask of 4 blocks of queries and 4 of keys, with some entries of its lists changed, as (place, value)."""
+    """Returns a mask of 4 query blocks and 4 key blocks with changed entries in its lists, given as (place, value)."""
     mask = flexattn.create_block_mask(lambda b, h, i, j: (i >= j) & (j != 5), None, None, 64, 64, device, 16)
     for name, (place, value) in changes.items():
         getattr(mask, name)[place] = value

@@ -1,4 +1,4 @@
-"""Every wrong argument raises before anything is selected or launched, and says which one, what came and what is accepted."""
+"""Every wrong argument raises before anything is selected or launched. The error names it, its value and accepted ones."""
 
 from __future__ import annotations
 
@@ -365,7 +365,7 @@ BAD = {
 
 @pytest.fixture(autouse=True)
 def no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is selected, let alone launched, for a call that is wrong."""
+    """If a call is wrong, nothing is selected or launched."""
     monkeypatch.setattr(ops, "select", lambda *what: pytest.fail(f"a wrong call got as far as select{what}"))
 
 
@@ -457,7 +457,7 @@ DO_NOT_FIT = ("past the total", "longer than max_seqlen", "longer than the row")
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 @pytest.mark.parametrize("name", DO_NOT_FIT)
 def test_lengths_that_do_not_fit_raise_on_a_cpu_in_each_call(monkeypatch, name, backend):
-    """Also in a call like one that was kept, as its lengths are other numbers."""
+    """The check also runs for a cached kind of call, because its lengths are other numbers."""
     monkeypatch.undo()
     monkeypatch.delenv("FLEXATTN_CHECK", raising=False)
     call, message = WRONG_VALUES[name]

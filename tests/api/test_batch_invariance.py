@@ -1,4 +1,4 @@
-"""batch_invariant=True: a sequence's bits alone, in batches, in pages, and in chunks of queries."""
+"""batch_invariant=True: a sequence's result is bitwise identical alone, in batches, in pages, and in chunks of queries."""
 
 from __future__ import annotations
 

@@ -266,7 +266,7 @@ def test_compiled_ahead_of_time(kernels: str) -> None:
             assert report.matrix_instructions.keys() == {"HGMMA"}
 
 
-def of_a_table(device: str) -> Any:
+def table_mask(device: str) -> Any:
     sees = torch.rand(40, 7, generator=torch.Generator().manual_seed(1)).to(device) < 0.7
     return lambda b, h, i, j: sees[i % 40, j % 7]
 
@@ -276,14 +276,14 @@ def of_a_table(device: str) -> Any:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_dropout_in_small_blocks_of_a_mask_that_reads_bytes(dtype: torch.dtype, device: str) -> None:
     """In tiles of 16 by 16; Triton would compile the product with v for weights of four bits (triton-lang/triton#10645)."""
-    mask = flexattn.create_block_mask(of_a_table(device), None, None, 70, 100, device, 16)
+    mask = flexattn.create_block_mask(table_mask(device), None, None, 70, 100, device, 16)
     call = {"dropout_p": 0.3, "rng_state": torch.tensor([5, 3], device=device)}
     run(mask, device, call=call, lengths_q=[70, 70], lengths_kv=[100, 100], dtype=dtype)
 
 
 @pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.slow), 90, pytest.param(100, marks=pytest.mark.slow)])
 def test_dropout_in_small_blocks_compiled(capability: int) -> None:
-    mask = flexattn.create_block_mask(of_a_table("cpu"), None, None, 256, 256, "cpu", 16)
+    mask = flexattn.create_block_mask(table_mask("cpu"), None, None, 256, 256, "cpu", 16)
     given = make_inputs(lengths_q=[256, 256], head_dim_qk=64, head_dim_v=64, dtype=torch.bfloat16)
     blocks = block_lists(mask, 2, HEADS, 256, 256, torch.device("cpu"))
     drawn = {"dropout_p": 0.3, "rng_state": torch.tensor([5, 3])}
@@ -299,21 +299,21 @@ def test_dropout_in_small_blocks_compiled(capability: int) -> None:
 
 
 def test_a_capture_makes_lists_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lists that a graph makes are written by its replays alone, and follow changes of the mask's tensors."""
+    """Only a graph's replays write the lists that it creates, and the lists follow changes of the mask's tensors."""
     mask = flexattn.create_block_mask(lambda b, h, q_idx, kv_idx: kv_idx <= q_idx, None, None, 64, 64, "cpu", 16)
-    of_call = (mask, 1, 1, 64, 64, torch.device("cpu"))
+    arguments = (mask, 1, 1, 64, 64, torch.device("cpu"))
     with monkeypatch.context() as capture:
         capture.setattr(torch.cuda, "is_initialized", lambda: True)
         capture.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        first = block_lists(*of_call)
+        first = block_lists(*arguments)
         assert not hasattr(mask, "_flexattn_lists")
-    kept = block_lists(*of_call)
+    kept = block_lists(*arguments)
     assert kept is not first
-    assert block_lists(*of_call) is kept
+    assert block_lists(*arguments) is kept
     with monkeypatch.context() as capture:
         capture.setattr(torch.cuda, "is_initialized", lambda: True)
         capture.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        again = block_lists(*of_call)
+        again = block_lists(*arguments)
         assert all(a is not b for a, b in zip(again.tensors, kept.tensors, strict=True))
     for a, b in zip(again.tensors, kept.tensors, strict=True):
         assert torch.equal(a, b)

@@ -1,4 +1,4 @@
-"""`flexattn.explaining`: which calls it lists, once each, with what runs them and how often, and what it leaves as it was."""
+"""`flexattn.explaining`: lists each kind of call once, with its kernels and its count, and restores all state."""
 
 from __future__ import annotations
 

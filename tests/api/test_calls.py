@@ -1,4 +1,4 @@
-"""Calls like an earlier one: what is in their key, what has none, and that they are right, few, and nobody's tensors."""
+"""Cached calls: the content of their keys, calls without a key, and that they are right, few, and hold no tensors."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ SINK = {"softmax_type": "learnable", "softmax_offset": randn(4)}
 ALIBI = {"bias_type": "alibi"}
 IN_HALF = {name: randn(2, 5, 4, 16).bfloat16() for name in "qkv"}
 IN_FP8 = {name: t.to(torch.float8_e4m3fn) for name, t in IN_HALF.items()} | {"descale_v": torch.tensor(0.5)}
-# Of each argument, a call and what changes in it.
+# For each argument a call and the change in it.
 CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "q": ({}, {"q": randn(2, 3, 4, 8)}),
     "k": ({}, {name: randn(2, 6, 4, 8) for name in "kv"}),
@@ -138,7 +138,7 @@ def keys(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_every_argument_has_a_change() -> None:
-    # Of a state, what it holds is in the key: tests/api/test_calls_fp8.py.
+    # The key has the content of a state: tests/api/test_calls_fp8.py.
     assert set(CHANGES) | {"fp8_state"} == set(inspect.signature(flexattn.attention).parameters)
 
 
@@ -272,7 +272,7 @@ def test_what_is_stored_negated_is_read_as_it_is(name: str, backend: str, keys: 
 
 
 class Tagged(Tensor):
-    """A tensor whose memory is nobody's business."""
+    """A tensor that refuses access to its memory."""
 
 
 @pytest.mark.parametrize("name", ["dout", "dlse"])
@@ -377,7 +377,7 @@ def test_one_tensor_thrice_is_another_call_than_three(more: dict[str, Any], keys
 
 
 def test_v_in_k_is_another_call(keys: list[Any]) -> None:
-    """Kernels may load once what is k and v; the strides are those of values elsewhere."""
+    """Kernels may load a tensor once if it is both k and v; the strides equal those of separate values."""
     cache, other = (randn(2, 5, 1, 24).mul(by).to(torch.float16) for by in (1, -1))
     call = {"q": randn(2, 5, 4, 24).to(torch.float16), "k": cache}
     inside, apart = call | {"v": cache[..., :16]}, call | {"v": other[..., :16]}
@@ -690,7 +690,7 @@ CONSTANT = torch.arange(6.0)
 
 
 def some_ops(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Views, what is written in place and through `out`, constants, and what nobody needs."""
+    """The ops have views, writes in place and through `out`, constants, and unused results."""
     out = torch.empty(2, 3)
     out.copy_(x.t())
     part = out[1:]
@@ -720,7 +720,7 @@ def test_a_recording_of_torchs_ops(recorded: replay.Recording) -> None:
 
 
 def test_ops_in_place_are_made_again_on_the_tensors_of_the_call() -> None:
-    """On an input, a constant and a tensor of the call; what they give is no tensor of their own."""
+    """The views are of an input, a constant and a tensor of the call; they are not separate tensors."""
     counts, inputs = torch.zeros(2), (torch.ones(2), torch.ones(2))
 
     def ops(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -740,7 +740,7 @@ def test_ops_in_place_are_made_again_on_the_tensors_of_the_call() -> None:
 
 
 def test_a_launch_gets_the_addresses_of_views(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Views of tensors made in the call and of those that come in, also where a view of it begins further on."""
+    """The views are of tensors created in the call and of inputs, also if a view starts at an offset."""
     seen: list[Any] = []
 
     class Kernel:
@@ -771,7 +771,7 @@ def test_a_launch_gets_the_addresses_of_views(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_zeros_are_written_where_a_view_begins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the driver, where kernels are launched; of a view with gaps torch makes them."""
+    """The driver fills if kernels are launched; torch fills a view with gaps."""
     seen: list[Any] = []
     kernel = SimpleNamespace(
         tensors_of=lambda arguments: list(arguments),

@@ -1,6 +1,6 @@
-"""Calls in FP8 that are played: what quantising, attention and delayed scaling give is what an ordinary call gives.
+"""Replayed calls in FP8: quantising, attention and delayed scaling return the results of an ordinary call.
 
-Nothing on a CPU can be played as it is: there the eager backend stands in for kernels, its ops being taken down.
+A CPU has no launches to replay, so the tests record the ops of the eager backend instead of kernels.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ RECIPES = {
 
 
 class Kernel:
-    """A launch that does nothing, without which there would be nothing to play."""
+    """A launch that does nothing, because a recording needs a launch."""
 
     def tensors_of(self, arguments: tuple[Any, ...]) -> list[Any]:
         return []

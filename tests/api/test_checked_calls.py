@@ -169,7 +169,7 @@ def test_values_are_checked_in_replayed_calls(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_replayed_calls_are_prepared_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As preparing checks what a mod reads, blocks and places."""
+    """The same holds because preparing checks a mod's tensors, blocks and positions."""
     prepared, prepare = [], functional.prepare
 
     def counted(*given: Any, **named: Any) -> Any:

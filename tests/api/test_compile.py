@@ -19,7 +19,7 @@ from flexattn import mods, ops
 from flexattn.integrations.te import TEScoreMod
 
 HEADS, HEADS_KV, D = 4, 2, 16
-# On a GPU what is compiled is what users compile; on a CPU without Inductor, which takes seconds for each graph.
+# On a GPU tests compile like users; on a CPU without Inductor, which takes seconds for each graph.
 BACKEND = "inductor" if torch.cuda.is_available() else "aot_eager"
 TWENTY = [(2 + i % 5, 6 + 7 * i) for i in range(20)]
 
@@ -38,11 +38,11 @@ class Settings:
 SETTINGS = Settings()
 
 
-def of_a_module(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+def module_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     return score - SLOPES[h] * (q_idx - kv_idx).abs()
 
 
-def of_an_object(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+def object_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     return score * SETTINGS.scale + (q_idx // SETTINGS.block) % 2
 
 
@@ -70,7 +70,7 @@ class Relative(torch.nn.Module):
 
 
 class Callbacks:
-    """TransformerEngine's form, with a backward of its own that uses what the forward kept."""
+    """A callback in TransformerEngine's form, whose explicit backward uses a result that the forward saved."""
 
     def forward(self, graph: Any, score: Any, tensors: Any) -> Any:
         self.tanh = graph.tanh(input=graph.div(a=score, b=tensors["cap"]))
@@ -137,12 +137,12 @@ def te(with_backward: bool) -> Function:
 
 
 KINDS: dict[str, Callable[[], Function]] = {
-    "module function": lambda: call(score_mod=of_a_module),
+    "module function": lambda: call(score_mod=module_mod),
     "lambda over globals": lambda: call(score_mod=lambda s, b, h, i, j: s * WEIGHT + SLOPES[h]),
     "closure from outside": closure,
     "closure from inside": lambda: made_inside,
     "partial": lambda: call(score_mod=functools.partial(with_a_weight, weight=0.5)),
-    "object's attributes": lambda: call(score_mod=of_an_object),
+    "object's attributes": lambda: call(score_mod=object_mod),
     "method of a module": Relative,
     "library's, from inside": lambda: library_inside,
     "T5": lambda: call(score_mod=mods.relative_bias(torch.ones(32, HEADS, device=DEVICE).cumsum(0).requires_grad_())),
@@ -154,7 +154,7 @@ KINDS: dict[str, Callable[[], Function]] = {
     "block mask": lambda: call(block_mask=create_block_mask(document_causal, None, None, 160, 160, DEVICE, BLOCK_SIZE=16)),
     "block mask from inside": lambda: block_mask_inside,
     "dropout": lambda: call(
-        score_mod=of_a_module, dropout_p=0.25, rng_state=torch.tensor([1, 2], device=DEVICE), softmax_type="off-by-one"
+        score_mod=module_mod, dropout_p=0.25, rng_state=torch.tensor([1, 2], device=DEVICE), softmax_type="off-by-one"
     ),
     "TransformerEngine's": lambda: te(True),
     "TransformerEngine's, derived": lambda: te(False),
@@ -176,7 +176,7 @@ def results(function: Function, batch: int, length: int) -> list[Tensor]:
 
 
 def backends(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """Records which backend ran in which direction, as calls come."""
+    """Records the backend and the direction of each call."""
     ran: list[tuple[str, str]] = []
     select = ops.select
 
@@ -221,7 +221,7 @@ def test_a_mod_of_any_kind_is_one_graph(kind, monkeypatch):
 @pytest.mark.parametrize("dynamic", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_static_and_dynamic(kind, dynamic, monkeypatch):
-    """No size is another's, nor a number of heads: torch guards that those stay equal."""
+    """All sizes and numbers of heads differ, because torch would guard that equal ones stay equal."""
     lengths = [(5, 7), (3, 9)]
     first, second = check(kind, lengths, monkeypatch, dynamic=dynamic)
     assert second == (first if dynamic else 2 * first)
@@ -236,7 +236,7 @@ def test_twenty_lengths_and_batches_compile_twice_at_most(kind, monkeypatch):
 
 
 def test_a_backend_by_name_runs_in_a_compiled_call(monkeypatch):
-    """In Triton's interpreter where there is no GPU, with a captured tensor that gets a gradient."""
+    """The call runs in Triton's interpreter if there is no GPU, with a captured tensor that gets a gradient."""
     torch.compiler.reset()
     table = torch.randn(HEADS, 9, device=DEVICE).requires_grad_()
     function = call(

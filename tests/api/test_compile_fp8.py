@@ -17,7 +17,7 @@ from tests.api.test_compile import BACKEND, DEVICE, TWENTY, backends
 from tests.api.test_ops import permuted
 
 HEADS, HEADS_KV, D = 4, 2, 16
-ATOMIC = 1e-5  # what the order of fp32 sums makes of a captured tensor's gradient, on a GPU
+ATOMIC = 1e-5  # effect of the order of fp32 sums on a captured tensor's gradient, on a GPU
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625], device=DEVICE).requires_grad_()
 
 Function = Callable[..., Any]
@@ -104,7 +104,7 @@ def check(kind: str, lengths: list[tuple[int, int]], monkeypatch: pytest.MonkeyP
     "kind", [pytest.param(k, marks=pytest.mark.slow if k == FEW[-1] else pytest.mark.exhaustive) for k in KINDS]
 )
 def test_lengths_and_batches_compile_twice_at_most(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By blocks of rows, lengths of one block are apart: torch compiles a dim of 1, here the number of blocks, for itself."""
+    """With blocks of rows, lengths of one block compile separately, because torch specializes a dim of 1: the number of blocks."""
     lengths = TWENTY if kind != "block" else [(batch, length + 64) for batch, length in TWENTY]
     assert check(kind, lengths[::7] if kind in FEW else lengths, monkeypatch)[-1] <= 2
 
@@ -120,7 +120,7 @@ def test_static_and_dynamic(kind: str, dynamic: bool, monkeypatch: pytest.Monkey
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "by head" else pytest.mark.exhaustive) for n in RECIPES])
 def test_delayed_scaling_is_noted_in_a_graph(name: str) -> None:
-    """In its backward too, where dout is found."""
+    """The same holds in its backward, which quantises dout."""
     torch.compiler.reset()
     recipe = RECIPES[name]
     states = [fp8.DelayedScaling(recipe, HEADS, HEADS_KV, device=DEVICE) for _ in range(2)]

@@ -66,7 +66,7 @@ def test_dense(name: str, option: str, backend: str, device: str) -> None:
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 @pytest.mark.parametrize("name", DENSE)
 def test_with_a_bias_a_sink_and_a_score_mod(name: str, backend: str, device: str) -> None:
-    torch.manual_seed(55)  # draws a sink whose probability a rounding takes off 1
+    torch.manual_seed(55)  # draws a sink whose probability rounds to a number other than 1
     inputs = dense(name, device)
     batch, sq, skv = DENSE[name]
     for shape in ((1, H, sq, skv), (1, 1, 1, skv), (max(1, batch), H, sq, 1)):
@@ -101,7 +101,7 @@ def test_thd(
         call |= {"cu_seqlens_q_padded": cu_q, "cu_seqlens_kv_padded": cu_kv}
     for longest in (None, 0, 20):
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that the total stands in for the longest
+            warnings.simplefilter("ignore")  # the warning that the total replaces the longest
             out, lse = attention(*inputs, **call, max_seqlen_q=longest, max_seqlen_kv=longest, return_lse=True, backend=backend)
         assert lse.shape == (H, tokens_q)
         check(out, inputs, lse)

@@ -1,4 +1,4 @@
-"""torch.export and AOTInductor with a dynamic batch and length, and what torch demands of the operators' schemas and fakes."""
+"""torch.export and AOTInductor with a dynamic batch and length, and torch's demands on the operators' schemas and fakes."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_export_with_a_dynamic_batch_and_length(kind: str, strict: bool) -> None
     assert torch.ops.flexattn.attention_forward.default in [node.target for node in program.graph.nodes]
     for shape in SHAPES:
         torch.testing.assert_close(program.module()(*qkv(*shape)), model(*qkv(*shape)))
-    assert not program.constants or kind != "score_mod"  # what a mod captures is an input of the operator
+    assert not program.constants or kind != "score_mod"  # a mod's capture is an input of the operator
 
 
 COLD = """
@@ -80,7 +80,7 @@ torch.testing.assert_close(torch.export.load(path).module()(q, q, q), Attention(
 @pytest.mark.parametrize("step", ["strict", "non-strict"])
 @pytest.mark.slow
 def test_a_mod_that_is_first_traced_in_an_export(step: str, tmp_path: Path, forked_python: FreshPython) -> None:
-    """Nothing of the trace is in the program, which loads where it was made and in another process."""
+    """The program has nothing of the trace. It loads in its process and in another one."""
     for now in (step, "load"):
         result = forked_python("-W", "ignore", "-c", COLD, str(tmp_path / "attention.pt2"), now)
         assert result.returncode == 0, result.stderr

@@ -22,8 +22,8 @@ PAGE = ROOT / "docs" / "errors.md"
 
 class Mistake(NamedTuple):
     wrong: str
-    right: str  # what the text leads to
-    says: str  # a part of the text, which begins with the error's type; "" where the wrong call means something today
+    right: str  # the right call, which the text leads to
+    says: str  # a part of the text, which begins with the error's type; "" if the wrong call has a meaning
 
 
 NAMES = {
@@ -306,7 +306,7 @@ MISTAKES = {name: mistake for group in GROUPS.values() for name, mistake in grou
 
 
 def names() -> dict[str, Any]:
-    """Returns what the calls name."""
+    """Returns the names in the calls."""
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 2, 16, 4, 8)
     return {
@@ -331,7 +331,7 @@ def names() -> dict[str, Any]:
 
 
 def text_of(call: str) -> str:
-    """Returns the error or the warning of a call, with its type in front; "" where it runs in silence."""
+    """Returns the error or the warning of a call, with its type in front; "" if there is none."""
     call_cache.clear_cache()  # a warm call warns of nothing
     warn._warned.clear()
     with warnings.catch_warnings(record=True) as caught:

@@ -1,4 +1,4 @@
-"""Attention's gradients have no derivative: whoever asks for one is told so, by whichever way the call went."""
+"""Attention's gradients have no derivative: a request for one raises in every form of the call."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def functions(tracked_files: list[Path]) -> dict[str, type]:
 
 
 def test_every_function_has_the_guard_or_needs_none(tracked_files: list[Path]) -> None:
-    """Those over ranks are run in `tests/support/rank_guards.py`."""
+    """`tests/support/rank_guards.py` runs the calls over ranks."""
     found = functions(tracked_files)
     assert {*UNGUARDED} < {*found}
     guard = first_order.first_order(lambda ctx: ()).__code__
@@ -80,7 +80,7 @@ def dequantized(call: dict[str, Any]) -> Tensor:
     return fp8.dequantize(flexattn.attention(**call))
 
 
-def of_packed(call: dict[str, Any]) -> Tensor:
+def packed_out(call: dict[str, Any]) -> Tensor:
     packed = torch.stack([call[name] for name in "qkv"])
     return flexattn.attention(*unpack(packed, 0))  # type: ignore[no-any-return]
 
@@ -95,7 +95,7 @@ CASES: dict[str, tuple[Callable[[dict[str, Any]], Tensor], dict[str, Any]]] = {
     "sink": (out_of, leaves() | {"softmax_type": "learnable", "softmax_offset": torch.randn(2, requires_grad=True)}),
     "fp8": (out_of, HALVES | {"fp8_recipe": fp8.Recipe()}),
     "fp8, delayed": (out_of, HALVES | {"fp8_recipe": DELAYED, "fp8_state": fp8.DelayedScaling(DELAYED, 2)}),
-    "packed": (of_packed, leaves()),
+    "packed": (packed_out, leaves()),
     "fp8 out": (dequantized, HALVES | {"fp8_recipe": fp8.Recipe(out_dtype=torch.float8_e4m3fn)}),
     "fp8, bf16_backward": (out_of, HALVES | {"fp8_recipe": fp8.Recipe(bf16_backward=True)}),
 }
@@ -181,7 +181,7 @@ def test_a_capture_of_a_mod() -> None:
 
 
 def test_second_derivatives_of_other_parts_of_a_model_pass_through() -> None:
-    """A Hessian-vector product that needs no more than attention's first derivative is what plain torch makes of it."""
+    """If a Hessian-vector product needs only attention's first derivative, it equals plain torch's."""
     call, weight = leaves(), torch.randn(16, 16, requires_grad=True)
     vector = torch.randn(16, 16)
 

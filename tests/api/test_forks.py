@@ -1,4 +1,4 @@
-"""A child of os.fork() runs calls, whatever other threads of the parent were doing."""
+"""A child of os.fork() runs calls, at any state of the parent's other threads."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_lock_that_another_thread_holds_is_free_in_a_child(make) -> None:
     if child == 0:
         os._exit(int(lock.acquire(timeout=5)))
     status = os.waitpid(child, 0)[1]
-    assert not lock.acquire(timeout=0.01)  # the parent's is held as before
+    assert not lock.acquire(timeout=0.01)  # the parent still holds its lock
     done.set()
     thread.join()
     assert os.waitstatus_to_exitcode(status) == 1

@@ -1,4 +1,4 @@
-"""FP8 as a user calls it: recipes, given FP8 tensors, delayed scaling, output in FP8, and what is refused."""
+"""FP8 through the public API: recipes, FP8 tensors, delayed scaling, output in FP8, and refusals."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def run(call: dict[str, Any], **arguments: Any) -> tuple[Tensor, ...]:
 
 
 def errors(call: dict[str, Any], got: Sequence[Tensor] | None = None, **arguments: Any) -> list[float]:
-    """Errors of out, dq, dk and dv, or of those given: the norm of each beside that of the result in fp64."""
+    """Returns the errors of out, dq, dk and dv, or of the given ones: the norm of each relative to the result in fp64."""
     exact = call | {name: call[name].detach().double().requires_grad_() for name in "qkv"}
     wanted = run(exact, backend="eager")
     got = run(call, **arguments) if got is None else got
     return [float((g.double() - w).detach().norm() / w.detach().norm()) for g, w in zip(got, wanted, strict=True)]
 
 
-# What three bits of mantissa leave of normal inputs; of E5M2's two, in the gradients.
+# Errors of normal inputs with three bits of mantissa, and of gradients with E5M2's two.
 USUAL, COARSE = 0.08, 0.14
 
 
@@ -130,7 +130,7 @@ def test_when_dout_is_quantised_before_the_backward(
 @pytest.mark.sample
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 def test_dout_is_quantised_by_the_backward(backend: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In blocks of 128 rows: what is small in one is not lost for what is large in another."""
+    """With blocks of 128 rows, large numbers in one block do not cost precision in another."""
     monkeypatch.setattr(fp8, "_reads_16_bit", lambda device: True)
     for passes in ("OPERATORS", "FUNCTIONS"):  # no pass of dout's own
         monkeypatch.setattr(fp8_ops, passes, getattr(fp8_ops, passes)._replace(quantize=None))
@@ -167,7 +167,7 @@ def test_rotation_halves_the_error_of_outliers(device: str) -> None:
 
 @pytest.mark.exhaustive
 def test_rotation_halves_the_error_of_dq_too() -> None:
-    """At lengths where it is a sum of many; it is the one that is nearest to twice."""
+    """The lengths make it a sum of many terms; it is the one nearest to twice."""
     tensors = make_tensors("outliers", 1024, torch.device("cpu"))
     exact = attend(tensors, None, torch.float64, "eager")
     per_tensor, rotated = (
@@ -375,7 +375,7 @@ def test_operators_are_what_torch_asks_of_them(device: str) -> None:
     x, settings = bind_call(**inputs(device), fp8_recipe=fp8.Recipe(granularity="block"), backend="eager")
     x = x._replace(q=x.q.zero_(), k=x.k.zero_(), v=x.v.zero_())
     forward = x._replace(descales=list(x.descales)[:3])
-    utils = ("test_autograd_registration", "test_faketensor")  # the others multiply what they get, which torch's FP8 cannot
+    utils = ("test_autograd_registration", "test_faketensor")  # the others multiply the results, which torch cannot do in FP8
     torch.library.opcheck(torch.ops.flexattn.attention_forward.default, (*forward, *settings), test_utils=utils)
     out, lse, _ = torch.ops.flexattn.attention_forward(*forward, *settings)
     call = (dout_like(spec_to_run(x, settings), x, out), None, out, lse, *x, *settings)

@@ -1,4 +1,4 @@
-"""Attention in FP8 as CPU users and users of the kernels get it, against an oracle of its own; and what is refused or hidden."""
+"""Attention in FP8 on the CPU and by the kernels, against a separate oracle, with refusals and hidden values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.fp8_oracle import Packing
 
 BF16 = torch.bfloat16
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-WAYS = [("torch", "eager"), ("triton", "eager"), ("triton", "triton")]  # what quantises, and the backend
+WAYS = [("torch", "eager"), ("triton", "eager"), ("triton", "triton")]  # (device of the quantiser, backend)
 
 
 @pytest.fixture(params=WAYS, ids="-".join)
@@ -31,7 +31,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def sums_error(device: str) -> float:
-    """Error of a score, relative to the largest: the rounding of fp32, or what Hopper's FP8 accumulators keep (`fp8_sums`)."""
+    """Returns the error of a score relative to the largest: fp32 rounding, or the precision of Hopper's FP8 sums (`fp8_sums`)."""
     return 2.0**-11 if device == "cuda" and torch.cuda.get_device_capability() < (10, 0) else 2.0**-20
 
 
@@ -49,7 +49,7 @@ def test_one_key_shows_what_every_tensor_became(own: dict[str, Any], way: str, d
     """With one key its weight is 1: out is v, dv is dout and lse the score, each of the numbers in FP8."""
     recipe = fp8.Recipe(**own)
     draw = torch.Generator().manual_seed(3)
-    # Heads and sequences of different sizes, and three numbers in four small beside their head's largest.
+    # Heads and sequences differ in magnitude, and three of four numbers are small relative to their head's largest.
     sizes = torch.rand(2, 1, 2, 32, generator=draw) ** 6 * torch.tensor([[1.0, 30.0], [4.0, 0.2]])[:, None, :, None]
     q, k, v, dout = ((torch.randn(2, 1, 2, 32, generator=draw) * sizes * n).to(BF16) for n in (1, 2, 3, 40))
     leaves = [t.to(device).requires_grad_() for t in (q, k, v)]
@@ -73,7 +73,7 @@ def test_one_key_shows_what_every_tensor_became(own: dict[str, Any], way: str, d
 
 
 def drawn_call(seed: int, device: str) -> tuple[dict[str, Any], fp8_oracle.Attended]:
-    """A call on FP8 tensors, with NaN's code in their padding, and what it means in fp64."""
+    """A call on FP8 tensors with NaN's code in their padding, and its dequantised tensors in fp64."""
     rng, draw = Random(seed), torch.Generator().manual_seed(seed)
     fmt, batch, heads_kv, head_dim = rng.choice(["bshd", "sbhd", "bhsd", "thd"]), rng.choice([1, 2]), rng.choice([1, 2]), 16
     heads, is_causal, granularity = (
@@ -190,7 +190,7 @@ def fp8_call(device: str, **changes: Any) -> dict[str, Any]:
 @pytest.mark.sample(values=True)
 @pytest.mark.parametrize("is_known", [False, True])
 def test_lse_alone_has_a_gradient(is_known: bool, way: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Out has no gradient then: v gets zeros, and q and k what lse alone gives them, by the operators and in a kept call."""
+    """Out has no gradient then: v gets zeros, and q and k get the gradients of lse, by the operators and in a cached call."""
     monkeypatch.setenv("FLEXATTN_CHECK", "0" if is_known else "1")
     call = bf16_call(device)
     leaves = {name: t.requires_grad_() for name, t in call.items()}
@@ -292,9 +292,7 @@ def test_autocast_leaves_fp8_as_it_is(dtype: torch.dtype, device: str) -> None:
 
 
 def test_blocks_of_a_max_seqlen_beyond_all_tokens(device: str) -> None:
-    """There may be as many as that length has, as in a buffer that is made once, or as many as `quantize` makes of it: both are
-    right.
-    """
+    """The number of blocks may be that of the longest length, as in a buffer that is allocated once, or that of `quantize`."""
     recipe = fp8.Recipe(granularity="block", block_rows=64)
     cu = torch.tensor([0, 30, 70], dtype=torch.int32, device=device)
     lengths: dict[str, Any] = {"qkv_format": "thd", "attn_mask_type": "padding", "cu_seqlens_q": cu, "cu_seqlens_kv": cu}

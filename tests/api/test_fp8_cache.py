@@ -1,4 +1,4 @@
-"""Keys and values in FP8 beside queries in 16 or 32 bits: the numbers that they stand for, in every feature."""
+"""Keys and values in FP8 with queries in 16 or 32 bits: results equal those on dequantised tensors, in every feature."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ SCALES = {
 
 
 def wide(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Returns the values that data in FP8 stands for."""
+    """Returns dequantised values of data in FP8."""
     if scale is None:
         return x.to(dtype)
     sizes = (1,) * (2 - scale.dim()) + tuple(scale.shape)
@@ -137,12 +137,12 @@ def test_wrong_arguments() -> None:
         attention(q, k, v, descale_k=torch.ones(3))
     packed: dict[str, Any] = {f"cu_seqlens_{side}": torch.tensor([0, 3, 7], dtype=torch.int32) for side in ("q", "kv")}
     packed |= {f"max_seqlen_{side}": 4 for side in ("q", "kv")}
-    of_tokens = torch.randn(7, 2, 16), torch.randn(7, 2, 16).to(E4M3)
+    by_token = torch.randn(7, 2, 16), torch.randn(7, 2, 16).to(E4M3)
     with pytest.raises(ValueError, match=r"descale_k has shape \(7, 2\)") as refused:
         attention(
-            of_tokens[0],
-            of_tokens[1],
-            of_tokens[1],
+            by_token[0],
+            by_token[1],
+            by_token[1],
             qkv_format="thd",
             attn_mask_type="padding",
             descale_k=torch.ones(7, 2),

@@ -1,4 +1,4 @@
-"""The state of delayed scaling: what it is after casts and checkpoints, what each tensor's scale becomes, and what is refused."""
+"""The state of delayed scaling: its content after casts and checkpoints, the scale of each tensor, and refusals."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_checkpoint_in_another_dtype_is_converted(assign: bool, device: str) -
     call = tensors(device)
     flexattn.attention(**call, fp8_recipe=RECIPE, fp8_state=loaded.state).sum().backward()
     loaded.state.update()
-    assert torch.equal(checkpoint["state.scale_q"], trained.state.scale_q.to(BF16))  # what was loaded from is nobody's state
+    assert torch.equal(checkpoint["state.scale_q"], trained.state.scale_q.to(BF16))  # loaded tensors are not shared
 
 
 @pytest.mark.sample
@@ -212,7 +212,7 @@ def test_an_update_between_forward_and_backward_is_refused(is_known: bool, devic
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
 def test_steps_in_a_cuda_graph() -> None:
-    """Forward, backward and update: each replay is the next step, as without a graph."""
+    """The graph has forward, backward and update: each replay is the next step, like without a graph."""
     recipe = fp8.Recipe(scaling="delayed", amax_history_len=3, fp8_format="HYBRID")
     states = [fp8.DelayedScaling(recipe, HEADS, HEADS_KV, "cuda") for _ in range(3)]
     given = tensors("cuda")

@@ -1,4 +1,4 @@
-"""attention() and merge_attention() from end to end, against the reference and against what must not change a result."""
+"""attention() and merge_attention() from end to end, against the reference and against changes that must not change a result."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 
 def leaves(inputs: Inputs, **more: Any) -> dict[str, Any]:
-    """attention's arguments, with q, k, v and what else can have a gradient as leaves."""
+    """Returns attention's arguments; q, k, v and all other differentiable ones are leaves."""
     call = {**inputs._asdict(), **more}
     return {
         name: t.detach().requires_grad_() if name in ("q", "k", "v", "bias", "softmax_offset") and t is not None else t
@@ -128,7 +128,7 @@ def test_examples_of_the_docstring_hold():
 
 
 def test_signature_and_docstring_have_the_arguments_of_the_one_list():
-    """With their types and defaults. "Default" in the text of an argument stands for a default that depends on the call."""
+    """The signature has types and defaults. "Default" in the text of an argument means a default that depends on the call."""
     parameters = inspect.signature(functional.attention).parameters
     assert list(parameters) == ["q", "k", "v", *DEFAULTS]
     assert {parameters[name].annotation for name in TENSOR_OPTIONS} == {"Tensor | None"}
@@ -229,7 +229,7 @@ def test_packing_changes_nothing(backend, device):
 
 @pytest.mark.sample
 def test_dropout_is_one_linear_map_of_v(backend, device):
-    """<dv, v> = <dout, out> only if the backward drops what the forward dropped; compiled too, where the graph draws the seed."""
+    """<dv, v> = <dout, out> only if the backward drops the same weights as the forward, also if a compiled graph draws the seed."""
     call = leaves(make_inputs("bshd", lengths_q=(17, 17), device=device), dropout_p=0.5, backend=backend)
     torch.compiler.reset()
     for attention in (flexattn.attention, torch.compile(flexattn.attention, fullgraph=True, backend="aot_eager")):
@@ -286,7 +286,7 @@ SPLITS = [0, 6, 17]  # the keys before go to one side and the others to the othe
 @pytest.mark.parametrize("qkv_format", ["bshd", "sbhd", "bhsd", "thd"])
 @pytest.mark.parametrize("split", SPLITS)
 def test_merged_halves_are_the_whole(qkv_format, split):
-    """Values and gradients, of out and of lse, also where one side has no key for any query and, in thd, for a whole sequence."""
+    """Values and gradients of out and lse match, also if one side has no key for any query or, in thd, for a whole sequence."""
     lengths_q, lengths_kv = ((5, 9), (17, 0)) if qkv_format == "thd" else ((5, 5), (17, 17))
     call = leaves(make_inputs(qkv_format, lengths_q=lengths_q, lengths_kv=lengths_kv, dtype=torch.float64))
     mask = {"attn_mask_type": "padding"} if qkv_format == "thd" else {}

@@ -1,4 +1,4 @@
-"""Calls as other libraries spell them: each error says whose the name is and what is ours, and the signature stays what it was."""
+"""Calls with the names of other libraries: each error names the library and the replacement, and the signature does not change."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Q = torch.randn(2, 5, 4, 16)
 CU = torch.tensor([0, 5, 10], dtype=torch.int32)
 OWN = inspect.signature(flexattn.attention)
 
-# Names behind q, k and v as the signatures of these libraries have them, that `attention` spells in another way.
+# Names after q, k and v in the signatures of these libraries that `attention` does not have.
 FOREIGN = {
     "flash_attn_func": "return_attn_probs",
     "flash_attn_varlen_func": "cu_seqlens_k max_seqlen_k return_attn_probs block_table",
@@ -66,7 +66,7 @@ def test_no_own_name_is_foreign_and_each_hint_names_what_is_there() -> None:
 
 
 def test_values_in_hints_are_accepted() -> None:
-    """Arguments that a hint writes with a value, as attn_mask_type='causal', are values that `attention` takes."""
+    """If a hint gives an argument a value, such as attn_mask_type='causal', `attention` accepts that value."""
     written = {pair for hint in hints.HINTS for pair in re.findall(r"(\w+)='(\w+)'", hint.ours)}
     beside = {
         "padding": {"cu_seqlens_q": CU, "cu_seqlens_kv": CU},
@@ -179,7 +179,7 @@ def test_function_with_hints_keeps_its_signature() -> None:
 
 
 def causal_calls() -> dict[str, tuple[bool, Callable[[], Any]]]:
-    """Calls, and whether each warns of one query that sees the first key alone."""
+    """Returns calls, and whether each warns of one query that sees only the first key."""
     one, many = Q[:, :1], Q
     lengths_q, lengths_kv = torch.tensor([0, 1, 2], dtype=torch.int32), torch.tensor([0, 5, 8], dtype=torch.int32)
     packed = make_inputs("thd", lengths_q=(1, 1), lengths_kv=(5, 3))._asdict()
@@ -231,8 +231,8 @@ SWAPPED: dict[str, tuple[bool, tuple[int, ...], tuple[int, ...], dict[str, str]]
 @pytest.mark.parametrize("name", SWAPPED)
 def test_heads_in_the_place_of_tokens_warn_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warn, "_warned", set())
-    warns, of_q, of_k, arguments = SWAPPED[name]
-    q, k = torch.zeros(of_q, device="meta"), torch.zeros(of_k, device="meta")
+    warns, q_shape, k_shape, arguments = SWAPPED[name]
+    q, k = torch.zeros(q_shape, device="meta"), torch.zeros(k_shape, device="meta")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""A function that torch.jit.trace recorded gives for new inputs of the same shapes what it gives when it is called."""
+"""A function recorded by torch.jit.trace returns the results of a plain call for new inputs of the same shapes."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def starts(x: Tensor) -> Tensor:
 
 def packed(x: Tensor) -> Tensor:
     tokens, cu_seqlens = x.flatten(0, 1), starts(x)
-    of_call = {"qkv_format": "thd", "attn_mask_type": "padding_causal", "cu_seqlens_q": cu_seqlens, "cu_seqlens_kv": cu_seqlens}
-    return attention(tokens, tokens, tokens, **of_call, max_seqlen_q=TOKENS, max_seqlen_kv=TOKENS)
+    arguments = {"qkv_format": "thd", "attn_mask_type": "padding_causal", "cu_seqlens_q": cu_seqlens, "cu_seqlens_kv": cu_seqlens}
+    return attention(tokens, tokens, tokens, **arguments, max_seqlen_q=TOKENS, max_seqlen_kv=TOKENS)
 
 
 def padded(x: Tensor) -> Tensor:

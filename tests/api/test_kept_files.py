@@ -1,4 +1,4 @@
-"""Files of compiled code: whole or not there, nobody else's, and never an error of the call that looks for them."""
+"""Files of compiled code: complete or absent, private, and never a reason for a call to fail."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_what_cannot_be_written_is_said_once_and_leaves_nothing(tmp_path: Path, 
 
 
 def test_nothing_is_written_through_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither where the file is to be, nor where its parts are first, if somebody knew their name."""
+    """No link is followed, at the file's path or at the path of its temporary part, even if its name is known."""
     precious, path = tmp_path / "precious", tmp_path / "kernels" / "file"
     precious.write_text("mine")
     path.parent.mkdir(mode=0o700)

@@ -1,4 +1,4 @@
-"""PagedKVCache: sequences that join, grow, fork and leave read what dense tensors hold, and what it refuses."""
+"""PagedKVCache: sequences that join, grow, fork and leave equal dense tensors, and refusals."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Serving:
         torch.testing.assert_close(out, wanted, rtol=1e-6, atol=1e-6)
 
     def check(self) -> None:
-        """Pages are shared as often as they are counted, and are free or a sequence's; all keys of all sequences are there."""
+        """The counts of shared pages are right, each page is free or in use, and all keys of all sequences are present."""
         cache = self.cache
         owners = [page for n in cache.sequences for page in cache._pages_of(n)]
         assert [owners.count(page) for page in range(PAGES)] == cache._shares
@@ -242,7 +242,7 @@ def test_sequences_that_are_not_there() -> None:
 
 
 def test_a_captured_call_serves_later_steps_of_more_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph keeps the numbers of its capture: they are those of any step, or the ones that `longest` promises."""
+    """A graph keeps the numbers of its capture, which hold for any step or for steps within `longest`."""
     serving = Serving()
     cache, first = serving.cache, serving.add()
     cache.step({first: 1})
@@ -264,7 +264,7 @@ def test_a_captured_call_serves_later_steps_of_more_tokens(monkeypatch: pytest.M
             with pytest.raises(RuntimeError, match="called while a CUDA graph is captured"):
                 call()
     assert cache.length(first) == 1
-    frozen = cache.arguments(longest=3)  # what a graph of three rows would hold
+    frozen = cache.arguments(longest=3)  # the argument of a graph with three rows
     cache.step({first: 3})
     q, k, v = (torch.randn(3, h, DIM) for h in (HEADS, HEADS_KV, HEADS_KV))
     cache.append(0, k, v)

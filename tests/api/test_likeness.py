@@ -1,4 +1,4 @@
-"""A likeness of tensors: found for those that differ in their values alone, and for no others."""
+"""A likeness of tensors: it matches tensors that differ only in their values, and no others."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_warm_calls_are_found_by_likeness(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_call_that_was_forgotten_is_not_found() -> None:
-    """Neither are those that were found last: what is compared first is what came last."""
+    """The last ones are not found either: the comparison starts with the latest."""
     q, k, v = (torch.randn(2, 5, 4, 8) for _ in "qkv")
     for _ in range(3):
         for mask in ("causal", "no_mask"):
@@ -135,9 +135,9 @@ def test_a_call_that_was_forgotten_is_not_found() -> None:
 def test_a_backward_is_found_by_likeness_and_what_else_it_depends_on() -> None:
     q, k, v = leaves = [torch.randn(2, 5, 4, 8, requires_grad=True) for _ in "qkv"]
 
-    def gradients(of_lse: float, dout: Tensor) -> tuple[Tensor, ...]:
+    def gradients(dlse_value: float, dout: Tensor) -> tuple[Tensor, ...]:
         out, lse = flexattn.attention(q, k, v, return_lse=True)
-        outputs, given = ((out, lse), (dout, torch.full_like(lse, of_lse))) if of_lse else ((out,), (dout,))
+        outputs, given = ((out, lse), (dout, torch.full_like(lse, dlse_value))) if dlse_value else ((out,), (dout,))
         return torch.autograd.grad(outputs, leaves, given)
 
     dense = torch.randn(2, 5, 4, 8)
@@ -169,7 +169,7 @@ def test_no_more_are_found_by_likeness_than_are_kept(monkeypatch: pytest.MonkeyP
             x, y, z = (torch.randn(2, length, 4, 8) for _ in range(3))
             for _ in range(3):
                 flexattn.attention(x, y, z, softmax_scale=scale)
-            found = [call for of_rest in call_cache._recent.values() for *_, call in of_rest]
+            found = [call for entries in call_cache._recent.values() for *_, call in entries]
             assert all(call in call_cache.kept_calls() for call in found)
     assert found
     monkeypatch.setattr(call_cache, "MOST_CALLS", 100)

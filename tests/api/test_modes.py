@@ -1,4 +1,4 @@
-"""A call whose first use is under one of torch's modes gives afterwards, with gradients, what it gives without the mode."""
+"""If the first use of a call is under one of torch's modes, later calls with gradients return the results without the mode."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def hides_later(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
 Call = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def of_block_mask() -> Call:
+def call_with_block_mask() -> Call:
     block_mask = create_block_mask(hides_later, None, None, TOKENS, TOKENS, "cpu", 16)
     return lambda q, k, v: attention(q, k, v, block_mask=block_mask)
 
 
-def of_mod() -> Call:
+def call_with_mod() -> Call:
     table = mods.relative_bias(tokens(32, HEADS, seed=7))
     factor = 0.5
 
@@ -54,7 +54,7 @@ def of_mod() -> Call:
     return lambda q, k, v: attention(q, k, v, score_mod=score_mod)
 
 
-def of_mask() -> Call:
+def call_with_mask() -> Call:
     mask = torch.ones(TOKENS, TOKENS, dtype=torch.bool, device="cpu").tril()
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ def of_mask() -> Call:
     return call
 
 
-def of_lengths() -> Call:
+def call_with_lengths() -> Call:
     lengths = torch.tensor([0, 9, TOKENS], dtype=torch.int32, device="cpu")
     names = {"cu_seqlens_q": lengths, "cu_seqlens_kv": lengths, "max_seqlen_q": TOKENS, "max_seqlen_kv": TOKENS}
 
@@ -73,7 +73,7 @@ def of_lengths() -> Call:
     return call
 
 
-def of_te() -> Call:
+def call_with_te() -> Call:
     """The layer makes the state of delayed scaling in its first call."""
     layer = te.DotProductAttention(HEADS, DIM, num_gqa_groups=HEADS_KV, qkv_format="bshd", attn_mask_type="causal")
     layer.eval()  # else its scales are others in each step
@@ -85,7 +85,7 @@ def of_te() -> Call:
     return call
 
 
-def of_te_function() -> Call:
+def call_with_te_function() -> Call:
     kind = te.FusedAttnBackend.F16_arbitrary_seqlen
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -94,14 +94,14 @@ def of_te_function() -> Call:
         lengths = torch.tensor([0, TOKENS], dtype=torch.int32, device="cpu")
         ends = (TOKENS, TOKENS, lengths, lengths)
         out, saved, *_ = te.fused_attn_fwd(True, *ends, *qkv, torch.bfloat16, kind, **fixed)
-        of_backward = fixed | {"do_format": "bshd", "dqkv_layout": "bshd_bshd_bshd"}
-        dq, *_ = te.fused_attn_bwd(*ends, *qkv, out, out, torch.bfloat16, saved, kind, **of_backward)
+        backward_arguments = fixed | {"do_format": "bshd", "dqkv_layout": "bshd_bshd_bshd"}
+        dq, *_ = te.fused_attn_bwd(*ends, *qkv, out, out, torch.bfloat16, saved, kind, **backward_arguments)
         return out.float() + dq.float() + 0.0 * (q + k.repeat_interleave(2, 2) + v.repeat_interleave(2, 2))
 
     return call
 
 
-def of_cache() -> Call:
+def call_with_cache() -> Call:
     """Rows go into memory that the first step allocates, and that later ones write to."""
     cache = te.InferenceParams(2, TOKENS, HEADS_KV, DIM, torch.float32)
 
@@ -115,7 +115,7 @@ def of_cache() -> Call:
     return call
 
 
-def of_pages() -> Call:
+def call_with_pages() -> Call:
     cache: list[PagedKVCache] = []
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -131,16 +131,16 @@ def of_pages() -> Call:
     return call
 
 
-def of_alibi() -> Call:
+def call_with_alibi() -> Call:
     return lambda q, k, v: attention(q, k, v, bias_type="alibi", attn_mask_type="causal")
 
 
-def of_plain() -> Call:
+def call_with_plain() -> Call:
     return lambda q, k, v: attention(q, k, v, attn_mask_type="causal", window_size=(7, 0))
 
 
 CALLS: dict[str, Callable[[], Call]] = {
-    name.removeprefix("of_"): make for name, make in list(globals().items()) if name.startswith("of_")
+    name.removeprefix("call_with_"): make for name, make in list(globals().items()) if name.startswith("call_with_")
 }
 
 
@@ -155,7 +155,7 @@ def default_device() -> Iterator[None]:
 
 @contextlib.contextmanager
 def capture() -> Iterator[None]:
-    """Stands in for a CUDA graph's capture, which tests/gpu has."""
+    """Replaces a CUDA graph's capture, which tests/gpu has."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_initialized", lambda: True)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
@@ -239,7 +239,7 @@ def test_a_first_call_under_a_mode_leaves_nothing_behind(name: str, mode: str) -
     wanted = fresh(name)
     forget()
     call = CALLS[name]()
-    # A call that is refused must leave nothing behind either.
+    # A refused call must leave no state either.
     with contextlib.suppress(*(RuntimeError, NotImplementedError) if mode in MAY_REFUSE else ()):
         MODES[mode](call)
     for got, want in zip(results(call), wanted, strict=True):

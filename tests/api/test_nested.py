@@ -38,7 +38,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def alone(tensors: list[list[Tensor]], i: int, named: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Returns out and lse of sequence i, as a batch of its own."""
+    """Returns out and lse of sequence i as a separate batch."""
     named = dict(named, attn_mask_type=named.get("attn_mask_type", "no_mask").removeprefix("padding_"))
     if "score_mod" in named:
         named["score_mod"] = lambda score, b, h, i_, j: score + 0.1 * i - 0.2 * (i_ - j).abs()
@@ -90,7 +90,7 @@ def test_results_go_on_with_the_inputs() -> None:
     out = attention(x, x, x)
     assert (x + out).is_nested
     assert out._maybe_max_seqlen == 7
-    from_values = torch.nested.nested_tensor_from_jagged(x.values(), x.offsets())  # whose longest length is not known
+    from_values = torch.nested.nested_tensor_from_jagged(x.values(), x.offsets())  # its longest length is not known
     torch.testing.assert_close(attention(from_values, from_values, from_values).values(), out.values())
     told = attention(from_values, from_values, from_values, max_seqlen_q=7, max_seqlen_kv=7)
     torch.testing.assert_close(told.values(), out.values())

@@ -1,4 +1,4 @@
-"""flexattn.nn in float64: MultiheadAttention beside torch.nn's, with all gradients, and Attention beside its formula."""
+"""flexattn.nn in float64: MultiheadAttention compared with torch.nn's, with all gradients, and Attention with its formula."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def pair(**options: Any) -> tuple[nn.MultiheadAttention, MultiheadAttention]:
 
 
 def inputs_of(layer: nn.MultiheadAttention, shared: str = "") -> list[Tensor]:
-    """Query, key and value; shared: "kv" where key and value are one tensor, "qkv" where all three are."""
+    """Returns query, key and value. shared: "kv" if key and value are one tensor, "qkv" if all three are."""
     widths = (layer.embed_dim, layer.kdim, layer.vdim)
     made = [
         random(*((N, tokens) if layer.batch_first else (tokens, N)), width, seed=i)

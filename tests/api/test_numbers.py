@@ -91,7 +91,7 @@ def test_a_large_max_seqlen_launches_what_there_may_be_work_for(device: str) -> 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("bias_shape", [(1, 2, 1, 1), (1, 1, 24, 1), (2, 1, 1, 24)])
 def test_max_seqlen_beside_a_bias(bias_shape: tuple[int, ...], backend: str, device: str) -> None:
-    """A bias needs the length that it has, which may be more than there are tokens; the other is cut."""
+    """A bias needs its length, which may exceed the number of tokens; the other length is cut."""
     bias = torch.randn(bias_shape, device=device).requires_grad_()
     small = bias.detach()[:, :, : min(9, bias_shape[2]), : min(9, bias_shape[3])].requires_grad_()
     q_size, kv_size = (24 if size == 24 else 2**63 for size in bias_shape[2:])

@@ -69,7 +69,7 @@ CALLS = {
 
 
 def with_gradients(call: dict[str, Any]) -> dict[str, Any]:
-    """A copy whose tensors are leaves of their own, laid out the same. Padding is 0, as to opcheck NaN differs from NaN."""
+    """Returns a copy with new leaves in the same layout. Padding is 0, because opcheck treats NaN as different from NaN."""
 
     def leaf(name: str, t: Any) -> Any:
         if name not in ("q", "k", "v", "bias", "softmax_offset") or t is None:
@@ -88,7 +88,7 @@ def test_opcheck(monkeypatch, name, layout):
     call = with_gradients(CALLS[name])
     if layout == "permuted":
         call |= {t: permuted(call[t].detach()).requires_grad_() for t in "qkv"}
-    # Without gradients, as autograd is outside the operators; their settings still ask for all of them.
+    # Without gradients, because autograd is outside the operators; their settings still request all of them.
     arguments = tuple(t.detach() if isinstance(t, Tensor) else t for t in op_arguments(monkeypatch, call))
     torch.library.opcheck(ops._forward_op, arguments, test_utils=OPCHECKS)
     out, lse, _ = ops._forward_op(*arguments)
@@ -227,7 +227,7 @@ def test_the_backend_request_reaches_a_compiled_call(monkeypatch, spelling):
     compiled(q)
     with attention_backend("eager"):
         compiled(q)
-    thread = threading.Thread(target=compiled, args=(q,))  # whose request is its own
+    thread = threading.Thread(target=compiled, args=(q,))  # with its request
     with attention_backend("eager"):
         thread.start()
         thread.join()
@@ -275,9 +275,9 @@ def test_gradients_of_lse_alone_and_of_out_alone_add_up():
     dout, dlse = torch.randn_like(out), torch.randn_like(lse)
     leaves = [call["q"], call["k"]]
     both = torch.autograd.grad([out, lse], leaves, [dout, dlse], retain_graph=True)
-    of_out = torch.autograd.grad(out, leaves, dout, retain_graph=True)
-    of_lse = torch.autograd.grad(lse, leaves, dlse)
-    for total, a, b in zip(both, of_out, of_lse, strict=True):
+    out_gradients = torch.autograd.grad(out, leaves, dout, retain_graph=True)
+    lse_gradients = torch.autograd.grad(lse, leaves, dlse)
+    for total, a, b in zip(both, out_gradients, lse_gradients, strict=True):
         assert b.abs().max() > 0.01
         torch.testing.assert_close(total, a + b)
 
@@ -308,7 +308,7 @@ def test_max_logit_is_not_differentiable():
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpointing_drops_the_same_weights(use_reentrant):
-    """dv and dq of a recomputed forward are those of the first one only if both drew the same dropout."""
+    """dv and dq of a recomputed forward equal the first forward's only if both drew the same dropout."""
 
     def gradients(run: Any) -> list[Tensor]:
         call = with_gradients(CALLS["bshd"])
@@ -338,7 +338,7 @@ def test_the_generator_decides_dropout_unless_rng_state_does():
 
 
 def test_no_gradient_no_graph():
-    """Neither a call without gradients nor one under no_grad saves anything or asks for a backward."""
+    """A call without gradients or under no_grad saves nothing and needs no backward."""
     plain = flexattn.attention(**CALLS["bshd"])
     call = with_gradients(CALLS["bshd"])
     with torch.no_grad():

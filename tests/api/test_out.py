@@ -1,4 +1,4 @@
-"""A forward into memory that the caller gives: every backend writes there, whichever memory a call that is like it had."""
+"""A forward into the caller's memory: every backend writes to it, even if an earlier call of this kind had other memory."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_a_view_of_a_larger_buffer_is_memory_too() -> None:
 
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 def test_memory_of_an_input_is_refused_by_each_call(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A warm call is found by a key that says nothing of memory that tensors share."""
+    """The key of a warm call does not say whether tensors share memory."""
     if backend == "triton":
         pytest.importorskip("triton", reason="triton is not installed")
         replay_on_cpus(monkeypatch)

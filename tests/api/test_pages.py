@@ -61,15 +61,22 @@ class Case:
         if q_format == "thd":
             self.q = normal(sum(lengths_q), HEADS, DIM)
             starts = torch.tensor([0, *lengths_q]).cumsum(0).int()
-            self.of_q: dict[str, Any] = {"cu_seqlens_q": starts, "max_seqlen_q": max(lengths_q)}
+            self.q_arguments: dict[str, Any] = {"cu_seqlens_q": starts, "max_seqlen_q": max(lengths_q)}
         else:
             self.q = normal(4, 3, HEADS, DIM) if q_format == "bshd" else normal(3, 4, HEADS, DIM)
-            self.of_q = {}
+            self.q_arguments = {}
 
     def dense(self, **call: Any) -> Any:
         """The same keys, one sequence's after the other in a row."""
         return attention(
-            self.q, self.k, self.v, qkv_format=f"{self.q_format}_2bshd", seqused_kv=self.used, return_lse=True, **self.of_q, **call
+            self.q,
+            self.k,
+            self.v,
+            qkv_format=f"{self.q_format}_2bshd",
+            seqused_kv=self.used,
+            return_lse=True,
+            **self.q_arguments,
+            **call,
         )
 
     def paged(self, page_size: int, layout: str, **call: Any) -> Any:
@@ -83,7 +90,7 @@ class Case:
             page_table=pool.page_table,
             max_seqlen_kv=max(LENGTHS_KV),
             return_lse=True,
-            **self.of_q,
+            **self.q_arguments,
             **call,
         )
 
@@ -118,9 +125,9 @@ def test_lengths_in_seqused_are_those_of_cu_seqlens(q_format: str, backend: str)
     case = Case(q_format)
     call: dict[str, Any] = {"attn_mask_type": "padding_causal_bottom_right", "backend": backend}
     starts = torch.nn.functional.pad(case.used.cumsum(0), (1, 0)).int()
-    of_q = case.of_q or {"cu_seqlens_q": torch.arange(5, dtype=torch.int32) * 3}
+    q_arguments = case.q_arguments or {"cu_seqlens_q": torch.arange(5, dtype=torch.int32) * 3}
     wanted = attention(
-        case.q, case.k, case.v, qkv_format=f"{q_format}_2bshd", cu_seqlens_kv=starts, return_lse=True, **of_q, **call
+        case.q, case.k, case.v, qkv_format=f"{q_format}_2bshd", cu_seqlens_kv=starts, return_lse=True, **q_arguments, **call
     )
     same(case.dense(**call), wanted)
 
@@ -129,7 +136,7 @@ def test_lengths_in_seqused_are_those_of_cu_seqlens(q_format: str, backend: str)
 def test_queries_that_use_a_part_of_their_slots(backend: str) -> None:
     case = Case("thd")
     used = torch.tensor([3, 0, 1, 4], dtype=torch.int32)
-    slots = case.of_q["cu_seqlens_q"]
+    slots = case.q_arguments["cu_seqlens_q"]
     call: dict[str, Any] = {"attn_mask_type": "padding_causal_bottom_right", "backend": backend}
     starts = torch.nn.functional.pad(used.cumsum(0), (1, 0)).int()
     kv = {"qkv_format": "thd_2bshd", "seqused_kv": case.used, "max_seqlen_q": 9, "return_lse": True}
@@ -181,7 +188,7 @@ def test_shared_and_repeated_pages() -> None:
 
 
 def test_repeated_calls_with_other_lengths_and_tables() -> None:
-    """Kept calls read what the tensors hold now."""
+    """Cached calls read the current content of the tensors."""
     case = Case("bshd")
     pool = make_pool(case.k, case.v, LENGTHS_KV, 16)
     other = make_pool(case.k, case.v, LENGTHS_KV, 16, seed=5)
@@ -287,6 +294,6 @@ def test_pages_behind_a_window_may_hold_any_finite_numbers(dtype: torch.dtype, l
     for b, (queries, keys) in enumerate(zip(LENGTHS_Q, LENGTHS_KV, strict=True)):
         table[b, : max(0, keys - queries - 20) // 3] = len(k) - 1
     pages = {"qkv_format": f"thd_2{pool.fmt}", "seqused_kv": pool.seqused, "max_seqlen_kv": max(LENGTHS_KV), "return_lse": True}
-    found, wanted = (attention(case.q, k, v, page_table=t, **pages, **case.of_q, **call) for t in (table, pool.page_table))
+    found, wanted = (attention(case.q, k, v, page_table=t, **pages, **case.q_arguments, **call) for t in (table, pool.page_table))
     assert not torch.equal(table, pool.page_table)
     same(found, wanted)

@@ -68,7 +68,7 @@ class PagedCache(NamedTuple):
         return made
 
     def use(self, count: int = 1) -> Tensor:
-        """Another sequence joins, so that lengths and tables differ from those that a copy was made with."""
+        """Another sequence joins, so that lengths and tables differ from those of an earlier copy."""
         cache = self.cache
         cache.add()
         new = dict.fromkeys(cache.sequences, count)
@@ -118,7 +118,7 @@ def hides_most(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
 
 
 class BlockMask(NamedTuple):
-    """A block mask whose lists were changed in place after a call had read them."""
+    """Returns a block mask whose lists were changed in place after a call had read them."""
 
     block_mask: Any
 
@@ -210,7 +210,7 @@ MAKERS: dict[str, Callable[[], Any]] = {
     "OutMaxLogit": lambda: Value(OutMaxLogit(tokens(3), tokens(2))),
     "OutLseMaxLogit": lambda: Value(OutLseMaxLogit(tokens(3), tokens(2), tokens(2))),
 }
-# Classes of what a call takes or gives, without tensors that share memory.
+# Classes of a call's arguments and results, without tensors that share memory.
 PLAIN = {"AttentionSpec", "BackendError", "Gradients"}
 
 
@@ -260,7 +260,7 @@ def test_attributes_that_share_memory_share_it_in_a_copy(how: str) -> None:
 
 @pytest.mark.parametrize("how", COPIES)
 def test_a_copied_block_mask_has_lists_of_its_own(how: str) -> None:
-    """The original's lists are those of a version that its tensors do not have any more, and that a copy's tensors begin with."""
+    """The original's lists belong to an old version of its tensors, and a copy's tensors begin with that version."""
     original = BlockMask(create_block_mask(hides_most, None, None, TOKENS, TOKENS, "cpu", 16))
     for name in LISTS:
         t = getattr(original.block_mask, name)

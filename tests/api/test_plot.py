@@ -1,4 +1,4 @@
-"""`plot_mask`: the scores that it draws are the call's, by formulas written here, and the picture shows them."""
+"""`plot_mask`: the scores that it draws equal the formulas of these tests, and the picture shows them."""
 
 from __future__ import annotations
 

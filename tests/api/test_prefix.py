@@ -1,4 +1,4 @@
-"""attention_with_prefix: what one call over the same pages gives, and what it refuses."""
+"""attention_with_prefix: it returns the results of one call over the same pages, and refuses other arguments."""
 
 from __future__ import annotations
 

@@ -75,10 +75,10 @@ def test_gradients_are_written_into_one_buffer(fmt: str, packing: str, backend: 
         out, lse, _ = attend(results, q, k, v, **arguments)
         torch.testing.assert_close(out, wanted)
         assert out.is_contiguous() == (fmt == "thd")
-        *of_q, gradient = torch.autograd.grad(out, leaves, dout)
+        *gradients, gradient = torch.autograd.grad(out, leaves, dout)
         shared = dqkv if len(leaves) == 1 else dqkv[1:]
         torch.testing.assert_close(gradient, torch.stack(shared, dim))
-        for found, want in zip(of_q, dqkv, strict=False):
+        for found, want in zip(gradients, dqkv, strict=False):
             torch.testing.assert_close(found, want)
         slices, joined = joins[-1]
         assert gradient.is_contiguous()
@@ -111,7 +111,7 @@ def test_gradients_that_lie_apart_are_joined_by_a_copy() -> None:
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 @pytest.mark.parametrize("fmt", ["bshd", "sbhd", "bhsd"])
 def test_formats_in_memory(fmt: str, backend: str) -> None:
-    """The dims stay q's; the order in memory is what was asked for, in both directions."""
+    """The dims stay q's; the order in memory is the requested one, in both directions."""
     q, k, v = (torch.randn(tokens(fmt, heads), requires_grad=True) for heads in (H, 2, 2))
     arguments = arguments_of(fmt) | {"backend": backend}
     memory = OTHER_FORMAT[fmt]
@@ -230,7 +230,7 @@ def test_the_families_of_sm_100_write_dq_alone_in_float32(results: Results, monk
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 @pytest.mark.parametrize("fmt", ["bshd", "sbhd", "bhsd", "thd"])
 def test_an_out_in_float32(fmt: str, backend: str, device: str) -> None:
-    """It rounds to the bits of one in 16, and keeps what these drop."""
+    """It rounds to the 16-bit result, and keeps the bits that the rounding drops."""
     q, k, v = (torch.randn(tokens(fmt, heads), dtype=torch.bfloat16, device=device) for heads in (H, 2, 2))
     arguments = {name: t.to(device) if isinstance(t, Tensor) else t for name, t in arguments_of(fmt).items()} | {"backend": backend}
     wanted = attention(q, k, v, **arguments)

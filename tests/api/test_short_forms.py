@@ -1,4 +1,4 @@
-"""Short forms of a call: each gives what the arguments that it stands for give, wherever a call of attention is taken."""
+"""Short forms of a call: each equals the arguments that it replaces, in every function that accepts a call of attention."""
 
 from __future__ import annotations
 
@@ -142,8 +142,8 @@ FORMS: dict[str, Pair] = {
 }
 
 
-def leaves(of_q: tuple[int, ...], of_k: tuple[int, ...], needs_grad: bool = True) -> list[Tensor]:
-    return [tokens(*shape, seed=i).requires_grad_(needs_grad) for i, shape in enumerate((of_q, of_k, of_k))]
+def leaves(q_shape: tuple[int, ...], k_shape: tuple[int, ...], needs_grad: bool = True) -> list[Tensor]:
+    return [tokens(*shape, seed=i).requires_grad_(needs_grad) for i, shape in enumerate((q_shape, k_shape, k_shape))]
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -151,10 +151,10 @@ def leaves(of_q: tuple[int, ...], of_k: tuple[int, ...], needs_grad: bool = True
 def test_a_short_form_gives_what_the_long_one_gives(name: str, backend: str) -> None:
     if backend == "triton":
         pytest.importorskip("triton", reason="triton is not installed")
-    of_q, of_k, short, written_out = FORMS[name]
+    q_shape, k_shape, short, written_out = FORMS[name]
     found = []
     for form in (short, written_out):
-        qkv = leaves(of_q, of_k, "page_table" not in form)
+        qkv = leaves(q_shape, k_shape, "page_table" not in form)
         out = attention(*qkv, **form, backend=backend)
         if out.requires_grad:
             out.sum().backward()
@@ -165,9 +165,9 @@ def test_a_short_form_gives_what_the_long_one_gives(name: str, backend: str) -> 
 
 @pytest.mark.parametrize("name", FORMS)
 def test_other_functions_take_short_forms(name: str) -> None:
-    """Those that explain, compile ahead or draw a call, and a second and third call, which are found in the cache."""
-    of_q, of_k, short, written_out = FORMS[name]
-    qkv = leaves(of_q, of_k, False)
+    """The functions explain, compile ahead or draw a call. A second and third call are found in the cache."""
+    q_shape, k_shape, short, written_out = FORMS[name]
+    qkv = leaves(q_shape, k_shape, False)
     (x, settings), (y, wanted) = bind_call(*qkv, **short), bind_call(*qkv, **written_out)
     assert settings._replace(mods="") == wanted._replace(mods="")
     assert (settings.mods == "") == (wanted.mods == "")
@@ -185,14 +185,14 @@ def test_other_functions_take_short_forms(name: str) -> None:
     "name", ["causal", "both sides", "window", "sink", "bool mask", "bool mask beside a mask_mod", "float mask"]
 )
 def test_a_short_form_compiles_to_one_graph(name: str) -> None:
-    of_q, of_k, short, _ = FORMS[name]
+    q_shape, k_shape, short, _ = FORMS[name]
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounter()
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Any:
         return attention(q, k, v, **short, return_lse=True)
 
-    qkv = leaves(of_q, of_k)
+    qkv = leaves(q_shape, k_shape)
     found, wanted = torch.compile(call, fullgraph=True, backend=counter)(*qkv), call(*qkv)
     assert counter.frame_count == 1
     assert type(found) is type(wanted) is flexattn.OutLse
@@ -266,7 +266,7 @@ def test_short_forms_that_contradict_others_are_named(given: dict[str, Any], sai
 
 
 def test_a_call_that_was_found_right_does_not_excuse_one_that_is_not() -> None:
-    """Short forms are in a call's key as they were given, with their types."""
+    """A call's key has short forms as they were passed, with their types."""
     q, k, v = leaves(DENSE, DENSE)
     for _ in range(3):
         attention(q, k, v, causal=True, window_size=1)

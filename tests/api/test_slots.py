@@ -1,6 +1,4 @@
-"""Slots of packed tensors, where sequences begin: slots in any order and from any start, rows of none, and wrong numbers, in
-bounds.
-"""
+"""Slots of packed tensors, the starts of sequences: any order, any first start, unused rows, and wrong numbers within bounds."""
 
 from __future__ import annotations
 
@@ -37,7 +35,7 @@ LAYOUTS = {
 
 
 def guarded(*shape: int, device: str, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """NaN but for its own rows, which are random; and so what is read beside them shows."""
+    """Returns a tensor of NaN with random rows of sequences, so that a read outside of them shows."""
     memory = torch.full((shape[0] + 2 * GUARD, *shape[1:]), torch.nan, dtype=dtype, device=device)
     own = memory[GUARD : GUARD + shape[0]]
     own.copy_(torch.randn(shape, generator=generator))

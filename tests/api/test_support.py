@@ -1,4 +1,4 @@
-"""The support tables of docs/support.md: each cell is a test here, through the public API, and the page says what the tests say."""
+"""The support tables of docs/support.md: each cell is a test through the public API, and the page must equal the tests."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ NOTHING: dict[str, Any] = {}
 
 
 class Row(NamedTuple):
-    """One feature: a call with hostile inputs, and who cannot run it."""
+    """One feature: a call with hostile inputs, and the backends that cannot run it."""
 
     inputs: dict[str, Any] = PADDED  # for `make_inputs`: sq != skv, grouped heads, NaN in the padding or around a strided view
     call: dict[str, Any] = NOTHING  # arguments of `attention`
@@ -77,8 +77,8 @@ class Row(NamedTuple):
     slopes: str = ""  # and those of alibi_slopes, "h" or "bh"
     dlse: bool = False  # whether a gradient comes in through lse too
     refusals: dict[str, str] = NOTHING  # backend -> why it cannot; cudnn's are its own rules, for a GPU that it is for
-    pages: int = 0  # tokens of a page, where k and v are given in pages; they have no backward
-    cached: bool = False  # whether lengths are in seqused, those of keys that stay in a cache
+    pages: int = 0  # tokens of a page if k and v are in pages; pages have no backward
+    cached: bool = False  # whether lengths are in seqused, as for keys in a cache
     fp8: bool = False  # whether k and v are kept in E4M3; they have no backward
     fp32: bool = False  # whether `attention_backward` is to give dq, dk and dv in float32
     cudnn: Any = None  # the same feature without others that cudnn takes no call with: another Row
@@ -255,7 +255,7 @@ def cudnn_call(row: Row, direction: Direction) -> tuple[AttentionSpec, Operands]
 
 
 def refusal(backend: str, row: Row, direction: Direction, version: int = cudnn_backend.RUN_WITH[0]) -> str | None:
-    """Why a backend cannot run a row, or None: what docs/support.md has as no or yes. version: cuDNN's."""
+    """Returns the reason why a backend cannot run a row, or None: no or yes in docs/support.md. version: cuDNN's."""
     if (row.pages or row.fp8) and direction == "backward":
         return NO_GRADIENT if row.pages else NO_FP8_GRADIENT
     if "batch_invariant" in row.call:  # of a backend that is asked for by name, the forward comes first
@@ -267,7 +267,7 @@ def refusal(backend: str, row: Row, direction: Direction, version: int = cudnn_b
 
 
 class Case(NamedTuple):
-    """A row's tensors: what `attention` gets, what the oracle gets, and the gradients that come in."""
+    """A row's tensors: those of `attention`, those of the oracle, and the incoming gradients."""
 
     arguments: dict[str, Any]
     inputs: Inputs
@@ -358,7 +358,7 @@ def make_case(row: Row, device: str) -> Case:
 
 
 def kept_keys(row: Row, inputs: Inputs, lengths: dict[str, list[int]]) -> dict[str, Any]:
-    """Arguments of a call like that of `inputs`, with lengths in seqused, and with pages where the row has them."""
+    """Returns the arguments of a call on `inputs`, with lengths in seqused, and with pages if the row has them."""
     used = {name: torch.tensor(lengths[f"lengths_{name}"], dtype=torch.int32, device=inputs.q.device) for name in ("q", "kv")}
     changes: dict[str, Any] = {}
     if row.pages or row.cached:
@@ -465,7 +465,7 @@ def test_max_logit_carries_no_gradient(backend: str, device: str) -> None:
 
 
 def test_the_inputs_are_hostile(device: str) -> None:
-    """Each row has what makes it worth running: uneven lengths, grouped heads, NaN beside what is real, queries that see no key."""
+    """Each row is worth running: it has uneven lengths, grouped heads, NaN next to real values, and queries that see no key."""
     case = make_case(ROWS["Masks"]["queries that see no key"], device)
     assert (reference_attention(case.spec, case.operands)[1] == NEG_INF).any()
     for section in ROWS.values():
@@ -494,7 +494,7 @@ def read_tables(page: str) -> dict[str, list[tuple[str, ...]]]:
 
 
 def kind(text: str) -> str:
-    """A text with its numbers and dtypes left out, as one line."""
+    """Returns a text in one line, without its numbers and dtypes."""
     return re.sub(r"\bfloat\d+\b|\b\d+\b|\b(for|back)ward\b", "#", " ".join(text.split()))
 
 

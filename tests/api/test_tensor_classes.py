@@ -1,4 +1,4 @@
-"""Tensor classes: those that torch reads as tensors are taken, and a class that gives its elements another meaning raises."""
+"""Tensor classes: classes that torch reads as tensors are accepted; if elements have another meaning, the class raises."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The error budget must fail for what is wrong, and the inputs must hold what they promise."""
+"""The error budget must fail if a result is wrong, and the inputs must have the promised values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls from several threads at once, from a cold start, beside what records, pretends or clears in another: all are right."""
+"""Calls from several threads at once, from a cold start, while another thread records, pretends or clears: all are right."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ def test_checkpoints_compile() -> None:
 @pytest.mark.parametrize("make", [copy.deepcopy, lambda block: pickle.loads(pickle.dumps(block))], ids=["deepcopy", "pickle"])
 def test_a_copied_module_does_the_same(make: Any) -> None:
     block = Block()
-    before = gradients_of(block, Block.__call__)  # what is kept on the block mask is copied with it
+    before = gradients_of(block, Block.__call__)  # the cached value on the block mask is copied with it
     made = make(block)
     for a, b in zip(before, gradients_of(made, Block.__call__), strict=True):
         torch.testing.assert_close(b, a, rtol=0, atol=0)

@@ -90,17 +90,17 @@ def short(found: dict[str, Any]) -> dict[str, Any]:
     return kept | {name: found[name][:4] for name in ("failures", "reports") if found.get(name)}
 
 
-def is_wrong(of_steps: dict[str, Any]) -> bool:
-    return any(found.get(name) for found in of_steps.values() for name in ("wrong", "failed", "errors", "crashed"))
+def is_wrong(steps: dict[str, Any]) -> bool:
+    return any(found.get(name) for found in steps.values() for name in ("wrong", "failed", "errors", "crashed"))
 
 
-def families(of_steps: dict[str, Any]) -> dict[str, list[str]]:
+def families(steps: dict[str, Any]) -> dict[str, list[str]]:
     """Returns the kernel families that steps reached, and the device's families that no step reached."""
     import torch
 
     from flexattn.kernels_triton.families import BACKWARDS, FORWARDS
 
-    reached = {name for found in of_steps.values() for name in found.get("families", ())}
+    reached = {name for found in steps.values() for name in found.get("families", ())}
     capability = torch.cuda.get_device_capability()[0] * 10 if torch.cuda.is_available() else None
     every = {
         f"{family.name} {family.direction}": family for order in (FORWARDS, BACKWARDS) for of in order.values() for family in of

@@ -1,4 +1,4 @@
-"""A plugin for pytest that writes each test's outcome, and the kernel families that were chosen, as lines of JSON while tests run.
+"""A plugin for pytest that writes each test's outcome and the selected kernel families as lines of JSON while tests run.
 
 The environment variable FLEXATTN_DEVICE_LOG names the file.
 """

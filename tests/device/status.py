@@ -209,7 +209,7 @@ STEPS: dict[str, Callable[[Counter[str]], str]] = {
 
 
 def _found(step: str, runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns what a step of the runs found, without those in which it made no call: these show nothing."""
+    """Returns the findings of a step, without runs that made no call, because these show nothing."""
     every = [run["steps"][step] for run in runs if step in run["steps"]]
     return [found for found in every if has_run(step, found)]
 
@@ -226,7 +226,7 @@ def families() -> list[str]:
     """Returns the names of all kernel families, with their directions."""
     from flexattn.kernels_triton.families import BACKWARDS, FORWARDS
 
-    every = [family for order in (FORWARDS, BACKWARDS) for of_operands in order.values() for family in of_operands]
+    every = [family for order in (FORWARDS, BACKWARDS) for kernels in order.values() for family in kernels]
     return list(dict.fromkeys(f"{family.name} {family.direction}" for family in every))
 
 
@@ -251,7 +251,7 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def page(text: str, runs: Sequence[dict[str, Any]]) -> str:
-    """Returns the page with its tables made anew."""
+    """Returns the page with new tables."""
     marked = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}", re.S)
     assert len(marked.findall(text)) == 1
     return marked.sub(lambda _: f"{BEGIN}\n\n{tables(runs)}\n\n{END}", text)

@@ -48,7 +48,7 @@ MADE = {
 
 
 def has_run(step: str, found: dict[str, Any]) -> bool:
-    """Returns whether a step made a call, of what it found: one that made none shows nothing."""
+    """Returns whether a step made a call, from its findings. A step without calls shows nothing."""
     return any(found.get(name) for name in MADE[step])
 
 
@@ -110,9 +110,9 @@ def chunks_in_order(names: Sequence[str]) -> list[list[str]]:
     for name in names:
         by_file.setdefault(name.split("::")[0], []).append(name)
     chunks = [
-        (not file.startswith(FIRST), n, of_file[n : n + CHUNK])
-        for file, of_file in by_file.items()
-        for n in range(0, len(of_file), CHUNK)
+        (not file.startswith(FIRST), n, tests[n : n + CHUNK])
+        for file, tests in by_file.items()
+        for n in range(0, len(tests), CHUNK)
     ]
     return [chunk for _, _, chunk in sorted(chunks, key=lambda chunk: chunk[:2])]
 
@@ -140,7 +140,7 @@ def _outcomes(names: Sequence[str], logs: Sequence[Path]) -> dict[str, Any]:
 
 
 def fuzz(run: Run, tell: Tell) -> dict[str, Any]:
-    """Makes random calls on the Triton backend, and calls of JAX in a process of its own if there are any."""
+    """Makes random calls on the Triton backend, and random calls of JAX in another process if JAX is installed."""
     jobs = [
         Job(command_of("triton", run.device, run.values), run.seed * 10**9 + n * STRIDE, COMPILING if run.device == "cuda" else {})
         for n in range(run.processes)
@@ -202,7 +202,7 @@ def memcheck(run: Run, tell: Tell) -> dict[str, Any]:
     sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     if not Path(sanitizer).exists():
         return {"not run": "compute-sanitizer is not there"}
-    # The capture of a graph needs the allocator that is off here.
+    # The capture of a graph needs the caching allocator, which is off in this step.
     command = [sanitizer, *MEMCHECK, "--error-exitcode", str(SANITIZER_FAILED)]
     command += command_of("triton", "cuda", MEMCHECK_VALUES, "--no-guards", "--without", "modes")
     environment = {**COMPILING, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}

@@ -1,6 +1,6 @@
-"""Calls of attention() drawn at random from all that it takes, in memory between guard bytes, with what the oracle needs of them.
+"""Random calls of attention() with all of its arguments, in memory between guard bytes, with the inputs of the oracle.
 
-A configuration is what decides which kernels run; a call of it has lengths, numbers and values of its own. Each has a seed.
+A configuration decides the kernels. Its calls differ in lengths, numbers and values. Each has a seed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SPARE_PAGES = 3
 
 
 class Slots(NamedTuple):
-    """Places of the sequences of a tensor: in thd along its tokens; `end` is behind the last, or the longest of a dense format."""
+    """Positions of a tensor's sequences, in thd along its tokens. `end`: end of the last, or the longest of a dense format."""
 
     starts: list[int]
     lengths: list[int]
@@ -70,7 +70,7 @@ class Call:
         self._write()
 
     def _wanted(self, names: Iterable[str]) -> list[str]:
-        """Returns the tensors that a gradient is asked of, by name."""
+        """Returns the tensors that need a gradient, by name."""
         possible = (*DIFFERENTIABLE, *(name for name in self.config.captures if name not in INTEGERS))
         return [name for name in possible if name in self.config.wants and name in names]
 
@@ -94,7 +94,7 @@ class Call:
 
     @property
     def results(self) -> Results:
-        """Formats of results that are not those of q, k and v, as far as the call can have them."""
+        """Draws formats of results that differ from those of q, k and v, if the call supports them."""
         wanted, (q_format, kv_format) = self.config.results, self._formats
         own = (q_format, q_format, kv_format)
         formats = [w if w and (w == "thd") == (fmt == "thd") else "" for w, fmt in zip(wanted[:3], own, strict=True)]
@@ -145,11 +145,11 @@ class Call:
             return x * descale[..., None]
         sizes = descale.shape if descale.dim() > 1 else (1, max(1, descale.numel()))
         side = int(name != "q")
-        of_heads = descale.view(sizes[0], sizes[1]).expand(self._batch, c.heads_kv if side else c.heads)
+        head_descales = descale.view(sizes[0], sizes[1]).expand(self._batch, c.heads_kv if side else c.heads)
         if self._formats[side] != "thd":
-            return x * of_heads[..., None, None].permute(["bhsd".index(dim) for dim in self._formats[side]])
+            return x * head_descales[..., None, None].permute(["bhsd".index(dim) for dim in self._formats[side]])
         slots = self._slots[side]
-        for factors, start, length in zip(of_heads, slots.starts, slots.lengths, strict=True):
+        for factors, start, length in zip(head_descales, slots.starts, slots.lengths, strict=True):
             x[start : start + length] *= factors[:, None]
         return x
 
@@ -169,17 +169,17 @@ class Call:
 
     def _pack(self, layouts: dict[str, Layout]) -> list[list[str]]:
         """Gives tensors that lie in one memory their strides and places; returns their names, by memory."""
-        rng, of_pages = self._rng, "pages_" if "pages_k" in layouts else ""
+        rng, prefix = self._rng, "pages_" if "pages_k" in layouts else ""
         groups = []
         if self.packing:
-            keys = [f"{of_pages}k", f"{of_pages}v"]
+            keys = [f"{prefix}k", f"{prefix}v"]
             groups = [["q", *keys] if self.packing in ("q, k and v", "q is k is v") else keys]
             pairs = [["descale_k", "descale_v"], ["cu_seqlens_q", "cu_seqlens_kv"], ["seqused_q", "seqused_kv"]]
             groups += [pair for pair in pairs if all(name in layouts for name in pair)]
         together = []
         for names in groups:
             sizes = [layouts[name].sizes for name in names]
-            if self.packing == "v in k" and of_pages:  # the oracle's v then has heads of its own, as many as k
+            if self.packing == "v in k" and prefix:  # the oracle's v then has as many heads as k
                 sizes_v = layouts["v"].sizes
                 layouts["v"] = Layout(sizes_v, torch.empty(sizes_v, device="meta").stride(), layouts["v"].dtype)
             if self.packing in ("v in k", "q is k is v") and names is groups[0]:
@@ -271,19 +271,19 @@ class Call:
         return self.config.q_format, self.config.kv_format
 
     def _lengths(self) -> list[list[int]]:
-        """Lengths of q's and kv's sequences, as far as max_seqlen lets them be seen."""
+        """Returns the lengths of q's and kv's sequences, cut at max_seqlen."""
         return [
             [length if most is None else min(most, length) for length in slots.lengths]
             for slots, most in zip(self._slots, self._max_seqlens, strict=True)
         ]
 
     def _draw_all_slots(self, rows: Sequence[int | None]) -> list[Slots]:
-        """Draws the places of the sequences of q and of k and v. The number of rows may be given."""
-        of_q, of_kv = (self._draw_slots(*of) for of in zip(self._formats, self._longest, rows, strict=True))
-        return [of_q, of_q if self.packing == "q is k is v" else of_kv]
+        """Draws the positions of the sequences of q and of k and v. rows: the number of rows, if it is fixed."""
+        q_slots, kv_slots = (self._draw_slots(*of) for of in zip(self._formats, self._longest, rows, strict=True))
+        return [q_slots, q_slots if self.packing == "q is k is v" else kv_slots]
 
     def _draw_slots(self, fmt: str, longest: int, rows: int | None = None) -> Slots:
-        """In so many rows, if they are given."""
+        """Draws the positions of sequences, within `rows` rows if they are given."""
         c, rng = self.config, self._rng
         lengths = [longest] * self._batch
         if c.has_lengths:
@@ -345,16 +345,16 @@ class Call:
             ("v", 1, c.heads_kv, c.head_dim_v),
             ("dout", 0, c.heads, c.head_dim_v),
         ):
-            of_dim = {"b": self._batch, "s": self._rows[side], "t": self._rows[side], "h": heads, "d": dim}
-            sizes[name] = tuple(of_dim[d] for d in self._formats[side])
+            sizes_by_dim = {"b": self._batch, "s": self._rows[side], "t": self._rows[side], "h": heads, "d": dim}
+            sizes[name] = tuple(sizes_by_dim[d] for d in self._formats[side])
         if c.page_size and self._rows[1]:
             columns = -(-self._rows[1] // c.page_size)
-            of_dim = {"b": self._batch * columns + SPARE_PAGES, "s": c.page_size, "h": c.heads_kv}
-            sizes |= {f"pages_{name}": (*(of_dim[d] for d in c.kv_format[:-1]), sizes[name][-1]) for name in "kv"}
+            sizes_by_dim = {"b": self._batch * columns + SPARE_PAGES, "s": c.page_size, "h": c.heads_kv}
+            sizes |= {f"pages_{name}": (*(sizes_by_dim[d] for d in c.kv_format[:-1]), sizes[name][-1]) for name in "kv"}
             sizes["page_table"] = (self._batch, columns)
         for name in self._in_fp8:
             heads = c.heads if name == "q" else c.heads_kv
-            of_kind: dict[str, tuple[int, ...]] = {
+            shapes: dict[str, tuple[int, ...]] = {
                 "one": (),
                 "heads": (heads,),
                 "one head": (1,),
@@ -364,7 +364,7 @@ class Call:
                 "tokens": sizes[f"pages_{name}" if "page_table" in sizes else name][:-1],
             }
             if self._kind_of_descale(name) != "none":
-                sizes[f"descale_{name}"] = of_kind[self._kind_of_descale(name)]
+                sizes[f"descale_{name}"] = shapes[self._kind_of_descale(name)]
         sizes["dlse"] = (c.heads, self._rows[0]) if c.q_format == "thd" else (self._batch, c.heads, self._rows[0])
         if c.bias_type in ("pre_scale_bias", "post_scale_bias"):
             whole = (self._batch, c.heads, *most)
@@ -386,9 +386,9 @@ class Call:
         if c.block_mask and min(most) > 0 and self._batch:
             self._block_sizes = [n + self._rng.choice([0, 17]) for n in most]
         longest = max(*self._longest, *(self._block_sizes or ())) + 1
-        of_name = {"b": self._batch, "h": c.heads, "s": longest}
+        sizes_by_name = {"b": self._batch, "h": c.heads, "s": longest}
         for name, dims in c.captures.items():
-            sizes[name] = tuple(of_name[d] if isinstance(d, str) else d for d in dims)
+            sizes[name] = tuple(sizes_by_name[d] if isinstance(d, str) else d for d in dims)
         return sizes
 
     def _layouts(self) -> dict[str, Layout]:
@@ -402,23 +402,23 @@ class Call:
         }
         layouts = {}
         for name, sizes in self._sizes().items():
-            of_keys = name.removeprefix("pages_")
+            base_name = name.removeprefix("pages_")
             if name in LENGTHS or name == "page_table":
                 dtype = torch.int32
             elif name in INTEGERS:
                 dtype = self._rng.choice([torch.int32, torch.int64])
-            elif of_keys in (*self._in_fp8,):
+            elif base_name in (*self._in_fp8,):
                 dtype = getattr(torch, c.fp8)
             else:
-                dtype = own.get(name, c.dtype if of_keys in ("q", "k", "v", "dout") else torch.float32)
-            kind = c.layouts.get(of_keys, "plain")
-            if of_keys != name and kind in ("expanded", "last dim strided"):
+                dtype = own.get(name, c.dtype if base_name in ("q", "k", "v", "dout") else torch.float32)
+            kind = c.layouts.get(base_name, "plain")
+            if base_name != name and kind in ("expanded", "last dim strided"):
                 kind = "plain"
             layouts[name] = draw_layout(self._rng, sizes, dtype, kind, self._heads_dim(name))
         return layouts
 
     def _heads_dim(self, name: str) -> int | None:
-        """The dim that may be expanded: that of the heads, as what is padding differs along the others."""
+        """Returns the dim that may be expanded: the heads, because padding differs along the others."""
         c = self.config
         if name in ("q", "k", "v", "dout"):
             return self._formats[name in ("k", "v")].index("h")
@@ -428,7 +428,7 @@ class Call:
         """Draws numbers into all tensors that are not kept. Padding gets numbers that would show in results if they were read."""
         c, rng = self.config, self._rng
         lengths = self._lengths()
-        of_keys = {}
+        exact_kv = {}
         self._descales: dict[str, Tensor] = {}
         for name, t in self.tensors.items():
             if name in kept or name.startswith(("page", "descale")):
@@ -457,16 +457,16 @@ class Call:
                 is_padding = self._is_padding(self._formats[side], self._slots[side], lengths[side], self._rows[side])
                 self._spoil(values, is_padding.to(t.device, non_blocking=True), self._token_dims(name))
             if name == "v" and self.packing == "v in k":
-                values = of_keys["k"][..., : c.head_dim_v]
+                values = exact_kv["k"][..., : c.head_dim_v]
             if name in ("k", "v") and self.packing == "q is k is v":
                 values = self.tensors["q"].detach()
             write(t, values.to(t.dtype))
             if name in ("k", "v"):
-                of_keys[name] = t.detach().double()
+                exact_kv[name] = t.detach().double()
         for name in self._in_fp8:
             self._write_descale(name)
         if "page_table" in self.tensors:
-            self._write_pages(of_keys)
+            self._write_pages(exact_kv)
         self._block.remember()
 
     def _write_descale(self, name: str) -> None:
@@ -484,7 +484,7 @@ class Call:
         if not (is_of_tokens and "page_table" in self.tensors):
             write(t, values)
 
-    def _write_pages(self, of_keys: dict[str, Tensor]) -> None:
+    def _write_pages(self, exact_kv: dict[str, Tensor]) -> None:
         """Lays keys, values and descales of tokens into pages of any order, with NaN elsewhere."""
         c, rng = self.config, self._rng
         table = self.tensors["page_table"]
@@ -499,7 +499,7 @@ class Call:
                 tokens.append(j)
                 rows.append(int(entries[b, j // c.page_size]) * c.page_size + j % c.page_size)
         write(table, entries.to(table.device))
-        sources = {f"pages_{name}": of_keys[name] for name in "kv"}
+        sources = {f"pages_{name}": exact_kv[name] for name in "kv"}
         sources |= {
             f"descale_{name}": t[..., None] for name, t in self._descales.items() if self._kind_of_descale(name) == "tokens"
         }
@@ -529,7 +529,7 @@ class Call:
     def _spoil(self, values: Tensor, is_padding: Tensor, dims: tuple[int, ...]) -> None:
         largest = 3e4 if self.config.dtype is torch.float16 else 1e30
         kinds = {"nan": [float("nan")], "inf": [float("inf"), float("-inf")], "1e30": [largest, -largest]}
-        kinds["mixed"] = [value for of_kind in kinds.values() for value in of_kind]
+        kinds["mixed"] = [value for group in kinds.values() for value in group]
         tokens = values.movedim(dims, tuple(range(len(dims))))
         tokens[is_padding] = self._rng.choice(kinds[self.config.padding])
 
@@ -540,8 +540,8 @@ class Call:
         if name.endswith("_padded"):
             values = [*slots.starts, slots.end]
         else:
-            of_thd = self._formats[side] == "thd" and c.gaps == "none"
-            values = list(accumulate(slots.lengths, initial=slots.starts[0] if of_thd and slots.starts else 0))
+            is_gapless = self._formats[side] == "thd" and c.gaps == "none"
+            values = list(accumulate(slots.lengths, initial=slots.starts[0] if is_gapless and slots.starts else 0))
         if c.kind == "wrong lengths" and rng.random() < 0.7:
             wrong = [-1, -(2**31), 2**31 - 1, rows + 1, 2 * rows, rng.randint(-rows - 1, 2 * rows + 1), 0]
             values = [rng.choice([value, *wrong]) for value in values] if rng.random() < 0.7 else values[::-1]
@@ -557,7 +557,7 @@ class Call:
     def _score_mod(self, drawn: Drawn) -> dict[str, Any]:
         names, how, numbers = tuple(drawn.captures), self.config.mod_tensors, self._numbers
         captures = {name: self.tensors[name] for name in names}
-        if not names or drawn.dense is not None or how == "closure":  # what flexattn.mods makes is made before a trace
+        if not names or drawn.dense is not None or how == "closure":  # mods of flexattn.mods are created before a trace
             return {"score_mod": drawn.make(captures, numbers)}
 
         def in_order(score: Any, b: Any, h: Any, i: Any, j: Any, *given: Tensor) -> Any:
@@ -571,7 +571,7 @@ class Call:
         return {"score_mod": by_name, "score_mod_tensors": captures}
 
     def _block_mask(self, mask_mod: Any) -> Any:
-        """For all heads, or all batch entries, at once where the mask is the same for them."""
+        """Draws a block mask, one for all heads or all batch entries if the mask is the same for them."""
         c = self.config
         batch = self._batch if c.mask_mod in ("rows", "prefix") or c.size == SIZES[0] else None
         heads = c.heads if c.mask_mod in ("pattern", "groups") or c.size == SIZES[1] else None
@@ -579,7 +579,7 @@ class Call:
 
 
 def _window_size(window: Window) -> tuple[int, int] | Window:
-    """Returns the argument for a window: a plain pair where no side is negative."""
+    """Returns the argument for a window: a plain pair if no side is negative."""
     left, right = window
     if min(0 if side is None else side for side in window) < 0:
         return window

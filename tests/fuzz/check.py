@@ -18,11 +18,11 @@ from tests.fuzz.modes import attend
 from tests.fuzz.oracle import Problem, Result, exact, plain
 from tests.support.guarded_memory import Allocations
 
-FORWARD_FACTOR, GRADIENT_FACTOR = 2.0, 3.0  # multiples of plain torch's error in the same dtype, as flexattn.testing's
-# Roundings granted where plain torch happens to be exact: of the result's own dtype; in a gradient also of the arithmetic, as dp
-# and delta cancel; in float64, of which there is no wider truth.
+FORWARD_FACTOR, GRADIENT_FACTOR = 2.0, 3.0  # multiples of plain torch's error in the same dtype, like those of flexattn.testing
+# Roundings that are allowed if plain torch is exact by chance: in the result's dtype; in a gradient also in the arithmetic's dtype,
+# because dp and delta cancel; and in float64, which has no wider reference.
 STEPS, CANCELLED, STEPS_OF_DOUBLE = 4.0, 32.0, 256.0
-# In float32 on a GPU, whose tensor cores cut where they add, in place of rounding (Fasi et al., "Numerical behavior of NVIDIA
+# In float32 on a GPU, whose tensor cores truncate sums instead of rounding them (Fasi et al., "Numerical behavior of NVIDIA
 # tensor cores", PeerJ Computer Science 2021).
 STEPS_OF_TENSOR_CORES = 8.0
 # In the gradient of a score that is nearly 0, of the arithmetic and of out, as the largest of many, times the largest of a key.
@@ -31,9 +31,9 @@ ADDED_AT_ONCE = 16  # products that a tensor core adds to a sum before it cuts i
 STEEPEST = {"affine": 2.0, "checkered": 3.0}  # by which a score_mod multiplies that gradient
 MULTIPLY = ("gated",)  # score_mods whose captures multiply a score, and so get its gradient, with its error, times the score
 DP = 16.0  # the size of dp, a product of rows of dout and v, which cancels against delta
-NOTHING = 1e-4  # what that leaves of a gradient of 0
+NOTHING = 1e-4  # the rest of such a gradient of 0
 TANH, MOST_CAP = 6e-7, 8.0  # absolute error of tanh in half types, which a softcap multiplies; the largest cap of the mods
-LEVEL = 2.0**-18  # relative error of lse where scores are beyond 2**13: log2(e) is multiplied in and out
+LEVEL = 2.0**-18  # relative error of lse if scores are beyond 2**13: log2(e) is multiplied in and out
 
 CALLS = 10**4  # more than the calls of any configuration
 ALL_DIMS = tuple(range(8, 577, 8))
@@ -103,8 +103,8 @@ def compare(verdicts: Verdicts, when: str, call: Call, got: dict[str, Tensor]) -
     meant = call.meant
     ref, same = (oracle(problem, meant, **seeds, wanted=wanted) for oracle in (exact, plain))
     eps = torch.finfo(torch.float64 if is_double else torch.float32).eps
-    of_tanh = TANH * (problem.softcap + MOST_CAP) if dtype in HALF else 0.0
-    of_scores = ref.largest * eps + of_tanh
+    tanh_error = TANH * (problem.softcap + MOST_CAP) if dtype in HALF else 0.0
+    score_error = ref.largest * eps + tanh_error
     is_cut = dtype is torch.float32 and _is_cut(config)
     steps = STEPS_OF_DOUBLE if is_double else STEPS_OF_TENSOR_CORES if is_cut else STEPS
     vague = _row_of_out(ref.is_vague, config.q_format)
@@ -112,7 +112,7 @@ def compare(verdicts: Verdicts, when: str, call: Call, got: dict[str, Tensor]) -
         what = f"{when}: {name}"
         if name == "out":
             assert t.dtype == dtype, f"out has dtype {t.dtype}"
-            rounding = steps * torch.finfo(dtype).eps + of_scores
+            rounding = steps * torch.finfo(dtype).eps + score_error
             # A mean of values, which may cancel, and of which each has a weight that is rounded.
             values = meant["v"].double().nan_to_num(0.0, 0.0, 0.0).abs()
             least = eps / (1.0 - config.dropout_p) * (values.max() if values.numel() else 0.0)
@@ -124,8 +124,8 @@ def compare(verdicts: Verdicts, when: str, call: Call, got: dict[str, Tensor]) -
                 what,
                 *(x.masked_fill(large, 0.0) for x in (t, ref.lse, same.lse)),
                 FORWARD_FACTOR,
-                steps * eps + of_scores,
-                steps * eps + of_tanh,
+                steps * eps + score_error,
+                steps * eps + tanh_error,
             )
             if config.extreme and t.numel():
                 error = torch.where(large, (t.double() - ref.lse).abs() / ref.lse.abs(), 0.0)
@@ -135,7 +135,7 @@ def compare(verdicts: Verdicts, when: str, call: Call, got: dict[str, Tensor]) -
             error, budget = (
                 torch.where(x == ref.max_logit, 0.0, (x.double() - ref.max_logit).abs()) / size for x in (t, same.max_logit)
             )
-            roundings = (STEPS_OF_DOUBLE if is_double else CANCELLED) * eps + of_tanh
+            roundings = (STEPS_OF_DOUBLE if is_double else CANCELLED) * eps + tanh_error
             verdicts.limit(what, error.max(), FORWARD_FACTOR * budget.max() + roundings)
         else:
             _compare_gradient(verdicts, what, call, name[1:], t, ref, same, problem)
@@ -159,23 +159,25 @@ def _compare_gradient(
     # A score's gradient is a difference of dp and delta, sums over head_dim_v. In half types delta is made of out once that is
     # rounded, which plain torch does not do: where few rows are summed its luck is no budget. Of one visible key out is v, and
     # exact, and nothing else may be left of a gradient.
-    of_out = torch.finfo(config.dtype).eps if config.dtype in HALF else 0.0
+    out_eps = torch.finfo(config.dtype).eps if config.dtype in HALF else 0.0
     steepness = STEEPEST.get(config.score_mod or "", 1.0)
     cuts = config.head_dim_v / ADDED_AT_ONCE if _is_cut(config) else 0.0
-    of_delta = steepness * (SCORE_STEPS + cuts) * eps * config.head_dim_v**0.5
-    if of_out and call.dout is not None and ref.out.numel():
+    delta_error = steepness * (SCORE_STEPS + cuts) * eps * config.head_dim_v**0.5
+    if out_eps and call.dout is not None and ref.out.numel():
         rounded_out = torch.where(_row_of_out(ref.is_rounded, config.q_format), ref.out * call.dout.double(), 0.0)
-        of_delta = of_delta + steepness * OUT_STEPS * of_out / 2 * rounded_out.nan_to_num().square().sum(-1).max().sqrt()
+        delta_error = delta_error + steepness * OUT_STEPS * out_eps / 2 * rounded_out.nan_to_num().square().sum(-1).max().sqrt()
     if name in ("q", "k", "v"):
         queries = (
             sum(problem.q.lengths) * config.group / max(1, len(problem.q.lengths)) if name == "k" else 1.0
         )  # that a key sums over
-        rounded = torch.as_tensor(of_delta * problem.scale * max(1.0, queries) ** 0.5, dtype=torch.float64, device=got.device)
+        rounded = torch.as_tensor(delta_error * problem.scale * max(1.0, queries) ** 0.5, dtype=torch.float64, device=got.device)
         least = torch.where(wanted.any(), rounded, rounded.clamp(min=NOTHING))
     else:  # sums of the gradients of many scores, which may cancel altogether
         terms = (ref.lse.numel() if name == "softmax_offset" else ref.num_scores) / max(1, leaf.numel())
-        of_scores = ref.largest.clamp(min=1.0) if config.score_mod in MULTIPLY else 1.0
-        least = (cancelled * (ref.dscore + DP) + of_out / 4.0 * ref.dscore + of_delta / 4.0) * of_scores * max(1.0, terms) ** 0.5
+        score_error = ref.largest.clamp(min=1.0) if config.score_mod in MULTIPLY else 1.0
+        least = (
+            (cancelled * (ref.dscore + DP) + out_eps / 4.0 * ref.dscore + delta_error / 4.0) * score_error * max(1.0, terms) ** 0.5
+        )
     verdicts.close(what, got, wanted, same.gradients[name], GRADIENT_FACTOR, rounding, least)
 
 
@@ -184,15 +186,15 @@ def _is_cut(config: Config) -> bool:
     return (config.where.backend, config.where.device) == ("triton", "cuda")
 
 
-def _row_of_out(of_lse: Tensor, q_format: str) -> Tensor:
+def _row_of_out(statistic: Tensor, q_format: str) -> Tensor:
     """Returns a tensor of lse's shape, a number a row, to broadcast over out."""
     if q_format == "thd":
-        return of_lse.T[..., None]
-    return of_lse.permute(["bhs".index(dim) for dim in q_format[:-1]])[..., None]
+        return statistic.T[..., None]
+    return statistic.permute(["bhs".index(dim) for dim in q_format[:-1]])[..., None]
 
 
 def repeats_to_the_bit(config: Config, name: str) -> bool:
-    """Tells if docs/reproducible.md (Deterministic runs) promises it; on a CPU nothing runs side by side, so there all repeats."""
+    """Returns whether docs/reproducible.md (Deterministic runs) promises that a call repeats. On a CPU every call repeats."""
     return not name.startswith("d") or config.deterministic is True or config.where.device == "cpu"
 
 
@@ -223,19 +225,19 @@ def check(config: Config, seed: int, allocations: Allocations) -> list[str]:
 
 def config_of(where: Where, name: str) -> Config:
     """Returns the configuration of a call by its name: the configuration's seed, a point, and the call's number."""
-    of_config, of_call = map(int, name.split("."))
-    return varied(draw_config(of_config, where), of_config * CALLS + of_call)
+    config_seed, call_number = map(int, name.split("."))
+    return varied(draw_config(config_seed, where), config_seed * CALLS + call_number)
 
 
 def check_by_name(where: Where, name: str, allocations: Allocations) -> list[str]:
-    config, (of_config, of_call) = config_of(where, name), map(int, name.split("."))
+    config, (config_seed, call_number) = config_of(where, name), map(int, name.split("."))
     with settings(config):
-        return check(config, of_config * CALLS + of_call, allocations)
+        return check(config, config_seed * CALLS + call_number, allocations)
 
 
 @contextmanager
 def settings(config: Config) -> Iterator[None]:
-    """Sets what a configuration says beside the call's arguments."""
+    """Sets the options of a configuration that are not arguments of the call."""
     with ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, FLEXATTN_HOPPER=config.hopper))
         if config.where.backend == "eager" and config.has_small_blocks:

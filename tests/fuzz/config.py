@@ -20,10 +20,10 @@ FURTHEST_FOR_A_MOD = -1e30  # a score_mod may multiply it by the numbers drawn h
 FEATURES = ("extreme", "offset", "any order", "huge", "empty", "fp8", "sharing", "modes")
 # Shapes of a descale of keys or values in FP8.
 DESCALES = ("none", "one", "heads", "one head", "sequences and heads", "sequences", "blocks", "tokens")
-# Tensors in FP8: k and v alone, without a rounding; all three; or all three by a recipe, which quantises them.
+# Tensors in FP8: only k and v, without a rounding; all three; or all three, quantised by a recipe.
 FP8_OF = ("keys", "keys", "all", "recipe")
 MOST_FP8_DIM = 256  # the largest head dim of keys in FP8 on Triton
-FP8_BLOCK_MASK = (32, 64)  # the size of a block mask's blocks where Triton multiplies in FP8, unless it is a multiple of 32
+FP8_BLOCK_MASK = (32, 64)  # block size of a block mask if Triton multiplies in FP8 and the drawn size is not a multiple of 32
 # Tensors that lie in one memory: side by side, or one in another.
 PACKINGS_OF_CALLS = ("", "", "", "k and v", "q, k and v", "v in k", "q is k is v")
 # Modes that each of the three calls may be made in.
@@ -77,10 +77,10 @@ class Config(NamedTuple):
     block_mask: tuple[int, int] | None  # the size of its blocks
     size: int  # in mods
     mod_tensors: str  # how captures come: "closure", "list" or "dict"
-    extreme: str | None  # where large finite negative numbers are: "bias", "slopes" or "score_mod"
+    extreme: str | None  # the argument with large finite negative numbers: "bias", "slopes" or "score_mod"
     deterministic: bool | None
-    wants: frozenset[str]  # what asks for a gradient
-    loss: frozenset[str]  # what the loss is made of
+    wants: frozenset[str]  # the tensors that need a gradient
+    loss: frozenset[str]  # the results in the loss
     layouts: dict[str, str]
     padding: str  # "nan", "inf", "1e30" or "mixed"
     return_lse: bool
@@ -91,18 +91,21 @@ class Config(NamedTuple):
     has_small_blocks: bool  # in the interpreter, whether masks of whole blocks are told; on eager, whether rows come in chunks
     lengths_in: str  # "cu_seqlens" or "seqused": of dense formats
     page_size: int  # of dense keys with lengths, which then want no gradients; 0: they lie in no pages
-    results: Results  # where out and gradients are asked to lie
+    results: Results  # the layouts of out and gradients
     # Keys and values in FP8:
-    fp8: str = ""  # the dtype of k and v beside q's; then nothing wants a gradient
+    fp8: str = ""  # the dtype of k and v if it differs from q's; then no tensor needs a gradient
     fp8_of: str = ""  # of FP8_OF
     descales: tuple[str, str, str] = ("none", "none", "none")  # of q, k and v: names of DESCALES
     recipe: tuple[str, bool] = ("tensor", False)  # its granularity, and whether it has a rotation
     gives_out: bool = False  # whether calls without gradients are given memory for out
-    # Each call draws these anew (`varied`):
-    packing: str = ""  # of PACKINGS_OF_CALLS, where the shapes allow it: strides are those of tensors in one memory
+    # Each call draws these fields again (`varied`):
+    packing: str = ""  # one of PACKINGS_OF_CALLS, if the shapes allow it: strides of tensors that share memory
     as_views: bool = False  # then they are views of one tensor to autograd, else tensors of their own
-    together: tuple[bool, bool] = (True, True)  # whether the two sets of tensors lie in one memory, or with the same strides apart
-    sets: tuple[int, int, int] = (0, 0, 0)  # the set of tensors that each of the three calls is given
+    together: tuple[bool, bool] = (
+        True,
+        True,
+    )  # whether the two sets of tensors share memory or are separate, with equal strides
+    sets: tuple[int, int, int] = (0, 0, 0)  # the set of tensors for each of the three calls
     modes: tuple[str, str, str] = ("", "", "")  # the mode that each is made in
 
     @property
@@ -255,7 +258,7 @@ def _with_fp8(config: Config, rng: Random) -> Config:
 def varied(config: Config, seed: int) -> Config:
     """Returns the configuration with other sequences, heads, numbers, strides, memory and modes.
 
-    Few kernels are compiled for them. A configuration has hundreds of calls on a GPU, where its kernels take ten seconds and more.
+    They need few new kernels. On a GPU a configuration has hundreds of calls, because its kernels take ten seconds or more.
     """
     rng, where = Random(f"{seed} varied"), config.where
     modes = [*MODES, *(GPU_MODES if where.device == "cuda" else ())]
@@ -263,9 +266,9 @@ def varied(config: Config, seed: int) -> Config:
     if mode == "autocast" and config.dtype not in HALF:
         mode = ""
     if mode == "graph":
-        of_calls = ("", "", "graph")
+        call_modes = ("", "", "graph")
     else:
-        of_calls = rng.choice([(mode, "", ""), ("", "", mode), (mode, mode, ""), (mode, mode, mode), ("", mode, "")])
+        call_modes = rng.choice([(mode, "", ""), ("", "", mode), (mode, mode, ""), (mode, mode, mode), ("", mode, "")])
     is_long = config.longest != where.longest
     config = config._replace(
         batch=config.batch if is_long else rng.randint(1, where.most_heads),
@@ -274,7 +277,7 @@ def varied(config: Config, seed: int) -> Config:
         gaps=rng.choice(["none", "ordered", "ordered" if "any order" in where.without else "any order"]),
         layouts={name: rng.choice(LAYOUTS) if rng.random() < 0.5 else "plain" for name in config.layouts},
         padding=rng.choice(["nan", "inf", "1e30", "mixed"]),
-        modes=of_calls,
+        modes=call_modes,
     )
     config = _with_other_numbers(config, Random(f"{seed} of other numbers"))
     if "sharing" in where.without:
@@ -288,7 +291,7 @@ def varied(config: Config, seed: int) -> Config:
 
 
 def _with_other_numbers(config: Config, rng: Random) -> Config:
-    """Draws anew what a kernel takes as a number, or as strides."""
+    """Draws the numbers and strides of a kernel's arguments again."""
     c, is_changed = config, rng.random() < 0.7
     if not is_changed:
         return c

@@ -29,17 +29,17 @@ def compare(verdicts: Limits, when: str, call: Call, got: dict[str, Tensor]) -> 
     ref = exact(problem, meant, call.dout, call.dlse, call.wanted)
     is_rounded = call.config.fp8_of == "recipe"
     finite = ref.max_logit.masked_fill(ref.max_logit.isinf(), 0.0).abs()
-    of_scores = OF_INPUTS + OF_PRODUCTS * float(finite.max()) if is_rounded and finite.numel() else 0.0
+    score_error = OF_INPUTS + OF_PRODUCTS * float(finite.max()) if is_rounded and finite.numel() else 0.0
     for name, t in got.items():
         what = f"{when}: {name} in FP8"
         if name == "lse":
             verdicts.never(f"{what} has other rows without a key", (t.isinf() != ref.lse.isinf()).any())
             error = torch.where(ref.lse.isinf(), 0.0, (t.double() - ref.lse).abs())
-            _limit(verdicts, what, error, LSE + of_scores)
+            _limit(verdicts, what, error, LSE + score_error)
             continue
         if name == "max_logit":
             error = torch.where(t == ref.max_logit, 0.0, (t.double() - ref.max_logit).abs())
-            _limit(verdicts, what, error, 0.01 + of_scores)
+            _limit(verdicts, what, error, 0.01 + score_error)
             continue
         verdicts.never(f"{what} is not finite", ~t.isfinite().all())
         if name == "out" and not is_rounded:

@@ -10,7 +10,7 @@ from tests.support.guarded_memory import Layout
 
 
 def draw_layout(rng: Random, sizes: tuple[int, ...], dtype: torch.dtype, kind: str, expandable: int | None) -> Layout:
-    """Draws strides, from the innermost dim on. A margin leaves room behind a dim, and a step behind each of its elements."""
+    """Draws strides, starting with the innermost dim. A margin adds room after a dim, a step after each of its elements."""
     order, steps, margins = list(range(len(sizes))), [1] * len(sizes), [0] * len(sizes)
     offset = rng.randint(1, 7) if kind == "offset" else 0
     if kind == "permuted" and len(sizes) > 1:

@@ -16,7 +16,7 @@ from flexattn import mods
 
 Make = Callable[[dict[str, Tensor], dict[str, Any]], Callable[..., Any]]  # of captures by name, and of numbers by name
 
-SIZES = (5, 16, 33)  # what a number in a mask may be, which is part of a compiled kernel
+SIZES = (5, 16, 33)  # values of a number in a mask, which is part of a compiled kernel
 TABLE, BUCKETS = 8, 16
 T5_FARTHEST = 128
 
@@ -26,7 +26,7 @@ class Drawn(NamedTuple):
 
     captures: dict[str, tuple[str | int, ...]]
     make: Make
-    dense: Make | None = None  # the closed form, where `make` is not its own
+    dense: Make | None = None  # the closed form, if it is not `make`
 
 
 def _distance(t: dict[str, Tensor], n: dict[str, Any]) -> Callable[..., Any]:
@@ -84,16 +84,16 @@ def _softcap_dense(t: dict[str, Tensor], n: dict[str, Any]) -> Callable[..., Any
 
 
 def _relative_dense(t: dict[str, Tensor], n: dict[str, Any]) -> Callable[..., Any]:
-    """T5's buckets, as the transformers library computes them for each distance."""
+    """Returns T5's bucket of each distance, computed like the transformers library."""
 
     def bucket(distance: int) -> int:
-        of_side = BUCKETS // 2
-        first, far = (of_side if distance > 0 else 0), abs(distance)
-        single = of_side // 2
+        side_buckets = BUCKETS // 2
+        first, far = (side_buckets if distance > 0 else 0), abs(distance)
+        single = side_buckets // 2
         if far < single:
             return first + far
-        wide = math.log(far / single) / math.log(T5_FARTHEST / single) * (of_side - single)
-        return first + min(of_side - 1, single + int(wide + 1e-9))
+        wide = math.log(far / single) / math.log(T5_FARTHEST / single) * (side_buckets - single)
+        return first + min(side_buckets - 1, single + int(wide + 1e-9))
 
     def mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         farthest = max(i.shape[0], j.shape[0])

@@ -17,7 +17,7 @@ from torch import Tensor
 # float64 does, so the oracle rounds them to it before an exact softmax. Smaller ones stay: a rounding does little there.
 LARGE = 2.0**13
 LONE = 2.0**11
-FARTHEST = 104.0  # from a row's largest score, where exp is 0 in float32
+FARTHEST = 104.0  # distance from a row's largest score at which exp is 0 in float32
 NEG_INF = float("-inf")
 WORD = 0xFFFFFFFF
 
@@ -31,7 +31,7 @@ class Side(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """A call of attention() beside its tensors."""
+    """The arguments of a call of attention() that are not tensors."""
 
     q: Side
     kv: Side
@@ -56,9 +56,9 @@ class Result(NamedTuple):
     gradients: dict[str, Tensor]
     dscore: Tensor  # the largest gradient of a score, by magnitude
     num_scores: int
-    is_level: Tensor  # bool, as lse: the row's largest score is beyond LARGE, and the others equal it or are far from it
-    is_rounded: Tensor  # bool, as lse: out is not the value of one key alone, which a half type has exactly
-    is_vague: Tensor  # bool, as lse: it is beyond LARGE, and others are so near that a rounding decides
+    is_level: Tensor  # bool, shaped like lse: the row's largest score is beyond LARGE, and the others equal it or are far from it
+    is_rounded: Tensor  # bool, shaped like lse: out is not the value of a single key, which a 16-bit dtype holds exactly
+    is_vague: Tensor  # bool, shaped like lse: it is beyond LARGE, and others are so near that a rounding decides
     largest: Tensor  # the largest score of each of the other rows: the largest of these, by magnitude
 
 
@@ -66,7 +66,7 @@ Rounding = Callable[[Tensor], Tensor]
 
 
 def exact(problem: Problem, tensors: dict[str, Tensor], dout: Tensor | None, dlse: Tensor | None, wanted: Sequence[str]) -> Result:
-    """In float64, of tensors by their name in attention(), and by their own where mods capture them."""
+    """Returns the results in float64. tensors: by their names in attention(), or their own names if mods capture them."""
     is_rounded = problem.is_extreme and tensors["q"].dtype is not torch.float64
 
     def rounding(x: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ def exact(problem: Problem, tensors: dict[str, Tensor], dout: Tensor | None, dls
 
 
 def plain(problem: Problem, tensors: dict[str, Tensor], dout: Tensor | None, dlse: Tensor | None, wanted: Sequence[str]) -> Result:
-    """In the dtype of q; large scores in float32, as a half type has none to hold them."""
+    """Returns the results in the dtype of q; large scores are in float32, because 16 bits cannot hold them."""
     dtype = tensors["q"].dtype
     if dtype not in (torch.float16, torch.bfloat16):
         return _results(problem, tensors, dout, dlse, wanted, dtype, lambda x: x)
@@ -212,12 +212,12 @@ def press_slopes(heads: int) -> list[float]:
 def dropout_keeps(
     rng_state: tuple[int, int], probability: float, batch: int, heads: int, sq: int, skv: int, device: torch.device
 ) -> Tensor:
-    """bool [b, h, sq, skv], as docs/semantics.md (Dropout and rng_state) defines it."""
+    """Returns the kept weights, bool [b, h, sq, skv], by the definition in docs/semantics.md (Dropout and rng_state)."""
     seed, offset = rng_state
     groups = torch.arange(-(-skv // 8), device=device)
     rows = torch.arange(sq, device=device)[:, None]
-    of_head = torch.arange(batch * heads, device=device).view(batch, heads, 1, 1)
-    counter = torch.broadcast_tensors(groups, rows, of_head, torch.tensor(offset & WORD, device=device))
+    head_numbers = torch.arange(batch * heads, device=device).view(batch, heads, 1, 1)
+    counter = torch.broadcast_tensors(groups, rows, head_numbers, torch.tensor(offset & WORD, device=device))
     words = philox((seed & WORD, seed >> 32 & WORD), counter)  # of eight keys: each word is a pair's
     drawn = torch.stack([(words & 0xFFFF) * 65536, words], -1).flatten(-3)[..., :skv]
     return drawn >= int(probability * 2**32)
@@ -241,7 +241,10 @@ def _product(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _rectangle(x: Tensor, side: Side) -> tuple[Tensor, Tensor, Tensor]:
-    """(sequences [b, h, s, d] with zeros behind their ends, each token's row [b, s], whether it is one [b, s]); s is at least 1."""
+    """Returns sequences [b, h, s, d] with zeros after their ends, the row of each token [b, s], and whether it is a token [b, s].
+
+    s is at least 1.
+    """
     rows = _rows(x, side.fmt)
     longest = max(1, *side.lengths) if side.lengths else 1
     numbers = torch.tensor(
@@ -261,7 +264,7 @@ def _rectangle(x: Tensor, side: Side) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _scattered(t: Tensor, numbers: Tensor, total: int, fill: float) -> Tensor:
-    """Rows [total, h, d] of a rectangle [b, s, h, d], with `fill` where no token of a sequence lies."""
+    """Returns the rows [total, h, d] of a rectangle [b, s, h, d]. A row that belongs to no sequence is `fill`."""
     rows = torch.full((total + 1, *t.shape[2:]), fill, dtype=t.dtype, device=t.device)
     return rows.index_copy(0, numbers.flatten(), t.flatten(0, 1))[:total]
 

@@ -133,7 +133,7 @@ def check(seed: int) -> list[str]:
 
 
 def run_rank(options: argparse.Namespace) -> None:
-    """Makes calls until rank 0 says that the time is up. Rank 0 writes the findings of all ranks."""
+    """Makes calls until rank 0 announces the end of the time. Rank 0 writes the findings of all ranks."""
     torch.set_num_threads(1)
     more = {"init_method": f"file://{options.rendezvous}", "rank": options.rank, "world_size": options.ranks}
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60), **more)
@@ -151,7 +151,7 @@ def run_rank(options: argparse.Namespace) -> None:
         found: list[Any] = [None] * options.ranks
         dist.all_gather_object(found, wrong)
         if options.rank == 0:
-            line = {"name": str(own), "has": features(*drawn(own)), "wrong": [text for of_rank in found for text in of_rank]}
+            line = {"name": str(own), "has": features(*drawn(own)), "wrong": [text for texts in found for text in texts]}
             with open(options.out, "a") as log:
                 log.write(json.dumps(line) + "\n")
     dist.barrier()

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 GRACE = 120.0  # seconds for a call with its compilation, and for a process after its time
 LEAST = 15.0  # a process is not started again for fewer seconds
-VALUES = 200  # calls of each configuration on a GPU, where the kernels of one take longer to compile than a hundred calls
+VALUES = 200  # calls of each configuration on a GPU: its kernels take longer to compile than a hundred calls
 STRIDE = 10**6  # configurations between the first ones of two processes
 
 
@@ -28,7 +28,7 @@ class Job(NamedTuple):
 
 
 class Found:
-    """Sums over the logs of calls: their number, their defects, and their features, alone, in pairs and in triples."""
+    """Sums over the logs of calls: their number, their defects, and their features, single, in pairs and in triples."""
 
     def __init__(self) -> None:
         self.calls = self.kept = 0

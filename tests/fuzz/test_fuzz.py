@@ -126,7 +126,7 @@ def test_a_write_beside_an_output_is_found(monkeypatch: pytest.MonkeyPatch, allo
 
 
 def test_what_is_right_passes(allocations: Allocations) -> None:
-    """And draws what no other test does."""
+    """A draw contains combinations that no other test has."""
     drawn = [draw_config(seed, EAGER) for seed in range(ENOUGH)]
     assert {"ordinary", "empty", "wrong lengths"} == {config.kind for config in drawn}
     assert all(any(getattr(config, name) for config in drawn) for name in ("extreme", "is_offset", "block_mask", "dropout_p"))

@@ -94,6 +94,16 @@ def test_a_missed_target_is_named() -> None:
     assert f"| {held.name} | {(held.most or 0) + 1:,.5g} |" in targets.table({"now": {held.name: (held.most or 0) + 1}})
 
 
+def test_a_constant_that_cites_a_result_file_is_found() -> None:
+    for text, is_found in (
+        ("# Measured in standard_h200.\n# Tokens.\nFROM = 2048\n", True),
+        ('ROWS = [\n    Rule("x", source="standard_h200"),\n]\n', True),
+        ("import math\n\ndef f():\n    return 1  # as in standard_h200\n", False),
+    ):
+        module = structure.Module("flexattn.dispatch.x", Path("dispatch/x.py"), text, ast.parse(text))
+        assert targets.cites(module, ("standard_h200",)) == is_found
+
+
 @pytest.mark.slow
 def test_targets_that_were_reached_hold() -> None:
     values = targets.measured(targets.ROOT) | targets.called(targets.ROOT)

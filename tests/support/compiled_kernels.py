@@ -24,20 +24,20 @@ def check_loops(case: tuple[Any, ...], loops: Sequence[Mapping[str, int]], expec
     counts = [sum(loop.values()) for loop in loops]
     if UNIFORM_MOVES:  # of which the expected number has some too
         moves = [sum(loop.get(name, 0) for name in UNIFORM_MOVES) for loop in loops]
-        fewer = [count - of_them for count, of_them in zip(counts, moves, strict=True)]
+        fewer = [count - moved for count, moved in zip(counts, moves, strict=True)]
         assert all(count <= (1 + slack) * expected for count in fewer), f"{case}: {fewer} beside {moves}, not {expected}"
     else:
         assert all(abs(count - expected) <= slack * expected for count in counts), f"{case}: {counts}, not {expected}"
 
 
 def compile_beside(requests: Sequence[CompileRequest]) -> list[CompileReport]:
-    """Returns the reports of `compile_many`, whose process begins with torch imported: that takes longer than a small kernel."""
+    """Returns the reports of `compile_many` from a process that has imported torch, which takes longer than a small kernel."""
     with mock.patch.object(compile_report, "_run_python", forked.run):
         return compile_report.compile_many(requests)
 
 
 def compile_sound(requests: Sequence[CompileRequest]) -> list[CompileReport]:
-    """Returns the reports, and fails where Triton or ptxas made code of a kernel that is wrong whatever its speed."""
+    """Returns the reports. Fails if the code that Triton or ptxas made is wrong at any speed."""
     reports = compile_beside(requests)
     for request, report in zip(requests, reports, strict=True):
         assert not report.undefined_registers, f"{report.undefined_registers} are read and nothing writes them: {request}"

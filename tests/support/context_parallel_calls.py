@@ -1,4 +1,4 @@
-"""Calls of attention over ranks and of one process, and what must be equal between them: over gloo on a CPU, or NCCL on GPUs."""
+"""Calls of attention over ranks, compared with calls of one process: over gloo on a CPU, or NCCL on GPUs."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ OTHER_BITS = 0.02  # share of out that may have other bits: torch's products of 
 PACKED = ("gather packed", "halo packed")  # keys come as from ranks of several hosts
 SLICES, MOST_RANKS = (slices.SLICE_BYTES, slices.SLICE_PRODUCTS), exchange.MOST_RANKS
 COMPILES = ""  # the backend of torch.compile by which calls over ranks are compiled, without a break of their graph
-GROUP: Any = None  # what plans are made of; None: all processes
-DEVICE = torch.device("cpu")  # where this process has its tensors
+GROUP: Any = None  # group of the plans; None: all processes
+DEVICE = torch.device("cpu")  # device of this process's tensors
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ BLOCK_MODS: dict[str, Callable[..., Any]] = {"near": near_or_first, "far": far}
 def _block_mask(name: str, sizes: tuple[int | None, int | None, int, int], block_size: int) -> Any:
     name, _, change = name.partition(" ")
     mask = flexattn.create_block_mask(BLOCK_MODS[name], *sizes, device=DEVICE.type, BLOCK_SIZE=block_size)
-    if change == "other":  # lists that are not the mod's: blocks that are hidden, or seen whole, against what it says
+    if change == "other":  # lists that contradict the mod: blocks that are hidden, or visible in full
         places = torch.meshgrid(
             *(torch.arange(n, device=DEVICE) for n in (*mask.kv_num_blocks.shape, mask.kv_indices.shape[-1])), indexing="ij"
         )
@@ -93,15 +93,15 @@ def _block_mask(name: str, sizes: tuple[int | None, int | None, int, int], block
 
 
 def block_mask_of(problem: Problem) -> Any:
-    """Returns the block mask of a problem, of its heads, and of its batch or documents; None where it has none."""
+    """Returns the block mask of a problem for its heads and its batch or documents; None if it has none."""
     if not problem.blocks:
         return None
     lengths = [max(side) for side in zip(*problem.lengths, strict=True)]
     rows = len(problem.lengths) if problem.batch is None else problem.batch
-    of_heads = None if "all heads" in problem.blocks else problem.heads[0]
+    mask_heads = None if "all heads" in problem.blocks else problem.heads[0]
     rows = None if "all heads" in problem.blocks else rows
     block_size = 32 if "fp8_recipe" in problem.options else 16  # in FP8 the kernels read keys 32 at a time
-    return _block_mask(problem.blocks.replace(" all heads", ""), (rows, of_heads, *lengths), block_size)
+    return _block_mask(problem.blocks.replace(" all heads", ""), (rows, mask_heads, *lengths), block_size)
 
 
 SCORE_MODS: dict[str, Callable[..., Any]] = {"table": by_table, "place": by_place}
@@ -146,7 +146,7 @@ def as_format(t: Tensor, fmt: str) -> Tensor:
 
 
 def plan_of(problem: Problem, layout: str | None) -> Plan:
-    """Returns the plan of a problem; dealt in chunks where few tokens would be in one of the other layouts."""
+    """Returns the plan of a problem. Documents are dealt in chunks if the other layouts would hold few tokens."""
     plan = distributed.plan(GROUP or dist.group.WORLD, layout=layout, **problem.plan_arguments)
     others = chunks.contiguous(plan.length, plan.ranks), chunks.zigzag(plan.length, plan.ranks)
     if layout != "dealt" or plan.q_runs not in others:
@@ -157,14 +157,14 @@ def plan_of(problem: Problem, layout: str | None) -> Plan:
 
 
 def arguments_of(problem: Problem, tensors: dict[str, Tensor], plan: Plan | None) -> dict[str, Any]:
-    """Returns the arguments of either attention beside q, k and v."""
+    """Returns the arguments of either attention after q, k and v."""
     shared = {name: t for name, t in tensors.items() if name not in ("q", "k", "v", "table")}
     mods: dict[str, Any] = {"score_mod": SCORE_MODS.get(problem.score), "mask_mod": MASK_MODS.get(problem.sees)}
     if "table" in tensors:
         mods["score_mod_tensors"] = {"table": tensors["table"]}
-    of_format = {"qkv_format": problem.qkv_format} if problem.qkv_format else {}
+    format_argument = {"qkv_format": problem.qkv_format} if problem.qkv_format else {}
     options = {name: value.to(DEVICE) if isinstance(value, Tensor) else value for name, value in problem.options.items()}
-    found = options | shared | mods | of_format | {"return_lse": True, "return_max_logit": True}
+    found = options | shared | mods | format_argument | {"return_lse": True, "return_max_logit": True}
     if tensors["q"].dtype is torch.float64:
         found.pop("fp8_recipe", None)
     if plan is not None:
@@ -179,7 +179,7 @@ def arguments_of(problem: Problem, tensors: dict[str, Tensor], plan: Plan | None
 
 
 def backend_of(problem: Problem) -> str | None:
-    """Returns the backend that narrow dtypes run on; in FP8 it is named, as each rounds in its own way."""
+    """Returns the backend for narrow dtypes. In FP8 it is explicit, because each backend rounds differently."""
     return os.environ.get("RANKS_BACKEND", "eager" if "fp8_recipe" in problem.options else None)
 
 
@@ -215,7 +215,7 @@ def results(
 
 
 def part_of(problem: Problem, whole: dict[str, Tensor], plan: Plan) -> dict[str, Tensor]:
-    """Returns this rank's tokens of the whole's results, and all of the gradients of shared tensors."""
+    """Returns this rank's tokens of the undivided results, and the gradients of shared tensors."""
     dim = {"sbhd": 0, "bhsd": 2}.get(problem.qkv_format)
     found = dict(whole)
     for name in ("out", "dq", "dk", "dv"):
@@ -225,7 +225,7 @@ def part_of(problem: Problem, whole: dict[str, Tensor], plan: Plan) -> dict[str,
 
 
 def way_of(way: str) -> str:
-    """Returns the strategy of a way, after which keys come as it says: in slices, or packed as for ranks of many hosts."""
+    """Returns the strategy of a way, and makes keys arrive in its form: in slices, or packed as for ranks of several hosts."""
     strategy, _, how = way.partition(" ")
     slices.SLICE_BYTES, slices.SLICE_PRODUCTS = (1, 0.0) if how == "sliced" else SLICES
     exchange.MOST_RANKS = 0 if how == "packed" else MOST_RANKS
@@ -234,7 +234,7 @@ def way_of(way: str) -> str:
 
 
 def compare(problem: Problem, layouts: Sequence[str | None], ways: Sequence[str], dtype: torch.dtype = torch.float64) -> None:
-    """Asserts that each strategy in each layout gives what one process does."""
+    """Asserts that each strategy in each layout returns the results of one process."""
     given = tensors_of(problem, dtype)
     wide = results(problem, {name: t if name == "alibi_slopes" else t.double() for name, t in given.items()}, torch.float64, None)
     narrow = wide if dtype is torch.float64 else results(problem, given, dtype, None)
@@ -254,12 +254,12 @@ def compare(problem: Problem, layouts: Sequence[str | None], ways: Sequence[str]
 
 
 def compare_eight(problem: Problem, layout: str | None, ways: Sequence[str]) -> None:
-    """Asserts that FP8 over ranks gives what it gives in one process.
+    """Asserts that FP8 over ranks returns the results of one process.
 
-    A ring merges weights that were rounded relative to those of its step, and gradients round where a last bit decides, so those
-    are as near to one process's as that is to fp64. Where all keys of a query are in one call out is equal to the bit,
-    but for few numbers whose weights round by a score's last bit, on eager: kernels round weights relative to the largest so far,
-    in blocks that begin where a call's keys do.
+    A ring merges weights that are rounded relative to its step, and the last bit of a gradient decides its rounding. Their error
+    relative to one process may therefore equal the error of one process relative to fp64. If all keys of a query are in one call,
+    out is bitwise identical on eager, except for a few numbers whose weights round by a score's last bit. Kernels round weights
+    relative to the largest so far, in blocks that start at a call's first key.
     """
     recipe, given = problem.options["fp8_recipe"], tensors_of(problem, torch.bfloat16)
     wide = results(problem, {name: t.double() for name, t in given.items()}, torch.float64, None)
@@ -274,8 +274,8 @@ def compare_eight(problem: Problem, layout: str | None, ways: Sequence[str]) -> 
         seeds = out.grad, *(leaves[name] for name in "qkv"), out, lse
         found = flexattn.attention_backward(*seeds, dlse=lse.grad, **arguments, backend=backend_of(problem))  # type: ignore[arg-type]
         assert found.dsoftmax_offset is not None
-        of_sink = {"dsoftmax_offset": found.dsoftmax_offset}
-        one |= of_sink | {f"d{name}": t for name, t in zip("qkv", found, strict=False)}
+        sink_gradient = {"dsoftmax_offset": found.dsoftmax_offset}
+        one |= sink_gradient | {f"d{name}": t for name, t in zip("qkv", found, strict=False)}
     plan = plan_of(problem, layout)
     exact, expected = part_of(problem, wide, plan), part_of(problem, one, plan)
     has_bits = backend_of(problem) == "eager"
@@ -376,7 +376,7 @@ EIGHT_BITS = {
 
 
 def grown(problem: Problem, times: int = 16) -> Problem:
-    """Returns the problem with longer sequences and wider heads, as compiled kernels have them."""
+    """Returns the problem with longer sequences and wider heads, for compiled kernels."""
     if isinstance(problem.window, Window):
         window: Any = Window(*(n if n is None else n * times for n in problem.window))
     else:
@@ -387,7 +387,7 @@ def grown(problem: Problem, times: int = 16) -> Problem:
 
 
 def draw_problem(seed: int) -> Problem:
-    """Returns a problem by chance: lengths 0 and 1, windows, documents, heads, and what changes scores."""
+    """Returns a random problem: lengths 0 and 1, windows, documents, heads, and score modifications."""
     rng = random.Random(seed)
     is_packed = rng.random() < 0.6
 

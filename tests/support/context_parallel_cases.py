@@ -60,7 +60,7 @@ def all_features() -> None:
 
 
 def by_shared_memory() -> None:
-    """Exchanges by memory that ranks share, which files are here, and the kernel that pulls rows."""
+    """Exchanges through shared memory (files in this test) and the kernel that pulls rows."""
     shared_memory.share(dist.group.WORLD, calls.DEVICE)
     ways = ("gather", "halo", "ulysses")
     for number, problem in enumerate(calls.FEATURES.values()):
@@ -73,7 +73,7 @@ def by_shared_memory() -> None:
 
 
 def in_eight_bits() -> None:
-    """FP8 gives what one process gives, under each strategy; so do its scales, states and an out in FP8, to the bit."""
+    """FP8 returns the results of one process under each strategy. Scales, states and an out in FP8 are bitwise identical."""
     for number, (name, problem) in enumerate(calls.EIGHT_BITS.items()):
         ways = ["ulysses"] if "by heads" in name else [calls.WAYS[number % 6], calls.WAYS[(number + 3) % 6]]
         calls.compare_eight(problem, calls.LAYOUTS[number % 2], ways)
@@ -84,7 +84,7 @@ def in_eight_bits() -> None:
 
 
 def delayed_scales() -> None:
-    """All ranks together note what one process notes, and so are the scales that follow, and out in FP8."""
+    """All ranks together record the amax of one process. The scales that follow and out in FP8 are equal too."""
     recipe = fp8.Recipe(scaling="delayed", amax_history_len=2, out_dtype=torch.float8_e4m3fn)
     given = calls.tensors_of(calls.FEATURES["causal"], torch.bfloat16)
     plan = distributed.plan(dist.group.WORLD, length=37)
@@ -146,14 +146,14 @@ def drawn() -> None:
 
 
 def in_float32() -> None:
-    """Errors within those that one process makes in float32."""
+    """The errors are at most those of one process in float32."""
     for name in ("causal", "a sink and a softcap", "a causal window", "documents", "documents with mods and a sink"):
         calls.compare(calls.FEATURES[name], [None], calls.WAYS, torch.float32)
     calls.compare_drawn(range(400, 420), torch.float32)
 
 
 def sums_in_float32() -> None:
-    """In bfloat16 sums over ranks err as one process does, as no part of a gradient, nor of a ring's out, is rounded before."""
+    """In bfloat16 sums over ranks have the error of one process, because partial gradients and outs are not rounded."""
     for mask, ways in (("causal", calls.WAYS), ("no_mask", ("ring", "gather"))):
         problem = calls.Problem(((256, 256),), 1, (4, 2), (32, 32), mask=mask)
         given = calls.tensors_of(problem, torch.bfloat16)
@@ -171,7 +171,7 @@ def sums_in_float32() -> None:
 
 
 def decoding() -> None:
-    """One query, and a few newest ones, over keys of which each rank has some, give what one process does, with the same bits."""
+    """One query, or the few newest ones, over keys on all ranks: the results equal one process's and are the same on each rank."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     generator = torch.Generator().manual_seed(5)
     for newest, softmax_type in ((1, "vanilla"), (3, "learnable"), (3, "off-by-one")):
@@ -200,7 +200,7 @@ def decoding() -> None:
 
 
 def pages() -> None:
-    """Caches in pages, of which each rank has some, give what one process does with all of them."""
+    """Caches in pages that are divided between ranks return the results of one process."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     generator = torch.Generator().manual_seed(6)
     q, k, v = (_randn(*shape, generator=generator) for shape in ((2, 1, 4, 8), (12, 4, 2, 8), (12, 4, 2, 8)))
@@ -229,7 +229,7 @@ def _packed(queries: int, keys: int = 23) -> dict[str, Any]:
 
 
 def layouts() -> None:
-    """Sharded tensors come back whole, and positions are those in documents."""
+    """Unsharded tensors equal the originals, and positions are those within documents."""
     group = dist.group.WORLD
     for layout in calls.LAYOUTS:
         plan = distributed.plan(group, documents=[7, 0, 30, 1, 12], layout=layout)
@@ -249,13 +249,13 @@ def one_plan_for_layers_with_and_without_a_window() -> None:
     windowed = distributed.plan(group, length=37, window_size=(6, -1), layout="zigzag")
     given = {name: t for name, t in calls.tensors_of(problem, torch.float64).items() if name in "qkv"}
     q, k, v = (distributed.shard(plan, calls.as_format(t, "bhsd")) for t in given.values())
-    of_call = distributed.attention(q, k, v, plan=plan, attn_mask_type="causal", window_size=(6, -1))
-    assert torch.equal(of_call, distributed.attention(q, k, v, plan=windowed))
-    assert not torch.equal(of_call, distributed.attention(q, k, v, plan=plan))
+    out = distributed.attention(q, k, v, plan=plan, attn_mask_type="causal", window_size=(6, -1))
+    assert torch.equal(out, distributed.attention(q, k, v, plan=windowed))
+    assert not torch.equal(out, distributed.attention(q, k, v, plan=plan))
 
 
 def wrapped() -> None:
-    """Under checkpointing and torch.compile gradients are those of a plain call, and under autocast out is in its dtype."""
+    """Gradients under checkpointing and torch.compile equal those of a plain call. Under autocast, out has its dtype."""
     plan = distributed.plan(dist.group.WORLD, documents=[20, 17])
     whole = _randn(3, 37, 4, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64).unbind()
     own = distributed.shard(plan, *whole)
@@ -285,7 +285,7 @@ def wrapped() -> None:
 
 
 def compiled() -> None:
-    """Graphs without a break give what one process gives, and one graph runs every plan of as many tokens."""
+    """Graphs without a break return the results of one process, and one graph runs every plan with as many tokens."""
     calls.COMPILES = "aot_eager"
     names = ("documents with mods and a sink", "dropout with a bias for each head", "blocks of documents")
     for number, name in enumerate(names):
@@ -344,7 +344,7 @@ def one_graph_for_all_plans() -> None:
 
 
 def dropout_without_an_rng_state() -> None:
-    """All ranks drop what one process does with the state that rank 0 draws."""
+    """All ranks drop the same weights as one process with the state that rank 0 draws."""
     problem = calls.FEATURES["dropout"]
     plan = distributed.plan(dist.group.WORLD, **problem.plan_arguments)
     q, k, v = (calls.tensors_of(problem, torch.float64)[name] for name in "qkv")
@@ -406,7 +406,7 @@ def checked() -> None:
 
 
 def left_alone() -> None:
-    """A rank whose neighbour does not come raises after the group's timeout, and says what it waited for."""
+    """If a rank's neighbour does not take part, the rank raises after the group's timeout and names the operation."""
     group = dist.new_group(timeout=datetime.timedelta(seconds=1))
     everyone = dist.new_group(timeout=datetime.timedelta(seconds=60))
     plan = distributed.plan(group, length=12)
@@ -447,7 +447,7 @@ class Layer(torch.nn.Module):
 
 
 def on_one_mesh() -> None:
-    """FSDP2, tensor parallelism and this on one mesh of four processes: the gradients are those of one process."""
+    """FSDP2, tensor parallelism and context parallelism on one mesh of four processes: the gradients equal one process's."""
     mesh = init_device_mesh(calls.DEVICE.type, (2, 2), mesh_dim_names=("cp", "tp"))
     lengths = [5, 0, 20, 1, 11]
     plan = distributed.plan(mesh["cp"], documents=lengths)
@@ -479,7 +479,7 @@ def on_one_mesh() -> None:
 
 
 def sharded_dtensors() -> None:
-    """Plain attention of DTensors that are sharded over their sequence stays so, whatever else divides them, and is the whole's."""
+    """Plain attention of DTensors that are sharded over the sequence keeps their sharding and returns the undivided results."""
     mesh = init_device_mesh(calls.DEVICE.type, (2, 2), mesh_dim_names=("cp", "tp"))
     for number, (queries, keys, kind) in enumerate(((7, 7, "causal"), (3, 6, "causal_bottom_right"), (1, 5, "no_mask"))):
         fmt = ("bshd", "sbhd", "bhsd")[number]
@@ -512,7 +512,7 @@ def sharded_dtensors() -> None:
     ends = torch.tensor([0, 3], dtype=torch.int32, device=calls.DEVICE)
     lengths = {"attn_mask_type": "padding", "cu_seqlens_q": ends, "cu_seqlens_kv": ends}
     results = flexattn.attention(*tensors, return_lse=True, **lengths)
-    assert [*results[0].placements] == [Replicate()] * 2  # what is not split is computed by every rank
+    assert [*results[0].placements] == [Replicate()] * 2  # every rank computes an undivided result
     state = {"rng_state": calls.DROPOUT["rng_state"].to(calls.DEVICE), "return_lse": True, "return_max_logit": True}
     more: dict[str, Any] = calls.DROPOUT | state
     spread = flexattn.attention(*tensors, **more)
@@ -593,8 +593,8 @@ def compiled_graphs_of_kernels() -> None:
 def same_bits() -> None:
     """With deterministic=True, runs of a few thousand tokens are equal to the bit, in each strategy, however calls overlap."""
     problem = dataclasses.replace(calls.FEATURES["causal"], options={"deterministic": True})
-    for number, of_kind in enumerate((problem, calls.FEATURES["documents"])):
-        grown = dataclasses.replace(calls.grown(of_kind, 64), heads=(8, 4))
+    for number, kind in enumerate((problem, calls.FEATURES["documents"])):
+        grown = dataclasses.replace(calls.grown(kind, 64), heads=(8, 4))
         plan = distributed.plan(dist.group.WORLD, **grown.plan_arguments)
         given = calls.tensors_of(grown, torch.bfloat16)
         for way in calls.WAYS:
@@ -604,7 +604,7 @@ def same_bits() -> None:
 
 
 def decoding_over_long_caches() -> None:
-    """Long caches over ranks, in bf16: what one process does, within its own error, and the same bits on each rank."""
+    """Long caches over ranks, in bf16: within the error of one process, and bitwise identical on each rank."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     generator = torch.Generator().manual_seed(7)
     q, k, v = (_randn(3, s, h, 128, generator=generator).bfloat16() for s, h in ((1, 16), (4000, 4), (4000, 4)))
@@ -647,13 +647,13 @@ def lanes_without_races() -> None:
     for arguments, heads in RACES:
         for way in ("gather sliced", "halo sliced", "halo"):
             used |= look_for_races(arguments, heads, way)
-    # Keys of others come on the early lane where a rank has calls that need none. Rank 1 of 2 has its parts in one call.
+    # Keys of other ranks arrive on the early lane if a rank has calls that do not need them. Rank 1 of 2 has its parts in one call.
     side = {"early", "side"} if dist.get_rank() == 0 else {"early"}
     assert {*used} == {"main", "back", lane_races.COLLECTIVES} | side, used
 
 
 def lanes_without_races_by_shared_memory() -> None:
-    """So they do where ranks read each other's memory, in one slice or several."""
+    """The same holds if ranks read each other's memory, in one slice or several."""
     shared_memory.share(dist.group.WORLD, calls.DEVICE)
     used = collections.Counter[str]()
     for most in (slices.NEAR_BYTES, 1):
@@ -699,7 +699,7 @@ SUITES |= {f"captured_{part}": functools.partial(graphs.captured, part) for part
 
 
 def main(suite: str, rank: int, ranks: int, file: str) -> None:
-    """Runs a suite as one of the ranks that meet at a file, or, where that is "-", as torchrun says."""
+    """Runs a suite as one of the ranks that meet at a file, or as torchrun's rank if the file is "-"."""
     torch.set_num_threads(1)
     timeout = datetime.timedelta(seconds=int(os.environ.get("RANKS_TIMEOUT", "120")))
     more: dict[str, Any] = {"init_method": f"file://{file}", "rank": rank, "world_size": ranks, "timeout": timeout}
@@ -715,7 +715,7 @@ def main(suite: str, rank: int, ranks: int, file: str) -> None:
     SUITES[suite]()
     dist.barrier()
     sys.stdout.flush()
-    os._exit(0)  # gloo's threads may abort a process that shuts down (pytorch/pytorch#179291); whatever failed has raised
+    os._exit(0)  # gloo's threads may abort a process that shuts down (pytorch/pytorch#179291); failures have already raised
 
 
 if __name__ == "__main__":

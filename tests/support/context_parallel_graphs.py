@@ -1,4 +1,4 @@
-"""CUDA graphs of attention over ranks: captured over NCCL; and, on any device, what a capture must not find in a call."""
+"""CUDA graphs of attention over ranks: captures over NCCL, and checks on any device for operations that a capture forbids."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MADE = ("aten.lift_fresh.default", "aten.lift_fresh_copy.default")
 
 
 class _HostReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes where `flexattn.distributed` reads a tensor on the host, or makes one of numbers that the host has."""
+    """Records each place at which `flexattn.distributed` reads a tensor on the host, or creates one from the host's numbers."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -52,7 +52,7 @@ class _HostReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextlib.contextmanager
 def _as_if_captured() -> Iterator[_HostReads]:
-    """Runs calls as if a graph were captured, on any device and over any group, and watches what they read."""
+    """Runs calls as if a graph were captured, on any device and over any group, and watches their reads."""
     reads = _HostReads()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(capture, "is_capturing", lambda device: True)
@@ -92,7 +92,7 @@ _NO_READS_IN_FP8 = (
 
 
 def no_reads() -> None:
-    """A call that a graph may capture, behind one like it, reads nothing on the host, and makes nothing of what the host has."""
+    """If a similar call came before, a call that a graph may capture reads nothing on the host and creates nothing from it."""
     assert not capture._read
     for names, dtype in ((_NO_READS, torch.float64), (_NO_READS_IN_FP8, torch.bfloat16)):
         for name, way in names:
@@ -106,7 +106,7 @@ def no_reads() -> None:
             assert not reads.found, (name, way, set(reads.found))
             for of, t in found.items():
                 torch.testing.assert_close(t, wanted[of], rtol=0.0, atol=0.0, equal_nan=True)
-    assert capture._read  # what a graph reads is kept
+    assert capture._read  # inputs of a graph stay alive
     refused()
 
 
@@ -169,7 +169,7 @@ def _replay(problem: calls.Problem, dtype: torch.dtype, way: str) -> None:
 
 def _cases() -> list[tuple[calls.Problem, torch.dtype, str]]:
     half = torch.bfloat16
-    of_features = (
+    features = (
         ("causal", "gather sliced"),
         ("causal", "ring"),
         ("causal", "ulysses"),
@@ -179,7 +179,7 @@ def _cases() -> list[tuple[calls.Problem, torch.dtype, str]]:
         ("dropout of documents with mods and a sink", "ring"),
         ("blocks of documents", "halo"),
     )
-    cases = [(calls.grown(calls.FEATURES[name]), half, way) for name, way in of_features]
+    cases = [(calls.grown(calls.FEATURES[name]), half, way) for name, way in features]
     eight = calls.eight(calls.Problem(((512, 512),), dims=(64, 64)))
     return [*cases, (eight, half, "halo"), (eight, half, "ulysses")]
 

@@ -1,9 +1,8 @@
-"""A cuDNN plan's results in plain torch, on any device, from what the plan is compiled for and the buffers that it gets.
+"""A cuDNN plan's results in plain torch, on any device, from the plan's configuration and its buffers.
 
-It stands in for `execute` where there is no GPU, so that all that the launchers do around cuDNN is tested everywhere. It takes
-every liberty that cuDNN has: it reads whole tiles of 128 tokens, whatever lies past a sequence's end, multiplies what it masked
-by 0 rather than leave it out, writes nothing past a sequence's end, and gives NaN to a query that sees no key. In FP8, where such a
-query may keep a GPU busy for ever, it fails.
+The emulator replaces `execute` if there is no GPU, so that tests cover the launchers everywhere. It does everything that cuDNN may
+do: it reads whole tiles of 128 tokens beyond a sequence's end, multiplies masked values by 0 instead of skipping them, writes
+nothing past a sequence's end, and returns NaN if a query sees no key. In FP8 such a query may hang a GPU, so the emulator fails.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ NAN = float("nan")
 
 
 class EmulatedPlans:
-    """In place of the plan cache: nothing is built, and what was asked for is kept."""
+    """Replaces the plan cache: it builds nothing, and records the requested plans."""
 
     def __init__(self) -> None:
         self.asked: list[Sdpa] = []
@@ -64,7 +63,7 @@ def _forward(x: Sdpa, buffers: dict[int, Tensor], b: int, len_q: int, len_kv: in
     peak = s.amax(-1) if s.shape[-1] else s.new_full(s.shape[:-1], NEG_INF)
     if x.has_sink and x.mods is not None:  # a hidden score is finite then, and the sink alone may be above all
         peak = torch.maximum(peak, _per_head(buffers[Uid.SINK]))
-    total = torch.exp(s - peak[..., None]).sum(-1)  # NaN where nothing is visible
+    total = torch.exp(s - peak[..., None]).sum(-1)  # NaN if no key is visible
     if x.has_sink:
         total = total + torch.exp(_per_head(buffers[Uid.SINK]) - peak)
     p = torch.exp(s - peak[..., None]) / total[..., None]
@@ -171,7 +170,7 @@ def _times(buffers: dict[int, Tensor], *uids: Uid) -> Tensor:
 def _scores(
     x: Sdpa, buffers: dict[int, Tensor], b: int, len_q: int, len_kv: int, descale: Tensor | float = 1.0
 ) -> tuple[Tensor, Tensor, ModGraph | None, Callbacks | None]:
-    """Masked scores [h, r, c], what dropout multiplies weights by, for whole tiles of rows and columns, and the mods' graph."""
+    """Returns masked scores [h, r, c] and dropout's factors for whole tiles of rows and columns, and the mods' graph."""
     q, k = _read(x, buffers, Uid.Q, b, len_q), _heads(x, _read(x, buffers, Uid.K, b, len_kv))
     s = q @ k.transpose(-1, -2) * float(buffers[Uid.SCALE]) * descale
     i, j = torch.arange(q.shape[1])[:, None], torch.arange(k.shape[1])
@@ -196,7 +195,7 @@ def _scores(
     if x.window_right is not None:
         visible = visible & (j <= diagonal + x.window_right)
     keep = torch.ones(())
-    if x.dropout_p:  # which weights cuDNN drops is its own affair; here it drops those that the reference does
+    if x.dropout_p:  # cuDNN chooses the dropped weights; the emulator drops those of the reference
         state = torch.stack([buffers[uid].flatten()[0] for uid in (Uid.SEED, Uid.OFFSET)])
         head = b * x.num_heads + torch.arange(x.num_heads)
         keep = dropout_keep(state, x.dropout_p, head, range(s.shape[1]), range(s.shape[2])) / (1.0 - x.dropout_p)
@@ -204,7 +203,7 @@ def _scores(
 
 
 def _read(x: Sdpa, buffers: dict[int, Tensor], uid: Uid, b: int, length: int) -> Tensor:
-    """[h, whole tiles of tokens, d] as fp32, as far as there is memory."""
+    """Returns [h, whole tiles of tokens, d] in fp32, up to the end of the memory."""
     if x.pages is not None and uid in (Uid.K, Uid.V):
         return _read_pages(x, buffers, uid, b, length)
     strides = _strides(x, uid)

@@ -1,4 +1,4 @@
-"""The graph that a plan's mods are written into, in plain torch: what its nodes give, and whether cuDNN takes them."""
+"""The graph of a plan's mods in plain torch: the results of its nodes, and checks that cuDNN accepts them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Value:
 
 
 class ModGraph:
-    """Sequence `b` of a plan: rows and columns are whole tiles, past whose real ones cuDNN's loads give 0."""
+    """Sequence `b` of a plan. Rows and columns are whole tiles; cuDNN's loads return 0 past the real ones."""
 
     def __init__(self, x: Sdpa, buffers: dict[int, Tensor], b: int, rows: int, columns: int) -> None:
         self.x, self.buffers, self.b, self.rows, self.columns = x, buffers, b, rows, columns

@@ -1,4 +1,4 @@
-"""Mods that cuDNN's graphs are tried with, on a GPU, in plans and emulated: what each is, and what of it cuDNN refuses."""
+"""Mods for tests of cuDNN's graphs, on a GPU, in plans and in the emulator, with cuDNN's refusals."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BATCH, HEADS = 2, 6
 
 
 class Case(NamedTuple):
-    """make(sq, skv, device) -> (score_mod, mask_mod); refused, backward_refused: words of the reason, where there is one."""
+    """make(sq, skv, device) -> (score_mod, mask_mod). refused, backward_refused: words of the reason if cuDNN refuses."""
 
     make: Callable[[int, int, Any], tuple[Any, Any]]
     refused: str = ""
@@ -203,10 +203,10 @@ CASES: dict[str, Case] = {
 
 
 class Shape(NamedTuple):
-    """A call that mods are tried with: its format, the lengths (of `make_inputs`), and the arguments beside the mods."""
+    """A call for tests of mods: its format, the lengths for `make_inputs`, and the other arguments."""
 
     fmt: str
-    lengths: str  # a key of what the test has for lengths
+    lengths: str  # key of the test's table of lengths
     call: dict[str, Any]
     inputs: dict[str, Any] = {}  # noqa: RUF012  # further arguments of `make_inputs`, never changed
 

@@ -1,8 +1,8 @@
-"""Real cuDNN plans on a machine with no GPU: a stand-in for the CUDA driver, and the properties of GPUs.
+"""Real cuDNN plans on a machine without a GPU: a stub of the CUDA driver, and the properties of GPUs.
 
-cuDNN asks a driver library for functions by name when it builds a plan, and with a device's properties in hand launches nothing. So
-every name that cuDNN's libraries mention is there and answers "no device", but for the version and for loading the compiled
-kernel, which must succeed. Nothing can be executed.
+cuDNN looks up functions in a driver library by name when it builds a plan. If it has a device's properties, it launches nothing.
+The stub therefore has every name in cuDNN's libraries, and each function returns "no device". Two functions must succeed: the
+version, and loading the compiled kernel. Nothing can be executed.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ NAME = re.compile(rb"\0(cu[A-Z][A-Za-z0-9_]{2,60})\0")  # in a library's strings
 
 @cache
 def missing() -> str | None:
-    """Why no plan can be built here, and what to do; None where one can."""
+    """Returns the reason why no plan can be built here, with a remedy; None if plans can be built."""
     for module, package in (("cudnn", "nvidia-cudnn-frontend"), ("nvidia", "nvidia-cudnn-cu13")):
         if find_spec(module) is None:
             return f"{package} is not installed; pip install 'flexattn[plans]'"
@@ -96,7 +96,7 @@ def missing() -> str | None:
 
 
 def cannot_load() -> str | None:
-    """Why no plan that was kept can be read again here; None where it can. On a GPU tests/gpu/test_cudnn.py reads one."""
+    """Returns the reason why no saved plan can be read here; None if plans can be read. tests/gpu/test_cudnn.py reads one."""
     import cudnn
 
     is_old = tuple(map(int, cudnn.__version__.split(".")[:2])) < (1, 28)
@@ -105,7 +105,7 @@ def cannot_load() -> str | None:
 
 @cache  # the names of all driver functions are looked for in a gigabyte of libraries
 def load() -> None:
-    """Into this process, before cuDNN looks for them: the driver, and what cuDNN opens by name wherever the loader finds it."""
+    """Loads the driver stub, and the libraries that cuDNN opens by name, into this process before cuDNN searches for them."""
     with tempfile.TemporaryDirectory() as folder:
         ctypes.CDLL(str(build(Path(folder))), mode=ctypes.RTLD_GLOBAL)
     for name in ("libnvrtc-builtins.so.*", "libnvrtc.so.*", "libcublasLt.so.*", "libcublas.so.*", "libcudnn.so.*"):

@@ -29,7 +29,7 @@ def qkv(fmt: str = "bshd") -> tuple[Tensor, ...]:
 
 
 def sharded() -> None:
-    """attention() of DTensors is what it is of plain tensors, and stays sharded where it can."""
+    """attention() of DTensors equals attention() of plain tensors, and stays sharded if possible."""
     mesh = init_device_mesh("cpu", (WORLD,))
     generator = torch.Generator().manual_seed(1)
     bias = torch.randn(1, HEADS, S, S, generator=generator)
@@ -102,7 +102,7 @@ def dropped(mesh: Any) -> None:
 
 
 def refused(mesh: Any) -> None:
-    """Heads that do not divide are gathered, and what would be wrong is an error."""
+    """Heads that do not divide are gathered. A call that would be wrong raises."""
     q, k, v = qkv()
     one = flexattn.attention(*(distribute_tensor(t, mesh, [Shard(2)]) for t in (q, k[:, :, :1], v[:, :, :1])))
     assert list(one.placements) == [Replicate()]
@@ -140,7 +140,7 @@ class Model(torch.nn.Module):
 
 
 def wrapped() -> None:
-    """Gradients under FSDP2 and DDP, checkpointed and not, are those of one process with the whole batch."""
+    """Gradients under FSDP2 and DDP, with and without checkpointing, equal those of one process with the whole batch."""
     rank = dist.get_rank()
     data = torch.randn(2 * WORLD, S, HEADS * D, generator=torch.Generator().manual_seed(2))
     for checkpointed in (False, True):
@@ -174,6 +174,6 @@ if __name__ == "__main__":
     dist.barrier()
     dist.destroy_process_group()
     # gloo's threads live on while a mesh holds the group; one that frees a tensor during Python's shutdown cannot have the GIL and
-    # aborts the process (pytorch/pytorch#179291). So leave without that shutdown: whatever failed has raised before.
+    # aborts the process (pytorch/pytorch#179291). So leave without that shutdown: failures have already raised.
     sys.stdout.flush()
     os._exit(0)

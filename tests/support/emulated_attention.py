@@ -1,4 +1,4 @@
-"""Launches of the kernels of gluon_attention.py in the emulator: descriptors, tables, and what came out, by the library's words."""
+"""Launches of the kernels of gluon_attention.py in the emulator: descriptors, tables and results, in the library's terms."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Problem(NamedTuple):
 
 @functools.lru_cache(32)
 def problem(mask: str = "no_mask", window: tuple[int, int] = (-1, -1), **inputs: Any) -> Problem:
-    """Cached, as the same problem runs under many seeds; lengths as tuples."""
+    """Returns the problem of these lengths (tuples); cached, because the same problem runs with many seeds."""
     given = make_inputs(**inputs)
     spec, x = make_call(given, attn_mask_type=mask, window_size=window)
     dout = make_dout(given)
@@ -85,7 +85,7 @@ def sequences(t: torch.Tensor, fmt: str, cu_seqlens: torch.Tensor | None, padded
 
 
 def ragged(t: torch.Tensor, fmt: str, rows: int, columns: int | None = None) -> TensorDescriptor:
-    """Boxes of [rows, columns] of one head, which end where their sequence ends."""
+    """Returns descriptors of boxes [rows, columns] of one head. A box ends with its sequence."""
     token, head, dim = t.stride(fmt.index("t" if fmt == "thd" else "s")), t.stride(fmt.index("h")), t.shape[-1]
     heads = t.shape[fmt.index("h")] * (t.shape[fmt.index("b")] if fmt in ("sbhd", "bhsd") else 1)
     block = [1, 1, rows, 1, columns or dim]
@@ -109,7 +109,7 @@ def band(spec: AttentionSpec) -> tuple[int, int]:
 def forward(
     kernels: ModuleType, case: Problem, seed: int, programs: int = 3, block_n: int = 64, stages: int = 2
 ) -> tuple[emulator.Report, torch.Tensor, torch.Tensor]:
-    """The report, out (NaN where nothing was written) and lse [b, h, max_q]."""
+    """Returns the report, out (NaN if an element was not written) and lse [b, h, max_q]."""
     spec, x = case.spec, case.x
     sizes, left_right = table(spec, x), band(spec)
     out = torch.full((*x.q.shape[:-1], spec.head_dim_v), float("nan"), dtype=x.q.dtype)
@@ -141,7 +141,7 @@ def forward(
 
 
 def backward(kernels: ModuleType, case: Problem, seed: int, stages: int = 2) -> tuple[emulator.Report, Gradients]:
-    """The report, and dq (fp32), dk and dv, the last two NaN where nothing was written."""
+    """Returns the report, dq (fp32), dk and dv. Elements of dk and dv that were not written are NaN."""
     spec, x = case.spec, case.x
     sizes, left_right = table(spec, x), band(spec)
     max_q, max_kv = (max(int(sizes[:, column].max()), 1) for column in (1, 4))
@@ -218,14 +218,14 @@ def _check(
     factor: float = 2.0,
     is_sum: bool = False,
 ) -> None:
-    """Against the oracle where there are tokens; past the sequences nothing is written."""
+    """Compares the tokens with the oracle, and asserts that nothing is written past the sequences."""
     padding = token[..., :1].isnan().expand(got.shape)
     assert (got[padding] == 0).all() if is_sum else got[padding].isnan().all(), f"{name} is written past a sequence's end"
     check_close(name, got.masked_fill(padding, 0.0).to(token.dtype), want, budget, factor=factor)
 
 
 def edited(edits: Sequence[tuple[str, str]], folder: Path) -> ModuleType:
-    """The kernels with (old, new) replaced in their text; each old must be there."""
+    """Returns the kernels with each (old, new) replaced in their text; each old must occur."""
     text = KERNELS.read_text()
     for old, new in edits:
         assert old in text, f"the kernels have no {old!r}"
@@ -236,6 +236,6 @@ def edited(edits: Sequence[tuple[str, str]], folder: Path) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["edited"] = module  # where inspect looks for the source
+    sys.modules["edited"] = module  # inspect reads the source from it
     spec.loader.exec_module(module)
     return module

@@ -1,4 +1,4 @@
-"""Python in a process of its own that is forked where torch is imported: what that takes is most of what a small script does."""
+"""Python in a process that is forked from a server with torch imported, because the import takes most of a small script's time."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from typing import Any, cast
 
 ROOT = Path(__file__).parents[2]
 _SERVER = multiprocessing.get_context("forkserver")
-# The last two are half of what torch imports for a mod's first trace, and import no triton, whose settings are a test's own.
+# The last two are half of the imports of a mod's first trace. They do not import triton, whose settings belong to a test.
 _SERVER.set_forkserver_preload(["numpy", "torch", "torch.fx.experimental.symbolic_shapes", "torch.distributed.fsdp"])
 
 
 def run(arguments: list[str], environment: dict[str, str], folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
     """Runs `python FILE ...`, `python -m MODULE ...` or `python -c CODE ...`, in this environment.
 
-    What torch reads as it is imported is that of the server. "-W ACTION" may stand before the others.
+    Settings that torch reads during its import are the server's. "-W ACTION" may precede the other arguments.
     """
     with tempfile.TemporaryDirectory() as scratch:
         outputs = [Path(scratch, name) for name in ("stdout", "stderr")]

@@ -1,4 +1,4 @@
-"""Steps over caches in FP8: the tensors of a call, dense or in pages, and what it must give."""
+"""Steps over caches in FP8: the tensors of a call, dense or in pages, and its expected result."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def make_case(
     lengths: Sequence[int] = LENGTHS,
     **call: Any,
 ) -> Case:
-    """Returns a case with so many keys. queries: of each sequence, packed where they are several numbers; page_size 0: dense."""
+    """Returns a case with these numbers of keys. queries: per sequence, packed if several; page_size 0: dense."""
     torch.manual_seed(0)
     longest, batch = max(lengths), len(lengths)
     k, v = (torch.randn(batch, longest, heads[1], dim).to(fp8) for dim in dims)
@@ -72,15 +72,15 @@ def make_case(
         k, v = pool.k.to(fp8), pool.v.to(fp8)
         arguments |= {"page_table": pool.page_table, "max_seqlen_kv": longest}
         if descales is not None and scales == "token and head":
-            of_pages = make_pool(descales[0][..., None], descales[1][..., None], lengths, page_size)
-            descales = of_pages.k[..., 0].contiguous(), of_pages.v[..., 0].contiguous()
+            scale_pages = make_pool(descales[0][..., None], descales[1][..., None], lengths, page_size)
+            descales = scale_pages.k[..., 0].contiguous(), scale_pages.v[..., 0].contiguous()
     if descales is not None:
         arguments |= {"descale_k": descales[0], "descale_v": descales[1]}
     return Case({**arguments, "k": k, "v": v}, dense)
 
 
 def exact(case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Returns out and lse by the eager backend in this dtype, from what the cache stands for."""
+    """Returns out and lse by the eager backend in this dtype, from the dequantised cache."""
     cast = {name: x.to(dtype) for name, x in case.dense.items() if name in ("q", "k", "v", "bias")}
     out, lse = attention(**case.dense | cast, return_lse=True, backend="eager")
     return out, lse

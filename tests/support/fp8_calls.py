@@ -33,8 +33,8 @@ def quantized(
 ) -> tuple[Tensor, Tensor]:
     """(data, descale) of one tensor of a call."""
     fmt = spec.q_format if side == "q" else spec.kv_format
-    of_q = (x.cu_seqlens_q, x.cu_seqlens_q_padded, x.max_seqlen_q)
-    lengths = of_q if side == "q" else (x.cu_seqlens_kv, x.cu_seqlens_kv_padded, x.max_seqlen_kv)
+    q_lengths = (x.cu_seqlens_q, x.cu_seqlens_q_padded, x.max_seqlen_q)
+    lengths = q_lengths if side == "q" else (x.cu_seqlens_kv, x.cu_seqlens_kv_padded, x.max_seqlen_kv)
     rows = BLOCK_ROWS if granularity == "block" else 0
     (data,), (descale,), _ = quantization.quantize([quantization.Unquantized(t, fmt, *lengths, None)], dtype, granularity, rows, 0)
     return data, descale
@@ -43,7 +43,7 @@ def quantized(
 def make_fp8_call(
     inputs: Inputs, granularity: str = "head", dtype: torch.dtype = E4M3, grad_dtype: torch.dtype = E4M3, **call: Any
 ) -> tuple[AttentionSpec, Operands]:
-    """Returns what a backend gets: `make_call` with q, k and v in FP8."""
+    """Returns the spec and operands of `make_call` with q, k and v in FP8."""
     spec, x = make_call(inputs, **call)
     found = [quantized(spec, x, t, side, dtype, granularity) for t, side in ((x.q, "q"), (x.k, "kv"), (x.v, "kv"))]
     (q, k, v), descales = zip(*found, strict=True)
@@ -54,7 +54,7 @@ def make_fp8_call(
 
 
 def check(inputs: Inputs, granularity: str = "head", grad_dtype: torch.dtype = E4M3, **call: Any) -> tuple[Tensor, ...]:
-    """The Triton kernels, both ways, against fp64 attention over what the FP8 numbers stand for; emulated FP8 is the budget."""
+    """Compares the Triton kernels, both directions, with fp64 attention on dequantised operands. The budget is emulated FP8."""
     spec, x = make_fp8_call(inputs, granularity, grad_dtype=grad_dtype, **call)
     for direction in ("forward", "backward"):
         assert triton_backend.unsupported(spec, direction) is None  # type: ignore[arg-type]

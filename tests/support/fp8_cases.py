@@ -1,4 +1,4 @@
-"""Attention in FP8 with a scale per tensor: inputs, the reference on what they stand for, and what rounding to FP8 costs."""
+"""Attention in FP8 with a scale per tensor: inputs, the reference on dequantised values, and the error of rounding to FP8."""
 
 from __future__ import annotations
 
@@ -126,10 +126,10 @@ class Rounded(NamedTuple):
 
 
 def rounded_attention(case: Case, out_dtype: torch.dtype | None = None) -> Rounded:
-    """The textbook's attention and gradients in fp64, with scores summed as Hopper's FP8 instructions do; weights, scores' gradient
-    and all results rounded to FP8; and out to bfloat16 where the gradients start from it.
+    """Returns attention and gradients in fp64 by the textbook, with the roundings of FP8 kernels.
 
-    Its error is the budget of a kernel that rounds there. `out_dtype` None: that of q.
+    Scores are summed like Hopper's FP8 instructions. Weights, the scores' gradient and all results are rounded to FP8, and the out
+    from which gradients start to bfloat16. The error is the budget of a kernel with these roundings. `out_dtype` None: q's dtype.
     """
     dtype, dout_dtype = case.given.q.dtype, case.dout.dtype
     q, k, v, dout = (as_bshd(t, f).double() for t, f in _tensors(case))
@@ -159,7 +159,7 @@ def rounded_attention(case: Case, out_dtype: torch.dtype | None = None) -> Round
 
 
 def round8(t: Tensor, dtype: torch.dtype, scale: float | None, amax: Tensor | float = 1.0) -> Tensor:
-    """`t` after a passage through an FP8 dtype: times `scale`, or what takes `amax` to its largest number."""
+    """Returns `t` rounded through an FP8 dtype with `scale`, or with the scale that maps `amax` to its largest number."""
     largest = torch.finfo(dtype).max
     by = scale if scale is not None else largest / torch.as_tensor(amax, device=t.device)
     return (t * by).clamp(-largest, largest).float().to(dtype).double() / by

@@ -16,7 +16,7 @@ ORDER = {"bshd": (0, 1, 2, 3), "sbhd": (1, 0, 2, 3), "bhsd": (0, 2, 1, 3)}  # or
 
 
 class Packing(NamedTuple):
-    """Places of a tensor's sequences: None for a dense tensor whose rows are all real."""
+    """Positions of a tensor's sequences; None for a dense tensor in which all rows are real."""
 
     fmt: str
     cu_seqlens: Tensor | None = None
@@ -66,7 +66,7 @@ def sizes_of(x: Tensor, where: Packing, granularity: str, block_rows: int) -> tu
 
 
 def quantize(x: Tensor, where: Packing, dtype: torch.dtype, granularity: str, block_rows: int, margin: int) -> Quantized:
-    """Scales are LARGEST * 2**-margin / amax, in [2**-120, 2**120] or 1; each step is rounded to fp32, as it is stored."""
+    """Returns scales: LARGEST * 2**-margin / amax, in [2**-120, 2**120] or 1. Each step is rounded to fp32, like a stored value."""
     wide = x.double()
     amax = torch.zeros(sizes_of(x, where, granularity, block_rows), dtype=torch.float64)
 
@@ -101,24 +101,26 @@ def dequantized(found: Quantized, where: Packing, block_rows: int) -> Tensor:
 
 
 class Attended(NamedTuple):
-    out: Tensor  # fp64, laid out as q with v's head dim; 0 where nothing is seen
-    lse: Tensor  # likewise, without the last dim; -inf where nothing is seen
+    out: Tensor  # fp64, laid out like q with v's head dim; 0 if a query sees no key
+    lse: Tensor  # the same without the last dim; -inf if a query sees no key
     bound: Tensor  # [..., 2], of out: the sum of weight * |v|, and the largest weight times that of |v|
     largest: float  # magnitude of a score
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, of_q: Packing, of_kv: Packing, is_causal: bool) -> Attended:
+def attention(q: Tensor, k: Tensor, v: Tensor, q_packing: Packing, kv_packing: Packing, is_causal: bool) -> Attended:
     """The textbook's attention of fp64 values, one query at a time, with the diagonal at the top left."""
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
     lse, bound = torch.full_like(out, -math.inf), torch.zeros((*out.shape, 2), dtype=out.dtype)
     largest = 0.0
-    group = q.shape[of_q.fmt.index("h")] // k.shape[of_kv.fmt.index("h")]
+    group = q.shape[q_packing.fmt.index("h")] // k.shape[kv_packing.fmt.index("h")]
     keys: dict[int, list[Tensor]] = {}
     values: dict[int, list[Tensor]] = {}
     for source, found in ((k, keys), (v, values)):
-        for b, _, row in tokens(source, of_kv):
+        for b, _, row in tokens(source, kv_packing):
             found.setdefault(b, []).append(row)
-    targets = zip(tokens(q, of_q), tokens(out, of_q), tokens(lse, of_q), tokens(bound.flatten(-2), of_q), strict=True)
+    targets = zip(
+        tokens(q, q_packing), tokens(out, q_packing), tokens(lse, q_packing), tokens(bound.flatten(-2), q_packing), strict=True
+    )
     for (b, i, row), (*_, row_out), (*_, row_lse), (*_, row_bound) in targets:
         count = min(len(keys.get(b, [])), i + 1 if is_causal else 10**9)
         for h in range(len(row) if count else 0):

@@ -18,11 +18,11 @@ from torch import Tensor
 
 FRACTION_BITS = 13
 TOGETHER = 32
-_MOST = 2**26  # products that are held at once
+_MOST = 2**26  # products in memory at a time
 
 
 def short_sums(q: Tensor, k: Tensor) -> Tensor:
-    """q k^T of [.., i, d] and [.., j, d], as such a tensor core adds it up."""
+    """Returns q k^T of [.., i, d] and [.., j, d] with the sums of such a tensor core."""
     rows = max(1, _MOST // max(1, q.shape[:-2].numel() * k.shape[-2] * TOGETHER))
     return torch.cat([_short_sums(part, k) for part in q.split(rows, -2)], -2)
 
@@ -54,7 +54,7 @@ def _cut(t: Tensor, exponent: Tensor) -> Tensor:
 
 @contextmanager
 def scores_summed_short() -> Iterator[None]:
-    """Inside, the reference and the eager backend add scores up as those tensor cores do; in the forward alone."""
+    """Within this context, the forwards of the reference and the eager backend sum scores like these tensor cores."""
     einsum = torch.einsum
 
     def summed(equation: str, *operands: Any) -> Tensor:

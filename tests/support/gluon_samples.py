@@ -153,7 +153,7 @@ def matmul(a_desc, b_desc, out_ptr, K_MAJOR: gl.constexpr, IN_REGISTERS: gl.cons
 
 @gluon.jit
 def copy_rows(x_ptr, y_ptr, n, COLUMNS: gl.constexpr, NAN: gl.constexpr):
-    """8 rows a program, of which the first n columns count, through descriptors made in the kernel."""
+    """Copies 8 rows per program, the first n columns of each, through descriptors created in the kernel."""
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, COLUMNS], gl.float32)
     start = gl.program_id(0) * 8 * COLUMNS
     x_desc = tma.make_tensor_descriptor(x_ptr + start, [8, n], [COLUMNS, 1], [8, COLUMNS], layout, "nan" if NAN else "zero")

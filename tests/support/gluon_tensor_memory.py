@@ -63,7 +63,7 @@ def _store(ptr, x):
 
 @gluon.jit
 def products(a_ptr, b_ptr, out_ptr, IN_TENSOR_MEMORY: gl.constexpr, BY_ARGUMENT: gl.constexpr):
-    """a @ b^T + a @ b of 16 bits, the first of which begins the sum; a from shared or from tensor memory."""
+    """Computes a @ b^T + a @ b in 16 bits. The first product starts the sum; a is in shared or tensor memory."""
     ROWS: gl.constexpr = rows_of_threads()
     a, b = _shared(a_ptr, 128), _shared(b_ptr, 64)
     fence_async_shared()

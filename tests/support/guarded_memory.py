@@ -1,7 +1,7 @@
-"""Tensors that lie between guard bytes: those of a call, and whatever `torch.empty` and its kin give out.
+"""Tensors between guard bytes: the tensors of a call, and the results of `torch.empty` and similar functions.
 
-The guards of floats are NaN and those of integers large, so that what is read out of bounds spoils the result; what is written out
-of bounds changes them.
+The guards of floats are NaN and the guards of integers are large, so a read out of bounds spoils the result. A write out of bounds
+changes the guards.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Layout(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """From the first element to behind the last."""
+        """Returns the bytes from the first element to the end of the last."""
         if 0 in self.sizes:
             return 0
         last = sum((size - 1) * stride for size, stride in zip(self.sizes, self.strides, strict=True))
@@ -81,11 +81,11 @@ class Block:
         self.remember()
 
     def remember(self) -> None:
-        """The tensors as they are now are what `is_changed` compares with."""
+        """Records the tensors' current content, with which `is_changed` compares."""
         self._copy = torch.cat(self._memory)
 
     def is_changed(self) -> Tensor:
-        """bool []: whether a byte of a tensor, or of what lies around it, is another than at `remember`."""
+        """Returns bool []: whether a byte of a tensor or of its guards has changed since `remember`."""
         return (torch.cat(self._memory) != self._copy).any()
 
 
@@ -110,7 +110,7 @@ class Allocations:
         by_device: dict[torch.device, list[Tensor]] = {}
         for guard in guards:
             by_device.setdefault(guard.device, []).append(guard)
-        found = [(torch.cat(of_device) != FLOAT_BYTE).any() for of_device in by_device.values()]
+        found = [(torch.cat(guards) != FLOAT_BYTE).any() for guards in by_device.values()]
         on_one = [is_damaged.to(found[0].device) for is_damaged in found]
         return torch.stack(on_one).any() if found else torch.zeros((), dtype=torch.bool)
 

@@ -1,4 +1,4 @@
-"""Calls in FP8 for the tests of the kernels for sm_90: operands quantised by plain torch, the oracle on what they stand for."""
+"""Calls in FP8 for tests of the sm_90 kernels: operands quantised by plain torch, and the oracle on dequantised values."""
 
 from __future__ import annotations
 
@@ -36,9 +36,7 @@ def spans(problem: Problem, side: str) -> Iterator[tuple[int, int, int]]:
 
 
 def first_transposed(problem: Problem, side: str, b: int) -> int:
-    """First of a sequence's tiles in a transposed tensor, in which sequences follow one another whatever the order of their
-    slots.
-    """
+    """Returns the first tile of a sequence in a transposed tensor, in which sequences are in order even if their slots are not."""
     x = problem.q if side == "q" else problem.k
     if x.dim() == 4:
         return b * -(-x.shape[1] // BLOCK.value)
@@ -53,7 +51,7 @@ def rows_of(x: torch.Tensor, b: int, start: int, length: int) -> torch.Tensor:
 
 
 class Quantised(NamedTuple):
-    values: torch.Tensor  # FP8, laid out as what it stands for; padding is NaN
+    values: torch.Tensor  # FP8, laid out like the dequantised tensor; padding is NaN
     scale: Scale
     stands_for: torch.Tensor  # fp32
 
@@ -169,7 +167,7 @@ def check_forward(call: Fp8Call, out: torch.Tensor, lse: torch.Tensor) -> None:
 
 
 def _lse_budget(call: Fp8Call, device: torch.device) -> torch.Tensor:
-    """On a GPU of scores as its tensor cores sum them, and on a CPU of exact ones, as the emulator's are."""
+    """Returns the oracle: on a GPU with scores summed like its tensor cores, on a CPU with exact ones like the emulator's."""
     if device.type == "cpu":
         return rounded_attention(call.spec, call.stands_for)[1]
     p, x = call.problem, call.stands_for
@@ -203,7 +201,7 @@ class Fp8Backward(NamedTuple):
     lse: torch.Tensor
     dout: torch.Tensor  # in FP8, as the problem has q
     given: torch.Tensor  # dout before
-    stands_for: torch.Tensor  # and what it is after, in fp32
+    stands_for: torch.Tensor  # dequantised, in fp32
 
 
 def backward_of(call: Fp8Call, dout: torch.Tensor, granularity: Granularity = "head", dtype: torch.dtype = E4M3) -> Fp8Backward:
@@ -236,11 +234,11 @@ def run_backward(
 
 
 def check_backward(backward: Fp8Backward, grads: list[torch.Tensor]) -> None:
-    """The budget is what it costs to have dout in FP8, and out in its half type in the sums of both, and all the rest exact."""
+    """The budget is the error of dout in FP8 and of a 16-bit out in their sums; everything else is exact."""
     call, spec = backward.call, backward.call.spec
     exact = reference_gradients(spec, call.stands_for, backward.given)
     error = backward.out.double() - reference_attention(spec, call.stands_for)[0]
-    # What is added to such a sum is taken from dlse.
+    # dlse is subtracted from such a sum.
     dlse = -(error * backward.stands_for).nan_to_num().sum(-1)
     dlse = as_bshd(dlse[..., None], spec.q_format)[..., 0].transpose(-1, -2).contiguous()
     budget = reference_gradients(spec, call.stands_for, backward.stands_for, dlse)

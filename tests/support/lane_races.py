@@ -1,10 +1,10 @@
-"""Races between the streams of `flexattn.distributed.lanes`, found on a CPU: who wrote what, who waited for whom, what was freed.
+"""Finds races between the streams of `flexattn.distributed.lanes` on a CPU, from writes, waits and frees.
 
-Each stream has a vector clock (Lamport, 1978; Fidge, 1988). An op must come after the writes to what it reads and after all uses of
-what it writes; and memory may be used again by the stream that allocated it as soon as it is freed, so that stream must by then
-have waited for all that others did with it, as torch's caching allocator asks for. A collective runs on a stream of its own, which
-waits for the current one, and whoever waits for the collective waits for that. A CUDA graph begins on the stream of a call: no
-stream of it may wait for one that has not waited for one of its streams before.
+Each stream has a vector clock (Lamport, 1978; Fidge, 1988). An op must come after the writes to its inputs and after all uses of
+its outputs. The stream that allocated memory may reuse it as soon as it is freed, so it must have waited for all other streams'
+uses by then; torch's caching allocator requires this. A collective runs on a separate stream, which waits for the current one. A
+wait for the collective is a wait for that stream. A CUDA graph begins on the stream of a call: if one of its streams waits for
+another stream, that one must have waited for one of the graph's streams before.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _bytes(t: Tensor) -> range:
 
 
 class _Memory:
-    """A storage: the stream that made it, and what each stream read and wrote of it, and when."""
+    """A storage: the stream that allocated it, and the time of each stream's last read and write."""
 
     def __init__(self, storage: Any, home: str, made_by: str) -> None:
         self.alive, self.home, self.made_by = StorageWeakRef(storage), home, made_by
@@ -73,7 +73,7 @@ class Races(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.found.append(f"{stream} did not wait for {other}: {what}")
 
     def look_for_freed(self, stream: str) -> None:
-        """Checks memory that this stream made and that is free: what it runs next may be given it."""
+        """Checks freed memory of this stream, because its next op may get it."""
         for key, memory in list(self.memory.items()):
             if memory.alive.expired():
                 self.freed.append(self.memory.pop(key))
@@ -141,7 +141,7 @@ class _Stream:
 
 @contextlib.contextmanager
 def watched() -> Iterator[Races]:
-    """Yields what finds races in calls within, whose lanes are streams that do nothing but keep clocks."""
+    """Yields a detector of races for calls within this context. The lanes are streams that only keep clocks."""
     races = Races()
     names = iter(("side", "early", "back"))
 
@@ -152,7 +152,7 @@ def watched() -> Iterator[Races]:
         races.current = before
 
     def current_stream(device: Any) -> _Stream:
-        races.joined = {races.current}  # as where a graph begins with the call
+        races.joined = {races.current}  # the state when a graph begins with the call
         return _Stream(races, races.current)
 
     fake = SimpleNamespace(

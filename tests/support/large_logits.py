@@ -1,8 +1,8 @@
-"""Calls whose logits are of any size that fp32 holds, for the tests of every kernel family, and what they must give.
+"""Calls with logits of any size that fp32 holds, for tests of every kernel family, and their expected results.
 
-An exact softmax of exact scores is no oracle here: next to -1e9 it keeps differences that no fp32 score holds. So q and k are small
-multiples of 1/8, whose products are exact in any order of summation, each logit is rounded to fp32 once, as any implementation that
-has its logits in fp32 rounds it, and what follows is exact.
+An exact softmax of exact scores is not an oracle: near -1e9 it keeps differences that no fp32 score holds. Therefore q and k are
+small multiples of 1/8, so that their products are exact in any order of summation. Each logit is rounded to fp32 once, like in any
+implementation with fp32 logits, and all later steps are exact.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ VALUES = (-1e4, -1e6, -1e8, -1e9, -1e10, -1e12, -1e30, LOWEST)  # one for each h
 HEADS, HEADS_KV = len(VALUES), 2
 SLOPES = (0.3, -0.01, *(sign * 2.0**n for n in (27, 40, 100) for sign in (1, -1)))  # the large ones' products are exact
 ORIGIN = 1.4  # weights are rounded as a kernel has them, relative to an origin of its own: even a lone 1 is
-# Of a row's blocks of keys, in any order: what a mask, a bias and a bug may leave in them, and 0.
+# Logits of a row's blocks of keys, in any order: values that a mask, a bias or a bug may leave in them, and 0.
 LADDER = (LOWEST, -1e30, -(2.0**28), -1.9e8, -1.8e8, -(2.0**22), -1e4, 0.0, 0.0, 1e4, 2.0**22, 1.8e8, 1.9e8, 1e30, -LOWEST)
 
 
@@ -33,8 +33,11 @@ class Case(NamedTuple):
 
 
 def make_case(kind: str, dtype: torch.dtype, sq: int, skv: int, dim: int = 64, device: str = "cpu", batch: int = 1) -> Case:
-    """kind: "hidden", where a head's value hides the first keys of all queries, the last keys of some, and all of others; "ladder";
-    "alibi", of the diagonal that ends at the last key."""
+    """Returns a bias. kind: "hidden", "ladder" or "alibi".
+
+    "hidden" hides the first keys of all queries, the last keys of some queries, and all keys of others. The diagonal of "alibi"
+    ends at the last key.
+    """
     numbers = torch.Generator().manual_seed(sq + skv)
 
     def eighths(*shape: int) -> Tensor:
@@ -67,7 +70,7 @@ class Results(NamedTuple):
 
 
 class Rounding(NamedTuple):
-    """Roundings of kernels: the weights relative to some origin and their gradients, as they multiply them, and what they store."""
+    """Roundings of kernels: the multiplied weights (relative to an origin) and their gradients, and the stored results."""
 
     stored: torch.dtype
     weights: torch.dtype | None = None  # None: stored
@@ -95,9 +98,9 @@ class _Exact(Rounding):
 
 
 def results_of(case: Case, visible: Tensor | None = None, replaces: bool = False, rounding: Rounding | None = None) -> Results:
-    """Exactly, or with sums in fp32 and rounded as `rounding` says.
+    """Returns the results exactly, or with sums in fp32 and the roundings of `rounding`.
 
-    visible: [sq, skv], what a band leaves. replaces: a value that is not 0 is instead of the score, not added to it.
+    visible: [sq, skv], the keys that a band shows. replaces: a value other than 0 replaces the score instead of being added.
     """
     rounds = rounding or _Exact(torch.float64)
     sums = torch.float64 if rounding is None else torch.float32
@@ -122,10 +125,10 @@ def results_of(case: Case, visible: Tensor | None = None, replaces: bool = False
 
 
 def check(got: dict[str, Tensor], case: Case, rounding: Rounding, visible: Tensor | None = None, replaces: bool = False) -> None:
-    """got: any of `Results`' fields, under names that end in theirs.
+    """Compares results. got: any fields of `Results`, under names that end in the field's name.
 
-    The budget is the error of sums in this device's order or in the CPU's, whichever is larger: where all terms cancel, or all are
-    equal, one order may be exact by luck.
+    The budget is the larger error of two orders of summation, this device's and the CPU's: if all terms cancel or are equal, one
+    order may be exact by chance.
     """
     exact = results_of(case, visible, replaces)
     on_cpu = case._replace(**{name: t.cpu() for name, t in case._asdict().items() if isinstance(t, Tensor)})

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Marked(Tensor):
-    """Overrides torch's functions and none of its operators, as classes do whose elements are not their value."""
+    """Overrides torch's functions but not its operators, like classes whose elements are not their value."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""Triton's interpreter with each access looked at: it must lie in a tensor that the launch was given."""
+"""Triton's interpreter with a check of each access, which must lie in a tensor of the launch."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class _Memory:
 
 @contextlib.contextmanager
 def checked_memory() -> Iterator[None]:
-    """Inside, a kernel that Triton interprets raises, as triton's InterpreterError, where it reads or writes past its tensors."""
+    """Within this context, an interpreted kernel raises triton's InterpreterError if it reads or writes past its tensors."""
     from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
 
     memory = _Memory()

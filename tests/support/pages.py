@@ -13,7 +13,7 @@ LAYOUTS = ("bshd", "bhsd", "interleaved")  # the last: k and v of a page side by
 
 
 class Pool(NamedTuple):
-    """Keys and values in pages, as `attention` takes them; `fmt` is their format."""
+    """Keys and values in pages, for `attention`; `fmt` is their format."""
 
     k: Tensor
     v: Tensor

@@ -1,4 +1,4 @@
-"""What a call over ranks must refuse, or read as it is, though its strategies are right: `context_parallel_cases` runs it."""
+"""Arguments that a call over ranks must refuse or read unchanged, in any strategy. `context_parallel_cases` runs these checks."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def subclasses() -> None:
 
 
 def masks() -> None:
-    """A mask of a call must name all that the plan's has; an unpickled plan says which."""
+    """A call's mask must have all arguments of the plan's mask; an unpickled plan names them."""
     group = dist.group.WORLD
     block_mask = flexattn.create_block_mask(calls.far, None, None, LENGTH, LENGTH, calls.DEVICE.type, 16)
     plan = distributed.plan(group, length=LENGTH, attn_mask_type="causal", block_mask=block_mask)
@@ -116,7 +116,7 @@ def masks() -> None:
 
 
 def numbers() -> None:
-    """Under FLEXATTN_CHECK=1 ranks that have other numbers in what all have are told so."""
+    """Under FLEXATTN_CHECK=1 a call raises if ranks differ in tensors that must be the same on all."""
     plan, other = distributed.plan(dist.group.WORLD, length=LENGTH), float(min(dist.get_rank(), 1))
     q, k, v = (t.detach() for t in _leaves(plan))
     own, same = torch.full((4,), other, device=calls.DEVICE), torch.ones(4, device=calls.DEVICE)

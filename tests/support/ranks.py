@@ -12,7 +12,7 @@ if TYPE_CHECKING:  # ranks import this, and conftest.py sets what a test's proce
     from tests.conftest import FreshPython
 
 MODULE = "tests.support.context_parallel_cases"
-# In which its cases of compiled kernels run, as compiling takes most of their time.
+# Environment of its cases of compiled kernels, because compiling takes most of their time.
 COMPILED_PARTS, EIGHT_BITS_PARTS, CAPTURED_PARTS = 16, 9, 4
 
 
@@ -25,8 +25,8 @@ def start_ranks(
         port = str(free.getsockname()[1])
 
     def run(rank: int) -> subprocess.CompletedProcess[str]:
-        of_group = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        settings = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} | of_group | (env or {})
+        group_settings = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        settings = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} | group_settings | (env or {})
         command = what.split() if ".py" in what else ["-m", module, what, str(rank), str(ranks), str(folder / "rendezvous")]
         return python(*command, env=settings)
 
@@ -37,7 +37,7 @@ def start_ranks(
 def run_ranks(
     python: FreshPython, folder: Path, what: str, ranks: int, env: dict[str, str] | None = None, module: str = MODULE
 ) -> list[subprocess.CompletedProcess[str]]:
-    """Runs what `start_ranks` does, and asserts that all ranks end well."""
+    """Runs `start_ranks`, and asserts that all ranks succeed."""
     found = start_ranks(python, folder, what, ranks, env, module)
     assert [one.returncode for one in found] == [0] * ranks, "\n".join(one.stdout + one.stderr for one in found)
     return found

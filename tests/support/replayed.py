@@ -1,4 +1,4 @@
-"""Replays on a CPU: recorded calls whose launches Triton's interpreter makes again, at the addresses that the replay gives."""
+"""Replays of recorded calls on a CPU: Triton's interpreter repeats the launches at the addresses of the replay."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def tensor_at(address: int, like: Tensor) -> Tensor:
 
 
 class Interpreted:
-    """Stands for a compiled kernel in a recording, and for a launch that is prepared."""
+    """Replaces a compiled kernel in a recording, and a prepared launch."""
 
     def __init__(self, made: launch.Launch) -> None:
         self.made = made

@@ -1,4 +1,4 @@
-"""Calls whose tensors lie in one storage or apart, with equal shapes, strides and alignment: to kept calls they are alike."""
+"""Calls whose tensors share a storage or do not, with equal shapes, strides and alignment, which is all that a cached call sees."""
 
 from __future__ import annotations
 
@@ -35,11 +35,10 @@ def dense(fmt: str = "bshd", **more: Any) -> Callable[[Sizes], Call]:
 
     def draw(sizes: Sizes) -> Call:
         q_format, kv_format = fmt.split("_2") if "_2" in fmt else (fmt, fmt)
-        of_dims = {"b": BATCH, "s": sizes.length, "d": sizes.dim}
+        dims = {"b": BATCH, "s": sizes.length, "d": sizes.dim}
         shapes = {"q": (q_format, HEADS), "k": (kv_format, HEADS_KV), "v": (kv_format, HEADS_KV), "dout": (q_format, HEADS)}
         tensors = {
-            name: torch.randn([(of_dims | {"h": h})[dim] for dim in order], dtype=sizes.dtype)
-            for name, (order, h) in shapes.items()
+            name: torch.randn([(dims | {"h": h})[dim] for dim in order], dtype=sizes.dtype) for name, (order, h) in shapes.items()
         }
         tensors["dlse"] = torch.randn(BATCH, HEADS, sizes.length)
         return tensors, {"qkv_format": fmt, "attn_mask_type": "causal", **more}
@@ -49,8 +48,8 @@ def dense(fmt: str = "bshd", **more: Any) -> Callable[[Sizes], Call]:
 
 def packed(sizes: Sizes) -> Call:
     total, longest = sizes.length * 3 // 2, sizes.length * 3 // 5
-    of_heads = {"q": HEADS, "k": HEADS_KV, "v": HEADS_KV, "dout": HEADS}
-    tensors = {name: torch.randn(total, h, sizes.dim, dtype=sizes.dtype) for name, h in of_heads.items()}
+    head_counts = {"q": HEADS, "k": HEADS_KV, "v": HEADS_KV, "dout": HEADS}
+    tensors = {name: torch.randn(total, h, sizes.dim, dtype=sizes.dtype) for name, h in head_counts.items()}
     tensors["dlse"] = torch.randn(HEADS, total)
     for side in ("q", "kv"):
         first, second = torch.randint(1, longest, (2,)).tolist()
@@ -96,7 +95,7 @@ def in_fp8(sizes: Sizes) -> Call:
 
 
 def quantised(sizes: Sizes) -> Call:
-    """A call whose inputs are quantised, with a backward in FP8."""
+    """A call with quantised inputs and a backward in FP8."""
     return dense("sbhd", fp8_recipe=fp8.Recipe())(sizes._replace(dtype=torch.bfloat16))
 
 
@@ -154,7 +153,7 @@ def reversed_together(tensors: Tensors, device: str = "cpu") -> Tensors:
 
 
 def slices(tensors: Tensors, device: str = "cpu") -> Tensors:
-    """Returns copies in which q, k and v, of one shape, alternate in memory, as a projection to all three gives them."""
+    """Returns copies in which q, k and v, of one shape, alternate in memory, like the slices of one projection."""
     whole = torch.stack([tensors[name] for name in "qkv"], -2).to(device)
     return apart(tensors, device) | dict(zip("qkv", whole.unbind(-2), strict=True))
 
@@ -165,7 +164,7 @@ _LEAVES = ("q", "k", "v", "bias", "softmax_offset")
 
 
 def results(tensors: Tensors, arguments: dict[str, Any]) -> list[Tensor]:
-    """Returns out and lse of a call, and the gradients where `tensors` have those that come in."""
+    """Returns out and lse of a call, and the gradients if `tensors` has incoming ones."""
     operands = {name: t for name, t in tensors.items() if name not in ("dout", "dlse", "slopes", "shifts")}
     if "slopes" in tensors:
         slopes, shifts = tensors["slopes"], tensors["shifts"]
@@ -179,7 +178,7 @@ def results(tensors: Tensors, arguments: dict[str, Any]) -> list[Tensor]:
 
 
 def check_replay(drawn: tuple[Call, Call], recorded: Place, replayed: Place, device: str = "cpu") -> None:
-    """Records a call whose tensors lie as one place has them, and replays it with another's in the other place."""
+    """Records a call with its tensors in one place, and replays it with tensors in the other place."""
     (tensors, arguments), (others, _) = drawn
     call_cache.clear_cache()
     want = results(apart(others, device), arguments)

@@ -50,7 +50,7 @@ def identity_bprop(graph: Any, gradient: Any, tensors: Any) -> Any:
 
 
 class Softcap:
-    """Keeps what its tanh is taken of for the backward."""
+    """Saves the argument of its tanh for the backward."""
 
     def __init__(self) -> None:
         self.share = None
@@ -68,15 +68,15 @@ class Softcap:
 
     def backward(self, graph: Any, gradient: Any, tensors: Any) -> Any:
         float32 = cudnn_frontend().data_type.FLOAT
-        of_tanh = graph.mul(a=gradient, b=tensors["softcap"], compute_data_type=float32)
-        of_tanh.set_data_type(float32)
-        of_share = graph.tanh_backward(loss=of_tanh, input=self.share, compute_data_type=float32)
-        of_share.set_data_type(float32)
-        return graph.div(a=of_share, b=tensors["softcap"], compute_data_type=float32)
+        tanh_gradient = graph.mul(a=gradient, b=tensors["softcap"], compute_data_type=float32)
+        tanh_gradient.set_data_type(float32)
+        share_gradient = graph.tanh_backward(loss=tanh_gradient, input=self.share, compute_data_type=float32)
+        share_gradient.set_data_type(float32)
+        return graph.div(a=share_gradient, b=tensors["softcap"], compute_data_type=float32)
 
 
 def by_value(number: float) -> Tensor:
-    """Returns a number as pull request 2984's tests pass it; those of 2985 pass Python's own."""
+    """Returns a number in the form of pull request 2984's tests; the tests of 2985 pass Python numbers."""
     return torch.full((1, 1, 1, 1), number)
 
 

@@ -1,6 +1,6 @@
 """TransformerEngine's module over ranks, in gloo processes: `python -m tests.support.te_ranks SUITE RANK RANKS FILE`.
 
-Chunks are cut here by TransformerEngine's rule (`thd_get_partitioned_indices`), and not by the code that is tested.
+This file cuts chunks by TransformerEngine's rule (`thd_get_partitioned_indices`), not by the code under test.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def rows_of(padded: list[int], rank: int, ranks: int) -> Tensor:
 
 
 def groups_of(cp_comm_type: str) -> tuple[Any, list[int]]:
-    """Returns cp_group and cp_global_ranks of all ranks; those of two neighbours exchange heads under "a2a+p2p"."""
+    """Returns cp_group and cp_global_ranks of all ranks. Under "a2a+p2p", two neighbours exchange heads."""
     ranks = list(range(dist.get_world_size()))
     if cp_comm_type != "a2a+p2p":
         return dist.group.WORLD, ranks
@@ -165,11 +165,11 @@ def results(module: te.DotProductAttention, qkv: list[Tensor], dout: Tensor, cal
 
 
 def compare(name: str, case: Case, fmt: str, cp_comm_type: str) -> None:
-    """Asserts that each rank has its tokens of what one process gets."""
+    """Asserts that each rank has its tokens of one process's results."""
     qkv, dout, call, dim, (own_q, own_k) = whole_of(case, fmt)
     torch.manual_seed(0)
     expected = results(module_of(case, fmt), qkv, dout, call)
-    torch.manual_seed(dist.get_rank())  # rank 0 draws what all drop by
+    torch.manual_seed(dist.get_rank())  # rank 0 draws the dropout state of all ranks
     group, ranks = groups_of(cp_comm_type)
     module = module_of(case, fmt, cp_group=group, cp_global_ranks=ranks, cp_comm_type=cp_comm_type)
     own = {"out": own_q, "dq": own_q, "dk": own_k, "dv": own_k}
@@ -282,7 +282,7 @@ def refused() -> None:
     """A call that is not served raises by name on every rank, before anything is sent."""
     x = torch.zeros(1, 4, HEADS, DIM, dtype=torch.float64)
     offsets_of_odd = torch.tensor([0, 6], dtype=torch.int32)
-    of_odd = {"cu_seqlens_q": offsets_of_odd, "cu_seqlens_kv": offsets_of_odd, "qkv_format": "thd"}
+    odd_lengths = {"cu_seqlens_q": offsets_of_odd, "cu_seqlens_kv": offsets_of_odd, "qkv_format": "thd"}
     bias = {"core_attention_bias_type": "post_scale_bias", "core_attention_bias": torch.zeros(1, 1, 4, 4 * dist.get_world_size())}
     cases: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         ("a call with attn_mask_type 'arbitrary'", {"attn_mask_type": "arbitrary"}, {}),
@@ -290,11 +290,11 @@ def refused() -> None:
         ("a core_attention_bias and padding", {"attn_mask_type": "padding"}, bias),
         ("core_attention_bias is .* with cp_comm_type 'a2a'", {"cp_comm_type": "a2a"}, bias),
         ("query_layer has 3 tokens on a rank; accepted: an even number", {}, dict.fromkeys(("query_layer", "key_layer"), x[:, :3])),
-        (r"cu_seqlens_q is \[0, 6\] for 4 tokens", {"attn_mask_type": "padding"}, {**of_odd, **_layers(x[0])}),
+        (r"cu_seqlens_q is \[0, 6\] for 4 tokens", {"attn_mask_type": "padding"}, {**odd_lengths, **_layers(x[0])}),
         (
             "cu_seqlens_q has 2 offsets, for bshd",
             {"attn_mask_type": "padding"},
-            {**of_odd, "qkv_format": "bshd", **_layers(x.expand(2, -1, -1, -1))},
+            {**odd_lengths, "qkv_format": "bshd", **_layers(x.expand(2, -1, -1, -1))},
         ),
         (
             "cu_seqlens_q has lengths .* accepted: from 0 to",
@@ -311,10 +311,10 @@ def refused() -> None:
         ("cp_global_ranks is None with cp_group", {"cp_group": [dist.group.WORLD] * 2, "cp_comm_type": "a2a+p2p"}, {}),
         ("cp_group is or contains a str", {"cp_group": "world"}, {}),
     ]
-    for text, of_module, of_call in cases:
+    for text, module_arguments, call_arguments in cases:
         with pytest.raises((NotImplementedError, TypeError, ValueError), match=text):
-            te.DotProductAttention(HEADS, DIM, qkv_format="bshd", **({"cp_group": dist.group.WORLD} | of_module))(
-                **(_layers(x) | of_call)
+            te.DotProductAttention(HEADS, DIM, qkv_format="bshd", **({"cp_group": dist.group.WORLD} | module_arguments))(
+                **(_layers(x) | call_arguments)
             )
     module = te.DotProductAttention(HEADS, DIM, qkv_format="bshd", cp_group=dist.group.WORLD)
     with te.autocast(recipe=DelayedScaling(fp8_dpa=True)), pytest.raises(NotImplementedError, match="fp8_output"):
@@ -326,7 +326,7 @@ def _layers(x: Tensor) -> dict[str, Any]:
 
 
 def compiled() -> None:
-    """Under torch.compile, which breaks its graph at the call, results are the same."""
+    """Results are the same under torch.compile, which breaks its graph at the call."""
     for fmt, case in (("bshd", DENSE["computed again"]), ("thd", PACKED["dropout"]), ("thd", PACKED["a window, a sink"])):
         qkv, dout, call, dim, (own, _) = whole_of(case, fmt)
         parts, own_dout = [t.index_select(dim, own) for t in qkv], dout.index_select(dim, own)
@@ -351,7 +351,7 @@ def main(suite: str, rank: int, ranks: int, file: str) -> None:
     SUITES[suite]()
     dist.barrier()
     sys.stdout.flush()
-    os._exit(0)  # gloo's threads may abort a process that shuts down (pytorch/pytorch#179291); whatever failed has raised
+    os._exit(0)  # gloo's threads may abort a process that shuts down (pytorch/pytorch#179291); failures have already raised
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Small models of Hugging Face transformers with random weights, and attention in float64 to judge them by.
+"""Small models of Hugging Face transformers with random weights, and attention in float64 as the reference.
 
-Import it behind `pytest.importorskip("transformers")`.
+Import it after `pytest.importorskip("transformers")`.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def register_both() -> None:
-    """Adds flexattn and the attention in float64 to transformers, which runs neither unless a model asks for it."""
+    """Adds flexattn and the float64 attention to transformers, which runs one only if a model selects it."""
     register()
     transformers.AttentionInterface.register(REFERENCE, _attend)
     transformers.AttentionMaskInterface.register(REFERENCE, _mask)
@@ -78,7 +78,7 @@ def _mask(*args: Any, **options: Any) -> Tensor:
 def _attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """Every score, in float64, with what transformers' own eager functions of all models together do."""
+    """Returns attention with every score in float64 and the features of transformers' eager functions of all models."""
     dtype, groups = query.dtype, query.shape[1] // key.shape[1]
     q, k, v = query.double(), key.double().repeat_interleave(groups, 1), value.double().repeat_interleave(groups, 1)
     scaling = options.get("scaling")

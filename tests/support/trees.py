@@ -1,4 +1,4 @@
-"""A tree of drafts, as speculative decoding verifies it: the last keys of each sequence are its nodes, and its queries."""
+"""A tree of drafts, as in speculative decoding: the last keys of each sequence are its nodes and its queries."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def _real(x: Any, memory: Iterator[torch.Tensor]) -> Any:
 
 
 def _interpret(text: bytes, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Runs a launch on the operands of its custom call, in their order, as jaxlib hands them to a kernel."""
+    """Runs a launch on the operands of its custom call, in the order in which jaxlib passes them to a kernel."""
     from flexattn.kernels_triton.runtime.launch import make
 
     number, operands, results, zeros = json.loads(text)
@@ -72,22 +72,22 @@ def interpreted_launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]
     monkeypatch.setattr(cuda, "TARGET", "interpreted_kernel")
     jax.ffi.register_ffi_target("interpreted_kernel", ffi.capsule(_HANDLER), platform="cpu")
     jax.clear_caches()
-    of_cuda = (
+    cuda_rules = (
         (primitives.local_forward_p, primitives._on_cuda(host.FORWARD, primitives.forward_shapes, cuda.forward)),
         (primitives.local_backward_p, primitives._on_cuda(host.BACKWARD, primitives.backward_shapes, cuda.backward)),
         (append.local_append_p, append.on_cuda),
         (fp8.local_quantize_p, fp8.on_cuda),
     )
-    of_cpu = (
+    cpu_rules = (
         (primitives.local_forward_p, primitives._on_host(host.FORWARD, primitives.forward_shapes)),
         (primitives.local_backward_p, primitives._on_host(host.BACKWARD, primitives.backward_shapes)),
         (append.local_append_p, append.on_host),
         (fp8.local_quantize_p, fp8.on_host),
     )
-    for primitive, rule in of_cuda:
+    for primitive, rule in cuda_rules:
         mlir.register_lowering(primitive, mlir.lower_fun(rule, multiple_results=True), platform="cpu")
     with cuda.compiled_for((8, 0), processors=4):
         yield _steps
-    for primitive, rule in of_cpu:
+    for primitive, rule in cpu_rules:
         mlir.register_lowering(primitive, mlir.lower_fun(rule, multiple_results=True), platform="cpu")
     jax.clear_caches()

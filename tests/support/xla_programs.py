@@ -1,4 +1,4 @@
-"""Programs of JAX as XLA compiles them for a CUDA device that is not there, and a search for memory that two results share.
+"""Programs of JAX, compiled by XLA for an absent CUDA device, and a search for memory that two results share.
 
 Run as a script, this file prints the defects that it finds as JSON, by program.
 """
@@ -56,7 +56,7 @@ def gradients(count: int = 3, **how: Any) -> Callable[..., Any]:
     return jax.grad(loss, tuple(range(count)))
 
 
-def of_captures(deterministic: bool) -> Callable[..., Any]:
+def captures_program(deterministic: bool) -> Callable[..., Any]:
     """Returns the gradients of two tables that a mod reads."""
 
     def loss(q: Any, k: Any, v: Any, first: Any, second: Any) -> Any:
@@ -66,7 +66,7 @@ def of_captures(deterministic: bool) -> Callable[..., Any]:
     return jax.grad(loss, (0, 1, 2, 3, 4))
 
 
-def of_state(recipe: Any) -> Callable[..., Any]:
+def state_program(recipe: Any) -> Callable[..., Any]:
     """Returns the gradients of q, k, v and of a state of delayed scaling."""
 
     def loss(state: Any, q: Any, k: Any, v: Any) -> Any:
@@ -107,10 +107,10 @@ def programs() -> dict[str, tuple[Callable[..., Any], Any]]:
         ),
         "bias": (gradients(4, bias_type="post_scale_bias", bias=None), (q, q, q, array(1, HEADS, KEYS, KEYS))),
         "ALiBi": (gradients(bias_type="alibi", alibi_slopes=None), (q, q, q, heads)),
-        "captures": (of_captures(False), (q, q, q, table, table)),
-        "captures, deterministic": (of_captures(True), (q, q, q, table, table)),
+        "captures": (captures_program(False), (q, q, q, table, table)),
+        "captures, deterministic": (captures_program(True), (q, q, q, table, table)),
         "FP8": (gradients(fp8_recipe=flexattn.fp8.Recipe()), (q, q, q)),
-        "FP8, delayed": (of_state(recipe), (state, q, q, q)),
+        "FP8, delayed": (state_program(recipe), (state, q, q, q)),
     }
     found: dict[str, tuple[Callable[..., Any], Any]] = {}
     for name, (function, arrays) in features.items():
@@ -145,7 +145,7 @@ def described(step: Any, written: frozenset[int], architecture: int, zeros: Any)
 
 
 def compiled(function: Callable[..., Any], arrays: Any, devices: Any) -> str:
-    """Returns the text of a function that XLA has compiled for devices that need not be there."""
+    """Returns the text of a function that XLA compiled, if needed for absent devices."""
     mesh = jax.sharding.Mesh(devices, ("x",))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arrays)
@@ -153,10 +153,10 @@ def compiled(function: Callable[..., Any], arrays: Any, devices: Any) -> str:
 
 
 def shared(text: str) -> Iterator[str]:
-    """Yields what XLA's text of a compiled program gets wrong about memory that a kernel writes.
+    """Yields errors in the text of a compiled program about memory that a kernel writes.
 
-    An operand that is aliased to a result must be the only operand in its memory, and no slice of an array: XLA copies nothing
-    inside a fusion.
+    If an operand is aliased to a result, it must be the only operand in its memory and not a slice of an array, because XLA copies
+    nothing inside a fusion.
     """
     defined: dict[str, tuple[str, list[str], str]] = {}
 
@@ -190,7 +190,7 @@ def shared(text: str) -> Iterator[str]:
 
 
 def unprotected(text: str) -> Iterator[str]:
-    """Yields what a program before XLA's passes lets them merge: operands that are written and do not come from one barrier."""
+    """Yields operands that XLA's passes may merge: they are written, and do not come from one barrier."""
     barriers: set[str] = set()
     for line in text.splitlines():
         if found := re.match(r"\s*(%\w+)(?::\d+)? = stablehlo\.optimization_barrier", line):
