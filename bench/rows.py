@@ -123,7 +123,7 @@ def _tile_code(tile: Tile) -> str:
 
 
 def contradictions(name: str, record: Record) -> list[str]:
-    """Returns the committed tiles that a record contradicts: another is faster by more than TIE, or they were not measured."""
+    """Returns the committed tiles that a record contradicts: another one is faster by more than TIE, or they were not measured."""
     return [f"{name}: {found.kernel} {found.head_dims} {found.why}" for found in swept(record) if found.best != found.committed]
 
 

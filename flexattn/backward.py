@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 
 class Gradients(NamedTuple):
-    """Results of `attention_backward`: each has the shape and dtype of the tensor that it is the gradient of, and is contiguous.
+    """Results of `attention_backward`: each is contiguous, and has the shape and dtype of its tensor.
 
-    Those that `fp32_gradients` names are in float32.
+    The gradients that `fp32_gradients` names are in float32.
     """
 
     dq: Tensor
@@ -41,7 +41,7 @@ class Gradients(NamedTuple):
     dv: Tensor
     dbias: Tensor | None  # None: there is no bias, or it does not require a gradient
     dsoftmax_offset: Tensor | None  # None: there is none
-    dcaptures: tuple[tuple[Tensor, Tensor], ...]  # (tensor, its gradient) of each that the mods capture and that requires one
+    dcaptures: tuple[tuple[Tensor, Tensor], ...]  # (tensor, its gradient) for each captured tensor that requires one
 
 
 @taking(BackwardOptions)
@@ -57,39 +57,40 @@ def attention_backward(
     fp32_gradients: Fp32Gradients = "none",
     **options: Unpack[BackwardOptions[Tensor, BlockMask]],
 ) -> Gradients:
-    """Returns the gradients of `attention` from what its forward gave; k and v may be a part of those that out and lse are of.
+    """Returns the gradients of `attention` from its forward's results. k and v may be a part of the keys and values of out and lse.
 
-    With p = exp(s - lse), where s are the scores of these keys and lse is taken as given, delta = sum(out * dout) - dlse and
-    dp = dout v^T: dv = p^T dout, ds = p (dp - delta), dq = ds k * softmax_scale and dk = ds^T q * softmax_scale, as in
-    FlashAttention (Dao et al., 2022, algorithm 4) and ring attention (Liu et al., 2023). So the gradients of parts that share the
-    whole's out, lse, dout and dlse add up: dk and dv of a part are those of its keys, and dq is the sum over the parts.
+    Let s be the scores of these keys, p = exp(s - lse), with lse as given, delta = sum(out * dout) - dlse and dp = dout v^T.
+    Then dv = p^T dout, ds = p (dp - delta), dq = ds k * softmax_scale and dk = ds^T q * softmax_scale, as in FlashAttention
+    (Dao et al., 2022, algorithm 4) and ring attention (Liu et al., 2023). If several parts of the keys share out, lse, dout and
+    dlse, their gradients add up: each part has dk and dv of its own keys, and dq is the sum over the parts.
 
     Args:
         dout: the gradient of out, of out's shape and dtype, in any strides.
         q, k, v: as `attention` takes them, in float16, bfloat16 or float32 (float64 on the eager backend).
-        out: what `attention`, or `merge_attention` over all parts, gave: q's shape with v's head dim last, in q's dtype.
-        lse: with it: float32 (float64 for float64), [b, h, sq], or [h, t_q] for thd, -inf where a query sees nothing at all. A
-            probability is as exact as exp(-lse): half a unit in the last place of an lse of 200 is a relative error of 8e-6, of one
-            of -1e4, as of a row that a bias hides whole, 5e-4. (The backward of `attention` mends that, as it has whole rows.)
+        out: the result of `attention`, or of `merge_attention` over all parts: q's shape with v's head dim last, in q's dtype.
+        lse: returned with out: float32 (float64 for float64), [b, h, sq], or [h, t_q] for thd, and -inf if a query sees no key. A
+            probability is as exact as exp(-lse). Half a unit in the last place of an lse of 200 is a relative error of 8e-6; for
+            an lse of -1e4, such as that of a row that a bias hides completely, it is 5e-4. (The backward of `attention` avoids
+            that error, because it has complete rows.)
         dlse: the gradient of lse, of its shape and dtype, or None for 0.
-        rng_state: needed with dropout_p > 0: what the forward over these keys was given.
-        fp32_gradients: "dq", "dkv" (dk and dv) or "dqkv": those are given in float32 where q, k and v have 16 bits, as the kernels
-            sum them, and are not rounded, for gradients that are sums over parts; "none": all are in q's dtype. In float32 and
-            float64 nothing changes. cuDNN gives gradients in 16 bits alone, and does not run such a call.
-        backend: as `attention` takes it; with dropout_p > 0 and an rng_state [2] a name, the forward's, as cuDNN drops other
-            weights than the rest.
+        rng_state: needed if dropout_p > 0: the value that the forward over these keys got.
+        fp32_gradients: "dq", "dkv" (dk and dv) or "dqkv": if q, k and v have 16 bits, these gradients are in float32, as the
+            kernels sum them, and are not rounded. Use it for gradients that are sums over parts. "none": all are in q's dtype.
+            In float32 and float64 nothing changes. cuDNN does not run such a call, because its gradients have 16 bits.
+        backend: as `attention` takes it. If dropout_p > 0 and rng_state is [2], pass the name of the forward's backend, because
+            cuDNN drops other weights than the other backends.
 
-        All others: what the forward over these keys was given. A sink belongs to one part alone, and so does its gradient. Queries
-            and keys count from the beginning of what is given: for a causal mask over keys from position n on, give the queries
-            from n on, with their out, lse, dout and dlse; or a mask_mod that knows n.
+        All others: as the forward over these keys got them. A sink belongs to one part alone, and so does its gradient. Queries
+            and keys count from the beginning of the given tensors. For a causal mask over keys from position n on, give the
+            queries from n on, with their out, lse, dout and dlse; or pass a mask_mod that knows n.
 
     Returns:
-        Gradients: (dq, dk, dv, dbias, dsoftmax_offset, dcaptures). They have no derivatives: one that is asked for raises.
+        Gradients: (dq, dk, dv, dbias, dsoftmax_offset, dcaptures). They have no derivatives: differentiating them raises.
 
     Raises:
-        ValueError, TypeError: an argument that has no meaning, before anything is launched; the text names it, what came and what
-            is accepted. FP8 and DTensors are refused.
-        BackendError: no backend can run the call, or the one that was named cannot; the text gives each one's reason.
+        ValueError, TypeError: an argument is invalid. The text names it, its value and the accepted values. Nothing has been
+            launched. FP8 and DTensors are refused.
+        BackendError: no backend can run the call, or the named one cannot; the text gives each backend's reason.
     """
     if not options.keys() <= BackwardOptions.__annotations__.keys():
         inspect.signature(attention_backward).bind(dout, q, k, v, out, lse, **options)  # raises
@@ -98,7 +99,7 @@ def attention_backward(
 
 
 class Given(NamedTuple):
-    """Tensors of a backward that every call has; `attention_backward` documents them."""
+    """Tensors that every backward has; `attention_backward` documents them."""
 
     dout: Tensor
     q: Tensor
@@ -113,18 +114,18 @@ class GivenInFp8(NamedTuple):
     """FP8 of a backward whose q, k and v are in FP8; out and the gradients are in recipe.out_dtype."""
 
     recipe: fp8.Recipe  # granularity, block_rows and out_dtype, with which `attention` takes these q, k and v
-    grad_dtype: str  # dtype of the scores' gradient, and of dout where it is in FP8
-    descales: Sequence[Tensor]  # those of q, k and v
+    grad_dtype: str  # dtype of the scores' gradient, and of dout if it is in FP8
+    descales: Sequence[Tensor]  # scales of q, k and v
     descale_dout: Tensor | None  # None: dout is in 16 bits, and rounded in the backward
-    dout16: Tensor | None  # dout in 16 bits, where it is in FP8
-    is_part: bool  # whether out and lse may be of more keys than k and v have
+    dout16: Tensor | None  # dout in 16 bits, if `dout` is in FP8
+    is_part: bool  # whether out and lse may cover more keys than k and v have
 
 
 def differentiate(results: Results, given: Given, options: Mapping[str, Any], in_fp8: GivenInFp8 | None = None) -> Gradients:
-    """Returns what `attention_backward` does, with out and the gradients as `results` says. in_fp8: given if q, k and v are in FP8.
+    """Returns the results of `attention_backward`, with out and the gradients as `results` says.
 
-    options: those of `attention_backward`. out and dout have q's dims, in any strides. In FP8 nothing is checked beyond a
-    forward's arguments.
+    in_fp8: given if q, k and v are in FP8; then only a forward's arguments are checked. options: options of `attention_backward`.
+    out and dout have q's dims, in any strides.
     """
     dout, q, k, v, out, lse, dlse = given
     more: tuple[Tensor | None, ...] = ()
@@ -143,7 +144,7 @@ def differentiate(results: Results, given: Given, options: Mapping[str, Any], in
     is_new = call is None
     if call is None:
         arguments = in_full(q, k, {**options, **_named(in_fp8), "return_lse": True})
-        with torch.enable_grad():  # for what the mods capture
+        with torch.enable_grad():  # for the mods' captures
             x, settings, _ = prepare(q, k, v, arguments, is_backward=True, results=results)
         steps = None
         if in_fp8 is None:
@@ -156,7 +157,7 @@ def differentiate(results: Results, given: Given, options: Mapping[str, Any], in
             call = call_cache.new_call(key, x._replace(copies16=()), settings, arguments["alibi_slopes"], steps)
     else:
         settings = call.settings
-    # As the kernels have them in any other backward.
+    # The kernels of every other backend have the same names.
     out, lse = dense_in(out, parse_format(settings.qkv_format)[0], settings.out_format), lse.contiguous()
     with torch.no_grad():
         if key is not None and call is not None:
@@ -172,8 +173,8 @@ def differentiate(results: Results, given: Given, options: Mapping[str, Any], in
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         bias_and_offset = options.get("bias"), options.get("softmax_offset")
         gradients = guarded(gradients, dout, dlse, out, lse, q, k, v, *bias_and_offset, *captured)
-    dense, of_captures = gradients[: len(found) - 1], gradients[len(found) - 1 :]
-    return Gradients(*dense, tuple(zip(captured, of_captures, strict=True)))  # type: ignore[call-arg, arg-type]
+    dense, capture_gradients = gradients[: len(found) - 1], gradients[len(found) - 1 :]
+    return Gradients(*dense, tuple(zip(captured, capture_gradients, strict=True)))  # type: ignore[call-arg, arg-type]
 
 
 def _named(in_fp8: GivenInFp8 | None) -> dict[str, Any]:
@@ -184,7 +185,7 @@ def _named(in_fp8: GivenInFp8 | None) -> dict[str, Any]:
 
 
 def _check_kinds(*qkv: Any) -> None:
-    """Raises TypeError for kinds of tensors that a forward takes and this does not."""
+    """Raises TypeError for kinds of tensors that a forward takes and a backward does not."""
     for name, t in zip("qkv", qkv, strict=True):
         if type(t).__name__ == "DTensor":
             raise TypeError(f"{name} is a DTensor; accepted: a local tensor, as that of to_local()")
@@ -195,7 +196,7 @@ def _check_kinds(*qkv: Any) -> None:
 
 
 def _check(x: Operands, settings: ops.Settings, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> None:
-    """Raises ValueError or TypeError for what a backward needs beyond a forward's checks."""
+    """Raises ValueError or TypeError for the requirements of a backward beyond a forward's."""
     ops.refuse_transforms(x)
     refuse_batched(dout, dlse, out, lse)
     validation.check_backward(x, settings.qkv_format, out, lse, dout, dlse)
@@ -203,7 +204,7 @@ def _check(x: Operands, settings: ops.Settings, out: Tensor, lse: Tensor, dout: 
         return
     if x.rng_state is None:
         raise ValueError("rng_state is None with dropout_p > 0; accepted: the int64 tensor [2] that the forward was given")
-    if settings.backend == "auto" and x.rng_state.dim() == 1:  # all backends that draw by positions of a whole draw alike
+    if settings.backend == "auto" and x.rng_state.dim() == 1:  # all backends that draw by global positions draw alike
         raise ValueError(
             "backend is 'auto' with dropout_p > 0; accepted: the name of the backend that the forward ran on, as not all drop the "
             "same weights (give it to both)"

@@ -1,4 +1,4 @@
-"""Key of a call: what `flexattn.call_cache` finds a kept call by, beside its tensors."""
+"""Key of a call, by which `flexattn.call_cache` finds a kept call."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ PLAIN = frozenset((Tensor, torch.nn.Parameter))
 
 
 class CallKey(NamedTuple):
-    """Key of a call, and what the call has beside it."""
+    """Key of a call, and the tensors and numbers beside it."""
 
     parts: tuple[Hashable, Any]  # the key without its numbers, and the numbers
-    tensors: tuple[Tensor | None, ...]  # Operands' fields, all or q, k and v; those of FP8 or a backward; captures of mods
-    num_arguments: int  # number of tensors before those that are captured
+    tensors: tuple[Tensor | None, ...]  # fields of `Operands`: all, or q, k and v; tensors of FP8 or a backward; captures of mods
+    num_arguments: int  # number of tensors before the captured ones
     addresses: Sequence[int]
     block_mask: Any
 
@@ -49,14 +49,14 @@ class Split:
             return operator.itemgetter(*(places.get(name, _ABSENT.get(name, 0)) for name in wanted))
 
         mods, fp8 = tuple(ModOptions.__annotations__), tuple(Fp8Options.__annotations__)
-        numbers = ("softmax_scale", "softcap")  # first, as `call_cache` takes a call of other numbers for one of a family
+        numbers = ("softmax_scale", "softcap")  # first, because `call_cache` takes a call with other numbers for one of a family
         apart = {*TENSOR_OPTIONS, *mods, *fp8, *numbers, "window_size"}
         self.is_known = given <= DEFAULTS.keys()  # whether `attention` has all of the names
         # whether a name is unknown, or `shorthands.without_aliases` has to come first
         self.is_odd = not self.is_known or not given.isdisjoint(ALIASES)
-        self.returns_more = not given.isdisjoint(ReturnOptions.__annotations__)  # whether the call may ask for lse or max_logit
+        self.returns_more = not given.isdisjoint(ReturnOptions.__annotations__)  # whether the call may return lse or max_logit
         self.all_tensors = pick("q", "k", "v", *TENSOR_OPTIONS)
-        # q, k and v, and if the options have any other tensor, all
+        # q, k and v; all tensors if the options have any other
         self.tensors = pick("q", "k", "v") if given.isdisjoint(TENSOR_OPTIONS) else self.all_tensors
         self.others = pick(*numbers, "", *(name for name in names if name not in apart))
         self.window = pick("window_size")
@@ -69,12 +69,12 @@ class Split:
         if self.fp8 is not None:
             recipe, state, *descales = self.fp8(values)
             if not (recipe is state is None and all(descale is None for descale in descales)):
-                from flexattn.fp8 import state_tensors  # here, as calls without FP8 should not wait for its import
+                from flexattn.fp8 import state_tensors  # here, because calls without FP8 should not wait for its import
 
-                of_state = state_tensors(state)
-                if of_state is None:
+                fp8_tensors = state_tensors(state)
+                if fp8_tensors is None:
                     return None
-                tensors = (*self.all_tensors(values), *descales, *of_state)
+                tensors = (*self.all_tensors(values), *descales, *fp8_tensors)
                 others += (recipe, state is None or state.recipe is recipe or state.recipe)
         return tensors, others, self.window(values), None if self.mods is None else self.mods_of(values)
 
@@ -104,7 +104,7 @@ def same_tensors(ids: Sequence[int]) -> tuple[int, ...]:
 
 
 def state_around() -> Hashable | None:
-    """Returns what a call depends on beside its arguments; None where modes, transforms, traces or checks need the operators."""
+    """Returns the state that a call depends on beside its arguments; None if a mode, transform, trace or check needs operators."""
     if not is_ordinary():
         return None
     environment = options.snapshot()
@@ -139,13 +139,13 @@ class Captured(NamedTuple):
     """Tensors, parts of a key and floats that mods depend on."""
 
     tensors: list[Tensor]
-    parts: tuple[Any, ...]  # all else, but for the floats
+    parts: tuple[Any, ...]  # all other values, except for the floats
     values: tuple[Any, ...]  # bits of the floats
 
 
 def captured_by(score_mod: Any, mask_mod: Any, block_mask: Any) -> Captured | None:
-    """Returns what mods depend on; None where they have no key."""
-    from flexattn.mods.captures import find_captures  # here, as calls without mods should not wait for its import
+    """Returns the values that mods depend on; None if the mods have no key."""
+    from flexattn.mods.captures import find_captures  # here, because calls without mods should not wait for its import
 
     tensors: list[Tensor] = []
     parts: list[Any] = [torch.get_default_dtype()]  # the dtype of an index times a number

@@ -1,4 +1,4 @@
-"""Attention with results in layouts of their own, for other libraries' spellings: `attention` behind its defaults."""
+"""Attention whose results have layouts of their own, for other libraries' spellings: `attention` behind its defaults."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from flexattn.shorthands import in_full
 def attend(
     results: Results, q: Tensor, k: Tensor, v: Tensor, return_lse: bool = True, **options: Any
 ) -> tuple[Any, Tensor | None, Tensor | None]:
-    """Returns out, lse and max_logit of `attention`, with out, and in a backward dq, dk and dv, as `results` says.
+    """Returns out, lse and max_logit of `attention`, with out and, in a backward, dq, dk and dv as `results` says.
 
-    out has q's dims, in any order in memory. max_logit is None unless it is asked for. lse is differentiable if return_lse is
-    True, and must not be used otherwise. options: arguments of `attention`, without cu_seqlens, max_seqlen and mask. Raises what
-    it raises, and TypeError for DTensors.
+    out has q's dims, in any order in memory. max_logit is None if it is not asked for. lse is differentiable if return_lse is
+    True, and must not be used otherwise. options: arguments of `attention`, without cu_seqlens, max_seqlen and mask. Raises the
+    errors of `attention`, and TypeError for DTensors.
     """
     return attend_with(results, q, k, v, options | {"return_lse": return_lse})
 

@@ -1,4 +1,4 @@
-"""attention() of jagged nested tensors, whose values and offsets are packed sequences: nothing is copied, and nothing waits."""
+"""attention() of jagged nested tensors, whose values and offsets are packed sequences: no copy and no synchronisation."""
 
 from __future__ import annotations
 
@@ -33,10 +33,11 @@ def attend_nested(attend: Callable[..., Any], q: Any, k: Any, v: Any, arguments:
 
 
 def packed_call(qkv: tuple[Any, Any, Any], arguments: Arguments) -> tuple[tuple[Any, Any, Any], Arguments]:
-    """Returns q, k, v and the arguments of the call of packed sequences that equals a call of nested q, k and v.
+    """Returns q, k, v and the arguments of the packed call that equals a call of nested q, k and v.
 
-    Raises ValueError for FP8, for a format other than "bshd" and "bhsd", for a jagged dim that is not the format's s, and for
-    lengths as arguments.
+    Raises ValueError for FP8, for a format other than "bshd" and "bhsd", for a jagged dim other than the format's s, and for
+    lengths
+    as arguments.
     """
     packed: dict[str, Any] = {**arguments}
     if any(packed[name] is not None for name in Fp8Options.__annotations__):
@@ -56,13 +57,13 @@ def packed_call(qkv: tuple[Any, Any, Any], arguments: Arguments) -> tuple[tuple[
     packed |= {"qkv_format": "thd", "attn_mask_type": with_padding(str(arguments["attn_mask_type"]))}
     for side, x in (("q", q), ("kv", k)):
         packed |= {f"cu_seqlens_{side}{ending}": starts for ending, starts in _starts(x).items()}
-        if packed[f"max_seqlen_{side}"] is None:  # what x knows without a look at its offsets, if it does
+        if packed[f"max_seqlen_{side}"] is None:  # the longest length, if x knows it without a look at its offsets
             packed[f"max_seqlen_{side}"] = x._maybe_max_seqlen
     return (q.values(), k.values(), v.values()), cast("Arguments", packed)
 
 
 def _starts(x: Any) -> dict[str, Tensor]:
-    """Returns the cu_seqlens of x, by the ending of their names, with where each sequence starts where there are gaps."""
+    """Returns x's cu_seqlens by the ending of their names, with the start of each sequence if there are gaps."""
     offsets, lengths = x.offsets().to(torch.int32), x.lengths()
     if lengths is None:
         return {"": offsets}

@@ -89,7 +89,7 @@ def prepare(
     band = make_band(arguments["attn_mask_type"], arguments["window_size"], arguments["bottom_right_diagonal"])
     recipe, state = arguments["fp8_recipe"], arguments["fp8_state"]
     if recipe is not None or state is not None or any(isinstance(x, tuple) for x in (q, k, v)):
-        from flexattn.fp8 import check_recipe, check_unpacked  # here, as calls without FP8 should not wait for its import
+        from flexattn.fp8 import check_recipe, check_unpacked  # here, because calls without FP8 should not wait for its import
 
         check_unpacked(q, k, v)
         check_recipe(recipe, state)
@@ -245,7 +245,7 @@ def _prepared_mods(q: Tensor, sizes: _Sizes, band: Band, arguments: Arguments, n
     if block_mask is not None:
         if mask_mod is not None:
             raise ValueError("mask_mod is given with a block_mask, which has one of its own; accepted: one of the two")
-        from flexattn.block_mask import block_lists  # here, as calls without a block mask should not wait for its import
+        from flexattn.block_mask import block_lists  # here, because calls without a block mask should not wait for its import
 
         blocks = block_lists(block_mask, batch, heads, max_q, max_kv, q.device)
         mask_mod = block_mask.mask_mod
@@ -260,8 +260,8 @@ def _prepared_mods(q: Tensor, sizes: _Sizes, band: Band, arguments: Arguments, n
             check_sizes = getattr(mod, "_flexattn_check_sizes", None)
             if check_sizes is not None:
                 check_sizes(batch, heads, known_q, known_kv)
-    # A band that the mods imply can join one on the same diagonal. ALiBi measures from the band's, so there it stays as it is;
-    # and a block mask's full blocks are not masked.
+    # A band that the mods imply can join one on the same diagonal. ALiBi measures from the band's diagonal, so with ALiBi the band
+    # stays. A block mask's full blocks are not masked.
     is_open = band.left is None and band.right is None
     masks = 0
     if bias_type != "alibi" and blocks is None and (is_open or not band.bottom_right):
@@ -288,10 +288,10 @@ def _narrower(a: int | None, b: int | None) -> int | None:
 
 
 def _masks(band: Band, max_q: int, max_kv: int) -> int:
-    """Returns a `Masks`: which scores, finite ones too, may become a band beside that of a call without padding, bias and mask_mod.
+    """Returns a `Masks`: the scores that may become a band beside that of a call without padding, bias and mask_mod.
 
-    Under a finite one a query whose keys are all hidden sees all keys alike, so there must be none: each that sees a key of the
-    call's own band sees one of the mod's too.
+    If a finite score hides all keys of a query, that query sees all keys alike. So each query that sees a key of the call's own
+    band must see one of the mod's too.
     """
     if misses_diagonal(band.left, band.right):
         return 1
@@ -303,7 +303,7 @@ def _masks(band: Band, max_q: int, max_kv: int) -> int:
 def _trace_mods(
     score_mod: Mod | None, mask_mod: Mod | None, tensors: Any, needs_grad: bool, masks: int, q: Tensor
 ) -> Traced | Recorded:
-    from flexattn.mods.bands import Masks  # here, as calls without mods should not wait for its import
+    from flexattn.mods.bands import Masks  # here, because calls without mods should not wait for its import
 
     if torch.compiler.is_dynamo_compiling():
         from flexattn.mods.dynamo import record_mods
@@ -321,7 +321,10 @@ def default_alibi_slopes(heads: int, q: Tensor) -> Tensor:
 
 @keep(64)
 def _alibi_slopes(heads: int, device: torch.device) -> Tensor:
-    """Returns 2**(-8 i / n) for head i = 1..n where n is a power of two; else the n' < n below it, then every other one of 2 n'."""
+    """Returns 2**(-8 i / n) for head i = 1..n if n is a power of two. Otherwise n' < n, the power of two below, has these slopes.
+
+    The other heads have every other slope of 2 n'.
+    """
     power = 2 ** (heads.bit_length() - 1)
     head = torch.arange(heads, dtype=torch.float32, device=device)
     exponent = torch.where(head < power, (head + 1) * 8 / power, (2 * (head - power) + 1) * 4 / power)

@@ -1,7 +1,8 @@
 """attention() of DTensors: each rank attends over its own heads or rows of the batch, without communication.
 
-No sharding rules of operators: torch's know no operator that returns a list of tensors, as the gradients of captured tensors are.
-Here the arguments become local tensors, laid out as q is, and the results DTensors again; autograd runs through both.
+There are no sharding rules for the operators: torch supports none for an operator that returns a list, such as the gradients of
+captured tensors. This module turns the arguments into local tensors with q's layout, and the results into DTensors again. Autograd
+differentiates both steps.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from flexattn.mods.trace import find_all_captures
 from flexattn.ops import new_rng_state
 from flexattn.warn import warn_once
 
-# By its name, as it stands above plain attention. No call depends on whether somebody else imported it.
+# By its name, because plain attention has one too. No call depends on whether another module imported it.
 _over_sequence: Any = importlib.import_module("flexattn.distributed.sequence")
 _OF_ROWS = ("cu_seqlens_q", "cu_seqlens_kv", "seqused_q", "seqused_kv", "page_table")
 
@@ -30,11 +31,12 @@ _OF_ROWS = ("cu_seqlens_q", "cu_seqlens_kv", "seqused_q", "seqused_kv", "page_ta
 def attend_sharded(
     attend: Callable[..., Any], q: Any, k: Any, v: Any, options: Arguments, default_slopes: Callable[[int, Tensor], Tensor]
 ) -> Any:
-    """Returns attend(q, k, v, **options), where at least one of q, k and v is a DTensor.
+    """Returns attend(q, k, v, **options) if at least one of q, k and v is a DTensor.
 
-    A mesh dim over which q is sharded by heads or by batch stays so, where heads, key heads and batch can be divided by it; so does
-    one over which it is sharded by sequence, in a dense call. Over any other every rank gets all. k, v and
-    what has heads or a batch follow q. Plain tensors count as the same on every rank.
+    A mesh dim that shards q by heads or by batch keeps its sharding if it divides heads, key heads or batch. A mesh dim that shards
+    q
+    by sequence keeps it in a dense call. Every rank gets all data over any other mesh dim. k, v and the arguments with heads or a
+    batch follow q. Plain tensors count as the same on every rank.
     """
     arguments: dict[str, Any] = {**options}
     if any(arguments[name] is not None for name in Fp8Options.__annotations__):
@@ -54,13 +56,13 @@ def attend_sharded(
     if arguments["bias_type"] == "alibi" and arguments["alibi_slopes"] is None:
         arguments["alibi_slopes"] = default_slopes(heads, q.to_local() if isinstance(q, DTensor) else q)
 
-    def local(x: Any, of_heads: int | None, of_batch: int | None, of_sequence: int | None = None) -> Any:
-        """Returns x's part on this rank. The dims are those of heads, batch and tokens, None where every rank takes all of x."""
+    def local(x: Any, heads_dim: int | None, batch_dim: int | None, sequence_dim: int | None = None) -> Any:
+        """Returns x's part on this rank, given its dims of heads, batch and tokens. A dim of None is not divided."""
         if not isinstance(x, Tensor):
             return x
-        dims = {"heads": of_heads, "batch": of_batch, "sequence": of_sequence, "all": None}
+        dims = {"heads": heads_dim, "batch": batch_dim, "sequence": sequence_dim, "all": None}
         wanted = [Replicate() if dims[kind] is None else Shard(dims[kind]) for kind in kinds]  # type: ignore[arg-type]
-        # A tensor that every rank has whole gets a part of its gradient from each rank with heads or rows of its own.
+        # If a tensor is complete on every rank, each rank with heads or rows of its own has a part of its gradient.
         partial = [Partial() if dims[kind] is None and kind != "all" else place for kind, place in zip(kinds, wanted, strict=True)]
         if not isinstance(x, DTensor):
             x = DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
@@ -96,15 +98,15 @@ def attend_sharded(
     else:
         results = attend(*parts, **without_defaults(arguments))
 
-    def whole(x: Tensor, of_heads: int, of_batch: int | None, of_sequence: int | None = None) -> Tensor:
-        dims = {"heads": of_heads, "batch": of_batch, "sequence": of_sequence}
+    def whole(x: Tensor, heads_dim: int, batch_dim: int | None, sequence_dim: int | None = None) -> Tensor:
+        dims = {"heads": heads_dim, "batch": batch_dim, "sequence": sequence_dim}
         places = [Replicate() if kind == "all" else Partial("max") if dims[kind] is None else Shard(dims[kind]) for kind in kinds]  # type: ignore[arg-type]
         if "sequence" not in kinds:
             return DTensor.from_local(x, mesh, places, run_check=False)
-        shape = list(x.shape)  # ranks may have other numbers of tokens, so that the whole's shape is not this rank's times theirs
-        for dim, of_whole in ((of_heads, heads), (of_batch, batch), (of_sequence, q.shape[s_q])):
+        shape = list(x.shape)  # ranks may have different numbers of tokens
+        for dim, full_size in ((heads_dim, heads), (batch_dim, batch), (sequence_dim, q.shape[s_q])):
             if dim is not None:
-                shape[dim] = of_whole
+                shape[dim] = full_size
         strides = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(x, mesh, places, run_check=False, shape=torch.Size(shape), stride=strides)
 
@@ -122,7 +124,7 @@ def attend_sharded(
 def _kinds(
     q: Any, q_format: str, kv_format: str, mesh: Any, arguments: dict[str, Any], heads: tuple[int, int], batch: int
 ) -> list[str]:
-    """Returns for each mesh dim what it divides: "heads", "batch", "sequence", or "all" for nothing."""
+    """Returns "heads", "batch", "sequence" or, if a mesh dim divides nothing, "all" for it."""
     placements: tuple[Placement, ...] = q.placements if isinstance(q, DTensor) else (Replicate(),) * mesh.ndim
     kinds = []
     left = {"heads": math.gcd(*heads), "batch": batch}
@@ -131,21 +133,21 @@ def _kinds(
     if mask is not None and tuple(mask.kv_num_blocks.shape[:2]) != (1, 1):
         left = {"heads": 1, "batch": 1}  # its lists would have to be divided too
     if getattr(arguments["score_mod"], "score_mod_gradient", None) is not None:
-        left = {"heads": 1, "batch": 1}  # a given backward reads its tensors at the indices of the whole
+        left = {"heads": 1, "batch": 1}  # a custom backward reads its tensors at global indices
     for dim, place in enumerate(placements):
-        of_q = q_format[place.dim] if isinstance(place, Shard) else ""
-        kind = {"h": "heads", "b": "batch" if batch else "all"}.get(of_q, "all")
+        letter = q_format[place.dim] if isinstance(place, Shard) else ""
+        kind = {"h": "heads", "b": "batch" if batch else "all"}.get(letter, "all")
         size = mesh.size(dim)
-        if of_q == "s" and q_format == kv_format and "sequence" not in kinds and not has_lengths:
+        if letter == "s" and q_format == kv_format and "sequence" not in kinds and not has_lengths:
             kinds.append("sequence")
             continue
         if kind != "all" and left[kind] % size == 0:
             left[kind] //= size
         else:
-            if of_q and not torch.compiler.is_compiling():
+            if letter and not torch.compiler.is_compiling():
                 warn_once(
-                    f"sharded {of_q} {heads} {batch} {size}",
-                    f"q is sharded over {of_q!r} of {q_format}, {size} ways, and attention() gathers it on every rank; it stays "
+                    f"sharded {letter} {heads} {batch} {size}",
+                    f"q is sharded over {letter!r} of {q_format}, {size} ways, and attention() gathers it on every rank; it stays "
                     "sharded over heads or a batch that can be divided by as many ranks, k's and v's heads too, or over the "
                     "sequence of a dense call without lengths or pages",
                 )
@@ -194,16 +196,16 @@ def _on_meta(t: Tensor) -> Tensor:
 
 
 def _common_rng_state(device: torch.device, mesh: Any) -> DTensor:
-    """Returns one seed and offset for all ranks, whatever their generators: the largest of what they draw."""
+    """Returns one seed and offset for all ranks: the largest that any rank draws."""
     drawn = DTensor.from_local(new_rng_state(device), mesh, [Partial("max")] * mesh.ndim, run_check=False)
     return drawn.redistribute(mesh, [Replicate()] * mesh.ndim)
 
 
 def _first(kinds: list[str], mesh: Any, kind: str, size: int) -> int:
-    """Returns the first of `size` heads or rows that is this rank's."""
+    """Returns this rank's first of `size` heads or rows."""
     first, part = 0, size
-    for dim, of_dim in enumerate(kinds):
-        if of_dim == kind:
+    for dim, divided in enumerate(kinds):
+        if divided == kind:
             part //= mesh.size(dim)
             first += part * mesh.get_local_rank(dim)
     return first
@@ -219,7 +221,7 @@ def _rows(cu_seqlens: Any, kinds: list[str], mesh: Any, batch: int) -> Any:
 
 
 def _shifted(mod: Callable[..., Any], position: int, first_row: int, first_head: int) -> Callable[..., Any]:
-    """Returns the mod for this rank: its batch entries and heads begin at first_row and first_head of the whole."""
+    """Returns the mod for this rank, whose batch entries and heads begin at first_row and first_head."""
 
     def shifted(*arguments: Any, **named: Any) -> Any:
         before, b, h, after = arguments[:position], arguments[position], arguments[position + 1], arguments[position + 2 :]

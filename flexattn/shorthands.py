@@ -1,4 +1,4 @@
-"""Short forms of `attention`'s arguments, and the long ones that they stand for; everything behind `in_full` knows only these."""
+"""Short forms of `attention`'s arguments, and the long forms that they become; later code only knows the long forms."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ DIAGONALS = (
 def in_full(q: Any, k: Any, arguments: Mapping[str, Any]) -> Any:
     """Returns all arguments besides q, k and v without short forms: the `Arguments` that `prepare` takes.
 
-    arguments: arguments of `attention`. Those that are missing have their defaults. Raises for short forms that contradict other
-    arguments; `prepare` checks everything else. `q` and `k` may be arrays of any library.
+    arguments: arguments of `attention`. Missing ones get their defaults. Raises if a short form contradicts another argument;
+    `prepare` checks everything else. `q` and `k` may be arrays of any library.
     """
     full = DEFAULTS | without_aliases(q, k, arguments)
     for name in ALIASES:
@@ -50,16 +50,16 @@ def without_aliases(q: Any, k: Any, options: Mapping[str, Any]) -> dict[str, Any
     return given
 
 
-def both_sides(name: str, value: Any, of_q: Any, of_kv: Any) -> tuple[Any, Any]:
-    """Returns the value for queries and for keys, where none is given for one of them."""
-    for side, given in (("q", of_q), ("kv", of_kv)):
+def both_sides(name: str, value: Any, q_value: Any, kv_value: Any) -> tuple[Any, Any]:
+    """Returns the value for queries and for keys. Raises if one of them is given too."""
+    for side, given in (("q", q_value), ("kv", kv_value)):
         if given is not None:
             raise ValueError(f"{name} and {name}_{side} are given. Pass {name} for both sides, or {name}_q and {name}_kv.")
     return value, value
 
 
 def bias_type_of(bias_type: Any, bias: Any, alibi_slopes: Any) -> Any:
-    """Returns the type of bias that the tensors imply where none is named."""
+    """Returns the type of bias that the tensors imply if no type is given."""
     if bias_type is not None:
         return bias_type
     if bias is not None and alibi_slopes is not None:
@@ -72,7 +72,7 @@ def bias_type_of(bias_type: Any, bias: Any, alibi_slopes: Any) -> Any:
 
 
 def softmax_type_of(softmax_type: Any, softmax_offset: Any) -> Any:
-    """Returns the type of softmax that the tensor implies where none is named."""
+    """Returns the type of softmax that the tensor implies if no type is given."""
     if softmax_type is not None:
         return softmax_type
     implied: SoftmaxType = "vanilla" if softmax_offset is None else "learnable"
@@ -80,7 +80,7 @@ def softmax_type_of(softmax_type: Any, softmax_offset: Any) -> Any:
 
 
 def _mask_type(q: Any, k: Any, full: dict[str, Any], formats: tuple[str, str], causal: Any) -> Any:
-    """Returns the mask type in full: with causal=True in it, and with padding in its name for packed sequences."""
+    """Returns the full mask type: it includes causal=True, and has padding in its name for packed sequences."""
     given = full["attn_mask_type"]
     check_flag("causal", causal)
     if not isinstance(given, str) or given not in ("no_mask", "causal", "causal_bottom_right", "padding"):
@@ -94,7 +94,7 @@ def _mask_type(q: Any, k: Any, full: dict[str, Any], formats: tuple[str, str], c
 
 
 def _check_one_diagonal(q: Any, k: Any, full: dict[str, Any], formats: tuple[str, str], has_lengths: bool) -> None:
-    """Raises where the diagonals from the first key and from the last key may differ."""
+    """Raises if the diagonals from the first key and from the last key may differ."""
     if has_lengths:
         pairs = [(full.get(f"{name}_q"), full.get(f"{name}_kv")) for name in ("cu_seqlens", "seqused")]
         if formats[0] == formats[1] and full.get("page_table") is None and all(a is b for a, b in pairs):
@@ -107,14 +107,14 @@ def _check_one_diagonal(q: Any, k: Any, full: dict[str, Any], formats: tuple[str
             return  # whose dims raise
         len_q, len_kv = (shape[fmt.index("s")] for shape, fmt in zip(sizes, formats, strict=True))
         if len_q == len_kv:
-            return  # before a text has the lengths, which would make torch.compile take them for constants
+            return  # before a text has the lengths, which torch.compile would take for constants
         why, hint = f"there are {len_q} queries and {len_kv} keys, so two diagonals are possible", ""
     names = ("padding_causal", "padding_causal_bottom_right") if has_lengths else ("causal", "causal_bottom_right")
     raise ValueError(f"causal is True and {why}. {hint}{DIAGONALS.format(*names)}.")
 
 
 def score_sizes(q: Any, k: Any, full: dict[str, Any]) -> tuple[Any, ...]:
-    """Returns the sizes [b, h, sq, skv] of the scores that a mask or a bias is for; raises where they are not known."""
+    """Returns the sizes [b, h, sq, skv] of the scores of a mask or a bias. Raises if they are not known."""
     q_format, kv_format = parse_format(str(full["qkv_format"]))
     for name, x, fmt in (("q", q, q_format), ("k", k, kv_format)):
         if not isinstance(x, Tensor) or is_jagged(x) or x.dim() != len(fmt):
@@ -145,7 +145,7 @@ def masked(q: Tensor, mask: Any, sizes: tuple[Any, ...], full: Mapping[str, Any]
 
     sizes: the sizes of the scores. full: the other arguments.
     """
-    from flexattn.masks import (  # here, as calls without a mask should not wait for their import
+    from flexattn.masks import (  # here, because calls without a mask should not wait for their import
         mask_arguments,
         mask_dtypes,
         seen_by_both,
