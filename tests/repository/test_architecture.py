@@ -1,4 +1,4 @@
-"""The walk through the code in docs/architecture.md: a call makes those stops, in that order."""
+"""The walk through the code in docs/architecture.md: a call makes these stops, in this order."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STOPS = re.findall(r"^\| \d+ +\| `(\S+)` +\| `(\w+)` +\|", (ROOT / "docs" / "arc
 
 
 def functions_called(run: Callable[[], Any]) -> list[tuple[str, str]]:
-    """(file, function) of this checkout's functions, as often as they are called."""
+    """(file, function) of each call of this checkout's functions."""
     found: list[tuple[str, str]] = []
 
     def note(frame: FrameType, event: str, _: Any) -> None:

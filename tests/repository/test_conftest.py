@@ -1,4 +1,4 @@
-"""The tests' own safety net: memory that nothing wrote is never a plausible number."""
+"""The tests' own safety net: unwritten memory is never a plausible number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every example in the documentation runs, and prints what the page says that it prints."""
+"""Every example in the documentation runs, and prints the text that the page shows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from tests.conftest import ROOT, FreshPython
 
-PAGES = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")} - {ROOT / "docs" / "cookbook.md"})  # which test_pictures.py runs
+PAGES = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")} - {ROOT / "docs" / "cookbook.md"})  # test_pictures.py runs it
 COMMAND = "$ python -m flexattn "
 
 BY_DEFAULT = ("README.md",)  # the other pages' examples are slow: each is a process, and some compile
@@ -28,7 +28,7 @@ BLOCKS = [
 
 
 def shape_of(output: str) -> str:
-    """The text without what varies: numbers, and the spaces and rules that follow their widths."""
+    """The text without its variable parts: numbers, and the spaces and rules that follow their widths."""
     words = re.sub(r"[-+]?\d[\d.,]*(e[-+]?\d+)?", "#", output.strip())
     return "\n".join(re.sub(r"[ ─━]+", " ", line).strip() for line in words.splitlines())
 
@@ -41,7 +41,7 @@ def printed_as_shown(printed: str, shown: str) -> bool:
 
 @pytest.mark.parametrize(("language", "text"), BLOCKS)
 def test_example_runs(language: str, text: str, forked_python: FreshPython, tmp_path: Path) -> None:
-    environment = {"CUDA_VISIBLE_DEVICES": ""}  # pages show what a machine without a GPU prints
+    environment = {"CUDA_VISIBLE_DEVICES": ""}  # pages show the output of a machine without a GPU
     if language == "python":
         script = tmp_path / "example.py"  # a kernel's source must be in a file
         script.write_text(text, "utf-8")

@@ -1,4 +1,4 @@
-"""Doors read each argument that they take: a parameter that nothing reads has a reason here, and no keyword is dropped."""
+"""Integrations read each argument that they take: an unread parameter has a reason here, and no keyword is dropped."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 DOORS = [*sorted((ROOT / "flexattn" / "integrations").rglob("*.py")), ROOT / "flexattn" / "nn.py"]
 
-# Parameters that no door reads, by name: they change no result.
+# Parameters that no integration reads, by name: they change no result.
 PLANS_A_LAUNCH = "says how the other library's kernels are launched"
 FROM_THE_FORWARD = "the forward returns it for the backward, which needs none of it here"
 UNREAD_ANYWHERE = {
@@ -82,7 +82,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def _functions(tree: ast.Module) -> Iterator[Function]:
-    """Yields the functions of a module and the methods of its classes; what lies inside of them has the signature of a mod."""
+    """Yields the functions of a module and the methods of its classes. Functions inside of them have a mod's signature."""
     for node in tree.body:
         for inner in node.body if isinstance(node, ast.ClassDef) else [node]:
             if isinstance(inner, Function):
@@ -102,7 +102,7 @@ def unread_parameters(function: Function) -> set[str]:
 def drops_keywords(function: Function) -> bool:
     """Returns whether a function looks only for some names among its keywords, so that any other one is ignored."""
     if function.args.kwarg is None or function.args.kwarg.arg not in (names := _loaded(function)):
-        return False  # that is a parameter which nothing reads
+        return False  # the call is a parameter that nothing reads
     name, picks = function.args.kwarg.arg, 0
     for x in (x for part in function.body for x in ast.walk(part)):
         picked = x.value if isinstance(x, ast.Subscript) else None

@@ -1,4 +1,4 @@
-"""docs/migrate.md and docs/doors.md name every integration, and only modules, pages and tests that are there."""
+"""docs/migrate.md and docs/doors.md name every integration, and all named modules, pages and tests exist."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ MIGRATE = (ROOT / "docs" / "migrate.md").read_text("utf-8")
 IMPORTS, OF_README = (re.findall(r"^\|[^|]*\| `((?:from|import) flexattn[^`]*)`", page, re.M) for page in (MIGRATE, README))
 MODULES = [f"flexattn.{name}" for name in re.findall(r"^\| \[`([\w.]+)`\]", DOORS, re.M)]
 ROWS = [line for line in DOORS.splitlines() if line.startswith("| [")]
-HELPERS = {"flex_maxima"}  # part of flex, not a door
+HELPERS = {"flex_maxima"}  # part of flex, not an integration
 
 
 def source_of(module: str) -> Path:
-    """Found without importing it, as transformers and jax may not be installed."""
+    """Found without an import, because transformers and jax may not be installed."""
     path = ROOT.joinpath(*module.split("."))
     source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     assert source.is_file(), module
@@ -71,7 +71,7 @@ def test_every_row_names_its_tests_and_every_test_of_a_door_is_named() -> None:
 
 
 class Row(NamedTuple):
-    """A row of the table of doors: its page, the names that it says are served and not, and the text of its code and tests."""
+    """A row of the table of integrations: its page, the served and unserved names, and the text of its code and tests."""
 
     module: str
     page: str
@@ -90,8 +90,8 @@ def row_of(line: str) -> Row:
     files = sorted(path.parent.rglob("*.py")) if path.name == "__init__.py" else [path]
     tests = [file for pattern in re.findall(r"`(tests/[\w/*]+\.py)`", shown_by) for file in ROOT.glob(pattern)]
     served, not_served = (re.findall(r"`(\w{3,})(?:\(\))?`", re.sub(r"\]\([^)]*\)", "]", cell)) for cell in (maps, does_not_map))
-    code, of_tests = "".join(file.read_text("utf-8") for file in files), [file.read_text("utf-8") for file in tests]
-    return Row(module, (ROOT / "docs" / parts[2]).read_text("utf-8"), served, not_served, code, of_tests)
+    code, test_texts = "".join(file.read_text("utf-8") for file in files), [file.read_text("utf-8") for file in tests]
+    return Row(module, (ROOT / "docs" / parts[2]).read_text("utf-8"), served, not_served, code, test_texts)
 
 
 @pytest.mark.parametrize("line", ROWS, ids=lambda line: line.split("`")[1])
@@ -104,7 +104,7 @@ def test_a_row_says_what_its_code_and_tests_say(line: str) -> None:
 
 
 def headings(page: Path) -> set[str]:
-    """Anchors that a page's headings get on the sites that show Markdown."""
+    """Anchors of a page's headings on the sites that show Markdown."""
     titles = re.findall(r"^#+ (.*)$", page.read_text("utf-8"), re.M)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 

@@ -1,4 +1,4 @@
-"""The list of faults of tests/faults.py: each can still be put in, and a test finds it or a reason says why none does."""
+"""The list of faults of tests/faults.py: each can be injected, and a test finds it unless a reason explains why none does."""
 
 from __future__ import annotations
 

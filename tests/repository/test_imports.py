@@ -1,6 +1,4 @@
-"""Imports, their cost and their needs, each in a fresh process: no compiler is imported before it is used, nor has to be
-installed.
-"""
+"""Imports and their cost, each in a fresh process: no compiler is imported, or has to be installed, before its first use."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ import pytest
 import flexattn
 from tests.conftest import FreshPython
 
-# As if it were not installed: importing it raises ModuleNotFoundError, and find_spec() finds nothing.
+# As if it were not installed: an import raises ModuleNotFoundError, and find_spec() finds nothing.
 BLOCK = "import sys; sys.modules.update(dict.fromkeys({blocked!r}))\n"
 
 # thd through the eager backend, forward and backward, against the reference.
@@ -52,8 +50,8 @@ except flexattn.BackendError as e:
 HEAVY = ("triton", "cudnn", "rich", "hypothesis", "torch._dynamo", "torch._inductor")
 
 
-# What an import does without: kernels, backends that a call may not take, tools, commands, the spellings of other libraries, and
-# what a call in 16 bits without a mod has no use for.
+# Modules that an import does not need: kernels, unused backends, tools, commands, other libraries' spellings, and modules that a
+# call in 16 bits without a mod does not use.
 BACKENDS = (
     "dispatch.eager_backend",
     "dispatch.cudnn",
@@ -100,9 +98,9 @@ print(*torch_s, "/", *sorted({*sys.modules} - torch_s), "/", *sorted({
 
 
 def test_import_flexattn_imports_no_backend_and_adds_little_to_torch(fresh_python: FreshPython) -> None:
-    """Modules, as a time would depend on the machine: torch's but for a few that it has not imported itself, and few of ours.
+    """Counts modules, because a time would depend on the machine. The limit is torch's modules, a few more, and few of ours.
 
-    No dataclass is among them, which takes three times as long to make as a NamedTuple.
+    No dataclass is among them, because making one takes three times as long as a NamedTuple.
     """
     ran = fresh_python("-c", IMPORT)
     before, added, dataclasses = (part.split() for part in ran.stdout.split("/"))
@@ -141,7 +139,7 @@ print(*sorted(HEAVY & {*sys.modules}))
 
 
 def test_recording_a_call_imports_no_dynamo(fresh_python: FreshPython) -> None:
-    """torch would import it with the first op that a dispatch mode sees: most of a second, in a process's second call."""
+    """torch imports it with the first op under a dispatch mode, which takes most of a second in a process's second call."""
     ran = fresh_python("-c", RECORDED.replace("HEAVY", repr({*HEAVY})))
     assert ran.stdout.split() == [], ran.stdout + ran.stderr
     assert ran.returncode == 0, ran.stderr
@@ -168,7 +166,7 @@ print("right")
 
 @pytest.mark.slow
 def test_operators_run_though_what_they_do_is_imported_later(fresh_python: FreshPython) -> None:
-    """As a graph calls them that was exported elsewhere: the module of an implementation is first imported among fake tensors."""
+    """A graph that was exported elsewhere calls them so: among fake tensors, before any implementation is imported."""
     ran = fresh_python("-c", OPERATORS, env={"CUDA_VISIBLE_DEVICES": ""})
     assert ran.stdout == "right\n", ran.stdout + ran.stderr
 
@@ -205,7 +203,7 @@ print(*(name.removeprefix("flexattn.kernels_triton.") for name in sys.modules if
 
 
 def test_a_forward_imports_no_kernels_of_a_backward_or_of_fp8(forked_python: FreshPython) -> None:
-    """Each of them is read and hashed by Triton as it is imported: half of the time of a process's first call."""
+    """Triton reads and hashes each of them when it is imported: half of the time of a process's first call."""
     ran = forked_python("-c", FORWARD, env={"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""})
     imported = ran.stdout.split()
     assert "portable.forward" in imported, ran.stderr

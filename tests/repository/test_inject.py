@@ -1,4 +1,4 @@
-"""Faults in copies of kernel files: each way to inject one changes that one call, and says where there is none or several."""
+"""Faults in copies of kernel files: each injection changes one call, and fails if there is no such call or if there are several."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def other(barriers):
 
 
 def changed(fault: Fault) -> tuple[Sequence[str], Sequence[str]]:
-    """Returns the lines that are gone, and those that are new, as they come."""
+    """Returns the lines that are gone and the lines that are new, in order."""
     tree = ast.parse(KERNEL)
     old = ast.unparse(tree).splitlines()
     fault(tree)
@@ -91,7 +91,7 @@ KERNEL_FAULTS = [
 
 @pytest.mark.parametrize(("module", "fault"), [pytest.param(*faults, id=name) for *faults, name in KERNEL_FAULTS])
 def test_fault_of_a_kernel_can_be_injected(module: ModuleType, fault: Fault) -> None:
-    """Also those that only slow tests look for: who renames a call or a barrier sees at once which fault names it."""
+    """Also the faults that only slow tests find: if you rename a call or a barrier, this test names the faults to update."""
     tree = ast.parse(Path(str(module.__file__)).read_text("utf-8"))
     before = ast.dump(tree)
     fault(tree)

@@ -1,4 +1,4 @@
-"""The check of kernels' accesses finds one element too many, read, written and added to, and nothing in what is right."""
+"""The check of kernels' accesses finds one element too many, read, written and added to, and nothing in correct kernels."""
 
 from __future__ import annotations
 

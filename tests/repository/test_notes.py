@@ -1,4 +1,4 @@
-"""Lab notes: their links and the links to them lead somewhere. The site has no lab notes, so mkdocs does not check these links."""
+"""Lab notes: links from and to them are valid. The site has no lab notes, so mkdocs does not check these links."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The sdist holds every file, the wheel made of it every source file under `flexattn` alone, with a README whose links lead
-somewhere; and a user's own modules never collide with ours.
+"""The sdist holds every file, and the wheel built from it holds every source file under `flexattn` alone.
+
+The README's links are valid, and a user's own modules never collide with ours.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ PACKAGE_FOLDERS = ("flexattn", "dispatch", "kernels_triton", "kernels_cudnn", "b
 IMPORTED_AS = {"nvidia-cudnn-frontend": "cudnn", "import-linter": "importlinter", "pytest-xdist": "xdist"}
 CUDNN_LIBRARIES = ("nvidia-cudnn-cu13", "nvidia-cublas", "nvidia-cuda-nvrtc")
 
-# A directory that only exists on somebody's machine; as a pattern, so that this file does not match itself.
+# A directory that only exists on one machine; as a pattern, so that this file does not match itself.
 MACHINE_PATH = re.compile(r"(?<![\w.])/(home|root|work|tmp|mnt|opt|Users)/\w|\b[A-Z]:\\\w")
 
-# Named as flexattn's folders are, and fatal when one is imported in their place.
+# Names of flexattn's folders; each of these modules is fatal if it is imported instead.
 TRAP = "raise ImportError('the user module was imported in place of a part of flexattn')\n"
 
 USER_SCRIPT = """
@@ -39,7 +40,7 @@ print(flexattn.attention(q, k, v, attn_mask_type="causal").shape)
 
 @pytest.fixture(scope="module")
 def sdist(tmp_path_factory: pytest.TempPathFactory, tracked_files: list[Path], fresh_python: FreshPython) -> Path:
-    """Built from a copy, by the backend itself: what pip would do, without its network and without litter in the checkout."""
+    """Built from a copy, by the backend itself: the result of pip, without its network and without litter in the checkout."""
     source = tmp_path_factory.mktemp("source")
     for path in tracked_files:
         (source / path).parent.mkdir(parents=True, exist_ok=True)
@@ -50,7 +51,7 @@ def sdist(tmp_path_factory: pytest.TempPathFactory, tracked_files: list[Path], f
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory, sdist: Path, fresh_python: FreshPython) -> Path:
-    """Built from the unpacked sdist, as an index's users do who take no wheel."""
+    """Built from the unpacked sdist, as pip does if there is no wheel."""
     unpacked = tmp_path_factory.mktemp("unpacked")
     with tarfile.open(sdist) as archive:
         archive.extractall(unpacked, filter="data")
@@ -92,7 +93,7 @@ def test_metadata_names_licence_python_and_addresses(metadata: str) -> None:
     assert "\nLicense-Expression: Apache-2.0\n" in metadata
     assert "\nRequires-Python: >=3.10\n" in metadata
     versions = re.findall(r"^Classifier: Programming Language :: Python :: (3\.\d+)$", metadata, re.MULTILINE)
-    assert versions == [f"3.{minor}" for minor in range(10, 15)]  # from the oldest that Requires-Python takes, without a gap
+    assert versions == [f"3.{minor}" for minor in range(10, 15)]  # from the oldest that Requires-Python accepts, without a gap
     assert len(re.findall(r"^Keywords: \S", metadata, re.MULTILINE)) == 1
     addresses = dict(re.findall(r"^Project-URL: (\w+), (https://\S+)$", metadata, re.MULTILINE))
     assert addresses.keys() == {"Homepage", "Documentation", "Repository", "Issues", "Changelog"}
@@ -127,7 +128,7 @@ def test_every_requirement_has_a_pin(metadata: str) -> None:
     assert {name for name, rest in requirements if "extra ==" not in rest} == {"torch", "triton", "nvidia-cudnn-frontend"}
     pinned = set(re.findall(r"^([\w-]+)==", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
     pinned |= {name for name, rest in requirements if rest.startswith("==")}
-    assert {name for name, _ in requirements} - pinned == {"flexattn"}  # which its own extras name
+    assert {name for name, _ in requirements} - pinned == {"flexattn"}  # its own extras name it
 
 
 def test_the_versions_that_are_documented_are_those_that_pip_takes(metadata: str) -> None:
@@ -141,7 +142,7 @@ def test_a_bound_that_refuses_a_documented_version_is_found(metadata: str) -> No
 
 
 def refused_versions(metadata: str) -> list[str]:
-    """Returns the packages of the page on versions whose oldest, pinned or newest version pip would refuse or not choose."""
+    """Returns the packages whose oldest, pinned or newest version on the page pip would refuse or not choose."""
     page = (ROOT / "docs" / "versioning.md").read_text("utf-8")
     rows = re.findall(r"^\| ([a-z-]+) +\| ([\d.]+) +\| ([\d.]+) +\| ([\d.]+) +\|$", page, re.MULTILINE)
     assert {name for name, *_ in rows} == {"torch", "triton", "nvidia-cudnn-frontend", "transformers", "jax"}
@@ -165,7 +166,7 @@ def numbers(version: str) -> list[int]:
 
 @pytest.mark.slow
 def test_every_requirement_is_imported(metadata: str, tracked_files: list[Path]) -> None:
-    """Or is a tool that CI runs, a plugin, or a library that cuDNN's own plans load."""
+    """Or it is a tool that CI runs, a plugin, or a library that cuDNN's own plans load."""
     imported = set()
     for path in tracked_files:
         if path.suffix == ".py" and not (ROOT / path).is_symlink():
@@ -175,8 +176,8 @@ def test_every_requirement_is_imported(metadata: str, tracked_files: list[Path])
                 imported |= {name.partition(".")[0] for name in names}
     required = set(re.findall(r"^Requires-Dist: ([\w-]+)", metadata, re.MULTILINE))
     not_imported = {IMPORTED_AS.get(name, name) for name in required} - imported
-    of_site = {"mkdocs-material", "mkdocstrings"}
-    assert not_imported == {"mypy", "ruff", "importlinter", "xdist", *of_site, *CUDNN_LIBRARIES}
+    site_tools = {"mkdocs-material", "mkdocstrings"}
+    assert not_imported == {"mypy", "ruff", "importlinter", "xdist", *site_tools, *CUDNN_LIBRARIES}
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The cookbook's pictures are those of its examples, and the notebook's outputs those of its cells."""
+"""The cookbook's pictures match its examples, and the notebook's outputs match its cells."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OUTPUTS = "import json; from tests import pictures; print(json.dumps(list(pictur
 
 
 def changed(one: bytes, other: bytes) -> float:
-    """Returns the share of the pixels of two PNGs that differ to the eye; 1 where their sizes do."""
+    """Returns the share of the pixels of two PNGs that differ visibly; 1 if their sizes differ."""
     a, b = (pyplot.imread(io.BytesIO(png)) for png in (one, other))
     return float((abs(a - b) > 0.2).any(-1).mean()) if a.shape == b.shape else 1.0
 

@@ -1,4 +1,4 @@
-"""The README is short, claims the speed that its results show, and each of its commands makes an environment of its own."""
+"""The README is short, claims the speed of its results, and each of its commands makes an environment of its own."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.conftest import ROOT
 
 README = (ROOT / "README.md").read_text("utf-8")
 CLAIM = re.compile(r"faster than the fastest of (\d+) other implementations in (\d+) of (\d+)")
-MOST_LINES = 95  # but for the part that is made of results
+MOST_LINES = 95  # except for the part that is made of results
 
 
 def test_each_command_makes_its_environment() -> None:

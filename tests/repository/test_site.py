@@ -1,4 +1,4 @@
-"""The site's navigation, which CI alone builds: every page is in it, and every public module has a page of reference."""
+"""The site's navigation: every page is in it, and every public module has a reference page. Only CI builds the site."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def calls(module: structure.Module, owner: str) -> Iterator[tuple[str, ast.Call]
 
 
 def without_device(module: structure.Module) -> list[str]:
-    """Returns the calls of torch's factories that take the default device, as torch.set_default_device changes it."""
+    """Returns the calls of torch's factories without a device, which torch.set_default_device would change."""
     return [
         f"{module.path}:{node.lineno}: {ast.unparse(node)}"
         for name, node in calls(module, "torch")

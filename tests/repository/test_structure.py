@@ -1,4 +1,4 @@
-"""Structure of the code: what tests/structure.py counts, and what must stay as it is."""
+"""Structure of the code: the counts of tests/structure.py, and the rules that must hold."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def test_docstrings_name_their_subject() -> None:
 
 
 def test_comments_name_their_subject() -> None:
-    of_code = [module for module in modules() if module.path.parts[0] != "tests"]
-    assert {module.name: found for module in of_code if (found := [*structure.unclear_comments(module)])} == {}
+    code_modules = [module for module in modules() if module.path.parts[0] != "tests"]
+    assert {module.name: found for module in code_modules if (found := [*structure.unclear_comments(module)])} == {}
 
 
 def test_a_comment_without_its_subject_is_found() -> None:
@@ -43,7 +43,7 @@ def test_a_comment_without_its_subject_is_found() -> None:
 
 
 def test_each_defect_is_counted(tmp_path: Path) -> None:
-    """Faults are counted: a circle, a wide signature, a tuple that is taken apart by place, a kernel that imports a kernel."""
+    """Defects are counted: a circle, a wide signature, a tuple that is unpacked by position, a kernel that imports a kernel."""
     for folder in structure.FOLDERS:
         (tmp_path / folder).mkdir()
     wide = "@kernel\ndef f(a, b, c, d, e, g, h, i, j):\n    _, _, x = a\n"
@@ -65,7 +65,7 @@ def test_each_defect_is_counted(tmp_path: Path) -> None:
 
 
 def _stores_into_stars(function: ast.FunctionDef) -> list[str]:
-    """Returns the names, in a function, of what a star collected, or of parts of it, of which an item is then written."""
+    """Returns the names, in a function, of values that a star collected, or of parts of them, whose items are then written."""
     starred: set[str] = set()
     found = []
     for node in sorted(ast.walk(function), key=lambda node: getattr(node, "lineno", 0)):
@@ -81,7 +81,7 @@ def _stores_into_stars(function: ast.FunctionDef) -> list[str]:
 
 
 def test_a_traced_backward_writes_into_nothing_that_a_star_collected() -> None:
-    """Dynamo of torch 2.11 has it as a tuple, and refuses to trace the write."""
+    """Dynamo of torch 2.11 treats it as a tuple, and refuses to trace the write."""
     backwards = [
         (module.name, node)
         for module in modules()

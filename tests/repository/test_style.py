@@ -11,8 +11,8 @@ from tests import style
 from tests.conftest import ROOT
 
 NAVIGATION = (ROOT / "mkdocs.yml").read_text("utf-8").partition("\nnav:\n")[2]
-FOR_DEVELOPERS = "  - Developers:\n"  # the section of the navigation whose pages are for those who change the library
-MOST_WORDS = 55_000  # of all pages, with their code and tables
+FOR_DEVELOPERS = "  - Developers:\n"  # the section of the navigation with pages for developers
+MOST_WORDS = 55_000  # words on all pages, with their code and tables
 
 A_BREACH_OF_EACH_RULE = {
     style.LONG_SENTENCE: "The kernel " + "reads keys and " * 10 + "writes.",
@@ -37,7 +37,7 @@ def pages(*, of_developers: bool) -> list[Path]:
     names = [name for name in re.findall(r"^ +- .*?: (\S+\.md)$", text, re.MULTILINE) if not name.startswith("reference/")]
     found = [ROOT / name for name in names]
     written = [page if page.is_file() else page.with_suffix(".ipynb") for page in found]
-    return [page for page in written if page.is_file()]  # test_site.py says which are missing
+    return [page for page in written if page.is_file()]  # test_site.py names the missing ones
 
 
 def user_pages() -> list[str]:
@@ -65,8 +65,8 @@ def test_navigation_without_developers_lacks_their_pages() -> None:
 
 
 def test_there_is_a_breach_of_each_rule() -> None:
-    of_sentences = {style.LONG_SENTENCE, style.LATE_SUBJECT, style.MISPLACED_FIGURE, *style.BANNED}
-    assert A_BREACH_OF_EACH_RULE.keys() == {style.LONG_PARAGRAPH, style.MANY_NUMBERS, style.FILE_LINK, *of_sentences}
+    sentence_rules = {style.LONG_SENTENCE, style.LATE_SUBJECT, style.MISPLACED_FIGURE, *style.BANNED}
+    assert A_BREACH_OF_EACH_RULE.keys() == {style.LONG_PARAGRAPH, style.MANY_NUMBERS, style.FILE_LINK, *sentence_rules}
 
 
 @pytest.mark.parametrize("rule", A_BREACH_OF_EACH_RULE)

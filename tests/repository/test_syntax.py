@@ -1,4 +1,4 @@
-"""Edits by syntax: a fragment is found whatever its layout, its place alone changes, and an unclear fragment is an error."""
+"""Edits by syntax: a fragment is found in any layout, only its own text changes, and an ambiguous fragment is an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Targets of tests/targets.py: each measure finds its example, and the targets that were reached hold."""
+"""Targets of tests/targets.py: each measure finds its example, and reached targets hold."""
 
 from __future__ import annotations
 
@@ -108,5 +108,5 @@ def test_a_constant_that_cites_a_result_file_is_found() -> None:
 def test_targets_that_were_reached_hold() -> None:
     values = targets.measured(targets.ROOT) | targets.called(targets.ROOT)
     unmeasured = {target.name for target in targets.TARGETS} - set(values)
-    assert all("JAX" in name for name in unmeasured)  # which may not be installed
+    assert all("JAX" in name for name in unmeasured)  # it may not be installed
     assert targets.missed(values) == []
