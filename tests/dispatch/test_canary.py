@@ -1,4 +1,4 @@
-"""FLEXATTN_CANARY=1: a wrong backend is caught on a small input, said to be wrong, and left for the next."""
+"""FLEXATTN_CANARY=1: a wrong backend is caught on a small input and reported, and the next one runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CASES = {f"{section}: {name}": row for section, rows in ROWS.items() for name, r
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Triton first on a CPU, in the guise of the eager backend, so that only what a test spoils is wrong."""
+    """Triton first on a CPU, in the guise of the eager backend, so that only the test's own changes are wrong."""
     monkeypatch.setenv("FLEXATTN_CANARY", "1")
     monkeypatch.setattr("flexattn.warn._warned", set())
     monkeypatch.setattr(heuristics, "DEFAULTS", dict.fromkeys(("cpu", "cuda"), heuristics.DEFAULTS["cuda"]))
@@ -41,7 +41,7 @@ def forget() -> None:
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, direction: str, which: int) -> list[AttentionSpec]:
-    """One result of the Triton backend comes out a tenth too large; the list says when it ran."""
+    """Makes one result of the Triton backend a tenth too large; the list records its runs."""
     right, ran = getattr(eager_backend, direction), []
 
     def wrong(spec: AttentionSpec, *args: Any) -> Any:
@@ -125,7 +125,7 @@ def usual_slopes(x: Operands, spec: AttentionSpec) -> torch.Tensor:
     return torch.full_like(x.alibi_slopes, 0.1)
 
 
-# What a backend may take in place of what the call says, in a spec where that matters: another value each, as if it were not read.
+# Values that a backend may take instead of the call's, in a spec in which they matter: one each, as if it were not read.
 IGNORED: dict[str, tuple[str, dict[str, Callable[[Operands, AttentionSpec], Any]]]] = {
     "softmax_scale": ("Masks: causal_bottom_right", {"softmax_scale": lambda x, spec: spec.head_dim_qk**-0.5}),
     "softcap": ("Scores: softcap", {"softcap": lambda x, spec: 20.0}),
@@ -162,7 +162,7 @@ def test_what_a_backend_does_not_read_is_found(monkeypatch, what, direction, dty
 
 
 def test_it_sees_nothing_of_the_callers_hooks_and_modes(monkeypatch):
-    """A hook that changes what is saved, and another default dtype: a right backend stays right, and is not refused."""
+    """A hook changes saved tensors, and another default dtype is set: a right backend stays right, and is not refused."""
     q, k, v = qkv(requires_grad=True)
     expected = flexattn.attention(q, k, v, bias_type="alibi", backend="eager")
     forget()
@@ -200,13 +200,13 @@ def test_both_kinds_of_checkpoint_work_under_it():
 
 
 def through_backward(out: torch.Tensor, *leaves: torch.Tensor) -> list[torch.Tensor | None]:
-    """Runs backward(), which the reentrant kind needs: it refuses torch.autograd.grad."""
+    """Runs backward(), which the reentrant kind needs, because it refuses torch.autograd.grad."""
     out.square().sum().backward()
     return [leaf.grad for leaf in leaves]
 
 
 def test_an_input_that_a_backend_refuses_says_nothing_of_the_calls(monkeypatch):
-    """It is of other lengths than theirs: the call itself is then asked."""
+    """If a backend refuses the canary, whose lengths differ from the call's, the backend is still tried for the call."""
     right = eager_backend.forward
 
     def refuses_the_canarys(spec: AttentionSpec, x: Operands) -> Any:
@@ -223,7 +223,7 @@ def test_an_input_that_a_backend_refuses_says_nothing_of_the_calls(monkeypatch):
 @pytest.mark.sample
 @pytest.mark.parametrize("name", CASES)
 def test_a_right_backend_passes_whatever_the_spec(name):
-    """Made-up inputs of the check are of the spec's kind, whatever features that has."""
+    """Generated inputs of the check match the spec, whatever its features are."""
     spec = make_case(CASES[name], "cpu").spec._replace(return_max_logit="max_logit" in name)
     for direction in ("forward", "backward"):
         assert canary.mismatch("triton", spec, direction, CPU) is None

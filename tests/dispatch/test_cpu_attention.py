@@ -1,4 +1,4 @@
-"""The eager backend's calls of torch's fused operator for CPUs: the reference's numbers, and which calls it is not asked for."""
+"""The eager backend's calls of torch's fused operator for CPUs: they match the reference, and unsupported calls avoid it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from flexattn.testing import (
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Directions that the operator gave results for."""
+    """Directions for which the operator gave results."""
     found: list[str] = []
     for name in ("forward", "backward"):
         run = getattr(cpu_attention, name)
@@ -155,7 +155,7 @@ def test_other_head_dims_of_v_packed_sequences_and_other_dtypes() -> None:
 @pytest.mark.parametrize("mask", ["no_mask", "causal"])
 @pytest.mark.parametrize("fmt", ["bshd", "sbhd", "bhsd"])
 def test_kept_calls(fmt: str, mask: str) -> None:
-    """The second and later ones have what follows from shapes; each is right, with its layout, and so are its gradients."""
+    """The second and later ones reuse the results of shape analysis; each is right, with its layout, and so are its gradients."""
     call_cache.clear_cache()
     call: dict[str, Any] = {"qkv_format": fmt, "attn_mask_type": mask}
     for turn in range(4):
@@ -178,7 +178,7 @@ def test_kept_calls(fmt: str, mask: str) -> None:
 
 
 def test_kept_calls_leave_to_others_what_is_not_finite() -> None:
-    """And a backward whose lse is large, which the operator would find less exactly."""
+    """The same for a backward whose lse is large, which the operator would compute less exactly."""
     q, k, v = (torch.randn(1, 8, 2, 16, generator=torch.Generator().manual_seed(n)) for n in range(3))
     infinite = k.clone()
     infinite[0, 3, 1] = float("inf")

@@ -1,4 +1,4 @@
-"""The eager backend against the oracle, in one block and in many, and what it promises about memory, work and synchronisation."""
+"""The eager backend against the oracle, in one block and in many, and its promises about memory, work and synchronisation."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ EVEN_Q, EVEN_KV = [13, 13], [21, 21]
 
 @pytest.fixture(params=["one block", "many blocks"])
 def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every result must not depend on where the blocks end; many blocks have two to five rows each."""
+    """No result may depend on the ends of blocks; if there are many blocks, each has two to five rows."""
     if request.param == "many blocks":
         monkeypatch.setattr(eager_backend, "SCORE_BYTES", 2 << 10)
         monkeypatch.setattr(eager_backend, "BAND_ROWS", 3)
@@ -125,7 +125,7 @@ def test_bias(shape: str, bias_type: str, qkv_format: str, blocks: None, device:
 
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 1.0])
 
-# One entry per way of changing scores or weights, then some that meet.
+# One entry for each way of changing scores or weights, then some combinations.
 FEATURES: dict[str, dict[str, Any]] = {
     "alibi": {"bias_type": "alibi", "alibi_slopes": SLOPES, "attn_mask_type": "padding"},
     "alibi per batch": {
@@ -239,7 +239,7 @@ def test_sums_over_blocks_round_once(monkeypatch: pytest.MonkeyPatch, device: st
 def test_gradient_with_strides_of_zero(device: str) -> None:
     inputs = make_inputs(lengths_q=EVEN_Q, lengths_kv=EVEN_KV, device=device)
     spec, x = make_call(inputs)
-    expanded = torch.ones((), device=device).expand(x.q.shape)  # what out.sum() hands back
+    expanded = torch.ones((), device=device).expand(x.q.shape)  # the gradient of out.sum()
     got = run(spec, x, expanded, None)[3]
     for gradient, expected in zip(got, run(spec, x, expanded.contiguous(), None)[3], strict=True):
         assert (gradient is None) == (expected is None)
@@ -288,7 +288,7 @@ class Watch(TorchDispatchMode):
         self.host_reads += func is torch.ops.aten._local_scalar_dense.default
         for t in result if isinstance(result, (tuple, list)) else [result]:
             if isinstance(t, Tensor):
-                # What is stored: an expanded or sliced view makes nothing.
+                # Only stored tensors count: an expanded or sliced view allocates nothing.
                 self.largest = max(self.largest, min(t.numel(), t.untyped_storage().nbytes() // t.element_size()))
         return result
 
@@ -320,7 +320,7 @@ def test_no_tensor_grows_with_sq_times_skv(inputs: Inputs, arguments: dict[str, 
     with Watch() as watch:
         run(spec, x, dout, dlse)
     assert watch.largest <= LONG_BUDGET // 4
-    assert watch.host_reads == 0  # lengths, where there are any, come over in one piece
+    assert watch.host_reads == 0  # lengths, if there are any, come over in one piece
 
 
 def score_flops(**arguments: Any) -> int:

@@ -1,4 +1,4 @@
-"""`explain(..., build=True)`: what would run is built and not run, and the answer says how final it is."""
+"""`explain(..., build=True)`: kernels are built and not run, and the answer says how final it is."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NOT_ASKED = "cuDNN may refuse the plan"
 
 
 class FakeCudnn:
-    """cuDNN first in the order, with plans for all but what `answers` says: by direction an exception that building raises."""
+    """cuDNN first in the order, with plans for all directions except the keys of `answers`, whose exceptions building raises."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.answers: dict[str, BaseException] = {}

@@ -1,4 +1,4 @@
-"""The kernel family that runs a call: as measured and as forced, and that what is chosen is what is launched."""
+"""The kernel family that runs a call, as measured and as forced: the chosen kernels are launched."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MEASURED, FORCED = Policy(), Policy(ignores_measurements=True, takes_what_never_
 SEEDS = 40
 WHERE = Where("triton", "cpu", (torch.bfloat16, torch.float32), (64, 128, 40, 192, 256, 512), (270, 300), 2, frozenset(FEATURES))
 
-# The kernels that only this family launches.
+# Kernels that only this family launches.
 KERNELS = {
     ("forward", "portable"): {"_attn_fwd_kernel"},
     ("forward", "sm_90"): {"_attn_fwd_hopper_kernel"},
@@ -120,7 +120,7 @@ def test_families_of_calls(
         assert names(spec, x) == expected
 
 
-# What no GPU has run is for who asks for it, whatever else a policy passes over.
+# Kernels that no GPU has run need a request by name, whatever else a policy allows.
 @pytest.mark.parametrize(
     ("shape", "more", "forced"),
     [
@@ -187,7 +187,7 @@ def fp8_cache_call() -> tuple[AttentionSpec, Operands]:
 
 @pytest.mark.slow
 def test_a_kernel_of_each_family_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With any Triton that is supported, at the head dims that compile fastest."""
+    """With any supported Triton, at the head dims that compile fastest."""
     monkeypatch.setattr(triton_backend, "policy_of", lambda spec: policy)
     requests: dict[tuple[str, str], CompileRequest] = {}
 
@@ -196,8 +196,8 @@ def test_a_kernel_of_each_family_compiles(monkeypatch: pytest.MonkeyPatch) -> No
         for direction in directions:
             choice = triton_backend.choice_of(spec, x, direction)
             assert choice is not None
-            of_family = KERNELS[direction, choice.family.name]
-            launch = next(launch for launch in launches_of(spec, x, direction) if launch.kernel.__name__ in of_family)
+            family_kernels = KERNELS[direction, choice.family.name]
+            launch = next(launch for launch in launches_of(spec, x, direction) if launch.kernel.__name__ in family_kernels)
             requests.setdefault((direction, choice.family.name), request_for(launch, capability))
 
     def call(dims: tuple[int, int] = (64, 64), **more: Any) -> tuple[AttentionSpec, Operands]:
@@ -217,7 +217,7 @@ def test_a_kernel_of_each_family_compiles(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def calls_of(row: Row) -> Iterator[tuple[AttentionSpec, Operands]]:
-    for dtype in (torch.bfloat16, None):  # as it is, and where that is fp32 also in a half type
+    for dtype in (torch.bfloat16, None):  # as it is, and if its dtype is fp32, also in a half type
         arguments = make_case(row if dtype is None else row._replace(inputs={**row.inputs, "dtype": dtype}), "cpu").arguments
         has_gradients = not (row.pages or row.fp8)
         for name in ("q", "k", "v", "bias"):
@@ -248,7 +248,7 @@ def test_what_is_chosen_is_launched(row: Row, policy: Policy, monkeypatch: pytes
         check(spec, x)
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # a max_seqlen that is left out, a mod that is traced again
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # a call without max_seqlen, a mod that is traced again
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_what_is_chosen_for_a_drawn_call_is_launched(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_backend, "policy_of", lambda spec: FORCED)

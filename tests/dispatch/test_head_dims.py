@@ -1,4 +1,4 @@
-"""Sentences about head dims: padding is advised where it helps, and what is said to run larger ones does."""
+"""Advice about head dims: padding is suggested if it helps, and a backend that is suggested for larger ones runs them."""
 
 from __future__ import annotations
 

@@ -15,13 +15,13 @@ GPU = torch.cuda.is_available()
 
 
 def rows(width: int, device: str, dtype: torch.dtype = torch.float16, queries: int = 50, head_dim: int = 96) -> Tensor:
-    """[2, queries, 3, head_dim], a row of which begins `width` elements behind the one before."""
+    """[2, queries, 3, head_dim], with `width` elements between the beginnings of rows."""
     return torch.randn(2, queries, 3, width, device=device).to(dtype)[..., :head_dim]
 
 
 @pytest.mark.parametrize("width", [97, 98, 100, 103])
 def test_rows_off_multiples_of_8_elements_are_copied_on_a_gpu(width: int) -> None:
-    x = rows(width, "meta")  # as a GPU's, but for the address
+    x = rows(width, "meta")  # like a GPU's, except for the address
     assert _loadable(x).is_contiguous()
     assert _loadable(x) is not x
     on_cpu = rows(width, "cpu")
@@ -55,7 +55,7 @@ def test_a_launcher_takes_no_other_rows() -> None:
 @pytest.mark.parametrize(("width", "offset"), [(97, 0), (98, 0), (100, 0), (96, 1), (104, 3)])
 @pytest.mark.parametrize("queries", [1, 50, 300])
 def test_on_a_gpu(width: int, offset: int, dtype: torch.dtype, queries: int, hopper: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few queries under a causal band, so that no block of keys is seen whole and the first loop of a kernel has no turn."""
+    """Few queries under a causal band, so that no block of keys is fully visible and a kernel's first loop is empty."""
     monkeypatch.setenv("FLEXATTN_HOPPER", hopper)
     made = []
     for seed, length in enumerate((queries, 100, 100, queries)):
@@ -67,7 +67,7 @@ def test_on_a_gpu(width: int, offset: int, dtype: torch.dtype, queries: int, hop
     wanted = [t.double().detach().requires_grad_() for t in qkv]
     out = flexattn.attention(*wanted, attn_mask_type="causal", backend="eager")
     expected = [out, *torch.autograd.grad(out, wanted, dout.double())]
-    for _ in range(4):  # the first call, one that is taken down, and played ones
+    for _ in range(4):  # the first call, a recorded one, and replayed ones
         got = flexattn.attention(*leaves, attn_mask_type="causal", backend="triton")
         results = [got, *torch.autograd.grad(got, leaves, dout)]
         for result, right in zip(results, expected, strict=True):

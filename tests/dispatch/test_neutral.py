@@ -1,4 +1,4 @@
-"""Results under `neutral_state` depend on nothing that a caller set for his thread, and leaves all of it as it was."""
+"""Results under `neutral_state` do not depend on settings of the caller's thread, and every setting stays as it was."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_nor_of_transforms_and_traces(transform: Any) -> None:
 
 def test_all_of_them_together() -> None:
     with contextlib.ExitStack() as stack:
-        for name in AROUND.keys() - {"saved-tensor hooks disabled"}:  # which torch refuses beside hooks
+        for name in AROUND.keys() - {"saved-tensor hooks disabled"}:  # torch refuses them beside hooks
             stack.enter_context(AROUND[name]())
         check()
 

@@ -1,4 +1,4 @@
-"""The oracle against truth that shares no code with it: torch's own attention, naive loops, hand-computed cases and gradcheck."""
+"""The oracle against independent truth: torch's own attention, naive loops, hand-computed cases and gradcheck."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def test_masks_against_naive_loops(attn_mask_type: str, window_size: tuple[int, 
 
 
 def tiny(q: list[float], k: list[float], v: list[float], **arguments: Any) -> tuple[AttentionSpec, Operands]:
-    """One head, head dim 1, scale 1: every number can be worked out by hand."""
+    """One head, head dim 1, scale 1: every number can be computed by hand."""
     q4, k4, v4 = (torch.tensor(t, dtype=torch.float64).reshape(1, -1, 1, 1) for t in (q, k, v))
     none = dict.fromkeys(Inputs._fields[4:])
     return make_call(Inputs(q4, k4, v4, "bshd", **none), **{"softmax_scale": 1.0, **arguments})  # type: ignore[arg-type]
@@ -235,7 +235,7 @@ TINY_CASES = {
     ),
     # Bottom-right: key 0 is one step from the only query's diagonal. 2 / 2 : 1
     "alibi": ({"bias_type": "alibi", "alibi_slopes": torch.tensor([LN2], dtype=torch.float64)}, 1 / 2, LN2, 0.0),
-    # Top-left: it is key 1 that is one step away, and a causal mask hides it.
+    # Top-left: key 1 is one step away, and a causal mask hides it.
     "alibi, top-left": (
         {"bias_type": "alibi", "alibi_slopes": torch.tensor([[LN2]], dtype=torch.float64), "bottom_right_diagonal": False},
         4 / 5,
@@ -328,7 +328,7 @@ def test_padding_and_hidden_rows(qkv_format: str, softmax_type: str) -> None:
     assert bool((lse[dlse.isnan()] == NEG_INF).all())
     for t in (out, max_logit, *gradients[:3]):
         assert bool(t.isfinite().all())
-    # Two of sequence 2's three queries see nothing, and neither does any of sequence 3's.
+    # Two of sequence 2's three queries see nothing, and neither does any query of sequence 3.
     hidden = (lse == (NEG_INF if softmax_type == "vanilla" else 0.0)) & ~dlse.isnan()
     assert int(hidden.sum()) == spec.num_heads * (2 + 2)
 

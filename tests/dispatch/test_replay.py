@@ -52,12 +52,12 @@ def test_slices_of_a_packed_tensor(fmt: str, from_one: bool) -> None:
     drawn = [dense(fmt)(SIZES) for _ in range(2)]
     for tensors, _ in drawn:
         tensors |= {name: torch.randn_like(tensors["q"]) for name in "kv"}
-        tensors |= {name: slices(tensors)[name] for name in "qkv"}  # so that those apart have the strides
+        tensors |= {name: slices(tensors)[name] for name in "qkv"}  # so that separate tensors have the strides
     check_replay((drawn[0], drawn[1]), *((slices, apart) if from_one else (apart, slices)))
 
 
 def test_a_view_is_found_by_the_operator_that_made_it() -> None:
-    """Views of views, of the second of two inputs in one storage, and by an operator whose schema tells of no alias."""
+    """Views of views, views of the second of two inputs in one storage, and an operator whose schema names no alias."""
     memory = torch.zeros(2, 6)
     x, y = memory[0], memory[1]
     recorder = Recorder((x, y))
@@ -139,7 +139,7 @@ def test_a_call_with_other_numbers_replays_recordings_with_its_own(name: str, mo
 
 @pytest.mark.parametrize("numbers", [None, (0.5, 0.0), (0.5, 0.0, 2.0)])
 def test_numbers_that_launches_do_not_have_by_name_are_not_replaced(numbers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The launch has another softmax_scale than the call, or torch's operators run too, which may contain it."""
+    """The launch's softmax_scale differs from the call's, or torch's operators run too and may contain it."""
     allocate_only(monkeypatch)
     x = torch.ones(3)
     watchers: list[Any] = []

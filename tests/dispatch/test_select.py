@@ -1,4 +1,4 @@
-"""The choice of a backend: its order, its reasons, and who may ask for one."""
+"""The choice of a backend: its order, its reasons, and the ways to request one."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ ON_CUDA = SPEC._replace(device_type="cuda", capability=(9, 0))
 
 @pytest.fixture(autouse=True)
 def fresh_choice(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No decision outlives the backends that it was made with, and no setting of the user's decides."""
+    """No decision outlives its backends, and no setting of the user decides."""
     monkeypatch.delenv("FLEXATTN_BACKEND", raising=False)
     select.cache_clear()
     yield
@@ -78,7 +78,7 @@ def fresh_choice(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def refuse(monkeypatch: pytest.MonkeyPatch):
-    """refuse(name, ...): these backends refuse everything, with a reason of their own; the others take everything."""
+    """refuse(name, ...): these backends refuse everything, with a reason of their own; all other backends accept everything."""
 
     def set_refusals(*names: str) -> None:
         select.cache_clear()
@@ -207,7 +207,7 @@ RULE = Rule(
     ("change", "chosen"),
     [
         ({}, "cudnn"),
-        ({"length_q": 1024}, "triton"),  # queries and keys were as many
+        ({"length_q": 1024}, "triton"),  # the numbers of queries and keys were equal
         ({"length_q": 1}, "triton"),
         ({"length_q": 1024, "length_kv": 1024}, "triton"),
         ({"length_kv": 16384}, "triton"),
@@ -296,7 +296,7 @@ def test_lengths_are_told_apart_by_magnitude_alone():
 
 
 def test_what_is_refused_while_running_goes_to_the_next(monkeypatch, refuse):
-    """cuDNN refuses so, which knows only when a plan is built; asked again, it is not tried again."""
+    """cuDNN refuses so, because it only knows when a plan is built; the second call does not try it again."""
     refuse("triton")
     spec = SPEC._replace(needs_grad=False)
     monkeypatch.setattr(ops, "spec_to_run", lambda x, settings: ops.make_spec(x, settings, (9, 0))._replace(device_type="cuda"))
@@ -322,7 +322,7 @@ def test_what_is_refused_while_running_goes_to_the_next(monkeypatch, refuse):
 
 @pytest.mark.parametrize("request_", ["auto", "cudnn"])
 def test_what_one_shape_was_refused_is_no_other_shapes(monkeypatch, refuse, request_):
-    """Two calls of one spec, of which the first is refused for what no spec has: its batch, or its lengths."""
+    """Two calls have one spec. The first is refused for a property that no spec has: its batch, or its lengths."""
     refuse("triton")
     monkeypatch.setattr(ops, "spec_to_run", lambda x, settings: on_a_gpu(x, settings))
     monkeypatch.setattr("flexattn.warn._warned", set())
@@ -374,7 +374,7 @@ def test_failures_are_bounded(monkeypatch):
 
 
 def test_a_decision_begun_before_the_cache_was_emptied_is_not_found_after(monkeypatch, refuse):
-    """A thread decides while another one learns what is wrong with the backend that it is about to choose."""
+    """A thread decides while another one learns that the backend about to be chosen is wrong."""
     refuse()
     spec = ON_CUDA._replace(num_heads=24)
     preference = heuristics.preference
@@ -472,7 +472,7 @@ def test_the_argument_beats_the_context_and_the_context_the_environment(monkeypa
 
 
 def test_blocks_of_two_threads_overlap():
-    """Each thread has its own request while both are inside, and none is left, in whatever order the blocks end."""
+    """Each thread has its own request while both are inside, and none is left when the blocks have ended, in any order."""
     inside, first_left = threading.Event(), threading.Event()
     seen = []
 
@@ -525,7 +525,7 @@ def test_wrong_environment_variables_are_named(monkeypatch, variable, read):
 )
 @pytest.mark.parametrize("value", ["true", "ALWAYS", " 1"])
 def test_wrong_environment_variables_are_named_at_once(monkeypatch, variable, accepted, value):
-    """In any call, though it has no lengths, no GPU and a backend of its own, and in explain alike; a warm call too."""
+    """Any call finds them, even without lengths, with no GPU and a backend of its own. So do explain and a warm call."""
     q = torch.randn(1, 3, 2, 8)
     for _ in range(3):
         flexattn.attention(q, q, q, backend="eager")
@@ -611,7 +611,7 @@ def test_a_backward_that_cannot_run_fails_before_the_forward_runs(monkeypatch, r
 
 
 def test_choosing_imports_no_kernel_library(forked_python):
-    """triton is only looked up, unless it is to run."""
+    """triton is only looked up, unless it will run."""
     code = (
         "import sys, torch, flexattn\n"
         "q = torch.randn(1, 3, 2, 8)\n"
@@ -719,7 +719,7 @@ def test_any_spec_is_explained(spec, request):
     try:
         text = explain(spec, request).details
     except BackendError:
-        return  # whose text the test above reads
+        return  # the test above reads its text
     assert text.count("  why: ") == (2 if spec.needs_grad else 1)
     for name in BACKENDS:
         assert text.count(f"  not {name}: ") + text.count(f": {name}\n") == (2 if spec.needs_grad else 1)
