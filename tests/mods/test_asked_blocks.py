@@ -1,4 +1,4 @@
-"""Few queries' mask_mods, as of a tree of drafts: a forward asks them of a whole block before it asks of each query and key."""
+"""mask_mods for few queries, such as a tree of drafts: a forward tests a whole block before each query and key."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from tests.support.compiled_kernels import compile_sound
 from tests.support.trees import tree
 
 LENGTHS_Q, LENGTHS_KV = (5, 3), (150, 97)
-SPILLS = 0.03  # of the loop's instructions, at most: where a block is asked of by pairs, a tree is read in 64 bits
-# What each gives, and whether intervals can show a block of it to be seen whole, without what its keys have been read for.
+SPILLS = 0.03  # share of the loop's instructions, at most: if a block is tested by pairs, a tree is read in 64 bits
+# The results of each, and whether intervals can show that a block of it is fully visible, without reading its keys.
 MASKS: dict[str, tuple[Any, bool]] = {
     "tree": (lambda device: tree(LENGTHS_Q, LENGTHS_KV, device), True),
     "window": (lambda device: mods.sliding_window(100, 60), True),

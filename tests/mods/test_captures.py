@@ -1,4 +1,4 @@
-"""Captures of a mod are found again without looking for it, and looked for again once anything that was read has changed."""
+"""Captures of a mod are reused without a search, and searched again when a value that the mod reads has changed."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def make() -> tuple[Any, dict[str, Any]]:
 
 
 def walked(mod: Any) -> Captures:
-    """Returns the captures that are found by looking."""
+    """Returns the captures that a walk finds."""
     memo = mod.__dict__.pop(MEMO, None)
     found = find_captures(mod)
     mod.__dict__.pop(MEMO, None)
@@ -164,7 +164,7 @@ def test_what_wraps_copies_is_not_believed() -> None:
 
 
 def test_a_mod_with_captures_of_two_dtypes() -> None:
-    """The dtype of a capture, by which a mod may decide, is part of its trace."""
+    """The dtype of a capture is part of its trace, because a mod may depend on it."""
 
     def make(table: Tensor) -> Any:
         def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -176,8 +176,8 @@ def test_a_mod_with_captures_of_two_dtypes() -> None:
     scores = torch.einsum("bihd,bjhd->bhij", q, k) * 8**-0.5
     table = torch.tensor([3, 1])
     for dtype in (torch.float32, torch.int64, torch.float64, torch.int32, torch.float32):
-        of_heads = table.view(2, 1, 1)
-        modified = scores * of_heads if dtype.is_floating_point else scores - 2.0 * of_heads
+        factors = table.view(2, 1, 1)
+        modified = scores * factors if dtype.is_floating_point else scores - 2.0 * factors
         wanted = torch.einsum("bhij,bjhd->bihd", modified.softmax(-1), v)
         for _ in range(3):
             out = flexattn.attention(q, k, v, score_mod=make(table.to(dtype)))

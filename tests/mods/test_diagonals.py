@@ -1,5 +1,6 @@
-"""Parts of a mod that are computed once: for a head before the loops, for a distance in a table. Results against the fp64
-reference.
+"""Parts of a mod that are computed once: for a head before the loops, for a distance in a table.
+
+Results are compared with the fp64 reference.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ TABLE = torch.arange(40.0)
 
 @pytest.fixture
 def tabulated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Tables are made however few the scores are; the numbers of tables that calls made."""
+    """Tables are made even if there are few scores; yields the numbers of tables that calls made."""
     made: list[int] = []
     monkeypatch.setattr(diagonals, "_FEWEST_SCORES", 0)
     monkeypatch.setattr(diagonals, "_SCORES_OF_ENTRY", 0)
@@ -131,7 +132,7 @@ def test_what_a_head_reads_is_read_before_the_loop() -> None:
 
 
 def test_a_product_is_subtracted_from_the_score() -> None:
-    """So that the score's scale is part of a multiply-add."""
+    """The score's scale then is part of a multiply-add."""
     for mod in (lambda s, b, h, i, j: s + TABLE[h] * (j - i), lambda s, b, h, i, j: (j - i) * TABLE[h] + s):
         source = mod_source(mod)
         assert "neg = -table_value" in source[: source.index("def score_mod_")]

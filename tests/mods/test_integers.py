@@ -19,7 +19,7 @@ LENGTH, HEADS, DIM = 40, 2, 16
 HASH = 6364136223846793005  # multiplier of a linear congruential generator: the products leave int64
 EXTREMES = [2**62, -(2**63), 3, 2**63 - 1, -7] * (LENGTH // 5)
 
-# Conditions of (i, j, x), with x holding EXTREMES; what torch makes of them on whole tensors is what they mean.
+# Conditions of (i, j, x), with x holding EXTREMES; torch's results on whole tensors define them.
 CONDITIONS: dict[str, Any] = {
     "hash": lambda i, j, x: (i * HASH + j * 40503) % 10 < 3,
     "hash, divided": lambda i, j, x: (i * HASH + j * 1442695040888963407) // 3 % 7 < 3,
@@ -42,7 +42,7 @@ CONDITIONS: dict[str, Any] = {
 
 
 def visible(mask_mod: Any, backend: str, device: str) -> Tensor:
-    """[sq, skv]: which keys a call sees, from its softmax weights."""
+    """[sq, skv]: the keys that a call sees, from its softmax weights."""
     q, k = (torch.zeros(1, LENGTH, 1, DIM, device=device) for _ in "qk")
     v = torch.eye(LENGTH, device=device).view(1, LENGTH, 1, LENGTH)
     return attention(q, k, v, mask_mod=mask_mod, backend=backend)[0, :, 0] > 0
@@ -96,7 +96,7 @@ READS: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", READS)
 def test_reads_stay_inside(name: str, device: str) -> None:
-    # of a tensor between others, whose values would show; scores are whole, so that both backends read at the same place
+    # a tensor between others, whose values would show; scores are integers, so that both backends read at the same place
     memory = torch.full((600,), 1e6, device=device)
     t = memory[300:308]
     t.copy_(torch.randn(8))

@@ -24,7 +24,7 @@ def positions() -> tuple[Tensor, Tensor]:
 
 
 def dense(name: str, tensors: tuple[Tensor, ...]) -> Tensor:
-    """[b | 1, h | 1, sq, skv]: what the mod adds to the scores, or -inf; written out from the papers, in fp64."""
+    """[b | 1, h | 1, sq, skv]: the mod's addend to the scores, or -inf; written out from the papers, in fp64."""
     i, j = positions()
     hidden = {
         "causal": lambda: j > i,
@@ -168,7 +168,7 @@ def test_errors(make_mod: Any, words: str) -> None:
         make_mod()
 
 
-IDS = torch.zeros(1, SKV, dtype=torch.int32)  # for one sequence, where calls have two
+IDS = torch.zeros(1, SKV, dtype=torch.int32)  # for one sequence, although calls have two
 SMALL = {
     "slopes": {"score_mod": mods.alibi(torch.ones(HEADS - 1))},
     "table": {"score_mod": mods.relative_bias(torch.ones(32, HEADS - 1))},
@@ -187,7 +187,7 @@ def test_a_tensor_with_too_few_values_for_a_call_is_named(name: str) -> None:
 
 
 def test_lengths_that_are_not_known_are_not_checked() -> None:
-    """They are on the device; max_seqlen, and the rows of a dense tensor, may be more."""
+    """They are on the device. max_seqlen, and the rows of a dense tensor, may be larger."""
     ids, starts = torch.zeros(4, dtype=torch.int32), torch.tensor([0, 4, 6], dtype=torch.int32)
     x = torch.randn(6, HEADS, 16)
     packed = {"qkv_format": "thd", "attn_mask_type": "padding", "cu_seqlens_q": starts, "cu_seqlens_kv": starts}

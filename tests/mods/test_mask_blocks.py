@@ -1,4 +1,4 @@
-"""Block masks that a mask_mod makes by itself: no block is hidden or called full that is not, and attention uses them."""
+"""Block masks that a mask_mod makes by itself: no visible block is hidden, no partial one is full, and attention uses them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def ids(device: str, *ends: int, dtype: torch.dtype = torch.int64) -> Tensor:
     return torch.bucketize(torch.arange(LENGTH), torch.tensor(ends), right=True).to(device, dtype)
 
 
-# What each gives, and whether its blocks are known exactly, as create_block_mask knows them.
+# The results of each, and whether its blocks are known exactly, as create_block_mask knows them.
 MASKS: dict[str, tuple[Any, bool]] = {
     "document": (lambda device: mods.document(ids(device, 37, 80, 81)), True),
     "document by batch": (lambda device: mods.document(torch.stack([ids(device, 50), ids(device, 9, 100)])), True),
@@ -52,7 +52,7 @@ MASKS: dict[str, tuple[Any, bool]] = {
     "remainder": (lambda device: lambda b, h, i, j: (i % 40 >= j % 40) & (j // 40 == i // 40), False),
     "where": (lambda device: lambda b, h, i, j: torch.where(b == 0, i - j, (j - i).clamp(-20, 30)) >= 25, True),
     "not": (lambda device: lambda b, h, i, j: ~((i - j > 20) | (i != i)), False),
-    # What leaves int64 comes back at its other end, so nothing is known of it.
+    # Values beyond int64 wrap around, so nothing is known of them.
     "product that wraps": (lambda device: lambda b, h, i, j: i * 2**20 * 2**20 * 2**19 + j > 0, False),
     "negated": (lambda device: extremes(device, lambda x, i, j: -x[i] <= j), False),
     "absolute": (lambda device: extremes(device, lambda x, i, j: x[i].abs() <= j), False),
@@ -87,11 +87,11 @@ def same_as_before(numbers: Tensor) -> Any:
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mask_blocks, "BLOCK", BLOCK)
     monkeypatch.setattr(mask_blocks, "SHORTEST", 1)
-    monkeypatch.setattr(mask_blocks, "_CHUNK", 4)  # a row of blocks is looked at in more than one turn
+    monkeypatch.setattr(mask_blocks, "_CHUNK", 4)  # a row of blocks is examined in more than one step
 
 
 def problem_of(mask: Any, device: str, **call: Any) -> tuple[Problem, Tensor]:
-    """A problem with the mask's blocks, and what it shows, [b | 1, h | 1, sq, skv]."""
+    """A problem with the mask's blocks, and its visible scores, [b | 1, h | 1, sq, skv]."""
     inputs = make_inputs(device=device, lengths_q=[LENGTH] * 2)
     spec, x = make_call(inputs, mods=trace_mods(None, mask), **call)
     assert spec.mods is not None
@@ -107,7 +107,7 @@ def kinds(counts: Tensor, indices: Tensor, full_counts: Tensor, full_indices: Te
 
 
 def kinds_of(shown: Tensor) -> Tensor:
-    """0 for a block that shows nothing, 2 for one that shows all that there is of it, else 1."""
+    """0 for a block with no visible score, 2 for one in which all that exist are visible, else 1."""
     blocks = -(-LENGTH // BLOCK)
     pad = (0, blocks * BLOCK - LENGTH) * 2
 
@@ -121,10 +121,10 @@ def kinds_of(shown: Tensor) -> Tensor:
 def check_lists(problem: Problem, shown: Tensor, is_exact: bool) -> None:
     lists = problem.block_mask
     assert lists is not None
-    of_keys, of_queries = kinds(*lists[:4]), kinds(*lists[4:8])
-    assert torch.equal(of_keys, of_queries.mT)
+    by_keys, by_queries = kinds(*lists[:4]), kinds(*lists[4:8])
+    assert torch.equal(by_keys, by_queries.mT)
     want = kinds_of(shown)
-    got = of_keys.expand_as(want)
+    got = by_keys.expand_as(want)
     assert not (want[got == 0] > 0).any(), "a block that shows something is hidden"
     assert not (want[got == 2] < 2).any(), "a block that hides something is called full"
     if is_exact:
@@ -146,9 +146,9 @@ def test_what_the_band_hides_is_not_listed(window: tuple[int, int], device: str)
     band = (distance >= -window[1]) & ((distance <= window[0]) | (window[0] < 0))
     lists = problem.block_mask
     assert lists is not None
-    got, of_mask, of_band = kinds(*lists[:4]), kinds_of(shown), kinds_of(band[None, None])
+    got, mask_kinds, band_kinds = kinds(*lists[:4]), kinds_of(shown), kinds_of(band[None, None])
     assert torch.equal(got, kinds(*lists[4:8]).mT)
-    assert torch.equal(got.expand_as(of_mask), torch.where(of_band > 0, of_mask, 0))  # full is what the mask shows whole
+    assert torch.equal(got.expand_as(mask_kinds), torch.where(band_kinds > 0, mask_kinds, 0))  # the mask shows all of a full block
 
 
 INTEGERS = [

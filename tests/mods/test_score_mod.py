@@ -19,7 +19,7 @@ HEADS, HEADS_KV = 4, 2
 
 
 def whole(function: Callable[..., Any], sq: int, skv: int, *given: Tensor) -> Tensor:
-    """The user's function itself on every (score, b, h, q_idx, kv_idx), by broadcasting: no trace, nothing of flexattn."""
+    """The user's function itself on every (score, b, h, q_idx, kv_idx), by broadcasting: no trace, no code of flexattn."""
     b, h = torch.arange(2)[:, None, None, None], torch.arange(HEADS)[:, None, None]
     q_idx, kv_idx = torch.arange(sq)[:, None], torch.arange(skv)
     return torch.as_tensor(function(*given, b, h, q_idx, kv_idx))
@@ -352,7 +352,7 @@ def test_an_implied_band_meets_the_one_that_is_given() -> None:
     for given, (left, right) in (
         ({"window_size": (5, 20), "bottom_right_diagonal": False}, (5, 4)),
         ({"attn_mask_type": "causal"}, (9, 0)),
-        ({"window_size": (20, 2)}, (9, 2)),  # at the bottom right, which here is the same diagonal, and the mask stays a mask
+        ({"window_size": (20, 2)}, (9, 2)),  # at the bottom right, which is the same diagonal here, and the mask stays a mask
     ):
         out = attention(q, k, v, mask_mod=mask_mod, **given)  # type: ignore[arg-type]
         want = attention(q, k, v, window_size=(left, right), bottom_right_diagonal=False)
@@ -360,6 +360,6 @@ def test_an_implied_band_meets_the_one_that_is_given() -> None:
     slopes = torch.tensor([0.5, 0.25, 0.125, 0.1])
     q = make_qkv(37, 45)[0]
     out = attention(q, k, v, mask_mod=mask_mod, bias_type="alibi", alibi_slopes=slopes)
-    # ALiBi's diagonal is the bottom-right one still
+    # ALiBi's diagonal still is the bottom-right one
     want = plain(q, k, v, lambda score, b, h, i, j: score - slopes[h] * (j - i - 8).abs(), mask_mod)
     torch.testing.assert_close(out, want, rtol=1e-6, atol=1e-6)

@@ -49,7 +49,7 @@ def lengths(*values: int) -> list[int]:
 def check(
     mods: tuple[Any, Any], device: str, call: dict[str, Any] | None = None, with_dlse: bool = True, **inputs: Any
 ) -> list[Tensor]:
-    """Forward and backward of one call against the oracle; returns all that came out."""
+    """Forward and backward of one call against the oracle; returns all results."""
     given_inputs = make_inputs(device=device, **inputs)
     traced = trace_mods(*mods, needs_grad=True)
     spec, x = make_call(given_inputs, mods=traced, **(call or {}))
@@ -66,7 +66,7 @@ def check(
     for name, got, want, budget in zip(gradients._fields[:-1], gradients, wanted, budgets, strict=False):
         assert (got is None) == (want is None)
         if got is not None:
-            # A compiler may fuse g - g, with g a product, into an addition that leaves its rounding.
+            # If g is a product, a compiler may fuse g - g into an addition that leaves its rounding.
             check_close(name, got, want, budget, factor=GRADIENT_FACTOR, atol=None if want.any() else NOTHING)
             results.append(got)
     captured = list(zip(gradients.dmod_tensors or (), wanted.dmod_tensors or (), budgets.dmod_tensors or (), strict=True))
@@ -283,7 +283,7 @@ def test_infinities_where_nothing_is_visible_stay_there(device: str) -> None:
 
 
 def test_no_two_mods_share_a_compiled_kernel(device: str) -> None:
-    """Triton keeps a kernel under the text of its constants, so that text must say what the mods compute."""
+    """Triton keeps a kernel under the text of its constants, so that text must determine the mod."""
     texts = []
     for factor in (2, 3, 2):
         traced = trace_mods(lambda score, b, h, i, j: score * factor, lambda b, h, i, j: i > factor * j, needs_grad=True)  # noqa: B023
@@ -363,7 +363,7 @@ def test_infinite_gradients_of_captures_are_not_hidden(device: str) -> None:
 
 
 def test_deterministic_gradients_of_captures_do_not_overflow(device: str) -> None:
-    """Each tile adds the same to one element: as many such addends as there are use the range of the sum, and no more."""
+    """Each tile adds the same number to one element, and the sum of all of them just fits its range."""
     t = torch.zeros((), device=device).requires_grad_()
     given_inputs = make_inputs(lengths_q=lengths(70, 70), num_heads=8, num_heads_kv=8, device=device)
     traced = trace_mods(lambda score, b, h, i, j: score + t, None, needs_grad=True)
@@ -417,7 +417,7 @@ def test_every_mod_compiled_ahead_of_time(sm: int) -> None:
     check_compiled([(make_mods, sm, head_dim) for make_mods in (*MODS, with_gradients) for head_dim in (64, 128, 256)])
 
 
-# As in tests/runtime/test_recompile.py: a driver that names a GPU and launches nothing, in a process where nothing is interpreted.
+# As in tests/runtime/test_recompile.py: a driver that names a GPU and launches nothing, in a process without the interpreter.
 COUNT_COMPILATIONS = """
 import torch
 from triton.backends.compiler import GPUTarget

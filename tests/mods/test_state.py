@@ -1,4 +1,4 @@
-"""Python state that a mod reads: a call has the result of the state as it is then, however often it was called before."""
+"""Python state that a mod reads: each call has the result of the current state, however many calls came before."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from flexattn.mods.trace import cache_info, clear_cache
 
 Q = torch.randn(1, 9, 2, 8, generator=torch.Generator().manual_seed(0))
 Mask = Callable[..., Any]
-Case = tuple[Mask, Callable[[int], Any]]  # a mask_mod whose window is 2, and what makes it another
+Case = tuple[Mask, Callable[[int], Any]]  # a mask_mod whose window is 2, and a function that changes the window
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is traced again in each call")
 
 
 def plain(mask_mod: Mask) -> Tensor:
-    """softmax over the keys that the mod lets through, which is called as it is."""
+    """softmax over the keys that the mod, called directly, makes visible."""
     at = torch.arange(9)
     visible = torch.as_tensor(mask_mod(torch.tensor(0), torch.tensor(0), at[:, None], at[None, :]))
     scores = torch.einsum("bqhd,bkhd->bhqk", Q, Q) / math.sqrt(8)
@@ -55,7 +55,7 @@ def reads(read: Callable[[], Any]) -> Mask:
     return lambda b, h, i, j: within(read(), i, j)
 
 
-# Each of these makes a state anew, so that no test sees another's.
+# Each of these makes a new state, so that no test depends on another.
 
 
 class Mode(enum.Enum):
@@ -185,7 +185,7 @@ def inherited_method_by_super() -> Case:
 
 
 def method_global() -> Case:
-    """A float in a global of a method: of a class there is no copy that could have another."""
+    """A float in a global of a method: a class is not copied, so no copy could have another value."""
     scope: dict[str, Any] = {"WINDOW": 2.0}
     exec("class Config:\n def get(self): return WINDOW", scope)
     x = scope["Config"]()
@@ -444,7 +444,7 @@ class Frozen:
 
 
 def handed_to_a_helper() -> Case:
-    a = Plain()  # before the helpers, as variables of a function are sorted by their names
+    a = Plain()  # before the helpers, because variables of a function are sorted by their names
 
     def helper(settings: Any) -> Any:
         return settings.window
@@ -583,7 +583,7 @@ def caught() -> Case:
 def counter_of_floats() -> Case:
     """Changes what it reads, on a copy if its floats are inputs."""
 
-    class Config:  # which has no key from then on
+    class Config:  # it has no key from then on
         window, calls = 2, 0.0
 
     state = Config()
@@ -597,7 +597,7 @@ def counter_of_floats() -> Case:
 
 
 def made_in_the_mod(body: Callable[[Any], Any], method: str) -> Callable[[], Case]:
-    """A class that is called, or asked for an item, where the mod runs."""
+    """A class that is called, or indexed, while the mod runs."""
 
     def case() -> Case:
         scope: dict[str, Any] = {"WINDOW": 2}
@@ -609,7 +609,7 @@ def made_in_the_mod(body: Callable[[Any], Any], method: str) -> Callable[[], Cas
 
 
 def reached_in_two_ways() -> Case:
-    """A float of an object that is copied in one way, and not in the other."""
+    """A float of an object that is reached in two ways: one is copied, the other is not."""
     a, module = Plain(), types.ModuleType("settings")  # variables of a function are sorted by their names
     a.window, module.held = 2.0, a  # type: ignore[attr-defined]
     return reads(lambda: a.window * 0.5 + module.held.window * 0.5), lambda n: setattr(a, "window", float(n))
@@ -902,7 +902,7 @@ def test_a_subclass_of_a_class_of_the_library_is_followed() -> None:
 
 
 def test_a_walk_ends_where_there_is_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is made in each call of such a mod, and what else the mod reads may be most of the process: here 1000 dictionaries."""
+    """Each call of such a mod walks, and the rest of the mod's state may be most of the process: here 1000 dictionaries."""
     a_queue, later = collections.deque([2]), [{} for _ in range(1000)]
     visit, visited = _Walk.visit, []
 
@@ -917,7 +917,7 @@ def test_a_walk_ends_where_there_is_no_key(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_no_address_in_a_walk_is_anothers() -> None:
-    """A value that the walk itself made would leave its address to the next one, which then had no key: now and then."""
+    """If the walk made a value, its address could go to the next value, which then sometimes had no key."""
     walk, value = _Walk(None, set(), True, None), lambda: 0
     gone = weakref.ref(value)
     walk.visit("value", value)

@@ -1,4 +1,4 @@
-"""Surroundings of a call when a mod is traced leave nothing in what is kept; threads may trace at once; nothing is left behind."""
+"""The surroundings of a call do not change the kept trace of its mod; threads may trace at once; nothing is left behind."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def inputs() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def mods() -> tuple[Mod, Tensor]:
-    """A multiplicative score_mod, whose derivative needs what the forward had, and what it captures."""
+    """A multiplicative score_mod, whose derivative needs a value of the forward, and its captures."""
     slopes = torch.tensor([0.5, 1.5], device=DEVICE, requires_grad=True)
     return lambda s, b, h, i, j: torch.tanh(s) * s * slopes[h], slopes
 
@@ -112,7 +112,7 @@ def test_explain_of_a_cold_mod_in_a_checkpoint() -> None:
 
 
 def test_a_cold_mod_inside_an_operator() -> None:
-    """Below autograd, where nothing that is computed has a graph: the derivative that is kept is right all the same."""
+    """Below autograd no result has a graph; the kept derivative is right all the same."""
     mod, _ = mods()
     with torch._C._AutoDispatchBelowAutograd():
         trace_mods(mod, None, needs_grad=True)
@@ -156,7 +156,7 @@ def test_the_default_dtype_is_part_of_the_key() -> None:
 
 
 def in_threads(work: Callable[[int], None], count: int = 8) -> None:
-    """work(0), .. work(count - 1), begun at once; the first error of theirs is raised."""
+    """Starts work(0), .. work(count - 1) at once; raises their first error."""
     errors: list[BaseException] = []
     barrier = threading.Barrier(count)
 
@@ -213,7 +213,7 @@ def test_threads_that_trace_at_once() -> None:
 
 
 def test_threads_that_compile_while_others_trace() -> None:
-    """torch.fx's tracers set a flag of the process, at which what torch.compile made raises."""
+    """torch.fx's tracers set a flag of the process. If it is set, functions made by torch.compile raise."""
     compiled = torch.compile(lambda x: x.sin() + 1, backend="eager")
     x = torch.ones(3)
     compiled(x)
@@ -242,7 +242,7 @@ def test_a_mod_that_asks_for_another_mods_trace() -> None:
         assert trace_mods(None, outer, masks=Masks.EXACT).right == 0
 
 
-# What is left behind.
+# Leaks.
 
 
 @contextlib.contextmanager
@@ -305,7 +305,7 @@ def test_a_captured_tensor_dies_with_its_closure(make: Callable[[Tensor], Mod]) 
 
 
 def test_the_first_trace_of_a_process_keeps_nothing(forked_python: FreshPython) -> None:
-    """Modules that torch imports for it keep the frames that they were imported from."""
+    """Modules that torch imports for it keep the frames of their import."""
     source = """
 import gc, weakref, torch
 from flexattn import attention
@@ -323,7 +323,7 @@ assert [x() for x in alive] == [None, None]
 
 @pytest.mark.slow
 def test_a_mod_without_a_key_leaves_nothing_behind(forked_python: FreshPython) -> None:
-    """In a process of its own, as pytest keeps what is logged."""
+    """In a process of its own, because pytest keeps all logs."""
     source = """
 import collections, gc, linecache, tracemalloc, torch
 from flexattn import attention
@@ -372,7 +372,7 @@ def test_a_mod_without_a_key_is_lowered_once() -> None:
     assert len(sources) == 1
 
 
-# What FLEXATTN_CHECK=1 does.
+# Checks of FLEXATTN_CHECK=1.
 
 
 def test_a_hit_is_traced_again(monkeypatch: pytest.MonkeyPatch) -> None:
