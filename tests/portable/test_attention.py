@@ -38,7 +38,7 @@ def lengths(*values: int) -> list[int]:
 
 
 def check(call: dict[str, Any], device: str, with_dlse: bool = True, **inputs: Any) -> tuple[torch.Tensor, ...]:
-    """Forward and backward of one call against the oracle; returns all that came out."""
+    """Forward and backward of one call against the oracle; returns all results."""
     given = make_inputs(device=device, **inputs)
     spec, x = make_call(given, **call)
     for direction in ("forward", "backward"):
@@ -48,7 +48,7 @@ def check(call: dict[str, Any], device: str, with_dlse: bool = True, **inputs: A
     eager = reference_attention(spec, x, dtype=spec.dtype)
     for name, got, want, budget in zip(("out", "lse"), (out, lse), reference, eager, strict=False):
         check_close(name, got, want, budget)
-    # the kernels take a softmax_scale of 0 as 1e-37, and where the reference is 0 nothing else grants them that
+    # the kernels take a softmax_scale of 0 as 1e-37; if the reference is 0, only this budget allows their results
     check_close("max_logit", max_logit, reference[2], eager[2], atol=1e-30 if x.softmax_scale == 0.0 else None)
     dout, dlse = make_dout(given), make_dlse(given) if with_dlse else None
     gradients = triton_backend.backward(spec, x, out, lse, dout, dlse)
@@ -152,7 +152,7 @@ BIAS_SHAPES = [(2, 4, 1, 1), (1, 4, 1, 1), (2, 1, 1, 1), (1, 1, 1, 1)]
 @pytest.mark.parametrize("kind", ["pre_scale_bias", "post_scale_bias"])
 @pytest.mark.parametrize(
     "spans",
-    # a bias of one number, of one dim and of all by default
+    # a bias of one number, of one dim, and of all dims by default
     [
         pytest.param(s, marks=() if sum(s) in (0, 1, 4) else pytest.mark.exhaustive)
         for s in itertools.product([False, True], repeat=4)
@@ -172,7 +172,7 @@ def test_bias(spans: tuple[bool, ...], kind: str, device: str) -> None:
 @pytest.mark.parametrize("softmax_type", ["vanilla", "off-by-one"])
 @pytest.mark.parametrize("shape", [(1, 1, 1, 1), (2, 4, 40, 1)], ids=str)
 def test_bias_that_is_one_number_a_row(shape: tuple[int, ...], softmax_type: str, kind: str, device: str) -> None:
-    """Its gradient is all but 0, and what plain sums of half types make of it is no measure."""
+    """Its gradient is close to 0, so plain sums of half types are no measure of it."""
     bias = torch.randn(shape, device=device, generator=torch.Generator(device).manual_seed(3)).bfloat16()
     call = {"bias_type": kind, "bias": bias, "attn_mask_type": "padding_causal_bottom_right", "softmax_type": softmax_type}
     check(call, device, qkv_format="thd", gap=2, lengths_q=lengths(40, 9), lengths_kv=lengths(7, 60), dtype=torch.bfloat16)
@@ -209,7 +209,7 @@ def test_softcap(softcap: float, device: str) -> None:
     ids=str,
 )
 def test_large_softcap(softcap: float, dtype: torch.dtype, device: str) -> None:
-    """A tanh that is right to 5e-7 moves logits by 5e-7 times the softcap."""
+    """A tanh that is exact to 5e-7 moves logits by 5e-7 times the softcap."""
     check({"softcap": softcap, "attn_mask_type": "causal"}, device, lengths_q=lengths(50), dtype=dtype)
 
 
@@ -332,7 +332,7 @@ def test_nothing_to_attend(fmt: str, lengths_q: list[int], device: str) -> None:
     given = make_inputs(fmt, lengths_q=lengths_q, lengths_kv=[4 for _ in lengths_q], padding=True, gap=2, device=device)
     call = {"softmax_type": "learnable", "softmax_offset": torch.zeros(4, device=device)}
     spec, x = make_call(given, **call)
-    if not lengths_q and fmt == "thd":  # tokens, and no sequence that they belong to
+    if not lengths_q and fmt == "thd":  # tokens without a sequence
         x = x._replace(q=torch.full((5, 4, 16), float("nan"), device=device), k=torch.full((7, 2, 16), float("nan"), device=device))
         x = x._replace(v=x.k)
     out, lse, max_logit = triton_backend.forward(spec, x)
@@ -350,7 +350,7 @@ def test_nothing_to_attend(fmt: str, lengths_q: list[int], device: str) -> None:
 )
 @pytest.mark.parametrize("gaps", [False, True])
 def test_wrong_cu_seqlens_stay_in_bounds(values: list[int], gaps: bool, device: str) -> None:
-    # The tensors lie inside larger ones; nothing outside them may be written, and NaN outside must not be seen.
+    # The tensors lie inside larger ones: a write outside of them is an error, and so is a NaN from outside in a result.
     total, margin = 80, 64
     wrong = torch.tensor(values, dtype=torch.int32, device=device)
     fine = torch.tensor([0, 20, 50, 80], dtype=torch.int32, device=device)
@@ -414,7 +414,7 @@ def test_repeated_runs_are_bitwise_equal(device: str) -> None:
 
 
 def test_formats_agree_to_the_bit(device: str) -> None:
-    """One batch in every format gives the same numbers, dropout included: the format decides addresses and nothing else."""
+    """One batch in every format gives the same numbers, dropout included: the format only decides addresses."""
     sizes = lengths(40, 23)
     state = torch.tensor(RNG_STATE, device=device)
     results = []
@@ -433,9 +433,9 @@ def test_formats_agree_to_the_bit(device: str) -> None:
 @pytest.mark.parametrize("fmt", ["bshd", "bhsd", "thd"])
 @pytest.mark.parametrize("head_dim_v", [16, 80])
 def test_row_statistics(fmt: str, head_dim_v: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel for statistics alone leaves what the dq kernel leaves, and nothing else."""
+    """The kernel for statistics alone writes the same results as the dq kernel, and nothing else."""
     inputs = {"lengths_q": lengths(37, 0, 71), "lengths_kv": lengths(20, 9, 33), "head_dim_v": head_dim_v}
-    monkeypatch.setenv("FLEXATTN_HOPPER", "never")  # the dq kernel meant is the portable one
+    monkeypatch.setenv("FLEXATTN_HOPPER", "never")  # the portable dq kernel
     given = make_inputs(fmt, padding=True, gap=3, device=device, dtype=torch.bfloat16, **inputs)
     offset = torch.tensor([-3.0, 0.0, 2.5, float("-inf")], device=device)
     call = {"attn_mask_type": "padding_causal_bottom_right", "softmax_type": "learnable", "softmax_offset": offset}
@@ -449,7 +449,7 @@ def test_row_statistics(fmt: str, head_dim_v: int, device: str, monkeypatch: pyt
     rows = (as_bshd(out, fmt), lse, as_bshd(dout, fmt))
     problem = triton_backend.to_problem(spec, x)
     alone = row_statistics(Backward(problem, *rows, dlse, problem.q, problem.k, problem.v, doffset))
-    # torch.empty is filled with NaN here: what is not written is equal too.
+    # torch.empty is filled with NaN here, so unwritten memory is equal too.
     torch.testing.assert_close(alone[:2], left[0][0][:2], rtol=1e-5, atol=1e-5, equal_nan=True)
     torch.testing.assert_close(doffset, gradients.dsoftmax_offset, rtol=1e-4, atol=1e-5)
     assert all(t.isfinite().any() for t in alone[:2])
@@ -484,7 +484,7 @@ def test_gradients_in_float32_round_to_those_in_16_bits(fp32: str, inputs: dict[
 
 
 def test_fp32_gradients_under_a_large_lse(device: str) -> None:
-    """Every score is exact here, but an lse near 200 is not, nor a probability that is made of it: what they sum to mends that."""
+    """Every score is exact here, but an lse near 200 and its probabilities are not. The backward's sums correct that."""
     inputs = make_inputs(lengths_q=[40], lengths_kv=[50], num_heads_kv=4, device=device)
     generator = torch.Generator().manual_seed(3)
     whole = (torch.randint(-1, 2, t.shape, generator=generator).to(t) for t in (inputs.q, inputs.k))

@@ -1,4 +1,4 @@
-"""Query heads that share a tile of the portable forward, where queries are few: the reference's numbers for every feature."""
+"""Query heads that share a tile of the portable forward if queries are few: the reference's numbers for every feature."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_features(name: str, heads_kv: int, splits: int | None) -> None:
 @pytest.mark.parametrize("heads_of_a_key_head", [3, 5, 6, 7])
 @pytest.mark.parametrize("fmt", ["bshd", "bhsd", "thd"])
 def test_groups_of_any_size(fmt: str, heads_of_a_key_head: int, splits: int | None) -> None:
-    """Rows of a tile that are no head's: nothing of theirs is in the results, between two key heads or after the last."""
+    """Rows of a tile without a head, between two key heads or after the last, leave nothing in the results."""
     heads = 2 * heads_of_a_key_head
     inputs = make_inputs(fmt, lengths_q=[3, 2], lengths_kv=[45, 9], padding=True, num_heads=heads, num_heads_kv=2)
     call = {"attn_mask_type": "padding_causal_bottom_right", "bias_type": "alibi", "softmax_type": "learnable"}
@@ -96,7 +96,7 @@ def test_groups_of_any_size(fmt: str, heads_of_a_key_head: int, splits: int | No
 @pytest.mark.parametrize("splits", [None, 3])
 @pytest.mark.parametrize("place", ["in k", "apart"])
 def test_latent_attention(place: str, splits: int | None) -> None:
-    """Absorbed MLA: one key head of 576, of which v is the first 512 columns; and other values with the same strides."""
+    """Absorbed MLA: one key head of 576, whose first 512 columns are v; and other values with the same strides."""
     given = make_inputs(
         "bshd", lengths_q=[3, 3], lengths_kv=[45, 45], num_heads=HEADS, num_heads_kv=1, head_dim_qk=576, head_dim_v=512
     )
@@ -150,6 +150,6 @@ def test_compiled(kept_in: torch.dtype, capability: int, dim: int) -> None:
     with pretended_device(capability, 132), recorded_launches() as launches:
         attention_forward(problem, torch.zeros_like(q), torch.zeros(8, 32, 1))
     (report,) = compile_sound([request_for(launches[0], capability)])
-    assert report.loop_spill_share == 0 or (capability, dim) == (100, 128)  # as paged rows lie 64 bits apart
+    assert report.loop_spill_share == 0 or (capability, dim) == (100, 128)  # because paged rows lie 64 bits apart
     assert report.spill_store_bytes <= 64
     assert not report.warnings

@@ -1,4 +1,4 @@
-"""The kernel that checks that masks hid what they mask: lse above the floor, where calls run on a GPU."""
+"""The kernel that checks, for calls on a GPU, that masks hid the masked keys: lse must be above the floor."""
 
 from __future__ import annotations
 

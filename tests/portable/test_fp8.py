@@ -95,7 +95,7 @@ def test_delayed_scaling_notes_the_amax_while_it_casts(fmt: str, device: str) ->
     for granularity, heads in (("head", (4, 2, 2)), ("tensor", (1, 1, 1))):
         scales = [torch.arange(1, n + 1, device=device, dtype=torch.float32) * 100 for n in heads]
         tensors = tensors_of(given, scales)
-        # What a head noted before stays where it is larger, and the rows of earlier steps stay anyway.
+        # A head's earlier amax stays if it is larger, and the rows of earlier steps always stay.
         noted = [torch.tensor([[0.0, 1e4] * n, [0.5] * 2 * n], device=device)[:, :n].contiguous() for n in heads]
         found = []
         for module in (triton_backend, quantization):
@@ -109,7 +109,7 @@ def test_delayed_scaling_notes_the_amax_while_it_casts(fmt: str, device: str) ->
 
 
 def test_a_cast_saturates_and_rounds_to_even(device: str) -> None:
-    """Delayed scaling by 1: every bf16 number, as torch casts it where that does not overflow."""
+    """Delayed scaling by 1: every bf16 number becomes torch's cast if the cast does not overflow."""
     bits = torch.arange(2**16, dtype=torch.int32).to(torch.int16)
     x = bits.view(BF16).view(1, 1024, 2, 32).to(device)
     scale = torch.ones(1, device=device)
@@ -129,7 +129,7 @@ def test_rotation(head_dim: int, device: str) -> None:
     for granularity, rows in (("head", 0), ("block", 64)):
         got, want = (module.quantize(tensors, E4M3, granularity, rows, 0) for module in (triton_backend, quantization))
         for a, b in zip(got[0], want[0], strict=True):
-            # a sum of products that rounds otherwise may fall on the other side of a boundary of E4M3
+            # a sum of products that rounds differently may fall on the other side of a boundary of E4M3
             assert float((a.float() != b.float()).float().mean()) < 0.01
         assert torch.equal(got[0][2].float(), want[0][2].float())
     (q, k, _), descales, _ = triton_backend.quantize(tensors, E4M3, "head", 0, 0)
@@ -139,7 +139,7 @@ def test_rotation(head_dim: int, device: str) -> None:
 
 
 def check_compiled(architectures: tuple[int, ...], head_dims: tuple[int, ...], kinds: tuple[str, ...]) -> None:
-    """No spills but for wide rotations where matrix instructions take registers, and those instructions in rotations alone."""
+    """Wide rotations may spill, because matrix instructions take registers. No other kernel spills or has such instructions."""
     requests, names = [], []
     for head_dim in head_dims:
         given = make_inputs("thd", lengths_q=[64, 64], head_dim_qk=head_dim, head_dim_v=head_dim, dtype=BF16)
@@ -196,7 +196,7 @@ def test_transposed_copies(fmt: str, in_reverse: bool, device: str) -> None:
     starts = (given.cu_seqlens_q if given.cu_seqlens_q_padded is None else given.cu_seqlens_q_padded).tolist()
     for b, n in enumerate(given.cu_seqlens_q.diff().tolist()):
         rows = x[starts[b] :] if fmt == "thd" else x[b]
-        before = int(given.cu_seqlens_q[b])  # as sequences follow one another, whatever the order of their slots
+        before = int(given.cu_seqlens_q[b])  # because sequences follow one another, whatever the order of their slots
         columns = copy[:, :, (before + 16 * b) // 16 * 16 :] if fmt == "thd" else copy[b]
         assert torch.equal(columns[:, :, :n].float(), rows[:n].permute(1, 2, 0).float())
         assert not columns[:, :, n : -(-n // 16) * 16].float().any()
@@ -324,14 +324,14 @@ def test_repeated_runs_are_equal_to_the_bit(device: str) -> None:
 
 
 def test_outliers(device: str) -> None:
-    """Scores far apart: weights of 0 and 1, and what saturates."""
+    """Scores far apart: weights of 0 and 1, and values that saturate."""
     given = make_inputs(lengths_q=lengths(40, 40), lengths_kv=lengths(70, 70), dtype=BF16, outliers=True, device=device)
     check(given, "head", attn_mask_type="causal_bottom_right")
 
 
 @pytest.mark.parametrize("which", ["q", "dout"])
 def test_nan_stays_in_its_row(which: str, device: str) -> None:
-    """A NaN in a row of q or dout is in that row's results, and of another sequence's nowhere."""
+    """A NaN in a row of q or dout reaches that row's results, and no result of another sequence."""
     given = make_inputs("thd", lengths_q=lengths(40, 40), dtype=BF16, device=device)
     first = lengths(40)[0]
     spec, x = make_fp8_call(given, attn_mask_type="padding")

@@ -1,4 +1,4 @@
-"""The kernel that merges attention over two sets of keys: what torch ops give, in every format and any strides."""
+"""The kernel that merges attention over two sets of keys: the results of torch ops, in every format and any strides."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ SHAPES = {"bshd": (2, 21, 3, 40), "sbhd": (21, 2, 3, 40), "bhsd": (2, 3, 21, 40)
 def sides(fmt: str, dtype: torch.dtype, device: str) -> tuple[Tensor, ...]:
     generator = torch.Generator().manual_seed(0)
     shape = SHAPES[fmt]
-    of_rows = (3, 37) if fmt == "thd" else (2, 3, 21)
+    lse_shape = (3, 37) if fmt == "thd" else (2, 3, 21)
     tensors: list[Tensor] = []
     for _ in "ab":
-        lse = 30 * torch.randn(of_rows, generator=generator)
+        lse = 30 * torch.randn(lse_shape, generator=generator)
         lse[..., 4] = -math.inf
         tensors += (torch.randn(shape, generator=generator).to(dtype), lse)
     tensors[1][..., 5] = -math.inf

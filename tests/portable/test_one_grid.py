@@ -1,4 +1,4 @@
-"""Short backwards in one launch: programs of dq beside those of dk and dv, which make delta for themselves."""
+"""Short backwards in one launch: programs of dq run beside programs of dk and dv, and each computes its own delta."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.support.compiled_kernels import TRITON, compile_sound
 from tests.support.gluon_calls import gradient_memory
 
 SPILLED = 80  # bytes; hardly any in a loop
-LOOP_SPILLS = 0.001 if TRITON < (3, 9) else 0.002  # ptxas 13.4, which Triton 3.9 has, spills a register more there
+LOOP_SPILLS = 0.001 if TRITON < (3, 9) else 0.002  # ptxas 13.4, in Triton 3.9, spills one more register there
 DEVICE = "cpu" if INTERPRETED else "cuda"
 TILE = Tile(32, 32, 4, 1) if INTERPRETED else ONE_GRID
 UNEVEN = {"lengths_q": [70, 0, 1, 130], "lengths_kv": [90, 40, 50, 0], "gap": 3, "padding": True}
@@ -94,7 +94,7 @@ def test_short_plain_calls_have_one_grid() -> None:
         (problem((1, 256, 16, 40)), True),
         (problem((1, 512, 16, 64)), False),
         (dataclasses.replace(short, window_left=99), False),
-        (problem((1, 512, 17, 64), window_right=0), False),  # more programs than are there at once
+        (problem((1, 512, 17, 64), window_right=0), False),  # more programs than run at once
         (problem((1, 576, 8, 64), window_right=0), False),
         (problem((1, 256, 16, 128)), False),
         (problem((1, 256, 16, 64), dtype=torch.float32), False),

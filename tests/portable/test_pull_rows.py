@@ -1,4 +1,4 @@
-"""Rows of several sources in one kernel: words of each size, several tensors, and nothing written beside their rows."""
+"""Rows of several sources in one kernel: words of each size, several tensors, and no write beside their rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 POISON = 7
 SOURCES, SOURCE_ROWS, ROWS = 3, 70, 100
 
-# the bytes of a row, and of a row, and before it, in a source; then those that are read at once
+# bytes of a row, of a source's row, before the row in it, and of one read
 CASES = {
     "wide": (2048, 8192, 4096, 16),
     "more than a program's columns": (4800, 9600, 64, 16),
@@ -62,7 +62,7 @@ def test_rows_come_to_their_places(case: tuple[int, int, int, int]) -> None:
 
 
 def test_sources_are_read_in_turns() -> None:
-    """Each rank begins with another one, and reads as much of all as long as they have rows."""
+    """Ranks begin with different sources. Each reads equally from all sources while they have rows."""
     blocks = [Block(0, source, 0, 2048 * 64 * source, rows, 2048, 2048, 2048) for source, rows in enumerate((64, 48, 64))]
     order = make_table(blocks, first_source=1).blocks[:, 1].tolist()
     assert order[:9] == [1, 2, 0] * 3
@@ -82,6 +82,6 @@ def test_compiled_for_loads_of_sixteen_bytes() -> None:
     [launch] = launches
     reports = compile_sound([request_for(launch, sm) for sm in (80, 90, 100)])
     for report in reports:
-        # Of 32 KiB that 128 threads read, each has 16 loads of 16 bytes; the others are of the table and an address.
+        # Each of 128 threads has 16 loads of 16 bytes of the 32 KiB. The other loads read the table and an address.
         assert 16 < report.instructions["LDG"] <= 26, report.instructions
         assert report.stack_bytes == 0

@@ -1,4 +1,4 @@
-"""Kernels of calls drawn at random, at all head dims, compiled for sm_90: their code reads no register that nothing wrote."""
+"""Kernels of calls drawn at random, at all head dims, compiled for sm_90: their code reads no unwritten register."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.support.fp8_caches import SCALES, make_case
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 DIMS = range(8, 257, 8)
-# Head dims in two parts, at which a kernel has the more descriptors; above 256 the tiles with a bias or dropout have one stage.
+# Head dims in two parts, whose kernels have more descriptors; above 256 the tiles with a bias or dropout have one stage.
 IN_PARTS = tuple(dim for dim in range(8, 513, 8) if split_head_dim(dim)[1])
 
 
@@ -52,7 +52,7 @@ def launched(run: Callable[[], Any], hopper: str, monkeypatch: pytest.MonkeyPatc
     with pretended_device(90, 132), recorded_launches() as launches:
         run()
     requests = [request_for(launch, 90) for launch in launches]
-    return [request for request in requests if ".common." not in request.module]  # which multiply no tiles
+    return [request for request in requests if ".common." not in request.module]  # they multiply no tiles
 
 
 def each_once(requests: list[CompileRequest]) -> list[CompileRequest]:
@@ -97,7 +97,7 @@ def over_fp8(arguments: dict[str, Any], hopper: str, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("dim", [40, 96])
 def test_two_fp8_caches(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plain calls, whose kernels ptxas 12.8 miscompiles if they take the head dims in two parts."""
+    """Plain calls, whose kernels ptxas 12.8 miscompiles if head dims have two parts."""
     case = make_case(torch.float16, page_size=0, scales="none", dims=(dim, dim))
     compile_sound(over_fp8(case.arguments, "never", monkeypatch))
 
@@ -183,7 +183,7 @@ def both_ways(seed: int) -> Callable[[], None]:
     return run
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # a max_seqlen that is left out, a mod that is traced again
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # a call without max_seqlen, a mod that is traced again
 @pytest.mark.parametrize("seed", [pytest.param(n, marks=pytest.mark.exhaustive if n else pytest.mark.slow) for n in range(60)])
 def test_forwards_and_backwards(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Five calls of each seed, by the portable kernels."""
