@@ -1,3 +1,3 @@
-"""Tests of what both families of Triton kernels share, and of what both must do."""
+"""Tests of the code that both families of Triton kernels share, and of their common requirements."""
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ FAR = 2**30 + 64  # elements from one row to the next: the third row is past 2**
 
 
 def far_apart(shape: tuple[int, int, int], device: str) -> Tensor:
-    """[1, s, h, d] in float16 in the middle of zeros, of which few have memory: what is read at a wrapped offset is 0."""
+    """[1, s, h, d] in float16 in the middle of zeros that mostly have no memory: a read at a wrapped offset is 0."""
     tokens, heads, dim = shape
     first = 2**31
     elements = first + tokens * FAR
@@ -45,8 +45,8 @@ def test_rows_that_are_far_apart(device: str) -> None:
 @pytest.mark.sample
 @pytest.mark.parametrize("kind", ["dense", "packed"])
 def test_a_window_skips_what_its_left_side_hides(kind: str, device: str) -> None:
-    """NaN there would be NaN in out and in the gradients, had any tile of it been multiplied, if by weights of 0."""
-    length, window, far = 640, 20, 320  # of the largest tile 256 rows, so that one that is seen begins past `far`
+    """A NaN there would reach out and the gradients if any tile with it were multiplied, even by weights of 0."""
+    length, window, far = 640, 20, 320  # the largest tile has 256 rows, so one visible tile begins past `far`
     gen = torch.Generator().manual_seed(0)
     q, k, v, dout = (torch.randn(1, length, 1, 16, generator=gen).to(device) for _ in range(4))
     call: dict[str, Any] = {"attn_mask_type": "causal", "window_size": (window, 0), "backend": "triton"}

@@ -1,4 +1,4 @@
-"""Logits of any size, from a bias, a score_mod or ALiBi: finite results, and right ones, of every kernel family, both ways."""
+"""Logits of any size, from a bias, a score_mod or ALiBi: every kernel family has finite and right results, both ways."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_behind_a_band(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("kind", "how"), [CASES[0], CASES[4]], ids=str)
 def test_keys_split(kind: str, how: str, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row that a value hides whole has the mean of all keys, however many each split has of them."""
+    """If a value hides all keys of a row, the result is the mean of all keys, however many each split has."""
     monkeypatch.setenv("FLEXATTN_HOPPER", "never")
     combined = split_in(3, monkeypatch)
     case = make_case(kind, dtype, 7, 210, 16, device)
@@ -109,7 +109,7 @@ def test_keys_split(kind: str, how: str, dtype: torch.dtype, device: str, monkey
 
 
 def call_of(case: Case, how: str, dtype: torch.dtype) -> tuple[Inputs, AttentionSpec, Operands]:
-    """Returns the spec and the operands that a backend is given."""
+    """Returns the spec and the operands of a backend."""
     lengths = {"lengths_q": [case.q.shape[1]], "lengths_kv": [case.k.shape[1]], "num_heads": HEADS, "num_heads_kv": HEADS_KV}
     dim = case.q.shape[-1]
     given = make_inputs(**lengths, head_dim_qk=dim, head_dim_v=dim, dtype=dtype, device=str(case.q.device))
@@ -200,7 +200,7 @@ def test_hopper_keys_split() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_a_part_of_the_keys(has_bias: bool, dtype: torch.dtype, device: str) -> None:
-    """With (out, lse) of all keys the gradients of two parts add up to the whole's: a part's probabilities do not sum to 1."""
+    """With (out, lse) of all keys, gradients of two parts sum to those of all keys, though a part's weights do not sum to 1."""
     case = make_case("hidden", dtype, 21, 75, 16, device)
     case = case._replace(added=case.added.clamp(min=-2.0 if has_bias else 0.0))
     whole = Problem(case.q, case.k, case.v, softmax_scale=case.scale, bias=case.added[None] if has_bias else None)
@@ -220,7 +220,7 @@ def test_a_part_of_the_keys(has_bias: bool, dtype: torch.dtype, device: str) -> 
 
 @pytest.mark.parametrize("how", ["portable", pytest.param("sm_90", marks=without_gpu)])
 def test_a_part_whose_lse_is_large(how: str, device: str) -> None:
-    """A part of the keys, all of them hidden, of rows with others: probabilities are exp(logit - lse) as it is given, so 0."""
+    """All keys of a part are hidden, of rows with other keys: probabilities are exp(logit - lse) with the given lse, so 0."""
     case = make_case("hidden", torch.bfloat16, 21, 75, device=device)
     lse = torch.full((1, HEADS, 21), -1e5, device=device)
     problem = Problem(case.q, case.k, case.v, softmax_scale=case.scale, bias=torch.full_like(case.added[None], -2e5), is_part=True)
@@ -251,7 +251,7 @@ def plain_call(case: Case, dtype: torch.dtype, backend: str, **more: Any) -> tup
 @pytest.mark.parametrize("scale", [2.0**12, 2.0**22])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_plain_logits_up_to_the_bound(dtype: torch.dtype, scale: float, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Up to LARGEST forwards are right, and up to LARGEST_OF_GRADIENTS backwards; beyond it, float32's are."""
+    """Forwards are right up to LARGEST, and backwards up to LARGEST_OF_GRADIENTS; beyond, float32's are."""
     monkeypatch.setenv("FLEXATTN_HOPPER", "never")
     case = scaled_case(dtype, scale, device)
     exact, budget = (plain_call(case, of, "eager") for of in (torch.float64, dtype))
@@ -267,7 +267,7 @@ def test_plain_logits_up_to_the_bound(dtype: torch.dtype, scale: float, device: 
 
 @without_gpu
 def test_plain_logits_up_to_the_bound_on_sm_90() -> None:
-    """The maximum of this tile may lag behind, and float16 holds the least."""
+    """The maximum of this tile may lag behind, and float16 has the smallest range."""
     case = scaled_case(torch.float16, 2.0**22, "cpu")
     problem = Problem(*(t.contiguous() for t in case[:3]), softmax_scale=case.scale)
     out, lse = torch.empty(case.q.shape, dtype=case.q.dtype), torch.empty(1, 2, 40)
@@ -295,7 +295,7 @@ def test_plain_logits_beyond_the_bound(direction: str, device: str, monkeypatch:
 
 
 def test_large_sinks(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Below -2.3e38 one counts as -inf; FLEXATTN_CHECK=1 names one that is too large."""
+    """A sink below -2.3e38 counts as -inf; FLEXATTN_CHECK=1 names one that is too large."""
     monkeypatch.setenv("FLEXATTN_HOPPER", "never")
     monkeypatch.setenv("FLEXATTN_CHECK", "1")
     case = scaled_case(torch.bfloat16, 1.0, device)
@@ -314,16 +314,16 @@ def test_large_sinks(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "of_fp8", "direction", "is_wrong"),
+    ("value", "is_fp8", "direction", "is_wrong"),
     [
         *((2.0**26, False, "forward", False), (2.0**26 + 8, False, "forward", True), (float("nan"), False, "forward", True)),
         *((2.0**22, True, "forward", False), (2.0**22 + 1, True, "forward", True), (float("-inf"), True, "forward", False)),
         *((-(2.0**16), False, "backward", False), (-(2.0**16) - 1, False, "backward", True)),
     ],
 )
-def test_what_a_check_of_logits_accepts(value: float, of_fp8: bool, direction: Direction, is_wrong: bool) -> None:
+def test_what_a_check_of_logits_accepts(value: float, is_fp8: bool, direction: Direction, is_wrong: bool) -> None:
     inputs = make_inputs(lengths_q=[4], lengths_kv=[4], dtype=torch.bfloat16)
-    spec, x = make_fp8_call(inputs) if of_fp8 else make_call(inputs)
+    spec, x = make_fp8_call(inputs) if is_fp8 else make_call(inputs)
     lse = torch.tensor([[[0.0, value]]])
     if is_wrong:
         with pytest.raises(ValueError, match="the logits of this call are so large that lse is"):
@@ -332,7 +332,7 @@ def test_what_a_check_of_logits_accepts(value: float, of_fp8: bool, direction: D
         check_logits(spec, x, lse, direction)
         check_logits(spec, x, lse[..., :0], direction)
     x.q.fill_(float("nan"))
-    check_logits(spec, x, torch.tensor([float("nan")]), direction)  # as q has it
+    check_logits(spec, x, torch.tensor([float("nan")]), direction)  # with q's strides
 
 
 E4M3 = torch.float8_e4m3fn

@@ -1,4 +1,4 @@
-"""Kernels that begin while the one before them runs: what is compiled into them, and how they are launched."""
+"""Kernels that begin while the one before them runs: their compiled code, and their launches."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ for sm in (80, 90):
 
 
 def test_what_follows_the_plan_waits_for_it_where_it_can(fresh_python: Any) -> None:
-    """The plan's kernel, launched behind whatever it reads, waits for nothing; the others do before they touch any memory."""
+    """The plan's kernel waits for nothing, whatever kernel runs before it. The others wait before they touch any memory."""
     done = fresh_python("-c", COMPILE)
     assert [json.loads(line) for line in done.stdout.splitlines()] == [
         [80, "_split_plan_kernel", False, False, True],

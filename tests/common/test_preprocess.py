@@ -1,4 +1,4 @@
-"""The kernel before a backward: the zeros to which a fused backward adds dq, and those from which it counts what it added."""
+"""The kernel before a backward: it writes the zeros to which a fused backward adds dq, and the zeros of its counters."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FORMATS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.sample("name", "head_dim", "size", "is_quantised", pairs=False)
 def test_sums_of_dq_begin_at_zero(name: str, head_dim: int, size: int, is_quantised: bool, device: str) -> None:
-    """Each tile with a query, and the counter in tile 0; nothing else, which is left to others, is written."""
+    """Each tile with a query, and the counter in tile 0, are zeros; the kernel writes nothing else."""
     fmt = name.partition(",")[0]
     lengths = FORMATS[name]["lengths_q"]
     given = make_inputs(fmt, dtype=torch.bfloat16, head_dim_qk=head_dim, head_dim_v=head_dim, **FORMATS[name])
@@ -53,7 +53,7 @@ def test_sums_of_dq_begin_at_zero(name: str, head_dim: int, size: int, is_quanti
     assert found.shape[0] * 2 * size == tiled.statistics.numel()
     wanted = torch.full_like(found, float("nan"))
     wanted[0].view(-1)[:size] = 0
-    starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]  # packed, without what lies between
+    starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]  # packed, without the gaps
     for b, h in ((b, h) for b in range(batch) for h in range(heads)):
         first = 1 + h * tiled.tiles + (starts[b] + b * size) // size if fmt == "thd" else 1 + (b * heads + h) * tiled.tiles
         wanted[first : first + -(-lengths[b] // size)] = 0
@@ -64,7 +64,7 @@ def test_sums_of_dq_begin_at_zero(name: str, head_dim: int, size: int, is_quanti
 
 @pytest.mark.parametrize(("batch", "heads", "sq"), [(2, 3, 300), (1, 5, 1)])
 def test_blocks_are_counted_from_zero(batch: int, heads: int, sq: int, device: str) -> None:
-    """Counts, by batch element and head, blocks of keys whose dq has been added to the sums."""
+    """For each batch element and head, blocks of keys are counted after their dq has been added to the sums."""
     x = torch.randn(batch, sq, heads, 64, dtype=torch.bfloat16, device=device)
     lse = torch.zeros(batch, heads, sq, device=device)
     backward = Backward(Problem(x, x, x, softmax_scale=0.1), x, lse, x, None, x, x, x)
@@ -84,7 +84,7 @@ def _places_kernel(out_ptr, blocks, num_heads):
 
 
 def test_the_last_place_comes_first(device: str) -> None:
-    """Each place once, from the last to the first: the backward between begins where the kernel before has ended."""
+    """Each place once, from the last to the first: the backward then begins at the end of the kernel before."""
     batch, heads, blocks = 2, 3, 5
     out = torch.empty(batch * heads * blocks, 3, dtype=torch.int32, device=device)
     _places_kernel[(out.shape[0],)](out, blocks, heads)

@@ -1,4 +1,4 @@
-"""Quantising to FP8 and back: torch's pass, which CPUs take, and the kernels', against an oracle that goes by tokens in fp64."""
+"""Quantising to FP8 and back: torch's pass for CPUs, and the kernels', against an oracle that goes by tokens in fp64."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_tokens_before_the_first_slot_and_behind_max_seqlen_count_for_nothing(qu
 def test_slots_in_any_order(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_backend, "_can_quantize", lambda device: False)
     x = torch.arange(1, 13, dtype=torch.float32, device=device).to(BF16).view(12, 1, 1).expand(12, 2, 16).contiguous()
-    # tokens 7 8 9 | none, at the same place | 1 2: amax 9, 0 and 2 of numbers that are the row's index and one more
+    # tokens 7 8 9 | none, at the same place | 1 2: amax 9, 0 and 2 of numbers that are the row's index plus one
     cu, padded = (torch.tensor(t, dtype=torch.int32, device=device) for t in ([0, 3, 3, 5], [6, 6, 0, 3]))
     lengths = {"qkv_format": "thd", "cu_seqlens": cu, "cu_seqlens_padded": padded}
     recipe = fp8.Recipe(granularity="batch_head")
@@ -152,7 +152,7 @@ def test_slots_in_any_order(device: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_rows_that_are_far_apart(device: str) -> None:
-    """Rows of one tile 2**31 elements and more from its first: the last of them is read and written where it is."""
+    """Rows of one tile are 2**31 elements or more from its first row; the last one is read and written at its own address."""
     rows, stride = 260, 2**23
     size = ((rows - 1) * stride + 16) * 2
     if GPU:
@@ -169,7 +169,7 @@ def test_rows_that_are_far_apart(device: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, BF16, torch.float32, torch.float64])
 def test_dequantize_rounds_once(dtype: torch.dtype, device: str) -> None:
-    """A descale that 16 bits cannot hold is no reason for what they can hold to be lost."""
+    """Values that 16 bits can hold are not lost, even if 16 bits cannot hold their descale."""
     for size, to in ((1e-3, E5M2), (1e-4, E4M3), (3.0, E4M3), (1e9, E4M3)):
         x = (torch.linspace(-1, 1, 64 * 32) * size).view(1, 64, 1, 32).to(BF16)
         x[0, 1] = 0.0
@@ -189,7 +189,7 @@ def test_dequantize_refuses_what_did_not_make_the_tensor(fmt: str, device: str) 
     found = fp8.quantize(x, own, **how, max_seqlen=256 if fmt == "thd" else None)
     assert found.block_rows == 192
     assert float((fp8.dequantize(found, own, **how) - x).float().norm() / x.float().norm()) < 0.04
-    # As many blocks, and others: what shapes cannot tell apart.
+    # As many blocks, and others: shapes cannot tell them apart.
     for recipe in (fp8.Recipe(), fp8.Recipe(granularity="block"), fp8.Recipe(granularity="block", block_rows=64)):
         with pytest.raises(ValueError, match=r"scaled by blocks of 192 rows.*accepted: the recipe that made x"):
             fp8.dequantize(found, recipe, **how)

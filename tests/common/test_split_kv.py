@@ -1,6 +1,6 @@
-"""Keys split between programs, for few queries: right with every feature, repeated to the bit, and only where it is worth it.
+"""Keys split between programs, for few queries: right with every feature, bitwise repeatable, and only if the split pays.
 
-Without a GPU the portable kernel is interpreted, and the one of sm_90 emulated; with one both run compiled.
+Without a GPU the portable kernel is interpreted, and the sm_90 kernel emulated; with one both run compiled.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ LEAST_KEYS, MOST_QUERIES = 1024, 128  # from the rules for splits
 GPU = torch.cuda.is_available()
 HAS_HOPPER = GPU and capability_of(torch.device("cuda")) == 90
 FAMILIES = ("never", "always") if HAS_HOPPER else ("never",)
-LONGER = 7 if GPU else 1  # as tiles are larger there
+LONGER = 7 if GPU else 1  # because tiles are larger there
 BF16 = torch.bfloat16
 
 
 def split_in(count: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """From here on keys are split in so many parts; the list says how often parts were combined."""
+    """Keys are split in so many parts from here on; the list counts the times that parts were combined."""
     combined: list[int] = []
     for module, launcher in ((forward_kernels, forward_kernels), (hopper_forward, forward_launch)):
         monkeypatch.setattr(module, "number_of_splits", lambda *_: count)
@@ -146,7 +146,7 @@ def test_mods(has_blocks: bool, hopper: str, device: str, monkeypatch: pytest.Mo
 @pytest.mark.sample
 @pytest.mark.parametrize("granularity", ["head", "block"])
 def test_fp8(granularity: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The portable kernel splits in FP8 too: parts leave it in fp32."""
+    """The portable kernel splits in FP8 too: partial results are in fp32."""
     if GPU and capability_of(torch.device("cuda")) < 89:
         pytest.skip("FP8 matrix instructions begin with compute capability 8.9")
     given = make_inputs("thd", lengths_q=[3, 20], lengths_kv=[300 * LONGER, 90], dtype=BF16, device=device)
@@ -175,7 +175,7 @@ def test_gradients_of_a_split_forward(device: str, monkeypatch: pytest.MonkeyPat
 
 
 def forward_emulated(seed: int, module: Any, call: dict[str, Any], tile: HopperTile | None = None, **inputs: Any) -> None:
-    """The kernel of sm_90 in the emulator, right and clean, with keys in three parts."""
+    """The sm_90 kernel in the emulator, right and clean, with keys in three parts."""
     given = make_inputs(**{"dtype": BF16, "head_dim_qk": 128, "head_dim_v": 128, "num_heads": 4, "num_heads_kv": 2, **inputs})
     spec, x = make_call(given, **call)
     problem = mask_blocks.with_mask_blocks(triton_backend.to_problem(spec, x), "forward")
@@ -232,7 +232,7 @@ def test_features_emulated(name: str) -> None:
     ids=lambda tile: f"{tile.head_dim_qk}: {tile.block_m}",
 )
 def test_rows_emulated(tile: HopperTile) -> None:
-    """Consumers without queries, and such as pass over what only others see."""
+    """Consumers without queries, and consumers that skip blocks that only others see."""
     call = {"attn_mask_type": "padding", "window_size": (90, 0), "softmax_type": "off-by-one", "bottom_right_diagonal": True}
     inputs = {"lengths_q": [100, 3], "lengths_kv": [450, 300], "head_dim_qk": tile.head_dim_qk, "head_dim_v": tile.head_dim_v}
     forward_emulated(7, hopper_forward, call, tile, padding=True, **inputs)
@@ -278,7 +278,7 @@ def test_how_many_splits(problem: Problem, tiles: int, count: int) -> None:
 
 
 def test_what_is_launched() -> None:
-    """Both families split a decoded token's keys by themselves, by shapes alone, and nothing else is launched where they do not."""
+    """Both families split a decoded token's keys by shapes alone, and launch nothing else if there is no split."""
     for keys, is_split in ((65536, True), (600, False)):
         problem = problem_of(1, keys)
         for forward, programs in ((forward_kernels.attention_forward, (8, 264)), (hopper_forward.hopper_forward, (8, 128))):
@@ -329,7 +329,7 @@ def test_every_row_compiled(sm: int) -> None:
             if sm == 90:
                 launches += launches_of(hopper_forward.hopper_forward, sm, dims, **band)
     for launch, report in zip(launches, compile_sound([request_for(launch, sm) for launch in launches]), strict=True):
-        # what decodes waits for memory; for 10.0, of which no tile has been timed, the compiler spills some
+        # decoding waits for memory; for 10.0, without a timed tile, the compiler spills some
         assert report.loop_spill_share <= (0.04 if sm == 100 else 0.01), f"{launch.kernel.__name__}: {report}"
         assert report.shared_bytes <= SHARED_MEMORY_LIMIT[sm]
         assert not report.warnings, f"{launch.kernel.__name__}: {report.warnings}"
@@ -353,7 +353,7 @@ def test_in_a_graph(hopper: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("longest", "launches"), [(32, 1), (2048, 2)])
 def test_programs_that_combine_are_no_more_than_twice_the_rows(longest: int, launches: int) -> None:
-    """However long the longest sequence of a packed batch: else the padding is another kernel's."""
+    """This holds for any longest sequence of a packed batch. If its padding needs more programs, another kernel handles it."""
     q, k = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((4224, 4, 128), (130, 4096, 1, 128)))
     lengths = {"cu_seqlens_q": torch.empty(131, dtype=torch.int32, device="meta"), "max_seqlen_q": longest}
     problem = Problem(q, k, k, softmax_scale=1.0, seqused_kv=torch.empty(130, dtype=torch.int32, device="meta"), **lengths)

@@ -1,6 +1,6 @@
-"""Keys split by the lengths on the device: right for every feature, for other lengths in the same launches, to the bit, in bounds.
+"""Keys split by lengths on the device: right for every feature, for other lengths in the same launches, bitwise, in bounds.
 
-The portable kernel is interpreted here, and the one of sm_90 emulated; tests/gpu/test_inference.py has such calls on a GPU.
+The portable kernel is interpreted here, and the sm_90 kernel emulated; tests/gpu/test_inference.py has such calls on a GPU.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from tests.support.pages import make_pool
 
 BF16 = torch.bfloat16
 HEADS, HEADS_KV, CAPACITY = 4, 2, 500
-LENGTHS_Q, LENGTHS_KV = (1, 3, 0, 1, 2), (0, 380, 20, 1, 490)  # of which three programs cut two tiles
+LENGTHS_Q, LENGTHS_KV = (1, 3, 0, 1, 2), (0, 380, 20, 1, 490)  # three programs cut two tiles of these
 SINKS = torch.tensor([-3.0, 0.0, 2.5, float("-inf")])
 
 LEAST_KEYS, MOST_QUERIES = 1024, 16  # from the rules for splits
@@ -46,7 +46,7 @@ Call = tuple[AttentionSpec, Operands]
 
 @pytest.fixture(autouse=True)
 def _short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pieces may be as short as a block, so that these lengths have many."""
+    """Pieces may be as short as a block, so that these lengths have many pieces."""
     monkeypatch.setattr(split_plan, "SPLIT_KEYS", 1)
 
 
@@ -66,7 +66,7 @@ def paged(page_size: int = 16, dim: int = 64, heads: int = HEADS, dtype: torch.d
         "page_table": pool.page_table,
         "max_seqlen_kv": CAPACITY,
     }
-    q = normal(sum(LENGTHS_Q) + 3, heads, dim)  # and rows that are no sequence's
+    q = normal(sum(LENGTHS_Q) + 3, heads, dim)  # and rows without a sequence
     x, settings = bind_call(q=q, k=pool.k, v=pool.v, qkv_format="thd_2bshd", **given | call)
     return ops.spec_to_run(x, settings), x
 
@@ -95,7 +95,7 @@ def results_of(call: Call) -> list[Tensor]:
 
 
 def run(call: Call, seed: int | None, **given: Any) -> list[Tensor]:
-    """Returns out, lse and what there is of max_logit: by the portable kernel, or on a seed of the emulator."""
+    """Returns out, lse and, if there is one, max_logit: by the portable kernel, or on a seed of the emulator."""
     spec, x = call
     out, lse, max_logit = found = results_of(call)
     largest = max_logit if spec.return_max_logit else None
@@ -119,7 +119,7 @@ def check(call: Call, found: list[Tensor]) -> None:
 
 
 def check_twice(call: Call, seed: int | None) -> None:
-    """And on another schedule: the same bits."""
+    """A second schedule gives bitwise identical results."""
     found = run(call, seed)
     check(call, found)
     for again, once in zip(run(call, seed and seed + 1), found[: 2 + call[0].return_max_logit], strict=False):
@@ -155,7 +155,7 @@ def test_formats(fmt: str, seed: int | None) -> None:
 @pytest.mark.parametrize("seed", [None, 5])
 @pytest.mark.parametrize(("heads", "dim"), [(6, 64), (2, 128), (4, 256)])
 def test_heads_and_head_dims(heads: int, dim: int, seed: int | None) -> None:
-    """Three query heads of a key head, whose tile has rows of no head; one; two parts of a head dim."""
+    """Three query heads per key head, whose tile has rows without a head; one head; a head dim in two parts."""
     call = paged(heads=heads, dim=dim, bias_type="alibi")
     check(call, run(call, seed))
 
@@ -164,12 +164,12 @@ def test_heads_and_head_dims(heads: int, dim: int, seed: int | None) -> None:
 def test_keys_in_fp8() -> None:
     k = torch.randn(5, CAPACITY, HEADS_KV, 32, generator=torch.Generator().manual_seed(0)).to(torch.float8_e4m3fn)
     q = torch.randn(5, 2, HEADS, 32)
-    of_keys = {"seqused_kv": torch.tensor(LENGTHS_KV, dtype=torch.int32), "attn_mask_type": "padding_causal_bottom_right"}
+    key_options = {"seqused_kv": torch.tensor(LENGTHS_KV, dtype=torch.int32), "attn_mask_type": "padding_causal_bottom_right"}
     found, wanted = (
         run((ops.spec_to_run(x, settings), x), None)
         for x, settings in (
-            bind_call(q=q, k=k, v=k, descale_k=torch.tensor(0.5), descale_v=torch.tensor(3.0), **of_keys),
-            bind_call(q=q, k=k.float() * 0.5, v=k.float() * 3.0, **of_keys),
+            bind_call(q=q, k=k, v=k, descale_k=torch.tensor(0.5), descale_v=torch.tensor(3.0), **key_options),
+            bind_call(q=q, k=k.float() * 0.5, v=k.float() * 3.0, **key_options),
         )
     )
     for got, want in zip(found[:2], wanted[:2], strict=True):
@@ -177,7 +177,7 @@ def test_keys_in_fp8() -> None:
 
 
 def set_lengths(call: Call, generator: torch.Generator) -> None:
-    """Other lengths of queries and keys, and another page table, in the tensors that the call has."""
+    """Changes the lengths of queries and keys, and the page table, in the call's tensors."""
     _, x = call
     lengths = torch.randint(0, CAPACITY + 1, (5,), generator=generator) // torch.randint(1, 40, (5,), generator=generator)
     x.seqused_kv.copy_(lengths)
@@ -198,11 +198,11 @@ def replayed(launches: list[Launch], seed: int | None) -> None:
 @without_gpu
 @pytest.mark.parametrize(("seed", "replays"), [pytest.param(None, 20, marks=pytest.mark.slow), (3, 4)])
 def test_the_same_launches_for_other_lengths(seed: int | None, replays: int) -> None:
-    """As a CUDA graph replays them: nothing of lengths or tables is in the launches."""
+    """A CUDA graph replays them like this: launches contain no lengths and no tables."""
     generator = torch.Generator().manual_seed(1)
     call = paged(dim=16 if seed is None else 64, dtype=torch.float32 if seed is None else BF16)
     spec, x = call
-    x.k.nan_to_num_(), x.v.nan_to_num_()  # any page may be any row's
+    x.k.nan_to_num_(), x.v.nan_to_num_()  # any page may have any row
     out, lse, _ = found = results_of(call)
     problem = triton_backend.to_problem(spec, x)
     forward = attention_forward if seed is None else hopper_forward.hopper_forward
@@ -252,7 +252,7 @@ def test_the_plan_counts_what_tiles_see(band: dict[str, Any], rows: int) -> None
 @pytest.mark.parametrize(
     ("lengths", "programs", "share"),
     [
-        ([4096] * 64, 66, 128),  # whole tiles, where shares of the same size have 125 blocks
+        ([4096] * 64, 66, 128),  # complete tiles; shares of the same size have 125 blocks
         ([4096] * 64, 33, 256),
         ([4096] * 64, 40, 205),  # two tiles are too many
         ([4096] * 63 + [100], 66, 128),
@@ -278,7 +278,7 @@ def test_one_long_sequence_among_short_ones_is_shared_evenly() -> None:
 
 
 def test_teams_are_as_many_as_tiles_of_an_entry() -> None:
-    """Or a divisor of that, where else many programs would have no team."""
+    """Or teams are a divisor of that number, if many programs had no team otherwise."""
     assert [split_plan._number_of_teams(n, 132) for n in (1, 2, 3, 4, 8, 40, 71)] == [1, 2, 3, 4, 8, 10, 1]
     assert [split_plan._number_of_teams(n, 3) for n in (1, 2, 3, 6)] == [1, 1, 3, 3]
 
@@ -287,7 +287,7 @@ def test_teams_are_as_many_as_tiles_of_an_entry() -> None:
 @without_gpu
 @pytest.mark.parametrize("programs", [4, 6])
 def test_tiles_that_read_the_same_keys_emulated(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two heads of a key head in tiles of their own, and two teams; of six programs each team's third has keys of two sequences."""
+    """Two heads of a key head in tiles of their own, and two teams of six programs. Each team's third has keys of two sequences."""
     call = paged(heads=4, return_max_logit=True)
     monkeypatch.setattr(emulated_kernels, "PROGRAMS", programs)
     check(call, run(call, programs, group=1))
@@ -295,14 +295,14 @@ def test_tiles_that_read_the_same_keys_emulated(programs: int, monkeypatch: pyte
 
 @pytest.mark.parametrize("capacity", [2048, 131072])
 def test_memory_is_bounded_by_tiles_and_programs(capacity: int) -> None:
-    """However long the cache; as many parts, of as many rows as there are queries and heads in a tile."""
+    """The cache's length does not matter: there are as many parts, with as many rows as a tile has queries and heads."""
     for sm, forward, programs in ((80, attention_forward, 2 * 132), (90, hopper_forward.hopper_forward, 132)):
         problem = problem_of(64, capacity)
         with pretended_device(sm, 132), recorded_launches() as launches:
             forward(problem, torch.empty_like(problem.q), problem.q.new_empty((64, 32, 1), dtype=torch.float32))
         assert [launch.kernel.__name__ for launch in launches][::2] == ["_split_plan_kernel", "_combine_pieces_kernel"]
         parts = [t for t in launches[2].arguments if isinstance(t, Tensor) and t.dtype is torch.float32 and t.dim() == 3]
-        most = 64 * 8 + programs // 8 * 8 - 8  # each of eight teams has one part for each of its programs but one, beside its tiles
+        most = 64 * 8 + programs // 8 * 8 - 8  # each of eight teams has its tiles and one part for each of its programs, minus one
         assert [tuple(t.shape) for t in parts[:2]] == [(most, 4, 128), (1, most, 4)]
 
 

@@ -32,16 +32,16 @@ from tests.support.compiled_kernels import compile_beside, compile_sound
 SMS = (80, 89, 90, 100, 120)
 HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))  # the widest that each row serves, and dims in two parts
 WIDE_HEAD_DIMS = (WIDEST,)
-UNEVEN_HEAD_DIMS = ((256, 64), (64, 256), (192, 192))  # as wide in all as a row serves, and all on one side
+UNEVEN_HEAD_DIMS = ((256, 64), (64, 256), (192, 192))  # the largest sum that a row serves, all on one side
 MATRIX_INSTRUCTION = {80: "HMMA", 89: "HMMA", 90: "HGMMA", 100: "UTCHMMA", 120: "HMMA"}
 FP8 = torch.float8_e4m3fn
 FP8_INSTRUCTION = {89: "QMMA", 90: "QGMMA", 100: "UTCQMMA", 120: "QMMA"}
-# Spills in the loops, as a share of their instructions: next to none in plain half precision; some with every feature at once,
-# and in fp32, whose products go through ordinary registers. Head dims above 256 leave
-# few registers; with half the keys their forward on sm_90 spills nothing, and multiplies half as much at a time.
+# Spills in the loops, as a share of their instructions. Plain half precision has next to none. Calls with every feature have some,
+# and so has fp32, whose products use ordinary registers. Head dims above 256 leave few registers. If their forward on sm_90 takes
+# half the keys it spills nothing, but multiplies half as much at a time.
 LOOP_SPILLS = {"hybrid": 0.01, "plain": 0.01, "short": 0.01, "open": 0.01, "full": 0.08, "fp32": 0.08, "wide": 0.03, "latent": 0.01}
-# Spills stand for time, and here the time is known: these tiles are the fastest there are, spills and all (d256:
-# tiles_d256_h200.json; FP8: fp8_tiles_h200.json).
+# Spills stand for time, and this time was measured: these tiles are the fastest, spills included (d256: tiles_d256_h200.json; FP8:
+# fp8_tiles_h200.json).
 MEASURED_SPILLS = {
     "dkdv-sm90-bfloat16-d256x256-open": 0.06,
     "dkdv-sm90-float8_e4m3fn-d128x128-plain": 0.04,
@@ -67,7 +67,7 @@ class Case(NamedTuple):
 
 @functools.cache
 def _launches(case: Case) -> list[Launch]:
-    """The kernel's launches as they would be on the device, with the tile that the tables have for it; dk and dv may be apart."""
+    """The kernel's launches as on the device, with the tile of the tables; dk and dv may have separate launches."""
     heads, (d_qk, d_v) = 4, case.head_dims
     full = case.features == "full"
     length = 64 if full or case.features == "short" else configs.SHORT + 1
@@ -113,7 +113,7 @@ def _launches(case: Case) -> list[Launch]:
             doffset = torch.zeros(heads) if full else None
             attention_backward(Backward(problem, out, lse, dout, lse if full else None, *gradients, doffset), *tiles)
     name = {"forward": "_attn_fwd_kernel"}.get(case.kernel, f"_attn_bwd_{case.kernel}_kernel")
-    return [launch for launch in launches if launch.kernel.fn.__name__ == name]  # in FP8 there are transposed copies too
+    return [launch for launch in launches if launch.kernel.fn.__name__ == name]  # FP8 has transposed copies too
 
 
 def _left_rows(case: Case) -> int:
@@ -166,11 +166,11 @@ def complaints(case: Case, report: CompileReport) -> list[str]:
     if report.loop_spill_share > limit:
         found.append(f"{report.loop_spill_share:.1%} of the loops' instructions are spills, more than {limit:.1%}")
     instructions = FP8_INSTRUCTION if case.dtype is FP8 else MATRIX_INSTRUCTION
-    expected = instructions[case.sm] if _left_rows(case) >= 64 or case.sm in (89, 120) else "HMMA"  # the others begin at 64 rows
+    expected = instructions[case.sm] if _left_rows(case) >= 64 or case.sm in (89, 120) else "HMMA"  # all others begin at 64 rows
     if case.dtype is not torch.float32 and set(report.matrix_instructions) != {expected}:
         found.append(f"matrix instructions are {report.matrix_instructions}, not {expected} alone")
     if case.dtype is FP8 and case.sm == 90 and case.kernel in ("forward", "dq") and case.features == "plain":
-        # p and ds are operands as they stand, and v and k come transposed: nothing is stored to shared memory by hand
+        # p and ds are operands directly, and v and k come transposed: nothing is stored to shared memory by hand
         found += [f"{loop['STS']} STS in a loop: a transposition" for loop in report.loops if "STS" in loop and "QGMMA" in loop]
     if not report.loops:
         found.append("no loop was found in the code")
@@ -181,16 +181,17 @@ def complaints(case: Case, report: CompileReport) -> list[str]:
 
 def check(cases: list[Case]) -> None:
     kernels = [(case, request) for case in cases for request in case.requests]
-    distinct = {repr(request): request for _, request in kernels}  # short calls have the tile of long ones where nothing is faster
+    distinct = {repr(request): request for _, request in kernels}  # short calls have the tile of long ones if nothing is faster
     reports = dict(zip(distinct, compile_sound([*distinct.values()]), strict=True))
     found = [text for case, request in kernels for text in complaints(case, reports[repr(request)])]
     assert not found, "\n".join(found)
 
 
 def repeats(case: Case) -> bool:
-    """Tells kernels of which another case has every loop, with the tile, the instructions and no more memory: without a mask where
-    one with a mask has the same tile, but on sm_90, which was measured; and for sm_80 and 120 what is compiled for sm_89 letter for
-    letter, of which head dim 128 stands for the others.
+    """Returns whether another case has all loops of this one, with the tile, the instructions and as much memory.
+
+    A case without a mask repeats the one with a mask if the tile is the same, except on sm_90, whose rows were measured. A case for
+    sm_80 or 120 repeats the one for sm_89, whose code is identical; head dim 128 stands for the others.
     """
     masked = case._replace(features="plain")
     if case.features == "open" and case.sm != 90 and [x.tile for x in _launches(case)] == [x.tile for x in _launches(masked)]:
@@ -207,7 +208,7 @@ def test_a_tile_of_each_kind() -> None:
 
 @pytest.mark.slow
 def test_head_dim_128_of_other_architectures() -> None:
-    """`.ci/run` compiles every tile for sm_90, the GPU that the tables were measured on, and for the others these."""
+    """`.ci/run` compiles every tile for sm_90, the GPU of the tables' measurements. It compiles these for other GPUs."""
     check([case for case in ALL if case.sm != 90 and case.head_dims == (128, 128) and _is_basic(case) and not repeats(case)])
 
 
@@ -234,7 +235,7 @@ def test_every_feature_of_wide_heads() -> None:
 
 @pytest.mark.slow
 def test_the_defect_of_ptxas_is_seen() -> None:
-    """Rows that are loaded element by element show it, in a forward of two loops; 12.8 is the release of ptxas that has it."""
+    """Rows that are loaded element by element show it, in a forward of two loops; 12.8 is the ptxas release with the defect."""
     q, k, v = (torch.zeros(2, 300, 4, 97, dtype=torch.float16)[..., :96] for _ in range(3))
     with pretended_device(90, 132), recorded_launches() as launches:
         attention_forward(Problem(q, k, v, softmax_scale=0.1, window_right=0), torch.zeros(2, 300, 4, 96), torch.zeros(2, 4, 300))
@@ -282,7 +283,7 @@ def test_one_length_alone_decides_a_tile(table: configs.Table) -> None:
 
 
 def test_a_bad_report_is_found() -> None:
-    """The gates of this file can fail, for each number that they look at."""
+    """The gates of this file can fail, for each number that they check."""
     case, reports = Case("forward", 90, torch.bfloat16, (256, 256), "plain"), []
     for loop, matrix in (({"HGMMA": 90, "STL": 10}, {"HGMMA": 90}), ({"HMMA": 100}, {"HMMA": 100})):
         numbers: dict[str, Any] = dict.fromkeys((field.name for field in dataclasses.fields(CompileReport)), 0)
