@@ -1,3 +1,3 @@
-"""Tests of the Gluon kernels for sm_90: compiled, emulated, and run where there is such a GPU."""
+"""Tests of the Gluon kernels for sm_90: compiled, emulated, and run if there is such a GPU."""
 
 from __future__ import annotations

@@ -66,8 +66,10 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 
 def launches_of(row: HopperTile, features: str, dtype: torch.dtype = torch.bfloat16, others: bool = False) -> dict[str, Launch]:
-    """The kernels' launches by name, as on the device: the forward's with this row, the others' with its head dims; or those of the
-    kernels beside them."""
+    """The kernels' launches by name, as on the device: the forward's with this row, the others' with its head dims.
+
+    With other kernels beside them, the launches of those kernels.
+    """
     head_dims = d_qk, d_v = row.head_dim_qk, row.head_dim_v
     is_ragged = features == "everything"
     shape = (256, 4) if is_ragged else (2, 256, 4)  # queries for each consumer
@@ -98,8 +100,8 @@ def launches_of(row: HopperTile, features: str, dtype: torch.dtype = torch.bfloa
 # In the order in which `launches_of` launches them
 FUSED_VARIANTS = ("fused", "persistent", "converting")
 
-# Instructions of a turn of the main loop, by kernel, row and features: what was compiled when the rates were measured. The
-# forward's loop is of whole blocks, but in a narrow window, where few are whole, of blocks that may be cut.
+# Instructions in one iteration of the main loop, by kernel, row and features, as compiled when the rates were measured. The
+# forward's loop has only complete blocks. In a narrow window, with few complete ones, its blocks may be cut.
 LOOP_INSTRUCTIONS: dict[tuple[str, int | str, str], int] = {
     ("fwd", 64, "open"): 424,
     ("fwd", 64, "causal"): 423,
@@ -172,12 +174,12 @@ CODE = 2**17 // 16
 # Reloads of both warpgroups' addresses in shared memory, with Triton 3.7
 LOOP_SPILLS = {("fused", 64, "everything"): 3, ("persistent", 64, "open"): 4, ("persistent", 64, "causal"): 4}
 LOOP_SPILLS |= {("persistent", 64, "everything"): 11, ("converting", 128, "open"): 1}
-# With later Tritons than the rates were measured with, whose compilers are others:
+# Later Tritons than the one of the rates' measurements have other compilers:
 if TRITON >= (3, 8):  # each column of a block is compared with the end: 28 ISETP and 14 VIADD more, and a spill
     LOOP_INSTRUCTIONS["converting", 128, "open"] = 512
     LOOP_SPILLS["converting", 128, "open"] = 2
 if TRITON >= (3, 9):
-    # ptxas is asked for another allocation of registers (--regAllocOptLevel=2), which spills more
+    # Triton asks ptxas for another allocation of registers (--regAllocOptLevel=2), which spills more
     LOOP_SPILLS |= {("persistent", 128, "causal"): 4, ("fused", 64, "everything"): 17, ("converting", 128, "open"): 10}
 SOME = [case for case in LOOP_INSTRUCTIONS if case[1:] in ((128, "causal"), (256, "everything"), ("64: 256x64", "everything"))]
 SOME.sort(key=lambda case: case[1] != 128)  # one of each kernel first
@@ -372,7 +374,7 @@ def test_only_what_was_measured_to_be_faster_leaves_the_portable_kernel() -> Non
         (383, 16, True, False, False),
         (384, 4, True, False, True),
         (384, 4, True, True, True),
-        (703, 4, False, True, False),  # packed batches, where dense calls are faster from 640 tokens on
+        (703, 4, False, True, False),  # packed batches; dense calls are faster from 640 tokens on
         (704, 4, False, True, True),
         (704, 16, False, True, True),
         (703, 16, False, False, False),
@@ -452,7 +454,7 @@ def test_table_of_work(lengths: list[int], gap: int, side: Literal["q", "kv"], b
         given |= {"cu_seqlens_q_padded": padded, "cu_seqlens_kv_padded": padded}
     table = tile_schedule(Problem(q, q, q, softmax_scale=1.0, **given), block, side, by_sequence=by_sequence).tolist()
     blocks = max(1, -(-longest // block))
-    places = []  # (what comes first, entry)
+    places = []  # (first kernels, entry)
     for b, length in enumerate(lengths):
         count = -(-length // block)
         for m in range(count):
@@ -462,7 +464,7 @@ def test_table_of_work(lengths: list[int], gap: int, side: Literal["q", "kv"], b
 
 
 def test_sections_of_heads_fit_l2(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys and values of a head take 512 bytes a token: with lengths those of all sequences, without them a sequence's."""
+    """A head's keys and values take 512 bytes a token: of all sequences if there are lengths, otherwise of one sequence."""
     packed = torch.empty(32768, 16, 128, dtype=torch.bfloat16)
     lengths = {"cu_seqlens_q": cumulative([2048] * 16), "cu_seqlens_kv": cumulative([2048] * 16)}
     lengths |= {"max_seqlen_q": 2048, "max_seqlen_kv": 2048}
@@ -518,7 +520,7 @@ def test_padding_alone_is_zeroed(fmt: str, in_reverse: bool, programs: int, devi
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of what is launched, everything that can be by these kernels."""
+    """The names of all launches, by these kernels if they can run the call."""
     monkeypatch.setenv("FLEXATTN_HOPPER", "always")
     seen: list[str] = []
     launch = forward_kernels.launch
@@ -608,7 +610,7 @@ def test_sinks(softmax_type: str, launches: list[str]) -> None:
 @on_hopper
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)], ids=str)
 def test_bits_repeat(dims: tuple[int, int], launches: list[str]) -> None:
-    """Who computes which block is decided as the work goes; what comes out is not, of what is asked to be deterministic."""
+    """The assignment of blocks to programs is dynamic. If a result is requested as deterministic, it does not depend on it."""
     given = make_inputs("thd", **UNEVEN, num_heads=16, head_dim_qk=dims[0], head_dim_v=dims[1], dtype=torch.bfloat16, device="cuda")
     spec, x = make_call(given, attn_mask_type="padding_causal", deterministic=True, return_max_logit=False)
     dout = make_dout(given)
@@ -696,7 +698,7 @@ for dim in (64, 128):
 
 @on_hopper
 def test_processes_share_the_device(fresh_python: FreshPython) -> None:
-    """Their kernels are suspended, and go on: other orders of what runs at the same time than a process of its own sees."""
+    """Their kernels are suspended and resumed, so they run in other orders than in a process of its own."""
     with ThreadPoolExecutor(4) as pool:
         for done in pool.map(lambda _: fresh_python("-c", SHARED), range(4)):
             assert done.returncode == 0, done.stderr[-2000:]

@@ -1,6 +1,6 @@
 """Dropout, max_logit and shared tiles in the kernels of sm_90: emulated and compiled anywhere, run compiled on such a GPU.
 
-What is dropped must be what the reference drops, bit for bit: one weight more or less is far outside the error budget, and
+The dropped weights must be the reference's, bit for bit: one weight more or less is far outside the error budget.
 `test_drawn_weights` compares the bits themselves.
 """
 
@@ -214,7 +214,7 @@ def launches_of(dims: tuple[int, int]) -> dict[str, Launch]:
     return found | {"shared": launches[0]}
 
 
-# Of a loop's instructions: a few reloads of what a turn needs once.
+# Share of a loop's instructions: a few reloads of values that an iteration needs once.
 LOOP_SPILLS = 0.01
 
 
@@ -267,8 +267,8 @@ def test_dropout_on_the_device(dims: tuple[int, int], mask: str, backward: str, 
         monkeypatch.setenv("FLEXATTN_HOPPER", wish)
         results[wish] = triton_backend.forward(spec, x)
         check_forward(spec, x, results[wish])
-    for wish, of_other in (("always", "never"), ("never", "always")):
+    for wish, other_wish in (("always", "never"), ("never", "always")):
         monkeypatch.setenv("FLEXATTN_HOPPER", wish)
-        gradients = triton_backend.backward(spec, x, *results[of_other][:2], dout, None)
+        gradients = triton_backend.backward(spec, x, *results[other_wish][:2], dout, None)
         for name, got, want, budget in zip(("dq", "dk", "dv"), gradients, wanted, budgets, strict=False):
             check_close(name, got, want, budget, factor=GRADIENT_FACTOR)

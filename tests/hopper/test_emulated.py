@@ -77,8 +77,11 @@ def run(
     fp32: bool = False,
     **inputs: Any,
 ) -> dict[str, emulator.Report]:
-    """Forward and backward, in two kernels, in one, and in one with persistent programs, held to the oracle; what the emulator says
-    of each kernel. fp32: whether gradients, or without backwards out, are in float32, and then not of numbers with 16 bits."""
+    """Forward and backward, in two kernels, in one, and in one with persistent programs, against the oracle.
+
+    Returns the emulator's report on each kernel. fp32: whether gradients, or out in a call without backwards, are in float32, with
+    more than 16 bits.
+    """
     forward, split, fused = kernels
     given = make_inputs(**{"dtype": torch.bfloat16, "head_dim_qk": 128, "head_dim_v": 128, **inputs})
     spec, x = make_call(given, **call, return_max_logit=False)
@@ -187,7 +190,7 @@ def test_persistent_programs_of_dense_calls(dim: int, mask: str) -> None:
 @pytest.mark.parametrize("fmt", ["bshd", "sbhd", "bhsd"])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_programs_that_convert_dq(dim: int, fmt: str, call: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A section or several, whose parts of dq come behind the blocks of the next, or behind all."""
+    """One section or several, whose parts of dq come after the blocks of the next section, or after all."""
     inputs = {"lengths_q": [300] * 2, "lengths_kv": [330] * 2, "num_heads": 4, "num_heads_kv": 2, "qkv_format": fmt}
     for seed, heads in ((1, 1), (5, 3), (6, 4)):  # lazy and two random ones
         monkeypatch.setattr(work_order, "section_of_one_size", lambda most, _, heads=heads: min(heads, most))
@@ -326,7 +329,7 @@ def test_forward_rows(tile: HopperTile, monkeypatch: pytest.MonkeyPatch) -> None
     inputs = {"lengths_q": [500, 0, 30], "lengths_kv": [450, 40, 700], "num_heads": 2, "num_heads_kv": 1}
     bands = ({"attn_mask_type": "padding_causal", "window_size": (390, 0)}, {"attn_mask_type": "padding", "window_size": (20, 40)})
     for seed, band in enumerate((*bands, {"attn_mask_type": "padding_causal_bottom_right"}), start=4):
-        outliers = seed == 6  # rows whose maximum rises by much
+        outliers = seed == 6  # rows whose maximum rises a lot
         dims = {"head_dim_qk": tile.head_dim_qk, "head_dim_v": tile.head_dim_v}
         reports = run(seed, band, backwards=(), qkv_format="thd", outliers=outliers, **dims, **inputs)
         for name, report in reports.items():
@@ -341,7 +344,7 @@ def test_twenty_schedules(dims: tuple[int, int]) -> None:
         check(seed, EVERYTHING | {"softmax_offset": SINKS}, qkv_format="thd", head_dim_qk=dims[0], head_dim_v=dims[1], **UNEVEN)
 
 
-# Which file, of a kernel or of what kernels share, and what happens to it.
+# The file, of a kernel or of shared code, and its change.
 FAULTS: dict[str, tuple[ModuleType, inject.Fault]] = {
     "forward: v is read before it has come": (hopper_forward, drop("wait(v_full)", within="_iterate")),
     "forward: v is released before the product has read it": (
@@ -436,7 +439,7 @@ def test_injected_fault_is_found(seeds: tuple[int, ...], name: str, tmp_path: Pa
     inputs = {"lengths_q": [330], "lengths_kv": [520], "num_heads": 2, "num_heads_kv": 1}
     # In one pass they differ in the order of products; with a causal mask the last keys are seen by no query.
     call = {"attn_mask_type": "causal" if "causal" in name else "no_mask"}
-    # One tile of dq keeps the consumers so close that few schedules show what one reads too early.
+    # One tile of dq keeps the consumers so close that few schedules show a read that is too early.
     fused = "two tiles of dq" if "two tiles" in name else "fused_backward"
     backwards = (fused,) if "one pass" in name else ("hopper_backward",)
     variant = name.split(":")[0].split(",")[0]

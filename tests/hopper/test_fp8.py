@@ -119,7 +119,7 @@ FUSED = {
 
 
 def launches_of(head_dims: tuple[int, int], features: str) -> dict[str, Launch]:
-    """The kernels' launches by name, as they would be on the device."""
+    """The kernels' launches by name, as on the device."""
     is_ragged = features == "everything"
     shape = (256, 4) if is_ragged else (2, 128, 4)
     q, k, v, out, dout = (torch.zeros(*shape, dim, dtype=torch.bfloat16) for dim in (*head_dims[:1] * 2, *head_dims[1:] * 3))
@@ -177,11 +177,11 @@ LOOP_INSTRUCTIONS = {
     ("fwd_fp8", (256, 256), "everything"): 553,
 }
 SLACK = 0.05
-# Of them, those that spill: 1 or 2 with 128 queries, up to 6 in persistent programs; with everything, scales by block and a window
-# among it, 10 to 14.
+# Share of spills: 1 or 2 with 128 queries, up to 6 in persistent programs. With all features, such as scales by block and a window,
+# there are 10 to 14.
 SPILLS = {("fused_fp8", (64, 64)): 0.004, ("fwd_fp8", (128, 128)): 0.031}
 SPILLS |= {("persistent_fp8", (64, 64)): 0.007, ("persistent_fp8_to_fp32", (64, 64)): 0.005, ("persistent_fp8", (128, 128)): 0.005}
-if TRITON >= (3, 9):  # asks ptxas for another allocation of registers (--regAllocOptLevel=2), without which these spill as before
+if TRITON >= (3, 9):  # asks ptxas for another allocation of registers (--regAllocOptLevel=2); without it spills are the same
     SPILLS |= {("fused_fp8", (64, 64)): 0.01, ("persistent_fp8", (64, 64)): 0.008, ("persistent_fp8_to_fp32", (64, 64)): 0.02}
 SOME = [("fwd_fp8", (128, 128), "causal"), ("fused_fp8", (128, 128), "causal"), ("fused_fp8", (64, 64), "everything")]
 SOME += [("persistent_fp8", (64, 64), "causal"), ("persistent_fp8_to_fp32", (64, 64), "everything")]
@@ -229,7 +229,7 @@ def test_statistics_that_quantise_compiled(head_dim: int) -> None:
 
 @pytest.mark.parametrize("head_dim", [64, 96, pytest.param(256, marks=pytest.mark.exhaustive)])
 def test_statistics_that_quantise(head_dim: int, device: str) -> None:
-    """They are, and the gradient of softmax_offset is, those of a dout that was quantised before; gaps are not written."""
+    """They equal those of a dout that was quantised before, and so does the gradient of softmax_offset; gaps stay unwritten."""
     inputs = {"lengths_q": [70, 0, 200], "lengths_kv": [30, 40, 70], "num_heads": 2, "num_heads_kv": 1, "dtype": torch.bfloat16}
     given = make_inputs("thd", gap=3, head_dim_qk=head_dim, head_dim_v=head_dim, **inputs)
     sinks = {"softmax_type": "learnable", "softmax_offset": torch.randn(2)}

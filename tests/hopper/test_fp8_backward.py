@@ -47,7 +47,7 @@ def backward(
     fp32: bool = False,
     **inputs: Any,
 ) -> tuple[dict[str, emulator.Report], list[torch.Tensor]]:
-    """Returns the emulator's reports on both kernels, and the gradients, held to the oracle where it finds no bug."""
+    """Returns the emulator's reports on both kernels, and the gradients, which match the oracle if there is no bug."""
     given = make_inputs(**{"dtype": torch.bfloat16, "head_dim_qk": 128, "head_dim_v": 128, **inputs})
     fp8 = fp8_call(*make_call(given, **call, return_max_logit=False), granularity)
     wanted = backward_of(fp8, make_dout(given), granularity, E5M2 if granularity == "batch_head" else E4M3)
@@ -163,7 +163,7 @@ def test_twenty_schedules(dims: tuple[int, int]) -> None:
         check(seed, EVERYTHING | {"softmax_offset": SINKS}, "block", **inputs)
 
 
-# Which file, of the kernels or of what they share with the 16-bit ones, and what happens to it.
+# The file, of the kernels or of code shared with the 16-bit ones, and its change.
 FAULTS: dict[str, tuple[ModuleType, inject.Fault]] = {
     "dq: k and v are read before they have come": (dq_consumer, drop("wait(scores_full)")),
     "dq: k in a half type is read before it has come": (dq_consumer, drop("wait(ds_full)")),
@@ -201,7 +201,7 @@ def test_injected_fault_is_found(name: str, tmp_path: Path) -> None:
 
 
 def launches_of(head_dims: tuple[int, int], features: str) -> dict[str, Launch]:
-    """The kernels' launches by name, as they would be on the device."""
+    """The kernels' launches by name, as on the device."""
     is_ragged = features == "everything"
     shape = (256, 4) if is_ragged else (2, 128, 4)
     q, k, v, out, dout = (torch.zeros(*shape, dim, dtype=torch.bfloat16) for dim in (*head_dims[:1] * 2, *head_dims[1:] * 3))
@@ -255,7 +255,7 @@ LOOP_INSTRUCTIONS: dict[tuple[str, tuple[int, int], str], int] = {
     ("dkdv", (256, 256), "softcap"): 533,
 }
 SLACK = 0.05
-# Of the loops' instructions, those that spill: one.
+# One of the loops' instructions spills.
 SPILLS = {("dkdv", (128, 128), "everything"): 0.002}
 SOME = [
     ("dq", (256, 256), "causal"),
@@ -297,7 +297,7 @@ def test_every_row_compiled() -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("dims", DIMS, ids=str)
 def test_mods_compiled(dims: tuple[int, int]) -> None:
-    """With the lists of blocks of a mask_mod."""
+    """The call has the lists of blocks of a mask_mod."""
     requests, names = [], []
     for name, make in MODS.items():
         inputs = {"lengths_q": [256], "num_heads": HEADS, "num_heads_kv": HEADS, "head_dim_qk": dims[0], "head_dim_v": dims[1]}
@@ -305,8 +305,8 @@ def test_mods_compiled(dims: tuple[int, int]) -> None:
         with recorded_launches() as launches:
             problem = with_diagonals(with_mask_blocks(triton_backend.to_problem(*case), "backward"))
             q, k, v = problem.q, problem.k, problem.v
-            of_all = torch.ones(1, 1, 1)
-            fp8 = dataclasses.replace(problem, q=q.to(E4M3), k=k.to(E4M3), v=v.to(E4M3), descales=(of_all,) * 4)
+            ones = torch.ones(1, 1, 1)
+            fp8 = dataclasses.replace(problem, q=q.to(E4M3), k=k.to(E4M3), v=v.to(E4M3), descales=(ones,) * 4)
             fp8 = with_key_lists(fp8)
             gradients = map(torch.zeros_like, (q, k, v))
             hopper_fp8_backward.fp8_backward(Backward(fp8, v, torch.zeros(1, HEADS, 256), v.to(E4M3), None, *gradients))

@@ -1,4 +1,4 @@
-"""The forward for FP8 caches on sm_90, in the emulator: right, with nothing read that is not there; and what it compiles to.
+"""The forward for FP8 caches on sm_90: right in the emulator, without an invalid read, and its compiled code.
 
 An injected fault must be found.
 """

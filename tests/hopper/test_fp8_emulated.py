@@ -49,7 +49,7 @@ def call_of(call: dict[str, Any], granularity: Any = "head", **inputs: Any) -> F
 
 
 def forward(call: Fp8Call, seed: int, kernels: ModuleType = hopper_fp8_forward) -> emulator.Report:
-    """Held to the oracle where the emulator finds no bug."""
+    """Compares the results with the oracle if the emulator finds no bug."""
     with emulated(seed, kernels) as reports:
         out, lse = run_forward(call, kernels=kernels)
     (report,) = reports.values()
@@ -91,7 +91,7 @@ def backward(
 
 def check_backward_of(seed: int, call: dict[str, Any], granularity: Any = "head", **inputs: Any) -> None:
     report = backward(seed, call, granularity, **inputs)
-    # A persistent kernel waits for the last q of a block when it loads k and v, and again when it loads what comes to its place.
+    # A persistent kernel waits for the last q of a block when it loads k and v, and again when it loads the next data there.
     harmless = HARMLESS | ({"phase-repeat"} if inputs.get("is_persistent") else set())
     assert {finding.kind for finding in report.findings} <= harmless, f"seed {seed}: {report}"
 
@@ -262,7 +262,7 @@ def test_a_query_that_sees_one_key_has_no_gradient() -> None:
 @without_gpu
 @pytest.mark.parametrize("kernels", [hopper_fp8_fused, hopper_fp8_backward], ids=lambda module: module.__name__.split(".")[-1])
 def test_products_take_what_came_in_16_bits(kernels: ModuleType) -> None:
-    """dv is a sum of dout, dk of q and dq of k as they came, where they can be loaded so; scores and dp are of their FP8."""
+    """dv is a sum of dout, dk of q and dq of k in their given 16 bits if these can be loaded; scores and dp use FP8 copies."""
     inputs = {"lengths_q": [70, 0, 130], "lengths_kv": [150, 40, 70], "num_heads": 4, "num_heads_kv": 2, "dtype": torch.bfloat16}
     given = make_inputs("thd", gap=2, head_dim_qk=64, head_dim_v=64, **inputs)
     fp8 = fp8_call(*make_call(given, attn_mask_type="padding_causal", return_max_logit=False))
@@ -289,7 +289,7 @@ def test_products_take_what_came_in_16_bits(kernels: ModuleType) -> None:
 @pytest.mark.parametrize("dims", [(64, 64), (192, 128)], ids=str)
 @pytest.mark.parametrize("kernels", [hopper_fp8_fused, hopper_fp8_backward], ids=lambda module: module.__name__.split(".")[-1])
 def test_dout_that_comes_in_16_bits(kernels: ModuleType, dims: tuple[int, int]) -> None:
-    """It becomes what a pass of its own makes of it, to the bit, and the gradients are of that."""
+    """It becomes the result of a separate pass, to the bit, and the gradients are of that."""
     if max(dims) > 128 and kernels is hopper_fp8_fused:
         pytest.skip("its accumulators hold head dims up to 128")
     inputs = {"lengths_q": [70, 0, 200], "lengths_kv": [150, 40, 70], "num_heads": 4, "num_heads_kv": 2, "dtype": torch.bfloat16}
@@ -356,7 +356,7 @@ _HALF_PAIR = {"_attn_bwd_dq_hopper_kernel", "_attn_bwd_dkdv_hopper_kernel"}
 def test_a_backward_runs_on_the_kernels_chosen_for_it(
     dim: int, granularity: str, more: dict[str, Any], expected: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In FP8 where the kernel takes it, else in a half type after a dequantisation; held to fp64 as the portable kernels are."""
+    """It runs in FP8 if the kernel takes it, otherwise in a half type after a dequantisation; the reference is in fp64."""
     modules = (hopper_fp8_fused, hopper_fp8_backward, hopper_fused, hopper_backward)
     for module in (fp8_backward_operands, conditions, families):
         monkeypatch.setattr(module, "capability_of", lambda device: 90)
@@ -412,7 +412,7 @@ def test_injected_fault_is_found(name: str, tmp_path: Path) -> None:
         assert report.bugs, f"not found on seed {seed}"
 
 
-# Which file, of the kernel or of what it shares with the 16-bit one, and what happens to it.
+# The file, of the kernel or of code shared with the 16-bit one, and its change.
 FAULTS_OF_THE_BACKWARD: dict[str, tuple[ModuleType, inject.Fault]] = {
     "q is read before it has come": (fused_consumer, drop("wait(q_full)")),
     "dout is read before it has come": (fused_consumer, drop("wait(dout_full)", nth=0)),

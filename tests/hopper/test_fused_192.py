@@ -111,7 +111,7 @@ def test_plain_calls_take_it_that_need_not_repeat() -> None:
 
 @pytest.mark.parametrize("causal", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_compiled(causal: bool) -> None:
-    """Registers are what it is short of: a form with 49 spilled words in each loop took up to 10 % longer (notes/bounds.md)."""
+    """The kernel is short of registers: a version with 49 spilled words in each loop took up to 10 % longer (notes/bounds.md)."""
     x = torch.zeros(1, 256, 2, 192, dtype=torch.bfloat16)
     v = torch.zeros(1, 256, 2, 128, dtype=torch.bfloat16)
     problem = Problem(x, x, v, softmax_scale=0.1, window_right=0 if causal else None)

@@ -219,7 +219,7 @@ BLOCK_MASKS: dict[str, tuple[Any, int | None]] = {
 }
 
 
-BANDS = {  # beside the block mask
+BANDS = {  # with the block mask
     "one for all heads": {"attn_mask_type": "padding", "window_size": (100, 30), "bottom_right_diagonal": False},
     "one a head": {"attn_mask_type": "padding_causal_bottom_right"},
     "nearly all is": {"attn_mask_type": "padding_causal_bottom_right", "window_size": (180, 0)},
@@ -261,7 +261,7 @@ def test_emulated_block_masks_of_persistent_programs(name: str, dim: int) -> Non
 
 
 def large_scores_past_the_end(longest_q: int, longest_kv: int, device: str) -> dict[str, Any]:
-    # What the second tile of the last block of queries would see, all of it past the end, is near the diagonal and beyond fp32.
+    # The last block's second tile of queries is all past the end; its scores are near the diagonal and beyond fp32.
     mask = create_block_mask(mods.sliding_window(40, 0), None, None, longest_q, longest_kv, device)
     lists = block_lists(mask, 1, HEADS, longest_q, longest_kv, mask.kv_indices.device)
     grows = trace_mods(lambda score, b, h, q_idx, kv_idx: score + 6 * (q_idx - kv_idx), mask.mask_mod, needs_grad=True)
@@ -302,8 +302,8 @@ def test_block_masks_that_do_not_fit_are_refused() -> None:
             assert "their own block mask" in str(gluon_conditions.backward_unsupported_block_mask(problem, 64, 64, 64))
 
 
-# As a share of a loop's instructions. A bias has its loads in flight for a whole tile, two mods at once need the most, and at
-# head dim 256 dq leaves fewer registers to all of them.
+# Share of a loop's instructions. A bias has its loads in flight for a whole tile, and two mods at once need the most. At head dim
+# 256 dq leaves fewer registers to all of them.
 LOOP_SPILLS = {"bias": 0.08, "mod: softcap, documents": 0.16}
 # In one pass dk and dv leave fewer still at 128, spills and all 1.2 times as fast as two passes (one_pass_modified_h200.json).
 FUSED_SPILLS = {"softcap": 0.05}

@@ -67,7 +67,7 @@ def run(
     splits: int | None = None,
     tile: HopperTile | None = None,
 ) -> tuple[Report, Tensor, Tensor]:
-    """Returns what the emulator says, out and lse; tile: None for the committed one."""
+    """Returns the emulator's report, out and lse; tile: None for the committed one."""
     x, settings = bind_call(**arguments)
     spec = ops.spec_to_run(x, settings)
     out, lse, _ = (t.fill_(float("nan")) for t in empty_outputs(spec, x))
@@ -209,7 +209,7 @@ def problem_of(dim: int, queries: int, page_size: int, window: int | None = None
 @pytest.mark.parametrize("window", [None, 128, 1024])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_tiles_of_many_queries_have_two_consumers(dim: int, window: int | None) -> None:
-    """A warp that loads alone finds their pages; beside three or four consumers it is a warpgroup, which does not compile."""
+    """One loading warp finds their pages; beside three or four consumers it is a warpgroup, which does not compile."""
     problem = problem_of(dim, 4096, 64, window)
     assert conditions.forward_tile(problem).block_m == 128
 
@@ -219,7 +219,7 @@ def test_tiles_of_many_queries_have_two_consumers(dim: int, window: int | None) 
 )
 @pytest.mark.parametrize("decoding", [0, 31])
 def test_prefill_at_head_dim_64(keys: int, window: int | None, row: str, decoding: int) -> None:
-    """Sequences of one query beside a long one do not decide, though there are more of them."""
+    """Sequences of one query beside a long one do not decide the tile, even if there are more of them."""
     problem = problem_of(64, 512, 16, window, keys, decoding)
     assert conditions.forward_tile(problem) == ROWS[row]
     assert slower("sm_90", problem) is None
@@ -260,7 +260,7 @@ def test_compiled(kind: tuple[int, int, int]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.sample
-# Of the loading warp too: 12 bytes with Triton 3.6 and 8 with 3.7.
+# Includes the loading warp: 12 bytes with Triton 3.6 and 8 with 3.7.
 @pytest.mark.parametrize(("keys", "window", "spills"), [(4096, None, 12), (2048, None, 12), (2048, 127, 0)], ids=list(ROWS))
 def test_rows_compiled(keys: int, window: int | None, spills: int) -> None:
     check_compiled(launch_of(64, 512, 16, keys=keys, window=window), spills)

@@ -132,13 +132,13 @@ STEPS = re.compile(
 
 
 def test_what_is_counted_has_been_added_and_what_is_converted_was_counted(fresh_python: FreshPython) -> None:
-    """The chain of `dq_parts` in the PTX, of which the emulator, whose programs run one after the other, sees no step."""
+    """The PTX has the chain of `dq_parts`. The emulator sees no step of it, because its programs run one after the other."""
     steps = STEPS.findall(fresh_python("-c", ORDER).stdout)
     (count,) = (n for n, step in enumerate(steps) if "release" in step)
     before = [step for step in steps[:count] if step != "bar.warp.sync"]
     assert (before[-1], steps[count - 1]) == ("cp.async.bulk.wait_group", "bar.warp.sync")
     waits = [n for n, step in enumerate(steps) if "acquire" in step]
-    assert len(waits) == 2  # the first, and those of the loop
+    assert len(waits) == 2  # the first, and the loop's
     after = [step for step in steps[waits[-1] :] if "mbarrier" in step]
     assert after[:2] == ["mbarrier.try_wait.parity.shared", "mbarrier.arrive.shared"]  # `broadcast_tile`
 
@@ -179,10 +179,10 @@ def test_no_sum_is_converted_before_it_is_whole(dim: int, mask: str, launches: l
 
 @on_hopper
 def test_each_backward_counts_from_zero(launches: list[str]) -> None:
-    """In a backward that is made twice, and in the replays of a graph, whose launches find the memory as they left it."""
+    """In a second backward, and in the replays of a graph, whose launches reuse the memory."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # whose gradient nodes are then of no stream that must not be waited for
+    with torch.cuda.stream(stream):  # so that no gradient node is on a stream that the graph must not wait for
         q, k, v = (torch.randn(4, 640, 40, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
         out = attention(q, k, v, backend="triton")
         douts = [torch.randn_like(out) for _ in range(3)]

@@ -172,7 +172,7 @@ def single_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("name", CALLS)
 def test_emulated(name: str, dim: int) -> None:
-    """Two kernels, one with a program for each block, and one whose programs draw them; with what is read of a head in its turn."""
+    """Two kernels: one with a program for each block, and one with dynamic blocks; each head's data is read in its turn."""
     call, inputs = CALLS[name]
     slopes = torch.tensor([0.5, 0.25, 0.125, 0.3])
     inputs = inputs | {"num_heads": 4, "head_dim_qk": dim, "head_dim_v": dim}
@@ -206,7 +206,7 @@ def test_on_a_gpu(name: str, turn: int, dim: int, launches: list[str], monkeypat
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("name", CALLS)
 def test_bits_repeat(name: str, deterministic: bool, launches: list[str]) -> None:
-    """Bits of dk and dv, and of dq where that is asked for."""
+    """Bits of dk and dv, and of dq if it is requested."""
     call, inputs = CALLS[name]
     given = make_inputs(num_heads=4, head_dim_qk=128, head_dim_v=128, dtype=torch.bfloat16, device="cuda", **inputs)
     spec, x = make_call(given, **call, deterministic=deterministic, return_max_logit=False)

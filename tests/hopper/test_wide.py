@@ -113,7 +113,7 @@ def test_heads_that_share_a_tile(heads: int, heads_kv: int) -> None:
 
 @without_gpu
 def test_outliers() -> None:
-    """Rows whose maximum rises by more than what is left as it was."""
+    """Rows whose maximum rises by more than the lazy rescaling allows."""
     check(6, {"attn_mask_type": "causal"}, latent=True, outliers=True, lengths_q=[70], lengths_kv=[300], **MLA | {"num_heads": 1})
 
 
@@ -239,7 +239,7 @@ def test_injected_fault_is_found(name: str, tmp_path: Path) -> None:
     v = k[..., :512]
     if name.startswith("v is"):
         v = v.contiguous()
-    if "rescaled" in name:  # only what rises by much is
+    if "rescaled" in name:  # only rows with a large rise are
         q = 20 * q
     spec, x = bound({"q": q, "k": k, "v": v})
     _, right_out, right_lse = forward(2, spec, x)
