@@ -1,6 +1,7 @@
-"""The Gluon forward for sm_100: compiled ahead of time and held to gates, and what it leaves to the portable kernels.
+"""The Gluon forward for sm_100: compiled ahead of time and checked by gates, and the calls that it leaves to the portable kernels.
 
-No GPU has run it: `tests/blackwell/test_emulated.py` holds its results to the oracle, and `test_device.py` would on such a GPU.
+No GPU has run it. `tests/blackwell/test_emulated.py` compares its results with the oracle; `test_device.py` will if there is such a
+GPU.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The Gluon backward for sm_100: compiled ahead of time and held to gates, and what it leaves to the portable kernels.
+"""The Gluon backward for sm_100: compiled ahead of time and checked by gates, and the calls left to the portable kernels.
 
-No GPU has run it: `tests/blackwell/test_backward_emulated.py` holds its results to the oracle, and `test_device.py` would on such a
-GPU.
+No GPU has run it. `tests/blackwell/test_backward_emulated.py` compares its results with the oracle; `test_device.py` will if there
+is such a GPU.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ def check_compiled(cases: list[tuple[int, str]], dtype: torch.dtype = torch.bflo
         assert sum(report.instructions.values()) <= CODE, f"{case}: {sum(report.instructions.values())} instructions"
         consumers = [loop for loop in report.loops if loop.get("MUFU", 0) >= 64]
         assert len(consumers) == 2, f"{case}: {len(consumers)} loops with exponentials"
-        of_products = [loop for loop in report.loops if "UTCHMMA" in loop]
-        of_dq = [loop for loop in report.loops if "UTMAREDG" in loop]
-        assert len(of_products) == len(of_dq) == 1, case
-        spills = [loop.get("STL", 0) + loop.get("LDL", 0) for loop in consumers + of_products + of_dq]
+        product_loops = [loop for loop in report.loops if "UTCHMMA" in loop]
+        dq_loops = [loop for loop in report.loops if "UTMAREDG" in loop]
+        assert len(product_loops) == len(dq_loops) == 1, case
+        spills = [loop.get("STL", 0) + loop.get("LDL", 0) for loop in consumers + product_loops + dq_loops]
         assert max(spills) <= LOOP_SPILLS, f"{case}: {spills}"
 
 

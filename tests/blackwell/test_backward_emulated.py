@@ -1,7 +1,6 @@
 """The Gluon backward for sm_100 in the emulator: right, and without a race, a missing fence or a deadlock, over many schedules.
 
-It has not run on a GPU: this, and what the compiler makes of it, is all that is known. An injected fault must be found on every
-schedule that is tried.
+No GPU has run it: this test and its compiled code are the only evidence. If a fault is injected, every schedule must find it.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ DENSE = {"lengths_q": [300] * 2, "lengths_kv": [330] * 2, "num_heads": 2, "num_h
 
 
 def run(seed: int, call: dict[str, Any], kernels: ModuleType = blackwell_backward, **inputs: Any) -> emulator.Report:
-    """Returns the emulator's report; without a bug in it, the gradients are held to the oracle, whose out and lse they are of."""
+    """Returns the emulator's report. If it has no bug, the gradients are compared with the oracle, which gave out and lse."""
     given = make_inputs(**{"dtype": torch.bfloat16, "head_dim_qk": 128, "head_dim_v": 128, **inputs})
     spec, x = make_call(given, return_max_logit=False, **call)
     out, lse = reference_attention(spec, x)[:2]

@@ -1,6 +1,6 @@
-"""The kernels for sm_100 through the backend: on such a GPU, of which there was none yet.
+"""The kernels for sm_100 through the backend, on such a GPU; none has run them yet.
 
-What runs here without one is the way to the kernels, with these in the emulator.
+Without a GPU, this file tests the path to the kernels, with the kernels in the emulator.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ FORMATS = ["bshd", "sbhd", "bhsd", "thd", "thd_2bshd"]
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of what both launch where they are asked for."""
+    """The names of both directions' launches if these kernels are requested."""
     monkeypatch.setenv("FLEXATTN_HOPPER", "always")
     seen: list[str] = []
     launch = blackwell_forward.launch
@@ -110,7 +110,7 @@ def test_formats_and_bands(fmt: str, band: dict[str, Any], dim: int, launched: l
 @pytest.mark.parametrize("mask", ["no_mask", "causal", "causal_bottom_right"])
 @pytest.mark.parametrize(("sq", "skv"), [(4096, 4096), (700, 333), (333, 700), (1, 5000), (300, 1)])
 def test_dense(sq: int, skv: int, mask: str, dim: int, launched: list[str]) -> None:
-    """And the same bits of the forward again."""
+    """A second forward is bitwise identical."""
     inputs = {"lengths_q": [sq] * 2, "lengths_kv": [skv] * 2, "head_dim_qk": dim, "head_dim_v": dim}
     given, spec, x = call_of("cuda", {"attn_mask_type": mask}, **inputs)
     out, lse = check_forward(spec, x)
@@ -126,7 +126,7 @@ def test_dense(sq: int, skv: int, mask: str, dim: int, launched: list[str]) -> N
 @on_blackwell
 @pytest.mark.parametrize("name", [*FEATURES, "dropout", "sinks"])
 def test_features(name: str, launched: list[str]) -> None:
-    of_device = {"dropout": lambda device: dropped(device), "sinks": lambda device: {"softmax_type": "off-by-one"}}
-    call = {"attn_mask_type": "padding_causal", **(FEATURES | of_device)[name]("cuda")}
+    device_options = {"dropout": lambda device: dropped(device), "sinks": lambda device: {"softmax_type": "off-by-one"}}
+    call = {"attn_mask_type": "padding_causal", **(FEATURES | device_options)[name]("cuda")}
     check(*call_of("cuda", call, qkv_format="thd", gap=3, num_heads=4, num_heads_kv=2, **UNEVEN))
     assert launched == (BOTH[:1] if name == "dropout" else BOTH)

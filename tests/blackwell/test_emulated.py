@@ -1,7 +1,6 @@
 """The Gluon forward for sm_100 in the emulator: right, and without a race, a missing fence or a deadlock, over many schedules.
 
-It has not run on a GPU: this, and what the compiler makes of it, is all that is known. An injected fault must be found on every
-schedule that is tried.
+No GPU has run it: this test and its compiled code are the only evidence. If a fault is injected, every schedule must find it.
 """
 
 from __future__ import annotations
@@ -187,7 +186,7 @@ def test_max_logit_beside_sinks(features: dict[str, Any]) -> None:
 @without_gpu
 @pytest.mark.parametrize(("lengths_q", "heads"), [([100, 9], 2), ([3, 1], 4)], ids=str)
 def test_a_mask_is_asked_of_all_rows_of_a_consumer(lengths_q: list[int], heads: int) -> None:
-    """A block that all of the first 64 queries see whole, and those behind them do not; and heads that share a tile."""
+    """A block is fully visible to all of the first 64 queries, and not to the next ones; and heads share a tile."""
     masks = trace_mods(None, lambda b, h, i, j: (i < 70) | (j < 10))
     inputs = {"lengths_q": lengths_q, "lengths_kv": [330, 140], "num_heads": heads, "num_heads_kv": 2}
     check(5, {"attn_mask_type": "padding", "mods": masks}, qkv_format="thd", **inputs)
@@ -200,7 +199,7 @@ def _documents(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
 @pytest.mark.slow
 @without_gpu
 def test_block_masks() -> None:
-    """Masks whose blocks have 256 queries, as a work tile has; those with 128 are refused."""
+    """The masks' blocks have 256 queries, like a work tile; masks with blocks of 128 are refused."""
     for size, seed in ((256, 3), (256, 5), (128, 3)):
         mask = create_block_mask(_documents, None, None, 300, 400, "cpu", BLOCK_SIZE=(size, 128))
         lists = block_lists(mask, 2, 2, 300, 330, torch.device("cpu"))
