@@ -1,4 +1,4 @@
-"""FP8 on cuDNN without a GPU: what surrounds its graphs, which are emulated, against the reference in fp64; and what is refused."""
+"""FP8 on cuDNN without a GPU: the code around its emulated graphs, against the reference in fp64; and its refusals."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> cudnn_emulator.EmulatedPlans:
     for module in (attention, fp8):
         monkeypatch.setattr(module, "execute", cudnn_emulator.execute)
         monkeypatch.setattr(module, "PLANS", plans)
-    monkeypatch.setattr(plans_module, "PLANS", plans)  # where `prepare` asks
+    monkeypatch.setattr(plans_module, "PLANS", plans)  # `prepare` asks there
     cudnn_backend.prepared_calls.clear()
     return plans
 
@@ -81,7 +81,7 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.sample
 @pytest.mark.parametrize("name", CASES)
 def test_case(name: str, emulated: cudnn_emulator.EmulatedPlans) -> None:
-    """Results that were asked for in fp32 and in FP8, and the plan that is asked for ahead is the one that runs."""
+    """Results in fp32 and in FP8 as requested; the plan that is built ahead is the plan that runs."""
     case = make_case(**CASES[name])
     ref_out, ref_lse = case.reference()
     budget = rounded_attention(case)
@@ -253,7 +253,7 @@ def as_call(case: Case) -> tuple[AttentionSpec, Operands]:
 @pytest.mark.sample
 @pytest.mark.parametrize("name", ["bshd", "lengths, sbhd", "empty sequences", "thd with gaps", "e4m3 gradients"])
 def test_the_backend(name: str, emulated: cudnn_emulator.EmulatedPlans) -> None:
-    """From a spec and its operands, and the plan that is asked for ahead is the one that runs."""
+    """From a spec and its operands; the plan that is built ahead is the plan that runs."""
     case = make_case(**CASES[name])
     spec, x = as_call(case)
     assert cudnn_backend.rule_error(spec, "forward") is None
@@ -279,7 +279,7 @@ def test_the_canary_finds_it_right(name: str) -> None:
 
 
 def test_a_call_by_name(monkeypatch: pytest.MonkeyPatch, emulated: cudnn_emulator.EmulatedPlans) -> None:
-    """Quantised inside, with gradients of the 16-bit tensors; by head it is refused with what to change."""
+    """It is quantised inside, with gradients of the 16-bit tensors; if scales are by head, the refusal says what to change."""
     monkeypatch.setattr(cudnn_backend, "device_error", lambda *args: None)
     monkeypatch.setattr(cudnn_backend, "_known_bad", lambda *args: None)
     monkeypatch.setattr(ops, "spec_to_run", lambda x, settings: on_h200(ops.make_spec(x, settings, (9, 0)), x))
@@ -329,7 +329,7 @@ AGAINST: list[tuple[dict[str, Any], dict[str, Any]]] = [
 def test_a_gradient_in_16_bits_comes_quantised(
     d_o_in_fp8: bool, monkeypatch: pytest.MonkeyPatch, emulated: cudnn_emulator.EmulatedPlans
 ) -> None:
-    """fused_attn_bwd quantises it where cuDNN was named; what does not is refused with a name, not computed."""
+    """fused_attn_bwd quantises it if cuDNN is named; every other caller gets a refusal with a name, and no result."""
     monkeypatch.setattr(cudnn_backend, "device_error", lambda *args: None)
     monkeypatch.setattr(cudnn_backend, "_known_bad", lambda *args: None)
     monkeypatch.setattr(ops, "spec_to_run", lambda x, settings: on_h200(ops.make_spec(x, settings, (9, 0)), x))

@@ -1,5 +1,4 @@
-"""Real cuDNN plans in FP8 for sm_90, built without a GPU: what our rules let through builds, and what cuDNN itself declines they
-are against."""
+"""Real cuDNN plans in FP8 for sm_90, built without a GPU: calls that pass our rules build, and rules explain cuDNN's refusals."""
 
 from __future__ import annotations
 
@@ -161,7 +160,7 @@ def call_of(sdpa: Sdpa) -> Fp8Call:
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("name", REFUSED)
 def test_refusals_agree_with_cudnns_own_answer(name: str, direction: str) -> None:
-    """A rule says in which directions cuDNN itself declines what it is about; elsewhere a plan would build."""
+    """A rule names the directions that cuDNN itself declines; in any other direction a plan would build."""
     sdpa = sdpa_of(direction, **REFUSED[name])
     call = call_of(sdpa)
     against = [rule for rule in RULES if rule.applies(call)]

@@ -40,7 +40,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) ->
     plans = cudnn_emulator.EmulatedPlans()
     monkeypatch.setattr(attention, "execute", cudnn_emulator.execute)
     monkeypatch.setattr(attention, "PLANS", plans)
-    monkeypatch.setattr(plans_module, "PLANS", plans)  # where `prepare` asks
+    monkeypatch.setattr(plans_module, "PLANS", plans)  # `prepare` asks there
     monkeypatch.setattr(attention, "_reads_ragged_padding", lambda: request.param)
     monkeypatch.setattr(cudnn_emulator, "reads_ragged_padding", request.param)
     monkeypatch.setattr(attention, "_reads_no_page_padding", lambda: not request.param)
@@ -61,7 +61,7 @@ def spec_of(case: Case, row: Row) -> AttentionSpec:
 @pytest.mark.parametrize("bucketed", [False, True], ids=["exact", "bucketed"])
 @pytest.mark.parametrize("name", CASES)
 def test_row(name: str, bucketed: bool, monkeypatch: pytest.MonkeyPatch, emulated: cudnn_emulator.EmulatedPlans) -> None:
-    """Every row of the support tables that cuDNN takes, and the plan that is asked for ahead is the one that runs."""
+    """Every row of the support tables that cuDNN takes; the plan that is built ahead is the plan that runs."""
     row = row_for("cudnn", CASES[name])
     case = make_case(row, "cpu")
     spec, x = spec_of(case, row), case.operands
@@ -195,7 +195,7 @@ def test_nothing_to_run(fmt: str, sink: bool, lengths: tuple[list[int], list[int
 
 
 def test_lengths_that_do_not_fit_stay_inside_the_tensors() -> None:
-    """The emulator fails where a sequence lies outside its buffer."""
+    """The emulator fails if a sequence lies outside its buffer."""
     inputs = make_inputs("thd", lengths_q=[40, 30], dtype=torch.bfloat16)
     for wrong in ([0, 5000, 90], [0, 60, 20], [0, -5, 70], [0, 9, 8]):
         cu = torch.tensor(wrong, dtype=torch.int32)
@@ -236,7 +236,7 @@ def test_a_gradient_of_lse_is_not_dropped() -> None:
 
 
 def halved(x: Operands) -> Operands:
-    """Other tensors of the same kind: what floats, halved, and the lengths of the sequences the other way round."""
+    """Other tensors of the same kind: floats are halved, and the lengths of the sequences reversed."""
 
     def changed(t: torch.Tensor) -> torch.Tensor:
         if t.is_floating_point():

@@ -1,4 +1,4 @@
-"""Real cuDNN plans with a score_mod or a mask_mod, built without a GPU: what builds, what does not, what is no part of a plan."""
+"""Real cuDNN plans with a score_mod or a mask_mod, built without a GPU: calls that build, that do not, and that need no plan."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def on_h200(case: Case, shape: Shape) -> tuple[AttentionSpec, Operands]:
 
 
 def check(case: Case, shape: Shape, direction: Direction) -> None:
-    """Our answer, and that cuDNN has a plan where we say yes."""
+    """Checks our answer, and that cuDNN has a plan if we say yes."""
     spec, x = on_h200(case, shape)
     said = cudnn_backend.unsupported(spec, direction)
     if reason := case.refused or (case.backward_refused if direction == "backward" else ""):
@@ -68,7 +68,7 @@ def builds(score_mod: Any = None, mask_mod: Any = None, direction: Direction = "
     """(builds, hits) of the cache once this call is prepared too."""
     case = Case(lambda sq, skv, device: (score_mod, mask_mod))
     spec, x = on_h200(case, Shape("bshd", "equal", call))
-    cudnn_backend.prepared_calls.clear()  # so that each time the cache is asked
+    cudnn_backend.prepared_calls.clear()  # so that each call asks the cache
     assert cudnns_answer(spec, x, direction) is None
     return PLANS.counters.builds, PLANS.counters.hits
 

@@ -1,4 +1,4 @@
-"""score_mod and mask_mod on cuDNN without a GPU: what the graphs' nodes compute, against the reference in fp64; what is refused."""
+"""score_mod and mask_mod on cuDNN without a GPU: the results of the graphs' nodes, against the reference in fp64; and refusals."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[cudnn_emulator.Emulate
     plans = cudnn_emulator.EmulatedPlans()
     monkeypatch.setattr(attention, "execute", cudnn_emulator.execute)
     monkeypatch.setattr(attention, "PLANS", plans)
-    monkeypatch.setattr(plans_module, "PLANS", plans)  # where `prepare` asks
+    monkeypatch.setattr(plans_module, "PLANS", plans)  # `prepare` asks there
     monkeypatch.setattr(attention, "_reads_ragged_padding", lambda: True)
     for kept in (cudnn_backend.exact_shapes, cudnn_backend.prepared_calls):
         kept.clear()
@@ -42,7 +42,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[cudnn_emulator.Emulate
 
 
 def check(case: Case, spec: AttentionSpec, x: Operands, given: Inputs, plans: cudnn_emulator.EmulatedPlans) -> None:
-    """The results, and that the plan that is asked for ahead is the one that runs."""
+    """Checks the results, and that the plan that is built ahead is the plan that runs."""
     if case.refused:
         assert case.refused in str(cudnn_backend.rule_error(spec, "forward"))
         return

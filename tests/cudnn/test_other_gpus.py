@@ -1,4 +1,4 @@
-"""GPUs on which nothing of cuDNN was run yet: real plans for them, built without one, and what is said of them."""
+"""GPUs on which no cuDNN call was run yet: real plans for them, built without one, and their descriptions."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "dropout": {"dropout_p": 0.25, "rng_state": torch.zeros(2, dtype=torch.int64)},
     "bias": {"bias_type": "post_scale_bias", "bias": torch.zeros(1, 8, 200, 200)},
 }
-# What cuDNN 9.19 declines of their backwards, by the major capability.
+# Backwards that cuDNN 9.19 declines on them, by the major capability.
 SMALL = "hidden_dim should be less than or equal to 128"
 PACKED = "ragged LSE is not supported for bprop"
 DECLINED = {

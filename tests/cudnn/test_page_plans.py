@@ -1,4 +1,4 @@
-"""Real cuDNN plans over pages for sm_90, built without a GPU, and what cuDNN says of page sizes that are refused."""
+"""Real cuDNN plans over pages for sm_90, built without a GPU, and cuDNN's reasons against page sizes that are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""cuDNN's forward over pages of keys: the launchers around an emulated cuDNN, what is refused, and real plans."""
+"""cuDNN's forward over pages of keys: the launchers around an emulated cuDNN, its refusals, and real plans."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CALLS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(params=[True, False], ids=["gathered", "by table"])
 def emulated(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[cudnn_emulator.EmulatedPlans]:
-    """cuDNN in plain torch: a version that reads what lies past the keys, and one that does not."""
+    """cuDNN in plain torch: a version that reads past the keys, and one that does not."""
     plans = cudnn_emulator.EmulatedPlans()
     monkeypatch.setattr(launchers, "execute", cudnn_emulator.execute)
     monkeypatch.setattr(launchers, "PLANS", plans)
@@ -199,7 +199,7 @@ def test_what_a_plan_depends_on_is_in_its_key(emulated: cudnn_emulator.EmulatedP
 def test_a_recording_follows_tables_and_lengths(
     packed: bool, emulated: cudnn_emulator.EmulatedPlans, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A call is recorded once, as for a CUDA graph; later ones have other pages, and garbage in other places."""
+    """A call is recorded once, as for a CUDA graph; later calls have other pages, and garbage in other places."""
     from flexattn.kernels_cudnn import execute
 
     def run(plan: Any, buffers: dict[int, Tensor], device: torch.device) -> None:

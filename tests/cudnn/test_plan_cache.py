@@ -1,4 +1,4 @@
-"""The cache of cuDNN plans by itself: what it remembers of a build that fails, and its files. cuDNN is played by a function."""
+"""The cache of cuDNN plans by itself: its memory of a failed build, and its files. A function plays cuDNN."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Graph:
 
 @pytest.fixture
 def build(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[BaseException | None], list[Any]]]:
-    """build(error): building raises it from here on, or gives a graph; the list says what was asked for."""
+    """build(error): from here on a build raises it, or returns a graph if it is None; the list has all requests."""
     monkeypatch.setattr(plans, "target_of", lambda device: None)
     asked: list[Any] = []
 

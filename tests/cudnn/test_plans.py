@@ -1,4 +1,4 @@
-"""Real cuDNN plans for sm_90, built without a GPU: what builds and what does not, how often, and what is kept of it."""
+"""Real cuDNN plans for sm_90, built without a GPU: calls that build or do not, the number of builds, and kept plans."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ ZERO_BIAS = torch.zeros(1, 8, 200, 200)
 SINK = {"softmax_type": "learnable", "softmax_offset": torch.zeros(8)}
 DROPOUT = {"dropout_p": 0.25, "rng_state": torch.zeros(2, dtype=torch.int64)}
 
-# What we refuse: (direction, the call, our reason, the first cuDNN that has a plan for it all the same, where we know better).
+# Refused calls: (direction, the call, our reason, the first cuDNN with a plan for it all the same if our reason is another).
 NEVER, ALWAYS = 0, 10**9  # declined by cuDNN itself
 REFUSED: dict[str, tuple[Direction, dict[str, Any], str, int]] = {
     "head dim above 512": ("forward", {"inputs": {"head_dim_qk": 520, "head_dim_v": 520}}, "up to 512", NEVER),
@@ -150,7 +150,7 @@ def test_what_is_refused_says_why_and_cudnns_answer_is_known(name: str) -> None:
 
 
 def test_every_rule_is_tried_here_or_has_no_graph() -> None:
-    """Rules about what a graph cannot even say, and so cuDNN cannot be asked, are the only ones without a row above."""
+    """A rule without a row above covers calls that no graph can express, so cuDNN cannot be asked."""
     unsayable = {"softcap": {"softcap": 5.0}, "alibi": {"bias_type": "alibi"}, "pre-scale": {"bias_type": "pre_scale_bias"}}
     for call in unsayable.values():
         spec, _ = call_of(**call)
@@ -192,7 +192,7 @@ def test_a_build_that_our_rules_exclude_is_never_tried(monkeypatch: pytest.Monke
 def prepared(fmt: str = "thd", direction: Direction = "forward", **kwargs: Any) -> plans.Counters:
     mask = "padding_causal" if fmt == "thd" else "causal"
     spec, x = call_of(fmt, **({"attn_mask_type": mask} | kwargs))
-    cudnn_backend.prepared_calls.clear()  # so that each time the cache is asked
+    cudnn_backend.prepared_calls.clear()  # so that each call asks the cache
     cudnn_backend.prepare(spec, x, direction)
     return PLANS.counters
 

@@ -1,4 +1,4 @@
-"""What is remembered of a build that failed: cuDNN's own answer, for calls of the same shapes, and nothing else."""
+"""Memory of a failed build: cuDNN's own answer is kept for calls of the same shapes, and nothing else."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class Graph:
 
 @pytest.fixture
 def build(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[BaseException | None], list[Any]]]:
-    """build(error): cuDNN raises it when a graph is built from here on, or builds it; the list says which were asked for."""
+    """build(error): from here on cuDNN raises it when a graph is built, or builds it if it is None; the list has the requests."""
     monkeypatch.delenv("FLEXATTN_PLANS", raising=False)
     monkeypatch.delenv("FLEXATTN_BACKEND", raising=False)
     monkeypatch.setattr(plans, "target_of", lambda device: None)
-    monkeypatch.setattr(attention, "_reads_ragged_padding", lambda: False)  # which asks the library for its version
+    monkeypatch.setattr(attention, "_reads_ragged_padding", lambda: False)  # this asks the library for its version
     monkeypatch.setattr(cudnn_backend, "unsupported", lambda spec, direction: None)
     asked: list[Any] = []
 

@@ -51,7 +51,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) ->
     ],
 )
 def test_results(fmt: str, results: Results, emulated: cudnn_emulator.EmulatedPlans) -> None:
-    """They are right, the plan that is asked for ahead is the one that runs, and dense gradients are written where they stay."""
+    """The results are right, the plan that is built ahead runs, and dense gradients are written in place."""
     lengths = [17, 9] if fmt == "thd" else [17, 17]
     inputs = make_inputs(fmt, lengths_q=lengths, lengths_kv=lengths, num_heads=2, num_heads_kv=2, dtype=torch.bfloat16)
     spec, x = make_call(inputs, attn_mask_type="padding_causal" if fmt == "thd" else "causal")

@@ -1,6 +1,4 @@
-"""Calls that the cuDNN backend refuses before it asks cuDNN: devices, versions, missing parts, and what is known to come out
-wrong.
-"""
+"""Calls that the cuDNN backend refuses before it asks cuDNN: devices, versions, missing parts, and known wrong results."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ FP8 = {
     "fp8": Fp8((False, False, False), 0, torch.bfloat16, torch.float8_e5m2, False),
 }
 
-# For each row of KNOWN_BAD: what it is about, and near misses that it must leave alone.
+# For each row of KNOWN_BAD: its subject, and near misses that it must leave alone.
 CASES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     "TransformerEngine/issues/3249": (
         {"softmax_type": "learnable", "q_format": "thd", "kv_format": "thd", "padding": True},
@@ -94,7 +92,7 @@ def test_known_bad_row(row: KnownBad) -> None:
 
 
 PACKED = {"q_format": "thd", "kv_format": "thd", "padding": True}
-REFUSED: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {  # in which direction, what, and a near miss
+REFUSED: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {  # direction, subject, and a near miss
     "takes no gradient of lse": ("backward", {"needs_lse_grad": True}, {}),
     "deterministic backward needs memory": ("backward", {"deterministic": True}, {}),
     "bias over packed sequences": (
@@ -141,7 +139,7 @@ def test_every_known_bad_row_has_a_case_and_a_public_source() -> None:
 
 
 def test_the_rules_know_every_field_of_a_spec() -> None:
-    """A new feature must not reach a graph that does not have it: who adds a field decides here what cuDNN does with it."""
+    """A new feature must not reach a graph without it: if you add a field, decide here how cuDNN treats it."""
     decided = {
         *("q_format", "kv_format", "dtype", "num_heads", "num_heads_kv", "head_dim_qk", "head_dim_v", "padding", "band"),
         *("bias_type", "bias_dims", "softmax_type", "softcap", "dropout", "return_max_logit", "needs_grad", "needs_bias_grad"),
