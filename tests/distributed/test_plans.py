@@ -40,7 +40,7 @@ MANY = log_normal_lengths(1 << 20, 1000.0, 1.0, 65536)  # 602 documents
 
 
 class OneRank:
-    """A group of two ranks, as far as a plan reads it. It cannot send."""
+    """A group of two ranks, with the attributes that a plan reads. It cannot send."""
 
     def rank(self) -> int:
         return 1
