@@ -24,7 +24,7 @@ def reference(q, k, v, seen, scale=None, bias=0.0, sink=None):
         seen: bool, broadcast to [b, h, sq, sk].
         scale: None is 1 / sqrt(d).
         bias: added to the scaled scores.
-        sink: [h], the logarithm of what is added to each denominator.
+        sink: [h], the logarithm of an addend to each denominator.
     """
     q, k, v = (t.double().transpose(1, 2) for t in (q, k, v))
     groups = q.shape[1] // k.shape[1]

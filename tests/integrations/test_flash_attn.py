@@ -87,10 +87,10 @@ def test_varlen(case):
     packed = (torch.tensor([0, 5, 7]).int(), torch.tensor([0, 3, 12]).int(), 5, 9)
     out, lse, _ = fa.flash_attn_varlen_func(x, y, z, *packed, **case, return_attn_probs=True)
     for i, rows in enumerate((slice(0, 5), slice(5, 7))):
-        of_one = dict(case)
+        options = dict(case)
         if "alibi_slopes" in case and case["alibi_slopes"].dim() == 2:
-            of_one["alibi_slopes"] = case["alibi_slopes"][i]
-        right, right_lse = expected(*(p[i][None] for p in pieces), of_one)
+            options["alibi_slopes"] = case["alibi_slopes"][i]
+        right, right_lse = expected(*(p[i][None] for p in pieces), options)
         close(out[rows], right[0])
         close(lse[:, rows], without_keys(right_lse[0]))
     close(fa.flash_attn_varlen_kvpacked_func(x, torch.stack((y, z), 1), *packed, **case), out)
@@ -135,10 +135,10 @@ def test_cache(case):
     for i, n in enumerate((3, 7)):
         assert torch.equal(k[i], torch.cat((before[i, :n], new_k[i], before[i, n + 2 :])))
         assert torch.equal(v[i, n : n + 2], new_v[i])
-        of_one = dict(case)
+        options = dict(case)
         if "alibi_slopes" in case and case["alibi_slopes"].dim() == 2:
-            of_one["alibi_slopes"] = case["alibi_slopes"][i]
-        right, right_lse = expected(q[i][None], k[i, : n + 2][None], v[i, : n + 2][None], of_one)
+            options["alibi_slopes"] = case["alibi_slopes"][i]
+        right, right_lse = expected(q[i][None], k[i, : n + 2][None], v[i, : n + 2][None], options)
         close(out[i], right[0])
         close(lse[i], without_keys(right_lse[0]))
 

@@ -105,7 +105,7 @@ def test_qkv_in_one_tensor(qkv):
 @pytest.mark.parametrize("options", [{}, {"attention_chunk": 4}, {"causal": True}], ids=str)
 def test_cache(is_packed, options):
     torch.manual_seed(0)
-    n, m, ends, starts = (3, 1), (2, 4), (4, 2), (1, 0)  # queries and new tokens; where the cached tokens end and start
+    n, m, ends, starts = (3, 1), (2, 4), (4, 2), (1, 0)  # queries and new tokens; end and start of the cached tokens
     q = [torch.randn(i, H, D) for i in n] if is_packed else list(torch.randn(B, 3, H, D))
     k, v = ([torch.randn(i, H_K, D) for i in m] if is_packed else list(torch.randn(B, 3, H_K, D)) for _ in range(2))
     k_cache, v_cache = torch.randn(2, B, 9, H_K, D).unbind(0)

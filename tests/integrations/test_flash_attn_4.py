@@ -83,7 +83,7 @@ def test_mods_take_lengths_and_aux(qkv: list[torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_lengths_of_sequences(qkv: list[torch.Tensor], is_packed: bool) -> None:
-    """Mods count positions within their sequence, and offsets say where it starts."""
+    """Mods count positions within their sequence; offsets give the beginning of each sequence."""
     q, k, v = (t.detach() for t in qkv)
     used_q, used_k = torch.tensor([4, 5], dtype=torch.int32), torch.tensor([7, 3], dtype=torch.int32)
     lengths: dict[str, Any] = {"seqused_q": used_q, "seqused_k": used_k}
@@ -121,8 +121,8 @@ def test_blocks() -> None:
     blocks = block_sparsity.BlockSparseTensorsTorch(count, partial.int(), count, whole.int(), block_size=(16, 32))
     out, _ = cute.flash_attn_func(q, k, v, block_sparse_tensors=blocks, mask_mod=lambda b, h, i, j, info, aux: (i + j) % 2 == 0)
     i, j = torch.arange(40)[:, None], torch.arange(96)
-    of_partial, of_whole = (lists[0, 0, :, 0][i // 16] == j // 32 for lists in (partial, whole))
-    close(out, reference(q, k, v, of_whole | (of_partial & ((i + j) % 2 == 0)))[0])
+    in_partial, in_whole = (lists[0, 0, :, 0][i // 16] == j // 32 for lists in (partial, whole))
+    close(out, reference(q, k, v, in_whole | (in_partial & ((i + j) % 2 == 0)))[0])
     with pytest.raises(ValueError, match="block_sparse_tensors has block_size None"):
         cute.flash_attn_func(q, k, v, block_sparse_tensors=blocks._replace(block_size=None))
 

@@ -55,7 +55,7 @@ def written_out(
 
 
 def check(score_mod: Mod | None, mask_mod: Mod | None, h_kv: int = H, captured: tuple[Tensor, ...] = (), **named: Any) -> None:
-    """Compares out and lse with torch's and with what is written out, and the gradients, the captured tensors' too, with that."""
+    """Compares out and lse with torch's and with the written-out attention, and all leaves' gradients with the latter's."""
     tensors = qkv(h_kv)
     block_mask = None if mask_mod is None else torchs.create_block_mask(mask_mod, 2, H, SQ, SKV, "cpu", 32)
     out, aux = flex_attention(*tensors, score_mod, block_mask, enable_gqa=h_kv != H, return_aux=AuxRequest(True, True), **named)
@@ -70,8 +70,8 @@ def check(score_mod: Mod | None, mask_mod: Mod | None, h_kv: int = H, captured: 
     dout, dlse = make(*out.shape, seed=9), make(*aux.lse.shape, seed=10)
     seen = want_lse > -math.inf
     leaves = [*tensors, *captured]
-    total, of_written = ((o * dout).sum() + (lse[seen] * dlse[seen]).sum() for o, lse in ((out, aux.lse), (want, want_lse)))
-    for a, b in zip(torch.autograd.grad(total, leaves), torch.autograd.grad(of_written, leaves), strict=True):
+    total, written_total = ((o * dout).sum() + (lse[seen] * dlse[seen]).sum() for o, lse in ((out, aux.lse), (want, want_lse)))
+    for a, b in zip(torch.autograd.grad(total, leaves), torch.autograd.grad(written_total, leaves), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
 
 
@@ -144,7 +144,7 @@ def test_block_masks_are_torchs(mask_mod: Mod, separate: bool) -> None:
             assert torch.equal(getattr(made, f"{kind}{side}_num_blocks"), counts)
             used = torch.arange(indices.shape[-1]) < counts[..., None]
             assert torch.equal(getattr(made, f"{kind}{side}_indices")[used], indices[used])
-    # Of blocks that end early, those that are seen as far as they go are whole here and in part there.
+    # If a block ends early and all its existing scores are visible, it is full here and partial there.
     made, theirs = (create(mask_mod, 2, H, 100, 70, "cpu", (32, 16), **named) for create in both)
     assert torch.equal(made.to_dense(), theirs.to_dense())
     q, k, v = make(2, H, 100, D), make(2, H, 70, D), make(2, H, 70, D)
@@ -227,9 +227,9 @@ def test_compiles_in_one_graph() -> None:
         return flex_attention(q, k, v, lambda s, b, h, i, j: s + slopes[h] * (i - j), mask, enable_gqa=True, return_aux=request)
 
     out, aux = torch.compile(run, fullgraph=True, backend="aot_eager")(*tensors, slopes)
-    want, of_want = run(*tensors, slopes)
+    want, want_aux = run(*tensors, slopes)
     torch.testing.assert_close(out, want)
-    torch.testing.assert_close(aux.lse, of_want.lse)
+    torch.testing.assert_close(aux.lse, want_aux.lse)
 
 
 @pytest.mark.parametrize("name", ["flex_attention", "create_block_mask"])

@@ -90,8 +90,8 @@ def test_autocast_takes_the_dtypes_that_torch_takes(dtype: torch.dtype) -> None:
     mask = make(SQ, SKV, seed=5).detach()
     want = torchs(q, k, v, mask.float())
     with torch.autocast("cpu", dtype):
-        for of_q, of_kv, of_mask in MIXES:
-            tensors = (q.to(of_q), k.to(of_kv), v.to(of_kv), mask.to(of_mask))
+        for q_dtype, kv_dtype, mask_dtype in MIXES:
+            tensors = (q.to(q_dtype), k.to(kv_dtype), v.to(kv_dtype), mask.to(mask_dtype))
             out = ours(*tensors)
             assert out.dtype == torchs(*tensors).dtype == dtype
             torch.testing.assert_close(out.float(), want, rtol=3e-2, atol=3e-2)

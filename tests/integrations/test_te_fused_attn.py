@@ -30,7 +30,8 @@ F16, FP8 = FusedAttnBackend.F16_arbitrary_seqlen, FusedAttnBackend.FP8
 LAYOUTS = [name for name in QKVLayout if not name.startswith("paged")]
 BIASES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
 TOLERANCE = {"atol": 2e-5, "rtol": 2e-4}  # for float32: sums of some ten products of numbers about 1
-# What this file's oracle is told of each layout, by hand: format of q, format of k and v, dim of 3 or 2, how many share a tensor.
+# The oracle's description of each layout, by hand: format of q, format of k and v, dim of 3 or 2, number of tensors that share
+# memory.
 BY_HAND = {
     "sb3hd": ("sbhd", "sbhd", 2, 3),
     "sbh3d": ("sbhd", "sbhd", 3, 3),
@@ -56,7 +57,7 @@ BY_HAND = {
 
 
 class Case(NamedTuple):
-    """A call, and what the oracle is told of it."""
+    """A call, and its description for the oracle."""
 
     layout: str = "bshd_bshd_bshd"
     mask: str = "no_mask"
@@ -104,7 +105,7 @@ def ordered(t: Tensor, fmt: str, wanted: str) -> Tensor:
 
 
 def tensors_of(case: Case, totals: tuple[int, int], device: str = "cpu") -> list[Tensor]:
-    """q, k and v as views of the layout's tensors, NaN where no sequence has a token."""
+    """q, k and v as views of the layout's tensors, NaN outside of all sequences."""
     q_format, kv_format, dim, count = BY_HAND[case.layout]
     d_qk, d_v = case.dims
     q_shape = shape_of(q_format, case.sq, totals[0], HEADS, d_qk)
@@ -203,12 +204,12 @@ def run(case: Case, device: str = "cpu") -> None:
     exact = oracle.exact(problem, named, dout.nan_to_num(), None, list(named))
     plain = oracle.plain(problem, named, dout.nan_to_num(), None, list(named)) if case.dtype is not torch.float32 else None
 
-    def check(name: str, got: Tensor, want: Tensor, same_dtype: Tensor | None, of_given: Tensor | None = None) -> None:
+    def check(name: str, got: Tensor, want: Tensor, same_dtype: Tensor | None, from_given: Tensor | None = None) -> None:
         if same_dtype is None:
             torch.testing.assert_close(got.double(), want, **TOLERANCE, msg=lambda text: f"{name}: {text}")
             return
         error, budget = (float((t.double() - want).abs().nan_to_num(posinf=0).max()) for t in (got, same_dtype))
-        is_of_given = of_given is not None and torch.allclose(got.double(), of_given, **TOLERANCE)
+        is_of_given = from_given is not None and torch.allclose(got.double(), from_given, **TOLERANCE)
         assert is_of_given or error <= 3 * budget + 1e-6, f"{name} is off by {error}, plain torch by {budget}"
 
     check("out", out_in_q, exact.out, None if plain is None else plain.out)
@@ -235,9 +236,9 @@ def run(case: Case, device: str = "cpu") -> None:
         assert (got is None) == (name not in named)
         if got is not None:
             lies = ordered(got, fmt, own) if fmt else got.reshape(exact.gradients[name].shape)
-            # A sink's is a sum over all queries of what is made of out, which in half types is given to the backward rounded.
-            of_given = sink_gradient(out_in_q, exact.lse, dout, named[name], q_format) if name == "softmax_offset" else None
-            check(f"d{name}", lies.cpu(), exact.gradients[name], None if plain is None else plain.gradients[name], of_given)
+            # A sink's gradient is a sum over all queries that uses out. In half types the backward gets out rounded.
+            sink_from_given = sink_gradient(out_in_q, exact.lse, dout, named[name], q_format) if name == "softmax_offset" else None
+            check(f"d{name}", lies.cpu(), exact.gradients[name], None if plain is None else plain.gradients[name], sink_from_given)
     assert found[4] is None or (found[4].shape == (1, HEADS, 1, 1) and found[4].dtype is torch.float32)
     together = found[:3][-shared:] if shared else []
     storages = {t.untyped_storage().data_ptr() for t in together}
@@ -341,7 +342,7 @@ def small(**more: Any) -> dict[str, Any]:
 
 
 def small_backward(forward: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """Arguments of fused_attn_bwd for the gradient of what fused_attn_fwd gives of `forward`."""
+    """Arguments of fused_attn_bwd for the gradient of fused_attn_fwd's results for `forward`."""
     out, aux, *_ = fused_attn_fwd(**forward)
     names = ("is_training", "attn_bias", "softmax_offset", "return_max_logit", "o_quantizer", "rng_gen")
     kept = {name: value for name, value in forward.items() if name not in names}
@@ -350,7 +351,7 @@ def small_backward(forward: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 
 def test_nothing_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels read the layout's own tensors and write out and the gradients where they stay."""
+    """The kernels read the layout's own tensors, and write out and the gradients in place."""
     pytest.importorskip("triton", reason="triton is not installed")
     from flexattn.dispatch import triton_backend
 
@@ -366,16 +367,16 @@ def test_nothing_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     calls.clear()
     fused_attn_fwd(**given)
     gradients = fused_attn_bwd(**backward)
-    forward, of_backward = calls
+    forward, backward_call = calls
     for call in calls:
         for name in "qkv":
             assert getattr(call.problem, name).data_ptr() == given[name].data_ptr()
     assert forward.lse.data_ptr() != aux[0].data_ptr()
-    assert of_backward.lse.data_ptr() == aux[0].data_ptr()
-    assert of_backward.out.data_ptr() == out.data_ptr()
-    assert of_backward.dout.data_ptr() == backward["d_o"].data_ptr()
+    assert backward_call.lse.data_ptr() == aux[0].data_ptr()
+    assert backward_call.out.data_ptr() == out.data_ptr()
+    assert backward_call.dout.data_ptr() == backward["d_o"].data_ptr()
     for name, gradient in zip(("dq", "dk", "dv"), gradients, strict=False):
-        assert getattr(of_backward, name).data_ptr() == gradient.data_ptr()
+        assert getattr(backward_call, name).data_ptr() == gradient.data_ptr()
 
 
 def test_dropout_in_inference_and_seeds() -> None:
@@ -409,7 +410,7 @@ RECIPES: dict[str, Callable[..., Any]] = {
 
 
 class Foreign:
-    """A tensor of TransformerEngine's, as far as its attributes are read."""
+    """A tensor of TransformerEngine's, with the attributes that are read."""
 
     def __init__(self, data: Tensor, scale_inv: Tensor, name: str) -> None:
         self._data, self._scale_inv = data, scale_inv
@@ -432,13 +433,13 @@ def test_fp8(scaling: str, layout: str, backend: str, monkeypatch: pytest.Monkey
 
 
 def run_fp8(scaling: str, layout: str, device: str = "cpu", size: int = SQ, head_dim: int = 16) -> None:
-    """Runs FP8 in and out, and its gradients, and compares with the oracle on what the FP8 tensors stand for."""
+    """Runs FP8 in and out, and its gradients, and compares with the oracle on the values of the FP8 tensors."""
     torch.manual_seed(0)
     q_format, kv_format, _, shared = BY_HAND[layout]
     mask = "padding_causal" if q_format == "thd" else "causal"
     case = Case(layout=layout, mask=mask, dtype=torch.bfloat16, sq=size, skv=size, dims=(head_dim, head_dim))
-    of_q, total, cu, _ = side(q_format, size, [size] * BATCH, 0)
-    of_kv = side(kv_format, size, [size] * BATCH, 0)[0]
+    q_side, total, cu, _ = side(q_format, size, [size] * BATCH, 0)
+    kv_side = side(kv_format, size, [size] * BATCH, 0)[0]
     plain = tensors_of(case, (total, total), device)
     make, make_dout = functools.partial(RECIPES[scaling], device), Float8CurrentScalingQuantizer(torch.float8_e5m2)
     q8, k8, v8 = (make()(t * size) for t, size in zip(plain, (0.5, 1.0, 2.0), strict=True))  # so that scales differ
@@ -458,7 +459,7 @@ def run_fp8(scaling: str, layout: str, device: str = "cpu", size: int = SQ, head
         for name, t in (("q", q8), ("k", k8), ("v", v8))
     }
     scores = ("no_bias", "vanilla", head_dim**-0.5, 0.0, 0.0, (0, 0), None, None, False)
-    problem = oracle.Problem(of_q, of_kv, mask, (None, None), False, *scores)
+    problem = oracle.Problem(q_side, kv_side, mask, (None, None), False, *scores)
     dout = d_o.dequantize(torch.float64).cpu()
     exact = oracle.exact(problem, stands_for, dout, None, list("qkv"))
     found = fused_attn_bwd(
@@ -472,8 +473,8 @@ def run_fp8(scaling: str, layout: str, device: str = "cpu", size: int = SQ, head
         dp_quantizer=make(),
         dqkv_quantizer=dqkv_quantizer,
     )
-    # E4M3 has 4 significant bits, so that weights and out are off by up to 2**-4 of themselves; the gradient of the scores is in
-    # dout's E5M2, which has 3. Errors of sums are smaller.
+    # E4M3 has 4 significant bits, so weights and out have relative errors up to 2**-4. The gradient of the scores is in dout's
+    # E5M2, which has 3. Errors of sums are smaller.
     gradients = [(got, want, 2.0**-3) for got, want in zip(found[:3], exact.gradients.values(), strict=True)]
     for got, want, rounding in ((out, exact.out, 2.0**-4), (out16, exact.out, 2.0**-4), *gradients):
         value = (got.double() if isinstance(got, Tensor) else got.dequantize(torch.float64)).cpu()
@@ -507,7 +508,7 @@ def test_a_gradient_in_16_bits_of_a_call_in_fp8() -> None:
 @pytest.mark.parametrize("d_o_in_fp8", [True, False])
 @pytest.mark.parametrize("bias", ["no_bias", "post_scale_bias", "alibi"])
 def test_a_backward_in_fp8_is_kept_and_takes_each_calls_own_tensors(bias: str, d_o_in_fp8: bool) -> None:
-    """A later call has other data, descales and dout: its gradients are those that it has by itself."""
+    """A later call has other data, descales and dout. Its gradients must equal those of the call alone."""
     make = RECIPES["current"]
     backwards = []
     for size in (1.0, 3.0, 0.25):
@@ -523,15 +524,15 @@ def test_a_backward_in_fp8_is_kept_and_takes_each_calls_own_tensors(bias: str, d
         wanted.append(fused_attn_bwd(**backward))
     call_cache.clear_cache()
     for backward, want in zip(backwards, wanted, strict=True):
-        for got, of_its_own in zip(fused_attn_bwd(**backward), want, strict=True):
-            assert (got is None) == (of_its_own is None)
-            assert got is None or torch.equal(got, of_its_own)
+        for got, exact in zip(fused_attn_bwd(**backward), want, strict=True):
+            assert (got is None) == (exact is None)
+            assert got is None or torch.equal(got, exact)
     info = call_cache.cache_info()
     assert (info["misses"], info["hits"]) == (1, 2)
 
 
 def test_a_bias_and_a_sink_beside_fp8() -> None:
-    """They and their gradients are those of the call on what the FP8 tensors stand for, up to FP8's rounding of weights."""
+    """They and their gradients equal those of a call on the FP8 tensors' values, up to FP8's rounding of weights."""
     torch.manual_seed(0)  # of the sink's gradient, a sum that may cancel, one draw in ten is further off
     make = RECIPES["current"]
     in_fp8 = {name: make()(torch.randn(BATCH, SQ, HEADS, 16, dtype=torch.bfloat16)) for name in "qkv"}

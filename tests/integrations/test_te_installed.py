@@ -1,4 +1,4 @@
-"""The front door beside TransformerEngine itself, where that is installed and a GPU is there."""
+"""The front door beside TransformerEngine itself, if it is installed and there is a GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ theirs: Any = pytest.importorskip(
 
 @pytest.mark.parametrize("name", ["fused_attn_fwd", "fused_attn_bwd"])
 def test_signatures(name: str) -> None:
-    """Ours takes all that theirs does, in that order and with those defaults."""
+    """Ours has all parameters of TransformerEngine's, in the same order and with the same defaults."""
     ours, wanted = (inspect.signature(getattr(module, name)).parameters for module in (te, theirs))
     shared = [parameter for parameter in ours if parameter in wanted]
     assert [parameter for parameter in wanted if parameter not in ours] == []

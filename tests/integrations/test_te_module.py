@@ -20,7 +20,7 @@ from flexattn.integrations.te.recipe import DelayedScaling, Float8CurrentScaling
 
 BATCH, HEADS, DIM = 2, 4, 16
 TOLERANCE = {"atol": 2e-5, "rtol": 2e-4}  # for float32: sums of some ten products of numbers about 1
-LENGTHS = ((9, 5), (12, 7))  # lengths of the queries and the keys of each sequence, where a mask has padding
+LENGTHS = ((9, 5), (12, 7))  # lengths of the queries and the keys of each sequence, if a mask has padding
 
 
 class Case(NamedTuple):
@@ -391,7 +391,7 @@ def test_delayed_scales_are_those_of_the_step_before_and_survive_a_checkpoint() 
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
 @pytest.mark.parametrize("kind", ["reentrant", "not reentrant", "te"])
 def test_a_checkpointed_layer_computes_again_in_fp8(kind: str, recipe: str) -> None:
-    """Its gradients are those without a checkpoint, though the backward runs outside of the autocast."""
+    """Its gradients equal those without a checkpoint, though the backward runs outside of the autocast."""
     kinds = {"delayed": DelayedScaling(fp8_dpa=True, amax_history_len=4), "current": Float8CurrentScaling(fp8_dpa=True)}
     packed = torch.randn(17, BATCH, 3, HEADS, DIM).bfloat16().requires_grad_()
     gradients = []
@@ -451,10 +451,10 @@ def test_fp8_output_is_a_quantised_tensor_with_merged_heads() -> None:
     exact = module(*given)
     assert 0.001 < (out.data.float() * out.descale - exact.float()).abs().max() < 0.3
     quantise = te.Float8CurrentScalingQuantizer(torch.float8_e4m3fn)
-    of_fp8 = module(*map(quantise, given), fp8_output=True)
-    assert of_fp8.data.dtype is torch.float8_e4m3fn
-    assert of_fp8.descale.numel() == 1
-    assert (of_fp8.data.float() * of_fp8.descale - exact.float()).abs().max() < 0.3
+    quantised = module(*map(quantise, given), fp8_output=True)
+    assert quantised.data.dtype is torch.float8_e4m3fn
+    assert quantised.descale.numel() == 1
+    assert (quantised.data.float() * quantised.descale - exact.float()).abs().max() < 0.3
     assert module(*map(quantise, given)).dtype is torch.bfloat16
     with pytest.raises(ValueError, match="only query_layer in FP8"):
         module(quantise(given[0]), *given[1:])
@@ -528,7 +528,7 @@ def test_a_cache_says_what_it_has_no_room_for() -> None:
 
 
 def rows(cache: te.InferenceParams, names: str, layers: tuple[int, ...]) -> None:
-    """Gives each named sequence one token, whose keys and values are all the letter's number, in these layers."""
+    """Gives each named sequence one token, whose keys and values all are the letter's number, in these layers."""
     cache.pre_step(dict.fromkeys(names, 1))
     new = torch.tensor([float(ord(name)) for name in names]).view(-1, 1, 1, 1).expand(-1, 1, 2, DIM).contiguous()
     for layer in layers:
@@ -536,7 +536,7 @@ def rows(cache: te.InferenceParams, names: str, layers: tuple[int, ...]) -> None
 
 
 def test_a_layer_may_miss_steps_in_which_sequences_join_and_leave() -> None:
-    """Rows of a layer go where their sequences are, also in steps that the layer does not run."""
+    """Rows of a layer go to their sequences, even if the layer does not run the step."""
     cache = te.InferenceParams(4, 8, 2, DIM, torch.float32)
     rows(cache, "ab", (1, 2))
     rows(cache, "b", (1,))
@@ -738,23 +738,23 @@ class Attention(torch.nn.Module):
         super().__init__()
         width = HEADS * DIM
         self.core, self.packed, self.heads_kv = core, packed, heads_kv
-        self.of_qkv = torch.nn.Linear(width, width + 2 * heads_kv * DIM)
-        self.of_out = torch.nn.Linear(width, width)
+        self.qkv_linear = torch.nn.Linear(width, width + 2 * heads_kv * DIM)
+        self.out_linear = torch.nn.Linear(width, width)
 
     def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
-        projected = self.of_qkv(x)
+        projected = self.qkv_linear(x)
         if self.packed:
-            return self.of_out(self.core(qkv_layer=projected.view(*x.shape[:2], 3, HEADS, DIM)))
-        other = projected if memory is None else self.of_qkv(memory)
+            return self.out_linear(self.core(qkv_layer=projected.view(*x.shape[:2], 3, HEADS, DIM)))
+        other = projected if memory is None else self.qkv_linear(memory)
         sizes = [HEADS * DIM, self.heads_kv * DIM, self.heads_kv * DIM]
         q, _, _ = projected.split(sizes, -1)
         _, k, v = other.split(sizes, -1)
-        return self.of_out(self.core(*(t.unflatten(-1, (-1, DIM)) for t in (q, k, v))))
+        return self.out_linear(self.core(*(t.unflatten(-1, (-1, DIM)) for t in (q, k, v))))
 
 
 @pytest.mark.parametrize("kind", ["self", "packed", "cross", "grouped"])
 def test_a_layer_around_it_trains_as_with_sdpa(kind: str) -> None:
-    """As in a multi-head attention layer: out and every weight's gradient, beside torch's own attention."""
+    """Like a multi-head attention layer: out and every weight's gradient, beside torch's own attention."""
     heads_kv = 2 if kind == "grouped" else HEADS
     mask = "no_mask" if kind == "cross" else "causal"
     core = te.DotProductAttention(HEADS, DIM, num_gqa_groups=heads_kv, qkv_format="bshd", attn_mask_type=mask)
@@ -778,10 +778,10 @@ def test_a_layer_around_it_trains_as_with_sdpa(kind: str) -> None:
 
 def test_the_page_names_every_argument() -> None:
     page = (Path(__file__).parents[2] / "docs" / "te.md").read_text()
-    of_module = page[page.index("## DotProductAttention") : page.index("## fused_attn_fwd")]
+    section = page[page.index("## DotProductAttention") : page.index("## fused_attn_fwd")]
     kinds = (te.DotProductAttention, te.DotProductAttention.forward)
     names = [name for kind in kinds for name in inspect.signature(kind).parameters if name != "self"]
-    assert [name for name in names if f"`{name}`" not in of_module] == []
+    assert [name for name in names if f"`{name}`" not in section] == []
 
 
 def test_it_compiles_into_one_graph() -> None:

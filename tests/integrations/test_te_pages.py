@@ -28,7 +28,7 @@ def cumulative(lengths: list[int]) -> Tensor:
 
 
 class Case:
-    """A call over pages: `given` is what fused_attn_fwd takes, q and keys in rows, [b, s, h, d]."""
+    """A call over pages: `given` has the arguments of fused_attn_fwd, q and keys are rows, [b, s, h, d]."""
 
     def __init__(self, layout: str, mask: str) -> None:
         torch.manual_seed(len(layout) + len(mask))
@@ -69,7 +69,7 @@ class Case:
 
 
 def right(case: Case, mask: str) -> Tensor:
-    """Returns attention in float64, [b, s, h, d_v], 0 where a sequence has no query."""
+    """Returns attention in float64, [b, s, h, d_v], 0 if a sequence has no query."""
     out = torch.zeros(3, SQ, HEADS, DIM_V, dtype=torch.float64)
     for i, (new, total) in enumerate(zip(NEW, TOTAL, strict=True)):
         k, v = (t[i, :total].double().repeat_interleave(HEADS // HEADS_KV, 1) for t in (case.k, case.v))
@@ -149,10 +149,10 @@ def test_the_answer_for_pages() -> None:
 def test_pages_have_no_fp8_and_no_backward() -> None:
     case = Case("paged_kv_bshd_bshd_bshd", "padding")
     quantise = te.Float8CurrentScalingQuantizer(torch.float8_e4m3fn)
-    of_fp8 = {name: quantise(case.given[name].nan_to_num().bfloat16()) for name in "qkv"}
-    of_fp8 |= {"fused_attention_backend": "FP8", "fake_dtype": torch.bfloat16}
+    fp8_arguments = {name: quantise(case.given[name].nan_to_num().bfloat16()) for name in "qkv"}
+    fp8_arguments |= {"fused_attention_backend": "FP8", "fake_dtype": torch.bfloat16}
     with pytest.raises(NotImplementedError, match="fused_attention_backend is FP8 with a layout paged_kv_"):
-        fused_attn_fwd(**case.given | of_fp8)
+        fused_attn_fwd(**case.given | fp8_arguments)
     out, aux = fused_attn_fwd(**case.given)
     names = ("is_training", "page_table_k", "page_table_v")
     given = {name: value for name, value in case.given.items() if name not in names}

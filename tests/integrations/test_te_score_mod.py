@@ -171,7 +171,7 @@ def test_a_number_on_the_cpu_is_read_in_each_call(device: str) -> None:
 
 
 def test_a_backward_has_the_number_of_its_forward(device: str) -> None:
-    """Where TransformerEngine refuses a number that was changed in between, here it was read by then."""
+    """If a number changed in between, TransformerEngine refuses the backward. Here the forward has already read it."""
     cap, softcap = scalar(1.5), Softcap()
     q = torch.randn(1, 20, HEADS, 16, generator=torch.Generator().manual_seed(1)).to(device).requires_grad_()
     want = torch.autograd.grad(attention(q, q, q, softcap=1.5).sum(), q)

@@ -1,4 +1,4 @@
-"""Masks in callbacks: those by distance become bands, with the kernels of the option, where that is the same; nowhere else."""
+"""Masks in callbacks: masks by distance become bands, with the kernels of the option, if the results are equal."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def selecting(visible: Callable[[Any, Any, Any], Any]) -> Callable[..., Any]:
     return callback
 
 
-# name -> (what is visible, the band: left and right)
+# name -> (visible scores, the band: left and right)
 BANDS: dict[str, tuple[Callable[[Any, Any, Any], Any], tuple[int | None, int]]] = {
     "ge": (lambda g, i, j: g.cmp_ge(i, j), (None, 0)),
     "le, the other way round": (lambda g, i, j: g.cmp_le(j, i), (None, 0)),
@@ -194,15 +194,15 @@ def test_what_is_left_beside_the_band_is_computed(device: str) -> None:
 
 
 def documents(graph: Any, score: Any, tensors: Any) -> Any:
-    same = graph.cmp_eq(tensors["of_query"], tensors["of_key"])
+    same = graph.cmp_eq(tensors["query_ids"], tensors["key_ids"])
     causal = graph.cmp_ge(graph.gen_index(score, 2), graph.gen_index(score, 3))
     return graph.binary_select(score, tensors["fill"], graph.logical_and(same, causal))
 
 
 def test_what_is_no_band_of_a_mask_stays_a_mask(device: str) -> None:
-    """With -inf it is asked of whole blocks, as a mask_mod; with a finite number it is computed as it is written."""
+    """If the mask fills with -inf it is a mask_mod, tested for whole blocks; if with a finite number, it is computed as written."""
     qkv, ids = inputs(device, 45, 45), (torch.arange(45, device=device) // 13)
-    tensors = {"of_query": ids[:, None], "of_key": ids[None]}
+    tensors = {"query_ids": ids[:, None], "key_ids": ids[None]}
     exact, finite = (settings_of(TEScoreMod(documents, None, {**tensors, "fill": fill}), *qkv) for fill in (-INF, -1e9))
     assert (exact.window_right, exact.has_floor) == (0, False)
     assert '"mask":[' in exact.mods
@@ -213,7 +213,7 @@ def test_what_is_no_band_of_a_mask_stays_a_mask(device: str) -> None:
 
 
 IDS = torch.arange(45, dtype=torch.int32) // 13
-# name -> (what is visible, whether it is plain that every query sees the key at its own position)
+# name -> (visible scores, whether every query certainly sees the key at its own position)
 REST: dict[str, tuple[Callable[..., Tensor], bool]] = {
     "documents": (lambda ids, i, j: ids[i] == ids[j], True),
     "documents, causal": (lambda ids, i, j: (ids[j] == ids[i]) & (i >= j), True),
@@ -261,7 +261,7 @@ def test_a_low_score_under_a_mask_by_block_raises(device: str) -> None:
         attention(q, k, v, score_mod=lambda s, b, h, i, j: torch.where(ids[i] == ids[j], s, -1e9))
 
 
-# What a finite fill is no band with, as a query may then see nothing but what is masked; sq, skv, the band, the rest of the call.
+# Calls whose finite fill is no band, because a query may see only masked keys; sq, skv, the band, the other arguments.
 FINITE_IS_EXACT: dict[str, tuple[int, int, str, dict[str, Any], bool]] = {
     "more keys": (37, 45, "ge", {}, True),
     "more queries": (45, 37, "ge", {}, True),
@@ -298,7 +298,7 @@ def test_a_finite_number_is_a_band_only_where_no_query_sees_it_alone(what: str, 
 
 
 def test_queries_that_see_no_key(device: str) -> None:
-    """With -inf there is nothing; with a number all keys count alike, as in softmax."""
+    """With -inf the result is 0; with a finite number all keys count alike, as in softmax."""
     qkv, visible = inputs(device, 60, 20), BANDS["a window"][0]
     for fill in (-INF, -1e9):
         want = reference(qkv, lambda s, i, j, fill=fill: s.masked_fill((i < j) | (i - j > 9), fill))
@@ -323,7 +323,7 @@ def test_lse_is_the_same_and_dropout_drops_the_same(device: str) -> None:
 @pytest.mark.parametrize("fill", [MASKING, -1e9])
 @pytest.mark.parametrize("kept", [True, False])
 def test_scores_near_a_finite_fill_raise_and_are_never_wrong(fill: float, kept: bool, device: str) -> None:
-    """Scores of -1e9 take rows of 1e5 in fp32. What is masked would then count, and the band would leave it out."""
+    """Scores of -1e9 need rows of 1e5 in fp32. If there were any, masked keys would count, and the band would omit them."""
     q, k, v = (x.detach() for x in inputs(device, 24, 24))
     q, k = torch.full_like(q, 1e5), torch.full_like(k, fill / 16 / 1e5 * 4)
     q.requires_grad_(kept)

@@ -1,4 +1,4 @@
-"""Nodes of a callback's graph: all of cuDNN frontend's, what each computes, and what a wrong call of one is told."""
+"""Nodes of a callback's graph: all nodes of cuDNN frontend, the result of each, and the error of each wrong call."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ X = torch.tensor([-7.5, -2.0, -0.75, -0.1, 0.1, 0.6, 1.25, 3.0, 9.0], dtype=torc
 Y = torch.tensor([3.0, -3.0, 2.0, 0.5, -1.5, 2.0, 0.25, 1.0, -4.0], dtype=torch.float64)
 functional = torch.nn.functional
 
-# Names of cudnn.pygraph, 1.28 to 1.32, that are no pointwise nodes: what works on whole tensors, and what builds and runs a graph.
+# Names of cudnn.pygraph, 1.28 to 1.32, that are no pointwise nodes: they work on whole tensors, or build and run a graph.
 _OTHERS = """
 adalayernorm adalayernorm_backward backend_plan_entries batchnorm batchnorm_backward batchnorm_inference block_scale_dequantize
 block_scale_quantize build build_operation_graph build_plan_at_index build_plans check_support concatenate context conv_dgrad
@@ -96,7 +96,7 @@ def test_activations_and_their_backwards(what: str) -> None:
     function, parameters = FORWARDS[what]
     name = what.partition(",")[0]
     torch.testing.assert_close(call(name, X, **parameters), function(X))
-    if what == "relu, slope and upper clip":  # cuDNN's own rule: what is above the clip has the slope too
+    if what == "relu, slope and upper clip":  # cuDNN's own rule: values above the clip have the slope too
         wanted = torch.where((X > 0) & (X < 2.0), Y, Y * 0.2)
     else:
         wanted = derivative(function)
@@ -110,7 +110,7 @@ def test_a_slope_and_a_lower_clip_apply_in_this_order() -> None:
 
 
 def test_operands_have_cudnns_order() -> None:
-    """By hand, where an operand's sign or place matters."""
+    """Written by hand, because an operand's sign or place matters."""
     x, y = torch.tensor([-5.0, 5.0, -7.5]), torch.tensor([3.0, -3.0, 2.0])
     assert call("mod", x, y).tolist() == [-2.0, 2.0, -1.5]  # has the sign of the first
     assert call("add_square", x, y).tolist() == [4.0, 14.0, -3.5]

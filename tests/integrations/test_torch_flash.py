@@ -1,4 +1,4 @@
-"""flexattn as torch's flash attention: what is behind scaled_dot_product_attention and varlen_attn, registered for the CPU."""
+"""flexattn as torch's flash attention, behind scaled_dot_product_attention and varlen_attn, registered for the CPU."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_sdpa(active: None, layout: str, is_causal: bool) -> None:
 
 
 def test_the_flash_operators_causal_mask_ends_in_the_bottom_right_corner(active: None) -> None:
-    """As in FlashAttention: with unequal lengths torch calls it for `causal_lower_right` alone (torch.nn.attention.bias)."""
+    """FlashAttention does the same. If lengths differ, torch calls it for `causal_lower_right` alone (torch.nn.attention.bias)."""
     leaves = qkv(2, 4, 7, 8, heads_kv=4)
     q = leaves[0].detach()[:, :, :3].requires_grad_()
     out, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, *leaves[1:], is_causal=True)
@@ -140,8 +140,8 @@ def test_masked_sdpas_results_are_laid_out_as_torch_says(active: None, skv: int)
     gradients = backward(dout, *leaves, bias, *results, 0.0, [True] * 4)
     on_meta = [t.to("meta") for t in (dout, *leaves, bias)]
     promised = efficient(*on_meta[1:], True)
-    of_gradients = backward(*on_meta, *promised, 0.0, [True] * 4)
-    for got, want in zip((*results, *gradients), (*promised, *of_gradients), strict=True):
+    promised_gradients = backward(*on_meta, *promised, 0.0, [True] * 4)
+    for got, want in zip((*results, *gradients), (*promised, *promised_gradients), strict=True):
         assert (got.shape, got.stride(), got.dtype) == (want.shape, want.stride(), want.dtype)
 
 

@@ -132,7 +132,7 @@ def test_recognized_patterns_are_those_of_transformers_own_functions(name: str) 
 @pytest.mark.parametrize("offsets", [(0, 0), (11, 0), (40, 27)])
 @pytest.mark.parametrize("name", RECOGNIZED)
 def test_a_mask_shows_the_keys_that_sdpas_shows(name: str, offsets: tuple[int, int], padded: bool) -> None:
-    """Whole prompts, later pieces of them, and pieces over a sliding cache, where keys are from the middle."""
+    """Whole prompts, later pieces of them, and pieces over a sliding cache, whose keys come from the middle."""
     if name in ("packed", "blocks") and offsets != (0, 0):
         pytest.skip("transformers packs only without a cache, and gives blocks by position")
     q_offset, kv_offset = offsets
@@ -153,10 +153,10 @@ def test_a_mask_shows_the_keys_that_sdpas_shows(name: str, offsets: tuple[int, i
     layer = _Layer()
     layer.is_causal = not name.startswith("bidirectional")
     got = attention_forward(layer, *qkv, mask)[0]
-    of_rows = seen.any(-1).expand(B, 1, sq)[:, 0]
-    wanted = _dense(qkv, seen | ~of_rows[:, None, :, None])
-    _same_with_gradients(got[of_rows], wanted[of_rows], qkv)
-    assert not got[~of_rows].any()
+    row_sees = seen.any(-1).expand(B, 1, sq)[:, 0]
+    wanted = _dense(qkv, seen | ~row_sees[:, None, :, None])
+    _same_with_gradients(got[row_sees], wanted[row_sees], qkv)
+    assert not got[~row_sees].any()
 
 
 @pytest.mark.parametrize("name", ["causal", "window", "own"])
@@ -207,7 +207,7 @@ def test_taking_a_mask_apart_is_refused() -> None:
         mask[3]
     with pytest.raises(AttributeError, match=r"attention_mask\.dtype: this model computes with its mask"):
         mask.dtype  # noqa: B018
-    assert attention_mask(B, S, S, attention_mask=mask) is mask  # as generate() makes it, and the model asks again
+    assert attention_mask(B, S, S, attention_mask=mask) is mask  # generate() makes it so, and the model asks again
     assert mask.contiguous() is mask
     with pytest.raises(TypeError, match=r"attention_mask\.to\(torch\.float32\): this model computes with its mask"):
         mask.to(torch.float32)
@@ -228,7 +228,7 @@ def test_a_mask_follows_a_model_to_its_next_device() -> None:
 
 
 def test_a_mask_for_other_lengths_is_refused() -> None:
-    """As where a model adds keys to those that its mask was made for."""
+    """A model may add keys after its mask was made."""
     with pytest.raises(ValueError, match="made for 24 queries and 23 keys but comes with 24 and 24; accepted: equal"):
         _ours(_qkv(), attention_mask(B, S, S - 1))
 
@@ -260,7 +260,7 @@ def test_arguments_hold_where_there_is_no_mask() -> None:
 
 @pytest.mark.parametrize("kind", ["none", "window", "position_bias", "tensor", "own"])
 def test_cu_seq_lens_keep_sequences_apart_on_top_of_any_mask(kind: str) -> None:
-    starts = torch.tensor([0, 9, 11, S, S + 5, 2 * S])  # int64, of both rows, as transformers' collator gives them
+    starts = torch.tensor([0, 9, 11, S, S + 5, 2 * S])  # int64, of both rows, from transformers' collator
     ids = torch.bucketize(torch.arange(2 * S), starts[1:], right=True).view(2, S)
     seen = CAUSAL & (ids[:, None, :, None] == ids[:, None, None])
     lengths = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": torch.tensor(19), "max_length_k": 19}
@@ -431,7 +431,7 @@ def test_continuous_batching_gives_the_tokens_of_each_request_alone(name: str) -
 
 
 def test_softcaps_and_sinks_reach_the_kernels() -> None:
-    """Both change a model's numbers, so that the comparisons of decoders would see one dropped."""
+    """Both change a model's numbers, so the comparisons of decoders fail if one is dropped."""
     for name, entries in (("gemma2", {"attn_logit_softcapping": None}), ("gpt_oss", None)):
         model = decoder(name, "flexattn")
         kind, settings = DECODERS[name]
@@ -457,7 +457,7 @@ PAGE = (ROOT / "docs" / "transformers.md").read_text("utf-8")
 @pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.slow
 def test_an_example_of_the_page_prints_what_it_shows(number: int, forked_python: Any, tmp_path: Path) -> None:
-    """They stand under `py` and not `python`, as they need transformers."""
+    """They are fenced as `py` and not `python`, because they need transformers."""
     examples = re.findall(r"^```py\n(.*?)^```\n\n```text\n(.*?)^```$", PAGE, re.M | re.S)
     assert len(examples) == 2
     code, shown = examples[number]

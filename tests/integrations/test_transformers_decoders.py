@@ -1,4 +1,4 @@
-"""Decoders of transformers on flexattn: logits, gradients and tokens are those of attention in float64."""
+"""Decoders of transformers on flexattn: logits, gradients and tokens match attention in float64."""
 
 from __future__ import annotations
 

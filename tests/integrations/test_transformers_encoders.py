@@ -1,4 +1,4 @@
-"""Encoders, encoder-decoders, vision and image-text models of transformers on flexattn, beside attention in float64."""
+"""Encoders, encoder-decoders, vision and image-text models of transformers on flexattn, compared with attention in float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keywords of transformers' models: flexattn's functions know each, and raise for those that would change a result."""
+"""Keywords of transformers' models: flexattn's functions know each, and raise if one would change a result."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """memory_efficient_attention with xformers' signature and bias classes, against attention written out in float64.
 
-Stand-ins have the names and the attributes of xformers' classes (xformers 0.0.35, attn_bias.py; mslk 1.1.0); what each lets a query
-see is written here from their documentation. Where xformers itself is installed, its objects and their `materialize` are used too.
+Stand-ins have the names and the attributes of xformers' classes (xformers 0.0.35, attn_bias.py; mslk 1.1.0). The visible keys of
+each class are written here from their documentation. If xformers is installed, its objects and their `materialize` are used too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from flexattn.integrations import xformers as door
 from flexattn.integrations.xformers import memory_efficient_attention
 
 H, D, D_V = 4, 8, 6
-Q_LENGTHS, K_LENGTHS = [5, 3, 0, 7], [9, 3, 4, 8]  # keys at least as many as queries, as xformers asks for
+Q_LENGTHS, K_LENGTHS = [5, 3, 0, 7], [9, 3, 4, 8]  # xformers requires at least as many keys as queries
 STARTS = [2, 12, 17, 22]  # starts of sequences of keys with gaps between them
 
 
@@ -133,7 +133,7 @@ def sequences(slots: list[int], lengths: list[int] | None = None) -> Any:
 
 
 def in_sequences(rule: Rule, starts: list[int], num_keys: int) -> Tensor:
-    """Returns what queries of Q_LENGTHS see of keys that begin at starts."""
+    """Returns the visible scores of queries of Q_LENGTHS and keys that begin at starts."""
     seen, first = torch.zeros(sum(Q_LENGTHS), num_keys, dtype=torch.bool), 0
     for sq, skv, start in zip(Q_LENGTHS, K_LENGTHS, starts, strict=True):
         seen[first : first + sq, start : start + skv] = rule(*indices(sq, skv))
@@ -146,13 +146,13 @@ def test_classes_of_sequences(name: str) -> None:
     attributes, rule = (PACKED | PADDED | GAPPY)[name]
     if name in PACKED:
         slots = [0, *accumulate(K_LENGTHS)]
-        of_keys = sequences(slots)
+        key_info = sequences(slots)
     else:
         slots = [0, 10, 20, 30, 40] if name in PADDED else [*STARTS, 31]
-        of_keys = sequences(slots, K_LENGTHS)
-    of_queries = sequences([0, *accumulate(Q_LENGTHS)])
+        key_info = sequences(slots, K_LENGTHS)
+    query_info = sequences([0, *accumulate(Q_LENGTHS)])
     tensors = qkv(1, sum(Q_LENGTHS), slots[-1])
-    bias = stand_in(name, q_seqinfo=of_queries, k_seqinfo=of_keys, **attributes)
+    bias = stand_in(name, q_seqinfo=query_info, k_seqinfo=key_info, **attributes)
     seen = in_sequences(rule, slots[:-1], slots[-1])
     check(tensors, memory_efficient_attention(*tensors, bias), written_out(tensors, seen=seen))
     grouped = qkv(1, sum(Q_LENGTHS), slots[-1], (2, 2))
@@ -234,8 +234,8 @@ def test_half_precision() -> None:
 
 
 def of_sequences(last_q: int = 6, slots: list[int] | None = None, lengths: list[int] | None = None) -> Any:
-    of_keys = sequences(slots or [0, 4, 9], lengths)
-    return stand_in("BlockDiagonalMask", q_seqinfo=sequences([0, 2, last_q]), k_seqinfo=of_keys)
+    key_info = sequences(slots or [0, 4, 9], lengths)
+    return stand_in("BlockDiagonalMask", q_seqinfo=sequences([0, 2, last_q]), k_seqinfo=key_info)
 
 
 REFUSED: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
@@ -291,7 +291,7 @@ def package(request: pytest.FixtureRequest) -> Any:
     """The package itself; only its classes are used, which need no GPU."""
     try:
         return importlib.import_module(request.param)
-    except (ImportError, OSError) as e:  # an OSError where its libraries are for another machine
+    except (ImportError, OSError) as e:  # an OSError if its libraries are for another machine
         pytest.skip(f"{request.param} cannot be imported: {e}")
 
 
