@@ -14,7 +14,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 @pytest.fixture
 def four_devices() -> None:
-    """Skips the test where JAX had started before this file could say how many devices it has."""
+    """Skips the test if JAX had started before this file could set its number of devices."""
     import jax
 
     if len(jax.devices()) < 4:
@@ -24,6 +24,6 @@ def four_devices() -> None:
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """Makes this machine's CPU a CUDA device to flexattn.jax; gives the launches."""
-    from tests.support.xla_launches import interpreted_launches  # here, as JAX may be missing
+    from tests.support.xla_launches import interpreted_launches  # here, because JAX may be missing
 
     yield from interpreted_launches(monkeypatch)

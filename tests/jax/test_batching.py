@@ -1,4 +1,4 @@
-"""vmap of calls: one call for all where that is the same, and what a loop over the mapped axis gives in every case."""
+"""vmap of calls: one call for all if the results are equal, and the results of a loop over the mapped axis in every case."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ def test_equals_a_loop(name: str) -> None:
     arrays = {key: normal(i, *shape) for i, (key, shape) in enumerate(shapes.items())}
     rank = 3 if name == "thd" else 4
     axes = {key: 0 if x.ndim > (rank if key in "qkv" else _RANKS[key]) else None for key, x in arrays.items()}
-    of_lengths = {key: x for key, x in arguments.items() if key.startswith("cu_")}
-    rest = {key: x for key, x in arguments.items() if key not in of_lengths}
+    given_lengths = {key: x for key, x in arguments.items() if key.startswith("cu_")}
+    rest = {key: x for key, x in arguments.items() if key not in given_lengths}
 
     def call(leaves: Any, lengths: Any) -> Any:
         out, lse = fj.attention(**leaves, **lengths, **rest, return_lse=True)
@@ -78,12 +78,12 @@ def test_equals_a_loop(name: str) -> None:
         return (out**2).sum() + jnp.where(jnp.isfinite(lse), lse, 0).sum(), (out, lse)
 
     whole = jax.value_and_grad(call, has_aux=True)
-    lengths_axes = dict.fromkeys(of_lengths, 0)
-    found = jax.jit(jax.vmap(whole, (axes, lengths_axes)))(arrays, of_lengths)
+    lengths_axes = dict.fromkeys(given_lengths, 0)
+    found = jax.jit(jax.vmap(whole, (axes, lengths_axes)))(arrays, given_lengths)
     alone = jax.jit(whole)
     for n in range(N):
         one = {key: x if axes[key] is None else x[n] for key, x in arrays.items()}
-        expected = alone(one, {key: x[n] for key, x in of_lengths.items()})
+        expected = alone(one, {key: x[n] for key, x in given_lengths.items()})
         for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
             assert jnp.allclose(a[n], b, rtol=2e-5, atol=2e-5, equal_nan=False), name
 
@@ -94,14 +94,14 @@ def test_what_is_a_loop(name: str) -> None:
     arrays = {key: normal(i, *shape) for i, (key, shape) in enumerate(shapes.items())}
     rank = 3 if name == "thd" else 4
     axes = {key: 0 if x.ndim > (rank if key in "qkv" else _RANKS[key]) else None for key, x in arrays.items()}
-    of_lengths = {key: 0 for key in arguments if key.startswith("cu_")}
-    static = {key: x for key, x in arguments.items() if key not in of_lengths}
+    given_lengths = {key: 0 for key in arguments if key.startswith("cu_")}
+    static = {key: x for key, x in arguments.items() if key not in given_lengths}
 
     def both(leaves: Any, lengths: Any) -> Any:
         out, pull = jax.vjp(lambda leaves: fj.attention(**leaves, **lengths, **static), leaves)
         return pull(out)
 
-    text = str(jax.make_jaxpr(jax.vmap(both, (axes, of_lengths)))(arrays, {key: arguments[key] for key in of_lengths}))
+    text = str(jax.make_jaxpr(jax.vmap(both, (axes, given_lengths)))(arrays, {key: arguments[key] for key in given_lengths}))
     assert ("scan[" in text) == is_loop
 
 

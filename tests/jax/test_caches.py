@@ -1,4 +1,4 @@
-"""Caches in JAX: calls over pages and lengths beside torch's, and new rows written in place where XLA may."""
+"""Caches in JAX: calls over pages and lengths compared with torch's, and new rows written in place if XLA may."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def int32(*numbers: int) -> Tensor:
 
 
 def check_equal(arguments: dict[str, Any], results: int = 2) -> None:
-    """Compares a call with torch's, of the eager backend, to the bit or, where kernels run, by the reference in fp64."""
+    """Compares a call with torch's eager backend: to the bit, or, if kernels run, through the reference in fp64."""
     wide = {n: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for n, x in arguments.items()}
     exact = flexattn.attention(**wide, return_lse=True, backend="eager")
     budget = flexattn.attention(**arguments, return_lse=True, backend="eager")
@@ -255,7 +255,7 @@ def test_a_decoding_loop_in_scan() -> None:
 
 @pytest.mark.parametrize("name", ["dense", "fp8, a descale for each token", "fp8, given descales"])
 def test_caches_split_over_heads(name: str) -> None:
-    """Nothing of a cache travels, neither for what is appended nor for attention."""
+    """No part of a cache travels, neither for an append nor for attention."""
     if len(jax.devices()) < 2:
         pytest.skip(f"JAX has {len(jax.devices())} device, and the mesh needs two")
     mesh = jax.make_mesh((2,), ("heads",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
@@ -321,7 +321,7 @@ print(json.dumps([launches, aliases]))
 
 @pytest.mark.slow
 def test_exported_programs_have_the_launches(fresh_python: Any) -> None:
-    """In a process of its own, as Triton's interpreter runs no kernels for sm_90; an append writes the caches, and scales."""
+    """In a process of its own, because Triton's interpreter runs no kernels for sm_90; an append writes the caches, and scales."""
     done = fresh_python("-c", EXPORTED, env={"JAX_PLATFORMS": "cpu"})
     assert done.returncode == 0, done.stderr[-3000:]
     launches, aliases = json.loads(done.stdout)

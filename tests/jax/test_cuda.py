@@ -104,7 +104,7 @@ def test_gradients_of_captures(interpreted: list[Any], deterministic: bool) -> N
 
 @pytest.mark.parametrize("fmt", ["sbhd", pytest.param("bhsd", marks=pytest.mark.slow)])
 def test_sums_over_split_keys_in_formats_with_other_strides(interpreted: list[Any], fmt: str) -> None:
-    """dk and dv are sums of several parts, which are copied into tensors whose dims lie otherwise in memory."""
+    """dk and dv are sums of several parts, which are copied into tensors with other strides."""
     q, k, v = (jax.random.normal(jax.random.key(heads), (2, 17, heads, 16)) for heads in (4, 1, 1))
     there = ["bshd".index(letter) for letter in fmt]
     back = [fmt.index(letter) for letter in "bshd"]
@@ -146,7 +146,7 @@ def test_callbacks_of_transformer_engine_in_xlas_memory(interpreted: list[Any], 
 
 
 def test_a_finite_number_that_masks_is_computed(interpreted: list[Any]) -> None:
-    """Nothing looks at lse where the call runs, and so it becomes no band."""
+    """The call cannot read lse where it runs, so the number becomes no band."""
     q, k, v, dout = jax.random.normal(jax.random.key(0), (4, 1, 24, 1, 16))
 
     def plain(q: Any, k: Any, v: Any) -> Any:
@@ -254,7 +254,7 @@ print(json.dumps(names))
 
 
 def test_a_change_of_the_environment_takes_effect(fresh_python: Any) -> None:
-    """In a function that is compiled anew; in a process of its own, as Triton's interpreter runs no kernels for sm_90."""
+    """In a function that is compiled anew; in a process of its own, because Triton's interpreter runs no kernels for sm_90."""
     done = fresh_python("-c", HOPPER, env={"JAX_PLATFORMS": "cpu"})
     assert done.returncode == 0, done.stderr[-3000:]
     auto, never = json.loads(done.stdout)
@@ -268,7 +268,7 @@ def test_a_call_knows_the_environment_that_it_was_traced_in(monkeypatch: pytest.
     q = jax.random.normal(jax.random.key(0), (1, 8, 2, 16))
 
     def text() -> str:
-        return str(jax.make_jaxpr(lambda *x: fj.attention(*x))(q, q, q))  # a new function, as JAX keeps the trace of one
+        return str(jax.make_jaxpr(lambda *x: fj.attention(*x))(q, q, q))  # a new function, because JAX keeps the trace of one
 
     before = text()
     monkeypatch.setenv("FLEXATTN_HOPPER", "never")
@@ -298,7 +298,7 @@ def test_parameters_move_by_their_names() -> None:
 
 
 def test_quotients_are_rounded_to_nearest() -> None:
-    """As torch's are, and XLA's of float32 are not on a GPU. Below the normal numbers they are 0, as a CPU has XLA's numbers."""
+    """torch rounds so; XLA does not for float32 on a GPU. Below the normal numbers they are 0, as in XLA on a CPU."""
     special = [0.0, -0.0, np.inf, -np.inf, np.nan, 1.0, 3.0, -448.0, 57344.0, 2.0**-126, 3.4028235e38, -3.4028235e38]
     rng = np.random.default_rng(0)
     bits = rng.integers(0, 2**32, (2, 200_000), np.uint32).view(np.float32)  # of every exponent
@@ -318,7 +318,7 @@ def test_quotients_are_rounded_to_nearest() -> None:
 
 
 def test_the_compiler_divides_in_fp64(tmp_path: Path) -> None:
-    """LLVM may not make a float32 division of it again, whose rounding is another one on a GPU alone."""
+    """LLVM must not turn it back into a float32 division, whose rounding differs on a GPU alone."""
     x = jnp.ones(1000, jnp.float32)
     jax.jit(cuda.quotient).lower(x, x).compile(compiler_options={"xla_dump_to": str(tmp_path)})
     lines = [line for path in tmp_path.glob("*ir-with-opt.ll") for line in path.read_text().splitlines() if " fdiv " in line]

@@ -1,4 +1,4 @@
-"""The examples of docs/jax.md run, and print what the page shows."""
+"""The examples of docs/jax.md run, and print the page's output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The attention_fn of flax's multi-head attention: flax's numbers, in its modules where flax is installed."""
+"""The attention_fn of flax's multi-head attention: flax's numbers, in its modules if flax is installed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def plain(q: Any, k: Any, v: Any, bias: Any = 0.0, mask: Any = True) -> Any:
 
 
 TREE = jnp.tril(jnp.ones((9, 9)))
-CASES: dict[str, tuple[tuple[int, ...], dict[str, Any], dict[str, Any]]] = {  # batch dims, arguments, those of `plain`
+CASES: dict[str, tuple[tuple[int, ...], dict[str, Any], dict[str, Any]]] = {  # batch dims, arguments, arguments of `plain`
     "plain": ((2,), {}, {}),
     "no batch": ((), {"is_causal": True}, {"mask": TREE > 0}),
     "two batch dims, bias of one": ((2, 3), {"bias": normal(4, 3, 1, 9, 9)}, {"bias": normal(4, 3, 1, 9, 9)}),

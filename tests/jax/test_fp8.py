@@ -1,4 +1,4 @@
-"""FP8 in JAX: delayed scaling and out in FP8 have torch's bits, and a state's gradient is what a call notes."""
+"""FP8 in JAX: delayed scaling and out in FP8 have torch's bits, and a state's gradient has a call's statistics."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def same_bits(found: Any, expected: Tensor) -> None:
 )
 def test_three_steps_of_delayed_scaling_have_torchs_bits(recipe: dict[str, Any]) -> None:
     made = fp8.Recipe(**DELAYED, **recipe)
-    state, of_torch = jax_fp8.DelayedScaling.create(made, 4, 2), fp8.DelayedScaling(made, 4, 2)
+    state, torch_state = jax_fp8.DelayedScaling.create(made, 4, 2), fp8.DelayedScaling(made, 4, 2)
     is_quantized = made.out_dtype is not None
 
     @jax.jit
@@ -68,15 +68,15 @@ def test_three_steps_of_delayed_scaling_have_torchs_bits(recipe: dict[str, Any])
     for i in range(3):
         leaves, weights = qkv(i), normal(5, 2, 40, 4, 32)
         gradients, noted, out, state = step([to_jax(x) for x in leaves], state, to_jax(weights))
-        found = flexattn.attention(*leaves, **CAUSAL, fp8_recipe=made, fp8_state=of_torch)
+        found = flexattn.attention(*leaves, **CAUSAL, fp8_recipe=made, fp8_state=torch_state)
         wide = fp8.dequantize(found, made, dtype=torch.float32) if is_quantized else found.float()
         (wide * weights).sum().backward()
         for name in fp8.TENSORS:
-            same_bits(getattr(noted, f"amax_history_{name}")[0], of_torch.history(name)[0])
+            same_bits(getattr(noted, f"amax_history_{name}")[0], torch_state.history(name)[0])
             assert not getattr(noted, f"scale_{name}").any()
-        of_torch.update()
+        torch_state.update()
         for name in fp8.BUFFERS:
-            same_bits(getattr(state, name), getattr(of_torch, name))
+            same_bits(getattr(state, name), getattr(torch_state, name))
         for a, b in zip(gradients, leaves, strict=True):
             same_bits(a, b.grad)
         if not is_quantized:
@@ -120,11 +120,11 @@ def test_out_in_fp8_has_torchs_bits(name: str) -> None:
     found = flexattn.attention(*leaves, **arguments, fp8_recipe=made)
     wide = fp8.dequantize(found, made, qkv_format=fmt, **lengths)
     arrays = {n: to_jax(x) for n, x in arguments.items()}
-    of_jax = {n: to_jax(x) for n, x in lengths.items()}
+    jax_lengths = {n: to_jax(x) for n, x in lengths.items()}
 
     def call(*leaves: Any) -> Any:
         out = fj.attention(*leaves, **arrays, fp8_recipe=made)
-        return jax_fp8.dequantize(out, qkv_format=fmt, **of_jax), out
+        return jax_fp8.dequantize(out, qkv_format=fmt, **jax_lengths), out
 
     ours, pull, out = jax.vjp(call, *(to_jax(x) for x in leaves), has_aux=True)
     for field in ("data", "descale", "amax", "source"):
@@ -200,9 +200,9 @@ def test_quantize_in_xlas_memory(interpreted: list[Any]) -> None:
 
 
 def test_delayed_scaling_in_xlas_memory(interpreted: list[Any]) -> None:
-    """The launches of a CUDA device note what torch's do, and results are as right as torch's on the same kernels."""
+    """The launches of a CUDA device record torch's statistics, and results are as exact as torch's on the same kernels."""
     made = fp8.Recipe(**DELAYED, out_dtype=E4M3)
-    leaves, of_torch = qkv(), fp8.DelayedScaling(made, 4, 2)
+    leaves, torch_state = qkv(), fp8.DelayedScaling(made, 4, 2)
     state = jax_fp8.DelayedScaling.create(made, 4, 2)
     dout = normal(7, 2, 40, 4, 32).bfloat16()
     with cuda.compiled_for((8, 9), processors=4):
@@ -220,17 +220,17 @@ def test_delayed_scaling_in_xlas_memory(interpreted: list[Any]) -> None:
         return [source.detach(), *torch.autograd.grad(source, leaves, dout.to(source.dtype))]
 
     exact = by_torch([x.detach().double().requires_grad_() for x in leaves], backend="eager")
-    budget = by_torch(leaves, fp8_recipe=made, fp8_state=of_torch, backend="triton")
+    budget = by_torch(leaves, fp8_recipe=made, fp8_state=torch_state, backend="triton")
     for name, *three in zip(("out", "dq", "dk", "dv"), [to_torch(x) for x in (out.source, *gradients)], exact, budget, strict=True):
         check_close(name, *three)
     for name in ("q", "k", "v", "dout"):
-        same_bits(getattr(noted, f"amax_history_{name}")[0], of_torch.history(name)[0])
-    np.testing.assert_allclose(noted.amax_history_out[0], of_torch.history("out")[0], rtol=2.0**-7)
+        same_bits(getattr(noted, f"amax_history_{name}")[0], torch_state.history(name)[0])
+    np.testing.assert_allclose(noted.amax_history_out[0], torch_state.history("out")[0], rtol=2.0**-7)
     assert sum("quantize" in one.launch.kernel.__name__ for one in interpreted) > 2
 
 
 def test_a_state_over_layers_and_devices() -> None:
-    """Scan stacks the states of layers; XLA gathers a call whose scales belong to the whole."""
+    """Scan stacks the states of layers. If a call's scales are shared by all devices, XLA gathers the call."""
     made = fp8.Recipe(**DELAYED)
     leaves = [to_jax(x) for x in qkv()]
     states = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), jax_fp8.DelayedScaling.create(made, 4, 2))

@@ -207,7 +207,7 @@ def test_explain_says_who_runs_it(as_cuda: list[str]) -> None:
 
 
 def test_a_torch_without_cuda_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where JAX has a device and torch none."""
+    """JAX has a device and torch has none."""
     monkeypatch.setattr(cuda, "_first_device", lambda: cuda.Device((9, 0), 132))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     q, k, v = qkv()
@@ -278,7 +278,7 @@ def _count(text: bytes, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return [tensors[0] + 1]
 
 
-# They live as long as the process, as XLA keeps their addresses.
+# They live as long as the process, because XLA keeps their addresses.
 _HANDLERS = {"counting": ffi.handler(_count, "cpu"), "on_a_stream": ffi.handler(_count, "cuda")}
 
 
@@ -297,9 +297,9 @@ def test_thread_locals_live_from_call_to_call_in_xlas_threads() -> None:
     for _ in range(20):
         x = call(x)
     assert (x == 20).all()
-    of_thread = {one: [count for thread, count in _RAN if thread == one] for one, _ in _RAN}
-    assert max(len(counts) for thread, counts in of_thread.items() if thread != threading.get_native_id()) > 1
-    for counts in of_thread.values():
+    counts_by_thread = {one: [count for thread, count in _RAN if thread == one] for one, _ in _RAN}
+    assert max(len(counts) for thread, counts in counts_by_thread.items() if thread != threading.get_native_id()) > 1
+    for counts in counts_by_thread.values():
         assert counts == list(range(1, len(counts) + 1))
 
 

@@ -1,4 +1,4 @@
-"""Mods written in JAX: the same programs, results and gradients as those of the same mods in torch."""
+"""Mods written in JAX: the same programs, results and gradients as the same mods in torch."""
 
 from __future__ import annotations
 
@@ -94,19 +94,19 @@ def test_results_and_gradients(name: str) -> None:
 def test_bands_and_masks_equal_those_of_torch(name: str) -> None:
     """The captures' names apart; score_mods differ in conversions, which JAX writes down."""
     arrays = captures()
-    of_torch = trace_mods(*pairs(torch, *map(to_torch, arrays))[name], masks=Masks.ALL)
+    torch_traced = trace_mods(*pairs(torch, *map(to_torch, arrays))[name], masks=Masks.ALL)
     written = {}
     for role, mod in zip(("score_mod", "mask_mod"), pairs(jnp, *arrays)[name], strict=True):
         if mod is not None:
             traced = mods.trace(role, mod)
             written[role] = traced.written(mods.stand_ins(traced.arrays))
-    of_jax = trace_mods(written.get("score_mod"), written.get("mask_mod"), masks=Masks.ALL)
-    assert (of_jax.left, of_jax.right) == (of_torch.left, of_torch.right)
+    jax_traced = trace_mods(written.get("score_mod"), written.get("mask_mod"), masks=Masks.ALL)
+    assert (jax_traced.left, jax_traced.right) == (torch_traced.left, torch_traced.right)
 
     def ops_of(graph: Any) -> list[str] | None:
         return None if graph is None else [str(node.target) for node in graph.nodes if node.op == "call_function"]
 
-    assert ops_of(of_jax.program.mask) == ops_of(of_torch.program.mask)
+    assert ops_of(jax_traced.program.mask) == ops_of(torch_traced.program.mask)
 
 
 def test_explicit_tensors_and_a_given_gradient() -> None:

@@ -1,4 +1,4 @@
-"""dot_product_attention against JAX's own, whose arithmetic is float32 too; the reference in fp64 judges `attention` itself."""
+"""dot_product_attention against JAX's own, which computes in float32 too; the reference in fp64 checks `attention` itself."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_biases_and_masks_that_jax_takes(name: str) -> None:
 @pytest.mark.sample(pairs=False)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_the_residual_is_that_of_jax(dtype: Any) -> None:
-    """In the dtype of query, without a gradient, and with JAX's number for queries that see no key."""
+    """In the dtype of query, without a gradient, and with JAX's number if a query sees no key."""
     q, k, v = (x.astype(dtype) for x in (normal(0, 2, 9, 4, 16), normal(1, 2, 11, 4, 16), normal(2, 2, 11, 4, 16)))
     mask = jnp.arange(9)[:, None] < jnp.full((1, 11), 5)
 

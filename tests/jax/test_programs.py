@@ -21,7 +21,7 @@ FEW = [
 
 @pytest.mark.parametrize("name", FEW)
 def test_written_operands_come_from_one_barrier(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """XLA makes one operand of two that are equal, as zeros are, unless they are results of one instruction."""
+    """XLA merges two equal operands, such as zeros, unless they are results of one instruction."""
 
     def described(step: Any, written: Any, architecture: int, zeros: Any) -> CustomCall:
         operands = tuple(dict.fromkeys(step.buffers))
@@ -38,7 +38,7 @@ def test_written_operands_come_from_one_barrier(monkeypatch: pytest.MonkeyPatch,
 
 @pytest.mark.parametrize("names", [FEW, pytest.param([], marks=pytest.mark.slow, id="all")])
 def test_compiled_programs_give_each_result_its_own_memory(fresh_python: Any, names: list[str]) -> None:
-    """As XLA compiles them for an H100; it needs JAX's CUDA plugin, and no GPU."""
+    """XLA compiles them for an H100, which needs JAX's CUDA plugin, and no GPU."""
     pytest.importorskip("jax_plugins.xla_cuda13", reason="XLA for CUDA is not installed: pip install --no-deps jax-cuda13-pjrt")
     done = fresh_python("-m", "tests.support.xla_programs", *names, env={"JAX_PLATFORMS": "cpu"})
     assert done.returncode == 0, done.stderr[-3000:]
@@ -64,7 +64,7 @@ api_version=API_VERSION_TYPED_FFI
     [
         ("%p0, %p2, %p3", 0),
         ("%bitcast.3, %p2, %p2", 2),  # the same memory for two results
-        ("%p2, %p3, %p2", 1),  # what is written is read, too
+        ("%p2, %p3, %p2", 1),  # written tensors are read, too
         ("%p3, %bitcast.3, %p2", 1),  # a slice
     ],
 )

@@ -99,15 +99,15 @@ def test_over_an_axis(mesh: Any, name: str, layout: str) -> None:
     dout, dlse = normal(7, *leaves["q"].shape), normal(8, 2, 4, TOKENS)
 
     def whole(leaves: Any) -> Any:
-        of_keys = {"cu_seqlens_kv": CU} if "cu_seqlens_q" in arguments else {}
-        return fj.attention(**leaves, **arguments, **of_keys, return_lse=True, return_max_logit=True)
+        key_lengths = {"cu_seqlens_kv": CU} if "cu_seqlens_q" in arguments else {}
+        return fj.attention(**leaves, **arguments, **key_lengths, return_lse=True, return_max_logit=True)
 
     if name == "mods" or "before" in name or "lengths" in name:
         dlse = jnp.where(jnp.isfinite(whole(leaves)[1]), dlse, 0)
 
     expected = both(whole, leaves, dout, dlse)
-    of_tokens = P(*(None,) * dim, "sp")
-    specs = {n: of_tokens if n in "qkv" else P(None, None, "sp") if n == "bias" else P() for n in leaves}
+    token_spec = P(*(None,) * dim, "sp")
+    specs = {n: token_spec if n in "qkv" else P(None, None, "sp") if n == "bias" else P() for n in leaves}
     over = {**dict.fromkeys("qkv", dim), "bias": 2}
     order = fj.sequence_order(TOKENS, 4, layout)
     in_order = {n: jnp.take(x, order, over[n]) if n in over else x for n, x in leaves.items()}
@@ -115,7 +115,7 @@ def test_over_an_axis(mesh: Any, name: str, layout: str) -> None:
     def part(leaves: Any) -> Any:
         return fj.attention_over_axis(**leaves, **arguments, axis_name="sp", layout=layout, return_lse=True, return_max_logit=True)
 
-    sharded = jax.shard_map(part, mesh=mesh, in_specs=(specs,), out_specs=(of_tokens, P(None, None, "sp"), P()), check_vma=False)
+    sharded = jax.shard_map(part, mesh=mesh, in_specs=(specs,), out_specs=(token_spec, P(None, None, "sp"), P()), check_vma=False)
     call = jax.jit(lambda *x: both(sharded, *x))
     given = in_order, jnp.take(dout, order, dim), jnp.take(dlse, order, 2)
     (out, lse, largest), gradients = call(*given)
@@ -146,7 +146,7 @@ DOCUMENTS: dict[str, dict[str, Any]] = {
 }
 
 
-# Where tokens lie between documents, the cases of windows have each way to find them.
+# If tokens lie between documents, the cases of windows have each way to find them.
 OF_DOCUMENTS = [(name, layout, 0) for name in DOCUMENTS for layout in ("contiguous", "zigzag")]
 OF_DOCUMENTS += [(name, layout, 3) for name, layout, _ in OF_DOCUMENTS if "window" in name]
 DOCUMENTS_BY_DEFAULT = {
@@ -171,10 +171,10 @@ def test_packed_documents_over_an_axis(mesh: Any, name: str, layout: str, gap: i
         starts = cu + gap * np.array([1, 1, 2, 2, 3, 3])
         lengths["cu_seqlens_q_padded"] = jnp.asarray(starts.astype(np.int32))
         is_real = ((np.arange(TOKENS) >= starts[:-1, None]) & (np.arange(TOKENS) < (starts[:-1] + np.diff(cu))[:, None])).any(0)
-    of_keys = {name.replace("_q", "_kv"): x for name, x in lengths.items()}
+    key_lengths = {name.replace("_q", "_kv"): x for name, x in lengths.items()}
     leaves = {n: normal(i, TOKENS, 4 if n == "q" else 2, 16) for i, n in enumerate("qkv")}
     leaves = {n: jnp.where(is_real[:, None, None], x, jnp.nan) for n, x in leaves.items()}
-    whole = lambda leaves: fj.attention(**leaves, **arguments, **lengths, **of_keys, return_lse=True, return_max_logit=True)  # noqa: E731
+    whole = lambda leaves: fj.attention(**leaves, **arguments, **lengths, **key_lengths, return_lse=True, return_max_logit=True)  # noqa: E731
     dout = jnp.where(is_real[:, None, None], normal(7, TOKENS, 4, 16), jnp.nan)
     dlse = jnp.where(jnp.isfinite(whole(leaves)[1]) & is_real, normal(8, 4, TOKENS), 0)
     expected = both(whole, leaves, dout, dlse)
@@ -184,8 +184,8 @@ def test_packed_documents_over_an_axis(mesh: Any, name: str, layout: str, gap: i
         how = {"axis_name": "sp", "layout": layout, "return_lse": True, "return_max_logit": True}
         return fj.attention_over_axis(**leaves, **arguments, **lengths, **how)
 
-    of_lse = P(None, "sp")
-    sharded = jax.shard_map(part, mesh=mesh, in_specs=P("sp"), out_specs=(P("sp"), of_lse, P()), check_vma=False)
+    lse_spec = P(None, "sp")
+    sharded = jax.shard_map(part, mesh=mesh, in_specs=P("sp"), out_specs=(P("sp"), lse_spec, P()), check_vma=False)
     found = jax.jit(lambda *x: both(sharded, *x))({n: x[order] for n, x in leaves.items()}, dout[order], dlse[:, order])
     (out, lse, largest), gradients = found
     back = np.argsort(order)
@@ -218,7 +218,7 @@ def test_numbers_in_fp8_travel_as_they_are(mesh: Any, layout: str) -> None:
 def test_kernels_drop_over_an_axis_what_they_drop_on_one_device(
     mesh: Any, interpreted: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And take all of a part's keys, of which 67 are more than a block; what is traced has no values to be checked."""
+    """They also take all of a part's 67 keys, which are more than a block. A trace has no values to check."""
     monkeypatch.setenv("FLEXATTN_CHECK", "1")
     lengths = {"cu_seqlens_q": jnp.array([0, 1, 1, 96], jnp.int32), "max_seqlen_q": 95}
     how = {"qkv_format": "thd", "attn_mask_type": "padding", "window_size": (36, 4), **DROPOUT}

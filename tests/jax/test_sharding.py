@@ -1,4 +1,4 @@
-"""Calls on a mesh of four CPU devices, split by XLA: the same numbers as on one, and no gathering where a call can be split."""
+"""Calls on a mesh of four CPU devices, split by XLA: the same numbers as on one, and no gathering if a call can be split."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def both(leaves: dict[str, Any], **arguments: Any) -> Any:
 
 
 def sharded(mesh: Any, leaves: dict[str, Any], specs: dict[str, Any], **arguments: Any) -> tuple[str, Any]:
-    """Returns the compiled program of `both`, whose arrays are on the mesh as `specs` says, and what it gives."""
+    """Returns the compiled program of `both`, whose arrays are on the mesh as `specs` says, and its results."""
     placed = {
         name: jax.device_put(x, NamedSharding(mesh, specs.get(name, BOTH if x.ndim == 4 else P()))) for name, x in leaves.items()
     }
@@ -196,7 +196,7 @@ print(json.dumps([on_mesh, launches, text.count("@" + cuda.TARGET), exported.nr_
 
 @pytest.mark.slow
 def test_exported_shard_map_has_the_launches_of_a_part(fresh_python: Any) -> None:
-    """In a process of its own, as Triton's interpreter runs no kernels for sm_90."""
+    """In a process of its own, because Triton's interpreter runs no kernels for sm_90."""
     done = fresh_python("-c", EXPORTED, env={"JAX_PLATFORMS": "cpu"})
     assert done.returncode == 0, done.stderr[-3000:]
     on_mesh, alone, calls, devices = json.loads(done.stdout)

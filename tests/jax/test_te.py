@@ -75,7 +75,7 @@ def compare(leaves: dict[str, Any], call: Any, visible: np.ndarray | None, softm
 
 
 def pairs_seen(kind: Any, window: Any, ids: Any, pos: Any, lengths: Any = None) -> np.ndarray:
-    """Returns bool [b, sq, skv], pair by pair; lengths: of each token's segment, where the diagonal needs them."""
+    """Returns bool [b, sq, skv], pair by pair; lengths: of each token's segment, if the diagonal needs them."""
     (ids_q, ids_kv), (pos_q, pos_kv) = ids, pos
     left, right = (-1, -1) if window is None else window
     seen = np.zeros((len(ids_q), len(ids_q[0]), len(ids_kv[0])), bool)
@@ -202,7 +202,7 @@ def test_offsets_beside_what_knows_places_in_rows(kind: Any, what: str) -> None:
 
 
 def test_tokens_out_of_order() -> None:
-    """As load balancing over devices leaves them."""
+    """Load balancing over devices orders them so."""
     order_q, order_kv = np.random.RandomState(0).permutation(SQ), np.random.RandomState(1).permutation(SKV)
     q, kv = (
         [np.asarray(part)[:, order] for part in rows(p, n)] for p, n, order in ((PACKED_Q, SQ, order_q), (PACKED_KV, SKV, order_kv))
@@ -242,11 +242,11 @@ def test_layouts(layout: Any) -> None:
         descriptor = SequenceDescriptor.from_seqlens_and_offsets(lengths, jnp.asarray([[0, 6], [0, -1]], jnp.int32))
     given = PLAIN | {"attn_mask_type": kind, "sequence_descriptor": descriptor}
     out, pull = jax.vjp(lambda *x: te.fused_attn(x, **given | {"qkv_layout": layout}), *arrays)
-    expected, of_three = jax.vjp(lambda *x: te.fused_attn(x, **given | {"qkv_layout": layout.to_separate()}), q, k, v)
+    expected, backward = jax.vjp(lambda *x: te.fused_attn(x, **given | {"qkv_layout": layout.to_separate()}), q, k, v)
     dout = normal(3, *out.shape)
     assert jnp.array_equal(out, expected)
     parts = [part for x in pull(dout) for part in (jnp.moveaxis(x, 2, 0) if x.ndim == 5 else [x])]
-    for a, b in zip(parts, of_three(dout), strict=True):
+    for a, b in zip(parts, backward(dout), strict=True):
         assert jnp.array_equal(a, b)
     assert layout.to_qkvpacked().is_qkvpacked()
     assert layout.to_kvpacked().is_kvpacked()

@@ -30,7 +30,7 @@ def doubled(graph: Any, score: Any, tensors: Any) -> Any:
 
 
 LENGTHS = jnp.asarray([4, 9], jnp.int32)
-CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {  # fields, arguments of the call, those of fused_attn
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {  # fields, arguments of the call and of fused_attn
     "defaults": ({}, {}, {"attn_mask_type": te.AttnMaskType.CAUSAL_MASK}),
     "lengths": (
         {"attn_mask_type": "padding_causal", "window_size": (3, 0), "scale_factor": 0.5},

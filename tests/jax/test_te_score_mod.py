@@ -1,4 +1,4 @@
-"""TransformerEngine's score_mod callbacks in JAX: its pull request 2985's numeric cases and what its configurations hold."""
+"""TransformerEngine's score_mod callbacks in JAX: the numeric cases of its pull request 2985, and its configurations."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ MASK, CAP = te_callbacks.MASK, te_callbacks.SOFTCAP
 
 
 def arguments_of(name: str, with_bprop: bool) -> dict[str, Any]:
-    """Returns what pull request 2985's test of this name gives fused_attn, with numbers of Python."""
+    """Returns the arguments of fused_attn in pull request 2985's test of this name, with numbers of Python."""
     softcap = te_callbacks.Softcap()
-    forward, backward, tensors, of_bprop = {
+    forward, backward, tensors, bprop_tensors = {
         "post_scale_bias": (te_callbacks.post_scale_bias, te_callbacks.identity_bprop, None, None),
         "causal": (te_callbacks.causal, te_callbacks.causal_bprop, {"neg_inf": MASK}, {"zero": 0.0}),
         "softcap": (softcap.forward, softcap.backward, {"softcap": CAP}, {"softcap": CAP}),
     }[name]
     given = {"score_mod": forward, "score_mod_tensors": tensors}
-    return given | ({"score_mod_bprop": backward, "score_mod_bprop_tensors": of_bprop} if with_bprop else {})
+    return given | ({"score_mod_bprop": backward, "score_mod_bprop_tensors": bprop_tensors} if with_bprop else {})
 
 
 def expected(name: str, inputs: list[Any], dout: Any, scale: float, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -103,7 +103,7 @@ def test_arrays_get_gradients_beside_masks_and_a_bias() -> None:
 
 
 def call_of(function: Any, *arrays: Any) -> Any:
-    """Returns what flexattn's primitive carries in a function's trace, and how many arrays it takes."""
+    """Returns the parameters of flexattn's primitive in a function's trace, and its number of arrays."""
 
     def found(jaxpr: Any) -> Any:
         for e in jaxpr.eqns:
@@ -135,7 +135,7 @@ def test_arrays_are_operands_and_numbers_are_not() -> None:
 
 
 def test_equal_callbacks_are_one_program() -> None:
-    """Whatever objects they are bound to, and with or without a score_mod_graph_cache_key: a program is what they record."""
+    """They may be bound to different objects, with or without a score_mod_graph_cache_key: recording determines the program."""
     one = traced(**arguments_of("softcap", True))
     again = traced(**arguments_of("softcap", True))
     assert one == again
@@ -224,7 +224,7 @@ def test_a_bprop_gives_arrays_no_gradient_and_says_so() -> None:
 
 
 def test_split_over_batch_and_heads() -> None:
-    """As TransformerEngine's distributed case: softcap with a bprop, at (4, 16, 4, 64)."""
+    """TransformerEngine's distributed case: softcap with a bprop, at (4, 16, 4, 64)."""
     if len(jax.devices()) < 4:
         pytest.skip(f"JAX has {len(jax.devices())} devices, and the mesh needs four")
     mesh = jax.make_mesh((2, 2), ("dp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
