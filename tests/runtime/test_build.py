@@ -1,4 +1,4 @@
-"""Kernels on disk: built ahead for a GPU that is not here, found without a compiler, and the same that a call would have made."""
+"""Kernels on disk: built ahead for a GPU that is not here, found without a compiler, and identical to those that a call makes."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_what_something_else_wrote_is_a_miss(tmp_path: Path, content: bytes) -> 
 
 
 def test_a_kernel_of_zeros_is_a_miss(tmp_path: Path) -> None:
-    """The length is right, and so is what stands before: as after a crash of the machine."""
+    """The length and the header are right, as after a crash of the machine."""
     store.keep(tmp_path, "what", BINARY)
     path = store._path(tmp_path, "what")
     path.write_bytes(path.read_bytes().replace(BINARY.code, bytes(len(BINARY.code))))

@@ -62,7 +62,7 @@ def test_captured_floats_are_counted_in_each_tuple() -> None:
 
 
 def test_choices_are_all_that_host_code_asks_of_a_number() -> None:
-    """A comparison that is not listed would let a call replay the launches of another one that chooses other kernels."""
+    """If a comparison were missing, a call could replay the launches of another one that chooses other kernels."""
     asked = set()
     for folder in ("kernels_triton", "dispatch"):
         for path in (structure.ROOT / folder).rglob("*.py"):
@@ -155,7 +155,7 @@ def launches(spec: AttentionSpec, x: Operands, has_backward: bool) -> list[launc
 def test_launches_of_two_values_differ_in_them_alone(
     name: str, head_dim: int, capability: tuple[int, int], softcap: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(interpreter, "INTERPRETED", False)  # so that kernels for sm_90 are asked
+    monkeypatch.setattr(interpreter, "INTERPRETED", False)  # so that the conditions of kernels for sm_90 are checked
     (sq, skv), more = CALLS[name]
     q, k, v = meta(2, sq, 8, head_dim), meta(2, skv, 4, head_dim), meta(2, skv, 4, head_dim)
     x, settings = bind_call(q, k, v, softmax_scale=0.5, softcap=softcap, **more)

@@ -1,4 +1,4 @@
-"""Compiling for GPUs that need not be there, from a process whose own kernels may be interpreted."""
+"""Compiling for GPUs that may be absent, from a process whose own kernels may be interpreted."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_reports_in_the_order_of_the_requests():
     assert all(len(set(kind)) == len(requests) for kind in zip(*digests, strict=True))
     for ((dtype, sm), instruction), report in zip(MATRIX_INSTRUCTIONS.items(), reports, strict=True):
         assert list(report.matrix_instructions) == [instruction]
-        assert report.instructions["LDGSTS"] > 0  # what an aligned stride makes possible
+        assert report.instructions["LDGSTS"] > 0  # asynchronous copies, which an aligned stride allows
         assert 0 < report.registers <= 255
         assert report.stack_bytes == report.spill_store_bytes == report.spill_load_bytes == report.spill_instructions == 0
         assert report.warnings == report.undefined_registers == ()
@@ -128,11 +128,11 @@ def _sass(*lines: str) -> str:
             (),
         ),
         (("BRA `(.L_x_0)", "STS [UR9], R2", ".L_x_0:", "EXIT"), ()),
-        # in a loop, by the turn before
+        # in a loop, by the iteration before
         ((".L_x_0:", "MUFU.RCP R2, UR4", "UMOV UR4, 0x1", "@P0 BRA `(.L_x_0)", "EXIT"), ("UR4",)),
         (('BRX R2 -0x190 (*"BRANCH_TARGETS .L_x_0,.L_x_1"*)', ".L_x_0:", "EXIT", ".L_x_1:", "FADD R2, RZ, UR7", "EXIT"), ("UR7",)),
         (("@!P0 EXIT", "VIADD R2, R3, UR8", "EXIT"), ("UR8",)),
-        # a function returns what it wrote; a call of a label is a jump
+        # a function returns its results; a call of a label is a jump
         (("CALL.REL.NOINC `($div)", "STS [UR4], R2", "EXIT", "$div:", "UMOV UR4, 0x1", "RET.REL.NODEC R2 `(kernel)"), ()),
         (("CALL.REL.NOINC `($div)", "EXIT", "$div:", "STS [UR4], R2", "RET.REL.NODEC R2 `(kernel)"), ("UR4",)),
         (("CALL.REL.NOINC `(.L_x_0)", "STS [UR4], R2", ".L_x_0:", "STS [UR5], R2", "EXIT"), ("UR5",)),
@@ -144,7 +144,7 @@ def _sass(*lines: str) -> str:
         (("UIADD3.64 UR4, URZ, 0x2, URZ", "HGMMA.64x64x16.F32 R24, R56, gdesc[UR4].tnspB, R24", "EXIT"), ("UR6", "UR7")),
         (("R2UR UR8, R4", "ULDC.64 UR6, c[0x0][0x208]", "UTMALDG.1D [UR8], [UR6]", "EXIT"), ("UR9", "UR10")),
         (("ULDC.64 UR4, c[0x0][0x8]", "UIMAD.WIDE.U32 UR6, UP1, UR4, UR5, UR6", "EXIT"), ("UR6", "UR7")),
-        # a copy is no use; where it is used, that is said, also of one that was parked in an ordinary register
+        # a copy is no use; a later use is reported, even if the copy was parked in an ordinary register
         (("UMOV UR5, UR4", "UMOV UR5, 0x1", "STS [UR5], R2", "EXIT"), ()),
         (("UMOV UR5, UR4", "STS [UR5], R2", "EXIT"), ("UR5",)),
         (("MOV R14, UR4", "R2UR UR5, R14", "UMOV UR5, 0x1", "STS [UR5], R2", "EXIT"), ()),
@@ -182,7 +182,7 @@ def test_a_kernel_that_ptxas_made_wrong_code_of_is_not_launched(product, undefin
 
 
 def _tries(monkeypatch: pytest.MonkeyPatch, sound: set[int], shared: int = 0) -> tuple[list[int], Callable[[int], Any]]:
-    """Returns a list of the numbers of stages that are tried, and what compiles with one. sound: those that give right code."""
+    """Returns a list of the numbers of stages that are tried, and a compile function. sound: the numbers that give right code."""
     tried: list[int] = []
 
     def compile_with(num_stages: int) -> Any:
@@ -214,7 +214,7 @@ def test_a_miscompiled_kernel_gets_another_number_of_stages(num_stages, sound, t
 
 @pytest.mark.parametrize(("sound", "shared"), [(set(), 0), ({3}, SHARED_MEMORY_LIMIT[90] + 1)])
 def test_a_kernel_that_no_number_of_stages_makes_right_is_an_error(sound, shared, monkeypatch):
-    """The error is that of the number asked for; one stage more may need too much shared memory."""
+    """The error is that of the requested number; one stage more may need too much shared memory."""
     tried, compile_with = _tries(monkeypatch, sound, shared)
     with pytest.raises(MiscompiledError, match="with 2 stages"):
         store.sound(compile_with, 2)
@@ -222,7 +222,7 @@ def test_a_kernel_that_no_number_of_stages_makes_right_is_an_error(sound, shared
 
 
 def test_each_way_to_a_kernel_takes_the_stages_that_are_right(monkeypatch, tmp_path):
-    """A launch of its own, one by Triton under a profiler, and one that is built ahead, whose file has the name asked for."""
+    """A launch of its own, one by Triton under a profiler, and one that is built ahead, whose file has the requested name."""
     tried, compile_with = _tries(monkeypatch, {2})
     launched: list[Any] = []
 
@@ -307,7 +307,7 @@ def test_barriers_that_workers_alone_use_are_used():
 
 
 def test_barriers_that_nothing_uses_are_counted():
-    """One of two arrays has a use of one element; the other barriers none, or one."""
+    """One of two arrays has a use of one element; each other barrier has none, or one."""
     requests = [CompileRequest(__name__, "_barriers", {}, {"HAS_IDLE": has_idle}, 90, 4, 1) for has_idle in (False, True)]
     assert [report.idle_barriers for report in compile_beside(requests)] == [0, 2]
 
@@ -321,7 +321,7 @@ def test_spills_and_warnings_are_seen():
     assert report.spill_load_bytes > 0
     assert report.instructions["STL"] + report.instructions["LDL"] == report.spill_instructions > 0
     assert 0 < report.loop_spill_share < 1
-    assert [warning for warning in report.warnings if "C7511" in warning]  # wgmma is serialised for want of registers
+    assert [warning for warning in report.warnings if "C7511" in warning]  # wgmma is serialised because registers are short
 
 
 @pytest.mark.slow
@@ -330,7 +330,7 @@ def test_a_cached_kernel_gives_the_same_report(monkeypatch, tmp_path):
     made = compile_many([_request(90)])
     cached = compile_many([_request(90)])
     [log] = tmp_path.rglob("ptxas.log")
-    log.unlink()  # as where the kernel was compiled for a launch
+    log.unlink()  # the kernel was compiled for a launch
     made_again = compile_many([_request(90)])
     assert len({str(dataclasses.replace(report, compile_seconds=0.0)) for [report] in (made, cached, made_again)}) == 1
     assert made[0].instructions == cached[0].instructions == made_again[0].instructions

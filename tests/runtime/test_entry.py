@@ -109,7 +109,7 @@ def test_two_groups_of_one_name_are_refused() -> None:
 
 
 def test_a_number_is_compiled_for_no_value() -> None:
-    """Unlike one in a tuple that is launched with, of which Triton ignores do_not_specialize."""
+    """A number in a tuple that is launched with is different: Triton ignores do_not_specialize for it."""
     with recorded_launches() as launches:
         for step in (1, 3, 16):
             scaled(torch.zeros(64 * step)[::step], Factors(3.0, None))

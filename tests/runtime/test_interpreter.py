@@ -1,4 +1,4 @@
-"""Interpreted arithmetic against torch's, bit for bit, and an interpreter left as it was found."""
+"""Interpreted arithmetic against torch's, bit for bit; the interpreter is left unchanged."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from triton.runtime.errors import InterpreterError
 from flexattn.kernels_triton.runtime.interpreter import INTERPRETED, right_arithmetic
 
 SMALL_DTYPES = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
-# What follows a bf16 value's 16 bits in fp32: exact, just below, at and just above a tie, and just below the next value.
+# Tails after a bf16 value's 16 bits in fp32: exact, just below, at and just above a tie, and just below the next value.
 FP32_TAILS = (0x0000, 0x7FFF, 0x8000, 0x8001, 0xFFFF)
 BLOCK = 64
 M, N, K = 16, 32, 64  # a dot's shape, with no two sides alike
@@ -91,7 +91,7 @@ def _dot_kernel(a_ptr, b_ptr, c_ptr, out_ptr, ROWS: tl.constexpr, COLUMNS: tl.co
     m = tl.arange(0, ROWS)[:, None]
     n = tl.arange(0, COLUMNS)[None, :]
     a = tl.load(a_ptr + m * INNER + tl.arange(0, INNER)[None, :])
-    b = tl.load(b_ptr + n * INNER + tl.arange(0, INNER)[:, None])  # stored transposed, as keys are
+    b = tl.load(b_ptr + n * INNER + tl.arange(0, INNER)[:, None])  # stored transposed, like keys
     tl.store(out_ptr + m * COLUMNS + n, tl.dot(a, b, tl.load(c_ptr + m * COLUMNS + n)))
 
 
@@ -159,7 +159,7 @@ def _cast(x: torch.Tensor, dtype: torch.dtype, rounding: str | None = None) -> t
 
 
 def _saturated(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """torch's cast, after what cvt.rn.satfinite does and torch does not."""
+    """torch's cast, after the saturation of cvt.rn.satfinite, which torch's cast lacks."""
     if dtype == x.dtype or dtype.itemsize > 1:
         return x.to(dtype)
     largest = torch.finfo(dtype).max
@@ -321,7 +321,7 @@ def _fma_kernel(x_ptr, y_ptr, z_ptr, out_ptr, SIZE: tl.constexpr):
 @interpreted
 def test_fma_of_fp32_rounds_once():
     x, y = torch.randn(K), torch.randn(K)
-    z = -(x * y)  # what is left of the sum is the product's rounding error, which two roundings lose
+    z = -(x * y)  # the rest of the sum is the product's rounding error, which two roundings lose
     out = torch.empty(K)
     with right_arithmetic():
         _fma_kernel[(1,)](x, y, z, out, SIZE=K)
@@ -366,7 +366,7 @@ def test_loop_with_bounds_known_at_run_time():
 
 
 def _operands() -> list[object]:
-    """Numbers, and tensors of many types and shapes, scalars and pointers too: what an operation can be given."""
+    """Possible operands of an operation: numbers, and tensors of many types and shapes, scalars and pointers too."""
     from triton.runtime.interpreter import TensorHandle
 
     numbers = [0, -0.0, 3, -3, 200, 2**31, 2**63, 1.5, 1e300, float("inf"), True]
@@ -385,7 +385,7 @@ def _operands() -> list[object]:
         for shape in ((1,), (4, 1), (4, 8), (8,), (2, 8))
         if shape in ((1,), (4, 8)) or dtype.name in ("int32", "fp32", "bf16")
     ]
-    compared = [  # whose handles keep the type of what was compared
+    compared = [  # their handles keep the type of the compared values
         tl.tensor(TensorHandle(np.array([True]), tl.int32), tl.int1),
         tl.tensor(TensorHandle(np.array([[True], [False]]), tl.int32), tl.block_type(tl.int1, [2, 1])),
     ]
@@ -393,7 +393,7 @@ def _operands() -> list[object]:
 
 
 def _checked(semantic: object, lhs: object, rhs: object, options: dict[str, bool]) -> object:
-    """Types, shapes and bits of the two operands that an operation is done with, or its error."""
+    """Types, shapes and bits of the two operands that an operation gets, or its error."""
     try:
         results = semantic.binary_op_type_checking_impl(lhs, rhs, **options)
     except Exception as error:
@@ -434,7 +434,7 @@ def test_operands_become_what_triton_makes_of_them():
         ours, operands = TritonSemantic(InterpreterBuilder()), _operands()
         for lhs, rhs in itertools.product(operands, operands):
             if not (isinstance(lhs, tl.tensor) or isinstance(rhs, tl.tensor)):
-                continue  # is computed in Python, and comes to no operation
+                continue  # is computed in Python, and reaches no operation
             for options in ({}, pointers, {"div_or_mod": True}, {"arithmetic_check": False, "div_or_mod": True}):
                 expected = _checked(own, lhs, rhs, options)
                 assert _checked(ours, lhs, rhs, options) == expected, (lhs, rhs, options)
@@ -487,7 +487,7 @@ def test_outside_the_context_the_interpreter_is_untouched():
 
 @interpreted
 def test_one_thread_at_a_time_is_inside():
-    """Triton's interpreter has one grid index for all threads: launches at the same time would run each other's programs."""
+    """Triton's interpreter has one grid index for all threads: if launches overlapped, they would run each other's programs."""
     before = _state()
     entered = threading.Event()
 

@@ -1,4 +1,4 @@
-"""Arguments of kernels: the same bytes whether Triton launches them, the driver's own call does, or a recording is played."""
+"""Arguments of kernels: the same bytes whether Triton launches them, the driver's own call does, or a recording is replayed."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ for owner, names in ((torch, "empty empty_like zeros zeros_like"), (torch.Tensor
         setattr(owner, name, keeping(getattr(owner, name)))
 
 from flexattn.dispatch import replay
-of_torch = replay._allocator
-replay._allocator = lambda device: keeping(of_torch(device))
+torch_allocator = replay._allocator
+replay._allocator = lambda device: keeping(torch_allocator(device))
 
 def biased(score, b, h, i, j):
     return score * factor + slopes[h] * (i - j)
@@ -156,7 +156,7 @@ for hopper in ("never", "always"):
         other = call | {"softmax_scale": 0.3} | ({"softcap": 5.0} if "softcap" in call else {})
         factor *= 1.5  # which a mod captures
         call_cache.look_up = lambda *_: (None, None)
-        of_other = logged(lambda: run(other, leaves, outputs))
+        other_rows = logged(lambda: run(other, leaves, outputs))
         call_cache.look_up = look_up
         recorded = call_cache.cache_info()["recordings"]
         varied = logged(lambda: run(other, leaves, outputs))  # its first call, made of a kept one
@@ -166,7 +166,7 @@ for hopper in ("never", "always"):
         given |= {t.data_ptr(): (n, t.numel() * t.element_size()) for n, t in call.items() if isinstance(t, torch.Tensor)}
         rows = [normalised(found, given, found is by_triton) for found in (by_triton, by_driver, played)]
         assert len(rows[0]) > 2 and len(rows[0]) == len(rows[1]) == len(rows[2]), [len(r) for r in rows]
-        rows += [normalised(found, given, False) for found in (of_other, varied)]
+        rows += [normalised(found, given, False) for found in (other_rows, varied)]
         assert rows[3] != rows[1], (hopper, name)
         factor /= 1.5
         for kind, one, other in (("direct", *rows[:2]), ("played", rows[0], rows[2]), ("varied", *rows[3:])):

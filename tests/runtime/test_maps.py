@@ -10,7 +10,7 @@ from flexattn.kernels_triton.runtime import direct
 
 
 def test_tensors_at_hundreds_of_addresses_keep_their_maps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors of a deep model's layers come back in turn, over some batches; and no more maps are kept than a bound."""
+    """Tensors of a deep model's layers come back in turn, over some batches; the number of kept maps is bounded."""
     encoded: list[int] = []
     contexts: list[int] = []
     monkeypatch.setattr(direct, "_make_current", lambda: contexts.append(len(encoded)))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-# Runs where nothing is interpreted, with a driver that names a GPU and launches nothing: `warmup` goes through all that decides
-# whether a kernel is compiled, with the arguments that a launch would have.
+# Runs without the interpreter, with a driver that names a GPU and launches nothing. `warmup` makes all decisions on whether a
+# kernel is compiled, with the arguments that a launch would have.
 COUNT_COMPILATIONS = """
 import torch
 from triton.backends.compiler import GPUTarget

@@ -1,4 +1,4 @@
-"""What compiled kernels on disk are found by: another source, constant or named tuple anywhere in a kernel is another key."""
+"""Keys of compiled kernels on disk: if a source, constant or named tuple anywhere in a kernel changes, so does the key."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def thrice(x):
 
 
 def key_of(folder: Path, kernels: str, helpers: str) -> str:
-    """Returns the key of `outer` in files of these texts, in which each function is one of Triton's."""
+    """Returns the key of `outer` in files of these texts, whose functions are all Triton's."""
     made: dict[str, Any] = {}
     try:
         for name, text in (("flexattn_helpers", helpers), ("flexattn_kernels", kernels)):

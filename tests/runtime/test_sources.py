@@ -1,4 +1,4 @@
-"""Sources of kernels as Triton gets them: letter for letter what `inspect` finds, of every function in every file."""
+"""Sources of kernels as Triton gets them: identical to the results of `inspect`, for every function in every file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from flexattn.kernels_triton.runtime import sources
 
 
 def kernels() -> Iterator[tuple[str, Any]]:
-    """Yields each function that Triton compiles, or interprets: those of launched kernels, which are generated, too."""
+    """Yields each function that Triton compiles or interprets, including launched kernels, which are generated."""
     for found in pkgutil.walk_packages(flexattn.kernels_triton.__path__, "flexattn.kernels_triton."):
         module = importlib.import_module(found.name)
         for name, made in vars(module).items():
@@ -35,7 +35,7 @@ def test_every_function_of_a_kernel_is_found_as_inspect_finds_it() -> None:
     for name, made in known.items():
         found = sources.lines_of(made.fn)
         assert found == inspect.getsourcelines(made.fn), name
-        if isinstance(made, JITCallable):  # else the interpreter's, which reads no source before it runs
+        if isinstance(made, JITCallable):  # otherwise the interpreter's, which reads no source before it runs
             assert (made.raw_src, made.starting_line_number) == found, name
 
 
