@@ -1,6 +1,6 @@
-"""Without a GPU each file of these tests is imported, so that an error shows, and skipped as a whole.
+"""If there is no GPU, each file of these tests is imported, so that an error shows, and skipped as a whole.
 
-Thousands of cases cannot run there, and to collect them takes seconds of each run.
+Thousands of cases cannot run there, and collecting them takes seconds of each run.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("page_size", [0, 1, 48])
 def test_append_to_fp8(page_size: int, kind: str, dtype: torch.dtype, fp8: torch.dtype) -> None:
-    """The bytes and the descales that the same call writes on a CPU, outliers and what is not finite included."""
+    """The bytes and descales of the same call on a CPU, outliers and non-finite values included."""
     generator = torch.Generator().manual_seed(0)
     before, counts = (17, 0, 250, -1), (3, 5, 1, 2)
     k, v = (torch.randn(4, 256, 2, 64, generator=generator) for _ in "kv")

@@ -68,7 +68,7 @@ def rounds_to(got: Tensor, want: Tensor) -> bool:
 
 
 def check_float32(spec: Any, x: Any, given: tuple[Tensor, ...], exact: Any, budget: Any) -> None:
-    """dk and dv in float32 round to those in 16 bits, and so does dq where it repeats to the bit; where not it is held to fp64."""
+    """dk and dv in float32 round to the 16-bit ones. So does dq if it is deterministic; otherwise it is compared with fp64."""
     wanted = triton_backend.backward(spec, x, *given, None)
     for fp32 in FP32_GRADIENTS[1:]:
         found = triton_backend.backward(spec._replace(results=Results(fp32=fp32)), x, *given, None)

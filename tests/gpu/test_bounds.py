@@ -1,4 +1,4 @@
-"""On a GPU: calls without queries beside keys that would be split, slots in any order on every family of kernels, wild numbers."""
+"""On a GPU: calls without queries, with keys that would be split; slots in any order, on every kernel family; extreme numbers."""
 
 from __future__ import annotations
 

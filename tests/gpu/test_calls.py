@@ -283,13 +283,13 @@ def test_nothing_but_outputs_stays_allocated() -> None:
     arguments, leaves = make_arguments("everything", 0)
     for _ in range(4):
         run(arguments, leaves)
-    gc.collect()  # of what earlier tests left in cycles
+    gc.collect()  # left in cycles by earlier tests
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     for _ in range(10):
         run(arguments, leaves)
     torch.cuda.synchronize()
-    for _ in range(100):  # autograd's thread lets go of what it gave a moment later
+    for _ in range(100):  # autograd's thread releases its results a moment later
         if torch.cuda.memory_allocated() == before:
             break
         time.sleep(0.01)

@@ -155,7 +155,7 @@ def test_layers_of_transformer_engine_s_cache_in_a_graph(fmt: str, pages: dict[s
             for step in ({"a": 3, "b": 2}, {"a": 1, "b": 1}):
                 cache.pre_step(step)
                 module(*layers, inference_params=cache)
-        if fmt == "thd":  # compiles what the capture runs
+        if fmt == "thd":  # compiles the kernels of the capture
             cache = te.InferenceParams(2, 128, HEADS_KV, DIM, torch.bfloat16, qkv_format=fmt, **pages)
             cache.pre_step({"a": 3, "b": 3})
             module(*layers, inference_params=cache)
@@ -171,7 +171,7 @@ def test_layers_of_transformer_engine_s_cache_in_a_graph(fmt: str, pages: dict[s
             got, wanted = (
                 torch.cat([x[i, :n] for i, n in enumerate(counts)]) if fmt == "bshd" else x[: sum(counts)] for x in (out, wanted)
             )
-            # The graph's launches are those of longer steps, so that sums over keys may have another order.
+            # The graph's launches are those of longer steps, so sums over keys may have another order.
             torch.testing.assert_close(got, wanted, rtol=2**-6, atol=2**-6)
 
 
@@ -184,11 +184,11 @@ def test_slopes_whose_first_use_is_captured() -> None:
             attention(*tensors, bias_type="alibi", attn_mask_type="causal", backend="triton")
         prepare._alibi_slopes.cache_clear()  # type: ignore[attr-defined]
         graph, out = capture(lambda: attention(*tensors, bias_type="alibi", attn_mask_type="causal", backend="triton"))
-        of_call = {"bias_type": "alibi", "attn_mask_type": "causal", "backend": "eager"}
-        attention(*tensors, **of_call)
+        options = {"bias_type": "alibi", "attn_mask_type": "causal", "backend": "eager"}
+        attention(*tensors, **options)
         overwrite_free_memory()
         graph.replay()
-        compare(out, tensors, lambda given: attention(*given, **of_call))
+        compare(out, tensors, lambda given: attention(*given, **options))
 
 
 def test_a_layer_with_delayed_scaling_is_called_before_a_capture() -> None:

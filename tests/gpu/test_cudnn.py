@@ -1,4 +1,4 @@
-"""cuDNN on a GPU: every result against the reference in fp64, what is known to go wrong shown not to, and how it runs."""
+"""cuDNN on a GPU: every result against the reference in fp64, known failures avoided, and execution."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ REPEATS = 64
 
 
 def call_of(inputs: Inputs, **call: Any) -> tuple[AttentionSpec, Operands]:
-    """`make_call`, with the fields of the spec that only an operator fills in; without a max_logit unless it is asked for."""
+    """`make_call`, with the fields of the spec that only an operator fills in; max_logit only if requested."""
     spec, x = make_call(inputs, **({"return_max_logit": False} | call))
     return with_classes(spec, x), x
 
@@ -249,7 +249,7 @@ def test_dropout_is_the_same_in_both_directions(dropout_p: float, mask: str, skv
         check_close(name, a, ref, eager, **({} if name == "out" else {"factor": GRADIENT_FACTOR}))
 
 
-# What is known to go wrong, each shown not to.
+# Known failures, each shown to be avoided.
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -270,7 +270,7 @@ def test_very_negative_lse_gives_no_nan(skv: int, bias: bool) -> None:
 @pytest.mark.parametrize("fmt", ["thd", "bshd padded"])
 @pytest.mark.parametrize("mask", ["padding", "padding_causal_bottom_right"])
 def test_sequences_without_keys_or_queries(fmt: str, mask: str) -> None:
-    """cudnn-frontend issue 943: NaN rows where a sequence has no key."""
+    """cudnn-frontend issue 943: NaN rows if a sequence has no key."""
     lengths = {"lengths_q": [100, 0, 37, 129], "lengths_kv": [0, 55, 200, 128]}
     given = inputs_of(fmt.split()[0], **lengths, gap=3, **({} if fmt == "thd" else {"padding": True}))
     spec, x = call_of(given, attn_mask_type=mask)

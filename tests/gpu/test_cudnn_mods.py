@@ -74,7 +74,7 @@ def test_mods_with_a_bias(skv: int) -> None:
 
 
 def test_mods_with_very_negative_lse() -> None:
-    """Repeats `test_very_negative_lse_gives_no_nan` where the keys' last tile is hidden by nodes, not by a padding mask."""
+    """Repeats `test_very_negative_lse_gives_no_nan`, but nodes hide the keys' last tile instead of a padding mask."""
     given = inputs_of(lengths_q=[256, 256], lengths_kv=[320, 320])
     given = given._replace(q=(given.q.abs() + 1.0) * 4, k=-given.k.abs() - 1.0)
     spec, x = call_of(given, mods=trace_mods(lambda score, b, h, i, j: score * 1.5, None, needs_grad=True))

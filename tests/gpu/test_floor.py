@@ -37,7 +37,7 @@ def launches_of(**call: Any) -> list[str]:
 
 
 def steps_of(**call: Any) -> list[str]:
-    """Steps of what a call of that kind replays."""
+    """Returns the steps that a call of that kind replays."""
     call_cache.clear_cache()
     qkv = inputs()
     for _ in range(3):
@@ -119,7 +119,7 @@ except RuntimeError as e:
     [(0, "triton", "plain"), (3, "triton", "plain"), (3, "eager", "plain"), (3, "cudnn", "plain"), (3, "triton", "captured")],
 )
 def test_a_low_score_fails_an_assertion_on_the_device(calls_before: int, backend: str, how: str, fresh_python: FreshPython) -> None:
-    """In a first call, and in one that is replayed."""
+    """In a first call, and in a replayed one."""
     if backend == "cudnn":
         pytest.importorskip("cudnn", reason="nvidia-cudnn-frontend is not installed")
     done = fresh_python("-c", FAILING, str(calls_before), backend, how)

@@ -29,7 +29,7 @@ FEATURES: tuple[dict[str, Any], ...] = (
 @pytest.mark.parametrize("is_paged", [False, True])
 @pytest.mark.parametrize("dim", DIMS)
 def test_head_dims(dim: int, is_paged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The portable kernels with one feature or two; `tests/gpu/test_fp8_cache.py` has those of few queries for sm_90."""
+    """The portable kernels with one feature or two; `tests/gpu/test_fp8_cache.py` has few queries for sm_90."""
     monkeypatch.setenv("FLEXATTN_HOPPER", "never")
     rng = Random(2 * dim + is_paged)
     drawn: dict[str, Any] = {}
@@ -52,6 +52,6 @@ def test_head_dims(dim: int, is_paged: bool, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("scales", SCALES)
 @pytest.mark.parametrize("dim", [40, 96, 160])
 def test_descales_of_head_dims_in_parts(dim: int, scales: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each descale shape, at head dims whose kernels ptxas 12.8 miscompiles if they are taken in two parts."""
+    """Each descale shape, at head dims whose kernels ptxas 12.8 miscompiles if they have two parts."""
     monkeypatch.setenv("FLEXATTN_HOPPER", "never")
     check(on_gpu(scales=scales, page_size=16, dims=(dim, dim), lengths=LENGTHS, queries=2, window_size=(100, 0)))

@@ -105,7 +105,7 @@ def test_a_float32_forward_over_pages_repeats_to_the_bit(length: int, is_one_mem
     sink = torch.randn(4, device="cuda", generator=own)
     found: list[tuple[Tensor, Tensor]] = []
     for n in range(REPEATS):
-        junk = torch.full((1000 * (n + 1),), float("nan"), device="cuda")  # what the next tensors lie in, once it is freed
+        junk = torch.full((1000 * (n + 1),), float("nan"), device="cuda")  # memory of the next tensors, once it is freed
         del junk
         found.append(
             attention(

@@ -39,7 +39,7 @@ LINEAR = 2.1  # times the memory for twice the length, with room for the allocat
 
 
 def need(gib: float) -> None:
-    """Skips the test where the device has less memory free."""
+    """Skips the test if the device has less free memory."""
     torch.cuda.empty_cache()
     free, total = (size / 2**30 for size in torch.cuda.mem_get_info())
     if free < gib:
@@ -62,7 +62,7 @@ def packed(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Inputs:
 def on_rows(
     spec: AttentionSpec, x: Operands, sequences: Sequences, blocks: Sequence[range], dout: Tensor, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """The reference in `dtype` on some query rows of some sequences, with the gradients that those rows alone give: bounded memory.
+    """The reference in `dtype` on some query rows of some sequences, with the gradients of those rows alone: bounded memory.
 
     out, lse, dq and dbias hold the blocks' rows, one block after the other; dk and dv all keys. Layouts are `attend`'s.
     """
@@ -88,8 +88,9 @@ def check_rows(
     dout: Tensor,
     got: tuple[Tensor, Tensor, Gradients],
 ) -> None:
-    """Compares the results on these rows, and for all keys, against the reference in fp64 on the same rows; dout is 0 on all
-    others.
+    """Compares the results on these rows, and for all keys, with the reference in fp64 on the same rows.
+
+    dout is 0 on all other rows.
     """
     out, lse, gradients = got
     views = {"out": out, "dq": gradients.dq}
@@ -218,7 +219,7 @@ def leaves(inputs: Inputs) -> dict[str, Any]:
 
 
 def results(call: dict[str, Any], dout: Tensor) -> tuple[Tensor, ...]:
-    """out and the gradients of q, k, v and, where the call has them, of the bias and the offset."""
+    """out and the gradients of q, k, v and, if the call has them, of the bias and the offset."""
     out = flexattn.attention(**call)
     wanted = [t for name in ("q", "k", "v", "bias", "softmax_offset") if (t := call.get(name)) is not None]
     return (out.detach(), *torch.autograd.grad(out, wanted, dout))
@@ -274,7 +275,7 @@ def test_auto_takes_triton_in_both_directions(fmt: str, monkeypatch: pytest.Monk
 
 @contextmanager
 def no_synchronisation() -> Iterator[None]:
-    """Inside, what torch knows to wait for the device raises."""
+    """Inside, an operation that torch knows to wait for the device raises."""
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "prototype feature"
@@ -299,7 +300,7 @@ def test_a_call_waits_for_nothing(max_seqlen: str) -> None:
         call |= {"max_seqlen_q": None, "max_seqlen_kv": None}
     dout = make_dout(given).nan_to_num()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what a missing max_seqlen costs
+        warnings.simplefilter("ignore")  # the cost of a missing max_seqlen
         results(call, dout)  # loading a kernel may wait
         with no_synchronisation():
             results(call, dout)
@@ -308,7 +309,7 @@ def test_a_call_waits_for_nothing(max_seqlen: str) -> None:
 
 
 def test_cuda_graph_replays_with_new_lengths() -> None:
-    total, room = 900, 512  # what the graph is captured for: its grid has room for a sequence of 512
+    total, room = 900, 512  # the capture's bounds: its grid has room for a sequence of 512
     q, k, v = (randn(total, heads, 64, seed=heads).requires_grad_() for heads in (4, 2, 2))
     dout = randn(total, 4, 64, seed=5)
     cu_seqlens, rng_state = offsets([500, 400]), torch.tensor(RNG_STATE, device="cuda")
@@ -327,7 +328,7 @@ def test_cuda_graph_replays_with_new_lengths() -> None:
     }
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # what is compiled, loaded and cached once
+    with torch.cuda.stream(side):  # compiles, loads and caches everything once
         results(call, dout)
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()

@@ -56,7 +56,7 @@ def over(pool: Pool) -> dict[str, Any]:
 
 
 def check(found: Any, call: dict[str, Any]) -> None:
-    """found is (out, lse) of the call: against eager in fp64, with what eager in its own dtype is off as the budget."""
+    """Compares found, (out, lse) of the call, with eager in fp64; the budget is the error of eager in its own dtype."""
     floats = {name: call[name].double() for name in "qkv"}
     exact, same = (attention(**how, return_lse=True, backend="eager") for how in (call | floats, call))
     for name, got, ref, eager in zip(("out", "lse"), found, exact, same, strict=True):

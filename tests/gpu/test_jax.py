@@ -67,7 +67,7 @@ CASES: dict[str, Any] = {
 
 
 def by_torch(leaves: list[Tensor], dout: Tensor, arguments: dict[str, Any]) -> list[Tensor]:
-    """Returns out, and the gradients of leaves: q, k, v, and the bias or offset where there is one."""
+    """Returns out, and the gradients of leaves: q, k, v, and the bias or offset if there is one."""
     names = ("q", "k", "v", "bias", "softmax_offset")
     given = dict(zip(("q", "k", "v"), leaves, strict=True)) | arguments
     wanted = {name: given[name].detach().requires_grad_() for name in names if isinstance(given.get(name), Tensor)}
@@ -173,7 +173,7 @@ def test_xla_copies_nothing() -> None:
 
 
 def test_scan_of_calls_and_their_gradients() -> None:
-    """XLA of jaxlib 0.11.2 gives a slice of the scan's results to a call whose kernel writes elsewhere, if it can."""
+    """XLA of jaxlib 0.11.2 passes a slice of the scan's results to a call, if it can, though the kernel writes elsewhere."""
     q, k, v = map(to_jax, qkv(h=8))
 
     def both(q: Any) -> Any:
@@ -203,7 +203,7 @@ def test_a_mesh_of_all_devices() -> None:
 )
 @pytest.mark.parametrize("dropout_p", [0.0, 0.25])
 def test_packed_documents_over_an_axis(mask: dict[str, Any], dropout_p: float) -> None:
-    """All devices, which have two parts each, compute what one call of the whole does, dropout included."""
+    """All devices, which have two parts each, compute the results of one call, dropout included."""
     cu = jnp.asarray(np.cumsum([0, 300, 0, 211, 1, 512]), jnp.int32)
     how = {"qkv_format": "thd", "cu_seqlens_q": cu, "max_seqlen_q": 512, **mask, "dropout_p": dropout_p, "deterministic": True}
     how |= {"rng_state": jax.random.key(3)} if dropout_p else {}
@@ -225,7 +225,7 @@ def test_packed_documents_over_an_axis(mask: dict[str, Any], dropout_p: float) -
     found = jax.jit(partial(both, sharded))(*on_mesh)
     for a, b in zip(jax.device_get(found), jax.device_get(expected), strict=True):
         a, b = a[np.argsort(order)].astype(np.float32), b.astype(np.float32)
-        assert abs(a - b).max() <= 2.0**-6 * abs(b).max()  # two roundings to bfloat16, beside the largest
+        assert abs(a - b).max() <= 2.0**-6 * abs(b).max()  # two roundings to bfloat16, relative to the largest
 
 
 def test_decode_by_splits_equals_torch() -> None:

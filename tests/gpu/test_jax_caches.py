@@ -1,4 +1,4 @@
-"""Caches in JAX on a GPU: torch's bits over pages, dense caches and keys in FP8, and new rows written where the cache lies."""
+"""Caches in JAX on a GPU: torch's bits over pages, dense caches and keys in FP8, and new rows written in place."""
 
 from __future__ import annotations
 

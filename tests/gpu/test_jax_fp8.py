@@ -32,7 +32,7 @@ def same_bits(found: Any, expected: torch.Tensor) -> None:
 )
 def test_steps_of_delayed_scaling(recipe: dict[str, Any]) -> None:
     made = fp8.Recipe(scaling="delayed", amax_history_len=3, **recipe)
-    state, of_torch = jax_fp8.DelayedScaling.create(made, 8), fp8.DelayedScaling(made, 8, device="cuda")
+    state, torch_state = jax_fp8.DelayedScaling.create(made, 8), fp8.DelayedScaling(made, 8, device="cuda")
     is_quantized = made.out_dtype is not None
 
     @jax.jit
@@ -48,13 +48,13 @@ def test_steps_of_delayed_scaling(recipe: dict[str, Any]) -> None:
     for i in range(3):
         leaves, dout = [((i + 1) * x).requires_grad_() for x in qkv()], randn(2, 1024, 8, 128, seed=7)
         gradients, out, state = step([to_jax(x) for x in leaves], state, to_jax(dout))
-        found = flexattn.attention(*leaves, **CAUSAL, fp8_recipe=made, fp8_state=of_torch, deterministic=True, backend="triton")
+        found = flexattn.attention(*leaves, **CAUSAL, fp8_recipe=made, fp8_state=torch_state, deterministic=True, backend="triton")
         expected = torch.autograd.grad(found.source if is_quantized else found, leaves, dout)
-        of_torch.update()
+        torch_state.update()
         for a, b in zip(gradients, expected, strict=True):
             same_bits(a, b)
         for name in fp8.BUFFERS:
-            same_bits(getattr(state, name), getattr(of_torch, name))
+            same_bits(getattr(state, name), getattr(torch_state, name))
         for name in ("data", "descale", "amax", "source") if is_quantized else ():
             same_bits(getattr(out, name), getattr(found, name))
         if not is_quantized:
@@ -69,6 +69,6 @@ def test_out_in_fp8_by_blocks() -> None:
     for name in ("data", "descale", "amax"):
         same_bits(getattr(out, name), getattr(found, name))
     same_bits(jax_fp8.dequantize(out), fp8.dequantize(found, made))
-    ours, of_torch = jax.jit(jax_fp8.quantize)(to_jax(leaves[0])), fp8.quantize(leaves[0])
+    ours, torch_tensor = jax.jit(jax_fp8.quantize)(to_jax(leaves[0])), fp8.quantize(leaves[0])
     for name in ("data", "descale", "amax"):
-        same_bits(getattr(ours, name), getattr(of_torch, name))
+        same_bits(getattr(ours, name), getattr(torch_tensor, name))

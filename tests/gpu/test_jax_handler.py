@@ -109,7 +109,7 @@ def close(a: Any, b: Any) -> bool:
 
 @pytest.mark.parametrize("name", ["causal", "causal, d 64", "grouped heads, window", "packed"])
 def test_torchs_bits(backend: str, name: str) -> None:
-    """Those of the gradients too, where the backend sums in one order: cuDNN does not."""
+    """The gradients have them too if the backend is deterministic; cuDNN is not."""
     if name == "grouped heads, window":
         tensors, arguments = qkv(h=16, h_kv=4), {"attn_mask_type": "causal", "window_size": (200, 0)}
     else:

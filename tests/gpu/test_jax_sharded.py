@@ -1,7 +1,7 @@
-"""Calls over several JAX devices, split by XLA and by shard_map, beside the same calls on one device.
+"""Calls over several JAX devices, split by XLA and by shard_map, compared with the same calls on one device.
 
-On GPUs these are the kernels. Where JAX has several CPU devices (XLA_FLAGS=--xla_force_host_platform_device_count=4) they are the
-eager backend's, on smaller shapes.
+GPUs run the kernels. If JAX has several CPU devices (XLA_FLAGS=--xla_force_host_platform_device_count=4), they run the eager
+backend on smaller shapes.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def both(leaves: dict[str, Any], dout: Any, **arguments: Any) -> dict[str, Any]:
 
 
 def differences(found: dict[str, Any], expected: dict[str, Any], exact: Sequence[str]) -> list[str]:
-    """Returns what differs by more than the rounding of a sum over devices, or, of `exact`, at all."""
+    """Returns results that differ by more than the rounding of a sum over devices; results in `exact` must not differ."""
     wrong = []
     for name, b in expected.items():
         a, b = jax.device_get(found[name]).astype("float32"), jax.device_get(b).astype("float32")
@@ -77,7 +77,7 @@ SINK = {"softmax_type": "learnable"}
 CAUSAL = {"attn_mask_type": "causal"}
 WINDOW = {**CAUSAL, "window_size": (TOKENS // 3, 0), "softcap": 20.0}
 QKV = ("out", "lse", "dq", "dk", "dv")
-# name: (leaves beside q, k, v, heads of k and v, arguments, what must be equal to the bit), for each way to split
+# name: (leaves beside q, k, v, heads of k and v, arguments, results that must be equal to the bit), for each way to split
 CASES: dict[str, tuple[dict[str, tuple[int, ...]], int, dict[str, Any], Sequence[str]]] = {
     "causal": ({}, 4, CAUSAL, QKV),
     "grouped heads, window, softcap": ({}, 2, WINDOW, QKV),
@@ -116,8 +116,8 @@ def test_split_by_xla(mesh: Any, name: str, part: str) -> None:
 def test_shard_map(mesh: Any, part: str) -> None:
     leaves, dout = qkv(2), normal(7, 4, TOKENS, 4, DIM)
     expected = jax.jit(partial(both, **WINDOW))(leaves, dout)
-    of_lse = P("x") if part == "batch" else P(None, "x")
-    results = dict.fromkeys(expected, PARTS[part]) | {"lse": of_lse}
+    lse_spec = P("x") if part == "batch" else P(None, "x")
+    results = dict.fromkeys(expected, PARTS[part]) | {"lse": lse_spec}
     specs: dict[str, Any] = {"mesh": mesh, "in_specs": (PARTS[part], PARTS[part]), "out_specs": results, "check_vma": False}
     found = jax.jit(jax.shard_map(partial(both, **WINDOW), **specs))(leaves, dout)
     assert not differences(found, expected, QKV if HAS_GPU else ())
@@ -159,7 +159,7 @@ def test_each_device_drops_by_its_own_key(mesh: Any) -> None:
 
 
 def test_scan_over_layers_of_a_mesh(mesh: Any) -> None:
-    """Each of three calls in a row reads what the one before it wrote, on all devices."""
+    """Each of three calls in a row reads the results of the call before it, on all devices."""
     leaves = qkv()
 
     def layers(leaves: Any) -> Any:

@@ -39,9 +39,9 @@ def drawn(sizes: tuple[int, ...], dtype: Any) -> dict[str, Any]:
     shapes = {"q": (1, sq, h, d), "k": (1, skv, h_kv, d), "v": (1, skv, h_kv, d), "sink": (h,), "bias": (1, h, sq, skv)}
     shapes |= {"table": (h,), "dout": (1, sq, h, d)}
     keys = jax.random.split(jax.random.key(0), len(shapes))
-    of_dtype = ("q", "k", "v", "dout")
+    with_dtype = ("q", "k", "v", "dout")
     return {
-        name: jax.random.normal(key, (MANY, *shape)).astype(dtype if name in of_dtype else jnp.float32)
+        name: jax.random.normal(key, (MANY, *shape)).astype(dtype if name in with_dtype else jnp.float32)
         for key, (name, shape) in zip(keys, shapes.items(), strict=True)
     }
 

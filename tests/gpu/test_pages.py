@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 
 def on_gpu(given: dict[str, Any]) -> dict[str, Any]:
-    """The same call on a GPU; views of one storage, as of pages that lie side by side, stay so."""
+    """The same call on a GPU; views of one storage, such as pages side by side, stay views."""
     return {name: t.cuda() if isinstance(t, Tensor) and name not in ("k", "v") else t for name, t in given.items()} | {
         name: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda").copy_(t)
         for name, t in given.items()
@@ -65,7 +65,7 @@ def test_cudnn_over_pages_of_all_sizes(page_size: int, layout: str, packed: bool
 
 
 def test_cudnn_over_pages_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tables and lengths that change between replays, and what a table holds past the keys."""
+    """Tables and lengths change between replays, and so do a table's entries past the keys."""
     if cudnn_backend.device_error("cuda", torch.cuda.get_device_capability()):
         pytest.skip("cuDNN is not to be had")
     given = on_gpu(arguments(max_seqlen_kv=304))

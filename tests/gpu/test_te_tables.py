@@ -1,4 +1,4 @@
-"""TransformerEngine's tables through its door, compiled, against the oracle.
+"""TransformerEngine's tables through its API, compiled, against the oracle.
 
 Layouts, masks, biases, softmaxes, the other features, FP8.
 
@@ -36,7 +36,7 @@ def test_layouts_masks_biases_and_softmaxes(layout: str, mask: str, bias: str, s
 
 @pytest.mark.parametrize("case", door.by_difference(door.OTHERS))
 def test_other_features(case: door.Case) -> None:
-    """In float32 as they are, and longer in 16 bits, with windows of as many more tokens."""
+    """In float32 at their own sizes; in 16 bits longer, with windows of as many more tokens."""
     door.run(case, "cuda")
     left, right = (LONGER * side if side > 0 else side for side in case.window)
     dtype = torch.bfloat16 if case.dtype is torch.float32 else case.dtype

@@ -7,8 +7,9 @@ import torch
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, and torch.cuda.is_available() is False")
 
-# Every result is kept and compared at the end with what the main thread gets alone: `out` to the bit, as the kernel is the same;
-# gradients near, as dq may be added up in another order. What was recorded and not launched would be whatever memory held.
+# Every result is kept, and compared at the end with the main thread's results. `out` must be equal to the bit, because the kernel
+# is the same. Gradients must be close, because the order of dq's sums may differ. If a launch is recorded but does not run, its
+# results are whatever memory held.
 MIX = """
 import sys, threading
 import torch

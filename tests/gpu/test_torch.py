@@ -55,7 +55,7 @@ def capture(call: dict[str, Any], dout: Tensor) -> tuple[torch.cuda.CUDAGraph, t
 @pytest.mark.parametrize("kind", ["thd", "bshd", "score_mod", "bias and sink", "dropout"])
 @pytest.mark.parametrize("backend", ["triton", "cudnn", "eager"])
 def test_a_graph_of_forward_and_backward_replays(backend: str, kind: str) -> None:
-    """With new data, and new lengths within those that it was captured for; no memory is taken outside of the graph's pool."""
+    """With new data, and new lengths within the captured bounds; no memory is allocated outside of the graph's pool."""
     need_backend(backend)
     if backend == "eager" and kind == "thd":
         pytest.skip("the eager backend reads lengths on the host, which it says")
@@ -124,7 +124,7 @@ def test_nothing_waits(backend: str, kind: str) -> None:
 
 
 def test_dropout_in_a_graph_follows_the_seed() -> None:
-    """torch.manual_seed before a replay decides what it drops, as for any other op of a graph."""
+    """torch.manual_seed before a replay decides which weights it drops, as for any other op of a graph."""
     q = randn(1, 300, 2, 64)
     flexattn.attention(q, q, q, dropout_p=0.5)
     graph = torch.cuda.CUDAGraph()
