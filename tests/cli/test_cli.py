@@ -83,7 +83,7 @@ def test_the_first_line_says_what_runs_each_direction(capsys, monkeypatch):
     pytest.importorskip("triton", reason="triton is not installed")
     from flexattn.kernels_triton.runtime import interpreter
 
-    monkeypatch.setattr(interpreter, "INTERPRETED", False)  # which runs no Gluon; here nothing is run at all
+    monkeypatch.setattr(interpreter, "INTERPRETED", False)  # it runs no Gluon; here nothing is run at all
     lines = explained(capsys, "--q", "2,16384,16,128", "--mask", "causal", "--capability", "9.0").splitlines()
     assert lines[0] == "runs on: triton / sm_90 (forward), triton / sm_90 fused (backward)"
     assert [line.partition(":")[0] for line in lines[3:]] == ["sm_90 (forward)", "sm_90 fused (backward)"]
@@ -515,7 +515,7 @@ def test_explain_names_the_kernels(arguments: str, said: list[str], monkeypatch:
     pytest.importorskip("triton", reason="triton is not installed")
     from flexattn.kernels_triton.runtime import interpreter
 
-    monkeypatch.setattr(interpreter, "INTERPRETED", False)  # which runs no Gluon; here nothing is run at all
+    monkeypatch.setattr(interpreter, "INTERPRETED", False)  # it runs no Gluon; here nothing is run at all
     text = explained(capsys, "--capability", "9.0", "--backend", "triton", "--verbose", *arguments.split())
     for part in said:
         assert part in text

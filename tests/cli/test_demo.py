@@ -1,4 +1,4 @@
-"""`python -m flexattn demo` at a small size: what it prints, and that a wrong result makes it fail."""
+"""`python -m flexattn demo` at a small size: its output, and its failure if a result is wrong."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.conftest import FreshPython
 
 TOKENS = 300  # four or more documents of uneven lengths
 
-# name | max error | RMS error | those of plain torch | verdict
+# name | max error | RMS error | the same of plain torch | verdict
 ROW = re.compile(r"^. (out|dq|dk|dv) +. +(\S+) . +(\S+) . +(\S+) . +(\S+) . +(\S+) .$", re.MULTILINE)
 
 
