@@ -1,7 +1,6 @@
 """Whole attention kernels in the emulator: right and clean over formats, masks, lengths and schedules; injected faults are found.
 
-Each must be reported on every seed, whichever order of events the seed gives. Changes that look like faults and are none must
-not be.
+Every seed, with any order of events, must report each fault. If a change only looks like a fault, no seed may report it.
 """
 
 from __future__ import annotations
@@ -233,9 +232,9 @@ BENIGN_FORWARD: dict[str, Faults] = {
     ],
 }
 BENIGN_BACKWARD: dict[str, Faults] = {
-    # TMA fills their dout with zeros, and what they add is 0
+    # TMA fills their dout with zeros, so they add 0
     "rows past the end count": with_argument("gl.where(seen)", 0, "seen & (rows >= 0)[None, :]", **IN_BACKWARD),
-    # q_empty, which the producer waits for first and consumers release last, covers it
+    # q_empty covers it: the producer waits for it first, and consumers release it last
     "no release of dout": [drop("wait(dout_empty)"), drop("arrive(dout_empty)")],
     # every warpgroup has passed barrier 10 since its last product with K
     "no barrier before dK overwrites K": drop("bar_sync(9)", **IN_BACKWARD, nth=1),
@@ -321,7 +320,7 @@ SUPERFLUOUS = {  # each is among the legal edits above, or only tidies up
 @pytest.mark.slow
 @pytest.mark.parametrize(("line", "statement"), STATEMENTS, ids=[f"line {line}" for line, _ in STATEMENTS])
 def test_every_synchronisation_is_missed(line: int, statement: str, tmp_path: Path) -> None:
-    """Each wait, arrive, expect, fence and barrier deleted in turn: found, unless the kernel does not need it."""
+    """Each wait, arrive, expect, fence and barrier is deleted in turn: the emulator finds it if the kernel needs it."""
     lines = emulated.KERNELS.read_text().splitlines(keepends=True)
     needed = not any(known in lines[line - 1] for known in SUPERFLUOUS)
     is_forward = line < next(number for number, text in enumerate(lines, 1) if "def bwd_producer" in text)

@@ -1,6 +1,4 @@
-"""Agreement of the emulator with the compiler: its subjects compile for sm_90, with the named barriers and the memory that it
-says.
-"""
+"""Agreement of the emulator with the compiler: its kernels compile for sm_90, with the emulator's named barriers and memory."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from tests.conftest import FreshPython
 from tests.support import emulated_attention as emulated
 from tests.support import gluon_attention
 
-# In a process of its own, whose kernels are not interpreted. Prints each kernel's shared memory and its named barriers in PTX.
+# In a process of its own, without the interpreter. Prints each kernel's shared memory and its named barriers in PTX.
 COMPILE = r"""
 import json, re, sys
 import triton
@@ -57,11 +55,11 @@ KERNELS = {
 }
 WORKERS = 2
 THEIR_BARRIERS = {9, 10}
-COMPILERS_OWN = 512  # bytes at most that warp specialisation adds to the allocations of a kernel
+COMPILERS_OWN = 512  # bytes that warp specialisation adds, at most, to the allocations of a kernel
 
 
 def test_subjects_compile_to_what_the_rules_say(forked_python: FreshPython) -> None:
-    path = os.pathsep.join(folder for folder in sys.path if folder)  # with the Triton that this process has
+    path = os.pathsep.join(folder for folder in sys.path if folder)  # with this process's Triton
     ran = forked_python("-c", COMPILE, json.dumps(KERNELS), env={"PYTHONPATH": path})
     assert ran.returncode == 0, ran.stderr
     case = emulated.problem(lengths_q=(8,), head_dim_qk=128, head_dim_v=128, dtype=torch.bfloat16)

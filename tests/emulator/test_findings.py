@@ -169,7 +169,7 @@ def test_a_race_names_both_lines() -> None:
 def test_without_the_race_detector_memory_alone_decides() -> None:
     found = emulator.sweep(lambda seed: hand_over(seed, sync=False, race_detector=False), range(20))
     assert "race" not in found
-    seeds, finding = found["uninitialised-read"]  # where the reader came first
+    seeds, finding = found["uninitialised-read"]  # if the reader came first
     assert 0 < len(seeds) < 20
     assert finding.is_bug
 

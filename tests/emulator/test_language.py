@@ -1,4 +1,4 @@
-"""The emulated language: numbers as on sm_90, Gluon's rules, TMA and wgmma against torch, and what a launch accepts."""
+"""The emulated language: numbers as on sm_90, Gluon's rules, TMA and wgmma against torch, and valid arguments of a launch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/emulator.md shows what its kernel prints, as it is and with each of the page's edits, and lists every kind of finding."""
+"""docs/emulator.md shows its kernel's output, unchanged and with each of the page's edits, and lists every kind of finding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensor memory and tcgen05 in the emulator: numbers against torch, rules, and what misuse is reported as, under every schedule."""
+"""Tensor memory and tcgen05 in the emulator: numbers against torch, rules, and the report of each misuse, under every schedule."""
 
 from __future__ import annotations
 
@@ -91,14 +91,14 @@ def test_partitions_need_a_barrier_and_a_fence_on_both_sides() -> None:
 
 @pytest.mark.slow
 def test_these_kernels_compile_for_sm_100() -> None:
-    of_16_bits, of_fp32 = {"a_ptr": "*bf16", "b_ptr": "*bf16", "out_ptr": "*fp32"}, {"x_ptr": "*fp32", "y_ptr": "*fp32"}
+    bf16_arguments, fp32_arguments = {"a_ptr": "*bf16", "b_ptr": "*bf16", "out_ptr": "*fp32"}, {"x_ptr": "*fp32", "y_ptr": "*fp32"}
     kernels = [
         *(
-            ("products", of_16_bits, {"IN_TENSOR_MEMORY": in_tensor_memory, "BY_ARGUMENT": by_argument})
+            ("products", bf16_arguments, {"IN_TENSOR_MEMORY": in_tensor_memory, "BY_ARGUMENT": by_argument})
             for in_tensor_memory, by_argument in ((False, True), (True, False))
         ),
         ("misuse", {"x_ptr": "*bf16", "out_ptr": "*fp32"}, {"WHAT": ""}),
-        ("hand_over", of_fp32, {"SYNC": True, "BEFORE": True, "AFTER": True}),
+        ("hand_over", fp32_arguments, {"SYNC": True, "BEFORE": True, "AFTER": True}),
     ]
     requests = [CompileRequest(samples.__name__, name, types, constants, 100, 4, 1) for name, types, constants in kernels]
     for (name, *_), report in zip(kernels, compile_beside(requests), strict=True):
@@ -107,7 +107,7 @@ def test_these_kernels_compile_for_sm_100() -> None:
 
 
 def test_small_workers_share_a_warpgroups_registers() -> None:
-    """As Triton compiles the forward for sm_100 and the one-pass backward for sm_90: 12 warps, which begin with 168 each."""
+    """Triton compiles the forward for sm_100 and the one-pass backward for sm_90 so: 12 warps, which begin with 168 each."""
     assert split_registers(4, [4, 1, 1], [224, 56, 56]) == ((224, 224, 56, 56), None)
     assert split_registers(4, [1, 4, 1], [24, 240, 40]) == ((224, 24, 240, 40), None)
     assert split_registers(4, [4, 4, 4], [160, 160, 160]) == ((32, 160, 160, 160), None)
