@@ -1,4 +1,4 @@
-"""The benchmark without a GPU: what is counted, that nothing wrong is timed, what is recorded, compared and said."""
+"""The benchmark without a GPU: counts, records, comparisons and messages; if a result is wrong, it is not timed."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ from flexattn.dispatch.spec import Band, make_band
 from tests.conftest import FreshPython
 
 CEILINGS = Ceilings(800.0, 8192, "bfloat16", 4000.0, 2**30)
-MILLISECONDS = [3.0, 1.0, 2.0, 5.0, 4.0]  # what the fake timer measures: the quartiles are 2, 3 and 4
+MILLISECONDS = [3.0, 1.0, 2.0, 5.0, 4.0]  # the fake timer's measurements: the quartiles are 2, 3 and 4
 HOST_MILLISECONDS = [0.03, 0.01, 0.02, 0.05, 0.04]
 
 
 class FakeTimer:
-    """Says MILLISECONDS of everything, and remembers what it was asked to time."""
+    """Measures MILLISECONDS for everything, and remembers each request."""
 
     def __init__(self) -> None:
         self.timed: list[str] = []
@@ -62,7 +62,7 @@ class CallingTimer(FakeTimer):
         return super().__call__(calls)
 
 
-# What is counted
+# Counts
 
 
 def test_work_of_a_square_by_hand() -> None:
@@ -169,7 +169,7 @@ def test_log_normal_lengths_are_the_same_everywhere() -> None:
         packed, even = WORKLOADS[name], WORKLOADS[f"{name}-evened"]
         assert abs(sum(even.lengths_q) / sum(packed.lengths_q) - 1) < 0.1
         assert abs(work(even, "forward").flops / work(packed, "forward").flops - 1) < 0.1
-    assert sorted(lengths)[len(lengths) // 2] < sum(lengths) / len(lengths)  # skewed, as documents are
+    assert sorted(lengths)[len(lengths) // 2] < sum(lengths) / len(lengths)  # skewed, like documents
 
 
 def test_shapes_are_chosen_by_name_pattern_and_preset() -> None:
@@ -288,7 +288,7 @@ def test_the_reference_in_blocks_is_the_reference(name: str, monkeypatch: pytest
             torch.testing.assert_close(t, ref[result], rtol=1e-12, atol=1e-13)
 
 
-# Shapes that between them have every feature, cut to what a CPU does in a moment.
+# Shapes that between them have every feature, cut to sizes that a CPU computes in a moment.
 FEATURES = [
     "gpt-oss-window-s8192",
     "score-softcap",
@@ -302,7 +302,7 @@ FEATURES = [
 
 @pytest.mark.parametrize("name", FEATURES)
 def test_flexattn_and_peers_agree_with_the_reference(name: str) -> None:
-    """Each workload's arguments, masks and score_mods mean the same to all; what SDPA cannot express it refuses."""
+    """Each workload's arguments, masks and score_mods mean the same to all; if SDPA cannot express one, it refuses."""
     shape = WORKLOADS[name].shortened(40, 2, 4)
     tensors = make_tensors(shape, "cpu")
     everyone = {i.name: i for i in (*implementations.ours("cpu"), *peers.peers())}
@@ -365,7 +365,7 @@ def test_a_backend_that_cannot_says_so_in_its_cell(small: tuple[Workload, Tensor
     assert row.status == "refused"
     assert row.reason is not None
     assert row.reason.startswith("triton: the head dim of q and k is 12; the kernels support multiples of 8")
-    assert "eager:" not in row.reason  # the reasons of backends that were not asked
+    assert "eager:" not in row.reason  # the reasons of untried backends
 
 
 class SlowHost:
@@ -374,7 +374,7 @@ class SlowHost:
     FLUSH, ENQUEUE = 250e-6, 5e-6
 
     def __init__(self) -> None:
-        self.host = self.device = 0.0  # what time it is, and until when the device is busy
+        self.host = self.device = 0.0  # the current time, and the time until which the device is busy
         self.flushes = 0
         cuda = SimpleNamespace(Event=lambda enable_timing: FakeEvent(self), synchronize=self.synchronize)
         self.torch = SimpleNamespace(cuda=cuda, empty=lambda *_, **__: SimpleNamespace(zero_=self.flush), int8=torch.int8)
@@ -420,7 +420,7 @@ def test_a_slow_host_is_not_in_the_devices_time(monkeypatch: pytest.MonkeyPatch)
 def test_time_on_a_cpu_is_the_calls_own() -> None:
     samples = time_on_cpu({"short": lambda: time.sleep(0.001), "long": lambda: time.sleep(0.02)}, 40.0)
     assert len(samples["short"].ms) == len(samples["long"].ms) >= 3
-    assert min(samples["long"].ms) >= 20.0  # what sleep promises
+    assert min(samples["long"].ms) >= 20.0  # sleep lasts at least so long
     assert samples["short"].host_ms == []  # it is the host's own time
 
 

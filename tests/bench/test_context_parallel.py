@@ -1,4 +1,4 @@
-"""The benchmark of attention over ranks: its cells are what they say, it measures over gloo too, and what is wrong is not timed."""
+"""The benchmark of attention over ranks: its cells match their names, it measures over gloo too, and never times wrong results."""
 
 from __future__ import annotations
 

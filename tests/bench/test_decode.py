@@ -1,4 +1,4 @@
-"""The benchmark of decoding: its cells hold what they say, and every implementation of a cell is asked for the same attention."""
+"""The benchmark of decoding: its cells match their names, and all implementations of a cell compute the same attention."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_without_a_device_it_lists_cells_and_measures_nothing(capsys: pytest.Cap
 
 
 def test_the_page_has_the_files_times_of_the_peers() -> None:
-    """docs/performance.md: the time of flexattn, and the others' divided by it; the lowest where a library has several."""
+    """docs/performance.md: flexattn's time, and the others' divided by it; the lowest if a library has several."""
     rows = json.loads((ROOT / "bench" / "results" / page.DECODE).read_text("utf-8"))["rows"]
     times = {(row["cell"], row["implementation"]): row["us"] for row in rows if row["status"] == "measured"}
     wanted = []
@@ -124,7 +124,7 @@ def test_the_page_has_the_files_times_of_the_peers() -> None:
 
 
 class Replays:
-    """Stands for a CUDA graph: a replay makes the call again, and writes what `changed` makes of its result."""
+    """Stands for a CUDA graph: a replay makes the call again, and writes the `changed` result."""
 
     def __init__(self, call: Callable[[], Tensor], changed: Callable[[Tensor], Tensor | None]) -> None:
         self.call, self.changed, self.out = call, changed, call()

@@ -1,4 +1,4 @@
-"""docs/performance.md, its plots and the README's section say what the recorded runs measured, with `auto` as flexattn's column."""
+"""docs/performance.md, its plots and the README's section match the recorded runs, with `auto` as flexattn's column."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 
 @pytest.fixture(scope="module")
 def found() -> Iterator[page.Sources]:
-    """The files of the page; picks of `auto` are those of kernels that are compiled."""
+    """The files of the page; picks of `auto` are picks of compiled kernels."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter, "INTERPRETED", False)
         page.sources.cache_clear()
@@ -36,7 +36,7 @@ def found() -> Iterator[page.Sources]:
 
 
 class Cell(NamedTuple):
-    """One cell, computed here from the rows alone: the page's own code is not asked."""
+    """One cell, computed here from the rows alone, without the page's own code."""
 
     ours: Row  # of the backend that `auto` selects
     peer: Row  # the fastest of the others
@@ -148,17 +148,17 @@ def test_each_row_of_implementations_is_computed(found: page.Sources, cells: dic
     run = record.read(RESULTS / page.MAIN)
     table = {row[0]: row[1:] for row in rows_of("implementations")}
     for peer in found.main.implementations()[1:]:
-        of_peer = {cell: Cell(both.ours, run.of(*cell)[peer]) for cell, both in cells.items() if peer in run.of(*cell)}
-        of_peer = {cell: both for cell, both in of_peer.items() if both.peer.us}
-        level = sum(both.is_level for both in of_peer.values())
-        faster = sum(both.speed > 1 and not both.is_level for both in of_peer.values())
-        speeds = [both.speed for both in of_peer.values()]
+        peer_cells = {cell: Cell(both.ours, run.of(*cell)[peer]) for cell, both in cells.items() if peer in run.of(*cell)}
+        peer_cells = {cell: both for cell, both in peer_cells.items() if both.peer.us}
+        level = sum(both.is_level for both in peer_cells.values())
+        faster = sum(both.speed > 1 and not both.is_level for both in peer_cells.values())
+        speeds = [both.speed for both in peer_cells.values()]
         figures = [f"{x:.3f}" for x in (statistics.geometric_mean(speeds), min(speeds), max(speeds))]
         wanted = [*map(str, (len(speeds), faster, level, len(speeds) - faster - level)), *figures]
         assert table.pop(peer if peer != "SDPA cuDNN" else f"{peer} †") == wanted
         if peer == "SDPA cuDNN":
             dense = {f"score-{name}" for name in ("alibi", "relative-bias", "sliding-window")}
-            rest = [both.speed for (workload, _), both in of_peer.items() if workload not in dense]
+            rest = [both.speed for (workload, _), both in peer_cells.items() if workload not in dense]
             assert f"In {len(speeds) - len(rest)} cells SDPA cuDNN gets a dense" in text_of("README.md")
             assert f"without these cells is {statistics.geometric_mean(rest):.3f}." in text_of("README.md")
     assert not table
@@ -198,15 +198,15 @@ def test_sentences_without_figures_are_true_of_the_files() -> None:
     run = record.read(RESULTS / page.MAIN)
     for workload, direction in run.cells():
         if run.workloads[workload].group == "sweep":
-            of_cell = run.of(workload, direction)
-            frontend, sdpa = of_cell["cuDNN frontend"].tflops, of_cell["SDPA cuDNN"].tflops
+            times = run.of(workload, direction)
+            frontend, sdpa = times["cuDNN frontend"].tflops, times["SDPA cuDNN"].tflops
             assert frontend == pytest.approx(sdpa, rel=0.05)  # one line in the plots
     assert run.versions["flash-attn-3"] is run.versions["flash-attn"] is None
     assert not {"SDPA efficient", "SDPA math", "flash-attn 3"} & set(run.implementations())
 
 
 def alike(run: Record, newer: Record) -> dict[str, tables.Standing]:
-    """Where a run's cells stand: those of a newer one, beside the peers of that."""
+    """Standings of a run's cells: only cells of a newer run, and only the newer run's peers."""
     cells, names = set(newer.cells()), newer.implementations()
     rows = [row for row in run.rows if (row.workload, row.direction) in cells and row.implementation in names]
     return {standing.workload: standing for standing in tables.standings(run._replace(rows=rows))}
@@ -224,7 +224,7 @@ def section_of_bounds(title: str) -> str:
 
 
 def test_the_newer_runs_are_what_their_files_say() -> None:
-    """notes/bounds.md, "Since that run": how many cells stand where, and each that it names, then and now beside the same peers."""
+    """notes/bounds.md, "Since that run": the numbers of cells, and each named cell, then and now beside the same peers."""
     section = section_of_bounds("Since that run")
     main = record.read(RESULTS / "standard_h200.json")
     newer = record.read(RESULTS / "standard_forward_h200.json")
@@ -258,7 +258,7 @@ def lines_of_cells(text: str) -> list[str]:
 
 
 def lines_of_the_whole_run(run: Record, older: Record) -> list[str]:
-    """Where its cells stand, those that are no more than 2 % ahead, and its backwards beside flash-attn 4's by length."""
+    """Standings of its cells, cells that are no more than 2 % faster, and its backwards beside flash-attn 4's by length."""
     flash, others = ("flash-attn 4",), [name for name in run.implementations() if name != "flash-attn 4"]
     lines = []
     for title, names in ((", all peers", run.implementations()), (", without flash-attn 4", others), (", flash-attn 4", flash)):
@@ -279,7 +279,7 @@ def lines_of_the_whole_run(run: Record, older: Record) -> list[str]:
 
 
 def test_the_last_whole_run_is_what_its_file_says() -> None:
-    """notes/bounds.md, "The last whole run", whose cells are held to the one before it, and of that one where its cells stand."""
+    """notes/bounds.md, "The last whole run": its cells are compared with the run before, whose standings are checked too."""
     section, before = (section_of_bounds(title) for title in ("The last whole run", "On an NVIDIA H100"))
     main, older = record.read(RESULTS / page.MAIN), record.read(RESULTS / page.SECOND)
     lines = lines_of_the_whole_run(main, older)

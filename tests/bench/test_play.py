@@ -76,13 +76,13 @@ def test_a_wrong_kernel_is_never_timed(
     said = capsys.readouterr().out
     assert re.search(r"WRONG: out: max error .*worst:\n  \[\d+, \d+, \d+, \d+\]: got", said)
     assert "Not timed: it is wrong." in said
-    assert re.search(r"^this +\d+ ", said, re.MULTILINE)  # what the compiler made of it is still shown
+    assert re.search(r"^this +\d+ ", said, re.MULTILINE)  # the compiler's results are still shown
 
 
 def test_a_wrong_tile_in_a_sweep_is_never_timed(
     own_file: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The measuring half of a sweep, with the interpreter in the GPU's place: a kernel that is wrong where blocks have 64 keys."""
+    """The measuring half of a sweep, with the interpreter in the GPU's place: a kernel is wrong if blocks have 64 keys."""
     path = own_file("kernel_of_32", FORWARD.replace(RESCALED, "v0, (acc0 * correction[:, None] if META.BLOCK_N == 32 else acc0)"))
     small = WORKLOADS[SHAPE].shortened(131)
     tiles = [Tile(32, 32, 4, 1), Tile(32, 64, 4, 1)]
@@ -213,7 +213,7 @@ def test_a_sweep_prunes_by_compiling_before_anything_runs(
     assert play.main(["forward", "--shape", "sweep-d256-causal-s4096", "--sweep", *space]) == play.WRONG
     said = capsys.readouterr().out
     assert re.search(r"out: 128x64x8x4 +\d+ bytes of shared memory, and there are 232448", said)
-    assert checked == ["128x64x8x2"]  # and never what is out
+    assert checked == ["128x64x8x2"]  # and never the tile that does not fit
     assert "1 of 2 are left" in said
     assert re.search(r"128x64x8x2 +WRONG: broken", said)
     assert "Not timed, so no row is proposed" in said

@@ -1,4 +1,4 @@
-"""Regret of `auto`: what the result files on disk say of its picks, and what they leave unknown."""
+"""Regret of `auto`: the verdict of the result files on its picks, and the cells without one."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ UNKNOWN = {
 
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Picks are those of kernels that are compiled."""
+    """Picks are picks of compiled kernels."""
     monkeypatch.setattr(interpreter, "INTERPRETED", False)
 
 
@@ -132,7 +132,7 @@ def test_a_pick_that_is_slower_is_found() -> None:
         (TRITON, short, "backward", 80.0),  # the portable kernels, which have a row of their own
         (PORTABLE, short, "backward", 100.0),
         (CUDNN, short, "backward", 200.0),
-        (TRITON, short, "forward", 100.0),  # beside nothing
+        (TRITON, short, "forward", 100.0),  # nothing else was measured
     ]
     found = regret.regrets(recorded(measured))
     assert [(r.direction, r.pick, r.fastest, r.is_bad) for r in found] == [

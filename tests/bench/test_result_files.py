@@ -22,7 +22,7 @@ Content = dict[str, Any]
 
 
 def a_file() -> Content:
-    """Two cells of a kept run, as JSON has them."""
+    """Two cells of a kept run, in JSON's types."""
     content: Content = json.loads((RESULTS / "score_mods_h200.json").read_text())
     kept = [row for row in content["rows"] if row["status"] == "measured"][:2]
     names = {row["workload"] for row in kept}
@@ -161,7 +161,7 @@ def test_a_kernel_file_that_does_not_run_is_named_by_its_line(
     text, reason = KERNEL_FILES[name]
     file = tmp_path / f"kernel_that_{name.replace(' ', '_')}.py"
     file.write_text(text)
-    monkeypatch.syspath_prepend(str(tmp_path))  # which also takes back what loading adds
+    monkeypatch.syspath_prepend(str(tmp_path))  # this also reverts changes of loading
     with pytest.raises(SystemExit) as ended:
         play.main(["forward", "--shape", "small-s128", "--kernel-file", str(file)])
     assert ended.value.code == 2

@@ -1,4 +1,4 @@
-"""Rows of tile tables and heuristics: what a result file supports, and that what is committed is what the files support."""
+"""Rows of tile tables and heuristics: the rows that a result file supports, and committed rows match the files."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def test_no_file_speaks_against_a_committed_tile(path: Any) -> None:
 def test_the_files_cover_the_tiles_that_were_chosen() -> None:
     covered = {(s.kernel, s.head_dims, s.slot) for path in TILE_FILES for s in swept(record.read(path))}
     assert {(kernel, width, slot) for kernel in TABLES for width in (128, 256, 512) for slot in ("tile", "open")} <= covered
-    of_their_own = {
+    unshared = {
         (kernel, row.head_dims, slot)
         for kernel, table in TABLES.items()
         for row in table[90, 2]
         for slot in ("open", "short")
         if getattr(row, slot) is not None
     }
-    assert of_their_own <= covered
+    assert unshared <= covered
 
 
 def test_a_faster_tile_is_proposed_and_a_tie_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,7 +60,7 @@ def test_a_faster_tile_is_proposed_and_a_tie_is_not(monkeypatch: pytest.MonkeyPa
     names = [f"forward 128x64x8x3{mark}" for mark in (" committed", "")]
     measured = [
         (names[0], causal, "forward", 101.0),
-        ("forward 64x64x4x2", causal, "forward", 100.0),  # within what runs differ by
+        ("forward 64x64x4x2", causal, "forward", 100.0),  # within the difference between runs
         (names[0], full, "forward", 110.0),
         ("forward 64x64x4x2", full, "forward", 100.0),
         ("forward 64x64x4x2", short, "forward", 10.0),
