@@ -1,1 +1,1 @@
-"""Programs that run other projects' test files through this package's doors, and their own tests."""
+"""Programs that run other projects' test files through this package's integrations, and their own tests."""

@@ -1,4 +1,4 @@
-"""FlashAttention's test files, from a checkout of it to files that run on a CPU and find flexattn under FlashAttention's names."""
+"""FlashAttention's test files: from a checkout to files that run on a CPU and find flexattn under FlashAttention's names."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ import torch
 
 from flexattn.integrations import flash_attn
 
-HELPERS = {"hopper": ("padding.py", "test_util.py")}  # imported by the test files beside them
+HELPERS = {"hopper": ("padding.py", "test_util.py")}  # imported by the neighbouring test files
 
-# Arguments that choose a kernel, taken by an older FlashAttention 3 and by none since: the calls are made without them.
+# Arguments that choose a kernel. An older FlashAttention 3 takes them and no later one does: calls are made without them.
 GONE = ("gqa_parallel", "max_seqlen_k_hint")
-UNPACKED = "flash_attn_with_kvcache"  # its results are taken as two, which are four by now
-MANY, FEW = 50, 3  # times that a call is repeated to find races between a GPU's threads, there and here
+UNPACKED = "flash_attn_with_kvcache"  # its results are unpacked as two, but newer versions return four
+MANY, FEW = 50, 3  # repeats of a call to find races between a GPU's threads, there and here
 SMALLER = {"65536": 8192, "70 * 1024 ** 3": 1}  # tokens of a cache that no test fills; a GPU's memory
 
 
 class _Private:
-    """Something of FlashAttention's that is no part of what it offers: a test that uses it is skipped."""
+    """A private name of FlashAttention's: a test that uses it is skipped."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -39,7 +39,7 @@ class _Private:
 
 
 class _OnCpu(ast.NodeTransformer):
-    """Rewrites a test file: device "cuda" to "cpu", what older versions took or returned, repeats, memory."""
+    """Rewrites a test file: device "cuda" to "cpu", arguments or results of older versions, repeats, memory."""
 
     def visit(self, node: ast.AST) -> Any:
         if isinstance(node, ast.Constant | ast.BinOp) and (text := ast.unparse(node)) in SMALLER:
@@ -65,19 +65,19 @@ class _OnCpu(ast.NodeTransformer):
 
 
 def on_cpu(path: Path) -> str:
-    """Returns a file's text as it runs on a CPU."""
+    """Returns a file's text, rewritten for a CPU."""
     return ast.unparse(_OnCpu().visit(ast.parse(path.read_text("utf-8"))))
 
 
 def written(checkout: Path, file: str, folder: Path) -> Path:
-    """Writes a test file, and what it imports from beside it, as they run on a CPU; returns its path."""
+    """Writes a test file, and its neighbours that it imports, for a CPU; returns its path."""
     for name in (Path(file).name, *HELPERS.get(Path(file).parts[0], ())):
         (folder / name).write_text(on_cpu((checkout / file).with_name(name)), "utf-8")
     return folder / Path(file).name
 
 
 def _from_checkout(name: str, path: Path) -> types.ModuleType:
-    """Returns a module of the checkout, as it runs on a CPU, imported under a name of its own."""
+    """Returns a module of the checkout, rewritten for a CPU, imported under a name of its own."""
     module = sys.modules[name] = types.ModuleType(name)
     exec(compile(on_cpu(path), str(path), "exec"), module.__dict__)
     return module
@@ -103,10 +103,11 @@ def _rotary(checkout: Path) -> types.ModuleType:
 
 
 def provide(checkout: Path, file: str) -> None:
-    """Puts flexattn under FlashAttention's names, and beside it what one of its test files imports besides.
+    """Puts flexattn under FlashAttention's names, with the other imports of its test files.
 
-    That is the checkout's reference (`flash_attn.cute.testing`, torch alone), its rotary embedding in torch, and placeholders for
-    what is private. torch.cuda answers as for a GPU that the files' own kernels are for: FlashAttention 4's skip most on others.
+    These are the checkout's reference (`flash_attn.cute.testing`, torch alone), its rotary embedding in torch, and placeholders
+    for private names. torch.cuda describes a GPU of the files' own kernels. If it described another, FlashAttention 4's tests
+    would skip most.
     """
     cuda: Any = torch.cuda
     capability = (10, 0) if "cute" in file else (9, 0)

@@ -2,9 +2,9 @@
 
     python -m tests.upstream.flash_attn CHECKOUT [--sample 16] [--seed 0] [--out FILE] [--only FILE]
 
-CHECKOUT is one of https://github.com/Dao-AILab/flash-attention; its tests need einops. Of each test function `--sample` cases are
-run, for 20 seconds at most, drawn by the seed from those short enough for a CPU; one that skips itself is replaced by another.
-Prints a line for each file, and writes counts and reasons as JSON.
+CHECKOUT is one of https://github.com/Dao-AILab/flash-attention; its tests need einops. Each test function runs `--sample` cases,
+for 20 seconds at most. The seed draws them from the cases that are short enough for a CPU. If one skips itself, another replaces
+it. The program prints a line for each file, and writes counts and reasons as JSON.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ FILES = (
     "tests/cute/test_flash_attn_fast.py",
     "tests/cute/test_flash_attn_varlen.py",
 )
-DIFFERENT = {  # test cases, by a pattern, that hold for FlashAttention's inside alone
+DIFFERENT = {  # test cases, by a pattern, that check FlashAttention's internals alone
     "test_flash_attn_invalid_head_dim": "expects an error for head dims that flexattn takes",
     "test_flash_attn_varlen_seqlen_k_per_split": "expects other bits for other splits, which flexattn chooses itself",
     r"test_flash_attn_varlen_cumsum_metadata_paths\[.*metadata": "reads the plan of FlashAttention's scheduler",
@@ -48,12 +48,12 @@ DIFFERENT = {  # test cases, by a pattern, that hold for FlashAttention's inside
     "test_flash_attn_generator_arg_must_be_none": "calls FlashAttention's C++ operator",
 }
 MOST_WORK = 320 * 320 * 128  # queries * keys * head dim of a case: about two seconds
-MOST_SECONDS, FUNCTION_SECONDS = 10, 20  # for a case, and for all of a function, before no other one is begun
+MOST_SECONDS, FUNCTION_SECONDS = 10, 20  # for a case, and for all of a function before the next one begins
 CANDIDATES = 6  # cases drawn for each one that is to run
 
 
 def work_of(function: str, parameters: dict[str, Any]) -> float:
-    """Returns queries * keys * head dim of a case, by the names that the files give to them."""
+    """Returns queries * keys * head dim of a case, by the files' own names."""
     lengths = [value for name, value in parameters.items() if "seq" in name and "len" in name and type(value) is int]
     pairs = math.prod(lengths[:2]) if len(lengths) > 1 else math.prod(lengths) ** 2
     dims = [value for name, value in parameters.items() if name in ("d", "D", "headdim", "head_dim")]
@@ -61,7 +61,7 @@ def work_of(function: str, parameters: dict[str, Any]) -> float:
 
 
 class Sample:
-    """A pytest plugin: draws cases, and counts what became of them."""
+    """A pytest plugin: draws cases, and counts their outcomes."""
 
     def __init__(self, cases: int, seed: int) -> None:
         self.cases, self.draw = cases, random.Random(seed)
@@ -90,7 +90,7 @@ class Sample:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: Any) -> bool | None:
-        # With enough of them nothing is run, and nothing is reported.
+        # If there are enough of them, nothing runs and nothing is reported.
         return True if self.ran[item.originalname] >= self.cases or self.seconds[item.originalname] >= FUNCTION_SECONDS else None
 
     @pytest.hookimpl(wrapper=True)
@@ -125,7 +125,7 @@ class Sample:
 
 
 def refused(error: BaseException) -> str | None:
-    """Returns the sentence with which a door refuses an argument, or None for another error."""
+    """Returns the sentence with which an integration refuses an argument, or None for another error."""
     frames = traceback.extract_tb(error.__traceback__)
     is_ours = "flexattn" in frames[-1].filename
     if is_ours and (isinstance(error, NotImplementedError) or "page_table is given with" in str(error)):
@@ -168,7 +168,7 @@ def run_file(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def summary(result: dict[str, Any]) -> str:
-    """Returns a result as docs/doors.md shows it: counts of each file, and why cases were not run."""
+    """Returns a result in the format of docs/doors.md: counts of each file, and the reasons of cases that did not run."""
     columns = ("collected", "too long for a CPU", "passed", "failed", "refused", "skipped")
     lines = [f"| file | {' | '.join(columns)} |", "|---" + "|---:" * len(columns) + "|"]
     lines += [f"| `{file['file']}` | {' | '.join(str(file[name]) for name in columns)} |" for file in result["files"]]
@@ -199,7 +199,7 @@ def main() -> None:
         return
     files = []
     with tempfile.TemporaryDirectory() as folder:
-        for file in FILES:  # each in a process of its own, as their helpers have the same names
+        for file in FILES:  # each in a process of its own, because their helpers have the same names
             part = Path(folder) / "part.json"
             arguments = [str(options.checkout), "--only", file, "--sample", str(options.sample), "--seed", str(options.seed)]
             command = [sys.executable, "-m", "tests.upstream.flash_attn", *arguments, "--out", str(part)]

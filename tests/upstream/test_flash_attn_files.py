@@ -1,4 +1,4 @@
-"""The program that runs FlashAttention's test files, on a made-up checkout whose tests end in every way that it counts."""
+"""The program that runs FlashAttention's test files, on a made-up checkout whose tests have every outcome that it counts."""
 
 from __future__ import annotations
 
