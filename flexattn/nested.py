@@ -36,8 +36,7 @@ def packed_call(qkv: tuple[Any, Any, Any], arguments: Arguments) -> tuple[tuple[
     """Returns q, k, v and the arguments of the packed call that equals a call of nested q, k and v.
 
     Raises ValueError for FP8, for a format other than "bshd" and "bhsd", for a jagged dim other than the format's s, and for
-    lengths
-    as arguments.
+    lengths as arguments.
     """
     packed: dict[str, Any] = {**arguments}
     if any(packed[name] is not None for name in Fp8Options.__annotations__):
