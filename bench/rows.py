@@ -32,7 +32,7 @@ class Swept(NamedTuple):
     kernel: str
     capability: int
     element_size: int
-    head_dims: int  # d_qk + d_v, as the tiles hold them
+    head_dims: int  # d_qk + d_v, as in the tiles' rows
     slot: str  # field of the row: "tile", "loaded", "open" or "short"
     committed: Tile
     times: Mapping[Tile, float]  # us, the geometric mean over the slot's workloads that all tiles were measured on
@@ -134,7 +134,7 @@ def _rule_code(rule: Rule) -> str:
 
 
 def faster_rows(name: str, record: Record) -> list[Rule]:
-    """Returns the calls for which cuDNN is preferred: one rule for each kind of plain call and run of neighbouring length classes.
+    """Returns the calls for which cuDNN is preferred: one rule for each kind of plain call and run of adjacent length classes.
 
     A class has a rule if cuDNN was faster by more than TIE in a cell, and loses less in its worst cell than Triton in its own.
     Triton comes first by default, so other classes have no rule.

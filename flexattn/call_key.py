@@ -20,7 +20,7 @@ PLAIN = frozenset((Tensor, torch.nn.Parameter))
 
 
 class CallKey(NamedTuple):
-    """Key of a call, and the tensors and numbers beside it."""
+    """Key of a call, with the call's tensors and numbers."""
 
     parts: tuple[Hashable, Any]  # the key without its numbers, and the numbers
     tensors: tuple[Tensor | None, ...]  # fields of `Operands`: all, or q, k and v; tensors of FP8 or a backward; captures of mods
@@ -35,8 +35,8 @@ Values = list[Any]
 class Split:
     """Picks the parts of a key from a call's values. `split_of` returns the one for the names of a call's options.
 
-    The values are [*CONSTANTS, split, q, k, v, *options.values()]. So the key has only the options that the call passes, and the
-    split stands for their names.
+    The values are [*CONSTANTS, split, q, k, v, *options.values()]. So the key only has the options that the call passes, and the
+    split represents their names.
     """
 
     __slots__ = ("all_tensors", "fp8", "is_known", "is_odd", "mods", "others", "returns_more", "tensors", "window")
@@ -104,7 +104,7 @@ def same_tensors(ids: Sequence[int]) -> tuple[int, ...]:
 
 
 def state_around() -> Hashable | None:
-    """Returns the state that a call depends on beside its arguments; None if a mode, transform, trace or check needs operators."""
+    """Returns the state, except arguments, that a call depends on; None if a mode, transform, trace or check needs operators."""
     if not is_ordinary():
         return None
     environment = options.snapshot()

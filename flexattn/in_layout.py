@@ -20,7 +20,7 @@ def attend(
 ) -> tuple[Any, Tensor | None, Tensor | None]:
     """Returns out, lse and max_logit of `attention`, with out and, in a backward, dq, dk and dv as `results` says.
 
-    out has q's dims, in any order in memory. max_logit is None if it is not asked for. lse is differentiable if return_lse is
+    out has q's dims, in any order in memory. max_logit is None if it is not requested. lse is differentiable if return_lse is
     True, and must not be used otherwise. options: arguments of `attention`, without cu_seqlens, max_seqlen and mask. Raises the
     errors of `attention`, and TypeError for DTensors.
     """

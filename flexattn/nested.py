@@ -18,7 +18,7 @@ _JAGGED_DIM = {"bshd": 1, "bhsd": 2}
 def attend_nested(attend: Callable[..., Any], q: Any, k: Any, v: Any, arguments: Arguments) -> Any:
     """Returns attend(q, k, v, **arguments) for jagged nested tensors q, k and v; out is one with q's sequences.
 
-    Raises what `packed_call` raises.
+    Raises the errors of `packed_call`.
     """
     values, packed = packed_call((q, k, v), arguments)
     result = attend(*values, **without_defaults(packed))

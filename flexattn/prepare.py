@@ -73,10 +73,10 @@ def prepare(
 ) -> Prepared:
     """Returns a checked call.
 
-    arguments: all arguments of `attention`, as `in_full` returns them. is_backward: True if only a backward will run, which
-    computes the gradients of q, k and v whether they require one or not; grad mode must be on. results: the formats in memory of
-    out and the gradients. can_check_floor: whether lse can be read where the call runs. If False, a finite score that masks is
-    computed as it is written, and never becomes a band.
+    arguments: all arguments of `attention`, as `in_full` returns them. is_backward: True if only a backward will run. It computes
+    the gradients of q, k and v whether they require one or not; grad mode must be on. results: the formats in memory of out and
+    the gradients. can_check_floor: whether lse can be read while the call runs. If False, a finite score that masks is computed as
+    it is written, and never becomes a band.
     """
     arguments = arguments.copy()
     formats = q_format, kv_format = parse_format(str(arguments["qkv_format"]))

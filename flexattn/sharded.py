@@ -33,10 +33,9 @@ def attend_sharded(
 ) -> Any:
     """Returns attend(q, k, v, **options) if at least one of q, k and v is a DTensor.
 
-    A mesh dim that shards q by heads or by batch keeps its sharding if it divides heads, key heads or batch. A mesh dim that shards
-    q
-    by sequence keeps it in a dense call. Every rank gets all data over any other mesh dim. k, v and the arguments with heads or a
-    batch follow q. Plain tensors count as the same on every rank.
+    A mesh dim that shards q by heads or by batch keeps its sharding if it divides heads, key heads or batch. A mesh dim that
+    shards q by sequence keeps it in a dense call. Every rank gets all data over any other mesh dim. k, v and the arguments with
+    heads or a batch follow q. Plain tensors count as the same on every rank.
     """
     arguments: dict[str, Any] = {**options}
     if any(arguments[name] is not None for name in Fp8Options.__annotations__):

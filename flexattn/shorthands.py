@@ -21,7 +21,7 @@ DIAGONALS = (
 
 
 def in_full(q: Any, k: Any, arguments: Mapping[str, Any]) -> Any:
-    """Returns all arguments besides q, k and v without short forms: the `Arguments` that `prepare` takes.
+    """Returns all arguments except q, k and v without short forms: the `Arguments` that `prepare` takes.
 
     arguments: arguments of `attention`. Missing ones get their defaults. Raises if a short form contradicts another argument;
     `prepare` checks everything else. `q` and `k` may be arrays of any library.

@@ -107,7 +107,7 @@ def answer(args: argparse.Namespace) -> explanations.Explanation:
 
 
 def parse(args: argparse.Namespace) -> tuple[Operands, ops.Settings, AttentionSpec]:
-    """Returns the call, on the meta device, and its spec on the GPU asked about; raises the errors of `attention`."""
+    """Returns the call, on the meta device, and its spec on the given GPU; raises the errors of `attention`."""
     x, settings = bind_call(**_call(args))
     here = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
     capability = args.capability or here

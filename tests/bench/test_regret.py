@@ -34,8 +34,8 @@ BETWEEN = {
 }
 # By more than TIE, each with its reason in notes/regret.md.
 SLOWER: dict[str, dict[tuple[str, str], float]] = {}
-# By more than TIE in a run of forwards with other sections of heads, of grouped backwards without turns, of two kernels at head
-# dims 192 and 128, or of the portable ones at 256; measured again since.
+# More than TIE slower in a run with other sections of heads (forwards), without turns (grouped backwards), with two kernels at head
+# dims 192 and 128, or with the portable kernels at 256. These cells were measured again.
 OLDER = {
     "standard_h200.json": {
         ("sweep-d128-full-s512", "forward"): 1.05,
@@ -144,7 +144,7 @@ def test_a_pick_that_is_slower_is_found() -> None:
 
 
 def test_where_the_first_choice_refused_the_next_is_the_pick() -> None:
-    [biased] = select(["score-relative-bias"])  # of which a row prefers cuDNN's forward
+    [biased] = select(["score-relative-bias"])  # a row prefers cuDNN's forward for these
     times: list[Any] = [(TRITON, biased, "forward", 100.0), (PORTABLE, biased, "forward", 120.0)]
     assert [r.pick for r in regret.regrets(recorded([*times, (CUDNN, biased, "forward", 90.0)]))] == [CUDNN]
     assert [r.pick for r in regret.regrets(recorded([*times, (CUDNN, biased, "forward", None)]))] == [TRITON]

@@ -109,7 +109,7 @@ def test_rows_of_heuristics_where_cudnn_was_faster() -> None:
         *both(WORKLOADS["llama3-8b-s8192"], 101.0, 100.0),  # a tie ends the run of lengths
         *both(sweep(128, "causal", 16384), 120.0, 100.0),
         *both(sweep(128, "full", 4096), 104.0, 100.0),
-        *both(sweep(128, "full", 4096)._replace(name="loses more"), 100.0, 105.0),  # and so Triton, by default
+        *both(sweep(128, "full", 4096)._replace(name="loses more"), 100.0, 105.0),  # Triton then is the default
         *both(sweep(128, "full", 8192), 104.0, 100.0),
         *both(sweep(128, "full", 8192)._replace(name="loses less"), 100.0, 102.0),
         *both(sweep(128, "causal", 4096), 200.0, 100.0, "backward"),

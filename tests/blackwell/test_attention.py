@@ -138,7 +138,7 @@ def test_calls_left_to_the_portable_kernel_have_a_reason(more: dict[str, Any], r
     ],
 )
 def test_only_who_asks_for_it_gets_it(wish: str, more: dict[str, Any], forward: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interpreter, "INTERPRETED", False)  # which runs no Gluon; here nothing is run at all
+    monkeypatch.setattr(interpreter, "INTERPRETED", False)  # it runs no Gluon; here nothing is run at all
     monkeypatch.setenv("FLEXATTN_HOPPER", wish)
     q = torch.empty(2, 4096, 16, 128, dtype=torch.bfloat16, device="meta", requires_grad=not more)
     x, settings = bind_call(q=q, k=q, v=q, **more)
@@ -147,7 +147,7 @@ def test_only_who_asks_for_it_gets_it(wish: str, more: dict[str, Any], forward: 
     assert forward in text
     assert ("forward: triton (sm_100)" in text) == (wish == "always")
     if more:
-        return  # no gradient is asked for
+        return  # no gradient is requested
     assert forward.replace("sm_100", "sm_100 fused", 1) in text
     assert f"backward: triton ({'sm_100 fused' if wish == 'always' else 'portable'})" in text
     text = explain(spec._replace(deterministic=True), "triton", x).details

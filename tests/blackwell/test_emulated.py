@@ -41,7 +41,7 @@ DENSE = {"lengths_q": [300] * 2, "lengths_kv": [330] * 2, "num_heads": 2, "num_h
 def run(
     seed: int, spec: AttentionSpec, x: Operands, kernels: ModuleType = blackwell_forward, splits: int | None = None
 ) -> emulator.Report:
-    """Returns the emulator's report; without a bug in it, out and lse are held to the oracle."""
+    """Returns the emulator's report. If it has no bug, out and lse are compared with the oracle."""
     with emulated(seed, kernels) as reports:
         problem = triton_backend.to_problem(spec, x)
         out, lse, max_logit = empty_outputs(spec, x)

@@ -37,11 +37,11 @@ MATRIX_INSTRUCTION = {80: "HMMA", 89: "HMMA", 90: "HGMMA", 100: "UTCHMMA", 120: 
 FP8 = torch.float8_e4m3fn
 FP8_INSTRUCTION = {89: "QMMA", 90: "QGMMA", 100: "UTCQMMA", 120: "QMMA"}
 # Spills in the loops, as a share of their instructions. Plain half precision has next to none. Calls with every feature have some,
-# and so has fp32, whose products use ordinary registers. Head dims above 256 leave few registers. If their forward on sm_90 takes
-# half the keys it spills nothing, but multiplies half as much at a time.
+# and so has fp32, whose products use ordinary registers. Head dims above 256 leave few registers. With half the keys their forward
+# on sm_90 would spill nothing, but multiply half as much at a time.
 LOOP_SPILLS = {"hybrid": 0.01, "plain": 0.01, "short": 0.01, "open": 0.01, "full": 0.08, "fp32": 0.08, "wide": 0.03, "latent": 0.01}
-# Spills stand for time, and this time was measured: these tiles are the fastest, spills included (d256: tiles_d256_h200.json; FP8:
-# fp8_tiles_h200.json).
+# Spills stand for time, and these tiles' times were measured. They are the fastest, spills included (d256: tiles_d256_h200.json;
+# FP8: fp8_tiles_h200.json).
 MEASURED_SPILLS = {
     "dkdv-sm90-bfloat16-d256x256-open": 0.06,
     "dkdv-sm90-float8_e4m3fn-d128x128-plain": 0.04,

@@ -223,7 +223,7 @@ def test_what_may_never_end_is_refused(name: str) -> None:
 
 
 def test_what_may_never_end_is_refused_before_it_is_built() -> None:
-    """The spec of 250 queries and 200 keys is that of equally many."""
+    """The spec of 250 queries and 200 keys equals that of equally many."""
     case = make_case(lengths_q=[250, 250], lengths_kv=[200, 200], call={"window_size": (9, -1)})
     spec, x = as_call(case)
     spec = spec._replace(band=spec.band._replace(bottom_right=False))

@@ -278,7 +278,7 @@ def test_two_threads_build_a_plan_once() -> None:
 
     def get() -> None:
         start.wait()
-        with plans.without_device(cudnn_stub.H200):  # which is each thread's own
+        with plans.without_device(cudnn_stub.H200):  # each thread has its own
             found.append(cache.get(some_sdpa(2), DEVICE))
 
     threads = [threading.Thread(target=get) for _ in range(2)]

@@ -320,7 +320,7 @@ def test_no_tensor_grows_with_sq_times_skv(inputs: Inputs, arguments: dict[str, 
     with Watch() as watch:
         run(spec, x, dout, dlse)
     assert watch.largest <= LONG_BUDGET // 4
-    assert watch.host_reads == 0  # lengths, if there are any, come over in one piece
+    assert watch.host_reads == 0  # if there are lengths, one transfer copies all of them
 
 
 def score_flops(**arguments: Any) -> int:

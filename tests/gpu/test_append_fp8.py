@@ -45,6 +45,6 @@ def test_append_to_fp8(page_size: int, kind: str, dtype: torch.dtype, fp8: torch
         is_nan = wanted.float().isnan()
         assert torch.equal(found.float().isnan(), is_nan)
         same = bits(found) == bits(wanted)
-        # NaN has a sign: a CPU keeps that of a NaN in bf16, a GPU does not.
+        # NaN has a sign: a CPU keeps the sign of a NaN in bf16, a GPU does not.
         assert (same.view(*wanted.shape, -1).all(-1) | is_nan).all()
     assert not torch.equal(bits(written[1][0]), bits(caches[0]))

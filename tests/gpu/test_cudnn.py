@@ -323,7 +323,7 @@ def results(call: dict[str, Any], dout: Tensor) -> tuple[Tensor, ...]:
 
 
 def test_the_name_gets_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("FLEXATTN_CANARY", raising=False)  # which runs each once more
+    monkeypatch.delenv("FLEXATTN_CANARY", raising=False)  # it runs each once more
     given = inputs_of(**EQUAL)
     call = leaves(given) | {"attn_mask_type": "causal", "backend": "cudnn"}
     ran = []

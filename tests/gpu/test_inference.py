@@ -241,7 +241,7 @@ def test_a_shared_prefix() -> None:
 @pytest.mark.parametrize("heads", [1, 16, 64, 128])
 @pytest.mark.parametrize("hopper", ["auto", "never"])
 def test_absorbed_latents(heads: int, hopper: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """MLA: 576 columns of k, of which the first 512 are v."""
+    """MLA: 576 columns of k, whose first 512 are v."""
     monkeypatch.setenv("FLEXATTN_HOPPER", hopper)
     cache = normal(len(LENGTHS), max(LENGTHS), 1, 576)
     for count in (1, 3):

@@ -163,7 +163,7 @@ def test_fp8_recipes_have_torchs_bits(recipe: dict[str, Any]) -> None:
 
 
 def test_xla_copies_nothing() -> None:
-    """No copy of more than a counter stands in the compiled programs of the forward and of the gradients."""
+    """The compiled programs of the forward and of the gradients have no copy larger than a counter."""
     q, k, v = map(to_jax, qkv())
     call = jax.jit(lambda *x: fj.attention(*x, **CAUSAL))
     gradients = jax.jit(lambda q, k, v, dout: jax.vjp(lambda *x: fj.attention(*x, **CAUSAL), q, k, v)[1](dout))

@@ -1,7 +1,7 @@
-"""The Gluon kernels for sm_90: compiled ahead of time and held to gates anywhere, run against the oracle on such a GPU.
+"""The Gluon kernels for sm_90: compiled ahead of time and checked by gates anywhere, run against the oracle on such a GPU.
 
 `FLEXATTN_HOPPER=always pytest tests/portable/test_attention.py tests/api/test_support.py` runs every other test of the Triton
-backend through them.
+backend with them.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 def launches_of(row: HopperTile, features: str, dtype: torch.dtype = torch.bfloat16, others: bool = False) -> dict[str, Launch]:
     """The kernels' launches by name, as on the device: the forward's with this row, the others' with its head dims.
 
-    With other kernels beside them, the launches of those kernels.
+    If `others` is set, the launches of the other kernels instead.
     """
     head_dims = d_qk, d_v = row.head_dim_qk, row.head_dim_v
     is_ragged = features == "everything"
@@ -347,7 +347,7 @@ def test_only_what_was_measured_to_be_faster_leaves_the_portable_kernel() -> Non
             assert faster("backward", modified)
             assert faster("fused", modified) == ("bias" not in more)
     dropout = {"dropout_p": 0.1, "window_right": 0}
-    assert faster("forward", problem_of((8, 2048, 32, 64), **dropout))  # which is not faster without
+    assert faster("forward", problem_of((8, 2048, 32, 64), **dropout))  # it is not faster without
     assert faster("fused", problem_of((8, 2048, 32, 64), **dropout))
     assert not faster("forward", problem_of((64, 256, 16, 128), **dropout))
     assert not faster("backward", problem_of((8, 2048, 16, 256), **dropout))

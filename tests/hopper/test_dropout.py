@@ -47,7 +47,7 @@ DIMS = [(64, 64), (128, 128), (192, 128), (256, 256)]
 
 
 def dropped(device: str = "cpu", p: float = 0.3) -> dict[str, Any]:
-    # an offset above 32 bits, of which the kernels read the lower ones
+    # an offset above 32 bits; the kernels read its lower ones
     return {"dropout_p": p, "rng_state": torch.tensor([2**40 + 17, 2**33 + 5], device=device)}
 
 

@@ -146,7 +146,7 @@ def launches_of(head_dims: tuple[int, int], features: str) -> dict[str, Launch]:
     return dict(zip(names, launches, strict=True))
 
 
-# Instructions of a turn of the main loop, by kernel, row and features; the forward's is that of whole blocks.
+# Instructions in one iteration of the main loop, by kernel, row and features; the forward's loop has only complete blocks.
 LOOP_INSTRUCTIONS = {
     ("fwd_fp8", (64, 64), "open"): 335,
     ("fwd_fp8", (64, 64), "causal"): 333,
@@ -261,7 +261,7 @@ def test_every_row_compiled() -> None:
 
 @pytest.mark.exhaustive
 def test_quantisation_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hopper_fp8_quantize, "INTERPRETED", False)  # which casts otherwise than a GPU does
+    monkeypatch.setattr(hopper_fp8_quantize, "INTERPRETED", False)  # its casts differ from a GPU's
     requests = [request_for(launches_of((dim, dim), "everything")["_quantize_kernel"], 90) for dim in (64, 96, 128, 256)]
     assert not any(report.spill_store_bytes for report in compile_sound(requests))
 
@@ -365,7 +365,7 @@ def test_persistent_programs(granularity: Any, band: dict[str, Any], dims: tuple
 @pytest.mark.parametrize("mask", ["no_mask", "causal", "causal_bottom_right"])
 @pytest.mark.parametrize(("sq", "skv"), [(1024, 1024), (700, 333), (333, 700), (1, 500), (300, 1)])
 def test_persistent_programs_of_dense_calls(sq: int, skv: int, mask: str, dim: int) -> None:
-    """Gradients are held to the reference, and dk and dv to the bits of a program for each block of keys."""
+    """Gradients match the reference; dk and dv are bitwise those of a program for each block of keys."""
     heads = {"num_heads": 24, "num_heads_kv": 24, "head_dim_qk": dim, "head_dim_v": dim}
     given = make_inputs(dtype=torch.bfloat16, lengths_q=[sq] * 3, lengths_kv=[skv] * 3, **heads)
     backward = backward_of(fp8_call(*make_call(given, attn_mask_type=mask, return_max_logit=False)), make_dout(given))

@@ -91,7 +91,7 @@ def backward(
 
 def check_backward_of(seed: int, call: dict[str, Any], granularity: Any = "head", **inputs: Any) -> None:
     report = backward(seed, call, granularity, **inputs)
-    # A persistent kernel waits for the last q of a block when it loads k and v, and again when it loads the next data there.
+    # A persistent kernel waits for a block's last q when it loads k and v. It waits again when it loads the next data there.
     harmless = HARMLESS | ({"phase-repeat"} if inputs.get("is_persistent") else set())
     assert {finding.kind for finding in report.findings} <= harmless, f"seed {seed}: {report}"
 
@@ -262,7 +262,7 @@ def test_a_query_that_sees_one_key_has_no_gradient() -> None:
 @without_gpu
 @pytest.mark.parametrize("kernels", [hopper_fp8_fused, hopper_fp8_backward], ids=lambda module: module.__name__.split(".")[-1])
 def test_products_take_what_came_in_16_bits(kernels: ModuleType) -> None:
-    """dv is a sum of dout, dk of q and dq of k in their given 16 bits if these can be loaded; scores and dp use FP8 copies."""
+    """dv is a sum of dout, dk of q and dq of k, in their given 16 bits if these can be loaded. Scores and dp use FP8 copies."""
     inputs = {"lengths_q": [70, 0, 130], "lengths_kv": [150, 40, 70], "num_heads": 4, "num_heads_kv": 2, "dtype": torch.bfloat16}
     given = make_inputs("thd", gap=2, head_dim_qk=64, head_dim_v=64, **inputs)
     fp8 = fp8_call(*make_call(given, attn_mask_type="padding_causal", return_max_logit=False))
@@ -330,7 +330,7 @@ def test_twenty_schedules_backward(dims: tuple[int, int]) -> None:
 
 
 def _softcap_and_documents() -> Any:
-    """Softcap and a mask of blocks of which some see nothing of each other."""
+    """Softcap, and a mask that hides some blocks completely."""
     return trace_mods(mods.softcap(2.0), mods.document(torch.arange(80) // 30), needs_grad=True)
 
 

@@ -137,7 +137,7 @@ def run(
     kernels: Any = backward_fused_192,
     **inputs: Any,
 ) -> emulator.Report:
-    """The backward in the emulator, of the reference's forward, held to the reference's gradients. fp32: whether they are fp32."""
+    """The backward in the emulator, with the reference's forward, compared with its gradients. fp32: whether they are fp32."""
     given = make_inputs(**{"dtype": torch.bfloat16, **inputs})
     spec, x = make_call(given, **call, return_max_logit=False)
     out, lse = reference_attention(spec, x, dtype=spec.dtype)[:2]

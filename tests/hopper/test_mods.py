@@ -1,6 +1,7 @@
 """Functions that the kernels of sm_90 inline: softcap, ALiBi, biases, score_mod, mask_mod and block masks.
 
-Compiled ahead of time and held to gates, emulated against the oracle over schedules, and on such a GPU run compiled.
+They are compiled ahead of time and checked by gates, and emulated against the oracle over schedules. If there is such a GPU, they
+run compiled.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def test_persistent_programs_are_chosen_by_mask_length_and_groups() -> None:
             x = torch.empty((16384 // length, length, 2048 // dim, dim), dtype=torch.bfloat16, device="meta")
             tile = conditions.fused_tile(Problem(x, x, x, softmax_scale=0.1, **more))
             assert tile.is_persistent == (length in chosen), (dim, more, length)
-            assert tile.dq_stages == 1 or (dim == 64 and not tile.is_persistent)  # else shared memory is too small
+            assert tile.dq_stages == 1 or (dim == 64 and not tile.is_persistent)  # otherwise shared memory is too small
             assert tile.converts == (tile.is_persistent and dim == 128 and not more)
             grouped = x[:, :, : x.shape[2] // 4]
             is_short = length == 512 and more == {"window_right": 0}

@@ -30,8 +30,7 @@ F16, FP8 = FusedAttnBackend.F16_arbitrary_seqlen, FusedAttnBackend.FP8
 LAYOUTS = [name for name in QKVLayout if not name.startswith("paged")]
 BIASES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
 TOLERANCE = {"atol": 2e-5, "rtol": 2e-4}  # for float32: sums of some ten products of numbers about 1
-# The oracle's description of each layout, by hand: format of q, format of k and v, dim of 3 or 2, number of tensors that share
-# memory.
+# The oracle's description of each layout, by hand: format of q, format of k and v, dim of 3 or 2, number of shared tensors.
 BY_HAND = {
     "sb3hd": ("sbhd", "sbhd", 2, 3),
     "sbh3d": ("sbhd", "sbhd", 3, 3),

@@ -1,4 +1,4 @@
-"""The front door beside TransformerEngine itself, if it is installed and there is a GPU."""
+"""The function compared with TransformerEngine itself, if it is installed and there is a GPU."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ CASES = {
     # Sinks, as in test_dpa_softmax
     "off by one": Case("causal_bottom_right", softmax="off-by-one", skv=12),
     "learnable": Case(softmax="learnable", window=(4, 0)),
-    # Head dims apart, as in test_dpa_mla
+    # Different head dims, as in test_dpa_mla
     "192/128 in small": Case(dims=(24, 16)),
     "v wider than q": Case("padding_causal", dims=(16, 32), skv=12),
 }

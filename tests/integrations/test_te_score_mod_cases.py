@@ -14,7 +14,7 @@ pytest.importorskip("cudnn", reason="nvidia-cudnn-frontend is not installed")
 
 
 def expected(case: Case, inputs: list[Tensor], dout: Tensor | None, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    """out and the gradients, [b, s, h, d], in plain torch; dout None: that of out.sum()."""
+    """out and the gradients, [b, s, h, d], in plain torch; if dout is None, the gradients of out.sum()."""
     q, k, v = (x.detach().to(dtype).requires_grad_() for x in inputs)
     scores = torch.einsum("bihd,bjhd->bhij", q, k) * q.shape[-1] ** -0.5
     at = torch.arange(q.shape[1], device=q.device)

@@ -124,7 +124,7 @@ def test_dense_classes(name: str, sq: int) -> None:
 
 
 def sequences(slots: list[int], lengths: list[int] | None = None) -> Any:
-    """Returns a stand-in for _SeqLenInfo, or, with lengths, for _PaddedSeqLenInfo and _GappySeqInfo."""
+    """Returns a stand-in for _SeqLenInfo; if there are lengths, for _PaddedSeqLenInfo and _GappySeqInfo."""
     info = SimpleNamespace(seqstart_py=slots, seqstart=torch.tensor(slots, dtype=torch.int32))
     if lengths is not None:
         info.seqlen_py, info.seqlen = lengths, torch.tensor(lengths, dtype=torch.int32)

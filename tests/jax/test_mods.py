@@ -92,7 +92,7 @@ def test_results_and_gradients(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["capped", "pointwise", "documents"])
 def test_bands_and_masks_equal_those_of_torch(name: str) -> None:
-    """The captures' names apart; score_mods differ in conversions, which JAX writes down."""
+    """Names of captures may differ; score_mods differ in conversions, which JAX writes down."""
     arrays = captures()
     torch_traced = trace_mods(*pairs(torch, *map(to_torch, arrays))[name], masks=Masks.ALL)
     written = {}

@@ -29,7 +29,7 @@ LENGTH = 150  # the last block is partial
 
 
 def ids(device: str, *ends: int, dtype: torch.dtype = torch.int64) -> Tensor:
-    """A document's number for each token, from where each ends."""
+    """A document's number for each token, from the documents' ends."""
     return torch.bucketize(torch.arange(LENGTH), torch.tensor(ends), right=True).to(device, dtype)
 
 

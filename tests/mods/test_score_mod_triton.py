@@ -228,7 +228,7 @@ def test_every_op_of_a_program_is_lowered_and_tested() -> None:
     assert set(OPS) <= tested, set(OPS) - tested
 
 
-# Random mods: expressions over the score, the indices and reads, smooth where a gradient flows.
+# Random mods: expressions over the score, the indices and reads; they are smooth if a gradient flows.
 LEAVES = [
     "score",
     "column[j]",

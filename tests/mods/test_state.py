@@ -530,7 +530,7 @@ def patched_library() -> Case:
 
 
 def counter() -> Case:
-    """Changes what it reads."""
+    """Changes the state that it reads."""
     state = types.SimpleNamespace(window=2, calls=0)
 
     def read() -> Any:
@@ -581,7 +581,7 @@ def caught() -> Case:
 
 
 def counter_of_floats() -> Case:
-    """Changes what it reads, on a copy if its floats are inputs."""
+    """Changes the state that it reads, on a copy if its floats are inputs."""
 
     class Config:  # it has no key from then on
         window, calls = 2, 0.0
