@@ -34,7 +34,7 @@ def shape_of(output: str) -> str:
 
 
 def printed_as_shown(printed: str, shown: str) -> bool:
-    """A line of `...` on the page stands for any lines."""
+    """Compares the output with the page's text, in which a line of `...` matches any lines."""
     parts = shape_of(shown).split("\n...\n")
     return re.fullmatch("\n(?s:.*)\n".join(map(re.escape, parts)), shape_of(printed)) is not None
 

@@ -100,7 +100,7 @@ def unread_parameters(function: Function) -> set[str]:
 
 
 def drops_keywords(function: Function) -> bool:
-    """Returns whether a function looks only for some names among its keywords, so that any other one is ignored."""
+    """Returns whether a function only looks for some names among its keywords, so that it ignores any other one."""
     if function.args.kwarg is None or function.args.kwarg.arg not in (names := _loaded(function)):
         return False  # the call is a parameter that nothing reads
     name, picks = function.args.kwarg.arg, 0
