@@ -83,7 +83,7 @@ def test_results(make_mods: Any, tables: int, fmt: str, tabulated: list[int], de
 
 
 def test_blocks_past_the_end(tabulated: list[int], device: str) -> None:
-    """Tiles of a block that begins before a sequence's end and goes far past it are within the tables."""
+    """If a block begins before a sequence's end and goes far past it, its tiles are within the tables."""
     (length,) = lengths(40)
     mask = create_block_mask(mods.causal(), None, None, length, length, device, BLOCK_SIZE=512)
     lists = block_lists(mask, 1, 1, length, length, mask.kv_indices.device)
@@ -115,7 +115,7 @@ NO = {
 def test_functions_of_a_distance_are_tabulated(name: str) -> None:
     traced = trace_mods((YES | NO)[name], None)
     found = hoist((traced.program.score, None, None), tabulates=True)
-    assert num_outputs(found.per_distance) == int(name in YES or name == "a whole number")  # of the last, its inner read
+    assert num_outputs(found.per_distance) == int(name in YES or name == "a whole number")  # the last name's inner read
 
 
 def test_what_a_head_reads_is_read_before_the_loop() -> None:
@@ -140,7 +140,7 @@ def test_a_product_is_subtracted_from_the_score() -> None:
 
 
 def test_tables_are_for_many_scores(device: str) -> None:
-    """A decoded token and a short sequence read the captures themselves."""
+    """For a decoded token or a short sequence, kernels read the captures themselves."""
     for length_q, length_kv, heads, is_tabulated in ((1, 4096, 64, False), (256, 256, 8, False), (2048, 2048, 8, True)):
         sizes = {"lengths_q": [length_q], "lengths_kv": [length_kv], "num_heads": heads, "num_heads_kv": heads, "head_dim_qk": 8}
         given = make_inputs(**sizes, device=device)

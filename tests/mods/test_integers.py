@@ -108,7 +108,7 @@ def test_reads_stay_inside(name: str, device: str) -> None:
 
 
 SLICES: dict[str, tuple[Any, Any]] = {
-    # a slice, and the indices of the whole tensor, 8, by those of the slice; -1: outside
+    # a slice, and the indices of the full tensor, 8, by the slice's; -1: outside
     "first": (lambda t: t[:4], [0, 1, 2, 3]),
     "last": (lambda t: t[-3:], [5, 6, 7]),
     "every other": (lambda t: t[1:7:2], [1, 3, 5]),
@@ -169,7 +169,7 @@ NAMES = [
 @pytest.mark.sample
 @pytest.mark.parametrize("name", [*NAMES, "t_size0", "t_stride0", "t_value", "t_at0", "t_value_at0", "where", "score_mod"])
 def test_names_of_captures(name: str, device: str) -> None:
-    """A capture of any name, learnable, beside one called t."""
+    """A learnable capture of any name, next to one called t."""
 
     def run(backend: str) -> list[Tensor]:
         gen = torch.Generator().manual_seed(0)

@@ -222,7 +222,7 @@ def test_random_masks(left: Any, join: Any, right: Any, seed: int) -> None:
     [("causal document", "bshd", None), ("prefix", "sbhd", "causal"), ("by head", "thd", "padding_causal_bottom_right")],
 )
 def test_attention(name: str, fmt: str, attn_mask_type: str | None, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if torch.cuda.is_available():  # compiled tiles are not as small
+    if torch.cuda.is_available():  # compiled tiles are larger
         monkeypatch.setattr(mask_blocks, "BLOCK", 64)
     made: list[Any] = []
     with_mask_blocks = mask_blocks.with_mask_blocks

@@ -38,7 +38,7 @@ from tests.support.compiled_kernels import compile_sound
 
 GPU = torch.cuda.is_available()
 HEADS = 4
-LOOP_SPILLS = 0.08  # as a share of a loop's instructions, as in tests/common/test_tiles.py with every feature at once
+LOOP_SPILLS = 0.08  # share of a loop's instructions, as in tests/common/test_tiles.py with every feature
 
 
 def lengths(*values: int) -> list[int]:

@@ -139,7 +139,7 @@ def test_a_cold_mod_under_a_transform(transform: Any) -> None:
 
 
 def test_the_default_dtype_is_part_of_the_key() -> None:
-    """An index times a number has it, in a mod too."""
+    """An index times a number has this dtype, in a mod too."""
     mod = lambda s, b, h, i, j: s + i * 0.1  # noqa: E731
     texts = []
     for dtype in (torch.float32, torch.bfloat16, torch.float32):
