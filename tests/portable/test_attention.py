@@ -29,7 +29,7 @@ from flexattn.testing import (
 
 GPU = torch.cuda.is_available()
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-RNG_STATE = (-7777777777777, 31415926535)  # a negative seed and an offset of more than 32 bits, as torch may draw them
+RNG_STATE = (-7777777777777, 31415926535)  # a negative seed and an offset of more than 32 bits: torch may draw both
 
 
 def lengths(*values: int) -> list[int]:
@@ -133,7 +133,8 @@ def test_head_dims(dims: tuple[int, int], device: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("heads", [(1, 1), (6, 2), (12, 1), (33, 3)], ids=str)
 def test_grouped_heads(heads: tuple[int, int], dtype: torch.dtype, device: str) -> None:
-    # In half types 12 and 11 query heads a key head: dk and dv come from two programs, and the last one's share may be smaller.
+    # In half types with 12 and 11 query heads per key head, two programs compute dk and dv, and the last one's share may be
+    # smaller.
     check(
         {"attn_mask_type": "padding_causal"},
         device,
@@ -461,7 +462,7 @@ def test_row_statistics(fmt: str, head_dim_v: int, device: str, monkeypatch: pyt
     [
         {"qkv_format": "thd", "padding": True, "gap": 3, "head_dim_qk": 80, "head_dim_v": 48},
         {"qkv_format": "bhsd", "num_heads": 12, "num_heads_kv": 1},  # dk and dv are sums of fp32 parts
-        {"qkv_format": "sbhd", "head_dim_qk": 320, "head_dim_v": 264},  # dk and dv in launches of their own
+        {"qkv_format": "sbhd", "head_dim_qk": 320, "head_dim_v": 264},  # dk and dv have launches of their own
     ],
     ids=str,
 )

@@ -47,4 +47,4 @@ def test_compiled_with_its_assertion(capability: int) -> None:
     (launch,) = launches
     (report,) = compile_sound([request_for(launch, capability)])
     assert report.spill_store_bytes == 0
-    assert report.instructions["CALL"] == 1  # of the driver's __assertfail
+    assert report.instructions["CALL"] == 1  # the driver's __assertfail
