@@ -1,4 +1,4 @@
-"""Memory that the kernels touch: rows that lie far apart, and no block that a window hides whole."""
+"""Memory accesses of the kernels: rows that lie far apart, and no block that a window hides completely."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of crossovers: its sources, its names, and the words of a rule that a call misses."""
+"""The table of crossovers: its sources, its names, and the text of a rule that a call misses."""
 
 from __future__ import annotations
 

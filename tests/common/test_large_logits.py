@@ -179,7 +179,7 @@ def test_blackwell(kind: str, how: str, dtype: torch.dtype, dim: int) -> None:
 
 @without_gpu
 def test_hopper_columns() -> None:
-    """The kernel of dk and dv that shares out columns, at head dim 256."""
+    """The kernel of dk and dv whose warpgroups divide the columns, at head dim 256."""
     case = make_case("hidden", torch.bfloat16, 40, 80, 256)
     with emulated(1, hopper_forward, hopper_backward) as reports:
         got = run_hopper(case, "post_scale_bias")

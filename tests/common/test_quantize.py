@@ -24,7 +24,7 @@ GPU = torch.cuda.is_available()
 
 @pytest.fixture(params=["torch", "triton"])
 def quantiser(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Chooses which pass quantises, whatever the device."""
+    """Chooses the quantising pass for any device."""
     if request.param == "torch":
         monkeypatch.setattr(triton_backend, "_can_quantize", lambda device: False)
     assert triton_backend.can_quantize(torch.empty(0, device="cuda" if GPU else "cpu")) == (request.param == "triton")
@@ -76,7 +76,7 @@ def check_drawn(seed: int, device: str) -> None:
     got = fp8.quantize(x, recipe, **lengths, max_seqlen=where.max_seqlen, dtype=dtype)
     on_host = Packing(*(t.cpu() if isinstance(t, Tensor) else t for t in where))
     want = fp8_oracle.quantize(x.cpu(), on_host, dtype, recipe.granularity, recipe.rows, recipe.margin)
-    blocks = got.amax.shape[2]  # of no more rows than there are tokens, to the next power of two, whatever max_seqlen is
+    blocks = got.amax.shape[2]  # as many blocks as the tokens fill, up to the next power of two, for any max_seqlen
     assert torch.equal(got.amax.cpu().double(), want.amax[..., :blocks]), (seed, "amax")
     assert torch.equal(got.descale.cpu().double(), want.descale[..., :blocks]), (seed, "descale")
     assert not want.amax[..., blocks:].any(), seed
@@ -104,7 +104,7 @@ def test_more_drawn_tensors(first: int, quantiser: str, device: str) -> None:
 @pytest.mark.parametrize("margin", [-14, -8, 1, 14])
 @pytest.mark.parametrize("amax", [3.38e38, 1.0, 1e-30, 1e-38])
 def test_every_margin(margin: int, amax: float, quantiser: str, device: str) -> None:
-    """However large or small the numbers are, scales and descales are finite, normal and each other's inverse."""
+    """For numbers of any size, scales and descales are finite, normal and each other's inverse."""
     x = (torch.linspace(-1, 1, 64 * 16).view(1, 64, 1, 16) * amax).to(BF16)
     for dtype in (E4M3, E5M2):
         got = fp8.quantize(x.to(device), fp8.Recipe(margin=margin), dtype=dtype)
@@ -157,7 +157,7 @@ def test_rows_that_are_far_apart(device: str) -> None:
     size = ((rows - 1) * stride + 16) * 2
     if GPU:
         whole = torch.empty(size // 2, dtype=BF16, device=device)
-    else:  # pages that nobody touches take no memory
+    else:  # untouched pages take no memory
         whole = torch.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=BF16)
     x = whole.as_strided((1, rows, 1, 16), (0, stride, 16, 1))
     x.copy_(torch.linspace(-1, 1, rows * 16).view(1, rows, 1, 16))
