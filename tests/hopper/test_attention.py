@@ -302,7 +302,7 @@ def test_only_what_was_measured_to_be_faster_leaves_the_portable_kernel() -> Non
     assert faster("forward", problem_of((16, 1024, 16, 128)))
     assert faster("forward", problem_of((16, 1024, 16, 128), window_right=0))
     assert faster("forward", problem_of((1, 1024, 16, 128), window_right=0))
-    assert not faster("forward", problem_of((1, 1024, 2, 128)))  # too little work
+    assert not faster("forward", problem_of((1, 1024, 2, 128)))  # the work is too small
     assert faster("forward", problem_of((64, 256, 16, 128)))
     assert not faster("forward", problem_of((128, 128, 16, 128)))
     assert faster("forward", problem_of((64, 256, 16, 256)))
@@ -336,7 +336,7 @@ def test_only_what_was_measured_to_be_faster_leaves_the_portable_kernel() -> Non
     assert not faster("fused", problem_of((32, 512, 32, 64), softcap=30.0))
     assert faster("fused", problem_of((16, 1024, 16, 128), window_right=0))
     assert not faster("fused", problem_of((64, 256, 16, 128)))
-    assert not faster("fused", problem_of((1, 8192, 2, 128)))  # too few programs
+    assert not faster("fused", problem_of((1, 8192, 2, 128)))  # there are too few programs
     assert not faster("fused", problem_of((2, 4096, 16, 136)))
     assert faster("fused", problem_of((2, 4096, 16, 128), **window))
     assert not faster("fused", problem_of((2, 4096, 16, 128), window_left=127, window_right=0))
@@ -359,7 +359,7 @@ def test_only_what_was_measured_to_be_faster_leaves_the_portable_kernel() -> Non
     for queries, heads, keys, share in ((1, 32, 2048, True), (64, 32, 2048, True), (1, 8, 2048, False), (1, 32, 512, False)):
         q = torch.empty((64, queries, heads, 128), dtype=torch.bfloat16, device="meta")
         assert faster("forward", Problem(q, k[:, :keys], k[:, :keys], softmax_scale=0.1)) == share
-    assert not faster("forward", Problem(q[:1], k[:1, :1024], k[:1, :1024], softmax_scale=0.1))  # too little to load
+    assert not faster("forward", Problem(q[:1], k[:1, :1024], k[:1, :1024], softmax_scale=0.1))  # there is too little to load
     for d_qk, d_v in itertools.product(range(8, 257, 8), repeat=2):
         q, v = (torch.empty(1, 64, 1, dim, dtype=torch.bfloat16, device="meta") for dim in (d_qk, d_v))
         for tile in (conditions.forward_tile(Problem(q, q, v, softmax_scale=0.1)), select_hopper_backward_tile(d_qk, d_v)):
@@ -414,7 +414,7 @@ def test_little_work_counts_where_memory_is_slower() -> None:
 def test_the_fused_backward_is_for_what_need_not_repeat(
     policy: Policy, deterministic: bool, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both families run anything here, and the two kernels alone are measured to be faster."""
+    """Both families run anything here; measurements say that the two kernels alone are faster."""
     seen = []
     monkeypatch.setattr(triton_backend, "policy_of", lambda spec: policy)
     monkeypatch.setattr(crossovers, "slower", lambda use, facts: None if use == "sm_90 two-kernel" else "it is slower")
@@ -445,7 +445,7 @@ def test_fused_leaves_other_calls_to_others(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("gap", [0, 5])
 @pytest.mark.parametrize("lengths", [[100, 300, 0, 1, 129], [0], [64] * 70, [500], [4300, 70]], ids=lambda x: f"{len(x)}x{max(x)}")
 def test_table_of_work(lengths: list[int], gap: int, side: Literal["q", "kv"], by_sequence: bool, device: str) -> None:
-    """First the queries that see the most keys, or the keys that the most queries see: of all sequences, or of the longest."""
+    """Queries that see the most keys come first, or keys that the most queries see: of all sequences, or of the longest."""
     block, longest = 64, max(lengths)
     q = torch.zeros(sum(lengths) + gap * len(lengths), 2, 16, dtype=torch.bfloat16, device=device)
     cu_seqlens, padded = (cumulative(lengths, n).to(device) for n in (0, gap))
@@ -541,7 +541,7 @@ FUSED_192 = ["_attn_bwd_fused_192_hopper_kernel" if "fused" in name else name fo
 
 
 def check(launches: list[str], call: dict[str, Any], fused: list[str] = FUSED, **inputs: Any) -> None:
-    """Forward and backward against the oracle, with all the kernels there are for the backward of plain scores."""
+    """Forward and backward against the oracle, with every kernel that has a backward of plain scores."""
     given = make_inputs(**{"dtype": torch.bfloat16, "device": "cuda", "head_dim_qk": 128, "head_dim_v": 128, **inputs})
     spec, x = make_call(given, **call, return_max_logit=False)
     out, lse, _ = triton_backend.forward(spec, x)
@@ -626,7 +626,7 @@ def test_bits_repeat(dims: tuple[int, int], launches: list[str]) -> None:
 
 
 def check_bits_but_for_dq(dims: tuple[int, int], mask: str) -> None:
-    """A hundred backwards of a packed batch: dk and dv to the bit, dq against the oracle."""
+    """A hundred backwards of a packed batch: dk and dv are bitwise identical, dq is compared with the oracle."""
     given = make_inputs("thd", **UNEVEN, num_heads=16, head_dim_qk=dims[0], head_dim_v=dims[1], dtype=torch.bfloat16, device="cuda")
     spec, x = make_call(given, attn_mask_type=mask, return_max_logit=False)
     dout = make_dout(given)
@@ -653,7 +653,7 @@ def test_bits_of_fused_repeat_but_for_dq(
 
 
 def choose_persistent(monkeypatch: pytest.MonkeyPatch, *, converts: bool = False) -> None:
-    """Gives the fused backward persistent programs, whatever the call."""
+    """Gives the fused backward persistent programs in any call."""
     chosen, form = conditions.fused_tile, {"is_persistent": True, "converts": converts}
     monkeypatch.setattr(conditions, "fused_tile", lambda problem: dataclasses.replace(chosen(problem), **form))
 
@@ -667,7 +667,7 @@ def test_many_sequences_and_outliers(launches: list[str]) -> None:
 @on_hopper
 @pytest.mark.parametrize("is_persistent", [False, True])
 def test_wrong_lengths_stay_inside(is_persistent: bool, launches: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing outside the tensors is read or written; compute-sanitizer runs this."""
+    """Nothing outside of the tensors is read or written; compute-sanitizer runs this."""
     if is_persistent:
         choose_persistent(monkeypatch)
     given = make_inputs("thd", lengths_q=[300, 200], dtype=torch.bfloat16, head_dim_qk=64, head_dim_v=64, device="cuda")

@@ -111,7 +111,7 @@ def test_dropout_emulated(dims: tuple[int, int]) -> None:
 
 
 def forward(spec: AttentionSpec, x: Operands, group: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """(out, lse, max_logit), launched as they are."""
+    """(out, lse, max_logit) of a direct launch."""
     problem = triton_backend.to_problem(spec, x)
     out, lse, max_logit = empty_outputs(spec._replace(return_max_logit=True), x)
     hopper_forward.hopper_forward(problem, as_bshd(out, spec.q_format), lse, max_logit, group=group)
@@ -125,7 +125,7 @@ def check_forward(spec: AttentionSpec, x: Operands, results: tuple[Tensor, Tenso
 
 
 def _features(device: str) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
-    """Calls in which few queries share tiles, and one in which they do not."""
+    """Calls in which few queries share tiles, and one without shared tiles."""
     numbers = torch.Generator().manual_seed(0)
     offsets, slopes = torch.randn(8, generator=numbers).to(device), torch.rand(8, generator=numbers).to(device)
     bias = torch.randn(1, 8, 16, 200, generator=numbers).to(device, torch.bfloat16)
@@ -236,7 +236,7 @@ def check_compiled(launches: dict[str, Launch]) -> None:
         assert not report.warnings, f"{name}: {report.warnings}"
         assert set(report.matrix_instructions) == {"HGMMA"}, name
         for loop in (loop for loop in report.loops if "HGMMA" in loop):
-            # Calls of Philox are handed on by shuffles: shared memory is read for statistics alone, and there is no barrier for it.
+            # Shuffles distribute the results of Philox: shared memory is only read for statistics, and there is no barrier for it.
             assert name == "shared" or 0 < loop["SHFL"] <= 16, f"{name}: {loop}"
 
 
@@ -252,7 +252,7 @@ def test_heads_share_a_tile_on_the_device(name: str) -> None:
 @pytest.mark.parametrize("mask", ["padding", "padding_causal_bottom_right"])
 @pytest.mark.parametrize("backward", ["split", "one pass", "persistent"])
 def test_dropout_on_the_device(dims: tuple[int, int], mask: str, backward: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each family against the oracle, and a backward of the one behind a forward of the other."""
+    """Each family against the oracle, and a backward of one family after a forward of the other."""
     deterministic = backward == "split"
     if backward == "persistent":
         choose_persistent(monkeypatch)

@@ -126,7 +126,7 @@ HEAD_DIMS = [(64, 64), (128, 128), (192, 128), (256, 256), (40, 72)]
 @without_gpu
 @pytest.mark.parametrize("band", BANDS[1:3], ids=str)
 def test_a_program_for_each_tile(band: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then no table says which: programs of blocks behind a sequence's end have none to store."""
+    """No table lists the tiles then: a program has nothing to store if its block is past the end of its sequence."""
     monkeypatch.setattr(emulated_kernels, "PROGRAMS", 64)
     for fmt in ("thd", "bshd"):
         reports = run(3, band, backwards=(), qkv_format=fmt, gap=3, padding=True, **UNEVEN)
@@ -160,7 +160,7 @@ def check_persistent(seed: int, call: dict[str, Any], name: str = "persistent", 
 )
 @pytest.mark.parametrize("dim", [64, 128])
 def test_persistent_programs(dim: int, call: dict[str, Any], fmt: str) -> None:
-    """Blocks of keys that no query sees, that one iteration is enough for, and that two heads of queries go through."""
+    """Blocks of keys that no query sees, that need one iteration, and that two heads of queries go through."""
     seed = dim // 64 + 3 * ["bshd", "sbhd", "thd"].index(fmt)
     check_persistent(seed, call, qkv_format=fmt, gap=3, padding=True, head_dim_qk=dim, head_dim_v=dim, **UNEVEN)
 
@@ -210,7 +210,7 @@ def test_short_calls_without_a_mask(seed: int, variant: str) -> None:
 @without_gpu
 @pytest.mark.parametrize("sq", [150, 64])
 def test_persistent_programs_of_odd_numbers_of_iterations(sq: int) -> None:
-    """A modified call's row, which is not persistent yet, has a barrier by which dout alone is released."""
+    """A modified call's row, which is not persistent by itself, has a barrier that only releases dout."""
     inputs = {"lengths_q": [sq] * 2, "lengths_kv": [330] * 2, "num_heads": 3, "num_heads_kv": 3}
     check_persistent(1, {"softcap": 20.0}, head_dim_qk=64, head_dim_v=64, **inputs)
 
@@ -239,7 +239,7 @@ def test_head_dims(dims: tuple[int, int]) -> None:
 @without_gpu
 @pytest.mark.parametrize("dims", [(128, 128), (256, 256), (192, 128), (40, 72)], ids=str)
 def test_results_in_float32(dims: tuple[int, int]) -> None:
-    """They go from registers to memory; rows past a sequence's end, and columns past the head dim, are others' or nobody's."""
+    """They go from registers to memory. Rows past a sequence's end, and columns past the head dim, must stay unwritten."""
     own = {"head_dim_qk": dims[0], "head_dim_v": dims[1]}
     padded = own | {"qkv_format": "sbhd" if dims[0] < 128 else "thd", "padding": True, "gap": 3, **UNEVEN}
     check(5, EVERYTHING | {"softmax_offset": SINKS}, fp32=True, **padded)
@@ -284,7 +284,7 @@ def test_windows_beside_the_diagonal(window: tuple[int | None, int | None], bott
 
 @without_gpu
 def test_three_heads_that_share_a_tile() -> None:
-    """out leaves from registers, and no column past v's head dim."""
+    """out goes out from registers, without columns past v's head dim."""
     inputs = {"lengths_q": [9], "lengths_kv": [100], "num_heads": 6, "num_heads_kv": 2, "head_dim_qk": 40, "head_dim_v": 72}
     for seed in (1, 5):
         reports = run(seed, {"attn_mask_type": "causal_bottom_right"}, backwards=(), **inputs)
@@ -310,7 +310,7 @@ def test_slots_in_reverse(dim: int) -> None:
 )
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128)], ids=str)
 def test_dense(band: dict[str, Any], dims: tuple[int, int]) -> None:
-    """Blocks that an edge cuts on either side alone, and whole ones."""
+    """Blocks that an edge cuts on one side, and complete ones."""
     for seed in (1, 7):
         inputs = {"lengths_q": [200] * 2, "lengths_kv": [330] * 2, "num_heads": 2, "num_heads_kv": 1}
         check(seed, band, head_dim_qk=dims[0], head_dim_v=dims[1], **inputs)
@@ -324,7 +324,7 @@ def test_dense(band: dict[str, Any], dims: tuple[int, int]) -> None:
     ids=lambda tile: f"{tile.head_dim_qk}: {tile.block_m}x{tile.block_n}",
 )
 def test_forward_rows(tile: HopperTile, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each consumer passes over blocks that only others see, at either end; a program has several tiles."""
+    """Each consumer skips blocks that only others see, at either end; a program has several tiles."""
     monkeypatch.setattr(hopper_forward, "forward_tile", lambda problem: tile)
     inputs = {"lengths_q": [500, 0, 30], "lengths_kv": [450, 40, 700], "num_heads": 2, "num_heads_kv": 1}
     bands = ({"attn_mask_type": "padding_causal", "window_size": (390, 0)}, {"attn_mask_type": "padding", "window_size": (20, 40)})
@@ -437,7 +437,7 @@ def test_injected_fault_is_found(seeds: tuple[int, ...], name: str, tmp_path: Pa
     where, fault = FAULTS[name]
     kernels = kernels_with(KERNELS, where, fault, tmp_path)
     inputs = {"lengths_q": [330], "lengths_kv": [520], "num_heads": 2, "num_heads_kv": 1}
-    # In one pass they differ in the order of products; with a causal mask the last keys are seen by no query.
+    # In one pass they differ in the order of products; with a causal mask no query sees the last keys.
     call = {"attn_mask_type": "causal" if "causal" in name else "no_mask"}
     # One tile of dq keeps the consumers so close that few schedules show a read that is too early.
     fused = "two tiles of dq" if "two tiles" in name else "fused_backward"
@@ -459,7 +459,7 @@ def test_injected_fault_is_found(seeds: tuple[int, ...], name: str, tmp_path: Pa
 @without_gpu
 @pytest.mark.parametrize("seed", [7, pytest.param(8, marks=pytest.mark.slow)])
 def test_a_part_that_does_not_wait_for_its_sums_is_found(seed: int, tmp_path: Path) -> None:
-    """On schedules in which the warp that adds dq is late: a part is drawn when its head's blocks have long been loaded."""
+    """On schedules in which the warp that adds dq is late: a part is drawn long after its head's blocks have been loaded."""
     kernels = kernels_with(KERNELS, dq_parts, assign("arrived", "args.work.blocks", within="wait_for_sums", nth=0), tmp_path)
     inputs = {"lengths_q": [300], "lengths_kv": [330], "num_heads": 1, "num_heads_kv": 1, "head_dim_qk": 64, "head_dim_v": 64}
     run(seed, {"attn_mask_type": "no_mask"}, backwards=("converting",), **inputs)

@@ -110,7 +110,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 
 
-# Forms of the fused backward: whether its programs are persistent, and the dtype of its gradients
+# Variants of the fused backward: whether its programs are persistent, and the dtype of its gradients
 FUSED = {
     "fused_fp8": (False, torch.bfloat16),
     "persistent_fp8": (True, torch.bfloat16),
@@ -200,9 +200,9 @@ def check_compiled(cases: list[tuple[str, tuple[int, int], str]]) -> None:
         assert report.shared_bytes <= SHARED_MEMORY_LIMIT[90], f"{case}: {report.shared_bytes}"
         loops = [loop for loop in report.loops if "QGMMA" in loop]
         consumers = select_fp8_tile(*case[1]).block_m // 64 if is_forward else 2
-        for_each = 2 if is_forward else 1  # of blocks that an edge may cut, and of whole ones
+        for_each = 2 if is_forward else 1  # of blocks that an edge may cut, and of complete ones
         assert len(loops) == consumers * for_each, f"{case}: {for_each} loops for each consumer, not {loops}"
-        for loop in loops:  # nothing is transposed or shuffled: the shuffles are of the rows' largest (forward) or of votes
+        for loop in loops:  # nothing is transposed or shuffled: the shuffles belong to the rows' maxima (forward) or to votes
             assert not {"LDSM", *({"STSM", "STS"} if is_forward else {})} & loop.keys(), f"{case}: {loop}"
             assert loop.get("PRMT", 0) + loop.get("SHFL", 0) <= (6 if is_forward else 10), f"{case}: {loop}"
         check_loops(case, loops[for_each - 1 :: for_each], LOOP_INSTRUCTIONS[case], SLACK)
@@ -390,7 +390,7 @@ def test_sinks(softmax_type: str) -> None:
 @pytest.mark.parametrize("granularity", ["head", "block"])
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
 def test_calls(dims: tuple[int, int], granularity: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole calls on the kernels of sm_90, whichever take them."""
+    """Complete calls on the kernels of sm_90 that take them."""
     monkeypatch.setattr(triton_backend, "policy_of", lambda spec: Policy(ignores_measurements=True))
     given = make_inputs("thd", **UNEVEN, head_dim_qk=dims[0], head_dim_v=dims[1], dtype=torch.bfloat16, gap=3, device="cuda")
     fp8_calls.check(given, granularity, E5M2, attn_mask_type="padding_causal", deterministic=deterministic)
@@ -398,7 +398,7 @@ def test_calls(dims: tuple[int, int], granularity: str, deterministic: bool, mon
 
 @on_hopper
 def test_bits_repeat() -> None:
-    """But for dq's, which are summed in whatever order programs come to it."""
+    """dq is excepted: its sums depend on the order of programs."""
     given = make_inputs("thd", **UNEVEN, num_heads=16, head_dim_qk=128, head_dim_v=128, dtype=torch.bfloat16)
     call = fp8_call(*make_call(given, attn_mask_type="padding_causal", return_max_logit=False))
     backward, on_gpu = backward_of(call, make_dout(given)), call_on(call, "cuda")

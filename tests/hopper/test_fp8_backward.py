@@ -74,7 +74,7 @@ def test_head_dims(dims: tuple[int, int]) -> None:
     call = EVERYTHING | {"softmax_offset": SINKS}
     inputs = {"qkv_format": "thd", "gap": 3, "head_dim_qk": dims[0], "head_dim_v": dims[1], **UNEVEN}
     lazy, shuffled = (check(seed, call, "batch_head", **inputs) for seed in (1, 5))
-    assert all(map(torch.equal, lazy, shuffled))  # to the bit, whatever the order
+    assert all(map(torch.equal, lazy, shuffled))  # to the bit, in any order
 
 
 @pytest.mark.sample(pairs=False)
@@ -96,7 +96,7 @@ def test_gradients_in_float32(dims: tuple[int, int]) -> None:
     ],
 )
 def test_formats_and_scales(fmt: str, granularity: str) -> None:
-    """Each with bands and a head dim of its own."""
+    """Each has bands and a head dim of its own."""
     turn = ["bshd", "sbhd", "bhsd", "thd", "thd_2bshd"].index(fmt) + 2 * (granularity == "block")
     dims = DIMS[turn % 4]
     inputs = {"lengths_q": [70, 0, 230], "lengths_kv": [200, 9, 65], "num_heads": 2, "num_heads_kv": 1, "padding": True, "gap": 2}
@@ -129,13 +129,13 @@ def test_softcap_and_bias(dims: tuple[int, int]) -> None:
 @without_gpu
 @pytest.mark.parametrize("dims", [(128, 128), (192, 128)], ids=str)
 def test_a_query_that_sees_one_key_has_no_gradient(dims: tuple[int, int]) -> None:
-    """But for the rounding of out: its sum with dout is of the dout that dp is of."""
+    """Only the rounding of out remains: its sum with dout uses the same dout as dp."""
     inputs = {"lengths_q": [70], "lengths_kv": [1], "num_heads": 2, "num_heads_kv": 1}
     check(3, {"attn_mask_type": "no_mask"}, "head", head_dim_qk=dims[0], head_dim_v=dims[1], **inputs)
 
 
 @without_gpu
-@pytest.mark.exhaustive  # the committed rows are in all other tests
+@pytest.mark.exhaustive  # all other tests have the committed rows
 @pytest.mark.parametrize(
     ("row", "dq_stages", "dkdv_stages"),
     [
@@ -219,7 +219,7 @@ def launches_of(head_dims: tuple[int, int], features: str) -> dict[str, Launch]:
     return dict(zip(names, launches, strict=True))
 
 
-# Instructions of a turn of the main loop, by kernel, row and features.
+# Instructions in one iteration of the main loop, by kernel, row and features.
 LOOP_INSTRUCTIONS: dict[tuple[str, tuple[int, int], str], int] = {
     ("dq", (64, 64), "open"): 508,
     ("dq", (64, 64), "causal"): 538,

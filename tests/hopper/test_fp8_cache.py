@@ -40,7 +40,7 @@ def bound(arguments: dict[str, Any]) -> tuple[AttentionSpec, Operands]:
 
 
 def forward(case: Case, splits: int | None = None, kernels: ModuleType = fp8_cache) -> tuple[bool, Tensor, Tensor]:
-    """Returns whether the emulator found anything, out and lse."""
+    """Returns whether the emulator found a bug, out and lse."""
     spec, x = bound(case.arguments)
     out, lse, _ = (t.fill_(float("nan")) for t in empty_outputs(spec, x))
     rows, problem = as_bshd(out, spec.q_format), triton_backend.to_problem(spec, x)
@@ -113,7 +113,7 @@ def test_features(name: str, splits: int) -> None:
 @without_gpu
 @pytest.mark.parametrize("size", [1e-38, 3e4, 1e30])
 def test_queries_of_any_size(size: float) -> None:
-    """Numbers of bf16 that fp16 does not have."""
+    """Numbers of bf16 that fp16 lacks."""
     case = make_case(softmax_scale=0.1 / size)
     case.arguments["q"].mul_(size)
     case.dense["q"].copy_(case.arguments["q"])
@@ -255,7 +255,7 @@ def test_compiled(name: str) -> None:
 
 @without_gpu
 def test_any_strides_of_dims_of_size_1() -> None:
-    """The copy of a permuted tensor has a stride of 1 for such a dim, which is no whole word of four bytes."""
+    """The copy of a permuted tensor has a stride of 1 for such a dim, which is no multiple of four bytes."""
     case = make_case(page_size=0, scales="none", queries=1, heads=(4, 1), dims=(64, 64), lengths=(40, 9))
     odd = {name: case.arguments[name].as_strided((2, 40, 1, 64), (2560, 64, 1, 1)) for name in ("k", "v")}
     odd["q"] = case.arguments["q"].as_strided((2, 1, 4, 64), (256, 1, 64, 1))

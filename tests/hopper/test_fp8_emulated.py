@@ -73,7 +73,7 @@ def backward(
     fp32: bool = False,
     **inputs: Any,
 ) -> emulator.Report:
-    """The same of the backward; fp32: with gradients in float32."""
+    """The same for the backward; fp32: whether gradients are in float32."""
     given = make_inputs(**{"dtype": torch.bfloat16, "head_dim_qk": 128, "head_dim_v": 128, **inputs})
     fp8 = fp8_call(*make_call(given, **call, return_max_logit=False), granularity)
     wanted = backward_of(fp8, make_dout(given), granularity, E5M2 if granularity == "batch_head" else E4M3)
@@ -127,7 +127,7 @@ def test_formats_and_scales(fmt: str, granularity: str) -> None:
     ids=str,
 )
 def test_dense(band: dict[str, Any]) -> None:
-    """Blocks that an edge cuts on either side, and whole ones between."""
+    """Blocks that an edge cuts on either side, and complete ones between."""
     inputs = {"lengths_q": [330] * 2, "lengths_kv": [530] * 2, "num_heads": 2, "num_heads_kv": 2}
     check(call_of(band, "block", **inputs), 1, 7)
 
@@ -179,7 +179,7 @@ def test_gradients_in_float32() -> None:
 @pytest.mark.slow
 @without_gpu
 def test_gradients_in_float32_of_persistent_programs() -> None:
-    """Also of blocks of keys that no query sees, between others; each program has several blocks."""
+    """Blocks of keys that no query sees lie between others; each program has several blocks."""
     inputs = {"is_persistent": True, "fp32": True, "head_dim_qk": 64, "head_dim_v": 64}
     call = EVERYTHING | {"softmax_offset": SINKS}
     check_backward_of(5, call, "batch_head", qkv_format="thd", gap=3, **inputs, **UNEVEN)
@@ -213,7 +213,7 @@ def test_formats_and_scales_backward(fmt: str, granularity: str) -> None:
 )
 @pytest.mark.parametrize("dim", [64, 128])
 def test_persistent_programs(dim: int, call: dict[str, Any], fmt: str) -> None:
-    """Blocks of keys that no query sees, that one iteration is enough for, and that two heads of queries go through."""
+    """Blocks of keys that no query sees, that need one iteration, and that two heads of queries go through."""
     seed = dim // 64 + 3 * ["bshd", "sbhd", "thd"].index(fmt)
     inputs = {"qkv_format": fmt, "gap": 3, "padding": True, "head_dim_qk": dim, "head_dim_v": dim, **UNEVEN}
     check_backward_of(seed, call, "batch_head", is_persistent=True, **inputs)
@@ -242,7 +242,7 @@ def test_persistent_programs_over_twenty_schedules(dim: int) -> None:
 
 @without_gpu
 def test_slots_in_reverse() -> None:
-    """The transposed tiles and the statistics lie in an order of their own."""
+    """The transposed tiles and the statistics have an order of their own."""
     inputs = {"qkv_format": "thd", "gap": 3, "in_reverse": True, "lengths_q": [70, 0, 130, 20], "lengths_kv": [130, 9, 65, 140]}
     heads = {"num_heads": 2, "num_heads_kv": 1}
     call = {"attn_mask_type": "padding_causal"}
@@ -252,7 +252,7 @@ def test_slots_in_reverse() -> None:
 
 @without_gpu
 def test_a_query_that_sees_one_key_has_no_gradient() -> None:
-    """But for the rounding of out: its sum with dout is of the dout that dp is of."""
+    """Only the rounding of out remains: its sum with dout uses the same dout as dp."""
     inputs = {"lengths_q": [70], "lengths_kv": [1], "num_heads": 2, "num_heads_kv": 1}
     check_backward_of(3, {"attn_mask_type": "no_mask"}, "tensor", **inputs)
 
@@ -466,7 +466,7 @@ FAULTS_OF_THE_BACKWARD: dict[str, tuple[ModuleType, inject.Fault]] = {
 def test_injected_fault_of_the_backward_is_found(name: str, tmp_path: Path) -> None:
     (kernels,) = kernels_with((hopper_fp8_fused,), *FAULTS_OF_THE_BACKWARD[name], tmp_path)
     inputs: dict[str, Any] = {"lengths_q": [520], "lengths_kv": [130], "num_heads": 1, "num_heads_kv": 1}
-    mask = "causal" if "causal" in name else "no_mask"  # with it the last keys are seen by no query
+    mask = "causal" if "causal" in name else "no_mask"  # with it no query sees the last keys
     if "persistent" in name:
         inputs = {"lengths_q": [300], "lengths_kv": [430], "num_heads": 3, "num_heads_kv": 3, "is_persistent": True}
     inputs["fp32"] = "float32" in name

@@ -1,4 +1,4 @@
-"""The fused backward for sm_90 at head dims of q and k from 136 to 192: in the emulator, on a GPU, and which calls it takes."""
+"""The fused backward for sm_90 at head dims of q and k from 136 to 192: in the emulator, on a GPU, and the choice of its calls."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ HEADS = 4
 
 @pytest.fixture(autouse=True)
 def tabulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Relative biases are tabulated, however few the scores are."""
+    """Relative biases are tabulated, even if there are few scores."""
     monkeypatch.setattr(diagonals, "_FEWEST_SCORES", 0)
     monkeypatch.setattr(diagonals, "_SCORES_OF_ENTRY", 0)
 
@@ -135,7 +135,7 @@ BACKWARDS: dict[str, Callable[[Backward], None]] = {
 
 
 def run(given: Inputs, spec: AttentionSpec, x: Operands, backwards: Sequence[str] = tuple(BACKWARDS)) -> dict[str, Tensor]:
-    """Returns the kernels' results of a call, launched as they are; the gradients of each backward that takes the head dims."""
+    """Returns the kernels' results of a direct launch, and the gradients of each backward that takes the head dims."""
     problem = with_diagonals(triton_backend.to_problem(spec, x))
     out, lse, _ = empty_outputs(spec, x)
     rows = as_bshd(out, spec.q_format)
@@ -241,7 +241,7 @@ def blocks_of(name: str, longest_q: int, longest_kv: int, batch: int, device: st
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)], ids=str)
 @pytest.mark.parametrize("name", BLOCK_MASKS)
 def test_emulated_block_masks(name: str, dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    if dims != (64, 64):  # otherwise so few whole blocks are taken with the others
+    if dims != (64, 64):  # otherwise the few complete blocks are treated like the others
         monkeypatch.setattr(forward_work, "_FEWEST", gl.constexpr(1))
     heads_kv = HEADS if BLOCK_MASKS[name][1] else 2
     inputs = {"lengths_q": [300, 210], "lengths_kv": [330, 100], "num_heads": HEADS, "num_heads_kv": heads_kv}
@@ -280,7 +280,7 @@ def test_emulated_large_scores_past_the_end(dims: tuple[int, int]) -> None:
 
 @without_gpu
 def test_emulated_keys_past_the_end_beside_very_negative_scores() -> None:
-    """The weight of a key past the end would be infinite; no row of dq has a part of it."""
+    """The weight of a key past the end would be infinite; no row of dq may have a part of it."""
     bias = torch.full((1, 1, 1, 100), -200.0)
     inputs = {"lengths_q": [70], "lengths_kv": [100], "num_heads": 2, "num_heads_kv": 2, "head_dim_qk": 64, "head_dim_v": 64}
     check_emulated(6, {"bias_type": "post_scale_bias", "bias": bias}, **inputs)
@@ -306,7 +306,8 @@ def test_block_masks_that_do_not_fit_are_refused() -> None:
 # Share of a loop's instructions. A bias has its loads in flight for a whole tile, and two mods at once need the most. At head dim
 # 256 dq leaves fewer registers to all of them.
 LOOP_SPILLS = {"bias": 0.08, "mod: softcap, documents": 0.16}
-# In one pass dk and dv leave fewer still at 128, spills and all 1.2 times as fast as two passes (one_pass_modified_h200.json).
+# In one pass dk and dv leave fewer still at 128. With these spills it is 1.2 times as fast as two passes
+# (one_pass_modified_h200.json).
 FUSED_SPILLS = {"softcap": 0.05}
 
 

@@ -1,4 +1,4 @@
-"""Pages in the forward for sm_90, in the emulator: the bits of dense keys, on many schedules, and faults that are found."""
+"""Pages in the forward for sm_90, in the emulator: bitwise equal to dense keys, on many schedules; injected faults are found."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def committed_tile(arguments: dict[str, Any]) -> HopperTile:
 
 
 def check(seed: int, arguments: dict[str, Any], splits: int | None = None, tile: HopperTile | None = None) -> None:
-    """Holds a call to the reference, and to the bits of dense keys with the same tile."""
+    """Compares a call with the reference, and bitwise with dense keys and the same tile."""
     how = {"splits": splits, "tile": tile or committed_tile(arguments)}
     report, out, lse = run(seed, arguments, **how)
     assert {finding.kind for finding in report.findings} <= HARMLESS, f"seed {seed}: {report}"
@@ -171,7 +171,7 @@ FAULTS = {
 def test_injected_fault_is_found(name: str, tmp_path: Path) -> None:
     (kernels,) = kernels_with((hopper_forward,), pages, FAULTS[name], tmp_path)
     arguments = make_arguments(48 if name == "the wrong rows of a page" else 16, "bshd", 64)
-    if name == "ids as they come":  # a table that is wrong reads other pages, but nothing outside
+    if name == "ids as they come":  # if a table is wrong, other pages are read, but nothing outside
         arguments["page_table"][0, 2] = 2147480000
     if name == "an entry past the end":  # of a table that ends with the last sequence's last page
         arguments["page_table"] = arguments["page_table"][:, :19].contiguous()

@@ -147,7 +147,7 @@ def test_what_is_counted_has_been_added_and_what_is_converted_was_counted(fresh_
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("fmt", ["bshd", "sbhd", "bhsd"])
 def test_programs_that_convert_dq(fmt: str, dim: int, launches: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gradients in any order of dimensions, heads that share keys, several sections; other head dims have a kernel more."""
+    """Gradients in any order of dimensions, heads that share keys, several sections. Other head dims have one more kernel."""
     choose_persistent(monkeypatch, converts=True)
     shape = {"qkv_format": fmt, "lengths_q": [600] * 8, "lengths_kv": [700] * 8, "num_heads": 24, "num_heads_kv": 12}
     check(launches, {"window_size": (500, 0)}, CONVERTING, head_dim_qk=dim, head_dim_v=dim, **shape)
@@ -159,7 +159,7 @@ def test_programs_that_convert_dq(fmt: str, dim: int, launches: list[str], monke
 @pytest.mark.parametrize("mask", ["no_mask", "causal"])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_no_sum_is_converted_before_it_is_whole(dim: int, mask: str, launches: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A part that is not there yet is an error of the size of dq itself."""
+    """If a part is missing, the error is as large as dq itself."""
     given = make_inputs(lengths_q=[512] * 16, num_heads=16, head_dim_qk=dim, head_dim_v=dim, dtype=torch.bfloat16, device="cuda")
     spec, x = make_call(given, attn_mask_type=mask, return_max_logit=False)
     dout = make_dout(given)

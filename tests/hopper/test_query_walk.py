@@ -1,4 +1,4 @@
-"""Turns of the query heads that share a key head, in backwards for sm_90: which calls have them, their order, gradients by it."""
+"""Order of the query heads that share a key head, in backwards for sm_90: calls that alternate them, their order, gradients."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def problem_of(batch: int, tokens: int, heads: tuple[int, int], dim: int = 128, 
 @pytest.mark.parametrize(
     ("batch", "tokens", "heads", "expected"),
     [
-        (1, 8192, (64, 8), (2, Walk(TURN, 128))),  # 64 blocks of keys: a wave has those of two heads
+        (1, 8192, (64, 8), (2, Walk(TURN, 128))),  # 64 blocks of keys: a wave has the blocks of two heads
         (2, 4096, (64, 8), (4, Walk(TURN, 128))),
         (1, 16384, (64, 8), (1, Walk(TURN, 128))),
         (16, 1024, (32, 8), (16, Walk(TURN, 128))),
         (5, 3072, (32, 8), (5, Walk(TURN, 120))),
         (1, 6144, (64, 8), (8, Walk(TURN, 132))),  # two heads would leave 36 of 132 multiprocessors idle
         (1, 5120, (64, 8), (8, Walk(TURN, 132))),  # three leave 12, but two heads remain
-        (3, 6144, (64, 8), (6, WHOLE)),  # too many heads to be gone through side by side
+        (3, 6144, (64, 8), (6, WHOLE)),  # too many heads to alternate
         (1, 32768, (64, 8), (6, WHOLE)),  # more blocks than multiprocessors
         (1, 8192, (8, 8), (6, None)),
     ],
@@ -149,7 +149,7 @@ def test_heads_take_turns(num_blocks: int, group: int, turn: int, expected: list
     assert walked == [[head, n] for head, blocks in expected for n in blocks]
 
 
-# Keys that make two waves of whole heads, one list of all heads' blocks by length, and a packed batch, on four processors
+# Keys that make two waves of complete heads, one list of all heads' blocks by length, and a packed batch, on four processors
 CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "waves": ({"attn_mask_type": "causal"}, {"lengths_q": [250] * 2, "lengths_kv": [250] * 2, "num_heads_kv": 2}),
     "all heads": ({"attn_mask_type": "causal_bottom_right"}, {"lengths_q": [300], "lengths_kv": [330], "num_heads_kv": 2}),

@@ -38,12 +38,12 @@ def rows_and_lse(call: Call, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
 
 
 def draw_for_hopper(seed: int, is_wide: bool = False) -> tuple[Call, AttentionSpec, Operands]:
-    """The first from a seed on that the forward for sm_90 takes, or the one for head dims above 256."""
+    """The first call, from a seed on, for the forward for sm_90, or for its row for head dims above 256."""
     for own in count(1000 * seed):
         config = draw_config(own, WIDE if is_wide else WHERE)
         if config.kind != "ordinary":
             continue
-        layouts = config.layouts | {"dout": "plain", "dlse": "plain"}  # as the backend gives them to kernels
+        layouts = config.layouts | {"dout": "plain", "dlse": "plain"}  # with the backend's arguments for kernels
         config = config._replace(
             layouts=layouts,
             wants=frozenset({"q", "k", "v", "softmax_offset"}),
@@ -67,7 +67,7 @@ def draw_for_hopper(seed: int, is_wide: bool = False) -> tuple[Call, AttentionSp
 
 @pytest.mark.sample
 @without_gpu
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # a max_seqlen that is left out, a mod that is traced again
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # a call without max_seqlen, a mod that is traced again
 @pytest.mark.parametrize("seed", [*range(FEW), *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(FEW, MANY))])
 def test_emulated(seed: int) -> None:
     call, spec, x = draw_for_hopper(seed)

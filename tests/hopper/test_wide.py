@@ -1,4 +1,4 @@
-"""The forward for sm_90 for head dims above 256, in the emulator: right and without a race, with v apart from k or as its columns.
+"""The forward for sm_90 at head dims above 256, in the emulator: right and race-free, with v apart from k or as its columns.
 
 An injected fault must be found.
 """
@@ -268,11 +268,11 @@ def launch_of(problem: Problem) -> Launch:
 
 
 BOTTOM_RIGHT = {"window_right": 0, "bottom_right": True}
-# The problem, and bytes that are spilled outside of the loops, at most: by the loading warp, of pages of 16 keys.
+# The problem, and the bytes that the loading warp spills outside of the loops, at most: for pages of 16 keys.
 COMPILED: dict[str, tuple[Problem, int]] = {
     "MLA, pages of 64": (problem_of(1, True, 64), 40),
     "MLA, prefill": (problem_of(512, True, **BOTTOM_RIGHT), 40),
-    "MLA, pages of 16": (problem_of(1, True, 16), 364),  # the loading warp keeps the places of four copies, of nine parts each
+    "MLA, pages of 16": (problem_of(1, True, 16), 364),  # the loading warp keeps the places of four copies, each in nine parts
     "v apart from k": (problem_of(512, False, **BOTTOM_RIGHT), 40),
     "512": (problem_of(512, False, dims=(512, 512), **BOTTOM_RIGHT), 40),
 }
