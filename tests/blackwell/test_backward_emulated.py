@@ -93,7 +93,7 @@ def test_formats_and_bands(fmt: str, band: dict[str, Any]) -> None:
 )
 @pytest.mark.parametrize("dim", [64, 128])
 def test_dense(band: dict[str, Any], dim: int) -> None:
-    """Lazy and random schedules; blocks that an edge cuts on either side, and whole ones."""
+    """Lazy and random schedules; blocks that an edge cuts on either side, and complete ones."""
     for seed in (1, 7):
         check(seed, band, head_dim_qk=dim, head_dim_v=dim, strided=seed == 7, **DENSE)
 
@@ -170,7 +170,7 @@ def test_large_scores_past_the_end() -> None:
 
 @without_gpu
 def test_keys_past_the_end_beside_very_negative_scores() -> None:
-    """The weight of a key past the end would be infinite; no row of dq has a part of it."""
+    """The weight of a key past the end would be infinite; no row of dq may have a part of it."""
     bias = torch.full((1, 1, 1, 100), -200.0)
     inputs = {"lengths_q": [70], "lengths_kv": [100], "num_heads": 2, "num_heads_kv": 2, "head_dim_qk": 64, "head_dim_v": 64}
     check(6, {"bias_type": "post_scale_bias", "bias": bias}, **inputs)

@@ -87,7 +87,7 @@ def test_formats_and_bands(fmt: str, band: dict[str, Any]) -> None:
 )
 @pytest.mark.parametrize("dim", [64, 128])
 def test_dense(band: dict[str, Any], dim: int) -> None:
-    """Lazy and random schedules; blocks that an edge cuts on either side, and whole ones."""
+    """Lazy and random schedules; blocks that an edge cuts on either side, and complete ones."""
     for seed in (1, 7):
         check(seed, band, head_dim_qk=dim, head_dim_v=dim, strided=seed == 7, **DENSE)
 
@@ -145,7 +145,7 @@ def test_post_scale_bias(shape: tuple[int, int]) -> None:
 @without_gpu
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128)], ids=str)
 def test_dropout(dims: tuple[int, int]) -> None:
-    """The reference drops the same weights, bit for bit: one more or less is far outside the error budget."""
+    """The reference drops the same weights, bit for bit: one weight more or less is far outside the error budget."""
     call = EVERYTHING | dropped() | {"softmax_offset": SINKS}
     check(dims[0] % 20, call, qkv_format="thd", gap=3, head_dim_qk=dims[0], head_dim_v=dims[1], **UNEVEN)
     check(3, {"attn_mask_type": "causal"} | dropped(p=0.1), head_dim_qk=dims[0], head_dim_v=dims[1], **DENSE)
@@ -175,7 +175,7 @@ def test_keys_split_by_lengths(name: str) -> None:
 @without_gpu
 @pytest.mark.parametrize("features", [{}, {"softcap": 2.0}, {"bias_type": "alibi"}], ids=str)
 def test_max_logit_beside_sinks(features: dict[str, Any]) -> None:
-    """A sink is no key's logit, and comes last."""
+    """A sink is not a key's logit, and comes last."""
     if "bias_type" in features:
         features = features | FEATURES["alibi"]("cpu")
     call = EVERYTHING | {"softmax_offset": SINKS, "return_max_logit": True} | features
