@@ -182,7 +182,7 @@ def test_nothing_to_run(lengths: tuple[list[int], list[int]], emulated: cudnn_em
 
 
 def test_a_scale_that_is_expanded_is_one_scale() -> None:
-    """Every granularity comes as [b, h, blocks]."""
+    """Every granularity arrives as [b, h, blocks]."""
     case = make_case(**EQUAL)
     expected, _, _ = forward(case, torch.float32)
     numbers = torch.stack([torch.zeros(1), *case.descales]).flatten()  # off 16 bytes
@@ -241,7 +241,7 @@ def test_a_window_under_which_each_query_sees_a_key_runs() -> None:
 
 
 def as_call(case: Case) -> tuple[AttentionSpec, Operands]:
-    """The spec and operands that the operators would make of a case on an H200."""
+    """Returns the spec and operands that the operators would make of a case on an H200."""
     spec = case.spec._replace(
         dtype=case.given.q.dtype, fp8=Fp8((False, False, False), 0, torch.bfloat16, case.dout.dtype, bf16_backward=False)
     )
@@ -306,7 +306,7 @@ def test_a_call_by_name(monkeypatch: pytest.MonkeyPatch, emulated: cudnn_emulato
 
 
 CALL = Fp8Call("forward", 128, 128)
-# For each rule, in its order: a call that it is against, and one as near as can be that none is against.
+# For each rule, in its order: a call that it refuses, and a close one that no rule refuses.
 AGAINST: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"per_tensor": False}, {}),
     ({"one_dtype": False}, {}),

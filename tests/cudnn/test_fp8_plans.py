@@ -129,7 +129,7 @@ def test_what_the_rules_let_through_builds(direction: str, name: str) -> None:
     assert cudnns_answer(sdpa) is None
 
 
-# For each rule: graphs that it is against, by direction. One that no graph can say has none.
+# For each rule: graphs that it refuses, by direction. A rule has none if no graph can express the call.
 SINK = {"has_sink": True}
 REFUSED: dict[str, dict[str, Any]] = {
     "multiples of 16 up to 256": {"head_dims": (40, 40)},
@@ -171,7 +171,7 @@ def test_refusals_agree_with_cudnns_own_answer(name: str, direction: str) -> Non
 
 
 def test_half_precision_results_are_for_other_devices() -> None:
-    """So that results in fp16 and bf16 are converted after cuDNN: it would be told to write them here."""
+    """cuDNN only writes results in fp16 and bf16 on other devices, so here a later conversion makes them."""
     forward, backward = sdpa_of("forward"), sdpa_of("backward")
     assert forward.fp8 is not None
     assert backward.fp8 is not None
@@ -189,7 +189,7 @@ def test_half_precision_results_are_for_other_devices() -> None:
     list(product(DIRECTIONS, ("bshd", "sbhd", "bhsd", "thd", "lengths"), range(16, 257, 16), ("no_mask", "causal", "window"))),
 )
 def test_grid(direction: str, fmt: str, dims: int, mask: str) -> None:
-    """Every head dim, format and mask: our answer is cuDNN's."""
+    """Every head dim, format and mask: our answer equals cuDNN's."""
     band = {"no_mask": {}, "causal": CAUSAL, "window": {"window_left": 9, "window_right": 4}}[mask]
     layout = {"fmt": "bshd", "lengths": True} if fmt == "lengths" else {"fmt": fmt}
     sdpa = sdpa_of(direction, head_dims=(dims, dims), **layout, **band)

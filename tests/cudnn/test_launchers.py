@@ -1,6 +1,4 @@
-"""Launchers around cuDNN: layouts, lengths, offsets, padding, queries that see nothing; with cuDNN itself emulated, on any
-device.
-"""
+"""Launchers around cuDNN: layouts, lengths, offsets, padding, queries that see nothing. cuDNN is emulated, on any device."""
 
 from __future__ import annotations
 
@@ -53,7 +51,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) ->
 
 
 def spec_of(case: Case, row: Row) -> AttentionSpec:
-    """The spec of a row as the operators would make it on an H200."""
+    """Returns the spec that the operators would make of a row on an H200."""
     return on_h200(case.spec, case.operands)._replace(return_max_logit="return_max_logit" in row.call)
 
 
@@ -91,7 +89,7 @@ def test_row(name: str, bucketed: bool, monkeypatch: pytest.MonkeyPatch, emulate
 
 @pytest.mark.parametrize("padding", [False, True])
 def test_parts_of_the_keys_add_up(padding: bool) -> None:
-    """The backward takes out and lse as they are given: of all the keys, for the queries from a part's first key on."""
+    """The backward uses the given out and lse of all keys, for the queries from a part's first key on."""
     inputs = make_inputs(lengths_q=[21, 17] if padding else [21, 21], padding=padding, num_heads=4, dtype=torch.bfloat16)
     spec, x = make_call(inputs, attn_mask_type="padding_causal" if padding else "causal")
     spec = spec._replace(device_type="cuda", capability=(9, 0), is_part=True)
@@ -150,7 +148,7 @@ def test_a_window_past_32_bits_is_cut() -> None:
 
 
 def view_of(kind: str, t: torch.Tensor) -> torch.Tensor:
-    """The same numbers, laid out as a user may have them."""
+    """The same numbers, in a layout that a user may have."""
     if kind == "rows off 16 bytes":
         return torch.zeros(*t.shape[:-1], t.shape[-1] + 3, dtype=t.dtype)[..., 3:].copy_(t)
     if kind == "starts off 16 bytes":

@@ -129,7 +129,7 @@ def test_lengths_beyond_max_seqlen_are_cut(most: int, emulated: cudnn_emulator.E
 
 
 def test_values_out_of_range_read_nothing_outside(emulated: cudnn_emulator.EmulatedPlans) -> None:
-    """Ids and lengths that have no meaning: each id is the nearest page's, each length within the table."""
+    """Invalid ids and lengths: each id becomes the nearest page's, and each length is limited to the table."""
     given = arguments(max_seqlen_kv=304)
     given["k"], given["v"] = (given[name].nan_to_num(0.5) for name in ("k", "v"))
     pages = given["k"].shape[0]
@@ -154,7 +154,7 @@ def test_pools_off_16_bytes_are_gathered(emulated: cudnn_emulator.EmulatedPlans)
 
 
 def test_plans_are_shared_beyond_some_shapes(emulated: cudnn_emulator.EmulatedPlans, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plan for rounded-up sizes: sequences and columns that are not there have no keys, and pages that there are."""
+    """A plan for rounded-up sizes: extra sequences and columns have no keys, and their pages exist."""
     monkeypatch.setattr(cudnn_backend, "EXACT_SHAPES", 0)
     spec, x = call_of(**arguments(max_seqlen_kv=300))
     check(spec, x, emulated)

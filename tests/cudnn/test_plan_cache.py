@@ -100,7 +100,7 @@ def test_cudnns_own_answers_are_kept_until_they_are_forgotten(build, error) -> N
 
 
 class KeptGraph(Graph):
-    """One that can be written and read, of the text that it was built of."""
+    """A graph that can be written and read, made of its text."""
 
     def __init__(self, **target: Any) -> None:
         self.text = b"the plan"
@@ -126,7 +126,7 @@ def directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]
 
 
 def loads_of_two(directory: Path) -> tuple[int, int]:
-    """Returns how many of a plan that is wanted in two processes were loaded from the directory."""
+    """Returns the number of loads from the directory if two processes want one plan."""
     caches = PlanCache(), PlanCache()
     for cache in caches:
         assert cache.get("a graph", CPU, str(directory)).graph.text == b"the plan"

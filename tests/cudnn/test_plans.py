@@ -117,7 +117,7 @@ REFUSED: dict[str, tuple[Direction, dict[str, Any], str, int]] = {
         "forward",
         {"fmt": "thd", "bias_type": "post_scale_bias", "bias": ZERO_BIAS},
         "bias over packed",
-        ALWAYS,  # not as such, but on a plan for rounded-up lengths, which a bias does not have
+        ALWAYS,  # not for its own lengths, but in a plan for rounded-up ones, which a bias does not have
     ),
     "bias over no keys": (
         "forward",

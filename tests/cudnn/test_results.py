@@ -1,4 +1,4 @@
-"""cuDNN's launchers with results in layouts of their own, with cuDNN itself emulated, on any device."""
+"""cuDNN's launchers with results in layouts of their own. cuDNN is emulated, on any device."""
 
 from __future__ import annotations
 

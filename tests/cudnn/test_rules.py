@@ -154,7 +154,7 @@ def test_the_rules_know_every_field_of_a_spec() -> None:
 
 
 def test_a_sink_of_a_part_of_the_keys_has_no_gradient_on_cudnn() -> None:
-    """The queries that see none of them are left out, though their out is not 0."""
+    """The queries that see none of them are omitted, though their out is not 0."""
     part = SPEC._replace(softmax_type="learnable", is_part=True)
     assert "dsoftmax_offset" in str(cudnn_backend.rule_error(part, "backward"))
     for near in (part._replace(softmax_type="vanilla"), part._replace(is_part=False)):
