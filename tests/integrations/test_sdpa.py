@@ -101,7 +101,7 @@ def test_autocast_takes_the_dtypes_that_torch_takes(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("make_mask", [causal_upper_left, causal_lower_right])
 def test_causal_biases_of_torch(make_mask: Any) -> None:
-    """Their memory is not initialised and is never read: only their class, corner and lengths count."""
+    """Their memory is uninitialised and is never read: only their class, corner and lengths count."""
     q, k, v = qkv()
     mask = make_mask(SQ, SKV)
     mask.data.fill_(math.nan)

@@ -118,7 +118,7 @@ def tensors_of(case: Case, totals: tuple[int, int], device: str = "cpu") -> list
 
 
 def poison(t: Tensor, of: oracle.Side) -> None:
-    """NaN in every token of no sequence."""
+    """NaN in every token without a sequence."""
     rows = {"bshd": lambda: t, "sbhd": lambda: t.transpose(0, 1), "bhsd": lambda: t.transpose(1, 2), "thd": lambda: t[None]}[
         of.fmt
     ]()
@@ -129,7 +129,7 @@ def poison(t: Tensor, of: oracle.Side) -> None:
 
 
 def sink_gradient(out: Tensor, lse: Tensor, dout: Tensor, offset: Tensor, q_format: str) -> Tensor:
-    """The gradient of a sink from out as the backward was given it, [h]: -sum(exp(offset - lse) * sum(out * dout)) over queries."""
+    """The gradient of a sink from the out that the backward got, [h]: -sum(exp(offset - lse) * sum(out * dout)) over queries."""
     delta = (out.double() * dout.double()).nan_to_num().sum(-1)
     delta = ordered(delta, q_format[:-1], "ht" if q_format == "thd" else "bhs")
     offsets = offset.double()[:, None].expand(lse.shape)
@@ -139,7 +139,7 @@ def sink_gradient(out: Tensor, lse: Tensor, dout: Tensor, offset: Tensor, q_form
 
 
 def run(case: Case, device: str = "cpu") -> None:
-    """Runs a case forward and backward on a device and compares it with the oracle, which is on the CPU."""
+    """Runs a case forward and backward on a device, and compares it with the oracle on the CPU."""
     torch.manual_seed(0)
     q_format, kv_format, _, count = BY_HAND[case.layout]
     padding = "padding" in case.mask
@@ -490,7 +490,7 @@ def run_fp8(scaling: str, layout: str, device: str = "cpu", size: int = SQ, head
 
 
 def test_a_gradient_in_16_bits_of_a_call_in_fp8() -> None:
-    """dout may come as it is; it is then rounded before the backward or in it."""
+    """dout may come in 16 bits; it is then rounded before the backward or in it."""
     make = RECIPES["current"]
     q, k, v = (make()(torch.randn(BATCH, SQ, HEADS, 16, dtype=torch.bfloat16)) for _ in range(3))
     given = small(q=q, k=k, v=v, fake_dtype=torch.bfloat16, fused_attention_backend=FP8, qkv_layout="bshd_bshd_bshd")
@@ -531,8 +531,8 @@ def test_a_backward_in_fp8_is_kept_and_takes_each_calls_own_tensors(bias: str, d
 
 
 def test_a_bias_and_a_sink_beside_fp8() -> None:
-    """They and their gradients equal those of a call on the FP8 tensors' values, up to FP8's rounding of weights."""
-    torch.manual_seed(0)  # of the sink's gradient, a sum that may cancel, one draw in ten is further off
+    """Both and their gradients equal those of a call on the FP8 tensors' values, up to FP8's rounding of weights."""
+    torch.manual_seed(0)  # one draw in ten of the sink's gradient, a sum that may cancel, is further off
     make = RECIPES["current"]
     in_fp8 = {name: make()(torch.randn(BATCH, SQ, HEADS, 16, dtype=torch.bfloat16)) for name in "qkv"}
     plain = {name: t.dequantize(torch.float32) for name, t in in_fp8.items()}
@@ -659,7 +659,7 @@ LENGTHS = ["max_seqlen_q", "max_seqlen_kv", "cu_seqlens_q", "cu_seqlens_kv", "q"
     ],
 )
 def test_arguments_and_defaults(function: Any, first: list[str], own: dict[str, Any], none: tuple[str, ...]) -> None:
-    """They are TransformerEngine's."""
+    """They equal TransformerEngine's."""
     found = inspect.signature(function).parameters
     assert [name for name, p in found.items() if p.default is inspect.Parameter.empty] == first
     defaults = {name: p.default for name, p in found.items() if name not in first}

@@ -42,7 +42,7 @@ def test_indices(name: str) -> None:
 
 @pytest.mark.parametrize("layout", ["sbh3d", "bs3hd", "bshd_bs2hd", "sbhd_sbhd_sbhd"])
 def test_results(layout: str) -> None:
-    """bf16: the two round in other places, by a unit in the last place of numbers about 1."""
+    """bf16: the two round at different points, by a unit in the last place of numbers about 1."""
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU, and torch.cuda.is_available() is False")
     q_format = te.layouts.parse_layout(layout).q_format

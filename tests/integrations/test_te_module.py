@@ -24,7 +24,7 @@ LENGTHS = ((9, 5), (12, 7))  # lengths of the queries and the keys of each seque
 
 
 class Case(NamedTuple):
-    """A call of the module on dense tensors; a row of the kind that TransformerEngine's tests of attention have."""
+    """A call of the module on dense tensors; a row like the rows of TransformerEngine's tests of attention."""
 
     mask: str = "causal"
     fmt: str = "bshd"
@@ -85,7 +85,7 @@ class Made(NamedTuple):
     module: te.DotProductAttention
     arguments: dict[str, Any]
     leaves: dict[str, Tensor]
-    bshd: tuple[Tensor, Tensor, Tensor]  # q, k and v as the reference takes them
+    bshd: tuple[Tensor, Tensor, Tensor]  # q, k and v in the reference's form
 
 
 def to_bshd(t: Tensor, fmt: str) -> Tensor:
@@ -236,7 +236,7 @@ def test_a_configuration_agrees_on_triton(name: str) -> None:
 @pytest.mark.parametrize("packed", ["", "3hd", "h3d", "hd_2hd"])
 @pytest.mark.parametrize("gap", [0, 3])
 def test_packed_sequences_agree_with_each_alone(packed: str, gap: int) -> None:
-    """thd, with and without room between the sequences (TransformerEngine's test_dpa_qkv_layout_thd)."""
+    """thd, with and without gaps between the sequences (TransformerEngine's test_dpa_qkv_layout_thd)."""
     counts = LENGTHS[0]
     starts = [sum(counts[:b]) + gap * b for b in range(BATCH)]
     total = sum(counts) + gap * BATCH
@@ -358,7 +358,7 @@ def test_fp8_follows_the_autocast(recipe: str) -> None:
         assert 0.01 < error < 0.3, (step, error)
     with te.fp8_autocast(enabled=True, fp8_recipe=kinds[recipe]), te.fp8_autocast(enabled=False):
         assert torch.equal(module(qkv_layer=packed), exact)
-    with te.autocast(recipe=DelayedScaling()):  # without fp8_dpa attention is no part of it
+    with te.autocast(recipe=DelayedScaling()):  # attention needs fp8_dpa to be part of it
         assert torch.equal(module(qkv_layer=packed), exact)
 
 
@@ -401,7 +401,7 @@ def test_a_checkpointed_layer_computes_again_in_fp8(kind: str, recipe: str) -> N
         def run(x: Tensor, module: te.DotProductAttention = module) -> Tensor:
             return module(qkv_layer=x)
 
-        for _ in range(2):  # in the second the scales of delayed scaling are others than 1
+        for _ in range(2):  # in the second step the scales of delayed scaling differ from 1
             with te.autocast(recipe=kinds[recipe]):
                 if not checkpointed:
                     out = run(packed)
@@ -462,7 +462,7 @@ def test_fp8_output_is_a_quantised_tensor_with_merged_heads() -> None:
         module(*given, fp8_output=True)
 
 
-PAGED: dict[str, Any] = {"is_paged": True, "total_num_pages": 5, "page_size": 4}  # so few that pages are used again
+PAGED: dict[str, Any] = {"is_paged": True, "total_num_pages": 5, "page_size": 4}  # so few that pages are reused
 
 
 @pytest.mark.parametrize("pages", [{}, PAGED, {"is_paged": True, "total_num_pages": 3, "page_size": 16}], ids=["rows", "4", "16"])
@@ -551,7 +551,7 @@ def test_a_layer_may_miss_steps_in_which_sequences_join_and_leave() -> None:
 
 @pytest.mark.parametrize("pages", [{}, PAGED], ids=["rows", "pages"])
 def test_each_step_writes_into_the_same_memory(pages: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A captured graph reads the lengths and pages of the last step, and no number of the step that it was captured in."""
+    """A captured graph reads the lengths and pages of the last step, and no number of its own step."""
     cache = te.InferenceParams(3, 16, 2, DIM, torch.float32, **pages)
     cache.pre_step({"a": 2, "b": 1})
     k = torch.randn(2, 2, 2, DIM)
@@ -574,7 +574,7 @@ def test_each_step_writes_into_the_same_memory(pages: dict[str, Any], monkeypatc
     tables = [cache.page_table("cpu")] if pages else []
     for before, after in zip(held, (now.cu_seqlens_q, now.cu_seqlens_kv, *tables), strict=True):
         assert before.data_ptr() == after.data_ptr()
-    cache.pre_step({"b": 1})  # fewer sequences: rows of a captured call without one have no tokens
+    cache.pre_step({"b": 1})  # fewer sequences: if a captured row has no sequence, it has no tokens
     assert captured.cu_seqlens_q.tolist() == [0, 1, 1]
     assert captured.cu_seqlens_kv.tolist() == [0, 6, 6]
 
@@ -732,7 +732,7 @@ def test_max_logit_and_score_mod() -> None:
 
 
 class Attention(torch.nn.Module):
-    """A layer as models have them: projections around the module, which alone is swapped."""
+    """A layer of a typical model: projections around the module, which alone is swapped."""
 
     def __init__(self, core: torch.nn.Module, packed: bool, heads_kv: int = HEADS) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""TransformerEngine's functions over pages: as over the same keys in rows, and against attention written out in float64."""
+"""TransformerEngine's functions over pages: equal to the same keys in rows, and to attention written out in float64."""
 
 from __future__ import annotations
 

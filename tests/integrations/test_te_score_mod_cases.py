@@ -24,7 +24,7 @@ def expected(case: Case, inputs: list[Tensor], dout: Tensor | None, dtype: torch
 
 
 def compare(case: Case, inputs: list[Tensor], dout: Tensor | None, call: dict[str, object], fmt: str) -> None:
-    """Compares a call with fp64 by TransformerEngine's tolerance, and by the tighter ones of this library."""
+    """Compares a call with fp64 by TransformerEngine's tolerance, and by this library's tighter ones."""
 
     def turned(x: Tensor) -> Tensor:
         return x.transpose(0, 1) if fmt == "sbhd" else x

@@ -128,7 +128,7 @@ def test_a_mod_in_torch_is_recognised_with_a_number_too(device: str) -> None:
 @pytest.mark.sample
 @pytest.mark.parametrize("fill", [-1e9, -INF])
 def test_a_mask_is_a_band_under_torch_compile(fill: float, device: str) -> None:
-    """Dynamo's recording does not know the type of a comparison; a number in the dict is known there."""
+    """Dynamo's recording does not know the type of a comparison; it knows a number in the dict."""
     q, k, v = (x.detach() for x in inputs(device))
     mod, seen = TEScoreMod(selecting(BANDS["ge"][0]), None, {"fill": fill}), []
 
@@ -145,7 +145,7 @@ def test_a_mask_is_a_band_under_torch_compile(fill: float, device: str) -> None:
 @pytest.mark.parametrize("number", [by_value, float])
 @pytest.mark.parametrize("with_bprop", [True, False])
 def test_a_causal_callback_is_the_option(with_bprop: bool, number: Any, device: str) -> None:
-    """The spec is the same, so every choice, kernel and launch is."""
+    """The spec is the same, so every choice, kernel and launch is the same."""
     qkv = inputs(device, 45, 45, dtype=torch.bfloat16)
     specs = []
     for call in ({"score_mod": te_callbacks.CASES["causal"].make(with_bprop, number)}, {"attn_mask_type": "causal"}):
@@ -238,7 +238,7 @@ REST: dict[str, tuple[Callable[..., Tensor], bool]] = {
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 @pytest.mark.parametrize("name", REST)
 def test_a_finite_number_hides_where_each_query_sees_its_own_position(name: str, backend: str, device: str) -> None:
-    """So a mask that is no band is one by block, with the check of lse; any other is computed as it is written."""
+    """If such a mask is no band, it is one by block, with the check of lse; any other mask is computed as written."""
     (visible, is_shown), ids = REST[name], IDS.to(device)
     qkv = inputs(device, 45, 45)
 
@@ -375,7 +375,7 @@ def test_a_tensor_that_may_need_a_gradient_or_lies_elsewhere_is_not_read() -> No
     qkv, visible = inputs("cpu"), selecting(BANDS["ge"][0])
     learnt = by_value(-1e9).requires_grad_()
     assert settings_of(TEScoreMod(visible, None, {"fill": learnt}), *qkv).window_right is None
-    on_meta = by_value(-1e9).to("meta")  # as on a GPU, nothing can be read
+    on_meta = by_value(-1e9).to("meta")  # like a GPU, whose values cannot be read
     assert TEScoreMod(visible, None, {"fill": on_meta})._flexattn_state()["tensors"]["fill"].is_meta
 
 
@@ -406,7 +406,7 @@ def bprop(of: str) -> Callable[..., Any]:
     ],
 )
 def test_a_given_bprop_gives_the_same_beside_a_band(of: str, is_band: bool, is_empty: bool, device: str) -> None:
-    """Hidden scores have no weight, and so a gradient of 0, which a linear bprop keeps; any other keeps the mask as it is."""
+    """Hidden scores have no weight, so their gradient is 0, which a linear bprop keeps. With any other bprop the mask stays."""
     qkv, call = inputs(device), selecting(BANDS["ge"][0])
     mod = TEScoreMod(call, bprop(of), {"fill": -1e9})
     settings = settings_of(mod, *qkv)

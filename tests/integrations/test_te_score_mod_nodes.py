@@ -112,13 +112,13 @@ def test_a_slope_and_a_lower_clip_apply_in_this_order() -> None:
 def test_operands_have_cudnns_order() -> None:
     """Written by hand, because an operand's sign or place matters."""
     x, y = torch.tensor([-5.0, 5.0, -7.5]), torch.tensor([3.0, -3.0, 2.0])
-    assert call("mod", x, y).tolist() == [-2.0, 2.0, -1.5]  # has the sign of the first
+    assert call("mod", x, y).tolist() == [-2.0, 2.0, -1.5]  # it has the sign of the first
     assert call("add_square", x, y).tolist() == [4.0, 14.0, -3.5]
     assert call("sub", x, y).tolist() == [-8.0, 8.0, -9.5]
     assert call("pow", torch.tensor([2.0]), torch.tensor([3.0])).tolist() == [8.0]
     assert call("binary_select", x, y, x < y).tolist() == [-5.0, -3.0, -7.5]
     assert call("binary_select", x, y, torch.tensor([1, 0, 2])).tolist() == [-5.0, -3.0, -7.5]
-    assert call("div", torch.tensor([7]), torch.tensor([2])).tolist() == [3.5]  # of indices too
+    assert call("div", torch.tensor([7]), torch.tensor([2])).tolist() == [3.5]  # indices too
     assert call("logical_and", torch.tensor([2, 0]), torch.tensor([True, True])).tolist() == [True, False]
 
 
@@ -171,7 +171,7 @@ def test_every_node_takes_what_changes_nothing(keyword: str) -> None:
 EVERY = sorted(NODES)
 
 
-@pytest.mark.filterwarnings("ignore:.*is traced again in each call")  # as it names the nodes by text
+@pytest.mark.filterwarnings("ignore:.*is traced again in each call")  # because it names the nodes by text
 @pytest.mark.parametrize("first", range(0, len(EVERY), 15))
 def test_every_node_is_recorded_and_runs(first: int, device: str) -> None:
     """Traced, in the interpreter and with a derived backward, against the same nodes in plain torch in fp64."""

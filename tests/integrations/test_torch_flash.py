@@ -92,7 +92,7 @@ MASKS = {"whole": (2, 4, 7, 9), "one row of it": (2, 1, 1, 9), "by head": (1, 4,
 def test_masked_sdpa(active: None, shape: tuple[int, ...] | None, is_causal: bool, is_trained: bool) -> None:
     leaves = [t[:, :, :n].detach().requires_grad_() for t, n in zip(qkv(2, 4, 9, 8, heads_kv=4), (7, 9, 9), strict=True)]
     mask = None if shape is None else torch.randn(shape, generator=torch.Generator().manual_seed(4))
-    bias = None if mask is None else mask.requires_grad_(is_trained).expand(2, 4, 7, 9)  # as torch hands it on
+    bias = None if mask is None else mask.requires_grad_(is_trained).expand(2, 4, 7, 9)  # in torch's form
     out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(*leaves, bias, True, is_causal=is_causal, scale=0.3)
     want, want_lse = written_out(leaves, mask, is_causal)
     torch.testing.assert_close(out.double(), want, rtol=2e-6, atol=2e-6)

@@ -15,7 +15,7 @@ from transformers import DynamicCache, StaticCache
 from tests.support.transformers_models import DECODERS, REFERENCE, VOCABULARY, decoder
 
 TOKENS = 21
-# Norms and RoPE are computed in float32 whatever the model's dtype, and round sums that differ by 1e-16 to either side.
+# Norms and RoPE are computed in float32 for any dtype of the model, and may round sums that differ by 1e-16 differently.
 TOLERANCE = {"atol": 2e-6, "rtol": 0.0}
 
 

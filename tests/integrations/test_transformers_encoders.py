@@ -24,7 +24,7 @@ from tests.support.transformers_models import (  # noqa: E402
 )
 
 IMAGE, BEGIN, END = 98, 97, 96
-TOLERANCE = {"atol": 2e-6, "rtol": 1e-9}  # norms in float32 round to either side
+TOLERANCE = {"atol": 2e-6, "rtol": 1e-9}  # norms in float32 may round differently
 VISION = {
     "hidden_size": 32,
     "num_hidden_layers": 1,

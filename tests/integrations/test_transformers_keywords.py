@@ -43,7 +43,7 @@ def _calls(source: str, function: str) -> list[ast.Call]:
 
 
 def keywords_of_models(root: Path, function: str, pattern: str = "models/*/modeling_*.py") -> dict[str, str]:
-    """Returns the keywords by which modules under `root` call `function`, each with a file that does."""
+    """Returns the keywords that modules under `root` pass to `function`, each with a file that does."""
     found: dict[str, str] = {}
     for file in sorted(root.glob(pattern)):
         for call in _calls(re.sub(r"#.*", "", file.read_text("utf-8")), function):
