@@ -1,4 +1,4 @@
-"""JAX for the tests of flexattn.jax: a CPU that counts as four devices, which has to be said before JAX starts."""
+"""JAX for the tests of flexattn.jax: a CPU that counts as four devices, which must be set before JAX starts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def four_devices() -> None:
 
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """Makes this machine's CPU a CUDA device to flexattn.jax; gives the launches."""
+    """Makes this machine's CPU a CUDA device for flexattn.jax; yields the launches."""
     from tests.support.xla_launches import interpreted_launches  # here, because JAX may be missing
 
     yield from interpreted_launches(monkeypatch)

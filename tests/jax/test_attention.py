@@ -28,7 +28,7 @@ LENGTHS = [5, 0, 19]
 
 
 def to_jax(value: Any) -> Any:
-    """Returns a tensor as an array of its dtype, and anything else as it is."""
+    """Returns a tensor as an array of its dtype, and any other value unchanged."""
     if not isinstance(value, torch.Tensor):
         return value
     value = value.detach()
@@ -119,7 +119,7 @@ def qkv(*shape: int, count: int = 3, dtype: Any = np.float32) -> list[Any]:
 
 
 def test_fp8_equals_torch() -> None:
-    """Whose FP8 is compared with the reference in its own tests."""
+    """Its FP8 is compared with the reference in its own tests."""
     q, k, v = qkv(dtype=jnp.bfloat16)
     recipe = flexattn.fp8.Recipe()
     out, pull = jax.vjp(lambda *x: fj.attention(*x, attn_mask_type="causal", fp8_recipe=recipe), q, k, v)

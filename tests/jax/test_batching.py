@@ -74,7 +74,7 @@ def test_equals_a_loop(name: str) -> None:
 
     def call(leaves: Any, lengths: Any) -> Any:
         out, lse = fj.attention(**leaves, **lengths, **rest, return_lse=True)
-        # Out and lse of tokens beyond their lengths are no numbers to sum.
+        # Out and lse of tokens beyond their lengths may be NaN, so they are not summed.
         return (out**2).sum() + jnp.where(jnp.isfinite(lse), lse, 0).sum(), (out, lse)
 
     whole = jax.value_and_grad(call, has_aux=True)

@@ -209,7 +209,7 @@ def check_append(name: str) -> None:
         np.testing.assert_array_equal(bits(x), bits(eight(given[n])), err_msg=n)
         assert not np.array_equal(before[n], bits(x), equal_nan=before[n].dtype.kind == "f"), n
     for n, x in before.items():
-        np.testing.assert_array_equal(x, bits(arrays[n]), err_msg=n)  # nothing that was given has changed
+        np.testing.assert_array_equal(x, bits(arrays[n]), err_msg=n)  # all inputs are unchanged
 
 
 @pytest.mark.parametrize("name", APPENDS)
@@ -236,7 +236,7 @@ def test_donated_caches_are_written_in_place() -> None:
 
 
 def test_a_decoding_loop_in_scan() -> None:
-    """Step by step through a cache gives the rows of one causal call."""
+    """Steps through a cache give the rows of one causal call."""
     q, k, v = (to_jax(normal(i, 2, 12, heads, 16)) for i, heads in enumerate((4, 2, 2)))
 
     def step(carry: Any, new: Any) -> Any:

@@ -1,5 +1,4 @@
-"""Calls on CUDA devices, with none there: the launches that XLA would make, made in its memory by Triton's interpreter, and the
-compiled program as it is exported."""
+"""Calls on CUDA devices, without one: the launches of XLA run in its memory by Triton's interpreter; and exported programs."""
 
 from __future__ import annotations
 
@@ -55,7 +54,7 @@ def test_packed_sequences_in_xlas_memory_equal_the_reference(interpreted: list[A
 
 @pytest.mark.parametrize("granularity", ["tensor", "block"])
 def test_fp8_is_as_right_as_torchs(interpreted: list[Any], granularity: str) -> None:
-    """Whose blocks are not the same on the interpreter's device."""
+    """Its blocks differ on the interpreter's device."""
     q, k, v = (x.astype(jnp.bfloat16) for x in jax.random.normal(jax.random.key(0), (3, 2, 70, 2, 32)))
     recipe = flexattn.fp8.Recipe(granularity=granularity)
     with cuda.compiled_for((8, 9), processors=4):
@@ -264,7 +263,7 @@ def test_a_change_of_the_environment_takes_effect(fresh_python: Any) -> None:
 
 
 def test_a_call_knows_the_environment_that_it_was_traced_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that JAX, which keeps compiled calls by it, compiles one outside of jit anew."""
+    """JAX keeps compiled calls by it, so a call outside of jit is compiled anew."""
     q = jax.random.normal(jax.random.key(0), (1, 8, 2, 16))
 
     def text() -> str:
@@ -360,7 +359,7 @@ REFUSED: dict[str, tuple[dict[str, Any], Any, str]] = {
 
 @pytest.mark.parametrize(("arguments", "error", "text"), REFUSED.values(), ids=REFUSED)
 def test_what_does_not_run_on_cuda_says_so(arguments: dict[str, Any], error: Any, text: str) -> None:
-    """When the call is compiled, and in explain, in the same words."""
+    """The error comes when the call is compiled, and in explain, with the same text."""
     given = {name: value for name, value in arguments.items() if name != "q"}
     q = jax.ShapeDtypeStruct(arguments.get("q", (1, 32, 2, 16)), jnp.bfloat16)
     with cuda.compiled_for((9, 0), processors=132):

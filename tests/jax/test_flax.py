@@ -20,7 +20,7 @@ def normal(seed: int, *shape: int) -> Any:
 
 
 def plain(q: Any, k: Any, v: Any, bias: Any = 0.0, mask: Any = True) -> Any:
-    """Returns attention as flax writes it."""
+    """Returns attention as flax computes it."""
     scores = jnp.einsum("...qhd,...khd->...hqk", q, k) / np.sqrt(q.shape[-1]) + bias
     return jnp.einsum("...hqk,...khd->...qhd", jax.nn.softmax(jnp.where(mask, scores, -1e30)), v)
 

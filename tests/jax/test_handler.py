@@ -1,4 +1,4 @@
-"""Backends that torch runs in a handler of XLA's: the route of CUDA devices, taken on a CPU, and the handler's errors."""
+"""Backends that torch runs in an XLA handler: the route of CUDA devices, taken on a CPU, and the handler's errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ P = jax.sharding.PartitionSpec
 
 @pytest.fixture
 def as_cuda() -> Iterator[list[str]]:
-    """Makes this machine's CPU a CUDA device to flexattn.jax; gives the texts of the calls that the handlers got."""
+    """Makes this machine's CPU a CUDA device for flexattn.jax; yields the texts of the calls that the handlers got."""
     both = (
         (primitives.local_forward_p, host.FORWARD, cuda.forward, primitives.forward_shapes),
         (primitives.local_backward_p, host.BACKWARD, cuda.backward, primitives.backward_shapes),
@@ -181,7 +181,7 @@ def test_threads_that_enqueue_many_calls_do_not_wait_for_each_other(fresh_python
 
 
 def test_cudnn_by_name_reaches_torch(as_cuda: list[str], monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
-    """Torch then says that this is no CUDA device: the error of a running program, with its text, printed too."""
+    """Torch then reports that this is no CUDA device: the running program fails with that text, and prints it."""
     from flexattn.dispatch import cudnn_backend
 
     monkeypatch.setattr(cudnn_backend, "library_error", lambda: None)
@@ -289,7 +289,7 @@ def _called(name: str) -> Any:
 
 @pytest.mark.usefixtures("four_devices")
 def test_thread_locals_live_from_call_to_call_in_xlas_threads() -> None:
-    """So that cuDNN's handles, one for each thread, are not made anew in each call."""
+    """Then cuDNN's handles, one for each thread, are not made anew in each call."""
     _RAN.clear()
     mesh = jax.make_mesh((4,), ("device",), axis_types=(jax.sharding.AxisType.Auto,))
     call = jax.jit(jax.shard_map(_called("counting"), mesh=mesh, in_specs=P("device"), out_specs=P("device"), check_vma=False))

@@ -1,4 +1,4 @@
-"""Programs for CUDA devices, with none there: memory that a kernel writes holds one array, in the program that XLA compiles too."""
+"""Programs for CUDA devices, without one: memory that a kernel writes holds one array, in the program that XLA compiles too."""
 
 from __future__ import annotations
 

@@ -163,7 +163,7 @@ DOCUMENTS_BY_DEFAULT = {
     [pytest.param(*case, marks=() if case in DOCUMENTS_BY_DEFAULT else pytest.mark.slow) for case in OF_DOCUMENTS],
 )
 def test_packed_documents_over_an_axis(mesh: Any, name: str, layout: str, gap: int) -> None:
-    """Some within one device's part, one over three, one of one token and one of none."""
+    """Some documents are within one device's part, one covers three, one has one token, and one has none."""
     arguments = {**DOCUMENTS[name], "qkv_format": "thd"}
     cu = np.cumsum([0, 4, 0, 1, 24, 10], dtype=np.int32)
     lengths, is_real = {"cu_seqlens_q": jnp.asarray(cu), "max_seqlen_q": 24}, np.arange(TOKENS) < cu[-1]
@@ -211,7 +211,7 @@ def test_numbers_in_fp8_travel_as_they_are(mesh: Any, layout: str) -> None:
     assert len(gathers) == 2
     assert all("f8_e4m3fn" in line for line in gathers), gathers
     off = abs(found.astype(jnp.float32) - expected.astype(jnp.float32))
-    assert (off > 0).mean() < 0.02  # weights round by the last bit of a score
+    assert (off > 0).mean() < 0.02  # the last bit of a score may round weights differently
     assert off.max() < 0.05
 
 

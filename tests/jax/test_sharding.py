@@ -142,7 +142,7 @@ def test_vmap_of_a_sharded_call(mesh: Any) -> None:
 
 @pytest.mark.slow
 def test_a_split_call_on_cuda_devices(mesh: Any, interpreted: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each device has the launches of its part, in XLA's memory, and sums over devices are made behind them."""
+    """Each device has the launches of its part, in XLA's memory; sums over devices follow them."""
     kind = cuda.device()
     monkeypatch.setattr(cuda, "_first_device", lambda: kind)  # XLA partitions in a thread of its own, outside of `compiled_for`
     leaves = {name: x[:2, :16] for name, x in qkv(4, 2).items()} | {"bias": normal(5, 1, 4, 16, 16)}

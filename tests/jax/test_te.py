@@ -145,7 +145,7 @@ PACKED_Q, PACKED_KV = [[(0, 3), (3, 2), (6, 4)], [(1, 5), (7, 4)]], [[(0, 2), (4
 
 
 def by_offsets() -> Any:
-    """Returns PACKED_Q and PACKED_KV with the end that TransformerEngine's docstring has behind offsets, and -1 for none."""
+    """Returns PACKED_Q and PACKED_KV with the end that TransformerEngine's docstring puts behind offsets, and -1 for none."""
 
     def listed(packed: Any, part: int) -> Any:
         values = [[segment[part] for segment in row] for row in packed]
@@ -230,7 +230,7 @@ def test_bias_and_softmax_types(bias_type: Any, softmax: Any) -> None:
 
 @pytest.mark.parametrize("layout", list(QKVLayout), ids=lambda layout: layout.name)
 def test_layouts(layout: Any) -> None:
-    """Each with the memory order that its name says; the gradient of a packed array is one array."""
+    """Each has the memory order of its name; the gradient of a packed array is one array."""
     q, k, v = normal(0, B, SQ, H, D), normal(1, B, SQ, H, D), normal(2, B, SQ, H, D)
     arrays = (
         (jnp.stack([q, k, v], 2),) if layout.is_qkvpacked() else (q, jnp.stack([k, v], 2)) if layout.is_kvpacked() else (q, k, v)
@@ -299,7 +299,7 @@ def test_nvte_variable_asks_for_determinism(monkeypatch: pytest.MonkeyPatch) -> 
     assert is_deterministic() == [True]
 
 
-SIGNATURE = {  # of fused_attn in transformer_engine/jax/attention.py, with pull request 2985
+SIGNATURE = {  # from fused_attn in transformer_engine/jax/attention.py, with pull request 2985
     **dict.fromkeys(("qkv", "bias", "sequence_descriptor", "seed", "attn_bias_type", "attn_mask_type"), inspect.Parameter.empty),
     **dict.fromkeys(
         ("qkv_layout", "softmax_type", "scaling_factor", "dropout_probability", "is_training"), inspect.Parameter.empty

@@ -99,7 +99,7 @@ def test_dropout_follows_its_rng() -> None:
     assert jnp.array_equal(without, DotProductAttention(**FIELDS).apply({}, *qkv()))
 
 
-NAMES = (  # of transformer_engine/jax/flax/transformer.py, with pull request 2985
+NAMES = (  # from transformer_engine/jax/flax/transformer.py, with pull request 2985
     *("head_dim", "num_attention_heads", "num_gqa_groups", "attention_dropout", "attn_mask_type", "attn_bias_type", "dtype"),
     *("dropout_rng_name", "float32_logits", "qkv_layout", "scale_factor", "transpose_batch_sequence", "window_size"),
     *("max_segments_per_seq", "context_parallel_causal_load_balanced", "context_parallel_axis", "context_parallel_strategy"),

@@ -50,7 +50,7 @@ def expected(name: str, inputs: list[Any], dout: Any, scale: float, dtype: torch
     ("name", "shape"), [("post_scale_bias", (1, 64, 2, 128)), ("causal", (1, 64, 2, 128)), ("softcap", (1, 16, 2, 64))]
 )
 def test_cases_of_pull_request_2985(name: str, shape: tuple[int, ...], with_bprop: bool, dtype: str) -> None:
-    size = 1.0 if name == "softcap" else shape[-1] ** -0.5  # of the inputs; scores that a cap of 0.8 bends
+    size = 1.0 if name == "softcap" else shape[-1] ** -0.5  # scale of the inputs; a cap of 0.8 bends the scores
     inputs = [(normal(i, *shape) * size).astype(dtype) for i in range(3)]
     dout, scale = normal(2025, *shape).astype(dtype), shape[-1] ** -0.5
     given = PLAIN | {"scaling_factor": scale} | arguments_of(name, with_bprop)
@@ -67,7 +67,7 @@ def with_bias(graph: Any, score: Any, tensors: Any) -> Any:
 
 
 def test_arrays_get_gradients_beside_masks_and_a_bias() -> None:
-    """A combination that TransformerEngine lacks: the callback's scores, then the bias, then segments and a window."""
+    """TransformerEngine lacks this combination: the callback's scores, then the bias, then segments and a window."""
     b, s, h, d = 2, 12, 4, 16
     inputs = [normal(i, b, s, n, d) for i, n in enumerate((h, 2, 2))]
     bias, tensor, factor = normal(3, 1, h, s, s), normal(4, h, 1, s), normal(5, b, h, s, s)
@@ -150,7 +150,7 @@ def _scaled(factor: float) -> Any:
 
 
 def test_callbacks_that_look_alike_are_not_one_program() -> None:
-    """Their addresses may be used again."""
+    """Addresses may be reused."""
     x = normal(0, 1, 8, 2, 16)
     outs = [te.fused_attn((x, x, x), **PLAIN | {"score_mod": _scaled(factor)}) for factor in (0.25, 1.0, 2.0, -3.0)]
     assert all(not jnp.allclose(a, b, atol=1e-3) for i, a in enumerate(outs) for b in outs[:i])
