@@ -1,4 +1,4 @@
-"""On a GPU: append_kv to FP8 caches writes the bits that it writes on a CPU."""
+"""On a GPU: append_kv to FP8 caches writes the same bits as on a CPU."""
 
 from __future__ import annotations
 

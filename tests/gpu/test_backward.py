@@ -1,4 +1,4 @@
-"""Backwards on a GPU: parts of the keys by the out and lse of all, on each family of kernels, and graphs that are retained."""
+"""Backwards on a GPU: parts of the keys with the out and lse of all, on each family of kernels, and retained graphs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_parts_add_up(dtype: torch.dtype, head_dim: int, hopper: str, determinis
     dout, dlse = torch.randn_like(out), torch.randn_like(lse)
     x, settings = bind_call(*(t.clone().requires_grad_() for t in (q, k, v)), **how)
     exact, budget = (reference_gradients(ops.spec_to_run(x, settings), x, dout, dlse, kind) for kind in (torch.float64, dtype))
-    for _ in range(4):  # played from the third on
+    for _ in range(4):  # replayed from the third on
         dq = torch.zeros(q.shape, dtype=torch.float64, device="cuda")
         parts = []
         for begin, end in itertools.pairwise(CUTS):
@@ -63,7 +63,7 @@ def test_parts_add_up(dtype: torch.dtype, head_dim: int, hopper: str, determinis
 
 
 def rounds_to(got: Tensor, want: Tensor) -> bool:
-    """Returns whether float32 numbers round to `want`, and are not these."""
+    """Returns whether the float32 numbers round to `want`, and differ from it."""
     return got.dtype is torch.float32 and torch.equal(got.to(want.dtype), want) and bool((got != want).float().mean() > 0.3)
 
 
@@ -136,7 +136,7 @@ def test_fp8_gradients_in_float32(dims: tuple[int, int], hopper: str, determinis
 
 @pytest.mark.parametrize("backend", ["triton", "auto"])
 def test_a_retained_graph_of_the_first_call_gives_the_same_bits_each_time(backend: str) -> None:
-    """The first backward is computed, the second taken down, the others are played; likewise of a later call."""
+    """The first backward is computed, the second recorded, the others are replayed; the same holds for a later call."""
     leaves = [t.requires_grad_() for t in make_tensors(torch.bfloat16, 128)]
 
     def attend() -> Tensor:
@@ -150,6 +150,6 @@ def test_a_retained_graph_of_the_first_call_gives_the_same_bits_each_time(backen
         for _ in range(4):
             found = torch.autograd.grad(graph, leaves, dout, retain_graph=True)
             assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
-        for _ in range(4):  # of a scalar, whose dout has strides of its own
+        for _ in range(4):  # for a scalar loss, whose dout has strides of its own
             torch.autograd.grad(graph.sum(), leaves, retain_graph=True)
     assert call_cache.cache_info()["recordings"] >= 2

@@ -33,7 +33,7 @@ TOTAL = 5200
 @pytest.mark.parametrize("hopper", ["auto", "always", "never"])
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 def test_no_queries_beside_many_keys(packed: bool, hopper: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So few queries that their keys would be split."""
+    """Few queries, so that their keys would be split."""
     monkeypatch.setenv("FLEXATTN_HOPPER", hopper)
     shapes = ((0, 16, 64), (20000, 16, 64)) if packed else ((2, 0, 16, 64), (2, 10000, 16, 64))
     q, k, v = (torch.randn(shapes[min(n, 1)], device="cuda", dtype=dtype).requires_grad_() for n in range(3))
@@ -54,7 +54,7 @@ def test_no_queries_beside_many_keys(packed: bool, hopper: str, dtype: torch.dty
 
 
 def packed_call(name: str, dim: int, dtype: torch.dtype) -> tuple[list[Tensor], dict[str, Any], Tensor]:
-    """q, k and v, NaN outside of the sequences, the rest of a call, and which rows are real."""
+    """q, k and v, NaN outside of the sequences, the rest of a call, and the rows with tokens."""
     gen = torch.Generator("cuda").manual_seed(0)
     real = torch.zeros(TOTAL, dtype=torch.bool, device="cuda")
     for start, length in zip(STARTS[name], LENGTHS, strict=True):
@@ -72,7 +72,7 @@ def packed_call(name: str, dim: int, dtype: torch.dtype) -> tuple[list[Tensor], 
 
 
 def results(inputs: list[Tensor], **call: Any) -> list[Tensor]:
-    """out, lse by rows, dq, dk and dv of whatever dtype the inputs are."""
+    """out, lse by rows, dq, dk and dv, for inputs of any dtype."""
     out, lse = attention(*inputs, return_lse=True, **call)
     loss = out.double().sin().sum() + lse.masked_fill(lse == -torch.inf, 0.0).double().sin().sum()
     return [out.detach(), lse.detach().T, *torch.autograd.grad(loss, inputs)]
@@ -133,7 +133,7 @@ def test_integers_of_mods_wrap_as_torchs() -> None:
 
 
 def wild() -> None:
-    """Calls with wrong numbers on every family of kernels, for compute-sanitizer to watch."""
+    """Calls with wrong numbers on every family of kernels, for a run under compute-sanitizer."""
     numbers = [[0, 5, 3, 60, 2], [-5, -1, -70, 10, 20], [0, 10, 1000, 2**31 - 1, 70], [2**31 - 1, -(2**31), 2**31 - 1, -(2**31), 0]]
     q, k, v = (torch.randn(300, n, 128, device="cuda", dtype=torch.bfloat16).requires_grad_() for n in (4, 2, 2))
     for recipe in (None, fp8.Recipe()):

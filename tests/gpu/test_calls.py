@@ -202,7 +202,7 @@ def test_without_gradients_and_under_inference_mode() -> None:
 @pytest.mark.parametrize("hopper", ["never", "always"])
 @pytest.mark.parametrize("name", CASES)
 def test_another_scale_gives_the_bits_of_an_ordinary_call(name: str, hopper: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its first run is a replay with its numbers, or if the recording has torch's operators or FP8, an ordinary run."""
+    """Its first run is a replay with its numbers. If the recording has torch's operators or FP8, it is an ordinary run."""
     monkeypatch.setenv("FLEXATTN_HOPPER", hopper)
     arguments, leaves = make_arguments(name, 0)
     others = [arguments | {"softmax_scale": scale} for scale in (0.05, 0.2)]
@@ -318,7 +318,7 @@ def test_a_hook_on_launches_sees_them() -> None:
 
 
 def test_a_capture_that_moves() -> None:
-    """Saved tensors that come back with other strides are no call that a recording is for."""
+    """If saved tensors come back with other strides, no recording fits."""
     q = torch.randn(2, 100, 6, 128, device="cuda", dtype=torch.bfloat16).transpose(1, 2).contiguous().transpose(1, 2)
     q.requires_grad_()
     dout = torch.randn(2, 100, 6, 128, device="cuda", dtype=torch.bfloat16)

@@ -55,7 +55,7 @@ def with_gradients(mask: Any, tensors: list[Tensor], backend: str = "triton") ->
 
 
 def compare(got: Any, tensors: list[Tensor], run: Callable[[list[Tensor]], Any]) -> None:
-    """Compares results, out first, with those of `run` of the tensors on the eager backend, in float64 and in their own dtype."""
+    """Compares results, out first, with `run` of the tensors on the eager backend, in float64 and in their own dtype."""
     exact, same = (run([t.detach().to(dtype).requires_grad_() for t in tensors]) for dtype in (torch.float64, torch.bfloat16))
     each = zip(got, exact, same, strict=True) if isinstance(got, list) else [(got, exact, same)]
     for i, (x, ref, eager) in enumerate(each):

@@ -1,4 +1,4 @@
-"""Attention over 2 and 4 GPUs of one host by NCCL, each rank a process: the cases of tests/distributed, and compiled kernels."""
+"""Attention over 2 and 4 GPUs of one host by NCCL, a process per rank: the cases of tests/distributed, and compiled kernels."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def torchrun(python: FreshPython, ranks: int, *arguments: str, **env: str) -> su
 
 
 def test_a_rank_that_raises_does_not_leave_the_other_hanging(fresh_python: FreshPython) -> None:
-    """torchrun ends the rank that waits on its GPU for one that has raised."""
+    """A rank waits on its GPU for one that has raised; torchrun ends it."""
     found = torchrun(fresh_python, 2, "-m", MODULE, "one_does_not_come", "0", "2", "-", RANKS_DEVICE="cuda")
     assert found.returncode == 1
     assert "ValueError: this rank has no batch" in found.stderr

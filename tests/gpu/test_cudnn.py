@@ -47,7 +47,7 @@ def call_of(inputs: Inputs, **call: Any) -> tuple[AttentionSpec, Operands]:
 
 
 def run(spec: AttentionSpec, x: Operands, dout: Tensor) -> tuple[tuple[Tensor, ...], Gradients]:
-    """Forward and backward on cuDNN, which has nothing against either."""
+    """Forward and backward on cuDNN, which refuses neither."""
     for direction in ("forward", "backward"):
         assert cudnn_backend.unsupported(spec, direction) is None
     results = cudnn_backend.forward(spec, x)
@@ -203,7 +203,7 @@ def test_max_logit(fmt: str, mask: str) -> None:
 @pytest.mark.parametrize("mask", ["no_mask", "causal", "padding", "padding_causal"])
 @pytest.mark.parametrize("dropout_p", [0.125, 0.5])
 def test_dropout_is_the_same_in_both_directions(dropout_p: float, mask: str, skv: int) -> None:
-    """The kept weights are read off an identity for v; with them the reference is plain torch."""
+    """With an identity for v, out is the kept weights; with them the reference is plain torch."""
     padded = {"padding": True} if "padding" in mask else {}
     lengths = {"lengths_q": [160, 160], "lengths_kv": [skv, skv], "num_heads": 4, **padded}
     if padded:
@@ -228,7 +228,7 @@ def test_dropout_is_the_same_in_both_directions(dropout_p: float, mask: str, skv
     share = kept[visible.expand_as(kept)].double().mean()
     assert abs(share - (1 - dropout_p)) < 0.01, f"{share} of the weights are kept"
 
-    # On a v and head dims that training has.
+    # With a v and head dims that training has.
     given = inputs_of(**lengths)
     spec, x = call_of(given, attn_mask_type=mask, dropout_p=dropout_p, rng_state=state)
     dout = make_dout(given)
@@ -303,13 +303,13 @@ def test_one_query_runs_forward() -> None:
 
 
 def test_packed_sequences_of_one_query() -> None:
-    """cudnn-frontend issue 1083: statistics written for the first head of each group alone."""
+    """cudnn-frontend issue 1083: statistics are only written for the first head of each group."""
     given = inputs_of("thd", lengths_q=[1, 1, 1], lengths_kv=[100, 7, 301])
     spec, x = call_of(given, attn_mask_type="padding")
     check(spec, x, make_dout(given), cudnn_backend.forward(spec, x), None)
 
 
-# How it runs.
+# Execution.
 
 
 def leaves(inputs: Inputs) -> dict[str, Any]:
@@ -393,7 +393,7 @@ def test_forwards_repeat_to_the_bit(fmt: str) -> None:
 
 
 def test_alternating_streams() -> None:
-    """Two streams take turns with different inputs, and each gets its own results."""
+    """Two streams alternate with different inputs, and each gets its own results."""
     streams = [torch.cuda.Stream() for _ in range(2)]
     calls, expected = [], []
     for seed in range(2):

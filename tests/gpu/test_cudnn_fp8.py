@@ -1,4 +1,4 @@
-"""FP8 on cuDNN on a GPU: every result against the reference in fp64 on the same FP8 values, and how it runs."""
+"""FP8 on cuDNN on a GPU: every result against the reference in fp64 on the same FP8 values, and its execution."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def test_a_call_by_name() -> None:
         (out, *torch.autograd.grad(out, leaves, dout)), (half, *torch.autograd.grad(half, leaves, dout)), strict=True
     ):
         error = (got.double() - ref.double()).detach().square().mean().sqrt() / ref.detach().double().square().mean().sqrt()
-        assert error < 0.15  # e5m2 has two bits, and dout, the scores' gradient and dq are in it
+        assert error < 0.15  # e5m2 has two bits, and dout, the scores' gradient and dq use it
 
 
 def test_a_cuda_graph_replays_with_new_inputs() -> None:

@@ -58,7 +58,7 @@ def test_mods_with_the_rest(call: str, name: str) -> None:
 
 @pytest.mark.parametrize("skv", [384, 389])
 def test_mods_with_a_bias(skv: int) -> None:
-    """A bias without its gradient; with it the backward is refused."""
+    """A bias without its gradient; if the gradient is requested, the backward is refused."""
     bias = numbers(2, HEADS, 333, skv, device="cuda")
     shape = Shape("bshd", "these", {"bias_type": "post_scale_bias", "bias": bias})
     spec, x, given = mods_call(CASES["softcap under a document mask"], shape, {"these": ([333] * 2, [skv] * 2)}, "cuda")
@@ -85,7 +85,7 @@ def test_mods_with_very_negative_lse() -> None:
 
 
 def test_a_mod_that_is_large_past_the_last_query() -> None:
-    """Rows past sq have a score of 0 in cuDNN's tiles, and no lse: the mod must not be computed into dk and dv there."""
+    """Rows past sq have a score of 0 in cuDNN's tiles, and no lse: the mod must not reach dk and dv there."""
     given = inputs_of(**EQUAL)
     spec, x = call_of(given, mods=trace_mods(lambda score, b, h, i, j: torch.exp(i * 0.01) + score, None, needs_grad=True))
     dout = make_dout(given)
@@ -93,7 +93,7 @@ def test_a_mod_that_is_large_past_the_last_query() -> None:
 
 
 def test_dropout_with_mods_is_the_same_in_both_directions() -> None:
-    """Repeats `test_dropout_is_the_same_in_both_directions`: the kept weights are read off an identity for v."""
+    """Repeats `test_dropout_is_the_same_in_both_directions`: with an identity for v, out is the kept weights."""
     given = inputs_of(lengths_q=[160, 160], lengths_kv=[200, 200], num_heads=4, head_dim_v=200)
     state = torch.tensor(RNG_STATE, device="cuda")
     traced = trace_mods(lambda score, b, h, i, j: 3.0 * torch.tanh(score / 3.0), lambda b, h, i, j: i + 40 >= j, needs_grad=True)

@@ -1,4 +1,4 @@
-"""A finite score that masks, on a GPU: one more launch than the option has, in every call, captured too; and one that fails."""
+"""A finite score that masks, on a GPU: each call, captured too, has one launch more than the option; a low score fails."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def inputs() -> list[Tensor]:
 
 
 def launches_of(**call: Any) -> list[str]:
-    """Kernels that a first call launches by Triton's launcher."""
+    """Returns the kernels that a first call launches through Triton's launcher."""
     call_cache.clear_cache()
     seen: list[str] = []
     with watched_launches(lambda direct, programs, arguments: seen.append(direct.name if direct is not None else "unnamed")):

@@ -53,7 +53,7 @@ def test_a_write_beside_memory_of_either_device_is_found() -> None:
 
 @pytest.mark.parametrize("is_garbage_collected", [True, False])
 def test_a_graph_behind_calls_on_the_same_leaves(is_garbage_collected: bool) -> None:
-    """Captures a forward and backward on a stream of its own, with no run on that stream before, behind two that left no graph."""
+    """Captures a forward and backward on a new stream, without a run on it before, after two calls that left no graph."""
     q, k, v = (torch.randn(2, 50, 4, 64, device="cuda", dtype=torch.float16, requires_grad=True) for _ in "qkv")
     dout, dlse = torch.randn_like(q).detach(), torch.randn(2, 4, 50, device="cuda")
 

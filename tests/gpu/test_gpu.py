@@ -1,6 +1,4 @@
-"""Properties that only a GPU can show: sizes past 32 bits, bits that repeat, calls that wait for nothing, graphs, compilations,
-memory.
-"""
+"""Properties that only a GPU can show: sizes past 32 bits, determinism, no synchronisation, graphs, compilations, memory."""
 
 from __future__ import annotations
 
@@ -150,7 +148,7 @@ def test_strides_past_2_31(wide: str) -> None:
         assert (t.shape[dim] - 1) * step > INT32
         return view.copy_(t)
 
-    # sequences short enough that a row's stride stays larger than all that lies within a row
+    # sequences so short that a row's stride stays larger than the row's data
     given = make_inputs(
         lengths_q=[307] * 3, lengths_kv=[291] * 3, head_dim_qk=64, head_dim_v=64, dtype=torch.bfloat16, device="cuda"
     )
@@ -169,7 +167,7 @@ SOME_ROWS = [range(40), range(23_170, 23_210), range(PAST_ROOT - 40, PAST_ROOT)]
 
 
 def dout_on(blocks: Sequence[range], like: Tensor, start: int, sequence_dim: int) -> Tensor:
-    """A standard normal dout on these rows, behind `start` tokens; 0 on all others, which so give no gradient."""
+    """A standard normal dout on these rows, behind `start` tokens; 0 on all others, which then give no gradient."""
     dout = torch.zeros_like(like)
     for rows in blocks:
         part = dout.narrow(sequence_dim, start + rows.start, len(rows))
@@ -398,7 +396,7 @@ def test_memory_is_linear() -> None:
 
     short, long = peak(8192), peak(16384)
     assert long <= LINEAR * short, f"{short} bytes at 8192 tokens, {long} at 16384"
-    assert long < 16384 * 16384  # less than one head's scores, were they 8-bit
+    assert long < 16384 * 16384  # less than one head's scores, even in 8 bits
 
 
 def test_a_device_that_is_not_the_current_one() -> None:

@@ -67,7 +67,7 @@ def check(found: Any, call: dict[str, Any]) -> None:
 @pytest.mark.parametrize("page_size", [1, 8, 16, 48, 64, 256])
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_pages_have_the_bits_of_dense_keys(dim: int, page_size: int, hopper: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLEXATTN_HOPPER", "never" if page_size < 8 else hopper)  # smaller pages are the portable kernels'
+    monkeypatch.setenv("FLEXATTN_HOPPER", "never" if page_size < 8 else hopper)  # smaller pages run on the portable kernels
     k, v = keys(dim)
     for counts in ((1,) * len(LENGTHS), (5, 1, 1, 200, 64, 7)):
         q = normal(sum(counts), HEADS, dim)
@@ -192,7 +192,7 @@ def test_fp8_caches(dim: int, kept_in: torch.dtype) -> None:
 
 @pytest.mark.parametrize("page_size", [0, 1, 16, 64])
 def test_append(page_size: int) -> None:
-    """The rows that the same call writes on a CPU."""
+    """The same call on a CPU writes the same rows."""
     before, counts = (17, 0, 250), (3, 5, 1)
     total = sum(counts)
     k, v = normal(3, 256, 2, 64), normal(3, 256, 2, 64, seed=1)
@@ -216,7 +216,7 @@ def test_append(page_size: int) -> None:
 
 
 def test_a_shared_prefix() -> None:
-    """Its keys read once: the same attention as one call, up to the rounding of two results."""
+    """Its keys are read once; the result equals one call's, up to the rounding of two results."""
     pool = make_pool(*keys(128), LENGTHS, 16)
     table = pool.page_table.clone()
     lengths = int32([3000, 700, 900, 1000])

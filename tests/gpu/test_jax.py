@@ -77,7 +77,7 @@ def by_torch(leaves: list[Tensor], dout: Tensor, arguments: dict[str, Any]) -> l
 
 
 def by_jax(arguments: dict[str, Any]) -> Any:
-    """Returns the same, by name, as a compiled function of the leaves by name, the other arrays by name, and dout."""
+    """Returns the same by name, as a compiled function of the leaves and the other arrays by name, and dout."""
     static = {name: x for name, x in arguments.items() if not isinstance(x, Tensor)}
 
     @jax.jit
@@ -111,7 +111,7 @@ def test_torchs_bits(name: str) -> None:
 )
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_reference(arguments: dict[str, Any], head_dim: int) -> None:
-    """Not deterministic: the backward in one pass."""
+    """The call is not deterministic: the backward runs in one pass."""
     from tests.jax.test_attention import check
 
     more = {"rng_state": torch.tensor([2**33 + 5, 0])} if "dropout_p" in arguments else {}

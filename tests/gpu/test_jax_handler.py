@@ -62,7 +62,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     ids=lambda arguments: "-".join(arguments),
 )
 def test_reference(backend: str, arguments: dict[str, Any]) -> None:
-    """Without a gradient of lse, which cuDNN does not take."""
+    """Without a gradient of lse, which cuDNN does not support."""
     inputs = make_inputs(lengths_q=[640, 640], dtype=torch.bfloat16, head_dim_qk=64, head_dim_v=64)
     spec, x = make_call(inputs, **arguments)
     dout = make_dout(inputs)
@@ -132,7 +132,7 @@ def test_torchs_bits(backend: str, name: str) -> None:
 
 
 def test_scan_and_many_calls_at_once(backend: str) -> None:
-    """Which share torch's memory on XLA's stream."""
+    """They share torch's memory on XLA's stream."""
     q, k, v = map(to_jax, qkv(s=512))
     call = jax.jit(lambda q: both(q, k, v, q, attn_mask_type="causal"))
     inputs = [q + i for i in range(8)]

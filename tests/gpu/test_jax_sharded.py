@@ -65,7 +65,7 @@ def differences(found: dict[str, Any], expected: dict[str, Any], exact: Sequence
     for name, b in expected.items():
         a, b = jax.device_get(found[name]).astype("float32"), jax.device_get(b).astype("float32")
         assert a.shape == b.shape, name
-        off = abs(np.subtract(a, b, where=a != b, out=np.zeros_like(b))).max()  # -inf, of a query without keys, is -inf
+        off = abs(np.subtract(a, b, where=a != b, out=np.zeros_like(b))).max()  # a query without keys has -inf in both
         if name in exact and off != 0:
             wrong.append(f"{name} differs by {off}, where it must not")
         elif not off <= ROUNDING * max(1.0, abs(b[np.isfinite(b)]).max()):
@@ -124,7 +124,7 @@ def test_shard_map(mesh: Any, part: str) -> None:
 
 
 def test_packed_sequences_by_batch(mesh: Any) -> None:
-    """Each device has sequences of its own: as many tokens in all, and as many sequences, of other lengths."""
+    """Each device has sequences of its own: equally many tokens and sequences in all, of other lengths."""
     lengths = [(TOKENS // 2, 0, TOKENS // 3), (7, TOKENS - 100 if HAS_GPU else 9, 5)]
     cu = jnp.array([[0, *(sum(some[: i + 1]) for i in range(3))] for some in lengths], jnp.int32)
     leaves = {n: normal(i, 2, TOKENS, heads, DIM) for i, (n, heads) in enumerate((("q", 4), ("k", 2), ("v", 2)))}

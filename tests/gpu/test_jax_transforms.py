@@ -17,7 +17,7 @@ jax = pytest.importorskip("jax", reason="JAX is not installed: pip install 'flex
 jnp = jax.numpy
 fj = pytest.importorskip("flexattn.jax")
 
-MANY = 3  # calls that a transform makes one of
+MANY = 3  # calls that a transform combines
 SIZES = {  # queries, keys, heads, key heads, head dim: rows of 128 bytes or more, whose slices XLA fuses
     "one group, several splits": (512, 512, 32, 1, 64),
     "groups": (200, 328, 8, 2, 128),

@@ -1,4 +1,4 @@
-"""Logits of any size on a GPU: each family of kernels compiled, both ways, with keys split and not, at lengths of many tiles."""
+"""Logits of any size on a GPU: each compiled family of kernels, both ways, with keys split and not, at lengths of many tiles."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ E4M3 = torch.float8_e4m3fn
 def test_families(
     kind: str, how: str, dtype: torch.dtype, sizes: tuple[int, int], hopper: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One query sees keys in splits; from a few on some rows are hidden whole."""
+    """One query sees keys in splits; in larger calls some rows are completely hidden."""
     monkeypatch.setenv("FLEXATTN_HOPPER", hopper)
     case = make_case(kind, dtype, *sizes, 64, "cuda", 2)
     got = run(case, how)
@@ -65,7 +65,7 @@ def test_bands(dtype: torch.dtype, hopper: str, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("value", [-1e8, -1e9, -1e10, -1e15, -1e30, torch.finfo(torch.float32).min])
 @pytest.mark.parametrize("dtype", [*HALVES, torch.float32], ids=str)
 def test_left_padding(dtype: torch.dtype, value: float, hopper: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """200 of 300 keys hidden as transformers does, under a causal mask that hides the others from the first queries."""
+    """200 of 300 keys are hidden as in transformers, under a causal mask that hides the others from the first queries."""
     monkeypatch.setenv("FLEXATTN_HOPPER", hopper)
     for queries in (4, 300):
         case = make_case("hidden", dtype, queries, 300, 64, "cuda", 2)
@@ -83,7 +83,7 @@ def test_left_padding(dtype: torch.dtype, value: float, hopper: str, monkeypatch
 @pytest.mark.parametrize(("kind", "how"), [CASES[0], CASES[1], CASES[4]], ids=str)
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_fp8(dim: int, kind: str, how: str, hopper: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """q, k, v and dout are such that FP8 holds them exactly."""
+    """FP8 can represent q, k, v and dout exactly."""
     monkeypatch.setenv("FLEXATTN_HOPPER", hopper)
     case = make_case(kind, torch.bfloat16, 300, 500, dim, "cuda")
     q, k, v = (t.detach().requires_grad_() for t in case[:3])

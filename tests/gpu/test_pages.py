@@ -76,7 +76,7 @@ def test_cudnn_over_pages_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
 
     run()
     torch.cuda.synchronize()
-    gc.collect()  # plans that other tests have dropped: a module that is unloaded invalidates a capture
+    gc.collect()  # drops plans of other tests: unloading a module invalidates a capture
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = run()

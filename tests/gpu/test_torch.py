@@ -1,4 +1,4 @@
-"""torch on a GPU: Inductor, CUDA graphs of every backend that wait for nothing and stay in their pool, SDPA, varlen_attn."""
+"""torch on a GPU: Inductor, CUDA graphs of every backend that never wait and stay in their pool, SDPA, varlen_attn."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def dense_call(**more: Any) -> dict[str, Any]:
 
 
 def capture(call: dict[str, Any], dout: Tensor) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]:
-    """A graph of forward and backward after one warm call, captured while waiting for the device is an error."""
+    """A graph of forward and backward after one warm call; waiting for the device during capture is an error."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -168,7 +168,7 @@ def active() -> Iterator[None]:
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The directions in which flexattn ran."""
+    """The directions that ran in flexattn."""
     from flexattn import ops
 
     ran: list[str] = []
