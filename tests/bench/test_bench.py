@@ -191,7 +191,7 @@ def small() -> tuple[Workload, Tensors]:
 
 
 def sdpa(spoil: str = "", change: Callable[[Tensor], None] = lambda t: None) -> Callable[[Workload, Tensors, str], Prepared]:
-    """Plain SDPA on bhsd, with something done to one of its results."""
+    """Plain SDPA on bhsd, with a change to one of its results."""
     sound = differentiable(functools.partial(peers._sdpa, "MATH"), peers.contiguous_bhsd, peers.bhsd_view)
 
     def prepare(workload: Workload, tensors: Tensors, direction: str) -> Prepared:
@@ -341,7 +341,7 @@ def test_scores_and_masks_as_functions(name: str) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernels run there")
 @pytest.mark.parametrize("name", ["gpt-oss-window-s8192", "score-relative-bias", "ragged-documents"])
 def test_our_launchers_and_each_kernel_alone(name: str) -> None:
-    """The Triton path as on a GPU, in the interpreter: through attention(), by the launchers, and one kernel by itself."""
+    """The Triton path of a GPU, in the interpreter: through attention(), by the launchers, and one kernel by itself."""
     shape = WORKLOADS[name].shortened(24, 2 if name.startswith("ragged") else 1, 2)
     tensors = make_tensors(shape, "cpu")
     [triton] = [i for i in implementations.ours("cuda") if i.name == implementations.TRITON]
@@ -442,7 +442,7 @@ def test_a_run_writes_every_cell_as_it_comes(tmp_path: Path) -> None:
             seen.append(len(record.read(out).rows))
 
     done = run.run(plan(out), show=show, timer=FakeTimer())
-    assert sorted(set(seen)) == [2, 4, 6]  # of 8 rows, two a cell, each cell written before the next is shown
+    assert sorted(set(seen)) == [2, 4, 6]  # 8 rows, two a cell; each cell is written before the next is shown
     assert record.read(out) == done._replace(left_out=[])
     assert (done.complete, len(done.rows), done.cells()[0]) == (True, 8, ("s16", "forward"))
     assert done.ceilings is not None

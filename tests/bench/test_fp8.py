@@ -1,4 +1,4 @@
-"""The command that compares FP8 recipes with float64 prints the numbers that its page shows."""
+"""The command that compares FP8 recipes with float64 prints its page's numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The frame of the benchmark programs: rows on file as soon as they are measured, alternating calls, and the exit status."""
+"""The frame of the benchmark programs: rows are written when they are measured, calls alternate, and the exit status is right."""
 
 from __future__ import annotations
 

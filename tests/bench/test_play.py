@@ -1,4 +1,4 @@
-"""The playground without a GPU: a kernel checked in the interpreter, compiled, refused when wrong; sweeps pruned by compiling."""
+"""The playground without a GPU: a kernel is checked in the interpreter, compiled, and refused if wrong; sweeps compile to prune."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ RESCALED = "v0, acc0 * correction[:, None]"
 
 @pytest.fixture
 def own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], Path]:
-    """own_file(name, source): a kernel file of a developer's, forgotten after the test."""
+    """own_file(name, source): a developer's kernel file, which is forgotten after the test."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     before = set(sys.modules)
 
@@ -183,7 +183,7 @@ def report(**more: Any) -> CompileReport:
         ([report()], []),
         ([report(), report(shared_bytes=300000)], ["300000 bytes of shared memory, and there are 232448"]),
         ([report(loops=({"HGMMA": 10, "STL": 10, "FADD": 30},))], ["20% of the loops' instructions are spills"]),
-        ([report(loops=({"HGMMA": 10, "STL": 1, "FADD": 30},))], []),  # a few may be worth it: only time can tell
+        ([report(loops=({"HGMMA": 10, "STL": 1, "FADD": 30},))], []),  # a few may pay: only time can tell
         ([report(instructions={"HMMA": 3})], ["matrix instructions are HMMA, not HGMMA alone"]),
         ([report(warnings=("Potential: wgmma serialized (C7510)",))], ["ptxas serialized wgmma"]),
         ([report(undefined_registers=("UR4",))], ["ptxas made code that reads registers before it writes them"]),
@@ -285,7 +285,7 @@ def test_play_alone_says_what_can_be_played(capsys: pytest.CaptureFixture[str]) 
 
 
 def page_blocks() -> list[str]:
-    """The blocks of docs/playground.md that need a checkout to change; tests/repository/test_docs.py runs the others."""
+    """The blocks of docs/playground.md that change a checkout; tests/repository/test_docs.py runs the others."""
     page = (ROOT / "docs" / "playground.md").read_text("utf-8")
     return [text for text in re.findall(r"^```console\n(.*?)^```$", page, re.M | re.S) if text.startswith("$ cp ")]
 

@@ -17,7 +17,7 @@ from flexattn.kernels_triton.runtime import interpreter
 from tests.conftest import ROOT
 
 RESULTS = ROOT / "bench" / "results"
-CELLS = {  # each of one run
+CELLS = {  # each has one run
     "standard_h200.json": 114,
     "standard_h100.json": 114,
     "standard_again_h200.json": 114,
@@ -50,7 +50,7 @@ OLDER = {
     },
     "standard_backward_h200.json": {("deepseek-v3-s4096", "backward"): 1.06},
 }
-EXCEPTIONS = {  # as SLOWER, of lengths between
+EXCEPTIONS = {  # like SLOWER, for lengths in between
     "standard_h200.json": {("sweep-d128-full-s512 at 641", "forward"): 1.03},
     "standard_h100.json": {},
     "standard_again_h200.json": {},
@@ -73,7 +73,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def recorded(measured: list[tuple[str, Workload, str, float | None]]) -> Record:
-    """Rows from (implementation, workload, direction, us); without us the implementation refused."""
+    """Rows from (implementation, workload, direction, us). If us is None, the implementation refused."""
     found = [Row(name, "1", w.name, direction, "measured" if us else "refused", us=us) for name, w, direction, us in measured]
     device = {"type": "cuda", "name": "NVIDIA H200", "capability": [9, 0]}
     return Record("x", None, device, {}, None, {}, {w.name: w for _, w, _, _ in measured}, found)

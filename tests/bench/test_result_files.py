@@ -1,4 +1,4 @@
-"""Result files that something else wrote, and kernel files that do not run: a named error, never a traceback."""
+"""Result files that another program wrote, and kernel files that do not run: a named error, never a traceback."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_a_folder_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 def said_of(capsys: pytest.CaptureFixture[str], arguments: list[Any]) -> str:
-    """The error, of a command that ends in one."""
+    """The error of a command that ends in one."""
     status: Any = 2
     with contextlib.suppress(SystemExit):
         status = command.main([str(a) for a in arguments])
@@ -170,12 +170,12 @@ def test_a_kernel_file_that_does_not_run_is_named_by_its_line(
     assert reason in said
 
 
-# Pages that cite files without a kept script as figures of their prose; each leaves this set when it is rewritten.
+# Pages that cite files without a kept script for figures in their prose; each leaves this set when it is rewritten.
 PAGES = [path for pattern in ("README.md", "bench/README.md", "docs/*.md", "notes/*.md") for path in sorted(ROOT.glob(pattern))]
 
 
 def can_be_made_again(path: Path) -> bool:
-    """Returns whether each command of a result file is a module of the project, or names a script that is in the repository."""
+    """Returns whether each command of a result file is a module of the project, or names a script in the repository."""
     content = json.loads(path.read_text("utf-8"))
     commands = [run.get("command", "") for run in content.get("runs", [content])]
     return all(
@@ -186,7 +186,7 @@ def can_be_made_again(path: Path) -> bool:
 
 
 def _is_module(command: str) -> bool:
-    """Returns whether a command runs a module that the project has."""
+    """Returns whether a command runs a module of the project."""
     match = re.match(r"(?:python|torchrun .*) -m ((?:flexattn|tests)\b[\w.]*)", command)
     return match is not None and importlib.util.find_spec(match[1]) is not None
 
@@ -211,4 +211,4 @@ def test_a_result_without_a_script_is_found() -> None:
     assert can_be_made_again(RESULTS / "context_parallel_h100.json")
     assert not can_be_made_again(RESULTS / "asked_blocks_h100.json")  # without a command
     assert not can_be_made_again(RESULTS / "short_backwards_h100.json")  # in part
-    assert not can_be_made_again(RESULTS / "partial_results_h200.json")  # by a module that is gone
+    assert not can_be_made_again(RESULTS / "partial_results_h200.json")  # by a module that no longer exists

@@ -117,7 +117,7 @@ def test_rows_of_heuristics_where_cudnn_was_faster() -> None:
         *both(WORKLOADS["score-sliding-window"], 110.0, 100.0),
         *both(WORKLOADS["score-softcap"], 300.0, 100.0),  # not plain: no row
         *both(WORKLOADS["gpt-oss-full-s8192"], 300.0, 100.0),  # with a sink: a row of its own
-        ("flexattn triton", sweep(64, "full", 512), "forward", 5.0),  # the other did not run it
+        ("flexattn triton", sweep(64, "full", 512), "forward", 5.0),  # the other backend did not run it
     ]
     assert faster_rows("x.json", recorded(measured)) == [
         rule("forward", "causal", (2048, 4096), 1.55),
@@ -136,7 +136,7 @@ def test_rows_of_heuristics_where_cudnn_was_faster() -> None:
 
 
 def test_every_committed_preference_is_its_files() -> None:
-    """Each rule for a backend is one that its file supports, word for word."""
+    """Each rule for a backend is in its file's rules, word for word."""
     for committed in crossovers.RULES["cudnn"]:
         (name,) = committed.files
         supported = faster_rows(name, record.read(RESULTS / name))
@@ -144,7 +144,7 @@ def test_every_committed_preference_is_its_files() -> None:
 
 
 def spec_of(w: Workload, direction: str) -> AttentionSpec:
-    """Returns the spec that `attention` would ask the dispatcher about on the device that was measured."""
+    """Returns the spec that `attention` would pass to the dispatcher on the measured device."""
     has_bias = w.score == "relative_bias"
     return AttentionSpec(
         q_format=w.qkv_format,

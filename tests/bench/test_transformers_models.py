@@ -1,4 +1,4 @@
-"""The benchmark of transformers' models: an implementation that gives other logits is never timed."""
+"""The benchmark of transformers' models: if an implementation gives other logits, it is never timed."""
 
 from __future__ import annotations
 
