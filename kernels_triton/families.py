@@ -85,7 +85,7 @@ class Choice(NamedTuple):
 def choose(call: Call, policy: Policy) -> Choice:
     """Returns the first family that can run a call and is not slower, in the order for its direction and operands."""
     order: Sequence[Family[Any]] = (FORWARDS if isinstance(call, Forward) else BACKWARDS)[call.problem.is_fp8]
-    rejected = []
+    rejected: list[tuple[str, str]] = []
     for family in order[:-1]:
         reason = policy.portable_only or _wrong_device(family, call.problem, policy)
         reason = reason or _beside_diagonal(call.problem, family.name) or family.unsupported(call)

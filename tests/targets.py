@@ -163,16 +163,17 @@ def is_in_wheel(module: structure.Module, root: Path) -> bool:
 
 def is_unchecked(module: structure.Module, root: Path) -> bool:
     """Whether mypy ignores the errors of a module, by pyproject.toml or by a comment of its own."""
-    patterns = []
+    ignored, checked = [], []
     for table in re.split(r"^\[\[?", _pyproject(root), flags=re.MULTILINE):
-        if table.startswith("tool.mypy.overrides") and re.search(
-            r"^(ignore_errors|follow_imports) *= *(true|\"skip\")", table, re.MULTILINE
-        ):
-            modules = re.search(r"^module *= *(\[.*?\]|\".*?\")", table, re.MULTILINE | re.DOTALL)
-            patterns += re.findall(r'"([^"]+)"', modules[1]) if modules else []
+        modules = re.search(r"^module *= *(\[.*?\]|\".*?\")", table, re.MULTILINE | re.DOTALL)
+        setting = re.search(r"^(?:ignore_errors|follow_imports) *= *(true|false|\"skip\")", table, re.MULTILINE)
+        if table.startswith("tool.mypy.overrides") and modules and setting:
+            (checked if setting[1] == "false" else ignored).extend(re.findall(r'"([^"]+)"', modules[1]))
     matches = (
-        re.fullmatch(re.escape(pattern).replace(r"\.\*", r"(\..*)?").replace(r"\*", ".*"), module.name) for pattern in patterns
+        re.fullmatch(re.escape(pattern).replace(r"\.\*", r"(\..*)?").replace(r"\*", ".*"), module.name) for pattern in ignored
     )
+    if module.name in checked:  # mypy prefers the name of a module to a pattern
+        return False
     return any(matches) or bool(re.search(r"^# mypy: .*ignore-errors", module.text, re.MULTILINE))
 
 

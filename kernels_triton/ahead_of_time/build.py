@@ -68,7 +68,7 @@ def main(job: str) -> None:
     workers, items, directory = pickle.loads(Path(job).read_bytes())
     # Forked, so that torch and triton are imported once.
     with ProcessPoolExecutor(min(workers, len(items)), mp_context=multiprocessing.get_context("fork")) as pool:
-        for future in as_completed([pool.submit(_build, *item, directory) for item in items]):
+        for future in as_completed([pool.submit(_build, request, text, directory) for request, text in items]):
             print(_DONE, " ".join(future.result().split()), flush=True)  # noqa: T201
 
 

@@ -119,7 +119,7 @@ def request_for(launch: Launch, sm: int) -> CompileRequest:
 
 
 def _type_name(dtype: torch.dtype) -> str:
-    return type_canonicalisation_dict[str(dtype).removeprefix("torch.")]
+    return str(type_canonicalisation_dict[str(dtype).removeprefix("torch.")])
 
 
 def _type_of(value: Any) -> Any:
@@ -320,7 +320,7 @@ def compiled_from(request: CompileRequest) -> CompiledKernel:
     source = _source(kernel, request.signature, constexprs, request.aligned)
     options = _options(kernel, request.num_warps, request.num_stages)
     with compiling():
-        return triton.compile(source, target=GPUTarget("cuda", request.sm, 32), options=options)  # type: ignore[no-any-return]
+        return triton.compile(source, target=GPUTarget("cuda", request.sm, 32), options=options)
 
 
 def _options(kernel: JITFunction[Any], num_warps: int, num_stages: int) -> dict[str, Any]:

@@ -101,6 +101,8 @@ class BlockLists(NamedTuple):
     def lists(self, blocks: Literal["kv", "q"]) -> BlockMaskLists:
         """The lists of key blocks, one for each query block ("kv"), or the lists of query blocks, one for each key block ("q")."""
         counts, indices, full_counts, full_indices = self[:4] if blocks == "kv" else self[4:8]
+        assert counts is not None
+        assert indices is not None
         stride_b, stride_h = _list_strides(counts)
         return BlockMaskLists(
             counts_ptr=counts,
@@ -120,6 +122,7 @@ class BlockLists(NamedTuple):
         place = torch.arange(columns, device=kinds.device)
         for kind, counts, indices in ((1, *self[:2]), (2, *self[2:4])):
             assert counts is not None
+            assert indices is not None
             kinds.scatter_(-1, torch.where(place < counts[..., None], indices, columns).long(), kind)
         return kinds[..., :columns].contiguous()
 
@@ -303,7 +306,8 @@ class Problem:
     @property
     def window(self) -> tuple[int, int]:
         """(left, right) as kernel arguments: 0 for an open side, because openness is compiled in."""
-        return tuple(min(side, _OPEN) if side is not None else 0 for side in (self.window_left, self.window_right))
+        left, right = (min(side, _OPEN) if side is not None else 0 for side in (self.window_left, self.window_right))
+        return left, right
 
     @property
     def head_dims(self) -> int:

@@ -56,7 +56,7 @@ def _attn_bwd_dq_conversion_kernel(args: ConversionArguments, SIZE: tl.constexpr
         store_tile(dq_pointer, dq1 * args.scale, dq_offsets, first_row, len_q, META.QK0, META.QK1, HEAD_DIM)
 
 
-def convert_dq(problem: Problem, dq_sums: Tensor, tiles: Tensor | None, size: int, dq: Tensor) -> None:
+def convert_dq(problem: Problem, dq_sums: Tensor, tiles: int, size: int, dq: Tensor) -> None:
     """Converts dq from its fp32 sums, which are in tiles of `size` queries like the statistics."""
     x = problem
     portable = x.meta(_CONVERSION_TILE, (dq,))

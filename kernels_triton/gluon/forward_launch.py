@@ -105,7 +105,7 @@ def prepare_forward(problem: Problem, outputs: Outputs, tile: HopperTile | Black
     return ForwardLaunch(programs, launch_tile, (arguments, x.mods, meta), finish)
 
 
-def _whole_blocks_of_window(problem: Problem, tile: HopperTile, queries: int) -> float:
+def _whole_blocks_of_window(problem: Problem, tile: HopperTile | BlackwellTile, queries: int) -> float:
     """Returns the maximum number of key blocks that all queries of a consumer see completely."""
     x = problem
     if x.window_left is None or x.window_right is None:
@@ -113,7 +113,7 @@ def _whole_blocks_of_window(problem: Problem, tile: HopperTile, queries: int) ->
     return (x.window_left + x.window_right + 2 - queries) // tile.block_n
 
 
-def number_of_tiles(problem: Problem, tile: HopperTile, group: int) -> int:
+def number_of_tiles(problem: Problem, tile: HopperTile | BlackwellTile, group: int) -> int:
     """Returns the number of query tiles, each with `group` heads."""
     queries = tile.block_m // slots_of_heads(group)
     return -(-problem.longest_q // queries) * problem.batch * problem.num_heads // group
@@ -127,7 +127,7 @@ class Cut(NamedTuple):
 
 
 def forward_meta(
-    problem: Problem, tile: HopperTile, group: int, cut: Cut, has_max_logit: bool = False, rows: int = ROWS.value
+    problem: Problem, tile: HopperTile | BlackwellTile, group: int, cut: Cut, has_max_logit: bool = False, rows: int = ROWS.value
 ) -> Any:
     """Returns the `ForwardMeta` of a kernel whose consumers have `rows` rows each, of `group` heads."""
     x = problem
@@ -179,7 +179,7 @@ def with_rows_of(meta: Any, problem: Problem, tile: Tile, out: Tensor) -> Any:
 class SplitKeys(NamedTuple):
     """The number of KV splits, or the plan; None: not split that way."""
 
-    count: int | None
+    parts: int | None
     plan: Plan | None
 
 
@@ -193,7 +193,7 @@ def forward_arguments(
         steps=steps,
         results=results,
         work=work,
-        num_splits=split.count,
+        num_splits=split.parts,
         plan=split.plan,
         lengths_q=x.lengths_q,
         lengths_kv=x.lengths_kv,

@@ -40,7 +40,7 @@ class FusedLaunch(NamedTuple):
     tile: Tile
     arguments: tuple[Any, ...]
     dq_sums: Tensor | None  # None: the kernel has converted them
-    tiles_of_statistics: Tensor | None
+    tiles_of_statistics: int
 
 
 def launch_of_fused(
@@ -78,7 +78,7 @@ def launch_of_fused(
             statistics=statistics_descriptor(statistics, size),
             dq=TensorDescriptor(dq_sums, list(dq_sums.shape), [head_dim, 1], list(dq_block), dq_layout),
         ),
-        steps=FusedSteps(**{name: None if t is None else step_of(t) for name, t in tensors.items()}),
+        steps=FusedSteps._make(None if (t := tensors[name]) is None else step_of(t) for name in FusedSteps._fields),
         tiles_of_statistics=tiles,
         large=LargeLse(is_any_ptr=large.is_any, lse_ptr=large.lse),
         work=work,

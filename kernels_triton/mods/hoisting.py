@@ -19,28 +19,11 @@ DISTANCE = "distance:"  # q_idx - kv_idx, as the input of a tabulated value
 VARYING = {"score", "dscore", "q_idx", "kv_idx"}  # the inputs that differ within a tile
 _POSITIONS = {"q_idx", "kv_idx"}
 # A table entry costs a score one load; these operations cost as much or more.
-_EXPENSIVE = frozenset(
-    (
-        "index",
-        "exp",
-        "exp2",
-        "expm1",
-        "log",
-        "log1p",
-        "log2",
-        "log10",
-        "pow",
-        "sin",
-        "cos",
-        "tan",
-        "sinh",
-        "cosh",
-        "tanh",
-        "erf",
-        "erfc",
-        "sigmoid",
-    )
-)
+# fmt: off
+_EXPENSIVE = frozenset((
+    "index", "exp", "exp2", "expm1", "log", "log1p", "log2", "log10", "pow", "sin", "cos", "tan", "sinh", "cosh", "tanh", "erf",
+    "erfc", "sigmoid",
+))
 # fmt: on
 
 
@@ -171,11 +154,12 @@ def _product_added_to_score(node: Node, same: set[Node]) -> tuple[Node | None, A
     """Returns (a factor of a product that is added to a value that depends on the score, the other factor), or (None, None)."""
     if node.op != "call_function" or op_of(node) != "add" or not all(isinstance(x, Node) for x in node.args):
         return None, None
-    with_score = ["score" in inputs_of(x) for x in node.args]
-    product = node.args[with_score.index(False)] if any(with_score) and not all(with_score) else None
+    terms = [x for x in node.args if isinstance(x, Node)]
+    with_score = ["score" in inputs_of(x) for x in terms]
+    product = terms[with_score.index(False)] if any(with_score) and not all(with_score) else None
     if product is None or product.op != "call_function" or op_of(product) != "mul" or product in same:
         return None, None
-    factors = [x for x in product.args if x in same]
+    factors = [x for x in product.args if isinstance(x, Node) and x in same]
     if not factors or not product.meta["dtype"].is_floating_point:
         return None, None
     return factors[0], next(x for x in product.args if x is not factors[0])

@@ -8,7 +8,7 @@ full. If the graph has an operation that is not supported here, the answer is "p
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.fx import Graph, Node
@@ -67,12 +67,12 @@ def lower_intervals(graph: Graph, captures: Sequence[Layout]) -> BlockTest | Non
     lines = ["no = (q_low + kv_low) != (q_low + kv_low)", "yes = (q_low + kv_low) == (q_low + kv_low)", *lowering.lines]
     lines.append(f"return no | ({result.surely}), no | ({result.possibly})")
     reads = (lowering.reads["q"], lowering.reads["kv"])
-    ranges = [
+    q_ranges, kv_ranges = (
         _compiled("ranges_of_block", BLOCK_ARGUMENTS, _Lowering(graph, captures, side).ranges(nodes)) if nodes else None
         for side, nodes in lowering.reads.items()
-    ]
+    )
     block_test = _compiled("mask_of_block", ARGUMENTS, lines)
-    return BlockTest(block_test, *ranges, (len(reads[0]), len(reads[1])), result.can_hide, result.can_show)
+    return BlockTest(block_test, q_ranges, kv_ranges, (len(reads[0]), len(reads[1])), result.can_hide, result.can_show)
 
 
 def _compiled(name: str, arguments: Sequence[str], lines: Sequence[str]) -> Any:
@@ -249,7 +249,9 @@ class _Lowering:
         function = {"remainder": "remainder", "floor_divide": "floor_divided"}.get(op)
         if op == "div" and node.kwargs.get("rounding_mode") == "floor":
             function = "floor_divided"
-        return function and _Interval(*self._pair(f"interval_math.{function}", x.low, x.high, str(number)), x.is_point)
+        if function is None:
+            return None
+        return _Interval(*self._pair(f"interval_math.{function}", x.low, x.high, str(number)), x.is_point)
 
     def _clamped(self, node: Node) -> _Interval | None:
         x, *bounds = (*node.args, None, None)[:3]
@@ -265,14 +267,15 @@ class _Lowering:
 
     def _read(self, node: Node) -> _Interval | _Condition | None:
         """Returns the range of a capture; its indices must be equal for a block, except for one that depends on a position."""
-        layout, indices = self.values[node.args[0]], [self._integer(i) for i in node.args[1]]
+        capture, positions = cast("tuple[Node, list[Any]]", node.args)
+        layout, indices = self.values[capture], [self._integer(i) for i in positions]
         if not isinstance(layout, Layout) or layout.dtype not in _INTEGERS:
             return None
         moving = [dim for dim, index in enumerate(indices) if index is not None and not index.is_point]
         if len(moving) > 1 or any(index is None for index in indices):
             return None
         if moving and self.side is None:
-            return self._read_before(node, node.args[1][moving[0]], layout.dtype is torch.bool)
+            return self._read_before(node, positions[moving[0]], layout.dtype is torch.bool)
         pointer, start = f"captures[{layout.start}]", layout.start + 1
         sizes, strides = (
             [f"mod_math.read_size(captures[{start + n * layout.ndim + d}])" for d in range(layout.ndim)] for n in (0, 1)

@@ -16,7 +16,7 @@ import linecache
 import math
 import weakref
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import triton
@@ -367,7 +367,7 @@ class _Lowering:
             return self._read(node)
         kind = _kind(node.meta["dtype"])
         if op == "full":
-            value = node.args[1]
+            value: Any = node.args[1]
             return self._operand(bool(value) if kind == "bool" else (float(value) if kind == "float" else int(value)))
         operands = [self._operand(x) for x in node.args if x is not None]
         if op == "_to_copy":
@@ -441,7 +441,7 @@ class _Lowering:
         return self._integer(node, self._as(x, "int", bounds).text, bounds)
 
     def _clamped(self, node: Node, kind: str) -> Value:
-        x, low, high = (*node.args, None, None)[:3]
+        x, low, high = cast("tuple[Any, Any, Any]", (*node.args, None, None)[:3])
         value = self._operand(x)
         bounds = list(value.bounds)
         is_wide = value.is_wide or any(isinstance(limit, int) and self._operand(limit).is_wide for limit in (low, high))
@@ -492,7 +492,7 @@ class _Lowering:
         return texts, inside
 
     def _read(self, node: Node) -> Value:
-        capture, indices = node.args
+        capture, indices = cast("tuple[Node, list[Any]]", node.args)
         layout, pointer = self.captures[str(capture.target)], self.names[capture]
         kind = _kind(layout.dtype)
         offsets = []

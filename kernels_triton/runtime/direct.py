@@ -220,12 +220,16 @@ class Direct:
         self.numbers = [(place, *slots[path]) for place, path in paths]  # the call's: (index, start in the buffer, code)
         scratch = at + -at % 8  # two null pointers for scratch memory, which does not exist
         self.size = scratch + 16
-        starts = {
+        starts: dict[str, Callable[[int], int]] = {
             "maps": lambda i: _PARAMETERS + _MAP_BYTES * i,
             "pointers": lambda i: maps_end + 8 * i,
             "others": lambda i: offset_of_other[i],
         }
-        widths = {"maps": lambda i: _MAP_BYTES, "pointers": lambda i: 8, "others": lambda i: struct.calcsize("=" + others[i][1])}
+        widths: dict[str, Callable[[int], int]] = {
+            "maps": lambda i: _MAP_BYTES,
+            "pointers": lambda i: 8,
+            "others": lambda i: struct.calcsize("=" + others[i][1]),
+        }
         self.offsets = [starts[group](i) for group, i in order] + [scratch, scratch + 8]
         self.sizes = [widths[group](i) for group, i in order] + [8, 8]
         addresses = f"{_MAP_BYTES}s" * len(self.maps) + f"{len(self.pointers)}Q"

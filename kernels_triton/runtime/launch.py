@@ -108,7 +108,7 @@ def is_plain() -> bool:
 
 
 def current_stream(device: torch.device) -> int:
-    return torch._C._cuda_getCurrentRawStream(device.index)  # type: ignore[no-any-return]
+    return torch._C._cuda_getCurrentRawStream(device.index)
 
 
 def stream_of(device: torch.device) -> Callable[[], int]:
@@ -117,7 +117,7 @@ def stream_of(device: torch.device) -> Callable[[], int]:
 
 
 def is_current(device: torch.device) -> bool:
-    return torch._C._cuda_getDevice() == device.index  # type: ignore[no-any-return]
+    return torch._C._cuda_getDevice() == device.index
 
 
 _MOST_KERNELS = 1024
@@ -266,7 +266,7 @@ def _parts_of(kernel: Any) -> Callable[..., tuple[Any, ...]]:
     found = getattr(kernel, "parts_of", None)
     if found is None:
         found = kernel.parts_of = _compiled_parts(kernel.params)
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def _compiled_parts(params: Sequence[Any]) -> Callable[..., tuple[Any, ...]]:

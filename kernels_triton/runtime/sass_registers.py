@@ -124,7 +124,8 @@ def undefined_registers(sass: str) -> tuple[str, ...]:
 
 
 def _instructions(sass: str) -> list[_Instruction]:
-    lines, labels = [], {}
+    lines: list[tuple[str, ...]] = []
+    labels: dict[str, int] = {}
     for line in sass.splitlines():
         if label := _LABEL.match(line):
             labels[label[1]] = len(lines)

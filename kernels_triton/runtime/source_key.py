@@ -58,7 +58,8 @@ def _known(scope: Mapping[str, Any], names: frozenset[str]) -> Iterator[tuple[st
 
 def _fields(kind: Any) -> str:
     """Returns the fields of a named tuple's class and their defaults; "" for any other value."""
-    return f"{kind._fields} {kind._field_defaults}" if isinstance(kind, type) and hasattr(kind, "_fields") else ""
+    is_class = isinstance(kind, type) and hasattr(kind, "_fields")
+    return f"{kind._fields} {kind._field_defaults}" if is_class else ""
 
 
 @functools.lru_cache(maxsize=4096)

@@ -117,7 +117,7 @@ def find(directory: Path, text: str, says: bool = False) -> Binary | None:
     try:
         head, _, code = content.partition(b"\n")
         saved = json.loads(head)
-        return Binary(*saved["binary"], code) if saved["text"] == text else None
+        return Binary._make([*saved["binary"], code]) if saved["text"] == text else None
     except (ValueError, KeyError, TypeError, RecursionError):  # another program wrote the file
         return None
 

@@ -79,12 +79,22 @@ def test_files_that_mypy_does_not_check_are_known(tmp_path: Path) -> None:
     (tmp_path / "pyproject.toml").write_text(
         'packages = [\n    "flexattn",\n]\n[[tool.mypy.overrides]]\nmodule = ["flexattn.kernels_triton.*"]\nignore_errors = true\n'
         '[[tool.mypy.overrides]]\nmodule = ["jax.*"]\nignore_missing_imports = true\n'
+        '[[tool.mypy.overrides]]\nmodule = ["flexattn.kernels_triton.host"]\nignore_errors = false\n'
     )
     kernel = structure.Module("flexattn.kernels_triton.x", Path("kernels_triton/x.py"), "", ast.parse(""))
     front = structure.Module("flexattn.front", Path("flexattn/front.py"), "", ast.parse(""))
     assert [targets.is_unchecked(module, tmp_path) for module in (kernel, front)] == [True, False]
+    assert not targets.is_unchecked(kernel._replace(name="flexattn.kernels_triton.host"), tmp_path)
     assert targets.is_unchecked(front._replace(text="# mypy: ignore-errors\n"), tmp_path)
     assert [targets.is_in_wheel(module, tmp_path) for module in (kernel, front)] == [False, True]
+
+
+def test_mypy_checks_every_module_without_device_code() -> None:
+    modules = [module for module in structure.modules(targets.ROOT) if module.name.startswith(targets.KERNELS)]
+    unchecked = {module.name for module in modules if targets.is_unchecked(module, targets.ROOT)}
+    host = {module.name for module in modules if not list(structure.device_functions(module))}
+    empty = {module.name for module in modules if module.path.name == "__init__.py"}
+    assert unchecked & host - empty == {f"{targets.KERNELS}.runtime.interpreter"}  # it replaces functions without types
 
 
 def test_a_missed_target_is_named() -> None:

@@ -227,7 +227,7 @@ def test_each_way_to_a_kernel_takes_the_stages_that_are_right(monkeypatch, tmp_p
     launched: list[Any] = []
 
     class Kernel:
-        fn, parts_of = "a kernel", staticmethod(lambda *_: ())
+        fn, arg_names, parts_of = "a kernel", (), staticmethod(lambda *_: ())
 
         def warmup(self, *_: Any, grid: Any, num_warps: int, num_stages: int, enable_fp_fusion: bool) -> Any:
             return compile_with(num_stages)
@@ -236,7 +236,7 @@ def test_each_way_to_a_kernel_takes_the_stages_that_are_right(monkeypatch, tmp_p
             return lambda **options: launched.append(options["num_stages"])
 
     tile = Tile(64, 64, 4, 1)
-    monkeypatch.setattr(launch, "Direct", SimpleNamespace(of=lambda binary: binary))
+    monkeypatch.setattr(launch, "Direct", SimpleNamespace(of=lambda binary, names: binary))
     monkeypatch.setattr(launch, "_directory", tmp_path)
     monkeypatch.setattr(store, "description", lambda _, __, options, ___: f"{options['num_stages']} stages")
     for _ in range(2):  # the second is found on disk
