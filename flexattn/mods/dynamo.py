@@ -168,7 +168,7 @@ class _Recording:
         """Returns x with meta tensors for tensors. Those of captured tensors have the dtypes in which a program reads them."""
         if isinstance(x, Tensor):
             dtype = x.dtype if _position(self.values, x) >= 0 else read_dtype(x.dtype)
-            return torch.empty(x.shape, dtype=dtype, device="meta")
+            return torch.zeros(x.shape, dtype=dtype, device="meta")
         if isinstance(x, (tuple, list)):
             return type(x)([self.on_meta(item) for item in x])
         return x
