@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -92,8 +91,9 @@ def attention_backward(
             launched. FP8 and DTensors are refused.
         BackendError: no backend can run the call, or the named one cannot; the text gives each backend's reason.
     """
-    if not options.keys() <= BackwardOptions.__annotations__.keys():
-        inspect.signature(attention_backward).bind(dout, q, k, v, out, lse, **options)  # raises
+    for name in options:
+        if name not in BackwardOptions.__annotations__:
+            raise TypeError(f"attention_backward() got an unexpected keyword argument {name!r}")
     validation.check_name("fp32_gradients", fp32_gradients, FP32_GRADIENTS)
     return differentiate(Results(fp32=fp32_gradients), Given(dout, q, k, v, out, lse, dlse), options)
 

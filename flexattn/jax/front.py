@@ -254,7 +254,7 @@ def _given(given: Mapping[str, Any]) -> _Given:
             arrays[name] = _array(name, value)
     if (words := arguments.pop("rng_state")) is not None:
         arrays["rng_state"] = words_of(words)
-    elif isinstance(arguments["dropout_p"], float) and arguments["dropout_p"] > 0.0:
+    elif validation.check_scalars(None, 0.0, arguments["dropout_p"])[2] > 0.0:
         raise ValueError("rng_state is None with dropout_p > 0; accepted: a key of jax.random, as jax.random.key(0)")
     if arguments["bias_type"] == "alibi" and "alibi_slopes" not in arrays and arrays["q"].ndim:
         heads = _heads(arrays["q"], arguments["qkv_format"])

@@ -20,7 +20,7 @@ from torch._dynamo.utils import _disable_side_effect_safety_checks_for_current_s
 from torch.fx.experimental.symbolic_shapes import has_static_value
 from torch.overrides import TorchFunctionMode
 
-from flexattn.dispatch.mod_program import GRADIENT, Capture
+from flexattn.dispatch.mod_program import GRADIENT, Capture, read_dtype
 from flexattn.mods.bands import Masks
 from flexattn.mods.trace import Mod, trace_mods
 from flexattn.mods.tracer import ANY_SIZE, ARGUMENTS_OF
@@ -126,7 +126,7 @@ class _Recording:
         if _is_read(function):  # meta tensors have no entries for an index
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
             args = args[0], tuple(0 if isinstance(part, Tensor) else part for part in index)
-        result = function(*_on_meta(args), **{name: _on_meta(x) for name, x in kwargs.items()})
+        result = function(*self.on_meta(args), **{name: self.on_meta(x) for name, x in kwargs.items()})
         if not isinstance(result, Tensor):
             return result
         self.nodes.append(node)
@@ -164,6 +164,15 @@ class _Recording:
             return len(self.tensors) - 1
         return position
 
+    def on_meta(self, x: Any) -> Any:
+        """Returns x with meta tensors for tensors. Those of captured tensors have the dtypes in which a program reads them."""
+        if isinstance(x, Tensor):
+            dtype = x.dtype if _position(self.values, x) >= 0 else read_dtype(x.dtype)
+            return torch.zeros(x.shape, dtype=dtype, device="meta")
+        if isinstance(x, (tuple, list)):
+            return type(x)([self.on_meta(item) for item in x])
+        return x
+
     def is_on(self, values: Any) -> bool:
         """Returns whether a result of the recording is among the values, at any depth."""
         for x in values:
@@ -174,14 +183,6 @@ class _Recording:
             if isinstance(x, slice) and self.is_on((x.start, x.stop, x.step)):
                 return True
         return False
-
-
-def _on_meta(x: Any) -> Any:
-    if isinstance(x, Tensor):
-        return torch.empty(x.shape, dtype=x.dtype, device="meta")
-    if isinstance(x, (tuple, list)):
-        return type(x)([_on_meta(item) for item in x])
-    return x
 
 
 def _is_read(function: Any) -> bool:

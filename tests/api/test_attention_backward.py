@@ -444,6 +444,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "what is in float32": ({"fp32_gradients": "dk"}, "fp32_gradients is 'dk'; accepted: none, dq, dkv, dqkv"),
     "no name of it": ({"fp32_gradients": True}, "fp32_gradients is True; accepted: none, dq, dkv, dqkv"),
     "a mask type": ({"attn_mask_type": "casual"}, "attn_mask_type is 'casual'"),
+    "an argument of the forward alone": ({"causal": True}, r"attention_backward\(\) got an unexpected keyword argument 'causal'"),
     "k": ({"k": zeros(2, SKV, 3, DIM)}, "accepted: "),
     "FP8": ({name: zeros(2, 16, 4, 16).to(torch.float8_e4m3fn) for name in "qkv"}, "q has dtype torch.float8_e4m3fn"),
 }

@@ -361,6 +361,14 @@ def by_dtype_of_an_entry(s, b, h, i, j):
     return s + row[0] if (row.dtype, row.ndim, row.shape[0]) == (torch.float32, 1, 1) else -s
 
 
+HALVES, DOUBLES, BYTES = TABLE.half(), TABLE.double(), TABLE.to(torch.uint8)
+
+
+def by_dtype_of_a_read(s, b, h, i, j):
+    dtypes = (HALVES[h] * 2).dtype, (DOUBLES[h] + s).dtype, BYTES[h].dtype, (BYTES[h] > 1).dtype
+    return s * HALVES[h] if dtypes == (torch.float32, torch.float32, torch.int64, torch.bool) else -s
+
+
 def by_kind(s, b, h, i, j):
     return s * 2 if torch.is_floating_point(s * 2) and (i * 2).dim() == 0 and not (i < j).is_floating_point() else -s
 
@@ -371,8 +379,12 @@ def by_dtype_in_place(s, b, h, i, j):
     return x if x.dtype == torch.float32 else -s
 
 
+def by_dtype_of_a_product(s, b, h, i, j):
+    return s + (i * 2).to((s * 2).dtype)
+
+
 @pytest.mark.parametrize(
-    "score_mod", [by_dtype, by_dtype_of_an_entry, by_kind, by_dtype_in_place, lambda s, b, h, i, j: s + (i * 2).to((s * 2).dtype)]
+    "score_mod", [by_dtype, by_dtype_of_an_entry, by_dtype_of_a_read, by_kind, by_dtype_in_place, by_dtype_of_a_product]
 )
 def test_a_mod_takes_the_branch_of_its_results_dtype_and_shape(score_mod):
     torch.compiler.reset()

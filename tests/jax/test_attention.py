@@ -200,6 +200,7 @@ def test_dropout_depends_on_the_key_alone(key: Any) -> None:
         ({"bias": [1.0]}, TypeError, "bias is [1.0] (list); accepted: a JAX or NumPy array"),
         ({"v": np.ones((2, 21, 4, 16), np.uint16)}, TypeError, "v has dtype uint16; accepted:"),
         ({"dropout_p": 0.5}, ValueError, "rng_state is None with dropout_p > 0; accepted: a key of jax.random"),
+        ({"dropout_p": np.float32(0.5)}, ValueError, "rng_state is None with dropout_p > 0; accepted: a key of jax.random"),
         ({"dropout_p": 0.5, "rng_state": np.zeros(2, np.int64)}, TypeError, "rng_state is int64 of shape (2,); accepted: one key"),
         ({"softcap": -1.0}, ValueError, "softcap is -1.0"),
         ({"block_mask": 3}, TypeError, "block_mask is a int; accepted: what flexattn.jax.create_block_mask gives"),
