@@ -430,6 +430,10 @@ class Gradients(NamedTuple):
     dsoftmax_offset: Tensor | None
     dmod_tensors: tuple[Tensor, ...] | None = None  # gradients of the captures that need one, or None if no capture does.
 
+    def flat(self) -> tuple[Tensor | None, ...]:
+        """Returns the gradients as one tuple, those of captured tensors last."""
+        return (*self[:-1], *(self.dmod_tensors or ()))
+
 
 def _on_meta(value: Any) -> Any:
     if isinstance(value, Tensor):

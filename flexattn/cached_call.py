@@ -49,7 +49,6 @@ _RNG_STATE = TENSOR_FIELDS.index("rng_state")
 _DIFFERENTIABLE = ("q", "k", "v", "bias", "softmax_offset")  # in the order of Gradients
 
 lock = threading.Lock()  # on what calls keep, and on the cache of them
-counts = {"hits": 0, "misses": 0, "recordings": 0}
 
 
 class Layout:
@@ -368,7 +367,7 @@ class CachedCall:
         """Returns the flat gradients of `backward`, computed step by step."""
         spec, backend, incoming = self.backward_spec(inputs), self.settings.backend, ops.Incoming(*inputs[-4:])
         attend = lambda x, dout: ops.run_backward(spec, backend, x, incoming._replace(dout=dout))  # noqa: E731
-        return flat_gradients(self.gradients(inputs, attend))
+        return self.gradients(inputs, attend).flat()
 
     def backward_spec(self, inputs: Sequence[Any]) -> AttentionSpec:
         """Returns the spec of a backward; inputs: its own."""
@@ -450,11 +449,6 @@ def _backward_key(state: Hashable, inputs: Sequence[Any]) -> tuple[Hashable, lis
     if len(set(ids)) < len(ids):
         parts.append(same_tensors(ids))
     return tuple(parts), addresses
-
-
-def flat_gradients(gradients: Gradients) -> tuple[Tensor | None, ...]:
-    """Returns the gradients as one tuple, those of captured tensors last."""
-    return (*gradients[:-1], *(gradients.dmod_tensors or ()))
 
 
 class CachedAttention(torch.autograd.Function):

@@ -22,11 +22,12 @@ import torch
 from torch import Tensor
 
 from flexattn import ops
-from flexattn.cached_call import TENSOR_FIELDS, CachedCall, counts, lock
+from flexattn.cached_call import TENSOR_FIELDS, CachedCall, lock
 from flexattn.call_key import (
     PLAIN,
     CallKey,
     captured_by,
+    counts,
     low_bits,
     make_key,
     same_tensors,

@@ -17,6 +17,7 @@ from flexattn.dispatch.select import select
 from flexattn.dispatch.spec import OPEN_WINDOW
 
 PLAIN = frozenset((Tensor, torch.nn.Parameter))
+counts = {"hits": 0, "misses": 0, "recordings": 0}  # since the last `clear_cache`
 
 
 class CallKey(NamedTuple):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from flexattn import ops
-from flexattn.cached_call import counts, flat_gradients
+from flexattn.call_key import counts
 from flexattn.dispatch import cpu_attention, replay, triton_backend
 from flexattn.dispatch.runtime_failures import RuntimeFailure
 from flexattn.dispatch.select import Backend, backend_module
@@ -47,8 +47,8 @@ def record_backward(call: CachedCall, inputs: Sequence[Any]) -> tuple[Sequence[A
     def run() -> Gradients:
         return call.gradients(inputs, lambda x, dout: backend.backward(spec, x, out, lse, dout, dlse))
 
-    found = _record(call, backend, run, (inputs, flat_gradients, _beside(call, backend)))
-    return (call.compute_backward(inputs), None) if found is None else (flat_gradients(found[0]), found[1])
+    found = _record(call, backend, run, (inputs, Gradients.flat, _beside(call, backend)))
+    return (call.compute_backward(inputs), None) if found is None else (found[0].flat(), found[1])
 
 
 def _record(

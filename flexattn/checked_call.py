@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flexattn import ops
-from flexattn.cached_call import CachedCall, flat_gradients
+from flexattn.cached_call import CachedCall
 from flexattn.dispatch.describe import describe
 from flexattn.dispatch.neutral import is_capturing
 from flexattn.dispatch.select import backend_module
@@ -58,9 +58,9 @@ class CheckedCall(CachedCall):
         if again is not None:
 
             def run(x: Sequence[Any]) -> Sequence[Any]:
-                return flat_gradients(self._as_gradients(self.compute_backward(x)))
+                return self._as_gradients(self.compute_backward(x)).flat()
 
-            self._compare("backward", (*flat_gradients(gradients), *inputs[self.layout.num_inputs :]), again, run, False)
+            self._compare("backward", (*gradients.flat(), *inputs[self.layout.num_inputs :]), again, run, False)
         return gradients
 
     def _has_recorded_backward(self) -> bool:

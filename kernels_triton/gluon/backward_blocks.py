@@ -117,7 +117,7 @@ def _unpack_key_block(numbers, META: gl.constexpr):
         rest = rest[4:]
     cut = ()
     if META.BLOCK_SIZE_Q > 0:
-        num_masked, num_full, masked_before, full_before = rest
+        num_masked, num_full, masked_before, full_before = rest[:4]
         cut = ListCut(num_masked=num_masked, num_full=num_full, masked_before=masked_before, full_before=full_before)
     return KeyBlockMessage(first_row=first_row, h_kv=h_kv, b=b, sequence=sequence, cut=cut)
 

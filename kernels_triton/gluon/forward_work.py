@@ -188,7 +188,7 @@ def unpack_tile(numbers, META: gl.constexpr):
         rest = rest[2:]
     cut, unmasked = (), ()
     if META.BLOCK_SIZE_Q > 0:
-        num_masked, num_full, masked_before, full_before, begin, end = rest
+        num_masked, num_full, masked_before, full_before, begin, end = rest[:6]
         cut = ListCut(num_masked=num_masked, num_full=num_full, masked_before=masked_before, full_before=full_before)
         unmasked = Span(begin=begin, end=end)
     return TileMessage(

@@ -245,7 +245,7 @@ def _unpack_tile(numbers, args: Arguments, META: gl.constexpr):
     else:
         both = sequence_of(args.lengths_q, args.lengths_kv, b, META)
         sequence = QuerySequence(start_q=both.start_q, len_q=both.len_q, len_kv=both.len_kv)
-    descale_q, descale_k, descale_v = rest
+    descale_q, descale_k, descale_v = rest[:3]
     return TileMessage(
         first_row=first_row, h=h, b=b, sequence=sequence, descale_q=descale_q, descale_k=descale_k, descale_v=descale_v
     )
