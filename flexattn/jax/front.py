@@ -161,8 +161,8 @@ class _Given(NamedTuple):
             sources.append(
                 self._lengths(x, "q" if t is x.cu_seqlens_q else "kv") if place is None else _Same(place, tuple(t.shape))
             )
-        of_state = [self.names.index(name) for name in _SCALES if name in self.names]
-        sources += [_Same(i, tuple(self.arrays[i].shape)) for i in of_state]
+        state_places = [self.names.index(name) for name in _SCALES if name in self.names]
+        sources += [_Same(i, tuple(self.arrays[i].shape)) for i in state_places]
         return Call.of(x, settings, config, self.static["fp8_recipe"]), sources
 
     def _lengths(self, x: Operands, side: str) -> _Lengths:
@@ -195,22 +195,22 @@ class _Given(NamedTuple):
             kept.append(t)
             return t.requires_grad_(wanted and t.is_floating_point())
 
-        of_state = any(perturbed[i] for i, name in enumerate(self.names) if name in (*_SCALES, *_HISTORIES))
+        is_state_perturbed = any(perturbed[i] for i, name in enumerate(self.names) if name in (*_SCALES, *_HISTORIES))
 
         def is_wanted(i: int, name: str) -> bool:
-            return (perturbed[i] and name in _DIFFERENTIABLE) or (name == "q" and of_state)
+            return (perturbed[i] and name in _DIFFERENTIABLE) or (name == "q" and is_state_perturbed)
 
         tensors = {name: stand_in(i, name, is_wanted(i, name)) for i, name in enumerate(self.names)}
         if "scale_q" in tensors:
             buffers = {name: tensors.pop(name) for name in (*_SCALES, *_HISTORIES)}
             tensors["fp8_state"] = jax_fp8.stand_in(self.static["fp8_recipe"], buffers)
         first = len(self.names)
-        of_captures = {
+        captures = {
             id(array): stand_in(first + i, "what a mod captures", perturbed[first + i]) for i, array in enumerate(self.captures)
         }
         first += len(self.captures)
         qkv = tensors.pop("q"), tensors.pop("k"), tensors.pop("v")
-        options: Any = self.static | tensors | {role: traced.written(of_captures) for role, traced in self.traced.items()}
+        options: Any = self.static | tensors | {role: traced.written(captures) for role, traced in self.traced.items()}
         lists = []
         if self.block_mask is not None:
             lists = [stand_in(first + i, "block_mask", False) for i in range(len(self.arrays) - first)]

@@ -171,8 +171,8 @@ LOOP_INSTRUCTIONS: dict[tuple[str, int | str, str], int] = {
 SLACK = 0.05
 # Instructions of 16 bytes: with more than 128 KiB of them forwards were slower by 4 to 22 % (bench/results/window_loops_h200.json).
 CODE = 2**17 // 16
-# Reloads of both warpgroups' addresses in shared memory, with Triton 3.7. The allocation of ptxas depends on line information too. The
-# PTX of "converting" has 1 reload in the loop and 68 bytes of spills, or 3 and 48. Without line information it has 3.
+# Reloads of both warpgroups' addresses in shared memory, with Triton 3.7. The allocation of ptxas depends on line information too.
+# The PTX of "converting" has 1 reload in the loop and 68 bytes of spills, or 3 and 48. Without line information it has 3.
 LOOP_SPILLS = {("fused", 64, "everything"): 3, ("persistent", 64, "open"): 4, ("persistent", 64, "causal"): 4}
 LOOP_SPILLS |= {("persistent", 64, "everything"): 11, ("converting", 128, "open"): 3}
 # Later Tritons than the one of the rates' measurements have other compilers:
