@@ -125,7 +125,7 @@ class Fp8Steps:
 class BackwardSteps(Fp8Steps):
     """FP8's part of a separate backward. Its q, k and v are in FP8, so nothing is quantised around it.
 
-    Behind the operands it has the descales of q, k and v, then dout's and dout in 16 bits, which are None if dout is in 16 bits.
+    The descales of q, k and v follow the operands, then those of dout and dout in 16 bits, which are None if dout is in 16 bits.
     """
 
     def __init__(self, settings: ops.Settings, device: torch.device) -> None:

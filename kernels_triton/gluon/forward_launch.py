@@ -50,6 +50,16 @@ class ForwardLaunch(NamedTuple):
     finish: Callable[[], None]
 
 
+def split_results(
+    problem: Problem, planned: PlannedTile, splits: int, processors: int, lse: Tensor, head_dim_v: int
+) -> tuple[Plan | None, Parts | None]:
+    """Returns the plan of a split by lengths, and memory for the parts; None for what a call does not have."""
+    if splits == BY_LENGTHS:
+        plan = make_plan(problem, planned, processors)
+        return plan, plan.empty_parts(lse, head_dim_v, problem.is_unbounded)
+    return None, Parts.empty(splits, lse, head_dim_v, problem.is_unbounded) if splits > 1 else None
+
+
 def prepare_forward(problem: Problem, outputs: Outputs, tile: HopperTile | BlackwellTile, division: Division) -> ForwardLaunch:
     """Returns the launch; with a plan, also launches the kernel that makes the plan."""
     x = problem
@@ -58,12 +68,7 @@ def prepare_forward(problem: Problem, outputs: Outputs, tile: HopperTile | Black
     slots = slots_of_heads(group)
     queries, tiles = tile.block_m // slots, number_of_tiles(x, tile, group)
     planned = PlannedTile(heads=group, queries=queries, seen=queries, keys=tile.block_n, writes_whole=True)
-    plan, parts = None, None
-    if splits == BY_LENGTHS:
-        plan = make_plan(x, planned, processors)
-        parts = plan.empty_parts(lse, tile.head_dim_v, x.is_unbounded)
-    elif splits > 1:
-        parts = Parts.empty(splits, lse, tile.head_dim_v, x.is_unbounded)
+    plan, parts = split_results(x, planned, splits, processors, lse, tile.head_dim_v)
     launch_tile = Tile(tile.block_m, tile.block_n, 4, tile.num_stages)
     meta = forward_meta(x, tile, group, Cut(parts is not None, plan is not None), max_logit is not None, rows)
     is_fp32 = out.element_size() == 4

@@ -48,7 +48,7 @@ def forward_facts(problem: Problem) -> ProblemFacts:
 def _tile_facts(problem: Problem) -> ProblemFacts:
     """Returns the columns that select a tile."""
     x = problem
-    # Over pages the maximum, because long sequences dominate beside many sequences of one query.
+    # If keys are in pages, the maximum counts, because long sequences dominate beside many sequences of one query.
     is_mixed = x.page_table is not None and x.longest_q > ROWS.value
     has_mean = x.q.dim() == 3 and not is_mixed
     mean_tokens = x.q.shape[0] // max(1, x.batch) if has_mean else max(x.longest_q, x.longest_kv)

@@ -18,9 +18,8 @@ from flexattn.kernels_triton.common.heads import head_of
 from flexattn.kernels_triton.common.launch_order import wait_for_previous
 from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.common.problem import rows as rows_of
-from flexattn.kernels_triton.common.split_kv import BY_LENGTHS, combine_splits, number_of_splits
-from flexattn.kernels_triton.common.split_plan import PlannedTile, combine_pieces, make_plan
-from flexattn.kernels_triton.common.split_ranges import Parts
+from flexattn.kernels_triton.common.split_kv import combine_splits, number_of_splits
+from flexattn.kernels_triton.common.split_plan import PlannedTile, combine_pieces
 from flexattn.kernels_triton.common.tile_schedule import zero_padding
 from flexattn.kernels_triton.common.tiles import HopperTile, slots_of_heads
 from flexattn.kernels_triton.gluon import pipeline
@@ -35,6 +34,7 @@ from flexattn.kernels_triton.gluon.forward_launch import (
     forward_arguments,
     forward_meta,
     number_of_tiles,
+    split_results,
     with_rows_of,
 )
 from flexattn.kernels_triton.gluon.forward_partition import load_partition
@@ -290,12 +290,7 @@ def wide_forward(
     slots = slots_of_heads(group)
     queries = tile.block_m // slots
     planned = PlannedTile(heads=group, queries=queries, seen=queries, keys=tile.block_n, writes_whole=True)
-    plan, parts = None, None
-    if splits == BY_LENGTHS:
-        plan = make_plan(x, planned, processors)
-        parts = plan.empty_parts(lse, tile.head_dim_v, x.is_unbounded)
-    elif splits > 1:
-        parts = Parts.empty(splits, lse, tile.head_dim_v, x.is_unbounded)
+    plan, parts = split_results(x, planned, splits, processors, lse, tile.head_dim_v)
     launch_tile = Tile(tile.block_m, tile.block_n, 4, tile.num_stages)
     meta = forward_meta(x, tile, group, Cut(parts is not None, plan is not None))._replace(
         SKIPS=False, UNMASKED_LOOP=False, IS_LATENT=x.is_latent
