@@ -23,6 +23,7 @@ DESCALES = ("none", "one", "heads", "one head", "sequences and heads", "sequence
 # Tensors in FP8: only k and v, without a rounding; all three; or all three, quantised by a recipe.
 FP8_OF = ("keys", "keys", "all", "recipe")
 MOST_FP8_DIM = 256  # the largest head dim of keys in FP8 on Triton
+DIMS_OF_FP8_KERNELS = ((64, 64), (128, 128), (192, 128), (256, 256))  # of q, k and of v, that kernels for sm_90 take
 FP8_BLOCK_MASK = (32, 64)  # block size of a block mask if Triton multiplies in FP8 and the drawn size is not a multiple of 32
 # Tensors that lie in one memory: side by side, or one in another.
 PACKINGS_OF_CALLS = ("", "", "", "k and v", "q, k and v", "v in k", "q is k is v")
@@ -234,6 +235,8 @@ def _with_fp8(config: Config, rng: Random) -> Config:
         multiple = 8 if fp8_of == "keys" else 16
         possible = [dim for dim in config.where.head_dims if dim <= MOST_FP8_DIM and dim % multiple == 0]
         dims = [dim if dim in possible else rng.choice(possible) for dim in dims]
+        if fp8_of != "keys" and config.where.device == "cuda" and rng.random() < 0.6:
+            dims = list(rng.choice(DIMS_OF_FP8_KERNELS))
     page_size = config.page_size
     if config.has_lengths and config.kv_format in ("bshd", "bhsd") and fp8_of == "keys" and rng.random() < 0.5:
         page_size = page_size or rng.choice([1, 16, 64, 24])
