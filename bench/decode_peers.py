@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from flexattn import compat
 from flexattn.bench.decode_cells import GARBAGE, SOFTCAP, WINDOW, Cell, Step
 from flexattn.bench.implementations import Unavailable
 from flexattn.bench.peers import import_peer
@@ -115,7 +116,7 @@ def _flex_attention(cell: Cell, paged: Step, dense: Step) -> Call:
     def capped(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return SOFTCAP * torch.tanh(score / SOFTCAP)
 
-    torch._dynamo.reset()  # past its limit of recompilations a shape would run uncompiled
+    compat.dynamo().reset()  # past its limit of recompilations a shape would run uncompiled
     block_mask = create_block_mask(visible, batch, None, rows, longest, device=str(q.device))
     options: dict[str, Any] = {"block_mask": block_mask, "enable_gqa": cell.heads != cell.heads_kv}
     options["score_mod"] = capped if cell.more == "softcap" else None

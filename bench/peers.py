@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from flexattn import compat
 from flexattn.bench.counts import band_of, largest_matrix_bytes
 from flexattn.bench.cudnn_frontend import CUDNN_FRONTEND, prepare_cudnn
 from flexattn.bench.implementations import Attend, Implementation, Unavailable, differentiable
@@ -107,11 +108,10 @@ def _varlen(workload: Workload, tensors: Tensors) -> Attend:
 
 
 def _flex_attention(mode: str, workload: Workload, tensors: Tensors) -> Attend:
-    import torch._functorch.config
     from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
-    torch._dynamo.reset()  # past its limit of recompilations a shape would run uncompiled
-    torch._functorch.config.donated_buffer = False  # so that one graph's backward can run again and again
+    compat.dynamo().reset()  # past its limit of recompilations a shape would run uncompiled
+    compat.functorch_config().donated_buffer = False  # so that one graph's backward can run again and again
     mask_mod, score_mod = mask_mod_of(workload, tensors), score_mod_of(workload, tensors)
     is_packed = workload.is_ragged
     len_q, len_kv = (sum(workload.lengths_q), sum(workload.lengths_kv)) if is_packed else (workload.seqlen_q, workload.seqlen_kv)

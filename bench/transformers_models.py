@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flexattn import compat
 from flexattn.bench import record
 from flexattn.bench.harness import Run, make_parser, need_gpu, quartiles
 
@@ -142,7 +143,7 @@ def measure(chosen: Chosen, device: torch.device) -> Iterator[dict[str, Any]]:
     """Yields a row for each model, implementation and batch, with the status measured, wrong or refused."""
     for group, model in itertools.product(GROUPS, chosen.models):
         for implementation in (name for name in group if name in chosen.implementations):
-            torch._dynamo.reset()  # Dynamo compiles few shapes of a function; past that limit FlexAttention stores all scores
+            compat.dynamo().reset()  # Dynamo compiles few shapes of a function; past that limit FlexAttention stores all scores
             row: dict[str, Any] = {"model": model, "implementation": implementation}
             try:
                 off = errors(model, implementation, 512, device, chosen.batches)
@@ -152,7 +153,7 @@ def measure(chosen: Chosen, device: torch.device) -> Iterator[dict[str, Any]]:
                 continue
             for name in chosen.batches:
                 batch = batches(chosen.tokens, device)[name]
-                torch._dynamo.reset()
+                compat.dynamo().reset()
                 cell = row | {"batch": name, "error": off[name]}
                 if off[name] > WORST:
                     yield cell | {"status": "wrong"}

@@ -13,12 +13,11 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _disable_current_modes
 
-_Key, _Keys = torch._C.DispatchKey, torch._C.DispatchKeySet
+from flexattn import compat
+
+_Key, _Keys = compat.DispatchKey, compat.DispatchKeySet
 _INCLUDED = _Keys(_Key.BackendSelect).add(_Key.ADInplaceOrView)  # c10's default_included_set
 _NO_KEYS = _Keys(_Key.BackendSelect).remove(_Key.BackendSelect)
 _Arguments = ParamSpec("_Arguments")
@@ -34,50 +33,50 @@ def neutral_state() -> Iterator[None]:
     These are the parts of at::ThreadLocalState that change an operator's result. The default dtype stays, as it belongs to the
     process: values that depend on it have it in their keys.
     """
-    was_tracing = torch._C._autograd._saved_tensors_hooks_set_tracing(True)  # hooks then wait for what is traced to run
+    was_tracing = compat.set_saved_tensors_hooks_tracing(True)  # hooks then wait for what is traced to run
     try:
         with (
-            torch._C._ForceDispatchKeyGuard(_INCLUDED, _NO_KEYS),  # first, as modes come with keys of their own
-            torch._C._DisableAutocast(),
+            compat.dispatch_keys(_INCLUDED, _NO_KEYS),  # first, as modes come with keys of their own
+            compat.autocast_disabled(),
             _no_function_modes(),
-            temporarily_clear_interpreter_stack(),
-            _disable_current_modes(),
-            torch._C._DisablePythonDispatcher(),
+            compat.temporarily_clear_interpreter_stack(),
+            compat.no_dispatch_modes(),
+            compat.python_dispatcher_disabled(),
             _no_jit_trace(),
             torch.inference_mode(False),
             torch.enable_grad(),
         ):
             yield
     finally:
-        torch._C._autograd._saved_tensors_hooks_set_tracing(was_tracing)
+        compat.set_saved_tensors_hooks_tracing(was_tracing)
 
 
 @contextlib.contextmanager
 def _no_function_modes() -> Iterator[None]:
     """Suspends the modes of torch functions, and turns torch functions on if DisableTorchFunction has turned them off."""
-    modes = [torch._C._pop_torch_function_stack() for _ in range(torch._C._len_torch_function_stack())]
+    modes = [compat.pop_function_mode() for _ in range(compat.num_function_modes())]
     try:
-        with torch._C._EnableTorchFunction():
+        with compat.functions_enabled():
             yield
     finally:
         for mode in reversed(modes):
-            torch._C._push_on_torch_function_stack(mode)
+            compat.push_function_mode(mode)
 
 
 @contextlib.contextmanager
 def _no_jit_trace() -> Iterator[None]:
     """Suspends torch.jit.trace, so that ops are not recorded and sizes are ints."""
-    state = torch._C._get_tracing_state()
-    torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
+    state = compat.jit_trace()
+    compat.set_jit_trace(None)
     try:
         yield
     finally:
-        torch._C._set_tracing_state(state)  # type: ignore[attr-defined]
+        compat.set_jit_trace(state)
 
 
 # These are looked up once, as each look into torch's modules costs a call about 20 ns.
-_num_modes, _has_function_mode = torch._C._len_torch_dispatch_stack, torch._C._is_torch_function_mode_enabled
-_transform, _jit_trace = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
+_num_modes, _has_function_mode = compat.num_dispatch_modes, compat.has_function_mode
+_transform, _jit_trace, _level = compat.innermost_transform, compat.jit_trace, compat.forward_mode_level
 
 
 def is_ordinary() -> bool:
@@ -85,7 +84,7 @@ def is_ordinary() -> bool:
     return not (
         _num_modes()
         or _transform() is not None
-        or forward_ad._current_level >= 0
+        or _level() >= 0
         or _jit_trace() is not None
         or (_has_function_mode() and not _are_device_contexts())
     )
@@ -93,17 +92,13 @@ def is_ordinary() -> bool:
 
 def _are_device_contexts() -> bool:
     """Returns whether all modes of torch functions come from torch.set_default_device. Such modes change nothing here."""
-    from torch.utils._device import DeviceContext  # here, as few processes have one
-
-    return all(
-        type(mode) is DeviceContext
-        for mode in torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    )
+    context = compat.device_context()
+    return all(type(mode) is context for mode in compat.function_modes())  # type: ignore[no-untyped-call]
 
 
 def is_fake() -> bool:
     """Returns whether a FakeTensorMode is active, whose operators refuse tensors that have data."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+    return compat.fake_mode() is not None
 
 
 def is_jit_traced() -> bool:

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from flexattn.compat import TorchDispatchMode, tree_flatten, tree_unflatten
 
 _aten = torch.ops.aten
 _EMPTY = _aten.empty.memory_format

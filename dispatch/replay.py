@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from flexattn import compat
 from flexattn.dispatch.recorder import Executed, Launched, Op, Recorder, Slot, Step, storage_of
 from flexattn.dispatch.select import Backend
 
@@ -125,7 +126,7 @@ class Recording:
         """Returns the names in the statements of `_lines`, without the launches."""
         names: dict[str, Any] = {"allocate": self.allocate, "current_stream": self.stream, "set_to_zero": self.set_to_zero}
         if self.device.type == "cuda":
-            names |= {"device": self.device, "on": torch.cuda.device, "current_device": torch._C._cuda_getDevice}
+            names |= {"device": self.device, "on": torch.cuda.device, "current_device": compat.current_device}
         for n, (kind, target, details) in enumerate(self.steps):
             if kind is _CALL:
                 names[f"call{n}"] = target
@@ -292,8 +293,7 @@ def _caller(op: Op) -> Callable[[Sequence[Tensor]], list[Tensor]]:
 
 def _allocator(device: torch.device) -> Callable[..., Tensor]:
     """Returns torch's fastest empty_strided(shape, strides, dtype) on the current device of `device`'s kind."""
-    guards = getattr(torch._C, "_dynamo", None)
-    fastest = getattr(getattr(guards, "guards", None), f"_empty_strided_{device.type}", None)  # Inductor's code allocates with it.
+    fastest = compat.empty_strided(device.type)
     if fastest is not None:
-        return fastest  # type: ignore[no-any-return]
+        return fastest
     return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flexattn import compat
 from flexattn.call_options import ALIASES, DEFAULTS, NO_TENSORS, TENSOR_OPTIONS, Fp8Options, ModOptions, ReturnOptions
 from flexattn.dispatch import context, options
 from flexattn.dispatch.neutral import is_ordinary as is_ordinary
@@ -114,16 +115,15 @@ def state_around() -> Hashable | None:
     autocast = None
     if _has_autocast():
         autocast = tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cuda", "cpu"))
-    return (_has_grad(), _is_deterministic(), context.current(), environment, select.generation, autocast)
+    return (_has_grad(), compat.is_deterministic(), context.current(), environment, select.generation, autocast)
 
 
 # Looked up once: each look into torch's modules costs a call some 20 ns.
 _has_grad, _has_autocast, is_profiled = (
     torch.is_grad_enabled,
-    torch._C._is_any_autocast_enabled,
-    torch._C._autograd._profiler_enabled,
+    compat.is_any_autocast_enabled,
+    compat.is_profiler_enabled,
 )
-_is_deterministic = torch._C._get_deterministic_algorithms
 
 
 def are_values_read(t: Tensor) -> bool:

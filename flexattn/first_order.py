@@ -9,6 +9,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from flexattn import compat
+
 MESSAGE = (
     "flexattn's attention has no second derivative, and a derivative of its gradients was asked for (a gradient of a loss that was "
     "made of them, as a gradient penalty or a Hessian-vector product); accepted: first derivatives, or for this part of the model "
@@ -54,8 +56,7 @@ def refuse_batched(*gradients: Tensor | None) -> None:
     """Raises RuntimeError if a gradient is batched, by torch.vmap or by torch.autograd."""
     if torch.compiler.is_compiling():
         return
-    functorch = torch._C._functorch
-    if any(t is not None and (functorch.is_legacy_batchedtensor(t) or functorch.is_batchedtensor(t)) for t in gradients):
+    if any(t is not None and (compat.is_legacy_batched(t) or compat.is_batched(t)) for t in gradients):
         raise RuntimeError(BATCHED) from None
 
 

@@ -10,11 +10,9 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-# Types, dispatch keys (device, layout, negation, transforms, modes), dtypes, devices, requires_grad, shapes and strides.
-_Guards: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)
+from flexattn.compat import TensorGuards
 
 Addresses = Callable[[Sequence[Tensor | None]], Sequence[int] | None]
 
@@ -33,7 +31,7 @@ class Likeness:
         first: dict[int, int] = {}  # position by tensor
         sources = tuple(None if t is None else first.setdefault(id(t), i) for i, t in enumerate(tensors))
         given = [tensors[i] for i in first.values()]
-        check = _Guards(*given, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+        check = TensorGuards(*given, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
         self.addresses = _comparison(sources, tensors[1].data_ptr() == tensors[2].data_ptr())(check)  # type: ignore[union-attr]
 
 
@@ -72,7 +70,7 @@ def likeness_of(tensors: Sequence[Tensor | None]) -> Likeness | None:
 
     None if a tensor is empty or off a multiple of 16 bytes, and if torch has no guards.
     """
-    if _Guards is None:
+    if TensorGuards is None:
         return None
     made = Likeness(tensors)
     return made if made.addresses(tensors) is not None else None

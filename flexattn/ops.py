@@ -15,7 +15,10 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
-from flexattn import registered  # noqa: F401 (registers the operators)
+from flexattn import (
+    compat,
+    registered,  # noqa: F401 (registers the operators)
+)
 from flexattn.dispatch import options, runtime_failures
 from flexattn.dispatch.neutral import is_capturing
 from flexattn.dispatch.runtime_failures import RuntimeFailure
@@ -127,21 +130,21 @@ def new_rng_state(device: torch.device) -> Tensor:
 
 def refuse_transforms(x: Operands) -> None:
     """Raises RuntimeError if one of the tensors belongs to a transform, because the operators would silently ignore it."""
-    if forward_ad._current_level < 0 and not torch._C._are_functorch_transforms_active():
+    if compat.forward_mode_level() < 0 and not compat.has_transforms():
         return
     for t in (*x[:_NUM_TENSORS], *x.mod_tensors, *x.block_mask):
         if not isinstance(t, Tensor):
             continue
-        if torch._C._functorch.is_batchedtensor(t):
+        if compat.is_batched(t):
             raise RuntimeError(
                 "attention() has no rule for torch.vmap; pass a tensor with one batch dim: reshape the mapped dim into b"
             )
-        if torch._C._functorch.is_functorch_wrapped_tensor(t):
+        if compat.is_transformed(t):
             raise RuntimeError(
                 "attention() has no rule for torch.func's transforms (grad, vjp, jvp, jacrev, ...); use .backward() or "
                 "torch.autograd.grad"
             )
-        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(t).tangent is not None:  # type: ignore[no-untyped-call]
+        if compat.forward_mode_level() >= 0 and forward_ad.unpack_dual(t).tangent is not None:  # type: ignore[no-untyped-call]
             raise RuntimeError("attention() has no forward-mode derivative; use .backward() or torch.autograd.grad")
 
 
@@ -317,7 +320,7 @@ def run_backward(spec: AttentionSpec, request: str, x: Operands, incoming: Incom
         return backend.backward(spec, x, *incoming)
 
     # The eager backend differentiates with autograd, which torch switches off in an operator's kernel under a dispatch mode.
-    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False):
+    with compat.dispatch_key_excluded(compat.DispatchKey.AutogradFunctionality, False):
         gradients = run(spec, "backward", request, x, backward)
     for observe in observers:
         observe("backward", spec, request, x)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.utils import _pytree
+
+from flexattn.compat import register_namedtuple
 
 
 class OutLse(NamedTuple):
@@ -31,7 +32,7 @@ class OutLseMaxLogit(NamedTuple):
 
 
 for _kind in (OutLse, OutMaxLogit, OutLseMaxLogit):
-    _pytree._register_namedtuple(_kind, serialized_type_name=f"flexattn.{_kind.__name__}")  # for torch.export.save
+    register_namedtuple(_kind, f"flexattn.{_kind.__name__}")
 
 
 def chosen(out: Any, lse: Any, max_logit: Any, return_lse: bool, return_max_logit: bool) -> Any:

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-from torch.utils._pytree import tree_map
 
 from flexattn.call_options import Arguments, Fp8Options, LengthOptions, without_defaults
+from flexattn.compat import tree_map
 from flexattn.dispatch.spec import parse_format
 from flexattn.mods.trace import find_all_captures
 from flexattn.ops import new_rng_state

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 
+from flexattn import compat
 from flexattn.dispatch import options, triton_backend
 from flexattn.dispatch.spec import (
     FORMATS,
@@ -565,6 +566,6 @@ def check_floor(lse: Tensor) -> None:
         return
     is_low = (lse <= FLOOR).any()  # false for NaN, which a NaN in q causes
     if is_low.device.type != "cpu":
-        torch._assert_async(~is_low, _BELOW_FLOOR)
+        compat.assert_async(~is_low, _BELOW_FLOOR)
     elif is_low:
         raise ValueError(_BELOW_FLOOR)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from flexattn import compat
 from flexattn.kernels_cudnn.handles import handle_on
 from flexattn.kernels_cudnn.plans import Plan
 
@@ -30,7 +31,7 @@ def watched_executions(watcher: Watcher) -> Iterator[None]:
 
 def execute(plan: Plan, buffers: dict[int, Tensor], device: torch.device) -> None:
     """Runs `plan` on the current stream of `device`. `buffers` maps each `graphs.Uid` of the plan to its tensor."""
-    if torch._C._cuda_getDevice() == device.index:
+    if compat.current_device() == device.index:
         _execute(plan, buffers, device)
     else:
         with torch.cuda.device(device):
@@ -41,7 +42,7 @@ def execute(plan: Plan, buffers: dict[int, Tensor], device: torch.device) -> Non
 
 
 def _execute(plan: Plan, buffers: dict[int, Tensor], device: torch.device) -> None:
-    handle = handle_on(device, torch._C._cuda_getCurrentRawStream(device.index))
+    handle = handle_on(device, compat.current_raw_stream(device.index))
     if torch.cuda.is_current_stream_capturing():
         plan.is_pinned = True  # the CUDA graph keeps pointers into it
     workspace = torch.empty(max(1, plan.workspace_bytes), dtype=torch.uint8, device=device)

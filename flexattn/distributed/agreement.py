@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flexattn.compat import runs_as_it_is
 from flexattn.dispatch.options import check_values, peer_memory
 from flexattn.distributed.exchange import waiting
 from flexattn.mods.captures import find_captures
-from flexattn.mods.eager import runs_as_it_is
 
 
 def breaks_graphs(function: Any) -> None:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexattn import fp8, validation
+from flexattn import compat, fp8, validation
 from flexattn.dispatch.mod_program import parse_program
 from flexattn.dispatch.spec import Window, as_bshd, from_bshd, window_of
 from flexattn.distributed import exchange
@@ -240,7 +240,7 @@ def _backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *oper
     x = _Operands(*operands)
     static = _from_json(x.static)
     # Eager gradients use autograd, which torch turns off inside an operator.
-    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False):
+    with compat.dispatch_key_excluded(compat.DispatchKey.AutogradFunctionality, False):
         with torch.enable_grad(), _no_autocast(x):
             call = _check_operands(x, static | {"return_max_logit": None}, CheckedCall.of)
         fmt = call.qkv_format

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flexattn import compat
 from flexattn.dispatch import options
 from flexattn.dispatch.neutral import is_capturing
 from flexattn.distributed.capture import is_over_nccl, tables
@@ -81,13 +82,9 @@ class Memory(Protocol):
 
 class _SymmetricMemory:
     def __init__(self, group: Any, device: torch.device, size: int) -> None:
-        from torch.distributed import _symmetric_memory as symmetric  # imported here, because only GPUs have it
-
-        # Allocate as torch's own workspaces do: `symmetric.empty` uses a pool, which does not free memory.
-        allocate = symmetric._SymmetricMemory.empty_strided_p2p  # type: ignore[attr-defined]
         try:
-            self.own: Tensor = allocate((size,), (1,), torch.uint8, device)
-            self._handle = symmetric.rendezvous(self.own, group)
+            self.own: Tensor = compat.allocate_symmetric((size,), (1,), torch.uint8, device)
+            self._handle = compat.symmetric_memory().rendezvous(self.own, group)
         except RuntimeError as e:
             raise RuntimeError(
                 f"rank {group.rank()} of {group.size()} could not allocate {size >> 20} MiB of symmetric memory on {device}: {e}. "
@@ -95,14 +92,10 @@ class _SymmetricMemory:
             ) from e
         places = [self._handle.get_buffer(rank, (size,), torch.uint8).data_ptr() for rank in range(group.size())]
         self.addresses = torch.tensor(places, device="cpu").to(device)
-        self._milliseconds = int(_timeout(group, device).total_seconds() * 1e3)
+        self._milliseconds = int(compat.timeout_of(group, device).total_seconds() * 1e3)
 
     def barrier(self) -> None:
         self._handle.barrier(0, self._milliseconds)
-
-
-def _timeout(group: Any, device: torch.device) -> Any:
-    return group._get_backend(device).options._timeout
 
 
 class PeerMemory:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flexattn import compat
 from flexattn.distributed.layout import Run, Runs, common, union, without
 
 
@@ -98,13 +99,13 @@ def copy_all(pairs: _Pairs) -> None:
         targets, sources = _flattened(pairs)
         if all(_has_words(t, targets[0].dtype) for t in (*targets, *sources)):
             targets, sources = ([t.view(torch.int64) for t in side] for side in (targets, sources))
-        torch._foreach_copy_(targets, sources)
+        compat.foreach_copy(targets, sources)
 
 
 def _add_all(pairs: _Pairs) -> None:
     """Adds the second tensor of each pair to the first."""
     if pairs:
-        torch._foreach_add_(*_flattened(pairs))
+        compat.foreach_add(*_flattened(pairs))
 
 
 def _flattened(pairs: _Pairs) -> tuple[list[Tensor], list[Tensor]]:

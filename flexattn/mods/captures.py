@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexattn.mods.eager import runs_as_it_is
+from flexattn.compat import runs_as_it_is
 from flexattn.mods.names import is_pure, is_special, names_of
 
 

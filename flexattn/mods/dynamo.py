@@ -16,14 +16,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._dynamo.utils import _disable_side_effect_safety_checks_for_current_subtracer
 from torch.fx.experimental.symbolic_shapes import has_static_value
 from torch.overrides import TorchFunctionMode
 
+from flexattn import compat
 from flexattn.dispatch.mod_program import GRADIENT, Capture, read_dtype
 from flexattn.mods.bands import Masks
 from flexattn.mods.trace import Mod, trace_mods
 from flexattn.mods.tracer import ANY_SIZE, ARGUMENTS_OF
+
+_with_side_effects = compat.side_effects_allowed()
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -37,7 +39,7 @@ def _import_module(name: str, package: str | None = None) -> Any:
 
 # Dynamo traces `import cudnn`, but not importlib.import_module, which TransformerEngine's callbacks call.
 with contextlib.suppress(ValueError):  # raised if another library has registered a substitute
-    torch._dynamo.decorators.substitute_in_graph(importlib.import_module)(_import_module)
+    compat.substitute_in_graph(importlib.import_module)(_import_module)
 
 
 class Text(NamedTuple):
@@ -79,9 +81,7 @@ def record_mods(
             continue
         recording = _Recording(role, q)
         # Within a checkpoint, Dynamo counts entering a mode as a side effect, although it ends when the mode is left.
-        result = _disable_side_effect_safety_checks_for_current_subtracer(
-            _run, recording, mod, *((listed, named) if role == "score_mod" else ((), {}))
-        )
+        result = _with_side_effects(_run, recording, mod, *((listed, named) if role == "score_mod" else ((), {})))
         output = recording.written(result)
         recordings.append(recording)
         facts.append((role, tuple(recording.nodes), output))

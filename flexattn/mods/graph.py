@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from flexattn.compat import OpOverload, tree_leaves, tree_map
 from flexattn.dispatch.mod_program import GRADIENT, OPS, Capture, call, new_graph, op_name
 
 INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool)
@@ -85,13 +86,13 @@ def normalised(role: str, traced: Graph, arguments: Sequence[str], captures: Seq
 
 
 def converted(role: str, graph: Graph, node: Node, values: Mapping[Node, Any]) -> Any:
-    name = node.target._schema.name.partition("::")[2] if isinstance(node.target, torch._ops.OpOverload) else str(node.target)
-    args = torch.utils._pytree.tree_map(lambda x: values[x] if isinstance(x, Node) else x, tuple(node.args))
+    name = node.target._schema.name.partition("::")[2] if isinstance(node.target, OpOverload) else str(node.target)
+    args = tree_map(lambda x: values[x] if isinstance(x, Node) else x, tuple(node.args))
     kwargs = {key: values[x] if isinstance(x, Node) else x for key, x in node.kwargs.items()}
     result = node.meta.get("val")
     if args and isinstance(args[0], _View):
         return _viewed(role, graph, node, name, args, kwargs)
-    if any(isinstance(x, _View) for x in torch.utils._pytree.tree_leaves((args, kwargs))):
+    if any(isinstance(x, _View) for x in tree_leaves((args, kwargs))):
         _refuse(role, node, name, "a mod works on scalars: index the captured tensor first, as in t[h, q_idx]")
     if not isinstance(result, Tensor):
         _refuse(role, node, name, "a mod gives one score")

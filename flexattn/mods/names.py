@@ -22,6 +22,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flexattn.compat import C_FUNCTIONS, TENSOR_FUNCTIONS
+
 
 class Names(NamedTuple):
     """Names in a code object and in the code inside it; `hidden`: a read without a name, or ""."""
@@ -74,8 +76,7 @@ _BUILTINS = (
 _BY_NAME = (operator.attrgetter, operator.methodcaller)  # they read attributes whose names are texts
 _OTHERS = (functools.partial, functools.reduce, typing.cast, importlib.import_module, Tensor, torch.get_default_dtype)
 _TORCH_TYPES = (torch.Size, torch.device, torch.dtype, torch.finfo, torch.iinfo)
-_TORCH_PYTHON = (vars(torch.functional), vars(torch.nn.functional), vars(torch._tensor))
-_TORCH_C = (torch._C._VariableFunctions, *(getattr(torch._C, name, None) for name in ("_nn", "_special", "_linalg", "_fft")))
+_TORCH_PYTHON = (vars(torch.functional), vars(torch.nn.functional), TENSOR_FUNCTIONS)
 
 
 @functools.cache
@@ -93,7 +94,7 @@ def is_pure(value: Any) -> bool:
     if id(value) in _listed() or (kind is types.FunctionType and any(value.__globals__ is known for known in _TORCH_PYTHON)):
         return True
     if kind is types.BuiltinFunctionType:
-        return any(getattr(owner, value.__name__, None) == value for owner in _TORCH_C)
+        return any(getattr(owner, value.__name__, None) == value for owner in C_FUNCTIONS)
     if kind in (types.MethodDescriptorType, types.GetSetDescriptorType, types.WrapperDescriptorType):
         return value.__objclass__ in Tensor.__mro__[:-1]
     if kind is types.ModuleType:

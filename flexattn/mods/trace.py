@@ -19,13 +19,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flexattn.compat import runs_as_it_is
 from flexattn.dispatch import options, triton_backend
 from flexattn.dispatch.mod_program import ARGUMENTS, Capture, Program, encode_graph
 from flexattn.dispatch.neutral import sizes_of
 from flexattn.forks import fork_safe
 from flexattn.mods.bands import Fact, Fill, Masks, fill_of
 from flexattn.mods.captures import Captures, find_captures
-from flexattn.mods.eager import runs_as_it_is
 from flexattn.mods.tracer import NeedsValueError, trace
 from flexattn.warn import warn_once
 

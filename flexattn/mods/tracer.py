@@ -16,13 +16,19 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._decomp import core_aten_decompositions, get_decompositions
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph, Node
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 
+from flexattn.compat import (
+    DispatchKey,
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    core_aten_decompositions,
+    get_decompositions,
+    tree_leaves,
+    tree_map,
+)
 from flexattn.dispatch.mod_program import ARGUMENTS, GRADIENT, Capture, read_dtype
 from flexattn.dispatch.neutral import neutral_state, sizes_of
 from flexattn.mods.captures import Captures, copied, find_captures
@@ -110,7 +116,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.is_paused:
             return func(*args, **kwargs)
         decomposition = _decompositions().get(func)
-        if decomposition is None and func.namespace == "aten" and not func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CPU):
+        if decomposition is None and func.namespace == "aten" and not func.has_kernel_for_dispatch_key(DispatchKey.CPU):
             decomposition = func.decompose  # autograd does the same, and its formulas rely on that
         if decomposition is not None:
             with self:
@@ -337,7 +343,7 @@ class _Watch(TorchFunctionMode):
             raise ValueError(f"{self.role} writes to a tensor{self.place()}; a mod can only read: return the new score instead")
         args, kwargs = tree_map(self.known, (args, kwargs))
         attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else ""
-        read = {self.position[id(t)] for t in torch.utils._pytree.tree_leaves((args, kwargs)) if id(t) in self.position}
+        read = {self.position[id(t)] for t in tree_leaves((args, kwargs)) if id(t) in self.position}
         if not (name in _SHAPELESS or attribute in _SHAPELESS_ATTRIBUTES):
             self.looked_at |= read
         if func is torch.tensor and isinstance(args[0], (bool, int, float)):

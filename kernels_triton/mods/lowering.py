@@ -23,8 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.fx import Graph, Node
-from torch.utils._pytree import tree_leaves
 
+from flexattn.compat import tree_leaves
 from flexattn.kernels_triton.common import encoded_sizes, exponents, tanh
 from flexattn.kernels_triton.mods import interval_math, mod_math
 from flexattn.kernels_triton.mods.hoisting import DIAGONAL, DISTANCE, HEAD, VARYING, ancestors, inputs_of, op_of

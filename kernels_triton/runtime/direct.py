@@ -16,10 +16,10 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import torch
 import triton
 from triton.backends.nvidia import driver as triton_driver
 
+from flexattn import compat
 from flexattn.forks import fork_safe
 from flexattn.kernels_triton.runtime import call_numbers
 from flexattn.kernels_triton.runtime.call_numbers import Path
@@ -92,7 +92,7 @@ def _make_current() -> None:
 
 
 def current_device() -> int:
-    return torch._C._cuda_getDevice()
+    return compat.current_device()
 
 
 def set_to_zero(stream: int, address: int, size: int) -> None:

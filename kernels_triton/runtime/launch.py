@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
+from flexattn import compat
 from flexattn.forks import fork_safe
 from flexattn.kernels_triton.runtime import compiler, interpreter, store
 from flexattn.kernels_triton.runtime.device import Tile, capability_of, set_here, thread
@@ -108,16 +109,16 @@ def is_plain() -> bool:
 
 
 def current_stream(device: torch.device) -> int:
-    return torch._C._cuda_getCurrentRawStream(device.index)
+    return compat.current_raw_stream(device.index)
 
 
 def stream_of(device: torch.device) -> Callable[[], int]:
     """Returns a function that returns the device's current stream."""
-    return functools.partial(torch._C._cuda_getCurrentRawStream, device.index)
+    return functools.partial(compat.current_raw_stream, device.index)
 
 
 def is_current(device: torch.device) -> bool:
-    return torch._C._cuda_getDevice() == device.index
+    return compat.current_device() == device.index
 
 
 _MOST_KERNELS = 1024

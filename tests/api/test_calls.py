@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flexattn
-from flexattn import call_cache, functional
+from flexattn import call_cache, compat, functional
 from flexattn.cached_call import TENSOR_FIELDS, CachedCall, Runs
 from flexattn.dispatch import cpu_attention, eager_backend, replay
 from flexattn.dispatch.recorder import Recorder
@@ -804,7 +804,7 @@ def test_a_replay_is_made_on_the_recordings_device(monkeypatch: pytest.MonkeyPat
         tensors_of=lambda arguments: list(arguments),
         prepare=lambda programs, arguments: SimpleNamespace(launch=lambda stream, addresses: seen.append(current[0])),
     )
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current[0], raising=False)
+    monkeypatch.setattr(compat, "current_device", lambda: current[0])
     monkeypatch.setattr(torch.cuda, "device", on)
     monkeypatch.setattr(launch, "stream_of", lambda device: int)
     x = torch.ones(3)

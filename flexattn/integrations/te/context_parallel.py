@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from flexattn.compat import runs_as_it_is
 from flexattn.dispatch.neutral import is_capturing
 from flexattn.dispatch.spec import Band, as_bshd, make_band
 from flexattn.first_order import first_order
-from flexattn.mods.eager import runs_as_it_is
 from flexattn.validation import check_name, describe
 
 if TYPE_CHECKING:

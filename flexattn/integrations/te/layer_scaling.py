@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexattn import fp8
+from flexattn import compat, fp8
 from flexattn.dispatch.neutral import making_state
 from flexattn.integrations.te.recipe import current_step
 from flexattn.warn import warn_once
@@ -18,7 +18,7 @@ from flexattn.warn import warn_once
 
 def is_recomputed() -> bool:
     """Returns whether a backward runs in this thread, so that a forward is a checkpoint's recomputation."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+    return not torch.compiler.is_compiling() and compat.backward_id() != -1
 
 
 class LayerScaling:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexattn import compat
 from flexattn.dispatch.mod_program import evaluate
 from flexattn.dispatch.neutral import is_jit_traced, neutral_state
 from flexattn.integrations.te.score_graph import AXES, GraphTensor, ScoreGraph, read_tensors
@@ -221,7 +222,7 @@ def _by_value(t: Value) -> Value:
         return t
     if t.dim() or t.device.type != "cpu" or t.requires_grad or not t.dtype.is_floating_point or is_jit_traced():
         return t
-    if not torch._C._len_torch_dispatch_stack() and not torch._C._is_torch_function_mode_enabled():
+    if not compat.num_dispatch_modes() and not compat.has_function_mode():
         return float(t.item())
     with neutral_state():  # within a trace, whose modes hide values
         return float(t.item())

@@ -1,0 +1,177 @@
+"""The private names of torch that flexattn uses, under names of its own: a new torch that changes one changes this file alone.
+
+Each name was seen in every version of `SEEN_IN`, or else the comment beside it names the versions. CUDA_ONLY lists the names that a
+torch without CUDA lacks. Names that would import a large part of torch, such as Dynamo, are functions that import it in their first
+call. `tests/repository/test_compat.py` gets each name, and finds private names in other files.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._C import _functorch
+from torch._decomp import core_aten_decompositions, get_decompositions
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd import forward_ad
+from torch.overrides import _get_current_function_mode_stack as function_modes
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes as no_dispatch_modes
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from torch import Tensor
+
+SEEN_IN = ("2.11", "2.13", "2.14", "2.15")
+CUDA_ONLY = ("current_device", "current_raw_stream")
+
+__all__ = [
+    "FakeTensor",
+    "FakeTensorMode",
+    "OpOverload",
+    "TorchDispatchMode",
+    "core_aten_decompositions",
+    "function_modes",
+    "get_decompositions",
+    "no_dispatch_modes",
+    "temporarily_clear_interpreter_stack",
+    "tree_flatten",
+    "tree_leaves",
+    "tree_map",
+    "tree_unflatten",
+]
+
+_C = torch._C
+_compiler = _C._dynamo  # parts of torch.compile in C++, which import nothing
+
+# Modes, transforms and traces. Callers keep these functions, as each look into torch's modules takes 20 ns of a call.
+num_dispatch_modes = _C._len_torch_dispatch_stack
+num_function_modes = _C._len_torch_function_stack
+pop_function_mode = _C._pop_torch_function_stack
+push_function_mode = _C._push_on_torch_function_stack
+has_function_mode = _C._is_torch_function_mode_enabled
+functions_enabled = _C._EnableTorchFunction
+python_dispatcher_disabled = _C._DisablePythonDispatcher
+innermost_transform = _functorch.peek_interpreter_stack
+has_transforms = _C._are_functorch_transforms_active
+is_batched = _functorch.is_batchedtensor
+is_legacy_batched = _functorch.is_legacy_batchedtensor
+is_transformed = _functorch.is_functorch_wrapped_tensor
+jit_trace = _C._get_tracing_state
+forward_mode_level: Callable[[], int] = functools.partial(getattr, forward_ad, "_current_level")  # negative: no level
+set_jit_trace: Callable[[Any], None] = _C._set_tracing_state  # type: ignore[attr-defined]
+
+# Dispatch keys and the settings of a thread.
+DispatchKey = _C.DispatchKey
+DispatchKeySet = _C.DispatchKeySet
+dispatch_keys = _C._ForceDispatchKeyGuard
+dispatch_key_excluded = _C._SetExcludeDispatchKeyGuard
+autocast_disabled = _C._DisableAutocast
+is_any_autocast_enabled = _C._is_any_autocast_enabled
+is_deterministic = _C._get_deterministic_algorithms
+is_profiler_enabled = _C._autograd._profiler_enabled
+set_saved_tensors_hooks_tracing = _C._autograd._saved_tensors_hooks_set_tracing
+backward_id = _C._current_graph_task_id
+
+# Operators without a public name.
+assert_async = torch._assert_async
+foreach_add = torch._foreach_add_
+foreach_copy = torch._foreach_copy_
+
+# CUDA.
+current_device: Callable[[], int] = getattr(_C, "_cuda_getDevice", None)  # type: ignore[assignment]
+current_raw_stream: Callable[[int], int] = getattr(_C, "_cuda_getCurrentRawStream", None)  # type: ignore[assignment]
+
+# Functions that mods may call, by the objects and dicts that hold them.
+C_FUNCTIONS: tuple[Any, ...] = (_C._VariableFunctions, _C._nn, _C._special, _C._linalg, _C._fft)  # type: ignore[attr-defined]
+TENSOR_FUNCTIONS = vars(torch._tensor)
+
+# torch.compile's guards: types, dispatch keys (device, layout, negation, transforms, modes), dtypes, devices, requires_grad, shapes
+# and strides. None: this torch has no such class, and calls are found by keys alone.
+TensorGuards: Any = getattr(getattr(_compiler, "guards", None), "TensorGuards", None)
+
+
+def empty_strided(device_type: str) -> Callable[..., Tensor] | None:
+    """Returns the empty_strided(shape, strides, dtype) that Inductor's code calls for the current device, or None."""
+    found: Callable[..., Tensor] | None = getattr(getattr(_compiler, "guards", None), f"_empty_strided_{device_type}", None)
+    return found
+
+
+def fake_mode() -> Any:
+    """Returns the FakeTensorMode that is active, or None."""
+    return _C._get_dispatch_mode(_C._TorchDispatchModeKey.FAKE)
+
+
+def register_namedtuple(kind: type, name: str) -> None:
+    """Registers a NamedTuple for torch.export.save."""
+    _pytree._register_namedtuple(kind, serialized_type_name=name)
+
+
+def runs_as_it_is(function: Any) -> None:
+    """Keeps torch.compile from tracing a function and its callees, by a graph break, without cost in eager mode.
+
+    torch.compiler.disable would cost a microsecond in each call.
+    """
+    frames = _compiler.eval_frame
+    skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+    frames.set_code_exec_strategy(function.__code__, skip)
+
+
+# Names whose modules `import torch` does not import.
+
+
+def device_context() -> type:
+    """Returns the class of the modes of torch.set_default_device."""
+    from torch.utils._device import DeviceContext
+
+    return DeviceContext
+
+
+def dynamo() -> ModuleType:
+    """Returns torch._dynamo."""
+    import torch._dynamo
+
+    return torch._dynamo
+
+
+def substitute_in_graph(function: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
+    """Decorates the function that Dynamo traces in place of another one."""
+    return dynamo().decorators.substitute_in_graph(function)  # type: ignore[no-any-return]
+
+
+def side_effects_allowed() -> Callable[..., Any]:
+    """Returns Dynamo's function that calls a function whose side effects a checkpoint accepts."""
+    from torch._dynamo.utils import _disable_side_effect_safety_checks_for_current_subtracer
+
+    return _disable_side_effect_safety_checks_for_current_subtracer
+
+
+def functorch_config() -> Any:
+    """Returns the settings of AOTAutograd."""
+    from torch._functorch import config
+
+    return config
+
+
+def symmetric_memory() -> Any:
+    """Returns torch's module of symmetric memory."""
+    from torch.distributed import _symmetric_memory
+
+    return _symmetric_memory
+
+
+def allocate_symmetric(*arguments: Any) -> Tensor:
+    """Allocates memory of its own as torch's workspaces do: `symmetric_memory().empty` uses a pool, which does not free memory."""
+    return symmetric_memory()._SymmetricMemory.empty_strided_p2p(*arguments)  # type: ignore[no-any-return]
+
+
+def timeout_of(group: Any, device: torch.device) -> Any:
+    """Returns the timeout of a process group's backend, a timedelta."""
+    return group._get_backend(device).options._timeout
