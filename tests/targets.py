@@ -70,7 +70,7 @@ TARGETS = [
     Target("lines of the largest device function", most=120),
     Target("stage arithmetic in device functions (n % STAGES, n // STAGES)", most=6, holds=True),
     Target("reads of a work tile's numbers by position", most=0),
-    Target("lines that mypy does not check", most=9_000),
+    Target("lines that mypy does not check", most=9_000, holds=True),
     Target("uses of Any in source", most=1_200),
     Target("source: if, when per 1,000 words of comments and docstrings", least=3.5, holds=True),
     Target("source: where, what per 1,000 words of comments and docstrings", most=3, holds=True),
@@ -122,7 +122,7 @@ def measured(root: Path) -> dict[str, float]:
         "reads of a work tile's numbers by position": sum(
             is_read_by_position(node) for _, function in device for node in ast.walk(function)
         ),
-        "lines that mypy does not check": sum(_length(module) for module in source if is_unchecked(module, root)),
+        "lines that mypy does not check": sum(unchecked_lines(module, root) for module in source),
         "uses of Any in source": sum(
             isinstance(node, ast.Name) and node.id == "Any" for module in source for node in ast.walk(module.tree)
         ),
@@ -161,20 +161,43 @@ def is_in_wheel(module: structure.Module, root: Path) -> bool:
     return packages is not None and f'"{package}"' in packages[1]
 
 
+def unchecked_lines(module: structure.Module, root: Path) -> int:
+    """Returns the number of lines that mypy skips: a module whose errors it ignores, or functions without types."""
+    if is_unchecked(module, root):
+        return module.text.count("\n")
+    return len({line for function in untyped_functions(module, root) for line in _lines(function)})
+
+
 def is_unchecked(module: structure.Module, root: Path) -> bool:
     """Whether mypy ignores the errors of a module, by pyproject.toml or by a comment of its own."""
-    ignored, checked = [], []
+    by_comment = re.search(r"^# mypy: .*ignore-errors", module.text, re.MULTILINE)
+    return bool(by_comment) or _is_set(module, root, ["ignore_errors = true", 'follow_imports = "skip"'], "ignore_errors = false")
+
+
+def untyped_functions(module: structure.Module, root: Path) -> list[ast.FunctionDef]:
+    """Functions without types, which mypy skips, if pyproject.toml permits them."""
+    if not _is_set(module, root, ["disallow_untyped_defs = false"], "disallow_untyped_defs = true"):
+        return []
+    functions = [node for node in ast.walk(module.tree) if isinstance(node, ast.FunctionDef)]
+    return [x for x in functions if not any(y.annotation for y in ast.walk(x.args) if isinstance(y, ast.arg)) and not x.returns]
+
+
+def _is_set(module: structure.Module, root: Path, on: list[str], off: str) -> bool:
+    """Whether a table of mypy's overrides has a setting for a module; mypy prefers the name of a module to a pattern."""
+    is_on = False
     for table in re.split(r"^\[\[?", _pyproject(root), flags=re.MULTILINE):
-        modules = re.search(r"^module *= *(\[.*?\]|\".*?\")", table, re.MULTILINE | re.DOTALL)
-        setting = re.search(r"^(?:ignore_errors|follow_imports) *= *(true|false|\"skip\")", table, re.MULTILINE)
-        if table.startswith("tool.mypy.overrides") and modules and setting:
-            (checked if setting[1] == "false" else ignored).extend(re.findall(r'"([^"]+)"', modules[1]))
-    matches = (
-        re.fullmatch(re.escape(pattern).replace(r"\.\*", r"(\..*)?").replace(r"\*", ".*"), module.name) for pattern in ignored
-    )
-    if module.name in checked:  # mypy prefers the name of a module to a pattern
-        return False
-    return any(matches) or bool(re.search(r"^# mypy: .*ignore-errors", module.text, re.MULTILINE))
+        names = re.search(r"^module *= *(\[.*?\]|\".*?\")", table, re.MULTILINE | re.DOTALL)
+        if not table.startswith("tool.mypy.overrides") or not names:
+            continue
+        patterns = re.findall(r'"([^"]+)"', names[1])
+        if off in table and module.name in patterns:
+            return False
+        if any(setting in table for setting in on):
+            is_on = is_on or any(
+                re.fullmatch(re.escape(pattern).replace(r"\.\*", r"(\..*)?").replace(r"\*", ".*"), module.name)
+                for pattern in patterns
+            )
+    return is_on
 
 
 def arguments_of_attention(source: list[structure.Module]) -> set[str]:

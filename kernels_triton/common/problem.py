@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -568,7 +568,14 @@ class Backward(NamedTuple):
     deterministic: bool = False  # gradients are bitwise identical from run to run
 
 
-def rows(x: Tensor, meta: Meta) -> Rows:
+class Aligned(Protocol):
+    """Constants of a kernel that say of how many elements all strides are multiples."""
+
+    @property
+    def ALIGN(self) -> int: ...
+
+
+def rows(x: Tensor, meta: Aligned) -> Rows:
     """Returns a tensor with q's layout as an argument of a kernel that is compiled with `meta`."""
     stride_b, stride_s, stride_h = row_strides(x, meta)
     return Rows(ptr=x, stride_b=stride_b, stride_s=stride_s, stride_h=stride_h)
@@ -600,7 +607,7 @@ def _scale(descale: Tensor) -> Scale:
     return Scale(ptr=descale, stride_block=stride_block, stride_b=stride_b, stride_h=stride_h)
 
 
-def row_strides(x: Tensor, meta: Meta) -> tuple[int, int, int]:
+def row_strides(x: Tensor, meta: Aligned) -> tuple[int, int, int]:
     """Returns the (batch, sequence, head) strides in units of meta.ALIGN; the batch stride of [total, h, d] is 0."""
     align = meta.ALIGN
     stride_b, stride_s, stride_h = (0, *_strides(x, 2)) if x.dim() == 3 else _strides(x, 3)

@@ -238,10 +238,10 @@ def combine_splits(problem: Problem, parts: Parts, out: Tensor, lse: Tensor) -> 
         COLUMNS=triton.next_power_of_2(head_dim),
         MOST=SPLIT_MOST,
         AT_ONCE=_TILE.block_m,
-        IS_UNBOUNDED=meta.IS_UNBOUNDED,
+        IS_UNBOUNDED=x.is_unbounded,
         ALIGN=meta.ALIGN,
         WIDE_STRIDES=meta.WIDE_STRIDES,
-        IS_RAGGED_Q=meta.IS_RAGGED_Q,
+        IS_RAGGED_Q=x.q.dim() == 3,
         OVERLAPS=overlaps(x.device),
         BY_SEQUENCE=by_sequence,
     )

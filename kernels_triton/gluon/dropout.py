@@ -117,7 +117,7 @@ def dropout_state(dropout: Dropout, first_head, META: gl.constexpr):
             key0=seed.to(gl.uint32),
             key1=(seed >> 32).to(gl.uint32),
             offset=gl.load(dropout.rng_state_ptr + 1).to(gl.uint32),
-            threshold=dropout.threshold.to(gl.uint32),
+            threshold=dropout.threshold.to(gl.uint32),  # type: ignore[attr-defined]
             keep_scale=dropout.keep_scale,
             first_head=first_head,
         )

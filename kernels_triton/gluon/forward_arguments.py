@@ -67,7 +67,7 @@ class Steps(NamedTuple):
     q: Step
     k: Step
     v: Step
-    out: Step
+    out: Step | None
 
 
 class Results(NamedTuple):

@@ -131,7 +131,7 @@ def scale_error(name: str, scale: Scale, problem: Problem, heads: int, multiple:
 
 def transposed_blocks(batch: int, num_tokens: int, is_ragged: bool) -> int:
     """Returns the number of transposed tiles of one head. A sequence begins at tile place // BLOCK + b, or b * cdiv(s, BLOCK)."""
-    return num_tokens // BLOCK.value + batch if is_ragged else batch * triton.cdiv(num_tokens, BLOCK.value)
+    return num_tokens // BLOCK.value + batch if is_ragged else batch * int(triton.cdiv(num_tokens, BLOCK.value))
 
 
 def empty_transposed(x: Tensor, batch: int, dtype: torch.dtype) -> Tensor:

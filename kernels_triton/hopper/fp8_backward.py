@@ -36,11 +36,10 @@ from flexattn.kernels_triton.gluon.descriptors import (
     store_rows,
 )
 from flexattn.kernels_triton.gluon.fp32_gradients import fp32_rows
-from flexattn.kernels_triton.gluon.operands import ROWS
+from flexattn.kernels_triton.gluon.operands import ROWS, allocate_tiles
 from flexattn.kernels_triton.gluon.pairs import (
     Pair,
     allocate_pair,
-    allocate_tiles,
     load_pair,
     origin_of,
     origin_of_head,

@@ -38,8 +38,8 @@ from flexattn.kernels_triton.gluon.conditions import unsupported_block_mask
 from flexattn.kernels_triton.gluon.descriptors import FP8_DTYPES, Step, descriptor_error, ragged_descriptor, step_of, store_rows
 from flexattn.kernels_triton.gluon.forward_loader import LoadedRows, load_keys, load_queries
 from flexattn.kernels_triton.gluon.masking import SequenceBand, apply_mask_mod, band_of_sequence, mask_keys
-from flexattn.kernels_triton.gluon.operands import ROWS, keep_pairs
-from flexattn.kernels_triton.gluon.pairs import Pair, allocate_pair, allocate_tiles, origin_of, pair_descriptor
+from flexattn.kernels_triton.gluon.operands import ROWS, allocate_tiles, keep_pairs
+from flexattn.kernels_triton.gluon.pairs import Pair, allocate_pair, origin_of, pair_descriptor
 from flexattn.kernels_triton.gluon.pipeline import ForwardBarriers, Stage, allocate_forward_barriers, skip_blocks
 from flexattn.kernels_triton.gluon.tile_scheduler import (
     Work,

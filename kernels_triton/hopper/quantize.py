@@ -157,10 +157,10 @@ def _quantize_kernel(args: QuantizeArguments, META: tl.constexpr):
     start, length = load_sequence(args.lengths, b, META.IS_RAGGED)
     row = n * TOKENS
     if row < length:
-        stride_x = x.stride_s.to(tl.int64) * META.ALIGN
+        stride_x = x.stride_s.to(tl.int64) * META.ALIGN  # type: ignore[attr-defined]
         x_ptr = x.ptr + (b.to(tl.int64) * x.stride_b + h.to(tl.int64) * x.stride_h) * META.ALIGN + start * stride_x
         descale_ptr = descale.ptr + b * descale.stride_b + h * descale.stride_h
-        stride_out = out.stride_s.to(tl.int64) * META.ROWS_ALIGN
+        stride_out = out.stride_s.to(tl.int64) * META.ROWS_ALIGN  # type: ignore[attr-defined]
         out_ptr = out.ptr + (b.to(tl.int64) * out.stride_b + h.to(tl.int64) * out.stride_h) * META.ROWS_ALIGN + start * stride_out
         place = packed_start(args.lengths, b, start)
         first = place // TOKENS + b if META.IS_RAGGED else b * tl.cdiv(args.lengths.num_tokens, TOKENS)
@@ -217,7 +217,7 @@ def quantize(
     )
     quantize_meta = QuantizeMeta(
         IS_RAGGED=side_lengths.is_ragged,
-        HAS_LENGTHS=meta.HAS_LENGTHS,
+        HAS_LENGTHS=problem.has_lengths,
         HAS_GAPS=side_lengths.lengths.cu_seqlens_padded_ptr is not None,
         HEAD_DIM=head_dim,
         WIDTH0=width0,

@@ -19,6 +19,7 @@ from flexattn.kernels_triton.common.problem import BlockLists, Problem
 from flexattn.kernels_triton.runtime.device import Tile
 from flexattn.kernels_triton.runtime.launch import kernel, launch
 
+_Four = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 SHORTEST = 8 * BLOCK  # with fewer blocks to skip, lists save nothing
 _MOST_ENTRIES = 2**28  # maximum entries of all lists
 _CHUNK = 64  # blocks that a program tests together
@@ -191,8 +192,8 @@ def with_mask_blocks(problem: Problem, direction: Literal["forward", "backward",
         return problem
     lists = _Lists(x, batch, heads, blocks_q, blocks_kv)
     nothing = (None, None, None, None)
-    key_lists = lists.make(query_lists=False) if direction != "one pass" else nothing
-    query_lists = lists.make(query_lists=True) if direction != "forward" else nothing
+    key_lists: _Four = lists.make(query_lists=False) if direction != "one pass" else nothing
+    query_lists: _Four = lists.make(query_lists=True) if direction != "forward" else nothing
     return dataclasses.replace(problem, block_mask=BlockLists(*key_lists, *query_lists, BLOCK, BLOCK, not x.has_lengths))
 
 
@@ -204,7 +205,7 @@ def with_key_lists(problem: Problem) -> Problem:
     assert mask.q_num_blocks is not None
     batch, heads, columns = mask.q_num_blocks.shape
     lists = _Lists(problem, batch, heads, triton.cdiv(problem.longest_q, BLOCK), columns)
-    return dataclasses.replace(problem, block_mask=BlockLists(*lists.make(query_lists=False), *mask[4:]))
+    return dataclasses.replace(problem, block_mask=BlockLists(*lists.make(query_lists=False), *mask[4:8], *mask[8:]))
 
 
 class _Lists:

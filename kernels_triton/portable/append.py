@@ -203,8 +203,12 @@ def append(k_cache: Tensor, v_cache: Tensor, new: NewTokens, seqused_kv: Tensor,
         pages = Pages(page_table, page_table.stride(0), row_length, k_cache.shape[0])
         capacity = row_length * page_table.shape[1]
     args = Arguments(
-        *(_rows(x, align) for x in tensors),
-        *(_scale(descale) for descale in (new.descale_k, new.descale_v)),
+        k_cache=_rows(k_cache, align),
+        v_cache=_rows(v_cache, align),
+        k_new=_rows(new.k, align),
+        v_new=_rows(new.v, align),
+        k_scale=_scale(new.descale_k),
+        v_scale=_scale(new.descale_v),
         tokens=Tokens(new.cu_seqlens, new.seqused, batch, total, tokens_per_row, batch.bit_length()),
         pages=pages,
         seqused_kv_ptr=seqused_kv,

@@ -10,12 +10,11 @@ import triton.language as tl
 from torch import Tensor
 
 from flexattn.kernels_triton.common.addressing import row_pointer, row_steps
-from flexattn.kernels_triton.common.arguments import BlockKinds, Inputs, Pointer, Rows
+from flexattn.kernels_triton.common.arguments import BlockKinds, Inputs, Pointer, Rows, Statistics
 from flexattn.kernels_triton.common.dropout import dropout_keep
 from flexattn.kernels_triton.common.fp8_tiles import descaled_products
 from flexattn.kernels_triton.common.heads import head_of
 from flexattn.kernels_triton.common.lse_rows import load_large
-from flexattn.kernels_triton.common.preprocess import Statistics
 from flexattn.kernels_triton.common.problem import Problem, rows
 from flexattn.kernels_triton.common.row_statistics import by_rows, load_row_statistics, statistics_row
 from flexattn.kernels_triton.common.scores import ScoreTile, score_gradient

@@ -96,11 +96,11 @@ def _pull_kernel(args: Arguments, META: tl.constexpr):
     if META.WORD == 8:
         word: tl.constexpr = tl.pointer_type(tl.int64)
     elif META.WORD == 4:
-        word: tl.constexpr = tl.pointer_type(tl.int32)
+        word: tl.constexpr = tl.pointer_type(tl.int32)  # type: ignore[no-redef]
     elif META.WORD == 2:
-        word: tl.constexpr = tl.pointer_type(tl.int16)
+        word: tl.constexpr = tl.pointer_type(tl.int16)  # type: ignore[no-redef]
     else:
-        word: tl.constexpr = tl.pointer_type(tl.int8)
+        word: tl.constexpr = tl.pointer_type(tl.int8)  # type: ignore[no-redef]
     # If loads are this wide, the addresses of sources and tensors are multiples of 16 bytes.
     read = tl.multiple_of(source.to(word), META.WORD * ALIGN) + read_at * ALIGN
     written = tl.multiple_of(out.to(word), META.WORD * ALIGN) + written_at * ALIGN

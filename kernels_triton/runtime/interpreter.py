@@ -127,7 +127,8 @@ def _install() -> None:
         else:
             _undo.callback(setattr, owner, name, original)
         setattr(owner, name, _bind(replacement, original))
-    for owner, name, replacement in (  # functions that run several times for every operation
+    make: Callable[..., Any]
+    for owner, name, make in (  # functions that run several times for every operation
         (TritonSemantic, "binary_op_type_checking_impl", _check_operands),
         (TritonSemantic, "broadcast_impl_value", _broadcast),
         (InterpreterBuilder, "binary_op", _binary_op),
@@ -137,7 +138,7 @@ def _install() -> None:
         (TensorHandle, "__init__", _make_handle),
     ):
         _undo.callback(setattr, owner, name, original := vars(owner)[name])
-        setattr(owner, name, replacement(original))
+        setattr(owner, name, make(original))
 
 
 def _bind(replacement: Callable[..., Any], original: Callable[..., Any] | None) -> Callable[..., Any]:
@@ -149,12 +150,12 @@ def _widen(handle: TensorHandle) -> TensorHandle:
     dtype = _TORCH_DTYPES.get(handle.dtype.scalar.name)
     if dtype is None:
         return handle
-    bits = torch.from_numpy(np.require(handle.data, requirements="CW"))
+    bits = torch.from_numpy(np.require(handle.data, requirements=["C", "W"]))
     return TensorHandle(bits.view(dtype).float().numpy(), tl.float32)
 
 
-def _narrow(values: np.ndarray, dtype: tl.dtype, toward_zero: bool = False) -> TensorHandle:
-    exact = torch.from_numpy(np.require(values, np.float32, "CW"))
+def _narrow(values: np.ndarray[Any, Any], dtype: tl.dtype, toward_zero: bool = False) -> TensorHandle:
+    exact = torch.from_numpy(np.require(values, np.float32, ["C", "W"]))
     if dtype.name in _LARGEST:
         exact = exact.clamp(-_LARGEST[dtype.name], _LARGEST[dtype.name])
     rounded = exact.to(_TORCH_DTYPES[dtype.name])
