@@ -93,7 +93,7 @@ class AppendCall(NamedTuple):
         """The call as JSON."""
         return json.dumps(self, separators=(",", ":"))
 
-    def updated(self, arrays: Sequence[Any]) -> list[str]:
+    def updated(self, arrays: Sequence[jax.Array]) -> list[str]:
         """Returns the names of the updated arrays: the caches, and descales per token."""
         return [
             name
@@ -111,7 +111,7 @@ class AppendCall(NamedTuple):
         return k_cache, v_cache, torch_append.checked(k_cache, v_cache, x)
 
 
-def _shapes(call: AppendCall, arrays: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+def _shapes(call: AppendCall, arrays: Sequence[jax.Array]) -> list[jax.ShapeDtypeStruct]:
     arrays_by_name = dict(zip(call.names, arrays, strict=True))
     return [jax.ShapeDtypeStruct(arrays_by_name[name].shape, arrays_by_name[name].dtype) for name in call.updated(arrays)]
 
@@ -128,14 +128,14 @@ def run(text: bytes, tensors: list[Tensor]) -> list[Tensor]:
 ffi.register(_NAME, run)
 
 
-def on_host(*arrays: Any, call: AppendCall) -> Any:
+def on_host(*arrays: jax.Array, call: AppendCall) -> Any:
     """Returns the updated arrays, in a trace for a CPU: torch appends in a handler that XLA calls."""
     shapes = _shapes(call, arrays)
     aliases = {call.names.index(name): i for i, name in enumerate(call.updated(arrays))}
     return jax.ffi.ffi_call(_NAME, shapes, input_output_aliases=aliases)(*arrays, call=call.text)
 
 
-def on_cuda(*arrays: Any, call: AppendCall) -> Any:
+def on_cuda(*arrays: jax.Array, call: AppendCall) -> Any:
     """Returns the updated arrays, in a trace for a CUDA device: XLA launches the kernel."""
     signature = tuple((tuple(x.shape), torch_dtype(name, x.dtype)) for name, x in zip(call.names, arrays, strict=True))
     return cuda.run_plan(_plan(call, signature, cuda.needed_device()), arrays)

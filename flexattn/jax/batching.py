@@ -6,24 +6,27 @@ softmax_offset or captures with gradients, mapped captures or offsets, and mods 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Primitive
 
 from flexattn.dispatch.mod_program import looks_at, parse_program
 from flexattn.dispatch.spec import parse_format
 from flexattn.jax.call import TENSORS, Call
 
+Batched = tuple[Sequence[jax.Array], Sequence[int | None]]  # results, and the mapped dim of each
+
 _CACHE_ARGUMENTS = {"seqused_q", "seqused_kv", "page_table"}
 _LENGTHS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
 
 
-def fold_forward(primitive: Any) -> Any:
+def fold_forward(primitive: Primitive) -> Callable[..., Batched]:
     """Returns the batching rule of the forward."""
 
-    def rule(arrays: Sequence[Any], dims: Sequence[Any], *, call: Call) -> tuple[Any, Any]:
+    def rule(arrays: Sequence[jax.Array], dims: Sequence[int | None], *, call: Call) -> Batched:
         if _needs_loop(call, dims, is_backward=False):
             return loop(primitive, arrays, dims, call)
         n, operands, folded, _ = _fold(call, arrays, dims)
@@ -35,10 +38,10 @@ def fold_forward(primitive: Any) -> Any:
     return rule
 
 
-def fold_backward(primitive: Any) -> Any:
+def fold_backward(primitive: Primitive) -> Callable[..., Batched]:
     """Returns the batching rule of the backward."""
 
-    def rule(arrays: Sequence[Any], dims: Sequence[Any], *, call: Call) -> tuple[Any, Any]:
+    def rule(arrays: Sequence[jax.Array], dims: Sequence[int | None], *, call: Call) -> Batched:
         if _needs_loop(call, dims, is_backward=True):
             return loop(primitive, arrays, dims, call)
         count = call.num_operands
@@ -60,7 +63,7 @@ def fold_backward(primitive: Any) -> Any:
     return rule
 
 
-def _needs_loop(call: Call, dims: Sequence[Any], is_backward: bool) -> bool:
+def _needs_loop(call: Call, dims: Sequence[int | None], is_backward: bool) -> bool:
     names, settings = call.names(), call.settings
     mapped = {name for name, dim in zip(names, dims[: len(names)], strict=True) if dim is not None}
     if call.config is not None or settings.fp8_out or settings.return_max_logit or "rng_state" in names:
@@ -77,7 +80,7 @@ def _needs_loop(call: Call, dims: Sequence[Any], is_backward: bool) -> bool:
     return program is not None and looks_at(program, "b")
 
 
-def loop(primitive: Any, arrays: Sequence[Any], dims: Sequence[Any], call: Call) -> tuple[Any, Any]:
+def loop(primitive: Primitive, arrays: Sequence[jax.Array], dims: Sequence[int | None], call: Call) -> Batched:
     """Returns the results of one call per index of the mapped axis, and 0 as their mapped axes."""
     moved = [None if dim is None else jnp.moveaxis(x, dim, 0) for x, dim in zip(arrays, dims, strict=True)]
     mapped = [x for x in moved if x is not None]
@@ -90,16 +93,16 @@ def loop(primitive: Any, arrays: Sequence[Any], dims: Sequence[Any], call: Call)
     return results, [0] * len(results)
 
 
-def _mapped_size(arrays: Sequence[Any], dims: Sequence[Any]) -> int:
+def _mapped_size(arrays: Sequence[jax.Array], dims: Sequence[int | None]) -> int:
     return int(next(x.shape[dim] for x, dim in zip(arrays, dims, strict=True) if dim is not None))
 
 
-def _move_to_front(x: Any, dim: Any, n: int) -> Any:
+def _move_to_front(x: jax.Array, dim: int | None, n: int) -> jax.Array:
     """Returns x with its mapped axis first; without a mapped axis, x is broadcast."""
     return jnp.broadcast_to(x, (n, *x.shape)) if dim is None else jnp.moveaxis(x, dim, 0)
 
 
-def _fold(call: Call, arrays: Sequence[Any], dims: Sequence[Any], n: int = 0) -> tuple[int, list[Any], Call, int]:
+def _fold(call: Call, arrays: Sequence[jax.Array], dims: Sequence[int | None], n: int = 0) -> tuple[int, list[Any], Call, int]:
     """Returns the number of joined calls, the joined operands, the joined call, and the batch of each original call."""
     n = n or _mapped_size(arrays, dims)
     operands_and_dims: dict[str, tuple[Any, Any]] = dict(zip(call.names(), zip(arrays, dims, strict=True), strict=False))
@@ -141,25 +144,25 @@ def _join_lengths(operands_and_dims: dict[str, tuple[Any, Any]], side: str, n: i
     return joined
 
 
-def _join_batch(x: Any, fmt: str) -> Any:
+def _join_batch(x: jax.Array, fmt: str) -> jax.Array:
     """Returns x, [n, *dims of fmt], with n merged into the batch or the tokens."""
     axis = 0 if fmt == "thd" else fmt.index("b")
     x = jnp.moveaxis(x, 0, axis)
     return x.reshape(*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])
 
 
-def _split_batch(x: Any, fmt: str, n: int) -> Any:
+def _split_batch(x: jax.Array, fmt: str, n: int) -> jax.Array:
     axis = 0 if fmt == "thd" else fmt.index("b")
     return jnp.moveaxis(x.reshape(*x.shape[:axis], n, x.shape[axis] // n, *x.shape[axis + 1 :]), axis, 0)
 
 
-def _join_lse(lse: Any, q_format: str) -> Any:
+def _join_lse(lse: jax.Array, q_format: str) -> jax.Array:
     if q_format == "thd":  # [n, h, t]
         return jnp.moveaxis(lse, 0, 1).reshape(lse.shape[1], -1)
     return lse.reshape(-1, *lse.shape[2:])
 
 
-def _split_lse(lse: Any, q_format: str, n: int) -> Any:
+def _split_lse(lse: jax.Array, q_format: str, n: int) -> jax.Array:
     if q_format == "thd":
         return jnp.moveaxis(lse.reshape(lse.shape[0], n, -1), 1, 0)
     return lse.reshape(n, -1, *lse.shape[1:])

@@ -60,6 +60,6 @@ def create_block_mask(
     return BlockMask(mask_mod, arrays, lists.block_size, (Q_LEN, KV_LEN))
 
 
-def _to_torch(array: Any) -> Tensor:
+def _to_torch(array: jax.Array) -> Tensor:
     values = np.asarray(array)
     return torch.from_numpy(values.astype(np.float32) if values.dtype.name == "bfloat16" else values.copy())

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import torch
+from jax.typing import DTypeLike
 from torch import Tensor
 
 from flexattn import ops
@@ -33,7 +34,7 @@ LISTS = ("mod_tensors", "block_mask", "descales")
 SCALED = ("q", "k", "v", "dout", "out")  # tensors with scales, in the order of a call with delayed scaling
 
 
-def torch_dtype(name: str, dtype: Any) -> torch.dtype:
+def torch_dtype(name: str, dtype: DTypeLike) -> torch.dtype:
     """Returns torch's dtype for JAX's; raises TypeError if attention does not support it."""
     torch_type: torch.dtype | None = DTYPES.get(jnp.dtype(dtype).name)
     if torch_type is None:
@@ -46,7 +47,7 @@ def jax_dtype(dtype: torch.dtype) -> Any:
     return jnp.dtype(_NAMES[dtype])
 
 
-def meta_tensor(name: str, aval: Any) -> Tensor:
+def meta_tensor(name: str, aval: jax.core.ShapedArray) -> Tensor:
     """Returns a meta tensor of an array's shape and dtype; raises ValueError if a size is symbolic."""
     if not all(isinstance(size, int) for size in aval.shape):
         raise ValueError(

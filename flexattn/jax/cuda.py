@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import torch
+from jax.typing import DTypeLike
 from torch import Tensor
 
 from flexattn import fp8, fp8_ops, ops
@@ -66,12 +67,12 @@ def _first_device() -> Device | None:
     return Device((major, minor), first.core_count, large_l2_by_name(first.device_kind))  # JAX does not tell the size
 
 
-def forward(call: Call, arrays: Sequence[Any]) -> list[Any]:
+def forward(call: Call, arrays: Sequence[jax.Array]) -> list[jax.Array]:
     """Returns out, lse and max_logit of a call in a trace for a CUDA device."""
     return run_plan(_forward_plan(call, _signature(call, arrays), needed_device(), options.hopper()), arrays)
 
 
-def backward(call: Call, arrays: Sequence[Any]) -> list[Any]:
+def backward(call: Call, arrays: Sequence[jax.Array]) -> list[jax.Array]:
     """Returns a call's gradients in a trace for a CUDA device; arrays: operands, out, lse, dout, and dlse if it is not zero."""
     return run_plan(_backward_plan(call, _signature(call, arrays), needed_device(), options.hopper()), arrays)
 
@@ -90,7 +91,7 @@ def needed_device() -> Device:
 _Signature = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
 
-def _signature(call: Call, arrays: Sequence[Any]) -> _Signature:
+def _signature(call: Call, arrays: Sequence[jax.Array]) -> _Signature:
     names = (*call.names(), *("the backward's input",) * (len(arrays) - call.num_operands))
     return tuple(
         (shape_of_words(x.shape), torch.int64) if name == "rng_state" else (tuple(x.shape), torch_dtype(name, x.dtype))
@@ -123,7 +124,7 @@ def check(spec: AttentionSpec, backend: str, direction: Direction) -> None:
         )
 
 
-def checked(call: Call, arrays: Sequence[Any], direction: Direction) -> Call:
+def checked(call: Call, arrays: Sequence[jax.Array], direction: Direction) -> Call:
     """Returns a call of one of `HOSTED` in the form that torch runs; arrays: its operands, and the arrays after them.
 
     Raises BackendError like `check`.
@@ -189,13 +190,13 @@ def _backward_plan(call: Call, signature: _Signature, target: Device, hopper: st
     return plans.record(run, metas, target)
 
 
-def run_plan(plan: Plan, arrays: Sequence[Any]) -> list[Any]:
+def run_plan(plan: Plan, arrays: Sequence[jax.Array]) -> list[jax.Array]:
     """Returns a plan's results for arrays of its inputs, in a trace."""
     with jax.enable_x64(True):  # launchers sum some gradients in 64 bits, which JAX would silently reduce to 32
         return _run_steps(plan, arrays)
 
 
-def _run_steps(plan: Plan, arrays: Sequence[Any]) -> list[Any]:
+def _run_steps(plan: Plan, arrays: Sequence[jax.Array]) -> list[jax.Array]:
     memory = _Memory(plan, arrays)
     for step in plan.steps:
         if isinstance(step, Zero):
@@ -210,12 +211,12 @@ def _run_steps(plan: Plan, arrays: Sequence[Any]) -> list[Any]:
 class _Memory:
     """The arrays of a plan's buffers between two steps."""
 
-    def __init__(self, plan: Plan, arrays: Sequence[Any]) -> None:
+    def __init__(self, plan: Plan, arrays: Sequence[jax.Array]) -> None:
         self.buffers, self.written = plan.buffers, plan.written()
-        self.arrays: dict[int, Any] = {index: x for index, x in zip(plan.inputs, arrays, strict=True) if index is not None}
+        self.arrays: dict[int, jax.Array] = {index: x for index, x in zip(plan.inputs, arrays, strict=True) if index is not None}
         self.zeroed: set[int] = set()  # zeroed buffers without an array
 
-    def array(self, index: int) -> Any:
+    def array(self, index: int) -> jax.Array:
         """Returns the array of a buffer. If no step has written to it, the array is uninitialised."""
         if index in self.zeroed:
             self.zeroed.remove(index)
@@ -224,7 +225,7 @@ class _Memory:
             self.arrays[index] = _uninitialised(self.buffers[index])
         return self.arrays[index]
 
-    def read(self, view: View) -> Any:
+    def read(self, view: View) -> jax.Array:
         """Returns the array of a view."""
         if view.buffer is None:
             return jnp.zeros(view.shape, jax_dtype(view.dtype))
@@ -236,7 +237,7 @@ class _Memory:
         in_memory = array.reshape([view.shape[dim] for dim in view.order])
         return in_memory.transpose([view.order.index(dim) for dim in range(len(view.order))])
 
-    def write(self, view: View, value: Any) -> None:
+    def write(self, view: View, value: jax.Array) -> None:
         """Replaces the value of a view."""
         if view.buffer is None:
             return
@@ -258,7 +259,7 @@ class _Memory:
             self.zeroed.add(view.buffer)
 
 
-def _bitcast(array: Any, dtype: Any) -> Any:
+def _bitcast(array: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Returns the array bitcast to another dtype of the same size."""
     if array.dtype == dtype:
         return array
@@ -271,7 +272,7 @@ def _size(view: View) -> int:
     return functools.reduce(lambda a, b: a * b, view.shape, 1)
 
 
-def _uninitialised(buffer: Buffer) -> Any:
+def _uninitialised(buffer: Buffer) -> jax.Array:
     return jax.lax.empty((buffer.size,), jax_dtype(buffer.dtype))
 
 
@@ -301,15 +302,17 @@ def _launch(step: Kernel, memory: _Memory) -> None:
 _aten = torch.ops.aten
 
 
-def _sum(x: Any, dims: Any = None, keepdim: bool = False, *, dtype: Any = None, out: Any = None) -> Any:
+def _sum(
+    x: jax.Array, dims: Any = None, keepdim: bool = False, *, dtype: DTypeLike | None = None, out: jax.Array | None = None
+) -> jax.Array:
     return jnp.sum(x, None if dims is None else tuple(dims), dtype=None if dtype is None else jax_dtype(dtype), keepdims=keepdim)
 
 
-def _cast(x: Any, *, dtype: Any = None, **_: Any) -> Any:
+def _cast(x: jax.Array, *, dtype: DTypeLike | None = None, **_: Any) -> jax.Array:
     return x if dtype is None else x.astype(jax_dtype(dtype))
 
 
-def quotient(x: Any, y: Any) -> Any:
+def quotient(x: jax.Array, y: Any) -> jax.Array:
     """Returns x / y; float32 is rounded to nearest, as in torch; below 2^-126 the result is 0."""
     dtype = jnp.result_type(x, y)
     if dtype != jnp.float32:
@@ -356,7 +359,7 @@ def _compute(step: Op, memory: _Memory) -> None:
     if function is None:
         raise plans.PlanError(f"{step.func} has no counterpart in JAX; such a call does not run from JAX on a CUDA device")
 
-    def read(argument: Any) -> Any:
+    def read(argument: Any) -> jax.Array:
         if isinstance(argument, (list, tuple)) and not isinstance(argument, View):
             return [read(x) for x in argument]
         return memory.read(argument) if isinstance(argument, View) else argument

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from flexattn.dispatch.spec import BackendName
 from flexattn.jax.front import attention
@@ -23,7 +24,7 @@ def dot_product_attention(
     dropout_rng: jax.Array | None = None,
     dropout_rate: float = 0.0,
     deterministic: bool = False,
-    dtype: Any = None,
+    dtype: DTypeLike | None = None,
     precision: Any = None,
     module: Any = None,
     *,

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from jax.interpreters import batching
+from jax.typing import DTypeLike
 from torch import Tensor
 
 from flexattn import fp8, fp8_ops, validation
@@ -94,7 +95,7 @@ class DelayedScaling(NamedTuple):
         return DelayedScaling(**fields)
 
 
-def _scale_of(amax: Any, dtype: torch.dtype, margin: int) -> Any:
+def _scale_of(amax: jax.Array, dtype: torch.dtype, margin: int) -> jax.Array:
     """Returns the scale for an amax, bitwise identical to `flexattn.dispatch.quantization.scale_of`."""
     scale = jnp.maximum(cuda.quotient(jnp.full_like(amax, LARGEST[dtype] * 2.0**-margin), amax), SMALLEST_SCALE)
     return jnp.where((amax > 0) & (scale <= LARGEST_SCALE), scale, 1.0)
@@ -124,7 +125,7 @@ def quantize(
     cu_seqlens: jax.Array | None = None,
     cu_seqlens_padded: jax.Array | None = None,
     max_seqlen: int | None = None,
-    dtype: Any = jnp.float8_e4m3fn,
+    dtype: DTypeLike = jnp.float8_e4m3fn,
 ) -> QuantizedTensor:
     """Returns x in FP8 with current scaling, for `attention`'s descale_q, descale_k and descale_v. Not differentiable.
 
@@ -164,7 +165,7 @@ class QuantizeCall(NamedTuple):
         return fp8_ops.FUNCTIONS.quantize(inputs["x"], *lengths, None, None, *self[2:])
 
 
-def _shapes(call: QuantizeCall, arrays: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+def _shapes(call: QuantizeCall, arrays: Sequence[jax.Array]) -> list[jax.ShapeDtypeStruct]:
     x, cu_seqlens, *_ = *(meta_tensor(name, a) for name, a in zip(call.names, arrays, strict=True)), None
     sizes = amax_sizes(x, call.fmt, cu_seqlens, call.max_seqlen, call.granularity, call.block_rows)
     scale = jax.ShapeDtypeStruct(sizes, jnp.float32)
@@ -179,12 +180,12 @@ def _run(text: bytes, tensors: list[Tensor]) -> tuple[Tensor, ...]:
 ffi.register(_NAME, _run)
 
 
-def on_host(*arrays: Any, call: QuantizeCall) -> Any:
+def on_host(*arrays: jax.Array, call: QuantizeCall) -> Any:
     """Returns data, descale and amax, in a trace for a CPU."""
     return jax.ffi.ffi_call(_NAME, _shapes(call, arrays))(*arrays, call=json.dumps(call, separators=(",", ":")))
 
 
-def on_cuda(*arrays: Any, call: QuantizeCall) -> Any:
+def on_cuda(*arrays: jax.Array, call: QuantizeCall) -> Any:
     """Returns data, descale and amax, in a trace for a CUDA device."""
     signature = tuple((tuple(x.shape), torch_dtype(name, x.dtype)) for name, x in zip(call.names, arrays, strict=True))
     return cuda.run_plan(_plan(call, signature, cuda.needed_device()), arrays)
@@ -217,7 +218,7 @@ def dequantize(
     qkv_format: str = "bshd",
     cu_seqlens: jax.Array | None = None,
     cu_seqlens_padded: jax.Array | None = None,
-    dtype: Any = None,
+    dtype: DTypeLike | None = None,
 ) -> jax.Array:
     """Returns data * descale of an out in FP8, multiplied in float32 and rounded once. Its gradient is that of `source`.
 
@@ -239,7 +240,7 @@ def dequantize(
     return result
 
 
-def _scales_of_rows(x: QuantizedTensor, fmt: str, cu_seqlens: Any, cu_seqlens_padded: Any) -> Any:
+def _scales_of_rows(x: QuantizedTensor, fmt: str, cu_seqlens: jax.Array, cu_seqlens_padded: jax.Array) -> jax.Array:
     """Returns the descale of each row of data; its last dim is 1, and so are dims along which it is constant."""
     descale = x.descale  # [b, h, blocks]
     if descale.size == 0:  # no sequence has tokens, so data is 0
@@ -263,15 +264,15 @@ def _scales_of_rows(x: QuantizedTensor, fmt: str, cu_seqlens: Any, cu_seqlens_pa
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _dequantize(source: Any, data: Any, scale: Any, dtype: Any) -> Any:
+def _dequantize(source: Any, data: jax.Array, scale: jax.Array, dtype: DTypeLike) -> jax.Array:
     return (data.astype(jnp.float32) * scale).astype(source.dtype if dtype is None else dtype)
 
 
-def _dequantize_forward(source: Any, data: Any, scale: Any, dtype: Any) -> Any:
+def _dequantize_forward(source: Any, data: jax.Array, scale: jax.Array, dtype: DTypeLike) -> jax.Array:
     return _dequantize(source, data, scale, dtype), (jnp.zeros((), source.dtype), data, scale)
 
 
-def _dequantize_backward(dtype: Any, saved: Any, gradient: Any) -> Any:
+def _dequantize_backward(dtype: DTypeLike, saved: Any, gradient: jax.Array) -> Any:
     like, data, scale = saved
     return gradient.astype(like.dtype), jnp.zeros_like(data), jnp.zeros_like(scale)
 

@@ -91,7 +91,9 @@ def attention(
     return (out, lse) if return_lse else out
 
 
-def attend(arguments: Mapping[str, Any], names: tuple[str, str] = ("flexattn_out", "flexattn_lse")) -> tuple[Any, Any, Any]:
+def attend(
+    arguments: Mapping[str, Any], names: tuple[str, str] = ("flexattn_out", "flexattn_lse")
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns out, lse and max_logit of a call of `attention`; names: names of out and lse for `jax.checkpoint` policies."""
     given = _given(arguments)
     out, lse, max_logit, *more = _differentiable(given, names)(given.arrays)
@@ -141,10 +143,10 @@ class _Given(NamedTuple):
     """A call's arrays, and its static arguments."""
 
     names: tuple[str, ...]  # names of arrays that are arguments; captures and lists of a block mask follow
-    arrays: list[Any]
+    arrays: list[jax.Array]
     static: dict[str, Any]
     traced: dict[str, mods.Traced | mods.InTorch]  # by role
-    captures: list[Any]  # the mods' arrays
+    captures: list[jax.Array]  # the mods' arrays
     block_mask: BlockMask | None
 
     def prepare(self, perturbed: Sequence[bool]) -> tuple[Operands, ops.Settings, QuantizeConfig | None]:
@@ -172,7 +174,7 @@ class _Given(NamedTuple):
         dense = (0, 0) if fmt == "thd" else (int(tensor.shape[fmt.index("b")]), int(tensor.shape[fmt.index("s")]))
         return _Lengths(used, cu, *dense)
 
-    def noted(self, arrays: Sequence[Any], amaxes: Mapping[str, Any]) -> dict[int, Any]:
+    def noted(self, arrays: Sequence[jax.Array], amaxes: Mapping[str, Any]) -> dict[int, Any]:
         """Returns the gradients of a state's histories, by the arrays' indices; amaxes: this call's, by the tensors' names."""
         found = {}
         for name, history in zip(SCALED, _HISTORIES, strict=True):
@@ -247,7 +249,7 @@ def _given(given: Mapping[str, Any]) -> _Given:
         mask_mod = block_mask.mask_mod
     if score_mod is None and explicit:
         raise ValueError("score_mod_tensors is given without a score_mod; accepted: (), or a score_mod that takes them")
-    arrays: dict[str, Any] = {}
+    arrays: dict[str, jax.Array] = {}
     for name in _ARRAYS:
         value = arguments.pop(name)
         if value is not None or name in ("q", "k", "v"):
@@ -286,13 +288,13 @@ def _array(name: str, value: Any) -> Any:
     raise TypeError(f"{name} is {validation.describe(value)}; accepted: a JAX or NumPy array")
 
 
-def _heads(q: Any, qkv_format: Any) -> int | None:
+def _heads(q: jax.Array, qkv_format: Any) -> int | None:
     """Returns the number of q's heads, or None if its format is invalid, which the checks report later."""
     fmt = str(qkv_format).partition("_2")[0]
     return int(q.shape[fmt.index("h")]) if "h" in fmt and q.ndim == len(fmt) and q.shape[fmt.index("h")] else None
 
 
-def words_of(key: Any) -> Any:
+def words_of(key: jax.Array) -> jax.Array:
     """Returns a key of jax.random as uint32 [4], the words of a seed and an offset; raises TypeError if it is not a key.
 
     The words of a part's rng_state, which has a row for each sequence, are returned unchanged.
@@ -315,7 +317,7 @@ def words_of(key: Any) -> Any:
 def _differentiable(given: _Given, names: tuple[str, str]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
     """Returns the call as a function of its arrays, with its gradients; names: of out and lse, for checkpoint policies."""
 
-    def primal(arrays: tuple[Any, ...]) -> tuple[Any, ...]:
+    def primal(arrays: tuple[jax.Array, ...]) -> tuple[Any, ...]:
         one, sources = given.bind([False] * len(arrays))
         return tuple(bind(forward_p, _operands(arrays, sources), one))
 
@@ -349,7 +351,7 @@ def _differentiable(given: _Given, names: tuple[str, str]) -> Callable[[Sequence
     call = jax.custom_vjp(primal)
     call.defvjp(forward, backward, symbolic_zeros=True)
 
-    def run(arrays: Sequence[Any]) -> tuple[Any, ...]:
+    def run(arrays: Sequence[jax.Array]) -> tuple[Any, ...]:
         arrays = tuple(alike(arrays))
         try:
             found: tuple[Any, ...] = call(arrays)
@@ -368,7 +370,7 @@ class _Same(NamedTuple):
     place: int
     shape: tuple[int, ...]
 
-    def made(self, arrays: Sequence[Any]) -> Any:
+    def made(self, arrays: Sequence[jax.Array]) -> Any:
         """Returns the operand."""
         array = jnp.asarray(arrays[self.place])
         is_words = array.dtype == jnp.uint32  # words of a key, which is int64 [2] in torch
@@ -383,7 +385,7 @@ class _Lengths(NamedTuple):
     batch: int  # sequences and tokens of a dense format
     tokens: int
 
-    def made(self, arrays: Sequence[Any]) -> Any:
+    def made(self, arrays: Sequence[jax.Array]) -> Any:
         """Returns the operand, int32 [batch + 1]."""
         slots = jnp.full(self.batch, self.tokens, jnp.int32) if self.slots is None else jnp.diff(arrays[self.slots])
         lengths = slots if self.used is None else jnp.clip(arrays[self.used], 0, slots)
@@ -393,7 +395,7 @@ class _Lengths(NamedTuple):
 _Source = _Same | _Lengths
 
 
-def _operands(arrays: Sequence[Any], sources: Sequence[_Source]) -> list[Any]:
+def _operands(arrays: Sequence[jax.Array], sources: Sequence[_Source]) -> list[jax.Array]:
     return [source.made(arrays) for source in sources]
 
 

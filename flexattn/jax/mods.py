@@ -62,7 +62,7 @@ class Written(NamedTuple):
     """A mod as a torch function, its captured JAX arrays, and the tensors that represent them."""
 
     function: Mod
-    arrays: tuple[Any, ...]
+    arrays: tuple[jax.Array, ...]
     tensors: tuple[Tensor, ...]
 
 
@@ -70,7 +70,7 @@ class Traced(NamedTuple):
     """The source of a mod's torch function, and its captured arrays."""
 
     source: str
-    arrays: tuple[Any, ...]
+    arrays: tuple[jax.Array, ...]
     gradient: Traced | None  # the mod score_mod_gradient
 
     def written(self, stand_ins: Mapping[int, Tensor]) -> Mod:
@@ -80,7 +80,7 @@ class Traced(NamedTuple):
             function.score_mod_gradient = self.gradient.written(stand_ins)  # type: ignore[attr-defined]
         return function
 
-    def all_arrays(self) -> list[Any]:
+    def all_arrays(self) -> list[jax.Array]:
         """Returns the captured arrays, each once."""
         arrays = [*self.arrays, *(self.gradient.all_arrays() if self.gradient else ())]
         return list({id(array): array for array in arrays}.values())
@@ -90,13 +90,13 @@ class InTorch(NamedTuple):
     """A mod that is already in torch, for callers whose mods are not in JAX: its factory, and the JAX arrays that it reads."""
 
     make: Callable[[tuple[Tensor, ...]], Mod]  # takes one tensor per array
-    arrays: tuple[Any, ...]
+    arrays: tuple[jax.Array, ...]
 
     def written(self, stand_ins: Mapping[int, Tensor]) -> Mod:
         """Returns the mod; stand_ins: a tensor for each array, by the array's id."""
         return self.make(tuple(stand_ins[id(array)] for array in self.arrays))
 
-    def all_arrays(self) -> list[Any]:
+    def all_arrays(self) -> list[jax.Array]:
         """Returns the arrays, each once."""
         return list({id(array): array for array in self.arrays}.values())
 
@@ -159,8 +159,8 @@ class _Writer:
     def __init__(self, role: str) -> None:
         self.role = role
         self.lines: list[str] = []
-        self.captures: list[Any] = []  # its captures, unconverted
-        self.arrays: list[Any] = []
+        self.captures: list[jax.Array] = []  # its captures, unconverted
+        self.arrays: list[jax.Array] = []
         self.count = 0
 
     def capture(self, value: Any) -> _Array:
@@ -179,14 +179,14 @@ class _Writer:
             return f"{value.name}[{text}]" if text else value.name
         return f"torch.full((), {value.text}, dtype={value.dtype})" if value.is_number else value.text
 
-    def run(self, jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
+    def run(self, jaxpr: Any, consts: Sequence[jax.Array], arguments: Sequence[Any]) -> list[Any]:
         """Writes a jaxpr's equations and returns its results. arguments: values, or names of the function's own arguments."""
         env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
         producers = {out: e for e in jaxpr.eqns for out in e.outvars}
         for var, value in zip(jaxpr.invars, arguments, strict=True):
             env[var] = _Scalar(value, self.kept_dtype(var.aval)) if isinstance(value, str) else value
 
-        def read(x: Any) -> Any:
+        def read(x: Any) -> jax.Array:
             if not isinstance(x, Literal):
                 return env[x]
             if getattr(x.val, "ndim", 0):
@@ -221,7 +221,7 @@ class _Writer:
         text = f"float({str(value)!r})" if isinstance(value, float) and not np.isfinite(value) else repr(value)
         return _Scalar(text, dtype, is_number=True)
 
-    def kept_dtype(self, aval: Any) -> torch.dtype:
+    def kept_dtype(self, aval: jax.core.ShapedArray) -> torch.dtype:
         """Returns a scalar's dtype in a program: float32, int64 or bool."""
         dtype = jnp.dtype(aval.dtype)
         if jnp.issubdtype(dtype, jnp.floating):
@@ -235,7 +235,7 @@ class _Writer:
     def refusal(self, feature: str) -> ValueError:
         return ValueError(f"{self.role} uses {feature}, which mods do not support; accepted: {_ACCEPTED}")
 
-    def part(self, table: Any, indices: Sequence[Any], sizes: Sequence[int], aval: Any) -> _Array:
+    def part(self, table: jax.Array, indices: Sequence[Any], sizes: Sequence[int], aval: jax.core.ShapedArray) -> _Array:
         """Returns the part of an array that a dynamic_slice reads: one index of a dim, or the whole dim."""
         if not isinstance(table, _Array):
             raise self.refusal("dynamic_slice of an array that is not captured")
@@ -249,7 +249,7 @@ class _Writer:
                 new_indices[table.left[dim]] = self.scalar(index) if not getattr(index, "is_number", False) else index.text
         return table._replace(indices=tuple(new_indices))
 
-    def fixed_part(self, table: Any, e: Any) -> _Array:
+    def fixed_part(self, table: jax.Array, e: Any) -> _Array:
         """Returns the part of an array that a slice with fixed bounds reads."""
         starts, limits, shape = e.params["start_indices"], e.params["limit_indices"], e.invars[0].aval.shape
         indices = [_Scalar(str(start), torch.int64, is_number=True) for start in starts]
@@ -337,6 +337,6 @@ def _unwrapped(producers: Mapping[Any, Any], x: Any) -> Any:
     return plain if is_wrap else x
 
 
-def stand_ins(arrays: Sequence[Any]) -> dict[int, Tensor]:
+def stand_ins(arrays: Sequence[jax.Array]) -> dict[int, Tensor]:
     """Returns meta tensors for captured arrays, by id."""
     return {id(array): meta_tensor("an array that a mod captures", array) for array in arrays}

@@ -91,14 +91,14 @@ def dot_product_attention(
     return (out, residual) if return_residual else out
 
 
-def _four_dims(name: str, x: Any) -> Any:
+def _four_dims(name: str, x: jax.Array) -> jax.Array:
     """Returns an array with leading dims of size 1, up to 4 dims."""
     if jnp.ndim(x) > 4:
         raise ValueError(f"{name} has shape {jnp.shape(x)}; accepted: an array of at most 4 dims")
     return jnp.asarray(x).reshape((1,) * (4 - jnp.ndim(x)) + jnp.shape(x))
 
 
-def _cumulative(name: str, lengths: Any, batch: int, longest: int) -> Any:
+def _cumulative(name: str, lengths: jax.Array, batch: int, longest: int) -> jax.Array:
     """Returns lengths as cu_seqlens; None: all sequences have full length."""
     lengths = jnp.full(batch, longest, jnp.int32) if lengths is None else jnp.asarray(lengths, jnp.int32)
     if lengths.shape != (batch,):
@@ -111,7 +111,7 @@ def reads_mask(mask: Any, sizes: tuple[int, int, int, int]) -> Any:
     if any(size not in (1, full) for size, full in zip(mask.shape, sizes, strict=True)):
         raise ValueError(f"mask has shape {mask.shape}; accepted: {sizes}, where any dim may be 1")
 
-    def mask_mod(*indices: Any) -> Any:
+    def mask_mod(*indices: jax.Array) -> jax.Array:
         return mask[tuple(0 if size == 1 else index for index, size in zip(indices, mask.shape, strict=True))]
 
     return mask_mod

@@ -6,7 +6,7 @@ Each has an inner primitive, the call of one device, which is lowered for a plat
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
@@ -23,12 +23,12 @@ from flexattn.jax.call import Call, meta_tensor, shape_of_words, shaped
 from flexattn.jax.sharding import layout_of_call, partitioned
 
 
-def _metas(call: Call, avals: Any) -> Any:
+def _metas(call: Call, avals: Sequence[jax.core.ShapedArray]) -> Any:
     names = call.names()
     return call.operands([meta_tensor(name, aval) for name, aval in zip(names, _without_words(names, avals), strict=True)])
 
 
-def _without_words(names: Any, avals: Any) -> Any:
+def _without_words(names: Any, avals: Sequence[jax.core.ShapedArray]) -> Any:
     """Returns avals with the rng_state in its int64 shape; its dtype is arbitrary, because no spec depends on it."""
     return [
         jax.ShapeDtypeStruct(shape_of_words(aval.shape), "float32") if name == "rng_state" else aval
@@ -36,17 +36,17 @@ def _without_words(names: Any, avals: Any) -> Any:
     ]
 
 
-def forward_shapes(call: Call, avals: Any) -> list[jax.ShapeDtypeStruct]:
+def forward_shapes(call: Call, avals: Sequence[jax.core.ShapedArray]) -> list[jax.ShapeDtypeStruct]:
     """Returns the shapes of a forward's results; avals: the operands'."""
     return shaped(call.results(_metas(call, avals), _scales(call, avals)))
 
 
-def backward_shapes(call: Call, avals: Any) -> list[jax.ShapeDtypeStruct]:
+def backward_shapes(call: Call, avals: Sequence[jax.core.ShapedArray]) -> list[jax.ShapeDtypeStruct]:
     """Returns the shapes of the gradients; avals: those of the operands and of the other inputs."""
     return shaped(call.gradients(_metas(call, avals[: call.num_operands]), _scales(call, avals)))
 
 
-def _scales(call: Call, avals: Any) -> list[Any]:
+def _scales(call: Call, avals: Sequence[jax.core.ShapedArray]) -> list[Any]:
     return [meta_tensor(name, aval) for name, aval in zip(call.names(), avals, strict=False) if name == "scales"]
 
 
@@ -60,7 +60,7 @@ def _abstract(shapes: Any) -> Any:
     return lambda *avals, call: [result(shape, avals[0]) for shape in shapes(call, avals)]
 
 
-def alike(arrays: Sequence[Any]) -> list[Any]:
+def alike(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     """Returns arrays that all vary over the same axes of a `jax.shard_map`; if one did not, its gradient is a sum over them."""
     varying = [jax.typeof(x).mat.varying for x in arrays]
     union: frozenset[Any] = frozenset().union(*varying)
@@ -70,7 +70,7 @@ def alike(arrays: Sequence[Any]) -> list[Any]:
     ]
 
 
-def bind(primitive: Any, arrays: Sequence[Any], call: Any) -> list[Any]:
+def bind(primitive: Primitive, arrays: Sequence[jax.Array], call: Hashable) -> list[jax.Array]:
     """Returns the results of a primitive of this package."""
     return list(primitive.bind(*alike(arrays), call=call))
 
@@ -78,7 +78,7 @@ def bind(primitive: Any, arrays: Sequence[Any], call: Any) -> list[Any]:
 def _on_host(name: str, shapes: Any) -> Any:
     direction = _direction(name)
 
-    def run(*arrays: Any, call: Call) -> Any:
+    def run(*arrays: jax.Array, call: Call) -> Any:
         x = _metas(call, arrays[: call.num_operands])
         spec = with_classes(call.spec(x), x)._replace(device_type="cpu")
         select(spec.for_backward() if direction == "backward" else spec, direction, call.settings.backend)  # raises BackendError
@@ -88,7 +88,7 @@ def _on_host(name: str, shapes: Any) -> Any:
 
 
 def _on_cuda(name: str, shapes: Any, planned: Any) -> Any:
-    def run(*arrays: Any, call: Call) -> Any:
+    def run(*arrays: jax.Array, call: Call) -> Any:
         if call.settings.backend not in cuda.HOSTED:
             return planned(call, arrays)
         return _call_handler(name, shapes, cuda.checked(call, arrays, _direction(name)), arrays)
@@ -104,7 +104,7 @@ def _direction(name: str) -> Direction:
     return "forward" if name == host.FORWARD else "backward"
 
 
-def _refuse_platform(*arrays: Any, call: Any) -> Any:
+def _refuse_platform(*arrays: jax.Array, call: Call) -> Any:
     raise NotImplementedError(
         "flexattn.jax runs on CUDA devices and on CPUs; accepted: a computation on one of those, for example under "
         "jax.default_device(jax.devices('cpu')[0])"
@@ -126,7 +126,7 @@ def primitive(name: str, shapes: Any) -> Any:
     return new
 
 
-def register(outer: Any, inner: Any, on_host: Any, on_cuda: Any, layout_of: Any) -> None:
+def register(outer: Primitive, inner: Primitive, on_host: Any, on_cuda: Any, layout_of: Any) -> None:
     """Registers the split of a primitive into calls of `inner` over devices, and the lowering of those for each platform."""
     mlir.register_lowering(inner, mlir.lower_fun(_refuse_platform, multiple_results=True))
     mlir.register_lowering(inner, mlir.lower_fun(on_cuda, multiple_results=True), platform="cuda")

@@ -100,8 +100,8 @@ def attention_over_axis(
 class _Sequences(NamedTuple):
     """Sequences of the whole, with lengths known at run time: packed documents, or the sequences of a batch."""
 
-    starts: Any  # int32 [b]: the first token of each document; 0 for sequences of a batch
-    lengths: Any  # int32 [b]
+    starts: jax.Array  # int32 [b]: the first token of each document; 0 for sequences of a batch
+    lengths: jax.Array  # int32 [b]
     longest: int | None = None  # most tokens of a packed document, if specified
     is_padded: bool = False  # whether there is padding between documents
 
@@ -153,7 +153,7 @@ class _AxisCall(NamedTuple):
     sequences: _Sequences | None  # None: all have the full length
 
     @classmethod
-    def of(cls, q: Any, k: Any, axis_name: str, layout: str, options: dict[str, Any]) -> _AxisCall:
+    def of(cls, q: jax.Array, k: jax.Array, axis_name: str, layout: str, options: dict[str, Any]) -> _AxisCall:
         """Returns the checked call, and removes its arguments from the options."""
         for name, value in options.items():
             if name in _UNSUPPORTED and value is not None and value is not False:
@@ -187,7 +187,7 @@ class _AxisCall(NamedTuple):
         window = Window(band.left, band.right)
         return cls(axis_name, jax.lax.psum(1, axis_name), layout, dim, fmt, is_causal, window, sequences)
 
-    def attend(self, q: Any, k: Any, v: Any, options: dict[str, Any]) -> tuple[Any, Any, Any]:
+    def attend(self, q: jax.Array, k: jax.Array, v: jax.Array, options: dict[str, Any]) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns out, lse and max_logit of this device's queries."""
         keys = [self._in_order(_gather(x, self.axis_name, self.dim)) for x in (k, v)]
         device, length = jax.lax.axis_index(self.axis_name), q.shape[self.dim]
@@ -203,14 +203,16 @@ class _AxisCall(NamedTuple):
         (out, lse, largest), (out_2, lse_2, largest_2) = results
         return jnp.concatenate([out, out_2], self.dim), jnp.concatenate([lse, lse_2], -1), jnp.maximum(largest, largest_2)
 
-    def _in_order(self, x: Any) -> Any:
+    def _in_order(self, x: jax.Array) -> jax.Array:
         """Returns gathered tokens in the sequence's order."""
         if self.layout == "contiguous":
             return x
         parts = jnp.split(x, 2 * self.devices, self.dim)  # 0, 2n - 1, 1, 2n - 2, and so on
         return jnp.concatenate([*parts[::2], *parts[1::2][::-1]], self.dim)
 
-    def _part(self, q: Any, keys: list[Any], start: Any, options: dict[str, Any]) -> tuple[Any, Any, Any]:
+    def _part(
+        self, q: jax.Array, keys: list[jax.Array], start: jax.Array, options: dict[str, Any]
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns the results of queries that begin at `start`, a value known at run time."""
         (k, v), count, total = keys, q.shape[self.dim], keys[0].shape[self.dim]
         arguments = {"qkv_format": self.fmt, **options}
@@ -230,7 +232,7 @@ class _AxisCall(NamedTuple):
             arguments["rng_state"] = origin.words(front.words_of(arguments["rng_state"]), rows, q.shape[self.fmt.index("h")])
         return front.attend({"q": q, "k": k, "v": v} | arguments)
 
-    def _lengths(self, q: Any, start: Any, total: int) -> tuple[_Origin, dict[str, Any]]:
+    def _lengths(self, q: jax.Array, start: jax.Array, total: int) -> tuple[_Origin, dict[str, Any]]:
         """Returns the origin of the queries from `start` on in their sequences, and the arguments for the sequences' lengths."""
         count = q.shape[self.dim]
         sequences = self.sequences or _Sequences.full_length(q.shape[self.fmt.index("b")], total)
@@ -261,15 +263,15 @@ class _AxisCall(NamedTuple):
         return _Origin(first, begin), arguments
 
 
-def _cumulative(lengths: Any) -> Any:
+def _cumulative(lengths: jax.Array) -> jax.Array:
     return jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(lengths, dtype=jnp.int32)])
 
 
 class _Origin(NamedTuple):
     """Positions of a call's first query and first key in their sequence: 0-d if all have the same, else [documents]."""
 
-    query: Any
-    key: Any
+    query: jax.Array
+    key: jax.Array
     by_eights: bool = True  # whether key is a multiple of 8
 
     def mods(self, options: dict[str, Any], window: Window | None) -> dict[str, Any]:
@@ -280,7 +282,7 @@ class _Origin(NamedTuple):
         mods: dict[str, Any] = {}
         score_mod, mask_mod = options.get("score_mod"), options.get("mask_mod")
 
-        def shift(b: Any, q_idx: Any, kv_idx: Any) -> tuple[Any, Any]:
+        def shift(b: Any, q_idx: jax.Array, kv_idx: jax.Array) -> tuple[Any, Any]:
             query, key = (origin[b] if origin.ndim else origin for origin in (self.query, self.key))
             return q_idx + query, kv_idx + key
 
@@ -298,7 +300,7 @@ class _Origin(NamedTuple):
             )
         return mods
 
-    def words(self, words: Any, rows: int, heads: int) -> Any:
+    def words(self, words: jax.Array, rows: int, heads: int) -> jax.Array:
         """Returns the rng_state, as words, of a call that drops the same weights as the whole; words: the whole's, uint32 [4]."""
         columns = [self.query, self.key // 8 * 8, jnp.arange(rows) * heads, *([] if self.by_eights else [self.key % 8])]
         both = [x for column in columns for x in (column, jnp.zeros((), jnp.int32))]  # the upper word is 0
@@ -307,12 +309,12 @@ class _Origin(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _gather(x: Any, axis_name: str, dim: int) -> Any:
+def _gather(x: jax.Array, axis_name: str, dim: int) -> jax.Array:
     """Returns the tokens of all devices, in device order; gradients are summed in float32."""
     return jax.lax.all_gather(x, axis_name, axis=dim, tiled=True)
 
 
-def _scatter(axis_name: str, dim: int, _: None, gradient: Any) -> tuple[Any]:
+def _scatter(axis_name: str, dim: int, _: None, gradient: jax.Array) -> tuple[Any]:
     wide = gradient.astype(jnp.promote_types(gradient.dtype, jnp.float32))
     return (jax.lax.psum_scatter(wide, axis_name, scatter_dimension=dim, tiled=True).astype(gradient.dtype),)
 

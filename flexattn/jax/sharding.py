@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental.custom_partitioning import ArrayMapping, CompoundFactor, SdyShardingRule, custom_partitioning
+from jax.extend.core import Primitive
 from jax.sharding import NamedSharding, PartitionSpec
 
 from flexattn.dispatch.mod_program import looks_at, parse_program
@@ -35,19 +36,19 @@ class Layout(NamedTuple):
     split: frozenset[str]  # factors that devices may split without changing the result; all others are gathered first
 
 
-def partitioned(primitive: Any, layout_of: Callable[[Any, Sequence[tuple[int, ...]]], Layout]) -> Callable[..., Any]:
+def partitioned(primitive: Primitive, layout_of: Callable[[Any, Sequence[tuple[int, ...]]], Layout]) -> Callable[..., Any]:
     """Returns a call of the primitive that XLA may split over devices; layout_of: a function of a call and its arrays' shapes."""
 
-    def run(*arrays: Any, call: Any) -> Any:
-        def run_whole(*arrays: Any) -> Any:
+    def run(*arrays: jax.Array, call: Call) -> Any:
+        def run_whole(*arrays: jax.Array) -> Any:
             return primitive.bind(*arrays, call=call)
 
         layout = layout_of(call, [tuple(x.shape) for x in arrays])
 
-        def partition(mesh: Any, operand_infos: Any, results: Any) -> Any:
+        def partition(mesh: jax.sharding.Mesh, operand_infos: Any, results: Any) -> Any:
             axes = _axes(layout, operand_infos)
 
-            def local(*arrays: Any) -> Any:
+            def local(*arrays: jax.Array) -> Any:
                 local_results = run_whole(*arrays)
                 return [
                     x if reduce is None else _reduce(x, reduce, factors, axes)
@@ -177,11 +178,11 @@ def _axes(layout: Layout, operand_infos: Sequence[Any]) -> dict[str, tuple[str, 
     return axes
 
 
-def _sharding(mesh: Any, factors: Factors, axes: dict[str, tuple[str, ...]]) -> NamedSharding:
+def _sharding(mesh: jax.sharding.Mesh, factors: Factors, axes: dict[str, tuple[str, ...]]) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(*(axes.get(_names(factor)[0]) for factor in factors)))
 
 
-def _reduce(x: Any, reduce: Callable[[Any, Any], Any], factors: Factors, axes: dict[str, tuple[str, ...]]) -> Any:
+def _reduce(x: jax.Array, reduce: Callable[[Any, Any], Any], factors: Factors, axes: dict[str, tuple[str, ...]]) -> Any:
     own_names = {name for factor in factors for name in _names(factor)}
     over = tuple(axis for name, chosen_axes in axes.items() if name not in own_names for axis in chosen_axes)
     return reduce(x.astype(jnp.float32), over).astype(x.dtype) if over else x

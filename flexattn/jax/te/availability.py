@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from flexattn.dispatch.select import BackendError
 from flexattn.jax.front import explain
@@ -16,8 +17,8 @@ from flexattn.jax.te.sequences import Rows
 
 def is_fused_attn_kernel_available(
     is_training: bool,
-    q_dtype: Any,
-    kv_dtype: Any,
+    q_dtype: DTypeLike,
+    kv_dtype: DTypeLike,
     qkv_layout: QKVLayout,
     attn_bias_type: AttnBiasType,
     attn_mask_type: AttnMaskType,

@@ -6,6 +6,8 @@ import importlib.util
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from jax.typing import DTypeLike
+
 if importlib.util.find_spec("flax") is None:
     raise ImportError("flexattn.jax.te.flax needs flax, which is not installed; pip install flax")
 
@@ -59,7 +61,7 @@ class DotProductAttention(nn.Module):  # type: ignore[misc]
     attention_dropout: float = 0.0
     attn_mask_type: str = "causal"
     attn_bias_type: str | None = None
-    dtype: Any = None
+    dtype: DTypeLike | None = None
     dropout_rng_name: str = "dropout"
     float32_logits: bool = False
     qkv_layout: str = "bshd_bshd_bshd"
@@ -145,7 +147,7 @@ class DotProductAttention(nn.Module):  # type: ignore[misc]
         )
         return jnp.swapaxes(out, 0, 1) if self.transpose_batch_sequence else out
 
-    def _check_fields(self, q: Any, k: Any) -> None:
+    def _check_fields(self, q: jax.Array, k: jax.Array) -> None:
         heads_kv = self.num_attention_heads if self.num_gqa_groups is None else self.num_gqa_groups
         for field, value, actual in (
             ("head_dim", self.head_dim, q.shape[3]),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -123,7 +123,7 @@ def fused_attn(
     return out.reshape(*q.shape[:2], *out.shape[1:])
 
 
-def separate(qkv: Any, layout: QKVLayout) -> tuple[Any, Any, Any]:
+def separate(qkv: Sequence[jax.Array], layout: QKVLayout) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns q, k and v from the arrays of a layout; raises ValueError or TypeError for other counts and shapes."""
     names = ("qkv",) if layout.is_qkvpacked() else ("q", "kv") if layout.is_kvpacked() else ("q", "k", "v")
     if not isinstance(qkv, (tuple, list)) or len(qkv) != len(names):
@@ -170,7 +170,7 @@ def window_of(window_size: Any, kind: AttnMaskType) -> tuple[int, int]:
     return left, right
 
 
-def _offset(kind: AttnSoftmaxType, offset: Any, heads: int) -> Any:
+def _offset(kind: AttnSoftmaxType, offset: jax.Array | None, heads: int) -> jax.Array | None:
     """Returns the offset of each head, [h], or None."""
     if kind is not AttnSoftmaxType.LEARNABLE_SOFTMAX:
         if offset is not None:
@@ -181,7 +181,7 @@ def _offset(kind: AttnSoftmaxType, offset: Any, heads: int) -> Any:
     return jnp.asarray(offset).reshape(heads)
 
 
-def _words(seed: Any) -> Any:
+def _words(seed: jax.Array) -> jax.Array:
     """Returns the first two words of a seed, as in a key of jax.random."""
     if isinstance(seed, jax.Array) and jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
         seed = jax.random.key_data(seed)

@@ -7,7 +7,7 @@ with gaps, or striped.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,8 @@ import numpy as np
 from flexattn.jax.te.names import AttnMaskType, name_of
 from flexattn.validation import describe
 
-Pair = tuple[Any, Any]
+Pair = tuple[jax.Array, jax.Array]
+Sides: TypeAlias = jax.Array | Pair
 
 
 @jax.tree_util.register_pytree_node_class
@@ -51,7 +52,7 @@ class SequenceDescriptor:
         return cls(*children)
 
     @classmethod
-    def from_seqlens(cls, seqlens: Any) -> SequenceDescriptor:
+    def from_seqlens(cls, seqlens: Sides) -> SequenceDescriptor:
         """Returns a descriptor of one sequence per row, its first tokens.
 
         Args:
@@ -62,7 +63,7 @@ class SequenceDescriptor:
         return cls(seqlens=_pair("seqlens", seqlens))
 
     @classmethod
-    def from_seqlens_and_offsets(cls, seqlens: Any, seq_offsets: Any) -> SequenceDescriptor:
+    def from_seqlens_and_offsets(cls, seqlens: Sides, seq_offsets: Sides) -> SequenceDescriptor:
         """Returns a descriptor of several sequences per row, for layouts with T in their name.
 
         Args:
@@ -76,7 +77,7 @@ class SequenceDescriptor:
         return cls(seqlens=_pair("seqlens", seqlens), seq_offsets=_pair("seq_offsets", seq_offsets))
 
     @classmethod
-    def from_segment_ids_and_pos(cls, segment_ids: Any, segment_pos: Any = None) -> SequenceDescriptor:
+    def from_segment_ids_and_pos(cls, segment_ids: Sides, segment_pos: Sides | None = None) -> SequenceDescriptor:
         """Returns a descriptor by token: its sequence in the row, and its position in the sequence.
 
         Args:
@@ -172,13 +173,13 @@ def sequences_of(descriptor: SequenceDescriptor | Any, rows: Rows, has_positions
     return Sequences(arguments)
 
 
-def _integers(name: str, x: Any, shape: tuple[int, ...]) -> Any:
+def _integers(name: str, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     if not jnp.issubdtype(x.dtype, jnp.integer) or x.shape != shape:
         raise ValueError(f"{name} of the sequence_descriptor has dtype {x.dtype} and shape {x.shape}; accepted: integers {shape}")
     return jnp.asarray(x, jnp.int32)
 
 
-def _cumulative(lengths: Any) -> Any:
+def _cumulative(lengths: jax.Array) -> jax.Array:
     """Returns 0 and the cumulative sum of lengths; negative lengths count as 0."""
     return jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(jnp.maximum(lengths, 0), dtype=jnp.int32)])
 
@@ -227,7 +228,7 @@ def _by_segments(segment_ids: Pair, segment_pos: Pair, rows: Rows) -> dict[str, 
     (ids_q, ids_kv), (position_q, position_kv) = ids, positions
     (left, right), is_causal = rows.window, rows.kind.is_causal()
 
-    def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    def mask_mod(b: jax.Array, h: jax.Array, q_idx: jax.Array, kv_idx: jax.Array) -> jax.Array:
         distance = position_q[b, q_idx] - position_kv[b, kv_idx]  # distance of the key before the diagonal
         is_visible = (ids_q[b, q_idx] == ids_kv[b, kv_idx]) & (ids_q[b, q_idx] != 0)
         is_visible = is_visible & (distance >= 0) if is_causal else is_visible
@@ -237,7 +238,7 @@ def _by_segments(segment_ids: Pair, segment_pos: Pair, rows: Rows) -> dict[str, 
     return {"attn_mask_type": "no_mask", "mask_mod": mask_mod}
 
 
-def _run_lengths(ids: Any) -> Any:
+def _run_lengths(ids: jax.Array) -> jax.Array:
     """Returns for each token of [b, s] the length of its run of equal ids."""
     begins = jnp.concatenate([jnp.zeros((ids.shape[0], 1), bool), ids[:, 1:] != ids[:, :-1]], 1)
     run = jnp.cumsum(begins, 1)
