@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -38,11 +38,11 @@ class BackwardMeta(NamedTuple):
 class ProductBarriers(NamedTuple):
     """Barriers between the warp that issues products and the consumers; all but the last are for one query block."""
 
-    scores_full: Any  # scores are complete
-    weights_full: Any  # weights have replaced the scores
-    dp_full: Any  # dp is complete, and no product reads ds of the previous block
-    ds_full: Any  # ds is complete, and dp has been read
-    sums_full: Any  # dk and dv are complete
+    scores_full: gl.shared_memory_descriptor  # scores are complete
+    weights_full: gl.shared_memory_descriptor  # weights have replaced the scores
+    dp_full: gl.shared_memory_descriptor  # dp is complete, and no product reads ds of the previous block
+    ds_full: gl.shared_memory_descriptor  # ds is complete, and dp has been read
+    sums_full: gl.shared_memory_descriptor  # dk and dv are complete
 
 
 class Buffers(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -36,9 +36,9 @@ from flexattn.kernels_triton.gluon.tile_scheduler import is_tile, receive_tile
 class Carry(NamedTuple):
     """Statistics of a consumer's rows over the key blocks so far; their sums of v are in tensor memory."""
 
-    row_max: Any
-    row_sum: Any
-    n_block: Any  # counts the consumer's blocks
+    row_max: gl.tensor
+    row_sum: gl.tensor
+    n_block: int  # counts the consumer's blocks
 
 
 @gluon.jit
@@ -80,11 +80,11 @@ def _take_block(
 class OutRows(NamedTuple):
     """Rows of a consumer, whose sums become its part of out."""
 
-    queries: Any
-    heads: Any
-    lse_row: Any
-    rescale: Any
-    is_empty: Any  # they see no key, and out is undefined because no product wrote it
+    queries: gl.tensor
+    heads: gl.tensor
+    lse_row: gl.tensor
+    rescale: gl.tensor
+    is_empty: bool | gl.tensor  # they see no key, and out is undefined because no product wrote it
 
 
 @gluon.jit

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -15,9 +15,9 @@ from flexattn.kernels_triton.gluon.pipeline import ForwardBarriers, allocate_bar
 class ProductBarriers(NamedTuple):
     """Barriers between the warp that issues products and the consumers, one for each consumer."""
 
-    scores_full: Any  # a block's scores are complete, and so is the previous block's product with v
-    weights_full: Any  # the weights are complete, and out is rescaled for them
-    out_full: Any  # a work tile's last product with v is complete
+    scores_full: gl.shared_memory_descriptor  # a block's scores are complete, and so is the previous block's product with v
+    weights_full: gl.shared_memory_descriptor  # the weights are complete, and out is rescaled for them
+    out_full: gl.shared_memory_descriptor  # a work tile's last product with v is complete
 
 
 class Buffers(NamedTuple):

@@ -8,7 +8,7 @@ covers that product.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -27,9 +27,9 @@ from flexattn.kernels_triton.gluon.tile_scheduler import is_tile, receive_tile
 class Share(NamedTuple):
     """The blocks of a work tile that one consumer's queries see, by their indices among all blocks that the tile's queries see."""
 
-    begin: Any
-    end: Any
-    before: Any  # blocks of the consumer in earlier work tiles
+    begin: int | gl.tensor
+    end: gl.tensor
+    before: int | gl.tensor  # blocks of the consumer in earlier work tiles
 
 
 @gluon.jit

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import triton.language as tl
+
 from flexattn.kernels_triton.runtime.entry import WidePointer
 
 Pointer = Any  # a tensor, or inside a kernel the pointer to its data; or None
@@ -88,16 +90,16 @@ class Scores(NamedTuple):
 class Head(NamedTuple):
     """`Scores` of one head of one sequence, inside a kernel, from `heads.head_of`."""
 
-    b: Any
-    h: Any
-    len_q: Any
-    len_kv: Any
-    shift: Any  # the band's diagonal: query i aligns with key i + shift
-    softcap: Any
-    bias_ptr: Any  # pointer to the head's bias
-    bias_stride_m: Any
-    bias_stride_n: Any
-    alibi_slope: Any
+    b: int | tl.tensor
+    h: tl.tensor
+    len_q: tl.tensor
+    len_kv: tl.tensor
+    shift: tl.tensor  # the band's diagonal: query i aligns with key i + shift
+    softcap: float | tl.tensor
+    bias_ptr: float | tl.tensor  # pointer to the head's bias
+    bias_stride_m: tl.tensor
+    bias_stride_n: tl.tensor
+    alibi_slope: float | tl.tensor
     captures: Any  # the captures, then the results of `Mods.per_head`
 
 

@@ -6,7 +6,7 @@ against the tile.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -15,10 +15,10 @@ import triton.language as tl
 class VisibleRange(NamedTuple):
     """The rows of the other side that a block of rows sees, inside a kernel: all but `end` are multiples of that side's block."""
 
-    begin: Any
-    full_begin: Any  # full_begin .. full_end: every row of the block sees all of these
-    full_end: Any
-    end: Any
+    begin: int | tl.tensor
+    full_begin: tl.tensor  # full_begin .. full_end: every row of the block sees all of these
+    full_end: tl.tensor
+    end: tl.tensor
 
 
 @triton.jit

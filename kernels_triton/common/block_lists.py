@@ -90,11 +90,11 @@ def load_block_lists(
 class TileList(NamedTuple):
     """The blocks of a loop over tiles: the masked ones, then the full ones without `skipped` of them from `skip_from` on."""
 
-    masked_ptr: Any
-    num_masked: Any
-    full_ptr: Any
-    skip_from: Any
-    skipped: Any
+    masked_ptr: tl.tensor
+    num_masked: tl.tensor
+    full_ptr: tl.tensor
+    skip_from: int
+    skipped: int
 
 
 @triton.jit
@@ -122,8 +122,8 @@ def all_tiles(blocks):
 class TileRange(NamedTuple):
     """The tiles of a loop: rows `begin` to `end`, or with a block mask tiles number `begin` to `end` of `listed`."""
 
-    begin: Any
-    end: Any
+    begin: tl.tensor
+    end: tl.tensor
     listed: Any
 
 

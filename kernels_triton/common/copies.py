@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -20,8 +20,8 @@ def packed_start(lengths, b, start):
 class HeadChannels(NamedTuple):
     """One sequence and head of `arguments.Channels`, inside a kernel."""
 
-    ptr: Any
-    stride_d: Any
+    ptr: tl.tensor
+    stride_d: tl.tensor
 
 
 @triton.jit

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -47,9 +47,9 @@ def descaled(qk, descale, softmax_scale, META: tl.constexpr):
 class Products(NamedTuple):
     """The two products of a tile that the backward computes, inside a kernel."""
 
-    qk: Any
-    dp: Any  # the product of dout and v
-    scale: Any  # multiplied with qk, it gives the scaled score
+    qk: tl.tensor
+    dp: tl.tensor  # the product of dout and v
+    scale: tl.tensor  # multiplied with qk, it gives the scaled score
 
 
 @triton.jit

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -28,11 +28,11 @@ def large_part(lse):
 class Large(NamedTuple):
     """A sequence with unbounded logits, as `relative_to_lse` reads it inside a kernel."""
 
-    is_any: Any  # whether any lse of the call is large
-    lse_ptr: Any
-    num_heads: Any
-    num_tokens_q: Any
-    start_q: Any
+    is_any: tl.tensor  # whether any lse of the call is large
+    lse_ptr: tl.tensor
+    num_heads: tl.tensor
+    num_tokens_q: tl.tensor
+    start_q: int | tl.tensor
 
 
 @triton.jit

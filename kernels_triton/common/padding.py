@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -64,11 +64,11 @@ def store_zeros(
 class Padding(NamedTuple):
     """The rows that a block fills with zeros, inside a kernel."""
 
-    begin: Any  # begin .. end: all rows of a block without a token; for the last block the rest of the slot
-    end: Any
-    front_begin: Any  # front_begin .. front: rows before all slots, for the first block of all
-    front: Any
-    slot: Any  # a block with some tokens masks its other rows up to here itself
+    begin: tl.tensor  # begin .. end: all rows of a block without a token; for the last block the rest of the slot
+    end: tl.tensor
+    front_begin: tl.tensor  # front_begin .. front: rows before all slots, for the first block of all
+    front: tl.tensor
+    slot: tl.tensor  # a block with some tokens masks its other rows up to here itself
 
 
 @triton.jit

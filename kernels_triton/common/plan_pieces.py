@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -35,11 +35,11 @@ class Plan(NamedTuple):
 class Piece(NamedTuple):
     """Blocks `first` up to `end` of the key blocks that a work tile sees, inside a kernel."""
 
-    entry: Any
-    head: Any  # number of the work tile in its entry, over all teams
-    program: Any  # number in its team
-    first: Any
-    end: Any
+    entry: int | tl.tensor
+    head: tl.tensor  # number of the work tile in its entry, over all teams
+    program: tl.tensor  # number in its team
+    first: int | tl.tensor
+    end: tl.tensor
 
 
 @triton.jit

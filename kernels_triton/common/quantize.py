@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import triton
@@ -80,19 +80,19 @@ class QuantizeArguments(NamedTuple):
 class _TileRows(NamedTuple):
     """Locations of the rows of a tile, inside a kernel."""
 
-    pointer: Any
-    offsets: Any  # offset of each row from the pointer
-    first: Any  # number of the first row
-    end: Any  # rows from this number on are neither loaded nor stored
+    pointer: tl.tensor
+    offsets: tl.tensor  # offset of each row from the pointer
+    first: tl.tensor  # number of the first row
+    end: tl.tensor  # rows from this number on are neither loaded nor stored
 
 
 class _Parts(NamedTuple):
     """A value for each part of the head dim, inside a kernel; arbitrary for a part that does not exist."""
 
-    x0: Any
-    x1: Any
-    x2: Any
-    x3: Any
+    x0: float | tl.tensor
+    x1: float | tl.tensor
+    x2: float | tl.tensor
+    x3: float | tl.tensor
 
 
 @triton.jit

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -17,12 +17,12 @@ from flexattn.kernels_triton.common.tile_memory import load_tile
 class Queries(NamedTuple):
     """The queries of one sequence and head, inside a kernel."""
 
-    b: Any
-    h: Any
-    num_heads: Any
-    start: Any
-    length: Any
-    num_tokens: Any  # tokens of all sequences if they are packed, otherwise of each
+    b: tl.tensor
+    h: tl.tensor
+    num_heads: tl.tensor
+    start: tl.tensor
+    length: tl.tensor
+    num_tokens: tl.tensor  # tokens of all sequences if they are packed, otherwise of each
 
 
 @triton.jit
@@ -61,9 +61,9 @@ def statistics_row(b, h, num_heads, num_tokens_q, start_q, META: tl.constexpr):
 class RowStatistics(NamedTuple):
     """The statistics of a tile's queries, inside a kernel."""
 
-    lse_log2: Any  # in units of log2; +inf makes every probability of a row exactly 0
-    delta: Any
-    p_scale: Any
+    lse_log2: tl.tensor  # in units of log2; +inf makes every probability of a row exactly 0
+    delta: tl.tensor
+    p_scale: float | tl.tensor
 
 
 @triton.jit

@@ -53,21 +53,21 @@ def logits(qk, i, j, softmax_scale, head, MODS: tl.constexpr, META: tl.constexpr
 class ScoreTile(NamedTuple):
     """A tile of scores, [queries, keys] or [keys, queries], inside a kernel."""
 
-    i: Any  # query positions that broadcast against the tile
-    j: Any  # key positions
-    keep: Any  # True for weights that dropout keeps
-    is_full: Any  # whether the block is full, so that the mask_mod is not needed
+    i: tl.tensor  # query positions that broadcast against the tile
+    j: tl.tensor  # key positions
+    keep: tl.tensor  # True for weights that dropout keeps
+    is_full: tl.tensor  # whether the block is full, so that the mask_mod is not needed
     large: Any  # result of `load_large`
 
 
 class ScoreGradient(NamedTuple):
     """The derivatives of a tile of scores, and the factors of the products that follow, inside a kernel."""
 
-    p: Any  # probabilities
-    p_dropped: Any  # the same after dropout, as they multiply v
-    dlogit: Any
-    dscore: Any  # the gradient of the scaled score
-    score: Any  # score_mod's input
+    p: tl.tensor  # probabilities
+    p_dropped: tl.tensor  # the same after dropout, as they multiply v
+    dlogit: tl.tensor
+    dscore: tl.tensor  # the gradient of the scaled score
+    score: tl.tensor  # score_mod's input
 
 
 @triton.jit

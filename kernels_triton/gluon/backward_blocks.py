@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flexattn.kernels_triton.common.arguments import Head, Scores
+from flexattn.kernels_triton.common.arguments import Head, Pointer, Scores
 from flexattn.kernels_triton.common.copies import packed_start
 from flexattn.kernels_triton.common.heads import head_values, load_head, with_head_values
 from flexattn.kernels_triton.common.lse_rows import is_any_large, load_large, relative_to_lse
@@ -28,25 +28,25 @@ from flexattn.kernels_triton.gluon.tile_scheduler import Sequence, Work, backwar
 class LargeLse(NamedTuple):
     """Results of `large_rows`, which `load_large` reads."""
 
-    is_any_ptr: Any
-    lse_ptr: Any
+    is_any_ptr: Pointer
+    lse_ptr: Pointer
 
 
 class Block(NamedTuple):
     """One program's block of queries or keys, and the blocks of the other side that it visits."""
 
-    first_row: Any
-    b: Any
-    h: Any  # for a key block, the first head of its group
-    h_kv: Any
+    first_row: gl.tensor
+    b: int | gl.tensor
+    h: gl.tensor  # for a key block, the first head of its group
+    h_kv: gl.tensor
     sequence: Sequence
     band: SequenceBand
     large: Any  # result of `load_large`
-    first_head: Any  # the batch element's first head in dropout's numbering
-    num_blocks: Any  # blocks of one head
-    turn: Any  # result of `query_walk.turn_of_program`; 0 for a query block
+    first_head: gl.tensor  # the batch element's first head in dropout's numbering
+    num_blocks: int | gl.tensor  # blocks of one head
+    turn: int | gl.tensor  # result of `query_walk.turn_of_program`; 0 for a query block
     block_range: Any  # argument of `key_block` or `query_block`
-    first_statistics: Any  # the first tile of the head's statistics
+    first_statistics: gl.tensor  # the first tile of the head's statistics
 
 
 @gluon.jit
@@ -86,9 +86,9 @@ def query_block_of_program(args, META: gl.constexpr):
 class KeyBlockMessage(NamedTuple):
     """A key block as the loader broadcasts it: everything that must be computed and read. Fields without use are not sent."""
 
-    first_row: Any
-    h_kv: Any
-    b: Any
+    first_row: gl.tensor
+    h_kv: gl.tensor
+    b: int | gl.tensor
     sequence: Any  # a `Sequence`, if there are lengths
     cut: Any  # a `ListCut`, with a block mask
 
@@ -176,8 +176,8 @@ def key_block_of_program(args, META: gl.constexpr):
 class QueryStatistics(NamedTuple):
     """The statistics of the queries of one consumer of dq."""
 
-    minus_lse: Any  # in units of log2; -inf for a row past the end
-    minus_delta: Any
+    minus_lse: gl.tensor  # in units of log2; -inf for a row past the end
+    minus_delta: gl.tensor
 
 
 @gluon.jit
@@ -198,11 +198,11 @@ def statistics_of_block(args, block: Block, META: gl.constexpr):
 class QueryHead(NamedTuple):
     """Position of a program of dk and dv: one query block of one query head of its group."""
 
-    n: Any  # for this and `end` see `QueryPlace`
-    end: Any
-    h: Any
-    bias_ptr: Any
-    alibi_slope: Any
+    n: int | gl.tensor  # for this and `end` see `QueryPlace`
+    end: int | gl.tensor
+    h: gl.tensor
+    bias_ptr: float | gl.tensor
+    alibi_slope: float
 
 
 # The values that mods read for the head, `head_values`, are separate: Triton does not carry nested tuples through a loop.
@@ -246,11 +246,11 @@ def head_at(position: QueryHead, values, block: Block, scores: Scores, META: gl.
 class ScorePlace(NamedTuple):
     """Position of a tile of transposed scores: rows are keys, and columns are queries."""
 
-    rows: Any
-    columns: Any
-    row: Any  # the block's first query
-    is_cut: Any  # result of `cuts_block`
-    is_full: Any  # whether the block mask calls the block full
+    rows: gl.tensor
+    columns: gl.tensor
+    row: int | gl.tensor  # the block's first query
+    is_cut: bool | gl.tensor  # result of `cuts_block`
+    is_full: bool | gl.tensor  # whether the block mask calls the block full
 
 
 @gluon.jit

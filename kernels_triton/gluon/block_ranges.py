@@ -6,7 +6,7 @@ is a `TileList`. `key_block` and `query_block` return a block of it.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -83,10 +83,10 @@ def _row_of_lists(lists: BlockMaskLists, b, h, first_row, SIZE: gl.constexpr):
 class ListCut(NamedTuple):
     """The part of a row of a block mask's lists that intersects the band."""
 
-    num_masked: Any
-    num_full: Any
-    masked_before: Any  # blocks of the masked list before this part
-    full_before: Any
+    num_masked: gl.tensor
+    num_full: gl.tensor
+    masked_before: gl.tensor  # blocks of the masked list before this part
+    full_before: gl.tensor
 
 
 @gluon.jit

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from flexattn.kernels_triton.common.arguments import Pointer
 
 
 class Descale(NamedTuple):
     """A `Scale` as a kernel argument."""
 
-    ptr: Any
+    ptr: Pointer
     stride_b: int
     stride_h: int
     stride_block: int

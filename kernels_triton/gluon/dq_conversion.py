@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -29,7 +29,7 @@ class ConversionArguments(NamedTuple):
     lengths_q: Lengths
     scale: float
     num_heads: int
-    tiles_of_statistics: Any  # tiles of one head
+    tiles_of_statistics: int | tl.tensor  # tiles of one head
 
 
 @kernel

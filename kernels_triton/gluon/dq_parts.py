@@ -15,14 +15,14 @@ The counts are zeros before each launch: the preprocess kernel, which precedes i
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flexattn.kernels_triton.common.arguments import Rows
+from flexattn.kernels_triton.common.arguments import Pointer, Rows
 from flexattn.kernels_triton.common.statistics_tiles import statistics_tile
 from flexattn.kernels_triton.gluon.backward_blocks import Block
 from flexattn.kernels_triton.gluon.descriptors import finish_additions
@@ -37,7 +37,7 @@ _ELEMENTS_AT_ONCE = gl.constexpr(64 * 128)  # elements of a part that a warpgrou
 class SumsOfDq(NamedTuple):
     """The sums of dq of a fused kernel that converts them."""
 
-    arrivals_ptr: Any  # int32 [b, h_kv]: number of key blocks that have been added
+    arrivals_ptr: Pointer  # int32 [b, h_kv]: number of key blocks that have been added
     ptr: WidePointer  # fp32 [tiles * BLOCK_M, DIM]
     dq: Rows  # strides are in units of DIM
 
@@ -66,8 +66,8 @@ def count_block(args, block: Block):
 class Task(NamedTuple):
     """A work tile of a kernel that converts dq: a key block, or a part of dq."""
 
-    converts: Any
-    index: Any  # its index among the key blocks, or among the parts
+    converts: gl.tensor
+    index: gl.tensor  # its index among the key blocks, or among the parts
 
 
 @gluon.jit
@@ -95,9 +95,9 @@ def num_tasks(blocks, args, META: gl.constexpr):
 class Part(NamedTuple):
     """A part of dq, in a message whose second integer is below 0: -1 - h. There a key block has its head."""
 
-    first_row: Any
-    h: Any
-    b: Any
+    first_row: gl.tensor
+    h: gl.tensor
+    b: gl.tensor
 
 
 @gluon.jit

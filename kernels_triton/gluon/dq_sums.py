@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -22,9 +22,9 @@ from flexattn.kernels_triton.runtime.gluon_names import reduce_add
 class DqRing(NamedTuple):
     """Tiles of dq in shared memory, two for each stage, one from each consumer, on their way to the sums."""
 
-    tiles: Any
-    full: Any
-    empty: Any
+    tiles: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
 
 
 @gluon.jit

@@ -6,7 +6,7 @@ if keys are its rows. So each thread makes a share of the calls, and shuffles di
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -100,12 +100,12 @@ def philox(key0, key1, c0, c1, c2, c3):
 class DropoutState(NamedTuple):
     """The state that the functions below draw from, and the factor of kept weights."""
 
-    key0: Any
-    key1: Any
-    offset: Any
-    threshold: Any
-    keep_scale: Any
-    first_head: Any  # first head of the batch element: its head h draws as first_head + h
+    key0: int | gl.tensor
+    key1: int | gl.tensor
+    offset: int | gl.tensor
+    threshold: int | gl.tensor
+    keep_scale: float | gl.tensor
+    first_head: int | gl.tensor  # first head of the batch element: its head h draws as first_head + h
 
 
 @gluon.jit

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from flexattn.kernels_triton.common.arguments import Band, BlockMaskLists, Dropout, Lengths, Pages, Rows, Scores
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from flexattn.kernels_triton.common.arguments import Band, BlockMaskLists, Dropout, Lengths, Pages, Pointer, Rows, Scores
 from flexattn.kernels_triton.common.features import with_features
 from flexattn.kernels_triton.common.plan_pieces import Plan
 from flexattn.kernels_triton.gluon.descriptors import Step
@@ -59,8 +62,8 @@ class ForwardMeta(NamedTuple):
 class Descriptors(NamedTuple):
     q: Pair
     k: Pair
-    v: Any
-    out: Any  # None if out is fp32
+    v: TensorDescriptor
+    out: TensorDescriptor | None  # None if out is fp32
 
 
 class Steps(NamedTuple):
@@ -73,10 +76,10 @@ class Steps(NamedTuple):
 class Results(NamedTuple):
     """Results that are not stored by a descriptor."""
 
-    lse_ptr: Any
-    max_logit_ptr: Any  # or None; [h], -inf before the launch
-    parts_ptr: Any  # with IS_SPLIT, out of the parts; lse then also belongs to the parts
-    whole_lse_ptr: Any  # with IS_PLANNED, lse of tiles that have no parts
+    lse_ptr: Pointer
+    max_logit_ptr: Pointer  # or None; [h], -inf before the launch
+    parts_ptr: Pointer  # with IS_SPLIT, out of the parts; lse then also belongs to the parts
+    whole_lse_ptr: Pointer  # with IS_PLANNED, lse of tiles that have no parts
     # Set if out is stored from registers: if HEADS is no power of two, because a copy would also write other heads; in fp32; with a
     # plan
     out: Rows | None
@@ -94,7 +97,7 @@ class Arguments(NamedTuple):
     band: Band
     steps: Steps
     scores: Scores
-    softmax_offset_ptr: Any
+    softmax_offset_ptr: Pointer
     dropout: Dropout
     lists: BlockMaskLists | None  # lists of key blocks
 
@@ -104,8 +107,8 @@ class Tiles(NamedTuple):
 
     q: Pair
     k: Pair
-    v: Any
-    out: Any
+    v: gl.shared_memory_descriptor
+    out: gl.shared_memory_descriptor
 
 
 class Buffers(NamedTuple):

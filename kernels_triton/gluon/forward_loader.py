@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -17,8 +17,8 @@ class LoadedRows(NamedTuple):
     """Rows of one sequence and head: from `first` on, up to `length`."""
 
     origin: Origin
-    first: Any
-    length: Any
+    first: gl.tensor
+    length: gl.tensor
 
 
 @gluon.jit

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -24,18 +24,18 @@ from flexattn.kernels_triton.gluon.softmax import for_threads
 class Invariants(NamedTuple):
     """Values that are constant for all key blocks that a consumer's queries see."""
 
-    num_blocks: Any
-    block_range: Any  # argument of `key_block`
-    m_start: Any  # the first of the consumer's queries
-    rows: Any
-    block_columns: Any
+    num_blocks: int | gl.tensor
+    block_range: int | gl.tensor  # argument of `key_block`
+    m_start: gl.tensor  # the first of the consumer's queries
+    rows: gl.tensor
+    block_columns: gl.tensor
     band: SequenceBand
-    scale: Any
+    scale: gl.tensor
     head: Head
     draws: DropoutState
-    b_h: Any
-    q_slot: Any
-    zeros: Any
+    b_h: gl.tensor
+    q_slot: int
+    zeros: int | gl.tensor
 
 
 @gluon.jit

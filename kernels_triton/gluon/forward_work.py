@@ -27,30 +27,30 @@ _FEWEST = gl.constexpr(4)  # minimum key blocks for a separate loop: no other pr
 
 
 class WorkTile(NamedTuple):
-    first_row: Any
-    h: Any  # the first of HEADS heads
-    b: Any
-    split: Any  # number of the split; with a plan, its first key block
-    split_end: Any  # with a plan, the end of its key blocks, and the number of its part
-    part: Any
+    first_row: gl.tensor
+    h: gl.tensor  # the first of HEADS heads
+    b: gl.tensor
+    split: int | gl.tensor  # number of the split; with a plan, its first key block
+    split_end: int | gl.tensor  # with a plan, the end of its key blocks, and the number of its part
+    part: int | gl.tensor
 
 
 class Span(NamedTuple):
     """A consumer's iterations from `begin` up to `end`."""
 
-    begin: Any
-    end: Any
+    begin: int | gl.tensor
+    end: int | gl.tensor
 
 
 class ReceivedTile(NamedTuple):
     """A work tile with the properties that a consumer needs."""
 
     tile: WorkTile
-    start_q: Any
+    start_q: int | gl.tensor
     band: SequenceBand
-    num_blocks: Any  # key blocks of the tile, or of its split, that some of its queries see
-    block_range: Any
-    is_whole: Any  # with a plan, whether no other program has key blocks of this tile
+    num_blocks: gl.tensor  # key blocks of the tile, or of its split, that some of its queries see
+    block_range: int | gl.tensor
+    is_whole: bool | gl.tensor  # with a plan, whether no other program has key blocks of this tile
     unmasked: Any  # with a block mask, the `Span` of iterations that need no mask
 
 
@@ -146,15 +146,15 @@ def unmasked_blocks(m_start, QUERIES: gl.constexpr, num_blocks, block_range, ban
 class TileMessage(NamedTuple):
     """A work tile as the loader broadcasts it. Fields that no consumer of a kernel reads are not sent."""
 
-    first_row: Any
-    h: Any
-    b: Any
-    split: Any
-    start_q: Any  # this and the next two: if there are lengths
-    len_q: Any
-    len_kv: Any
-    split_end: Any  # this and the next: with a plan
-    part: Any
+    first_row: gl.tensor
+    h: gl.tensor
+    b: gl.tensor
+    split: int | gl.tensor
+    start_q: int | gl.tensor  # this and the next two: if there are lengths
+    len_q: int | gl.tensor
+    len_kv: int | gl.tensor
+    split_end: int | gl.tensor  # this and the next: with a plan
+    part: int | gl.tensor
     cut: Any  # this and the next, a `ListCut` and a `Span`: with a block mask
     unmasked: Any
 

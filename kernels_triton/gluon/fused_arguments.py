@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flexattn.kernels_triton.common.arguments import Band, BlockMaskLists, Dropout, Lengths, Scores
 from flexattn.kernels_triton.common.features import with_features
@@ -38,17 +41,17 @@ class FusedMeta(NamedTuple):
 class FusedDescriptors(NamedTuple):
     """Descriptors of the tensors; q16, k16 and dout16 are None if q, k and dout have 16 bits."""
 
-    q: Any
-    q16: Any
-    dout: Any
-    dout16: Any
-    k: Any
-    k16: Any
-    v: Any
-    statistics: Any
-    dq: Any  # its fp32 sums
-    dk: Any  # None if dk and dv are fp32
-    dv: Any
+    q: TensorDescriptor
+    q16: TensorDescriptor | None
+    dout: TensorDescriptor
+    dout16: TensorDescriptor | None
+    k: TensorDescriptor
+    k16: TensorDescriptor | None
+    v: TensorDescriptor
+    statistics: TensorDescriptor
+    dq: TensorDescriptor  # its fp32 sums
+    dk: TensorDescriptor | None  # None if dk and dv are fp32
+    dv: TensorDescriptor | None
 
 
 class FusedSteps(NamedTuple):
@@ -87,35 +90,37 @@ class FusedTiles(NamedTuple):
     q16, k16, dout16 and the factors are None if q, k and dout have 16 bits.
     """
 
-    q: Any
-    q16: Any
-    dout: Any
-    dout16: Any
-    k: Any
-    k16: Any
-    v: Any
-    statistics: Any
-    factors: Any  # for each query block the factors of its scores and of its dp
-    ds: Any
-    dq: Any
+    q: gl.shared_memory_descriptor
+    q16: gl.shared_memory_descriptor | None
+    dout: gl.shared_memory_descriptor
+    dout16: gl.shared_memory_descriptor | None
+    k: gl.shared_memory_descriptor
+    k16: gl.shared_memory_descriptor | None
+    v: gl.shared_memory_descriptor
+    statistics: gl.shared_memory_descriptor
+    factors: gl.shared_memory_descriptor | None  # for each query block the factors of its scores and of its dp
+    ds: gl.shared_memory_descriptor
+    dq: gl.shared_memory_descriptor
 
 
 class FusedBarriers(NamedTuple):
-    q_full: Any
-    q_empty: Any
-    dout_full: Any
-    dout_empty: Any  # used if META.DOUT_APART
-    dq_full: Any
-    dq_empty: Any
-    dkdv_full: Any
-    kv_full: Any = None  # in FP8, for programs with one block: loading k and v with the first q and dout was 3 % slower there
-    tile_full: Any = None  # for this and the other fields of tiles see `ForwardBarriers`; in a persistent kernel
-    tile_empty: Any = None
-    tile_slots: Any = None
+    q_full: gl.shared_memory_descriptor
+    q_empty: gl.shared_memory_descriptor
+    dout_full: gl.shared_memory_descriptor
+    dout_empty: gl.shared_memory_descriptor | None  # used if META.DOUT_APART
+    dq_full: gl.shared_memory_descriptor
+    dq_empty: gl.shared_memory_descriptor
+    dkdv_full: gl.shared_memory_descriptor
+    # in FP8, for programs with one block: loading k and v with the first q and dout was 3 % slower there
+    kv_full: gl.shared_memory_descriptor | None = None
+    # for this and the other fields of tiles see `ForwardBarriers`; in a persistent kernel
+    tile_full: gl.shared_memory_descriptor | None = None
+    tile_empty: gl.shared_memory_descriptor | None = None
+    tile_slots: gl.shared_memory_descriptor | None = None
 
 
 class Begun(NamedTuple):
     """Counts of a program before a key block: of its blocks and their iterations."""
 
-    blocks: Any
-    iterations: Any
+    blocks: int
+    iterations: int | gl.tensor

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -15,11 +15,11 @@ FAR = gl.constexpr(2**30)  # past every query
 class SequenceBand(NamedTuple):
     """The band of one sequence, inside a kernel: its lengths, the diagonal, and its extent to either side of the diagonal."""
 
-    len_q: Any
-    len_kv: Any
-    shift: Any  # query i aligns with key i + shift
-    left: Any
-    right: Any
+    len_q: gl.tensor
+    len_kv: gl.tensor
+    shift: gl.tensor  # query i aligns with key i + shift
+    left: gl.tensor
+    right: gl.tensor
 
 
 @gluon.jit

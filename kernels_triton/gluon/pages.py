@@ -5,7 +5,7 @@ Only a row's address differs from a dense tensor: positions, masks and lengths c
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -24,11 +24,11 @@ _LANE_LAYOUT = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 class KeyBlock(NamedTuple):
     """A block of keys of one sequence and head: from `first` on, of a sequence of `length` keys."""
 
-    h_kv: Any
-    first: Any
-    length: Any
-    page_size: Any
-    ids: Any  # result of `page_ids`
+    h_kv: gl.tensor
+    first: gl.tensor
+    length: gl.tensor
+    page_size: gl.tensor
+    ids: gl.tensor  # result of `page_ids`
 
 
 @gluon.jit

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flexattn.kernels_triton.gluon.descriptors import Step, load_rows, ragged_descriptor, store_rows
 from flexattn.kernels_triton.gluon.operands import allocate_blocks, allocate_tiles
@@ -15,15 +16,15 @@ from flexattn.kernels_triton.gluon.operands import allocate_blocks, allocate_til
 class Pair(NamedTuple):
     """The descriptors, or the tiles, of both parts; without a second part the first is repeated."""
 
-    first: Any
-    second: Any
+    first: TensorDescriptor | gl.shared_memory_descriptor | None
+    second: TensorDescriptor | gl.shared_memory_descriptor | None
 
 
 class Origin(NamedTuple):
     """First row of a head of one sequence, as an argument of `load_rows`."""
 
-    token: Any
-    head: Any
+    token: gl.tensor
+    head: gl.tensor
 
 
 @gluon.jit

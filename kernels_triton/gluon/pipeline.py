@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -24,8 +24,8 @@ def allocate_barriers(NUM: gl.constexpr, COUNT: gl.constexpr):
 class Stage(NamedTuple):
     """The stage of a ring's `count`-th tile. `index` and `phase` are computed at each use, so that no register keeps them."""
 
-    count: Any
-    stages: Any  # number of stages of the ring
+    count: int | gl.tensor
+    stages: int  # number of stages of the ring
 
 
 @gluon.jit
@@ -61,15 +61,15 @@ def allocate_tile_slots(NUMBERS: gl.constexpr):
 
 
 class ForwardBarriers(NamedTuple):
-    q_full: Any
-    q_empty: Any
-    k_full: Any
-    k_empty: Any
-    v_full: Any
-    v_empty: Any
-    tile_full: Any  # for this and the next two: barriers of the two slots for tile messages, and the slots
-    tile_empty: Any
-    tile_slots: Any
+    q_full: gl.shared_memory_descriptor
+    q_empty: gl.shared_memory_descriptor
+    k_full: gl.shared_memory_descriptor
+    k_empty: gl.shared_memory_descriptor
+    v_full: gl.shared_memory_descriptor
+    v_empty: gl.shared_memory_descriptor
+    tile_full: gl.shared_memory_descriptor  # for this and the next two: barriers of the two slots for tile messages, and the slots
+    tile_empty: gl.shared_memory_descriptor
+    tile_slots: gl.shared_memory_descriptor
 
 
 @gluon.jit

@@ -12,7 +12,7 @@ ends, in order of work. They are at the same queries at the same time if they st
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -28,9 +28,9 @@ class Walk(NamedTuple):
 class QueryPlace(NamedTuple):
     """Position of a program in its walk: one query block of one head."""
 
-    n: Any  # the block's index among the blocks of one head
-    head: Any  # the head's index in the group
-    end: Any  # end of the head's turn, exclusive
+    n: int | gl.tensor  # the block's index among the blocks of one head
+    head: int | gl.tensor  # the head's index in the group
+    end: int | gl.tensor  # end of the head's turn, exclusive
 
 
 @gluon.jit

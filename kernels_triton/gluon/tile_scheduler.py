@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from flexattn.kernels_triton.common.arguments import Lengths
+from flexattn.kernels_triton.common.arguments import Lengths, Pointer
 from flexattn.kernels_triton.common.sequences import load_sequence
 from flexattn.kernels_triton.gluon.query_walk import Walk
 
@@ -18,7 +18,7 @@ class Work(NamedTuple):
 
     # From `tile_schedule`. Without lengths, a persistent kernel has only its counter, and other kernels None. A persistent kernel
     # also has None if there is a program for each tile, or a plan
-    table_ptr: Any
+    table_ptr: Pointer
     num_heads: int
     group_size: int  # query heads that share a key head
     blocks: int  # blocks of the longest sequence
@@ -29,10 +29,10 @@ class Work(NamedTuple):
 class Sequence(NamedTuple):
     """Locations of the queries and the keys of one sequence, inside a kernel."""
 
-    start_q: Any
-    len_q: Any
-    start_kv: Any
-    len_kv: Any
+    start_q: int | gl.tensor
+    len_q: gl.tensor
+    start_kv: int | gl.tensor
+    len_kv: gl.tensor
 
 
 @gluon.jit

@@ -8,13 +8,14 @@ of the gradient each. For dk and dv at head dim 256, each computes half of the c
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from flexattn.kernels_triton.common.arguments import Band, BlockMaskLists, Dropout, Lengths, Scores
+from flexattn.kernels_triton.common.arguments import Band, BlockMaskLists, Dropout, Lengths, Pointer, Scores
 from flexattn.kernels_triton.common.heads import head_of
 from flexattn.kernels_triton.common.preprocess import tiled_statistics
 from flexattn.kernels_triton.common.problem import Backward
@@ -72,9 +73,9 @@ from flexattn.kernels_triton.runtime.launch import hopper_kernel, launch
 
 class DqDescriptors(NamedTuple):
     q: Pair
-    dout: Any
+    dout: TensorDescriptor
     k: Pair
-    v: Any
+    v: TensorDescriptor
     dq: Pair | None  # None if dq is fp32
 
 
@@ -88,7 +89,7 @@ class DqSteps(NamedTuple):
 
 class DqArguments(NamedTuple):
     descriptors: DqDescriptors
-    statistics_ptr: Any
+    statistics_ptr: Pointer
     tiles_of_statistics: int  # tiles of one head
     large: LargeLse
     work: Work
@@ -106,25 +107,25 @@ class DqTiles(NamedTuple):
     """In shared memory: q and dout by consumer, k and v by stage."""
 
     q: Pair
-    dout: Any
+    dout: gl.shared_memory_descriptor
     k: Pair
-    v: Any
+    v: gl.shared_memory_descriptor
 
 
 class DqBarriers(NamedTuple):
-    q_full: Any
-    k_full: Any
-    k_empty: Any
-    v_full: Any
-    v_empty: Any
-    dq_full: Any
+    q_full: gl.shared_memory_descriptor
+    k_full: gl.shared_memory_descriptor
+    k_empty: gl.shared_memory_descriptor
+    v_full: gl.shared_memory_descriptor
+    v_empty: gl.shared_memory_descriptor
+    dq_full: gl.shared_memory_descriptor
 
 
 class Exchanges(NamedTuple):
     """In shared memory: results of one warpgroup for both, of the last two iterations."""
 
-    p: Any
-    ds: Any
+    p: gl.shared_memory_descriptor | None
+    ds: gl.shared_memory_descriptor | None
 
 
 @gluon.jit

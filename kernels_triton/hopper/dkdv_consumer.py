@@ -39,17 +39,17 @@ class DkdvOperands(NamedTuple):
     """Tiles in shared memory: k, v, dk and dv by consumer, the others by stage."""
 
     q: Pair
-    dout: Any
+    dout: gl.shared_memory_descriptor
     k: Pair
-    v: Any
+    v: gl.shared_memory_descriptor
     q16: Pair  # in 16 bits, for the products with ds and p; equal to q and dout if these have 16 bits
-    dout16: Any
+    dout16: gl.shared_memory_descriptor
     dk: Pair  # outputs of the epilogue
-    dv: Any
-    statistics: Any
+    dv: gl.shared_memory_descriptor
+    statistics: gl.shared_memory_descriptor
     factors: Any  # in FP8, from `fp8.write_factors`
-    p: Any  # if columns are split: results of one warpgroup for both, of the last two iterations
-    ds: Any
+    p: gl.shared_memory_descriptor | None  # if columns are split: results of one warpgroup for both, of the last two iterations
+    ds: gl.shared_memory_descriptor | None
 
 
 class DkdvConsumerBarriers(NamedTuple):
@@ -59,15 +59,15 @@ class DkdvConsumerBarriers(NamedTuple):
     bits has its own ring. A barrier is None if another one covers its wait or release.
     """
 
-    kv_full: Any
-    scores_full: Any
-    dp_full: Any
-    dp_empty: Any
+    kv_full: gl.shared_memory_descriptor
+    scores_full: gl.shared_memory_descriptor
+    dp_full: gl.shared_memory_descriptor
+    dp_empty: gl.shared_memory_descriptor
     p_full: Any
     p_empty: Any
     ds_full: Any
-    ds_empty: Any
-    dkdv_full: Any
+    ds_empty: gl.shared_memory_descriptor
+    dkdv_full: gl.shared_memory_descriptor
 
 
 @gluon.jit

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flexattn.kernels_triton.common.arguments import Band, BlockMaskLists, Dropout, Lengths, Scores
 from flexattn.kernels_triton.common.preprocess import Tiled
@@ -34,12 +35,12 @@ from flexattn.kernels_triton.hopper.backward_launch import shared_arguments
 
 class DkdvDescriptors(NamedTuple):
     q: Pair
-    dout: Any
+    dout: TensorDescriptor
     k: Pair
-    v: Any
-    statistics: Any
+    v: TensorDescriptor
+    statistics: TensorDescriptor
     dk: Pair | None  # None if dk and dv are fp32
-    dv: Any
+    dv: TensorDescriptor | None
 
 
 class DkdvSteps(NamedTuple):
@@ -71,19 +72,19 @@ class DkdvTiles(NamedTuple):
     """In shared memory: k and v by consumer, q, dout and statistics by stage."""
 
     q: Pair
-    dout: Any
+    dout: gl.shared_memory_descriptor
     k: Pair
-    v: Any
-    statistics: Any
+    v: gl.shared_memory_descriptor
+    statistics: gl.shared_memory_descriptor
 
 
 class DkdvBarriers(NamedTuple):
-    q_full: Any
-    q_empty: Any
-    dout_full: Any
-    dout_empty: Any  # None if dout is released with q
-    kv_full: Any
-    dkdv_full: Any
+    q_full: gl.shared_memory_descriptor
+    q_empty: gl.shared_memory_descriptor
+    dout_full: gl.shared_memory_descriptor
+    dout_empty: gl.shared_memory_descriptor  # None if dout is released with q
+    kv_full: gl.shared_memory_descriptor
+    dkdv_full: gl.shared_memory_descriptor
 
 
 @gluon.jit

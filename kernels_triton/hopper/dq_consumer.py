@@ -35,9 +35,9 @@ class DqOperands(NamedTuple):
     """Tiles in shared memory: q, dout and dq by consumer, the others by stage."""
 
     q: Pair
-    dout: Any
+    dout: gl.shared_memory_descriptor
     k: Pair
-    v: Any
+    v: gl.shared_memory_descriptor
     k16: Pair  # in 16 bits, for the product with ds; equal to k if k has 16 bits
     dq: Pair  # output of the epilogue
     factors: Any  # in FP8, from `fp8.write_factors`
@@ -49,20 +49,20 @@ class DqConsumerBarriers(NamedTuple):
     In 16 bits, the first and the last are one ring; in FP8, the first two are. A barrier is None if another one covers its wait.
     """
 
-    q_full: Any  # barrier of q and dout
-    scores_full: Any
-    dp_full: Any
-    dp_empty: Any
+    q_full: gl.shared_memory_descriptor  # barrier of q and dout
+    scores_full: gl.shared_memory_descriptor
+    dp_full: gl.shared_memory_descriptor
+    dp_empty: gl.shared_memory_descriptor
     ds_full: Any
-    ds_empty: Any
-    dq_full: Any
+    ds_empty: gl.shared_memory_descriptor
+    dq_full: gl.shared_memory_descriptor
 
 
 class DqRows(NamedTuple):
     """The head of a block of queries, and a pointer to the statistics of its sequence."""
 
     head: Head
-    statistics_ptr: Any
+    statistics_ptr: gl.tensor
 
 
 @gluon.jit

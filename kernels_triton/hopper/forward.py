@@ -8,7 +8,7 @@ calls that `conditions.forward_unsupported` rejects.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -65,21 +65,21 @@ from flexattn.kernels_triton.runtime.launch import hopper_kernel, launch
 class Sums(NamedTuple):
     """Sums of a consumer over its first `iterations` blocks of keys."""
 
-    iterations: Any
-    row_max: Any
-    row_sum: Any
-    acc: Any
-    n_block: Any  # counts the blocks that passed through the rings of k and v
+    iterations: int | gl.tensor
+    row_max: gl.tensor
+    row_sum: gl.tensor
+    acc: gl.tensor
+    n_block: int  # counts the blocks that passed through the rings of k and v
 
 
 class Carry(NamedTuple):
     """Sums between two products with v; the weights of the second product are already computed."""
 
-    weights: Any  # in pairs
-    row_max: Any
-    row_sum: Any
-    acc: Any
-    n_block: Any
+    weights: gl.tensor  # in pairs
+    row_max: gl.tensor
+    row_sum: gl.tensor
+    acc: gl.tensor
+    n_block: int
 
 
 @gluon.jit

@@ -12,7 +12,7 @@ the largest factor so far. That power multiplies the sums at the end.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,51 +71,51 @@ _OFFSET = gl.constexpr(14.0)
 class _Sequence(NamedTuple):
     """A work tile's sequence."""
 
-    start_q: Any
-    len_q: Any
-    len_kv: Any
-    shift: Any  # the band's diagonal
+    start_q: int | gl.tensor
+    len_q: gl.tensor
+    len_kv: gl.tensor
+    shift: gl.tensor  # the band's diagonal
 
 
 class _Queries(NamedTuple):
     """A tile's operand of products, and its rows."""
 
-    q: Any
-    factor: Any  # factor of each row
-    i: Any  # query positions that broadcast against scores
+    q: gl.tensor
+    factor: gl.tensor  # factor of each row
+    i: gl.tensor  # query positions that broadcast against scores
     head: Head
-    descale: Any  # k's, if it has one for the head
+    descale: float | gl.tensor  # k's, if it has one for the head
 
 
 class _Products(NamedTuple):
     """Products of a block of keys with q."""
 
-    qk: Any
-    factors_k: Any  # if each token has one
-    factors_v: Any
-    first: Any  # the block's first key
-    is_cut: Any  # whether an edge hides some
+    qk: gl.tensor
+    factors_k: gl.tensor  # if each token has one
+    factors_v: gl.tensor
+    first: gl.tensor  # the block's first key
+    is_cut: gl.tensor  # whether an edge hides some
 
 
 class _Sums(NamedTuple):
     """The softmax of each warp, or of all warps, so far."""
 
-    acc: Any
-    row_sum: Any
-    row_max: Any  # in units of log2; for unbounded logits in natural units, which keeps the maximum exact
-    unit: Any  # factor of acc if v's tokens have factors: the bits of a power of two for each warp
+    acc: gl.tensor
+    row_sum: gl.tensor
+    row_max: gl.tensor  # in units of log2; for unbounded logits in natural units, which keeps the maximum exact
+    unit: int | gl.tensor  # factor of acc if v's tokens have factors: the bits of a power of two for each warp
 
 
 class _Results(NamedTuple):
     """The results of a tile, or of its part."""
 
-    out: Any
-    columns: Any
-    lse: Any
-    lost: Any  # rounding error of lse, for unbounded logits
-    i: Any  # queries
-    heads: Any
-    is_real: Any  # whether the query exists
+    out: gl.tensor
+    columns: gl.tensor
+    lse: gl.tensor
+    lost: float | gl.tensor  # rounding error of lse, for unbounded logits
+    i: gl.tensor  # queries
+    heads: gl.tensor
+    is_real: gl.tensor  # whether the query exists
 
 
 @gluon.jit

@@ -7,7 +7,7 @@ each thread's columns are neighbours in memory.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,23 +62,23 @@ class CacheArguments(NamedTuple):
 class Work(NamedTuple):
     """A work tile inside a kernel."""
 
-    b: Any
-    h: Any  # the first of HEADS heads
-    block: Any  # number among the query blocks
-    split: Any  # number of the split; with a plan, its first key block
-    end: Any  # with a plan, the end of its key blocks, and the number of its part
-    part: Any
-    is_whole: Any  # with a plan, whether no other program has key blocks of this tile
+    b: gl.tensor
+    h: gl.tensor  # the first of HEADS heads
+    block: gl.tensor  # number among the query blocks
+    split: int | gl.tensor  # number of the split; with a plan, its first key block
+    end: int | gl.tensor  # with a plan, the end of its key blocks, and the number of its part
+    part: int | gl.tensor
+    is_whole: bool | gl.tensor  # with a plan, whether no other program has key blocks of this tile
 
 
 class Keys(NamedTuple):
     """Keys of one sequence and head inside a kernel."""
 
-    b: Any
-    h_kv: Any
-    start: Any
-    last: Any  # the last key to load
-    last_run: Any  # the first key of its run
+    b: gl.tensor
+    h_kv: gl.tensor
+    start: int
+    last: gl.tensor  # the last key to load
+    last_run: gl.tensor  # the first key of its run
 
 
 @gluon.jit
@@ -91,9 +91,9 @@ def with_blocks(work: Work, seen):
 class _Strides(NamedTuple):
     """Strides of a tensor of keys, or of their factors, inside a kernel."""
 
-    slot: Any  # a page or a sequence
-    token: Any
-    head: Any
+    slot: gl.tensor  # a page or a sequence
+    token: gl.tensor
+    head: gl.tensor
 
 
 def words_of(x: Tensor) -> Rows:

@@ -14,8 +14,9 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from flexattn.kernels_triton.common.arguments import Band, BlockMaskLists, Head, Lengths, Scores
+from flexattn.kernels_triton.common.arguments import Band, BlockMaskLists, Head, Lengths, Pointer, Scores
 from flexattn.kernels_triton.common.copies import packed_start
 from flexattn.kernels_triton.common.exponents import (
     LN2,
@@ -137,8 +138,8 @@ class Fp8ForwardMeta(NamedTuple):
 class Descriptors(NamedTuple):
     q: Pair
     k: Pair
-    v: Any  # transposed
-    out: Any
+    v: TensorDescriptor  # transposed
+    out: TensorDescriptor
 
 
 class Steps(NamedTuple):
@@ -149,9 +150,9 @@ class Steps(NamedTuple):
 
 class Arguments(NamedTuple):
     descriptors: Descriptors
-    lse_ptr: Any
+    lse_ptr: Pointer
     descales: Descales
-    softmax_offset_ptr: Any
+    softmax_offset_ptr: Pointer
     lengths_q: Lengths
     lengths_kv: Lengths
     work: Work
@@ -167,9 +168,9 @@ class Tiles(NamedTuple):
 
     q: Pair
     k: Pair
-    v: Any
-    out: Any
-    ones: Any  # operand of the product that sums p
+    v: gl.shared_memory_descriptor
+    out: gl.shared_memory_descriptor
+    ones: gl.shared_memory_descriptor  # operand of the product that sums p
 
 
 class Buffers(NamedTuple):
@@ -178,51 +179,51 @@ class Buffers(NamedTuple):
 
 
 class QuerySequence(NamedTuple):
-    start_q: Any
-    len_q: Any
-    len_kv: Any
+    start_q: int | gl.tensor
+    len_q: gl.tensor
+    len_kv: gl.tensor
 
 
 class Invariants(NamedTuple):
     """Values that are constant for all key blocks that a consumer's queries see."""
 
-    num_blocks: Any
-    block_range: Any  # argument of `key_block`
-    rows: Any
+    num_blocks: int | gl.tensor
+    block_range: int | gl.tensor  # argument of `key_block`
+    rows: gl.tensor
     band: SequenceBand
     head: Head
-    scale: Any
-    h_kv: Any
+    scale: gl.tensor
+    h_kv: gl.tensor
     descales: Descales
-    descale_q: Any
-    descale: Any  # descale of a score, if k has one scale
-    q_slot: Any
-    zeros: Any
-    no_sum: Any  # zeros in the layout of a part of out
-    no_row_sum: Any
+    descale_q: gl.tensor
+    descale: gl.tensor  # descale of a score, if k has one scale
+    q_slot: int
+    zeros: gl.tensor
+    no_sum: gl.tensor  # zeros in the layout of a part of out
+    no_row_sum: gl.tensor
 
 
 class Carry(NamedTuple):
     """Sums that the loop over key blocks carries."""
 
-    row_max: Any
-    row_sum: Any
-    acc: Any
-    acc1: Any
-    descale_v: Any
-    n_block: Any  # counts the blocks that this consumer has processed
+    row_max: gl.tensor
+    row_sum: gl.tensor
+    acc: gl.tensor
+    acc1: gl.tensor
+    descale_v: gl.tensor
+    n_block: int  # counts the blocks that this consumer has processed
 
 
 class TileMessage(NamedTuple):
     """A work tile as the loader broadcasts it."""
 
-    first_row: Any
-    h: Any
-    b: Any
+    first_row: gl.tensor
+    h: gl.tensor
+    b: gl.tensor
     sequence: Any  # a `QuerySequence`, sent if there are lengths
-    descale_q: Any  # this and the next two: factors of the tensor's first block
-    descale_k: Any
-    descale_v: Any
+    descale_q: gl.tensor  # this and the next two: factors of the tensor's first block
+    descale_k: gl.tensor
+    descale_v: gl.tensor
 
 
 @gluon.jit
@@ -299,8 +300,8 @@ def _load_partition(buffers: Buffers, args: Arguments, META: gl.constexpr):
 
 
 class Logits(NamedTuple):
-    s: Any  # s * factor[:, None] is the logit in units of log2, before the mask
-    factor: Any
+    s: gl.tensor  # s * factor[:, None] is the logit in units of log2, before the mask
+    factor: gl.tensor
 
 
 @gluon.jit
@@ -317,8 +318,8 @@ def _logits(qk, columns, descale, same: Invariants, MODS: gl.constexpr, META: gl
 class Unmasked(NamedTuple):
     """KV blocks that need no mask, counted from the last one: from `begin` up to `end`."""
 
-    begin: Any
-    end: Any
+    begin: gl.tensor
+    end: int | gl.tensor
 
 
 @gluon.jit
@@ -341,9 +342,9 @@ def _unmasked_blocks(m_start, num_blocks, first_block, band: SequenceBand, META:
 class Weights(NamedTuple):
     """The weights of a key block, and their effect on the rows."""
 
-    quads: Any
-    row_max: Any  # in units of log2, or exact in natural units for unbounded logits
-    correction: Any  # factor of the earlier sums
+    quads: gl.tensor
+    row_max: gl.tensor  # in units of log2, or exact in natural units for unbounded logits
+    correction: gl.tensor  # factor of the earlier sums
 
 
 @gluon.jit

@@ -54,29 +54,29 @@ from flexattn.kernels_triton.runtime.launch import kernel, launch
 
 
 class _QuerySums(NamedTuple):
-    dq0: Any
-    dq1: Any
-    row_sum: Any  # sum of the probabilities
+    dq0: tl.tensor
+    dq1: tl.tensor
+    row_sum: tl.tensor  # sum of the probabilities
 
 
 class _QueryBlock(NamedTuple):
     """A block of queries, and the keys and values of its head."""
 
     head: Head
-    h_kv: Any
-    first_row: Any
-    q0: Any
-    q1: Any
-    dout0: Any
-    dout1: Any
-    statistics: Any
+    h_kv: tl.tensor
+    first_row: tl.tensor
+    q0: tl.tensor
+    q1: tl.tensor
+    dout0: tl.tensor
+    dout1: tl.tensor
+    statistics: RowStatistics
     large: Any
-    k_base: Any
-    k_step: Any
-    k_offsets: Any
-    v_base: Any
-    v_step: Any
-    v_offsets: Any
+    k_base: tl.tensor
+    k_step: tl.tensor
+    k_offsets: tl.tensor
+    v_base: tl.tensor
+    v_step: tl.tensor
+    v_offsets: tl.tensor
     k_t: Any  # in FP8: k with its tokens innermost
 
 
@@ -290,21 +290,21 @@ def _attn_bwd_dq_kernel(args: DqArguments, MODS: tl.constexpr, META: tl.constexp
 
 
 class _KeySums(NamedTuple):
-    dk0: Any
-    dk1: Any
-    dv0: Any
-    dv1: Any
+    dk0: tl.tensor
+    dk1: tl.tensor
+    dv0: tl.tensor
+    dv1: tl.tensor
 
 
 class _KeyBlock(NamedTuple):
     """A block of keys and values."""
 
-    h_kv: Any
-    first_column: Any
-    k0: Any
-    k1: Any
-    v0: Any
-    v1: Any
+    h_kv: tl.tensor
+    first_column: tl.tensor
+    k0: tl.tensor
+    k1: tl.tensor
+    v0: tl.tensor
+    v1: tl.tensor
 
 
 class _HeadRows(NamedTuple):
@@ -312,13 +312,13 @@ class _HeadRows(NamedTuple):
 
     head: Head
     queries: Queries
-    q_base: Any
-    q_step: Any
-    q_offsets: Any
-    dout_base: Any
-    dout_step: Any
-    dout_offsets: Any
-    first_statistic: Any
+    q_base: tl.tensor
+    q_step: tl.tensor
+    q_offsets: tl.tensor
+    dout_base: tl.tensor
+    dout_step: tl.tensor
+    dout_offsets: tl.tensor
+    first_statistic: tl.tensor
     large: Any
     q_t: Any  # in FP8: q and dout with their tokens innermost
     dout_t: Any

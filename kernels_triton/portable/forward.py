@@ -64,27 +64,27 @@ class Arguments(NamedTuple):
 class _Accumulators(NamedTuple):
     """The softmax of a block of queries so far."""
 
-    acc0: Any
-    acc1: Any
-    row_sum: Any
-    row_max: Any  # in units of log2; for unbounded logits in natural units, which keeps the maximum exact
+    acc0: tl.tensor
+    acc1: tl.tensor
+    row_sum: tl.tensor
+    row_max: tl.tensor  # in units of log2; for unbounded logits in natural units, which keeps the maximum exact
 
 
 class _Block(NamedTuple):
     """A block of queries, and the keys and values of its head."""
 
     head: Head
-    h_kv: Any
-    first_row: Any
-    q0: Any
-    q1: Any
-    descale_q: Any
-    k_base: Any
-    k_step: Any
-    k_offsets: Any
-    v_base: Any
-    v_step: Any
-    v_offsets: Any
+    h_kv: tl.tensor
+    first_row: tl.tensor
+    q0: tl.tensor
+    q1: tl.tensor
+    descale_q: float | tl.tensor
+    k_base: tl.tensor
+    k_step: tl.tensor
+    k_offsets: tl.tensor
+    v_base: tl.tensor
+    v_step: tl.tensor
+    v_offsets: tl.tensor
     v_t: Any  # in FP8: v with its tokens innermost, as the matrix instructions need it
 
 
