@@ -20,6 +20,7 @@ from flexattn.kernels_triton.gluon.masking import SequenceBand, band_of_sequence
 from flexattn.kernels_triton.gluon.tile_scheduler import (
     num_work_tiles,
     sequence_of,
+    take,
     work_tile,
 )
 
@@ -176,34 +177,17 @@ def pack_tile(message: TileMessage, META: gl.constexpr):
 
 @gluon.jit
 def unpack_tile(numbers, META: gl.constexpr):
-    first_row, h, b, split = numbers[:4]
-    rest = numbers[4:]
-    start_q, len_q, len_kv = 0, 0, 0
+    place, rest = take(numbers, 4)
+    lengths, planned, cut, unmasked = (0, 0, 0), (0, 0), (), ()
     if META.HAS_LENGTHS:
-        start_q, len_q, len_kv = rest[:3]
-        rest = rest[3:]
-    split_end, part = 0, 0
+        lengths, rest = take(rest, 3)
     if META.IS_PLANNED:
-        split_end, part = rest[:2]
-        rest = rest[2:]
-    cut, unmasked = (), ()
+        planned, rest = take(rest, 2)
     if META.BLOCK_SIZE_Q > 0:
-        num_masked, num_full, masked_before, full_before, begin, end = rest[:6]
-        cut = ListCut(num_masked=num_masked, num_full=num_full, masked_before=masked_before, full_before=full_before)
-        unmasked = Span(begin=begin, end=end)
-    return TileMessage(
-        first_row=first_row,
-        h=h,
-        b=b,
-        split=split,
-        start_q=start_q,
-        len_q=len_q,
-        len_kv=len_kv,
-        split_end=split_end,
-        part=part,
-        cut=cut,
-        unmasked=unmasked,
-    )
+        fields, rest = take(rest, 4)
+        cut = ListCut(*fields)
+        unmasked = Span(*rest)
+    return TileMessage(*place, *lengths, *planned, cut=cut, unmasked=unmasked)
 
 
 @gluon.jit

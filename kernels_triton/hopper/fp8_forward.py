@@ -49,6 +49,7 @@ from flexattn.kernels_triton.gluon.tile_scheduler import (
     num_work_tiles,
     receive_tile,
     sequence_of,
+    take,
     work_tile,
 )
 from flexattn.kernels_triton.gluon.work_order import forward_work
@@ -236,19 +237,15 @@ def _pack_tile(message: TileMessage, META: gl.constexpr):
 
 @gluon.jit
 def _unpack_tile(numbers, args: Arguments, META: gl.constexpr):
-    first_row, h, b = numbers[:3]
-    rest = numbers[3:]
+    place, rest = take(numbers, 3)
     if META.HAS_LENGTHS:
-        start_q, len_q, len_kv = rest[:3]
-        sequence = QuerySequence(start_q=start_q, len_q=len_q, len_kv=len_kv)
-        rest = rest[3:]
+        fields, rest = take(rest, 3)
+        sequence = QuerySequence(*fields)
     else:
+        _, _, b = place
         both = sequence_of(args.lengths_q, args.lengths_kv, b, META)
         sequence = QuerySequence(start_q=both.start_q, len_q=both.len_q, len_kv=both.len_kv)
-    descale_q, descale_k, descale_v = rest[:3]
-    return TileMessage(
-        first_row=first_row, h=h, b=b, sequence=sequence, descale_q=descale_q, descale_k=descale_k, descale_v=descale_v
-    )
+    return TileMessage(*place, sequence, *rest)
 
 
 @gluon.jit
@@ -596,7 +593,7 @@ def _attn_fwd_fp8_hopper_kernel(args: Arguments, MODS: gl.constexpr, META: gl.co
     ones = gl.allocate_shared_memory(gl.float8e4nv, [_COLUMNS, META.BLOCK_N], ONES)
     ones.store(bits.to(gl.float8e4nv, bitcast=True))
     fence_async_shared()
-    barriers = allocate_forward_barriers(META)
+    barriers = allocate_forward_barriers(CONSUMERS, CONSUMERS, META)
     tiles = Tiles(q=q_tiles, k=k_tiles, v=v_tiles, out=out_tiles, ones=ones)
     buffers = Buffers(tiles=tiles, barriers=barriers)
     if CONSUMERS == 2:  # the first consumer is the default partition: it gets the remaining registers, 240
