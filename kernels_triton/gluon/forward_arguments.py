@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from flexattn.kernels_triton.common.arguments import Band, BlockMaskLists, Dropout, Lengths, Pages, Rows, Scores
 from flexattn.kernels_triton.common.features import with_features
 from flexattn.kernels_triton.common.plan_pieces import Plan
+from flexattn.kernels_triton.gluon.descales import Descales
 from flexattn.kernels_triton.gluon.descriptors import Step
 from flexattn.kernels_triton.gluon.pairs import (
     Pair,
@@ -47,26 +48,31 @@ class ForwardMeta(NamedTuple):
     Q_STAGES: int
     UNMASKED_LOOP: bool  # separate loop without masks for key blocks that all queries see; other blocks may be cut
     HAS_CUT_LOOP: bool  # loop with masks for blocks that may be cut, like most blocks in a narrow window
-    # Integers of a tile message: (first query, first head, batch, split). With lengths, (first token, queries, keys) follow; with a
-    # plan, (end of the split, part); with a block mask, the results of `cut_key_lists` and `unmasked_blocks`.
-    NUMBERS: int
+    NUMBERS: int  # integers of a tile message, see `forward_work.pack_tile`
     IS_LATENT: bool  # v is the first columns of k, and is read from k's tiles
     ASKS_OF_BLOCKS: bool  # the mask_mod's block test runs before the mask_mod is evaluated for each query and key
     WIDTH_V: int  # columns of out, if `Results.out` is set
     ALIGN: int  # strides of `Results.out` are multiples of it
+    SENDS_LISTS: bool  # with a block mask, the loader cuts its lists for the consumers
+    IS_FP8: bool
+    IS_MODIFIED: bool  # for this and the rest, in FP8: a logit is more than a scaled score
+    PARTS: int  # parts of V0 columns in which v is summed
+    Q_BLOCKWISE: bool  # the scales of q, of k, of v vary along the sequence
+    K_BLOCKWISE: bool
+    V_BLOCKWISE: bool
 
 
 class Descriptors(NamedTuple):
     q: Pair
     k: Pair
-    v: Any
+    v: Any  # transposed in FP8
     out: Any  # None if out is fp32
 
 
 class Steps(NamedTuple):
     q: Step
     k: Step
-    v: Step
+    v: Step | None  # None in FP8
     out: Step
 
 
@@ -95,8 +101,10 @@ class Arguments(NamedTuple):
     steps: Steps
     scores: Scores
     softmax_offset_ptr: Any
-    dropout: Dropout
+    dropout: Dropout | None  # None in FP8
     lists: BlockMaskLists | None  # lists of key blocks
+    descales: Descales | None = None
+    v_blocks: int | None = None  # in FP8: transposed tiles of a head of v
 
 
 class Tiles(NamedTuple):
@@ -106,6 +114,7 @@ class Tiles(NamedTuple):
     k: Pair
     v: Any
     out: Any
+    ones: Any = None  # in FP8: operand of the product that sums p
 
 
 class Buffers(NamedTuple):

@@ -251,7 +251,7 @@ def _compute_partition(args: Arguments, buffers: Buffers, CONSUMER: gl.constexpr
             if META.BLOCK_SIZE_Q > 0:
                 unmasked = received.unmasked
             else:
-                unmasked = unmasked_blocks(m_start, ROWS // GROUP, num_consumer_blocks, consumer_range, band, META)
+                unmasked = unmasked_blocks(m_start, ROWS // GROUP, num_consumer_blocks, consumer_range, band, 1, META)
             last = num_consumer_blocks  # few other blocks follow, with the same instructions
             if META.HAS_CUT_LOOP:
                 last = unmasked.end

@@ -26,7 +26,7 @@ from flexattn.kernels_triton.gluon import pipeline
 from flexattn.kernels_triton.gluon.backward_blocks import Block, key_block_of_program, query_block_of_program, statistics_of_block
 from flexattn.kernels_triton.gluon.block_ranges import key_block, query_block
 from flexattn.kernels_triton.gluon.conditions import QUERIES, backward_unsupported_block_mask
-from flexattn.kernels_triton.gluon.descales import Descale
+from flexattn.kernels_triton.gluon.descales import Descale, load_descale
 from flexattn.kernels_triton.gluon.descriptors import (
     load_rows,
     load_statistics,
@@ -59,7 +59,7 @@ from flexattn.kernels_triton.hopper.dkdv_consumer import (
     consume_dkdv_columns,
 )
 from flexattn.kernels_triton.hopper.dq_consumer import DqConsumerBarriers, DqOperands, DqRows, consume_dq
-from flexattn.kernels_triton.hopper.fp8 import allocate_factors, load_descale, write_factors
+from flexattn.kernels_triton.hopper.fp8 import allocate_factors, write_factors
 from flexattn.kernels_triton.hopper.fp8_backward_arguments import (
     DkdvArguments,
     DkdvBarriers,
