@@ -91,11 +91,13 @@ class Results(NamedTuple):
 class Arguments(NamedTuple):
     descriptors: Descriptors
     results: Results
+    descales: Descales | None  # in FP8, like `v_blocks`
     work: Work
     num_splits: int | None
     plan: Plan | None  # instead of `work` and `num_splits`
     lengths_q: Lengths
     lengths_kv: Lengths
+    v_blocks: int | None  # transposed tiles of a head of v
     pages: Pages | None
     band: Band
     steps: Steps
@@ -103,8 +105,6 @@ class Arguments(NamedTuple):
     softmax_offset_ptr: Any
     dropout: Dropout | None  # None in FP8
     lists: BlockMaskLists | None  # lists of key blocks
-    descales: Descales | None = None
-    v_blocks: int | None = None  # in FP8: transposed tiles of a head of v
 
 
 class Tiles(NamedTuple):
