@@ -30,7 +30,7 @@ class ForwardMeta(NamedTuple):
     HEADS: int  # query heads of a tile; its rows are the first query of each head, then the second, ..
     GROUP: int  # rows of one query: the next power of two from HEADS; the last rows may belong to no head
     IS_SPLIT: bool  # KV is split across programs, and each writes a partial result, see `split_ranges.Parts`
-    IS_PLANNED: bool  # split points come from `split_plan`
+    IS_PLANNED: bool  # split points come from a `Plan`
     BLOCK_M: int
     BLOCK_N: int
     PAGE_ROWS: int  # keys of a page that one copy loads; 0: no pages

@@ -11,9 +11,7 @@ from torch import Tensor
 from flexattn.kernels_triton.common.plan_pieces import Plan
 from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.common.problem import rows as rows_of
-from flexattn.kernels_triton.common.split_kv import BY_LENGTHS, combine_splits
-from flexattn.kernels_triton.common.split_plan import PlannedTile, combine_pieces, make_plan
-from flexattn.kernels_triton.common.split_ranges import Parts
+from flexattn.kernels_triton.common.split_kv import PlannedTile, combine_parts, split_results
 from flexattn.kernels_triton.common.tile_schedule import zero_padding
 from flexattn.kernels_triton.common.tiles import BlackwellTile, HopperTile, slots_of_heads, split_head_dim
 from flexattn.kernels_triton.gluon.conditions import rows_of_a_copy
@@ -48,16 +46,6 @@ class ForwardLaunch(NamedTuple):
     tile: Tile
     arguments: tuple[Any, ...]
     finish: Callable[[], None]
-
-
-def split_results(
-    problem: Problem, planned: PlannedTile, splits: int, processors: int, lse: Tensor, head_dim_v: int
-) -> tuple[Plan | None, Parts | None]:
-    """Returns the plan of a split by lengths, and memory for the parts; None for what a call does not have."""
-    if splits == BY_LENGTHS:
-        plan = make_plan(problem, planned, processors)
-        return plan, plan.empty_parts(lse, head_dim_v, problem.is_unbounded)
-    return None, Parts.empty(splits, lse, head_dim_v, problem.is_unbounded) if splits > 1 else None
 
 
 def prepare_forward(problem: Problem, outputs: Outputs, tile: HopperTile | BlackwellTile, division: Division) -> ForwardLaunch:
@@ -99,11 +87,9 @@ def prepare_forward(problem: Problem, outputs: Outputs, tile: HopperTile | Black
     )
 
     def finish() -> None:
-        if plan is not None and parts is not None:
-            combine_pieces(x, plan, planned, parts, (out, lse))
-        elif parts is not None:
-            combine_splits(x, parts, out, lse)
-        if x.has_padding_q and parts is None:
+        if parts is not None:
+            combine_parts(x, parts, (out, lse), plan, planned)
+        elif x.has_padding_q:
             zero_padding(x, out, "q", lse)
 
     programs = processors if plan is not None else min(processors, tiles * splits)

@@ -13,7 +13,6 @@ from flexattn.kernels_triton.gluon.block_ranges import (
     cut_key_lists,
     key_block,
 )
-from flexattn.kernels_triton.gluon.descales import BLOCK, first_descales, first_transposed_block
 from flexattn.kernels_triton.gluon.descriptors import load_rows
 from flexattn.kernels_triton.gluon.forward_arguments import Arguments, Buffers
 from flexattn.kernels_triton.gluon.forward_loader import LoadedRows, load_keys, load_queries
@@ -26,6 +25,7 @@ from flexattn.kernels_triton.gluon.forward_work import (
     tile_of_work,
     unmasked_blocks,
 )
+from flexattn.kernels_triton.gluon.fp8_operands import BLOCK, first_descales, first_transposed_block
 from flexattn.kernels_triton.gluon.masking import band_of_sequence
 from flexattn.kernels_triton.gluon.pages import KeyBlock, load_key_pages, load_value_pages, page_ids
 from flexattn.kernels_triton.gluon.pairs import (

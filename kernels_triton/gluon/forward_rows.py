@@ -14,10 +14,10 @@ from flexattn.kernels_triton.common.heads import shows_block
 from flexattn.kernels_triton.common.plan_pieces import first_row_of_part
 from flexattn.kernels_triton.common.scores import logits
 from flexattn.kernels_triton.common.split_ranges import part_row
-from flexattn.kernels_triton.gluon.descales import P_SHIFT
 from flexattn.kernels_triton.gluon.dropout import DropoutState
 from flexattn.kernels_triton.gluon.forward_arguments import Arguments
 from flexattn.kernels_triton.gluon.forward_work import ReceivedTile, WorkTile
+from flexattn.kernels_triton.gluon.fp8_operands import P_SHIFT
 from flexattn.kernels_triton.gluon.masking import SequenceBand, apply_mask_mod, mask_keys
 from flexattn.kernels_triton.gluon.softmax import for_threads
 

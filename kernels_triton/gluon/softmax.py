@@ -6,8 +6,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flexattn.kernels_triton.common.exponents import LN2, LOWEST, exponent_factor, scaled_row_max
-from flexattn.kernels_triton.gluon.descales import P_SHIFT
 from flexattn.kernels_triton.gluon.dropout import kept
+from flexattn.kernels_triton.gluon.fp8_operands import P_SHIFT
 from flexattn.kernels_triton.gluon.operands import pack_pairs
 
 _RESCALE_THRESHOLD = gl.constexpr(8.0)  # maximum rise of a row's maximum, in units of log2, without a rescaling of sums

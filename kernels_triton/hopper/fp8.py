@@ -20,8 +20,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from flexattn.kernels_triton.common.arguments import Head
 from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.common.scores import logits
-from flexattn.kernels_triton.gluon.descales import BLOCK, Descale
+from flexattn.kernels_triton.gluon.descales import Descale
 from flexattn.kernels_triton.gluon.descriptors import FP8_DTYPES
+from flexattn.kernels_triton.gluon.fp8_operands import BLOCK
 
 
 class Scale(NamedTuple):

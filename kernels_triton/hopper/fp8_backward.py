@@ -26,7 +26,7 @@ from flexattn.kernels_triton.gluon import pipeline
 from flexattn.kernels_triton.gluon.backward_blocks import Block, key_block_of_program, query_block_of_program, statistics_of_block
 from flexattn.kernels_triton.gluon.block_ranges import key_block, query_block
 from flexattn.kernels_triton.gluon.conditions import QUERIES, backward_unsupported_block_mask
-from flexattn.kernels_triton.gluon.descales import Descale, load_descale
+from flexattn.kernels_triton.gluon.descales import Descale
 from flexattn.kernels_triton.gluon.descriptors import (
     load_rows,
     load_statistics,
@@ -35,6 +35,7 @@ from flexattn.kernels_triton.gluon.descriptors import (
     step_of,
     store_rows,
 )
+from flexattn.kernels_triton.gluon.fp8_operands import load_descale
 from flexattn.kernels_triton.gluon.fp32_gradients import fp32_rows
 from flexattn.kernels_triton.gluon.operands import ROWS
 from flexattn.kernels_triton.gluon.pairs import (

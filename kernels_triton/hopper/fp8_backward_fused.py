@@ -24,9 +24,9 @@ from flexattn.kernels_triton.gluon import pipeline
 from flexattn.kernels_triton.gluon.backward_blocks import Block, find_key_block, key_block, key_block_of_program
 from flexattn.kernels_triton.gluon.block_ranges import query_block
 from flexattn.kernels_triton.gluon.conditions import KEYS, unsupported_block_mask
-from flexattn.kernels_triton.gluon.descales import load_descale
 from flexattn.kernels_triton.gluon.descriptors import load_rows, load_statistics, store_rows
 from flexattn.kernels_triton.gluon.dq_sums import add_dq
+from flexattn.kernels_triton.gluon.fp8_operands import load_descale
 from flexattn.kernels_triton.gluon.fused_arguments import Begun, FusedArguments, FusedBarriers, FusedTiles
 from flexattn.kernels_triton.gluon.fused_launch import finish_fused
 from flexattn.kernels_triton.gluon.operands import ROWS, allocate_tiles

@@ -25,13 +25,14 @@ from flexattn.kernels_triton.common.tiles import split_head_dim
 from flexattn.kernels_triton.gluon import pipeline
 from flexattn.kernels_triton.gluon.block_ranges import blocks_of_consumer, key_block
 from flexattn.kernels_triton.gluon.conditions import unsupported_block_mask
-from flexattn.kernels_triton.gluon.descales import P_SCALE, P_SHIFT, Descales, load_descale
+from flexattn.kernels_triton.gluon.descales import Descales
 from flexattn.kernels_triton.gluon.descriptors import FP8_DTYPES, descriptor_error, ragged_descriptor, step_of, store_rows
 from flexattn.kernels_triton.gluon.forward_arguments import Arguments, Buffers, Descriptors, Results, Steps, Tiles
 from flexattn.kernels_triton.gluon.forward_launch import Cut, SplitKeys, forward_arguments, forward_meta
 from flexattn.kernels_triton.gluon.forward_partition import load_partition
 from flexattn.kernels_triton.gluon.forward_rows import rows_and_heads, sink_of_rows, statistics_row, store_lse
 from flexattn.kernels_triton.gluon.forward_work import Span, received_tile, unmasked_blocks
+from flexattn.kernels_triton.gluon.fp8_operands import P_SCALE, P_SHIFT, load_descale
 from flexattn.kernels_triton.gluon.masking import SequenceBand, apply_mask_mod, mask_keys
 from flexattn.kernels_triton.gluon.operands import ROWS, keep_pairs
 from flexattn.kernels_triton.gluon.pairs import allocate_pair, allocate_tiles, pair_descriptor
