@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 
 from flexattn.kernels_triton.blackwell.conditions import forward_tile
 from flexattn.kernels_triton.blackwell.consumer import compute_partition
-from flexattn.kernels_triton.blackwell.pipeline import Buffers, allocate_loader_barriers, allocate_product_barriers
+from flexattn.kernels_triton.blackwell.pipeline import Buffers, allocate_product_barriers
 from flexattn.kernels_triton.blackwell.products import product_partition
 from flexattn.kernels_triton.blackwell.tensor_memory import LANES, allocate_forward_tiles
 from flexattn.kernels_triton.common.launch_order import wait_for_previous
@@ -25,6 +25,7 @@ from flexattn.kernels_triton.gluon.forward_launch import Division, Outputs, numb
 from flexattn.kernels_triton.gluon.forward_partition import load_partition
 from flexattn.kernels_triton.gluon.operands import allocate_blocks, allocate_tiles
 from flexattn.kernels_triton.gluon.pairs import allocate_key_pair, allocate_pair
+from flexattn.kernels_triton.gluon.pipeline import allocate_forward_barriers
 from flexattn.kernels_triton.runtime.device import num_processors
 from flexattn.kernels_triton.runtime.launch import hopper_kernel, launch
 
@@ -42,7 +43,8 @@ def _attn_fwd_blackwell_kernel(args: Arguments, MODS: gl.constexpr, META: gl.con
     k_tiles = allocate_key_pair(descriptors.k, META)
     v_tiles = allocate_blocks(META.STAGES, descriptors.v, META.BLOCK_N)
     tiles = Tiles(q=q_tiles, k=k_tiles, v=v_tiles, out=out_tiles)
-    barriers = allocate_loader_barriers(META)
+    # One warp releases all stages after its products have read them, and it also receives work tiles.
+    barriers = allocate_forward_barriers(1, CONSUMERS + 1, META)
     products = allocate_product_barriers(CONSUMERS)
     sums = allocate_forward_tiles(CONSUMERS, META.BLOCK_N, META.V0)
     buffers = Buffers(tiles=tiles, barriers=barriers, sums=sums, products=products)

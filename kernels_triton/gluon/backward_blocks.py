@@ -22,7 +22,7 @@ from flexattn.kernels_triton.gluon.masking import (
 )
 from flexattn.kernels_triton.gluon.operands import ROWS
 from flexattn.kernels_triton.gluon.query_walk import QueryPlace, first_queries, next_queries, turn_of_program
-from flexattn.kernels_triton.gluon.tile_scheduler import Sequence, Work, backward_tile, sequence_of
+from flexattn.kernels_triton.gluon.tile_scheduler import Sequence, Work, backward_tile, sequence_of, take
 
 
 class LargeLse(NamedTuple):
@@ -108,18 +108,15 @@ def _pack_key_block(message: KeyBlockMessage, META: gl.constexpr):
 
 @gluon.jit
 def _unpack_key_block(numbers, META: gl.constexpr):
-    first_row, h_kv, b = numbers[:3]
-    rest = numbers[3:]
-    sequence = ()
+    place, rest = take(numbers, 3)
+    sequence, cut = (), ()
     if META.HAS_LENGTHS:
-        start_q, len_q, start_kv, len_kv = rest[:4]
-        sequence = Sequence(start_q=start_q, len_q=len_q, start_kv=start_kv, len_kv=len_kv)
-        rest = rest[4:]
-    cut = ()
+        fields, rest = take(rest, 4)
+        sequence = Sequence(*fields)
     if META.BLOCK_SIZE_Q > 0:
-        num_masked, num_full, masked_before, full_before = rest[:4]
-        cut = ListCut(num_masked=num_masked, num_full=num_full, masked_before=masked_before, full_before=full_before)
-    return KeyBlockMessage(first_row=first_row, h_kv=h_kv, b=b, sequence=sequence, cut=cut)
+        fields, rest = take(rest, 4)
+        cut = ListCut(*fields)
+    return KeyBlockMessage(*place, sequence=sequence, cut=cut)  # type: ignore[misc]
 
 
 @gluon.jit

@@ -17,8 +17,8 @@ class Descale(NamedTuple):
     block_rows: int  # at least 1
 
 
-class BackwardDescales(NamedTuple):
+class Descales(NamedTuple):
     q: Descale
     k: Descale
     v: Descale
-    dout: Descale
+    dout: Descale | None = None  # in a backward

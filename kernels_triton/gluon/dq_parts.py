@@ -26,6 +26,7 @@ from flexattn.kernels_triton.common.arguments import Pointer, Rows
 from flexattn.kernels_triton.common.statistics_tiles import statistics_tile
 from flexattn.kernels_triton.gluon.backward_blocks import Block
 from flexattn.kernels_triton.gluon.descriptors import finish_additions
+from flexattn.kernels_triton.gluon.tile_scheduler import take
 from flexattn.kernels_triton.runtime.entry import WidePointer
 
 # Elements of a part. At head dim 128 without a mask, double parts took up to 5 % longer, and half parts up to 3 % longer
@@ -103,12 +104,13 @@ class Part(NamedTuple):
 @gluon.jit
 def is_key_block(numbers):
     # Returns whether a message has a key block, and not a part of dq
-    return numbers[1] >= 0
+    return _unpack_part(numbers).h < 0
 
 
 @gluon.jit
 def _unpack_part(numbers):
-    first_row, minus_h, b = numbers[:3]
+    part, _ = take(numbers, 3)
+    first_row, minus_h, b = part
     return Part(first_row=first_row, h=-1 - minus_h, b=b)
 
 

@@ -10,6 +10,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from flexattn.kernels_triton.common.arguments import Band, BlockMaskLists, Dropout, Lengths, Pages, Pointer, Rows, Scores
 from flexattn.kernels_triton.common.features import with_features
 from flexattn.kernels_triton.common.plan_pieces import Plan
+from flexattn.kernels_triton.gluon.descales import Descales
 from flexattn.kernels_triton.gluon.descriptors import Step
 from flexattn.kernels_triton.gluon.pairs import (
     Pair,
@@ -32,7 +33,7 @@ class ForwardMeta(NamedTuple):
     HEADS: int  # query heads of a tile; its rows are the first query of each head, then the second, ..
     GROUP: int  # rows of one query: the next power of two from HEADS; the last rows may belong to no head
     IS_SPLIT: bool  # KV is split across programs, and each writes a partial result, see `split_ranges.Parts`
-    IS_PLANNED: bool  # split points come from `split_plan`
+    IS_PLANNED: bool  # split points come from a `Plan`
     BLOCK_M: int
     BLOCK_N: int
     PAGE_ROWS: int  # keys of a page that one copy loads; 0: no pages
@@ -50,26 +51,31 @@ class ForwardMeta(NamedTuple):
     Q_STAGES: int
     UNMASKED_LOOP: bool  # separate loop without masks for key blocks that all queries see; other blocks may be cut
     HAS_CUT_LOOP: bool  # loop with masks for blocks that may be cut, like most blocks in a narrow window
-    # Integers of a tile message: (first query, first head, batch, split). With lengths, (first token, queries, keys) follow; with a
-    # plan, (end of the split, part); with a block mask, the results of `cut_key_lists` and `unmasked_blocks`.
-    NUMBERS: int
+    NUMBERS: int  # integers of a tile message, see `forward_work.pack_tile`
     IS_LATENT: bool  # v is the first columns of k, and is read from k's tiles
     ASKS_OF_BLOCKS: bool  # the mask_mod's block test runs before the mask_mod is evaluated for each query and key
     WIDTH_V: int  # columns of out, if `Results.out` is set
     ALIGN: int  # strides of `Results.out` are multiples of it
+    SENDS_LISTS: bool  # with a block mask, the loader cuts its lists for the consumers
+    IS_FP8: bool
+    IS_MODIFIED: bool  # for this and the rest, in FP8: a logit is more than a scaled score
+    PARTS: int  # parts of V0 columns in which v is summed
+    Q_BLOCKWISE: bool  # the scales of q, of k, of v vary along the sequence
+    K_BLOCKWISE: bool
+    V_BLOCKWISE: bool
 
 
 class Descriptors(NamedTuple):
     q: Pair
     k: Pair
-    v: TensorDescriptor
+    v: TensorDescriptor  # transposed in FP8
     out: TensorDescriptor | None  # None if out is fp32
 
 
 class Steps(NamedTuple):
     q: Step
     k: Step
-    v: Step
+    v: Step | None  # None in FP8
     out: Step | None
 
 
@@ -88,17 +94,19 @@ class Results(NamedTuple):
 class Arguments(NamedTuple):
     descriptors: Descriptors
     results: Results
+    descales: Descales | None  # in FP8, like `v_blocks`
     work: Work
     num_splits: int | None
     plan: Plan | None  # instead of `work` and `num_splits`
     lengths_q: Lengths
     lengths_kv: Lengths
+    v_blocks: int | None  # transposed tiles of a head of v
     pages: Pages | None
     band: Band
     steps: Steps
     scores: Scores
     softmax_offset_ptr: Pointer
-    dropout: Dropout
+    dropout: Dropout | None  # None in FP8
     lists: BlockMaskLists | None  # lists of key blocks
 
 
@@ -109,6 +117,7 @@ class Tiles(NamedTuple):
     k: Pair
     v: gl.shared_memory_descriptor
     out: gl.shared_memory_descriptor
+    ones: gl.shared_memory_descriptor | None = None  # in FP8: operand of the product that sums p
 
 
 class Buffers(NamedTuple):

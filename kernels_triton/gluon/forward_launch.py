@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 from flexattn.kernels_triton.common.plan_pieces import Plan
 from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.common.problem import rows as rows_of
-from flexattn.kernels_triton.common.split_kv import BY_LENGTHS, combine_splits
-from flexattn.kernels_triton.common.split_plan import PlannedTile, combine_pieces, make_plan
-from flexattn.kernels_triton.common.split_ranges import Parts
+from flexattn.kernels_triton.common.split_kv import PlannedTile, combine_parts, split_results
 from flexattn.kernels_triton.common.tile_schedule import zero_padding
 from flexattn.kernels_triton.common.tiles import BlackwellTile, HopperTile, slots_of_heads, split_head_dim
 from flexattn.kernels_triton.gluon.conditions import rows_of_a_copy
@@ -48,16 +46,6 @@ class ForwardLaunch(NamedTuple):
     tile: Tile
     arguments: tuple[Any, ...]
     finish: Callable[[], None]
-
-
-def split_results(
-    problem: Problem, planned: PlannedTile, splits: int, processors: int, lse: Tensor, head_dim_v: int
-) -> tuple[Plan | None, Parts | None]:
-    """Returns the plan of a split by lengths, and memory for the parts; None for what a call does not have."""
-    if splits == BY_LENGTHS:
-        plan = make_plan(problem, planned, processors)
-        return plan, plan.empty_parts(lse, head_dim_v, problem.is_unbounded)
-    return None, Parts.empty(splits, lse, head_dim_v, problem.is_unbounded) if splits > 1 else None
 
 
 def prepare_forward(problem: Problem, outputs: Outputs, tile: HopperTile | BlackwellTile, division: Division) -> ForwardLaunch:
@@ -99,18 +87,16 @@ def prepare_forward(problem: Problem, outputs: Outputs, tile: HopperTile | Black
     )
 
     def finish() -> None:
-        if plan is not None and parts is not None:
-            combine_pieces(x, plan, planned, parts, (out, lse))
-        elif parts is not None:
-            combine_splits(x, parts, out, lse)
-        if x.has_padding_q and parts is None:
+        if parts is not None:
+            combine_parts(x, parts, (out, lse), plan, planned)
+        elif x.has_padding_q:
             zero_padding(x, out, "q", lse)
 
     programs = processors if plan is not None else min(processors, tiles * splits)
     return ForwardLaunch(programs, launch_tile, (arguments, x.mods, meta), finish)
 
 
-def _whole_blocks_of_window(problem: Problem, tile: HopperTile | BlackwellTile, queries: int) -> float:
+def _whole_blocks_of_window(problem: Problem, tile: ForwardTile, queries: int) -> float:
     """Returns the maximum number of key blocks that all queries of a consumer see completely."""
     x = problem
     if x.window_left is None or x.window_right is None:
@@ -131,8 +117,47 @@ class Cut(NamedTuple):
     is_planned: bool
 
 
+class ForwardTile(Protocol):
+    """Fields of a tile that every forward is compiled for, as in `HopperTile`."""
+
+    @property
+    def head_dim_qk(self) -> int: ...
+
+    @property
+    def head_dim_v(self) -> int: ...
+
+    @property
+    def block_m(self) -> int: ...
+
+    @property
+    def block_n(self) -> int: ...
+
+    @property
+    def num_stages(self) -> int: ...
+
+    @property
+    def q_stages(self) -> int: ...
+
+    @property
+    def registers(self) -> int: ...
+
+    @property
+    def pingpong(self) -> bool: ...
+
+    @property
+    def is_lazy(self) -> bool: ...
+
+    @property
+    def out_parts(self) -> int: ...
+
+
 def forward_meta(
-    problem: Problem, tile: HopperTile | BlackwellTile, group: int, cut: Cut, has_max_logit: bool = False, rows: int = ROWS.value
+    problem: Problem,
+    tile: ForwardTile,
+    group: int,
+    cut: Cut,
+    has_max_logit: bool = False,
+    rows: int = ROWS.value,
 ) -> Any:
     """Returns the `ForwardMeta` of a kernel whose consumers have `rows` rows each, of `group` heads."""
     x = problem
@@ -169,10 +194,17 @@ def forward_meta(
         UNMASKED_LOOP=(is_banded and not is_narrow) or x.block_mask is not None,
         HAS_CUT_LOOP=is_narrow or x.block_mask is not None,
         NUMBERS=4 + 3 * has_lengths + 2 * cut.is_planned + 6 * (x.block_mask is not None),
+        SENDS_LISTS=x.block_mask is not None,
         IS_LATENT=False,
         ASKS_OF_BLOCKS=x.asks_of_blocks(group),
         WIDTH_V=0,
         ALIGN=1,
+        IS_FP8=False,
+        IS_MODIFIED=x.is_modified,
+        PARTS=1,
+        Q_BLOCKWISE=False,
+        K_BLOCKWISE=False,
+        V_BLOCKWISE=False,
     )
 
 
@@ -197,11 +229,13 @@ def forward_arguments(
         descriptors=descriptors,
         steps=steps,
         results=results,
+        descales=None,
         work=work,
         num_splits=split.parts,
         plan=split.plan,
         lengths_q=x.lengths_q,
         lengths_kv=x.lengths_kv,
+        v_blocks=None,
         pages=x.pages,
         band=x.band,
         scores=x.scores,

@@ -1,4 +1,4 @@
-"""The loading warp of the 16-bit forward: it draws work tiles, broadcasts them, and loads their q, k and v."""
+"""The loading warp of the forwards, in 16 bits and in FP8: it draws work tiles, broadcasts them, and loads their q, k and v."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from flexattn.kernels_triton.common.copies import packed_start
 from flexattn.kernels_triton.common.plan_pieces import entry_at, share_of_program
 from flexattn.kernels_triton.gluon import pipeline
 from flexattn.kernels_triton.gluon.block_ranges import (
@@ -24,6 +25,7 @@ from flexattn.kernels_triton.gluon.forward_work import (
     tile_of_work,
     unmasked_blocks,
 )
+from flexattn.kernels_triton.gluon.fp8_operands import BLOCK, first_descales, first_transposed_block
 from flexattn.kernels_triton.gluon.masking import band_of_sequence
 from flexattn.kernels_triton.gluon.pages import KeyBlock, load_key_pages, load_value_pages, page_ids
 from flexattn.kernels_triton.gluon.pairs import (
@@ -35,6 +37,7 @@ from flexattn.kernels_triton.gluon.tile_scheduler import (
     broadcast_tile,
     sequence_of,
 )
+from flexattn.kernels_triton.runtime.gluon_names import load_tile
 
 
 @gluon.jit
@@ -67,12 +70,14 @@ def load_partition(args: Arguments, buffers: Buffers, META: gl.constexpr):
         sequence = sequence_of(args.lengths_q, args.lengths_kv, tile.b, META)
         len_q, len_kv = sequence.len_q, sequence.len_kv
         band = band_of_sequence(args.band, len_q, len_kv)
-        cut, unmasked = (), ()
-        if META.BLOCK_SIZE_Q > 0:
+        cut, unmasked, descales = (), (), ()
+        if META.SENDS_LISTS:
             cut = cut_key_lists(tile.first_row, tile.b, tile.h, band, args.lists, META)
         num_blocks, block_range = blocks_of_tile(tile, cut, band, args, META)
-        if META.BLOCK_SIZE_Q > 0:
-            unmasked = unmasked_blocks(tile.first_row, META.BLOCK_M, num_blocks, block_range, band, META)
+        if META.SENDS_LISTS:
+            unmasked = unmasked_blocks(tile.first_row, META.BLOCK_M, num_blocks, block_range, band, 1, META)
+        if META.IS_FP8:
+            descales = first_descales(args.descales, tile.b, tile.h, tile.h // args.work.group_size)
         message = TileMessage(
             first_row=tile.first_row,
             h=tile.h,
@@ -85,12 +90,17 @@ def load_partition(args: Arguments, buffers: Buffers, META: gl.constexpr):
             part=tile.part,
             cut=cut,
             unmasked=unmasked,
+            descales=descales,
         )
         broadcast_tile(pack_tile(message, META), n_tile, barriers, META)
         h_kv = tile.h // args.work.group_size
         origin = origin_of(steps.q, sequence.start_q, tile.h, tile.b)
         queries = LoadedRows(origin=origin, first=tile.first_row, length=len_q)
         load_queries(descriptors.q, tiles.q, queries, n_tile, barriers, META)
+        if META.IS_FP8:
+            place = packed_start(args.lengths_kv, tile.b, sequence.start_kv)
+            v_block = first_transposed_block(tile.b, place, args.lengths_kv.num_tokens, META.IS_RAGGED_KV)
+            v_block = h_kv * args.v_blocks + v_block
         row = 0
         ids = 0
         if META.PAGE_ROWS > 0:
@@ -110,15 +120,17 @@ def load_partition(args: Arguments, buffers: Buffers, META: gl.constexpr):
                 row = key_block(num_blocks - 1 - n, block_range, META)[0]
                 stage = Stage(n_block, STAGES)
                 index = pipeline.index(stage)
+                full = barriers.v_full.index(index)
                 origin = origin_of(steps.k, sequence.start_kv, h_kv, tile.b)
                 load_keys(descriptors.k, tiles.k, LoadedRows(origin=origin, first=row, length=len_kv), n_block, barriers, META)
                 if not META.IS_LATENT:
                     pipeline.wait_empty(barriers.v_empty, stage)
-                    mbarrier.expect(barriers.v_full.index(index), descriptors.v.block_type.nbytes)
-                    origin = origin_of(steps.v, sequence.start_kv, h_kv, tile.b)
-                    load_rows(
-                        descriptors.v, origin.token, len_kv, row, origin.head, 0, barriers.v_full.index(index), tiles.v.index(index)
-                    )
+                    mbarrier.expect(full, descriptors.v.block_type.nbytes)
+                    if META.IS_FP8:
+                        load_tile(descriptors.v, [v_block + row // BLOCK, 0, row % BLOCK], full, tiles.v.index(index))
+                    else:
+                        origin = origin_of(steps.v, sequence.start_kv, h_kv, tile.b)
+                        load_rows(descriptors.v, origin.token, len_kv, row, origin.head, 0, full, tiles.v.index(index))
             n_block += 1
         if META.IS_PLANNED:
             t = following

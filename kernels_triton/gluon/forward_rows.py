@@ -17,6 +17,7 @@ from flexattn.kernels_triton.common.split_ranges import part_row
 from flexattn.kernels_triton.gluon.dropout import DropoutState
 from flexattn.kernels_triton.gluon.forward_arguments import Arguments
 from flexattn.kernels_triton.gluon.forward_work import ReceivedTile, WorkTile
+from flexattn.kernels_triton.gluon.fp8_operands import P_SHIFT
 from flexattn.kernels_triton.gluon.masking import SequenceBand, apply_mask_mod, mask_keys
 from flexattn.kernels_triton.gluon.softmax import for_threads
 
@@ -149,6 +150,7 @@ def statistics_row(received: ReceivedTile, CONSUMER: gl.constexpr, rows, h_of_ro
 
 @gluon.jit
 def store_lse(row_max, row_sum_or_1, lse_row, rows, received: ReceivedTile, args: Arguments, META: gl.constexpr):
+    SHIFT: gl.constexpr = P_SHIFT if META.IS_FP8 else 0.0
     lse_ptr = args.results.lse_ptr
     len_q = received.band.len_q
     if META.IS_PLANNED:
@@ -158,7 +160,7 @@ def store_lse(row_max, row_sum_or_1, lse_row, rows, received: ReceivedTile, args
     batch = args.lengths_q.batch
     if META.IS_UNBOUNDED:
         factor = exponent_factor(row_max)
-        lse, lost = log_of_sum(row_max, factor, scaled_row_max(row_max, factor, 0.0), row_sum_or_1)
+        lse, lost = log_of_sum(row_max, factor, scaled_row_max(row_max, factor, SHIFT), row_sum_or_1)
         if META.IS_PLANNED:
             lost_row = lse_row + first_row_of_part(args.plan, args.plan.num_parts)
             gl.store(args.results.lse_ptr + lost_row + rows, lost, mask=(rows < len_q) & ~received.is_whole)
@@ -167,7 +169,7 @@ def store_lse(row_max, row_sum_or_1, lse_row, rows, received: ReceivedTile, args
             gl.store(lse_ptr + lost_row + rows, lost, mask=rows < len_q)
         gl.store(lse_ptr + lse_row + rows, lse, mask=rows < len_q)
     else:
-        gl.store(lse_ptr + lse_row + rows, (row_max + gl.log2(row_sum_or_1)) * LN2, mask=rows < len_q)
+        gl.store(lse_ptr + lse_row + rows, (row_max + gl.log2(row_sum_or_1) - SHIFT) * LN2, mask=rows < len_q)
 
 
 @gluon.jit

@@ -20,6 +20,7 @@ from flexattn.kernels_triton.gluon.masking import SequenceBand, band_of_sequence
 from flexattn.kernels_triton.gluon.tile_scheduler import (
     num_work_tiles,
     sequence_of,
+    take,
     work_tile,
 )
 
@@ -51,7 +52,8 @@ class ReceivedTile(NamedTuple):
     num_blocks: gl.tensor  # key blocks of the tile, or of its split, that some of its queries see
     block_range: int | gl.tensor
     is_whole: bool | gl.tensor  # with a plan, whether no other program has key blocks of this tile
-    unmasked: Any  # with a block mask, the `Span` of iterations that need no mask
+    unmasked: Any  # with SENDS_LISTS, the `Span` of iterations that need no mask
+    descales: Any  # see `TileMessage`
 
 
 @gluon.jit
@@ -91,8 +93,8 @@ def planned_tile(t, end, entry, args: Arguments, META: gl.constexpr):
 
 @gluon.jit
 def _seen_blocks(tile: WorkTile, cut, band: SequenceBand, args: Arguments, META: gl.constexpr):
-    # Returns (number of blocks, block range) of all keys of a tile. cut: with a block mask, the result of `cut_key_lists`
-    if META.BLOCK_SIZE_Q > 0:
+    # Returns (number of blocks, block range) of all keys of a tile. cut: with SENDS_LISTS, the result of `cut_key_lists`
+    if META.SENDS_LISTS:
         return blocks_by_lists(cut, tile.first_row, tile.b, tile.h, args.lists, META)
     else:
         QUERIES: gl.constexpr = META.BLOCK_M // META.GROUP
@@ -113,11 +115,13 @@ def blocks_of_tile(tile: WorkTile, cut, band: SequenceBand, args: Arguments, MET
 
 
 @gluon.jit
-def unmasked_blocks(m_start, QUERIES: gl.constexpr, num_blocks, block_range, band: SequenceBand, META: gl.constexpr):
+def unmasked_blocks(
+    m_start, QUERIES: gl.constexpr, num_blocks, block_range, band: SequenceBand, FIRST: gl.constexpr, META: gl.constexpr
+):
     # Returns the iterations [begin, end) over key blocks that need no mask for queries [m_start, m_start + QUERIES). Iterations run
-    # from the last key block down, and the first one is always masked. end = 0 if there are too few of these blocks for a separate
-    # loop.
-    begin = 1
+    # from the last key block down, and those before FIRST are always masked. end = 0 if there are too few of these blocks for a
+    # separate loop.
+    begin = FIRST
     end = num_blocks
     right_end = band.len_kv  # keys from left_end to right_end are visible to all queries
     left_end = 0
@@ -133,9 +137,10 @@ def unmasked_blocks(m_start, QUERIES: gl.constexpr, num_blocks, block_range, ban
             while (begin < end) & (key_block(gl.minimum(num_blocks - end, num_blocks - 1), block_range, META)[0] < left_end):
                 end -= 1
     else:
-        if META.HAS_RIGHT:
-            begin = block_range + num_blocks - gl.maximum(right_end, 0) // META.BLOCK_N
-            begin = gl.minimum(gl.maximum(begin, 1), num_blocks)
+        if META.HAS_RIGHT or FIRST == 0:
+            right_end = gl.maximum(right_end, 0) if META.HAS_RIGHT else right_end
+            begin = block_range + num_blocks - right_end // META.BLOCK_N
+            begin = gl.minimum(gl.maximum(begin, FIRST), num_blocks)
         if META.HAS_LEFT:
             end = gl.maximum(gl.minimum(block_range + num_blocks - gl.cdiv(left_end, META.BLOCK_N), num_blocks), begin)
     if META.HAS_CUT_LOOP:
@@ -155,55 +160,44 @@ class TileMessage(NamedTuple):
     len_kv: int | gl.tensor
     split_end: int | gl.tensor  # this and the next: with a plan
     part: int | gl.tensor
-    cut: Any  # this and the next, a `ListCut` and a `Span`: with a block mask
+    cut: Any  # this and the next, a `ListCut` and a `Span`: with SENDS_LISTS
     unmasked: Any
+    descales: Any  # in FP8: result of `first_descales`
 
 
 @gluon.jit
 def pack_tile(message: TileMessage, META: gl.constexpr):
     # Returns the META.NUMBERS integers that `unpack_tile` reads
-    numbers = (message.first_row, message.h, message.b, message.split)
+    numbers = (message.first_row, message.h, message.b)
+    if not META.IS_FP8:
+        numbers = numbers + (message.split,)
     if META.HAS_LENGTHS:
         numbers = numbers + (message.start_q, message.len_q, message.len_kv)
     if META.IS_PLANNED:
         numbers = numbers + (message.split_end, message.part)
-    if META.BLOCK_SIZE_Q > 0:
+    if META.SENDS_LISTS:
         cut, unmasked = message.cut, message.unmasked
         numbers = numbers + (cut.num_masked, cut.num_full, cut.masked_before, cut.full_before)
         numbers = numbers + (unmasked.begin, unmasked.end)
-    return numbers
+    return numbers + message.descales
 
 
 @gluon.jit
 def unpack_tile(numbers, META: gl.constexpr):
-    first_row, h, b, split = numbers[:4]
-    rest = numbers[4:]
-    start_q, len_q, len_kv = 0, 0, 0
+    place, rest = take(numbers, 3)
+    split, lengths, planned, cut, unmasked = (0,), (0, 0, 0), (0, 0), (), ()
+    if not META.IS_FP8:
+        split, rest = take(rest, 1)
     if META.HAS_LENGTHS:
-        start_q, len_q, len_kv = rest[:3]
-        rest = rest[3:]
-    split_end, part = 0, 0
+        lengths, rest = take(rest, 3)
     if META.IS_PLANNED:
-        split_end, part = rest[:2]
-        rest = rest[2:]
-    cut, unmasked = (), ()
-    if META.BLOCK_SIZE_Q > 0:
-        num_masked, num_full, masked_before, full_before, begin, end = rest[:6]
-        cut = ListCut(num_masked=num_masked, num_full=num_full, masked_before=masked_before, full_before=full_before)
-        unmasked = Span(begin=begin, end=end)
-    return TileMessage(
-        first_row=first_row,
-        h=h,
-        b=b,
-        split=split,
-        start_q=start_q,
-        len_q=len_q,
-        len_kv=len_kv,
-        split_end=split_end,
-        part=part,
-        cut=cut,
-        unmasked=unmasked,
-    )
+        planned, rest = take(rest, 2)
+    if META.SENDS_LISTS:
+        fields, rest = take(rest, 4)
+        cut = ListCut(*fields)
+        fields, rest = take(rest, 2)
+        unmasked = Span(*fields)
+    return TileMessage(*place, *split, *lengths, *planned, cut=cut, unmasked=unmasked, descales=rest)  # type: ignore[call-arg, misc]
 
 
 @gluon.jit
@@ -235,4 +229,5 @@ def received_tile(numbers, args: Arguments, META: gl.constexpr):
         block_range=block_range,
         is_whole=is_whole,
         unmasked=message.unmasked,
+        descales=message.descales,
     )

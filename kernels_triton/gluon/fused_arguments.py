@@ -10,7 +10,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from flexattn.kernels_triton.common.arguments import Band, BlockMaskLists, Dropout, Lengths, Scores
 from flexattn.kernels_triton.common.features import with_features
 from flexattn.kernels_triton.gluon.backward_blocks import LargeLse
-from flexattn.kernels_triton.gluon.descales import BackwardDescales
+from flexattn.kernels_triton.gluon.descales import Descales
 from flexattn.kernels_triton.gluon.descriptors import Step
 from flexattn.kernels_triton.gluon.dq_parts import SumsOfDq
 from flexattn.kernels_triton.gluon.fp32_gradients import Fp32Rows
@@ -71,7 +71,7 @@ class FusedArguments(NamedTuple):
     tiles_of_statistics: int  # tiles of one head
     large: LargeLse
     work: Work
-    descales: BackwardDescales | None  # descales of q, k, v and dout in FP8
+    descales: Descales | None  # descales of q, k, v and dout in FP8
     lengths_q: Lengths
     lengths_kv: Lengths
     band: Band

@@ -16,7 +16,7 @@ from flexattn.kernels_triton.common.tile_schedule import zero_padding
 from flexattn.kernels_triton.common.tiles import cdiv
 from flexattn.kernels_triton.gluon.backward_blocks import LargeLse
 from flexattn.kernels_triton.gluon.conditions import KEYS
-from flexattn.kernels_triton.gluon.descales import BackwardDescales
+from flexattn.kernels_triton.gluon.descales import Descales
 from flexattn.kernels_triton.gluon.descriptors import ragged_descriptor, statistics_descriptor, step_of
 from flexattn.kernels_triton.gluon.dq_conversion import convert_dq
 from flexattn.kernels_triton.gluon.dq_parts import sums_of_dq
@@ -29,7 +29,7 @@ from flexattn.kernels_triton.runtime.device import Tile
 class Fp8Operands(NamedTuple):
     """Operands of a fused backward in FP8 besides q, k, v and dout."""
 
-    descales: BackwardDescales
+    descales: Descales
     copies16: tuple[Tensor, Tensor, Tensor]  # q, k and dout in 16 bits
 
 

@@ -73,19 +73,19 @@ class ForwardBarriers(NamedTuple):
 
 
 @gluon.jit
-def allocate_forward_barriers(META: gl.constexpr):
-    CONSUMERS: gl.constexpr = META.CONSUMERS
+def allocate_forward_barriers(READERS: gl.constexpr, RECEIVERS: gl.constexpr, META: gl.constexpr):
+    # READERS: partitions that release each stage of k and of v. RECEIVERS: partitions that receive work tiles
     STAGES: gl.constexpr = META.STAGES
-    Q_TILES: gl.constexpr = CONSUMERS * META.Q_STAGES
+    Q_TILES: gl.constexpr = META.CONSUMERS * META.Q_STAGES
     return ForwardBarriers(
         q_full=allocate_barriers(Q_TILES, 1),
         q_empty=allocate_barriers(Q_TILES, 1),
         k_full=allocate_barriers(STAGES, 1),
-        k_empty=allocate_barriers(STAGES, CONSUMERS),
+        k_empty=allocate_barriers(STAGES, READERS),
         v_full=allocate_barriers(STAGES, 1),
-        v_empty=allocate_barriers(STAGES, CONSUMERS),
+        v_empty=allocate_barriers(STAGES, READERS),
         tile_full=allocate_barriers(2, 1),
-        tile_empty=allocate_barriers(2, CONSUMERS),
+        tile_empty=allocate_barriers(2, RECEIVERS),
         tile_slots=allocate_tile_slots(META.NUMBERS),
     )
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flexattn.kernels_triton.common.exponents import LN2, exponent_factor, scaled_row_max
+from flexattn.kernels_triton.common.exponents import LN2, LOWEST, exponent_factor, scaled_row_max
 from flexattn.kernels_triton.gluon.dropout import kept
+from flexattn.kernels_triton.gluon.fp8_operands import P_SHIFT
 from flexattn.kernels_triton.gluon.operands import pack_pairs
 
 _RESCALE_THRESHOLD = gl.constexpr(8.0)  # maximum rise of a row's maximum, in units of log2, without a rescaling of sums
@@ -67,7 +68,9 @@ def for_threads(x, sums):
 @gluon.jit
 def exponentials(s, highest, row_max, scale_log2, META: gl.constexpr):
     # Returns (weights, row maximum, correction factor of earlier sums). highest: the largest score of each row. The maximum is in
-    # units of log2, or exact in natural units for unbounded logits.
+    # units of log2, or exact in natural units for unbounded logits. In FP8, scale_log2 has a factor for each row, and the weights
+    # are scaled by P_SCALE.
+    SHIFT: gl.constexpr = P_SHIFT if META.IS_FP8 else 0.0
     if META.IS_UNBOUNDED:
         new_max = highest
         if META.LAZY:
@@ -75,17 +78,21 @@ def exponentials(s, highest, row_max, scale_log2, META: gl.constexpr):
         else:
             new_max = gl.maximum(row_max, new_max)
         factor = exponent_factor(new_max)
-        scaled_max = scaled_row_max(new_max, factor, 0.0)
+        scaled_max = scaled_row_max(new_max, factor, SHIFT)
         p = gl.exp2(gl.fma(s, factor[:, None], -scaled_max[:, None]))
-        correction = gl.exp2(scaled_row_max(row_max, factor, 0.0) - scaled_max)
+        correction = gl.exp2(scaled_row_max(row_max, factor, SHIFT) - scaled_max)
     else:
         new_max = highest * scale_log2
         if META.LAZY:  # a maximum that is too small by up to 8 scales p and its sum by up to 2**8; out and lse stay right
             new_max = gl.where(new_max - row_max > _RESCALE_THRESHOLD, new_max, row_max)
         else:
             new_max = gl.maximum(row_max, new_max)
-        scaled_max = gl.where(new_max == float("-inf"), 0.0, new_max)  # if a row has seen nothing yet, exp2(-inf - 0) is 0
-        p = gl.exp2(s * scale_log2 - scaled_max[:, None])
+        if META.IS_FP8:
+            scaled_max = gl.maximum(new_max, LOWEST)  # for -inf too, exp2(-inf - scaled_max) is 0
+            p = gl.exp2(s * scale_log2[:, None] - (scaled_max - SHIFT)[:, None])
+        else:
+            scaled_max = gl.where(new_max == float("-inf"), 0.0, new_max)  # if a row has seen nothing yet, exp2(-inf - 0) is 0
+            p = gl.exp2(s * scale_log2 - scaled_max[:, None])
         correction = gl.exp2(row_max - scaled_max)
     return p, new_max, correction
 

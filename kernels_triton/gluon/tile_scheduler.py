@@ -93,21 +93,29 @@ def backward_tile(t, num_tiles, work: Work, num_heads, LAST_FIRST: gl.constexpr,
 
 
 @gluon.jit
-def broadcast_tile(tile, n, barriers, META: gl.constexpr):
-    # Sends the n-th work tile, a tuple of META.NUMBERS integers, from the producer to the consumers. The producer runs ahead, so
+def broadcast_tile(integers, n, barriers, META: gl.constexpr):
+    # Sends the n-th work tile, META.NUMBERS integers, from the producer to the consumers. The producer runs ahead, so
     # that consumers do not wait for the reads that locate the tile.
     NUMBERS: gl.constexpr = META.NUMBERS
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     mbarrier.wait(barriers.tile_empty.index(n & 1), ((n >> 1) & 1) ^ 1)
     for i in gl.static_range(NUMBERS):
-        barriers.tile_slots.index((n & 1) * NUMBERS + i).store(gl.full([1], tile[i], gl.int32, layout=LAYOUT))
+        barriers.tile_slots.index((n & 1) * NUMBERS + i).store(gl.full([1], integers[i], gl.int32, layout=LAYOUT))
     mbarrier.arrive(barriers.tile_full.index(n & 1), count=1)
+
+
+@gluon.jit
+def take(integers, COUNT: gl.constexpr):
+    # Returns (the first COUNT integers of a message, the others), for a reader that names the fields in their order
+    return integers[:COUNT], integers[COUNT:]
 
 
 @gluon.jit
 def is_tile(numbers):
     # Returns whether a message has a work tile, and not the end
-    return numbers[0] >= 0
+    first, _ = take(numbers, 1)
+    (first_row,) = first
+    return first_row >= 0
 
 
 @gluon.jit

@@ -251,7 +251,7 @@ def _compute_partition(args: Arguments, buffers: Buffers, CONSUMER: gl.constexpr
             if META.BLOCK_SIZE_Q > 0:
                 unmasked = received.unmasked
             else:
-                unmasked = unmasked_blocks(m_start, ROWS // GROUP, num_consumer_blocks, consumer_range, band, META)
+                unmasked = unmasked_blocks(m_start, ROWS // GROUP, num_consumer_blocks, consumer_range, band, 1, META)
             last = num_consumer_blocks  # few other blocks follow, with the same instructions
             if META.HAS_CUT_LOOP:
                 last = unmasked.end
@@ -315,7 +315,7 @@ def _attn_fwd_hopper_kernel(args: Arguments, MODS: gl.constexpr, META: gl.conste
     k_tiles = allocate_key_pair(descriptors.k, META)
     v_tiles = allocate_blocks(META.STAGES, descriptors.v, META.BLOCK_N)
     tiles = Tiles(q=q_tiles, k=k_tiles, v=v_tiles, out=out_tiles)
-    barriers = allocate_forward_barriers(META)
+    barriers = allocate_forward_barriers(CONSUMERS, CONSUMERS, META)
     buffers = Buffers(tiles=tiles, barriers=barriers)
     wait_for_previous(META.IS_SPLIT)
     if CONSUMERS == 2:  # the first consumer is the default partition: it gets the remaining registers, 240

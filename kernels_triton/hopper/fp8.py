@@ -22,13 +22,7 @@ from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.common.scores import logits
 from flexattn.kernels_triton.gluon.descales import Descale
 from flexattn.kernels_triton.gluon.descriptors import FP8_DTYPES
-
-BLOCK = gl.constexpr(128)
-"""Tokens of a transposed tile. Tokens past a sequence's end are 0."""
-
-P_SHIFT = gl.constexpr(8.0)
-"""p is scaled by 2 to this power: at most 256, it uses the range of E4M3 (maximum 448, minimum 2**-9)."""
-P_SCALE = gl.constexpr(2.0**P_SHIFT.value)
+from flexattn.kernels_triton.gluon.fp8_operands import BLOCK
 
 
 class Scale(NamedTuple):
@@ -48,12 +42,6 @@ class Scale(NamedTuple):
         return Descale(
             ptr=self.descale, stride_b=stride_b, stride_h=stride_h, stride_block=stride_block, block_rows=max(1, self.block_rows)
         )
-
-
-class Descales(NamedTuple):
-    q: Descale
-    k: Descale
-    v: Descale
 
 
 @gluon.jit
@@ -145,21 +133,6 @@ def transposed_descriptor(x: Tensor, width: int, tokens: int) -> TensorDescripto
     block = [1, width, tokens]
     layout = gl.NVMMASharedLayout.get_default_for(block, FP8_DTYPES[x.dtype])
     return TensorDescriptor(x, [heads * blocks, head_dim, BLOCK.value], [head_dim * BLOCK.value, BLOCK.value, 1], block, layout)
-
-
-@gluon.jit
-def first_transposed_block(b, place, num_tokens, IS_RAGGED: gl.constexpr):
-    # place: the sequence's `packed_start`
-    if IS_RAGGED:
-        return place // BLOCK + b
-    else:
-        return b * gl.cdiv(num_tokens, BLOCK)
-
-
-@gluon.jit
-def load_descale(scale: Descale, b, h, row):
-    # Returns the descale of the block that contains `row`; a tile of descales for a tile of rows.
-    return gl.load(scale.ptr + b * scale.stride_b + h * scale.stride_h + row // scale.block_rows * scale.stride_block)
 
 
 @gluon.jit

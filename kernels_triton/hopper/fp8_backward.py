@@ -35,6 +35,7 @@ from flexattn.kernels_triton.gluon.descriptors import (
     step_of,
     store_rows,
 )
+from flexattn.kernels_triton.gluon.fp8_operands import load_descale
 from flexattn.kernels_triton.gluon.fp32_gradients import fp32_rows
 from flexattn.kernels_triton.gluon.operands import ROWS, allocate_tiles
 from flexattn.kernels_triton.gluon.pairs import (
@@ -58,7 +59,7 @@ from flexattn.kernels_triton.hopper.dkdv_consumer import (
     consume_dkdv_columns,
 )
 from flexattn.kernels_triton.hopper.dq_consumer import DqConsumerBarriers, DqOperands, DqRows, consume_dq
-from flexattn.kernels_triton.hopper.fp8 import allocate_factors, load_descale, write_factors
+from flexattn.kernels_triton.hopper.fp8 import allocate_factors, write_factors
 from flexattn.kernels_triton.hopper.fp8_backward_arguments import (
     DkdvArguments,
     DkdvBarriers,

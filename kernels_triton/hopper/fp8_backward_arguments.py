@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from flexattn.kernels_triton.common.arguments import Band, BlockMaskLists, Dropout, Lengths, Scores
 from flexattn.kernels_triton.gluon.backward_blocks import LargeLse
-from flexattn.kernels_triton.gluon.descales import BackwardDescales
+from flexattn.kernels_triton.gluon.descales import Descales
 from flexattn.kernels_triton.gluon.descriptors import Step
 from flexattn.kernels_triton.gluon.fp32_gradients import Fp32Rows
 from flexattn.kernels_triton.gluon.pairs import Origin, Pair
@@ -37,7 +37,7 @@ class DqArguments(NamedTuple):
     tiles_of_statistics: int  # tiles of one head
     large: LargeLse
     work: Work
-    descales: BackwardDescales
+    descales: Descales
     lengths_q: Lengths
     lengths_kv: Lengths
     band: Band
@@ -113,7 +113,7 @@ class DkdvArguments(NamedTuple):
     tiles_of_statistics: int  # tiles of one head
     large: LargeLse
     work: Work
-    descales: BackwardDescales
+    descales: Descales
     lengths_q: Lengths
     lengths_kv: Lengths
     band: Band

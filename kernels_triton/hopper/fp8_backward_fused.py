@@ -26,6 +26,7 @@ from flexattn.kernels_triton.gluon.block_ranges import query_block
 from flexattn.kernels_triton.gluon.conditions import KEYS, unsupported_block_mask
 from flexattn.kernels_triton.gluon.descriptors import load_rows, load_statistics, store_rows
 from flexattn.kernels_triton.gluon.dq_sums import add_dq
+from flexattn.kernels_triton.gluon.fp8_operands import load_descale
 from flexattn.kernels_triton.gluon.fused_arguments import Begun, FusedArguments, FusedBarriers, FusedTiles
 from flexattn.kernels_triton.gluon.fused_launch import finish_fused
 from flexattn.kernels_triton.gluon.operands import ROWS, allocate_tiles
@@ -33,7 +34,7 @@ from flexattn.kernels_triton.gluon.pairs import Origin, origin_of
 from flexattn.kernels_triton.gluon.pipeline import STAGES, Stage, allocate_barriers, allocate_tile_slots
 from flexattn.kernels_triton.gluon.query_walk import first_queries, next_queries
 from flexattn.kernels_triton.gluon.tile_scheduler import broadcast_end, broadcast_tile, num_work_tiles
-from flexattn.kernels_triton.hopper.fp8 import allocate_factors, load_descale, write_factors
+from flexattn.kernels_triton.hopper.fp8 import allocate_factors, write_factors
 from flexattn.kernels_triton.hopper.fp8_backward_operands import unsupported_operands
 from flexattn.kernels_triton.hopper.fused_consumer import consume_fused
 from flexattn.kernels_triton.hopper.fused_launch import prepare_fused

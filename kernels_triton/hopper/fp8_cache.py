@@ -30,9 +30,8 @@ from flexattn.kernels_triton.common.plan_pieces import entry_at, first_row_of_pa
 from flexattn.kernels_triton.common.problem import Problem, rows
 from flexattn.kernels_triton.common.scores import logits
 from flexattn.kernels_triton.common.sequences import load_sequence
-from flexattn.kernels_triton.common.split_kv import BY_LENGTHS, combine_splits, number_of_splits
-from flexattn.kernels_triton.common.split_plan import PlannedTile, combine_pieces, make_plan
-from flexattn.kernels_triton.common.split_ranges import Parts, part_row, range_of_blocks, range_of_split
+from flexattn.kernels_triton.common.split_kv import PlannedTile, combine_parts, number_of_splits, split_results
+from flexattn.kernels_triton.common.split_ranges import part_row, range_of_blocks, range_of_split
 from flexattn.kernels_triton.common.tile_schedule import zero_padding
 from flexattn.kernels_triton.common.tiles import cdiv, slots_of_heads
 from flexattn.kernels_triton.hopper.fp8_cache_operands import (
@@ -486,14 +485,9 @@ def fp8_cache_forward(
     slots = slots_of_heads(group)
     # Programs of all heads process the same keys side by side: the plan is for one head, and a part has the rows of all heads.
     planned = PlannedTile(heads=x.num_heads, queries=tile.block_m // slots, seen=tile.block_m, keys=tile.block_n, writes_whole=True)
-    plan, parts, programs = None, None, tiles * splits
-    if splits == BY_LENGTHS:
-        groups = x.num_heads // group
-        plan = make_plan(x, planned, max(1, room // groups))
-        programs = plan.programs * groups
-        parts = plan.empty_parts(lse, out.shape[-1], x.is_unbounded)
-    elif splits > 1:
-        parts = Parts.empty(splits, lse, out.shape[-1], x.is_unbounded)
+    groups = x.num_heads // group
+    plan, parts = split_results(x, planned, splits, max(1, room // groups), lse, out.shape[-1])
+    programs = tiles * splits if plan is None else plan.programs * groups
     rows_meta = x.meta(tile, (out,))
     page_size = 0 if x.page_table is None else x.k.shape[1]
     meta = CacheMeta(
@@ -531,9 +525,7 @@ def fp8_cache_forward(
         plan=plan,
     )
     launch(_attn_fwd_fp8_cache_kernel, programs, out.device, tile, (args, x.mods, meta))
-    if plan is not None and parts is not None:
-        combine_pieces(x, plan, planned, parts, (out, lse))
-    elif parts is not None:
-        combine_splits(x, parts, out, lse)
-    if parts is None and x.has_padding_q:
+    if parts is not None:
+        combine_parts(x, parts, (out, lse), plan, planned)
+    elif x.has_padding_q:
         zero_padding(x, out, "q", lse)

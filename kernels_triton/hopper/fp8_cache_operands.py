@@ -36,7 +36,7 @@ class CacheMeta(NamedTuple):
     IS_POWER: bool  # a page's size is a power of two
     RUN: int  # maximum contiguous keys of a warp's block: in one page if there are pages
     IS_SPLIT: bool  # KV is split across programs, and each writes a partial result, see `split_ranges.Parts`
-    IS_PLANNED: bool  # split points come from `split_plan`, for all heads together
+    IS_PLANNED: bool  # split points come from a `Plan`, for all heads together
     SLOTS: int  # rows of such a part for a query: the number of heads, rounded up to a power of two
     HEADS: int  # query heads of a tile; its rows are the first query of each head, then the second, ..
     GROUP: int  # rows of one query: the next power of two from HEADS; the last rows may belong to no head

@@ -8,60 +8,41 @@ product of each key block with v has its own accumulator, and the multiply-add t
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from flexattn.kernels_triton.common.arguments import Band, BlockMaskLists, Head, Lengths, Pointer, Scores
-from flexattn.kernels_triton.common.copies import packed_start
-from flexattn.kernels_triton.common.exponents import (
-    LN2,
-    LOG2E,
-    LOWEST,
-    exponent_factor,
-    log_of_sum,
-    positive_factor,
-    scaled_row_max,
-)
-from flexattn.kernels_triton.common.features import with_features
+from flexattn.kernels_triton.common.arguments import Head
+from flexattn.kernels_triton.common.exponents import LOG2E, exponent_factor, positive_factor, scaled_row_max
 from flexattn.kernels_triton.common.heads import head_of
 from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.common.scores import logits
 from flexattn.kernels_triton.common.tile_schedule import zero_padding
 from flexattn.kernels_triton.common.tiles import split_head_dim
 from flexattn.kernels_triton.gluon import pipeline
-from flexattn.kernels_triton.gluon.block_ranges import blocks_of_consumer, blocks_of_keys, key_block
+from flexattn.kernels_triton.gluon.block_ranges import blocks_of_consumer, key_block
 from flexattn.kernels_triton.gluon.conditions import unsupported_block_mask
-from flexattn.kernels_triton.gluon.descriptors import FP8_DTYPES, Step, descriptor_error, ragged_descriptor, step_of, store_rows
-from flexattn.kernels_triton.gluon.forward_loader import LoadedRows, load_keys, load_queries
-from flexattn.kernels_triton.gluon.masking import SequenceBand, apply_mask_mod, band_of_sequence, mask_keys
+from flexattn.kernels_triton.gluon.descales import Descales
+from flexattn.kernels_triton.gluon.descriptors import FP8_DTYPES, descriptor_error, ragged_descriptor, step_of, store_rows
+from flexattn.kernels_triton.gluon.forward_arguments import Arguments, Buffers, Descriptors, Results, Steps, Tiles
+from flexattn.kernels_triton.gluon.forward_launch import Cut, SplitKeys, forward_arguments, forward_meta
+from flexattn.kernels_triton.gluon.forward_partition import load_partition
+from flexattn.kernels_triton.gluon.forward_rows import rows_and_heads, sink_of_rows, statistics_row, store_lse
+from flexattn.kernels_triton.gluon.forward_work import Span, received_tile, unmasked_blocks
+from flexattn.kernels_triton.gluon.fp8_operands import P_SCALE, P_SHIFT, load_descale
+from flexattn.kernels_triton.gluon.masking import SequenceBand, apply_mask_mod, mask_keys
 from flexattn.kernels_triton.gluon.operands import ROWS, allocate_tiles, keep_pairs
-from flexattn.kernels_triton.gluon.pairs import Pair, allocate_pair, origin_of, pair_descriptor
-from flexattn.kernels_triton.gluon.pipeline import ForwardBarriers, Stage, allocate_forward_barriers, skip_blocks
-from flexattn.kernels_triton.gluon.tile_scheduler import (
-    Work,
-    broadcast_end,
-    broadcast_tile,
-    is_tile,
-    num_work_tiles,
-    receive_tile,
-    sequence_of,
-    work_tile,
-)
+from flexattn.kernels_triton.gluon.pairs import allocate_pair, pair_descriptor
+from flexattn.kernels_triton.gluon.pipeline import Stage, allocate_forward_barriers, skip_blocks
+from flexattn.kernels_triton.gluon.softmax import exponentials
+from flexattn.kernels_triton.gluon.tile_scheduler import is_tile, receive_tile
 from flexattn.kernels_triton.gluon.work_order import forward_work
 from flexattn.kernels_triton.hopper.fp8 import (
-    BLOCK,
-    P_SCALE,
-    P_SHIFT,
-    Descales,
     Scale,
     compute_here,
-    first_transposed_block,
-    load_descale,
     pack_quads,
     scale_error,
     scales_of,
@@ -71,7 +52,6 @@ from flexattn.kernels_triton.hopper.fp8 import (
 from flexattn.kernels_triton.hopper.products import score_product
 from flexattn.kernels_triton.runtime.compiler import FROM_3_9
 from flexattn.kernels_triton.runtime.device import Tile, capability_of, num_processors
-from flexattn.kernels_triton.runtime.gluon_names import load_tile
 from flexattn.kernels_triton.runtime.launch import hopper_kernel, launch
 
 _COLUMNS = gl.constexpr(8)  # columns of the product that sums p: wgmma's minimum N, all equal
@@ -92,6 +72,11 @@ class Fp8Tile:
     registers: int  # registers of a consumer's thread
     parts: int  # parts in which v is summed, because registers are scarce
 
+    # See `HopperTile`
+    pingpong: ClassVar[bool] = False
+    is_lazy: ClassVar[bool] = False
+    out_parts: ClassVar[int] = 1
+
 
 FP8_FORWARD = (
     Fp8Tile(head_dim_qk=64, head_dim_v=64, block_m=192, block_n=128, num_stages=3, q_stages=2, registers=160, parts=1),
@@ -105,83 +90,6 @@ def select_fp8_tile(head_dim_qk: int, head_dim_v: int, *, is_modified: bool = Fa
     """Returns the narrowest row for the head dims, at most 256; modified scores need registers."""
     tile = next(tile for tile in FP8_FORWARD if head_dim_qk <= tile.head_dim_qk and head_dim_v <= tile.head_dim_v)
     return replace(tile, block_m=128, registers=240) if is_modified else tile
-
-
-@with_features
-class Fp8ForwardMeta(NamedTuple):
-    """Constants that a kernel is compiled for, besides `Features`."""
-
-    HAS_IDLE: bool  # for this and the next three see the 16-bit kernel; shared functions read them
-    SKIPS: bool
-    GROUP: int
-    PINGPONG: bool
-    HAS_SINK: bool
-    HAS_OFFSET: bool
-    IS_MODIFIED: bool  # a logit is more than a scaled score
-    Q_BLOCKWISE: bool  # the scales of q, of k, of v vary along the sequence
-    K_BLOCKWISE: bool
-    V_BLOCKWISE: bool
-    BLOCK_M: int
-    BLOCK_N: int
-    QK0: int  # head dims of the tiles, in one or two parts
-    QK1: int
-    V0: int  # columns of a part of v
-    PARTS: int
-    STAGES: int
-    Q_STAGES: int
-    CONSUMERS: int
-    REGISTERS: int
-    # integers of a tile message: (first query, head, batch), with lengths (first token, queries, keys), then three scales
-    NUMBERS: int
-
-
-class Descriptors(NamedTuple):
-    q: Pair
-    k: Pair
-    v: TensorDescriptor  # transposed
-    out: TensorDescriptor
-
-
-class Steps(NamedTuple):
-    q: Step
-    k: Step
-    out: Step
-
-
-class Arguments(NamedTuple):
-    descriptors: Descriptors
-    lse_ptr: Pointer
-    descales: Descales
-    softmax_offset_ptr: Pointer
-    lengths_q: Lengths
-    lengths_kv: Lengths
-    work: Work
-    v_blocks: int  # transposed tiles of a head of v
-    band: Band
-    steps: Steps
-    scores: Scores
-    lists: BlockMaskLists | None  # lists of key blocks
-
-
-class Tiles(NamedTuple):
-    """In shared memory: q by consumer and stage, k and v by stage, out by consumer."""
-
-    q: Pair
-    k: Pair
-    v: gl.shared_memory_descriptor
-    out: gl.shared_memory_descriptor
-    ones: gl.shared_memory_descriptor  # operand of the product that sums p
-
-
-class Buffers(NamedTuple):
-    tiles: Tiles
-    barriers: ForwardBarriers
-
-
-class QuerySequence(NamedTuple):
-    start_q: int | gl.tensor
-    len_q: gl.tensor
-    len_kv: gl.tensor
 
 
 class Invariants(NamedTuple):
@@ -214,91 +122,6 @@ class Carry(NamedTuple):
     n_block: int  # counts the blocks that this consumer has processed
 
 
-class TileMessage(NamedTuple):
-    """A work tile as the loader broadcasts it."""
-
-    first_row: gl.tensor
-    h: gl.tensor
-    b: gl.tensor
-    sequence: Any  # a `QuerySequence`, sent if there are lengths
-    descale_q: gl.tensor  # this and the next two: factors of the tensor's first block
-    descale_k: gl.tensor
-    descale_v: gl.tensor
-
-
-@gluon.jit
-def _pack_tile(message: TileMessage, META: gl.constexpr):
-    # Returns the META.NUMBERS integers that `_unpack_tile` reads
-    numbers = (message.first_row, message.h, message.b)
-    if META.HAS_LENGTHS:
-        numbers = numbers + (message.sequence.start_q, message.sequence.len_q, message.sequence.len_kv)
-    return numbers + (message.descale_q, message.descale_k, message.descale_v)
-
-
-@gluon.jit
-def _unpack_tile(numbers, args: Arguments, META: gl.constexpr):
-    first_row, h, b = numbers[:3]
-    rest = numbers[3:]
-    if META.HAS_LENGTHS:
-        start_q, len_q, len_kv = rest[:3]
-        sequence = QuerySequence(start_q=start_q, len_q=len_q, len_kv=len_kv)
-        rest = rest[3:]
-    else:
-        both = sequence_of(args.lengths_q, args.lengths_kv, b, META)
-        sequence = QuerySequence(start_q=both.start_q, len_q=both.len_q, len_kv=both.len_kv)
-    descale_q, descale_k, descale_v = rest[:3]
-    return TileMessage(
-        first_row=first_row, h=h, b=b, sequence=sequence, descale_q=descale_q, descale_k=descale_k, descale_v=descale_v
-    )
-
-
-@gluon.jit
-def _load_partition(buffers: Buffers, args: Arguments, META: gl.constexpr):
-    tiles, barriers = buffers.tiles, buffers.barriers
-    descriptors, steps, work = args.descriptors, args.steps, args.work
-    STAGES: gl.constexpr = META.STAGES
-    batch = args.lengths_q.batch
-    num_tokens_kv = args.lengths_kv.num_tokens
-    amount = num_work_tiles(work, work.num_heads, batch, META)
-    n_block = 0  # counts the blocks of all work tiles
-    n_tile = 0
-    t = gl.program_id(0)
-    while t < amount:
-        first_row, h, b = work_tile(t, amount, work, work.num_heads, batch, META)
-        sequence = sequence_of(args.lengths_q, args.lengths_kv, b, META)
-        h_kv = h // work.group_size
-        descale_q = load_descale(args.descales.q, b, h, 0).to(gl.int32, bitcast=True)
-        descale_k = load_descale(args.descales.k, b, h_kv, 0).to(gl.int32, bitcast=True)
-        descale_v = load_descale(args.descales.v, b, h_kv, 0).to(gl.int32, bitcast=True)
-        message = TileMessage(
-            first_row=first_row, h=h, b=b, sequence=sequence, descale_q=descale_q, descale_k=descale_k, descale_v=descale_v
-        )
-        broadcast_tile(_pack_tile(message, META), n_tile, barriers, META)
-        len_kv = sequence.len_kv
-        band = band_of_sequence(args.band, sequence.len_q, len_kv)
-        num_blocks, block_range = blocks_of_keys(first_row, b, h, band, args.lists, META)
-        place_kv = packed_start(args.lengths_kv, b, sequence.start_kv)
-        v_block = h_kv * args.v_blocks + first_transposed_block(b, place_kv, num_tokens_kv, META.IS_RAGGED_KV)
-        origin = origin_of(steps.q, sequence.start_q, h, b)
-        queries = LoadedRows(origin=origin, first=first_row, length=sequence.len_q)
-        load_queries(descriptors.q, tiles.q, queries, n_tile, barriers, META)
-        for n in range(num_blocks):
-            row = key_block(num_blocks - 1 - n, block_range, META)[0]
-            stage = Stage(n_block, STAGES)
-            index = pipeline.index(stage)
-            origin = origin_of(steps.k, sequence.start_kv, h_kv, b)
-            load_keys(descriptors.k, tiles.k, LoadedRows(origin=origin, first=row, length=len_kv), n_block, barriers, META)
-            pipeline.wait_empty(barriers.v_empty, stage)
-            mbarrier.expect(barriers.v_full.index(index), descriptors.v.block_type.nbytes)
-            place = [v_block + row // BLOCK, 0, row % BLOCK]
-            load_tile(descriptors.v, place, barriers.v_full.index(index), tiles.v.index(index))
-            n_block += 1
-        # After the loads of this tile: no other program takes a tile that a program has drawn, however long that is busy.
-        t = gl.atomic_add(work.table_ptr, 1, sem="relaxed") + gl.num_programs(0)
-        n_tile += 1
-    broadcast_end(n_tile, barriers, META)
-
-
 class Logits(NamedTuple):
     s: gl.tensor  # s * factor[:, None] is the logit in units of log2, before the mask
     factor: gl.tensor
@@ -313,56 +136,6 @@ def _logits(qk, columns, descale, same: Invariants, MODS: gl.constexpr, META: gl
         return Logits(s=s, factor=gl.zeros_like(descale) + factor)
     else:
         return Logits(s=qk, factor=positive_factor(descale * (same.scale * LOG2E)))
-
-
-class Unmasked(NamedTuple):
-    """KV blocks that need no mask, counted from the last one: from `begin` up to `end`."""
-
-    begin: gl.tensor
-    end: int | gl.tensor
-
-
-@gluon.jit
-def _unmasked_blocks(m_start, num_blocks, first_block, band: SequenceBand, META: gl.constexpr):
-    # For the queries of one warpgroup. Empty for a block mask, because a list skips blocks.
-    if META.BLOCK_SIZE_Q > 0:
-        return Unmasked(begin=num_blocks, end=num_blocks)
-    else:
-        right_end = band.len_kv  # keys from left_end to right_end are visible to all queries
-        if META.HAS_RIGHT:
-            right_end = gl.maximum(gl.minimum(band.len_kv, m_start + band.shift + 1 + band.right), 0)
-        begin = gl.minimum(gl.maximum(first_block + num_blocks - right_end // META.BLOCK_N, 0), num_blocks)
-        end = num_blocks
-        if META.HAS_LEFT:
-            left_end = gl.maximum(m_start + ROWS - 1 + band.shift - band.left, 0)
-            end = gl.maximum(gl.minimum(first_block + num_blocks - gl.cdiv(left_end, META.BLOCK_N), num_blocks), begin)
-        return Unmasked(begin=begin, end=end)
-
-
-class Weights(NamedTuple):
-    """The weights of a key block, and their effect on the rows."""
-
-    quads: gl.tensor
-    row_max: gl.tensor  # in units of log2, or exact in natural units for unbounded logits
-    correction: gl.tensor  # factor of the earlier sums
-
-
-@gluon.jit
-def _softmax(s, row_max, factor, DTYPE: gl.constexpr, META: gl.constexpr):
-    if META.IS_UNBOUNDED:
-        new_max = gl.maximum(row_max, gl.max(s, 1))
-        factor = exponent_factor(new_max)
-        scaled_max = scaled_row_max(new_max, factor, P_SHIFT)
-        p = gl.exp2(gl.fma(s, factor[:, None], -scaled_max[:, None]))
-        before = scaled_row_max(row_max, factor, P_SHIFT)
-        quads = pack_quads(p, ROWS, META.BLOCK_N, DTYPE)
-        return Weights(quads=quads, row_max=new_max, correction=gl.exp2(before - scaled_max))
-    else:
-        new_max = gl.maximum(row_max, gl.max(s, 1) * factor)
-        scaled_max = gl.maximum(new_max, LOWEST)  # for -inf too, exp2(-inf - scaled_max) is 0
-        p = gl.exp2(s * factor[:, None] - (scaled_max - P_SHIFT)[:, None])
-        quads = pack_quads(p, ROWS, META.BLOCK_N, DTYPE)
-        return Weights(quads=quads, row_max=new_max, correction=gl.exp2(row_max - scaled_max))
 
 
 @gluon.jit
@@ -425,11 +198,11 @@ def _attend(
         if IS_CUT:
             s = mask_keys(s, same.rows, columns, same.band, META)
         s = apply_mask_mod(s, same.rows[:, None], columns[None, :], is_full, same.head, MODS, META)
-        weights = _softmax(s, row_max, scored.factor, DTYPE, META)
-        row_max = weights.row_max
-        correction_of_sums = gl.convert_layout(weights.correction, gl.SliceLayout(1, row_sum.type.layout))
-        correction = gl.convert_layout(weights.correction * ratio, gl.SliceLayout(1, OUT))
-        p = unpack_quads(weights.quads, ROWS, BLOCK_N, P, DTYPE)
+        weights, row_max, correction = exponentials(s, gl.max(s, 1), row_max, scored.factor, META)
+        quads = pack_quads(weights, ROWS, BLOCK_N, DTYPE)
+        correction_of_sums = gl.convert_layout(correction, gl.SliceLayout(1, row_sum.type.layout))
+        correction = gl.convert_layout(correction * ratio, gl.SliceLayout(1, OUT))
+        p = unpack_quads(quads, ROWS, BLOCK_N, P, DTYPE)
         pipeline.wait_full(barriers.v_full, stage)
         v = tiles.v.index(index).reshape([META.PARTS * V0, BLOCK_N])
         if ONE_BY_ONE:
@@ -447,7 +220,7 @@ def _attend(
             # Uses the same registers: with others there are not enough.
             pv = warpgroup_mma(p, v.slice(V0, V0, 0).permute([1, 0]), pv, use_acc=False, is_async=True)  # P V of this block
             pv = warpgroup_mma_wait(0, deps=[pv])
-        keep_pairs(weights.quads)
+        keep_pairs(quads)
         pipeline.release(barriers.v_empty, stage)
         if META.PARTS == 2:
             acc1 = acc1 * correction[:, None] + pv
@@ -460,18 +233,7 @@ def _attend(
 
 
 @gluon.jit
-def _store_lse(lse_ptr, rows, len_q, row_max, row_sum_or_1, META: gl.constexpr):
-    # row_sum_or_1: 1 for a row that sees nothing
-    if META.IS_UNBOUNDED:
-        factor = exponent_factor(row_max)
-        lse, _lost = log_of_sum(row_max, factor, scaled_row_max(row_max, factor, P_SHIFT), row_sum_or_1)
-        gl.store(lse_ptr + rows, lse, mask=rows < len_q)
-    else:
-        gl.store(lse_ptr + rows, (row_max + gl.log2(row_sum_or_1) - P_SHIFT) * LN2, mask=rows < len_q)
-
-
-@gluon.jit
-def _compute_partition(buffers: Buffers, args: Arguments, CONSUMER: gl.constexpr, MODS: gl.constexpr, META: gl.constexpr):
+def _compute_partition(args: Arguments, buffers: Buffers, CONSUMER: gl.constexpr, MODS: gl.constexpr, META: gl.constexpr):
     tiles, barriers = buffers.tiles, buffers.barriers
     scores = args.scores
     BLOCK_N: gl.constexpr = META.BLOCK_N
@@ -486,31 +248,28 @@ def _compute_partition(buffers: Buffers, args: Arguments, CONSUMER: gl.constexpr
     n_tile = 0
     numbers = receive_tile(n_tile, barriers, META)
     while is_tile(numbers):
-        message = _unpack_tile(numbers, args, META)
-        first_row, h, b = message.first_row, message.h, message.b
-        sequence = message.sequence
-        start_q, len_q, len_kv = sequence.start_q, sequence.len_q, sequence.len_kv
-        band = band_of_sequence(args.band, len_q, len_kv)
-        num_blocks, block_range = blocks_of_keys(first_row, b, h, band, args.lists, META)
+        received = received_tile(numbers, args, META)
+        tile, band = received.tile, received.band
+        h, b = tile.h, tile.b
+        len_q = band.len_q
+        num_blocks, block_range = received.num_blocks, received.block_range
         h_kv = h // args.work.group_size
-        head = head_of(scores, b, h, len_q, len_kv, band.shift, MODS, META)
-        m_start = first_row + CONSUMER * ROWS
+        head = head_of(scores, b, h, len_q, band.len_kv, band.shift, MODS, META)
+        m_start = tile.first_row + CONSUMER * ROWS
         skipped, num_consumer_blocks, consumer_range = blocks_of_consumer(m_start, num_blocks, block_range, band, META)
-        rows = m_start + gl.arange(0, ROWS, layout=BY_ROW)
+        rows, _ = rows_and_heads(m_start, h, len_q, BY_ROW, META)
         # in units of log2, or exact in natural units for unbounded logits
         row_max = gl.full([ROWS], float("-inf"), gl.float32, layout=BY_ROW)
         row_sum = _once(no_row_sum)
+        first_descale_q, first_descale_k, first_descale_v = received.descales
         if META.Q_BLOCKWISE:
             descale_q = load_descale(args.descales.q, b, h, gl.maximum(gl.minimum(rows, len_q - 1), 0))
         else:
-            descale_q = gl.zeros([ROWS], gl.float32, layout=BY_ROW) + message.descale_q.to(gl.float32, bitcast=True)
-        descale_v = message.descale_v.to(gl.float32, bitcast=True)
-        descale = descale_q * message.descale_k.to(gl.float32, bitcast=True)
+            descale_q = gl.zeros([ROWS], gl.float32, layout=BY_ROW) + first_descale_q.to(gl.float32, bitcast=True)
+        descale_v = first_descale_v.to(gl.float32, bitcast=True)
+        descale = descale_q * first_descale_k.to(gl.float32, bitcast=True)
         if META.HAS_SINK:
-            sink = 0.0
-            if META.HAS_OFFSET:
-                sink = gl.load(args.softmax_offset_ptr + h).to(gl.float32) * (1.0 if META.IS_UNBOUNDED else LOG2E)
-            row_max = gl.maximum(row_max, sink)
+            row_max = gl.maximum(row_max, sink_of_rows(tile, h, args, META))
             sink_weight = gl.where(row_max == float("-inf"), 0.0, P_SCALE)
             if META.IS_UNBOUNDED:
                 factor = exponent_factor(row_max)
@@ -523,7 +282,9 @@ def _compute_partition(buffers: Buffers, args: Arguments, CONSUMER: gl.constexpr
         acc1 = gl.zeros([ROWS, V0], gl.float32, layout=OUT)
         if META.SKIPS:
             n_block = skip_blocks(skipped, n_block, barriers, CONSUMER, META)
-        unmasked = _unmasked_blocks(m_start, num_consumer_blocks, consumer_range, band, META)
+        unmasked = Span(begin=num_consumer_blocks, end=num_consumer_blocks)
+        if META.BLOCK_SIZE_Q == 0:  # a list skips blocks
+            unmasked = unmasked_blocks(m_start, ROWS, num_consumer_blocks, consumer_range, band, 0, META)
         unmasked_from, unmasked_to = unmasked.begin, unmasked.end
         same = Invariants(
             num_blocks=num_consumer_blocks,
@@ -533,7 +294,7 @@ def _compute_partition(buffers: Buffers, args: Arguments, CONSUMER: gl.constexpr
             head=head,
             scale=scores.scale,
             h_kv=h_kv,
-            descales=args.descales,
+            descales=args.descales,  # type: ignore[arg-type]
             descale_q=descale_q,
             descale=descale,
             q_slot=q_slot,
@@ -559,10 +320,10 @@ def _compute_partition(buffers: Buffers, args: Arguments, CONSUMER: gl.constexpr
         if META.SKIPS:
             n_block = skip_blocks(num_blocks - skipped - num_consumer_blocks, n_block, barriers, CONSUMER, META)
         mbarrier.arrive(barriers.q_empty.index(q_slot), count=1)
-        lse_row = (h if META.IS_RAGGED_Q else b * args.work.num_heads + h).to(gl.int64) * args.lengths_q.num_tokens + start_q
+        lse_row = statistics_row(received, CONSUMER, rows, h, args, META)
         row_sum = gl.convert_layout(gl.max(carry.row_sum, 1), BY_ROW)
         row_sum_or_1 = gl.where(row_sum == 0.0, 1.0, row_sum)  # if a row sees nothing, out is 0 / 1 and lse -inf + 0
-        _store_lse(args.lse_ptr + lse_row, rows, len_q, carry.row_max, row_sum_or_1, META)
+        store_lse(carry.row_max, row_sum_or_1, lse_row, rows, received, args, META)
         normaliser = gl.convert_layout(carry.descale_v / row_sum_or_1, gl.SliceLayout(1, OUT))[:, None]
         out_tile = tiles.out.index(CONSUMER)
         tma.store_wait(0)
@@ -573,9 +334,8 @@ def _compute_partition(buffers: Buffers, args: Arguments, CONSUMER: gl.constexpr
         else:
             out_tile.reshape([ROWS, V0]).store((carry.acc * normaliser).to(DTYPE))
         fence_async_shared()
-        store_rows(
-            args.descriptors.out, start_q + b * args.steps.out.tokens, len_q, m_start, h + b * args.steps.out.heads, 0, out_tile
-        )
+        token, out_head = received.start_q + b * args.steps.out.tokens, h + b * args.steps.out.heads
+        store_rows(args.descriptors.out, token, len_q, m_start, out_head, 0, out_tile)
         n_tile += 1
         numbers = receive_tile(n_tile, barriers, META)
     tma.store_wait(0)
@@ -597,15 +357,15 @@ def _attn_fwd_fp8_hopper_kernel(args: Arguments, MODS: gl.constexpr, META: gl.co
     ones = gl.allocate_shared_memory(gl.float8e4nv, [_COLUMNS, META.BLOCK_N], ONES)
     ones.store(bits.to(gl.float8e4nv, bitcast=True))
     fence_async_shared()
-    barriers = allocate_forward_barriers(META)
+    barriers = allocate_forward_barriers(CONSUMERS, CONSUMERS, META)
     tiles = Tiles(q=q_tiles, k=k_tiles, v=v_tiles, out=out_tiles, ones=ones)
     buffers = Buffers(tiles=tiles, barriers=barriers)
     if CONSUMERS == 2:  # the first consumer is the default partition: it gets the remaining registers, 240
         gl.warp_specialize(
             [
-                (_compute_partition, (buffers, args, 0, MODS, META)),
-                (_compute_partition, (buffers, args, 1, MODS, META)),
-                (_load_partition, (buffers, args, META)),
+                (_compute_partition, (args, buffers, 0, MODS, META)),
+                (_compute_partition, (args, buffers, 1, MODS, META)),
+                (load_partition, (args, buffers, META)),
             ],
             [4, 1],
             [REGISTERS, 24],
@@ -613,10 +373,10 @@ def _attn_fwd_fp8_hopper_kernel(args: Arguments, MODS: gl.constexpr, META: gl.co
     else:
         gl.warp_specialize(
             [
-                (_load_partition, (buffers, args, META)),
-                (_compute_partition, (buffers, args, 0, MODS, META)),
-                (_compute_partition, (buffers, args, 1, MODS, META)),
-                (_compute_partition, (buffers, args, 2, MODS, META)),
+                (load_partition, (args, buffers, META)),
+                (_compute_partition, (args, buffers, 0, MODS, META)),
+                (_compute_partition, (args, buffers, 1, MODS, META)),
+                (_compute_partition, (args, buffers, 2, MODS, META)),
             ],
             [4, 4, 4],
             [REGISTERS, REGISTERS, REGISTERS],
@@ -674,32 +434,18 @@ def hopper_fp8_forward(
     x = problem
     tile = tile or tile_of(x)
     qk0, qk1 = split_head_dim(tile.head_dim_qk)
-    v0 = tile.head_dim_v // tile.parts
-    has_lengths = x.has_lengths
-    has_idle = has_lengths or x.longest_q <= tile.block_m - ROWS.value
-    meta = Fp8ForwardMeta(
-        HAS_IDLE=has_idle,
-        SKIPS=x.block_mask is None and (has_idle or x.window_left is not None or x.window_right is not None),
-        GROUP=1,
-        PINGPONG=False,
-        HAS_SINK=x.has_sink,
-        HAS_OFFSET=x.softmax_offset is not None,
-        **x.features._asdict(),
-        IS_MODIFIED=x.is_modified,
+    meta = forward_meta(x, tile, 1, Cut(is_split=False, is_planned=False))._replace(
+        IS_FP8=True,
+        V0=tile.head_dim_v // tile.parts,
+        PARTS=tile.parts,
         Q_BLOCKWISE=scales[0].is_blockwise,
         K_BLOCKWISE=scales[1].is_blockwise,
         V_BLOCKWISE=scales[2].is_blockwise,
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        QK0=qk0,
-        QK1=qk1,
-        V0=v0,
-        PARTS=tile.parts,
-        STAGES=tile.num_stages,
-        Q_STAGES=tile.q_stages,
-        CONSUMERS=tile.block_m // ROWS.value,
-        REGISTERS=tile.registers,
-        NUMBERS=9 if has_lengths else 6,
+        NUMBERS=9 if x.has_lengths else 6,
+        SENDS_LISTS=False,
+        UNMASKED_LOOP=False,
+        HAS_CUT_LOOP=False,
+        ASKS_OF_BLOCKS=False,
     )
     descriptors = Descriptors(
         q=pair_descriptor(x.q, ROWS.value, (qk0, qk1)),
@@ -708,21 +454,19 @@ def hopper_fp8_forward(
         out=ragged_descriptor(out, ROWS.value, tile.head_dim_v),
     )
     work = forward_work(x, tile.block_m)
-    if has_lengths:
+    if x.has_lengths:
         zero_padding(x, out, "q", lse)
-    arguments = Arguments(
-        descriptors=descriptors,
-        lse_ptr=lse,
+    arguments = forward_arguments(
+        x,
+        descriptors,
+        Steps(q=step_of(x.q), k=step_of(x.k), v=None, out=step_of(out)),
+        Results(lse_ptr=lse, max_logit_ptr=None, parts_ptr=None, whole_lse_ptr=None, out=None),
+        work,
+        SplitKeys(None, None),
+    )._replace(
+        dropout=None,
         descales=Descales(q=scales[0].argument, k=scales[1].argument, v=scales[2].argument),
-        softmax_offset_ptr=x.softmax_offset,
-        lengths_q=x.lengths_q,
-        lengths_kv=x.lengths_kv,
-        work=work,
         v_blocks=v_transposed.shape[1],
-        band=x.band,
-        steps=Steps(q=step_of(x.q), k=step_of(x.k), out=step_of(out)),
-        scores=x.scores,
-        lists=x.lists("kv"),
     )
     programs = min(num_processors(out.device), work.blocks * x.batch * x.num_heads)
     launch_tile = Tile(tile.block_m, tile.block_n, 4, tile.num_stages)

@@ -18,8 +18,7 @@ from flexattn.kernels_triton.common.heads import head_of
 from flexattn.kernels_triton.common.launch_order import wait_for_previous
 from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.common.problem import rows as rows_of
-from flexattn.kernels_triton.common.split_kv import combine_splits, number_of_splits
-from flexattn.kernels_triton.common.split_plan import PlannedTile, combine_pieces
+from flexattn.kernels_triton.common.split_kv import PlannedTile, combine_parts, number_of_splits, split_results
 from flexattn.kernels_triton.common.tile_schedule import zero_padding
 from flexattn.kernels_triton.common.tiles import HopperTile, slots_of_heads
 from flexattn.kernels_triton.gluon import pipeline
@@ -34,7 +33,6 @@ from flexattn.kernels_triton.gluon.forward_launch import (
     forward_arguments,
     forward_meta,
     number_of_tiles,
-    split_results,
     with_rows_of,
 )
 from flexattn.kernels_triton.gluon.forward_partition import load_partition
@@ -322,9 +320,7 @@ def wide_forward(
         launch_tile,
         (arguments, x.mods, meta),
     )
-    if plan is not None and parts is not None:
-        combine_pieces(x, plan, planned, parts, (out, lse))
-    elif parts is not None:
-        combine_splits(x, parts, out, lse)
-    if x.has_padding_q and parts is None:
+    if parts is not None:
+        combine_parts(x, parts, (out, lse), plan, planned)
+    elif x.has_padding_q:
         zero_padding(x, out, "q", lse)

@@ -40,9 +40,8 @@ from flexattn.kernels_triton.common.problem import Problem, rows
 from flexattn.kernels_triton.common.scores import logits
 from flexattn.kernels_triton.common.sequences import load_sequence
 from flexattn.kernels_triton.common.sinks import load_sink
-from flexattn.kernels_triton.common.split_kv import BY_LENGTHS, combine_splits, number_of_splits
-from flexattn.kernels_triton.common.split_plan import PlannedTile, combine_pieces, make_plan
-from flexattn.kernels_triton.common.split_ranges import Parts, part_row, range_of_blocks, range_of_split, share_of_split
+from flexattn.kernels_triton.common.split_kv import PlannedTile, combine_parts, number_of_splits, split_results
+from flexattn.kernels_triton.common.split_ranges import part_row, range_of_blocks, range_of_split, share_of_split
 from flexattn.kernels_triton.common.tile_memory import load_tile, store_tile
 from flexattn.kernels_triton.common.tiles import FORWARD, SPLIT_PROGRAMS, slots_of_heads
 from flexattn.kernels_triton.portable.shared_heads import heads_of_tile, offsets_of_tile, queries_of_tile
@@ -57,7 +56,7 @@ class Arguments(NamedTuple):
     lse_ptr: Pointer
     max_logit_ptr: Pointer  # [h, b * blocks * splits], the largest logit that each query block saw; or None
     num_splits: int | None  # number of KV splits, with out and lse in `split_ranges.Parts`; None: not split, or split by a plan
-    plan: Plan | None  # device-side split plan, see `split_plan`; None: no plan
+    plan: Plan | None  # device-side split plan, see `split_kv`; None: no plan
     v_t: Channels | None  # in FP8
 
 
@@ -448,15 +447,11 @@ def attention_forward(
     splits = number_of_splits(x, tiles, room) if splits is None else splits
     slots = slots_of_heads(group)
     planned = PlannedTile(heads=group, queries=tile.block_m // slots, seen=tile.block_m, keys=tile.block_n, writes_whole=False)
-    plan, parts, parts_out, programs = None, None, out, tiles * splits
-    if splits == BY_LENGTHS:
-        plan = make_plan(x, planned, room)
-        programs = plan.num_parts
-        parts = plan.empty_parts(lse, out.shape[-1], x.is_unbounded)
-        parts_out = parts.out.view(programs, -1, slots, out.shape[-1])
-    elif splits > 1:
-        parts = Parts.empty(splits, lse, out.shape[-1], x.is_unbounded)
-        parts_out = parts.rows(lse)
+    plan, parts = split_results(x, planned, splits, room, lse, out.shape[-1])
+    programs = tiles * splits if plan is None else plan.num_parts
+    parts_out = out
+    if parts is not None:
+        parts_out = parts.rows(lse) if plan is None else parts.out.view(programs, -1, slots, out.shape[-1])
     early = parts is not None and overlaps(x.device)
     meta = x.meta(tile, (parts_out,))._replace(HEADS=group, GROUP=slots, IS_LATENT=x.is_latent, OVERLAPS=early)
     meta = meta._replace(ASKS_OF_BLOCKS=x.asks_of_blocks(group))
@@ -477,9 +472,7 @@ def attention_forward(
         v_t=_v_transposed(x) if x.is_fp8 else None,
     )
     launch(_attn_fwd_kernel, programs, out.device, tile, (args, x.mods, meta))
-    if plan is not None and parts is not None:
-        combine_pieces(x, plan, planned, parts, (out, lse))
-    elif parts is not None:
-        combine_splits(x, parts, out, lse)
+    if parts is not None:
+        combine_parts(x, parts, (out, lse), plan, planned)
     if max_logit is not None and largest is not None:
         torch.amax(largest, 1, out=max_logit)

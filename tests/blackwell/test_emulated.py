@@ -272,7 +272,7 @@ FAULTS: dict[str, tuple[ModuleType, inject.Fault]] = {
     "out is not rescaled": (consumer, drop("_rescale_out()")),
     "a work tile's slot is free before the products' warp has read it": (
         pipeline,
-        with_argument("allocate_barriers(2, CONSUMERS + 1)", 1, "CONSUMERS"),
+        with_argument("allocate_forward_barriers(1, CONSUMERS + 1, META)", 1, "CONSUMERS"),
     ),
 }
 

@@ -40,10 +40,10 @@ def test_what_follows_the_plan_waits_for_it_where_it_can(fresh_python: Any) -> N
     assert [json.loads(line) for line in done.stdout.splitlines()] == [
         [80, "_split_plan_kernel", False, False, True],
         [80, "_attn_fwd_kernel", False, False, True],
-        [80, "_combine_pieces_kernel", False, False, True],
+        [80, "_combine_splits_kernel", False, False, True],
         [90, "_split_plan_kernel", False, True, True],
         [90, "_attn_fwd_kernel", True, True, False],
-        [90, "_combine_pieces_kernel", True, False, False],
+        [90, "_combine_splits_kernel", True, False, False],
     ]
 
 

@@ -49,7 +49,7 @@ def split_in(count: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     for module, launcher in ((forward_kernels, forward_kernels), (hopper_forward, forward_launch)):
         monkeypatch.setattr(module, "number_of_splits", lambda *_: count)
         monkeypatch.setattr(
-            launcher, "combine_splits", lambda *given: (combined.append(given[1].out.shape[0]), splits.combine_splits(*given))
+            launcher, "combine_parts", lambda *given: (combined.append(given[1].out.shape[0]), splits.combine_parts(*given))
         )
     return combined
 
@@ -359,7 +359,7 @@ def test_programs_that_combine_are_no_more_than_twice_the_rows(longest: int, lau
     problem = Problem(q, k, k, softmax_scale=1.0, seqused_kv=torch.empty(130, dtype=torch.int32, device="meta"), **lengths)
     lse = torch.empty(4, 4224, device="meta")
     with pretended_device(90, 132), recorded_launches() as recorded:
-        splits.combine_splits(problem, splits.Parts.empty(3, lse, 128, False), q, lse)
+        splits.combine_parts(problem, splits.Parts.empty(3, lse, 128, False), (q, lse), None, splits.PlannedTile(1, 1, 1, 1, True))
     assert len(recorded) == launches
     assert recorded[0].programs <= 2 * lse.numel()
 

@@ -21,10 +21,9 @@ from flexattn.dispatch.explain import _splits
 from flexattn.dispatch.spec import AttentionSpec, Operands, as_bshd, empty_outputs
 from flexattn.functional import bind_call
 from flexattn.kernels_triton.ahead_of_time.compile_report import SHARED_MEMORY_LIMIT, request_for
-from flexattn.kernels_triton.common import split_plan
+from flexattn.kernels_triton.common import split_kv
 from flexattn.kernels_triton.common.problem import Forward, Problem
-from flexattn.kernels_triton.common.split_kv import BY_LENGTHS, number_of_splits, splits_of
-from flexattn.kernels_triton.common.split_plan import PlannedTile, make_plan
+from flexattn.kernels_triton.common.split_kv import BY_LENGTHS, PlannedTile, make_plan, number_of_splits, splits_of
 from flexattn.kernels_triton.families import PORTABLE_FORWARD, Policy, choose
 from flexattn.kernels_triton.hopper import forward as hopper_forward
 from flexattn.kernels_triton.portable.forward import attention_forward
@@ -47,7 +46,7 @@ Call = tuple[AttentionSpec, Operands]
 @pytest.fixture(autouse=True)
 def _short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces may be as short as a block, so that these lengths have many pieces."""
-    monkeypatch.setattr(split_plan, "SPLIT_KEYS", 1)
+    monkeypatch.setattr(split_kv, "SPLIT_KEYS", 1)
 
 
 def paged(page_size: int = 16, dim: int = 64, heads: int = HEADS, dtype: torch.dtype = BF16, **call: Any) -> Call:
@@ -208,7 +207,7 @@ def test_the_same_launches_for_other_lengths(seed: int | None, replays: int) -> 
     forward = attention_forward if seed is None else hopper_forward.hopper_forward
     with pretended_device(0 if seed is None else 90, 4), recorded_launches() as launches:
         forward(problem, as_bshd(out, spec.q_format), lse, splits=BY_LENGTHS)
-    assert [launch.kernel.__name__ for launch in launches][::2] == ["_split_plan_kernel", "_combine_pieces_kernel"]
+    assert [launch.kernel.__name__ for launch in launches][::2] == ["_split_plan_kernel", "_combine_splits_kernel"]
     for _ in range(replays):
         set_lengths(call, generator)
         for t in found:
@@ -279,8 +278,8 @@ def test_one_long_sequence_among_short_ones_is_shared_evenly() -> None:
 
 def test_teams_are_as_many_as_tiles_of_an_entry() -> None:
     """Or teams are a divisor of that number, if many programs had no team otherwise."""
-    assert [split_plan._number_of_teams(n, 132) for n in (1, 2, 3, 4, 8, 40, 71)] == [1, 2, 3, 4, 8, 10, 1]
-    assert [split_plan._number_of_teams(n, 3) for n in (1, 2, 3, 6)] == [1, 1, 3, 3]
+    assert [split_kv._number_of_teams(n, 132) for n in (1, 2, 3, 4, 8, 40, 71)] == [1, 2, 3, 4, 8, 10, 1]
+    assert [split_kv._number_of_teams(n, 3) for n in (1, 2, 3, 6)] == [1, 1, 3, 3]
 
 
 @pytest.mark.sample
@@ -300,7 +299,7 @@ def test_memory_is_bounded_by_tiles_and_programs(capacity: int) -> None:
         problem = problem_of(64, capacity)
         with pretended_device(sm, 132), recorded_launches() as launches:
             forward(problem, torch.empty_like(problem.q), problem.q.new_empty((64, 32, 1), dtype=torch.float32))
-        assert [launch.kernel.__name__ for launch in launches][::2] == ["_split_plan_kernel", "_combine_pieces_kernel"]
+        assert [launch.kernel.__name__ for launch in launches][::2] == ["_split_plan_kernel", "_combine_splits_kernel"]
         parts = [t for t in launches[2].arguments if isinstance(t, Tensor) and t.dtype is torch.float32 and t.dim() == 3]
         most = 64 * 8 + programs // 8 * 8 - 8  # each of eight teams has its tiles and one part for each of its programs, minus one
         assert [tuple(t.shape) for t in parts[:2]] == [(most, 4, 128), (1, most, 4)]

@@ -358,7 +358,7 @@ FAULTS: dict[str, tuple[ModuleType, inject.Fault]] = {
     ),
     "forward: the loader waits for the wrong phase of k": (forward_loader, wrong_phase("wait(k_empty)")),
     "forward: a tile is received before it was broadcast": (tile_scheduler, drop("wait(tile_full)")),
-    "forward: too few bytes are expected of v": (forward_partition, with_argument("mbarrier.expect(v_full)", 1, "{} // 2")),
+    "forward: too few bytes are expected of v": (forward_partition, with_argument("mbarrier.expect(full)", 1, "{} // 2")),
     "dq: k is read before it has come": (dq_consumer, drop("wait(scores_full)")),
     "dq: k is released before dq has read it": (
         dq_consumer,

@@ -18,6 +18,7 @@ from flexattn.dispatch.quantization import Unquantized
 from flexattn.kernels_triton import families
 from flexattn.kernels_triton.common.problem import Backward
 from flexattn.kernels_triton.families import Policy
+from flexattn.kernels_triton.gluon import forward_partition, forward_work
 from flexattn.kernels_triton.hopper import backward as hopper_backward
 from flexattn.kernels_triton.hopper import backward_fused as hopper_fused
 from flexattn.kernels_triton.hopper import conditions, fp8_backward_operands, fused_consumer
@@ -40,7 +41,7 @@ from tests.support.hopper_fp8_calls import (
     run_forward,
     spans,
 )
-from tests.support.inject import assign, copy_with, drop, kernels_with, move, with_argument, wrong_phase
+from tests.support.inject import assign, drop, kernels_with, move, with_argument, wrong_phase
 
 
 def call_of(call: dict[str, Any], granularity: Any = "head", **inputs: Any) -> Fp8Call:
@@ -378,21 +379,28 @@ def test_a_bias_that_needs_a_gradient_is_left_to_the_portable_kernels() -> None:
 
 
 FAULTS = {
-    "k is read before it has come": drop("wait(k_full)"),
-    "v is read before it has come": drop("wait(v_full)"),
-    "v is released before the product has read it": move("arrive(v_empty)", before="warpgroup_mma_wait(pv, p_sums)"),
-    "the sum of v is read while it runs": with_argument("warpgroup_mma_wait(pv, p_sums)", 0, "2"),
-    "the sum of p is read while it runs": with_argument("warpgroup_mma_wait(pv, p_sums)", 0, "1"),
-    "the ones are written without a fence": drop("fence_async_shared()", within="_attn_fwd_fp8_hopper_kernel"),
-    "out is stored without a fence": drop("fence_async_shared()", within="_compute_partition"),
-    "the loader waits for the wrong phase of v": wrong_phase("wait(v_empty)"),
-    "too few bytes are expected of v": with_argument("mbarrier.expect(v_full)", 1, "{} // 2"),
-    "acc is not rescaled": assign("acc", "acc + pv", within="_attend", nth=-1),
-    "the scale of v of the block before": assign("ratio", "1.0", nth=-1),
-    "a block that the end cuts is taken for a whole one": with_argument(
-        "gl.maximum(right_end // META.BLOCK_N)", 0, "first_block + num_blocks - gl.cdiv(right_end, META.BLOCK_N)"
+    "k is read before it has come": (hopper_fp8_forward, drop("wait(k_full)")),
+    "v is read before it has come": (hopper_fp8_forward, drop("wait(v_full)")),
+    "v is released before the product has read it": (
+        hopper_fp8_forward,
+        move("arrive(v_empty)", before="warpgroup_mma_wait(pv, p_sums)"),
     ),
-    "d 256: v is released between its halves": move("arrive(v_empty)", before="warpgroup_mma(pv)"),
+    "the sum of v is read while it runs": (hopper_fp8_forward, with_argument("warpgroup_mma_wait(pv, p_sums)", 0, "2")),
+    "the sum of p is read while it runs": (hopper_fp8_forward, with_argument("warpgroup_mma_wait(pv, p_sums)", 0, "1")),
+    "the ones are written without a fence": (
+        hopper_fp8_forward,
+        drop("fence_async_shared()", within="_attn_fwd_fp8_hopper_kernel"),
+    ),
+    "out is stored without a fence": (hopper_fp8_forward, drop("fence_async_shared()", within="_compute_partition")),
+    "the loader waits for the wrong phase of v": (forward_partition, wrong_phase("wait(v_empty)")),
+    "too few bytes are expected of v": (forward_partition, with_argument("mbarrier.expect(full)", 1, "{} // 2")),
+    "acc is not rescaled": (hopper_fp8_forward, assign("acc", "acc + pv", within="_attend", nth=-1)),
+    "the scale of v of the block before": (hopper_fp8_forward, assign("ratio", "1.0", nth=-1)),
+    "a block that the end cuts is taken for a whole one": (
+        forward_work,
+        assign("begin", "block_range + num_blocks - gl.cdiv(right_end, META.BLOCK_N)", within="unmasked_blocks", nth=2),
+    ),
+    "d 256: v is released between its halves": (hopper_fp8_forward, move("arrive(v_empty)", before="warpgroup_mma(pv)")),
 }
 
 
@@ -400,7 +408,7 @@ FAULTS = {
 @without_gpu
 @pytest.mark.parametrize("name", FAULTS)
 def test_injected_fault_is_found(name: str, tmp_path: Path) -> None:
-    kernels = copy_with(hopper_fp8_forward, FAULTS[name], tmp_path)
+    [kernels] = kernels_with((hopper_fp8_forward,), *FAULTS[name], tmp_path)
     inputs = {"lengths_q": [330], "lengths_kv": [520], "num_heads": 2, "num_heads_kv": 1, "outliers": True}
     dim = 256 if name.startswith("d 256") else 128
     call = call_of({"attn_mask_type": "no_mask"}, "block", head_dim_qk=dim, head_dim_v=dim, **inputs)

@@ -326,8 +326,8 @@ def test_exported_programs_have_the_launches(fresh_python: Any) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     launches, aliases = json.loads(done.stdout)
     assert launches == [
-        ["_split_plan_kernel", "_attn_fwd_hopper_kernel", "_combine_pieces_kernel"],
-        ["_split_plan_kernel", "_attn_fwd_fp8_cache_kernel", "_combine_pieces_kernel"],
+        ["_split_plan_kernel", "_attn_fwd_hopper_kernel", "_combine_splits_kernel"],
+        ["_split_plan_kernel", "_attn_fwd_fp8_cache_kernel", "_combine_splits_kernel"],
         *[["_append_kernel"]] * 2,
     ]
     assert aliases[2:] == [2, 4]

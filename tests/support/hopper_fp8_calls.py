@@ -13,10 +13,11 @@ import torch
 from flexattn.dispatch import triton_backend
 from flexattn.dispatch.spec import AttentionSpec, Operands, as_bshd
 from flexattn.kernels_triton.common.problem import Backward, Problem
+from flexattn.kernels_triton.gluon.fp8_operands import BLOCK
 from flexattn.kernels_triton.hopper import fp8_backward as hopper_fp8_backward
 from flexattn.kernels_triton.hopper import fp8_backward_fused as hopper_fp8_fused
 from flexattn.kernels_triton.hopper import fp8_forward as hopper_fp8_forward
-from flexattn.kernels_triton.hopper.fp8 import BLOCK, Scale, empty_transposed
+from flexattn.kernels_triton.hopper.fp8 import Scale, empty_transposed
 from flexattn.testing import GRADIENT_FACTOR, check_close, reference_attention, reference_gradients
 from tests.support.fp8_sums import short_sums
 
