@@ -59,7 +59,7 @@ TARGETS = [
     Target("warm eager call: functions", most=13, holds=True),
     Target("warm call over two ranks: files", most=15),
     Target("warm call over two ranks: functions", most=80),
-    Target("warm call of JAX outside of jit: files", most=10),
+    Target("warm call of JAX outside of jit: files", most=10, holds=True),
     Target("warm call of JAX outside of jit: functions"),
     Target("functions named slower", most=1, holds=True),
     Target("files of dispatch and kernels_triton whose constants cite a result file (thresholds)", most=1),
