@@ -184,7 +184,7 @@ def implementations(
 
 def _te(tensors: list[Tensor]) -> dict[str, Callable[..., Any]]:
     """Returns TransformerEngine's functions on the same problem, run by flexattn: the forward, and backwards, also in FP8."""
-    from flexattn.dispatch.context import attention_backend
+    from flexattn.dispatch.options import attention_backend
     from flexattn.integrations.te import Float8CurrentScalingQuantizer, FusedAttnBackend, fused_attn_bwd, fused_attn_fwd
 
     batch, length = tensors[0].shape[:2]
@@ -238,7 +238,7 @@ def _te(tensors: list[Tensor]) -> dict[str, Callable[..., Any]]:
 
 def _te_module() -> Callable[..., Tensor]:
     """Returns TransformerEngine's module on the same problem, run by flexattn; its out is viewed in q's shape."""
-    from flexattn.dispatch.context import attention_backend
+    from flexattn.dispatch.options import attention_backend
     from flexattn.integrations.te import DotProductAttention
 
     module = DotProductAttention(HEADS, HEAD_DIM, qkv_format="bshd", attn_mask_type="causal")
@@ -318,7 +318,7 @@ def _frontend(rounds: int) -> Iterator[Row]:
 def stages(has_gpu: bool) -> dict[str, float]:
     """Returns the microseconds of each part of one call, the least of many rounds. The last entry is another call."""
     import flexattn
-    from flexattn import call_cache, call_key
+    from flexattn import call_cache
     from flexattn.dispatch import options
     from flexattn.dispatch.replay import Recording
     from flexattn.kernels_triton.runtime import launch
@@ -356,7 +356,7 @@ def stages(has_gpu: bool) -> dict[str, float]:
     found = {
         "the whole call": attend,
         "  the key and the look-up": lambda: original(*seen[0]),
-        "    of it: modes, switches, environment": call_key.state_around,
+        "    of it: modes, switches, environment": call_cache.state_around,
         "      of it: the environment": options.snapshot,
         "    of it: tensors compared, addresses": lambda: likeness.addresses(key.tensors),
         "  what is played: memory, addresses, the launch": lambda: call.run(key, False),

@@ -13,9 +13,8 @@ from flexattn.dispatch import triton_backend
 from flexattn.dispatch.neutral import is_capturing, neutral_state
 from flexattn.dispatch.quantization import dout_of
 from flexattn.dispatch.reference import reference_attention, reference_gradients
-from flexattn.dispatch.runtime_failures import RuntimeFailure
 from flexattn.dispatch.sample import sample_operands
-from flexattn.dispatch.select import OWN_DROPOUT, backend_module
+from flexattn.dispatch.select import OWN_DROPOUT, RuntimeFailure, backend_module
 from flexattn.dispatch.spec import AttentionSpec, Direction, Operands
 from flexattn.forks import fork_safe
 

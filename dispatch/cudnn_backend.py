@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from flexattn.dispatch import options, runtime_failures
+from flexattn.dispatch import options
 from flexattn.dispatch.cudnn_mods import Lowered, lowered, mod_inputs, mods_error, reads_tables
 from flexattn.dispatch.cudnn_mods import without_data as without_mod_data
 from flexattn.dispatch.head_dims import head_dim_error
 from flexattn.dispatch.known_bad import known_bad, version_text
 from flexattn.dispatch.pages import with_cu_seqlens, without_pages
-from flexattn.dispatch.runtime_failures import RuntimeFailure
+from flexattn.dispatch.select import RuntimeFailure, shape_of
 from flexattn.dispatch.spec import (
     AttentionSpec,
     Direction,
@@ -351,7 +351,7 @@ def prepare(spec: AttentionSpec, x: Operands, direction: Direction) -> None:
         spec,
         direction,
         place_of(device),
-        runtime_failures.shape_of(x),
+        shape_of(x),
         *map(_is_aligned, (x.q, x.k, x.v, x.bias, *x.mod_tensors)),
     )
     if key in prepared_calls:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,18 +17,10 @@ from torch import Tensor
 from flexattn.dispatch import cpu_attention
 from flexattn.dispatch.neutral import is_capturing
 from flexattn.dispatch.pages import without_pages
-from flexattn.dispatch.quantization import dequantize, dout_of
-from flexattn.dispatch.reference import (
-    NEG_INF,
-    Differentiable,
-    Sequences,
-    attend,
-    lse_view,
-    slice_block,
-    split_sequences,
-    token_view,
-)
 from flexattn.dispatch.spec import AttentionSpec, Band, Direction, Gradients, Operands, empty_outputs
+
+if TYPE_CHECKING:
+    from flexattn.dispatch.reference import Sequences
 
 SUPPORT_IS_FINAL = True
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -46,19 +39,21 @@ def unsupported(spec: AttentionSpec, direction: Direction) -> str | None:
 def forward(spec: AttentionSpec, x: Operands) -> tuple[Tensor, Tensor, Tensor]:
     if cpu_attention.takes(spec, x) and (results := cpu_attention.forward(spec, x)) is not None:
         return results
+    from flexattn.dispatch import quantization, reference  # here, as most calls on a CPU need torch's operator alone
+
     spec, x = without_pages(spec, x)
     out, lse, max_logit = empty_outputs(spec, x)
     out.zero_()
-    lse.fill_(NEG_INF)
-    max_logit.fill_(NEG_INF)
-    whole = Differentiable.of(dequantize(spec, x, lse.dtype))
+    lse.fill_(reference.NEG_INF)
+    max_logit.fill_(reference.NEG_INF)
+    whole = reference.Differentiable.of(quantization.dequantize(spec, x, lse.dtype))
     with torch.no_grad(), torch.autocast(x.q.device.type, enabled=False):
         for sequences, rows, cols in _blocks(spec, x, lse.element_size()):
-            block = slice_block(spec, whole, sequences, rows, cols).map(lambda t: t.to(lse.dtype))
-            block_out, block_lse, row_max = attend(spec, x, sequences, rows, cols, block, rounds=True)
+            block = reference.slice_block(spec, whole, sequences, rows, cols).map(lambda t: t.to(lse.dtype))
+            block_out, block_lse, row_max = reference.attend(spec, x, sequences, rows, cols, block, rounds=True)
             tokens = sequences.q[rows.start : rows.stop]
-            token_view(out, spec.q_format, sequences.batch, tokens).copy_(block_out)
-            lse_view(lse, spec.q_format, sequences.batch, tokens).copy_(block_lse)
+            reference.token_view(out, spec.q_format, sequences.batch, tokens).copy_(block_out)
+            reference.lse_view(lse, spec.q_format, sequences.batch, tokens).copy_(block_lse)
             if spec.return_max_logit:
                 torch.maximum(max_logit, row_max.amax((0, 2)), out=max_logit)
     return out, lse, max_logit
@@ -75,9 +70,11 @@ def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: T
             return backward(spec, x, out, lse, dout, dlse)
     if cpu_attention.takes(spec, x) and dlse is None and (result := cpu_attention.backward(spec, x, out, lse, dout)) is not None:
         return result
-    whole = Differentiable.of(dequantize(spec, x, lse.dtype))
+    from flexattn.dispatch import quantization, reference  # here, as most calls on a CPU need torch's operator alone
+
+    whole = reference.Differentiable.of(quantization.dequantize(spec, x, lse.dtype))
     if spec.fp8 is not None:
-        dout = dout_of(spec, x, dout, lse.dtype)
+        dout = quantization.dout_of(spec, x, dout, lse.dtype)
     # A row of dq belongs to one block. Every other gradient is a sum over blocks, in the dtype of the arithmetic.
     sums = whole.map(lambda t: torch.zeros(t.shape, dtype=lse.dtype, device=t.device))
     dq_dtype, _ = spec.results.gradient_dtypes(spec.out_dtype)
@@ -85,22 +82,22 @@ def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: T
     captured_sums = spec.mods.wanted(sums.mod_tensors) if spec.mods else ()
     with torch.autocast(x.q.device.type, enabled=False):
         for sequences, rows, cols in _blocks(spec, x, lse.element_size()):
-            block = slice_block(spec, whole, sequences, rows, cols).map(lambda t: _leaf(t, lse.dtype))
+            block = reference.slice_block(spec, whole, sequences, rows, cols).map(lambda t: _leaf(t, lse.dtype))
             tokens = sequences.q[rows.start : rows.stop]
-            block_dout = token_view(dout, spec.q_format, sequences.batch, tokens).to(lse.dtype)
-            block_dlse = None if dlse is None else lse_view(dlse, spec.q_format, sequences.batch, tokens).to(lse.dtype)
-            given_lse = lse_view(lse, spec.q_format, sequences.batch, tokens) if spec.is_part else None
+            block_dout = reference.token_view(dout, spec.q_format, sequences.batch, tokens).to(lse.dtype)
+            block_dlse = None if dlse is None else reference.lse_view(dlse, spec.q_format, sequences.batch, tokens).to(lse.dtype)
+            given_lse = reference.lse_view(lse, spec.q_format, sequences.batch, tokens) if spec.is_part else None
             with torch.enable_grad():
-                block_out, statistic, _ = attend(spec, x, sequences, rows, cols, block, rounds=True, given_lse=given_lse)
+                block_out, statistic, _ = reference.attend(spec, x, sequences, rows, cols, block, rounds=True, given_lse=given_lse)
             if spec.is_part:  # the sum of the weights carries the gradient of the divisor of all weights.
-                whole_out = token_view(out, spec.q_format, sequences.batch, tokens).to(lse.dtype)
+                whole_out = reference.token_view(out, spec.q_format, sequences.batch, tokens).to(lse.dtype)
                 delta = (whole_out * block_dout).sum(-1)
                 block_dlse = -delta if block_dlse is None else block_dlse - delta
             outputs, seeds = [block_out], [block_dout]
             if block_dlse is not None:
                 outputs.append(statistic)
                 seeds.append(block_dlse)
-            targets = slice_block(spec, sums, sequences, rows, cols)
+            targets = reference.slice_block(spec, sums, sequences, rows, cols)
             pairs: list[tuple[Tensor | None, Tensor | None]] = list(zip(block[:-1], targets[:-1], strict=True))
             pairs += zip(spec.mods.wanted(block.mod_tensors) if spec.mods else (), captured_sums, strict=True)
             needed = [(leaf, target) for leaf, target in pairs if leaf is not None and target is not None]
@@ -143,9 +140,11 @@ def _blocks(spec: AttentionSpec, x: Operands, itemsize: int) -> Iterator[tuple[S
             "the eager backend reads cu_seqlens on the host, which a CUDA graph cannot capture; use backend='triton', or a dense "
             "format without padding"
         )
+    from flexattn.dispatch import reference  # here, as in `forward`
+
     left, right, _ = spec.band
     banded = left is not None or right is not None
-    for sequences in split_sequences(spec, x):
+    for sequences in reference.split_sequences(spec, x):
         len_q, len_kv = len(sequences.q), len(sequences.kv)
         width = len_kv if left is None or right is None else max(0, min(len_kv, left + right + BAND_ROWS))
         row_bytes = max(1, spec.num_heads * width * itemsize)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
-from flexattn.dispatch import options, runtime_failures
+from flexattn.dispatch import options
 from flexattn.dispatch.describe import describe, versions
-from flexattn.dispatch.runtime_failures import Failures
-from flexattn.dispatch.select import Decision, backend_module, reasons, select
+from flexattn.dispatch.select import Decision, Failures, backend_module, failures_of, reasons, select
 from flexattn.dispatch.spec import AttentionSpec, Direction, Operands
 from flexattn.dispatch.triton_backend import choice_of
 
@@ -130,7 +129,7 @@ def explain(spec: AttentionSpec, request: str, x: Operands | None = None) -> Exp
     anything. A ValueError names an environment variable with a wrong value.
     """
     options.check_all()
-    failures = () if x is None else runtime_failures.failures_of(x)
+    failures = () if x is None else failures_of(x)
     backward = select(spec.for_backward(), "backward", request, failures) if spec.needs_grad else None
     forward = select(spec, "forward", request, failures)
 

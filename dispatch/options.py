@@ -1,4 +1,6 @@
-"""The environment variables. No other file of the package reads one, except for TransformerEngine's variables in `integrations.te`.
+"""Settings around a call: the environment variables, and `attention_backend`.
+
+No other file of the package reads a variable, except for TransformerEngine's variables in `integrations.te`.
 
 | variable           | values                           | meaning                                                              |
 |--------------------|----------------------------------|----------------------------------------------------------------------|
@@ -28,37 +30,42 @@ ValueError, even if they do not use it. A function under `torch.compile` keeps t
 from __future__ import annotations
 
 import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from flexattn.dispatch.spec import REQUESTS as REQUESTS
 
-VARIABLES = (
-    "FLEXATTN_BACKEND",
-    "FLEXATTN_CHECK",
-    "FLEXATTN_CANARY",
-    "FLEXATTN_HOPPER",
-    "FLEXATTN_BATCH_INVARIANT",
-    "FLEXATTN_PLANS",
-    "FLEXATTN_KERNELS",
-    "FLEXATTN_PEER_MEMORY",
-)
-HOPPER = ("auto", "always", "never")
-PEER_MEMORY = ("auto", "never")
+_FLAG = ("0", "1")
+ACCEPTED = {  # the values of each variable that has a fixed set of them, its default first
+    "FLEXATTN_CANARY": _FLAG,
+    "FLEXATTN_BACKEND": REQUESTS,
+    "FLEXATTN_CHECK": _FLAG,
+    "FLEXATTN_HOPPER": ("auto", "always", "never"),
+    "FLEXATTN_BATCH_INVARIANT": _FLAG,
+    "FLEXATTN_PEER_MEMORY": ("auto", "never"),
+}
+VARIABLES = (*ACCEPTED, "FLEXATTN_PLANS", "FLEXATTN_KERNELS")
 
 
-def backend() -> str | None:
-    """Returns FLEXATTN_BACKEND, or None if it is unset or empty. Raises ValueError if the value is not accepted."""
-    return _choice("FLEXATTN_BACKEND", REQUESTS)
+def _value(variable: str) -> str:
+    """Returns the value of a variable of ACCEPTED, or its default if it is unset or empty. Raises if it is not accepted."""
+    accepted = ACCEPTED[variable]
+    value = os.environ.get(variable) or accepted[0]
+    if value not in accepted:
+        raise ValueError(f"the environment variable {variable} is {value!r}; accepted: {', '.join(accepted)}")
+    return value
 
 
 def hopper() -> str:
-    """Returns FLEXATTN_HOPPER. Raises ValueError if the value is not accepted."""
-    return _choice("FLEXATTN_HOPPER", HOPPER) or "auto"
+    """Returns FLEXATTN_HOPPER."""
+    return _value("FLEXATTN_HOPPER")
 
 
 def check_values() -> bool:
-    """Returns whether FLEXATTN_CHECK is 1. Raises ValueError if it is neither 0 nor 1."""
-    return _flag("FLEXATTN_CHECK")
+    """Returns whether FLEXATTN_CHECK is 1."""
+    return _value("FLEXATTN_CHECK") == "1"
 
 
 def are_lengths_checked(device_type: str) -> bool:
@@ -67,18 +74,18 @@ def are_lengths_checked(device_type: str) -> bool:
 
 
 def canary() -> bool:
-    """Returns whether FLEXATTN_CANARY is 1. Raises ValueError if it is neither 0 nor 1."""
-    return _flag("FLEXATTN_CANARY")
+    """Returns whether FLEXATTN_CANARY is 1."""
+    return _value("FLEXATTN_CANARY") == "1"
 
 
 def batch_invariant() -> bool:
-    """Returns whether FLEXATTN_BATCH_INVARIANT is 1. Raises ValueError if it is neither 0 nor 1."""
-    return _flag("FLEXATTN_BATCH_INVARIANT")
+    """Returns whether FLEXATTN_BATCH_INVARIANT is 1."""
+    return _value("FLEXATTN_BATCH_INVARIANT") == "1"
 
 
 def peer_memory() -> str:
-    """Returns FLEXATTN_PEER_MEMORY. Raises ValueError if the value is not accepted."""
-    return _choice("FLEXATTN_PEER_MEMORY", PEER_MEMORY) or "auto"
+    """Returns FLEXATTN_PEER_MEMORY."""
+    return _value("FLEXATTN_PEER_MEMORY")
 
 
 def plan_directory() -> str | None:
@@ -100,15 +107,12 @@ def check_all() -> None:
     data = getattr(os.environ, "_data", os.environ)
     values = tuple(map(data.get, _KEYS))
     if values != _checked:
-        for read in (backend, check_values, canary, hopper, batch_invariant, peer_memory):
-            read()
+        for variable in ACCEPTED:
+            _value(variable)
         _checked = values
 
 
-_KEYS = tuple(
-    getattr(os.environ, "encodekey", str)(name)
-    for name in ("FLEXATTN_CANARY", *(name for name in VARIABLES if name != "FLEXATTN_CANARY"))
-)
+_KEYS = tuple(map(getattr(os.environ, "encodekey", str), VARIABLES))  # FLEXATTN_CANARY is first
 
 
 def snapshot() -> tuple[Any, ...] | None:
@@ -136,15 +140,54 @@ def keep_calls(wanted: bool) -> None:
     _when_unset = _UNSET if wanted else None
 
 
-def _choice(variable: str, accepted: tuple[str, ...]) -> str | None:
-    value = os.environ.get(variable) or None
-    if value is not None and value not in accepted:
-        raise ValueError(f"the environment variable {variable} is {value!r}; accepted: {', '.join(accepted)}")
-    return value
+class _Thread(threading.local):
+    """One thread's request. It is a threading.local because torch.compile guards that, and breaks the graph at a ContextVar."""
+
+    def __init__(self) -> None:
+        self.requested: str | None = None
 
 
-def _flag(variable: str) -> bool:
-    value = os.environ.get(variable) or "0"
-    if value not in ("0", "1"):
-        raise ValueError(f"the environment variable {variable} is {value!r}; accepted: 0, 1")
-    return value == "1"
+_thread = _Thread()
+_is_used = False  # whether any thread has ever entered a block. If not, calls skip the look-up in the threading.local.
+
+
+def check_request(backend: str) -> None:
+    if backend not in REQUESTS:
+        raise ValueError(f"backend is {backend!r}; accepted: {', '.join(REQUESTS)}")
+
+
+@contextmanager
+def attention_backend(backend: str) -> Iterator[None]:
+    """Sets the backend for calls of this thread that name none: "auto", "triton", "cudnn" or "eager".
+
+    It holds until the block ends. Like `torch.no_grad()`, it holds only for the thread that entered the block. It can be nested,
+    and works inside and around `torch.compile`. A backward uses the backend that was requested in its forward, in any thread.
+
+    `torch.utils.checkpoint` recomputes a forward on a GPU in a thread of autograd, so this block does not apply to it. Pass
+    `backend` in such calls. A named backend never falls back: if it cannot run a call, the call raises a BackendError with the
+    reason. FLEXATTN_BACKEND sets the backend for the whole process.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    global _is_used
+    check_request(backend)
+    _is_used = True
+    previous, _thread.requested = _thread.requested, backend
+    try:
+        yield
+    finally:
+        _thread.requested = previous
+
+
+def current() -> str | None:
+    """Returns the backend of this thread's innermost `attention_backend()`, or None outside of such blocks."""
+    return _thread.requested if _is_used else None
+
+
+def requested_backend(backend: str | None) -> str:
+    """Returns the request of a call with this `backend` argument."""
+    if backend is not None:
+        check_request(backend)
+        return backend
+    return _thread.requested or _value("FLEXATTN_BACKEND")

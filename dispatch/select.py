@@ -1,4 +1,9 @@
-"""The choice of a backend: a pure, cached function from a spec and a request to a decision with its reason."""
+"""The choice of a backend: a pure, cached function from a spec and a request to a decision with its reason.
+
+A backend may fail at run time. The cache of failures is bounded and thread-safe. If a backend refuses a call, the reason is cached
+for calls of the same shapes, because other shapes may run. If the canary finds a wrong result, the reason is cached for the spec,
+in all shapes.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +11,25 @@ import functools
 import importlib
 import logging
 import threading
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
-from typing import NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 from torch import Tensor
 
-from flexattn.dispatch import runtime_failures
-from flexattn.dispatch.runtime_failures import Failures
 from flexattn.dispatch.spec import BACKENDS, AttentionSpec, Direction, Gradients, Operands
 from flexattn.forks import fork_safe
 
 _log = logging.getLogger(__name__)
+
+Request = tuple[str, AttentionSpec, Direction]  # a backend, and the spec and direction to run on it.
+Failures = tuple[tuple[Request, str], ...]  # failed requests, with the reasons.
+
+_CAPACITY = 1024
+_by_request: OrderedDict[Request, str] = OrderedDict()
+_by_shape: OrderedDict[Hashable, Failures] = OrderedDict()
+_lock = fork_safe(threading.Lock())
 
 _ON = {"cuda": "a GPU", "cpu": "a CPU"}
 OWN_DROPOUT = {"cudnn"}  # backends that drop other weights than the rest for the same rng_state.
@@ -71,6 +83,46 @@ class BackendError(RuntimeError):
     """No backend can run a call, or the requested one cannot. The text has each backend's reason and an alternative."""
 
 
+class RuntimeFailure(Exception):
+    """Raised by a backend if it cannot run a call for which its `unsupported` returned None. Nothing is written before."""
+
+
+def remember_call(x: Operands, request: Request, reason: str) -> None:
+    """Caches a failure for calls whose operands have the same shapes."""
+    shape = shape_of(x)
+    with _lock:
+        before = dict(_by_shape.get(shape, ()))
+        _keep(_by_shape, shape, (*{**before, request: reason}.items(),))
+
+
+def failures_of(x: Operands) -> Failures:
+    """Returns the failures, in both directions, of calls whose operands have the same shapes."""
+    return _by_shape.get(shape_of(x), ()) if _by_shape else ()
+
+
+def _keep(kept: OrderedDict[Any, Any], key: Hashable, value: Any) -> None:
+    kept[key] = value
+    kept.move_to_end(key)
+    while len(kept) > _CAPACITY:
+        kept.popitem(last=False)
+
+
+# Plans and kernels do not depend on the values of these inputs. If a call leaves out rng_state, its plan is the same.
+_RUN_TIME = ("softmax_scale", "softcap", "mod_numbers", "rng_state")
+
+
+def shape_of(x: Operands) -> Hashable:
+    """Returns everything that a plan may depend on, apart from the spec."""
+    return tuple(_look(value) for name, value in x._asdict().items() if name not in _RUN_TIME)
+
+
+def _look(value: Any) -> Hashable:
+    if isinstance(value, Tensor):
+        offset = value.storage_offset() * value.element_size() % 16
+        return value.shape, value.stride(), value.dtype, value.device, offset
+    return tuple(map(_look, value)) if isinstance(value, (tuple, list)) else value
+
+
 @functools.cache
 def backend_module(name: str) -> Backend:
     """Returns the backend's module. It is imported at the first use, so that a missing dependency never breaks another backend."""
@@ -102,7 +154,7 @@ def _decide(spec: AttentionSpec, direction: Direction, request: str, failures: F
 
     request: "auto" or a backend's name. "auto" selects the first backend in the order of `heuristics` that can run the spec. A
         named backend never falls back.
-    failures: earlier failures of backends on calls of the same shapes (`runtime_failures.failures_of`).
+    failures: earlier failures of backends on calls of the same shapes (`failures_of`).
     generation: a number that changes when the cache is cleared, so that decisions from before are not returned after.
 
     Raises:
@@ -119,7 +171,8 @@ def _decide(spec: AttentionSpec, direction: Direction, request: str, failures: F
 
 def mark_unsupported(name: str, spec: AttentionSpec, direction: Direction, reason: str) -> None:
     """Makes `select` refuse a backend for `spec` from now on, in any shapes."""
-    runtime_failures.remember(name, spec, direction, reason)
+    with _lock:
+        _keep(_by_request, (name, spec, direction), reason)
     select.cache_clear()
 
 
@@ -130,7 +183,9 @@ def forget_rejections() -> None:
     """
     from flexattn.dispatch.describe import versions
 
-    runtime_failures.clear()
+    with _lock:
+        _by_request.clear()
+        _by_shape.clear()
     versions.cache_clear()
     backend_module("cudnn").forget_failures()  # type: ignore[attr-defined]
     select.cache_clear()
@@ -141,7 +196,7 @@ def unsupported(name: str, spec: AttentionSpec, direction: Direction, request: s
 
     The reason is a rule of the backend, an earlier failure, or dropout, which needs one backend for both directions.
     """
-    reason = backend_module(name).unsupported(spec, direction) or runtime_failures.remembered(name, spec, direction)
+    reason = backend_module(name).unsupported(spec, direction) or _by_request.get((name, spec, direction))
     reason = reason or dict(failures).get((name, spec, direction))
     if reason is not None or not spec.dropout:
         return reason

@@ -14,11 +14,10 @@ _IS_SCRIPT = os.path.basename(_ARGV[0]) in ("flexattn", "flexattn.exe")
 _IS_COMMAND = _IS_SCRIPT or (_ARGV[0] == "-m" and sys.orig_argv[-len(_ARGV) - 1 :] == ["-m", "flexattn", *_ARGV[1:]])
 
 if TYPE_CHECKING or not _IS_COMMAND:
-    from flexattn.dispatch.context import attention_backend
+    from flexattn.dispatch.options import attention_backend
     from flexattn.dispatch.select import BackendError
     from flexattn.dispatch.spec import Window
-    from flexattn.functional import attention, explain, merge_attention
-    from flexattn.outputs import OutLse, OutLseMaxLogit, OutMaxLogit
+    from flexattn.functional import OutLse, OutLseMaxLogit, OutMaxLogit, attention, explain, merge_attention
 
 if TYPE_CHECKING:
     from flexattn import distributed, fp8, integrations, jax, mods, nn, testing  # noqa: F401
@@ -63,14 +62,14 @@ __all__ = [
 _LATER = {
     "BackendError": "dispatch.select",
     "Gradients": "backward",
-    "OutLse": "outputs",
-    "OutLseMaxLogit": "outputs",
-    "OutMaxLogit": "outputs",
+    "OutLse": "functional",
+    "OutLseMaxLogit": "functional",
+    "OutMaxLogit": "functional",
     "PagedKVCache": "kv_cache",
     "Window": "dispatch.spec",
     "append_kv": "append",
     "attention": "functional",
-    "attention_backend": "dispatch.context",
+    "attention_backend": "dispatch.options",
     "attention_backward": "backward",
     "attention_with_prefix": "prefix",
     "create_block_mask": "block_mask",

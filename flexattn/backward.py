@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flexattn import call_cache, fp8, ops, validation
-from flexattn.call_key import CONSTANTS, split_of
+from flexattn.call_cache import CONSTANTS, split_of
 from flexattn.call_options import BackwardOptions, taking
 from flexattn.dispatch.spec import (
     FP32_GRADIENTS,

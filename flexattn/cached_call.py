@@ -19,23 +19,17 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.autograd.profiler import record_function
 
-from flexattn import ops
-from flexattn.call_key import (
-    PLAIN,
-    CallKey,
-    is_ordinary,
-    is_profiled,
-    low_bits,
-    same_tensors,
-)
+from flexattn import compat, ops
 from flexattn.dispatch import options, triton_backend
+from flexattn.dispatch.neutral import is_ordinary
 from flexattn.dispatch.select import Backend, select
 from flexattn.dispatch.spec import AttentionSpec, Gradients, Operands, batch_size, dqkv_of
 from flexattn.first_order import first_order
-from flexattn.likeness import Likeness, likeness_of
+from flexattn.likeness import PLAIN, Likeness, likeness_of, low_bits, same_tensors
 from flexattn.validation import check_floor, extent, is_shared, refuse_shared
 
 if TYPE_CHECKING:
+    from flexattn.call_cache import CallKey
     from flexattn.dispatch.cpu_attention import KeptBackward, KeptForward
     from flexattn.dispatch.replay import Recording
     from flexattn.fp8_steps import Fp8Steps
@@ -47,6 +41,9 @@ TENSOR_FIELDS = Operands._fields[: Operands._fields.index("max_seqlen_q")]  # th
 NUM_TENSORS = len(TENSOR_FIELDS)
 _RNG_STATE = TENSOR_FIELDS.index("rng_state")
 _DIFFERENTIABLE = ("q", "k", "v", "bias", "softmax_offset")  # in the order of Gradients
+
+is_profiled = compat.is_profiler_enabled
+counts = {"hits": 0, "misses": 0, "recordings": 0}  # since the last `clear_cache`
 
 lock = threading.Lock()  # on what calls keep, and on the cache of them
 

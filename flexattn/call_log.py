@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import TextIO
 
 from flexattn import ops
-from flexattn.dispatch import options, runtime_failures
+from flexattn.dispatch import options
 from flexattn.dispatch.describe import describe
 from flexattn.dispatch.explain import Explanation, explain
 from flexattn.dispatch.neutral import neutral_state
+from flexattn.dispatch.select import failures_of
 from flexattn.dispatch.spec import AttentionSpec, Direction, Operands
 from flexattn.forks import fork_safe
 
@@ -84,7 +85,7 @@ class _Log:
     def observe(self, direction: Direction, spec: AttentionSpec, request: str, x: Operands) -> None:
         """Counts a direction of a call that ran."""
         shapes = tuple((t.shape, t.stride()) for t in (x.q, x.k, x.v))
-        key = (direction, spec, request, shapes, x.max_seqlen_q, x.max_seqlen_kv, runtime_failures.failures_of(x))
+        key = (direction, spec, request, shapes, x.max_seqlen_q, x.max_seqlen_kv, failures_of(x))
         with _lock:
             call = self._known.get(key)
         if call is None:

@@ -7,10 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from flexattn import ops
-from flexattn.call_key import counts
+from flexattn.cached_call import counts
 from flexattn.dispatch import cpu_attention, replay, triton_backend
-from flexattn.dispatch.runtime_failures import RuntimeFailure
-from flexattn.dispatch.select import Backend, backend_module
+from flexattn.dispatch.select import Backend, RuntimeFailure, backend_module
 from flexattn.dispatch.spec import AttentionSpec, Direction, Gradients
 
 if TYPE_CHECKING:

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import inspect
 import math
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
-from flexattn import call_cache, ops, validation
+from flexattn import call_cache, compat, ops, validation
 from flexattn.cached_call import NUM_TENSORS
-from flexattn.call_key import CONSTANTS, CallKey, split_of
+from flexattn.call_cache import CONSTANTS, CallKey, split_of
 from flexattn.call_options import DEFAULTS, NO_TENSORS, Arguments, taking
 from flexattn.dispatch import triton_backend
-from flexattn.dispatch.context import requested_backend
+from flexattn.dispatch.options import requested_backend
 from flexattn.dispatch.spec import AttentionSpec, Operands, from_bshd
-from flexattn.outputs import OutLse, OutLseMaxLogit, OutMaxLogit, chosen
 from flexattn.prepare import Prepared, default_alibi_slopes, prepare
 from flexattn.shorthands import in_full, is_jagged, without_aliases
 
@@ -25,6 +24,42 @@ if TYPE_CHECKING:
 
     from flexattn.call_options import Options
     from flexattn.dispatch.explain import Explanation
+
+
+class OutLse(NamedTuple):
+    """Result of `attention` with return_lse=True."""
+
+    out: Tensor
+    lse: Tensor
+
+
+class OutMaxLogit(NamedTuple):
+    """Result of `attention` with return_max_logit=True."""
+
+    out: Tensor
+    max_logit: Tensor
+
+
+class OutLseMaxLogit(NamedTuple):
+    """Result of `attention` with return_lse=True and return_max_logit=True."""
+
+    out: Tensor
+    lse: Tensor
+    max_logit: Tensor
+
+
+for _kind in (OutLse, OutMaxLogit, OutLseMaxLogit):
+    compat.register_namedtuple(_kind, f"flexattn.{_kind.__name__}")
+
+
+def chosen(out: Any, lse: Any, max_logit: Any, return_lse: bool, return_max_logit: bool) -> Any:
+    """Returns the results that the caller asked for; max_logit is None only where it was not."""
+    if return_max_logit:
+        return _new(OutLseMaxLogit, (out, lse, max_logit)) if return_lse else _new(OutMaxLogit, (out, max_logit))
+    return _new(OutLse, (out, lse)) if return_lse else out
+
+
+_new: Any = tuple.__new__  # a NamedTuple's own constructor takes twice the time
 
 
 @overload

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flexattn import call_cache
-from flexattn.call_key import CONSTANTS, split_of
+from flexattn.call_cache import CONSTANTS, split_of
 from flexattn.dispatch.spec import Results
 from flexattn.functional import run_first
 from flexattn.prepare import prepare

@@ -10,10 +10,12 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from flexattn.compat import TensorGuards
 
+PLAIN = frozenset((Tensor, torch.nn.Parameter))
 Addresses = Callable[[Sequence[Tensor | None]], Sequence[int] | None]
 
 
@@ -63,6 +65,16 @@ def _comparison(sources: tuple[int | None, ...], is_v_in_k: bool) -> Callable[[C
     namespace: dict[str, Any] = {}
     exec(compile(source, "<flexattn likeness>", "exec"), namespace)
     return namespace["comparison"]  # type: ignore[no-any-return]
+
+
+def low_bits(addresses: Sequence[int]) -> bytes:
+    """Distance of each address from the multiple of 16 bytes below it."""
+    return bytes([address & 15 for address in addresses])
+
+
+def same_tensors(ids: Sequence[int]) -> tuple[int, ...]:
+    """Returns for each tensor the position of its first occurrence: a tensor given twice is copied or checked once."""
+    return tuple([ids.index(i) for i in ids])
 
 
 def likeness_of(tensors: Sequence[Tensor | None]) -> Likeness | None:

@@ -19,10 +19,9 @@ from flexattn import (
     compat,
     registered,  # noqa: F401 (registers the operators)
 )
-from flexattn.dispatch import options, runtime_failures
+from flexattn.dispatch import options
 from flexattn.dispatch.neutral import is_capturing
-from flexattn.dispatch.runtime_failures import RuntimeFailure
-from flexattn.dispatch.select import Backend, backend_module, mark_unsupported, select
+from flexattn.dispatch.select import Backend, RuntimeFailure, backend_module, failures_of, mark_unsupported, remember_call, select
 from flexattn.dispatch.spec import (
     AttentionSpec,
     Band,
@@ -227,7 +226,7 @@ def run(
 ) -> T:
     """Returns `call` of a selected backend. If it fails at run time, tries the next one. Raises BackendError if none is left."""
     options.check_all()
-    failures = runtime_failures.failures_of(x)
+    failures = failures_of(x)
     while True:
         decision = select(spec, direction, request, failures)
         name = decision.backend
@@ -242,7 +241,7 @@ def run(
         try:
             return call(backend_module(name))
         except RuntimeFailure as e:
-            runtime_failures.remember_call(x, (name, spec, direction), str(e))
+            remember_call(x, (name, spec, direction), str(e))
             failures = (*failures, ((name, spec, direction), str(e)))
 
 
@@ -253,7 +252,7 @@ def backend_of(spec: AttentionSpec, direction: Direction, request: str, x: Opera
 
 def backend_name(spec: AttentionSpec, direction: Direction, request: str, x: Operands) -> str:
     """Returns the name of the backend that will run a call."""
-    return select(spec, direction, request, runtime_failures.failures_of(x)).backend
+    return select(spec, direction, request, failures_of(x)).backend
 
 
 def _mismatch(name: str, spec: AttentionSpec, direction: Direction, device: torch.device) -> str | None:
@@ -295,7 +294,7 @@ def run_forward(spec: AttentionSpec, request: str, x: Operands) -> tuple[Tensor,
     """Runs the forward on the selected backend; the forward operator's implementation."""
     check_operands(spec, x)
     if spec.needs_grad and spec.for_backward() is not spec:
-        select(spec.for_backward(), "backward", request, runtime_failures.failures_of(x))
+        select(spec.for_backward(), "backward", request, failures_of(x))
     elif spec.needs_grad:  # a call whose backward is not supported fails here, not after its forward
         run(spec, "backward", request, x, lambda backend: _ask(backend, spec, x, "backward"), warns=False)
 

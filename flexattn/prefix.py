@@ -9,8 +9,7 @@ from torch import Tensor
 
 from flexattn.dispatch import options
 from flexattn.dispatch.spec import parse_format, with_padding
-from flexattn.functional import attention, merge_attention
-from flexattn.outputs import chosen
+from flexattn.functional import attention, chosen, merge_attention
 from flexattn.validation import check_count, describe
 
 _SHARED = ("backend", "batch_invariant", "softcap", "softmax_scale")  # arguments of both calls

@@ -13,8 +13,8 @@ from torch import Tensor
 from flexattn import lengths, ops, validation
 from flexattn.call_options import TENSOR_OPTIONS
 from flexattn.dispatch import options
-from flexattn.dispatch.context import requested_backend
 from flexattn.dispatch.neutral import fixed_sizes, keep
+from flexattn.dispatch.options import requested_backend
 from flexattn.dispatch.pages import with_cu_seqlens
 from flexattn.dispatch.spec import (
     BIAS_TYPES,

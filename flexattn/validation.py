@@ -16,6 +16,7 @@ from torch import Tensor
 
 from flexattn import compat
 from flexattn.dispatch import options, triton_backend
+from flexattn.dispatch.neutral import is_ordinary
 from flexattn.dispatch.spec import (
     FORMATS,
     PACKINGS,
@@ -37,6 +38,16 @@ DEVICES = ("cpu", "cuda", "meta")
 DIMS = {"b": "batch", "s": "sequence", "h": "heads", "d": "head dim", "t": "total tokens"}
 NOT_READ = "a tensor is read only if that waits for nothing: a 0-d tensor on a CPU, without a gradient, outside of torch.compile"
 MAX_DROPOUT = 1 - 2**-16  # an element is kept iff its 16 random bits reach dropout_p * 2**16
+
+
+def are_values_read(t: Tensor) -> bool:
+    """Returns whether a check may read a tensor's values: on a CPU, which waits for nothing; elsewhere under FLEXATTN_CHECK=1.
+
+    A trace, a mode or a transform has no values to read, or would record the check.
+    """
+    if torch.compiler.is_compiling() or type(t) not in (Tensor, torch.nn.Parameter) or t.device.type == "meta" or not is_ordinary():
+        return False
+    return t.device.type == "cpu" or options.check_values()
 
 
 def check_name(argument: str, value: object, accepted: Sequence[str]) -> None:

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import torch
 
 from flexattn import ops
-from flexattn.dispatch import options, runtime_failures, triton_backend
-from flexattn.dispatch.context import requested_backend
+from flexattn.dispatch import options, triton_backend
 from flexattn.dispatch.explain import Explanation, directions_of, explain
+from flexattn.dispatch.options import requested_backend
 from flexattn.dispatch.sample import sample_operands, with_rng_state
-from flexattn.dispatch.select import select
+from flexattn.dispatch.select import failures_of, select
 from flexattn.dispatch.spec import AttentionSpec, Direction, Operands
 from flexattn.functional import bind_call
 from flexattn.progress import progress_bar
@@ -88,9 +88,7 @@ def _compile(todo: Sequence[_Call], progress: bool, workers: int | None) -> None
     launches: dict[tuple[int, int], list[Any]] = {}
     with torch.no_grad():
         for spec, request, x in todo:
-            directions = [
-                d for d in directions_of(spec) if select(spec, d, request, runtime_failures.failures_of(x)).backend == "triton"
-            ]
+            directions = [d for d in directions_of(spec) if select(spec, d, request, failures_of(x)).backend == "triton"]
             if spec.capability is not None and directions:
                 launches.setdefault(spec.capability, []).extend(recorded(spec, x, directions))
     for capability, kernels in launches.items():

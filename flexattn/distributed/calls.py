@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flexattn import in_layout
 from flexattn.backward import Given, Gradients, attention_backward
-from flexattn.dispatch.context import requested_backend
+from flexattn.dispatch.options import requested_backend
 from flexattn.dispatch.spec import Results as SpecResults
 from flexattn.distributed import eight_bits
 from flexattn.distributed.blocks import Blocks

@@ -32,11 +32,11 @@ from flexattn.distributed.whole_call import (
     run_forward,
 )
 from flexattn.first_order import first_order
+from flexattn.functional import chosen
 from flexattn.mods.bands import Masks
 from flexattn.mods.dynamo import record_mods
 from flexattn.mods.program_source import mods_of
 from flexattn.ops import dtype_of, new_rng_state
-from flexattn.outputs import chosen
 
 _TENSORS = ("bias", "alibi_slopes", "softmax_offset", "rng_state", "descale_q", "descale_k", "descale_v")
 _STATIC = ("qkv_format", "attn_mask_type", "window_size", "bottom_right_diagonal", "bias_type", "softmax_type", "deterministic")

@@ -12,7 +12,7 @@ from flexattn import functional, validation
 from flexattn.dispatch.spec import SOFTMAX_TYPES, as_bshd, from_bshd, parse_format
 from flexattn.distributed import agreement, capture
 from flexattn.distributed.exchange import all_gather, waiting
-from flexattn.outputs import chosen
+from flexattn.functional import chosen
 from flexattn.shorthands import softmax_type_of
 
 NOT_TAKEN = {

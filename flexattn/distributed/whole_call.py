@@ -11,8 +11,7 @@ from torch import Tensor
 
 from flexattn import fp8, validation
 from flexattn.call_options import BOTH_SIDES, DEFAULTS, CacheOptions, CommonOptions, LengthOptions, ReturnOptions
-from flexattn.dispatch.context import requested_backend
-from flexattn.dispatch.options import check_values
+from flexattn.dispatch.options import check_values, requested_backend
 from flexattn.dispatch.spec import BIAS_TYPES, SOFTMAX_TYPES, as_bshd, from_bshd
 from flexattn.distributed import agreement, capture, exchange, quantise
 from flexattn.distributed.agreement import digest_of, numbers_of
@@ -24,9 +23,9 @@ from flexattn.distributed.plans import MASK, Plan
 from flexattn.distributed.ring import Ring
 from flexattn.distributed.ulysses import Ulysses
 from flexattn.first_order import first_order, refuse_batched
+from flexattn.functional import chosen
 from flexattn.mods.trace import find_all_captures
 from flexattn.ops import new_rng_state
-from flexattn.outputs import chosen
 from flexattn.prepare import default_alibi_slopes
 from flexattn.shorthands import bias_type_of, softmax_type_of
 

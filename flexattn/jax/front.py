@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -13,11 +14,13 @@ from jax.ad_checkpoint import checkpoint_name
 from torch import Tensor
 
 from flexattn import ops, validation
+from flexattn.call_cache import state_around
 from flexattn.call_options import ALIASES, DEFAULTS, ArrayOptions, taking
 from flexattn.dispatch import explain as explanations
 from flexattn.dispatch.philox import ORIGIN
 from flexattn.dispatch.select import Decision, unsupported
-from flexattn.dispatch.spec import AttentionSpec, Direction, Operands, parse_format
+from flexattn.dispatch.spec import AttentionSpec, Direction, Operands, Window, parse_format
+from flexattn.fp8 import Recipe
 from flexattn.fp8_ops import QuantizeConfig, planned
 from flexattn.hints import with_hints
 from flexattn.jax import cuda, mods
@@ -95,13 +98,74 @@ def attend(
     arguments: Mapping[str, Any], names: tuple[str, str] = ("flexattn_out", "flexattn_lse")
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns out, lse and max_logit of a call of `attention`; names: names of out and lse for `jax.checkpoint` policies."""
-    given = _given(arguments)
-    out, lse, max_logit, *more = _differentiable(given, names)(given.arrays)
-    recipe = given.static["fp8_recipe"]
-    if getattr(recipe, "out_dtype", None) in validation.FP8_DTYPES:
+    key = _key(arguments, names)
+    kept = None if key is None else _kept.get(key)
+    if kept is None:
+        given = _given(arguments)
+        if key is None or (kept := _Kept.of(given, arguments, names)) is None:
+            results = _differentiable(given, names)(given.arrays)
+        else:
+            results = kept.run(given.arrays)
+            if len(_kept) >= MOST_CALLS:
+                _kept.clear()
+            _kept[key] = kept
+    else:
+        results = kept.run([arguments[name] for name in kept.sources])
+    out, lse, max_logit, *more = results
+    recipe = arguments.get("fp8_recipe")
+    if recipe is not None and recipe.out_dtype in validation.FP8_DTYPES:
         data, descale, amax = more[:3]
         out = jax_fp8.QuantizedTensor(data, descale, amax, out, recipe.rows)
     return out, lse, max_logit
+
+
+def _key(arguments: Mapping[str, Any], names: tuple[str, str]) -> Hashable | None:
+    """Returns the key of a call, with everything that its checks and its form depend on; None if it has none, as with mods."""
+    parts: list[Any] = [names, state_around(), jax.config.jax_enable_x64]
+    if parts[1] is None:
+        return None
+    arrays = []
+    for name, value in arguments.items():
+        kind = type(value)
+        parts += (name, kind)
+        if name in _KEYED_ARRAYS and isinstance(value, jax.Array):
+            if any(type(size) is not int for size in value.shape):
+                return None
+            arrays.append(id(value))
+            parts += (value.shape, value.dtype)
+        elif kind in _KEYED or (kind in (tuple, Window) and _KEYED.issuperset(map(type, value))):
+            parts += (value, tuple(map(type, value)) if kind in (tuple, Window) else None)
+        else:
+            return None
+    return tuple(parts), tuple(map(arrays.index, arrays))  # an array may be given twice
+
+
+class _Kept(NamedTuple):
+    """A call that passed its checks: the names of the arguments that are its arrays, in order, and the call as a function of them.
+
+    Calls with the same key are kept in and outside of jit, without their arrays.
+    """
+
+    sources: tuple[str, ...]
+    run: Callable[[Sequence[Any]], tuple[Any, ...]]
+
+    @classmethod
+    def of(cls, given: _Given, arguments: Mapping[str, Any], names: tuple[str, str]) -> _Kept | None:
+        """Returns a call to keep; None if one of its arrays is not an argument, such as default slopes or the words of a key."""
+        sources = []
+        for name, array in zip(given.names, given.arrays, strict=False):
+            places = [place for place in (name, name.rpartition("_")[0]) if arguments.get(place) is array]
+            sources += places[:1]
+        if len(sources) < len(given.arrays):
+            return None
+        shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in given.arrays]
+        return cls(tuple(sources), _differentiable(given._replace(arrays=shapes), names))
+
+
+MOST_CALLS = 256
+_kept: dict[Hashable, _Kept] = {}
+_KEYED_ARRAYS = frozenset((*_ARRAYS, "cu_seqlens", "rng_state"))
+_KEYED = frozenset((bool, int, float, str, type(None), Recipe))  # types of the other arguments of a call with a key
 
 
 def explain(q: jax.Array, k: jax.Array, v: jax.Array, **arguments: Any) -> explanations.Explanation:
@@ -316,14 +380,15 @@ def words_of(key: jax.Array) -> jax.Array:
 
 def _differentiable(given: _Given, names: tuple[str, str]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
     """Returns the call as a function of its arrays, with its gradients; names: of out and lse, for checkpoint policies."""
+    bound = functools.cache(given.bind)
 
     def primal(arrays: tuple[jax.Array, ...]) -> tuple[Any, ...]:
-        one, sources = given.bind([False] * len(arrays))
+        one, sources = bound((False,) * len(arrays))
         return tuple(bind(forward_p, _operands(arrays, sources), one))
 
     def forward(primals: Any) -> Any:
         arrays = tuple(p.value for p in primals)
-        one, sources = given.bind([p.perturbed for p in primals])
+        one, sources = bound(tuple(p.perturbed for p in primals))
         out, lse, *more = bind(forward_p, _operands(arrays, sources), one)
         out, lse = checkpoint_name(out, names[0]), checkpoint_name(lse, names[1])
         amaxes = dict(zip(("q", "k", "v", "out"), more[-4:], strict=True)) if one.is_delayed else {}

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import flexattn
 from flexattn import autograd, call_cache, ops
 from flexattn.dispatch import eager_backend
-from flexattn.dispatch.context import attention_backend
+from flexattn.dispatch.options import attention_backend
 from flexattn.dispatch.select import select
 from flexattn.dispatch.spec import Operands
 from flexattn.testing import make_inputs

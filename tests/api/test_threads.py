@@ -11,7 +11,7 @@ import sys, threading, warnings
 import torch
 import flexattn
 from flexattn import call_cache
-from flexattn.dispatch import canary, context
+from flexattn.dispatch import canary, options
 from flexattn.dispatch.select import forget_rejections
 
 def case(n):
@@ -64,8 +64,8 @@ def doctor(n):
 def block(n):
     with flexattn.attention_backend(("eager", "triton")[n % 2]):
         call(n)
-        if context.current() != ("eager", "triton")[n % 2]:
-            failures.append(f"thread {n}: the block's backend is {context.current()}")
+        if options.current() != ("eager", "triton")[n % 2]:
+            failures.append(f"thread {n}: the block's backend is {options.current()}")
 
 OTHERS = (explain, warm, clear, doctor, block)
 
@@ -99,7 +99,7 @@ q = torch.randn(1, 9, 2, 16)
 compiled = torch.compile(lambda q: flexattn.attention(q, q, q, attn_mask_type="causal"), fullgraph=True, backend="eager")
 if not torch.allclose(compiled(q), flexattn.attention(q, q, q, attn_mask_type="causal"), atol=1e-5):
     failures.append("torch.compile is wrong afterwards")
-if context.current() is not None:
+if options.current() is not None:
     failures.append("attention_backend() left something")
 print("\\n".join(failures))
 print("done")

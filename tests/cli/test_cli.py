@@ -21,8 +21,7 @@ from flexattn import __main__ as command_line
 from flexattn.cli import build as build_ahead
 from flexattn.cli import doctor
 from flexattn.cli import explain as question
-from flexattn.dispatch.runtime_failures import RuntimeFailure
-from flexattn.dispatch.select import backend_module, forget_rejections, select
+from flexattn.dispatch.select import RuntimeFailure, backend_module, forget_rejections, select
 from tests.conftest import FreshPython
 
 

@@ -12,9 +12,9 @@ pytest.importorskip("cudnn", reason="nvidia-cudnn-frontend is not installed")
 import flexattn
 from flexattn import ops
 from flexattn.dispatch import canary, cudnn_backend
-from flexattn.dispatch.context import attention_backend
 from flexattn.dispatch.heuristics import preference
-from flexattn.dispatch.runtime_failures import RuntimeFailure
+from flexattn.dispatch.options import attention_backend
+from flexattn.dispatch.select import RuntimeFailure
 from flexattn.dispatch.spec import AttentionSpec, Fp8, Operands, as_bshd, empty_outputs
 from flexattn.integrations.te import Float8CurrentScalingQuantizer, fused_attn_bwd, fused_attn_fwd
 from flexattn.kernels_cudnn import attention, fp8

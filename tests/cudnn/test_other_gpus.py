@@ -10,8 +10,7 @@ import torch
 
 from flexattn.dispatch import cudnn_backend
 from flexattn.dispatch.explain import explain
-from flexattn.dispatch.runtime_failures import RuntimeFailure
-from flexattn.dispatch.select import answer_of, backend_module, forget_rejections, select
+from flexattn.dispatch.select import RuntimeFailure, answer_of, backend_module, forget_rejections, select
 from flexattn.dispatch.spec import AttentionSpec, Direction, Operands
 from flexattn.testing import make_call, make_inputs
 from tests.api.test_support import on_h200

@@ -14,7 +14,7 @@ if reason := ("a GPU is here: plans are built for it" if torch.cuda.is_available
     pytest.skip(reason, allow_module_level=True)
 
 from flexattn.dispatch import cudnn_backend
-from flexattn.dispatch.runtime_failures import RuntimeFailure
+from flexattn.dispatch.select import RuntimeFailure
 from flexattn.kernels_cudnn import attention, plans
 from flexattn.kernels_cudnn.plans import PLANS
 from tests.cudnn.test_pages import CALLS, arguments, call_of, forget

@@ -21,7 +21,7 @@ import cudnn
 from flexattn.build_ahead import explain_built
 from flexattn.dispatch import cudnn_backend
 from flexattn.dispatch.explain import explain
-from flexattn.dispatch.runtime_failures import RuntimeFailure
+from flexattn.dispatch.select import RuntimeFailure
 from flexattn.dispatch.spec import AttentionSpec, Direction, Operands
 from flexattn.kernels_cudnn import plans
 from flexattn.kernels_cudnn.graphs import Sdpa, build

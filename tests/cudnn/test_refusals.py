@@ -15,8 +15,7 @@ import cudnn
 from flexattn.build_ahead import explain_built
 from flexattn.dispatch import cudnn_backend
 from flexattn.dispatch.explain import explain
-from flexattn.dispatch.runtime_failures import RuntimeFailure
-from flexattn.dispatch.select import BackendError, forget_rejections
+from flexattn.dispatch.select import BackendError, RuntimeFailure, forget_rejections
 from flexattn.dispatch.spec import AttentionSpec, Operands
 from flexattn.kernels_cudnn import attention, plans
 from flexattn.kernels_cudnn.plans import PLANS

@@ -12,8 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import flexattn
 from flexattn.dispatch import canary, eager_backend, explain, heuristics, triton_backend
-from flexattn.dispatch.runtime_failures import RuntimeFailure
-from flexattn.dispatch.select import forget_rejections
+from flexattn.dispatch.select import RuntimeFailure, forget_rejections
 from flexattn.dispatch.spec import AttentionSpec, Operands
 from tests.api.test_support import ROWS, make_case
 

@@ -14,8 +14,7 @@ from flexattn import build_ahead
 from flexattn.__main__ import main
 from flexattn.dispatch import heuristics
 from flexattn.dispatch.explain import Explanation
-from flexattn.dispatch.runtime_failures import RuntimeFailure
-from flexattn.dispatch.select import BackendError, backend_module, forget_rejections
+from flexattn.dispatch.select import BackendError, RuntimeFailure, backend_module, forget_rejections
 
 NOT_ASKED = "cuDNN may refuse the plan"
 

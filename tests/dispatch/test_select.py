@@ -16,12 +16,21 @@ from hypothesis import strategies as st
 
 import flexattn
 from flexattn import ops
-from flexattn.dispatch import context, heuristics, options, runtime_failures
-from flexattn.dispatch.context import attention_backend, requested_backend
+from flexattn.dispatch import heuristics, options
+from flexattn.dispatch import select as selection
 from flexattn.dispatch.explain import explain
 from flexattn.dispatch.heuristics import DEFAULTS
-from flexattn.dispatch.runtime_failures import RuntimeFailure
-from flexattn.dispatch.select import BackendError, Decision, backend_module, forget_rejections, mark_unsupported, reasons, select
+from flexattn.dispatch.options import attention_backend, requested_backend
+from flexattn.dispatch.select import (
+    BackendError,
+    Decision,
+    RuntimeFailure,
+    backend_module,
+    forget_rejections,
+    mark_unsupported,
+    reasons,
+    select,
+)
 from flexattn.dispatch.spec import (
     BACKENDS,
     BIAS_TYPES,
@@ -359,18 +368,18 @@ def on_a_gpu(x: Any, settings: Any) -> AttentionSpec:
 
 
 def test_failures_are_bounded(monkeypatch):
-    monkeypatch.setattr(runtime_failures, "_CAPACITY", 3)
+    monkeypatch.setattr(selection, "_CAPACITY", 3)
     q = torch.randn(1, 4, 2, 8)
     for n in range(6):
         x = Operands(q[:, : n + 1], q, q, *[None] * 12, n, 4, 1.0, 0.0, 0.0)
         spec = SPEC._replace(num_heads=n)
-        for known in (runtime_failures.failures_of(x), runtime_failures.remembered("cudnn", spec, "forward")):
+        for known in (selection.failures_of(x), selection._by_request.get(("cudnn", spec, "forward"))):
             assert not known
-        runtime_failures.remember_call(x, ("cudnn", spec, "forward"), "no")
-        runtime_failures.remember("cudnn", spec, "forward", "no")
-        assert runtime_failures.failures_of(x) == ((("cudnn", spec, "forward"), "no"),)
-        assert runtime_failures.remembered("cudnn", spec, "forward") == "no"
-    assert len(runtime_failures._by_shape) == len(runtime_failures._by_request) == 3
+        selection.remember_call(x, ("cudnn", spec, "forward"), "no")
+        mark_unsupported("cudnn", spec, "forward", "no")
+        assert selection.failures_of(x) == ((("cudnn", spec, "forward"), "no"),)
+        assert selection._by_request.get(("cudnn", spec, "forward")) == "no"
+    assert len(selection._by_shape) == len(selection._by_request) == 3
 
 
 def test_a_decision_begun_before_the_cache_was_emptied_is_not_found_after(monkeypatch, refuse):
@@ -477,22 +486,22 @@ def test_blocks_of_two_threads_overlap():
     seen = []
 
     def enter_second_and_leave_last() -> None:
-        seen.append(context.current())
+        seen.append(options.current())
         with attention_backend("triton"):
             inside.set()
             first_left.wait(10.0)
-            seen.append(context.current())
-        seen.append(context.current())
+            seen.append(options.current())
+        seen.append(options.current())
 
     other = threading.Thread(target=enter_second_and_leave_last)
     with attention_backend("eager"):
         other.start()
         assert inside.wait(10.0)
-        assert context.current() == "eager"
+        assert options.current() == "eager"
     first_left.set()
     other.join()
     assert seen == [None, "triton", None]
-    assert context.current() is None
+    assert options.current() is None
 
 
 @pytest.mark.parametrize("backend", ["Triton", "flash", "", 3])
@@ -505,7 +514,11 @@ def test_unknown_backends_are_named(backend):
 
 @pytest.mark.parametrize(
     ("variable", "read"),
-    [("FLEXATTN_BACKEND", options.backend), ("FLEXATTN_CHECK", options.check_values), ("FLEXATTN_CANARY", options.canary)],
+    [
+        ("FLEXATTN_BACKEND", lambda: requested_backend(None)),
+        ("FLEXATTN_CHECK", options.check_values),
+        ("FLEXATTN_CANARY", options.canary),
+    ],
 )
 def test_wrong_environment_variables_are_named(monkeypatch, variable, read):
     monkeypatch.setenv(variable, "yes")

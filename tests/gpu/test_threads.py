@@ -16,7 +16,7 @@ import torch
 import flexattn
 from flexattn import call_cache
 from flexattn.cli import doctor
-from flexattn.dispatch import canary, context
+from flexattn.dispatch import canary, options
 from flexattn.dispatch.select import forget_rejections
 from flexattn.kernels_triton.runtime.launch import clear_kernels
 
@@ -56,7 +56,7 @@ def others(n, i):
     else:
         doctor.report()
         with flexattn.attention_backend("eager"):
-            assert context.current() == "eager"
+            assert options.current() == "eager"
 
 CASES = [case(n) for n in range(THREADS)]
 torch.cuda.synchronize()

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from flexattn.append import append_kv
-from flexattn.call_key import are_values_read
 from flexattn.functional import attention
 from flexattn.integrations.flash_attn.options import Options, named
 from flexattn.integrations.flash_attn.rotary import Rotary, rotate
 from flexattn.integrations.flash_attn.sequences import Mask
+from flexattn.validation import are_values_read
 
 
 class Tokens(NamedTuple):

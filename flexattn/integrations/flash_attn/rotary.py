@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexattn.call_key import are_values_read
+from flexattn.validation import are_values_read
 
 
 class Rotary(NamedTuple):

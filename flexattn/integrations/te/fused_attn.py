@@ -16,14 +16,14 @@ from torch import Tensor
 
 from flexattn import fp8
 from flexattn.backward import Given, GivenInFp8, Gradients, differentiate
-from flexattn.call_key import PLAIN
-from flexattn.dispatch.context import requested_backend
 from flexattn.dispatch.neutral import may_keep, neutral_state
+from flexattn.dispatch.options import requested_backend
 from flexattn.dispatch.spec import FORMATS, OPEN_WINDOW, PACKINGS, Results, as_index, in_format
 from flexattn.in_layout import attend_with
 from flexattn.integrations.te.layouts import Layout, parse_layout, unpaged_layout
 from flexattn.integrations.te.names import AttnBiasType, AttnMaskType, FusedAttnBackend, SoftmaxType
 from flexattn.integrations.te.quantizers import Float8CurrentScalingQuantizer, Float8Tensor, InFp8, Quantizer, fp8_dtype_of, in_fp8
+from flexattn.likeness import PLAIN
 from flexattn.packed_tensors import joined
 from flexattn.validation import check_name, describe
 

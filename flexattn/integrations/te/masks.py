@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexattn.call_key import are_values_read
 from flexattn.dispatch.spec import as_index
 from flexattn.integrations.te.names import AttnMaskType
-from flexattn.validation import check_name, describe
+from flexattn.validation import are_values_read, check_name, describe
 
 ARBITRARY = "arbitrary"
 MASK_TYPES = (*AttnMaskType, ARBITRARY)
