@@ -199,6 +199,10 @@ def _store_columns(
 def _compute_tile(t, amount, mma_args: MmaArguments, MODS: gl.constexpr, META: gl.constexpr):
     args = mma_args.call
     DTYPE: gl.constexpr = mma_args.k.ptr.dtype.element_ty
+    BLOCK_M: gl.constexpr = META.BLOCK_M
+    BLOCK_N: gl.constexpr = META.BLOCK_N
+    VALUES0: gl.constexpr = META.VALUES0
+    VALUES1: gl.constexpr = META.VALUES1
     PRODUCT: gl.constexpr = product_layout(META.WARPS)
     ROW: gl.constexpr = gl.SliceLayout(1, PRODUCT)
     tile = tile_of_work(t, amount, args, META)
@@ -219,7 +223,7 @@ def _compute_tile(t, amount, mma_args: MmaArguments, MODS: gl.constexpr, META: g
         is_whole=True,
         unmasked=(),
     )
-    q_tiles = allocate_parts(DTYPE, 1, META.BLOCK_M, META.QK0, META.QK1)
+    q_tiles = allocate_parts(DTYPE, 1, BLOCK_M, META.QK0, META.QK1)
     copy_queries(mma_args.q, q_tiles, received, META)
     q = q_tiles
     if META.HOLDS_Q:
@@ -231,8 +235,8 @@ def _compute_tile(t, amount, mma_args: MmaArguments, MODS: gl.constexpr, META: g
         if META.QK1 > 0:
             q1 = q_tiles.second.index(0).load(OPERAND)
         q = Parts(first=q0, second=q1)
-    k_tiles = allocate_parts(DTYPE, META.STAGES, META.BLOCK_N, META.QK0, META.QK1)
-    v_tiles = allocate_parts(DTYPE, META.STAGES, META.BLOCK_N, META.VALUES0, META.VALUES1)
+    k_tiles = allocate_parts(DTYPE, META.STAGES, BLOCK_N, META.QK0, META.QK1)
+    v_tiles = allocate_parts(DTYPE, META.STAGES, BLOCK_N, VALUES0, VALUES1)
     tiles = Tiles(q=q, k=k_tiles, v=v_tiles)
     h_kv = h // args.work.group_size
     b_kv = b
@@ -254,13 +258,13 @@ def _compute_tile(t, amount, mma_args: MmaArguments, MODS: gl.constexpr, META: g
     h_of_scores = h
     if META.GROUP > 1:
         h_of_scores = h_of_rows[:, None]
-    zeros = gl.zeros([META.BLOCK_M, META.BLOCK_N], gl.float32, layout=PRODUCT)
+    zeros = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=PRODUCT)
     same = Invariants(
         num_blocks=num_blocks,
         block_range=block_range,
         m_start=tile.first_row,
         rows=rows,
-        block_columns=gl.arange(0, META.BLOCK_N, layout=gl.SliceLayout(0, PRODUCT)),
+        block_columns=gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, PRODUCT)),
         band=band,
         scale=args.scores.scale,
         head=head_of(args.scores, b, h_of_scores, len_q, len_kv, band.shift, MODS, META),
@@ -269,18 +273,18 @@ def _compute_tile(t, amount, mma_args: MmaArguments, MODS: gl.constexpr, META: g
         q_slot=0,
         zeros=zeros,
     )
-    row_max = gl.full([META.BLOCK_M], float("-inf"), gl.float32, layout=ROW)  # in units of log2
-    row_sum = sums_of_threads(zeros, META.BLOCK_N)
+    row_max = gl.full([BLOCK_M], float("-inf"), gl.float32, layout=ROW)  # in units of log2
+    row_sum = sums_of_threads(zeros, BLOCK_N)
     if META.HAS_SINK:
         sink = sink_of_rows(tile, h_of_rows, args, META)
         if not META.HAS_MAX_LOGIT:  # max_logit excludes the sink
             row_max, row_sum = sums_with_sink(row_max, row_sum, sink)
-    acc0 = gl.zeros([META.BLOCK_M, META.VALUES0], gl.float32, layout=PRODUCT)
+    acc0 = gl.zeros([BLOCK_M, VALUES0], gl.float32, layout=PRODUCT)
     acc1 = acc0
-    if META.VALUES1 > 0:
-        acc1 = gl.zeros([META.BLOCK_M, META.VALUES1], gl.float32, layout=PRODUCT)
+    if VALUES1 > 0:
+        acc1 = gl.zeros([BLOCK_M, VALUES1], gl.float32, layout=PRODUCT)
     sums = Sums(row_max=row_max, row_sum=row_sum, acc0=acc0, acc1=acc1)
-    unmasked = unmasked_blocks(tile.first_row, META.BLOCK_M // META.GROUP, num_blocks, block_range, band, META)
+    unmasked = unmasked_blocks(tile.first_row, BLOCK_M // META.GROUP, num_blocks, block_range, band, META)
     begin = gl.minimum(unmasked.begin, num_blocks)
     end = gl.maximum(unmasked.end, begin)
     sums = _take_blocks(sums, 0, begin, same, tiles, place, mma_args, True, MODS, META)
@@ -300,8 +304,8 @@ def _compute_tile(t, amount, mma_args: MmaArguments, MODS: gl.constexpr, META: g
     store_lse(row_max, row_sum_or_1, lse_row, rows, received, args, META)
     rescale = (scaled(1.0 / row_sum_or_1, same.draws, META) * correction)[:, None]
     _store_columns(acc0 * rescale, 0, received, lse_row, rows, h_of_rows, args, META)
-    if META.VALUES1 > 0:
-        _store_columns(acc1 * rescale, META.VALUES0, received, lse_row, rows, h_of_rows, args, META)
+    if VALUES1 > 0:
+        _store_columns(acc1 * rescale, VALUES0, received, lse_row, rows, h_of_rows, args, META)
 
 
 @hopper_kernel
