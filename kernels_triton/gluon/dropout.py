@@ -223,8 +223,8 @@ def scaled(x, state, META: gl.constexpr):
 
 @gluon.jit
 def kept_by_calls(weights, state, b_h, queries, keys, CALLS: gl.constexpr, META: gl.constexpr):
-    # Like `kept`, for weights [queries, keys] of any layout. CALLS: the layout of the calls, [queries, groups of eight keys]. Rows may
-    # alternate between GROUP heads, from b_h on.
+    # Like `kept`, for weights [queries, keys] of any layout. CALLS: the layout of the calls, [queries, groups of eight keys]. Rows
+    # may alternate between GROUP heads, from b_h on.
     ROWS: gl.constexpr = weights.shape[0]
     COLUMNS: gl.constexpr = weights.shape[1]
     in_tile = gl.arange(0, ROWS, layout=gl.SliceLayout(1, CALLS))[:, None]

@@ -1,4 +1,4 @@
-"""Copies of rows from global to shared memory by cp.async. A row past the end is the last row again, so that copies need no mask."""
+"""Copies of rows to shared memory by cp.async. A row past the end is the last row again, so that copies need no mask."""
 
 from __future__ import annotations
 

@@ -25,8 +25,8 @@ def _calls(rows, columns, warps):
 
 @gluon.jit
 def kept(weights, state: DropoutState, b_h, queries, keys, META: gl.constexpr):
-    # Returns the weights with 0 for dropped ones, for BLOCK_M rows from query `queries` on and BLOCK_N keys from `keys` on. Rows may
-    # alternate between GROUP heads, from b_h on.
+    # Returns the weights with 0 for dropped ones, for BLOCK_M rows from query `queries` on and BLOCK_N keys from `keys` on. Rows
+    # may alternate between GROUP heads, from b_h on.
     if META.HAS_DROPOUT:
         CALLS: gl.constexpr = _calls(META.BLOCK_M, META.BLOCK_N, META.WARPS)
         weights = kept_by_calls(weights, state, b_h, queries, keys, CALLS, META)
