@@ -103,8 +103,8 @@ class Scheduler:
     """Runs the partitions of one program and the operations in flight, in an order that random numbers decide.
 
     A partition runs until its next scheduling point. Every operation on shared memory, barriers and asynchronous engines has one.
-    There, any partition that is not blocked may continue, and any operation in flight may act. TMA and cp.async act in any order. The
-    wgmmas of a partition act in the order of issue, and so do its tcgen05 products and commits.
+    There, any partition that is not blocked may continue, and any operation in flight may act. TMA and cp.async act in any order.
+    The wgmmas of a partition act in the order of issue, and so do its tcgen05 products and commits.
     """
 
     def __init__(self, report: Report, rng: random.Random, max_steps: int, trace: bool) -> None:

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import math
+from typing import Protocol
 
 from torch import Tensor
 
 from flexattn.kernels_triton.common.problem import Problem
-from flexattn.kernels_triton.common.tiles import HopperFusedTile, HopperTile, cdiv, slots_of_heads
+from flexattn.kernels_triton.common.tiles import HopperFusedTile, cdiv, slots_of_heads
 from flexattn.kernels_triton.gluon.descriptors import DTYPES, batch_steps, descriptor_error
 from flexattn.kernels_triton.gluon.operands import ROWS
 
 QUERIES = 128  # queries of a program of dq: two warpgroups
 KEYS = 128  # keys of a program of the fused backward: two warpgroups
+
+
+class _QueryTile(Protocol):
+    """A forward's tile, of any architecture."""
+
+    @property
+    def block_m(self) -> int: ...
 
 
 def shares(problem: Problem) -> list[int]:
@@ -22,7 +30,7 @@ def shares(problem: Problem) -> list[int]:
     return [power, size] if slots_of_heads(size) <= ROWS.value else [power]
 
 
-def heads_of_a_tile(problem: Problem, tile: HopperTile) -> int:
+def heads_of_a_tile(problem: Problem, tile: _QueryTile) -> int:
     """Returns how many query heads of one key head share a tile: more than 1 if queries leave half of the tile empty.
 
     For a packed batch the mean counts: a few long sequences among many short ones lose nothing by sharing.

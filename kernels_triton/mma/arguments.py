@@ -17,7 +17,7 @@ from flexattn.kernels_triton.mma.tiles import MmaTile
 
 @with_features
 class MmaMeta(NamedTuple):
-    """Constants that the forward is compiled for, besides `Features`; shared functions read some by their names in `ForwardMeta`."""
+    """Constants that the forward is compiled for, besides `Features`; names are those that shared functions read."""
 
     HAS_SINK: bool
     HAS_OFFSET: bool

@@ -51,8 +51,7 @@ WIDEST = _LARGE_MEMORY[-1].head_dim_qk
 def forward_tile(problem: Problem, capability: int | None = None) -> MmaTile:
     """Returns the tile for this problem, for its own device or for one of `capability`."""
     x = problem
+    tiles: tuple[MmaTile, ...] = _LARGE_MEMORY if (capability or capability_of(x.device)) == 80 else _SMALL_MEMORY
     if x.is_modified or x.dropout_p > 0:
         tiles = _MODIFIED
-    else:
-        tiles = _LARGE_MEMORY if (capability or capability_of(x.device)) == 80 else _SMALL_MEMORY
     return next(tile for tile in tiles if x.q.shape[-1] <= tile.head_dim_qk and x.v.shape[-1] <= tile.head_dim_v)

@@ -1,4 +1,4 @@
-"""The Gluon forward for mma.sync: compiled ahead of time and checked by gates, and the calls that it leaves to the portable kernels.
+"""The Gluon forward for mma.sync: compiled ahead of time and checked by gates, and the calls that it leaves to portable kernels.
 
 `tests/mma/test_emulated.py` compares its results with the oracle.
 """
