@@ -115,7 +115,7 @@ def _wrong_device(family: Family[Any], problem: Problem, policy: Policy) -> str 
 
 
 # Families that run bands that do not contain their diagonal
-_EMULATED = ("mma.sync", "sm_90", "sm_90 fused", "sm_90 fused 192", "sm_90 two-kernel", "sm_100", "sm_100 fused")
+_EMULATED = ("mma.sync", "mma.sync fused", "sm_90", "sm_90 fused", "sm_90 fused 192", "sm_90 two-kernel", "sm_100", "sm_100 fused")
 
 
 def _beside_diagonal(problem: Problem, name: str) -> str | None:
@@ -406,6 +406,17 @@ BLACKWELL_FUSED = Family[Backward](
     has_run=False,
 )
 
+MMA_FUSED = Family[Backward](
+    name="mma.sync fused",
+    direction="backward",
+    unsupported=lambda call: _mma("conditions").backward_unsupported(call),
+    tile=lambda call: _mma("tiles").backward_tile(call.problem),
+    blocks=lambda tile: _blocks(tile.block_m, tile.block_n),
+    run=lambda call, tile: _run_backward(_mma("backward").mma_backward, call, tile),
+    capabilities=frozenset((80, 86, 89, 120)),
+    has_run=False,
+)
+
 HOPPER_TWO_KERNELS = Family[Backward](
     name="sm_90 two-kernel",
     direction="backward",
@@ -484,7 +495,7 @@ FORWARDS: dict[bool, tuple[Family[Forward], ...]] = {
     True: (HOPPER_FP8_FORWARD, PORTABLE_FORWARD),
 }
 BACKWARDS: dict[bool, tuple[Family[Backward], ...]] = {
-    False: (HOPPER_FUSED, HOPPER_FUSED_192, HOPPER_TWO_KERNELS, BLACKWELL_FUSED, PORTABLE_BACKWARD),
+    False: (HOPPER_FUSED, HOPPER_FUSED_192, HOPPER_TWO_KERNELS, BLACKWELL_FUSED, MMA_FUSED, PORTABLE_BACKWARD),
     True: (
         HOPPER_FP8_FUSED,
         HOPPER_FP8_TWO_KERNELS,

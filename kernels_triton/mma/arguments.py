@@ -102,21 +102,21 @@ def rows_layout(width, warps):
 
 
 @gluon.constexpr_function
-def _swizzled(width):
+def swizzled(width):
     # Eight rows of 16 bytes are in different banks
     return gl.SwizzledSharedLayout(8, max(1, 64 // width), min(8, width // 8), [1, 0])
 
 
 @gluon.constexpr_function
-def product_layout(warps):
-    # Layout of a product: each warp has all columns of its rows
-    return gl.NVMMADistributedLayout([2, 0], [warps, 1], [16, 8])
+def product_layout(warps, across=1):
+    # Layout of a product. Without warps `across`, each warp has all columns of its rows
+    return gl.NVMMADistributedLayout([2, 0], [warps, across], [16, 8])
 
 
 @gluon.jit
 def allocate_parts(DTYPE: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr, WIDTH0: gl.constexpr, WIDTH1: gl.constexpr):
-    first = gl.allocate_shared_memory(DTYPE, [STAGES, ROWS, WIDTH0], _swizzled(WIDTH0))
+    first = gl.allocate_shared_memory(DTYPE, [STAGES, ROWS, WIDTH0], swizzled(WIDTH0))
     if WIDTH1 > 0:
-        return Parts(first=first, second=gl.allocate_shared_memory(DTYPE, [STAGES, ROWS, WIDTH1], _swizzled(WIDTH1)))
+        return Parts(first=first, second=gl.allocate_shared_memory(DTYPE, [STAGES, ROWS, WIDTH1], swizzled(WIDTH1)))
     else:
         return Parts(first=first, second=first)

@@ -76,3 +76,11 @@ def copy_keys(
     _copy_part_of_keys(x, tiles.first.index(slot), 0, HEAD_DIM, base, column, b, length, pages, META)
     if HEAD_DIM > FIRST_WIDTH:
         _copy_part_of_keys(x, tiles.second.index(slot), FIRST_WIDTH, HEAD_DIM, base, column, b, length, pages, META)
+
+
+@gluon.jit
+def copy_block(x: Rows, tile, HEAD_DIM: gl.constexpr, base, left, META: gl.constexpr):
+    # Copies rows of one head from `base` on, of which `left` exist
+    LAYOUT: gl.constexpr = rows_layout(tile.shape[1], META.WARPS)
+    rows = gl.minimum(gl.arange(0, tile.shape[0], layout=gl.SliceLayout(1, LAYOUT)), left - 1)
+    _copy_rows(tile, base + rows * (x.stride_s * META.ALIGN), 0, HEAD_DIM, LAYOUT)

@@ -55,3 +55,49 @@ def forward_tile(problem: Problem, capability: int | None = None) -> MmaTile:
     if x.is_modified or x.dropout_p > 0:
         tiles = _MODIFIED
     return next(tile for tile in tiles if x.q.shape[-1] <= tile.head_dim_qk and x.v.shape[-1] <= tile.head_dim_v)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MmaBackwardTile:
+    """A tile of the fused backward. It serves head dims up to `head_dim`, of q and k and of v."""
+
+    head_dim: int
+    block_m: int  # queries of an iteration
+    block_n: int  # keys of a program
+    warps: int
+    # Warps along the keys in scores, along the keys in dk and dv, and along the queries in dq; the others are along columns
+    score_warps: int
+    key_warps: int
+    query_warps: int
+    q_stages: int
+    holds_v: bool  # v is in registers, and its shared memory is free for other tiles
+
+
+_BACKWARD_LARGE_MEMORY = (
+    MmaBackwardTile(
+        head_dim=64, block_m=32, block_n=128, warps=4, score_warps=4, key_warps=4, query_warps=2, q_stages=2, holds_v=True
+    ),
+    MmaBackwardTile(
+        head_dim=128, block_m=64, block_n=128, warps=8, score_warps=4, key_warps=4, query_warps=2, q_stages=2, holds_v=False
+    ),
+    MmaBackwardTile(
+        head_dim=256, block_m=64, block_n=64, warps=8, score_warps=4, key_warps=2, query_warps=2, q_stages=1, holds_v=False
+    ),
+)
+_BACKWARD_SMALL_MEMORY = (
+    _BACKWARD_LARGE_MEMORY[0],
+    MmaBackwardTile(
+        head_dim=128, block_m=32, block_n=64, warps=4, score_warps=4, key_warps=4, query_warps=2, q_stages=2, holds_v=True
+    ),
+    MmaBackwardTile(
+        head_dim=256, block_m=32, block_n=64, warps=8, score_warps=4, key_warps=2, query_warps=1, q_stages=1, holds_v=True
+    ),
+)
+
+
+def backward_tile(problem: Problem, capability: int | None = None) -> MmaBackwardTile:
+    """Returns the tile for this problem, for its own device or for one of `capability`."""
+    x = problem
+    width = max(x.q.shape[-1], x.v.shape[-1])
+    is_large = (capability or capability_of(x.device)) == 80
+    return next(tile for tile in (_BACKWARD_LARGE_MEMORY if is_large else _BACKWARD_SMALL_MEMORY) if width <= tile.head_dim)
