@@ -1,9 +1,9 @@
 """Fused backward attention in Gluon for GPUs with mma.sync and cp.async: dk and dv of a block of keys, and its parts of dq.
 
 A program keeps dk and dv in registers, and adds each block's dq to fp32 sums in global memory by atomics, in an arbitrary order. So
-the last bits of dq differ from run to run. Scores are transposed: rows are keys. If all warps are along keys, weights and ds stay in
-registers as operands of dv and dk (FlashAttention-2, arXiv 2307.08691); otherwise they go through shared memory. q and statistics
-come in a ring, and dout in one buffer, under the products that do not read it.
+the last bits of dq differ from run to run. Scores are transposed: rows are keys. If all warps are along keys, weights and ds stay
+in registers as operands of dv and dk (FlashAttention-2, arXiv 2307.08691); otherwise they go through shared memory. q and the
+statistics come in a ring, and dout in one buffer, under the products that do not read it.
 """
 
 from __future__ import annotations
