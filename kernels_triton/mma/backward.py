@@ -34,13 +34,12 @@ from flexattn.kernels_triton.gluon.backward_blocks import (
     probabilities,
 )
 from flexattn.kernels_triton.gluon.block_ranges import query_block
-from flexattn.kernels_triton.gluon.dq_conversion import convert_dq
-from flexattn.kernels_triton.gluon.dq_parts import place_in_sums
 from flexattn.kernels_triton.gluon.masking import cuts_block, first_uncut_query
 from flexattn.kernels_triton.gluon.tile_scheduler import Work
 from flexattn.kernels_triton.gluon.work_order import backward_work
 from flexattn.kernels_triton.mma.arguments import product_layout, rows_layout, swizzled
 from flexattn.kernels_triton.mma.copies import copy_block
+from flexattn.kernels_triton.mma.dq_sums import add_to_sums, convert_dq
 from flexattn.kernels_triton.mma.tiles import MmaBackwardTile, backward_tile
 from flexattn.kernels_triton.runtime.device import Tile
 from flexattn.kernels_triton.runtime.launch import hopper_kernel, launch
@@ -73,7 +72,7 @@ class MmaBackwardArguments(NamedTuple):
     dk: Rows
     dv: Rows
     statistics_ptr: Any
-    sums_ptr: Any  # of dq, fp32 [tiles * BLOCK_M, HEAD_DIM_QK]
+    sums_ptr: Any  # of dq, see `dq_sums`
     tiles_of_statistics: int
     large: LargeLse
     work: Work
@@ -136,17 +135,9 @@ def _copy_dout(args: MmaBackwardArguments, tiles: Tiles, position: QueryHead, bl
 
 @gluon.jit
 def _add_dq(dq, args: MmaBackwardArguments, position: QueryHead, row, block: Block, META: gl.constexpr):
-    LAYOUT: gl.constexpr = dq.type.layout
-    head = position.h - block.h
-    first = (block.first_statistics + head * args.tiles_of_statistics) * META.BLOCK_M + row
-    rows = place_in_sums(gl.arange(0, META.BLOCK_M, layout=gl.SliceLayout(1, LAYOUT))) * META.HEAD_DIM_QK
-    columns = gl.arange(0, META.DIM, layout=gl.SliceLayout(0, LAYOUT))
-    pointers = args.sums_ptr + first.to(gl.int64) * META.HEAD_DIM_QK + (rows[:, None] + columns[None, :])
-    if META.HEAD_DIM_QK < META.DIM:
-        inside = (gl.zeros_like(dq) == 0.0) & (columns < META.HEAD_DIM_QK)[None, :]
-        gl.atomic_add(pointers, dq, mask=inside, sem="relaxed")
-    else:
-        gl.atomic_add(pointers, dq, sem="relaxed")
+    tile = block.first_statistics + (position.h - block.h) * args.tiles_of_statistics
+    first = tile * META.BLOCK_M + row
+    add_to_sums(args.sums_ptr + first.to(gl.int64) * META.HEAD_DIM_QK, dq, META.HEAD_DIM_QK)
 
 
 @gluon.jit

@@ -200,7 +200,7 @@ FAULTS: dict[str, tuple[int, inject.Fault]] = {
     ),
     "q of another block": (256, with_argument("_copy_queries(following)", 3, "position", within="_add_blocks", nth=1)),
     "dout of another block": (128, with_argument("_copy_dout(following)", 2, "position", within="_add_blocks")),
-    "dq is added elsewhere": (128, with_argument("place_in_sums()", 0, "{} ^ 1", within="_add_dq")),
+    "dq is added elsewhere": (128, with_argument("add_to_sums()", 0, "{} + 8", within="_add_dq")),
 }
 
 
