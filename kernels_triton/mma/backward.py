@@ -72,7 +72,7 @@ class MmaBackwardArguments(NamedTuple):
     dk: Rows
     dv: Rows
     statistics_ptr: Any
-    sums_ptr: Any  # of dq, see `dq_sums`
+    sums_ptr: Any  # the sums of dq, see `dq_sums`
     tiles_of_statistics: int
     large: LargeLse
     work: Work
