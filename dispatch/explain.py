@@ -102,7 +102,7 @@ class _Part(NamedTuple):
             return lines
         lines.append(f"{kernels.family.name}: {kernels.why}")
         major, minor = self.spec.capability or (0, 0)
-        is_portable = kernels.family.capability is None
+        is_portable = not kernels.family.capabilities
         return lines + (_rejected(kernels, f"sm_{major}{minor}") if is_portable else [])
 
     def details(self, failures: Failures, is_built: bool) -> list[str]:

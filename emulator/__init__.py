@@ -1,4 +1,4 @@
-"""Emulation of Gluon kernels for Hopper and Blackwell on a CPU, under many schedules, with reports of wrong synchronisation.
+"""Emulation of Gluon kernels for Ampere to Blackwell on a CPU, under many schedules, with reports of wrong synchronisation.
 
     from flexattn import emulator
 

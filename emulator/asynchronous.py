@@ -1,4 +1,4 @@
-"""Asynchronous operations: wgmma, tcgen05, TMA loads and TMA stores. The scheduler decides when they act."""
+"""Asynchronous operations: cp.async, wgmma, tcgen05, TMA loads and TMA stores. The scheduler decides when they act."""
 
 from __future__ import annotations
 
@@ -192,6 +192,20 @@ class TmaLoad:
         if self.done:
             self._target.written[...] = True
         self._barrier.land(self._row_bytes * (high - low), self)
+
+
+class AsyncCopy:
+    """A cp.async of a tile. Its destination is poison until it lands, at the latest when a wait covers its group."""
+
+    def __init__(self, number: int, target: SharedView, source: Array, offset: Array, active: Array, site: Site) -> None:
+        self.number, self.site, self.done = number, site, False  # number: of its group
+        self._target, self._source, self._offset, self._active = target, source, offset, active
+
+    def act(self) -> None:
+        elements = self._source[np.where(self._active, self._offset, 0)]
+        self._target.data[...] = np.where(self._active, elements, np.zeros((), elements.dtype))
+        self._target.written[...] = True
+        self.done = True
 
 
 class TmaStore:

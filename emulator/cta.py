@@ -12,7 +12,7 @@ import numpy as np
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier as hopper_mbarrier
 
 from flexattn.emulator import context
-from flexattn.emulator.asynchronous import Accumulator, Commit, Product, TmaLoad, TmaStore, Wgmma
+from flexattn.emulator.asynchronous import Accumulator, AsyncCopy, Commit, Product, TmaLoad, TmaStore, Wgmma
 from flexattn.emulator.barriers import MBarrier, NamedBarrier
 from flexattn.emulator.dtypes import Array, DType, poison
 from flexattn.emulator.memory import REDUCED, Descriptor, GlobalBuffer, writer_number
@@ -305,6 +305,34 @@ class Cta(Scheduler):
             self.find("tma-out-of-bounds", f"{what} at {list(coord)}, wholly outside the tensor {descriptor.shape}")
         elif overrun := descriptor.overrun(coord):
             self.find("out-of-bounds", f"{what}: {overrun}")
+
+    # cp.async
+
+    def async_copy(self, target: SharedView, source: GlobalBuffer, offset: Array, active: Array) -> None:
+        self.step()
+        if target.shape != list(offset.shape) or target.dtype.name != source.dtype.name:
+            found = f"{source.dtype.name}{list(offset.shape)}"
+            raise GluonError(f"cp.async of {found} to {target!r}, which is {target.dtype.name}{target.shape}")
+        copies = self.current.copies
+        self._access(target, "cp.async", copies.actor, copies.issued + 1, write=True, generic=True)
+        target.data[...] = poison(target.dtype)
+        target.written[...] = False
+        copy = AsyncCopy(copies.issued + 1, target, source.data, offset, active, current_site())
+        copies.pending.append(copy)
+        self.in_flight.append(copy)
+
+    def commit_copies(self) -> None:
+        """Executes cp.async.commit_group: the copies since the last commit are a group, which may be empty."""
+        self.step()
+        self.current.copies.issued += 1
+
+    def wait_for_copies(self, outstanding: int) -> None:
+        """Executes cp.async.wait_group: all groups have landed, except for the `outstanding` last ones."""
+        self.step()
+        copies = self.current.copies
+        copies.retire(outstanding)
+        self.forget_landed()
+        self.current.knowledge.reach(copies.actor, copies.waited)
 
     # wgmma
 

@@ -1,4 +1,4 @@
-"""Emulation of gl.nvidia.hopper (TMA, mbarriers, wgmma) and of mma.sync of gl.nvidia.ampere, by module and name."""
+"""Emulation of gl.nvidia.hopper (TMA, mbarriers, wgmma) and gl.nvidia.ampere (cp.async, mma.sync), by module and name."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from flexattn.emulator.cta import running
+from flexattn.emulator.language import addresses
 from flexattn.emulator.memory import Descriptor
 from flexattn.emulator.protocols import Layout
 from flexattn.emulator.report import GluonError
@@ -97,6 +98,19 @@ def _mma_sync(a: Tensor, b: Tensor, acc: Tensor, input_precision: Any = None) ->
     return Tensor(product.astype(np.float32), acc.dtype, acc.layout)
 
 
+def _copy_async(smem: SharedView, pointer: Pointer, mask: Any = None, **_: Any) -> None:
+    offset, active = addresses(pointer, mask, "async_copy_global_to_shared")
+    running().async_copy(smem, pointer.buffer, offset, active)
+
+
+def _commit_copies() -> None:
+    running().commit_copies()
+
+
+def _wait_for_copies(num_outstanding: Any = 0) -> None:
+    running().wait_for_copies(int(static(num_outstanding, "num_outstanding")))
+
+
 def _mma_init(value: Tensor) -> Tensor:
     return value
 
@@ -125,6 +139,11 @@ MODULES: dict[str, dict[str, Callable[..., Any]]] = {
         "fence_async_shared": _fence,
     },
     "ampere": {"mma_v2": _mma_sync},
+    "async_copy": {
+        "async_copy_global_to_shared": _copy_async,
+        "commit_group": _commit_copies,
+        "wait_group": _wait_for_copies,
+    },
 }
 """The emulation of each function, by the last part of its module's name and its own."""
 

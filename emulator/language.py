@@ -290,7 +290,7 @@ def reduce(x: Tensor, axis: int, combine_fn: Callable[..., Any], keep_dims: bool
 @_emulates()
 def load(pointer: Pointer, mask: Operand = None, other: Operand = None, **_: Any) -> Any:
     """Loads elements. Masked elements are `other`, or poison if it is not given."""
-    offset, active = _addresses(pointer, mask, "load")
+    offset, active = addresses(pointer, mask, "load")
     dtype = pointer.buffer.dtype
     data = pointer.buffer.data[np.where(active, offset, 0)]
     if not active.all():
@@ -301,14 +301,14 @@ def load(pointer: Pointer, mask: Operand = None, other: Operand = None, **_: Any
 
 @_emulates()
 def store(pointer: Pointer, value: Operand, mask: Operand = None, **_: Any) -> None:
-    offset, active = _addresses(pointer, mask, "store")
+    offset, active = addresses(pointer, mask, "store")
     values = _stored(pointer, value, "store")
     running().global_write(pointer.buffer, offset[active], np.broadcast_to(values, offset.shape)[active], reduction=False)
 
 
 def _atomic(name: str, update: Callable[[Array, Array, Array], None]) -> None:
     def atomic(pointer: Pointer, val: Operand, mask: Operand = None, **_: Any) -> Any:
-        offset, active = _addresses(pointer, mask, name)
+        offset, active = addresses(pointer, mask, name)
         buffer = pointer.buffer
         if name == "atomic_add" and not offset.ndim and not isinstance(val, Tensor) and int(scalar(val).value) == 0:
             running().poll(buffer, int(offset))
@@ -337,7 +337,7 @@ def _stored(pointer: Pointer, value: Operand, what: str) -> Array:
     return cast(value.data, value.dtype, dtype)
 
 
-def _addresses(pointer: Any, mask: Operand, what: str) -> tuple[Array, Array]:
+def addresses(pointer: Any, mask: Operand, what: str) -> tuple[Array, Array]:
     """Returns offsets and a mask of the active ones. Offsets outside the buffer are a finding, and are not active."""
     if not isinstance(pointer, Pointer):
         raise GluonError(f"{what} through {pointer!r}; accepted: a pointer")

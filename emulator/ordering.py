@@ -5,6 +5,7 @@ Every actor has its own time, which advances at each of its releases:
 - A partition.
 - Its queue of wgmma, joined by warpgroup_mma_wait.
 - Its queue of TMA stores, joined by store_wait.
+- Its queue of cp.async, whose time is the number of a group, joined by wait_group.
 - Its queue of tcgen05 products, joined by a wait on the mbarrier of their commit.
 - An mbarrier, whose time is the number of its phase. A TMA load acts for its mbarrier, and a wait on the phase joins it.
 

@@ -24,6 +24,7 @@ BUGS: dict[str, str] = {
     "wgmma-not-waited": "a partition ends with wgmma in flight",
     "product-not-waited": "the kernel ends with a tcgen05 product or commit that no wait covers",
     "store-not-waited": "a partition ends with TMA stores that may still read shared memory",
+    "copy-not-waited": "a partition ends with a cp.async in flight",
     "named-barrier": "counts that differ, two arrivals in one generation, or an id that Triton uses itself",
     "shared-index": "an index outside an allocation of shared or tensor memory",
     "global-write-race": "one element of global memory written by two programs or partitions",

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from flexattn.emulator.asynchronous import Commit, Operation, Product, Queue, TmaStore, Wgmma
+from flexattn.emulator.asynchronous import AsyncCopy, Commit, Operation, Product, Queue, TmaStore, Wgmma
 from flexattn.emulator.barriers import MBarrier
 from flexattn.emulator.ordering import Knowledge
 from flexattn.emulator.report import EmulationError, Finding, Report, Site, current_site, show
@@ -45,6 +45,7 @@ class Partition:
         self.knowledge.reach(self.actor, 1)
         self.wgmmas: Queue[Wgmma] = Queue(scheduler.new_actor())
         self.stores: Queue[TmaStore] = Queue(scheduler.new_actor())
+        self.copies: Queue[AsyncCopy] = Queue(scheduler.new_actor())  # numbered by their groups
         self.products: Queue[Product | Commit] = Queue(scheduler.new_actor())
         self.site: Site = ()
         self.awaits: tuple[MBarrier, int] | None = None  # the mbarrier and phase of a wait that blocks it.
@@ -102,8 +103,8 @@ class Scheduler:
     """Runs the partitions of one program and the operations in flight, in an order that random numbers decide.
 
     A partition runs until its next scheduling point. Every operation on shared memory, barriers and asynchronous engines has one.
-    There, any partition that is not blocked may continue, and any operation in flight may act. TMA loads and stores act in any
-    order. The wgmmas of a partition act in the order of issue, and so do its tcgen05 products and commits.
+    There, any partition that is not blocked may continue, and any operation in flight may act. TMA and cp.async act in any order.
+    The wgmmas of a partition act in the order of issue, and so do its tcgen05 products and commits.
     """
 
     def __init__(self, report: Report, rng: random.Random, max_steps: int, trace: bool) -> None:
@@ -215,8 +216,9 @@ class Scheduler:
         for queue, kind, what in (
             (partition.wgmmas, "wgmma-not-waited", "wgmma in flight"),
             (partition.stores, "store-not-waited", "TMA stores that may still read shared memory"),
+            (partition.copies, "copy-not-waited", "cp.async in flight"),
         ):
-            if left := queue.issued - queue.waited:
+            if left := len(queue.pending):
                 last = queue.pending[-1].site
                 message = f"{partition.name} ends with {left} {what}; the last was issued at {show(last)}"
                 self.find(kind, message, last)

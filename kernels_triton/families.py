@@ -34,6 +34,11 @@ def _blackwell(name: str) -> Any:
     return importlib.import_module(f"flexattn.kernels_triton.blackwell.{name}")
 
 
+def _mma(name: str) -> Any:
+    """Returns a module of kernels for mma.sync, imported like those for sm_90."""
+    return importlib.import_module(f"flexattn.kernels_triton.mma.{name}")
+
+
 def _gluon(name: str) -> Any:
     """Returns a module that kernels in Gluon share, imported like those for sm_90."""
     return importlib.import_module(f"flexattn.kernels_triton.gluon.{name}")
@@ -55,7 +60,7 @@ class Family(Generic[Call]):
     splits: Callable[[Call, Any], Splits] | None = None  # number of KV splits for few queries; None: always one
     facts: Callable[[Call], Facts] = lambda call: facts_of(call.problem)  # the columns of a call in `crossovers`
     rules: str = ""  # `use` of the rules in `crossovers`, if it is not the name
-    capability: int | None = None  # compute capability that they are written for, such as 90; None: any
+    capabilities: frozenset[int] = frozenset()  # compute capabilities that they are written for, such as 90; empty: any
     has_run: bool = True  # on a GPU; if False, they run only on request
 
 
@@ -103,14 +108,14 @@ def choose(call: Call, policy: Policy) -> Choice:
 
 def _wrong_device(family: Family[Any], problem: Problem, policy: Policy) -> str | None:
     """Returns the reason if a family does not run on the problem's device, or not without a request; None: it does."""
-    needed_capability = family.capability
-    if needed_capability is not None and needed_capability != capability_of(problem.device):
-        return f"compute capability {needed_capability // 10}.{needed_capability % 10} is needed"
+    needed = family.capabilities
+    if needed and capability_of(problem.device) not in needed:
+        return f"compute capability {' or '.join(f'{n // 10}.{n % 10}' for n in sorted(needed))} is needed"
     return None if family.has_run or policy.takes_what_never_ran else f"{_NEVER_RAN}; FLEXATTN_HOPPER=always runs it"
 
 
 # Families that run bands that do not contain their diagonal
-_EMULATED = ("sm_90", "sm_90 fused", "sm_90 fused 192", "sm_90 two-kernel", "sm_100", "sm_100 fused")
+_EMULATED = ("mma.sync", "mma.sync fused", "sm_90", "sm_90 fused", "sm_90 fused 192", "sm_90 two-kernel", "sm_100", "sm_100 fused")
 
 
 def _beside_diagonal(problem: Problem, name: str) -> str | None:
@@ -224,7 +229,7 @@ HOPPER_FORWARD = Family[Forward](
     run=lambda call, tile: _hopper("forward").hopper_forward(call.problem, call.out, call.lse, call.max_logit, tile),
     splits=lambda call, tile: _gluon_splits(_hopper("forward"), call, tile),
     facts=lambda call: _hopper("conditions").forward_facts(call.problem),
-    capability=90,
+    capabilities=frozenset((90,)),
 )
 
 
@@ -236,7 +241,7 @@ HOPPER_WIDE_FORWARD = Family[Forward](
     blocks=lambda tile: _blocks(tile.block_m, tile.block_n),
     run=lambda call, tile: _hopper("wide_forward").wide_forward(call.problem, call.out, call.lse, tile),
     splits=lambda call, tile: _gluon_splits(_hopper("wide_forward"), call, tile),
-    capability=90,
+    capabilities=frozenset((90,)),
 )
 
 
@@ -261,7 +266,7 @@ HOPPER_FP8_CACHE = Family[Forward](
     blocks=lambda tile: _blocks(tile.block_m, tile.block_n),
     run=lambda call, tile: _hopper("fp8_cache").fp8_cache_forward(call.problem, call.out, call.lse, tile),
     splits=_fp8_cache_splits,
-    capability=90,
+    capabilities=frozenset((90,)),
 )
 
 
@@ -286,7 +291,7 @@ HOPPER_FP8_FORWARD = Family[Forward](
     tile=lambda call: _hopper("fp8_forward").tile_of(call.problem),
     blocks=lambda tile: _blocks(tile.block_m, tile.block_n),
     run=_run_fp8_forward,
-    capability=90,
+    capabilities=frozenset((90,)),
 )
 
 
@@ -298,7 +303,20 @@ BLACKWELL_FORWARD = Family[Forward](
     blocks=lambda tile: _blocks(tile.block_m, tile.block_n),
     run=lambda call, tile: _blackwell("forward").blackwell_forward(call.problem, call.out, call.lse, call.max_logit, tile),
     splits=lambda call, tile: _gluon_splits(_blackwell("forward"), call, tile),
-    capability=100,
+    capabilities=frozenset((100,)),
+    has_run=False,
+)
+
+
+MMA_FORWARD = Family[Forward](
+    name="mma.sync",
+    direction="forward",
+    unsupported=lambda call: _mma("conditions").forward_unsupported(call.problem, call.out),
+    tile=lambda call: _mma("tiles").forward_tile(call.problem),
+    blocks=lambda tile: _blocks(tile.block_m, tile.block_n),
+    run=lambda call, tile: _mma("forward").mma_forward(call.problem, call.out, call.lse, call.max_logit, tile),
+    splits=lambda call, tile: _gluon_splits(_mma("forward"), call, tile),
+    capabilities=frozenset((80, 86, 89, 120)),
     has_run=False,
 )
 
@@ -355,7 +373,7 @@ HOPPER_FUSED = Family[Backward](
     tile=lambda call: _hopper("conditions").fused_tile(call.problem),
     blocks=_blocks_of_fused,
     run=lambda call, tile: _run_backward(_hopper("backward_fused").fused_backward, call, tile),
-    capability=90,
+    capabilities=frozenset((90,)),
 )
 
 HOPPER_FUSED_192 = Family[Backward](
@@ -369,7 +387,7 @@ HOPPER_FUSED_192 = Family[Backward](
     tile=lambda call: _hopper("conditions").HOPPER_FUSED_192,
     blocks=_blocks_of_fused,
     run=lambda call, tile: _run_backward(_hopper("backward_fused_192").fused_192_backward, call, tile),
-    capability=90,
+    capabilities=frozenset((90,)),
 )
 
 BLACKWELL_FUSED = Family[Backward](
@@ -384,7 +402,18 @@ BLACKWELL_FUSED = Family[Backward](
     tile=lambda call: _blackwell("conditions").backward_tile(call.problem),
     blocks=lambda tile: _blocks(tile.block_m, tile.block_n),
     run=lambda call, tile: _run_backward(_blackwell("backward").blackwell_backward, call, tile),
-    capability=100,
+    capabilities=frozenset((100,)),
+    has_run=False,
+)
+
+MMA_FUSED = Family[Backward](
+    name="mma.sync fused",
+    direction="backward",
+    unsupported=lambda call: _mma("conditions").backward_unsupported(call),
+    tile=lambda call: _mma("tiles").backward_tile(call.problem),
+    blocks=lambda tile: _blocks(tile.block_m, tile.block_n),
+    run=lambda call, tile: _run_backward(_mma("backward").mma_backward, call, tile),
+    capabilities=frozenset((80, 86, 89, 120)),
     has_run=False,
 )
 
@@ -397,7 +426,7 @@ HOPPER_TWO_KERNELS = Family[Backward](
     tile=lambda call: _hopper("conditions").backward_tile(call.problem),
     blocks=_blocks_of_two_kernels,
     run=lambda call, tile: _run_backward(_hopper("backward").hopper_backward, _with_key_lists(call), tile),
-    capability=90,
+    capabilities=frozenset((90,)),
 )
 
 HOPPER_FP8_FUSED = Family[Backward](
@@ -413,7 +442,7 @@ HOPPER_FP8_FUSED = Family[Backward](
     blocks=_blocks_of_fused,
     run=lambda call, tile: _run_backward(_hopper("fp8_backward_fused").fp8_fused_backward, call, tile),
     rules="sm_90 fused",  # faster if the 16-bit kernel is, because that one needs a dequantisation first
-    capability=90,
+    capabilities=frozenset((90,)),
 )
 
 HOPPER_FP8_TWO_KERNELS = Family[Backward](
@@ -429,7 +458,7 @@ HOPPER_FP8_TWO_KERNELS = Family[Backward](
     run=lambda call, tile: _run_backward(_hopper("fp8_backward").fp8_backward, _with_key_lists(call), tile),
     # Faster than the 16-bit kernels, even without the time for a dequantisation (bench/results/fp8_kernels_h200.json)
     rules="sm_90 two-kernel",
-    capability=90,
+    capabilities=frozenset((90,)),
 )
 
 
@@ -462,11 +491,11 @@ def _dequantized(family: Family[Backward]) -> Family[Backward]:
 
 # In the order of the choice, by whether q, k and v are in FP8. The portable family runs all calls that the others do not.
 FORWARDS: dict[bool, tuple[Family[Forward], ...]] = {
-    False: (HOPPER_FORWARD, HOPPER_WIDE_FORWARD, HOPPER_FP8_CACHE, BLACKWELL_FORWARD, PORTABLE_FORWARD),
+    False: (HOPPER_FORWARD, HOPPER_WIDE_FORWARD, HOPPER_FP8_CACHE, BLACKWELL_FORWARD, MMA_FORWARD, PORTABLE_FORWARD),
     True: (HOPPER_FP8_FORWARD, PORTABLE_FORWARD),
 }
 BACKWARDS: dict[bool, tuple[Family[Backward], ...]] = {
-    False: (HOPPER_FUSED, HOPPER_FUSED_192, HOPPER_TWO_KERNELS, BLACKWELL_FUSED, PORTABLE_BACKWARD),
+    False: (HOPPER_FUSED, HOPPER_FUSED_192, HOPPER_TWO_KERNELS, BLACKWELL_FUSED, MMA_FUSED, PORTABLE_BACKWARD),
     True: (
         HOPPER_FP8_FUSED,
         HOPPER_FP8_TWO_KERNELS,

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import math
+from typing import Protocol
 
 from torch import Tensor
 
 from flexattn.kernels_triton.common.problem import Problem
-from flexattn.kernels_triton.common.tiles import BlackwellTile, HopperFusedTile, HopperTile, cdiv, slots_of_heads
+from flexattn.kernels_triton.common.tiles import HopperFusedTile, cdiv, slots_of_heads
 from flexattn.kernels_triton.gluon.descriptors import DTYPES, batch_steps, descriptor_error
 from flexattn.kernels_triton.gluon.operands import ROWS
 
 QUERIES = 128  # queries of a program of dq: two warpgroups
 KEYS = 128  # keys of a program of the fused backward: two warpgroups
+
+
+class QueryTile(Protocol):
+    """A forward's tile, of any architecture."""
+
+    @property
+    def block_m(self) -> int: ...
 
 
 def shares(problem: Problem) -> list[int]:
@@ -22,7 +30,7 @@ def shares(problem: Problem) -> list[int]:
     return [power, size] if slots_of_heads(size) <= ROWS.value else [power]
 
 
-def heads_of_a_tile(problem: Problem, tile: HopperTile | BlackwellTile) -> int:
+def heads_of_a_tile(problem: Problem, tile: QueryTile) -> int:
     """Returns how many query heads of one key head share a tile: more than 1 if queries leave half of the tile empty.
 
     For a packed batch the mean counts: a few long sequences among many short ones lose nothing by sharing.
@@ -51,10 +59,8 @@ def unsupported_block_mask(problem: Problem, tile: tuple[int, int]) -> str | Non
     return f"its tiles are {tile[0]} x {tile[1]}, and the block mask's blocks {sizes[0]} x {sizes[1]}: no multiples"
 
 
-def unsupported_operands(problem: Problem, out: Tensor) -> str | None:
-    """Returns the reason if the copy engine or the forwards cannot handle this problem's operands, for any head dims; None: they
-    can.
-    """
+def unsupported_call(problem: Problem) -> str | None:
+    """Returns the reason if no kernel in Gluon for 16 bits runs this problem, whatever its strides; None: they can."""
     x = problem
     if x.q.dtype not in DTYPES:
         return f"it takes bf16 and fp16, not {str(x.q.dtype).removeprefix('torch.')}"
@@ -66,8 +72,16 @@ def unsupported_operands(problem: Problem, out: Tensor) -> str | None:
         return "it draws dropout at the call's own positions, and rng_state has origins in a larger problem"
     if 0 in x.q.shape or 0 in x.k.shape or x.batch == 0:
         return "there is nothing to load"
+    return None
+
+
+def unsupported_operands(problem: Problem, out: Tensor) -> str | None:
+    """Returns the reason if the copy engine or the forwards cannot handle this problem's operands, for any head dims; None: they
+    can.
+    """
+    x = problem
     errors = (descriptor_error(name, t) for name, t in (("q", x.q), ("k", x.k), ("v", x.v), ("out", out)))
-    return next((error for error in errors if error), None)
+    return unsupported_call(x) or next((error for error in errors if error), None)
 
 
 def backward_unsupported_block_mask(problem: Problem, block_n: int, block_m: int, keys: int) -> str | None:

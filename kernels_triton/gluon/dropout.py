@@ -219,3 +219,22 @@ def scaled(x, state, META: gl.constexpr):
     if META.HAS_DROPOUT:
         x = x * state.keep_scale
     return x
+
+
+@gluon.jit
+def kept_by_calls(weights, state, b_h, queries, keys, CALLS: gl.constexpr, META: gl.constexpr):
+    # Like `kept`, for weights [queries, keys] of any layout. CALLS: the layout of the calls, [queries, groups of eight keys]. Rows
+    # may alternate between GROUP heads, from b_h on.
+    ROWS: gl.constexpr = weights.shape[0]
+    COLUMNS: gl.constexpr = weights.shape[1]
+    in_tile = gl.arange(0, ROWS, layout=gl.SliceLayout(1, CALLS))[:, None]
+    i = queries + in_tile // META.GROUP
+    if META.GROUP > 1:
+        b_h = b_h + in_tile % META.GROUP
+    group = keys // 8 + gl.arange(0, COLUMNS // 8, layout=gl.SliceLayout(0, CALLS))[None, :]
+    counters = group.to(gl.uint32), i.to(gl.uint32), b_h.to(gl.uint32)
+    w0, w1, w2, w3 = philox(state.key0, state.key1, counters[0], counters[1], counters[2], state.offset)
+    words = gl.join(gl.join(w0, w2), gl.join(w1, w3))  # the last two dims in the order of keys
+    numbers = gl.reshape(gl.join(words << 16, words), [ROWS, COLUMNS])  # a half of a word for each key
+    numbers = gl.convert_layout(numbers, weights.type.layout)
+    return gl.where(numbers >= state.threshold, weights, 0.0)

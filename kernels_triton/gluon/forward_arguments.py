@@ -92,7 +92,7 @@ class Results(NamedTuple):
 
 
 class Arguments(NamedTuple):
-    descriptors: Descriptors
+    descriptors: Descriptors | None  # None for mma.sync, like `steps`
     results: Results
     descales: Descales | None  # in FP8, like `v_blocks`
     work: Work
@@ -103,7 +103,7 @@ class Arguments(NamedTuple):
     v_blocks: int | None  # transposed tiles of a head of v
     pages: Pages | None
     band: Band
-    steps: Steps
+    steps: Steps | None
     scores: Scores
     softmax_offset_ptr: Pointer
     dropout: Dropout | None  # None in FP8

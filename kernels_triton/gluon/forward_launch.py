@@ -14,7 +14,7 @@ from flexattn.kernels_triton.common.problem import rows as rows_of
 from flexattn.kernels_triton.common.split_kv import PlannedTile, combine_parts, split_results
 from flexattn.kernels_triton.common.tile_schedule import zero_padding
 from flexattn.kernels_triton.common.tiles import BlackwellTile, HopperTile, slots_of_heads, split_head_dim
-from flexattn.kernels_triton.gluon.conditions import rows_of_a_copy
+from flexattn.kernels_triton.gluon.conditions import QueryTile, rows_of_a_copy
 from flexattn.kernels_triton.gluon.descriptors import ragged_descriptor, step_of
 from flexattn.kernels_triton.gluon.forward_arguments import Arguments, Descriptors, ForwardMeta, Results, Steps
 from flexattn.kernels_triton.gluon.operands import ROWS
@@ -104,7 +104,7 @@ def _whole_blocks_of_window(problem: Problem, tile: ForwardTile, queries: int) -
     return (x.window_left + x.window_right + 2 - queries) // tile.block_n
 
 
-def number_of_tiles(problem: Problem, tile: HopperTile | BlackwellTile, group: int) -> int:
+def number_of_tiles(problem: Problem, tile: QueryTile, group: int) -> int:
     """Returns the number of query tiles, each with `group` heads."""
     queries = tile.block_m // slots_of_heads(group)
     return -(-problem.longest_q // queries) * problem.batch * problem.num_heads // group

@@ -105,7 +105,7 @@ def families(steps: dict[str, Any]) -> dict[str, list[str]]:
     every = {
         f"{family.name} {family.direction}": family for order in (FORWARDS, BACKWARDS) for of in order.values() for family in of
     }
-    own = [name for name, family in every.items() if family.capability in (None, capability)]
+    own = [name for name, family in every.items() if not family.capabilities or capability in family.capabilities]
     others = [name for name in every if name not in own and name not in reached]
     return {
         "reached": sorted(reached),

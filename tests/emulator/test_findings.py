@@ -54,6 +54,16 @@ def misuse(kernel: Any, programs: int = 1, size: int = 128) -> Any:
     return lambda seed, what: emulator.launch(kernel, (programs,), out(), WHAT=what, seed=seed)
 
 
+def copies(seed: int, what: str) -> emulator.Report:
+    x, y = torch.arange(4096).half(), torch.zeros(4096, dtype=torch.float16)
+    report = emulator.launch(samples.doubled_by_copies, (1,), x, y, 4, WHAT=what, seed=seed)
+    right = 2 * x
+    if what == "masked":
+        right.view(4, 1024)[1:, 512:] = 0
+    assert report.bugs or torch.equal(y, right)
+    return report
+
+
 CASES = {
     "race": lambda seed: hand_over(seed, sync=False),
     "missing-fence": lambda seed: tma(seed, "missing-fence"),
@@ -75,6 +85,7 @@ CASES = {
     "wgmma-not-waited": lambda seed: wgmma(seed, "wgmma-not-waited"),
     "product-not-waited": lambda seed: tensor_memory.misuse(seed, "product-not-waited"),
     "store-not-waited": lambda seed: tma(seed, "store-not-waited"),
+    "copy-not-waited": lambda seed: copies(seed, "copy-not-waited"),
     "named-barrier": lambda seed: barrier(seed, "bar.sync 0, 128;"),
     "shared-index": lambda seed: misuse(samples.memory_misuse)(seed, "shared-index"),
     "global-write-race": lambda seed: misuse(samples.memory_misuse, programs=2)(seed, "global-write-race"),
@@ -117,6 +128,12 @@ def test_races_with_tma(what: str) -> None:
         assert "race" in tma(seed, what).kinds
 
 
+@pytest.mark.parametrize("what", ["not committed", "not waited for", "overwritten"])
+def test_races_with_cp_async(what: str) -> None:
+    for seed in SEEDS:
+        assert "race" in copies(seed, what).kinds
+
+
 @pytest.mark.parametrize(
     ("asm", "pure", "says"),
     [
@@ -135,7 +152,14 @@ def test_named_barriers(asm: str, pure: bool, says: str) -> None:
 
 def test_right_kernels_have_no_findings() -> None:
     for seed in SEEDS:
-        for report in (tma(seed, ""), wgmma(seed, ""), hand_over(seed), barrier(seed, "bar.sync 9, 128;")):
+        for report in (
+            tma(seed, ""),
+            wgmma(seed, ""),
+            hand_over(seed),
+            barrier(seed, "bar.sync 9, 128;"),
+            copies(seed, ""),
+            copies(seed, "masked"),
+        ):
             assert not report.findings, str(report)
             report.check()
 

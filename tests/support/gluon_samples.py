@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -419,3 +419,31 @@ def pairs_of_fp8(x_ptr, y_ptr, KIND: gl.constexpr):
     low, high = gl.inline_asm_elementwise(assembly, "=r,=r,r", [words], dtype=(gl.int32, gl.int32), is_pure=True, pack=1)
     gl.store(y_ptr + offsets * 2, low)
     gl.store(y_ptr + offsets * 2 + 1, high)
+
+
+@gluon.jit
+def doubled_by_copies(x_ptr, y_ptr, blocks, WHAT: gl.constexpr):
+    # y = 2 x for blocks of 16 rows of 64, which come through a ring of two stages, with one thing wrong
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    rows = gl.arange(0, 16, layout=gl.SliceLayout(1, LAYOUT))
+    columns = gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))
+    place = rows[:, None] * 64 + columns[None, :]
+    ring = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [2, 16, 64], gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
+    async_copy.async_copy_global_to_shared(ring.index(0), x_ptr + place)
+    async_copy.commit_group()
+    for n in range(blocks):
+        following = n % 2 if WHAT == "overwritten" else 1 - n % 2
+        if n + 1 < blocks:
+            is_there = place < (512 if WHAT == "masked" else 1024)
+            async_copy.async_copy_global_to_shared(ring.index(following), x_ptr + (n + 1) * 1024 + place, mask=is_there)
+        if WHAT != "not committed":
+            async_copy.commit_group()
+        if WHAT == "not waited for":
+            async_copy.wait_group(2)
+        else:
+            async_copy.wait_group(1)
+        gl.store(y_ptr + n * 1024 + place, ring.index(n % 2).load(LAYOUT) * 2)
+    if WHAT == "copy-not-waited":
+        async_copy.async_copy_global_to_shared(ring.index(0), x_ptr + place)
+    if WHAT == "copy-not-waited":
+        async_copy.commit_group()

@@ -1,0 +1,122 @@
+"""The forward's constants and arguments, and its tiles in shared memory."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from flexattn.kernels_triton.common.arguments import Rows
+from flexattn.kernels_triton.common.features import with_features
+from flexattn.kernels_triton.common.problem import Problem
+from flexattn.kernels_triton.common.tiles import slots_of_heads, split_head_dim
+from flexattn.kernels_triton.gluon.forward_arguments import Arguments
+from flexattn.kernels_triton.mma.tiles import MmaTile
+
+
+@with_features
+class MmaMeta(NamedTuple):
+    """Constants that the forward is compiled for, besides `Features`; names are those that shared functions read."""
+
+    HAS_SINK: bool
+    HAS_OFFSET: bool
+    HAS_MAX_LOGIT: bool
+    HEADS: int
+    GROUP: int
+    IS_SPLIT: bool
+    IS_PLANNED: bool
+    BLOCK_M: int
+    BLOCK_N: int
+    HAS_PAGES: bool
+    CONSUMERS: int
+    WARPS: int
+    QK0: int  # widths of the one or two parts of a head dim
+    QK1: int
+    V0: int  # columns of a part of a split: both parts of v
+    VALUES0: int
+    VALUES1: int
+    HEAD_DIM_QK: int
+    WIDTH_V: int  # v's head dim
+    STAGES: int
+    HOLDS_Q: bool
+    LAZY: bool
+    HAS_CUT_LOOP: bool
+    ASKS_OF_BLOCKS: bool
+    ALIGN: int
+
+
+def forward_meta(problem: Problem, tile: MmaTile, group: int, *, is_split: bool, has_max_logit: bool) -> Any:
+    """Returns the `MmaMeta` of a launch whose tiles have `group` heads each."""
+    x = problem
+    qk, values = split_head_dim(x.q.shape[-1]), split_head_dim(x.v.shape[-1])
+    return MmaMeta(
+        **x.features._asdict(),
+        HAS_SINK=x.has_sink,
+        HAS_OFFSET=x.softmax_offset is not None,
+        HAS_MAX_LOGIT=has_max_logit,
+        HEADS=group,
+        GROUP=slots_of_heads(group),
+        IS_SPLIT=is_split,
+        IS_PLANNED=False,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        HAS_PAGES=x.page_table is not None,
+        CONSUMERS=1,
+        WARPS=tile.warps,
+        QK0=qk[0],
+        QK1=qk[1],
+        V0=sum(values),
+        VALUES0=values[0],
+        VALUES1=values[1],
+        HEAD_DIM_QK=x.q.shape[-1],
+        WIDTH_V=x.v.shape[-1],
+        STAGES=tile.num_stages,
+        HOLDS_Q=tile.holds_q,
+        LAZY=False,
+        HAS_CUT_LOOP=False,
+        ASKS_OF_BLOCKS=x.asks_of_blocks(group),
+        ALIGN=8,
+    )
+
+
+class MmaArguments(NamedTuple):
+    q: Rows
+    k: Rows
+    v: Rows
+    call: Arguments  # without descriptors and their steps
+
+
+class Parts(NamedTuple):
+    """The tiles of both parts of a head dim; without a second part the first is repeated."""
+
+    first: Any
+    second: Any
+
+
+@gluon.constexpr_function
+def rows_layout(width, warps):
+    # Layout of rows of `width` columns for copies of 16 bytes
+    across = min(width // 8, 32)
+    return gl.BlockedLayout([1, 8], [32 // across, across], [warps, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def swizzled(width):
+    # Eight rows of 16 bytes are in different banks
+    return gl.SwizzledSharedLayout(8, max(1, 64 // width), min(8, width // 8), [1, 0])
+
+
+@gluon.constexpr_function
+def product_layout(warps, across=1):
+    # Layout of a product. Without warps `across`, each warp has all columns of its rows
+    return gl.NVMMADistributedLayout([2, 0], [warps, across], [16, 8])
+
+
+@gluon.jit
+def allocate_parts(DTYPE: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr, WIDTH0: gl.constexpr, WIDTH1: gl.constexpr):
+    first = gl.allocate_shared_memory(DTYPE, [STAGES, ROWS, WIDTH0], swizzled(WIDTH0))
+    if WIDTH1 > 0:
+        return Parts(first=first, second=gl.allocate_shared_memory(DTYPE, [STAGES, ROWS, WIDTH1], swizzled(WIDTH1)))
+    else:
+        return Parts(first=first, second=first)

@@ -1,0 +1,86 @@
+"""Copies of rows to shared memory by cp.async. A row past the end is the last row again, so that copies need no mask."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+from flexattn.kernels_triton.common.addressing import row_pointer
+from flexattn.kernels_triton.common.arguments import Pages, Rows
+from flexattn.kernels_triton.gluon.forward_rows import rows_and_heads
+from flexattn.kernels_triton.gluon.forward_work import ReceivedTile
+from flexattn.kernels_triton.mma.arguments import Parts, rows_layout
+
+
+@gluon.jit
+def _copy_rows(tile, pointers, FIRST: gl.constexpr, HEAD_DIM: gl.constexpr, LAYOUT: gl.constexpr):
+    # Copies the columns of a part, from FIRST on, of the rows at `pointers`; columns past the head dim are zeros
+    WIDTH: gl.constexpr = tile.shape[1]
+    columns = FIRST + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LAYOUT))
+    places = pointers[:, None] + columns[None, :]
+    if FIRST + WIDTH > HEAD_DIM:
+        inside = gl.full(tile.shape, True, gl.int1, layout=LAYOUT) & (columns < HEAD_DIM)[None, :]
+        async_copy.async_copy_global_to_shared(tile, places, mask=inside)
+    else:
+        async_copy.async_copy_global_to_shared(tile, places)
+
+
+@gluon.jit
+def _copy_part_of_queries(x: Rows, tile, FIRST: gl.constexpr, received: ReceivedTile, META: gl.constexpr):
+    LAYOUT: gl.constexpr = rows_layout(tile.shape[1], META.WARPS)
+    work, len_q = received.tile, received.band.len_q
+    rows, heads = rows_and_heads(work.first_row, work.h, len_q, gl.SliceLayout(1, LAYOUT), META)
+    pointers = row_pointer(x, work.b, heads, received.start_q + gl.minimum(rows, len_q - 1), META)
+    _copy_rows(tile, pointers, FIRST, META.HEAD_DIM_QK, LAYOUT)
+
+
+@gluon.jit
+def copy_queries(x: Rows, tiles: Parts, received: ReceivedTile, META: gl.constexpr):
+    _copy_part_of_queries(x, tiles.first.index(0), 0, received, META)
+    if META.QK1 > 0:
+        _copy_part_of_queries(x, tiles.second.index(0), META.QK0, received, META)
+
+
+@gluon.jit
+def _copy_part_of_keys(
+    x: Rows, tile, FIRST: gl.constexpr, HEAD_DIM: gl.constexpr, base, column, b, length, pages: Pages, META: gl.constexpr
+):
+    LAYOUT: gl.constexpr = rows_layout(tile.shape[1], META.WARPS)
+    rows = gl.minimum(gl.arange(0, META.BLOCK_N, layout=gl.SliceLayout(1, LAYOUT)), length - 1 - column)
+    if META.HAS_PAGES:  # ids out of range are clamped
+        rows = column + rows
+        page = gl.load(pages.table_ptr + b.to(gl.int64) * pages.stride + rows // pages.page_size)
+        page = gl.minimum(gl.maximum(page, 0), pages.num_pages - 1).to(gl.int64)
+        pointers = base + (page * x.stride_b + (rows % pages.page_size).to(gl.int64) * x.stride_s) * META.ALIGN
+    else:  # one 64-bit number for the block, and 32 bits for each row
+        pointers = (base + column.to(gl.int64) * x.stride_s * META.ALIGN) + rows * (x.stride_s * META.ALIGN)
+    _copy_rows(tile, pointers, FIRST, HEAD_DIM, LAYOUT)
+
+
+@gluon.jit
+def copy_keys(
+    x: Rows,
+    tiles: Parts,
+    slot,
+    FIRST_WIDTH: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    base,
+    column,
+    b,
+    length,
+    pages: Pages,
+    META: gl.constexpr,
+):
+    # Copies the block of keys, or of values, at `column` of a sequence of `length` keys whose head begins at `base`
+    _copy_part_of_keys(x, tiles.first.index(slot), 0, HEAD_DIM, base, column, b, length, pages, META)
+    if HEAD_DIM > FIRST_WIDTH:
+        _copy_part_of_keys(x, tiles.second.index(slot), FIRST_WIDTH, HEAD_DIM, base, column, b, length, pages, META)
+
+
+@gluon.jit
+def copy_block(x: Rows, tile, HEAD_DIM: gl.constexpr, base, left, META: gl.constexpr):
+    # Copies rows of one head from `base` on, of which `left` exist
+    LAYOUT: gl.constexpr = rows_layout(tile.shape[1], META.WARPS)
+    rows = gl.minimum(gl.arange(0, tile.shape[0], layout=gl.SliceLayout(1, LAYOUT)), left - 1)
+    _copy_rows(tile, base + rows * (x.stride_s * META.ALIGN), 0, HEAD_DIM, LAYOUT)

@@ -1,0 +1,386 @@
+"""Forward attention in Gluon for GPUs with mma.sync and cp.async, in the arrangement of FlashAttention-2 (arXiv 2307.08691).
+
+A program has a tile of queries of one head, or of several that share a key head. Each warp has all keys of its rows, so warps
+exchange nothing, and weights stay in registers as an operand of the product with v. Blocks of keys come by cp.async while others
+are multiplied. They run from the last one down: the blocks that the band's right side or the end cuts, then those that need no
+mask, then those that the left side cuts.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+
+from flexattn.kernels_triton.common.addressing import row_pointer
+from flexattn.kernels_triton.common.heads import head_of
+from flexattn.kernels_triton.common.problem import Problem
+from flexattn.kernels_triton.common.problem import rows as rows_of
+from flexattn.kernels_triton.common.split_kv import PlannedTile, combine_parts, number_of_splits
+from flexattn.kernels_triton.common.split_ranges import Parts as SplitParts
+from flexattn.kernels_triton.common.tile_schedule import zero_padding
+from flexattn.kernels_triton.common.tiles import SPLIT_PROGRAMS, slots_of_heads
+from flexattn.kernels_triton.gluon.block_ranges import cut_key_lists, key_block
+from flexattn.kernels_triton.gluon.conditions import heads_of_a_tile
+from flexattn.kernels_triton.gluon.dropout import dropout_state, scaled
+from flexattn.kernels_triton.gluon.forward_arguments import Arguments, Results
+from flexattn.kernels_triton.gluon.forward_launch import number_of_tiles
+from flexattn.kernels_triton.gluon.forward_rows import (
+    Invariants,
+    report_max_logit,
+    rows_and_heads,
+    sink_of_rows,
+    statistics_row,
+    store_lse,
+    store_out_rows,
+    store_split_rows,
+    sums_with_sink,
+    sums_with_sink_behind,
+    visible_scores,
+)
+from flexattn.kernels_triton.gluon.forward_work import (
+    ReceivedTile,
+    blocks_of_tile,
+    num_tiles_of_programs,
+    tile_of_work,
+    unmasked_blocks,
+)
+from flexattn.kernels_triton.gluon.masking import band_of_sequence
+from flexattn.kernels_triton.gluon.softmax import exponentials, for_threads, rescaled, sums_of_threads
+from flexattn.kernels_triton.gluon.tile_scheduler import sequence_of
+from flexattn.kernels_triton.gluon.work_order import forward_work
+from flexattn.kernels_triton.mma.arguments import (
+    MmaArguments,
+    Parts,
+    allocate_parts,
+    forward_meta,
+    product_layout,
+    rows_layout,
+)
+from flexattn.kernels_triton.mma.copies import copy_keys, copy_queries
+from flexattn.kernels_triton.mma.dropout import kept
+from flexattn.kernels_triton.mma.tiles import MmaTile, forward_tile
+from flexattn.kernels_triton.runtime.device import Tile, num_processors
+from flexattn.kernels_triton.runtime.launch import hopper_kernel, launch
+
+
+class Sums(NamedTuple):
+    """The softmax of a tile's rows so far."""
+
+    row_max: Any
+    row_sum: Any
+    acc0: Any  # the columns of both parts of v
+    acc1: Any
+
+
+class Tiles(NamedTuple):
+    """q, in shared memory or in registers, and the rings of k and v."""
+
+    q: Parts
+    k: Parts
+    v: Parts
+
+
+class Place(NamedTuple):
+    """Position of the keys of a tile in global memory: the first key and value of the head, the sequence and its length."""
+
+    k_base: Any
+    v_base: Any
+    b: Any
+    length: Any
+
+
+@gluon.jit
+def _add_product(s, q, k, META: gl.constexpr):
+    # Adds the product of one part of q and k to the scores. q in shared memory is loaded a few columns at a time.
+    A: gl.constexpr = gl.DotOperandLayout(0, s.type.layout, 2)
+    B: gl.constexpr = gl.DotOperandLayout(1, s.type.layout, 2)
+    WIDTH: gl.constexpr = k.shape[1]
+    if META.HOLDS_Q:
+        s = mma_v2(q, k.permute((1, 0)).load(B), s)
+    else:
+        AT_ONCE: gl.constexpr = min(WIDTH, 64)
+        for first in gl.static_range(0, WIDTH, AT_ONCE):
+            a = q.index(0).slice(first, AT_ONCE, 1).load(A)
+            s = mma_v2(a, k.slice(first, AT_ONCE, 1).permute((1, 0)).load(B), s)
+    return s
+
+
+@gluon.jit
+def _scores(tiles: Tiles, slot, zeros, META: gl.constexpr):
+    s = _add_product(zeros, tiles.q.first, tiles.k.first.index(slot), META)
+    if META.QK1 > 0:
+        s = _add_product(s, tiles.q.second, tiles.k.second.index(slot), META)
+    return s
+
+
+@gluon.jit
+def _add_values(acc, weights, v):
+    return mma_v2(weights, v.load(gl.DotOperandLayout(1, acc.type.layout, 2)), acc)
+
+
+@gluon.jit
+def _copy_k(args: MmaArguments, tiles: Tiles, slot, column, place: Place, META: gl.constexpr):
+    pages = args.call.pages
+    copy_keys(args.k, tiles.k, slot, META.QK0, META.HEAD_DIM_QK, place.k_base, column, place.b, place.length, pages, META)
+
+
+@gluon.jit
+def _copy_v(args: MmaArguments, tiles: Tiles, slot, column, place: Place, META: gl.constexpr):
+    pages = args.call.pages
+    copy_keys(args.v, tiles.v, slot, META.VALUES0, META.WIDTH_V, place.v_base, column, place.b, place.length, pages, META)
+
+
+@gluon.jit
+def _take_blocks(
+    sums: Sums,
+    first,
+    end,
+    same: Invariants,
+    tiles: Tiles,
+    place: Place,
+    args: MmaArguments,
+    IS_CUT: gl.constexpr,
+    MODS: gl.constexpr,
+    META: gl.constexpr,
+):
+    # Adds the blocks of iterations `first` up to `end`. IS_CUT: they may need a mask
+    DTYPE: gl.constexpr = tiles.k.first.dtype
+    PRODUCT: gl.constexpr = same.zeros.type.layout
+    row_max, row_sum, acc0, acc1 = sums.row_max, sums.row_sum, sums.acc0, sums.acc1
+    for iteration in range(first, end):
+        n = same.num_blocks - 1 - iteration
+        column, is_full = key_block(n, same.block_range, META)
+        async_copy.wait_group(0)  # this block's k, and with two stages its v
+        if META.STAGES == 2:
+            slot = iteration % 2
+            if n > 0:
+                following = key_block(n - 1, same.block_range, META)[0]
+                _copy_k(args, tiles, 1 - slot, following, place, META)
+                _copy_v(args, tiles, 1 - slot, following, place, META)
+            async_copy.commit_group()
+            s = _scores(tiles, slot, same.zeros, META)
+        else:
+            slot = 0
+            _copy_v(args, tiles, slot, column, place, META)
+            async_copy.commit_group()
+            s = _scores(tiles, slot, same.zeros, META)
+            async_copy.wait_group(0)  # this block's v
+            if n > 0:
+                _copy_k(args, tiles, slot, key_block(n - 1, same.block_range, META)[0], place, META)
+            async_copy.commit_group()
+        s, factor = visible_scores(s, column, is_full, same, IS_CUT, MODS, META)
+        p, row_max, correction = exponentials(s, gl.max(s, 1), row_max, factor, META)
+        row_sum = row_sum * for_threads(correction, row_sum) + sums_of_threads(p, META.BLOCK_N)
+        p = kept(p, same.draws, same.b_h, same.m_start, column, META)
+        weights = gl.convert_layout(p.to(DTYPE), gl.DotOperandLayout(0, PRODUCT, 2))
+        acc0 = _add_values(rescaled(acc0, correction, META), weights, tiles.v.first.index(slot))
+        if META.VALUES1 > 0:
+            acc1 = _add_values(rescaled(acc1, correction, META), weights, tiles.v.second.index(slot))
+    return Sums(row_max=row_max, row_sum=row_sum, acc0=acc0, acc1=acc1)
+
+
+@gluon.jit
+def _store_columns(
+    acc, COLUMN: gl.constexpr, received: ReceivedTile, lse_row, rows, h_of_rows, args: Arguments, META: gl.constexpr
+):
+    if META.IS_SPLIT:
+        store_split_rows(acc, COLUMN, received, lse_row, rows, h_of_rows, args, META)
+    else:  # in 16 bits and in rows, so that a thread stores 16 bytes
+        DTYPE: gl.constexpr = args.results.out.ptr.dtype.element_ty
+        columns = gl.convert_layout(acc.to(DTYPE), rows_layout(acc.shape[1], META.WARPS))
+        store_out_rows(columns, COLUMN, received, rows, h_of_rows, args, META)
+
+
+@gluon.jit
+def _compute_tile(t, amount, mma_args: MmaArguments, MODS: gl.constexpr, META: gl.constexpr):
+    args = mma_args.call
+    DTYPE: gl.constexpr = mma_args.k.ptr.dtype.element_ty
+    BLOCK_M: gl.constexpr = META.BLOCK_M
+    BLOCK_N: gl.constexpr = META.BLOCK_N
+    VALUES0: gl.constexpr = META.VALUES0
+    VALUES1: gl.constexpr = META.VALUES1
+    PRODUCT: gl.constexpr = product_layout(META.WARPS)
+    ROW: gl.constexpr = gl.SliceLayout(1, PRODUCT)
+    tile = tile_of_work(t, amount, args, META)
+    h, b = tile.h, tile.b
+    sequence = sequence_of(args.lengths_q, args.lengths_kv, b, META)
+    len_q, len_kv = sequence.len_q, sequence.len_kv
+    band = band_of_sequence(args.band, len_q, len_kv)
+    cut = ()
+    if META.BLOCK_SIZE_Q > 0:
+        cut = cut_key_lists(tile.first_row, b, h, band, args.lists, META)
+    num_blocks, block_range = blocks_of_tile(tile, cut, band, args, META)
+    received = ReceivedTile(
+        tile=tile,
+        start_q=sequence.start_q,
+        band=band,
+        num_blocks=num_blocks,
+        block_range=block_range,
+        is_whole=True,
+        unmasked=(),
+        descales=(),
+    )
+    q_tiles = allocate_parts(DTYPE, 1, BLOCK_M, META.QK0, META.QK1)
+    copy_queries(mma_args.q, q_tiles, received, META)
+    q = q_tiles
+    if META.HOLDS_Q:
+        async_copy.commit_group()
+        async_copy.wait_group(0)
+        OPERAND: gl.constexpr = gl.DotOperandLayout(0, PRODUCT, 2)
+        q0 = q_tiles.first.index(0).load(OPERAND)
+        q1 = q0
+        if META.QK1 > 0:
+            q1 = q_tiles.second.index(0).load(OPERAND)
+        q = Parts(first=q0, second=q1)
+    k_tiles = allocate_parts(DTYPE, META.STAGES, BLOCK_N, META.QK0, META.QK1)
+    v_tiles = allocate_parts(DTYPE, META.STAGES, BLOCK_N, VALUES0, VALUES1)
+    tiles = Tiles(q=q, k=k_tiles, v=v_tiles)
+    h_kv = h // args.work.group_size
+    b_kv = b
+    if META.HAS_PAGES:
+        b_kv = b * 0
+    place = Place(
+        k_base=row_pointer(mma_args.k, b_kv, h_kv, sequence.start_kv, META),
+        v_base=row_pointer(mma_args.v, b_kv, h_kv, sequence.start_kv, META),
+        b=b,
+        length=len_kv,
+    )
+    if num_blocks > 0:
+        column = key_block(num_blocks - 1, block_range, META)[0]
+        _copy_k(mma_args, tiles, 0, column, place, META)
+        if META.STAGES == 2:
+            _copy_v(mma_args, tiles, 0, column, place, META)
+    async_copy.commit_group()
+    rows, h_of_rows = rows_and_heads(tile.first_row, h, len_q, ROW, META)
+    h_of_scores = h
+    if META.GROUP > 1:
+        h_of_scores = h_of_rows[:, None]
+    zeros = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=PRODUCT)
+    same = Invariants(
+        num_blocks=num_blocks,
+        block_range=block_range,
+        m_start=tile.first_row,
+        rows=rows,
+        block_columns=gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, PRODUCT)),
+        band=band,
+        scale=args.scores.scale,
+        head=head_of(args.scores, b, h_of_scores, len_q, len_kv, band.shift, MODS, META),
+        draws=dropout_state(args.dropout, 0, META),
+        b_h=b * args.work.num_heads + h,
+        q_slot=0,
+        zeros=zeros,
+    )
+    row_max = gl.full([BLOCK_M], float("-inf"), gl.float32, layout=ROW)  # in units of log2
+    row_sum = sums_of_threads(zeros, BLOCK_N)
+    if META.HAS_SINK:
+        sink = sink_of_rows(tile, h_of_rows, args, META)
+        if not META.HAS_MAX_LOGIT:  # max_logit excludes the sink
+            row_max, row_sum = sums_with_sink(row_max, row_sum, sink)
+    acc0 = gl.zeros([BLOCK_M, VALUES0], gl.float32, layout=PRODUCT)
+    acc1 = acc0
+    if VALUES1 > 0:
+        acc1 = gl.zeros([BLOCK_M, VALUES1], gl.float32, layout=PRODUCT)
+    sums = Sums(row_max=row_max, row_sum=row_sum, acc0=acc0, acc1=acc1)
+    unmasked = unmasked_blocks(tile.first_row, BLOCK_M // META.GROUP, num_blocks, block_range, band, META)
+    begin = gl.minimum(unmasked.begin, num_blocks)
+    end = gl.maximum(unmasked.end, begin)
+    sums = _take_blocks(sums, 0, begin, same, tiles, place, mma_args, True, MODS, META)
+    sums = _take_blocks(sums, begin, end, same, tiles, place, mma_args, False, MODS, META)
+    if META.HAS_LEFT or META.BLOCK_SIZE_Q > 0:
+        sums = _take_blocks(sums, end, num_blocks, same, tiles, place, mma_args, True, MODS, META)
+    async_copy.wait_group(0)  # a program must not end under a copy
+    row_max, acc0, acc1 = sums.row_max, sums.acc0, sums.acc1
+    row_sum = gl.convert_layout(gl.sum(sums.row_sum, 1), ROW)
+    correction = 1.0
+    if META.HAS_MAX_LOGIT:
+        report_max_logit(row_max, rows, h_of_rows, len_q, args, META)
+        if META.HAS_SINK:
+            row_max, row_sum, correction = sums_with_sink_behind(row_max, row_sum, sink, META)
+    lse_row = statistics_row(received, 0, rows, h_of_rows, args, META)
+    row_sum_or_1 = gl.where(row_sum == 0.0, 1.0, row_sum)  # if a row sees nothing, out is 0 / 1 and lse -inf + 0
+    store_lse(row_max, row_sum_or_1, lse_row, rows, received, args, META)
+    rescale = (scaled(1.0 / row_sum_or_1, same.draws, META) * correction)[:, None]
+    _store_columns(acc0 * rescale, 0, received, lse_row, rows, h_of_rows, args, META)
+    if VALUES1 > 0:
+        _store_columns(acc1 * rescale, VALUES0, received, lse_row, rows, h_of_rows, args, META)
+
+
+@hopper_kernel
+def _attn_fwd_mma_kernel(args: MmaArguments, MODS: gl.constexpr, META: gl.constexpr):
+    t = gl.program_id(0)
+    if META.HAS_LENGTHS:  # there are programs for the most tiles that the lengths may need
+        amount = num_tiles_of_programs(args.call, META)
+        if t < amount:
+            _compute_tile(t, amount, args, MODS, META)
+    else:
+        _compute_tile(t, gl.num_programs(0), args, MODS, META)
+
+
+def tiles_and_room(problem: Problem, tile: MmaTile, group: int) -> tuple[int, int]:
+    """Returns (number of tiles, number of programs that the device runs at once), for `number_of_splits`."""
+    return number_of_tiles(problem, tile, group), SPLIT_PROGRAMS * num_processors(problem.device)
+
+
+def mma_forward(
+    problem: Problem,
+    out: Tensor,
+    lse: Tensor,
+    max_logit: Tensor | None = None,
+    tile: MmaTile | None = None,
+    group: int | None = None,
+    splits: int | None = None,
+) -> None:
+    """Launches the forward of a call that `forward_unsupported` does not reject; for group and splits see `hopper_forward`."""
+    x = problem
+    tile = tile or forward_tile(x)
+    group = heads_of_a_tile(x, tile) if group is None else group
+    tiles, room = tiles_and_room(x, tile, group)
+    splits = number_of_splits(x, tiles, room) if splits is None else splits
+    meta = forward_meta(x, tile, group, is_split=splits > 1, has_max_logit=max_logit is not None)
+    parts = SplitParts.empty(splits, lse, meta.V0, x.is_unbounded) if splits > 1 else None
+    work = forward_work(x, tile.block_m // slots_of_heads(group), group, has_table=x.has_lengths)
+    if work.table_ptr is not None:
+        tiles = (work.table_ptr.shape[0] - 2) * (x.num_heads // group)
+    if max_logit is not None:
+        max_logit.fill_(float("-inf"))
+    arguments = MmaArguments(
+        q=rows_of(x.q, meta),
+        k=rows_of(x.k, meta),
+        v=rows_of(x.v, meta),
+        call=Arguments(
+            descriptors=None,
+            steps=None,
+            results=Results(
+                lse_ptr=lse if parts is None else parts.lse,
+                max_logit_ptr=max_logit,
+                parts_ptr=None if parts is None else parts.out,
+                whole_lse_ptr=None,
+                out=rows_of(out, meta),
+            ),
+            descales=None,
+            work=work,
+            num_splits=splits if splits > 1 else None,
+            plan=None,
+            lengths_q=x.lengths_q,
+            lengths_kv=x.lengths_kv,
+            v_blocks=None,
+            pages=x.pages,
+            band=x.band,
+            scores=x.scores,
+            softmax_offset_ptr=x.softmax_offset,
+            dropout=x.dropout,
+            lists=x.lists("kv"),
+        ),
+    )
+    launch_tile = Tile(tile.block_m, tile.block_n, tile.warps, tile.num_stages)
+    launch(_attn_fwd_mma_kernel, tiles * splits, out.device, launch_tile, (arguments, x.mods, meta))
+    if parts is not None:
+        queries = tile.block_m // slots_of_heads(group)
+        planned = PlannedTile(heads=group, queries=queries, seen=queries, keys=tile.block_n, writes_whole=True)
+        combine_parts(x, parts, (out, lse), None, planned)
+    elif x.has_padding_q:
+        zero_padding(x, out, "q", lse)

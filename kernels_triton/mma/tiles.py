@@ -1,0 +1,103 @@
+"""Tiles of the kernels for mma.sync, by head dim and by the shared memory of a program."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flexattn.kernels_triton.common.problem import Problem
+from flexattn.kernels_triton.runtime.device import capability_of
+
+CAPABILITIES = frozenset((80, 86, 89, 120))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MmaTile:
+    """A tile of the forward. It serves head dims up to `head_dim_qk` and `head_dim_v`."""
+
+    head_dim_qk: int
+    head_dim_v: int
+    block_m: int
+    block_n: int
+    warps: int  # each has 16 rows of a product at a time
+    # 1: k and v have one buffer each. v comes during the scores, and the next k during the softmax and the product with v.
+    # 2: k and v have rings of two, and a block comes during the products of the block before.
+    num_stages: int
+    holds_q: bool = False  # q is in registers, and its shared memory is free for k and v
+
+
+# Not measured on such a GPU: code for sm_80 and sm_89 was timed on an NVIDIA H100.
+_LARGE_MEMORY = (  # 163 KiB
+    MmaTile(head_dim_qk=64, head_dim_v=64, block_m=128, block_n=64, warps=4, num_stages=2, holds_q=True),
+    MmaTile(head_dim_qk=96, head_dim_v=96, block_m=128, block_n=64, warps=4, num_stages=1),
+    MmaTile(head_dim_qk=128, head_dim_v=128, block_m=128, block_n=32, warps=4, num_stages=2),
+    MmaTile(head_dim_qk=192, head_dim_v=128, block_m=128, block_n=64, warps=8, num_stages=1),
+    MmaTile(head_dim_qk=256, head_dim_v=256, block_m=128, block_n=64, warps=8, num_stages=1),
+)
+_SMALL_MEMORY = (  # 99 KiB
+    MmaTile(head_dim_qk=64, head_dim_v=64, block_m=128, block_n=64, warps=4, num_stages=2, holds_q=True),
+    MmaTile(head_dim_qk=96, head_dim_v=96, block_m=128, block_n=64, warps=4, num_stages=1),
+    MmaTile(head_dim_qk=128, head_dim_v=128, block_m=128, block_n=32, warps=4, num_stages=1),
+    MmaTile(head_dim_qk=192, head_dim_v=128, block_m=128, block_n=32, warps=8, num_stages=1),
+    MmaTile(head_dim_qk=256, head_dim_v=256, block_m=128, block_n=32, warps=8, num_stages=1),
+)
+_MODIFIED = (  # registers for values beside the scores: a bias, mods, random numbers
+    MmaTile(head_dim_qk=64, head_dim_v=64, block_m=64, block_n=64, warps=4, num_stages=2, holds_q=True),
+    MmaTile(head_dim_qk=128, head_dim_v=128, block_m=64, block_n=64, warps=4, num_stages=1),
+    MmaTile(head_dim_qk=256, head_dim_v=256, block_m=64, block_n=32, warps=4, num_stages=1),
+)
+WIDEST = _LARGE_MEMORY[-1].head_dim_qk
+
+
+def forward_tile(problem: Problem, capability: int | None = None) -> MmaTile:
+    """Returns the tile for this problem, for its own device or for one of `capability`."""
+    x = problem
+    tiles: tuple[MmaTile, ...] = _LARGE_MEMORY if (capability or capability_of(x.device)) == 80 else _SMALL_MEMORY
+    if x.is_modified or x.dropout_p > 0:
+        tiles = _MODIFIED
+    return next(tile for tile in tiles if x.q.shape[-1] <= tile.head_dim_qk and x.v.shape[-1] <= tile.head_dim_v)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MmaBackwardTile:
+    """A tile of the fused backward. It serves head dims up to `head_dim`, of q and k and of v."""
+
+    head_dim: int
+    block_m: int  # queries of an iteration
+    block_n: int  # keys of a program
+    warps: int
+    # Warps along the keys in scores, along the keys in dk and dv, and along the queries in dq; the others are along columns
+    score_warps: int
+    key_warps: int
+    query_warps: int
+    q_stages: int
+    holds_v: bool  # v is in registers, and its shared memory is free for other tiles
+
+
+_BACKWARD_LARGE_MEMORY = (
+    MmaBackwardTile(
+        head_dim=64, block_m=32, block_n=128, warps=4, score_warps=4, key_warps=4, query_warps=2, q_stages=2, holds_v=True
+    ),
+    MmaBackwardTile(
+        head_dim=128, block_m=64, block_n=128, warps=8, score_warps=4, key_warps=4, query_warps=2, q_stages=2, holds_v=False
+    ),
+    MmaBackwardTile(
+        head_dim=256, block_m=64, block_n=64, warps=8, score_warps=4, key_warps=2, query_warps=2, q_stages=1, holds_v=False
+    ),
+)
+_BACKWARD_SMALL_MEMORY = (
+    _BACKWARD_LARGE_MEMORY[0],
+    MmaBackwardTile(
+        head_dim=128, block_m=32, block_n=64, warps=4, score_warps=4, key_warps=4, query_warps=2, q_stages=2, holds_v=True
+    ),
+    MmaBackwardTile(
+        head_dim=256, block_m=32, block_n=64, warps=8, score_warps=4, key_warps=2, query_warps=1, q_stages=1, holds_v=True
+    ),
+)
+
+
+def backward_tile(problem: Problem, capability: int | None = None) -> MmaBackwardTile:
+    """Returns the tile for this problem, for its own device or for one of `capability`."""
+    x = problem
+    width = max(x.q.shape[-1], x.v.shape[-1])
+    is_large = (capability or capability_of(x.device)) == 80
+    return next(tile for tile in (_BACKWARD_LARGE_MEMORY if is_large else _BACKWARD_SMALL_MEMORY) if width <= tile.head_dim)

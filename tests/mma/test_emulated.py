@@ -1,0 +1,259 @@
+"""The Gluon forward for mma.sync in the emulator: right, and without a race of cp.async, over many schedules.
+
+If a fault is injected, every schedule must find it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from flexattn import create_block_mask, emulator
+from flexattn.bench.emulated import emulated
+from flexattn.block_mask import block_lists
+from flexattn.dispatch import triton_backend
+from flexattn.dispatch.spec import AttentionSpec, Operands, Window, as_bshd, empty_outputs
+from flexattn.functional import bind_call
+from flexattn.kernels_triton.mma import conditions, copies
+from flexattn.kernels_triton.mma import forward as mma_forward
+from flexattn.kernels_triton.runtime.device import pretended_device
+from flexattn.mods.trace import trace_mods
+from flexattn.ops import spec_to_run
+from flexattn.testing import make_call, make_inputs
+from tests.hopper.test_dropout import dropped
+from tests.hopper.test_mods import FEATURES
+from tests.hopper.test_pages import make_arguments
+from tests.support import inject
+from tests.support.gluon_calls import BANDS, EVERYTHING, SEEDS, SINKS, UNEVEN, check_results, without_gpu
+from tests.support.inject import drop, kernels_with, with_argument
+
+DENSE = {"lengths_q": [300] * 2, "lengths_kv": [330] * 2, "num_heads": 2, "num_heads_kv": 1}
+LIMITS = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 120: 99 * 1024}  # bytes of shared memory of a program
+
+
+def run(
+    seed: int,
+    spec: AttentionSpec,
+    x: Operands,
+    kernels: ModuleType = mma_forward,
+    splits: int | None = None,
+    capability: int = 80,
+) -> emulator.Report:
+    """Returns the emulator's report. If it has no bug, out and lse are compared with the oracle."""
+    with emulated(seed, kernels) as reports:
+        problem = triton_backend.to_problem(spec, x)
+        out, lse, max_logit = empty_outputs(spec, x)
+        rows = as_bshd(out, spec.q_format)
+        with pretended_device(capability, 108):
+            assert conditions.forward_unsupported(problem, rows) is None
+            kernels.mma_forward(problem, rows, lse, max_logit if spec.return_max_logit else None, splits=splits)
+    report = reports["_attn_fwd_mma_kernel"]
+    assert report.shared_bytes <= LIMITS[capability]
+    if not report.bugs:
+        check_results(spec, x, out, lse, max_logit if spec.return_max_logit else None)
+    return report
+
+
+def case_of(call: dict[str, Any], **inputs: Any) -> tuple[AttentionSpec, Operands]:
+    given = make_inputs(**{"dtype": torch.bfloat16, "head_dim_qk": 128, "head_dim_v": 128, **inputs})
+    return make_call(given, **{"return_max_logit": False, **call})
+
+
+def check(seed: int, call: dict[str, Any], splits: int | None = None, capability: int = 80, **inputs: Any) -> None:
+    report = run(seed, *case_of(call, **inputs), splits=splits, capability=capability)
+    assert not report.findings, f"seed {seed}: {report}"
+
+
+@pytest.mark.sample(values=True)
+@without_gpu
+@pytest.mark.parametrize("band", BANDS, ids=str)
+@pytest.mark.parametrize("fmt", ["bshd", "sbhd", "bhsd", "thd", "thd_2bshd"])
+def test_formats_and_bands(fmt: str, band: dict[str, Any]) -> None:
+    seed = 2 + 4 * ["bshd", "sbhd", "bhsd", "thd", "thd_2bshd"].index(fmt) + BANDS.index(band)  # a schedule each
+    dim = (64, 128)[(seed + seed // 4) % 2]
+    inputs = {"lengths_q": [70, 0, 300], "lengths_kv": [330, 9, 165], "num_heads": 2, "num_heads_kv": 1}
+    check(seed, band, qkv_format=fmt, padding=True, gap=2, dtype=torch.float16, head_dim_qk=dim, head_dim_v=dim, **inputs)
+
+
+@pytest.mark.sample(pairs=False)
+@without_gpu
+@pytest.mark.parametrize(
+    "band",
+    [{"attn_mask_type": mask} for mask in ("no_mask", "causal", "causal_bottom_right")] + [{"window_size": (150, 70)}],
+    ids=str,
+)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("capability", LIMITS)
+def test_dense(band: dict[str, Any], dim: int, capability: int) -> None:
+    """Lazy and random schedules; blocks that an edge cuts on either side, and complete ones."""
+    for seed in (1, 7):
+        check(seed, band, capability=capability, head_dim_qk=dim, head_dim_v=dim, strided=seed == 7, **DENSE)
+
+
+@pytest.mark.sample(values=True)
+@without_gpu
+@pytest.mark.parametrize("bottom_right", [True, False])
+@pytest.mark.parametrize("window", [(None, -40), (-30, None), (60, -20), (-25, 90), (None, -300), (5, -11)], ids=str)
+def test_windows_beside_the_diagonal(window: tuple[int | None, int | None], bottom_right: bool) -> None:
+    band = {"attn_mask_type": "padding", "window_size": Window(*window), "bottom_right_diagonal": bottom_right}
+    inputs = {"lengths_q": [70, 0, 300], "lengths_kv": [190, 9, 365], "num_heads": 2, "num_heads_kv": 1}
+    dim = 64 if bottom_right else 128
+    check(3 + (window[1] or -1) % 7, band, qkv_format="thd", padding=True, gap=2, head_dim_qk=dim, head_dim_v=dim, **inputs)
+
+
+@pytest.mark.sample(pairs=False)
+@without_gpu
+@pytest.mark.parametrize("capability", [80, 89])
+@pytest.mark.parametrize(
+    "dims", [(64, 64), (128, 128), (40, 72), (192, 128), (160, 64), (8, 8), (96, 96), (80, 80), (256, 256), (248, 136)], ids=str
+)
+def test_head_dims_and_sinks(dims: tuple[int, int], capability: int) -> None:
+    call = EVERYTHING | {"softmax_offset": SINKS}
+    for seed in (0, 1, 5):
+        check(seed, call, capability=capability, qkv_format="thd", gap=3, head_dim_qk=dims[0], head_dim_v=dims[1], **UNEVEN)
+
+
+@without_gpu
+def test_rows_whose_maximum_rises_by_much() -> None:
+    for seed in (1, 4):
+        check(seed, {"attn_mask_type": "causal"}, outliers=True, lengths_q=[500], lengths_kv=[500], num_heads=2, num_heads_kv=2)
+
+
+@pytest.mark.sample(pairs=False)
+@without_gpu
+@pytest.mark.parametrize("name", FEATURES)
+def test_mods_and_biases(name: str) -> None:
+    seed = 2 + list(FEATURES).index(name)
+    check(seed, {"attn_mask_type": "padding_causal", **FEATURES[name]("cpu")}, qkv_format="thd", gap=3, **UNEVEN)
+
+
+@pytest.mark.sample
+@without_gpu
+@pytest.mark.parametrize("shape", [(1, 1), (2, 4)], ids=str)
+def test_post_scale_bias(shape: tuple[int, int]) -> None:
+    bias = torch.randn(*shape, 300, 330, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    inputs = {"lengths_q": [300] * 2, "lengths_kv": [330] * 2, "num_heads": 4, "num_heads_kv": 2}
+    check(4, {"bias_type": "post_scale_bias", "bias": bias, "attn_mask_type": "causal"}, **inputs)
+
+
+@pytest.mark.sample
+@without_gpu
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)], ids=str)
+def test_dropout(dims: tuple[int, int]) -> None:
+    """The reference drops the same weights, bit for bit: one weight more or less is far outside the error budget."""
+    call = EVERYTHING | dropped() | {"softmax_offset": SINKS}
+    check(dims[0] % 20, call, qkv_format="thd", gap=3, head_dim_qk=dims[0], head_dim_v=dims[1], **UNEVEN)
+    check(3, {"attn_mask_type": "causal"} | dropped(p=0.1), head_dim_qk=dims[0], head_dim_v=dims[1], **DENSE)
+
+
+@pytest.mark.sample
+@without_gpu
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize(("heads", "dim"), [(8, 64), (6, 128), (2, 128), (4, 96)])
+def test_few_queries(heads: int, dim: int, splits: int) -> None:
+    """Heads that share a tile, three of four rows, or none; keys in one part, or in three."""
+    inputs = {"lengths_q": [9, 1], "lengths_kv": [500, 130], "num_heads": heads, "num_heads_kv": 2, "padding": True}
+    call = {"attn_mask_type": "padding_causal_bottom_right", "softmax_type": "off-by-one"} | dropped()
+    check(heads + splits, call, splits, head_dim_qk=dim, head_dim_v=dim, **inputs)
+
+
+@pytest.mark.sample(pairs=False)
+@without_gpu
+@pytest.mark.parametrize("features", [{}, {"softcap": 2.0}, {"bias_type": "alibi"}], ids=str)
+def test_max_logit_beside_sinks(features: dict[str, Any]) -> None:
+    """A sink is not a key's logit, and comes last."""
+    if "bias_type" in features:
+        features = features | FEATURES["alibi"]("cpu")
+    call = EVERYTHING | {"softmax_offset": SINKS, "return_max_logit": True} | features
+    for seed in (1, 6):
+        check(seed, call, qkv_format="thd", gap=3, **UNEVEN)
+
+
+@without_gpu
+@pytest.mark.parametrize(("lengths_q", "heads"), [([100, 9], 2), ([3, 1], 4)], ids=str)
+def test_a_mask_is_asked_of_all_rows_of_a_tile(lengths_q: list[int], heads: int) -> None:
+    """A block is fully visible to the first queries, and not to the next ones; and heads share a tile."""
+    masks = trace_mods(None, lambda b, h, i, j: (i < 50) | (j < 10))
+    inputs = {"lengths_q": lengths_q, "lengths_kv": [330, 140], "num_heads": heads, "num_heads_kv": 2}
+    check(5, {"attn_mask_type": "padding", "mods": masks}, qkv_format="thd", **inputs)
+
+
+def _documents(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return (q_idx // 75 == kv_idx // 75) | (kv_idx < 20)
+
+
+@without_gpu
+def test_block_masks() -> None:
+    """A tile has 64 queries, so blocks of 128 are two tiles."""
+    for size, seed in ((128, 3), (128, 5), (64, 3)):
+        mask = create_block_mask(_documents, None, None, 300, 400, "cpu", BLOCK_SIZE=(size, 128))
+        lists = block_lists(mask, 2, 2, 300, 330, torch.device("cpu"))
+        call = {"attn_mask_type": "causal", "mods": trace_mods(None, mask.mask_mod, needs_grad=True), "blocks": lists}
+        check(seed, call, **DENSE)
+
+
+@pytest.mark.sample
+@without_gpu
+@pytest.mark.parametrize("page_size", [16, 48, 256])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_pages(page_size: int, dim: int) -> None:
+    x, settings = bind_call(**make_arguments(page_size, "[pages, size, heads, dim]", dim))
+    report = run(page_size, spec_to_run(x, settings), x, splits=1)
+    assert not report.findings, str(report)
+
+
+@without_gpu
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("dim", [64, 128])
+def test_twenty_schedules(dim: int) -> None:
+    for seed in SEEDS:
+        check(seed, EVERYTHING | {"softmax_offset": SINKS}, qkv_format="thd", head_dim_qk=dim, head_dim_v=dim, **UNEVEN)
+        check(seed, {"attn_mask_type": "causal"}, head_dim_qk=dim, head_dim_v=dim, **DENSE)
+
+
+# With a capability whose tile at head dim 128 has the form of the loop: 80 has rings, and 89 one buffer for k and one for v
+FAULTS: dict[str, tuple[ModuleType, int, inject.Fault]] = {
+    "a block is multiplied before it has come": (mma_forward, 80, drop("wait_group(0)", within="_take_blocks", nth=0)),
+    "k is multiplied before it has come": (mma_forward, 89, drop("wait_group(0)", within="_take_blocks", nth=0)),
+    "v is multiplied before it has come": (mma_forward, 89, drop("wait_group(0)", within="_take_blocks", nth=1)),
+    "a wait leaves a group out": (mma_forward, 80, with_argument("wait_group(0)", 0, "1", within="_take_blocks", nth=0)),
+    "copies are in no group": (mma_forward, 80, drop("commit_group()", within="_take_blocks", nth=0)),
+    "v is in no group": (mma_forward, 89, drop("commit_group()", within="_take_blocks", nth=1)),
+    "the next k overwrites the one that is multiplied": (
+        mma_forward,
+        80,
+        with_argument("_copy_k(following)", 2, "slot", within="_take_blocks"),
+    ),
+    "the next v overwrites the one that is multiplied": (
+        mma_forward,
+        80,
+        with_argument("_copy_v(following)", 2, "slot", within="_take_blocks"),
+    ),
+    "v of another block": (mma_forward, 80, with_argument("_copy_v(following)", 3, "column", within="_take_blocks")),
+    "the first k is in the other stage": (mma_forward, 80, with_argument("_copy_k(column)", 2, "1", within="_compute_tile")),
+    "the program ends under a copy": (mma_forward, 80, drop("wait_group(0)", within="_compute_tile", nth=1)),
+    "out is not rescaled": (mma_forward, 80, with_argument("_add_values(weights)", 0, "acc0", within="_take_blocks", nth=0)),
+    "rows past the end are read": (copies, 80, with_argument("gl.minimum(length)", 1, "2**20", within="_copy_part_of_keys")),
+}
+
+
+@pytest.mark.sample(pairs=False)
+@without_gpu
+@pytest.mark.parametrize("name", FAULTS)
+# round robin and random; eager, lazy and random
+@pytest.mark.parametrize("seeds", [(2, 5), pytest.param((0, 1, 11), marks=pytest.mark.exhaustive)], ids=["few", "more"])
+def test_injected_fault_is_found(seeds: tuple[int, ...], name: str, tmp_path: Path) -> None:
+    where, capability, fault = FAULTS[name]
+    [kernels] = kernels_with((mma_forward,), where, fault, tmp_path)
+    inputs = {"lengths_q": [300, 20], "lengths_kv": [300, 0], "num_heads": 3, "num_heads_kv": 1, "outliers": True}
+    case = case_of({"attn_mask_type": "padding_causal"}, qkv_format="thd", **inputs)
+    for seed in seeds:
+        try:
+            report = run(seed, *case, kernels, capability=capability)
+        except AssertionError:  # a wrong result
+            continue
+        assert report.findings, f"not found on seed {seed}: {report}"
