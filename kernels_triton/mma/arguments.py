@@ -29,6 +29,8 @@ class MmaMeta(NamedTuple):
     BLOCK_M: int
     BLOCK_N: int
     HAS_PAGES: bool
+    IS_FP8: bool
+    SENDS_LISTS: bool  # with a block mask, as in `ForwardMeta`
     CONSUMERS: int
     WARPS: int
     QK0: int  # widths of the one or two parts of a head dim
@@ -62,6 +64,8 @@ def forward_meta(problem: Problem, tile: MmaTile, group: int, *, is_split: bool,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         HAS_PAGES=x.page_table is not None,
+        IS_FP8=False,
+        SENDS_LISTS=x.block_mask is not None,
         CONSUMERS=1,
         WARPS=tile.warps,
         QK0=qk[0],

@@ -285,7 +285,7 @@ def _compute_tile(t, amount, mma_args: MmaArguments, MODS: gl.constexpr, META: g
     if VALUES1 > 0:
         acc1 = gl.zeros([BLOCK_M, VALUES1], gl.float32, layout=PRODUCT)
     sums = Sums(row_max=row_max, row_sum=row_sum, acc0=acc0, acc1=acc1)
-    unmasked = unmasked_blocks(tile.first_row, BLOCK_M // META.GROUP, num_blocks, block_range, band, META)
+    unmasked = unmasked_blocks(tile.first_row, BLOCK_M // META.GROUP, num_blocks, block_range, band, 1, META)
     begin = gl.minimum(unmasked.begin, num_blocks)
     end = gl.maximum(unmasked.end, begin)
     sums = _take_blocks(sums, 0, begin, same, tiles, place, mma_args, True, MODS, META)
