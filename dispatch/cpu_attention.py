@@ -63,7 +63,7 @@ def forward(spec: AttentionSpec, x: Operands) -> tuple[Tensor, Tensor, Tensor] |
 
     spec, x: a call that `takes` accepts. The eager backend has rules for inputs that lead to elements that are not finite.
     """
-    mask = _mask(spec, x)
+    mask = None if x.bias is None else _mask(spec, x.bias, x.softmax_scale)
     with _without_autocast():
         bhsd, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
             *_qkv(spec, x), 0.0, bool(_causal(spec, x)), attn_mask=mask, scale=x.softmax_scale
@@ -87,7 +87,7 @@ def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: T
     if not bool(finite_lse.abs().amax() <= LARGEST_LSE):
         return None
     out, dout = (as_bshd(t, spec.q_format).transpose(1, 2) for t in (out, dout))
-    mask = _mask(spec, x)
+    mask = None if x.bias is None else _mask(spec, x.bias, x.softmax_scale)
     with torch.no_grad(), _without_autocast():
         gradients = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             dout, *_qkv(spec, x), out, finite_lse, 0.0, bool(_causal(spec, x)), attn_mask=mask, scale=x.softmax_scale
@@ -173,15 +173,15 @@ def _contiguous(t: Tensor) -> Tensor:
 
 def _qkv(spec: AttentionSpec, x: Operands) -> tuple[Tensor, ...]:
     """Returns q, k and v as bhsd with a last stride of 1. The operator assumes that stride, and reads the others."""
-    formats = (spec.q_format, spec.kv_format, spec.kv_format)
-    detached = (t.detach() if t.requires_grad else t for t in (x.q, x.k, x.v))
-    bhsd = [t if fmt == "bhsd" else as_bshd(t, fmt).transpose(1, 2) for t, fmt in zip(detached, formats, strict=True)]
-    return tuple([t if t.stride(-1) == 1 else t.contiguous() for t in bhsd])
+    bhsd = []
+    for tensor, fmt in ((x.q, spec.q_format), (x.k, spec.kv_format), (x.v, spec.kv_format)):
+        t = tensor.detach() if tensor.requires_grad else tensor
+        t = t if fmt == "bhsd" else as_bshd(t, fmt).transpose(1, 2)
+        bhsd.append(t if t.stride(-1) == 1 else t.contiguous())
+    return tuple(bhsd)
 
 
-def _mask(spec: AttentionSpec, x: Operands) -> Tensor | None:
-    """Returns the mask that the operator adds to scaled scores, or None."""
-    if x.bias is None:
-        return None
-    bias = x.bias.detach()
-    return bias * x.softmax_scale if spec.bias_type == "pre_scale_bias" else bias
+def _mask(spec: AttentionSpec, bias: Tensor, scale: float) -> Tensor:
+    """Returns the mask that the operator adds to scaled scores, for a bias."""
+    bias = bias.detach()
+    return bias * scale if spec.bias_type == "pre_scale_bias" else bias

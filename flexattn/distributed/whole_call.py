@@ -264,7 +264,8 @@ def _scores(q: Tensor, plan: Plan, options: dict[str, Any]) -> tuple[Scores, Sha
     full = DEFAULTS | options
     _, _, dropout_p = numbers = validation.check_scalars(*(full[name] for name in COMMON[:3]))
     rng_state = options.get("rng_state")
-    validation.check_rng_state(rng_state, q)
+    if rng_state is not None:
+        validation.check_rng_state(rng_state, q)
     bias, slopes, offset = (options.get(name) for name in ("bias", "alibi_slopes", "softmax_offset"))
     if plan.is_packed and bias is not None:
         raise ValueError("bias is given with a plan of documents; accepted: a score_mod that reads it by position in the document")
@@ -273,7 +274,8 @@ def _scores(q: Tensor, plan: Plan, options: dict[str, Any]) -> tuple[Scores, Sha
         isinstance(bias, torch.Tensor) and bias.dim() == 4 and bias.shape[2] == own_rows and own_rows not in (1, plan.length)
     )
     validation.check_bias(bias_type, bias, q, (batch, heads, own_rows if has_own_rows else plan.length, plan.length_kv))
-    validation.check_alibi_slopes(bias_type, slopes, q, batch, heads)
+    if slopes is not None:
+        validation.check_alibi_slopes(bias_type, slopes, q, batch, heads)
     validation.check_softmax_offset(softmax_type, offset, q, heads)
     if bias_type == "alibi" and slopes is None:
         slopes = default_alibi_slopes(heads, q)
