@@ -97,8 +97,16 @@ def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: T
     return Gradients(*spec.results.stored((dq, dk, dv), (spec.q_format, spec.kv_format), spec.out_dtype), None, None, None)
 
 
-class _Kept:
-    """One direction of a cached call that `takes` accepts, with its shapes analysed once. It is used as a `Recording`."""
+class KeptForward:
+    """The forward of a cached call that `takes` accepts, with its shapes analysed once. It is used as a `Recording`."""
+
+    def __init__(self, spec: AttentionSpec, x: Operands, otherwise: Callable[[Sequence[Any]], Sequence[Any]]) -> None:
+        """otherwise: computes the results from the same tensors if the operator cannot."""
+        self.otherwise = otherwise
+        self.is_causal, self.scale = bool(_causal(spec, x)), x.softmax_scale
+        formats = (spec.q_format, spec.kv_format, spec.kv_format)
+        self.to_bhsd = [tuple(fmt.index(dim) for dim in "bhsd") for fmt in formats]
+        self.from_bhsd = [tuple("bhsd".index(dim) for dim in fmt) for fmt in formats]
 
     def can_replay(self) -> bool:
         """Returns True."""
@@ -107,36 +115,17 @@ class _Kept:
     def with_numbers(self, numbers: Sequence[float]) -> None:
         """Returns None: torch's operator gets the call's numbers as arguments, so each call needs its own."""
 
-
-class KeptForward(_Kept):
-    """The forward of a cached call."""
-
-    def __init__(self, spec: AttentionSpec, x: Operands, otherwise: Callable[[Sequence[Any]], Sequence[Any]]) -> None:
-        """otherwise: computes the call from the same tensors if an element of the result is not finite."""
-        self.otherwise = otherwise
-        self.is_causal, self.scale = bool(_causal(spec, x)), x.softmax_scale
-        self.to_bhsd = _orders(spec, "bhsd")
-        self.to_q = tuple("bhsd".index(dim) for dim in spec.q_format)
-
     def replay(self, tensors: Sequence[Any], addresses: Sequence[int]) -> Sequence[Any]:
         """Returns out, lse and None for max_logit. tensors: q, k, v, then only None."""
         qkv = [t.permute(order) for t, order in zip(tensors, self.to_bhsd, strict=False)]
         bhsd, lse = _forward_op(*qkv, 0.0, self.is_causal, attn_mask=None, scale=self.scale)
         if not math.isfinite(bhsd.sum().item()):
             return self.otherwise(tensors)
-        return _contiguous(bhsd.permute(self.to_q)), _contiguous(lse), None
+        return _contiguous(bhsd.permute(self.from_bhsd[0])), _contiguous(lse), None
 
 
-class KeptBackward(_Kept):
-    """The backward of a cached call."""
-
-    def __init__(self, spec: AttentionSpec, x: Operands, otherwise: Callable[[Sequence[Any]], Sequence[Any]]) -> None:
-        """otherwise: computes the backward from the same tensors if an lse is large."""
-        self.otherwise = otherwise
-        self.is_causal, self.scale = bool(_causal(spec, x)), x.softmax_scale
-        self.to_bhsd = _orders(spec, "bhsd")
-        formats = (spec.q_format, spec.kv_format, spec.kv_format)
-        self.from_bhsd = [tuple("bhsd".index(dim) for dim in fmt) for fmt in formats]
+class KeptBackward(KeptForward):
+    """The backward of such a call."""
 
     def replay(self, tensors: Sequence[Any], addresses: Sequence[int]) -> Sequence[Any]:
         """Returns the gradients of q, k and v, and None twice. tensors: the forward's, then out, lse, dout and None."""
@@ -153,11 +142,6 @@ def can_be_kept(spec: AttentionSpec, x: Operands) -> bool:
     """Returns whether `KeptForward` and `KeptBackward` support a call: if `takes` does, rows are dense, without a bias or out."""
     is_plain = x.bias is None and x.out is None and spec.results == Results() and not torch.is_autocast_enabled("cpu")
     return is_plain and all(t.stride(-1) == 1 for t in (x.q, x.k, x.v)) and takes(spec, x)
-
-
-def _orders(spec: AttentionSpec, order: str) -> list[tuple[int, ...]]:
-    """Returns the permutations of q, k and v to another order of dims."""
-    return [tuple(fmt.index(dim) for dim in order) for fmt in (spec.q_format, spec.kv_format, spec.kv_format)]
 
 
 def _without_autocast() -> contextlib.AbstractContextManager[Any]:

@@ -368,7 +368,7 @@ def new_call(
         return None  # `CachedCall.operands` would not put such a tensor in its place
     if x.alibi_slopes is not None and (x.alibi_slopes.is_inference() or is_capturing(x.q.device)):
         return None  # later calls may not use slopes of a captured graph
-    position: dict[int, int] = {}  # of each tensor, its first
+    position: dict[int, int] = {}
     for i, tensor in enumerate(key.tensors):
         if tensor is not None:
             position.setdefault(id(tensor), i)
@@ -401,10 +401,15 @@ def remember(key: CallKey, call: CachedCall) -> None:
     kind, numbers = key.parts
     if call.is_checked and _calls.get(kind, {}).get(numbers) is call:
         return
-    kinds, _, _, _, window, _ = kind[0]
-    if any(isinstance(part, type) and issubclass(part, Tensor) for part in (*kinds, *(window or ()))):
-        return  # the number may change in the tensor, and the key has only the object
-    _keep(kind, numbers, call)
+    if not has_tensor_numbers(key):
+        _keep(kind, numbers, call)
+
+
+def has_tensor_numbers(key: CallKey) -> bool:
+    """Returns whether an argument is a tensor in place of a number, which may change: the key has only the object."""
+    whole: Any = key.parts[0]
+    kinds, _, _, _, window, _ = whole[0]
+    return any(isinstance(part, type) and issubclass(part, Tensor) for part in (*kinds, *(window or ())))
 
 
 def _keep(kind: Hashable, numbers: _Numbers, call: CachedCall) -> None:

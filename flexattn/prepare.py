@@ -35,9 +35,6 @@ if TYPE_CHECKING:
     from flexattn.mods.trace import Mod, Traced
 
 
-_tensors_of = operator.itemgetter(*TENSOR_OPTIONS)
-
-
 class Prepared(NamedTuple):
     """A call that is checked and can run."""
 
@@ -136,7 +133,7 @@ def prepare(
         q=q,
         k=k,
         v=v,
-        **dict(zip(TENSOR_OPTIONS, _tensors_of(given), strict=True)),
+        **{name: given[name] for name in TENSOR_OPTIONS},
         max_seqlen_q=sizes.max_q,
         max_seqlen_kv=sizes.max_kv,
         softmax_scale=1.0 / math.sqrt(operator.index(q.shape[-1])) if scale is None else float(scale),
