@@ -71,7 +71,7 @@ class Strategy(Protocol):
 class CheckedCall:
     """A call of `attention` after its checks."""
 
-    given: tuple[str, ...] = ()  # of a kept call, its shared tensors
+    given: tuple[str, ...] = ()  # names of a kept call's shared tensors
 
     def __init__(self, runner: Strategy, plan: Plan, qkv: tuple[Tensor, Tensor, Tensor], shared: Shared) -> None:
         self.runner, self.plan, self.qkv, self.shared = runner, plan, qkv, shared
