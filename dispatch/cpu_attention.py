@@ -63,7 +63,7 @@ def forward(spec: AttentionSpec, x: Operands) -> tuple[Tensor, Tensor, Tensor] |
 
     spec, x: a call that `takes` accepts. The eager backend has rules for inputs that lead to elements that are not finite.
     """
-    mask = _mask(spec, x)
+    mask = None if x.bias is None else _mask(spec, x.bias, x.softmax_scale)
     with _without_autocast():
         bhsd, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
             *_qkv(spec, x), 0.0, bool(_causal(spec, x)), attn_mask=mask, scale=x.softmax_scale
@@ -87,7 +87,7 @@ def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: T
     if not bool(finite_lse.abs().amax() <= LARGEST_LSE):
         return None
     out, dout = (as_bshd(t, spec.q_format).transpose(1, 2) for t in (out, dout))
-    mask = _mask(spec, x)
+    mask = None if x.bias is None else _mask(spec, x.bias, x.softmax_scale)
     with torch.no_grad(), _without_autocast():
         gradients = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             dout, *_qkv(spec, x), out, finite_lse, 0.0, bool(_causal(spec, x)), attn_mask=mask, scale=x.softmax_scale
@@ -97,8 +97,16 @@ def backward(spec: AttentionSpec, x: Operands, out: Tensor, lse: Tensor, dout: T
     return Gradients(*spec.results.stored((dq, dk, dv), (spec.q_format, spec.kv_format), spec.out_dtype), None, None, None)
 
 
-class _Kept:
-    """One direction of a cached call that `takes` accepts, with its shapes analysed once. It is used as a `Recording`."""
+class KeptForward:
+    """The forward of a cached call that `takes` accepts, with its shapes analysed once. It is used as a `Recording`."""
+
+    def __init__(self, spec: AttentionSpec, x: Operands, otherwise: Callable[[Sequence[Any]], Sequence[Any]]) -> None:
+        """otherwise: computes the results from the same tensors if the operator cannot."""
+        self.otherwise = otherwise
+        self.is_causal, self.scale = bool(_causal(spec, x)), x.softmax_scale
+        formats = (spec.q_format, spec.kv_format, spec.kv_format)
+        self.to_bhsd = [tuple(fmt.index(dim) for dim in "bhsd") for fmt in formats]
+        self.from_bhsd = [tuple("bhsd".index(dim) for dim in fmt) for fmt in formats]
 
     def can_replay(self) -> bool:
         """Returns True."""
@@ -107,36 +115,17 @@ class _Kept:
     def with_numbers(self, numbers: Sequence[float]) -> None:
         """Returns None: torch's operator gets the call's numbers as arguments, so each call needs its own."""
 
-
-class KeptForward(_Kept):
-    """The forward of a cached call."""
-
-    def __init__(self, spec: AttentionSpec, x: Operands, otherwise: Callable[[Sequence[Any]], Sequence[Any]]) -> None:
-        """otherwise: computes the call from the same tensors if an element of the result is not finite."""
-        self.otherwise = otherwise
-        self.is_causal, self.scale = bool(_causal(spec, x)), x.softmax_scale
-        self.to_bhsd = _orders(spec, "bhsd")
-        self.to_q = tuple("bhsd".index(dim) for dim in spec.q_format)
-
     def replay(self, tensors: Sequence[Any], addresses: Sequence[int]) -> Sequence[Any]:
         """Returns out, lse and None for max_logit. tensors: q, k, v, then only None."""
         qkv = [t.permute(order) for t, order in zip(tensors, self.to_bhsd, strict=False)]
         bhsd, lse = _forward_op(*qkv, 0.0, self.is_causal, attn_mask=None, scale=self.scale)
         if not math.isfinite(bhsd.sum().item()):
             return self.otherwise(tensors)
-        return _contiguous(bhsd.permute(self.to_q)), _contiguous(lse), None
+        return _contiguous(bhsd.permute(self.from_bhsd[0])), _contiguous(lse), None
 
 
-class KeptBackward(_Kept):
-    """The backward of a cached call."""
-
-    def __init__(self, spec: AttentionSpec, x: Operands, otherwise: Callable[[Sequence[Any]], Sequence[Any]]) -> None:
-        """otherwise: computes the backward from the same tensors if an lse is large."""
-        self.otherwise = otherwise
-        self.is_causal, self.scale = bool(_causal(spec, x)), x.softmax_scale
-        self.to_bhsd = _orders(spec, "bhsd")
-        formats = (spec.q_format, spec.kv_format, spec.kv_format)
-        self.from_bhsd = [tuple("bhsd".index(dim) for dim in fmt) for fmt in formats]
+class KeptBackward(KeptForward):
+    """The backward of such a call."""
 
     def replay(self, tensors: Sequence[Any], addresses: Sequence[int]) -> Sequence[Any]:
         """Returns the gradients of q, k and v, and None twice. tensors: the forward's, then out, lse, dout and None."""
@@ -155,11 +144,6 @@ def can_be_kept(spec: AttentionSpec, x: Operands) -> bool:
     return is_plain and all(t.stride(-1) == 1 for t in (x.q, x.k, x.v)) and takes(spec, x)
 
 
-def _orders(spec: AttentionSpec, order: str) -> list[tuple[int, ...]]:
-    """Returns the permutations of q, k and v to another order of dims."""
-    return [tuple(fmt.index(dim) for dim in order) for fmt in (spec.q_format, spec.kv_format, spec.kv_format)]
-
-
 def _without_autocast() -> contextlib.AbstractContextManager[Any]:
     """Returns a context without autocast. If autocast is off, the context does nothing, which saves the time of a small product."""
     return torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else contextlib.nullcontext()
@@ -173,15 +157,15 @@ def _contiguous(t: Tensor) -> Tensor:
 
 def _qkv(spec: AttentionSpec, x: Operands) -> tuple[Tensor, ...]:
     """Returns q, k and v as bhsd with a last stride of 1. The operator assumes that stride, and reads the others."""
-    formats = (spec.q_format, spec.kv_format, spec.kv_format)
-    detached = (t.detach() if t.requires_grad else t for t in (x.q, x.k, x.v))
-    bhsd = [t if fmt == "bhsd" else as_bshd(t, fmt).transpose(1, 2) for t, fmt in zip(detached, formats, strict=True)]
-    return tuple([t if t.stride(-1) == 1 else t.contiguous() for t in bhsd])
+    bhsd = []
+    for tensor, fmt in ((x.q, spec.q_format), (x.k, spec.kv_format), (x.v, spec.kv_format)):
+        t = tensor.detach() if tensor.requires_grad else tensor
+        t = t if fmt == "bhsd" else as_bshd(t, fmt).transpose(1, 2)
+        bhsd.append(t if t.stride(-1) == 1 else t.contiguous())
+    return tuple(bhsd)
 
 
-def _mask(spec: AttentionSpec, x: Operands) -> Tensor | None:
-    """Returns the mask that the operator adds to scaled scores, or None."""
-    if x.bias is None:
-        return None
-    bias = x.bias.detach()
-    return bias * x.softmax_scale if spec.bias_type == "pre_scale_bias" else bias
+def _mask(spec: AttentionSpec, bias: Tensor, scale: float) -> Tensor:
+    """Returns the mask that the operator adds to scaled scores, for a bias."""
+    bias = bias.detach()
+    return bias * scale if spec.bias_type == "pre_scale_bias" else bias

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -49,12 +49,17 @@ ACCEPTED = {  # the values of each variable that has a fixed set of them, its de
 VARIABLES = (*ACCEPTED, "FLEXATTN_PLANS", "FLEXATTN_KERNELS")
 
 
+def check_name(argument: str, value: object, accepted: Sequence[str]) -> None:
+    """Raises ValueError if an argument, or a variable, is none of the accepted names."""
+    if not isinstance(value, str) or value not in accepted:
+        raise ValueError(f"{argument} is {value!r}; accepted: {', '.join(accepted)}")
+
+
 def _value(variable: str) -> str:
     """Returns the value of a variable of ACCEPTED, or its default if it is unset or empty. Raises if it is not accepted."""
     accepted = ACCEPTED[variable]
     value = os.environ.get(variable) or accepted[0]
-    if value not in accepted:
-        raise ValueError(f"the environment variable {variable} is {value!r}; accepted: {', '.join(accepted)}")
+    check_name(f"the environment variable {variable}", value, accepted)
     return value
 
 
@@ -151,11 +156,6 @@ _thread = _Thread()
 _is_used = False  # whether any thread has ever entered a block. If not, calls skip the look-up in the threading.local.
 
 
-def check_request(backend: str) -> None:
-    if backend not in REQUESTS:
-        raise ValueError(f"backend is {backend!r}; accepted: {', '.join(REQUESTS)}")
-
-
 @contextmanager
 def attention_backend(backend: str) -> Iterator[None]:
     """Sets the backend for calls of this thread that name none: "auto", "triton", "cudnn" or "eager".
@@ -171,7 +171,7 @@ def attention_backend(backend: str) -> Iterator[None]:
         ValueError: an unknown name.
     """
     global _is_used
-    check_request(backend)
+    check_name("backend", backend, REQUESTS)
     _is_used = True
     previous, _thread.requested = _thread.requested, backend
     try:
@@ -188,6 +188,6 @@ def current() -> str | None:
 def requested_backend(backend: str | None) -> str:
     """Returns the request of a call with this `backend` argument."""
     if backend is not None:
-        check_request(backend)
+        check_name("backend", backend, REQUESTS)
         return backend
     return _thread.requested or _value("FLEXATTN_BACKEND")

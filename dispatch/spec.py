@@ -131,9 +131,12 @@ def make_band(attn_mask_type: str, window_size: int | tuple[int, int] | Window, 
             near = difflib.get_close_matches(str(value), MASK_TYPES, n=1)
             hint = f"Did you mean {near[0]!r}?" if near else "Pass a mask of another shape as mask= or mask_mod=."
         raise ValueError(f"attn_mask_type is {value!r}; accepted: {', '.join(MASK_TYPES)}. {hint}")
-    window = window_of(window_size, attn_mask_type)
+    left = right = None
+    if window_size is not OPEN_WINDOW:
+        sides = window_of(window_size, attn_mask_type)
+        left, right = (None if side is None else max(-LARGEST_WINDOW, min(side, LARGEST_WINDOW)) for side in sides)
     causal = "causal" in attn_mask_type
-    if causal and window.right is not None and window.right > 0:
+    if causal and right is not None and right > 0:
         raise ValueError(
             f"window_size is {window_size} with attn_mask_type {attn_mask_type!r}: a causal mask sees nothing to the right "
             "of the diagonal, so the right side must be 0 or -1"
@@ -147,7 +150,6 @@ def make_band(attn_mask_type: str, window_size: int | tuple[int, int] | Window, 
                 f"diagonal; use attn_mask_type {other!r}"
             )
         bottom_right = bottom_right_diagonal
-    left, right = (None if side is None else max(-LARGEST_WINDOW, min(side, LARGEST_WINDOW)) for side in window)
     return Band(left, 0 if causal and right is None else right, bottom_right)
 
 

@@ -1,4 +1,4 @@
-"""An extension of griffe: a function decorated with `taking` is shown with its arguments by name, as `help` shows it."""
+"""An extension of griffe: a function decorated with `taking` is shown with all its arguments, as `help` shows it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import griffe
 
 
 class Signatures(griffe.Extension):
-    """Takes the parameters of decorated functions from the imported package. Without JAX the functions for it stay as written."""
+    """Takes parameters and docstrings of decorated functions from the imported package. Functions for JAX need it installed."""
 
     def on_function(self, *, func: griffe.Function, **_: Any) -> None:
         if not any("taking" in str(decorator.value) for decorator in func.decorators):
@@ -19,6 +19,7 @@ class Signatures(griffe.Extension):
             function = getattr(importlib.import_module(func.module.canonical_path), func.name)
         except ImportError:
             return
+        func.docstring = griffe.Docstring(inspect.getdoc(function) or "", parent=func)
         func.parameters = griffe.Parameters(*map(_parameter, inspect.signature(function).parameters.values()))
 
 

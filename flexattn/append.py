@@ -200,7 +200,8 @@ def _check_lengths(k_cache: Tensor, x: Appended) -> int:
             raise ValueError(f"cu_seqlens_q and seqused_q are given with format {new_format}; accepted: one of them")
     if x.page_table is None:
         batches.append(("the batch of k_cache", k_cache.shape[cache_format.index("b")]))
-    batches += check_page_table(x.page_table, "k_cache", k_cache, cache_format)
+    else:
+        batches.append(check_page_table(x.page_table, "k_cache", k_cache, cache_format))
     return check_one_batch(batches)
 
 

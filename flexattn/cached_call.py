@@ -83,12 +83,6 @@ class Layout:
         tensors += given[len(TENSOR_FIELDS) : key.num_arguments]
         return tuple(tensors), [0 if t is None else t.data_ptr() for t in tensors]
 
-    def named(self, tensors: Sequence[Any]) -> dict[str, Any]:
-        """Returns the fields of the operands that are tensors."""
-        mod_tensors = tuple(tensors[len(self.names) : self.num_inputs])
-        lists = {"mod_tensors": mod_tensors[: self.num_mods], "block_mask": mod_tensors[self.num_mods :]}
-        return dict(zip(self.names, tensors, strict=False)) | lists
-
     def check_out(self, tensors: Sequence[Any], addresses: Sequence[int], place: int) -> None:
         """Raises for an out in the memory of another input, which no key has, and tells autograd that out is written."""
         self.extents = self.extents or tuple(map(extent, tensors))
@@ -288,19 +282,20 @@ class CachedCall:
 
     def operands(self, tensors: Sequence[Tensor | None]) -> Operands:
         """Returns the operands with these inputs."""
-        return self.template._replace(**self.layout.named(tensors))
+        layout = self.layout
+        mod_tensors = tuple(tensors[len(layout.names) : layout.num_inputs])
+        fields: dict[str, Any] = dict(zip(layout.names, tensors, strict=False))
+        fields |= {"mod_tensors": mod_tensors[: layout.num_mods], "block_mask": mod_tensors[layout.num_mods :]}
+        return self.template._replace(**fields)
 
     def forward(self, tensors: Sequence[Tensor | None], addresses: Sequence[int]) -> Sequence[Any]:
         """Returns out, lse, max_logit, and then the results of FP8's part."""
         if is_profiled():  # a profiler sees the call as an operator
             with record_function("flexattn::attention_forward"):
-                return self._forward(tensors, addresses)
+                return self.forwards.run(tensors, addresses, self.compute_forward, self._record_forward)
         recording = self.forwards.recording
         if recording is not None and recording.can_replay():  # here too, as most calls end here
             return recording.replay(tensors, addresses)
-        return self._forward(tensors, addresses)
-
-    def _forward(self, tensors: Sequence[Tensor | None], addresses: Sequence[int]) -> Sequence[Any]:
         return self.forwards.run(tensors, addresses, self.compute_forward, self._record_forward)
 
     def _record_forward(self, tensors: Sequence[Any]) -> tuple[Sequence[Any], Replay | None]:

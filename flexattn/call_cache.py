@@ -15,6 +15,7 @@ it only in their tensors, all tensors at once (`likeness`). Only if none is like
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
@@ -76,7 +77,7 @@ class Split:
 
     def __init__(self, names: tuple[str, ...]) -> None:
         given = {*names}
-        places = {name: place for place, name in enumerate(("", "q", "k", "v", *names), len(CONSTANTS))}
+        places = dict(zip(("", "q", "k", "v", *names), itertools.count(len(CONSTANTS)), strict=False))
 
         def pick(*wanted: str) -> Any:
             return operator.itemgetter(*(places.get(name, _ABSENT.get(name, 0)) for name in wanted))
@@ -109,7 +110,7 @@ class Split:
                     return None
                 tensors = (*self.all_tensors(values), *descales, *fp8_tensors)
                 others += (recipe, state is None or state.recipe is recipe or state.recipe)
-        return tensors, others, self.window(values), None if self.mods is None else self.mods_of(values)
+        return tensors, others, self.window(values), self.mods_of(values)
 
     def mods_of(self, values: Values) -> tuple[Any, Any, Any, Any] | None:
         """Returns score_mod, mask_mod, score_mod_tensors and block_mask; None if all have their defaults."""
@@ -367,7 +368,10 @@ def new_call(
         return None  # `CachedCall.operands` would not put such a tensor in its place
     if x.alibi_slopes is not None and (x.alibi_slopes.is_inference() or is_capturing(x.q.device)):
         return None  # later calls may not use slopes of a captured graph
-    position = {id(t): i for i, t in reversed(list(enumerate(key.tensors))) if t is not None}
+    position: dict[int, int] = {}
+    for i, tensor in enumerate(key.tensors):
+        if tensor is not None:
+            position.setdefault(id(tensor), i)
     has_own = x.alibi_slopes is not None or x.dropout_p > 0.0  # slopes and seeds may be no arguments
     names = TENSOR_FIELDS if has_own else TENSOR_FIELDS[: key.num_arguments]
     sources: list[int | Tensor | None] = []
@@ -397,10 +401,15 @@ def remember(key: CallKey, call: CachedCall) -> None:
     kind, numbers = key.parts
     if call.is_checked and _calls.get(kind, {}).get(numbers) is call:
         return
-    kinds, _, _, _, window, _ = kind[0]
-    if any(isinstance(part, type) and issubclass(part, Tensor) for part in (*kinds, *(window or ()))):
-        return  # the number may change in the tensor, and the key has only the object
-    _keep(kind, numbers, call)
+    if not has_tensor_numbers(key):
+        _keep(kind, numbers, call)
+
+
+def has_tensor_numbers(key: CallKey) -> bool:
+    """Returns whether an argument is a tensor in place of a number, which may change: the key has only the object."""
+    whole: Any = key.parts[0]
+    kinds, _, _, _, window, _ = whole[0]
+    return any(isinstance(part, type) and issubclass(part, Tensor) for part in (*kinds, *(window or ())))
 
 
 def _keep(kind: Hashable, numbers: _Numbers, call: CachedCall) -> None:

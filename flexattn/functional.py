@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from flexattn import call_cache, compat, ops, validation
 from flexattn.cached_call import NUM_TENSORS
 from flexattn.call_cache import CONSTANTS, CallKey, split_of
-from flexattn.call_options import DEFAULTS, NO_TENSORS, Arguments, taking
+from flexattn.call_options import DEFAULTS, Arguments, taking
 from flexattn.dispatch import triton_backend
 from flexattn.dispatch.options import requested_backend
 from flexattn.dispatch.spec import AttentionSpec, Operands, from_bshd
@@ -131,103 +132,7 @@ def attention(
         k (Tensor): like q, with h_kv heads, skv tokens and q's head dim. k and v may be in FP8 beside q in 16 or 32 bits, forward
             only.
         v (Tensor): like k, with a head dim d_v of its own.
-        qkv_format (str, default "bshd"): "bshd", "sbhd", "bhsd", or "thd" for sequences packed one after another. Two of them name
-            q's format, then that of k and v: "thd_2bshd".
-
-    Args: Masking
-        causal (bool, default False): True lets query i see keys j <= i. It needs as many queries as keys, or for packed sequences
-            the same cu_seqlens for both. Otherwise pass the attn_mask_type that names the diagonal.
-        attn_mask_type (str, default "no_mask"): "no_mask", "causal" (query i sees keys j <= i), "causal_bottom_right" (keys j <= i
-            + skv - sq), or these with lengths for each sequence: "padding", "padding_causal", "padding_causal_bottom_right". With
-            padding in its name the lengths below apply, and the diagonal follows them. "thd" always has lengths, and takes the
-            first three names for the last three.
-        window_size (int or (int, int) or Window, default (-1, -1)): with a causal mask an int n shows the last n keys. A pair
-            (left, right) shows keys i - left to i + right, counted from the diagonal, -1 for open; right is 0 or -1 with a causal
-            mask. A `flexattn.Window` may have negative sides: Window(None, -1) hides a query's own key.
-        mask (Tensor, optional): broadcastable to [b, h, sq, skv], on q's device. bool: True where a query sees a key, as in SDPA.
-            float32 or q's dtype: added to the scores, as a post_scale_bias, differentiable. For packed sequences sq and skv are
-            max_seqlen_q and max_seqlen_kv, and entries are indexed within each sequence. A bool mask joins mask_mod.
-        bottom_right_diagonal (bool, optional): for "no_mask" and "padding", whether the diagonal of the window and of ALiBi is the
-            bottom-right one. Default: True. Other mask types say it in their name.
-        mask_mod (callable, optional): mask_mod(b, h, q_idx, kv_idx) returns whether the query sees the key, on top of all other
-            masks. It is traced like score_mod.
-        block_mask (BlockMask, optional): of `create_block_mask`, torch's or flexattn's, with its own mask_mod. Kernels skip blocks
-            without a visible key, and mask no block that is fully visible. It may be for more queries and keys than there are.
-
-    Args: Packed and padded sequences
-        cu_seqlens (Tensor, optional): cu_seqlens_q and cu_seqlens_kv in one. `flexattn.packed` makes a packed call's arguments.
-        max_seqlen (int, optional): max_seqlen_q and max_seqlen_kv in one.
-        cu_seqlens_q, cu_seqlens_kv (Tensor, optional): int32 [b + 1], contiguous, on q's device: 0, then the running sum of the
-            sequences' lengths. In a dense format sequence i is the first cu_seqlens[i + 1] - cu_seqlens[i] tokens of row i.
-        max_seqlen_q, max_seqlen_kv (int, optional): longest sequence of a packed call, or of pages. A longer sequence raises on a
-            CPU, and is truncated on a GPU. Default: the total number of tokens, or columns * page_size, which launches programs
-            that do nothing. A bias needs them. A number of numpy and a 0-d tensor on a CPU are accepted too.
-        cu_seqlens_q_padded, cu_seqlens_kv_padded (Tensor, optional): int32 [b + 1], for "thd" with gaps: the first token of each
-            sequence, in any order and without overlap. The last entry is not read. Default: cu_seqlens.
-
-    Args: KV cache
-        seqused_q, seqused_kv (Tensor, optional): int32 [b], contiguous, on q's device, with a padding mask type: the tokens that
-            each sequence uses, for caches whose lengths change in place. For "thd" cu_seqlens then gives the slots. In a dense
-            format they replace cu_seqlens, and a side without lengths uses all of its tokens.
-        page_table (Tensor, optional): int32 [b, columns] on q's device. k and v are pools of pages, [pages, page_size, h_kv, d] or
-            [pages, h_kv, page_size, d] ("bhsd"), and page_table[i, n] is the page of keys n * page_size and on of sequence i.
-            Entries beyond a sequence's length are not read. Forward only, in 16 or 32 bits, with seqused_kv or cu_seqlens_kv
-            (docs/paged.md).
-
-    Args: Bias and scores
-        bias (Tensor, optional): q's dtype or float32, [b, h, sq, skv], where any dim may be 1. For packed sequences sq and skv are
-            max_seqlen_q and max_seqlen_kv, and entries are indexed within each sequence. Differentiable.
-        bias_type (str, optional): "no_bias", "pre_scale_bias" ((q k^T + bias) * softmax_scale), "post_scale_bias" (added after
-            softmax_scale and softcap) or "alibi" (-slope * |distance from the diagonal|, added at the same place). Default:
-            "post_scale_bias" with a bias, "alibi" with alibi_slopes, else "no_bias".
-        alibi_slopes (Tensor, optional): float32 [h] or [b, h], not differentiable. Default for "alibi": the slopes of Press et al.,
-            "Train Short, Test Long" (2022).
-        score_mod (callable, optional): score_mod(score, b, h, q_idx, kv_idx) returns the modified score of one query and key, in
-            torch ops on 0-d tensors: float32 for the scaled, capped score, int64 for the indices, which count within a sequence. It
-            is traced once and runs inside the kernel; its backward is derived. Tensors that it captures are read at computed
-            indices (`slopes[h]`, `table[h, q_idx - kv_idx]`) and get gradients. Bias, ALiBi and masks apply after it.
-        score_mod_tensors (sequence or mapping of Tensor, default ()): tensors that score_mod takes after its five arguments, in
-            order or by name.
-
-    Args: Softmax
-        softmax_scale (float, optional): at least 0. Default: 1/sqrt(d).
-        softcap (float, default 0.0): c > 0 turns each scaled score s into c * tanh(s / c).
-        softmax_type (str, optional): "vanilla"; "off-by-one" adds 1 to the denominator; "learnable" adds exp(softmax_offset).
-            Default: "learnable" with a softmax_offset, else "vanilla".
-        softmax_offset (Tensor, optional): [h], in q's dtype, float16, bfloat16 or float32. Differentiable.
-
-    Args: Dropout
-        dropout_p (float, default 0.0): probability in [0, 1), rounded to a multiple of 2**-16, that a softmax weight is dropped.
-            The others are divided by 1 - dropout_p. It applies in evaluation too: pass 0.0 there.
-        rng_state (Tensor, optional): int64 [2] on q's device, a seed and an offset of the Philox generator. Equal states drop equal
-            weights in every format; the cuDNN backend has a stream of its own. Default: drawn from torch's generator of the device,
-            so that torch.manual_seed, checkpointing and CUDA graphs apply. For a part of a larger call pass int64 [b, 5]: seed,
-            offset, the part's first query, its first key (a multiple of 8) and batch index * heads + its first head. [b, 6] adds a
-            column for the remainder of the first key (slower). Parts run on the eager backend and the portable Triton kernels.
-
-    Args: FP8
-        fp8_recipe (fp8.Recipe, optional): quantises q, k and v, in float16 or bfloat16, and multiplies in FP8. The backward runs in
-            FP8 too, unless the recipe has bf16_backward. Gradients are in q's dtype. For q, k and v in FP8 it gives out's dtype.
-        fp8_state (fp8.DelayedScaling, optional): the state of a recipe with scaling "delayed".
-        descale_q, descale_k, descale_v (Tensor, optional): float32 [], [h], [b, h] or [b, h, blocks], where any dim may be 1, with
-            h_kv for k and v: factors of q, k and v in FP8, positive and finite, as `flexattn.fp8.quantize` returns them. Keys and
-            values in FP8 beside other queries may have one for each token and head, in the dims of k without the last, but not in
-            "thd". Default: 1. Not differentiable.
-
-    Args: Outputs
-        return_lse (bool, default False): whether to return lse too.
-        return_max_logit (bool, default False): whether to return max_logit too.
-        out (Tensor, optional): contiguous memory for out, of its shape and dtype, that begins at a multiple of 16 bytes and
-            overlaps no input. The kernels write into it and it is returned. Forward only: it raises where a gradient is needed.
-
-    Args: Execution
-        deterministic (bool, optional): True makes repeated runs bitwise identical, or raises. False may use faster gradients that
-            vary from run to run. Default: torch.are_deterministic_algorithms_enabled().
-        batch_invariant (bool, default False): True makes out and lse of a sequence bitwise independent of the rest of the batch, of
-            the place of its keys, and of the division of its queries into calls, or raises (docs/reproducible.md). So does
-            FLEXATTN_BATCH_INVARIANT=1 for every call.
-        backend (str, optional): "auto", "triton", "cudnn" or "eager". A name never falls back. Default: that of
-            `attention_backend()`, else FLEXATTN_BACKEND, else "auto". `explain` shows the choice and its reasons.
+        options: the arguments in `flexattn.call_options`, by subject. `help(flexattn.attention)` describes each.
 
     Returns:
         out, or a named tuple of out, lse and max_logit, as far as they are asked for: `OutLse`, `OutMaxLogit`, `OutLseMaxLogit`.
@@ -285,43 +190,44 @@ def attention(
         >>> attention(q, k, v, mask=seen).shape
         torch.Size([2, 128, 8, 64])
     """
-    key = None
     if torch.compiler.is_compiling():
         if positional or any(name not in DEFAULTS for name in options):
             _refuse_foreign(positional, options)
-    else:
+        return _first_call(None, q, k, v, options)
+    split = split_of(tuple(options))
+    if positional or split.is_odd:
+        if positional or not split.is_known:
+            _refuse_foreign(positional, options)
+        options = without_aliases(q, k, options)
         split = split_of(tuple(options))
-        if positional or split.is_odd:
-            if positional or not split.is_known:
-                _refuse_foreign(positional, options)
-            options = without_aliases(q, k, options)
-            split = split_of(tuple(options))
-        values = [*CONSTANTS, split, q, k, v, *options.values()]
-        if split.fp8 is None:  # as `split.parts` does, which would cost each call more time
-            mods = None
-            if split.mods is not None:
-                mods = split.mods(values)
-                if mods[0] is mods[1] is mods[3] is None and mods[2] is NO_TENSORS:
-                    mods = None
-            key, call = call_cache.look_up(split.tensors(values), split.others(values), split.window(values), mods)
-        else:
-            parts = split.parts(values)
-            key, call = (None, None) if parts is None else call_cache.look_up(*parts)
-        if key is not None and call is not None:
-            if not split.returns_more:
-                return call.run(key, False)[0]
-            return_lse, return_max_logit = options.get("return_lse", False), options.get("return_max_logit", False)
-            out, lse, max_logit = call.run(key, return_lse)
-            return chosen(out, lse, max_logit, return_lse, return_max_logit)
+    values = [*CONSTANTS, split, q, k, v, *options.values()]
+    if split.fp8 is None:  # as `split.parts` does, which would cost each call more time
+        mods = None if split.mods is None else split.mods_of(values)
+        key, call = call_cache.look_up(split.tensors(values), split.others(values), split.window(values), mods)
+    else:
+        parts = split.parts(values)
+        key, call = (None, None) if parts is None else call_cache.look_up(*parts)
+    if key is None or call is None:
+        return _first_call(key, q, k, v, options)
+    if not split.returns_more:
+        return call.run(key, False)[0]
+    return_lse, return_max_logit = options.get("return_lse", False), options.get("return_max_logit", False)
+    out, lse, max_logit = call.run(key, return_lse)
+    return chosen(out, lse, max_logit, return_lse, return_max_logit)
+
+
+def _first_call(key: CallKey | None, q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> Any:
+    """Returns the result of `attention` for a call that is not kept, of tensors of any class. key: the call's, if it has one."""
     arguments: Arguments = in_full(q, k, options)
-    if is_jagged(q) and is_jagged(k) and is_jagged(v):
-        from flexattn.nested import attend_nested  # here, as few calls have nested tensors
+    if not type(q) is type(k) is type(v) is Tensor:
+        if is_jagged(q) and is_jagged(k) and is_jagged(v):
+            from flexattn.nested import attend_nested  # here, as few calls have nested tensors
 
-        return attend_nested(attention, q, k, v, arguments)
-    if _is_dtensor(q) or _is_dtensor(k) or _is_dtensor(v):
-        from flexattn.sharded import attend_sharded  # here, as importing torch.distributed.tensor takes long
+            return attend_nested(attention, q, k, v, arguments)
+        if "DTensor" in (type(q).__name__, type(k).__name__, type(v).__name__):  # by name: its import takes long
+            from flexattn.sharded import attend_sharded
 
-        return attend_sharded(attention, q, k, v, arguments, default_alibi_slopes)
+            return attend_sharded(attention, q, k, v, arguments, default_alibi_slopes)
     out, lse, max_logit = run_first(key, prepare(q, k, v, arguments), arguments)
     return chosen(out, lse, max_logit, arguments["return_lse"], arguments["return_max_logit"])
 
@@ -484,8 +390,3 @@ def bind_call(*arguments: Any, **named: Any) -> tuple[Operands, ops.Settings]:
     from flexattn.fp8_ops import planned
 
     return planned(x, settings, config), settings
-
-
-def _is_dtensor(x: Any) -> bool:
-    """Returns whether x is a DTensor, by its class's name: importing torch.distributed.tensor takes long."""
-    return type(x) is not Tensor and type(x).__name__ == "DTensor"

@@ -45,7 +45,8 @@ def check_lengths(attn_mask_type: str, q: Side, k: Side, also_missing: Sequence[
         _check_all_given(attn_mask_type, q, k, also_missing)
     batches: list[tuple[str, int]] = []
     for end, tensor, side in (("q", "q", q), ("kv", "k", k)):
-        batches += check_page_table(side.page_table, tensor, side.x, side.fmt)
+        if side.page_table is not None:
+            batches.append(check_page_table(side.page_table, tensor, side.x, side.fmt))
         if side.fmt != "thd":
             if side.page_table is None:
                 batches.append((f"the batch of {tensor}", side.x.shape[side.fmt.index("b")]))
@@ -72,13 +73,11 @@ def check_lengths(attn_mask_type: str, q: Side, k: Side, also_missing: Sequence[
     return check_one_batch(batches)
 
 
-def check_page_table(table: Tensor | None, name: str, x: Tensor, fmt: str) -> list[tuple[str, int]]:
+def check_page_table(table: Tensor, name: str, x: Tensor, fmt: str) -> tuple[str, int]:
     """Returns [(source, batch size)] of a page table, or []. Raises if the table or x, the pool of keys, does not fit.
 
     name: name of x in errors, "k" or "k_cache".
     """
-    if table is None:
-        return []
     if fmt not in ("bshd", "bhsd"):
         raise ValueError(
             f"page_table is given with {name} and {name.replace('k', 'v', 1)} in {fmt}; accepted: pages [pages, page_size, h_kv, "
@@ -91,7 +90,7 @@ def check_page_table(table: Tensor | None, name: str, x: Tensor, fmt: str) -> li
         raise ValueError(
             f"{name} is {describe(x)} and page_table {describe(table)}; accepted: at least one page, one token and one column"
         )
-    return [("the rows of page_table", table.shape[0])]
+    return "the rows of page_table", table.shape[0]
 
 
 def check_one_batch(batches: list[tuple[str, int]]) -> int:
@@ -169,10 +168,8 @@ def check_length_tensor(name: str, t: Tensor | None, more: int, device: torch.de
     return [(f"the length of {name}{' less one' if more else ''}", t.shape[0] - more)]
 
 
-def check_pages(page_table: Tensor | None, is_fp8: bool, needs_grad: bool) -> None:
+def check_pages(is_fp8: bool, needs_grad: bool) -> None:
     """Raises if a call cannot read pages."""
-    if page_table is None:
-        return
     if is_fp8:
         raise ValueError("page_table is given with q, k and v in FP8, or an fp8_recipe; accepted with pages: 16 or 32 bits")
     if needs_grad:
@@ -184,8 +181,6 @@ def check_pages(page_table: Tensor | None, is_fp8: bool, needs_grad: bool) -> No
 
 def check_kept_keys(k: Tensor, q: Tensor, needs_grad: bool, has_recipe: bool) -> None:
     """Raises if a call cannot read keys and values in FP8 with queries in another dtype."""
-    if k.dtype == q.dtype:
-        return
     if has_recipe:
         raise ValueError(f"fp8_recipe is given with k and v in {k.dtype}; accepted: None, or q, k and v in 16 bits")
     if needs_grad:

@@ -148,8 +148,6 @@ def refuse_transforms(x: Operands) -> None:
 
 
 def _program_of(mods: str) -> Program | None:
-    if not mods:
-        return None
     from flexattn.dispatch.mod_program import parse_program  # a late import: calls without mods should not wait for it
 
     return parse_program(mods)
@@ -186,7 +184,7 @@ def make_spec(x: Operands, settings: Settings, capability: tuple[int, int] | Non
         deterministic=settings.deterministic,
         device_type=x.q.device.type,
         capability=capability,
-        mods=_program_of(settings.mods),
+        mods=_program_of(settings.mods) if settings.mods else None,
         block_size=(settings.block_size_q, settings.block_size_kv) if settings.block_size_q else None,
         fp8=_fp8(x, settings) if settings.fp8_out else None,
         is_part=settings.is_part,
@@ -206,12 +204,13 @@ def _fp8(x: Operands, settings: Settings) -> Fp8:
 
 def spec_to_run(x: Operands, settings: Settings) -> AttentionSpec:
     """Returns the spec of a call on its device, for `explain` and the operators."""
-    return with_classes(make_spec(x, settings, _capability(x.q.device)), x)
+    device = x.q.device
+    return with_classes(make_spec(x, settings, _capability(device) if device.type == "cuda" else None), x)
 
 
 @functools.cache
-def _capability(device: torch.device) -> tuple[int, int] | None:
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 def _split(call: tuple[Any, ...]) -> tuple[Operands, Settings]:
@@ -267,24 +266,20 @@ def _ask(backend: Backend, spec: AttentionSpec, x: Operands, direction: Directio
         backend.prepare(spec, x, direction)
 
 
-def _check_lengths(spec: AttentionSpec, x: Operands) -> None:
-    if spec.padding and options.are_lengths_checked(x.q.device.type):
-        check_values(spec, x, is_strict=options.check_values())
-
-
 def check_operands(spec: AttentionSpec, x: Operands) -> None:
     """Raises ValueError if lengths or page ids do not fit, on a CPU or under FLEXATTN_CHECK=1, which also checks descales."""
-    _check_lengths(spec, x)
+    if spec.padding and options.are_lengths_checked(x.q.device.type):
+        check_values(spec, x, is_strict=options.check_values())
     if (spec.fp8 is not None or spec.kv_dtype is not None) and options.check_values():
         check_descale_values(x)
 
 
 def check_logits(spec: AttentionSpec, backend: Backend, x: Operands, lse: Tensor, direction: Direction) -> None:
-    """Raises ValueError if logits are too large for a backend. Only FLEXATTN_CHECK=1 runs this check, outside of graph captures.
+    """Raises ValueError if logits are too large for a backend. Only FLEXATTN_CHECK=1 calls this check. A graph's capture skips it.
 
     The check reads lse, so no recording contains it: it is called separately after a run is recorded or replayed.
     """
-    if options.check_values() and backend is backend_module("triton") and not is_capturing():
+    if backend is backend_module("triton") and not is_capturing():
         from flexattn.dispatch.large_logits import check_logits as check  # a late import: few processes check values
 
         check(spec, x, lse, direction)
@@ -300,7 +295,8 @@ def run_forward(spec: AttentionSpec, request: str, x: Operands) -> tuple[Tensor,
 
     def forward(backend: Backend) -> tuple[Tensor, Tensor, Tensor]:
         results = backend.forward(spec, x)
-        check_logits(spec, backend, x, results[1], "forward")
+        if options.check_values():
+            check_logits(spec, backend, x, results[1], "forward")
         return results
 
     results = run(spec, "forward", request, x, forward)
@@ -311,11 +307,12 @@ def run_forward(spec: AttentionSpec, request: str, x: Operands) -> tuple[Tensor,
 
 def run_backward(spec: AttentionSpec, request: str, x: Operands, incoming: Incoming) -> Gradients:
     """Runs the backward on the selected backend; the backward operator's implementation."""
-    if spec.is_part:  # else the forward has checked the lengths
-        _check_lengths(spec, x)
+    if spec.is_part:  # else the forward has checked them
+        check_operands(spec, x)
 
     def backward(backend: Backend) -> Gradients:
-        check_logits(spec, backend, x, incoming.lse, "backward")
+        if options.check_values():
+            check_logits(spec, backend, x, incoming.lse, "backward")
         return backend.backward(spec, x, *incoming)
 
     # The eager backend differentiates with autograd, which torch switches off in an operator's kernel under a dispatch mode.

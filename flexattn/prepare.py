@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flexattn import lengths, ops, validation
-from flexattn.call_options import TENSOR_OPTIONS
+from flexattn.call_options import NO_TENSORS, TENSOR_OPTIONS
 from flexattn.dispatch import options
 from flexattn.dispatch.neutral import fixed_sizes, keep
 from flexattn.dispatch.options import requested_backend
@@ -94,10 +94,10 @@ def prepare(
         check_unpacked(q, k, v)
         check_recipe(recipe, state)
     validation.check_qkv(q, k, v, q_format, kv_format)
-    results = validation.checked_results(results, q, k, v, formats)
+    if results != Results():
+        results = validation.checked_results(results, q, k, v, formats)
     sizes = _checked_sizes(q, k, formats, arguments)
-    validation.warn_of_swapped_dims(q, k, v, formats)
-    _check_scores(q, sizes, arguments)
+    validation.warn_of_mistakes(q, k, v, formats, arguments["attn_mask_type"], (sizes.max_q, sizes.max_kv))
     bias, out = arguments["bias"], arguments["out"]
     tensors = (q, k, v, bias, arguments["softmax_offset"])
     needs_grad = is_backward or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors if t is not None))
@@ -117,8 +117,10 @@ def prepare(
 
         trains = needs_grad and not is_backward
         config, fp8_settings = quantize_config(recipe, state, q, (sizes.heads, sizes.heads_kv), trains, dropout_p > 0, request)
-    lengths.check_pages(arguments["page_table"], config is not None or is_fp8, needs_grad)
-    lengths.check_kept_keys(k, q, needs_grad, recipe is not None)
+    if arguments["page_table"] is not None:
+        lengths.check_pages(config is not None or is_fp8, needs_grad)
+    if k.dtype != q.dtype:
+        lengths.check_kept_keys(k, q, needs_grad, recipe is not None)
     if out is not None:
         fp8_out = fp8_settings.get("fp8_out")
         validation.check_out(out, q, v, ops.dtype_of(fp8_out) if fp8_out else q.dtype, needs_grad)
@@ -153,7 +155,8 @@ def prepare(
     )
     if dropout_p == 0.0:
         x = x._replace(rng_state=None)
-    validation.check_apart(x)
+    if out is not None:
+        validation.check_apart(x)
     if needs_grad or is_fp8 or config is not None:
         x = with_cu_seqlens(x, formats)
     if results.packing and config is not None and config.rotation:
@@ -206,35 +209,33 @@ def _check_names_and_numbers(arguments: Arguments) -> None:
 
 
 def _checked_sizes(q: Tensor, k: Tensor, formats: tuple[str, str], arguments: Arguments) -> _Sizes:
-    """Returns the sizes of a call. Raises if its tensors and lengths disagree."""
+    """Returns the sizes of a call. Raises if its tensors and lengths disagree. The default slopes of ALiBi become an argument."""
     (q_format, kv_format), mask_type, bias = formats, arguments["attn_mask_type"], arguments["bias"]
     table, max_seqlen_q, max_seqlen_kv = arguments["page_table"], arguments["max_seqlen_q"], arguments["max_seqlen_kv"]
-    missing = [
-        name
-        for name, value, fmt in (("max_seqlen_q", max_seqlen_q, q_format), ("max_seqlen_kv", max_seqlen_kv, kv_format))
-        if bias is not None and fmt == "thd" and value is None
-    ]
+    missing: list[str] = []
+    bias_q = bias_kv = None  # sizes of the bias
+    if bias is not None:
+        bias_q, bias_kv = bias.shape[2:] if isinstance(bias, Tensor) and bias.dim() == 4 else (0, 0)
+        lengths_by_format = (("max_seqlen_q", max_seqlen_q, q_format), ("max_seqlen_kv", max_seqlen_kv, kv_format))
+        missing = [name for name, value, fmt in lengths_by_format if fmt == "thd" and value is None]
     sides = lengths.Side.of("q", q, q_format, arguments), lengths.Side.of("kv", k, kv_format, arguments)
     batch = lengths.check_lengths(mask_type, *sides, missing)
-    max_q = lengths.resolve_max_seqlen("max_seqlen_q", max_seqlen_q, q, q_format, validation.bias_size(bias, 2))
+    max_q = lengths.resolve_max_seqlen("max_seqlen_q", max_seqlen_q, q, q_format, bias_q)
     if table is None:
-        max_kv = lengths.resolve_max_seqlen("max_seqlen_kv", max_seqlen_kv, k, kv_format, validation.bias_size(bias, 3))
+        max_kv = lengths.resolve_max_seqlen("max_seqlen_kv", max_seqlen_kv, k, kv_format, bias_kv)
     else:
         max_kv = lengths.longest_in_pages(max_seqlen_kv, table, k.shape[kv_format.index("s")])
-    validation.warn_of_one_query(mask_type, max_q, max_kv)
-    return _Sizes(batch, q.shape[q_format.index("h")], k.shape[kv_format.index("h")], max_q, max_kv)
-
-
-def _check_scores(q: Tensor, sizes: _Sizes, arguments: Arguments) -> None:
-    """Raises for an invalid bias, sink or state of dropout. The default slopes of ALiBi become an argument."""
-    batch, heads, slopes = sizes.batch, sizes.heads, arguments["alibi_slopes"]
-    bias_type, softmax_type = str(arguments["bias_type"]), str(arguments["softmax_type"])
-    validation.check_bias(bias_type, arguments["bias"], q, (batch, heads, sizes.max_q, sizes.max_kv))
-    validation.check_alibi_slopes(bias_type, slopes, q, batch, heads)
-    validation.check_softmax_offset(softmax_type, arguments["softmax_offset"], q, heads)
-    validation.check_rng_state(arguments["rng_state"], q, batch)
-    if bias_type == "alibi" and slopes is None:
+    heads, bias_type = q.shape[q_format.index("h")], str(arguments["bias_type"])
+    slopes, rng_state = arguments["alibi_slopes"], arguments["rng_state"]
+    validation.check_bias(bias_type, bias, q, (batch, heads, max_q, max_kv))
+    if slopes is not None:
+        validation.check_alibi_slopes(bias_type, slopes, q, batch, heads)
+    elif bias_type == "alibi":
         arguments["alibi_slopes"] = default_alibi_slopes(heads, q)
+    validation.check_softmax_offset(str(arguments["softmax_type"]), arguments["softmax_offset"], q, heads)
+    if rng_state is not None:
+        validation.check_rng_state(rng_state, q, batch)
+    return _Sizes(batch, heads, k.shape[kv_format.index("h")], max_q, max_kv)
 
 
 def _prepared_mods(q: Tensor, sizes: _Sizes, band: Band, arguments: Arguments, needs_grad: bool, can_check_floor: bool) -> _Mods:
@@ -249,6 +250,8 @@ def _prepared_mods(q: Tensor, sizes: _Sizes, band: Band, arguments: Arguments, n
 
         blocks = block_lists(block_mask, batch, heads, max_q, max_kv, q.device)
         mask_mod = block_mask.mask_mod
+    if score_mod is None and mask_mod is None and tensors is NO_TENSORS:
+        return _Mods(None, band, blocks, needs_grad)
     validation.check_mod_arguments(score_mod, mask_mod, tensors)
     if score_mod is None and mask_mod is None:
         return _Mods(None, band, blocks, needs_grad)

@@ -30,7 +30,15 @@ def in_full(q: Any, k: Any, arguments: Mapping[str, Any]) -> Any:
     for name in ALIASES:
         del full[name]
     formats = parse_format(str(full["qkv_format"]))
-    full["attn_mask_type"] = _mask_type(q, k, full, formats, full.pop("causal"))
+    causal, mask_type = full.pop("causal"), full["attn_mask_type"]
+    check_flag("causal", causal)
+    if isinstance(mask_type, str) and mask_type in ("no_mask", "causal", "causal_bottom_right", "padding"):
+        is_packed = "thd" in formats
+        if causal and "causal" not in mask_type:
+            has_lengths = mask_type == "padding" or is_packed
+            _check_one_diagonal(q, k, full, formats, has_lengths)
+            mask_type = "padding_causal" if has_lengths else "causal"
+        full["attn_mask_type"] = with_padding(mask_type) if is_packed else mask_type
     full["bias_type"] = bias_type_of(full["bias_type"], full["bias"], full["alibi_slopes"])
     full["softmax_type"] = softmax_type_of(full["softmax_type"], full["softmax_offset"])
     return full
@@ -77,20 +85,6 @@ def softmax_type_of(softmax_type: Any, softmax_offset: Any) -> Any:
         return softmax_type
     implied: SoftmaxType = "vanilla" if softmax_offset is None else "learnable"
     return implied
-
-
-def _mask_type(q: Any, k: Any, full: dict[str, Any], formats: tuple[str, str], causal: Any) -> Any:
-    """Returns the full mask type: it includes causal=True, and has padding in its name for packed sequences."""
-    given = full["attn_mask_type"]
-    check_flag("causal", causal)
-    if not isinstance(given, str) or given not in ("no_mask", "causal", "causal_bottom_right", "padding"):
-        return given
-    is_packed = "thd" in formats
-    if causal and "causal" not in given:
-        has_lengths = given == "padding" or is_packed
-        _check_one_diagonal(q, k, full, formats, has_lengths)
-        given = "padding_causal" if has_lengths else "causal"
-    return with_padding(given) if is_packed else given
 
 
 def _check_one_diagonal(q: Any, k: Any, full: dict[str, Any], formats: tuple[str, str], has_lengths: bool) -> None:

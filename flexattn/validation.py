@@ -17,6 +17,7 @@ from torch import Tensor
 from flexattn import compat
 from flexattn.dispatch import options, triton_backend
 from flexattn.dispatch.neutral import is_ordinary
+from flexattn.dispatch.options import check_name as check_name
 from flexattn.dispatch.spec import (
     FORMATS,
     PACKINGS,
@@ -48,11 +49,6 @@ def are_values_read(t: Tensor) -> bool:
     if torch.compiler.is_compiling() or type(t) not in (Tensor, torch.nn.Parameter) or t.device.type == "meta" or not is_ordinary():
         return False
     return t.device.type == "cpu" or options.check_values()
-
-
-def check_name(argument: str, value: object, accepted: Sequence[str]) -> None:
-    if not isinstance(value, str) or value not in accepted:
-        raise ValueError(f"{argument} is {value!r}; accepted: {', '.join(accepted)}")
 
 
 def check_flag(argument: str, value: object, *, optional: bool = False) -> None:
@@ -114,11 +110,23 @@ def check_mod_arguments(score_mod: Any, mask_mod: Any, tensors: Any) -> None:
         check_meaning(f"score_mod_tensors[{key!r}]", t)
 
 
-def warn_of_one_query(attn_mask_type: str, max_q: Any, max_kv: Any) -> None:
-    """Warns once if the only query sees just the first of several keys: the usual result of decoding with the wrong diagonal."""
-    if attn_mask_type not in ("causal", "padding_causal") or torch.compiler.is_compiling():
+MANY_HEADS = 129  # models without GQA have up to 128 heads, some with v padded to the head dim of k
+
+
+def warn_of_mistakes(
+    q: Tensor, k: Tensor, v: Tensor, formats: tuple[str, str], attn_mask_type: str, longest: tuple[Any, Any]
+) -> None:
+    """Warns once for each usual mistake of a valid call. longest: the longest sequences of queries and of keys.
+
+    The only query sees just the first of several keys: the usual result of decoding with the wrong diagonal. Or tensors in bshd
+    look like [batch, heads, sequence, head dim]: more heads than tokens, and very many heads. Short prompts and steps of decoding
+    also have more heads than tokens, but fewer heads, one query, or more keys than queries.
+    """
+    if torch.compiler.is_compiling():
         return
-    if isinstance(max_q, int) and isinstance(max_kv, int) and max_q == 1 and max_kv > 1:
+    max_q, max_kv = longest
+    is_from_first = attn_mask_type in ("causal", "padding_causal")
+    if is_from_first and isinstance(max_q, int) and isinstance(max_kv, int) and max_q == 1 and max_kv > 1:
         warn_once(
             "one query",
             f"attn_mask_type is {attn_mask_type!r} with one query and {max_kv} keys: it counts from the first key, so the query "
@@ -126,17 +134,7 @@ def warn_of_one_query(attn_mask_type: str, max_q: Any, max_kv: Any) -> None:
             f"{attn_mask_type + '_bottom_right'!r}",
             at_caller=True,
         )
-
-
-MANY_HEADS = 129  # models without GQA have up to 128 heads, some with v padded to the head dim of k
-
-
-def warn_of_swapped_dims(q: Tensor, k: Tensor, v: Tensor, formats: tuple[str, str]) -> None:
-    """Warns once if tensors in bshd look like [batch, heads, sequence, head dim]: more heads than tokens, and very many heads.
-
-    Short prompts and steps of decoding also have more heads than tokens, but fewer heads, one query, or more keys than queries.
-    """
-    if formats != ("bshd", "bshd") or torch.compiler.is_compiling():
+    if formats != ("bshd", "bshd"):
         return
     (sq, heads), (skv, heads_kv) = q.shape[1:3], k.shape[1:3]
     if heads == heads_kv >= MANY_HEADS and q.shape[3] == v.shape[3] and heads > sq >= skv and sq > 1:
@@ -187,13 +185,6 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, q_format: str, kv_format: str) ->
         )
 
 
-def bias_size(bias: Any, dim: int) -> int | None:
-    """Returns the size of a bias in one of its four dims; None if there is no bias."""
-    if bias is None:
-        return None
-    return bias.shape[dim] if isinstance(bias, Tensor) and bias.dim() == 4 else 0
-
-
 def check_bias(bias_type: str, bias: Tensor | None, q: Tensor, shape: tuple[int, int, int, int]) -> None:
     if bias_type not in ("pre_scale_bias", "post_scale_bias"):
         if bias is not None:
@@ -218,9 +209,7 @@ def check_bias(bias_type: str, bias: Tensor | None, q: Tensor, shape: tuple[int,
         )
 
 
-def check_alibi_slopes(bias_type: str, slopes: Tensor | None, q: Tensor, batch: int, heads: int) -> None:
-    if slopes is None:
-        return
+def check_alibi_slopes(bias_type: str, slopes: Tensor, q: Tensor, batch: int, heads: int) -> None:
     if bias_type != "alibi":
         raise ValueError(f"alibi_slopes is given with bias_type {bias_type!r}; accepted: None, or bias_type alibi")
     check_tensor("alibi_slopes", slopes, (torch.float32,), q.device)
@@ -259,9 +248,10 @@ def check_out(out: Any, q: Tensor, v: Tensor, dtype: torch.dtype, needs_grad: bo
 
 
 def check_apart(x: Operands) -> None:
-    """Raises if `out` may share memory with another tensor of the call."""
+    """Raises if `out`, which the call has, may share memory with another tensor of it."""
     out, plain = x.out, (Tensor, torch.nn.Parameter)
-    if out is None or torch.compiler.is_compiling() or type(out) not in plain or out.device.type not in ("cpu", "cuda"):
+    assert out is not None
+    if torch.compiler.is_compiling() or type(out) not in plain or out.device.type not in ("cpu", "cuda"):
         return
     begin, size = out.data_ptr(), extent(out)
     for name, value in x._asdict().items():
@@ -289,29 +279,28 @@ def extent(t: Tensor | None) -> int:
     return (last + 1) * t.element_size()
 
 
-def check_rng_state(rng_state: Tensor | None, q: Tensor, batch: int | None = None) -> None:
+def check_rng_state(rng_state: Tensor, q: Tensor, batch: int | None = None) -> None:
     """Raises if rng_state has a wrong dtype, device or shape. batch: the batch size if the call may be part of a larger one."""
-    if rng_state is not None:
-        from flexattn.dispatch.philox import ORIGIN  # a late import: few calls have an rng_state
+    from flexattn.dispatch.philox import ORIGIN  # a late import: few calls have an rng_state
 
-        check_tensor("rng_state", rng_state, (torch.int64,), q.device)
-        is_by_sequence = batch is not None and tuple(rng_state.shape) in ((batch, len(ORIGIN)), (batch, len(ORIGIN) + 1))
-        if not (is_by_sequence or tuple(rng_state.shape) == (2,)) or not rng_state.is_contiguous():
-            also = "" if batch is None else f", or [b, 5 or 6] with b = {batch}: {', '.join(ORIGIN)} of each sequence in a whole"
-            raise ValueError(
-                f"rng_state is {describe(rng_state)}; accepted: a contiguous tensor of shape [2], the Philox seed and offset{also}"
-            )
-        device_type = rng_state.device.type
-        is_read = (
-            is_by_sequence
-            and not torch.compiler.is_compiling()
-            and (device_type == "cpu" or (device_type != "meta" and options.check_values()))
+    check_tensor("rng_state", rng_state, (torch.int64,), q.device)
+    is_by_sequence = batch is not None and tuple(rng_state.shape) in ((batch, len(ORIGIN)), (batch, len(ORIGIN) + 1))
+    if not (is_by_sequence or tuple(rng_state.shape) == (2,)) or not rng_state.is_contiguous():
+        also = "" if batch is None else f", or [b, 5 or 6] with b = {batch}: {', '.join(ORIGIN)} of each sequence in a whole"
+        raise ValueError(
+            f"rng_state is {describe(rng_state)}; accepted: a contiguous tensor of shape [2], the Philox seed and offset{also}"
         )
-        if is_read and bool((rng_state[:, 3] % 8).any() | (rng_state[:, 5:] // 8).any() | (rng_state[:, 2:] < 0).any()):
-            raise ValueError(
-                f"rng_state has first keys {reprlib.repr(rng_state[:, 3].tolist())}; accepted: positions of 0 or more, multiples "
-                "of 8 in this column, with the remainder, 0 to 7, in a sixth column"
-            )
+    device_type = rng_state.device.type
+    is_read = (
+        is_by_sequence
+        and not torch.compiler.is_compiling()
+        and (device_type == "cpu" or (device_type != "meta" and options.check_values()))
+    )
+    if is_read and bool((rng_state[:, 3] % 8).any() | (rng_state[:, 5:] // 8).any() | (rng_state[:, 2:] < 0).any()):
+        raise ValueError(
+            f"rng_state has first keys {reprlib.repr(rng_state[:, 3].tolist())}; accepted: positions of 0 or more, multiples "
+            "of 8 in this column, with the remainder, 0 to 7, in a sixth column"
+        )
 
 
 def check_mod_tensors(captures: Sequence[Capture], tensors: Sequence[Tensor], q: Tensor) -> tuple[Tensor, ...]:
@@ -367,8 +356,6 @@ def check_backward(x: Operands, qkv_format: str, out: Tensor, lse: Tensor, dout:
 
 def checked_results(results: Results, q: Tensor, k: Tensor, v: Tensor, formats: tuple[str, str]) -> Results:
     """Returns results with "" for each format that equals the operand's. Raises ValueError if results are not possible."""
-    if results == Results():
-        return results
     defaults = {"out": formats[0], "dq": formats[0], "dkv": formats[1]}
     for name, fmt in defaults.items():
         wanted = getattr(results, name)

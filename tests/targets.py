@@ -51,10 +51,10 @@ TARGETS = [
     Target("lines in the wheel", most=61_000),
     Target("lines of device code", most=8_500, holds=True),
     Target("lines of tests"),
-    Target(f"listings of {MANY} or more arguments of attention", most=8),
+    Target(f"listings of {MANY} or more arguments of attention", most=8, holds=True),
     Target(f"files of flexattn (without {', '.join(sorted(DOORS))}) and dispatch that name {ONE_ARGUMENT}", most=6, holds=True),
     Target("first eager call: files", most=14, holds=True),
-    Target("first eager call: functions", most=90),
+    Target("first eager call: functions", most=90, holds=True),
     Target("warm eager call: files", most=7, holds=True),
     Target("warm eager call: functions", most=13, holds=True),
     Target("warm call over two ranks: files", most=15),
@@ -66,7 +66,7 @@ TARGETS = [
     Target("longest chain of imports in kernels_triton", most=10, holds=True),
     Target("files that import common/primitives.py", most=0, holds=True),
     Target("modules of hopper that blackwell imports", most=0, holds=True),
-    Target("lines of the largest function on the host", most=150),
+    Target("lines of the largest function on the host", most=150, holds=True),
     Target("lines of the largest device function", most=120),
     Target("stage arithmetic in device functions (n % STAGES, n // STAGES)", most=6, holds=True),
     Target("reads of a work tile's numbers by position", most=0),
@@ -105,7 +105,9 @@ def measured(root: Path) -> dict[str, float]:
         "lines in the wheel": sum(_length(module) for module in source if is_in_wheel(module, root)),
         "lines of device code": len(device_lines),
         "lines of tests": sum(_length(module) for module in found if module.path.parts[0] == "tests"),
-        f"listings of {MANY} or more arguments of attention": sum(listings(module.tree, names) for module in source),
+        f"listings of {MANY} or more arguments of attention": sum(
+            listings(module.tree, names, may_sign=module.path.parts[:2] == ("flexattn", "integrations")) for module in source
+        ),
         f"files of flexattn (without {', '.join(sorted(DOORS))}) and dispatch that name {ONE_ARGUMENT}": sum(
             bool(re.search(rf"\b{ONE_ARGUMENT}\b", module.text)) for module in callers
         ),
@@ -214,9 +216,13 @@ def arguments_of_attention(source: list[structure.Module]) -> set[str]:
     return names - {"q", "k", "v"}
 
 
-def listings(tree: ast.Module, names: set[str]) -> int:
-    """Returns how many nodes list many of the names: signatures, calls, classes, dicts, tuples, conditions and strings."""
-    return sum(len(names.intersection(_listed(node))) >= MANY for node in ast.walk(tree))
+def listings(tree: ast.Module, names: set[str], may_sign: bool = False) -> int:
+    """Returns how many nodes list many of the names: signatures, calls, classes, dicts, tuples, conditions and strings.
+
+    may_sign: whether signatures do not count, because they are those of another library.
+    """
+    nodes = (node for node in ast.walk(tree) if not (may_sign and isinstance(node, ast.arguments)))
+    return sum(len(names.intersection(_listed(node))) >= MANY for node in nodes)
 
 
 def _listed(node: ast.AST) -> Iterator[str]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from flexattn import ops
 from flexattn.build_ahead import explain_built
+from flexattn.call_options import DEFAULTS
 from flexattn.cli import Parser, program
 from flexattn.dispatch import explain as explanations
 from flexattn.dispatch import options
@@ -72,21 +73,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv", type=_shape, metavar="SHAPE", help="shape of k (default: q's, with --kv-heads)")
     parser.add_argument("--kv-heads", type=positive, metavar="N", help="heads of k and v (default: q's)")
     parser.add_argument("--head-dim-v", type=positive, metavar="N", help="head dim of v (default: q's)")
-    parser.add_argument("--format", default="bshd", help="qkv_format (default: %(default)s)")
+    parser.add_argument("--format", dest="qkv_format", metavar="FORMAT", default="bshd", help="qkv_format (default: %(default)s)")
     parser.add_argument("--batch", type=positive, default=8, metavar="N", help="sequences, for thd (default: %(default)s)")
     parser.add_argument("--max-seqlen", type=positive, metavar="N", help="the longest sequence, for thd (default: all tokens)")
-    parser.add_argument("--mask", default="no_mask", choices=MASK_TYPES, help="attn_mask_type (default: %(default)s)")
-    parser.add_argument("--window", type=_window, default=(-1, -1), metavar="L,R", help="window_size, or N (default: -1,-1)")
+    parser.add_argument(
+        "--mask", dest="attn_mask_type", default="no_mask", choices=MASK_TYPES, help="attn_mask_type (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--window", dest="window_size", type=_window, default=(-1, -1), metavar="L,R", help="window_size, or N (default: -1,-1)"
+    )
     parser.add_argument("--dtype", default="bf16", choices=DTYPES, help="dtype of q, k and v (default: %(default)s)")
-    parser.add_argument("--bias", default="no_bias", choices=BIAS_TYPES, help="bias_type (default: %(default)s)")
+    parser.add_argument("--bias", dest="bias_type", default="no_bias", choices=BIAS_TYPES, help="bias_type (default: %(default)s)")
     parser.add_argument("--bias-shape", type=_shape, metavar="B,H,SQ,SKV", help="shape of bias (default: 1,h,sq,skv)")
-    parser.add_argument("--softmax", default="vanilla", choices=SOFTMAX_TYPES, help="softmax_type (default: %(default)s)")
+    parser.add_argument(
+        "--softmax", dest="softmax_type", default="vanilla", choices=SOFTMAX_TYPES, help="softmax_type (default: %(default)s)"
+    )
     parser.add_argument("--softcap", type=float, default=0.0, metavar="C", help="softcap (default: none)")
-    parser.add_argument("--dropout", type=float, default=0.0, metavar="P", help="dropout_p (default: none)")
+    parser.add_argument("--dropout", dest="dropout_p", type=float, default=0.0, metavar="P", help="dropout_p (default: none)")
     parser.add_argument("--fp8", choices=GRANULARITIES, help="granularity of fp8_recipe (default: no recipe)")
     parser.add_argument("--fp8-format", choices=FORMATS, help="fp8_format of fp8_recipe (default: E4M3)")
     parser.add_argument("--deterministic", action="store_true", help="deterministic")
-    parser.add_argument("--max-logit", action="store_true", help="return_max_logit")
+    parser.add_argument("--max-logit", dest="return_max_logit", action="store_true", help="return_max_logit")
     parser.add_argument("--no-grad", action="store_true", help="no input requires a gradient")
     parser.add_argument("--lse-grad", action="store_true", help="lse is returned, and has a gradient too")
     parser.add_argument("--backend", choices=options.REQUESTS, help="backend (default: FLEXATTN_BACKEND, else auto)")
@@ -125,17 +132,20 @@ def draw(args: argparse.Namespace) -> None:
     tensors = {name: torch.zeros(*call[name].shape[:-1], 8, device="cpu") for name in "qkv"}  # a mask knows no head dim
     if "cu_seqlens_q" in call:
         batch = call["cu_seqlens_q"].shape[0] - 1
-        for side, fmt, t in zip(("q", "kv"), parse_format(args.format), (tensors["q"], tensors["k"]), strict=True):
+        for side, fmt, t in zip(("q", "kv"), parse_format(args.qkv_format), (tensors["q"], tensors["k"]), strict=True):
             tokens = t.shape[0] // batch if fmt == "thd" else t.shape[fmt.index("s")]
             tensors[f"cu_seqlens_{side}"] = torch.arange(batch + 1, dtype=torch.int32, device="cpu") * tokens
-    alibi = args.bias if args.bias == "alibi" else "no_bias"
+    alibi = args.bias_type if args.bias_type == "alibi" else "no_bias"
     ax: Any = plot_mask(**call | tensors, bias_type=alibi)
     ax.figure.savefig(args.picture)
 
 
+_OTHERS = {"max_seqlen", "out"}  # names of options that are no arguments of the call
+
+
 def _call(args: argparse.Namespace) -> dict[str, Any]:
     """Returns the arguments of `attention`, with tensors on the meta device."""
-    q_format, kv_format = parse_format(args.format)
+    q_format, kv_format = parse_format(args.qkv_format)
     dtype, training = DTYPES[args.dtype], not args.no_grad
     heads = args.q[q_format.index("h")] if len(args.q) == len(q_format) else 1
     kv = args.kv or tuple(args.kv_heads or n if q_format[i : i + 1] == "h" else n for i, n in enumerate(args.q))
@@ -144,35 +154,24 @@ def _call(args: argparse.Namespace) -> dict[str, Any]:
         "q": _tensor(args.q, dtype, training),
         "k": _tensor(kv, dtype, training),
         "v": _tensor(v, dtype, training),
-        "qkv_format": args.format,
-        "attn_mask_type": args.mask,
-        "window_size": args.window,
-        "bias_type": args.bias,
-        "softmax_type": args.softmax,
-        "softcap": args.softcap,
-        "dropout_p": args.dropout,
-        "deterministic": args.deterministic,
-        "return_max_logit": args.max_logit,
-        "score_mod": args.score_mod,
-        "mask_mod": args.mask_mod,
-        "backend": args.backend,
+        **{name: value for name, value in vars(args).items() if name in DEFAULTS.keys() - _OTHERS},
     }
     if args.fp8 is not None:
         call["fp8_recipe"] = Recipe(granularity=args.fp8, fp8_format=args.fp8_format or "E4M3")
     elif args.fp8_format is not None:
         raise ValueError("--fp8-format is given without --fp8; accepted: both")
     batch = args.batch if q_format == "thd" else args.q[q_format.index("b")] if len(args.q) == len(q_format) else 1
-    if "padding" in args.mask:
+    if "padding" in args.attn_mask_type:
         call["cu_seqlens_q"] = call["cu_seqlens_kv"] = _tensor((batch + 1,), torch.int32, False)
     for side, fmt, shape in (("q", q_format, args.q), ("kv", kv_format, kv)):
         if fmt == "thd":
             call[f"max_seqlen_{side}"] = args.max_seqlen or shape[0]
-    if args.bias.endswith("scale_bias"):
+    if args.bias_type.endswith("scale_bias"):
         lengths = [
             call.get(f"max_seqlen_{s}") or shape[f.index("s")] for s, f, shape in (("q", q_format, args.q), ("kv", kv_format, kv))
         ]
         call["bias"] = _tensor(args.bias_shape or (1, heads, *lengths), dtype, training)
-    if args.softmax == "learnable":
+    if args.softmax_type == "learnable":
         call["softmax_offset"] = _tensor((heads,), torch.float32, training)
     return call
 

@@ -96,6 +96,18 @@ class Call(NamedTuple):
     runs: Runs  # rows of q that the pieces cover
     is_own: bool = False  # whether its keys are rows of this rank's tensors, not of the fetched ones
 
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Returns the arguments of `attention` that say which keys a query sees."""
+        is_packed = self.packing is not None
+        return {
+            "qkv_format": "thd" if is_packed else "bshd",
+            "attn_mask_type": "padding" if is_packed else "no_mask",
+            "window_size": self.band.window_size,
+            "bottom_right_diagonal": self.band.bottom_right,
+            **(self.packing or {}),
+        }
+
 
 class Part(NamedTuple):
     """Queries, keys and values from which calls take their rows. `Call` says which rows."""
@@ -242,10 +254,7 @@ def arguments_of(call: Call, scores: Scores, shared: Shared, q: Tensor) -> dict[
         mask_mod = None
     return {
         **scores.common,
-        "qkv_format": "bshd" if call.packing is None else "thd",
-        "attn_mask_type": "no_mask" if call.packing is None else "padding",
-        "window_size": call.band.window_size,
-        "bottom_right_diagonal": call.band.bottom_right,
+        **call.arguments,
         "score_mod": score_mod,
         "mask_mod": mask_mod,
         "block_mask": block_mask,
@@ -256,7 +265,6 @@ def arguments_of(call: Call, scores: Scores, shared: Shared, q: Tensor) -> dict[
         "rng_state": None
         if shared.rng_state is None
         else rng_state_of(shared.rng_state, call.origin, q.shape[0], scores.heads, call.by_eights),
-        **(call.packing or {}),
     }
 
 

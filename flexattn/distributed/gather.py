@@ -125,6 +125,15 @@ def _adds(plan: Plan, calls: Calls, held: Runs) -> tuple[bool, ...]:
     )
 
 
+@functools.lru_cache(256)
+def _slices(plan: Plan, strategy: str, sizes: tuple[int, ...], is_near: bool, ends: int) -> list[slices.Slice]:
+    """Returns the slices of heads in which keys come. sizes: batch, query heads, key heads, both head dims together, bytes."""
+    batch, heads, heads_kv, dims, itemsize = sizes
+    received, area = _busiest(plan, strategy)
+    load = slices.Load(received * batch * heads_kv * dims * itemsize, 2 * area * batch * heads * dims, is_near)
+    return slices.key_slices(heads, heads_kv, load, ends)
+
+
 class Gather(NamedTuple):
     """Strategy that fetches keys. `strategy` is "gather" or "halo"."""
 
@@ -232,16 +241,10 @@ class _SliceFetcher:
 
     def __init__(self, call: Gather, qkv: tuple[Tensor, Tensor, Tensor], shared: Shared, ends: int) -> None:
         self.group, self.packed, (self.q, self.k, self.v) = call.plan.group, call.plan.is_packed, qkv
-        received, area = _busiest(call.plan, call.strategy)
-        batch = 1 if self.packed else self.k.shape[0]
-        dims = self.k.shape[-1] + self.v.shape[-1]
+        batch, dims = 1 if self.packed else self.k.shape[0], self.k.shape[-1] + self.v.shape[-1]
         is_near = peer_memory.are_near(self.group, self.q.device)
-        load = slices.Load(
-            bytes=received * batch * self.k.shape[-2] * dims * self.k.element_size(),
-            products=2 * area * batch * self.q.shape[-2] * dims,
-            is_near=is_near,
-        )
-        self.slices = slices.key_slices(self.q.shape[-2], self.k.shape[-2], load, ends)
+        sizes = batch, self.q.shape[-2], self.k.shape[-2], dims, self.k.element_size()
+        self.slices = _slices(call.plan, call.strategy, sizes, is_near, ends)
         whole, is_one = (call.scores, shared), len(self.slices) == 1
         work = _work(call.plan, call.strategy, shared.alibi_slopes is not None, is_one, self.q.device)
         self.work, self.calls, self.lists = work, work.calls, work.lists

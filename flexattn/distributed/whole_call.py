@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from flexattn import fp8, validation
+from flexattn import call_cache, fp8, validation
+from flexattn.call_cache import CONSTANTS, split_of
 from flexattn.call_options import BOTH_SIDES, DEFAULTS, CacheOptions, CommonOptions, LengthOptions, ReturnOptions
 from flexattn.dispatch.options import check_values, requested_backend
 from flexattn.dispatch.spec import BIAS_TYPES, SOFTMAX_TYPES, as_bshd, from_bshd
@@ -31,9 +33,6 @@ from flexattn.shorthands import bias_type_of, softmax_type_of
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask  # noqa: F401  # a base class names it in a string
-
-if TYPE_CHECKING:
-    pass
 
 
 class Options(CommonOptions["Tensor", "BlockMask", "fp8.DelayedScaling"], ReturnOptions, total=False):
@@ -71,6 +70,8 @@ class Strategy(Protocol):
 
 class CheckedCall:
     """A call of `attention` after its checks."""
+
+    given: tuple[str, ...] = ()  # names of a kept call's shared tensors
 
     def __init__(self, runner: Strategy, plan: Plan, qkv: tuple[Tensor, Tensor, Tensor], shared: Shared) -> None:
         self.runner, self.plan, self.qkv, self.shared = runner, plan, qkv, shared
@@ -157,6 +158,29 @@ class CheckedCall:
             "FP8": None if fp8_call is None else (repr(fp8_call.recipe), [tuple(t.shape) for t in checked_descales]),
             "return_max_logit": wanted["return_max_logit"],
         }
+        return call
+
+    def kept(self, options: Mapping[str, Any]) -> CheckedCall | None:
+        """Returns this call without its arguments' tensors, for `again`; None if the call has more of its own than tensors."""
+        scores, blocks = self.scores, self.plan.mask.blocks
+        more: tuple[Any, ...] = (scores.score_mod, scores.mask_mod, scores.fp8_call, scores.peaks, blocks)
+        if any(part is not None for part in more) or any(self.shared[-2:]):
+            return None
+        kept = copy.copy(self)
+        kept.given = tuple(name for name in _SHARED if getattr(self.shared, name) is not None)
+        if any(getattr(self.shared, name) is not options.get(name) for name in kept.given):
+            return None  # made for this call, such as default slopes
+        nothing: Any = dict.fromkeys(kept.given)
+        kept.qkv, kept.shared = (None, None, None), self.shared._replace(**nothing)  # type: ignore[assignment]
+        return kept
+
+    def again(self, qkv: tuple[Tensor, Tensor, Tensor], options: Mapping[str, Any]) -> CheckedCall:
+        """Returns the call of other tensors that are like those of this kept call."""
+        call = copy.copy(self)
+        q, k, v = qkv if self.qkv_format in ("bshd", "thd") else (as_bshd(t, self.qkv_format) for t in qkv)
+        call.qkv = q, k, v
+        if self.given:
+            call.shared = self.shared._replace(**{name: options[name] for name in self.given})
         return call
 
     def inputs(self) -> tuple[Tensor | None, ...]:
@@ -264,7 +288,8 @@ def _scores(q: Tensor, plan: Plan, options: dict[str, Any]) -> tuple[Scores, Sha
     full = DEFAULTS | options
     _, _, dropout_p = numbers = validation.check_scalars(*(full[name] for name in COMMON[:3]))
     rng_state = options.get("rng_state")
-    validation.check_rng_state(rng_state, q)
+    if rng_state is not None:
+        validation.check_rng_state(rng_state, q)
     bias, slopes, offset = (options.get(name) for name in ("bias", "alibi_slopes", "softmax_offset"))
     if plan.is_packed and bias is not None:
         raise ValueError("bias is given with a plan of documents; accepted: a score_mod that reads it by position in the document")
@@ -273,7 +298,8 @@ def _scores(q: Tensor, plan: Plan, options: dict[str, Any]) -> tuple[Scores, Sha
         isinstance(bias, torch.Tensor) and bias.dim() == 4 and bias.shape[2] == own_rows and own_rows not in (1, plan.length)
     )
     validation.check_bias(bias_type, bias, q, (batch, heads, own_rows if has_own_rows else plan.length, plan.length_kv))
-    validation.check_alibi_slopes(bias_type, slopes, q, batch, heads)
+    if slopes is not None:
+        validation.check_alibi_slopes(bias_type, slopes, q, batch, heads)
     validation.check_softmax_offset(softmax_type, offset, q, heads)
     if bias_type == "alibi" and slopes is None:
         slopes = default_alibi_slopes(heads, q)
@@ -326,8 +352,42 @@ def _check_mod(name: str, mod: Any, tensors: Any, sizes: tuple[int, int, Plan]) 
             raise ValueError(f"{name} captures {captured}, which requires a gradient. Pass it in score_mod_tensors, or detach it")
 
 
+MOST_CALLS = 256
+_SHARED = Shared._fields[:4]  # those that may be arguments of a kept call
+_kept: dict[Hashable, tuple[Plan, CheckedCall]] = {}  # each with its plan, whose id is in the key
+
+
+def _key(q: Tensor, k: Tensor, v: Tensor, plan: Any, strategy: str | None, options: Mapping[str, Any]) -> Hashable | None:
+    """Returns the key of a call, with everything that its checks depend on; None if it has none, as with mods and value checks."""
+    split = split_of(tuple(options))
+    values = [*CONSTANTS, split, q, k, v, *options.values()]
+    if not split.is_known or split.fp8 is not None or split.mods_of(values) is not None:
+        return None
+    if check_values() or getattr(plan, "group", None) is None:
+        return None
+    others = (None, None, *split.others(values), id(plan), strategy)
+    key, _ = call_cache.look_up(split.tensors(values), others, split.window(values), None)
+    return None if key is None or call_cache.has_tensor_numbers(key) else key.parts
+
+
 def checked_call(q: Tensor, k: Tensor, v: Tensor, plan: Plan, strategy: str | None, options: dict[str, Any]) -> CheckedCall:
     """Returns the checked call. On all ranks, raises errors of arguments before anything is sent."""
+    key = None if torch.compiler.is_compiling() else _key(q, k, v, plan, strategy, options)
+    known = None if key is None else _kept.get(key)
+    if known is not None:
+        if q.is_cuda:
+            capture.check(plan.group, q.device)
+        return known[1].again((q, k, v), options)
+    call = _checked_call(q, k, v, plan, strategy, dict(options))
+    is_as_given = all(t.dtype is given.dtype for t, given in zip(call.qkv, (q, k, v), strict=True))  # not cast by autocast
+    if key is not None and is_as_given and (kept := call.kept(options)) is not None:
+        if len(_kept) >= MOST_CALLS:
+            _kept.clear()
+        _kept[key] = plan, kept
+    return call
+
+
+def _checked_call(q: Tensor, k: Tensor, v: Tensor, plan: Plan, strategy: str | None, options: dict[str, Any]) -> CheckedCall:
     error, call = None, None
     try:
         call = CheckedCall.of(q, k, v, plan, strategy, options)

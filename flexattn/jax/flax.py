@@ -77,7 +77,6 @@ def dot_product_attention(
         attn_mask_type="causal" if is_causal else "no_mask",
         window_size=window_size,
         bottom_right_diagonal=None if is_causal else False,
-        bias_type="no_bias" if bias is None else "post_scale_bias",
         bias=bias,
         mask_mod=mask_mod,
         dropout_p=dropout_rate if drops else 0.0,

@@ -75,7 +75,6 @@ def dot_product_attention(
         attn_mask_type=kind,
         window_size=(window[0], -1 if is_causal else window[1]),
         bottom_right_diagonal=None if is_causal else False,
-        bias_type="no_bias" if bias is None else "post_scale_bias",
         bias=bias,
         softmax_scale=scale,
         mask_mod=None if mask is None else reads_mask(mask, (batch, q.shape[2], q.shape[1], k.shape[1])),

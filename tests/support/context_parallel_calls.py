@@ -230,6 +230,7 @@ def way_of(way: str) -> str:
     slices.SLICE_BYTES, slices.SLICE_PRODUCTS = (1, 0.0) if how == "sliced" else SLICES
     exchange.MOST_RANKS = 0 if how == "packed" else MOST_RANKS
     gather._work.cache_clear()
+    gather._slices.cache_clear()
     return strategy
 
 
