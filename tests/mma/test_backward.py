@@ -24,7 +24,7 @@ from tests.mma.test_emulated import LIMITS
 from tests.support.compiled_kernels import compile_sound
 
 DIMS = (64, 128, 256)
-LOOP_SPILLS = {64: 24, 128: 56, 256: 40}  # loads of a loop; 8.9 has the most at 128
+LOOP_SPILLS = {64: 32, 128: 56, 256: 44}  # instructions of a loop
 BARRIERS = 4  # of an iteration
 MASKS: dict[str, dict[str, Any]] = {
     "full": {},
@@ -62,7 +62,8 @@ def test_compiled(cases: list[Case]) -> None:
     requests = [request_for(launch_of(case), case[0]) for case in cases]
     for case, request, report in zip(cases, requests, compile_sound(requests), strict=True):
         assert set(report.matrix_instructions) == {"HMMA"}, f"{case}: {report.matrix_instructions}"
-        assert {"LDGSTS", "LDSM", "RED"} <= report.instructions.keys(), case
+        assert {"LDGSTS", "LDSM"} <= report.instructions.keys(), case
+        assert {"RED", "REDG"} & report.instructions.keys(), case
         assert report.shared_bytes <= LIMITS[case[0]], f"{case}: {report.shared_bytes}"
         meta = request.constexprs["META"]
         needed = 5 * meta.BLOCK_N * meta.BLOCK_M * meta.DIM // meta.WARPS // (16 * 8 * 16)
