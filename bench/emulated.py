@@ -36,7 +36,7 @@ KERNELS = {
     "sm_100": "_attn_fwd_blackwell_kernel",
     "sm_100-fused": "_attn_bwd_blackwell_kernel",
 }
-"""Every Gluon kernel but the forward for head dims above 256, which no workload has, by what `play --emulate` calls it."""
+"""Gluon kernels for sm_90 and sm_100, by their names in `play --emulate`; no workload has head dims above 256."""
 
 
 def the_emulator() -> ModuleType:

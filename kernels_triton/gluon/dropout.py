@@ -222,11 +222,9 @@ def scaled(x, state, META: gl.constexpr):
 
 
 @gluon.jit
-def kept_by_calls(weights, state, b_h, queries, keys, CALLS: gl.constexpr, META: gl.constexpr):
-    # Like `kept`, for weights [queries, keys] of any layout. CALLS: the layout of the calls, [queries, groups of eight keys]. Rows
-    # may alternate between GROUP heads, from b_h on.
-    ROWS: gl.constexpr = weights.shape[0]
-    COLUMNS: gl.constexpr = weights.shape[1]
+def numbers_by_calls(state, b_h, queries, keys, ROWS: gl.constexpr, COLUMNS: gl.constexpr, CALLS: gl.constexpr, META: gl.constexpr):
+    # Returns random numbers [ROWS, COLUMNS] of queries and keys; a weight is kept if its number reaches the threshold. CALLS: the
+    # layout of the calls, [queries, groups of eight keys]. Rows may alternate between GROUP heads, from b_h on.
     in_tile = gl.arange(0, ROWS, layout=gl.SliceLayout(1, CALLS))[:, None]
     i = queries + in_tile // META.GROUP
     if META.GROUP > 1:
@@ -235,6 +233,11 @@ def kept_by_calls(weights, state, b_h, queries, keys, CALLS: gl.constexpr, META:
     counters = group.to(gl.uint32), i.to(gl.uint32), b_h.to(gl.uint32)
     w0, w1, w2, w3 = philox(state.key0, state.key1, counters[0], counters[1], counters[2], state.offset)
     words = gl.join(gl.join(w0, w2), gl.join(w1, w3))  # the last two dims in the order of keys
-    numbers = gl.reshape(gl.join(words << 16, words), [ROWS, COLUMNS])  # a half of a word for each key
-    numbers = gl.convert_layout(numbers, weights.type.layout)
-    return gl.where(numbers >= state.threshold, weights, 0.0)
+    return gl.reshape(gl.join(words << 16, words), [ROWS, COLUMNS])  # a half of a word for each key
+
+
+@gluon.jit
+def kept_by_calls(weights, state, b_h, queries, keys, CALLS: gl.constexpr, META: gl.constexpr):
+    # Like `kept`, for weights [queries, keys] of any layout; for the other arguments see `numbers_by_calls`
+    numbers = numbers_by_calls(state, b_h, queries, keys, weights.shape[0], weights.shape[1], CALLS, META)
+    return gl.where(gl.convert_layout(numbers, weights.type.layout) >= state.threshold, weights, 0.0)

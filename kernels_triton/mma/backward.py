@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from flexattn.kernels_triton.common.addressing import row_pointer
-from flexattn.kernels_triton.common.arguments import Band, BlockMaskLists, Lengths, Rows, Scores
+from flexattn.kernels_triton.common.arguments import Band, BlockMaskLists, Dropout, Lengths, Rows, Scores
 from flexattn.kernels_triton.common.features import with_features
 from flexattn.kernels_triton.common.preprocess import tiled_statistics
 from flexattn.kernels_triton.common.problem import Backward
@@ -34,12 +34,14 @@ from flexattn.kernels_triton.gluon.backward_blocks import (
     probabilities,
 )
 from flexattn.kernels_triton.gluon.block_ranges import query_block
+from flexattn.kernels_triton.gluon.dropout import dropout_state, scaled
 from flexattn.kernels_triton.gluon.masking import cuts_block, first_uncut_query
 from flexattn.kernels_triton.gluon.tile_scheduler import Work
 from flexattn.kernels_triton.gluon.work_order import backward_work
 from flexattn.kernels_triton.mma.arguments import product_layout, rows_layout, swizzled
 from flexattn.kernels_triton.mma.copies import copy_block
 from flexattn.kernels_triton.mma.dq_sums import add_to_sums, convert_dq
+from flexattn.kernels_triton.mma.dropout import keeps
 from flexattn.kernels_triton.mma.tiles import MmaBackwardTile, backward_tile
 from flexattn.kernels_triton.runtime.device import Tile
 from flexattn.kernels_triton.runtime.launch import hopper_kernel, launch
@@ -60,6 +62,7 @@ class MmaBackwardMeta(NamedTuple):
     QUERY_WARPS: int  # warps along the queries in dq
     Q_STAGES: int
     HOLDS_V: bool
+    GROUP: int  # heads of a tile, for dropout
     IS_FP8: bool
     ALIGN: int
 
@@ -80,6 +83,7 @@ class MmaBackwardArguments(NamedTuple):
     lengths_kv: Lengths
     band: Band
     scores: Scores
+    dropout: Dropout
     lists: BlockMaskLists | None  # lists of query blocks
 
 
@@ -191,6 +195,7 @@ def _add_blocks(args: MmaBackwardArguments, block: Block, iterations, MODS: gl.c
     no_dq = gl.zeros([BLOCK_M, DIM], gl.float32, layout=QUERIES)
     dk = gl.zeros([BLOCK_N, DIM], gl.float32, layout=KEYS)
     dv = gl.zeros([BLOCK_N, DIM], gl.float32, layout=KEYS)
+    draws = dropout_state(args.dropout, block.first_head, META)
     uncut_from = first_uncut_query(block.first_row, BLOCK_N, block.band, META)
     for n in range(iterations):  # counts the blocks of all query heads
         slot = n % Q_STAGES
@@ -209,9 +214,14 @@ def _add_blocks(args: MmaBackwardArguments, block: Block, iterations, MODS: gl.c
         place = ScorePlace(rows=rows, columns=columns, row=row, is_cut=is_cut, is_full=is_full)
         p = probabilities(s, factor, place, statistics.slice(0, BLOCK_M, 0), head, block, MODS, META)
         weights = p.to(DTYPE)
+        if META.HAS_DROPOUT:
+            keep = keeps(p, draws, position.h, row, block.first_row, META)
+            weights = gl.where(keep, p, 0.0).to(DTYPE)
         if not HOLDS_WEIGHTS:
             tiles.weights.store(weights)
         dp = _scores_of(tiles.v, tiles.dout, zeros, META.HOLDS_V)
+        if META.HAS_DROPOUT:
+            dp = scaled(gl.where(keep, dp, 0.0), draws, META)
         minus_delta = statistics.slice(BLOCK_M, BLOCK_M, 0).load(gl.SliceLayout(0, SCORES))
         ds = through_mods(p * (dp + minus_delta[None, :]), cap_tanh, score, i, j, head, MODS, META).to(DTYPE)
         if Q_STAGES == 2:
@@ -245,7 +255,7 @@ def _add_blocks(args: MmaBackwardArguments, block: Block, iterations, MODS: gl.c
             async_copy.commit_group()
         position, values = following, following_values
     async_copy.wait_group(0)  # a program must not end under a copy
-    return dk, dv
+    return dk, scaled(dv, draws, META)
 
 
 @gluon.jit
@@ -291,6 +301,7 @@ def mma_backward(call: Backward, tile: MmaBackwardTile | None = None) -> None:
         QUERY_WARPS=tile.query_warps,
         Q_STAGES=tile.q_stages,
         HOLDS_V=tile.holds_v,
+        GROUP=1,
         IS_FP8=False,
         ALIGN=8,
     )
@@ -314,6 +325,7 @@ def mma_backward(call: Backward, tile: MmaBackwardTile | None = None) -> None:
         lengths_kv=x.lengths_kv,
         band=x.band,
         scores=x.scores,
+        dropout=x.dropout,
         lists=x.lists("q"),
     )
     launch_tile = Tile(tile.block_m, tile.block_n, tile.warps, tile.q_stages)

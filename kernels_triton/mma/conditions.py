@@ -35,8 +35,6 @@ def backward_unsupported(call: Backward) -> str | None:
         return "it is written for compute capability 8.0, 8.6, 8.9 and 12.0"
     if call.deterministic:
         return "its dq is not deterministic"
-    if x.dropout_p > 0:
-        return "it does not draw dropout"
     if reason := unsupported_call(x) or _unsupported_rows(x, call.out, call.dout, call.dq, call.dk, call.dv):
         return reason
     if x.block_mask is not None and x.group_size > 1 and x.block_mask.heads > 1:

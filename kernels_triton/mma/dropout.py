@@ -9,7 +9,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flexattn.kernels_triton.gluon.dropout import DropoutState, kept_by_calls
+from flexattn.kernels_triton.gluon.dropout import DropoutState, kept_by_calls, numbers_by_calls
 
 
 @gluon.constexpr_function
@@ -31,3 +31,11 @@ def kept(weights, state: DropoutState, b_h, queries, keys, META: gl.constexpr):
         CALLS: gl.constexpr = _calls(META.BLOCK_M, META.BLOCK_N, META.WARPS)
         weights = kept_by_calls(weights, state, b_h, queries, keys, CALLS, META)
     return weights
+
+
+@gluon.jit
+def keeps(scores, state: DropoutState, h, queries, keys, META: gl.constexpr):
+    # Returns whether weights are kept, for transposed scores of BLOCK_N keys from `keys` on and BLOCK_M queries from `queries` on
+    CALLS: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [META.WARPS, 1], [1, 0])
+    numbers = numbers_by_calls(state, state.first_head + h, queries, keys, META.BLOCK_M, META.BLOCK_N, CALLS, META)
+    return gl.convert_layout(gl.permute(numbers, (1, 0)), scores.type.layout) >= state.threshold

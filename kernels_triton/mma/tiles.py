@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flexattn.kernels_triton.common.problem import Problem
 from flexattn.kernels_triton.runtime.device import capability_of
@@ -100,4 +100,7 @@ def backward_tile(problem: Problem, capability: int | None = None) -> MmaBackwar
     x = problem
     width = max(x.q.shape[-1], x.v.shape[-1])
     is_large = (capability or capability_of(x.device)) == 80
-    return next(tile for tile in (_BACKWARD_LARGE_MEMORY if is_large else _BACKWARD_SMALL_MEMORY) if width <= tile.head_dim)
+    tile = next(tile for tile in (_BACKWARD_LARGE_MEMORY if is_large else _BACKWARD_SMALL_MEMORY) if width <= tile.head_dim)
+    if x.dropout_p > 0 and tile.block_m * tile.block_n > 64 * 64:  # random numbers need shared memory on their way to their threads
+        return replace(tile, q_stages=1)
+    return tile

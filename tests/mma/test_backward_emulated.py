@@ -28,6 +28,7 @@ from flexattn.testing import (
     make_inputs,
     reference_attention,
 )
+from tests.hopper.test_dropout import dropped
 from tests.hopper.test_mods import BANDS as BANDS_OF_MASKS
 from tests.hopper.test_mods import BLOCK_MASKS, FEATURES, blocks_of, large_scores_past_the_end
 from tests.support import inject
@@ -120,6 +121,16 @@ def test_head_dims_and_sinks(dims: tuple[int, int], capability: int) -> None:
     call = EVERYTHING | {"softmax_offset": SINKS}
     for seed in (0, 1, 5):
         check(seed, call, capability=capability, qkv_format="thd", head_dim_qk=dims[0], head_dim_v=dims[1], **UNEVEN)
+
+
+@pytest.mark.sample
+@without_gpu
+@pytest.mark.parametrize("capability", [80, 89])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_dropout(dim: int, capability: int) -> None:
+    """The reference drops the same weights, bit for bit: one weight more or less is far outside the error budget."""
+    call = EVERYTHING | dropped() | {"softmax_offset": SINKS}
+    check(dim % 20, call, capability=capability, qkv_format="thd", gap=3, head_dim_qk=dim, head_dim_v=dim, **UNEVEN)
 
 
 @without_gpu
