@@ -19,6 +19,8 @@
 |                    | in Triton's cache directory      | files of `python -m flexattn build` into it.                         |
 | `FLEXATTN_PEER_MEMORY` | auto (default), never        | never: ranks of one host share no memory, and exchange data only     |
 |                    |                                  | through the process group. Set it to the same value on all ranks.    |
+| `FLEXATTN_AS`      | sm_80, sm_86, sm_89, sm_120;     | the target that `python -m flexattn` commands with `--as`, and the   |
+|                    | unset: the GPU's own             | tests, compile for. The GPU at hand runs the older code.             |
 
 Every call reads them, so a change takes effect at once. If a value is not accepted, the next call and the next `explain` raise a
 ValueError, even if they do not use it. A function under `torch.compile` keeps the `FLEXATTN_BACKEND` that it was compiled with
@@ -41,6 +43,7 @@ VARIABLES = (
     "FLEXATTN_PLANS",
     "FLEXATTN_KERNELS",
     "FLEXATTN_PEER_MEMORY",
+    "FLEXATTN_AS",
 )
 HOPPER = ("auto", "always", "never")
 PEER_MEMORY = ("auto", "never")
@@ -79,6 +82,11 @@ def batch_invariant() -> bool:
 def peer_memory() -> str:
     """Returns FLEXATTN_PEER_MEMORY. Raises ValueError if the value is not accepted."""
     return _choice("FLEXATTN_PEER_MEMORY", PEER_MEMORY) or "auto"
+
+
+def imitated_target() -> str | None:
+    """Returns FLEXATTN_AS, or None if it is unset or empty."""
+    return os.environ.get("FLEXATTN_AS") or None
 
 
 def plan_directory() -> str | None:
