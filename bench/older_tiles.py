@@ -43,8 +43,8 @@ ASSEMBLED_FOR = 90
 SEED = 0
 DEVICE = "cuda"
 CHECKED_LENGTH = 512
-CHECKED_KEYS = 2048  # of a decode, whose keys are then split
-MAX_ERROR = 2e-2  # of the largest value, for bf16
+CHECKED_KEYS = 2048  # keys of a checked decode: enough to be split
+MAX_ERROR = 2e-2  # errors are shares of the largest value, in bf16
 COMPILE_SECONDS = 90  # limit for one candidate
 WORDS_OF_TIME = "CUDA events, median of 7 with a cold L2, 3 if the first call takes twice the time of the fastest candidate"
 
