@@ -15,6 +15,8 @@ import argparse
 import ctypes
 import functools
 import itertools
+import json
+import math
 import multiprocessing
 import os
 import pickle
@@ -25,7 +27,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -606,7 +608,8 @@ def make_parser() -> argparse.ArgumentParser:
 
     parser = Parser(prog="python -m flexattn.bench.older_tiles", description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=400, help="end within this time (default: %(default)s)")
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE.json")
+    parser.add_argument("--out", type=Path, metavar="FILE.json", help="where to write the result")
+    parser.add_argument("--rows", type=Path, metavar="FILE.json", help="only print the tiles that a result supports")
     parser.add_argument("--head-dims", type=numbers, default=[128, 64, 256, 96, 192, 32], metavar="N,N")
     parser.add_argument("--lengths", type=numbers, default=[4096, 1024], metavar="N,N")
     parser.add_argument("--kernels", type=lambda text: text.split(","), default=list(_SPACE), metavar="NAME,NAME")
@@ -619,7 +622,13 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str]) -> int:
     start = time.monotonic()
-    args = make_parser().parse_args(arguments)
+    parser = make_parser()
+    args = parser.parse_args(arguments)
+    if args.rows is not None:
+        print("\n".join(emit_rows(json.loads(args.rows.read_text("utf-8"))["rows"])))
+        return 0
+    if args.out is None:
+        parser.error("--out is missing; accepted: the path of a result file")
     stop = start + args.seconds - 6
     os.environ.setdefault("TRITON_CACHE_DIR", tempfile.mkdtemp(prefix="older_tiles_"))
     os.environ.pop("TRITON_INTERPRET", None)
@@ -746,6 +755,75 @@ def summary(rows: Sequence[dict[str, Any]]) -> list[str]:
         own = next((ms for ms, row in found if sm in row["committed"]), None)
         gain = "" if own is None else f" {own / found[0][0]:.2f}x"
         lines.append(f"{cell[0]} d{cell[1]} {cell[2]} {cell[3]} {found[0][1]['tile']} {found[0][0]:.3f}{gain}")
+    return lines
+
+
+# --- Rows of the tables
+
+
+TIE = 0.03
+"""A tile replaces another one if it is faster by more than this share."""
+
+
+def scores(rows: Sequence[Mapping[str, Any]], kernel: str, head_dim: int, cells: Sequence[str]) -> dict[str, float]:
+    """Returns the mean of each tile's times, as multiples of the fastest; of tiles that were timed in all cells.
+
+    cells: for example "causal s4096@80", a mask and a key of the times.
+    """
+    times: dict[str, dict[str, float]] = {}
+    for row in rows:
+        if (row["kernel"], row.get("head_dim")) == (kernel, head_dim):
+            own = {f"{row['mask']} {key}": ms for key, ms in row.get("ms", {}).items()}
+            times.setdefault(row["tile"], {}).update({cell: own[cell] for cell in cells if cell in own})
+    whole = {tile: own for tile, own in times.items() if len(own) == len(cells)}
+    best = {cell: min(own[cell] for own in whole.values()) for cell in cells} if whole else {}
+    return {tile: math.exp(sum(math.log(own[cell] / best[cell]) for cell in cells) / len(cells)) for tile, own in whole.items()}
+
+
+def fastest(found: Mapping[str, float], committed: str | None) -> str | None:
+    """Returns the fastest tile; `committed` if none is faster by more than TIE."""
+    if not found:
+        return committed
+    best = min(found, key=lambda tile: found[tile])
+    return committed if committed in found and found[committed] <= found[best] * (1 + TIE) else best
+
+
+class Chosen(NamedTuple):
+    """Tiles by the fields of `tiles.Row`; None if nothing was measured, or if `tile` is as fast."""
+
+    tile: str | None
+    open: str | None
+    short: str | None
+    loaded: str | None
+
+
+def choose(rows: Sequence[Mapping[str, Any]], kernel: str, head_dim: int, sm: int) -> Chosen:
+    """Returns the fastest tiles for a kernel and head dim on a GPU with the occupancy of `sm`, 80 or 89."""
+    lengths = sorted({key.partition("@")[0] for row in rows for key in row.get("ms", {})}, key=lambda text: int(text[1:]))
+    capability = 86 if sm == 89 else sm
+    own = {
+        row["mask"]: row["tile"]
+        for row in rows
+        if (row["kernel"], row.get("head_dim")) == (kernel, head_dim) and capability in row["committed"]
+    }
+
+    def best(name: str, mask: str, lengths: Sequence[str], other: str | None) -> str | None:
+        return fastest(scores(rows, name, head_dim, [f"{mask} {length}@{sm}" for length in lengths]), other)
+
+    tile = best(kernel, "causal", lengths[-1:], own.get("causal"))
+    open_tile, short = best(kernel, "full", lengths, tile), best(kernel, "causal", lengths[:1], tile)
+    loaded = best(f"{kernel}+bias", "full", lengths, None)
+    return Chosen(tile, None if open_tile == tile else open_tile, None if short == tile else short, loaded)
+
+
+def emit_rows(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns a line for each kernel, GPU and head dim: its tiles, for `common/tiles.py`."""
+    lines = []
+    for kernel, sm in itertools.product(("forward", "dq", "dkdv"), (80, 89)):
+        for head_dim in sorted({row["head_dim"] for row in rows if row["kernel"] == kernel and "ms" in row}):
+            chosen = choose(rows, kernel, head_dim, sm)
+            text = ", ".join(f"{name}={tile}" for name, tile in chosen._asdict().items() if tile is not None)
+            lines.append(f"{kernel.upper()}[{86 if sm == 89 else sm}, 2] head dim {head_dim}: {text}")
     return lines
 
 

@@ -26,8 +26,8 @@ from flexattn import attention, explain
 from flexattn.cli import Parser, program
 from flexattn.testing import FORWARD_FACTOR, GRADIENT_FACTOR, check_close
 
-MAX_FP8_ERROR = 0.12  # of the largest value: e4m3 has three bits of mantissa
-POLICIES = ("auto", "always", "never")  # of FLEXATTN_HOPPER: together they reach each kernel family of a GPU
+MAX_FP8_ERROR = 0.12  # a share of the largest value: e4m3 has three bits of mantissa
+POLICIES = ("auto", "always", "never")  # values of FLEXATTN_HOPPER that together reach each kernel family of a GPU
 STARTED, ENDED = "started", "ended"
 
 

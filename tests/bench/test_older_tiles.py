@@ -80,3 +80,21 @@ def test_the_summary_names_the_fastest_tile_and_the_gain() -> None:
         {**row, "tile": "16x16x4x2", "committed": [], "failure": "wrong"},
     ]
     assert older_tiles.summary(rows) == ["dq d64 full s1024@80 128x64x4x2 0.100 2.00x"]
+
+
+def test_rows_are_the_fastest_tiles() -> None:
+    def row(tile: str, mask: str, long: float, short: float, committed: tuple[int, ...] = ()) -> dict[str, object]:
+        times = {f"{length}@{sm}": ms for sm in (80, 89) for length, ms in (("s1024", short), ("s4096", long))}
+        return {"kernel": "dq", "head_dim": 64, "mask": mask, "tile": tile, "committed": list(committed), "ms": times}
+
+    rows = [
+        row("64x64x4x2", "causal", 2.0, 1.0, (80, 86)),
+        row("128x64x4x2", "causal", 1.0, 1.5),
+        row("64x64x4x2", "full", 2.0, 2.0, (80, 86)),
+        row("128x64x4x2", "full", 1.02, 1.0),
+        row("32x32x4x2", "full", 1.0, 1.0),
+        {"kernel": "dq", "head_dim": 64, "mask": "full", "tile": "16x16x4x2", "committed": [], "failure": "wrong"},
+    ]
+    assert older_tiles.choose(rows, "dq", 64, 80) == ("128x64x4x2", None, "64x64x4x2", None)  # a gain of 1 % is a tie
+    assert older_tiles.emit_rows(rows) == [f"DQ[{sm}, 2] head dim 64: tile=128x64x4x2, short=64x64x4x2" for sm in (80, 86)]
+    assert older_tiles.fastest({}, "64x64x4x2") == "64x64x4x2"
