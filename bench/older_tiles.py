@@ -625,7 +625,8 @@ def main(arguments: Sequence[str]) -> int:
     parser = make_parser()
     args = parser.parse_args(arguments)
     if args.rows is not None:
-        print("\n".join(emit_rows(json.loads(args.rows.read_text("utf-8"))["rows"])))
+        rows = json.loads(args.rows.read_text("utf-8"))["rows"]
+        print("\n".join([*emit_rows(rows), *emit_rules(rows, args.rows.name)]))
         return 0
     if args.out is None:
         parser.error("--out is missing; accepted: the path of a result file")
@@ -785,7 +786,8 @@ def fastest(found: Mapping[str, float], committed: str | None) -> str | None:
     if not found:
         return committed
     best = min(found, key=lambda tile: found[tile])
-    return committed if committed in found and found[committed] <= found[best] * (1 + TIE) else best
+    is_tie = committed is not None and found.get(committed, math.inf) <= found[best] * (1 + TIE)
+    return committed if is_tie else best
 
 
 class Chosen(NamedTuple):
@@ -814,6 +816,48 @@ def choose(rows: Sequence[Mapping[str, Any]], kernel: str, head_dim: int, sm: in
     open_tile, short = best(kernel, "full", lengths, tile), best(kernel, "causal", lengths[:1], tile)
     loaded = best(f"{kernel}+bias", "full", lengths, None)
     return Chosen(tile, None if open_tile == tile else open_tile, None if short == tile else short, loaded)
+
+
+CAPABILITIES = {80: "80", 89: "(86, 89, 120)"}
+"""The devices whose rules a time with an occupancy supports."""
+
+
+def emit_rules(rows: Sequence[Mapping[str, Any]], source: str) -> list[str]:
+    """Returns the rules of `crossovers.py` for calls that FlashAttention-2 runs faster than the chosen tiles."""
+    lines = []
+    flash = [row for row in rows if row["kernel"] == "flash forward" and "backward_ms" in row]
+    for sm, head_dim, mask, direction in itertools.product(
+        CAPABILITIES, (32, 64, 96, 128, 192, 256), MASKS, ("forward", "backward")
+    ):
+        ratios = []
+        for row in flash:
+            if (row["head_dim"], row["mask"]) == (head_dim, mask):
+                key = f"s{row['length']}@{sm}"
+                parts = ("forward",) if direction == "forward" else ("dq", "dkdv")
+                times = [_chosen_time(rows, part, head_dim, mask, key) for part in parts]
+                if None not in times:
+                    ratios.append(sum(filter(None, times)) / row[f"{direction}_ms"])
+        gain = math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else 0
+        if gain > 1 + TIE:
+            mask_word = "open" if mask == "full" else mask
+            call = f'direction="{direction}", capability={CAPABILITIES[sm]}, head_dim_qk={head_dim}, head_dim_v={head_dim}'
+            lines.append(f'Rule(use="sdpa", {call}, mask="{mask_word}", **_OLDER, gain={gain:.2f}, source="{source}"),')
+    return lines
+
+
+def _chosen_time(rows: Sequence[Mapping[str, Any]], kernel: str, head_dim: int, mask: str, key: str) -> float | None:
+    """Returns the time of the tile that `choose` selects for a cell."""
+    sm = int(key.partition("@")[2])
+    chosen = choose(rows, kernel, head_dim, sm)
+    is_short = key.startswith("s1024")
+    tile = chosen.open if mask == "full" and chosen.open else chosen.short if is_short and chosen.short else chosen.tile
+    cell = (kernel, head_dim, mask, tile)
+    times = (row["ms"].get(key) for row in rows if "ms" in row and tuple(row.get(n) for n in _CELL) == cell)
+    return next((float(ms) for ms in times if ms is not None), None)
+
+
+_CELL = ("kernel", "head_dim", "mask", "tile")
+MASKS = ("causal", "full")
 
 
 def emit_rows(rows: Sequence[Mapping[str, Any]]) -> list[str]:

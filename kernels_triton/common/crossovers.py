@@ -54,7 +54,7 @@ class Rule:
     is_full_width: bool | None = None  # q's head dim is `head_dim`
     batch_invariant: bool | None = None
     element_size: int | None = None  # bytes of an element of q and k
-    capability: int | None = None  # the device's compute capability: 90 for 9.0
+    capability: int | tuple[int, ...] | None = None  # the device's compute capability: 90 for 9.0
     # Columns of a choice among backends, see `dispatch/heuristics.py`
     direction: str | None = None
     dtype: str | None = None
