@@ -49,6 +49,10 @@ MEASURED_SPILLS = {
 }
 
 
+# The rows of these GPUs were measured as well: four warps with some spills were faster than eight without.
+OLDER_SPILLS = {80: 0.06, 89: 0.03, 120: 0.03}
+
+
 class Case(NamedTuple):
     kernel: str
     sm: int
@@ -163,6 +167,8 @@ def complaints(case: Case, report: CompileReport) -> list[str]:
     if kind == "plain" and max(case.head_dims) > 256:
         kind = "wide"
     limit = MEASURED_SPILLS.get(str(case)) or LOOP_SPILLS[kind]
+    if case.dtype is torch.bfloat16 and kind in ("plain", "short", "open"):
+        limit = max(limit, OLDER_SPILLS.get(case.sm, 0))
     if report.loop_spill_share > limit:
         found.append(f"{report.loop_spill_share:.1%} of the loops' instructions are spills, more than {limit:.1%}")
     instructions = FP8_INSTRUCTION if case.dtype is FP8 else MATRIX_INSTRUCTION
