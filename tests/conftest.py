@@ -62,9 +62,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if target is not None:
         from flexattn.kernels_triton.runtime import other_target
 
-        capability = other_target.parse(target)
-        if torch.cuda.is_available():
-            other_target.imitate(capability)
+        other_target.imitate_named(target)
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist

@@ -42,18 +42,13 @@ class Parser(argparse.ArgumentParser):
         target = target or options.imitated_target()
         if target is None:
             return None
-        import torch
-
         from flexattn.kernels_triton.runtime import other_target
 
         os.environ["FLEXATTN_AS"] = target
         try:
-            capability = other_target.parse(target)
-            if torch.cuda.is_available():
-                other_target.imitate(capability)
+            return other_target.imitate_named(target)
         except (ValueError, RuntimeError) as error:
             self.error(f"--as {target}: {error}")
-        return capability
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\n`{self.prog} --help` lists the options and their values\n")

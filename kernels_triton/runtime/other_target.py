@@ -60,6 +60,16 @@ def code_key() -> str:
     return "" if _imitation is None else f"{_imitation.code} on sm_{_imitation.real}"
 
 
+def imitate_named(text: str) -> int:
+    """Calls `imitate` for a target such as "sm_80" if there is a GPU; returns the capability. Raises errors of `parse`, `imitate`."""
+    import torch
+
+    capability = parse(text)
+    if torch.cuda.is_available():
+        imitate(capability)
+    return capability
+
+
 def imitate(capability: int) -> None:
     """From now on, this process treats its GPU as one of an older compute capability, for the rest of its life.
 
