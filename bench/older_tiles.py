@@ -38,6 +38,7 @@ from flexattn.bench import record
 from flexattn.cli import Parser
 
 if TYPE_CHECKING:
+    from flexattn.kernels_triton.common.tiles import Row
     from flexattn.kernels_triton.runtime.device import Tile
     from flexattn.kernels_triton.runtime.launch import Launch
 
@@ -861,14 +862,37 @@ MASKS = ("causal", "full")
 
 
 def emit_rows(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns a line for each kernel, GPU and head dim: its tiles, for `common/tiles.py`."""
+    """Returns the rows of `common/tiles.py` for 8.0 and 8.6 with the chosen tiles, ready to paste; other rows stay as they are."""
+    from flexattn.bench.rows import _row_code
+    from flexattn.kernels_triton.common.tiles import DKDV, DQ, FORWARD
+
     lines = []
-    for kernel, sm in itertools.product(("forward", "dq", "dkdv"), (80, 89)):
-        for head_dim in sorted({row["head_dim"] for row in rows if row["kernel"] == kernel and "ms" in row}):
-            chosen = choose(rows, kernel, head_dim, sm)
-            text = ", ".join(f"{name}={tile}" for name, tile in chosen._asdict().items() if tile is not None)
-            lines.append(f"{kernel.upper()}[{86 if sm == 89 else sm}, 2] head dim {head_dim}: {text}")
+    for (kernel, table), sm in itertools.product((("forward", FORWARD), ("dq", DQ), ("dkdv", DKDV)), (80, 89)):
+        capability = 86 if sm == 89 else sm
+        lines.append(f"{kernel.upper()} ({capability}, 2):")
+        lines += [f"        {_row_code(row)}," for row in _with_chosen(table[capability, 2], rows, kernel, sm)]
     return lines
+
+
+# The head dim that decides a row of `tiles.py`, by the sum of head dims that the row serves
+_HEAD_DIM_OF_ROW = {128: 64, 192: 96, 256: 128, 384: 192, 512: 256}
+
+
+def _with_chosen(committed: Sequence[Row], rows: Sequence[Mapping[str, Any]], kernel: str, sm: int) -> list[Row]:
+    """Returns the rows of a table with the chosen tiles of the head dims that were measured; equal neighbours are one row."""
+    from flexattn.bench.tiles import parse_tile
+
+    found: list[Row] = []
+    for width in sorted({*_HEAD_DIM_OF_ROW, 320, *(row.head_dims for row in committed)}):
+        row = next(row for row in committed if width <= row.head_dims)._replace(head_dims=width)
+        chosen = choose(rows, kernel, _HEAD_DIM_OF_ROW[width], sm) if width in _HEAD_DIM_OF_ROW else None
+        if chosen is not None and chosen.tile is not None:
+            tiles: dict[str, Any] = {name: tile and parse_tile(tile) for name, tile in chosen._asdict().items()}
+            row = row._replace(**tiles | {"loaded": tiles["loaded"] or row.loaded})
+        if found and found[-1][1:] == row[1:]:
+            found.pop()
+        found.append(row)
+    return found
 
 
 if __name__ == "__main__":

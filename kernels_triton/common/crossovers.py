@@ -211,6 +211,9 @@ _SHORT_CAUSAL = ("short_causal_h200.json", "short_causal_h100.json")
 _FUSED_192 = ("fused_192_h200.json", "fused_192_h100.json")
 _FUSED_TILES = ("fused_programs_h100.json", "fused_variants_h100.json")
 
+_OLDER: dict[str, Any] = {"dtype": "bfloat16", "layout": "dense", "kind": "plain", "tokens": (1024, 4096)}
+"""Columns of rules that `python -m flexattn.bench.older_tiles --rows` prints: an H100 ran the code of sm_80."""
+
 # fmt: off
 CROSSOVERS: tuple[Rule, ...] = (
     # --- sm_90: the forward of a half type, head dims up to 256. First few queries, as in decoding: loading the keys is their work.

@@ -61,7 +61,7 @@ def code_key() -> str:
 
 
 def imitate_named(text: str) -> int:
-    """Calls `imitate` for a target such as "sm_80" if there is a GPU; returns the capability. Raises errors of `parse`, `imitate`."""
+    """Calls `imitate` for a target such as "sm_80" if there is a GPU; returns the capability. Raises the errors of both."""
     import torch
 
     capability = parse(text)

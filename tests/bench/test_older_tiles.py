@@ -96,5 +96,22 @@ def test_rows_are_the_fastest_tiles() -> None:
         {"kernel": "dq", "head_dim": 64, "mask": "full", "tile": "16x16x4x2", "committed": [], "failure": "wrong"},
     ]
     assert older_tiles.choose(rows, "dq", 64, 80) == ("128x64x4x2", None, "64x64x4x2", None)  # a gain of 1 % is a tie
-    assert older_tiles.emit_rows(rows) == [f"DQ[{sm}, 2] head dim 64: tile=128x64x4x2, short=64x64x4x2" for sm in (80, 86)]
+    lines = older_tiles.emit_rows(rows)
+    first = lines[lines.index("DQ (80, 2):") + 1]
+    assert first.startswith("        Row(128, Tile(128, 64, 4, 2), Tile(")
+    assert first.endswith("short=Tile(64, 64, 4, 2)),")
+    assert len(lines) > 12  # other rows stay
     assert older_tiles.fastest({}, "64x64x4x2") == "64x64x4x2"
+
+
+def test_a_rule_says_how_much_faster_flash_attention_is() -> None:
+    row = {"head_dim": 128, "mask": "causal", "tile": "64x64x4x2", "committed": [80, 86]}
+    times = {f"s{length}@80": 2.0 for length in (1024, 4096)}
+    rows: list[dict[str, object]] = [{"kernel": kernel, **row, "ms": times} for kernel in ("forward", "dq", "dkdv")]
+    flash = {"kernel": "flash forward", "head_dim": 128, "mask": "causal", "forward_ms": 1.0, "backward_ms": 4.0}
+    rows += [{**flash, "length": length} for length in (1024, 4096)]
+    (rule,) = older_tiles.emit_rules(rows, "x.json")
+    assert rule == (
+        'Rule(use="sdpa", direction="forward", capability=80, head_dim_qk=128, head_dim_v=128, mask="causal", **_OLDER, gain=2.00, '
+        'source="x.json"),'
+    )
