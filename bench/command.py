@@ -34,7 +34,7 @@ EPILOGUE = """examples:
 """
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> Parser:
     parser = Parser(
         prog=program("bench"),
         usage="%(prog)s [OPTION ...]",
@@ -62,6 +62,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--flex-mode", default=FLEX_MODE, help="torch.compile's mode for FlexAttention, as max-autotune-no-cudagraphs"
     )
     how = parser.add_argument_group("how")
+    parser.add_target()
     how.add_argument("--check", action="store_true", help="only check the results, and time nothing")
     how.add_argument("--budget-ms", type=float, help="device time for each implementation in each cell (default: 100; quick: 30)")
     how.add_argument(
@@ -96,6 +97,7 @@ def main(arguments: Sequence[str]) -> int:
     """Runs the command. The exit status is 1 if a result is wrong or flexattn's first backend refuses a shape."""
     parser = make_parser()
     args = parser.parse_args(arguments)
+    parser.imitate(args.target)
     try:
         if args.list:
             print(listing())

@@ -59,7 +59,7 @@ EPILOGUE = """examples:
 """
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> Parser:
     parser = Parser(
         prog=program("play"), description=__doc__, epilog=EPILOGUE, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -80,6 +80,7 @@ def make_parser() -> argparse.ArgumentParser:
         tile.add_argument(f"--{name.replace('_', '-')}", type=int, nargs="+", metavar="N")
     tile.add_argument("--apart", action=argparse.BooleanOptionalAction, help="dk and dv by a launch each")
     see = parser.add_argument_group("what the compiler made")
+    parser.add_target()
     see.add_argument(
         "--arch", type=int, metavar="SM", help="compute capability to compile for, as 80, 90, 100 (default: the GPU's, else 90)"
     )
@@ -130,6 +131,7 @@ def main(arguments: Sequence[str]) -> int:
         torch.set_num_threads(1)  # the other cores are for the compiler
         compiler = None if args.sweep else compiled.Compiler()
         os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported; other processes compile
+    args.arch = parser.imitate(args.target) if args.arch is None else args.arch
     try:
         return run(parser, args, record.command_line("flexattn play", arguments, args.out), compiler)
     finally:

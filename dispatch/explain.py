@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from flexattn.dispatch import options
 from flexattn.dispatch.describe import describe, versions
+from flexattn.dispatch.heuristics import facts_of
 from flexattn.dispatch.select import Decision, Failures, backend_module, failures_of, reasons, select
 from flexattn.dispatch.spec import AttentionSpec, Direction, Operands
 from flexattn.dispatch.triton_backend import choice_of
@@ -119,7 +120,22 @@ class _Part(NamedTuple):
         backend = backend_module(self.decision.backend)
         unproved = None if backend.SUPPORT_IS_FINAL else backend.not_run_yet(self.spec)
         final = ["final: what runs it is built"] if is_built else []
-        return [*([f"provisional: {self.provisional}"] if self.provisional else final), *([unproved] if unproved else [])]
+        notes = (f"provisional: {self.provisional}" if self.provisional else None, unproved, self._faster_elsewhere())
+        return [*(final if not self.provisional else []), *filter(None, notes)]
+
+    def _faster_elsewhere(self) -> str | None:
+        """Returns a warning if PyTorch's own attention was measured to be faster than the portable kernels for such a call."""
+        if self.kernels is None or self.kernels.family.capability is not None:
+            return None
+        from flexattn.kernels_triton.common.crossovers import deciding
+
+        rule = deciding("sdpa", facts_of(self.spec, self.direction))
+        if rule is None:
+            return None
+        return (
+            f"slower than SDPA: PyTorch's FlashAttention-2 was {rule.gain:.2f} times as fast when an H100 ran the code of this GPU "
+            f"({', '.join(rule.files)})"
+        )
 
 
 def explain(spec: AttentionSpec, request: str, x: Operands | None = None) -> Explanation:

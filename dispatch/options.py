@@ -21,6 +21,8 @@ No other file of the package reads a variable, except for TransformerEngine's va
 |                    | in Triton's cache directory      | files of `python -m flexattn build` into it.                         |
 | `FLEXATTN_PEER_MEMORY` | auto (default), never        | never: ranks of one host share no memory, and exchange data only     |
 |                    |                                  | through the process group. Set it to the same value on all ranks.    |
+| `FLEXATTN_AS`      | sm_80, sm_86, sm_89, sm_120;     | the target that `python -m flexattn` commands with `--as`, and the   |
+|                    | unset: the GPU's own             | tests, compile for. The GPU at hand runs the older code.             |
 
 Every call reads them, so a change takes effect at once. If a value is not accepted, the next call and the next `explain` raise a
 ValueError, even if they do not use it. A function under `torch.compile` keeps the `FLEXATTN_BACKEND` that it was compiled with
@@ -46,7 +48,7 @@ ACCEPTED = {  # the values of each variable that has a fixed set of them, its de
     "FLEXATTN_BATCH_INVARIANT": _FLAG,
     "FLEXATTN_PEER_MEMORY": ("auto", "never"),
 }
-VARIABLES = (*ACCEPTED, "FLEXATTN_PLANS", "FLEXATTN_KERNELS")
+VARIABLES = (*ACCEPTED, "FLEXATTN_PLANS", "FLEXATTN_KERNELS", "FLEXATTN_AS")
 
 
 def check_name(argument: str, value: object, accepted: Sequence[str]) -> None:
@@ -91,6 +93,11 @@ def batch_invariant() -> bool:
 def peer_memory() -> str:
     """Returns FLEXATTN_PEER_MEMORY."""
     return _value("FLEXATTN_PEER_MEMORY")
+
+
+def imitated_target() -> str | None:
+    """Returns FLEXATTN_AS, or None if it is unset or empty."""
+    return os.environ.get("FLEXATTN_AS") or None
 
 
 def plan_directory() -> str | None:

@@ -24,6 +24,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before any test imports triton, which reads it once per kernel
 
 from flexattn import call_cache
+from flexattn.dispatch import options
 
 ROOT = Path(__file__).parent.parent
 
@@ -48,6 +49,20 @@ def sampled(cases: Sequence[frozenset[Any]], begin: Iterable[int] = ()) -> set[i
         chosen.add(max(range(len(cases)), key=lambda i: len(cases[i] & missing)))
         missing = missing.difference(*(cases[i] for i in chosen))
     return chosen
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    text = "run the code of an older target on the GPU, as `python -m flexattn bench --as`; also by FLEXATTN_AS"
+    parser.addoption("--as", dest="target", metavar="sm_80", help=text)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Imitates a GPU before a test module is imported, whose conditions depend on the device."""
+    target = config.getoption("target") or options.imitated_target()
+    if target is not None:
+        from flexattn.kernels_triton.runtime import other_target
+
+        other_target.imitate_named(target)
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist

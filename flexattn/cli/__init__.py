@@ -23,5 +23,32 @@ class Parser(argparse.ArgumentParser):
         # The pattern of Python 3.14, which does not read the value of "--window -1,4" as an option.
         self._negative_number_matcher = re.compile(r"-\.?\d")
 
+    def add_target(self) -> None:
+        """Adds --as, whose value `imitate` takes."""
+        self.add_argument(
+            "--as",
+            dest="target",
+            metavar="sm_80",
+            help="compile for an older target, sm_80, sm_86, sm_89 or sm_120, and run that code on the GPU at hand",
+        )
+
+    def imitate(self, target: str | None) -> int | None:
+        """Makes this process, and bench processes that it starts, imitate the GPU that --as or FLEXATTN_AS names.
+
+        Returns its compute capability, or None without one. If there is no GPU, only the return value shows it.
+        """
+        from flexattn.dispatch import options
+
+        target = target or options.imitated_target()
+        if target is None:
+            return None
+        from flexattn.kernels_triton.runtime import other_target
+
+        os.environ["FLEXATTN_AS"] = target
+        try:
+            return other_target.imitate_named(target)
+        except (ValueError, RuntimeError) as error:
+            self.error(f"--as {target}: {error}")
+
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\n`{self.prog} --help` lists the options and their values\n")

@@ -54,7 +54,7 @@ class Rule:
     is_full_width: bool | None = None  # q's head dim is `head_dim`
     batch_invariant: bool | None = None
     element_size: int | None = None  # bytes of an element of q and k
-    capability: int | None = None  # the device's compute capability: 90 for 9.0
+    capability: int | tuple[int, ...] | None = None  # the device's compute capability: 90 for 9.0
     # Columns of a choice among backends, see `dispatch/heuristics.py`
     direction: str | None = None
     dtype: str | None = None
@@ -210,6 +210,9 @@ _DROPOUT = "dropout_h200.json"
 _SHORT_CAUSAL = ("short_causal_h200.json", "short_causal_h100.json")
 _FUSED_192 = ("fused_192_h200.json", "fused_192_h100.json")
 _FUSED_TILES = ("fused_programs_h100.json", "fused_variants_h100.json")
+
+_OLDER: dict[str, Any] = {"dtype": "bfloat16", "layout": "dense", "kind": "plain", "tokens": (1024, 4096)}
+"""Columns of rules that `python -m flexattn.bench.older_tiles --rows` prints: an H100 ran the code of sm_80."""
 
 # fmt: off
 CROSSOVERS: tuple[Rule, ...] = (

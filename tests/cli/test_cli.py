@@ -263,7 +263,7 @@ def test_the_list_of_commands(capsys):
         assert command_line.main(arguments) == 0
         users, developers = capsys.readouterr().out.split("\ncommands for developers")
         for name, command in command_line.COMMANDS.items():
-            group = users if name in ("demo", "explain", "doctor", "bench", "fp8", "build") else developers
+            group = users if name in ("demo", "explain", "doctor", "verify", "bench", "fp8", "build") else developers
             assert f"\n  {name} " in group
             assert command.summary in group
     assert command_line.main(["--version"]) == 0
@@ -289,7 +289,7 @@ def test_a_command_that_there_is_not_has_an_answer(capsys):
     assert command_line.main(["explian", "--q", "1"]) == 2
     assert "there is no command 'explian'; did you mean 'explain'?" in capsys.readouterr().err
     assert command_line.main(["--verbose"]) == 2
-    assert "accepted: demo, explain, doctor, bench" in capsys.readouterr().err
+    assert "accepted: demo, explain, doctor, verify, bench" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", list(command_line.COMMANDS))

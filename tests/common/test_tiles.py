@@ -29,11 +29,11 @@ from flexattn.kernels_triton.runtime.device import pretended_device
 from flexattn.kernels_triton.runtime.launch import Launch, recorded_launches
 from tests.support.compiled_kernels import compile_beside, compile_sound
 
-SMS = (80, 89, 90, 100, 120)
+SMS = (80, 86, 89, 90, 100, 120)
 HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))  # the widest that each row serves, and dims in two parts
 WIDE_HEAD_DIMS = (WIDEST,)
 UNEVEN_HEAD_DIMS = ((256, 64), (64, 256), (192, 192))  # the largest sum that a row serves, all on one side
-MATRIX_INSTRUCTION = {80: "HMMA", 89: "HMMA", 90: "HGMMA", 100: "UTCHMMA", 120: "HMMA"}
+MATRIX_INSTRUCTION = {80: "HMMA", 86: "HMMA", 89: "HMMA", 90: "HGMMA", 100: "UTCHMMA", 120: "HMMA"}
 FP8 = torch.float8_e4m3fn
 FP8_INSTRUCTION = {89: "QMMA", 90: "QGMMA", 100: "UTCQMMA", 120: "QMMA"}
 # Spills in the loops, as a share of their instructions. Plain half precision has next to none. Calls with every feature have some,
@@ -47,6 +47,10 @@ MEASURED_SPILLS = {
     "dkdv-sm90-float8_e4m3fn-d128x128-plain": 0.04,
     "dkdv-sm90-float8_e4m3fn-d128x128-hybrid": 0.04,
 }
+
+
+# The rows of these GPUs were measured as well: four warps with some spills were faster than eight without.
+OLDER_SPILLS = {80: 0.06, 86: 0.03, 89: 0.03, 120: 0.04}
 
 
 class Case(NamedTuple):
@@ -163,10 +167,14 @@ def complaints(case: Case, report: CompileReport) -> list[str]:
     if kind == "plain" and max(case.head_dims) > 256:
         kind = "wide"
     limit = MEASURED_SPILLS.get(str(case)) or LOOP_SPILLS[kind]
+    if case.dtype is torch.bfloat16 and kind in ("plain", "short", "open"):
+        limit = max(limit, OLDER_SPILLS.get(case.sm, 0))
     if report.loop_spill_share > limit:
         found.append(f"{report.loop_spill_share:.1%} of the loops' instructions are spills, more than {limit:.1%}")
     instructions = FP8_INSTRUCTION if case.dtype is FP8 else MATRIX_INSTRUCTION
-    expected = instructions[case.sm] if _left_rows(case) >= 64 or case.sm in (89, 120) else "HMMA"  # all others begin at 64 rows
+    expected = (
+        instructions[case.sm] if _left_rows(case) >= 64 or case.sm in (86, 89, 120) else "HMMA"
+    )  # all others begin at 64 rows
     if case.dtype is not torch.float32 and set(report.matrix_instructions) != {expected}:
         found.append(f"matrix instructions are {report.matrix_instructions}, not {expected} alone")
     if case.dtype is FP8 and case.sm == 90 and case.kernel in ("forward", "dq") and case.features == "plain":
@@ -191,13 +199,13 @@ def repeats(case: Case) -> bool:
     """Returns whether another case has all loops of this one, with the tile, the instructions and as much memory.
 
     A case without a mask repeats the one with a mask if the tile is the same, except on sm_90, whose rows were measured. A case for
-    sm_80 or 120 repeats the one for sm_89, whose code is identical; head dim 128 stands for the others.
+    sm_80, 86 or 120 repeats the one for sm_89, whose code is identical; head dim 128 stands for the others.
     """
     masked = case._replace(features="plain")
     if case.features == "open" and case.sm != 90 and [x.tile for x in _launches(case)] == [x.tile for x in _launches(masked)]:
         return True
     twin = case._replace(sm=89)
-    if case.sm not in (80, 120) or case.head_dims == (128, 128) or twin not in ALL:
+    if case.sm not in (80, 86, 120) or case.head_dims == (128, 128) or twin not in ALL:
         return False
     return [dataclasses.replace(request, sm=89) for request in case.requests] == twin.requests
 
@@ -223,7 +231,7 @@ def test_every_tile(sm: int) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("sm", (80, 89, 100, 120))
+@pytest.mark.parametrize("sm", (80, 86, 89, 100, 120))
 def test_what_repeats_other_tiles(sm: int) -> None:
     check([case for case in ALL if case.sm == sm and repeats(case)])
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from flexattn.bench import record
+from flexattn.dispatch.options import imitated_target
 from tests.fuzz import run
 from tests.fuzz.check import check_by_name, config_of, place
 from tests.fuzz.config import FEATURES, Where, features
@@ -29,6 +30,11 @@ from tests.fuzz.processes import GRACE, STRIDE, VALUES, Found, Job, command_of, 
 
 def main() -> None:
     options = parse()
+    target = imitated_target()
+    if target is not None and options.device == "cuda":
+        from flexattn.kernels_triton.runtime import other_target  # imports triton, which a CPU's setting must precede
+
+        other_target.imitate_named(target)
     where = place(options.backend, options.device, options.without)
     os.environ.setdefault("FLEXATTN_CHECK", "0")  # lengths that do not fit are drawn on purpose
     if options.backend == "triton" and options.device == "cpu":

@@ -1,0 +1,44 @@
+"""An explanation says if PyTorch's own attention was measured to be faster than the portable kernels."""
+
+from __future__ import annotations
+
+import pytest
+
+from flexattn import __main__ as command_line
+from flexattn.kernels_triton.common import crossovers
+from flexattn.kernels_triton.common.crossovers import Rule
+
+RULE = Rule(
+    use="sdpa",
+    direction="forward",
+    capability=(80, 86),
+    dtype="bfloat16",
+    head_dim_qk=128,
+    head_dim_v=128,
+    mask="causal",
+    layout="dense",
+    kind="plain",
+    tokens=(1024, 4096),
+    gain=1.25,
+    source="older_tiles_h100.json",
+)
+NOTE = "slower than SDPA: PyTorch's FlashAttention-2 was 1.25 times as fast when an H100 ran the code of this GPU"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "is_said"),
+    [
+        (("--q", "2,1024,8,128", "--mask", "causal", "--capability", "8.0"), True),
+        (("--q", "2,1024,8,128", "--mask", "causal", "--capability", "8.6"), True),
+        (("--q", "2,1024,8,128", "--mask", "causal", "--capability", "9.0"), False),
+        (("--q", "2,1024,8,64", "--mask", "causal", "--capability", "8.0"), False),
+        (("--q", "2,1024,8,128", "--capability", "8.0"), False),
+        (("--q", "2,1024,8,128", "--mask", "causal", "--softcap", "20", "--capability", "8.0"), False),
+    ],
+)
+def test_a_slower_call_is_said_to_be_slower(
+    arguments: tuple[str, ...], is_said: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(crossovers.RULES, "sdpa", (RULE,))
+    assert command_line.main(["explain", *arguments, "--no-grad"]) == 0
+    assert (NOTE in " ".join(capsys.readouterr().out.split())) == is_said
