@@ -17,6 +17,7 @@ from flexattn.emulator.report import GluonError
 
 Array = npt.NDArray[Any]
 DType = Any  # a triton.language.core.dtype. Triton has no annotations for mypy.
+Layout = Any  # a Gluon layout object.
 
 _NUMPY: dict[str, Any] = {
     "int1": np.bool_,
