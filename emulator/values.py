@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -258,45 +259,19 @@ def _truncating_divs(a: Array, b: Array) -> Array:
     return np.where(b == 0, 0, np.sign(a) * np.sign(b) * quotient).astype(a.dtype)
 
 
-_ON_NUMBERS: dict[str, Callable[[Any, Any], Any]] = {
-    "add": lambda a, b: a + b,
-    "sub": lambda a, b: a - b,
-    "mul": lambda a, b: a * b,
-    "truediv": lambda a, b: a / b,
+# Python's own operators serve numbers and arrays. Only those whose rules differ have a function for each.
+_OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
+    op: getattr(operator, f"{op}_" if op in ("and", "or") else op) for op in (*_ARITHMETIC, *COMPARISONS)
+}
+_ON_NUMBERS: dict[str, Callable[[Any, Any], Any]] = _OPERATORS | {
     "floordiv": _truncating_div,
     "mod": lambda a, b: a - b * _truncating_div(a, b),
-    "and": lambda a, b: a & b,
-    "or": lambda a, b: a | b,
-    "xor": lambda a, b: a ^ b,
-    "lshift": lambda a, b: a << b,
-    "rshift": lambda a, b: a >> b,
-    "lt": lambda a, b: a < b,
-    "le": lambda a, b: a <= b,
-    "gt": lambda a, b: a > b,
-    "ge": lambda a, b: a >= b,
-    "eq": lambda a, b: a == b,
-    "ne": lambda a, b: a != b,
     "max": max,
     "min": min,
 }
-_ON_ARRAYS: dict[str, Callable[[Array, Array], Array]] = {
-    "add": np.add,
-    "sub": np.subtract,
-    "mul": np.multiply,
-    "truediv": np.true_divide,
+_ON_ARRAYS: dict[str, Callable[[Array, Array], Array]] = _OPERATORS | {
     "floordiv": _truncating_divs,
     "mod": lambda a, b: a - b * _truncating_divs(a, b),
-    "and": np.bitwise_and,
-    "or": np.bitwise_or,
-    "xor": np.bitwise_xor,
-    "lshift": np.left_shift,
-    "rshift": np.right_shift,
-    "lt": np.less,
-    "le": np.less_equal,
-    "gt": np.greater,
-    "ge": np.greater_equal,
-    "eq": np.equal,
-    "ne": np.not_equal,
     # If one operand is NaN, the result is the other one (PTX ISA, "max" and "min").
     "max": lambda a, b: np.fmax(a, b) if a.dtype.kind == "f" else np.maximum(a, b),
     "min": lambda a, b: np.fmin(a, b) if a.dtype.kind == "f" else np.minimum(a, b),
