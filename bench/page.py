@@ -330,7 +330,7 @@ def _sources(found: Sources) -> str:
         command = content["command"].partition(" --only ")[0]  # the file has the order of the cells
         lines.append(f"- [{name}](../bench/results/{name}): {device}, {day}, {versions}. `{command}`")
     memory = found.memory
-    lines.append(f"- [{MEMORY}](../bench/results/{MEMORY}): a CPU, torch {memory.versions['torch']}. `{memory.command}`")
+    lines.append(f"- [Memory on a CPU](../bench/results/{MEMORY}) (script not kept): torch {memory.versions['torch']}")
     return "\n".join(lines)
 
 
