@@ -31,7 +31,7 @@ from torch import Tensor
 
 from flexattn import attention, distributed
 from flexattn.bench import record
-from flexattn.bench.harness import Row, Run, make_parser, quartiles
+from flexattn.bench.harness import Row, Run, host_us, make_parser, quartiles
 from flexattn.bench.shapes import log_normal_lengths
 from flexattn.distributed import peer_memory
 from flexattn.distributed.cost import Heads
@@ -186,16 +186,13 @@ class Ranks:
 
     def host_us(self, call: Callable[[], Any]) -> float:
         """Returns the median time until a call returns if the device's queue is empty, of the slowest rank."""
-        times = []
-        for _ in range(3):
+
+        def wait() -> None:
             self.synchronize()
             dist.barrier()
             self.synchronize()
-            before = time.perf_counter()
-            call()
-            times.append(1e6 * (time.perf_counter() - before))
-        self.synchronize()
-        return float(self.gathered([statistics.median(times)]).max())
+
+        return float(self.gathered([host_us(call, 3, wait)]).max())
 
 
 class Implementation(NamedTuple):
