@@ -135,12 +135,6 @@ class _Builder:
     def create_async_tma_reduce(self, kind: Any, descriptor: Descriptor, coord: Sequence[Any], source: SharedView) -> None:
         program().tma_store(descriptor, coord, source, str(kind).rsplit(".", 1)[-1].lower())
 
-    def create_async_tma_copy_local_to_global(self, descriptor: Descriptor, coord: Sequence[Any], source: SharedView) -> None:
-        program().tma_store(descriptor, coord, source, None)
-
-    def create_fence_async_shared(self, cluster: bool = False) -> None:
-        program().fence()
-
 
 class Semantic:
     """Stand-in for `_semantic`, which a user's own @builtin gets as an argument."""
